@@ -1,0 +1,134 @@
+//! Owned buffers: in with a call, back with its completion.
+
+use std::any::Any;
+use std::fmt;
+
+use half::{bf16, f16};
+
+use crate::dtype::{DType, Element};
+use crate::error::{Error, Result};
+
+/// A buffer that an operation owns while it runs.
+#[derive(Debug)]
+pub enum Buffer {
+    /// In host memory.
+    Host(HostBuffer),
+    /// On a device. Byte transports refuse it: copy to the host first.
+    Device(Box<dyn DeviceMemory>),
+}
+
+impl Buffer {
+    /// A host buffer that owns `values`, without a copy.
+    pub fn from_vec<T: Element>(values: Vec<T>) -> Self {
+        Buffer::Host(T::into_buffer(values))
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Buffer::Host(host) => host.dtype(),
+            Buffer::Device(device) => device.dtype(),
+        }
+    }
+
+    /// Number of elements.
+    pub fn count(&self) -> usize {
+        match self {
+            Buffer::Host(host) => host.count(),
+            Buffer::Device(device) => device.count(),
+        }
+    }
+
+    /// The values, without a copy.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the buffer holds another type or lives on a device.
+    pub fn into_vec<T: Element>(self) -> Result<Vec<T>> {
+        match self {
+            Buffer::Host(host) => T::from_buffer(host)
+                .map_err(|other| Error::invalid(format!("the buffer holds {}, not {}", other.dtype(), T::DTYPE))),
+            Buffer::Device(_) => Err(Error::invalid("the buffer is in device memory; copy it to the host first")),
+        }
+    }
+}
+
+/// Device memory that a native backend understands.
+pub trait DeviceMemory: Any + Send + fmt::Debug {
+    /// Element type.
+    fn dtype(&self) -> DType;
+    /// Number of elements.
+    fn count(&self) -> usize;
+    /// For the backend to recover its own type.
+    fn as_any_mut(&mut self) -> &mut dyn Any;
+}
+
+/// A typed vector in host memory. Each variant is aligned for its type, so its bytes can be viewed as elements.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "a variant for each element type")]
+pub enum HostBuffer {
+    F32(Vec<f32>),
+    F64(Vec<f64>),
+    F16(Vec<f16>),
+    Bf16(Vec<bf16>),
+    I32(Vec<i32>),
+    I64(Vec<i64>),
+    U8(Vec<u8>),
+}
+
+macro_rules! each {
+    ($buffer:expr, $values:ident => $body:expr) => {
+        match $buffer {
+            HostBuffer::F32($values) => $body,
+            HostBuffer::F64($values) => $body,
+            HostBuffer::F16($values) => $body,
+            HostBuffer::Bf16($values) => $body,
+            HostBuffer::I32($values) => $body,
+            HostBuffer::I64($values) => $body,
+            HostBuffer::U8($values) => $body,
+        }
+    };
+}
+
+impl HostBuffer {
+    /// `count` zeros.
+    pub fn zeros(dtype: DType, count: usize) -> Self {
+        match dtype {
+            DType::F32 => HostBuffer::F32(vec![0.0; count]),
+            DType::F64 => HostBuffer::F64(vec![0.0; count]),
+            DType::F16 => HostBuffer::F16(vec![f16::ZERO; count]),
+            DType::Bf16 => HostBuffer::Bf16(vec![bf16::ZERO; count]),
+            DType::I32 => HostBuffer::I32(vec![0; count]),
+            DType::I64 => HostBuffer::I64(vec![0; count]),
+            DType::U8 => HostBuffer::U8(vec![0; count]),
+        }
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        match self {
+            HostBuffer::F32(_) => DType::F32,
+            HostBuffer::F64(_) => DType::F64,
+            HostBuffer::F16(_) => DType::F16,
+            HostBuffer::Bf16(_) => DType::Bf16,
+            HostBuffer::I32(_) => DType::I32,
+            HostBuffer::I64(_) => DType::I64,
+            HostBuffer::U8(_) => DType::U8,
+        }
+    }
+
+    /// Number of elements.
+    pub fn count(&self) -> usize {
+        each!(self, values => values.len())
+    }
+
+    /// The elements as bytes, in the machine's own (little-endian) order.
+    pub fn bytes(&self) -> &[u8] {
+        each!(self, values => bytemuck::cast_slice(values))
+    }
+
+    /// The elements as bytes, to be written.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        each!(self, values => bytemuck::cast_slice_mut(values))
+    }
+}

@@ -1,0 +1,51 @@
+//! The control plane: how ranks find each other, agree, and learn that one of them is gone.
+
+use std::time::Duration;
+
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+
+/// The side channel of a job, alive from rendezvous to the end: small, authenticated, independent of the transport under
+/// measurement.
+///
+/// Its first failure is the job's: whatever is reported first, by the death of a rank or by [`poison`](Control::poison), is
+/// what every rank gets.
+pub trait Control: Send + Sync + 'static {
+    /// This rank.
+    fn rank(&self) -> usize;
+
+    /// Number of ranks.
+    fn world_size(&self) -> usize;
+
+    /// Gathers one small message (at most [`MAX_BLOB`] bytes) of every rank, in rank order. All ranks call it with the same
+    /// `label`, in the same order; one call at a time.
+    ///
+    /// # Errors
+    /// [`Error::Rendezvous`] when the labels differ, [`Error::Timeout`], [`Error::PeerLost`], or the job's failure.
+    fn all_gather(&self, label: &str, blob: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>>;
+
+    /// A key that only the ranks of this job know, for `label`. Keys of different labels tell nothing of each other.
+    fn derive_key(&self, label: &str) -> [u8; 32];
+
+    /// Tells every rank that the job has failed with `error`. Never blocks.
+    fn poison(&self, error: &Error);
+
+    /// The job's failure, if it has one.
+    fn failure(&self) -> Option<Error>;
+
+    /// Which error to report after `observed` was seen on the data path: a closed data connection may be the echo of a death
+    /// elsewhere. Waits up to `grace` for the job's failure and returns that, else `observed`, which then becomes the job's failure.
+    fn verdict(&self, observed: Error, grace: Duration) -> Error;
+
+    /// Calls `hook` once, from some thread, when the job fails; at once if it already has. The hook must not block.
+    fn on_failure(&self, hook: Box<dyn Fn(&Error) + Send + Sync>);
+
+    /// Leaves in an orderly way: after this, the end of this process is no death. All ranks call it; it returns once all have.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`], or the job's failure.
+    fn leave(&self, deadline: Deadline) -> Result<()>;
+}
+
+/// Most bytes of one rank's message in [`Control::all_gather`].
+pub const MAX_BLOB: usize = 1 << 20;

@@ -1,0 +1,63 @@
+//! Interchangeable communication: one [`Communicator`] trait, collective algorithms written once for every byte
+//! [`Transport`], and the [control plane](control) that makes failures end in an error instead of a hang.
+//!
+//! - A [`Transport`] moves messages between ranks. This crate has [`local`] (threads of one process); others live in crates of
+//!   their own.
+//! - [`Mesh`] turns any transport into a [`Communicator`]. Algorithm and order of reduction follow from (operation, type,
+//!   size, ranks), so results are bit-identical on every transport and on every rank.
+//! - [`control`] is the rendezvous, and the side channel over which ranks learn that one of them is gone.
+//! - [`launch`] starts one process a rank on this machine.
+//! - [`Counted`] and [`Faulty`] wrap a transport: one counts what passes, one breaks it on purpose.
+//! - [`conformance`] is the suite that every transport passes.
+//!
+//! ```
+//! use std::thread;
+//! use std::time::Duration;
+//!
+//! use comm_core::{Communicator, CommunicatorExt, Mesh, MeshOptions, ReduceOp, local};
+//!
+//! let ranks: Vec<_> = local::group(3, 1)
+//!     .into_iter()
+//!     .map(|rank| thread::spawn(move || {
+//!         let mesh = Mesh::new(rank.transport, rank.control, MeshOptions::default());
+//!         let mut values = [1.0f32, 2.0];
+//!         mesh.all_reduce(&mut values, ReduceOp::Sum).unwrap();
+//!         // Without this, the end of the thread is a lost rank to the others.
+//!         mesh.finish(Duration::from_secs(10)).unwrap();
+//!         values
+//!     }))
+//!     .collect();
+//! for rank in ranks {
+//!     assert_eq!(rank.join().unwrap(), [3.0, 6.0]);
+//! }
+//! ```
+
+#![forbid(unsafe_code)]
+
+pub mod buffer;
+pub mod communicator;
+pub mod control;
+pub mod deadline;
+pub mod dtype;
+pub mod error;
+pub mod handle;
+pub mod header;
+pub mod local;
+pub mod mesh;
+pub mod op;
+mod reduce;
+pub mod table;
+pub mod transport;
+
+pub use buffer::{Buffer, DeviceMemory, HostBuffer};
+pub use communicator::{Communicator, CommunicatorExt};
+pub use control::Control;
+pub use deadline::Deadline;
+pub use dtype::{DType, Element, ReduceOp};
+pub use error::{Error, Notice, Result};
+pub use half::{bf16, f16};
+pub use handle::{Completed, Completer, Failed, Handle, Outcome};
+pub use header::{HEADER_LEN, Header};
+pub use mesh::{Mesh, MeshOptions};
+pub use op::{Algorithm, Call, Mode, Op, OpKind, shard_range};
+pub use transport::{Incoming, Outgoing, Sink, Transport};

@@ -1,0 +1,455 @@
+//! Ranks that are threads of one process.
+//!
+//! [`group`] makes the ranks of a job: each gets a [`LocalTransport`] and a [`LocalControl`], to be moved to a thread of its own.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use sha2::{Digest, Sha256};
+
+use crate::control::{Control, MAX_BLOB};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::header::Header;
+use crate::transport::{Incoming, Outgoing, Transport};
+
+/// What one rank of a local job needs.
+pub struct LocalRank {
+    /// Its control plane.
+    pub control: Arc<LocalControl>,
+    /// Its transport.
+    pub transport: LocalTransport,
+}
+
+/// The ranks of a new local job, in order.
+///
+/// # Panics
+/// If `ranks` or `lanes` is zero.
+pub fn group(ranks: usize, lanes: usize) -> Vec<LocalRank> {
+    assert!(ranks > 0 && lanes > 0, "a job needs at least one rank and one lane");
+    let hub = Arc::new(Hub::new(ranks));
+    let fabric = Arc::new(Fabric::new(ranks, lanes));
+    (0..ranks)
+        .map(|rank| LocalRank {
+            control: Arc::new(LocalControl { hub: hub.clone(), rank }),
+            transport: LocalTransport { fabric: fabric.clone(), rank, aborted: Mutex::new(None) },
+        })
+        .collect()
+}
+
+/// Moves messages through memory. A message is copied once, into the channel, and reduced or copied from there.
+pub struct LocalTransport {
+    fabric: Arc<Fabric>,
+    rank: usize,
+    aborted: Mutex<Option<Error>>,
+}
+
+/// A channel holds at most this many payload bytes, and always at least one message.
+const CHANNEL_BYTES: usize = 64 << 20;
+
+struct Fabric {
+    ranks: usize,
+    lanes: usize,
+    /// Indexed by [`Fabric::channel`].
+    channels: Vec<Mutex<Channel>>,
+    /// Indexed by [`Fabric::event`]: something changed that a rank may be waiting for on that lane.
+    events: Vec<Event>,
+}
+
+#[derive(Default)]
+struct Channel {
+    messages: VecDeque<(Header, Vec<u8>)>,
+    bytes: usize,
+    /// The sender is gone: nothing follows what is queued.
+    ended: bool,
+}
+
+#[derive(Default)]
+struct Event {
+    count: Mutex<u64>,
+    changed: Condvar,
+}
+
+impl Fabric {
+    fn new(ranks: usize, lanes: usize) -> Self {
+        Fabric {
+            ranks,
+            lanes,
+            channels: (0..ranks * ranks * lanes).map(|_| Mutex::default()).collect(),
+            events: (0..ranks * lanes).map(|_| Event::default()).collect(),
+        }
+    }
+
+    fn channel(&self, from: usize, to: usize, lane: usize) -> MutexGuard<'_, Channel> {
+        lock(&self.channels[(from * self.ranks + to) * self.lanes + lane])
+    }
+
+    fn event(&self, rank: usize, lane: usize) -> &Event {
+        &self.events[rank * self.lanes + lane]
+    }
+}
+
+impl Event {
+    fn count(&self) -> u64 {
+        *lock(&self.count)
+    }
+
+    fn signal(&self) {
+        *lock(&self.count) += 1;
+        self.changed.notify_all();
+    }
+
+    /// Waits until the count is no longer `seen`; false at the deadline.
+    fn wait(&self, seen: u64, deadline: Deadline) -> bool {
+        let mut count = lock(&self.count);
+        while *count == seen {
+            let left = deadline.remaining();
+            if left.is_zero() {
+                return false;
+            }
+            count = self.changed.wait_timeout(count, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+}
+
+impl LocalTransport {
+    fn send(&self, lane: usize, message: &Outgoing<'_>) -> bool {
+        let mut channel = self.fabric.channel(self.rank, message.peer, lane);
+        if channel.bytes > 0 && channel.bytes + message.payload.len() > CHANNEL_BYTES {
+            return false;
+        }
+        channel.bytes += message.payload.len();
+        channel.messages.push_back((message.header, message.payload.to_vec()));
+        drop(channel);
+        self.fabric.event(message.peer, lane).signal();
+        true
+    }
+
+    fn receive(&self, lane: usize, incoming: &mut Incoming<'_>) -> Result<bool> {
+        let mut channel = self.fabric.channel(incoming.peer, self.rank, lane);
+        let Some((header, payload)) = channel.messages.pop_front() else {
+            if channel.ended {
+                return Err(Error::PeerLost {
+                    rank: incoming.peer,
+                    operation: String::new(),
+                    detail: "its thread ended".into(),
+                });
+            }
+            return Ok(false);
+        };
+        channel.bytes -= payload.len();
+        drop(channel);
+        self.fabric.event(incoming.peer, lane).signal();
+        incoming.sink.begin(&header)?;
+        if !payload.is_empty() {
+            incoming.sink.piece(&payload)?;
+        }
+        Ok(true)
+    }
+
+    fn signal_all(&self) {
+        for event in &self.fabric.events {
+            event.signal();
+        }
+    }
+}
+
+impl Transport for LocalTransport {
+    fn name(&self) -> &str {
+        "local"
+    }
+
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.fabric.ranks
+    }
+
+    fn lanes(&self) -> usize {
+        self.fabric.lanes
+    }
+
+    fn exchange(
+        &self,
+        lane: usize,
+        outgoing: &[Outgoing<'_>],
+        incoming: &mut [Incoming<'_>],
+        deadline: Deadline,
+    ) -> Result<()> {
+        let event = self.fabric.event(self.rank, lane);
+        let mut sent = vec![false; outgoing.len()];
+        let mut received = vec![false; incoming.len()];
+        loop {
+            let seen = event.count();
+            if let Some(error) = lock(&self.aborted).clone() {
+                return Err(error);
+            }
+            for (message, sent) in outgoing.iter().zip(&mut sent).filter(|(_, sent)| !**sent) {
+                *sent = self.send(lane, message);
+            }
+            for (incoming, received) in incoming.iter_mut().zip(&mut received).filter(|(_, received)| !**received) {
+                *received = self.receive(lane, incoming)?;
+            }
+            if sent.iter().chain(&received).all(|done| *done) {
+                return Ok(());
+            }
+            if !event.wait(seen, deadline) {
+                let late = outgoing.iter().zip(&sent).filter(|(_, sent)| !**sent).map(|(message, _)| message.peer);
+                let silent =
+                    incoming.iter().zip(&received).filter(|(_, done)| !**done).map(|(incoming, _)| incoming.peer);
+                let mut waiting_for: Vec<usize> = late.chain(silent).collect();
+                waiting_for.sort_unstable();
+                waiting_for.dedup();
+                return Err(Error::Timeout {
+                    rank: self.rank,
+                    operation: "an exchange".into(),
+                    waited: deadline.waited(),
+                    waiting_for,
+                });
+            }
+        }
+    }
+
+    fn abort(&self, error: &Error) {
+        lock(&self.aborted).get_or_insert_with(|| error.clone());
+        self.signal_all();
+    }
+
+    fn close(&self, _deadline: Deadline) -> Result<()> {
+        // What was sent lies in the receiver's memory already.
+        Ok(())
+    }
+}
+
+impl Drop for LocalTransport {
+    fn drop(&mut self) {
+        for peer in 0..self.fabric.ranks {
+            for lane in 0..self.fabric.lanes {
+                self.fabric.channel(self.rank, peer, lane).ended = true;
+            }
+        }
+        self.signal_all();
+    }
+}
+
+/// The control plane of a local job, in memory.
+pub struct LocalControl {
+    hub: Arc<Hub>,
+    rank: usize,
+}
+
+struct Hub {
+    ranks: usize,
+    key: [u8; 32],
+    state: Mutex<HubState>,
+    changed: Condvar,
+}
+
+type FailureHook = Box<dyn Fn(&Error) + Send + Sync>;
+
+struct HubState {
+    failure: Option<Error>,
+    hooks: Vec<FailureHook>,
+    /// Number of gathers each rank has taken part in.
+    entered: Vec<u64>,
+    /// The gathers not yet read by every rank, oldest first, with the number of the first.
+    rounds: VecDeque<Round>,
+    first_round: u64,
+    left: usize,
+    is_gone: Vec<bool>,
+}
+
+struct Round {
+    label: String,
+    blobs: Vec<Option<Vec<u8>>>,
+    readers: usize,
+}
+
+impl Hub {
+    fn new(ranks: usize) -> Self {
+        let mut key = [0; 32];
+        // Without randomness the keys are the same in every process, which tells nobody outside it anything.
+        let _ = getrandom::fill(&mut key);
+        Hub {
+            ranks,
+            key,
+            state: Mutex::new(HubState {
+                failure: None,
+                hooks: Vec::new(),
+                entered: vec![0; ranks],
+                rounds: VecDeque::new(),
+                first_round: 0,
+                left: 0,
+                is_gone: vec![false; ranks],
+            }),
+            changed: Condvar::new(),
+        }
+    }
+
+    fn fail(&self, error: &Error) {
+        let mut state = lock(&self.state);
+        if state.failure.is_some() {
+            return;
+        }
+        state.failure = Some(error.clone());
+        let hooks = std::mem::take(&mut state.hooks);
+        drop(state);
+        self.changed.notify_all();
+        for hook in hooks {
+            hook(error);
+        }
+    }
+
+    /// Waits until `ready` gives something, the job fails or the deadline passes.
+    fn wait<R>(
+        &self,
+        deadline: Deadline,
+        mut ready: impl FnMut(&mut HubState) -> Option<R>,
+        timeout: impl FnOnce(&HubState) -> Error,
+    ) -> Result<R> {
+        let mut state = lock(&self.state);
+        loop {
+            if let Some(value) = ready(&mut state) {
+                return Ok(value);
+            }
+            if let Some(error) = &state.failure {
+                return Err(error.clone());
+            }
+            let left = deadline.remaining();
+            if left.is_zero() {
+                return Err(timeout(&state));
+            }
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl Control for LocalControl {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.hub.ranks
+    }
+
+    fn all_gather(&self, label: &str, blob: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+        if blob.len() > MAX_BLOB {
+            return Err(Error::invalid(format!("a control message of {} bytes; at most {MAX_BLOB}", blob.len())));
+        }
+        let ranks = self.hub.ranks;
+        let mut state = lock(&self.hub.state);
+        let round = state.entered[self.rank];
+        state.entered[self.rank] += 1;
+        let index = (round - state.first_round) as usize;
+        if state.rounds.len() == index {
+            state.rounds.push_back(Round { label: label.into(), blobs: vec![None; ranks], readers: 0 });
+        }
+        let theirs = state.rounds[index].label.clone();
+        if theirs != label {
+            drop(state);
+            let error = Error::Rendezvous(format!(
+                "rank {} gathers '{label}' while another rank gathers '{theirs}'",
+                self.rank
+            ));
+            self.hub.fail(&error);
+            return Err(error);
+        }
+        state.rounds[index].blobs[self.rank] = Some(blob.to_vec());
+        drop(state);
+        self.hub.changed.notify_all();
+
+        self.hub.wait(
+            deadline,
+            |state| {
+                let round = &mut state.rounds[(round - state.first_round) as usize];
+                let blobs: Option<Vec<Vec<u8>>> = round.blobs.iter().cloned().collect();
+                if blobs.is_some() {
+                    round.readers += 1;
+                    while state.rounds.front().is_some_and(|round| round.readers == ranks) {
+                        state.rounds.pop_front();
+                        state.first_round += 1;
+                    }
+                }
+                blobs
+            },
+            |state| {
+                let round = &state.rounds[(round - state.first_round) as usize];
+                Error::Timeout {
+                    rank: self.rank,
+                    operation: format!("gathering '{label}'"),
+                    waited: deadline.waited(),
+                    waiting_for: (0..ranks).filter(|rank| round.blobs[*rank].is_none()).collect(),
+                }
+            },
+        )
+    }
+
+    fn derive_key(&self, label: &str) -> [u8; 32] {
+        Sha256::new().chain_update(self.hub.key).chain_update(label).finalize().into()
+    }
+
+    fn poison(&self, error: &Error) {
+        self.hub.fail(error);
+    }
+
+    fn failure(&self) -> Option<Error> {
+        lock(&self.hub.state).failure.clone()
+    }
+
+    fn verdict(&self, observed: Error, _grace: Duration) -> Error {
+        // Deaths are recorded before the data path can show them, so there is nothing to wait for.
+        self.hub.fail(&observed);
+        self.failure().unwrap_or(observed)
+    }
+
+    fn on_failure(&self, hook: Box<dyn Fn(&Error) + Send + Sync>) {
+        let mut state = lock(&self.hub.state);
+        match state.failure.clone() {
+            None => state.hooks.push(hook),
+            Some(error) => {
+                drop(state);
+                hook(&error);
+            }
+        }
+    }
+
+    fn leave(&self, deadline: Deadline) -> Result<()> {
+        let mut state = lock(&self.hub.state);
+        state.left += usize::from(!std::mem::replace(&mut state.is_gone[self.rank], true));
+        drop(state);
+        self.hub.changed.notify_all();
+        let ranks = self.hub.ranks;
+        self.hub.wait(
+            deadline,
+            |state| (state.left == ranks).then_some(()),
+            |state| Error::Timeout {
+                rank: self.rank,
+                operation: "leaving the job".into(),
+                waited: deadline.waited(),
+                waiting_for: (0..ranks).filter(|rank| !state.is_gone[*rank]).collect(),
+            },
+        )
+    }
+}
+
+impl Drop for LocalControl {
+    fn drop(&mut self) {
+        if !lock(&self.hub.state).is_gone[self.rank] {
+            self.hub.fail(&Error::PeerLost {
+                rank: self.rank,
+                operation: String::new(),
+                detail: "its thread ended without leaving the job".into(),
+            });
+        }
+    }
+}
+
+/// A panic of one rank's thread must not become a panic of another's: nothing here is left half-changed.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,381 @@
+//! A [`Communicator`] over any [`Transport`].
+
+mod algorithms;
+mod lane;
+mod round;
+
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use sha2::{Digest, Sha256};
+
+use crate::buffer::{Buffer, HostBuffer};
+use crate::communicator::{Communicator, CommunicatorExt};
+use crate::control::Control;
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::handle::{Completed, Failed, Handle, Outcome};
+use crate::header::Header;
+use crate::op::{Call, Mode, Op, OpKind, shard_range};
+use crate::table;
+use crate::transport::Transport;
+
+use lane::Lane;
+use round::Rounds;
+
+/// Settings of a [`Mesh`].
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct MeshOptions {
+    /// How long an operation may take from its start, unless its call says otherwise.
+    pub timeout: Duration,
+    /// How long to wait, after a data connection failed, for the control plane to say what really happened.
+    pub verdict_grace: Duration,
+}
+
+impl Default for MeshOptions {
+    fn default() -> Self {
+        MeshOptions { timeout: Duration::from_secs(120), verdict_grace: Duration::from_millis(500) }
+    }
+}
+
+impl MeshOptions {
+    /// The same with another default deadline.
+    #[must_use]
+    pub fn with_timeout(self, timeout: Duration) -> Self {
+        MeshOptions { timeout, ..self }
+    }
+}
+
+/// Collectives over a byte transport.
+///
+/// Algorithms and their order of reduction are those of [`crate::table`]. Blocking calls run in the caller's thread; each lane
+/// has one progress thread, started at its first asynchronous operation.
+pub struct Mesh<T: Transport> {
+    core: Arc<Core<T>>,
+    group: Arc<Group>,
+}
+
+/// What all communicators of a job share on one rank.
+struct Core<T> {
+    transport: T,
+    control: Arc<dyn Control>,
+    options: MeshOptions,
+    lanes: Vec<Lane>,
+    failure: OnceLock<Error>,
+}
+
+/// One communicator.
+struct Group {
+    id: u64,
+    /// Ranks of the job, by rank in this communicator.
+    members: Vec<usize>,
+    rank: usize,
+    /// Whether it is the job's first, which closes the connections.
+    is_first: bool,
+    order: Mutex<Order>,
+}
+
+/// Numbers given out so far.
+#[derive(Default)]
+struct Order {
+    collectives: u64,
+    splits: u64,
+    sends: Vec<u64>,
+    receives: Vec<u64>,
+}
+
+impl<T: Transport> Mesh<T> {
+    /// The first communicator of a job, over all its ranks.
+    pub fn new(transport: T, control: Arc<dyn Control>, options: MeshOptions) -> Self {
+        let members: Vec<usize> = (0..transport.world_size()).collect();
+        let rank = transport.rank();
+        let lanes = (0..transport.lanes()).map(|lane| Lane::new(format!("lane-{lane}"))).collect();
+        let core = Arc::new(Core { transport, control, options, lanes, failure: OnceLock::new() });
+        let weak = Arc::downgrade(&core);
+        core.control.on_failure(Box::new(move |error| {
+            if let Some(core) = weak.upgrade() {
+                core.adopt(error);
+            }
+        }));
+        Mesh { core, group: Arc::new(Group::new(1, members, rank, true)) }
+    }
+
+    /// The transport.
+    pub fn transport(&self) -> &T {
+        &self.core.transport
+    }
+}
+
+impl<T: Transport> Communicator for Mesh<T> {
+    fn name(&self) -> &str {
+        self.core.transport.name()
+    }
+
+    fn rank(&self) -> usize {
+        self.group.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.group.members.len()
+    }
+
+    fn lanes(&self) -> usize {
+        self.core.lanes.len()
+    }
+
+    fn id(&self) -> u64 {
+        self.group.id
+    }
+
+    fn start(&self, call: Call) -> Handle {
+        let Call { op, buffer, lane, timeout, mode } = call;
+        let mut buffer = match buffer {
+            Buffer::Host(buffer) => buffer,
+            Buffer::Device(_) => {
+                let error = Error::Unsupported {
+                    what: "device memory on a byte transport".into(),
+                    why: "copy the buffer to the host first, or use a communicator that is native to the device".into(),
+                };
+                return Handle::done(Err(Failed { error, buffer: Some(buffer) }));
+            }
+        };
+        let checked = self.group.check(&op, &buffer).and_then(|()| match self.core.lanes.get(lane) {
+            Some(lane) => Ok(lane),
+            None => {
+                Err(Error::invalid(format!("lane {lane} of a communicator that has {} lanes", self.core.lanes.len())))
+            }
+        });
+        let lane_queue = match checked.and_then(|lane| self.core.failure.get().map_or(Ok(lane), |e| Err(e.clone()))) {
+            Ok(lane) => lane,
+            Err(error) => return Handle::done(Err(Failed { error, buffer: Some(Buffer::Host(buffer)) })),
+        };
+
+        let deadline = Deadline::after(timeout.unwrap_or(self.core.options.timeout));
+        // The number and the place on the lane are taken together, so that both follow the order of the callers.
+        let mut order = lock(&self.group.order);
+        let header = self.group.header(&mut order, &op, &buffer);
+        let (core, group) = (self.core.clone(), self.group.clone());
+        let run = move || -> Outcome {
+            let began = Instant::now();
+            match core.run(&group, lane, &op, header, &mut buffer, deadline) {
+                Ok(()) => Ok(Completed { buffer: Buffer::Host(buffer), began, ended: Instant::now() }),
+                Err(error) => Err(Failed { error, buffer: Some(Buffer::Host(buffer)) }),
+            }
+        };
+        match mode {
+            Mode::Background => {
+                let (completer, handle) = Handle::pending();
+                lane_queue.enqueue(Box::new(move || completer.complete(run())));
+                handle
+            }
+            Mode::Blocking => {
+                if let Some(turn) = lane_queue.try_enter() {
+                    drop(order);
+                    let outcome = run();
+                    drop(turn);
+                    return Handle::done(outcome);
+                }
+                let (completer, handle) = Handle::pending();
+                lane_queue.enqueue(Box::new(move || completer.complete(run())));
+                drop(order);
+                Handle::done(handle.wait())
+            }
+        }
+    }
+
+    fn split(&self, color: Option<u64>, key: i64) -> Result<Option<Arc<dyn Communicator>>> {
+        let ranks = self.world_size();
+        let mine = [i64::from(color.is_some()), color.unwrap_or(0).cast_signed(), key];
+        let mut all = vec![0i64; 3 * ranks];
+        all[3 * self.rank()..3 * self.rank() + 3].copy_from_slice(&mine);
+        // Three numbers a rank divide evenly, so shard r is rank r's.
+        let all: Vec<i64> = self.run_vec(Op::AllGather, all)?;
+        let number = {
+            let mut order = lock(&self.group.order);
+            order.splits += 1;
+            order.splits
+        };
+        let Some(color) = color else { return Ok(None) };
+        let mut chosen: Vec<(i64, usize)> = all
+            .chunks_exact(3)
+            .enumerate()
+            .filter(|(_, theirs)| theirs[0] == 1 && theirs[1] == color.cast_signed())
+            .map(|(rank, theirs)| (theirs[2], rank))
+            .collect();
+        chosen.sort_unstable();
+        let rank = chosen.iter().position(|(_, rank)| *rank == self.rank()).unwrap_or(0);
+        let members = chosen.iter().map(|(_, rank)| self.group.members[*rank]).collect();
+        let group = Group::new(child_id(self.group.id, number, color), members, rank, false);
+        Ok(Some(Arc::new(Mesh { core: self.core.clone(), group: Arc::new(group) })))
+    }
+
+    fn abort(&self, reason: &str) {
+        let error = Error::Aborted { by: self.core.transport.rank(), reason: reason.into() };
+        self.core.control.poison(&error);
+        self.core.adopt(&error);
+    }
+
+    fn finish(&self, timeout: Duration) -> Result<()> {
+        let deadline = Deadline::after(timeout);
+        for lane in &self.core.lanes {
+            if !lane.wait_idle(deadline) {
+                return Err(self.core.failure.get().cloned().unwrap_or_else(|| Error::Timeout {
+                    rank: self.core.transport.rank(),
+                    operation: "waiting for operations under way".into(),
+                    waited: deadline.waited(),
+                    waiting_for: Vec::new(),
+                }));
+            }
+        }
+        if let Some(error) = self.core.failure.get() {
+            return Err(error.clone());
+        }
+        let mut barrier = Call::blocking(Op::Barrier, Buffer::from_vec::<u8>(Vec::new()));
+        barrier.timeout = Some(deadline.remaining());
+        self.start(barrier).wait().map_err(Failed::into_error)?;
+        if self.group.is_first {
+            self.core.transport.close(deadline).map_err(|error| self.core.fail(error, "closing the connections"))?;
+            self.core.control.leave(deadline)?;
+        }
+        Ok(())
+    }
+}
+
+impl<T: Transport> Core<T> {
+    /// Takes over the job's failure: everything running and everything later fails with it.
+    fn adopt(&self, error: &Error) {
+        let error = self.failure.get_or_init(|| error.clone());
+        self.transport.abort(error);
+    }
+
+    /// Turns an error seen on the data path into the job's failure.
+    fn fail(&self, observed: Error, during: &str) -> Error {
+        let observed = match observed {
+            Error::PeerLost { rank, operation, detail } if operation.is_empty() => {
+                Error::PeerLost { rank, operation: during.into(), detail }
+            }
+            Error::Timeout { rank, waited, waiting_for, .. } => {
+                Error::Timeout { rank, operation: during.into(), waited, waiting_for }
+            }
+            other => other,
+        };
+        let verdict = match self.failure.get() {
+            Some(error) => error.clone(),
+            None => self.control.verdict(observed, self.options.verdict_grace),
+        };
+        self.adopt(&verdict);
+        verdict
+    }
+
+    fn run(
+        &self,
+        group: &Group,
+        lane: usize,
+        op: &Op,
+        header: Header,
+        buffer: &mut HostBuffer,
+        deadline: Deadline,
+    ) -> Result<()> {
+        if let Some(error) = self.failure.get() {
+            return Err(error.clone());
+        }
+        let mut rounds = Rounds::new(&self.transport, &group.members, group.rank, lane, header, deadline);
+        algorithms::run(op, &mut rounds, buffer).map_err(|error| self.fail(error, &header.to_string()))
+    }
+}
+
+impl<T> Drop for Core<T> {
+    fn drop(&mut self) {
+        for lane in &self.lanes {
+            lane.stop();
+        }
+    }
+}
+
+impl Group {
+    fn new(id: u64, members: Vec<usize>, rank: usize, is_first: bool) -> Self {
+        let order = Order { sends: vec![0; members.len()], receives: vec![0; members.len()], ..Order::default() };
+        Group { id, members, rank, is_first, order: Mutex::new(order) }
+    }
+
+    fn check(&self, op: &Op, buffer: &HostBuffer) -> Result<()> {
+        let ranks = self.members.len();
+        let other = |name: &str, rank: usize| {
+            if rank >= ranks {
+                Err(Error::invalid(format!("{} names {name} {rank}, but there are {ranks} ranks", op.kind())))
+            } else {
+                Ok(())
+            }
+        };
+        if let Some(root) = op.root() {
+            other("root", root)?;
+        }
+        let expected = match *op {
+            Op::Scatter { root, total } | Op::Gather { root, total } if root != self.rank => {
+                Some((shard_range(total, ranks, self.rank).len(), "its shard"))
+            }
+            Op::Scatter { total, .. } | Op::Gather { total, .. } => Some((total, "the whole")),
+            Op::Barrier => Some((0, "a barrier")),
+            Op::Send { to: peer } | Op::Recv { from: peer } => {
+                other("rank", peer)?;
+                if peer == self.rank {
+                    return Err(Error::invalid(format!("{} between rank {peer} and itself", op.kind())));
+                }
+                None
+            }
+            _ => None,
+        };
+        match expected {
+            Some((expected, what)) if expected != buffer.count() => Err(Error::invalid(format!(
+                "{} on rank {}: a buffer of {} elements where {what} has {expected}",
+                op.kind(),
+                self.rank,
+                buffer.count()
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    fn header(&self, order: &mut Order, op: &Op, buffer: &HostBuffer) -> Header {
+        let counter = match *op {
+            Op::Send { to } => &mut order.sends[to],
+            Op::Recv { from } => &mut order.receives[from],
+            _ => &mut order.collectives,
+        };
+        let sequence = *counter;
+        *counter += 1;
+        let count = match *op {
+            Op::Scatter { total, .. } | Op::Gather { total, .. } => total,
+            _ => buffer.count(),
+        };
+        // Both ends of a message call it a send.
+        let kind = if op.kind() == OpKind::Recv { OpKind::Send } else { op.kind() };
+        Header {
+            communicator: self.id,
+            sequence,
+            kind,
+            dtype: buffer.dtype(),
+            reduce: op.reduce_op(),
+            algorithm: table::choose(kind, buffer.dtype(), count, self.members.len()),
+            root: op.root().unwrap_or(0) as u32,
+            count: count as u64,
+            step: 0,
+            payload_len: 0,
+        }
+    }
+}
+
+/// An id for the `number`-th split's part `color` of communicator `parent`, the same on all its ranks.
+fn child_id(parent: u64, number: u64, color: u64) -> u64 {
+    let mut hash = Sha256::new();
+    for part in [parent, number, color] {
+        hash.update(part.to_le_bytes());
+    }
+    let digest = hash.finalize();
+    u64::from_le_bytes(std::array::from_fn(|index| digest[index]))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,206 @@
+//! One round of an algorithm: messages of one operation that are sent and received at the same time.
+
+use crate::deadline::Deadline;
+use crate::dtype::{DType, ReduceOp};
+use crate::error::{Error, Result};
+use crate::header::Header;
+use crate::reduce::combine;
+use crate::transport::{Incoming, Outgoing, Sink, Transport};
+
+/// The rounds of one operation on one rank.
+pub(super) struct Rounds<'a> {
+    transport: &'a dyn Transport,
+    members: &'a [usize],
+    /// This rank in the communicator.
+    pub(super) rank: usize,
+    lane: usize,
+    header: Header,
+    deadline: Deadline,
+}
+
+/// Bytes for a peer, both by rank in the communicator.
+pub(super) struct Send<'a> {
+    pub(super) to: usize,
+    pub(super) bytes: &'a [u8],
+}
+
+/// Where a peer's bytes go.
+pub(super) struct Receive<'a> {
+    pub(super) from: usize,
+    pub(super) into: &'a mut [u8],
+    /// Combine with what is there instead of overwriting it.
+    pub(super) reduce: Option<(DType, ReduceOp)>,
+}
+
+impl<'a> Rounds<'a> {
+    pub(super) fn new(
+        transport: &'a dyn Transport,
+        members: &'a [usize],
+        rank: usize,
+        lane: usize,
+        header: Header,
+        deadline: Deadline,
+    ) -> Self {
+        Rounds { transport, members, rank, lane, header, deadline }
+    }
+
+    pub(super) fn ranks(&self) -> usize {
+        self.members.len()
+    }
+
+    pub(super) fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// Exchanges the messages of the round numbered `step`, which both ends of each message agree on.
+    pub(super) fn exchange(&mut self, step: usize, sends: &[Send<'_>], receives: Vec<Receive<'_>>) -> Result<()> {
+        let header = Header { step: step as u32, ..self.header };
+        let outgoing: Vec<Outgoing<'_>> = sends
+            .iter()
+            .map(|send| Outgoing {
+                peer: self.members[send.to],
+                header: Header { payload_len: send.bytes.len() as u64, ..header },
+                payload: send.bytes,
+            })
+            .collect();
+        let me = self.members[self.rank];
+        let mut sinks: Vec<(usize, MessageSink<'_>)> = receives
+            .into_iter()
+            .map(|receive| {
+                let peer = self.members[receive.from];
+                let expected = Header { payload_len: receive.into.len() as u64, ..header };
+                let sink = MessageSink { me, peer, expected, receive, filled: 0, carry: [0; 8], carried: 0 };
+                (peer, sink)
+            })
+            .collect();
+        let mut incoming: Vec<Incoming<'_>> =
+            sinks.iter_mut().map(|(peer, sink)| Incoming { peer: *peer, sink }).collect();
+        self.transport.exchange(self.lane, &outgoing, &mut incoming, self.deadline)
+    }
+}
+
+struct MessageSink<'a> {
+    me: usize,
+    peer: usize,
+    expected: Header,
+    receive: Receive<'a>,
+    filled: usize,
+    /// The start of an element whose rest is in the next piece.
+    carry: [u8; 8],
+    carried: usize,
+}
+
+impl Sink for MessageSink<'_> {
+    fn begin(&mut self, header: &Header) -> Result<()> {
+        if *header == self.expected {
+            return Ok(());
+        }
+        Err(Error::Mismatch {
+            rank: self.me,
+            ours: self.expected.to_string(),
+            peer: self.peer,
+            theirs: header.to_string(),
+        })
+    }
+
+    fn piece(&mut self, bytes: &[u8]) -> Result<()> {
+        if bytes.len() > self.receive.into.len() - self.filled - self.carried {
+            return Err(Error::Protocol {
+                who: format!("rank {}", self.peer),
+                what: format!("more payload than the {} B announced", self.expected.payload_len),
+            });
+        }
+        match self.receive.reduce {
+            None => {
+                self.receive.into[self.filled..self.filled + bytes.len()].copy_from_slice(bytes);
+                self.filled += bytes.len();
+            }
+            Some((dtype, op)) => self.reduce(dtype, op, bytes),
+        }
+        Ok(())
+    }
+}
+
+impl MessageSink<'_> {
+    fn reduce(&mut self, dtype: DType, op: ReduceOp, mut bytes: &[u8]) {
+        let size = dtype.size();
+        if self.carried > 0 {
+            let missing = (size - self.carried).min(bytes.len());
+            self.carry[self.carried..self.carried + missing].copy_from_slice(&bytes[..missing]);
+            self.carried += missing;
+            bytes = &bytes[missing..];
+            if self.carried < size {
+                return;
+            }
+            let element = self.carry;
+            self.carried = 0;
+            self.combine(dtype, op, &element[..size]);
+        }
+        let (whole, rest) = bytes.split_at(bytes.len() - bytes.len() % size);
+        self.combine(dtype, op, whole);
+        self.carry[..rest.len()].copy_from_slice(rest);
+        self.carried = rest.len();
+    }
+
+    fn combine(&mut self, dtype: DType, op: ReduceOp, bytes: &[u8]) {
+        combine(dtype, op, &mut self.receive.into[self.filled..self.filled + bytes.len()], bytes);
+        self.filled += bytes.len();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::{Algorithm, OpKind};
+
+    fn header(payload_len: u64) -> Header {
+        Header {
+            communicator: 1,
+            sequence: 0,
+            kind: OpKind::AllReduce,
+            dtype: DType::F32,
+            reduce: Some(ReduceOp::Sum),
+            algorithm: Algorithm::Ring,
+            root: 0,
+            count: 4,
+            step: 0,
+            payload_len,
+        }
+    }
+
+    fn sink(into: &mut [u8]) -> MessageSink<'_> {
+        let expected = header(into.len() as u64);
+        let receive = Receive { from: 0, into, reduce: Some((DType::F32, ReduceOp::Sum)) };
+        MessageSink { me: 1, peer: 0, expected, receive, filled: 0, carry: [0; 8], carried: 0 }
+    }
+
+    #[test]
+    fn pieces_may_split_elements_anywhere() {
+        let incoming: Vec<u8> = [1.0f32, 2.0, 3.0, 4.0].iter().flat_map(|value| value.to_ne_bytes()).collect();
+        for first in 0..=16 {
+            for second in first..=16 {
+                let mut values = [10.0f32, 20.0, 30.0, 40.0];
+                let mut sink = sink(bytemuck::cast_slice_mut(&mut values));
+                for piece in [&incoming[..first], &incoming[first..second], &incoming[second..]] {
+                    sink.piece(piece).unwrap();
+                }
+                assert_eq!(values, [11.0, 22.0, 33.0, 44.0]);
+            }
+        }
+    }
+
+    #[test]
+    fn too_much_payload_is_an_error() {
+        let mut values = [0.0f32; 2];
+        let mut sink = sink(bytemuck::cast_slice_mut(&mut values));
+        sink.piece(&[0; 7]).unwrap();
+        assert!(sink.piece(&[0; 2]).is_err());
+    }
+
+    #[test]
+    fn another_operation_is_a_mismatch_that_names_both() {
+        let mut values = [0.0f32; 2];
+        let error = sink(bytemuck::cast_slice_mut(&mut values)).begin(&header(12)).unwrap_err().to_string();
+        assert!(error.contains("8 B") && error.contains("12 B"), "{error}");
+    }
+}

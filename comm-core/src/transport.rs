@@ -1,0 +1,145 @@
+//! Moving bytes between ranks.
+
+use std::sync::Arc;
+
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::header::Header;
+
+/// Moves messages between the ranks of a job: reliable, and in order for each (peer, lane).
+///
+/// A *lane* is an independent ordered channel between every pair of ranks. A message is a [`Header`] and the payload whose
+/// length the header states. There is no addressing beyond (peer, lane): the n-th message that a rank sends to a peer on a
+/// lane is the n-th that this peer receives from it on that lane.
+///
+/// Implementations are tested by [`conformance`](crate::conformance).
+pub trait Transport: Send + Sync + 'static {
+    /// The transport's name as users write it: `tcp`, `quic`, ….
+    fn name(&self) -> &str;
+
+    /// This rank, below [`world_size`](Transport::world_size).
+    fn rank(&self) -> usize;
+
+    /// Number of ranks.
+    fn world_size(&self) -> usize;
+
+    /// Number of lanes, at least one.
+    fn lanes(&self) -> usize;
+
+    /// Sends and receives at the same time, and returns when every outgoing message has been taken over by the transport (its
+    /// bytes may be reused; it will arrive unless the connection or a process fails) and every incoming one has been received
+    /// completely and handed to its sink.
+    ///
+    /// Sends and receives must progress independently of each other and of their order in the slices: the peer of a send may
+    /// be waiting for a receive further down. At most one outgoing and one incoming message per peer. Neither names this rank.
+    /// The caller runs at most one exchange at a time on each lane; exchanges on different lanes run at the same time from
+    /// different threads and must not wait for each other.
+    ///
+    /// Received pieces are handed on as they arrive, so that they can be reduced while in cache; a piece may end anywhere, in
+    /// the middle of an element too, and may have any alignment. The sinks run in the thread of the caller.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] at the deadline, [`Error::PeerLost`] when a peer's connection ended, [`Error::Protocol`] when its
+    /// bytes make no sense, the error passed to [`abort`](Transport::abort) after it was called, and whatever a sink returns.
+    /// After an error the connections that took part are in an undefined state: the caller aborts the transport.
+    fn exchange(
+        &self,
+        lane: usize,
+        outgoing: &[Outgoing<'_>],
+        incoming: &mut [Incoming<'_>],
+        deadline: Deadline,
+    ) -> Result<()>;
+
+    /// Makes every running and every later exchange fail promptly with `error`. Never blocks; the first call wins.
+    fn abort(&self, error: &Error);
+
+    /// Ends the connections in an orderly way: every message that an exchange took over reaches the peers, who may still be
+    /// receiving. All ranks call it; it returns when nothing more is to come either way, or at the deadline.
+    ///
+    /// # Errors
+    /// As [`exchange`](Transport::exchange). Closing twice is not an error.
+    fn close(&self, deadline: Deadline) -> Result<()>;
+
+    /// What a reader of a measurement wants to know of this transport's settings: congestion control, datagram size,
+    /// encryption, …, as (name, value).
+    fn facts(&self) -> Vec<(String, String)> {
+        Vec::new()
+    }
+}
+
+/// A message to send.
+#[derive(Clone, Copy, Debug)]
+pub struct Outgoing<'a> {
+    /// The receiving rank.
+    pub peer: usize,
+    /// Its header; `payload_len` equals the length of `payload`.
+    pub header: Header,
+    /// Its payload, maybe empty.
+    pub payload: &'a [u8],
+}
+
+/// A message to receive.
+pub struct Incoming<'a> {
+    /// The sending rank.
+    pub peer: usize,
+    /// Where it goes.
+    pub sink: &'a mut dyn Sink,
+}
+
+/// Takes one message as it arrives.
+pub trait Sink: Send {
+    /// The header came. The payload of `header.payload_len` bytes follows only if this returns `Ok`: the sink checks the length
+    /// here, before the transport reads any of it.
+    ///
+    /// # Errors
+    /// Whatever the exchange shall fail with.
+    fn begin(&mut self, header: &Header) -> Result<()>;
+
+    /// The next bytes of the payload, in order, never empty; together exactly `payload_len` bytes.
+    ///
+    /// # Errors
+    /// Whatever the exchange shall fail with.
+    fn piece(&mut self, bytes: &[u8]) -> Result<()>;
+}
+
+/// A shared transport is a transport.
+#[deny(clippy::missing_trait_methods)]
+impl<T: Transport + ?Sized> Transport for Arc<T> {
+    fn name(&self) -> &str {
+        (**self).name()
+    }
+
+    fn rank(&self) -> usize {
+        (**self).rank()
+    }
+
+    fn world_size(&self) -> usize {
+        (**self).world_size()
+    }
+
+    fn lanes(&self) -> usize {
+        (**self).lanes()
+    }
+
+    fn exchange(
+        &self,
+        lane: usize,
+        outgoing: &[Outgoing<'_>],
+        incoming: &mut [Incoming<'_>],
+        deadline: Deadline,
+    ) -> Result<()> {
+        (**self).exchange(lane, outgoing, incoming, deadline)
+    }
+
+    fn abort(&self, error: &Error) {
+        (**self).abort(error);
+    }
+
+    fn close(&self, deadline: Deadline) -> Result<()> {
+        (**self).close(deadline)
+    }
+
+    fn facts(&self) -> Vec<(String, String)> {
+        (**self).facts()
+    }
+}

@@ -1,0 +1,379 @@
+//! Checkpoints: one file in the safetensors format with Hugging Face's tensor names, so that other tools read the weights. The config, the
+//! tokenizer's description and the step lie in the file's metadata.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use burn::tensor::Device;
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+use crate::config::ModelConfig;
+use crate::segments::{ModelError, SegmentInfo, SegmentedModel, layout};
+
+/// The value of the metadata's `format` that Hugging Face's loaders ask for.
+const FORMAT: &str = "pt";
+
+/// What a checkpoint holds, checked and in host memory.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Checkpoint {
+    /// The model's shape.
+    pub config: ModelConfig,
+    /// Whatever the tokenizer needs to be made again.
+    pub tokenizer: Value,
+    /// Steps trained so far.
+    pub step: u64,
+    /// Each segment's flat weights, in forward order (see [`layout`]).
+    pub weights: Vec<Vec<f32>>,
+}
+
+/// What went wrong with a checkpoint, and where.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    /// The file system refused.
+    #[error("checkpoint {}: {what}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What was tried.
+        what: &'static str,
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// The bytes are no complete safetensors file.
+    #[error(
+        "checkpoint {}: not a whole safetensors file (truncated, or of another kind?): {detail}",
+        path.display()
+    )]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// The parser's message.
+        detail: String,
+    },
+    /// A valid file that this program did not write.
+    #[error("checkpoint {}: {detail}; is it a checkpoint of this trainer?", path.display())]
+    Foreign {
+        /// The file.
+        path: PathBuf,
+        /// What is missing or unexpected.
+        detail: String,
+    },
+    /// The model failed.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+}
+
+impl Checkpoint {
+    /// The weights, config and so on of `model` at `step`.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Model`] if the device fails.
+    pub fn of(
+        model: &SegmentedModel,
+        tokenizer: Value,
+        step: u64,
+    ) -> Result<Self, CheckpointError> {
+        let weights = (0..model.segments().len())
+            .map(|segment| model.read_params(segment))
+            .collect::<Result<_, _>>()?;
+        Ok(Self {
+            config: model.config().clone(),
+            tokenizer,
+            step,
+            weights,
+        })
+    }
+
+    /// The model on `device`.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Model`] if config and weights disagree (never so for a loaded checkpoint).
+    pub fn model(&self, device: &Device) -> Result<SegmentedModel, CheckpointError> {
+        let mut model = SegmentedModel::zeros(self.config.clone(), device)?;
+        for (segment, flat) in self.weights.iter().enumerate() {
+            model.write_params(segment, flat)?;
+        }
+        Ok(model)
+    }
+
+    /// Writes the checkpoint to `path`. The file appears under its name only when it is whole and on disk: a crash leaves the old file, or
+    /// none.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Io`], [`CheckpointError::Model`] if config and weights disagree.
+    pub fn save(&self, path: &Path) -> Result<(), CheckpointError> {
+        let segments = layout(&self.config)?;
+        let mut views = Vec::new();
+        for (info, flat) in segments.iter().zip(&self.weights) {
+            for param in &info.params {
+                let piece = flat
+                    .get(param.offset..param.offset + param.len)
+                    .filter(|_| flat.len() == info.len)
+                    .ok_or_else(|| ModelError::SegmentLength {
+                        name: info.name.clone(),
+                        expected: info.len,
+                        len: flat.len(),
+                    })?;
+                let bytes = little_endian_bytes(piece);
+                views.push((param.path.clone(), Named::new(param.shape.clone(), bytes)));
+            }
+        }
+        let metadata = HashMap::from([
+            ("format".to_owned(), FORMAT.to_owned()),
+            ("config".to_owned(), json(path, &self.config)?),
+            ("tokenizer".to_owned(), json(path, &self.tokenizer)?),
+            ("step".to_owned(), self.step.to_string()),
+        ]);
+        let bytes = safetensors::serialize(views, Some(metadata)).map_err(|error| {
+            CheckpointError::Format {
+                path: path.into(),
+                detail: error.to_string(),
+            }
+        })?;
+        write_atomically(path, &bytes)
+    }
+
+    /// Reads and checks the checkpoint at `path`.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Io`], [`CheckpointError::Format`] for a truncated or other file, [`CheckpointError::Foreign`] if metadata or
+    /// tensors are not those of this program's model.
+    pub fn load(path: &Path) -> Result<Self, CheckpointError> {
+        let bytes = fs::read(path).map_err(|source| io(path, "cannot read it", source))?;
+        let format = |error: safetensors::SafeTensorError| CheckpointError::Format {
+            path: path.into(),
+            detail: error.to_string(),
+        };
+        let foreign = |detail: String| CheckpointError::Foreign {
+            path: path.into(),
+            detail,
+        };
+        let (_, header) = SafeTensors::read_metadata(&bytes).map_err(format)?;
+        let tensors = SafeTensors::deserialize(&bytes).map_err(format)?;
+        let field = |name: &str| {
+            header
+                .metadata()
+                .as_ref()
+                .and_then(|metadata| metadata.get(name))
+                .ok_or_else(|| foreign(format!("its metadata has no {name:?}")))
+        };
+        let bad_field = |name: &str, error: &dyn std::fmt::Display| {
+            foreign(format!("its metadata's {name:?} is unreadable: {error}"))
+        };
+        let config: ModelConfig =
+            serde_json::from_str(field("config")?).map_err(|e| bad_field("config", &e))?;
+        let tokenizer =
+            serde_json::from_str(field("tokenizer")?).map_err(|e| bad_field("tokenizer", &e))?;
+        let step = field("step")?.parse().map_err(|e| bad_field("step", &e))?;
+
+        // The config is bounded by validation, the weights by the file's own length: each tensor is compared before it is copied.
+        let segments = layout(&config).map_err(|e| bad_field("config", &e))?;
+        let expected: usize = segments.iter().map(|info| info.params.len()).sum();
+        if tensors.len() != expected {
+            return Err(foreign(format!(
+                "it holds {} tensors, its config asks for {expected}",
+                tensors.len()
+            )));
+        }
+        let weights = segments
+            .iter()
+            .map(|info| flat_weights(info, &tensors).map_err(foreign))
+            .collect::<Result<_, _>>()?;
+        Ok(Self {
+            config,
+            tokenizer,
+            step,
+            weights,
+        })
+    }
+}
+
+/// SHA-256, in hexadecimal, over the little-endian f32 bytes of all segments in forward order: equal exactly if the weights are equal to
+/// the bit.
+///
+/// # Errors
+/// [`ModelError::Device`] if the device fails.
+pub fn weights_hash(model: &SegmentedModel) -> Result<String, ModelError> {
+    let mut hash = Sha256::new();
+    for segment in 0..model.segments().len() {
+        hash.update(little_endian_bytes(&model.read_params(segment)?));
+    }
+    Ok(hash
+        .finalize()
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect())
+}
+
+/// One tensor on its way into a file.
+struct Named {
+    shape: Vec<usize>,
+    bytes: Vec<u8>,
+}
+
+impl Named {
+    fn new(shape: Vec<usize>, bytes: Vec<u8>) -> Self {
+        Self { shape, bytes }
+    }
+}
+
+impl safetensors::View for Named {
+    fn dtype(&self) -> Dtype {
+        Dtype::F32
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> std::borrow::Cow<'_, [u8]> {
+        (&self.bytes).into()
+    }
+
+    fn data_len(&self) -> usize {
+        self.bytes.len()
+    }
+}
+
+fn flat_weights(info: &SegmentInfo, tensors: &SafeTensors<'_>) -> Result<Vec<f32>, String> {
+    let mut views: Vec<TensorView<'_>> = Vec::with_capacity(info.params.len());
+    for param in &info.params {
+        let view = tensors
+            .tensor(&param.path)
+            .map_err(|_| format!("it has no tensor {:?}", param.path))?;
+        if view.dtype() != Dtype::F32 || view.shape() != param.shape {
+            return Err(format!(
+                "its tensor {:?} is {:?} {:?} instead of F32 {:?}",
+                param.path,
+                view.dtype(),
+                view.shape(),
+                param.shape
+            ));
+        }
+        views.push(view);
+    }
+    Ok(views
+        .iter()
+        .flat_map(|view| view.data().as_chunks::<4>().0)
+        .map(|bytes| f32::from_le_bytes(*bytes))
+        .collect())
+}
+
+fn little_endian_bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|value| value.to_le_bytes()).collect()
+}
+
+fn json(path: &Path, value: &impl serde::Serialize) -> Result<String, CheckpointError> {
+    serde_json::to_string(value).map_err(|error| CheckpointError::Format {
+        path: path.into(),
+        detail: error.to_string(),
+    })
+}
+
+fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
+    let folder = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    // In the same folder, so that the rename stays within one file system.
+    let mut file = tempfile::Builder::new()
+        .prefix(".checkpoint-")
+        .tempfile_in(folder)
+        .map_err(|e| io(path, "cannot create a file beside it", e))?;
+    file.write_all(bytes)
+        .and_then(|()| file.as_file().sync_all())
+        .map_err(|e| io(path, "cannot write it (disk full?)", e))?;
+    file.persist(path)
+        .map_err(|e| io(path, "cannot rename the finished file to it", e.error))?;
+    // The rename itself is on disk only once the folder is.
+    File::open(folder)
+        .and_then(|folder| folder.sync_all())
+        .map_err(|e| io(path, "cannot sync its folder", e))
+}
+
+fn io(path: &Path, what: &'static str, source: std::io::Error) -> CheckpointError {
+    CheckpointError::Io {
+        path: path.into(),
+        what,
+        source,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Preset;
+
+    fn saved(folder: &Path) -> (PathBuf, Checkpoint) {
+        let model =
+            SegmentedModel::new(Preset::Micro.config(61), 11, &Device::flex()).unwrap();
+        let tokenizer = serde_json::json!({"kind": "byte"});
+        let checkpoint = Checkpoint::of(&model, tokenizer, 42).unwrap();
+        let path = folder.join("model.safetensors");
+        checkpoint.save(&path).unwrap();
+        (path, checkpoint)
+    }
+
+    #[test]
+    fn what_is_saved_is_loaded_and_the_hash_is_that_of_the_bits() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, checkpoint) = saved(folder.path());
+        // Over the old file, too.
+        checkpoint.save(&path).unwrap();
+        let loaded = Checkpoint::load(&path).unwrap();
+        assert_eq!(loaded, checkpoint);
+        let hash = |c: &Checkpoint| weights_hash(&c.model(&Device::flex()).unwrap()).unwrap();
+        assert_eq!(hash(&loaded), hash(&checkpoint));
+        assert_eq!(hash(&loaded).len(), 64);
+        let mut other = loaded.clone();
+        other.weights[1][0] = f32::from_bits(other.weights[1][0].to_bits() ^ 1);
+        assert_ne!(hash(&other), hash(&loaded));
+        let files = fs::read_dir(folder.path()).unwrap().count();
+        assert_eq!(files, 1, "temporary files must not stay");
+    }
+
+    #[test]
+    fn truncated_and_foreign_files_are_explained() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, _) = saved(folder.path());
+        let whole = fs::read(&path).unwrap();
+        let load = |bytes: &[u8]| {
+            fs::write(&path, bytes).unwrap();
+            Checkpoint::load(&path).unwrap_err()
+        };
+        for cut in [0, 3, 8, 100, whole.len() / 2, whole.len() - 1] {
+            let error = load(&whole[..cut]);
+            assert!(matches!(error, CheckpointError::Format { .. }), "{error}");
+        }
+        let mut huge_header = whole.clone();
+        huge_header[..8].fill(0xff);
+        assert!(matches!(load(&huge_header), CheckpointError::Format { .. }));
+
+        let swap = |from: &str, to: &str| {
+            assert_eq!(from.len(), to.len());
+            let at = whole.windows(from.len()).position(|w| w == from.as_bytes());
+            let mut bytes = whole.clone();
+            let at = at.expect("the header holds it");
+            bytes[at..at + to.len()].copy_from_slice(to.as_bytes());
+            bytes
+        };
+        for (from, to, told) in [
+            ("\"step\"", "\"stop\"", "step"),
+            ("ln_f.weight", "ln_f.wEight", "ln_f.weight"),
+            (r#"\"n_embd\":32"#, r#"\"n_embd\":34"#, "wte.weight"),
+            (r#"\"n_layer\":2"#, r#"\"n_layer\":0"#, "n_layer"),
+            (r#"\"n_layer\":2"#, r#"\"n_layer\":1"#, "tensors"),
+        ] {
+            let error = load(&swap(from, to));
+            assert!(matches!(error, CheckpointError::Foreign { .. }), "{error}");
+            let message = error.to_string();
+            assert!(message.contains(told), "{message}");
+        }
+        let missing = Checkpoint::load(&folder.path().join("none")).unwrap_err();
+        assert!(missing.to_string().contains("none"), "{missing}");
+    }
+}

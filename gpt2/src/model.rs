@@ -1,0 +1,226 @@
+//! GPT-2's layers, exactly: pre-norm blocks, causal attention, tanh GELU, biases everywhere, no dropout.
+//!
+//! Field names are those of Hugging Face's checkpoints, so that the path of a tensor in the module tree is its name in a file.
+//! Shapes in tensor names: `b` rows of a batch, `t` positions, `c` width of the residual stream, `h` heads, `q` width of a head, `v`
+//! vocabulary, `n` = b·t.
+
+use burn::module::{Module, Param};
+use burn::tensor::activation::softmax;
+use burn::tensor::module::linear;
+use burn::tensor::{Device, Int, Tensor};
+
+use crate::config::ModelConfig;
+
+/// Epsilon of every layer norm.
+pub const LAYER_NORM_EPSILON: f64 = 1e-5;
+
+/// Affine map `x · weight + bias`; `weight` is `[in, out]`, as in GPT-2's files.
+#[derive(Module, Debug)]
+pub struct Projection {
+    /// `[in, out]`.
+    pub weight: Param<Tensor<2>>,
+    /// `[out]`.
+    pub bias: Param<Tensor<1>>,
+}
+
+/// Layer norm over the last axis.
+#[derive(Module, Debug)]
+pub struct LayerNorm {
+    /// Gain, `[c]`.
+    pub weight: Param<Tensor<1>>,
+    /// Offset, `[c]`.
+    pub bias: Param<Tensor<1>>,
+}
+
+/// A table of vectors, one a row.
+#[derive(Module, Debug)]
+pub struct Table {
+    /// `[entries, c]`.
+    pub weight: Param<Tensor<2>>,
+}
+
+/// Causal multi-head self-attention.
+#[derive(Module, Debug)]
+pub struct Attention {
+    /// Queries, keys and values in one projection, `[c, 3c]`.
+    pub c_attn: Projection,
+    /// Output projection, `[c, c]`.
+    pub c_proj: Projection,
+    n_head: usize,
+}
+
+/// Feed-forward layer, four times as wide inside.
+#[derive(Module, Debug)]
+pub struct Mlp {
+    /// `[c, 4c]`.
+    pub c_fc: Projection,
+    /// `[4c, c]`.
+    pub c_proj: Projection,
+}
+
+/// Token and position embedding: the first segment.
+#[derive(Module, Debug)]
+pub struct Embedding {
+    /// Token table, `[v, c]`; also the head's weight.
+    pub wte: Table,
+    /// Position table, `[block_size, c]`.
+    pub wpe: Table,
+}
+
+/// One transformer block.
+#[derive(Module, Debug)]
+pub struct Block {
+    /// Norm before attention.
+    pub ln_1: LayerNorm,
+    /// Attention.
+    pub attn: Attention,
+    /// Norm before the feed-forward layer.
+    pub ln_2: LayerNorm,
+    /// Feed-forward layer.
+    pub mlp: Mlp,
+}
+
+/// The norm after the last block.
+#[derive(Module, Debug)]
+pub struct FinalNorm {
+    /// Norm before the head.
+    pub ln_f: LayerNorm,
+}
+
+impl Embedding {
+    /// Tables of zeros of the right shapes.
+    pub fn zeros(config: &ModelConfig, device: &Device) -> Self {
+        let table = |entries| Table {
+            weight: Param::from_tensor(Tensor::zeros([entries, config.n_embd], device)),
+        };
+        Self {
+            wte: table(config.vocab_size),
+            wpe: table(config.block_size),
+        }
+    }
+
+    /// Token ids `[b, t]` to the residual stream `[b, t, c]`.
+    pub fn forward(&self, tokens_bt: Tensor<2, Int>) -> Tensor<3> {
+        let [_, t] = tokens_bt.dims();
+        let token_btc = burn::tensor::module::embedding(self.wte.weight.val(), tokens_bt);
+        let position_tc = self.wpe.weight.val().narrow(0, 0, t);
+        token_btc + position_tc.unsqueeze()
+    }
+}
+
+impl Block {
+    /// A block of zeros of the right shapes.
+    pub fn zeros(config: &ModelConfig, device: &Device) -> Self {
+        let c = config.n_embd;
+        Self {
+            ln_1: LayerNorm::zeros(c, device),
+            attn: Attention {
+                c_attn: Projection::zeros(c, 3 * c, device),
+                c_proj: Projection::zeros(c, c, device),
+                n_head: config.n_head,
+            },
+            ln_2: LayerNorm::zeros(c, device),
+            mlp: Mlp {
+                c_fc: Projection::zeros(c, 4 * c, device),
+                c_proj: Projection::zeros(4 * c, c, device),
+            },
+        }
+    }
+
+    /// The residual stream `[b, t, c]` through this block; `mask_tt` is [`causal_mask`]'s.
+    pub fn forward(&self, x_btc: Tensor<3>, mask_tt: Tensor<4>) -> Tensor<3> {
+        let x_btc = x_btc.clone() + self.attn.forward(self.ln_1.forward(x_btc), mask_tt);
+        x_btc.clone() + self.mlp.forward(self.ln_2.forward(x_btc))
+    }
+}
+
+impl FinalNorm {
+    /// A norm of zeros of the right shape.
+    pub fn zeros(config: &ModelConfig, device: &Device) -> Self {
+        Self {
+            ln_f: LayerNorm::zeros(config.n_embd, device),
+        }
+    }
+
+    /// Normalises the residual stream `[b, t, c]` for the head.
+    pub fn forward(&self, x_btc: Tensor<3>) -> Tensor<3> {
+        self.ln_f.forward(x_btc)
+    }
+}
+
+impl Attention {
+    fn forward(&self, x_btc: Tensor<3>, mask_tt: Tensor<4>) -> Tensor<3> {
+        let [b, t, c] = x_btc.dims();
+        let q = c / self.n_head;
+        let qkv_btc3 = self.c_attn.forward(x_btc);
+        let heads_bhtq = |part: usize| -> Tensor<4> {
+            qkv_btc3
+                .clone()
+                .narrow(2, part * c, c)
+                .reshape([b, t, self.n_head, q])
+                .swap_dims(1, 2)
+        };
+        let (query_bhtq, key_bhtq, value_bhtq) = (heads_bhtq(0), heads_bhtq(1), heads_bhtq(2));
+        let scores_bhtt = query_bhtq.matmul(key_bhtq.transpose()) / (q as f64).sqrt() + mask_tt;
+        let mixed_bhtq = softmax(scores_bhtt, 3).matmul(value_bhtq);
+        self.c_proj
+            .forward(mixed_bhtq.swap_dims(1, 2).reshape([b, t, c]))
+    }
+}
+
+impl Mlp {
+    fn forward(&self, x_btc: Tensor<3>) -> Tensor<3> {
+        self.c_proj.forward(gelu(self.c_fc.forward(x_btc)))
+    }
+}
+
+impl LayerNorm {
+    fn zeros(c: usize, device: &Device) -> Self {
+        Self {
+            weight: Param::from_tensor(Tensor::zeros([c], device)),
+            bias: Param::from_tensor(Tensor::zeros([c], device)),
+        }
+    }
+
+    fn forward(&self, x_btc: Tensor<3>) -> Tensor<3> {
+        burn::tensor::module::layer_norm(
+            x_btc,
+            self.weight.val(),
+            Some(self.bias.val()),
+            LAYER_NORM_EPSILON,
+        )
+    }
+}
+
+impl Projection {
+    fn zeros(input: usize, output: usize, device: &Device) -> Self {
+        Self {
+            weight: Param::from_tensor(Tensor::zeros([input, output], device)),
+            bias: Param::from_tensor(Tensor::zeros([output], device)),
+        }
+    }
+
+    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+        linear(x, self.weight.val(), Some(self.bias.val()))
+    }
+}
+
+/// What is added to attention scores: 0 where position i may look at position j ≤ i, −∞ elsewhere; `[1, 1, t, t]`.
+pub fn causal_mask(t: usize, device: &Device) -> Tensor<4> {
+    let mut values = vec![0.0f32; t * t];
+    for (i, row) in values.chunks_mut(t.max(1)).enumerate() {
+        row[i + 1..].fill(f32::NEG_INFINITY);
+    }
+    Tensor::from_data(
+        burn::tensor::TensorData::new(values, [1, 1, t, t]),
+        device,
+    )
+}
+
+/// GELU in its tanh form, as GPT-2 was trained with (Hendrycks and Gimpel 2016). Written with products: a general power costs several
+/// times as much, forward and backward.
+fn gelu(x: Tensor<3>) -> Tensor<3> {
+    const SQRT_2_OVER_PI: f64 = 0.797_884_560_802_865_4;
+    let inner = x.clone() * (x.clone() * x.clone() * (0.044715 * SQRT_2_OVER_PI) + SQRT_2_OVER_PI);
+    x * ((inner.tanh() + 1.0) * 0.5)
+}
