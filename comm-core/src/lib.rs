@@ -32,32 +32,42 @@
 //! }
 //! ```
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod buffer;
 pub mod communicator;
+pub mod conformance;
 pub mod control;
+pub mod counted;
 pub mod deadline;
 pub mod dtype;
 pub mod error;
+pub mod faulty;
 pub mod handle;
 pub mod header;
+pub mod job;
+pub mod launch;
 pub mod local;
 pub mod mesh;
 pub mod op;
 mod reduce;
+#[allow(unsafe_code, reason = "system calls that the standard library does not offer")]
+mod sys;
 pub mod table;
 pub mod transport;
 
 pub use buffer::{Buffer, DeviceMemory, HostBuffer};
 pub use communicator::{Communicator, CommunicatorExt};
 pub use control::Control;
+pub use counted::{Counted, Counters, Traffic};
 pub use deadline::Deadline;
 pub use dtype::{DType, Element, ReduceOp};
 pub use error::{Error, Notice, Result};
+pub use faulty::{Fault, FaultKind, Faulty};
 pub use half::{bf16, f16};
 pub use handle::{Completed, Completer, Failed, Handle, Outcome};
 pub use header::{HEADER_LEN, Header};
+pub use job::Job;
 pub use mesh::{Mesh, MeshOptions};
 pub use op::{Algorithm, Call, Mode, Op, OpKind, shard_range};
 pub use transport::{Incoming, Outgoing, Sink, Transport};

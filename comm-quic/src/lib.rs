@@ -1,1 +1,48 @@
-//! comm-quic
+//! QUIC [transport](comm_core::Transport) on [`quinn`]: one UDP socket a rank, one connection a pair of ranks, one
+//! bidirectional stream a lane, TLS 1.3 with certificates that live as long as the job.
+//!
+//! # Who is kept out
+//! Every rank makes a key and a self-signed certificate when it connects, and tells its SHA-256 fingerprint to the other ranks
+//! over the [control plane](comm_core::control), which is authenticated already. Both sides of a handshake accept exactly the
+//! fingerprint of the rank they expect and check that the other side owns its key, so somebody who can send, read or alter
+//! datagrams can neither take part, nor read, nor change a message; there is no certificate authority, no file and no name to
+//! get wrong. Only TLS 1.3 with AES-128-GCM is offered, no session is resumed and no early data is taken.
+//!
+//! A stranger has to show first that it receives at the address it sends from (a stateless retry), gets a bounded number of
+//! handshakes of bounded length while ranks are still connecting, and is not answered at all once all have. What remains is what
+//! any UDP socket is open to: filling the link or the receive buffer, which slows a job but does not change what it computes.
+//! Somebody *on the path* can also drop what he likes. Other users of this machine can read the memory of a process only if the
+//! system lets them; keys are never written anywhere.
+//!
+//! # Settings that differ from quinn's own, and why
+//! - *Datagrams*: a datagram costs about the same whatever its size, so on loopback they are as large as the interface takes.
+//!   Elsewhere they start at 1,200 bytes, which every path carries, and grow by discovery to [`QuicOptions::mtu`] or to 1,452
+//!   bytes (Ethernet with IPv6). quinn hands up to ten datagrams to the kernel in one call (GSO); if together they are longer than
+//!   one UDP payload can be, the kernel refuses them and quinn takes them for sent, so the number is capped here.
+//! - *Congestion control*: see [`Congestion`]. A window smaller than two datagrams would stall a connection without an error, so
+//!   it is refused, and initial windows follow the datagram size.
+//! - *Flow control*: windows are per stream, and the connection's is at least lanes times as large, so that a lane nobody reads
+//!   cannot hold up another.
+//! - *Liveness*: a keep-alive packet every few seconds, answered by the transport's own thread, so that a compute step of
+//!   minutes does not end the connection. A process that dies is noticed through the control plane, long before the idle timeout.
+//! - *Closing*: dropping a QUIC endpoint discards what is still under way; [`Transport::close`](comm_core::Transport::close)
+//!   waits until both sides have everything.
+
+#![forbid(unsafe_code)]
+
+mod config;
+mod congestion;
+mod message;
+mod options;
+mod path;
+mod rendezvous;
+mod socket;
+#[cfg(test)]
+mod stranger_tests;
+mod tls;
+mod transport;
+
+pub use congestion::Congestion;
+pub use options::QuicOptions;
+pub use path::PeerPath;
+pub use transport::QuicTransport;

@@ -1,1 +1,102 @@
-//! comm-tcp
+//! Two byte transports over TCP for [`comm_core`]: ZeroMQ, and plain TCP beside it as the control that shows what ZeroMQ
+//! costs.
+//!
+//! | | [`ZmqTransport`] (`tcp`) | [`RawTcpTransport`] (`tcp-raw`) |
+//! |---|---|---|
+//! | protocol | ZMTP 3.0 by the crate `zeromq` 0.7, DEALER sockets used in pairs | a 64-byte header, then the payload |
+//! | connections | one for each pair of ranks and lane | the same |
+//! | copies by the sender | two: into a segment, and by `zeromq`'s encoder | none before the kernel's |
+//! | flow control | a byte window with credits, over TCP's | TCP's |
+//! | who may connect | a one-time token, checked by a gate | a mutual handshake |
+//! | sockets | no delay, 4 MiB buffers | the same |
+//!
+//! ```no_run
+//! use std::time::Duration;
+//! use comm_core::{Control, Deadline, Transport};
+//! use comm_tcp::{RawTcpTransport, TcpOptions, ZmqTransport};
+//!
+//! # fn start(control: &dyn Control) -> comm_core::Result<()> {
+//! let options = TcpOptions { lanes: 4, ..TcpOptions::default() };
+//! let transport = ZmqTransport::connect(control, &options, Deadline::after(Duration::from_secs(30)))?;
+//! // … exchange messages, or build a `Mesh` on it …
+//! transport.close(Deadline::after(Duration::from_secs(10)))?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Threads
+//!
+//! A transport owns one thread, which runs a tokio runtime: it waits for sockets and, for ZeroMQ, writes queued messages and
+//! relays those of the gate. Everything else, so all copying and every [`Sink`](comm_core::Sink), runs in the thread that
+//! calls [`exchange`](comm_core::Transport::exchange). The number of threads does not depend on that of peers or lanes.
+//! An exchange blocks; from within an asynchronous task it is refused. A transport may be dropped anywhere: that ends its
+//! connections at once and waits for nothing.
+//!
+//! # ZeroMQ: what is built around it, and why
+//!
+//! `zeromq` takes 100,000 messages of any size into a queue for each peer and calls them sent, says nothing to a receiver
+//! whose only peer has died, drops what is queued when a socket goes away, and allocates whatever length a frame announces.
+//!
+//! - **Window.** Payloads travel in segments ([`TcpOptions::segment`]). At most [`TcpOptions::window`] bytes are on their way
+//!   to a peer on a lane; the receiver returns credit as its sinks use the bytes up. A peer that sends more, or a longer
+//!   segment, or credit that it does not have, gets [`Error::Protocol`](comm_core::Error::Protocol).
+//! - **Death.** The socket's monitor is watched during every exchange; a connection that ends without a farewell is
+//!   [`Error::PeerLost`](comm_core::Error::PeerLost). A host that vanishes without a word shows on neither transport before
+//!   the deadline: that is what the control plane's heartbeats are for, which end in
+//!   [`abort`](comm_core::Transport::abort).
+//! - **Close.** Each side sends a farewell after its last message, answers the other's, and leaves once it has the other's
+//!   farewell and either the answer to its own or the end of the connection. So nothing is dropped that the peer still waits
+//!   for.
+//!
+//! # The gate
+//!
+//! A single connection that announces a frame of 64 GiB would abort the process, because an allocation that fails cannot be
+//! caught. So nothing that a stranger sends may reach `zeromq`'s parser. The DEALER sockets that accept connections listen on
+//! Unix sockets in a fresh directory that only this user may enter (below the system's directory for temporary files), and
+//! one public TCP listener stands in front of all of them. It speaks the opening of ZMTP itself: exactly 64 bytes of greeting,
+//! then one READY command of at most 255 bytes, within 5 seconds, from at most 256 connections at a time (with one more the
+//! oldest is turned away, so that silent ones cannot keep ranks out). The READY command's identity must be the token that the
+//! control plane's key yields for this connection: HMAC-SHA256 over a nonce of the listener, both ranks and the lane,
+//! compared in constant time and good for one use. Only then are the bytes relayed. When every rank is in, the
+//! listener closes.
+//!
+//! *What this protects against:* strangers, scanners, ranks of other jobs and stale processes on the same network, before and
+//! after they connect; a token that was overheard and is replayed.
+//!
+//! *What it does not:* the traffic is in the clear and is not authenticated after the opening. Whoever can read packets can
+//! read it, whoever can alter them or take over a connection can inject; use QUIC or a network of your own where that matters.
+//! Ranks trust each other: a rank of the job can still make another one allocate. The side that dials also parses what it is
+//! answered, but it dials only addresses that came over the authenticated control plane. Processes of the same user can
+//! reach the Unix sockets while a job connects.
+//!
+//! The gate costs a relay through a Unix socket: every byte between two ranks passes it once, at the rank that listens. Which
+//! one that is alternates from pair to pair, so that every rank relays for about half of the others. [`TcpOptions::gate`] turns it off, to measure that or on a network where nobody else is: then the DEALER sockets
+//! themselves are public until their rank has connected, and a wrong identity ends the job instead of being turned away.
+//!
+//! # Raw TCP
+//!
+//! Both sides prove to each other that they know the control plane's key, over a nonce of each, before the first message;
+//! limits and what it does and does not protect against are those of the gate, except that the dialling side also checks
+//! whom it has reached.
+//!
+//! # Congestion control
+//!
+//! [`TcpOptions::congestion`] is set on every raw TCP socket, and on those that ZeroMQ's gate or listener accepts. The sockets
+//! that `zeromq` dials are out of reach and use the kernel's default or what the route says (`ip route … congctl`).
+//! [`facts`](comm_core::Transport::facts) reads back what each side really uses.
+
+#![forbid(unsafe_code)]
+
+mod auth;
+mod door;
+mod lanes;
+mod options;
+mod raw;
+mod rendezvous;
+mod runtime;
+mod socket;
+mod zmq;
+
+pub use options::TcpOptions;
+pub use raw::RawTcpTransport;
+pub use zmq::ZmqTransport;

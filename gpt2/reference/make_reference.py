@@ -3,7 +3,7 @@
     python make_reference.py [FILE]        (needs torch and safetensors)
 
 The file (safetensors) holds, in f32: the weights under Hugging Face's names, `logits`, `loss`, `grad.<name>` for every tensor,
-`ten_steps.<name>` after ten AdamW steps on the same batch with weight decay and no clipping, `clipped.<name>` after one step
+`ten_steps.<name>` after ten AdamW steps on the same batch with weight decay and no clipping, `clipped.<name>` after as many
 with clipping by global norm; `inputs` and `targets` as i32; and the settings as metadata.
 """
 
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 V, T, L, H, C, B = 61, 16, 2, 2, 24, 3
-LEARNING_RATE, BETAS, EPSILON, DECAY, CLIP, STEPS = 1e-2, (0.9, 0.95), 1e-8, 0.1, 0.25, 10
+LEARNING_RATE, BETAS, EPSILON, DECAY, CLIP, STEPS = 1e-2, (0.9, 0.95), 1e-8, 0.1, 1.5, 10
 
 
 def shapes():
@@ -126,7 +126,7 @@ def main():
     ten = train(weights, inputs, targets, STEPS, None)
     tensors.update({f"ten_steps.{name}": p for name, p in ten.items()})
     tensors["ten_steps_loss"] = loss_of(ten, inputs, targets)[0].detach().reshape(1)
-    tensors.update({f"clipped.{name}": p for name, p in train(weights, inputs, targets, 1, CLIP).items()})
+    tensors.update({f"clipped.{name}": p for name, p in train(weights, inputs, targets, STEPS, CLIP).items()})
     settings = {
         "n_layer": L, "n_head": H, "n_embd": C, "block_size": T, "vocab_size": V, "rows": B, "cols": T,
         "learning_rate": LEARNING_RATE, "beta1": BETAS[0], "beta2": BETAS[1], "epsilon": EPSILON,

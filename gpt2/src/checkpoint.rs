@@ -72,20 +72,10 @@ impl Checkpoint {
     ///
     /// # Errors
     /// [`CheckpointError::Model`] if the device fails.
-    pub fn of(
-        model: &SegmentedModel,
-        tokenizer: Value,
-        step: u64,
-    ) -> Result<Self, CheckpointError> {
-        let weights = (0..model.segments().len())
-            .map(|segment| model.read_params(segment))
-            .collect::<Result<_, _>>()?;
-        Ok(Self {
-            config: model.config().clone(),
-            tokenizer,
-            step,
-            weights,
-        })
+    pub fn of(model: &SegmentedModel, tokenizer: Value, step: u64) -> Result<Self, CheckpointError> {
+        let weights =
+            (0..model.segments().len()).map(|segment| model.read_params(segment)).collect::<Result<_, _>>()?;
+        Ok(Self { config: model.config().clone(), tokenizer, step, weights })
     }
 
     /// The model on `device`.
@@ -110,14 +100,10 @@ impl Checkpoint {
         let mut views = Vec::new();
         for (info, flat) in segments.iter().zip(&self.weights) {
             for param in &info.params {
-                let piece = flat
-                    .get(param.offset..param.offset + param.len)
-                    .filter(|_| flat.len() == info.len)
-                    .ok_or_else(|| ModelError::SegmentLength {
-                        name: info.name.clone(),
-                        expected: info.len,
-                        len: flat.len(),
-                    })?;
+                let piece =
+                    flat.get(param.offset..param.offset + param.len).filter(|_| flat.len() == info.len).ok_or_else(
+                        || ModelError::SegmentLength { name: info.name.clone(), expected: info.len, len: flat.len() },
+                    )?;
                 let bytes = little_endian_bytes(piece);
                 views.push((param.path.clone(), Named::new(param.shape.clone(), bytes)));
             }
@@ -128,12 +114,8 @@ impl Checkpoint {
             ("tokenizer".to_owned(), json(path, &self.tokenizer)?),
             ("step".to_owned(), self.step.to_string()),
         ]);
-        let bytes = safetensors::serialize(views, Some(metadata)).map_err(|error| {
-            CheckpointError::Format {
-                path: path.into(),
-                detail: error.to_string(),
-            }
-        })?;
+        let bytes = safetensors::serialize(views, Some(metadata))
+            .map_err(|error| CheckpointError::Format { path: path.into(), detail: error.to_string() })?;
         write_atomically(path, &bytes)
     }
 
@@ -148,10 +130,7 @@ impl Checkpoint {
             path: path.into(),
             detail: error.to_string(),
         };
-        let foreign = |detail: String| CheckpointError::Foreign {
-            path: path.into(),
-            detail,
-        };
+        let foreign = |detail: String| CheckpointError::Foreign { path: path.into(), detail };
         let (_, header) = SafeTensors::read_metadata(&bytes).map_err(format)?;
         let tensors = SafeTensors::deserialize(&bytes).map_err(format)?;
         let field = |name: &str| {
@@ -164,31 +143,19 @@ impl Checkpoint {
         let bad_field = |name: &str, error: &dyn std::fmt::Display| {
             foreign(format!("its metadata's {name:?} is unreadable: {error}"))
         };
-        let config: ModelConfig =
-            serde_json::from_str(field("config")?).map_err(|e| bad_field("config", &e))?;
-        let tokenizer =
-            serde_json::from_str(field("tokenizer")?).map_err(|e| bad_field("tokenizer", &e))?;
+        let config: ModelConfig = serde_json::from_str(field("config")?).map_err(|e| bad_field("config", &e))?;
+        let tokenizer = serde_json::from_str(field("tokenizer")?).map_err(|e| bad_field("tokenizer", &e))?;
         let step = field("step")?.parse().map_err(|e| bad_field("step", &e))?;
 
         // The config is bounded by validation, the weights by the file's own length: each tensor is compared before it is copied.
         let segments = layout(&config).map_err(|e| bad_field("config", &e))?;
         let expected: usize = segments.iter().map(|info| info.params.len()).sum();
         if tensors.len() != expected {
-            return Err(foreign(format!(
-                "it holds {} tensors, its config asks for {expected}",
-                tensors.len()
-            )));
+            return Err(foreign(format!("it holds {} tensors, its config asks for {expected}", tensors.len())));
         }
-        let weights = segments
-            .iter()
-            .map(|info| flat_weights(info, &tensors).map_err(foreign))
-            .collect::<Result<_, _>>()?;
-        Ok(Self {
-            config,
-            tokenizer,
-            step,
-            weights,
-        })
+        let weights =
+            segments.iter().map(|info| flat_weights(info, &tensors).map_err(foreign)).collect::<Result<_, _>>()?;
+        Ok(Self { config, tokenizer, step, weights })
     }
 }
 
@@ -202,11 +169,7 @@ pub fn weights_hash(model: &SegmentedModel) -> Result<String, ModelError> {
     for segment in 0..model.segments().len() {
         hash.update(little_endian_bytes(&model.read_params(segment)?));
     }
-    Ok(hash
-        .finalize()
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect())
+    Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 /// One tensor on its way into a file.
@@ -242,9 +205,7 @@ impl safetensors::View for Named {
 fn flat_weights(info: &SegmentInfo, tensors: &SafeTensors<'_>) -> Result<Vec<f32>, String> {
     let mut views: Vec<TensorView<'_>> = Vec::with_capacity(info.params.len());
     for param in &info.params {
-        let view = tensors
-            .tensor(&param.path)
-            .map_err(|_| format!("it has no tensor {:?}", param.path))?;
+        let view = tensors.tensor(&param.path).map_err(|_| format!("it has no tensor {:?}", param.path))?;
         if view.dtype() != Dtype::F32 || view.shape() != param.shape {
             return Err(format!(
                 "its tensor {:?} is {:?} {:?} instead of F32 {:?}",
@@ -256,11 +217,7 @@ fn flat_weights(info: &SegmentInfo, tensors: &SafeTensors<'_>) -> Result<Vec<f32
         }
         views.push(view);
     }
-    Ok(views
-        .iter()
-        .flat_map(|view| view.data().as_chunks::<4>().0)
-        .map(|bytes| f32::from_le_bytes(*bytes))
-        .collect())
+    Ok(views.iter().flat_map(|view| view.data().as_chunks::<4>().0).map(|bytes| f32::from_le_bytes(*bytes)).collect())
 }
 
 fn little_endian_bytes(values: &[f32]) -> Vec<u8> {
@@ -268,10 +225,8 @@ fn little_endian_bytes(values: &[f32]) -> Vec<u8> {
 }
 
 fn json(path: &Path, value: &impl serde::Serialize) -> Result<String, CheckpointError> {
-    serde_json::to_string(value).map_err(|error| CheckpointError::Format {
-        path: path.into(),
-        detail: error.to_string(),
-    })
+    serde_json::to_string(value)
+        .map_err(|error| CheckpointError::Format { path: path.into(), detail: error.to_string() })
 }
 
 fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
@@ -287,20 +242,13 @@ fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
     file.write_all(bytes)
         .and_then(|()| file.as_file().sync_all())
         .map_err(|e| io(path, "cannot write it (disk full?)", e))?;
-    file.persist(path)
-        .map_err(|e| io(path, "cannot rename the finished file to it", e.error))?;
+    file.persist(path).map_err(|e| io(path, "cannot rename the finished file to it", e.error))?;
     // The rename itself is on disk only once the folder is.
-    File::open(folder)
-        .and_then(|folder| folder.sync_all())
-        .map_err(|e| io(path, "cannot sync its folder", e))
+    File::open(folder).and_then(|folder| folder.sync_all()).map_err(|e| io(path, "cannot sync its folder", e))
 }
 
 fn io(path: &Path, what: &'static str, source: std::io::Error) -> CheckpointError {
-    CheckpointError::Io {
-        path: path.into(),
-        what,
-        source,
-    }
+    CheckpointError::Io { path: path.into(), what, source }
 }
 
 #[cfg(test)]
@@ -309,8 +257,7 @@ mod tests {
     use crate::config::Preset;
 
     fn saved(folder: &Path) -> (PathBuf, Checkpoint) {
-        let model =
-            SegmentedModel::new(Preset::Micro.config(61), 11, &Device::flex()).unwrap();
+        let model = SegmentedModel::new(Preset::Micro.config(61), 11, &Device::flex()).unwrap();
         let tokenizer = serde_json::json!({"kind": "byte"});
         let checkpoint = Checkpoint::of(&model, tokenizer, 42).unwrap();
         let path = folder.join("model.safetensors");

@@ -74,10 +74,7 @@ impl ModelConfig {
             }
         }
         if !self.n_embd.is_multiple_of(self.n_head) {
-            return Err(ConfigError::HeadsDoNotDivideWidth {
-                n_embd: self.n_embd,
-                n_head: self.n_head,
-            });
+            return Err(ConfigError::HeadsDoNotDivideWidth { n_embd: self.n_embd, n_head: self.n_head });
         }
         Ok(())
     }
@@ -137,16 +134,8 @@ pub enum Preset {
 
 impl Preset {
     /// Every preset, smallest first.
-    pub const ALL: [Self; 8] = [
-        Self::Micro,
-        Self::Tiny,
-        Self::Mini,
-        Self::Small,
-        Self::Gpt2,
-        Self::Gpt2Medium,
-        Self::Gpt2Large,
-        Self::Gpt2Xl,
-    ];
+    pub const ALL: [Self; 8] =
+        [Self::Micro, Self::Tiny, Self::Mini, Self::Small, Self::Gpt2, Self::Gpt2Medium, Self::Gpt2Large, Self::Gpt2Xl];
 
     /// The name used on the command line and in files.
     pub fn name(self) -> &'static str {
@@ -179,13 +168,7 @@ impl Preset {
             Self::Gpt2Large => (36, 20, 1280, 1024),
             Self::Gpt2Xl => (48, 25, 1600, 1024),
         };
-        ModelConfig {
-            n_layer,
-            n_head,
-            n_embd,
-            block_size,
-            vocab_size,
-        }
+        ModelConfig { n_layer, n_head, n_embd, block_size, vocab_size }
     }
 }
 
@@ -234,10 +217,7 @@ mod tests {
             assert_eq!(json, format!("\"{preset}\""));
         }
         let message = "gpt5".parse::<Preset>().unwrap_err().to_string();
-        assert!(
-            message.contains("gpt5") && message.contains("124m"),
-            "{message}"
-        );
+        assert!(message.contains("gpt5") && message.contains("124m"), "{message}");
     }
 
     #[test]

@@ -21,21 +21,13 @@ pub(crate) enum Placement {
 
 impl Placement {
     pub(crate) fn of(device: &Device) -> Self {
-        if *device == Device::flex() {
-            Self::Host
-        } else {
-            Self::Device
-        }
+        if *device == Device::flex() { Self::Host } else { Self::Device }
     }
 }
 
 /// Mean over rows of −ln softmax(logits)[target], in nats. The caller has checked that `targets` lie in the vocabulary and match the
 /// rows.
-pub(crate) fn mean_loss(
-    logits_nv: Tensor<2>,
-    targets: &[i32],
-    placement: Placement,
-) -> Result<f64, ModelError> {
+pub(crate) fn mean_loss(logits_nv: Tensor<2>, targets: &[i32], placement: Placement) -> Result<f64, ModelError> {
     match placement {
         Placement::Host => {
             let [n, v] = logits_nv.dims();
@@ -88,19 +80,10 @@ pub(crate) fn loss_and_gradient(
             Ok((loss, Tensor::from_data(logits, &device)))
         }
         Placement::Device => {
-            let DeviceParts {
-                loss,
-                exp_nv,
-                sum_n1,
-                targets_n1,
-            } = device_parts(logits_nv, targets)?;
+            let DeviceParts { loss, exp_nv, sum_n1, targets_n1 } = device_parts(logits_nv, targets)?;
             let one_hot_n1 = Tensor::full([n, 1], -row_scale, &exp_nv.device());
-            let gradient_nv = (exp_nv * (sum_n1.recip() * row_scale)).scatter(
-                1,
-                targets_n1,
-                one_hot_n1,
-                IndexingUpdateOp::Add,
-            );
+            let gradient_nv =
+                (exp_nv * (sum_n1.recip() * row_scale)).scatter(1, targets_n1, one_hot_n1, IndexingUpdateOp::Add);
             Ok((loss, gradient_nv))
         }
     }
@@ -115,24 +98,14 @@ struct DeviceParts {
 
 fn device_parts(logits_nv: Tensor<2>, targets: &[i32]) -> Result<DeviceParts, ModelError> {
     let [n, _] = logits_nv.dims();
-    let targets_n1: Tensor<2, Int> = Tensor::from_data(
-        TensorData::new(targets.to_vec(), [n, 1]),
-        &logits_nv.device(),
-    );
+    let targets_n1: Tensor<2, Int> = Tensor::from_data(TensorData::new(targets.to_vec(), [n, 1]), &logits_nv.device());
     let shifted_nv = logits_nv.clone() - logits_nv.max_dim(1);
     let picked_n1 = shifted_nv.clone().gather(1, targets_n1.clone());
     let exp_nv = shifted_nv.exp();
     let sum_n1 = exp_nv.clone().sum_dim(1);
-    let losses = (sum_n1.clone().log() - picked_n1)
-        .try_into_vec_as::<f32>()
-        .map_err(failed)?;
+    let losses = (sum_n1.clone().log() - picked_n1).try_into_vec_as::<f32>().map_err(failed)?;
     let loss = losses.iter().map(|x| f64::from(*x)).sum::<f64>() / n as f64;
-    Ok(DeviceParts {
-        loss,
-        exp_nv,
-        sum_n1,
-        targets_n1,
-    })
+    Ok(DeviceParts { loss, exp_nv, sum_n1, targets_n1 })
 }
 
 /// Number of partial results a row's sum or maximum is kept in, so that the loop becomes vector code. Fixed, because the order of
@@ -181,11 +154,7 @@ fn exp_in_place(row: &mut [f32], max: f32) -> f32 {
 
 fn row_loss(sum: f32, max: f32, picked: f32) -> f64 {
     // A diverged model's sum is not a number; neither is its loss.
-    if sum.is_finite() {
-        math::ln(f64::from(sum)) + f64::from(max) - f64::from(picked)
-    } else {
-        f64::NAN
-    }
+    if sum.is_finite() { math::ln(f64::from(sum)) + f64::from(max) - f64::from(picked) } else { f64::NAN }
 }
 
 fn host_data(logits_nv: Tensor<2>) -> Result<TensorData, ModelError> {
@@ -193,9 +162,7 @@ fn host_data(logits_nv: Tensor<2>) -> Result<TensorData, ModelError> {
 }
 
 fn failed(error: impl std::fmt::Display) -> ModelError {
-    ModelError::Head {
-        detail: error.to_string(),
-    }
+    ModelError::Head { detail: error.to_string() }
 }
 
 #[cfg(test)]
@@ -204,9 +171,7 @@ mod tests {
 
     fn case(v: usize) -> (Tensor<2>, Vec<i32>) {
         let n = 5;
-        let logits: Vec<f32> = (0..n * v)
-            .map(|i| ((i * 7919 % 1013) as f32 / 50.0 - 10.0) * 3.0)
-            .collect();
+        let logits: Vec<f32> = (0..n * v).map(|i| ((i * 7919 % 1013) as f32 / 50.0 - 10.0) * 3.0).collect();
         let targets = (0..n).map(|i| (i * 11 % v) as i32).collect();
         let tensor = Tensor::from_data(TensorData::new(logits, [n, v]), &Device::flex());
         (tensor, targets)
@@ -217,8 +182,7 @@ mod tests {
         for v in [1, 15, 16, 61] {
             let (logits, targets) = case(v);
             let run = |placement| {
-                let (loss, gradient) =
-                    loss_and_gradient(logits.clone(), &targets, 3.0, placement).unwrap();
+                let (loss, gradient) = loss_and_gradient(logits.clone(), &targets, 3.0, placement).unwrap();
                 let alone = mean_loss(logits.clone(), &targets, placement).unwrap();
                 assert!((alone - loss).abs() <= 1e-6 * loss.abs().max(1.0));
                 (loss, gradient.into_data().try_into_vec::<f32>().unwrap())
@@ -236,8 +200,7 @@ mod tests {
     fn the_gradient_of_each_row_sums_to_zero_and_the_caller_keeps_its_logits() {
         let (logits, targets) = case(61);
         let before = logits.to_data();
-        let (_, gradient) =
-            loss_and_gradient(logits.clone(), &targets, 1.0, Placement::Host).unwrap();
+        let (_, gradient) = loss_and_gradient(logits.clone(), &targets, 1.0, Placement::Host).unwrap();
         logits.to_data().assert_eq(&before, true);
         let gradient: Vec<f32> = gradient.into_data().try_into_vec().unwrap();
         for row in gradient.chunks(61) {
@@ -247,10 +210,7 @@ mod tests {
 
     #[test]
     fn a_diverged_model_has_no_finite_loss() {
-        let logits = Tensor::from_data(
-            TensorData::new(vec![f32::NAN, 1.0, 2.0], [1, 3]),
-            &Device::flex(),
-        );
+        let logits = Tensor::from_data(TensorData::new(vec![f32::NAN, 1.0, 2.0], [1, 3]), &Device::flex());
         let loss = mean_loss(logits, &[1], Placement::Host).unwrap();
         assert!(!loss.is_finite(), "{loss}");
     }

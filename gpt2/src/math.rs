@@ -80,10 +80,7 @@ mod tests {
     fn logarithm_and_circle_agree_with_the_standard_library() {
         for i in 1..20_000 {
             let u = f64::from(i) / 20_000.0;
-            assert!(
-                (ln(u) - u.ln()).abs() <= 4e-16 * (1.0 + u.ln().abs()),
-                "{u}"
-            );
+            assert!((ln(u) - u.ln()).abs() <= 4e-16 * (1.0 + u.ln().abs()), "{u}");
             let (sin, cos) = sin_cos_turns(u);
             let (s, c) = (2.0 * PI * u).sin_cos();
             assert!((sin - s).abs() < 2e-15 && (cos - c).abs() < 2e-15, "{u}");

@@ -10,6 +10,16 @@ use burn::tensor::module::linear;
 use burn::tensor::{Device, Int, Tensor};
 
 use crate::config::ModelConfig;
+use crate::fused;
+
+/// Which form of the element-wise layers runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kernels {
+    /// The CPU's fused operations (see [`fused`]); host tensors only.
+    Fused,
+    /// Composed of tensor operations, on any device.
+    Composed,
+}
 
 /// Epsilon of every layer norm.
 pub const LAYER_NORM_EPSILON: f64 = 1e-5;
@@ -90,13 +100,8 @@ pub struct FinalNorm {
 impl Embedding {
     /// Tables of zeros of the right shapes.
     pub fn zeros(config: &ModelConfig, device: &Device) -> Self {
-        let table = |entries| Table {
-            weight: Param::from_tensor(Tensor::zeros([entries, config.n_embd], device)),
-        };
-        Self {
-            wte: table(config.vocab_size),
-            wpe: table(config.block_size),
-        }
+        let table = |entries| Table { weight: Param::from_tensor(Tensor::zeros([entries, config.n_embd], device)) };
+        Self { wte: table(config.vocab_size), wpe: table(config.block_size) }
     }
 
     /// Token ids `[b, t]` to the residual stream `[b, t, c]`.
@@ -120,57 +125,54 @@ impl Block {
                 n_head: config.n_head,
             },
             ln_2: LayerNorm::zeros(c, device),
-            mlp: Mlp {
-                c_fc: Projection::zeros(c, 4 * c, device),
-                c_proj: Projection::zeros(4 * c, c, device),
-            },
+            mlp: Mlp { c_fc: Projection::zeros(c, 4 * c, device), c_proj: Projection::zeros(4 * c, c, device) },
         }
     }
 
-    /// The residual stream `[b, t, c]` through this block; `mask_tt` is [`causal_mask`]'s.
-    pub fn forward(&self, x_btc: Tensor<3>, mask_tt: Tensor<4>) -> Tensor<3> {
-        let x_btc = x_btc.clone() + self.attn.forward(self.ln_1.forward(x_btc), mask_tt);
-        x_btc.clone() + self.mlp.forward(self.ln_2.forward(x_btc))
+    /// The residual stream `[b, t, c]` through this block; `mask_tt` is [`causal_mask`]'s, which fused kernels do not look at.
+    pub(crate) fn forward(&self, x_btc: Tensor<3>, mask_tt: Tensor<4>, kernels: Kernels) -> Tensor<3> {
+        let x_btc = x_btc.clone() + self.attn.forward(self.ln_1.forward(x_btc, kernels), mask_tt, kernels);
+        x_btc.clone() + self.mlp.forward(self.ln_2.forward(x_btc, kernels), kernels)
     }
 }
 
 impl FinalNorm {
     /// A norm of zeros of the right shape.
     pub fn zeros(config: &ModelConfig, device: &Device) -> Self {
-        Self {
-            ln_f: LayerNorm::zeros(config.n_embd, device),
-        }
+        Self { ln_f: LayerNorm::zeros(config.n_embd, device) }
     }
 
     /// Normalises the residual stream `[b, t, c]` for the head.
-    pub fn forward(&self, x_btc: Tensor<3>) -> Tensor<3> {
-        self.ln_f.forward(x_btc)
+    pub(crate) fn forward(&self, x_btc: Tensor<3>, kernels: Kernels) -> Tensor<3> {
+        self.ln_f.forward(x_btc, kernels)
     }
 }
 
 impl Attention {
-    fn forward(&self, x_btc: Tensor<3>, mask_tt: Tensor<4>) -> Tensor<3> {
+    fn forward(&self, x_btc: Tensor<3>, mask_tt: Tensor<4>, kernels: Kernels) -> Tensor<3> {
         let [b, t, c] = x_btc.dims();
         let q = c / self.n_head;
         let qkv_btc3 = self.c_attn.forward(x_btc);
+        if kernels == Kernels::Fused {
+            return self.c_proj.forward(fused::attention(qkv_btc3, self.n_head));
+        }
         let heads_bhtq = |part: usize| -> Tensor<4> {
-            qkv_btc3
-                .clone()
-                .narrow(2, part * c, c)
-                .reshape([b, t, self.n_head, q])
-                .swap_dims(1, 2)
+            qkv_btc3.clone().narrow(2, part * c, c).reshape([b, t, self.n_head, q]).swap_dims(1, 2)
         };
         let (query_bhtq, key_bhtq, value_bhtq) = (heads_bhtq(0), heads_bhtq(1), heads_bhtq(2));
         let scores_bhtt = query_bhtq.matmul(key_bhtq.transpose()) / (q as f64).sqrt() + mask_tt;
         let mixed_bhtq = softmax(scores_bhtt, 3).matmul(value_bhtq);
-        self.c_proj
-            .forward(mixed_bhtq.swap_dims(1, 2).reshape([b, t, c]))
+        self.c_proj.forward(mixed_bhtq.swap_dims(1, 2).reshape([b, t, c]))
     }
 }
 
 impl Mlp {
-    fn forward(&self, x_btc: Tensor<3>) -> Tensor<3> {
-        self.c_proj.forward(gelu(self.c_fc.forward(x_btc)))
+    fn forward(&self, x_btc: Tensor<3>, kernels: Kernels) -> Tensor<3> {
+        let inner = self.c_fc.forward(x_btc);
+        self.c_proj.forward(match kernels {
+            Kernels::Fused => fused::gelu(inner),
+            Kernels::Composed => gelu(inner),
+        })
     }
 }
 
@@ -182,13 +184,12 @@ impl LayerNorm {
         }
     }
 
-    fn forward(&self, x_btc: Tensor<3>) -> Tensor<3> {
-        burn::tensor::module::layer_norm(
-            x_btc,
-            self.weight.val(),
-            Some(self.bias.val()),
-            LAYER_NORM_EPSILON,
-        )
+    fn forward(&self, x_btc: Tensor<3>, kernels: Kernels) -> Tensor<3> {
+        let (weight_c, bias_c) = (self.weight.val(), self.bias.val());
+        match kernels {
+            Kernels::Fused => fused::layer_norm(x_btc, weight_c, bias_c),
+            Kernels::Composed => burn::tensor::module::layer_norm(x_btc, weight_c, Some(bias_c), LAYER_NORM_EPSILON),
+        }
     }
 }
 
@@ -211,10 +212,7 @@ pub fn causal_mask(t: usize, device: &Device) -> Tensor<4> {
     for (i, row) in values.chunks_mut(t.max(1)).enumerate() {
         row[i + 1..].fill(f32::NEG_INFINITY);
     }
-    Tensor::from_data(
-        burn::tensor::TensorData::new(values, [1, 1, t, t]),
-        device,
-    )
+    Tensor::from_data(burn::tensor::TensorData::new(values, [1, 1, t, t]), device)
 }
 
 /// GELU in its tanh form, as GPT-2 was trained with (Hendrycks and Gimpel 2016). Written with products: a general power costs several

@@ -27,12 +27,7 @@ pub struct AdamWConfig {
 impl Default for AdamWConfig {
     /// nanoGPT's: betas 0.9 and 0.95, epsilon 1e-8, weight decay 0.1.
     fn default() -> Self {
-        Self {
-            beta1: 0.9,
-            beta2: 0.95,
-            epsilon: 1e-8,
-            weight_decay: 0.1,
-        }
+        Self { beta1: 0.9, beta2: 0.95, epsilon: 1e-8, weight_decay: 0.1 }
     }
 }
 
@@ -82,11 +77,7 @@ impl AdamW {
     ///
     /// # Errors
     /// [`OptimError::RangeOutsideSegment`].
-    pub fn new(
-        config: AdamWConfig,
-        segment: &SegmentInfo,
-        range: Range<usize>,
-    ) -> Result<Self, OptimError> {
+    pub fn new(config: AdamWConfig, segment: &SegmentInfo, range: Range<usize>) -> Result<Self, OptimError> {
         if range.start > range.end || range.end > segment.len {
             return Err(OptimError::RangeOutsideSegment {
                 segment: segment.name.clone(),
@@ -142,12 +133,7 @@ impl AdamW {
     ///
     /// # Errors
     /// [`OptimError::Length`] if a moment does not have the shard's length.
-    pub fn restore(
-        &mut self,
-        mean: Vec<f32>,
-        square: Vec<f32>,
-        steps: u64,
-    ) -> Result<(), OptimError> {
+    pub fn restore(&mut self, mean: Vec<f32>, square: Vec<f32>, steps: u64) -> Result<(), OptimError> {
         self.check("the saved first moment", mean.len())?;
         self.check("the saved second moment", square.len())?;
         (self.mean, self.square, self.steps) = (mean, square, steps);
@@ -173,12 +159,7 @@ impl AdamW {
         self.check("the parameter slice", params.len())?;
         self.check("the gradient slice", grads.len())?;
         self.steps += 1;
-        let AdamWConfig {
-            beta1,
-            beta2,
-            epsilon,
-            weight_decay,
-        } = self.config;
+        let AdamWConfig { beta1, beta2, epsilon, weight_decay } = self.config;
         let t = self.steps;
         let scalars = Scalars {
             grad_factor,
@@ -191,14 +172,8 @@ impl AdamW {
             keep: 1.0,
         };
         for (run, decay) in &self.runs {
-            let scalars = Scalars {
-                keep: if *decay {
-                    (1.0 - learning_rate * weight_decay) as f32
-                } else {
-                    1.0
-                },
-                ..scalars
-            };
+            let scalars =
+                Scalars { keep: if *decay { (1.0 - learning_rate * weight_decay) as f32 } else { 1.0 }, ..scalars };
             // Tasks of this size keep four streams in a core's cache; the result does not depend on it.
             const TASK: usize = 1 << 16;
             params[run.clone()]
@@ -216,12 +191,7 @@ impl AdamW {
         if len == expected {
             Ok(())
         } else {
-            Err(OptimError::Length {
-                segment: self.segment.clone(),
-                what,
-                len,
-                expected,
-            })
+            Err(OptimError::Length { segment: self.segment.clone(), what, len, expected })
         }
     }
 }
@@ -307,16 +277,9 @@ impl LearningRate {
     pub fn at(&self, step: u64) -> f64 {
         match *self {
             Self::Constant { rate } => rate,
-            Self::WarmupCosine { peak, warmup, .. } if step < warmup => {
-                peak * (step + 1) as f64 / (warmup + 1) as f64
-            }
+            Self::WarmupCosine { peak, warmup, .. } if step < warmup => peak * (step + 1) as f64 / (warmup + 1) as f64,
             Self::WarmupCosine { floor, total, .. } if step >= total => floor,
-            Self::WarmupCosine {
-                peak,
-                floor,
-                warmup,
-                total,
-            } => {
+            Self::WarmupCosine { peak, floor, warmup, total } => {
                 let progress = (step - warmup) as f64 / (total - warmup) as f64;
                 let (_, cos) = math::sin_cos_turns(0.5 * progress);
                 floor + (peak - floor) * 0.5 * (1.0 + cos)
@@ -355,19 +318,14 @@ mod tests {
     fn any_sharding_gives_the_same_bits() {
         let segment = block();
         let start = init::normal(1, "params", segment.len, 0.5);
-        let grads: Vec<Vec<f32>> = (0..3)
-            .map(|step| init::normal(step, "grads", segment.len, 0.1))
-            .collect();
+        let grads: Vec<Vec<f32>> = (0..3).map(|step| init::normal(step, "grads", segment.len, 0.1)).collect();
         let run = |cuts: &[usize]| {
             let mut params = start.clone();
             for ends in cuts.windows(2) {
                 let range = ends[0]..ends[1];
-                let mut optimizer =
-                    AdamW::new(AdamWConfig::default(), &segment, range.clone()).unwrap();
+                let mut optimizer = AdamW::new(AdamWConfig::default(), &segment, range.clone()).unwrap();
                 for grad in &grads {
-                    optimizer
-                        .step(&mut params[range.clone()], &grad[range.clone()], 1e-2, 0.7)
-                        .unwrap();
+                    optimizer.step(&mut params[range.clone()], &grad[range.clone()], 1e-2, 0.7).unwrap();
                 }
             }
             params.iter().map(|p| p.to_bits()).collect::<Vec<_>>()
@@ -384,8 +342,7 @@ mod tests {
         let segment = block();
         let mut params = vec![1.0; segment.len];
         let zeros = vec![0.0; segment.len];
-        let mut optimizer =
-            AdamW::new(AdamWConfig::default(), &segment, 0..segment.len).unwrap();
+        let mut optimizer = AdamW::new(AdamWConfig::default(), &segment, 0..segment.len).unwrap();
         optimizer.step(&mut params, &zeros, 0.5, 1.0).unwrap();
         for info in &segment.params {
             let expected = if info.shape.len() == 2 { 0.95 } else { 1.0 };
@@ -432,14 +389,7 @@ mod tests {
         assert!(AdamW::new(config, &segment, reversed).is_err());
         let mut optimizer = AdamW::new(config, &segment, 0..8).unwrap();
         let error = optimizer.step(&mut [0.0; 8], &[0.0; 7], 0.1, 1.0);
-        assert!(matches!(
-            error,
-            Err(OptimError::Length {
-                len: 7,
-                expected: 8,
-                ..
-            })
-        ));
+        assert!(matches!(error, Err(OptimError::Length { len: 7, expected: 8, .. })));
         assert_eq!(optimizer.steps(), 0);
         let mut empty = AdamW::new(config, &segment, 3..3).unwrap();
         assert!(empty.is_empty());
@@ -458,29 +408,18 @@ mod tests {
 
     #[test]
     fn the_schedule_rises_falls_and_stays() {
-        let schedule = LearningRate::WarmupCosine {
-            peak: 1.0,
-            floor: 0.1,
-            warmup: 9,
-            total: 109,
-        };
+        let schedule = LearningRate::WarmupCosine { peak: 1.0, floor: 0.1, warmup: 9, total: 109 };
         assert!((schedule.at(0) - 0.1).abs() < 1e-12);
         assert!((schedule.at(8) - 0.9).abs() < 1e-12);
         assert!((schedule.at(9) - 1.0).abs() < 1e-12);
         assert!((schedule.at(59) - 0.55).abs() < 1e-12);
         for step in 10..200 {
-            let reference = 0.1
-                + 0.45 * (1.0 + (PI * (step.min(109) - 9) as f64 / 100.0).cos());
+            let reference = 0.1 + 0.45 * (1.0 + (PI * (step.min(109) - 9) as f64 / 100.0).cos());
             assert!((schedule.at(step) - reference).abs() < 1e-12, "{step}");
         }
         assert_eq!(schedule.at(1_000_000), 0.1);
         assert_eq!(LearningRate::Constant { rate: 0.3 }.at(77), 0.3);
-        let only_warmup = LearningRate::WarmupCosine {
-            peak: 1.0,
-            floor: 0.1,
-            warmup: 5,
-            total: 5,
-        };
+        let only_warmup = LearningRate::WarmupCosine { peak: 1.0, floor: 0.1, warmup: 5, total: 5 };
         assert_eq!(only_warmup.at(5), 0.1);
     }
 

@@ -15,7 +15,7 @@ use burn::tensor::{Device, Gradients, IndexingUpdateOp, Int, Tensor, TensorData}
 use crate::config::{ConfigError, ModelConfig};
 use crate::cross_entropy::{self, Placement};
 use crate::init;
-use crate::model::{Block, Embedding, FinalNorm, causal_mask};
+use crate::model::{Block, Embedding, FinalNorm, Kernels, causal_mask};
 
 /// One tensor of a segment.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -78,7 +78,9 @@ pub enum ModelError {
         cols: usize,
     },
     /// Sequences are empty or longer than the positions the model has.
-    #[error("batch of {rows} rows × {cols} tokens: a batch needs at least one row, and 1..={block_size} tokens a row for this model")]
+    #[error(
+        "batch of {rows} rows × {cols} tokens: a batch needs at least one row, and 1..={block_size} tokens a row for this model"
+    )]
     SequenceLength {
         /// Rows of the batch.
         rows: usize,
@@ -204,9 +206,7 @@ impl SegmentedModel {
         let device = device.clone().without_autodiff();
         Ok(Self {
             embedding: Embedding::zeros(&config, &device),
-            blocks: (0..config.n_layer)
-                .map(|_| Block::zeros(&config, &device))
-                .collect(),
+            blocks: (0..config.n_layer).map(|_| Block::zeros(&config, &device)).collect(),
             norm: FinalNorm::zeros(&config, &device),
             config,
             device,
@@ -251,11 +251,7 @@ impl SegmentedModel {
     pub fn write_params(&mut self, segment: usize, flat: &[f32]) -> Result<(), ModelError> {
         let info = self.info(segment)?;
         if flat.len() != info.len {
-            return Err(ModelError::SegmentLength {
-                name: info.name.clone(),
-                expected: info.len,
-                len: flat.len(),
-            });
+            return Err(ModelError::SegmentLength { name: info.name.clone(), expected: info.len, len: flat.len() });
         }
         let mut upload = Upload::new(flat, &self.device);
         match segment.checked_sub(1) {
@@ -312,23 +308,18 @@ impl SegmentedModel {
         for block in &self.blocks {
             let block = block.clone().train();
             let input_btc = leaf(x_btc);
-            let output_btc = block.forward(input_btc.clone(), mask_tt.clone());
+            let output_btc = block.forward(input_btc.clone(), mask_tt.clone(), self.kernels());
             x_btc = output_btc.clone().inner();
             graphs.push((block, input_btc, output_btc));
         }
         let norm = self.norm.clone().train();
         let input_btc = leaf(x_btc);
-        let output_btc = norm.forward(input_btc.clone());
+        let output_btc = norm.forward(input_btc.clone(), self.kernels());
 
         // The head, forward and backward in one go.
         let hidden_nc: Tensor<2> = output_btc.clone().inner().reshape([b * t, c]);
         let logits_nv = hidden_nc.clone().matmul(self.head_cv());
-        let (loss, dlogits_nv) = cross_entropy::loss_and_gradient(
-            logits_nv,
-            &batch.targets,
-            scale,
-            self.placement(),
-        )?;
+        let (loss, dlogits_nv) = cross_entropy::loss_and_gradient(logits_nv, &batch.targets, scale, self.placement())?;
         let dhidden_nc = dlogits_nv.clone().matmul(self.embedding.wte.weight.val());
         let dwte_vc = dlogits_nv.transpose().matmul(hidden_nc);
 
@@ -339,8 +330,7 @@ impl SegmentedModel {
         on_ready(last, grads)?;
         while let Some((block, input_btc, output_btc)) = graphs.pop() {
             let segment = graphs.len() + 1;
-            let (grads, below_btc) =
-                backward(segment, &block, &input_btc, output_btc, upstream_btc)?;
+            let (grads, below_btc) = backward(segment, &block, &input_btc, output_btc, upstream_btc)?;
             upstream_btc = below_btc;
             on_ready(segment, grads)?;
         }
@@ -349,15 +339,11 @@ impl SegmentedModel {
     }
 
     /// Loss and all segments' gradients (in forward order) of `scale` times it from one backward pass over the whole model, with
-    /// the loss differentiated automatically too: the yardstick for [`forward_backward`](Self::forward_backward), not for training.
+    /// every layer composed of tensor operations and the loss differentiated automatically too: the yardstick for [`forward_backward`](Self::forward_backward), not for training.
     ///
     /// # Errors
     /// As [`forward_backward`](Self::forward_backward).
-    pub fn plain_gradients(
-        &self,
-        batch: &TokenBatch,
-        scale: f32,
-    ) -> Result<(f64, Vec<Vec<f32>>), ModelError> {
+    pub fn plain_gradients(&self, batch: &TokenBatch, scale: f32) -> Result<(f64, Vec<Vec<f32>>), ModelError> {
         let tokens_bt = self.check_batch(batch)?;
         let (n, c) = (batch.rows * batch.cols, self.config.n_embd);
         let last = self.config.n_layer + 1;
@@ -366,12 +352,10 @@ impl SegmentedModel {
         let norm = self.norm.clone().train();
 
         let mask_tt = causal_mask(batch.cols, &self.device);
-        let x_btc = blocks
-            .iter()
-            .fold(embedding.forward(tokens_bt), |x_btc, block| {
-                block.forward(x_btc, mask_tt.clone())
-            });
-        let hidden_nc: Tensor<2> = norm.forward(x_btc).reshape([n, c]);
+        let x_btc = blocks.iter().fold(embedding.forward(tokens_bt), |x_btc, block| {
+            block.forward(x_btc, mask_tt.clone(), Kernels::Composed)
+        });
+        let hidden_nc: Tensor<2> = norm.forward(x_btc, Kernels::Composed).reshape([n, c]);
         let logits_nv = hidden_nc.matmul(embedding.wte.weight.val().transpose());
         let targets_n1: Tensor<2, Int> =
             Tensor::from_data(TensorData::new(batch.targets.clone(), [n, 1]), &self.device);
@@ -392,15 +376,10 @@ impl SegmentedModel {
     fn hidden_nc(&self, tokens_bt: Tensor<2, Int>) -> Tensor<2> {
         let [b, t] = tokens_bt.dims();
         let mask_tt = causal_mask(t, &self.device);
-        let x_btc = self
-            .blocks
-            .iter()
-            .fold(self.embedding.forward(tokens_bt), |x_btc, block| {
-                block.forward(x_btc, mask_tt.clone())
-            });
-        self.norm
-            .forward(x_btc)
-            .reshape([b * t, self.config.n_embd])
+        let x_btc = self.blocks.iter().fold(self.embedding.forward(tokens_bt), |x_btc, block| {
+            block.forward(x_btc, mask_tt.clone(), self.kernels())
+        });
+        self.norm.forward(x_btc, self.kernels()).reshape([b * t, self.config.n_embd])
     }
 
     fn head_cv(&self) -> Tensor<2> {
@@ -408,22 +387,12 @@ impl SegmentedModel {
     }
 
     /// The lookup's gradient is a sum of rows, added onto the head's part of the same table.
-    fn embedding_grads(
-        &self,
-        tokens_bt: Tensor<2, Int>,
-        dx_btc: Tensor<3>,
-        dwte_vc: Tensor<2>,
-    ) -> SegmentGrads {
+    fn embedding_grads(&self, tokens_bt: Tensor<2, Int>, dx_btc: Tensor<3>, dwte_vc: Tensor<2>) -> SegmentGrads {
         let [b, t, c] = dx_btc.dims();
         let unused = self.config.block_size - t;
         let mut parts = vec![
             dwte_vc
-                .select_assign(
-                    0,
-                    tokens_bt.reshape([b * t]),
-                    dx_btc.clone().reshape([b * t, c]),
-                    IndexingUpdateOp::Add,
-                )
+                .select_assign(0, tokens_bt.reshape([b * t]), dx_btc.clone().reshape([b * t, c]), IndexingUpdateOp::Add)
                 .reshape([-1]),
             dx_btc.sum_dim(0).reshape([-1]),
         ];
@@ -434,10 +403,14 @@ impl SegmentedModel {
     }
 
     fn info(&self, segment: usize) -> Result<&SegmentInfo, ModelError> {
-        self.infos.get(segment).ok_or(ModelError::NoSuchSegment {
-            segment,
-            segments: self.infos.len(),
-        })
+        self.infos.get(segment).ok_or(ModelError::NoSuchSegment { segment, segments: self.infos.len() })
+    }
+
+    fn kernels(&self) -> Kernels {
+        match self.placement() {
+            Placement::Host => Kernels::Fused,
+            Placement::Device => Kernels::Composed,
+        }
     }
 
     fn placement(&self) -> Placement {
@@ -458,33 +431,16 @@ impl SegmentedModel {
     ) -> Result<Tensor<2, Int>, ModelError> {
         let (block_size, vocab_size) = (self.config.block_size, self.config.vocab_size);
         if rows == 0 || cols == 0 || cols > block_size {
-            return Err(ModelError::SequenceLength {
-                rows,
-                cols,
-                block_size,
-            });
+            return Err(ModelError::SequenceLength { rows, cols, block_size });
         }
         if rows.checked_mul(cols) != Some(tokens.len()) {
-            return Err(ModelError::BatchShape {
-                what,
-                len: tokens.len(),
-                rows,
-                cols,
-            });
+            return Err(ModelError::BatchShape { what, len: tokens.len(), rows, cols });
         }
         let outside = |token: &i32| usize::try_from(*token).map_or(true, |id| id >= vocab_size);
         if let Some(index) = tokens.iter().position(outside) {
-            return Err(ModelError::TokenOutOfRange {
-                what,
-                token: tokens[index],
-                index,
-                vocab_size,
-            });
+            return Err(ModelError::TokenOutOfRange { what, token: tokens[index], index, vocab_size });
         }
-        Ok(Tensor::from_data(
-            TensorData::new(tokens.to_vec(), [rows, cols]),
-            &self.device,
-        ))
+        Ok(Tensor::from_data(TensorData::new(tokens.to_vec(), [rows, cols]), &self.device))
     }
 }
 
@@ -498,10 +454,7 @@ pub fn layout(config: &ModelConfig) -> Result<Vec<SegmentInfo>, ModelError> {
     let mut segments = vec![segment(
         "embedding",
         "",
-        &[
-            ("wte.weight", &[config.vocab_size, c]),
-            ("wpe.weight", &[config.block_size, c]),
-        ],
+        &[("wte.weight", &[config.vocab_size, c]), ("wpe.weight", &[config.block_size, c])],
     )];
     for layer in 0..config.n_layer {
         let name = format!("h.{layer}");
@@ -524,11 +477,7 @@ pub fn layout(config: &ModelConfig) -> Result<Vec<SegmentInfo>, ModelError> {
             ],
         ));
     }
-    segments.push(segment(
-        "ln_f",
-        "",
-        &[("ln_f.weight", &[c]), ("ln_f.bias", &[c])],
-    ));
+    segments.push(segment("ln_f", "", &[("ln_f.weight", &[c]), ("ln_f.bias", &[c])]));
     Ok(segments)
 }
 
@@ -549,11 +498,7 @@ fn segment(name: &str, prefix: &str, tensors: &[(&str, &[usize])]) -> SegmentInf
             }
         })
         .collect();
-    SegmentInfo {
-        name: name.into(),
-        params,
-        len,
-    }
+    SegmentInfo { name: name.into(), params, len }
 }
 
 /// A fresh leaf that collects the gradient for what lies below.
@@ -571,53 +516,25 @@ fn backward<M: Module>(
 ) -> Result<(SegmentGrads, Tensor<3>), ModelError> {
     // A backward pass starts from ones; the product with the gradient from above makes it start from that.
     let mut grads = (output_btc * upstream_btc).sum().backward();
-    let below_btc = input_btc
-        .grad_remove(&mut grads)
-        .ok_or_else(|| missing(segment))?;
+    let below_btc = input_btc.grad_remove(&mut grads).ok_or_else(|| missing(segment))?;
     Ok((collect(segment, module, &mut grads)?, below_btc))
 }
 
-fn collect<M: Module>(
-    segment: usize,
-    module: &M,
-    grads: &mut Gradients,
-) -> Result<SegmentGrads, ModelError> {
-    let mut collector = CollectGrads {
-        grads,
-        parts: Vec::new(),
-        complete: true,
-    };
+fn collect<M: Module>(segment: usize, module: &M, grads: &mut Gradients) -> Result<SegmentGrads, ModelError> {
+    let mut collector = CollectGrads { grads, parts: Vec::new(), complete: true };
     module.visit(&mut collector);
     match collector {
-        CollectGrads {
-            complete: true,
-            parts,
-            ..
-        } => Ok(SegmentGrads { segment, parts }),
+        CollectGrads { complete: true, parts, .. } => Ok(SegmentGrads { segment, parts }),
         _ => Err(missing(segment)),
     }
 }
 
 fn missing(segment: usize) -> ModelError {
-    ModelError::Device {
-        segment,
-        what: "backward",
-        detail: "a tensor got no gradient".into(),
-    }
+    ModelError::Device { segment, what: "backward", detail: "a tensor got no gradient".into() }
 }
 
-fn read_back<const D: usize>(
-    segment: usize,
-    what: &'static str,
-    tensor: Tensor<D>,
-) -> Result<Vec<f32>, ModelError> {
-    tensor
-        .try_into_vec_as::<f32>()
-        .map_err(|error| ModelError::Device {
-            segment,
-            what,
-            detail: error.to_string(),
-        })
+fn read_back<const D: usize>(segment: usize, what: &'static str, tensor: Tensor<D>) -> Result<Vec<f32>, ModelError> {
+    tensor.try_into_vec_as::<f32>().map_err(|error| ModelError::Device { segment, what, detail: error.to_string() })
 }
 
 #[derive(Default)]
@@ -646,23 +563,24 @@ impl ModuleVisitor for CollectGrads<'_> {
     }
 }
 
-/// Fills tensors from a flat vector, in visit order.
-enum Upload<'a> {
-    /// Host memory: each tensor gets its own piece, since kernels copy views that do not start at zero.
-    Pieces { rest: &'a [f32], device: &'a Device },
-    /// Device memory: one transfer, cut apart there.
-    Whole { flat: Tensor<1>, next: usize },
+/// Fills tensors from a flat vector, in visit order. The caller has compared its length with the layout's, whose agreement with the
+/// module tree is tested.
+struct Upload<'a> {
+    flat: &'a [f32],
+    next: usize,
+    device: &'a Device,
+    /// Device memory takes one transfer and is cut apart there. In host memory each tensor gets its own piece, since kernels copy views
+    /// that do not start at zero.
+    transferred: Option<Tensor<1>>,
 }
 
 impl<'a> Upload<'a> {
     fn new(flat: &'a [f32], device: &'a Device) -> Self {
-        match Placement::of(device) {
-            Placement::Host => Self::Pieces { rest: flat, device },
-            Placement::Device => Self::Whole {
-                flat: Tensor::from_data(TensorData::new(flat.to_vec(), [flat.len()]), device),
-                next: 0,
-            },
-        }
+        let transferred = match Placement::of(device) {
+            Placement::Host => None,
+            Placement::Device => Some(Tensor::from_data(TensorData::new(flat.to_vec(), [flat.len()]), device)),
+        };
+        Self { flat, next: 0, device, transferred }
     }
 }
 
@@ -670,17 +588,13 @@ impl ModuleMapper for Upload<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let shape = param.shape();
         let len = shape.num_elements();
-        let value = match self {
-            Self::Pieces { rest, device } => {
-                // The caller compared the total length with the layout's, and the layout with the modules' shapes is tested.
-                let (piece, tail) = rest.split_at(len);
-                *rest = tail;
-                Tensor::from_data(TensorData::new(piece.to_vec(), shape), &**device)
-            }
-            Self::Whole { flat, next } => {
-                let piece = flat.clone().narrow(0, *next, len);
-                *next += len;
-                piece.reshape(shape)
+        let start = self.next;
+        self.next += len;
+        let value = match &self.transferred {
+            Some(flat) => flat.clone().narrow(0, start, len).reshape(shape),
+            None => {
+                let piece = self.flat[start..start + len].to_vec();
+                Tensor::from_data(TensorData::new(piece, shape), self.device)
             }
         };
         param.map(|_| value)

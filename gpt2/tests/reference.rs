@@ -1,5 +1,7 @@
 //! The model and its optimizer against PyTorch, tensor by tensor: `reference/make_reference.py` wrote what is compared with.
 
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -23,9 +25,7 @@ impl Reference {
         let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
         let settings = header.metadata().clone().unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
-        let words = |name: &str| -> Vec<[u8; 4]> {
-            file.tensor(name).unwrap().data().as_chunks().0.to_vec()
-        };
+        let words = |name: &str| -> Vec<[u8; 4]> { file.tensor(name).unwrap().data().as_chunks().0.to_vec() };
         let tokens = |name: &str| words(name).into_iter().map(i32::from_le_bytes).collect();
         let size = |name: &str| settings[name].parse().unwrap();
         let config = ModelConfig {
@@ -35,12 +35,8 @@ impl Reference {
             block_size: size("block_size"),
             vocab_size: size("vocab_size"),
         };
-        let batch = TokenBatch {
-            inputs: tokens("inputs"),
-            targets: tokens("targets"),
-            rows: size("rows"),
-            cols: size("cols"),
-        };
+        let batch =
+            TokenBatch { inputs: tokens("inputs"), targets: tokens("targets"), rows: size("rows"), cols: size("cols") };
         let tensors = file
             .names()
             .into_iter()
@@ -50,12 +46,7 @@ impl Reference {
                 (name.to_owned(), values)
             })
             .collect();
-        Self {
-            settings,
-            tensors,
-            config,
-            batch,
-        }
+        Self { settings, tensors, config, batch }
     }
 
     fn number(&self, name: &str) -> f64 {
@@ -65,11 +56,8 @@ impl Reference {
     fn model(&self) -> SegmentedModel {
         let mut model = SegmentedModel::zeros(self.config.clone(), &Device::flex()).unwrap();
         for segment in 0..model.segments().len() {
-            let flat: Vec<f32> = model.segments()[segment]
-                .params
-                .iter()
-                .flat_map(|param| self.tensors[&param.path].clone())
-                .collect();
+            let flat: Vec<f32> =
+                model.segments()[segment].params.iter().flat_map(|param| self.tensors[&param.path].clone()).collect();
             model.write_params(segment, &flat).unwrap();
         }
         model
@@ -80,7 +68,15 @@ impl Reference {
         for param in &model.segments()[segment].params {
             let name = format!("{prefix}{}", param.path);
             let values = &flat[param.offset..param.offset + param.len];
-            assert_close(&name, values, &self.tensors[&name], bound);
+            let expected = &self.tensors[&name];
+            if prefix != "grad." && param.path.ends_with("c_attn.bias") {
+                // Softmax does not see the keys' bias: its gradient is zero but for rounding, which Adam blows up to whole steps.
+                let c = self.config.n_embd;
+                assert_close(&name, &values[..c], &expected[..c], bound);
+                assert_close(&name, &values[2 * c..], &expected[2 * c..], bound);
+            } else {
+                assert_close(&name, values, expected, bound);
+            }
         }
     }
 }
@@ -139,30 +135,38 @@ fn every_gradient_matches() {
 #[test]
 fn weights_after_ten_steps_match() {
     let reference = Reference::load();
-    let model = train(&reference, reference.number("steps") as usize, None);
+    let model = train(&reference, None);
     for segment in 0..model.segments().len() {
         let flat = model.read_params(segment).unwrap();
-        // Adam divides by the root of tiny second moments: where a gradient is almost zero, rounding turns the step.
-        reference.compare(&model, segment, &flat, "ten_steps.", 5e-4);
+        reference.compare(&model, segment, &flat, "ten_steps.", TRAINED);
     }
     let loss = model.loss(&reference.batch).unwrap();
     assert_close("loss", &[loss as f32], &reference.tensors["ten_steps_loss"], 1e-5);
 }
 
 #[test]
-fn a_clipped_step_matches() {
+fn weights_after_ten_clipped_steps_match() {
     let reference = Reference::load();
     let clip = reference.number("clip");
     let norm = f64::from(reference.tensors["grad_norm"][0]);
     assert!(norm > clip, "the reference must clip");
-    let model = train(&reference, 1, Some(clip));
+    let model = train(&reference, Some(clip));
     for segment in 0..model.segments().len() {
         let flat = model.read_params(segment).unwrap();
-        reference.compare(&model, segment, &flat, "clipped.", 5e-5);
+        reference.compare(&model, segment, &flat, "clipped.", TRAINED);
     }
+    // The two references differ by far more than the tolerance, or this test would say nothing about clipping.
+    let (clipped, free) = ("clipped.wte.weight", "ten_steps.wte.weight");
+    let pairs = reference.tensors[clipped].iter().zip(&reference.tensors[free]);
+    let apart = pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(apart > 20.0 * TRAINED, "{apart}");
 }
 
-fn train(reference: &Reference, steps: usize, clip: Option<f64>) -> SegmentedModel {
+/// Tolerance of trained weights, relative to the largest of a tensor. Adam divides by the root of second moments: where a gradient is
+/// almost zero, its rounding turns part of a step (of 1e-2 here).
+const TRAINED: f32 = 5e-4;
+
+fn train(reference: &Reference, clip: Option<f64>) -> SegmentedModel {
     let mut model = reference.model();
     let config = AdamWConfig {
         beta1: reference.number("beta1"),
@@ -170,20 +174,15 @@ fn train(reference: &Reference, steps: usize, clip: Option<f64>) -> SegmentedMod
         epsilon: reference.number("epsilon"),
         weight_decay: reference.number("weight_decay"),
     };
-    let mut optimizers: Vec<AdamW> = model
-        .segments()
-        .iter()
-        .map(|segment| AdamW::new(config, segment, 0..segment.len).unwrap())
-        .collect();
-    for _ in 0..steps {
+    let mut optimizers: Vec<AdamW> =
+        model.segments().iter().map(|segment| AdamW::new(config, segment, 0..segment.len).unwrap()).collect();
+    for _ in 0..reference.number("steps") as usize {
         let (_, all) = gradients(&model, &reference.batch);
         let norm = all.iter().map(|flat| sum_of_squares(flat)).sum::<f64>().sqrt();
         let factor = clip.map_or(1.0, |max| clip_factor(norm, max));
         for (segment, grads) in all.iter().enumerate() {
             let mut params = model.read_params(segment).unwrap();
-            optimizers[segment]
-                .step(&mut params, grads, reference.number("learning_rate"), factor)
-                .unwrap();
+            optimizers[segment].step(&mut params, grads, reference.number("learning_rate"), factor).unwrap();
             model.write_params(segment, &params).unwrap();
         }
     }

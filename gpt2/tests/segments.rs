@@ -1,5 +1,7 @@
 //! The segmented backward pass against a plain one, its order, its errors, and its independence of threads.
 
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
 use burn::tensor::Device;
 use gpt2::config::{ModelConfig, Preset};
 use gpt2::init::initial_values;
@@ -16,15 +18,8 @@ fn model() -> SegmentedModel {
 }
 
 fn batch(rows: usize, cols: usize) -> TokenBatch {
-    let tokens: Vec<i32> = (0..rows * cols + 1)
-        .map(|i| (i * i * 31 + i * 7) as i32 % 61)
-        .collect();
-    TokenBatch {
-        inputs: tokens[..rows * cols].to_vec(),
-        targets: tokens[1..].to_vec(),
-        rows,
-        cols,
-    }
+    let tokens: Vec<i32> = (0..rows * cols + 1).map(|i| (i * i * 31 + i * 7) as i32 % 61).collect();
+    TokenBatch { inputs: tokens[..rows * cols].to_vec(), targets: tokens[1..].to_vec(), rows, cols }
 }
 
 fn gradients(model: &SegmentedModel, batch: &TokenBatch, scale: f32) -> (f64, Vec<Vec<f32>>) {
@@ -123,28 +118,20 @@ fn the_layout_is_what_the_module_tree_holds() {
 fn weights_can_be_replaced_segment_by_segment() {
     let mut model = model();
     for segment in 0..model.segments().len() {
-        let values: Vec<f32> = (0..model.segments()[segment].len)
-            .map(|i| (segment * 1000 + i) as f32)
-            .collect();
+        let values: Vec<f32> = (0..model.segments()[segment].len).map(|i| (segment * 1000 + i) as f32).collect();
         model.write_params(segment, &values).unwrap();
         assert_eq!(model.read_params(segment).unwrap(), values);
     }
     let error = model.write_params(1, &[1.0]).unwrap_err();
     assert!(matches!(error, ModelError::SegmentLength { len: 1, .. }));
-    assert!(matches!(
-        model.write_params(4, &[]),
-        Err(ModelError::NoSuchSegment { segment: 4, segments: 4 })
-    ));
+    assert!(matches!(model.write_params(4, &[]), Err(ModelError::NoSuchSegment { segment: 4, segments: 4 })));
     assert!(model.read_params(4).is_err());
 }
 
 #[test]
 fn neither_threads_nor_neighbours_change_a_bit() {
     let run = |threads: usize| {
-        let pool = rayon::ThreadPoolBuilder::new()
-            .num_threads(threads)
-            .build()
-            .unwrap();
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         pool.install(|| {
             let model = SegmentedModel::new(Preset::Tiny.config(256), SEED, &Device::flex()).unwrap();
             bits(&gradients(&model, &batch(4, 64), 1.0).1)
@@ -196,7 +183,7 @@ fn bad_batches_are_explained() {
     assert!(matches!(refuse(&|b| b.inputs[3] = 61), TokenOutOfRange { token: 61, index: 3, what: "inputs", .. }));
     assert!(matches!(refuse(&|b| b.targets[5] = -1), TokenOutOfRange { token: -1, index: 5, what: "targets", .. }));
     assert!(matches!(refuse(&|b| b.rows = 3), BatchShape { .. }));
-    assert!(matches!(refuse(&|b| drop(b.targets.pop())), BatchShape { what: "targets", .. }));
+    assert!(matches!(refuse(&|b| b.targets.truncate(15)), BatchShape { what: "targets", .. }));
     assert!(matches!(refuse(&|b| b.rows = usize::MAX), BatchShape { .. }));
     assert!(matches!(refuse(&|b| b.cols = 33), SequenceLength { block_size: 32, .. }));
     assert!(matches!(refuse(&|b| b.rows = 0), SequenceLength { .. }));

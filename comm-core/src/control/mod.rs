@@ -1,6 +1,16 @@
 //! The control plane: how ranks find each other, agree, and learn that one of them is gone.
 
+mod auth;
+mod event_loop;
+mod link;
+mod rendezvous;
+mod state;
+mod tcp;
+mod wire;
+
 use std::time::Duration;
+
+pub use tcp::{TcpControl, TcpOptions};
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};

@@ -1,0 +1,142 @@
+//! The command line, checked.
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use clap::{Parser, Subcommand};
+use gpt2::config::Preset;
+use gpt2::corpus::{Corpus, CorpusSource};
+use gpt2::env::default_cargo_home;
+use gpt2::strategy::{StrategyKind, Wire};
+use gpt2::tokenizer::TokenizerKind;
+use gpt2::transports::TransportKind;
+
+use crate::BenchError;
+use crate::environment::Environment;
+use crate::worker::WorkerArgs;
+
+/// Measures each training strategy over each transport of this machine.
+#[derive(Debug, Parser)]
+#[command(name = "bench", version, about, args_conflicts_with_subcommands = true)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    pub(crate) command: Option<Command>,
+    /// Folder for results.jsonl and proof.jsonl. [default: a new folder under bench-results/]
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Run although this is a debug build.
+    #[arg(long)]
+    pub(crate) allow_debug: bool,
+    /// Leave out the proof at 3 and 4 ranks.
+    #[arg(long)]
+    pub(crate) skip_proof: bool,
+    /// Strategies, separated by commas.
+    #[arg(long, value_delimiter = ',', default_value = "single,ps,sharded-ps,ring,ddp")]
+    strategies: Vec<StrategyKind>,
+    /// Transports, separated by commas.
+    #[arg(long, value_delimiter = ',', default_value = "local,tcp-raw,tcp,quic,nccl")]
+    transports: Vec<TransportKind>,
+    /// Ranks of the matrix.
+    #[arg(long, default_value_t = 2)]
+    ranks: usize,
+    /// Model size.
+    #[arg(long, default_value = "tiny")]
+    preset: Preset,
+    /// Optimizer steps of a cell.
+    #[arg(long, default_value_t = 25)]
+    steps: u64,
+    /// Sequences a step, over all ranks; a multiple of --ranks.
+    #[arg(long, default_value_t = 12)]
+    batch: usize,
+    /// Seed of weights and data order.
+    #[arg(long, default_value_t = 1337)]
+    seed: u64,
+    /// Type in which gradients travel.
+    #[arg(long, default_value = "f32")]
+    wire: Wire,
+    /// Threads that compute, in each rank. [default: the machine's cores divided by --ranks]
+    #[arg(long)]
+    threads: Option<usize>,
+    /// A text file, a folder of text files, or token shards. [default: documentation of this program's own dependencies]
+    #[arg(long)]
+    data: Option<PathBuf>,
+    /// Seconds that a cell may take.
+    #[arg(long, default_value_t = 120)]
+    cell_timeout: u64,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// One rank, or all ranks as threads, of one cell.
+    #[command(hide = true)]
+    Worker(WorkerArgs),
+}
+
+/// What all cells share.
+pub(crate) struct Setup {
+    pub(crate) out: PathBuf,
+    pub(crate) corpus: Corpus,
+    pub(crate) source: Option<PathBuf>,
+    pub(crate) strategies: Vec<StrategyKind>,
+    pub(crate) transports: Vec<TransportKind>,
+    pub(crate) ranks: usize,
+    pub(crate) preset: Preset,
+    pub(crate) steps: u64,
+    pub(crate) batch: usize,
+    pub(crate) seed: u64,
+    pub(crate) wire: Wire,
+    pub(crate) threads: usize,
+    pub(crate) cell_timeout: Duration,
+    pub(crate) environment: Environment,
+}
+
+impl Args {
+    pub(crate) fn check(&self) -> Result<Setup, BenchError> {
+        if self.ranks == 0 {
+            return Err("--ranks 0 leaves nobody to train; give at least 1".into());
+        }
+        for (name, value) in [("--steps", self.steps), ("--cell-timeout", self.cell_timeout)] {
+            if value == 0 {
+                return Err(format!("{name} must be at least 1").into());
+            }
+        }
+        if self.batch == 0 || !self.batch.is_multiple_of(self.ranks) {
+            return Err(format!("--batch {} cannot be divided evenly among {} ranks", self.batch, self.ranks).into());
+        }
+        if self.threads == Some(0) {
+            return Err("--threads must be at least 1".into());
+        }
+        let out = match &self.out {
+            Some(out) => out.clone(),
+            None => {
+                let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+                PathBuf::from("bench-results").join(format!("run-{seconds}"))
+            }
+        };
+        let probe = out.join(".write-test");
+        fs::create_dir_all(&out)
+            .and_then(|()| fs::write(&probe, b""))
+            .and_then(|()| fs::remove_file(&probe))
+            .map_err(|error| format!("--out {}: cannot write there: {error}; give a folder that can be written", out.display()))?;
+        let source = CorpusSource::from_path(self.data.clone(), default_cargo_home());
+        let corpus = Corpus::load(&source, TokenizerKind::Bytes)?;
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Ok(Setup {
+            out,
+            corpus,
+            source: self.data.clone(),
+            strategies: self.strategies.clone(),
+            transports: self.transports.clone(),
+            ranks: self.ranks,
+            preset: self.preset,
+            steps: self.steps,
+            batch: self.batch,
+            seed: self.seed,
+            wire: self.wire,
+            threads: self.threads.unwrap_or_else(|| (cores / self.ranks).max(1)),
+            cell_timeout: Duration::from_secs(self.cell_timeout),
+            environment: Environment::read(),
+        })
+    }
+}

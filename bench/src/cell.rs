@@ -1,0 +1,229 @@
+//! One cell: a strategy over a transport on some ranks.
+
+use std::ffi::OsString;
+use std::fs;
+use std::path::Path;
+
+use comm_core::launch::{Launch, Output};
+use gpt2::config::{ModelConfig, Preset};
+use gpt2::optim::{AdamWConfig, LearningRate};
+use gpt2::strategy::{StrategyKind, StrategyOptions};
+use gpt2::trainer::{Parts, Summary, TrainConfig};
+use gpt2::transports::{TransportKind, TransportOptions};
+use serde::Serialize;
+
+use crate::args::Setup;
+use crate::environment::Environment;
+use crate::worker::Task;
+
+/// What to run.
+#[derive(Clone, Debug)]
+pub(crate) struct Cell {
+    pub(crate) strategy: StrategyKind,
+    /// `None` for a single rank, which talks to nobody.
+    pub(crate) transport: Option<TransportKind>,
+    pub(crate) ranks: usize,
+    pub(crate) preset: Preset,
+    pub(crate) steps: u64,
+    pub(crate) batch: usize,
+    pub(crate) threads: usize,
+}
+
+/// A cell's line in `results.jsonl`.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Row {
+    pub(crate) strategy: String,
+    pub(crate) transport: String,
+    pub(crate) ranks: usize,
+    pub(crate) threads_per_rank: usize,
+    pub(crate) model: ModelConfig,
+    pub(crate) global_batch: usize,
+    pub(crate) steps: u64,
+    pub(crate) seed: u64,
+    pub(crate) wire: String,
+    /// `ok`, or why there are no figures.
+    pub(crate) status: String,
+    pub(crate) tokens_per_s: Option<f64>,
+    pub(crate) step_ms: Option<f64>,
+    /// Median exposed communication of a step, on the rank where it is largest.
+    pub(crate) exposed_ms: Option<f64>,
+    /// Median payload bytes sent a step, on the rank that sends most.
+    pub(crate) bytes_counted: Option<u64>,
+    pub(crate) bytes_expected: Option<u64>,
+    pub(crate) bytes_by_rank: Vec<Option<u64>>,
+    pub(crate) bytes_expected_by_rank: Vec<u64>,
+    /// Payload of scalars and bytes of headers sent a step, by rank.
+    pub(crate) scalar_bytes_by_rank: Vec<Option<u64>>,
+    pub(crate) framing_bytes_by_rank: Vec<Option<u64>>,
+    pub(crate) messages_by_rank: Vec<Option<u64>>,
+    pub(crate) weights_hash: Option<String>,
+    pub(crate) final_loss: Option<f64>,
+    pub(crate) losses: Vec<f64>,
+    /// Of the rank that holds most.
+    pub(crate) peak_rss_bytes: Option<u64>,
+    /// Whether `peak_rss_bytes` is a process's memory divided by the ranks in it.
+    pub(crate) peak_rss_is_shared: bool,
+    pub(crate) parts_by_rank: Vec<Parts>,
+    pub(crate) mfu: Option<f64>,
+    pub(crate) mfu_formula: Option<String>,
+    pub(crate) transport_facts: Vec<(String, String)>,
+    pub(crate) environment: Environment,
+}
+
+impl Row {
+    /// Whether the cell ran, and each rank sent in every step what the formula says.
+    pub(crate) fn is_sound(&self) -> bool {
+        self.status == "ok"
+    }
+}
+
+impl Cell {
+    /// Name for messages: `ddp over tcp on 2 ranks`.
+    pub(crate) fn name(&self) -> String {
+        match self.transport {
+            Some(transport) => format!("{} over {transport} on {} ranks", self.strategy, self.ranks),
+            None => self.strategy.to_string(),
+        }
+    }
+
+    /// Runs the cell in processes of its own.
+    pub(crate) fn run(&self, setup: &Setup) -> Row {
+        let mut row = self.row(setup);
+        match self.summary(setup) {
+            Ok(summary) => fill(&mut row, &summary),
+            Err(error) => row.status = error,
+        }
+        row
+    }
+
+    /// The row of a cell that is not run, for a reason.
+    pub(crate) fn skipped(&self, setup: &Setup, reason: &str) -> Row {
+        Row { status: format!("not available: {reason}"), ..self.row(setup) }
+    }
+
+    fn summary(&self, setup: &Setup) -> Result<Summary, String> {
+        let folder = tempfile::tempdir().map_err(|error| format!("failed: no temporary folder: {error}"))?;
+        let (task_file, result) = (folder.path().join("task.json"), folder.path().join("summary.json"));
+        let task = Task {
+            config: self.config(setup),
+            transport: self.transport.unwrap_or(TransportKind::Local),
+            options: TransportOptions { timeout: setup.cell_timeout / 2, ..TransportOptions::default() },
+            ranks: self.ranks,
+            threads: self.threads,
+            source: setup.source.clone(),
+            result: result.clone(),
+        };
+        let bytes = serde_json::to_vec(&task).map_err(|error| format!("failed: {error}"))?;
+        fs::write(&task_file, bytes).map_err(|error| format!("failed: {}: {error}", task_file.display()))?;
+        self.launch(setup, &task_file)?;
+        let bytes = fs::read(&result).map_err(|error| format!("failed: rank 0 left no summary: {error}"))?;
+        serde_json::from_slice(&bytes).map_err(|error| format!("failed: rank 0's summary: {error}"))
+    }
+
+    fn launch(&self, setup: &Setup, task: &Path) -> Result<(), String> {
+        let program = std::env::current_exe().map_err(|error| format!("failed: where is this program? {error}"))?;
+        let arguments: Vec<OsString> = vec!["worker".into(), "--task".into(), task.into()];
+        // The threads of `local` live in one process, started the same way.
+        let processes = match self.transport {
+            None | Some(TransportKind::Local) => 1,
+            Some(_) => self.ranks,
+        };
+        let mut launch = Launch::new(program, processes);
+        launch.args = arguments;
+        launch.output = Output::Captured;
+        launch.timeout = Some(setup.cell_timeout);
+        let outcome = launch.run().map_err(|error| format!("failed: {error}"))?;
+        if outcome.code == 0 {
+            return Ok(());
+        }
+        let said = outcome.captured.iter().find_map(|rank| rank.stderr.lines().rfind(|line| !line.trim().is_empty()));
+        let cause = outcome.cause.clone().unwrap_or_else(|| format!("exit code {}", outcome.code));
+        Err(format!("failed: {cause}: {}", said.unwrap_or("it said nothing")))
+    }
+
+    fn config(&self, setup: &Setup) -> TrainConfig {
+        TrainConfig {
+            model: self.preset.config(setup.corpus.vocab_size()),
+            strategy: self.strategy,
+            options: StrategyOptions { wire: setup.wire, ..StrategyOptions::default() },
+            seed: setup.seed,
+            steps: self.steps,
+            global_batch: self.batch,
+            accumulation: 1,
+            learning_rate: LearningRate::WarmupCosine { peak: 1e-3, floor: 1e-4, warmup: 5, total: self.steps.max(10) },
+            adamw: AdamWConfig::default(),
+            clip: 1.0,
+            eval_every: 0,
+            eval_batches: 1,
+        }
+    }
+
+    fn row(&self, setup: &Setup) -> Row {
+        Row {
+            strategy: self.strategy.to_string(),
+            transport: self.transport.map_or("none".into(), |transport| transport.to_string()),
+            ranks: self.ranks,
+            threads_per_rank: self.threads,
+            model: self.preset.config(setup.corpus.vocab_size()),
+            global_batch: self.batch,
+            steps: self.steps,
+            seed: setup.seed,
+            wire: setup.wire.to_string(),
+            status: "ok".into(),
+            tokens_per_s: None,
+            step_ms: None,
+            exposed_ms: None,
+            bytes_counted: None,
+            bytes_expected: None,
+            bytes_by_rank: Vec::new(),
+            bytes_expected_by_rank: Vec::new(),
+            scalar_bytes_by_rank: Vec::new(),
+            framing_bytes_by_rank: Vec::new(),
+            messages_by_rank: Vec::new(),
+            weights_hash: None,
+            final_loss: None,
+            losses: Vec::new(),
+            peak_rss_bytes: None,
+            peak_rss_is_shared: self.transport == Some(TransportKind::Local),
+            parts_by_rank: Vec::new(),
+            mfu: None,
+            mfu_formula: None,
+            transport_facts: Vec::new(),
+            environment: setup.environment.clone(),
+        }
+    }
+}
+
+fn fill(row: &mut Row, summary: &Summary) {
+    let ranks = &summary.ranks;
+    row.tokens_per_s = Some(summary.tokens_per_s);
+    row.step_ms = Some(summary.step_ms);
+    row.exposed_ms = ranks.iter().map(|rank| rank.parts.exposed).max_by(f64::total_cmp);
+    row.bytes_by_rank = ranks.iter().map(|rank| rank.bytes_counted).collect();
+    row.bytes_expected_by_rank = ranks.iter().map(|rank| rank.bytes_expected).collect();
+    row.bytes_counted = row.bytes_by_rank.iter().flatten().max().copied();
+    row.bytes_expected = row.bytes_expected_by_rank.iter().max().copied();
+    row.scalar_bytes_by_rank = ranks.iter().map(|rank| rank.scalar_bytes).collect();
+    row.framing_bytes_by_rank = ranks.iter().map(|rank| rank.framing_bytes).collect();
+    row.messages_by_rank = ranks.iter().map(|rank| rank.messages).collect();
+    row.weights_hash = Some(summary.weights_hash.clone());
+    row.final_loss = Some(summary.final_loss);
+    row.losses.clone_from(&summary.losses);
+    row.peak_rss_bytes = ranks.iter().map(|rank| rank.peak_rss_bytes).max();
+    row.parts_by_rank = ranks.iter().map(|rank| rank.parts).collect();
+    row.mfu = Some(summary.mfu);
+    row.mfu_formula = Some(summary.mfu_formula.clone());
+    row.transport_facts.clone_from(&summary.transport);
+    let off = ranks.iter().find(|rank| {
+        !rank.bytes_steady || rank.bytes_counted.is_some_and(|counted| counted != rank.bytes_expected)
+    });
+    if let Some(rank) = off {
+        row.status = format!(
+            "off the formula: rank {} sent {} B a step, not {}{}",
+            rank.rank,
+            rank.bytes_counted.unwrap_or(0),
+            rank.bytes_expected,
+            if rank.bytes_steady { "" } else { ", and not the same in every step" }
+        );
+    }
+}

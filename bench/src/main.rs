@@ -1,0 +1,53 @@
+//! `bench`: what each strategy costs over each transport of this machine.
+//!
+//! Without arguments it runs a quick proof, at 3 and 4 ranks, that all transports compute the same and send what the formulas
+//! say, and then every strategy over every transport on 2 ranks, and prints a table.
+
+mod args;
+mod cell;
+mod environment;
+mod matrix;
+mod proof;
+mod table;
+mod worker;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use args::{Args, Command};
+
+/// What a command fails with: one message for the user.
+type BenchError = Box<dyn std::error::Error + Send + Sync>;
+
+fn main() -> ExitCode {
+    gpt2::sys::keep_freed_pages();
+    let mut args = Args::parse();
+    let result = match args.command.take() {
+        Some(Command::Worker(worker)) => worker::run(&worker),
+        None => run(&args),
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("error: {error}");
+        ExitCode::FAILURE
+    })
+}
+
+fn run(args: &Args) -> Result<ExitCode, BenchError> {
+    if cfg!(debug_assertions) {
+        if !args.allow_debug {
+            return Err("this is a debug build, whose timings mean nothing; build with --release, or pass --allow-debug".into());
+        }
+        println!("DEBUG BUILD: the timings below mean nothing");
+    }
+    let setup = args.check()?;
+    println!("text: {}", setup.corpus.describe());
+    println!("machine: {}", setup.environment.one_line());
+    println!("results: {}", setup.out.display());
+    let mut sound = true;
+    if !args.skip_proof {
+        sound &= proof::run(&setup)?;
+    }
+    sound &= matrix::run(&setup)?;
+    Ok(if sound { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}

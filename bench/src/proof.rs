@@ -1,0 +1,133 @@
+//! That the matrix compares like with like: the same weights on every transport, the bytes of the formula, the losses of one device.
+
+use gpt2::config::Preset;
+use gpt2::strategy::StrategyKind;
+use serde::Serialize;
+
+use crate::BenchError;
+use crate::args::Setup;
+use crate::cell::Cell;
+use crate::matrix::{Lines, bar};
+
+/// Steps of a proof cell.
+const STEPS: u64 = 4;
+
+/// Largest relative difference between a loss and `single`'s. The sums run in another order, each within f32's rounding (6e-8).
+pub(crate) const TOLERANCE: f64 = 1e-5;
+
+/// With a 16-bit wire each gradient is rounded to 8 or 11 bits.
+const TOLERANCE_16_BIT: f64 = 1e-2;
+
+#[derive(Debug, Serialize)]
+struct Proof {
+    strategy: String,
+    transport: String,
+    ranks: usize,
+    weights_hash: Option<String>,
+    /// Equal to the same strategy's on the first transport that ran.
+    weights_identical: bool,
+    bytes_by_rank: Vec<Option<u64>>,
+    bytes_expected_by_rank: Vec<u64>,
+    bytes_equal_formula: bool,
+    /// Largest relative difference between this run's training losses and `single`'s.
+    loss_difference: f64,
+    loss_tolerance: f64,
+    status: String,
+}
+
+/// Runs each strategy on 3 and 4 ranks over each transport; true if all holds.
+pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
+    const RANKS: [usize; 2] = [3, 4];
+    let strategies: Vec<StrategyKind> =
+        setup.strategies.iter().copied().filter(|strategy| *strategy != StrategyKind::Single).collect();
+    let transports: Vec<_> = setup.transports.iter().copied().filter(|kind| kind.missing().is_none()).collect();
+    let mut file = Lines::create(&setup.out.join("proof.jsonl"))?;
+    let cell = |strategy, transport, ranks| Cell {
+        strategy,
+        transport,
+        ranks,
+        preset: Preset::Micro,
+        steps: STEPS,
+        batch: 12,
+        threads: 1,
+    };
+    let bar = bar(1 + RANKS.len() * strategies.len() * transports.len());
+    bar.set_message("proof");
+    let single = cell(StrategyKind::Single, None, 1).run(setup);
+    bar.inc(1);
+    if !single.is_sound() {
+        return Err(format!("the proof's yardstick, single on one rank: {}", single.status).into());
+    }
+    let tolerance = if setup.wire == gpt2::strategy::Wire::F32 { TOLERANCE } else { TOLERANCE_16_BIT };
+    let mut proofs = Vec::new();
+    for ranks in RANKS {
+        for strategy in &strategies {
+            let mut first: Option<String> = None;
+            for transport in &transports {
+                let row = cell(*strategy, Some(*transport), ranks).run(setup);
+                let hash = row.weights_hash.clone();
+                let identical = hash.as_ref().is_some_and(|hash| hash == first.get_or_insert_with(|| hash.clone()));
+                let expected: Vec<Option<u64>> = row.bytes_expected_by_rank.iter().copied().map(Some).collect();
+                let difference = loss_difference(&row.losses, &single.losses);
+                let proof = Proof {
+                    weights_identical: identical,
+                    bytes_equal_formula: !expected.is_empty() && row.bytes_by_rank == expected && row.is_sound(),
+                    loss_difference: difference,
+                    loss_tolerance: tolerance,
+                    strategy: row.strategy,
+                    transport: row.transport,
+                    ranks,
+                    weights_hash: hash,
+                    bytes_by_rank: row.bytes_by_rank,
+                    bytes_expected_by_rank: row.bytes_expected_by_rank,
+                    status: row.status,
+                };
+                file.write(&proof)?;
+                proofs.push(proof);
+                bar.inc(1);
+            }
+        }
+    }
+    bar.finish_and_clear();
+    Ok(report(&proofs, setup))
+}
+
+fn report(proofs: &[Proof], setup: &Setup) -> bool {
+    let wrong: Vec<&Proof> = proofs.iter().filter(|proof| !proof.holds()).collect();
+    for proof in &wrong {
+        println!(
+            "PROOF FAILED: {} over {} on {} ranks: weights {}, bytes {}, loss differs by {:.1e} ({})",
+            proof.strategy,
+            proof.transport,
+            proof.ranks,
+            if proof.weights_identical { "identical" } else { "differ" },
+            if proof.bytes_equal_formula { "as the formula" } else { "off the formula" },
+            proof.loss_difference,
+            proof.status
+        );
+    }
+    let largest = proofs.iter().map(|proof| proof.loss_difference).fold(0.0, f64::max);
+    println!(
+        "proof: {} of {} runs (micro, {STEPS} steps, 3 and 4 ranks) gave bit-identical weights on all ranks and transports, payload equal \
+         to the formula and losses within {:.0e} of single's (largest difference {largest:.1e}): {}",
+        proofs.len() - wrong.len(),
+        proofs.len(),
+        proofs.first().map_or(TOLERANCE, |proof| proof.loss_tolerance),
+        setup.out.join("proof.jsonl").display()
+    );
+    wrong.is_empty()
+}
+
+impl Proof {
+    fn holds(&self) -> bool {
+        self.weights_identical && self.bytes_equal_formula && self.loss_difference <= self.loss_tolerance
+    }
+}
+
+/// Largest relative difference; infinite if the lengths differ.
+fn loss_difference(losses: &[f64], reference: &[f64]) -> f64 {
+    if losses.len() != reference.len() || losses.is_empty() {
+        return f64::INFINITY;
+    }
+    losses.iter().zip(reference).map(|(a, b)| ((a - b) / b).abs()).fold(0.0, f64::max)
+}

@@ -1,0 +1,158 @@
+//! Broadcast, scatter, gather and all-gather, and the conveniences over slices.
+
+use std::sync::Arc;
+
+use half::{bf16, f16};
+
+use super::data::{Pattern, Sample, check, mix};
+use super::reductions::{COUNTS, large};
+use super::{Case, CaseResult, WAYS, ensure, run};
+use crate::communicator::{Communicator, CommunicatorExt};
+use crate::dtype::ReduceOp;
+use crate::op::{Op, shard_range};
+
+pub(super) fn add(cases: &mut Vec<Case>) {
+    add_type::<f32>(cases);
+    add_type::<f64>(cases);
+    add_type::<f16>(cases);
+    add_type::<bf16>(cases);
+    add_type::<i32>(cases);
+    add_type::<i64>(cases);
+    add_type::<u8>(cases);
+    cases.push(Case::shared("conveniences/slices", 1, conveniences));
+}
+
+fn add_type<T: Sample>(cases: &mut Vec<Case>) {
+    let dtype = T::DTYPE;
+    cases.push(Case::shared(format!("broadcast/{dtype}"), 1, broadcast::<T>));
+    cases.push(Case::shared(format!("scatter/{dtype}"), 1, scatter::<T>));
+    cases.push(Case::shared(format!("gather/{dtype}"), 1, gather::<T>));
+    cases.push(Case::shared(format!("all_gather/{dtype}"), 1, all_gather::<T>));
+}
+
+fn seed<T: Sample>(kind: u64) -> u64 {
+    mix(kind << 16 | T::DTYPE as u64)
+}
+
+fn counts<T>() -> impl Iterator<Item = (usize, usize)> {
+    COUNTS.into_iter().chain([large::<T>()]).enumerate()
+}
+
+fn broadcast<T: Sample>(communicator: &Arc<dyn Communicator>) -> CaseResult {
+    let (rank, ranks, seed) = (communicator.rank(), communicator.world_size(), seed::<T>(11));
+    let mine = Pattern::<T>::of_rank(seed, rank, ranks);
+    for (index, count) in counts::<T>() {
+        for root in 0..ranks {
+            let way = WAYS[(index + root) % 2];
+            let got = run(communicator, Op::Broadcast { root }, mine.take(root, count), way)?;
+            ensure(got.len() == count, || format!("count {count}: came back with {}", got.len()))?;
+            let expected = Pattern::<T>::of_rank(seed, root, ranks);
+            expected.check(&got, root, format_args!("count {count}, root {root}, {way:?}"))?;
+        }
+    }
+    Ok(())
+}
+
+fn scatter<T: Sample>(communicator: &Arc<dyn Communicator>) -> CaseResult {
+    let (rank, ranks, seed) = (communicator.rank(), communicator.world_size(), seed::<T>(12));
+    for (index, total) in counts::<T>() {
+        for root in 0..ranks {
+            let way = WAYS[(index + root) % 2];
+            let whole = Pattern::<T>::of_rank(seed, root, ranks);
+            let shard = shard_range(total, ranks, rank);
+            let what = format_args!("total {total}, root {root}, {way:?}");
+            if rank == root {
+                let got = run(communicator, Op::Scatter { root, total }, whole.take(0, total), way)?;
+                check(&got, &whole.take(0, total), format_args!("{what}: the root's whole changed"))?;
+            } else {
+                let empty = vec![T::zeroed(); shard.len()];
+                let got = run(communicator, Op::Scatter { root, total }, empty, way)?;
+                check(&got, &whole.take(shard.start, shard.len()), what)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn gather<T: Sample>(communicator: &Arc<dyn Communicator>) -> CaseResult {
+    let (rank, ranks, seed) = (communicator.rank(), communicator.world_size(), seed::<T>(13));
+    let whole = Pattern::<T>::of_rank(seed, 0, ranks);
+    for (index, total) in counts::<T>() {
+        for root in 0..ranks {
+            let way = WAYS[(index + root) % 2];
+            let shard = shard_range(total, ranks, rank);
+            let mine = whole.take(root + shard.start, shard.len());
+            let what = format_args!("total {total}, root {root}, {way:?}");
+            if rank == root {
+                let mut values = vec![T::zeroed(); total];
+                values[shard].copy_from_slice(&mine);
+                let got = run(communicator, Op::Gather { root, total }, values, way)?;
+                check(&got, &whole.take(root, total), what)?;
+            } else {
+                let got = run(communicator, Op::Gather { root, total }, mine.clone(), way)?;
+                check(&got, &mine, format_args!("{what}: own shard changed"))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn all_gather<T: Sample>(communicator: &Arc<dyn Communicator>) -> CaseResult {
+    let (rank, ranks, seed) = (communicator.rank(), communicator.world_size(), seed::<T>(14));
+    let whole = Pattern::<T>::of_rank(seed, 0, ranks);
+    for (index, total) in counts::<T>() {
+        for way in WAYS {
+            let shard = shard_range(total, ranks, rank);
+            let mut values = vec![T::zeroed(); total];
+            values[shard.clone()].copy_from_slice(&whole.take(index + shard.start, shard.len()));
+            let got = run(communicator, Op::AllGather, values, way)?;
+            check(&got, &whole.take(index, total), format_args!("total {total}, {way:?}"))?;
+        }
+    }
+    Ok(())
+}
+
+/// Every form of [`CommunicatorExt`] once, with shards of unequal length.
+fn conveniences(communicator: &Arc<dyn Communicator>) -> CaseResult {
+    let (rank, ranks) = (communicator.rank(), communicator.world_size());
+    let (root, total) = (ranks - 1, 10 * ranks + 3);
+    let whole: Vec<i32> = (0..total as i32).collect();
+    let shard = shard_range(total, ranks, rank);
+    let times = |factor: usize| -> Vec<i32> { whole.iter().map(|value| value * factor as i32).collect() };
+
+    let mut values = whole.clone();
+    communicator.all_reduce(&mut values, ReduceOp::Sum)?;
+    check(&values, &times(ranks), format_args!("all_reduce"))?;
+
+    let most = communicator.all_reduce_scalar(rank as i64, ReduceOp::Max)?;
+    check(&[most], &[root as i64], format_args!("all_reduce_scalar"))?;
+
+    let mut values = times(rank);
+    communicator.broadcast(&mut values, root)?;
+    check(&values, &times(root), format_args!("broadcast"))?;
+
+    let mut values = times(rank + 1);
+    communicator.reduce(&mut values, root, ReduceOp::Max)?;
+    check(&values, &times(rank + 1), format_args!("reduce"))?;
+
+    let scattered = communicator.scatter(if rank == root { &whole } else { &[] }, total, root)?;
+    check(&scattered, &whole[shard.clone()], format_args!("scatter"))?;
+
+    let gathered = communicator.gather(&whole[shard.clone()], total, root)?;
+    ensure(gathered.is_some() == (rank == root), || "gather gave the whole to the wrong rank".into())?;
+    check(&gathered.unwrap_or_else(|| whole.clone()), &whole, format_args!("gather"))?;
+
+    let gathered = communicator.all_gather(&whole[shard.clone()], total)?;
+    check(&gathered, &whole, format_args!("all_gather"))?;
+
+    let scattered = communicator.reduce_scatter(&whole, ReduceOp::Sum)?;
+    check(&scattered, &times(ranks)[shard], format_args!("reduce_scatter"))?;
+
+    if ranks > 1 && rank == 0 {
+        communicator.send(&whole, root)?;
+    } else if ranks > 1 && rank == root {
+        check(&communicator.recv::<i32>(total, 0)?, &whole, format_args!("recv"))?;
+    }
+    communicator.barrier()?;
+    Ok(())
+}

@@ -1,0 +1,194 @@
+//! The suite that every backend passes: named cases that each rank of a group runs against its [`Communicator`], and the
+//! runners that turn a backend's ranks, as threads or as processes, into one outcome a case.
+//!
+//! A backend's whole test is one call in a test target without the standard harness:
+//!
+//! ```ignore
+//! fn main() -> std::process::ExitCode {
+//!     comm_core::conformance::main("tcp", |control, lanes| {
+//!         let transport = TcpTransport::connect(control.clone(), lanes)?;
+//!         Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())?))
+//!     })
+//! }
+//! ```
+//!
+//! Data are such that sums are exact in any order and no two places hold the same pattern, so that "wrong elements" is exact.
+//! The cases are what [`Op`](crate::Op) and [`Communicator`] promise; a backend that cannot do something says
+//! [`Error::Unsupported`], which shows as an ignored case with its reason.
+
+mod arguments;
+mod asynchronous;
+mod copies;
+mod data;
+mod driver;
+mod failures;
+mod messages;
+#[cfg(feature = "conformance-main")]
+mod processes;
+
+mod reductions;
+mod splits;
+#[cfg(feature = "conformance-main")]
+mod suite;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::buffer::Buffer;
+use crate::communicator::Communicator;
+use crate::dtype::Element;
+use crate::error::{Error, Result};
+use crate::handle::Failed;
+use crate::op::{Call, Mode, Op};
+
+pub use driver::{CaseOutcome, Connector, RunOptions, run_threads};
+#[cfg(feature = "conformance-main")]
+pub use suite::{Suite, main, main_of};
+
+/// One named case of the suite.
+#[derive(Clone)]
+pub struct Case {
+    /// What it covers, as `operation/type/reduction` or `subject/situation`.
+    pub name: String,
+    /// Groups smaller than this do not run it.
+    pub min_ranks: usize,
+    /// The communicator is of no use afterwards: the case needs a group of its own.
+    pub fresh: bool,
+    run: Run,
+}
+
+type Run = Arc<dyn Fn(&Arc<dyn Communicator>) -> CaseResult + Send + Sync>;
+
+/// How a case ended on one rank.
+pub type CaseResult = Result<(), Stop>;
+
+/// Why a case did not pass.
+#[derive(Clone, Debug)]
+pub enum Stop {
+    /// The backend cannot do what the case is about. Decided alike on all ranks, before any of them communicates.
+    Skipped(String),
+    /// What was wrong, for a person to read.
+    Failed(String),
+}
+
+/// Every case, in the order in which a shared group runs them.
+pub fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    reductions::add(&mut cases);
+    copies::add(&mut cases);
+    messages::add(&mut cases);
+    asynchronous::add(&mut cases);
+    splits::add(&mut cases);
+    arguments::add(&mut cases);
+    failures::add(&mut cases);
+    cases
+}
+
+impl Case {
+    /// Runs this rank's part. Every rank of the communicator calls it, each from a thread of its own.
+    ///
+    /// # Errors
+    /// [`Stop`]. The other ranks may then be waiting for this one: abort the communicator.
+    pub fn run(&self, communicator: &Arc<dyn Communicator>) -> CaseResult {
+        (self.run)(communicator)
+    }
+
+    fn shared(
+        name: impl Into<String>,
+        min_ranks: usize,
+        run: impl Fn(&Arc<dyn Communicator>) -> CaseResult + Send + Sync + 'static,
+    ) -> Case {
+        Case { name: name.into(), min_ranks, fresh: false, run: Arc::new(run) }
+    }
+
+    fn fresh(
+        name: impl Into<String>,
+        min_ranks: usize,
+        run: impl Fn(&Arc<dyn Communicator>) -> CaseResult + Send + Sync + 'static,
+    ) -> Case {
+        Case { name: name.into(), min_ranks, fresh: true, run: Arc::new(run) }
+    }
+}
+
+impl fmt::Debug for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Case")
+            .field("name", &self.name)
+            .field("min_ranks", &self.min_ranks)
+            .field("fresh", &self.fresh)
+            .finish_non_exhaustive()
+    }
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Stop {
+        match error {
+            Error::Unsupported { .. } => Stop::Skipped(error.to_string()),
+            other => Stop::Failed(other.to_string()),
+        }
+    }
+}
+
+impl From<Failed> for Stop {
+    fn from(failed: Failed) -> Stop {
+        failed.error.into()
+    }
+}
+
+/// How long an operation that should succeed may take: long enough for a loaded machine, shorter than the runner's own limit.
+const PATIENCE: Duration = Duration::from_secs(15);
+
+/// How much later than it should something may come on a loaded machine.
+const SLACK: Duration = Duration::from_secs(3);
+
+/// The two ways to run an operation: in the caller's thread, and beside it on the last lane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    Blocking,
+    Background,
+}
+
+const WAYS: [Way; 2] = [Way::Blocking, Way::Background];
+
+fn call(op: Op, buffer: Buffer, lane: usize, mode: Mode) -> Call {
+    Call { op, buffer, lane, timeout: Some(PATIENCE), mode }
+}
+
+/// Runs `op` to its end.
+fn run<T: Element>(communicator: &Arc<dyn Communicator>, op: Op, values: Vec<T>, way: Way) -> Step<Vec<T>> {
+    let call = match way {
+        Way::Blocking => call(op, Buffer::from_vec(values), 0, Mode::Blocking),
+        Way::Background => call(op, Buffer::from_vec(values), communicator.lanes() - 1, Mode::Background),
+    };
+    Ok(communicator.start(call).wait()?.buffer.into_vec()?)
+}
+
+type Step<T> = Result<T, Stop>;
+
+fn barrier(communicator: &Arc<dyn Communicator>) -> CaseResult {
+    run::<u8>(communicator, Op::Barrier, Vec::new(), Way::Blocking).map(drop)
+}
+
+/// Gathers one number of every rank on every rank.
+fn exchange_number(communicator: &Arc<dyn Communicator>, number: i64) -> Step<Vec<i64>> {
+    let mut numbers = vec![0; communicator.world_size()];
+    numbers[communicator.rank()] = number;
+    run(communicator, Op::AllGather, numbers, Way::Blocking)
+}
+
+fn failed<T>(what: impl Into<String>) -> Step<T> {
+    Err(Stop::Failed(what.into()))
+}
+
+fn ensure(holds: bool, otherwise: impl FnOnce() -> String) -> CaseResult {
+    if holds { Ok(()) } else { failed(otherwise()) }
+}
+
+/// Skips the case on backends with fewer lanes.
+fn need_lanes(communicator: &Arc<dyn Communicator>, lanes: usize) -> CaseResult {
+    if communicator.lanes() >= lanes {
+        return Ok(());
+    }
+    Err(Stop::Skipped(format!("needs {lanes} lanes; {} has {}", communicator.name(), communicator.lanes())))
+}

@@ -1,0 +1,184 @@
+//! Ranks that are processes: this test program started again, with commands on its standard input and answers on its output.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command as Program, ExitCode, Stdio};
+use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
+use std::thread;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::driver::{CaseOutcome, Command, Fleet, Link, Reply, RunOptions, serve};
+use super::suite::Connect;
+use super::{Case, cases};
+use crate::control::{Control, TcpControl};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::job::{Address, Job, Secret};
+
+/// The argument that makes this program a rank. The suite's name follows.
+pub(super) const WORKER: &str = "--conformance-worker";
+
+/// Begins the lines that are answers; a backend may print others.
+const MARK: &str = "conformance-reply ";
+
+/// A process that has lost its driver, or was told to end, has this long to do so.
+const FAREWELL: Duration = Duration::from_secs(5);
+
+/// Where a rank meets the others of its group.
+#[derive(Serialize, Deserialize)]
+struct Place {
+    rank: usize,
+    world_size: usize,
+    meeting: PathBuf,
+    secret: String,
+}
+
+/// Runs `selected` on `ranks` processes; `places` are their places in [`cases`]. Outcomes come in the order of `selected`.
+pub(super) fn run(
+    suite: &str,
+    ranks: usize,
+    selected: &[Case],
+    places: &[usize],
+    options: RunOptions,
+) -> Vec<CaseOutcome> {
+    match start(suite, ranks, places, options) {
+        Ok((fleet, folder)) => {
+            let mut groups = 0;
+            fleet.drive(selected, &mut || {
+                groups += 1;
+                meet(folder.path(), groups, ranks).map_err(|error| error.to_string())
+            })
+        }
+        Err(error) => vec![CaseOutcome::Failed(error.to_string()); selected.len()],
+    }
+}
+
+fn start(
+    suite: &str,
+    ranks: usize,
+    places: &[usize],
+    options: RunOptions,
+) -> Result<(Fleet<Place>, tempfile::TempDir)> {
+    let folder = tempfile::tempdir().map_err(|error| Error::io("a folder where ranks meet", error))?;
+    let program = std::env::current_exe().map_err(|error| Error::io("the path of this program", error))?;
+    let links = (0..ranks).map(|rank| link(&program, suite, rank, places)).collect::<Result<_>>()?;
+    Ok((Fleet { ranks: links, options }, folder))
+}
+
+/// Starts one rank.
+fn link(program: &Path, suite: &str, rank: usize, places: &[usize]) -> Result<Link<Place>> {
+    let mut child = Program::new(program)
+        .args([WORKER, suite])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .map_err(|error| Error::io(format!("starting rank {rank}"), error))?;
+    let (input, output) = (child.stdin.take(), child.stdout.take());
+    let mut process = Process { child, input };
+    let (sender, replies) = channel();
+    if let Some(output) = output {
+        thread::spawn(move || read_replies(BufReader::new(output), rank, &sender));
+    }
+    let places = places.to_vec();
+    let tell = move |command: Command<Place>| {
+        // The driver counts the selected cases, the process those of the whole table.
+        let command = match command {
+            Command::Run(index) => Command::Run(places[index]),
+            other => other,
+        };
+        process.tell(&command)
+    };
+    Ok(Link { tell: Box::new(tell), replies })
+}
+
+fn read_replies(output: impl BufRead, rank: usize, replies: &Sender<Reply>) {
+    for line in output.lines() {
+        let Ok(line) = line else { return };
+        match line.strip_prefix(MARK).map(serde_json::from_str) {
+            Some(Ok(reply)) => {
+                if replies.send(reply).is_err() {
+                    return;
+                }
+            }
+            Some(Err(error)) => eprintln!("rank {rank} gave an answer that is not understood: {error}"),
+            None => eprintln!("rank {rank}: {line}"),
+        }
+    }
+}
+
+/// A rank's process, which ends when this is dropped.
+struct Process {
+    child: Child,
+    input: Option<ChildStdin>,
+}
+
+impl Process {
+    fn tell(&mut self, command: &Command<Place>) -> Result<(), String> {
+        let mut line = serde_json::to_string(command).map_err(|error| error.to_string())?;
+        line.push('\n');
+        let input = self.input.as_mut().ok_or("its input is closed")?;
+        input.write_all(line.as_bytes()).map_err(|error| format!("its process takes no commands: {error}"))
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        drop(self.input.take());
+        let deadline = Deadline::after(FAREWELL);
+        while !deadline.has_passed() {
+            if !matches!(self.child.try_wait(), Ok(None)) {
+                return;
+            }
+            thread::sleep(Duration::from_millis(2));
+        }
+        // What it was doing has been reported as hung.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The places of a new group's ranks, which meet through a file of their own.
+fn meet(folder: &Path, group: usize, ranks: usize) -> Result<Vec<Place>> {
+    let mut secret = [0; 32];
+    getrandom::fill(&mut secret)
+        .map_err(|error| Error::io("random bytes", std::io::Error::other(error.to_string())))?;
+    let secret: String = secret.iter().map(|byte| format!("{byte:02x}")).collect();
+    let place = |rank| Place {
+        rank,
+        world_size: ranks,
+        meeting: folder.join(format!("group-{group}")),
+        secret: secret.clone(),
+    };
+    Ok((0..ranks).map(place).collect())
+}
+
+/// A rank's side: obeys its standard input until that ends.
+pub(super) fn worker(connect: Arc<Connect>, lanes: usize, options: RunOptions) -> ExitCode {
+    let connect = move |place: Place| {
+        let secret = Secret::new(place.secret)?;
+        let job = Job::new(place.rank, place.world_size, Address::File(place.meeting), secret)?;
+        let control: Arc<dyn Control> = TcpControl::connect(&job, &[], Deadline::after(options.case_limit / 2))?;
+        connect(control, lanes)
+    };
+    let mut lines = std::io::stdin().lines();
+    let mut next = || {
+        let line = lines.next()?.ok()?;
+        match serde_json::from_str(&line) {
+            Ok(command) => Some(command),
+            Err(error) => {
+                eprintln!("a command that is not understood: {error}");
+                None
+            }
+        }
+    };
+    let mut reply = |reply: Reply| {
+        let Ok(text) = serde_json::to_string(&reply) else { return false };
+        let mut output = std::io::stdout().lock();
+        writeln!(output, "{MARK}{text}").and_then(|()| output.flush()).is_ok()
+    };
+    serve(&cases(), &connect, &mut next, &mut reply, options);
+    ExitCode::SUCCESS
+}

@@ -1,0 +1,216 @@
+//! The suite as a test program: one trial for every case, group size and kind of rank.
+
+use std::collections::HashMap;
+use std::process::ExitCode;
+use std::sync::{Arc, OnceLock};
+
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
+
+use super::driver::{CaseOutcome, Connector, RunOptions, run_threads};
+use super::processes::{self, WORKER};
+use super::{Case, cases};
+use crate::communicator::Communicator;
+use crate::control::Control;
+use crate::error::{Error, Result};
+use crate::local;
+
+/// Makes a communicator of a control plane and a number of lanes. Called once on every rank of a group.
+pub(super) type Connect = dyn Fn(Arc<dyn Control>, usize) -> Result<Arc<dyn Communicator>> + Send + Sync;
+
+type Group = dyn Fn(usize) -> Result<Vec<Connector>> + Send + Sync;
+
+/// A backend under test.
+pub struct Suite {
+    name: String,
+    group: Arc<Group>,
+    /// What a process needs to connect; a backend without it runs as threads only.
+    connect: Option<Arc<Connect>>,
+    lanes: usize,
+    ranks: Vec<usize>,
+    without: Vec<(String, String)>,
+    options: RunOptions,
+}
+
+/// Group sizes that are tried unless `--ranks=` says otherwise.
+const RANKS: [usize; 4] = [1, 2, 3, 4];
+
+/// Enough for operations on different lanes to be in flight at once, with one lane between the first and the last.
+const LANES: usize = 3;
+
+/// Runs the whole suite on one backend, as threads and as processes: the `main` of a test target with `harness = false`.
+///
+/// Besides the arguments of `cargo test` it takes `--ranks=2,7` for other group sizes than 1 to 4.
+pub fn main(
+    name: &str,
+    connect: impl Fn(Arc<dyn Control>, usize) -> Result<Arc<dyn Communicator>> + Send + Sync + 'static,
+) -> ExitCode {
+    main_of(vec![Suite::new(name, connect)])
+}
+
+/// As [`main`], for several backends in one program.
+pub fn main_of(suites: Vec<Suite>) -> ExitCode {
+    let mut arguments: Vec<String> = std::env::args().collect();
+    if let Some(place) = arguments.iter().position(|argument| argument == WORKER) {
+        let suite = arguments.get(place + 1).and_then(|name| suites.iter().find(|suite| suite.name == *name));
+        return match suite.and_then(|suite| suite.connect.clone().map(|connect| (suite, connect))) {
+            Some((suite, connect)) => processes::worker(connect, suite.lanes, suite.options),
+            None => ExitCode::FAILURE,
+        };
+    }
+    let ranks = match take_ranks(&mut arguments) {
+        Ok(ranks) => ranks,
+        Err(error) => {
+            eprintln!("{error}");
+            return ExitCode::from(2);
+        }
+    };
+    let arguments = Arguments::from_iter(arguments);
+    let mut trials = Vec::new();
+    for mut suite in suites {
+        if let Some(ranks) = &ranks {
+            suite.ranks.clone_from(ranks);
+        }
+        suite.add_trials(&arguments, &mut trials);
+    }
+    libtest_mimic::run(&arguments, trials).exit_code()
+}
+
+impl Suite {
+    /// A backend that connects over a control plane: in memory for threads, over TCP for processes.
+    pub fn new(
+        name: &str,
+        connect: impl Fn(Arc<dyn Control>, usize) -> Result<Arc<dyn Communicator>> + Send + Sync + 'static,
+    ) -> Self {
+        let connect: Arc<Connect> = Arc::new(connect);
+        let of_threads = connect.clone();
+        let group = move |ranks: usize| -> Result<Vec<Connector>> {
+            let ranks = local::group(ranks, LANES);
+            let connector = |rank: local::LocalRank| -> Connector {
+                let connect = of_threads.clone();
+                let control = rank.control;
+                Box::new(move || connect(control, LANES))
+            };
+            Ok(ranks.into_iter().map(connector).collect())
+        };
+        Suite { connect: Some(connect), ..Suite::of_threads(name, group) }
+    }
+
+    /// A backend whose ranks can only be threads of one process. `group` makes the connectors of a group of so many ranks, in
+    /// rank order.
+    pub fn of_threads(name: &str, group: impl Fn(usize) -> Result<Vec<Connector>> + Send + Sync + 'static) -> Self {
+        Suite {
+            name: name.into(),
+            group: Arc::new(group),
+            connect: None,
+            lanes: LANES,
+            ranks: RANKS.to_vec(),
+            without: Vec::new(),
+            options: RunOptions::default(),
+        }
+    }
+
+    /// Ignores the cases whose name contains `part`, for the reason that the test's output gives.
+    #[must_use]
+    pub fn without(mut self, part: &str, reason: &str) -> Self {
+        self.without.push((part.into(), reason.into()));
+        self
+    }
+
+    /// The same with other limits.
+    #[must_use]
+    pub fn with_options(mut self, options: RunOptions) -> Self {
+        self.options = options;
+        self
+    }
+
+    fn add_trials(self, arguments: &Arguments, trials: &mut Vec<Trial>) {
+        let suite = Arc::new(self);
+        let kinds: &[Kind] = if suite.connect.is_some() { &[Kind::Threads, Kind::Processes] } else { &[Kind::Threads] };
+        for kind in kinds {
+            for ranks in &suite.ranks {
+                suite.clone().add_group(*kind, *ranks, arguments, trials);
+            }
+        }
+    }
+
+    /// The trials of one group size share one run, which starts when the first of them is due and leaves out those that the
+    /// command line filters out.
+    fn add_group(self: Arc<Self>, kind: Kind, ranks: usize, arguments: &Arguments, trials: &mut Vec<Trial>) {
+        let mut run = GroupRun { suite: self.clone(), kind, ranks, selected: Vec::new(), outcomes: OnceLock::new() };
+        let mut names = Vec::new();
+        for (index, case) in cases().into_iter().enumerate().filter(|(_, case)| case.min_ranks <= ranks) {
+            let name = format!("{}/{}/n={ranks}/{}", self.name, kind.name(), case.name);
+            let left_out = self.without.iter().find(|(part, _)| case.name.contains(part));
+            if let Some((_, reason)) = left_out {
+                let reason = reason.clone();
+                trials.push(Trial::ignorable_test(name, move || Ok(Completion::ignored_with(reason))));
+            } else if !arguments.is_filtered_out(&Trial::test(&name, || Ok(()))) {
+                names.push((name, case.name.clone()));
+                run.selected.push((index, case));
+            }
+        }
+        let run = Arc::new(run);
+        for (name, case) in names {
+            let run = run.clone();
+            trials.push(Trial::ignorable_test(name, move || run.outcome(&case)));
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Kind {
+    Threads,
+    Processes,
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Kind::Threads => "threads",
+            Kind::Processes => "processes",
+        }
+    }
+}
+
+struct GroupRun {
+    suite: Arc<Suite>,
+    kind: Kind,
+    ranks: usize,
+    /// With their places in the whole table.
+    selected: Vec<(usize, Case)>,
+    outcomes: OnceLock<HashMap<String, CaseOutcome>>,
+}
+
+impl GroupRun {
+    fn outcome(&self, case: &str) -> Result<Completion, Failed> {
+        match self.outcomes.get_or_init(|| self.run()).get(case) {
+            Some(CaseOutcome::Passed) => Ok(Completion::Completed),
+            Some(CaseOutcome::Skipped(why)) => Ok(Completion::ignored_with(why)),
+            Some(CaseOutcome::Failed(why)) => Err(why.into()),
+            None => Err("the case was not run".into()),
+        }
+    }
+
+    fn run(&self) -> HashMap<String, CaseOutcome> {
+        let (places, selected): (Vec<usize>, Vec<Case>) = self.selected.iter().cloned().unzip();
+        let outcomes = match self.kind {
+            Kind::Threads => run_threads(self.ranks, &*self.suite.group, &selected, self.suite.options),
+            Kind::Processes => processes::run(&self.suite.name, self.ranks, &selected, &places, self.suite.options),
+        };
+        selected.into_iter().map(|case| case.name).zip(outcomes).collect()
+    }
+}
+
+/// Takes `--ranks=…` out of the arguments.
+fn take_ranks(arguments: &mut Vec<String>) -> Result<Option<Vec<usize>>> {
+    let Some(place) = arguments.iter().position(|argument| argument.starts_with("--ranks=")) else {
+        return Ok(None);
+    };
+    let argument = arguments.remove(place);
+    let list = argument.trim_start_matches("--ranks=");
+    let sizes = list.split(',').map(|size| size.parse().ok().filter(|size| (1..=64).contains(size)));
+    let sizes: Option<Vec<usize>> = sizes.collect();
+    sizes
+        .map(Some)
+        .ok_or_else(|| Error::invalid(format!("{argument}: expected group sizes from 1 to 64, like --ranks=2,7")))
+}

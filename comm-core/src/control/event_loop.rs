@@ -1,0 +1,258 @@
+//! The one thread of a rank's control plane: it reads, sends what could not be sent at once, keeps the heartbeat, notices who
+//! is gone, and at rank 0 lets others in.
+
+use std::io::{self, Read};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::auth::{self, Hello, Session};
+use super::link::Link;
+use super::state::{Admission, State};
+use super::tcp::{Shared, TcpOptions};
+use super::wire::{Message, Opener};
+use crate::deadline::Deadline;
+use crate::job::Secret;
+use crate::sys::{self, Waiter};
+
+/// Most handshakes at once. Further connections wait in the listener's queue.
+const MAX_HANDSHAKES: usize = 64;
+
+/// How long a refused connection is kept open, so that the reason arrives.
+const REFUSED: Duration = Duration::from_secs(2);
+
+/// Most bytes read from one connection before the others get their turn.
+const READ_TURN: usize = 4 << 20;
+
+pub(super) struct EventLoop {
+    pub(super) shared: Arc<Shared>,
+    pub(super) options: TcpOptions,
+    pub(super) secret: Secret,
+    /// At rank 0.
+    pub(super) listener: Option<TcpListener>,
+    /// Readable when another thread wants attention.
+    pub(super) waker: UnixStream,
+    pub(super) connections: Vec<Connection>,
+}
+
+/// The receiving side of a connection.
+pub(super) struct Connection {
+    link: Arc<Link>,
+    opener: Opener,
+    /// `None`: refused, to be closed at this time.
+    peer: Result<usize, Instant>,
+    last_heard: Instant,
+    /// Given up as lost; nothing more is concluded from it.
+    silent: bool,
+}
+
+/// A connection that has passed the handshake.
+pub(super) struct Newcomer {
+    pub(super) hello: Hello,
+    pub(super) stream: TcpStream,
+    pub(super) session: Session,
+}
+
+impl Connection {
+    pub(super) fn new(link: Arc<Link>, opener: Opener, peer: usize) -> Self {
+        Connection { link, opener, peer: Ok(peer), last_heard: Instant::now(), silent: false }
+    }
+}
+
+impl EventLoop {
+    /// Runs until the control is dropped.
+    pub(super) fn run(mut self) {
+        let mut next_beat = Instant::now() + self.options.heartbeat;
+        let mut buffer = vec![0; 64 << 10];
+        while !self.shared.stop.load(Ordering::Acquire) {
+            let (ready, accept) = match self.wait(next_beat) {
+                Ok(found) => found,
+                Err(error) => {
+                    let error = crate::error::Error::io("waiting for control connections", error);
+                    self.shared.update(|state| state.fail(&error));
+                    return;
+                }
+            };
+            if accept {
+                self.accept();
+            }
+            self.admit_newcomers();
+            // Everything that has come is read before anyone is declared silent: if it is this process that was stopped,
+            // the others' signs of life are waiting.
+            for (at, readable) in ready.into_iter().enumerate().rev() {
+                let Some(connection) = self.connections.get_mut(at) else { continue };
+                connection.link.flush();
+                if readable && !connection.read(&self.shared, &mut buffer) {
+                    let gone = self.connections.swap_remove(at);
+                    gone.link.close();
+                }
+            }
+            let now = Instant::now();
+            self.check_liveness(now);
+            if now >= next_beat {
+                self.beat();
+                next_beat = now + self.options.heartbeat;
+            }
+        }
+    }
+
+    /// Waits for something to do; which connections are readable, and whether someone wants to connect.
+    fn wait(&self, next_beat: Instant) -> io::Result<(Vec<bool>, bool)> {
+        let free = self.shared.handshakes.load(Ordering::Acquire) < MAX_HANDSHAKES;
+        let listener = self.listener.as_ref().filter(|_| free);
+        let mut waiters: Vec<Waiter<'_>> =
+            self.connections.iter().map(|c| Waiter::new(c.link.stream().as_fd(), c.link.is_waiting())).collect();
+        waiters.push(Waiter::new(self.waker.as_fd(), false));
+        waiters.extend(listener.map(|l| Waiter::new(l.as_fd(), false)));
+        sys::poll(&mut waiters, next_beat.saturating_duration_since(Instant::now()))?;
+        let count = self.connections.len();
+        let found: Vec<bool> = waiters.iter().map(|w| w.readable).collect();
+        drop(waiters);
+        // Wake-ups are not counted; any number of bytes is one.
+        let mut bytes = [0; 64];
+        while matches!((&self.waker).read(&mut bytes), Ok(n) if n == bytes.len()) {}
+        let accept = found.get(count + 1) == Some(&true);
+        Ok((found.into_iter().take(count).collect(), accept))
+    }
+
+    /// Starts a handshake, in a thread that ends with it, with everyone who is at the door.
+    fn accept(&self) {
+        let Some(listener) = &self.listener else { return };
+        while self.shared.handshakes.load(Ordering::Acquire) < MAX_HANDSHAKES {
+            let (stream, addr) = match listener.accept() {
+                Ok(accepted) => accepted,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
+                Err(e) => {
+                    // The newcomer is gone, or there are no descriptors left: in both cases others must not suffer.
+                    self.shared.update(|state| state.note_stranger(format!("accepting: {e}")));
+                    thread::sleep(Duration::from_millis(1));
+                    return;
+                }
+            };
+            self.shared.handshakes.fetch_add(1, Ordering::AcqRel);
+            let shared = Arc::clone(&self.shared);
+            let secret = self.secret.clone();
+            let deadline = Deadline::after(self.options.handshake);
+            let started = thread::Builder::new().name("comm-handshake".into()).spawn(move || {
+                let outcome = match stream.set_nonblocking(false) {
+                    Ok(()) => auth::answer(&stream, &secret, deadline),
+                    Err(e) => Err(e.into()),
+                };
+                match outcome {
+                    Ok((hello, session)) => shared.newcomers().push(Newcomer { hello, stream, session }),
+                    Err(why) => shared.update(|state| state.note_stranger(format!("{addr}: {why}"))),
+                }
+                shared.handshakes.fetch_sub(1, Ordering::AcqRel);
+                shared.wake();
+            });
+            if started.is_err() {
+                self.shared.handshakes.fetch_sub(1, Ordering::AcqRel);
+                return;
+            }
+        }
+    }
+
+    fn admit_newcomers(&mut self) {
+        let newcomers = std::mem::take(&mut *self.shared.newcomers());
+        for Newcomer { hello, stream, session } in newcomers {
+            let Ok(link) = Link::new(stream, session.sealer) else { continue };
+            let link = Arc::new(link);
+            let admission = self.shared.update(|state| state.admit(Arc::clone(&link), &hello));
+            let mut connection = Connection::new(link, session.opener, 0);
+            connection.peer = match admission {
+                Admission::Admitted(rank) => Ok(rank),
+                Admission::Refused => Err(Instant::now() + REFUSED),
+            };
+            self.connections.push(connection);
+        }
+    }
+
+    fn beat(&self) {
+        let Ok(beat) = Message::Heartbeat.encode() else { return };
+        for connection in &self.connections {
+            // Whatever waits to be sent is a sign of life too.
+            if connection.peer.is_ok() && !connection.link.is_waiting() {
+                connection.link.send_encoded(&beat);
+            }
+        }
+    }
+
+    fn check_liveness(&mut self, now: Instant) {
+        let bound = self.options.liveness;
+        for connection in &mut self.connections {
+            let quiet = now.saturating_duration_since(connection.last_heard) >= bound;
+            if let (Ok(peer), true, false) = (connection.peer, quiet, connection.silent) {
+                connection.silent = true;
+                let detail = format!(
+                    "it gave no sign of life for {:.1} s; its process is stopped, or the network to it is down",
+                    bound.as_secs_f64()
+                );
+                self.shared.update(|state| state.on_lost(peer, &detail));
+            }
+        }
+        self.connections.retain(|connection| match connection.peer {
+            Err(until) if now >= until => {
+                connection.link.close();
+                false
+            }
+            _ => true,
+        });
+    }
+}
+
+impl Connection {
+    /// Reads what is there; false when the connection is at its end.
+    fn read(&mut self, shared: &Shared, buffer: &mut [u8]) -> bool {
+        let mut total = 0;
+        while total < READ_TURN {
+            let count = match self.link.stream().read(buffer) {
+                Ok(0) => return self.lost(shared, "its control connection was closed"),
+                Ok(count) => count,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+                // A process that ends with unread bytes resets the connection: the same to the others.
+                Err(e) if e.kind() == io::ErrorKind::ConnectionReset => {
+                    return self.lost(shared, "its control connection was closed");
+                }
+                Err(e) => return self.lost(shared, &format!("its control connection failed: {e}")),
+            };
+            total += count;
+            self.last_heard = Instant::now();
+            let Ok(peer) = self.peer else { continue };
+            self.opener.push(buffer.get(..count).unwrap_or_default());
+            loop {
+                let taken = match self.opener.next() {
+                    Ok(None) => break,
+                    Ok(Some(payload)) => Message::decode(&payload)
+                        .and_then(|message| shared.update(|state| state.on_message(peer, message))),
+                    Err(what) => Err(what),
+                };
+                if let Err(what) = taken {
+                    shared.update(|state| {
+                        state.on_nonsense(peer, &what);
+                        state.remove_link(peer);
+                    });
+                    return false;
+                }
+            }
+        }
+        true
+    }
+
+    fn lost(&self, shared: &Shared, detail: &str) -> bool {
+        // The end of this rank's own connections, when it drops the control, says nothing of others.
+        if let Ok(peer) = self.peer
+            && !shared.stop.load(Ordering::Acquire)
+        {
+            shared.update(|state: &mut State| {
+                state.on_lost(peer, detail);
+                state.remove_link(peer);
+            });
+        }
+        false
+    }
+}

@@ -1,0 +1,538 @@
+//! What one rank knows of its job, and how messages and events change it. No waiting and no reading happens here.
+//!
+//! Rank 0 decides: the first failure that it sees or is told becomes the job's, and it tells all. A rank that reports a failure
+//! holds it as provisional until rank 0's word is there, so that all ranks end with the same error.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::auth::Hello;
+use super::link::Link;
+use super::wire::{Blob, Failure, Message, Wait, gathered};
+use crate::error::{Error, Result};
+use crate::job::Job;
+
+/// How long a provisional failure waits for rank 0's word before it is taken as it is.
+pub(super) const SETTLE: Duration = Duration::from_millis(250);
+
+/// How long a rendezvous that has gone wrong waits for the ranks that are still to come, to tell them too.
+pub(super) const TELL: Duration = Duration::from_secs(2);
+
+/// Most gatherings that may be under way at once.
+const MAX_ROUNDS: usize = 64;
+
+pub(super) type Hook = Box<dyn Fn(&Error) + Send + Sync>;
+
+pub(super) struct State {
+    rank: usize,
+    world_size: usize,
+    job_id: String,
+    epoch: u64,
+    config: Vec<(String, String)>,
+    /// By rank: at rank 0 those of all others, elsewhere only rank 0's.
+    pub(super) links: Vec<Option<Arc<Link>>>,
+    /// By rank, at rank 0: has sent its settings.
+    joined: Vec<bool>,
+    /// The randomness of this start, once all ranks are there.
+    session: Option<[u8; 32]>,
+    /// At rank 0: what is wrong with the rendezvous, and since when.
+    trouble: Option<(Error, Instant)>,
+    /// At rank 0: how many connections came to nothing, and the last one's reason.
+    strangers: (usize, String),
+    provisional: Option<(Error, Instant)>,
+    decided: Option<Error>,
+    hooks: Vec<Hook>,
+    /// Number of gatherings this rank has begun.
+    gatherings: u64,
+    /// By rank, at rank 0: number of gatherings that rank has begun.
+    peer_gatherings: Vec<u64>,
+    rounds: BTreeMap<u64, Round>,
+    /// Rank 0's answer to the last question.
+    late: Option<(Wait, Vec<usize>)>,
+    /// By rank: has said that it is done.
+    leaving: Vec<bool>,
+    all_left: bool,
+}
+
+struct Round {
+    label: String,
+    /// Who was first to name the label.
+    first: usize,
+    blobs: Vec<Option<Vec<u8>>>,
+}
+
+/// What rank 0 does with a connection that has passed the handshake.
+pub(super) enum Admission {
+    /// Its messages are those of this rank.
+    Admitted(usize),
+    /// It has been told why not.
+    Refused,
+}
+
+impl State {
+    pub(super) fn new(job: &Job, config: Vec<(String, String)>) -> Self {
+        let n = job.world_size;
+        let mut state = State {
+            rank: job.rank,
+            world_size: n,
+            job_id: job.id.clone(),
+            epoch: job.epoch,
+            config,
+            links: vec![None; n],
+            joined: vec![false; n],
+            session: None,
+            trouble: None,
+            strangers: (0, String::new()),
+            provisional: None,
+            decided: None,
+            hooks: Vec::new(),
+            gatherings: 0,
+            peer_gatherings: vec![0; n],
+            rounds: BTreeMap::new(),
+            late: None,
+            leaving: vec![false; n],
+            all_left: false,
+        };
+        set(&mut state.joined, job.rank);
+        state
+    }
+
+    // Failure
+
+    /// The job's failure; before rank 0's word this rank's own.
+    pub(super) fn failure(&self) -> Option<&Error> {
+        self.decided.as_ref().or(self.provisional.as_ref().map(|(error, _)| error))
+    }
+
+    /// The job's failure once it will not change any more, or has not for [`SETTLE`].
+    pub(super) fn settled_failure(&self) -> Option<&Error> {
+        let settled = || self.provisional.as_ref().filter(|(_, since)| since.elapsed() >= SETTLE).map(|(e, _)| e);
+        self.decided.as_ref().or_else(settled)
+    }
+
+    /// When a provisional failure settles.
+    pub(super) fn settles_at(&self) -> Option<Instant> {
+        self.provisional.as_ref().map(|(_, since)| *since + SETTLE)
+    }
+
+    /// Makes `error`, seen by this rank, the job's failure unless there is one.
+    pub(super) fn fail(&mut self, error: &Error) {
+        if self.failure().is_some() {
+            return;
+        }
+        let failure = Failure::new(error, self.rank);
+        if self.rank == 0 {
+            self.broadcast(&Message::Failed(failure.clone()));
+            // As everyone else gets it.
+            self.decide(failure.into_error());
+        } else if let Some(link) = self.link(0) {
+            link.send(&Message::Report(failure));
+            self.provisional = Some((error.clone(), Instant::now()));
+        } else {
+            self.decide(failure.into_error());
+        }
+    }
+
+    fn decide(&mut self, error: Error) {
+        if self.decided.is_none() {
+            self.decided = Some(error);
+        }
+    }
+
+    pub(super) fn add_hook(&mut self, hook: Hook) {
+        self.hooks.push(hook);
+    }
+
+    /// Hooks to call now, outside the lock, with the failure.
+    pub(super) fn due_hooks(&mut self) -> Option<(Vec<Hook>, Error)> {
+        if self.hooks.is_empty() {
+            return None;
+        }
+        let error = self.failure()?.clone();
+        Some((std::mem::take(&mut self.hooks), error))
+    }
+
+    // Rendezvous
+
+    pub(super) fn session(&self) -> Option<&[u8; 32]> {
+        self.session.as_ref()
+    }
+
+    /// At rank 0: what the rendezvous fails with, once everyone who can be told is there or has had time to come.
+    pub(super) fn ripe_trouble(&self) -> Option<Error> {
+        let (error, since) = self.trouble.as_ref()?;
+        let all_there = (1..self.world_size).all(|rank| self.link(rank).is_some());
+        (all_there || since.elapsed() >= TELL).then(|| error.clone())
+    }
+
+    /// When [`ripe_trouble`](State::ripe_trouble) has something at the latest.
+    pub(super) fn trouble_ripens_at(&self) -> Option<Instant> {
+        self.trouble.as_ref().map(|(_, since)| *since + TELL)
+    }
+
+    /// A connection came to nothing.
+    pub(super) fn note_stranger(&mut self, why: String) {
+        self.strangers = (self.strangers.0 + 1, why);
+    }
+
+    /// For an error's text: what came instead of the ranks that are missing.
+    pub(super) fn strangers(&self) -> String {
+        match &self.strangers {
+            (0, _) => String::new(),
+            (count, why) => format!(" ({count} connections came to nothing, the last: {why})"),
+        }
+    }
+
+    /// At rank 0: takes `link`, whose other end knows the secret and says `hello`, into the job, or tells it why not.
+    pub(super) fn admit(&mut self, link: Arc<Link>, hello: &Hello) -> Admission {
+        let rank = hello.rank as usize;
+        let why = if hello.job != self.job_id {
+            Some(format!("rank {rank} belongs to job {:?}, but this is job {:?}", hello.job, self.job_id))
+        } else if hello.epoch != self.epoch {
+            Some(format!("rank {rank} is of epoch {}, but this job is at epoch {}", hello.epoch, self.epoch))
+        } else if let Some(error) = &self.decided {
+            Some(format!("rank {rank} came after the job had failed: {error}"))
+        } else if hello.world_size as usize != self.world_size {
+            let why = format!("rank {rank} was started for {} ranks, rank 0 for {}", hello.world_size, self.world_size);
+            self.trouble(&why);
+            Some(why)
+        } else if rank == 0 || rank >= self.world_size || self.link(rank).is_some() {
+            let why = format!("there are two processes with rank {rank}");
+            // One that comes to a running job harms nobody.
+            if self.session.is_none() {
+                self.trouble(&why);
+            }
+            Some(why)
+        } else {
+            None
+        };
+        if let Some(why) = why {
+            link.send(&Message::Refused { why });
+            link.finish();
+            return Admission::Refused;
+        }
+        if let Some(slot) = self.links.get_mut(rank) {
+            *slot = Some(link);
+        }
+        Admission::Admitted(rank)
+    }
+
+    /// At rank 0: everyone who has not sent its settings yet.
+    pub(super) fn missing(&self) -> Vec<usize> {
+        not(&self.joined)
+    }
+
+    fn join(&mut self, rank: usize, config: &[(String, String)]) {
+        set(&mut self.joined, rank);
+        if let Some(why) = difference(&self.config, config, rank) {
+            self.trouble(&why);
+        }
+        self.start_if_complete();
+    }
+
+    /// At rank 0: starts the job when all ranks are there and agree.
+    pub(super) fn start_if_complete(&mut self) {
+        if self.session.is_some() || self.trouble.is_some() || self.decided.is_some() || !self.missing().is_empty() {
+            return;
+        }
+        match super::auth::fresh_session() {
+            Ok(session) => {
+                self.session = Some(session);
+                self.broadcast(&Message::Start { session });
+            }
+            Err(error) => self.fail(&error),
+        }
+    }
+
+    fn trouble(&mut self, why: &str) {
+        if self.trouble.is_none() {
+            self.trouble = Some((Error::Rendezvous(why.to_string()), Instant::now()));
+        }
+    }
+
+    // Gathering
+
+    /// Adds this rank's part of its next gathering and returns the gathering's number.
+    pub(super) fn begin_gather(&mut self, label: &str, blob: &[u8]) -> u64 {
+        let sequence = self.gatherings;
+        self.gatherings += 1;
+        if self.rank == 0 {
+            self.contribute(0, sequence, label.to_string(), blob.to_vec());
+        } else if let Some(link) = self.link(0) {
+            link.send(&Message::Gather { sequence, label: label.to_string(), blob: Blob(blob.to_vec()) });
+        }
+        sequence
+    }
+
+    /// The result of a gathering, once it is complete.
+    pub(super) fn take_gathered(&mut self, sequence: u64) -> Option<Vec<Vec<u8>>> {
+        if !self.rounds.get(&sequence)?.blobs.iter().all(Option::is_some) {
+            return None;
+        }
+        // Results that nobody waits for any more go with it.
+        let mut rest = self.rounds.split_off(&sequence);
+        let round = rest.remove(&sequence)?;
+        self.rounds = rest;
+        Some(round.blobs.into_iter().flatten().collect())
+    }
+
+    /// At rank 0: takes one rank's part.
+    fn contribute(&mut self, rank: usize, sequence: u64, label: String, blob: Vec<u8>) {
+        let n = self.world_size;
+        let round = self.rounds.entry(sequence).or_insert_with(|| Round {
+            label: label.clone(),
+            first: rank,
+            blobs: vec![None; n],
+        });
+        if round.label != label {
+            let (a, b) = if rank < round.first {
+                ((rank, &label), (round.first, &round.label))
+            } else {
+                ((round.first, &round.label), (rank, &label))
+            };
+            let error = Error::Rendezvous(format!(
+                "rank {} gathers {:?}, but rank {} gathers {:?}; all ranks must gather the same in the same order",
+                a.0, a.1, b.0, b.1
+            ));
+            self.fail(&error);
+            return;
+        }
+        if let Some(slot) = round.blobs.get_mut(rank) {
+            *slot = Some(blob);
+        }
+        if round.blobs.iter().all(Option::is_some) {
+            let blobs: Vec<Vec<u8>> = round.blobs.iter().flatten().cloned().collect();
+            gathered(sequence, &blobs).iter().for_each(|message| self.broadcast(message));
+        }
+    }
+
+    /// At other ranks: takes parts of a gathering that is complete.
+    fn receive_gathered(&mut self, sequence: u64, parts: Vec<(u32, Blob)>) -> Result<(), String> {
+        if sequence >= self.gatherings {
+            return Err(format!("the result of gathering {sequence}, which has not begun"));
+        }
+        let n = self.world_size;
+        let round = self.rounds.entry(sequence).or_insert_with(|| Round {
+            label: String::new(),
+            first: 0,
+            blobs: vec![None; n],
+        });
+        for (rank, blob) in parts {
+            match round.blobs.get_mut(rank as usize) {
+                Some(slot) => *slot = Some(blob.0),
+                None => return Err(format!("a part of rank {rank}, which does not exist")),
+            }
+        }
+        self.check_rounds()
+    }
+
+    fn check_rounds(&self) -> Result<(), String> {
+        if self.rounds.len() > MAX_ROUNDS { Err(format!("more than {MAX_ROUNDS} gatherings at once")) } else { Ok(()) }
+    }
+
+    // Leaving
+
+    pub(super) fn begin_leave(&mut self) {
+        if self.is_leaving() {
+            return;
+        }
+        set(&mut self.leaving, self.rank);
+        if self.rank == 0 {
+            self.end_if_all_leave();
+        } else if let Some(link) = self.link(0) {
+            link.send(&Message::Leave);
+        }
+    }
+
+    pub(super) fn is_leaving(&self) -> bool {
+        self.leaving.get(self.rank) == Some(&true)
+    }
+
+    pub(super) fn all_left(&self) -> bool {
+        self.all_left
+    }
+
+    fn end_if_all_leave(&mut self) {
+        if !self.all_left && self.leaving.iter().all(|&leaving| leaving) && self.decided.is_none() {
+            self.all_left = true;
+            self.broadcast(&Message::AllLeft);
+        }
+    }
+
+    // Lateness
+
+    /// Which ranks hold up `wait`, as far as this rank knows.
+    pub(super) fn late(&self, wait: Wait) -> Vec<usize> {
+        if self.rank == 0 {
+            return match wait {
+                Wait::Start => self.missing(),
+                Wait::Gather(sequence) => match self.rounds.get(&sequence) {
+                    Some(round) => (0..self.world_size).filter(|&r| matches!(round.blobs.get(r), Some(None))).collect(),
+                    None => Vec::new(),
+                },
+                Wait::Leave => not(&self.leaving),
+            };
+        }
+        match &self.late {
+            Some((asked, ranks)) if *asked == wait => ranks.clone(),
+            // Rank 0 has not even answered this.
+            _ => vec![0],
+        }
+    }
+
+    /// Asks rank 0 who holds up `wait`.
+    pub(super) fn ask_who_is_late(&self, wait: Wait) {
+        if let Some(link) = self.link(0) {
+            link.send(&Message::WhoIsLate(wait));
+        }
+    }
+
+    // Events
+
+    /// Takes a message of `peer`.
+    ///
+    /// # Errors
+    /// What the message has to do with nothing; the connection cannot be trusted any further.
+    pub(super) fn on_message(&mut self, peer: usize, message: Message) -> Result<(), String> {
+        if self.rank == 0 { self.on_message_up(peer, message) } else { self.on_message_down(message) }
+    }
+
+    fn on_message_up(&mut self, peer: usize, message: Message) -> Result<(), String> {
+        match message {
+            Message::Heartbeat => {}
+            Message::Join { config } => self.join(peer, &config),
+            Message::Gather { sequence, label, blob } => {
+                let expected = self.peer_gatherings.get_mut(peer).ok_or("a rank that does not exist")?;
+                if sequence != *expected {
+                    return Err(format!("gathering {sequence} where {expected} comes next"));
+                }
+                *expected += 1;
+                self.contribute(peer, sequence, label, blob.0);
+                self.check_rounds()?;
+            }
+            Message::WhoIsLate(wait) => {
+                let ranks = self.late(wait).into_iter().map(|rank| rank as u32).collect();
+                if let Some(link) = self.link(peer) {
+                    link.send(&Message::Late { wait, ranks });
+                }
+            }
+            Message::Report(failure) => {
+                if self.failure().is_none() {
+                    self.broadcast(&Message::Failed(failure.clone()));
+                    self.decide(failure.into_error());
+                }
+            }
+            Message::Leave => {
+                set(&mut self.leaving, peer);
+                self.end_if_all_leave();
+            }
+            other => return Err(format!("a message for ranks other than 0: {other:?}")),
+        }
+        Ok(())
+    }
+
+    fn on_message_down(&mut self, message: Message) -> Result<(), String> {
+        match message {
+            Message::Heartbeat => {}
+            Message::Refused { why } => self.decide(Error::Rendezvous(why)),
+            Message::Start { session } => self.session = Some(session),
+            Message::Gathered { sequence, parts } => self.receive_gathered(sequence, parts)?,
+            Message::Late { wait, ranks } => {
+                self.late = Some((wait, ranks.into_iter().map(|rank| rank as usize).collect()));
+            }
+            Message::Failed(failure) => self.decide(failure.into_error()),
+            Message::AllLeft => {
+                self.all_left = true;
+                if let Some(link) = self.link(0) {
+                    link.finish();
+                }
+            }
+            other => return Err(format!("a message for rank 0: {other:?}")),
+        }
+        Ok(())
+    }
+
+    /// The connection to `peer` has ended, or nothing was heard on it for too long.
+    pub(super) fn on_lost(&mut self, peer: usize, detail: &str) {
+        let done = self.all_left || self.leaving.get(peer) == Some(&true);
+        if done || self.decided.is_some() {
+            return;
+        }
+        let lost = Error::PeerLost { rank: peer, operation: String::new(), detail: detail.to_string() };
+        if self.rank == 0 {
+            self.fail(&lost);
+        } else {
+            // With rank 0 goes the one who decides. What was reported to it stands.
+            let error = self.provisional.take().map_or(lost, |(error, _)| error);
+            if let Some(link) = self.link(0) {
+                // In case it was only stopped, and goes on: it shall not take this rank's end for the cause.
+                link.send(&Message::Report(Failure::new(&error, self.rank)));
+            }
+            self.decide(Failure::new(&error, self.rank).into_error());
+        }
+    }
+
+    /// Bytes came that make no sense.
+    pub(super) fn on_nonsense(&mut self, peer: usize, what: &str) {
+        self.fail(&Error::Protocol { who: format!("the control connection of rank {peer}"), what: what.to_string() });
+    }
+
+    /// Whether a connection has not taken all that was sent on it.
+    pub(super) fn is_sending(&self) -> bool {
+        self.links.iter().flatten().any(|link| link.is_waiting())
+    }
+
+    /// Forgets the connection to `peer`.
+    pub(super) fn remove_link(&mut self, peer: usize) {
+        if let Some(slot) = self.links.get_mut(peer) {
+            *slot = None;
+        }
+    }
+
+    fn link(&self, rank: usize) -> Option<&Arc<Link>> {
+        self.links.get(rank).and_then(Option::as_ref)
+    }
+
+    fn broadcast(&self, message: &Message) {
+        broadcast(&self.links, message);
+    }
+}
+
+fn broadcast(links: &[Option<Arc<Link>>], message: &Message) {
+    match message.encode() {
+        Ok(payload) => {
+            links.iter().flatten().for_each(|link| {
+                link.send_encoded(&payload);
+            });
+        }
+        Err(why) => debug_assert!(false, "{why}: what callers pass in is checked before it gets here"),
+    }
+}
+
+/// The first item in which `theirs`, of `rank`, differs from `ours`, of rank 0.
+fn difference(ours: &[(String, String)], theirs: &[(String, String)], rank: usize) -> Option<String> {
+    let find = |items: &[(String, String)], name: &str| items.iter().find(|(n, _)| n == name).map(|(_, v)| v.clone());
+    let names = ours.iter().chain(theirs).map(|(name, _)| name);
+    for name in names {
+        match (find(ours, name), find(theirs, name)) {
+            (Some(a), Some(b)) if a == b => {}
+            (Some(a), Some(b)) => return Some(format!("rank {rank} has {name} = {b}, rank 0 has {name} = {a}")),
+            (Some(a), None) => return Some(format!("rank {rank} has no {name}, rank 0 has {name} = {a}")),
+            (None, Some(b)) => return Some(format!("rank {rank} has {name} = {b}, rank 0 has no {name}")),
+            (None, None) => {}
+        }
+    }
+    None
+}
+
+fn set(flags: &mut [bool], at: usize) {
+    if let Some(flag) = flags.get_mut(at) {
+        *flag = true;
+    }
+}
+
+/// Where `flags` are not set.
+fn not(flags: &[bool]) -> Vec<usize> {
+    (0..flags.len()).filter(|&at| flags.get(at) == Some(&false)).collect()
+}

@@ -1,0 +1,404 @@
+//! The control plane over plain TCP: a star through rank 0, authenticated, for the life of the job.
+
+use std::io::Write;
+use std::net::SocketAddr;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use super::auth;
+use super::event_loop::{Connection, EventLoop, Newcomer};
+use super::link::Link;
+use super::rendezvous;
+use super::state::State;
+use super::wire::{Failure, MAX_PAYLOAD, Message, Wait};
+use super::{Control, MAX_BLOB};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::job::{Address, Job};
+
+/// Most bytes of the label of a gathering.
+const MAX_LABEL: usize = 1024;
+
+/// How long rank 0 waits for the others to close their connections after all have left.
+const FAREWELL: Duration = Duration::from_secs(1);
+
+/// Intervals of the control plane, the same on all ranks. The defaults suit any job.
+#[derive(Clone, Copy, Debug)]
+pub struct TcpOptions {
+    /// How often each side gives a sign of life. A thread of its own does, so that no computation delays it.
+    pub heartbeat: Duration,
+    /// How long a rank may give none before it counts as lost. This is for stopped processes and dead networks; a process that
+    /// ends is noticed at once.
+    pub liveness: Duration,
+    /// How long a newcomer may take to prove that it belongs to the job.
+    pub handshake: Duration,
+}
+
+impl Default for TcpOptions {
+    fn default() -> Self {
+        TcpOptions {
+            heartbeat: Duration::from_secs(1),
+            liveness: Duration::from_secs(30),
+            handshake: Duration::from_secs(5),
+        }
+    }
+}
+
+/// One rank's end of the control plane.
+///
+/// Every rank but 0 keeps one connection, to rank 0, which relays. One thread a rank serves it, however many ranks there are.
+/// Dropping it without [`leave`](Control::leave) is this rank's death to the others.
+pub struct TcpControl {
+    job: Job,
+    shared: Arc<Shared>,
+    session: [u8; 32],
+    /// Where rank 0 listens, at rank 0 of more than one.
+    listening: Option<SocketAddr>,
+    /// To be removed at the end.
+    address_file: Option<PathBuf>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl TcpControl {
+    /// Meets the other ranks of `job`: returns when all are there and agree on `config`, a list of (name, value) of whatever must
+    /// be the same on all ranks.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] naming the ranks that did not come, [`Error::Rendezvous`] when ranks disagree or have the same number,
+    /// when the address cannot be used or a stranger listens there, [`Error::PeerLost`] when a rank ends meanwhile,
+    /// [`Error::InvalidArgument`].
+    pub fn connect(job: &Job, config: &[(&str, String)], deadline: Deadline) -> Result<Arc<Self>> {
+        Self::connect_with(job, config, TcpOptions::default(), deadline)
+    }
+
+    /// As [`connect`](TcpControl::connect), with other intervals than the default's.
+    ///
+    /// # Errors
+    /// As [`connect`](TcpControl::connect).
+    pub fn connect_with(
+        job: &Job,
+        config: &[(&str, String)],
+        options: TcpOptions,
+        deadline: Deadline,
+    ) -> Result<Arc<Self>> {
+        // The fields are public, so this is where they are checked.
+        Job::new(job.rank, job.world_size, job.address.clone(), job.secret.clone())?;
+        if job.id.len() > crate::job::MAX_JOB_ID {
+            return Err(Error::invalid(format!("the job id has {} bytes", job.id.len())));
+        }
+        if options.heartbeat.is_zero() || options.liveness <= options.heartbeat {
+            return Err(Error::invalid(format!(
+                "a liveness bound of {:?} needs a shorter heartbeat than {:?}, above zero",
+                options.liveness, options.heartbeat
+            )));
+        }
+        let own = [
+            ("control heartbeat", format!("{:?}", options.heartbeat)),
+            ("control liveness bound", format!("{:?}", options.liveness)),
+        ];
+        let config: Vec<(String, String)> =
+            config.iter().chain(&own).map(|(name, value)| ((*name).to_string(), value.clone())).collect();
+        let join = Message::Join { config: config.clone() };
+        join.encode().map_err(|why| Error::invalid(format!("the settings to compare do not fit: {why}")))?;
+
+        let (waker, woken) = UnixStream::pair().map_err(|e| Error::io("making a socket pair", e))?;
+        for end in [&waker, &woken] {
+            end.set_nonblocking(true).map_err(|e| Error::io("making a socket pair non-blocking", e))?;
+        }
+        let shared = Arc::new(Shared {
+            state: Mutex::new(State::new(job, config)),
+            changed: Condvar::new(),
+            waker,
+            newcomers: Mutex::new(Vec::new()),
+            handshakes: AtomicUsize::new(0),
+            stop: AtomicBool::new(false),
+        });
+        let mut control = TcpControl {
+            job: job.clone(),
+            shared: Arc::clone(&shared),
+            session: [0; 32],
+            listening: None,
+            address_file: None,
+            thread: None,
+        };
+        let mut event_loop = EventLoop {
+            shared: Arc::clone(&shared),
+            options,
+            secret: job.secret.clone(),
+            listener: None,
+            waker: woken,
+            connections: Vec::new(),
+        };
+        if job.world_size == 1 {
+            shared.update(State::start_if_complete);
+        } else if job.rank == 0 {
+            let listener = rendezvous::listen(&job.address)?;
+            control.listening = listener.local_addr().ok();
+            if let Address::File(path) = &job.address {
+                control.address_file = Some(path.clone());
+            }
+            event_loop.listener = Some(listener);
+        } else {
+            let dialled = rendezvous::dial(job, options.handshake, deadline)?;
+            let link = Link::new(dialled.stream, dialled.session.sealer)
+                .map_err(|e| Error::io(format!("setting up the connection to rank 0 at {}", dialled.addr), e))?;
+            let link = Arc::new(link);
+            event_loop.connections.push(Connection::new(Arc::clone(&link), dialled.session.opener, 0));
+            link.send(&join);
+            shared.update(|state| {
+                if let Some(slot) = state.links.first_mut() {
+                    *slot = Some(link);
+                }
+            });
+        }
+        let name = format!("comm-control-{}", job.rank);
+        let thread = thread::Builder::new().name(name).spawn(move || event_loop.run());
+        control.thread = Some(thread.map_err(|e| Error::io("starting the thread of the control plane", e))?);
+
+        let operation = || format!("meeting {} ranks at {}", job.world_size, job.address);
+        let met = control.wait(Wait::Start, deadline, &operation, |state| {
+            if let Some(trouble) = state.ripe_trouble() {
+                state.fail(&trouble);
+            }
+            state.session().copied()
+        });
+        control.session = met.inspect_err(|error| {
+            // Those who are there learn what this one has been waiting for.
+            if job.rank == 0 {
+                shared.update(|state| state.fail(error));
+            }
+        })?;
+        Ok(Arc::new(control))
+    }
+
+    /// Where rank 0 listens, at rank 0 of more than one.
+    pub fn listening(&self) -> Option<SocketAddr> {
+        self.listening
+    }
+
+    /// Waits until `ready` has something, the job has failed or the deadline has passed.
+    fn wait<R>(
+        &self,
+        what: Wait,
+        deadline: Deadline,
+        operation: &dyn Fn() -> String,
+        mut ready: impl FnMut(&mut State) -> Option<R>,
+    ) -> Result<R> {
+        // Shortly before time is up, rank 0 is asked who is late, to be able to name them.
+        let margin = (deadline.remaining() / 4).min(Duration::from_millis(500));
+        let ask_at = deadline.instant().checked_sub(margin).unwrap_or(deadline.instant());
+        let mut asked = self.job.rank == 0;
+        let mut state = self.shared.lock();
+        loop {
+            let result = ready(&mut state);
+            if let Some((hooks, error)) = state.due_hooks() {
+                drop(state);
+                hooks.iter().for_each(|hook| hook(&error));
+                state = self.shared.lock();
+            }
+            if let Some(result) = result {
+                return Ok(result);
+            }
+            if let Some(error) = state.settled_failure() {
+                return Err(error.clone());
+            }
+            let now = Instant::now();
+            if deadline.has_passed() {
+                let strangers = if what == Wait::Start { state.strangers() } else { String::new() };
+                return Err(Error::Timeout {
+                    rank: self.job.rank,
+                    operation: operation() + &strangers,
+                    waited: deadline.waited(),
+                    waiting_for: state.late(what),
+                });
+            }
+            if !asked && now >= ask_at {
+                asked = true;
+                state.ask_who_is_late(what);
+            }
+            let times = [(!asked).then_some(ask_at), state.settles_at(), state.trouble_ripens_at()];
+            let next = times.into_iter().flatten().filter(|t| *t > now).fold(deadline.instant(), Instant::min);
+            let left = next.saturating_duration_since(now);
+            state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl Control for TcpControl {
+    fn rank(&self) -> usize {
+        self.job.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.job.world_size
+    }
+
+    fn all_gather(&self, label: &str, blob: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+        if blob.len() > MAX_BLOB || label.len() > MAX_LABEL {
+            return Err(Error::invalid(format!(
+                "gathering {} bytes under a label of {} bytes: at most {MAX_BLOB} and {MAX_LABEL} are possible",
+                blob.len(),
+                label.len()
+            )));
+        }
+        let sequence = self.shared.update(|state| {
+            if let Some(error) = state.settled_failure() {
+                return Err(error.clone());
+            }
+            if state.is_leaving() {
+                return Err(Error::invalid(format!("gathering {label:?} after leaving the job")));
+            }
+            Ok(state.begin_gather(label, blob))
+        })?;
+        self.shared.send_rest();
+        let operation = || format!("gathering {label:?}");
+        self.wait(Wait::Gather(sequence), deadline, &operation, |state| state.take_gathered(sequence))
+    }
+
+    fn derive_key(&self, label: &str) -> [u8; 32] {
+        auth::derive_key(&self.job, &self.session, label)
+    }
+
+    fn poison(&self, error: &Error) {
+        self.shared.update(|state| state.fail(error));
+        self.shared.send_rest();
+    }
+
+    fn failure(&self) -> Option<Error> {
+        self.shared.lock().failure().cloned()
+    }
+
+    fn verdict(&self, observed: Error, grace: Duration) -> Error {
+        let wait = |time: Duration| {
+            let end = Instant::now() + time.min(Duration::from_secs(3600));
+            let mut state = self.shared.lock();
+            loop {
+                if let Some(error) = state.settled_failure() {
+                    return Some(error.clone());
+                }
+                let now = Instant::now();
+                if now >= end {
+                    return None;
+                }
+                let next = state.settles_at().filter(|t| *t > now).map_or(end, |t| t.min(end));
+                let left = next.saturating_duration_since(now);
+                state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            }
+        };
+        if let Some(error) = wait(grace) {
+            return error;
+        }
+        self.poison(&observed);
+        let Some(decided) = wait(super::state::SETTLE) else { return observed };
+        // An error that changed on its way through rank 0 says more as it was.
+        let told = Failure::new(&observed, self.job.rank).into_error();
+        if told.to_string() == decided.to_string() { observed } else { decided }
+    }
+
+    fn on_failure(&self, hook: Box<dyn Fn(&Error) + Send + Sync>) {
+        self.shared.update(|state| state.add_hook(hook));
+    }
+
+    fn leave(&self, deadline: Deadline) -> Result<()> {
+        self.shared.update(|state| match state.settled_failure() {
+            Some(error) => Err(error.clone()),
+            None => {
+                state.begin_leave();
+                Ok(())
+            }
+        })?;
+        self.shared.send_rest();
+        self.wait(Wait::Leave, deadline, &|| "leaving the job".to_string(), |state| state.all_left().then_some(()))?;
+        if self.job.rank == 0 {
+            // The others close their connections when the word has reached them. One that is slow to do so is no failure.
+            let farewell = deadline.at_most(FAREWELL);
+            let mut state = self.shared.lock();
+            while state.links.iter().any(Option::is_some) && !farewell.has_passed() {
+                let left = farewell.remaining();
+                state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for TcpControl {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        for link in self.shared.lock().links.iter().flatten() {
+            link.close();
+        }
+        self.shared.wake();
+        if let Some(thread) = self.thread.take()
+            && thread.thread().id() != thread::current().id()
+        {
+            // The thread never waits for anything but the waker and sockets; a panic in it has nobody left to tell.
+            let _ = thread.join();
+        }
+        if let Some(path) = &self.address_file {
+            // It may have been removed with its directory.
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+impl std::fmt::Debug for TcpControl {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TcpControl").field("job", &self.job).finish_non_exhaustive()
+    }
+}
+
+/// What the thread of the control plane and the callers share.
+pub(super) struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+    waker: UnixStream,
+    newcomers: Mutex<Vec<Newcomer>>,
+    /// Number of handshakes that are under way.
+    pub(super) handshakes: AtomicUsize,
+    pub(super) stop: AtomicBool,
+}
+
+impl Shared {
+    /// Changes the state, lets those who wait look at it, and calls the failure hooks that have become due.
+    pub(super) fn update<R>(&self, change: impl FnOnce(&mut State) -> R) -> R {
+        let (result, due) = {
+            let mut state = self.lock();
+            let result = change(&mut state);
+            (result, state.due_hooks())
+        };
+        self.changed.notify_all();
+        if let Some((hooks, error)) = due {
+            hooks.iter().for_each(|hook| hook(&error));
+        }
+        result
+    }
+
+    /// Has the thread send what the sockets did not take at once.
+    fn send_rest(&self) {
+        let waiting = self.lock().is_sending();
+        if waiting {
+            self.wake();
+        }
+    }
+
+    /// Makes the thread look around.
+    pub(super) fn wake(&self) {
+        // A full socket wakes it as well.
+        let _ = (&self.waker).write(&[0]);
+    }
+
+    pub(super) fn newcomers(&self) -> MutexGuard<'_, Vec<Newcomer>> {
+        self.newcomers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+const _: () = assert!(MAX_BLOB + MAX_LABEL + 64 <= MAX_PAYLOAD, "a gathering's message fits into a frame");

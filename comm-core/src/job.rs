@@ -1,0 +1,517 @@
+//! What this process is part of: its rank, the number of ranks, where they meet and what they trust each other by.
+//!
+//! This is the only module that reads environment variables. A launcher sets them; these are understood, the first that is there
+//! decides about rank and world size:
+//!
+//! | launcher | rank, world size | job id | epoch |
+//! |---|---|---|---|
+//! | [`Launch`](crate::launch::Launch), or by hand | `COMM_RANK`, `COMM_WORLD_SIZE` | `COMM_JOB_ID` | `COMM_EPOCH` |
+//! | torchrun | `RANK`, `WORLD_SIZE` | `TORCHELASTIC_RUN_ID` | `TORCHELASTIC_RESTART_COUNT` |
+//! | Open MPI | `OMPI_COMM_WORLD_RANK`, `OMPI_COMM_WORLD_SIZE` | `PMIX_NAMESPACE` | |
+//! | MPICH and others | `PMI_RANK`, `PMI_SIZE` | | |
+//! | Slurm's `srun` | `SLURM_PROCID`, `SLURM_NTASKS` | `SLURM_JOB_ID.SLURM_STEP_ID` | `SLURM_RESTART_COUNT` |
+//!
+//! `COMM_JOB_ID` and `COMM_EPOCH` win over the launcher's own.
+//!
+//! Where to meet: `COMM_ADDR` (`host:port`, or `file:/path` for ranks of one machine), else `MASTER_ADDR` with `COMM_PORT`, or
+//! with `MASTER_PORT` + 1 when `TORCHELASTIC_USE_AGENT_STORE=True` (torchrun's own store then listens on `MASTER_PORT`), or with
+//! `MASTER_PORT`.
+//!
+//! What to trust: `COMM_SECRET_FILE` (a file that only its owner can read) or `COMM_SECRET`. A job of more than one rank
+//! without a secret is refused, on loopback too, where every user of the machine can connect; `COMM_INSECURE=1` runs it
+//! nevertheless, with a key that anyone who knows the job id can compute.
+
+use std::fmt;
+use std::fs;
+use std::io::{self, Read};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result};
+use crate::sys;
+
+/// Names of the variables that [`Launch`](crate::launch::Launch) sets.
+pub(crate) mod vars {
+    pub(crate) const RANK: &str = "COMM_RANK";
+    pub(crate) const WORLD_SIZE: &str = "COMM_WORLD_SIZE";
+    pub(crate) const ADDR: &str = "COMM_ADDR";
+    pub(crate) const SECRET_FILE: &str = "COMM_SECRET_FILE";
+    pub(crate) const SECRET: &str = "COMM_SECRET";
+    pub(crate) const INSECURE: &str = "COMM_INSECURE";
+    pub(crate) const JOB_ID: &str = "COMM_JOB_ID";
+    pub(crate) const EPOCH: &str = "COMM_EPOCH";
+    pub(crate) const LAUNCHER_PID: &str = "COMM_LAUNCHER_PID";
+}
+
+/// Most bytes of a job id.
+pub const MAX_JOB_ID: usize = 200;
+
+/// Most ranks of a job.
+pub const MAX_WORLD_SIZE: usize = 1 << 16;
+
+/// One rank's place in a job.
+#[derive(Clone, Debug)]
+pub struct Job {
+    /// This rank, below [`world_size`](Job::world_size).
+    pub rank: usize,
+    /// Number of ranks, at least 1.
+    pub world_size: usize,
+    /// Where rank 0 listens.
+    pub address: Address,
+    /// What the ranks know and strangers do not.
+    pub secret: Secret,
+    /// Name of the job, at most [`MAX_JOB_ID`] bytes. Ranks of different jobs refuse each other.
+    pub id: String,
+    /// Which start of the job this is: ranks left over from an earlier one are refused.
+    pub epoch: u64,
+}
+
+impl Job {
+    /// A job with an empty id at epoch 0.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] when `rank` is not below `world_size`, or there are no ranks or too many.
+    pub fn new(rank: usize, world_size: usize, address: Address, secret: Secret) -> Result<Self> {
+        check_ranks(rank, world_size, "rank", "world size")?;
+        Ok(Job { rank, world_size, address, secret, id: String::new(), epoch: 0 })
+    }
+
+    /// Reads this process's environment; `None` when no launcher has left its variables there.
+    ///
+    /// # Errors
+    /// As [`from_vars`](Job::from_vars).
+    pub fn from_env() -> Result<Option<Self>> {
+        Self::from_vars(&|name| std::env::var(name).ok())
+    }
+
+    /// As [`from_env`](Job::from_env), from `vars`. The file that `COMM_SECRET_FILE` names is read.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming the variable that is missing or makes no sense, [`Error::Io`] when the secret file
+    /// cannot be read.
+    pub fn from_vars(vars: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>> {
+        let vars = Vars(vars);
+        let Some(launcher) = LAUNCHERS.iter().find(|l| vars.text(l.rank).is_some() && l.is_there(vars)) else {
+            return Ok(None);
+        };
+        let rank = vars.required(launcher.rank, launcher.rank)?;
+        let world_size = vars.required(launcher.world_size, launcher.rank)?;
+        check_ranks(rank, world_size, launcher.rank, launcher.world_size)?;
+
+        let id = vars.text(vars::JOB_ID).unwrap_or_else(|| launcher.job_id(vars));
+        if id.len() > MAX_JOB_ID {
+            return Err(Error::invalid(format!("the job id has {} bytes; at most {MAX_JOB_ID} fit", id.len())));
+        }
+        let epoch = match vars.number(vars::EPOCH)? {
+            Some(epoch) => epoch,
+            None => vars.number(launcher.epoch)?.unwrap_or(0),
+        };
+        let (address, secret) = match (vars.address()?, vars.secret(&id)?) {
+            (Some(address), Some(secret)) => (address, secret),
+            // A single rank meets nobody.
+            (address, secret) if world_size == 1 => (
+                address.unwrap_or_else(|| Address::Tcp { host: "127.0.0.1".into(), port: 0 }),
+                match secret {
+                    Some(secret) => secret,
+                    None => Secret::random()?,
+                },
+            ),
+            (None, _) => {
+                return Err(Error::invalid(format!(
+                    "rank {rank} of {world_size} (by {}) does not know where to meet the others: set COMM_ADDR=host:port, \
+                     or MASTER_ADDR and MASTER_PORT, to an address of rank 0's machine",
+                    launcher.rank
+                )));
+            }
+            (Some(address), None) => {
+                return Err(Error::invalid(format!(
+                    "rank {rank} has no secret by which to know the others at {address}: set COMM_SECRET_FILE to a file \
+                     (mode 600) with the same random text for all ranks, or COMM_SECRET to that text; COMM_INSECURE=1 goes \
+                     without, and then anyone who can connect to that address can join or end the job"
+                )));
+            }
+        };
+        Ok(Some(Job { rank, world_size, address, secret, id, epoch }))
+    }
+}
+
+/// Where rank 0 listens and the others dial.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Address {
+    /// An address or name of rank 0's machine. Rank 0 binds exactly this, not every interface.
+    Tcp {
+        /// An address, or a name that all ranks resolve to an address of rank 0's machine.
+        host: String,
+        /// The port.
+        port: u16,
+    },
+    /// For ranks of one machine: rank 0 binds a free port of 127.0.0.1 and writes it into this file.
+    File(PathBuf),
+}
+
+impl Address {
+    /// Parses `host:port`, `[v6]:port` or `file:/path`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`].
+    pub fn parse(text: &str) -> Result<Self> {
+        if let Some(path) = text.strip_prefix("file:") {
+            if path.is_empty() {
+                return Err(Error::invalid("the address \"file:\" names no file"));
+            }
+            return Ok(Address::File(path.into()));
+        }
+        let understood = text.rsplit_once(':').and_then(|(host, port)| {
+            let host = host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host);
+            Some((host, port.parse::<u16>().ok()?))
+        });
+        match understood {
+            Some((host, port)) if !host.is_empty() && port != 0 => Ok(Address::Tcp { host: host.into(), port }),
+            _ => Err(Error::invalid(format!("{text:?} is not an address: host:port or file:/path is expected"))),
+        }
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Address::Tcp { host, port } if host.contains(':') => write!(f, "[{host}]:{port}"),
+            Address::Tcp { host, port } => write!(f, "{host}:{port}"),
+            Address::File(path) => write!(f, "file:{}", path.display()),
+        }
+    }
+}
+
+/// What the ranks of a job know and strangers do not. Its text form tells nothing of it.
+#[derive(Clone)]
+pub struct Secret(Vec<u8>);
+
+impl Secret {
+    /// Fewest bytes of a secret: a peer that is not one of ours gets to see what an off-line guess can be checked against, so
+    /// it must not be guessable.
+    pub const MIN_LEN: usize = 16;
+
+    const MAX_LEN: usize = 4096;
+
+    /// A secret of the given bytes.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] when there are fewer than [`MIN_LEN`](Secret::MIN_LEN).
+    pub fn new(bytes: impl Into<Vec<u8>>) -> Result<Self> {
+        let bytes = bytes.into();
+        if bytes.len() < Self::MIN_LEN || bytes.len() > Self::MAX_LEN {
+            return Err(Error::invalid(format!(
+                "a secret needs {} to {} bytes, this one has {}; use for instance 32 random bytes in hexadecimal",
+                Self::MIN_LEN,
+                Self::MAX_LEN,
+                bytes.len()
+            )));
+        }
+        Ok(Secret(bytes))
+    }
+
+    /// 64 random hexadecimal digits.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when the system has no randomness.
+    pub fn random() -> Result<Self> {
+        let mut bytes = [0; 32];
+        fill_random(&mut bytes)?;
+        Ok(Secret(hex(&bytes).into_bytes()))
+    }
+
+    /// Reads a secret from a file; white space around it is not part of it.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] when others than the owner may read the file or its length is unfit, [`Error::Io`].
+    pub fn read(path: &Path) -> Result<Self> {
+        let what = || format!("reading the secret in {}", path.display());
+        let file = fs::File::open(path).map_err(|e| Error::io(what(), e))?;
+        let mode = file.metadata().map_err(|e| Error::io(what(), e))?.permissions().mode();
+        if mode & 0o077 != 0 {
+            return Err(Error::invalid(format!(
+                "{} may be read by others (mode {:o}), so it is no secret: chmod 600 it",
+                path.display(),
+                mode & 0o777
+            )));
+        }
+        let mut bytes = Vec::new();
+        file.take(Self::MAX_LEN as u64 + 1).read_to_end(&mut bytes).map_err(|e| Error::io(what(), e))?;
+        Self::new(bytes.trim_ascii())
+    }
+
+    /// Its bytes.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(..)")
+    }
+}
+
+/// Ends this process, by SIGKILL, when the process that launched it is gone, however that ends.
+///
+/// [`Launch`](crate::launch::Launch) arranges this by itself before the program starts; a program calls it first thing to have it
+/// under a parent of its own that sets `COMM_LAUNCHER_PID` to its process id. Without that variable nothing happens. Call it
+/// in a process whose parent's starting thread lives on: to the kernel that thread is the parent.
+///
+/// # Errors
+/// [`Error::Io`] when the launcher is gone already, or the kernel refuses.
+pub fn die_with_parent() -> Result<()> {
+    let vars = |name: &str| std::env::var(name).ok();
+    let parent: Option<u32> = Vars(&vars).number(vars::LAUNCHER_PID)?;
+    match parent {
+        None => Ok(()),
+        Some(parent) => sys::die_with_parent(parent)
+            .map_err(|e| Error::io(format!("binding this process's life to its launcher's (process {parent})"), e)),
+    }
+}
+
+/// Fills `bytes` with randomness of the system.
+pub(crate) fn fill_random(bytes: &mut [u8]) -> Result<()> {
+    getrandom::fill(bytes).map_err(|e| Error::io("getting random bytes", io::Error::other(e.to_string())))
+}
+
+/// Lower-case hexadecimal digits of `bytes`.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// Variables of one launcher.
+struct Launcher {
+    rank: &'static str,
+    world_size: &'static str,
+    job_id: &'static [&'static str],
+    epoch: &'static str,
+    /// A variable that must be there too. A Slurm batch script itself has a rank and a number of tasks, but is no step.
+    also: Option<&'static str>,
+}
+
+const LAUNCHERS: [Launcher; 5] = [
+    Launcher {
+        rank: vars::RANK,
+        world_size: vars::WORLD_SIZE,
+        job_id: &[vars::JOB_ID],
+        epoch: vars::EPOCH,
+        also: None,
+    },
+    Launcher {
+        rank: "RANK",
+        world_size: "WORLD_SIZE",
+        job_id: &["TORCHELASTIC_RUN_ID"],
+        epoch: "TORCHELASTIC_RESTART_COUNT",
+        also: None,
+    },
+    Launcher {
+        rank: "OMPI_COMM_WORLD_RANK",
+        world_size: "OMPI_COMM_WORLD_SIZE",
+        job_id: &["PMIX_NAMESPACE"],
+        epoch: vars::EPOCH,
+        also: None,
+    },
+    Launcher { rank: "PMI_RANK", world_size: "PMI_SIZE", job_id: &[], epoch: vars::EPOCH, also: None },
+    Launcher {
+        rank: "SLURM_PROCID",
+        world_size: "SLURM_NTASKS",
+        job_id: &["SLURM_JOB_ID", "SLURM_STEP_ID"],
+        epoch: "SLURM_RESTART_COUNT",
+        also: Some("SLURM_STEP_ID"),
+    },
+];
+
+impl Launcher {
+    fn is_there(&self, vars: Vars<'_>) -> bool {
+        self.also.is_none_or(|name| vars.text(name).is_some())
+    }
+
+    fn job_id(&self, vars: Vars<'_>) -> String {
+        let parts: Vec<String> = self.job_id.iter().filter_map(|name| vars.text(name)).collect();
+        parts.join(".")
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Vars<'a>(&'a dyn Fn(&str) -> Option<String>);
+
+impl Vars<'_> {
+    /// The value, unless missing or empty.
+    fn text(self, name: &str) -> Option<String> {
+        (self.0)(name).filter(|value| !value.is_empty())
+    }
+
+    fn number<T: std::str::FromStr>(self, name: &str) -> Result<Option<T>> {
+        let Some(text) = self.text(name) else { return Ok(None) };
+        match text.trim().parse() {
+            Ok(number) => Ok(Some(number)),
+            Err(_) => Err(Error::invalid(format!("{name}={text} is not a number that fits"))),
+        }
+    }
+
+    fn required(self, name: &str, because: &str) -> Result<usize> {
+        self.number(name)?.ok_or_else(|| Error::invalid(format!("{because} is set but {name} is not")))
+    }
+
+    fn address(self) -> Result<Option<Address>> {
+        if let Some(text) = self.text(vars::ADDR) {
+            return Address::parse(&text).map(Some);
+        }
+        let Some(host) = self.text("MASTER_ADDR") else { return Ok(None) };
+        let port = match (self.number::<u16>("COMM_PORT")?, self.number::<u16>("MASTER_PORT")?) {
+            (Some(port), _) => port,
+            (None, Some(port)) if self.text("TORCHELASTIC_USE_AGENT_STORE").as_deref() == Some("True") => port
+                .checked_add(1)
+                .ok_or_else(|| Error::invalid("MASTER_PORT is 65535, so there is no port after it: set COMM_PORT"))?,
+            (None, Some(port)) => port,
+            (None, None) => return Err(Error::invalid("MASTER_ADDR is set but neither COMM_PORT nor MASTER_PORT is")),
+        };
+        if port == 0 {
+            return Err(Error::invalid("port 0 is no port at which ranks could meet; set COMM_PORT"));
+        }
+        Ok(Some(Address::Tcp { host, port }))
+    }
+
+    fn secret(self, job_id: &str) -> Result<Option<Secret>> {
+        if let Some(path) = self.text(vars::SECRET_FILE) {
+            return Secret::read(Path::new(&path)).map(Some);
+        }
+        if let Some(text) = self.text(vars::SECRET) {
+            return Secret::new(text.trim()).map(Some);
+        }
+        if self.text(vars::INSECURE).as_deref() == Some("1") {
+            return Secret::new(format!("anyone may join job {job_id}")).map(Some);
+        }
+        Ok(None)
+    }
+}
+
+fn check_ranks(rank: usize, world_size: usize, rank_name: &str, world_name: &str) -> Result<()> {
+    if world_size == 0 || world_size > MAX_WORLD_SIZE {
+        return Err(Error::invalid(format!("{world_name} is {world_size}; a job has 1 to {MAX_WORLD_SIZE} ranks")));
+    }
+    if rank >= world_size {
+        return Err(Error::invalid(format!(
+            "{rank_name} is {rank} and {world_name} is {world_size}; ranks count from 0, so it must be smaller"
+        )));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECRET: (&str, &str) = ("COMM_SECRET", "0123456789abcdef");
+
+    fn job(vars: &[(&str, &str)]) -> Result<Option<Job>> {
+        Job::from_vars(&|name| vars.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_string()))
+    }
+
+    fn found(vars: &[(&str, &str)]) -> Job {
+        job(vars).unwrap().unwrap()
+    }
+
+    fn error(vars: &[(&str, &str)]) -> String {
+        job(vars).unwrap_err().to_string()
+    }
+
+    fn tcp(host: &str, port: u16) -> Address {
+        Address::Tcp { host: host.into(), port }
+    }
+
+    #[test]
+    fn no_launcher_is_no_job() {
+        assert!(job(&[]).unwrap().is_none());
+        assert!(job(&[("MASTER_ADDR", "host"), SECRET]).unwrap().is_none());
+    }
+
+    #[test]
+    fn own_variables_win() {
+        let vars = [
+            ("RANK", "0"),
+            ("WORLD_SIZE", "9"),
+            ("COMM_RANK", "2"),
+            ("COMM_WORLD_SIZE", "4"),
+            ("COMM_ADDR", "[::1]:4000"),
+            ("COMM_JOB_ID", "x"),
+            ("COMM_EPOCH", "7"),
+            SECRET,
+        ];
+        let job = found(&vars);
+        assert_eq!((job.rank, job.world_size, job.id.as_str(), job.epoch), (2, 4, "x", 7));
+        assert_eq!(job.address, tcp("::1", 4000));
+        assert_eq!(job.address.to_string(), "[::1]:4000");
+    }
+
+    #[test]
+    fn torchrun_keeps_its_store_on_the_master_port() {
+        let base = [("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "h"), ("MASTER_PORT", "29500"), SECRET];
+        assert_eq!(found(&base).address, tcp("h", 29500));
+        let agent = ("TORCHELASTIC_USE_AGENT_STORE", "True");
+        assert_eq!(found(&[&base[..], &[agent]].concat()).address, tcp("h", 29501));
+        let port = ("COMM_PORT", "5000");
+        assert_eq!(found(&[&base[..], &[agent, port]].concat()).address, tcp("h", 5000));
+        let restart = [("TORCHELASTIC_RUN_ID", "run"), ("TORCHELASTIC_RESTART_COUNT", "3")];
+        let job = found(&[&base[..], &restart].concat());
+        assert_eq!((job.id.as_str(), job.epoch), ("run", 3));
+    }
+
+    #[test]
+    fn mpi_and_slurm() {
+        let address = ("COMM_ADDR", "file:/tmp/a");
+        let job1 = found(&[("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "3"), address, SECRET]);
+        assert_eq!((job1.rank, job1.world_size), (1, 3));
+        assert_eq!(job1.address, Address::File("/tmp/a".into()));
+        assert_eq!(found(&[("PMI_RANK", "1"), ("PMI_SIZE", "2"), address, SECRET]).rank, 1);
+        let batch = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4"), ("SLURM_JOB_ID", "12"), address, SECRET];
+        assert!(job(&batch).unwrap().is_none(), "a batch script is not a rank");
+        let step = found(&[&batch[..], &[("SLURM_STEP_ID", "0")]].concat());
+        assert_eq!((step.world_size, step.id.as_str()), (4, "12.0"));
+    }
+
+    #[test]
+    fn nonsense_is_named() {
+        let address = ("COMM_ADDR", "127.0.0.1:4000");
+        let at = |rank, world| error(&[("COMM_RANK", rank), ("COMM_WORLD_SIZE", world), address, SECRET]);
+        assert!(at("4", "4").contains("COMM_RANK is 4 and COMM_WORLD_SIZE is 4"));
+        assert!(at("0", "0").contains("COMM_WORLD_SIZE is 0"));
+        assert!(at("-1", "2").contains("COMM_RANK=-1"));
+        assert!(at("0", "many").contains("COMM_WORLD_SIZE=many"));
+        assert!(error(&[("COMM_RANK", "0")]).contains("COMM_WORLD_SIZE is not"));
+        let two = [("COMM_RANK", "0"), ("COMM_WORLD_SIZE", "2")];
+        assert!(error(&[&two[..], &[SECRET]].concat()).contains("COMM_ADDR"));
+        assert!(error(&[&two[..], &[address]].concat()).contains("COMM_SECRET_FILE"));
+        assert!(error(&[&two[..], &[address, ("COMM_SECRET", "short")]].concat()).contains("16"));
+        for text in ["host", "host:", ":80", "host:0", "host:99999", "file:"] {
+            assert!(error(&[&two[..], &[("COMM_ADDR", text), SECRET]].concat()).contains("address"), "{text}");
+        }
+    }
+
+    #[test]
+    fn insecure_has_to_be_asked_for() {
+        let vars = [("COMM_RANK", "0"), ("COMM_WORLD_SIZE", "2"), ("COMM_ADDR", "127.0.0.1:4000")];
+        assert!(job(&vars).is_err());
+        assert!(job(&[&vars[..], &[("COMM_INSECURE", "1")]].concat()).unwrap().is_some());
+    }
+
+    #[test]
+    fn one_rank_needs_neither_address_nor_secret() {
+        assert_eq!(found(&[("COMM_RANK", "0"), ("COMM_WORLD_SIZE", "1")]).world_size, 1);
+    }
+
+    #[test]
+    fn a_secret_that_others_can_read_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("secret");
+        fs::write(&path, "0123456789abcdef\n").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o640)).unwrap();
+        assert!(Secret::read(&path).unwrap_err().to_string().contains("chmod 600"));
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+        let secret = Secret::read(&path).unwrap();
+        assert_eq!(secret.bytes(), b"0123456789abcdef");
+        assert_eq!(format!("{secret:?}"), "Secret(..)");
+        assert!(Secret::read(&dir.path().join("none")).unwrap_err().to_string().contains("none"));
+    }
+}

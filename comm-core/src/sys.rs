@@ -1,0 +1,98 @@
+//! System calls that the standard library does not offer, behind safe functions.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::time::Duration;
+
+/// A file descriptor to wait for with [`poll`], and what was found.
+pub(crate) struct Waiter<'a> {
+    fd: BorrowedFd<'a>,
+    write: bool,
+    /// Reading would not block: bytes, a connection, the end, or an error to be read.
+    pub(crate) readable: bool,
+    /// Writing would not block.
+    pub(crate) writable: bool,
+}
+
+impl<'a> Waiter<'a> {
+    /// Waits until `fd` is readable and, if `write`, also until it is writable.
+    pub(crate) fn new(fd: BorrowedFd<'a>, write: bool) -> Self {
+        Waiter { fd, write, readable: false, writable: false }
+    }
+}
+
+/// Waits until one of `waiters` is ready, at most `timeout`. An interruption by a signal counts as the end of the wait.
+pub(crate) fn poll(waiters: &mut [Waiter<'_>], timeout: Duration) -> io::Result<()> {
+    let mut fds: Vec<libc::pollfd> = waiters
+        .iter()
+        .map(|w| libc::pollfd {
+            fd: w.fd.as_raw_fd(),
+            events: if w.write { libc::POLLIN | libc::POLLOUT } else { libc::POLLIN },
+            revents: 0,
+        })
+        .collect();
+    // Rounded up, so that a timer that is due in half a millisecond does not make the caller spin.
+    let millis = timeout.as_nanos().div_ceil(1_000_000).min(60_000) as libc::c_int;
+    // SAFETY: `fds` is a live, exclusively borrowed array of exactly `fds.len()` pollfd structures, and each descriptor in it
+    // is open for the whole call because `waiters` borrows it.
+    let count = unsafe { libc::poll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, millis) };
+    if count < 0 {
+        let error = io::Error::last_os_error();
+        return if error.kind() == io::ErrorKind::Interrupted { Ok(()) } else { Err(error) };
+    }
+    for (waiter, fd) in waiters.iter_mut().zip(&fds) {
+        waiter.readable = fd.revents & (libc::POLLIN | libc::POLLHUP | libc::POLLERR | libc::POLLNVAL) != 0;
+        waiter.writable = fd.revents & libc::POLLOUT != 0;
+    }
+    Ok(())
+}
+
+/// Asks the kernel to kill this process when its parent ends, and fails if `parent` is no longer its parent.
+///
+/// The kernel takes "parent" to be the *thread* that started this process.
+pub(crate) fn die_with_parent(parent: u32) -> io::Result<()> {
+    // SAFETY: PR_SET_PDEATHSIG takes one integer argument and touches no memory of this process.
+    let status = unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as libc::c_ulong) };
+    if status != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // A parent that died before the call above will not send the signal any more.
+    if std::os::unix::process::parent_id() == parent { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ESRCH)) }
+}
+
+/// Makes the process that `command` starts die with this one, whatever program it runs.
+pub(crate) fn die_with_this_process(command: &mut Command) {
+    let parent = std::process::id();
+    // SAFETY: the closure runs between fork and exec, where only async-signal-safe calls are allowed: it calls prctl and
+    // getppid, and builds errors from plain numbers, without allocation or locks.
+    unsafe {
+        command.pre_exec(move || die_with_parent(parent));
+    }
+}
+
+/// Sends `signal` to the process group that `leader` leads. A group that is gone is no error.
+pub(crate) fn signal_group(leader: u32, signal: i32) {
+    let Ok(leader) = libc::pid_t::try_from(leader) else { return };
+    // 0 and 1 would address the caller's own group and every process there is.
+    if leader > 1 {
+        // SAFETY: kill takes two integers and touches no memory of this process.
+        unsafe { libc::kill(-leader, signal) };
+    }
+}
+
+/// Whether the child `pid` has ended. It stays unreaped, so its process id and its group's cannot be given to another.
+pub(crate) fn has_ended(pid: u32) -> io::Result<bool> {
+    // SAFETY: a siginfo_t of zeroes is a valid value of this plain C structure.
+    let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+    let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+    // SAFETY: `info` is a live, writable siginfo_t; the other arguments are integers.
+    let status = unsafe { libc::waitid(libc::P_PID, pid as libc::id_t, &mut info, options) };
+    if status != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: after a successful waitid the structure holds either zeroes (nothing ended) or a SIGCHLD record, and in both
+    // cases si_pid is initialised.
+    Ok(unsafe { info.si_pid() } != 0)
+}

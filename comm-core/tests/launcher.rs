@@ -1,0 +1,400 @@
+//! The launcher, and the control plane between real processes that are killed and stopped. Not run by the usual harness: the
+//! tests start this executable again as ranks and as a launcher.
+
+#![allow(clippy::unwrap_used, reason = "a test, though its harness is its own")]
+
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use comm_core::control::{TcpControl, TcpOptions};
+use comm_core::launch::{Launch, LaunchOutcome, Output};
+use comm_core::{Control, Deadline, Error, Job};
+use libtest_mimic::{Arguments, Failed, Trial};
+
+/// What a process of this executable does, when it is not the test itself.
+const ROLE: &str = "LAUNCHER_TEST_ROLE";
+/// Which rank it happens to.
+const VICTIM: &str = "LAUNCHER_TEST_VICTIM";
+
+fn main() {
+    if let Ok(role) = std::env::var(ROLE) {
+        if let Some(rank_role) = role.strip_prefix("launch ") {
+            let mut launch = ranks(rank_role, 3);
+            launch.output = Output::Prefixed;
+            let outcome = launch.run().unwrap();
+            eprintln!("cause: {}", outcome.cause.unwrap_or_default());
+            std::process::exit(outcome.code);
+        }
+        std::process::exit(rank(&role));
+    }
+    let tests: &[(&str, fn())] = &[
+        ("all_well", all_well),
+        ("exit_codes", exit_codes),
+        ("a_killed_rank_is_128_plus_the_signal", killed_rank),
+        ("survivors_of_sigkill_name_the_dead", survivors_name_the_dead),
+        ("a_stopped_rank_is_noticed", stopped_rank),
+        ("a_rank_that_goes_on_learns_that_it_was_given_up", resumed_rank),
+        ("an_abort_on_the_way_out_arrives", abort_on_the_way_out),
+        ("ranks_that_ignore_everything_are_killed", stubborn_ranks),
+        ("survivors_get_time_to_report", grace),
+        ("a_job_has_a_time_limit", time_limit),
+        ("lines_have_prefixes", prefixes),
+        ("rank_0_can_be_plain", plain_rank_zero),
+        ("ctrl_c_reaches_the_ranks_once", ctrl_c),
+        ("nothing_outlives_a_killed_launcher", killed_launcher),
+        ("what_ranks_leave_behind_is_killed", orphans),
+        ("the_secret_is_private_and_removed", meeting_point),
+        ("no_ranks_and_no_program", nonsense),
+    ];
+    let trials = tests.iter().map(|&(name, test)| Trial::test(name, move || run_test(test))).collect();
+    libtest_mimic::run(&Arguments::from_args(), trials).exit();
+}
+
+fn run_test(test: fn()) -> Result<(), Failed> {
+    test();
+    Ok(())
+}
+
+/// What a rank does.
+fn rank(role: &str) -> i32 {
+    let job = Job::from_env().unwrap().expect("started by the launcher");
+    let victim = std::env::var(VICTIM).ok().and_then(|v| v.parse().ok()).unwrap_or(1);
+    let mine = job.rank == victim;
+    match role {
+        "exit 3" => return if mine { 3 } else { 0 },
+        "print" => {
+            println!("out {}", job.rank);
+            eprintln!("err {}", job.rank);
+            print!("no end");
+            return 0;
+        }
+        "kill without control" if mine => kill(std::process::id(), "KILL"),
+        "kill without control" => {
+            thread::sleep(Duration::from_millis(300));
+            println!("reported");
+            return 7;
+        }
+        "stubborn" if mine => return 5,
+        "stubborn" => {
+            ignore_signals();
+            println!("still here");
+            thread::sleep(Duration::from_secs(60));
+        }
+        "sleep" => {
+            println!("pid {}", std::process::id());
+            thread::sleep(Duration::from_secs(60));
+        }
+        "count signals" => {
+            let caught = signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT]);
+            let mut caught = caught.unwrap();
+            println!("pid {}", std::process::id());
+            caught.wait().for_each(|_| println!("got one"));
+            thread::sleep(Duration::from_millis(200));
+            println!("more: {}", caught.pending().count());
+            return 0;
+        }
+        "where" => {
+            let path = std::path::PathBuf::from(std::env::var("COMM_SECRET_FILE").unwrap());
+            let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+            println!("modes {:o} {:o}\npath {}", mode(path.parent().unwrap()), mode(&path), path.display());
+            return 0;
+        }
+        "orphan" => {
+            let script = "sleep 60 & echo pid $!";
+            assert!(Command::new("sh").args(["-c", script]).status().unwrap().success());
+            return 0;
+        }
+        _ => {}
+    }
+    let options = TcpOptions {
+        heartbeat: Duration::from_millis(50),
+        liveness: if role.starts_with("stop") { Duration::from_millis(500) } else { Duration::from_secs(10) },
+        ..TcpOptions::default()
+    };
+    let control = TcpControl::connect_with(&job, &[], options, Deadline::after(Duration::from_secs(20))).unwrap();
+    let gathered = control.all_gather("there", &[job.rank as u8], Deadline::after(Duration::from_secs(20))).unwrap();
+    assert_eq!(gathered, (0..job.world_size).map(|r| vec![r as u8]).collect::<Vec<_>>());
+    match role {
+        "well" => {
+            control.leave(Deadline::after(Duration::from_secs(20))).unwrap();
+            return 0;
+        }
+        "kill" if mine => {
+            println!("at {}", now());
+            kill(std::process::id(), "KILL");
+        }
+        "stop and go" if mine => {
+            let pid = std::process::id();
+            let script = format!("(sleep 1; kill -CONT {pid}) & kill -STOP {pid}");
+            assert!(Command::new("sh").args(["-c", &script]).status().unwrap().success());
+            // Its part would complete the others' gathering if it came before their word.
+            while control.failure().is_none() {
+                thread::sleep(Duration::from_millis(1));
+            }
+        }
+        "stop" if mine => kill(std::process::id(), "STOP"),
+        "abort" if mine => {
+            control.poison(&Error::Aborted { by: job.rank, reason: "had enough".into() });
+            std::process::exit(9);
+        }
+        _ => {}
+    }
+    match control.all_gather("never", &[], Deadline::after(Duration::from_secs(20))) {
+        Err(error) => {
+            println!("at {}", now());
+            println!("error: {error}");
+            4
+        }
+        Ok(_) => 0,
+    }
+}
+
+/// Microseconds of a clock that all processes of a machine share.
+fn now() -> u128 {
+    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_micros()
+}
+
+fn ignore_signals() {
+    for signal in [signal_hook::consts::SIGTERM, signal_hook::consts::SIGINT] {
+        signal_hook::flag::register(signal, Default::default()).unwrap();
+    }
+}
+
+fn kill(pid: u32, signal: &str) {
+    let status = Command::new("sh").args(["-c", &format!("kill -{signal} {pid}")]).status().unwrap();
+    assert!(status.success());
+}
+
+fn ranks(role: &str, count: usize) -> Launch {
+    let mut launch = Launch::new(std::env::current_exe().unwrap(), count);
+    launch.env = vec![(ROLE.into(), role.into())];
+    launch.output = Output::Captured;
+    launch.grace = Duration::from_secs(2);
+    launch.timeout = Some(Duration::from_secs(30));
+    if let Ok(victim) = std::env::var(VICTIM) {
+        launch.env.push((VICTIM.into(), victim));
+    }
+    launch
+}
+
+fn with_victim(role: &str, count: usize, victim: usize) -> LaunchOutcome {
+    let mut launch = ranks(role, count);
+    launch.env.push((VICTIM.into(), victim.to_string()));
+    launch.run().unwrap()
+}
+
+fn line(outcome: &LaunchOutcome, rank: usize, start: &str) -> String {
+    let stdout = &outcome.captured[rank].stdout;
+    let found = stdout.lines().find_map(|line| line.strip_prefix(start));
+    found.unwrap_or_else(|| panic!("no {start:?} from rank {rank} in {outcome:#?}")).to_string()
+}
+
+fn all_well() {
+    let start = Instant::now();
+    for count in [1, 4] {
+        let outcome = ranks("well", count).run().unwrap();
+        assert_eq!((outcome.code, outcome.cause.as_deref()), (0, None), "{:?}", outcome.captured);
+        assert_eq!(outcome.codes, vec![0; count]);
+    }
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+}
+
+fn exit_codes() {
+    let outcome = ranks("exit 3", 3).run().unwrap();
+    assert_eq!(outcome.code, 3);
+    assert_eq!(outcome.cause.as_deref(), Some("rank 1 exited with code 3"));
+    assert_eq!(outcome.codes, [0, 3, 0]);
+}
+
+fn killed_rank() {
+    let outcome = ranks("kill without control", 3).run().unwrap();
+    assert_eq!(outcome.code, 137);
+    assert_eq!(outcome.cause.as_deref(), Some("rank 1 was killed by signal 9 (SIGKILL)"));
+    assert_eq!(outcome.codes, [7, 137, 7]);
+}
+
+fn survivors_name_the_dead() {
+    for victim in [0, 2] {
+        let outcome = with_victim("kill", 4, victim);
+        assert_eq!(outcome.code, 137, "{outcome:#?}");
+        assert_eq!(outcome.cause, Some(format!("rank {victim} was killed by signal 9 (SIGKILL)")));
+        let died: u128 = line(&outcome, victim, "at ").parse().unwrap();
+        for survivor in (0..4).filter(|&rank| rank != victim) {
+            assert_eq!(
+                line(&outcome, survivor, "error: "),
+                format!("rank {victim} was lost: its control connection was closed")
+            );
+            // From before the shell that kills is started.
+            let after = line(&outcome, survivor, "at ").parse::<u128>().unwrap().saturating_sub(died);
+            assert!(after < 1_000_000, "{after} µs");
+            eprintln!("rank {survivor} knew of rank {victim}'s end within {after} µs, start of the killer included");
+        }
+    }
+}
+
+fn stopped_rank() {
+    for victim in [0, 1] {
+        let mut launch = ranks("stop", 3);
+        launch.env.push((VICTIM.into(), victim.to_string()));
+        launch.grace = Duration::from_millis(500);
+        let outcome = launch.run().unwrap();
+        for survivor in (0..3).filter(|&rank| rank != victim) {
+            let error = line(&outcome, survivor, "error: ");
+            assert!(error.contains(&format!("rank {victim} was lost: it gave no sign of life for 0.5 s")), "{error}");
+            assert_eq!(outcome.codes[survivor], 4);
+        }
+        assert_eq!(outcome.codes[victim], 137, "a stopped process is not ended by SIGTERM");
+    }
+}
+
+fn resumed_rank() {
+    for victim in [0, 1] {
+        let outcome = with_victim("stop and go", 3, victim);
+        let expected = line(&outcome, 2, "error: ");
+        assert!(expected.contains(&format!("rank {victim} was lost: it gave no sign of life for 0.5 s")), "{expected}");
+        for rank in 0..3 {
+            assert_eq!(line(&outcome, rank, "error: "), expected);
+            assert_eq!(outcome.codes[rank], 4);
+        }
+    }
+}
+
+fn abort_on_the_way_out() {
+    for victim in [0, 2] {
+        let outcome = with_victim("abort", 3, victim);
+        for survivor in (0..3).filter(|&rank| rank != victim) {
+            assert_eq!(line(&outcome, survivor, "error: "), format!("rank {victim} aborted the job: had enough"));
+        }
+        assert_eq!(outcome.codes[victim], 9);
+    }
+}
+
+fn stubborn_ranks() {
+    let mut launch = ranks("stubborn", 3);
+    launch.grace = Duration::from_millis(300);
+    let start = Instant::now();
+    let outcome = launch.run().unwrap();
+    assert!(start.elapsed() < Duration::from_secs(5));
+    assert_eq!(outcome.code, 5);
+    assert_eq!(outcome.codes, [137, 5, 137]);
+}
+
+fn grace() {
+    let outcome = ranks("kill without control", 2).run().unwrap();
+    assert_eq!(outcome.captured[0].stdout, "reported\n");
+}
+
+fn time_limit() {
+    let mut launch = ranks("sleep", 2);
+    launch.timeout = Some(Duration::from_millis(300));
+    let start = Instant::now();
+    let outcome = launch.run().unwrap();
+    assert!(start.elapsed() < Duration::from_millis(1500), "SIGTERM comes at once");
+    assert_eq!((outcome.code, outcome.codes), (124, vec![143, 143]));
+    assert!(outcome.cause.unwrap().contains("did not end within"));
+}
+
+/// This executable as a launcher.
+fn launcher(role: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.env(ROLE, format!("launch {role}")).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+fn prefixes() {
+    let out = launcher("print").output().unwrap();
+    let sorted = |bytes: &[u8]| {
+        let mut lines: Vec<String> = String::from_utf8_lossy(bytes).lines().map(str::to_string).collect();
+        lines.sort();
+        lines
+    };
+    let expected: Vec<String> =
+        (0..3).flat_map(|r| [format!("[rank {r}] no end"), format!("[rank {r}] out {r}")]).collect();
+    assert_eq!(sorted(&out.stdout), expected);
+    let expected: Vec<String> = (0..3).map(|r| format!("[rank {r}] err {r}")).chain(["cause: ".into()]).collect();
+    assert_eq!(sorted(&out.stderr), expected);
+    assert_eq!(out.status.code(), Some(0));
+}
+
+fn plain_rank_zero() {
+    // The output of this process itself cannot be looked at, so only that nothing goes wrong.
+    let mut launch = ranks("exit 3", 2);
+    launch.output = Output::RankZeroPlain;
+    assert_eq!(launch.run().unwrap().code, 3);
+}
+
+/// Reads `pid N` from each of 3 ranks.
+fn pids(child: &mut Child) -> (Vec<u32>, impl BufRead + use<>) {
+    let mut lines = BufReader::new(child.stdout.take().unwrap());
+    let mut found = Vec::new();
+    while found.len() < 3 {
+        let mut line = String::new();
+        assert_ne!(lines.read_line(&mut line).unwrap(), 0, "ended too early");
+        found.extend(line.split("pid ").nth(1).and_then(|pid| pid.trim().parse::<u32>().ok()));
+    }
+    (found, lines)
+}
+
+/// Whether the process runs; one that has ended and waits to be reaped does not.
+fn runs(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit(')').next().is_some_and(|rest| !rest.trim().is_empty() && !rest.trim().starts_with('Z'))
+}
+
+fn assert_gone(pids: &[u32]) {
+    let end = Instant::now() + Duration::from_secs(3);
+    while pids.iter().any(|&pid| runs(pid)) {
+        assert!(Instant::now() < end, "of {pids:?} some still run");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn ctrl_c() {
+    // As a terminal does it: to the whole foreground group.
+    let mut child = launcher("count signals").process_group(0).spawn().unwrap();
+    let (pids, rest) = pids(&mut child);
+    let signal = Command::new("sh").args(["-c", &format!("kill -INT -{}", child.id())]).status().unwrap();
+    assert!(signal.success());
+    let rest: Vec<String> = rest.lines().map(Result::unwrap).collect();
+    assert_eq!(rest.iter().filter(|line| line.ends_with("got one")).count(), 3, "{rest:?}");
+    assert_eq!(rest.iter().filter(|line| line.ends_with("more: 0")).count(), 3, "{rest:?}");
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert_gone(&pids);
+}
+
+fn killed_launcher() {
+    let mut child = launcher("sleep").spawn().unwrap();
+    let (pids, _rest) = pids(&mut child);
+    assert!(pids.iter().all(|&pid| runs(pid)));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_gone(&pids);
+}
+
+fn orphans() {
+    let outcome = ranks("orphan", 2).run().unwrap();
+    assert_eq!(outcome.code, 0);
+    let pids: Vec<u32> = (0..2).map(|rank| line(&outcome, rank, "pid ").parse().unwrap()).collect();
+    assert_gone(&pids);
+}
+
+fn nonsense() {
+    assert!(matches!(Launch::new("true", 0).run(), Err(Error::InvalidArgument(_))));
+    let error = Launch::new(Path::new("/no/such/program"), 2).run().unwrap_err().to_string();
+    assert!(error.contains("/no/such/program") && error.contains("rank 0"), "{error}");
+}
+
+fn meeting_point() {
+    let outcome = ranks("where", 2).run().unwrap();
+    assert_eq!(line(&outcome, 0, "modes "), "700 600");
+    for rank in 0..2 {
+        let path = line(&outcome, rank, "path ");
+        assert!(path.ends_with("/secret"));
+        assert!(!Path::new(&path).parent().unwrap().exists());
+    }
+}

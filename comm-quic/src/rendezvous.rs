@@ -1,0 +1,315 @@
+//! How the ranks find each other: addresses and fingerprints through the control plane, then one connection a pair.
+//!
+//! The higher rank dials. It opens one stream a lane and names the lane in the first bytes; the lower rank answers on each. Only
+//! that answer tells the dialling side that its certificate was accepted: in TLS 1.3 the client is ready before the server has
+//! looked at it.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use comm_core::{Control, Deadline, Error, Result};
+use quinn::{Connection, ConnectionError, Endpoint, Incoming, RecvStream, SendStream, TransportErrorCode};
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+
+use crate::message::{Channel, describe};
+use crate::tls::{Fingerprint, Pins, SERVER_NAME};
+
+/// What each rank tells the others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Introduction {
+    pub(crate) address: SocketAddr,
+    pub(crate) fingerprint: Fingerprint,
+    pub(crate) lanes: u32,
+    /// Bytes that its UDP receive buffer holds.
+    pub(crate) receive_buffer: u64,
+}
+
+const INTRODUCTION: u8 = 1;
+
+impl Introduction {
+    /// Tells every rank of this one and hears of every rank, in order.
+    pub(crate) fn exchange(&self, control: &dyn Control, deadline: Deadline) -> Result<Vec<Introduction>> {
+        let blobs = control.all_gather("quic introduction", &self.encode(), deadline)?;
+        let introductions: Vec<Introduction> = blobs
+            .iter()
+            .enumerate()
+            .map(|(rank, blob)| {
+                Self::decode(blob).ok_or_else(|| Error::Protocol {
+                    who: format!("rank {rank}"),
+                    what: format!("a QUIC introduction of {} B", blob.len()),
+                })
+            })
+            .collect::<Result<_>>()?;
+        if introductions.len() != control.world_size() {
+            return Err(Error::Rendezvous(format!(
+                "{} ranks introduced themselves, not {}",
+                introductions.len(),
+                control.world_size()
+            )));
+        }
+        if let Some((rank, other)) = introductions.iter().enumerate().find(|(_, other)| other.lanes != self.lanes) {
+            return Err(Error::Rendezvous(format!(
+                "rank {} has {} QUIC lanes, but rank {rank} has {}; start all ranks with the same number",
+                control.rank(),
+                self.lanes,
+                other.lanes
+            )));
+        }
+        Ok(introductions)
+    }
+
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut blob = vec![INTRODUCTION];
+        blob.extend_from_slice(&self.lanes.to_le_bytes());
+        blob.extend_from_slice(&self.receive_buffer.to_le_bytes());
+        blob.extend_from_slice(&self.fingerprint);
+        blob.extend_from_slice(self.address.to_string().as_bytes());
+        blob
+    }
+
+    pub(crate) fn decode(blob: &[u8]) -> Option<Self> {
+        let (version, blob) = blob.split_first()?;
+        let (lanes, blob) = blob.split_first_chunk()?;
+        let (receive_buffer, blob) = blob.split_first_chunk()?;
+        let (fingerprint, address) = blob.split_first_chunk()?;
+        if *version != INTRODUCTION {
+            return None;
+        }
+        Some(Introduction {
+            address: str::from_utf8(address).ok()?.parse().ok()?,
+            fingerprint: *fingerprint,
+            lanes: u32::from_le_bytes(*lanes),
+            receive_buffer: u64::from_le_bytes(*receive_buffer),
+        })
+    }
+}
+
+/// A peer with which this rank is connected.
+pub(crate) struct Link {
+    pub(crate) connection: Connection,
+    /// In lane order.
+    pub(crate) channels: Vec<Channel>,
+}
+
+/// A rank to dial.
+pub(crate) struct Appointment {
+    pub(crate) peer: usize,
+    pub(crate) address: SocketAddr,
+    /// Accepts this peer's certificate only.
+    pub(crate) config: quinn::ClientConfig,
+}
+
+/// At most this many handshakes that others began are under way at once; further ones wait, unanswered.
+const GUESTS: usize = 64;
+
+/// A guest who has not said which lanes it wants by then is shown out.
+const GUEST_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Pause before a peer that was too busy is dialled again.
+const DIAL_AGAIN: Duration = Duration::from_millis(20);
+
+enum Arrival {
+    Dialled(usize, Result<Link>),
+    Guest(Result<(usize, Link), String>),
+}
+
+/// Connects with every rank that has an appointment or a pin, and puts the links in place as they come about.
+///
+/// # Errors
+/// `PeerLost` when a dialled rank refuses for good.
+pub(crate) async fn meet(
+    endpoint: &Endpoint,
+    appointments: Vec<Appointment>,
+    pins: &Pins,
+    rank: usize,
+    lanes: usize,
+    links: &mut [Option<Link>],
+) -> Result<()> {
+    let mut tasks = JoinSet::new();
+    for Appointment { peer, address, config } in appointments {
+        let endpoint = endpoint.clone();
+        tasks.spawn(async move { Arrival::Dialled(peer, dial(&endpoint, config, address, rank, peer, lanes).await) });
+    }
+    let mut guests = 0;
+    while links.iter().enumerate().any(|(peer, link)| peer != rank && link.is_none()) {
+        tokio::select! {
+            Some(arrival) = tasks.join_next() => match arrival {
+                Ok(Arrival::Dialled(peer, link)) => place(links, peer, link?),
+                Ok(Arrival::Guest(guest)) => {
+                    guests -= 1;
+                    // A stranger who is turned away is no failure of the job.
+                    if let Ok((peer, link)) = guest {
+                        place(links, peer, link);
+                    }
+                }
+                Err(error) => return Err(Error::Rendezvous(format!("a QUIC connection attempt ended: {error}"))),
+            },
+            incoming = endpoint.accept(), if guests < GUESTS => {
+                let Some(incoming) = incoming else {
+                    return Err(Error::Rendezvous("the UDP socket for QUIC failed".into()));
+                };
+                if !incoming.remote_address_validated() {
+                    // Nothing is kept for an address that may be forged; a rank answers, one round trip later.
+                    drop(incoming.retry());
+                    continue;
+                }
+                guests += 1;
+                let pins = pins.clone();
+                tasks.spawn(async move {
+                    let guest = timeout(GUEST_PATIENCE, admit(incoming, &pins, lanes)).await;
+                    Arrival::Guest(guest.unwrap_or_else(|_| Err("it took too long".into())))
+                });
+            }
+        }
+    }
+    turn_away(endpoint).await;
+    Ok(())
+}
+
+/// The first link with a peer stays.
+fn place(links: &mut [Option<Link>], peer: usize, link: Link) {
+    if let Some(place @ None) = links.get_mut(peer) {
+        *place = Some(link);
+    }
+}
+
+/// No further connection is wanted.
+async fn turn_away(endpoint: &Endpoint) {
+    endpoint.set_server_config(None);
+    loop {
+        tokio::select! {
+            biased;
+            Some(incoming) = endpoint.accept() => incoming.ignore(),
+            () = std::future::ready(()) => return,
+        }
+    }
+}
+
+async fn dial(
+    endpoint: &Endpoint,
+    config: quinn::ClientConfig,
+    address: SocketAddr,
+    rank: usize,
+    peer: usize,
+    lanes: usize,
+) -> Result<Link> {
+    let lost = |detail: String| Error::PeerLost { rank: peer, operation: "connecting over QUIC".into(), detail };
+    loop {
+        let connecting =
+            endpoint.connect_with(config.clone(), address, SERVER_NAME).map_err(|error| lost(error.to_string()))?;
+        match connecting.await {
+            Ok(connection) => return open_lanes(connection, rank, lanes).await.map_err(lost),
+            Err(error) if is_passing(&error) => sleep(DIAL_AGAIN).await,
+            Err(error) => return Err(lost(format!("{} at {address}", describe(&error)))),
+        }
+    }
+}
+
+/// Whether dialling again may help: the peer was busy with strangers, or packets were lost.
+fn is_passing(error: &ConnectionError) -> bool {
+    match error {
+        ConnectionError::ConnectionClosed(close) => close.error_code == TransportErrorCode::CONNECTION_REFUSED,
+        ConnectionError::TimedOut | ConnectionError::Reset => true,
+        _ => false,
+    }
+}
+
+/// The dialling side's half of agreeing on lanes.
+async fn open_lanes(connection: Connection, rank: usize, lanes: usize) -> Result<Link, String> {
+    let mut channels = Vec::with_capacity(lanes);
+    for lane in 0..lanes {
+        // No more than the peer allows: it allows one stream a lane.
+        let (mut send, receive) = connection.open_bi().await.map_err(|error| describe(&error))?;
+        greet(&mut send, lane, rank).await?;
+        channels.push(Channel { send, receive });
+    }
+    for (lane, channel) in channels.iter_mut().enumerate() {
+        let (answered, _) = greeting(&mut channel.receive).await?;
+        if answered != lane {
+            return Err(format!("it answered for lane {answered} on lane {lane}"));
+        }
+    }
+    Ok(Link { connection, channels })
+}
+
+/// The accepting side's half.
+async fn admit(incoming: Incoming, pins: &Pins, lanes: usize) -> Result<(usize, Link), String> {
+    let lost = |error: ConnectionError| describe(&error);
+    let connection = incoming.accept().map_err(lost)?.await.map_err(lost)?;
+    let peer = pins.rank_of(&connection).ok_or("its certificate is not pinned")?;
+    let mut slots: Vec<Option<Channel>> = (0..lanes).map(|_| None).collect();
+    for _ in 0..lanes {
+        let (send, mut receive) = connection.accept_bi().await.map_err(lost)?;
+        let (lane, claims) = greeting(&mut receive).await?;
+        match slots.get_mut(lane) {
+            Some(slot @ None) if claims == peer => *slot = Some(Channel { send, receive }),
+            _ => return Err(format!("rank {peer} opened lane {lane} as rank {claims}")),
+        }
+    }
+    let mut channels: Vec<Channel> = slots.into_iter().flatten().collect();
+    for (lane, channel) in channels.iter_mut().enumerate() {
+        greet(&mut channel.send, lane, peer).await?;
+    }
+    Ok((peer, Link { connection, channels }))
+}
+
+/// First bytes on a stream, each way: magic, lane, rank of the dialling side.
+const MAGIC: [u8; 8] = *b"isoquic1";
+
+async fn greet(stream: &mut SendStream, lane: usize, rank: usize) -> Result<(), String> {
+    let number = |value: usize| u32::try_from(value).unwrap_or(u32::MAX).to_le_bytes();
+    let mut bytes = MAGIC.to_vec();
+    bytes.extend_from_slice(&number(lane));
+    bytes.extend_from_slice(&number(rank));
+    stream.write_all(&bytes).await.map_err(|error| format!("opening lane {lane}: {error}"))
+}
+
+async fn greeting(stream: &mut RecvStream) -> Result<(usize, usize), String> {
+    let mut bytes = [0; 16];
+    stream.read_exact(&mut bytes).await.map_err(|error| format!("opening a lane: {error}"))?;
+    let [magic @ .., l0, l1, l2, l3, r0, r1, r2, r3] = bytes;
+    if magic != MAGIC {
+        return Err("a stream that does not begin with a lane".into());
+    }
+    Ok((u32::from_le_bytes([l0, l1, l2, l3]) as usize, u32::from_le_bytes([r0, r1, r2, r3]) as usize))
+}
+
+/// The settings with which strangers and ranks are received.
+pub(crate) fn server_config(
+    crypto: Arc<quinn::crypto::rustls::QuicServerConfig>,
+    transport: Arc<quinn::TransportConfig>,
+) -> quinn::ServerConfig {
+    let mut config = quinn::ServerConfig::with_crypto(crypto);
+    config
+        .transport_config(transport)
+        .migration(false)
+        .max_incoming(4 * GUESTS)
+        .incoming_buffer_size(128 << 10)
+        .incoming_buffer_size_total(8 << 20);
+    config
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_introduction_survives_the_wire_and_rubbish_is_refused() {
+        let introduction = Introduction {
+            address: "127.0.0.1:4433".parse().unwrap(),
+            fingerprint: [7; 32],
+            lanes: 2,
+            receive_buffer: 1 << 23,
+        };
+        let blob = introduction.encode();
+        assert_eq!(Introduction::decode(&blob), Some(introduction));
+        for len in 0..blob.len() - 4 {
+            assert_eq!(Introduction::decode(&blob[..len]), None, "{len} B");
+        }
+        let mut other = blob;
+        other[0] = 9;
+        assert_eq!(Introduction::decode(&other), None);
+    }
+}

@@ -1,0 +1,104 @@
+//! What a caller can choose.
+
+use std::net::{IpAddr, Ipv4Addr};
+
+use comm_core::{Error, Result};
+
+/// Settings of both transports of this crate. All ranks must use the same `lanes`, `window`, `segment` and `gate`;
+/// connecting fails with [`Error::Rendezvous`] otherwise.
+///
+/// ```
+/// let options = comm_tcp::TcpOptions { lanes: 4, congestion: Some("cubic".into()), ..Default::default() };
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TcpOptions {
+    /// The address to listen on, exactly; the other ranks dial it, so it must be one under which they reach this rank. The
+    /// port is a free one. Default: 127.0.0.1.
+    pub bind: IpAddr,
+    /// Independent ordered channels between every pair of ranks, one TCP connection each. Default: 2.
+    pub lanes: usize,
+    /// TCP congestion control by its kernel name (`cubic`, `bbr`, `reno`); `None` leaves the kernel's default. Raw TCP sets it
+    /// on every socket. ZeroMQ: on accepted sockets only, for the crate `zeromq` keeps those it dials to itself; set the route
+    /// (`ip route … congctl NAME`) to reach both. Default: `None`.
+    pub congestion: Option<String>,
+    /// ZeroMQ only: whether a gate stands between the network and the crate's parser (see the [crate](crate)
+    /// documentation). Without it anybody who can reach the port can end this process while it connects. Default: true.
+    pub gate: bool,
+    /// ZeroMQ only: most bytes in flight to one peer on one lane, from the first copy until the receiver has used them, 2
+    /// segments to 256 MiB. Messages shorter than 4 KiB count as 4 KiB. Default: 8 MiB.
+    pub window: usize,
+    /// ZeroMQ only: payload bytes of one ZeroMQ message, 4 KiB to 16 MiB. Default: 256 KiB.
+    pub segment: usize,
+}
+
+impl Default for TcpOptions {
+    fn default() -> Self {
+        TcpOptions {
+            bind: IpAddr::V4(Ipv4Addr::LOCALHOST),
+            lanes: 2,
+            congestion: None,
+            gate: true,
+            window: 8 << 20,
+            segment: 256 << 10,
+        }
+    }
+}
+
+/// More lanes than this are surely a mistake.
+const MAX_LANES: usize = 1024;
+/// With the least charge of a message (4 KiB) this stays below the 100,000 messages that a `zeromq` queue takes at most.
+const MAX_WINDOW: usize = 256 << 20;
+
+impl TcpOptions {
+    /// Checks every value.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming the value and what it may be.
+    pub(crate) fn validate(&self) -> Result<()> {
+        if self.bind.is_unspecified() || self.bind.is_multicast() {
+            return Err(Error::invalid(format!(
+                "cannot listen on {}: the other ranks dial the address given here, so it must be one of this machine's own",
+                self.bind
+            )));
+        }
+        if !(1..=MAX_LANES).contains(&self.lanes) {
+            return Err(Error::invalid(format!("{} lanes: there must be 1 to {MAX_LANES}", self.lanes)));
+        }
+        if !(4 << 10..=16 << 20).contains(&self.segment) {
+            return Err(Error::invalid(format!("a segment of {} B: it must have 4 KiB to 16 MiB", self.segment)));
+        }
+        if !(2 * (self.segment + crate::zmq::OVERHEAD)..=MAX_WINDOW).contains(&self.window) {
+            return Err(Error::invalid(format!(
+                "a window of {} B: it must hold two segments of {} B with their headers, and have at most {MAX_WINDOW} B",
+                self.window, self.segment
+            )));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn defaults_are_valid() {
+        TcpOptions::default().validate().unwrap();
+    }
+
+    #[test]
+    fn nonsense_is_refused_by_name() {
+        let default = TcpOptions::default;
+        let refused = [
+            (TcpOptions { bind: "0.0.0.0".parse().unwrap(), ..default() }, "0.0.0.0"),
+            (TcpOptions { lanes: 0, ..default() }, "lanes"),
+            (TcpOptions { segment: 1, ..default() }, "segment"),
+            (TcpOptions { window: 256 << 10, ..default() }, "window"),
+            (TcpOptions { window: 1 << 40, ..default() }, "window"),
+        ];
+        for (options, word) in refused {
+            let error = options.validate().unwrap_err();
+            assert!(error.to_string().contains(word), "{error}");
+        }
+    }
+}

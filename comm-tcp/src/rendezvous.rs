@@ -1,0 +1,132 @@
+//! Who listens for whom, and where.
+
+use std::collections::HashSet;
+use std::net::SocketAddr;
+
+use comm_core::{Control, Deadline, Error, Result};
+
+use crate::auth::{Edge, PROOF_LEN};
+use crate::options::TcpOptions;
+
+/// Whether `rank` listens for `peer` (else it dials). Every rank listens for about half of the others, so that no rank
+/// carries the relays of all.
+pub(crate) fn listens(rank: usize, peer: usize) -> bool {
+    if (rank + peer).is_multiple_of(2) { rank < peer } else { rank > peer }
+}
+
+/// The connection that `dialler` makes to `listener` on `lane`.
+pub(crate) fn edge(dialler: usize, listener: usize, lane: usize) -> Result<Edge> {
+    let narrow = |value: usize| u32::try_from(value).map_err(|_| Error::invalid(format!("rank or lane {value}")));
+    Ok(Edge { dialler: narrow(dialler)?, listener: narrow(listener)?, lane: narrow(lane)? })
+}
+
+/// The connections that `rank` listens for.
+pub(crate) fn expected_edges(rank: usize, world_size: usize, lanes: usize) -> Result<HashSet<Edge>> {
+    (0..world_size)
+        .filter(|peer| *peer != rank && listens(rank, *peer))
+        .flat_map(|peer| (0..lanes).map(move |lane| edge(peer, rank, lane)))
+        .collect()
+}
+
+/// What every rank tells every other one over the control plane before they connect.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Advert {
+    /// Goes into every proof towards this rank, so that a proof is of no use elsewhere.
+    pub(crate) salt: [u8; PROOF_LEN],
+    /// Where this rank listens: one address for all, or one for each peer and lane (see [`Advert::address`]).
+    pub(crate) addresses: Vec<SocketAddr>,
+}
+
+impl Advert {
+    /// Where the rank with this advert listens for the dialler `peer` on `lane`.
+    pub(crate) fn address(&self, peer: usize, lane: usize, lanes: usize) -> Option<SocketAddr> {
+        match self.addresses[..] {
+            [only] => Some(only),
+            _ => self.addresses.get(peer * lanes + lane).copied(),
+        }
+    }
+
+    /// Exchanges adverts; checks that all ranks were given the same settings.
+    pub(crate) fn exchange(
+        &self,
+        transport: &str,
+        options: &TcpOptions,
+        control: &dyn Control,
+        deadline: Deadline,
+    ) -> Result<Vec<Advert>> {
+        let settings = format!(
+            "lanes={} window={} segment={} gate={}",
+            options.lanes, options.window, options.segment, options.gate
+        );
+        let blobs =
+            control.all_gather(&format!("{transport} addresses"), self.encode(&settings).as_bytes(), deadline)?;
+        if blobs.len() != control.world_size() {
+            return Err(Error::Rendezvous(format!(
+                "{} ranks gave {transport} addresses, but there are {}",
+                blobs.len(),
+                control.world_size()
+            )));
+        }
+        blobs.iter().enumerate().map(|(rank, blob)| Advert::decode(blob, &settings, rank)).collect()
+    }
+
+    fn encode(&self, settings: &str) -> String {
+        let mut text = format!("{settings}\n");
+        text.extend(self.salt.iter().map(|byte| format!("{byte:02x}")));
+        for address in &self.addresses {
+            text.push('\n');
+            text.push_str(&address.to_string());
+        }
+        text
+    }
+
+    fn decode(blob: &[u8], settings: &str, rank: usize) -> Result<Advert> {
+        let malformed = || Error::Rendezvous(format!("rank {rank} sent an address list that is not understood"));
+        let mut lines = std::str::from_utf8(blob).map_err(|_| malformed())?.lines();
+        let theirs = lines.next().ok_or_else(malformed)?;
+        if theirs != settings {
+            return Err(Error::Rendezvous(format!(
+                "the ranks were started with different settings: here {settings}, on rank {rank} {theirs}"
+            )));
+        }
+        let hex = lines.next().filter(|hex| hex.len() == 2 * PROOF_LEN && hex.is_ascii()).ok_or_else(malformed)?;
+        let mut salt = [0; PROOF_LEN];
+        for (byte, digits) in salt.iter_mut().zip(hex.as_bytes().chunks_exact(2)) {
+            let digits = std::str::from_utf8(digits).map_err(|_| malformed())?;
+            *byte = u8::from_str_radix(digits, 16).map_err(|_| malformed())?;
+        }
+        let addresses = lines.map(|line| line.parse().map_err(|_| malformed())).collect::<Result<_>>()?;
+        Ok(Advert { salt, addresses })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exactly_one_of_two_ranks_listens_and_the_load_is_even() {
+        for world in [2, 3, 4, 7, 16] {
+            for rank in 0..world {
+                let peers = (0..world).filter(|peer| *peer != rank);
+                for peer in peers.clone() {
+                    assert_ne!(listens(rank, peer), listens(peer, rank));
+                }
+                let listening = peers.filter(|peer| listens(rank, *peer)).count();
+                assert!(listening.abs_diff(world - 1 - listening) <= 2, "rank {rank} of {world}: {listening}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_advert_survives_the_control_plane() {
+        let advert = Advert { salt: [0xa5; 32], addresses: vec!["127.0.0.1:4000".parse().unwrap()] };
+        let blob = advert.encode("lanes=2");
+        assert_eq!(Advert::decode(blob.as_bytes(), "lanes=2", 1).unwrap(), advert);
+        assert!(Advert::decode(blob.as_bytes(), "lanes=3", 1).unwrap_err().to_string().contains("lanes=3"));
+        let salt_end = blob.rfind('\n').unwrap();
+        for cut in 0..salt_end {
+            assert!(Advert::decode(&blob.as_bytes()[..cut], "lanes=2", 1).is_err(), "{cut}");
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! Socket settings, the same for both transports.
+
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsFd;
+
+use comm_core::{Error, Result};
+use socket2::{Domain, Protocol, SockRef, Socket, Type};
+
+/// What `zeromq` asks for on its TCP sockets, in both directions; raw TCP asks for the same.
+pub(crate) const SOCKET_BUFFER: usize = 4 << 20;
+
+/// A listener on a free port of `bind`, non-blocking; accepted sockets inherit the congestion control.
+pub(crate) fn listen(bind: IpAddr, congestion: Option<&str>, backlog: usize) -> Result<std::net::TcpListener> {
+    let address = SocketAddr::new(bind, 0);
+    let failed = |error| Error::io(format!("listening on {bind}"), error);
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP)).map_err(failed)?;
+    set_congestion(&socket, congestion)?;
+    socket.bind(&address.into()).map_err(failed)?;
+    // A stranger's connections must not crowd out those of a job's start.
+    socket.listen(i32::try_from(backlog.clamp(128, 4096)).unwrap_or(4096)).map_err(failed)?;
+    socket.set_nonblocking(true).map_err(failed)?;
+    Ok(socket.into())
+}
+
+/// Sets the congestion control of a socket of this crate's own, if one is asked for.
+pub(crate) fn set_congestion(socket: &impl AsFd, congestion: Option<&str>) -> Result<()> {
+    let Some(name) = congestion else { return Ok(()) };
+    SockRef::from(socket).set_tcp_congestion(name.as_bytes()).map_err(|error| Error::Unsupported {
+        what: format!("TCP congestion control '{name}'"),
+        why: format!("{error}; /proc/sys/net/ipv4/tcp_available_congestion_control lists what this kernel has"),
+    })
+}
+
+/// No delay for small messages, and large buffers; like `zeromq`, a refused buffer size is not an error (the kernel caps it).
+pub(crate) fn tune(socket: &impl AsFd) -> std::io::Result<()> {
+    let socket = SockRef::from(socket);
+    socket.set_tcp_nodelay(true)?;
+    enlarge_buffers(&socket);
+    Ok(())
+}
+
+/// Asks for the same buffers on a Unix socket.
+pub(crate) fn enlarge_buffers(socket: &SockRef<'_>) {
+    let _ = socket.set_recv_buffer_size(SOCKET_BUFFER);
+    let _ = socket.set_send_buffer_size(SOCKET_BUFFER);
+}
+
+/// What the kernel says about a connected socket, for a transport's facts.
+#[derive(Clone, Debug)]
+pub(crate) struct SocketFacts {
+    /// Name of the congestion control in use.
+    pub(crate) congestion: String,
+    /// Send and receive buffers as the kernel counts them (twice what it granted), bytes.
+    pub(crate) buffers: String,
+}
+
+impl SocketFacts {
+    pub(crate) fn read(socket: &impl AsFd) -> Self {
+        let socket = SockRef::from(socket);
+        let congestion = socket
+            .tcp_congestion()
+            .map(|name| String::from_utf8_lossy(&name).trim_end_matches('\0').to_string())
+            .unwrap_or_else(|error| format!("unknown ({error})"));
+        let size = |size: std::io::Result<usize>| size.map_or("unknown".to_string(), |size| size.to_string());
+        let buffers = format!("send {}, receive {}", size(socket.send_buffer_size()), size(socket.recv_buffer_size()));
+        SocketFacts { congestion, buffers }
+    }
+}
+
+/// The congestion control of sockets that nobody set otherwise, as far as the kernel tells. A route can override it.
+pub(crate) fn default_congestion() -> String {
+    std::fs::read_to_string("/proc/sys/net/ipv4/tcp_congestion_control")
+        .map_or_else(|_| "unknown".to_string(), |name| name.trim().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unknown_congestion_control_is_an_error_that_says_where_to_look() {
+        let error = listen("127.0.0.1".parse().unwrap(), Some("no-such-thing"), 1).unwrap_err();
+        assert!(error.to_string().contains("tcp_available_congestion_control"), "{error}");
+    }
+
+    #[test]
+    fn accepted_sockets_inherit_the_congestion_control() {
+        let listener = listen("127.0.0.1".parse().unwrap(), Some("reno"), 1).unwrap();
+        listener.set_nonblocking(false).unwrap();
+        let _dialler = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (accepted, _) = listener.accept().unwrap();
+        assert_eq!(SocketFacts::read(&accepted).congestion, "reno");
+    }
+}

@@ -1,0 +1,119 @@
+//! The gate: the public TCP listener in front of this rank's private DEALER sockets.
+//!
+//! A connection first has to get through the opening of ZMTP with the gate itself, which reads a fixed number of bytes at
+//! each step. Only after its token has been found good is it connected to the private socket it is meant for, over a Unix
+//! socket in a directory that nobody else may enter: the gate repeats there what it has read, swallows the private side's
+//! greeting, since it has given an equal one already, and from then on only copies bytes. The private side's READY is the first
+//! thing that the dialler reads from it.
+
+use std::cell::RefCell;
+use std::collections::{HashMap, HashSet};
+use std::path::PathBuf;
+
+use comm_core::Result;
+use socket2::SockRef;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::{TcpStream, UnixStream};
+
+use super::token;
+use super::zmtp::{GREETING, GREETING_LEN, SHORT_COMMAND, dealer_identity};
+use crate::auth::{Edge, Key, PROOF_LEN};
+use crate::door::Door;
+use crate::socket::{self, SocketFacts};
+
+/// Bytes copied at a time, in each direction.
+const RELAY_BUFFER: usize = 256 << 10;
+
+/// Where the private sockets listen.
+pub(crate) type Rooms = HashMap<Edge, PathBuf>;
+
+/// Lets every connection of `rooms` in, each once, and leaves a task behind that copies its bytes. Returns when all are in,
+/// closing the listener; what the kernel says of the first of them goes into `facts`.
+pub(crate) async fn keep(
+    listener: std::net::TcpListener,
+    key: &Key,
+    salt: &[u8; PROOF_LEN],
+    rooms: &Rooms,
+    facts: &RefCell<Option<SocketFacts>>,
+) -> Result<()> {
+    let waiting: RefCell<HashSet<Edge>> = RefCell::new(rooms.keys().copied().collect());
+    let mut door = Door::open(listener)?;
+    while !waiting.borrow().is_empty() {
+        let guest = door
+            .admit(|stream| {
+                let waiting = &waiting;
+                async move {
+                    socket::tune(&stream).ok()?;
+                    let guest = identify(stream, key, salt).await?;
+                    // The token is used up here.
+                    waiting.borrow_mut().remove(&guest.edge).then_some(guest)
+                }
+            })
+            .await;
+        facts.borrow_mut().get_or_insert_with(|| SocketFacts::read(&guest.stream));
+        if let Some(room) = rooms.get(&guest.edge) {
+            tokio::spawn(escort(guest, room.clone()));
+        }
+    }
+    Ok(())
+}
+
+/// Somebody whose token is good.
+struct Guest {
+    edge: Edge,
+    stream: TcpStream,
+    /// The READY command as it came, with its frame.
+    ready: Vec<u8>,
+}
+
+/// The opening of ZMTP, up to and including the peer's READY.
+async fn identify(mut stream: TcpStream, key: &Key, salt: &[u8; PROOF_LEN]) -> Option<Guest> {
+    let mut greeting = [0; GREETING_LEN];
+    stream.read_exact(&mut greeting).await.ok()?;
+    if greeting != GREETING {
+        return None;
+    }
+    stream.write_all(&GREETING).await.ok()?;
+    let mut frame = [0; 2];
+    stream.read_exact(&mut frame).await.ok()?;
+    let [flags, length] = frame;
+    if flags != SHORT_COMMAND {
+        return None;
+    }
+    let mut ready = vec![0; frame.len() + usize::from(length)];
+    let (head, body) = ready.split_at_mut(frame.len());
+    head.copy_from_slice(&frame);
+    stream.read_exact(body).await.ok()?;
+    let edge = token::verify(dealer_identity(body)?, key, salt)?;
+    Some(Guest { edge, stream, ready })
+}
+
+/// Connects a guest to its private socket and copies bytes until both sides have ended. What goes wrong here ends both
+/// connections, which both sockets notice.
+async fn escort(guest: Guest, room: PathBuf) {
+    let Ok(mut private) = UnixStream::connect(&room).await else { return };
+    socket::enlarge_buffers(&SockRef::from(&private));
+    let mut greeting = [0; GREETING_LEN];
+    let opened = async {
+        private.write_all(&GREETING).await?;
+        private.write_all(&guest.ready).await?;
+        private.read_exact(&mut greeting).await
+    };
+    if opened.await.is_err() || greeting != GREETING {
+        return;
+    }
+    let (public_read, public_write) = guest.stream.into_split();
+    let (private_read, private_write) = private.into_split();
+    // One direction may end before the other: its last bytes still arrive.
+    tokio::join!(copy(public_read, private_write), copy(private_read, public_write));
+}
+
+async fn copy(mut from: impl AsyncRead + Unpin, mut to: impl AsyncWrite + Unpin) {
+    let mut buffer = vec![0; RELAY_BUFFER];
+    while let Ok(read @ 1..) = from.read(&mut buffer).await {
+        if to.write_all(&buffer[..read]).await.is_err() {
+            break;
+        }
+    }
+    let _ = to.shutdown().await;
+}

@@ -1,0 +1,324 @@
+//! One DEALER used as a pair: segments under a byte window in both directions.
+
+use std::collections::VecDeque;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use comm_core::{Error, Header, Outgoing, Result, Sink};
+use tokio::sync::mpsc;
+use zeromq::{DealerRecvHalf, DealerSendHalf, SocketEvent, SocketRecv, SocketSend, ZmqError, ZmqMessage};
+use zeromq::{DealerSocket, Socket};
+
+use super::frame::{self, Frame};
+use super::pool::Pool;
+use crate::runtime::give_way;
+
+/// Segments sent before others get their turn.
+const BURST: usize = 4;
+
+/// A connection to one peer on one lane. It is driven by the exchanges that use it; between them its queues are bounded by
+/// the window.
+pub(crate) struct Link {
+    peer: usize,
+    send: DealerSendHalf,
+    recv: DealerRecvHalf,
+    /// `zeromq` says only here that a connection has ended; a receive goes on waiting.
+    events: mpsc::Receiver<PeerEvent>,
+    ended: bool,
+    segment: usize,
+    window: usize,
+    /// Charged bytes that the peer has not given back.
+    in_flight: usize,
+    /// Charged bytes received and not given back, of which `owed` have been used up.
+    held: usize,
+    owed: usize,
+    /// Data that came before anybody asked for it.
+    early: VecDeque<Frame>,
+    bye: bool,
+    pool: Pool,
+}
+
+/// What the monitor of a socket with a single peer has to say.
+#[derive(Debug)]
+pub(crate) enum PeerEvent {
+    /// The peer connected, with this identity.
+    Accepted(Vec<u8>),
+    /// Its connection ended.
+    Disconnected,
+}
+
+/// The events of a socket that has at most one peer.
+pub(crate) fn watch(socket: &mut DealerSocket) -> mpsc::Receiver<PeerEvent> {
+    let mut monitor = socket.monitor();
+    let (sender, receiver) = mpsc::channel(8);
+    // Ends with the socket.
+    tokio::spawn(async move {
+        while let Ok(event) = monitor.recv().await {
+            let event = match event {
+                SocketEvent::Accepted(_, identity) => PeerEvent::Accepted(identity.as_ref().to_vec()),
+                SocketEvent::Disconnected(_) => PeerEvent::Disconnected,
+                _ => continue,
+            };
+            if sender.send(event).await.is_err() {
+                break;
+            }
+        }
+    });
+    receiver
+}
+
+impl Link {
+    pub(crate) fn new(
+        peer: usize,
+        socket: DealerSocket,
+        events: mpsc::Receiver<PeerEvent>,
+        segment: usize,
+        window: usize,
+        pool: Pool,
+    ) -> Self {
+        let (send, recv) = socket.split();
+        Link {
+            peer,
+            send,
+            recv,
+            events,
+            ended: false,
+            segment,
+            window,
+            in_flight: 0,
+            held: 0,
+            owed: 0,
+            early: VecDeque::new(),
+            bye: false,
+            pool,
+        }
+    }
+
+    /// Sends one message and receives one, as far as asked for, both at once.
+    pub(crate) async fn exchange(
+        &mut self,
+        outgoing: Option<&Outgoing<'_>>,
+        sink: Option<&mut dyn Sink>,
+        operation: &str,
+    ) -> Result<()> {
+        let mut sending = outgoing.map(Sending::new);
+        let mut receiving = sink.map(Receiving::new);
+        loop {
+            let blocked = self.send_burst(&mut sending, operation).await?;
+            while let Some(message) = &mut receiving {
+                let Some(frame) = self.early.pop_front() else { break };
+                if self.take(message, frame, operation).await? {
+                    receiving = None;
+                }
+            }
+            if sending.is_none() && receiving.is_none() {
+                return Ok(());
+            }
+            let frame = if blocked || sending.is_none() {
+                Some(self.next(operation).await?)
+            } else {
+                give_way().await;
+                self.next_if_ready(operation).await?
+            };
+            match frame {
+                None => {}
+                Some(Frame::Credit(_)) => {}
+                Some(data @ (Frame::First(..) | Frame::More(_))) => match &mut receiving {
+                    Some(message) => {
+                        if self.take(message, data, operation).await? {
+                            receiving = None;
+                        }
+                    }
+                    None => self.early.push_back(data),
+                },
+                Some(Frame::Bye | Frame::ByeSeen) => return Err(self.lost(operation, "it closed its transport")),
+            }
+        }
+    }
+
+    /// Says farewell and waits for the peer's: first everything sent before arrives there, then its word that it did.
+    ///
+    /// The connection may end once the peer's farewell is here: the peer leaves only after it has seen ours.
+    pub(crate) async fn close(&mut self) -> Result<()> {
+        let operation = "closing";
+        self.post(frame::bye(), operation).await?;
+        let mut seen = false;
+        loop {
+            if self.bye && (seen || self.ended) {
+                return Ok(());
+            }
+            match self.next(operation).await {
+                Ok(Frame::Bye) => {
+                    self.bye = true;
+                    // If the peer is gone already, it has seen ours.
+                    let _ = self.post(frame::bye_seen(), operation).await;
+                }
+                Ok(Frame::ByeSeen) => seen = true,
+                // Messages that nobody will ask for.
+                Ok(Frame::First(..) | Frame::More(_) | Frame::Credit(_)) => {}
+                Err(Error::PeerLost { .. }) if self.bye => return Ok(()),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Sends segments while the window has room, at most [`BURST`]. Whether it is the window that stopped it.
+    async fn send_burst(&mut self, sending: &mut Option<Sending<'_>>, operation: &str) -> Result<bool> {
+        for _ in 0..BURST {
+            let Some(message) = sending else { return Ok(false) };
+            let length = message.rest.len().min(self.segment);
+            let charge = frame::charge(message.header.is_some(), length);
+            if self.in_flight + charge > self.window {
+                return Ok(true);
+            }
+            let (part, rest) = message.rest.split_at(length);
+            let header = message.header.take();
+            let bytes = self.pool.fill(|buffer| frame::encode_part(buffer, header, part));
+            message.rest = rest;
+            self.in_flight += charge;
+            if rest.is_empty() {
+                *sending = None;
+            }
+            self.post(bytes, operation).await?;
+        }
+        Ok(false)
+    }
+
+    /// Hands data on and gives the peer credit for it. Whether the message is complete.
+    async fn take(&mut self, message: &mut Receiving<'_>, frame: Frame, operation: &str) -> Result<bool> {
+        let charge = frame.charge();
+        let complete = message.accept(frame, self.peer)?;
+        self.owed += charge;
+        // With less than a quarter owed, a sender always has room for a segment once everything was used up.
+        if self.owed >= self.window / 4 {
+            let owed = std::mem::take(&mut self.owed);
+            self.held = self.held.saturating_sub(owed);
+            self.post(frame::credit(owed as u64), operation).await?;
+        }
+        Ok(complete)
+    }
+
+    async fn next(&mut self, operation: &str) -> Result<Frame> {
+        match std::future::poll_fn(|cx| self.poll_message(cx)).await {
+            Some(message) => self.admit(message, operation),
+            None => Err(self.lost(operation, "its connection ended without a farewell")),
+        }
+    }
+
+    async fn next_if_ready(&mut self, operation: &str) -> Result<Option<Frame>> {
+        let ready = std::future::poll_fn(|cx| {
+            Poll::Ready(match self.poll_message(cx) {
+                Poll::Ready(message) => Some(message),
+                Poll::Pending => None,
+            })
+        });
+        match ready.await {
+            None => Ok(None),
+            Some(Some(message)) => self.admit(message, operation).map(Some),
+            Some(None) => Err(self.lost(operation, "its connection ended without a farewell")),
+        }
+    }
+
+    /// The next message, or `None` once the connection has ended. Messages come before the end.
+    fn poll_message(&mut self, cx: &mut Context<'_>) -> Poll<Option<std::result::Result<ZmqMessage, ZmqError>>> {
+        if self.ended {
+            return Poll::Ready(None);
+        }
+        // The receive can be dropped at any time without losing a message: it is one poll of a stream.
+        if let Poll::Ready(message) = self.recv.recv().as_mut().poll(cx) {
+            return Poll::Ready(Some(message));
+        }
+        while let Poll::Ready(event) = self.events.poll_recv(cx) {
+            if !matches!(event, Some(PeerEvent::Accepted(_))) {
+                self.ended = true;
+                return Poll::Ready(None);
+            }
+        }
+        Poll::Pending
+    }
+
+    /// Checks a message before anything is done with it.
+    fn admit(&mut self, message: std::result::Result<ZmqMessage, ZmqError>, operation: &str) -> Result<Frame> {
+        let message = message.map_err(|error| match error {
+            // A codec's error may carry the socket's: that is no fault of what the peer sent.
+            ZmqError::Codec(error) if std::error::Error::source(&error).is_none() => {
+                self.protocol(format!("what it sent is not ZMTP: {error}"))
+            }
+            error => self.lost(operation, &error.to_string()),
+        })?;
+        let frame = Frame::decode(message, self.segment).map_err(|what| self.protocol(what))?;
+        if let Frame::Credit(bytes) = frame {
+            self.in_flight = usize::try_from(bytes)
+                .ok()
+                .and_then(|bytes| self.in_flight.checked_sub(bytes))
+                .ok_or_else(|| self.protocol(format!("credit for {bytes} B that were not in flight")))?;
+        }
+        self.held += frame.charge();
+        if self.held > self.window {
+            return Err(self.protocol(format!("more than the {} B that its window allows", self.window)));
+        }
+        Ok(frame)
+    }
+
+    /// Queues a message; the queue has room, for the window bounds what is in it.
+    async fn post(&mut self, bytes: Bytes, operation: &str) -> Result<()> {
+        let sent = self.send.send(ZmqMessage::from(bytes)).await;
+        sent.map_err(|error| self.lost(operation, &error.to_string()))
+    }
+
+    fn lost(&self, operation: &str, detail: &str) -> Error {
+        Error::PeerLost { rank: self.peer, operation: operation.to_string(), detail: detail.to_string() }
+    }
+
+    fn protocol(&self, what: String) -> Error {
+        Error::Protocol { who: format!("rank {}", self.peer), what }
+    }
+}
+
+/// A message on its way out.
+struct Sending<'a> {
+    /// Until the first part has gone.
+    header: Option<&'a Header>,
+    rest: &'a [u8],
+}
+
+impl<'a> Sending<'a> {
+    fn new(message: &'a Outgoing<'a>) -> Self {
+        Sending { header: Some(&message.header), rest: message.payload }
+    }
+}
+
+/// A message on its way in.
+struct Receiving<'a> {
+    sink: &'a mut dyn Sink,
+    /// Bytes still to come; `None` before the header.
+    remaining: Option<u64>,
+}
+
+impl<'a> Receiving<'a> {
+    fn new(sink: &'a mut dyn Sink) -> Self {
+        Receiving { sink, remaining: None }
+    }
+
+    /// Whether the message is complete with this part.
+    fn accept(&mut self, frame: Frame, peer: usize) -> Result<bool> {
+        let bad = |what: &str| Error::Protocol { who: format!("rank {peer}"), what: what.to_string() };
+        let (payload, remaining) = match (frame, self.remaining) {
+            (Frame::First(header, payload), None) => {
+                let header = Header::decode(&header, &format!("rank {peer}"))?;
+                self.sink.begin(&header)?;
+                (payload, header.payload_len)
+            }
+            (Frame::More(payload), Some(remaining)) => (payload, remaining),
+            (Frame::First(..), Some(_)) => return Err(bad("a new message in the middle of another")),
+            _ => return Err(bad("a part of a message that was not begun")),
+        };
+        let remaining =
+            remaining.checked_sub(payload.len() as u64).ok_or_else(|| bad("more payload than its header announces"))?;
+        if !payload.is_empty() {
+            self.sink.piece(&payload)?;
+        }
+        self.remaining = Some(remaining);
+        Ok(remaining == 0)
+    }
+}

@@ -1,0 +1,70 @@
+//! Buffers for segments, used again: fresh memory costs more than the copy into it.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use bytes::Bytes;
+
+/// Buffers of one transport, handed out as [`Bytes`] and taken back when the last of those is dropped.
+#[derive(Clone)]
+pub(crate) struct Pool {
+    shelf: Arc<Shelf>,
+}
+
+struct Shelf {
+    buffers: Mutex<Vec<Vec<u8>>>,
+    capacity: usize,
+    keep: usize,
+}
+
+impl Pool {
+    /// A pool of buffers of `capacity` bytes that keeps at most `keep` of them.
+    pub(crate) fn new(capacity: usize, keep: usize) -> Self {
+        Pool { shelf: Arc::new(Shelf { buffers: Mutex::new(Vec::new()), capacity, keep }) }
+    }
+
+    /// What `write` puts into an empty buffer.
+    pub(crate) fn fill(&self, write: impl FnOnce(&mut Vec<u8>)) -> Bytes {
+        let kept = self.shelf.buffers.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let mut buffer = kept.unwrap_or_else(|| Vec::with_capacity(self.shelf.capacity));
+        buffer.clear();
+        write(&mut buffer);
+        Bytes::from_owner(Lent { buffer, shelf: self.shelf.clone() })
+    }
+}
+
+struct Lent {
+    buffer: Vec<u8>,
+    shelf: Arc<Shelf>,
+}
+
+impl AsRef<[u8]> for Lent {
+    fn as_ref(&self) -> &[u8] {
+        &self.buffer
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        let mut buffers = self.shelf.buffers.lock().unwrap_or_else(PoisonError::into_inner);
+        if buffers.len() < self.shelf.keep {
+            buffers.push(std::mem::take(&mut self.buffer));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_come_back() {
+        let pool = Pool::new(64, 1);
+        let (first, second) = (pool.fill(|b| b.push(1)), pool.fill(|b| b.push(2)));
+        let address = first.as_ptr();
+        drop(first);
+        drop(second);
+        assert_eq!(pool.shelf.buffers.lock().unwrap().len(), 1);
+        let again = pool.fill(|b| b.extend_from_slice(b"xyz"));
+        assert_eq!((again.as_ptr(), &again[..]), (address, &b"xyz"[..]));
+    }
+}

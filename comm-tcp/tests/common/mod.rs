@@ -1,0 +1,127 @@
+//! What the tests share: ranks as threads, messages whose content follows from their place, sinks that check it.
+#![allow(dead_code, reason = "each test program uses a part")]
+#![allow(clippy::unwrap_used, reason = "only tests come here")]
+
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use comm_core::local::LocalControl;
+use comm_core::{Algorithm, Control, DType, Deadline, Header, Incoming, OpKind, Outgoing, Result, Sink, Transport};
+use comm_tcp::{RawTcpTransport, TcpOptions, ZmqTransport};
+
+/// A transport under test.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Zmq,
+    ZmqWithoutGate,
+    Raw,
+}
+
+impl Kind {
+    pub(crate) const ALL: [Kind; 3] = [Kind::Zmq, Kind::ZmqWithoutGate, Kind::Raw];
+
+    pub(crate) fn connect(
+        self,
+        control: &dyn Control,
+        options: &TcpOptions,
+        deadline: Deadline,
+    ) -> Result<Arc<dyn Transport>> {
+        let options = TcpOptions { gate: self == Kind::Zmq, ..options.clone() };
+        Ok(match self {
+            Kind::Raw => Arc::new(RawTcpTransport::connect(control, &options, deadline)?),
+            _ => Arc::new(ZmqTransport::connect(control, &options, deadline)?),
+        })
+    }
+}
+
+pub(crate) fn soon() -> Deadline {
+    Deadline::after(Duration::from_secs(60))
+}
+
+/// Runs `work` as every rank of a job, each in a thread of its own, over a connected transport.
+pub(crate) fn job(kind: Kind, world_size: usize, options: &TcpOptions, work: impl Fn(Arc<dyn Transport>) + Sync) {
+    let work = &work;
+    thread::scope(|scope| {
+        for rank in comm_core::local::group(world_size, 1) {
+            scope.spawn(move || work(kind.connect(&*rank.control, options, soon()).unwrap()));
+        }
+    });
+}
+
+/// The control planes of a job's ranks.
+pub(crate) fn controls(world_size: usize) -> Vec<Arc<LocalControl>> {
+    comm_core::local::group(world_size, 1).into_iter().map(|rank| rank.control).collect()
+}
+
+pub(crate) fn header(payload_len: usize) -> Header {
+    Header {
+        communicator: 1,
+        sequence: 0,
+        kind: OpKind::Send,
+        dtype: DType::U8,
+        reduce: None,
+        algorithm: Algorithm::Direct,
+        root: 0,
+        count: payload_len as u64,
+        step: 0,
+        payload_len: payload_len as u64,
+    }
+}
+
+/// Bytes that differ from seed to seed and from place to place.
+pub(crate) fn payload(seed: usize, len: usize) -> Vec<u8> {
+    let mut state = (seed as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut bytes = Vec::with_capacity(len + 8);
+    while bytes.len() < len {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        bytes.extend_from_slice(&state.to_le_bytes());
+    }
+    bytes.truncate(len);
+    bytes
+}
+
+pub(crate) fn outgoing(peer: usize, payload: &[u8]) -> Outgoing<'_> {
+    Outgoing { peer, header: header(payload.len()), payload }
+}
+
+/// Keeps what it gets.
+#[derive(Default)]
+pub(crate) struct Collect {
+    pub(crate) header: Option<Header>,
+    pub(crate) bytes: Vec<u8>,
+}
+
+impl Sink for Collect {
+    fn begin(&mut self, header: &Header) -> Result<()> {
+        assert!(self.header.is_none(), "a second header");
+        self.header = Some(*header);
+        self.bytes.reserve(usize::try_from(header.payload_len).unwrap());
+        Ok(())
+    }
+
+    fn piece(&mut self, bytes: &[u8]) -> Result<()> {
+        assert!(!bytes.is_empty(), "an empty piece");
+        self.bytes.extend_from_slice(bytes);
+        Ok(())
+    }
+}
+
+pub(crate) fn send(transport: &dyn Transport, lane: usize, peer: usize, payload: &[u8]) -> Result<()> {
+    transport.exchange(lane, &[outgoing(peer, payload)], &mut [], soon())
+}
+
+pub(crate) fn receive(transport: &dyn Transport, lane: usize, peer: usize, deadline: Deadline) -> Result<Vec<u8>> {
+    let mut sink = Collect::default();
+    transport.exchange(lane, &[], &mut [Incoming { peer, sink: &mut sink }], deadline)?;
+    assert_eq!(sink.header.unwrap().payload_len, sink.bytes.len() as u64);
+    Ok(sink.bytes)
+}
+
+pub(crate) fn swap(transport: &dyn Transport, lane: usize, peer: usize, payload: &[u8]) -> Result<Vec<u8>> {
+    let mut sink = Collect::default();
+    transport.exchange(lane, &[outgoing(peer, payload)], &mut [Incoming { peer, sink: &mut sink }], soon())?;
+    Ok(sink.bytes)
+}

@@ -1,0 +1,298 @@
+//! Connections that do not belong to the job, while the job connects and after.
+
+#![allow(clippy::unwrap_used, reason = "only tests come here")]
+
+mod common;
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use comm_core::local::LocalControl;
+use comm_core::{Control, Deadline, Error, Result};
+use comm_tcp::TcpOptions;
+
+use common::{Kind, controls, payload, soon, swap};
+
+type Meddle = dyn Fn(SocketAddr) -> SocketAddr + Send + Sync;
+
+/// Runs a job of two ranks, of which rank 1 listens, and has it carry some traffic. Rank 0 gets to `meddle` with rank 1's
+/// address before it dials: what that returns is dialled instead.
+fn job_with(kind: Kind, meddle: impl Fn(SocketAddr) -> SocketAddr + Send + Sync + 'static) {
+    let meddle: Arc<Meddle> = Arc::new(meddle);
+    thread::scope(|scope| {
+        for inner in controls(2) {
+            let control = Meddling { inner, meddle: meddle.clone() };
+            scope.spawn(move || {
+                let transport = kind.connect(&control, &TcpOptions::default(), soon()).unwrap();
+                let (rank, peer) = (transport.rank(), 1 - transport.rank());
+                for lane in 0..2 {
+                    for round in 0..4 {
+                        let bytes = swap(&*transport, lane, peer, &payload(round + rank, 3 << 20)).unwrap();
+                        assert!(bytes == payload(round + peer, 3 << 20), "{kind:?}");
+                    }
+                }
+                transport.close(soon()).unwrap();
+            });
+        }
+    });
+}
+
+/// A control plane that lets a test between the addresses and the rank that dials them.
+struct Meddling {
+    inner: Arc<LocalControl>,
+    meddle: Arc<Meddle>,
+}
+
+impl Control for Meddling {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn world_size(&self) -> usize {
+        self.inner.world_size()
+    }
+
+    fn all_gather(&self, label: &str, blob: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+        let mut blobs = self.inner.all_gather(label, blob, deadline)?;
+        if self.rank() == 0 {
+            // Settings, salt, address, each on its line.
+            let text = String::from_utf8(blobs[1].clone()).unwrap();
+            let (rest, address) = text.rsplit_once('\n').unwrap();
+            let address = (self.meddle)(address.parse().unwrap());
+            blobs[1] = format!("{rest}\n{address}").into_bytes();
+        }
+        Ok(blobs)
+    }
+
+    fn derive_key(&self, label: &str) -> [u8; 32] {
+        self.inner.derive_key(label)
+    }
+
+    fn poison(&self, error: &Error) {
+        self.inner.poison(error);
+    }
+
+    fn failure(&self) -> Option<Error> {
+        self.inner.failure()
+    }
+
+    fn verdict(&self, observed: Error, grace: Duration) -> Error {
+        self.inner.verdict(observed, grace)
+    }
+
+    fn on_failure(&self, hook: Box<dyn Fn(&Error) + Send + Sync>) {
+        self.inner.on_failure(hook);
+    }
+
+    fn leave(&self, deadline: Deadline) -> Result<()> {
+        self.inner.leave(deadline)
+    }
+}
+
+#[test]
+fn rubbish_at_the_gate_is_turned_away_and_harms_nobody() {
+    for kind in [Kind::Zmq, Kind::Raw] {
+        job_with(kind, move |address| {
+            let greeted = |rest: &[u8]| [&greeting()[..], rest].concat();
+            let huge = |flags: u8| [&[flags][..], &(64_u64 << 30).to_be_bytes()].concat();
+            let mut other_mechanism = greeting();
+            other_mechanism[12..17].copy_from_slice(b"PLAIN");
+            let wrong_socket = String::from_utf8_lossy(&ready(b"x")).replace("DEALER", "ROUTER").into_bytes();
+            for (what, bytes) in [
+                ("nothing", vec![]),
+                ("random bytes", payload(3, 100_000)),
+                ("HTTP", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n".repeat(10)),
+                ("half a greeting", greeting()[..40].to_vec()),
+                ("a greeting with another mechanism", other_mechanism),
+                ("a command that announces 64 GiB", greeted(&huge(0x06))),
+                ("a message that announces 64 GiB", greeted(&huge(0x02))),
+                ("a message before READY", greeted(b"\0\x05hello")),
+                ("READY of another socket type", greeted(&wrong_socket)),
+                ("READY without a token", greeted(&ready(b""))),
+                ("a token of rubbish", greeted(&ready(&payload(4, 52)))),
+                ("the longest identity", greeted(&ready(&[7; 200]))),
+            ] {
+                let answer = say(address, &bytes);
+                // The gate gives its own greeting to whoever greets it, raw TCP a nonce to everybody; no more.
+                let most = if kind == Kind::Raw { 32 } else { 64 };
+                assert!(answer.len() <= most, "{kind:?}, {what}: answered {} B", answer.len());
+            }
+            address
+        });
+    }
+}
+
+#[test]
+fn a_crowd_of_silent_strangers_does_not_keep_the_ranks_out() {
+    for kind in [Kind::Zmq, Kind::Raw] {
+        let crowd = Arc::new(std::sync::Mutex::new(Vec::new()));
+        let inside = crowd.clone();
+        job_with(kind, move |address| {
+            // More than may prove themselves at the same time; they stay until the job has ended.
+            let strangers = (0..400).map(|_| TcpStream::connect(address).unwrap());
+            inside.lock().unwrap().extend(strangers);
+            address
+        });
+        assert_eq!(crowd.lock().unwrap().len(), 400);
+    }
+}
+
+#[test]
+fn strangers_during_a_job_find_no_open_door() {
+    for kind in [Kind::Zmq, Kind::Raw] {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (attacking, attackers) = (stop.clone(), Arc::new(std::sync::Mutex::new(Vec::new())));
+        let spawned = attackers.clone();
+        job_with(kind, move |address| {
+            let stop = attacking.clone();
+            let attacker = thread::spawn(move || {
+                let (mut heard, mut refused) = (0, 0);
+                while !stop.load(Ordering::Relaxed) {
+                    match TcpStream::connect(address) {
+                        Ok(mut stream) => {
+                            heard += 1;
+                            let _ = stream.write_all(&[&greeting()[..], b"\x02\0\0\0\x10\0\0\0\0"].concat());
+                        }
+                        Err(_) => refused += 1,
+                    }
+                    thread::sleep(Duration::from_millis(1));
+                }
+                (heard, refused)
+            });
+            spawned.lock().unwrap().push(attacker);
+            thread::sleep(Duration::from_millis(50));
+            address
+        });
+        stop.store(true, Ordering::Relaxed);
+        for attacker in attackers.lock().unwrap().drain(..) {
+            let (heard, refused) = attacker.join().unwrap();
+            assert!(heard > 0, "{kind:?}: the door was open while the job connected");
+            assert!(refused > 0, "{kind:?}: and closed once everybody was in");
+        }
+    }
+}
+
+#[test]
+fn a_token_seen_on_the_wire_does_not_open_the_gate_again() {
+    let replayed = Arc::new(AtomicBool::new(false));
+    let done = replayed.clone();
+    job_with(Kind::Zmq, move |gate| {
+        let (listener, done) = (TcpListener::bind("127.0.0.1:0").unwrap(), done.clone());
+        let address = listener.local_addr().unwrap();
+        // Stands between the dialler and the gate. The second lane has to wait until the first one's token was replayed, so
+        // that the gate is still open.
+        thread::spawn(move || {
+            for first in [true, false] {
+                let (mut dialler, _) = listener.accept().unwrap();
+                let mut gate_side = TcpStream::connect(gate).unwrap();
+                let mut opening = [0; 64];
+                dialler.read_exact(&mut opening).unwrap();
+                gate_side.write_all(&opening).unwrap();
+                let mut answer = [0; 64];
+                gate_side.read_exact(&mut answer).unwrap();
+                dialler.write_all(&answer).unwrap();
+                let mut ready = [0; 2];
+                dialler.read_exact(&mut ready).unwrap();
+                let mut body = vec![0; usize::from(ready[1])];
+                dialler.read_exact(&mut body).unwrap();
+                let ready = [&ready[..], &body].concat();
+                gate_side.write_all(&ready).unwrap();
+                // The private side's READY shows that the gate took it.
+                let mut taken = [0; 1];
+                gate_side.read_exact(&mut taken).unwrap();
+                dialler.write_all(&taken).unwrap();
+                if first {
+                    let answer = say(gate, &[&opening[..], &ready].concat());
+                    assert_eq!(answer, greeting(), "a replayed token was answered with more than a greeting");
+                    done.store(true, Ordering::Relaxed);
+                }
+                for (mut from, mut to) in
+                    [(dialler.try_clone().unwrap(), gate_side.try_clone().unwrap()), (gate_side, dialler)]
+                {
+                    thread::spawn(move || {
+                        let _ = std::io::copy(&mut from, &mut to);
+                        let _ = to.shutdown(Shutdown::Write);
+                    });
+                }
+            }
+        });
+        address
+    });
+    assert!(replayed.load(Ordering::Relaxed));
+}
+
+#[test]
+fn a_listener_that_does_not_know_the_key_is_not_taken_for_a_rank() {
+    thread::scope(|scope| {
+        for inner in controls(2) {
+            scope.spawn(move || {
+                let impostor = |_| {
+                    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+                    let address = listener.local_addr().unwrap();
+                    thread::spawn(move || {
+                        for stream in listener.incoming() {
+                            let mut stream = stream.unwrap();
+                            let _ = stream.write_all(&[1; 32]);
+                            let _ = stream.read_exact(&mut [0; 84]);
+                            let _ = stream.write_all(&[2; 32]);
+                        }
+                    });
+                    address
+                };
+                let control = Meddling { inner, meddle: Arc::new(impostor) };
+                let deadline = Deadline::after(Duration::from_millis(500));
+                let rank = control.rank();
+                match Kind::Raw.connect(&control, &TcpOptions::default(), deadline) {
+                    Err(Error::Timeout { operation, waiting_for, .. }) => {
+                        assert_eq!(waiting_for, [1 - rank]);
+                        if rank == 0 {
+                            assert!(operation.contains("does not know this job's key"), "{operation}");
+                        }
+                    }
+                    Err(other) => panic!("{other}"),
+                    Ok(_) => panic!("connected to an impostor"),
+                }
+            });
+        }
+    });
+}
+
+/// The first 64 bytes of ZMTP 3.0 with the NULL mechanism.
+fn greeting() -> Vec<u8> {
+    let mut greeting = vec![0; 64];
+    (greeting[0], greeting[9], greeting[10]) = (0xff, 0x7f, 3);
+    greeting[12..16].copy_from_slice(b"NULL");
+    greeting
+}
+
+/// A READY command of a DEALER.
+fn ready(identity: &[u8]) -> Vec<u8> {
+    let mut body = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity".to_vec();
+    body.extend_from_slice(&u32::try_from(identity.len()).unwrap().to_be_bytes());
+    body.extend_from_slice(identity);
+    let mut frame = vec![0x04, u8::try_from(body.len()).unwrap()];
+    frame.extend(body);
+    frame
+}
+
+/// What a stranger is answered until it is turned away, which must happen within two seconds.
+fn say(address: SocketAddr, bytes: &[u8]) -> Vec<u8> {
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
+    let _ = stream.write_all(bytes);
+    let _ = stream.shutdown(Shutdown::Write);
+    let mut answer = Vec::new();
+    let mut buffer = [0; 4096];
+    loop {
+        match stream.read(&mut buffer) {
+            Ok(0) => return answer,
+            Ok(read) => answer.extend_from_slice(&buffer[..read]),
+            Err(error) if error.kind() == ErrorKind::ConnectionReset => return answer,
+            Err(error) => panic!("not turned away: {error}"),
+        }
+    }
+}

@@ -1,0 +1,37 @@
+//! One thread a transport. A test program of its own, because it counts all threads of the process.
+
+#![allow(clippy::unwrap_used, reason = "only tests come here")]
+
+mod common;
+
+use std::sync::Barrier;
+use std::time::Duration;
+
+use comm_tcp::TcpOptions;
+
+use common::{Kind, job, soon};
+
+#[test]
+fn the_number_of_threads_does_not_grow_with_peers_and_lanes() {
+    for kind in Kind::ALL {
+        for (ranks, lanes) in [(2, 1), (5, 3)] {
+            let (connected, counted) = (Barrier::new(ranks), Barrier::new(ranks));
+            job(kind, ranks, &TcpOptions { lanes, ..TcpOptions::default() }, |transport| {
+                connected.wait();
+                if transport.rank() == 0 {
+                    // `zeromq` removes its socket files on a thread that goes away soon after.
+                    std::thread::sleep(Duration::from_millis(200));
+                    let threads = (std::fs::read_dir("/proc/self/task").unwrap())
+                        .filter_map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")).ok())
+                        .filter(|name| name.starts_with("comm-tcp"))
+                        .count();
+                    assert_eq!(threads, ranks, "{kind:?}, {lanes} lanes");
+                }
+                counted.wait();
+                transport.close(soon()).unwrap();
+            });
+            // Dropped runtimes end their threads in their own time.
+            std::thread::sleep(Duration::from_millis(300));
+        }
+    }
+}

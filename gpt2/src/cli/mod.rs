@@ -1,0 +1,42 @@
+//! The command line of the program `gpt2`.
+
+mod progress;
+mod sample;
+mod train;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Trains GPT-2 with any distributed strategy over any transport.
+#[derive(Debug, Parser)]
+#[command(name = "gpt2", version, about)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Train a model, on one or several processes.
+    Train(Box<train::TrainArgs>),
+    /// Write text with a trained model.
+    Sample(sample::SampleArgs),
+}
+
+/// Runs the program; errors go to standard error, one line each.
+pub fn main() -> ExitCode {
+    // Before any other thread; without it each step pays for fresh pages.
+    crate::sys::keep_freed_pages();
+    let result = match Cli::parse().command {
+        Command::Train(args) => train::run(*args),
+        Command::Sample(args) => sample::run(&args).map(|()| ExitCode::SUCCESS),
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("error: {error}");
+        ExitCode::FAILURE
+    })
+}
+
+/// What a command fails with: one message for the user.
+type CliError = Box<dyn std::error::Error + Send + Sync>;

@@ -1,0 +1,101 @@
+//! `gpt2 sample`.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use burn::tensor::Device;
+use clap::Args;
+
+use super::CliError;
+use crate::checkpoint::Checkpoint;
+use crate::segments::SegmentedModel;
+use crate::splitmix::SplitMix64;
+use crate::tokenizer::Tokenizer;
+
+#[derive(Clone, Debug, Args)]
+pub(super) struct SampleArgs {
+    /// Checkpoint that `gpt2 train` saved.
+    #[arg(long, default_value = "out/model.safetensors")]
+    checkpoint: PathBuf,
+    /// Text to continue.
+    #[arg(long, default_value = "\n")]
+    prompt: String,
+    /// Tokens to write.
+    #[arg(long, default_value_t = 200)]
+    tokens: usize,
+    /// Divides the logits: below 1 for likelier text, above 1 for wilder; 0 always takes the likeliest token.
+    #[arg(long, default_value_t = 0.8)]
+    temperature: f32,
+    /// Choose among so many of the likeliest tokens; 0 for all.
+    #[arg(long, default_value_t = 200)]
+    top_k: usize,
+    /// Seed of the choices.
+    #[arg(long, default_value_t = 1337)]
+    seed: u64,
+}
+
+pub(super) fn run(args: &SampleArgs) -> Result<(), CliError> {
+    if !(args.temperature.is_finite() && args.temperature >= 0.0) {
+        return Err(format!("--temperature {} must be zero or a positive number", args.temperature).into());
+    }
+    let checkpoint = Checkpoint::load(&args.checkpoint)?;
+    let tokenizer: Tokenizer = serde_json::from_value(checkpoint.tokenizer.clone())
+        .map_err(|error| format!("checkpoint {}: its tokenizer: {error}", args.checkpoint.display()))?;
+    let model = checkpoint.model(&Device::flex())?;
+    let mut ids = tokenizer.encode(&args.prompt)?;
+    if ids.is_empty() {
+        return Err("--prompt is empty; give at least one character to start from".into());
+    }
+    let mut random = SplitMix64::new(args.seed);
+    let mut out = std::io::stdout().lock();
+    write!(out, "{}", args.prompt)?;
+    // A token may end in the middle of a character: what is whole is printed.
+    let mut pending: Vec<u8> = Vec::new();
+    for _ in 0..args.tokens {
+        let next = next_token(&model, &ids, args, &mut random)?;
+        ids.push(next);
+        pending.extend(tokenizer.decode_bytes(&[next])?);
+        let whole = match std::str::from_utf8(&pending) {
+            Ok(text) => text.len(),
+            Err(error) if error.error_len().is_none() => error.valid_up_to(),
+            Err(_) => pending.len(),
+        };
+        write!(out, "{}", String::from_utf8_lossy(&pending[..whole]))?;
+        out.flush()?;
+        pending.drain(..whole);
+    }
+    writeln!(out, "{}", String::from_utf8_lossy(&pending))?;
+    Ok(())
+}
+
+/// Draws the token after `ids` from the model's distribution.
+fn next_token(
+    model: &SegmentedModel,
+    ids: &[u16],
+    args: &SampleArgs,
+    random: &mut SplitMix64,
+) -> Result<u16, CliError> {
+    let context = &ids[ids.len().saturating_sub(model.config().block_size)..];
+    let inputs: Vec<i32> = context.iter().map(|id| i32::from(*id)).collect();
+    let logits = model.logits(&inputs, 1, inputs.len())?;
+    let last = &logits[logits.len() - model.config().vocab_size..];
+    let mut order: Vec<usize> = (0..last.len()).collect();
+    order.sort_unstable_by(|a, b| last[*b].total_cmp(&last[*a]));
+    if args.temperature == 0.0 {
+        return Ok(order[0] as u16);
+    }
+    if args.top_k > 0 {
+        order.truncate(args.top_k);
+    }
+    let highest = last[order[0]];
+    let weights: Vec<f64> =
+        order.iter().map(|id| f64::from((last[*id] - highest) / args.temperature).exp()).collect();
+    let mut left = random.unit() * weights.iter().sum::<f64>();
+    for (id, weight) in order.iter().zip(&weights) {
+        left -= weight;
+        if left < 0.0 {
+            return Ok(*id as u16);
+        }
+    }
+    Ok(order[order.len() - 1] as u16)
+}

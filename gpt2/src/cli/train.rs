@@ -1,0 +1,360 @@
+//! `gpt2 train`.
+
+use std::ffi::OsString;
+use std::fs;
+use std::io::IsTerminal;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use burn::tensor::Device;
+use clap::{Args, ValueEnum};
+use comm_core::job::{self, Job};
+use comm_core::launch::{Launch, Output};
+
+use super::CliError;
+use super::progress::Progress;
+use crate::batches::{Batches, Share};
+use crate::config::Preset;
+use crate::corpus::{Corpus, CorpusSource};
+use crate::env::default_cargo_home;
+use crate::optim::{AdamWConfig, LearningRate};
+use crate::run::{RankOptions, run_rank, run_threads};
+use crate::strategy::{StrategyKind, StrategyOptions, Wire};
+use crate::tokenizer::TokenizerKind;
+use crate::trainer::{Summary, TrainConfig};
+use crate::transports::{TransportKind, TransportOptions};
+
+#[derive(Clone, Debug, Args)]
+pub(super) struct TrainArgs {
+    /// Who averages gradients and updates parameters: single, ps, sharded-ps, ring, ddp.
+    #[arg(long, default_value = "single")]
+    strategy: StrategyKind,
+    /// How ranks are connected: local (threads of one process), tcp-raw, tcp (ZeroMQ), quic, nccl.
+    #[arg(long, default_value = "tcp")]
+    transport: TransportKind,
+    /// Ranks to start on this machine; ignored under a launcher such as srun, mpirun or torchrun. [default: 1 for single, else 2]
+    #[arg(long)]
+    nproc: Option<usize>,
+    /// Model size: micro, tiny, mini, small, 124m, 350m, 774m, 1558m.
+    #[arg(long, default_value = "tiny")]
+    preset: Preset,
+    /// Tokens a sequence, instead of the preset's.
+    #[arg(long)]
+    block_size: Option<usize>,
+    /// A text file, a folder of text files, or token shards (.bin). [default: documentation of this program's own dependencies]
+    #[arg(long)]
+    data: Option<PathBuf>,
+    /// gpt2 (byte-pair encoding), bytes or chars.
+    #[arg(long, default_value = "gpt2")]
+    tokenizer: TokenizerKind,
+    /// Optimizer steps.
+    #[arg(long, default_value_t = 100)]
+    steps: u64,
+    /// Seed of weights and data order.
+    #[arg(long, default_value_t = 1337)]
+    seed: u64,
+    /// Sequences a step, over all ranks.
+    #[arg(long, default_value_t = 12)]
+    batch: usize,
+    /// Micro-steps a step; gradients are communicated after the last.
+    #[arg(long, default_value_t = 1)]
+    accumulation: usize,
+    /// Highest learning rate.
+    #[arg(long, default_value_t = 1e-3)]
+    lr: f64,
+    /// Lowest learning rate, at the end of the cosine. [default: a tenth of --lr]
+    #[arg(long)]
+    min_lr: Option<f64>,
+    /// Steps of linear warm-up. [default: a twentieth of --steps, at most 100]
+    #[arg(long)]
+    warmup: Option<u64>,
+    /// Decoupled weight decay of two-dimensional tensors.
+    #[arg(long, default_value_t = 0.1)]
+    weight_decay: f64,
+    /// AdamW's first decay rate.
+    #[arg(long, default_value_t = 0.9)]
+    beta1: f64,
+    /// AdamW's second decay rate.
+    #[arg(long, default_value_t = 0.95)]
+    beta2: f64,
+    /// Largest global gradient norm; 0 for no clipping.
+    #[arg(long, default_value_t = 1.0)]
+    clip: f64,
+    /// Type in which gradients travel: f32, bf16, f16.
+    #[arg(long, default_value = "f32")]
+    wire: Wire,
+    /// Bytes of f32 gradients at which ddp closes a bucket.
+    #[arg(long, default_value_t = 1 << 20)]
+    bucket_bytes: usize,
+    /// Start ddp's buckets only after the backward pass.
+    #[arg(long)]
+    no_overlap: bool,
+    /// Independent channels between each pair of ranks.
+    #[arg(long, default_value_t = 2)]
+    lanes: usize,
+    /// Address that this rank's listeners bind.
+    #[arg(long, default_value = "127.0.0.1")]
+    bind: IpAddr,
+    /// Seconds that an operation may take.
+    #[arg(long, default_value_t = 120.0)]
+    timeout: f64,
+    /// Threads that compute, in each rank. [default: the machine's cores divided by the ranks on it]
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Device that computes: cpu, or cuda or wgpu in a build with that feature.
+    #[arg(long, value_enum, default_value = "cpu")]
+    device: DeviceKind,
+    /// Validate every so many steps, and at the end; 0 for never. [default: a quarter of --steps]
+    #[arg(long)]
+    eval_every: Option<u64>,
+    /// Validation batches of --batch sequences, at most.
+    #[arg(long, default_value_t = 20)]
+    eval_batches: usize,
+    /// Print every so many steps.
+    #[arg(long, default_value_t = 10)]
+    log_every: u64,
+    /// Folder for the checkpoint (model.safetensors) and the steps (steps.jsonl).
+    #[arg(long, default_value = "out")]
+    out: PathBuf,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum DeviceKind {
+    Cpu,
+    Cuda,
+    Wgpu,
+}
+
+pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
+    job::die_with_parent()?;
+    match Job::from_env()? {
+        Some(job) => {
+            let ranks_here = args.nproc.unwrap_or(job.world_size);
+            let prepared = Prepared::new(&args, job.world_size, ranks_here)?;
+            let mut progress = prepared.progress(&args, job.rank)?;
+            let summary =
+                run_rank(&job, &prepared.config, &prepared.corpus, &prepared.options, &prepared.device, &mut progress)?;
+            if job.rank == 0 {
+                print_summary(&summary);
+            }
+            Ok(ExitCode::SUCCESS)
+        }
+        None => start(&args),
+    }
+}
+
+/// No launcher started this process: it is one itself, unless all ranks fit in it.
+fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
+    let ranks = args.nproc.unwrap_or(if args.strategy == StrategyKind::Single { 1 } else { 2 });
+    // What is wrong with the arguments or the text is said once, here, and not by every rank.
+    let prepared = Prepared::new(args, ranks, ranks)?;
+    if args.transport == TransportKind::Local || ranks == 1 {
+        let mut progress = prepared.progress(args, 0)?;
+        println!("{}", prepared.describe(args, ranks));
+        let summary =
+            run_threads(&prepared.config, &prepared.corpus, ranks, &prepared.options, &prepared.device, &mut progress)?;
+        print_summary(&summary);
+        return Ok(ExitCode::SUCCESS);
+    }
+    println!("{}", prepared.describe(args, ranks));
+    drop(prepared);
+    let mut command: Vec<OsString> = std::env::args_os().skip(1).collect();
+    if args.nproc.is_none() {
+        command.extend(["--nproc".into(), ranks.to_string().into()]);
+    }
+    let mut launch = Launch::new(std::env::current_exe()?, ranks);
+    launch.args = command;
+    // On a terminal rank 0 has it to itself, for its progress bar.
+    launch.output = if std::io::stdout().is_terminal() { Output::RankZeroPlain } else { Output::Prefixed };
+    let outcome = launch.run()?;
+    if let Some(cause) = outcome.cause {
+        eprintln!("error: {cause}");
+    }
+    Ok(u8::try_from(outcome.code).map_or(ExitCode::FAILURE, ExitCode::from))
+}
+
+/// Arguments that have been checked, and the text.
+struct Prepared {
+    config: TrainConfig,
+    corpus: Corpus,
+    options: RankOptions,
+    device: Device,
+}
+
+impl Prepared {
+    /// `ranks` in all, of which `ranks_here` share this machine.
+    fn new(args: &TrainArgs, ranks: usize, ranks_here: usize) -> Result<Self, CliError> {
+        if ranks == 0 || ranks_here == 0 {
+            return Err("--nproc 0 leaves nobody to train; give at least 1".into());
+        }
+        if args.strategy == StrategyKind::Single && ranks != 1 {
+            return Err(format!("--strategy single trains on 1 rank, not on {ranks}; choose another strategy").into());
+        }
+        if let Some(missing) = args.transport.missing().filter(|_| ranks > 1) {
+            return Err(format!("--transport {}: {missing}", args.transport).into());
+        }
+        for (name, value) in [("--lr", args.lr), ("--timeout", args.timeout)] {
+            if !(value.is_finite() && value > 0.0) {
+                return Err(format!("{name} {value} must be a positive number").into());
+            }
+        }
+        for (name, value) in [("--weight-decay", args.weight_decay), ("--clip", args.clip)] {
+            if !(value.is_finite() && value >= 0.0) {
+                return Err(format!("{name} {value} must be zero or a positive number").into());
+            }
+        }
+        for (name, value) in [("--beta1", args.beta1), ("--beta2", args.beta2)] {
+            if !(0.0..1.0).contains(&value) {
+                return Err(format!("{name} {value} must be at least 0 and below 1").into());
+            }
+        }
+        for (name, value) in [("--steps", args.steps), ("--lanes", args.lanes as u64)] {
+            if value == 0 {
+                return Err(format!("{name} must be at least 1").into());
+            }
+        }
+        if args.threads == Some(0) {
+            return Err("--threads must be at least 1".into());
+        }
+        let floor = args.min_lr.unwrap_or(args.lr / 10.0);
+        if !(0.0..=args.lr).contains(&floor) {
+            return Err(format!("--min-lr {floor} must lie between 0 and --lr {}", args.lr).into());
+        }
+        let warmup = args.warmup.unwrap_or_else(|| (args.steps / 20).min(100));
+        if warmup >= args.steps && args.warmup.is_some() {
+            return Err(format!("--warmup {warmup} must be less than --steps {}", args.steps).into());
+        }
+        let device = device(args.device)?;
+        writable_folder(&args.out)?;
+
+        let source = CorpusSource::from_path(args.data.clone(), default_cargo_home());
+        let corpus = Corpus::load(&source, args.tokenizer)?;
+        let mut model = args.preset.config(corpus.vocab_size());
+        model.block_size = args.block_size.unwrap_or(model.block_size);
+        model.validate()?;
+        let eval_every = args.eval_every.unwrap_or_else(|| (args.steps / 4).max(1));
+        let batches = Batches::new(&corpus, model.block_size, args.batch, args.seed)?;
+        let share = Share { rank: 0, world: ranks, accumulation: args.accumulation };
+        batches.rows_per_micro_step(share)?;
+        if eval_every > 0 {
+            batches.validation(args.eval_batches, share)?;
+        }
+
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Ok(Prepared {
+            config: TrainConfig {
+                model,
+                strategy: args.strategy,
+                options: StrategyOptions {
+                    wire: args.wire,
+                    bucket_bytes: args.bucket_bytes,
+                    overlap: !args.no_overlap,
+                },
+                seed: args.seed,
+                steps: args.steps,
+                global_batch: args.batch,
+                accumulation: args.accumulation,
+                learning_rate: LearningRate::WarmupCosine { peak: args.lr, floor, warmup, total: args.steps },
+                adamw: AdamWConfig {
+                    beta1: args.beta1,
+                    beta2: args.beta2,
+                    weight_decay: args.weight_decay,
+                    ..AdamWConfig::default()
+                },
+                clip: args.clip,
+                eval_every,
+                eval_batches: args.eval_batches,
+            },
+            corpus,
+            options: RankOptions {
+                transport: args.transport,
+                options: TransportOptions {
+                    lanes: args.lanes,
+                    bind: args.bind,
+                    timeout: Duration::from_secs_f64(args.timeout.min(1e9)),
+                },
+                threads: args.threads.unwrap_or_else(|| (cores / ranks_here).max(1)),
+                checkpoint: Some(args.out.join("model.safetensors")),
+            },
+            device,
+        })
+    }
+
+    /// The observer of `rank`: only rank 0 prints and writes.
+    fn progress(&self, args: &TrainArgs, rank: usize) -> Result<Progress, CliError> {
+        let path = args.out.join("steps.jsonl");
+        let file = (rank == 0).then_some(path.as_path());
+        Progress::new(args.log_every, file).map_err(|error| format!("{}: {error}", path.display()).into())
+    }
+
+    fn describe(&self, args: &TrainArgs, ranks: usize) -> String {
+        let model = &self.config.model;
+        let over = if ranks == 1 { String::new() } else { format!(" over {}", args.transport) };
+        format!(
+            "text: {}\nmodel: {} ({} layers, {} heads, {} wide, {} tokens a sequence, {:.2} M parameters)\nstrategy: {} on {ranks} \
+             rank(s){over}, {} thread(s) each, {} sequences a step",
+            self.corpus.describe(),
+            args.preset,
+            model.n_layer,
+            model.n_head,
+            model.n_embd,
+            model.block_size,
+            model.parameter_count() as f64 / 1e6,
+            args.strategy,
+            self.options.threads,
+            args.batch,
+        )
+    }
+}
+
+fn device(kind: DeviceKind) -> Result<Device, CliError> {
+    match kind {
+        DeviceKind::Cpu => Ok(Device::flex()),
+        DeviceKind::Cuda => crate::devices::cuda().map_err(Into::into),
+        DeviceKind::Wgpu => crate::devices::wgpu().map_err(Into::into),
+    }
+}
+
+/// Makes the folder if need be, and finds out now, not after hours of training, whether files can be written there.
+fn writable_folder(folder: &Path) -> Result<(), CliError> {
+    let probe = folder.join(format!(".write-test-{}", std::process::id()));
+    fs::create_dir_all(folder)
+        .and_then(|()| fs::write(&probe, b""))
+        .and_then(|()| fs::remove_file(&probe))
+        .map_err(|error| {
+            format!("--out {}: cannot write there: {error}; give a folder that can be written", folder.display()).into()
+        })
+}
+
+fn print_summary(summary: &Summary) {
+    let parts = &summary.parts;
+    println!(
+        "done: {} steps, final loss {:.4}{}, {:.0} tok/s, {:.1} ms a step, mfu {:.1}%",
+        summary.steps,
+        summary.final_loss,
+        summary.validation_loss.map_or(String::new(), |loss| format!(", validation loss {loss:.4}")),
+        summary.tokens_per_s,
+        summary.step_ms,
+        100.0 * summary.mfu
+    );
+    println!(
+        "a step of rank 0, ms: compute {:.2}, pack {:.2}, exposed communication {:.2}, scalars {:.2}, unpack {:.2}, optimizer {:.2}",
+        parts.compute, parts.pack, parts.exposed, parts.scalars, parts.unpack, parts.optimizer
+    );
+    for rank in &summary.ranks {
+        let counted = rank.bytes_counted.map_or("not counted".into(), |bytes| format!("{bytes} B counted"));
+        println!(
+            "rank {}: payload sent a step {counted}, {} B by the formula; peak memory {:.0} MB",
+            rank.rank,
+            rank.bytes_expected,
+            rank.peak_rss_bytes as f64 / 1e6
+        );
+    }
+    println!("mfu: {}", summary.mfu_formula);
+    if let Some(path) = &summary.checkpoint {
+        println!("checkpoint: {}", path.display());
+    }
+    println!("weights: sha256 {}", summary.weights_hash);
+}

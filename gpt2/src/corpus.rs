@@ -1,0 +1,507 @@
+//! The corpus: where the text comes from, its tokens, and which part of them is held out.
+
+mod documentation;
+mod shards;
+mod synthetic;
+mod text;
+mod tokens;
+
+use std::{
+    fmt,
+    io::ErrorKind,
+    path::{Path, PathBuf},
+};
+
+use sha2::{Digest, Sha256};
+
+use self::{documentation::Documentation, shards::ShardSet, synthetic::MarkovSource};
+use crate::tokenizer::{GPT2_VOCABULARY, Tokenizer, TokenizerError, TokenizerKind};
+
+pub use self::tokens::TokenStream;
+
+/// Seed of the synthetic text that stands in where there is no other.
+pub const FALLBACK_SEED: u64 = 1;
+/// Bytes of that text.
+pub const FALLBACK_BYTES: usize = 1 << 20;
+
+/// Where to take the text from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CorpusSource {
+    /// A text file, a token shard (`.bin`), or a folder of either: `.bin` shards where it holds any, else `.txt` and
+    /// `.md` files at every depth, in order of path.
+    Path(PathBuf),
+    /// The Markdown documentation of a fixed list of this program's own dependencies, in Cargo's home folder; where one
+    /// of them is not there, `Synthetic` with [`FALLBACK_SEED`] and [`FALLBACK_BYTES`].
+    Documentation {
+        /// Cargo's home folder (see [`default_cargo_home`](crate::env::default_cargo_home)).
+        cargo_home: Option<PathBuf>,
+    },
+    /// A Markov source of known entropy rate.
+    Synthetic {
+        /// Decides the source and the text.
+        seed: u64,
+        /// Length of the text.
+        bytes: usize,
+    },
+}
+
+/// Tokens for training and for validation, and where they came from. The validation part is the last tenth of the text
+/// (cut between characters before encoding, as nanoGPT does) or of the shards, unless a folder has shards named for
+/// both parts.
+#[derive(Clone, Debug)]
+pub struct Corpus {
+    tokenizer: Tokenizer,
+    train: TokenStream,
+    validation: TokenStream,
+    origin: Origin,
+    bytes: u64,
+    hash: [u8; 32],
+}
+
+/// Where the tokens came from.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Origin {
+    /// Text files.
+    Text {
+        /// The path that was given.
+        path: PathBuf,
+        /// Number of files.
+        files: usize,
+    },
+    /// Token shards.
+    Shards {
+        /// The path that was given.
+        path: PathBuf,
+        /// Number of shards.
+        files: usize,
+    },
+    /// The documentation of the dependencies.
+    Documentation {
+        /// Number of crates.
+        crates: usize,
+        /// Number of files.
+        files: usize,
+    },
+    /// Generated text.
+    Synthetic {
+        /// Seed of the source.
+        seed: u64,
+        /// Entropy rate in nats per byte, which is nats per token under the `bytes` tokenizer.
+        entropy_rate: f64,
+        /// Why no real text was used, where it was wanted.
+        instead: Option<String>,
+    },
+}
+
+/// Why there is no corpus.
+#[derive(Debug, thiserror::Error)]
+pub enum CorpusError {
+    /// Nothing at the path.
+    #[error("{} does not exist; give a text file, a token shard (.bin) or a folder of them", path.display())]
+    Missing {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The operating system refused.
+    #[error("cannot read {}: {source}; check the permissions and that the disk is there", path.display())]
+    Read {
+        /// The file or folder.
+        path: PathBuf,
+        /// Its answer.
+        source: std::io::Error,
+    },
+    /// A pipe, a device or the like.
+    #[error("{} is no ordinary file; copy its contents to one first", path.display())]
+    NotAFile {
+        /// The path.
+        path: PathBuf,
+    },
+    /// A folder without anything to read.
+    #[error("{} holds no .txt, .md or .bin file; give the folder that does, or name one file", path.display())]
+    NothingInFolder {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// No text or no tokens.
+    #[error("{} is empty; give a file with text or tokens", path.display())]
+    Empty {
+        /// The file or folder.
+        path: PathBuf,
+    },
+    /// Generated text of no length.
+    #[error("a synthetic text of 0 bytes was asked for; ask for at least a few thousand")]
+    EmptySynthetic,
+    /// The tokenizer cannot take the text.
+    #[error("cannot encode {origin}: {source}")]
+    Encode {
+        /// The file, folder or other origin of the text.
+        origin: String,
+        /// Why.
+        source: TokenizerError,
+    },
+    /// Shards hold ids of GPT-2 and no other tokenizer.
+    #[error(
+        "{} is read as GPT-2 token ids, which the {kind} tokenizer does not share; use the `gpt2` tokenizer or give \
+         the text itself",
+        path.display()
+    )]
+    ShardTokenizer {
+        /// The shard or folder.
+        path: PathBuf,
+        /// The tokenizer asked for.
+        kind: TokenizerKind,
+    },
+    /// Shards beside nanoGPT's table of another vocabulary.
+    #[error(
+        "the shards in {} come with a meta.pkl, so their ids are not GPT-2's; give the text itself (input.txt) with \
+         the `chars` tokenizer",
+        path.display()
+    )]
+    OtherVocabulary {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// Neither layout.
+    #[error(
+        "{} starts with {found}: neither a shard of llm.c with GPT-2 ids (magic 20240520) nor bare 16-bit GPT-2 ids \
+         as nanoGPT writes them; write it again with the GPT-2 tokenizer",
+        path.display()
+    )]
+    BadMagic {
+        /// The shard.
+        path: PathBuf,
+        /// Its first integer.
+        found: u32,
+    },
+    /// A layout of llm.c that is not read here.
+    #[error(
+        "{} has version {found} of llm.c's layout, and only 1 (16-bit GPT-2 ids) is read; write it again with that",
+        path.display()
+    )]
+    BadVersion {
+        /// The shard.
+        path: PathBuf,
+        /// Its version.
+        found: u32,
+    },
+    /// A shard cut short, or longer than it says.
+    #[error(
+        "{} has {found} bytes where its layout needs {expected}; fetch or write it again (is it still being written?)",
+        path.display()
+    )]
+    ShardLength {
+        /// The shard.
+        path: PathBuf,
+        /// Bytes that it should have.
+        expected: u64,
+        /// Bytes that it has.
+        found: u64,
+    },
+    /// A token that no model of this vocabulary can take.
+    #[error(
+        "{}: token {position} has id {id}, outside the vocabulary of {vocab}; the shard is damaged or was written \
+         with another tokenizer, so write it again with GPT-2's",
+        path.display()
+    )]
+    OutOfVocabulary {
+        /// The shard.
+        path: PathBuf,
+        /// Place of the token in it.
+        position: usize,
+        /// The id.
+        id: u16,
+        /// Number of ids.
+        vocab: usize,
+    },
+    /// A read past the end of a stream.
+    #[error("tokens {start} and {count} more were asked of a stream of {len}; ask for tokens within it")]
+    PastTheEnd {
+        /// First token asked for.
+        start: usize,
+        /// Number of tokens asked for.
+        count: usize,
+        /// Tokens that there are.
+        len: usize,
+    },
+}
+
+impl CorpusSource {
+    /// The source for an optional path: that path, else the documentation of the dependencies in `cargo_home`.
+    #[must_use]
+    pub fn from_path(path: Option<PathBuf>, cargo_home: Option<PathBuf>) -> Self {
+        path.map_or(Self::Documentation { cargo_home }, Self::Path)
+    }
+}
+
+impl Corpus {
+    /// Reads `source` with a tokenizer of `kind`; the characters of a `chars` tokenizer are those of the whole text.
+    ///
+    /// # Errors
+    /// See [`CorpusError`].
+    pub fn load(source: &CorpusSource, kind: TokenizerKind) -> Result<Self, CorpusError> {
+        Self::load_by(source, kind, |text| match kind {
+            TokenizerKind::Gpt2 => Ok(Tokenizer::gpt2()),
+            TokenizerKind::Bytes => Ok(Tokenizer::bytes()),
+            TokenizerKind::Chars => Tokenizer::chars_of(text::utf8(text, kind)?),
+        })
+    }
+
+    /// Reads `source` with `tokenizer`, for a run that goes on from a checkpoint.
+    ///
+    /// # Errors
+    /// See [`CorpusError`]; a character that the checkpoint's `chars` tokenizer does not know is an `Encode` error.
+    pub fn load_with(source: &CorpusSource, tokenizer: &Tokenizer) -> Result<Self, CorpusError> {
+        Self::load_by(source, tokenizer.kind(), |_| Ok(tokenizer.clone()))
+    }
+
+    /// What encodes the text.
+    #[must_use]
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// Number of token ids.
+    #[must_use]
+    pub fn vocab_size(&self) -> usize {
+        self.tokenizer.vocab_size()
+    }
+
+    /// The tokens to train on.
+    #[must_use]
+    pub fn train(&self) -> &TokenStream {
+        &self.train
+    }
+
+    /// The held-out tokens.
+    #[must_use]
+    pub fn validation(&self) -> &TokenStream {
+        &self.validation
+    }
+
+    /// Where the tokens came from.
+    #[must_use]
+    pub fn origin(&self) -> &Origin {
+        &self.origin
+    }
+
+    /// Bytes of the text, or of the tokens of the shards.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The lowest expected loss that a model of this text can have, in nats per token, where it is known: for synthetic
+    /// text under the `bytes` tokenizer.
+    #[must_use]
+    pub fn entropy_rate(&self) -> Option<f64> {
+        match self.origin {
+            Origin::Synthetic { entropy_rate, .. } if self.tokenizer.kind() == TokenizerKind::Bytes => {
+                Some(entropy_rate)
+            }
+            _ => None,
+        }
+    }
+
+    /// SHA-256 over a version label, the tokenizer's kind, the vocabulary size and the lengths of both parts (64-bit
+    /// little-endian), then the ids of the training and of the validation part (16-bit little-endian). Ranks with the
+    /// same hash train on the same tokens.
+    #[must_use]
+    pub fn hash(&self) -> [u8; 32] {
+        self.hash
+    }
+
+    /// [`hash`](Corpus::hash) in 64 hexadecimal digits.
+    #[must_use]
+    pub fn hash_hex(&self) -> String {
+        self.hash.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// One line that says which source was used, its bytes, tokens and hash, and the entropy rate of synthetic text.
+    #[must_use]
+    pub fn describe(&self) -> String {
+        let (train, validation) = (self.train.len(), self.validation.len());
+        format!(
+            "{}: {} bytes, {} {} tokens ({train} training, {validation} validation), vocabulary {}, sha256 {}",
+            self.origin,
+            self.bytes,
+            train + validation,
+            self.tokenizer.kind(),
+            self.vocab_size(),
+            self.hash_hex(),
+        )
+    }
+
+    fn load_by(
+        source: &CorpusSource,
+        kind: TokenizerKind,
+        make: impl FnOnce(&[u8]) -> Result<Tokenizer, TokenizerError>,
+    ) -> Result<Self, CorpusError> {
+        match source {
+            CorpusSource::Path(path) => match find(path)? {
+                Input::Text(files) => {
+                    let text = text::read_joined(&files, kind)?;
+                    if text.is_empty() {
+                        return Err(CorpusError::Empty { path: path.clone() });
+                    }
+                    Self::from_text(&text, Origin::Text { path: path.clone(), files: files.len() }, make)
+                }
+                Input::Shards(files) if kind == TokenizerKind::Gpt2 => Self::from_shards(path, files),
+                Input::Shards(_) => Err(CorpusError::ShardTokenizer { path: path.clone(), kind }),
+            },
+            CorpusSource::Documentation { cargo_home } => match documentation::find(cargo_home.as_deref())? {
+                Documentation::Found(files) => {
+                    let origin = Origin::Documentation { crates: documentation::CRATES.len(), files: files.len() };
+                    Self::from_text(&text::read_joined(&files, kind)?, origin, make)
+                }
+                Documentation::Unavailable(why) => Self::synthetic(FALLBACK_SEED, FALLBACK_BYTES, Some(why), make),
+            },
+            CorpusSource::Synthetic { seed, bytes } => Self::synthetic(*seed, *bytes, None, make),
+        }
+    }
+
+    fn synthetic(
+        seed: u64,
+        bytes: usize,
+        instead: Option<String>,
+        make: impl FnOnce(&[u8]) -> Result<Tokenizer, TokenizerError>,
+    ) -> Result<Self, CorpusError> {
+        if bytes == 0 {
+            return Err(CorpusError::EmptySynthetic);
+        }
+        let mut source = MarkovSource::new(seed);
+        let origin = Origin::Synthetic { seed, entropy_rate: source.entropy_rate(), instead };
+        Self::from_text(&source.text(bytes), origin, make)
+    }
+
+    fn from_text(
+        text: &[u8],
+        origin: Origin,
+        make: impl FnOnce(&[u8]) -> Result<Tokenizer, TokenizerError>,
+    ) -> Result<Self, CorpusError> {
+        let encode = || {
+            let tokenizer = make(text)?;
+            let (train, validation) = text.split_at(held_out_from(text, tokenizer.kind())?);
+            let (train, validation) = (tokenizer.encode_bytes(train)?, tokenizer.encode_bytes(validation)?);
+            Ok((tokenizer, train, validation))
+        };
+        let (tokenizer, train, validation) =
+            encode().map_err(|source| CorpusError::Encode { origin: origin.to_string(), source })?;
+        let vocab = tokenizer.vocab_size();
+        let (train, validation) = (TokenStream::in_memory(train, vocab), TokenStream::in_memory(validation, vocab));
+        Self::assemble(tokenizer, train, validation, origin, text.len() as u64)
+    }
+
+    fn from_shards(path: &Path, files: Vec<PathBuf>) -> Result<Self, CorpusError> {
+        let (train, validation, files) = match ShardSet::of(files) {
+            ShardSet::Whole(files) => {
+                let count = files.len();
+                let stream = shards::open(files)?;
+                let at = nine_tenths(stream.len());
+                let (train, validation) = stream.split(at);
+                (train, validation, count)
+            }
+            ShardSet::Parts { train, validation } => {
+                let count = train.len() + validation.len();
+                (shards::open(train)?, shards::open(validation)?, count)
+            }
+        };
+        let bytes = 2 * (train.len() + validation.len()) as u64;
+        let origin = Origin::Shards { path: path.to_owned(), files };
+        Self::assemble(Tokenizer::gpt2(), train, validation, origin, bytes)
+    }
+
+    fn assemble(
+        tokenizer: Tokenizer,
+        train: TokenStream,
+        validation: TokenStream,
+        origin: Origin,
+        bytes: u64,
+    ) -> Result<Self, CorpusError> {
+        let mut hasher = Sha256::new();
+        hasher.update(b"token corpus 1\0");
+        hasher.update(tokenizer.kind().to_string());
+        for number in [tokenizer.vocab_size(), train.len(), validation.len()] {
+            hasher.update((number as u64).to_le_bytes());
+        }
+        train.digest(&mut hasher)?;
+        validation.digest(&mut hasher)?;
+        let hash = hasher.finalize().into();
+        Ok(Self { tokenizer, train, validation, origin, bytes, hash })
+    }
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Text { path, files: 1 } => write!(f, "text of {}", path.display()),
+            Self::Text { path, files } => write!(f, "text of {files} files in {}", path.display()),
+            Self::Shards { path, files: 1 } => write!(f, "token shard {}", path.display()),
+            Self::Shards { path, files } => write!(f, "{files} token shards in {}", path.display()),
+            Self::Documentation { crates, files } => {
+                write!(f, "documentation of {crates} dependencies ({files} Markdown files)")
+            }
+            Self::Synthetic { seed, entropy_rate, instead } => {
+                write!(
+                    f,
+                    "synthetic Markov text (seed {seed}, entropy rate {entropy_rate:.4} nats per token under the \
+                     bytes tokenizer"
+                )?;
+                match instead {
+                    Some(why) => write!(f, "; there is no documentation to read: {why})"),
+                    None => f.write_str(")"),
+                }
+            }
+        }
+    }
+}
+
+enum Input {
+    Text(Vec<PathBuf>),
+    Shards(Vec<PathBuf>),
+}
+
+/// The files that `path` stands for.
+fn find(path: &Path) -> Result<Input, CorpusError> {
+    let metadata = std::fs::metadata(path).map_err(|source| match source.kind() {
+        ErrorKind::NotFound => CorpusError::Missing { path: path.to_owned() },
+        _ => CorpusError::Read { path: path.to_owned(), source },
+    })?;
+    if !metadata.is_dir() {
+        let files = vec![path.to_owned()];
+        return Ok(if text::has_extension(path, &["bin"]) { Input::Shards(files) } else { Input::Text(files) });
+    }
+    let shards = text::files_below(path, &["bin"])?;
+    if !shards.is_empty() {
+        if path.join("meta.pkl").exists() {
+            return Err(CorpusError::OtherVocabulary { path: path.to_owned() });
+        }
+        return Ok(Input::Shards(shards));
+    }
+    let files = text::files_below(path, &["txt", "md"])?;
+    if files.is_empty() {
+        return Err(CorpusError::NothingInFolder { path: path.to_owned() });
+    }
+    Ok(Input::Text(files))
+}
+
+/// The byte at which the held-out part of `text` begins: after nine tenths of the characters, of the bytes for the
+/// `bytes` tokenizer.
+fn held_out_from(text: &[u8], kind: TokenizerKind) -> Result<usize, TokenizerError> {
+    if kind == TokenizerKind::Bytes {
+        return Ok(nine_tenths(text.len()));
+    }
+    let text = text::utf8(text, kind)?;
+    let at = nine_tenths(text.chars().count());
+    Ok(text.char_indices().nth(at).map_or(text.len(), |(offset, _)| offset))
+}
+
+/// `⌊0.9 · len⌋`, without overflow.
+fn nine_tenths(len: usize) -> usize {
+    len / 10 * 9 + len % 10 * 9 / 10
+}
+
+// A vocabulary of 16-bit ids is what every stream above relies on.
+const _: () = assert!(GPT2_VOCABULARY <= 1 << 16);
+
+#[cfg(test)]
+mod tests;

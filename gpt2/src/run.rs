@@ -1,0 +1,126 @@
+//! Starting the ranks of a job, and running one.
+
+use std::path::PathBuf;
+use std::thread;
+
+use burn::tensor::Device;
+use comm_core::control::TcpControl;
+use comm_core::{Control, Deadline, Error, job::Job};
+
+use crate::corpus::Corpus;
+use crate::trainer::{Observer, Session, Summary, TrainConfig, TrainError, train};
+use crate::transports::{self, TransportKind, TransportOptions};
+
+/// What a rank needs beside the training configuration.
+#[derive(Clone, Debug)]
+pub struct RankOptions {
+    /// Which transport.
+    pub transport: TransportKind,
+    /// Its settings.
+    pub options: TransportOptions,
+    /// Threads that compute, in each rank.
+    pub threads: usize,
+    /// Where rank 0 saves the result.
+    pub checkpoint: Option<PathBuf>,
+}
+
+/// Runs all ranks as threads of this process, each computing in a thread pool of its own. `observer` watches rank 0.
+///
+/// # Errors
+/// The first error that is not the echo of another rank's, in rank order.
+pub fn run_threads(
+    config: &TrainConfig,
+    corpus: &Corpus,
+    ranks: usize,
+    options: &RankOptions,
+    device: &Device,
+    observer: &mut (dyn Observer + Send),
+) -> Result<Summary, TrainError> {
+    let mut observer = Some(observer);
+    let sessions = transports::local_sessions(ranks, &options.options);
+    let outcomes: Vec<Result<Summary, TrainError>> = thread::scope(|scope| {
+        let threads: Vec<_> = sessions
+            .into_iter()
+            .map(|session| {
+                let observer = observer.take();
+                scope.spawn(move || in_pool(config, corpus, &session, options, device, observer))
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(panicked()))).collect()
+    });
+    let mut first = None;
+    for outcome in outcomes {
+        match outcome {
+            Ok(summary) => _ = first.get_or_insert(Ok(summary)),
+            // An echo names the rank that failed; that rank's own error says more.
+            Err(error @ TrainError::Comm(_)) => {
+                if !matches!(first, Some(Err(_))) {
+                    first = Some(Err(error));
+                }
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    first.unwrap_or_else(|| Err(Error::invalid("a job needs at least one rank").into()))
+}
+
+/// Runs this process's rank of `job`. `observer` is only used on rank 0.
+///
+/// # Errors
+/// See [`TrainError`].
+pub fn run_rank(
+    job: &Job,
+    config: &TrainConfig,
+    corpus: &Corpus,
+    options: &RankOptions,
+    device: &Device,
+    observer: &mut (dyn Observer + Send),
+) -> Result<Summary, TrainError> {
+    let control = TcpControl::connect(job, &agreement(config, corpus, options), Deadline::after(options.options.timeout))?;
+    let session = transports::connect(options.transport, control.clone(), &options.options).inspect_err(|error| {
+        control.poison(error);
+    })?;
+    let observer = (job.rank == 0).then_some(observer);
+    in_pool(config, corpus, &session, options, device, observer)
+}
+
+/// What all ranks must agree on before the first step, as (name, value).
+fn agreement(config: &TrainConfig, corpus: &Corpus, options: &RankOptions) -> Vec<(&'static str, String)> {
+    let json = |value: Result<String, serde_json::Error>| value.unwrap_or_else(|error| error.to_string());
+    vec![
+        ("program", format!("gpt2 {}", env!("CARGO_PKG_VERSION"))),
+        ("algorithms", comm_core::table::TABLE.to_string()),
+        ("transport", options.transport.to_string()),
+        ("lanes", options.options.lanes.to_string()),
+        ("strategy", config.strategy.to_string()),
+        ("seed", config.seed.to_string()),
+        ("training configuration", json(serde_json::to_string(config))),
+        ("text", corpus.hash_hex()),
+    ]
+}
+
+fn in_pool(
+    config: &TrainConfig,
+    corpus: &Corpus,
+    session: &Session,
+    options: &RankOptions,
+    device: &Device,
+    observer: Option<&mut (dyn Observer + Send)>,
+) -> Result<Summary, TrainError> {
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(options.threads)
+        .thread_name(|index| format!("compute-{index}"))
+        .build()
+        .map_err(|error| Error::invalid(format!("{} compute threads cannot be started: {error}", options.threads)))?;
+    pool.install(|| {
+        let checkpoint = options.checkpoint.clone();
+        match observer {
+            Some(observer) => train(config, corpus, session, device, checkpoint, observer),
+            None => train(config, corpus, session, device, checkpoint, &mut ()),
+        }
+    })
+}
+
+fn panicked() -> TrainError {
+    Error::Aborted { by: usize::MAX, reason: "a rank's thread panicked; its message is above".into() }.into()
+}

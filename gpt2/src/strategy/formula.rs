@@ -1,0 +1,50 @@
+//! Payload bytes that each strategy sends in a step, computed from its definition and not from its code.
+//!
+//! With S_g the bytes of all gradients in the wire type, S_p those of all parameters in f32, N ranks, and c(r) the bytes of rank r's
+//! shard (S/N, give or take one element):
+//!
+//! | strategy | rank r sends |
+//! |---|---|
+//! | `single` | 0 |
+//! | `ps` | (N−1)·S_p from the server; S_g from every worker |
+//! | `sharded-ps` | S_g − c_g(r), and (N−1)·c_p(r) |
+//! | `ring`, `ddp` | for each bucket what [`comm_core::table::payload_sent`] says: 2S(N−1)/N for a ring |
+
+use comm_core::{Op, ReduceOp, shard_range, table};
+
+use super::{Layout, StrategyKind, StrategyOptions, buckets, width};
+
+/// Payload bytes that `rank` of `ranks` sends in one step (gradients and parameters; no scalars, no framing).
+pub fn payload_sent(
+    kind: StrategyKind,
+    layout: &Layout,
+    options: &StrategyOptions,
+    ranks: usize,
+    rank: usize,
+) -> u64 {
+    let others = ranks as u64 - 1;
+    let total = layout.total() as u64;
+    let (gradient, parameter) = (width(options.wire.dtype()), size_of::<f32>() as u64);
+    let all_reduce = |bucket_bytes: usize| -> u64 {
+        let elements = |bucket: &Vec<usize>| bucket.iter().map(|segment| layout.len(*segment)).sum();
+        buckets::plan(layout, bucket_bytes)
+            .iter()
+            .map(|bucket| {
+                let op = Op::AllReduce(ReduceOp::Mean);
+                table::payload_sent(&op, options.wire.dtype(), elements(bucket), ranks, rank)
+            })
+            .sum()
+    };
+    match kind {
+        StrategyKind::Single => 0,
+        StrategyKind::Ps if ranks == 1 => 0,
+        StrategyKind::Ps if rank == 0 => others * total * parameter,
+        StrategyKind::Ps => total * gradient,
+        StrategyKind::ShardedPs => {
+            let shard = shard_range(layout.total(), ranks, rank).len() as u64;
+            (total - shard) * gradient + others * shard * parameter
+        }
+        StrategyKind::Ring => all_reduce(usize::MAX),
+        StrategyKind::Ddp => all_reduce(options.bucket_bytes),
+    }
+}

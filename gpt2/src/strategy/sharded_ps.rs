@@ -1,0 +1,114 @@
+//! A parameter server on every rank, each for one shard of the parameters.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use comm_core::{Buffer, Call, Communicator, Handle, Op, shard_range};
+
+use super::ps::add;
+use super::{Clock, Layout, Strategy, Wire};
+
+/// Every rank sends shard s of its gradients to rank s, which averages them in rank order, updates its parameters and sends them to
+/// everyone: 2S(N−1)/N each way, evenly.
+pub(super) struct ShardedServer {
+    comm: Arc<dyn Communicator>,
+    layout: Layout,
+    wire: Wire,
+    /// The shard of each rank, in the flat vector.
+    shards: Vec<Range<usize>>,
+    owned: Vec<Range<usize>>,
+    grads: Vec<Vec<f32>>,
+}
+
+impl ShardedServer {
+    pub(super) fn new(comm: Arc<dyn Communicator>, layout: Layout, wire: Wire) -> Self {
+        let ranks = comm.world_size();
+        let shards: Vec<_> = (0..ranks).map(|rank| shard_range(layout.total(), ranks, rank)).collect();
+        let owned = layout.within(&shards[comm.rank()]);
+        let grads = vec![Vec::new(); layout.segments()];
+        ShardedServer { comm, layout, wire, shards, owned, grads }
+    }
+
+    /// One message from every rank to every other: `outgoing(peer)` leaves, and a buffer like `incoming(peer)` arrives. Returns what
+    /// arrived, by rank, with `None` at this rank's place.
+    fn everyone_to_everyone(
+        &self,
+        clock: &mut Clock,
+        mut outgoing: impl FnMut(usize) -> Buffer,
+        mut incoming: impl FnMut(usize) -> Buffer,
+    ) -> comm_core::Result<Vec<Option<Buffer>>> {
+        let (rank, ranks) = (self.comm.rank(), self.comm.world_size());
+        let mut leaving = Vec::new();
+        let mut arriving: Vec<Option<Handle>> = (0..ranks).map(|_| None).collect();
+        for (from, to) in schedule(ranks).filter(|(from, to)| rank == *from || rank == *to) {
+            // Messages to higher ranks and to lower ones on lanes of their own, where there are two: both directions at once.
+            let lane = usize::from(from > to) % self.comm.lanes();
+            if from == rank {
+                let buffer = clock.pack(|| outgoing(to));
+                leaving.push(clock.start(&*self.comm, Call::background(Op::Send { to }, buffer, lane)));
+            } else {
+                let call = Call::background(Op::Recv { from }, incoming(from), lane);
+                arriving[from] = Some(clock.start(&*self.comm, call));
+            }
+        }
+        let arrived = arriving.into_iter().map(|handle| handle.map(|handle| clock.wait(handle)).transpose()).collect();
+        for handle in leaving {
+            clock.wait(handle)?;
+        }
+        arrived
+    }
+}
+
+impl Strategy for ShardedServer {
+    fn owned(&self) -> &[Range<usize>] {
+        &self.owned
+    }
+
+    fn gradient(&mut self, segment: usize, grads: Vec<f32>, _clock: &mut Clock) -> comm_core::Result<()> {
+        self.grads[segment] = grads;
+        Ok(())
+    }
+
+    fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Vec<f32>>> {
+        let rank = self.comm.rank();
+        let mine = self.shards[rank].clone();
+        let shard_of = |owner: usize| self.wire.pack(self.layout.gather(&self.grads, &self.shards[owner]));
+        let mut arrived = self.everyone_to_everyone(clock, shard_of, |_| self.wire.empty(mine.len()))?;
+        arrived[rank] = Some(clock.pack(|| shard_of(rank)));
+        clock.unpack(|| {
+            let mut sum = vec![0.0; mine.len()];
+            for buffer in arrived.into_iter().flatten() {
+                add(&mut sum, &self.wire.unpack(buffer)?);
+            }
+            let ranks = self.comm.world_size() as f32;
+            sum.iter_mut().for_each(|value| *value /= ranks);
+            Ok(self.layout.cut(&sum, &mine))
+        })
+    }
+
+    fn distribute(&mut self, params: &mut [Vec<f32>], clock: &mut Clock) -> comm_core::Result<()> {
+        let mine = &self.shards[self.comm.rank()];
+        let arrived = {
+            let params = &*params;
+            self.everyone_to_everyone(
+                clock,
+                |_| Buffer::from_vec(self.layout.gather(params, mine)),
+                |owner| Wire::F32.empty(self.shards[owner].len()),
+            )?
+        };
+        clock.unpack(|| {
+            for (shard, buffer) in self.shards.iter().zip(arrived) {
+                if let Some(buffer) = buffer {
+                    self.layout.scatter(&buffer.into_vec::<f32>()?, shard, params);
+                }
+            }
+            Ok(())
+        })
+    }
+}
+
+/// Every (from, to), nearest neighbours first. Each rank issues its part in this order; because it is one order for all, no cycle of
+/// ranks can wait for each other on a lane.
+fn schedule(ranks: usize) -> impl Iterator<Item = (usize, usize)> {
+    (1..ranks).flat_map(move |distance| (0..ranks).map(move |from| (from, (from + distance) % ranks)))
+}

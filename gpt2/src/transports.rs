@@ -1,0 +1,168 @@
+//! From the name of a transport to a [`Session`]: the only file that knows which transports there are.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr};
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use comm_core::counted::Counted;
+use comm_core::{Control, Deadline, Error, Mesh, MeshOptions, Transport, local};
+use serde::{Deserialize, Serialize};
+
+use crate::trainer::Session;
+
+/// Which transport; written as in [`TransportKind::name`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TransportKind {
+    /// Threads of one process, through memory.
+    Local,
+    /// Plain TCP: the control beside ZeroMQ.
+    TcpRaw,
+    /// ZeroMQ over TCP.
+    Tcp,
+    /// QUIC.
+    Quic,
+    /// NCCL, for CUDA devices.
+    Nccl,
+}
+
+impl TransportKind {
+    /// Every transport, those that need nothing first.
+    pub const ALL: [TransportKind; 5] = [
+        TransportKind::Local,
+        TransportKind::TcpRaw,
+        TransportKind::Tcp,
+        TransportKind::Quic,
+        TransportKind::Nccl,
+    ];
+
+    /// Its name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            TransportKind::Local => "local",
+            TransportKind::TcpRaw => "tcp-raw",
+            TransportKind::Tcp => "tcp",
+            TransportKind::Quic => "quic",
+            TransportKind::Nccl => "nccl",
+        }
+    }
+
+    /// Why this build on this machine cannot use it; `None` if it can.
+    pub fn missing(self) -> Option<String> {
+        match self {
+            TransportKind::Local => None,
+            TransportKind::TcpRaw | TransportKind::Tcp if cfg!(feature = "tcp") => None,
+            TransportKind::Quic if cfg!(feature = "quic") => None,
+            #[cfg(feature = "nccl")]
+            TransportKind::Nccl => comm_nccl::available().err().map(|error| error.to_string()),
+            kind => {
+                let feature = if kind == TransportKind::TcpRaw { "tcp" } else { kind.name() };
+                Some(format!("this build lacks the feature `{feature}`; build with --features {feature}"))
+            }
+        }
+    }
+}
+
+impl fmt::Display for TransportKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for TransportKind {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        TransportKind::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
+            let names = TransportKind::ALL.map(TransportKind::name).join(", ");
+            format!("`{name}` is no transport; choose one of {names}")
+        })
+    }
+}
+
+/// Settings that transports share.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TransportOptions {
+    /// Independent ordered channels between each pair of ranks.
+    pub lanes: usize,
+    /// Address that listeners bind; loopback unless the job spans machines.
+    pub bind: IpAddr,
+    /// Longest time an operation may take.
+    pub timeout: Duration,
+}
+
+impl Default for TransportOptions {
+    fn default() -> Self {
+        TransportOptions { lanes: 2, bind: IpAddr::V4(Ipv4Addr::LOCALHOST), timeout: Duration::from_secs(120) }
+    }
+}
+
+/// Sessions of a job whose ranks are threads of this process, in rank order.
+pub fn local_sessions(ranks: usize, options: &TransportOptions) -> Vec<Session> {
+    local::group(ranks, options.lanes)
+        .into_iter()
+        .map(|rank| session(rank.transport, rank.control, options, ranks))
+        .collect()
+}
+
+/// Connects this rank, one process of the job that `control` belongs to.
+///
+/// # Errors
+/// `Unsupported` for a transport that this build lacks or that has no processes; those of the transport's own `connect`.
+#[cfg_attr(
+    not(any(feature = "tcp", feature = "quic")),
+    allow(unused_variables, reason = "without transports there is nothing to connect")
+)]
+pub fn connect(kind: TransportKind, control: Arc<dyn Control>, options: &TransportOptions) -> Result<Session, Error> {
+    let deadline = Deadline::after(options.timeout);
+    match kind {
+        #[cfg(feature = "tcp")]
+        TransportKind::TcpRaw => {
+            let transport = comm_tcp::RawTcpTransport::connect(&*control, &tcp(options), deadline)?;
+            Ok(session(transport, control, options, 1))
+        }
+        #[cfg(feature = "tcp")]
+        TransportKind::Tcp => {
+            let transport = comm_tcp::ZmqTransport::connect(&*control, &tcp(options), deadline)?;
+            Ok(session(transport, control, options, 1))
+        }
+        #[cfg(feature = "quic")]
+        TransportKind::Quic => {
+            let quic = comm_quic::QuicOptions { lanes: options.lanes, bind: options.bind, ..Default::default() };
+            let transport = comm_quic::QuicTransport::connect(&*control, &quic, deadline)?;
+            Ok(session(transport, control, options, 1))
+        }
+        kind => Err(Error::Unsupported {
+            what: format!("the transport `{kind}` between processes"),
+            why: kind.missing().unwrap_or_else(|| {
+                "its ranks are threads of one process; leave the launcher away, or choose tcp, tcp-raw or quic".into()
+            }),
+        }),
+    }
+}
+
+#[cfg(feature = "tcp")]
+fn tcp(options: &TransportOptions) -> comm_tcp::TcpOptions {
+    comm_tcp::TcpOptions { lanes: options.lanes, bind: options.bind, ..Default::default() }
+}
+
+fn session<T: Transport>(
+    transport: T,
+    control: Arc<dyn Control>,
+    options: &TransportOptions,
+    ranks_in_process: usize,
+) -> Session {
+    let facts = transport.facts();
+    let (transport, counters) = Counted::new(transport);
+    let mesh = Mesh::new(transport, control.clone(), MeshOptions::default().with_timeout(options.timeout));
+    Session {
+        comm: Arc::new(mesh),
+        control,
+        counters: Some(counters),
+        facts,
+        timeout: options.timeout,
+        ranks_in_process,
+    }
+}
