@@ -33,6 +33,10 @@ const MAX_LINE: usize = 64 << 10;
 /// Most bytes that are kept of each captured stream; of a longer one the end.
 const MAX_CAPTURED: usize = 16 << 20;
 
+/// How long after a rank has exited with an error another one that a signal killed is still taken for the cause: the kernel
+/// closes a dying process's connections some time before its parent can see that it is dead, and the others may be quicker.
+const LATE_NEWS: Duration = Duration::from_millis(200);
+
 /// How long output is still waited for when its process is gone.
 const DRAIN: Duration = Duration::from_secs(1);
 
@@ -188,14 +192,25 @@ impl Launch {
     fn watch(&self, running: &mut Running, signals: &Signals) -> Result<(i32, Option<String>)> {
         let deadline = Deadline::after(self.timeout.unwrap_or(Duration::MAX));
         let mut outcome: Option<(i32, String)> = None;
+        // Since when a rank that exited by itself has been the cause.
+        let mut exited: Option<Instant> = None;
         // What happens next to ranks that go on, and when.
         let mut steps: VecDeque<(Instant, i32)> = VecDeque::new();
         loop {
-            if let Some((code, cause)) = running.reap()?
-                && outcome.is_none()
-            {
-                steps = self.steps();
-                outcome = Some((code, cause));
+            for (rank, status) in running.reap()? {
+                let cause = match status.signal() {
+                    Some(signal) => format!("rank {rank} was killed by {}", name_of(signal)),
+                    None => format!("rank {rank} exited with code {}", code_of(status)),
+                };
+                let killed = status.signal().is_some();
+                if outcome.is_none() {
+                    steps = self.steps();
+                    outcome = Some((code_of(status), cause));
+                    exited = (!killed).then(Instant::now);
+                } else if killed && exited.is_some_and(|since| since.elapsed() < LATE_NEWS) {
+                    outcome = Some((code_of(status), cause));
+                    exited = None;
+                }
             }
             if !running.any() {
                 break;
@@ -209,6 +224,7 @@ impl Launch {
                     // Someone is impatient.
                     running.signal(SIGKILL);
                 }
+                exited = None;
             }
             if outcome.is_none() && deadline.has_passed() {
                 steps = self.steps();
@@ -220,6 +236,7 @@ impl Launch {
                     break;
                 }
                 running.signal(signal);
+                exited = None;
                 steps.pop_front();
             }
             let next = steps.front().map_or(deadline.instant(), |(at, _)| *at);
@@ -253,10 +270,9 @@ impl Running {
         self.ranks.iter().filter(|r| r.status.is_none()).for_each(|r| sys::signal_group(r.child.id(), signal));
     }
 
-    /// Buries who has ended; the code and the story of one that failed. When several ended since the last look, one that a
-    /// signal killed comes first: the others may have ended because of it.
-    fn reap(&mut self) -> Result<Option<(i32, String)>> {
-        let mut failed: Option<(i32, String, bool)> = None;
+    /// Buries who has ended; those among them that failed.
+    fn reap(&mut self) -> Result<Vec<(usize, ExitStatus)>> {
+        let mut failed = Vec::new();
         for (number, rank) in self.ranks.iter_mut().enumerate() {
             let pid = rank.child.id();
             let what = || format!("waiting for rank {number} (process {pid})");
@@ -267,20 +283,11 @@ impl Running {
             sys::signal_group(pid, SIGKILL);
             let status = rank.child.wait().map_err(|e| Error::io(what(), e))?;
             rank.status = Some(status);
-            let killed = status.signal().is_some();
-            let first = match &failed {
-                None => true,
-                Some((.., other_killed)) => killed && !other_killed,
-            };
-            if !status.success() && first {
-                let story = match status.signal() {
-                    Some(signal) => format!("rank {number} was killed by {}", name_of(signal)),
-                    None => format!("rank {number} exited with code {}", code_of(status)),
-                };
-                failed = Some((code_of(status), story, killed));
+            if !status.success() {
+                failed.push((number, status));
             }
         }
-        Ok(failed.map(|(code, story, _)| (code, story)))
+        Ok(failed)
     }
 }
 

@@ -368,7 +368,9 @@ fn ctrl_c() {
 }
 
 fn killed_launcher() {
-    let mut child = launcher("sleep").spawn().unwrap();
+    // Its directory is the one thing that it leaves behind.
+    let dir = tempfile::tempdir().unwrap();
+    let mut child = launcher("sleep").env("TMPDIR", dir.path()).spawn().unwrap();
     let (pids, _rest) = pids(&mut child);
     assert!(pids.iter().all(|&pid| runs(pid)));
     child.kill().unwrap();

@@ -178,7 +178,7 @@ fn layer_norm_backward(
 }
 
 /// √(2/π) of the tanh form, doubled: x·(1 + tanh u)/2 = x / (1 + e^−2u).
-const TWICE_ROOT: f32 = 1.595_769_1;
+const TWICE_ROOT: f32 = 1.595_769;
 const CUBIC: f32 = 0.044_715;
 /// Elements a task of element-wise work.
 const ELEMENTS: usize = 1 << 14;

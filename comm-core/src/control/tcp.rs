@@ -167,10 +167,8 @@ impl TcpControl {
             state.session().copied()
         });
         control.session = met.inspect_err(|error| {
-            // Those who are there learn what this one has been waiting for.
-            if job.rank == 0 {
-                shared.update(|state| state.fail(error));
-            }
+            // The others learn what this rank has given up on, rather than that it is gone.
+            shared.update(|state| state.fail(error));
         })?;
         Ok(Arc::new(control))
     }

@@ -4,6 +4,7 @@ mod algorithms;
 mod lane;
 mod round;
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -63,6 +64,8 @@ struct Core<T> {
     options: MeshOptions,
     lanes: Vec<Lane>,
     failure: OnceLock<Error>,
+    /// The connections are closed.
+    is_finished: AtomicBool,
 }
 
 /// One communicator.
@@ -91,7 +94,14 @@ impl<T: Transport> Mesh<T> {
         let members: Vec<usize> = (0..transport.world_size()).collect();
         let rank = transport.rank();
         let lanes = (0..transport.lanes()).map(|lane| Lane::new(format!("lane-{lane}"))).collect();
-        let core = Arc::new(Core { transport, control, options, lanes, failure: OnceLock::new() });
+        let core = Arc::new(Core {
+            transport,
+            control,
+            options,
+            lanes,
+            failure: OnceLock::new(),
+            is_finished: AtomicBool::new(false),
+        });
         let weak = Arc::downgrade(&core);
         core.control.on_failure(Box::new(move |error| {
             if let Some(core) = weak.upgrade() {
@@ -146,7 +156,7 @@ impl<T: Transport> Communicator for Mesh<T> {
                 Err(Error::invalid(format!("lane {lane} of a communicator that has {} lanes", self.core.lanes.len())))
             }
         });
-        let lane_queue = match checked.and_then(|lane| self.core.failure.get().map_or(Ok(lane), |e| Err(e.clone()))) {
+        let lane_queue = match checked.and_then(|lane| self.core.is_open().map(|()| lane)) {
             Ok(lane) => lane,
             Err(error) => return Handle::done(Err(Failed { error, buffer: Some(Buffer::Host(buffer)) })),
         };
@@ -235,8 +245,12 @@ impl<T: Transport> Communicator for Mesh<T> {
         barrier.timeout = Some(deadline.remaining());
         self.start(barrier).wait().map_err(Failed::into_error)?;
         if self.group.is_first {
+            self.core.is_finished.store(true, Ordering::Release);
             self.core.transport.close(deadline).map_err(|error| self.core.fail(error, "closing the connections"))?;
             self.core.control.leave(deadline)?;
+            // What is started from now on gets this answer.
+            let _ =
+                self.core.failure.set(Error::invalid("the communicator has finished; nothing can be started on it"));
         }
         Ok(())
     }
@@ -247,6 +261,17 @@ impl<T: Transport> Core<T> {
     fn adopt(&self, error: &Error) {
         let error = self.failure.get_or_init(|| error.clone());
         self.transport.abort(error);
+    }
+
+    /// Whether operations can be started.
+    fn is_open(&self) -> Result<()> {
+        if let Some(error) = self.failure.get() {
+            return Err(error.clone());
+        }
+        if self.is_finished.load(Ordering::Acquire) {
+            return Err(Error::invalid("the job's first communicator has finished, so its connections are closed"));
+        }
+        Ok(())
     }
 
     /// Turns an error seen on the data path into the job's failure.
@@ -262,7 +287,12 @@ impl<T: Transport> Core<T> {
         };
         let verdict = match self.failure.get() {
             Some(error) => error.clone(),
-            None => self.control.verdict(observed, self.options.verdict_grace),
+            None => {
+                // Only a connection that ended may be the echo of something else; the rest was seen first-hand.
+                let may_be_echo = matches!(observed, Error::PeerLost { .. } | Error::Io { .. });
+                let grace = if may_be_echo { self.options.verdict_grace } else { Duration::ZERO };
+                self.control.verdict(observed, grace)
+            }
         };
         self.adopt(&verdict);
         verdict

@@ -1,0 +1,114 @@
+//! The benchmark as a user meets it.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn bench(arguments: &[&str], folder: &Path) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_bench")).args(arguments).current_dir(folder).output().unwrap()
+}
+
+fn text(folder: &Path) -> String {
+    let path = folder.join("text.txt");
+    fs::write(&path, "Sphinx of black quartz, judge my vow. ".repeat(400)).unwrap();
+    path.to_str().unwrap().to_string()
+}
+
+fn rows(path: &Path) -> Vec<Value> {
+    fs::read_to_string(path).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
+#[cfg(debug_assertions)]
+fn a_debug_build_is_refused_unless_allowed() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = bench(&[], folder.path());
+    assert!(!output.status.success());
+    assert!(String::from_utf8_lossy(&output.stderr).contains("--allow-debug"));
+}
+
+#[test]
+fn every_strategy_over_every_transport_gives_a_row() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    let arguments = [
+        "--allow-debug", "--skip-proof", "--preset", "micro", "--steps", "5", "--batch", "4", "--data", &data, "--out", "results",
+    ];
+    let output = bench(&arguments, folder.path());
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    let rows = rows(&folder.path().join("results/results.jsonl"));
+    // `single` once, four strategies over five transports.
+    assert_eq!(rows.len(), 1 + 4 * 5, "{said}");
+    for row in &rows {
+        let name = format!("{} over {}", row["strategy"], row["transport"]);
+        if row["transport"] == "nccl" {
+            assert!(row["status"].as_str().unwrap().starts_with("not available"), "{name}: {}", row["status"]);
+            continue;
+        }
+        assert_eq!(row["status"], "ok", "{name}");
+        for figure in ["tokens_per_s", "step_ms", "exposed_ms", "final_loss", "peak_rss_bytes"] {
+            assert!(row[figure].as_f64().is_some(), "{name}: {figure} is {}", row[figure]);
+        }
+        assert_eq!(row["bytes_counted"], row["bytes_expected"], "{name}");
+        assert_eq!(row["bytes_by_rank"].as_array().unwrap().len() as u64, row["ranks"].as_u64().unwrap(), "{name}");
+        assert!(row["environment"]["kernel"].as_str().is_some(), "{name}");
+    }
+    for strategy in ["ps", "sharded-ps", "ring", "ddp"] {
+        let hashes: Vec<&Value> = rows
+            .iter()
+            .filter(|row| row["strategy"] == strategy && row["transport"] != "nccl")
+            .map(|row| &row["weights_hash"])
+            .collect();
+        assert!(hashes.iter().all(|hash| *hash == hashes[0]), "{strategy}: {hashes:?}");
+    }
+}
+
+#[test]
+fn the_proof_is_written_and_holds() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    let arguments = [
+        "--allow-debug", "--preset", "micro", "--steps", "2", "--batch", "4", "--data", &data, "--out", "results",
+        "--strategies", "single,ring", "--transports", "local,tcp-raw",
+    ];
+    let output = bench(&arguments, folder.path());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    let proofs = rows(&folder.path().join("results/proof.jsonl"));
+    assert_eq!(proofs.len(), 4);
+    for proof in proofs {
+        assert_eq!(proof["weights_identical"], true, "{proof}");
+        assert_eq!(proof["bytes_equal_formula"], true, "{proof}");
+        assert!(proof["loss_difference"].as_f64().unwrap() <= proof["loss_tolerance"].as_f64().unwrap(), "{proof}");
+    }
+}
+
+#[test]
+fn wrong_arguments_are_one_clear_error_each() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    fs::write(folder.path().join("taken"), "").unwrap();
+    let cases: &[(&[&str], &str)] = &[
+        (&["--no-such-flag"], "--no-such-flag"),
+        (&["--strategies", "telepathy"], "telepathy"),
+        (&["--transports", "pigeon"], "pigeon"),
+        (&["--ranks", "0"], "--ranks 0"),
+        (&["--ranks", "5"], "--batch 12"),
+        (&["--steps", "0"], "--steps"),
+        (&["--data", "/nowhere"], "/nowhere"),
+        (&["--out", "taken/results"], "taken/results"),
+    ];
+    for (arguments, expected) in cases {
+        let mut all = vec!["--allow-debug"];
+        if !arguments.contains(&"--data") {
+            all.extend(["--data", &data]);
+        }
+        all.extend(*arguments);
+        let output = bench(&all, folder.path());
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success(), "{arguments:?} was accepted");
+        assert!(said.contains(expected) && !said.contains("panicked"), "{arguments:?}: {said}");
+    }
+}

@@ -1,0 +1,143 @@
+//! The program as a user meets it: what it prints, and one clear error for everything that is wrong.
+
+use std::fs;
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::{Command, Output};
+
+fn gpt2(arguments: &[&str], folder: &Path) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_gpt2"));
+    for variable in ["COMM_RANK", "COMM_WORLD_SIZE", "RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"] {
+        command.env_remove(variable);
+    }
+    command.args(arguments).current_dir(folder).output().unwrap()
+}
+
+fn text(folder: &Path) -> String {
+    let path = folder.join("text.txt");
+    let words = "The quick brown fox jumps over the lazy dog, and runs away from a bear. ";
+    fs::write(&path, words.repeat(200)).unwrap();
+    path.to_str().unwrap().to_string()
+}
+
+/// Runs and expects failure: exit code, nothing but one error, no panic; returns what it said.
+fn refused(arguments: &[&str], folder: &Path) -> String {
+    let output = gpt2(arguments, folder);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success(), "{arguments:?} was accepted");
+    assert!(!said.contains("panicked"), "{arguments:?}: {said}");
+    assert_eq!(said.matches("error:").count(), 1, "{arguments:?}: {said}");
+    said
+}
+
+#[test]
+fn trains_on_two_processes_and_samples_from_the_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    let arguments = [
+        "train", "--strategy", "ddp", "--transport", "tcp", "--nproc", "2", "--preset", "micro", "--data", &data,
+        "--tokenizer", "chars", "--steps", "6", "--batch", "4", "--log-every", "2", "--out", "model",
+    ];
+    let output = gpt2(&arguments, folder.path());
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    for expected in ["[rank 0] step     6/6 | loss ", "| norm ", "| lr ", " tok/s | mfu ", "validation loss", "weights: sha256 "] {
+        assert!(said.contains(expected), "no '{expected}' in: {said}");
+    }
+    let steps = fs::read_to_string(folder.path().join("model/steps.jsonl")).unwrap();
+    assert!(steps.lines().all(|line| serde_json::from_str::<serde_json::Value>(line).is_ok()));
+    assert!(steps.lines().count() >= 6);
+
+    let sample = gpt2(
+        &["sample", "--checkpoint", "model/model.safetensors", "--prompt", "The ", "--tokens", "20"],
+        folder.path(),
+    );
+    assert!(sample.status.success(), "{}", String::from_utf8_lossy(&sample.stderr));
+    let written = String::from_utf8_lossy(&sample.stdout).into_owned();
+    assert!(written.starts_with("The ") && written.trim_end().chars().count() > 10, "{written}");
+}
+
+#[test]
+fn the_same_weights_from_processes_over_every_transport() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    let mut hashes = Vec::new();
+    for transport in ["local", "tcp-raw", "tcp", "quic"] {
+        let arguments = [
+            "train", "--strategy", "ring", "--transport", transport, "--nproc", "3", "--preset", "micro", "--data", &data,
+            "--tokenizer", "bytes", "--steps", "3", "--batch", "6", "--eval-every", "0", "--out", transport,
+        ];
+        let output = gpt2(&arguments, folder.path());
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "{transport}: {said}{}", String::from_utf8_lossy(&output.stderr));
+        let hash = said.lines().find_map(|line| line.split_once("weights: sha256 ")).map(|(_, hash)| hash.to_string());
+        hashes.push(hash.unwrap());
+    }
+    assert!(hashes.iter().all(|hash| *hash == hashes[0]), "{hashes:?}");
+}
+
+#[test]
+fn wrong_arguments_are_one_clear_error_each() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    let empty = folder.path().join("empty.txt");
+    fs::write(&empty, "").unwrap();
+    let short = folder.path().join("short.txt");
+    fs::write(&short, "too short").unwrap();
+    let (empty, short) = (empty.to_str().unwrap(), short.to_str().unwrap());
+    let cases: &[(&[&str], &str)] = &[
+        (&["train", "--no-such-flag"], "--no-such-flag"),
+        (&["train", "--strategy", "telepathy"], "telepathy"),
+        (&["train", "--transport", "pigeon"], "pigeon"),
+        (&["train", "--preset", "gigantic"], "gigantic"),
+        (&["train", "--tokenizer", "runes"], "runes"),
+        (&["train", "--data", "/nowhere/text.txt"], "/nowhere/text.txt"),
+        (&["train", "--data", empty], "empty"),
+        (&["train", "--data", short, "--tokenizer", "bytes"], "short.txt"),
+        (&["train", "--data", &data, "--nproc", "0"], "--nproc 0"),
+        (&["train", "--data", &data, "--strategy", "single", "--nproc", "2"], "single"),
+        (&["train", "--data", &data, "--strategy", "ring", "--nproc", "5"], "12"),
+        (&["train", "--data", &data, "--strategy", "ring", "--nproc", "4000", "--batch", "4000"], "tokens"),
+        (&["train", "--data", &data, "--lr", "-1"], "--lr"),
+        (&["train", "--data", &data, "--steps", "0"], "--steps"),
+        (&["train", "--data", &data, "--threads", "0"], "--threads"),
+        (&["train", "--data", &data, "--beta2", "1.5"], "--beta2"),
+        (&["train", "--data", &data, "--block-size", "0"], "block"),
+        (&["train", "--data", &data, "--out", "/proc/isocomm"], "--out /proc/isocomm"),
+        (&["train", "--data", &data, "--device", "cuda"], "cuda"),
+        (&["train", "--data", &data, "--strategy", "ring", "--transport", "nccl"], "nccl"),
+        (&["sample", "--checkpoint", "nothing.safetensors"], "nothing.safetensors"),
+        (&["sample", "--checkpoint", short], "short.txt"),
+    ];
+    for (arguments, expected) in cases {
+        let said = refused(arguments, folder.path());
+        assert!(said.contains(expected), "{arguments:?} should name '{expected}': {said}");
+    }
+}
+
+#[test]
+fn a_read_only_folder_is_refused_before_training() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    // A file where a folder should be is refused for every user, root included.
+    fs::write(folder.path().join("taken"), "").unwrap();
+    let said = refused(&["train", "--data", &data, "--out", "taken/model"], folder.path());
+    assert!(said.contains("taken/model"), "{said}");
+}
+
+#[test]
+fn a_port_in_use_is_a_clear_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let output = Command::new(env!("CARGO_BIN_EXE_gpt2"))
+        .args(["train", "--strategy", "ring", "--preset", "micro", "--data", &data, "--tokenizer", "bytes", "--timeout", "5"])
+        .envs([("COMM_RANK", "0"), ("COMM_WORLD_SIZE", "2"), ("COMM_ADDR", &address), ("COMM_SECRET", "a secret of the test")])
+        .current_dir(folder.path())
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success());
+    assert!(said.contains(&address) && !said.contains("panicked"), "{said}");
+}

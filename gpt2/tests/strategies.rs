@@ -1,0 +1,191 @@
+//! Every strategy over every transport: the losses of one device, the bytes of the formula, the same bits everywhere.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use burn::tensor::Device;
+use comm_core::local;
+use gpt2::config::Preset;
+use gpt2::corpus::{Corpus, CorpusSource};
+use gpt2::optim::{AdamWConfig, LearningRate};
+use gpt2::strategy::{StrategyKind, StrategyOptions, Wire};
+use gpt2::tokenizer::TokenizerKind;
+use gpt2::trainer::{Session, Summary, TrainConfig, train};
+use gpt2::transports::{self, TransportKind, TransportOptions};
+
+const TRANSPORTS: [TransportKind; 4] =
+    [TransportKind::Local, TransportKind::TcpRaw, TransportKind::Tcp, TransportKind::Quic];
+
+/// Rounding: the ranks' sums run in another order than one device's.
+const TOLERANCE: f64 = 1e-5;
+
+fn corpus() -> Corpus {
+    Corpus::load(&CorpusSource::Synthetic { seed: 1, bytes: 20_000 }, TokenizerKind::Bytes).unwrap()
+}
+
+fn config(strategy: StrategyKind) -> TrainConfig {
+    TrainConfig {
+        model: Preset::Micro.config(256),
+        strategy,
+        options: StrategyOptions { bucket_bytes: 20_000, ..StrategyOptions::default() },
+        seed: 7,
+        steps: 4,
+        global_batch: 12,
+        accumulation: 1,
+        learning_rate: LearningRate::Constant { rate: 1e-3 },
+        adamw: AdamWConfig::default(),
+        clip: 0.5,
+        eval_every: 2,
+        eval_batches: 1,
+    }
+}
+
+fn sessions(transport: TransportKind, ranks: usize) -> Vec<Session> {
+    let options = TransportOptions { timeout: Duration::from_secs(60), ..TransportOptions::default() };
+    if transport == TransportKind::Local {
+        return transports::local_sessions(ranks, &options);
+    }
+    let connecting: Vec<_> = local::group(ranks, 1)
+        .into_iter()
+        .map(|rank| {
+            let options = options.clone();
+            thread::spawn(move || transports::connect(transport, rank.control, &options).unwrap())
+        })
+        .collect();
+    connecting.into_iter().map(|rank| rank.join().unwrap()).collect()
+}
+
+/// Trains on threads; all ranks must agree on the result.
+fn run(config: &TrainConfig, transport: TransportKind, ranks: usize) -> Summary {
+    let corpus = Arc::new(corpus());
+    let threads: Vec<_> = sessions(transport, ranks)
+        .into_iter()
+        .map(|session| {
+            let (config, corpus) = (config.clone(), corpus.clone());
+            thread::spawn(move || train(&config, &corpus, &session, &Device::flex(), None, &mut ()).unwrap())
+        })
+        .collect();
+    let summaries: Vec<Summary> = threads.into_iter().map(|rank| rank.join().unwrap()).collect();
+    for summary in &summaries {
+        assert_eq!(summary.weights_hash, summaries[0].weights_hash);
+        assert_eq!(summary.losses, summaries[0].losses);
+    }
+    summaries.into_iter().next().unwrap()
+}
+
+fn assert_close(losses: &[f64], reference: &[f64], tolerance: f64, what: &str) {
+    assert_eq!(losses.len(), reference.len());
+    for (step, (a, b)) in losses.iter().zip(reference).enumerate() {
+        assert!(((a - b) / b).abs() <= tolerance, "{what}: step {}: loss {a}, one device has {b}", step + 1);
+    }
+}
+
+fn assert_bytes(summary: &Summary, what: &str) {
+    for rank in &summary.ranks {
+        assert_eq!(rank.bytes_counted, Some(rank.bytes_expected), "{what}: payload of rank {}", rank.rank);
+        assert!(rank.bytes_steady, "{what}: rank {} sent another number of bytes in some step", rank.rank);
+    }
+}
+
+fn prove(strategy: StrategyKind) {
+    let config = config(strategy);
+    let single = run(&TrainConfig { strategy: StrategyKind::Single, ..config.clone() }, TransportKind::Local, 1);
+    for ranks in [3, 4] {
+        let mut first: Option<Summary> = None;
+        for transport in TRANSPORTS {
+            let what = format!("{strategy} over {transport} on {ranks} ranks");
+            let summary = run(&config, transport, ranks);
+            assert_close(&summary.losses, &single.losses, TOLERANCE, &what);
+            assert_bytes(&summary, &what);
+            let first = first.get_or_insert_with(|| summary.clone());
+            assert_eq!(summary.weights_hash, first.weights_hash, "{what}: the weights");
+        }
+    }
+}
+
+#[test]
+fn ps_is_one_device_on_every_transport() {
+    prove(StrategyKind::Ps);
+}
+
+#[test]
+fn sharded_ps_is_one_device_on_every_transport() {
+    prove(StrategyKind::ShardedPs);
+}
+
+#[test]
+fn ring_is_one_device_on_every_transport() {
+    prove(StrategyKind::Ring);
+}
+
+#[test]
+fn ddp_is_one_device_on_every_transport() {
+    prove(StrategyKind::Ddp);
+}
+
+#[test]
+fn a_planted_fault_exceeds_the_tolerance() {
+    // A mean that forgets to divide, or a dropped bucket, changes the step as much as these do.
+    let config = config(StrategyKind::Ring);
+    let right = run(&config, TransportKind::Local, 3);
+    let wrong = TrainConfig { clip: 0.0, ..config.clone() };
+    let off = run(&wrong, TransportKind::Local, 3);
+    let difference =
+        right.losses.iter().zip(&off.losses).map(|(a, b)| ((a - b) / b).abs()).fold(0.0, f64::max);
+    assert!(difference > 10.0 * TOLERANCE, "the comparison would not notice: {difference:e}");
+}
+
+#[test]
+fn accumulation_changes_nothing_but_rounding_and_sends_once_a_step() {
+    let config = config(StrategyKind::Ddp);
+    let plain = run(&config, TransportKind::Local, 2);
+    let accumulated = run(&TrainConfig { accumulation: 3, ..config }, TransportKind::Local, 2);
+    assert_close(&accumulated.losses, &plain.losses, TOLERANCE, "accumulation");
+    assert_bytes(&accumulated, "accumulation");
+    assert_eq!(accumulated.ranks[0].bytes_counted, plain.ranks[0].bytes_counted);
+}
+
+#[test]
+fn a_sixteen_bit_wire_halves_gradients_and_stays_near() {
+    for strategy in [StrategyKind::Ring, StrategyKind::Ddp, StrategyKind::Ps, StrategyKind::ShardedPs] {
+        let config = config(strategy);
+        let options = StrategyOptions { wire: Wire::Bf16, ..config.options.clone() };
+        let wide = run(&config, TransportKind::Local, 3);
+        let narrow = run(&TrainConfig { options, ..config }, TransportKind::Local, 3);
+        assert_close(&narrow.losses, &wide.losses, 1e-2, "bf16 on the wire");
+        assert_bytes(&narrow, "bf16 on the wire");
+        let bytes = |summary: &Summary| summary.ranks.iter().map(|rank| rank.bytes_expected).sum::<u64>();
+        if matches!(strategy, StrategyKind::Ring | StrategyKind::Ddp) {
+            assert_eq!(2 * bytes(&narrow), bytes(&wide));
+        } else {
+            // Parameters still travel in f32.
+            assert_eq!(4 * bytes(&narrow), 3 * bytes(&wide));
+        }
+    }
+}
+
+#[test]
+fn one_rank_of_every_strategy_is_single() {
+    let single = run(&config(StrategyKind::Single), TransportKind::Local, 1);
+    for strategy in StrategyKind::ALL {
+        assert_eq!(run(&config(strategy), TransportKind::Local, 1).weights_hash, single.weights_hash, "{strategy}");
+    }
+}
+
+#[test]
+fn single_refuses_company() {
+    let corpus = Arc::new(corpus());
+    let outcomes: Vec<_> = sessions(TransportKind::Local, 2)
+        .into_iter()
+        .map(|session| {
+            let corpus = corpus.clone();
+            thread::spawn(move || {
+                let config = config(StrategyKind::Single);
+                train(&config, &corpus, &session, &Device::flex(), None, &mut ()).map(|_| ()).unwrap_err().to_string()
+            })
+        })
+        .map(|rank| rank.join().unwrap())
+        .collect();
+    assert!(outcomes[0].contains("one rank"), "{outcomes:?}");
+}
