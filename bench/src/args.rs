@@ -115,10 +115,9 @@ impl Args {
             }
         };
         let probe = out.join(".write-test");
-        fs::create_dir_all(&out)
-            .and_then(|()| fs::write(&probe, b""))
-            .and_then(|()| fs::remove_file(&probe))
-            .map_err(|error| format!("--out {}: cannot write there: {error}; give a folder that can be written", out.display()))?;
+        fs::create_dir_all(&out).and_then(|()| fs::write(&probe, b"")).and_then(|()| fs::remove_file(&probe)).map_err(
+            |error| format!("--out {}: cannot write there: {error}; give a folder that can be written", out.display()),
+        )?;
         let source = CorpusSource::from_path(self.data.clone(), default_cargo_home());
         let corpus = Corpus::load(&source, TokenizerKind::Bytes)?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);

@@ -70,6 +70,24 @@ pub(crate) struct Row {
     pub(crate) environment: Environment,
 }
 
+/// A signal ended the run.
+#[derive(Clone, Copy, Debug, thiserror::Error)]
+#[error("interrupted by signal {signal}; what was measured before is in the results")]
+pub(crate) struct Interrupted {
+    pub(crate) signal: i32,
+}
+
+enum CellError {
+    Failed(String),
+    Interrupted(Interrupted),
+}
+
+impl From<String> for CellError {
+    fn from(reason: String) -> Self {
+        CellError::Failed(reason)
+    }
+}
+
 impl Row {
     /// Whether the cell ran, and each rank sent in every step what the formula says.
     pub(crate) fn is_sound(&self) -> bool {
@@ -86,14 +104,18 @@ impl Cell {
         }
     }
 
-    /// Runs the cell in processes of its own.
-    pub(crate) fn run(&self, setup: &Setup) -> Row {
+    /// Runs the cell in processes of its own. A cell that fails is a row that says why.
+    ///
+    /// # Errors
+    /// [`Interrupted`] when the user has had enough.
+    pub(crate) fn run(&self, setup: &Setup) -> Result<Row, Interrupted> {
         let mut row = self.row(setup);
         match self.summary(setup) {
             Ok(summary) => fill(&mut row, &summary),
-            Err(error) => row.status = error,
+            Err(CellError::Failed(error)) => row.status = format!("failed: {error}"),
+            Err(CellError::Interrupted(interrupted)) => return Err(interrupted),
         }
-        row
+        Ok(row)
     }
 
     /// The row of a cell that is not run, for a reason.
@@ -101,8 +123,8 @@ impl Cell {
         Row { status: format!("not available: {reason}"), ..self.row(setup) }
     }
 
-    fn summary(&self, setup: &Setup) -> Result<Summary, String> {
-        let folder = tempfile::tempdir().map_err(|error| format!("failed: no temporary folder: {error}"))?;
+    fn summary(&self, setup: &Setup) -> Result<Summary, CellError> {
+        let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
         let (task_file, result) = (folder.path().join("task.json"), folder.path().join("summary.json"));
         let task = Task {
             config: self.config(setup),
@@ -113,15 +135,15 @@ impl Cell {
             source: setup.source.clone(),
             result: result.clone(),
         };
-        let bytes = serde_json::to_vec(&task).map_err(|error| format!("failed: {error}"))?;
-        fs::write(&task_file, bytes).map_err(|error| format!("failed: {}: {error}", task_file.display()))?;
+        let bytes = serde_json::to_vec(&task).map_err(|error| format!("{error}"))?;
+        fs::write(&task_file, bytes).map_err(|error| format!("{}: {error}", task_file.display()))?;
         self.launch(setup, &task_file)?;
-        let bytes = fs::read(&result).map_err(|error| format!("failed: rank 0 left no summary: {error}"))?;
-        serde_json::from_slice(&bytes).map_err(|error| format!("failed: rank 0's summary: {error}"))
+        let bytes = fs::read(&result).map_err(|error| format!("rank 0 left no summary: {error}"))?;
+        serde_json::from_slice(&bytes).map_err(|error| format!("rank 0's summary: {error}").into())
     }
 
-    fn launch(&self, setup: &Setup, task: &Path) -> Result<(), String> {
-        let program = std::env::current_exe().map_err(|error| format!("failed: where is this program? {error}"))?;
+    fn launch(&self, setup: &Setup, task: &Path) -> Result<(), CellError> {
+        let program = std::env::current_exe().map_err(|error| format!("where is this program? {error}"))?;
         let arguments: Vec<OsString> = vec!["worker".into(), "--task".into(), task.into()];
         // The threads of `local` live in one process, started the same way.
         let processes = match self.transport {
@@ -132,13 +154,17 @@ impl Cell {
         launch.args = arguments;
         launch.output = Output::Captured;
         launch.timeout = Some(setup.cell_timeout);
-        let outcome = launch.run().map_err(|error| format!("failed: {error}"))?;
+        let outcome = launch.run().map_err(|error| format!("{error}"))?;
         if outcome.code == 0 {
             return Ok(());
         }
+        // The launcher has caught the signal for all of us.
+        if let Some(signal) = outcome.interrupted_by {
+            return Err(CellError::Interrupted(Interrupted { signal }));
+        }
         let said = outcome.captured.iter().find_map(|rank| rank.stderr.lines().rfind(|line| !line.trim().is_empty()));
         let cause = outcome.cause.clone().unwrap_or_else(|| format!("exit code {}", outcome.code));
-        Err(format!("failed: {cause}: {}", said.unwrap_or("it said nothing")))
+        Err(format!("{cause}: {}", said.unwrap_or("it said nothing")).into())
     }
 
     fn config(&self, setup: &Setup) -> TrainConfig {
@@ -214,9 +240,9 @@ fn fill(row: &mut Row, summary: &Summary) {
     row.mfu = Some(summary.mfu);
     row.mfu_formula = Some(summary.mfu_formula.clone());
     row.transport_facts.clone_from(&summary.transport);
-    let off = ranks.iter().find(|rank| {
-        !rank.bytes_steady || rank.bytes_counted.is_some_and(|counted| counted != rank.bytes_expected)
-    });
+    let off = ranks
+        .iter()
+        .find(|rank| !rank.bytes_steady || rank.bytes_counted.is_some_and(|counted| counted != rank.bytes_expected));
     if let Some(rank) = off {
         row.status = format!(
             "off the formula: rank {} sent {} B a step, not {}{}",

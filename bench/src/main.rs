@@ -29,14 +29,17 @@ fn main() -> ExitCode {
     };
     result.unwrap_or_else(|error| {
         eprintln!("error: {error}");
-        ExitCode::FAILURE
+        let signal = error.downcast_ref::<cell::Interrupted>().map(|interrupted| 128 + interrupted.signal);
+        signal.and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from)
     })
 }
 
 fn run(args: &Args) -> Result<ExitCode, BenchError> {
     if cfg!(debug_assertions) {
         if !args.allow_debug {
-            return Err("this is a debug build, whose timings mean nothing; build with --release, or pass --allow-debug".into());
+            return Err(
+                "this is a debug build, whose timings mean nothing; build with --release, or pass --allow-debug".into(),
+            );
         }
         println!("DEBUG BUILD: the timings below mean nothing");
     }

@@ -35,7 +35,7 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
         bar.set_message(cell.name());
         let row = match cell.transport.and_then(|transport| transport.missing()) {
             Some(reason) => cell.skipped(setup, &reason),
-            None => cell.run(setup),
+            None => cell.run(setup)?,
         };
         file.write(&row)?;
         rows.push(row);
@@ -43,7 +43,9 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
     }
     bar.finish_and_clear();
     println!("{}", table::render(&rows));
-    println!("exposed: the largest over ranks of the median time a step that a rank waits for gradients and parameters");
+    println!(
+        "exposed: the largest over ranks of the median time a step that a rank waits for gradients and parameters"
+    );
     println!("rows: {}", setup.out.join("results.jsonl").display());
     Ok(rows.iter().all(|row| row.is_sound() || row.status.starts_with("not available")))
 }

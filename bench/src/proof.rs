@@ -53,7 +53,7 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
     };
     let bar = bar(1 + RANKS.len() * strategies.len() * transports.len());
     bar.set_message("proof");
-    let single = cell(StrategyKind::Single, None, 1).run(setup);
+    let single = cell(StrategyKind::Single, None, 1).run(setup)?;
     bar.inc(1);
     if !single.is_sound() {
         return Err(format!("the proof's yardstick, single on one rank: {}", single.status).into());
@@ -64,7 +64,7 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
         for strategy in &strategies {
             let mut first: Option<String> = None;
             for transport in &transports {
-                let row = cell(*strategy, Some(*transport), ranks).run(setup);
+                let row = cell(*strategy, Some(*transport), ranks).run(setup)?;
                 let hash = row.weights_hash.clone();
                 let identical = hash.as_ref().is_some_and(|hash| hash == first.get_or_insert_with(|| hash.clone()));
                 let expected: Vec<Option<u64>> = row.bytes_expected_by_rank.iter().copied().map(Some).collect();

@@ -3,7 +3,16 @@
 use crate::cell::Row;
 
 const HEADER: [&str; 10] = [
-    "strategy", "transport", "tokens/s", "step ms", "exposed ms", "share", "payload/step", "formula", "final loss", "peak MB",
+    "strategy",
+    "transport",
+    "tokens/s",
+    "step ms",
+    "exposed ms",
+    "share",
+    "payload/step",
+    "formula",
+    "final loss",
+    "peak MB",
 ];
 
 /// The rows as text, with the reason instead of figures where there are none.

@@ -34,7 +34,18 @@ fn every_strategy_over_every_transport_gives_a_row() {
     let folder = tempfile::tempdir().unwrap();
     let data = text(folder.path());
     let arguments = [
-        "--allow-debug", "--skip-proof", "--preset", "micro", "--steps", "5", "--batch", "4", "--data", &data, "--out", "results",
+        "--allow-debug",
+        "--skip-proof",
+        "--preset",
+        "micro",
+        "--steps",
+        "5",
+        "--batch",
+        "4",
+        "--data",
+        &data,
+        "--out",
+        "results",
     ];
     let output = bench(&arguments, folder.path());
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -71,8 +82,21 @@ fn the_proof_is_written_and_holds() {
     let folder = tempfile::tempdir().unwrap();
     let data = text(folder.path());
     let arguments = [
-        "--allow-debug", "--preset", "micro", "--steps", "2", "--batch", "4", "--data", &data, "--out", "results",
-        "--strategies", "single,ring", "--transports", "local,tcp-raw",
+        "--allow-debug",
+        "--preset",
+        "micro",
+        "--steps",
+        "2",
+        "--batch",
+        "4",
+        "--data",
+        &data,
+        "--out",
+        "results",
+        "--strategies",
+        "single,ring",
+        "--transports",
+        "local,tcp-raw",
     ];
     let output = bench(&arguments, folder.path());
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));

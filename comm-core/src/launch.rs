@@ -90,6 +90,8 @@ pub struct LaunchOutcome {
     pub codes: Vec<i32>,
     /// Standard output and error of each rank, with [`Output::Captured`].
     pub captured: Vec<Captured>,
+    /// The signal that the launcher got, if one ended the job: a caller that would go on should end too.
+    pub interrupted_by: Option<i32>,
 }
 
 /// What a rank has written, at most its last 16 MiB a stream.
@@ -151,14 +153,14 @@ impl Launch {
                 open_streams += 1;
             }
         }
-        let (code, cause) = self.watch(&mut running, &signals)?;
+        let Ending { code, cause, interrupted_by } = self.watch(&mut running, &signals)?;
         wait_for_output(&ends, open_streams);
         let codes = running.ranks.iter().map(|rank| rank.status.map_or(0, code_of)).collect();
         let captured = match self.output {
             Output::Captured => sinks.iter().map(Sinks::captured).collect(),
             _ => Vec::new(),
         };
-        Ok(LaunchOutcome { code, cause, codes, captured })
+        Ok(LaunchOutcome { code, cause, codes, captured, interrupted_by })
     }
 
     fn start(&self, rank: usize, meeting: &MeetingPoint) -> Result<Child> {
@@ -189,9 +191,10 @@ impl Launch {
     }
 
     /// Waits until all ranks have ended, and ends them when one has failed, a signal has come or the time is up.
-    fn watch(&self, running: &mut Running, signals: &Signals) -> Result<(i32, Option<String>)> {
+    fn watch(&self, running: &mut Running, signals: &Signals) -> Result<Ending> {
         let deadline = Deadline::after(self.timeout.unwrap_or(Duration::MAX));
         let mut outcome: Option<(i32, String)> = None;
+        let mut interrupted_by = None;
         // Since when a rank that exited by itself has been the cause.
         let mut exited: Option<Instant> = None;
         // What happens next to ranks that go on, and when.
@@ -218,6 +221,7 @@ impl Launch {
             for signal in signals.take() {
                 if outcome.is_none() {
                     steps = self.steps();
+                    interrupted_by = Some(signal);
                     outcome = Some((128 + signal, format!("the launcher got {}", name_of(signal))));
                     running.signal(signal);
                 } else {
@@ -242,13 +246,21 @@ impl Launch {
             let next = steps.front().map_or(deadline.instant(), |(at, _)| *at);
             signals.wait(next.saturating_duration_since(Instant::now()))?;
         }
-        Ok(outcome.map_or((0, None), |(code, cause)| (code, Some(cause))))
+        let (code, cause) = outcome.map_or((0, None), |(code, cause)| (code, Some(cause)));
+        Ok(Ending { code, cause, interrupted_by })
     }
 
     fn steps(&self) -> VecDeque<(Instant, i32)> {
         let now = Instant::now();
         [(now + self.grace, SIGTERM), (now + 2 * self.grace, SIGKILL)].into()
     }
+}
+
+/// Why and how a job ended.
+struct Ending {
+    code: i32,
+    cause: Option<String>,
+    interrupted_by: Option<i32>,
 }
 
 /// The processes. Dropping kills those that are left.

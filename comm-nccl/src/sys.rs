@@ -76,8 +76,11 @@ impl Library {
     /// Its version for people.
     pub fn version_text(&self) -> String {
         // Since 2.9 the code is major·10000 + minor·100 + patch; before, major·1000.
-        let (major, rest) =
-            if self.version >= 10_000 { (self.version / 10_000, self.version % 10_000) } else { (self.version / 1000, self.version % 1000) };
+        let (major, rest) = if self.version >= 10_000 {
+            (self.version / 10_000, self.version % 10_000)
+        } else {
+            (self.version / 1000, self.version % 1000)
+        };
         format!("{major}.{}.{}", rest / 100, rest % 100)
     }
 }

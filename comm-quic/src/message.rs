@@ -38,6 +38,7 @@ impl Context<'_> {
     pub(crate) fn read_error(&self, error: &ReadError) -> Error {
         self.lost(match error {
             ReadError::ConnectionLost(error) => describe(error),
+            ReadError::Reset(code) if *code == DROPPED => WITHOUT_CLOSING.into(),
             other => format!("reading its stream: {other}"),
         })
     }
@@ -106,13 +107,13 @@ async fn next(stream: &mut RecvStream, most: usize, context: Context<'_>) -> Res
     }
 }
 
+const WITHOUT_CLOSING: &str = "it dropped its transport without closing it";
+
 /// What happened to a connection, in words.
 pub(crate) fn describe(error: &ConnectionError) -> String {
     match error {
         ConnectionError::ApplicationClosed(close) if close.error_code == DONE => "it has closed its connections".into(),
-        ConnectionError::ApplicationClosed(close) if close.error_code == DROPPED => {
-            "it dropped its transport without closing it".into()
-        }
+        ConnectionError::ApplicationClosed(close) if close.error_code == DROPPED => WITHOUT_CLOSING.into(),
         ConnectionError::ApplicationClosed(close) => format!("it ended the connection: {close}"),
         ConnectionError::TimedOut => "nothing came from it for the whole idle timeout".into(),
         ConnectionError::Reset => "it no longer knows the connection".into(),

@@ -1,14 +1,14 @@
-//! The conformance suite on QUIC, as threads and as processes.
+//! The suite that every transport passes.
 
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use comm_core::{Deadline, Mesh, MeshOptions};
+use comm_core::{Deadline, Mesh, MeshOptions, conformance};
 use comm_quic::{QuicOptions, QuicTransport};
 
 fn main() -> ExitCode {
-    comm_core::conformance::main("quic", |control, lanes| {
+    conformance::main("quic", |control, lanes| {
         let options = QuicOptions { lanes, ..QuicOptions::default() };
         let transport = QuicTransport::connect(&*control, &options, Deadline::after(Duration::from_secs(30)))?;
         Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())))

@@ -96,6 +96,25 @@ fn a_peer_that_drops_its_transport_is_lost_at_once() {
 }
 
 #[test]
+fn a_peer_that_drops_its_transport_in_the_middle_of_a_message_is_lost_at_once() {
+    // Whether the last packet finds the congestion window full is a matter of luck.
+    for congestion in [Congestion::Cubic, Congestion::FixedWindow(64 << 10)].repeat(6) {
+        let options = QuicOptions { congestion, mtu: Some(1200), ..QuicOptions::default() };
+        job(2, &options, |transport, _control| {
+            if transport.rank() == 0 {
+                // Much of it waits for the congestion window when the call returns.
+                send(&transport, 0, 1, &pattern(0, 1, 0, 4 << 20)).unwrap();
+                return;
+            }
+            let began = Instant::now();
+            let error = receive(&transport, 1, 0, soon()).unwrap_err();
+            assert!(matches!(error, Error::PeerLost { rank: 0, .. }), "{error}");
+            assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+        });
+    }
+}
+
+#[test]
 fn a_peer_that_closes_while_more_is_expected_is_lost() {
     let barrier = Barrier::new(2);
     job(2, &QuicOptions::default(), |transport, _control| {

@@ -10,9 +10,9 @@ pub fn cuda() -> Result<Device, String> {
     #[cfg(feature = "cuda")]
     {
         // burn itself panics in a worker thread, at the first tensor operation.
-        crate::sys::has_library(&["libcuda.so.1", "libcuda.so", "nvcuda.dll"])
-            .then(|| Device::cuda(0))
-            .ok_or_else(|| "--device cuda: no NVIDIA driver (libcuda.so.1) on this machine; use --device cpu".to_string())
+        crate::sys::has_library(&["libcuda.so.1", "libcuda.so", "nvcuda.dll"]).then(|| Device::cuda(0)).ok_or_else(
+            || "--device cuda: no NVIDIA driver (libcuda.so.1) on this machine; use --device cpu".to_string(),
+        )
     }
     #[cfg(not(feature = "cuda"))]
     Err("--device cuda: this build lacks the feature `cuda`; build with --features cuda".into())

@@ -1,25 +1,37 @@
-//! GPT-2 and its training, over any communicator.
+//! GPT-2 and its training with any distributed strategy, over any communicator.
+//!
+//! - [`config`], [`init`], [`model`]: GPT-2 exactly, its presets, and weights that depend on (seed, tensor path) alone.
+//! - [`segments`]: the model as a chain of segments whose gradients are handed out while the backward pass still runs.
+//! - [`tokenizer`], [`corpus`], [`batches`]: text to tokens, and the order of batches as a function of (seed, step, row).
+//! - [`strategy`]: who averages which gradients and updates which parameters, each written once against
+//!   [`Communicator`](comm_core::Communicator), with the formula of its bytes.
+//! - [`optim`], [`trainer`], [`checkpoint`]: AdamW on any shard, the one training loop, files.
+//! - [`transports`], [`run`]: from the name of a transport to a session, and the ranks of a job.
+//! - [`cli`]: the program `gpt2`.
+//!
+//! Everything that one rank computes depends on the seed, the text and the configuration alone. Strategies differ from one device by the
+//! rounding of sums in another order; over different byte transports, one strategy gives the same bits.
 
 pub mod batches;
 pub mod checkpoint;
+pub mod cli;
 pub mod config;
 pub mod corpus;
 mod cross_entropy;
+pub mod devices;
 pub mod env;
 mod fused;
 pub mod init;
 mod math;
+pub mod memory;
 pub mod model;
 pub mod optim;
-pub mod segments;
-pub mod splitmix;
-pub mod sys;
-pub mod tokenizer;
-pub mod cli;
-pub mod devices;
-pub mod memory;
 pub mod peak;
 pub mod run;
+pub mod segments;
+pub mod splitmix;
 pub mod strategy;
+pub mod sys;
+pub mod tokenizer;
 pub mod trainer;
 pub mod transports;

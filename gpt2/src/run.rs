@@ -76,7 +76,8 @@ pub fn run_rank(
     device: &Device,
     observer: &mut (dyn Observer + Send),
 ) -> Result<Summary, TrainError> {
-    let control = TcpControl::connect(job, &agreement(config, corpus, options), Deadline::after(options.options.timeout))?;
+    let control =
+        TcpControl::connect(job, &agreement(config, corpus, options), Deadline::after(options.options.timeout))?;
     let session = transports::connect(options.transport, control.clone(), &options.options).inspect_err(|error| {
         control.poison(error);
     })?;

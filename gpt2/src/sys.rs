@@ -20,8 +20,7 @@ pub fn keep_freed_pages() -> bool {
             unsafe { libc::mallopt(parameter, value) == 1 }
         };
         // Older versions of glibc accept at most 32 MiB as the threshold.
-        let large_blocks =
-            set(libc::M_MMAP_THRESHOLD, GIB) || set(libc::M_MMAP_THRESHOLD, 32 << 20);
+        let large_blocks = set(libc::M_MMAP_THRESHOLD, GIB) || set(libc::M_MMAP_THRESHOLD, 32 << 20);
         let keep = set(libc::M_TRIM_THRESHOLD, libc::c_int::MAX);
         let grow = set(libc::M_TOP_PAD, 64 << 20);
         // Heaps of other threads end at 64 MiB and fall back to fresh mappings beyond.

@@ -399,7 +399,8 @@ impl<'a> Trainer<'a> {
         let learning_rate = self.config.learning_rate.at(step);
         let factor = if self.config.clip > 0.0 { clip_factor(grad_norm, self.config.clip) } else { 1.0 };
         let owned = self.strategy.owned();
-        for (((optimizer, params), range), grads) in self.optimizers.iter_mut().zip(&mut self.params).zip(owned).zip(&grads)
+        for (((optimizer, params), range), grads) in
+            self.optimizers.iter_mut().zip(&mut self.params).zip(owned).zip(&grads)
         {
             optimizer.step(&mut params[range.clone()], grads, learning_rate, factor)?;
         }
@@ -473,7 +474,10 @@ impl<'a> Trainer<'a> {
             .iter()
             .map(|blob| serde_json::from_slice(blob))
             .collect::<Result<Vec<RankReport>, _>>()
-            .map_err(|error| comm_core::Error::Protocol { who: "a rank".into(), what: format!("its report: {error}") })?;
+            .map_err(|error| comm_core::Error::Protocol {
+                who: "a rank".into(),
+                what: format!("its report: {error}"),
+            })?;
         if ranks.iter().any(|rank| rank.weights_hash != hash) {
             let hashes: Vec<String> =
                 ranks.iter().map(|rank| format!("rank {}: {:.12}", rank.rank, rank.weights_hash)).collect();

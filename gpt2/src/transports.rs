@@ -30,13 +30,8 @@ pub enum TransportKind {
 
 impl TransportKind {
     /// Every transport, those that need nothing first.
-    pub const ALL: [TransportKind; 5] = [
-        TransportKind::Local,
-        TransportKind::TcpRaw,
-        TransportKind::Tcp,
-        TransportKind::Quic,
-        TransportKind::Nccl,
-    ];
+    pub const ALL: [TransportKind; 5] =
+        [TransportKind::Local, TransportKind::TcpRaw, TransportKind::Tcp, TransportKind::Quic, TransportKind::Nccl];
 
     /// Its name on the command line.
     pub fn name(self) -> &'static str {

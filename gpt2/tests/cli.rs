@@ -7,7 +7,9 @@ use std::process::{Command, Output};
 
 fn gpt2(arguments: &[&str], folder: &Path) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_gpt2"));
-    for variable in ["COMM_RANK", "COMM_WORLD_SIZE", "RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"] {
+    for variable in
+        ["COMM_RANK", "COMM_WORLD_SIZE", "RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"]
+    {
         command.env_remove(variable);
     }
     command.args(arguments).current_dir(folder).output().unwrap()
@@ -35,13 +37,34 @@ fn trains_on_two_processes_and_samples_from_the_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let data = text(folder.path());
     let arguments = [
-        "train", "--strategy", "ddp", "--transport", "tcp", "--nproc", "2", "--preset", "micro", "--data", &data,
-        "--tokenizer", "chars", "--steps", "6", "--batch", "4", "--log-every", "2", "--out", "model",
+        "train",
+        "--strategy",
+        "ddp",
+        "--transport",
+        "tcp",
+        "--nproc",
+        "2",
+        "--preset",
+        "micro",
+        "--data",
+        &data,
+        "--tokenizer",
+        "chars",
+        "--steps",
+        "6",
+        "--batch",
+        "4",
+        "--log-every",
+        "2",
+        "--out",
+        "model",
     ];
     let output = gpt2(&arguments, folder.path());
     let said = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
-    for expected in ["[rank 0] step     6/6 | loss ", "| norm ", "| lr ", " tok/s | mfu ", "validation loss", "weights: sha256 "] {
+    for expected in
+        ["[rank 0] step     6/6 | loss ", "| norm ", "| lr ", " tok/s | mfu ", "validation loss", "weights: sha256 "]
+    {
         assert!(said.contains(expected), "no '{expected}' in: {said}");
     }
     let steps = fs::read_to_string(folder.path().join("model/steps.jsonl")).unwrap();
@@ -64,8 +87,27 @@ fn the_same_weights_from_processes_over_every_transport() {
     let mut hashes = Vec::new();
     for transport in ["local", "tcp-raw", "tcp", "quic"] {
         let arguments = [
-            "train", "--strategy", "ring", "--transport", transport, "--nproc", "3", "--preset", "micro", "--data", &data,
-            "--tokenizer", "bytes", "--steps", "3", "--batch", "6", "--eval-every", "0", "--out", transport,
+            "train",
+            "--strategy",
+            "ring",
+            "--transport",
+            transport,
+            "--nproc",
+            "3",
+            "--preset",
+            "micro",
+            "--data",
+            &data,
+            "--tokenizer",
+            "bytes",
+            "--steps",
+            "3",
+            "--batch",
+            "6",
+            "--eval-every",
+            "0",
+            "--out",
+            transport,
         ];
         let output = gpt2(&arguments, folder.path());
         let said = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -132,8 +174,25 @@ fn a_port_in_use_is_a_clear_error() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
     let output = Command::new(env!("CARGO_BIN_EXE_gpt2"))
-        .args(["train", "--strategy", "ring", "--preset", "micro", "--data", &data, "--tokenizer", "bytes", "--timeout", "5"])
-        .envs([("COMM_RANK", "0"), ("COMM_WORLD_SIZE", "2"), ("COMM_ADDR", &address), ("COMM_SECRET", "a secret of the test")])
+        .args([
+            "train",
+            "--strategy",
+            "ring",
+            "--preset",
+            "micro",
+            "--data",
+            &data,
+            "--tokenizer",
+            "bytes",
+            "--timeout",
+            "5",
+        ])
+        .envs([
+            ("COMM_RANK", "0"),
+            ("COMM_WORLD_SIZE", "2"),
+            ("COMM_ADDR", &address),
+            ("COMM_SECRET", "a secret of the test"),
+        ])
         .current_dir(folder.path())
         .output()
         .unwrap();

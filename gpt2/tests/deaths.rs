@@ -151,7 +151,8 @@ fn ranks_of(launcher: u32) -> Vec<u32> {
             let status = fs::read_to_string(entry.path().join("status")).ok()?;
             let parent = status.lines().find_map(|line| line.strip_prefix("PPid:"))?.trim().parse::<u32>().ok()?;
             let environment = fs::read(entry.path().join("environ")).ok()?;
-            let rank = environment.split(|byte| *byte == 0).find_map(|variable| variable.strip_prefix(b"COMM_RANK="))?;
+            let rank =
+                environment.split(|byte| *byte == 0).find_map(|variable| variable.strip_prefix(b"COMM_RANK="))?;
             (parent == launcher).then(|| (String::from_utf8_lossy(rank).into_owned(), pid))
         })
         .collect();

@@ -131,8 +131,7 @@ fn a_planted_fault_exceeds_the_tolerance() {
     let right = run(&config, TransportKind::Local, 3);
     let wrong = TrainConfig { clip: 0.0, ..config.clone() };
     let off = run(&wrong, TransportKind::Local, 3);
-    let difference =
-        right.losses.iter().zip(&off.losses).map(|(a, b)| ((a - b) / b).abs()).fold(0.0, f64::max);
+    let difference = right.losses.iter().zip(&off.losses).map(|(a, b)| ((a - b) / b).abs()).fold(0.0, f64::max);
     assert!(difference > 10.0 * TOLERANCE, "the comparison would not notice: {difference:e}");
 }
 

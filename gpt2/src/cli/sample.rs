@@ -88,8 +88,7 @@ fn next_token(
         order.truncate(args.top_k);
     }
     let highest = last[order[0]];
-    let weights: Vec<f64> =
-        order.iter().map(|id| f64::from((last[*id] - highest) / args.temperature).exp()).collect();
+    let weights: Vec<f64> = order.iter().map(|id| f64::from((last[*id] - highest) / args.temperature).exp()).collect();
     let mut left = random.unit() * weights.iter().sum::<f64>();
     for (id, weight) in order.iter().zip(&weights) {
         left -= weight;

@@ -320,12 +320,11 @@ fn device(kind: DeviceKind) -> Result<Device, CliError> {
 /// Makes the folder if need be, and finds out now, not after hours of training, whether files can be written there.
 fn writable_folder(folder: &Path) -> Result<(), CliError> {
     let probe = folder.join(format!(".write-test-{}", std::process::id()));
-    fs::create_dir_all(folder)
-        .and_then(|()| fs::write(&probe, b""))
-        .and_then(|()| fs::remove_file(&probe))
-        .map_err(|error| {
+    fs::create_dir_all(folder).and_then(|()| fs::write(&probe, b"")).and_then(|()| fs::remove_file(&probe)).map_err(
+        |error| {
             format!("--out {}: cannot write there: {error}; give a folder that can be written", folder.display()).into()
-        })
+        },
+    )
 }
 
 fn print_summary(summary: &Summary) {

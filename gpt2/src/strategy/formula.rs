@@ -15,13 +15,7 @@ use comm_core::{Op, ReduceOp, shard_range, table};
 use super::{Layout, StrategyKind, StrategyOptions, buckets, width};
 
 /// Payload bytes that `rank` of `ranks` sends in one step (gradients and parameters; no scalars, no framing).
-pub fn payload_sent(
-    kind: StrategyKind,
-    layout: &Layout,
-    options: &StrategyOptions,
-    ranks: usize,
-    rank: usize,
-) -> u64 {
+pub fn payload_sent(kind: StrategyKind, layout: &Layout, options: &StrategyOptions, ranks: usize, rank: usize) -> u64 {
     let others = ranks as u64 - 1;
     let total = layout.total() as u64;
     let (gradient, parameter) = (width(options.wire.dtype()), size_of::<f32>() as u64);
