@@ -1,4 +1,10 @@
-//! The conformance suite on the in-process transport, alone and inside each decorator.
+//! The conformance suite on the in-process transport, alone and inside each decorator, and on plain sockets, where ranks are
+//! threads or processes.
+
+#![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
+
+#[path = "common/sockets.rs"]
+mod sockets;
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -7,6 +13,8 @@ use comm_core::conformance::{Connector, Suite, main_of};
 use comm_core::local::{self, LocalTransport};
 use comm_core::{Communicator, Counted, Fault, FaultKind, Faulty, Mesh, MeshOptions, Transport};
 
+use sockets::Sockets;
+
 fn main() -> ExitCode {
     // A fault that is never reached.
     let never = Fault { at_message: u64::MAX, peer: None, lane: None, kind: FaultKind::Cut };
@@ -14,6 +22,10 @@ fn main() -> ExitCode {
         suite("local", |transport| transport),
         suite("counted-local", |transport| Counted::new(transport).0),
         suite("faulty-local", move |transport| Faulty::new(transport, Some(never))),
+        Suite::new("sockets", |control, lanes| {
+            let transport = Sockets::connect(&control, lanes)?;
+            Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())))
+        }),
     ])
 }
 

@@ -3,9 +3,11 @@
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use comm_core::conformance::{CaseOutcome, Connector, RunOptions, cases, run_threads};
 use comm_core::counted::{Counters, Traffic};
 use comm_core::local::{self, LocalTransport};
 use comm_core::{
@@ -290,4 +292,33 @@ fn a_fault_waits_for_its_message() {
             assert_eq!(result.unwrap(), vec![3f32; 10_007]);
         }
     }
+}
+
+/// The suite sees one flipped bit in some thousands of messages, names the place, and goes on.
+#[test]
+fn the_conformance_suite_catches_a_flipped_bit() {
+    let has_struck = AtomicBool::new(false);
+    let group = |ranks: usize| -> comm_core::Result<Vec<Connector>> {
+        let is_first = !has_struck.swap(true, Ordering::Relaxed);
+        let fault = Fault { at_message: 100, peer: None, lane: Some(0), kind: FaultKind::Corrupt { byte: 2 } };
+        let connector = |rank: local::LocalRank| -> Connector {
+            let fault = (is_first && rank.transport.rank() == 1).then_some(fault);
+            Box::new(move || {
+                let transport = Faulty::new(rank.transport, fault);
+                Ok(Arc::new(Mesh::new(transport, rank.control, MeshOptions::default())) as _)
+            })
+        };
+        Ok(local::group(ranks, 1).into_iter().map(connector).collect())
+    };
+    let cases: Vec<_> = cases().into_iter().filter(|case| !case.fresh && case.name.contains("/f32")).collect();
+    let outcomes = run_threads(3, &group, &cases, RunOptions::default());
+    let failures: Vec<&str> = outcomes
+        .iter()
+        .filter_map(|outcome| match outcome {
+            CaseOutcome::Failed(why) => Some(why.as_str()),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(failures.len(), 1, "{failures:?}");
+    assert!(failures[0].contains("element") && failures[0].contains("expected"), "{failures:?}");
 }

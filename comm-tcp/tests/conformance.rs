@@ -1,24 +1,33 @@
-//! The conformance suite on both transports of this crate, as threads and as processes.
+//! The conformance suite on both transports, ZeroMQ with and without its gate.
 
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
 use comm_core::conformance::{Suite, main_of};
-use comm_core::{Deadline, Mesh, MeshOptions};
+use comm_core::{Communicator, Control, Deadline, Mesh, MeshOptions, Result, Transport};
 use comm_tcp::{RawTcpTransport, TcpOptions, ZmqTransport};
 
 fn main() -> ExitCode {
-    let deadline = || Deadline::after(Duration::from_secs(30));
-    let options = |lanes| TcpOptions { lanes, ..TcpOptions::default() };
     main_of(vec![
-        Suite::new("tcp-raw", move |control, lanes| {
-            let transport = RawTcpTransport::connect(&*control, &options(lanes), deadline())?;
-            Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())))
+        suite("tcp", |control, options| ZmqTransport::connect(control, &options, soon())),
+        suite("tcp-without-gate", |control, options| {
+            ZmqTransport::connect(control, &TcpOptions { gate: false, ..options }, soon())
         }),
-        Suite::new("tcp", move |control, lanes| {
-            let transport = ZmqTransport::connect(&*control, &options(lanes), deadline())?;
-            Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())))
-        }),
+        suite("tcp-raw", |control, options| RawTcpTransport::connect(control, &options, soon())),
     ])
+}
+
+fn suite<T: Transport>(
+    name: &str,
+    connect: impl Fn(&dyn Control, TcpOptions) -> Result<T> + Send + Sync + 'static,
+) -> Suite {
+    Suite::new(name, move |control, lanes| {
+        let transport = connect(&*control, TcpOptions { lanes, ..TcpOptions::default() })?;
+        Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())) as Arc<dyn Communicator>)
+    })
+}
+
+fn soon() -> Deadline {
+    Deadline::after(Duration::from_secs(60))
 }

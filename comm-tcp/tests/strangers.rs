@@ -23,9 +23,10 @@ type Meddle = dyn Fn(SocketAddr) -> SocketAddr + Send + Sync;
 /// address before it dials: what that returns is dialled instead.
 fn job_with(kind: Kind, meddle: impl Fn(SocketAddr) -> SocketAddr + Send + Sync + 'static) {
     let meddle: Arc<Meddle> = Arc::new(meddle);
+    let controls = controls(2);
     thread::scope(|scope| {
-        for inner in controls(2) {
-            let control = Meddling { inner, meddle: meddle.clone() };
+        for inner in &controls {
+            let control = Meddling { inner: inner.clone(), meddle: meddle.clone() };
             scope.spawn(move || {
                 let transport = kind.connect(&control, &TcpOptions::default(), soon()).unwrap();
                 let (rank, peer) = (transport.rank(), 1 - transport.rank());
@@ -227,8 +228,9 @@ fn a_token_seen_on_the_wire_does_not_open_the_gate_again() {
 
 #[test]
 fn a_listener_that_does_not_know_the_key_is_not_taken_for_a_rank() {
+    let controls = controls(2);
     thread::scope(|scope| {
-        for inner in controls(2) {
+        for inner in &controls {
             scope.spawn(move || {
                 let impostor = |_| {
                     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -243,7 +245,7 @@ fn a_listener_that_does_not_know_the_key_is_not_taken_for_a_rank() {
                     });
                     address
                 };
-                let control = Meddling { inner, meddle: Arc::new(impostor) };
+                let control = Meddling { inner: inner.clone(), meddle: Arc::new(impostor) };
                 let deadline = Deadline::after(Duration::from_millis(500));
                 let rank = control.rank();
                 match Kind::Raw.connect(&control, &TcpOptions::default(), deadline) {

@@ -359,11 +359,12 @@ fn blocking_inside_an_asynchronous_task_is_an_error_and_dropping_there_is_fine()
 #[test]
 fn ranks_with_different_settings_are_told_apart() {
     for kind in [Kind::Zmq, Kind::Raw] {
+        let controls = controls(2);
         thread::scope(|scope| {
-            for (rank, control) in controls(2).into_iter().enumerate() {
+            for (rank, control) in controls.iter().enumerate() {
                 scope.spawn(move || {
                     let options = TcpOptions { lanes: 1 + rank, ..TcpOptions::default() };
-                    match kind.connect(&*control, &options, soon()) {
+                    match kind.connect(&**control, &options, soon()) {
                         Err(Error::Rendezvous(what)) => assert!(what.contains("lanes=2"), "{what}"),
                         Err(other) => panic!("{kind:?}: {other}"),
                         Ok(_) => panic!("{kind:?}: connected"),

@@ -2,7 +2,7 @@
 //!
 //! A driver tells its ranks what to do, one command at a time, and waits for the answer of each: so a rank that fails or hangs
 //! is known by name, and the next case starts on a group that works. Ranks are threads here, processes in
-//! [`processes`](super::processes); the driver knows no difference.
+//! `processes.rs`; the driver knows no difference.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -360,6 +360,9 @@ fn text_of(panic: &(dyn Any + Send)) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Error;
+    use crate::local;
+    use crate::mesh::{Mesh, MeshOptions};
 
     #[test]
     fn the_rank_that_failed_first_comes_first() {
@@ -374,6 +377,68 @@ mod tests {
     fn skipped_on_one_rank_is_skipped() {
         let skipped = CaseOutcome::Skipped("no lanes".into());
         assert_eq!(merge(vec![CaseOutcome::Passed, skipped.clone()]), skipped);
+    }
+
+    fn group(ranks: usize) -> Result<Vec<Connector>> {
+        let connector = |rank: local::LocalRank| -> Connector {
+            Box::new(|| Ok(Arc::new(Mesh::new(rank.transport, rank.control, MeshOptions::default())) as _))
+        };
+        Ok(local::group(ranks, 1).into_iter().map(connector).collect())
+    }
+
+    #[test]
+    fn a_bad_case_is_named_and_the_next_one_has_a_working_group() {
+        let cases = [
+            Case::shared("good", 1, super::super::barrier),
+            Case::shared("one rank fails, the others wait", 1, |communicator| {
+                if communicator.rank() == 1 {
+                    return Err(Stop::Failed("element 17 is 3, expected 6".into()));
+                }
+                super::super::barrier(communicator)
+            }),
+            Case::shared("good after a failure", 1, super::super::barrier),
+            Case::shared("one rank panics", 1, |communicator| {
+                assert!(communicator.rank() != 2, "on purpose");
+                super::super::barrier(communicator)
+            }),
+            Case::shared("hangs", 1, |communicator| {
+                if communicator.rank() == 0 {
+                    thread::sleep(Duration::from_secs(4));
+                }
+                Ok(())
+            }),
+            Case::shared("skipped", 1, |_| Err(Stop::Skipped("no such thing here".into()))),
+            Case::fresh("alone", 1, |communicator| {
+                communicator.abort("the end");
+                Ok(())
+            }),
+            Case::shared("good after all", 1, super::super::barrier),
+        ];
+        let options = RunOptions { case_limit: Duration::from_secs(1) };
+        let outcomes = run_threads(3, &group, &cases, options);
+        let failure = |index: usize| match &outcomes[index] {
+            CaseOutcome::Failed(why) => why.as_str(),
+            other => panic!("case {index}: {other:?}"),
+        };
+        assert!(failure(1).starts_with("rank 1: element 17 is 3, expected 6\n"), "{}", failure(1));
+        assert!(failure(3).starts_with("rank 2: panicked: on purpose\n"), "{}", failure(3));
+        assert!(failure(4).starts_with("rank 0: hung"), "{}", failure(4));
+        assert_eq!(outcomes[5], CaseOutcome::Skipped("no such thing here".into()));
+        for index in [0, 2, 6, 7] {
+            assert_eq!(outcomes[index], CaseOutcome::Passed, "case {index}");
+        }
+    }
+
+    #[test]
+    fn ranks_that_cannot_connect_fail_every_case() {
+        let cases = [Case::shared("a", 1, super::super::barrier), Case::fresh("b", 1, super::super::barrier)];
+        let refuse = |ranks: usize| -> Result<Vec<Connector>> {
+            let connector = |_| -> Connector { Box::new(|| Err(Error::Rendezvous("nobody came".into()))) };
+            Ok((0..ranks).map(connector).collect())
+        };
+        for outcome in run_threads(2, &refuse, &cases, RunOptions::default()) {
+            assert!(matches!(&outcome, CaseOutcome::Failed(why) if why.contains("nobody came")), "{outcome:?}");
+        }
     }
 
     #[test]

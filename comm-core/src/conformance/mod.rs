@@ -13,7 +13,7 @@
 //! ```
 //!
 //! Data are such that sums are exact in any order and no two places hold the same pattern, so that "wrong elements" is exact.
-//! The cases are what [`Op`](crate::Op) and [`Communicator`] promise; a backend that cannot do something says
+//! The cases are what [`Op`] and [`Communicator`] promise; a backend that cannot do something says
 //! [`Error::Unsupported`], which shows as an ignored case with its reason.
 
 mod arguments;

@@ -41,15 +41,15 @@ pub(crate) fn soon() -> Deadline {
 
 /// Runs `work` as every rank of a job, each in a thread of its own, over a connected transport.
 pub(crate) fn job(kind: Kind, world_size: usize, options: &TcpOptions, work: impl Fn(Arc<dyn Transport>) + Sync) {
-    let work = &work;
+    let (work, controls) = (&work, controls(world_size));
     thread::scope(|scope| {
-        for rank in comm_core::local::group(world_size, 1) {
-            scope.spawn(move || work(kind.connect(&*rank.control, options, soon()).unwrap()));
+        for control in &controls {
+            scope.spawn(move || work(kind.connect(&**control, options, soon()).unwrap()));
         }
     });
 }
 
-/// The control planes of a job's ranks.
+/// The control planes of a job's ranks. One that is dropped is a death to the others, so they are kept outside of the threads.
 pub(crate) fn controls(world_size: usize) -> Vec<Arc<LocalControl>> {
     comm_core::local::group(world_size, 1).into_iter().map(|rank| rank.control).collect()
 }
