@@ -2,6 +2,8 @@
 
 use std::fs;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::{Parser, Subcommand};
@@ -11,8 +13,10 @@ use gpt2::env::default_cargo_home;
 use gpt2::strategy::{StrategyKind, Wire};
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::transports::TransportKind;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::BenchError;
+use crate::cell::Interrupted;
 use crate::environment::Environment;
 use crate::worker::WorkerArgs;
 
@@ -89,6 +93,18 @@ pub(crate) struct Setup {
     pub(crate) threads: usize,
     pub(crate) cell_timeout: Duration,
     pub(crate) environment: Environment,
+    /// The signal that came since the start, 0 for none.
+    interrupted: Arc<AtomicUsize>,
+}
+
+impl Setup {
+    /// Whether the user still wants the results.
+    pub(crate) fn go_on(&self) -> Result<(), Interrupted> {
+        match self.interrupted.load(Ordering::Relaxed) {
+            0 => Ok(()),
+            signal => Err(Interrupted { signal: signal as i32 }),
+        }
+    }
 }
 
 impl Args {
@@ -120,6 +136,11 @@ impl Args {
         )?;
         let source = CorpusSource::from_path(self.data.clone(), default_cargo_home());
         let corpus = Corpus::load(&source, TokenizerKind::Bytes)?;
+        // A launcher catches signals while its ranks run; this is for the time between two cells.
+        let interrupted = Arc::new(AtomicUsize::new(0));
+        for signal in [SIGINT, SIGTERM, SIGHUP] {
+            signal_hook::flag::register_usize(signal, interrupted.clone(), signal as usize)?;
+        }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Ok(Setup {
             out,
@@ -136,6 +157,7 @@ impl Args {
             threads: self.threads.unwrap_or_else(|| (cores / self.ranks).max(1)),
             cell_timeout: Duration::from_secs(self.cell_timeout),
             environment: Environment::read(),
+            interrupted,
         })
     }
 }

@@ -45,7 +45,7 @@ pub(crate) struct Row {
     pub(crate) status: String,
     pub(crate) tokens_per_s: Option<f64>,
     pub(crate) step_ms: Option<f64>,
-    /// Median exposed communication of a step, on the rank where it is largest.
+    /// How long a step waits for communication (gradients, parameters, scalars): the median, on the rank where it is largest.
     pub(crate) exposed_ms: Option<f64>,
     /// Median payload bytes sent a step, on the rank that sends most.
     pub(crate) bytes_counted: Option<u64>,
@@ -59,6 +59,7 @@ pub(crate) struct Row {
     pub(crate) weights_hash: Option<String>,
     pub(crate) final_loss: Option<f64>,
     pub(crate) losses: Vec<f64>,
+    pub(crate) grad_norms: Vec<f64>,
     /// Of the rank that holds most.
     pub(crate) peak_rss_bytes: Option<u64>,
     /// Whether `peak_rss_bytes` is a process's memory divided by the ranks in it.
@@ -209,6 +210,7 @@ impl Cell {
             weights_hash: None,
             final_loss: None,
             losses: Vec::new(),
+            grad_norms: Vec::new(),
             peak_rss_bytes: None,
             peak_rss_is_shared: self.transport == Some(TransportKind::Local),
             parts_by_rank: Vec::new(),
@@ -224,7 +226,7 @@ fn fill(row: &mut Row, summary: &Summary) {
     let ranks = &summary.ranks;
     row.tokens_per_s = Some(summary.tokens_per_s);
     row.step_ms = Some(summary.step_ms);
-    row.exposed_ms = ranks.iter().map(|rank| rank.parts.exposed).max_by(f64::total_cmp);
+    row.exposed_ms = ranks.iter().map(|rank| rank.parts.exposed + rank.parts.scalars).max_by(f64::total_cmp);
     row.bytes_by_rank = ranks.iter().map(|rank| rank.bytes_counted).collect();
     row.bytes_expected_by_rank = ranks.iter().map(|rank| rank.bytes_expected).collect();
     row.bytes_counted = row.bytes_by_rank.iter().flatten().max().copied();
@@ -235,6 +237,7 @@ fn fill(row: &mut Row, summary: &Summary) {
     row.weights_hash = Some(summary.weights_hash.clone());
     row.final_loss = Some(summary.final_loss);
     row.losses.clone_from(&summary.losses);
+    row.grad_norms.clone_from(&summary.grad_norms);
     row.peak_rss_bytes = ranks.iter().map(|rank| rank.peak_rss_bytes).max();
     row.parts_by_rank = ranks.iter().map(|rank| rank.parts).collect();
     row.mfu = Some(summary.mfu);

@@ -14,7 +14,7 @@ pub(crate) struct Environment {
     kernel: String,
     /// The kernel's default congestion control for TCP.
     congestion_control: String,
-    /// The commit that was built, `-dirty` if files differ from it; empty outside a checkout.
+    /// The commit that the sources are at as this runs, `-dirty` if files differ from it; empty without git or a checkout.
     commit: String,
     version: &'static str,
     debug_build: bool,
@@ -43,7 +43,7 @@ impl Environment {
 
     pub(crate) fn one_line(&self) -> String {
         format!(
-            "{}, {} cores, {:.0} GB, Linux {}, TCP {}, commit {:.12}",
+            "{}, {} cores, {:.0} GB, Linux {}, TCP {}, commit {}",
             self.machine,
             self.cores,
             self.memory_bytes as f64 / 1e9,

@@ -16,6 +16,7 @@ use std::process::ExitCode;
 use clap::Parser;
 
 use args::{Args, Command};
+use gpt2::cli::say;
 
 /// What a command fails with: one message for the user.
 type BenchError = Box<dyn std::error::Error + Send + Sync>;
@@ -41,12 +42,12 @@ fn run(args: &Args) -> Result<ExitCode, BenchError> {
                 "this is a debug build, whose timings mean nothing; build with --release, or pass --allow-debug".into(),
             );
         }
-        println!("DEBUG BUILD: the timings below mean nothing");
+        say(format_args!("DEBUG BUILD: the timings below mean nothing"));
     }
     let setup = args.check()?;
-    println!("text: {}", setup.corpus.describe());
-    println!("machine: {}", setup.environment.one_line());
-    println!("results: {}", setup.out.display());
+    say(format_args!("text: {}", setup.corpus.describe()));
+    say(format_args!("machine: {}", setup.environment.one_line()));
+    say(format_args!("results: {}", setup.out.display()));
     let mut sound = true;
     if !args.skip_proof {
         sound &= proof::run(&setup)?;

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 
+use gpt2::cli::say;
 use gpt2::strategy::StrategyKind;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
@@ -16,7 +17,7 @@ use crate::table;
 /// Runs the matrix; true if every cell that this machine can run did, and sent what the formula says.
 pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
     let model = setup.preset.config(setup.corpus.vocab_size());
-    println!(
+    say(format_args!(
         "\nmatrix: {} ({:.2} M parameters, bytes), {} ranks × {} thread(s), {} sequences of {} tokens a step, {} steps, wire {}",
         setup.preset,
         model.parameter_count() as f64 / 1e6,
@@ -26,13 +27,14 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
         model.block_size,
         setup.steps,
         setup.wire
-    );
+    ));
     let cells = cells(setup);
     let mut file = Lines::create(&setup.out.join("results.jsonl"))?;
     let bar = bar(cells.len());
     let mut rows: Vec<Row> = Vec::new();
     for cell in &cells {
         bar.set_message(cell.name());
+        setup.go_on()?;
         let row = match cell.transport.and_then(|transport| transport.missing()) {
             Some(reason) => cell.skipped(setup, &reason),
             None => cell.run(setup)?,
@@ -42,11 +44,11 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
         bar.inc(1);
     }
     bar.finish_and_clear();
-    println!("{}", table::render(&rows));
-    println!(
-        "exposed: the largest over ranks of the median time a step that a rank waits for gradients and parameters"
-    );
-    println!("rows: {}", setup.out.join("results.jsonl").display());
+    say(format_args!("{}", table::render(&rows)));
+    say(format_args!(
+        "exposed: how long a step waits for communication, the scalars of loss and norm included; median over steps, the largest over ranks"
+    ));
+    say(format_args!("rows: {}", setup.out.join("results.jsonl").display()));
     Ok(rows.iter().all(|row| row.is_sound() || row.status.starts_with("not available")))
 }
 
@@ -88,7 +90,9 @@ pub(crate) struct Lines {
 
 impl Lines {
     pub(crate) fn create(path: &Path) -> Result<Self, BenchError> {
-        let file = File::create(path).map_err(|error| format!("{}: {error}", path.display()))?;
+        // Rows of an earlier run are hours of somebody's time.
+        let file = File::create_new(path)
+            .map_err(|error| format!("{}: {error}; give a new folder with --out", path.display()))?;
         Ok(Lines { file, path: path.display().to_string() })
     }
 

@@ -93,6 +93,10 @@ pub enum Error {
     #[error("rendezvous failed: {0}")]
     Rendezvous(String),
 
+    /// This program is at fault, not its input.
+    #[error("internal error, please report it: {0}")]
+    Internal(String),
+
     /// A system call failed.
     #[error("{what}: {source}")]
     Io {

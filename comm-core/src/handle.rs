@@ -121,11 +121,5 @@ impl Completer {
 }
 
 fn lost() -> Failed {
-    Failed {
-        error: Error::Aborted {
-            by: usize::MAX,
-            reason: "the thread that ran the operation ended without a result".into(),
-        },
-        buffer: None,
-    }
+    Failed { error: Error::Internal("the thread that ran the operation ended without a result".into()), buffer: None }
 }

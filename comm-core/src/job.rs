@@ -252,6 +252,29 @@ impl fmt::Debug for Secret {
     }
 }
 
+/// How many ranks of this job share this machine, as far as its launcher says: `LOCAL_WORLD_SIZE` (torchrun),
+/// `OMPI_COMM_WORLD_LOCAL_SIZE` (Open MPI), `MPI_LOCALNRANKS` (MPICH), `SLURM_NTASKS_PER_NODE` or the first number of
+/// `SLURM_STEP_TASKS_PER_NODE` (Slurm).
+pub fn ranks_on_this_machine() -> Option<usize> {
+    local_ranks(&|name| std::env::var(name).ok())
+}
+
+fn local_ranks(vars: &dyn Fn(&str) -> Option<String>) -> Option<usize> {
+    const NAMES: [&str; 5] = [
+        "LOCAL_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "MPI_LOCALNRANKS",
+        "SLURM_NTASKS_PER_NODE",
+        "SLURM_STEP_TASKS_PER_NODE",
+    ];
+    NAMES.iter().find_map(|name| {
+        // Slurm writes "2(x3),1": two tasks on each of three nodes, then one. Nodes of another size get the first one's share.
+        let text = vars(name)?;
+        let digits = text.split(|c: char| !c.is_ascii_digit()).next()?;
+        digits.parse().ok().filter(|ranks| *ranks > 0)
+    })
+}
+
 /// Ends this process, by SIGKILL, when the process that launched it is gone, however that ends.
 ///
 /// [`Launch`](crate::launch::Launch) arranges this by itself before the program starts; a program calls it first thing to have it
@@ -402,6 +425,18 @@ fn check_ranks(rank: usize, world_size: usize, rank_name: &str, world_name: &str
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ranks_of_a_machine_are_read_from_every_launcher() {
+        let of = |name: &'static str, value: &'static str| {
+            local_ranks(&move |asked| (asked == name).then(|| value.to_string()))
+        };
+        assert_eq!(of("LOCAL_WORLD_SIZE", "4"), Some(4));
+        assert_eq!(of("OMPI_COMM_WORLD_LOCAL_SIZE", "3"), Some(3));
+        assert_eq!(of("SLURM_STEP_TASKS_PER_NODE", "2(x3),1"), Some(2));
+        assert_eq!(of("SLURM_NTASKS_PER_NODE", "many"), None);
+        assert_eq!(of("LOCAL_WORLD_SIZE", "0"), None);
+    }
 
     const SECRET: (&str, &str) = ("COMM_SECRET", "0123456789abcdef");
 

@@ -219,9 +219,9 @@ impl Launch {
                 break;
             }
             for signal in signals.take() {
+                interrupted_by.get_or_insert(signal);
                 if outcome.is_none() {
                     steps = self.steps();
-                    interrupted_by = Some(signal);
                     outcome = Some((128 + signal, format!("the launcher got {}", name_of(signal))));
                     running.signal(signal);
                 } else {

@@ -29,7 +29,7 @@ pub fn wgpu() -> Result<Device, String> {
         let adapters = burn::tensor::try_read_sync(instance.enumerate_adapters(wgpu::Backends::PRIMARY));
         match adapters {
             Some(adapters) if !adapters.is_empty() => Ok(Device::wgpu(Default::default())),
-            _ => Err("--device wgpu: no Vulkan, Metal or DX12 adapter on this machine; use --device cpu".into()),
+            _ => Err("--device wgpu: no Vulkan adapter on this machine; use --device cpu".into()),
         }
     }
     #[cfg(not(feature = "wgpu"))]

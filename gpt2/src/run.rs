@@ -46,16 +46,20 @@ pub fn run_threads(
                 scope.spawn(move || in_pool(config, corpus, &session, options, device, observer))
             })
             .collect();
-        threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(panicked()))).collect()
+        threads
+            .into_iter()
+            .enumerate()
+            .map(|(rank, thread)| thread.join().unwrap_or_else(|_| Err(panicked(rank))))
+            .collect()
     });
     let mut first = None;
     for outcome in outcomes {
         match outcome {
             Ok(summary) => _ = first.get_or_insert(Ok(summary)),
             // An echo names the rank that failed; that rank's own error says more.
-            Err(error @ TrainError::Comm(_)) => {
+            Err(TrainError::Comm(error @ (Error::PeerLost { .. } | Error::Aborted { .. }))) => {
                 if !matches!(first, Some(Err(_))) {
-                    first = Some(Err(error));
+                    first = Some(Err(error.into()));
                 }
             }
             Err(error) => return Err(error),
@@ -112,7 +116,8 @@ fn in_pool(
         .num_threads(options.threads)
         .thread_name(|index| format!("compute-{index}"))
         .build()
-        .map_err(|error| Error::invalid(format!("{} compute threads cannot be started: {error}", options.threads)))?;
+        .map_err(|error| Error::invalid(format!("{} compute threads cannot be started: {error}", options.threads)))
+        .inspect_err(|error| session.control.poison(error))?;
     pool.install(|| {
         let checkpoint = options.checkpoint.clone();
         match observer {
@@ -122,6 +127,6 @@ fn in_pool(
     })
 }
 
-fn panicked() -> TrainError {
-    Error::Aborted { by: usize::MAX, reason: "a rank's thread panicked; its message is above".into() }.into()
+fn panicked(rank: usize) -> TrainError {
+    Error::Internal(format!("the thread of rank {rank} panicked; its message is above")).into()
 }

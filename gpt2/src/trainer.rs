@@ -1,6 +1,6 @@
 //! The training loop: one for every strategy, transport and device.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -97,13 +97,15 @@ pub struct Parts {
     pub pack: f64,
     /// Waiting for gradients and parameters of other ranks.
     pub exposed: f64,
-    /// Waiting for the other ranks' loss and gradient norm.
+    /// Waiting for the other ranks' loss and gradient norm; with a parameter server that is where its workers wait for it to receive
+    /// everyone's gradients.
     pub scalars: f64,
     /// Cutting, casting and uploading what arrived.
     pub unpack: f64,
     /// Gradient norm and optimizer.
     pub optimizer: f64,
-    /// Not a part of the sum: how long operations were under way. What exceeds `exposed` was hidden behind computation.
+    /// Not a part of the sum: how long at least one operation on gradients or parameters was under way. What exceeds `exposed` was
+    /// hidden behind other work.
     pub communication: f64,
 }
 
@@ -120,6 +122,8 @@ pub struct Summary {
     pub validation_loss: Option<f64>,
     /// Training loss of each step.
     pub losses: Vec<f64>,
+    /// Global norm of the averaged gradient of each step, before clipping.
+    pub grad_norms: Vec<f64>,
     /// Median tokens a second of all ranks, over the steps after the first two.
     pub tokens_per_s: f64,
     /// Median milliseconds a step, likewise.
@@ -222,11 +226,11 @@ pub fn train(
     observer: &mut dyn Observer,
 ) -> Result<Summary, TrainError> {
     let result = run(config, corpus, session, device, checkpoint, observer);
-    if let Err(error) = &result
-        && !matches!(error, TrainError::Comm(_))
-    {
-        // The others would wait for this rank until their deadline.
-        session.comm.abort(&error.to_string());
+    // The others would wait for this rank until their deadline. Where they know already, the first failure stays.
+    match &result {
+        Err(TrainError::Comm(error)) => session.control.poison(error),
+        Err(error) => session.comm.abort(&error.to_string()),
+        Ok(_) => {}
     }
     let summary = result?;
     session.comm.finish(session.timeout)?;
@@ -254,6 +258,10 @@ fn run(
             let loss = trainer.validate()?;
             observer.validation(step + 1, loss);
             validation_loss = Some(loss);
+            if !is_last {
+                // What a death or an impatient user would otherwise cost.
+                trainer.save(corpus, step + 1, checkpoint.as_deref())?;
+            }
         }
     }
     trainer.summary(corpus, &reports, validation_loss, checkpoint)
@@ -436,7 +444,7 @@ impl<'a> Trainer<'a> {
                 scalars: ms(scalars),
                 unpack: ms(clock.unpack),
                 optimizer: ms(optimizer),
-                communication: ms(clock.communication),
+                communication: ms(clock.communication()),
             },
             bytes_sent,
         })
@@ -483,21 +491,14 @@ impl<'a> Trainer<'a> {
                 ranks.iter().map(|rank| format!("rank {}: {:.12}", rank.rank, rank.weights_hash)).collect();
             return Err(TrainError::Diverged(hashes.join(", ")));
         }
-        let checkpoint = match checkpoint {
-            Some(path) if self.share.rank == 0 => {
-                let tokenizer = serde_json::to_value(corpus.tokenizer())
-                    .map_err(|error| comm_core::Error::InvalidArgument(format!("the tokenizer: {error}")))?;
-                Checkpoint::of(&self.model, tokenizer, config.steps)?.save(&path)?;
-                Some(path)
-            }
-            other => other,
-        };
+        self.save(corpus, config.steps, checkpoint.as_deref())?;
         Ok(Summary {
             steps: config.steps,
             weights_hash: hash,
             final_loss: reports.last().map_or(f64::NAN, |report| report.loss),
             validation_loss,
             losses: reports.iter().map(|report| report.loss).collect(),
+            grad_norms: reports.iter().map(|report| report.grad_norm).collect(),
             tokens_per_s: median(steady.iter().map(|report| report.tokens_per_s)),
             step_ms: median(steady.iter().map(|report| report.ms)),
             parts,
@@ -513,6 +514,14 @@ impl<'a> Trainer<'a> {
             transport: self.session.facts.clone(),
             checkpoint,
         })
+    }
+
+    /// Saves the model, on rank 0.
+    fn save(&self, corpus: &Corpus, step: u64, path: Option<&Path>) -> Result<(), TrainError> {
+        let Some(path) = path.filter(|_| self.share.rank == 0) else { return Ok(()) };
+        let tokenizer = serde_json::to_value(corpus.tokenizer())
+            .map_err(|error| comm_core::Error::Internal(format!("the tokenizer's description: {error}")))?;
+        Ok(Checkpoint::of(&self.model, tokenizer, step)?.save(path)?)
     }
 
     fn rank_report(&self, weights_hash: String, parts: Parts) -> RankReport {

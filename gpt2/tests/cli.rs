@@ -1,5 +1,7 @@
 //! The program as a user meets it: what it prints, and one clear error for everything that is wrong.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 use std::fs;
 use std::net::TcpListener;
 use std::path::Path;

@@ -1,5 +1,7 @@
 //! A rank that is killed: every survivor names it, soon, and nothing is left.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};

@@ -1,11 +1,14 @@
 //! Every strategy over every transport: the losses of one device, the bytes of the formula, the same bits everywhere.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use burn::tensor::Device;
-use comm_core::local;
+use comm_core::{Call, Communicator, Completed, Handle, Op, ReduceOp, local};
 use gpt2::config::Preset;
 use gpt2::corpus::{Corpus, CorpusSource};
 use gpt2::optim::{AdamWConfig, LearningRate};
@@ -97,6 +100,7 @@ fn prove(strategy: StrategyKind) {
             let what = format!("{strategy} over {transport} on {ranks} ranks");
             let summary = run(&config, transport, ranks);
             assert_close(&summary.losses, &single.losses, TOLERANCE, &what);
+            assert_close(&summary.grad_norms, &single.grad_norms, TOLERANCE, &what);
             assert_bytes(&summary, &what);
             let first = first.get_or_insert_with(|| summary.clone());
             assert_eq!(summary.weights_hash, first.weights_hash, "{what}: the weights");
@@ -124,15 +128,92 @@ fn ddp_is_one_device_on_every_transport() {
     prove(StrategyKind::Ddp);
 }
 
+/// Passes everything on, but turns the mean over ranks into a sum, or drops what a bucket would bring.
+struct Broken {
+    inner: Arc<dyn Communicator>,
+    fault: Planted,
+    buckets: AtomicU64,
+}
+
+#[derive(Clone, Copy)]
+enum Planted {
+    ForgetsToDivide,
+    DropsEveryThirdBucket,
+}
+
+#[deny(clippy::missing_trait_methods)]
+impl Communicator for Broken {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn world_size(&self) -> usize {
+        self.inner.world_size()
+    }
+
+    fn lanes(&self) -> usize {
+        self.inner.lanes()
+    }
+
+    fn id(&self) -> u64 {
+        self.inner.id()
+    }
+
+    fn start(&self, mut call: Call) -> Handle {
+        match self.fault {
+            Planted::ForgetsToDivide => {
+                if call.op == Op::AllReduce(ReduceOp::Mean) {
+                    call.op = Op::AllReduce(ReduceOp::Sum);
+                }
+            }
+            Planted::DropsEveryThirdBucket => {
+                if self.buckets.fetch_add(1, Ordering::Relaxed) % 3 == 2 {
+                    let now = Instant::now();
+                    return Handle::done(Ok(Completed { buffer: call.buffer, began: now, ended: now }));
+                }
+            }
+        }
+        self.inner.start(call)
+    }
+
+    fn split(&self, color: Option<u64>, key: i64) -> comm_core::Result<Option<Arc<dyn Communicator>>> {
+        self.inner.split(color, key)
+    }
+
+    fn abort(&self, reason: &str) {
+        self.inner.abort(reason);
+    }
+
+    fn finish(&self, timeout: Duration) -> comm_core::Result<()> {
+        self.inner.finish(timeout)
+    }
+}
+
 #[test]
-fn a_planted_fault_exceeds_the_tolerance() {
-    // A mean that forgets to divide, or a dropped bucket, changes the step as much as these do.
-    let config = config(StrategyKind::Ring);
-    let right = run(&config, TransportKind::Local, 3);
-    let wrong = TrainConfig { clip: 0.0, ..config.clone() };
-    let off = run(&wrong, TransportKind::Local, 3);
-    let difference = right.losses.iter().zip(&off.losses).map(|(a, b)| ((a - b) / b).abs()).fold(0.0, f64::max);
-    assert!(difference > 10.0 * TOLERANCE, "the comparison would not notice: {difference:e}");
+fn planted_faults_exceed_the_tolerance() {
+    let config = config(StrategyKind::Ddp);
+    let single = run(&TrainConfig { strategy: StrategyKind::Single, ..config.clone() }, TransportKind::Local, 1);
+    for fault in [Planted::ForgetsToDivide, Planted::DropsEveryThirdBucket] {
+        let corpus = Arc::new(corpus());
+        let ranks: Vec<_> = sessions(TransportKind::Local, 3)
+            .into_iter()
+            .map(|mut session| {
+                session.comm = Arc::new(Broken { inner: session.comm, fault, buckets: AtomicU64::new(0) });
+                let (config, corpus) = (config.clone(), corpus.clone());
+                thread::spawn(move || train(&config, &corpus, &session, &Device::flex(), None, &mut ()))
+            })
+            .collect();
+        // Ranks that keep their own gradients end with different weights, which is found as well.
+        if let Ok(broken) = ranks.into_iter().map(|rank| rank.join().unwrap()).next_back().unwrap() {
+            let norms = broken.grad_norms.iter().zip(&single.grad_norms);
+            let difference = norms.map(|(a, b)| ((a - b) / b).abs()).fold(0.0, f64::max);
+            assert!(difference > 1000.0 * TOLERANCE, "the comparison would not notice: {difference:e}");
+        }
+    }
 }
 
 #[test]
@@ -141,6 +222,7 @@ fn accumulation_changes_nothing_but_rounding_and_sends_once_a_step() {
     let plain = run(&config, TransportKind::Local, 2);
     let accumulated = run(&TrainConfig { accumulation: 3, ..config }, TransportKind::Local, 2);
     assert_close(&accumulated.losses, &plain.losses, TOLERANCE, "accumulation");
+    assert_close(&accumulated.grad_norms, &plain.grad_norms, TOLERANCE, "accumulation");
     assert_bytes(&accumulated, "accumulation");
     assert_eq!(accumulated.ranks[0].bytes_counted, plain.ranks[0].bytes_counted);
 }

@@ -4,6 +4,8 @@ mod progress;
 mod sample;
 mod train;
 
+use std::fmt;
+use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -36,6 +38,12 @@ pub fn main() -> ExitCode {
         eprintln!("error: {error}");
         ExitCode::FAILURE
     })
+}
+
+/// Prints a line to standard output. A reader that has gone (`gpt2 train | head`) or a full disk must not end a run, so unlike
+/// `println!` this does not panic.
+pub fn say(text: impl fmt::Display) {
+    let _ = writeln!(io::stdout(), "{text}");
 }
 
 /// What a command fails with: one message for the user.

@@ -1,12 +1,13 @@
 //! What the user sees of a run: step lines, a progress bar on a terminal, a file of steps.
 
 use std::fs::File;
-use std::io::{BufWriter, IsTerminal, Write};
+use std::io::{IsTerminal, Write};
 use std::path::Path;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
+use super::say;
 use crate::trainer::{Observer, StepReport};
 
 /// Prints steps, and writes each to a file of JSON lines.
@@ -14,29 +15,30 @@ pub(super) struct Progress {
     bar: ProgressBar,
     steps: u64,
     log_every: u64,
-    file: Option<BufWriter<File>>,
+    file: Option<File>,
 }
 
 impl Progress {
     pub(super) fn new(log_every: u64, file: Option<&Path>) -> std::io::Result<Self> {
-        let file = file.map(File::create).transpose()?.map(BufWriter::new);
+        let file = file.map(File::create).transpose()?;
         Ok(Progress { bar: ProgressBar::hidden(), steps: 0, log_every: log_every.max(1), file })
     }
 
     fn line(&self, text: &str) {
         if self.bar.is_hidden() {
-            println!("{text}");
+            say(text);
         } else {
-            self.bar.suspend(|| println!("{text}"));
+            self.bar.suspend(|| say(text));
         }
     }
 
     fn record(&mut self, value: &impl serde::Serialize) {
+        let (Some(file), Ok(mut line)) = (&mut self.file, serde_json::to_vec(value)) else { return };
+        line.push(b'\n');
         // A full disk must not end a run of hours; the step lines are on the screen as well.
-        if let Some(file) = &mut self.file
-            && serde_json::to_writer(&mut *file, value).is_ok()
-        {
-            let _ = file.write_all(b"\n").and_then(|()| file.flush());
+        if let Err(error) = file.write_all(&line) {
+            eprintln!("warning: the file of steps ends here: {error}");
+            self.file = None;
         }
     }
 }

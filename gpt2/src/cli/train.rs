@@ -13,8 +13,8 @@ use clap::{Args, ValueEnum};
 use comm_core::job::{self, Job};
 use comm_core::launch::{Launch, Output};
 
-use super::CliError;
 use super::progress::Progress;
+use super::{CliError, say};
 use crate::batches::{Batches, Share};
 use crate::config::Preset;
 use crate::corpus::{Corpus, CorpusSource};
@@ -34,7 +34,8 @@ pub(super) struct TrainArgs {
     /// How ranks are connected: local (threads of one process), tcp-raw, tcp (ZeroMQ), quic, nccl.
     #[arg(long, default_value = "tcp")]
     transport: TransportKind,
-    /// Ranks to start on this machine; ignored under a launcher such as srun, mpirun or torchrun. [default: 1 for single, else 2]
+    /// Ranks to start on this machine. Under a launcher such as srun, mpirun or torchrun nothing is started; it then only says how many
+    /// ranks share the machine's cores, which is otherwise asked of the launcher. [default: 1 for single, else 2]
     #[arg(long)]
     nproc: Option<usize>,
     /// Model size: micro, tiny, mini, small, 124m, 350m, 774m, 1558m.
@@ -120,6 +121,9 @@ pub(super) struct TrainArgs {
     out: PathBuf,
 }
 
+/// More lanes than this are of no use to anyone.
+const MAX_LANES: usize = 256;
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum DeviceKind {
     Cpu,
@@ -131,7 +135,7 @@ pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
     job::die_with_parent()?;
     match Job::from_env()? {
         Some(job) => {
-            let ranks_here = args.nproc.unwrap_or(job.world_size);
+            let ranks_here = args.nproc.or_else(job::ranks_on_this_machine).unwrap_or(job.world_size);
             let prepared = Prepared::new(&args, job.world_size, ranks_here)?;
             let mut progress = prepared.progress(&args, job.rank)?;
             let summary =
@@ -152,13 +156,13 @@ fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
     let prepared = Prepared::new(args, ranks, ranks)?;
     if args.transport == TransportKind::Local || ranks == 1 {
         let mut progress = prepared.progress(args, 0)?;
-        println!("{}", prepared.describe(args, ranks));
+        say(prepared.describe(args, ranks));
         let summary =
             run_threads(&prepared.config, &prepared.corpus, ranks, &prepared.options, &prepared.device, &mut progress)?;
         print_summary(&summary);
         return Ok(ExitCode::SUCCESS);
     }
-    println!("{}", prepared.describe(args, ranks));
+    say(prepared.describe(args, ranks));
     drop(prepared);
     let mut command: Vec<OsString> = std::env::args_os().skip(1).collect();
     if args.nproc.is_none() {
@@ -214,6 +218,9 @@ impl Prepared {
             if value == 0 {
                 return Err(format!("{name} must be at least 1").into());
             }
+        }
+        if args.lanes > MAX_LANES {
+            return Err(format!("--lanes {} is more than {MAX_LANES}", args.lanes).into());
         }
         if args.threads == Some(0) {
             return Err("--threads must be at least 1".into());
@@ -329,7 +336,7 @@ fn writable_folder(folder: &Path) -> Result<(), CliError> {
 
 fn print_summary(summary: &Summary) {
     let parts = &summary.parts;
-    println!(
+    say(format!(
         "done: {} steps, final loss {:.4}{}, {:.0} tok/s, {:.1} ms a step, mfu {:.1}%",
         summary.steps,
         summary.final_loss,
@@ -337,23 +344,23 @@ fn print_summary(summary: &Summary) {
         summary.tokens_per_s,
         summary.step_ms,
         100.0 * summary.mfu
-    );
-    println!(
+    ));
+    say(format!(
         "a step of rank 0, ms: compute {:.2}, pack {:.2}, exposed communication {:.2}, scalars {:.2}, unpack {:.2}, optimizer {:.2}",
         parts.compute, parts.pack, parts.exposed, parts.scalars, parts.unpack, parts.optimizer
-    );
+    ));
     for rank in &summary.ranks {
         let counted = rank.bytes_counted.map_or("not counted".into(), |bytes| format!("{bytes} B counted"));
-        println!(
+        say(format!(
             "rank {}: payload sent a step {counted}, {} B by the formula; peak memory {:.0} MB",
             rank.rank,
             rank.bytes_expected,
             rank.peak_rss_bytes as f64 / 1e6
-        );
+        ));
     }
-    println!("mfu: {}", summary.mfu_formula);
+    say(format!("mfu: {}", summary.mfu_formula));
     if let Some(path) = &summary.checkpoint {
-        println!("checkpoint: {}", path.display());
+        say(format!("checkpoint: {}", path.display()));
     }
-    println!("weights: sha256 {}", summary.weights_hash);
+    say(format!("weights: sha256 {}", summary.weights_hash));
 }

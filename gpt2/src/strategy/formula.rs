@@ -12,22 +12,26 @@
 
 use comm_core::{Op, ReduceOp, shard_range, table};
 
-use super::{Layout, StrategyKind, StrategyOptions, buckets, width};
+use super::{Layout, StrategyKind, StrategyOptions, width};
 
 /// Payload bytes that `rank` of `ranks` sends in one step (gradients and parameters; no scalars, no framing).
 pub fn payload_sent(kind: StrategyKind, layout: &Layout, options: &StrategyOptions, ranks: usize, rank: usize) -> u64 {
     let others = ranks as u64 - 1;
     let total = layout.total() as u64;
     let (gradient, parameter) = (width(options.wire.dtype()), size_of::<f32>() as u64);
-    let all_reduce = |bucket_bytes: usize| -> u64 {
-        let elements = |bucket: &Vec<usize>| bucket.iter().map(|segment| layout.len(*segment)).sum();
-        buckets::plan(layout, bucket_bytes)
-            .iter()
-            .map(|bucket| {
-                let op = Op::AllReduce(ReduceOp::Mean);
-                table::payload_sent(&op, options.wire.dtype(), elements(bucket), ranks, rank)
-            })
-            .sum()
+    // From the last segment to the first, an all-reduce each time that enough has come together, and one for the rest.
+    let all_reduce = |enough: usize| -> u64 {
+        let bytes =
+            |elements| table::payload_sent(&Op::AllReduce(ReduceOp::Mean), options.wire.dtype(), elements, ranks, rank);
+        let (mut sum, mut open) = (0, 0);
+        for segment in (0..layout.segments()).rev() {
+            open += layout.len(segment);
+            if open * size_of::<f32>() >= enough {
+                sum += bytes(open);
+                open = 0;
+            }
+        }
+        sum + bytes(open)
     };
     match kind {
         StrategyKind::Single => 0,

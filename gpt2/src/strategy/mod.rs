@@ -231,12 +231,12 @@ impl Layout {
 }
 
 /// Where the time of a step went, on this rank.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Clock {
     /// The training thread waited for communication.
     pub exposed: Duration,
-    /// Operations were under way, waited for or not; operations side by side count twice.
-    pub communication: Duration,
+    /// When operations were under way, waited for or not.
+    spans: Vec<(Instant, Instant)>,
     /// Gradients were cast, concatenated or read back from the device.
     pub pack: Duration,
     /// Results were cast, cut or uploaded to the device.
@@ -262,6 +262,20 @@ impl Clock {
         result
     }
 
+    /// How long at least one operation was under way, waited for or not.
+    pub fn communication(&self) -> Duration {
+        let mut spans = self.spans.clone();
+        spans.sort_unstable();
+        let mut total = Duration::ZERO;
+        let mut covered: Option<Instant> = None;
+        for (began, ended) in spans {
+            let from = covered.map_or(began, |covered| began.max(covered));
+            total += ended.saturating_duration_since(from);
+            covered = Some(covered.map_or(ended, |covered| ended.max(covered)));
+        }
+        total
+    }
+
     /// Starts an operation.
     fn start(&mut self, comm: &dyn Communicator, call: comm_core::Call) -> Handle {
         let start = Instant::now();
@@ -278,7 +292,7 @@ impl Clock {
         let outcome = handle.wait();
         self.exposed += start.elapsed();
         let completed = outcome.map_err(comm_core::Failed::into_error)?;
-        self.communication += completed.ended - completed.began;
+        self.spans.push((completed.began, completed.ended));
         Ok(completed.buffer)
     }
 }
@@ -286,4 +300,18 @@ impl Clock {
 /// Bytes of one element of `dtype` on the wire.
 fn width(dtype: DType) -> u64 {
     dtype.size() as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn operations_side_by_side_count_once() {
+        let start = Instant::now();
+        let at = |ms: u64| start + Duration::from_millis(ms);
+        let spans = vec![(at(30), at(40)), (at(0), at(10)), (at(5), at(20)), (at(6), at(8))];
+        let clock = Clock { spans, ..Clock::default() };
+        assert_eq!(clock.communication(), Duration::from_millis(30));
+    }
 }
