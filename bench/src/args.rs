@@ -48,7 +48,7 @@ pub(crate) struct Args {
     #[arg(long, default_value = "tiny")]
     preset: Preset,
     /// Optimizer steps of a cell.
-    #[arg(long, default_value_t = 25)]
+    #[arg(long, default_value_t = 50)]
     steps: u64,
     /// Sequences a step, over all ranks; a multiple of --ranks.
     #[arg(long, default_value_t = 12)]

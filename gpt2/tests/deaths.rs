@@ -79,7 +79,7 @@ fn kill_one(strategy: &str, transport: &str, victim: usize) {
     assert!(status.success(), "{what}");
     let killed = Instant::now();
 
-    let mut reports = vec![None; RANKS];
+    let mut reports = [None; RANKS];
     let mut said = Vec::new();
     while let Ok((at, line)) = lines.recv_timeout(END.saturating_sub(killed.elapsed())) {
         for (rank, report) in reports.iter_mut().enumerate() {

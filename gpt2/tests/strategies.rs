@@ -207,11 +207,21 @@ fn planted_faults_exceed_the_tolerance() {
                 thread::spawn(move || train(&config, &corpus, &session, &Device::flex(), None, &mut ()))
             })
             .collect();
-        // Ranks that keep their own gradients end with different weights, which is found as well.
-        if let Ok(broken) = ranks.into_iter().map(|rank| rank.join().unwrap()).next_back().unwrap() {
-            let norms = broken.grad_norms.iter().zip(&single.grad_norms);
-            let difference = norms.map(|(a, b)| ((a - b) / b).abs()).fold(0.0, f64::max);
-            assert!(difference > 1000.0 * TOLERANCE, "the comparison would not notice: {difference:e}");
+        let outcomes: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+        match fault {
+            Planted::ForgetsToDivide => {
+                let broken = outcomes.into_iter().next().unwrap().unwrap();
+                let norms = broken.grad_norms.iter().zip(&single.grad_norms);
+                let difference = norms.map(|(a, b)| ((a - b) / b).abs()).fold(0.0, f64::max);
+                assert!(difference > 1000.0 * TOLERANCE, "the comparison would not notice: {difference:e}");
+            }
+            // Each rank keeps its own gradients of that bucket.
+            Planted::DropsEveryThirdBucket => {
+                for outcome in outcomes {
+                    let said = outcome.map(|_| ()).unwrap_err().to_string();
+                    assert!(said.contains("different weights"), "{said}");
+                }
+            }
         }
     }
 }

@@ -13,6 +13,7 @@ use crate::splitmix::SplitMix64;
 use crate::tokenizer::Tokenizer;
 
 #[derive(Clone, Debug, Args)]
+#[command(allow_negative_numbers = true)]
 pub(super) struct SampleArgs {
     /// Checkpoint that `gpt2 train` saved.
     #[arg(long, default_value = "out/model.safetensors")]

@@ -27,6 +27,7 @@ use crate::trainer::{Summary, TrainConfig};
 use crate::transports::{TransportKind, TransportOptions};
 
 #[derive(Clone, Debug, Args)]
+#[command(allow_negative_numbers = true)]
 pub(super) struct TrainArgs {
     /// Who averages gradients and updates parameters: single, ps, sharded-ps, ring, ddp.
     #[arg(long, default_value = "single")]
