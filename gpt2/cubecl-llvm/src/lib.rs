@@ -51,6 +51,8 @@ pub struct NvptxModule {
     pub shared_memory_size: usize,
     /// Its text.
     pub ir: String,
+    /// Its PTX, ended by a zero.
+    pub ptx: Vec<std::ffi::c_char>,
     /// Which buffers are read and written.
     pub io: Vec<BufferIOAttr>,
 }
