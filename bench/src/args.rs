@@ -7,13 +7,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::{Parser, Subcommand};
+use comm_core::launch::ending_signals;
+use gpt2::cli::{MAX_RANKS_HERE, MAX_THREADS};
 use gpt2::config::Preset;
 use gpt2::corpus::{Corpus, CorpusSource};
 use gpt2::env::default_cargo_home;
 use gpt2::strategy::{StrategyKind, Wire};
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::transports::TransportKind;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::BenchError;
 use crate::cell::Interrupted;
@@ -109,8 +110,8 @@ impl Setup {
 
 impl Args {
     pub(crate) fn check(&self) -> Result<Setup, BenchError> {
-        if self.ranks == 0 {
-            return Err("--ranks 0 leaves nobody to train; give at least 1".into());
+        if self.ranks == 0 || self.ranks > MAX_RANKS_HERE {
+            return Err(format!("--ranks {} must lie between 1 and {MAX_RANKS_HERE}", self.ranks).into());
         }
         for (name, value) in [("--steps", self.steps), ("--cell-timeout", self.cell_timeout)] {
             if value == 0 {
@@ -120,8 +121,8 @@ impl Args {
         if self.batch == 0 || !self.batch.is_multiple_of(self.ranks) {
             return Err(format!("--batch {} cannot be divided evenly among {} ranks", self.batch, self.ranks).into());
         }
-        if self.threads == Some(0) {
-            return Err("--threads must be at least 1".into());
+        if self.threads.is_some_and(|threads| threads == 0 || threads > MAX_THREADS) {
+            return Err(format!("--threads must lie between 1 and {MAX_THREADS}").into());
         }
         let out = match &self.out {
             Some(out) => out.clone(),
@@ -134,11 +135,16 @@ impl Args {
         fs::create_dir_all(&out).and_then(|()| fs::write(&probe, b"")).and_then(|()| fs::remove_file(&probe)).map_err(
             |error| format!("--out {}: cannot write there: {error}; give a folder that can be written", out.display()),
         )?;
+        // Rows of an earlier run are hours of somebody's time.
+        if let Some(old) = ["results.jsonl", "proof.jsonl"].iter().map(|name| out.join(name)).find(|path| path.exists())
+        {
+            return Err(format!("{} holds an earlier run; give a new folder with --out", old.display()).into());
+        }
         let source = CorpusSource::from_path(self.data.clone(), default_cargo_home());
         let corpus = Corpus::load(&source, TokenizerKind::Bytes)?;
         // A launcher catches signals while its ranks run; this is for the time between two cells.
         let interrupted = Arc::new(AtomicUsize::new(0));
-        for signal in [SIGINT, SIGTERM, SIGHUP] {
+        for signal in ending_signals() {
             signal_hook::flag::register_usize(signal, interrupted.clone(), signal as usize)?;
         }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);

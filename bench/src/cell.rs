@@ -163,7 +163,9 @@ impl Cell {
         if let Some(signal) = outcome.interrupted_by {
             return Err(CellError::Interrupted(Interrupted { signal }));
         }
-        let said = outcome.captured.iter().find_map(|rank| rank.stderr.lines().rfind(|line| !line.trim().is_empty()));
+        let lines =
+            || outcome.captured.iter().flat_map(|rank| rank.stderr.lines()).filter(|line| !line.trim().is_empty());
+        let said = lines().find(|line| line.contains("error:")).or_else(|| lines().next());
         let cause = outcome.cause.clone().unwrap_or_else(|| format!("exit code {}", outcome.code));
         Err(format!("{cause}: {}", said.unwrap_or("it said nothing")).into())
     }

@@ -24,6 +24,7 @@
 use std::fmt;
 use std::fs;
 use std::io::{self, Read};
+use std::net::IpAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
@@ -81,7 +82,8 @@ impl Job {
     /// # Errors
     /// As [`from_vars`](Job::from_vars).
     pub fn from_env() -> Result<Option<Self>> {
-        Self::from_vars(&|name| std::env::var(name).ok())
+        // Bytes that are no text stay visible as such, and are refused where they are parsed.
+        Self::from_vars(&|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
 
     /// As [`from_env`](Job::from_env), from `vars`. The file that `COMM_SECRET_FILE` names is read.
@@ -92,6 +94,13 @@ impl Job {
     pub fn from_vars(vars: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         let vars = Vars(vars);
         let Some(launcher) = LAUNCHERS.iter().find(|l| vars.text(l.rank).is_some() && l.is_there(vars)) else {
+            if let Some(size) = vars.text(vars::WORLD_SIZE) {
+                return Err(Error::invalid(format!(
+                    "{} is {size}, but {} is not set; set both, or neither",
+                    vars::WORLD_SIZE,
+                    vars::RANK
+                )));
+            }
             return Ok(None);
         };
         let rank = vars.required(launcher.rank, launcher.rank)?;
@@ -166,6 +175,11 @@ impl Address {
             Some((host, port.parse::<u16>().ok()?))
         });
         match understood {
+            Some((host, _)) if host.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified()) => {
+                Err(Error::invalid(format!(
+                    "{text:?} means every interface; name the one address of rank 0's machine that the others can reach"
+                )))
+            }
             Some((host, port)) if !host.is_empty() && port != 0 => Ok(Address::Tcp { host: host.into(), port }),
             _ => Err(Error::invalid(format!("{text:?} is not an address: host:port or file:/path is expected"))),
         }

@@ -27,6 +27,14 @@ use crate::sys::{self, Waiter};
 /// Signals that end the launcher, and so the ranks.
 const ENDING: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
 
+/// The signals by which a user ends a job: SIGINT, SIGTERM and SIGHUP, without those that this process was started to ignore (by `nohup`,
+/// or by a script in the background).
+pub fn ending_signals() -> Vec<i32> {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("SigIgn:")?.trim(), 16).ok());
+    ENDING.into_iter().filter(|signal| ignored.unwrap_or(0) >> (signal - 1) & 1 == 0).collect()
+}
+
 /// Longest line that is kept in one piece.
 const MAX_LINE: usize = 64 << 10;
 
@@ -367,13 +375,14 @@ impl Signals {
         let (waker, woken) = UnixStream::pair().map_err(what)?;
         woken.set_nonblocking(true).map_err(what)?;
         let mut signals = Signals { counts: Vec::new(), woken, registered: Vec::new() };
-        for signal in ENDING {
+        let ending = ending_signals();
+        for signal in ending.iter().copied() {
             let flag = Arc::new(AtomicUsize::new(0));
             signals.counts.push((signal, Arc::clone(&flag)));
             // Handlers run in the order of registration: counted first, then woken.
             signals.registered.push(signal_hook::flag::register_usize(signal, flag, 1).map_err(what)?);
         }
-        for signal in ENDING.into_iter().chain([SIGCHLD]) {
+        for signal in ending.into_iter().chain([SIGCHLD]) {
             let waker = waker.try_clone().map_err(what)?;
             signals.registered.push(signal_hook::low_level::pipe::register(signal, waker).map_err(what)?);
         }

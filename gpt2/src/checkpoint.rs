@@ -125,7 +125,12 @@ impl Checkpoint {
     /// [`CheckpointError::Io`], [`CheckpointError::Format`] for a truncated or other file, [`CheckpointError::Foreign`] if metadata or
     /// tensors are not those of this program's model.
     pub fn load(path: &Path) -> Result<Self, CheckpointError> {
-        let bytes = fs::read(path).map_err(|source| io(path, "cannot read it", source))?;
+        let cannot_read = |source| io(path, "cannot read it", source);
+        // A pipe or a device would be read for ever.
+        if !fs::metadata(path).map_err(cannot_read)?.is_file() {
+            return Err(CheckpointError::Format { path: path.into(), detail: "it is no ordinary file".into() });
+        }
+        let bytes = fs::read(path).map_err(cannot_read)?;
         let format = |error: safetensors::SafeTensorError| CheckpointError::Format {
             path: path.into(),
             detail: error.to_string(),
@@ -234,15 +239,23 @@ fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
     };
-    // In the same folder, so that the rename stays within one file system.
-    let mut file = tempfile::Builder::new()
-        .prefix(".checkpoint-")
-        .tempfile_in(folder)
-        .map_err(|e| io(path, "cannot create a file beside it", e))?;
-    file.write_all(bytes)
-        .and_then(|()| file.as_file().sync_all())
-        .map_err(|e| io(path, "cannot write it (disk full?)", e))?;
-    file.persist(path).map_err(|e| io(path, "cannot rename the finished file to it", e.error))?;
+    let name = path.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
+    // In the same folder, so that the rename stays within one file system; always the same name, so that a run that was killed while it
+    // wrote leaves one such file at most, for the next to replace.
+    let temporary = folder.join(format!(".{name}.tmp"));
+    let written = File::create(&temporary)
+        .map_err(|e| io(path, "cannot create a file beside it", e))
+        .and_then(|mut file| {
+            file.write_all(bytes)
+                .and_then(|()| file.sync_all())
+                .map_err(|e| io(path, "cannot write it (disk full?)", e))
+        })
+        .and_then(|()| fs::rename(&temporary, path).map_err(|e| io(path, "cannot rename the finished file to it", e)));
+    if written.is_err() {
+        // The error of the write says more than one of this would.
+        let _ = fs::remove_file(&temporary);
+    }
+    written?;
     // The rename itself is on disk only once the folder is.
     File::open(folder).and_then(|folder| folder.sync_all()).map_err(|e| io(path, "cannot sync its folder", e))
 }

@@ -80,8 +80,9 @@ pub fn run_rank(
     device: &Device,
     observer: &mut (dyn Observer + Send),
 ) -> Result<Summary, TrainError> {
-    let control =
-        TcpControl::connect(job, &agreement(config, corpus, options), Deadline::after(options.options.timeout))?;
+    let agreement = agreement(config, corpus, options);
+    let agreement: Vec<(&str, String)> = agreement.iter().map(|(name, value)| (name.as_str(), value.clone())).collect();
+    let control = TcpControl::connect(job, &agreement, Deadline::after(options.options.timeout))?;
     let session = transports::connect(options.transport, control.clone(), &options.options).inspect_err(|error| {
         control.poison(error);
     })?;
@@ -90,18 +91,21 @@ pub fn run_rank(
 }
 
 /// What all ranks must agree on before the first step, as (name, value).
-fn agreement(config: &TrainConfig, corpus: &Corpus, options: &RankOptions) -> Vec<(&'static str, String)> {
-    let json = |value: Result<String, serde_json::Error>| value.unwrap_or_else(|error| error.to_string());
-    vec![
+fn agreement(config: &TrainConfig, corpus: &Corpus, options: &RankOptions) -> Vec<(String, String)> {
+    let mut items: Vec<(String, String)> = [
         ("program", format!("gpt2 {}", env!("CARGO_PKG_VERSION"))),
         ("algorithms", comm_core::table::TABLE.to_string()),
         ("transport", options.transport.to_string()),
         ("lanes", options.options.lanes.to_string()),
-        ("strategy", config.strategy.to_string()),
-        ("seed", config.seed.to_string()),
-        ("training configuration", json(serde_json::to_string(config))),
-        ("text", corpus.hash_hex()),
+        ("the text's hash (--data, --tokenizer)", corpus.hash_hex()),
     ]
+    .map(|(name, value)| (name.to_string(), value))
+    .into();
+    // Field by field, so that a disagreement names what differs.
+    if let Ok(serde_json::Value::Object(fields)) = serde_json::to_value(config) {
+        items.extend(fields.into_iter().map(|(name, value)| (name, value.to_string())));
+    }
+    items
 }
 
 fn in_pool(

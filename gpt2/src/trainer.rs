@@ -173,6 +173,8 @@ pub trait Observer {
     fn started(&mut self, _steps: u64) {}
     /// After each step.
     fn step(&mut self, _report: &StepReport) {}
+    /// Something went wrong that does not end the run.
+    fn warning(&mut self, _text: &str) {}
     /// After each validation.
     fn validation(&mut self, _step: u64, _loss: f64) {}
 }
@@ -260,7 +262,9 @@ fn run(
             validation_loss = Some(loss);
             if !is_last {
                 // What a death or an impatient user would otherwise cost.
-                trainer.save(corpus, step + 1, checkpoint.as_deref())?;
+                if let Err(error) = trainer.save(corpus, step + 1, checkpoint.as_deref()) {
+                    observer.warning(&format!("step {}: the run goes on without a new checkpoint: {error}", step + 1));
+                }
             }
         }
     }

@@ -40,6 +40,12 @@ pub fn main() -> ExitCode {
     })
 }
 
+/// Most ranks that are started on one machine.
+pub const MAX_RANKS_HERE: usize = 1024;
+
+/// Most threads that compute in a rank.
+pub const MAX_THREADS: usize = 1024;
+
 /// Prints a line to standard output. A reader that has gone (`gpt2 train | head`) or a full disk must not end a run, so unlike
 /// `println!` this does not panic.
 pub fn say(text: impl fmt::Display) {

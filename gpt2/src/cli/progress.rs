@@ -76,6 +76,10 @@ impl Observer for Progress {
         }
     }
 
+    fn warning(&mut self, text: &str) {
+        self.bar.suspend(|| eprintln!("warning: {text}"));
+    }
+
     fn validation(&mut self, step: u64, loss: f64) {
         self.line(&format!("step {step:>5}/{} | validation loss {loss:.4}", self.steps));
         self.record(&json!({"step": step, "validation_loss": loss}));

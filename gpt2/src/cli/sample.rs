@@ -49,6 +49,9 @@ pub(super) fn run(args: &SampleArgs) -> Result<(), CliError> {
     }
     let mut random = SplitMix64::new(args.seed);
     let mut out = std::io::stdout().lock();
+    if args.prompt.is_empty() {
+        return Err("--prompt is empty; give at least one character to start from".into());
+    }
     write!(out, "{}", args.prompt)?;
     // A token may end in the middle of a character: what is whole is printed.
     let mut pending: Vec<u8> = Vec::new();
@@ -80,6 +83,9 @@ fn next_token(
     let inputs: Vec<i32> = context.iter().map(|id| i32::from(*id)).collect();
     let logits = model.logits(&inputs, 1, inputs.len())?;
     let last = &logits[logits.len() - model.config().vocab_size..];
+    if last.iter().any(|logit| !logit.is_finite()) {
+        return Err("the model's output is not finite: its training has diverged".into());
+    }
     let mut order: Vec<usize> = (0..last.len()).collect();
     order.sort_unstable_by(|a, b| last[*b].total_cmp(&last[*a]));
     if args.temperature == 0.0 {

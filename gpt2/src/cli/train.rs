@@ -14,7 +14,7 @@ use comm_core::job::{self, Job};
 use comm_core::launch::{Launch, Output};
 
 use super::progress::Progress;
-use super::{CliError, say};
+use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, say};
 use crate::batches::{Batches, Share};
 use crate::config::Preset;
 use crate::corpus::{Corpus, CorpusSource};
@@ -138,6 +138,7 @@ pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
         Some(job) => {
             let ranks_here = args.nproc.or_else(job::ranks_on_this_machine).unwrap_or(job.world_size);
             let prepared = Prepared::new(&args, job.world_size, ranks_here)?;
+            let _lock = (job.rank == 0).then(|| lock(&args.out)).transpose()?;
             let mut progress = prepared.progress(&args, job.rank)?;
             let summary =
                 run_rank(&job, &prepared.config, &prepared.corpus, &prepared.options, &prepared.device, &mut progress)?;
@@ -156,6 +157,7 @@ fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
     // What is wrong with the arguments or the text is said once, here, and not by every rank.
     let prepared = Prepared::new(args, ranks, ranks)?;
     if args.transport == TransportKind::Local || ranks == 1 {
+        let _lock = lock(&args.out)?;
         let mut progress = prepared.progress(args, 0)?;
         say(prepared.describe(args, ranks));
         let summary =
@@ -223,8 +225,11 @@ impl Prepared {
         if args.lanes > MAX_LANES {
             return Err(format!("--lanes {} is more than {MAX_LANES}", args.lanes).into());
         }
-        if args.threads == Some(0) {
-            return Err("--threads must be at least 1".into());
+        if ranks_here > MAX_RANKS_HERE {
+            return Err(format!("{ranks_here} ranks on one machine are more than {MAX_RANKS_HERE}; see --nproc").into());
+        }
+        if args.threads.is_some_and(|threads| threads == 0 || threads > MAX_THREADS) {
+            return Err(format!("--threads must lie between 1 and {MAX_THREADS}").into());
         }
         let floor = args.min_lr.unwrap_or(args.lr / 10.0);
         if !(0.0..=args.lr).contains(&floor) {
@@ -333,6 +338,19 @@ fn writable_folder(folder: &Path) -> Result<(), CliError> {
             format!("--out {}: cannot write there: {error}; give a folder that can be written", folder.display()).into()
         },
     )
+}
+
+/// Keeps other runs out of the folder until dropped.
+fn lock(folder: &Path) -> Result<fs::File, CliError> {
+    let path = folder.join(".lock");
+    let file = fs::File::create(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+    file.try_lock().map_err(|error| match error {
+        fs::TryLockError::WouldBlock => {
+            format!("--out {}: another run is writing there; give another folder", folder.display())
+        }
+        fs::TryLockError::Error(error) => format!("{}: {error}", path.display()),
+    })?;
+    Ok(file)
 }
 
 fn print_summary(summary: &Summary) {
