@@ -118,6 +118,8 @@ fn wrong_arguments_are_one_clear_error_each() {
     let folder = tempfile::tempdir().unwrap();
     let data = text(folder.path());
     fs::write(folder.path().join("taken"), "").unwrap();
+    fs::create_dir(folder.path().join("earlier")).unwrap();
+    fs::write(folder.path().join("earlier/results.jsonl"), "{}\n").unwrap();
     let cases: &[(&[&str], &str)] = &[
         (&["--no-such-flag"], "--no-such-flag"),
         (&["--strategies", "telepathy"], "telepathy"),
@@ -127,6 +129,9 @@ fn wrong_arguments_are_one_clear_error_each() {
         (&["--steps", "0"], "--steps"),
         (&["--data", "/nowhere"], "/nowhere"),
         (&["--out", "taken/results"], "taken/results"),
+        (&["--out", "earlier"], "earlier/results.jsonl"),
+        (&["--threads", "5000"], "--threads"),
+        (&["--ranks", "100000", "--batch", "100000"], "--ranks"),
     ];
     for (arguments, expected) in cases {
         let mut all = vec!["--allow-debug"];

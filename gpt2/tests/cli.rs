@@ -141,10 +141,14 @@ fn wrong_arguments_are_one_clear_error_each() {
         (&["train", "--data", &data, "--nproc", "0"], "--nproc 0"),
         (&["train", "--data", &data, "--strategy", "single", "--nproc", "2"], "single"),
         (&["train", "--data", &data, "--strategy", "ring", "--nproc", "5"], "12"),
-        (&["train", "--data", &data, "--strategy", "ring", "--nproc", "4000", "--batch", "4000"], "tokens"),
+        (&["train", "--data", &data, "--strategy", "ring", "--nproc", "600", "--batch", "600"], "tokens"),
         (&["train", "--data", &data, "--lr", "-1"], "--lr"),
         (&["train", "--data", &data, "--steps", "0"], "--steps"),
         (&["train", "--data", &data, "--threads", "0"], "--threads"),
+        (&["train", "--data", &data, "--threads", "5000"], "--threads"),
+        (&["train", "--data", &data, "--lanes", "18446744073709551615"], "--lanes"),
+        (&["train", "--data", &data, "--strategy", "ring", "--nproc", "20000", "--batch", "20000"], "20000 ranks"),
+        (&["sample", "--checkpoint", "/dev/zero"], "/dev/zero"),
         (&["train", "--data", &data, "--beta2", "1.5"], "--beta2"),
         (&["train", "--data", &data, "--block-size", "0"], "block"),
         (&["train", "--data", &data, "--out", "/proc/isocomm"], "--out /proc/isocomm"),
@@ -201,4 +205,31 @@ fn a_port_in_use_is_a_clear_error() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success());
     assert!(said.contains(&address) && !said.contains("panicked"), "{said}");
+}
+
+#[test]
+fn two_runs_do_not_share_a_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    fs::create_dir(folder.path().join("out")).unwrap();
+    let held = fs::File::create(folder.path().join("out/.lock")).unwrap();
+    held.try_lock().unwrap();
+    let said = refused(&["train", "--preset", "micro", "--data", &data, "--steps", "1"], folder.path());
+    assert!(said.contains("another run"), "{said}");
+}
+
+#[test]
+fn half_an_environment_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    for (name, value) in [("COMM_WORLD_SIZE", "2"), ("COMM_RANK", "0")] {
+        let output = Command::new(env!("CARGO_BIN_EXE_gpt2"))
+            .args(["train", "--preset", "micro", "--data", &data, "--steps", "1"])
+            .env(name, value)
+            .current_dir(folder.path())
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && said.contains("COMM_RANK") && said.contains("COMM_WORLD_SIZE"), "{said}");
+    }
 }
