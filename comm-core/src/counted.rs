@@ -235,6 +235,7 @@ struct Counting<'a> {
     payload_bytes: u64,
 }
 
+#[deny(clippy::missing_trait_methods)]
 impl Sink for Counting<'_> {
     fn begin(&mut self, header: &Header) -> Result<()> {
         self.header = Some(*header);
@@ -244,5 +245,14 @@ impl Sink for Counting<'_> {
     fn piece(&mut self, bytes: &[u8]) -> Result<()> {
         self.payload_bytes += bytes.len() as u64;
         self.inner.piece(bytes)
+    }
+
+    fn space(&mut self) -> Option<&mut [u8]> {
+        self.inner.space()
+    }
+
+    fn filled(&mut self, count: usize) -> Result<()> {
+        self.payload_bytes += count as u64;
+        self.inner.filled(count)
     }
 }

@@ -55,6 +55,7 @@ mod reduce;
 mod sys;
 pub mod table;
 pub mod transport;
+pub mod waiting;
 
 pub use buffer::{Buffer, DeviceMemory, HostBuffer};
 pub use communicator::{Communicator, CommunicatorExt};
@@ -71,3 +72,4 @@ pub use job::Job;
 pub use mesh::{Mesh, MeshOptions};
 pub use op::{Algorithm, Call, Mode, Op, OpKind, shard_range};
 pub use transport::{Incoming, Outgoing, Sink, Transport};
+pub use waiting::{Spinner, Wait, Waiting};

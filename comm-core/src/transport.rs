@@ -100,6 +100,21 @@ pub trait Sink: Send {
     /// # Errors
     /// Whatever the exchange shall fail with.
     fn piece(&mut self, bytes: &[u8]) -> Result<()>;
+
+    /// Memory for the next bytes of the payload, where a transport may write them itself instead of calling
+    /// [`piece`](Sink::piece), which spares a copy. Asked for after [`begin`](Sink::begin); never longer than what is missing
+    /// of the payload. `None` where the bytes have to be looked at, which is the default.
+    fn space(&mut self) -> Option<&mut [u8]> {
+        None
+    }
+
+    /// The next `count` bytes of the payload, at least one, are now at the start of what [`space`](Sink::space) gave last.
+    ///
+    /// # Errors
+    /// Whatever the exchange shall fail with.
+    fn filled(&mut self, count: usize) -> Result<()> {
+        Err(Error::Internal(format!("{count} B were written to a sink that gave no space")))
+    }
 }
 
 /// A shared transport is a transport.

@@ -119,6 +119,21 @@ impl Sink for MessageSink<'_> {
         }
         Ok(())
     }
+
+    fn space(&mut self) -> Option<&mut [u8]> {
+        match self.receive.reduce {
+            None => Some(&mut self.receive.into[self.filled..]),
+            Some(_) => None,
+        }
+    }
+
+    fn filled(&mut self, count: usize) -> Result<()> {
+        if count > self.receive.into.len() - self.filled {
+            return Err(Error::Internal(format!("{count} B were written where fewer fit")));
+        }
+        self.filled += count;
+        Ok(())
+    }
 }
 
 impl MessageSink<'_> {
