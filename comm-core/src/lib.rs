@@ -40,6 +40,8 @@ pub mod conformance;
 pub mod control;
 pub mod counted;
 pub mod deadline;
+#[cfg(feature = "tokio")]
+pub mod driver;
 pub mod dtype;
 pub mod error;
 pub mod faulty;

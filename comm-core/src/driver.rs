@@ -1,0 +1,367 @@
+//! An asynchronous runtime that its callers drive (feature `tokio`), for transports on asynchronous protocol libraries.
+//!
+//! A runtime with threads of its own costs two hand-overs a message: the thread that waits for the socket wakes the one that
+//! waits in the exchange, each time tens of microseconds on a core that has gone idle. Here the thread inside [`Driver::run`]
+//! waits for the sockets itself. While no thread is inside, a *keeper* thread does, so that what was queued goes out,
+//! acknowledgements are sent and timers fire although the rank computes.
+
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::task::Poll;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use tokio::runtime::{Builder, Handle, Runtime};
+use tokio::sync::Notify;
+
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::waiting::{Next, Spinner};
+
+/// How long the runtime stays undriven between two calls before the keeper takes over, unless there is work to take over.
+const GRACE: Duration = Duration::from_micros(300);
+
+/// A runtime driven by whoever waits in it, else by a thread of its own.
+pub struct Driver {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    /// `None` only while it is being dropped.
+    runtime: Option<Runtime>,
+    /// Threads inside.
+    inside: AtomicUsize,
+    /// The keeper drives.
+    is_kept: AtomicBool,
+    /// Ends the keeper's turn.
+    kick: Notify,
+    state: Mutex<State>,
+    changed: Condvar,
+    /// The keeper sleeps until the last thread has left.
+    keeper_sleeps: AtomicBool,
+}
+
+struct State {
+    left: Instant,
+    has_work: bool,
+    stopped: bool,
+}
+
+impl Driver {
+    /// Starts the keeper, a thread of this name.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when the system gives no thread or no descriptors.
+    pub fn new(name: &str) -> Result<Self> {
+        let failed = |error| Error::io(format!("starting the runtime of {name}"), error);
+        let runtime = Builder::new_current_thread()
+            .enable_all()
+            .max_blocking_threads(1)
+            .thread_keep_alive(Duration::from_millis(10))
+            .thread_name(name)
+            .build()
+            .map_err(failed)?;
+        let inner = Arc::new(Inner {
+            runtime: Some(runtime),
+            inside: AtomicUsize::new(0),
+            is_kept: AtomicBool::new(false),
+            kick: Notify::new(),
+            state: Mutex::new(State { left: Instant::now(), has_work: true, stopped: false }),
+            changed: Condvar::new(),
+            keeper_sleeps: AtomicBool::new(false),
+        });
+        let keeper = inner.clone();
+        thread::Builder::new().name(name.to_string()).spawn(move || keeper.keep()).map_err(failed)?;
+        Ok(Driver { inner })
+    }
+
+    /// For what has to be made within the runtime's context.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] while it is being dropped.
+    pub fn handle(&self) -> Result<&Handle> {
+        self.inner.runtime().map(Runtime::handle)
+    }
+
+    /// Runs `future` in this thread. Any number of threads may be inside at once; one of them drives for all.
+    ///
+    /// # Errors
+    /// The future's; `InvalidArgument` from within an asynchronous task, where waiting would stop the task's own runtime.
+    pub fn block_on<T>(&self, future: impl Future<Output = Result<T>>) -> Result<T> {
+        if Handle::try_current().is_ok() {
+            return Err(Error::invalid(
+                "a blocking call of a transport was made from within an asynchronous task; use a thread",
+            ));
+        }
+        let inside = Inside::enter(&self.inner, false);
+        let outcome = self.inner.runtime()?.block_on(future);
+        drop(inside);
+        outcome
+    }
+
+    /// Runs `future` in this thread until it is ready, waiting as `spinner` says; `None` at the deadline. The tasks that it has
+    /// woken get a turn before this returns. `leaves_work` says that they may need more than that, so that the keeper takes over
+    /// at once and not a moment later.
+    ///
+    /// # Errors
+    /// As [`block_on`](Driver::block_on).
+    pub fn run<T>(
+        &self,
+        spinner: &mut Spinner,
+        deadline: Deadline,
+        leaves_work: bool,
+        future: impl Future<Output = Result<T>>,
+    ) -> Result<Option<T>> {
+        if Handle::try_current().is_ok() {
+            return Err(Error::invalid(
+                "a blocking call of a transport was made from within an asynchronous task; use a thread",
+            ));
+        }
+        let runtime = self.inner.runtime()?;
+        let inside = Inside::enter(&self.inner, leaves_work);
+        let outcome = runtime.block_on(async {
+            let mut future = pin!(future);
+            let outcome = bounded(spinner, deadline, |cx| future.as_mut().poll(cx)).await;
+            tokio::task::yield_now().await;
+            outcome
+        });
+        drop(inside);
+        outcome.transpose()
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        self.inner.state.lock().unwrap_or_else(PoisonError::into_inner).stopped = true;
+        self.inner.changed.notify_all();
+        self.inner.kick.notify_one();
+    }
+}
+
+/// Polls until ready or until the deadline.
+async fn bounded<T>(
+    spinner: &mut Spinner,
+    deadline: Deadline,
+    mut poll: impl FnMut(&mut std::task::Context<'_>) -> Poll<T>,
+) -> Option<T> {
+    let mut wait = spinner.wait();
+    // Made when the thread is about to sleep for the first time: most exchanges never do.
+    let mut expired = None;
+    poll_fn(|cx| {
+        if let Poll::Ready(value) = poll(cx) {
+            return Poll::Ready(Some(value));
+        }
+        match wait.next(deadline) {
+            Next::Look => {
+                cx.waker().wake_by_ref();
+                Poll::Pending
+            }
+            Next::Expired => Poll::Ready(None),
+            Next::Park => {
+                let expired =
+                    expired.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(deadline.instant().into())));
+                expired.as_mut().poll(cx).map(|()| None)
+            }
+        }
+    })
+    .await
+}
+
+/// A thread inside, until dropped.
+struct Inside<'a> {
+    inner: &'a Inner,
+    leaves_work: bool,
+}
+
+impl<'a> Inside<'a> {
+    fn enter(inner: &'a Inner, leaves_work: bool) -> Self {
+        inner.inside.fetch_add(1, Ordering::SeqCst);
+        if inner.is_kept.load(Ordering::SeqCst) {
+            inner.kick.notify_one();
+        }
+        Inside { inner, leaves_work }
+    }
+}
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        let inner = self.inner;
+        if inner.inside.fetch_sub(1, Ordering::SeqCst) != 1 {
+            return;
+        }
+        let mut state = inner.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.left = Instant::now();
+        state.has_work |= self.leaves_work;
+        drop(state);
+        if self.leaves_work || inner.keeper_sleeps.load(Ordering::SeqCst) {
+            inner.changed.notify_one();
+        }
+    }
+}
+
+impl Inner {
+    fn runtime(&self) -> Result<&Runtime> {
+        self.runtime.as_ref().ok_or_else(|| Error::Internal("a runtime is used while it is dropped".into()))
+    }
+
+    fn keep(&self) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        while !state.stopped {
+            let busy = self.inside.load(Ordering::SeqCst) > 0;
+            let quiet = state.left.elapsed();
+            if busy {
+                // Looked at again after the announcement: whoever leaves in between has not seen it.
+                self.keeper_sleeps.store(true, Ordering::SeqCst);
+                if self.inside.load(Ordering::SeqCst) > 0 {
+                    state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                }
+                self.keeper_sleeps.store(false, Ordering::SeqCst);
+            } else if quiet < GRACE && !state.has_work {
+                state = self.changed.wait_timeout(state, GRACE - quiet).unwrap_or_else(PoisonError::into_inner).0;
+            } else {
+                state.has_work = false;
+                drop(state);
+                self.is_kept.store(true, Ordering::SeqCst);
+                // Whoever entered before that has not kicked.
+                if self.inside.load(Ordering::SeqCst) == 0
+                    && let Ok(runtime) = self.runtime()
+                {
+                    runtime.block_on(self.kick.notified());
+                }
+                self.is_kept.store(false, Ordering::SeqCst);
+                state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            // Waits for nothing, so that it may happen anywhere.
+            runtime.shutdown_background();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::{TcpListener, TcpStream};
+
+    use super::*;
+    use crate::waiting::Waiting;
+
+    fn soon() -> Deadline {
+        Deadline::after(Duration::from_secs(20))
+    }
+
+    fn io<T>(result: std::io::Result<T>) -> Result<T> {
+        result.map_err(|error| Error::io("test", error))
+    }
+
+    #[test]
+    fn tasks_go_on_while_nobody_is_inside() {
+        let driver = Driver::new("test").unwrap();
+        let (sender, receiver) = mpsc::channel();
+        driver
+            .block_on(async {
+                tokio::spawn(async move {
+                    for round in 0..3 {
+                        tokio::time::sleep(Duration::from_millis(5)).await;
+                        sender.send(round).unwrap();
+                    }
+                });
+                Ok(())
+            })
+            .unwrap();
+        for round in 0..3 {
+            assert_eq!(receiver.recv_timeout(Duration::from_secs(10)), Ok(round));
+        }
+    }
+
+    #[test]
+    fn messages_go_to_and_fro_in_every_way_of_waiting() {
+        for waiting in Waiting::ALL {
+            let server = Driver::new("server").unwrap();
+            let listener = server.block_on(async { io(TcpListener::bind("127.0.0.1:0").await) }).unwrap();
+            let address = listener.local_addr().unwrap();
+            let echo = thread::spawn(move || {
+                let mut spinner = Spinner::new(waiting);
+                let accepted = server.run(&mut spinner, soon(), false, async { io(listener.accept().await) });
+                let (mut stream, _) = accepted.unwrap().unwrap();
+                for _ in 0..200 {
+                    let turn = async {
+                        let mut byte = [0; 1];
+                        io(stream.read_exact(&mut byte).await)?;
+                        io(stream.write_all(&byte).await)
+                    };
+                    server.run(&mut spinner, soon(), false, turn).unwrap().unwrap();
+                }
+            });
+            let client = Driver::new("client").unwrap();
+            let mut spinner = Spinner::new(waiting);
+            let mut stream = client.block_on(async { io(TcpStream::connect(address).await) }).unwrap();
+            for round in 0..200u8 {
+                let turn = async {
+                    io(stream.write_all(&[round]).await)?;
+                    let mut byte = [0; 1];
+                    io(stream.read_exact(&mut byte).await)?;
+                    Ok(byte[0])
+                };
+                assert_eq!(client.run(&mut spinner, soon(), false, turn).unwrap(), Some(round));
+                if round % 50 == 0 {
+                    // Long enough for the keeper to come and to be sent away again.
+                    thread::sleep(Duration::from_millis(2));
+                }
+            }
+            echo.join().unwrap();
+        }
+    }
+
+    #[test]
+    fn the_deadline_ends_a_wait_of_every_kind() {
+        for waiting in Waiting::ALL {
+            let driver = Driver::new("test").unwrap();
+            let began = Instant::now();
+            let never = std::future::pending::<Result<()>>();
+            let deadline = Deadline::after(Duration::from_millis(30));
+            assert_eq!(driver.run(&mut Spinner::new(waiting), deadline, false, never).unwrap(), None);
+            assert!((30..5000).contains(&began.elapsed().as_millis()), "{waiting}: {:?}", began.elapsed());
+        }
+    }
+
+    #[test]
+    fn several_threads_may_be_inside() {
+        let driver = Driver::new("test").unwrap();
+        thread::scope(|scope| {
+            for millis in 1..9 {
+                let driver = &driver;
+                scope.spawn(move || {
+                    for _ in 0..20 {
+                        let nap = async {
+                            tokio::time::sleep(Duration::from_millis(millis)).await;
+                            Ok(millis)
+                        };
+                        let slept = driver.run(&mut Spinner::new(Waiting::Adaptive), soon(), millis % 2 == 0, nap);
+                        assert_eq!(slept.unwrap(), Some(millis));
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn it_refuses_to_block_a_task_and_may_be_dropped_in_one() {
+        let outer = Builder::new_current_thread().build().unwrap();
+        outer.block_on(async {
+            let driver = Driver::new("test").unwrap();
+            assert!(matches!(driver.block_on(async { Ok(()) }), Err(Error::InvalidArgument(_))));
+            drop(driver);
+        });
+    }
+}
