@@ -71,9 +71,14 @@ pub enum HostBuffer {
     F64(Vec<f64>),
     F16(Vec<f16>),
     Bf16(Vec<bf16>),
+    I8(Vec<i8>),
+    I16(Vec<i16>),
     I32(Vec<i32>),
     I64(Vec<i64>),
     U8(Vec<u8>),
+    U16(Vec<u16>),
+    U32(Vec<u32>),
+    U64(Vec<u64>),
 }
 
 macro_rules! each {
@@ -83,9 +88,14 @@ macro_rules! each {
             HostBuffer::F64($values) => $body,
             HostBuffer::F16($values) => $body,
             HostBuffer::Bf16($values) => $body,
+            HostBuffer::I8($values) => $body,
+            HostBuffer::I16($values) => $body,
             HostBuffer::I32($values) => $body,
             HostBuffer::I64($values) => $body,
             HostBuffer::U8($values) => $body,
+            HostBuffer::U16($values) => $body,
+            HostBuffer::U32($values) => $body,
+            HostBuffer::U64($values) => $body,
         }
     };
 }
@@ -98,9 +108,14 @@ impl HostBuffer {
             DType::F64 => HostBuffer::F64(vec![0.0; count]),
             DType::F16 => HostBuffer::F16(vec![f16::ZERO; count]),
             DType::Bf16 => HostBuffer::Bf16(vec![bf16::ZERO; count]),
+            DType::I8 => HostBuffer::I8(vec![0; count]),
+            DType::I16 => HostBuffer::I16(vec![0; count]),
             DType::I32 => HostBuffer::I32(vec![0; count]),
             DType::I64 => HostBuffer::I64(vec![0; count]),
             DType::U8 => HostBuffer::U8(vec![0; count]),
+            DType::U16 => HostBuffer::U16(vec![0; count]),
+            DType::U32 => HostBuffer::U32(vec![0; count]),
+            DType::U64 => HostBuffer::U64(vec![0; count]),
         }
     }
 
@@ -111,9 +126,14 @@ impl HostBuffer {
             HostBuffer::F64(_) => DType::F64,
             HostBuffer::F16(_) => DType::F16,
             HostBuffer::Bf16(_) => DType::Bf16,
+            HostBuffer::I8(_) => DType::I8,
+            HostBuffer::I16(_) => DType::I16,
             HostBuffer::I32(_) => DType::I32,
             HostBuffer::I64(_) => DType::I64,
             HostBuffer::U8(_) => DType::U8,
+            HostBuffer::U16(_) => DType::U16,
+            HostBuffer::U32(_) => DType::U32,
+            HostBuffer::U64(_) => DType::U64,
         }
     }
 
@@ -130,5 +150,92 @@ impl HostBuffer {
     /// The elements as bytes, to be written.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         each!(self, values => bytemuck::cast_slice_mut(values))
+    }
+
+    /// The elements, borrowed.
+    pub fn view(&self) -> View<'_> {
+        View { dtype: self.dtype(), bytes: self.bytes() }
+    }
+
+    /// The elements, borrowed to be written.
+    pub fn view_mut(&mut self) -> ViewMut<'_> {
+        ViewMut { dtype: self.dtype(), bytes: self.bytes_mut() }
+    }
+
+    /// A buffer of the same elements.
+    pub(crate) fn copy_of(view: View<'_>) -> Self {
+        let mut buffer = HostBuffer::zeros(view.dtype, view.count());
+        buffer.bytes_mut().copy_from_slice(view.bytes);
+        buffer
+    }
+}
+
+/// Elements that somebody lends, of a type that is known at run time.
+#[derive(Clone, Copy, Debug)]
+pub struct View<'a> {
+    dtype: DType,
+    bytes: &'a [u8],
+}
+
+/// Elements that somebody lends to be written.
+#[derive(Debug)]
+pub struct ViewMut<'a> {
+    dtype: DType,
+    /// Aligned for `dtype`, and whole elements of it.
+    bytes: &'a mut [u8],
+}
+
+impl<'a> View<'a> {
+    /// These elements.
+    pub fn of<T: Element>(values: &'a [T]) -> Self {
+        View { dtype: T::DTYPE, bytes: bytemuck::cast_slice(values) }
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Number of elements.
+    pub fn count(&self) -> usize {
+        self.bytes.len() / self.dtype.size()
+    }
+
+    /// The elements as bytes, in the machine's own (little-endian) order.
+    pub fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+}
+
+impl<'a> ViewMut<'a> {
+    /// These elements.
+    pub fn of<T: Element>(values: &'a mut [T]) -> Self {
+        ViewMut { dtype: T::DTYPE, bytes: bytemuck::cast_slice_mut(values) }
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Number of elements.
+    pub fn count(&self) -> usize {
+        self.bytes.len() / self.dtype.size()
+    }
+
+    /// The elements as bytes.
+    pub fn bytes(&self) -> &[u8] {
+        self.bytes
+    }
+
+    /// The elements as bytes, to be written.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        self.bytes
+    }
+}
+
+impl<'a> From<&'a ViewMut<'_>> for View<'a> {
+    fn from(view: &'a ViewMut<'_>) -> Self {
+        View { dtype: view.dtype, bytes: view.bytes }
     }
 }

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, HostBuffer, View, ViewMut};
 use crate::dtype::{Element, ReduceOp};
 use crate::error::{Error, Result};
 use crate::handle::{Failed, Handle};
-use crate::op::{Call, Op, shard_range};
+use crate::op::{BorrowedCall, Call, Counts, Mode, Op, shard_range};
 
 /// A group of ranks that run collectives together.
 ///
@@ -33,6 +33,15 @@ pub trait Communicator: Send + Sync {
     /// out of the handle, with the buffer.
     fn start(&self, call: Call) -> Handle;
 
+    /// Runs an operation in the caller's thread on memory that the caller lends. Without this method of its own a backend gets
+    /// copies, through [`start`](Communicator::start).
+    ///
+    /// # Errors
+    /// Those that `start`'s handle would give.
+    fn run_borrowed(&self, call: BorrowedCall<'_>) -> Result<()> {
+        run_copied(self, call)
+    }
+
     /// Ranks that pass the same `color` form a new communicator, ordered by (`key`, rank); those that pass `None` get none.
     /// Collective over this communicator. New and old communicator share lanes: two ranks that are in both must issue the
     /// operations of both in the same order.
@@ -54,8 +63,8 @@ pub trait Communicator: Send + Sync {
 
 /// Blocking and asynchronous forms of every operation, on slices and vectors.
 ///
-/// Built once on [`Communicator::start`], so that a decorator which forwards that method covers all of them. Blocking forms run
-/// on lane 0 with the communicator's default deadline.
+/// Built once on [`Communicator::start`] and [`Communicator::run_borrowed`], so that a decorator which forwards these covers all
+/// of them. Blocking forms run on lane 0 with the communicator's default deadline, on the caller's own memory, without a copy.
 pub trait CommunicatorExt: Communicator {
     /// Runs `op` on `buffer` and returns the buffer.
     ///
@@ -83,9 +92,16 @@ pub trait CommunicatorExt: Communicator {
     /// # Errors
     /// The operation's.
     fn all_reduce<T: Element>(&self, values: &mut [T], op: ReduceOp) -> Result<()> {
-        let out = self.run_vec(Op::AllReduce(op), values.to_vec())?;
-        values.copy_from_slice(&out);
-        Ok(())
+        self.run_borrowed(BorrowedCall::new(Op::AllReduce(op), ViewMut::of(values)))
+    }
+
+    /// Reduces `input` over all ranks into every rank's `output`, which is as long.
+    ///
+    /// # Errors
+    /// The operation's.
+    fn all_reduce_into<T: Element>(&self, input: &[T], output: &mut [T], op: ReduceOp) -> Result<()> {
+        let call = BorrowedCall::new(Op::AllReduce(op), ViewMut::of(output));
+        self.run_borrowed(call.out_of_place(View::of(input)))
     }
 
     /// Reduces one value over all ranks.
@@ -103,9 +119,7 @@ pub trait CommunicatorExt: Communicator {
     /// # Errors
     /// The operation's.
     fn broadcast<T: Element>(&self, values: &mut [T], root: usize) -> Result<()> {
-        let out = self.run_vec(Op::Broadcast { root }, values.to_vec())?;
-        values.copy_from_slice(&out);
-        Ok(())
+        self.run_borrowed(BorrowedCall::new(Op::Broadcast { root }, ViewMut::of(values)))
     }
 
     /// Reduces `values` over all ranks into the root's; the other ranks' stay as they are.
@@ -113,9 +127,7 @@ pub trait CommunicatorExt: Communicator {
     /// # Errors
     /// The operation's.
     fn reduce<T: Element>(&self, values: &mut [T], root: usize, op: ReduceOp) -> Result<()> {
-        let out = self.run_vec(Op::Reduce { root, op }, values.to_vec())?;
-        values.copy_from_slice(&out);
-        Ok(())
+        self.run_borrowed(BorrowedCall::new(Op::Reduce { root, op }, ViewMut::of(values)))
     }
 
     /// Gives every rank its shard ([`shard_range`]) of the root's `whole`, which has `total` elements on the root and is not
@@ -124,13 +136,17 @@ pub trait CommunicatorExt: Communicator {
     /// # Errors
     /// The operation's; `InvalidArgument` when the root's `whole` has another length.
     fn scatter<T: Element>(&self, whole: &[T], total: usize, root: usize) -> Result<Vec<T>> {
-        let mine = shard_range(total, self.world_size(), self.rank());
-        if self.rank() == root {
-            let whole = self.run_vec(Op::Scatter { root, total }, whole.to_vec())?;
-            whole.get(mine).map(<[T]>::to_vec).ok_or_else(|| Error::invalid("scatter lost its own shard"))
-        } else {
-            self.run_vec(Op::Scatter { root, total }, vec![T::zeroed(); mine.len()])
-        }
+        let mine = shard_range(total, self.world_size(), self.rank()).len();
+        self.divide(Op::Scatter { root, total }, whole, None, mine)
+    }
+
+    /// As [`scatter`](CommunicatorExt::scatter), with `counts[r]` elements for rank r, known on all ranks.
+    ///
+    /// # Errors
+    /// As there.
+    fn scatter_v<T: Element>(&self, whole: &[T], counts: &[usize], root: usize) -> Result<Vec<T>> {
+        let (total, mine) = (total_of(counts)?, count_of(counts, self.rank())?);
+        self.divide(Op::Scatter { root, total }, whole, Some(counts), mine)
     }
 
     /// Collects every rank's shard of a whole of `total` elements on the root, which gets `Some(whole)`.
@@ -138,13 +154,20 @@ pub trait CommunicatorExt: Communicator {
     /// # Errors
     /// The operation's; `InvalidArgument` when `shard` is not as long as [`shard_range`] says.
     fn gather<T: Element>(&self, shard: &[T], total: usize, root: usize) -> Result<Option<Vec<T>>> {
-        let op = Op::Gather { root, total };
-        if self.rank() == root {
-            Ok(Some(self.run_vec(op, placed(shard, total, self.world_size(), root)?)?))
-        } else {
-            self.run_vec(op, shard.to_vec())?;
-            Ok(None)
-        }
+        let length = if self.rank() == root { total } else { 0 };
+        let whole = self.divide(Op::Gather { root, total }, shard, None, length)?;
+        Ok((self.rank() == root).then_some(whole))
+    }
+
+    /// As [`gather`](CommunicatorExt::gather), with `counts[r]` elements from rank r, known on all ranks.
+    ///
+    /// # Errors
+    /// As there.
+    fn gather_v<T: Element>(&self, shard: &[T], counts: &[usize], root: usize) -> Result<Option<Vec<T>>> {
+        let total = total_of(counts)?;
+        let length = if self.rank() == root { total } else { 0 };
+        let whole = self.divide(Op::Gather { root, total }, shard, Some(counts), length)?;
+        Ok((self.rank() == root).then_some(whole))
     }
 
     /// Every rank passes its shard of a whole of `total` elements and gets the whole.
@@ -152,7 +175,15 @@ pub trait CommunicatorExt: Communicator {
     /// # Errors
     /// The operation's; `InvalidArgument` when `shard` is not as long as [`shard_range`] says.
     fn all_gather<T: Element>(&self, shard: &[T], total: usize) -> Result<Vec<T>> {
-        self.run_vec(Op::AllGather, placed(shard, total, self.world_size(), self.rank())?)
+        self.divide(Op::AllGather, shard, None, total)
+    }
+
+    /// As [`all_gather`](CommunicatorExt::all_gather), with `counts[r]` elements from rank r, known on all ranks.
+    ///
+    /// # Errors
+    /// As there.
+    fn all_gather_v<T: Element>(&self, shard: &[T], counts: &[usize]) -> Result<Vec<T>> {
+        self.divide(Op::AllGather, shard, Some(counts), total_of(counts)?)
     }
 
     /// Every rank passes a whole and gets its own shard of the reduction.
@@ -160,8 +191,48 @@ pub trait CommunicatorExt: Communicator {
     /// # Errors
     /// The operation's.
     fn reduce_scatter<T: Element>(&self, whole: &[T], op: ReduceOp) -> Result<Vec<T>> {
-        let out = self.run_vec(Op::ReduceScatter(op), whole.to_vec())?;
-        Ok(out[shard_range(out.len(), self.world_size(), self.rank())].to_vec())
+        let mine = shard_range(whole.len(), self.world_size(), self.rank()).len();
+        self.divide(Op::ReduceScatter(op), whole, None, mine)
+    }
+
+    /// Every rank passes one block for each rank, all equally long, and gets the blocks that are for it, in rank order.
+    ///
+    /// # Errors
+    /// The operation's; `InvalidArgument` when the blocks are not equal.
+    fn all_to_all<T: Element>(&self, blocks: &[T]) -> Result<Vec<T>> {
+        self.divide(Op::AllToAll, blocks, None, blocks.len())
+    }
+
+    /// As [`all_to_all`](CommunicatorExt::all_to_all), with `send[r]` elements for rank r and `receive[r]` from it.
+    ///
+    /// # Errors
+    /// The operation's; `Mismatch` when a rank sends another number than is expected of it.
+    fn all_to_all_v<T: Element>(&self, blocks: &[T], send: &[usize], receive: &[usize]) -> Result<Vec<T>> {
+        let mut received = vec![T::zeroed(); total_of(receive)?];
+        let call = BorrowedCall::new(Op::AllToAll, ViewMut::of(&mut received))
+            .out_of_place(View::of(blocks))
+            .with_counts(Counts::all_to_all(send, receive));
+        self.run_borrowed(call)?;
+        Ok(received)
+    }
+
+    /// Runs an operation out of place into a new vector of `length` elements. Where the root alone has an input, the others'
+    /// is not looked at.
+    ///
+    /// # Errors
+    /// The operation's.
+    #[doc(hidden)]
+    fn divide<T: Element>(&self, op: Op, input: &[T], counts: Option<&[usize]>, length: usize) -> Result<Vec<T>> {
+        let mut output = vec![T::zeroed(); length];
+        let mut call = BorrowedCall::new(op, ViewMut::of(&mut output));
+        if !matches!(op, Op::Scatter { root, .. } if root != self.rank()) {
+            call = call.out_of_place(View::of(input));
+        }
+        if let Some(counts) = counts {
+            call = call.with_counts(Counts::new(counts));
+        }
+        self.run_borrowed(call)?;
+        Ok(output)
     }
 
     /// Returns once every rank has called it.
@@ -169,7 +240,7 @@ pub trait CommunicatorExt: Communicator {
     /// # Errors
     /// The operation's.
     fn barrier(&self) -> Result<()> {
-        self.run_vec::<u8>(Op::Barrier, Vec::new()).map(drop)
+        self.run_borrowed(BorrowedCall::new(Op::Barrier, ViewMut::of::<u8>(&mut [])))
     }
 
     /// Sends `values` to one rank.
@@ -177,7 +248,8 @@ pub trait CommunicatorExt: Communicator {
     /// # Errors
     /// The operation's.
     fn send<T: Element>(&self, values: &[T], to: usize) -> Result<()> {
-        self.run_vec(Op::Send { to }, values.to_vec()).map(drop)
+        let call = BorrowedCall::new(Op::Send { to }, ViewMut::of::<T>(&mut []));
+        self.run_borrowed(call.out_of_place(View::of(values)))
     }
 
     /// Receives `count` values from one rank.
@@ -185,25 +257,52 @@ pub trait CommunicatorExt: Communicator {
     /// # Errors
     /// The operation's.
     fn recv<T: Element>(&self, count: usize, from: usize) -> Result<Vec<T>> {
-        self.run_vec(Op::Recv { from }, vec![T::zeroed(); count])
+        let mut values = vec![T::zeroed(); count];
+        self.recv_into(&mut values, from)?;
+        Ok(values)
+    }
+
+    /// Receives as many values as fit into `values` from one rank.
+    ///
+    /// # Errors
+    /// The operation's.
+    fn recv_into<T: Element>(&self, values: &mut [T], from: usize) -> Result<()> {
+        self.run_borrowed(BorrowedCall::new(Op::Recv { from }, ViewMut::of(values)))
     }
 }
 
 impl<C: Communicator + ?Sized> CommunicatorExt for C {}
 
-/// `shard` in its place in a whole of `total` elements.
-fn placed<T: Element>(shard: &[T], total: usize, ranks: usize, rank: usize) -> Result<Vec<T>> {
-    let range = shard_range(total, ranks, rank);
-    if range.len() != shard.len() {
-        return Err(Error::invalid(format!(
-            "rank {rank} passed {} elements, but its shard of {total} has {}",
-            shard.len(),
-            range.len()
-        )));
+/// Runs a call on copies of what it was lent.
+pub(crate) fn run_copied<C: Communicator + ?Sized>(communicator: &C, call: BorrowedCall<'_>) -> Result<()> {
+    let BorrowedCall { op, mut buffer, input, counts, algorithm, lane, timeout } = call;
+    let owned = Call {
+        op,
+        buffer: Buffer::Host(HostBuffer::copy_of(View::from(&buffer))),
+        input: input.map(|input| Buffer::Host(HostBuffer::copy_of(input))),
+        counts,
+        algorithm,
+        lane,
+        timeout,
+        mode: Mode::Blocking,
+    };
+    match communicator.start(owned).wait().map_err(Failed::into_error)?.buffer {
+        Buffer::Host(result) if result.bytes().len() == buffer.bytes().len() => {
+            buffer.bytes_mut().copy_from_slice(result.bytes());
+            Ok(())
+        }
+        other => Err(Error::Internal(format!("{} gave another buffer back: {other:?}", communicator.name()))),
     }
-    let mut whole = vec![T::zeroed(); total];
-    whole[range].copy_from_slice(shard);
-    Ok(whole)
+}
+
+fn total_of(counts: &[usize]) -> Result<usize> {
+    let total = counts.iter().try_fold(0usize, |sum, count| sum.checked_add(*count));
+    total.ok_or_else(|| Error::invalid("the counts add up to more elements than there can be"))
+}
+
+fn count_of(counts: &[usize], rank: usize) -> Result<usize> {
+    let count = counts.get(rank).copied();
+    count.ok_or_else(|| Error::invalid(format!("{} counts, but none for rank {rank}", counts.len())))
 }
 
 /// A shared communicator is a communicator.
@@ -231,6 +330,10 @@ impl<C: Communicator + ?Sized> Communicator for Arc<C> {
 
     fn start(&self, call: Call) -> Handle {
         (**self).start(call)
+    }
+
+    fn run_borrowed(&self, call: BorrowedCall<'_>) -> Result<()> {
+        (**self).run_borrowed(call)
     }
 
     fn split(&self, color: Option<u64>, key: i64) -> Result<Option<Arc<dyn Communicator>>> {

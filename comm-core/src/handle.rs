@@ -12,6 +12,8 @@ use crate::error::Error;
 pub struct Completed {
     /// The buffer that went in with the call.
     pub buffer: Buffer,
+    /// The input that went in with the call, unchanged.
+    pub input: Option<Buffer>,
     /// When its first message could be sent: after those before it on its lane.
     pub began: Instant,
     /// When it ended.
@@ -25,6 +27,8 @@ pub struct Failed {
     pub error: Error,
     /// The buffer that went in with the call, partly overwritten; `None` if it is lost.
     pub buffer: Option<Buffer>,
+    /// The input that went in with the call, unchanged; `None` if there was none, or it is lost.
+    pub input: Option<Buffer>,
 }
 
 impl Failed {
@@ -121,5 +125,9 @@ impl Completer {
 }
 
 fn lost() -> Failed {
-    Failed { error: Error::Internal("the thread that ran the operation ended without a result".into()), buffer: None }
+    Failed {
+        error: Error::Internal("the thread that ran the operation ended without a result".into()),
+        buffer: None,
+        input: None,
+    }
 }

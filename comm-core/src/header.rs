@@ -32,6 +32,8 @@ pub struct Header {
     pub root: u32,
     /// Elements of the whole operation.
     pub count: u64,
+    /// By what the whole is divided: 0 for even shards, else a fingerprint of the counts.
+    pub division: u64,
     /// The message's place among those that the sender sends to this peer in this operation.
     pub step: u32,
     /// Payload bytes that follow this header.
@@ -52,7 +54,8 @@ struct Wire {
     payload_len: u64,
     root: u32,
     step: u32,
-    reserved: [u8; 16],
+    division: u64,
+    reserved: [u8; 8],
 }
 
 const _: () = assert!(size_of::<Wire>() == HEADER_LEN);
@@ -64,7 +67,7 @@ impl Header {
             magic: MAGIC.to_le(),
             kind: self.kind as u8,
             dtype: self.dtype as u8,
-            reduce: self.reduce.map_or(0, |reduce| reduce as u8),
+            reduce: self.reduce.map_or(0, ReduceOp::code),
             algorithm: self.algorithm as u8,
             communicator: self.communicator.to_le(),
             sequence: self.sequence.to_le(),
@@ -72,7 +75,8 @@ impl Header {
             payload_len: self.payload_len.to_le(),
             root: self.root.to_le(),
             step: self.step.to_le(),
-            reserved: [0; 16],
+            division: self.division.to_le(),
+            reserved: [0; 8],
         };
         bytemuck::cast(wire)
     }
@@ -87,7 +91,7 @@ impl Header {
         if u32::from_le(wire.magic) != MAGIC {
             return Err(bad(format!("a message header that starts with {:#010x}", u32::from_le(wire.magic))));
         }
-        if wire.reserved != [0; 16] {
+        if wire.reserved != [0; 8] {
             return Err(bad("a message header whose reserved bytes are not zero".into()));
         }
         let reduce = match wire.reduce {
@@ -104,6 +108,7 @@ impl Header {
                 .ok_or_else(|| bad(format!("unknown algorithm code {}", wire.algorithm)))?,
             root: u32::from_le(wire.root),
             count: u64::from_le(wire.count),
+            division: u64::from_le(wire.division),
             step: u32::from_le(wire.step),
             payload_len: u64::from_le(wire.payload_len),
         })
@@ -124,6 +129,9 @@ impl fmt::Display for Header {
         write!(f, " of {} {}", self.count, self.dtype)?;
         if self.kind.has_root() {
             write!(f, " with root {}", self.root)?;
+        }
+        if self.division > 1 {
+            write!(f, " divided by the counts {:x}", self.division)?;
         }
         write!(
             f,
@@ -147,6 +155,7 @@ mod tests {
             algorithm: Algorithm::Ring,
             root: 0,
             count: 10_007,
+            division: 0,
             step: 3,
             payload_len: 20,
         }

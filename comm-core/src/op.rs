@@ -2,15 +2,33 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
-use crate::buffer::Buffer;
-use crate::dtype::ReduceOp;
+use serde::{Deserialize, Serialize};
+
+use crate::buffer::{Buffer, View, ViewMut};
+use crate::dtype::{DType, ReduceOp};
+use crate::error::{Error, Result};
 
 /// One operation on a buffer. Roots and peers are ranks within the communicator.
 ///
 /// "Shard r" is element range [`shard_range`]`(count, world_size, r)` of the whole: the first `count % world_size` shards
-/// are one element longer.
+/// are one element longer. Where shards of other lengths are wanted, a call brings [`Counts`].
+///
+/// In place, the one buffer holds what goes in and what comes out, as described at each operation. Out of place
+/// ([`Call::out_of_place`]) a second buffer holds what goes in and stays as it is:
+///
+/// | operation | input | buffer |
+/// |---|---|---|
+/// | all-reduce, all-to-all | the whole | the whole |
+/// | broadcast | the whole, on the root only | the whole |
+/// | reduce | the whole | the whole on the root, elsewhere anything: it is not looked at |
+/// | scatter | the whole, on the root only | the rank's shard |
+/// | gather | the rank's shard | the whole on the root, elsewhere anything |
+/// | all-gather | the rank's shard | the whole |
+/// | reduce-scatter | the whole | the rank's shard |
+/// | send | what is sent | empty |
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Op {
@@ -49,6 +67,9 @@ pub enum Op {
     /// Every rank passes the whole; rank r gets shard r of the reduction, in place. What the other shards hold afterwards is
     /// not specified.
     ReduceScatter(ReduceOp),
+    /// Every rank passes a whole of one block for each rank, and gets block r of every rank's whole, in rank order, in place.
+    /// Blocks are equal, so the count is a multiple of the number of ranks, unless the call brings [`Counts::all_to_all`].
+    AllToAll,
     /// Returns once every rank has called it. The buffer has no elements.
     Barrier,
     /// Sends the buffer to one rank, which must receive it with the same count and type.
@@ -74,6 +95,7 @@ impl Op {
             Op::Gather { .. } => OpKind::Gather,
             Op::AllGather => OpKind::AllGather,
             Op::ReduceScatter(_) => OpKind::ReduceScatter,
+            Op::AllToAll => OpKind::AllToAll,
             Op::Barrier => OpKind::Barrier,
             Op::Send { .. } => OpKind::Send,
             Op::Recv { .. } => OpKind::Recv,
@@ -100,7 +122,8 @@ impl Op {
 }
 
 /// The operations without their arguments.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 #[repr(u8)]
 #[allow(missing_docs, reason = "described at `Op`")]
@@ -116,10 +139,12 @@ pub enum OpKind {
     /// A message from one rank to another, on both sides.
     Send = 9,
     Recv = 10,
+    AllToAll = 11,
 }
 
 impl OpKind {
-    const ALL: [OpKind; 10] = [
+    /// Every operation.
+    pub const ALL: [OpKind; 11] = [
         OpKind::AllReduce,
         OpKind::Broadcast,
         OpKind::Reduce,
@@ -127,6 +152,7 @@ impl OpKind {
         OpKind::Gather,
         OpKind::AllGather,
         OpKind::ReduceScatter,
+        OpKind::AllToAll,
         OpKind::Barrier,
         OpKind::Send,
         OpKind::Recv,
@@ -145,7 +171,7 @@ impl OpKind {
 
 impl fmt::Display for OpKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+        f.pad(match self {
             OpKind::AllReduce => "all-reduce",
             OpKind::Broadcast => "broadcast",
             OpKind::Reduce => "reduce",
@@ -153,6 +179,7 @@ impl fmt::Display for OpKind {
             OpKind::Gather => "gather",
             OpKind::AllGather => "all-gather",
             OpKind::ReduceScatter => "reduce-scatter",
+            OpKind::AllToAll => "all-to-all",
             OpKind::Barrier => "barrier",
             OpKind::Send => "send",
             OpKind::Recv => "receive",
@@ -161,38 +188,120 @@ impl fmt::Display for OpKind {
 }
 
 /// How a collective is cut into messages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+///
+/// Names as in Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 #[repr(u8)]
 pub enum Algorithm {
     /// Every pair of ranks that has data for each other exchanges it directly, in one round.
     Direct = 1,
-    /// Shards travel around the ring of ranks.
+    /// Shards travel around the ring of ranks, in pieces that follow each other without waiting for a whole shard.
     Ring = 2,
     /// Binomial tree from the root.
     Tree = 3,
     /// Every rank collects its own shard from all others directly and reduces it in rank order; an all-reduce then sends the
     /// reduced shards to all directly. The bytes of a ring, with one rounding.
     Sharded = 4,
+    /// log₂N rounds in which pairs of ranks, at distances 1, 2, 4, …, exchange and reduce everything. With a number of ranks
+    /// that is no power of two, the ranks beyond it hand their part to a neighbour first and get the result last.
+    RecursiveDoubling = 5,
+    /// Reduce-scatter by halving what is exchanged in each of log₂N rounds, then all-gather the other way round. For powers of two.
+    HalvingDoubling = 6,
+    /// The root sends each rank its shard, then the shards are gathered around a ring.
+    ScatterAllGather = 7,
 }
 
 impl Algorithm {
-    const ALL: [Algorithm; 4] = [Algorithm::Direct, Algorithm::Ring, Algorithm::Tree, Algorithm::Sharded];
+    /// Every algorithm.
+    pub const ALL: [Algorithm; 7] = [
+        Algorithm::Direct,
+        Algorithm::Ring,
+        Algorithm::Tree,
+        Algorithm::Sharded,
+        Algorithm::RecursiveDoubling,
+        Algorithm::HalvingDoubling,
+        Algorithm::ScatterAllGather,
+    ];
 
     /// The algorithm with this code in a header.
     pub fn from_code(code: u8) -> Option<Algorithm> {
         Algorithm::ALL.into_iter().find(|algorithm| *algorithm as u8 == code)
     }
-}
 
-impl fmt::Display for Algorithm {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
             Algorithm::Direct => "direct",
             Algorithm::Ring => "ring",
             Algorithm::Tree => "tree",
             Algorithm::Sharded => "sharded",
+            Algorithm::RecursiveDoubling => "recursive-doubling",
+            Algorithm::HalvingDoubling => "halving-doubling",
+            Algorithm::ScatterAllGather => "scatter-all-gather",
+        }
+    }
+}
+
+impl fmt::Display for Algorithm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl std::str::FromStr for Algorithm {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        Algorithm::ALL.into_iter().find(|algorithm| algorithm.name() == name).ok_or_else(|| {
+            let names = Algorithm::ALL.map(Algorithm::name).join(", ");
+            Error::invalid(format!("'{name}' is no algorithm; choose one of {names}"))
         })
+    }
+}
+
+/// Lengths of shards, in elements by rank, for a call that does not divide its whole evenly: `MPI_Scatterv`, `MPI_Gatherv`,
+/// `MPI_Allgatherv`, `MPI_Reduce_scatter` and `MPI_Alltoallv`. Shards lie one after the other in rank order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Counts {
+    send: Arc<[usize]>,
+    /// For all-to-all only.
+    receive: Option<Arc<[usize]>>,
+}
+
+impl Counts {
+    /// Shard r has `counts[r]` elements. The same on all ranks.
+    pub fn new(counts: impl Into<Arc<[usize]>>) -> Self {
+        Counts { send: counts.into(), receive: None }
+    }
+
+    /// For [`Op::AllToAll`]: this rank sends `send[r]` elements to rank r and gets `receive[r]` from it. In place, the buffer is
+    /// as long as the longer of the two needs.
+    pub fn all_to_all(send: impl Into<Arc<[usize]>>, receive: impl Into<Arc<[usize]>>) -> Self {
+        Counts { send: send.into(), receive: Some(receive.into()) }
+    }
+
+    pub(crate) fn send(&self) -> &[usize] {
+        &self.send
+    }
+
+    pub(crate) fn receive(&self) -> &[usize] {
+        self.receive.as_deref().unwrap_or(&self.send)
+    }
+
+    /// A number by which ranks see whether they mean the same division, never 0. Those of an all-to-all differ by nature.
+    pub(crate) fn fingerprint(&self) -> u64 {
+        if self.receive.is_some() {
+            return 1;
+        }
+        // FNV-1a over the counts: this guards against mistakes, not against malice.
+        let mut hash = 0xcbf2_9ce4_8422_2325u64;
+        for count in self.send.iter() {
+            hash = (hash ^ *count as u64).wrapping_mul(0x0100_0000_01b3);
+            hash ^= hash >> 32;
+        }
+        hash | 2
     }
 }
 
@@ -203,6 +312,12 @@ pub struct Call {
     pub op: Op,
     /// The buffer, owned until the operation has ended.
     pub buffer: Buffer,
+    /// What goes in, if that is not in `buffer`. Owned until the operation has ended, and never changed.
+    pub input: Option<Buffer>,
+    /// How the whole is divided among the ranks, if not evenly.
+    pub counts: Option<Counts>,
+    /// The algorithm, if not the table's choice. The same on all ranks.
+    pub algorithm: Option<Algorithm>,
     /// The lane on which its messages travel; operations of one lane run in the order in which they were started.
     pub lane: usize,
     /// How long it may take from its start, a communicator's default if `None`.
@@ -212,15 +327,278 @@ pub struct Call {
 }
 
 impl Call {
-    /// A call that runs in the caller's thread on lane 0.
+    /// A call that runs in the caller's thread on lane 0, in place.
     pub fn blocking(op: Op, buffer: Buffer) -> Self {
-        Call { op, buffer, lane: 0, timeout: None, mode: Mode::Blocking }
+        Call { op, buffer, input: None, counts: None, algorithm: None, lane: 0, timeout: None, mode: Mode::Blocking }
     }
 
-    /// A call that runs beside the caller on `lane`.
+    /// A call that runs beside the caller on `lane`, in place.
     pub fn background(op: Op, buffer: Buffer, lane: usize) -> Self {
-        Call { op, buffer, lane, timeout: None, mode: Mode::Background }
+        Call { lane, mode: Mode::Background, ..Call::blocking(op, buffer) }
     }
+
+    /// The same with what goes in in a buffer of its own; see [`Op`] for the lengths of both.
+    #[must_use]
+    pub fn out_of_place(self, input: Buffer) -> Self {
+        Call { input: Some(input), ..self }
+    }
+
+    /// The same with the whole divided otherwise.
+    #[must_use]
+    pub fn with_counts(self, counts: Counts) -> Self {
+        Call { counts: Some(counts), ..self }
+    }
+
+    /// The same with another algorithm than the table's.
+    #[must_use]
+    pub fn with_algorithm(self, algorithm: Algorithm) -> Self {
+        Call { algorithm: Some(algorithm), ..self }
+    }
+
+    /// The same on another lane.
+    #[must_use]
+    pub fn on_lane(self, lane: usize) -> Self {
+        Call { lane, ..self }
+    }
+
+    /// The same with a deadline of its own.
+    #[must_use]
+    pub fn with_timeout(self, timeout: Duration) -> Self {
+        Call { timeout: Some(timeout), ..self }
+    }
+}
+
+/// A blocking operation on memory that its caller lends. The fields are those of [`Call`].
+#[derive(Debug)]
+#[allow(missing_docs, reason = "described at `Call`")]
+pub struct BorrowedCall<'a> {
+    pub op: Op,
+    pub buffer: ViewMut<'a>,
+    pub input: Option<View<'a>>,
+    pub counts: Option<Counts>,
+    pub algorithm: Option<Algorithm>,
+    pub lane: usize,
+    pub timeout: Option<Duration>,
+}
+
+impl<'a> BorrowedCall<'a> {
+    /// A call on lane 0, in place.
+    pub fn new(op: Op, buffer: ViewMut<'a>) -> Self {
+        BorrowedCall { op, buffer, input: None, counts: None, algorithm: None, lane: 0, timeout: None }
+    }
+
+    /// The same out of place.
+    #[must_use]
+    pub fn out_of_place(self, input: View<'a>) -> Self {
+        BorrowedCall { input: Some(input), ..self }
+    }
+
+    /// The same with the whole divided otherwise.
+    #[must_use]
+    pub fn with_counts(self, counts: Counts) -> Self {
+        BorrowedCall { counts: Some(counts), ..self }
+    }
+}
+
+/// What the arguments of an operation say about its data, once they have been found to make sense.
+pub(crate) struct Shape {
+    pub(crate) dtype: DType,
+    /// Elements of the whole.
+    pub(crate) count: usize,
+}
+
+/// Elements, by type and number.
+#[derive(Clone, Copy)]
+pub(crate) struct Elements {
+    pub(crate) dtype: DType,
+    pub(crate) count: usize,
+}
+
+/// Checks the arguments that `rank` of `ranks` passes.
+///
+/// # Errors
+/// `InvalidArgument` that says which argument is wrong and what it should be.
+pub(crate) fn check(
+    op: &Op,
+    rank: usize,
+    ranks: usize,
+    buffer: Elements,
+    input: Option<Elements>,
+    counts: Option<&Counts>,
+) -> Result<Shape> {
+    let kind = op.kind();
+    let other = |name: &str, other: usize| {
+        if other < ranks {
+            return Ok(());
+        }
+        Err(Error::invalid(format!("{kind} names {name} {other}, but there are {ranks} ranks")))
+    };
+    if let Some(root) = op.root() {
+        other("root", root)?;
+    }
+    if let Op::Send { to: peer } | Op::Recv { from: peer } = *op {
+        other("rank", peer)?;
+        if peer == rank {
+            return Err(Error::invalid(format!("{kind} between rank {peer} and itself")));
+        }
+    }
+    if let Some(ReduceOp::ScaledSum(factor)) = op.reduce_op()
+        && !buffer.dtype.is_float()
+        && (factor.value().fract() != 0.0 || factor.value().abs() > 2f64.powi(63))
+    {
+        return Err(Error::invalid(format!(
+            "{kind}: the factor {} of a scaled sum of {} must be a whole number",
+            factor.value(),
+            buffer.dtype
+        )));
+    }
+    if let Some(input) = input
+        && input.dtype != buffer.dtype
+    {
+        return Err(Error::invalid(format!("{kind} from a buffer of {} into one of {}", input.dtype, buffer.dtype)));
+    }
+    if let Some(counts) = counts {
+        check_counts(kind, ranks, counts)?;
+    }
+    let is_root = op.root() == Some(rank);
+    let takes_input = match *op {
+        Op::Barrier | Op::Recv { .. } => false,
+        Op::Broadcast { .. } | Op::Scatter { .. } => is_root,
+        _ => true,
+    };
+    if input.is_some() && !takes_input {
+        return Err(Error::invalid(format!(
+            "{kind} on rank {rank} takes no input: there is nothing that it would read"
+        )));
+    }
+
+    let sum = |counts: &[usize]| counts.iter().try_fold(0usize, |sum, count| sum.checked_add(*count));
+    let too_many = || Error::invalid(format!("{kind}: the counts add up to more elements than there can be"));
+    let whole_of_counts = counts.map(|counts| sum(counts.send()).ok_or_else(too_many)).transpose()?;
+    let length = |what: &str, is: usize, should: usize| {
+        if is == should {
+            return Ok(());
+        }
+        Err(Error::invalid(format!("{kind} on rank {rank}: a buffer of {is} elements where {what} has {should}")))
+    };
+    let my_shard = |whole: usize| match counts {
+        Some(counts) => counts.send().get(rank).copied().unwrap_or(0),
+        None => shard_range(whole, ranks, rank).len(),
+    };
+    let count = match *op {
+        Op::Scatter { total, .. } | Op::Gather { total, .. } => {
+            if let Some(sum) = whole_of_counts
+                && sum != total
+            {
+                return Err(Error::invalid(format!("{kind} of {total} elements whose counts add up to {sum}")));
+            }
+            let (shard, is_gather) = (my_shard(total), matches!(op, Op::Gather { .. }));
+            match (input, is_root) {
+                (None, true) => length("the whole", buffer.count, total)?,
+                (None, false) => length("its shard", buffer.count, shard)?,
+                (Some(input), _) if is_gather => {
+                    length("its shard", input.count, shard)?;
+                    if is_root {
+                        length("the whole", buffer.count, total)?;
+                    }
+                }
+                (Some(input), _) => {
+                    length("the whole", input.count, total)?;
+                    length("its shard", buffer.count, shard)?;
+                }
+            }
+            // The root of an out-of-place scatter is known by its input alone.
+            total
+        }
+        Op::AllGather => {
+            let whole = buffer.count;
+            length("the whole, by its counts,", whole, whole_of_counts.unwrap_or(whole))?;
+            if let Some(input) = input {
+                length("its shard", input.count, my_shard(whole))?;
+            }
+            whole
+        }
+        Op::ReduceScatter(_) => {
+            let whole = input.unwrap_or(buffer).count;
+            length("the whole, by its counts,", whole, whole_of_counts.unwrap_or(whole))?;
+            if input.is_some() {
+                length("its shard", buffer.count, my_shard(whole))?;
+            }
+            whole
+        }
+        Op::AllToAll => match counts {
+            Some(counts) => {
+                let (send, receive) =
+                    (sum(counts.send()).ok_or_else(too_many)?, sum(counts.receive()).ok_or_else(too_many)?);
+                match input {
+                    Some(input) => {
+                        length("what is sent", input.count, send)?;
+                        length("what is received", buffer.count, receive)?;
+                    }
+                    None => length("the longer of what is sent and received", buffer.count, send.max(receive))?,
+                }
+                // Differs from rank to rank, so it is nothing to agree on.
+                0
+            }
+            None => {
+                if let Some(input) = input {
+                    length("the whole", input.count, buffer.count)?;
+                }
+                if !buffer.count.is_multiple_of(ranks) {
+                    return Err(Error::invalid(format!(
+                        "{kind} of {} elements, which {ranks} ranks cannot share equally; pass counts",
+                        buffer.count
+                    )));
+                }
+                buffer.count
+            }
+        },
+        Op::Reduce { .. } => {
+            let whole = input.unwrap_or(buffer).count;
+            if is_root {
+                length("the whole", buffer.count, whole)?;
+            }
+            whole
+        }
+        Op::Barrier => {
+            length("a barrier", buffer.count, 0)?;
+            0
+        }
+        Op::AllReduce(_) | Op::Broadcast { .. } => {
+            if let Some(input) = input {
+                length("the whole", buffer.count, input.count)?;
+            }
+            buffer.count
+        }
+        Op::Send { .. } => match input {
+            Some(input) => {
+                length("a send from an input", buffer.count, 0)?;
+                input.count
+            }
+            None => buffer.count,
+        },
+        Op::Recv { .. } => buffer.count,
+    };
+    Ok(Shape { dtype: buffer.dtype, count })
+}
+
+fn check_counts(kind: OpKind, ranks: usize, counts: &Counts) -> Result<()> {
+    let takes =
+        matches!(kind, OpKind::Scatter | OpKind::Gather | OpKind::AllGather | OpKind::ReduceScatter | OpKind::AllToAll);
+    if !takes {
+        return Err(Error::invalid(format!("{kind} divides nothing, so it takes no counts")));
+    }
+    if counts.receive.is_some() != (kind == OpKind::AllToAll) {
+        return Err(Error::invalid(format!(
+            "{kind}: Counts::all_to_all is for all-to-all, Counts::new for the others"
+        )));
+    }
+    for counts in [counts.send(), counts.receive()] {
+        if counts.len() != ranks {
+            return Err(Error::invalid(format!("{kind}: {} counts for {ranks} ranks", counts.len())));
+        }
+    }
+    Ok(())
 }
 
 /// Where an operation runs.

@@ -1,42 +1,24 @@
 //! Combining received bytes into a buffer.
+//!
+//! Received bytes have any alignment and are read as they are. Loops are compiled for each vector extension and the widest that
+//! the machine has is taken at run time; no extension changes a result, because each element is computed by itself.
 
 use bytemuck::{AnyBitPattern, NoUninit};
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use crate::dtype::{DType, ReduceOp};
+use crate::dtype::{DType, Factor, ReduceOp};
+use crate::sys::{Kernel, vectorised};
 
 /// `accumulator[i] = accumulator[i] ∘ incoming[i]`, element by element. `incoming` may have any alignment; both hold whole
 /// elements of `dtype` and have the same length, and `accumulator` is aligned for it. A mean is a sum here: [`finish_mean`]
-/// divides at the end.
+/// divides at the end; so is a scaled sum, whose contributions [`scale`] has multiplied.
 ///
 /// # Panics
 /// If the lengths differ or the accumulator is not aligned: a bug of the caller.
 pub(crate) fn combine(dtype: DType, op: ReduceOp, accumulator: &mut [u8], incoming: &[u8]) {
     assert_eq!(accumulator.len(), incoming.len(), "reduction of unequal lengths");
-    match dtype {
-        DType::F32 => by_op(op, accumulator, incoming, |a: f32, b| a + b, f32_min, f32_max),
-        DType::F64 => by_op(op, accumulator, incoming, |a: f64, b| a + b, f64_min, f64_max),
-        DType::I32 => by_op(op, accumulator, incoming, i32::wrapping_add, i32::min, i32::max),
-        DType::I64 => by_op(op, accumulator, incoming, i64::wrapping_add, i64::min, i64::max),
-        DType::U8 => by_op(op, accumulator, incoming, u8::wrapping_add, u8::min, u8::max),
-        // Callers that sum more than two of these keep the sum in f32: see `reduce_in_rank_order`.
-        DType::F16 => by_op(
-            op,
-            accumulator,
-            incoming,
-            |a: f16, b: f16| f16::from_f32(a.to_f32() + b.to_f32()),
-            |a, b| f16::from_f32(f32_min(a.to_f32(), b.to_f32())),
-            |a, b| f16::from_f32(f32_max(a.to_f32(), b.to_f32())),
-        ),
-        DType::Bf16 => by_op(
-            op,
-            accumulator,
-            incoming,
-            |a: bf16, b: bf16| bf16::from_f32(a.to_f32() + b.to_f32()),
-            |a, b| bf16::from_f32(f32_min(a.to_f32(), b.to_f32())),
-            |a, b| bf16::from_f32(f32_max(a.to_f32(), b.to_f32())),
-        ),
-    }
+    vectorised(Combine { dtype, op, accumulator, incoming });
 }
 
 /// Turns the sum over `ranks` in `bytes` into a mean. Integers truncate toward zero.
@@ -44,81 +26,193 @@ pub(crate) fn finish_mean(dtype: DType, bytes: &mut [u8], ranks: usize) {
     match dtype {
         DType::F32 => map::<f32>(bytes, |sum| sum / ranks as f32),
         DType::F64 => map::<f64>(bytes, |sum| sum / ranks as f64),
-        DType::I32 => map::<i32>(bytes, |sum| (i64::from(sum) / ranks as i64) as i32),
-        DType::I64 => map::<i64>(bytes, |sum| sum / ranks as i64),
-        DType::U8 => map::<u8>(bytes, |sum| (usize::from(sum) / ranks) as u8),
         DType::F16 => map::<f16>(bytes, |sum| f16::from_f32(sum.to_f32() / ranks as f32)),
         DType::Bf16 => map::<bf16>(bytes, |sum| bf16::from_f32(sum.to_f32() / ranks as f32)),
+        DType::I8 => map::<i8>(bytes, |sum| (i64::from(sum) / ranks as i64) as i8),
+        DType::I16 => map::<i16>(bytes, |sum| (i64::from(sum) / ranks as i64) as i16),
+        DType::I32 => map::<i32>(bytes, |sum| (i64::from(sum) / ranks as i64) as i32),
+        DType::I64 => map::<i64>(bytes, |sum| sum / ranks as i64),
+        DType::U8 => map::<u8>(bytes, |sum| (u64::from(sum) / ranks as u64) as u8),
+        DType::U16 => map::<u16>(bytes, |sum| (u64::from(sum) / ranks as u64) as u16),
+        DType::U32 => map::<u32>(bytes, |sum| (u64::from(sum) / ranks as u64) as u32),
+        DType::U64 => map::<u64>(bytes, |sum| sum / ranks as u64),
     }
 }
 
-/// Reduces the ranks' 16-bit contributions, in rank order, in f32, with one rounding at the end; for every other type element
-/// by element in rank order. All contributions have `out`'s length.
-pub(crate) fn reduce_in_rank_order(dtype: DType, op: ReduceOp, contributions: &[&[u8]], out: &mut [u8]) {
-    let Some((first, rest)) = contributions.split_first() else { return };
+/// Multiplies a contribution by its rank's factor, rounding each product to the type. Integers wrap; the factor is whole.
+pub(crate) fn scale(dtype: DType, factor: Factor, bytes: &mut [u8]) {
+    let factor = factor.value();
+    // The low 64 bits are the factor modulo 2^64, which is all that a wrapping product needs.
+    let whole = factor as i128 as i64;
     match dtype {
-        DType::F16 => in_f32::<f16>(op, contributions, out, f16::to_f32, f16::from_f32),
-        DType::Bf16 => in_f32::<bf16>(op, contributions, out, bf16::to_f32, bf16::from_f32),
-        _ => {
-            out.copy_from_slice(first);
-            for contribution in rest {
-                combine(dtype, op, out, contribution);
-            }
-            if op == ReduceOp::Mean {
-                finish_mean(dtype, out, contributions.len());
-            }
-        }
+        DType::F32 => map::<f32>(bytes, |value| value * factor as f32),
+        DType::F64 => map::<f64>(bytes, |value| value * factor),
+        DType::F16 => map::<f16>(bytes, |value| f16::from_f32(value.to_f32() * factor as f32)),
+        DType::Bf16 => map::<bf16>(bytes, |value| bf16::from_f32(value.to_f32() * factor as f32)),
+        DType::I8 => map::<i8>(bytes, |value| value.wrapping_mul(whole as i8)),
+        DType::I16 => map::<i16>(bytes, |value| value.wrapping_mul(whole as i16)),
+        DType::I32 => map::<i32>(bytes, |value| value.wrapping_mul(whole as i32)),
+        DType::I64 => map::<i64>(bytes, |value| value.wrapping_mul(whole)),
+        DType::U8 => map::<u8>(bytes, |value| value.wrapping_mul(whole as u8)),
+        DType::U16 => map::<u16>(bytes, |value| value.wrapping_mul(whole as u16)),
+        DType::U32 => map::<u32>(bytes, |value| value.wrapping_mul(whole as u32)),
+        DType::U64 => map::<u64>(bytes, |value| value.wrapping_mul(whole as u64)),
     }
 }
 
-fn in_f32<T: AnyBitPattern + NoUninit>(
+/// Reduces the ranks' contributions into `out` in rank order: the 16-bit floats in f32, with one rounding at the end, every
+/// other type element by element. `contribution(rank)` gives a rank's; `None` stands for `out`'s own, which is read before it
+/// is overwritten. All have `out`'s length.
+pub(crate) fn reduce_in_rank_order<'a>(
+    dtype: DType,
     op: ReduceOp,
-    contributions: &[&[u8]],
+    ranks: usize,
+    contribution: impl Fn(usize) -> Option<&'a [u8]>,
     out: &mut [u8],
-    widen: impl Fn(T) -> f32,
-    narrow: impl Fn(f32) -> T,
 ) {
-    // In blocks, so that the f32 sums stay in cache.
-    const BLOCK: usize = 4096;
-    let size = size_of::<T>();
-    let mut sums = [0.0f32; BLOCK];
-    for (index, out) in out.chunks_mut(BLOCK * size).enumerate() {
-        let start = index * BLOCK * size;
-        let sums = &mut sums[..out.len() / size];
-        for (rank, contribution) in contributions.iter().enumerate() {
-            let values = contribution[start..start + out.len()].chunks_exact(size);
-            for (sum, value) in sums.iter_mut().zip(values) {
-                let value = widen(bytemuck::pod_read_unaligned(value));
-                *sum = match op {
-                    _ if rank == 0 => value,
-                    ReduceOp::Sum | ReduceOp::Mean => *sum + value,
-                    ReduceOp::Min => f32_min(*sum, value),
-                    ReduceOp::Max => f32_max(*sum, value),
-                };
+    // In blocks, so that sums stay in cache.
+    const BLOCK: usize = 16 << 10;
+    let mut own = Aligned([0; BLOCK]);
+    for (index, out) in out.chunks_mut(BLOCK).enumerate() {
+        let start = index * BLOCK;
+        let own = &mut own.0[..out.len()];
+        own.copy_from_slice(out);
+        let own = &*own;
+        let of_rank = |rank: usize| contribution(rank).map_or(own, |bytes| &bytes[start..start + own.len()]);
+        match dtype {
+            DType::F16 => in_f32::<f16>(op, ranks, of_rank, out),
+            DType::Bf16 => in_f32::<bf16>(op, ranks, of_rank, out),
+            _ => {
+                out.copy_from_slice(of_rank(0));
+                for rank in 1..ranks {
+                    combine(dtype, op, out, of_rank(rank));
+                }
+                if op == ReduceOp::Mean {
+                    finish_mean(dtype, out, ranks);
+                }
             }
         }
-        let divisor = if op == ReduceOp::Mean { contributions.len() as f32 } else { 1.0 };
-        for (out, sum) in out.chunks_exact_mut(size).zip(sums) {
-            out.copy_from_slice(bytemuck::bytes_of(&narrow(*sum / divisor)));
+    }
+}
+
+/// Aligned for every element type.
+#[repr(align(64))]
+struct Aligned<const N: usize>([u8; N]);
+
+/// Elements that are widened at a time.
+const LANES: usize = 1024;
+
+/// One block: `out` is at most 16 KiB.
+fn in_f32<'a, T: Half>(op: ReduceOp, ranks: usize, contribution: impl Fn(usize) -> &'a [u8], out: &mut [u8]) {
+    let mut sums = [0f32; LANES];
+    let mut next = [0f32; LANES];
+    let mut raw = [T::zeroed(); LANES];
+    let bytes = LANES * size_of::<T>();
+    for (index, out) in out.chunks_mut(bytes).enumerate() {
+        let count = out.len() / size_of::<T>();
+        let (sums, next, raw) = (&mut sums[..count], &mut next[..count], &mut raw[..count]);
+        let mut widen = |rank: usize, into: &mut [f32]| {
+            let start = index * bytes;
+            let values = &contribution(rank)[start..start + count * size_of::<T>()];
+            bytemuck::cast_slice_mut::<T, u8>(raw).copy_from_slice(values);
+            T::widen(raw, into);
+        };
+        widen(0, sums);
+        for rank in 1..ranks {
+            widen(rank, next);
+            combine(DType::F32, op, bytemuck::cast_slice_mut(sums), bytemuck::cast_slice(next));
+        }
+        if op == ReduceOp::Mean {
+            finish_mean(DType::F32, bytemuck::cast_slice_mut(sums), ranks);
+        }
+        T::narrow(sums, raw);
+        out.copy_from_slice(bytemuck::cast_slice(raw));
+    }
+}
+
+/// A 16-bit float.
+trait Half: AnyBitPattern + NoUninit {
+    fn widen(values: &[Self], into: &mut [f32]);
+    fn narrow(values: &[f32], into: &mut [Self]);
+}
+
+impl Half for f16 {
+    fn widen(values: &[Self], into: &mut [f32]) {
+        values.convert_to_f32_slice(into);
+    }
+
+    fn narrow(values: &[f32], into: &mut [Self]) {
+        into.convert_from_f32_slice(values);
+    }
+}
+
+impl Half for bf16 {
+    fn widen(values: &[Self], into: &mut [f32]) {
+        values.convert_to_f32_slice(into);
+    }
+
+    fn narrow(values: &[f32], into: &mut [Self]) {
+        into.convert_from_f32_slice(values);
+    }
+}
+
+/// The loops of [`combine`].
+struct Combine<'a> {
+    dtype: DType,
+    op: ReduceOp,
+    accumulator: &'a mut [u8],
+    incoming: &'a [u8],
+}
+
+impl Kernel for Combine<'_> {
+    #[inline(always)]
+    fn run(self) {
+        let Combine { dtype, op, accumulator, incoming } = self;
+        match dtype {
+            DType::F32 => by_op::<f32>(op, accumulator, incoming),
+            DType::F64 => by_op::<f64>(op, accumulator, incoming),
+            DType::F16 => pair_in_f32::<f16>(op, accumulator, incoming),
+            DType::Bf16 => pair_in_f32::<bf16>(op, accumulator, incoming),
+            DType::I8 => by_op::<i8>(op, accumulator, incoming),
+            DType::I16 => by_op::<i16>(op, accumulator, incoming),
+            DType::I32 => by_op::<i32>(op, accumulator, incoming),
+            DType::I64 => by_op::<i64>(op, accumulator, incoming),
+            DType::U8 => by_op::<u8>(op, accumulator, incoming),
+            DType::U16 => by_op::<u16>(op, accumulator, incoming),
+            DType::U32 => by_op::<u32>(op, accumulator, incoming),
+            DType::U64 => by_op::<u64>(op, accumulator, incoming),
         }
     }
 }
 
-fn by_op<T: AnyBitPattern + NoUninit>(
-    op: ReduceOp,
-    accumulator: &mut [u8],
-    incoming: &[u8],
-    sum: impl Fn(T, T) -> T,
-    min: impl Fn(T, T) -> T,
-    max: impl Fn(T, T) -> T,
-) {
-    match op {
-        ReduceOp::Sum | ReduceOp::Mean => zip(accumulator, incoming, sum),
-        ReduceOp::Min => zip(accumulator, incoming, min),
-        ReduceOp::Max => zip(accumulator, incoming, max),
+/// Two contributions of a 16-bit float. Callers that sum more keep the sum in f32: see [`reduce_in_rank_order`].
+fn pair_in_f32<T: Half>(op: ReduceOp, accumulator: &mut [u8], incoming: &[u8]) {
+    let mut sums = [0f32; LANES];
+    let mut next = [0f32; LANES];
+    let mut raw = [T::zeroed(); LANES];
+    let bytes = LANES * size_of::<T>();
+    for (accumulator, incoming) in accumulator.chunks_mut(bytes).zip(incoming.chunks(bytes)) {
+        let accumulator: &mut [T] = bytemuck::cast_slice_mut(accumulator);
+        let count = accumulator.len();
+        bytemuck::cast_slice_mut::<T, u8>(&mut raw[..count]).copy_from_slice(incoming);
+        T::widen(accumulator, &mut sums[..count]);
+        T::widen(&raw[..count], &mut next[..count]);
+        by_op::<f32>(op, bytemuck::cast_slice_mut(&mut sums[..count]), bytemuck::cast_slice(&next[..count]));
+        T::narrow(&sums[..count], accumulator);
     }
 }
 
+#[inline(always)]
+fn by_op<T: Arithmetic>(op: ReduceOp, accumulator: &mut [u8], incoming: &[u8]) {
+    match op {
+        ReduceOp::Sum | ReduceOp::Mean | ReduceOp::ScaledSum(_) => zip(accumulator, incoming, T::sum),
+        ReduceOp::Prod => zip(accumulator, incoming, T::product),
+        ReduceOp::Min => zip(accumulator, incoming, T::least),
+        ReduceOp::Max => zip(accumulator, incoming, T::greatest),
+    }
+}
+
+#[inline(always)]
 fn zip<T: AnyBitPattern + NoUninit>(accumulator: &mut [u8], incoming: &[u8], combine: impl Fn(T, T) -> T) {
     let accumulator: &mut [T] = bytemuck::cast_slice_mut(accumulator);
     for (a, b) in accumulator.iter_mut().zip(incoming.chunks_exact(size_of::<T>())) {
@@ -132,55 +226,162 @@ fn map<T: AnyBitPattern + NoUninit>(bytes: &mut [u8], apply: impl Fn(T) -> T) {
     }
 }
 
-// NaN wins, whichever side it is on, so that the result does not depend on the order of ranks.
-fn f32_min(a: f32, b: f32) -> f32 {
-    if a.is_nan() || a < b { a } else { b }
+/// Each is commutative bit for bit (NaN payloads aside), so that two ranks which combine the same two values in opposite order
+/// get the same.
+trait Arithmetic: AnyBitPattern + NoUninit {
+    fn sum(self, other: Self) -> Self;
+    fn product(self, other: Self) -> Self;
+    fn least(self, other: Self) -> Self;
+    fn greatest(self, other: Self) -> Self;
 }
 
-fn f32_max(a: f32, b: f32) -> f32 {
-    if a.is_nan() || a > b { a } else { b }
+macro_rules! integer {
+    ($($type:ty),*) => {$(
+        impl Arithmetic for $type {
+            #[inline(always)]
+            fn sum(self, other: Self) -> Self {
+                self.wrapping_add(other)
+            }
+
+            #[inline(always)]
+            fn product(self, other: Self) -> Self {
+                self.wrapping_mul(other)
+            }
+
+            #[inline(always)]
+            fn least(self, other: Self) -> Self {
+                self.min(other)
+            }
+
+            #[inline(always)]
+            fn greatest(self, other: Self) -> Self {
+                self.max(other)
+            }
+        }
+    )*};
 }
 
-fn f64_min(a: f64, b: f64) -> f64 {
-    if a.is_nan() || a < b { a } else { b }
+integer!(i8, i16, i32, i64, u8, u16, u32, u64);
+
+macro_rules! float {
+    ($($type:ty),*) => {$(
+        impl Arithmetic for $type {
+            #[inline(always)]
+            fn sum(self, other: Self) -> Self {
+                self + other
+            }
+
+            #[inline(always)]
+            fn product(self, other: Self) -> Self {
+                self * other
+            }
+
+            // Two equal values differ at most in the sign of zero: the bits' union has the minus, their intersection the plus.
+            // A comparison with NaN is false, so a NaN on the right falls through to the end, and one on the left is kept.
+            #[inline(always)]
+            fn least(self, other: Self) -> Self {
+                let equal = <$type>::from_bits(self.to_bits() | other.to_bits());
+                let less = if self < other { self } else { other };
+                let ordered = if self == other { equal } else { less };
+                if self.is_nan() { self } else { ordered }
+            }
+
+            #[inline(always)]
+            fn greatest(self, other: Self) -> Self {
+                let equal = <$type>::from_bits(self.to_bits() & other.to_bits());
+                let more = if self > other { self } else { other };
+                let ordered = if self == other { equal } else { more };
+                if self.is_nan() { self } else { ordered }
+            }
+        }
+    )*};
 }
 
-fn f64_max(a: f64, b: f64) -> f64 {
-    if a.is_nan() || a > b { a } else { b }
-}
+float!(f32, f64);
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn pair<T: NoUninit + AnyBitPattern>(dtype: DType, op: ReduceOp, a: T, b: T) -> T {
+        let mut value = [a];
+        combine(dtype, op, bytemuck::cast_slice_mut(&mut value), bytemuck::bytes_of(&b));
+        value[0]
+    }
 
     #[test]
     fn sixteen_bit_sums_round_once() {
         // 256 + 1 + 1 in bf16 rounds to 256 twice if each sum is rounded, to 258 if only the last is.
         let values = [256.0f32, 1.0, 1.0].map(bf16::from_f32);
         let bytes: Vec<&[u8]> = values.iter().map(bytemuck::bytes_of).collect();
-        let mut out = [bf16::ZERO];
-        reduce_in_rank_order(DType::Bf16, ReduceOp::Sum, &bytes, bytemuck::cast_slice_mut(&mut out));
-        assert_eq!(out[0].to_f32(), 258.0);
+        for own in 0..3 {
+            let mut out = [values[own]];
+            let of_rank = |rank: usize| (rank != own).then(|| bytes[rank]);
+            reduce_in_rank_order(DType::Bf16, ReduceOp::Sum, 3, of_rank, bytemuck::cast_slice_mut(&mut out));
+            assert_eq!(out[0].to_f32(), 258.0);
+        }
     }
 
     #[test]
-    fn integer_means_truncate_toward_zero_and_sums_wrap() {
+    fn blocks_cover_everything() {
+        for count in [0, 1, 1023, 1024, 1025, 8191, 8192, 8193, 20_000] {
+            let of = |rank: usize| -> Vec<f16> {
+                (0..count).map(|index| f16::from_f32(((index * 7 + rank) % 512) as f32)).collect()
+            };
+            let others = [of(0), of(2)];
+            let mut out = of(1);
+            let of_rank = |rank: usize| match rank {
+                0 => Some(bytemuck::cast_slice(&others[0])),
+                1 => None,
+                _ => Some(bytemuck::cast_slice(&others[1])),
+            };
+            reduce_in_rank_order(DType::F16, ReduceOp::Sum, 3, of_rank, bytemuck::cast_slice_mut(&mut out));
+            for (index, value) in out.iter().enumerate() {
+                let sum: f32 = (0..3).map(|rank| ((index * 7 + rank) % 512) as f32).sum();
+                assert_eq!(*value, f16::from_f32(sum), "element {index} of {count}");
+            }
+        }
+    }
+
+    #[test]
+    fn integer_means_truncate_toward_zero_and_sums_and_products_wrap() {
         let mut sums = [-7i32, 7];
         finish_mean(DType::I32, bytemuck::cast_slice_mut(&mut sums), 2);
         assert_eq!(sums, [-3, 3]);
-        let mut sum = [i32::MAX];
-        combine(DType::I32, ReduceOp::Sum, bytemuck::cast_slice_mut(&mut sum), &1i32.to_le_bytes());
-        assert_eq!(sum, [i32::MIN]);
+        let mut sums = [-7i8, 7];
+        finish_mean(DType::I8, bytemuck::cast_slice_mut(&mut sums), 300);
+        assert_eq!(sums, [0, 0]);
+        assert_eq!(pair(DType::I32, ReduceOp::Sum, i32::MAX, 1), i32::MIN);
+        assert_eq!(pair(DType::U16, ReduceOp::Prod, 300u16, 300), 24_464);
+        assert_eq!(pair(DType::U64, ReduceOp::Max, 1u64 << 63, 1), 1 << 63);
+        assert_eq!(pair(DType::I8, ReduceOp::Min, -128i8, 127), -128);
+    }
+
+    #[test]
+    fn factors_round_once_and_wrap() {
+        let mut values = [1.5f32, -2.0];
+        scale(DType::F32, Factor::new(0.5), bytemuck::cast_slice_mut(&mut values));
+        assert_eq!(values, [0.75, -1.0]);
+        let mut values = [3u8, 200];
+        scale(DType::U8, Factor::new(-2.0), bytemuck::cast_slice_mut(&mut values));
+        assert_eq!(values, [250, 112]);
     }
 
     #[test]
     fn nan_wins_from_either_side() {
-        for (a, b) in [(f32::NAN, 1.0), (1.0, f32::NAN)] {
-            for op in [ReduceOp::Min, ReduceOp::Max] {
-                let mut value = [a];
-                combine(DType::F32, op, bytemuck::cast_slice_mut(&mut value), &f32::to_ne_bytes(b));
-                assert!(value[0].is_nan());
+        for (a, b) in [(f32::NAN, 1.0), (1.0, f32::NAN), (f32::NAN, f32::NAN)] {
+            for op in ReduceOp::ALL {
+                assert!(pair(DType::F32, op, a, b).is_nan(), "{op} of {a} and {b}");
+                assert!(pair(DType::Bf16, op, bf16::from_f32(a), bf16::from_f32(b)).is_nan(), "{op} of {a} and {b}");
             }
+        }
+    }
+
+    #[test]
+    fn minus_zero_is_less_than_zero_in_either_order() {
+        for (a, b) in [(-0.0f64, 0.0), (0.0, -0.0)] {
+            assert!(pair(DType::F64, ReduceOp::Min, a, b).is_sign_negative());
+            assert!(pair(DType::F64, ReduceOp::Max, a, b).is_sign_positive());
         }
     }
 

@@ -96,3 +96,35 @@ pub(crate) fn has_ended(pid: u32) -> io::Result<bool> {
     // cases si_pid is initialised.
     Ok(unsafe { info.si_pid() } != 0)
 }
+
+/// A loop over elements that the compiler can vectorise. `run` and all that it calls must be `#[inline(always)]`, or it is
+/// compiled for the machine's least.
+pub(crate) trait Kernel {
+    /// The loop.
+    fn run(self);
+}
+
+/// Runs the kernel compiled for the widest vectors that this machine has. (On aarch64 the least has NEON already.)
+pub(crate) fn vectorised(kernel: impl Kernel) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+        fn avx512(kernel: impl Kernel) {
+            kernel.run();
+        }
+        #[target_feature(enable = "avx2")]
+        fn avx2(kernel: impl Kernel) {
+            kernel.run();
+        }
+        use std::arch::is_x86_feature_detected as has;
+        if has!("avx512f") && has!("avx512bw") && has!("avx512vl") && has!("avx512dq") {
+            // SAFETY: the machine has every feature that the function was compiled for.
+            return unsafe { avx512(kernel) };
+        }
+        if has!("avx2") {
+            // SAFETY: the machine has the feature that the function was compiled for.
+            return unsafe { avx2(kernel) };
+        }
+    }
+    kernel.run();
+}

@@ -1,87 +1,180 @@
 //! Which algorithm runs, and how many payload bytes it sends.
 //!
-//! The choice is a pure function of (operation, type, bytes, ranks), the same for every transport, so that results do not
-//! depend on the transport. [`TABLE`] names the version, which ranks agree on at rendezvous.
+//! The choice is a pure function of (operation, type, bytes, ranks, table). One fixed table serves all transports, so that results
+//! do not depend on the transport; [`TABLE`] names it, and ranks agree on the name at rendezvous. Another [`Table`] can be
+//! put into [`MeshOptions`](crate::MeshOptions): it may suit a network better, and gives up bit-identity with runs under this one.
+
+use std::borrow::Cow;
+
+use serde::{Deserialize, Serialize};
 
 use crate::dtype::DType;
 use crate::op::{Algorithm, Op, OpKind, shard_range};
 
-/// The name of this table. It changes whenever [`choose`] does.
-pub const TABLE: &str = "1: direct up to 4096 B; then ring, 16-bit types sharded; broadcast by tree";
+/// The name of the fixed table. It changes whenever the table does.
+pub const TABLE: &str = "2: recursive doubling and direct for small buffers, then ring; 16-bit types sharded";
 
-/// Up to this many bytes a round less is worth more than the bytes it costs.
-const SMALL: usize = 4096;
+/// Rules by which algorithms are chosen.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Table {
+    /// Ranks compare it before they start.
+    pub name: Cow<'static, str>,
+    /// The first that matches decides. An algorithm that cannot run an operation is passed over.
+    pub rules: Cow<'static, [Rule]>,
+    /// Bytes that travel as one message in a ring, at most.
+    pub piece: usize,
+}
 
-/// The algorithm for an operation over `count` elements of `dtype` on `ranks` ranks.
-pub fn choose(kind: OpKind, dtype: DType, count: usize, ranks: usize) -> Algorithm {
-    let small = count.saturating_mul(dtype.size()) <= SMALL || ranks == 1;
-    match kind {
-        OpKind::AllReduce | OpKind::Reduce if small => Algorithm::Direct,
-        OpKind::AllReduce | OpKind::Reduce if dtype.accumulates_in_f32() => Algorithm::Sharded,
-        OpKind::ReduceScatter if small || dtype.accumulates_in_f32() => Algorithm::Sharded,
-        OpKind::AllReduce | OpKind::Reduce | OpKind::ReduceScatter => Algorithm::Ring,
-        OpKind::AllGather => {
-            if small {
-                Algorithm::Direct
-            } else {
-                Algorithm::Ring
-            }
-        }
-        OpKind::Broadcast => Algorithm::Tree,
-        OpKind::Scatter | OpKind::Gather | OpKind::Barrier | OpKind::Send | OpKind::Recv => Algorithm::Direct,
+/// One line of a [`Table`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Rule {
+    /// The operation that it is about.
+    pub kind: OpKind,
+    /// Holds for so many ranks at most.
+    pub ranks: usize,
+    /// Holds for so many bytes of the whole at most.
+    pub bytes: usize,
+    /// What to run then.
+    pub algorithm: Algorithm,
+}
+
+const fn rule(kind: OpKind, ranks: usize, bytes: usize, algorithm: Algorithm) -> Rule {
+    Rule { kind, ranks, bytes, algorithm }
+}
+
+const ANY: usize = usize::MAX;
+
+/// From `bench collectives --tune`, on 2 cores over loopback.
+const RULES: [Rule; 9] = [
+    // With two ranks one round of everything costs no more bytes than two rounds of halves.
+    rule(OpKind::AllReduce, 2, 256 << 10, Algorithm::RecursiveDoubling),
+    rule(OpKind::AllReduce, 8, 4 << 10, Algorithm::Direct),
+    rule(OpKind::AllReduce, ANY, 16 << 10, Algorithm::RecursiveDoubling),
+    rule(OpKind::AllReduce, ANY, 256 << 10, Algorithm::HalvingDoubling),
+    rule(OpKind::Reduce, ANY, 4 << 10, Algorithm::Direct),
+    rule(OpKind::ReduceScatter, ANY, 4 << 10, Algorithm::Sharded),
+    rule(OpKind::AllGather, ANY, 64 << 10, Algorithm::Direct),
+    rule(OpKind::Broadcast, 4, ANY, Algorithm::Tree),
+    rule(OpKind::Broadcast, ANY, 512 << 10, Algorithm::Tree),
+];
+
+impl Table {
+    /// The table that is used unless another one is asked for.
+    pub const fn fixed() -> Table {
+        Table { name: Cow::Borrowed(TABLE), rules: Cow::Borrowed(&RULES), piece: 512 << 10 }
+    }
+
+    /// The algorithm for an operation over `count` elements of `dtype` on `ranks` ranks.
+    pub fn choose(&self, kind: OpKind, dtype: DType, count: usize, ranks: usize) -> Algorithm {
+        let bytes = count.saturating_mul(dtype.size());
+        let matching = self.rules.iter().filter(|rule| rule.kind == kind && ranks <= rule.ranks && bytes <= rule.bytes);
+        matching
+            .map(|rule| rule.algorithm)
+            .chain(last_resorts(kind).iter().copied())
+            .find(|algorithm| supports(*algorithm, kind, dtype, ranks))
+            .unwrap_or(Algorithm::Direct)
     }
 }
 
-/// Payload bytes that `rank` of `ranks` sends in an operation over `count` elements, by the formula of the algorithm that
-/// [`choose`] picks. With S the bytes of the whole and cᵣ those of shard r:
-///
-/// | operation | direct | ring | sharded |
-/// |---|---|---|---|
-/// | all-reduce | (N−1)·S | 2S − cᵣ − cᵣ₊₁ | S − cᵣ + (N−1)·cᵣ |
-/// | reduce-scatter | | S − cᵣ | S − cᵣ |
-/// | all-gather | (N−1)·cᵣ | S − cᵣ₊₁ | |
-/// | reduce | S unless root | S − cᵣ, and cᵣ unless root | as ring |
-/// | scatter, gather | root: S − c_root; else cᵣ | | |
-///
-/// Broadcast: S for each child in the binomial tree. Barriers carry no payload. Summed over ranks, ring and sharded all-reduce
-/// are the textbook 2S(N−1).
+impl Default for Table {
+    fn default() -> Self {
+        Table::fixed()
+    }
+}
+
+/// The fixed table's algorithm; see [`Table::choose`].
+pub fn choose(kind: OpKind, dtype: DType, count: usize, ranks: usize) -> Algorithm {
+    Table::fixed().choose(kind, dtype, count, ranks)
+}
+
+/// What runs where no rule says otherwise, the preferred one first.
+fn last_resorts(kind: OpKind) -> &'static [Algorithm] {
+    match kind {
+        OpKind::AllReduce | OpKind::Reduce | OpKind::ReduceScatter => &[Algorithm::Ring, Algorithm::Sharded],
+        OpKind::AllGather => &[Algorithm::Ring],
+        OpKind::Broadcast => &[Algorithm::ScatterAllGather],
+        _ => &[Algorithm::Direct],
+    }
+}
+
+/// Whether `algorithm` can run an operation. The 16-bit floats are only reduced where all contributions meet in one place, so
+/// that they are rounded once.
+pub fn supports(algorithm: Algorithm, kind: OpKind, dtype: DType, ranks: usize) -> bool {
+    let rounds_once = matches!(algorithm, Algorithm::Direct | Algorithm::Sharded);
+    let reduces = matches!(kind, OpKind::AllReduce | OpKind::Reduce | OpKind::ReduceScatter);
+    if reduces && dtype.accumulates_in_f32() && !rounds_once {
+        return false;
+    }
+    match kind {
+        OpKind::AllReduce => match algorithm {
+            Algorithm::HalvingDoubling => ranks.is_power_of_two(),
+            other => !matches!(other, Algorithm::Tree | Algorithm::ScatterAllGather),
+        },
+        OpKind::Reduce => matches!(algorithm, Algorithm::Direct | Algorithm::Ring | Algorithm::Sharded),
+        OpKind::ReduceScatter => matches!(algorithm, Algorithm::Ring | Algorithm::Sharded),
+        OpKind::AllGather => matches!(algorithm, Algorithm::Direct | Algorithm::Ring),
+        OpKind::Broadcast => matches!(algorithm, Algorithm::Tree | Algorithm::ScatterAllGather),
+        _ => algorithm == Algorithm::Direct,
+    }
+}
+
+/// Payload bytes that `rank` of `ranks` sends in an operation over `count` elements under the fixed table: see
+/// [`payload_sent_by`].
 pub fn payload_sent(op: &Op, dtype: DType, count: usize, ranks: usize, rank: usize) -> u64 {
+    payload_sent_by(choose(op.kind(), dtype, count, ranks), op, dtype, count, ranks, rank)
+}
+
+/// Payload bytes that `rank` of `ranks` sends in an operation over `count` elements in even shards, by the formula of the
+/// algorithm. With S the bytes of the whole, cᵣ those of shard r, P the greatest power of two not above N:
+///
+/// | operation | direct | ring | sharded | other |
+/// |---|---|---|---|---|
+/// | all-reduce | (N−1)·S | 2S − cᵣ − cᵣ₊₁ | S − cᵣ + (N−1)·cᵣ | recursive doubling: S·log₂P below P, S more below N − P; S from P on. Halving-doubling: S − cᵣ, and the 1, 2, 4, … N/2 shards around shard r |
+/// | reduce-scatter | | S − cᵣ | S − cᵣ | |
+/// | all-gather | (N−1)·cᵣ | S − cᵣ₊₁ | | |
+/// | reduce | S unless root | S − cᵣ, and cᵣ unless root | as ring | |
+/// | scatter, gather | root: S − c_root; else cᵣ | | | |
+/// | all-to-all | S − cᵣ | | | |
+/// | broadcast | | | | tree: S for each child; scatter-all-gather: S − cᵣ₊₁, and from the root S − c_root more |
+///
+/// Barriers carry no payload. Summed over ranks, ring, sharded and halving-doubling all-reduce are the textbook 2S(N−1).
+pub fn payload_sent_by(algorithm: Algorithm, op: &Op, dtype: DType, count: usize, ranks: usize, rank: usize) -> u64 {
     let whole = (count * dtype.size()) as u64;
     let shard = |index: usize| (shard_range(count, ranks, index % ranks).len() * dtype.size()) as u64;
     let others = ranks as u64 - 1;
     if others == 0 {
         return 0;
     }
-    match (op, choose(op.kind(), dtype, count, ranks)) {
+    let unless_root = |bytes: u64| if op.root() == Some(rank) { 0 } else { bytes };
+    match (op, algorithm) {
         (Op::AllReduce(_), Algorithm::Direct) => others * whole,
         (Op::AllReduce(_), Algorithm::Ring) => 2 * whole - shard(rank) - shard(rank + 1),
+        (Op::AllReduce(_), Algorithm::RecursiveDoubling) => {
+            let core = 1 << ranks.ilog2();
+            if rank >= core {
+                whole
+            } else {
+                whole * u64::from(ranks.ilog2()) + if rank < ranks - core { whole } else { 0 }
+            }
+        }
+        (Op::AllReduce(_), Algorithm::HalvingDoubling) => {
+            let block = |bits: u32| -> u64 {
+                let first = rank >> bits << bits;
+                (first..first + (1 << bits)).map(shard).sum()
+            };
+            whole - shard(rank) + (0..ranks.ilog2()).map(block).sum::<u64>()
+        }
         (Op::AllReduce(_), _) => whole - shard(rank) + others * shard(rank),
         (Op::ReduceScatter(_), _) => whole - shard(rank),
         (Op::AllGather, Algorithm::Direct) => others * shard(rank),
         (Op::AllGather, _) => whole - shard(rank + 1),
-        (Op::Reduce { root, .. }, Algorithm::Direct) => {
-            if rank == *root {
-                0
-            } else {
-                whole
-            }
-        }
-        (Op::Reduce { root, .. }, _) => whole - shard(rank) + if rank == *root { 0 } else { shard(rank) },
-        (Op::Broadcast { root }, _) => whole * tree_children(rank, *root, ranks).len() as u64,
-        (Op::Scatter { root, .. }, _) => {
-            if rank == *root {
-                whole - shard(rank)
-            } else {
-                0
-            }
-        }
-        (Op::Gather { root, .. }, _) => {
-            if rank == *root {
-                0
-            } else {
-                shard(rank)
-            }
-        }
+        (Op::Reduce { .. }, Algorithm::Direct) => unless_root(whole),
+        (Op::Reduce { .. }, _) => whole - shard(rank) + unless_root(shard(rank)),
+        (Op::Broadcast { root }, Algorithm::Tree) => whole * tree_children(rank, *root, ranks).len() as u64,
+        (Op::Broadcast { .. }, _) => 2 * whole - shard(rank + 1) - shard(rank) - unless_root(whole - shard(rank)),
+        (Op::Scatter { .. }, _) => whole - shard(rank) - unless_root(whole - shard(rank)),
+        (Op::Gather { .. }, _) => unless_root(shard(rank)),
+        (Op::AllToAll, _) => whole - shard(rank),
         (Op::Send { .. }, _) => whole,
         (Op::Recv { .. } | Op::Barrier, _) => 0,
     }
@@ -111,6 +204,7 @@ pub(crate) fn tree_children(rank: usize, root: usize, ranks: usize) -> Vec<usize
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dtype::ReduceOp;
 
     #[test]
     fn a_tree_reaches_every_rank_once() {
@@ -128,15 +222,40 @@ mod tests {
     }
 
     #[test]
-    fn ring_totals_are_the_textbook_ones() {
-        use crate::dtype::ReduceOp;
-        for ranks in [2, 3, 4, 7] {
-            for (op, factor) in
-                [(Op::AllReduce(ReduceOp::Sum), 2), (Op::AllGather, 1), (Op::ReduceScatter(ReduceOp::Sum), 1)]
-            {
-                for dtype in [DType::F32, DType::Bf16] {
-                    let sum: u64 = (0..ranks).map(|rank| payload_sent(&op, dtype, 10_007, ranks, rank)).sum();
-                    assert_eq!(sum, factor * 10_007 * dtype.size() as u64 * (ranks as u64 - 1));
+    fn totals_over_ranks_are_the_textbook_ones() {
+        let sum = Op::AllReduce(ReduceOp::Sum);
+        let broadcast = Op::Broadcast { root: 1 };
+        for ranks in [2, 3, 4, 7, 8] {
+            for (op, algorithm, factor) in [
+                (sum, Algorithm::Ring, 2),
+                (sum, Algorithm::Sharded, 2),
+                (sum, Algorithm::HalvingDoubling, 2),
+                (Op::AllGather, Algorithm::Ring, 1),
+                (Op::AllGather, Algorithm::Direct, 1),
+                (Op::ReduceScatter(ReduceOp::Sum), Algorithm::Ring, 1),
+                (Op::AllToAll, Algorithm::Direct, 1),
+                (broadcast, Algorithm::Tree, 1),
+            ] {
+                if !supports(algorithm, op.kind(), DType::F32, ranks) {
+                    continue;
+                }
+                let count = if op == Op::AllToAll { 10_080 } else { 10_007 };
+                let all: u64 =
+                    (0..ranks).map(|rank| payload_sent_by(algorithm, &op, DType::F32, count, ranks, rank)).sum();
+                assert_eq!(all, factor * 4 * count as u64 * (ranks as u64 - 1), "{op:?} by {algorithm} on {ranks}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_chosen_can_run() {
+        for kind in OpKind::ALL {
+            for dtype in DType::ALL {
+                for ranks in [1, 2, 3, 4, 7, 8, 64] {
+                    for count in [0, 1, 1000, 100_000, 100_000_000] {
+                        let algorithm = choose(kind, dtype, count, ranks);
+                        assert!(supports(algorithm, kind, dtype, ranks), "{kind} of {count} {dtype} on {ranks}");
+                    }
                 }
             }
         }

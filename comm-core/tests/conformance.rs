@@ -8,10 +8,12 @@ mod sockets;
 
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use comm_core::conformance::{Connector, Suite, main_of};
 use comm_core::local::{self, LocalTransport};
-use comm_core::{Communicator, Counted, Fault, FaultKind, Faulty, Mesh, MeshOptions, Transport};
+use comm_core::shm::{ShmOptions, ShmTransport};
+use comm_core::{Communicator, Counted, Deadline, Fault, FaultKind, Faulty, Mesh, MeshOptions, Transport, Waiting};
 
 use sockets::Sockets;
 
@@ -22,11 +24,27 @@ fn main() -> ExitCode {
         suite("local", |transport| transport),
         suite("counted-local", |transport| Counted::new(transport).0),
         suite("faulty-local", move |transport| Faulty::new(transport, Some(never))),
+        shared_memory("shm", |_| ShmOptions::default()),
+        // Nearly every message is longer than the ring; ranks that always sleep beside some that never do.
+        shared_memory("shm-small", |rank| {
+            let waiting = if rank % 2 == 0 { Waiting::Park } else { Waiting::Busy };
+            ShmOptions { ring_bytes: 4 << 10, waiting, ..ShmOptions::default() }
+        })
+        .without("root_of_broadcast", "two roots fill a ring each and only give up at the deadline"),
         Suite::new("sockets", |control, lanes| {
             let transport = Sockets::connect(&control, lanes)?;
             Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())))
         }),
     ])
+}
+
+/// `options` gives those of a rank; the lanes are the suite's.
+fn shared_memory(name: &str, options: fn(usize) -> ShmOptions) -> Suite {
+    Suite::new(name, move |control, lanes| {
+        let options = ShmOptions { lanes, ..options(control.rank()) };
+        let transport = ShmTransport::connect(&*control, &options, Deadline::after(Duration::from_secs(30)))?;
+        Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())))
+    })
 }
 
 fn suite<T: Transport>(name: &str, wrap: impl Fn(LocalTransport) -> T + Copy + Send + Sync + 'static) -> Suite {

@@ -11,8 +11,8 @@ use comm_core::conformance::{CaseOutcome, Connector, RunOptions, cases, run_thre
 use comm_core::counted::{Counters, Traffic};
 use comm_core::local::{self, LocalTransport};
 use comm_core::{
-    Buffer, Call, Communicator, CommunicatorExt, Counted, DType, Error, Fault, FaultKind, Faulty, HEADER_LEN, Mesh,
-    MeshOptions, Mode, Op, ReduceOp, Transport, bf16, shard_range, table,
+    Algorithm, Buffer, Call, Communicator, CommunicatorExt, Counted, DType, Error, Fault, FaultKind, Faulty,
+    HEADER_LEN, Mesh, MeshOptions, Mode, Op, ReduceOp, Transport, bf16, shard_range, table,
 };
 
 const SUM: ReduceOp = ReduceOp::Sum;
@@ -78,16 +78,26 @@ fn every_operation_sends_what_its_formula_says() {
                     Op::Gather { root, total: count },
                     Op::AllGather,
                     Op::ReduceScatter(SUM),
+                    Op::AllToAll,
                 ];
                 for op in operations {
                     for dtype in [DType::F32, DType::Bf16] {
-                        let traffic = traffic(ranks, |mesh| run(mesh, op, dtype, count));
-                        for (rank, traffic) in traffic.iter().enumerate() {
-                            let expected = table::payload_sent(&op, dtype, count, ranks, rank);
-                            let what = format!("{op:?} of {count} {dtype} on rank {rank} of {ranks}");
-                            assert_eq!(traffic.payload_sent(None), expected, "{what}");
+                        let count = if op == Op::AllToAll { count / ranks * ranks } else { count };
+                        let chosen = table::choose(op.kind(), dtype, count, ranks);
+                        for algorithm in Algorithm::ALL {
+                            if !table::supports(algorithm, op.kind(), dtype, ranks) {
+                                continue;
+                            }
+                            let asked = (algorithm != chosen).then_some(algorithm);
+                            let traffic = traffic(ranks, |mesh| run(mesh, op, dtype, count, asked));
+                            for (rank, traffic) in traffic.iter().enumerate() {
+                                let expected = table::payload_sent_by(algorithm, &op, dtype, count, ranks, rank);
+                                let what =
+                                    format!("{op:?} of {count} {dtype} by {algorithm} on rank {rank} of {ranks}");
+                                assert_eq!(traffic.payload_sent(None), expected, "{what}");
+                            }
+                            check_both_ends(&traffic);
                         }
-                        check_both_ends(&traffic);
                     }
                 }
             }
@@ -95,7 +105,7 @@ fn every_operation_sends_what_its_formula_says() {
     }
 }
 
-fn run(mesh: &Mesh<Counted<LocalTransport>>, op: Op, dtype: DType, count: usize) {
+fn run(mesh: &Mesh<Counted<LocalTransport>>, op: Op, dtype: DType, count: usize, algorithm: Option<Algorithm>) {
     let length = match op {
         Op::Scatter { root, .. } | Op::Gather { root, .. } if root != mesh.rank() => {
             shard_range(count, mesh.world_size(), mesh.rank()).len()
@@ -106,7 +116,7 @@ fn run(mesh: &Mesh<Counted<LocalTransport>>, op: Op, dtype: DType, count: usize)
         DType::Bf16 => Buffer::from_vec(vec![bf16::ONE; length]),
         _ => Buffer::from_vec(vec![1f32; length]),
     };
-    mesh.run(op, buffer).unwrap();
+    mesh.start(Call { algorithm, ..Call::blocking(op, buffer) }).wait().unwrap();
 }
 
 /// What one rank says it sent to another is what the other says it received.
@@ -141,7 +151,7 @@ fn communicators_and_spans_are_counted_apart() {
     for (rank, parent, child, before, between, after) in outcome.into_inner().unwrap() {
         let span = between.since(&before);
         assert!(span.flows.keys().all(|(communicator, peer)| *communicator == child && *peer == rank ^ 2));
-        // Ring of two: each sends one shard and then the other.
+        // With two ranks each sends everything once.
         assert_eq!(span.payload_sent(Some(child)), 4 * 10_007);
         assert_eq!(span.payload_sent(Some(parent)), 0);
         assert!(span.exchange_time(Some(child)) > Duration::ZERO);
@@ -181,7 +191,8 @@ fn suffer(ranks: usize, fault: Fault, timeout: Duration, mode: Mode) -> Vec<(Res
     on_ranks(ranks, wrap, |mesh| {
         let began = Instant::now();
         let buffer = Buffer::from_vec(vec![1f32; 10_007]);
-        let call = Call { op: Op::AllReduce(SUM), buffer, lane: 1, timeout: Some(timeout), mode };
+        let call = Call::blocking(Op::AllReduce(SUM), buffer).with_algorithm(Algorithm::Ring);
+        let call = Call { mode, ..call.on_lane(1).with_timeout(timeout) };
         let result = mesh.start(call).wait().map_err(Error::from);
         let took = began.elapsed();
         (result.map(|completed| completed.buffer.into_vec().unwrap()), took)

@@ -6,7 +6,6 @@ use std::pin::Pin;
 use std::task::Poll;
 use std::time::Duration;
 
-use comm_core::{Error, Result};
 use tokio::net::{TcpListener, TcpStream};
 
 /// A connection that has not proven itself by then is closed.
@@ -22,20 +21,17 @@ pub(crate) struct Door<'a, T> {
     handshakes: VecDeque<Handshake<'a, T>>,
 }
 
-type Handshake<'a, T> = Pin<Box<dyn Future<Output = Option<T>> + 'a>>;
+type Handshake<'a, T> = Pin<Box<dyn Future<Output = Option<T>> + Send + 'a>>;
 
-impl<'a, T: 'a> Door<'a, T> {
-    /// Opens a bound, non-blocking listener within a runtime.
-    pub(crate) fn open(listener: std::net::TcpListener) -> Result<Self> {
-        let listener = TcpListener::from_std(listener)
-            .map_err(|error| Error::io("registering a listener with the runtime", error))?;
-        Ok(Door { listener, handshakes: VecDeque::new() })
+impl<'a, T: Send + 'a> Door<'a, T> {
+    pub(crate) fn open(listener: TcpListener) -> Self {
+        Door { listener, handshakes: VecDeque::new() }
     }
 
     /// The next connection whose `handshake` gave `Some`. A handshake that gives `None` was a stranger's.
     pub(crate) async fn admit<F>(&mut self, handshake: impl Fn(TcpStream) -> F) -> T
     where
-        F: Future<Output = Option<T>> + 'a,
+        F: Future<Output = Option<T>> + Send + 'a,
     {
         loop {
             let admitted = std::future::poll_fn(|cx| {

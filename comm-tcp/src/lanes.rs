@@ -1,20 +1,24 @@
-//! The links of a transport, one set a lane.
+//! The lanes of a transport, each with what belongs to it alone.
 
-use std::pin::pin;
+use std::sync::{Mutex, MutexGuard, TryLockError};
+use std::thread;
+use std::time::Duration;
 
-use comm_core::{Deadline, Error, Incoming, Result, Sink};
-use tokio::sync::{Mutex, MutexGuard};
+use comm_core::waiting::Spinner;
+use comm_core::{Deadline, Error, Result};
 
-use crate::runtime::Core;
+use crate::core::Core;
 
-/// All links of a transport, of type `L`. A lane is locked by the exchange that runs on it.
-pub(crate) struct Lanes<L> {
-    lanes: Vec<Mutex<Lane<L>>>,
+/// All lanes of a transport, with a content of type `C` each. A lane is locked by the exchange that runs on it.
+pub(crate) struct Lanes<C> {
+    lanes: Vec<Mutex<Lane<C>>>,
 }
 
-/// The links of one lane, by peer; this rank's own place is empty.
-pub(crate) struct Lane<L> {
-    pub(crate) links: Vec<Option<L>>,
+/// One lane.
+pub(crate) struct Lane<C> {
+    pub(crate) content: C,
+    /// How its exchanges wait.
+    pub(crate) spinner: Spinner,
     state: State,
 }
 
@@ -25,24 +29,34 @@ enum State {
     Closed,
 }
 
-impl<L> Lanes<L> {
-    /// From links in the order `[lane][peer]`.
-    pub(crate) fn new(links: Vec<Vec<Option<L>>>) -> Self {
-        Lanes { lanes: links.into_iter().map(|links| Mutex::new(Lane { links, state: State::Open })).collect() }
+impl<C> Lanes<C> {
+    pub(crate) fn new(contents: Vec<C>, spinner: &Spinner) -> Self {
+        let lane = |content| Mutex::new(Lane { content, spinner: spinner.clone(), state: State::Open });
+        Lanes { lanes: contents.into_iter().map(lane).collect() }
     }
 
     /// Locks a lane that is fit for use. `lane` is below the number of lanes.
-    pub(crate) async fn lock(&self, core: &Core, lane: usize, deadline: Deadline) -> Result<MutexGuard<'_, Lane<L>>> {
+    pub(crate) fn lock(&self, core: &Core, lane: usize, deadline: Deadline) -> Result<MutexGuard<'_, Lane<C>>> {
         let Some(mutex) = self.lanes.get(lane) else {
             return Err(Error::invalid(format!("lane {lane} of {}", self.lanes.len())));
         };
-        let guard = match mutex.try_lock() {
-            Ok(guard) => guard,
-            Err(_) => {
-                let mut waiting = pin!(async { Ok(mutex.lock().await) });
-                let operation = || format!("waiting for another exchange on lane {lane}");
-                core.bounded(operation, deadline, &mut waiting, |_| Vec::new()).await?
+        let guard = loop {
+            match mutex.try_lock() {
+                Ok(guard) => break guard,
+                Err(TryLockError::Poisoned(_)) => {
+                    return Err(Error::Internal(format!("an exchange on lane {lane} has panicked")));
+                }
+                Err(TryLockError::WouldBlock) => {}
             }
+            // Callers run one exchange at a time on a lane; whoever does not, waits without haste.
+            if let Some(error) = core.aborted() {
+                return Err(error);
+            }
+            if deadline.has_passed() {
+                let operation = format!("waiting for another exchange on lane {lane}");
+                return Err(core.timeout(operation, deadline, Vec::new()));
+            }
+            thread::sleep(Duration::from_micros(200));
         };
         match &guard.state {
             State::Open => Ok(guard),
@@ -50,36 +64,24 @@ impl<L> Lanes<L> {
             State::Closed => Err(Error::invalid(format!("rank {}: the transport has been closed already", core.rank))),
         }
     }
+
+    /// Locks all lanes, in order.
+    pub(crate) fn lock_all(&self, core: &Core, deadline: Deadline) -> Result<Vec<MutexGuard<'_, Lane<C>>>> {
+        (0..self.lanes.len()).map(|lane| self.lock(core, lane, deadline)).collect()
+    }
 }
 
-impl<L> Lane<L> {
-    /// Notes how an exchange ended.
-    pub(crate) fn settle(&mut self, outcome: Result<()>) -> Result<()> {
-        if let Err(error) = &outcome {
-            self.fail(error);
+impl<C> Lane<C> {
+    /// Notes how an exchange ended: after an error nothing goes over this lane any more, for its messages may have been cut
+    /// anywhere.
+    pub(crate) fn settle(&mut self, outcome: &Result<()>) {
+        if let Err(error) = outcome {
+            self.state = State::Failed(error.clone());
         }
-        outcome
     }
 
-    /// Nothing goes over this lane any more: its messages may have been cut anywhere.
-    pub(crate) fn fail(&mut self, error: &Error) {
-        self.state = State::Failed(error.clone());
-    }
-
-    /// Ends the connections.
+    /// Refuses every later exchange.
     pub(crate) fn close(&mut self) {
-        self.links.clear();
         self.state = State::Closed;
     }
-}
-
-/// The sinks of an exchange by peer. The peers have been checked.
-pub(crate) fn sinks_by_peer<'s>(world_size: usize, incoming: &'s mut [Incoming<'_>]) -> Vec<Option<&'s mut dyn Sink>> {
-    let mut sinks: Vec<Option<&'s mut dyn Sink>> = (0..world_size).map(|_| None).collect();
-    for message in incoming {
-        if let Some(slot) = sinks.get_mut(message.peer) {
-            *slot = Some(&mut *message.sink);
-        }
-    }
-    sinks
 }

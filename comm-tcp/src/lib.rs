@@ -88,7 +88,10 @@
 #![forbid(unsafe_code)]
 
 mod auth;
+mod connecting;
+mod core;
 mod door;
+mod fault;
 mod lanes;
 mod options;
 mod raw;

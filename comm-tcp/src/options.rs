@@ -2,7 +2,7 @@
 
 use std::net::{IpAddr, Ipv4Addr};
 
-use comm_core::{Error, Result};
+use comm_core::{Error, Result, Waiting};
 
 /// Settings of both transports of this crate. All ranks must use the same `lanes`, `window`, `segment` and `gate`;
 /// connecting fails with [`Error::Rendezvous`] otherwise.
@@ -21,6 +21,8 @@ pub struct TcpOptions {
     /// on every socket. ZeroMQ: on accepted sockets only, for the crate `zeromq` keeps those it dials to itself; set the route
     /// (`ip route … congctl NAME`) to reach both. Default: `None`.
     pub congestion: Option<String>,
+    /// What a rank does while an exchange waits. Ranks may differ in it. Default: [`Waiting::Adaptive`].
+    pub waiting: Waiting,
     /// ZeroMQ only: whether a gate stands between the network and the crate's parser (see the [crate](crate)
     /// documentation). Without it anybody who can reach the port can end this process while it connects. Default: true.
     pub gate: bool,
@@ -37,6 +39,7 @@ impl Default for TcpOptions {
             bind: IpAddr::V4(Ipv4Addr::LOCALHOST),
             lanes: 2,
             congestion: None,
+            waiting: Waiting::default(),
             gate: true,
             window: 8 << 20,
             segment: 256 << 10,

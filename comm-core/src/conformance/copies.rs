@@ -16,9 +16,14 @@ pub(super) fn add(cases: &mut Vec<Case>) {
     add_type::<f64>(cases);
     add_type::<f16>(cases);
     add_type::<bf16>(cases);
+    add_type::<i8>(cases);
+    add_type::<i16>(cases);
     add_type::<i32>(cases);
     add_type::<i64>(cases);
     add_type::<u8>(cases);
+    add_type::<u16>(cases);
+    add_type::<u32>(cases);
+    add_type::<u64>(cases);
     cases.push(Case::shared("conveniences/slices", 1, conveniences));
 }
 

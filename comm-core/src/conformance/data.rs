@@ -15,8 +15,20 @@ const PERIOD: usize = 2039;
 pub(super) trait Sample: Element {
     /// A value from 64 random bits. Sums over `ranks` such values, and their means, are exact.
     fn sample(bits: u64, ranks: usize) -> Self;
-    /// What the reduction of these values, one of each rank, must be.
+    /// A value whose product over ranks is exact in any order.
+    fn factor(bits: u64, ranks: usize) -> Self;
+    /// What the reduction of these values, one of each rank in rank order, must be.
     fn reduced(op: ReduceOp, values: &[Self]) -> Self;
+}
+
+/// The reductions that are tried: every one without a parameter, and a sum in which each rank has a factor of its own.
+pub(super) fn reductions(rank: usize) -> impl Iterator<Item = ReduceOp> {
+    ReduceOp::ALL.into_iter().chain([ReduceOp::scaled_sum(factor_of(rank))])
+}
+
+/// Whole, and a power of two or −1, so that products are exact.
+fn factor_of(rank: usize) -> f64 {
+    [2.0, -1.0, 4.0][rank % 3]
 }
 
 macro_rules! float {
@@ -29,10 +41,18 @@ macro_rules! float {
                 $from((whole * ranks as i64) as f64)
             }
 
+            fn factor(bits: u64, ranks: usize) -> Self {
+                // With many ranks the exponents could add up to more than 16 bits hold.
+                let magnitude = if ranks > 12 { 1.0 } else { [1.0, 2.0, 0.5][(bits / 2 % 3) as usize] };
+                $from(if bits % 2 == 0 { magnitude } else { -magnitude })
+            }
+
             fn reduced(op: ReduceOp, values: &[Self]) -> Self {
                 let values = values.iter().map(|value| $to(*value));
                 let ranks = values.len() as f64;
                 $from(match op {
+                    ReduceOp::Prod => values.product(),
+                    ReduceOp::ScaledSum(_) => values.enumerate().map(|(rank, value)| value * factor_of(rank)).sum(),
                     ReduceOp::Sum => values.sum(),
                     ReduceOp::Mean => values.sum::<f64>() / ranks,
                     ReduceOp::Min => values.fold(f64::INFINITY, f64::min),
@@ -56,9 +76,17 @@ macro_rules! integer {
                 bits as $type
             }
 
+            fn factor(bits: u64, _ranks: usize) -> Self {
+                bits as $type
+            }
+
             fn reduced(op: ReduceOp, values: &[Self]) -> Self {
                 let sum = || values.iter().fold(0, |sum: $type, value| sum.wrapping_add(*value));
                 match op {
+                    ReduceOp::Prod => values.iter().fold(1, |product: $type, value| product.wrapping_mul(*value)),
+                    ReduceOp::ScaledSum(_) => values.iter().enumerate().fold(0, |sum: $type, (rank, value)| {
+                        sum.wrapping_add(value.wrapping_mul(factor_of(rank) as i64 as $type))
+                    }),
                     ReduceOp::Sum => sum(),
                     ReduceOp::Mean => (i128::from(sum()) / values.len() as i128) as $type,
                     ReduceOp::Min => values.iter().copied().min().unwrap_or(0),
@@ -69,9 +97,14 @@ macro_rules! integer {
     };
 }
 
+integer!(i8);
+integer!(i16);
 integer!(i32);
 integer!(i64);
 integer!(u8);
+integer!(u16);
+integer!(u32);
+integer!(u64);
 
 /// An endless sequence of values, the same on every rank that asks for the same one.
 #[derive(Clone, Debug)]
@@ -82,17 +115,31 @@ pub(super) struct Pattern<T> {
 impl<T: Sample> Pattern<T> {
     /// What `rank` of `ranks` contributes. Different for every rank and seed.
     pub(super) fn of_rank(seed: u64, rank: usize, ranks: usize) -> Self {
+        Pattern::of_bits(seed, rank, |bits| T::sample(bits, ranks))
+    }
+
+    /// What `rank` of `ranks` contributes to a reduction that `op` then does exactly.
+    pub(super) fn contribution(seed: u64, op: ReduceOp, rank: usize, ranks: usize) -> Self {
+        Pattern::of_bits(seed, rank, |bits| match op {
+            ReduceOp::Prod => T::factor(bits, ranks),
+            // Room for the factors.
+            ReduceOp::ScaledSum(_) => T::sample(bits, 4 * ranks),
+            _ => T::sample(bits, ranks),
+        })
+    }
+
+    fn of_bits(seed: u64, rank: usize, value: impl Fn(u64) -> T) -> Self {
         let mut state = mix(seed ^ mix(rank as u64 + 1));
         let mut next = || {
             state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
             mix(state)
         };
-        Pattern { values: (0..PERIOD).map(|_| T::sample(next(), ranks)).collect() }
+        Pattern { values: (0..PERIOD).map(|_| value(next())).collect() }
     }
 
     /// The reduction of what all `ranks` contribute.
     pub(super) fn reduction(seed: u64, op: ReduceOp, ranks: usize) -> Self {
-        let of_ranks: Vec<Pattern<T>> = (0..ranks).map(|rank| Pattern::of_rank(seed, rank, ranks)).collect();
+        let of_ranks: Vec<Pattern<T>> = (0..ranks).map(|rank| Pattern::contribution(seed, op, rank, ranks)).collect();
         let reduce = |index| {
             let values: Vec<T> = of_ranks.iter().map(|pattern| pattern.values[index]).collect();
             T::reduced(op, &values)

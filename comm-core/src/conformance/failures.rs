@@ -187,7 +187,8 @@ fn timeout_within(
         return late(communicator);
     }
     let began = Instant::now();
-    let call = Call { op, buffer: Buffer::from_vec(vec![1f32; count]), lane: 0, timeout: Some(SHORT), mode };
+    let buffer = Buffer::from_vec(vec![1f32; count]);
+    let call = Call { mode, ..Call::blocking(op, buffer).with_timeout(SHORT) };
     let error = failure(within.start(call).wait())?;
     check_timeout(&error, SHORT)?;
     on_time(began)?;
@@ -218,9 +219,8 @@ fn queued(communicator: &Arc<dyn Communicator>) -> CaseResult {
     let mut handles = Vec::new();
     for index in 0..5 {
         let buffer = Buffer::from_vec(vec![1f32; 10_007]);
-        let timeout = Some(if index == 0 { SHORT } else { PATIENCE });
-        let op = Op::AllReduce(SUM);
-        handles.push(communicator.start(Call { op, buffer, lane: 0, timeout, mode: Mode::Background }));
+        let timeout = if index == 0 { SHORT } else { PATIENCE };
+        handles.push(communicator.start(Call::background(Op::AllReduce(SUM), buffer, 0).with_timeout(timeout)));
     }
     for handle in handles {
         check_timeout(&failure(handle.wait())?, SHORT)?;

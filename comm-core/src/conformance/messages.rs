@@ -18,9 +18,14 @@ pub(super) fn add(cases: &mut Vec<Case>) {
     add_type::<f64>(cases);
     add_type::<f16>(cases);
     add_type::<bf16>(cases);
+    add_type::<i8>(cases);
+    add_type::<i16>(cases);
     add_type::<i32>(cases);
     add_type::<i64>(cases);
     add_type::<u8>(cases);
+    add_type::<u16>(cases);
+    add_type::<u32>(cases);
+    add_type::<u64>(cases);
     cases.push(Case::shared("send_recv/both_directions_at_once", 2, both_directions));
     cases.push(Case::shared("send_recv/many_in_order", 2, many_in_order));
     cases.push(Case::shared("send_recv/all_to_one", 2, all_to_one));

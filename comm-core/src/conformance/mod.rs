@@ -16,6 +16,7 @@
 //! The cases are what [`Op`] and [`Communicator`] promise; a backend that cannot do something says
 //! [`Error::Unsupported`], which shows as an ignored case with its reason.
 
+mod algorithms;
 mod arguments;
 mod asynchronous;
 mod copies;
@@ -27,6 +28,7 @@ mod messages;
 mod processes;
 
 mod reductions;
+mod shapes;
 mod splits;
 #[cfg(feature = "conformance-main")]
 mod suite;
@@ -77,6 +79,8 @@ pub fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     reductions::add(&mut cases);
     copies::add(&mut cases);
+    shapes::add(&mut cases);
+    algorithms::add(&mut cases);
     messages::add(&mut cases);
     asynchronous::add(&mut cases);
     splits::add(&mut cases);
@@ -152,7 +156,7 @@ enum Way {
 const WAYS: [Way; 2] = [Way::Blocking, Way::Background];
 
 fn call(op: Op, buffer: Buffer, lane: usize, mode: Mode) -> Call {
-    Call { op, buffer, lane, timeout: Some(PATIENCE), mode }
+    Call { mode, ..Call::blocking(op, buffer).on_lane(lane).with_timeout(PATIENCE) }
 }
 
 /// Runs `op` to its end.
@@ -162,6 +166,13 @@ fn run<T: Element>(communicator: &Arc<dyn Communicator>, op: Op, values: Vec<T>,
         Way::Background => call(op, Buffer::from_vec(values), communicator.lanes() - 1, Mode::Background),
     };
     Ok(communicator.start(call).wait()?.buffer.into_vec()?)
+}
+
+/// Runs a call to its end, both buffers given back.
+fn run_call<T: Element>(communicator: &Arc<dyn Communicator>, call: Call) -> Step<(Vec<T>, Option<Vec<T>>)> {
+    let done = communicator.start(call.with_timeout(PATIENCE)).wait()?;
+    let input = done.input.map(Buffer::into_vec::<T>).transpose()?;
+    Ok((done.buffer.into_vec()?, input))
 }
 
 type Step<T> = Result<T, Stop>;

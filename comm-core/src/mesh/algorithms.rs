@@ -1,65 +1,188 @@
-//! The collective algorithms, once for every byte transport.
-//!
-//! Names as in Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005). Which
-//! one runs is [`crate::table`]'s choice, which both sides find in the header.
+//! The collective algorithms, once for every byte transport. Which one runs is the [table](crate::table)'s choice or the caller's,
+//! and both sides of a message find it in the header.
 
 use std::ops::Range;
 
-use crate::buffer::HostBuffer;
 use crate::dtype::{DType, ReduceOp};
-use crate::error::Result;
-use crate::op::{Algorithm, Op, shard_range};
-use crate::reduce::{finish_mean, reduce_in_rank_order};
-use crate::table::{tree_children, tree_parent};
+use crate::error::{Error, Result};
+use crate::op::{Algorithm, Counts, Op, shard_range};
+use crate::reduce::{finish_mean, reduce_in_rank_order, scale};
+use crate::table::{supports, tree_children, tree_parent};
 
 use super::round::{Receive, Rounds, Send};
+use super::scratch::Scratch;
 
-/// Runs `op` on `buffer`, whose length the caller has checked.
-pub(super) fn run(op: &Op, rounds: &mut Rounds<'_>, buffer: &mut HostBuffer) -> Result<()> {
-    if rounds.ranks() == 1 {
-        return Ok(());
+/// What an operation works on, and with.
+pub(super) struct Data<'a> {
+    /// The buffer; in place, it holds what goes in.
+    pub(super) bytes: &'a mut [u8],
+    /// What goes in, out of place.
+    pub(super) input: Option<&'a [u8]>,
+    pub(super) counts: Option<&'a Counts>,
+    pub(super) scratch: &'a mut Scratch,
+    /// Most bytes of a message in a ring.
+    pub(super) piece: usize,
+}
+
+/// Runs `op`, whose arguments have been checked.
+pub(super) fn run(op: &Op, rounds: &mut Rounds<'_>, data: Data<'_>) -> Result<()> {
+    let header = *rounds.header();
+    let algorithm = header.algorithm;
+    if !supports(algorithm, header.kind, header.dtype, rounds.ranks()) {
+        return Err(Error::invalid(format!(
+            "the algorithm {algorithm} cannot run {} of {} on {} ranks",
+            header.kind,
+            header.dtype,
+            rounds.ranks()
+        )));
     }
-    let layout = Layout { dtype: buffer.dtype(), count: rounds.header().count as usize, ranks: rounds.ranks() };
-    let algorithm = rounds.header().algorithm;
-    let bytes = buffer.bytes_mut();
-    match (*op, algorithm) {
-        (Op::AllReduce(op), Algorithm::Direct) => direct_all_reduce(rounds, layout, op, bytes),
-        (Op::AllReduce(op), Algorithm::Sharded) => {
-            sharded_reduce_scatter(rounds, layout, op, bytes)?;
-            direct_all_gather(rounds, layout, 1, bytes)
+    let Data { bytes, input, counts, scratch, piece } = data;
+    let offsets = counts.map(|counts| offsets(counts.send()));
+    let layout = Layout {
+        dtype: header.dtype,
+        count: header.count as usize,
+        ranks: rounds.ranks(),
+        offsets: offsets.as_deref(),
+        piece: piece.max(1),
+    };
+    let rank = rounds.rank;
+    match *op {
+        Op::AllReduce(reduce) => {
+            if let Some(input) = input {
+                bytes.copy_from_slice(input);
+            }
+            all_reduce(rounds, layout, algorithm, weighted(layout, reduce, bytes), bytes, scratch)
         }
-        (Op::AllReduce(op), _) => {
-            ring_reduce_scatter(rounds, layout, op, bytes)?;
-            ring_all_gather(rounds, layout, layout.ranks - 1, bytes)
+        Op::ReduceScatter(reduce) => match input {
+            None => {
+                let reduce = weighted(layout, reduce, bytes);
+                reduce_scatter(rounds, layout, algorithm, reduce, bytes, scratch)
+            }
+            Some(input) => {
+                // Both need memory of their own, and the inbox is the smaller.
+                let mut inbox = Scratch::default();
+                let whole = scratch.copy_of(input);
+                let reduce = weighted(layout, reduce, whole);
+                reduce_scatter(rounds, layout, algorithm, reduce, whole, &mut inbox)?;
+                bytes.copy_from_slice(&whole[layout.shard(rank)]);
+                Ok(())
+            }
+        },
+        Op::AllGather => {
+            if let Some(input) = input {
+                bytes[layout.shard(rank)].copy_from_slice(input);
+            }
+            match algorithm {
+                Algorithm::Direct => direct_all_gather(rounds, layout, 0, bytes),
+                _ => ring(rounds, layout, None, Phases::Gather, 0, bytes),
+            }
         }
-        (Op::ReduceScatter(op), Algorithm::Sharded) => sharded_reduce_scatter(rounds, layout, op, bytes),
-        (Op::ReduceScatter(op), _) => ring_reduce_scatter(rounds, layout, op, bytes),
-        (Op::AllGather, Algorithm::Direct) => direct_all_gather(rounds, layout, 0, bytes),
-        (Op::AllGather, _) => ring_all_gather(rounds, layout, 0, bytes),
-        (Op::Reduce { root, op }, Algorithm::Direct) => direct_reduce(rounds, layout, root, op, bytes),
-        (Op::Reduce { root, op }, algorithm) => scatter_reduce(rounds, layout, algorithm, root, op, bytes),
-        (Op::Broadcast { root }, _) => tree_broadcast(rounds, root, bytes),
-        (Op::Scatter { root, .. }, _) => scatter(rounds, layout, root, bytes),
-        (Op::Gather { root, .. }, _) => gather(rounds, layout, 0, root, bytes),
-        (Op::Barrier, _) => barrier(rounds),
-        (Op::Send { to }, _) => rounds.exchange(0, &[Send { to, bytes }], Vec::new()),
-        (Op::Recv { from }, _) => rounds.exchange(0, &[], vec![Receive { from, into: bytes, reduce: None }]),
+        Op::Reduce { root, op } if rank == root => {
+            if let Some(input) = input {
+                bytes.copy_from_slice(input);
+            }
+            let op = weighted(layout, op, bytes);
+            match algorithm {
+                Algorithm::Direct => direct_reduce(rounds, layout, root, op, bytes, scratch),
+                _ => {
+                    reduce_scatter(rounds, layout, algorithm, op, bytes, scratch)?;
+                    gather_in(rounds, layout, layout.ranks * layout.pieces(), root, bytes)
+                }
+            }
+        }
+        Op::Reduce { root, op } => {
+            let mine = input.unwrap_or(bytes);
+            if algorithm == Algorithm::Direct && !matches!(op, ReduceOp::ScaledSum(_)) {
+                return rounds.exchange(0, &[Send { to: root, bytes: mine }], &mut []);
+            }
+            let mut inbox = Scratch::default();
+            let work = scratch.copy_of(mine);
+            let op = weighted(layout, op, work);
+            if algorithm == Algorithm::Direct {
+                return rounds.exchange(0, &[Send { to: root, bytes: work }], &mut []);
+            }
+            reduce_scatter(rounds, layout, algorithm, op, work, &mut inbox)?;
+            let step = layout.ranks * layout.pieces();
+            rounds.exchange(step, &[Send { to: root, bytes: &work[layout.shard(rank)] }], &mut [])
+        }
+        Op::Broadcast { root } => {
+            if let Some(input) = input {
+                bytes.copy_from_slice(input);
+            }
+            match algorithm {
+                Algorithm::Tree => tree_broadcast(rounds, root, bytes),
+                _ => scatter_all_gather(rounds, layout, root, bytes),
+            }
+        }
+        Op::Scatter { root, .. } if rank == root => {
+            let whole = input.unwrap_or(bytes);
+            let sends: Vec<Send<'_>> =
+                layout.others(rank).map(|to| Send { to, bytes: &whole[layout.shard(to)] }).collect();
+            rounds.exchange(0, &sends, &mut [])?;
+            if let Some(input) = input {
+                bytes.copy_from_slice(&input[layout.shard(rank)]);
+            }
+            Ok(())
+        }
+        Op::Scatter { root, .. } => rounds.exchange(0, &[], &mut [Receive { from: root, into: bytes, reduce: None }]),
+        Op::Gather { root, .. } if rank == root => {
+            if let Some(input) = input {
+                bytes[layout.shard(rank)].copy_from_slice(input);
+            }
+            gather_in(rounds, layout, 0, root, bytes)
+        }
+        Op::Gather { root, .. } => rounds.exchange(0, &[Send { to: root, bytes: input.unwrap_or(bytes) }], &mut []),
+        Op::AllToAll => all_to_all(rounds, layout, counts, input, bytes, scratch),
+        Op::Barrier => barrier(rounds),
+        Op::Send { to } => rounds.exchange(0, &[Send { to, bytes: input.unwrap_or(bytes) }], &mut []),
+        Op::Recv { from } => rounds.exchange(0, &[], &mut [Receive { from, into: bytes, reduce: None }]),
     }
 }
 
 /// How a whole lies in its shards.
 #[derive(Clone, Copy)]
-struct Layout {
+struct Layout<'a> {
     dtype: DType,
     count: usize,
     ranks: usize,
+    /// Where each shard begins, in elements, and where the last one ends; `None` for even shards.
+    offsets: Option<&'a [usize]>,
+    /// Most bytes of a message in a ring.
+    piece: usize,
 }
 
-impl Layout {
+impl Layout<'_> {
     /// Bytes of shard `index` (modulo the number of ranks).
     fn shard(self, index: usize) -> Range<usize> {
-        let range = shard_range(self.count, self.ranks, index % self.ranks);
-        range.start * self.dtype.size()..range.end * self.dtype.size()
+        let (index, size) = (index % self.ranks, self.dtype.size());
+        let range = match self.offsets {
+            Some(offsets) => offsets[index]..offsets[index + 1],
+            None => shard_range(self.count, self.ranks, index),
+        };
+        range.start * size..range.end * size
+    }
+
+    /// Bytes of the part of shard `index` that travels as its piece number `piece`, maybe none.
+    fn part(self, index: usize, piece: usize) -> Range<usize> {
+        let shard = self.shard(index);
+        let length = self.piece_bytes();
+        let start = shard.start + (piece * length).min(shard.len());
+        start..(start + length).min(shard.end)
+    }
+
+    /// Pieces of the longest shard, at least one.
+    fn pieces(self) -> usize {
+        let longest = match self.offsets {
+            Some(_) => (0..self.ranks).map(|index| self.shard(index).len()).max().unwrap_or(0),
+            None => self.shard(0).len(),
+        };
+        longest.div_ceil(self.piece_bytes()).max(1)
+    }
+
+    /// Whole elements.
+    fn piece_bytes(self) -> usize {
+        let size = self.dtype.size();
+        (self.piece / size).max(1) * size
     }
 
     fn others(self, rank: usize) -> impl Iterator<Item = usize> {
@@ -67,58 +190,146 @@ impl Layout {
     }
 }
 
-/// Rank r sends shard r−1, then each shard it has just reduced, to its right; after N−1 rounds shard r is complete at rank r.
-/// Shard s is summed in the order s+1, s+2, …, s.
-fn ring_reduce_scatter(rounds: &mut Rounds<'_>, layout: Layout, op: ReduceOp, bytes: &mut [u8]) -> Result<()> {
+/// Where shards of these lengths begin, and where the last one ends.
+fn offsets(counts: &[usize]) -> Vec<usize> {
+    let mut next = 0;
+    let mut offsets = vec![0];
+    offsets.extend(counts.iter().map(|count| {
+        next += count;
+        next
+    }));
+    offsets
+}
+
+/// Multiplies this rank's contribution by its factor, if it has one, which leaves a sum.
+fn weighted(layout: Layout<'_>, op: ReduceOp, contribution: &mut [u8]) -> ReduceOp {
+    let ReduceOp::ScaledSum(factor) = op else { return op };
+    scale(layout.dtype, factor, contribution);
+    ReduceOp::Sum
+}
+
+fn all_reduce(
+    rounds: &mut Rounds<'_>,
+    layout: Layout<'_>,
+    algorithm: Algorithm,
+    op: ReduceOp,
+    bytes: &mut [u8],
+    scratch: &mut Scratch,
+) -> Result<()> {
+    match algorithm {
+        Algorithm::Direct => direct_all_reduce(rounds, layout, op, bytes, scratch),
+        Algorithm::Sharded => {
+            sharded_reduce_scatter(rounds, layout, op, bytes, scratch)?;
+            direct_all_gather(rounds, layout, 1, bytes)
+        }
+        Algorithm::RecursiveDoubling => recursive_doubling(rounds, layout, op, bytes, scratch),
+        Algorithm::HalvingDoubling => halving_doubling(rounds, layout, op, bytes),
+        _ => ring(rounds, layout, Some(op), Phases::Both, 0, bytes),
+    }
+}
+
+fn reduce_scatter(
+    rounds: &mut Rounds<'_>,
+    layout: Layout<'_>,
+    algorithm: Algorithm,
+    op: ReduceOp,
+    bytes: &mut [u8],
+    scratch: &mut Scratch,
+) -> Result<()> {
+    match algorithm {
+        Algorithm::Sharded => sharded_reduce_scatter(rounds, layout, op, bytes, scratch),
+        _ => ring(rounds, layout, Some(op), Phases::Reduce, 0, bytes),
+    }
+}
+
+/// What a ring does.
+#[derive(Clone, Copy, PartialEq)]
+enum Phases {
+    Reduce,
+    Gather,
+    Both,
+}
+
+/// Shards travel around the ring. To reduce-scatter, rank r sends shard r−1, then each shard that it has just reduced, to its
+/// right; after N−1 steps shard r is complete at rank r, summed in the order r+1, r+2, …, r. To all-gather, rank r sends shard r,
+/// then each shard that it has just received.
+///
+/// Shards are cut into pieces, and step k of a piece follows step k−1 of it only after one step of each of the pieces before
+/// and after it: neighbours may be so much apart before one waits for the other, and what was reduced is sent on while it is in
+/// cache.
+fn ring(
+    rounds: &mut Rounds<'_>,
+    layout: Layout<'_>,
+    reduce: Option<ReduceOp>,
+    phases: Phases,
+    first_step: usize,
+    bytes: &mut [u8],
+) -> Result<()> {
     let (rank, ranks) = (rounds.rank, layout.ranks);
     let (left, right) = ((rank + ranks - 1) % ranks, (rank + 1) % ranks);
-    for step in 0..ranks - 1 {
-        let (out, into) =
-            two_ranges(bytes, layout.shard(rank + 2 * ranks - step - 1), layout.shard(rank + 2 * ranks - step - 2));
-        let receive = Receive { from: left, into, reduce: Some((layout.dtype, op)) };
-        rounds.exchange(step, &[Send { to: right, bytes: out }], vec![receive])?;
-    }
-    if op == ReduceOp::Mean {
-        finish_mean(layout.dtype, &mut bytes[layout.shard(rank)], ranks);
+    let reducing = if phases == Phases::Gather { 0 } else { ranks - 1 };
+    let steps = if phases == Phases::Both { 2 * (ranks - 1) } else { ranks - 1 };
+    let pieces = layout.pieces();
+    for turn in 0..pieces + steps.saturating_sub(1) {
+        for step in 0..steps {
+            let Some(piece) = turn.checked_sub(step).filter(|piece| *piece < pieces) else { continue };
+            // From the first gathering step on, rank r holds shard r, r−1, … complete.
+            let sent = if step < reducing { rank + 2 * ranks - step - 1 } else { rank + ranks - (step - reducing) };
+            let (out, into) = two_ranges(bytes, layout.part(sent, piece), layout.part(sent + ranks - 1, piece));
+            let reduce = if step < reducing { reduce.map(|op| (layout.dtype, op)) } else { None };
+            let send = Send { to: right, bytes: out };
+            let receive = Receive { from: left, into, reduce };
+            let number = first_step + turn * steps + step;
+            // Unequal shards may have unequal numbers of pieces; both ends know which are empty.
+            match (send.bytes.is_empty() && piece > 0, receive.into.is_empty() && piece > 0) {
+                (true, true) => {}
+                (false, true) => rounds.exchange(number, &[send], &mut [])?,
+                (true, false) => rounds.exchange(number, &[], &mut [receive])?,
+                (false, false) => rounds.exchange(number, &[send], &mut [receive])?,
+            }
+            if step + 1 == reducing && reduce.is_some_and(|(_, op)| op == ReduceOp::Mean) {
+                finish_mean(layout.dtype, &mut bytes[layout.part(rank, piece)], ranks);
+            }
+        }
     }
     Ok(())
 }
 
-/// Rank r sends shard r, then each shard it has just received, to its right.
-fn ring_all_gather(rounds: &mut Rounds<'_>, layout: Layout, first_step: usize, bytes: &mut [u8]) -> Result<()> {
-    let (rank, ranks) = (rounds.rank, layout.ranks);
-    let (left, right) = ((rank + ranks - 1) % ranks, (rank + 1) % ranks);
-    for step in 0..ranks - 1 {
-        let (out, into) = two_ranges(bytes, layout.shard(rank + ranks - step), layout.shard(rank + ranks - step - 1));
-        let receive = Receive { from: left, into, reduce: None };
-        rounds.exchange(first_step + step, &[Send { to: right, bytes: out }], vec![receive])?;
-    }
-    Ok(())
-}
-
-/// Everyone sends everything to everyone and reduces it in rank order.
-fn direct_all_reduce(rounds: &mut Rounds<'_>, layout: Layout, op: ReduceOp, bytes: &mut [u8]) -> Result<()> {
+/// Everyone sends everything to everyone, and reduces in rank order.
+fn direct_all_reduce(
+    rounds: &mut Rounds<'_>,
+    layout: Layout<'_>,
+    op: ReduceOp,
+    bytes: &mut [u8],
+    scratch: &mut Scratch,
+) -> Result<()> {
     let rank = rounds.rank;
-    let mut inbox = vec![0u8; bytes.len() * (layout.ranks - 1)];
+    let inbox = scratch.bytes(bytes.len() * (layout.ranks - 1));
     let sends: Vec<Send<'_>> = layout.others(rank).map(|to| Send { to, bytes }).collect();
-    rounds.exchange(0, &sends, receives(&mut inbox, layout.others(rank).map(|from| (from, bytes.len()))))?;
-    reduce_with_inbox(layout, op, rank, &inbox, bytes);
+    rounds.exchange(0, &sends, &mut receives(inbox, layout.others(rank).map(|from| (from, bytes.len()))))?;
+    reduce_with_inbox(layout, op, rank, inbox, bytes);
     Ok(())
 }
 
-/// Everyone sends shard r to rank r, which reduces what it gets in rank order.
-fn sharded_reduce_scatter(rounds: &mut Rounds<'_>, layout: Layout, op: ReduceOp, bytes: &mut [u8]) -> Result<()> {
+/// Rank r collects shard r from everyone and reduces it in rank order.
+fn sharded_reduce_scatter(
+    rounds: &mut Rounds<'_>,
+    layout: Layout<'_>,
+    op: ReduceOp,
+    bytes: &mut [u8],
+    scratch: &mut Scratch,
+) -> Result<()> {
     let rank = rounds.rank;
     let own = layout.shard(rank);
-    let mut inbox = vec![0u8; own.len() * (layout.ranks - 1)];
+    let inbox = scratch.bytes(own.len() * (layout.ranks - 1));
     let sends: Vec<Send<'_>> = layout.others(rank).map(|to| Send { to, bytes: &bytes[layout.shard(to)] }).collect();
-    rounds.exchange(0, &sends, receives(&mut inbox, layout.others(rank).map(|from| (from, own.len()))))?;
-    reduce_with_inbox(layout, op, rank, &inbox, &mut bytes[own]);
+    rounds.exchange(0, &sends, &mut receives(inbox, layout.others(rank).map(|from| (from, own.len()))))?;
+    reduce_with_inbox(layout, op, rank, inbox, &mut bytes[own]);
     Ok(())
 }
 
 /// Everyone sends its own shard to everyone.
-fn direct_all_gather(rounds: &mut Rounds<'_>, layout: Layout, step: usize, bytes: &mut [u8]) -> Result<()> {
+fn direct_all_gather(rounds: &mut Rounds<'_>, layout: Layout<'_>, step: usize, bytes: &mut [u8]) -> Result<()> {
     let rank = rounds.rank;
     let own = layout.shard(rank);
     let (before, rest) = bytes.split_at_mut(own.start);
@@ -127,80 +338,159 @@ fn direct_all_gather(rounds: &mut Rounds<'_>, layout: Layout, step: usize, bytes
     let sends: Vec<Send<'_>> = layout.others(rank).map(|to| Send { to, bytes: own }).collect();
     let mut all = receives(before, (0..rank).map(|from| (from, layout.shard(from).len())));
     all.extend(receives(after, (rank + 1..layout.ranks).map(|from| (from, layout.shard(from).len()))));
-    rounds.exchange(step, &sends, all)
+    rounds.exchange(step, &sends, &mut all)
 }
 
-/// Everyone sends everything to the root, which reduces it in rank order.
-fn direct_reduce(rounds: &mut Rounds<'_>, layout: Layout, root: usize, op: ReduceOp, bytes: &mut [u8]) -> Result<()> {
-    if rounds.rank != root {
-        return rounds.exchange(0, &[Send { to: root, bytes }], Vec::new());
-    }
-    let mut inbox = vec![0u8; bytes.len() * (layout.ranks - 1)];
-    rounds.exchange(0, &[], receives(&mut inbox, layout.others(root).map(|from| (from, bytes.len()))))?;
-    reduce_with_inbox(layout, op, root, &inbox, bytes);
-    Ok(())
-}
-
-/// Reduce-scatter, then the shards are gathered at the root. The others' buffers stay as they are.
-fn scatter_reduce(
+/// Everyone sends everything to the root, which reduces it in rank order. The root's part.
+fn direct_reduce(
     rounds: &mut Rounds<'_>,
-    layout: Layout,
-    algorithm: Algorithm,
+    layout: Layout<'_>,
     root: usize,
     op: ReduceOp,
     bytes: &mut [u8],
+    scratch: &mut Scratch,
 ) -> Result<()> {
-    let mut scratch;
-    let is_root = rounds.rank == root;
-    let work = if is_root {
-        &mut *bytes
-    } else {
-        scratch = HostBuffer::zeros(layout.dtype, layout.count);
-        scratch.bytes_mut().copy_from_slice(bytes);
-        scratch.bytes_mut()
-    };
-    if algorithm == Algorithm::Sharded {
-        sharded_reduce_scatter(rounds, layout, op, work)?;
-    } else {
-        ring_reduce_scatter(rounds, layout, op, work)?;
-    }
-    let own = layout.shard(rounds.rank);
-    if is_root {
-        gather(rounds, layout, layout.ranks, root, work)
-    } else {
-        gather(rounds, layout, layout.ranks, root, &mut work[own])
-    }
+    let inbox = scratch.bytes(bytes.len() * (layout.ranks - 1));
+    rounds.exchange(0, &[], &mut receives(inbox, layout.others(root).map(|from| (from, bytes.len()))))?;
+    reduce_with_inbox(layout, op, root, inbox, bytes);
+    Ok(())
 }
 
-/// The root passes the whole; the others pass their shard.
-fn gather(rounds: &mut Rounds<'_>, layout: Layout, step: usize, root: usize, bytes: &mut [u8]) -> Result<()> {
-    if rounds.rank != root {
-        return rounds.exchange(step, &[Send { to: root, bytes }], Vec::new());
+/// At distances 1, 2, 4, … pairs exchange and reduce all that they have.
+fn recursive_doubling(
+    rounds: &mut Rounds<'_>,
+    layout: Layout<'_>,
+    op: ReduceOp,
+    bytes: &mut [u8],
+    scratch: &mut Scratch,
+) -> Result<()> {
+    let (rank, ranks) = (rounds.rank, layout.ranks);
+    let core = 1 << ranks.ilog2();
+    let last = ranks.ilog2() as usize + 1;
+    let reduce = Some((layout.dtype, op));
+    if rank >= core {
+        let to = rank - core;
+        rounds.exchange(0, &[Send { to, bytes }], &mut [])?;
+        return rounds.exchange(last, &[], &mut [Receive { from: to, into: bytes, reduce: None }]);
     }
+    let folded = rank + core;
+    if folded < ranks {
+        rounds.exchange(0, &[], &mut [Receive { from: folded, into: bytes, reduce }])?;
+    }
+    for step in 1..last {
+        let peer = rank ^ (1 << (step - 1));
+        // What is sent must not change while the peer's part is added to it.
+        let out = scratch.copy_of(bytes);
+        let receive = Receive { from: peer, into: &mut *bytes, reduce };
+        rounds.exchange(step, &[Send { to: peer, bytes: out }], &mut [receive])?;
+    }
+    if op == ReduceOp::Mean {
+        finish_mean(layout.dtype, bytes, ranks);
+    }
+    if folded < ranks {
+        rounds.exchange(last, &[Send { to: folded, bytes }], &mut [])?;
+    }
+    Ok(())
+}
+
+/// Halves what is exchanged in each round until every rank holds its shard of the reduction, then doubles it again.
+fn halving_doubling(rounds: &mut Rounds<'_>, layout: Layout<'_>, op: ReduceOp, bytes: &mut [u8]) -> Result<()> {
+    let (rank, ranks) = (rounds.rank, layout.ranks);
+    let shards = |first: usize, number: usize| layout.shard(first).start..layout.shard(first + number - 1).end;
+    let mut distance = ranks / 2;
+    let mut step = 0;
+    while distance > 0 {
+        let peer = rank ^ distance;
+        // Of the block of 2·distance shards around both, each keeps the half that it lies in.
+        let (keep, give) = (rank / distance * distance, peer / distance * distance);
+        let (out, into) = two_ranges(bytes, shards(give, distance), shards(keep, distance));
+        let receive = Receive { from: peer, into, reduce: Some((layout.dtype, op)) };
+        rounds.exchange(step, &[Send { to: peer, bytes: out }], &mut [receive])?;
+        distance /= 2;
+        step += 1;
+    }
+    if op == ReduceOp::Mean {
+        finish_mean(layout.dtype, &mut bytes[layout.shard(rank)], ranks);
+    }
+    let mut distance = 1;
+    while distance < ranks {
+        let peer = rank ^ distance;
+        let (mine, theirs) = (rank / distance * distance, peer / distance * distance);
+        let (out, into) = two_ranges(bytes, shards(mine, distance), shards(theirs, distance));
+        let receive = Receive { from: peer, into, reduce: None };
+        rounds.exchange(step, &[Send { to: peer, bytes: out }], &mut [receive])?;
+        distance *= 2;
+        step += 1;
+    }
+    Ok(())
+}
+
+/// The root's part of a gather into the whole, where its own shard is in its place.
+fn gather_in(rounds: &mut Rounds<'_>, layout: Layout<'_>, step: usize, root: usize, bytes: &mut [u8]) -> Result<()> {
     let own = layout.shard(root);
     let (before, rest) = bytes.split_at_mut(own.start);
     let after = &mut rest[own.len()..];
     let mut all = receives(before, (0..root).map(|from| (from, layout.shard(from).len())));
     all.extend(receives(after, (root + 1..layout.ranks).map(|from| (from, layout.shard(from).len()))));
-    rounds.exchange(step, &[], all)
-}
-
-/// The root passes the whole; the others a buffer for their shard.
-fn scatter(rounds: &mut Rounds<'_>, layout: Layout, root: usize, bytes: &mut [u8]) -> Result<()> {
-    if rounds.rank != root {
-        return rounds.exchange(0, &[], vec![Receive { from: root, into: bytes, reduce: None }]);
-    }
-    let sends: Vec<Send<'_>> = layout.others(root).map(|to| Send { to, bytes: &bytes[layout.shard(to)] }).collect();
-    rounds.exchange(0, &sends, Vec::new())
+    rounds.exchange(step, &[], &mut all)
 }
 
 fn tree_broadcast(rounds: &mut Rounds<'_>, root: usize, bytes: &mut [u8]) -> Result<()> {
     if let Some(from) = tree_parent(rounds.rank, root, rounds.ranks()) {
-        rounds.exchange(0, &[], vec![Receive { from, into: &mut *bytes, reduce: None }])?;
+        rounds.exchange(0, &[], &mut [Receive { from, into: &mut *bytes, reduce: None }])?;
     }
     let sends: Vec<Send<'_>> =
         tree_children(rounds.rank, root, rounds.ranks()).into_iter().map(|to| Send { to, bytes }).collect();
-    if sends.is_empty() { Ok(()) } else { rounds.exchange(0, &sends, Vec::new()) }
+    rounds.exchange(0, &sends, &mut [])
+}
+
+/// van de Geijn's broadcast.
+fn scatter_all_gather(rounds: &mut Rounds<'_>, layout: Layout<'_>, root: usize, bytes: &mut [u8]) -> Result<()> {
+    let rank = rounds.rank;
+    if rank == root {
+        let sends: Vec<Send<'_>> = layout.others(root).map(|to| Send { to, bytes: &bytes[layout.shard(to)] }).collect();
+        rounds.exchange(0, &sends, &mut [])?;
+    } else {
+        let into = &mut bytes[layout.shard(rank)];
+        rounds.exchange(0, &[], &mut [Receive { from: root, into, reduce: None }])?;
+    }
+    ring(rounds, layout, None, Phases::Gather, 1, bytes)
+}
+
+/// Everyone sends its block for everyone directly.
+fn all_to_all(
+    rounds: &mut Rounds<'_>,
+    layout: Layout<'_>,
+    counts: Option<&Counts>,
+    input: Option<&[u8]>,
+    bytes: &mut [u8],
+    scratch: &mut Scratch,
+) -> Result<()> {
+    let (rank, size) = (rounds.rank, layout.dtype.size());
+    let out = match input {
+        Some(input) => input,
+        // Blocks that come would overwrite blocks that have not gone yet.
+        None => scratch.copy_of(bytes),
+    };
+    let received = counts.map(|counts| offsets(counts.receive()));
+    let slot = |index: usize| match &received {
+        Some(offsets) => offsets[index] * size..offsets[index + 1] * size,
+        None => layout.shard(index),
+    };
+    let own = &out[layout.shard(rank)];
+    let place = bytes.get_mut(slot(rank)).filter(|place| place.len() == own.len()).ok_or_else(|| {
+        Error::invalid(format!(
+            "all-to-all on rank {rank}: it sends itself {} elements and expects another number",
+            own.len() / size
+        ))
+    })?;
+    place.copy_from_slice(own);
+    let sends: Vec<Send<'_>> = layout.others(rank).map(|to| Send { to, bytes: &out[layout.shard(to)] }).collect();
+    let (before, rest) = bytes.split_at_mut(slot(rank).start);
+    let after = &mut rest[slot(rank).len()..];
+    let mut all = receives(before, (0..rank).map(|from| (from, slot(from).len())));
+    all.extend(receives(after, (rank + 1..layout.ranks).map(|from| (from, slot(from).len()))));
+    rounds.exchange(0, &sends, &mut all)
 }
 
 /// Dissemination: in round k every rank hears from the one 2ᵏ to its left.
@@ -211,7 +501,7 @@ fn barrier(rounds: &mut Rounds<'_>) -> Result<()> {
     while distance < ranks {
         let send = Send { to: (rank + distance) % ranks, bytes: &[] };
         let receive = Receive { from: (rank + ranks - distance) % ranks, into: &mut [], reduce: None };
-        rounds.exchange(step, &[send], vec![receive])?;
+        rounds.exchange(step, &[send], &mut [receive])?;
         distance *= 2;
         step += 1;
     }
@@ -229,14 +519,13 @@ fn receives(mut bytes: &mut [u8], from: impl Iterator<Item = (usize, usize)>) ->
 }
 
 /// Reduces `own`, this rank's contribution, with those of the other ranks, which lie in rank order in `inbox`.
-fn reduce_with_inbox(layout: Layout, op: ReduceOp, rank: usize, inbox: &[u8], own: &mut [u8]) {
-    if own.is_empty() {
-        return;
-    }
-    let mine = own.to_vec();
-    let mut contributions: Vec<&[u8]> = inbox.chunks_exact(own.len()).collect();
-    contributions.insert(rank, &mine);
-    reduce_in_rank_order(layout.dtype, op, &contributions, own);
+fn reduce_with_inbox(layout: Layout<'_>, op: ReduceOp, rank: usize, inbox: &[u8], own: &mut [u8]) {
+    let length = own.len();
+    let of_rank = |other: usize| {
+        let place = if other < rank { other } else { other.saturating_sub(1) };
+        (other != rank).then(|| &inbox[place * length..(place + 1) * length])
+    };
+    reduce_in_rank_order(layout.dtype, op, layout.ranks, of_rank, own);
 }
 
 /// Two ranges of `bytes` that do not overlap: one to read, one to write.

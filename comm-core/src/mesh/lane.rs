@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
+use super::scratch::Scratch;
 use crate::deadline::Deadline;
 
 type Job = Box<dyn FnOnce() + Send>;
@@ -13,6 +14,8 @@ type Job = Box<dyn FnOnce() + Send>;
 pub(super) struct Lane {
     shared: Arc<Shared>,
     name: String,
+    /// Of the operation that runs.
+    scratch: Mutex<Scratch>,
 }
 
 struct Shared {
@@ -26,6 +29,8 @@ struct State {
     queue: VecDeque<Job>,
     has_thread: bool,
     stopped: bool,
+    /// Threads that wait for a change: without them a change is not announced, which costs a system call.
+    waiters: usize,
 }
 
 /// The right to run on the lane, until dropped.
@@ -33,7 +38,11 @@ pub(super) struct Turn<'a>(&'a Shared);
 
 impl Lane {
     pub(super) fn new(name: String) -> Self {
-        Lane { shared: Arc::new(Shared { state: Mutex::default(), changed: Condvar::new() }), name }
+        Lane {
+            shared: Arc::new(Shared { state: Mutex::default(), changed: Condvar::new() }),
+            name,
+            scratch: Mutex::default(),
+        }
     }
 
     /// Takes the lane if nothing runs or waits on it.
@@ -44,6 +53,11 @@ impl Lane {
         }
         state.busy = true;
         Some(Turn(&self.shared))
+    }
+
+    /// The lane's memory, for the one operation that runs on it.
+    pub(super) fn scratch(&self) -> MutexGuard<'_, Scratch> {
+        self.scratch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Runs `job` on the progress thread after everything that came before.
@@ -58,8 +72,7 @@ impl Lane {
                 state.queue.clear();
             }
         }
-        drop(state);
-        self.shared.changed.notify_all();
+        self.shared.announce(state);
     }
 
     /// Waits until nothing runs or waits on the lane; false at the deadline.
@@ -70,15 +83,18 @@ impl Lane {
             if left.is_zero() {
                 return false;
             }
+            state.waiters += 1;
             state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state.waiters -= 1;
         }
         true
     }
 
     /// Ends the progress thread once its queue is empty.
     pub(super) fn stop(&self) {
-        self.shared.lock().stopped = true;
-        self.shared.changed.notify_all();
+        let mut state = self.shared.lock();
+        state.stopped = true;
+        self.shared.announce(state);
     }
 }
 
@@ -99,8 +115,18 @@ impl Shared {
             } else if state.stopped && state.queue.is_empty() {
                 return;
             } else {
+                state.waiters += 1;
                 state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state.waiters -= 1;
             }
+        }
+    }
+
+    fn announce(&self, state: MutexGuard<'_, State>) {
+        let is_awaited = state.waiters > 0;
+        drop(state);
+        if is_awaited {
+            self.changed.notify_all();
         }
     }
 
@@ -111,7 +137,8 @@ impl Shared {
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        self.0.lock().busy = false;
-        self.0.changed.notify_all();
+        let mut state = self.0.lock();
+        state.busy = false;
+        self.0.announce(state);
     }
 }

@@ -3,6 +3,7 @@
 mod algorithms;
 mod lane;
 mod round;
+mod scratch;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -10,17 +11,19 @@ use std::time::{Duration, Instant};
 
 use sha2::{Digest, Sha256};
 
-use crate::buffer::{Buffer, HostBuffer};
+use crate::buffer::{Buffer, HostBuffer, View, ViewMut};
 use crate::communicator::{Communicator, CommunicatorExt};
 use crate::control::Control;
 use crate::deadline::Deadline;
+use crate::dtype::ReduceOp;
 use crate::error::{Error, Result};
 use crate::handle::{Completed, Failed, Handle, Outcome};
 use crate::header::Header;
-use crate::op::{Call, Mode, Op, OpKind, shard_range};
-use crate::table;
+use crate::op::{Algorithm, BorrowedCall, Call, Counts, Elements, Mode, Op, OpKind, Shape, check};
+use crate::table::{Table, supports};
 use crate::transport::Transport;
 
+use algorithms::Data;
 use lane::Lane;
 use round::Rounds;
 
@@ -32,11 +35,17 @@ pub struct MeshOptions {
     pub timeout: Duration,
     /// How long to wait, after a data connection failed, for the control plane to say what really happened.
     pub verdict_grace: Duration,
+    /// By what algorithms are chosen. All ranks use the same.
+    pub table: Table,
 }
 
 impl Default for MeshOptions {
     fn default() -> Self {
-        MeshOptions { timeout: Duration::from_secs(120), verdict_grace: Duration::from_millis(500) }
+        MeshOptions {
+            timeout: Duration::from_secs(120),
+            verdict_grace: Duration::from_millis(500),
+            table: Table::fixed(),
+        }
     }
 }
 
@@ -45,6 +54,12 @@ impl MeshOptions {
     #[must_use]
     pub fn with_timeout(self, timeout: Duration) -> Self {
         MeshOptions { timeout, ..self }
+    }
+
+    /// The same with another table of algorithms.
+    #[must_use]
+    pub fn with_table(self, table: Table) -> Self {
+        MeshOptions { table, ..self }
     }
 }
 
@@ -139,38 +154,40 @@ impl<T: Transport> Communicator for Mesh<T> {
     }
 
     fn start(&self, call: Call) -> Handle {
-        let Call { op, buffer, lane, timeout, mode } = call;
-        let mut buffer = match buffer {
-            Buffer::Host(buffer) => buffer,
-            Buffer::Device(_) => {
+        let Call { op, buffer, input, counts, algorithm, lane, timeout, mode } = call;
+        let refused = |error, buffer, input| Handle::done(Err(Failed { error, buffer: Some(buffer), input }));
+        let (mut buffer, input) = match (buffer, input) {
+            (Buffer::Host(buffer), None) => (buffer, None),
+            (Buffer::Host(buffer), Some(Buffer::Host(input))) => (buffer, Some(input)),
+            (buffer, input) => {
                 let error = Error::Unsupported {
                     what: "device memory on a byte transport".into(),
                     why: "copy the buffer to the host first, or use a communicator that is native to the device".into(),
                 };
-                return Handle::done(Err(Failed { error, buffer: Some(buffer) }));
+                return refused(error, buffer, input);
             }
         };
-        let checked = self.group.check(&op, &buffer).and_then(|()| match self.core.lanes.get(lane) {
-            Some(lane) => Ok(lane),
-            None => {
-                Err(Error::invalid(format!("lane {lane} of a communicator that has {} lanes", self.core.lanes.len())))
-            }
-        });
-        let lane_queue = match checked.and_then(|lane| self.core.is_open().map(|()| lane)) {
-            Ok(lane) => lane,
-            Err(error) => return Handle::done(Err(Failed { error, buffer: Some(Buffer::Host(buffer)) })),
+        let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
+        let (lane_queue, shape, chosen) = match self.admit(&asked, buffer.view(), input.as_ref().map(HostBuffer::view))
+        {
+            Ok(admitted) => admitted,
+            Err(error) => return refused(error, Buffer::Host(buffer), input.map(Buffer::Host)),
         };
 
         let deadline = Deadline::after(timeout.unwrap_or(self.core.options.timeout));
         // The number and the place on the lane are taken together, so that both follow the order of the callers.
         let mut order = lock(&self.group.order);
-        let header = self.group.header(&mut order, &op, &buffer);
+        let header = self.group.header(&mut order, &asked, &shape, chosen);
         let (core, group) = (self.core.clone(), self.group.clone());
         let run = move || -> Outcome {
             let began = Instant::now();
-            match core.run(&group, lane, &op, header, &mut buffer, deadline) {
-                Ok(()) => Ok(Completed { buffer: Buffer::Host(buffer), began, ended: Instant::now() }),
-                Err(error) => Err(Failed { error, buffer: Some(Buffer::Host(buffer)) }),
+            let io =
+                Io { buffer: buffer.view_mut(), input: input.as_ref().map(HostBuffer::view), counts: counts.as_ref() };
+            let outcome = core.run(&group, lane, &op, header, io, deadline);
+            let (buffer, input) = (Buffer::Host(buffer), input.map(Buffer::Host));
+            match outcome {
+                Ok(()) => Ok(Completed { buffer, input, began, ended: Instant::now() }),
+                Err(error) => Err(Failed { error, buffer: Some(buffer), input }),
             }
         };
         match mode {
@@ -192,6 +209,27 @@ impl<T: Transport> Communicator for Mesh<T> {
                 Handle::done(handle.wait())
             }
         }
+    }
+
+    fn run_borrowed(&self, call: BorrowedCall<'_>) -> Result<()> {
+        let BorrowedCall { op, buffer, input, counts, algorithm, lane, timeout } = call;
+        let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
+        let lent = View::from(&buffer);
+        let (lane_queue, shape, chosen) = self.admit(&asked, lent, input)?;
+        let mut order = lock(&self.group.order);
+        let Some(turn) = lane_queue.try_enter() else {
+            // The operations before it on its lane run on another thread, which cannot be lent this memory.
+            drop(order);
+            let call = BorrowedCall { op, buffer, input, counts, algorithm, lane, timeout };
+            return crate::communicator::run_copied(self, call);
+        };
+        let deadline = Deadline::after(timeout.unwrap_or(self.core.options.timeout));
+        let header = self.group.header(&mut order, &asked, &shape, chosen);
+        drop(order);
+        let outcome =
+            self.core.run(&self.group, lane, &op, header, Io { buffer, input, counts: counts.as_ref() }, deadline);
+        drop(turn);
+        outcome
     }
 
     fn split(&self, color: Option<u64>, key: i64) -> Result<Option<Arc<dyn Communicator>>> {
@@ -256,6 +294,50 @@ impl<T: Transport> Communicator for Mesh<T> {
     }
 }
 
+/// What a caller wants, data aside.
+struct Asked<'a> {
+    op: &'a Op,
+    counts: Option<&'a Counts>,
+    algorithm: Option<Algorithm>,
+    lane: usize,
+}
+
+/// The data of an operation.
+struct Io<'a> {
+    buffer: ViewMut<'a>,
+    input: Option<View<'a>>,
+    counts: Option<&'a Counts>,
+}
+
+impl<T: Transport> Mesh<T> {
+    /// Checks what was asked for: the lane that it runs on, and by which algorithm.
+    fn admit(&self, asked: &Asked<'_>, buffer: View<'_>, input: Option<View<'_>>) -> Result<(&Lane, Shape, Algorithm)> {
+        let (rank, ranks) = (self.rank(), self.world_size());
+        let elements = |view: View<'_>| Elements { dtype: view.dtype(), count: view.count() };
+        let shape = check(asked.op, rank, ranks, elements(buffer), input.map(elements), asked.counts)?;
+        let Some(lane) = self.core.lanes.get(asked.lane) else {
+            return Err(Error::invalid(format!(
+                "lane {} of a communicator that has {} lanes",
+                asked.lane,
+                self.core.lanes.len()
+            )));
+        };
+        let kind = header_kind(asked.op);
+        let algorithm = match asked.algorithm {
+            None => self.core.options.table.choose(kind, shape.dtype, shape.count, ranks),
+            Some(algorithm) if supports(algorithm, kind, shape.dtype, ranks) => algorithm,
+            Some(algorithm) => {
+                return Err(Error::invalid(format!(
+                    "the algorithm {algorithm} cannot run {kind} of {} on {ranks} ranks",
+                    shape.dtype
+                )));
+            }
+        };
+        self.core.is_open()?;
+        Ok((lane, shape, algorithm))
+    }
+}
+
 impl<T: Transport> Core<T> {
     /// Takes over the job's failure: everything running and everything later fails with it.
     fn adopt(&self, error: &Error) {
@@ -298,20 +380,21 @@ impl<T: Transport> Core<T> {
         verdict
     }
 
-    fn run(
-        &self,
-        group: &Group,
-        lane: usize,
-        op: &Op,
-        header: Header,
-        buffer: &mut HostBuffer,
-        deadline: Deadline,
-    ) -> Result<()> {
+    fn run(&self, group: &Group, lane: usize, op: &Op, header: Header, io: Io<'_>, deadline: Deadline) -> Result<()> {
         if let Some(error) = self.failure.get() {
             return Err(error.clone());
         }
+        let Io { mut buffer, input, counts } = io;
         let mut rounds = Rounds::new(&self.transport, &group.members, group.rank, lane, header, deadline);
-        algorithms::run(op, &mut rounds, buffer).map_err(|error| self.fail(error, &header.to_string()))
+        let mut scratch = self.lanes[lane].scratch();
+        let data = Data {
+            bytes: buffer.bytes_mut(),
+            input: input.map(|input| input.bytes()),
+            counts,
+            scratch: &mut scratch,
+            piece: self.options.table.piece,
+        };
+        algorithms::run(op, &mut rounds, data).map_err(|error| self.fail(error, &header.to_string()))
     }
 }
 
@@ -329,71 +412,33 @@ impl Group {
         Group { id, members, rank, is_first, order: Mutex::new(order) }
     }
 
-    fn check(&self, op: &Op, buffer: &HostBuffer) -> Result<()> {
-        let ranks = self.members.len();
-        let other = |name: &str, rank: usize| {
-            if rank >= ranks {
-                Err(Error::invalid(format!("{} names {name} {rank}, but there are {ranks} ranks", op.kind())))
-            } else {
-                Ok(())
-            }
-        };
-        if let Some(root) = op.root() {
-            other("root", root)?;
-        }
-        let expected = match *op {
-            Op::Scatter { root, total } | Op::Gather { root, total } if root != self.rank => {
-                Some((shard_range(total, ranks, self.rank).len(), "its shard"))
-            }
-            Op::Scatter { total, .. } | Op::Gather { total, .. } => Some((total, "the whole")),
-            Op::Barrier => Some((0, "a barrier")),
-            Op::Send { to: peer } | Op::Recv { from: peer } => {
-                other("rank", peer)?;
-                if peer == self.rank {
-                    return Err(Error::invalid(format!("{} between rank {peer} and itself", op.kind())));
-                }
-                None
-            }
-            _ => None,
-        };
-        match expected {
-            Some((expected, what)) if expected != buffer.count() => Err(Error::invalid(format!(
-                "{} on rank {}: a buffer of {} elements where {what} has {expected}",
-                op.kind(),
-                self.rank,
-                buffer.count()
-            ))),
-            _ => Ok(()),
-        }
-    }
-
-    fn header(&self, order: &mut Order, op: &Op, buffer: &HostBuffer) -> Header {
-        let counter = match *op {
+    fn header(&self, order: &mut Order, asked: &Asked<'_>, shape: &Shape, algorithm: Algorithm) -> Header {
+        let counter = match *asked.op {
             Op::Send { to } => &mut order.sends[to],
             Op::Recv { from } => &mut order.receives[from],
             _ => &mut order.collectives,
         };
         let sequence = *counter;
         *counter += 1;
-        let count = match *op {
-            Op::Scatter { total, .. } | Op::Gather { total, .. } => total,
-            _ => buffer.count(),
-        };
-        // Both ends of a message call it a send.
-        let kind = if op.kind() == OpKind::Recv { OpKind::Send } else { op.kind() };
         Header {
             communicator: self.id,
             sequence,
-            kind,
-            dtype: buffer.dtype(),
-            reduce: op.reduce_op(),
-            algorithm: table::choose(kind, buffer.dtype(), count, self.members.len()),
-            root: op.root().unwrap_or(0) as u32,
-            count: count as u64,
+            kind: header_kind(asked.op),
+            dtype: shape.dtype,
+            reduce: asked.op.reduce_op().map(ReduceOp::shared),
+            algorithm,
+            root: asked.op.root().unwrap_or(0) as u32,
+            count: shape.count as u64,
+            division: asked.counts.map_or(0, Counts::fingerprint),
             step: 0,
             payload_len: 0,
         }
     }
+}
+
+/// Both ends of a message call it a send.
+fn header_kind(op: &Op) -> OpKind {
+    if op.kind() == OpKind::Recv { OpKind::Send } else { op.kind() }
 }
 
 /// An id for the `number`-th split's part `color` of communicator `parent`, the same on all its ranks.

@@ -52,30 +52,46 @@ impl<'a> Rounds<'a> {
         &self.header
     }
 
-    /// Exchanges the messages of the round numbered `step`, which both ends of each message agree on.
-    pub(super) fn exchange(&mut self, step: usize, sends: &[Send<'_>], receives: Vec<Receive<'_>>) -> Result<()> {
+    /// Exchanges the messages of the round numbered `step`, which both ends of each message agree on. Nothing to exchange is
+    /// no exchange.
+    pub(super) fn exchange(&mut self, step: usize, sends: &[Send<'_>], receives: &mut [Receive<'_>]) -> Result<()> {
         let header = Header { step: step as u32, ..self.header };
-        let outgoing: Vec<Outgoing<'_>> = sends
-            .iter()
-            .map(|send| Outgoing {
-                peer: self.members[send.to],
-                header: Header { payload_len: send.bytes.len() as u64, ..header },
-                payload: send.bytes,
-            })
-            .collect();
+        // Most rounds of most algorithms have one message each way, for which nothing is allocated.
+        match (sends, receives) {
+            ([], []) => Ok(()),
+            ([send], []) => self.transport.exchange(self.lane, &[self.outgoing(header, send)], &mut [], self.deadline),
+            ([], [receive]) => {
+                let (peer, mut sink) = self.sink(header, receive);
+                let mut incoming = [Incoming { peer, sink: &mut sink }];
+                self.transport.exchange(self.lane, &[], &mut incoming, self.deadline)
+            }
+            ([send], [receive]) => {
+                let (peer, mut sink) = self.sink(header, receive);
+                let mut incoming = [Incoming { peer, sink: &mut sink }];
+                self.transport.exchange(self.lane, &[self.outgoing(header, send)], &mut incoming, self.deadline)
+            }
+            (sends, receives) => {
+                let outgoing: Vec<Outgoing<'_>> = sends.iter().map(|send| self.outgoing(header, send)).collect();
+                let mut sinks: Vec<(usize, MessageSink<'_>)> =
+                    receives.iter_mut().map(|receive| self.sink(header, receive)).collect();
+                let mut incoming: Vec<Incoming<'_>> =
+                    sinks.iter_mut().map(|(peer, sink)| Incoming { peer: *peer, sink }).collect();
+                self.transport.exchange(self.lane, &outgoing, &mut incoming, self.deadline)
+            }
+        }
+    }
+
+    fn outgoing<'s>(&self, header: Header, send: &Send<'s>) -> Outgoing<'s> {
+        let header = Header { payload_len: send.bytes.len() as u64, ..header };
+        Outgoing { peer: self.members[send.to], header, payload: send.bytes }
+    }
+
+    fn sink<'r>(&self, header: Header, receive: &'r mut Receive<'_>) -> (usize, MessageSink<'r>) {
+        let peer = self.members[receive.from];
+        let expected = Header { payload_len: receive.into.len() as u64, ..header };
+        let receive = Receive { from: receive.from, into: &mut *receive.into, reduce: receive.reduce };
         let me = self.members[self.rank];
-        let mut sinks: Vec<(usize, MessageSink<'_>)> = receives
-            .into_iter()
-            .map(|receive| {
-                let peer = self.members[receive.from];
-                let expected = Header { payload_len: receive.into.len() as u64, ..header };
-                let sink = MessageSink { me, peer, expected, receive, filled: 0, carry: [0; 8], carried: 0 };
-                (peer, sink)
-            })
-            .collect();
-        let mut incoming: Vec<Incoming<'_>> =
-            sinks.iter_mut().map(|(peer, sink)| Incoming { peer: *peer, sink }).collect();
-        self.transport.exchange(self.lane, &outgoing, &mut incoming, self.deadline)
+        (peer, MessageSink { me, peer, expected, receive, filled: 0, carry: [0; 8], carried: 0 })
     }
 }
 
@@ -178,6 +194,7 @@ mod tests {
             algorithm: Algorithm::Ring,
             root: 0,
             count: 4,
+            division: 0,
             step: 0,
             payload_len,
         }

@@ -1,14 +1,19 @@
 //! One raw TCP connection: headers and payloads back to back.
 
-use std::io::IoSlice;
+use std::io::{ErrorKind, IoSlice, Read, Write};
+use std::net::{Shutdown, TcpStream};
 
 use comm_core::{Error, HEADER_LEN, Header, Outgoing, Result, Sink};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
-use tokio::net::tcp::{ReadHalf, WriteHalf};
 
-/// Received bytes are handed on in pieces of at most this size: large enough to be cheap, small enough to stay in cache.
-const INBOX: usize = 256 << 10;
+use super::engine::Stage;
+use crate::fault::Fault;
+
+/// Bytes read at once where a header is due: a small message comes whole, and little of a large one has to be copied.
+const INBOX: usize = 16 << 10;
+
+/// Payload that has to be looked at is handed on in pieces of at most this size: large enough to be cheap, small enough to
+/// stay in cache.
+pub(crate) const SCRATCH: usize = 128 << 10;
 
 /// Stands where a header would: nothing follows it.
 const BYE: [u8; HEADER_LEN] = *b"isocomm bye: this rank has sent all that it will ever send here.";
@@ -16,130 +21,170 @@ const BYE: [u8; HEADER_LEN] = *b"isocomm bye: this rank has sent all that it wil
 /// A connection to one peer on one lane.
 pub(crate) struct Link {
     pub(crate) stream: TcpStream,
+    /// Bytes of the message being sent that the kernel has.
+    sent: usize,
     inbox: Inbox,
+    /// Payload bytes of the message being received that are still to come; `None` before its header.
+    remaining: Option<u64>,
+    /// The peer's farewell has come.
+    parted: bool,
 }
 
 impl Link {
+    /// Takes a non-blocking socket.
     pub(crate) fn new(stream: TcpStream) -> Self {
-        Link { stream, inbox: Inbox { buffer: vec![0; INBOX], start: 0, end: 0 } }
+        let inbox = Inbox { buffer: vec![0; INBOX], start: 0, end: 0 };
+        Link { stream, sent: 0, inbox, remaining: None, parted: false }
     }
 
-    /// Its two directions, which progress independently.
-    pub(crate) fn split(&mut self, peer: usize) -> (Sender<'_>, Receiver<'_>) {
-        let (read, write) = self.stream.split();
-        (Sender { peer, write }, Receiver { peer, read, inbox: &mut self.inbox })
-    }
-}
-
-/// The sending direction.
-pub(crate) struct Sender<'a> {
-    peer: usize,
-    write: WriteHalf<'a>,
-}
-
-impl Sender<'_> {
-    /// Hands a message to the kernel, without a copy of its own.
-    pub(crate) async fn send(mut self, message: &Outgoing<'_>, operation: &str) -> Result<()> {
-        let header = message.header.encode();
+    /// Hands more of a message to the kernel, without a copy of its own.
+    pub(crate) fn send(&mut self, message: &Outgoing<'_>) -> Result<Stage, Fault> {
         let total = HEADER_LEN + message.payload.len();
-        let mut sent = 0;
-        while sent < total {
-            let wrote = if sent < HEADER_LEN {
-                self.write.write_vectored(&[IoSlice::new(&header[sent..]), IoSlice::new(message.payload)]).await
-            } else {
-                self.write.write(&message.payload[sent - HEADER_LEN..]).await
+        let wrote = match message.payload.get(self.sent.wrapping_sub(HEADER_LEN)..) {
+            Some(rest) if self.sent >= HEADER_LEN => self.stream.write(rest),
+            _ => {
+                let header = message.header.encode();
+                let rest = header.get(self.sent..).unwrap_or_default();
+                self.stream.write_vectored(&[IoSlice::new(rest), IoSlice::new(message.payload)])
+            }
+        };
+        self.sent += match moved(wrote)? {
+            Some(0) => return Err(Fault::Lost("the connection takes no more bytes".into())),
+            Some(wrote) => wrote,
+            None => return Ok(Stage::Blocked),
+        };
+        if self.sent < total {
+            return Ok(Stage::Ready);
+        }
+        self.sent = 0;
+        Ok(Stage::Done)
+    }
+
+    /// Says that nothing follows, and ends this direction.
+    pub(crate) fn part(&mut self) -> Result<Stage, Fault> {
+        let rest = BYE.get(self.sent..).unwrap_or_default();
+        let Some(wrote) = moved(self.stream.write(rest))? else { return Ok(Stage::Blocked) };
+        self.sent += wrote;
+        if self.sent < BYE.len() {
+            return Ok(Stage::Ready);
+        }
+        self.stream.shutdown(Shutdown::Write).map_err(|error| Fault::Lost(error.to_string()))?;
+        Ok(Stage::Done)
+    }
+
+    /// Receives more of the next message into `sink`; what is read beyond it waits in the inbox. `scratch` is memory for
+    /// payload that the sink wants to look at.
+    pub(crate) fn receive(&mut self, peer: usize, sink: &mut dyn Sink, scratch: &mut [u8]) -> Result<Stage, Fault> {
+        let mut remaining = match self.remaining {
+            Some(remaining) => remaining,
+            None => {
+                let header = match self.header(peer)? {
+                    Some(header) => header,
+                    None => return Ok(Stage::Blocked),
+                };
+                sink.begin(&header)?;
+                header.payload_len
+            }
+        };
+        let early = self.inbox.take(remaining);
+        if !early.is_empty() {
+            sink.piece(early)?;
+            remaining -= early.len() as u64;
+        }
+        let mut blocked = false;
+        if remaining > 0 {
+            match read_payload(&mut self.stream, remaining, sink, scratch)? {
+                Some(read) => remaining = remaining.saturating_sub(read as u64),
+                None => blocked = true,
+            }
+        }
+        self.remaining = (remaining > 0).then_some(remaining);
+        Ok(match remaining {
+            0 => Stage::Done,
+            _ if blocked => Stage::Blocked,
+            _ => Stage::Ready,
+        })
+    }
+
+    /// Reads on to the peer's end, dropping messages that nobody asked for.
+    pub(crate) fn drain(&mut self, peer: usize, scratch: &mut [u8]) -> Result<Stage, Fault> {
+        if !self.parted {
+            return match self.receive(peer, &mut Ignore, scratch) {
+                Ok(Stage::Done) => Ok(Stage::Ready),
+                Err(Fault::Lost(_)) if self.parted => Ok(Stage::Ready),
+                outcome => outcome,
             };
-            match wrote {
-                Ok(0) => return Err(lost(self.peer, operation, "the connection takes no more bytes")),
-                Ok(wrote) => sent += wrote,
-                Err(error) => return Err(lost(self.peer, operation, &error.to_string())),
-            }
         }
-        Ok(())
+        match moved(self.stream.read(&mut [0; 1]))? {
+            Some(0) if self.inbox.bytes().is_empty() => Ok(Stage::Done),
+            Some(_) => Err(protocol(peer, "bytes after its last message".into()).into()),
+            None => Ok(Stage::Blocked),
+        }
     }
 
-    /// Says that nothing follows.
-    pub(crate) async fn close(mut self) -> Result<()> {
-        let outcome = async {
-            self.write.write_all(&BYE).await?;
-            self.write.shutdown().await
-        };
-        outcome.await.map_err(|error| lost(self.peer, "closing", &error.to_string()))
+    /// The next header, `None` as long as it is not there.
+    fn header(&mut self, peer: usize) -> Result<Option<Header>, Fault> {
+        while self.inbox.bytes().len() < HEADER_LEN {
+            if self.inbox.fill(&mut self.stream)?.is_none() {
+                return Ok(None);
+            }
+        }
+        let Some(bytes) = self.inbox.take(HEADER_LEN as u64).first_chunk::<HEADER_LEN>() else { return Ok(None) };
+        if *bytes == BYE {
+            self.parted = true;
+            return Err(Fault::Lost("it closed its transport".into()));
+        }
+        Ok(Some(Header::decode(bytes, &format!("rank {peer}"))?))
     }
 }
 
-/// The receiving direction.
-pub(crate) struct Receiver<'a> {
-    peer: usize,
-    read: ReadHalf<'a>,
-    inbox: &'a mut Inbox,
+/// Reads at most `remaining` bytes of payload into the sink's own memory, or shows them to it. `None` when there are none yet.
+fn read_payload(
+    stream: &mut TcpStream,
+    remaining: u64,
+    sink: &mut dyn Sink,
+    scratch: &mut [u8],
+) -> Result<Option<usize>, Fault> {
+    let limit = |length: usize| usize::try_from(remaining).map_or(length, |remaining| remaining.min(length));
+    match sink.space() {
+        Some(space) if !space.is_empty() => {
+            let length = limit(space.len());
+            let read = some(moved(stream.read(&mut space[..length]))?)?;
+            if let Some(count) = read {
+                sink.filled(count)?;
+            }
+            Ok(read)
+        }
+        _ => {
+            let length = limit(scratch.len());
+            let read = some(moved(stream.read(&mut scratch[..length]))?)?;
+            if let Some(count) = read {
+                sink.piece(&scratch[..count])?;
+            }
+            Ok(read)
+        }
+    }
 }
 
-impl Receiver<'_> {
-    /// Receives the next message into `sink`.
-    pub(crate) async fn receive(mut self, sink: &mut dyn Sink, operation: &str) -> Result<()> {
-        let Some(header) = self.header(operation).await? else {
-            return Err(lost(self.peer, operation, "it closed its transport"));
-        };
-        sink.begin(&header)?;
-        let mut remaining = header.payload_len;
-        while remaining > 0 {
-            let piece = self.piece(remaining, operation).await?;
-            remaining -= piece.len() as u64;
-            sink.piece(piece)?;
-        }
-        Ok(())
+/// How much a call of the kernel moved; `None` if the socket has to become ready first.
+fn moved(outcome: std::io::Result<usize>) -> Result<Option<usize>, Fault> {
+    match outcome {
+        Ok(count) => Ok(Some(count)),
+        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(None),
+        Err(error) => Err(Fault::Lost(error.to_string())),
     }
+}
 
-    /// Reads to the peer's end, dropping messages that nobody asked for.
-    pub(crate) async fn drain(mut self) -> Result<()> {
-        while let Some(header) = self.header("closing").await? {
-            let mut remaining = header.payload_len;
-            while remaining > 0 {
-                remaining -= self.piece(remaining, "closing").await?.len() as u64;
-            }
-        }
-        match self.read.read(&mut [0; 1]).await {
-            Ok(0) if self.inbox.bytes().is_empty() => Ok(()),
-            Ok(_) => Err(Error::Protocol { who: who(self.peer), what: "bytes after its last message".into() }),
-            Err(error) => Err(lost(self.peer, "closing", &error.to_string())),
-        }
+/// Nothing read is the end of the connection.
+fn some(read: Option<usize>) -> Result<Option<usize>, Fault> {
+    match read {
+        Some(0) => Err(Fault::Lost("it closed the connection without a farewell".into())),
+        read => Ok(read),
     }
+}
 
-    /// The next header; `None` for the peer's farewell.
-    async fn header(&mut self, operation: &str) -> Result<Option<Header>> {
-        loop {
-            if let Some(bytes) = self.inbox.bytes().first_chunk::<HEADER_LEN>() {
-                let bytes = *bytes;
-                self.inbox.start += HEADER_LEN;
-                return if bytes == BYE { Ok(None) } else { Header::decode(&bytes, &who(self.peer)).map(Some) };
-            }
-            self.fill(operation).await?;
-        }
-    }
-
-    /// Between 1 and `limit` bytes of payload.
-    async fn piece(&mut self, limit: u64, operation: &str) -> Result<&[u8]> {
-        if self.inbox.bytes().is_empty() {
-            self.fill(operation).await?;
-        }
-        let start = self.inbox.start;
-        let length = self.inbox.bytes().len().min(usize::try_from(limit).unwrap_or(usize::MAX));
-        self.inbox.start += length;
-        Ok(&self.inbox.buffer[start..start + length])
-    }
-
-    async fn fill(&mut self, operation: &str) -> Result<()> {
-        self.inbox.compact();
-        match self.read.read(&mut self.inbox.buffer[self.inbox.end..]).await {
-            Ok(0) => Err(lost(self.peer, operation, "it closed the connection without a farewell")),
-            Ok(read) => {
-                self.inbox.end += read;
-                Ok(())
-            }
-            Err(error) => Err(lost(self.peer, operation, &error.to_string())),
-        }
-    }
+fn protocol(peer: usize, what: String) -> Error {
+    Error::Protocol { who: format!("rank {peer}"), what }
 }
 
 /// Received bytes that have not been handed on: `buffer[start..end]`.
@@ -154,18 +199,34 @@ impl Inbox {
         &self.buffer[self.start..self.end]
     }
 
-    /// Makes room at the end; what is left is less than a header.
-    fn compact(&mut self) {
+    /// The first bytes, at most `limit`, which are gone from the inbox then.
+    fn take(&mut self, limit: u64) -> &[u8] {
+        let start = self.start;
+        let length = self.bytes().len().min(usize::try_from(limit).unwrap_or(usize::MAX));
+        self.start += length;
+        &self.buffer[start..start + length]
+    }
+
+    /// Reads once. What is there is less than a header, so there is room.
+    fn fill(&mut self, stream: &mut TcpStream) -> Result<Option<usize>, Fault> {
         self.buffer.copy_within(self.start..self.end, 0);
         self.end -= self.start;
         self.start = 0;
+        let read = some(moved(stream.read(&mut self.buffer[self.end..]))?)?;
+        self.end += read.unwrap_or(0);
+        Ok(read)
     }
 }
 
-fn who(peer: usize) -> String {
-    format!("rank {peer}")
-}
+/// Takes what nobody asked for.
+struct Ignore;
 
-fn lost(peer: usize, operation: &str, detail: &str) -> Error {
-    Error::PeerLost { rank: peer, operation: operation.to_string(), detail: detail.to_string() }
+impl Sink for Ignore {
+    fn begin(&mut self, _: &Header) -> Result<()> {
+        Ok(())
+    }
+
+    fn piece(&mut self, _: &[u8]) -> Result<()> {
+        Ok(())
+    }
 }

@@ -1,34 +1,34 @@
 //! Raw TCP: the control beside ZeroMQ.
 
+mod connect;
+mod engine;
 mod link;
 mod prelude;
 
-use std::cell::RefCell;
-use std::collections::HashSet;
-use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
+use comm_core::waiting::Spinner;
 use comm_core::{Control, Deadline, Error, Incoming, Outgoing, Result, Transport};
-use tokio::net::{TcpSocket, TcpStream};
+use rustix::event::PollFlags;
 
+use self::engine::{Alarm, Stage, Work};
 use self::link::Link;
-use crate::auth::{self, Edge, Key};
-use crate::door::Door;
-use crate::lanes::{Lanes, sinks_by_peer};
+use crate::core::{Core, describe};
+use crate::lanes::Lanes;
 use crate::options::TcpOptions;
-use crate::rendezvous::{Advert, edge, expected_edges, listens};
-use crate::runtime::{Core, Join, describe, unless_failed};
-use crate::socket::{self, SocketFacts};
+use crate::socket::SocketFacts;
 
 /// Messages over plain TCP connections, one for each (pair of ranks, lane): a 64-byte header, then the payload.
 ///
-/// Sends go from the caller's slice to the kernel without a copy; received bytes pass through one reused buffer of 256 KiB
-/// for each connection. The runtime, the socket settings and the authentication match [`ZmqTransport`](crate::ZmqTransport),
-/// so the difference between the two is the price of ZeroMQ.
+/// It has no thread: whoever calls [`exchange`](Transport::exchange) reads and writes the sockets, and waits as
+/// [`TcpOptions::waiting`] says. Sends go from the caller's slice to the kernel without a copy. Received payload goes straight
+/// into the memory that a sink lends, else through one buffer of 128 KiB a lane; a small message takes one call of the kernel
+/// on each side. Socket settings and authentication match [`ZmqTransport`](crate::ZmqTransport).
 pub struct RawTcpTransport {
-    lanes: Lanes<Link>,
+    lanes: Lanes<Wires>,
     core: Core,
+    alarm: Alarm,
     facts: Vec<(String, String)>,
     closed: AtomicBool,
 }
@@ -41,41 +41,17 @@ impl RawTcpTransport {
     /// ranks have different settings, `Timeout` naming the ranks that did not connect, or the job's failure.
     pub fn connect(control: &dyn Control, options: &TcpOptions, deadline: Deadline) -> Result<Self> {
         options.validate()?;
-        let (rank, world_size) = (control.rank(), control.world_size());
-        let core = Core::new("tcp-raw", rank, world_size, options.lanes)?;
-        let congestion = options.congestion.as_deref();
-        let listener = socket::listen(options.bind, congestion, world_size * options.lanes)?;
-        let address =
-            listener.local_addr().map_err(|error| Error::io(format!("rank {rank}: reading a port"), error))?;
-        let advert = Advert { salt: auth::nonce()?, addresses: vec![address] };
-        let adverts = advert.exchange("tcp-raw", options, control, deadline)?;
-        let connecting = Connecting {
-            key: Key(control.derive_key("tcp-raw")),
-            congestion,
-            links: RefCell::new((0..options.lanes).map(|_| (0..world_size).map(|_| None).collect()).collect()),
-            complaint: RefCell::new(String::new()),
-        };
-        core.block_on(unless_failed(control, async {
-            let mut join = Join::default();
-            for peer in (0..world_size).filter(|peer| *peer != rank && !listens(rank, *peer)) {
-                for lane in 0..options.lanes {
-                    let Some(address) = adverts.get(peer).and_then(|advert| advert.address(rank, lane, options.lanes))
-                    else {
-                        return Err(Error::Rendezvous(format!("rank {peer} gave no address for lane {lane}")));
-                    };
-                    join.push(peer, connecting.dial(edge(rank, peer, lane)?, address));
-                }
-            }
-            let expected = expected_edges(rank, world_size, options.lanes)?;
-            if !expected.is_empty() {
-                join.push(rank, connecting.accept(listener, edge(0, rank, 0)?.listener, expected));
-            }
-            let operation = || format!("connecting over raw TCP{}", connecting.complaint.borrow());
-            core.bounded(operation, deadline, &mut join, |_| connecting.missing(rank)).await
-        }))?;
-        let links = connecting.links.into_inner();
+        let core = Core::new(control.rank(), control.world_size(), options.lanes);
+        let links = connect::all(&core, control, options, deadline)?;
         let facts = facts(options, links.iter().flatten().flatten().next());
-        Ok(RawTcpTransport { lanes: Lanes::new(links), core, facts, closed: AtomicBool::new(false) })
+        let lanes = links.into_iter().map(Wires::new).collect();
+        Ok(RawTcpTransport {
+            lanes: Lanes::new(lanes, &Spinner::new(options.waiting)),
+            core,
+            alarm: Alarm::new()?,
+            facts,
+            closed: AtomicBool::new(false),
+        })
     }
 }
 
@@ -104,30 +80,19 @@ impl Transport for RawTcpTransport {
         deadline: Deadline,
     ) -> Result<()> {
         self.core.check(lane, outgoing, incoming)?;
-        let operation = describe(lane, outgoing);
-        self.core.block_on(async {
-            let mut lane = self.lanes.lock(&self.core, lane, deadline).await?;
-            let mut sinks = sinks_by_peer(self.core.world_size, incoming).into_iter();
-            let mut join = Join::default();
-            for (peer, link) in lane.links.iter_mut().enumerate() {
-                let sink = sinks.next().flatten();
-                let Some(link) = link else { continue };
-                let (sender, receiver) = link.split(peer);
-                if let Some(message) = outgoing.iter().find(|message| message.peer == peer) {
-                    join.push(peer, sender.send(message, &operation));
-                }
-                if let Some(sink) = sink {
-                    join.push(peer, receiver.receive(sink, &operation));
-                }
-            }
-            let outcome = self.core.bounded(|| operation.clone(), deadline, &mut join, Join::waiting_for).await;
-            drop(join);
-            lane.settle(outcome)
-        })
+        self.core.may_block()?;
+        let mut guard = self.lanes.lock(&self.core, lane, deadline)?;
+        let open = &mut *guard;
+        let Wires { links, scratch, stages } = &mut open.content;
+        let mut work = Exchange { lane, links, scratch, outgoing, incoming };
+        let outcome = engine::run(&self.core, &self.alarm, &mut work, stages, &mut open.spinner, deadline);
+        open.settle(&outcome);
+        outcome
     }
 
     fn abort(&self, error: &Error) {
         self.core.abort(error);
+        self.alarm.ring();
     }
 
     fn close(&self, deadline: Deadline) -> Result<()> {
@@ -137,32 +102,24 @@ impl Transport for RawTcpTransport {
         if let Some(error) = self.core.aborted() {
             return Err(error);
         }
-        self.core.block_on(async {
-            let mut lanes = Vec::new();
-            for lane in 0..self.core.lanes {
-                lanes.push(self.lanes.lock(&self.core, lane, deadline).await?);
+        self.core.may_block()?;
+        let mut lanes = self.lanes.lock_all(&self.core, deadline)?;
+        // Whoever closes has no haste: no core is kept busy for it.
+        let mut spinner = Spinner::new(comm_core::Waiting::Park);
+        let links = lanes.iter_mut().flat_map(|lane| lane.content.links.iter_mut().enumerate());
+        let links = links.filter_map(|(peer, link)| Some((peer, link.as_mut()?))).collect();
+        let mut work = Closing { links, scratch: vec![0; link::SCRATCH] };
+        let outcome = engine::run(&self.core, &self.alarm, &mut work, &mut Vec::new(), &mut spinner, deadline);
+        drop(work);
+        for lane in &mut lanes {
+            lane.settle(&outcome);
+            if outcome.is_ok() {
+                lane.content.links.clear();
+                lane.close();
             }
-            let mut join = Join::default();
-            for lane in &mut lanes {
-                for (peer, link) in lane.links.iter_mut().enumerate() {
-                    let Some(link) = link else { continue };
-                    let (sender, receiver) = link.split(peer);
-                    join.push(peer, sender.close());
-                    join.push(peer, receiver.drain());
-                }
-            }
-            let outcome = self.core.bounded(|| "closing".to_string(), deadline, &mut join, Join::waiting_for).await;
-            drop(join);
-            for lane in &mut lanes {
-                match &outcome {
-                    Ok(()) => lane.close(),
-                    Err(error) => lane.fail(error),
-                }
-            }
-            outcome?;
-            self.closed.store(true, Ordering::Release);
-            Ok(())
-        })
+        }
+        self.closed.store(outcome.is_ok(), Ordering::Release);
+        outcome
     }
 
     fn facts(&self) -> Vec<(String, String)> {
@@ -170,94 +127,105 @@ impl Transport for RawTcpTransport {
     }
 }
 
-struct Connecting<'a> {
-    key: Key,
-    congestion: Option<&'a str>,
-    /// `[lane][peer]`.
-    links: RefCell<Vec<Vec<Option<Link>>>>,
-    /// Why the last attempt to dial failed, for the error at the deadline.
-    complaint: RefCell<String>,
+/// The connections of one lane, and memory that its exchanges use again.
+struct Wires {
+    /// By peer; this rank's own place is empty.
+    links: Vec<Option<Link>>,
+    scratch: Vec<u8>,
+    stages: Vec<Stage>,
 }
 
-impl Connecting<'_> {
-    async fn accept(&self, listener: std::net::TcpListener, rank: u32, expected: HashSet<Edge>) -> Result<()> {
-        let expected = RefCell::new(expected);
-        let mut door = Door::open(listener)?;
-        while !expected.borrow().is_empty() {
-            let (edge, stream) = door
-                .admit(|stream| {
-                    let expected = &expected;
-                    async move {
-                        socket::tune(&stream).ok()?;
-                        let admitted = prelude::accept(stream, &self.key, rank, auth::nonce().ok()?).await?;
-                        // Each connection is let in once: a second proof for it is not another connection.
-                        expected.borrow_mut().remove(&admitted.0).then_some(admitted)
-                    }
-                })
-                .await;
-            self.store(edge.lane, edge.dialler, stream);
-        }
-        Ok(())
-    }
-
-    async fn dial(&self, edge: Edge, address: SocketAddr) -> Result<()> {
-        loop {
-            match self.attempt(edge, address).await {
-                Ok(stream) => {
-                    self.store(edge.lane, edge.listener, stream);
-                    return Ok(());
-                }
-                Err(Attempt::Hopeless(error)) => return Err(error),
-                // The listener turns connections away when strangers crowd it; its deadline is ours.
-                Err(Attempt::Failed(error)) => {
-                    *self.complaint.borrow_mut() = format!(" (last attempt, to {address}: {error})");
-                    tokio::time::sleep(Duration::from_millis(20)).await;
-                }
-            }
-        }
-    }
-
-    async fn attempt(&self, edge: Edge, address: SocketAddr) -> std::result::Result<TcpStream, Attempt> {
-        let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-        socket::set_congestion(&socket, self.congestion).map_err(Attempt::Hopeless)?;
-        let mut stream = socket.connect(address).await?;
-        socket::tune(&stream)?;
-        let nonce = auth::nonce().map_err(Attempt::Hopeless)?;
-        prelude::dial(&mut stream, &self.key, edge, nonce).await?;
-        Ok(stream)
-    }
-
-    fn store(&self, lane: u32, peer: u32, stream: TcpStream) {
-        if let Some(slot) = self.links.borrow_mut().get_mut(lane as usize).and_then(|lane| lane.get_mut(peer as usize))
-        {
-            *slot = Some(Link::new(stream));
-        }
-    }
-
-    /// The peers to whom some connection is missing.
-    fn missing(&self, rank: usize) -> Vec<usize> {
-        let links = self.links.borrow();
-        let world_size = links.first().map_or(0, Vec::len);
-        (0..world_size)
-            .filter(|peer| *peer != rank && links.iter().any(|lane| lane.get(*peer).is_some_and(Option::is_none)))
-            .collect()
+impl Wires {
+    fn new(links: Vec<Option<Link>>) -> Self {
+        Wires { links, scratch: vec![0; link::SCRATCH], stages: Vec::new() }
     }
 }
 
-enum Attempt {
-    Failed(std::io::Error),
-    Hopeless(Error),
+/// The messages of one exchange: first those that go out, then those that come in.
+struct Exchange<'e, 'o, 'i> {
+    lane: usize,
+    links: &'e mut [Option<Link>],
+    scratch: &'e mut [u8],
+    outgoing: &'e [Outgoing<'o>],
+    incoming: &'e mut [Incoming<'i>],
 }
 
-impl From<std::io::Error> for Attempt {
-    fn from(error: std::io::Error) -> Self {
-        Attempt::Failed(error)
+impl Work for Exchange<'_, '_, '_> {
+    fn parts(&self) -> usize {
+        self.outgoing.len() + self.incoming.len()
     }
+
+    fn advance(&mut self, part: usize) -> Result<Stage> {
+        let peer = self.peer(part).ok_or_else(no_such)?;
+        let link = self.links.get_mut(peer).and_then(Option::as_mut).ok_or_else(no_such)?;
+        let outcome = match self.outgoing.get(part) {
+            Some(message) => link.send(message),
+            None => match self.incoming.get_mut(part - self.outgoing.len()) {
+                Some(message) => link.receive(peer, message.sink, self.scratch),
+                None => return Err(no_such()),
+            },
+        };
+        outcome.map_err(|fault| fault.blame(peer, || self.operation()))
+    }
+
+    fn interest(&self, part: usize) -> Result<(BorrowedFd<'_>, PollFlags)> {
+        let link = self.peer(part).and_then(|peer| self.links.get(peer)?.as_ref()).ok_or_else(no_such)?;
+        let events = if part < self.outgoing.len() { PollFlags::OUT } else { PollFlags::IN };
+        Ok((link.stream.as_fd(), events))
+    }
+
+    fn peer(&self, part: usize) -> Option<usize> {
+        match self.outgoing.get(part) {
+            Some(message) => Some(message.peer),
+            None => self.incoming.get(part - self.outgoing.len()).map(|message| message.peer),
+        }
+    }
+
+    fn operation(&self) -> String {
+        describe(self.lane, self.outgoing)
+    }
+}
+
+/// The farewells of all connections: even parts say ours, odd ones wait for the peer's.
+struct Closing<'l> {
+    links: Vec<(usize, &'l mut Link)>,
+    scratch: Vec<u8>,
+}
+
+impl Work for Closing<'_> {
+    fn parts(&self) -> usize {
+        2 * self.links.len()
+    }
+
+    fn advance(&mut self, part: usize) -> Result<Stage> {
+        let (peer, link) = self.links.get_mut(part / 2).ok_or_else(no_such)?;
+        let outcome = if part.is_multiple_of(2) { link.part() } else { link.drain(*peer, &mut self.scratch) };
+        outcome.map_err(|fault| fault.blame(*peer, || "closing".into()))
+    }
+
+    fn interest(&self, part: usize) -> Result<(BorrowedFd<'_>, PollFlags)> {
+        let (_, link) = self.links.get(part / 2).ok_or_else(no_such)?;
+        Ok((link.stream.as_fd(), if part.is_multiple_of(2) { PollFlags::OUT } else { PollFlags::IN }))
+    }
+
+    fn peer(&self, part: usize) -> Option<usize> {
+        self.links.get(part / 2).map(|(peer, _)| *peer)
+    }
+
+    fn operation(&self) -> String {
+        "closing".to_string()
+    }
+}
+
+fn no_such() -> Error {
+    Error::Internal("a message of an exchange has no connection".into())
 }
 
 fn facts(options: &TcpOptions, link: Option<&Link>) -> Vec<(String, String)> {
-    let mut facts =
-        vec![("connections".to_string(), format!("one TCP connection a pair and lane, {} lanes", options.lanes))];
+    let mut facts = vec![
+        ("connections".to_string(), format!("one TCP connection a pair and lane, {} lanes", options.lanes)),
+        ("waiting".to_string(), options.waiting.to_string()),
+    ];
     if let Some(link) = link {
         let socket = SocketFacts::read(&link.stream);
         facts.push(("congestion control".to_string(), socket.congestion));

@@ -6,14 +6,13 @@
 //! greeting, since it has given an equal one already, and from then on only copies bytes. The private side's READY is the first
 //! thing that the dialler reads from it.
 
-use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use comm_core::Result;
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
-use tokio::net::{TcpStream, UnixStream};
+use tokio::net::{TcpListener, TcpStream, UnixStream};
 
 use super::token;
 use super::zmtp::{GREETING, GREETING_LEN, SHORT_COMMAND, dealer_identity};
@@ -27,35 +26,36 @@ const RELAY_BUFFER: usize = 256 << 10;
 /// Where the private sockets listen.
 pub(crate) type Rooms = HashMap<Edge, PathBuf>;
 
-/// Lets every connection of `rooms` in, each once, and leaves a task behind that copies its bytes. Returns when all are in,
+/// Lets every connection of `rooms` in, each once, and leaves a task behind that copies its bytes. Ends when all are in,
 /// closing the listener; what the kernel says of the first of them goes into `facts`.
-pub(crate) async fn keep(
-    listener: std::net::TcpListener,
-    key: &Key,
-    salt: &[u8; PROOF_LEN],
-    rooms: &Rooms,
-    facts: &RefCell<Option<SocketFacts>>,
-) -> Result<()> {
-    let waiting: RefCell<HashSet<Edge>> = RefCell::new(rooms.keys().copied().collect());
-    let mut door = Door::open(listener)?;
-    while !waiting.borrow().is_empty() {
+pub(super) async fn keep(
+    listener: TcpListener,
+    key: Key,
+    salt: [u8; PROOF_LEN],
+    rooms: Rooms,
+    facts: Arc<Mutex<Option<SocketFacts>>>,
+) {
+    let waiting: Mutex<HashSet<Edge>> = Mutex::new(rooms.keys().copied().collect());
+    let missing = || waiting.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut door = Door::open(listener);
+    while !missing().is_empty() {
         let guest = door
             .admit(|stream| {
-                let waiting = &waiting;
+                let (missing, key, salt) = (&missing, &key, &salt);
                 async move {
                     socket::tune(&stream).ok()?;
                     let guest = identify(stream, key, salt).await?;
                     // The token is used up here.
-                    waiting.borrow_mut().remove(&guest.edge).then_some(guest)
+                    missing().remove(&guest.edge).then_some(guest)
                 }
             })
             .await;
-        facts.borrow_mut().get_or_insert_with(|| SocketFacts::read(&guest.stream));
+        let read = || SocketFacts::read(&guest.stream);
+        facts.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(read);
         if let Some(room) = rooms.get(&guest.edge) {
             tokio::spawn(escort(guest, room.clone()));
         }
     }
-    Ok(())
 }
 
 /// Somebody whose token is good.

@@ -11,6 +11,7 @@ use zeromq::{DealerSocket, Socket};
 
 use super::frame::{self, Frame};
 use super::pool::Pool;
+use crate::fault::Fault;
 use crate::runtime::give_way;
 
 /// Segments sent before others get their turn.
@@ -99,15 +100,14 @@ impl Link {
         &mut self,
         outgoing: Option<&Outgoing<'_>>,
         sink: Option<&mut dyn Sink>,
-        operation: &str,
-    ) -> Result<()> {
+    ) -> Result<(), Fault> {
         let mut sending = outgoing.map(Sending::new);
         let mut receiving = sink.map(Receiving::new);
         loop {
-            let blocked = self.send_burst(&mut sending, operation).await?;
+            let blocked = self.send_burst(&mut sending).await?;
             while let Some(message) = &mut receiving {
                 let Some(frame) = self.early.pop_front() else { break };
-                if self.take(message, frame, operation).await? {
+                if self.take(message, frame).await? {
                     receiving = None;
                 }
             }
@@ -115,23 +115,23 @@ impl Link {
                 return Ok(());
             }
             let frame = if blocked || sending.is_none() {
-                Some(self.next(operation).await?)
+                Some(self.next().await?)
             } else {
                 give_way().await;
-                self.next_if_ready(operation).await?
+                self.next_if_ready().await?
             };
             match frame {
                 None => {}
                 Some(Frame::Credit(_)) => {}
                 Some(data @ (Frame::First(..) | Frame::More(_))) => match &mut receiving {
                     Some(message) => {
-                        if self.take(message, data, operation).await? {
+                        if self.take(message, data).await? {
                             receiving = None;
                         }
                     }
                     None => self.early.push_back(data),
                 },
-                Some(Frame::Bye | Frame::ByeSeen) => return Err(self.lost(operation, "it closed its transport")),
+                Some(Frame::Bye | Frame::ByeSeen) => return Err(Fault::Lost("it closed its transport".into())),
             }
         }
     }
@@ -139,31 +139,30 @@ impl Link {
     /// Says farewell and waits for the peer's: first everything sent before arrives there, then its word that it did.
     ///
     /// The connection may end once the peer's farewell is here: the peer leaves only after it has seen ours.
-    pub(crate) async fn close(&mut self) -> Result<()> {
-        let operation = "closing";
-        self.post(frame::bye(), operation).await?;
+    pub(crate) async fn close(&mut self) -> Result<(), Fault> {
+        self.post(frame::bye()).await?;
         let mut seen = false;
         loop {
             if self.bye && (seen || self.ended) {
                 return Ok(());
             }
-            match self.next(operation).await {
+            match self.next().await {
                 Ok(Frame::Bye) => {
                     self.bye = true;
                     // If the peer is gone already, it has seen ours.
-                    let _ = self.post(frame::bye_seen(), operation).await;
+                    let _ = self.post(frame::bye_seen()).await;
                 }
                 Ok(Frame::ByeSeen) => seen = true,
                 // Messages that nobody will ask for.
                 Ok(Frame::First(..) | Frame::More(_) | Frame::Credit(_)) => {}
-                Err(Error::PeerLost { .. }) if self.bye => return Ok(()),
-                Err(error) => return Err(error),
+                Err(Fault::Lost(_)) if self.bye => return Ok(()),
+                Err(fault) => return Err(fault),
             }
         }
     }
 
     /// Sends segments while the window has room, at most [`BURST`]. Whether it is the window that stopped it.
-    async fn send_burst(&mut self, sending: &mut Option<Sending<'_>>, operation: &str) -> Result<bool> {
+    async fn send_burst(&mut self, sending: &mut Option<Sending<'_>>) -> Result<bool, Fault> {
         for _ in 0..BURST {
             let Some(message) = sending else { return Ok(false) };
             let length = message.rest.len().min(self.segment);
@@ -179,13 +178,13 @@ impl Link {
             if rest.is_empty() {
                 *sending = None;
             }
-            self.post(bytes, operation).await?;
+            self.post(bytes).await?;
         }
         Ok(false)
     }
 
     /// Hands data on and gives the peer credit for it. Whether the message is complete.
-    async fn take(&mut self, message: &mut Receiving<'_>, frame: Frame, operation: &str) -> Result<bool> {
+    async fn take(&mut self, message: &mut Receiving<'_>, frame: Frame) -> Result<bool, Fault> {
         let charge = frame.charge();
         let complete = message.accept(frame, self.peer)?;
         self.owed += charge;
@@ -193,19 +192,19 @@ impl Link {
         if self.owed >= self.window / 4 {
             let owed = std::mem::take(&mut self.owed);
             self.held = self.held.saturating_sub(owed);
-            self.post(frame::credit(owed as u64), operation).await?;
+            self.post(frame::credit(owed as u64)).await?;
         }
         Ok(complete)
     }
 
-    async fn next(&mut self, operation: &str) -> Result<Frame> {
+    async fn next(&mut self) -> Result<Frame, Fault> {
         match std::future::poll_fn(|cx| self.poll_message(cx)).await {
-            Some(message) => self.admit(message, operation),
-            None => Err(self.lost(operation, "its connection ended without a farewell")),
+            Some(message) => self.admit(message),
+            None => Err(ended()),
         }
     }
 
-    async fn next_if_ready(&mut self, operation: &str) -> Result<Option<Frame>> {
+    async fn next_if_ready(&mut self) -> Result<Option<Frame>, Fault> {
         let ready = std::future::poll_fn(|cx| {
             Poll::Ready(match self.poll_message(cx) {
                 Poll::Ready(message) => Some(message),
@@ -214,13 +213,13 @@ impl Link {
         });
         match ready.await {
             None => Ok(None),
-            Some(Some(message)) => self.admit(message, operation).map(Some),
-            Some(None) => Err(self.lost(operation, "its connection ended without a farewell")),
+            Some(Some(message)) => self.admit(message).map(Some),
+            Some(None) => Err(ended()),
         }
     }
 
     /// The next message, or `None` once the connection has ended. Messages come before the end.
-    fn poll_message(&mut self, cx: &mut Context<'_>) -> Poll<Option<std::result::Result<ZmqMessage, ZmqError>>> {
+    fn poll_message(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<ZmqMessage, ZmqError>>> {
         if self.ended {
             return Poll::Ready(None);
         }
@@ -238,13 +237,13 @@ impl Link {
     }
 
     /// Checks a message before anything is done with it.
-    fn admit(&mut self, message: std::result::Result<ZmqMessage, ZmqError>, operation: &str) -> Result<Frame> {
+    fn admit(&mut self, message: Result<ZmqMessage, ZmqError>) -> Result<Frame, Fault> {
         let message = message.map_err(|error| match error {
             // A codec's error may carry the socket's: that is no fault of what the peer sent.
             ZmqError::Codec(error) if std::error::Error::source(&error).is_none() => {
                 self.protocol(format!("what it sent is not ZMTP: {error}"))
             }
-            error => self.lost(operation, &error.to_string()),
+            error => Fault::Lost(error.to_string()),
         })?;
         let frame = Frame::decode(message, self.segment).map_err(|what| self.protocol(what))?;
         if let Frame::Credit(bytes) = frame {
@@ -261,18 +260,18 @@ impl Link {
     }
 
     /// Queues a message; the queue has room, for the window bounds what is in it.
-    async fn post(&mut self, bytes: Bytes, operation: &str) -> Result<()> {
+    async fn post(&mut self, bytes: Bytes) -> Result<(), Fault> {
         let sent = self.send.send(ZmqMessage::from(bytes)).await;
-        sent.map_err(|error| self.lost(operation, &error.to_string()))
+        sent.map_err(|error| Fault::Lost(error.to_string()))
     }
 
-    fn lost(&self, operation: &str, detail: &str) -> Error {
-        Error::PeerLost { rank: self.peer, operation: operation.to_string(), detail: detail.to_string() }
+    fn protocol(&self, what: String) -> Fault {
+        Error::Protocol { who: format!("rank {}", self.peer), what }.into()
     }
+}
 
-    fn protocol(&self, what: String) -> Error {
-        Error::Protocol { who: format!("rank {}", self.peer), what }
-    }
+fn ended() -> Fault {
+    Fault::Lost("its connection ended without a farewell".into())
 }
 
 /// A message on its way out.

@@ -1,0 +1,410 @@
+//! Messages through the rings of one lane.
+
+use std::sync::Arc;
+
+use super::layout::{ALIGN, Layout};
+use super::sys::{Bell, Consumer, Producer, Segment, after_stores};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::header::{HEADER_LEN, Header};
+use crate::transport::{Incoming, Outgoing};
+use crate::waiting::{Next, Spinner, Wait, Waiting};
+
+/// What a rank says of itself in the segment of each peer.
+pub(super) mod state {
+    /// It may send.
+    pub(in crate::shm) const OPEN: u32 = 0;
+    /// It has closed its connections; nothing follows what is in its rings.
+    pub(in crate::shm) const CLOSED: u32 = 1;
+    /// The same, without having closed them.
+    pub(in crate::shm) const ENDED: u32 = 2;
+}
+
+/// Most bytes that one message moves before the others get their turn, so that both ends of a ring work at the same time.
+const LONGEST_STEP: usize = 64 << 10;
+
+/// Looks without a look at the clock. A look takes some nanoseconds, the clock some tens.
+const LOOKS: u32 = 16;
+
+/// What all lanes of a transport share.
+pub(super) struct Shared {
+    pub(super) rank: usize,
+    pub(super) waiting: Waiting,
+    /// By rank; this rank's own is that into which the others write.
+    pub(super) segments: Vec<Arc<Segment>>,
+    /// By rank: whether its threads ever sleep inside an exchange, and so must be rung for.
+    pub(super) parks: Vec<bool>,
+}
+
+impl Shared {
+    pub(super) fn mine(&self) -> &Segment {
+        &self.segments[self.rank]
+    }
+
+    /// What `peer` says of itself.
+    pub(super) fn state_of(&self, peer: usize) -> u32 {
+        self.mine().state(Layout::slot(self.rank, peer)).load(std::sync::atomic::Ordering::Acquire)
+    }
+
+    /// All ranks but this one.
+    pub(super) fn peers(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.segments.len()).filter(|peer| *peer != self.rank)
+    }
+}
+
+/// One lane: its rings, and what an exchange needs to know, kept so that an exchange allocates nothing.
+pub(super) struct Lane {
+    number: usize,
+    spinner: Spinner,
+    /// By rank; none for this one.
+    producers: Vec<Option<Producer>>,
+    consumers: Vec<Option<Consumer>>,
+    sends: Vec<Sending>,
+    receives: Vec<Receiving>,
+}
+
+/// How far an outgoing message is.
+struct Sending {
+    header: [u8; HEADER_LEN],
+    /// Bytes of header and payload in the ring.
+    done: usize,
+    moved: bool,
+}
+
+/// How far an incoming message is.
+struct Receiving {
+    at: At,
+    moved: bool,
+}
+
+enum At {
+    Header,
+    /// So many bytes of the payload are missing.
+    Payload(u64),
+    End,
+}
+
+impl Lane {
+    pub(super) fn new(number: usize, shared: &Shared) -> Self {
+        let (me, ranks) = (shared.rank, shared.segments.len());
+        let producer = |peer: usize| {
+            let segment = shared.segments[peer].clone();
+            (peer != me).then(|| Producer::new(segment, Layout::slot(peer, me), number, peer))
+        };
+        let consumer = |peer: usize| {
+            let segment = shared.segments[me].clone();
+            (peer != me).then(|| Consumer::new(segment, Layout::slot(me, peer), number, peer))
+        };
+        Lane {
+            number,
+            spinner: Spinner::new(shared.waiting),
+            producers: (0..ranks).map(producer).collect(),
+            consumers: (0..ranks).map(consumer).collect(),
+            sends: Vec::with_capacity(ranks),
+            receives: Vec::with_capacity(ranks),
+        }
+    }
+
+    /// See [`Transport::exchange`](crate::Transport::exchange). `check` fails once the transport was aborted.
+    pub(super) fn exchange(
+        &mut self,
+        shared: &Shared,
+        outgoing: &[Outgoing<'_>],
+        incoming: &mut [Incoming<'_>],
+        deadline: Deadline,
+        check: impl Fn() -> Result<()>,
+    ) -> Result<()> {
+        let peers = outgoing.iter().map(|message| message.peer).chain(incoming.iter().map(|message| message.peer));
+        if let Some(peer) = peers.into_iter().find(|peer| !matches!(self.producers.get(*peer), Some(Some(_)))) {
+            return Err(Error::invalid(format!("rank {}: an exchange with rank {peer}", shared.rank)));
+        }
+        self.sends.clear();
+        self.sends.extend(outgoing.iter().map(|message| Sending {
+            header: message.header.encode(),
+            done: 0,
+            moved: false,
+        }));
+        self.receives.clear();
+        self.receives.extend(incoming.iter().map(|_| Receiving { at: At::Header, moved: false }));
+
+        // Apart from the rest, because a wait borrows it.
+        let mut spinner = std::mem::replace(&mut self.spinner, Spinner::new(shared.waiting));
+        let result = self.run(&mut spinner, shared, outgoing, incoming, deadline, check);
+        self.spinner = spinner;
+        result
+    }
+
+    fn run(
+        &mut self,
+        spinner: &mut Spinner,
+        shared: &Shared,
+        outgoing: &[Outgoing<'_>],
+        incoming: &mut [Incoming<'_>],
+        deadline: Deadline,
+        check: impl Fn() -> Result<()>,
+    ) -> Result<()> {
+        loop {
+            check()?;
+            let mut step = self.turn(shared, outgoing, incoming)?;
+            if step.is_done {
+                return Ok(());
+            }
+            if !step.has_moved {
+                let mut pause = Pause::new(shared, self.number, spinner);
+                while !step.has_moved {
+                    if !pause.once(deadline) {
+                        return Err(self.timeout(shared, outgoing, incoming, deadline));
+                    }
+                    check()?;
+                    step = self.turn(shared, outgoing, incoming)?;
+                }
+                if step.is_done {
+                    return Ok(());
+                }
+            }
+            // A peer that sends bit by bit does not extend the deadline.
+            if deadline.has_passed() {
+                return Err(self.timeout(shared, outgoing, incoming, deadline));
+            }
+        }
+    }
+
+    /// One turn of all messages.
+    fn turn(&mut self, shared: &Shared, outgoing: &[Outgoing<'_>], incoming: &mut [Incoming<'_>]) -> Result<Step> {
+        let (sent, received) = (self.send(shared, outgoing)?, self.receive(shared, incoming)?);
+        Ok(Step { is_done: sent.is_done && received.is_done, has_moved: sent.has_moved || received.has_moved })
+    }
+
+    /// Puts as much into the rings as fits, at most [`LONGEST_STEP`] a message.
+    fn send(&mut self, shared: &Shared, outgoing: &[Outgoing<'_>]) -> Result<Step> {
+        let mut step = Step { is_done: true, has_moved: false };
+        for (message, sending) in outgoing.iter().zip(&mut self.sends) {
+            sending.moved = false;
+            let whole = HEADER_LEN + message.payload.len();
+            if sending.done == whole {
+                continue;
+            }
+            let Some(producer) = self.producers.get_mut(message.peer).and_then(Option::as_mut) else { continue };
+            let wanted = whole - sending.done;
+            let free = producer.free(wanted)?;
+            if free < ALIGN {
+                if shared.state_of(message.peer) != state::OPEN {
+                    return Err(lost(shared, message.peer));
+                }
+                step.is_done = false;
+                continue;
+            }
+            let mut room = free.min(LONGEST_STEP);
+            if sending.done == 0 {
+                sending.done += producer.write(&sending.header);
+                room -= HEADER_LEN;
+            }
+            let rest = &message.payload[sending.done - HEADER_LEN..];
+            sending.done += producer.write(&rest[..rest.len().min(room)]);
+            if sending.done == whole {
+                producer.align();
+            } else {
+                step.is_done = false;
+            }
+            producer.publish();
+            sending.moved = true;
+            step.has_moved = true;
+        }
+        if step.has_moved {
+            let moved = outgoing.iter().zip(&self.sends).filter(|(_, sending)| sending.moved);
+            self.ring(shared, moved.map(|(message, _)| message.peer));
+        }
+        Ok(step)
+    }
+
+    /// Hands on what is in the rings, at most [`LONGEST_STEP`] a message.
+    fn receive(&mut self, shared: &Shared, incoming: &mut [Incoming<'_>]) -> Result<Step> {
+        let mut step = Step { is_done: true, has_moved: false };
+        for (message, receiving) in incoming.iter_mut().zip(&mut self.receives) {
+            receiving.moved = false;
+            if matches!(receiving.at, At::End) {
+                continue;
+            }
+            let Some(consumer) = self.consumers.get_mut(message.peer).and_then(Option::as_mut) else { continue };
+            if consumer.available(1)? == 0 {
+                if shared.state_of(message.peer) != state::OPEN {
+                    // What it sent last may have come between the two looks.
+                    if consumer.available(1)? == 0 {
+                        return Err(lost(shared, message.peer));
+                    }
+                } else {
+                    step.is_done = false;
+                    continue;
+                }
+            }
+            receiving.take(consumer, message)?;
+            consumer.release();
+            step.is_done &= matches!(receiving.at, At::End);
+            step.has_moved = true;
+            receiving.moved = true;
+        }
+        if step.has_moved {
+            let moved = incoming.iter().zip(&self.receives).filter(|(_, receiving)| receiving.moved);
+            self.ring(shared, moved.map(|(message, _)| message.peer));
+        }
+        Ok(step)
+    }
+
+    /// Wakes those of `peers` that sleep.
+    fn ring(&self, shared: &Shared, peers: impl Iterator<Item = usize>) {
+        let mut is_ordered = false;
+        for peer in peers.filter(|peer| shared.parks[*peer]) {
+            if !is_ordered {
+                after_stores();
+                is_ordered = true;
+            }
+            shared.segments[peer].bell(self.number).ring();
+        }
+    }
+
+    fn timeout(
+        &self,
+        shared: &Shared,
+        outgoing: &[Outgoing<'_>],
+        incoming: &[Incoming<'_>],
+        deadline: Deadline,
+    ) -> Error {
+        let unsent = outgoing
+            .iter()
+            .zip(&self.sends)
+            .filter(|(message, sending)| sending.done < HEADER_LEN + message.payload.len())
+            .map(|(message, _)| message.peer);
+        let missing = incoming
+            .iter()
+            .zip(&self.receives)
+            .filter(|(_, receiving)| !matches!(receiving.at, At::End))
+            .map(|(message, _)| message.peer);
+        timeout(shared.rank, "an exchange", deadline, unsent.chain(missing).collect())
+    }
+}
+
+/// What one turn of several messages came to.
+struct Step {
+    is_done: bool,
+    has_moved: bool,
+}
+
+impl Receiving {
+    /// Takes what has come of this message.
+    fn take(&mut self, consumer: &mut Consumer, message: &mut Incoming<'_>) -> Result<()> {
+        let mut budget = LONGEST_STEP;
+        if matches!(self.at, At::Header) {
+            let bytes: &[u8; HEADER_LEN] =
+                consumer.peek(HEADER_LEN).try_into().map_err(|_| Error::Internal("a header in two pieces".into()))?;
+            // Copied first, so that what is checked is what is used.
+            let bytes = *bytes;
+            let header = match Header::decode(&bytes, "") {
+                Ok(header) => header,
+                Err(Error::Protocol { what, .. }) => {
+                    return Err(Error::Protocol { who: format!("rank {}", message.peer), what });
+                }
+                Err(other) => return Err(other),
+            };
+            message.sink.begin(&header)?;
+            consumer.skip(HEADER_LEN);
+            budget -= HEADER_LEN;
+            self.at = At::Payload(header.payload_len);
+        }
+        let At::Payload(missing) = &mut self.at else { return Ok(()) };
+        // Twice where the ring's end lies within.
+        while *missing > 0 && budget > 0 {
+            let most = usize::try_from(*missing).unwrap_or(usize::MAX).min(budget);
+            if consumer.available(1)? == 0 {
+                break;
+            }
+            let piece = consumer.peek(most);
+            let count = match message.sink.space() {
+                Some(space) if !space.is_empty() => {
+                    let count = piece.len().min(space.len());
+                    space[..count].copy_from_slice(&piece[..count]);
+                    message.sink.filled(count)?;
+                    count
+                }
+                _ => {
+                    message.sink.piece(piece)?;
+                    piece.len()
+                }
+            };
+            consumer.skip(count);
+            *missing -= count as u64;
+            budget -= count;
+        }
+        if *missing == 0 {
+            consumer.align();
+            self.at = At::End;
+        }
+        Ok(())
+    }
+}
+
+/// The time in which nothing moves: what to do between two looks.
+pub(super) struct Pause<'a> {
+    bell: Bell<'a>,
+    wait: Wait<'a>,
+    looks: u32,
+    most_looks: u32,
+    is_lying: bool,
+}
+
+impl<'a> Pause<'a> {
+    /// The bell is one of this rank's own, on which only the caller sleeps.
+    pub(super) fn new(shared: &'a Shared, bell: usize, spinner: &'a mut Spinner) -> Self {
+        let most_looks = if shared.waiting == Waiting::Park { 0 } else { LOOKS };
+        Pause { bell: shared.mine().bell(bell), wait: spinner.wait(), looks: 0, most_looks, is_lying: false }
+    }
+
+    /// Waits a little, or until somebody rings, and returns whether to look again; false at the deadline.
+    pub(super) fn once(&mut self, deadline: Deadline) -> bool {
+        if self.is_lying {
+            self.is_lying = false;
+            let left = deadline.remaining();
+            if !left.is_zero() {
+                self.bell.sleep(left);
+            }
+            self.bell.get_up();
+            return !left.is_zero();
+        }
+        if self.looks < self.most_looks {
+            self.looks += 1;
+            std::hint::spin_loop();
+            return true;
+        }
+        self.looks = 0;
+        match self.wait.next(deadline) {
+            Next::Look => true,
+            Next::Expired => false,
+            Next::Park => {
+                // Sleeps the next time, if there is still nothing then.
+                self.bell.lie_down();
+                self.is_lying = true;
+                true
+            }
+        }
+    }
+}
+
+impl Drop for Pause<'_> {
+    fn drop(&mut self) {
+        if self.is_lying {
+            self.bell.get_up();
+        }
+    }
+}
+
+pub(super) fn timeout(rank: usize, operation: &str, deadline: Deadline, mut waiting_for: Vec<usize>) -> Error {
+    waiting_for.sort_unstable();
+    waiting_for.dedup();
+    Error::Timeout { rank, operation: operation.into(), waited: deadline.waited(), waiting_for }
+}
+
+/// `peer` is no longer there.
+pub(super) fn lost(shared: &Shared, peer: usize) -> Error {
+    let detail =
+        if shared.state_of(peer) == state::CLOSED { "it has closed its connections" } else { "its transport ended" };
+    Error::PeerLost { rank: peer, operation: String::new(), detail: detail.into() }
+}

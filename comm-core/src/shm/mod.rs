@@ -1,0 +1,167 @@
+//! Ranks of one machine that share memory.
+//!
+//! For every ordered pair of ranks and every lane there is a ring of bytes with one writer and one reader, in anonymous memory that
+//! both map. A message is copied into the ring by its sender and reduced, or copied, out of it by its receiver, piece by piece
+//! if it is longer than the ring; no system call takes part unless somebody sleeps.
+//!
+//! Each rank makes the memory into which all others write: a `memfd` that cannot change its size any more. The others find it
+//! through the control plane and open it as `/proc/PID/fd/N`. It has no name in any directory, so whenever and however the
+//! ranks end, nothing is left behind.
+
+mod connect;
+mod exchange;
+mod layout;
+#[allow(unsafe_code, reason = "memory shared with other processes, and the system calls around it")]
+mod sys;
+
+use std::sync::atomic::Ordering;
+use std::sync::{Mutex, OnceLock, TryLockError};
+
+use crate::control::Control;
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::transport::{Incoming, Outgoing, Transport};
+use crate::waiting::{Spinner, Waiting};
+
+use exchange::{Lane, Pause, Shared, lost, state, timeout};
+use layout::Layout;
+
+/// Settings of a [`ShmTransport`]. All ranks use the same lanes and rings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ShmOptions {
+    /// Lanes, at least one.
+    pub lanes: usize,
+    /// Bytes of each ring, a power of two from 4 KiB to 1 GiB. Each rank takes `(ranks − 1) · lanes` times as much memory. Two rings, one
+    /// in each direction, should fit into a core's second cache.
+    pub ring_bytes: usize,
+    /// How this rank waits. Ranks that never sleep ([`Waiting::Busy`]) spare the others the question whether they do.
+    pub waiting: Waiting,
+}
+
+impl Default for ShmOptions {
+    fn default() -> Self {
+        ShmOptions { lanes: 2, ring_bytes: 256 << 10, waiting: Waiting::Adaptive }
+    }
+}
+
+/// Moves messages through memory that the ranks' processes share.
+pub struct ShmTransport {
+    options: ShmOptions,
+    shared: Shared,
+    lanes: Vec<Mutex<Lane>>,
+    aborted: OnceLock<Error>,
+}
+
+impl ShmTransport {
+    /// Shares memory with all other ranks, which call this too.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`], on every rank, naming the rank that cannot have memory or cannot open that of another, because it runs
+    /// on another machine, in another container or as another user; [`Error::Rendezvous`] when the ranks' settings
+    /// differ; [`Error::InvalidArgument`] for settings that make no sense; and those of [`Control::all_gather`].
+    pub fn connect(control: &dyn Control, options: &ShmOptions, deadline: Deadline) -> Result<Self> {
+        let shared = connect::connect(control, options, deadline)?;
+        let lanes = (0..options.lanes).map(|number| Mutex::new(Lane::new(number, &shared))).collect();
+        Ok(ShmTransport { options: *options, shared, lanes, aborted: OnceLock::new() })
+    }
+
+    fn check(&self) -> Result<()> {
+        match self.aborted.get() {
+            None => Ok(()),
+            Some(error) => Err(error.clone()),
+        }
+    }
+
+    /// Tells the others that nothing follows. A rank that has closed stays closed.
+    fn leave(&self, as_state: u32) {
+        let rank = self.shared.rank;
+        for peer in self.shared.peers() {
+            let theirs = self.shared.segments[peer].state(Layout::slot(peer, rank));
+            let _ = theirs.compare_exchange(state::OPEN, as_state, Ordering::AcqRel, Ordering::Relaxed);
+        }
+        sys::after_stores();
+        for peer in self.shared.peers() {
+            (0..=self.lanes.len()).for_each(|bell| self.shared.segments[peer].bell(bell).ring());
+        }
+    }
+}
+
+impl Transport for ShmTransport {
+    fn name(&self) -> &str {
+        "shm"
+    }
+
+    fn rank(&self) -> usize {
+        self.shared.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.shared.segments.len()
+    }
+
+    fn lanes(&self) -> usize {
+        self.lanes.len()
+    }
+
+    fn exchange(
+        &self,
+        lane: usize,
+        outgoing: &[Outgoing<'_>],
+        incoming: &mut [Incoming<'_>],
+        deadline: Deadline,
+    ) -> Result<()> {
+        let Some(place) = self.lanes.get(lane) else {
+            return Err(Error::invalid(format!("lane {lane} of a transport that has {} lanes", self.lanes.len())));
+        };
+        let mut lane = match place.try_lock() {
+            Ok(lane) => lane,
+            // A sink has panicked; what the peers see of it is for the caller's abort to settle.
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => {
+                return Err(Error::Internal(format!("two exchanges at the same time on lane {lane}")));
+            }
+        };
+        lane.exchange(&self.shared, outgoing, incoming, deadline, || self.check())
+    }
+
+    fn abort(&self, error: &Error) {
+        let _ = self.aborted.set(error.clone());
+        sys::after_stores();
+        (0..=self.lanes.len()).for_each(|bell| self.shared.mine().bell(bell).ring());
+    }
+
+    /// What was sent lies in the receivers' memory already, so this only waits for the others to close too.
+    fn close(&self, deadline: Deadline) -> Result<()> {
+        self.check()?;
+        self.leave(state::CLOSED);
+        let mut spinner = Spinner::new(self.options.waiting);
+        let mut pause = Pause::new(&self.shared, self.lanes.len(), &mut spinner);
+        loop {
+            self.check()?;
+            let is_open = |peer: &usize| self.shared.state_of(*peer) == state::OPEN;
+            if !self.shared.peers().any(|peer| is_open(&peer)) {
+                break;
+            }
+            if !pause.once(deadline) {
+                let late = self.shared.peers().filter(is_open).collect();
+                return Err(timeout(self.shared.rank, "closing the connections", deadline, late));
+            }
+        }
+        let ended = self.shared.peers().find(|peer| self.shared.state_of(*peer) != state::CLOSED);
+        ended.map_or(Ok(()), |peer| Err(lost(&self.shared, peer)))
+    }
+
+    fn facts(&self) -> Vec<(String, String)> {
+        vec![
+            ("shm.ring_bytes".into(), self.options.ring_bytes.to_string()),
+            ("shm.waiting".into(), self.options.waiting.to_string()),
+            ("shm.segment_bytes".into(), self.shared.mine().layout().total().to_string()),
+        ]
+    }
+}
+
+impl Drop for ShmTransport {
+    fn drop(&mut self) {
+        self.leave(state::ENDED);
+    }
+}

@@ -1,0 +1,358 @@
+//! Memory that several processes map, behind types that cannot reach outside of it.
+//!
+//! What lies in shared memory can change at any time, whatever the type system says of this process. Therefore
+//! - indexes, states and bells are only touched as atomics, and every index is checked before it is used;
+//! - the bytes of a ring are copied or lent only where the protocol gives them to this side: what lies between tail and head
+//!   belongs to the consumer until it moves the tail, the rest to the producer until it moves the head.
+//!
+//! A peer that breaks this protocol can make this rank compute with bytes that change under its hands, as it could send wrong
+//! bytes in the first place; it cannot make it read or write anything else. Only processes of the same user that know where
+//! to look can map a segment, and the only ones that are told are the ranks of the job.
+
+use std::ffi::CString;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::time::Duration;
+
+use memmap2::{MmapOptions, MmapRaw};
+
+use super::layout::{ALIGN, Layout, PROOF_LEN};
+use crate::error::{Error, Result};
+
+/// The memory of one rank, as mapped in this process.
+pub(super) struct Segment {
+    /// At least `layout.total()` bytes, page-aligned, of a file that can no longer shrink.
+    map: MmapRaw,
+    layout: Layout,
+}
+
+/// Seals after which a file keeps its size for good.
+const SEALS: libc::c_int = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+
+/// What the kernel shows for a segment in /proc; it names nothing in any directory.
+pub(super) const MEMORY_NAME: &str = "comm-core-shm";
+
+impl Segment {
+    /// Anonymous memory of the right size, all zeros, and the file that stands for it until it is closed everywhere.
+    pub(super) fn create(layout: Layout) -> io::Result<(Segment, File)> {
+        let file = memory_file()?;
+        let length = layout.total();
+        file.set_len(length as u64)?;
+        // Without this, memory that turns out to be missing later is a SIGBUS.
+        let status = loop {
+            // SAFETY: fallocate takes integers and touches no memory of this process; the descriptor is open.
+            let status = unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, length as libc::off_t) };
+            if status == 0 || io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
+                break status;
+            }
+        };
+        if status != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: F_ADD_SEALS takes one integer and touches no memory of this process; the descriptor is open.
+        if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, SEALS) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok((Segment::map(&file, layout)?, file))
+    }
+
+    /// Maps what another rank has created. Its size and seals are checked.
+    pub(super) fn open(file: &File, layout: Layout) -> io::Result<Segment> {
+        // SAFETY: F_GET_SEALS takes no argument and touches no memory of this process; the descriptor is open.
+        let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
+        if seals < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        if seals & SEALS != SEALS || file.metadata()?.len() != layout.total() as u64 {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "it has another size, or could still change it"));
+        }
+        Segment::map(file, layout)
+    }
+
+    fn map(file: &File, layout: Layout) -> io::Result<Segment> {
+        let map = MmapOptions::new().len(layout.total()).populate().map_raw(file)?;
+        Ok(Segment { map, layout })
+    }
+
+    pub(super) fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Writes what the others compare. Before any of them has been told of the segment.
+    pub(super) fn write_proof(&self, proof: &[u8; PROOF_LEN]) {
+        // SAFETY: the segment begins with the place of the proof, and nobody else looks at it yet.
+        unsafe { ptr::copy_nonoverlapping(proof.as_ptr(), self.map.as_mut_ptr(), PROOF_LEN) };
+    }
+
+    pub(super) fn proof(&self) -> [u8; PROOF_LEN] {
+        let mut proof = [0; PROOF_LEN];
+        // SAFETY: the segment begins with the place of the proof, which was written before this rank was told of the segment.
+        unsafe { ptr::copy_nonoverlapping(self.map.as_ptr(), proof.as_mut_ptr(), PROOF_LEN) };
+        proof
+    }
+
+    /// What the rank of `slot` says of itself: see [`State`](super::exchange::State).
+    pub(super) fn state(&self, slot: usize) -> &AtomicU32 {
+        assert!(slot < self.layout.slots(), "slot {slot}");
+        self.word(self.layout.state(slot))
+    }
+
+    /// The bell of a lane, or that of closing (number `lanes`).
+    pub(super) fn bell(&self, number: usize) -> Bell<'_> {
+        assert!(number <= self.layout.lanes(), "bell {number}");
+        Bell(self.word(self.layout.bell(number)))
+    }
+
+    fn word(&self, offset: usize) -> &AtomicU32 {
+        // SAFETY: callers pass offsets of the layout, which lie within the mapping and are multiples of 128, so the pointer is
+        // valid for the life of `self.map` and aligned. All zeros is a valid value, and every process uses the word as an atomic.
+        unsafe { AtomicU32::from_ptr(self.map.as_mut_ptr().add(offset).cast()) }
+    }
+}
+
+/// A word on which one thread of its owner sleeps and that others ring when they have done something that it may wait for.
+#[derive(Clone, Copy)]
+pub(super) struct Bell<'a>(&'a AtomicU32);
+
+const AWAKE: u32 = 0;
+const ASLEEP: u32 = 1;
+
+impl Bell<'_> {
+    /// From now on a ring ends [`sleep`](Bell::sleep). The caller looks again between this and that.
+    pub(super) fn lie_down(self) {
+        self.0.store(ASLEEP, Ordering::Relaxed);
+        // Orders the store before the looks that follow; see `ring_after`.
+        fence(Ordering::SeqCst);
+    }
+
+    /// Sleeps until somebody has rung since [`lie_down`](Bell::lie_down), at most `longest`; may end early for no reason.
+    pub(super) fn sleep(self, longest: Duration) {
+        // A day is as good as any longer time, and fits every time_t.
+        let longest = longest.min(Duration::from_secs(24 * 3600));
+        let time = libc::timespec { tv_sec: longest.as_secs() as libc::time_t, tv_nsec: longest.subsec_nanos().into() };
+        // SAFETY: the word lies in memory that stays mapped while `self` borrows it, `time` lives for the call, and a futex wait
+        // writes to neither. The futex is not private, because other processes wake it.
+        unsafe { libc::syscall(libc::SYS_futex, self.0.as_ptr(), libc::FUTEX_WAIT, ASLEEP, &raw const time) };
+    }
+
+    /// No ring is needed any more.
+    pub(super) fn get_up(self) {
+        self.0.store(AWAKE, Ordering::Relaxed);
+    }
+
+    /// Wakes whoever sleeps. What it shall see has been stored before, and [`after_stores`] was called.
+    pub(super) fn ring(self) {
+        if self.0.load(Ordering::Relaxed) != AWAKE && self.0.swap(AWAKE, Ordering::Relaxed) != AWAKE {
+            // SAFETY: the word lies in memory that stays mapped while `self` borrows it, and a futex wake does not write to it.
+            unsafe { libc::syscall(libc::SYS_futex, self.0.as_ptr(), libc::FUTEX_WAKE, libc::c_int::MAX) };
+        }
+    }
+}
+
+/// Between the stores that a sleeper shall see and a look at its bell: either this rank sees that the other lies down, or the
+/// other, which looks once more after lying down, sees the stores.
+pub(super) fn after_stores() {
+    fence(Ordering::SeqCst);
+}
+
+/// The writing end of a ring.
+pub(super) struct Producer {
+    ring: Ring,
+    /// Bytes ever written; published up to the last call of [`publish`](Producer::publish).
+    head: u64,
+    /// Bytes that the consumer is known to have given back; at most `head`, at least `head - capacity`.
+    tail: u64,
+}
+
+/// The reading end of a ring.
+pub(super) struct Consumer {
+    ring: Ring,
+    /// Bytes that the producer is known to have published; at least `tail`, at most `tail + capacity`.
+    head: u64,
+    /// Bytes ever read; given back up to the last call of [`release`](Consumer::release).
+    tail: u64,
+}
+
+/// A ring's place in a segment, and who is at its other end.
+struct Ring {
+    segment: Arc<Segment>,
+    slot: usize,
+    lane: usize,
+    peer: usize,
+}
+
+impl Producer {
+    /// The end for the rank of `slot`, which is this one; it writes to `peer`, whose segment it is. Made once for each ring, while
+    /// the ring is unused.
+    pub(super) fn new(segment: Arc<Segment>, slot: usize, lane: usize, peer: usize) -> Self {
+        Producer { ring: Ring::new(segment, slot, lane, peer), head: 0, tail: 0 }
+    }
+
+    /// Bytes that can be written, a multiple of [`ALIGN`] between messages. Looks at what the consumer says if less than `wanted`
+    /// are known to be free.
+    ///
+    /// # Errors
+    /// `Protocol` when the consumer claims to have read what was never written.
+    pub(super) fn free(&mut self, wanted: usize) -> Result<usize> {
+        let capacity = self.ring.capacity();
+        let free = capacity - (self.head - self.tail);
+        if free >= (wanted as u64).min(capacity) {
+            return Ok(free as usize);
+        }
+        let tail = self.ring.tail().load(Ordering::Acquire);
+        let (newly, written) = (tail.wrapping_sub(self.tail), self.head - self.tail);
+        if newly > written || !newly.is_multiple_of(ALIGN as u64) {
+            return Err(self.ring.rubbish("tail", tail));
+        }
+        self.tail = tail;
+        Ok((free + newly) as usize)
+    }
+
+    /// Copies as many of `bytes` as are known to fit, and returns how many that were.
+    pub(super) fn write(&mut self, bytes: &[u8]) -> usize {
+        let capacity = self.ring.capacity();
+        let count = ((capacity - (self.head - self.tail)) as usize).min(bytes.len());
+        let start = (self.head % capacity) as usize;
+        let first = count.min(capacity as usize - start);
+        let data = self.ring.data();
+        // SAFETY: `start + first` and `count - first` are at most the capacity, so both destinations lie in this ring's data, which
+        // is `capacity` bytes within the mapping. They are free: the consumer has given them back (acquired in `free`) and does not
+        // look at them until the head is published. `bytes` is ordinary memory of this process, apart from the mapping.
+        unsafe {
+            ptr::copy_nonoverlapping(bytes.as_ptr(), data.add(start), first);
+            ptr::copy_nonoverlapping(bytes.as_ptr().add(first), data, count - first);
+        }
+        self.head += count as u64;
+        count
+    }
+
+    /// Skips to where the next message may begin.
+    pub(super) fn align(&mut self) {
+        // Free space is a multiple of the alignment, so what is skipped is free.
+        self.head = self.head.next_multiple_of(ALIGN as u64);
+    }
+
+    /// Shows the consumer what has been written.
+    pub(super) fn publish(&self) {
+        self.ring.head().store(self.head, Ordering::Release);
+    }
+}
+
+impl Consumer {
+    /// The end for the owner of the segment, which is this rank; it reads what `peer`, the rank of `slot`, writes. Made once for each
+    /// ring, while the ring is unused.
+    pub(super) fn new(segment: Arc<Segment>, slot: usize, lane: usize, peer: usize) -> Self {
+        Consumer { ring: Ring::new(segment, slot, lane, peer), head: 0, tail: 0 }
+    }
+
+    /// Bytes that can be read. Looks at what the producer says if less than `wanted` are known to be there.
+    ///
+    /// # Errors
+    /// `Protocol` when the producer claims to have written more than fits, or ends within a message's padding.
+    pub(super) fn available(&mut self, wanted: usize) -> Result<usize> {
+        let known = self.head - self.tail;
+        if known >= wanted as u64 {
+            return Ok(known as usize);
+        }
+        let head = self.ring.head().load(Ordering::Acquire);
+        let available = head.wrapping_sub(self.tail);
+        if available < known || available > self.ring.capacity() || !head.is_multiple_of(ALIGN as u64) {
+            return Err(self.ring.rubbish("head", head));
+        }
+        self.head = head;
+        Ok(available as usize)
+    }
+
+    /// The next bytes, at most `most`, as far as they lie in one piece.
+    pub(super) fn peek(&self, most: usize) -> &[u8] {
+        let capacity = self.ring.capacity();
+        let start = (self.tail % capacity) as usize;
+        let count = ((self.head - self.tail) as usize).min(most).min(capacity as usize - start);
+        // SAFETY: `start + count` is at most the capacity, so the slice lies in this ring's data, within the mapping. The producer has
+        // published these bytes (acquired in `available`) and does not write there until they are given back, which takes
+        // `&mut self` and so the end of the slice's life. See the module's words on producers that do not keep to it.
+        unsafe { std::slice::from_raw_parts(self.ring.data().add(start), count) }
+    }
+
+    /// The next `count` bytes have been read.
+    pub(super) fn skip(&mut self, count: usize) {
+        self.tail += (count as u64).min(self.head - self.tail);
+    }
+
+    /// Skips to where the next message begins.
+    pub(super) fn align(&mut self) {
+        // The head is a multiple of the alignment, so this never passes it.
+        self.tail = self.tail.next_multiple_of(ALIGN as u64);
+    }
+
+    /// Gives the producer back what has been read, up to the last multiple of [`ALIGN`].
+    pub(super) fn release(&self) {
+        self.ring.tail().store(self.tail & !(ALIGN as u64 - 1), Ordering::Release);
+    }
+}
+
+impl Ring {
+    fn new(segment: Arc<Segment>, slot: usize, lane: usize, peer: usize) -> Self {
+        let layout = segment.layout();
+        assert!(slot < layout.slots() && lane < layout.lanes(), "ring {slot}, {lane}");
+        Ring { segment, slot, lane, peer }
+    }
+
+    fn capacity(&self) -> u64 {
+        self.segment.layout.ring_bytes() as u64
+    }
+
+    fn head(&self) -> &AtomicU64 {
+        self.index(self.segment.layout.head(self.slot, self.lane))
+    }
+
+    fn tail(&self) -> &AtomicU64 {
+        self.index(self.segment.layout.tail(self.slot, self.lane))
+    }
+
+    fn index(&self, offset: usize) -> &AtomicU64 {
+        // SAFETY: slot and lane were checked against the layout, whose offsets lie within the mapping and are multiples of 128, so
+        // the pointer is valid for the life of the segment and aligned. Every process uses the index as an atomic.
+        unsafe { AtomicU64::from_ptr(self.segment.map.as_mut_ptr().add(offset).cast()) }
+    }
+
+    /// The first of the ring's bytes.
+    fn data(&self) -> *mut u8 {
+        let offset = self.segment.layout.data(self.slot, self.lane);
+        // SAFETY: slot and lane were checked against the layout, which places the ring's bytes within the mapping.
+        unsafe { self.segment.map.as_mut_ptr().add(offset) }
+    }
+
+    fn rubbish(&self, what: &str, value: u64) -> Error {
+        Error::Protocol {
+            who: format!("rank {}", self.peer),
+            what: format!("a {what} of {value:#x} in the shared memory of lane {}", self.lane),
+        }
+    }
+}
+
+/// An anonymous file in memory.
+fn memory_file() -> io::Result<File> {
+    let name = CString::new(MEMORY_NAME)?;
+    // From Linux 6.3 on; refused as an unknown flag before.
+    const NO_EXECUTION: libc::c_uint = 8;
+    let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
+    let mut error = io::Error::from_raw_os_error(libc::EINVAL);
+    for flags in [flags | NO_EXECUTION, flags] {
+        // SAFETY: the name is a C string that outlives the call; the rest is an integer.
+        let fd = unsafe { libc::memfd_create(name.as_ptr(), flags) };
+        if fd >= 0 {
+            // SAFETY: the kernel has just given this descriptor to this call alone.
+            return Ok(File::from(unsafe { OwnedFd::from_raw_fd(fd) }));
+        }
+        error = io::Error::last_os_error();
+        if error.raw_os_error() != Some(libc::EINVAL) {
+            break;
+        }
+    }
+    Err(error)
+}

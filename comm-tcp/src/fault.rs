@@ -1,0 +1,28 @@
+//! What a link says when it cannot go on. The operation is named later, by those who know it.
+
+use comm_core::Error;
+
+/// Why a link cannot go on.
+#[derive(Debug)]
+pub(crate) enum Fault {
+    /// The connection has ended, with what was seen.
+    Lost(String),
+    /// Anything else.
+    Other(Error),
+}
+
+impl Fault {
+    /// The error that blames `rank`, noticed by `operation`.
+    pub(crate) fn blame(self, rank: usize, operation: impl FnOnce() -> String) -> Error {
+        match self {
+            Fault::Lost(detail) => Error::PeerLost { rank, operation: operation(), detail },
+            Fault::Other(error) => error,
+        }
+    }
+}
+
+impl From<Error> for Fault {
+    fn from(error: Error) -> Self {
+        Fault::Other(error)
+    }
+}

@@ -1,0 +1,109 @@
+//! How the connections of raw TCP are made.
+
+use std::collections::HashSet;
+use std::net::SocketAddr;
+use std::sync::{Mutex, PoisonError};
+
+use comm_core::{Control, Deadline, Error, Result};
+use tokio::net::{TcpSocket, TcpStream};
+
+use super::link::Link;
+use super::prelude;
+use crate::auth::{self, Edge, Key};
+use crate::connecting::{Attempt, Connecting};
+use crate::core::Core;
+use crate::door::Door;
+use crate::options::TcpOptions;
+use crate::rendezvous::{Advert, edge, expected_edges};
+use crate::runtime::{self, Join};
+use crate::socket;
+
+/// Connects this rank with all others: `[lane][peer]`. The runtime lives only as long as this takes.
+pub(super) fn all(
+    core: &Core,
+    control: &dyn Control,
+    options: &TcpOptions,
+    deadline: Deadline,
+) -> Result<Vec<Vec<Option<Link>>>> {
+    core.may_block()?;
+    let Core { rank, world_size, lanes, .. } = *core;
+    let congestion = options.congestion.as_deref();
+    let listener = socket::listen(options.bind, congestion, world_size * lanes)?;
+    let address = listener.local_addr().map_err(|error| Error::io(format!("rank {rank}: reading a port"), error))?;
+    let advert = Advert { salt: auth::nonce()?, addresses: vec![address] };
+    let adverts = advert.exchange("tcp-raw", options, control, deadline)?;
+    let connecting = Connecting::new(core);
+    let key = Key(control.derive_key("tcp-raw"));
+    runtime::temporary(rank)?.block_on(async {
+        let mut join = Join::default();
+        for peer in connecting.dialled() {
+            for lane in 0..lanes {
+                let (_, address) = connecting.address(&adverts, peer, lane)?;
+                let edge = edge(rank, peer, lane)?;
+                join.push(peer, dial(&connecting, &key, edge, address, congestion));
+            }
+        }
+        let expected = expected_edges(rank, world_size, lanes)?;
+        if !expected.is_empty() {
+            join.push(rank, accept(&connecting, &key, listener, edge(0, rank, 0)?.listener, expected));
+        }
+        connecting.run(control, "raw TCP", deadline, join).await
+    })?;
+    Ok(connecting.into_links())
+}
+
+async fn accept(
+    connecting: &Connecting<'_, Link>,
+    key: &Key,
+    listener: std::net::TcpListener,
+    rank: u32,
+    expected: HashSet<Edge>,
+) -> Result<()> {
+    let expected = Mutex::new(expected);
+    let missing = || expected.lock().unwrap_or_else(PoisonError::into_inner);
+    let listener = tokio::net::TcpListener::from_std(listener)
+        .map_err(|error| Error::io("registering a listener with the runtime", error))?;
+    let mut door = Door::open(listener);
+    while !missing().is_empty() {
+        let (edge, stream) = door
+            .admit(|stream| {
+                let missing = &missing;
+                async move {
+                    socket::tune(&stream).ok()?;
+                    let admitted = prelude::accept(stream, key, rank, auth::nonce().ok()?).await?;
+                    // Each connection is let in once: a second proof for it is not another connection.
+                    missing().remove(&admitted.0).then_some(admitted)
+                }
+            })
+            .await;
+        let leave = |error| Error::io("taking a connection out of the runtime", error);
+        connecting.store(edge.lane, edge.dialler, leave_runtime(stream).map_err(leave)?);
+    }
+    Ok(())
+}
+
+async fn dial(
+    connecting: &Connecting<'_, Link>,
+    key: &Key,
+    edge: Edge,
+    address: SocketAddr,
+    congestion: Option<&str>,
+) -> Result<()> {
+    let attempt = || async {
+        let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+        socket::set_congestion(&socket, congestion).map_err(Attempt::Hopeless)?;
+        let mut stream = socket.connect(address).await?;
+        socket::tune(&stream)?;
+        let nonce = auth::nonce().map_err(Attempt::Hopeless)?;
+        prelude::dial(&mut stream, key, edge, nonce).await?;
+        Ok(leave_runtime(stream)?)
+    };
+    let link = connecting.dial(address, attempt).await?;
+    connecting.store(edge.lane, edge.listener, link);
+    Ok(())
+}
+
+/// The socket itself, still non-blocking.
+fn leave_runtime(stream: TcpStream) -> std::io::Result<Link> {
+    stream.into_std().map(Link::new)
+}

@@ -1,0 +1,278 @@
+//! How the DEALER sockets of a transport find their peers.
+
+use std::collections::HashMap;
+use std::net::{SocketAddr, TcpListener};
+use std::os::unix::net::UnixListener;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use comm_core::driver::Driver;
+use comm_core::{Control, Deadline, Error, Result};
+use tempfile::TempDir;
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::mpsc;
+use zeromq::util::PeerIdentity;
+use zeromq::{DealerSocket, Listener, Socket, SocketOptions, ZmqError};
+
+use super::frame::OVERHEAD;
+use super::gate::{self, Rooms};
+use super::link::{Link, PeerEvent, watch};
+use super::pool::Pool;
+use super::token;
+use crate::auth::{self, Edge, Key, PROOF_LEN};
+use crate::connecting::{Attempt, Connecting};
+use crate::core::Core;
+use crate::options::TcpOptions;
+use crate::rendezvous::{Advert, edge, expected_edges};
+use crate::runtime::Join;
+use crate::socket::{self, SocketFacts};
+
+/// All connections of this rank.
+pub(super) struct Connected {
+    /// `[lane][peer]`.
+    pub(super) links: Vec<Vec<Option<Link>>>,
+    /// What runs the gate's relays, if there are any.
+    pub(super) relays: Option<Relays>,
+    /// What the kernel says of a connection that the gate let in.
+    pub(super) accepted: Option<SocketFacts>,
+}
+
+/// Connects this rank with all others, lane after lane. The sockets of a lane belong to that lane's driver.
+///
+/// Listening sockets are served all the time, by a driver's keeper if nobody else, so it does not matter how far the others are.
+pub(super) fn all(
+    core: &Core,
+    control: &dyn Control,
+    options: &TcpOptions,
+    drivers: &[Driver],
+    deadline: Deadline,
+) -> Result<Connected> {
+    core.may_block()?;
+    let salt = auth::nonce()?;
+    let key = Key(control.derive_key("zeromq"));
+    let mut doors = Doors::open(core, options, drivers)?;
+    let advert = Advert { salt, addresses: doors.addresses(core.world_size, core.lanes)? };
+    let adverts = advert.exchange("tcp", options, control, deadline)?;
+    let accepted = Arc::new(Mutex::new(None));
+    let mut relays = None;
+    if let Some(listener) = doors.gate.take() {
+        let started = Relays::start(core.rank)?;
+        started.keep(listener, key.clone(), salt, std::mem::take(&mut doors.rooms), accepted.clone())?;
+        relays = Some(started);
+    }
+    let joining =
+        Joining { core, options, key, salt, deadline, connecting: Connecting::new(core), pool: pool(options) };
+    for (lane, driver) in drivers.iter().enumerate() {
+        driver.block_on(async {
+            let mut join = Join::default();
+            for (edge, bound) in doors.bound.extract_if(|edge, _| edge.lane as usize == lane) {
+                join.push(edge.dialler as usize, joining.welcome(edge, bound));
+            }
+            for peer in joining.connecting.dialled() {
+                let (advert, address) = joining.connecting.address(&adverts, peer, lane)?;
+                join.push(peer, joining.dial(edge(core.rank, peer, lane)?, address, advert));
+            }
+            joining.connecting.run(control, "ZeroMQ", deadline, join).await
+        })?;
+    }
+    let accepted = accepted.lock().unwrap_or_else(PoisonError::into_inner).take();
+    Ok(Connected { links: joining.connecting.into_links(), relays, accepted })
+}
+
+fn pool(options: &TcpOptions) -> Pool {
+    Pool::new(options.segment + OVERHEAD, 2 * options.window / options.segment)
+}
+
+/// A runtime with a thread of its own, for relaying must go on whatever the callers do.
+pub(super) struct Relays {
+    runtime: Option<Runtime>,
+}
+
+impl Relays {
+    fn start(rank: usize) -> Result<Self> {
+        let runtime = Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name("comm-tcp-gate")
+            .enable_all()
+            .build()
+            .map_err(|error| Error::io(format!("rank {rank}: starting the runtime of the gate"), error))?;
+        Ok(Relays { runtime: Some(runtime) })
+    }
+
+    /// Opens the gate before these rooms.
+    fn keep(
+        &self,
+        listener: TcpListener,
+        key: Key,
+        salt: [u8; PROOF_LEN],
+        rooms: Rooms,
+        facts: Arc<Mutex<Option<SocketFacts>>>,
+    ) -> Result<()> {
+        let Some(runtime) = &self.runtime else { return Err(Error::Internal("the gate is being dropped".into())) };
+        let _context = runtime.enter();
+        let listener = tokio::net::TcpListener::from_std(listener)
+            .map_err(|error| Error::io("registering the gate's listener with the runtime", error))?;
+        runtime.spawn(gate::keep(listener, key, salt, rooms, facts));
+        Ok(())
+    }
+}
+
+impl Drop for Relays {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            // Waits for nothing, so that it may happen anywhere.
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// A socket that waits for its only peer.
+struct Bound {
+    socket: DealerSocket,
+    events: mpsc::Receiver<PeerEvent>,
+}
+
+/// Everything that listens while a transport connects.
+struct Doors {
+    bound: HashMap<Edge, Bound>,
+    /// Without a gate: where each socket listens.
+    public: HashMap<Edge, SocketAddr>,
+    /// With a gate: its listener, and where each socket listens behind it.
+    gate: Option<TcpListener>,
+    rooms: Rooms,
+    /// Holds the Unix sockets; removed with this value.
+    house: Option<TempDir>,
+}
+
+impl Doors {
+    fn open(core: &Core, options: &TcpOptions, drivers: &[Driver]) -> Result<Self> {
+        let edges = expected_edges(core.rank, core.world_size, core.lanes)?;
+        let (bound, public) = (HashMap::new(), HashMap::new());
+        let mut doors = Doors { bound, public, gate: None, rooms: Rooms::new(), house: None };
+        if options.gate && !edges.is_empty() {
+            doors.gate = Some(socket::listen(options.bind, options.congestion.as_deref(), edges.len())?);
+            doors.house = Some(private_directory(core.rank)?);
+        }
+        for edge in edges {
+            let driver =
+                drivers.get(edge.lane as usize).ok_or_else(|| Error::Internal("a lane has no driver".into()))?;
+            let listener = doors.listen(core.rank, edge, options)?;
+            let bound = driver.block_on(async {
+                let mut socket = DealerSocket::new();
+                let events = watch(&mut socket);
+                socket.bind_listener(listener).await.map_err(|error| failed(core.rank, "binding", &error))?;
+                Ok(Bound { socket, events })
+            })?;
+            doors.bound.insert(edge, bound);
+        }
+        Ok(doors)
+    }
+
+    fn listen(&mut self, rank: usize, edge: Edge, options: &TcpOptions) -> Result<Listener> {
+        if let Some(house) = &self.house {
+            let path = house.path().join(format!("{}-{}", edge.dialler, edge.lane));
+            let listener = UnixListener::bind(&path).map_err(|error| {
+                Error::io(format!("rank {rank}: listening on the Unix socket {}", path.display()), error)
+            })?;
+            self.rooms.insert(edge, path);
+            return Ok(Listener::Ipc(listener));
+        }
+        let listener = socket::listen(options.bind, options.congestion.as_deref(), 1)?;
+        let address =
+            listener.local_addr().map_err(|error| Error::io(format!("rank {rank}: reading a port"), error))?;
+        self.public.insert(edge, address);
+        Ok(Listener::Tcp(listener))
+    }
+
+    /// One address, or one for each rank and lane where ranks that do not dial get the first of all.
+    fn addresses(&self, world_size: usize, lanes: usize) -> Result<Vec<SocketAddr>> {
+        if let Some(gate) = &self.gate {
+            let address = gate.local_addr().map_err(|error| Error::io("reading the gate's port", error))?;
+            return Ok(vec![address]);
+        }
+        let Some(filler) = self.public.values().next() else { return Ok(Vec::new()) };
+        let mut addresses = vec![*filler; world_size * lanes];
+        for (edge, address) in &self.public {
+            if let Some(slot) = addresses.get_mut(edge.dialler as usize * lanes + edge.lane as usize) {
+                *slot = *address;
+            }
+        }
+        Ok(addresses)
+    }
+}
+
+/// A fresh directory that only this user may enter.
+fn private_directory(rank: usize) -> Result<TempDir> {
+    use std::os::unix::fs::PermissionsExt;
+    tempfile::Builder::new()
+        .prefix("comm-tcp-")
+        .permissions(std::fs::Permissions::from_mode(0o700))
+        .tempdir()
+        .map_err(|error| Error::io(format!("rank {rank}: making a private directory for Unix sockets"), error))
+}
+
+struct Joining<'a> {
+    core: &'a Core,
+    options: &'a TcpOptions,
+    key: Key,
+    salt: [u8; PROOF_LEN],
+    deadline: Deadline,
+    connecting: Connecting<'a, Link>,
+    pool: Pool,
+}
+
+impl Joining<'_> {
+    /// Waits for the peer of a bound socket, then stops listening.
+    async fn welcome(&self, edge: Edge, bound: Bound) -> Result<()> {
+        let Bound { mut socket, mut events } = bound;
+        match events.recv().await {
+            // The gate has checked it already; without a gate this is the only check.
+            Some(PeerEvent::Accepted(identity)) if token::verify(&identity, &self.key, &self.salt) == Some(edge) => {}
+            Some(PeerEvent::Accepted(_)) => {
+                return Err(Error::Protocol {
+                    who: format!("somebody who connected in place of rank {}", edge.dialler),
+                    what: "a ZMTP identity that is no token of this job".into(),
+                });
+            }
+            Some(PeerEvent::Disconnected) | None => {
+                return Err(Error::PeerLost {
+                    rank: edge.dialler as usize,
+                    operation: "connecting over ZeroMQ".into(),
+                    detail: "its connection ended".into(),
+                });
+            }
+        }
+        if let Some(error) = socket.unbind_all().await.first() {
+            return Err(failed(self.core.rank, "unbinding", error));
+        }
+        self.connecting.store(edge.lane, edge.dialler, self.link(edge.dialler, socket, events));
+        Ok(())
+    }
+
+    async fn dial(&self, edge: Edge, address: SocketAddr, advert: &Advert) -> Result<()> {
+        let attempt = || async {
+            let token = token::issue(&self.key, edge, &advert.salt);
+            let identity = PeerIdentity::try_from(token)
+                .map_err(|error| Attempt::Hopeless(failed(self.core.rank, "making an identity", &error)))?;
+            let mut options = SocketOptions::default();
+            options.peer_identity(identity).connect_timeout(self.deadline.remaining());
+            let mut socket = DealerSocket::with_options(options);
+            let events = watch(&mut socket);
+            match socket.connect(&format!("tcp://{address}")).await {
+                Ok(()) => Ok(self.link(edge.listener, socket, events)),
+                Err(error) => Err(Attempt::Failed(error.to_string())),
+            }
+        };
+        let link = self.connecting.dial(address, attempt).await?;
+        self.connecting.store(edge.lane, edge.listener, link);
+        Ok(())
+    }
+
+    fn link(&self, peer: u32, socket: DealerSocket, events: mpsc::Receiver<PeerEvent>) -> Link {
+        let TcpOptions { segment, window, .. } = *self.options;
+        Link::new(peer as usize, socket, events, segment, window, self.pool.clone())
+    }
+}
+
+fn failed(rank: usize, what: &str, error: &ZmqError) -> Error {
+    Error::io(format!("rank {rank}: {what} a ZeroMQ socket"), std::io::Error::other(error.to_string()))
+}
