@@ -18,6 +18,7 @@ use gpt2::transports::TransportKind;
 
 use crate::BenchError;
 use crate::cell::Interrupted;
+use crate::collectives::{CollectivesArgs, RankArgs};
 use crate::environment::Environment;
 use crate::worker::WorkerArgs;
 
@@ -76,6 +77,9 @@ pub(crate) enum Command {
     /// One rank, or all ranks as threads, of one cell.
     #[command(hide = true)]
     Worker(WorkerArgs),
+    Collectives(Box<CollectivesArgs>),
+    #[command(hide = true)]
+    CollectivesRank(RankArgs),
 }
 
 /// What all cells share.

@@ -1,10 +1,12 @@
 //! `bench`: what each strategy costs over each transport of this machine.
 //!
 //! Without arguments it runs a quick proof, at 3 and 4 ranks, that all transports compute the same and send what the formulas
-//! say, and then every strategy over every transport on 2 ranks, and prints a table.
+//! say, and then every strategy over every transport on 2 ranks, and prints a table. `bench collectives` times collectives
+//! alone, beside the libraries that a user would pick instead.
 
 mod args;
 mod cell;
+mod collectives;
 mod environment;
 mod matrix;
 mod proof;
@@ -26,6 +28,8 @@ fn main() -> ExitCode {
     let mut args = Args::parse();
     let result = match args.command.take() {
         Some(Command::Worker(worker)) => worker::run(&worker),
+        Some(Command::Collectives(collectives)) => collectives::run(&collectives),
+        Some(Command::CollectivesRank(rank)) => collectives::run_rank(&rank),
         None => run(&args),
     };
     result.unwrap_or_else(|error| {

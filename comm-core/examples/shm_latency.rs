@@ -144,6 +144,7 @@ impl Subject {
             algorithm: Algorithm::Direct,
             root: 0,
             count: payload.len() as u64,
+            division: 0,
             step: 0,
             payload_len: payload.len() as u64,
         };

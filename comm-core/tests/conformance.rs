@@ -3,8 +3,9 @@
 
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
-#[path = "common/sockets.rs"]
-mod sockets;
+#[path = "../examples/own_transport.rs"]
+#[allow(dead_code, reason = "its main function is the example's")]
+mod own_transport;
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use comm_core::local::{self, LocalTransport};
 use comm_core::shm::{ShmOptions, ShmTransport};
 use comm_core::{Communicator, Counted, Deadline, Fault, FaultKind, Faulty, Mesh, MeshOptions, Transport, Waiting};
 
-use sockets::Sockets;
+use own_transport::Sockets;
 
 fn main() -> ExitCode {
     // A fault that is never reached.
@@ -32,9 +33,10 @@ fn main() -> ExitCode {
         })
         .without("root_of_broadcast", "two roots fill a ring each and only give up at the deadline"),
         Suite::new("sockets", |control, lanes| {
-            let transport = Sockets::connect(&control, lanes)?;
+            let transport = Sockets::connect(&*control, lanes)?;
             Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())))
-        }),
+        })
+        .with_ranks(&[3], &[2]),
     ])
 }
 

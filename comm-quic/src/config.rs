@@ -79,7 +79,7 @@ pub(crate) fn transport_config(
         .keep_alive_interval(Some(options.keep_alive))
         .stream_receive_window(VarInt::from_u32(options.stream_window))
         .receive_window(VarInt::from_u32(receive_window(options)))
-        .send_window(u64::from(options.send_window))
+        .send_window(send_window(options, congestion))
         .initial_mtu(sizes.initial)
         // Losing several large datagrams in a row is read as a path that stopped carrying them. Where the size is known, a full
         // receive buffer must not make it fall to 1,200 bytes.
@@ -107,6 +107,15 @@ pub(crate) fn endpoint_config() -> Result<EndpointConfig> {
 pub(crate) fn receive_window(options: &QuicOptions) -> u32 {
     let lanes = u32::try_from(options.lanes).unwrap_or(u32::MAX);
     options.receive_window.max(options.stream_window.saturating_mul(lanes))
+}
+
+/// Bytes that a connection may hold until the peer has acknowledged them. A fixed window is kept by this alone.
+pub(crate) fn send_window(options: &QuicOptions, congestion: Congestion) -> u64 {
+    let asked = u64::from(options.send_window);
+    match congestion {
+        Congestion::FixedWindow(bytes) => asked.min(bytes),
+        _ => asked,
+    }
 }
 
 /// What the loopback interface carries in one UDP payload; `None` where the system does not say.

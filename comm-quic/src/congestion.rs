@@ -49,7 +49,7 @@ impl Congestion {
                 config.initial_window(initial);
                 Arc::new(config)
             }
-            Congestion::FixedWindow(bytes) => Arc::new(FixedWindow { bytes }),
+            Congestion::FixedWindow(_) => Arc::new(FixedWindow),
         }
     }
 }
@@ -84,11 +84,10 @@ impl FromStr for Congestion {
     }
 }
 
-/// A controller whose window never moves.
+/// A controller that never holds back a packet: the window is kept by the connection's send buffer, which is no larger. With a
+/// window here as well quinn would pace, and put off packets to the next millisecond of its timers.
 #[derive(Clone, Copy, Debug)]
-struct FixedWindow {
-    bytes: u64,
-}
+struct FixedWindow;
 
 impl ControllerFactory for FixedWindow {
     fn build(self: Arc<Self>, _now: Instant, _current_mtu: u16) -> Box<dyn Controller> {
@@ -109,7 +108,7 @@ impl Controller for FixedWindow {
     fn on_mtu_update(&mut self, _new_mtu: u16) {}
 
     fn window(&self) -> u64 {
-        self.bytes
+        u64::MAX
     }
 
     fn clone_box(&self) -> Box<dyn Controller> {
@@ -117,7 +116,7 @@ impl Controller for FixedWindow {
     }
 
     fn initial_window(&self) -> u64 {
-        self.bytes
+        u64::MAX
     }
 
     fn into_any(self: Box<Self>) -> Box<dyn Any> {
@@ -141,11 +140,11 @@ mod tests {
     }
 
     #[test]
-    fn a_fixed_window_stays_as_it_is() {
+    fn a_fixed_window_is_left_to_the_send_buffer() {
         let mut controller = Congestion::FixedWindow(1 << 20).factory(1200).build(Instant::now(), 1200);
         controller.on_congestion_event(Instant::now(), Instant::now(), true, 1 << 20);
         controller.on_mtu_update(9000);
-        assert_eq!(controller.window(), 1 << 20);
+        assert_eq!(controller.window(), u64::MAX);
     }
 
     #[test]

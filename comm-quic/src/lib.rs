@@ -32,17 +32,24 @@
 
 mod config;
 mod congestion;
+mod connect;
+mod exchange;
 mod message;
 mod options;
 mod path;
+mod protection;
 mod rendezvous;
 mod socket;
 #[cfg(test)]
 mod stranger_tests;
 mod tls;
 mod transport;
+#[cfg(feature = "unprotected")]
+mod unprotected;
 
 pub use congestion::Congestion;
 pub use options::QuicOptions;
 pub use path::PeerPath;
 pub use transport::QuicTransport;
+#[cfg(feature = "unprotected")]
+pub use unprotected::UnprotectedQuic;

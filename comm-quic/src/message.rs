@@ -1,6 +1,10 @@
 //! Messages on a lane's stream: a header of 64 bytes and its payload, one after the other.
 
-use bytes::Bytes;
+use std::future::Future;
+use std::pin::{Pin, pin};
+use std::task::{Context as Waker, Poll};
+
+use bytes::{Buf, Bytes};
 use comm_core::{Error, HEADER_LEN, Header, Outgoing, Result, Sink};
 use quinn::{ConnectionError, ReadError, RecvStream, SendStream, VarInt, WriteError};
 
@@ -14,13 +18,40 @@ pub(crate) const DROPPED: VarInt = VarInt::from_u32(2);
 /// against the send window; and below the size from which glibc's allocator maps fresh pages for each.
 const PIECE: usize = 64 << 10;
 
-/// Bytes received in a row before the other futures of an exchange get their turn.
-const TURN: u64 = 512 << 10;
+/// Bytes moved in a row before quinn's tasks and the other directions of an exchange get their turn: packets leave while the rest
+/// of a message is still being copied.
+const TURN: usize = 256 << 10;
+
+/// A message with a payload of up to this many bytes is handed over in one piece with its header.
+const SMALL: usize = 1024;
 
 /// Both directions of a lane to one peer.
 pub(crate) struct Channel {
     pub(crate) send: SendStream,
     pub(crate) receive: RecvStream,
+    /// Received, but not asked for yet.
+    rest: Bytes,
+    /// The peer, as errors name it.
+    name: String,
+}
+
+impl Channel {
+    pub(crate) fn new(peer: usize, send: SendStream, receive: RecvStream) -> Self {
+        Channel { send, receive, rest: Bytes::new(), name: format!("rank {peer}") }
+    }
+}
+
+/// What a look at some work has led to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Step {
+    /// It is complete.
+    Done,
+    /// Nothing could be done; it will be woken.
+    Blocked,
+    /// Some of it was done, and the rest is blocked.
+    Moved,
+    /// More could be done at once, but it is the turn of others.
+    Turn,
 }
 
 /// Whom an error is about.
@@ -51,59 +82,115 @@ impl Context<'_> {
     }
 }
 
-/// Hands a message over to quinn.
-pub(crate) async fn send(stream: &mut SendStream, message: &Outgoing<'_>, context: Context<'_>) -> Result<()> {
-    // Header and first bytes go together, so that a small message is one packet.
-    let (first, rest) = message.payload.split_at(message.payload.len().min(PIECE - HEADER_LEN));
-    let mut start = Vec::with_capacity(HEADER_LEN + first.len());
-    start.extend_from_slice(&message.header.encode());
-    start.extend_from_slice(first);
-    let lost = |error| context.write_error(&error);
-    stream.write_chunk(Bytes::from(start)).await.map_err(lost)?;
-    for piece in rest.chunks(PIECE) {
-        stream.write_chunk(Bytes::copy_from_slice(piece)).await.map_err(lost)?;
-    }
-    Ok(())
+/// A message that is being handed over to quinn.
+pub(crate) struct Sending<'a> {
+    header: [u8; HEADER_LEN],
+    payload: &'a [u8],
+    /// Bytes that quinn has, of the header and the payload together.
+    taken: usize,
 }
 
-/// Receives the next message into `sink`.
-pub(crate) async fn receive(stream: &mut RecvStream, sink: &mut dyn Sink, context: Context<'_>) -> Result<()> {
-    let mut encoded = [0; HEADER_LEN];
-    let mut filled = 0;
-    while filled < HEADER_LEN {
-        let bytes = next(stream, HEADER_LEN - filled, context).await?;
-        let end = filled + bytes.len();
-        let space = encoded.get_mut(filled..end).ok_or_else(|| Error::Protocol {
-            who: format!("rank {}", context.peer),
-            what: "more bytes than were asked for".into(),
-        })?;
-        space.copy_from_slice(&bytes);
-        filled = end;
+impl<'a> Sending<'a> {
+    pub(crate) fn new(message: &Outgoing<'a>) -> Self {
+        Sending { header: message.header.encode(), payload: message.payload, taken: 0 }
     }
-    let header = Header::decode(&encoded, &format!("rank {}", context.peer))?;
-    sink.begin(&header)?;
-    let mut left = header.payload_len;
-    let mut turn = 0;
-    while left > 0 {
-        let most = usize::try_from(left).unwrap_or(usize::MAX);
-        let bytes = next(stream, most, context).await?;
-        sink.piece(&bytes)?;
-        left = left.saturating_sub(bytes.len() as u64);
-        turn += bytes.len() as u64;
-        if turn >= TURN && left > 0 {
-            turn = 0;
-            tokio::task::yield_now().await;
+
+    pub(crate) fn poll(&mut self, cx: &mut Waker<'_>, channel: &mut Channel, context: Context<'_>) -> Result<Step> {
+        let whole = HEADER_LEN + self.payload.len();
+        let before = self.taken;
+        let mut together = [0; HEADER_LEN + SMALL];
+        while self.taken < whole {
+            let piece = if self.taken == 0
+                && let Some(together) = together.get_mut(..whole)
+            {
+                let (header, payload) = together.split_at_mut(HEADER_LEN);
+                header.copy_from_slice(&self.header);
+                payload.copy_from_slice(self.payload);
+                &*together
+            } else if let Some(header) = self.header.get(self.taken..).filter(|header| !header.is_empty()) {
+                header
+            } else {
+                let rest = self.payload.get(self.taken - HEADER_LEN..).unwrap_or_default();
+                rest.get(..PIECE).unwrap_or(rest)
+            };
+            match Pin::new(&mut channel.send).poll_write(cx, piece) {
+                Poll::Ready(Ok(count)) => self.taken += count,
+                Poll::Ready(Err(error)) => return Err(context.write_error(&error)),
+                Poll::Pending => return Ok(if self.taken > before { Step::Moved } else { Step::Blocked }),
+            }
+            if self.taken - before >= TURN && self.taken < whole {
+                return Ok(Step::Turn);
+            }
+        }
+        Ok(Step::Done)
+    }
+}
+
+/// A message that is being received.
+pub(crate) struct Receiving<'a> {
+    sink: &'a mut dyn Sink,
+    header: [u8; HEADER_LEN],
+    /// Bytes of the header that came.
+    filled: usize,
+    /// Bytes of the payload that are missing, once the header is complete.
+    left: u64,
+}
+
+impl<'a> Receiving<'a> {
+    pub(crate) fn new(sink: &'a mut dyn Sink) -> Self {
+        Receiving { sink, header: [0; HEADER_LEN], filled: 0, left: 0 }
+    }
+
+    pub(crate) fn poll(&mut self, cx: &mut Waker<'_>, channel: &mut Channel, context: Context<'_>) -> Result<Step> {
+        let mut moved = 0;
+        loop {
+            if channel.rest.is_empty() {
+                // Chunks are as large as the datagrams that brought them. One may hold more than this message.
+                match pin!(channel.receive.read_chunk(usize::MAX, true)).poll(cx) {
+                    Poll::Ready(Ok(Some(chunk))) => channel.rest = chunk.bytes,
+                    Poll::Ready(Ok(None)) => {
+                        return Err(context.lost("it closed its side while a message from it was expected".into()));
+                    }
+                    Poll::Ready(Err(error)) => return Err(context.read_error(&error)),
+                    Poll::Pending => return Ok(if moved > 0 { Step::Moved } else { Step::Blocked }),
+                }
+            }
+            let before = channel.rest.len();
+            let is_complete = self.take(&mut channel.rest, &channel.name)?;
+            moved += before - channel.rest.len();
+            if channel.rest.is_empty() {
+                // Not kept until the next read.
+                channel.rest = Bytes::new();
+            }
+            if is_complete {
+                return Ok(Step::Done);
+            }
+            if moved >= TURN {
+                return Ok(Step::Turn);
+            }
         }
     }
-    Ok(())
-}
 
-/// The next bytes of a stream, at least one and at most `most`.
-async fn next(stream: &mut RecvStream, most: usize, context: Context<'_>) -> Result<Bytes> {
-    match stream.read_chunk(most, true).await {
-        Ok(Some(chunk)) => Ok(chunk.bytes),
-        Ok(None) => Err(context.lost("it closed its side while a message from it was expected".into())),
-        Err(error) => Err(context.read_error(&error)),
+    /// Takes what belongs to this message; whether it is complete.
+    fn take(&mut self, bytes: &mut Bytes, name: &str) -> Result<bool> {
+        if let Some(space) = self.header.get_mut(self.filled..).filter(|space| !space.is_empty()) {
+            let count = space.len().min(bytes.len());
+            bytes.copy_to_slice(space.get_mut(..count).unwrap_or_default());
+            self.filled += count;
+            if self.filled < HEADER_LEN {
+                return Ok(false);
+            }
+            let header = Header::decode(&self.header, name)?;
+            self.sink.begin(&header)?;
+            self.left = header.payload_len;
+        }
+        let count = usize::try_from(self.left).unwrap_or(usize::MAX).min(bytes.len());
+        if count > 0 {
+            self.sink.piece(bytes.get(..count).unwrap_or_default())?;
+            bytes.advance(count);
+            self.left -= count as u64;
+        }
+        Ok(self.left == 0)
     }
 }
 

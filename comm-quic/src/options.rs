@@ -3,7 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
-use comm_core::{Error, Result};
+use comm_core::{Error, Result, Waiting};
 
 use crate::congestion::Congestion;
 
@@ -34,6 +34,8 @@ pub struct QuicOptions {
     /// Time without traffic after which a packet is sent to keep the connection; less than half of
     /// [`idle_timeout`](QuicOptions::idle_timeout).
     pub keep_alive: Duration,
+    /// What a thread does while it waits in an exchange.
+    pub waiting: Waiting,
 }
 
 impl Default for QuicOptions {
@@ -48,6 +50,7 @@ impl Default for QuicOptions {
             send_window: 4 << 20,
             idle_timeout: Duration::from_secs(30),
             keep_alive: Duration::from_secs(5),
+            waiting: Waiting::default(),
         }
     }
 }

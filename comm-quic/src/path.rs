@@ -13,7 +13,7 @@ pub struct PeerPath {
     pub rtt: Duration,
     /// Smallest round-trip time seen.
     pub min_rtt: Duration,
-    /// Congestion window in bytes.
+    /// Congestion window in bytes; with a fixed window that.
     pub congestion_window: u64,
     /// Times the congestion controller was told of loss.
     pub congestion_events: u64,
@@ -36,13 +36,14 @@ pub struct PeerPath {
 }
 
 impl PeerPath {
-    pub(crate) fn of(peer: usize, connection: &quinn::Connection) -> Self {
+    /// `most`: bytes that may be under way whatever the congestion controller says.
+    pub(crate) fn of(peer: usize, connection: &quinn::Connection, most: u64) -> Self {
         let stats = connection.stats();
         PeerPath {
             peer,
             rtt: stats.path.rtt,
             min_rtt: stats.path.min_rtt,
-            congestion_window: stats.path.cwnd,
+            congestion_window: stats.path.cwnd.min(most),
             congestion_events: stats.path.congestion_events,
             sent_packets: stats.path.sent_packets,
             lost_packets: stats.path.lost_packets,

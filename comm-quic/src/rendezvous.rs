@@ -14,6 +14,7 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use crate::message::{Channel, describe};
+use crate::protection::Protection;
 use crate::tls::{Fingerprint, Pins, SERVER_NAME};
 
 /// What each rank tells the others.
@@ -24,9 +25,10 @@ pub(crate) struct Introduction {
     pub(crate) lanes: u32,
     /// Bytes that its UDP receive buffer holds.
     pub(crate) receive_buffer: u64,
+    pub(crate) protection: Protection,
 }
 
-const INTRODUCTION: u8 = 1;
+const INTRODUCTION: u8 = 2;
 
 impl Introduction {
     /// Tells every rank of this one and hears of every rank, in order.
@@ -36,7 +38,15 @@ impl Introduction {
             .iter()
             .enumerate()
             .map(|(rank, blob)| {
-                Self::decode(blob).ok_or_else(|| Error::Protocol {
+                if blob.get(1).is_some_and(|code| *code != self.protection.code()) {
+                    return Err(Error::Rendezvous(format!(
+                        "rank {rank} protects its QUIC packets otherwise than rank {} ({}); start all ranks with the same \
+                         transport",
+                        control.rank(),
+                        self.protection.cipher_suite()
+                    )));
+                }
+                Self::decode(blob, self.protection).ok_or_else(|| Error::Protocol {
                     who: format!("rank {rank}"),
                     what: format!("a QUIC introduction of {} B", blob.len()),
                 })
@@ -61,7 +71,7 @@ impl Introduction {
     }
 
     pub(crate) fn encode(&self) -> Vec<u8> {
-        let mut blob = vec![INTRODUCTION];
+        let mut blob = vec![INTRODUCTION, self.protection.code()];
         blob.extend_from_slice(&self.lanes.to_le_bytes());
         blob.extend_from_slice(&self.receive_buffer.to_le_bytes());
         blob.extend_from_slice(&self.fingerprint);
@@ -69,12 +79,13 @@ impl Introduction {
         blob
     }
 
-    pub(crate) fn decode(blob: &[u8]) -> Option<Self> {
-        let (version, blob) = blob.split_first()?;
+    /// What a rank with the same `protection` told; `None` when it makes no sense or the protection is another.
+    pub(crate) fn decode(blob: &[u8], protection: Protection) -> Option<Self> {
+        let ([version, code], blob) = blob.split_first_chunk()?;
         let (lanes, blob) = blob.split_first_chunk()?;
         let (receive_buffer, blob) = blob.split_first_chunk()?;
         let (fingerprint, address) = blob.split_first_chunk()?;
-        if *version != INTRODUCTION {
+        if *version != INTRODUCTION || *code != protection.code() {
             return None;
         }
         Some(Introduction {
@@ -82,6 +93,7 @@ impl Introduction {
             fingerprint: *fingerprint,
             lanes: u32::from_le_bytes(*lanes),
             receive_buffer: u64::from_le_bytes(*receive_buffer),
+            protection,
         })
     }
 }
@@ -200,7 +212,7 @@ async fn dial(
         let connecting =
             endpoint.connect_with(config.clone(), address, SERVER_NAME).map_err(|error| lost(error.to_string()))?;
         match connecting.await {
-            Ok(connection) => return open_lanes(connection, rank, lanes).await.map_err(lost),
+            Ok(connection) => return open_lanes(connection, rank, peer, lanes).await.map_err(lost),
             Err(error) if is_passing(&error) => sleep(DIAL_AGAIN).await,
             Err(error) => return Err(lost(format!("{} at {address}", describe(&error)))),
         }
@@ -217,13 +229,13 @@ fn is_passing(error: &ConnectionError) -> bool {
 }
 
 /// The dialling side's half of agreeing on lanes.
-async fn open_lanes(connection: Connection, rank: usize, lanes: usize) -> Result<Link, String> {
+async fn open_lanes(connection: Connection, rank: usize, peer: usize, lanes: usize) -> Result<Link, String> {
     let mut channels = Vec::with_capacity(lanes);
     for lane in 0..lanes {
         // No more than the peer allows: it allows one stream a lane.
         let (mut send, receive) = connection.open_bi().await.map_err(|error| describe(&error))?;
         greet(&mut send, lane, rank).await?;
-        channels.push(Channel { send, receive });
+        channels.push(Channel::new(peer, send, receive));
     }
     for (lane, channel) in channels.iter_mut().enumerate() {
         let (answered, _) = greeting(&mut channel.receive).await?;
@@ -244,7 +256,7 @@ async fn admit(incoming: Incoming, pins: &Pins, lanes: usize) -> Result<(usize, 
         let (send, mut receive) = connection.accept_bi().await.map_err(lost)?;
         let (lane, claims) = greeting(&mut receive).await?;
         match slots.get_mut(lane) {
-            Some(slot @ None) if claims == peer => *slot = Some(Channel { send, receive }),
+            Some(slot @ None) if claims == peer => *slot = Some(Channel::new(peer, send, receive)),
             _ => return Err(format!("rank {peer} opened lane {lane} as rank {claims}")),
         }
     }
@@ -278,7 +290,7 @@ async fn greeting(stream: &mut RecvStream) -> Result<(usize, usize), String> {
 
 /// The settings with which strangers and ranks are received.
 pub(crate) fn server_config(
-    crypto: Arc<quinn::crypto::rustls::QuicServerConfig>,
+    crypto: Arc<dyn quinn::crypto::ServerConfig>,
     transport: Arc<quinn::TransportConfig>,
 ) -> quinn::ServerConfig {
     let mut config = quinn::ServerConfig::with_crypto(crypto);
@@ -302,14 +314,17 @@ mod tests {
             fingerprint: [7; 32],
             lanes: 2,
             receive_buffer: 1 << 23,
+            protection: Protection::Full,
         };
         let blob = introduction.encode();
-        assert_eq!(Introduction::decode(&blob), Some(introduction));
+        assert_eq!(Introduction::decode(&blob, Protection::Full), Some(introduction));
         for len in 0..blob.len() - 4 {
-            assert_eq!(Introduction::decode(&blob[..len]), None, "{len} B");
+            assert_eq!(Introduction::decode(&blob[..len], Protection::Full), None, "{len} B");
         }
-        let mut other = blob;
-        other[0] = 9;
-        assert_eq!(Introduction::decode(&other), None);
+        for byte in 0..2 {
+            let mut other = blob.clone();
+            other[byte] = 9;
+            assert_eq!(Introduction::decode(&other, Protection::Full), None);
+        }
     }
 }

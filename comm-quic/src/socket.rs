@@ -4,6 +4,7 @@ use std::io::{self, IoSliceMut};
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
 use comm_core::{Error, Result};
@@ -44,31 +45,44 @@ impl BoundSocket {
     }
 }
 
-/// quinn's own socket with smaller batches: as many datagrams in one call as together fit into the largest UDP payload.
+/// quinn's own socket with other batches, which counts what it sends.
 ///
-/// More are refused by the kernel with `EMSGSIZE`, which quinn takes for an MTU probe that was too large and drops silently. For
-/// what is received the same bound holds, because the kernel merges no more than that either; quinn would set aside 128 MiB.
+/// In one call go as many datagrams as together fit into the largest UDP payload. More are refused by the kernel with `EMSGSIZE`,
+/// which quinn takes for an MTU probe that was too large and drops silently. For what is received the same bound holds, because
+/// the kernel merges no more than that either; quinn would set aside 128 MiB.
 #[derive(Debug)]
-pub(crate) struct CappedSocket {
+pub(crate) struct CountingSocket {
     inner: Arc<dyn AsyncUdpSocket>,
     send_segments: usize,
+    sends: AtomicU64,
 }
 
-impl CappedSocket {
+/// Buffers, of 64 KiB, that one call receives into. What they hold is copied again and decrypted, which is faster while it is in
+/// the cache; and the earlier messages are handed on, the sooner their sender goes on.
+const RECEIVE_BATCH: usize = 4;
+
+impl CountingSocket {
     /// Wraps `inner` for datagrams of up to `mtu` bytes.
     pub(crate) fn new(inner: Arc<dyn AsyncUdpSocket>, mtu: u16) -> Self {
         let send_segments = usize::from(LARGEST_MTU / mtu.max(1)).max(1);
-        CappedSocket { inner, send_segments }
+        CountingSocket { inner, send_segments, sends: AtomicU64::new(0) }
+    }
+
+    /// Calls that have sent something.
+    pub(crate) fn sends(&self) -> u64 {
+        self.sends.load(Ordering::Relaxed)
     }
 }
 
-impl AsyncUdpSocket for CappedSocket {
+impl AsyncUdpSocket for CountingSocket {
     fn create_io_poller(self: Arc<Self>) -> Pin<Box<dyn UdpPoller>> {
         Arc::clone(&self.inner).create_io_poller()
     }
 
     fn try_send(&self, transmit: &Transmit) -> io::Result<()> {
-        self.inner.try_send(transmit)
+        self.inner.try_send(transmit)?;
+        self.sends.fetch_add(1, Ordering::Relaxed);
+        Ok(())
     }
 
     fn poll_recv(
@@ -77,7 +91,11 @@ impl AsyncUdpSocket for CappedSocket {
         bufs: &mut [IoSliceMut<'_>],
         meta: &mut [RecvMeta],
     ) -> Poll<io::Result<usize>> {
-        self.inner.poll_recv(cx, bufs, meta)
+        let batch = bufs.len().min(meta.len()).min(RECEIVE_BATCH);
+        match (bufs.get_mut(..batch), meta.get_mut(..batch)) {
+            (Some(bufs), Some(meta)) => self.inner.poll_recv(cx, bufs, meta),
+            _ => self.inner.poll_recv(cx, bufs, meta),
+        }
     }
 
     fn local_addr(&self) -> io::Result<SocketAddr> {

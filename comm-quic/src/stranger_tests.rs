@@ -16,6 +16,8 @@ use rustls::crypto::ring;
 use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer, ServerName, UnixTime};
 use rustls::{DigitallySignedStruct, SignatureScheme};
 
+use crate::connect::connect;
+use crate::protection::Protection;
 use crate::rendezvous::Introduction;
 use crate::tls::{ALPN, SERVER_NAME};
 use crate::{QuicOptions, QuicTransport};
@@ -111,6 +113,16 @@ fn two_ranks_until<R: Send>(
     between: impl Fn(Vec<Introduction>) -> Vec<Introduction> + Send + Sync + 'static,
     body: impl Fn(QuicTransport) -> R + Sync,
 ) -> Vec<Result<R>> {
+    two_ranks_with(&QuicOptions::default(), Protection::Full, patience, between, body)
+}
+
+pub(crate) fn two_ranks_with<R: Send>(
+    options: &QuicOptions,
+    protection: Protection,
+    patience: Duration,
+    between: impl Fn(Vec<Introduction>) -> Vec<Introduction> + Send + Sync + 'static,
+    body: impl Fn(QuicTransport) -> R + Sync,
+) -> Vec<Result<R>> {
     let between: Meddle = Arc::new(between);
     thread::scope(|scope| {
         let threads: Vec<_> = group(2, 1)
@@ -118,9 +130,8 @@ fn two_ranks_until<R: Send>(
             .map(|rank| {
                 let (between, body) = (Arc::clone(&between), &body);
                 scope.spawn(move || {
-                    let control = Between { inner: rank.control, between };
-                    let deadline = Deadline::after(patience);
-                    let transport = QuicTransport::connect(&control, &QuicOptions::default(), deadline)?;
+                    let control = Between { inner: rank.control, protection, between };
+                    let transport = connect(&control, options, protection, Deadline::after(patience))?;
                     Ok(body(transport))
                 })
             })
@@ -132,6 +143,7 @@ fn two_ranks_until<R: Send>(
 /// A control plane that lets a test act between the introduction and the dialling of rank 1.
 struct Between {
     inner: Arc<LocalControl>,
+    protection: Protection,
     between: Meddle,
 }
 
@@ -149,7 +161,7 @@ impl Control for Between {
         if self.rank() == 0 {
             return Ok(blobs);
         }
-        let ranks = blobs.iter().map(|blob| Introduction::decode(blob).unwrap()).collect();
+        let ranks = blobs.iter().map(|blob| Introduction::decode(blob, self.protection).unwrap()).collect();
         Ok((self.between)(ranks).iter().map(Introduction::encode).collect())
     }
 
@@ -191,7 +203,8 @@ fn both_are(transport: &QuicTransport, yes: bool) -> bool {
     yes && theirs == [1]
 }
 
-fn swap_bytes(transport: &QuicTransport, payload: &[u8]) -> Vec<u8> {
+/// What the other rank sends while `payload` is sent to it.
+pub(crate) fn swap_bytes(transport: &QuicTransport, payload: &[u8]) -> Vec<u8> {
     struct Collect(Vec<u8>);
     impl Sink for Collect {
         fn begin(&mut self, _header: &Header) -> Result<()> {
@@ -212,6 +225,7 @@ fn swap_bytes(transport: &QuicTransport, payload: &[u8]) -> Vec<u8> {
         root: 0,
         count: payload.len() as u64,
         step: 0,
+        division: 0,
         payload_len: payload.len() as u64,
     };
     let peer = 1 - transport.rank();

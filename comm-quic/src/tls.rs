@@ -51,10 +51,11 @@ impl Identity {
         PrivateKeyDer::Pkcs8(self.key.clone_key())
     }
 
-    /// For dialling the rank whose certificate has the fingerprint `expected`.
-    pub(crate) fn client_config(&self, expected: Fingerprint) -> Result<Arc<QuicClientConfig>> {
+    /// For dialling rank `peer`, whose certificate has the fingerprint `expected`.
+    pub(crate) fn client_config(&self, peer: usize, expected: Fingerprint) -> Result<Arc<QuicClientConfig>> {
         let provider = provider();
-        let verifier = PinnedServer { expected, algorithms: provider.signature_verification_algorithms };
+        let pins = Pins::new(std::iter::once((peer, expected)));
+        let verifier = Verifier { pins, algorithms: provider.signature_verification_algorithms };
         let mut config = rustls::ClientConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&rustls::version::TLS13])
             .map_err(|error| unsupported(&error))?
@@ -73,7 +74,7 @@ impl Identity {
     /// For answering ranks whose certificates are among `pins`.
     pub(crate) fn server_config(&self, pins: &Pins) -> Result<Arc<QuicServerConfig>> {
         let provider = provider();
-        let verifier = PinnedClients { pins: pins.clone(), algorithms: provider.signature_verification_algorithms };
+        let verifier = Verifier { pins: pins.clone(), algorithms: provider.signature_verification_algorithms };
         let mut config = rustls::ServerConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&rustls::version::TLS13])
             .map_err(|error| unsupported(&error))?
@@ -105,14 +106,38 @@ impl Pins {
     }
 }
 
-/// Accepts one certificate.
+/// Accepts the certificates of some ranks, on either side of a handshake.
 #[derive(Debug)]
-struct PinnedServer {
-    expected: Fingerprint,
+struct Verifier {
+    pins: Pins,
     algorithms: WebPkiSupportedAlgorithms,
 }
 
-impl ServerCertVerifier for PinnedServer {
+impl Verifier {
+    fn accepts(
+        &self,
+        certificate: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+    ) -> Result<(), rustls::Error> {
+        if self.pins.0.contains_key(&fingerprint(certificate)) && intermediates.is_empty() {
+            Ok(())
+        } else {
+            Err(rustls::Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure))
+        }
+    }
+
+    /// Whether the other side owns the key of its certificate.
+    fn verify(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        verify_tls13_signature(message, certificate, signature, &self.algorithms)
+    }
+}
+
+impl ServerCertVerifier for Verifier {
     fn verify_server_cert(
         &self,
         end_entity: &CertificateDer<'_>,
@@ -121,8 +146,7 @@ impl ServerCertVerifier for PinnedServer {
         _ocsp_response: &[u8],
         _now: UnixTime,
     ) -> Result<ServerCertVerified, rustls::Error> {
-        let matches = fingerprint(end_entity) == self.expected;
-        if matches && intermediates.is_empty() { Ok(ServerCertVerified::assertion()) } else { Err(unpinned()) }
+        self.accepts(end_entity, intermediates).map(|()| ServerCertVerified::assertion())
     }
 
     fn verify_tls12_signature(
@@ -140,7 +164,7 @@ impl ServerCertVerifier for PinnedServer {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls13_signature(message, cert, dss, &self.algorithms)
+        self.verify(message, cert, dss)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
@@ -148,14 +172,7 @@ impl ServerCertVerifier for PinnedServer {
     }
 }
 
-/// Accepts the certificates of the ranks that may dial.
-#[derive(Debug)]
-struct PinnedClients {
-    pins: Pins,
-    algorithms: WebPkiSupportedAlgorithms,
-}
-
-impl ClientCertVerifier for PinnedClients {
+impl ClientCertVerifier for Verifier {
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         &[]
     }
@@ -166,8 +183,7 @@ impl ClientCertVerifier for PinnedClients {
         intermediates: &[CertificateDer<'_>],
         _now: UnixTime,
     ) -> Result<ClientCertVerified, rustls::Error> {
-        let known = self.pins.0.contains_key(&fingerprint(end_entity));
-        if known && intermediates.is_empty() { Ok(ClientCertVerified::assertion()) } else { Err(unpinned()) }
+        self.accepts(end_entity, intermediates).map(|()| ClientCertVerified::assertion())
     }
 
     fn verify_tls12_signature(
@@ -185,7 +201,7 @@ impl ClientCertVerifier for PinnedClients {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls13_signature(message, cert, dss, &self.algorithms)
+        self.verify(message, cert, dss)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
@@ -201,10 +217,6 @@ fn provider() -> Arc<CryptoProvider> {
     let mut provider = ring::default_provider();
     provider.cipher_suites = vec![ring::cipher_suite::TLS13_AES_128_GCM_SHA256];
     Arc::new(provider)
-}
-
-fn unpinned() -> rustls::Error {
-    rustls::Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure)
 }
 
 fn only_tls13() -> rustls::Error {

@@ -1,65 +1,72 @@
 //! The transport itself.
 
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::Poll;
+use std::task::{Context as Waker, Poll};
 use std::time::Duration;
 
-use comm_core::{Control, Deadline, Error, Incoming, Outgoing, Result, Transport};
-use quinn::{Connection, ConnectionError, Endpoint, ReadError, Runtime as _, StoppedError, TokioRuntime};
-use tokio::runtime::{Builder, Handle, Runtime};
+use comm_core::driver::Driver;
+use comm_core::{Control, Deadline, Error, HEADER_LEN, Incoming, Outgoing, Result, Spinner, Transport, Waiting};
+use quinn::{Connection, ConnectionError, Endpoint, ReadError, StoppedError};
+use tokio::runtime::Handle;
 use tokio::sync::{Mutex, watch};
 use tokio::time::{sleep, sleep_until, timeout};
 
-use crate::config::{DatagramSizes, effective_congestion, endpoint_config, receive_window, transport_config};
+use crate::config::{DatagramSizes, receive_window};
 use crate::congestion::Congestion;
-use crate::message::{Channel, Context, DONE, DROPPED, is_done, receive, send};
+use crate::exchange::{Job, Work, complete, poll_all, told};
+use crate::message::{Channel, Context, DONE, DROPPED, Receiving, Sending, Step, is_done};
 use crate::options::QuicOptions;
 use crate::path::PeerPath;
-use crate::rendezvous::{Appointment, Introduction, Link, meet, server_config};
-use crate::socket::{BoundSocket, CappedSocket};
-use crate::tls::{CIPHER_SUITE, Identity, Pins};
+use crate::protection::Protection;
+use crate::socket::CountingSocket;
 
 /// A QUIC connection to every other rank.
 ///
-/// One thread, named `quic-RANK`, drives the socket, the connections and their timers, whatever the number of peers; an exchange
-/// runs in its caller's thread. Not to be used from inside an asynchronous runtime: calls block, and say so instead.
+/// The thread inside an exchange drives the socket, the connections and their timers itself; one thread more, named `quic-RANK`,
+/// does while no exchange runs, whatever the number of peers. Not to be used from inside an asynchronous runtime: calls block, and
+/// say so instead.
 pub struct QuicTransport {
-    rank: usize,
-    world_size: usize,
+    pub(crate) rank: usize,
+    pub(crate) world_size: usize,
     /// By lane. Held for the length of an exchange.
-    lanes: Vec<Mutex<Lane>>,
+    pub(crate) lanes: Vec<Mutex<Lane>>,
     /// By rank, `None` for this one.
-    connections: Vec<Option<Connection>>,
-    endpoint: Endpoint,
-    address: SocketAddr,
-    aborted: watch::Sender<Option<Error>>,
-    closed: AtomicBool,
-    settings: Settings,
-    /// `None` only while it is being dropped.
-    runtime: Option<Runtime>,
+    pub(crate) connections: Vec<Option<Connection>>,
+    pub(crate) endpoint: Endpoint,
+    pub(crate) socket: Arc<CountingSocket>,
+    pub(crate) address: SocketAddr,
+    pub(crate) aborted: watch::Sender<Option<Error>>,
+    pub(crate) closed: AtomicBool,
+    pub(crate) settings: Settings,
+    /// Last, so that what belongs to it is dropped before.
+    pub(crate) driver: Driver,
 }
 
 /// What [`Transport::facts`] tells.
-struct Settings {
-    options: QuicOptions,
-    congestion: Congestion,
-    sizes: DatagramSizes,
-    segments: usize,
-    receive_buffer: usize,
-    send_buffer: usize,
+pub(crate) struct Settings {
+    pub(crate) options: QuicOptions,
+    pub(crate) protection: Protection,
+    pub(crate) congestion: Congestion,
+    pub(crate) sizes: DatagramSizes,
+    pub(crate) segments: usize,
+    pub(crate) send_window: u64,
+    pub(crate) receive_buffer: usize,
+    pub(crate) send_buffer: usize,
 }
 
-struct Lane {
+pub(crate) struct Lane {
     /// What an exchange on it is called in errors.
-    operation: String,
+    pub(crate) operation: String,
     /// By rank, `None` for this one.
-    channels: Vec<Option<Channel>>,
+    pub(crate) channels: Vec<Option<Channel>>,
+    /// What it has learnt about its waits.
+    pub(crate) spinner: Spinner,
     /// An exchange failed halfway: what would come next on the streams is the rest of it.
-    broken: Option<Error>,
+    pub(crate) broken: Option<Error>,
 }
 
 impl QuicTransport {
@@ -70,107 +77,7 @@ impl QuicTransport {
     /// [`Error::Rendezvous`] when the ranks disagree, [`Error::PeerLost`] when a rank refuses, [`Error::Timeout`] naming the ranks
     /// that are missing at the deadline, or the job's failure.
     pub fn connect(control: &dyn Control, options: &QuicOptions, deadline: Deadline) -> Result<QuicTransport> {
-        refuse_inside_runtime("connecting over QUIC")?;
-        options.check()?;
-        let (rank, world_size) = (control.rank(), control.world_size());
-        let runtime = Builder::new_multi_thread()
-            .worker_threads(1)
-            .thread_name(format!("quic-{rank}"))
-            .enable_all()
-            .build()
-            .map_err(|error| Error::io("starting the thread for QUIC", error))?;
-
-        let BoundSocket { socket, address, receive_buffer, send_buffer } = BoundSocket::bind(options.bind)?;
-        let identity = Identity::generate()?;
-        let introduction = Introduction {
-            address,
-            fingerprint: identity.fingerprint(),
-            lanes: u32::try_from(options.lanes).unwrap_or(u32::MAX),
-            receive_buffer: receive_buffer as u64,
-        };
-        let ranks = introduction.exchange(control, deadline)?;
-
-        let sizes = DatagramSizes::choose(options);
-        let smallest_buffer = ranks.iter().map(|rank| rank.receive_buffer).min().unwrap_or_default();
-        let congestion = effective_congestion(options.congestion, sizes, smallest_buffer, world_size - 1)?;
-
-        // The higher rank dials, so that each pair has one connection.
-        let pins = Pins::new(ranks.iter().map(|other| other.fingerprint).enumerate().skip(rank + 1));
-        let server =
-            server_config(identity.server_config(&pins)?, transport_config(options, congestion, sizes, options.lanes)?);
-        let outgoing = transport_config(options, congestion, sizes, 0)?;
-        let appointments = ranks
-            .iter()
-            .enumerate()
-            .take(rank)
-            .map(|(peer, other)| {
-                let mut config = quinn::ClientConfig::new(identity.client_config(other.fingerprint)?);
-                config.transport_config(Arc::clone(&outgoing));
-                Ok(Appointment { peer, address: other.address, config })
-            })
-            .collect::<Result<Vec<_>>>()?;
-
-        let failed = failure_of(control);
-        let inside = runtime.enter();
-        let quinn_socket = TokioRuntime
-            .wrap_udp_socket(socket)
-            .map_err(|error| Error::io("preparing the UDP socket for QUIC", error))?;
-        let socket = Arc::new(CappedSocket::new(quinn_socket, sizes.largest));
-        let segments = quinn::AsyncUdpSocket::max_transmit_segments(&*socket).min(10);
-        let endpoint =
-            Endpoint::new_with_abstract_socket(endpoint_config()?, Some(server), socket, Arc::new(TokioRuntime))
-                .map_err(|error| Error::io("starting QUIC on the UDP socket", error))?;
-        drop(inside);
-
-        let mut links: Vec<Option<Link>> = (0..world_size).map(|_| None).collect();
-        let outcome = runtime.block_on(async {
-            tokio::select! {
-                met = meet(&endpoint, appointments, &pins, rank, options.lanes, &mut links) => Some(met),
-                error = told(failed) => Some(Err(error)),
-                () = sleep_until(deadline.instant().into()) => None,
-            }
-        });
-        outcome.unwrap_or_else(|| {
-            let missing = links.iter().enumerate().filter(|(peer, link)| *peer != rank && link.is_none());
-            Err(Error::Timeout {
-                rank,
-                operation: "connecting over QUIC".into(),
-                waited: deadline.waited(),
-                waiting_for: missing.map(|(peer, _)| peer).collect(),
-            })
-        })?;
-
-        let mut lanes: Vec<Lane> = (0..options.lanes)
-            .map(|lane| Lane {
-                operation: format!("an exchange on QUIC lane {lane}"),
-                channels: Vec::with_capacity(world_size),
-                broken: None,
-            })
-            .collect();
-        let mut connections = Vec::with_capacity(world_size);
-        for link in links {
-            let (connection, channels) = match link {
-                Some(link) => (Some(link.connection), link.channels),
-                None => (None, Vec::new()),
-            };
-            connections.push(connection);
-            let mut channels = channels.into_iter();
-            for lane in &mut lanes {
-                lane.channels.push(channels.next());
-            }
-        }
-        Ok(QuicTransport {
-            rank,
-            world_size,
-            lanes: lanes.into_iter().map(Mutex::new).collect(),
-            connections,
-            endpoint,
-            address,
-            aborted: watch::Sender::new(None),
-            closed: AtomicBool::new(false),
-            settings: Settings { options: options.clone(), congestion, sizes, segments, receive_buffer, send_buffer },
-            runtime: Some(runtime),
-        })
+        crate::connect::connect(control, options, Protection::Full, deadline)
     }
 
     /// The UDP address of this rank.
@@ -180,40 +87,58 @@ impl QuicTransport {
 
     /// State and counters of the connection to every peer, in rank order.
     pub fn paths(&self) -> Vec<PeerPath> {
+        let most = match self.settings.congestion {
+            Congestion::FixedWindow(_) => self.settings.send_window,
+            _ => u64::MAX,
+        };
         self.connections
             .iter()
             .enumerate()
-            .filter_map(|(peer, connection)| Some(PeerPath::of(peer, connection.as_ref()?)))
+            .filter_map(|(peer, connection)| Some(PeerPath::of(peer, connection.as_ref()?, most)))
             .collect()
-    }
-
-    fn runtime(&self) -> Result<&Runtime> {
-        self.runtime.as_ref().ok_or_else(|| Error::invalid("the QUIC transport is being dropped"))
     }
 
     fn abort_error(&self) -> Option<Error> {
         self.aborted.borrow().clone()
     }
 
-    /// Runs `jobs` to the end, or to the first error, the abort or the deadline.
-    fn drive(&self, mut jobs: Vec<Job<'_>>, operation: &str, deadline: Deadline) -> Result<()> {
-        let aborted = self.aborted.subscribe();
-        let outcome = self.runtime()?.block_on(async {
-            tokio::select! {
-                // First what is there: a deadline that has passed does not undo what has arrived.
-                biased;
-                outcome = all(&mut jobs) => Some(outcome),
-                error = told(aborted) => Some(Err(error)),
-                () = sleep_until(deadline.instant().into()) => None,
+    /// Looks at some work with `poll` until it is done; false at the deadline. Returns when the up to `written` bytes that it has
+    /// left to quinn are sent, as far as the windows allow; `leaves_work` says that they may not.
+    fn drive(
+        &self,
+        spinner: &mut Spinner,
+        deadline: Deadline,
+        written: u64,
+        leaves_work: bool,
+        poll: impl FnMut(&mut Waker<'_>) -> Result<Step>,
+    ) -> Result<bool> {
+        let work = async {
+            let is_done = complete(spinner, deadline, self.aborted.subscribe(), poll).await?;
+            // quinn's tasks run while this one gives way. They are through when nothing leaves any more, unless it is another
+            // lane's.
+            let a_turn = BURST * u64::from(self.settings.sizes.initial);
+            for _ in 0..=written.min(self.settings.send_window) / a_turn + 1 {
+                let sends = self.socket.sends();
+                tokio::task::yield_now().await;
+                if written == 0 || sends == self.socket.sends() {
+                    break;
+                }
             }
-        });
-        outcome.unwrap_or_else(|| {
-            let mut waiting_for: Vec<usize> = jobs.iter().filter(|job| !job.done).map(|job| job.peer).collect();
-            waiting_for.sort_unstable();
-            waiting_for.dedup();
-            let operation = operation.to_string();
-            Err(Error::Timeout { rank: self.rank, operation, waited: deadline.waited(), waiting_for })
-        })
+            Ok(is_done)
+        };
+        if leaves_work {
+            let outcome = self.driver.run(&mut Spinner::new(Waiting::Park), deadline, true, work)?;
+            Ok(outcome.unwrap_or(false))
+        } else {
+            self.driver.block_on(work)
+        }
+    }
+
+    fn timeout(&self, operation: &str, deadline: Deadline, waiting_for: impl Iterator<Item = usize>) -> Error {
+        let mut waiting_for: Vec<usize> = waiting_for.collect();
+        waiting_for.sort_unstable();
+        waiting_for.dedup();
+        Error::Timeout { rank: self.rank, operation: operation.to_string(), waited: deadline.waited(), waiting_for }
     }
 
     /// Waits for the lanes, which running exchanges hold, and says goodbye on each.
@@ -227,17 +152,15 @@ impl QuicTransport {
             }
             guards
         };
-        let mut guards = self.runtime()?.block_on(async {
+        let mut guards = self.driver.block_on(async {
             tokio::select! {
                 biased;
                 error = told(aborted) => Err(error),
                 guards = lock_all => Ok(guards),
-                () = sleep_until(deadline.instant().into()) => Err(Error::Timeout {
-                    rank: self.rank,
-                    operation: format!("{operation} (an exchange is still running)"),
-                    waited: deadline.waited(),
-                    waiting_for: Vec::new(),
-                }),
+                () = sleep_until(deadline.instant().into()) => {
+                    let operation = format!("{operation} (an exchange is still running)");
+                    Err(self.timeout(&operation, deadline, std::iter::empty()))
+                }
             }
         })?;
         let mut jobs = Vec::new();
@@ -246,13 +169,13 @@ impl QuicTransport {
                 return Err(error.clone());
             }
             for (peer, channel) in guard.channels.iter_mut().enumerate() {
-                let Some(Channel { send, receive }) = channel else { continue };
+                let Some(Channel { send, receive, .. }) = channel else { continue };
                 let context = Context { peer, operation };
                 // An error says that it was finished before.
                 let _ = send.finish();
                 let stopped = send.stopped();
-                jobs.push(Job::new(peer, async move { acknowledged(stopped.await, context) }));
-                jobs.push(Job::new(peer, async move {
+                jobs.push(Farewell::new(peer, async move { acknowledged(stopped.await, context) }));
+                jobs.push(Farewell::new(peer, async move {
                     // What nobody asked for is not kept.
                     while receive.read_chunk(usize::MAX, true).await.map(|chunk| chunk.is_some()).or_else(|error| {
                         match &error {
@@ -264,13 +187,17 @@ impl QuicTransport {
                 }));
             }
         }
-        self.drive(jobs, operation, deadline)
+        let mut spinner = Spinner::new(Waiting::Park);
+        if self.drive(&mut spinner, deadline, 0, false, |cx| poll_farewells(&mut jobs, cx))? {
+            return Ok(());
+        }
+        Err(self.timeout(operation, deadline, jobs.iter().filter(|job| !job.is_done).map(|job| job.peer)))
     }
 }
 
 impl Transport for QuicTransport {
     fn name(&self) -> &str {
-        "quic"
+        self.settings.protection.transport_name()
     }
 
     fn rank(&self) -> usize {
@@ -306,19 +233,12 @@ impl Transport for QuicTransport {
         let mut guard = lock
             .try_lock()
             .map_err(|_| Error::invalid(format!("lane {lane}: another exchange is running on it, or close")))?;
-        let Lane { operation, channels, broken } = &mut *guard;
+        let Lane { operation, channels, spinner, broken } = &mut *guard;
         if let Some(error) = broken {
             return Err(error.clone());
         }
 
-        let mut ends: Vec<_> = channels
-            .iter_mut()
-            .map(|channel| match channel {
-                Some(Channel { send, receive }) => (Some(send), Some(receive)),
-                None => (None, None),
-            })
-            .collect();
-        let mut jobs = Vec::with_capacity(outgoing.len() + incoming.len());
+        let mut jobs: Vec<Job<'_>> = Vec::with_capacity(outgoing.len() + incoming.len());
         for message in outgoing {
             if message.header.payload_len != message.payload.len() as u64 {
                 return Err(Error::invalid(format!(
@@ -327,22 +247,28 @@ impl Transport for QuicTransport {
                     message.payload.len()
                 )));
             }
-            let stream = ends
-                .get_mut(message.peer)
-                .and_then(|(send, _)| send.take())
-                .ok_or_else(|| self.no_such_peer(operation, message.peer, "to"))?;
-            let context = Context { peer: message.peer, operation };
-            jobs.push(Job::new(message.peer, send(stream, message, context)));
+            if !matches!(channels.get(message.peer), Some(Some(_))) || jobs.iter().any(|job| job.peer == message.peer) {
+                return Err(self.no_such_peer(operation, message.peer, "to"));
+            }
+            jobs.push(Job { peer: message.peer, work: Work::Send(Sending::new(message)), is_done: false });
         }
         for Incoming { peer, sink } in incoming {
-            let stream = ends
-                .get_mut(*peer)
-                .and_then(|(_, receive)| receive.take())
-                .ok_or_else(|| self.no_such_peer(operation, *peer, "from"))?;
-            let context = Context { peer: *peer, operation };
-            jobs.push(Job::new(*peer, receive(stream, &mut **sink, context)));
+            if !matches!(channels.get(*peer), Some(Some(_)))
+                || jobs.iter().any(|job| job.peer == *peer && !job.is_send())
+            {
+                return Err(self.no_such_peer(operation, *peer, "from"));
+            }
+            jobs.push(Job { peer: *peer, work: Work::Receive(Receiving::new(&mut **sink)), is_done: false });
         }
-        let outcome = self.drive(jobs, operation, deadline);
+        // A fixed window is all that quinn takes over, and may leave at once.
+        let leaves_work = !outgoing.is_empty() && !matches!(self.settings.congestion, Congestion::FixedWindow(_));
+        let written = outgoing.iter().map(|message| HEADER_LEN as u64 + message.header.payload_len).sum();
+        let outcome = self
+            .drive(spinner, deadline, written, leaves_work, |cx| poll_all(&mut jobs, cx, channels, operation))
+            .and_then(|is_done| {
+                let waiting_for = jobs.iter().filter(|job| !job.is_done).map(|job| job.peer);
+                if is_done { Ok(()) } else { Err(self.timeout(operation, deadline, waiting_for)) }
+            });
         if let Err(error) = &outcome {
             *broken = Some(error.clone());
         }
@@ -372,12 +298,15 @@ impl Transport for QuicTransport {
         self.endpoint.close(DONE, b"done");
         // Until then a peer that missed the last packets is told again. Nothing depends on it but the peer's speed.
         let patience = deadline.remaining().min(FAREWELL);
-        let _ = self.runtime()?.block_on(async { timeout(patience, self.endpoint.wait_idle()).await });
-        Ok(())
+        self.driver.block_on(async {
+            let _ = timeout(patience, self.endpoint.wait_idle()).await;
+            Ok(())
+        })
     }
 
     fn facts(&self) -> Vec<(String, String)> {
-        let Settings { options, congestion, sizes, segments, receive_buffer, send_buffer } = &self.settings;
+        let Settings { options, protection, congestion, sizes, segments, send_window, receive_buffer, send_buffer } =
+            &self.settings;
         let mut facts = vec![
             ("quic.congestion".to_string(), congestion.to_string()),
             ("quic.congestion_asked".to_string(), options.congestion.to_string()),
@@ -385,14 +314,15 @@ impl Transport for QuicTransport {
             ("quic.mtu_initial".to_string(), sizes.initial.to_string()),
             ("quic.mtu_largest".to_string(), sizes.largest.to_string()),
             ("quic.datagrams_per_call".to_string(), segments.to_string()),
-            ("quic.cipher_suite".to_string(), CIPHER_SUITE.to_string()),
+            ("quic.cipher_suite".to_string(), protection.cipher_suite().to_string()),
             ("quic.stream_window".to_string(), options.stream_window.to_string()),
             ("quic.receive_window".to_string(), receive_window(options).to_string()),
-            ("quic.send_window".to_string(), options.send_window.to_string()),
+            ("quic.send_window".to_string(), send_window.to_string()),
             ("quic.udp_receive_buffer".to_string(), receive_buffer.to_string()),
             ("quic.udp_send_buffer".to_string(), send_buffer.to_string()),
             ("quic.idle_timeout_ms".to_string(), options.idle_timeout.as_millis().to_string()),
             ("quic.keep_alive_ms".to_string(), options.keep_alive.as_millis().to_string()),
+            ("quic.waiting".to_string(), options.waiting.to_string()),
         ];
         facts.extend(self.paths().iter().map(|path| (format!("quic.mtu_to_rank_{}", path.peer), path.mtu.to_string())));
         facts
@@ -401,7 +331,6 @@ impl Transport for QuicTransport {
 
 impl Drop for QuicTransport {
     fn drop(&mut self) {
-        let Some(runtime) = self.runtime.take() else { return };
         let mut reset = vec![0; self.world_size];
         for lane in &mut self.lanes {
             for (channel, reset) in lane.get_mut().channels.iter_mut().zip(&mut reset) {
@@ -415,7 +344,6 @@ impl Drop for QuicTransport {
         // A peer that is not told would learn of it at the idle timeout. Blocking is not allowed inside a runtime.
         if Handle::try_current().is_ok() {
             self.endpoint.close(DROPPED, b"dropped");
-            runtime.shutdown_background();
             return;
         }
         // quinn-proto 0.11.19 puts off the last packet of a connection while stream data waits for the congestion window, and
@@ -431,12 +359,12 @@ impl Drop for QuicTransport {
                 Some(_) => true,
             })
         };
-        runtime.block_on(async {
+        let _ = self.driver.block_on(async {
             let _ = timeout(LAST_WORDS, until(streams_are_reset)).await;
             self.endpoint.close(DROPPED, b"dropped");
             let _ = timeout(LAST_WORDS, until(peers_are_told)).await;
+            Ok(())
         });
-        runtime.shutdown_background();
     }
 }
 
@@ -448,6 +376,9 @@ impl QuicTransport {
         ))
     }
 }
+
+/// Datagrams that quinn 0.11 sends before other tasks get their turn.
+const BURST: u64 = 20;
 
 /// Most time that closing spends on repeating its last packet.
 const FAREWELL: Duration = Duration::from_secs(3);
@@ -462,52 +393,28 @@ async fn until(holds: impl Fn() -> bool) {
     }
 }
 
-/// One direction of an exchange with one peer.
-struct Job<'a> {
+/// One direction of closing a lane with one peer.
+struct Farewell<'a> {
     peer: usize,
     future: Pin<Box<dyn Future<Output = Result<()>> + 'a>>,
-    done: bool,
+    is_done: bool,
 }
 
-impl<'a> Job<'a> {
+impl<'a> Farewell<'a> {
     fn new(peer: usize, future: impl Future<Output = Result<()>> + 'a) -> Self {
-        Job { peer, future: Box::pin(future), done: false }
+        Farewell { peer, future: Box::pin(future), is_done: false }
     }
 }
 
-/// Ends when all jobs have, or with the first error. Each wake-up looks at all that are left: they are few.
-async fn all(jobs: &mut [Job<'_>]) -> Result<()> {
-    poll_fn(|cx| {
-        let mut pending = false;
-        for job in jobs.iter_mut().filter(|job| !job.done) {
-            match job.future.as_mut().poll(cx) {
-                Poll::Ready(Ok(())) => job.done = true,
-                Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
-                Poll::Pending => pending = true,
-            }
+fn poll_farewells(jobs: &mut [Farewell<'_>], cx: &mut Waker<'_>) -> Result<Step> {
+    let mut step = Step::Done;
+    for job in jobs.iter_mut().filter(|job| !job.is_done) {
+        match job.future.as_mut().poll(cx) {
+            Poll::Ready(outcome) => outcome.map(|()| job.is_done = true)?,
+            Poll::Pending => step = Step::Blocked,
         }
-        if pending { Poll::Pending } else { Poll::Ready(Ok(())) }
-    })
-    .await
-}
-
-/// The error that is announced on `channel`, when it is.
-async fn told(mut channel: watch::Receiver<Option<Error>>) -> Error {
-    let announced = channel.wait_for(Option::is_some).await.ok().and_then(|error| error.clone());
-    match announced {
-        Some(error) => error,
-        // Nobody is left who could announce one.
-        None => std::future::pending().await,
     }
-}
-
-/// The job's failure while the ranks connect.
-fn failure_of(control: &dyn Control) -> watch::Receiver<Option<Error>> {
-    let (sender, receiver) = watch::channel(None);
-    control.on_failure(Box::new(move |error| {
-        sender.send_replace(Some(error.clone()));
-    }));
-    receiver
+    Ok(step)
 }
 
 /// Whether the peer has all that was sent to it on a stream.
@@ -522,7 +429,7 @@ fn acknowledged(stopped: Result<Option<quinn::VarInt>, StoppedError>, context: C
 }
 
 /// Blocking a thread that drives other tasks would stop them, and tokio panics.
-fn refuse_inside_runtime(what: &str) -> Result<()> {
+pub(crate) fn refuse_inside_runtime(what: &str) -> Result<()> {
     if Handle::try_current().is_ok() {
         return Err(Error::invalid(format!("{what} blocks: call it from a thread outside of any tokio runtime")));
     }
@@ -557,7 +464,11 @@ mod tests {
                 if transport.rank() == 0 {
                     let mut lane = transport.lanes[1].try_lock().unwrap();
                     let channel = lane.channels[1].as_mut().unwrap();
-                    transport.runtime().unwrap().block_on(channel.send.write_all(&[0xab; 200])).unwrap();
+                    let write = async {
+                        channel.send.write_all(&[0xab; 200]).await.unwrap();
+                        Ok(())
+                    };
+                    transport.driver.block_on(write).unwrap();
                     // Leaving would lose them.
                     drop(lane);
                     let _ = transport.exchange(0, &[], &mut [Incoming { peer: 1, sink: &mut Nothing }], deadline);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use comm_core::counted::Counted;
-use comm_core::{Control, Deadline, Error, Mesh, MeshOptions, Transport, local};
+use comm_core::{Communicator, Control, Deadline, Error, Mesh, MeshOptions, Transport, Waiting, local};
 use serde::{Deserialize, Serialize};
 
 use crate::trainer::Session;
@@ -77,8 +77,9 @@ impl FromStr for TransportKind {
     }
 }
 
-/// Settings that transports share.
+/// Settings of all transports; each takes those that concern it. Ranks of a job use the same.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct TransportOptions {
     /// Independent ordered channels between each pair of ranks.
     pub lanes: usize,
@@ -86,11 +87,45 @@ pub struct TransportOptions {
     pub bind: IpAddr,
     /// Longest time an operation may take.
     pub timeout: Duration,
+    /// What a thread does while it waits inside an exchange.
+    pub waiting: Waiting,
+    /// TCP congestion control by its kernel name; `None` leaves the kernel's default.
+    pub congestion: Option<String>,
+    /// QUIC congestion control: `cubic`, `newreno`, `bbr` or `fixed:BYTES`; `None` leaves the transport's default.
+    pub quic_congestion: Option<String>,
+    /// QUIC's largest datagram in bytes (UDP payload); `None` leaves the transport's default.
+    pub mtu: Option<u16>,
+    /// Whether a gate stands between the network and ZeroMQ's parser.
+    pub gate: bool,
+    /// Whether messages and bytes are counted, which costs a lock and a look-up an exchange.
+    pub counted: bool,
 }
 
 impl Default for TransportOptions {
     fn default() -> Self {
-        TransportOptions { lanes: 2, bind: IpAddr::V4(Ipv4Addr::LOCALHOST), timeout: Duration::from_secs(120) }
+        TransportOptions {
+            lanes: 2,
+            bind: IpAddr::V4(Ipv4Addr::LOCALHOST),
+            timeout: Duration::from_secs(120),
+            waiting: Waiting::default(),
+            congestion: None,
+            quic_congestion: None,
+            mtu: None,
+            gate: true,
+            counted: true,
+        }
+    }
+}
+
+impl TransportOptions {
+    /// Whether every name among the settings means something to this build.
+    ///
+    /// # Errors
+    /// `InvalidArgument` naming what is not understood and what would be.
+    pub fn check(&self) -> Result<(), Error> {
+        #[cfg(feature = "quic")]
+        quic(self)?;
+        Ok(())
     }
 }
 
@@ -125,8 +160,7 @@ pub fn connect(kind: TransportKind, control: Arc<dyn Control>, options: &Transpo
         }
         #[cfg(feature = "quic")]
         TransportKind::Quic => {
-            let quic = comm_quic::QuicOptions { lanes: options.lanes, bind: options.bind, ..Default::default() };
-            let transport = comm_quic::QuicTransport::connect(&*control, &quic, deadline)?;
+            let transport = comm_quic::QuicTransport::connect(&*control, &quic(options)?, deadline)?;
             Ok(session(transport, control, options, 1))
         }
         kind => Err(Error::Unsupported {
@@ -140,7 +174,28 @@ pub fn connect(kind: TransportKind, control: Arc<dyn Control>, options: &Transpo
 
 #[cfg(feature = "tcp")]
 fn tcp(options: &TransportOptions) -> comm_tcp::TcpOptions {
-    comm_tcp::TcpOptions { lanes: options.lanes, bind: options.bind, ..Default::default() }
+    comm_tcp::TcpOptions {
+        lanes: options.lanes,
+        bind: options.bind,
+        congestion: options.congestion.clone(),
+        gate: options.gate,
+        waiting: options.waiting,
+        ..Default::default()
+    }
+}
+
+#[cfg(feature = "quic")]
+fn quic(options: &TransportOptions) -> Result<comm_quic::QuicOptions, Error> {
+    let mut quic = comm_quic::QuicOptions {
+        lanes: options.lanes,
+        bind: options.bind,
+        mtu: options.mtu,
+        ..comm_quic::QuicOptions::default()
+    };
+    if let Some(name) = &options.quic_congestion {
+        quic.congestion = name.parse()?;
+    }
+    Ok(quic)
 }
 
 fn session<T: Transport>(
@@ -150,14 +205,12 @@ fn session<T: Transport>(
     ranks_in_process: usize,
 ) -> Session {
     let facts = transport.facts();
-    let (transport, counters) = Counted::new(transport);
-    let mesh = Mesh::new(transport, control.clone(), MeshOptions::default().with_timeout(options.timeout));
-    Session {
-        comm: Arc::new(mesh),
-        control,
-        counters: Some(counters),
-        facts,
-        timeout: options.timeout,
-        ranks_in_process,
-    }
+    let mesh = MeshOptions::default().with_timeout(options.timeout);
+    let (comm, counters): (Arc<dyn Communicator>, _) = if options.counted {
+        let (transport, counters) = Counted::new(transport);
+        (Arc::new(Mesh::new(transport, control.clone(), mesh)), Some(counters))
+    } else {
+        (Arc::new(Mesh::new(transport, control.clone(), mesh)), None)
+    };
+    Session { comm, control, counters, facts, timeout: options.timeout, ranks_in_process }
 }

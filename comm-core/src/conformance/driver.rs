@@ -204,7 +204,7 @@ impl<J> Fleet<J> {
 
     fn answers(&mut self) -> Result<(), String> {
         let wrong: Vec<String> = (0..self.ranks.len())
-            .filter_map(|rank| match self.answer(rank) {
+            .filter_map(|rank| match self.answer(rank, self.options.case_limit) {
                 Ok(Reply::Done(Ok(()))) => None,
                 Ok(Reply::Done(Err(why))) => Some(format!("rank {rank}: {why}")),
                 Ok(Reply::Ran(outcome)) => Some(format!("rank {rank} answered {outcome:?} to another question")),
@@ -214,8 +214,8 @@ impl<J> Fleet<J> {
         if wrong.is_empty() { Ok(()) } else { Err(wrong.join("; ")) }
     }
 
-    fn answer(&mut self, rank: usize) -> Result<Reply, String> {
-        let patience = self.options.case_limit + ANSWER;
+    fn answer(&mut self, rank: usize, limit: Duration) -> Result<Reply, String> {
+        let patience = limit + ANSWER;
         self.ranks[rank].replies.recv_timeout(patience).map_err(|error| match error {
             RecvTimeoutError::Timeout => format!("no answer for {:.0} s", patience.as_secs_f64()),
             RecvTimeoutError::Disconnected => "it has ended".to_string(),
@@ -226,7 +226,8 @@ impl<J> Fleet<J> {
         for link in &mut self.ranks {
             let _ = (link.tell)(Command::Run(index));
         }
-        let outcomes = (0..self.ranks.len()).map(|rank| match self.answer(rank) {
+        let limit = case.limit(self.options.case_limit);
+        let outcomes = (0..self.ranks.len()).map(|rank| match self.answer(rank, limit) {
             Ok(Reply::Ran(outcome)) => outcome,
             Ok(Reply::Done(result)) => CaseOutcome::Failed(format!("answered {result:?} to another question")),
             Err(why) => CaseOutcome::Failed(format!("{why}, in case {}", case.name)),
@@ -312,16 +313,17 @@ pub(super) fn serve<J: Send + 'static>(
 }
 
 fn run_case(case: &Case, communicator: &Arc<dyn Communicator>, options: RunOptions) -> CaseOutcome {
+    let limit = case.limit(options.case_limit);
     let outcome = {
         let (case, communicator) = (case.clone(), communicator.clone());
-        within(options.case_limit, &case.name.clone(), move || case.run(&communicator))
+        within(limit, &case.name.clone(), move || case.run(&communicator))
     };
     let why = match outcome {
         Ended::Value(Ok(())) => return CaseOutcome::Passed,
         Ended::Value(Err(Stop::Skipped(why))) => return CaseOutcome::Skipped(why),
         Ended::Value(Err(Stop::Failed(why))) => why,
         Ended::Panicked(why) => format!("panicked: {why}"),
-        Ended::Hung => format!("hung: still running after {:.0} s", options.case_limit.as_secs_f64()),
+        Ended::Hung => format!("hung: still running after {:.0} s", limit.as_secs_f64()),
     };
     // The other ranks may be waiting for this one.
     communicator.abort(&format!("{GAVE_UP}: {} failed on rank {}", case.name, communicator.rank()));

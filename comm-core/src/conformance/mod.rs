@@ -23,6 +23,7 @@ mod copies;
 mod data;
 mod driver;
 mod failures;
+mod huge;
 mod messages;
 #[cfg(feature = "conformance-main")]
 mod processes;
@@ -57,6 +58,8 @@ pub struct Case {
     pub min_ranks: usize,
     /// The communicator is of no use afterwards: the case needs a group of its own.
     pub fresh: bool,
+    /// It needs many gigabytes or minutes: ignored unless it is asked for, with `--ignored`.
+    pub heavy: bool,
     run: Run,
 }
 
@@ -84,6 +87,7 @@ pub fn cases() -> Vec<Case> {
     messages::add(&mut cases);
     asynchronous::add(&mut cases);
     splits::add(&mut cases);
+    huge::add(&mut cases);
     arguments::add(&mut cases);
     failures::add(&mut cases);
     cases
@@ -98,12 +102,25 @@ impl Case {
         (self.run)(communicator)
     }
 
+    /// How long it may take where another one may take `usual`.
+    fn limit(&self, usual: Duration) -> Duration {
+        if self.heavy { 20 * usual } else { usual }
+    }
+
+    fn heavy(
+        name: impl Into<String>,
+        min_ranks: usize,
+        run: impl Fn(&Arc<dyn Communicator>) -> CaseResult + Send + Sync + 'static,
+    ) -> Case {
+        Case { heavy: true, ..Case::shared(name, min_ranks, run) }
+    }
+
     fn shared(
         name: impl Into<String>,
         min_ranks: usize,
         run: impl Fn(&Arc<dyn Communicator>) -> CaseResult + Send + Sync + 'static,
     ) -> Case {
-        Case { name: name.into(), min_ranks, fresh: false, run: Arc::new(run) }
+        Case { name: name.into(), min_ranks, fresh: false, heavy: false, run: Arc::new(run) }
     }
 
     fn fresh(
@@ -111,7 +128,7 @@ impl Case {
         min_ranks: usize,
         run: impl Fn(&Arc<dyn Communicator>) -> CaseResult + Send + Sync + 'static,
     ) -> Case {
-        Case { name: name.into(), min_ranks, fresh: true, run: Arc::new(run) }
+        Case { name: name.into(), min_ranks, fresh: true, heavy: false, run: Arc::new(run) }
     }
 }
 
@@ -121,6 +138,7 @@ impl fmt::Debug for Case {
             .field("name", &self.name)
             .field("min_ranks", &self.min_ranks)
             .field("fresh", &self.fresh)
+            .field("heavy", &self.heavy)
             .finish_non_exhaustive()
     }
 }

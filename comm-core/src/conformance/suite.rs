@@ -26,20 +26,23 @@ pub struct Suite {
     /// What a process needs to connect; a backend without it runs as threads only.
     connect: Option<Arc<Connect>>,
     lanes: usize,
-    ranks: Vec<usize>,
+    /// As threads, and as processes.
+    ranks: [Vec<usize>; 2],
+    /// Larger groups, and the cases that they run.
+    crowds: Vec<(usize, Vec<String>)>,
     without: Vec<(String, String)>,
     options: RunOptions,
 }
 
-/// Group sizes that are tried unless `--ranks=` says otherwise.
-const RANKS: [usize; 4] = [1, 2, 3, 4];
+/// Group sizes that are tried unless `--ranks=` says otherwise: as threads, and as processes, which take longer.
+const RANKS: [&[usize]; 2] = [&[1, 2, 3, 7], &[2, 4]];
 
 /// Enough for operations on different lanes to be in flight at once, with one lane between the first and the last.
 const LANES: usize = 3;
 
 /// Runs the whole suite on one backend, as threads and as processes: the `main` of a test target with `harness = false`.
 ///
-/// Besides the arguments of `cargo test` it takes `--ranks=2,7` for other group sizes than 1 to 4.
+/// Besides the arguments of `cargo test` it takes `--ranks=2,7` for other group sizes than 1, 2, 3 and 7 threads and 2 and 4 processes.
 pub fn main(
     name: &str,
     connect: impl Fn(Arc<dyn Control>, usize) -> Result<Arc<dyn Communicator>> + Send + Sync + 'static,
@@ -68,7 +71,8 @@ pub fn main_of(suites: Vec<Suite>) -> ExitCode {
     let mut trials = Vec::new();
     for mut suite in suites {
         if let Some(ranks) = &ranks {
-            suite.ranks.clone_from(ranks);
+            suite.ranks = [ranks.clone(), ranks.clone()];
+            suite.crowds.clear();
         }
         suite.add_trials(&arguments, &mut trials);
     }
@@ -103,7 +107,8 @@ impl Suite {
             group: Arc::new(group),
             connect: None,
             lanes: LANES,
-            ranks: RANKS.to_vec(),
+            ranks: RANKS.map(<[usize]>::to_vec),
+            crowds: Vec::new(),
             without: Vec::new(),
             options: RunOptions::default(),
         }
@@ -113,6 +118,20 @@ impl Suite {
     #[must_use]
     pub fn without(mut self, part: &str, reason: &str) -> Self {
         self.without.push((part.into(), reason.into()));
+        self
+    }
+
+    /// Runs the cases of these names on a group of `ranks` processes as well.
+    #[must_use]
+    pub fn with_crowd(mut self, ranks: usize, cases: &[&str]) -> Self {
+        self.crowds.push((ranks, cases.iter().map(|case| case.to_string()).collect()));
+        self
+    }
+
+    /// The same on other group sizes, of threads and of processes.
+    #[must_use]
+    pub fn with_ranks(mut self, threads: &[usize], processes: &[usize]) -> Self {
+        self.ranks = [threads.to_vec(), processes.to_vec()];
         self
     }
 
@@ -126,33 +145,48 @@ impl Suite {
     fn add_trials(self, arguments: &Arguments, trials: &mut Vec<Trial>) {
         let suite = Arc::new(self);
         let kinds: &[Kind] = if suite.connect.is_some() { &[Kind::Threads, Kind::Processes] } else { &[Kind::Threads] };
-        for kind in kinds {
-            for ranks in &suite.ranks {
-                suite.clone().add_group(*kind, *ranks, arguments, trials);
+        for (kind, ranks) in kinds.iter().zip(&suite.ranks) {
+            for ranks in ranks {
+                suite.clone().add_group(*kind, *ranks, None, arguments, trials);
             }
+        }
+        for (ranks, cases) in &suite.crowds {
+            suite.clone().add_group(Kind::Processes, *ranks, Some(cases.as_slice()), arguments, trials);
         }
     }
 
     /// The trials of one group size share one run, which starts when the first of them is due and leaves out those that the
     /// command line filters out.
-    fn add_group(self: Arc<Self>, kind: Kind, ranks: usize, arguments: &Arguments, trials: &mut Vec<Trial>) {
+    fn add_group(
+        self: Arc<Self>,
+        kind: Kind,
+        ranks: usize,
+        only: Option<&[String]>,
+        arguments: &Arguments,
+        trials: &mut Vec<Trial>,
+    ) {
         let mut run = GroupRun { suite: self.clone(), kind, ranks, selected: Vec::new(), outcomes: OnceLock::new() };
         let mut names = Vec::new();
-        for (index, case) in cases().into_iter().enumerate().filter(|(_, case)| case.min_ranks <= ranks) {
+        let is_due = |case: &Case| only.is_none_or(|only| only.contains(&case.name)) && case.min_ranks <= ranks;
+        for (index, case) in cases().into_iter().enumerate().filter(|(_, case)| is_due(case)) {
             let name = format!("{}/{}/n={ranks}/{}", self.name, kind.name(), case.name);
             let left_out = self.without.iter().find(|(part, _)| case.name.contains(part));
             if let Some((_, reason)) = left_out {
                 let reason = reason.clone();
                 trials.push(Trial::ignorable_test(name, move || Ok(Completion::ignored_with(reason))));
-            } else if !arguments.is_filtered_out(&Trial::test(&name, || Ok(()))) {
-                names.push((name, case.name.clone()));
-                run.selected.push((index, case));
+            } else if !arguments.is_filtered_out(&Trial::test(&name, || Ok(())).with_ignored_flag(case.heavy)) {
+                names.push((name, case.name.clone(), case.heavy));
+                // An ignored trial is listed and not run.
+                if !case.heavy || arguments.ignored || arguments.include_ignored {
+                    run.selected.push((index, case));
+                }
             }
         }
         let run = Arc::new(run);
-        for (name, case) in names {
+        for (name, case, is_heavy) in names {
             let run = run.clone();
-            trials.push(Trial::ignorable_test(name, move || run.outcome(&case)));
+            let trial = Trial::ignorable_test(name, move || run.outcome(&case));
+            trials.push(trial.with_ignored_flag(is_heavy));
         }
     }
 }

@@ -47,6 +47,7 @@ pub(crate) fn header(len: usize, step: u32) -> Header {
         root: 0,
         count: len as u64,
         step,
+        division: 0,
         payload_len: len as u64,
     }
 }

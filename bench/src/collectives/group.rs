@@ -1,0 +1,379 @@
+//! Processes that run collectives together, from the side of the program that started them.
+
+use std::fs;
+use std::io;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::Child;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use comm_core::Deadline;
+use comm_core::launch::{Launch, LaunchOutcome, Output};
+use gpt2::transports::{TransportKind, TransportOptions};
+use tempfile::TempDir;
+
+use super::protocol::{Command, Connection, Hello, Measure, Opened, Reply, Trouble};
+use super::rank::Task;
+use super::sys;
+use crate::cell::Interrupted;
+
+/// How long ranks of ours may take to start and to connect all transports; libraries of the peers take seconds to load.
+const START: Duration = Duration::from_secs(90);
+
+/// How much longer than an operation may take an answer is waited for.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// How often processes are looked after while they start or end.
+const TICK: Duration = Duration::from_millis(5);
+
+/// Ranks that wait for commands.
+pub(crate) struct Group {
+    name: String,
+    /// By rank.
+    connections: Vec<Connection>,
+    /// What can be measured on them.
+    members: Vec<Opened>,
+    life: Life,
+    /// How long a command may take.
+    timeout: Duration,
+    /// Why nothing can be measured any more.
+    dead: Option<String>,
+    /// Holds the socket and the task.
+    _folder: TempDir,
+}
+
+/// The processes behind a group.
+enum Life {
+    /// Ours: the thread that looks after them.
+    Launched(Option<JoinHandle<Result<LaunchOutcome, comm_core::Error>>>),
+    /// Other programs, and the file that has what they complained about.
+    Programs { children: Vec<Child>, complaints: PathBuf },
+}
+
+/// What all ranks of a group together have measured.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Measured {
+    /// Of all iterations, on the slowest rank.
+    pub(crate) ns: u64,
+    /// Of single iterations, each on the rank where it took longest.
+    pub(crate) samples: Vec<u64>,
+    /// Processor time, of all ranks together.
+    pub(crate) cpu_ns: u64,
+    /// Wrong elements, of all ranks together.
+    pub(crate) wrong: Option<u64>,
+}
+
+/// A place for a group's socket, before its ranks run.
+pub(crate) struct Meeting {
+    folder: TempDir,
+    listener: UnixListener,
+}
+
+impl Meeting {
+    /// # Errors
+    /// Why there can be none.
+    pub(crate) fn new() -> Result<Self, String> {
+        let folder = tempfile::Builder::new().prefix("bench-").tempdir();
+        let folder = folder.map_err(|error| format!("no temporary folder: {error}"))?;
+        let path = folder.path().join("socket");
+        let listener = UnixListener::bind(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+        listener.set_nonblocking(true).map_err(|error| format!("{}: {error}", path.display()))?;
+        Ok(Meeting { folder, listener })
+    }
+
+    /// A folder that only this user can enter, removed with the group.
+    pub(crate) fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Where the ranks connect.
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.folder.path().join("socket")
+    }
+
+    /// The group of other programs' processes, each the leader of a process group, once all `ranks` have connected.
+    ///
+    /// # Errors
+    /// Why they have not.
+    pub(crate) fn programs(
+        self,
+        name: &str,
+        children: Vec<Child>,
+        complaints: PathBuf,
+        ranks: usize,
+        timeout: Duration,
+    ) -> Result<Group, String> {
+        self.gather(name, Life::Programs { children, complaints }, ranks, timeout)
+    }
+
+    fn gather(self, name: &str, life: Life, ranks: usize, timeout: Duration) -> Result<Group, String> {
+        let mut group = Group {
+            name: name.to_string(),
+            connections: Vec::new(),
+            members: Vec::new(),
+            life,
+            timeout,
+            dead: None,
+            _folder: self.folder,
+        };
+        let deadline = Deadline::after(START);
+        let mut arrived: Vec<(Hello, Connection)> = Vec::new();
+        while arrived.len() < ranks {
+            match self.listener.accept() {
+                Ok((stream, _)) => {
+                    let blocking = stream.set_nonblocking(false);
+                    let mut connection = Connection::new(stream);
+                    let hello = blocking.and_then(|()| connection.receive::<Hello>(Some(deadline)));
+                    let hello = hello.map_err(|error| format!("{name}: a rank's first line: {error}"))?;
+                    if hello.rank >= ranks || arrived.iter().any(|(other, _)| other.rank == hello.rank) {
+                        return Err(format!("{name}: a second rank {}, or one too many", hello.rank));
+                    }
+                    arrived.push((hello, connection));
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    if let Some(why) = group.life.ended() {
+                        return Err(why);
+                    }
+                    if deadline.has_passed() {
+                        let seconds = deadline.waited().as_secs();
+                        return Err(format!("only {} of {ranks} ranks were ready in {seconds} s", arrived.len()));
+                    }
+                    thread::sleep(TICK);
+                }
+                Err(error) => return Err(format!("{name}: accepting a rank's connection: {error}")),
+            }
+        }
+        arrived.sort_by_key(|(hello, _)| hello.rank);
+        for (hello, connection) in arrived {
+            if group.members.is_empty() {
+                group.members = hello.members;
+            } else {
+                // A transport is there if every rank has it.
+                for (member, theirs) in group.members.iter_mut().zip(hello.members) {
+                    member.error = member.error.take().or(theirs.error);
+                }
+            }
+            group.connections.push(connection);
+        }
+        Ok(group)
+    }
+}
+
+impl Group {
+    /// Starts `ranks` ranks that connect all of `transports`: processes, or the threads of one for `local` alone.
+    ///
+    /// # Errors
+    /// Why they did not start.
+    pub(crate) fn launch(
+        name: &str,
+        transports: &[TransportKind],
+        options: &TransportOptions,
+        ranks: usize,
+    ) -> Result<Self, String> {
+        let meeting = Meeting::new()?;
+        let task_file = meeting.folder().join("task.json");
+        let task = Task { socket: meeting.socket(), transports: transports.to_vec(), options: options.clone(), ranks };
+        serde_json::to_vec(&task)
+            .map_err(io::Error::from)
+            .and_then(|bytes| fs::write(&task_file, bytes))
+            .map_err(|error| format!("{}: {error}", task_file.display()))?;
+        let program = std::env::current_exe().map_err(|error| format!("where is this program? {error}"))?;
+        let processes = if transports == [TransportKind::Local] { 1 } else { ranks };
+        let mut launch = Launch::new(program, processes);
+        launch.args = vec!["collectives-rank".into(), "--task".into(), task_file.into()];
+        launch.output = Output::Captured;
+        let thread = thread::Builder::new()
+            .name(format!("launch-{name}"))
+            .spawn(move || launch.run())
+            .map_err(|error| format!("starting a thread: {error}"))?;
+        meeting.gather(name, Life::Launched(Some(thread)), ranks, options.timeout)
+    }
+
+    /// Transports or libraries of this group.
+    pub(crate) fn members(&self) -> &[Opened] {
+        &self.members
+    }
+
+    /// Has every rank do `request`, and puts together what they say.
+    ///
+    /// # Errors
+    /// Why there is no figure. After the loss of a process the group says so for ever.
+    pub(crate) fn measure(&mut self, request: &Measure) -> Result<Measured, Trouble> {
+        if let Some(why) = &self.dead {
+            return Err(Trouble::Failed(why.clone()));
+        }
+        let deadline = Deadline::after(self.timeout.saturating_add(GRACE));
+        let command = Command::Measure(request.clone());
+        let ask = |connections: &mut [Connection]| -> io::Result<Vec<Reply>> {
+            connections.iter_mut().try_for_each(|connection| connection.send(&command, deadline))?;
+            connections.iter_mut().map(|connection| connection.receive(Some(deadline))).collect()
+        };
+        match ask(&mut self.connections) {
+            Ok(replies) => combine(replies),
+            Err(error) => {
+                let why = self.why(&error, deadline, request);
+                self.dead = Some(why.clone());
+                // Whoever is left reads the end of the connection and ends.
+                self.connections.clear();
+                Err(Trouble::Failed(why))
+            }
+        }
+    }
+
+    /// The signal that the user has sent, if one ended the group.
+    pub(crate) fn interrupted(&mut self) -> Option<Interrupted> {
+        match &mut self.life {
+            Life::Launched(thread) => {
+                let outcome = thread.take_if(|thread| thread.is_finished())?.join().ok()?.ok()?;
+                outcome.interrupted_by.map(|signal| Interrupted { signal })
+            }
+            Life::Programs { .. } => None,
+        }
+    }
+
+    /// Ends the ranks in an orderly way; those that do not want to are killed.
+    pub(crate) fn finish(mut self) {
+        let deadline = Deadline::after(GRACE);
+        for connection in &mut self.connections {
+            // One that is gone has ended already.
+            let _ = connection.send(&Command::Quit, deadline);
+        }
+        while !deadline.has_passed() && !self.life.is_over() {
+            thread::sleep(TICK);
+        }
+    }
+
+    fn why(&mut self, error: &io::Error, deadline: Deadline, request: &Measure) -> String {
+        let what = format!("{} on {}", request.case.name(), request.member);
+        if error.kind() == io::ErrorKind::TimedOut {
+            let seconds = deadline.waited().as_secs_f64();
+            return format!("{what} was not done after {seconds:.1} s; raise --timeout");
+        }
+        // The end of a connection comes a moment before the end of the process.
+        let soon = Deadline::after(GRACE);
+        while !soon.has_passed() {
+            if let Some(why) = self.life.ended() {
+                return format!("{what}: {why}");
+            }
+            thread::sleep(TICK);
+        }
+        format!("{what}: the connection to a rank of {}: {error}", self.name)
+    }
+}
+
+impl Life {
+    /// Why processes have ended too early; `None` while all run.
+    fn ended(&mut self) -> Option<String> {
+        match self {
+            Life::Launched(thread) => {
+                if !thread.as_ref().is_none_or(|thread| thread.is_finished()) {
+                    return None;
+                }
+                Some(match thread.take().map(JoinHandle::join) {
+                    Some(Ok(Ok(outcome))) => describe(&outcome),
+                    Some(Ok(Err(error))) => error.to_string(),
+                    Some(Err(_)) => "the thread that looks after the ranks panicked".into(),
+                    None => "the ranks have ended".into(),
+                })
+            }
+            Life::Programs { children, complaints } => {
+                let status = children.iter_mut().find_map(|child| child.try_wait().ok().flatten())?;
+                let said = fs::read(complaints).unwrap_or_default();
+                let line = complaint(&String::from_utf8_lossy(&said)).unwrap_or_else(|| "it said nothing".into());
+                Some(format!("{line} ({status})"))
+            }
+        }
+    }
+
+    fn is_over(&mut self) -> bool {
+        match self {
+            Life::Launched(thread) => thread.as_ref().is_none_or(JoinHandle::is_finished),
+            Life::Programs { children, .. } => {
+                children.iter_mut().all(|child| matches!(child.try_wait(), Ok(Some(_)) | Err(_)))
+            }
+        }
+    }
+}
+
+impl Drop for Life {
+    fn drop(&mut self) {
+        // Ranks of ours die with this process.
+        if let Life::Programs { children, .. } = self {
+            for child in children {
+                if matches!(child.try_wait(), Ok(None)) {
+                    sys::kill_group(child.id());
+                    let _ = child.wait();
+                }
+            }
+        }
+    }
+}
+
+fn describe(outcome: &LaunchOutcome) -> String {
+    let said = outcome.captured.iter().find_map(|rank| complaint(&rank.stderr));
+    let cause = outcome.cause.clone().unwrap_or_else(|| "the ranks ended of their own accord".into());
+    match said {
+        Some(said) => format!("{cause}: {said}"),
+        None => cause,
+    }
+}
+
+/// The line of a program's standard error that tells most: the first that names an error, else the last.
+fn complaint(said: &str) -> Option<String> {
+    let lines = || said.lines().map(str::trim).filter(|line| !line.is_empty());
+    let telling = |line: &&str| line.contains("error:") || line.contains("Error: ");
+    lines().find(telling).or_else(|| lines().next_back()).map(String::from)
+}
+
+/// One result from those of all ranks.
+fn combine(replies: Vec<Reply>) -> Result<Measured, Trouble> {
+    let troubles = || replies.iter().filter_map(|reply| reply.error.clone());
+    if let Some(trouble) =
+        troubles().find(|trouble| matches!(trouble, Trouble::Failed(_))).or_else(|| troubles().next())
+    {
+        return Err(trouble);
+    }
+    let mut measured = Measured::default();
+    for reply in replies {
+        measured.ns = measured.ns.max(reply.ns);
+        measured.cpu_ns += reply.cpu_ns;
+        measured.wrong = match (measured.wrong, reply.wrong) {
+            (Some(a), Some(b)) => Some(a.saturating_add(b)),
+            (a, b) => a.or(b),
+        };
+        if measured.samples.is_empty() {
+            measured.samples = reply.samples;
+        } else {
+            measured.samples.iter_mut().zip(reply.samples).for_each(|(ours, theirs)| *ours = theirs.max(*ours));
+        }
+    }
+    Ok(measured)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_slowest_rank_counts_and_wrong_elements_add_up() {
+        let reply =
+            |ns, samples: &[u64], wrong| Reply { ns, samples: samples.to_vec(), cpu_ns: 10, wrong, error: None };
+        let measured = combine(vec![reply(5, &[1, 4], Some(0)), reply(7, &[3, 2], Some(2))]).unwrap();
+        assert_eq!(measured, Measured { ns: 7, samples: vec![3, 4], cpu_ns: 20, wrong: Some(2) });
+        let unsupported = Trouble::Unsupported("no".into());
+        let failed = Trouble::Failed("lost".into());
+        let with = |trouble: &Trouble| Reply { error: Some(trouble.clone()), ..reply(1, &[], None) };
+        assert_eq!(combine(vec![with(&unsupported), with(&failed)]).unwrap_err(), failed);
+        assert_eq!(combine(vec![with(&unsupported), reply(1, &[], None)]).unwrap_err(), unsupported);
+    }
+
+    #[test]
+    fn the_telling_line_is_found() {
+        let said =
+            "Traceback (most recent call last):\n  File \"x\"\nModuleNotFoundError: No module named 'torch'\n--\nbye\n";
+        assert_eq!(complaint(said).unwrap(), "ModuleNotFoundError: No module named 'torch'");
+        assert_eq!(complaint("one\ntwo\n\n").unwrap(), "two");
+        assert_eq!(complaint(""), None);
+    }
+}

@@ -1,0 +1,129 @@
+//! `bench collectives`: the benchmark that people know from nccl-tests, for every transport here and for the libraries that a
+//! user would pick instead.
+//!
+//! The program starts the ranks of each group once: one group of processes that has all transports open side by side, one
+//! process with the ranks of `local` as threads, and one group for each peer. Then every case goes round by round over all of
+//! them: a round has one batch of iterations on each, while the others sleep. Ranks and program talk as in [`protocol`].
+
+mod case;
+mod congestion;
+mod data;
+mod exec;
+mod group;
+mod options;
+mod peers;
+mod protocol;
+mod rank;
+mod report;
+mod rounds;
+mod stats;
+mod sys;
+mod tune;
+
+use std::fs;
+use std::process::ExitCode;
+
+use gpt2::cli::say;
+
+pub(crate) use options::CollectivesArgs;
+pub(crate) use rank::{RankArgs, run_rank};
+
+use crate::BenchError;
+use crate::environment::Environment;
+use crate::matrix::Lines;
+use options::Settings;
+use report::Row;
+use rounds::Bench;
+
+/// Runs the benchmark; fails when something that should have worked did not, or elements came out wrong.
+pub(crate) fn run(args: &CollectivesArgs) -> Result<ExitCode, BenchError> {
+    if cfg!(debug_assertions) && !args.allows_debug() {
+        return Err(
+            "this is a debug build, whose timings mean nothing; build with --release, or pass --allow-debug".into()
+        );
+    }
+    let settings = args.check()?;
+    if let Some(name) = args.namespace() {
+        return Err(congestion::enter(name).into());
+    }
+    if let Some(name) = args.is_inside() {
+        congestion::set_up_namespace(name)?;
+    }
+    let note = |text: &str| {
+        if args.is_json() {
+            eprintln!("{text}");
+        } else {
+            say(text);
+        }
+    };
+    if cfg!(debug_assertions) {
+        note("# DEBUG BUILD: the timings below mean nothing");
+    }
+    let mut file = match &settings.out {
+        Some(out) => {
+            fs::create_dir_all(out).map_err(|error| format!("--out {}: {error}", out.display()))?;
+            Some(Lines::create(&out.join("collectives.jsonl"))?)
+        }
+        None => None,
+    };
+    let environment = Environment::read();
+    note(&format!("# machine: {}", environment.one_line()));
+    let mut bench = Bench::start(&settings, environment)?;
+    bench.introduce(&note);
+
+    let mut rows: Vec<Row> = Vec::new();
+    let has_table = !settings.json && !settings.one_way && !settings.tune;
+    if has_table {
+        say(report::header());
+    }
+    let mut previous = None;
+    for case in &settings.cases {
+        let found = bench.measure(case)?;
+        let operation = Some(case.operation);
+        if has_table {
+            if previous != operation {
+                say(format_args!("# {}", case.operation));
+            }
+            found.iter().for_each(|row| say(report::line(row)));
+        }
+        previous = operation;
+        for row in &found {
+            if settings.json {
+                say(serde_json::to_string(row)?);
+            }
+            if let Some(file) = &mut file {
+                file.write(row)?;
+            }
+        }
+        rows.extend(found);
+    }
+    bench.finish();
+    if settings.one_way && !settings.json {
+        say(report::one_way(&rows));
+    }
+    if settings.tune {
+        note(&tune::report(&rows));
+    }
+    Ok(conclude(&settings, &rows, &note))
+}
+
+/// What nccl-tests says at its end, the comparisons, and whether all is well.
+fn conclude(settings: &Settings, rows: &[Row], note: &dyn Fn(&str)) -> ExitCode {
+    if let Some(ratios) = report::ratios(rows).filter(|_| !settings.one_way) {
+        note("#\n# time here / time there: median over rounds (least-most); below 1 this transport is faster");
+        note(&ratios);
+    }
+    let wrong: u64 = rows.iter().map(Row::wrong).sum();
+    if settings.check {
+        note(&format!("# wrong elements: {wrong} {}", if wrong == 0 { "OK" } else { "FAILED" }));
+    }
+    if let Some(out) = &settings.out {
+        note(&format!("# rows: {}", out.join("collectives.jsonl").display()));
+    }
+    let failed = |row: &&Row| case::Place::BOTH.iter().any(|place| row.outcome(*place).has_failed());
+    let failures = rows.iter().filter(failed).count();
+    if failures > 0 {
+        note(&format!("# {failures} rows FAILED"));
+    }
+    if wrong == 0 && failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

@@ -1,0 +1,409 @@
+//! The command line of `bench collectives`, checked.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use comm_core::{Algorithm, DType, Waiting};
+use gpt2::cli::MAX_RANKS_HERE;
+use gpt2::transports::{TransportKind, TransportOptions};
+
+use super::case::{Case, Operation, Place, Reduction, parse_dtype};
+use super::{congestion, data};
+use crate::BenchError;
+
+/// Times collectives over each transport, in the manner of nccl-tests.
+///
+/// Every size is measured in several rounds, each of which goes over all transports, so that a busy moment of the machine
+/// hits all of them. A time is that of the slowest rank for one operation, the median over rounds.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct CollectivesArgs {
+    /// Smallest size in bytes; K, M and G are accepted.
+    #[arg(short = 'b', long, default_value = "8", value_parser = parse_size)]
+    minbytes: u64,
+    /// Largest size in bytes.
+    #[arg(short = 'e', long, default_value = "32M", value_parser = parse_size)]
+    maxbytes: u64,
+    /// By what a size is multiplied to get the next.
+    #[arg(short = 'f', long, default_value_t = 4, conflicts_with = "stepbytes")]
+    stepfactor: u64,
+    /// What is added to a size to get the next, instead.
+    #[arg(short = 'i', long, value_parser = parse_size)]
+    stepbytes: Option<u64>,
+    /// Timed iterations in each round. [default: as many as fill 20 ms, from 3 to 20000]
+    #[arg(short = 'n', long)]
+    iters: Option<u64>,
+    /// Iterations before them, in each round. [default: a tenth of them, at least 1]
+    #[arg(short = 'w', long)]
+    warmup_iters: Option<u64>,
+    /// Count wrong elements (1) or do not (0).
+    #[arg(short = 'c', long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(0..=1))]
+    check: u8,
+    /// Reductions, separated by commas: sum, prod, min, max, avg, all.
+    #[arg(short = 'o', long = "op", value_delimiter = ',', default_value = "sum")]
+    reductions: Vec<OneOrAll<Reduction>>,
+    /// Element types, separated by commas: f32 (or float), f64 (double), f16 (half), bf16 (bfloat16), i32, i64, u8, …, all.
+    #[arg(short = 'd', long = "datatype", value_delimiter = ',', default_value = "f32", value_parser = parse_type)]
+    datatypes: Vec<OneOrAll<DType>>,
+    /// Root of broadcast, reduce, scatter and gather.
+    #[arg(short = 'r', long, default_value_t = 0)]
+    root: usize,
+    /// Seconds that the iterations of one size may take in one round.
+    #[arg(short = 't', long, visible_short_alias = 'T', default_value_t = 30.0)]
+    timeout: f64,
+    /// Collectives, separated by commas: all-reduce, broadcast, reduce, scatter, gather, all-gather, reduce-scatter, all-to-all, send-recv.
+    /// [default: all-reduce]
+    #[arg(long, value_delimiter = ',')]
+    ops: Vec<Operation>,
+    /// Transports, separated by commas. [default: all that this machine has]
+    #[arg(long, value_delimiter = ',')]
+    transports: Vec<TransportKind>,
+    /// Ranks: processes, or threads for `local`.
+    #[arg(long, default_value_t = 2)]
+    ranks: usize,
+    /// Independent channels between each pair of ranks.
+    #[arg(long)]
+    lanes: Option<usize>,
+    /// What ranks do while they wait: park, adaptive, busy.
+    #[arg(long, default_value_t)]
+    waiting: Waiting,
+    /// TCP congestion control of our own sockets, by its kernel name; see --namespace-congestion for everybody's.
+    #[arg(long)]
+    congestion: Option<String>,
+    /// QUIC congestion control: cubic, newreno, bbr or fixed:BYTES.
+    #[arg(long)]
+    quic_congestion: Option<String>,
+    /// QUIC's largest datagram in bytes.
+    #[arg(long)]
+    mtu: Option<u16>,
+    /// Leave out the gate before ZeroMQ.
+    #[arg(long)]
+    no_gate: bool,
+    /// Algorithm of ours for every operation that it can run: direct, ring, sharded, recursive-doubling, halving-doubling, tree,
+    /// scatter-all-gather. [default: the table's choice]
+    #[arg(long)]
+    algorithm: Option<Algorithm>,
+    /// Measure every algorithm at every size, in place, and print where one overtakes another, as rules of the table.
+    /// Without --ops for all-reduce and broadcast.
+    #[arg(long, conflicts_with_all = ["algorithm", "peers", "one_way"])]
+    tune: bool,
+    /// Rounds.
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+    /// One-way throughput in messages of 1 MiB and round trips of 8 B between 2 ranks, instead of collectives.
+    #[arg(long, conflicts_with_all = ["ops", "minbytes", "maxbytes", "stepfactor", "stepbytes", "reductions", "datatypes"])]
+    one_way: bool,
+    /// Measure Gloo (PyTorch) and Open MPI (mpi4py) in the same rounds.
+    #[arg(long)]
+    peers: bool,
+    /// The Python that has torch and mpi4py.
+    #[arg(long, default_value = "python3")]
+    peer_python: PathBuf,
+    /// Run in a network namespace of its own whose loopback uses this TCP congestion control for everybody, the peers
+    /// included. Needs root.
+    #[arg(long)]
+    namespace_congestion: Option<String>,
+    /// This is the process inside that namespace.
+    #[arg(long, hide = true)]
+    in_namespace: bool,
+    /// Folder for collectives.jsonl, one object a row.
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Rows as JSON on standard output instead of the table.
+    #[arg(long)]
+    json: bool,
+    /// Run although this is a debug build.
+    #[arg(long)]
+    allow_debug: bool,
+}
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub(crate) struct Settings {
+    pub(crate) cases: Vec<Case>,
+    pub(crate) places: Vec<Place>,
+    pub(crate) transports: Vec<TransportKind>,
+    pub(crate) options: TransportOptions,
+    pub(crate) ranks: usize,
+    pub(crate) iters: Option<u64>,
+    pub(crate) warmup: Option<u64>,
+    pub(crate) check: bool,
+    pub(crate) rounds: usize,
+    pub(crate) one_way: bool,
+    pub(crate) tune: bool,
+    pub(crate) algorithm: Option<Algorithm>,
+    pub(crate) peers: Option<PathBuf>,
+    pub(crate) namespace_congestion: Option<String>,
+    pub(crate) out: Option<PathBuf>,
+    pub(crate) json: bool,
+}
+
+/// More lanes than this are of no use to anyone.
+const MAX_LANES: usize = 256;
+
+/// Most sizes, rounds and iterations that anybody waits for.
+const MAX_SIZES: usize = 10_000;
+const MAX_ROUNDS: usize = 10_000;
+const MAX_ITERS: u64 = 100_000_000;
+
+/// Message sizes of `--one-way`.
+const ONE_WAY_BYTES: u64 = 1 << 20;
+const ROUND_TRIP_BYTES: u64 = 8;
+
+impl CollectivesArgs {
+    /// Whether this process shall start itself again in a network namespace first, and with which congestion control.
+    pub(crate) fn namespace(&self) -> Option<&str> {
+        self.namespace_congestion.as_deref().filter(|_| !self.in_namespace)
+    }
+
+    /// Whether this is the process that was started in a network namespace.
+    pub(crate) fn is_inside(&self) -> Option<&str> {
+        self.namespace_congestion.as_deref().filter(|_| self.in_namespace)
+    }
+
+    pub(crate) fn allows_debug(&self) -> bool {
+        self.allow_debug
+    }
+
+    pub(crate) fn is_json(&self) -> bool {
+        self.json
+    }
+
+    /// # Errors
+    /// The first argument that cannot be, for the user.
+    pub(crate) fn check(&self) -> Result<Settings, BenchError> {
+        if self.ranks == 0 || self.ranks > MAX_RANKS_HERE {
+            return Err(format!("--ranks {} must lie between 1 and {MAX_RANKS_HERE}", self.ranks).into());
+        }
+        if self.one_way && self.ranks != 2 {
+            return Err(format!("--one-way is between 2 ranks, not {}", self.ranks).into());
+        }
+        if self.root >= self.ranks {
+            return Err(format!("--root {} must be less than --ranks {}", self.root, self.ranks).into());
+        }
+        if self.rounds == 0 || self.rounds > MAX_ROUNDS {
+            return Err(format!("--rounds {} must lie between 1 and {MAX_ROUNDS}", self.rounds).into());
+        }
+        if let Some(iters) = self.iters.filter(|iters| !(1..=MAX_ITERS).contains(iters)) {
+            return Err(format!("--iters {iters} must lie between 1 and {MAX_ITERS}").into());
+        }
+        if let Some(warmup) = self.warmup_iters.filter(|warmup| *warmup > MAX_ITERS) {
+            return Err(format!("--warmup-iters {warmup} must be at most {MAX_ITERS}").into());
+        }
+        if !(self.timeout.is_finite() && self.timeout > 0.0 && self.timeout <= 1e6) {
+            return Err(format!("--timeout {} must be a number of seconds above 0", self.timeout).into());
+        }
+        let lanes = self.lanes.unwrap_or(if self.ranks.is_multiple_of(2) { 2 } else { 3 });
+        if lanes == 0 || lanes > MAX_LANES {
+            return Err(format!("--lanes {lanes} must lie between 1 and {MAX_LANES}").into());
+        }
+        if let Some(name) = &self.congestion {
+            congestion::check(name).map_err(|why| format!("--congestion {name}: {why}"))?;
+        }
+        let options = TransportOptions {
+            lanes,
+            timeout: Duration::from_secs_f64(self.timeout),
+            waiting: self.waiting,
+            congestion: self.congestion.clone(),
+            quic_congestion: self.quic_congestion.clone(),
+            mtu: self.mtu,
+            gate: !self.no_gate,
+            counted: false,
+            ..TransportOptions::default()
+        };
+        options.check()?;
+        let transports =
+            if self.transports.is_empty() { TransportKind::ALL.to_vec() } else { distinct(&self.transports) };
+        Ok(Settings {
+            cases: if self.one_way { self.messages() } else { self.collectives()? },
+            // A message is in place or not as one likes to see it.
+            places: if self.one_way || self.tune { vec![Place::InPlace] } else { Place::BOTH.to_vec() },
+            transports,
+            options,
+            ranks: self.ranks,
+            iters: self.iters,
+            warmup: self.warmup_iters,
+            check: self.check == 1,
+            rounds: self.rounds,
+            one_way: self.one_way,
+            tune: self.tune,
+            algorithm: self.algorithm,
+            peers: self.peers.then(|| self.peer_python.clone()),
+            namespace_congestion: self.namespace_congestion.clone(),
+            out: self.out.clone(),
+            json: self.json,
+        })
+    }
+
+    fn messages(&self) -> Vec<Case> {
+        let case = |operation, bytes| Case::new(operation, DType::U8, None, self.root, bytes, self.ranks);
+        vec![case(Operation::OneWay, ONE_WAY_BYTES), case(Operation::RoundTrip, ROUND_TRIP_BYTES)]
+    }
+
+    fn collectives(&self) -> Result<Vec<Case>, BenchError> {
+        let dtypes = expand(&self.datatypes, &DType::ALL.map(OneOrAll::One));
+        let dtypes: Vec<DType> = dtypes.into_iter().filter(|dtype| data::is_known(*dtype)).collect();
+        let reductions = expand(&self.reductions, &Reduction::ALL.map(OneOrAll::One));
+        let sizes = self.sizes()?;
+        let operations = match &self.ops[..] {
+            [] if self.tune => vec![Operation::AllReduce, Operation::Broadcast],
+            [] => vec![Operation::AllReduce],
+            named => distinct(named),
+        };
+        let mut cases: Vec<Case> = Vec::new();
+        for operation in operations {
+            for dtype in &dtypes {
+                let count = if operation.reduces() { reductions.len() } else { 1 };
+                for reduction in &reductions[..count] {
+                    for size in &sizes {
+                        let case = Case::new(operation, *dtype, Some(*reduction), self.root, *size, self.ranks);
+                        // Rounding makes some sizes the same.
+                        if cases.last() != Some(&case) {
+                            cases.push(case);
+                        }
+                    }
+                }
+            }
+        }
+        Ok(cases)
+    }
+
+    fn sizes(&self) -> Result<Vec<u64>, BenchError> {
+        if self.minbytes == 0 {
+            return Err("--minbytes 0 must be at least 1".into());
+        }
+        if self.minbytes > self.maxbytes {
+            let (min, max) = (self.minbytes, self.maxbytes);
+            return Err(format!("--minbytes {min} must not be more than --maxbytes {max}").into());
+        }
+        if self.stepbytes == Some(0) {
+            return Err("--stepbytes 0 leads nowhere; give at least 1".into());
+        }
+        if self.stepfactor < 2 {
+            return Err(format!("--stepfactor {} leads nowhere; give at least 2", self.stepfactor).into());
+        }
+        let next = |size: &u64| match self.stepbytes {
+            Some(step) => size.checked_add(step),
+            None => size.checked_mul(self.stepfactor),
+        };
+        let sizes: Vec<u64> = std::iter::successors(Some(self.minbytes), next)
+            .take_while(|size| *size <= self.maxbytes)
+            .take(MAX_SIZES + 1)
+            .collect();
+        if sizes.len() > MAX_SIZES {
+            return Err(format!("more than {MAX_SIZES} sizes; take larger steps").into());
+        }
+        Ok(sizes)
+    }
+}
+
+/// One value, or every one there is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OneOrAll<T> {
+    One(T),
+    All,
+}
+
+impl<T: std::str::FromStr> std::str::FromStr for OneOrAll<T> {
+    type Err = T::Err;
+
+    fn from_str(name: &str) -> Result<Self, T::Err> {
+        if name == "all" { Ok(OneOrAll::All) } else { name.parse().map(OneOrAll::One) }
+    }
+}
+
+fn parse_type(name: &str) -> Result<OneOrAll<DType>, String> {
+    if name == "all" { Ok(OneOrAll::All) } else { parse_dtype(name).map(OneOrAll::One) }
+}
+
+/// The values named, each once; `all` of them where that is said.
+fn expand<T: Copy + PartialEq>(named: &[OneOrAll<T>], all: &[OneOrAll<T>]) -> Vec<T> {
+    let named = if named.contains(&OneOrAll::All) { all } else { named };
+    let one = |value: &OneOrAll<T>| match value {
+        OneOrAll::One(value) => Some(*value),
+        OneOrAll::All => None,
+    };
+    distinct(&named.iter().filter_map(one).collect::<Vec<T>>())
+}
+
+fn distinct<T: Copy + PartialEq>(values: &[T]) -> Vec<T> {
+    let mut seen = Vec::new();
+    for value in values {
+        if !seen.contains(value) {
+            seen.push(*value);
+        }
+    }
+    seen
+}
+
+/// A number of bytes: `4096`, `4K`, `64M`, `1G`, in powers of 1024.
+fn parse_size(text: &str) -> Result<u64, String> {
+    let unit = |letter: char| match letter.to_ascii_uppercase() {
+        'K' => Some(1u64 << 10),
+        'M' => Some(1 << 20),
+        'G' => Some(1 << 30),
+        _ => None,
+    };
+    let (number, factor) = match text.chars().last().and_then(unit) {
+        Some(factor) => (&text[..text.len() - 1], factor),
+        None => (text, 1),
+    };
+    let size = number.parse::<u64>().ok().and_then(|number| number.checked_mul(factor));
+    size.ok_or_else(|| format!("`{text}` is no size; write a number of bytes, or one with K, M or G"))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: CollectivesArgs,
+    }
+
+    fn settings(line: &str) -> Settings {
+        Line::try_parse_from(std::iter::once("x").chain(line.split_whitespace())).unwrap().args.check().unwrap()
+    }
+
+    fn bytes(line: &str) -> Vec<usize> {
+        settings(line).cases.iter().map(Case::bytes).collect()
+    }
+
+    #[test]
+    fn sizes_are_read_like_nccl_tests_reads_them() {
+        assert_eq!(parse_size("4096"), Ok(4096));
+        assert_eq!(parse_size("4K"), Ok(4096));
+        assert_eq!(parse_size("64m"), Ok(64 << 20));
+        assert_eq!(parse_size("1G"), Ok(1 << 30));
+        for wrong in ["", "K", "4X", "-1", "1.5M", "99999999999G", "4 K", "4é"] {
+            assert!(parse_size(wrong).unwrap_err().contains("is no size"), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn steps_multiply_or_add() {
+        assert_eq!(bytes("-b 4K -e 64K -f 2"), [4096, 8192, 16384, 32768, 65536]);
+        assert_eq!(bytes("-b 4K -e 10K -i 3K"), [4096, 7168, 10240]);
+        assert_eq!(bytes("-b 8 -e 8"), [8]);
+        // Less than an element, and less than a shard, is one.
+        assert_eq!(bytes("-b 1 -e 16 -f 2"), [4, 8, 16]);
+        assert_eq!(bytes("--ops all-gather --ranks 3 -b 1 -e 16 -f 2"), [12]);
+    }
+
+    #[test]
+    fn all_means_each_once_and_only_where_it_matters() {
+        let cases = settings("-b 8 -e 8 --ops all-reduce,broadcast -o all -d f32,float,half").cases;
+        assert_eq!(cases.len(), 2 * (Reduction::ALL.len() + 1));
+        let types = settings("-b 64 -e 64 -d all").cases;
+        assert_eq!(types.len(), DType::ALL.len());
+    }
+
+    #[test]
+    fn one_way_is_two_messages() {
+        let settings = settings("--one-way");
+        let cases: Vec<_> = settings.cases.iter().map(|case| (case.operation, case.bytes())).collect();
+        assert_eq!(cases, [(Operation::OneWay, 1 << 20), (Operation::RoundTrip, 8)]);
+    }
+}

@@ -1,0 +1,145 @@
+//! A rank of ours: opens every transport once and then does what it is told over its socket.
+
+use std::fs;
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::thread;
+
+use comm_core::control::TcpControl;
+use comm_core::job::{self, Address, Job};
+use comm_core::{Control, Deadline};
+use gpt2::trainer::Session;
+use gpt2::transports::{self, TransportKind, TransportOptions};
+use serde::{Deserialize, Serialize};
+
+use super::exec::{self, Memory};
+use super::protocol::{Command, Connection, Hello, Opened, Reply, Trouble};
+use crate::BenchError;
+
+/// One rank of a measurement of collectives, or all of them as threads.
+#[derive(Debug, clap::Args)]
+pub(crate) struct RankArgs {
+    /// The task, as JSON.
+    #[arg(long)]
+    task: PathBuf,
+}
+
+/// What all ranks of a group are told when they start.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Task {
+    /// Where the program listens.
+    pub(crate) socket: PathBuf,
+    /// In the order in which they are opened.
+    pub(crate) transports: Vec<TransportKind>,
+    pub(crate) options: TransportOptions,
+    pub(crate) ranks: usize,
+}
+
+/// A transport that this rank has opened, or why not.
+struct Member {
+    kind: TransportKind,
+    session: Result<Session, String>,
+}
+
+/// The process of one rank, or of all ranks where the transport is `local`.
+pub(crate) fn run_rank(args: &RankArgs) -> Result<ExitCode, BenchError> {
+    job::die_with_parent()?;
+    let task: Task = serde_json::from_slice(&fs::read(&args.task)?)
+        .map_err(|error| format!("{}: not a task of this program: {error}", args.task.display()))?;
+    if task.transports == [TransportKind::Local] {
+        return run_threads(&task);
+    }
+    let job = Job::from_env()?.ok_or("this rank was not started by a launcher")?;
+    let members: Vec<Member> = task
+        .transports
+        .iter()
+        .map(|kind| Member {
+            kind: *kind,
+            session: open(&job, *kind, &task.options).map_err(|error| error.to_string()),
+        })
+        .collect();
+    serve(&task, job.rank, &members, true)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn run_threads(task: &Task) -> Result<ExitCode, BenchError> {
+    let sessions = transports::local_sessions(task.ranks, &task.options);
+    let outcomes: Vec<Result<(), BenchError>> = thread::scope(|scope| {
+        let threads: Vec<_> = sessions
+            .into_iter()
+            .enumerate()
+            .map(|(rank, session)| {
+                let members = [Member { kind: TransportKind::Local, session: Ok(session) }];
+                scope.spawn(move || serve(task, rank, &members, rank == 0))
+            })
+            .collect();
+        threads
+            .into_iter()
+            .enumerate()
+            .map(|(rank, thread)| {
+                thread.join().unwrap_or_else(|_| Err(format!("the thread of rank {rank} panicked").into()))
+            })
+            .collect()
+    });
+    outcomes.into_iter().collect::<Result<(), _>>()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Each transport has a control plane of its own, so that the failure of one is not that of the others.
+fn open(job: &Job, kind: TransportKind, options: &TransportOptions) -> Result<Session, BenchError> {
+    let mut job = job.clone();
+    let Address::File(path) = &job.address else {
+        return Err(format!("the ranks meet at {}, where only one transport can be opened", job.address).into());
+    };
+    job.address = Address::File(path.with_file_name(format!("address-{kind}")));
+    job.id = format!("{}-{kind}", job.id);
+    let deadline = Deadline::after(options.timeout);
+    let control = TcpControl::connect(&job, &[("transport", kind.to_string())], deadline)?;
+    let session = transports::connect(kind, control.clone(), options).inspect_err(|error| control.poison(error))?;
+    Ok(session)
+}
+
+/// Answers until it is told to quit or the program is gone.
+fn serve(task: &Task, rank: usize, members: &[Member], is_process: bool) -> Result<(), BenchError> {
+    let what = |error: io::Error| format!("rank {rank}: the connection to the program that started it: {error}");
+    let mut connection = Connection::new(UnixStream::connect(&task.socket).map_err(what)?);
+    let soon = || Deadline::after(task.options.timeout);
+    let hello = Hello { rank, members: members.iter().map(Member::describe).collect() };
+    connection.send(&hello, soon()).map_err(what)?;
+    let mut memory = Memory::default();
+    // The others' turns may take long; that the program is gone shows at once.
+    while let Command::Measure(request) = connection.receive(None).map_err(what)? {
+        let member = members.iter().find(|member| member.kind.name() == request.member);
+        let reply = match member.map(|member| &member.session) {
+            Some(Ok(session)) => exec::measure(&*session.comm, &request, &mut memory, is_process),
+            Some(Err(error)) => Reply::failed(error),
+            None => Reply::failed(&format!("rank {rank} was not told to open `{}`", request.member)),
+        };
+        connection.send(&reply, soon()).map_err(what)?;
+    }
+    for member in members {
+        if let Ok(session) = &member.session {
+            // A transport that has failed before says so again; that has been reported.
+            let _ = session.comm.finish(session.timeout);
+        }
+    }
+    Ok(())
+}
+
+impl Member {
+    fn describe(&self) -> Opened {
+        Opened {
+            name: self.kind.to_string(),
+            facts: self.session.as_ref().map_or_else(|_| Vec::new(), |session| session.facts.clone()),
+            error: self.session.as_ref().err().cloned(),
+        }
+    }
+}
+
+impl Reply {
+    fn failed(why: &str) -> Self {
+        Reply { error: Some(Trouble::Failed(why.to_string())), ..Reply::default() }
+    }
+}

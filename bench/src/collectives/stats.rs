@@ -1,0 +1,67 @@
+//! Medians, percentiles and ratios.
+
+use serde::Serialize;
+
+/// A ratio of two times, round by round.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub(crate) struct Ratio {
+    pub(crate) median: f64,
+    pub(crate) min: f64,
+    pub(crate) max: f64,
+}
+
+impl Ratio {
+    /// Of `ours` to `theirs`, both measured in the same rounds; `None` without a round that both have.
+    pub(crate) fn of(ours: &[f64], theirs: &[f64]) -> Option<Self> {
+        let ratios: Vec<f64> =
+            ours.iter().zip(theirs).filter(|(_, theirs)| **theirs > 0.0).map(|(ours, theirs)| ours / theirs).collect();
+        Some(Ratio {
+            median: median(&ratios)?,
+            min: ratios.iter().copied().min_by(f64::total_cmp)?,
+            max: ratios.iter().copied().max_by(f64::total_cmp)?,
+        })
+    }
+}
+
+/// The middle value, or the mean of the two in the middle; `None` of nothing.
+pub(crate) fn median(values: &[f64]) -> Option<f64> {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let middle = sorted.len() / 2;
+    let upper = *sorted.get(middle)?;
+    Some(if sorted.len().is_multiple_of(2) { f64::midpoint(sorted[middle - 1], upper) } else { upper })
+}
+
+/// The smallest of the sorted `values` that at least `percent` of them do not exceed; `None` of nothing.
+pub(crate) fn percentile(sorted: &[u64], percent: f64) -> Option<u64> {
+    let rank = (percent / 100.0 * sorted.len() as f64).ceil() as usize;
+    sorted.get(rank.clamp(1, sorted.len().max(1)) - 1).copied()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn medians() {
+        assert_eq!(median(&[]), None);
+        assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
+        assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), Some(2.5));
+    }
+
+    #[test]
+    fn percentiles_are_values_that_were_seen() {
+        let values: Vec<u64> = (1..=100).collect();
+        assert_eq!(percentile(&values, 50.0), Some(50));
+        assert_eq!(percentile(&values, 99.0), Some(99));
+        assert_eq!(percentile(&[7], 95.0), Some(7));
+        assert_eq!(percentile(&[], 50.0), None);
+    }
+
+    #[test]
+    fn ratios_pair_the_rounds() {
+        let ratio = Ratio::of(&[2.0, 30.0, 4.0], &[1.0, 10.0, 4.0]).unwrap();
+        assert_eq!((ratio.median, ratio.min, ratio.max), (2.0, 1.0, 3.0));
+        assert_eq!(Ratio::of(&[1.0], &[]), None);
+    }
+}

@@ -1,0 +1,152 @@
+//! How a transport comes about.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use comm_core::driver::Driver;
+use comm_core::{Control, Deadline, Error, Result, Spinner};
+use quinn::{Endpoint, Runtime as _, TokioRuntime};
+use tokio::sync::{Mutex, watch};
+use tokio::time::sleep_until;
+
+use crate::config::{DatagramSizes, effective_congestion, endpoint_config, send_window, transport_config};
+use crate::exchange::told;
+use crate::options::QuicOptions;
+use crate::protection::Protection;
+use crate::rendezvous::{Appointment, Introduction, Link, meet, server_config};
+use crate::socket::{BoundSocket, CountingSocket};
+use crate::tls::{Identity, Pins};
+use crate::transport::{Lane, QuicTransport, Settings, refuse_inside_runtime};
+
+/// Connects the ranks of `control` with each other; see [`QuicTransport::connect`].
+pub(crate) fn connect(
+    control: &dyn Control,
+    options: &QuicOptions,
+    protection: Protection,
+    deadline: Deadline,
+) -> Result<QuicTransport> {
+    refuse_inside_runtime("connecting over QUIC")?;
+    options.check()?;
+    let (rank, world_size) = (control.rank(), control.world_size());
+    let driver = Driver::new(&format!("quic-{rank}"))?;
+
+    let BoundSocket { socket, address, receive_buffer, send_buffer } = BoundSocket::bind(options.bind)?;
+    let identity = Identity::generate()?;
+    let introduction = Introduction {
+        address,
+        fingerprint: identity.fingerprint(),
+        lanes: u32::try_from(options.lanes).unwrap_or(u32::MAX),
+        receive_buffer: receive_buffer as u64,
+        protection,
+    };
+    let ranks = introduction.exchange(control, deadline)?;
+
+    let sizes = DatagramSizes::choose(options);
+    let smallest_buffer = ranks.iter().map(|rank| rank.receive_buffer).min().unwrap_or_default();
+    let congestion = effective_congestion(options.congestion, sizes, smallest_buffer, world_size - 1)?;
+
+    // The higher rank dials, so that each pair has one connection.
+    let pins = Pins::new(ranks.iter().map(|other| other.fingerprint).enumerate().skip(rank + 1));
+    let server = server_config(
+        protection.server(identity.server_config(&pins)?),
+        transport_config(options, congestion, sizes, options.lanes)?,
+    );
+    let outgoing = transport_config(options, congestion, sizes, 0)?;
+    let appointments = ranks
+        .iter()
+        .enumerate()
+        .take(rank)
+        .map(|(peer, other)| {
+            let crypto = protection.client(identity.client_config(peer, other.fingerprint)?);
+            let mut config = quinn::ClientConfig::new(crypto);
+            config.transport_config(Arc::clone(&outgoing));
+            Ok(Appointment { peer, address: other.address, config })
+        })
+        .collect::<Result<Vec<_>>>()?;
+
+    let failed = failure_of(control);
+    let inside = driver.handle()?.enter();
+    let quinn_socket =
+        TokioRuntime.wrap_udp_socket(socket).map_err(|error| Error::io("preparing the UDP socket for QUIC", error))?;
+    let socket = Arc::new(CountingSocket::new(quinn_socket, sizes.largest));
+    let segments = quinn::AsyncUdpSocket::max_transmit_segments(&*socket).min(10);
+    let endpoint = Endpoint::new_with_abstract_socket(
+        endpoint_config()?,
+        Some(server),
+        Arc::clone(&socket) as Arc<dyn quinn::AsyncUdpSocket>,
+        Arc::new(TokioRuntime),
+    )
+    .map_err(|error| Error::io("starting QUIC on the UDP socket", error))?;
+    drop(inside);
+
+    let mut links: Vec<Option<Link>> = (0..world_size).map(|_| None).collect();
+    let outcome = driver.block_on(async {
+        Ok(tokio::select! {
+            met = meet(&endpoint, appointments, &pins, rank, options.lanes, &mut links) => Some(met),
+            error = told(failed) => Some(Err(error)),
+            () = sleep_until(deadline.instant().into()) => None,
+        })
+    })?;
+    outcome.unwrap_or_else(|| {
+        let missing = links.iter().enumerate().filter(|(peer, link)| *peer != rank && link.is_none());
+        Err(Error::Timeout {
+            rank,
+            operation: "connecting over QUIC".into(),
+            waited: deadline.waited(),
+            waiting_for: missing.map(|(peer, _)| peer).collect(),
+        })
+    })?;
+
+    let mut lanes: Vec<Lane> = (0..options.lanes)
+        .map(|lane| Lane {
+            operation: format!("an exchange on QUIC lane {lane}"),
+            channels: Vec::with_capacity(world_size),
+            spinner: Spinner::new(options.waiting),
+            broken: None,
+        })
+        .collect();
+    let mut connections = Vec::with_capacity(world_size);
+    for link in links {
+        let (connection, channels) = match link {
+            Some(link) => (Some(link.connection), link.channels),
+            None => (None, Vec::new()),
+        };
+        connections.push(connection);
+        let mut channels = channels.into_iter();
+        for lane in &mut lanes {
+            lane.channels.push(channels.next());
+        }
+    }
+    let send_window = send_window(options, congestion);
+    Ok(QuicTransport {
+        rank,
+        world_size,
+        lanes: lanes.into_iter().map(Mutex::new).collect(),
+        connections,
+        endpoint,
+        socket,
+        address,
+        aborted: watch::Sender::new(None),
+        closed: AtomicBool::new(false),
+        settings: Settings {
+            options: options.clone(),
+            protection,
+            congestion,
+            sizes,
+            segments,
+            send_window,
+            receive_buffer,
+            send_buffer,
+        },
+        driver,
+    })
+}
+
+/// The job's failure while the ranks connect.
+fn failure_of(control: &dyn Control) -> watch::Receiver<Option<Error>> {
+    let (sender, receiver) = watch::channel(None);
+    control.on_failure(Box::new(move |error| {
+        sender.send_replace(Some(error.clone()));
+    }));
+    receiver
+}

@@ -1,0 +1,118 @@
+//! One exchange: what is left to send and to receive, and the wait for it.
+
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::task::{Context as Waker, Poll};
+
+use comm_core::waiting::Next;
+use comm_core::{Deadline, Error, Result, Spinner};
+use tokio::sync::watch;
+use tokio::time::sleep_until;
+
+use crate::message::{Channel, Context, Receiving, Sending, Step};
+
+/// One direction of an exchange with one peer.
+pub(crate) struct Job<'a> {
+    pub(crate) peer: usize,
+    pub(crate) work: Work<'a>,
+    pub(crate) is_done: bool,
+}
+
+/// What a job does.
+pub(crate) enum Work<'a> {
+    Send(Sending<'a>),
+    Receive(Receiving<'a>),
+}
+
+impl Job<'_> {
+    pub(crate) fn is_send(&self) -> bool {
+        matches!(self.work, Work::Send(_))
+    }
+
+    fn poll(&mut self, cx: &mut Waker<'_>, channels: &mut [Option<Channel>], operation: &str) -> Result<Step> {
+        let context = Context { peer: self.peer, operation };
+        let Some(Some(channel)) = channels.get_mut(self.peer) else {
+            return Err(Error::Internal(format!("{operation}: there is no channel to rank {}", self.peer)));
+        };
+        let step = match &mut self.work {
+            Work::Send(sending) => sending.poll(cx, channel, context),
+            Work::Receive(receiving) => receiving.poll(cx, channel, context),
+        }?;
+        self.is_done = step == Step::Done;
+        Ok(step)
+    }
+}
+
+/// Gives every job that is left its turn.
+pub(crate) fn poll_all(
+    jobs: &mut [Job<'_>],
+    cx: &mut Waker<'_>,
+    channels: &mut [Option<Channel>],
+    operation: &str,
+) -> Result<Step> {
+    let (mut is_done, mut furthest) = (true, Step::Blocked);
+    for job in jobs.iter_mut().filter(|job| !job.is_done) {
+        match job.poll(cx, channels, operation)? {
+            Step::Done => furthest = furthest.max(Step::Moved),
+            step => {
+                is_done = false;
+                furthest = furthest.max(step);
+            }
+        }
+    }
+    Ok(if is_done { Step::Done } else { furthest })
+}
+
+/// Looks at some work with `poll` until it is done, waiting as `spinner` says whenever it is blocked; false at the deadline. What
+/// is announced on `aborted` ends the wait.
+pub(crate) async fn complete(
+    spinner: &mut Spinner,
+    deadline: Deadline,
+    aborted: watch::Receiver<Option<Error>>,
+    mut poll: impl FnMut(&mut Waker<'_>) -> Result<Step>,
+) -> Result<bool> {
+    let mut aborted = pin!(told(aborted));
+    // Made when the thread is about to sleep for the first time: many exchanges never do.
+    let mut alarm = None;
+    loop {
+        // Each wait ends when something moves, so that the spinner learns how long nothing did.
+        let mut wait = spinner.wait();
+        let step = poll_fn(|cx| {
+            match poll(cx) {
+                Ok(Step::Blocked) => {}
+                outcome => return Poll::Ready(outcome.map(Some)),
+            }
+            if let Poll::Ready(error) = aborted.as_mut().poll(cx) {
+                return Poll::Ready(Err(error));
+            }
+            match wait.next(deadline) {
+                Next::Look => {
+                    cx.waker().wake_by_ref();
+                    Poll::Pending
+                }
+                Next::Expired => Poll::Ready(Ok(None)),
+                Next::Park => {
+                    let alarm = alarm.get_or_insert_with(|| Box::pin(sleep_until(deadline.instant().into())));
+                    alarm.as_mut().poll(cx).map(|()| Ok(None))
+                }
+            }
+        });
+        match step.await? {
+            None => return Ok(false),
+            Some(Step::Done) => return Ok(true),
+            Some(Step::Turn) if deadline.has_passed() => return Ok(false),
+            Some(Step::Turn) => tokio::task::yield_now().await,
+            Some(Step::Moved | Step::Blocked) => {}
+        }
+    }
+}
+
+/// The error that is announced on `channel`, when it is.
+pub(crate) async fn told(mut channel: watch::Receiver<Option<Error>>) -> Error {
+    let announced = channel.wait_for(Option::is_some).await.ok().and_then(|error| error.clone());
+    match announced {
+        Some(error) => error,
+        // Nobody is left who could announce one.
+        None => std::future::pending().await,
+    }
+}
