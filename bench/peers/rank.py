@@ -52,17 +52,18 @@ class Gloo:
             if reduction not in self.REDUCTIONS:
                 raise Unsupported("no reduction " + reduction)
             op = getattr(d.ReduceOp, self.REDUCTIONS[reduction])
+        new = lambda count: self.zeros(count, dtype)
+        # A message is in place or not as one likes to see it.
+        if name in ("send-recv", "one-way", "round-trip"):
+            return self.messages(name, new(count), new(count), new(1))
         in_place_only = {"all-reduce", "broadcast", "reduce"}
         if place == ("out-of-place" if name in in_place_only else "in-place"):
             raise Unsupported("only " + ("in" if name in in_place_only else "out of") + " place")
-        new = lambda count: self.zeros(count, dtype)
         at_root = self.rank == root
         if name in in_place_only:
             whole = new(count)
             return {"all-reduce": lambda: d.all_reduce(whole, op), "broadcast": lambda: d.broadcast(whole, root),
                     "reduce": lambda: d.reduce(whole, root, op)}[name], None
-        if name in ("send-recv", "one-way", "round-trip"):
-            return self.messages(name, new(count), new(count), new(1))
         whole, part = new(count), new(count // n)
         parts = list(whole.chunk(n)) if at_root else None
         if name == "scatter":

@@ -42,7 +42,7 @@ fn every_collective_is_right_on_threads_and_processes() {
             "--ops",
             "all-reduce,broadcast,reduce,scatter,gather,all-gather,reduce-scatter,all-to-all,send-recv",
             "--transports",
-            "local,tcp-raw",
+            "local,shm,tcp-raw",
             "--ranks",
             ranks,
             "-b",
@@ -65,8 +65,8 @@ fn every_collective_is_right_on_threads_and_processes() {
         assert!(output.status.success(), "{said}{}", stderr(&output));
         assert!(said.contains("wrong elements: 0 OK"), "{said}");
         let rows = rows(&fs::read_to_string(folder.path().join(out).join("collectives.jsonl")).unwrap());
-        // Nine collectives, three sizes, two transports.
-        assert_eq!(rows.len(), 9 * 3 * 2, "{said}");
+        // Nine collectives, three sizes, three transports.
+        assert_eq!(rows.len(), 9 * 3 * 3, "{said}");
         for row in rows {
             let name = format!("{} over {}", row["operation"], row["transport"]);
             for place in ["in_place", "out_of_place"] {

@@ -31,6 +31,24 @@ pub trait Communicator: Send + Sync {
 
     /// Starts an operation. The buffer is owned until [`Handle::wait`] gives it back. Bad arguments, like every failure, come
     /// out of the handle, with the buffer.
+    ///
+    /// ```
+    /// use comm_core::{Buffer, Call, Communicator, Op, ReduceOp, local};
+    ///
+    /// let sums = local::run(2, |comm| {
+    ///     // Two operations at once, on lanes of their own; the rank goes on.
+    ///     let sum = Call::background(Op::AllReduce(ReduceOp::Sum), Buffer::from_vec(vec![1.0f32; 1000]), 0);
+    ///     let least = Call::background(Op::AllReduce(ReduceOp::Min), Buffer::from_vec(vec![comm.rank() as i64]), 1);
+    ///     let (sum, mut least) = (comm.start(sum), comm.start(least));
+    ///     while !least.test() {
+    ///         std::thread::yield_now();
+    ///     }
+    ///     let least = least.wait().unwrap().buffer.into_vec::<i64>().unwrap();
+    ///     let sum = sum.wait().unwrap().buffer.into_vec::<f32>().unwrap();
+    ///     (sum[999], least[0])
+    /// });
+    /// assert_eq!(sums, [(2.0, 0), (2.0, 0)]);
+    /// ```
     fn start(&self, call: Call) -> Handle;
 
     /// Runs an operation in the caller's thread on memory that the caller lends. Without this method of its own a backend gets
@@ -42,6 +60,18 @@ pub trait Communicator: Send + Sync {
         run_copied(self, call)
     }
 
+    /// Makes a communicator of some of the ranks.
+    ///
+    /// ```
+    /// use comm_core::{Communicator, CommunicatorExt, ReduceOp, local};
+    ///
+    /// let sums = local::run(4, |comm| {
+    ///     let half = comm.split(Some(comm.rank() as u64 % 2), 0).unwrap().unwrap();
+    ///     half.all_reduce_scalar(comm.rank() as i32, ReduceOp::Sum).unwrap()
+    /// });
+    /// assert_eq!(sums, [2, 4, 2, 4]);
+    /// ```
+    ///
     /// Ranks that pass the same `color` form a new communicator, ordered by (`key`, rank); those that pass `None` get none.
     /// Collective over this communicator. New and old communicator share lanes: two ranks that are in both must issue the
     /// operations of both in the same order.
@@ -65,6 +95,26 @@ pub trait Communicator: Send + Sync {
 ///
 /// Built once on [`Communicator::start`] and [`Communicator::run_borrowed`], so that a decorator which forwards these covers all
 /// of them. Blocking forms run on lane 0 with the communicator's default deadline, on the caller's own memory, without a copy.
+///
+/// ```
+/// use comm_core::{Communicator, CommunicatorExt, ReduceOp, local};
+///
+/// local::run(3, |comm| {
+///     let mut values = [1.0f32, comm.rank() as f32];
+///     comm.all_reduce(&mut values, ReduceOp::Mean).unwrap();
+///     assert_eq!(values, [1.0, 1.0]);
+///
+///     // Rank r has r + 1 elements.
+///     let mine = vec![comm.rank() as u16; comm.rank() + 1];
+///     let all = comm.all_gather_v(&mine, &[1, 2, 3]).unwrap();
+///     assert_eq!(all, [0, 1, 1, 2, 2, 2]);
+///
+///     // Weighted: ½·0 + 1·1 + 2·2.
+///     let weight = [0.5, 1.0, 2.0][comm.rank()];
+///     let sum = comm.all_reduce_scalar(comm.rank() as f32, ReduceOp::scaled_sum(weight)).unwrap();
+///     assert_eq!(sum, 5.0);
+/// });
+/// ```
 pub trait CommunicatorExt: Communicator {
     /// Runs `op` on `buffer` and returns the buffer.
     ///

@@ -20,8 +20,12 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::waiting::{Next, Spinner};
 
-/// How long the runtime stays undriven between two calls before the keeper takes over, unless there is work to take over.
+/// How long the runtime stays undriven after a call before the keeper takes over. Calls that follow each other closely never
+/// meet it.
 const GRACE: Duration = Duration::from_micros(300);
+
+/// How long the keeper sleeps at most while a call takes long. Whoever leaves work behind wakes it.
+const LONGEST_NAP: Duration = Duration::from_millis(10);
 
 /// A runtime driven by whoever waits in it, else by a thread of its own.
 pub struct Driver {
@@ -39,13 +43,14 @@ struct Inner {
     kick: Notify,
     state: Mutex<State>,
     changed: Condvar,
-    /// The keeper sleeps until the last thread has left.
-    keeper_sleeps: AtomicBool,
+    /// The keeper has lain down for longer than [`GRACE`].
+    keeper_naps: AtomicBool,
 }
 
 struct State {
+    /// When the last thread left, and how many times that has happened.
     left: Instant,
-    has_work: bool,
+    departures: u64,
     stopped: bool,
 }
 
@@ -68,9 +73,9 @@ impl Driver {
             inside: AtomicUsize::new(0),
             is_kept: AtomicBool::new(false),
             kick: Notify::new(),
-            state: Mutex::new(State { left: Instant::now(), has_work: true, stopped: false }),
+            state: Mutex::new(State { left: Instant::now(), departures: 0, stopped: false }),
             changed: Condvar::new(),
-            keeper_sleeps: AtomicBool::new(false),
+            keeper_naps: AtomicBool::new(false),
         });
         let keeper = inner.clone();
         thread::Builder::new().name(name.to_string()).spawn(move || keeper.keep()).map_err(failed)?;
@@ -103,7 +108,7 @@ impl Driver {
 
     /// Runs `future` in this thread until it is ready, waiting as `spinner` says; `None` at the deadline. The tasks that it has
     /// woken get a turn before this returns. `leaves_work` says that they may need more than that, so that the keeper takes over
-    /// at once and not a moment later.
+    /// soon even if it has lain down.
     ///
     /// # Errors
     /// As [`block_on`](Driver::block_on).
@@ -193,9 +198,10 @@ impl Drop for Inside<'_> {
         }
         let mut state = inner.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.left = Instant::now();
-        state.has_work |= self.leaves_work;
+        state.departures += 1;
         drop(state);
-        if self.leaves_work || inner.keeper_sleeps.load(Ordering::SeqCst) {
+        // A call to the kernel, so only where it may matter.
+        if self.leaves_work && inner.keeper_naps.load(Ordering::SeqCst) {
             inner.changed.notify_one();
         }
     }
@@ -208,20 +214,20 @@ impl Inner {
 
     fn keep(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = state.departures;
+        let mut nap = GRACE;
         while !state.stopped {
-            let busy = self.inside.load(Ordering::SeqCst) > 0;
             let quiet = state.left.elapsed();
-            if busy {
-                // Looked at again after the announcement: whoever leaves in between has not seen it.
-                self.keeper_sleeps.store(true, Ordering::SeqCst);
-                if self.inside.load(Ordering::SeqCst) > 0 {
-                    state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-                }
-                self.keeper_sleeps.store(false, Ordering::SeqCst);
-            } else if quiet < GRACE && !state.has_work {
+            if self.inside.load(Ordering::SeqCst) > 0 {
+                // The longer the same call takes, the longer it is left alone.
+                nap = if state.departures == seen { LONGEST_NAP.min(2 * nap) } else { GRACE };
+                seen = state.departures;
+                self.keeper_naps.store(nap > GRACE, Ordering::SeqCst);
+                state = self.changed.wait_timeout(state, nap).unwrap_or_else(PoisonError::into_inner).0;
+                self.keeper_naps.store(false, Ordering::SeqCst);
+            } else if quiet < GRACE {
                 state = self.changed.wait_timeout(state, GRACE - quiet).unwrap_or_else(PoisonError::into_inner).0;
             } else {
-                state.has_work = false;
                 drop(state);
                 self.is_kept.store(true, Ordering::SeqCst);
                 // Whoever entered before that has not kicked.
@@ -231,6 +237,7 @@ impl Inner {
                     runtime.block_on(self.kick.notified());
                 }
                 self.is_kept.store(false, Ordering::SeqCst);
+                nap = GRACE;
                 state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
             }
         }

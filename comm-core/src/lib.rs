@@ -51,6 +51,7 @@ pub mod job;
 pub mod launch;
 pub mod local;
 pub mod mesh;
+pub mod null;
 pub mod op;
 mod reduce;
 pub mod shm;

@@ -306,6 +306,18 @@ impl Counts {
 }
 
 /// An operation with everything it needs.
+///
+/// ```
+/// use comm_core::{Buffer, Call, Communicator, Op, ReduceOp, local};
+///
+/// local::run(2, |comm| {
+///     let (input, output) = (Buffer::from_vec(vec![comm.rank() as i32 + 1; 5]), Buffer::from_vec(vec![0i32; 5]));
+///     let call = Call::blocking(Op::AllReduce(ReduceOp::Prod), output).out_of_place(input);
+///     let done = comm.start(call).wait().unwrap();
+///     assert_eq!(done.buffer.into_vec::<i32>().unwrap(), [2; 5]);
+///     assert_eq!(done.input.unwrap().into_vec::<i32>().unwrap(), [comm.rank() as i32 + 1; 5]);
+/// });
+/// ```
 #[derive(Debug)]
 pub struct Call {
     /// What to do.

@@ -15,6 +15,25 @@ use crate::op::{Algorithm, Op, OpKind, shard_range};
 pub const TABLE: &str = "2: recursive doubling and direct for small buffers, then ring; 16-bit types sharded";
 
 /// Rules by which algorithms are chosen.
+///
+/// ```
+/// use comm_core::{Algorithm, DType, MeshOptions, OpKind, Table, table};
+///
+/// let mut table = Table::fixed();
+/// assert_eq!(table.choose(OpKind::AllReduce, DType::F32, 1 << 20, 4), Algorithm::Ring);
+/// // A network on which rounds are dear: its own table, with a name of its own.
+/// table.name = "halving and doubling up to 16 MiB".into();
+/// let rule = table::Rule {
+///     kind: OpKind::AllReduce,
+///     ranks: usize::MAX,
+///     bytes: 16 << 20,
+///     algorithm: Algorithm::HalvingDoubling,
+/// };
+/// table.rules.to_mut().insert(0, rule);
+/// assert_eq!(table.choose(OpKind::AllReduce, DType::F32, 1 << 20, 4), Algorithm::HalvingDoubling);
+/// let options = MeshOptions::default().with_table(table);
+/// # let _ = options;
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Table {
     /// Ranks compare it before they start.

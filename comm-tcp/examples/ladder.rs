@@ -1,30 +1,43 @@
-//! What each layer costs: one-way throughput and round trips of raw TCP, ZeroMQ without its gate, and ZeroMQ with it, between
-//! two ranks that are threads of this process.
+//! What each layer costs: raw TCP, ZeroMQ without its gate, and ZeroMQ with it, in each way of waiting, between two ranks that
+//! are threads of this process.
 //!
 //! ```text
-//! cargo run --release -p comm-tcp --example ladder [-- CONGESTION_CONTROL]
+//! cargo run --release -p comm-tcp --example ladder [-- CONGESTION_CONTROL [ROWS]]
 //! ```
 //!
-//! Transports take turns, so that a busy moment of the machine hits all of them; each figure is a median with the least and
-//! the greatest of the rounds. Figures of a debug build mean nothing.
+//! `CONGESTION_CONTROL` is a name that the kernel knows, or `-` for its default; `ROWS` a part of the names of the rows to
+//! measure. Rows take turns, so that a busy moment of the machine hits all of them; each figure is a median with the least and
+//! the greatest of the rounds. CPU time is that of the whole process, so of both ends and of the threads behind them, for one
+//! GB that went from one end to the other. Figures of a debug build mean nothing.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use comm_core::{
-    Algorithm, Control, DType, Deadline, Error, Header, Incoming, OpKind, Outgoing, Result, Sink, Transport,
+    Algorithm, Control, DType, Deadline, Error, Header, Incoming, OpKind, Outgoing, Result, Sink, Transport, Waiting,
 };
 use comm_tcp::{RawTcpTransport, TcpOptions, ZmqTransport};
 
-const ROUNDS: usize = 7;
-const MESSAGES: usize = 500;
+const ROUNDS: usize = 9;
+const MESSAGES: usize = 250;
 const MESSAGE: usize = 1 << 20;
-const PINGS: usize = 2000;
+const PINGS: usize = 1000;
 
-const LADDER: [&str; 3] = ["tcp-raw", "tcp, no gate", "tcp"];
+/// One way of sending, and what was measured of it.
+struct Row {
+    name: String,
+    transport: Arc<dyn Transport>,
+    /// GB/s.
+    rates: Vec<f64>,
+    /// CPU seconds for a GB.
+    efforts: Vec<f64>,
+    /// µs.
+    trips: Vec<f64>,
+}
 
 fn main() -> Result<()> {
-    let congestion = std::env::args().nth(1);
+    let congestion = std::env::args().nth(1).filter(|name| name != "-");
+    let rows = std::env::args().nth(2).unwrap_or_default();
     if cfg!(debug_assertions) {
         println!("This is a debug build: the figures mean nothing.");
     }
@@ -32,8 +45,8 @@ fn main() -> Result<()> {
     let threads: Vec<_> = ranks
         .into_iter()
         .map(|rank| {
-            let congestion = congestion.clone();
-            std::thread::spawn(move || measure(&*rank.control, congestion))
+            let (congestion, rows) = (congestion.clone(), rows.clone());
+            std::thread::spawn(move || measure(&*rank.control, congestion, &rows))
         })
         .collect();
     for thread in threads {
@@ -42,40 +55,51 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-fn measure(control: &dyn Control, congestion: Option<String>) -> Result<()> {
-    let options = TcpOptions { lanes: 1, congestion, ..TcpOptions::default() };
-    let open = TcpOptions { gate: false, ..options.clone() };
-    let transports: [Arc<dyn Transport>; 3] = [
-        Arc::new(RawTcpTransport::connect(control, &options, soon())?),
-        Arc::new(ZmqTransport::connect(control, &open, soon())?),
-        Arc::new(ZmqTransport::connect(control, &options, soon())?),
-    ];
-    let mut figures = [const { (Vec::new(), Vec::new()) }; 3];
+fn measure(control: &dyn Control, congestion: Option<String>, wanted: &str) -> Result<()> {
+    let mut rows = Vec::new();
+    for layer in ["tcp-raw", "tcp, no gate", "tcp"] {
+        for waiting in Waiting::ALL {
+            let name = format!("{layer}, {waiting}");
+            if name.contains(wanted) {
+                let gate = layer == "tcp";
+                let options =
+                    TcpOptions { lanes: 1, waiting, gate, congestion: congestion.clone(), ..TcpOptions::default() };
+                let transport: Arc<dyn Transport> = match layer {
+                    "tcp-raw" => Arc::new(RawTcpTransport::connect(control, &options, soon())?),
+                    _ => Arc::new(ZmqTransport::connect(control, &options, soon())?),
+                };
+                rows.push(Row { name, transport, rates: Vec::new(), efforts: Vec::new(), trips: Vec::new() });
+            }
+        }
+    }
     for _ in 0..ROUNDS {
-        for (transport, (rates, trips)) in transports.iter().zip(&mut figures) {
-            rates.push(one_way(&**transport)?);
-            trips.push(round_trips(&**transport)?);
+        for row in &mut rows {
+            let (rate, effort) = one_way(&*row.transport)?;
+            row.rates.push(rate);
+            row.efforts.push(effort);
+            row.trips.push(round_trips(&*row.transport)?);
         }
     }
     if control.rank() == 0 {
-        println!("{:14} {:>26} {:>30}", "", "1 MiB one way, GB/s", "8 B round trip, median µs");
-        for (name, (rates, trips)) in LADDER.iter().zip(&mut figures) {
-            println!("{name:14} {:>26} {:>30}", spread(rates), spread(trips));
+        println!("{:24} {:>24} {:>24} {:>28}", "", "1 MiB one way, GB/s", "CPU s/GB", "8 B round trip, µs");
+        for row in &mut rows {
+            let Row { name, rates, efforts, trips, .. } = row;
+            println!("{name:24} {:>24} {:>24} {:>28}", spread(rates), spread(efforts), spread(trips));
         }
     }
-    for transport in &transports {
+    for row in &rows {
         if control.rank() == 1 {
-            println!("{}: {:?}", transport.name(), transport.facts());
+            println!("{}: {:?}", row.name, row.transport.facts());
         }
-        transport.close(soon())?;
+        row.transport.close(soon())?;
     }
     Ok(())
 }
 
-/// GB/s from rank 0 to rank 1, until the receiver's word that it has everything.
-fn one_way(transport: &dyn Transport) -> Result<f64> {
+/// GB/s from rank 0 to rank 1, until the receiver's word that it has everything, and the CPU time for a GB.
+fn one_way(transport: &dyn Transport) -> Result<(f64, f64)> {
     let payload = vec![1; MESSAGE];
-    let start = Instant::now();
+    let (start, cpu) = (Instant::now(), cpu_seconds());
     for _ in 0..MESSAGES {
         match transport.rank() {
             0 => send(transport, &payload)?,
@@ -86,7 +110,18 @@ fn one_way(transport: &dyn Transport) -> Result<f64> {
         0 => receive(transport)?,
         _ => send(transport, &[])?,
     }
-    Ok((MESSAGES * MESSAGE) as f64 / start.elapsed().as_secs_f64() / 1e9)
+    let gigabytes = (MESSAGES * MESSAGE) as f64 / 1e9;
+    Ok((gigabytes / start.elapsed().as_secs_f64(), (cpu_seconds() - cpu) / gigabytes))
+}
+
+/// What all threads of this process have used, user and system.
+fn cpu_seconds() -> f64 {
+    let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return f64::NAN };
+    let nanoseconds = tasks.flatten().filter_map(|task| {
+        let text = std::fs::read_to_string(task.path().join("schedstat")).ok()?;
+        text.split(' ').next()?.parse::<f64>().ok()
+    });
+    nanoseconds.sum::<f64>() / 1e9
 }
 
 /// Median time of a round trip, µs.
@@ -115,6 +150,7 @@ fn send(transport: &dyn Transport, payload: &[u8]) -> Result<()> {
         root: 0,
         count: payload.len() as u64,
         step: 0,
+        division: 0,
         payload_len: payload.len() as u64,
     };
     transport.exchange(0, &[Outgoing { peer: 1 - transport.rank(), header, payload }], &mut [], soon())

@@ -6,6 +6,8 @@
 //! | protocol | ZMTP 3.0 by the crate `zeromq` 0.7, DEALER sockets used in pairs | a 64-byte header, then the payload |
 //! | connections | one for each pair of ranks and lane | the same |
 //! | copies by the sender | two: into a segment, and by `zeromq`'s encoder | none before the kernel's |
+//! | copies by the receiver | one, from `zeromq`'s buffer | none where a sink lends its memory |
+//! | threads | one a lane, one for the gate | none |
 //! | flow control | a byte window with credits, over TCP's | TCP's |
 //! | who may connect | a one-time token, checked by a gate | a mutual handshake |
 //! | sockets | no delay, 4 MiB buffers | the same |
@@ -26,9 +28,13 @@
 //!
 //! # Threads
 //!
-//! A transport owns one thread, which runs a tokio runtime: it waits for sockets and, for ZeroMQ, writes queued messages and
-//! relays those of the gate. Everything else, so all copying and every [`Sink`](comm_core::Sink), runs in the thread that
-//! calls [`exchange`](comm_core::Transport::exchange). The number of threads does not depend on that of peers or lanes.
+//! All copying and every [`Sink`](comm_core::Sink) runs in the thread that calls
+//! [`exchange`](comm_core::Transport::exchange), and so does waiting for sockets, in the way that [`TcpOptions::waiting`] says:
+//! a hand-over between threads takes longer than a small message travels. Raw TCP therefore has no thread at all. ZeroMQ
+//! has a thread for each lane, which sleeps while an exchange runs there and drives `zeromq` between exchanges (see
+//! [`Driver`](comm_core::driver::Driver)), and a rank that listens behind a gate has one more, which relays. The number of
+//! threads does not depend on that of peers. Between exchanges nothing is polled, whatever the way of waiting.
+//!
 //! An exchange blocks; from within an asynchronous task it is refused. A transport may be dropped anywhere: that ends its
 //! connections at once and waits for nothing.
 //!

@@ -8,7 +8,7 @@ use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use comm_core::{Deadline, Error, Incoming, Transport};
+use comm_core::{Deadline, Error, Incoming, Transport, Waiting};
 use comm_tcp::TcpOptions;
 
 use common::{Collect, Kind, controls, job, outgoing, payload, receive, send, soon, swap};
@@ -126,6 +126,41 @@ fn a_deadline_ends_a_wait_on_time_and_names_who_is_late() {
             }
             done.wait();
         });
+    }
+}
+
+#[test]
+fn every_way_of_waiting_carries_messages_and_ends_by_deadline_and_by_abort() {
+    for kind in Kind::ALL {
+        for waiting in Waiting::ALL {
+            let done = Barrier::new(2);
+            job(kind, 2, &TcpOptions { waiting, ..TcpOptions::default() }, |transport| {
+                let (rank, peer) = (transport.rank(), 1 - transport.rank());
+                assert!(transport.facts().contains(&("waiting".to_string(), waiting.to_string())));
+                for size in [0, 8, 8, 8, 5000, 9 << 20] {
+                    assert!(
+                        swap(&*transport, 0, peer, &payload(rank, size)).unwrap() == payload(peer, size),
+                        "{kind:?}"
+                    );
+                }
+                if rank == 0 {
+                    let start = Instant::now();
+                    let error = receive(&*transport, 0, peer, Deadline::after(Duration::from_millis(100))).unwrap_err();
+                    assert!(matches!(error, Error::Timeout { .. }), "{kind:?}, {waiting}: {error}");
+                    assert!((100..600).contains(&start.elapsed().as_millis()), "{kind:?}, {waiting}");
+                    let reason = Error::Aborted { by: 1, reason: "a test".into() };
+                    thread::scope(|scope| {
+                        let blocked = scope.spawn(|| receive(&*transport, 1, peer, soon()).unwrap_err());
+                        thread::sleep(Duration::from_millis(50));
+                        let start = Instant::now();
+                        transport.abort(&reason);
+                        assert_eq!(blocked.join().unwrap().to_string(), reason.to_string());
+                        assert!(start.elapsed() < Duration::from_millis(300), "{kind:?}, {waiting}");
+                    });
+                }
+                done.wait();
+            });
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use comm_core::counted::Counted;
-use comm_core::{Communicator, Control, Deadline, Error, Mesh, MeshOptions, Transport, Waiting, local};
+use comm_core::{Communicator, Control, Deadline, Error, Mesh, MeshOptions, Transport, Waiting, local, shm};
 use serde::{Deserialize, Serialize};
 
 use crate::trainer::Session;
@@ -18,6 +18,8 @@ use crate::trainer::Session;
 pub enum TransportKind {
     /// Threads of one process, through memory.
     Local,
+    /// Processes of one machine, through memory that they share.
+    Shm,
     /// Plain TCP: the control beside ZeroMQ.
     TcpRaw,
     /// ZeroMQ over TCP.
@@ -30,13 +32,20 @@ pub enum TransportKind {
 
 impl TransportKind {
     /// Every transport, those that need nothing first.
-    pub const ALL: [TransportKind; 5] =
-        [TransportKind::Local, TransportKind::TcpRaw, TransportKind::Tcp, TransportKind::Quic, TransportKind::Nccl];
+    pub const ALL: [TransportKind; 6] = [
+        TransportKind::Local,
+        TransportKind::Shm,
+        TransportKind::TcpRaw,
+        TransportKind::Tcp,
+        TransportKind::Quic,
+        TransportKind::Nccl,
+    ];
 
     /// Its name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             TransportKind::Local => "local",
+            TransportKind::Shm => "shm",
             TransportKind::TcpRaw => "tcp-raw",
             TransportKind::Tcp => "tcp",
             TransportKind::Quic => "quic",
@@ -47,7 +56,7 @@ impl TransportKind {
     /// Why this build on this machine cannot use it; `None` if it can.
     pub fn missing(self) -> Option<String> {
         match self {
-            TransportKind::Local => None,
+            TransportKind::Local | TransportKind::Shm => None,
             TransportKind::TcpRaw | TransportKind::Tcp if cfg!(feature = "tcp") => None,
             TransportKind::Quic if cfg!(feature = "quic") => None,
             #[cfg(feature = "nccl")]
@@ -141,13 +150,14 @@ pub fn local_sessions(ranks: usize, options: &TransportOptions) -> Vec<Session> 
 ///
 /// # Errors
 /// `Unsupported` for a transport that this build lacks or that has no processes; those of the transport's own `connect`.
-#[cfg_attr(
-    not(any(feature = "tcp", feature = "quic")),
-    allow(unused_variables, reason = "without transports there is nothing to connect")
-)]
 pub fn connect(kind: TransportKind, control: Arc<dyn Control>, options: &TransportOptions) -> Result<Session, Error> {
     let deadline = Deadline::after(options.timeout);
     match kind {
+        TransportKind::Shm => {
+            let shm = shm::ShmOptions { lanes: options.lanes, waiting: options.waiting, ..Default::default() };
+            let transport = shm::ShmTransport::connect(&*control, &shm, deadline)?;
+            Ok(session(transport, control, options, 1))
+        }
         #[cfg(feature = "tcp")]
         TransportKind::TcpRaw => {
             let transport = comm_tcp::RawTcpTransport::connect(&*control, &tcp(options), deadline)?;
@@ -166,7 +176,8 @@ pub fn connect(kind: TransportKind, control: Arc<dyn Control>, options: &Transpo
         kind => Err(Error::Unsupported {
             what: format!("the transport `{kind}` between processes"),
             why: kind.missing().unwrap_or_else(|| {
-                "its ranks are threads of one process; leave the launcher away, or choose tcp, tcp-raw or quic".into()
+                "its ranks are threads of one process; leave the launcher away, or choose shm, tcp, tcp-raw or quic"
+                    .into()
             }),
         }),
     }
@@ -190,6 +201,7 @@ fn quic(options: &TransportOptions) -> Result<comm_quic::QuicOptions, Error> {
         lanes: options.lanes,
         bind: options.bind,
         mtu: options.mtu,
+        waiting: options.waiting,
         ..comm_quic::QuicOptions::default()
     };
     if let Some(name) = &options.quic_congestion {

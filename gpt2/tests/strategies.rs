@@ -173,7 +173,12 @@ impl Communicator for Broken {
             Planted::DropsEveryThirdBucket => {
                 if self.buckets.fetch_add(1, Ordering::Relaxed) % 3 == 2 {
                     let now = Instant::now();
-                    return Handle::done(Ok(Completed { buffer: call.buffer, input: call.input, began: now, ended: now }));
+                    return Handle::done(Ok(Completed {
+                        buffer: call.buffer,
+                        input: call.input,
+                        began: now,
+                        ended: now,
+                    }));
                 }
             }
         }

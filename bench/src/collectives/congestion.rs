@@ -40,9 +40,6 @@ pub(crate) fn check(name: &str) -> Result<(), String> {
 /// # Errors
 /// Why there can be no namespace, for the user.
 pub(crate) fn enter(name: &str) -> String {
-    if let Err(why) = check(name) {
-        return format!("--namespace-congestion {name}: {why}");
-    }
     // Asked first, because after the replacement nobody is left to explain.
     let probe = Command::new("unshare").args(["--net", "true"]).stdin(Stdio::null()).output();
     let refused = match probe {
@@ -55,6 +52,9 @@ pub(crate) fn enter(name: &str) -> String {
             "--namespace-congestion {name}: no network namespace can be made, which needs root: {why}; without it, \
              --congestion sets our own sockets"
         );
+    }
+    if let Err(why) = check(name) {
+        return format!("--namespace-congestion {name}: {why}");
     }
     let program = match std::env::current_exe() {
         Ok(program) => program,

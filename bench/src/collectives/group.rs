@@ -16,7 +16,6 @@ use tempfile::TempDir;
 use super::protocol::{Command, Connection, Hello, Measure, Opened, Reply, Trouble};
 use super::rank::Task;
 use super::sys;
-use crate::cell::Interrupted;
 
 /// How long ranks of ours may take to start and to connect all transports; libraries of the peers take seconds to load.
 const START: Duration = Duration::from_secs(90);
@@ -218,17 +217,6 @@ impl Group {
                 self.connections.clear();
                 Err(Trouble::Failed(why))
             }
-        }
-    }
-
-    /// The signal that the user has sent, if one ended the group.
-    pub(crate) fn interrupted(&mut self) -> Option<Interrupted> {
-        match &mut self.life {
-            Life::Launched(thread) => {
-                let outcome = thread.take_if(|thread| thread.is_finished())?.join().ok()?.ok()?;
-                outcome.interrupted_by.map(|signal| Interrupted { signal })
-            }
-            Life::Programs { .. } => None,
         }
     }
 

@@ -1,10 +1,13 @@
 //! The rounds of a case over everything that can be measured.
 
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use comm_core::Algorithm;
+use comm_core::launch::ending_signals;
 use comm_core::table::{choose, supports};
 use gpt2::transports::TransportKind;
 
@@ -17,6 +20,7 @@ use super::protocol::{Measure, Trouble};
 use super::report::{Comparison, Outcome, Rounds, Row};
 use super::stats::Ratio;
 use crate::BenchError;
+use crate::cell::Interrupted;
 use crate::environment::Environment;
 
 /// How long a batch of iterations shall take where the user does not say how many.
@@ -38,6 +42,8 @@ pub(crate) struct Bench<'a> {
     /// What was asked for and is not there, with the reason.
     missing: Vec<(String, String)>,
     seed: u64,
+    /// The signal by which the user has ended the run, 0 for none.
+    interrupted: Arc<AtomicUsize>,
 }
 
 /// Something that is measured.
@@ -69,6 +75,11 @@ impl<'a> Bench<'a> {
     /// # Errors
     /// When nothing is left to measure, or memory would not suffice.
     pub(crate) fn start(settings: &'a Settings, environment: Environment) -> Result<Self, BenchError> {
+        // The launchers of ranks catch signals as well, and end them; this is how we know.
+        let interrupted = Arc::new(AtomicUsize::new(0));
+        for signal in ending_signals() {
+            signal_hook::flag::register_usize(signal, interrupted.clone(), signal as usize)?;
+        }
         let mut bench = Bench {
             settings,
             environment,
@@ -78,6 +89,7 @@ impl<'a> Bench<'a> {
             missing: Vec::new(),
             // Other data in every run; the row of a wrong element can be reproduced by its count alone.
             seed: SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_secs()),
+            interrupted,
         };
         check_memory(settings)?;
         // Libraries of the peers take seconds to load: all at the same time.
@@ -163,10 +175,8 @@ impl<'a> Bench<'a> {
         self.seed = self.seed.wrapping_add(1);
         let mut runs = self.runs(case);
         for run in &mut runs {
-            if let Err(trouble) = self.calibrate(case, run) {
-                run.trouble = Some(trouble);
-                self.go_on(run)?;
-            }
+            run.trouble = self.calibrate(case, run).err();
+            self.go_on()?;
         }
         for round in 0..self.settings.rounds {
             // There and back, so that nobody always comes after the same one.
@@ -181,11 +191,9 @@ impl<'a> Bench<'a> {
                 let (warmup, iters) = (run.rounds.warmup, run.rounds.iters);
                 match self.batch(case, run, warmup, iters, is_last && self.settings.check) {
                     Ok(measured) => run.take(measured),
-                    Err(trouble) => {
-                        run.trouble = Some(trouble);
-                        self.go_on(run)?;
-                    }
+                    Err(trouble) => run.trouble = Some(trouble),
                 }
+                self.go_on()?;
             }
         }
         Ok(self.rows(case, &runs))
@@ -209,6 +217,11 @@ impl<'a> Bench<'a> {
             }
         }
         runs
+    }
+
+    /// Whether every transport has failed.
+    pub(crate) fn is_over(&self) -> bool {
+        self.targets.iter().filter(|target| !target.is_peer).all(|target| target.failed.is_some())
     }
 
     /// Ends all groups.
@@ -250,12 +263,11 @@ impl<'a> Bench<'a> {
         measured
     }
 
-    /// Whether the user still wants the results, asked after a failure: signals reach us through the ranks' launcher.
-    fn go_on(&mut self, run: &Run) -> Result<(), BenchError> {
-        let group = self.targets[run.target].group;
-        match self.groups[group].interrupted() {
-            Some(interrupted) => Err(interrupted.into()),
-            None => Ok(()),
+    /// Whether the user still wants the results.
+    fn go_on(&self) -> Result<(), Interrupted> {
+        match self.interrupted.load(Ordering::Relaxed) {
+            0 => Ok(()),
+            signal => Err(Interrupted { signal: signal as i32 }),
         }
     }
 

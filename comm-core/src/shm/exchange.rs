@@ -23,6 +23,8 @@ pub(super) mod state {
 /// Most bytes that one message moves before the others get their turn, so that both ends of a ring work at the same time.
 const LONGEST_STEP: usize = 64 << 10;
 
+const _: () = assert!(HEADER_LEN == ALIGN, "a header fills what a ring keeps together");
+
 /// Looks without a look at the clock. A look takes some nanoseconds, the clock some tens.
 const LOOKS: u32 = 16;
 

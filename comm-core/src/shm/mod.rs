@@ -165,3 +165,6 @@ impl Drop for ShmTransport {
         self.leave(state::ENDED);
     }
 }
+
+#[cfg(test)]
+mod tests;

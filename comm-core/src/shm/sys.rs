@@ -107,6 +107,14 @@ impl Segment {
         Bell(self.word(self.layout.bell(number)))
     }
 
+    /// Does what a broken peer could do: writes any value over an index.
+    #[cfg(test)]
+    pub(super) fn poke(&self, offset: usize, value: u64) {
+        assert!(offset.is_multiple_of(8) && offset + 8 <= self.layout.total(), "offset {offset}");
+        // SAFETY: just checked to lie within the mapping and to be aligned; indexes are only used as atomics.
+        unsafe { AtomicU64::from_ptr(self.map.as_mut_ptr().add(offset).cast()) }.store(value, Ordering::Release);
+    }
+
     fn word(&self, offset: usize) -> &AtomicU32 {
         // SAFETY: callers pass offsets of the layout, which lie within the mapping and are multiples of 128, so the pointer is
         // valid for the life of `self.map` and aligned. All zeros is a valid value, and every process uses the word as an atomic.

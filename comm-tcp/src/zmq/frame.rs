@@ -131,6 +131,7 @@ mod tests {
             root: 0,
             count: 3,
             step: 0,
+            division: 0,
             payload_len: 3,
         }
     }

@@ -64,6 +64,7 @@ pub(crate) fn header(payload_len: usize) -> Header {
         algorithm: Algorithm::Direct,
         root: 0,
         count: payload_len as u64,
+        division: 0,
         step: 0,
         payload_len: payload_len as u64,
     }

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use burn::tensor::Device;
 use clap::{Args, ValueEnum};
+use comm_core::Waiting;
 use comm_core::job::{self, Job};
 use comm_core::launch::{Launch, Output};
 
@@ -32,7 +33,7 @@ pub(super) struct TrainArgs {
     /// Who averages gradients and updates parameters: single, ps, sharded-ps, ring, ddp.
     #[arg(long, default_value = "single")]
     strategy: StrategyKind,
-    /// How ranks are connected: local (threads of one process), tcp-raw, tcp (ZeroMQ), quic, nccl.
+    /// How ranks are connected: local (threads of one process), shm (memory that processes share), tcp-raw, tcp (ZeroMQ), quic, nccl.
     #[arg(long, default_value = "tcp")]
     transport: TransportKind,
     /// Ranks to start on this machine. Under a launcher such as srun, mpirun or torchrun nothing is started; it then only says how many
@@ -96,6 +97,12 @@ pub(super) struct TrainArgs {
     /// Independent channels between each pair of ranks.
     #[arg(long, default_value_t = 2)]
     lanes: usize,
+    /// What a rank does while it waits for others: park (sleep), adaptive, busy (for ranks with a core each).
+    #[arg(long, default_value_t)]
+    waiting: Waiting,
+    /// TCP congestion control by its kernel name, for instance cubic. [default: the kernel's]
+    #[arg(long)]
+    congestion: Option<String>,
     /// Address that this rank's listeners bind.
     #[arg(long, default_value = "127.0.0.1")]
     bind: IpAddr,
@@ -287,6 +294,9 @@ impl Prepared {
                     lanes: args.lanes,
                     bind: args.bind,
                     timeout: Duration::from_secs_f64(args.timeout.min(1e9)),
+                    waiting: args.waiting,
+                    congestion: args.congestion.clone(),
+                    ..TransportOptions::default()
                 },
                 threads: args.threads.unwrap_or_else(|| (cores / ranks_here).max(1)),
                 checkpoint: Some(args.out.join("model.safetensors")),

@@ -1,0 +1,357 @@
+//! A communicator that is infinitely fast, because it communicates nothing: what a program takes without its network.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use crate::buffer::{Buffer, View};
+use crate::communicator::Communicator;
+use crate::error::{Error, Result};
+use crate::handle::{Completed, Failed, Handle};
+use crate::op::{Algorithm, BorrowedCall, Call, Counts, Elements, Op, check, shard_range};
+use crate::table::supports;
+
+/// One rank of a job whose other ranks are not there. For timing only: every operation ends at once, and its results are wrong.
+///
+/// In a result, the part that this rank contributes holds its own contribution, of a reduction too: no sum, no mean, no
+/// factor, so that a program that feeds results back into the next operation never leaves the range of its numbers.
+/// What the other ranks would have sent stays as the caller passed it. Arguments are checked as everywhere else.
+///
+/// Device memory is taken as it is where nothing has to be copied, that is in place.
+pub struct NullCommunicator {
+    id: u64,
+    rank: usize,
+    world_size: usize,
+    lanes: usize,
+    is_first: bool,
+    job: Arc<NullJob>,
+}
+
+/// What a communicator shares with those that were split off it.
+struct NullJob {
+    failure: OnceLock<Error>,
+    is_finished: AtomicBool,
+    ids: AtomicU64,
+}
+
+/// The id of a job's first communicator.
+const FIRST: u64 = 1;
+
+impl NullCommunicator {
+    /// Rank `rank` of `world_size`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` when there is no such rank, or no lane.
+    pub fn new(rank: usize, world_size: usize, lanes: usize) -> Result<Self> {
+        if rank >= world_size || lanes == 0 {
+            return Err(Error::invalid(format!("rank {rank} of {world_size} with {lanes} lanes")));
+        }
+        let ids = AtomicU64::new(FIRST + 1);
+        let job = NullJob { failure: OnceLock::new(), is_finished: AtomicBool::new(false), ids };
+        Ok(NullCommunicator { id: FIRST, rank, world_size, lanes, is_first: true, job: Arc::new(job) })
+    }
+
+    fn admit(&self, asked: &Asked<'_>, buffer: Elements, input: Option<Elements>) -> Result<()> {
+        let Asked { op, counts, algorithm, lane } = *asked;
+        let shape = check(op, self.rank, self.world_size, buffer, input, counts)?;
+        if lane >= self.lanes {
+            return Err(Error::invalid(format!("lane {lane} of a communicator that has {} lanes", self.lanes)));
+        }
+        if let Some(algorithm) = algorithm
+            && !supports(algorithm, op.kind(), shape.dtype, self.world_size)
+        {
+            return Err(Error::invalid(format!(
+                "the algorithm {algorithm} cannot run {} of {} on {} ranks",
+                op.kind(),
+                shape.dtype,
+                self.world_size
+            )));
+        }
+        if let Some(error) = self.job.failure.get() {
+            return Err(error.clone());
+        }
+        if self.job.is_finished.load(Ordering::Acquire) {
+            return Err(Error::invalid("the job's first communicator has finished; nothing can be started on it"));
+        }
+        Ok(())
+    }
+
+    /// Puts this rank's own part where it belongs, in elements of `size` bytes. The arguments have been checked.
+    fn place(&self, op: &Op, counts: Option<&Counts>, size: usize, bytes: &mut [u8], input: Option<&[u8]>) {
+        let (rank, ranks) = (self.rank, self.world_size);
+        let part = |counts: Option<&[usize]>, whole: usize| -> Range<usize> {
+            let elements = match counts {
+                Some(counts) => {
+                    let start: usize = counts.iter().take(rank).sum();
+                    start..start + counts.get(rank).copied().unwrap_or(0)
+                }
+                None => shard_range(whole / size, ranks, rank),
+            };
+            elements.start * size..elements.end * size
+        };
+        let shards = counts.map(Counts::send);
+        match (*op, input) {
+            (Op::AllToAll, _) => {
+                let input_bytes = input.map_or(bytes.len(), <[u8]>::len);
+                let from = part(shards, input_bytes);
+                let into = part(counts.map(Counts::receive), bytes.len());
+                let length = from.len().min(into.len());
+                match input {
+                    Some(input) => copy(&mut bytes[into], &input[from]),
+                    None => bytes.copy_within(from.start..from.start + length, into.start),
+                }
+            }
+            (_, None) | (Op::Barrier | Op::Send { .. } | Op::Recv { .. }, _) => {}
+            (Op::AllReduce(_) | Op::Broadcast { .. }, Some(input)) => copy(bytes, input),
+            (Op::Reduce { root, .. }, Some(input)) => {
+                if root == rank {
+                    copy(bytes, input);
+                }
+            }
+            (Op::Scatter { .. } | Op::ReduceScatter(_), Some(input)) => copy(bytes, &input[part(shards, input.len())]),
+            (Op::Gather { root, .. }, Some(input)) => {
+                if root == rank {
+                    let mine = part(shards, bytes.len());
+                    copy(&mut bytes[mine], input);
+                }
+            }
+            (Op::AllGather, Some(input)) => {
+                let mine = part(shards, bytes.len());
+                copy(&mut bytes[mine], input);
+            }
+        }
+    }
+}
+
+impl Communicator for NullCommunicator {
+    fn name(&self) -> &str {
+        "null"
+    }
+
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    fn lanes(&self) -> usize {
+        self.lanes
+    }
+
+    fn id(&self) -> u64 {
+        self.id
+    }
+
+    fn start(&self, call: Call) -> Handle {
+        let began = Instant::now();
+        let Call { op, mut buffer, input, counts, algorithm, lane, timeout: _, mode: _ } = call;
+        let elements = |buffer: &Buffer| Elements { dtype: buffer.dtype(), count: buffer.count() };
+        let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
+        let admitted = self.admit(&asked, elements(&buffer), input.as_ref().map(elements));
+        let placed = admitted.and_then(|()| match (&mut buffer, &input) {
+            (Buffer::Host(buffer), None) => {
+                self.place(&op, counts.as_ref(), buffer.dtype().size(), buffer.bytes_mut(), None);
+                Ok(())
+            }
+            (Buffer::Host(buffer), Some(Buffer::Host(input))) => {
+                self.place(&op, counts.as_ref(), buffer.dtype().size(), buffer.bytes_mut(), Some(input.bytes()));
+                Ok(())
+            }
+            // Nothing moves, unless an all-to-all has its own block in different places.
+            (Buffer::Device(_), None) if counts.is_none() || op != Op::AllToAll => Ok(()),
+            _ => Err(Error::Unsupported {
+                what: format!(
+                    "{} from one place in device memory to another, on a communicator that does nothing",
+                    op.kind()
+                ),
+                why: "run it in place, or on host memory".into(),
+            }),
+        });
+        Handle::done(match placed {
+            Ok(()) => Ok(Completed { buffer, input, began, ended: Instant::now() }),
+            Err(error) => Err(Failed { error, buffer: Some(buffer), input }),
+        })
+    }
+
+    fn run_borrowed(&self, call: BorrowedCall<'_>) -> Result<()> {
+        let BorrowedCall { op, mut buffer, input, counts, algorithm, lane, timeout: _ } = call;
+        let elements = |view: View<'_>| Elements { dtype: view.dtype(), count: view.count() };
+        let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
+        self.admit(&asked, elements(View::from(&buffer)), input.map(elements))?;
+        let size = buffer.dtype().size();
+        self.place(&op, counts.as_ref(), size, buffer.bytes_mut(), input.map(|input| input.bytes()));
+        Ok(())
+    }
+
+    /// Only a rank that is alone knows who is in which part.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where there are other ranks: their colours are not known.
+    fn split(&self, color: Option<u64>, _key: i64) -> Result<Option<Arc<dyn Communicator>>> {
+        if let Some(error) = self.job.failure.get() {
+            return Err(error.clone());
+        }
+        if self.world_size > 1 {
+            return Err(Error::Unsupported {
+                what: format!("splitting a null communicator of {} ranks", self.world_size),
+                why: "the other ranks are not there, so their colors are not known; make a NullCommunicator of the size that \
+                      the part would have"
+                    .into(),
+            });
+        }
+        let child = |_| -> Arc<dyn Communicator> {
+            let (rank, world_size, lanes) = (self.rank, self.world_size, self.lanes);
+            let id = self.job.ids.fetch_add(1, Ordering::Relaxed);
+            Arc::new(NullCommunicator { id, rank, world_size, lanes, is_first: false, job: self.job.clone() })
+        };
+        Ok(color.map(child))
+    }
+
+    fn abort(&self, reason: &str) {
+        let _ = self.job.failure.set(Error::Aborted { by: self.rank, reason: reason.into() });
+    }
+
+    fn finish(&self, _timeout: Duration) -> Result<()> {
+        if let Some(error) = self.job.failure.get() {
+            return Err(error.clone());
+        }
+        if self.is_first {
+            self.job.is_finished.store(true, Ordering::Release);
+        }
+        Ok(())
+    }
+}
+
+/// What a caller wants, data aside.
+#[derive(Clone, Copy)]
+struct Asked<'a> {
+    op: &'a Op,
+    counts: Option<&'a Counts>,
+    algorithm: Option<Algorithm>,
+    lane: usize,
+}
+
+/// Copies as much as both have.
+fn copy(into: &mut [u8], from: &[u8]) {
+    let length = into.len().min(from.len());
+    into[..length].copy_from_slice(&from[..length]);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::communicator::CommunicatorExt;
+    use crate::dtype::ReduceOp;
+    use crate::local;
+    use crate::mesh::{Mesh, MeshOptions};
+
+    fn rank_1_of_3() -> NullCommunicator {
+        NullCommunicator::new(1, 3, 2).unwrap()
+    }
+
+    #[test]
+    fn a_reduction_is_the_own_contribution() {
+        let null = rank_1_of_3();
+        for op in ReduceOp::ALL.into_iter().chain([ReduceOp::scaled_sum(0.5)]) {
+            let mut values = [1.5f32, f32::MAX, -2.0];
+            null.all_reduce(&mut values, op).unwrap();
+            assert_eq!(values, [1.5, f32::MAX, -2.0]);
+            let mut out = [9.0f32; 3];
+            null.all_reduce_into(&values, &mut out, op).unwrap();
+            assert_eq!(out, values);
+            null.reduce(&mut values, 2, op).unwrap();
+            assert_eq!(values, [1.5, f32::MAX, -2.0]);
+            assert_eq!(null.reduce_scatter(&[1i32, 2, 3, 4, 5, 6, 7], op.shared()).unwrap(), [4, 5]);
+        }
+    }
+
+    #[test]
+    fn what_others_would_have_sent_stays_as_passed() {
+        let null = rank_1_of_3();
+        let whole = null.run_vec(Op::AllGather, vec![1u8, 2, 3, 4, 5, 6]).unwrap();
+        assert_eq!(whole, [1, 2, 3, 4, 5, 6]);
+        assert_eq!(null.all_gather(&[7u8, 8], 7).unwrap(), [0, 0, 0, 7, 8, 0, 0]);
+        assert_eq!(null.all_gather_v(&[7u8], &[2, 1, 3]).unwrap(), [0, 0, 7, 0, 0, 0]);
+        assert_eq!(null.gather(&[7u8], 3, 1).unwrap().unwrap(), [0, 7, 0]);
+        assert_eq!(null.gather(&[7u8], 3, 0).unwrap(), None);
+        assert_eq!(null.scatter(&[1u8, 2, 3], 3, 1).unwrap(), [2]);
+        assert_eq!(null.scatter::<u8>(&[], 3, 0).unwrap(), [0]);
+        let mut values = [5i64, 6];
+        null.broadcast(&mut values, 0).unwrap();
+        null.recv_into(&mut values, 2).unwrap();
+        null.send(&values, 2).unwrap();
+        null.barrier().unwrap();
+        assert_eq!(values, [5, 6]);
+    }
+
+    #[test]
+    fn the_own_block_of_an_all_to_all_arrives() {
+        let null = rank_1_of_3();
+        assert_eq!(null.all_to_all(&[1u8, 2, 3, 4, 5, 6]).unwrap(), [0, 0, 3, 4, 0, 0]);
+        // The own block of two elements moves from place 1 to place 3.
+        assert_eq!(null.all_to_all_v(&[1u8, 2, 3, 4], &[1, 2, 1], &[3, 2, 0]).unwrap(), [0, 0, 0, 2, 3]);
+        let in_place = Call::blocking(Op::AllToAll, Buffer::from_vec(vec![1u8, 2, 3, 4, 0]))
+            .with_counts(Counts::all_to_all([1, 2, 1], [3, 2, 0]));
+        let out: Vec<u8> = null.start(in_place).wait().unwrap().buffer.into_vec().unwrap();
+        assert_eq!(out, [1, 2, 3, 2, 3]);
+    }
+
+    /// Every call that is refused on a mesh is refused here, with the same words.
+    #[test]
+    fn arguments_are_checked_as_on_a_mesh() {
+        let mut ranks = local::group(3, 2);
+        let rank = ranks.remove(1);
+        let mesh = Mesh::new(rank.transport, rank.control, MeshOptions::default());
+        let null = rank_1_of_3();
+        let calls: [fn() -> Call; 9] = [
+            || Call::blocking(Op::Broadcast { root: 3 }, Buffer::from_vec(vec![1u8])),
+            || Call::blocking(Op::Send { to: 1 }, Buffer::from_vec(vec![1u8])),
+            || Call::blocking(Op::Recv { from: 4 }, Buffer::from_vec(vec![1u8])),
+            || Call::blocking(Op::Barrier, Buffer::from_vec(vec![1u8])),
+            || Call::blocking(Op::Scatter { root: 0, total: 7 }, Buffer::from_vec(vec![1u8; 7])),
+            || Call::blocking(Op::AllToAll, Buffer::from_vec(vec![1u8; 4])),
+            || Call::background(Op::AllReduce(ReduceOp::Sum), Buffer::from_vec(vec![1u8; 4]), 2),
+            || {
+                Call::blocking(Op::AllReduce(ReduceOp::Sum), Buffer::from_vec(vec![1f32; 4]))
+                    .with_algorithm(Algorithm::HalvingDoubling)
+            },
+            || {
+                Call::blocking(Op::AllGather, Buffer::from_vec(vec![1f32; 4]))
+                    .out_of_place(Buffer::from_vec(vec![1f64; 1]))
+            },
+        ];
+        for (number, call) in calls.into_iter().enumerate() {
+            let (theirs, ours) = (mesh.start(call()).wait().unwrap_err(), null.start(call()).wait().unwrap_err());
+            assert!(matches!(ours.error, Error::InvalidArgument(_)), "{number}: {}", ours.error);
+            assert_eq!(ours.error.to_string(), theirs.error.to_string(), "{number}");
+            assert!(ours.buffer.is_some());
+        }
+        assert!(NullCommunicator::new(3, 3, 1).is_err() && NullCommunicator::new(0, 1, 0).is_err());
+    }
+
+    #[test]
+    fn only_a_single_rank_can_be_split() {
+        let error = rank_1_of_3().split(Some(0), 0).err().unwrap();
+        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+        let alone = NullCommunicator::new(0, 1, 1).unwrap();
+        let children: Vec<_> = [Some(4), Some(4), None].map(|color| alone.split(color, 0).unwrap()).into();
+        let ids: Vec<u64> = children.iter().flatten().map(|child| child.id()).collect();
+        assert!(ids.len() == 2 && ids[0] != ids[1] && !ids.contains(&alone.id()), "{ids:?}");
+    }
+
+    #[test]
+    fn nothing_starts_after_the_end() {
+        let null = rank_1_of_3();
+        null.finish(Duration::ZERO).unwrap();
+        assert!(matches!(null.barrier(), Err(Error::InvalidArgument(_))));
+        let null = rank_1_of_3();
+        null.abort("the first");
+        null.abort("the second");
+        for error in [null.barrier().unwrap_err(), null.finish(Duration::ZERO).unwrap_err()] {
+            assert!(matches!(&error, Error::Aborted { by: 1, reason } if reason == "the first"), "{error}");
+        }
+    }
+}
