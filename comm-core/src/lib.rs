@@ -38,6 +38,7 @@ pub mod buffer;
 pub mod communicator;
 pub mod conformance;
 pub mod control;
+mod copy;
 pub mod counted;
 pub mod deadline;
 #[cfg(feature = "tokio")]
@@ -64,6 +65,7 @@ pub mod waiting;
 pub use buffer::{Buffer, DeviceMemory, HostBuffer, View, ViewMut};
 pub use communicator::{Communicator, CommunicatorExt};
 pub use control::Control;
+pub use copy::copy;
 pub use counted::{Counted, Counters, Traffic};
 pub use deadline::Deadline;
 pub use dtype::{DType, Element, Factor, ReduceOp};

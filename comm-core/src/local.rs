@@ -12,7 +12,6 @@ use crate::control::{Control, MAX_BLOB};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::header::Header;
-use crate::mesh::{Mesh, MeshOptions};
 use crate::transport::{Incoming, Outgoing, Transport};
 
 /// What one rank of a local job needs.
@@ -39,35 +38,8 @@ pub fn group(ranks: usize, lanes: usize) -> Vec<LocalRank> {
         .collect()
 }
 
-/// Runs `work` as every rank of a new local job, each in a thread of its own with a [`Mesh`] of two lanes, and gives what they
-/// return, in rank order. A rank that ends without [`finish`](crate::Communicator::finish) is lost to the others if they still
-/// wait for it.
-///
-/// ```
-/// use comm_core::{Communicator, CommunicatorExt, local};
-///
-/// let wholes = local::run(3, |comm| comm.all_gather(&[comm.rank() as i32], 3).unwrap());
-/// assert_eq!(wholes, [[0, 1, 2], [0, 1, 2], [0, 1, 2]]);
-/// ```
-///
-/// # Panics
-/// If `ranks` is zero, or `work` does.
-pub fn run<R: Send>(ranks: usize, work: impl Fn(&Mesh<LocalTransport>) -> R + Sync) -> Vec<R> {
-    let meshes: Vec<Mesh<LocalTransport>> = group(ranks, 2)
-        .into_iter()
-        .map(|rank| Mesh::new(rank.transport, rank.control, MeshOptions::default()))
-        .collect();
-    let work = &work;
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = meshes.iter().map(|mesh| scope.spawn(move || work(mesh))).collect();
-        let join = |thread: std::thread::ScopedJoinHandle<'_, R>| {
-            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        };
-        threads.into_iter().map(join).collect()
-    })
-}
-
-/// Moves messages through memory. A message is copied once, into the channel, and reduced or copied from there.
+/// Moves messages through memory. A message is copied once, into the channel, and reduced or copied from there;
+/// the channels keep the memory for it.
 pub struct LocalTransport {
     fabric: Arc<Fabric>,
     rank: usize,
@@ -76,6 +48,12 @@ pub struct LocalTransport {
 
 /// A channel holds at most this many payload bytes, and always at least one message.
 const CHANNEL_BYTES: usize = 64 << 20;
+
+/// A channel keeps at most this many buffers of received messages, and none longer than [`SPARE_BYTES`].
+const SPARES: usize = 4;
+
+/// See [`SPARES`]: longer ones cost little to get in comparison with what is copied into them.
+const SPARE_BYTES: usize = 4 << 20;
 
 struct Fabric {
     ranks: usize,
@@ -90,14 +68,23 @@ struct Fabric {
 struct Channel {
     messages: VecDeque<(Header, Vec<u8>)>,
     bytes: usize,
+    /// Memory of messages that were received, for those to come.
+    spare: Vec<Vec<u8>>,
     /// The sender is gone: nothing follows what is queued.
     ended: bool,
 }
 
 #[derive(Default)]
 struct Event {
-    count: Mutex<u64>,
+    seen: Mutex<Seen>,
     changed: Condvar,
+}
+
+#[derive(Default)]
+struct Seen {
+    count: u64,
+    /// Somebody sleeps: without this, every signal would be a system call.
+    is_awaited: bool,
 }
 
 impl Fabric {
@@ -121,23 +108,28 @@ impl Fabric {
 
 impl Event {
     fn count(&self) -> u64 {
-        *lock(&self.count)
+        lock(&self.seen).count
     }
 
     fn signal(&self) {
-        *lock(&self.count) += 1;
-        self.changed.notify_all();
+        let mut seen = lock(&self.seen);
+        seen.count += 1;
+        if std::mem::take(&mut seen.is_awaited) {
+            drop(seen);
+            self.changed.notify_all();
+        }
     }
 
     /// Waits until the count is no longer `seen`; false at the deadline.
     fn wait(&self, seen: u64, deadline: Deadline) -> bool {
-        let mut count = lock(&self.count);
-        while *count == seen {
+        let mut now = lock(&self.seen);
+        while now.count == seen {
             let left = deadline.remaining();
             if left.is_zero() {
                 return false;
             }
-            count = self.changed.wait_timeout(count, left).unwrap_or_else(PoisonError::into_inner).0;
+            now.is_awaited = true;
+            now = self.changed.wait_timeout(now, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         true
     }
@@ -150,7 +142,9 @@ impl LocalTransport {
             return false;
         }
         channel.bytes += message.payload.len();
-        channel.messages.push_back((message.header, message.payload.to_vec()));
+        let mut payload = channel.spare.pop().unwrap_or_default();
+        payload.extend_from_slice(message.payload);
+        channel.messages.push_back((message.header, payload));
         drop(channel);
         self.fabric.event(message.peer, lane).signal();
         true
@@ -158,7 +152,7 @@ impl LocalTransport {
 
     fn receive(&self, lane: usize, incoming: &mut Incoming<'_>) -> Result<bool> {
         let mut channel = self.fabric.channel(incoming.peer, self.rank, lane);
-        let Some((header, payload)) = channel.messages.pop_front() else {
+        let Some((header, mut payload)) = channel.messages.pop_front() else {
             if channel.ended {
                 return Err(Error::PeerLost {
                     rank: incoming.peer,
@@ -174,6 +168,13 @@ impl LocalTransport {
         incoming.sink.begin(&header)?;
         if !payload.is_empty() {
             incoming.sink.piece(&payload)?;
+        }
+        if payload.capacity() <= SPARE_BYTES {
+            payload.clear();
+            let mut channel = self.fabric.channel(incoming.peer, self.rank, lane);
+            if channel.spare.len() < SPARES {
+                channel.spare.push(payload);
+            }
         }
         Ok(true)
     }

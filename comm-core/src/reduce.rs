@@ -314,8 +314,8 @@ mod tests {
         // 256 + 1 + 1 in bf16 rounds to 256 twice if each sum is rounded, to 258 if only the last is.
         let values = [256.0f32, 1.0, 1.0].map(bf16::from_f32);
         let bytes: Vec<&[u8]> = values.iter().map(bytemuck::bytes_of).collect();
-        for own in 0..3 {
-            let mut out = [values[own]];
+        for (own, value) in values.iter().enumerate() {
+            let mut out = [*value];
             let of_rank = |rank: usize| (rank != own).then(|| bytes[rank]);
             reduce_in_rank_order(DType::Bf16, ReduceOp::Sum, 3, of_rank, bytemuck::cast_slice_mut(&mut out));
             assert_eq!(out[0].to_f32(), 258.0);

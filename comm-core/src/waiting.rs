@@ -18,7 +18,7 @@ use crate::error::Error;
 pub enum Waiting {
     /// Sleeps at once; the kernel wakes it.
     Park,
-    /// Looks for up to [`LONGEST_SPIN`] first, where waits have lately been short enough for that to pay, then sleeps.
+    /// Looks for up to [`LONGEST_SPIN`] first, where that has lately found something, then sleeps.
     #[default]
     Adaptive,
     /// Never sleeps inside an exchange. For ranks that have a core each.
@@ -28,8 +28,12 @@ pub enum Waiting {
 /// Most time that [`Waiting::Adaptive`] spends looking.
 pub const LONGEST_SPIN: Duration = Duration::from_micros(50);
 
-/// A wait that ended within this time would have been found by looking, or nearly so: it counts as short.
-const SHORT: Duration = Duration::from_micros(150);
+/// After so many waits in a row in which looking found nothing, [`Waiting::Adaptive`] stops looking: waits are long, or whoever
+/// is waited for needs this core.
+const MISSES: u32 = 4;
+
+/// For so many waits, then it tries again.
+const RESTS: u32 = 64;
 
 impl Waiting {
     /// Every way.
@@ -66,7 +70,10 @@ impl FromStr for Waiting {
 #[derive(Clone, Debug)]
 pub struct Spinner {
     waiting: Waiting,
-    budget: Duration,
+    /// Waits in a row in which looking found nothing.
+    misses: u32,
+    /// Waits that go without looking.
+    rests: u32,
 }
 
 /// One wait: from when nothing was there to when something came.
@@ -75,6 +82,7 @@ pub struct Wait<'a> {
     spinner: &'a mut Spinner,
     began: Option<Instant>,
     looks: u32,
+    parked: bool,
 }
 
 /// What to do next in a wait.
@@ -91,19 +99,20 @@ pub enum Next {
 impl Spinner {
     /// Has learnt nothing yet.
     pub fn new(waiting: Waiting) -> Self {
-        Spinner { waiting, budget: LONGEST_SPIN }
+        Spinner { waiting, misses: 0, rests: 0 }
     }
 
     /// Begins a wait. Dropping it, when something has come, is what the spinner learns from.
     pub fn wait(&mut self) -> Wait<'_> {
-        Wait { spinner: self, began: None, looks: 0 }
+        Wait { spinner: self, began: None, looks: 0, parked: false }
     }
 }
 
 impl Wait<'_> {
     /// Nothing was there: what now? Takes a fraction of a microsecond, or the time of a `sched_yield` now and then.
     pub fn next(&mut self, deadline: Deadline) -> Next {
-        if self.spinner.waiting == Waiting::Park {
+        if self.parked || self.spinner.waiting == Waiting::Park || self.spinner.rests > 0 {
+            self.parked = true;
             return Next::Park;
         }
         let now = Instant::now();
@@ -111,7 +120,8 @@ impl Wait<'_> {
         if now >= deadline.instant() {
             return Next::Expired;
         }
-        if self.spinner.waiting == Waiting::Adaptive && now - began >= self.spinner.budget {
+        if self.spinner.waiting == Waiting::Adaptive && now - began >= LONGEST_SPIN {
+            self.parked = true;
             return Next::Park;
         }
         self.looks = self.looks.wrapping_add(1);
@@ -127,14 +137,23 @@ impl Wait<'_> {
 
 impl Drop for Wait<'_> {
     fn drop(&mut self) {
-        let (Waiting::Adaptive, Some(began)) = (self.spinner.waiting, self.began) else { return };
-        let budget = &mut self.spinner.budget;
-        *budget = match began.elapsed() {
-            short if short <= SHORT => LONGEST_SPIN,
-            // After six long waits in a row looking is given up, until a short one.
-            _ if *budget < Duration::from_micros(1) => Duration::ZERO,
-            _ => *budget / 2,
-        };
+        let Spinner { waiting, misses, rests } = &mut *self.spinner;
+        if *waiting != Waiting::Adaptive {
+            return;
+        }
+        match (self.parked, self.began.is_some()) {
+            (false, true) => *misses = 0,
+            (false, false) => {}
+            (true, false) => *rests = rests.saturating_sub(1),
+            (true, true) => {
+                *misses += 1;
+                if *misses >= MISSES {
+                    // The next attempt is the only one if it fails.
+                    *misses = MISSES - 1;
+                    *rests = RESTS;
+                }
+            }
+        }
     }
 }
 
@@ -146,21 +165,35 @@ mod tests {
         Deadline::after(Duration::from_secs(60))
     }
 
-    #[test]
-    fn long_waits_end_the_looking_and_a_short_one_brings_it_back() {
-        let mut spinner = Spinner::new(Waiting::Adaptive);
-        for _ in 0..8 {
-            let mut wait = spinner.wait();
-            while wait.next(soon()) == Next::Look {}
-            std::thread::sleep(SHORT);
-        }
-        assert_eq!(spinner.budget, Duration::ZERO);
+    /// Whether the next wait begins with a look, and ends with one.
+    fn look(spinner: &mut Spinner, finds: bool) -> bool {
         let mut wait = spinner.wait();
-        assert_eq!(wait.next(soon()), Next::Park);
-        // As if the kernel had woken it at once.
-        wait.began = Some(Instant::now());
-        drop(wait);
-        assert_eq!(spinner.wait().next(soon()), Next::Look);
+        let looks = wait.next(soon()) == Next::Look;
+        while !finds && wait.next(soon()) == Next::Look {}
+        looks
+    }
+
+    #[test]
+    fn looking_in_vain_is_given_up_and_tried_again() {
+        let mut spinner = Spinner::new(Waiting::Adaptive);
+        for _ in 0..MISSES {
+            assert!(look(&mut spinner, false));
+        }
+        for round in 0..3 {
+            for _ in 0..RESTS {
+                assert!(!look(&mut spinner, false), "round {round}");
+            }
+            assert!(look(&mut spinner, false), "round {round}");
+        }
+        for _ in 0..RESTS {
+            assert!(!look(&mut spinner, true));
+        }
+        // Once it has found something it may fail again a few times.
+        assert!(look(&mut spinner, true));
+        for _ in 0..MISSES {
+            assert!(look(&mut spinner, false));
+        }
+        assert!(!look(&mut spinner, false));
     }
 
     #[test]

@@ -52,9 +52,12 @@ fn main() -> Result<(), Failure> {
                     .into_iter()
                     .map(|rank| {
                         let (plan, barrier) = (&plan, &barrier);
-                        scope.spawn(move || Rank::connect(&rank.control, setting, barrier)?.measure(rank.control, plan))
+                        let name = format!("rank-{}", rank.transport.rank());
+                        thread::Builder::new().name(name).spawn_scoped(scope, move || {
+                            Rank::connect(&rank.control, setting, barrier)?.measure(rank.control, plan)
+                        })
                     })
-                    .collect();
+                    .collect::<Result<_, _>>()?;
                 let mut rows = ranks.into_iter().map(|rank| rank.join().map_err(|_| "a rank panicked")?);
                 let row = rows.next().ok_or("no ranks")??;
                 rows.try_for_each(|row| row.map(|_| ()))?;

@@ -1,6 +1,5 @@
 //! quinn's settings from ours.
 
-use std::fs;
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -8,6 +7,7 @@ use comm_core::{Error, Result};
 use quinn::{EndpointConfig, IdleTimeout, MtuDiscoveryConfig, TransportConfig, VarInt};
 
 use crate::congestion::Congestion;
+use crate::interface::largest_payload;
 use crate::options::{LARGEST_MTU, QuicOptions, SMALLEST_MTU};
 
 /// Ethernet's 1,500 bytes less the headers of IPv6 and UDP.
@@ -16,6 +16,10 @@ const ETHERNET_MTU: u16 = 1452;
 /// The first packets of a connection are padded to `min_mtu`. Their length field has two bytes, of which two bits are taken: with
 /// 16,384 or more quinn-proto 0.11.19 panics.
 const LARGEST_FIRST: u16 = 16_000;
+
+/// The window of [`Congestion::Auto`] on loopback, in bytes: two messages of 1 MiB, and half of what a receive buffer of 8 MiB has
+/// room for. Nothing was lost with it.
+const LOOPBACK_WINDOW: u64 = 2 << 20;
 
 /// Datagram sizes in bytes of UDP payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,28 +32,32 @@ pub(crate) struct DatagramSizes {
 
 impl DatagramSizes {
     pub(crate) fn choose(options: &QuicOptions) -> Self {
-        let loopback = if options.bind.is_loopback() { loopback_mtu(options.bind) } else { None };
-        match loopback {
-            Some(carries) => {
-                let size = options.mtu.unwrap_or(LARGEST_MTU).min(carries).max(SMALLEST_MTU);
-                DatagramSizes { initial: size, largest: size }
-            }
-            None => DatagramSizes { initial: SMALLEST_MTU, largest: options.mtu.unwrap_or(ETHERNET_MTU) },
-        }
+        let carries = largest_payload(options.bind);
+        let fallback = carries.unwrap_or(ETHERNET_MTU);
+        let largest = options.mtu.unwrap_or(fallback).min(carries.unwrap_or(LARGEST_MTU)).max(SMALLEST_MTU);
+        // Only on loopback is the interface all of the path.
+        let is_known = options.bind.is_loopback() && carries.is_some();
+        DatagramSizes { initial: if is_known { largest } else { SMALLEST_MTU }, largest }
     }
 }
 
-/// The congestion control to use between ranks of which one has `receive_buffer` bytes for the datagrams of `peers` others.
+/// The congestion control to use on `bind` between ranks of which one has `receive_buffer` bytes for the datagrams of `peers` others.
 ///
 /// # Errors
 /// `InvalidArgument` when a fixed window does not hold two datagrams: such a connection would never send one.
 pub(crate) fn effective_congestion(
     asked: Congestion,
+    bind: IpAddr,
     sizes: DatagramSizes,
     receive_buffer: u64,
     peers: usize,
 ) -> Result<Congestion> {
-    let Congestion::FixedWindow(bytes) = asked else { return Ok(asked) };
+    let bytes = match asked {
+        Congestion::FixedWindow(bytes) => bytes,
+        Congestion::Auto if bind.is_loopback() => LOOPBACK_WINDOW,
+        Congestion::Auto => return Ok(Congestion::Cubic),
+        other => return Ok(other),
+    };
     let datagram = u64::from(sizes.largest);
     if bytes <= 2 * datagram {
         return Err(Error::invalid(format!(
@@ -118,14 +126,6 @@ pub(crate) fn send_window(options: &QuicOptions, congestion: Congestion) -> u64 
     }
 }
 
-/// What the loopback interface carries in one UDP payload; `None` where the system does not say.
-fn loopback_mtu(ip: IpAddr) -> Option<u16> {
-    let interface: u32 = fs::read_to_string("/sys/class/net/lo/mtu").ok()?.trim().parse().ok()?;
-    let headers = if ip.is_ipv4() { 20 + 8 } else { 40 + 8 };
-    let payload = interface.saturating_sub(headers).min(u32::from(LARGEST_MTU));
-    u16::try_from(payload).ok()
-}
-
 #[cfg(test)]
 mod tests {
     use std::net::Ipv4Addr;
@@ -134,7 +134,8 @@ mod tests {
 
     #[test]
     fn a_path_of_unknown_size_starts_small() {
-        let mut options = QuicOptions { bind: Ipv4Addr::new(10, 0, 0, 1).into(), ..QuicOptions::default() };
+        // For documentation only (RFC 5737): no interface has it.
+        let mut options = QuicOptions { bind: Ipv4Addr::new(203, 0, 113, 1).into(), ..QuicOptions::default() };
         assert_eq!(DatagramSizes::choose(&options), DatagramSizes { initial: 1200, largest: 1452 });
         options.mtu = Some(8972);
         assert_eq!(DatagramSizes::choose(&options), DatagramSizes { initial: 1200, largest: 8972 });
@@ -143,10 +144,23 @@ mod tests {
     #[test]
     fn fixed_windows_share_the_receive_buffer() {
         let sizes = DatagramSizes { initial: 1200, largest: 1200 };
-        let effective = |bytes, peers| effective_congestion(Congestion::FixedWindow(bytes), sizes, 8 << 20, peers);
+        let bind = Ipv4Addr::LOCALHOST.into();
+        let effective =
+            |bytes, peers| effective_congestion(Congestion::FixedWindow(bytes), bind, sizes, 8 << 20, peers);
         assert_eq!(effective(2 << 20, 1).unwrap(), Congestion::FixedWindow(2 << 20));
         assert_eq!(effective(2 << 20, 4).unwrap(), Congestion::FixedWindow(1 << 20));
         assert!(matches!(effective(2400, 1), Err(Error::InvalidArgument(_))));
+    }
+
+    #[test]
+    fn only_loopback_has_a_fixed_window_unasked() {
+        let sizes = DatagramSizes { initial: 1200, largest: 1200 };
+        let effective = |bind: [u8; 4], peers| {
+            effective_congestion(Congestion::Auto, IpAddr::from(bind), sizes, 8 << 20, peers).unwrap()
+        };
+        assert_eq!(effective([127, 0, 0, 1], 1), Congestion::FixedWindow(2 << 20));
+        assert_eq!(effective([127, 0, 0, 1], 7), Congestion::FixedWindow((4 << 20) / 7));
+        assert_eq!(effective([10, 0, 0, 1], 1), Congestion::Cubic);
     }
 
     #[test]

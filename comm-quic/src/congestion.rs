@@ -16,6 +16,8 @@ use quinn::congestion::{BbrConfig, Controller, ControllerFactory, CubicConfig, N
 /// loopback and on links of one's own, and CUBIC or BBR elsewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Congestion {
+    /// A fixed window on loopback, CUBIC elsewhere.
+    Auto,
     /// CUBIC (RFC 9438), the usual one of TCP.
     Cubic,
     /// NewReno (RFC 9002, section 7).
@@ -34,7 +36,7 @@ impl Congestion {
         // then nothing is ever sent.
         let initial = 10 * u64::from(mtu);
         match self {
-            Congestion::Cubic => {
+            Congestion::Auto | Congestion::Cubic => {
                 let mut config = CubicConfig::default();
                 config.initial_window(initial);
                 Arc::new(config)
@@ -57,6 +59,7 @@ impl Congestion {
 impl fmt::Display for Congestion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Congestion::Auto => f.write_str("auto"),
             Congestion::Cubic => f.write_str("cubic"),
             Congestion::NewReno => f.write_str("newreno"),
             Congestion::Bbr => f.write_str("bbr"),
@@ -70,6 +73,7 @@ impl FromStr for Congestion {
 
     fn from_str(text: &str) -> Result<Self, Error> {
         match text {
+            "auto" => Ok(Congestion::Auto),
             "cubic" => Ok(Congestion::Cubic),
             "newreno" => Ok(Congestion::NewReno),
             "bbr" => Ok(Congestion::Bbr),
@@ -78,7 +82,9 @@ impl FromStr for Congestion {
                 .and_then(|bytes| bytes.parse().ok())
                 .map(Congestion::FixedWindow)
                 .ok_or_else(|| {
-                    Error::invalid(format!("congestion control {other:?}: use cubic, newreno, bbr or fixed:BYTES"))
+                    Error::invalid(format!(
+                        "congestion control {other:?}: use auto, cubic, newreno, bbr or fixed:BYTES"
+                    ))
                 }),
         }
     }
@@ -130,7 +136,13 @@ mod tests {
 
     #[test]
     fn a_name_reads_as_it_prints() {
-        for congestion in [Congestion::Cubic, Congestion::NewReno, Congestion::Bbr, Congestion::FixedWindow(2 << 20)] {
+        for congestion in [
+            Congestion::Auto,
+            Congestion::Cubic,
+            Congestion::NewReno,
+            Congestion::Bbr,
+            Congestion::FixedWindow(2 << 20),
+        ] {
             assert_eq!(congestion.to_string().parse::<Congestion>().unwrap(), congestion);
         }
         for wrong in ["", "Cubic", "fixed", "fixed:", "fixed:-1", "fixed:1e6"] {

@@ -43,7 +43,7 @@ pub(crate) fn connect(
 
     let sizes = DatagramSizes::choose(options);
     let smallest_buffer = ranks.iter().map(|rank| rank.receive_buffer).min().unwrap_or_default();
-    let congestion = effective_congestion(options.congestion, sizes, smallest_buffer, world_size - 1)?;
+    let congestion = effective_congestion(options.congestion, options.bind, sizes, smallest_buffer, world_size - 1)?;
 
     // The higher rank dials, so that each pair has one connection.
     let pins = Pins::new(ranks.iter().map(|other| other.fingerprint).enumerate().skip(rank + 1));

@@ -29,6 +29,14 @@ impl Job<'_> {
         matches!(self.work, Work::Send(_))
     }
 
+    /// Bytes that it has received so far.
+    pub(crate) fn received(&self) -> u64 {
+        match &self.work {
+            Work::Send(_) => 0,
+            Work::Receive(receiving) => receiving.received(),
+        }
+    }
+
     fn poll(&mut self, cx: &mut Waker<'_>, channels: &mut [Option<Channel>], operation: &str) -> Result<Step> {
         let context = Context { peer: self.peer, operation };
         let Some(Some(channel)) = channels.get_mut(self.peer) else {

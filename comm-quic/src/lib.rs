@@ -16,8 +16,8 @@
 //!
 //! # Settings that differ from quinn's own, and why
 //! - *Datagrams*: a datagram costs about the same whatever its size, so on loopback they are as large as the interface takes.
-//!   Elsewhere they start at 1,200 bytes, which every path carries, and grow by discovery to [`QuicOptions::mtu`] or to 1,452
-//!   bytes (Ethernet with IPv6). quinn hands up to ten datagrams to the kernel in one call (GSO); if together they are longer than
+//!   Elsewhere they start at 1,200 bytes, which every path carries, and grow by discovery to [`QuicOptions::mtu`] or
+//!   to what the interface carries (1,452 bytes where that is not known: Ethernet with IPv6). quinn hands up to ten datagrams to the kernel in one call (GSO); if together they are longer than
 //!   one UDP payload can be, the kernel refuses them and quinn takes them for sent, so the number is capped here.
 //! - *Congestion control*: see [`Congestion`]. A window smaller than two datagrams would stall a connection without an error, so
 //!   it is refused, and initial windows follow the datagram size.
@@ -34,6 +34,7 @@ mod config;
 mod congestion;
 mod connect;
 mod exchange;
+mod interface;
 mod message;
 mod options;
 mod path;

@@ -20,7 +20,7 @@ const PIECE: usize = 64 << 10;
 
 /// Bytes moved in a row before quinn's tasks and the other directions of an exchange get their turn: packets leave while the rest
 /// of a message is still being copied.
-const TURN: usize = 256 << 10;
+const TURN: usize = 512 << 10;
 
 /// A message with a payload of up to this many bytes is handed over in one piece with its header.
 const SMALL: usize = 1024;
@@ -134,11 +134,18 @@ pub(crate) struct Receiving<'a> {
     filled: usize,
     /// Bytes of the payload that are missing, once the header is complete.
     left: u64,
+    /// Bytes that came in all.
+    received: u64,
 }
 
 impl<'a> Receiving<'a> {
     pub(crate) fn new(sink: &'a mut dyn Sink) -> Self {
-        Receiving { sink, header: [0; HEADER_LEN], filled: 0, left: 0 }
+        Receiving { sink, header: [0; HEADER_LEN], filled: 0, left: 0, received: 0 }
+    }
+
+    /// Bytes that came so far.
+    pub(crate) fn received(&self) -> u64 {
+        self.received
     }
 
     pub(crate) fn poll(&mut self, cx: &mut Waker<'_>, channel: &mut Channel, context: Context<'_>) -> Result<Step> {
@@ -158,6 +165,7 @@ impl<'a> Receiving<'a> {
             let before = channel.rest.len();
             let is_complete = self.take(&mut channel.rest, &channel.name)?;
             moved += before - channel.rest.len();
+            self.received += (before - channel.rest.len()) as u64;
             if channel.rest.is_empty() {
                 // Not kept until the next read.
                 channel.rest = Bytes::new();

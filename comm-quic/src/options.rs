@@ -19,7 +19,8 @@ pub struct QuicOptions {
     /// Congestion control.
     pub congestion: Congestion,
     /// Largest datagram in bytes (UDP payload), from 1,200 to 65,507. On loopback it is used from the start, elsewhere it is the
-    /// end of path MTU discovery. `None`: what the loopback interface carries, 1,452 elsewhere.
+    /// end of path MTU discovery. `None`: what the interface that has the address `bind` carries, 1,452 where that is not known;
+    /// more than the interface carries is never tried.
     pub mtu: Option<u16>,
     /// Bytes of one lane that may arrive from one peer before this rank asks for them.
     pub stream_window: u32,
@@ -43,7 +44,7 @@ impl Default for QuicOptions {
         QuicOptions {
             bind: IpAddr::V4(Ipv4Addr::LOCALHOST),
             lanes: 2,
-            congestion: Congestion::FixedWindow(2 << 20),
+            congestion: Congestion::Auto,
             mtu: None,
             stream_window: 8 << 20,
             receive_window: 16 << 20,

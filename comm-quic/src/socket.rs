@@ -57,9 +57,8 @@ pub(crate) struct CountingSocket {
     sends: AtomicU64,
 }
 
-/// Buffers, of 64 KiB, that one call receives into. What they hold is copied again and decrypted, which is faster while it is in
-/// the cache; and the earlier messages are handed on, the sooner their sender goes on.
-const RECEIVE_BATCH: usize = 4;
+/// Buffers, of 64 KiB, that one call receives into: 512 KiB, which fits into the second cache of most cores. quinn has 32.
+const RECEIVE_BATCH: usize = 8;
 
 impl CountingSocket {
     /// Wraps `inner` for datagrams of up to `mtu` bytes.

@@ -1,5 +1,6 @@
 //! The transport itself.
 
+use std::cell::Cell;
 use std::future::Future;
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -102,25 +103,25 @@ impl QuicTransport {
         self.aborted.borrow().clone()
     }
 
-    /// Looks at some work with `poll` until it is done; false at the deadline. Returns when the up to `written` bytes that it has
+    /// Looks at some work with `poll` until it is done; false at the deadline. Returns when the up to `unsent` bytes that it has
     /// left to quinn are sent, as far as the windows allow; `leaves_work` says that they may not.
     fn drive(
         &self,
         spinner: &mut Spinner,
         deadline: Deadline,
-        written: u64,
+        unsent: &Cell<u64>,
         leaves_work: bool,
         poll: impl FnMut(&mut Waker<'_>) -> Result<Step>,
     ) -> Result<bool> {
         let work = async {
             let is_done = complete(spinner, deadline, self.aborted.subscribe(), poll).await?;
-            // quinn's tasks run while this one gives way. They are through when nothing leaves any more, unless it is another
-            // lane's.
-            let a_turn = BURST * u64::from(self.settings.sizes.initial);
-            for _ in 0..=written.min(self.settings.send_window) / a_turn + 1 {
+            // quinn's tasks run while this one gives way, and send a burst each time. They are through when nothing leaves any
+            // more, unless it is another lane's.
+            let burst = BURST * u64::from(self.settings.sizes.initial);
+            for _ in 0..unsent.get().min(self.settings.send_window).div_ceil(burst) {
                 let sends = self.socket.sends();
                 tokio::task::yield_now().await;
-                if written == 0 || sends == self.socket.sends() {
+                if sends == self.socket.sends() {
                     break;
                 }
             }
@@ -188,7 +189,7 @@ impl QuicTransport {
             }
         }
         let mut spinner = Spinner::new(Waiting::Park);
-        if self.drive(&mut spinner, deadline, 0, false, |cx| poll_farewells(&mut jobs, cx))? {
+        if self.drive(&mut spinner, deadline, &Cell::new(0), false, |cx| poll_farewells(&mut jobs, cx))? {
             return Ok(());
         }
         Err(self.timeout(operation, deadline, jobs.iter().filter(|job| !job.is_done).map(|job| job.peer)))
@@ -262,9 +263,18 @@ impl Transport for QuicTransport {
         }
         // A fixed window is all that quinn takes over, and may leave at once.
         let leaves_work = !outgoing.is_empty() && !matches!(self.settings.congestion, Congestion::FixedWindow(_));
-        let written = outgoing.iter().map(|message| HEADER_LEN as u64 + message.header.payload_len).sum();
+        let written: u64 = outgoing.iter().map(|message| HEADER_LEN as u64 + message.header.payload_len).sum();
+        let unsent = Cell::new(written);
+        // Long before the window is used up quinn grants more, which should not wait for the next exchange.
+        let credit = u64::from(self.settings.options.stream_window) / 16;
         let outcome = self
-            .drive(spinner, deadline, written, leaves_work, |cx| poll_all(&mut jobs, cx, channels, operation))
+            .drive(spinner, deadline, &unsent, leaves_work, |cx| {
+                let step = poll_all(&mut jobs, cx, channels, operation)?;
+                if step == Step::Done && jobs.iter().any(|job| job.received() >= credit) {
+                    unsent.set(written + 1);
+                }
+                Ok(step)
+            })
             .and_then(|is_done| {
                 let waiting_for = jobs.iter().filter(|job| !job.is_done).map(|job| job.peer);
                 if is_done { Ok(()) } else { Err(self.timeout(operation, deadline, waiting_for)) }

@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use crate::copy::copy;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::op::{Algorithm, Counts, Op, shard_range};
@@ -49,7 +50,7 @@ pub(super) fn run(op: &Op, rounds: &mut Rounds<'_>, data: Data<'_>) -> Result<()
     match *op {
         Op::AllReduce(reduce) => {
             if let Some(input) = input {
-                bytes.copy_from_slice(input);
+                copy(bytes, input);
             }
             all_reduce(rounds, layout, algorithm, weighted(layout, reduce, bytes), bytes, scratch)
         }
@@ -64,13 +65,13 @@ pub(super) fn run(op: &Op, rounds: &mut Rounds<'_>, data: Data<'_>) -> Result<()
                 let whole = scratch.copy_of(input);
                 let reduce = weighted(layout, reduce, whole);
                 reduce_scatter(rounds, layout, algorithm, reduce, whole, &mut inbox)?;
-                bytes.copy_from_slice(&whole[layout.shard(rank)]);
+                copy(bytes, &whole[layout.shard(rank)]);
                 Ok(())
             }
         },
         Op::AllGather => {
             if let Some(input) = input {
-                bytes[layout.shard(rank)].copy_from_slice(input);
+                copy(&mut bytes[layout.shard(rank)], input);
             }
             match algorithm {
                 Algorithm::Direct => direct_all_gather(rounds, layout, 0, bytes),
@@ -79,7 +80,7 @@ pub(super) fn run(op: &Op, rounds: &mut Rounds<'_>, data: Data<'_>) -> Result<()
         }
         Op::Reduce { root, op } if rank == root => {
             if let Some(input) = input {
-                bytes.copy_from_slice(input);
+                copy(bytes, input);
             }
             let op = weighted(layout, op, bytes);
             match algorithm {
@@ -107,7 +108,7 @@ pub(super) fn run(op: &Op, rounds: &mut Rounds<'_>, data: Data<'_>) -> Result<()
         }
         Op::Broadcast { root } => {
             if let Some(input) = input {
-                bytes.copy_from_slice(input);
+                copy(bytes, input);
             }
             match algorithm {
                 Algorithm::Tree => tree_broadcast(rounds, root, bytes),
@@ -120,14 +121,14 @@ pub(super) fn run(op: &Op, rounds: &mut Rounds<'_>, data: Data<'_>) -> Result<()
                 layout.others(rank).map(|to| Send { to, bytes: &whole[layout.shard(to)] }).collect();
             rounds.exchange(0, &sends, &mut [])?;
             if let Some(input) = input {
-                bytes.copy_from_slice(&input[layout.shard(rank)]);
+                copy(bytes, &input[layout.shard(rank)]);
             }
             Ok(())
         }
         Op::Scatter { root, .. } => rounds.exchange(0, &[], &mut [Receive { from: root, into: bytes, reduce: None }]),
         Op::Gather { root, .. } if rank == root => {
             if let Some(input) = input {
-                bytes[layout.shard(rank)].copy_from_slice(input);
+                copy(&mut bytes[layout.shard(rank)], input);
             }
             gather_in(rounds, layout, 0, root, bytes)
         }
@@ -484,7 +485,7 @@ fn all_to_all(
             own.len() / size
         ))
     })?;
-    place.copy_from_slice(own);
+    copy(place, own);
     let sends: Vec<Send<'_>> = layout.others(rank).map(|to| Send { to, bytes: &out[layout.shard(to)] }).collect();
     let (before, rest) = bytes.split_at_mut(slot(rank).start);
     let after = &mut rest[slot(rank).len()..];

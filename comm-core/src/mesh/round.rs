@@ -128,7 +128,7 @@ impl Sink for MessageSink<'_> {
         }
         match self.receive.reduce {
             None => {
-                self.receive.into[self.filled..self.filled + bytes.len()].copy_from_slice(bytes);
+                crate::copy(&mut self.receive.into[self.filled..self.filled + bytes.len()], bytes);
                 self.filled += bytes.len();
             }
             Some((dtype, op)) => self.reduce(dtype, op, bytes),

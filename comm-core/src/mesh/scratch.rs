@@ -22,7 +22,7 @@ impl Scratch {
     /// A copy of `bytes`.
     pub(super) fn copy_of(&mut self, bytes: &[u8]) -> &mut [u8] {
         let copy = self.bytes(bytes.len());
-        copy.copy_from_slice(bytes);
+        crate::copy(copy, bytes);
         copy
     }
 }

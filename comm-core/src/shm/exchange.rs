@@ -323,7 +323,7 @@ impl Receiving {
             let count = match message.sink.space() {
                 Some(space) if !space.is_empty() => {
                     let count = piece.len().min(space.len());
-                    space[..count].copy_from_slice(&piece[..count]);
+                    crate::copy(&mut space[..count], &piece[..count]);
                     message.sink.filled(count)?;
                     count
                 }

@@ -231,8 +231,8 @@ impl Producer {
         // is `capacity` bytes within the mapping. They are free: the consumer has given them back (acquired in `free`) and does not
         // look at them until the head is published. `bytes` is ordinary memory of this process, apart from the mapping.
         unsafe {
-            ptr::copy_nonoverlapping(bytes.as_ptr(), data.add(start), first);
-            ptr::copy_nonoverlapping(bytes.as_ptr().add(first), data, count - first);
+            copy_in(data.add(start), &bytes[..first]);
+            copy_in(data, &bytes[first..count]);
         }
         self.head += count as u64;
         count
@@ -363,4 +363,20 @@ fn memory_file() -> io::Result<File> {
         }
     }
     Err(error)
+}
+
+/// Copies in short blocks, for the reason that [`crate::copy()`] gives.
+///
+/// # Safety
+/// `to` is valid for writes of as many bytes as `from` has, which do not overlap them.
+unsafe fn copy_in(mut to: *mut u8, from: &[u8]) {
+    // Not known to the compiler, which would make one long copy of the loop.
+    let block = std::hint::black_box(1 << 10);
+    for from in from.chunks(block) {
+        // SAFETY: together the blocks are as long as what the caller vouches for.
+        unsafe {
+            ptr::copy_nonoverlapping(from.as_ptr(), to, from.len());
+            to = to.add(from.len());
+        }
+    }
 }

@@ -91,7 +91,10 @@ pub(crate) fn encode_part(buffer: &mut Vec<u8>, header: Option<&Header>, payload
         }
         None => buffer.extend_from_slice(&kind(MORE)),
     }
-    buffer.extend_from_slice(payload);
+    // In blocks, for the reason that `comm_core::copy` gives.
+    for block in payload.chunks(1 << 10) {
+        buffer.extend_from_slice(block);
+    }
 }
 
 pub(crate) fn credit(bytes: u64) -> Bytes {
