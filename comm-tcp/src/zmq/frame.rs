@@ -82,7 +82,7 @@ pub(crate) fn charge(first: bool, payload: usize) -> usize {
     (payload + if first { OVERHEAD } else { KIND_LEN }).max(LEAST_CHARGE)
 }
 
-/// Writes a part of a message into `buffer`, which is empty; the first one carries the header.
+/// Writes a part of a message at the end of `buffer`; the first one carries the header.
 pub(crate) fn encode_part(buffer: &mut Vec<u8>, header: Option<&Header>, payload: &[u8]) {
     match header {
         Some(header) => {
