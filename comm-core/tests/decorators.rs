@@ -53,7 +53,7 @@ fn traffic(ranks: usize, body: impl Fn(&Mesh<Counted<LocalTransport>>) + Sync) -
 #[test]
 fn a_ring_all_reduce_moves_the_textbook_bytes() {
     let (ranks, count) = (3, 10_007);
-    let traffic = traffic(ranks, |mesh| mesh.all_reduce(&mut vec![1f32; count], SUM).unwrap());
+    let traffic = traffic(ranks, |mesh| run(mesh, Op::AllReduce(SUM), DType::F32, count, Some(Algorithm::Ring)));
     let whole = 4 * count as u64;
     let shard = |index: usize| 4 * shard_range(count, ranks, index % ranks).len() as u64;
     for (rank, traffic) in traffic.iter().enumerate() {
