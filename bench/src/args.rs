@@ -41,7 +41,7 @@ pub(crate) struct Args {
     #[arg(long, value_delimiter = ',', default_value = "single,ps,sharded-ps,ring,ddp")]
     strategies: Vec<StrategyKind>,
     /// Transports, separated by commas.
-    #[arg(long, value_delimiter = ',', default_value = "local,tcp-raw,tcp,quic,nccl")]
+    #[arg(long, value_delimiter = ',', default_value = "local,shm,tcp-raw,tcp,quic,nccl")]
     transports: Vec<TransportKind>,
     /// Ranks of the matrix.
     #[arg(long, default_value_t = 2)]

@@ -53,8 +53,8 @@ fn every_strategy_over_every_transport_gives_a_row() {
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
     let rows = rows(&folder.path().join("results/results.jsonl"));
-    // `single` once, four strategies over five transports.
-    assert_eq!(rows.len(), 1 + 4 * 5, "{said}");
+    // `single` once, four strategies over six transports.
+    assert_eq!(rows.len(), 1 + 4 * 6, "{said}");
     for row in &rows {
         let name = format!("{} over {}", row["strategy"], row["transport"]);
         if row["transport"] == "nccl" {

@@ -1,8 +1,8 @@
 //! Interchangeable communication: one [`Communicator`] trait, collective algorithms written once for every byte
 //! [`Transport`], and the [control plane](control) that makes failures end in an error instead of a hang.
 //!
-//! - A [`Transport`] moves messages between ranks. This crate has [`local`] (threads of one process); others live in crates of
-//!   their own.
+//! - A [`Transport`] moves messages between ranks. This crate has [`local`] (threads of one process) and [`shm`] (processes of one
+//!   machine); others live in crates of their own.
 //! - [`Mesh`] turns any transport into a [`Communicator`]. Algorithm and order of reduction follow from (operation, type,
 //!   size, ranks), so results are bit-identical on every transport and on every rank.
 //! - [`control`] is the rendezvous, and the side channel over which ranks learn that one of them is gone.
@@ -11,25 +11,14 @@
 //! - [`conformance`] is the suite that every transport passes.
 //!
 //! ```
-//! use std::thread;
-//! use std::time::Duration;
+//! use comm_core::{CommunicatorExt, ReduceOp, local};
 //!
-//! use comm_core::{Communicator, CommunicatorExt, Mesh, MeshOptions, ReduceOp, local};
-//!
-//! let ranks: Vec<_> = local::group(3, 1)
-//!     .into_iter()
-//!     .map(|rank| thread::spawn(move || {
-//!         let mesh = Mesh::new(rank.transport, rank.control, MeshOptions::default());
-//!         let mut values = [1.0f32, 2.0];
-//!         mesh.all_reduce(&mut values, ReduceOp::Sum).unwrap();
-//!         // Without this, the end of the thread is a lost rank to the others.
-//!         mesh.finish(Duration::from_secs(10)).unwrap();
-//!         values
-//!     }))
-//!     .collect();
-//! for rank in ranks {
-//!     assert_eq!(rank.join().unwrap(), [3.0, 6.0]);
-//! }
+//! let sums = local::run(3, |comm| {
+//!     let mut values = [1.0f32, 2.0];
+//!     comm.all_reduce(&mut values, ReduceOp::Sum).unwrap();
+//!     values
+//! });
+//! assert_eq!(sums, [[3.0, 6.0]; 3]);
 //! ```
 
 #![deny(unsafe_code)]

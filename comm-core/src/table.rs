@@ -65,12 +65,12 @@ const ANY: usize = usize::MAX;
 
 /// Made from `bench collectives --tune` over shm, tcp-raw, tcp and quic, with 2 and 4 ranks on 2 cores. Beyond 8 ranks nothing was
 /// measured: there a long broadcast is scattered and gathered because that bounds what its root sends to twice the whole.
-const RULES: [Rule; 10] = [
+const RULES: [Rule; 9] = [
     // With two ranks one round of everything costs no more bytes than two rounds of halves.
     rule(OpKind::AllReduce, 2, 256 << 10, Algorithm::RecursiveDoubling),
-    rule(OpKind::AllReduce, 3, 4 << 10, Algorithm::Direct),
     rule(OpKind::AllReduce, ANY, 64 << 10, Algorithm::RecursiveDoubling),
     rule(OpKind::AllReduce, ANY, 4 << 20, Algorithm::HalvingDoubling),
+    // Numbers of ranks that are no power of two, and the 16-bit floats.
     rule(OpKind::AllReduce, ANY, 4 << 10, Algorithm::Direct),
     rule(OpKind::Reduce, ANY, 4 << 10, Algorithm::Direct),
     rule(OpKind::ReduceScatter, ANY, 4 << 10, Algorithm::Sharded),
@@ -92,7 +92,7 @@ impl Table {
         matching
             .map(|rule| rule.algorithm)
             .chain(last_resorts(kind).iter().copied())
-            .find(|algorithm| supports(*algorithm, kind, dtype, ranks))
+            .find(|algorithm| supports(*algorithm, kind, dtype, ranks) && !folds(*algorithm, ranks))
             .unwrap_or(Algorithm::Direct)
     }
 }
@@ -106,6 +106,12 @@ impl Default for Table {
 /// The fixed table's algorithm; see [`Table::choose`].
 pub fn choose(kind: OpKind, dtype: DType, count: usize, ranks: usize) -> Algorithm {
     Table::fixed().choose(kind, dtype, count, ranks)
+}
+
+/// Whether some ranks only hand their part to another and wait. A rank that has called something else may then keep all others
+/// waiting without ever being sent what would show it, so this runs only where it is asked for.
+fn folds(algorithm: Algorithm, ranks: usize) -> bool {
+    algorithm == Algorithm::RecursiveDoubling && !ranks.is_power_of_two()
 }
 
 /// What runs where no rule says otherwise, the preferred one first.

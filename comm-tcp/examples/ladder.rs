@@ -2,11 +2,11 @@
 //! are threads of this process.
 //!
 //! ```text
-//! cargo run --release -p comm-tcp --example ladder [-- CONGESTION_CONTROL [ROWS]]
+//! cargo run --release -p comm-tcp --example ladder [-- CONGESTION_CONTROL [ROWS [SEGMENTS]]]
 //! ```
 //!
 //! `CONGESTION_CONTROL` is a name that the kernel knows, or `-` for its default; `ROWS` a part of the names of the rows to
-//! measure. Rows take turns, so that a busy moment of the machine hits all of them; each figure is a median with the least and
+//! measure; `SEGMENTS` sizes of ZeroMQ's segments in bytes, separated by commas. Rows take turns, so that a busy moment of the machine hits all of them; each figure is a median with the least and
 //! the greatest of the rounds. CPU time is that of the whole process, so of both ends and of the threads behind them, for one
 //! GB that went from one end to the other. Figures of a debug build mean nothing.
 
@@ -38,6 +38,11 @@ struct Row {
 fn main() -> Result<()> {
     let congestion = std::env::args().nth(1).filter(|name| name != "-");
     let rows = std::env::args().nth(2).unwrap_or_default();
+    let segments = std::env::args().nth(3).unwrap_or(TcpOptions::default().segment.to_string());
+    let segments: Vec<usize> = segments
+        .split(',')
+        .map(|bytes| bytes.parse().map_err(|_| Error::invalid(format!("'{bytes}' is no segment size in bytes"))))
+        .collect::<Result<_>>()?;
     if cfg!(debug_assertions) {
         println!("This is a debug build: the figures mean nothing.");
     }
@@ -45,8 +50,8 @@ fn main() -> Result<()> {
     let threads: Vec<_> = ranks
         .into_iter()
         .map(|rank| {
-            let (congestion, rows) = (congestion.clone(), rows.clone());
-            std::thread::spawn(move || measure(&*rank.control, congestion, &rows))
+            let (congestion, rows, segments) = (congestion.clone(), rows.clone(), segments.clone());
+            std::thread::spawn(move || measure(&*rank.control, congestion, &rows, &segments))
         })
         .collect();
     for thread in threads {
@@ -55,21 +60,29 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-fn measure(control: &dyn Control, congestion: Option<String>, wanted: &str) -> Result<()> {
+fn measure(control: &dyn Control, congestion: Option<String>, wanted: &str, segments: &[usize]) -> Result<()> {
     let mut rows = Vec::new();
     for layer in ["tcp-raw", "tcp, no gate", "tcp"] {
-        for waiting in Waiting::ALL {
-            let name = format!("{layer}, {waiting}");
-            if name.contains(wanted) {
-                let gate = layer == "tcp";
-                let options =
-                    TcpOptions { lanes: 1, waiting, gate, congestion: congestion.clone(), ..TcpOptions::default() };
-                let transport: Arc<dyn Transport> = match layer {
-                    "tcp-raw" => Arc::new(RawTcpTransport::connect(control, &options, soon())?),
-                    _ => Arc::new(ZmqTransport::connect(control, &options, soon())?),
-                };
-                rows.push(Row { name, transport, rates: Vec::new(), efforts: Vec::new(), trips: Vec::new() });
+        // Plain TCP has none.
+        let segments = if layer == "tcp-raw" { &segments[..1] } else { segments };
+        for (waiting, segment) in
+            Waiting::ALL.into_iter().flat_map(|way| segments.iter().map(move |bytes| (way, *bytes)))
+        {
+            let mut name = format!("{layer}, {waiting}");
+            if segments.len() > 1 {
+                name += &format!(", {segment}");
             }
+            if !name.contains(wanted) {
+                continue;
+            }
+            let gate = layer == "tcp";
+            let congestion = congestion.clone();
+            let options = TcpOptions { lanes: 1, waiting, gate, congestion, segment, ..TcpOptions::default() };
+            let transport: Arc<dyn Transport> = match layer {
+                "tcp-raw" => Arc::new(RawTcpTransport::connect(control, &options, soon())?),
+                _ => Arc::new(ZmqTransport::connect(control, &options, soon())?),
+            };
+            rows.push(Row { name, transport, rates: Vec::new(), efforts: Vec::new(), trips: Vec::new() });
         }
     }
     for _ in 0..ROUNDS {
@@ -81,10 +94,10 @@ fn measure(control: &dyn Control, congestion: Option<String>, wanted: &str) -> R
         }
     }
     if control.rank() == 0 {
-        println!("{:24} {:>24} {:>24} {:>28}", "", "1 MiB one way, GB/s", "CPU s/GB", "8 B round trip, µs");
+        println!("{:32} {:>24} {:>24} {:>28}", "", "1 MiB one way, GB/s", "CPU s/GB", "8 B round trip, µs");
         for row in &mut rows {
             let Row { name, rates, efforts, trips, .. } = row;
-            println!("{name:24} {:>24} {:>24} {:>28}", spread(rates), spread(efforts), spread(trips));
+            println!("{name:32} {:>24} {:>24} {:>28}", spread(rates), spread(efforts), spread(trips));
         }
     }
     for row in &rows {

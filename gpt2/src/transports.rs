@@ -133,7 +133,7 @@ impl TransportOptions {
     /// `InvalidArgument` naming what is not understood and what would be.
     pub fn check(&self) -> Result<(), Error> {
         #[cfg(feature = "quic")]
-        quic(self)?;
+        quic_options(self)?;
         Ok(())
     }
 }
@@ -170,7 +170,7 @@ pub fn connect(kind: TransportKind, control: Arc<dyn Control>, options: &Transpo
         }
         #[cfg(feature = "quic")]
         TransportKind::Quic => {
-            let transport = comm_quic::QuicTransport::connect(&*control, &quic(options)?, deadline)?;
+            let transport = comm_quic::QuicTransport::connect(&*control, &quic_options(options)?, deadline)?;
             Ok(session(transport, control, options, 1))
         }
         kind => Err(Error::Unsupported {
@@ -195,8 +195,12 @@ fn tcp(options: &TransportOptions) -> comm_tcp::TcpOptions {
     }
 }
 
+/// QUIC's own settings.
+///
+/// # Errors
+/// `InvalidArgument` for a congestion control that there is not.
 #[cfg(feature = "quic")]
-fn quic(options: &TransportOptions) -> Result<comm_quic::QuicOptions, Error> {
+pub fn quic_options(options: &TransportOptions) -> Result<comm_quic::QuicOptions, Error> {
     let mut quic = comm_quic::QuicOptions {
         lanes: options.lanes,
         bind: options.bind,
@@ -210,7 +214,8 @@ fn quic(options: &TransportOptions) -> Result<comm_quic::QuicOptions, Error> {
     Ok(quic)
 }
 
-fn session<T: Transport>(
+/// The session of a rank over a connected transport, which may be one that is not in this list.
+pub fn session<T: Transport>(
     transport: T,
     control: Arc<dyn Control>,
     options: &TransportOptions,

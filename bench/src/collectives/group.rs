@@ -10,11 +10,12 @@ use std::time::Duration;
 
 use comm_core::Deadline;
 use comm_core::launch::{Launch, LaunchOutcome, Output};
-use gpt2::transports::{TransportKind, TransportOptions};
+use gpt2::transports::TransportOptions;
 use tempfile::TempDir;
 
 use super::protocol::{Command, Connection, Hello, Measure, Opened, Reply, Trouble};
 use super::rank::Task;
+use super::rung::Rung;
 use super::sys;
 
 /// How long ranks of ours may take to start and to connect all transports; libraries of the peers take seconds to load.
@@ -166,7 +167,7 @@ impl Group {
     /// Why they did not start.
     pub(crate) fn launch(
         name: &str,
-        transports: &[TransportKind],
+        transports: &[Rung],
         options: &TransportOptions,
         ranks: usize,
     ) -> Result<Self, String> {
@@ -178,7 +179,7 @@ impl Group {
             .and_then(|bytes| fs::write(&task_file, bytes))
             .map_err(|error| format!("{}: {error}", task_file.display()))?;
         let program = std::env::current_exe().map_err(|error| format!("where is this program? {error}"))?;
-        let processes = if transports == [TransportKind::Local] { 1 } else { ranks };
+        let processes = if transports == [Rung::LOCAL] { 1 } else { ranks };
         let mut launch = Launch::new(program, processes);
         launch.args = vec!["collectives-rank".into(), "--task".into(), task_file.into()];
         launch.output = Output::Captured;

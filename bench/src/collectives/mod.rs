@@ -16,6 +16,7 @@ mod protocol;
 mod rank;
 mod report;
 mod rounds;
+mod rung;
 mod stats;
 mod sys;
 mod tune;

@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use comm_core::{Algorithm, DType, Waiting};
 use gpt2::cli::MAX_RANKS_HERE;
-use gpt2::transports::{TransportKind, TransportOptions};
+use gpt2::transports::TransportOptions;
 
 use super::case::{Case, Operation, Place, Reduction, parse_dtype};
+use super::rung::Rung;
 use super::{congestion, data};
 use crate::BenchError;
 
@@ -56,7 +57,7 @@ pub(crate) struct CollectivesArgs {
     ops: Vec<Operation>,
     /// Transports, separated by commas. [default: all that this machine has]
     #[arg(long, value_delimiter = ',')]
-    transports: Vec<TransportKind>,
+    transports: Vec<Rung>,
     /// Ranks: processes, or threads for `local`.
     #[arg(long, default_value_t = 2)]
     ranks: usize,
@@ -121,7 +122,7 @@ pub(crate) struct CollectivesArgs {
 pub(crate) struct Settings {
     pub(crate) cases: Vec<Case>,
     pub(crate) places: Vec<Place>,
-    pub(crate) transports: Vec<TransportKind>,
+    pub(crate) transports: Vec<Rung>,
     pub(crate) options: TransportOptions,
     pub(crate) ranks: usize,
     pub(crate) iters: Option<u64>,
@@ -211,8 +212,7 @@ impl CollectivesArgs {
             ..TransportOptions::default()
         };
         options.check()?;
-        let transports =
-            if self.transports.is_empty() { TransportKind::ALL.to_vec() } else { distinct(&self.transports) };
+        let transports = if self.transports.is_empty() { Rung::all() } else { distinct(&self.transports) };
         Ok(Settings {
             cases: if self.one_way { self.messages() } else { self.collectives()? },
             // A message is in place or not as one likes to see it.

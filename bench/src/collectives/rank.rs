@@ -11,11 +11,12 @@ use comm_core::control::TcpControl;
 use comm_core::job::{self, Address, Job};
 use comm_core::{Control, Deadline};
 use gpt2::trainer::Session;
-use gpt2::transports::{self, TransportKind, TransportOptions};
+use gpt2::transports::{self, TransportOptions};
 use serde::{Deserialize, Serialize};
 
 use super::exec::{self, Memory};
 use super::protocol::{Command, Connection, Hello, Opened, Reply, Trouble};
+use super::rung::Rung;
 use crate::BenchError;
 
 /// One rank of a measurement of collectives, or all of them as threads.
@@ -32,14 +33,14 @@ pub(crate) struct Task {
     /// Where the program listens.
     pub(crate) socket: PathBuf,
     /// In the order in which they are opened.
-    pub(crate) transports: Vec<TransportKind>,
+    pub(crate) transports: Vec<Rung>,
     pub(crate) options: TransportOptions,
     pub(crate) ranks: usize,
 }
 
 /// A transport that this rank has opened, or why not.
 struct Member {
-    kind: TransportKind,
+    kind: Rung,
     session: Result<Session, String>,
 }
 
@@ -48,7 +49,7 @@ pub(crate) fn run_rank(args: &RankArgs) -> Result<ExitCode, BenchError> {
     job::die_with_parent()?;
     let task: Task = serde_json::from_slice(&fs::read(&args.task)?)
         .map_err(|error| format!("{}: not a task of this program: {error}", args.task.display()))?;
-    if task.transports == [TransportKind::Local] {
+    if task.transports == [Rung::LOCAL] {
         return run_threads(&task);
     }
     let job = Job::from_env()?.ok_or("this rank was not started by a launcher")?;
@@ -71,7 +72,7 @@ fn run_threads(task: &Task) -> Result<ExitCode, BenchError> {
             .into_iter()
             .enumerate()
             .map(|(rank, session)| {
-                let members = [Member { kind: TransportKind::Local, session: Ok(session) }];
+                let members = [Member { kind: Rung::LOCAL, session: Ok(session) }];
                 scope.spawn(move || serve(task, rank, &members, rank == 0))
             })
             .collect();
@@ -88,7 +89,7 @@ fn run_threads(task: &Task) -> Result<ExitCode, BenchError> {
 }
 
 /// Each transport has a control plane of its own, so that the failure of one is not that of the others.
-fn open(job: &Job, kind: TransportKind, options: &TransportOptions) -> Result<Session, BenchError> {
+fn open(job: &Job, kind: Rung, options: &TransportOptions) -> Result<Session, BenchError> {
     let mut job = job.clone();
     let Address::File(path) = &job.address else {
         return Err(format!("the ranks meet at {}, where only one transport can be opened", job.address).into());
@@ -97,7 +98,7 @@ fn open(job: &Job, kind: TransportKind, options: &TransportOptions) -> Result<Se
     job.id = format!("{}-{kind}", job.id);
     let deadline = Deadline::after(options.timeout);
     let control = TcpControl::connect(&job, &[("transport", kind.to_string())], deadline)?;
-    let session = transports::connect(kind, control.clone(), options).inspect_err(|error| control.poison(error))?;
+    let session = kind.connect(control.clone(), options).inspect_err(|error| control.poison(error))?;
     Ok(session)
 }
 

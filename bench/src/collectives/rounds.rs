@@ -9,7 +9,6 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use comm_core::Algorithm;
 use comm_core::launch::ending_signals;
 use comm_core::table::{choose, supports};
-use gpt2::transports::TransportKind;
 
 use super::case::{Case, Place};
 use super::congestion;
@@ -18,6 +17,7 @@ use super::options::Settings;
 use super::peers::{Peer, PeerSettings};
 use super::protocol::{Measure, Trouble};
 use super::report::{Comparison, Outcome, Rounds, Row};
+use super::rung::Rung;
 use super::stats::Ratio;
 use crate::BenchError;
 use crate::cell::Interrupted;
@@ -94,13 +94,12 @@ impl<'a> Bench<'a> {
         check_memory(settings)?;
         // Libraries of the peers take seconds to load: all at the same time.
         let peers = settings.peers.clone().map(|python| start_peers(python, settings));
-        let (there, missing): (Vec<TransportKind>, Vec<TransportKind>) =
+        let (there, missing): (Vec<Rung>, Vec<Rung>) =
             settings.transports.iter().partition(|kind| kind.missing().is_none());
         for kind in missing {
             bench.missing.push((kind.to_string(), kind.missing().unwrap_or_default()));
         }
-        let (threads, processes): (Vec<TransportKind>, Vec<TransportKind>) =
-            there.into_iter().partition(|kind| *kind == TransportKind::Local);
+        let (threads, processes): (Vec<Rung>, Vec<Rung>) = there.into_iter().partition(|kind| *kind == Rung::LOCAL);
         for (name, kinds) in [("threads", threads), ("processes", processes)] {
             if kinds.is_empty() {
                 continue;
@@ -310,7 +309,7 @@ impl<'a> Bench<'a> {
     /// A transport of ours beside every peer, and in `--one-way` beside plain TCP.
     fn comparisons(&self, index: usize, runs: &[Run]) -> Vec<Comparison> {
         let is_yardstick =
-            |target: &Target| target.is_peer || (self.settings.one_way && target.name == TransportKind::TcpRaw.name());
+            |target: &Target| target.is_peer || (self.settings.one_way && target.name == Rung::TCP_RAW.name());
         if self.targets[index].is_peer && !self.settings.one_way {
             return Vec::new();
         }

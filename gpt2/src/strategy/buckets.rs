@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use comm_core::{Call, Communicator, Handle, Op, ReduceOp};
+use comm_core::{Algorithm, Call, Communicator, Handle, Op, OpKind, ReduceOp, table};
 
 use super::{Clock, Layout, Strategy, StrategyOptions, Wire};
 
@@ -17,6 +17,8 @@ pub(super) struct Buckets {
     plan: Vec<Vec<usize>>,
     /// Whether a full bucket's all-reduce starts at once.
     overlap: bool,
+    /// `None` for the table's choice.
+    algorithm: Option<Algorithm>,
     /// Gradients that have come but not left.
     waiting: Vec<Option<Vec<f32>>>,
     /// All-reduces under way, by bucket.
@@ -24,10 +26,11 @@ pub(super) struct Buckets {
 }
 
 impl Buckets {
-    /// `ring`: everything in one buffer, reduced after the backward pass.
+    /// `ring`: everything in one buffer, reduced around the ring after the backward pass.
     pub(super) fn fused(comm: Arc<dyn Communicator>, layout: Layout, wire: Wire) -> Self {
         let plan = plan(&layout, usize::MAX);
-        Buckets::new(comm, layout, wire, plan, false)
+        let algorithm = ring(wire, comm.world_size());
+        Buckets { algorithm, ..Buckets::new(comm, layout, wire, plan, false) }
     }
 
     /// `ddp`: buckets that leave while the backward pass goes on.
@@ -38,7 +41,7 @@ impl Buckets {
 
     fn new(comm: Arc<dyn Communicator>, layout: Layout, wire: Wire, plan: Vec<Vec<usize>>, overlap: bool) -> Self {
         let (owned, waiting) = (layout.everything(), vec![None; layout.segments()]);
-        Buckets { comm, layout, wire, owned, plan, overlap, waiting, started: Vec::new() }
+        Buckets { comm, layout, wire, owned, plan, overlap, algorithm: None, waiting, started: Vec::new() }
     }
 
     /// Starts the buckets, in order, whose gradients have all come.
@@ -62,6 +65,7 @@ impl Buckets {
             } else {
                 Call::blocking(op, buffer)
             };
+            let call = Call { algorithm: self.algorithm, ..call };
             self.started.push(clock.start(&*self.comm, call));
         }
     }
@@ -101,6 +105,11 @@ impl Strategy for Buckets {
         // Every rank has computed the same.
         Ok(())
     }
+}
+
+/// The ring, where it can reduce the wire type: 16-bit gradients meet in one place, so that they are rounded once.
+pub(super) fn ring(wire: Wire, ranks: usize) -> Option<Algorithm> {
+    table::supports(Algorithm::Ring, OpKind::AllReduce, wire.dtype(), ranks).then_some(Algorithm::Ring)
 }
 
 /// Segments from last to first, in buckets that are closed once they hold `bucket_bytes` of f32.

@@ -8,9 +8,10 @@
 //! | `single` | 0 |
 //! | `ps` | (N−1)·S_p from the server; S_g from every worker |
 //! | `sharded-ps` | S_g − c_g(r), and (N−1)·c_p(r) |
-//! | `ring`, `ddp` | for each bucket what [`comm_core::table::payload_sent`] says: 2S(N−1)/N for a ring |
+//! | `ring` | 2·S_g(N−1)/N around the ring, to the element: 2·S_g − c_g(r) − c_g(r+1); a 16-bit wire as `ddp` |
+//! | `ddp` | for each bucket what [`comm_core::table::payload_sent`] says of the algorithm that is chosen for it |
 
-use comm_core::{Op, ReduceOp, shard_range, table};
+use comm_core::{Algorithm, Op, ReduceOp, shard_range, table};
 
 use super::{Layout, StrategyKind, StrategyOptions, width};
 
@@ -20,9 +21,12 @@ pub fn payload_sent(kind: StrategyKind, layout: &Layout, options: &StrategyOptio
     let total = layout.total() as u64;
     let (gradient, parameter) = (width(options.wire.dtype()), size_of::<f32>() as u64);
     // From the last segment to the first, an all-reduce each time that enough has come together, and one for the rest.
-    let all_reduce = |enough: usize| -> u64 {
-        let bytes =
-            |elements| table::payload_sent(&Op::AllReduce(ReduceOp::Mean), options.wire.dtype(), elements, ranks, rank);
+    let all_reduce = |enough: usize, algorithm: Option<Algorithm>| -> u64 {
+        let (op, dtype) = (Op::AllReduce(ReduceOp::Mean), options.wire.dtype());
+        let bytes = |elements| {
+            let chosen = algorithm.unwrap_or_else(|| table::choose(op.kind(), dtype, elements, ranks));
+            table::payload_sent_by(chosen, &op, dtype, elements, ranks, rank)
+        };
         let (mut sum, mut open) = (0, 0);
         for segment in (0..layout.segments()).rev() {
             open += layout.len(segment);
@@ -42,7 +46,7 @@ pub fn payload_sent(kind: StrategyKind, layout: &Layout, options: &StrategyOptio
             let shard = shard_range(layout.total(), ranks, rank).len() as u64;
             (total - shard) * gradient + others * shard * parameter
         }
-        StrategyKind::Ring => all_reduce(usize::MAX),
-        StrategyKind::Ddp => all_reduce(options.bucket_bytes),
+        StrategyKind::Ring => all_reduce(usize::MAX, super::buckets::ring(options.wire, ranks)),
+        StrategyKind::Ddp => all_reduce(options.bucket_bytes, None),
     }
 }
