@@ -7,11 +7,12 @@ use crate::buffer::{Buffer, HostBuffer, View, ViewMut};
 use crate::dtype::{Element, ReduceOp};
 use crate::error::{Error, Result};
 use crate::handle::{Failed, Handle};
-use crate::op::{BorrowedCall, Call, Counts, Mode, Op, shard_range};
+use crate::op::{BorrowedCall, Call, Counts, Elements, Mode, Op, check, shard_range};
 
 /// A group of ranks that run collectives together.
 ///
-/// All ranks of a communicator start the same collectives in the same order. After an error the whole job is poisoned: every
+/// All ranks of a communicator start the same collectives in the same order. Ranks that do not get `Mismatch`, which names both
+/// sides, as soon as a message shows it; where each only waits for others, the deadline ends the wait. After an error the whole job is poisoned: every
 /// operation on every rank fails with the first error.
 pub trait Communicator: Send + Sync {
     /// The backend's name as users write it: `tcp`, `quic`, `nccl`, ….
@@ -258,10 +259,11 @@ pub trait CommunicatorExt: Communicator {
     /// # Errors
     /// The operation's; `Mismatch` when a rank sends another number than is expected of it.
     fn all_to_all_v<T: Element>(&self, blocks: &[T], send: &[usize], receive: &[usize]) -> Result<Vec<T>> {
-        let mut received = vec![T::zeroed(); total_of(receive)?];
+        let counts = Counts::all_to_all(send, receive);
+        let mut received = self.room(Op::AllToAll, Some(blocks), Some(&counts), total_of(receive)?)?;
         let call = BorrowedCall::new(Op::AllToAll, ViewMut::of(&mut received))
             .out_of_place(View::of(blocks))
-            .with_counts(Counts::all_to_all(send, receive));
+            .with_counts(counts);
         self.run_borrowed(call)?;
         Ok(received)
     }
@@ -273,16 +275,23 @@ pub trait CommunicatorExt: Communicator {
     /// The operation's.
     #[doc(hidden)]
     fn divide<T: Element>(&self, op: Op, input: &[T], counts: Option<&[usize]>, length: usize) -> Result<Vec<T>> {
-        let mut output = vec![T::zeroed(); length];
+        let input = (!matches!(op, Op::Scatter { root, .. } if root != self.rank())).then_some(input);
+        let counts = counts.map(Counts::new);
+        let mut output = self.room(op, input, counts.as_ref(), length)?;
         let mut call = BorrowedCall::new(op, ViewMut::of(&mut output));
-        if !matches!(op, Op::Scatter { root, .. } if root != self.rank()) {
-            call = call.out_of_place(View::of(input));
-        }
-        if let Some(counts) = counts {
-            call = call.with_counts(Counts::new(counts));
-        }
+        call.input = input.map(View::of);
+        call.counts = counts;
         self.run_borrowed(call)?;
         Ok(output)
+    }
+
+    /// Memory for the result of an operation whose arguments make sense.
+    #[doc(hidden)]
+    fn room<T: Element>(&self, op: Op, input: Option<&[T]>, counts: Option<&Counts>, length: usize) -> Result<Vec<T>> {
+        let elements = |count: usize| Elements { dtype: T::DTYPE, count };
+        let input = input.map(|input| elements(input.len()));
+        check(&op, self.rank(), self.world_size(), elements(length), input, counts)?;
+        zeros(length)
     }
 
     /// Returns once every rank has called it.
@@ -307,7 +316,7 @@ pub trait CommunicatorExt: Communicator {
     /// # Errors
     /// The operation's.
     fn recv<T: Element>(&self, count: usize, from: usize) -> Result<Vec<T>> {
-        let mut values = vec![T::zeroed(); count];
+        let mut values = zeros(count)?;
         self.recv_into(&mut values, from)?;
         Ok(values)
     }
@@ -343,6 +352,15 @@ pub(crate) fn run_copied<C: Communicator + ?Sized>(communicator: &C, call: Borro
         }
         other => Err(Error::Internal(format!("{} gave another buffer back: {other:?}", communicator.name()))),
     }
+}
+
+/// So many zeros.
+fn zeros<T: Element>(count: usize) -> Result<Vec<T>> {
+    // A failure to allocate cannot be caught, but it can be seen coming.
+    Vec::<T>::new().try_reserve_exact(count).map_err(|_| {
+        Error::invalid(format!("a result of {count} elements of {}: there is not so much memory", T::DTYPE))
+    })?;
+    Ok(vec![T::zeroed(); count])
 }
 
 fn total_of(counts: &[usize]) -> Result<usize> {

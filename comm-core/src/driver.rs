@@ -45,6 +45,8 @@ struct Inner {
     changed: Condvar,
     /// The keeper has lain down for longer than [`GRACE`].
     keeper_naps: AtomicBool,
+    /// Somebody who left while others stayed has left work behind.
+    is_owed: AtomicBool,
 }
 
 struct State {
@@ -76,6 +78,7 @@ impl Driver {
             state: Mutex::new(State { left: Instant::now(), departures: 0, stopped: false }),
             changed: Condvar::new(),
             keeper_naps: AtomicBool::new(false),
+            is_owed: AtomicBool::new(false),
         });
         let keeper = inner.clone();
         thread::Builder::new().name(name.to_string()).spawn(move || keeper.keep()).map_err(failed)?;
@@ -193,6 +196,9 @@ impl<'a> Inside<'a> {
 impl Drop for Inside<'_> {
     fn drop(&mut self) {
         let inner = self.inner;
+        if self.leaves_work {
+            inner.is_owed.store(true, Ordering::SeqCst);
+        }
         if inner.inside.fetch_sub(1, Ordering::SeqCst) != 1 {
             return;
         }
@@ -201,7 +207,7 @@ impl Drop for Inside<'_> {
         state.departures += 1;
         drop(state);
         // A call to the kernel, so only where it may matter.
-        if self.leaves_work && inner.keeper_naps.load(Ordering::SeqCst) {
+        if inner.is_owed.swap(false, Ordering::SeqCst) && inner.keeper_naps.load(Ordering::SeqCst) {
             inner.changed.notify_one();
         }
     }

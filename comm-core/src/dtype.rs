@@ -130,7 +130,7 @@ pub enum ReduceOp {
     /// Π over ranks. Integers wrap; 16-bit floats are multiplied in f32 in rank order and rounded once.
     Prod,
     /// Σ over ranks of each rank's contribution times that rank's own factor, which may differ from rank to rank (NCCL's
-    /// `PreMulSum`). The product is rounded to the type before it is summed. For integers the factor must be whole, and the
+    /// `PreMulSum`). The factor is rounded to the type first (for 16-bit floats to f32), the product before it is summed. For integers the factor must be whole, and the
     /// product wraps.
     ScaledSum(Factor),
 }

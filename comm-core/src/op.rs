@@ -456,7 +456,7 @@ pub(crate) fn check(
     }
     if let Some(ReduceOp::ScaledSum(factor)) = op.reduce_op()
         && !buffer.dtype.is_float()
-        && (factor.value().fract() != 0.0 || factor.value().abs() > 2f64.powi(63))
+        && (factor.value().fract() != 0.0 || factor.value().abs() > 2f64.powi(64))
     {
         return Err(Error::invalid(format!(
             "{kind}: the factor {} of a scaled sum of {} must be a whole number",
@@ -549,6 +549,13 @@ pub(crate) fn check(
                     }
                     None => length("the longer of what is sent and received", buffer.count, send.max(receive))?,
                 }
+                let of_mine = |counts: &[usize]| counts.get(rank).copied().unwrap_or(0);
+                let (to_me, from_me) = (of_mine(counts.send()), of_mine(counts.receive()));
+                if to_me != from_me {
+                    return Err(Error::invalid(format!(
+                        "{kind} on rank {rank}: it sends {to_me} elements to itself and expects {from_me} from itself"
+                    )));
+                }
                 // Differs from rank to rank, so it is nothing to agree on.
                 0
             }
@@ -591,7 +598,9 @@ pub(crate) fn check(
         },
         Op::Recv { .. } => buffer.count,
     };
-    Ok(Shape { dtype: buffer.dtype, count })
+    // No element, no type.
+    let dtype = if kind == OpKind::Barrier { DType::U8 } else { buffer.dtype };
+    Ok(Shape { dtype, count })
 }
 
 fn check_counts(kind: OpKind, ranks: usize, counts: &Counts) -> Result<()> {

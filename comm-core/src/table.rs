@@ -1,12 +1,13 @@
 //! Which algorithm runs, and how many payload bytes it sends.
 //!
 //! The choice is a pure function of (operation, type, bytes, ranks, table). One fixed table serves all transports, so that results
-//! do not depend on the transport; [`TABLE`] names it, and ranks agree on the name at rendezvous. Another [`Table`] can be
+//! do not depend on the transport. A program has its ranks agree on [`Table::fingerprint`] at rendezvous. Another [`Table`] can be
 //! put into [`MeshOptions`](crate::MeshOptions): it may suit a network better, and gives up bit-identity with runs under this one.
 
 use std::borrow::Cow;
 
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
 use crate::dtype::DType;
 use crate::op::{Algorithm, Op, OpKind, shard_range};
@@ -36,7 +37,7 @@ pub const TABLE: &str = "2: recursive doubling, halving-doubling, ring; 16-bit t
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Table {
-    /// Ranks compare it before they start.
+    /// For people.
     pub name: Cow<'static, str>,
     /// The first that matches decides. An algorithm that cannot run an operation is passed over.
     pub rules: Cow<'static, [Rule]>,
@@ -83,6 +84,17 @@ impl Table {
     /// The table that is used unless another one is asked for.
     pub const fn fixed() -> Table {
         Table { name: Cow::Borrowed(TABLE), rules: Cow::Borrowed(&RULES), piece: 512 << 10 }
+    }
+
+    /// A number in hexadecimal that is another one for every other table: ranks with different tables would wait for messages
+    /// that never come.
+    pub fn fingerprint(&self) -> String {
+        let mut hash = Sha256::new();
+        hash.update(format!("{} {} ", self.name, self.piece));
+        for Rule { kind, ranks, bytes, algorithm } in self.rules.iter() {
+            hash.update(format!("{kind} {ranks} {bytes} {algorithm} "));
+        }
+        hash.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
     }
 
     /// The algorithm for an operation over `count` elements of `dtype` on `ranks` ranks.
@@ -160,11 +172,15 @@ pub fn payload_sent(op: &Op, dtype: DType, count: usize, ranks: usize, rank: usi
 /// | reduce-scatter | | S − cᵣ | S − cᵣ | |
 /// | all-gather | (N−1)·cᵣ | S − cᵣ₊₁ | | |
 /// | reduce | S unless root | S − cᵣ, and cᵣ unless root | as ring | |
-/// | scatter, gather | root: S − c_root; else cᵣ | | | |
+/// | scatter | S − cᵣ from the root | | | |
+/// | gather | cᵣ unless root | | | |
 /// | all-to-all | S − cᵣ | | | |
 /// | broadcast | | | | tree: S for each child; scatter-all-gather: S − cᵣ₊₁, and from the root S − c_root more |
 ///
 /// Barriers carry no payload. Summed over ranks, ring, sharded and halving-doubling all-reduce are the textbook 2S(N−1).
+///
+/// # Panics
+/// If there are no ranks, or more bytes than 64 bits count.
 pub fn payload_sent_by(algorithm: Algorithm, op: &Op, dtype: DType, count: usize, ranks: usize, rank: usize) -> u64 {
     let whole = (count * dtype.size()) as u64;
     let shard = |index: usize| (shard_range(count, ranks, index % ranks).len() * dtype.size()) as u64;
@@ -271,6 +287,18 @@ mod tests {
                     (0..ranks).map(|rank| payload_sent_by(algorithm, &op, DType::F32, count, ranks, rank)).sum();
                 assert_eq!(all, factor * 4 * count as u64 * (ranks as u64 - 1), "{op:?} by {algorithm} on {ranks}");
             }
+        }
+    }
+
+    #[test]
+    fn another_table_has_another_fingerprint() {
+        let fixed = Table::fixed();
+        for other in [
+            Table { piece: fixed.piece + 1, ..fixed.clone() },
+            Table { name: "another".into(), ..fixed.clone() },
+            Table { rules: fixed.rules[1..].to_vec().into(), ..fixed.clone() },
+        ] {
+            assert_ne!(other.fingerprint(), fixed.fingerprint());
         }
     }
 

@@ -13,7 +13,8 @@ fn main() -> ExitCode {
         suite("tcp", |control, options| ZmqTransport::connect(control, &options, soon())),
         suite("tcp-without-gate", |control, options| {
             ZmqTransport::connect(control, &TcpOptions { gate: false, ..options }, soon())
-        }),
+        })
+        .with_ranks(&[2, 3], &[2]),
         suite("tcp-raw", |control, options| RawTcpTransport::connect(control, &options, soon()))
             .with_crowd(64, &["all_reduce/f32/sum", "all_to_all/f32", "barrier/waits_for_the_last"]),
     ])

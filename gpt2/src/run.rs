@@ -94,7 +94,7 @@ pub fn run_rank(
 fn agreement(config: &TrainConfig, corpus: &Corpus, options: &RankOptions) -> Vec<(String, String)> {
     let mut items: Vec<(String, String)> = [
         ("program", format!("gpt2 {}", env!("CARGO_PKG_VERSION"))),
-        ("algorithms", comm_core::table::TABLE.to_string()),
+        ("algorithms", format!("{} ({})", comm_core::table::TABLE, comm_core::Table::fixed().fingerprint())),
         ("transport", options.transport.to_string()),
         ("lanes", options.options.lanes.to_string()),
         ("the text's hash (--data, --tokenizer)", corpus.hash_hex()),

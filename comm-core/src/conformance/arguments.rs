@@ -82,7 +82,13 @@ pub(super) fn add(cases: &mut Vec<Case>) {
         invalid(communicator.broadcast(&mut [0f32], ranks), "broadcast")?;
         invalid(communicator.scatter(&long, total, ranks), "scatter")?;
         invalid(communicator.send(&long, ranks), "send")?;
-        invalid(communicator.recv::<f32>(3, ranks), "recv")
+        invalid(communicator.recv::<f32>(3, ranks), "recv")?;
+        // Results that no memory holds.
+        invalid(communicator.recv::<f64>(usize::MAX, 0), "recv of everything")?;
+        invalid(communicator.all_gather(&[1u8], usize::MAX), "all_gather of everything")?;
+        invalid(communicator.gather(&[1u8], usize::MAX, rank), "gather of everything")?;
+        let counts = vec![usize::MAX / 2 / ranks; ranks];
+        invalid(communicator.all_gather_v(&[1u8], &counts), "all_gather_v of everything")
     });
 }
 

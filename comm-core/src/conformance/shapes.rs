@@ -248,6 +248,7 @@ fn refused(communicator: &Arc<dyn Communicator>) -> CaseResult {
         Call::blocking(Op::AllGather, buffer(ranks)).with_counts(Counts::all_to_all(vec![1; ranks], vec![1; ranks])),
         Call::blocking(Op::AllToAll, buffer(ranks)).with_counts(of(vec![1; ranks])),
         Call::blocking(Op::AllToAll, buffer(ranks)).out_of_place(buffer(2 * ranks)),
+        Call::blocking(Op::AllToAll, buffer(2 * ranks)).with_counts(Counts::all_to_all(vec![1; ranks], vec![2; ranks])),
         Call::blocking(Op::ReduceScatter(ReduceOp::Sum), buffer(2)).out_of_place(buffer(ranks)),
         Call::blocking(Op::Scatter { root: 0, total: ranks }, buffer(1)).with_counts(of(vec![2; ranks])),
     ];

@@ -87,7 +87,7 @@ pub(super) fn run(op: &Op, rounds: &mut Rounds<'_>, data: Data<'_>) -> Result<()
                 Algorithm::Direct => direct_reduce(rounds, layout, root, op, bytes, scratch),
                 _ => {
                     reduce_scatter(rounds, layout, algorithm, op, bytes, scratch)?;
-                    gather_in(rounds, layout, layout.ranks * layout.pieces(), root, bytes)
+                    gather_in(rounds, layout, layout.last_step(), root, bytes)
                 }
             }
         }
@@ -103,8 +103,7 @@ pub(super) fn run(op: &Op, rounds: &mut Rounds<'_>, data: Data<'_>) -> Result<()
                 return rounds.exchange(0, &[Send { to: root, bytes: work }], &mut []);
             }
             reduce_scatter(rounds, layout, algorithm, op, work, &mut inbox)?;
-            let step = layout.ranks * layout.pieces();
-            rounds.exchange(step, &[Send { to: root, bytes: &work[layout.shard(rank)] }], &mut [])
+            rounds.exchange(layout.last_step(), &[Send { to: root, bytes: &work[layout.shard(rank)] }], &mut [])
         }
         Op::Broadcast { root } => {
             if let Some(input) = input {
@@ -167,8 +166,8 @@ impl Layout<'_> {
     fn part(self, index: usize, piece: usize) -> Range<usize> {
         let shard = self.shard(index);
         let length = self.piece_bytes();
-        let start = shard.start + (piece * length).min(shard.len());
-        start..(start + length).min(shard.end)
+        let start = shard.start + piece.saturating_mul(length).min(shard.len());
+        start..shard.end.min(start.saturating_add(length))
     }
 
     /// Pieces of the longest shard, at least one.
@@ -178,6 +177,11 @@ impl Layout<'_> {
             None => self.shard(0).len(),
         };
         longest.div_ceil(self.piece_bytes()).max(1)
+    }
+
+    /// A step after all those of a ring.
+    fn last_step(self) -> usize {
+        (self.pieces() + 2 * self.ranks) * 2 * self.ranks
     }
 
     /// Whole elements.

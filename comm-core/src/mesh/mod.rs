@@ -394,7 +394,26 @@ impl<T: Transport> Core<T> {
             scratch: &mut scratch,
             piece: self.options.table.piece,
         };
-        algorithms::run(op, &mut rounds, data).map_err(|error| self.fail(error, &header.to_string()))
+        let watch = Watch { core: self, header: &header };
+        let outcome = algorithms::run(op, &mut rounds, data);
+        drop(watch);
+        scratch.tidy();
+        outcome.map_err(|error| self.fail(error, &header.to_string()))
+    }
+}
+
+/// Tells the other ranks if an operation panics: they would wait for it.
+struct Watch<'a, T: Transport> {
+    core: &'a Core<T>,
+    header: &'a Header,
+}
+
+impl<T: Transport> Drop for Watch<'_, T> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let error = Error::Internal(format!("{} panicked on rank {}", self.header, self.core.transport.rank()));
+            self.core.fail(error, "");
+        }
     }
 }
 

@@ -7,7 +7,17 @@ pub(super) struct Scratch {
     words: Vec<u64>,
 }
 
+/// More is given back after an operation: where so much is copied, fresh pages matter less than the memory.
+const KEPT: usize = 256 << 20;
+
 impl Scratch {
+    /// Gives back what is too much to keep.
+    pub(super) fn tidy(&mut self) {
+        if self.words.len() * size_of::<u64>() > KEPT {
+            self.words = Vec::new();
+        }
+    }
+
     /// `bytes` bytes of rubbish, aligned for every element type.
     pub(super) fn bytes(&mut self, bytes: usize) -> &mut [u8] {
         let words = bytes.div_ceil(size_of::<u64>());

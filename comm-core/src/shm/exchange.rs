@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use super::layout::{ALIGN, Layout};
 use super::sys::{Bell, Consumer, Producer, Segment, after_stores};
+use std::time::Duration;
+
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::header::{HEADER_LEN, Header};
@@ -27,6 +29,9 @@ const _: () = assert!(HEADER_LEN == ALIGN, "a header fills what a ring keeps tog
 
 /// Looks without a look at the clock. A look takes some nanoseconds, the clock some tens.
 const LOOKS: u32 = 16;
+
+/// After so long a sleeper looks by itself.
+const LONGEST_SLEEP: Duration = Duration::from_millis(100);
 
 /// What all lanes of a transport share.
 pub(super) struct Shared {
@@ -366,7 +371,8 @@ impl<'a> Pause<'a> {
             self.is_lying = false;
             let left = deadline.remaining();
             if !left.is_zero() {
-                self.bell.sleep(left);
+                // A peer interrupted between its message and its ring must not keep another's message waiting.
+                self.bell.sleep(left.min(LONGEST_SLEEP));
             }
             self.bell.get_up();
             return !left.is_zero();

@@ -81,7 +81,7 @@ impl ShmTransport {
         }
         sys::after_stores();
         for peer in self.shared.peers() {
-            (0..=self.lanes.len()).for_each(|bell| self.shared.segments[peer].bell(bell).ring());
+            (0..=self.lanes.len()).for_each(|bell| self.shared.segments[peer].bell(bell).ring_regardless());
         }
     }
 }
@@ -127,7 +127,7 @@ impl Transport for ShmTransport {
     fn abort(&self, error: &Error) {
         let _ = self.aborted.set(error.clone());
         sys::after_stores();
-        (0..=self.lanes.len()).for_each(|bell| self.shared.mine().bell(bell).ring());
+        (0..=self.lanes.len()).for_each(|bell| self.shared.mine().bell(bell).ring_regardless());
     }
 
     /// What was sent lies in the receivers' memory already, so this only waits for the others to close too.

@@ -155,9 +155,20 @@ impl Bell<'_> {
     /// Wakes whoever sleeps. What it shall see has been stored before, and [`after_stores`] was called.
     pub(super) fn ring(self) {
         if self.0.load(Ordering::Relaxed) != AWAKE && self.0.swap(AWAKE, Ordering::Relaxed) != AWAKE {
-            // SAFETY: the word lies in memory that stays mapped while `self` borrows it, and a futex wake does not write to it.
-            unsafe { libc::syscall(libc::SYS_futex, self.0.as_ptr(), libc::FUTEX_WAKE, libc::c_int::MAX) };
+            self.wake();
         }
+    }
+
+    /// As [`ring`](Bell::ring), whatever the bell says: a rank that was killed, or interrupted, within a ring of its own has left
+    /// it as if the sleeper were awake.
+    pub(super) fn ring_regardless(self) {
+        self.0.store(AWAKE, Ordering::Relaxed);
+        self.wake();
+    }
+
+    fn wake(self) {
+        // SAFETY: the word lies in memory that stays mapped while `self` borrows it, and a futex wake does not write to it.
+        unsafe { libc::syscall(libc::SYS_futex, self.0.as_ptr(), libc::FUTEX_WAKE, libc::c_int::MAX) };
     }
 }
 
