@@ -12,6 +12,7 @@ use crate::control::{Control, MAX_BLOB};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::header::Header;
+use crate::mesh::{Mesh, MeshOptions};
 use crate::transport::{Incoming, Outgoing, Transport};
 
 /// What one rank of a local job needs.
@@ -36,6 +37,34 @@ pub fn group(ranks: usize, lanes: usize) -> Vec<LocalRank> {
             transport: LocalTransport { fabric: fabric.clone(), rank, aborted: Mutex::new(None) },
         })
         .collect()
+}
+
+/// Runs `work` as every rank of a new local job, each in a thread of its own with a [`Mesh`] of two lanes, and gives what they
+/// return, in rank order. A rank that ends without [`finish`](crate::Communicator::finish) is lost to the others if they still
+/// wait for it.
+///
+/// ```
+/// use comm_core::{Communicator, CommunicatorExt, local};
+///
+/// let wholes = local::run(3, |comm| comm.all_gather(&[comm.rank() as i32], 3).unwrap());
+/// assert_eq!(wholes, [[0, 1, 2], [0, 1, 2], [0, 1, 2]]);
+/// ```
+///
+/// # Panics
+/// If `ranks` is zero, or `work` does.
+pub fn run<R: Send>(ranks: usize, work: impl Fn(&Mesh<LocalTransport>) -> R + Sync) -> Vec<R> {
+    let meshes: Vec<Mesh<LocalTransport>> = group(ranks, 2)
+        .into_iter()
+        .map(|rank| Mesh::new(rank.transport, rank.control, MeshOptions::default()))
+        .collect();
+    let work = &work;
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = meshes.iter().map(|mesh| scope.spawn(move || work(mesh))).collect();
+        let join = |thread: std::thread::ScopedJoinHandle<'_, R>| {
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
+        threads.into_iter().map(join).collect()
+    })
 }
 
 /// Moves messages through memory. A message is copied once, into the channel, and reduced or copied from there;

@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use burn::tensor::Device;
-use comm_core::{Call, Communicator, Completed, Handle, Op, ReduceOp, local};
+use comm_core::{BorrowedCall, Call, Communicator, Completed, Handle, Op, ReduceOp, local};
 use gpt2::config::Preset;
 use gpt2::corpus::{Corpus, CorpusSource};
 use gpt2::optim::{AdamWConfig, LearningRate};
@@ -183,6 +183,10 @@ impl Communicator for Broken {
             }
         }
         self.inner.start(call)
+    }
+
+    fn run_borrowed(&self, call: BorrowedCall<'_>) -> comm_core::Result<()> {
+        self.inner.run_borrowed(call)
     }
 
     fn split(&self, color: Option<u64>, key: i64) -> comm_core::Result<Option<Arc<dyn Communicator>>> {
