@@ -194,12 +194,13 @@ class Rank:
     def measure(self, command):
         key = [command[field] for field in ("operation", "dtype", "count", "reduction", "root", "place")]
         if key != self.key:
-            self.key, self.operation = None, None
+            self.key, self.operation, self.works = None, None, False
             self.operation = self.library.prepare(*key)
             self.key = key
         step, receipt = self.operation
         for _ in range(command["warmup"]):
             step()
+            self.works = True
         self.library.barrier()
         cpu, start = time.process_time_ns(), time.perf_counter_ns()
         for _ in range(command["iters"]):
@@ -215,7 +216,8 @@ class Rank:
             kind, why = "unsupported", str(reason)
         except Exception as error:
             # A type or reduction that the library refuses is refused on every rank, before anything is sent.
-            kind, why = "unsupported", f"{type(error).__name__}: {error}"
+            # What has worked before and then fails has lost its peers.
+            kind, why = "failed" if self.works else "unsupported", f"{type(error).__name__}: {error}"
         return {"ns": 0, "cpu_ns": 0, "error": {"kind": kind, "why": why[:500]}}
 
 

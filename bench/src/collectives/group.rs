@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Child;
@@ -74,7 +75,7 @@ impl Meeting {
     /// # Errors
     /// Why there can be none.
     pub(crate) fn new() -> Result<Self, String> {
-        let folder = tempfile::Builder::new().prefix("bench-").tempdir();
+        let folder = tempfile::Builder::new().prefix("bench-").permissions(fs::Permissions::from_mode(0o700)).tempdir();
         let folder = folder.map_err(|error| format!("no temporary folder: {error}"))?;
         let path = folder.path().join("socket");
         let listener = UnixListener::bind(&path).map_err(|error| format!("{}: {error}", path.display()))?;

@@ -67,7 +67,8 @@ pub(crate) struct CollectivesArgs {
     /// What ranks do while they wait: park, adaptive, busy.
     #[arg(long, default_value_t)]
     waiting: Waiting,
-    /// TCP congestion control of our own sockets, by its kernel name; see --namespace-congestion for everybody's.
+    /// TCP congestion control by its kernel name, on all sockets of tcp-raw and those that tcp's ranks accept; zeromq's dialling
+    /// sockets and the peers keep the kernel's default. See --namespace-congestion for everybody's.
     #[arg(long)]
     congestion: Option<String>,
     /// QUIC congestion control: cubic, newreno, bbr or fixed:BYTES.
