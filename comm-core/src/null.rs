@@ -237,7 +237,7 @@ struct Asked<'a> {
 /// Copies as much as both have.
 fn copy(into: &mut [u8], from: &[u8]) {
     let length = into.len().min(from.len());
-    into[..length].copy_from_slice(&from[..length]);
+    crate::copy(&mut into[..length], &from[..length]);
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use comm_core::null::NullCommunicator;
 use comm_core::{Control, Error};
 use gpt2::trainer::Session;
 use gpt2::transports::{self, TransportKind, TransportOptions};
@@ -14,6 +15,8 @@ use serde::{Deserialize, Serialize};
 pub(crate) enum Rung {
     /// One that training knows, too.
     Trained(TransportKind),
+    /// Nothing is sent: what the call itself costs, the floor of all others.
+    Null,
     /// QUIC without packet protection: what encryption costs. Needs the feature `unprotected`.
     QuicUnprotected,
 }
@@ -24,7 +27,8 @@ impl Rung {
 
     /// Every rung that this build has or could have, those that need nothing first.
     pub(crate) fn all() -> Vec<Rung> {
-        let mut all: Vec<Rung> = TransportKind::ALL.into_iter().map(Rung::Trained).collect();
+        let mut all = vec![Rung::Null];
+        all.extend(TransportKind::ALL.into_iter().map(Rung::Trained));
         if cfg!(feature = "unprotected") {
             all.push(Rung::QuicUnprotected);
         }
@@ -34,6 +38,7 @@ impl Rung {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Rung::Trained(kind) => kind.name(),
+            Rung::Null => "null",
             Rung::QuicUnprotected => "quic-unprotected",
         }
     }
@@ -42,6 +47,7 @@ impl Rung {
     pub(crate) fn missing(self) -> Option<String> {
         match self {
             Rung::Trained(kind) => kind.missing(),
+            Rung::Null => None,
             Rung::QuicUnprotected if cfg!(feature = "unprotected") => None,
             Rung::QuicUnprotected => {
                 Some("this build lacks the feature `unprotected`; build with --features unprotected".into())
@@ -53,6 +59,17 @@ impl Rung {
     pub(crate) fn connect(self, control: Arc<dyn Control>, options: &TransportOptions) -> Result<Session, Error> {
         match self {
             Rung::Trained(kind) => transports::connect(kind, control, options),
+            Rung::Null => {
+                let comm = NullCommunicator::new(control.rank(), control.world_size(), options.lanes)?;
+                Ok(Session {
+                    comm: Arc::new(comm),
+                    control,
+                    counters: None,
+                    facts: Vec::new(),
+                    timeout: options.timeout,
+                    ranks_in_process: 1,
+                })
+            }
             #[cfg(feature = "unprotected")]
             Rung::QuicUnprotected => {
                 let deadline = comm_core::Deadline::after(options.timeout);
@@ -81,6 +98,9 @@ impl FromStr for Rung {
     fn from_str(name: &str) -> Result<Self, String> {
         if name == Rung::QuicUnprotected.name() {
             return Ok(Rung::QuicUnprotected);
+        }
+        if name == Rung::Null.name() {
+            return Ok(Rung::Null);
         }
         name.parse().map(Rung::Trained)
     }
