@@ -105,10 +105,30 @@ impl<'a, L> Connecting<'a, L> {
         self.links.into_inner()
     }
 
-    /// The peers to whom some connection is missing.
+    /// The peers that are missing on the first lane on which one is: the lanes after it may not have begun.
     fn missing(&self) -> Vec<usize> {
         let links = self.links.borrow();
-        let lacks = |peer: usize| links.iter().any(|lane| lane.get(peer).is_some_and(Option::is_none));
-        (0..self.core.world_size).filter(|peer| *peer != self.core.rank && lacks(*peer)).collect()
+        let of_lane = |lane: &Vec<Option<L>>| -> Vec<usize> {
+            let holes = lane.iter().enumerate().filter(|(_, link)| link.is_none());
+            holes.map(|(peer, _)| peer).filter(|peer| *peer != self.core.rank).collect()
+        };
+        links.iter().map(of_lane).find(|missing| !missing.is_empty()).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whoever_is_connected_on_the_lane_under_way_is_not_missing() {
+        let core = Core::new(2, 4, 2);
+        let connecting = Connecting::new(&core);
+        connecting.store(0, 0, ());
+        assert_eq!(connecting.missing(), [1, 3]);
+        connecting.store(0, 1, ());
+        connecting.store(0, 3, ());
+        connecting.store(1, 1, ());
+        assert_eq!(connecting.missing(), [0, 3]);
     }
 }

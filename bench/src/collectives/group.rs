@@ -215,8 +215,10 @@ impl Group {
             Err(error) => {
                 let why = self.why(&error, deadline, request);
                 self.dead = Some(why.clone());
-                // Whoever is left reads the end of the connection and ends.
+                // Whoever is left of ours reads the end of the connection and ends. Peers may poll in an operation for ever, and
+                // would take the cores from those that are still measured.
                 self.connections.clear();
+                self.life.kill_programs();
                 Err(Trouble::Failed(why))
             }
         }
@@ -286,9 +288,9 @@ impl Life {
     }
 }
 
-impl Drop for Life {
-    fn drop(&mut self) {
-        // Ranks of ours die with this process.
+impl Life {
+    /// Ranks of ours die with this process.
+    fn kill_programs(&mut self) {
         if let Life::Programs { children, .. } = self {
             for child in children {
                 if matches!(child.try_wait(), Ok(None)) {
@@ -297,6 +299,12 @@ impl Drop for Life {
                 }
             }
         }
+    }
+}
+
+impl Drop for Life {
+    fn drop(&mut self) {
+        self.kill_programs();
     }
 }
 

@@ -92,7 +92,7 @@ pub(crate) struct CollectivesArgs {
     #[arg(long, default_value_t = 5)]
     rounds: usize,
     /// One-way throughput in messages of 1 MiB and round trips of 8 B between 2 ranks, instead of collectives.
-    #[arg(long, conflicts_with_all = ["ops", "minbytes", "maxbytes", "stepfactor", "stepbytes", "reductions", "datatypes"])]
+    #[arg(long, conflicts_with_all = ["ops", "minbytes", "maxbytes", "stepfactor", "stepbytes", "reductions", "datatypes", "algorithm", "root"])]
     one_way: bool,
     /// Measure Gloo (PyTorch) and Open MPI (mpi4py) in the same rounds.
     #[arg(long)]
