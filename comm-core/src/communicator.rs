@@ -334,7 +334,7 @@ impl<C: Communicator + ?Sized> CommunicatorExt for C {}
 
 /// Runs a call on copies of what it was lent.
 pub(crate) fn run_copied<C: Communicator + ?Sized>(communicator: &C, call: BorrowedCall<'_>) -> Result<()> {
-    let BorrowedCall { op, mut buffer, input, counts, algorithm, lane, timeout } = call;
+    let BorrowedCall { op, mut buffer, input, counts, algorithm, lane, timeout, label } = call;
     let owned = Call {
         op,
         buffer: Buffer::Host(HostBuffer::copy_of(View::from(&buffer))),
@@ -343,6 +343,7 @@ pub(crate) fn run_copied<C: Communicator + ?Sized>(communicator: &C, call: Borro
         algorithm,
         lane,
         timeout,
+        label,
         mode: Mode::Blocking,
     };
     match communicator.start(owned).wait().map_err(Failed::into_error)?.buffer {

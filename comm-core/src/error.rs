@@ -58,6 +58,22 @@ pub enum Error {
         theirs: String,
     },
 
+    /// A rank contributed a number that is none: NaN or an infinity. Found only where it is looked for
+    /// ([`MeshOptions::check_finite`](crate::MeshOptions::check_finite)).
+    #[error("rank {rank} contributed {value} to {operation}, at index {index}{}; look at what computed it", of_many(*count))]
+    NotFinite {
+        /// The rank whose contribution it is.
+        rank: usize,
+        /// The operation, with the label that its caller gave it.
+        operation: String,
+        /// Where in the rank's buffer the first one is, in elements.
+        index: usize,
+        /// What it is: `NaN`, `inf` or `-inf`.
+        value: String,
+        /// How many there are in this contribution.
+        count: usize,
+    },
+
     /// A rank gave up on purpose.
     #[error("rank {by} aborted the job: {reason}")]
     Aborted {
@@ -122,7 +138,7 @@ impl Error {
     /// The rank this error blames, if it blames one.
     pub fn culprit(&self) -> Option<usize> {
         match self {
-            Error::PeerLost { rank, .. } => Some(*rank),
+            Error::PeerLost { rank, .. } | Error::NotFinite { rank, .. } => Some(*rank),
             Error::Aborted { by, .. } => Some(*by),
             _ => None,
         }
@@ -143,6 +159,13 @@ impl Error {
             Error::Mismatch { rank, ours, peer, theirs } => {
                 Notice::Mismatch { rank: *rank, ours: ours.clone(), peer: *peer, theirs: theirs.clone() }
             }
+            Error::NotFinite { rank, operation, index, value, count } => Notice::NotFinite {
+                rank: *rank,
+                operation: operation.clone(),
+                index: *index,
+                value: value.clone(),
+                count: *count,
+            },
             Error::Aborted { by, reason } => Notice::Aborted { by: *by, reason: reason.clone() },
             other => Notice::Aborted { by: rank, reason: other.to_string() },
         }
@@ -156,6 +179,7 @@ pub enum Notice {
     PeerLost { rank: usize, operation: String, detail: String },
     Timeout { rank: usize, operation: String, waited: Duration, waiting_for: Vec<usize> },
     Mismatch { rank: usize, ours: String, peer: usize, theirs: String },
+    NotFinite { rank: usize, operation: String, index: usize, value: String, count: usize },
     Aborted { by: usize, reason: String },
 }
 
@@ -167,6 +191,9 @@ impl From<Notice> for Error {
                 Error::Timeout { rank, operation, waited, waiting_for }
             }
             Notice::Mismatch { rank, ours, peer, theirs } => Error::Mismatch { rank, ours, peer, theirs },
+            Notice::NotFinite { rank, operation, index, value, count } => {
+                Error::NotFinite { rank, operation, index, value, count }
+            }
             Notice::Aborted { by, reason } => Error::Aborted { by, reason },
         }
     }
@@ -174,6 +201,10 @@ impl From<Notice> for Error {
 
 fn during(operation: &str) -> String {
     if operation.is_empty() { String::new() } else { format!(" during {operation}") }
+}
+
+fn of_many(count: usize) -> String {
+    if count > 1 { format!(" and {} more", count - 1) } else { String::new() }
 }
 
 fn ranks(ranks: &[usize]) -> String {

@@ -60,6 +60,12 @@ struct Wire {
 
 const _: () = assert!(size_of::<Wire>() == HEADER_LEN);
 
+/// The step of the message by which a rank tells, in checked mode, what it is about to do.
+pub const CHECK: u32 = u32::MAX;
+
+/// As [`CHECK`], of the receiver of a send.
+pub const CHECK_RECEIVE: u32 = u32::MAX - 1;
+
 impl Header {
     /// The header as it travels: little-endian, fixed layout.
     pub fn encode(&self) -> [u8; HEADER_LEN] {
@@ -122,7 +128,9 @@ impl Header {
 
 impl fmt::Display for Header {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.kind)?;
+        // Both ends of a message carry the same kind, but only one of them says that it receives.
+        let kind = if self.step == CHECK_RECEIVE { OpKind::Recv } else { self.kind };
+        write!(f, "{kind}")?;
         if let Some(reduce) = self.reduce {
             write!(f, " {reduce}")?;
         }
@@ -133,11 +141,11 @@ impl fmt::Display for Header {
         if self.division > 1 {
             write!(f, " divided by the counts {:x}", self.division)?;
         }
-        write!(
-            f,
-            " ({}, number {} of communicator {:x}, message {}: {} B)",
-            self.algorithm, self.sequence, self.communicator, self.step, self.payload_len
-        )
+        write!(f, " ({}, number {} of communicator {:x}", self.algorithm, self.sequence, self.communicator)?;
+        if self.step < CHECK_RECEIVE {
+            write!(f, ", message {}: {} B", self.step, self.payload_len)?;
+        }
+        f.write_str(")")
     }
 }
 

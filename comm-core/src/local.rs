@@ -3,12 +3,13 @@
 //! [`group`] makes the ranks of a job: each gets a [`LocalTransport`] and a [`LocalControl`], to be moved to a thread of its own.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread;
 use std::time::Duration;
 
 use sha2::{Digest, Sha256};
 
-use crate::control::{Control, MAX_BLOB};
+use crate::control::{Activity, Control, MAX_BLOB, StallReport, abridged};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::header::Header;
@@ -320,7 +321,17 @@ struct HubState {
     first_round: u64,
     left: usize,
     is_gone: Vec<bool>,
+    /// By rank.
+    activities: Vec<Option<Weak<dyn Activity>>>,
+    stall_hooks: Vec<StallHook>,
+    /// Whether a thread looks after the activities.
+    is_watched: bool,
 }
+
+type StallHook = Arc<dyn Fn(&StallReport) + Send + Sync>;
+
+/// How often the activities of a group are looked at, if anybody wants to know.
+const LOOK: Duration = Duration::from_millis(100);
 
 struct Round {
     label: String,
@@ -344,6 +355,9 @@ impl Hub {
                 first_round: 0,
                 left: 0,
                 is_gone: vec![false; ranks],
+                activities: vec![None; ranks],
+                stall_hooks: Vec::new(),
+                is_watched: false,
             }),
             changed: Condvar::new(),
         }
@@ -361,6 +375,26 @@ impl Hub {
         for hook in hooks {
             hook(error);
         }
+    }
+
+    /// Looks whether an operation takes too long, and tells the hooks.
+    fn look_for_stalls(&self) {
+        let state = lock(&self.state);
+        if state.failure.is_some() {
+            return;
+        }
+        let activities: Vec<Option<Arc<dyn Activity>>> =
+            state.activities.iter().map(|activity| activity.as_ref().and_then(Weak::upgrade)).collect();
+        let hooks = state.stall_hooks.clone();
+        drop(state);
+        let overdue =
+            activities.iter().enumerate().find_map(|(rank, activity)| Some((rank, activity.as_ref()?.overdue()?)));
+        let Some((rank, stalled)) = overdue else { return };
+        let answers: Vec<_> =
+            activities.iter().map(|activity| activity.as_ref().map(|activity| abridged(activity.doing()))).collect();
+        let report = StallReport::new(rank, stalled, &answers);
+        activities.iter().flatten().for_each(|activity| activity.on_stall(&report));
+        hooks.iter().for_each(|hook| hook(&report));
     }
 
     /// Waits until `ready` gives something, the job fails or the deadline passes.
@@ -475,6 +509,28 @@ impl Control for LocalControl {
                 hook(&error);
             }
         }
+    }
+
+    fn watch(&self, activity: Weak<dyn Activity>) {
+        lock(&self.hub.state).activities[self.rank] = Some(activity);
+    }
+
+    fn on_stall(&self, hook: Box<dyn Fn(&StallReport) + Send + Sync>) {
+        let mut state = lock(&self.hub.state);
+        state.stall_hooks.push(hook.into());
+        if std::mem::replace(&mut state.is_watched, true) {
+            return;
+        }
+        let hub = Arc::downgrade(&self.hub);
+        let look = move || {
+            while let Some(hub) = hub.upgrade() {
+                hub.look_for_stalls();
+                drop(hub);
+                thread::sleep(LOOK);
+            }
+        };
+        // Without the thread there are no reports, which nothing depends on.
+        state.is_watched = thread::Builder::new().name("comm-watch".into()).spawn(look).is_ok();
     }
 
     fn leave(&self, deadline: Deadline) -> Result<()> {

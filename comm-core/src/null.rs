@@ -147,7 +147,7 @@ impl Communicator for NullCommunicator {
 
     fn start(&self, call: Call) -> Handle {
         let began = Instant::now();
-        let Call { op, mut buffer, input, counts, algorithm, lane, timeout: _, mode: _ } = call;
+        let Call { op, mut buffer, input, counts, algorithm, lane, timeout: _, label: _, mode: _ } = call;
         let elements = |buffer: &Buffer| Elements { dtype: buffer.dtype(), count: buffer.count() };
         let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
         let admitted = self.admit(&asked, elements(&buffer), input.as_ref().map(elements));
@@ -177,7 +177,7 @@ impl Communicator for NullCommunicator {
     }
 
     fn run_borrowed(&self, call: BorrowedCall<'_>) -> Result<()> {
-        let BorrowedCall { op, mut buffer, input, counts, algorithm, lane, timeout: _ } = call;
+        let BorrowedCall { op, mut buffer, input, counts, algorithm, lane, timeout: _, label: _ } = call;
         let elements = |view: View<'_>| Elements { dtype: view.dtype(), count: view.count() };
         let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
         self.admit(&asked, elements(View::from(&buffer)), input.map(elements))?;

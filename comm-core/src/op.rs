@@ -334,6 +334,8 @@ pub struct Call {
     pub lane: usize,
     /// How long it may take from its start, a communicator's default if `None`.
     pub timeout: Option<Duration>,
+    /// What the caller calls it, for errors and reports: "bucket 3", for instance.
+    pub label: Option<Arc<str>>,
     /// Where it runs.
     pub mode: Mode,
 }
@@ -341,7 +343,17 @@ pub struct Call {
 impl Call {
     /// A call that runs in the caller's thread on lane 0, in place.
     pub fn blocking(op: Op, buffer: Buffer) -> Self {
-        Call { op, buffer, input: None, counts: None, algorithm: None, lane: 0, timeout: None, mode: Mode::Blocking }
+        Call {
+            op,
+            buffer,
+            input: None,
+            counts: None,
+            algorithm: None,
+            lane: 0,
+            timeout: None,
+            label: None,
+            mode: Mode::Blocking,
+        }
     }
 
     /// A call that runs beside the caller on `lane`, in place.
@@ -378,6 +390,12 @@ impl Call {
     pub fn with_timeout(self, timeout: Duration) -> Self {
         Call { timeout: Some(timeout), ..self }
     }
+
+    /// The same with a name for errors and reports.
+    #[must_use]
+    pub fn labelled(self, label: impl Into<Arc<str>>) -> Self {
+        Call { label: Some(label.into()), ..self }
+    }
 }
 
 /// A blocking operation on memory that its caller lends. The fields are those of [`Call`].
@@ -391,12 +409,13 @@ pub struct BorrowedCall<'a> {
     pub algorithm: Option<Algorithm>,
     pub lane: usize,
     pub timeout: Option<Duration>,
+    pub label: Option<Arc<str>>,
 }
 
 impl<'a> BorrowedCall<'a> {
     /// A call on lane 0, in place.
     pub fn new(op: Op, buffer: ViewMut<'a>) -> Self {
-        BorrowedCall { op, buffer, input: None, counts: None, algorithm: None, lane: 0, timeout: None }
+        BorrowedCall { op, buffer, input: None, counts: None, algorithm: None, lane: 0, timeout: None, label: None }
     }
 
     /// The same out of place.
@@ -409,6 +428,12 @@ impl<'a> BorrowedCall<'a> {
     #[must_use]
     pub fn with_counts(self, counts: Counts) -> Self {
         BorrowedCall { counts: Some(counts), ..self }
+    }
+
+    /// The same with a name for errors and reports.
+    #[must_use]
+    pub fn labelled(self, label: impl Into<Arc<str>>) -> Self {
+        BorrowedCall { label: Some(label.into()), ..self }
     }
 }
 

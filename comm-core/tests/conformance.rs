@@ -33,6 +33,19 @@ fn main() -> ExitCode {
         })
         .with_ranks(&[2, 3], &[2])
         .without("root_of_broadcast", "two roots fill a ring each and only give up at the deadline"),
+        Suite::of_threads("checked-local", |ranks| {
+            let options = MeshOptions::default().with_checked(true).with_check_finite(true);
+            let connector = |rank: local::LocalRank| -> Connector {
+                let options = options.clone();
+                Box::new(
+                    move || Ok(Arc::new(Mesh::new(rank.transport, rank.control, options)) as Arc<dyn Communicator>),
+                )
+            };
+            Ok(local::group(ranks, 3).into_iter().map(connector).collect())
+        })
+        // Two ranks that wait for each other's message, as some cases have them, are a mismatch here.
+        .with_ranks(&[3], &[])
+        .without("nan/", "its operands are what the check refuses"),
         Suite::new("sockets", |control, lanes| {
             let transport = Sockets::connect(&*control, lanes)?;
             Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())))

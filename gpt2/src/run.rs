@@ -68,7 +68,7 @@ pub fn run_threads(
     first.unwrap_or_else(|| Err(Error::invalid("a job needs at least one rank").into()))
 }
 
-/// Runs this process's rank of `job`. `observer` is only used on rank 0.
+/// Runs this process's rank of `job`. `observer` is only used on rank 0, which also writes stall reports to standard error.
 ///
 /// # Errors
 /// See [`TrainError`].
@@ -82,7 +82,11 @@ pub fn run_rank(
 ) -> Result<Summary, TrainError> {
     let agreement = agreement(config, corpus, options);
     let agreement: Vec<(&str, String)> = agreement.iter().map(|(name, value)| (name.as_str(), value.clone())).collect();
-    let control = TcpControl::connect(job, &agreement, Deadline::after(options.options.timeout))?;
+    let deadline = Deadline::after(options.options.timeout);
+    let control = TcpControl::connect_with(job, &agreement, options.options.control(), deadline)?;
+    if job.rank == 0 {
+        control.on_stall(Box::new(|report| eprintln!("stall: {report}")));
+    }
     let session = transports::connect(options.transport, control.clone(), &options.options).inspect_err(|error| {
         control.poison(error);
     })?;
@@ -97,6 +101,7 @@ fn agreement(config: &TrainConfig, corpus: &Corpus, options: &RankOptions) -> Ve
         ("algorithms", format!("{} ({})", comm_core::table::TABLE, comm_core::Table::fixed().fingerprint())),
         ("transport", options.transport.to_string()),
         ("lanes", options.options.lanes.to_string()),
+        ("checked", options.options.checked.to_string()),
         ("the text's hash (--data, --tokenizer)", corpus.hash_hex()),
     ]
     .map(|(name, value)| (name.to_string(), value))

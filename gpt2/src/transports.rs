@@ -6,6 +6,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use comm_core::control::TcpOptions;
 use comm_core::counted::Counted;
 use comm_core::{Communicator, Control, Deadline, Error, Mesh, MeshOptions, Transport, Waiting, local, shm};
 use serde::{Deserialize, Serialize};
@@ -106,6 +107,16 @@ pub struct TransportOptions {
     pub mtu: Option<u16>,
     /// Whether a gate stands between the network and ZeroMQ's parser.
     pub gate: bool,
+    /// How often ranks give each other a sign of life over the control plane.
+    pub heartbeat: Duration,
+    /// How long a rank may give none before it counts as lost. A process that ends is noticed at once.
+    pub liveness: Duration,
+    /// After how long an operation that goes on is reported, with the ranks that hold it up.
+    pub stall_after: Duration,
+    /// Whether ranks compare their calls before every operation.
+    pub checked: bool,
+    /// Whether contributions are searched for NaN and infinities.
+    pub check_finite: bool,
     /// Whether messages and bytes are counted, which costs a lock and a look-up an exchange.
     pub counted: bool,
 }
@@ -121,17 +132,33 @@ impl Default for TransportOptions {
             quic_congestion: None,
             mtu: None,
             gate: true,
+            heartbeat: TcpOptions::default().heartbeat,
+            liveness: TcpOptions::default().liveness,
+            stall_after: MeshOptions::default().stall_after,
+            checked: false,
+            check_finite: false,
             counted: true,
         }
     }
 }
 
 impl TransportOptions {
-    /// Whether every name among the settings means something to this build.
+    /// Intervals of the control plane.
+    pub fn control(&self) -> TcpOptions {
+        TcpOptions { heartbeat: self.heartbeat, liveness: self.liveness, ..TcpOptions::default() }
+    }
+
+    /// Whether the settings make sense, and every name among them means something to this build.
     ///
     /// # Errors
-    /// `InvalidArgument` naming what is not understood and what would be.
+    /// `InvalidArgument` naming what makes no sense and what would.
     pub fn check(&self) -> Result<(), Error> {
+        if self.heartbeat.is_zero() || self.liveness < 2 * self.heartbeat {
+            return Err(Error::invalid(format!(
+                "a liveness bound of {:?} must be at least twice the heartbeat of {:?}, which is above zero",
+                self.liveness, self.heartbeat
+            )));
+        }
         #[cfg(feature = "quic")]
         quic_options(self)?;
         Ok(())
@@ -222,7 +249,11 @@ pub fn session<T: Transport>(
     ranks_in_process: usize,
 ) -> Session {
     let facts = transport.facts();
-    let mesh = MeshOptions::default().with_timeout(options.timeout);
+    let mesh = MeshOptions::default()
+        .with_timeout(options.timeout)
+        .with_stall_after(options.stall_after)
+        .with_checked(options.checked)
+        .with_check_finite(options.check_finite);
     let (comm, counters): (Arc<dyn Communicator>, _) = if options.counted {
         let (transport, counters) = Counted::new(transport);
         (Arc::new(Mesh::new(transport, control.clone(), mesh)), Some(counters))

@@ -17,6 +17,7 @@ mod rank;
 mod report;
 mod rounds;
 mod rung;
+mod safety;
 mod stats;
 mod sys;
 mod tune;
@@ -114,7 +115,11 @@ pub(crate) fn run(args: &CollectivesArgs) -> Result<ExitCode, BenchError> {
 
 /// What nccl-tests says at its end, the comparisons, and whether all is well.
 fn conclude(settings: &Settings, rows: &[Row], note: &dyn Fn(&str)) -> ExitCode {
-    if let Some(ratios) = report::ratios(rows).filter(|_| !settings.one_way) {
+    if settings.safety {
+        note("#\n# time with / time without: median over rounds (least-most)");
+        note(&safety::prices(rows));
+        note(&safety::headers());
+    } else if let Some(ratios) = report::ratios(rows).filter(|_| !settings.one_way) {
         note("#\n# time here / time there: median over rounds (least-most); below 1 this transport is faster");
         note(&ratios);
     }

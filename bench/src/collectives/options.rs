@@ -94,6 +94,10 @@ pub(crate) struct CollectivesArgs {
     /// One-way throughput in messages of 1 MiB and round trips of 8 B between 2 ranks, instead of collectives.
     #[arg(long, conflicts_with_all = ["ops", "minbytes", "maxbytes", "stepfactor", "stepbytes", "reductions", "datatypes", "algorithm", "root"])]
     one_way: bool,
+    /// What each precaution costs: heartbeats, the gate before ZeroMQ, encryption, calls compared before every operation, the search
+    /// for NaN; each as the ratio of the times with and without it.
+    #[arg(long, conflicts_with_all = ["one_way", "tune", "peers", "transports", "no_gate"])]
+    safety: bool,
     /// Measure Gloo (PyTorch) and Open MPI (mpi4py) in the same rounds.
     #[arg(long)]
     peers: bool,
@@ -132,6 +136,7 @@ pub(crate) struct Settings {
     pub(crate) rounds: usize,
     pub(crate) one_way: bool,
     pub(crate) tune: bool,
+    pub(crate) safety: bool,
     pub(crate) algorithm: Option<Algorithm>,
     pub(crate) peers: Option<PathBuf>,
     pub(crate) namespace_congestion: Option<String>,
@@ -213,11 +218,15 @@ impl CollectivesArgs {
             ..TransportOptions::default()
         };
         options.check()?;
-        let transports = if self.transports.is_empty() { Rung::all() } else { distinct(&self.transports) };
+        let transports = match &self.transports[..] {
+            [] if self.safety => Rung::of_safety(),
+            [] => Rung::all(),
+            named => distinct(named),
+        };
         Ok(Settings {
             cases: if self.one_way { self.messages() } else { self.collectives()? },
             // A message is in place or not as one likes to see it.
-            places: if self.one_way || self.tune { vec![Place::InPlace] } else { Place::BOTH.to_vec() },
+            places: if self.one_way || self.tune || self.safety { vec![Place::InPlace] } else { Place::BOTH.to_vec() },
             transports,
             options,
             ranks: self.ranks,
@@ -227,6 +236,7 @@ impl CollectivesArgs {
             rounds: self.rounds,
             one_way: self.one_way,
             tune: self.tune,
+            safety: self.safety,
             algorithm: self.algorithm,
             peers: self.peers.then(|| self.peer_python.clone()),
             namespace_congestion: self.namespace_congestion.clone(),

@@ -96,9 +96,10 @@ fn open(job: &Job, kind: Rung, options: &TransportOptions) -> Result<Session, Be
     };
     job.address = Address::File(path.with_file_name(format!("address-{kind}")));
     job.id = format!("{}-{kind}", job.id);
+    let options = kind.options(options);
     let deadline = Deadline::after(options.timeout);
-    let control = TcpControl::connect(&job, &[("transport", kind.to_string())], deadline)?;
-    let session = kind.connect(control.clone(), options).inspect_err(|error| control.poison(error))?;
+    let control = TcpControl::connect_with(&job, &[("transport", kind.to_string())], options.control(), deadline)?;
+    let session = kind.connect(control.clone(), &options).inspect_err(|error| control.poison(error))?;
     Ok(session)
 }
 

@@ -299,7 +299,10 @@ impl<'a> Bench<'a> {
             in_place: outcome(Place::InPlace),
             ratios: if settings.tune { Vec::new() } else { self.comparisons(first.target, runs) },
             transport_facts: target.facts.clone(),
-            options: (!target.is_peer).then(|| settings.options.clone()),
+            options: (!target.is_peer).then(|| match target.name.parse::<Rung>() {
+                Ok(rung) => rung.options(&settings.options),
+                Err(_) => settings.options.clone(),
+            }),
             environment: self.environment.clone(),
             tcp_congestion_in_use: self.tcp_congestion_in_use.clone(),
             namespace_congestion: settings.namespace_congestion.clone(),
@@ -308,8 +311,16 @@ impl<'a> Bench<'a> {
 
     /// A transport of ours beside every peer, and in `--one-way` beside plain TCP.
     fn comparisons(&self, index: usize, runs: &[Run]) -> Vec<Comparison> {
-        let is_yardstick =
-            |target: &Target| target.is_peer || (self.settings.one_way && target.name == Rung::TCP_RAW.name());
+        let rung = self.targets[index].name.parse::<Rung>();
+        let without: Vec<String> = match rung {
+            Ok(rung) if self.settings.safety => rung.precautions().iter().map(|(_, without)| without.name()).collect(),
+            _ => Vec::new(),
+        };
+        let is_yardstick = |target: &Target| {
+            target.is_peer
+                || (self.settings.one_way && target.name == Rung::TCP_RAW.name())
+                || without.contains(&target.name)
+        };
         if self.targets[index].is_peer && !self.settings.one_way {
             return Vec::new();
         }

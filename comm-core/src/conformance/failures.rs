@@ -277,6 +277,7 @@ fn add_aborts(cases: &mut Vec<Case>) {
         let error = failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), PATIENCE))?;
         check_aborted(&error, 0, "in the child")
     }));
+    cases.push(Case::fresh("abort/two_communicators_in_flight", 2, two_in_flight));
     cases.push(Case::fresh("abort/by_all_at_once", 1, |communicator| {
         let began = Instant::now();
         aborts_at_once(communicator, "everyone")?;
@@ -344,6 +345,32 @@ fn everything_later_fails(communicator: &Arc<dyn Communicator>) -> CaseResult {
     match communicator.finish(PATIENCE) {
         Ok(()) => return failed("finish reported nothing of the abort"),
         Err(error) => check_aborted(&error, 0, "over")?,
+    }
+    on_time(began)
+}
+
+/// Operations of a communicator and of one that was split off it are under way on lanes of their own when two threads abort both.
+fn two_in_flight(communicator: &Arc<dyn Communicator>) -> CaseResult {
+    let (rank, ranks, lanes) = (communicator.rank(), communicator.world_size(), communicator.lanes());
+    let Some(child) = communicator.split(Some(0), 0)? else {
+        return failed("split gave no communicator");
+    };
+    let began = Instant::now();
+    let from = (rank + ranks - 1) % ranks;
+    let receive = |within: &Arc<dyn Communicator>, lane: usize| {
+        within.start(call(Op::Recv { from }, Buffer::from_vec(vec![0f32; 1000]), lane, Mode::Background))
+    };
+    let handles = [receive(communicator, 0), receive(&child, lanes - 1)];
+    if rank == 0 {
+        thread::sleep(SHORT / 3);
+        let aborting =
+            [communicator.clone(), child.clone()].map(|within| thread::spawn(move || aborts_at_once(&within, "both")));
+        for thread in aborting {
+            thread.join().unwrap_or_else(|_| failed("a thread that aborts panicked"))?;
+        }
+    }
+    for handle in handles {
+        check_aborted(&failure(handle.wait())?, 0, "both")?;
     }
     on_time(began)
 }

@@ -67,9 +67,10 @@ impl EventLoop {
     /// Runs until the control is dropped.
     pub(super) fn run(mut self) {
         let mut next_beat = Instant::now() + self.options.heartbeat;
+        let mut survey_ends: Option<Instant> = None;
         let mut buffer = vec![0; 64 << 10];
         while !self.shared.stop.load(Ordering::Acquire) {
-            let (ready, accept) = match self.wait(next_beat) {
+            let (ready, accept) = match self.wait(survey_ends.map_or(next_beat, |end| end.min(next_beat))) {
                 Ok(found) => found,
                 Err(error) => {
                     let error = crate::error::Error::io("waiting for control connections", error);
@@ -93,22 +94,27 @@ impl EventLoop {
             }
             let now = Instant::now();
             self.check_liveness(now);
-            if now >= next_beat {
+            let is_beat = now >= next_beat;
+            if is_beat {
                 self.beat();
                 next_beat = now + self.options.heartbeat;
             }
+            if is_beat || survey_ends.is_some_and(|end| now >= end) {
+                self.shared.update(|state| state.check_stall(now));
+            }
+            survey_ends = self.shared.survey_ends();
         }
     }
 
     /// Waits for something to do; which connections are readable, and whether someone wants to connect.
-    fn wait(&self, next_beat: Instant) -> io::Result<(Vec<bool>, bool)> {
+    fn wait(&self, until: Instant) -> io::Result<(Vec<bool>, bool)> {
         let free = self.shared.handshakes.load(Ordering::Acquire) < MAX_HANDSHAKES;
         let listener = self.listener.as_ref().filter(|_| free);
         let mut waiters: Vec<Waiter<'_>> =
             self.connections.iter().map(|c| Waiter::new(c.link.stream().as_fd(), c.link.is_waiting())).collect();
         waiters.push(Waiter::new(self.waker.as_fd(), false));
         waiters.extend(listener.map(|l| Waiter::new(l.as_fd(), false)));
-        sys::poll(&mut waiters, next_beat.saturating_duration_since(Instant::now()))?;
+        sys::poll(&mut waiters, until.saturating_duration_since(Instant::now()))?;
         let count = self.connections.len();
         let found: Vec<bool> = waiters.iter().map(|w| w.readable).collect();
         drop(waiters);

@@ -4,12 +4,16 @@ mod auth;
 mod event_loop;
 mod link;
 mod rendezvous;
+mod stall;
 mod state;
 mod tcp;
 mod wire;
 
+use std::sync::Weak;
 use std::time::Duration;
 
+pub(crate) use stall::abridged;
+pub use stall::{Activity, Doing, StallReport};
 pub use tcp::{TcpControl, TcpOptions};
 
 use crate::deadline::Deadline;
@@ -49,6 +53,17 @@ pub trait Control: Send + Sync + 'static {
 
     /// Calls `hook` once, from some thread, when the job fails; at once if it already has. The hook must not block.
     fn on_failure(&self, hook: Box<dyn Fn(&Error) + Send + Sync>);
+
+    /// Asks `activity` from time to time whether an operation of this rank takes too long. If one does, every rank is asked what it
+    /// is doing, and all ranks get the [`StallReport`]. A control plane that cannot do so does nothing.
+    fn watch(&self, activity: Weak<dyn Activity>) {
+        let _ = activity;
+    }
+
+    /// Calls `hook` with every stall report, from some thread. The hook must not block.
+    fn on_stall(&self, hook: Box<dyn Fn(&StallReport) + Send + Sync>) {
+        let _ = hook;
+    }
 
     /// Leaves in an orderly way: after this, the end of this process is no death. All ranks call it; it returns once all have.
     ///

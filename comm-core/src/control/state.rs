@@ -4,11 +4,12 @@
 //! holds it as provisional until rank 0's word is there, so that all ranks end with the same error.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::auth::Hello;
 use super::link::Link;
+use super::stall::{Activity, Doing, StallReport, abridged};
 use super::wire::{Blob, Failure, Message, Wait, gathered};
 use crate::error::{Error, Result};
 use crate::job::Job;
@@ -22,7 +23,12 @@ pub(super) const TELL: Duration = Duration::from_secs(2);
 /// Most gatherings that may be under way at once.
 const MAX_ROUNDS: usize = 64;
 
+/// How long ranks have to say what they are doing.
+const SURVEY: Duration = Duration::from_millis(500);
+
 pub(super) type Hook = Box<dyn Fn(&Error) + Send + Sync>;
+
+pub(super) type StallHook = Arc<dyn Fn(&StallReport) + Send + Sync>;
 
 pub(super) struct State {
     rank: usize,
@@ -53,6 +59,38 @@ pub(super) struct State {
     /// By rank: has said that it is done.
     leaving: Vec<bool>,
     all_left: bool,
+    activity: Option<Weak<dyn Activity>>,
+    stall_hooks: Vec<StallHook>,
+    /// At rank 0: the survey that is under way.
+    survey: Option<Survey>,
+    surveys: u64,
+    /// To be handed to the hooks.
+    stall: Option<StallReport>,
+}
+
+/// A stall report and those who want it.
+pub(super) struct DueStall {
+    report: StallReport,
+    activity: Option<Arc<dyn Activity>>,
+    hooks: Vec<StallHook>,
+}
+
+impl DueStall {
+    /// Tells them. No lock may be held.
+    pub(super) fn tell(self) {
+        if let Some(activity) = self.activity {
+            activity.on_stall(&self.report);
+        }
+        self.hooks.iter().for_each(|hook| hook(&self.report));
+    }
+}
+
+/// A question to all ranks: what are you doing?
+struct Survey {
+    reported_by: usize,
+    stalled: Doing,
+    answers: Vec<Option<Vec<Doing>>>,
+    ends: Instant,
 }
 
 struct Round {
@@ -93,6 +131,11 @@ impl State {
             late: None,
             leaving: vec![false; n],
             all_left: false,
+            activity: None,
+            stall_hooks: Vec::new(),
+            survey: None,
+            surveys: 0,
+            stall: None,
         };
         set(&mut state.joined, job.rank);
         state
@@ -388,6 +431,77 @@ impl State {
         }
     }
 
+    // Stalls
+
+    pub(super) fn watch(&mut self, activity: Weak<dyn Activity>) {
+        self.activity = Some(activity);
+    }
+
+    pub(super) fn add_stall_hook(&mut self, hook: StallHook) {
+        self.stall_hooks.push(hook);
+    }
+
+    /// Hooks to call now, outside the lock, with a new report.
+    pub(super) fn due_stall(&mut self) -> Option<DueStall> {
+        let report = self.stall.take()?;
+        Some(DueStall { report, activity: self.activity(), hooks: self.stall_hooks.clone() })
+    }
+
+    /// Looks whether an operation of this rank takes too long, and at rank 0 whether a survey is at its end.
+    pub(super) fn check_stall(&mut self, now: Instant) {
+        if self.failure().is_some() || self.is_leaving() {
+            return;
+        }
+        if let Some(stalled) = self.activity().and_then(|activity| activity.overdue()) {
+            if self.rank == 0 {
+                self.begin_survey(0, stalled, now);
+            } else if let Some(link) = self.link(0) {
+                link.send(&Message::Stalled(stalled));
+            }
+        }
+        if self.survey.as_ref().is_some_and(|survey| now >= survey.ends) {
+            self.end_survey();
+        }
+    }
+
+    /// When the survey under way ends at the latest.
+    pub(super) fn survey_ends(&self) -> Option<Instant> {
+        self.survey.as_ref().map(|survey| survey.ends)
+    }
+
+    fn activity(&self) -> Option<Arc<dyn Activity>> {
+        self.activity.as_ref().and_then(Weak::upgrade)
+    }
+
+    /// At rank 0. Of several operations that stall at the same time the first is looked at.
+    fn begin_survey(&mut self, reported_by: usize, stalled: Doing, now: Instant) {
+        if self.survey.is_some() || self.failure().is_some() {
+            return;
+        }
+        let mut answers = vec![None; self.world_size];
+        if let Some(mine) = answers.first_mut() {
+            *mine = Some(self.activity().map(|activity| abridged(activity.doing())).unwrap_or_default());
+        }
+        self.survey = Some(Survey { reported_by, stalled, answers, ends: now + SURVEY });
+        self.surveys += 1;
+        self.broadcast(&Message::Survey { number: self.surveys });
+        self.end_survey_if_complete();
+    }
+
+    fn end_survey_if_complete(&mut self) {
+        if self.survey.as_ref().is_some_and(|survey| survey.answers.iter().all(Option::is_some)) {
+            self.end_survey();
+        }
+    }
+
+    fn end_survey(&mut self) {
+        if let Some(Survey { reported_by, stalled, answers, .. }) = self.survey.take() {
+            let report = StallReport::new(reported_by, stalled, &answers);
+            self.broadcast(&Message::Stall(report.clone()));
+            self.stall = Some(report);
+        }
+    }
+
     // Events
 
     /// Takes a message of `peer`.
@@ -417,6 +531,15 @@ impl State {
                     link.send(&Message::Late { wait, ranks });
                 }
             }
+            Message::Stalled(stalled) => self.begin_survey(peer, stalled, Instant::now()),
+            Message::Doing { number, doing } => {
+                if let Some(survey) = self.survey.as_mut().filter(|_| number == self.surveys)
+                    && let Some(answer) = survey.answers.get_mut(peer)
+                {
+                    *answer = Some(abridged(doing));
+                    self.end_survey_if_complete();
+                }
+            }
             Message::Report(failure) => {
                 if self.failure().is_none() {
                     self.broadcast(&Message::Failed(failure.clone()));
@@ -441,6 +564,13 @@ impl State {
             Message::Late { wait, ranks } => {
                 self.late = Some((wait, ranks.into_iter().map(|rank| rank as usize).collect()));
             }
+            Message::Survey { number } => {
+                let doing = self.activity().map(|activity| abridged(activity.doing())).unwrap_or_default();
+                if let Some(link) = self.link(0) {
+                    link.send(&Message::Doing { number, doing });
+                }
+            }
+            Message::Stall(report) => self.stall = Some(report),
             Message::Failed(failure) => self.decide(failure.into_error()),
             Message::AllLeft => {
                 self.all_left = true;

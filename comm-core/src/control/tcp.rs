@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use super::link::Link;
 use super::rendezvous;
 use super::state::State;
 use super::wire::{Failure, MAX_PAYLOAD, Message, Wait};
-use super::{Control, MAX_BLOB};
+use super::{Activity, Control, MAX_BLOB, StallReport};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::job::{Address, Job};
@@ -301,6 +301,14 @@ impl Control for TcpControl {
         self.shared.update(|state| state.add_hook(hook));
     }
 
+    fn watch(&self, activity: Weak<dyn Activity>) {
+        self.shared.update(|state| state.watch(activity));
+    }
+
+    fn on_stall(&self, hook: Box<dyn Fn(&StallReport) + Send + Sync>) {
+        self.shared.update(|state| state.add_stall_hook(hook.into()));
+    }
+
     fn leave(&self, deadline: Deadline) -> Result<()> {
         self.shared.update(|state| match state.settled_failure() {
             Some(error) => Err(error.clone()),
@@ -364,16 +372,23 @@ pub(super) struct Shared {
 impl Shared {
     /// Changes the state, lets those who wait look at it, and calls the failure hooks that have become due.
     pub(super) fn update<R>(&self, change: impl FnOnce(&mut State) -> R) -> R {
-        let (result, due) = {
+        let (result, due, stall) = {
             let mut state = self.lock();
             let result = change(&mut state);
-            (result, state.due_hooks())
+            (result, state.due_hooks(), state.due_stall())
         };
         self.changed.notify_all();
+        if let Some(stall) = stall {
+            stall.tell();
+        }
         if let Some((hooks, error)) = due {
             hooks.iter().for_each(|hook| hook(&error));
         }
         result
+    }
+
+    pub(super) fn survey_ends(&self) -> Option<Instant> {
+        self.lock().survey_ends()
     }
 
     /// Has the thread send what the sockets did not take at once.

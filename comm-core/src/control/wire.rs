@@ -12,6 +12,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use sha2::Sha256;
 
 use super::MAX_BLOB;
+use super::stall::{Doing, StallReport};
 use crate::error::{Error, Notice};
 
 /// Most bytes of a frame's payload.
@@ -42,6 +43,14 @@ pub(super) enum Message {
     WhoIsLate(Wait),
     /// Down: these.
     Late { wait: Wait, ranks: Vec<u32> },
+    /// Up: this operation takes too long here.
+    Stalled(Doing),
+    /// Down: what are you doing?
+    Survey { number: u64 },
+    /// Up: this.
+    Doing { number: u64, doing: Vec<Doing> },
+    /// Down: who holds up whom.
+    Stall(StallReport),
     /// Up: this has gone wrong here.
     Report(Failure),
     /// Down: the job has failed.
@@ -121,6 +130,7 @@ impl Failure {
             Failure::Notice(Notice::PeerLost { operation, detail, .. }) => [Some(operation), Some(detail)],
             Failure::Notice(Notice::Timeout { operation, .. }) => [Some(operation), None],
             Failure::Notice(Notice::Mismatch { ours, theirs, .. }) => [Some(ours), Some(theirs)],
+            Failure::Notice(Notice::NotFinite { operation, value, .. }) => [Some(operation), Some(value)],
             Failure::Notice(Notice::Aborted { reason, .. }) => [Some(reason), None],
         };
         texts.into_iter().flatten().for_each(clip);

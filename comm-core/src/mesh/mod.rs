@@ -1,9 +1,11 @@
 //! A [`Communicator`] over any [`Transport`].
 
 mod algorithms;
+mod finite;
 mod lane;
 mod round;
 mod scratch;
+mod watch;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -13,12 +15,12 @@ use sha2::{Digest, Sha256};
 
 use crate::buffer::{Buffer, HostBuffer, View, ViewMut};
 use crate::communicator::{Communicator, CommunicatorExt};
-use crate::control::Control;
+use crate::control::{Activity, Control};
 use crate::deadline::Deadline;
 use crate::dtype::ReduceOp;
 use crate::error::{Error, Result};
 use crate::handle::{Completed, Failed, Handle, Outcome};
-use crate::header::Header;
+use crate::header::{CHECK, CHECK_RECEIVE, Header};
 use crate::op::{Algorithm, BorrowedCall, Call, Counts, Elements, Mode, Op, OpKind, Shape, check};
 use crate::table::{Table, supports};
 use crate::transport::Transport;
@@ -26,6 +28,7 @@ use crate::transport::Transport;
 use algorithms::Data;
 use lane::Lane;
 use round::Rounds;
+use watch::{Watch, name};
 
 /// Settings of a [`Mesh`].
 #[derive(Clone, Debug)]
@@ -37,6 +40,17 @@ pub struct MeshOptions {
     pub verdict_grace: Duration,
     /// By what algorithms are chosen. All ranks use the same.
     pub table: Table,
+    /// After how long an operation that goes on is reported as stalled, to all ranks, with the ranks that hold it up
+    /// ([`Control::on_stall`]); again each time it has taken twice as long. An operation with an earlier deadline is reported
+    /// at three quarters of its time.
+    pub stall_after: Duration,
+    /// Whether ranks compare their calls before every operation, with one message without payload between each pair that takes
+    /// part. Without it a rank that calls something else is noticed when a message of the wrong kind comes, which some
+    /// mistakes do not lead to (two ranks that both receive) and which a root may have left behind before; with it, no
+    /// operation begins before all have called the same. A send then waits for its receive. All ranks use the same.
+    pub checked: bool,
+    /// Whether what this rank contributes is searched for NaN and infinities beforehand ([`Error::NotFinite`]).
+    pub check_finite: bool,
 }
 
 impl Default for MeshOptions {
@@ -45,6 +59,9 @@ impl Default for MeshOptions {
             timeout: Duration::from_secs(120),
             verdict_grace: Duration::from_millis(500),
             table: Table::fixed(),
+            stall_after: Duration::from_secs(30),
+            checked: false,
+            check_finite: false,
         }
     }
 }
@@ -60,6 +77,24 @@ impl MeshOptions {
     #[must_use]
     pub fn with_table(self, table: Table) -> Self {
         MeshOptions { table, ..self }
+    }
+
+    /// The same with another time after which an operation counts as stalled.
+    #[must_use]
+    pub fn with_stall_after(self, stall_after: Duration) -> Self {
+        MeshOptions { stall_after, ..self }
+    }
+
+    /// The same with calls compared before every operation, or not.
+    #[must_use]
+    pub fn with_checked(self, checked: bool) -> Self {
+        MeshOptions { checked, ..self }
+    }
+
+    /// The same with contributions searched for NaN and infinities, or not.
+    #[must_use]
+    pub fn with_check_finite(self, check_finite: bool) -> Self {
+        MeshOptions { check_finite, ..self }
     }
 }
 
@@ -78,6 +113,8 @@ struct Core<T> {
     control: Arc<dyn Control>,
     options: MeshOptions,
     lanes: Vec<Lane>,
+    /// Knows neither transport nor control plane, so that whoever drops it last drops nothing else.
+    watch: Arc<Watch>,
     failure: OnceLock<Error>,
     /// The connections are closed.
     is_finished: AtomicBool,
@@ -108,12 +145,17 @@ impl<T: Transport> Mesh<T> {
     pub fn new(transport: T, control: Arc<dyn Control>, options: MeshOptions) -> Self {
         let members: Vec<usize> = (0..transport.world_size()).collect();
         let rank = transport.rank();
-        let lanes = (0..transport.lanes()).map(|lane| Lane::new(format!("lane-{lane}"))).collect();
+        let lanes: Vec<Lane> = (0..transport.lanes()).map(|lane| Lane::new(format!("lane-{lane}"))).collect();
+        let watch = Arc::new(Watch::new(lanes.len(), options.stall_after));
+        // Two steps, since a `Weak` of a trait object is made from one of the type itself.
+        let activity: Arc<dyn Activity> = watch.clone();
+        control.watch(Arc::downgrade(&activity));
         let core = Arc::new(Core {
             transport,
             control,
             options,
             lanes,
+            watch,
             failure: OnceLock::new(),
             is_finished: AtomicBool::new(false),
         });
@@ -154,7 +196,7 @@ impl<T: Transport> Communicator for Mesh<T> {
     }
 
     fn start(&self, call: Call) -> Handle {
-        let Call { op, buffer, input, counts, algorithm, lane, timeout, mode } = call;
+        let Call { op, buffer, input, counts, algorithm, lane, timeout, label, mode } = call;
         let refused = |error, buffer, input| Handle::done(Err(Failed { error, buffer: Some(buffer), input }));
         let (mut buffer, input) = match (buffer, input) {
             (Buffer::Host(buffer), None) => (buffer, None),
@@ -183,7 +225,7 @@ impl<T: Transport> Communicator for Mesh<T> {
             let began = Instant::now();
             let io =
                 Io { buffer: buffer.view_mut(), input: input.as_ref().map(HostBuffer::view), counts: counts.as_ref() };
-            let outcome = core.run(&group, lane, &op, header, io, deadline);
+            let outcome = core.run(&group, lane, &op, header, label, io, deadline);
             let (buffer, input) = (Buffer::Host(buffer), input.map(Buffer::Host));
             match outcome {
                 Ok(()) => Ok(Completed { buffer, input, began, ended: Instant::now() }),
@@ -212,7 +254,7 @@ impl<T: Transport> Communicator for Mesh<T> {
     }
 
     fn run_borrowed(&self, call: BorrowedCall<'_>) -> Result<()> {
-        let BorrowedCall { op, buffer, input, counts, algorithm, lane, timeout } = call;
+        let BorrowedCall { op, buffer, input, counts, algorithm, lane, timeout, label } = call;
         let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
         let lent = View::from(&buffer);
         let (lane_queue, shape, chosen) = self.admit(&asked, lent, input)?;
@@ -220,14 +262,14 @@ impl<T: Transport> Communicator for Mesh<T> {
         let Some(turn) = lane_queue.try_enter() else {
             // The operations before it on its lane run on another thread, which cannot be lent this memory.
             drop(order);
-            let call = BorrowedCall { op, buffer, input, counts, algorithm, lane, timeout };
+            let call = BorrowedCall { op, buffer, input, counts, algorithm, lane, timeout, label };
             return crate::communicator::run_copied(self, call);
         };
         let deadline = Deadline::after(timeout.unwrap_or(self.core.options.timeout));
         let header = self.group.header(&mut order, &asked, &shape, chosen);
         drop(order);
-        let outcome =
-            self.core.run(&self.group, lane, &op, header, Io { buffer, input, counts: counts.as_ref() }, deadline);
+        let io = Io { buffer, input, counts: counts.as_ref() };
+        let outcome = self.core.run(&self.group, lane, &op, header, label, io, deadline);
         drop(turn);
         outcome
     }
@@ -268,12 +310,13 @@ impl<T: Transport> Communicator for Mesh<T> {
         let deadline = Deadline::after(timeout);
         for lane in &self.core.lanes {
             if !lane.wait_idle(deadline) {
-                return Err(self.core.failure.get().cloned().unwrap_or_else(|| Error::Timeout {
+                let error = Error::Timeout {
                     rank: self.core.transport.rank(),
-                    operation: "waiting for operations under way".into(),
+                    operation: String::new(),
                     waited: deadline.waited(),
                     waiting_for: Vec::new(),
-                }));
+                };
+                return Err(self.core.fail(error, "finishing, with operations still under way"));
             }
         }
         if let Some(error) = self.core.failure.get() {
@@ -380,10 +423,36 @@ impl<T: Transport> Core<T> {
         verdict
     }
 
-    fn run(&self, group: &Group, lane: usize, op: &Op, header: Header, io: Io<'_>, deadline: Deadline) -> Result<()> {
+    #[allow(clippy::too_many_arguments, reason = "they are the parts of one call")]
+    fn run(
+        &self,
+        group: &Arc<Group>,
+        lane: usize,
+        op: &Op,
+        header: Header,
+        label: Option<Arc<str>>,
+        io: Io<'_>,
+        deadline: Deadline,
+    ) -> Result<()> {
         if let Some(error) = self.failure.get() {
             return Err(error.clone());
         }
+        // The operation as such, not one of its messages.
+        let step = if matches!(op, Op::Recv { .. }) { CHECK_RECEIVE } else { CHECK };
+        let call = Header { step, ..header };
+        if self.options.check_finite
+            && let Some(found) = finite::find(op, group.rank, group.members.len(), &io)
+        {
+            let error = Error::NotFinite {
+                rank: self.transport.rank(),
+                operation: name(&call, label.as_deref()),
+                index: found.index,
+                value: found.value,
+                count: found.count,
+            };
+            return Err(self.fail(error, ""));
+        }
+        let note = self.watch.note(lane, call, label.clone(), group, deadline);
         let Io { mut buffer, input, counts } = io;
         let mut rounds = Rounds::new(&self.transport, &group.members, group.rank, lane, header, deadline);
         let mut scratch = self.lanes[lane].scratch();
@@ -394,21 +463,33 @@ impl<T: Transport> Core<T> {
             scratch: &mut scratch,
             piece: self.options.table.piece,
         };
-        let watch = Watch { core: self, header: &header };
-        let outcome = algorithms::run(op, &mut rounds, data);
-        drop(watch);
+        let guard = PanicGuard { core: self, header: &call };
+        let compared = if self.options.checked { rounds.compare(op) } else { Ok(()) };
+        let outcome = compared.and_then(|()| algorithms::run(op, &mut rounds, data));
+        drop(guard);
         scratch.tidy();
-        outcome.map_err(|error| self.fail(error, &header.to_string()))
+        drop(note);
+        outcome.map_err(|error| {
+            let error = match error {
+                // Who is waited for may itself wait for someone else.
+                Error::Timeout { rank, operation, waited, waiting_for } => {
+                    let waiting_for = self.watch.late(&header).unwrap_or(waiting_for);
+                    Error::Timeout { rank, operation, waited, waiting_for }
+                }
+                other => other,
+            };
+            self.fail(error, &name(&call, label.as_deref()))
+        })
     }
 }
 
 /// Tells the other ranks if an operation panics: they would wait for it.
-struct Watch<'a, T: Transport> {
+struct PanicGuard<'a, T: Transport> {
     core: &'a Core<T>,
     header: &'a Header,
 }
 
-impl<T: Transport> Drop for Watch<'_, T> {
+impl<T: Transport> Drop for PanicGuard<'_, T> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             let error = Error::Internal(format!("{} panicked on rank {}", self.header, self.core.transport.rank()));

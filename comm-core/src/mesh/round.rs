@@ -3,7 +3,8 @@
 use crate::deadline::Deadline;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
-use crate::header::Header;
+use crate::header::{CHECK, CHECK_RECEIVE, Header};
+use crate::op::Op;
 use crate::reduce::combine;
 use crate::transport::{Incoming, Outgoing, Sink, Transport};
 
@@ -81,6 +82,33 @@ impl<'a> Rounds<'a> {
         }
     }
 
+    /// Tells everyone who takes part what this rank is about to do, and fails unless they are about to do the same.
+    pub(super) fn compare(&mut self, op: &Op) -> Result<()> {
+        let (peers, mine, theirs) = match *op {
+            Op::Send { to } => (to..to + 1, CHECK, CHECK_RECEIVE),
+            Op::Recv { from } => (from..from + 1, CHECK_RECEIVE, CHECK),
+            _ => (0..self.ranks(), CHECK, CHECK),
+        };
+        let peers: Vec<usize> = peers.filter(|peer| *peer != self.rank).collect();
+        if peers.is_empty() {
+            return Ok(());
+        }
+        let say = Header { step: mine, ..self.header };
+        let outgoing: Vec<Outgoing<'_>> =
+            peers.iter().map(|peer| self.outgoing(say, &Send { to: *peer, bytes: &[] })).collect();
+        let me = self.members[self.rank];
+        let mut checks: Vec<(usize, Check)> = peers
+            .iter()
+            .map(|peer| {
+                let peer = self.members[*peer];
+                (peer, Check { me, peer, ours: say, expected: Header { step: theirs, ..self.header } })
+            })
+            .collect();
+        let mut incoming: Vec<Incoming<'_>> =
+            checks.iter_mut().map(|(peer, sink)| Incoming { peer: *peer, sink }).collect();
+        self.transport.exchange(self.lane, &outgoing, &mut incoming, self.deadline)
+    }
+
     fn outgoing<'s>(&self, header: Header, send: &Send<'s>) -> Outgoing<'s> {
         let header = Header { payload_len: send.bytes.len() as u64, ..header };
         Outgoing { peer: self.members[send.to], header, payload: send.bytes }
@@ -92,6 +120,27 @@ impl<'a> Rounds<'a> {
         let receive = Receive { from: receive.from, into: &mut *receive.into, reduce: receive.reduce };
         let me = self.members[self.rank];
         (peer, MessageSink { me, peer, expected, receive, filled: 0, carry: [0; 8], carried: 0 })
+    }
+}
+
+/// Takes what a peer is about to do.
+struct Check {
+    me: usize,
+    peer: usize,
+    ours: Header,
+    expected: Header,
+}
+
+impl Sink for Check {
+    fn begin(&mut self, header: &Header) -> Result<()> {
+        if *header == self.expected {
+            return Ok(());
+        }
+        Err(Error::Mismatch { rank: self.me, ours: self.ours.to_string(), peer: self.peer, theirs: header.to_string() })
+    }
+
+    fn piece(&mut self, _bytes: &[u8]) -> Result<()> {
+        Err(Error::Internal("a payload after a message that announced none".into()))
     }
 }
 

@@ -109,6 +109,18 @@ pub(super) struct TrainArgs {
     /// Seconds that an operation may take.
     #[arg(long, default_value_t = 120.0)]
     timeout: f64,
+    /// Seconds without a sign of life after which a rank counts as lost; one whose process ends is noticed at once.
+    #[arg(long, default_value_t = 30.0)]
+    liveness: f64,
+    /// Seconds after which an operation that goes on is reported, with the ranks that hold it up.
+    #[arg(long, default_value_t = 30.0)]
+    stall_after: f64,
+    /// Compare all ranks' calls before every operation.
+    #[arg(long)]
+    checked: bool,
+    /// Search what each rank contributes for NaN and infinities, and stop with the rank, the bucket and the index.
+    #[arg(long)]
+    check_finite: bool,
     /// Threads that compute, in each rank. [default: the machine's cores divided by the ranks on it]
     #[arg(long)]
     threads: Option<usize>,
@@ -209,7 +221,13 @@ impl Prepared {
         if let Some(missing) = args.transport.missing().filter(|_| ranks > 1) {
             return Err(format!("--transport {}: {missing}", args.transport).into());
         }
-        for (name, value) in [("--lr", args.lr), ("--timeout", args.timeout)] {
+        let positive = [
+            ("--lr", args.lr),
+            ("--timeout", args.timeout),
+            ("--liveness", args.liveness),
+            ("--stall-after", args.stall_after),
+        ];
+        for (name, value) in positive {
             if !(value.is_finite() && value > 0.0) {
                 return Err(format!("{name} {value} must be a positive number").into());
             }
@@ -293,7 +311,13 @@ impl Prepared {
                 options: TransportOptions {
                     lanes: args.lanes,
                     bind: args.bind,
-                    timeout: Duration::from_secs_f64(args.timeout.min(1e9)),
+                    timeout: seconds(args.timeout),
+                    // Several of them may be late before anybody draws a conclusion.
+                    heartbeat: (seconds(args.liveness) / 5).min(TransportOptions::default().heartbeat),
+                    liveness: seconds(args.liveness),
+                    stall_after: seconds(args.stall_after),
+                    checked: args.checked,
+                    check_finite: args.check_finite,
                     waiting: args.waiting,
                     congestion: args.congestion.clone(),
                     ..TransportOptions::default()
@@ -330,6 +354,11 @@ impl Prepared {
             args.batch,
         )
     }
+}
+
+/// A positive number of seconds, at most a few decades.
+fn seconds(seconds: f64) -> Duration {
+    Duration::from_secs_f64(seconds.min(1e9))
 }
 
 fn device(kind: DeviceKind) -> Result<Device, CliError> {

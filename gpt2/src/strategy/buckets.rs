@@ -15,6 +15,8 @@ pub(super) struct Buckets {
     owned: Vec<Range<usize>>,
     /// The segments of each bucket, in the order in which their gradients come.
     plan: Vec<Vec<usize>>,
+    /// What each bucket is called in errors.
+    labels: Vec<Arc<str>>,
     /// Whether a full bucket's all-reduce starts at once.
     overlap: bool,
     /// `None` for the table's choice.
@@ -41,7 +43,12 @@ impl Buckets {
 
     fn new(comm: Arc<dyn Communicator>, layout: Layout, wire: Wire, plan: Vec<Vec<usize>>, overlap: bool) -> Self {
         let (owned, waiting) = (layout.everything(), vec![None; layout.segments()]);
-        Buckets { comm, layout, wire, owned, plan, overlap, algorithm: None, waiting, started: Vec::new() }
+        let label = |(index, bucket): (usize, &Vec<usize>)| {
+            let segments: Vec<String> = bucket.iter().map(|segment| layout.name(*segment)).collect();
+            format!("gradients, bucket {index}: {}", segments.join(", ")).into()
+        };
+        let labels = plan.iter().enumerate().map(label).collect();
+        Buckets { comm, layout, wire, owned, plan, labels, overlap, algorithm: None, waiting, started: Vec::new() }
     }
 
     /// Starts the buckets, in order, whose gradients have all come.
@@ -65,7 +72,8 @@ impl Buckets {
             } else {
                 Call::blocking(op, buffer)
             };
-            let call = Call { algorithm: self.algorithm, ..call };
+            let label = self.labels.get(self.started.len()).cloned();
+            let call = Call { algorithm: self.algorithm, label, ..call };
             self.started.push(clock.start(&*self.comm, call));
         }
     }

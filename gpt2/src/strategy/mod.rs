@@ -176,6 +176,15 @@ impl Layout {
         self.ranges[segment].len()
     }
 
+    /// What a segment is called in messages: the embedding, a block or the head.
+    fn name(&self, segment: usize) -> String {
+        match segment {
+            0 => "embedding".into(),
+            last if last + 1 == self.segments() => "head".into(),
+            block => format!("block {}", block - 1),
+        }
+    }
+
     /// All of every segment.
     fn everything(&self) -> Vec<Range<usize>> {
         self.ranges.iter().map(|range| 0..range.len()).collect()

@@ -10,6 +10,10 @@ use super::{Clock, Layout, Strategy, Wire};
 /// The rank that serves.
 const SERVER: usize = 0;
 
+/// What its messages are called in errors.
+const GRADIENTS: &str = "a worker's gradients";
+const PARAMETERS: &str = "the server's parameters";
+
 /// Rank 0 receives every worker's gradients, averages them with its own in rank order, updates all parameters and sends them to every
 /// worker: (N−1)·S each way through one rank.
 pub(super) struct ParameterServer {
@@ -28,8 +32,9 @@ impl ParameterServer {
     }
 
     /// Starts `op` with the server's partner `worker`, each worker on a lane of its own as far as lanes go.
-    fn start(&self, worker: usize, op: Op, buffer: Buffer, clock: &mut Clock) -> Handle {
-        clock.start(&*self.comm, Call::background(op, buffer, worker % self.comm.lanes()))
+    fn start(&self, worker: usize, op: Op, buffer: Buffer, what: &'static str, clock: &mut Clock) -> Handle {
+        let call = Call::background(op, buffer, worker % self.comm.lanes());
+        clock.start(&*self.comm, call.labelled(what))
     }
 
     fn workers(&self) -> Range<usize> {
@@ -52,13 +57,13 @@ impl Strategy for ParameterServer {
         let mine = clock.pack(|| self.wire.pack(self.layout.gather(&self.grads, &whole)));
         let rank = self.comm.rank();
         if rank != SERVER {
-            let sent = self.start(rank, Op::Send { to: SERVER }, mine, clock);
+            let sent = self.start(rank, Op::Send { to: SERVER }, mine, GRADIENTS, clock);
             clock.wait(sent)?;
             return Ok(vec![Vec::new(); self.layout.segments()]);
         }
         let arriving: Vec<Handle> = self
             .workers()
-            .map(|worker| self.start(worker, Op::Recv { from: worker }, self.wire.empty(whole.len()), clock))
+            .map(|worker| self.start(worker, Op::Recv { from: worker }, self.wire.empty(whole.len()), GRADIENTS, clock))
             .collect();
         // The server's own gradients are rounded to the wire type like everyone's.
         let mut sum = self.wire.unpack(mine)?;
@@ -80,7 +85,8 @@ impl Strategy for ParameterServer {
         let whole = 0..self.layout.total();
         let rank = self.comm.rank();
         if rank != SERVER {
-            let arriving = self.start(rank, Op::Recv { from: SERVER }, Wire::F32.empty(whole.len()), clock);
+            let empty = Wire::F32.empty(whole.len());
+            let arriving = self.start(rank, Op::Recv { from: SERVER }, empty, PARAMETERS, clock);
             let flat: Vec<f32> = clock.wait(arriving)?.into_vec()?;
             clock.unpack(|| self.layout.scatter(&flat, &whole, params));
             return Ok(());
@@ -88,7 +94,7 @@ impl Strategy for ParameterServer {
         let mut leaving = Vec::new();
         for worker in self.workers() {
             let flat = clock.pack(|| self.layout.gather(params, &whole));
-            leaving.push(self.start(worker, Op::Send { to: worker }, Buffer::from_vec(flat), clock));
+            leaving.push(self.start(worker, Op::Send { to: worker }, Buffer::from_vec(flat), PARAMETERS, clock));
         }
         for handle in leaving {
             clock.wait(handle)?;

@@ -33,6 +33,7 @@ impl ShardedServer {
     /// arrived, by rank, with `None` at this rank's place.
     fn everyone_to_everyone(
         &self,
+        what: &'static str,
         clock: &mut Clock,
         mut outgoing: impl FnMut(usize) -> Buffer,
         mut incoming: impl FnMut(usize) -> Buffer,
@@ -45,10 +46,11 @@ impl ShardedServer {
             let lane = usize::from(from > to) % self.comm.lanes();
             if from == rank {
                 let buffer = clock.pack(|| outgoing(to));
-                leaving.push(clock.start(&*self.comm, Call::background(Op::Send { to }, buffer, lane)));
+                let call = Call::background(Op::Send { to }, buffer, lane);
+                leaving.push(clock.start(&*self.comm, call.labelled(what)));
             } else {
                 let call = Call::background(Op::Recv { from }, incoming(from), lane);
-                arriving[from] = Some(clock.start(&*self.comm, call));
+                arriving[from] = Some(clock.start(&*self.comm, call.labelled(what)));
             }
         }
         let arrived = arriving.into_iter().map(|handle| handle.map(|handle| clock.wait(handle)).transpose()).collect();
@@ -73,7 +75,8 @@ impl Strategy for ShardedServer {
         let rank = self.comm.rank();
         let mine = self.shards[rank].clone();
         let shard_of = |owner: usize| self.wire.pack(self.layout.gather(&self.grads, &self.shards[owner]));
-        let mut arrived = self.everyone_to_everyone(clock, shard_of, |_| self.wire.empty(mine.len()))?;
+        let mut arrived =
+            self.everyone_to_everyone("gradients of a shard", clock, shard_of, |_| self.wire.empty(mine.len()))?;
         arrived[rank] = Some(clock.pack(|| shard_of(rank)));
         clock.unpack(|| {
             let mut sum = vec![0.0; mine.len()];
@@ -91,6 +94,7 @@ impl Strategy for ShardedServer {
         let arrived = {
             let params = &*params;
             self.everyone_to_everyone(
+                "parameters of a shard",
                 clock,
                 |_| Buffer::from_vec(self.layout.gather(params, mine)),
                 |owner| Wire::F32.empty(self.shards[owner].len()),

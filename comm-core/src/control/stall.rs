@@ -1,0 +1,195 @@
+//! Who holds up an operation, and what that rank does instead.
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+/// What one lane of a rank is doing, or did last.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Doing {
+    /// The lane.
+    pub lane: u32,
+    /// The operation, with the label that its caller gave it.
+    pub operation: String,
+    /// Its communicator.
+    pub communicator: u64,
+    /// Its number, among the operations that the same ranks have to issue in the same order.
+    pub sequence: u64,
+    /// Code of its kind ([`OpKind`](crate::OpKind)).
+    pub kind: u8,
+    /// Ranks of the job that take part in it; empty where that does not matter.
+    pub members: Vec<u32>,
+    /// Whether it is still running.
+    pub is_running: bool,
+    /// How long it has been running, or how long ago it ended.
+    pub since: Duration,
+}
+
+impl Doing {
+    /// Whether both are the same operation.
+    pub fn is_same(&self, other: &Doing) -> bool {
+        (self.communicator, self.sequence, self.kind) == (other.communicator, other.sequence, other.kind)
+    }
+}
+
+/// What a rank tells the control plane of its operations. The methods are called with locks held: they neither block nor call
+/// the control plane.
+pub trait Activity: Send + Sync {
+    /// An operation that has been running for longer than it should, once; again when it has taken twice as long.
+    fn overdue(&self) -> Option<Doing>;
+
+    /// What each lane does, or did last; lanes that have never done anything are left out.
+    fn doing(&self) -> Vec<Doing>;
+
+    /// The answer to an overdue operation.
+    fn on_stall(&self, report: &StallReport);
+}
+
+/// An operation that takes long, the ranks that hold it up, and what all of them are doing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StallReport {
+    /// The rank that noticed.
+    pub reported_by: usize,
+    /// Its operation.
+    pub stalled: Doing,
+    /// The ranks that take part in it and have not called it, or were not heard.
+    pub late: Vec<usize>,
+    /// The first of them, with what each does; `None` for one that did not answer.
+    pub doing: Vec<(usize, Option<Vec<Doing>>)>,
+}
+
+/// Most late ranks of which a report says what they do.
+const MAX_SHOWN: usize = 8;
+
+/// Most lanes of a rank that a report speaks of.
+const MAX_LANES: usize = 8;
+
+/// Most bytes of an operation's name in a report.
+const MAX_NAME: usize = 300;
+
+impl StallReport {
+    /// From the answers of all ranks, by rank.
+    pub(crate) fn new(reported_by: usize, stalled: Doing, ranks: &[Option<Vec<Doing>>]) -> Self {
+        let answer = |rank: usize| ranks.get(rank).and_then(Option::as_ref);
+        let has_called = |rank: usize| answer(rank).is_some_and(|all| all.iter().any(|doing| doing.is_same(&stalled)));
+        let members = stalled.members.iter().map(|rank| *rank as usize);
+        let late: Vec<usize> = members.filter(|rank| *rank != reported_by && !has_called(*rank)).collect();
+        let doing = late.iter().take(MAX_SHOWN).map(|rank| (*rank, answer(*rank).cloned())).collect();
+        StallReport { reported_by, stalled, late, doing }
+    }
+}
+
+/// What of `doing` is told to others: bounded, the longest first.
+pub(crate) fn abridged(mut doing: Vec<Doing>) -> Vec<Doing> {
+    doing.sort_by_key(|doing| (!doing.is_running, std::cmp::Reverse(doing.since)));
+    doing.truncate(MAX_LANES);
+    for doing in &mut doing {
+        if doing.operation.len() > MAX_NAME {
+            let end = (0..=MAX_NAME).rev().find(|&i| doing.operation.is_char_boundary(i)).unwrap_or(0);
+            doing.operation.truncate(end);
+            doing.operation.push('…');
+        }
+        doing.members.clear();
+    }
+    doing
+}
+
+impl fmt::Display for StallReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let StallReport { reported_by, stalled, late, doing } = self;
+        write!(
+            f,
+            "rank {reported_by} has been in {} on lane {} for {:.1} s; ",
+            stalled.operation,
+            stalled.lane,
+            stalled.since.as_secs_f64()
+        )?;
+        match late.as_slice() {
+            [] => write!(f, "all of its ranks have called it")?,
+            [rank] => write!(f, "late: rank {rank}")?,
+            late => {
+                let late: Vec<String> = late.iter().map(usize::to_string).collect();
+                write!(f, "late: ranks {}", late.join(", "))?;
+            }
+        }
+        for (rank, doing) in doing {
+            write!(f, "\n  rank {rank}: ")?;
+            match doing {
+                None => write!(f, "gave no answer")?,
+                Some(doing) => describe(f, doing)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+fn describe(f: &mut fmt::Formatter<'_>, doing: &[Doing]) -> fmt::Result {
+    let running: Vec<&Doing> = doing.iter().filter(|doing| doing.is_running).collect();
+    if running.is_empty() {
+        return match doing.iter().min_by_key(|doing| doing.since) {
+            None => write!(f, "has not called anything yet"),
+            Some(last) => write!(
+                f,
+                "outside any operation for {:.1} s; the last one was {} on lane {}",
+                last.since.as_secs_f64(),
+                last.operation,
+                last.lane
+            ),
+        };
+    }
+    for (index, doing) in running.iter().enumerate() {
+        let between = if index == 0 { "in" } else { ", and in" };
+        write!(f, "{between} {} on lane {} for {:.1} s", doing.operation, doing.lane, doing.since.as_secs_f64())?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn doing(sequence: u64, is_running: bool) -> Doing {
+        Doing {
+            lane: 1,
+            operation: format!("all-reduce number {sequence}"),
+            communicator: 1,
+            sequence,
+            kind: 1,
+            members: vec![0, 1, 2, 3],
+            is_running,
+            since: Duration::from_secs(12),
+        }
+    }
+
+    #[test]
+    fn who_has_not_called_it_is_late_and_what_it_does_is_said() {
+        let answers = vec![Some(vec![doing(7, true)]), Some(vec![doing(6, true)]), Some(vec![doing(7, false)]), None];
+        let report = StallReport::new(0, doing(7, true), &answers);
+        // Rank 2 has been through it.
+        assert_eq!(report.late, [1, 3]);
+        let text = report.to_string();
+        for part in ["rank 0 has been in all-reduce number 7 on lane 1 for 12.0 s", "late: ranks 1, 3"] {
+            assert!(text.contains(part), "{text}");
+        }
+        assert!(text.contains("rank 1: in all-reduce number 6 on lane 1"), "{text}");
+        assert!(text.contains("rank 3: gave no answer"), "{text}");
+        let idle = StallReport::new(0, doing(7, true), &[None, Some(vec![doing(6, false)]), Some(vec![])]);
+        let text = idle.to_string();
+        assert!(
+            text.contains("rank 1: outside any operation for 12.0 s; the last one was all-reduce number 6"),
+            "{text}"
+        );
+        assert!(text.contains("rank 2: has not called anything yet"), "{text}");
+    }
+
+    #[test]
+    fn what_is_told_is_bounded() {
+        let mut many: Vec<Doing> = (0..100).map(|sequence| doing(sequence, sequence == 50)).collect();
+        many[50].operation = "é".repeat(1000);
+        let told = abridged(many);
+        assert_eq!(told.len(), MAX_LANES);
+        assert_eq!((told[0].sequence, told[0].members.len(), told[1].members.len()), (50, 0, 0));
+        assert!(told[0].operation.len() < MAX_NAME + 4);
+    }
+}
