@@ -222,6 +222,40 @@ fn a_computation_of_many_stall_times_is_no_stall() {
 }
 
 #[test]
+fn a_communicator_that_is_dropped_with_an_operation_under_way_ends_it_and_is_a_death() {
+    let (tell, told) = mpsc::channel();
+    let tell = Mutex::new(tell);
+    let began = Instant::now();
+    let group = local::group(2, 2);
+    let meshes: Vec<_> =
+        group.into_iter().map(|rank| Mesh::new(rank.transport, rank.control, MeshOptions::default())).collect();
+    thread::scope(|scope| {
+        for mesh in meshes {
+            let tell = tell.lock().unwrap().clone();
+            scope.spawn(move || {
+                if mesh.rank() == 0 {
+                    let child = mesh.split(Some(0), 0).unwrap().unwrap();
+                    let never = Call::background(Op::Recv { from: 1 }, Buffer::from_vec(vec![0u8]), 1);
+                    let handle = child.start(never);
+                    drop(mesh);
+                    // The other communicator could still be waited for.
+                    thread::sleep(Duration::from_millis(100));
+                    drop(child);
+                    tell.send(handle.wait().unwrap_err().error).unwrap();
+                } else {
+                    mesh.split(Some(0), 0).unwrap();
+                    tell.send(mesh.barrier().unwrap_err()).unwrap();
+                }
+            });
+        }
+    });
+    let errors: Vec<Error> = told.try_iter().collect();
+    assert!(errors.iter().any(|error| matches!(error, Error::Aborted { by: 0, .. })), "{errors:?}");
+    assert!(errors.iter().any(|error| matches!(error, Error::PeerLost { rank: 0, .. })), "{errors:?}");
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+}
+
+#[test]
 fn finish_that_runs_out_of_time_is_told_to_the_others() {
     let errors = on_ranks(2, &MeshOptions::default(), |mesh| {
         if mesh.rank() == 0 {

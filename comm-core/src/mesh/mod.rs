@@ -101,9 +101,12 @@ impl MeshOptions {
 /// Collectives over a byte transport.
 ///
 /// Algorithms and their order of reduction are those of [`crate::table`]. Blocking calls run in the caller's thread; each lane
-/// has one progress thread, started at its first asynchronous operation.
+/// has one progress thread, started at its first asynchronous operation. Operations that are still under way when the last
+/// communicator of a job is dropped end at once, with [`Error::Aborted`].
 pub struct Mesh<T: Transport> {
     core: Arc<Core<T>>,
+    /// What operations under way do not hold.
+    owner: Arc<Owner<T>>,
     group: Arc<Group>,
 }
 
@@ -118,6 +121,20 @@ struct Core<T> {
     failure: OnceLock<Error>,
     /// The connections are closed.
     is_finished: AtomicBool,
+}
+
+/// Held by all communicators of a job on one rank, but not by its operations: dropped when nobody can wait for these any more.
+struct Owner<T: Transport>(Arc<Core<T>>);
+
+impl<T: Transport> Drop for Owner<T> {
+    fn drop(&mut self) {
+        let core = &self.0;
+        if core.lanes.iter().any(Lane::is_busy) {
+            // They would keep this rank alive in the eyes of others until their deadlines.
+            let reason = "its communicator was dropped with operations under way".into();
+            core.adopt(&Error::Aborted { by: core.transport.rank(), reason });
+        }
+    }
 }
 
 /// One communicator.
@@ -165,7 +182,7 @@ impl<T: Transport> Mesh<T> {
                 core.adopt(error);
             }
         }));
-        Mesh { core, group: Arc::new(Group::new(1, members, rank, true)) }
+        Mesh { owner: Arc::new(Owner(core.clone())), core, group: Arc::new(Group::new(1, members, rank, true)) }
     }
 
     /// The transport.
@@ -297,7 +314,8 @@ impl<T: Transport> Communicator for Mesh<T> {
         let rank = chosen.iter().position(|(_, rank)| *rank == self.rank()).unwrap_or(0);
         let members = chosen.iter().map(|(_, rank)| self.group.members[*rank]).collect();
         let group = Group::new(child_id(self.group.id, number, color), members, rank, false);
-        Ok(Some(Arc::new(Mesh { core: self.core.clone(), group: Arc::new(group) })))
+        let (core, owner) = (self.core.clone(), self.owner.clone());
+        Ok(Some(Arc::new(Mesh { core, owner, group: Arc::new(group) })))
     }
 
     fn abort(&self, reason: &str) {

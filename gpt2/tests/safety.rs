@@ -1,0 +1,84 @@
+//! Precautions of a training job: compared calls, the search for NaN, and a report about who is late.
+
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod common;
+
+use std::fs;
+use std::io::Read;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use common::{lines, ranks_of, start, wait, wait_for};
+
+const SOON: Duration = Duration::from_secs(60);
+
+fn text(folder: &tempfile::TempDir) -> PathBuf {
+    let data = folder.path().join("text.txt");
+    fs::write(&data, "Whoever trains wants to know who is late. ".repeat(300)).unwrap();
+    data
+}
+
+#[test]
+fn compared_calls_change_no_weight_of_any_strategy() {
+    for strategy in ["ps", "sharded-ps", "ring", "ddp"] {
+        let folder = tempfile::tempdir().unwrap();
+        let data = text(&folder);
+        let hashes: Vec<String> = [&[][..], &["--checked", "--check-finite"]]
+            .into_iter()
+            .map(|more| {
+                let mut job = start(strategy, "tcp-raw", &data, folder.path(), 3, more);
+                let status = wait(&mut job, SOON);
+                let mut said = String::new();
+                job.stdout.take().unwrap().read_to_string(&mut said).unwrap();
+                assert_eq!(status, Some(Some(0)), "{strategy} {more:?}: {said}");
+                said.lines().find_map(|line| line.split_once("weights: sha256 ")).unwrap().1.to_string()
+            })
+            .collect();
+        assert_eq!(hashes[0], hashes[1], "{strategy}");
+    }
+}
+
+#[test]
+fn a_gradient_that_is_no_number_ends_the_job_with_rank_bucket_and_index() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(&folder);
+    // So large that the second step has no finite loss.
+    let more = ["--lr", "1e38", "--warmup", "0", "--clip", "0", "--check-finite", "--bucket-bytes", "1"];
+    let mut job = start("ddp", "tcp-raw", &data, folder.path(), 20, &more);
+    let status = wait(&mut job, SOON);
+    let mut said = String::new();
+    job.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert_eq!(status, Some(Some(1)), "{said}");
+    let errors: Vec<&str> = said
+        .lines()
+        .filter_map(|line| line.strip_prefix("[rank ")?.split_once("error: rank "))
+        .map(|(_, what)| what)
+        .collect();
+    assert_eq!(errors.len(), 3, "{said}");
+    assert!(errors.iter().all(|error| *error == errors[0]), "{said}");
+    for part in [" contributed ", " to all-reduce mean of ", "[gradients, bucket 0: head]", ", at index "] {
+        assert!(errors[0].contains(part), "{part:?} in {}", errors[0]);
+    }
+}
+
+#[test]
+fn a_rank_that_is_stopped_for_a_while_is_named_as_late_and_then_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(&folder);
+    let mut job = start("ring", "tcp", &data, folder.path(), 1_000_000, &["--stall-after", "0.5", "--liveness", "600"]);
+    let lines = lines(&mut job);
+    wait_for(&lines, "] step ", SOON).unwrap();
+    let victim = ranks_of(job.id())[1].to_string();
+    let send = |signal: &str| assert!(Command::new("kill").args([signal, &victim]).status().unwrap().success());
+    send("-STOP");
+    let report = wait_for(&lines, "stall: rank ", SOON);
+    let who = wait_for(&lines, "rank 1: gave no answer", SOON);
+    send("-CONT");
+    assert!(report.is_some() && who.is_some());
+    // It goes on as if nothing had been.
+    wait_for(&lines, "] step ", SOON).unwrap();
+    assert!(Command::new("kill").args(["-INT", &job.id().to_string()]).status().unwrap().success());
+    assert!(wait(&mut job, SOON).is_some());
+}
