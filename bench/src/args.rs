@@ -18,8 +18,10 @@ use gpt2::transports::TransportKind;
 
 use crate::BenchError;
 use crate::cell::Interrupted;
+use crate::chaos::{ChaosArgs, ChaosRankArgs};
 use crate::collectives::{CollectivesArgs, RankArgs};
 use crate::environment::Environment;
+use crate::soak::SoakArgs;
 use crate::worker::WorkerArgs;
 
 /// Measures each training strategy over each transport of this machine.
@@ -80,6 +82,10 @@ pub(crate) enum Command {
     Collectives(Box<CollectivesArgs>),
     #[command(hide = true)]
     CollectivesRank(RankArgs),
+    Chaos(Box<ChaosArgs>),
+    #[command(hide = true)]
+    ChaosRank(ChaosRankArgs),
+    Soak(Box<SoakArgs>),
 }
 
 /// What all cells share.

@@ -10,7 +10,7 @@ use gpt2::corpus::{Corpus, CorpusSource};
 use gpt2::env::default_cargo_home;
 use gpt2::run::{RankOptions, run_rank, run_threads};
 use gpt2::tokenizer::TokenizerKind;
-use gpt2::trainer::TrainConfig;
+use gpt2::trainer::{TrainConfig, TrainError};
 use gpt2::transports::{TransportKind, TransportOptions};
 use serde::{Deserialize, Serialize};
 
@@ -54,7 +54,15 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<ExitCode, BenchError> {
     let job = if task.transport == TransportKind::Local { None } else { Job::from_env()? };
     let summary = match job {
         Some(job) => {
-            let summary = run_rank(&job, &task.config, &corpus, &options, &device, &mut ())?;
+            let summary = match run_rank(&job, &task.config, &corpus, &options, &device, &mut ()) {
+                Ok(summary) => summary,
+                Err(TrainError::Comm(error)) => {
+                    eprintln!("error: {error}");
+                    let code = u8::try_from(job::exit_code(&error, job.rank));
+                    return Ok(code.map_or(ExitCode::FAILURE, ExitCode::from));
+                }
+                Err(error) => return Err(error.into()),
+            };
             if job.rank != 0 {
                 return Ok(ExitCode::SUCCESS);
             }

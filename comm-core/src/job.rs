@@ -18,14 +18,15 @@
 //! `MASTER_PORT`.
 //!
 //! What to trust: `COMM_SECRET_FILE` (a file that only its owner can read) or `COMM_SECRET`. A job of more than one rank
-//! without a secret is refused, on loopback too, where every user of the machine can connect; `COMM_INSECURE=1` runs it
-//! nevertheless, with a key that anyone who knows the job id can compute.
+//! without a secret is refused, on loopback too, where every user of the machine can connect; `COMM_INSECURE=1`, or the program by
+//! [`from_env_with`](Job::from_env_with), runs it nevertheless, with a key that anyone who knows the job id can compute. A secret
+//! is never an argument of a command: every user of the machine can read those.
 
 use std::fmt;
 use std::fs;
 use std::io::{self, Read};
-use std::net::IpAddr;
-use std::os::unix::fs::PermissionsExt;
+use std::net::{IpAddr, UdpSocket};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
@@ -46,6 +47,10 @@ pub(crate) mod vars {
 
 /// Most bytes of a job id.
 pub const MAX_JOB_ID: usize = 200;
+
+/// The exit code by which a rank says that it has failed because of another one. A launcher looks for the cause elsewhere.
+/// (It is `EX_TEMPFAIL` of `sysexits.h`: nothing is wrong here, try again.)
+pub const EXIT_ECHO: i32 = 75;
 
 /// Most ranks of a job.
 pub const MAX_WORLD_SIZE: usize = 1 << 16;
@@ -82,8 +87,18 @@ impl Job {
     /// # Errors
     /// As [`from_vars`](Job::from_vars).
     pub fn from_env() -> Result<Option<Self>> {
+        Self::from_env_with(false)
+    }
+
+    /// As [`from_env`](Job::from_env). With `insecure`, for which a user must have asked (a program's `--insecure`), a job without a
+    /// secret is not refused: anyone who can connect can then join or end it.
+    ///
+    /// # Errors
+    /// As [`from_vars`](Job::from_vars).
+    pub fn from_env_with(insecure: bool) -> Result<Option<Self>> {
         // Bytes that are no text stay visible as such, and are refused where they are parsed.
-        Self::from_vars(&|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+        let vars = |name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
+        Self::from_vars_with(&vars, insecure)
     }
 
     /// As [`from_env`](Job::from_env), from `vars`. The file that `COMM_SECRET_FILE` names is read.
@@ -92,6 +107,10 @@ impl Job {
     /// [`Error::InvalidArgument`] naming the variable that is missing or makes no sense, [`Error::Io`] when the secret file
     /// cannot be read.
     pub fn from_vars(vars: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>> {
+        Self::from_vars_with(vars, false)
+    }
+
+    fn from_vars_with(vars: &dyn Fn(&str) -> Option<String>, insecure: bool) -> Result<Option<Self>> {
         let vars = Vars(vars);
         let Some(launcher) = LAUNCHERS.iter().find(|l| vars.text(l.rank).is_some() && l.is_there(vars)) else {
             if let Some(size) = vars.text(vars::WORLD_SIZE) {
@@ -115,7 +134,7 @@ impl Job {
             Some(epoch) => epoch,
             None => vars.number(launcher.epoch)?.unwrap_or(0),
         };
-        let (address, secret) = match (vars.address()?, vars.secret(&id)?) {
+        let (address, secret) = match (vars.address()?, vars.secret(&id, insecure)?) {
             (Some(address), Some(secret)) => (address, secret),
             // A single rank meets nobody.
             (address, secret) if world_size == 1 => (
@@ -135,8 +154,8 @@ impl Job {
             (Some(address), None) => {
                 return Err(Error::invalid(format!(
                     "rank {rank} has no secret by which to know the others at {address}: set COMM_SECRET_FILE to a file \
-                     (mode 600) with the same random text for all ranks, or COMM_SECRET to that text; COMM_INSECURE=1 goes \
-                     without, and then anyone who can connect to that address can join or end the job"
+                     (mode 600) with the same random text for all ranks, or COMM_SECRET to that text; --insecure or \
+                     COMM_INSECURE=1 goes without, and then anyone who can connect to that address can join or end the job"
                 )));
             }
         };
@@ -175,12 +194,10 @@ impl Address {
             Some((host, port.parse::<u16>().ok()?))
         });
         match understood {
-            Some((host, _)) if host.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified()) => {
-                Err(Error::invalid(format!(
-                    "{text:?} means every interface; name the one address of rank 0's machine that the others can reach"
-                )))
+            Some((host, port)) if !host.is_empty() && port != 0 => {
+                host.parse().map_or(Ok(()), check_address)?;
+                Ok(Address::Tcp { host: host.into(), port })
             }
-            Some((host, port)) if !host.is_empty() && port != 0 => Ok(Address::Tcp { host: host.into(), port }),
             _ => Err(Error::invalid(format!("{text:?} is not an address: host:port or file:/path is expected"))),
         }
     }
@@ -234,14 +251,14 @@ impl Secret {
         Ok(Secret(hex(&bytes).into_bytes()))
     }
 
-    /// Reads a secret from a file; white space around it is not part of it.
+    /// Reads a secret from a file; white space around it is not part of it. Never waits, whatever is there.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] when others than the owner may read the file or its length is unfit, [`Error::Io`].
+    /// [`Error::InvalidArgument`] when others than the owner may read the file, when it is no ordinary file, or when what it holds
+    /// is no text of fitting length; [`Error::Io`].
     pub fn read(path: &Path) -> Result<Self> {
-        let what = || format!("reading the secret in {}", path.display());
-        let file = fs::File::open(path).map_err(|e| Error::io(what(), e))?;
-        let mode = file.metadata().map_err(|e| Error::io(what(), e))?.permissions().mode();
+        // The mode is looked at in the file that was opened, not in one that has taken its place since.
+        let (bytes, mode) = read_small(path, Self::MAX_LEN as u64, "the file of the secret")?;
         if mode & 0o077 != 0 {
             return Err(Error::invalid(format!(
                 "{} may be read by others (mode {:o}), so it is no secret: chmod 600 it",
@@ -249,9 +266,14 @@ impl Secret {
                 mode & 0o777
             )));
         }
-        let mut bytes = Vec::new();
-        file.take(Self::MAX_LEN as u64 + 1).read_to_end(&mut bytes).map_err(|e| Error::io(what(), e))?;
-        Self::new(bytes.trim_ascii())
+        let text = str::from_utf8(&bytes).ok().map(str::trim_ascii);
+        let Some(text) = text.filter(|text| !text.chars().any(char::is_control)) else {
+            return Err(Error::invalid(format!(
+                "the secret in {} is no line of text; use for instance 32 random bytes in hexadecimal",
+                path.display()
+            )));
+        };
+        Self::new(text).map_err(|error| Error::invalid(format!("{}: {error}", path.display())))
     }
 
     /// Its bytes.
@@ -305,6 +327,85 @@ pub fn die_with_parent() -> Result<()> {
         Some(parent) => sys::die_with_parent(parent)
             .map_err(|e| Error::io(format!("binding this process's life to its launcher's (process {parent})"), e)),
     }
+}
+
+/// Refuses an address on which to listen means to be reached by everybody or by nobody: every interface, broadcast, multicast.
+///
+/// # Errors
+/// [`Error::InvalidArgument`].
+pub fn check_address(ip: IpAddr) -> Result<()> {
+    let what = match ip.to_canonical() {
+        ip if ip.is_unspecified() => "means every interface",
+        ip if ip.is_multicast() => "is a multicast address, which stands for many machines",
+        IpAddr::V4(ip) if ip.is_broadcast() || ip.octets() == [127, 255, 255, 255] => {
+            "is a broadcast address, which stands for many machines"
+        }
+        _ => return Ok(()),
+    };
+    Err(Error::invalid(format!("{ip} {what}; name the one address of this machine that the other ranks can reach")))
+}
+
+/// As [`check_address`], for one on which this machine is to listen: refuses also those that are not its own, and the broadcast
+/// addresses of its networks. Nothing is sent.
+///
+/// # Errors
+/// [`Error::InvalidArgument`].
+pub fn check_own_address(ip: IpAddr) -> Result<()> {
+    check_address(ip)?;
+    let socket = UdpSocket::bind((ip, 0)).map_err(|e| {
+        Error::invalid(format!("cannot listen on {ip}: {e}; name an address of this machine (`ip address` lists them)"))
+    })?;
+    // The kernel lets a socket be bound to a broadcast address, but not be connected to one. The port does not matter.
+    match socket.connect((ip, 9)) {
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => Err(Error::invalid(format!(
+            "{ip} is the broadcast address of a network; name the one address of this machine that the other ranks can reach"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// Reads a file of at most `most` bytes that should be an ordinary one. Never waits, whatever is there: a FIFO, a device.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] when it is something else or has more bytes, [`Error::Io`].
+pub(crate) fn read_small_file(path: &Path, most: u64, what: &str) -> Result<Vec<u8>> {
+    read_small(path, most, what).map(|(bytes, _)| bytes)
+}
+
+/// The bytes, and the mode.
+fn read_small(path: &Path, most: u64, what: &str) -> Result<(Vec<u8>, u32)> {
+    let failed = |e| Error::io(format!("reading {what}, {}", path.display()), e);
+    let no_blocking = libc::O_NONBLOCK | libc::O_NOCTTY;
+    let file = fs::OpenOptions::new().read(true).custom_flags(no_blocking).open(path).map_err(failed)?;
+    let metadata = file.metadata().map_err(failed)?;
+    if !metadata.is_file() {
+        let kind = metadata.file_type();
+        let kind = match () {
+            () if kind.is_dir() => "a directory",
+            () if kind.is_fifo() => "a FIFO",
+            () if kind.is_socket() => "a socket",
+            () => "a device",
+        };
+        return Err(Error::invalid(format!("{what}, {}, is {kind}; name an ordinary file", path.display())));
+    }
+    let mut bytes = Vec::new();
+    // A file may grow, and not all tell their length.
+    file.take(most + 1).read_to_end(&mut bytes).map_err(failed)?;
+    if bytes.len() as u64 > most {
+        let size = metadata.len().max(most + 1);
+        return Err(Error::invalid(format!("{what}, {}, has {size} bytes; at most {most} fit", path.display())));
+    }
+    Ok((bytes, metadata.permissions().mode()))
+}
+
+/// The exit code of `rank` after `error`: [`EXIT_ECHO`] when another rank is the cause of it, else 1.
+pub fn exit_code(error: &Error, rank: usize) -> i32 {
+    let is_echo = match error {
+        Error::Timeout { rank: by, .. } => *by != rank,
+        Error::Mismatch { rank: one, peer: other, .. } => *one != rank && *other != rank,
+        other => other.culprit().is_some_and(|culprit| culprit != rank),
+    };
+    if is_echo { EXIT_ECHO } else { 1 }
 }
 
 /// Fills `bytes` with randomness of the system.
@@ -410,14 +511,14 @@ impl Vars<'_> {
         Ok(Some(Address::Tcp { host, port }))
     }
 
-    fn secret(self, job_id: &str) -> Result<Option<Secret>> {
+    fn secret(self, job_id: &str, insecure: bool) -> Result<Option<Secret>> {
         if let Some(path) = self.text(vars::SECRET_FILE) {
             return Secret::read(Path::new(&path)).map(Some);
         }
         if let Some(text) = self.text(vars::SECRET) {
             return Secret::new(text.trim()).map(Some);
         }
-        if self.text(vars::INSECURE).as_deref() == Some("1") {
+        if insecure || self.text(vars::INSECURE).as_deref() == Some("1") {
             return Secret::new(format!("anyone may join job {job_id}")).map(Some);
         }
         Ok(None)
@@ -546,6 +647,63 @@ mod tests {
     }
 
     #[test]
+    fn a_program_can_ask_for_insecure_too_and_a_secret_still_wins() {
+        let vars = [("COMM_RANK", "0"), ("COMM_WORLD_SIZE", "2"), ("COMM_ADDR", "10.0.0.1:4000")];
+        let with = |vars: &[(&str, &str)], insecure| {
+            Job::from_vars_with(&|name| vars.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_string()), insecure)
+        };
+        let error = with(&vars, false).unwrap_err().to_string();
+        assert!(error.contains("--insecure") && error.contains("COMM_INSECURE=1"), "{error}");
+        let open = with(&vars, true).unwrap().unwrap().secret;
+        let by_variable = with(&[&vars[..], &[("COMM_INSECURE", "1")]].concat(), false).unwrap().unwrap().secret;
+        assert_eq!(open.bytes(), by_variable.bytes());
+        let secret = with(&[&vars[..], &[SECRET]].concat(), true).unwrap().unwrap().secret;
+        assert_eq!(secret.bytes(), SECRET.1.as_bytes());
+        assert!(with(&[&vars[..], &[("COMM_INSECURE", "yes")]].concat(), false).is_err(), "only 1 means it");
+    }
+
+    #[test]
+    fn addresses_of_everybody_are_refused() {
+        for ip in ["0.0.0.0", "::", "::ffff:0.0.0.0", "255.255.255.255", "127.255.255.255", "224.0.0.1", "ff02::1"] {
+            assert!(check_address(ip.parse().unwrap()).is_err(), "{ip}");
+            assert!(check_own_address(ip.parse().unwrap()).is_err(), "{ip}");
+            let host = if ip.contains(':') { format!("[{ip}]") } else { ip.to_string() };
+            let vars = [("COMM_RANK", "0"), ("COMM_WORLD_SIZE", "2"), SECRET];
+            let error = error(&[&vars[..], &[("COMM_ADDR", &format!("{host}:4000"))]].concat());
+            assert!(error.contains("name the one address of this machine"), "{error}");
+        }
+        check_own_address("127.0.0.1".parse().unwrap()).unwrap();
+        check_own_address("127.0.0.2".parse().unwrap()).unwrap();
+        // For documentation only (RFC 5737): no machine has it.
+        let error = check_own_address("203.0.113.1".parse().unwrap()).unwrap_err().to_string();
+        assert!(error.contains("203.0.113.1") && error.contains("of this machine"), "{error}");
+        check_address("203.0.113.1".parse().unwrap()).unwrap();
+    }
+
+    #[test]
+    fn exit_codes_tell_an_echo_from_a_cause() {
+        let lost = |rank| Error::PeerLost { rank, operation: String::new(), detail: "gone".into() };
+        let timeout = |rank| {
+            let waited = std::time::Duration::from_secs(1);
+            Error::Timeout { rank, operation: "x".into(), waited, waiting_for: vec![2] }
+        };
+        let mismatch = |rank, peer| Error::Mismatch { rank, ours: "a".into(), peer, theirs: "b".into() };
+        for (error, code) in [
+            (lost(2), EXIT_ECHO),
+            (lost(1), 1),
+            (Error::Aborted { by: 0, reason: "enough".into() }, EXIT_ECHO),
+            (Error::Aborted { by: 1, reason: "enough".into() }, 1),
+            (timeout(0), EXIT_ECHO),
+            (timeout(1), 1),
+            (mismatch(0, 2), EXIT_ECHO),
+            (mismatch(0, 1), 1),
+            (Error::invalid("x"), 1),
+        ] {
+            assert_eq!(exit_code(&error, 1), code, "{error}");
+        }
+    }
+
+    #[test]
     fn one_rank_needs_neither_address_nor_secret() {
         assert_eq!(found(&[("COMM_RANK", "0"), ("COMM_WORLD_SIZE", "1")]).world_size, 1);
     }
@@ -562,5 +720,45 @@ mod tests {
         assert_eq!(secret.bytes(), b"0123456789abcdef");
         assert_eq!(format!("{secret:?}"), "Secret(..)");
         assert!(Secret::read(&dir.path().join("none")).unwrap_err().to_string().contains("none"));
+    }
+
+    #[test]
+    fn a_secret_file_of_any_other_kind_is_an_error_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        let file = |name: &str, bytes: &[u8]| {
+            fs::write(path(name), bytes).unwrap();
+            fs::set_permissions(path(name), fs::Permissions::from_mode(0o600)).unwrap();
+            path(name)
+        };
+        assert!(std::process::Command::new("mkfifo").arg(path("fifo")).status().unwrap().success());
+        std::os::unix::fs::symlink(path("nothing"), path("dangling")).unwrap();
+        let socket = std::os::unix::net::UnixListener::bind(path("socket")).unwrap();
+        let start = std::time::Instant::now();
+        for (path, what) in [
+            (path("fifo"), "is a FIFO"),
+            (dir.path().to_path_buf(), "is a directory"),
+            ("/dev/zero".into(), "is a device"),
+            ("/dev/null".into(), "is a device"),
+            (path("socket"), "No such device"),
+            (path("dangling"), "No such file"),
+            (file("empty", b""), "has 0"),
+            (file("blank", b" \n\n"), "has 0"),
+            (file("short", b"short\n"), "has 5"),
+            (file("huge", &vec![b'a'; 1 << 20]), "has 1048576 bytes"),
+            (file("binary", &[0xff; 32]), "is no line of text"),
+            (file("two lines", b"0123456789abcdef\n0123456789abcdef"), "is no line of text"),
+        ] {
+            let error = Secret::read(&path).unwrap_err().to_string();
+            assert!(error.contains(what) && error.contains(&path.display().to_string()), "{what}: {error}");
+        }
+        assert!(start.elapsed() < std::time::Duration::from_secs(1), "it waited for something");
+        drop(socket);
+        // What makes a file unreadable does not stop root.
+        let closed = file("closed", b"0123456789abcdef");
+        fs::set_permissions(&closed, fs::Permissions::from_mode(0o000)).unwrap();
+        if let Err(error) = Secret::read(&closed) {
+            assert!(error.to_string().contains("Permission denied"), "{error}");
+        }
     }
 }

@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::fs;
 use std::io::{self, BufRead, BufReader, Read, Write};
-use std::os::fd::AsFd;
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGKILL, SIGTERM};
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::job::{MAX_WORLD_SIZE, Secret, fill_random, hex, vars};
+use crate::job::{EXIT_ECHO, MAX_WORLD_SIZE, Secret, fill_random, hex, vars};
 use crate::sys::{self, Waiter};
 
 /// Signals that end the launcher, and so the ranks.
@@ -50,8 +50,13 @@ const DRAIN: Duration = Duration::from_secs(1);
 
 /// A job of processes on this machine, one a rank.
 ///
-/// The ranks find each other through [`Job::from_env`](crate::Job::from_env): they get an address file and a fresh secret in
-/// a directory that only this user can enter and that is removed at the end.
+/// The ranks find each other through [`Job::from_env`](crate::Job::from_env): they get an address file in a directory that only
+/// this user can enter and that is removed at the end, and a fresh secret that lies in the launcher's memory and on no disk:
+/// their `COMM_SECRET_FILE` is a file below `/proc` that only processes of this user can open and that is gone when the launcher is,
+/// however that ends.
+///
+/// A rank that fails because of another should exit with [`EXIT_ECHO`](crate::job::EXIT_ECHO), so that
+/// [the cause](LaunchOutcome::cause) is the other.
 ///
 /// Each rank leads a process group of its own and reads nothing from the terminal: Ctrl-C reaches the launcher alone, which hands it
 /// on to every rank, once. When a rank ends, whatever it has started and left in its group is killed; when the launcher
@@ -89,10 +94,10 @@ pub enum Output {
 /// How a job ended.
 #[derive(Clone, Debug)]
 pub struct LaunchOutcome {
-    /// The exit code of the first rank that failed, 128 + n if signal n ended it, or 128 + n if the launcher got signal n; 0
+    /// The exit code of the rank that is the cause of the failure, 128 + n if signal n ended it, or 128 + n if the launcher got signal n; 0
     /// if all went well; 124 if the time was up.
     pub code: i32,
-    /// What made the job fail, for people.
+    /// What made the job fail, for people: the first rank that failed by itself, or was killed at about that time.
     pub cause: Option<String>,
     /// How each rank ended, as [`code`](LaunchOutcome::code).
     pub codes: Vec<i32>,
@@ -203,24 +208,23 @@ impl Launch {
         let deadline = Deadline::after(self.timeout.unwrap_or(Duration::MAX));
         let mut outcome: Option<(i32, String)> = None;
         let mut interrupted_by = None;
-        // Since when a rank that exited by itself has been the cause.
-        let mut exited: Option<Instant> = None;
+        // What the outcome rests on, and since when, as long as another rank may still turn out to be the cause.
+        let mut suspicion: Option<(Blame, Instant)> = None;
         // What happens next to ranks that go on, and when.
         let mut steps: VecDeque<(Instant, i32)> = VecDeque::new();
         loop {
             for (rank, status) in running.reap()? {
-                let cause = match status.signal() {
-                    Some(signal) => format!("rank {rank} was killed by {}", name_of(signal)),
-                    None => format!("rank {rank} exited with code {}", code_of(status)),
+                let blame = Blame::of(status);
+                let is_cause = match suspicion {
+                    None => outcome.is_none(),
+                    Some((other, since)) => blame.outweighs(other, since.elapsed()),
                 };
-                let killed = status.signal().is_some();
-                if outcome.is_none() {
-                    steps = self.steps();
-                    outcome = Some((code_of(status), cause));
-                    exited = (!killed).then(Instant::now);
-                } else if killed && exited.is_some_and(|since| since.elapsed() < LATE_NEWS) {
-                    outcome = Some((code_of(status), cause));
-                    exited = None;
+                if is_cause {
+                    if outcome.is_none() {
+                        steps = self.steps();
+                    }
+                    outcome = Some((code_of(status), blame.describe(rank, status)));
+                    suspicion = Some((blame, Instant::now()));
                 }
             }
             if !running.any() {
@@ -236,7 +240,7 @@ impl Launch {
                     // Someone is impatient.
                     running.signal(SIGKILL);
                 }
-                exited = None;
+                suspicion = None;
             }
             if outcome.is_none() && deadline.has_passed() {
                 steps = self.steps();
@@ -248,7 +252,7 @@ impl Launch {
                     break;
                 }
                 running.signal(signal);
-                exited = None;
+                suspicion = None;
                 steps.pop_front();
             }
             let next = steps.front().map_or(deadline.instant(), |(at, _)| *at);
@@ -269,6 +273,40 @@ struct Ending {
     code: i32,
     cause: Option<String>,
     interrupted_by: Option<i32>,
+}
+
+/// How much speaks for a rank that has failed being the cause of what the others say, least first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Blame {
+    /// It says itself that it is not.
+    Echo,
+    /// It has exited.
+    Exit,
+    /// A signal has ended it.
+    Signal,
+}
+
+impl Blame {
+    fn of(status: ExitStatus) -> Self {
+        match status.code() {
+            None => Blame::Signal,
+            Some(EXIT_ECHO) => Blame::Echo,
+            Some(_) => Blame::Exit,
+        }
+    }
+
+    /// Whether this, seen `later` than `other`, shows that `other` was not the cause. An echo never is one, if there is anything else.
+    fn outweighs(self, other: Blame, later: Duration) -> bool {
+        self > other && (other == Blame::Echo || later < LATE_NEWS)
+    }
+
+    fn describe(self, rank: usize, status: ExitStatus) -> String {
+        match (self, status.signal()) {
+            (_, Some(signal)) => format!("rank {rank} was killed by {}", name_of(signal)),
+            (Blame::Echo, _) => format!("rank {rank} exited with code {EXIT_ECHO}, because of another rank"),
+            _ => format!("rank {rank} exited with code {}", code_of(status)),
+        }
+    }
 }
 
 /// The processes. Dropping kills those that are left.
@@ -321,9 +359,11 @@ impl Drop for Running {
     }
 }
 
-/// A directory with the job's secret and room for the address of rank 0. Removed when dropped.
+/// The job's secret, and a directory with room for the address of rank 0, which is removed when this is dropped.
 struct MeetingPoint {
     directory: tempfile::TempDir,
+    /// In memory: a launcher that is killed leaves no secret behind.
+    secret: fs::File,
     job_id: String,
 }
 
@@ -333,24 +373,23 @@ impl MeetingPoint {
             .prefix("comm-")
             .permissions(fs::Permissions::from_mode(0o700))
             .tempdir()
-            .map_err(|e| Error::io("making a directory for the job's secret", e))?;
+            .map_err(|e| Error::io("making a directory for the address of rank 0", e))?;
         let mut id = [0; 8];
         fill_random(&mut id)?;
-        let meeting = MeetingPoint { directory, job_id: hex(&id) };
-        let path = meeting.secret_file();
-        let secret = Secret::random()?;
-        fs::OpenOptions::new()
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(&path)
-            .and_then(|mut file| file.write_all(secret.bytes()))
-            .map_err(|e| Error::io(format!("writing the job's secret to {}", path.display()), e))?;
-        Ok(meeting)
+        let text = Secret::random()?;
+        let secret = sys::memory_file(c"comm-secret")
+            .and_then(|mut file| {
+                file.set_permissions(fs::Permissions::from_mode(0o600))?;
+                file.write_all(text.bytes())?;
+                Ok(file)
+            })
+            .map_err(|e| Error::io("keeping the job's secret in a file in memory", e))?;
+        Ok(MeetingPoint { directory, secret, job_id: hex(&id) })
     }
 
+    /// Where the ranks find the secret while this process lives.
     fn secret_file(&self) -> PathBuf {
-        self.path().join("secret")
+        format!("/proc/{}/fd/{}", std::process::id(), self.secret.as_raw_fd()).into()
     }
 
     fn address_file(&self) -> PathBuf {

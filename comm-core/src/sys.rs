@@ -1,7 +1,9 @@
 //! System calls that the standard library does not offer, behind safe functions.
 
+use std::ffi::CStr;
+use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::Duration;
@@ -70,6 +72,24 @@ pub(crate) fn die_with_this_process(command: &mut Command) {
     unsafe {
         command.pre_exec(move || die_with_parent(parent));
     }
+}
+
+/// A file in memory only, which ends with its last descriptor and which no program that this one starts inherits. `name` is for
+/// people who look at `/proc`.
+pub(crate) fn memory_file(name: &CStr) -> io::Result<File> {
+    // Some machines allow only files that can never be executed; kernels before 6.3 do not know that flag.
+    let kinds = [libc::MFD_CLOEXEC | libc::MFD_NOEXEC_SEAL, libc::MFD_CLOEXEC];
+    let mut error = io::Error::from_raw_os_error(libc::EINVAL);
+    for flags in kinds {
+        // SAFETY: `name` is a live C string, and the call touches no other memory of this process.
+        let fd = unsafe { libc::memfd_create(name.as_ptr(), flags) };
+        if fd >= 0 {
+            // SAFETY: the descriptor has just been opened, and nothing else knows of it.
+            return Ok(unsafe { File::from_raw_fd(fd) });
+        }
+        error = io::Error::last_os_error();
+    }
+    Err(error)
 }
 
 /// Sends `signal` to the process group that `leader` leads. A group that is gone is no error.

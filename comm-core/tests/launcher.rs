@@ -49,6 +49,7 @@ fn main() {
         ("nothing_outlives_a_killed_launcher", killed_launcher),
         ("what_ranks_leave_behind_is_killed", orphans),
         ("the_secret_is_private_and_removed", meeting_point),
+        ("an_echo_is_never_the_cause", echoes),
         ("no_ranks_and_no_program", nonsense),
     ];
     let trials = tests.iter().map(|&(name, test)| Trial::test(name, move || run_test(test))).collect();
@@ -67,6 +68,16 @@ fn rank(role: &str) -> i32 {
     let mine = job.rank == victim;
     match role {
         "exit 3" => return if mine { 3 } else { 0 },
+        // The others notice the victim's end before the launcher can.
+        "echo" if mine => {
+            thread::sleep(Duration::from_millis(400));
+            return 3;
+        }
+        "echo of a kill" if mine => {
+            thread::sleep(Duration::from_millis(400));
+            kill(std::process::id(), "KILL");
+        }
+        "echo" | "echo of a kill" | "nothing but echoes" => return comm_core::job::EXIT_ECHO,
         "print" => {
             println!("out {}", job.rank);
             eprintln!("err {}", job.rank);
@@ -87,6 +98,7 @@ fn rank(role: &str) -> i32 {
         }
         "sleep" => {
             println!("pid {}", std::process::id());
+            println!("path {}", std::env::var("COMM_SECRET_FILE").unwrap());
             thread::sleep(Duration::from_secs(60));
         }
         "count signals" => {
@@ -101,7 +113,11 @@ fn rank(role: &str) -> i32 {
         "where" => {
             let path = std::path::PathBuf::from(std::env::var("COMM_SECRET_FILE").unwrap());
             let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
-            println!("modes {:o} {:o}\npath {}", mode(path.parent().unwrap()), mode(&path), path.display());
+            let address = std::env::var("COMM_ADDR").unwrap();
+            let address = Path::new(address.strip_prefix("file:").unwrap());
+            println!("modes {:o} {:o}", mode(address.parent().unwrap()), mode(&path));
+            println!("path {}\naddress {}", path.display(), address.display());
+            println!("secret {}", std::fs::read_to_string(&path).unwrap());
             return 0;
         }
         "orphan" => {
@@ -284,6 +300,16 @@ fn stubborn_ranks() {
     assert_eq!(outcome.codes, [137, 5, 137]);
 }
 
+fn echoes() {
+    let outcome = ranks("echo", 3).run().unwrap();
+    assert_eq!((outcome.code, outcome.cause.as_deref()), (3, Some("rank 1 exited with code 3")));
+    let outcome = ranks("echo of a kill", 3).run().unwrap();
+    assert_eq!((outcome.code, outcome.cause.as_deref()), (137, Some("rank 1 was killed by signal 9 (SIGKILL)")));
+    let outcome = ranks("nothing but echoes", 3).run().unwrap();
+    assert_eq!(outcome.code, comm_core::job::EXIT_ECHO);
+    assert!(outcome.cause.unwrap().ends_with("exited with code 75, because of another rank"));
+}
+
 fn grace() {
     let outcome = ranks("kill without control", 2).run().unwrap();
     assert_eq!(outcome.captured[0].stdout, "reported\n");
@@ -373,14 +399,30 @@ fn ctrl_c() {
 }
 
 fn killed_launcher() {
-    // Its directory is the one thing that it leaves behind.
+    // Its directory is the one thing that it leaves behind, without the secret.
     let dir = tempfile::tempdir().unwrap();
     let mut child = launcher("sleep").env("TMPDIR", dir.path()).spawn().unwrap();
-    let (pids, _rest) = pids(&mut child);
+    let (pids, mut rest) = pids(&mut child);
     assert!(pids.iter().all(|&pid| runs(pid)));
+    let mut text = String::new();
+    let path = loop {
+        text.clear();
+        assert_ne!(rest.read_line(&mut text).unwrap(), 0, "ended too early");
+        if let Some((_, path)) = text.split_once("path ") {
+            break path.trim().to_string();
+        }
+    };
+    let secret = std::fs::read(&path).unwrap();
+    assert_eq!(secret.len(), 64);
     child.kill().unwrap();
     child.wait().unwrap();
     assert_gone(&pids);
+    assert!(!Path::new(&path).exists());
+    for folder in std::fs::read_dir(dir.path()).unwrap() {
+        for file in std::fs::read_dir(folder.unwrap().path()).unwrap() {
+            assert_ne!(std::fs::read(file.unwrap().path()).unwrap(), secret);
+        }
+    }
 }
 
 fn orphans() {
@@ -401,7 +443,11 @@ fn meeting_point() {
     assert_eq!(line(&outcome, 0, "modes "), "700 600");
     for rank in 0..2 {
         let path = line(&outcome, rank, "path ");
-        assert!(path.ends_with("/secret"));
-        assert!(!Path::new(&path).parent().unwrap().exists());
+        assert!(path.starts_with(&format!("/proc/{}/fd/", std::process::id())), "{path}");
+        // The descriptor's number may have been given to another file meanwhile.
+        let secret = line(&outcome, rank, "secret ");
+        assert_eq!(secret.len(), 64);
+        assert!(!std::fs::read(&path).is_ok_and(|bytes| bytes == secret.as_bytes()));
+        assert!(!Path::new(&line(&outcome, rank, "address ")).parent().unwrap().exists());
     }
 }

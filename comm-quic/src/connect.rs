@@ -1,5 +1,6 @@
 //! How a transport comes about.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -47,6 +48,8 @@ pub(crate) fn connect(
 
     // The higher rank dials, so that each pair has one connection.
     let pins = Pins::new(ranks.iter().map(|other| other.fingerprint).enumerate().skip(rank + 1));
+    let expected =
+        ranks.iter().skip(rank + 1).map(|other| (other.address.ip(), other.address.port())).collect::<HashSet<_>>();
     let server = server_config(
         protection.server(identity.server_config(&pins)?),
         transport_config(options, congestion, sizes, options.lanes)?,
@@ -72,7 +75,7 @@ pub(crate) fn connect(
     let segments = quinn::AsyncUdpSocket::max_transmit_segments(&*socket).min(10);
     let endpoint = Endpoint::new_with_abstract_socket(
         endpoint_config()?,
-        Some(server),
+        (rank + 1 < world_size).then_some(server),
         Arc::clone(&socket) as Arc<dyn quinn::AsyncUdpSocket>,
         Arc::new(TokioRuntime),
     )
@@ -82,7 +85,7 @@ pub(crate) fn connect(
     let mut links: Vec<Option<Link>> = (0..world_size).map(|_| None).collect();
     let outcome = driver.block_on(async {
         Ok(tokio::select! {
-            met = meet(&endpoint, appointments, &pins, rank, options.lanes, &mut links) => Some(met),
+            met = meet(&endpoint, appointments, &pins, &expected, rank, options.lanes, &mut links) => Some(met),
             error = told(failed) => Some(Err(error)),
             () = sleep_until(deadline.instant().into()) => None,
         })

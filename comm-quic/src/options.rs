@@ -66,10 +66,7 @@ impl QuicOptions {
     /// Refuses what would not work.
     pub(crate) fn check(&self) -> Result<()> {
         let require = |holds: bool, what: String| if holds { Ok(()) } else { Err(Error::invalid(what)) };
-        require(
-            !self.bind.is_unspecified() && !self.bind.is_multicast(),
-            format!("quic bind address {}: other ranks cannot dial it; name an address of this host", self.bind),
-        )?;
+        comm_core::job::check_own_address(self.bind)?;
         require((1..=256).contains(&self.lanes), format!("quic lanes: {} is not from 1 to 256", self.lanes))?;
         if let Some(mtu) = self.mtu {
             require(
@@ -105,8 +102,12 @@ mod tests {
     #[test]
     fn what_would_not_work_is_refused() {
         QuicOptions::default().check().unwrap();
-        let wrong: [fn(&mut QuicOptions); 8] = [
+        let wrong: [fn(&mut QuicOptions); 11] = [
             |o| o.bind = Ipv4Addr::UNSPECIFIED.into(),
+            |o| o.bind = Ipv4Addr::BROADCAST.into(),
+            |o| o.bind = Ipv4Addr::new(224, 0, 0, 1).into(),
+            // For documentation only (RFC 5737): no machine has it.
+            |o| o.bind = Ipv4Addr::new(203, 0, 113, 1).into(),
             |o| o.lanes = 0,
             |o| o.lanes = 257,
             |o| o.mtu = Some(1199),

@@ -4,13 +4,14 @@
 //! that answer tells the dialling side that its certificate was accepted: in TLS 1.3 the client is ready before the server has
 //! looked at it.
 
-use std::net::SocketAddr;
+use std::collections::{HashSet, VecDeque};
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use comm_core::{Control, Deadline, Error, Result};
-use quinn::{Connection, ConnectionError, Endpoint, Incoming, RecvStream, SendStream, TransportErrorCode};
-use tokio::task::JoinSet;
+use quinn::{Connection, ConnectionError, Endpoint, Incoming, RecvStream, SendStream, TransportErrorCode, VarInt};
+use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
 use crate::message::{Channel, describe};
@@ -113,8 +114,12 @@ pub(crate) struct Appointment {
     pub(crate) config: quinn::ClientConfig,
 }
 
-/// At most this many handshakes that others began are under way at once; further ones wait, unanswered.
-const GUESTS: usize = 64;
+/// At most this many handshakes that strangers began are under way at once.
+const STRANGERS: usize = 64;
+
+/// A stranger's handshake is given up for another one's after so long, so that those who only sit there do not keep out a rank
+/// whose address is not the one that it told. Sooner would let a flood make and drop connections without end.
+const STRANGERS_TURN: Duration = Duration::from_millis(500);
 
 /// A guest who has not said which lanes it wants by then is shown out.
 const GUEST_PATIENCE: Duration = Duration::from_secs(10);
@@ -122,12 +127,41 @@ const GUEST_PATIENCE: Duration = Duration::from_secs(10);
 /// Pause before a peer that was too busy is dialled again.
 const DIAL_AGAIN: Duration = Duration::from_millis(20);
 
+/// A rank that broke the protocol is told so with this code. A connection that is given up for another one's sake ends with 0, and
+/// its rank dials again.
+const REFUSED: VarInt = VarInt::from_u32(3);
+
 enum Arrival {
     Dialled(usize, Result<Link>),
     Guest(Result<(usize, Link), String>),
 }
 
-/// Connects with every rank that has an appointment or a pin, and puts the links in place as they come about.
+/// Handshakes that were begun at addresses where no rank is, in the order in which they came.
+#[derive(Default)]
+struct Lobby(VecDeque<(AbortHandle, Instant)>);
+
+impl Lobby {
+    /// Whether there is room for one more, which may end the oldest.
+    fn has_room(&mut self) -> bool {
+        self.0.retain(|(handshake, _)| !handshake.is_finished());
+        if self.0.len() < STRANGERS {
+            return true;
+        }
+        let is_over = self.0.front().is_some_and(|(_, since)| since.elapsed() >= STRANGERS_TURN);
+        if is_over && let Some((handshake, _)) = self.0.pop_front() {
+            handshake.abort();
+        }
+        is_over
+    }
+
+    fn enter(&mut self, handshake: AbortHandle) {
+        self.0.push_back((handshake, Instant::now()));
+    }
+}
+
+/// Connects with every rank that has an appointment or a pin, and puts the links in place as they come about. A rank dials from
+/// the address that it told, one of `expected`, and is let in at once; whoever comes from elsewhere has to share what little there
+/// is for [`STRANGERS`].
 ///
 /// # Errors
 /// `PeerLost` when a dialled rank refuses for good.
@@ -135,30 +169,30 @@ pub(crate) async fn meet(
     endpoint: &Endpoint,
     appointments: Vec<Appointment>,
     pins: &Pins,
+    expected: &HashSet<(IpAddr, u16)>,
     rank: usize,
     lanes: usize,
     links: &mut [Option<Link>],
 ) -> Result<()> {
-    let mut tasks = JoinSet::new();
+    let (mut tasks, mut lobby) = (JoinSet::new(), Lobby::default());
     for Appointment { peer, address, config } in appointments {
         let endpoint = endpoint.clone();
         tasks.spawn(async move { Arrival::Dialled(peer, dial(&endpoint, config, address, rank, peer, lanes).await) });
     }
-    let mut guests = 0;
     while links.iter().enumerate().any(|(peer, link)| peer != rank && link.is_none()) {
         tokio::select! {
             Some(arrival) = tasks.join_next() => match arrival {
                 Ok(Arrival::Dialled(peer, link)) => place(links, peer, link?),
                 Ok(Arrival::Guest(guest)) => {
-                    guests -= 1;
                     // A stranger who is turned away is no failure of the job.
                     if let Ok((peer, link)) = guest {
                         place(links, peer, link);
                     }
                 }
+                Err(error) if error.is_cancelled() => {}
                 Err(error) => return Err(Error::Rendezvous(format!("a QUIC connection attempt ended: {error}"))),
             },
-            incoming = endpoint.accept(), if guests < GUESTS => {
+            incoming = endpoint.accept() => {
                 let Some(incoming) = incoming else {
                     return Err(Error::Rendezvous("the UDP socket for QUIC failed".into()));
                 };
@@ -167,12 +201,20 @@ pub(crate) async fn meet(
                     drop(incoming.retry());
                     continue;
                 }
-                guests += 1;
+                let from = incoming.remote_address();
+                let is_expected = expected.contains(&(from.ip(), from.port()));
+                if !is_expected && !lobby.has_room() {
+                    incoming.ignore();
+                    continue;
+                }
                 let pins = pins.clone();
-                tasks.spawn(async move {
+                let handshake = tasks.spawn(async move {
                     let guest = timeout(GUEST_PATIENCE, admit(incoming, &pins, lanes)).await;
                     Arrival::Guest(guest.unwrap_or_else(|_| Err("it took too long".into())))
                 });
+                if !is_expected {
+                    lobby.enter(handshake);
+                }
             }
         }
     }
@@ -212,7 +254,11 @@ async fn dial(
         let connecting =
             endpoint.connect_with(config.clone(), address, SERVER_NAME).map_err(|error| lost(error.to_string()))?;
         match connecting.await {
-            Ok(connection) => return open_lanes(connection, rank, peer, lanes).await.map_err(lost),
+            Ok(connection) => match (open_lanes(&connection, rank, peer, lanes).await, connection.close_reason()) {
+                (Ok(channels), _) => return Ok(Link { connection, channels }),
+                (Err(_), Some(reason)) if is_passing(&reason) => sleep(DIAL_AGAIN).await,
+                (Err(why), _) => return Err(lost(why)),
+            },
             Err(error) if is_passing(&error) => sleep(DIAL_AGAIN).await,
             Err(error) => return Err(lost(format!("{} at {address}", describe(&error)))),
         }
@@ -222,14 +268,17 @@ async fn dial(
 /// Whether dialling again may help: the peer was busy with strangers, or packets were lost.
 fn is_passing(error: &ConnectionError) -> bool {
     match error {
-        ConnectionError::ConnectionClosed(close) => close.error_code == TransportErrorCode::CONNECTION_REFUSED,
+        ConnectionError::ConnectionClosed(close) => {
+            matches!(close.error_code, TransportErrorCode::CONNECTION_REFUSED | TransportErrorCode::APPLICATION_ERROR)
+        }
+        ConnectionError::ApplicationClosed(close) => close.error_code == VarInt::from_u32(0),
         ConnectionError::TimedOut | ConnectionError::Reset => true,
         _ => false,
     }
 }
 
 /// The dialling side's half of agreeing on lanes.
-async fn open_lanes(connection: Connection, rank: usize, peer: usize, lanes: usize) -> Result<Link, String> {
+async fn open_lanes(connection: &Connection, rank: usize, peer: usize, lanes: usize) -> Result<Vec<Channel>, String> {
     let mut channels = Vec::with_capacity(lanes);
     for lane in 0..lanes {
         // No more than the peer allows: it allows one stream a lane.
@@ -243,17 +292,30 @@ async fn open_lanes(connection: Connection, rank: usize, peer: usize, lanes: usi
             return Err(format!("it answered for lane {answered} on lane {lane}"));
         }
     }
-    Ok(Link { connection, channels })
+    Ok(channels)
 }
 
 /// The accepting side's half.
 async fn admit(incoming: Incoming, pins: &Pins, lanes: usize) -> Result<(usize, Link), String> {
     let lost = |error: ConnectionError| describe(&error);
     let connection = incoming.accept().map_err(lost)?.await.map_err(lost)?;
-    let peer = pins.rank_of(&connection).ok_or("its certificate is not pinned")?;
+    let admitted = match pins.rank_of(&connection) {
+        Some(peer) => answer_lanes(&connection, peer, lanes).await.map(|channels| (peer, channels)),
+        None => Err("its certificate is not pinned".into()),
+    };
+    match admitted {
+        Ok((peer, channels)) => Ok((peer, Link { connection, channels })),
+        Err(why) => {
+            connection.close(REFUSED, why.as_bytes());
+            Err(why)
+        }
+    }
+}
+
+async fn answer_lanes(connection: &Connection, peer: usize, lanes: usize) -> Result<Vec<Channel>, String> {
     let mut slots: Vec<Option<Channel>> = (0..lanes).map(|_| None).collect();
     for _ in 0..lanes {
-        let (send, mut receive) = connection.accept_bi().await.map_err(lost)?;
+        let (send, mut receive) = connection.accept_bi().await.map_err(|error| describe(&error))?;
         let (lane, claims) = greeting(&mut receive).await?;
         match slots.get_mut(lane) {
             Some(slot @ None) if claims == peer => *slot = Some(Channel::new(peer, send, receive)),
@@ -264,7 +326,7 @@ async fn admit(incoming: Incoming, pins: &Pins, lanes: usize) -> Result<(usize, 
     for (lane, channel) in channels.iter_mut().enumerate() {
         greet(&mut channel.send, lane, peer).await?;
     }
-    Ok((peer, Link { connection, channels }))
+    Ok(channels)
 }
 
 /// First bytes on a stream, each way: magic, lane, rank of the dialling side.
@@ -297,7 +359,7 @@ pub(crate) fn server_config(
     config
         .transport_config(transport)
         .migration(false)
-        .max_incoming(4 * GUESTS)
+        .max_incoming(256)
         .incoming_buffer_size(128 << 10)
         .incoming_buffer_size_total(8 << 20);
     config

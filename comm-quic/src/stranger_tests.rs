@@ -98,6 +98,53 @@ fn somebody_else_at_the_address_of_a_rank_is_not_accepted() {
     });
 }
 
+#[test]
+fn a_certificate_of_an_earlier_start_is_refused() {
+    let outcome = two_ranks(
+        |ranks| {
+            // What a rank of an earlier start of the same job has: all that is right, but a key that is pinned no more.
+            let old = crate::tls::Identity::generate().unwrap();
+            let config = quinn::ClientConfig::new(old.client_config(0, ranks[0].fingerprint).unwrap());
+            assert!(knock(ranks[0].address, config, Duration::from_secs(5)).is_err(), "it got in");
+            ranks
+        },
+        |transport| {
+            swap(&transport, 1 << 20);
+            transport.close(Deadline::after(Duration::from_secs(30))).unwrap();
+        },
+    );
+    for outcome in outcome {
+        outcome.unwrap();
+    }
+}
+
+#[test]
+fn only_the_address_that_was_asked_for_is_bound() {
+    let bind = std::net::Ipv4Addr::new(127, 0, 0, 2);
+    let options = QuicOptions { bind: bind.into(), ..QuicOptions::default() };
+    let patience = Duration::from_secs(60);
+    let outcome = two_ranks_with(
+        &options,
+        Protection::Full,
+        patience,
+        |ranks| ranks,
+        |transport| {
+            assert_eq!(transport.local_addr().ip(), bind);
+            // Address and port as the kernel writes them, both in hexadecimal.
+            let listed = std::fs::read_to_string("/proc/net/udp").unwrap();
+            let port = format!(":{:04X} ", transport.local_addr().port());
+            let bound: Vec<&str> = listed.lines().filter_map(|line| line.split_whitespace().nth(1)).collect();
+            let bound: Vec<&&str> = bound.iter().filter(|local| format!("{local} ").ends_with(&port)).collect();
+            assert!(!bound.is_empty() && bound.iter().all(|local| local.starts_with("0200007F:")), "{bound:?}");
+            swap(&transport, 1000);
+            transport.close(Deadline::after(Duration::from_secs(30))).unwrap();
+        },
+    );
+    for outcome in outcome {
+        outcome.unwrap();
+    }
+}
+
 type Meddle = Arc<dyn Fn(Vec<Introduction>) -> Vec<Introduction> + Send + Sync>;
 
 /// Runs two ranks. `between` sees what both told each other before rank 1 does, and may change it.
@@ -191,7 +238,7 @@ impl Control for Between {
 }
 
 /// Sends to the other rank what it sends here.
-fn swap(transport: &QuicTransport, len: usize) {
+pub(crate) fn swap(transport: &QuicTransport, len: usize) {
     let payload = vec![transport.rank() as u8 + 1; len];
     let received = swap_bytes(transport, &payload);
     assert!(received == vec![2 - transport.rank() as u8; len]);
@@ -271,7 +318,7 @@ fn strangers() -> Vec<(&'static str, quinn::ClientConfig)> {
     ]
 }
 
-fn stranger(alpn: &[u8], with_certificate: bool) -> quinn::ClientConfig {
+pub(crate) fn stranger(alpn: &[u8], with_certificate: bool) -> quinn::ClientConfig {
     let builder = rustls::ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
         .with_protocol_versions(&[&rustls::version::TLS13])
         .unwrap()

@@ -37,7 +37,8 @@ impl<'a, T: Send + 'a> Door<'a, T> {
             let admitted = std::future::poll_fn(|cx| {
                 while let Poll::Ready(accepted) = self.listener.poll_accept(cx) {
                     let Ok((stream, _)) = accepted else {
-                        // Out of descriptors, or the stranger is gone already: go on after a moment.
+                        // Out of descriptors, or the stranger is gone already: go on after a moment, with one descriptor more.
+                        self.handshakes.pop_front();
                         return Poll::Ready(None);
                     };
                     if self.handshakes.len() == CROWD {

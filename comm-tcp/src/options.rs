@@ -58,12 +58,7 @@ impl TcpOptions {
     /// # Errors
     /// [`Error::InvalidArgument`] naming the value and what it may be.
     pub(crate) fn validate(&self) -> Result<()> {
-        if self.bind.is_unspecified() || self.bind.is_multicast() {
-            return Err(Error::invalid(format!(
-                "cannot listen on {}: the other ranks dial the address given here, so it must be one of this machine's own",
-                self.bind
-            )));
-        }
+        comm_core::job::check_own_address(self.bind)?;
         if !(1..=MAX_LANES).contains(&self.lanes) {
             return Err(Error::invalid(format!("{} lanes: there must be 1 to {MAX_LANES}", self.lanes)));
         }
@@ -94,6 +89,10 @@ mod tests {
         let default = TcpOptions::default;
         let refused = [
             (TcpOptions { bind: "0.0.0.0".parse().unwrap(), ..default() }, "0.0.0.0"),
+            (TcpOptions { bind: "255.255.255.255".parse().unwrap(), ..default() }, "broadcast"),
+            (TcpOptions { bind: "224.0.0.1".parse().unwrap(), ..default() }, "multicast"),
+            // For documentation only (RFC 5737): no machine has it.
+            (TcpOptions { bind: "203.0.113.1".parse().unwrap(), ..default() }, "203.0.113.1"),
             (TcpOptions { lanes: 0, ..default() }, "lanes"),
             (TcpOptions { segment: 1, ..default() }, "segment"),
             (TcpOptions { window: 256 << 10, ..default() }, "window"),

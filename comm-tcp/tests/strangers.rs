@@ -11,24 +11,37 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use comm_core::local::LocalControl;
+use comm_core::control::TcpControl;
+use comm_core::job::{Address, Job, Secret};
 use comm_core::{Control, Deadline, Error, Result};
 use comm_tcp::TcpOptions;
+use hmac::{Hmac, Mac};
+use sha2::Sha256;
 
 use common::{Kind, controls, payload, soon, swap};
 
-type Meddle = dyn Fn(SocketAddr) -> SocketAddr + Send + Sync;
+type Meddle = dyn Fn(SocketAddr, &[u8; 32]) -> SocketAddr + Send + Sync;
 
 /// Runs a job of two ranks, of which rank 1 listens, and has it carry some traffic. Rank 0 gets to `meddle` with rank 1's
 /// address before it dials: what that returns is dialled instead.
 fn job_with(kind: Kind, meddle: impl Fn(SocketAddr) -> SocketAddr + Send + Sync + 'static) {
+    let controls = controls(2).into_iter().map(|control| control as Arc<dyn Control>).collect();
+    job_over(kind, controls, &TcpOptions::default(), move |address, _| meddle(address));
+}
+
+/// As [`job_with`], over these `controls`; `meddle` also gets the salt that rank 1 told.
+fn job_over(
+    kind: Kind,
+    controls: Vec<Arc<dyn Control>>,
+    options: &TcpOptions,
+    meddle: impl Fn(SocketAddr, &[u8; 32]) -> SocketAddr + Send + Sync + 'static,
+) {
     let meddle: Arc<Meddle> = Arc::new(meddle);
-    let controls = controls(2);
     thread::scope(|scope| {
         for inner in &controls {
             let control = Meddling { inner: inner.clone(), meddle: meddle.clone() };
             scope.spawn(move || {
-                let transport = kind.connect(&control, &TcpOptions::default(), soon()).unwrap();
+                let transport = kind.connect(&control, options, soon()).unwrap();
                 let (rank, peer) = (transport.rank(), 1 - transport.rank());
                 for lane in 0..2 {
                     for round in 0..4 {
@@ -44,7 +57,7 @@ fn job_with(kind: Kind, meddle: impl Fn(SocketAddr) -> SocketAddr + Send + Sync 
 
 /// A control plane that lets a test between the addresses and the rank that dials them.
 struct Meddling {
-    inner: Arc<LocalControl>,
+    inner: Arc<dyn Control>,
     meddle: Arc<Meddle>,
 }
 
@@ -63,7 +76,12 @@ impl Control for Meddling {
             // Settings, salt, address, each on its line.
             let text = String::from_utf8(blobs[1].clone()).unwrap();
             let (rest, address) = text.rsplit_once('\n').unwrap();
-            let address = (self.meddle)(address.parse().unwrap());
+            let (_, salt) = rest.split_once('\n').unwrap();
+            let mut bytes = [0; 32];
+            for (byte, digits) in bytes.iter_mut().zip(salt.as_bytes().chunks(2)) {
+                *byte = u8::from_str_radix(std::str::from_utf8(digits).unwrap(), 16).unwrap();
+            }
+            let address = (self.meddle)(address.parse().unwrap(), &bytes);
             blobs[1] = format!("{rest}\n{address}").into_bytes();
         }
         Ok(blobs)
@@ -227,12 +245,137 @@ fn a_token_seen_on_the_wire_does_not_open_the_gate_again() {
 }
 
 #[test]
+fn a_key_of_an_earlier_start_opens_no_door() {
+    for kind in [Kind::Zmq, Kind::Raw] {
+        // Another epoch, and the same one once more.
+        for epoch in [1, 0] {
+            let key = earlier_key(kind);
+            let refused = Arc::new(AtomicBool::new(false));
+            let done = refused.clone();
+            job_over(kind, tcp_controls(epoch), &TcpOptions::default(), move |address, salt| {
+                let answer = show_key(kind, address, &key, salt);
+                let (most, what) = if kind == Kind::Raw { (0, "nothing") } else { (64, "a greeting") };
+                assert!(answer.len() <= most, "{kind:?}: answered with {} B, not with {what}", answer.len());
+                done.store(true, Ordering::Relaxed);
+                address
+            });
+            assert!(refused.load(Ordering::Relaxed));
+        }
+    }
+}
+
+#[test]
+fn the_key_of_this_start_would_open_the_door() {
+    for kind in [Kind::Zmq, Kind::Raw] {
+        let (controls, answered) = (tcp_controls(0), Arc::new(AtomicBool::new(false)));
+        let key = controls[0].derive_key(label(kind));
+        thread::scope(|scope| {
+            for inner in &controls {
+                let done = answered.clone();
+                let meddle = move |address, salt: &[u8; 32]| {
+                    let answer = show_key(kind, address, &key, salt);
+                    done.store(answer.len() > if kind == Kind::Raw { 31 } else { 64 }, Ordering::Relaxed);
+                    address
+                };
+                let control = Meddling { inner: inner.clone(), meddle: Arc::new(meddle) };
+                // The connection of the rank itself is taken.
+                scope.spawn(move || {
+                    kind.connect(&control, &TcpOptions::default(), Deadline::after(Duration::from_secs(3))).err()
+                });
+            }
+        });
+        assert!(answered.load(Ordering::Relaxed), "{kind:?}: the other test proves nothing");
+    }
+}
+
+fn label(kind: Kind) -> &'static str {
+    if kind == Kind::Raw { "tcp-raw" } else { "zeromq" }
+}
+
+/// The key that the data connections of an earlier start of the same job had.
+fn earlier_key(kind: Kind) -> [u8; 32] {
+    tcp_controls(0)[0].derive_key(label(kind))
+}
+
+/// The control planes of two ranks, with a secret.
+fn tcp_controls(epoch: u64) -> Vec<Arc<dyn Control>> {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let address = Address::Tcp { host: "127.0.0.1".into(), port };
+    let job = |rank| {
+        let secret = Secret::new("a secret for tests only").unwrap();
+        Job { id: "again".into(), epoch, ..Job::new(rank, 2, address.clone(), secret).unwrap() }
+    };
+    thread::scope(|scope| {
+        let ranks = [0, 1].map(|rank| {
+            let job = job(rank);
+            scope.spawn(move || TcpControl::connect(&job, &[], soon()).unwrap() as Arc<dyn Control>)
+        });
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// A handshake of the right form for rank 0's first lane to rank 1, with `key`; what it is answered with.
+fn show_key(kind: Kind, address: SocketAddr, key: &[u8; 32], salt: &[u8; 32]) -> Vec<u8> {
+    let edge = [0_u32, 1, 0].map(u32::to_le_bytes).concat();
+    let proof = |purpose: &[u8; 8], nonces: &[u8]| {
+        let mac = Hmac::<Sha256>::new_from_slice(key).unwrap();
+        mac.chain_update(purpose).chain_update(&edge).chain_update(nonces).finalize().into_bytes()
+    };
+    if kind == Kind::Raw {
+        let mut stream = TcpStream::connect(address).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
+        let mut nonce = [0; 32];
+        stream.read_exact(&mut nonce).unwrap();
+        let proof = proof(b"raw dial", &[nonce, [9; 32]].concat());
+        stream.write_all(&[b"isoraw01", &edge[..], &[9; 32], &proof[..]].concat()).unwrap();
+        let mut answer = vec![0; 32];
+        let read = stream.read(&mut answer).unwrap_or(0);
+        answer.truncate(read);
+        return answer;
+    }
+    let token = [b"isozmq01", &edge[..], &proof(b"zmq gate", salt)[..]].concat();
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
+    stream.write_all(&[greeting(), ready(&token)].concat()).unwrap();
+    let (mut answer, mut buffer) = (Vec::new(), [0; 256]);
+    while answer.len() <= 64 {
+        match stream.read(&mut buffer) {
+            Ok(read @ 1..) => answer.extend_from_slice(&buffer[..read]),
+            _ => break,
+        }
+    }
+    answer
+}
+
+#[test]
+fn only_the_address_that_was_asked_for_is_listened_on() {
+    for kind in [Kind::Zmq, Kind::Raw] {
+        let options = TcpOptions { bind: "127.0.0.2".parse().unwrap(), ..TcpOptions::default() };
+        let controls = controls(2).into_iter().map(|control| control as Arc<dyn Control>).collect();
+        job_over(kind, controls, &options, move |address, _| {
+            assert_eq!(address.ip().to_string(), "127.0.0.2");
+            // Local address and port as the kernel writes them, in hexadecimal; 0A is a listener's state.
+            let port = format!(":{:04X}", address.port());
+            for table in ["/proc/net/tcp", "/proc/net/tcp6"] {
+                for line in std::fs::read_to_string(table).unwrap_or_default().lines() {
+                    let fields: Vec<&str> = line.split_whitespace().collect();
+                    if fields[1].ends_with(&port) && fields[3] == "0A" {
+                        assert_eq!(fields[1], format!("0200007F{port}"), "{kind:?}: {table}");
+                    }
+                }
+            }
+            address
+        });
+    }
+}
+
+#[test]
 fn a_listener_that_does_not_know_the_key_is_not_taken_for_a_rank() {
     let controls = controls(2);
     thread::scope(|scope| {
         for inner in &controls {
             scope.spawn(move || {
-                let impostor = |_| {
+                let impostor = |_, _: &[u8; 32]| {
                     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
                     let address = listener.local_addr().unwrap();
                     thread::spawn(move || {

@@ -5,9 +5,9 @@
 //! process with the ranks of `local` as threads, and one group for each peer. Then every case goes round by round over all of
 //! them: a round has one batch of iterations on each, while the others sleep. Ranks and program talk as in [`protocol`].
 
-mod case;
+pub(crate) mod case;
 mod congestion;
-mod data;
+pub(crate) mod data;
 mod exec;
 mod group;
 mod options;
@@ -19,7 +19,7 @@ mod rounds;
 mod rung;
 mod safety;
 mod stats;
-mod sys;
+pub(crate) mod sys;
 mod tune;
 
 use std::fs;

@@ -4,18 +4,27 @@
 //! rank k → rank 0   hello: magic, version, rank, world size, epoch, nonce, job id
 //! rank 0 → rank k   reply: magic, version, nonce, proof of rank 0
 //! rank k → rank 0   proof of rank k
+//! rank 0 → rank k   word that it has been let in
 //! ```
 //!
 //! A proof is HMAC-SHA256 under the secret over (role, version, everything the hello claims, both nonces). The roles differ, so
 //! a proof that is sent back proves nothing; the nonces are fresh, so one that was recorded proves nothing. Rank 0 takes the
 //! hello's claims as part of what is proved and only then compares them with its own, so that a rank of ours with
 //! wrong settings gets a true answer and a stranger gets none. The keys of both directions come from the same transcript.
+//!
+//! The last word, a code like the proofs, tells rank k that rank 0 has read its proof. Without it a rank that was shown out by a
+//! crowd of strangers at that moment would believe that it is in, and take the end of its connection for rank 0's death.
+//!
+//! What the ranks use later for their data connections are keys of [`derive_key`]: they follow from the secret, the job's id, its
+//! epoch, its number of ranks, the settings that all ranks agreed on, and randomness of this start. A data connection also proves
+//! which two ranks it connects, so whoever shows a proof of another job, rank, start or configuration knows another key.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::time::Duration;
 
 use hmac::Mac;
+use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
 use super::wire::{Opener, Sealer, keyed};
@@ -24,11 +33,13 @@ use crate::error::Result;
 use crate::job::{Job, MAX_JOB_ID, Secret, fill_random};
 
 const MAGIC: [u8; 8] = *b"ISOCTRL\0";
-const VERSION: u16 = 1;
+const VERSION: u16 = 2;
 const NONCE: usize = 32;
 const PROOF: usize = 32;
 /// Magic, version, rank, world size, epoch, nonce, length of the job id.
-const HELLO: usize = 8 + 2 + 4 + 4 + 8 + NONCE + 2;
+const HELLO: usize = HEAD + 4 + 4 + 8 + NONCE + 2;
+/// Magic and version.
+const HEAD: usize = 8 + 2;
 const REPLY: usize = 8 + 2 + NONCE + PROOF;
 
 /// What a rank says of itself.
@@ -57,6 +68,20 @@ impl Hello {
         bytes.extend_from_slice(self.job.as_bytes());
         bytes
     }
+
+    /// What a hello of full length claims; `None` when its job id is no text.
+    fn decode(bytes: &[u8]) -> Option<Self> {
+        let rest = bytes.get(HEAD..)?;
+        let (rank, rest) = rest.split_first_chunk()?;
+        let (world_size, rest) = rest.split_first_chunk()?;
+        let (epoch, _) = rest.split_first_chunk()?;
+        Some(Hello {
+            rank: u32::from_le_bytes(*rank),
+            world_size: u32::from_le_bytes(*world_size),
+            epoch: u64::from_le_bytes(*epoch),
+            job: String::from_utf8(bytes.get(HELLO..)?.to_vec()).ok()?,
+        })
+    }
 }
 
 /// The two halves of an authenticated connection.
@@ -72,6 +97,10 @@ pub(super) enum Rejection {
     Io(io::Error),
     /// What is there does not speak this protocol.
     Foreign(String),
+    /// It speaks another version of the protocol.
+    Version(u16),
+    /// It ended the connection when it had seen this end's proof.
+    Left,
     /// It speaks the protocol, but does not know the secret.
     Stranger,
 }
@@ -81,6 +110,10 @@ impl std::fmt::Display for Rejection {
         match self {
             Rejection::Io(e) => write!(f, "{e}"),
             Rejection::Foreign(what) => f.write_str(what),
+            Rejection::Version(version) => {
+                write!(f, "it speaks version {version} of the control protocol, this program {VERSION}")
+            }
+            Rejection::Left => f.write_str("it went away on seeing rank 0's proof, as a rank with another secret does"),
             Rejection::Stranger => f.write_str("it does not know this job's secret"),
         }
     }
@@ -92,99 +125,185 @@ impl From<io::Error> for Rejection {
     }
 }
 
-/// Rank k's side.
+/// Rank k's side. A proof that does not come within `handshake` makes the connection one to give up; once this rank has proven
+/// itself, it waits for rank 0's word until `deadline`, for rank 0 may count on it from then on.
 pub(super) fn dial(
     stream: &TcpStream,
     secret: &Secret,
     hello: &Hello,
+    handshake: Deadline,
     deadline: Deadline,
 ) -> std::result::Result<Session, Rejection> {
     let mut ours = [0; NONCE];
     fill_random(&mut ours).map_err(|e| io::Error::other(e.to_string()))?;
     let hello_bytes = hello.encode(&ours);
-    write_by(stream, &hello_bytes, deadline)?;
+    write_by(stream, &hello_bytes, handshake)?;
 
-    let mut head = [0; 10];
-    read_by(stream, &mut head, deadline)?;
+    let mut head = [0; HEAD];
+    read_by(stream, &mut head, handshake)?;
     check_head(&head)?;
     let mut theirs = [0; NONCE];
-    read_by(stream, &mut theirs, deadline)?;
+    read_by(stream, &mut theirs, handshake)?;
     let mut proof = [0; PROOF];
-    read_by(stream, &mut proof, deadline)?;
+    read_by(stream, &mut proof, handshake)?;
 
     let transcript = Transcript { secret, hello: &hello_bytes, reply_nonce: &theirs };
-    if !bool::from(transcript.code("rank 0 proves").ct_eq(&proof)) {
+    if !same(&transcript.code("rank 0 proves"), &proof) {
         return Err(Rejection::Stranger);
     }
-    write_by(stream, &transcript.code("rank k proves"), deadline)?;
+    write_by(stream, &transcript.code("rank k proves"), handshake)?;
+    let mut word = [0; PROOF];
+    read_by(stream, &mut word, deadline)?;
+    if !same(&transcript.code("rank k is in"), &word) {
+        return Err(Rejection::Stranger);
+    }
     Ok(Session {
         sealer: Sealer::new(&transcript.code("frames up")),
         opener: Opener::new(&transcript.code("frames down")),
     })
 }
 
-/// Rank 0's side. What the hello claims is proved to come from a holder of the secret, but not yet to be right.
-pub(super) fn answer(
-    stream: &TcpStream,
-    secret: &Secret,
-    deadline: Deadline,
-) -> std::result::Result<(Hello, Session), Rejection> {
-    let mut bytes = vec![0; HELLO];
-    let (head, body) = bytes.split_at_mut(10);
-    read_by(stream, head, deadline)?;
-    let mut nonce = [0; NONCE];
-    fill_random(&mut nonce).map_err(|e| io::Error::other(e.to_string()))?;
-    if let Err(rejection) = check_head(head) {
-        if head.starts_with(&MAGIC) {
-            // Another version: let it say so. The rest of the reply means nothing to it.
-            write_by(stream, &[&MAGIC[..], &VERSION.to_le_bytes()].concat(), deadline)?;
-        }
-        return Err(rejection);
-    }
-    read_by(stream, body, deadline)?;
-    let mut fields = Fields(body);
-    let rank = u32::from_le_bytes(fields.take());
-    let world_size = u32::from_le_bytes(fields.take());
-    let epoch = u64::from_le_bytes(fields.take());
-    let _nonce: [u8; NONCE] = fields.take();
-    let length = u16::from_le_bytes(fields.take()) as usize;
-    if length > MAX_JOB_ID {
-        return Err(Rejection::Foreign(format!("it announces a job id of {length} bytes")));
-    }
-    let mut job = vec![0; length];
-    read_by(stream, &mut job, deadline)?;
-    bytes.extend_from_slice(&job);
-    let job = String::from_utf8(job).map_err(|_| Rejection::Foreign("its job id is not text".into()))?;
-
-    let transcript = Transcript { secret, hello: &bytes, reply_nonce: &nonce };
-    let mut reply = Vec::with_capacity(REPLY);
-    reply.extend_from_slice(&MAGIC);
-    reply.extend_from_slice(&VERSION.to_le_bytes());
-    reply.extend_from_slice(&nonce);
-    reply.extend_from_slice(&transcript.code("rank 0 proves"));
-    write_by(stream, &reply, deadline)?;
-
-    let mut proof = [0; PROOF];
-    read_by(stream, &mut proof, deadline)?;
-    if !bool::from(transcript.code("rank k proves").ct_eq(&proof)) {
-        return Err(Rejection::Stranger);
-    }
-    let session = Session {
-        sealer: Sealer::new(&transcript.code("frames down")),
-        opener: Opener::new(&transcript.code("frames up")),
-    };
-    Ok((Hello { rank, world_size, epoch, job }, session))
+/// Rank 0's side of one handshake. It neither reads nor waits: it is given what comes, never more than it
+/// [wants](Answer::wanted), and says what to send.
+pub(super) struct Answer {
+    /// The hello, as far as it has come.
+    hello: Vec<u8>,
+    /// Rank k's proof, as far as it has come.
+    proof: Vec<u8>,
+    nonce: [u8; NONCE],
+    /// Bytes that the hello has, as far as is known.
+    hello_len: usize,
 }
 
-/// A key for `label` that follows from the secret, the job, its epoch and the randomness of this start (as HKDF-Expand does
-/// it, RFC 5869, for one block).
-pub(super) fn derive_key(job: &Job, session: &[u8; 32], label: &str) -> [u8; 32] {
+/// What follows from the bytes that have come.
+pub(super) enum Step {
+    /// Nothing yet.
+    More,
+    /// Send this.
+    Reply(Vec<u8>),
+    /// The other end knows the secret.
+    Proven(Box<Proven>),
+}
+
+/// Somebody who knows the secret.
+pub(super) struct Proven {
+    /// What it claims is proved to come from a holder of the secret, but not yet to be right.
+    pub(super) hello: Hello,
+    pub(super) session: Session,
+    /// The word that it is in, to be sent before anything else.
+    pub(super) word: [u8; PROOF],
+}
+
+impl Answer {
+    /// # Errors
+    /// When the system has no randomness.
+    pub(super) fn new() -> Result<Self> {
+        let mut nonce = [0; NONCE];
+        fill_random(&mut nonce)?;
+        Ok(Answer { hello: Vec::new(), proof: Vec::new(), nonce, hello_len: HEAD })
+    }
+
+    /// Bytes that are still missing of the part of the handshake under way. What follows them may be no part of it.
+    pub(super) fn wanted(&self) -> usize {
+        match self.hello_len - self.hello.len() {
+            0 => PROOF - self.proof.len(),
+            missing => missing,
+        }
+    }
+
+    /// Whether the other end has been shown this one's proof.
+    pub(super) fn has_replied(&self) -> bool {
+        self.hello.len() == self.hello_len
+    }
+
+    /// Takes bytes as they come, at most as many as are [wanted](Answer::wanted).
+    ///
+    /// # Errors
+    /// Why this is no rank of the job.
+    pub(super) fn take(&mut self, bytes: &[u8], secret: &Secret) -> std::result::Result<Step, Rejection> {
+        debug_assert!(bytes.len() <= self.wanted(), "the rest belongs to what comes after the handshake");
+        if self.has_replied() {
+            self.proof.extend_from_slice(bytes);
+            return self.finish(secret);
+        }
+        self.hello.extend_from_slice(bytes);
+        if self.hello.len() < self.hello_len {
+            return Ok(Step::More);
+        }
+        if self.hello_len == HEAD {
+            check_head(&self.hello)?;
+            self.hello_len = HELLO;
+        } else if self.hello_len == HELLO {
+            let length = self.hello.last_chunk().map_or(0, |length| u16::from_le_bytes(*length)) as usize;
+            if length > MAX_JOB_ID {
+                return Err(Rejection::Foreign(format!("it announces a job id of {length} bytes")));
+            }
+            self.hello_len += length;
+        }
+        if self.hello.len() < self.hello_len {
+            return Ok(Step::More);
+        }
+        let transcript = self.transcript(secret);
+        let mut reply = Vec::with_capacity(REPLY);
+        reply.extend_from_slice(&version_notice());
+        reply.extend_from_slice(&self.nonce);
+        reply.extend_from_slice(&transcript.code("rank 0 proves"));
+        Ok(Step::Reply(reply))
+    }
+
+    fn finish(&self, secret: &Secret) -> std::result::Result<Step, Rejection> {
+        if self.proof.len() < PROOF {
+            return Ok(Step::More);
+        }
+        let transcript = self.transcript(secret);
+        if !same(&transcript.code("rank k proves"), &self.proof) {
+            return Err(Rejection::Stranger);
+        }
+        let hello = Hello::decode(&self.hello).ok_or_else(|| Rejection::Foreign("its job id is not text".into()))?;
+        let session = Session {
+            sealer: Sealer::new(&transcript.code("frames down")),
+            opener: Opener::new(&transcript.code("frames up")),
+        };
+        Ok(Step::Proven(Box::new(Proven { hello, session, word: transcript.code("rank k is in") })))
+    }
+
+    fn transcript<'a>(&'a self, secret: &'a Secret) -> Transcript<'a> {
+        Transcript { secret, hello: &self.hello, reply_nonce: &self.nonce }
+    }
+}
+
+/// What every reply begins with. Sent alone to an end of another version, so that it can say what the matter is.
+pub(super) fn version_notice() -> [u8; HEAD] {
+    let mut head = [0; HEAD];
+    let (magic, version) = head.split_at_mut(MAGIC.len());
+    magic.copy_from_slice(&MAGIC);
+    version.copy_from_slice(&VERSION.to_le_bytes());
+    head
+}
+
+/// A hash of the settings that all ranks must have in common, whatever their order.
+pub(super) fn fingerprint(config: &[(String, String)]) -> [u8; 32] {
+    let mut items: Vec<&(String, String)> = config.iter().collect();
+    items.sort();
+    let mut hash = Sha256::new();
+    for text in items.into_iter().flat_map(|(name, value)| [name, value]) {
+        // With its length, so that no two lists are one text.
+        hash.update((text.len() as u64).to_le_bytes());
+        hash.update(text.as_bytes());
+    }
+    hash.finalize().into()
+}
+
+/// A key for `label` that follows from the secret, the job's id, epoch and number of ranks, the
+/// [`fingerprint`] of its settings and the randomness of this start (as HKDF-Expand does it, RFC 5869, for one block).
+pub(super) fn derive_key(job: &Job, settings: &[u8; 32], session: &[u8; 32], label: &str) -> [u8; 32] {
     keyed(job.secret.bytes())
         .chain_update(b"key for\0")
         .chain_update((job.id.len() as u64).to_le_bytes())
         .chain_update(job.id.as_bytes())
         .chain_update(job.epoch.to_le_bytes())
         .chain_update((job.world_size as u64).to_le_bytes())
+        .chain_update(settings)
         .chain_update(session)
         .chain_update(label.as_bytes())
         .finalize()
@@ -214,17 +333,6 @@ impl Transcript<'_> {
     }
 }
 
-struct Fields<'a>(&'a [u8]);
-
-impl Fields<'_> {
-    /// The next `N` bytes of a buffer whose size is fixed.
-    fn take<const N: usize>(&mut self) -> [u8; N] {
-        let (field, rest) = self.0.split_first_chunk().expect("the fields of a hello fill its fixed size");
-        self.0 = rest;
-        *field
-    }
-}
-
 fn check_head(head: &[u8]) -> std::result::Result<(), Rejection> {
     match head.split_at_checked(MAGIC.len()) {
         Some((magic, version)) if magic == MAGIC => {
@@ -232,12 +340,15 @@ fn check_head(head: &[u8]) -> std::result::Result<(), Rejection> {
             if version == VERSION {
                 return Ok(());
             }
-            Err(Rejection::Foreign(format!(
-                "it speaks version {version} of the control protocol, this program {VERSION}"
-            )))
+            Err(Rejection::Version(version))
         }
         _ => Err(Rejection::Foreign("it does not speak the control protocol".into())),
     }
+}
+
+/// Compares in a time that does not depend on where the two differ.
+fn same(ours: &[u8; PROOF], theirs: &[u8]) -> bool {
+    bool::from(ours.as_slice().ct_eq(theirs))
 }
 
 /// Fills `buffer` before the deadline, however slowly the bytes come.
@@ -282,6 +393,8 @@ mod tests {
     use std::net::TcpListener;
     use std::thread;
 
+    use proptest::prelude::*;
+
     use super::*;
 
     fn pair() -> (TcpStream, TcpStream) {
@@ -302,10 +415,98 @@ mod tests {
         Deadline::after(Duration::from_millis(500))
     }
 
+    /// Rank k's side, with one deadline for all of it.
+    fn dial(stream: &TcpStream, secret: &Secret) -> std::result::Result<Session, Rejection> {
+        super::dial(stream, secret, &hello(), soon(), soon())
+    }
+
+    /// Rank 0's side on a socket of its own.
+    fn answer(
+        stream: &TcpStream,
+        secret: &Secret,
+        deadline: Deadline,
+    ) -> std::result::Result<(Hello, Session), Rejection> {
+        let mut answer = Answer::new().unwrap();
+        loop {
+            let mut bytes = vec![0; answer.wanted()];
+            read_by(stream, &mut bytes, deadline)?;
+            match answer.take(&bytes, secret)? {
+                Step::More => {}
+                Step::Reply(reply) => write_by(stream, &reply, deadline)?,
+                Step::Proven(proven) => {
+                    write_by(stream, &proven.word, deadline)?;
+                    return Ok((proven.hello, proven.session));
+                }
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_in_any_pieces_let_a_stranger_in(
+            rest in prop::collection::vec(any::<u8>(), 0..600),
+            honest in 0..=HELLO + 3,
+            sizes in prop::collection::vec(1..80_usize, 0..60),
+        ) {
+            let secret = secret("0123456789abcdef");
+            let mut bytes = hello().encode(&[1; NONCE]);
+            bytes.truncate(honest);
+            bytes.extend(rest);
+            let (mut answer, mut bytes, mut replies) = (Answer::new().unwrap(), &bytes[..], 0);
+            for size in sizes {
+                let (piece, rest) = bytes.split_at(size.min(answer.wanted()).min(bytes.len()));
+                bytes = rest;
+                match answer.take(piece, &secret) {
+                    Ok(Step::More) => {}
+                    Ok(Step::Reply(_)) => replies += 1,
+                    Ok(Step::Proven(_)) => prop_assert!(false, "a stranger was let in"),
+                    Err(_) => break,
+                }
+                prop_assert!(answer.wanted() > 0 && answer.hello.len() <= HELLO + MAX_JOB_ID);
+            }
+            prop_assert!(replies <= 1);
+        }
+    }
+
+    #[test]
+    fn keys_differ_with_everything_that_they_are_bound_to() {
+        use crate::job::Address;
+        let config = |seed: &str| fingerprint(&[("seed".into(), seed.into()), ("steps".into(), "9".into())]);
+        let address = Address::File("/tmp/a".into());
+        let job = Job { id: "job".into(), epoch: 3, ..Job::new(0, 4, address, secret("0123456789abcdef")).unwrap() };
+        let key = |job: &Job, seed: &str, session: u8| derive_key(job, &config(seed), &[session; 32], "tcp");
+        let ours = key(&job, "7", 1);
+        assert_eq!(ours, key(&Job { rank: 3, ..job.clone() }, "7", 1), "all ranks have the same");
+        let others = [
+            key(&Job { secret: secret("0123456789abcdeF"), ..job.clone() }, "7", 1),
+            key(&Job { id: "jo".into(), ..job.clone() }, "7", 1),
+            key(&Job { epoch: 4, ..job.clone() }, "7", 1),
+            key(&Job { world_size: 5, ..job.clone() }, "7", 1),
+            key(&job, "8", 1),
+            key(&job, "7", 2),
+            derive_key(&job, &config("7"), &[1; 32], "quic"),
+        ];
+        assert!(others.iter().all(|other| *other != ours));
+    }
+
+    #[test]
+    fn a_fingerprint_does_not_depend_on_order_and_tells_lists_apart() {
+        let list = |items: &[(&str, &str)]| -> Vec<(String, String)> {
+            items.iter().map(|(name, value)| ((*name).to_string(), (*value).to_string())).collect()
+        };
+        let ours = fingerprint(&list(&[("a", "1"), ("b", "2")]));
+        assert_eq!(ours, fingerprint(&list(&[("b", "2"), ("a", "1")])));
+        for other in
+            [&[("a", "1b"), ("", "2")][..], &[("a", "1"), ("b", "3")], &[("a", "1")], &[("a1", ""), ("b", "2")]]
+        {
+            assert_ne!(ours, fingerprint(&list(other)), "{other:?}");
+        }
+    }
+
     #[test]
     fn both_ends_agree_on_claims_and_keys() {
         let (near, far) = pair();
-        let dialler = thread::spawn(move || dial(&near, &secret("0123456789abcdef"), &hello(), soon()).unwrap());
+        let dialler = thread::spawn(move || dial(&near, &secret("0123456789abcdef")).unwrap());
         let (claims, mut down) = answer(&far, &secret("0123456789abcdef"), soon()).unwrap();
         let mut up = dialler.join().unwrap();
         assert_eq!(claims, hello());
@@ -321,10 +522,30 @@ mod tests {
     #[test]
     fn another_secret_is_noticed_by_both() {
         let (near, far) = pair();
-        let dialler = thread::spawn(move || dial(&near, &secret("0123456789abcdef"), &hello(), soon()).err().unwrap());
+        let dialler = thread::spawn(move || dial(&near, &secret("0123456789abcdef")).err().unwrap());
         let there = answer(&far, &secret("0123456789abcdeF"), soon()).err().unwrap();
         assert!(matches!(dialler.join().unwrap(), Rejection::Stranger));
         assert!(matches!(there, Rejection::Io(_)), "the dialler goes away without a proof: {there}");
+    }
+
+    #[test]
+    fn a_rank_is_in_when_it_is_told_so_and_not_before() {
+        let (near, far) = pair();
+        let there = thread::spawn(move || {
+            // Shown out just when its proof comes.
+            let (secret, mut answer) = (secret("0123456789abcdef"), Answer::new().unwrap());
+            while !answer.has_replied() {
+                let mut bytes = vec![0; answer.wanted()];
+                read_by(&far, &mut bytes, soon()).unwrap();
+                if let Step::Reply(reply) = answer.take(&bytes, &secret).unwrap() {
+                    write_by(&far, &reply, soon()).unwrap();
+                }
+            }
+            read_by(&far, &mut [0; PROOF], soon()).unwrap();
+        });
+        let outcome = dial(&near, &secret("0123456789abcdef")).err();
+        assert!(matches!(outcome, Some(Rejection::Io(_))), "{outcome:?}: it has to dial again");
+        there.join().unwrap();
     }
 
     #[test]
@@ -349,7 +570,7 @@ mod tests {
         write_by(&near, &hello_bytes, soon()).unwrap();
         let mut reply = [0; REPLY];
         read_by(&near, &mut reply, soon()).unwrap();
-        let nonce: [u8; NONCE] = reply[10..10 + NONCE].try_into().unwrap();
+        let nonce: [u8; NONCE] = reply[HEAD..HEAD + NONCE].try_into().unwrap();
         let known = secret(secret_text);
         let proof = Transcript { secret: &known, hello: &hello_bytes, reply_nonce: &nonce }.code("rank k proves");
         write_by(&near, &proof, soon()).unwrap();
@@ -365,7 +586,7 @@ mod tests {
     #[test]
     fn a_mirror_is_not_rank_0() {
         let (near, far) = pair();
-        let dialler = thread::spawn(move || dial(&near, &secret("0123456789abcdef"), &hello(), soon()).err().unwrap());
+        let dialler = thread::spawn(move || dial(&near, &secret("0123456789abcdef")).err().unwrap());
         // Sends back whatever it gets.
         let mut bytes = [0; 1024];
         let mut stream = &far;
@@ -377,7 +598,7 @@ mod tests {
 
     #[test]
     fn other_versions_and_other_programs_are_told_apart() {
-        for (bytes, what) in [(&b"ISOCTRL\0\x02\x00"[..], "version 2"), (b"GET / HTTP/1.1\r\n\r\n", "does not speak")] {
+        for (bytes, what) in [(&b"ISOCTRL\0\x09\x00"[..], "version 9"), (b"GET / HTTP/1.1\r\n\r\n", "does not speak")] {
             let (near, far) = pair();
             let there = thread::spawn(move || answer(&far, &secret("0123456789abcdef"), soon()).err().unwrap());
             write_by(&near, bytes, soon()).unwrap();

@@ -2,25 +2,19 @@
 //! is gone, and at rank 0 lets others in.
 
 use std::io::{self, Read};
-use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::thread;
 use std::time::{Duration, Instant};
 
-use super::auth::{self, Hello, Session};
+use super::auth::Proven;
+use super::door::{Door, Newcomer};
 use super::link::Link;
 use super::state::{Admission, State};
 use super::tcp::{Shared, TcpOptions};
 use super::wire::{Message, Opener};
-use crate::deadline::Deadline;
-use crate::job::Secret;
 use crate::sys::{self, Waiter};
-
-/// Most handshakes at once. Further connections wait in the listener's queue.
-const MAX_HANDSHAKES: usize = 64;
 
 /// How long a refused connection is kept open, so that the reason arrives.
 const REFUSED: Duration = Duration::from_secs(2);
@@ -31,9 +25,8 @@ const READ_TURN: usize = 4 << 20;
 pub(super) struct EventLoop {
     pub(super) shared: Arc<Shared>,
     pub(super) options: TcpOptions,
-    pub(super) secret: Secret,
     /// At rank 0.
-    pub(super) listener: Option<TcpListener>,
+    pub(super) door: Option<Door>,
     /// Readable when another thread wants attention.
     pub(super) waker: UnixStream,
     pub(super) connections: Vec<Connection>,
@@ -50,13 +43,6 @@ pub(super) struct Connection {
     silent: bool,
 }
 
-/// A connection that has passed the handshake.
-pub(super) struct Newcomer {
-    pub(super) hello: Hello,
-    pub(super) stream: TcpStream,
-    pub(super) session: Session,
-}
-
 impl Connection {
     pub(super) fn new(link: Arc<Link>, opener: Opener, peer: usize) -> Self {
         Connection { link, opener, peer: Ok(peer), last_heard: Instant::now(), silent: false }
@@ -70,7 +56,7 @@ impl EventLoop {
         let mut survey_ends: Option<Instant> = None;
         let mut buffer = vec![0; 64 << 10];
         while !self.shared.stop.load(Ordering::Acquire) {
-            let (ready, accept) = match self.wait(survey_ends.map_or(next_beat, |end| end.min(next_beat))) {
+            let (ready, at_door) = match self.wait(survey_ends.map_or(next_beat, |end| end.min(next_beat))) {
                 Ok(found) => found,
                 Err(error) => {
                     let error = crate::error::Error::io("waiting for control connections", error);
@@ -78,10 +64,7 @@ impl EventLoop {
                     return;
                 }
             };
-            if accept {
-                self.accept();
-            }
-            self.admit_newcomers();
+            self.answer_the_door(&at_door);
             // Everything that has come is read before anyone is declared silent: if it is this process that was stopped,
             // the others' signs of life are waiting.
             for (at, readable) in ready.into_iter().enumerate().rev() {
@@ -106,65 +89,34 @@ impl EventLoop {
         }
     }
 
-    /// Waits for something to do; which connections are readable, and whether someone wants to connect.
-    fn wait(&self, until: Instant) -> io::Result<(Vec<bool>, bool)> {
-        let free = self.shared.handshakes.load(Ordering::Acquire) < MAX_HANDSHAKES;
-        let listener = self.listener.as_ref().filter(|_| free);
+    /// Waits for something to do; which connections are readable, and which of those at the door.
+    fn wait(&self, until: Instant) -> io::Result<(Vec<bool>, Vec<bool>)> {
         let mut waiters: Vec<Waiter<'_>> =
             self.connections.iter().map(|c| Waiter::new(c.link.stream().as_fd(), c.link.is_waiting())).collect();
         waiters.push(Waiter::new(self.waker.as_fd(), false));
-        waiters.extend(listener.map(|l| Waiter::new(l.as_fd(), false)));
-        sys::poll(&mut waiters, until.saturating_duration_since(Instant::now()))?;
-        let count = self.connections.len();
-        let found: Vec<bool> = waiters.iter().map(|w| w.readable).collect();
+        waiters.extend(self.door.iter().flat_map(Door::waiters));
+        let next = self.door.as_ref().and_then(Door::next_turn).map_or(until, |turn| turn.min(until));
+        sys::poll(&mut waiters, next.saturating_duration_since(Instant::now()))?;
+        let mut found: Vec<bool> = waiters.iter().map(|w| w.readable).collect();
         drop(waiters);
         // Wake-ups are not counted; any number of bytes is one.
         let mut bytes = [0; 64];
         while matches!((&self.waker).read(&mut bytes), Ok(n) if n == bytes.len()) {}
-        let accept = found.get(count + 1) == Some(&true);
-        Ok((found.into_iter().take(count).collect(), accept))
+        let at_door = found.split_off(self.connections.len() + 1);
+        found.pop();
+        Ok((found, at_door))
     }
 
-    /// Starts a handshake, in a thread that ends with it, with everyone who is at the door.
-    fn accept(&self) {
-        let Some(listener) = &self.listener else { return };
-        while self.shared.handshakes.load(Ordering::Acquire) < MAX_HANDSHAKES {
-            let (stream, addr) = match listener.accept() {
-                Ok(accepted) => accepted,
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
-                Err(e) => {
-                    // The newcomer is gone, or there are no descriptors left: in both cases others must not suffer.
-                    self.shared.update(|state| state.note_stranger(format!("accepting: {e}")));
-                    thread::sleep(Duration::from_millis(1));
-                    return;
-                }
-            };
-            self.shared.handshakes.fetch_add(1, Ordering::AcqRel);
-            let shared = Arc::clone(&self.shared);
-            let secret = self.secret.clone();
-            let deadline = Deadline::after(self.options.handshake);
-            let started = thread::Builder::new().name("comm-handshake".into()).spawn(move || {
-                let outcome = match stream.set_nonblocking(false) {
-                    Ok(()) => auth::answer(&stream, &secret, deadline),
-                    Err(e) => Err(e.into()),
-                };
-                match outcome {
-                    Ok((hello, session)) => shared.newcomers().push(Newcomer { hello, stream, session }),
-                    Err(why) => shared.update(|state| state.note_stranger(format!("{addr}: {why}"))),
-                }
-                shared.handshakes.fetch_sub(1, Ordering::AcqRel);
-                shared.wake();
-            });
-            if started.is_err() {
-                self.shared.handshakes.fetch_sub(1, Ordering::AcqRel);
-                return;
-            }
+    /// Lets in who proves that it belongs to the job, and remembers why others do not.
+    fn answer_the_door(&mut self, ready: &[bool]) {
+        let Some(door) = &mut self.door else { return };
+        let is_running = self.shared.update(|state| state.session().is_some());
+        let (newcomers, strangers) = door.turn(ready, is_running);
+        if !strangers.is_empty() {
+            self.shared.update(|state| strangers.iter().for_each(|stranger| state.note_stranger(stranger)));
         }
-    }
-
-    fn admit_newcomers(&mut self) {
-        let newcomers = std::mem::take(&mut *self.shared.newcomers());
-        for Newcomer { hello, stream, session } in newcomers {
+        for Newcomer { stream, proven } in newcomers {
+            let Proven { hello, session, .. } = *proven;
             let Ok(link) = Link::new(stream, session.sealer) else { continue };
             let link = Arc::new(link);
             let admission = self.shared.update(|state| state.admit(Arc::clone(&link), &hello));

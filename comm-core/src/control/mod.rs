@@ -1,6 +1,7 @@
 //! The control plane: how ranks find each other, agree, and learn that one of them is gone.
 
 mod auth;
+mod door;
 mod event_loop;
 mod link;
 mod rendezvous;
@@ -38,7 +39,8 @@ pub trait Control: Send + Sync + 'static {
     /// [`Error::Rendezvous`] when the labels differ, [`Error::Timeout`], [`Error::PeerLost`], or the job's failure.
     fn all_gather(&self, label: &str, blob: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>>;
 
-    /// A key that only the ranks of this job know, for `label`. Keys of different labels tell nothing of each other.
+    /// A key that only the ranks of this job know, for `label`. Keys of different labels tell nothing of each other, and so do
+    /// those of another job, another start of this one, another number of ranks or other settings.
     fn derive_key(&self, label: &str) -> [u8; 32];
 
     /// Tells every rank that the job has failed with `error`. Never blocks.

@@ -8,6 +8,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::auth::Hello;
+use super::door::{Stranger, Strangers};
 use super::link::Link;
 use super::stall::{Activity, Doing, StallReport, abridged};
 use super::wire::{Blob, Failure, Message, Wait, gathered};
@@ -44,8 +45,8 @@ pub(super) struct State {
     session: Option<[u8; 32]>,
     /// At rank 0: what is wrong with the rendezvous, and since when.
     trouble: Option<(Error, Instant)>,
-    /// At rank 0: how many connections came to nothing, and the last one's reason.
-    strangers: (usize, String),
+    /// At rank 0: the connections that came to nothing.
+    strangers: Strangers,
     provisional: Option<(Error, Instant)>,
     decided: Option<Error>,
     hooks: Vec<Hook>,
@@ -121,7 +122,7 @@ impl State {
             joined: vec![false; n],
             session: None,
             trouble: None,
-            strangers: (0, String::new()),
+            strangers: Strangers::default(),
             provisional: None,
             decided: None,
             hooks: Vec::new(),
@@ -215,16 +216,13 @@ impl State {
     }
 
     /// A connection came to nothing.
-    pub(super) fn note_stranger(&mut self, why: String) {
-        self.strangers = (self.strangers.0 + 1, why);
+    pub(super) fn note_stranger(&mut self, stranger: &Stranger) {
+        self.strangers.note(stranger);
     }
 
     /// For an error's text: what came instead of the ranks that are missing.
     pub(super) fn strangers(&self) -> String {
-        match &self.strangers {
-            (0, _) => String::new(),
-            (count, why) => format!(" ({count} connections came to nothing, the last: {why})"),
-        }
+        self.strangers.to_string()
     }
 
     /// At rank 0: takes `link`, whose other end knows the secret and says `hello`, into the job, or tells it why not.
@@ -251,6 +249,7 @@ impl State {
             None
         };
         if let Some(why) = why {
+            self.strangers.note_refusal(&link, &why);
             link.send(&Message::Refused { why });
             link.finish();
             return Admission::Refused;
@@ -593,8 +592,10 @@ impl State {
         if self.rank == 0 {
             self.fail(&lost);
         } else {
-            // With rank 0 goes the one who decides. What was reported to it stands.
-            let error = self.provisional.take().map_or(lost, |(error, _)| error);
+            // With rank 0 goes the one who decides. What was reported to it stands, unless it was this very death: of that
+            // every rank says the same.
+            let reported = self.provisional.take().map(|(error, _)| error);
+            let error = reported.filter(|error| error.culprit() != Some(0)).unwrap_or(lost);
             if let Some(link) = self.link(0) {
                 // In case it was only stopped, and goes on: it shall not take this rank's end for the cause.
                 link.send(&Message::Report(Failure::new(&error, self.rank)));

@@ -4,13 +4,14 @@ use std::io::Write;
 use std::net::SocketAddr;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use super::auth;
-use super::event_loop::{Connection, EventLoop, Newcomer};
+use super::door::Door;
+use super::event_loop::{Connection, EventLoop};
 use super::link::Link;
 use super::rendezvous;
 use super::state::State;
@@ -55,6 +56,8 @@ impl Default for TcpOptions {
 pub struct TcpControl {
     job: Job,
     shared: Arc<Shared>,
+    /// The fingerprint of the settings that all ranks have in common.
+    settings: [u8; 32],
     session: [u8; 32],
     /// Where rank 0 listens, at rank 0 of more than one.
     listening: Option<SocketAddr>,
@@ -105,6 +108,7 @@ impl TcpControl {
         let join = Message::Join { config: config.clone() };
         join.encode().map_err(|why| Error::invalid(format!("the settings to compare do not fit: {why}")))?;
 
+        let settings = auth::fingerprint(&config);
         let (waker, woken) = UnixStream::pair().map_err(|e| Error::io("making a socket pair", e))?;
         for end in [&waker, &woken] {
             end.set_nonblocking(true).map_err(|e| Error::io("making a socket pair non-blocking", e))?;
@@ -113,26 +117,19 @@ impl TcpControl {
             state: Mutex::new(State::new(job, config)),
             changed: Condvar::new(),
             waker,
-            newcomers: Mutex::new(Vec::new()),
-            handshakes: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
         });
         let mut control = TcpControl {
             job: job.clone(),
             shared: Arc::clone(&shared),
+            settings,
             session: [0; 32],
             listening: None,
             address_file: None,
             thread: None,
         };
-        let mut event_loop = EventLoop {
-            shared: Arc::clone(&shared),
-            options,
-            secret: job.secret.clone(),
-            listener: None,
-            waker: woken,
-            connections: Vec::new(),
-        };
+        let mut event_loop =
+            EventLoop { shared: Arc::clone(&shared), options, door: None, waker: woken, connections: Vec::new() };
         if job.world_size == 1 {
             shared.update(State::start_if_complete);
         } else if job.rank == 0 {
@@ -141,7 +138,7 @@ impl TcpControl {
             if let Address::File(path) = &job.address {
                 control.address_file = Some(path.clone());
             }
-            event_loop.listener = Some(listener);
+            event_loop.door = Some(Door::open(listener, job.secret.clone(), options.handshake));
         } else {
             let dialled = rendezvous::dial(job, options.handshake, deadline)?;
             let link = Link::new(dialled.stream, dialled.session.sealer)
@@ -258,7 +255,7 @@ impl Control for TcpControl {
     }
 
     fn derive_key(&self, label: &str) -> [u8; 32] {
-        auth::derive_key(&self.job, &self.session, label)
+        auth::derive_key(&self.job, &self.settings, &self.session, label)
     }
 
     fn poison(&self, error: &Error) {
@@ -363,9 +360,6 @@ pub(super) struct Shared {
     state: Mutex<State>,
     changed: Condvar,
     waker: UnixStream,
-    newcomers: Mutex<Vec<Newcomer>>,
-    /// Number of handshakes that are under way.
-    pub(super) handshakes: AtomicUsize,
     pub(super) stop: AtomicBool,
 }
 
@@ -400,13 +394,9 @@ impl Shared {
     }
 
     /// Makes the thread look around.
-    pub(super) fn wake(&self) {
+    fn wake(&self) {
         // A full socket wakes it as well.
         let _ = (&self.waker).write(&[0]);
-    }
-
-    pub(super) fn newcomers(&self) -> MutexGuard<'_, Vec<Newcomer>> {
-        self.newcomers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

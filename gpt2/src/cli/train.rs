@@ -24,7 +24,7 @@ use crate::optim::{AdamWConfig, LearningRate};
 use crate::run::{RankOptions, run_rank, run_threads};
 use crate::strategy::{StrategyKind, StrategyOptions, Wire};
 use crate::tokenizer::TokenizerKind;
-use crate::trainer::{Summary, TrainConfig};
+use crate::trainer::{Summary, TrainConfig, TrainError};
 use crate::transports::{TransportKind, TransportOptions};
 
 #[derive(Clone, Debug, Args)]
@@ -109,6 +109,9 @@ pub(super) struct TrainArgs {
     /// Seconds that an operation may take.
     #[arg(long, default_value_t = 120.0)]
     timeout: f64,
+    /// Run without a secret, where the launcher gives none: anyone who can connect to the ranks can then join or end the job.
+    #[arg(long)]
+    insecure: bool,
     /// Seconds without a sign of life after which a rank counts as lost; one whose process ends is noticed at once.
     #[arg(long, default_value_t = 30.0)]
     liveness: f64,
@@ -153,14 +156,23 @@ enum DeviceKind {
 
 pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
     job::die_with_parent()?;
-    match Job::from_env()? {
+    match Job::from_env_with(args.insecure)? {
         Some(job) => {
             let ranks_here = args.nproc.or_else(job::ranks_on_this_machine).unwrap_or(job.world_size);
             let prepared = Prepared::new(&args, job.world_size, ranks_here)?;
             let _lock = (job.rank == 0).then(|| lock(&args.out)).transpose()?;
             let mut progress = prepared.progress(&args, job.rank)?;
-            let summary =
-                run_rank(&job, &prepared.config, &prepared.corpus, &prepared.options, &prepared.device, &mut progress)?;
+            let Prepared { config, corpus, options, device } = &prepared;
+            let summary = match run_rank(&job, config, corpus, options, device, &mut progress) {
+                Ok(summary) => summary,
+                Err(TrainError::Comm(error)) => {
+                    eprintln!("error: {error}");
+                    // Whoever started the ranks looks for the one that is the cause.
+                    let code = u8::try_from(job::exit_code(&error, job.rank));
+                    return Ok(code.map_or(ExitCode::FAILURE, ExitCode::from));
+                }
+                Err(error) => return Err(error.into()),
+            };
             if job.rank == 0 {
                 print_summary(&summary);
             }

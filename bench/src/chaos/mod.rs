@@ -1,0 +1,183 @@
+//! `bench chaos`: what the ranks of a job make of each fault, in each collective, over each transport, at each moment.
+//!
+//! Every cell is a job of real processes: this executable again, one a rank. Faults are real, too: signals, exits, panics,
+//! sockets that are reset or that hear nothing any more. A cell is all right if every survivor ends in time, with the right
+//! error, the same on all, and leaves nothing behind.
+
+mod cell;
+mod fault;
+mod inflict;
+mod options;
+mod play;
+pub(crate) mod process;
+pub(crate) mod protocol;
+mod rank;
+mod report;
+mod stream;
+#[allow(unsafe_code, reason = "system calls that the standard library does not offer")]
+pub(crate) mod sys;
+pub(crate) mod work;
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, mpsc};
+use std::thread;
+
+use comm_core::launch::ending_signals;
+use gpt2::cli::say;
+
+pub(crate) use cell::{Times, ended, judge};
+pub(crate) use fault::{Fault, When};
+pub(crate) use options::{ChaosArgs, parse_time};
+pub(crate) use play::{Played, fault as play_fault, secret};
+pub(crate) use rank::{ChaosRankArgs, Shared, run_rank};
+
+use crate::BenchError;
+use crate::cell::Interrupted;
+use crate::matrix::{Lines, bar};
+use cell::{Cell, Row};
+use options::Settings;
+
+/// Runs the table; fails when a cell is not as it should be.
+pub(crate) fn run(args: &ChaosArgs) -> Result<ExitCode, BenchError> {
+    if cfg!(debug_assertions) && !args.allows_debug() {
+        return Err(
+            "this is a debug build, in which detection takes longer; build with --release, or pass --allow-debug"
+                .into(),
+        );
+    }
+    let settings = args.check()?;
+    let interrupted = interrupted()?;
+    let mut file = match &settings.out {
+        Some(out) => {
+            fs::create_dir_all(out).map_err(|error| format!("--out {}: {error}", out.display()))?;
+            Some(Lines::create(&out.join("chaos.jsonl"))?)
+        }
+        None => None,
+    };
+    say(settings.introduction());
+    let before = shared_places();
+    let mut rows = Vec::new();
+    // Whoever saturates all cores has them alone.
+    let (busy, others): (Vec<Cell>, Vec<Cell>) = settings.cells.iter().partition(|cell| cell.fault == Fault::Busy);
+    let bar = bar(settings.cells.len());
+    for cells in [others, busy] {
+        run_cells(&cells, &settings, &interrupted, &mut |row| {
+            bar.inc(1);
+            bar.set_message(row.cell.name());
+            if !row.wrong.is_empty() {
+                bar.suspend(|| say(report::exception(&row)));
+            }
+            if let Some(file) = &mut file {
+                file.write(&row)?;
+            }
+            rows.push(row);
+            Ok(())
+        })?;
+    }
+    bar.finish_and_clear();
+    if let signal @ 1.. = interrupted.load(Ordering::Relaxed) {
+        return Err(Interrupted { signal: i32::try_from(signal).unwrap_or(2) }.into());
+    }
+    say(report::table(&rows, &settings));
+    for name in shared_places().iter().filter(|name| !before.contains(name)) {
+        say(format_args!("appeared meanwhile, perhaps from another program: {}", name.display()));
+    }
+    if let Some(out) = &settings.out {
+        say(format_args!("rows: {}", out.join("chaos.jsonl").display()));
+    }
+    let is_well = rows.iter().all(|row| row.wrong.is_empty());
+    Ok(if is_well { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// What there is in places that all programs of the machine share and where nothing should be left.
+fn shared_places() -> Vec<PathBuf> {
+    let entries = |folder| fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    ["/run/netns", "/dev/shm"].into_iter().flat_map(entries).collect()
+}
+
+/// The signal that the user has sent, 0 until then.
+pub(crate) fn interrupted() -> Result<Arc<AtomicUsize>, BenchError> {
+    let interrupted = Arc::new(AtomicUsize::new(0));
+    for signal in ending_signals() {
+        signal_hook::flag::register_usize(signal, interrupted.clone(), signal.unsigned_abs() as usize)?;
+    }
+    Ok(interrupted)
+}
+
+/// Runs the cells, several at a time; `done` gets each row as it comes.
+fn run_cells(
+    cells: &[Cell],
+    settings: &Settings,
+    interrupted: &Arc<AtomicUsize>,
+    done: &mut dyn FnMut(Row) -> Result<(), BenchError>,
+) -> Result<(), BenchError> {
+    let permits = Permits::new(settings.jobs);
+    let next = AtomicUsize::new(0);
+    let (sender, rows) = mpsc::channel();
+    thread::scope(|scope| {
+        // Those that only wait leave their place to others.
+        for _ in 0..(settings.jobs * 4).min(cells.len()) {
+            let (sender, permits, next) = (sender.clone(), &permits, &next);
+            scope.spawn(move || {
+                loop {
+                    let number = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(cell) = cells.get(number) else { return };
+                    let mut permit = Some(permits.take());
+                    if interrupted.load(Ordering::Relaxed) != 0 {
+                        return;
+                    }
+                    let seed = settings.seed.wrapping_add(number as u64).wrapping_mul(0x9E37_79B9) >> 7;
+                    let row = cell.run(&settings.times, seed, interrupted, &mut || drop(permit.take()));
+                    if sender.send(row).is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+        drop(sender);
+        let mut outcome = Ok(());
+        for row in rows {
+            if outcome.is_ok() && interrupted.load(Ordering::Relaxed) == 0 {
+                outcome = done(row);
+            }
+            if outcome.is_err() {
+                // Nobody wants the rest.
+                next.store(cells.len(), Ordering::Relaxed);
+            }
+        }
+        outcome
+    })
+}
+
+/// How many cells may keep cores busy at a time.
+struct Permits {
+    free: Mutex<usize>,
+    changed: Condvar,
+}
+
+struct Permit<'a>(&'a Permits);
+
+impl Permits {
+    fn new(count: usize) -> Self {
+        Permits { free: Mutex::new(count), changed: Condvar::new() }
+    }
+
+    fn take(&self) -> Permit<'_> {
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        while *free == 0 {
+            free = self.changed.wait(free).unwrap_or_else(PoisonError::into_inner);
+        }
+        *free -= 1;
+        Permit(self)
+    }
+}
+
+impl Drop for Permit<'_> {
+    fn drop(&mut self) {
+        *self.0.free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        self.0.changed.notify_one();
+    }
+}

@@ -1,0 +1,262 @@
+//! Rank 0's listener, and those who are proving there that they belong to the job.
+//!
+//! What strangers can cost is bounded: [`CROWD`] sockets with a few hundred bytes each, for the length of a handshake, and no thread.
+//! When one more comes than fit, the one that has been there for longest is shown out, so that those who only sit there keep
+//! nobody out for longer than it takes to fill the room again; a rank that is shown out dials again.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::auth::{Answer, Proven, Rejection, Step, version_notice};
+use super::link::Link;
+use crate::job::Secret;
+use crate::sys::Waiter;
+
+/// Most handshakes at once.
+const CROWD: usize = 256;
+
+/// Most connections accepted before those that are there get their turn: a rank must get through its handshake in the time
+/// that others take to fill the room.
+const ACCEPT_TURN: usize = 32;
+
+/// How often a running job looks who is at the door. Whoever comes now is late, and what strangers cost counts.
+const CALM: Duration = Duration::from_millis(50);
+
+/// An open door.
+pub(super) struct Door {
+    listener: TcpListener,
+    secret: Secret,
+    /// How long a newcomer may take.
+    patience: Duration,
+    /// In the order in which they came.
+    guests: VecDeque<Guest>,
+    /// Nobody is let in before this.
+    opens: Instant,
+}
+
+/// A connection that has passed the handshake.
+pub(super) struct Newcomer {
+    pub(super) stream: TcpStream,
+    pub(super) proven: Box<Proven>,
+}
+
+/// A connection that came to nothing.
+pub(super) struct Stranger {
+    pub(super) addr: String,
+    pub(super) why: Rejection,
+}
+
+/// All connections that came to nothing: how many, and the reason that says most.
+#[derive(Default)]
+pub(super) struct Strangers {
+    count: usize,
+    reason: Option<(Telling, String)>,
+}
+
+/// How much a reason says about a rank that is missing. What anybody can cause says least, so that rubbish does not hide it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Telling {
+    /// It was silent, slow, or its connection failed.
+    Silence,
+    /// It speaks another protocol.
+    Rubbish,
+    /// It speaks another version of this one.
+    OtherVersion,
+    /// It knows another secret.
+    OtherSecret,
+    /// It knows the secret, and was refused.
+    Refusal,
+}
+
+struct Guest {
+    stream: TcpStream,
+    addr: SocketAddr,
+    answer: Answer,
+    until: Instant,
+}
+
+impl Door {
+    pub(super) fn open(listener: TcpListener, secret: Secret, patience: Duration) -> Self {
+        Door { listener, secret, patience, guests: VecDeque::new(), opens: Instant::now() }
+    }
+
+    /// What to wait for: that somebody says something, in the order of their coming, and then that somebody comes.
+    pub(super) fn waiters(&self) -> impl Iterator<Item = Waiter<'_>> {
+        let listener = (self.opens <= Instant::now()).then(|| Waiter::new(self.listener.as_fd(), false));
+        self.guests.iter().map(|guest| Waiter::new(guest.stream.as_fd(), false)).chain(listener)
+    }
+
+    /// When there is something to do though nothing comes.
+    pub(super) fn next_turn(&self) -> Option<Instant> {
+        let closed = (self.opens > Instant::now()).then_some(self.opens);
+        self.guests.front().map(|guest| guest.until).into_iter().chain(closed).min()
+    }
+
+    /// Serves those of the [waiters](Door::waiters) that are `ready`; who has got in, and who has not. The job is running when
+    /// nobody is expected any more.
+    pub(super) fn turn(&mut self, ready: &[bool], is_running: bool) -> (Vec<Newcomer>, Vec<Stranger>) {
+        let (mut newcomers, mut strangers) = (Vec::new(), Vec::new());
+        let there = self.guests.len();
+        let guests = std::mem::take(&mut self.guests);
+        let now = Instant::now();
+        for (at, guest) in guests.into_iter().enumerate() {
+            let outcome = if ready.get(at) == Some(&true) { guest.serve(&self.secret) } else { Outcome::Stays(guest) };
+            match outcome {
+                Outcome::Stays(guest) if now >= guest.until => strangers.push(guest.leave(late())),
+                Outcome::Stays(guest) => self.guests.push_back(guest),
+                Outcome::In(newcomer) => newcomers.push(newcomer),
+                Outcome::Out(stranger) => strangers.push(stranger),
+            }
+        }
+        if ready.get(there) == Some(&true) {
+            self.accept(&mut strangers);
+            if is_running {
+                self.opens = Instant::now() + CALM;
+            }
+        }
+        (newcomers, strangers)
+    }
+
+    fn accept(&mut self, strangers: &mut Vec<Stranger>) {
+        for _ in 0..ACCEPT_TURN {
+            let arrival = match self.listener.accept() {
+                Ok((stream, addr)) => Guest::new(stream, addr, self.patience),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
+                Err(e) => {
+                    // The newcomer is gone, or there are no descriptors left: in both cases others must not suffer.
+                    strangers.push(Stranger { addr: "accepting".into(), why: e.into() });
+                    self.show_out_the_first(strangers);
+                    thread::sleep(Duration::from_millis(1));
+                    return;
+                }
+            };
+            match arrival {
+                Ok(guest) => {
+                    if self.guests.len() == CROWD {
+                        self.show_out_the_first(strangers);
+                    }
+                    self.guests.push_back(guest);
+                }
+                Err(stranger) => strangers.push(stranger),
+            }
+        }
+    }
+
+    fn show_out_the_first(&mut self, strangers: &mut Vec<Stranger>) {
+        if let Some(guest) = self.guests.pop_front() {
+            let why = io::Error::new(io::ErrorKind::TimedOut, "it said too little while others came");
+            strangers.push(guest.leave(why.into()));
+        }
+    }
+}
+
+impl Strangers {
+    pub(super) fn note(&mut self, stranger: &Stranger) {
+        let telling = match &stranger.why {
+            Rejection::Io(_) => Telling::Silence,
+            Rejection::Foreign(_) => Telling::Rubbish,
+            Rejection::Version(_) => Telling::OtherVersion,
+            Rejection::Left | Rejection::Stranger => Telling::OtherSecret,
+        };
+        self.add(telling, || format!("{}: {}", stranger.addr, stranger.why));
+    }
+
+    /// The other end of `link` knows the secret, but has been refused.
+    pub(super) fn note_refusal(&mut self, link: &Link, why: &str) {
+        let addr = link.stream().peer_addr().map_or_else(|_| "gone already".to_string(), |addr| addr.to_string());
+        self.add(Telling::Refusal, || format!("{addr}: {why}"));
+    }
+
+    fn add(&mut self, telling: Telling, text: impl FnOnce() -> String) {
+        self.count += 1;
+        if self.reason.as_ref().is_none_or(|(most, _)| telling >= *most) {
+            self.reason = Some((telling, text()));
+        }
+    }
+}
+
+/// For the end of an error's text; empty if there were none.
+impl fmt::Display for Strangers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.reason {
+            None => Ok(()),
+            Some((_, reason)) if self.count == 1 => write!(f, " (1 connection came to nothing: {reason})"),
+            Some((_, reason)) => write!(f, " ({} connections came to nothing; of one {reason})", self.count),
+        }
+    }
+}
+
+enum Outcome {
+    Stays(Guest),
+    In(Newcomer),
+    Out(Stranger),
+}
+
+impl Guest {
+    fn new(stream: TcpStream, addr: SocketAddr, patience: Duration) -> Result<Self, Stranger> {
+        let failed = |why: io::Error| Stranger { addr: addr.to_string(), why: why.into() };
+        stream.set_nonblocking(true).map_err(failed)?;
+        let answer = Answer::new().map_err(|e| failed(io::Error::other(e.to_string())))?;
+        Ok(Guest { stream, addr, answer, until: Instant::now() + patience })
+    }
+
+    /// Reads what is there, no further than the handshake goes, and answers.
+    fn serve(mut self, secret: &Secret) -> Outcome {
+        let mut buffer = [0; 512];
+        loop {
+            let wanted = self.answer.wanted().min(buffer.len());
+            let bytes = match (&self.stream).read(buffer.get_mut(..wanted).unwrap_or_default()) {
+                Ok(0) if self.answer.has_replied() => return Outcome::Out(self.leave(Rejection::Left)),
+                Ok(0) => {
+                    let why = io::Error::new(io::ErrorKind::UnexpectedEof, "it closed the connection");
+                    return Outcome::Out(self.leave(why.into()));
+                }
+                Ok(count) => buffer.get(..count).unwrap_or_default(),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Outcome::Stays(self),
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+                Err(_) if self.answer.has_replied() => return Outcome::Out(self.leave(Rejection::Left)),
+                Err(e) => return Outcome::Out(self.leave(e.into())),
+            };
+            let step = self.answer.take(bytes, secret);
+            let said = match step {
+                Ok(Step::More) => Ok(()),
+                Ok(Step::Reply(reply)) => say(&self.stream, &reply),
+                Ok(Step::Proven(proven)) => match say(&self.stream, &proven.word) {
+                    Ok(()) => return Outcome::In(Newcomer { stream: self.stream, proven }),
+                    Err(e) => Err(e),
+                },
+                Err(why) => {
+                    if matches!(why, Rejection::Version(_)) {
+                        // It can say so; the rest of a reply would mean nothing to it.
+                        let _ = say(&self.stream, &version_notice());
+                    }
+                    return Outcome::Out(self.leave(why));
+                }
+            };
+            if let Err(e) = said {
+                return Outcome::Out(self.leave(e.into()));
+            }
+        }
+    }
+
+    fn leave(self, why: Rejection) -> Stranger {
+        Stranger { addr: self.addr.to_string(), why }
+    }
+}
+
+/// Sends a few hundred bytes at most, which the buffer of a new socket has room for.
+fn say(mut stream: &TcpStream, bytes: &[u8]) -> io::Result<()> {
+    match stream.write(bytes)? {
+        count if count == bytes.len() => Ok(()),
+        _ => Err(io::Error::new(io::ErrorKind::WriteZero, "it does not take what is sent to it")),
+    }
+}
+
+fn late() -> Rejection {
+    io::Error::new(io::ErrorKind::TimedOut, "it did not answer in time").into()
+}
