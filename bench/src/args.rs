@@ -21,6 +21,7 @@ use crate::cell::Interrupted;
 use crate::chaos::{ChaosArgs, ChaosRankArgs};
 use crate::collectives::{CollectivesArgs, RankArgs};
 use crate::environment::Environment;
+use crate::hostile::{HostileArgs, HostileRankArgs};
 use crate::soak::SoakArgs;
 use crate::worker::WorkerArgs;
 
@@ -82,6 +83,9 @@ pub(crate) enum Command {
     Collectives(Box<CollectivesArgs>),
     #[command(hide = true)]
     CollectivesRank(RankArgs),
+    Hostile(Box<HostileArgs>),
+    #[command(hide = true)]
+    HostileRank(HostileRankArgs),
     Chaos(Box<ChaosArgs>),
     #[command(hide = true)]
     ChaosRank(ChaosRankArgs),

@@ -3,13 +3,14 @@
 //! Without arguments it runs a quick proof, at 3 and 4 ranks, that all transports compute the same and send what the formulas
 //! say, and then every strategy over every transport on 2 ranks, and prints a table. `bench collectives` times collectives
 //! alone, beside the libraries that a user would pick instead. `bench chaos` and `bench soak` show what becomes of a job when
-//! ranks fail.
+//! ranks fail, `bench hostile` what becomes of it when strangers attack its ports.
 
 mod args;
 mod cell;
 mod chaos;
 mod collectives;
 mod environment;
+mod hostile;
 mod matrix;
 mod proof;
 mod soak;
@@ -33,6 +34,8 @@ fn main() -> ExitCode {
         Some(Command::Worker(worker)) => worker::run(&worker),
         Some(Command::Collectives(collectives)) => collectives::run(&collectives),
         Some(Command::CollectivesRank(rank)) => collectives::run_rank(&rank),
+        Some(Command::Hostile(hostile)) => hostile::run(&hostile),
+        Some(Command::HostileRank(rank)) => hostile::run_rank(&rank),
         Some(Command::Chaos(chaos)) => chaos::run(&chaos),
         Some(Command::ChaosRank(rank)) => chaos::run_rank(&rank),
         Some(Command::Soak(soak)) => soak::run(&soak),

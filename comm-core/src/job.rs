@@ -189,17 +189,21 @@ impl Address {
             }
             return Ok(Address::File(path.into()));
         }
-        let understood = text.rsplit_once(':').and_then(|(host, port)| {
-            let host = host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host);
-            Some((host, port.parse::<u16>().ok()?))
-        });
+        let understood = text.rsplit_once(':').and_then(|(host, port)| Some((host, port.parse::<u16>().ok()?)));
         match understood {
-            Some((host, port)) if !host.is_empty() && port != 0 => {
-                host.parse().map_or(Ok(()), check_address)?;
-                Ok(Address::Tcp { host: host.into(), port })
-            }
+            Some((host, port)) if port != 0 => Self::tcp(host, port),
             _ => Err(Error::invalid(format!("{text:?} is not an address: host:port or file:/path is expected"))),
         }
+    }
+
+    /// `host` may be an IPv6 address in brackets.
+    fn tcp(host: &str, port: u16) -> Result<Self> {
+        let host = host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host);
+        if host.is_empty() || host.contains(['[', ']']) {
+            return Err(Error::invalid(format!("{host:?} is not an address or a name of a machine")));
+        }
+        host.parse().map_or(Ok(()), check_address)?;
+        Ok(Address::Tcp { host: host.into(), port })
     }
 }
 
@@ -295,7 +299,7 @@ pub fn ranks_on_this_machine() -> Option<usize> {
     local_ranks(&|name| std::env::var(name).ok())
 }
 
-fn local_ranks(vars: &dyn Fn(&str) -> Option<String>) -> Option<usize> {
+pub(crate) fn local_ranks(vars: &dyn Fn(&str) -> Option<String>) -> Option<usize> {
     const NAMES: [&str; 5] = [
         "LOCAL_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -401,7 +405,9 @@ fn read_small(path: &Path, most: u64, what: &str) -> Result<(Vec<u8>, u32)> {
 /// The exit code of `rank` after `error`: [`EXIT_ECHO`] when another rank is the cause of it, else 1.
 pub fn exit_code(error: &Error, rank: usize) -> i32 {
     let is_echo = match error {
-        Error::Timeout { rank: by, .. } => *by != rank,
+        // Who gave up waiting is no cause, if it says for whom.
+        Error::Timeout { rank: by, waiting_for, .. } if waiting_for.is_empty() => *by != rank,
+        Error::Timeout { waiting_for, .. } => !waiting_for.contains(&rank),
         Error::Mismatch { rank: one, peer: other, .. } => *one != rank && *other != rank,
         other => other.culprit().is_some_and(|culprit| culprit != rank),
     };
@@ -508,7 +514,7 @@ impl Vars<'_> {
         if port == 0 {
             return Err(Error::invalid("port 0 is no port at which ranks could meet; set COMM_PORT"));
         }
-        Ok(Some(Address::Tcp { host, port }))
+        Address::tcp(&host, port).map(Some)
     }
 
     fn secret(self, job_id: &str, insecure: bool) -> Result<Option<Secret>> {
@@ -640,6 +646,18 @@ mod tests {
     }
 
     #[test]
+    fn an_address_is_written_as_it_is_read() {
+        for text in ["[[::1]]:80", "[[x]]:80", "x]:80", "[:80"] {
+            assert!(Address::parse(text).is_err(), "{text}");
+        }
+        let vars = |host| [("PMI_RANK", "0"), ("PMI_SIZE", "2"), ("MASTER_ADDR", host), ("COMM_PORT", "80"), SECRET];
+        assert_eq!(found(&vars("[::1]")).address, tcp("::1", 80));
+        for host in ["0.0.0.0", "[::]", "::", "[]", "]"] {
+            assert!(error(&vars(host)).contains("address"), "{host}");
+        }
+    }
+
+    #[test]
     fn insecure_has_to_be_asked_for() {
         let vars = [("COMM_RANK", "0"), ("COMM_WORLD_SIZE", "2"), ("COMM_ADDR", "127.0.0.1:4000")];
         assert!(job(&vars).is_err());
@@ -683,9 +701,9 @@ mod tests {
     #[test]
     fn exit_codes_tell_an_echo_from_a_cause() {
         let lost = |rank| Error::PeerLost { rank, operation: String::new(), detail: "gone".into() };
-        let timeout = |rank| {
+        let timeout = |rank, waiting_for: &[usize]| {
             let waited = std::time::Duration::from_secs(1);
-            Error::Timeout { rank, operation: "x".into(), waited, waiting_for: vec![2] }
+            Error::Timeout { rank, operation: "x".into(), waited, waiting_for: waiting_for.to_vec() }
         };
         let mismatch = |rank, peer| Error::Mismatch { rank, ours: "a".into(), peer, theirs: "b".into() };
         for (error, code) in [
@@ -693,8 +711,10 @@ mod tests {
             (lost(1), 1),
             (Error::Aborted { by: 0, reason: "enough".into() }, EXIT_ECHO),
             (Error::Aborted { by: 1, reason: "enough".into() }, 1),
-            (timeout(0), EXIT_ECHO),
-            (timeout(1), 1),
+            (timeout(0, &[2]), EXIT_ECHO),
+            (timeout(0, &[1]), 1),
+            (timeout(1, &[2]), EXIT_ECHO),
+            (timeout(1, &[]), 1),
             (mismatch(0, 2), EXIT_ECHO),
             (mismatch(0, 1), 1),
             (Error::invalid("x"), 1),

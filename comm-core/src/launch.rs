@@ -55,7 +55,7 @@ const DRAIN: Duration = Duration::from_secs(1);
 /// their `COMM_SECRET_FILE` is a file below `/proc` that only processes of this user can open and that is gone when the launcher is,
 /// however that ends.
 ///
-/// A rank that fails because of another should exit with [`EXIT_ECHO`](crate::job::EXIT_ECHO), so that
+/// A rank that fails because of another should exit with [`EXIT_ECHO`], so that
 /// [the cause](LaunchOutcome::cause) is the other.
 ///
 /// Each rank leads a process group of its own and reads nothing from the terminal: Ctrl-C reaches the launcher alone, which hands it

@@ -35,6 +35,9 @@ pub mod driver;
 pub mod dtype;
 pub mod error;
 pub mod faulty;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod handle;
 pub mod header;
 pub mod job;
@@ -48,6 +51,8 @@ pub mod shm;
 #[allow(unsafe_code, reason = "system calls that the standard library does not offer")]
 mod sys;
 pub mod table;
+#[doc = include_str!("../docs/threat-model.md")]
+pub mod threat_model {}
 pub mod transport;
 pub mod waiting;
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use sha2::{Digest, Sha256};
 
-use crate::control::{Activity, Control, MAX_BLOB, StallReport, abridged};
+use crate::control::{Activity, Control, MAX_BLOB, StallReport, abridged, guarded};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::header::Header;
@@ -394,7 +394,7 @@ impl Hub {
             activities.iter().map(|activity| activity.as_ref().map(|activity| abridged(activity.doing()))).collect();
         let report = StallReport::new(rank, stalled, &answers);
         activities.iter().flatten().for_each(|activity| activity.on_stall(&report));
-        hooks.iter().for_each(|hook| hook(&report));
+        hooks.iter().for_each(|hook| guarded(|| hook(&report)));
     }
 
     /// Waits until `ready` gives something, the job fails or the deadline passes.

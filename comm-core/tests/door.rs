@@ -52,16 +52,26 @@ fn drip(addr: SocketAddr, stop: &AtomicBool) -> usize {
     shut
 }
 
+/// Ends the strangers, whatever becomes of the test.
+struct Ending<'a>(&'a AtomicBool);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 #[test]
 fn a_crowd_at_the_door_delays_no_rank_and_costs_a_bounded_amount() {
     let addr = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let address = Address::Tcp { host: "127.0.0.1".into(), port: addr.port() };
     let secret = Secret::new("a secret for tests only").unwrap();
     let job = |rank| Job::new(rank, 3, address.clone(), secret.clone()).unwrap();
-    let connect = |rank| TcpControl::connect(&job(rank), &[], Deadline::after(Duration::from_secs(60))).unwrap();
+    let connect = |rank| TcpControl::connect(&job(rank), &[], Deadline::after(Duration::from_secs(30))).unwrap();
 
     let stop = &AtomicBool::new(false);
     thread::scope(|scope| {
+        let ending = Ending(stop);
         let first = scope.spawn(|| {
             let control = connect(0);
             control.all_gather("there", b"", Deadline::after(Duration::from_secs(60))).unwrap();
@@ -112,7 +122,7 @@ fn a_crowd_at_the_door_delays_no_rank_and_costs_a_bounded_amount() {
             controls.push(control);
         }
         thread::sleep(Duration::from_millis(200));
-        stop.store(true, Ordering::Relaxed);
+        drop(ending);
         let (descriptors, most_threads) = watching.join().unwrap();
         let (shut, came) = (dripping.join().unwrap(), coming.join().unwrap());
         let own = descriptors - silent.min(descriptors);

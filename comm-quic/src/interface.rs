@@ -1,5 +1,8 @@
 //! What the network interface of an address carries.
 
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
+
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 

@@ -37,6 +37,9 @@ mod connect;
 #[cfg(test)]
 mod crowd_tests;
 mod exchange;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod interface;
 mod message;
 mod options;

@@ -1,5 +1,8 @@
 //! Messages on a lane's stream: a header of 64 bytes and its payload, one after the other.
 
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
+
 use std::future::Future;
 use std::pin::{Pin, pin};
 use std::task::{Context as Waker, Poll};

@@ -4,6 +4,9 @@
 //! that answer tells the dialling side that its certificate was accepted: in TLS 1.3 the client is ready before the server has
 //! looked at it.
 
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
+
 use std::collections::{HashSet, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -82,20 +85,22 @@ impl Introduction {
 
     /// What a rank with the same `protection` told; `None` when it makes no sense or the protection is another.
     pub(crate) fn decode(blob: &[u8], protection: Protection) -> Option<Self> {
-        let ([version, code], blob) = blob.split_first_chunk()?;
-        let (lanes, blob) = blob.split_first_chunk()?;
-        let (receive_buffer, blob) = blob.split_first_chunk()?;
-        let (fingerprint, address) = blob.split_first_chunk()?;
+        let ([version, code], rest) = blob.split_first_chunk()?;
+        let (lanes, rest) = rest.split_first_chunk()?;
+        let (receive_buffer, rest) = rest.split_first_chunk()?;
+        let (fingerprint, address) = rest.split_first_chunk()?;
         if *version != INTRODUCTION || *code != protection.code() {
             return None;
         }
-        Some(Introduction {
+        let introduction = Introduction {
             address: str::from_utf8(address).ok()?.parse().ok()?,
             fingerprint: *fingerprint,
             lanes: u32::from_le_bytes(*lanes),
             receive_buffer: u64::from_le_bytes(*receive_buffer),
             protection,
-        })
+        };
+        // There is one way to write an address, and others in which it can be read.
+        (introduction.encode() == blob).then_some(introduction)
     }
 }
 
@@ -331,18 +336,25 @@ async fn answer_lanes(connection: &Connection, peer: usize, lanes: usize) -> Res
 
 /// First bytes on a stream, each way: magic, lane, rank of the dialling side.
 const MAGIC: [u8; 8] = *b"isoquic1";
+const GREETING_LEN: usize = MAGIC.len() + 4 + 4;
 
 async fn greet(stream: &mut SendStream, lane: usize, rank: usize) -> Result<(), String> {
+    stream.write_all(&greeting_of(lane, rank)).await.map_err(|error| format!("opening lane {lane}: {error}"))
+}
+
+fn greeting_of(lane: usize, rank: usize) -> Vec<u8> {
     let number = |value: usize| u32::try_from(value).unwrap_or(u32::MAX).to_le_bytes();
-    let mut bytes = MAGIC.to_vec();
-    bytes.extend_from_slice(&number(lane));
-    bytes.extend_from_slice(&number(rank));
-    stream.write_all(&bytes).await.map_err(|error| format!("opening lane {lane}: {error}"))
+    [&MAGIC[..], &number(lane), &number(rank)].concat()
 }
 
 async fn greeting(stream: &mut RecvStream) -> Result<(usize, usize), String> {
-    let mut bytes = [0; 16];
+    let mut bytes = [0; GREETING_LEN];
     stream.read_exact(&mut bytes).await.map_err(|error| format!("opening a lane: {error}"))?;
+    read_greeting(bytes)
+}
+
+/// Lane and rank.
+fn read_greeting(bytes: [u8; GREETING_LEN]) -> Result<(usize, usize), String> {
     let [magic @ .., l0, l1, l2, l3, r0, r1, r2, r3] = bytes;
     if magic != MAGIC {
         return Err("a stream that does not begin with a lane".into());
@@ -380,6 +392,9 @@ mod tests {
         };
         let blob = introduction.encode();
         assert_eq!(Introduction::decode(&blob, Protection::Full), Some(introduction));
+        // An address that Rust reads and does not write.
+        let other = [blob.strip_suffix(b"4433").unwrap(), b"04433"].concat();
+        assert_eq!(Introduction::decode(&other, Protection::Full), None);
         for len in 0..blob.len() - 4 {
             assert_eq!(Introduction::decode(&blob[..len], Protection::Full), None, "{len} B");
         }

@@ -1,5 +1,8 @@
 //! Certificates for one job, and the verifiers that accept exactly these.
 
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
+
 use std::collections::HashMap;
 use std::sync::Arc;
 

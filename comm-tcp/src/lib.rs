@@ -98,6 +98,9 @@ mod connecting;
 mod core;
 mod door;
 mod fault;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod lanes;
 mod options;
 mod raw;

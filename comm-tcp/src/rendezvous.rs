@@ -1,5 +1,8 @@
 //! Who listens for whom, and where.
 
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
+
 use std::collections::HashSet;
 use std::net::SocketAddr;
 
@@ -96,7 +99,9 @@ impl Advert {
             *byte = u8::from_str_radix(digits, 16).map_err(|_| malformed())?;
         }
         let addresses = lines.map(|line| line.parse().map_err(|_| malformed())).collect::<Result<_>>()?;
-        Ok(Advert { salt, addresses })
+        let advert = Advert { salt, addresses };
+        // An advert has one encoding: signs, white space and leading zeros, which numbers may have, are none of ours.
+        if advert.encode(settings).as_bytes() == blob { Ok(advert) } else { Err(malformed()) }
     }
 }
 
@@ -124,6 +129,13 @@ mod tests {
         let blob = advert.encode("lanes=2");
         assert_eq!(Advert::decode(blob.as_bytes(), "lanes=2", 1).unwrap(), advert);
         assert!(Advert::decode(blob.as_bytes(), "lanes=3", 1).unwrap_err().to_string().contains("lanes=3"));
+        // Numbers that Rust reads and does not write.
+        for (ours, theirs) in
+            [("a5a5", "+5a5"), ("a5a5", "A5a5"), ("\n", "\r\n"), (":4000", ":04000"), ("4000", "4000\n")]
+        {
+            let other = blob.replacen(ours, theirs, 1);
+            assert!(Advert::decode(other.as_bytes(), "lanes=2", 1).is_err(), "{other:?}");
+        }
         let salt_end = blob.rfind('\n').unwrap();
         for cut in 0..salt_end {
             assert!(Advert::decode(&blob.as_bytes()[..cut], "lanes=2", 1).is_err(), "{cut}");

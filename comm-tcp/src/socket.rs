@@ -9,15 +9,18 @@ use socket2::{Domain, Protocol, SockRef, Socket, Type};
 /// What `zeromq` asks for on its TCP sockets, in both directions; raw TCP asks for the same.
 pub(crate) const SOCKET_BUFFER: usize = 4 << 20;
 
+/// Connections that may wait to be accepted; the kernel grants less where `net.core.somaxconn` says so. When there is no room a
+/// dialler tries again after a second, so a stranger's connections must not fill it while the door is busy.
+const BACKLOG: i32 = 4096;
+
 /// A listener on a free port of `bind`, non-blocking; accepted sockets inherit the congestion control.
-pub(crate) fn listen(bind: IpAddr, congestion: Option<&str>, backlog: usize) -> Result<std::net::TcpListener> {
+pub(crate) fn listen(bind: IpAddr, congestion: Option<&str>) -> Result<std::net::TcpListener> {
     let address = SocketAddr::new(bind, 0);
     let failed = |error| Error::io(format!("listening on {bind}"), error);
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP)).map_err(failed)?;
     set_congestion(&socket, congestion)?;
     socket.bind(&address.into()).map_err(failed)?;
-    // A stranger's connections must not crowd out those of a job's start.
-    socket.listen(i32::try_from(backlog.clamp(128, 4096)).unwrap_or(4096)).map_err(failed)?;
+    socket.listen(BACKLOG).map_err(failed)?;
     socket.set_nonblocking(true).map_err(failed)?;
     Ok(socket.into())
 }
@@ -79,13 +82,13 @@ mod tests {
 
     #[test]
     fn an_unknown_congestion_control_is_an_error_that_says_where_to_look() {
-        let error = listen("127.0.0.1".parse().unwrap(), Some("no-such-thing"), 1).unwrap_err();
+        let error = listen("127.0.0.1".parse().unwrap(), Some("no-such-thing")).unwrap_err();
         assert!(error.to_string().contains("tcp_available_congestion_control"), "{error}");
     }
 
     #[test]
     fn accepted_sockets_inherit_the_congestion_control() {
-        let listener = listen("127.0.0.1".parse().unwrap(), Some("reno"), 1).unwrap();
+        let listener = listen("127.0.0.1".parse().unwrap(), Some("reno")).unwrap();
         listener.set_nonblocking(false).unwrap();
         let _dialler = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (accepted, _) = listener.accept().unwrap();

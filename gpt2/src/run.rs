@@ -1,10 +1,12 @@
 //! Starting the ranks of a job, and running one.
 
+use std::io::{self, Write};
 use std::path::PathBuf;
+use std::sync::mpsc;
 use std::thread;
 
 use burn::tensor::Device;
-use comm_core::control::TcpControl;
+use comm_core::control::{StallReport, TcpControl};
 use comm_core::{Control, Deadline, Error, job::Job};
 
 use crate::corpus::Corpus;
@@ -38,6 +40,9 @@ pub fn run_threads(
 ) -> Result<Summary, TrainError> {
     let mut observer = Some(observer);
     let sessions = transports::local_sessions(ranks, &options.options);
+    if let Some(session) = sessions.first() {
+        report_stalls(&*session.control)?;
+    }
     let outcomes: Vec<Result<Summary, TrainError>> = thread::scope(|scope| {
         let threads: Vec<_> = sessions
             .into_iter()
@@ -85,13 +90,31 @@ pub fn run_rank(
     let deadline = Deadline::after(options.options.timeout);
     let control = TcpControl::connect_with(job, &agreement, options.options.control(), deadline)?;
     if job.rank == 0 {
-        control.on_stall(Box::new(|report| eprintln!("stall: {report}")));
+        report_stalls(&*control)?;
     }
     let session = transports::connect(options.transport, control.clone(), &options.options).inspect_err(|error| {
         control.poison(error);
     })?;
     let observer = (job.rank == 0).then_some(observer);
     in_pool(config, corpus, &session, options, device, observer)
+}
+
+/// Writes stall reports to standard error, in a thread of its own: a terminal that is held must not hold up the control plane.
+fn report_stalls(control: &dyn Control) -> Result<(), Error> {
+    let (reports, arriving) = mpsc::sync_channel::<StallReport>(16);
+    let write = move || {
+        for report in arriving {
+            // Nobody may be reading.
+            let _ = writeln!(io::stderr(), "stall: {report}");
+        }
+    };
+    thread::Builder::new()
+        .name("stall-reports".into())
+        .spawn(write)
+        .map_err(|error| Error::io("starting a thread for stall reports", error))?;
+    // Reports that find the channel full are of no use to anyone any more.
+    control.on_stall(Box::new(move |report| drop(reports.try_send(report.clone()))));
+    Ok(())
 }
 
 /// What all ranks must agree on before the first step, as (name, value).

@@ -45,6 +45,9 @@ use crate::error::{Error, Result};
 use crate::handle::Failed;
 use crate::op::{Call, Mode, Op};
 
+#[cfg(feature = "fuzzing")]
+pub(crate) use processes::fuzzing;
+
 pub use driver::{CaseOutcome, Connector, RunOptions, run_threads};
 #[cfg(feature = "conformance-main")]
 pub use suite::{Suite, main, main_of};

@@ -1,6 +1,9 @@
 //! Ranks that are processes: this test program started again, with commands on its standard input and answers on its output.
 
-use std::io::{BufRead, BufReader, Write};
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
+
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command as Program, ExitCode, Stdio};
 use std::sync::Arc;
@@ -23,6 +26,9 @@ pub(super) const WORKER: &str = "--conformance-worker";
 
 /// Begins the lines that are answers; a backend may print others.
 const MARK: &str = "conformance-reply ";
+
+/// Longest line that is taken in one piece.
+const MAX_LINE: u64 = 1 << 20;
 
 /// A process that has lost its driver, or was told to end, has this long to do so.
 const FAREWELL: Duration = Duration::from_secs(5);
@@ -94,19 +100,26 @@ fn link(program: &Path, suite: &str, rank: usize, places: &[usize]) -> Result<Li
     Ok(Link { tell: Box::new(tell), replies })
 }
 
-fn read_replies(output: impl BufRead, rank: usize, replies: &Sender<Reply>) {
-    for line in output.lines() {
-        let Ok(line) = line else { return };
-        match line.strip_prefix(MARK).map(serde_json::from_str) {
+/// Hands on the answers among what a rank prints; everything else is the backend's own.
+fn read_replies(mut output: impl BufRead, rank: usize, replies: &Sender<Reply>) {
+    let mut line = Vec::new();
+    while let Ok(1..) = output.by_ref().take(MAX_LINE).read_until(b'\n', &mut line) {
+        match reply_in(&line) {
             Some(Ok(reply)) => {
                 if replies.send(reply).is_err() {
                     return;
                 }
             }
             Some(Err(error)) => eprintln!("rank {rank} gave an answer that is not understood: {error}"),
-            None => eprintln!("rank {rank}: {line}"),
+            None => eprintln!("rank {rank}: {}", String::from_utf8_lossy(line.trim_ascii_end())),
         }
+        line.clear();
     }
+}
+
+/// The answer in a line, if it claims to be one.
+fn reply_in(line: &[u8]) -> Option<serde_json::Result<Reply>> {
+    line.strip_prefix(MARK.as_bytes()).map(serde_json::from_slice)
 }
 
 /// A rank's process, which ends when this is dropped.
@@ -181,4 +194,23 @@ pub(super) fn worker(connect: Arc<Connect>, lanes: usize, options: RunOptions) -
     };
     serve(&cases(), &connect, &mut next, &mut reply, options);
     ExitCode::SUCCESS
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_that_are_no_text_and_lines_without_end_do_not_hide_answers() {
+        let answer = format!("{MARK}{}\n", serde_json::to_string(&Reply::Done(Ok(()))).unwrap());
+        let mut output = b"a backend's own \xff\n".to_vec();
+        output.extend_from_slice(answer.as_bytes());
+        output.extend(std::iter::repeat_n(b'x', MAX_LINE as usize + 10));
+        output.push(b'\n');
+        output.extend_from_slice(answer.as_bytes());
+        let (sender, replies) = channel();
+        read_replies(&output[..], 1, &sender);
+        drop(sender);
+        assert_eq!(replies.iter().count(), 2);
+    }
 }

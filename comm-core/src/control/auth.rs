@@ -19,6 +19,9 @@
 //! epoch, its number of ranks, the settings that all ranks agreed on, and randomness of this start. A data connection also proves
 //! which two ranks it connects, so whoever shows a proof of another job, rank, start or configuration knows another key.
 
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
+
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::time::Duration;

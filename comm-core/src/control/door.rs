@@ -1,6 +1,7 @@
 //! Rank 0's listener, and those who are proving there that they belong to the job.
 //!
-//! What strangers can cost is bounded: [`CROWD`] sockets with a few hundred bytes each, for the length of a handshake, and no thread.
+//! What strangers can cost is bounded: [`CROWD`] sockets with a few hundred bytes each, for the length of a handshake, and no thread;
+//! [`LATECOMERS`] once the job is running.
 //! When one more comes than fit, the one that has been there for longest is shown out, so that those who only sit there keep
 //! nobody out for longer than it takes to fill the room again; a rank that is shown out dials again.
 
@@ -19,6 +20,9 @@ use crate::sys::Waiter;
 
 /// Most handshakes at once.
 const CROWD: usize = 256;
+
+/// The same once all ranks are there: whoever comes now is refused anyway, and the job needs its descriptors.
+const LATECOMERS: usize = 16;
 
 /// Most connections accepted before those that are there get their turn: a rank must get through its handshake in the time
 /// that others take to fill the room.
@@ -114,7 +118,7 @@ impl Door {
             }
         }
         if ready.get(there) == Some(&true) {
-            self.accept(&mut strangers);
+            self.accept(if is_running { LATECOMERS } else { CROWD }, &mut strangers);
             if is_running {
                 self.opens = Instant::now() + CALM;
             }
@@ -122,7 +126,7 @@ impl Door {
         (newcomers, strangers)
     }
 
-    fn accept(&mut self, strangers: &mut Vec<Stranger>) {
+    fn accept(&mut self, room: usize, strangers: &mut Vec<Stranger>) {
         for _ in 0..ACCEPT_TURN {
             let arrival = match self.listener.accept() {
                 Ok((stream, addr)) => Guest::new(stream, addr, self.patience),
@@ -137,7 +141,7 @@ impl Door {
             };
             match arrival {
                 Ok(guest) => {
-                    if self.guests.len() == CROWD {
+                    while self.guests.len() >= room {
                         self.show_out_the_first(strangers);
                     }
                     self.guests.push_back(guest);

@@ -10,6 +10,9 @@ mod state;
 mod tcp;
 mod wire;
 
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
+
 use std::sync::Weak;
 use std::time::Duration;
 
@@ -76,3 +79,8 @@ pub trait Control: Send + Sync + 'static {
 
 /// Most bytes of one rank's message in [`Control::all_gather`].
 pub const MAX_BLOB: usize = 1 << 20;
+
+/// Calls a caller's hook. Its panic, which has been reported, must not end the thread that watches over the job.
+pub(crate) fn guarded(hook: impl FnOnce()) {
+    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(hook));
+}

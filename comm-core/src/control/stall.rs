@@ -18,6 +18,8 @@ pub struct Doing {
     pub sequence: u64,
     /// Code of its kind ([`OpKind`](crate::OpKind)).
     pub kind: u8,
+    /// Of a send or a receive: from which rank of the job to which. These are numbered pair by pair.
+    pub pair: Option<(u32, u32)>,
     /// Ranks of the job that take part in it; empty where that does not matter.
     pub members: Vec<u32>,
     /// Whether it is still running.
@@ -27,9 +29,18 @@ pub struct Doing {
 }
 
 impl Doing {
-    /// Whether both are the same operation.
+    /// Whether both are the same operation, maybe on different ranks.
     pub fn is_same(&self, other: &Doing) -> bool {
-        (self.communicator, self.sequence, self.kind) == (other.communicator, other.sequence, other.kind)
+        self.is_numbered_with(other) && (self.sequence, self.kind) == (other.sequence, other.kind)
+    }
+
+    /// Whether a rank that does this has called `other`, because it comes after it or is the same.
+    fn has_called(&self, other: &Doing) -> bool {
+        self.is_same(other) || (self.is_numbered_with(other) && self.sequence > other.sequence)
+    }
+
+    fn is_numbered_with(&self, other: &Doing) -> bool {
+        (self.communicator, self.pair) == (other.communicator, other.pair)
     }
 }
 
@@ -53,14 +64,19 @@ pub struct StallReport {
     pub reported_by: usize,
     /// Its operation.
     pub stalled: Doing,
-    /// The ranks that take part in it and have not called it, or were not heard.
+    /// The ranks that take part in it and have not called it, or were not heard; of many the first.
     pub late: Vec<usize>,
+    /// How many more there are.
+    pub more_late: usize,
     /// The first of them, with what each does; `None` for one that did not answer.
     pub doing: Vec<(usize, Option<Vec<Doing>>)>,
 }
 
 /// Most late ranks of which a report says what they do.
 const MAX_SHOWN: usize = 8;
+
+/// Most late ranks that a report names.
+const MAX_LATE: usize = 64;
 
 /// Most lanes of a rank that a report speaks of.
 const MAX_LANES: usize = 8;
@@ -70,34 +86,70 @@ const MAX_NAME: usize = 300;
 
 impl StallReport {
     /// From the answers of all ranks, by rank.
-    pub(crate) fn new(reported_by: usize, stalled: Doing, ranks: &[Option<Vec<Doing>>]) -> Self {
+    pub(crate) fn new(reported_by: usize, mut stalled: Doing, ranks: &[Option<Vec<Doing>>]) -> Self {
         let answer = |rank: usize| ranks.get(rank).and_then(Option::as_ref);
-        let has_called = |rank: usize| answer(rank).is_some_and(|all| all.iter().any(|doing| doing.is_same(&stalled)));
+        let has_called =
+            |rank: usize| answer(rank).is_some_and(|all| all.iter().any(|doing| doing.has_called(&stalled)));
         let members = stalled.members.iter().map(|rank| *rank as usize);
-        let late: Vec<usize> = members.filter(|rank| *rank != reported_by && !has_called(*rank)).collect();
+        let mut late: Vec<usize> = members.filter(|rank| *rank != reported_by && !has_called(*rank)).collect();
+        // Those that wait for nobody first: a rank inside another operation may itself be held up.
+        let waits = |rank: usize| answer(rank).is_some_and(|all| all.iter().any(|doing| doing.is_running));
+        late.sort_by_key(|rank| (waits(*rank), *rank));
+        let more_late = late.len().saturating_sub(MAX_LATE);
+        late.truncate(MAX_LATE);
         let doing = late.iter().take(MAX_SHOWN).map(|rank| (*rank, answer(*rank).cloned())).collect();
-        StallReport { reported_by, stalled, late, doing }
+        // Not needed any more, and the report goes to everyone.
+        stalled.members.clear();
+        StallReport { reported_by, stalled, late, more_late, doing }
+    }
+
+    /// The ranks to look at first: of those that are late the ones that wait for nobody themselves, if there are any.
+    pub fn culprits(&self) -> Vec<usize> {
+        let waits = |rank: &usize| {
+            let of = self.doing.iter().find(|(other, _)| other == rank).and_then(|(_, doing)| doing.as_ref());
+            of.is_some_and(|all| all.iter().any(|doing| doing.is_running))
+        };
+        let free: Vec<usize> = self.late.iter().copied().filter(|rank| !waits(rank)).collect();
+        let mut culprits = if free.is_empty() { self.late.clone() } else { free };
+        culprits.sort_unstable();
+        culprits
     }
 }
 
-/// What of `doing` is told to others: bounded, the longest first.
+/// What of `doing` is told to others: bounded; what has been running for longest first, and then what has ended last.
 pub(crate) fn abridged(mut doing: Vec<Doing>) -> Vec<Doing> {
-    doing.sort_by_key(|doing| (!doing.is_running, std::cmp::Reverse(doing.since)));
+    doing.sort_by_key(|doing| match doing.is_running {
+        true => (false, Duration::MAX.saturating_sub(doing.since)),
+        false => (true, doing.since),
+    });
     doing.truncate(MAX_LANES);
     for doing in &mut doing {
-        if doing.operation.len() > MAX_NAME {
-            let end = (0..=MAX_NAME).rev().find(|&i| doing.operation.is_char_boundary(i)).unwrap_or(0);
-            doing.operation.truncate(end);
-            doing.operation.push('…');
-        }
+        clip(&mut doing.operation);
         doing.members.clear();
     }
     doing
 }
 
+/// An operation as another rank tells it, bounded: with members of a job of `ranks`, each once.
+pub(crate) fn within(mut doing: Doing, ranks: usize) -> Doing {
+    clip(&mut doing.operation);
+    doing.members.retain(|member| (*member as usize) < ranks);
+    doing.members.sort_unstable();
+    doing.members.dedup();
+    doing
+}
+
+fn clip(operation: &mut String) {
+    if operation.len() > MAX_NAME {
+        let end = (0..=MAX_NAME).rev().find(|&i| operation.is_char_boundary(i)).unwrap_or(0);
+        operation.truncate(end);
+        operation.push('…');
+    }
+}
+
 impl fmt::Display for StallReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let StallReport { reported_by, stalled, late, doing } = self;
+        let StallReport { reported_by, stalled, late, more_late, doing } = self;
         write!(
             f,
             "rank {reported_by} has been in {} on lane {} for {:.1} s; ",
@@ -112,6 +164,9 @@ impl fmt::Display for StallReport {
                 let late: Vec<String> = late.iter().map(usize::to_string).collect();
                 write!(f, "late: ranks {}", late.join(", "))?;
             }
+        }
+        if *more_late > 0 {
+            write!(f, " and {more_late} more")?;
         }
         for (rank, doing) in doing {
             write!(f, "\n  rank {rank}: ")?;
@@ -156,6 +211,7 @@ mod tests {
             communicator: 1,
             sequence,
             kind: 1,
+            pair: None,
             members: vec![0, 1, 2, 3],
             is_running,
             since: Duration::from_secs(12),
@@ -167,9 +223,9 @@ mod tests {
         let answers = vec![Some(vec![doing(7, true)]), Some(vec![doing(6, true)]), Some(vec![doing(7, false)]), None];
         let report = StallReport::new(0, doing(7, true), &answers);
         // Rank 2 has been through it.
-        assert_eq!(report.late, [1, 3]);
+        assert_eq!(report.late, [3, 1]);
         let text = report.to_string();
-        for part in ["rank 0 has been in all-reduce number 7 on lane 1 for 12.0 s", "late: ranks 1, 3"] {
+        for part in ["rank 0 has been in all-reduce number 7 on lane 1 for 12.0 s", "late: ranks 3, 1"] {
             assert!(text.contains(part), "{text}");
         }
         assert!(text.contains("rank 1: in all-reduce number 6 on lane 1"), "{text}");
@@ -181,6 +237,43 @@ mod tests {
             "{text}"
         );
         assert!(text.contains("rank 2: has not called anything yet"), "{text}");
+    }
+
+    #[test]
+    fn who_is_ahead_is_not_late_and_who_waits_himself_is_no_culprit() {
+        let ahead = Doing { kind: 2, ..doing(9, true) };
+        let other = Doing { kind: 2, ..doing(7, true) };
+        let report = StallReport::new(
+            0,
+            doing(7, true),
+            &[Some(vec![doing(7, true)]), Some(vec![ahead]), Some(vec![other]), Some(vec![doing(6, false)])],
+        );
+        // Rank 2 has called something else in its place, and waits there.
+        assert_eq!(report.late, [3, 2]);
+        assert_eq!(report.culprits(), [3]);
+        assert!(report.stalled.members.is_empty());
+    }
+
+    #[test]
+    fn messages_of_other_pairs_are_other_operations() {
+        let message = |from: u32, to: u32, sequence: u64, is_running: bool| Doing {
+            pair: Some((from, to)),
+            members: vec![from, to],
+            ..doing(sequence, is_running)
+        };
+        let answers = [Some(vec![message(1, 0, 5, true)]), Some(vec![message(1, 2, 5, true)]), Some(vec![])];
+        let report = StallReport::new(0, message(1, 0, 5, true), &answers);
+        assert_eq!(report.late, [1]);
+        let both = [answers[0].clone(), Some(vec![message(1, 0, 6, true)]), Some(vec![])];
+        assert!(StallReport::new(0, message(1, 0, 5, true), &both).late.is_empty());
+    }
+
+    #[test]
+    fn reports_about_thousands_of_ranks_stay_small() {
+        let stalled = Doing { members: (0..10_000).collect(), ..doing(7, true) };
+        let report = StallReport::new(0, stalled, &vec![None; 10_000]);
+        assert_eq!((report.late.len(), report.more_late, report.doing.len()), (MAX_LATE, 9_999 - MAX_LATE, MAX_SHOWN));
+        assert!(report.to_string().contains(&format!("and {} more", 9_999 - MAX_LATE)));
     }
 
     #[test]

@@ -3,14 +3,16 @@
 //! Rank 0 decides: the first failure that it sees or is told becomes the job's, and it tells all. A rank that reports a failure
 //! holds it as provisional until rank 0's word is there, so that all ranks end with the same error.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use super::MAX_BLOB;
 use super::auth::Hello;
 use super::door::{Stranger, Strangers};
 use super::link::Link;
-use super::stall::{Activity, Doing, StallReport, abridged};
+use super::stall::{Activity, Doing, StallReport, abridged, within};
+use super::tcp::MAX_LABEL;
 use super::wire::{Blob, Failure, Message, Wait, gathered};
 use crate::error::{Error, Result};
 use crate::job::Job;
@@ -26,6 +28,12 @@ const MAX_ROUNDS: usize = 64;
 
 /// How long ranks have to say what they are doing.
 const SURVEY: Duration = Duration::from_millis(500);
+
+/// An operation that has been looked at is not looked at again, for another of its ranks, within this time.
+const RECENT: Duration = Duration::from_secs(1);
+
+/// Most operations that wait to be looked at.
+const MAX_STALLED: usize = 16;
 
 pub(super) type Hook = Box<dyn Fn(&Error) + Send + Sync>;
 
@@ -62,16 +70,19 @@ pub(super) struct State {
     all_left: bool,
     activity: Option<Weak<dyn Activity>>,
     stall_hooks: Vec<StallHook>,
-    /// At rank 0: the survey that is under way.
+    /// At rank 0: the survey that is under way, and what is to be looked at after it.
     survey: Option<Survey>,
+    stalled: VecDeque<(usize, Doing)>,
+    /// At rank 0: what has been looked at, so that not every rank of an operation causes a survey of its own.
+    surveyed: VecDeque<(Doing, Instant)>,
     surveys: u64,
     /// To be handed to the hooks.
-    stall: Option<StallReport>,
+    stall: Vec<StallReport>,
 }
 
-/// A stall report and those who want it.
+/// Stall reports and those who want them.
 pub(super) struct DueStall {
-    report: StallReport,
+    reports: Vec<StallReport>,
     activity: Option<Arc<dyn Activity>>,
     hooks: Vec<StallHook>,
 }
@@ -79,10 +90,14 @@ pub(super) struct DueStall {
 impl DueStall {
     /// Tells them. No lock may be held.
     pub(super) fn tell(self) {
-        if let Some(activity) = self.activity {
-            activity.on_stall(&self.report);
+        for report in &self.reports {
+            if let Some(activity) = &self.activity {
+                activity.on_stall(report);
+            }
+            for hook in &self.hooks {
+                super::guarded(|| hook(report));
+            }
         }
-        self.hooks.iter().for_each(|hook| hook(&self.report));
     }
 }
 
@@ -135,8 +150,10 @@ impl State {
             activity: None,
             stall_hooks: Vec::new(),
             survey: None,
+            stalled: VecDeque::new(),
+            surveyed: VecDeque::new(),
             surveys: 0,
-            stall: None,
+            stall: Vec::new(),
         };
         set(&mut state.joined, job.rank);
         state
@@ -442,20 +459,22 @@ impl State {
 
     /// Hooks to call now, outside the lock, with a new report.
     pub(super) fn due_stall(&mut self) -> Option<DueStall> {
-        let report = self.stall.take()?;
-        Some(DueStall { report, activity: self.activity(), hooks: self.stall_hooks.clone() })
+        let reports = std::mem::take(&mut self.stall);
+        (!reports.is_empty()).then(|| DueStall { reports, activity: self.activity(), hooks: self.stall_hooks.clone() })
     }
 
     /// Looks whether an operation of this rank takes too long, and at rank 0 whether a survey is at its end.
     pub(super) fn check_stall(&mut self, now: Instant) {
         if self.failure().is_some() || self.is_leaving() {
+            self.survey = None;
+            self.stalled.clear();
             return;
         }
         if let Some(stalled) = self.activity().and_then(|activity| activity.overdue()) {
             if self.rank == 0 {
-                self.begin_survey(0, stalled, now);
+                self.begin_survey(0, within(stalled, self.world_size), now);
             } else if let Some(link) = self.link(0) {
-                link.send(&Message::Stalled(stalled));
+                link.send(&Message::Stalled(within(stalled, self.world_size)));
             }
         }
         if self.survey.as_ref().is_some_and(|survey| now >= survey.ends) {
@@ -465,22 +484,38 @@ impl State {
 
     /// When the survey under way ends at the latest.
     pub(super) fn survey_ends(&self) -> Option<Instant> {
-        self.survey.as_ref().map(|survey| survey.ends)
+        // After a failure nobody looks at it any more.
+        self.survey.as_ref().map(|survey| survey.ends).filter(|_| self.failure().is_none())
     }
 
     fn activity(&self) -> Option<Arc<dyn Activity>> {
         self.activity.as_ref().and_then(Weak::upgrade)
     }
 
-    /// At rank 0. Of several operations that stall at the same time the first is looked at.
+    /// At rank 0: has everyone asked what they are doing, now or after the survey under way.
     fn begin_survey(&mut self, reported_by: usize, stalled: Doing, now: Instant) {
-        if self.survey.is_some() || self.failure().is_some() {
+        if self.failure().is_some() {
             return;
         }
+        self.surveyed.retain(|(_, at)| now.saturating_duration_since(*at) < RECENT);
+        let mut known = self.stalled.iter().map(|(_, other)| other).chain(self.surveyed.iter().map(|(other, _)| other));
+        if known.any(|other| other.is_same(&stalled)) || self.stalled.len() == MAX_STALLED {
+            return;
+        }
+        self.stalled.push_back((reported_by, stalled));
+        self.next_survey(now);
+    }
+
+    fn next_survey(&mut self, now: Instant) {
+        if self.survey.is_some() {
+            return;
+        }
+        let Some((reported_by, stalled)) = self.stalled.pop_front() else { return };
         let mut answers = vec![None; self.world_size];
         if let Some(mine) = answers.first_mut() {
             *mine = Some(self.activity().map(|activity| abridged(activity.doing())).unwrap_or_default());
         }
+        self.surveyed.push_back((stalled.clone(), now));
         self.survey = Some(Survey { reported_by, stalled, answers, ends: now + SURVEY });
         self.surveys += 1;
         self.broadcast(&Message::Survey { number: self.surveys });
@@ -497,7 +532,8 @@ impl State {
         if let Some(Survey { reported_by, stalled, answers, .. }) = self.survey.take() {
             let report = StallReport::new(reported_by, stalled, &answers);
             self.broadcast(&Message::Stall(report.clone()));
-            self.stall = Some(report);
+            self.stall.push(report);
+            self.next_survey(Instant::now());
         }
     }
 
@@ -521,6 +557,10 @@ impl State {
                     return Err(format!("gathering {sequence} where {expected} comes next"));
                 }
                 *expected += 1;
+                // Its own control would not have sent it, and with what comes beside it in the answer it may not fit into a frame.
+                if label.len() > MAX_LABEL || blob.0.len() > MAX_BLOB {
+                    return Err(format!("{} B to gather under a label of {} B", blob.0.len(), label.len()));
+                }
                 self.contribute(peer, sequence, label, blob.0);
                 self.check_rounds()?;
             }
@@ -530,7 +570,7 @@ impl State {
                     link.send(&Message::Late { wait, ranks });
                 }
             }
-            Message::Stalled(stalled) => self.begin_survey(peer, stalled, Instant::now()),
+            Message::Stalled(stalled) => self.begin_survey(peer, within(stalled, self.world_size), Instant::now()),
             Message::Doing { number, doing } => {
                 if let Some(survey) = self.survey.as_mut().filter(|_| number == self.surveys)
                     && let Some(answer) = survey.answers.get_mut(peer)
@@ -569,7 +609,7 @@ impl State {
                     link.send(&Message::Doing { number, doing });
                 }
             }
-            Message::Stall(report) => self.stall = Some(report),
+            Message::Stall(report) => self.stall.push(report),
             Message::Failed(failure) => self.decide(failure.into_error()),
             Message::AllLeft => {
                 self.all_left = true;

@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::job::{Address, Job};
 
 /// Most bytes of the label of a gathering.
-const MAX_LABEL: usize = 1024;
+pub(super) const MAX_LABEL: usize = 1024;
 
 /// How long rank 0 waits for the others to close their connections after all have left.
 const FAREWELL: Duration = Duration::from_secs(1);
@@ -98,6 +98,11 @@ impl TcpControl {
                 "a liveness bound of {:?} needs a shorter heartbeat than {:?}, above zero",
                 options.liveness, options.heartbeat
             )));
+        }
+        if options.handshake.is_zero() {
+            return Err(Error::invalid(
+                "newcomers need some time to prove that they belong to the job: a handshake of 0 s",
+            ));
         }
         let own = [
             ("control heartbeat", format!("{:?}", options.heartbeat)),
@@ -192,7 +197,7 @@ impl TcpControl {
             let result = ready(&mut state);
             if let Some((hooks, error)) = state.due_hooks() {
                 drop(state);
-                hooks.iter().for_each(|hook| hook(&error));
+                hooks.iter().for_each(|hook| super::guarded(|| hook(&error)));
                 state = self.shared.lock();
             }
             if let Some(result) = result {
@@ -376,7 +381,7 @@ impl Shared {
             stall.tell();
         }
         if let Some((hooks, error)) = due {
-            hooks.iter().for_each(|hook| hook(&error));
+            hooks.iter().for_each(|hook| super::guarded(|| hook(&error)));
         }
         result
     }

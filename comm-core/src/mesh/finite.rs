@@ -28,6 +28,8 @@ pub(super) fn find(op: &Op, rank: usize, ranks: usize, io: &Io<'_>) -> Option<No
         (_, Op::Barrier | Op::Recv { .. }) => return None,
         (_, Op::Broadcast { root } | Op::Scatter { root, .. }) if root != rank => return None,
         (Some(input), _) => (input, all(input)),
+        // The buffer is as long as the longer of what is sent and what is received.
+        (None, Op::AllToAll) if let Some(counts) = io.counts => (buffer, 0..counts.send().iter().sum()),
         (None, Op::AllGather) => (buffer, shard(io.counts, buffer.count(), ranks, rank)),
         (None, Op::Gather { root, total }) if root == rank => (buffer, shard(io.counts, total, ranks, rank)),
         (None, _) => (buffer, all(buffer)),

@@ -75,12 +75,6 @@ impl Lane {
         self.shared.announce(state);
     }
 
-    /// Whether something runs or waits on the lane.
-    pub(super) fn is_busy(&self) -> bool {
-        let state = self.shared.lock();
-        state.busy || !state.queue.is_empty()
-    }
-
     /// Waits until nothing runs or waits on the lane; false at the deadline.
     pub(super) fn wait_idle(&self, deadline: Deadline) -> bool {
         let mut state = self.shared.lock();

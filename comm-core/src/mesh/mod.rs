@@ -28,7 +28,7 @@ use crate::transport::Transport;
 use algorithms::Data;
 use lane::Lane;
 use round::Rounds;
-use watch::{Watch, name};
+use watch::{Watch, name, pair};
 
 /// Settings of a [`Mesh`].
 #[derive(Clone, Debug)]
@@ -42,7 +42,7 @@ pub struct MeshOptions {
     pub table: Table,
     /// After how long an operation that goes on is reported as stalled, to all ranks, with the ranks that hold it up
     /// ([`Control::on_stall`]); again each time it has taken twice as long. An operation with an earlier deadline is reported
-    /// at three quarters of its time.
+    /// after three quarters of its time. The control plane looks at every heartbeat.
     pub stall_after: Duration,
     /// Whether ranks compare their calls before every operation, with one message without payload between each pair that takes
     /// part. Without it a rank that calls something else is noticed when a message of the wrong kind comes, which some
@@ -129,10 +129,17 @@ struct Owner<T: Transport>(Arc<Core<T>>);
 impl<T: Transport> Drop for Owner<T> {
     fn drop(&mut self) {
         let core = &self.0;
-        if core.lanes.iter().any(Lane::is_busy) {
+        if core.failure.get().is_some() || core.is_finished.load(Ordering::Acquire) {
+            return;
+        }
+        // An operation that somebody has waited for ends a moment after its handle says so.
+        let soon = Deadline::after(Duration::from_millis(20));
+        if !core.lanes.iter().all(|lane| lane.wait_idle(soon)) {
             // They would keep this rank alive in the eyes of others until their deadlines.
             let reason = "its communicator was dropped with operations under way".into();
-            core.adopt(&Error::Aborted { by: core.transport.rank(), reason });
+            let error = Error::Aborted { by: core.transport.rank(), reason };
+            core.control.poison(&error);
+            core.adopt(&error);
         }
     }
 }
@@ -463,14 +470,14 @@ impl<T: Transport> Core<T> {
         {
             let error = Error::NotFinite {
                 rank: self.transport.rank(),
-                operation: name(&call, label.as_deref()),
+                operation: name(&call, pair(op, group), label.as_deref()),
                 index: found.index,
                 value: found.value,
                 count: found.count,
             };
             return Err(self.fail(error, ""));
         }
-        let note = self.watch.note(lane, call, label.clone(), group, deadline);
+        let note = self.watch.note(lane, call, op, label.clone(), group, deadline);
         let Io { mut buffer, input, counts } = io;
         let mut rounds = Rounds::new(&self.transport, &group.members, group.rank, lane, header, deadline);
         let mut scratch = self.lanes[lane].scratch();
@@ -488,15 +495,25 @@ impl<T: Transport> Core<T> {
         scratch.tidy();
         drop(note);
         outcome.map_err(|error| {
+            let mut during = name(&call, pair(op, group), label.as_deref());
             let error = match error {
                 // Who is waited for may itself wait for someone else.
                 Error::Timeout { rank, operation, waited, waiting_for } => {
-                    let waiting_for = self.watch.late(&header).unwrap_or(waiting_for);
+                    let waiting_for = match self.watch.culprits(&header, op, group, waited) {
+                        None => waiting_for,
+                        Some(culprits) if culprits.is_empty() => {
+                            during.push_str(
+                                ", which all its ranks have called (so a connection or a machine is at fault),",
+                            );
+                            waiting_for
+                        }
+                        Some(culprits) => culprits,
+                    };
                     Error::Timeout { rank, operation, waited, waiting_for }
                 }
                 other => other,
             };
-            self.fail(error, &name(&call, label.as_deref()))
+            self.fail(error, &during)
         })
     }
 }

@@ -136,12 +136,25 @@ impl Sink for Check {
         if *header == self.expected {
             return Ok(());
         }
-        Err(Error::Mismatch { rank: self.me, ours: self.ours.to_string(), peer: self.peer, theirs: header.to_string() })
+        Err(mismatch(self.me, &self.ours, self.peer, header))
     }
 
     fn piece(&mut self, _bytes: &[u8]) -> Result<()> {
         Err(Error::Internal("a payload after a message that announced none".into()))
     }
+}
+
+/// What is wrong when rank `me` has called `ours` and `peer` has called `theirs`.
+fn mismatch(me: usize, ours: &Header, peer: usize, theirs: &Header) -> Error {
+    let is_check = |header: &Header| header.step >= CHECK_RECEIVE;
+    // The same call, which only one of the two wanted to be compared.
+    let differs = ours.same_operation(theirs) && is_check(ours) != is_check(theirs);
+    let text = |header: &Header| match (differs, is_check(header)) {
+        (false, _) => header.to_string(),
+        (true, true) => format!("{header} with MeshOptions::checked"),
+        (true, false) => format!("{header} without MeshOptions::checked"),
+    };
+    Error::Mismatch { rank: me, ours: text(ours), peer, theirs: text(theirs) }
 }
 
 struct MessageSink<'a> {
@@ -160,12 +173,7 @@ impl Sink for MessageSink<'_> {
         if *header == self.expected {
             return Ok(());
         }
-        Err(Error::Mismatch {
-            rank: self.me,
-            ours: self.expected.to_string(),
-            peer: self.peer,
-            theirs: header.to_string(),
-        })
+        Err(mismatch(self.me, &self.expected, self.peer, header))
     }
 
     fn piece(&mut self, bytes: &[u8]) -> Result<()> {

@@ -1,5 +1,6 @@
 //! What the lanes of a rank are doing, for those who ask.
 
+use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -7,17 +8,24 @@ use std::time::{Duration, Instant};
 use super::Group;
 use crate::control::{Activity, Doing, StallReport};
 use crate::deadline::Deadline;
-use crate::header::Header;
+use crate::header::{CHECK_RECEIVE, Header};
+use crate::op::Op;
 
 /// Takes note of what each lane does.
 pub(super) struct Watch {
     lanes: Vec<Mutex<Option<Record>>>,
     stall_after: Duration,
-    report: Mutex<Option<StallReport>>,
+    /// The last ones, oldest first.
+    reports: Mutex<VecDeque<(Instant, StallReport)>>,
 }
+
+/// Reports that are kept: operations of different lanes and communicators may stall at the same time.
+const REPORTS: usize = 16;
 
 struct Record {
     header: Header,
+    /// Of a message: from which rank of the job to which.
+    pair: Option<(u32, u32)>,
     label: Option<Arc<str>>,
     group: Arc<Group>,
     is_running: bool,
@@ -25,6 +33,8 @@ struct Record {
     since: Instant,
     /// How long it may run before it is reported (again).
     patience: Duration,
+    /// When it is reported for the last time before its deadline.
+    last_call: Duration,
 }
 
 /// An operation that is noted as running until this is dropped.
@@ -35,7 +45,7 @@ pub(super) struct Note<'a> {
 
 impl Watch {
     pub(super) fn new(lanes: usize, stall_after: Duration) -> Self {
-        Watch { lanes: (0..lanes).map(|_| Mutex::default()).collect(), stall_after, report: Mutex::default() }
+        Watch { lanes: (0..lanes).map(|_| Mutex::default()).collect(), stall_after, reports: Mutex::default() }
     }
 
     /// Notes that an operation begins.
@@ -43,39 +53,59 @@ impl Watch {
         &self,
         lane: usize,
         header: Header,
+        op: &Op,
         label: Option<Arc<str>>,
         group: &Arc<Group>,
         deadline: Deadline,
     ) -> Note<'_> {
         // Early enough that the answer is there when the deadline comes.
-        let patience = self.stall_after.min(deadline.remaining() * 3 / 4);
+        let last_call = deadline.remaining() * 3 / 4;
+        let patience = self.stall_after.min(last_call);
+        let pair = pair(op, group);
         let since = Instant::now();
         if let Some(slot) = self.lanes.get(lane) {
-            *lock(slot) = Some(Record { header, label, group: group.clone(), is_running: true, since, patience });
+            *lock(slot) = Some(Record {
+                header,
+                pair,
+                label,
+                group: group.clone(),
+                is_running: true,
+                since,
+                patience,
+                last_call,
+            });
         }
         Note { watch: self, lane }
     }
 
-    /// The ranks that hold up the operation of `header`, if that has been found out.
-    pub(super) fn late(&self, header: &Header) -> Option<Vec<usize>> {
-        let report = lock(&self.report);
-        let StallReport { stalled, late, .. } = report.as_ref()?;
-        let is_it = (stalled.communicator, stalled.sequence, stalled.kind)
-            == (header.communicator, header.sequence, header.kind as u8);
-        (is_it && !late.is_empty()).then(|| late.clone())
+    /// The ranks that hold up an operation that has `waited` so long, as far as that has been found out lately; none if all
+    /// have called it.
+    pub(super) fn culprits(&self, header: &Header, op: &Op, group: &Group, waited: Duration) -> Option<Vec<usize>> {
+        let wanted = pair(op, group);
+        let is_it = |(at, report): &&(Instant, StallReport)| {
+            let Doing { communicator, sequence, kind, pair, .. } = report.stalled;
+            (communicator, sequence, kind, pair) == (header.communicator, header.sequence, header.kind as u8, wanted)
+                // Whoever was late then may have come since.
+                && at.elapsed() <= waited / 4 + Duration::from_secs(2)
+        };
+        lock(&self.reports).iter().rev().find(is_it).map(|(_, report)| report.culprits())
     }
 }
 
 impl Activity for Watch {
     fn overdue(&self) -> Option<Doing> {
-        let of_lane = |(lane, slot): (usize, &Mutex<Option<Record>>)| {
+        let is_overdue = |record: &&mut Record| record.is_running && record.since.elapsed() >= record.patience;
+        // One at a time; the next one is found at the next question.
+        self.lanes.iter().enumerate().find_map(|(lane, slot)| {
             let mut slot = lock(slot);
-            let record =
-                slot.as_mut().filter(|record| record.is_running && record.since.elapsed() >= record.patience)?;
-            record.patience = record.since.elapsed() * 2;
+            let record = slot.as_mut().filter(is_overdue)?;
+            let elapsed = record.since.elapsed();
+            record.patience = elapsed * 2;
+            if elapsed < record.last_call {
+                record.patience = record.patience.min(record.last_call);
+            }
             Some(record.doing(lane))
-        };
-        self.lanes.iter().enumerate().filter_map(of_lane).max_by_key(|doing| doing.since)
+        })
     }
 
     fn doing(&self) -> Vec<Doing> {
@@ -85,7 +115,11 @@ impl Activity for Watch {
     }
 
     fn on_stall(&self, report: &StallReport) {
-        *lock(&self.report) = Some(report.clone());
+        let mut reports = lock(&self.reports);
+        if reports.len() == REPORTS {
+            reports.pop_front();
+        }
+        reports.push_back((Instant::now(), report.clone()));
     }
 }
 
@@ -93,11 +127,15 @@ impl Record {
     fn doing(&self, lane: usize) -> Doing {
         Doing {
             lane: lane as u32,
-            operation: name(&self.header, self.label.as_deref()),
+            operation: name(&self.header, self.pair, self.label.as_deref()),
             communicator: self.header.communicator,
             sequence: self.header.sequence,
             kind: self.header.kind as u8,
-            members: self.group.members.iter().map(|rank| *rank as u32).collect(),
+            pair: self.pair,
+            members: match self.pair {
+                Some((from, to)) => vec![from, to],
+                None => self.group.members.iter().map(|rank| *rank as u32).collect(),
+            },
             is_running: self.is_running,
             since: self.since.elapsed(),
         }
@@ -115,11 +153,26 @@ impl Drop for Note<'_> {
     }
 }
 
-/// An operation for people: what it is, and what its caller calls it.
-pub(super) fn name(header: &Header, label: Option<&str>) -> String {
+/// From which rank of the job to which a message goes.
+pub(super) fn pair(op: &Op, group: &Group) -> Option<(u32, u32)> {
+    let rank = |rank: usize| group.members.get(rank).map(|rank| *rank as u32);
+    match *op {
+        Op::Send { to } => Some((rank(group.rank)?, rank(to)?)),
+        Op::Recv { from } => Some((rank(from)?, rank(group.rank)?)),
+        _ => None,
+    }
+}
+
+/// An operation for people: what it is, between whom, and what its caller calls it.
+pub(super) fn name(header: &Header, pair: Option<(u32, u32)>, label: Option<&str>) -> String {
     let mut name = header.to_string();
+    // Writing to a string does not fail.
+    let _ = match pair {
+        None => Ok(()),
+        Some((from, _)) if header.step == CHECK_RECEIVE => write!(name, " from rank {from}"),
+        Some((_, to)) => write!(name, " to rank {to}"),
+    };
     if let Some(label) = label {
-        // Writing to a string does not fail.
         let _ = write!(name, " [{label}]");
     }
     name

@@ -1,5 +1,8 @@
 //! How ranks find each other's memory.
 
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
+
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
@@ -210,12 +213,30 @@ fn gather<T: Serialize + DeserializeOwned>(
 ) -> Result<Vec<T>> {
     let blob = postcard::to_stdvec(mine).map_err(|error| Error::Internal(format!("{label}: {error}")))?;
     let blobs = control.all_gather(label, &blob, deadline)?;
-    blobs
-        .iter()
-        .enumerate()
-        .map(|(rank, blob)| {
-            postcard::from_bytes(blob)
-                .map_err(|error| Error::Protocol { who: format!("rank {rank}"), what: format!("{label}: {error}") })
-        })
-        .collect()
+    let decode = |(rank, blob): (usize, &Vec<u8>)| {
+        decode(blob).map_err(|why| Error::Protocol { who: format!("rank {rank}"), what: format!("{label}: {why}") })
+    };
+    blobs.iter().enumerate().map(decode).collect()
+}
+
+fn decode<T: DeserializeOwned>(blob: &[u8]) -> Said<T> {
+    match postcard::take_from_bytes(blob) {
+        Ok((value, [])) => Ok(value),
+        Ok((_, rest)) => Err(format!("{} bytes after its end", rest.len())),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_after_an_announcement_are_noticed() {
+        let said: Said<u32> = Ok(300);
+        let mut blob = postcard::to_stdvec(&said).unwrap();
+        assert_eq!(decode::<Said<u32>>(&blob), Ok(said));
+        blob.push(0);
+        assert!(decode::<Said<u32>>(&blob).unwrap_err().contains("1 bytes"));
+    }
 }

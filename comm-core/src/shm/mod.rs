@@ -10,6 +10,8 @@
 
 mod connect;
 mod exchange;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod layout;
 #[allow(unsafe_code, reason = "memory shared with other processes, and the system calls around it")]
 mod sys;

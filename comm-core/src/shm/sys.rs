@@ -108,7 +108,7 @@ impl Segment {
     }
 
     /// Does what a broken peer could do: writes any value over an index.
-    #[cfg(test)]
+    #[cfg(any(test, feature = "fuzzing"))]
     pub(super) fn poke(&self, offset: usize, value: u64) {
         assert!(offset.is_multiple_of(8) && offset + 8 <= self.layout.total(), "offset {offset}");
         // SAFETY: just checked to lie within the mapping and to be aligned; indexes are only used as atomics.

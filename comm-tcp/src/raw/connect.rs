@@ -28,7 +28,7 @@ pub(super) fn all(
     core.may_block()?;
     let Core { rank, world_size, lanes, .. } = *core;
     let congestion = options.congestion.as_deref();
-    let listener = socket::listen(options.bind, congestion, world_size * lanes)?;
+    let listener = socket::listen(options.bind, congestion)?;
     let address = listener.local_addr().map_err(|error| Error::io(format!("rank {rank}: reading a port"), error))?;
     let advert = Advert { salt: auth::nonce()?, addresses: vec![address] };
     let adverts = advert.exchange("tcp-raw", options, control, deadline)?;

@@ -1,5 +1,8 @@
 //! One raw TCP connection: headers and payloads back to back.
 
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
+
 use std::io::{ErrorKind, IoSlice, Read, Write};
 use std::net::{Shutdown, TcpStream};
 
@@ -19,8 +22,8 @@ pub(crate) const SCRATCH: usize = 128 << 10;
 const BYE: [u8; HEADER_LEN] = *b"isocomm bye: this rank has sent all that it will ever send here.";
 
 /// A connection to one peer on one lane.
-pub(crate) struct Link {
-    pub(crate) stream: TcpStream,
+pub(crate) struct Link<S = TcpStream> {
+    pub(crate) stream: S,
     /// Bytes of the message being sent that the kernel has.
     sent: usize,
     inbox: Inbox,
@@ -31,8 +34,22 @@ pub(crate) struct Link {
 }
 
 impl Link {
+    /// Says that nothing follows, and ends this direction.
+    pub(crate) fn part(&mut self) -> Result<Stage, Fault> {
+        let rest = BYE.get(self.sent..).unwrap_or_default();
+        let Some(wrote) = moved(self.stream.write(rest))? else { return Ok(Stage::Blocked) };
+        self.sent += wrote;
+        if self.sent < BYE.len() {
+            return Ok(Stage::Ready);
+        }
+        self.stream.shutdown(Shutdown::Write).map_err(|error| Fault::Lost(error.to_string()))?;
+        Ok(Stage::Done)
+    }
+}
+
+impl<S: Read + Write> Link<S> {
     /// Takes a non-blocking socket.
-    pub(crate) fn new(stream: TcpStream) -> Self {
+    pub(crate) fn new(stream: S) -> Self {
         let inbox = Inbox { buffer: vec![0; INBOX], start: 0, end: 0 };
         Link { stream, sent: 0, inbox, remaining: None, parted: false }
     }
@@ -57,18 +74,6 @@ impl Link {
             return Ok(Stage::Ready);
         }
         self.sent = 0;
-        Ok(Stage::Done)
-    }
-
-    /// Says that nothing follows, and ends this direction.
-    pub(crate) fn part(&mut self) -> Result<Stage, Fault> {
-        let rest = BYE.get(self.sent..).unwrap_or_default();
-        let Some(wrote) = moved(self.stream.write(rest))? else { return Ok(Stage::Blocked) };
-        self.sent += wrote;
-        if self.sent < BYE.len() {
-            return Ok(Stage::Ready);
-        }
-        self.stream.shutdown(Shutdown::Write).map_err(|error| Fault::Lost(error.to_string()))?;
         Ok(Stage::Done)
     }
 
@@ -140,7 +145,7 @@ impl Link {
 
 /// Reads at most `remaining` bytes of payload into the sink's own memory, or shows them to it. `None` when there are none yet.
 fn read_payload(
-    stream: &mut TcpStream,
+    stream: &mut impl Read,
     remaining: u64,
     sink: &mut dyn Sink,
     scratch: &mut [u8],
@@ -208,7 +213,7 @@ impl Inbox {
     }
 
     /// Reads once. What is there is less than a header, so there is room.
-    fn fill(&mut self, stream: &mut TcpStream) -> Result<Option<usize>, Fault> {
+    fn fill(&mut self, stream: &mut impl Read) -> Result<Option<usize>, Fault> {
         self.buffer.copy_within(self.start..self.end, 0);
         self.end -= self.start;
         self.start = 0;

@@ -2,6 +2,8 @@
 
 mod connect;
 mod engine;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod link;
 mod prelude;
 

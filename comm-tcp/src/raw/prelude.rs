@@ -9,6 +9,9 @@
 //! What follows is neither encrypted nor authenticated: the handshake keeps strangers and mistaken ranks out, not somebody
 //! who can alter packets on the way.
 
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
+
 use std::io;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};

@@ -149,7 +149,7 @@ impl Doors {
         let (bound, public) = (HashMap::new(), HashMap::new());
         let mut doors = Doors { bound, public, gate: None, rooms: Rooms::new(), house: None };
         if options.gate && !edges.is_empty() {
-            doors.gate = Some(socket::listen(options.bind, options.congestion.as_deref(), edges.len())?);
+            doors.gate = Some(socket::listen(options.bind, options.congestion.as_deref())?);
             doors.house = Some(private_directory(core.rank)?);
         }
         for edge in edges {
@@ -176,7 +176,7 @@ impl Doors {
             self.rooms.insert(edge, path);
             return Ok(Listener::Ipc(listener));
         }
-        let listener = socket::listen(options.bind, options.congestion.as_deref(), 1)?;
+        let listener = socket::listen(options.bind, options.congestion.as_deref())?;
         let address =
             listener.local_addr().map_err(|error| Error::io(format!("rank {rank}: reading a port"), error))?;
         self.public.insert(edge, address);

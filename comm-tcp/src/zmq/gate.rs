@@ -6,6 +6,9 @@
 //! greeting, since it has given an equal one already, and from then on only copies bytes. The private side's READY is the first
 //! thing that the dialler reads from it.
 
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
+
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -1,5 +1,8 @@
 //! One DEALER used as a pair: segments under a byte window in both directions.
 
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
+
 use std::collections::VecDeque;
 use std::task::{Context, Poll};
 
@@ -27,12 +30,7 @@ pub(crate) struct Link {
     events: mpsc::Receiver<PeerEvent>,
     ended: bool,
     segment: usize,
-    window: usize,
-    /// Charged bytes that the peer has not given back.
-    in_flight: usize,
-    /// Charged bytes received and not given back, of which `owed` have been used up.
-    held: usize,
-    owed: usize,
+    window: Window,
     /// Data that came before anybody asked for it.
     early: VecDeque<Frame>,
     bye: bool,
@@ -85,10 +83,7 @@ impl Link {
             events,
             ended: false,
             segment,
-            window,
-            in_flight: 0,
-            held: 0,
-            owed: 0,
+            window: Window::new(window),
             early: VecDeque::new(),
             bye: false,
             pool,
@@ -167,14 +162,14 @@ impl Link {
             let Some(message) = sending else { return Ok(false) };
             let length = message.rest.len().min(self.segment);
             let charge = frame::charge(message.header.is_some(), length);
-            if self.in_flight + charge > self.window {
+            if !self.window.has_room(charge) {
                 return Ok(true);
             }
             let (part, rest) = message.rest.split_at(length);
             let header = message.header.take();
             let bytes = self.pool.fill(|buffer| frame::encode_part(buffer, header, part));
             message.rest = rest;
-            self.in_flight += charge;
+            self.window.in_flight += charge;
             if rest.is_empty() {
                 *sending = None;
             }
@@ -187,12 +182,8 @@ impl Link {
     async fn take(&mut self, message: &mut Receiving<'_>, frame: Frame) -> Result<bool, Fault> {
         let charge = frame.charge();
         let complete = message.accept(frame, self.peer)?;
-        self.owed += charge;
-        // With less than a quarter owed, a sender always has room for a segment once everything was used up.
-        if self.owed >= self.window / 4 {
-            let owed = std::mem::take(&mut self.owed);
-            self.held = self.held.saturating_sub(owed);
-            self.post(frame::credit(owed as u64)).await?;
+        if let Some(owed) = self.window.use_up(charge) {
+            self.post(frame::credit(owed)).await?;
         }
         Ok(complete)
     }
@@ -246,16 +237,7 @@ impl Link {
             error => Fault::Lost(error.to_string()),
         })?;
         let frame = Frame::decode(message, self.segment).map_err(|what| self.protocol(what))?;
-        if let Frame::Credit(bytes) = frame {
-            self.in_flight = usize::try_from(bytes)
-                .ok()
-                .and_then(|bytes| self.in_flight.checked_sub(bytes))
-                .ok_or_else(|| self.protocol(format!("credit for {bytes} B that were not in flight")))?;
-        }
-        self.held += frame.charge();
-        if self.held > self.window {
-            return Err(self.protocol(format!("more than the {} B that its window allows", self.window)));
-        }
+        self.window.admit(&frame).map_err(|what| self.protocol(what))?;
         Ok(frame)
     }
 
@@ -272,6 +254,53 @@ impl Link {
 
 fn ended() -> Fault {
     Fault::Lost("its connection ended without a farewell".into())
+}
+
+/// How much is on its way in each direction, in charged bytes.
+struct Window {
+    size: usize,
+    /// Sent, and not given back by the peer.
+    in_flight: usize,
+    /// Received and not given back, of which `owed` have been used up.
+    held: usize,
+    owed: usize,
+}
+
+impl Window {
+    fn new(size: usize) -> Self {
+        Window { size, in_flight: 0, held: 0, owed: 0 }
+    }
+
+    fn has_room(&self, charge: usize) -> bool {
+        self.in_flight + charge <= self.size
+    }
+
+    /// Takes note of a received frame; says what is wrong with one that the peer was not allowed to send.
+    fn admit(&mut self, frame: &Frame) -> Result<(), String> {
+        if let Frame::Credit(bytes) = frame {
+            self.in_flight = usize::try_from(*bytes)
+                .ok()
+                .and_then(|bytes| self.in_flight.checked_sub(bytes))
+                .ok_or_else(|| format!("credit for {bytes} B that were not in flight"))?;
+        }
+        self.held += frame.charge();
+        if self.held > self.size {
+            return Err(format!("more than the {} B that its window allows", self.size));
+        }
+        Ok(())
+    }
+
+    /// Received data has been used up; how much is to be given back to the peer now.
+    fn use_up(&mut self, charge: usize) -> Option<u64> {
+        self.owed += charge;
+        // With less than a quarter owed, a sender always has room for a segment once everything was used up.
+        if self.owed < self.size / 4 {
+            return None;
+        }
+        let owed = std::mem::take(&mut self.owed);
+        self.held = self.held.saturating_sub(owed);
+        Some(owed as u64)
+    }
 }
 
 /// A message on its way out.

@@ -2,6 +2,8 @@
 
 mod connect;
 mod frame;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod gate;
 mod link;
 mod pool;

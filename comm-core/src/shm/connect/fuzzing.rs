@@ -1,0 +1,58 @@
+//! What ranks tell each other about their memory, for fuzzing.
+
+use std::cell::RefCell;
+
+use super::{Announcement, Said, ShmOptions, check_settings, create, decode, open, proof};
+use crate::fuzzing::{Target, Verdict};
+use crate::shm::layout::Layout;
+
+pub(crate) fn targets() -> Vec<Target> {
+    vec![Target::new("shm announcement", shm_announcement, seeds).inputs_per_case(8)]
+}
+
+const KEY: [u8; 32] = [5; 32];
+const OPTIONS: ShmOptions = ShmOptions { lanes: 1, ring_bytes: 4096, waiting: crate::Waiting::Park };
+
+/// Memory of this process, and what its rank says of it.
+type Own = (super::Segment, super::File, Vec<u8>);
+
+thread_local! {
+    /// Made once: it must be there for as long as inputs speak of it.
+    static OWN: RefCell<Option<Own>> = const { RefCell::new(None) };
+}
+
+/// A rank's announcement, as far as opening the memory that it speaks of.
+pub fn shm_announcement(bytes: &[u8]) -> Verdict {
+    let Ok(said) = decode::<Said<Announcement>>(bytes) else { return Verdict::Rejected };
+    let written = postcard::to_stdvec(&said).expect("an announcement can be written");
+    assert!(written.len() <= bytes.len());
+    let Ok(theirs) = said else { return Verdict::Accepted };
+    let mut mine = decode::<Said<Announcement>>(&announced()).expect("our own").expect("an announcement");
+    mine.nonce = theirs.nonce;
+    let place = mine.place.clone();
+    let announced = [mine, theirs];
+    let [_, theirs] = &announced;
+    let layout = Layout::new(2, OPTIONS.lanes, OPTIONS.ring_bytes).expect("a layout");
+    let settings = check_settings(&announced);
+    assert_eq!(settings.is_ok(), (theirs.lanes, theirs.ring_bytes) == (OPTIONS.lanes, OPTIONS.ring_bytes));
+    let opened = open(theirs, &place, layout, &proof(&KEY, 0, &theirs.nonce));
+    (settings.is_ok() && opened.is_ok()).into()
+}
+
+/// What this process says of its memory.
+fn announced() -> Vec<u8> {
+    OWN.with_borrow_mut(|own| {
+        let (_, _, announced) = own.get_or_insert_with(|| {
+            let layout = Layout::new(2, OPTIONS.lanes, OPTIONS.ring_bytes).expect("a layout");
+            let (segment, file, announcement) = create(0, layout, &OPTIONS, &KEY).expect("memory");
+            let said: Said<&Announcement> = Ok(&announcement);
+            (segment, file, postcard::to_stdvec(&said).expect("an announcement can be written"))
+        });
+        announced.clone()
+    })
+}
+
+fn seeds() -> Vec<Vec<u8>> {
+    let failed: Said<()> = Err("rank 1 cannot have 1 B of memory to share".into());
+    vec![announced(), postcard::to_stdvec(&failed).expect("a text can be written")]
+}

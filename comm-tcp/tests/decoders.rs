@@ -1,0 +1,12 @@
+//! Every decoder of bytes from outside on a great many changed inputs: see `comm-core/tests/decoders.rs`.
+
+use std::process::ExitCode;
+
+use comm_core::fuzzing::{CountingAllocator, run};
+
+#[global_allocator]
+static ALLOCATOR: CountingAllocator = CountingAllocator;
+
+fn main() -> ExitCode {
+    run(&comm_tcp::fuzzing::targets())
+}
