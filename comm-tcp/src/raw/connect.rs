@@ -93,6 +93,10 @@ async fn dial(
         let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
         socket::set_congestion(&socket, congestion).map_err(Attempt::Hopeless)?;
         let mut stream = socket.connect(address).await?;
+        // While nobody listens on a port of the ephemeral range, the kernel may connect a dialler to itself.
+        if stream.local_addr()? == address {
+            return Err(Attempt::Failed("nobody listens".into()));
+        }
         socket::tune(&stream)?;
         let nonce = auth::nonce().map_err(Attempt::Hopeless)?;
         prelude::dial(&mut stream, key, edge, nonce).await?;
