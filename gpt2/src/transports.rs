@@ -159,6 +159,8 @@ impl TransportOptions {
                 self.liveness, self.heartbeat
             )));
         }
+        // Here, so that the other ranks do not wait for one that cannot listen.
+        comm_core::job::check_own_address(self.bind)?;
         #[cfg(feature = "quic")]
         quic_options(self)?;
         Ok(())

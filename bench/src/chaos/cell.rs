@@ -58,6 +58,8 @@ pub(crate) struct Row {
     pub(crate) not_applicable: Option<String>,
     /// What is wrong; empty if all is well.
     pub(crate) wrong: Vec<String>,
+    /// What is not wrong and could be better.
+    pub(crate) remarks: Vec<String>,
     pub(crate) bound_ms: u64,
     /// By survivor, in rank order: from the fault to its end.
     pub(crate) detection_ms: Vec<f64>,
@@ -112,6 +114,7 @@ impl Cell {
             cell: *self,
             not_applicable: None,
             wrong: Vec::new(),
+            remarks: Vec::new(),
             bound_ms: u64::try_from(bound.as_millis()).unwrap_or(u64::MAX),
             detection_ms: Vec::new(),
             survivors: Vec::new(),
@@ -143,19 +146,16 @@ impl Cell {
             group.tell(join.rank, &Command::Join(Box::new(join.clone())));
         }
         let start = Instant::now() + START;
-        for (rank, connected) in group.hear_each(&all, start, connected).into_iter().enumerate() {
-            match connected {
-                Some(None) => {}
-                Some(Some(told)) => return Err(format!("rank {rank} could not connect: {}", told.text)),
-                None => return Err(format!("rank {rank} did not connect within {START:?}: {}", group.complaint(rank))),
-            }
+        if self.when != When::Connect {
+            meet(&mut group, &all, start)?;
         }
 
         // The moment.
         match self.when {
-            When::Before | When::During => {
+            When::Connect | When::Before | When::During => {
                 let underway = |event: &Event| matches!(event, Event::Underway { .. }).then_some(());
-                if group.hear_each(&all, start, underway).iter().any(Option::is_none) {
+                let who = if self.when == When::Connect { &[self.victim][..] } else { &all[..] };
+                if group.hear_each(who, start, underway).iter().any(Option::is_none) {
                     return Err(format!("the operations did not get under way: {}", complaints(&mut group, &all)));
                 }
                 std::thread::sleep(Duration::from_millis(seed % 37));
@@ -203,7 +203,7 @@ impl Cell {
                 waits: match self.when {
                     When::Before => true,
                     When::During => false,
-                    When::Last => rank == self.victim,
+                    When::Connect | When::Last => rank == self.victim,
                 },
                 ends: self.fault.is_harmless(),
                 leaves: (self.fault == Fault::Leave).then_some(self.victim),
@@ -224,7 +224,7 @@ impl Cell {
                 }
                 (0..self.ranks).for_each(|rank| group.tell(rank, &Command::Stop));
             }
-            When::During | When::Last => {}
+            When::Connect | When::During | When::Last => {}
         }
         if lives {
             group.tell(self.victim, &Command::Go);
@@ -243,6 +243,7 @@ impl Cell {
             let (detection, wrong) = judge(self.fault, self.victim, bound, played.at, *rank, &ended);
             row.detection_ms.push(detection.as_secs_f64() * 1e3);
             row.wrong.extend(wrong);
+            row.remarks.extend(self.fault.remark(self.victim, ended.error.as_ref()));
             row.survivors.push(Survivor {
                 rank: *rank,
                 operations: ended.work.total(),
@@ -364,6 +365,18 @@ pub(crate) fn judge(
         wrong.push(format!("rank {rank} got {} WRONG ELEMENTS", ended.work.wrong));
     }
     (detection, wrong)
+}
+
+/// Waits until all are connected.
+fn meet(group: &mut Group, all: &[Number], deadline: Instant) -> Result<(), String> {
+    for (rank, connected) in group.hear_each(all, deadline, connected).into_iter().enumerate() {
+        match connected {
+            Some(None) => {}
+            Some(Some(told)) => return Err(format!("rank {rank} could not connect: {}", told.text)),
+            None => return Err(format!("rank {rank} did not connect within {START:?}: {}", group.complaint(rank))),
+        }
+    }
+    Ok(())
 }
 
 fn connected(event: &Event) -> Option<Option<Told>> {

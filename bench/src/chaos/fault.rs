@@ -110,11 +110,22 @@ impl Fault {
             _ => {}
         }
         match (self, when) {
-            (Fault::Late, When::Before | When::Last) => {
+            (Fault::HalfOpen | Fault::Reset | Fault::Shutdown, When::Connect) => {
+                Some("there are no data connections yet")
+            }
+            (Fault::Abort, When::Connect) => Some("there is no communicator yet"),
+            (Fault::Restart, When::Connect) => {
+                Some("the others end at once, and nobody is there to refuse the newcomer")
+            }
+            (Fault::Late, When::Connect | When::Before | When::Last) => {
                 Some("who is refused does not see what the others do; during only")
             }
-            (Fault::Busy, When::Before | When::Last) => Some("the same as during, which comes between two operations"),
-            (Fault::Leave, When::Before | When::During) => Some("leaving is the last thing that a rank does"),
+            (Fault::Busy, When::Connect | When::Before | When::Last) => {
+                Some("the same as during, which comes between two operations")
+            }
+            (Fault::Leave, When::Connect | When::Before | When::During) => {
+                Some("leaving is the last thing that a rank does")
+            }
             _ => None,
         }
     }
@@ -151,10 +162,16 @@ impl Fault {
         if !kinds.contains(&told.kind.as_str()) {
             return Some(format!("said {} rather than {}: {}", told.kind, kinds.join(" or "), told.text));
         }
-        let names_victim = told.names().contains(&victim);
-        // Of a broken pair either end may be named, or be the one that tells.
-        let is_of_pair = self.breaks_pairs() && (told.kind == "peer-lost" || told.by == Some(victim));
-        (!names_victim && !is_of_pair).then(|| format!("does not name rank {victim}: {}", told.text))
+        (!self.breaks_pairs() && !told.names().contains(&victim))
+            .then(|| format!("does not name rank {victim}: {}", told.text))
+    }
+
+    /// Where connections broke: what a survivor says that names neither the victim nor comes from it. Every rank is an end of a
+    /// connection that broke, so this is not wrong, but it points at two ranks between which all is well.
+    pub(crate) fn remark(self, victim: usize, said: Option<&Told>) -> Option<String> {
+        let told = said.filter(|_| self.breaks_pairs())?;
+        let may_come_from_it = told.kind == "peer-lost" || told.by == Some(victim);
+        (!told.names().contains(&victim) && !may_come_from_it).then(|| told.text.clone())
     }
 
     /// Whether connections break while both processes live, so that neither end is more to blame than the other.
@@ -184,6 +201,8 @@ impl FromStr for Fault {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum When {
+    /// The ranks have met; the others connect the transport, and the victim has not begun to.
+    Connect,
     /// All are connected, and none has called an operation.
     Before,
     /// Operations, short and long ones, follow each other.
@@ -193,10 +212,11 @@ pub(crate) enum When {
 }
 
 impl When {
-    pub(crate) const ALL: [When; 3] = [When::Before, When::During, When::Last];
+    pub(crate) const ALL: [When; 4] = [When::Connect, When::Before, When::During, When::Last];
 
     pub(crate) fn name(self) -> &'static str {
         match self {
+            When::Connect => "connect",
             When::Before => "before",
             When::During => "during",
             When::Last => "last",
@@ -251,7 +271,11 @@ mod tests {
         assert!(Fault::Silent.objection(1, Some(&told("timeout", None, Some(0), &[2]))).is_some());
         // One end of a broken pair.
         assert_eq!(Fault::HalfOpen.objection(1, Some(&told("timeout", None, Some(1), &[0]))), None);
-        assert!(Fault::HalfOpen.objection(1, Some(&told("timeout", None, Some(0), &[2]))).is_some());
+        let beside = told("timeout", None, Some(0), &[2]);
+        assert_eq!(Fault::HalfOpen.objection(1, Some(&beside)), None);
+        assert!(Fault::HalfOpen.remark(1, Some(&beside)).is_some());
+        assert_eq!(Fault::HalfOpen.remark(1, Some(&told("timeout", None, Some(0), &[1]))), None);
+        assert_eq!(Fault::Silent.remark(1, Some(&beside)), None);
         assert_eq!(Fault::Reset.objection(1, Some(&lost(0))), None);
         assert_eq!(Fault::Late.objection(1, None), None);
         assert!(Fault::Late.objection(1, Some(&lost(1))).is_some());

@@ -24,6 +24,7 @@ use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, mpsc};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use comm_core::launch::ending_signals;
 use gpt2::cli::say;
@@ -39,6 +40,9 @@ use crate::cell::Interrupted;
 use crate::matrix::{Lines, bar};
 use cell::{Cell, Row};
 use options::Settings;
+
+/// How often progress is told where there is no terminal to show it on.
+const WORD: Duration = Duration::from_secs(15);
 
 /// Runs the table; fails when a cell is not as it should be.
 pub(crate) fn run(args: &ChaosArgs) -> Result<ExitCode, BenchError> {
@@ -63,6 +67,7 @@ pub(crate) fn run(args: &ChaosArgs) -> Result<ExitCode, BenchError> {
     // Whoever saturates all cores has them alone.
     let (busy, others): (Vec<Cell>, Vec<Cell>) = settings.cells.iter().partition(|cell| cell.fault == Fault::Busy);
     let bar = bar(settings.cells.len());
+    let mut last_word = Instant::now();
     for cells in [others, busy] {
         run_cells(&cells, &settings, &interrupted, &mut |row| {
             bar.inc(1);
@@ -74,6 +79,12 @@ pub(crate) fn run(args: &ChaosArgs) -> Result<ExitCode, BenchError> {
                 file.write(&row)?;
             }
             rows.push(row);
+            // Without a terminal there is no bar.
+            if bar.is_hidden() && last_word.elapsed() >= WORD {
+                last_word = Instant::now();
+                let wrong = rows.iter().filter(|row| !row.wrong.is_empty()).count();
+                say(format_args!("{} of {} cells, {wrong} wrong", rows.len(), settings.cells.len()));
+            }
             Ok(())
         })?;
     }

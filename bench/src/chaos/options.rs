@@ -29,7 +29,8 @@ pub(crate) struct ChaosArgs {
     /// Transports, separated by commas.
     #[arg(long, value_delimiter = ',', default_value = "shm,tcp-raw,tcp,quic")]
     transports: Vec<TransportKind>,
-    /// Moments, separated by commas: before the first operation, during operations, at the last one. [default: all]
+    /// Moments, separated by commas: connect (the transport), before the first operation, during operations, last (after the last
+    /// one). [default: all]
     #[arg(long, value_delimiter = ',')]
     when: Option<Vec<When>>,
     /// Ranks of each job.
@@ -156,10 +157,14 @@ impl ChaosArgs {
                         settings.left_out.push((fault, *transport, when, why));
                         continue;
                     }
-                    let also_zero = self.victim.is_none() && when == When::During && fault.concerns_rank_zero();
+                    let also_zero = self.victim.is_none()
+                        && matches!(when, When::Connect | When::During)
+                        && fault.concerns_rank_zero();
                     let victims = [Some(self.victim.unwrap_or(1)), also_zero.then_some(0)];
                     for victim in victims.into_iter().flatten() {
-                        settings.cells.extend(collectives.iter().map(|collective| Cell {
+                        // No operation is called while the ranks connect.
+                        let most = if when == When::Connect { 1 } else { collectives.len() };
+                        settings.cells.extend(collectives.iter().take(most).map(|collective| Cell {
                             fault,
                             collective: *collective,
                             transport: *transport,

@@ -14,6 +14,7 @@ use comm_core::{Communicator, Control, Deadline, Error, job};
 use gpt2::trainer::Session;
 use gpt2::transports::{self, TransportOptions};
 
+use super::fault::When;
 use super::inflict::{self, Known};
 use super::protocol::{Command, Dropped, Ended, Event, Holds, IDLE, Inflict, Join, Plan, Told, Work};
 use super::stream;
@@ -102,8 +103,14 @@ fn connect(join: &Join, shared: &Shared) -> Result<Session, Error> {
     let control = TcpControl::connect_with(&join.job()?, &config, options.control(), patience)?;
     // Whatever is connected now belongs to the control plane, what comes later to the transport.
     shared.lock().control = Some(Known::now().map_err(|error| Error::io("listing the control sockets", error))?);
-    let poison = control.clone();
-    let session = transports::connect(join.transport, control, &options).inspect_err(|error| poison.poison(error))?;
+    if matches!(join.plan, Plan::One { when: When::Connect, waits: true, .. }) {
+        say(&Event::Underway { at: sys::now() });
+        shared.gate();
+    }
+    // What a rank gives up on while it connects is the failure of all, and what another gave up on first is its own.
+    let judge = control.clone();
+    let session =
+        transports::connect(join.transport, control, &options).map_err(|error| judge.verdict(error, Duration::ZERO))?;
     shared.lock().comm = Some(session.comm.clone());
     Ok(session)
 }

@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use super::cell::Row;
 use super::options::Settings;
-use super::protocol::Told;
+use super::protocol::{Dropped, IDLE, Told};
 
 /// Everything about a cell that is not as it should be.
 pub(crate) fn exception(row: &Row) -> String {
@@ -48,12 +48,12 @@ pub(crate) fn table(rows: &[Row], settings: &Settings) -> String {
             said(rows)
         );
     }
-    let mut left_out: BTreeMap<_, Vec<&str>> = BTreeMap::new();
-    for (fault, transport, when, why) in &settings.left_out {
-        left_out.entry((*fault, *why, transport.name())).or_default().push(when.name());
-    }
-    for ((fault, why, transport), moments) in left_out {
-        let _ = writeln!(text, "n/a: {fault} over {transport}, {}: {why}", moments.join(", "));
+    text.push_str(&left_out(settings));
+    let _ = writeln!(text, "{}", afterwards(rows));
+    for row in rows {
+        if let Some(remark) = row.remarks.first() {
+            let _ = writeln!(text, "could be better: {}: {remark}", row.cell.name());
+        }
     }
     let wrong: Vec<&Row> = rows.iter().filter(|row| !row.wrong.is_empty()).collect();
     wrong.iter().for_each(|row| {
@@ -71,6 +71,46 @@ pub(crate) fn table(rows: &[Row], settings: &Settings) -> String {
         wrong.len()
     );
     text
+}
+
+/// What was not run, and why.
+fn left_out(settings: &Settings) -> String {
+    #[derive(Default)]
+    struct Places {
+        transports: Vec<&'static str>,
+        moments: Vec<&'static str>,
+    }
+    let mut reasons: BTreeMap<_, Places> = BTreeMap::new();
+    for (fault, transport, when, why) in &settings.left_out {
+        let places = reasons.entry((*fault, *why)).or_default();
+        for (names, name) in [(&mut places.transports, transport.name()), (&mut places.moments, when.name())] {
+            if !names.contains(&name) {
+                names.push(name);
+            }
+        }
+    }
+    let mut text = String::new();
+    for ((fault, why), Places { transports, moments }) in reasons {
+        let _ = writeln!(text, "n/a: {fault} over {}, {}: {why}", transports.join(", "), moments.join(", "));
+    }
+    text
+}
+
+/// What survivors did after their end.
+fn afterwards(rows: &[Row]) -> String {
+    let survivors = || rows.iter().flat_map(|row| &row.survivors);
+    let cpu = survivors().filter_map(|survivor| survivor.idle_cpu_ms).fold(0.0, f64::max);
+    let dropped = || survivors().filter_map(|survivor| survivor.dropped.as_ref());
+    let slowest = dropped().map(|dropped| dropped.took_ns).max().unwrap_or(0) as f64 / 1e6;
+    let clean = |dropped: &&Dropped| {
+        dropped.after.descriptors <= dropped.before.descriptors && dropped.after.threads <= dropped.before.threads
+    };
+    format!(
+        "after their end survivors used at most {cpu:.1} ms of processor time in {} ms; dropping everything took at most {slowest:.0} ms and left {} of {} with the descriptors and threads they had before connecting",
+        IDLE.as_millis(),
+        dropped().filter(clean).count(),
+        survivors().count()
+    )
 }
 
 /// What survivors said, the most frequent first.

@@ -54,7 +54,8 @@ impl Stream<'_> {
             }
             say(&Event::LastDone { at: sys::now() });
         }
-        if waits {
+        // Who waits while the ranks connect has done so.
+        if waits && when != When::Connect {
             if when == When::Before {
                 say(&Event::Underway { at: sys::now() });
             }

@@ -363,7 +363,7 @@ impl Soak {
         let fault = possible.get(self.below(possible.len())).copied().unwrap_or(Fault::Abort);
         let ranks = if fault.ends_process() { self.settings.ranks - 1 } else { self.settings.ranks };
         let victim = match fault {
-            // Rank 0 cannot be replaced at the same epoch, and cannot be asked in the name of another.
+            // Rank 0 is the one who refuses.
             Fault::Restart | Fault::Late if ranks > 1 => 1 + self.below(ranks - 1),
             _ => self.below(ranks),
         };

@@ -276,6 +276,22 @@ impl Prepared {
         if warmup >= args.steps && args.warmup.is_some() {
             return Err(format!("--warmup {warmup} must be less than --steps {}", args.steps).into());
         }
+        let transport_options = TransportOptions {
+            lanes: args.lanes,
+            bind: args.bind,
+            timeout: seconds(args.timeout),
+            // Several of them may be late before anybody draws a conclusion.
+            heartbeat: (seconds(args.liveness) / 5).min(TransportOptions::default().heartbeat),
+            liveness: seconds(args.liveness),
+            stall_after: seconds(args.stall_after),
+            checked: args.checked,
+            check_finite: args.check_finite,
+            waiting: args.waiting,
+            congestion: args.congestion.clone(),
+            ..TransportOptions::default()
+        };
+        transport_options.check()?;
+
         let device = device(args.device)?;
         writable_folder(&args.out)?;
 
@@ -320,20 +336,7 @@ impl Prepared {
             corpus,
             options: RankOptions {
                 transport: args.transport,
-                options: TransportOptions {
-                    lanes: args.lanes,
-                    bind: args.bind,
-                    timeout: seconds(args.timeout),
-                    // Several of them may be late before anybody draws a conclusion.
-                    heartbeat: (seconds(args.liveness) / 5).min(TransportOptions::default().heartbeat),
-                    liveness: seconds(args.liveness),
-                    stall_after: seconds(args.stall_after),
-                    checked: args.checked,
-                    check_finite: args.check_finite,
-                    waiting: args.waiting,
-                    congestion: args.congestion.clone(),
-                    ..TransportOptions::default()
-                },
+                options: transport_options,
                 threads: args.threads.unwrap_or_else(|| (cores / ranks_here).max(1)),
                 checkpoint: Some(args.out.join("model.safetensors")),
             },
