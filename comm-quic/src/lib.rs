@@ -9,8 +9,8 @@
 //! get wrong. Only TLS 1.3 with AES-128-GCM is offered, no session is resumed and no early data is taken.
 //!
 //! A stranger has to show first that it receives at the address it sends from (a stateless retry), shares a bounded number of
-//! handshakes of bounded length with all other strangers while ranks are still connecting, and is not answered at all once all
-//! have. A rank dials from the address that it told the others, so no crowd of strangers holds it up. What remains is what
+//! handshakes of bounded length with all other strangers while ranks are still connecting, and once all have gets nothing but
+//! stateless resets, each shorter than what came and at most one in 20 ms. A rank dials from the address that it told the others, so no crowd of strangers holds it up. What remains is what
 //! any UDP socket is open to: filling the link or the receive buffer, which slows a job but does not change what it computes.
 //! Somebody *on the path* can also drop what he likes. Other users of this machine can read the memory of a process only if the
 //! system lets them; keys are never written anywhere.

@@ -40,6 +40,9 @@ const DATAGRAMS: [Kind; 4] = [Kind::Datagrams, Kind::Versions, Kind::Initials, K
 /// The attack ends after so many times the time that it should take, whoever is still to come.
 const LIMIT: u32 = 3;
 
+/// The same for all but the slow kinds, which come last.
+const OTHERS_LIMIT: u32 = 2;
+
 /// The part of that time that each of the slow kinds has.
 const SLOW_PART: f64 = 0.3;
 
@@ -47,7 +50,11 @@ const SLOW_PART: f64 = 0.3;
 const SHORTEST: Duration = Duration::from_millis(300);
 
 /// How long somebody waits who comes with a a control handshake or as a QUIC client, whom nobody has to answer.
-const CLIENT_PATIENCE: Duration = Duration::from_secs(1);
+const CLIENT_PATIENCE: Duration = Duration::from_millis(500);
+
+/// How many hold a connection to a job that trains, where the attack is [`LONG`] and this process may have as many descriptors.
+const CROWD: u64 = 8000;
+const LONG: Duration = Duration::from_secs(15);
 
 /// Descriptors that are left to this program itself.
 const RESERVE: u64 = 400;
@@ -82,6 +89,7 @@ pub(super) async fn attack(
         recipes,
         random: SplitMix64::stream(settings.seed, &[0x57A6]),
         descriptors,
+        is_long: settings.attack >= LONG,
         control: None,
         stolen: None,
         over: watch::Sender::new(false),
@@ -105,15 +113,15 @@ pub(super) async fn attack(
         }
         let count = (settings.inputs * kind.share()).div_ceil(shares).max(4);
         let last = since + LIMIT * settings.attack;
-        if Instant::now() >= last {
-            left_out.push((*kind, "the time was up".into()));
-            continue;
-        }
         let end = match kind {
             // These take what they are given.
             Kind::Dribble | Kind::Hold => last.min(Instant::now() + settings.attack.mul_f64(SLOW_PART)),
-            _ => last,
+            _ => since + OTHERS_LIMIT * settings.attack,
         };
+        if Instant::now() >= end {
+            left_out.push((*kind, "the time was up".into()));
+            continue;
+        }
         job.watch.begin();
         let tally = attack.running(*kind, count, end).await?;
         job.watch.measure();
@@ -131,6 +139,8 @@ struct Attack<'a> {
     recipes: &'a Recipes,
     random: SplitMix64,
     descriptors: u64,
+    /// Whether there is time for thousands who only hold a connection.
+    is_long: bool,
     control: Option<SocketAddr>,
     stolen: Option<Job>,
     /// Tells strangers to leave.
@@ -293,7 +303,9 @@ impl Attack<'_> {
     async fn hold(&mut self, count: u64, end: Instant) -> Result<Tally, BenchError> {
         let mut tally = Tally::default();
         let mut under_way = JoinSet::new();
-        for n in 0..count.min(self.descriptors.saturating_sub(RESERVE)) {
+        // More than the share where there is time for them.
+        let crowd = if self.is_long { count.max(CROWD) } else { count };
+        for n in 0..crowd.min(self.descriptors.saturating_sub(RESERVE)) {
             let ports = self.addresses(Protocol::Tcp);
             let Some(address) = ports.get(usize::try_from(n).unwrap_or(0) % ports.len().max(1)).copied() else { break };
             let patience = end.saturating_duration_since(Instant::now());

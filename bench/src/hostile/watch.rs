@@ -1,7 +1,8 @@
 //! What the kernel says of the job's processes while they run: ports, memory, descriptors, threads, processor time.
 
 use std::collections::HashSet;
-use std::fs;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -203,19 +204,21 @@ fn read_use(process: u32) -> Option<Use> {
 
 /// The ports of each process: those sockets of the kernel's tables whose inodes are among its descriptors.
 fn find_ports(processes: &[Option<u32>]) -> Vec<(usize, Vec<(Protocol, SocketAddr)>)> {
-    let tables: Vec<(Protocol, String)> = [
+    let sockets: Vec<(Protocol, SocketAddr, u64)> = [
         (Protocol::Tcp, "/proc/net/tcp"),
         (Protocol::Tcp, "/proc/net/tcp6"),
         (Protocol::Udp, "/proc/net/udp"),
         (Protocol::Udp, "/proc/net/udp6"),
     ]
     .into_iter()
-    .filter_map(|(protocol, path)| Some((protocol, fs::read_to_string(path).ok()?)))
+    .filter_map(|(protocol, path)| Some((protocol, File::open(path).ok()?)))
+    .flat_map(|(protocol, table)| {
+        // The first line names the columns. Listening sockets stand before thousands of connections, which are not read.
+        let lines = BufReader::new(table).lines().map_while(Result::ok).skip(1);
+        let found = lines.map(move |line| parse_socket(protocol, &line));
+        found.take_while(move |found| protocol == Protocol::Udp || found.is_some()).flatten()
+    })
     .collect();
-    let sockets: Vec<(Protocol, SocketAddr, u64)> = tables
-        .iter()
-        .flat_map(|(protocol, table)| table.lines().skip(1).filter_map(|line| parse_socket(*protocol, line)))
-        .collect();
     processes
         .iter()
         .enumerate()
