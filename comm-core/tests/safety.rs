@@ -270,6 +270,34 @@ fn a_hook_that_panics_harms_nobody() {
 }
 
 #[test]
+fn operations_that_stall_together_are_all_looked_at() {
+    // Rank 2 waits for rank 1, which calls nothing, and rank 0, one operation further, for rank 2.
+    let options = MeshOptions::default().with_stall_after(Duration::from_millis(300));
+    let errors = over_tcp(3, &options, |mesh, _| {
+        mesh.barrier().unwrap();
+        let call = |op, timeout| {
+            let call = Call::blocking(op, Buffer::from_vec(vec![1f32; 3])).with_timeout(Duration::from_millis(timeout));
+            mesh.start(call).wait().unwrap_err().error
+        };
+        match mesh.rank() {
+            0 => {
+                mesh.gather(&[1f32], 3, 2).unwrap();
+                call(Op::Broadcast { root: 2 }, 2000)
+            }
+            1 => {
+                let never = Call::background(Op::Recv { from: 0 }, Buffer::from_vec(vec![0u8]), 1);
+                mesh.start(never).wait().unwrap_err().error
+            }
+            _ => call(Op::Gather { root: 2, total: 3 }, 8000),
+        }
+    });
+    for error in &errors {
+        let Error::Timeout { rank: 0, waiting_for, .. } = error else { panic!("{error}") };
+        assert_eq!(waiting_for, &[1, 2], "{error}");
+    }
+}
+
+#[test]
 fn a_computation_of_many_stall_times_is_no_stall() {
     let options = MeshOptions::default().with_stall_after(Duration::from_millis(100));
     let reports = over_tcp(2, &options, |mesh, control| {

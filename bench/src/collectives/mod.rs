@@ -8,6 +8,8 @@
 pub(crate) mod case;
 mod congestion;
 pub(crate) mod data;
+#[cfg(test)]
+mod decoders;
 mod exec;
 mod group;
 mod options;

@@ -243,6 +243,7 @@ fn messages() -> Vec<Message> {
         stalled: doing(),
         late: vec![0],
         more_late: 1,
+        culprits: vec![0],
         doing: vec![(0, Some(vec![doing()])), (2, None)],
     };
     vec![

@@ -68,7 +68,10 @@ pub struct StallReport {
     pub late: Vec<usize>,
     /// How many more there are.
     pub more_late: usize,
-    /// The first of them, with what each does; `None` for one that did not answer.
+    /// The ranks to look at first: those that are late and wait for nobody themselves, or that those wait for who do; of many the
+    /// first.
+    pub culprits: Vec<usize>,
+    /// The first of both, with what each does; `None` for one that did not answer.
     pub doing: Vec<(usize, Option<Vec<Doing>>)>,
 }
 
@@ -87,31 +90,65 @@ const MAX_NAME: usize = 300;
 impl StallReport {
     /// From the answers of all ranks, by rank.
     pub(crate) fn new(reported_by: usize, mut stalled: Doing, ranks: &[Option<Vec<Doing>>]) -> Self {
-        let answer = |rank: usize| ranks.get(rank).and_then(Option::as_ref);
-        let has_called =
-            |rank: usize| answer(rank).is_some_and(|all| all.iter().any(|doing| doing.has_called(&stalled)));
-        let members = stalled.members.iter().map(|rank| *rank as usize);
-        let mut late: Vec<usize> = members.filter(|rank| *rank != reported_by && !has_called(*rank)).collect();
-        // Those that wait for nobody first: a rank inside another operation may itself be held up.
-        let waits = |rank: usize| answer(rank).is_some_and(|all| all.iter().any(|doing| doing.is_running));
-        late.sort_by_key(|rank| (waits(*rank), *rank));
+        let answers = Answers(ranks);
+        let mut late: Vec<usize> = answers.late(&stalled).filter(|rank| *rank != reported_by).collect();
+        let culprits = answers.culprits(&stalled, &late);
+        // What those who are to blame do is said in any case.
+        late.sort_by_key(|rank| (!culprits.contains(rank), *rank));
         let more_late = late.len().saturating_sub(MAX_LATE);
         late.truncate(MAX_LATE);
-        let doing = late.iter().take(MAX_SHOWN).map(|rank| (*rank, answer(*rank).cloned())).collect();
+        let mut shown = culprits.clone();
+        shown.extend(late.iter().filter(|rank| !culprits.contains(rank)));
+        shown.truncate(MAX_SHOWN);
+        let doing = shown.into_iter().map(|rank| (rank, answers.of(rank).cloned())).collect();
         // Not needed any more, and the report goes to everyone.
         stalled.members.clear();
-        StallReport { reported_by, stalled, late, more_late, doing }
+        StallReport { reported_by, stalled, late, more_late, culprits, doing }
+    }
+}
+
+/// What all ranks do, by rank.
+struct Answers<'a>(&'a [Option<Vec<Doing>>]);
+
+impl<'a> Answers<'a> {
+    fn of(&self, rank: usize) -> Option<&'a Vec<Doing>> {
+        self.0.get(rank).and_then(Option::as_ref)
     }
 
-    /// The ranks to look at first: of those that are late the ones that wait for nobody themselves, if there are any.
-    pub fn culprits(&self) -> Vec<usize> {
-        let waits = |rank: &usize| {
-            let of = self.doing.iter().find(|(other, _)| other == rank).and_then(|(_, doing)| doing.as_ref());
-            of.is_some_and(|all| all.iter().any(|doing| doing.is_running))
-        };
-        let free: Vec<usize> = self.late.iter().copied().filter(|rank| !waits(rank)).collect();
-        let mut culprits = if free.is_empty() { self.late.clone() } else { free };
+    /// The ranks that take part in `stalled` and have not called it.
+    fn late(&self, stalled: &Doing) -> impl Iterator<Item = usize> {
+        let has_called =
+            |rank: usize| self.of(rank).is_some_and(|all| all.iter().any(|doing| doing.has_called(stalled)));
+        stalled.members.iter().map(|rank| *rank as usize).filter(move |rank| !has_called(*rank))
+    }
+
+    /// Those of the `late` that wait for nobody; where one waits inside another operation, those that this one waits for.
+    fn culprits(&self, stalled: &Doing, late: &[usize]) -> Vec<usize> {
+        let mut culprits = Vec::new();
+        let mut seen = late.to_vec();
+        let mut next = 0;
+        while let Some(&rank) = seen.get(next) {
+            next += 1;
+            let mut running = self.of(rank).into_iter().flatten().filter(|doing| doing.is_running).peekable();
+            if running.peek().is_none() {
+                culprits.push(rank);
+            }
+            for doing in running {
+                let members = match doing.pair {
+                    Some((from, to)) => vec![from, to],
+                    None if doing.communicator == stalled.communicator => stalled.members.clone(),
+                    None => Vec::new(),
+                };
+                let others = Doing { members, ..doing.clone() };
+                let others: Vec<usize> = self.late(&others).filter(|other| !seen.contains(other)).collect();
+                seen.extend(others);
+            }
+        }
+        if culprits.is_empty() {
+            culprits = late.to_vec();
+        }
         culprits.sort_unstable();
+        culprits.truncate(MAX_LATE);
         culprits
     }
 }
@@ -149,7 +186,7 @@ fn clip(operation: &mut String) {
 
 impl fmt::Display for StallReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let StallReport { reported_by, stalled, late, more_late, doing } = self;
+        let StallReport { reported_by, stalled, late, more_late, doing, .. } = self;
         write!(
             f,
             "rank {reported_by} has been in {} on lane {} for {:.1} s; ",
@@ -250,7 +287,7 @@ mod tests {
         );
         // Rank 2 has called something else in its place, and waits there.
         assert_eq!(report.late, [3, 2]);
-        assert_eq!(report.culprits(), [3]);
+        assert_eq!(report.culprits, [3]);
         assert!(report.stalled.members.is_empty());
     }
 
@@ -264,6 +301,11 @@ mod tests {
         let answers = [Some(vec![message(1, 0, 5, true)]), Some(vec![message(1, 2, 5, true)]), Some(vec![])];
         let report = StallReport::new(0, message(1, 0, 5, true), &answers);
         assert_eq!(report.late, [1]);
+        // Rank 1 itself waits for rank 2, which does nothing.
+        let chain = [Some(vec![message(1, 0, 5, true)]), Some(vec![message(2, 1, 5, true)]), Some(vec![])];
+        let report = StallReport::new(0, message(1, 0, 5, true), &chain);
+        assert_eq!((&report.late[..], &report.culprits[..]), (&[1][..], &[2][..]));
+        assert!(report.to_string().contains("rank 2: has not called anything yet"), "{report}");
         let both = [answers[0].clone(), Some(vec![message(1, 0, 6, true)]), Some(vec![])];
         assert!(StallReport::new(0, message(1, 0, 5, true), &both).late.is_empty());
     }

@@ -53,6 +53,9 @@ fn shard(counts: Option<&Counts>, whole: usize, ranks: usize, rank: usize) -> Ra
     }
 }
 
+/// Elements that are looked at together.
+const CHUNK: usize = 1024;
+
 fn scan<T: Element + std::fmt::Display>(
     bytes: &[u8],
     part: Range<usize>,
@@ -61,7 +64,10 @@ fn scan<T: Element + std::fmt::Display>(
     let size = size_of::<T>();
     let mine = bytes.get(part.start * size..part.end * size)?;
     let element = |bytes: &[u8]| bytemuck::pod_read_unaligned::<T>(bytes);
-    let first = mine.chunks_exact(size).position(|bytes| is_bad(element(bytes)))?;
+    // Without a branch for every element, so that the compiler makes use of wide registers.
+    let has_bad = |chunk: &[u8]| chunk.chunks_exact(size).fold(false, |any, bytes| any | is_bad(element(bytes)));
+    let chunk = mine.chunks(CHUNK * size).position(has_bad)? * CHUNK;
+    let first = chunk + mine.get(chunk * size..)?.chunks_exact(size).position(|bytes| is_bad(element(bytes)))?;
     let bad = mine.chunks_exact(size).skip(first).filter(|bytes| is_bad(element(bytes))).count();
     let value = mine.get(first * size..(first + 1) * size).map(|bytes| element(bytes).to_string());
     Some(NotFinite { index: part.start + first, value: value.unwrap_or_default(), count: bad })

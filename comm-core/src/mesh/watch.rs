@@ -88,7 +88,7 @@ impl Watch {
                 // Whoever was late then may have come since.
                 && at.elapsed() <= waited / 4 + Duration::from_secs(2)
         };
-        lock(&self.reports).iter().rev().find(is_it).map(|(_, report)| report.culprits())
+        lock(&self.reports).iter().rev().find(is_it).map(|(_, report)| report.culprits.clone())
     }
 }
 

@@ -1,0 +1,183 @@
+//! Files that a user names, on a great many changed inputs: see `comm-core/tests/decoders.rs`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use comm_core::fuzzing::{CountingAllocator, Target, Verdict, run};
+use gpt2::checkpoint::Checkpoint;
+use gpt2::config::ModelConfig;
+use gpt2::corpus::{Corpus, CorpusSource, TokenStream};
+use gpt2::segments::layout;
+use gpt2::tokenizer::{GPT2_VOCABULARY, Tokenizer, TokenizerKind};
+
+#[global_allocator]
+static ALLOCATOR: CountingAllocator = CountingAllocator;
+
+fn main() -> ExitCode {
+    // Its table is made once, and is no part of what an input takes.
+    Tokenizer::gpt2().encode("warm").expect("text");
+    // What is read and hashed goes through buffers of 64 KiB.
+    run(&[
+        Target::new("token shard", token_shard, shard_seeds).inputs_per_case(4).memory(128 << 10, 16),
+        Target::new("checkpoint", checkpoint, checkpoint_seeds).inputs_per_case(4).memory(4 << 20, 64),
+        Target::new("model config", model_config, config_seeds).memory(4 << 20, 16),
+        Target::new("tokenizer description", description, description_seeds).memory(128 << 10, 64),
+        Target::new("text as bytes", |text| corpus_text(text, TokenizerKind::Bytes), text_seeds)
+            .inputs_per_case(2)
+            .memory(128 << 10, 32),
+        Target::new("text as characters", |text| corpus_text(text, TokenizerKind::Chars), text_seeds)
+            .inputs_per_case(2)
+            .memory(128 << 10, 64),
+        // Regular expressions take memory of their own.
+        Target::new("text for GPT-2", |text| corpus_text(text, TokenizerKind::Gpt2), text_seeds)
+            .inputs_per_case(2)
+            .memory(1 << 20, 512),
+        Target::new("token ids", token_ids, || vec![vec![1, 0, 2, 0, 80, 196], vec![0; 10], b"a b c d".repeat(4)])
+            .memory(16 << 10, 64),
+    ])
+}
+
+/// A file of that name with these bytes, in a folder that goes with it.
+struct Named {
+    _folder: tempfile::TempDir,
+    path: PathBuf,
+}
+
+impl Named {
+    fn new(name: &str, bytes: &[u8]) -> Self {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let path = folder.path().join(name);
+        fs::write(&path, bytes).expect("a short file");
+        Named { _folder: folder, path }
+    }
+}
+
+fn load(path: &Path, kind: TokenizerKind) -> Option<Corpus> {
+    Corpus::load(&CorpusSource::Path(path.to_owned()), kind).ok()
+}
+
+fn ids(stream: &TokenStream) -> Vec<i64> {
+    let mut ids = Vec::new();
+    stream.read(0, stream.len(), &mut ids).expect("a stream can be read as far as it goes");
+    assert_eq!(ids.len(), stream.len());
+    ids.into_iter().map(i64::from).collect()
+}
+
+/// llm.c's and nanoGPT's `.bin` files.
+fn token_shard(bytes: &[u8]) -> Verdict {
+    let file = Named::new("shard.bin", bytes);
+    let Some(corpus) = load(&file.path, TokenizerKind::Gpt2) else { return Verdict::Rejected };
+    let all = [ids(corpus.train()), ids(corpus.validation())].concat();
+    assert!(all.iter().all(|id| (0..GPT2_VOCABULARY as i64).contains(id)));
+    let written: Vec<u8> = all.iter().flat_map(|id| (*id as u16).to_le_bytes()).collect();
+    assert!(bytes.ends_with(&written) && [0, 1024].contains(&(bytes.len() - written.len())));
+    assert_eq!(corpus.bytes() as usize, written.len());
+    Verdict::Accepted
+}
+
+fn shard_seeds() -> Vec<Vec<u8>> {
+    let words = |words: &[u16]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
+    let tokens = words(&[1, 2, 3, 50_256, 0, 7, 8, 9, 10, 11, 12, 50_000]);
+    let mut header: Vec<u8> = [20_240_520_u32, 1, 12].iter().flat_map(|number| number.to_le_bytes()).collect();
+    header.resize(1024, 0);
+    vec![tokens.clone(), [header, tokens].concat(), words(&[5, 6])]
+}
+
+/// safetensors with our metadata.
+fn checkpoint(bytes: &[u8]) -> Verdict {
+    let file = Named::new("model.safetensors", bytes);
+    let Ok(loaded) = Checkpoint::load(&file.path) else { return Verdict::Rejected };
+    let segments = layout(&loaded.config).expect("a checked config");
+    assert_eq!(segments.len(), loaded.weights.len());
+    assert!(segments.iter().zip(&loaded.weights).all(|(info, flat)| info.len == flat.len()));
+    let again = file.path.with_file_name("again.safetensors");
+    loaded.save(&again).expect("room for a short file");
+    let again = Checkpoint::load(&again).expect("what was saved can be loaded");
+    let bits =
+        |checkpoint: &Checkpoint| -> Vec<u32> { checkpoint.weights.iter().flatten().map(|w| w.to_bits()).collect() };
+    assert_eq!(bits(&again), bits(&loaded));
+    assert_eq!((&again.config, &again.tokenizer, again.step), (&loaded.config, &loaded.tokenizer, loaded.step));
+    Verdict::Accepted
+}
+
+fn checkpoint_seeds() -> Vec<Vec<u8>> {
+    let seed = |n_layer, vocab_size, tokenizer: serde_json::Value| {
+        let config = ModelConfig { n_layer, n_head: 1, n_embd: 2, block_size: 3, vocab_size };
+        let weights = layout(&config).expect("a usable shape").iter().map(|info| vec![0.5; info.len]).collect();
+        let file = Named::new("model.safetensors", b"");
+        Checkpoint { config, tokenizer, step: 42, weights }.save(&file.path).expect("room for a short file");
+        fs::read(&file.path).expect("a short file")
+    };
+    vec![
+        seed(1, 256, serde_json::json!({"kind": "bytes"})),
+        seed(2, 3, serde_json::json!({"kind": "chars", "chars": "abc"})),
+    ]
+}
+
+/// A model's shape, and the sizes that follow from it.
+fn model_config(bytes: &[u8]) -> Verdict {
+    let Ok(config) = serde_json::from_slice::<ModelConfig>(bytes) else { return Verdict::Rejected };
+    let Ok(segments) = layout(&config) else { return Verdict::Rejected };
+    assert_eq!(segments.iter().map(|info| info.len).sum::<usize>(), config.parameter_count());
+    assert!(config.flops_per_token(config.block_size).is_finite());
+    Verdict::Accepted
+}
+
+fn config_seeds() -> Vec<Vec<u8>> {
+    let small = ModelConfig { n_layer: 2, n_head: 2, n_embd: 32, block_size: 32, vocab_size: 61 };
+    let largest = ModelConfig { n_layer: 48, n_head: 25, n_embd: 1600, block_size: 1024, vocab_size: GPT2_VOCABULARY };
+    [small, largest].iter().map(|config| serde_json::to_vec(config).expect("a config can be written")).collect()
+}
+
+/// A tokenizer as checkpoints describe it.
+fn description(bytes: &[u8]) -> Verdict {
+    let Ok(tokenizer) = serde_json::from_slice::<Tokenizer>(bytes) else { return Verdict::Rejected };
+    let written = serde_json::to_vec(&tokenizer).expect("a tokenizer can be written");
+    assert!(serde_json::from_slice::<Tokenizer>(&written).is_ok_and(|again| again == tokenizer));
+    assert!((1..=1 << 16).contains(&tokenizer.vocab_size()));
+    let last = u16::try_from(tokenizer.vocab_size() - 1).expect("an id");
+    let text = tokenizer.decode_bytes(&[0, last]).expect("ids of the vocabulary");
+    // Bytes of a character, for the tokenizers that have no whole ones at both ends.
+    if let Ok(ids) = tokenizer.encode_bytes(&text) {
+        assert!(tokenizer.decode_bytes(&ids).is_ok_and(|again| again == text));
+    }
+    Verdict::Accepted
+}
+
+fn description_seeds() -> Vec<Vec<u8>> {
+    let texts = [r#"{"kind":"gpt2"}"#, r#"{"kind":"bytes"}"#, r#"{"kind":"chars","chars":"\n abcdeéü漢"}"#];
+    texts.iter().map(|text| text.as_bytes().to_vec()).collect()
+}
+
+/// A text file.
+fn corpus_text(bytes: &[u8], kind: TokenizerKind) -> Verdict {
+    let file = Named::new("corpus.txt", bytes);
+    let Some(corpus) = load(&file.path, kind) else { return Verdict::Rejected };
+    let all = [ids(corpus.train()), ids(corpus.validation())].concat();
+    let all: Vec<u16> = all.into_iter().map(|id| u16::try_from(id).expect("an id")).collect();
+    assert!(all.iter().all(|id| usize::from(*id) < corpus.vocab_size()));
+    assert_eq!(corpus.tokenizer().decode_bytes(&all).expect("ids of the vocabulary"), bytes);
+    Verdict::Accepted
+}
+
+fn text_seeds() -> Vec<Vec<u8>> {
+    let texts = [
+        "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n",
+        "don't  stop…   now\r\n\t 漢字 ümläut <|endoftext|> 12345 'S 'll\u{a0}\u{2003}x\n",
+        "   \n\n\n     \u{85}\u{feff}a",
+    ];
+    texts.iter().map(|text| text.as_bytes().to_vec()).collect()
+}
+
+/// Ids, as a sampler or a shard gives them, back to text.
+fn token_ids(bytes: &[u8]) -> Verdict {
+    let ids: Vec<u16> = bytes.as_chunks::<2>().0.iter().map(|pair| u16::from_le_bytes(*pair)).collect();
+    let tokenizer = Tokenizer::gpt2();
+    let Ok(text) = tokenizer.decode_bytes(&ids) else { return Verdict::Rejected };
+    assert!(tokenizer.decode(&ids).is_ok());
+    if let Ok(again) = tokenizer.encode_bytes(&text) {
+        assert!(tokenizer.decode_bytes(&again).is_ok_and(|same| same == text));
+    }
+    Verdict::Accepted
+}
