@@ -43,6 +43,14 @@ pub(super) fn run(args: &SampleArgs) -> Result<(), CliError> {
     let tokenizer: Tokenizer = serde_json::from_value(checkpoint.tokenizer.clone())
         .map_err(|error| format!("checkpoint {}: its tokenizer: {error}", args.checkpoint.display()))?;
     let model = checkpoint.model(&Device::flex())?;
+    let (known, has) = (tokenizer.vocab_size(), model.config().vocab_size);
+    if known > has {
+        return Err(format!(
+            "checkpoint {}: its tokenizer has {known} tokens, but its model only {has}; the two do not belong together",
+            args.checkpoint.display()
+        )
+        .into());
+    }
     let mut ids = tokenizer.encode(&args.prompt)?;
     if ids.is_empty() {
         return Err("--prompt is empty; give at least one character to start from".into());
