@@ -102,6 +102,9 @@ impl Fault {
 
     /// Why it makes no sense there; `None` where it does.
     pub(crate) fn not_applicable(self, transport: TransportKind, when: When) -> Option<&'static str> {
+        if matches!(self, Fault::Cut | Fault::HalfOpen) && !super::sys::may_deafen() {
+            return Some("this system lets only root put filters on sockets; run as root");
+        }
         match (self, transport) {
             (Fault::HalfOpen | Fault::Reset | Fault::Shutdown, TransportKind::Shm) => {
                 return Some("shared memory has no connections");
