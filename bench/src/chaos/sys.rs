@@ -2,12 +2,12 @@
 
 use std::fs;
 use std::io;
-use std::net::{SocketAddr, UdpSocket};
+use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 
-use socket2::{SockFilter, SockRef, Type};
+use socket2::{Domain, SockFilter, SockRef, Type};
 
 /// Nanoseconds of the clock that all processes of this machine share and that never goes back (`CLOCK_MONOTONIC`).
 pub(crate) fn now() -> u64 {
@@ -144,10 +144,11 @@ impl Socket {
     }
 }
 
-/// Whether this user may put filters on sockets, which some systems keep for root.
+/// Whether this user may put filters on sockets, which some systems keep for root, of some kinds of socket or of filter.
 pub(crate) fn may_deafen() -> bool {
-    let pass = [SockFilter::new(RETURN, 0, 0, u32::MAX)];
-    UdpSocket::bind("127.0.0.1:0").is_ok_and(|socket| SockRef::from(&socket).attach_filter(&pass).is_ok())
+    let nothing = [SockFilter::new(RETURN, 0, 0, 0)];
+    let takes = |kind| socket2::Socket::new(Domain::IPV4, kind, None).and_then(|socket| socket.attach_filter(&nothing));
+    [Type::STREAM, Type::DGRAM].into_iter().all(|kind| takes(kind).is_ok())
 }
 
 /// Instructions of the classic packet filter (linux/bpf_common.h).
@@ -158,7 +159,7 @@ const JUMP_IF_EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
 #[cfg(test)]
 mod tests {
     use std::io::{Read, Write};
-    use std::net::{TcpListener, TcpStream};
+    use std::net::{TcpListener, TcpStream, UdpSocket};
 
     use super::*;
 
