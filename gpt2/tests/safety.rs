@@ -44,7 +44,7 @@ fn compared_calls_change_no_weight_of_any_strategy() {
 fn a_gradient_that_is_no_number_ends_the_job_with_rank_bucket_and_index() {
     let folder = tempfile::tempdir().unwrap();
     let data = text(&folder);
-    // So large that the second step has no finite loss.
+    // So large that the second step has no finite loss. Buckets are searched side by side: any of them may be the first found.
     let more = ["--lr", "1e38", "--warmup", "0", "--clip", "0", "--check-finite", "--bucket-bytes", "1"];
     let mut job = start("ddp", "tcp-raw", &data, folder.path(), 20, &more);
     let status = wait(&mut job, SOON);
@@ -58,7 +58,7 @@ fn a_gradient_that_is_no_number_ends_the_job_with_rank_bucket_and_index() {
         .collect();
     assert_eq!(errors.len(), 3, "{said}");
     assert!(errors.iter().all(|error| *error == errors[0]), "{said}");
-    for part in [" contributed ", " to all-reduce mean of ", "[gradients, bucket 0: head]", ", at index "] {
+    for part in [" contributed ", " to all-reduce mean of ", "[gradients, bucket ", ", at index "] {
         assert!(errors[0].contains(part), "{part:?} in {}", errors[0]);
     }
 }
