@@ -12,16 +12,17 @@ use gpt2::cli::{MAX_RANKS_HERE, MAX_THREADS};
 use gpt2::config::Preset;
 use gpt2::corpus::{Corpus, CorpusSource};
 use gpt2::env::default_cargo_home;
-use gpt2::strategy::{StrategyKind, Wire};
+use gpt2::precision::Precision;
+use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::transports::TransportKind;
 
 use crate::BenchError;
-use crate::cell::Interrupted;
 use crate::chaos::{ChaosArgs, ChaosRankArgs};
 use crate::collectives::{CollectivesArgs, RankArgs};
 use crate::environment::Environment;
 use crate::hostile::{HostileArgs, HostileRankArgs};
+use crate::runner::Interrupted;
 use crate::soak::SoakArgs;
 use crate::worker::WorkerArgs;
 
@@ -41,7 +42,7 @@ pub(crate) struct Args {
     #[arg(long)]
     pub(crate) skip_proof: bool,
     /// Strategies, separated by commas.
-    #[arg(long, value_delimiter = ',', default_value = "single,ps,sharded-ps,ring,ddp")]
+    #[arg(long, value_delimiter = ',', default_value = "single,ps,sharded-ps,ring,ddp,zero1,zero2,fsdp,hierarchical")]
     strategies: Vec<StrategyKind>,
     /// Transports, separated by commas.
     #[arg(long, value_delimiter = ',', default_value = "local,shm,tcp-raw,tcp,quic,nccl")]
@@ -63,7 +64,7 @@ pub(crate) struct Args {
     seed: u64,
     /// Type in which gradients travel.
     #[arg(long, default_value = "f32")]
-    wire: Wire,
+    wire: Precision,
     /// Threads that compute, in each rank. [default: the machine's cores divided by --ranks]
     #[arg(long)]
     threads: Option<usize>,
@@ -104,7 +105,7 @@ pub(crate) struct Setup {
     pub(crate) steps: u64,
     pub(crate) batch: usize,
     pub(crate) seed: u64,
-    pub(crate) wire: Wire,
+    pub(crate) wire: Precision,
     pub(crate) threads: usize,
     pub(crate) cell_timeout: Duration,
     pub(crate) environment: Environment,

@@ -1,20 +1,15 @@
 //! One cell: a strategy over a transport on some ranks.
 
-use std::ffi::OsString;
-use std::fs;
-use std::path::Path;
-
-use comm_core::launch::{Launch, Output};
 use gpt2::config::{ModelConfig, Preset};
-use gpt2::optim::{AdamWConfig, LearningRate};
+use gpt2::optim::LearningRate;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
-use gpt2::trainer::{Parts, Summary, TrainConfig};
-use gpt2::transports::{TransportKind, TransportOptions};
+use gpt2::trainer::{Parts, RankReport, Summary, TrainConfig};
+use gpt2::transports::TransportKind;
 use serde::Serialize;
 
 use crate::args::Setup;
 use crate::environment::Environment;
-use crate::worker::Task;
+use crate::runner::{Interrupted, Run, RunError};
 
 /// What to run.
 #[derive(Clone, Debug)]
@@ -71,24 +66,6 @@ pub(crate) struct Row {
     pub(crate) environment: Environment,
 }
 
-/// A signal ended the run.
-#[derive(Clone, Copy, Debug, thiserror::Error)]
-#[error("interrupted by signal {signal}; what was measured before is in the results")]
-pub(crate) struct Interrupted {
-    pub(crate) signal: i32,
-}
-
-enum CellError {
-    Failed(String),
-    Interrupted(Interrupted),
-}
-
-impl From<String> for CellError {
-    fn from(reason: String) -> Self {
-        CellError::Failed(reason)
-    }
-}
-
 impl Row {
     /// Whether the cell ran, and each rank sent in every step what the formula says.
     pub(crate) fn is_sound(&self) -> bool {
@@ -113,8 +90,8 @@ impl Cell {
         let mut row = self.row(setup);
         match self.summary(setup) {
             Ok(summary) => fill(&mut row, &summary),
-            Err(CellError::Failed(error)) => row.status = format!("failed: {error}"),
-            Err(CellError::Interrupted(interrupted)) => return Err(interrupted),
+            Err(RunError::Failed(error)) => row.status = format!("failed: {error}"),
+            Err(RunError::Interrupted(interrupted)) => return Err(interrupted),
         }
         Ok(row)
     }
@@ -124,66 +101,21 @@ impl Cell {
         Row { status: format!("not available: {reason}"), ..self.row(setup) }
     }
 
-    fn summary(&self, setup: &Setup) -> Result<Summary, CellError> {
-        let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
-        let (task_file, result) = (folder.path().join("task.json"), folder.path().join("summary.json"));
-        let task = Task {
-            config: self.config(setup),
-            transport: self.transport.unwrap_or(TransportKind::Local),
-            options: TransportOptions { timeout: setup.cell_timeout / 2, ..TransportOptions::default() },
-            ranks: self.ranks,
-            threads: self.threads,
-            source: setup.source.clone(),
-            result: result.clone(),
-        };
-        let bytes = serde_json::to_vec(&task).map_err(|error| format!("{error}"))?;
-        fs::write(&task_file, bytes).map_err(|error| format!("{}: {error}", task_file.display()))?;
-        self.launch(setup, &task_file)?;
-        let bytes = fs::read(&result).map_err(|error| format!("rank 0 left no summary: {error}"))?;
-        serde_json::from_slice(&bytes).map_err(|error| format!("rank 0's summary: {error}").into())
-    }
-
-    fn launch(&self, setup: &Setup, task: &Path) -> Result<(), CellError> {
-        let program = std::env::current_exe().map_err(|error| format!("where is this program? {error}"))?;
-        let arguments: Vec<OsString> = vec!["worker".into(), "--task".into(), task.into()];
-        // The threads of `local` live in one process, started the same way.
-        let processes = match self.transport {
-            None | Some(TransportKind::Local) => 1,
-            Some(_) => self.ranks,
-        };
-        let mut launch = Launch::new(program, processes);
-        launch.args = arguments;
-        launch.output = Output::Captured;
-        launch.timeout = Some(setup.cell_timeout);
-        let outcome = launch.run().map_err(|error| format!("{error}"))?;
-        if outcome.code == 0 {
-            return Ok(());
-        }
-        // The launcher has caught the signal for all of us.
-        if let Some(signal) = outcome.interrupted_by {
-            return Err(CellError::Interrupted(Interrupted { signal }));
-        }
-        let lines =
-            || outcome.captured.iter().flat_map(|rank| rank.stderr.lines()).filter(|line| !line.trim().is_empty());
-        let said = lines().find(|line| line.contains("error:")).or_else(|| lines().next());
-        let cause = outcome.cause.clone().unwrap_or_else(|| format!("exit code {}", outcome.code));
-        Err(format!("{cause}: {}", said.unwrap_or("it said nothing")).into())
+    fn summary(&self, setup: &Setup) -> Result<Summary, RunError> {
+        let run = Run::new(self.config(setup), self.transport, self.ranks, self.threads, setup.cell_timeout);
+        Run { source: setup.source.clone(), ..run }.summary()
     }
 
     fn config(&self, setup: &Setup) -> TrainConfig {
+        // Two nodes, where the ranks can be divided so.
+        let ranks_per_node = if self.ranks.is_multiple_of(2) { self.ranks / 2 } else { self.ranks };
         TrainConfig {
-            model: self.preset.config(setup.corpus.vocab_size()),
-            strategy: self.strategy,
-            options: StrategyOptions { wire: setup.wire, ..StrategyOptions::default() },
+            options: StrategyOptions { wire: setup.wire, ranks_per_node, ..StrategyOptions::default() },
             seed: setup.seed,
             steps: self.steps,
             global_batch: self.batch,
-            accumulation: 1,
             learning_rate: LearningRate::WarmupCosine { peak: 1e-3, floor: 1e-4, warmup: 5, total: self.steps.max(10) },
-            adamw: AdamWConfig::default(),
-            clip: 1.0,
-            eval_every: 0,
-            eval_batches: 1,
+            ..TrainConfig::of(self.preset.config(setup.corpus.vocab_size()), self.strategy)
         }
     }
 
@@ -245,16 +177,24 @@ fn fill(row: &mut Row, summary: &Summary) {
     row.mfu = Some(summary.mfu);
     row.mfu_formula = Some(summary.mfu_formula.clone());
     row.transport_facts.clone_from(&summary.transport);
-    let off = ranks
-        .iter()
-        .find(|rank| !rank.bytes_steady || rank.bytes_counted.is_some_and(|counted| counted != rank.bytes_expected));
-    if let Some(rank) = off {
-        row.status = format!(
-            "off the formula: rank {} sent {} B a step, not {}{}",
-            rank.rank,
-            rank.bytes_counted.unwrap_or(0),
-            rank.bytes_expected,
-            if rank.bytes_steady { "" } else { ", and not the same in every step" }
-        );
+    if let Some(off) = ranks.iter().find_map(off_the_formula) {
+        row.status = off;
     }
+}
+
+/// What a rank did otherwise than the formula says.
+pub(crate) fn off_the_formula(rank: &RankReport) -> Option<String> {
+    let RankReport { expected, .. } = rank;
+    let pairs = [
+        ("bytes", rank.bytes_counted, expected.payload),
+        ("messages", rank.messages, expected.messages),
+        ("operations", Some(rank.operations), expected.operations),
+    ];
+    let wrong = pairs.into_iter().find_map(|(what, counted, expected)| {
+        let counted = counted.filter(|counted| *counted != expected)?;
+        Some(format!("off the formula: rank {}: {counted} {what} a step, not {expected}", rank.rank))
+    });
+    let unsteady =
+        || format!("off the formula: rank {} did not send the same number of bytes in every step", rank.rank);
+    wrong.or_else(|| (!rank.bytes_steady).then(unsteady))
 }

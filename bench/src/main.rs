@@ -13,6 +13,7 @@ mod environment;
 mod hostile;
 mod matrix;
 mod proof;
+mod runner;
 mod soak;
 mod table;
 mod worker;
@@ -23,11 +24,16 @@ use clap::Parser;
 
 use args::{Args, Command};
 use gpt2::cli::say;
+use gpt2::memory::{self, Category, Counting};
 
 /// What a command fails with: one message for the user.
 type BenchError = Box<dyn std::error::Error + Send + Sync>;
 
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
 fn main() -> ExitCode {
+    memory::set_thread_default(Category::Other);
     gpt2::sys::keep_freed_pages();
     let mut args = Args::parse();
     let result = match args.command.take() {
@@ -43,7 +49,7 @@ fn main() -> ExitCode {
     };
     result.unwrap_or_else(|error| {
         eprintln!("error: {error}");
-        let signal = error.downcast_ref::<cell::Interrupted>().map(|interrupted| 128 + interrupted.signal);
+        let signal = error.downcast_ref::<runner::Interrupted>().map(|interrupted| 128 + interrupted.signal);
         signal.and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from)
     })
 }

@@ -65,7 +65,7 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
     if !single.is_sound() {
         return Err(format!("the proof's yardstick, single on one rank: {}", single.status).into());
     }
-    let tolerance = if setup.wire == gpt2::strategy::Wire::F32 { TOLERANCE } else { TOLERANCE_16_BIT };
+    let tolerance = if setup.wire == gpt2::precision::Precision::F32 { TOLERANCE } else { TOLERANCE_16_BIT };
     let mut proofs = Vec::new();
     for ranks in RANKS {
         for strategy in &strategies {

@@ -1,7 +1,7 @@
 //! What a cell's processes do: this executable, started again.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use burn::tensor::Device;
@@ -28,13 +28,24 @@ pub(crate) struct WorkerArgs {
 pub(crate) struct Task {
     pub(crate) config: TrainConfig,
     pub(crate) transport: TransportKind,
+    /// What connects the ranks of a node, for strategies that tell nodes apart.
+    pub(crate) node_transport: Option<TransportKind>,
     pub(crate) options: TransportOptions,
     pub(crate) ranks: usize,
     pub(crate) threads: usize,
     /// The path given with `--data`.
     pub(crate) source: Option<PathBuf>,
+    pub(crate) tokenizer: TokenizerKind,
     /// Where rank 0 writes its [`Summary`](gpt2::trainer::Summary).
     pub(crate) result: PathBuf,
+}
+
+impl Task {
+    /// Writes the task for the ranks to read.
+    pub(crate) fn write(&self, path: &Path) -> Result<(), String> {
+        let bytes = serde_json::to_vec(self).map_err(|error| format!("a task: {error}"))?;
+        fs::write(path, bytes).map_err(|error| format!("{}: {error}", path.display()))
+    }
 }
 
 pub(crate) fn run(args: &WorkerArgs) -> Result<ExitCode, BenchError> {
@@ -42,10 +53,11 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<ExitCode, BenchError> {
     let task: Task = serde_json::from_slice(&fs::read(&args.task)?)
         .map_err(|error| format!("{}: not a task of this program: {error}", args.task.display()))?;
     let source = CorpusSource::from_path(task.source.clone(), default_cargo_home());
-    let corpus = Corpus::load(&source, TokenizerKind::Bytes)?;
+    let corpus = Corpus::load(&source, task.tokenizer)?;
     let options = RankOptions {
         transport: task.transport,
         options: task.options.clone(),
+        node_transport: task.node_transport,
         threads: task.threads,
         checkpoint: None,
     };

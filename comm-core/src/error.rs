@@ -135,6 +135,29 @@ impl Error {
         Error::InvalidArgument(what.into())
     }
 
+    /// The same with every rank `number`ed anew, as far as ranks are named in fields of their own. What is said in words (an
+    /// operation, a reason) stays.
+    #[must_use]
+    pub fn with_ranks(self, number: impl Fn(usize) -> usize) -> Self {
+        match self {
+            Error::PeerLost { rank, operation, detail } => Error::PeerLost { rank: number(rank), operation, detail },
+            Error::Timeout { rank, operation, waited, waiting_for } => Error::Timeout {
+                rank: number(rank),
+                operation,
+                waited,
+                waiting_for: waiting_for.into_iter().map(number).collect(),
+            },
+            Error::Mismatch { rank, ours, peer, theirs } => {
+                Error::Mismatch { rank: number(rank), ours, peer: number(peer), theirs }
+            }
+            Error::NotFinite { rank, operation, index, value, count } => {
+                Error::NotFinite { rank: number(rank), operation, index, value, count }
+            }
+            Error::Aborted { by, reason } => Error::Aborted { by: number(by), reason },
+            other => other,
+        }
+    }
+
     /// The rank this error blames, if it blames one.
     pub fn culprit(&self) -> Option<usize> {
         match self {

@@ -5,7 +5,8 @@
 //!   machine); others live in crates of their own.
 //! - [`Mesh`] turns any transport into a [`Communicator`]. Algorithm and order of reduction follow from (operation, type,
 //!   size, ranks), so results are bit-identical on every transport and on every rank.
-//! - [`control`] is the rendezvous, and the side channel over which ranks learn that one of them is gone.
+//! - [`control`] is the rendezvous, and the side channel over which ranks learn that one of them is gone. A
+//!   [`Subgroup`](control::Subgroup) is one over some of the ranks, for a transport of their own.
 //! - [`launch`] starts one process a rank on this machine.
 //! - [`Counted`] and [`Faulty`] wrap a transport: one counts what passes, one breaks it on purpose.
 //! - [`conformance`] is the suite that every transport passes.

@@ -322,7 +322,7 @@ struct HubState {
     left: usize,
     is_gone: Vec<bool>,
     /// By rank.
-    activities: Vec<Option<Weak<dyn Activity>>>,
+    activities: Vec<Vec<Weak<dyn Activity>>>,
     stall_hooks: Vec<StallHook>,
     /// Whether a thread looks after the activities.
     is_watched: bool,
@@ -355,7 +355,7 @@ impl Hub {
                 first_round: 0,
                 left: 0,
                 is_gone: vec![false; ranks],
-                activities: vec![None; ranks],
+                activities: vec![Vec::new(); ranks],
                 stall_hooks: Vec::new(),
                 is_watched: false,
             }),
@@ -383,15 +383,19 @@ impl Hub {
         if state.failure.is_some() {
             return;
         }
-        let activities: Vec<Option<Arc<dyn Activity>>> =
-            state.activities.iter().map(|activity| activity.as_ref().and_then(Weak::upgrade)).collect();
+        let activities: Vec<Vec<Arc<dyn Activity>>> =
+            state.activities.iter().map(|own| own.iter().filter_map(Weak::upgrade).collect()).collect();
         let hooks = state.stall_hooks.clone();
         drop(state);
-        let overdue =
-            activities.iter().enumerate().find_map(|(rank, activity)| Some((rank, activity.as_ref()?.overdue()?)));
+        let overdue = activities
+            .iter()
+            .enumerate()
+            .find_map(|(rank, own)| Some((rank, own.iter().find_map(|activity| activity.overdue())?)));
         let Some((rank, stalled)) = overdue else { return };
-        let answers: Vec<_> =
-            activities.iter().map(|activity| activity.as_ref().map(|activity| abridged(activity.doing()))).collect();
+        let answer = |own: &Vec<Arc<dyn Activity>>| {
+            (!own.is_empty()).then(|| abridged(own.iter().flat_map(|activity| activity.doing()).collect()))
+        };
+        let answers: Vec<_> = activities.iter().map(answer).collect();
         let report = StallReport::new(rank, stalled, &answers);
         activities.iter().flatten().for_each(|activity| activity.on_stall(&report));
         hooks.iter().for_each(|hook| guarded(|| hook(&report)));
@@ -517,7 +521,9 @@ impl Control for LocalControl {
     }
 
     fn watch(&self, activity: Weak<dyn Activity>) {
-        lock(&self.hub.state).activities[self.rank] = Some(activity);
+        let own = &mut lock(&self.hub.state).activities[self.rank];
+        own.retain(|activity| activity.strong_count() > 0);
+        own.push(activity);
     }
 
     fn on_stall(&self, hook: Box<dyn Fn(&StallReport) + Send + Sync>) {

@@ -1,4 +1,4 @@
-//! Which algorithm runs, and how many payload bytes it sends.
+//! Which algorithm runs, and how many messages and payload bytes it sends.
 //!
 //! The choice is a pure function of (operation, type, bytes, ranks, table). One fixed table serves all transports, so that results
 //! do not depend on the transport. A program has its ranks agree on [`Table::fingerprint`] at rendezvous. Another [`Table`] can be
@@ -95,6 +95,73 @@ impl Table {
             hash.update(format!("{kind} {ranks} {bytes} {algorithm} "));
         }
         hash.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// Messages that `rank` of `ranks` sends in an operation over `count` elements in even shards, by the definition of the
+    /// algorithm. With N ranks, P the greatest power of two not above N, and mᵣ the messages as which shard r travels around a
+    /// ring, one for each begun [`piece`](Table::piece) of it, and one if it is empty:
+    ///
+    /// | operation | direct | ring | sharded | other |
+    /// |---|---|---|---|---|
+    /// | all-reduce | N−1 | 2·Σm − mᵣ − mᵣ₊₁ | 2(N−1) | recursive doubling: log₂P below P, 1 more below N − P; 1 from P on. Halving-doubling: 2·log₂N |
+    /// | reduce-scatter | | Σm − mᵣ | N−1 | |
+    /// | all-gather | N−1 | Σm − mᵣ₊₁ | | |
+    /// | reduce | 1 unless root | Σm − mᵣ, and 1 unless root | N−1, and 1 unless root | |
+    /// | scatter | N−1 from the root | | | |
+    /// | gather | 1 unless root | | | |
+    /// | all-to-all | N−1 | | | |
+    /// | broadcast | | | | tree: 1 for each child; scatter-all-gather: Σm − mᵣ₊₁, and from the root N−1 more |
+    /// | barrier | ⌈log₂N⌉ | | | |
+    /// | send | 1 | | | |
+    ///
+    /// These are messages of [`Transport`](crate::Transport), as [`Counted`](crate::Counted) counts them, whatever a transport makes
+    /// of them: packets, segments, frames. With [`MeshOptions::checked`](crate::MeshOptions::checked) N−1 more precede them, or one
+    /// more from both ends of a send.
+    ///
+    /// # Panics
+    /// If there are no ranks.
+    pub fn messages_sent_by(
+        &self,
+        algorithm: Algorithm,
+        op: &Op,
+        dtype: DType,
+        count: usize,
+        ranks: usize,
+        rank: usize,
+    ) -> u64 {
+        let others = ranks as u64 - 1;
+        if others == 0 {
+            return 0;
+        }
+        let elements = (self.piece / dtype.size()).max(1);
+        let shard = |index: usize| shard_range(count, ranks, index % ranks).len().div_ceil(elements).max(1) as u64;
+        let all_but = |index: usize| (0..ranks).map(shard).sum::<u64>() - shard(index);
+        let is_root = op.root() == Some(rank);
+        let unless_root = u64::from(!is_root);
+        let from_root = if is_root { others } else { 0 };
+        let doublings = u64::from(ranks.ilog2());
+        match (op, algorithm) {
+            (Op::AllReduce(_), Algorithm::Ring) => all_but(rank) + all_but(rank + 1),
+            (Op::AllReduce(_), Algorithm::Sharded) => 2 * others,
+            (Op::AllReduce(_), Algorithm::RecursiveDoubling) => {
+                let core = 1 << ranks.ilog2();
+                if rank >= core { 1 } else { doublings + u64::from(rank < ranks - core) }
+            }
+            (Op::AllReduce(_), Algorithm::HalvingDoubling) => 2 * doublings,
+            (Op::ReduceScatter(_), Algorithm::Ring) => all_but(rank),
+            (Op::AllGather, Algorithm::Ring) => all_but(rank + 1),
+            (Op::Reduce { .. }, Algorithm::Direct) => unless_root,
+            (Op::Reduce { .. }, Algorithm::Ring) => all_but(rank) + unless_root,
+            (Op::Reduce { .. }, _) => others + unless_root,
+            (Op::Broadcast { root }, Algorithm::Tree) => tree_children(rank, *root, ranks).len() as u64,
+            (Op::Broadcast { .. }, _) => from_root + all_but(rank + 1),
+            (Op::AllReduce(_) | Op::ReduceScatter(_) | Op::AllGather | Op::AllToAll, _) => others,
+            (Op::Scatter { .. }, _) => from_root,
+            (Op::Gather { .. }, _) => unless_root,
+            (Op::Barrier, _) => u64::from(ranks.next_power_of_two().ilog2()),
+            (Op::Send { .. }, _) => 1,
+            (Op::Recv { .. }, _) => 0,
+        }
     }
 
     /// The algorithm for an operation over `count` elements of `dtype` on `ranks` ranks.
@@ -221,6 +288,18 @@ pub fn payload_sent_by(algorithm: Algorithm, op: &Op, dtype: DType, count: usize
         (Op::Send { .. }, _) => whole,
         (Op::Recv { .. } | Op::Barrier, _) => 0,
     }
+}
+
+/// Messages that `rank` of `ranks` sends in an operation over `count` elements under the fixed table: see
+/// [`Table::messages_sent_by`].
+pub fn messages_sent(op: &Op, dtype: DType, count: usize, ranks: usize, rank: usize) -> u64 {
+    messages_sent_by(choose(op.kind(), dtype, count, ranks), op, dtype, count, ranks, rank)
+}
+
+/// Messages that `rank` of `ranks` sends in an operation over `count` elements by `algorithm`, in pieces of the fixed table's length:
+/// see [`Table::messages_sent_by`].
+pub fn messages_sent_by(algorithm: Algorithm, op: &Op, dtype: DType, count: usize, ranks: usize, rank: usize) -> u64 {
+    Table::fixed().messages_sent_by(algorithm, op, dtype, count, ranks, rank)
 }
 
 /// The rank from which `rank` receives in a binomial tree, `None` for the root.

@@ -24,9 +24,18 @@ fn on_ranks<T: Transport, R: Send>(
     wrap: impl Fn(LocalTransport) -> T,
     body: impl Fn(&Mesh<T>) -> R + Sync,
 ) -> Vec<R> {
+    on_ranks_with(ranks, &MeshOptions::default(), wrap, body)
+}
+
+fn on_ranks_with<T: Transport, R: Send>(
+    ranks: usize,
+    options: &MeshOptions,
+    wrap: impl Fn(LocalTransport) -> T,
+    body: impl Fn(&Mesh<T>) -> R + Sync,
+) -> Vec<R> {
     let group: Vec<_> = local::group(ranks, 2)
         .into_iter()
-        .map(|rank| Mesh::new(wrap(rank.transport), rank.control, MeshOptions::default()))
+        .map(|rank| Mesh::new(wrap(rank.transport), rank.control, options.clone()))
         .collect();
     let body = &body;
     thread::scope(|scope| {
@@ -37,9 +46,18 @@ fn on_ranks<T: Transport, R: Send>(
 
 /// What each rank's counters say of `body`.
 fn traffic(ranks: usize, body: impl Fn(&Mesh<Counted<LocalTransport>>) + Sync) -> Vec<Traffic> {
+    traffic_with(ranks, &MeshOptions::default(), body)
+}
+
+fn traffic_with(
+    ranks: usize,
+    options: &MeshOptions,
+    body: impl Fn(&Mesh<Counted<LocalTransport>>) + Sync,
+) -> Vec<Traffic> {
     let counters: std::sync::Mutex<Vec<Arc<Counters>>> = std::sync::Mutex::default();
-    on_ranks(
+    on_ranks_with(
         ranks,
+        options,
         |transport| {
             let (counted, its) = Counted::new(transport);
             counters.lock().unwrap().push(its);
@@ -67,10 +85,11 @@ fn a_ring_all_reduce_moves_the_textbook_bytes() {
 
 #[test]
 fn every_operation_sends_what_its_formula_says() {
-    for ranks in [1, 2, 3, 4, 7] {
-        for count in [0, 1, 10, 1000, 10_007] {
+    for ranks in [1, 2, 3, 4, 5, 7] {
+        for count in [0, 1, 3, 1000, 100_003] {
             for root in [0, ranks - 1] {
                 let operations = [
+                    Op::Barrier,
                     Op::AllReduce(SUM),
                     Op::Broadcast { root },
                     Op::Reduce { root, op: SUM },
@@ -82,7 +101,11 @@ fn every_operation_sends_what_its_formula_says() {
                 ];
                 for op in operations {
                     for dtype in [DType::F32, DType::Bf16] {
-                        let count = if op == Op::AllToAll { count / ranks * ranks } else { count };
+                        let count = match op {
+                            Op::AllToAll => count / ranks * ranks,
+                            Op::Barrier => 0,
+                            _ => count,
+                        };
                         let chosen = table::choose(op.kind(), dtype, count, ranks);
                         for algorithm in Algorithm::ALL {
                             if !table::supports(algorithm, op.kind(), dtype, ranks) {
@@ -95,6 +118,8 @@ fn every_operation_sends_what_its_formula_says() {
                                 let what =
                                     format!("{op:?} of {count} {dtype} by {algorithm} on rank {rank} of {ranks}");
                                 assert_eq!(traffic.payload_sent(None), expected, "{what}");
+                                let expected = table::messages_sent_by(algorithm, &op, dtype, count, ranks, rank);
+                                assert_eq!(traffic.messages_sent(None), expected, "messages of {what}");
                             }
                             check_both_ends(&traffic);
                         }
@@ -102,6 +127,51 @@ fn every_operation_sends_what_its_formula_says() {
                 }
             }
         }
+    }
+}
+
+/// Shards of several pieces, some of which have one more than others.
+#[test]
+fn a_ring_sends_a_message_for_each_piece() {
+    for piece in [1, 4, 10, 64, 4096] {
+        let table = table::Table { name: "short pieces".into(), piece, ..table::Table::fixed() };
+        let options = MeshOptions::default().with_table(table.clone());
+        for ranks in [2, 3, 5] {
+            for count in [0, 1, 3, 33, 1000] {
+                for op in [
+                    Op::AllReduce(SUM),
+                    Op::ReduceScatter(SUM),
+                    Op::AllGather,
+                    Op::Reduce { root: 1, op: SUM },
+                    Op::Broadcast { root: 1 },
+                ] {
+                    let broadcasts = matches!(op, Op::Broadcast { .. });
+                    let algorithm = if broadcasts { Algorithm::ScatterAllGather } else { Algorithm::Ring };
+                    let traffic =
+                        traffic_with(ranks, &options, |mesh| run(mesh, op, DType::F32, count, Some(algorithm)));
+                    for (rank, traffic) in traffic.iter().enumerate() {
+                        let expected = table.messages_sent_by(algorithm, &op, DType::F32, count, ranks, rank);
+                        let what = format!("{op:?} of {count} in pieces of {piece} B on rank {rank} of {ranks}");
+                        assert_eq!(traffic.messages_sent(None), expected, "{what}");
+                    }
+                    check_both_ends(&traffic);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_message_from_rank_to_rank_is_one() {
+    let traffic = traffic(3, |mesh| match mesh.rank() {
+        0 => mesh.send(&[1f32; 10_007], 2).unwrap(),
+        2 => drop(mesh.recv::<f32>(10_007, 0).unwrap()),
+        _ => {}
+    });
+    for (rank, traffic) in traffic.iter().enumerate() {
+        let op = if rank == 2 { Op::Recv { from: 0 } } else { Op::Send { to: 2 } };
+        let expected = if rank == 1 { 0 } else { table::messages_sent(&op, DType::F32, 10_007, 3, rank) };
+        assert_eq!((traffic.messages_sent(None), expected), (u64::from(rank == 0), u64::from(rank == 0)));
     }
 }
 

@@ -5,11 +5,20 @@
 //! uniformly from `0..T`, and the windows come in a uniformly drawn permutation, both from the stream (seed,
 //! [`ORDER_STREAM`], `e`) of [`SplitMix64`]: one draw below `T`, then Fisher–Yates. Every
 //! epoch has the same number of windows, `⌊(n − T) / T⌋` for `n` tokens, which fit at every offset. A step takes the
-//! next `G` windows of the epoch's order; those that do not fill a step are dropped until the next epoch draws anew.
+//! next `G` windows of the epoch's order; those that do not fill a step are dropped until the next epoch draws anew, or
+//! with [`LastBatch::Join`] make a smaller last step, in which some ranks have fewer rows than others, or none.
 //! Nothing here depends on the number of ranks or on the accumulation, so a step's global batch is the same rows in the
 //! same order however it is shared.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::{
+    fmt,
+    ops::Range,
+    str::FromStr,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use comm_core::shard_range;
+use serde::{Deserialize, Serialize};
 
 use crate::{
     corpus::{Corpus, CorpusError, TokenStream},
@@ -30,6 +39,7 @@ pub struct Batches {
     global_batch: usize,
     windows: usize,
     seed: u64,
+    last_batch: LastBatch,
     /// The last epoch drawn: kept because drawing takes time in proportion to its windows, and it follows from (seed,
     /// epoch).
     epoch: Mutex<Option<Arc<Epoch>>>,
@@ -46,14 +56,61 @@ pub struct Share {
     pub accumulation: usize,
 }
 
+/// What becomes of the windows at the end of an epoch that do not fill a step; written as in [`LastBatch::name`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LastBatch {
+    /// They are left out until the next epoch.
+    #[default]
+    Drop,
+    /// They make a smaller step, so an epoch sees every window. It is shared as evenly as it can be: ranks whose data is
+    /// used up have fewer rows or none, and take part in what is communicated all the same.
+    Join,
+}
+
+impl LastBatch {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Drop, Self::Join];
+
+    /// The name on the command line and in files.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Drop => "drop",
+            Self::Join => "join",
+        }
+    }
+}
+
+impl fmt::Display for LastBatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for LastBatch {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        Self::ALL.into_iter().find(|choice| choice.name() == name).ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            format!("`{name}` is nothing that a last batch can do; choose one of {names}")
+        })
+    }
+}
+
 /// Why there are no batches.
 #[derive(Debug, thiserror::Error)]
 pub enum BatchError {
-    /// Less data than one global batch: also the case of more ranks than data.
+    /// Less data than one global batch, also the case of more ranks than data; with [`LastBatch::Join`] less than one
+    /// window.
     #[error(
-        "the training part of {origin} has {tokens} tokens, which make {windows} windows of {block_size}; a global \
-         batch of {global_batch} rows needs {needed} tokens. Give a longer corpus, a shorter block or a smaller \
-         global batch (and with it fewer ranks: each takes at least one row)"
+        "the training part of {origin} has {tokens} tokens, which make {windows} windows of {block_size}; {needs} \
+         needs {needed} tokens. Give a longer corpus, a shorter block or a smaller global batch (and with it fewer \
+         ranks: each takes at least one row)", needs = match last_batch {
+            LastBatch::Drop => format!("a global batch of {global_batch} rows"),
+            LastBatch::Join => "one row".into(),
+        }
     )]
     TooShort {
         /// The corpus.
@@ -66,6 +123,8 @@ pub enum BatchError {
         block_size: usize,
         /// Rows of a step.
         global_batch: usize,
+        /// Whether a step may have fewer.
+        last_batch: LastBatch,
         /// Tokens that would be enough.
         needed: usize,
     },
@@ -129,10 +188,27 @@ pub enum BatchError {
 
 impl Batches {
     /// Batches of `global_batch` (`G`) rows a step, each of `block_size` (`T`) tokens, in the order that `seed` draws.
+    /// Windows that do not fill a step are dropped.
     ///
     /// # Errors
     /// [`BatchError::Zero`], and [`BatchError::TooShort`] where an epoch has fewer than `G` windows.
     pub fn new(corpus: &Corpus, block_size: usize, global_batch: usize, seed: u64) -> Result<Self, BatchError> {
+        Self::with_last_batch(corpus, block_size, global_batch, seed, LastBatch::Drop)
+    }
+
+    /// As [`new`](Batches::new), with a choice of what becomes of the windows that do not fill a step. Steps that are full
+    /// have the same rows with either choice in the first epoch; later ones begin at another step.
+    ///
+    /// # Errors
+    /// [`BatchError::Zero`], and [`BatchError::TooShort`] where an epoch has fewer than `G` windows, or with
+    /// [`LastBatch::Join`] none.
+    pub fn with_last_batch(
+        corpus: &Corpus,
+        block_size: usize,
+        global_batch: usize,
+        seed: u64,
+        last_batch: LastBatch,
+    ) -> Result<Self, BatchError> {
         for (size, what) in [(block_size, "block size"), (global_batch, "global batch")] {
             if size == 0 {
                 return Err(BatchError::Zero { what });
@@ -141,32 +217,49 @@ impl Batches {
         let (train, validation) = (corpus.train().clone(), corpus.validation().clone());
         let origin = corpus.origin().to_string();
         let windows = train.len().saturating_sub(block_size) / block_size;
-        if windows < global_batch {
+        let enough = match last_batch {
+            LastBatch::Drop => global_batch,
+            LastBatch::Join => 1,
+        };
+        if windows < enough {
             return Err(BatchError::TooShort {
                 origin,
                 tokens: train.len(),
                 windows,
                 block_size,
                 global_batch,
-                needed: global_batch.saturating_add(1).saturating_mul(block_size),
+                last_batch,
+                needed: enough.saturating_add(1).saturating_mul(block_size),
             });
         }
-        Ok(Self { train, validation, origin, block_size, global_batch, windows, seed, epoch: Mutex::new(None) })
+        let epoch = Mutex::new(None);
+        Ok(Self { train, validation, origin, block_size, global_batch, windows, seed, last_batch, epoch })
     }
 
     /// Steps of an epoch, at least 1.
     #[must_use]
     pub fn steps_per_epoch(&self) -> usize {
-        self.windows / self.global_batch
+        match self.last_batch {
+            LastBatch::Drop => self.windows / self.global_batch,
+            LastBatch::Join => self.windows.div_ceil(self.global_batch),
+        }
     }
 
-    /// Tokens that a step trains on, all ranks together.
+    /// Rows of step `step` of all ranks and micro-steps together: `G`, or fewer in an epoch's last step with
+    /// [`LastBatch::Join`], at least 1.
+    #[must_use]
+    pub fn rows_in_step(&self, step: u64) -> usize {
+        let (_, first) = self.place(step);
+        self.global_batch.min(self.windows - first)
+    }
+
+    /// Tokens that a full step trains on, all ranks together.
     #[must_use]
     pub fn tokens_per_step(&self) -> usize {
         self.global_batch * self.block_size
     }
 
-    /// Rows of each of a rank's micro-steps: `G / (world · accumulation)`.
+    /// Rows of each of a rank's micro-steps in a full step, and the most that any step has: `G / (world · accumulation)`.
     ///
     /// # Errors
     /// [`BatchError::Uneven`], [`BatchError::Zero`] and [`BatchError::NoSuchRank`]: a share accepted here is accepted
@@ -188,24 +281,21 @@ impl Batches {
         }
     }
 
-    /// The rows of one micro-step: rows `r·G/N + m·G/(N·A) ..` of the global batch of `step` for rank `r` of `N` and
-    /// micro-step `m` of `A`.
+    /// The rows of one micro-step: for rank `r` of `N` and micro-step `m` of `A` those of part `r·A + m` when the `R` rows
+    /// of `step` are cut into `N·A` consecutive parts, the first `R mod N·A` of them one row longer. In a full step
+    /// all parts are equal; in an epoch's last step with [`LastBatch::Join`] a part may have no rows at all (and the
+    /// batch no tokens), so a mean over the step weighs each part with its rows over
+    /// [`rows_in_step`](Batches::rows_in_step).
     ///
     /// # Errors
     /// Those of [`rows_per_micro_step`](Batches::rows_per_micro_step), [`BatchError::NoSuchMicroStep`], and
     /// [`BatchError::Corpus`] where a shard was changed after it was opened.
     pub fn rows(&self, step: u64, micro_step: usize, share: Share) -> Result<TokenBatch, BatchError> {
-        let rows = self.rows_per_micro_step(share)?;
-        let Share { rank, accumulation, .. } = share;
-        if micro_step >= accumulation {
-            return Err(BatchError::NoSuchMicroStep { micro_step, accumulation });
-        }
-        let steps = self.steps_per_epoch() as u64;
-        let epoch = self.epoch(step / steps);
-        // Below `windows`, so it fits.
-        let first = (step % steps) as usize * self.global_batch + (rank * accumulation + micro_step) * rows;
-        let starts = epoch.order.iter().skip(first).take(rows).map(|window| epoch.offset + window * self.block_size);
-        self.batch(&self.train, starts)
+        let Range { start, end } = self.part(step, micro_step, share)?;
+        let (number, first) = self.place(step);
+        let epoch = self.epoch(number);
+        let windows = epoch.order.iter().skip(first + start).take(end - start);
+        self.batch(&self.train, windows.map(|window| epoch.offset + window * self.block_size))
     }
 
     /// The validation rows of `rank`, in batches of at most as many rows as its micro-steps have. All ranks get the
@@ -252,6 +342,24 @@ impl Batches {
                 self.batch(&self.validation, (first..first + count).map(start))
             })
             .collect()
+    }
+
+    /// The rows of a micro-step among those of its step. A share is accepted or refused whatever the step.
+    fn part(&self, step: u64, micro_step: usize, share: Share) -> Result<Range<usize>, BatchError> {
+        self.rows_per_micro_step(share)?;
+        let Share { rank, world, accumulation } = share;
+        if micro_step >= accumulation {
+            return Err(BatchError::NoSuchMicroStep { micro_step, accumulation });
+        }
+        // The number of parts divides the global batch, and the index is below it.
+        Ok(shard_range(self.rows_in_step(step), world * accumulation, rank * accumulation + micro_step))
+    }
+
+    /// The epoch that a step lies in, and the place of its first window in the epoch's order.
+    fn place(&self, step: u64) -> (u64, usize) {
+        let steps = self.steps_per_epoch() as u64;
+        // The remainder is below the number of steps, so it fits and the product is below `windows`.
+        (step / steps, (step % steps) as usize * self.global_batch)
     }
 
     /// The offset and order of epoch number `number`.
@@ -304,209 +412,4 @@ impl Epoch {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::collections::BTreeSet;
-
-    use super::*;
-    use crate::{corpus::CorpusSource, tokenizer::TokenizerKind};
-
-    /// Shards whose ids are their own positions, so that a window shows where it was cut.
-    fn numbered(train: usize, validation: usize) -> Corpus {
-        let folder = tempfile::tempdir().unwrap();
-        for (name, count) in [("train.bin", train), ("val.bin", validation)] {
-            let bytes: Vec<u8> = (0..count).flat_map(|id| (id as u16).to_le_bytes()).collect();
-            std::fs::write(folder.path().join(name), bytes).unwrap();
-        }
-        Corpus::load(&CorpusSource::Path(folder.path().to_owned()), TokenizerKind::Gpt2).unwrap()
-    }
-
-    fn share(rank: usize, world: usize, accumulation: usize) -> Share {
-        Share { rank, world, accumulation }
-    }
-
-    /// The global batch of a step put together from the shares of all ranks, and the positions its windows start at.
-    fn global(batches: &Batches, step: u64, world: usize, accumulation: usize) -> (Vec<i32>, Vec<i32>) {
-        let mut inputs = Vec::new();
-        for rank in 0..world {
-            for micro_step in 0..accumulation {
-                let batch = batches.rows(step, micro_step, share(rank, world, accumulation)).unwrap();
-                assert_eq!(batch.rows, batches.global_batch / world / accumulation);
-                assert_eq!(batch.cols, batches.block_size);
-                assert_eq!(batch.inputs.len(), batch.rows * batch.cols);
-                let shifted: Vec<i32> = batch.inputs.iter().map(|id| id + 1).collect();
-                assert_eq!(batch.targets, shifted, "targets are one token further on");
-                for row in batch.inputs.chunks(batch.cols) {
-                    assert!(row.windows(2).all(|pair| pair[1] == pair[0] + 1), "a row is contiguous");
-                }
-                inputs.extend(batch.inputs);
-            }
-        }
-        let starts = inputs.iter().step_by(batches.block_size).copied().collect();
-        (inputs, starts)
-    }
-
-    #[test]
-    fn the_global_batch_is_the_same_for_every_number_of_ranks_and_micro_steps() {
-        let batches = Batches::new(&numbered(2_000, 100), 8, 24, 7).unwrap();
-        for step in [0, 1, 9, 10, 11, 1_000, u64::MAX] {
-            let (whole, _) = global(&batches, step, 1, 1);
-            for (world, accumulation) in [(1, 2), (1, 24), (2, 1), (2, 3), (3, 1), (3, 4), (4, 1), (4, 2), (24, 1)] {
-                assert_eq!(global(&batches, step, world, accumulation).0, whole, "{world} ranks, {accumulation}");
-            }
-        }
-    }
-
-    #[test]
-    fn an_epoch_visits_distinct_windows_and_all_but_the_tail() {
-        let corpus = numbered(2_003, 100);
-        let batches = Batches::new(&corpus, 8, 12, 7).unwrap();
-        // (2003 - 8) / 8 = 249 windows, 20 steps of 12, 9 windows over.
-        assert_eq!(batches.steps_per_epoch(), 20);
-        let mut offsets = BTreeSet::new();
-        let mut dropped = BTreeSet::new();
-        for epoch in 0..12 {
-            for world in 1..=4 {
-                let mut of_rank = vec![Vec::new(); world];
-                for step in 0..20 {
-                    for (rank, starts) in of_rank.iter_mut().enumerate() {
-                        let batch = batches.rows(epoch * 20 + step, 0, share(rank, world, 1)).unwrap();
-                        assert_eq!(batch.rows, 12 / world);
-                        starts.extend(batch.inputs.iter().step_by(8).copied());
-                    }
-                }
-                let all: Vec<i32> = of_rank.concat();
-                let distinct: BTreeSet<i32> = all.iter().copied().collect();
-                assert_eq!(distinct.len(), 240, "ranks read disjoint windows");
-                assert!(of_rank.iter().all(|starts| starts.len() == 240 / world));
-                let offset = all[0] % 8;
-                assert!(all.iter().all(|start| start % 8 == offset && start + 8 < 2_003), "windows do not overlap");
-                offsets.insert(offset);
-                let windows: BTreeSet<i32> = (0..249).map(|window| offset + window * 8).collect();
-                assert!(distinct.is_subset(&windows));
-                dropped.extend(windows.difference(&distinct).map(|start| start / 8));
-            }
-        }
-        assert!(offsets.len() > 3, "the offset shifts between epochs: {offsets:?}");
-        assert!(dropped.len() > 50, "the tail is another one each epoch: {}", dropped.len());
-    }
-
-    #[test]
-    fn every_offset_fits_where_the_corpus_is_just_long_enough() {
-        // (G + 1) · T tokens are what the error asks for.
-        let batches = Batches::new(&numbered(40, 10), 8, 4, 0).unwrap();
-        let mut seen = BTreeSet::new();
-        for step in 0..400 {
-            let (inputs, _) = global(&batches, step, 2, 2);
-            seen.extend(inputs);
-        }
-        assert_eq!(seen, (0..39).collect(), "every token but the last is an input in some epoch");
-    }
-
-    #[test]
-    fn the_order_follows_from_the_seed_and_the_step_alone() {
-        let corpus = numbered(3_000, 100);
-        let batches = |seed| Batches::new(&corpus, 16, 8, seed).unwrap();
-        let forwards: Vec<_> = (0..60).map(|step| global(&batches(3), step, 1, 1)).collect();
-        let one = batches(3);
-        for step in (0..60).rev() {
-            assert_eq!(global(&one, step, 1, 1), forwards[step as usize], "step {step}, asked in reverse");
-        }
-        let other: Vec<_> = (0..60).map(|step| global(&batches(4), step, 1, 1)).collect();
-        assert_ne!(forwards, other);
-        let epoch = |number: usize| -> Vec<i32> {
-            forwards[number * 23..(number + 1) * 23].iter().flat_map(|(_, starts)| starts.clone()).collect()
-        };
-        assert_eq!(one.steps_per_epoch(), 23);
-        assert_ne!(epoch(0), epoch(1));
-        assert!(!epoch(0).is_sorted());
-    }
-
-    #[test]
-    fn the_documented_order_is_pinned() {
-        // A change of these numbers changes what every seed trains on.
-        let batches = Batches::new(&numbered(1_000, 100), 10, 6, 42).unwrap();
-        let starts: Vec<_> = [0, 16, 5_000].map(|step| global(&batches, step, 1, 1).1).into();
-        assert_eq!(starts, PINNED);
-    }
-
-    /// Computed by a program written apart from this one, from the description at the top.
-    const PINNED: [[i32; 6]; 3] =
-        [[846, 836, 376, 676, 166, 826], [535, 75, 945, 905, 255, 265], [512, 2, 932, 112, 282, 712]];
-
-    #[test]
-    fn validation_rows_are_fixed_shared_evenly_and_spread_over_the_part() {
-        // 999 / 10 = 99 windows: 8 whole batches of 12.
-        let batches = Batches::new(&numbered(1_000, 1_000), 10, 12, 1).unwrap();
-        let rows = |max_batches, world, accumulation| -> Vec<i32> {
-            let of_rank: Vec<Vec<i32>> = (0..world)
-                .map(|rank| {
-                    let parts = batches.validation(max_batches, share(rank, world, accumulation)).unwrap();
-                    assert!(parts.iter().all(|part| part.rows <= 12 / world / accumulation && part.rows > 0));
-                    assert!(
-                        parts.iter().all(|part| { part.targets.iter().zip(&part.inputs).all(|(t, i)| *t == i + 1) })
-                    );
-                    parts.into_iter().flat_map(|part| part.inputs).step_by(10).collect()
-                })
-                .collect();
-            assert!(of_rank.iter().all(|starts| starts.len() == of_rank[0].len()));
-            of_rank.concat()
-        };
-        let three = rows(3, 1, 1);
-        assert_eq!(three.len(), 36);
-        assert!(three.is_sorted() && three[0] == 0 && three[35] >= 950, "{three:?}");
-        assert_eq!(three.iter().collect::<BTreeSet<_>>().len(), 36);
-        for (world, accumulation) in [(1, 3), (2, 1), (2, 3), (3, 2), (4, 1), (4, 3), (12, 1)] {
-            assert_eq!(rows(3, world, accumulation), three);
-        }
-        assert_eq!(rows(1_000, 2, 1).len(), 96);
-        assert_eq!(rows(usize::MAX, 3, 1).len(), 96);
-
-        // 49 / 10 = 4 windows, fewer than a batch.
-        let few = Batches::new(&numbered(1_000, 50), 10, 12, 1).unwrap();
-        let count = |rank, world| -> usize {
-            few.validation(5, share(rank, world, 1)).unwrap().iter().map(|part| part.rows).sum()
-        };
-        assert_eq!((count(0, 1), count(0, 2), count(1, 2)), (4, 2, 2));
-        assert_eq!((count(0, 3), count(1, 3), count(2, 3)), (1, 1, 1));
-        let error = few.validation(5, share(0, 6, 1)).unwrap_err();
-        assert!(matches!(error, BatchError::ValidationTooShort { windows: 4, world: 6, .. }), "{error}");
-    }
-
-    #[test]
-    fn validation_is_never_seen_in_training() {
-        let corpus = Corpus::load(&CorpusSource::Synthetic { seed: 1, bytes: 1_000 }, TokenizerKind::Bytes).unwrap();
-        assert_eq!((corpus.train().len(), corpus.validation().len()), (900, 100));
-        // The training stream ends before the validation part: no window can reach into it.
-        assert!(corpus.train().read(899, 2, &mut Vec::new()).is_err());
-    }
-
-    #[test]
-    fn every_error_says_what_to_try() {
-        let corpus = numbered(39, 10);
-        let error = Batches::new(&corpus, 8, 4, 0).unwrap_err();
-        assert!(matches!(error, BatchError::TooShort { tokens: 39, windows: 3, needed: 40, .. }));
-        let text = error.to_string();
-        assert!(
-            text.contains("2 token shards in") && text.contains("needs 40 tokens") && text.contains("ranks"),
-            "{text}"
-        );
-        assert!(matches!(Batches::new(&corpus, 64, 1, 0), Err(BatchError::TooShort { windows: 0, .. })));
-        assert!(matches!(Batches::new(&corpus, usize::MAX, usize::MAX, 0), Err(BatchError::TooShort { .. })));
-        assert!(matches!(Batches::new(&corpus, 0, 1, 0), Err(BatchError::Zero { what: "block size" })));
-        assert!(matches!(Batches::new(&corpus, 1, 0, 0), Err(BatchError::Zero { what: "global batch" })));
-
-        let batches = Batches::new(&corpus, 3, 12, 0).unwrap();
-        let fails = |micro_step, share| batches.rows(0, micro_step, share).unwrap_err();
-        let error = fails(0, share(0, 5, 1));
-        assert!(matches!(error, BatchError::Uneven { global_batch: 12, world: 5, accumulation: 1 }));
-        assert!(error.to_string().contains("multiple of 5"), "{error}");
-        assert!(matches!(fails(0, share(0, 4, 2)), BatchError::Uneven { .. }));
-        assert!(matches!(fails(0, share(0, 24, 1)), BatchError::Uneven { .. }));
-        assert!(matches!(fails(0, share(0, usize::MAX, 2)), BatchError::Uneven { .. }));
-        assert!(matches!(fails(0, share(3, 3, 1)), BatchError::NoSuchRank { rank: 3, world: 3 }));
-        assert!(matches!(fails(2, share(0, 1, 2)), BatchError::NoSuchMicroStep { micro_step: 2, accumulation: 2 }));
-        assert!(matches!(fails(0, share(0, 0, 1)), BatchError::Zero { .. }));
-        assert!(matches!(fails(0, share(0, 1, 0)), BatchError::Zero { .. }));
-        assert!(matches!(batches.validation(0, share(0, 1, 1)), Err(BatchError::Zero { .. })));
-    }
-}
+mod tests;

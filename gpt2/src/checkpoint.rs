@@ -170,11 +170,27 @@ impl Checkpoint {
 /// # Errors
 /// [`ModelError::Device`] if the device fails.
 pub fn weights_hash(model: &SegmentedModel) -> Result<String, ModelError> {
-    let mut hash = Sha256::new();
+    let mut hash = WeightsHash::default();
     for segment in 0..model.segments().len() {
-        hash.update(little_endian_bytes(&model.read_params(segment)?));
+        hash.add(&model.read_params(segment)?);
     }
-    Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+    Ok(hash.finish())
+}
+
+/// The hash of [`weights_hash`] from segments that come one after another.
+#[derive(Clone, Debug, Default)]
+pub struct WeightsHash(Sha256);
+
+impl WeightsHash {
+    /// The next segment's weights.
+    pub fn add(&mut self, weights: &[f32]) {
+        self.0.update(little_endian_bytes(weights));
+    }
+
+    /// The hash, in hexadecimal.
+    pub fn finish(self) -> String {
+        self.0.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    }
 }
 
 /// One tensor on its way into a file.

@@ -1,18 +1,27 @@
-//! Layer norm, GELU and causal attention as single operations of the CPU backend, with their own backward passes.
+//! Affine maps, layer norm, GELU and causal attention as single operations of the CPU backend, with their own backward passes.
 //!
 //! Automatic differentiation composes each from half a dozen element-wise operations, and each of those reads and writes a whole tensor
 //! and keeps it for the backward pass: on a CPU that, not the products of matrices, is what a small model's step costs. Here a pass
 //! over a row does all of it while the row is in cache. Other devices run the composed forms in [`model`](crate::model).
 //!
+//! Weights are looked up in a [`Resident`] at the moment of use, forward and backward, and are not kept by the graph of operations. So
+//! they can leave memory in between, while what the graph tracks are [`ghost`] leaves without contents.
+//!
+//! Tensors may be of a 16-bit type. Products of matrices run in it; layer norm, softmax and GELU run in f32, and so do sums over rows.
+//!
 //! Work is cut into tasks of fixed size and partial sums are added in order, so no bit depends on the number of threads.
 
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind, unary};
 use burn::backend::flex::FlexTensor;
 use burn::backend::{Autodiff, Flex, TensorMetadata};
-use burn::tensor::{Shape, Tensor, TensorData};
+use burn::tensor::{DType, Device, FloatDType, Shape, Tensor, TensorData};
 use rayon::prelude::*;
 
 use crate::math;
@@ -23,19 +32,90 @@ const ROWS: usize = 32;
 /// Partial sums within a row, so that the loop becomes vector code. Part of the result, too.
 const LANES: usize = 16;
 
-/// Layer norm of the last axis of `x_btc`; host tensors only.
-pub(crate) fn layer_norm(x_btc: Tensor<3>, weight_c: Tensor<1>, bias_c: Tensor<1>) -> Tensor<3> {
-    if !x_btc.is_autodiff() {
-        let (y, _) = layer_norm_forward(&plain(x_btc), &plain(weight_c), &plain(bias_c));
-        return Tensor::from_primitive::<Flex>(y);
+/// The weights of one segment while they are in memory, by the leaf that stands for them in a graph.
+#[derive(Debug, Default)]
+pub(crate) struct Resident(Mutex<HashMap<NodeId, FlexTensor>>);
+
+impl Resident {
+    /// Puts `weight` where operations on `leaf` will look for it.
+    pub(crate) fn insert<const D: usize>(&self, leaf: NodeId, weight: Tensor<D>) {
+        self.lock().insert(leaf, plain(weight));
     }
+
+    /// Lets go of all weights.
+    pub(crate) fn clear(&self) {
+        self.lock().clear();
+    }
+
+    fn get(&self, leaf: NodeId) -> FlexTensor {
+        self.lock().get(&leaf).cloned().expect("a segment's weights are in memory while its pass runs")
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<NodeId, FlexTensor>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A leaf without contents that collects the gradient of a weight.
+pub(crate) fn ghost<const D: usize>(device: &Device) -> Tensor<D> {
+    Tensor::zeros([1; D], device).autodiff().require_grad()
+}
+
+/// What a leaf is known by.
+pub(crate) fn leaf_id<const D: usize>(leaf: Tensor<D>) -> NodeId {
+    leaf.try_into_primitive::<Autodiff<Flex>>().expect("leaves are tracked host tensors").id()
+}
+
+/// `x_bti · weight_io + bias_o`, both weights by their leaves in `resident`; host tensors only.
+pub(crate) fn linear(
+    x_bti: Tensor<3>,
+    weight_io: Tensor<2>,
+    bias_o: Tensor<1>,
+    resident: Option<&Arc<Resident>>,
+) -> Tensor<3> {
+    let Some(resident) = resident else {
+        return burn::tensor::module::linear(x_bti, weight_io, Some(bias_o));
+    };
+    let (x, x_node) = tracked(x_bti);
+    let (_, weight_node) = tracked(weight_io);
+    let (_, bias_node) = tracked(bias_o);
+    let (weight, bias) = (resident.get(weight_node.id()), resident.get(bias_node.id()));
+    let y = burn::tensor::module::linear(
+        Tensor::<3>::from_primitive::<Flex>(x.clone()),
+        Tensor::from_primitive::<Flex>(weight),
+        Some(Tensor::from_primitive::<Flex>(bias)),
+    );
+    let late = (resident.clone(), weight_node.id());
+    let y = match LinearBackward.prepare::<NoCheckpointing>([x_node, weight_node, bias_node]).compute_bound().stateful()
+    {
+        OpsKind::Tracked(prep) => prep.finish((x, late), plain(y)),
+        OpsKind::UnTracked(prep) => prep.finish(plain(y)),
+    };
+    Tensor::from_primitive::<Autodiff<Flex>>(y)
+}
+
+/// Layer norm of the last axis of `x_btc`, both weights by their leaves in `resident`; host tensors only.
+pub(crate) fn layer_norm(
+    x_btc: Tensor<3>,
+    weight_c: Tensor<1>,
+    bias_c: Tensor<1>,
+    resident: Option<&Arc<Resident>>,
+) -> Tensor<3> {
+    let dtype = x_btc.dtype();
+    let Some(resident) = resident else {
+        let (y, _) = layer_norm_forward(&plain(wide(x_btc)), &plain(wide(weight_c)), &plain(wide(bias_c)));
+        return narrow(Tensor::from_primitive::<Flex>(y), dtype);
+    };
     let (x, x_node) = tracked(x_btc);
-    let (weight, weight_node) = tracked(weight_c);
-    let (bias, bias_node) = tracked(bias_c);
-    let (y, stats) = layer_norm_forward(&x, &weight, &bias);
+    let (_, weight_node) = tracked(weight_c);
+    let (_, bias_node) = tracked(bias_c);
+    let (weight, bias) = (wide_flex::<1>(resident.get(weight_node.id())), wide_flex::<1>(resident.get(bias_node.id())));
+    let (y, stats) = layer_norm_forward(&wide_flex::<3>(x.clone()), &weight, &bias);
+    let y = narrow_flex::<3>(y, dtype);
+    let late = (resident.clone(), weight_node.id());
     let nodes = [x_node, weight_node, bias_node];
     let y = match LayerNormBackward.prepare::<NoCheckpointing>(nodes).compute_bound().stateful() {
-        OpsKind::Tracked(prep) => prep.finish((x, weight, stats), y),
+        OpsKind::Tracked(prep) => prep.finish((x, late, stats), y),
         OpsKind::UnTracked(prep) => prep.finish(y),
     };
     Tensor::from_primitive::<Autodiff<Flex>>(y)
@@ -43,11 +123,12 @@ pub(crate) fn layer_norm(x_btc: Tensor<3>, weight_c: Tensor<1>, bias_c: Tensor<1
 
 /// GELU in its tanh form; host tensors only.
 pub(crate) fn gelu(x: Tensor<3>) -> Tensor<3> {
+    let dtype = x.dtype();
     if !x.is_autodiff() {
-        return Tensor::from_primitive::<Flex>(gelu_forward(&plain(x)));
+        return narrow(Tensor::from_primitive::<Flex>(gelu_forward(&plain(wide(x)))), dtype);
     }
     let (x, node) = tracked(x);
-    let y = gelu_forward(&x);
+    let y = narrow_flex::<3>(gelu_forward(&wide_flex::<3>(x.clone())), dtype);
     let y = match GeluBackward.prepare::<NoCheckpointing>([node]).compute_bound().stateful() {
         OpsKind::Tracked(prep) => prep.finish(x, y),
         OpsKind::UnTracked(prep) => prep.finish(y),
@@ -70,22 +151,53 @@ pub(crate) fn attention(qkv: Tensor<3>, n_head: usize) -> Tensor<3> {
     Tensor::from_primitive::<Autodiff<Flex>>(mixed)
 }
 
+/// Where a backward pass finds a weight.
+type Late = (Arc<Resident>, NodeId);
+
+#[derive(Debug)]
+struct LinearBackward;
+
+impl Backward<Flex, 3> for LinearBackward {
+    /// Input, and the weight.
+    type State = (FlexTensor, Late);
+
+    fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let dy: Tensor<3> = Tensor::from_primitive::<Flex>(contiguous(grads.consume::<Flex>(&ops.node)));
+        let (x, (resident, weight)) = ops.state;
+        let weight_io: Tensor<2> = Tensor::from_primitive::<Flex>(resident.get(weight));
+        let x: Tensor<3> = Tensor::from_primitive::<Flex>(x);
+        let [b, t, o] = dy.dims();
+        let i = x.dims()[2];
+        let (dy_no, x_ni): (Tensor<2>, Tensor<2>) = (dy.reshape([b * t, o]), x.reshape([b * t, i]));
+        let dx_bti: Tensor<3> = dy_no.clone().matmul(weight_io.transpose()).reshape([b, t, i]);
+        let dweight_io = x_ni.transpose().matmul(dy_no.clone());
+        let dbias_o: Tensor<1> = wide(dy_no).sum_dim(0).reshape([o]);
+        register(
+            grads,
+            ops.parents.map(|parent| parent.map(|parent| parent.id)),
+            [plain(dx_bti), plain(dweight_io), plain(dbias_o)],
+        );
+    }
+}
+
 #[derive(Debug)]
 struct LayerNormBackward;
 
 impl Backward<Flex, 3> for LayerNormBackward {
     /// Input, gain, and each row's mean and inverse standard deviation.
-    type State = (FlexTensor, FlexTensor, Vec<[f32; 2]>);
+    type State = (FlexTensor, Late, Vec<[f32; 2]>);
 
     fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
         let dy = contiguous(grads.consume::<Flex>(&ops.node));
-        let (x, weight, stats) = ops.state;
+        let dtype = dy.dtype();
+        let (x, (resident, weight), stats) = ops.state;
+        let (dy, x, weight) = (wide_flex::<3>(dy), wide_flex::<3>(x), wide_flex::<1>(resident.get(weight)));
         let (dx, dweight, dbias) = layer_norm_backward(&dy, &x, &weight, &stats);
-        for (parent, grad) in ops.parents.into_iter().zip([dx, dweight, dbias]) {
-            if let Some(parent) = parent {
-                grads.register::<Flex>(parent.id, grad);
-            }
-        }
+        register(
+            grads,
+            ops.parents.map(|parent| parent.map(|parent| parent.id)),
+            [narrow_flex::<3>(dx, dtype), dweight, dbias],
+        );
     }
 }
 
@@ -97,7 +209,10 @@ impl Backward<Flex, 1> for GeluBackward {
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
         let x = ops.state;
-        unary::<Flex, _>(ops.parents, ops.node, grads, |dy| gelu_backward(&x, dy));
+        unary::<Flex, _>(ops.parents, ops.node, grads, |dy| {
+            let dtype = dy.dtype();
+            narrow_flex::<3>(gelu_backward(&wide_flex::<3>(x), wide_flex::<3>(dy)), dtype)
+        });
     }
 }
 
@@ -214,10 +329,10 @@ fn gelu_gate(x: f32) -> f32 {
 
 /// Mixed values `[b, t, c]` and attention weights `[1, b, h, t, t]`.
 fn attention_forward(qkv: Tensor<3>, n_head: usize) -> (Tensor<3>, Tensor<5>) {
-    let [b, t, c3] = qkv.dims();
+    let ([b, t, c3], dtype) = (qkv.dims(), qkv.dtype());
     let scale = ((n_head as f32) / (c3 / 3) as f32).sqrt();
     let [query, key, value] = heads(qkv, n_head);
-    let mut scores = into_values(plain(query.matmul(key.transpose())));
+    let mut scores = into_values(plain(wide(query.matmul(key.transpose()))));
     each_square(&mut scores, t, |square| {
         for (i, row) in square.chunks_exact_mut(t).enumerate() {
             let (seen, hidden) = row.split_at_mut(i + 1);
@@ -229,20 +344,22 @@ fn attention_forward(qkv: Tensor<3>, n_head: usize) -> (Tensor<3>, Tensor<5>) {
         }
     });
     let probs: Tensor<5> = Tensor::from_primitive::<Flex>(tensor(scores, Shape::new([1, b, n_head, t, t])));
+    let probs = narrow(probs, dtype);
     let mixed = probs.clone().matmul(value).swap_dims(2, 3).reshape([b, t, c3 / 3]);
     (mixed, probs)
 }
 
 fn attention_backward(qkv: FlexTensor, probs: FlexTensor, dmixed: FlexTensor, n_head: usize) -> FlexTensor {
     let qkv: Tensor<3> = Tensor::from_primitive::<Flex>(qkv);
-    let [b, t, c3] = qkv.dims();
+    let ([b, t, c3], dtype) = (qkv.dims(), qkv.dtype());
     let q = c3 / 3 / n_head;
     let scale = 1.0 / (q as f32).sqrt();
     let [query, key, value] = heads(qkv, n_head);
     let dmixed: Tensor<3> = Tensor::from_primitive::<Flex>(contiguous(dmixed));
     let dmixed = dmixed.reshape([1, b, t, n_head, q]).swap_dims(2, 3);
-    let mut dscores = into_values(plain(dmixed.clone().matmul(value.transpose())));
-    let weights = values(&probs);
+    let mut dscores = into_values(plain(wide(dmixed.clone().matmul(value.transpose()))));
+    let wide_probs = wide_flex::<5>(probs.clone());
+    let weights = values(&wide_probs);
     dscores.par_chunks_mut(t * t).zip(weights.par_chunks(t * t)).for_each(|(grads, weights)| {
         for (i, (grad, weight)) in grads.chunks_exact_mut(t).zip(weights.chunks_exact(t)).enumerate() {
             let (seen, hidden) = grad.split_at_mut(i + 1);
@@ -254,10 +371,12 @@ fn attention_backward(qkv: FlexTensor, probs: FlexTensor, dmixed: FlexTensor, n_
             hidden.fill(0.0);
         }
     });
+    drop(wide_probs);
     let dscores: Tensor<5> = Tensor::from_primitive::<Flex>(tensor(dscores, Shape::new([1, b, n_head, t, t])));
+    let dscores = narrow(dscores, dtype);
     let probs: Tensor<5> = Tensor::from_primitive::<Flex>(probs);
     let parts = [dscores.clone().matmul(key), dscores.transpose().matmul(query), probs.transpose().matmul(dmixed)]
-        .map(|part| contiguous(plain(part)));
+        .map(|part| plain(wide(part)));
     let parts = [values(&parts[0]), values(&parts[1]), values(&parts[2])];
     // Each is [b, h, t, q]; a row of the result holds (part, h, q).
     let mut dqkv = vec![0.0; b * t * c3];
@@ -268,7 +387,7 @@ fn attention_backward(qkv: FlexTensor, probs: FlexTensor, dmixed: FlexTensor, n_
             out.copy_from_slice(&parts[slot / n_head][start..start + q]);
         }
     });
-    tensor(dqkv, Shape::new([b, t, c3]))
+    narrow_flex::<3>(tensor(dqkv, Shape::new([b, t, c3])), dtype)
 }
 
 /// Queries, keys and values as views `[1, b, h, t, q]`: products take strides, so nothing is copied.
@@ -332,6 +451,32 @@ fn add(total: &mut [f32], part: &[f32]) {
     }
 }
 
+/// The tensor in f32.
+fn wide<const D: usize>(tensor: Tensor<D>) -> Tensor<D> {
+    narrow(tensor, DType::F32)
+}
+
+/// The tensor in `dtype`; itself where it is in that already.
+fn narrow<const D: usize>(tensor: Tensor<D>, dtype: DType) -> Tensor<D> {
+    if tensor.dtype() == dtype { tensor } else { tensor.cast(FloatDType::from(dtype)) }
+}
+
+fn wide_flex<const D: usize>(tensor: FlexTensor) -> FlexTensor {
+    narrow_flex::<D>(tensor, DType::F32)
+}
+
+fn narrow_flex<const D: usize>(tensor: FlexTensor, dtype: DType) -> FlexTensor {
+    if tensor.dtype() == dtype { tensor } else { plain(narrow(Tensor::<D>::from_primitive::<Flex>(tensor), dtype)) }
+}
+
+fn register(grads: &mut Gradients, parents: [Option<NodeId>; 3], values: [FlexTensor; 3]) {
+    for (parent, grad) in parents.into_iter().zip(values) {
+        if let Some(parent) = parent {
+            grads.register::<Flex>(parent, grad);
+        }
+    }
+}
+
 fn plain<const D: usize>(tensor: Tensor<D>) -> FlexTensor {
     let tensor = tensor.try_into_primitive::<Flex>().expect("fused operations are called for host tensors only");
     contiguous(tensor)
@@ -354,7 +499,7 @@ fn values(tensor: &FlexTensor) -> &[f32] {
 }
 
 fn into_values(tensor: FlexTensor) -> Vec<f32> {
-    tensor.into_data().try_into_vec::<f32>().expect("the model computes in f32 on the CPU")
+    tensor.into_data().try_into_vec::<f32>().expect("element-wise work runs in f32")
 }
 
 fn tensor(values: Vec<f32>, shape: Shape) -> FlexTensor {

@@ -5,7 +5,9 @@
 //! - [`tokenizer`], [`corpus`], [`batches`]: text to tokens, and the order of batches as a function of (seed, step, row).
 //! - [`strategy`]: who averages which gradients and updates which parameters, each written once against
 //!   [`Communicator`](comm_core::Communicator), with the formula of its bytes.
+//! - [`precision`]: the types in which a model computes and values travel.
 //! - [`optim`], [`trainer`], [`checkpoint`]: AdamW on any shard, the one training loop, files.
+//! - [`memory`], [`utilization`], [`events`]: what a run takes, and its curves for TensorBoard.
 //! - [`transports`], [`run`]: from the name of a transport to a session, and the ranks of a job.
 //! - [`cli`]: the program `gpt2`.
 //!
@@ -20,6 +22,7 @@ pub mod corpus;
 mod cross_entropy;
 pub mod devices;
 pub mod env;
+pub mod events;
 mod fused;
 pub mod init;
 mod math;
@@ -27,6 +30,7 @@ pub mod memory;
 pub mod model;
 pub mod optim;
 pub mod peak;
+pub mod precision;
 pub mod run;
 pub mod segments;
 pub mod splitmix;
@@ -35,3 +39,4 @@ pub mod sys;
 pub mod tokenizer;
 pub mod trainer;
 pub mod transports;
+pub mod utilization;

@@ -4,21 +4,30 @@
 //! Shapes in tensor names: `b` rows of a batch, `t` positions, `c` width of the residual stream, `h` heads, `q` width of a head, `v`
 //! vocabulary, `n` = b·t.
 
+use std::sync::Arc;
+
 use burn::module::{Module, Param};
 use burn::tensor::activation::softmax;
 use burn::tensor::module::linear;
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{Device, FloatDType, Int, Tensor};
 
 use crate::config::ModelConfig;
-use crate::fused;
+use crate::fused::{self, Resident};
 
-/// Which form of the element-wise layers runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kernels {
-    /// The CPU's fused operations (see [`fused`]); host tensors only.
-    Fused,
+/// Which form of the layers runs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Kernels<'a> {
+    /// The CPU's fused operations (see [`fused`]); host tensors only. For a pass with gradients the module's tensors are ghosts, and the
+    /// weights are in here.
+    Fused(Option<&'a Arc<Resident>>),
     /// Composed of tensor operations, on any device.
     Composed,
+}
+
+/// What maps the residual stream to itself.
+pub(crate) trait Layer: Module {
+    /// The residual stream `[b, t, c]` through this layer; `mask_tt` is [`causal_mask`]'s, which fused kernels do not look at.
+    fn forward(&self, x_btc: Tensor<3>, mask_tt: &Tensor<4>, kernels: Kernels<'_>) -> Tensor<3>;
 }
 
 /// Epsilon of every layer norm.
@@ -128,9 +137,10 @@ impl Block {
             mlp: Mlp { c_fc: Projection::zeros(c, 4 * c, device), c_proj: Projection::zeros(4 * c, c, device) },
         }
     }
+}
 
-    /// The residual stream `[b, t, c]` through this block; `mask_tt` is [`causal_mask`]'s, which fused kernels do not look at.
-    pub(crate) fn forward(&self, x_btc: Tensor<3>, mask_tt: Tensor<4>, kernels: Kernels) -> Tensor<3> {
+impl Layer for Block {
+    fn forward(&self, x_btc: Tensor<3>, mask_tt: &Tensor<4>, kernels: Kernels<'_>) -> Tensor<3> {
         let x_btc = x_btc.clone() + self.attn.forward(self.ln_1.forward(x_btc, kernels), mask_tt, kernels);
         x_btc.clone() + self.mlp.forward(self.ln_2.forward(x_btc, kernels), kernels)
     }
@@ -141,38 +151,41 @@ impl FinalNorm {
     pub fn zeros(config: &ModelConfig, device: &Device) -> Self {
         Self { ln_f: LayerNorm::zeros(config.n_embd, device) }
     }
+}
 
-    /// Normalises the residual stream `[b, t, c]` for the head.
-    pub(crate) fn forward(&self, x_btc: Tensor<3>, kernels: Kernels) -> Tensor<3> {
+impl Layer for FinalNorm {
+    fn forward(&self, x_btc: Tensor<3>, _mask_tt: &Tensor<4>, kernels: Kernels<'_>) -> Tensor<3> {
         self.ln_f.forward(x_btc, kernels)
     }
 }
 
 impl Attention {
-    fn forward(&self, x_btc: Tensor<3>, mask_tt: Tensor<4>, kernels: Kernels) -> Tensor<3> {
-        let [b, t, c] = x_btc.dims();
+    fn forward(&self, x_btc: Tensor<3>, mask_tt: &Tensor<4>, kernels: Kernels<'_>) -> Tensor<3> {
+        let ([b, t, c], dtype) = (x_btc.dims(), FloatDType::from(x_btc.dtype()));
         let q = c / self.n_head;
-        let qkv_btc3 = self.c_attn.forward(x_btc);
-        if kernels == Kernels::Fused {
-            return self.c_proj.forward(fused::attention(qkv_btc3, self.n_head));
+        let qkv_btc3 = self.c_attn.forward(x_btc, kernels);
+        if let Kernels::Fused(_) = kernels {
+            return self.c_proj.forward(fused::attention(qkv_btc3, self.n_head), kernels);
         }
         let heads_bhtq = |part: usize| -> Tensor<4> {
             qkv_btc3.clone().narrow(2, part * c, c).reshape([b, t, self.n_head, q]).swap_dims(1, 2)
         };
         let (query_bhtq, key_bhtq, value_bhtq) = (heads_bhtq(0), heads_bhtq(1), heads_bhtq(2));
-        let scores_bhtt = query_bhtq.matmul(key_bhtq.transpose()) / (q as f64).sqrt() + mask_tt;
-        let mixed_bhtq = softmax(scores_bhtt, 3).matmul(value_bhtq);
-        self.c_proj.forward(mixed_bhtq.swap_dims(1, 2).reshape([b, t, c]))
+        let scores_bhtt = query_bhtq.matmul(key_bhtq.transpose()).cast(FloatDType::F32);
+        let scores_bhtt = scores_bhtt / (q as f64).sqrt() + mask_tt.clone();
+        let mixed_bhtq = softmax(scores_bhtt, 3).cast(dtype).matmul(value_bhtq);
+        self.c_proj.forward(mixed_bhtq.swap_dims(1, 2).reshape([b, t, c]), kernels)
     }
 }
 
 impl Mlp {
-    fn forward(&self, x_btc: Tensor<3>, kernels: Kernels) -> Tensor<3> {
-        let inner = self.c_fc.forward(x_btc);
-        self.c_proj.forward(match kernels {
-            Kernels::Fused => fused::gelu(inner),
+    fn forward(&self, x_btc: Tensor<3>, kernels: Kernels<'_>) -> Tensor<3> {
+        let inner = self.c_fc.forward(x_btc, kernels);
+        let inner = match kernels {
+            Kernels::Fused(_) => fused::gelu(inner),
             Kernels::Composed => gelu(inner),
-        })
+        };
+        self.c_proj.forward(inner, kernels)
     }
 }
 
@@ -184,11 +197,17 @@ impl LayerNorm {
         }
     }
 
-    fn forward(&self, x_btc: Tensor<3>, kernels: Kernels) -> Tensor<3> {
+    fn forward(&self, x_btc: Tensor<3>, kernels: Kernels<'_>) -> Tensor<3> {
         let (weight_c, bias_c) = (self.weight.val(), self.bias.val());
         match kernels {
-            Kernels::Fused => fused::layer_norm(x_btc, weight_c, bias_c),
-            Kernels::Composed => burn::tensor::module::layer_norm(x_btc, weight_c, Some(bias_c), LAYER_NORM_EPSILON),
+            Kernels::Fused(resident) => fused::layer_norm(x_btc, weight_c, bias_c, resident),
+            Kernels::Composed => {
+                let (dtype, wide) = (FloatDType::from(x_btc.dtype()), FloatDType::F32);
+                let (weight_c, bias_c) = (weight_c.cast(wide), bias_c.cast(wide));
+                let y_btc =
+                    burn::tensor::module::layer_norm(x_btc.cast(wide), weight_c, Some(bias_c), LAYER_NORM_EPSILON);
+                y_btc.cast(dtype)
+            }
         }
     }
 }
@@ -201,8 +220,11 @@ impl Projection {
         }
     }
 
-    fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        linear(x, self.weight.val(), Some(self.bias.val()))
+    fn forward(&self, x: Tensor<3>, kernels: Kernels<'_>) -> Tensor<3> {
+        match kernels {
+            Kernels::Fused(resident) => fused::linear(x, self.weight.val(), self.bias.val(), resident),
+            Kernels::Composed => linear(x, self.weight.val(), Some(self.bias.val())),
+        }
     }
 }
 

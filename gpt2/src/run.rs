@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 use std::path::PathBuf;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread;
 
 use burn::tensor::Device;
@@ -10,6 +10,8 @@ use comm_core::control::{StallReport, TcpControl};
 use comm_core::{Control, Deadline, Error, job::Job};
 
 use crate::corpus::Corpus;
+use crate::memory::{self, Category};
+use crate::strategy::StrategyKind;
 use crate::trainer::{Observer, Session, Summary, TrainConfig, TrainError, train};
 use crate::transports::{self, TransportKind, TransportOptions};
 
@@ -20,6 +22,8 @@ pub struct RankOptions {
     pub transport: TransportKind,
     /// Its settings.
     pub options: TransportOptions,
+    /// What connects the ranks of a node, for strategies that tell nodes apart; `None` for the same connections as all ranks'.
+    pub node_transport: Option<TransportKind>,
     /// Threads that compute, in each rank.
     pub threads: usize,
     /// Where rank 0 saves the result.
@@ -39,7 +43,13 @@ pub fn run_threads(
     observer: &mut (dyn Observer + Send),
 ) -> Result<Summary, TrainError> {
     let mut observer = Some(observer);
-    let sessions = transports::local_sessions(ranks, &options.options);
+    let per_node = config.options.ranks_per_node;
+    let sessions: Vec<Session> = if tells_nodes_apart(config, options) {
+        let sessions = transports::local_sessions_in_nodes(ranks, per_node, &options.options)?;
+        sessions.into_iter().map(|(session, node)| Session { node: Some(node), ..session }).collect()
+    } else {
+        transports::local_sessions(ranks, &options.options)
+    };
     if let Some(session) = sessions.first() {
         report_stalls(&*session.control)?;
     }
@@ -92,11 +102,20 @@ pub fn run_rank(
     if job.rank == 0 {
         report_stalls(&*control)?;
     }
-    let session = transports::connect(options.transport, control.clone(), &options.options).inspect_err(|error| {
-        control.poison(error);
-    })?;
+    let mut session = transports::connect(options.transport, control.clone(), &options.options)
+        .inspect_err(|error| control.poison(error))?;
+    if let Some(kind) = options.node_transport.filter(|_| tells_nodes_apart(config, options)) {
+        let job: Arc<dyn Control> = control;
+        let node = transports::connect_node(kind, &job, config.options.ranks_per_node, &options.options)?;
+        session.node = Some(node);
+    }
     let observer = (job.rank == 0).then_some(observer);
     in_pool(config, corpus, &session, options, device, observer)
+}
+
+/// Whether the ranks of a node get a transport of their own.
+fn tells_nodes_apart(config: &TrainConfig, options: &RankOptions) -> bool {
+    config.strategy == StrategyKind::Hierarchical && options.node_transport.is_some()
 }
 
 /// Writes stall reports to standard error, in a thread of its own: a terminal that is held must not hold up the control plane.
@@ -123,6 +142,7 @@ fn agreement(config: &TrainConfig, corpus: &Corpus, options: &RankOptions) -> Ve
         ("program", format!("gpt2 {}", env!("CARGO_PKG_VERSION"))),
         ("algorithms", format!("{} ({})", comm_core::table::TABLE, comm_core::Table::fixed().fingerprint())),
         ("transport", options.transport.to_string()),
+        ("transport inside a node", options.node_transport.map_or("the same".into(), |kind| kind.to_string())),
         ("lanes", options.options.lanes.to_string()),
         ("checked", options.options.checked.to_string()),
         ("the text's hash (--data, --tokenizer)", corpus.hash_hex()),
@@ -147,6 +167,7 @@ fn in_pool(
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(options.threads)
         .thread_name(|index| format!("compute-{index}"))
+        .start_handler(|_| memory::set_thread_default(Category::Activations))
         .build()
         .map_err(|error| Error::invalid(format!("{} compute threads cannot be started: {error}", options.threads)))
         .inspect_err(|error| session.control.poison(error))?;

@@ -97,7 +97,7 @@ fn assert_close(name: &str, values: &[f32], expected: &[f32], bound: f32) {
     );
 }
 
-fn gradients(model: &SegmentedModel, batch: &TokenBatch) -> (f64, Vec<Vec<f32>>) {
+fn gradients(model: &mut SegmentedModel, batch: &TokenBatch) -> (f64, Vec<Vec<f32>>) {
     let mut all = vec![Vec::new(); model.segments().len()];
     let loss = model
         .forward_backward(batch, 1.0, &mut |segment, grads| {
@@ -122,8 +122,8 @@ fn logits_and_loss_match() {
 #[test]
 fn every_gradient_matches() {
     let reference = Reference::load();
-    let model = reference.model();
-    let (loss, all) = gradients(&model, &reference.batch);
+    let mut model = reference.model();
+    let (loss, all) = gradients(&mut model, &reference.batch);
     assert_close("loss", &[loss as f32], &reference.tensors["loss"], 1e-6);
     for (segment, flat) in all.iter().enumerate() {
         reference.compare(&model, segment, flat, "grad.", 1e-5);
@@ -177,7 +177,7 @@ fn train(reference: &Reference, clip: Option<f64>) -> SegmentedModel {
     let mut optimizers: Vec<AdamW> =
         model.segments().iter().map(|segment| AdamW::new(config, segment, 0..segment.len).unwrap()).collect();
     for _ in 0..reference.number("steps") as usize {
-        let (_, all) = gradients(&model, &reference.batch);
+        let (_, all) = gradients(&mut model, &reference.batch);
         let norm = all.iter().map(|flat| sum_of_squares(flat)).sum::<f64>().sqrt();
         let factor = clip.map_or(1.0, |max| clip_factor(norm, max));
         for (segment, grads) in all.iter().enumerate() {

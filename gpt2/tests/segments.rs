@@ -22,7 +22,7 @@ fn batch(rows: usize, cols: usize) -> TokenBatch {
     TokenBatch { inputs: tokens[..rows * cols].to_vec(), targets: tokens[1..].to_vec(), rows, cols }
 }
 
-fn gradients(model: &SegmentedModel, batch: &TokenBatch, scale: f32) -> (f64, Vec<Vec<f32>>) {
+fn gradients(model: &mut SegmentedModel, batch: &TokenBatch, scale: f32) -> (f64, Vec<Vec<f32>>) {
     let mut all = vec![Vec::new(); model.segments().len()];
     let loss = model
         .forward_backward(batch, scale, &mut |segment, grads| {
@@ -39,11 +39,11 @@ fn bits(all: &[Vec<f32>]) -> Vec<u32> {
 
 #[test]
 fn gradients_equal_those_of_one_plain_backward() {
-    let model = model();
+    let mut model = model();
     // Fewer tokens than positions, too: the rest of the position table gets zeros.
     for (rows, cols) in [(3, 32), (2, 7), (1, 1)] {
         let batch = batch(rows, cols);
-        let (loss, all) = gradients(&model, &batch, 2.0);
+        let (loss, all) = gradients(&mut model, &batch, 2.0);
         let (plain_loss, plain) = model.plain_gradients(&batch, 2.0).unwrap();
         assert!((loss - plain_loss).abs() < 1e-6, "{loss} {plain_loss}");
         assert!((model.loss(&batch).unwrap() - loss).abs() < 1e-6);
@@ -65,7 +65,7 @@ fn gradients_equal_those_of_one_plain_backward() {
 
 #[test]
 fn segments_come_last_to_first_and_the_caller_can_stop() {
-    let model = model();
+    let mut model = model();
     let mut order = Vec::new();
     let result = model.forward_backward(&batch(2, 8), 1.0, &mut |segment, grads| {
         assert_eq!(grads.segment(), segment);
@@ -133,8 +133,8 @@ fn neither_threads_nor_neighbours_change_a_bit() {
     let run = |threads: usize| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         pool.install(|| {
-            let model = SegmentedModel::new(Preset::Tiny.config(256), SEED, &Device::flex()).unwrap();
-            bits(&gradients(&model, &batch(4, 64), 1.0).1)
+            let mut model = SegmentedModel::new(Preset::Tiny.config(256), SEED, &Device::flex()).unwrap();
+            bits(&gradients(&mut model, &batch(4, 64), 1.0).1)
         })
     };
     let alone = run(1);
@@ -169,9 +169,9 @@ fn attention_sees_no_later_token() {
 
 #[test]
 fn bad_batches_are_explained() {
-    let model = model();
+    let mut model = model();
     let good = batch(2, 8);
-    let refuse = |spoil: &dyn Fn(&mut TokenBatch)| {
+    let mut refuse = |spoil: &dyn Fn(&mut TokenBatch)| {
         let mut bad = good.clone();
         spoil(&mut bad);
         let error = model.loss(&bad).unwrap_err();

@@ -11,8 +11,8 @@ use burn::tensor::Device;
 use comm_core::{BorrowedCall, Call, Communicator, Completed, Handle, Op, ReduceOp, local};
 use gpt2::config::Preset;
 use gpt2::corpus::{Corpus, CorpusSource};
-use gpt2::optim::{AdamWConfig, LearningRate};
-use gpt2::strategy::{StrategyKind, StrategyOptions, Wire};
+use gpt2::precision::Precision;
+use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::trainer::{Session, Summary, TrainConfig, train};
 use gpt2::transports::{self, TransportKind, TransportOptions};
@@ -29,18 +29,12 @@ fn corpus() -> Corpus {
 
 fn config(strategy: StrategyKind) -> TrainConfig {
     TrainConfig {
-        model: Preset::Micro.config(256),
-        strategy,
-        options: StrategyOptions { bucket_bytes: 20_000, ..StrategyOptions::default() },
+        options: StrategyOptions { bucket_bytes: 20_000, first_bucket_bytes: 20_000, ..StrategyOptions::default() },
         seed: 7,
         steps: 4,
-        global_batch: 12,
-        accumulation: 1,
-        learning_rate: LearningRate::Constant { rate: 1e-3 },
-        adamw: AdamWConfig::default(),
         clip: 0.5,
         eval_every: 2,
-        eval_batches: 1,
+        ..TrainConfig::of(Preset::Micro.config(256), strategy)
     }
 }
 
@@ -87,14 +81,23 @@ fn assert_close(losses: &[f64], reference: &[f64], tolerance: f64, what: &str) {
 fn assert_bytes(summary: &Summary, what: &str) {
     for rank in &summary.ranks {
         assert_eq!(rank.bytes_counted, Some(rank.bytes_expected), "{what}: payload of rank {}", rank.rank);
+        assert_eq!(rank.messages, Some(rank.expected.messages), "{what}: messages of rank {}", rank.rank);
+        assert_eq!(rank.operations, rank.expected.operations, "{what}: operations of rank {}", rank.rank);
         assert!(rank.bytes_steady, "{what}: rank {} sent another number of bytes in some step", rank.rank);
     }
+}
+
+/// Two nodes, where the ranks can be divided so.
+fn with_nodes(config: &TrainConfig, ranks: usize) -> TrainConfig {
+    let ranks_per_node = if ranks.is_multiple_of(2) { ranks / 2 } else { ranks };
+    TrainConfig { options: StrategyOptions { ranks_per_node, ..config.options.clone() }, ..config.clone() }
 }
 
 fn prove(strategy: StrategyKind) {
     let config = config(strategy);
     let single = run(&TrainConfig { strategy: StrategyKind::Single, ..config.clone() }, TransportKind::Local, 1);
     for ranks in [3, 4] {
+        let config = with_nodes(&config, ranks);
         let mut first: Option<Summary> = None;
         for transport in TRANSPORTS {
             let what = format!("{strategy} over {transport} on {ranks} ranks");
@@ -126,6 +129,26 @@ fn ring_is_one_device_on_every_transport() {
 #[test]
 fn ddp_is_one_device_on_every_transport() {
     prove(StrategyKind::Ddp);
+}
+
+#[test]
+fn zero1_is_one_device_on_every_transport() {
+    prove(StrategyKind::Zero1);
+}
+
+#[test]
+fn zero2_is_one_device_on_every_transport() {
+    prove(StrategyKind::Zero2);
+}
+
+#[test]
+fn fsdp_is_one_device_on_every_transport() {
+    prove(StrategyKind::Fsdp);
+}
+
+#[test]
+fn hierarchical_is_one_device_on_every_transport() {
+    prove(StrategyKind::Hierarchical);
 }
 
 /// Passes everything on, but turns the mean over ranks into a sum, or drops what a bucket would bring.
@@ -250,7 +273,7 @@ fn accumulation_changes_nothing_but_rounding_and_sends_once_a_step() {
 fn a_sixteen_bit_wire_halves_gradients_and_stays_near() {
     for strategy in [StrategyKind::Ring, StrategyKind::Ddp, StrategyKind::Ps, StrategyKind::ShardedPs] {
         let config = config(strategy);
-        let options = StrategyOptions { wire: Wire::Bf16, ..config.options.clone() };
+        let options = StrategyOptions { wire: Precision::Bf16, ..config.options.clone() };
         let wide = run(&config, TransportKind::Local, 3);
         let narrow = run(&TrainConfig { options, ..config }, TransportKind::Local, 3);
         assert_close(&narrow.losses, &wide.losses, 1e-2, "bf16 on the wire");

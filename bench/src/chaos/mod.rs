@@ -36,8 +36,8 @@ pub(crate) use play::{Played, fault as play_fault, secret};
 pub(crate) use rank::{ChaosRankArgs, Shared, run_rank};
 
 use crate::BenchError;
-use crate::cell::Interrupted;
 use crate::matrix::{Lines, bar};
+use crate::runner::Interrupted;
 use cell::{Cell, Row};
 use options::Settings;
 

@@ -20,8 +20,8 @@ use super::report::{Comparison, Outcome, Rounds, Row};
 use super::rung::Rung;
 use super::stats::Ratio;
 use crate::BenchError;
-use crate::cell::Interrupted;
 use crate::environment::Environment;
+use crate::runner::Interrupted;
 
 /// How long a batch of iterations shall take where the user does not say how many.
 const BATCH: Duration = Duration::from_millis(20);

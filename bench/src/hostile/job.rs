@@ -20,7 +20,7 @@ use super::options::Settings;
 use super::rank::Task;
 use super::watch::{Seen, Watch};
 use crate::BenchError;
-use crate::cell::Interrupted;
+use crate::runner::Interrupted;
 
 /// Ranks of the job.
 pub(super) const RANKS: usize = 3;

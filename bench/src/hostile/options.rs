@@ -13,7 +13,7 @@ use gpt2::tokenizer::TokenizerKind;
 use gpt2::transports::TransportKind;
 
 use crate::BenchError;
-use crate::cell::Interrupted;
+use crate::runner::Interrupted;
 
 /// Trains while strangers attack every port of the job, and checks that the weights come out the same.
 ///

@@ -23,11 +23,11 @@ use serde::Serialize;
 pub(crate) use options::SoakArgs;
 
 use crate::BenchError;
-use crate::cell::Interrupted;
 use crate::chaos::process::{Group, Number};
 use crate::chaos::protocol::{Command, Dropped, Event, Holds, Join, Plan, Work};
 use crate::chaos::{Fault, Played, When, ended, interrupted, judge, play_fault, secret};
 use crate::matrix::Lines;
+use crate::runner::Interrupted;
 use options::Settings;
 use report::Report;
 

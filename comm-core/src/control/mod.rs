@@ -7,6 +7,7 @@ mod link;
 mod rendezvous;
 mod stall;
 mod state;
+mod subgroup;
 mod tcp;
 mod wire;
 
@@ -18,6 +19,7 @@ use std::time::Duration;
 
 pub(crate) use stall::abridged;
 pub use stall::{Activity, Doing, StallReport};
+pub use subgroup::Subgroup;
 pub use tcp::{TcpControl, TcpOptions};
 
 use crate::deadline::Deadline;
@@ -28,6 +30,10 @@ use crate::error::{Error, Result};
 ///
 /// Its first failure is the job's: whatever is reported first, by the death of a rank or by [`poison`](Control::poison), is
 /// what every rank gets.
+///
+/// A [`Subgroup`] is one too, over some of the job's ranks. [`rank`](Control::rank), [`world_size`](Control::world_size) and the
+/// order of [`all_gather`](Control::all_gather) are then the group's, while errors and reports always speak of the job's ranks:
+/// whoever hands one over has it numbered so ([`in_job`](Control::in_job)).
 pub trait Control: Send + Sync + 'static {
     /// This rank.
     fn rank(&self) -> usize;
@@ -60,7 +66,8 @@ pub trait Control: Send + Sync + 'static {
     fn on_failure(&self, hook: Box<dyn Fn(&Error) + Send + Sync>);
 
     /// Asks `activity` from time to time whether an operation of this rank takes too long. If one does, every rank is asked what it
-    /// is doing, and all ranks get the [`StallReport`]. A control plane that cannot do so does nothing.
+    /// is doing, and all ranks get the [`StallReport`]. A rank may have several, one for each of its transports. A control plane
+    /// that cannot do so does nothing.
     fn watch(&self, activity: Weak<dyn Activity>) {
         let _ = activity;
     }
@@ -68,6 +75,22 @@ pub trait Control: Send + Sync + 'static {
     /// Calls `hook` with every stall report, from some thread. The hook must not block.
     fn on_stall(&self, hook: Box<dyn Fn(&StallReport) + Send + Sync>) {
         let _ = hook;
+    }
+
+    /// The job's number of this control plane's rank `rank`.
+    fn job_rank(&self, rank: usize) -> usize {
+        rank
+    }
+
+    /// `error`, which names ranks of this control plane, as it names ranks of the job.
+    fn in_job(&self, error: Error) -> Error {
+        error
+    }
+
+    /// The id of the communicator over all ranks of this control plane. Other groups of the job have others, so that what is told
+    /// of one is not taken for the other's.
+    fn communicator_id(&self) -> u64 {
+        1
     }
 
     /// Leaves in an orderly way: after this, the end of this process is no death. All ranks call it; it returns once all have.

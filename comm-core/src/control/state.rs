@@ -68,7 +68,7 @@ pub(super) struct State {
     /// By rank: has said that it is done.
     leaving: Vec<bool>,
     all_left: bool,
-    activity: Option<Weak<dyn Activity>>,
+    activities: Vec<Weak<dyn Activity>>,
     stall_hooks: Vec<StallHook>,
     /// At rank 0: the survey that is under way, and what is to be looked at after it.
     survey: Option<Survey>,
@@ -83,7 +83,7 @@ pub(super) struct State {
 /// Stall reports and those who want them.
 pub(super) struct DueStall {
     reports: Vec<StallReport>,
-    activity: Option<Arc<dyn Activity>>,
+    activities: Vec<Arc<dyn Activity>>,
     hooks: Vec<StallHook>,
 }
 
@@ -91,7 +91,7 @@ impl DueStall {
     /// Tells them. No lock may be held.
     pub(super) fn tell(self) {
         for report in &self.reports {
-            if let Some(activity) = &self.activity {
+            for activity in &self.activities {
                 activity.on_stall(report);
             }
             for hook in &self.hooks {
@@ -147,7 +147,7 @@ impl State {
             late: None,
             leaving: vec![false; n],
             all_left: false,
-            activity: None,
+            activities: Vec::new(),
             stall_hooks: Vec::new(),
             survey: None,
             stalled: VecDeque::new(),
@@ -450,7 +450,9 @@ impl State {
     // Stalls
 
     pub(super) fn watch(&mut self, activity: Weak<dyn Activity>) {
-        self.activity = Some(activity);
+        // Those of communicators that are gone have nothing to say.
+        self.activities.retain(|activity| activity.strong_count() > 0);
+        self.activities.push(activity);
     }
 
     pub(super) fn add_stall_hook(&mut self, hook: StallHook) {
@@ -460,7 +462,11 @@ impl State {
     /// Hooks to call now, outside the lock, with a new report.
     pub(super) fn due_stall(&mut self) -> Option<DueStall> {
         let reports = std::mem::take(&mut self.stall);
-        (!reports.is_empty()).then(|| DueStall { reports, activity: self.activity(), hooks: self.stall_hooks.clone() })
+        (!reports.is_empty()).then(|| DueStall {
+            reports,
+            activities: self.activities().collect(),
+            hooks: self.stall_hooks.clone(),
+        })
     }
 
     /// Looks whether an operation of this rank takes too long, and at rank 0 whether a survey is at its end.
@@ -470,7 +476,8 @@ impl State {
             self.stalled.clear();
             return;
         }
-        if let Some(stalled) = self.activity().and_then(|activity| activity.overdue()) {
+        let overdue = self.activities().find_map(|activity| activity.overdue());
+        if let Some(stalled) = overdue {
             if self.rank == 0 {
                 self.begin_survey(0, within(stalled, self.world_size), now);
             } else if let Some(link) = self.link(0) {
@@ -488,8 +495,13 @@ impl State {
         self.survey.as_ref().map(|survey| survey.ends).filter(|_| self.failure().is_none())
     }
 
-    fn activity(&self) -> Option<Arc<dyn Activity>> {
-        self.activity.as_ref().and_then(Weak::upgrade)
+    fn activities(&self) -> impl Iterator<Item = Arc<dyn Activity>> {
+        self.activities.iter().filter_map(Weak::upgrade)
+    }
+
+    /// What this rank does, for the others.
+    fn doing(&self) -> Vec<Doing> {
+        abridged(self.activities().flat_map(|activity| activity.doing()).collect())
     }
 
     /// At rank 0: has everyone asked what they are doing, now or after the survey under way.
@@ -511,9 +523,10 @@ impl State {
             return;
         }
         let Some((reported_by, stalled)) = self.stalled.pop_front() else { return };
+        let doing = self.doing();
         let mut answers = vec![None; self.world_size];
         if let Some(mine) = answers.first_mut() {
-            *mine = Some(self.activity().map(|activity| abridged(activity.doing())).unwrap_or_default());
+            *mine = Some(doing);
         }
         self.surveyed.push_back((stalled.clone(), now));
         self.survey = Some(Survey { reported_by, stalled, answers, ends: now + SURVEY });
@@ -604,7 +617,7 @@ impl State {
                 self.late = Some((wait, ranks.into_iter().map(|rank| rank as usize).collect()));
             }
             Message::Survey { number } => {
-                let doing = self.activity().map(|activity| abridged(activity.doing())).unwrap_or_default();
+                let doing = self.doing();
                 if let Some(link) = self.link(0) {
                     link.send(&Message::Doing { number, doing });
                 }

@@ -137,7 +137,7 @@ impl<T: Transport> Drop for Owner<T> {
         if !core.lanes.iter().all(|lane| lane.wait_idle(soon)) {
             // They would keep this rank alive in the eyes of others until their deadlines.
             let reason = "its communicator was dropped with operations under way".into();
-            let error = Error::Aborted { by: core.transport.rank(), reason };
+            let error = Error::Aborted { by: core.job_rank(), reason };
             core.control.poison(&error);
             core.adopt(&error);
         }
@@ -147,10 +147,12 @@ impl<T: Transport> Drop for Owner<T> {
 /// One communicator.
 struct Group {
     id: u64,
-    /// Ranks of the job, by rank in this communicator.
+    /// Ranks of the transport, by rank in this communicator.
     members: Vec<usize>,
+    /// The same as the job numbers them.
+    job_ranks: Vec<usize>,
     rank: usize,
-    /// Whether it is the job's first, which closes the connections.
+    /// Whether it is the transport's first, which closes the connections.
     is_first: bool,
     order: Mutex<Order>,
 }
@@ -165,7 +167,8 @@ struct Order {
 }
 
 impl<T: Transport> Mesh<T> {
-    /// The first communicator of a job, over all its ranks.
+    /// The first communicator over a transport, over all ranks of `control`: those of the job, or of a
+    /// [`Subgroup`](crate::control::Subgroup).
     pub fn new(transport: T, control: Arc<dyn Control>, options: MeshOptions) -> Self {
         let members: Vec<usize> = (0..transport.world_size()).collect();
         let rank = transport.rank();
@@ -189,7 +192,8 @@ impl<T: Transport> Mesh<T> {
                 core.adopt(error);
             }
         }));
-        Mesh { owner: Arc::new(Owner(core.clone())), core, group: Arc::new(Group::new(1, members, rank, true)) }
+        let group = Group::new(core.control.communicator_id(), members, &*core.control, rank, true);
+        Mesh { owner: Arc::new(Owner(core.clone())), core, group: Arc::new(group) }
     }
 
     /// The transport.
@@ -320,13 +324,14 @@ impl<T: Transport> Communicator for Mesh<T> {
         chosen.sort_unstable();
         let rank = chosen.iter().position(|(_, rank)| *rank == self.rank()).unwrap_or(0);
         let members = chosen.iter().map(|(_, rank)| self.group.members[*rank]).collect();
-        let group = Group::new(child_id(self.group.id, number, color), members, rank, false);
+        let id = child_id(self.group.id, number, color);
+        let group = Group::new(id, members, &*self.core.control, rank, false);
         let (core, owner) = (self.core.clone(), self.owner.clone());
         Ok(Some(Arc::new(Mesh { core, owner, group: Arc::new(group) })))
     }
 
     fn abort(&self, reason: &str) {
-        let error = Error::Aborted { by: self.core.transport.rank(), reason: reason.into() };
+        let error = Error::Aborted { by: self.core.job_rank(), reason: reason.into() };
         self.core.control.poison(&error);
         self.core.adopt(&error);
     }
@@ -336,7 +341,7 @@ impl<T: Transport> Communicator for Mesh<T> {
         for lane in &self.core.lanes {
             if !lane.wait_idle(deadline) {
                 let error = Error::Timeout {
-                    rank: self.core.transport.rank(),
+                    rank: self.core.job_rank(),
                     operation: String::new(),
                     waited: deadline.waited(),
                     waiting_for: Vec::new(),
@@ -352,7 +357,8 @@ impl<T: Transport> Communicator for Mesh<T> {
         self.start(barrier).wait().map_err(Failed::into_error)?;
         if self.group.is_first {
             self.core.is_finished.store(true, Ordering::Release);
-            self.core.transport.close(deadline).map_err(|error| self.core.fail(error, "closing the connections"))?;
+            let closed = self.core.transport.close(deadline);
+            closed.map_err(|error| self.core.fail(self.core.control.in_job(error), "closing the connections"))?;
             self.core.control.leave(deadline)?;
             // What is started from now on gets this answer.
             let _ =
@@ -413,6 +419,11 @@ impl<T: Transport> Core<T> {
         self.transport.abort(error);
     }
 
+    /// This rank as the job numbers it.
+    fn job_rank(&self) -> usize {
+        self.control.job_rank(self.transport.rank())
+    }
+
     /// Whether operations can be started.
     fn is_open(&self) -> Result<()> {
         if let Some(error) = self.failure.get() {
@@ -424,7 +435,7 @@ impl<T: Transport> Core<T> {
         Ok(())
     }
 
-    /// Turns an error seen on the data path into the job's failure.
+    /// Turns an error seen on the data path into the job's failure. It names ranks of the job.
     fn fail(&self, observed: Error, during: &str) -> Error {
         let observed = match observed {
             Error::PeerLost { rank, operation, detail } if operation.is_empty() => {
@@ -469,7 +480,7 @@ impl<T: Transport> Core<T> {
             && let Some(found) = finite::find(op, group.rank, group.members.len(), &io)
         {
             let error = Error::NotFinite {
-                rank: self.transport.rank(),
+                rank: self.job_rank(),
                 operation: name(&call, pair(op, group), label.as_deref()),
                 index: found.index,
                 value: found.value,
@@ -496,7 +507,7 @@ impl<T: Transport> Core<T> {
         drop(note);
         outcome.map_err(|error| {
             let mut during = name(&call, pair(op, group), label.as_deref());
-            let error = match error {
+            let error = match self.control.in_job(error) {
                 // Who is waited for may itself wait for someone else.
                 Error::Timeout { rank, operation, waited, waiting_for } => {
                     let waiting_for = match self.watch.culprits(&header, op, group, waited) {
@@ -527,7 +538,7 @@ struct PanicGuard<'a, T: Transport> {
 impl<T: Transport> Drop for PanicGuard<'_, T> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            let error = Error::Internal(format!("{} panicked on rank {}", self.header, self.core.transport.rank()));
+            let error = Error::Internal(format!("{} panicked on rank {}", self.header, self.core.job_rank()));
             self.core.fail(error, "");
         }
     }
@@ -542,9 +553,10 @@ impl<T> Drop for Core<T> {
 }
 
 impl Group {
-    fn new(id: u64, members: Vec<usize>, rank: usize, is_first: bool) -> Self {
+    fn new(id: u64, members: Vec<usize>, control: &dyn Control, rank: usize, is_first: bool) -> Self {
         let order = Order { sends: vec![0; members.len()], receives: vec![0; members.len()], ..Order::default() };
-        Group { id, members, rank, is_first, order: Mutex::new(order) }
+        let job_ranks = members.iter().map(|rank| control.job_rank(*rank)).collect();
+        Group { id, members, job_ranks, rank, is_first, order: Mutex::new(order) }
     }
 
     fn header(&self, order: &mut Order, asked: &Asked<'_>, shape: &Shape, algorithm: Algorithm) -> Header {

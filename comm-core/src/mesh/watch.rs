@@ -134,7 +134,7 @@ impl Record {
             pair: self.pair,
             members: match self.pair {
                 Some((from, to)) => vec![from, to],
-                None => self.group.members.iter().map(|rank| *rank as u32).collect(),
+                None => self.group.job_ranks.iter().map(|rank| *rank as u32).collect(),
             },
             is_running: self.is_running,
             since: self.since.elapsed(),
@@ -155,7 +155,7 @@ impl Drop for Note<'_> {
 
 /// From which rank of the job to which a message goes.
 pub(super) fn pair(op: &Op, group: &Group) -> Option<(u32, u32)> {
-    let rank = |rank: usize| group.members.get(rank).map(|rank| *rank as u32);
+    let rank = |rank: usize| group.job_ranks.get(rank).map(|rank| *rank as u32);
     match *op {
         Op::Send { to } => Some((rank(group.rank)?, rank(to)?)),
         Op::Recv { from } => Some((rank(from)?, rank(group.rank)?)),

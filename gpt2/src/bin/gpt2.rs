@@ -2,6 +2,12 @@
 
 use std::process::ExitCode;
 
+use gpt2::memory::{self, Category, Counting};
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
 fn main() -> ExitCode {
+    memory::set_thread_default(Category::Other);
     gpt2::cli::main()
 }

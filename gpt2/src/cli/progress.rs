@@ -1,4 +1,4 @@
-//! What the user sees of a run: step lines, a progress bar on a terminal, a file of steps.
+//! What the user sees of a run: step lines, a progress bar on a terminal, a file of steps, curves in TensorBoard.
 
 use std::fs::File;
 use std::io::{IsTerminal, Write};
@@ -8,20 +8,24 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
 use super::say;
+use crate::events::EventFile;
 use crate::trainer::{Observer, StepReport};
 
-/// Prints steps, and writes each to a file of JSON lines.
+/// Prints steps, and writes each to a file of JSON lines and to an event file.
 pub(super) struct Progress {
     bar: ProgressBar,
     steps: u64,
     log_every: u64,
     file: Option<File>,
+    events: Option<EventFile>,
 }
 
 impl Progress {
-    pub(super) fn new(log_every: u64, file: Option<&Path>) -> std::io::Result<Self> {
-        let file = file.map(File::create).transpose()?;
-        Ok(Progress { bar: ProgressBar::hidden(), steps: 0, log_every: log_every.max(1), file })
+    /// Files go to `folder`, if any.
+    pub(super) fn new(log_every: u64, folder: Option<&Path>) -> std::io::Result<Self> {
+        let file = folder.map(|folder| File::create(folder.join("steps.jsonl"))).transpose()?;
+        let events = folder.map(EventFile::create).transpose()?;
+        Ok(Progress { bar: ProgressBar::hidden(), steps: 0, log_every: log_every.max(1), file, events })
     }
 
     fn line(&self, text: &str) {
@@ -41,6 +45,15 @@ impl Progress {
             self.file = None;
         }
     }
+
+    fn chart(&mut self, step: u64, values: &[(&str, Option<f64>)]) {
+        let Some(events) = &mut self.events else { return };
+        let write = |(tag, value): &(&str, Option<f64>)| value.map_or(Ok(()), |value| events.scalar(tag, step, value));
+        if let Err(error) = values.iter().try_for_each(write).and_then(|()| events.flush()) {
+            eprintln!("warning: TensorBoard's event file ends here: {error}");
+            self.events = None;
+        }
+    }
 }
 
 impl Observer for Progress {
@@ -58,9 +71,33 @@ impl Observer for Progress {
     fn step(&mut self, report: &StepReport) {
         self.bar.set_position(report.step);
         self.record(report);
+        let parts = &report.parts;
+        self.chart(
+            report.step,
+            &[
+                ("loss/train", Some(report.loss)),
+                ("gradient/norm", report.grad_norm.is_finite().then_some(report.grad_norm)),
+                ("gradient/loss_scale", Some(report.loss_scale)),
+                ("gradient/skipped", Some(f64::from(u8::from(report.skipped)))),
+                ("learning_rate", Some(report.learning_rate)),
+                ("speed/tokens_per_s", Some(report.tokens_per_s)),
+                ("speed/step_ms", Some(report.ms)),
+                ("speed/mfu", Some(report.mfu)),
+                ("step_ms/compute", Some(parts.compute)),
+                ("step_ms/exposed", Some(parts.exposed)),
+                ("step_ms/hidden", Some(parts.hidden)),
+                ("step_ms/optimizer", Some(parts.optimizer)),
+                ("utilization/cpu", Some(report.cpu_utilization)),
+                ("utilization/gpu_percent", report.gpu_utilization_percent),
+                ("memory/peak_bytes", report.peak_memory_bytes.map(|bytes| bytes as f64)),
+                ("network/payload_bytes", report.bytes_sent.map(|bytes| bytes as f64)),
+                ("network/messages", report.messages_sent.map(|messages| messages as f64)),
+            ],
+        );
         if report.step == 1 || report.step == self.steps || report.step.is_multiple_of(self.log_every) {
             self.line(&format!(
-                "step {:>5}/{} | loss {:.4} | norm {:.3} | lr {:.2e} | {:.1} ms | {:.0} tok/s | mfu {:.1}%",
+                "step {:>5}/{} | loss {:.4} | norm {:.3} | lr {:.2e} | {:.1} ms | {:.0} tok/s | mfu {:.1}% | exposed {:.1} ms, hidden \
+                 {:.1} ms{}{}",
                 report.step,
                 self.steps,
                 report.loss,
@@ -68,7 +105,11 @@ impl Observer for Progress {
                 report.learning_rate,
                 report.ms,
                 report.tokens_per_s,
-                100.0 * report.mfu
+                100.0 * report.mfu,
+                parts.exposed + parts.scalars,
+                parts.hidden,
+                report.peak_memory_bytes.map_or(String::new(), |bytes| format!(" | peak {:.1} MB", bytes as f64 / 1e6)),
+                if report.skipped { " | overflow: step skipped" } else { "" }
             ));
         }
         if report.step == self.steps {
@@ -83,5 +124,6 @@ impl Observer for Progress {
     fn validation(&mut self, step: u64, loss: f64) {
         self.line(&format!("step {step:>5}/{} | validation loss {loss:.4}", self.steps));
         self.record(&json!({"step": step, "validation_loss": loss}));
+        self.chart(step, &[("loss/validation", Some(loss))]);
     }
 }

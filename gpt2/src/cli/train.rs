@@ -16,21 +16,22 @@ use comm_core::launch::{Launch, Output};
 
 use super::progress::Progress;
 use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, say};
-use crate::batches::{Batches, Share};
+use crate::batches::{Batches, LastBatch, Share};
 use crate::config::Preset;
 use crate::corpus::{Corpus, CorpusSource};
 use crate::env::default_cargo_home;
-use crate::optim::{AdamWConfig, LearningRate};
+use crate::optim::{LossScaling, OptimizerConfig, OptimizerKind, ScheduleKind};
+use crate::precision::Precision;
 use crate::run::{RankOptions, run_rank, run_threads};
-use crate::strategy::{StrategyKind, StrategyOptions, Wire};
+use crate::strategy::{StrategyKind, StrategyOptions};
 use crate::tokenizer::TokenizerKind;
-use crate::trainer::{Summary, TrainConfig, TrainError};
+use crate::trainer::{RankReport, Summary, TrainConfig, TrainError};
 use crate::transports::{TransportKind, TransportOptions};
 
 #[derive(Clone, Debug, Args)]
 #[command(allow_negative_numbers = true)]
 pub(super) struct TrainArgs {
-    /// Who averages gradients and updates parameters: single, ps, sharded-ps, ring, ddp.
+    /// Who averages gradients and updates parameters: single, ps, sharded-ps, ring, ddp, zero1, zero2, fsdp, hierarchical.
     #[arg(long, default_value = "single")]
     strategy: StrategyKind,
     /// How ranks are connected: local (threads of one process), shm (memory that processes share), tcp-raw, tcp (ZeroMQ), quic, nccl.
@@ -64,36 +65,77 @@ pub(super) struct TrainArgs {
     /// Micro-steps a step; gradients are communicated after the last.
     #[arg(long, default_value_t = 1)]
     accumulation: usize,
+    /// What becomes of the sequences at the end of an epoch that do not fill a step: drop, or join (a smaller step, shared out as evenly as
+    /// it goes).
+    #[arg(long, default_value_t)]
+    last_batch: LastBatch,
+    /// Type of computation: f32, bf16, f16. Masters, optimizer, layer norm, softmax and loss stay in f32.
+    #[arg(long, default_value = "f32")]
+    precision: Precision,
+    /// Factor of the loss that keeps small gradients from vanishing in 16 bits: off, dynamic, or a number. [default: dynamic where
+    /// --precision or --wire is f16, else off]
+    #[arg(long)]
+    loss_scale: Option<LossScaling>,
+    /// Compute activations again in the backward pass instead of keeping them.
+    #[arg(long)]
+    recompute: bool,
+    /// Optimizer: adamw, lamb.
+    #[arg(long, default_value_t)]
+    optimizer: OptimizerKind,
+    /// How the learning rate falls after the warm-up: cosine, linear, constant.
+    #[arg(long, default_value_t)]
+    schedule: ScheduleKind,
     /// Highest learning rate.
     #[arg(long, default_value_t = 1e-3)]
     lr: f64,
-    /// Lowest learning rate, at the end of the cosine. [default: a tenth of --lr]
+    /// Lowest learning rate, at the end of the schedule. [default: a tenth of --lr]
     #[arg(long)]
     min_lr: Option<f64>,
     /// Steps of linear warm-up. [default: a twentieth of --steps, at most 100]
     #[arg(long)]
     warmup: Option<u64>,
-    /// Decoupled weight decay of two-dimensional tensors.
-    #[arg(long, default_value_t = 0.1)]
-    weight_decay: f64,
-    /// AdamW's first decay rate.
-    #[arg(long, default_value_t = 0.9)]
-    beta1: f64,
-    /// AdamW's second decay rate.
-    #[arg(long, default_value_t = 0.95)]
-    beta2: f64,
+    /// Decoupled weight decay of two-dimensional tensors. [default: 0.1 for adamw, 0.01 for lamb]
+    #[arg(long)]
+    weight_decay: Option<f64>,
+    /// Decay rate of the mean of gradients. [default: 0.9]
+    #[arg(long)]
+    beta1: Option<f64>,
+    /// Decay rate of the mean of squared gradients. [default: 0.95 for adamw, 0.999 for lamb]
+    #[arg(long)]
+    beta2: Option<f64>,
+    /// Added to the root of the second moment. [default: 1e-8 for adamw, 1e-6 for lamb]
+    #[arg(long)]
+    epsilon: Option<f64>,
     /// Largest global gradient norm; 0 for no clipping.
     #[arg(long, default_value_t = 1.0)]
     clip: f64,
-    /// Type in which gradients travel: f32, bf16, f16.
-    #[arg(long, default_value = "f32")]
-    wire: Wire,
-    /// Bytes of f32 gradients at which ddp closes a bucket.
-    #[arg(long, default_value_t = 1 << 20)]
+    /// Type in which gradients travel: f32, bf16, f16. [default: that of --precision]
+    #[arg(long)]
+    wire: Option<Precision>,
+    /// Bytes of f32 gradients at which the first bucket of ddp, zero1, zero2 and hierarchical is closed.
+    #[arg(long, default_value_t = StrategyOptions::default().first_bucket_bytes)]
+    first_bucket_bytes: usize,
+    /// Bytes of f32 gradients at which any further bucket is closed.
+    #[arg(long, default_value_t = StrategyOptions::default().bucket_bytes)]
     bucket_bytes: usize,
-    /// Start ddp's buckets only after the backward pass.
+    /// Bytes of f32 gradients at which the fusion buffer of ring leaves.
+    #[arg(long, default_value_t = StrategyOptions::default().fusion_bytes)]
+    fusion_bytes: usize,
+    /// Communicate only after the backward pass, and gather the weights of fsdp only when they are needed.
     #[arg(long)]
     no_overlap: bool,
+    /// Let rank 0 of ps serve only; the others share the batch.
+    #[arg(long)]
+    dedicated_server: bool,
+    /// Ranks of a node, for hierarchical. [default: the ranks on this machine]
+    #[arg(long)]
+    ranks_per_node: Option<usize>,
+    /// How the ranks of a node are connected, for hierarchical: a transport as in --transport. [default: that of --transport]
+    #[arg(long)]
+    node_transport: Option<TransportKind>,
+    /// Multiplies the loss before the backward pass, to study what small gradients do.
+    #[arg(long, default_value_t = 1.0)]
+    loss_factor: f64,
     /// Independent channels between each pair of ranks.
     #[arg(long, default_value_t = 2)]
     lanes: usize,
@@ -139,7 +181,7 @@ pub(super) struct TrainArgs {
     /// Print every so many steps.
     #[arg(long, default_value_t = 10)]
     log_every: u64,
-    /// Folder for the checkpoint (model.safetensors) and the steps (steps.jsonl).
+    /// Folder for the checkpoint (model.safetensors), the steps (steps.jsonl) and TensorBoard's event file.
     #[arg(long, default_value = "out")]
     out: PathBuf,
 }
@@ -233,27 +275,49 @@ impl Prepared {
         if let Some(missing) = args.transport.missing().filter(|_| ranks > 1) {
             return Err(format!("--transport {}: {missing}", args.transport).into());
         }
+        if let Some((kind, missing)) = args.node_transport.and_then(|kind| Some((kind, kind.missing()?))) {
+            return Err(format!("--node-transport {kind}: {missing}").into());
+        }
+        let threads = |kind| kind == TransportKind::Local;
+        if let Some(inside) = args.node_transport.filter(|inside| threads(*inside) != threads(args.transport)) {
+            return Err(format!(
+                "--node-transport {inside} does not go with --transport {}: ranks are threads of one process with both of them local, \
+                 else processes",
+                args.transport
+            )
+            .into());
+        }
         let positive = [
             ("--lr", args.lr),
             ("--timeout", args.timeout),
             ("--liveness", args.liveness),
             ("--stall-after", args.stall_after),
+            ("--loss-factor", args.loss_factor),
         ];
         for (name, value) in positive {
             if !(value.is_finite() && value > 0.0) {
                 return Err(format!("{name} {value} must be a positive number").into());
             }
         }
-        for (name, value) in [("--weight-decay", args.weight_decay), ("--clip", args.clip)] {
-            if !(value.is_finite() && value >= 0.0) {
-                return Err(format!("{name} {value} must be zero or a positive number").into());
-            }
+        if !(args.clip.is_finite() && args.clip >= 0.0) {
+            return Err(format!("--clip {} must be zero or a positive number", args.clip).into());
         }
-        for (name, value) in [("--beta1", args.beta1), ("--beta2", args.beta2)] {
-            if !(0.0..1.0).contains(&value) {
-                return Err(format!("{name} {value} must be at least 0 and below 1").into());
-            }
-        }
+        let usual = OptimizerConfig::of(args.optimizer);
+        let optimizer = OptimizerConfig {
+            kind: args.optimizer,
+            beta1: args.beta1.unwrap_or(usual.beta1),
+            beta2: args.beta2.unwrap_or(usual.beta2),
+            epsilon: args.epsilon.unwrap_or(usual.epsilon),
+            weight_decay: args.weight_decay.unwrap_or(usual.weight_decay),
+        };
+        optimizer.validate().map_err(|error| format!("{error}; see --beta1, --beta2, --epsilon, --weight-decay"))?;
+        let wire = args.wire.unwrap_or(args.precision);
+        let loss_scaling = args.loss_scale.unwrap_or(if [wire, args.precision].contains(&Precision::F16) {
+            LossScaling::DYNAMIC
+        } else {
+            LossScaling::Off
+        });
+        loss_scaling.validate().map_err(|error| format!("--loss-scale: {error}"))?;
         for (name, value) in [("--steps", args.steps), ("--lanes", args.lanes as u64)] {
             if value == 0 {
                 return Err(format!("{name} must be at least 1").into());
@@ -301,8 +365,18 @@ impl Prepared {
         model.block_size = args.block_size.unwrap_or(model.block_size);
         model.validate()?;
         let eval_every = args.eval_every.unwrap_or_else(|| (args.steps / 4).max(1));
-        let batches = Batches::new(&corpus, model.block_size, args.batch, args.seed)?;
-        let share = Share { rank: 0, world: ranks, accumulation: args.accumulation };
+        let batches = Batches::with_last_batch(&corpus, model.block_size, args.batch, args.seed, args.last_batch)?;
+        let options = StrategyOptions {
+            wire,
+            first_bucket_bytes: args.first_bucket_bytes,
+            bucket_bytes: args.bucket_bytes,
+            fusion_bytes: args.fusion_bytes,
+            overlap: !args.no_overlap,
+            dedicated_server: args.dedicated_server,
+            ranks_per_node: ranks_per_node(args, ranks, ranks_here)?,
+        };
+        let workers = options.workers(args.strategy, ranks);
+        let share = Share { rank: 0, world: workers, accumulation: args.accumulation };
         batches.rows_per_micro_step(share)?;
         if eval_every > 0 {
             batches.validation(args.eval_batches, share)?;
@@ -313,22 +387,18 @@ impl Prepared {
             config: TrainConfig {
                 model,
                 strategy: args.strategy,
-                options: StrategyOptions {
-                    wire: args.wire,
-                    bucket_bytes: args.bucket_bytes,
-                    overlap: !args.no_overlap,
-                },
+                options,
+                precision: args.precision,
+                recompute: args.recompute,
+                loss_scaling,
+                loss_factor: args.loss_factor,
                 seed: args.seed,
                 steps: args.steps,
                 global_batch: args.batch,
                 accumulation: args.accumulation,
-                learning_rate: LearningRate::WarmupCosine { peak: args.lr, floor, warmup, total: args.steps },
-                adamw: AdamWConfig {
-                    beta1: args.beta1,
-                    beta2: args.beta2,
-                    weight_decay: args.weight_decay,
-                    ..AdamWConfig::default()
-                },
+                last_batch: args.last_batch,
+                learning_rate: args.schedule.learning_rate(args.lr, floor, warmup, args.steps),
+                optimizer,
                 clip: args.clip,
                 eval_every,
                 eval_batches: args.eval_batches,
@@ -337,6 +407,7 @@ impl Prepared {
             options: RankOptions {
                 transport: args.transport,
                 options: transport_options,
+                node_transport: args.node_transport,
                 threads: args.threads.unwrap_or_else(|| (cores / ranks_here).max(1)),
                 checkpoint: Some(args.out.join("model.safetensors")),
             },
@@ -346,9 +417,8 @@ impl Prepared {
 
     /// The observer of `rank`: only rank 0 prints and writes.
     fn progress(&self, args: &TrainArgs, rank: usize) -> Result<Progress, CliError> {
-        let path = args.out.join("steps.jsonl");
-        let file = (rank == 0).then_some(path.as_path());
-        Progress::new(args.log_every, file).map_err(|error| format!("{}: {error}", path.display()).into())
+        let folder = (rank == 0).then_some(args.out.as_path());
+        Progress::new(args.log_every, folder).map_err(|error| format!("{}: {error}", args.out.display()).into())
     }
 
     fn describe(&self, args: &TrainArgs, ranks: usize) -> String {
@@ -369,6 +439,25 @@ impl Prepared {
             args.batch,
         )
     }
+}
+
+/// Ranks of a node, for the strategies that tell nodes apart; 0 for the others.
+fn ranks_per_node(args: &TrainArgs, ranks: usize, ranks_here: usize) -> Result<usize, CliError> {
+    if args.strategy != StrategyKind::Hierarchical {
+        return match (args.ranks_per_node, args.node_transport) {
+            (None, None) => Ok(0),
+            _ => Err(format!(
+                "--ranks-per-node and --node-transport concern --strategy hierarchical, not {}",
+                args.strategy
+            )
+            .into()),
+        };
+    }
+    let size = args.ranks_per_node.unwrap_or(ranks_here);
+    if size == 0 || !ranks.is_multiple_of(size) {
+        return Err(format!("--ranks-per-node {size}: {ranks} ranks cannot be divided into nodes of {size}").into());
+    }
+    Ok(size)
 }
 
 /// A positive number of seconds, at most a few decades.
@@ -419,21 +508,48 @@ fn print_summary(summary: &Summary) {
         100.0 * summary.mfu
     ));
     say(format!(
-        "a step of rank 0, ms: compute {:.2}, pack {:.2}, exposed communication {:.2}, scalars {:.2}, unpack {:.2}, optimizer {:.2}",
-        parts.compute, parts.pack, parts.exposed, parts.scalars, parts.unpack, parts.optimizer
+        "a step of rank 0, ms: compute {:.2}, pack {:.2}, exposed communication {:.2} (hidden {:.2}), scalars {:.2}, unpack {:.2}, \
+         optimizer {:.2}",
+        parts.compute, parts.pack, parts.exposed, parts.hidden, parts.scalars, parts.unpack, parts.optimizer
     ));
+    if summary.skipped_steps > 0 {
+        say(format!("skipped: {} steps whose gradients had overflowed", summary.skipped_steps));
+    }
     for rank in &summary.ranks {
-        let counted = rank.bytes_counted.map_or("not counted".into(), |bytes| format!("{bytes} B counted"));
-        say(format!(
-            "rank {}: payload sent a step {counted}, {} B by the formula; peak memory {:.0} MB",
-            rank.rank,
-            rank.bytes_expected,
-            rank.peak_rss_bytes as f64 / 1e6
-        ));
+        print_rank(rank);
     }
     say(format!("mfu: {}", summary.mfu_formula));
     if let Some(path) = &summary.checkpoint {
         say(format!("checkpoint: {}", path.display()));
     }
     say(format!("weights: sha256 {}", summary.weights_hash));
+}
+
+fn print_rank(rank: &RankReport) {
+    let counted = |count: Option<u64>| count.map_or("not counted".into(), |count| format!("{count} counted"));
+    say(format!(
+        "rank {}: sent a step: {} bytes, {} by the formula; messages: {}, {} by the formula; cpu {:.0}%; peak memory {:.0} MB",
+        rank.rank,
+        counted(rank.bytes_counted),
+        rank.bytes_expected,
+        counted(rank.messages),
+        rank.expected.messages,
+        100.0 * rank.cpu_utilization,
+        rank.peak_rss_bytes as f64 / 1e6
+    ));
+    if let Some(memory) = &rank.memory {
+        let mb = |bytes: u64| bytes as f64 / 1e6;
+        say(format!(
+            "rank {}: peaks of its process while it trained, MB: {:.1} in all; parameters {:.1}, gradients {:.1}, optimizer {:.1}, \
+             activations {:.1}, communication {:.1}, other {:.1}",
+            rank.rank,
+            mb(memory.total.peak),
+            mb(memory.parameters.peak),
+            mb(memory.gradients.peak),
+            mb(memory.optimizer.peak),
+            mb(memory.activations.peak),
+            mb(memory.communication.peak),
+            mb(memory.other.peak)
+        ));
+    }
 }

@@ -5,16 +5,18 @@ use std::sync::Arc;
 
 use comm_core::{Algorithm, Call, Communicator, Handle, Op, OpKind, ReduceOp, table};
 
-use super::{Clock, Layout, Strategy, StrategyOptions, Wire};
+use super::layout::{Bucket, buckets};
+use super::{Clock, Layout, Put, Strategy, StrategyOptions, put_own};
+use crate::precision::{Precision, split};
 
 /// Gradients in buckets of whole segments, each all-reduced once.
 pub(super) struct Buckets {
     comm: Arc<dyn Communicator>,
-    layout: Layout,
-    wire: Wire,
+    wire: Precision,
+    precision: Precision,
     owned: Vec<Range<usize>>,
-    /// The segments of each bucket, in the order in which their gradients come.
-    plan: Vec<Vec<usize>>,
+    /// In the order in which their gradients come.
+    plan: Vec<Bucket>,
     /// What each bucket is called in errors.
     labels: Vec<Arc<str>>,
     /// Whether a full bucket's all-reduce starts at once.
@@ -28,44 +30,55 @@ pub(super) struct Buckets {
 }
 
 impl Buckets {
-    /// `ring`: everything in one buffer, reduced around the ring after the backward pass.
-    pub(super) fn fused(comm: Arc<dyn Communicator>, layout: Layout, wire: Wire) -> Self {
-        let plan = plan(&layout, usize::MAX);
-        let algorithm = ring(wire, comm.world_size());
-        Buckets { algorithm, ..Buckets::new(comm, layout, wire, plan, false) }
+    /// `ring`: fusion buffers, each reduced around the ring after the backward pass.
+    pub(super) fn fused(
+        comm: Arc<dyn Communicator>,
+        layout: Layout,
+        options: &StrategyOptions,
+        precision: Precision,
+    ) -> Self {
+        let plan = buckets(&layout, options.fusion_bytes, options.fusion_bytes);
+        let algorithm = ring(options.wire, comm.world_size());
+        Buckets { algorithm, overlap: false, ..Buckets::new(comm, layout, options, precision, plan) }
     }
 
     /// `ddp`: buckets that leave while the backward pass goes on.
-    pub(super) fn overlapped(comm: Arc<dyn Communicator>, layout: Layout, options: &StrategyOptions) -> Self {
-        let plan = plan(&layout, options.bucket_bytes);
-        Buckets::new(comm, layout, options.wire, plan, options.overlap)
+    pub(super) fn overlapped(
+        comm: Arc<dyn Communicator>,
+        layout: Layout,
+        options: &StrategyOptions,
+        precision: Precision,
+    ) -> Self {
+        let plan = buckets(&layout, options.first_bucket_bytes, options.bucket_bytes);
+        Buckets::new(comm, layout, options, precision, plan)
     }
 
-    fn new(comm: Arc<dyn Communicator>, layout: Layout, wire: Wire, plan: Vec<Vec<usize>>, overlap: bool) -> Self {
-        let (owned, waiting) = (layout.everything(), vec![None; layout.segments()]);
-        let label = |(index, bucket): (usize, &Vec<usize>)| {
-            let segments: Vec<String> = bucket.iter().map(|segment| layout.name(*segment)).collect();
-            format!("gradients, bucket {index}: {}", segments.join(", ")).into()
-        };
-        let labels = plan.iter().enumerate().map(label).collect();
-        Buckets { comm, layout, wire, owned, plan, labels, overlap, algorithm: None, waiting, started: Vec::new() }
+    fn new(
+        comm: Arc<dyn Communicator>,
+        layout: Layout,
+        options: &StrategyOptions,
+        precision: Precision,
+        plan: Vec<Bucket>,
+    ) -> Self {
+        Buckets {
+            comm,
+            wire: options.wire,
+            precision,
+            owned: layout.everything(),
+            labels: labels(&plan),
+            plan,
+            overlap: options.overlap,
+            algorithm: None,
+            waiting: vec![None; layout.segments()],
+            started: Vec::new(),
+        }
     }
 
     /// Starts the buckets, in order, whose gradients have all come.
     fn start_full(&mut self, clock: &mut Clock) {
         while let Some(bucket) = self.plan.get(self.started.len()) {
-            if bucket.iter().any(|segment| self.waiting[*segment].is_none()) {
-                return;
-            }
-            let waiting = &mut self.waiting;
-            let buffer = clock.pack(|| {
-                let mut parts = bucket.iter().filter_map(|segment| waiting[*segment].take());
-                let mut flat = parts.next().unwrap_or_default();
-                for part in parts {
-                    flat.extend_from_slice(&part);
-                }
-                self.wire.pack(flat)
-            });
+            let (waiting, wire) = (&mut self.waiting, self.wire);
+            let Some(buffer) = clock.pack(|| bucket.take(waiting).map(|flat| wire.pack(flat))) else { return };
             let op = Op::AllReduce(ReduceOp::Mean);
             let call = if self.overlap {
                 Call::background(op, buffer, self.started.len() % self.comm.lanes())
@@ -94,14 +107,13 @@ impl Strategy for Buckets {
 
     fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Vec<f32>>> {
         self.start_full(clock);
-        let mut grads = vec![Vec::new(); self.layout.segments()];
+        let mut grads = vec![Vec::new(); self.owned.len()];
         for (bucket, handle) in self.plan.iter().zip(std::mem::take(&mut self.started)) {
             let buffer = clock.wait(handle)?;
             clock.unpack(|| -> comm_core::Result<()> {
-                let mut flat = self.wire.unpack(buffer)?;
-                // From the back, so that the bucket's first segment keeps the buffer.
-                for segment in bucket.iter().rev() {
-                    grads[*segment] = flat.split_off(flat.len() - self.layout.len(*segment));
+                let parts = split(self.wire.unpack(buffer)?, &bucket.lengths());
+                for (segment, part) in bucket.segments.iter().zip(parts) {
+                    grads[*segment] = part;
                 }
                 Ok(())
             })?;
@@ -109,43 +121,20 @@ impl Strategy for Buckets {
         Ok(grads)
     }
 
-    fn distribute(&mut self, _params: &mut [Vec<f32>], _clock: &mut Clock) -> comm_core::Result<()> {
+    fn distribute(&mut self, masters: &[Vec<f32>], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
         // Every rank has computed the same.
+        put_own(masters, self.precision, put, clock);
         Ok(())
     }
 }
 
+/// What each bucket's gradients are called.
+pub(super) fn labels(plan: &[Bucket]) -> Vec<Arc<str>> {
+    let label = |(index, bucket): (usize, &Bucket)| format!("gradients, bucket {index}: {}", bucket.name).into();
+    plan.iter().enumerate().map(label).collect()
+}
+
 /// The ring, where it can reduce the wire type: 16-bit gradients meet in one place, so that they are rounded once.
-pub(super) fn ring(wire: Wire, ranks: usize) -> Option<Algorithm> {
+pub(super) fn ring(wire: Precision, ranks: usize) -> Option<Algorithm> {
     table::supports(Algorithm::Ring, OpKind::AllReduce, wire.dtype(), ranks).then_some(Algorithm::Ring)
-}
-
-/// Segments from last to first, in buckets that are closed once they hold `bucket_bytes` of f32.
-pub(super) fn plan(layout: &Layout, bucket_bytes: usize) -> Vec<Vec<usize>> {
-    let mut plan: Vec<Vec<usize>> = Vec::new();
-    let mut open = 0;
-    for segment in (0..layout.segments()).rev() {
-        match plan.last_mut() {
-            Some(bucket) if open < bucket_bytes => bucket.push(segment),
-            _ => {
-                plan.push(vec![segment]);
-                open = 0;
-            }
-        }
-        open = open.saturating_add(layout.len(segment) * size_of::<f32>());
-    }
-    plan
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn buckets_close_once_full_and_keep_the_backward_order() {
-        let layout = Layout::new(&[100, 10, 10, 10, 1]);
-        assert_eq!(plan(&layout, 44), [vec![4, 3], vec![2, 1], vec![0]]);
-        assert_eq!(plan(&layout, usize::MAX), [vec![4, 3, 2, 1, 0]]);
-        assert_eq!(plan(&layout, 0), [vec![4], vec![3], vec![2], vec![1], vec![0]]);
-    }
 }

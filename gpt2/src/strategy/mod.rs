@@ -1,30 +1,41 @@
 //! The distributed strategies, each written once against `dyn Communicator`.
 //!
 //! All of them train on the same batches with the same arithmetic; they differ in who averages which gradients, who updates which
-//! parameters, and by which messages. A step goes through a [`Strategy`] like this:
+//! parameters, where parameters lie, and by which messages. The trainer keeps *masters*, the f32 parameters that this rank's optimizer
+//! updates, apart from the model's own *weights*, which are in the type of computation. A step goes through a [`Strategy`] like this:
 //!
-//! 1. [`gradient`](Strategy::gradient) for each segment, in the order in which the backward pass ends them;
-//! 2. [`synchronise`](Strategy::synchronise): the averaged gradients of the elements that this rank updates;
-//! 3. the trainer clips them and runs the optimizer on [`owned`](Strategy::owned);
-//! 4. [`distribute`](Strategy::distribute): every rank gets the parameters that others updated.
+//! 1. [`begin`](Strategy::begin), then for each micro-step a pass over the model, which a strategy that keeps no whole model feeds with
+//!    [`weights`](Strategy::weights) segment by segment;
+//! 2. in the last micro-step [`gradient`](Strategy::gradient) for each segment, in the order in which the backward pass ends them;
+//! 3. [`synchronise`](Strategy::synchronise): the averaged gradients of the elements that this rank updates;
+//! 4. the trainer clips them and runs the optimizer on the masters, which are [`owned`](Strategy::owned);
+//! 5. [`distribute`](Strategy::distribute): the weights that follow from the masters of all ranks.
 
 mod buckets;
+mod clock;
 pub mod formula;
+mod fsdp;
+mod hierarchical;
+mod layout;
 mod ps;
 mod sharded_ps;
 mod single;
-mod wire;
+mod zero;
 
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
-use comm_core::{Communicator, DType, Handle};
+use comm_core::{Buffer, Communicator};
 use serde::{Deserialize, Serialize};
 
-pub use wire::Wire;
+pub use crate::precision::Precision as Wire;
+pub use clock::Clock;
+pub use layout::Layout;
+
+use crate::memory::{self, Category};
+use crate::precision::Precision;
 
 /// Which strategy; written as in [`StrategyKind::name`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -32,20 +43,38 @@ pub use wire::Wire;
 pub enum StrategyKind {
     /// One device, no communication.
     Single,
-    /// Rank 0 computes, and serves: it averages everyone's gradients, updates the parameters and sends them to everyone.
+    /// Rank 0 serves: it averages everyone's gradients, updates the parameters and sends them to everyone. It also computes, unless it
+    /// is dedicated.
     Ps,
     /// Every rank computes, and serves one shard of the parameters.
     ShardedPs,
-    /// Horovod: all gradients in one fused buffer, one ring all-reduce after the backward pass.
+    /// Horovod: gradients in a fusion buffer, ring all-reduces after the backward pass.
     Ring,
     /// PyTorch's DistributedDataParallel: buckets of gradients, all-reduced while the backward pass goes on.
     Ddp,
+    /// ZeRO stage 1: every rank keeps optimizer state for a shard of the parameters.
+    Zero1,
+    /// ZeRO stage 2: and gradients of that shard only.
+    Zero2,
+    /// Fully sharded data parallel, ZeRO stage 3: and parameters of that shard only.
+    Fsdp,
+    /// Gradients are averaged inside each node first, then between nodes, shard by shard.
+    Hierarchical,
 }
 
 impl StrategyKind {
     /// Every strategy.
-    pub const ALL: [StrategyKind; 5] =
-        [StrategyKind::Single, StrategyKind::Ps, StrategyKind::ShardedPs, StrategyKind::Ring, StrategyKind::Ddp];
+    pub const ALL: [StrategyKind; 9] = [
+        StrategyKind::Single,
+        StrategyKind::Ps,
+        StrategyKind::ShardedPs,
+        StrategyKind::Ring,
+        StrategyKind::Ddp,
+        StrategyKind::Zero1,
+        StrategyKind::Zero2,
+        StrategyKind::Fsdp,
+        StrategyKind::Hierarchical,
+    ];
 
     /// Its name on the command line.
     pub fn name(self) -> &'static str {
@@ -55,6 +84,10 @@ impl StrategyKind {
             StrategyKind::ShardedPs => "sharded-ps",
             StrategyKind::Ring => "ring",
             StrategyKind::Ddp => "ddp",
+            StrategyKind::Zero1 => "zero1",
+            StrategyKind::Zero2 => "zero2",
+            StrategyKind::Fsdp => "fsdp",
+            StrategyKind::Hierarchical => "hierarchical",
         }
     }
 }
@@ -76,23 +109,65 @@ impl FromStr for StrategyKind {
     }
 }
 
-/// Options that belong to no strategy alone.
+/// Options of the strategies; each takes those that concern it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct StrategyOptions {
-    /// The type in which gradients travel. Parameters always travel in f32.
-    pub wire: Wire,
-    /// A bucket of `ddp` is closed once it holds this many bytes of f32 gradients.
+    /// The type in which gradients travel. Parameters travel in the type of computation.
+    pub wire: Precision,
+    /// The first bucket of `ddp`, `zero1`, `zero2` and `hierarchical` is closed once it holds this many bytes of f32 gradients. Smaller
+    /// than the others, so that communication begins early.
+    pub first_bucket_bytes: usize,
+    /// Any further bucket is closed once it holds this many.
     pub bucket_bytes: usize,
-    /// Whether `ddp` starts a bucket's all-reduce while the backward pass goes on.
+    /// The fusion buffer of `ring` leaves once it holds this many bytes of f32 gradients (Horovod's fusion threshold).
+    pub fusion_bytes: usize,
+    /// Whether a bucket leaves while the backward pass goes on, and parameters come before they are needed.
     pub overlap: bool,
+    /// Whether the server of `ps` only serves: the others then share the global batch.
+    pub dedicated_server: bool,
+    /// Ranks of a node, for `hierarchical`; they follow one another. 0: as many as the session's nodes have.
+    pub ranks_per_node: usize,
 }
 
 impl Default for StrategyOptions {
     fn default() -> Self {
-        // PyTorch's 25 MB would be one bucket for every model that a CPU trains in minutes.
-        StrategyOptions { wire: Wire::F32, bucket_bytes: 1 << 20, overlap: true }
+        // PyTorch's 1 MiB and 25 MiB would be one bucket for every model that a CPU trains in minutes.
+        StrategyOptions {
+            wire: Precision::F32,
+            first_bucket_bytes: 256 << 10,
+            bucket_bytes: 1 << 20,
+            fusion_bytes: 64 << 20,
+            overlap: true,
+            dedicated_server: false,
+            ranks_per_node: 0,
+        }
     }
 }
+
+impl StrategyOptions {
+    /// Ranks that take part of the data, of `ranks`.
+    pub fn workers(&self, kind: StrategyKind, ranks: usize) -> usize {
+        if self.serves_only(kind, ranks, 0) { ranks - 1 } else { ranks }
+    }
+
+    /// Whether `rank` is a server that does not compute.
+    pub fn serves_only(&self, kind: StrategyKind, ranks: usize, rank: usize) -> bool {
+        kind == StrategyKind::Ps && self.dedicated_server && ranks > 1 && rank == 0
+    }
+}
+
+/// What a strategy communicates with.
+#[derive(Clone)]
+pub struct Comms {
+    /// All ranks of the job.
+    pub world: Arc<dyn Communicator>,
+    /// The ranks of this rank's node over a transport of their own, where the session has one.
+    pub node: Option<Arc<dyn Communicator>>,
+}
+
+/// Takes the weights of a segment, in the type of computation.
+pub type Put<'a> = &'a mut dyn FnMut(usize, Buffer);
 
 /// How gradients become updated parameters on all ranks.
 pub trait Strategy: Send {
@@ -100,227 +175,92 @@ pub trait Strategy: Send {
     /// element, and where they overlap all compute the same.
     fn owned(&self) -> &[Range<usize>];
 
-    /// Takes one segment's gradients (flat f32, the mean over this rank's rows). Segments come in the order in which the backward pass
-    /// ends them: last to first.
+    /// Whether this rank computes gradients and keeps a model. One that does not is not given any data.
+    fn computes(&self) -> bool {
+        true
+    }
+
+    /// Whether weights are in the model only while a segment uses them.
+    fn brings_weights(&self) -> bool {
+        false
+    }
+
+    /// A pass over the model begins, with gradients or without.
+    fn begin(&mut self, training: bool) {
+        let _ = training;
+    }
+
+    /// The weights of the next segment of the pass, where [`brings_weights`](Strategy::brings_weights): called for each segment that a pass
+    /// enters (see [`PassHooks`](crate::segments::PassHooks)), except segment 0 backward. `masters` are this rank's.
+    ///
+    /// # Errors
+    /// The communicator's.
+    fn weights(&mut self, segment: usize, masters: &[Vec<f32>], clock: &mut Clock) -> comm_core::Result<Buffer> {
+        let _ = (segment, masters, clock);
+        Err(comm_core::Error::Internal("a strategy that keeps whole models was asked for weights".into()))
+    }
+
+    /// The weights that [`weights`](Strategy::weights) returned are in the model: the next ones may come.
+    ///
+    /// # Errors
+    /// The communicator's.
+    fn prefetch(&mut self, masters: &[Vec<f32>], clock: &mut Clock) -> comm_core::Result<()> {
+        let _ = (masters, clock);
+        Ok(())
+    }
+
+    /// Takes one segment's gradients (flat f32, already weighed so that the mean over ranks is the global batch's). Segments come in the
+    /// order in which the backward pass ends them: last to first.
     ///
     /// # Errors
     /// The communicator's.
     fn gradient(&mut self, segment: usize, grads: Vec<f32>, clock: &mut Clock) -> comm_core::Result<()>;
 
-    /// Returns the gradients, averaged over all ranks, of the owned range of each segment. Called after every segment's gradients came.
+    /// Returns the gradients, averaged over all ranks that compute, of the owned range of each segment. Called after every segment's
+    /// gradients came.
     ///
     /// # Errors
     /// The communicator's.
     fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Vec<f32>>>;
 
-    /// Brings every rank's whole `params` (flat, by segment) up to date after each rank has updated what it owns.
+    /// Puts the weights that follow from all ranks' `masters` (the owned range of each segment) into the model, where it keeps any.
     ///
     /// # Errors
     /// The communicator's.
-    fn distribute(&mut self, params: &mut [Vec<f32>], clock: &mut Clock) -> comm_core::Result<()>;
+    fn distribute(&mut self, masters: &[Vec<f32>], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()>;
 }
 
-/// The strategy for `segments` (their lengths in elements, forward order).
+/// The strategy for `segments` (their lengths in elements, forward order) of a model that computes in `precision`.
 ///
 /// # Errors
-/// `InvalidArgument` for `single` on several ranks.
+/// `InvalidArgument` for `single` on several ranks, for a dedicated server without workers, and for nodes that do not divide the ranks.
+/// For `hierarchical` also those of [`Communicator::split`]: all ranks call this together.
 pub fn build(
     kind: StrategyKind,
-    comm: Arc<dyn Communicator>,
+    comms: &Comms,
     segments: &[usize],
     options: &StrategyOptions,
+    precision: Precision,
 ) -> comm_core::Result<Box<dyn Strategy>> {
     let layout = Layout::new(segments);
+    let comm = comms.world.clone();
     Ok(match kind {
-        StrategyKind::Single => Box::new(single::Single::new(&*comm, layout)?),
-        StrategyKind::Ps => Box::new(ps::ParameterServer::new(comm, layout, options.wire)),
-        StrategyKind::ShardedPs => Box::new(sharded_ps::ShardedServer::new(comm, layout, options.wire)),
-        StrategyKind::Ring => Box::new(buckets::Buckets::fused(comm, layout, options.wire)),
-        StrategyKind::Ddp => Box::new(buckets::Buckets::overlapped(comm, layout, options)),
+        StrategyKind::Single => Box::new(single::Single::new(&*comm, layout, precision)?),
+        StrategyKind::Ps => Box::new(ps::ParameterServer::new(comm, layout, options, precision)?),
+        StrategyKind::ShardedPs => Box::new(sharded_ps::ShardedServer::new(comm, layout, options.wire, precision)),
+        StrategyKind::Ring => Box::new(buckets::Buckets::fused(comm, layout, options, precision)),
+        StrategyKind::Ddp => Box::new(buckets::Buckets::overlapped(comm, layout, options, precision)),
+        StrategyKind::Zero1 => Box::new(zero::Zero::new(comm, layout, options, precision, zero::Stage::One)),
+        StrategyKind::Zero2 => Box::new(zero::Zero::new(comm, layout, options, precision, zero::Stage::Two)),
+        StrategyKind::Fsdp => Box::new(fsdp::Fsdp::new(comm, layout, options, precision)),
+        StrategyKind::Hierarchical => Box::new(hierarchical::Hierarchical::new(comms, layout, options, precision)?),
     })
 }
 
-/// The model's flat vector: all segments one after another.
-#[derive(Clone, Debug)]
-pub struct Layout {
-    ranges: Vec<Range<usize>>,
-}
-
-impl Layout {
-    /// The layout of segments of these lengths.
-    pub fn new(lengths: &[usize]) -> Self {
-        let mut start = 0;
-        let ranges = lengths
-            .iter()
-            .map(|len| {
-                let range = start..start + len;
-                start = range.end;
-                range
-            })
-            .collect();
-        Layout { ranges }
-    }
-
-    /// Elements of the whole.
-    pub fn total(&self) -> usize {
-        self.ranges.last().map_or(0, |range| range.end)
-    }
-
-    /// Number of segments.
-    pub fn segments(&self) -> usize {
-        self.ranges.len()
-    }
-
-    /// Elements of one segment.
-    pub fn len(&self, segment: usize) -> usize {
-        self.ranges[segment].len()
-    }
-
-    /// What a segment is called in messages: the embedding, a block or the head.
-    fn name(&self, segment: usize) -> String {
-        match segment {
-            0 => "embedding".into(),
-            last if last + 1 == self.segments() => "head".into(),
-            block => format!("block {}", block - 1),
-        }
-    }
-
-    /// All of every segment.
-    fn everything(&self) -> Vec<Range<usize>> {
-        self.ranges.iter().map(|range| 0..range.len()).collect()
-    }
-
-    /// None of any segment.
-    fn nothing(&self) -> Vec<Range<usize>> {
-        vec![0..0; self.segments()]
-    }
-
-    /// The part of each segment that lies in `part` of the flat vector, counted from the segment's start.
-    fn within(&self, part: &Range<usize>) -> Vec<Range<usize>> {
-        self.ranges
-            .iter()
-            .map(|range| {
-                let (start, end) = (range.start.max(part.start), range.end.min(part.end));
-                if start < end { start - range.start..end - range.start } else { 0..0 }
-            })
-            .collect()
-    }
-
-    /// The elements `part` of the flat vector.
-    fn gather(&self, segments: &[Vec<f32>], part: &Range<usize>) -> Vec<f32> {
-        let mut flat = Vec::with_capacity(part.len());
-        for (values, range) in segments.iter().zip(self.within(part)) {
-            flat.extend_from_slice(&values[range]);
-        }
-        flat
-    }
-
-    /// Writes the elements `part` of the flat vector.
-    fn scatter(&self, flat: &[f32], part: &Range<usize>, segments: &mut [Vec<f32>]) {
-        let mut rest = flat;
-        for (values, range) in segments.iter_mut().zip(self.within(part)) {
-            let (own, others) = rest.split_at(range.len());
-            values[range].copy_from_slice(own);
-            rest = others;
-        }
-    }
-
-    /// Cuts the elements `part` of the flat vector into their segments.
-    fn cut(&self, flat: &[f32], part: &Range<usize>) -> Vec<Vec<f32>> {
-        let mut rest = flat;
-        self.within(part)
-            .into_iter()
-            .map(|range| {
-                let (own, others) = rest.split_at(range.len());
-                rest = others;
-                own.to_vec()
-            })
-            .collect()
-    }
-}
-
-/// Where the time of a step went, on this rank.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Clock {
-    /// The training thread waited for communication.
-    pub exposed: Duration,
-    /// When operations were under way, waited for or not.
-    spans: Vec<(Instant, Instant)>,
-    /// Gradients were cast, concatenated or read back from the device.
-    pub pack: Duration,
-    /// Results were cast, cut or uploaded to the device.
-    pub unpack: Duration,
-    /// Communication operations started.
-    pub operations: u64,
-}
-
-impl Clock {
-    /// Runs `work` and counts it as packing.
-    pub fn pack<R>(&mut self, work: impl FnOnce() -> R) -> R {
-        let start = Instant::now();
-        let result = work();
-        self.pack += start.elapsed();
-        result
-    }
-
-    /// Runs `work` and counts it as unpacking.
-    pub fn unpack<R>(&mut self, work: impl FnOnce() -> R) -> R {
-        let start = Instant::now();
-        let result = work();
-        self.unpack += start.elapsed();
-        result
-    }
-
-    /// How long at least one operation was under way, waited for or not.
-    pub fn communication(&self) -> Duration {
-        let mut spans = self.spans.clone();
-        spans.sort_unstable();
-        let mut total = Duration::ZERO;
-        let mut covered: Option<Instant> = None;
-        for (began, ended) in spans {
-            let from = covered.map_or(began, |covered| began.max(covered));
-            total += ended.saturating_duration_since(from);
-            covered = Some(covered.map_or(ended, |covered| ended.max(covered)));
-        }
-        total
-    }
-
-    /// Starts an operation.
-    fn start(&mut self, comm: &dyn Communicator, call: comm_core::Call) -> Handle {
-        let start = Instant::now();
-        let handle = comm.start(call);
-        // A blocking call has run in here; a background one returns at once.
-        self.exposed += start.elapsed();
-        self.operations += 1;
-        handle
-    }
-
-    /// Waits for an operation.
-    fn wait(&mut self, handle: Handle) -> comm_core::Result<comm_core::Buffer> {
-        let start = Instant::now();
-        let outcome = handle.wait();
-        self.exposed += start.elapsed();
-        let completed = outcome.map_err(comm_core::Failed::into_error)?;
-        self.spans.push((completed.began, completed.ended));
-        Ok(completed.buffer)
-    }
-}
-
-/// Bytes of one element of `dtype` on the wire.
-fn width(dtype: DType) -> u64 {
-    dtype.size() as u64
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn operations_side_by_side_count_once() {
-        let start = Instant::now();
-        let at = |ms: u64| start + Duration::from_millis(ms);
-        let spans = vec![(at(30), at(40)), (at(0), at(10)), (at(5), at(20)), (at(6), at(8))];
-        let clock = Clock { spans, ..Clock::default() };
-        assert_eq!(clock.communication(), Duration::from_millis(30));
+/// Puts weights that this rank has the masters of.
+fn put_own(masters: &[Vec<f32>], precision: Precision, put: Put<'_>, clock: &mut Clock) {
+    for (segment, values) in masters.iter().enumerate() {
+        let weights = clock.unpack(|| memory::within(Category::Parameters, || precision.pack(values.clone())));
+        put(segment, weights);
     }
 }

@@ -1,11 +1,13 @@
-//! A single parameter server, which also computes.
+//! A single parameter server.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use comm_core::{Buffer, Call, Communicator, Handle, Op};
+use comm_core::{Buffer, Call, Communicator, Error, Handle, Op};
 
-use super::{Clock, Layout, Strategy, Wire};
+use super::{Clock, Layout, Put, Strategy, StrategyKind, StrategyOptions, put_own};
+use crate::memory::{self, Category};
+use crate::precision::Precision;
 
 /// The rank that serves.
 const SERVER: usize = 0;
@@ -14,21 +16,33 @@ const SERVER: usize = 0;
 const GRADIENTS: &str = "a worker's gradients";
 const PARAMETERS: &str = "the server's parameters";
 
-/// Rank 0 receives every worker's gradients, averages them with its own in rank order, updates all parameters and sends them to every
-/// worker: (N−1)·S each way through one rank.
+/// Rank 0 receives every worker's gradients, averages them in rank order, with its own unless it is dedicated, updates all parameters
+/// and sends them to every worker: (N−1)·S each way through one rank.
 pub(super) struct ParameterServer {
     comm: Arc<dyn Communicator>,
     layout: Layout,
-    wire: Wire,
+    wire: Precision,
+    precision: Precision,
+    dedicated: bool,
     owned: Vec<Range<usize>>,
     grads: Vec<Vec<f32>>,
 }
 
 impl ParameterServer {
-    pub(super) fn new(comm: Arc<dyn Communicator>, layout: Layout, wire: Wire) -> Self {
+    pub(super) fn new(
+        comm: Arc<dyn Communicator>,
+        layout: Layout,
+        options: &StrategyOptions,
+        precision: Precision,
+    ) -> comm_core::Result<Self> {
+        let ranks = comm.world_size();
+        if options.dedicated_server && ranks == 1 {
+            return Err(Error::invalid("a dedicated parameter server needs at least one worker beside it: 2 ranks"));
+        }
         let owned = if comm.rank() == SERVER { layout.everything() } else { layout.nothing() };
         let grads = vec![Vec::new(); layout.segments()];
-        ParameterServer { comm, layout, wire, owned, grads }
+        let (wire, dedicated) = (options.wire, options.serves_only(StrategyKind::Ps, ranks, SERVER));
+        Ok(ParameterServer { comm, layout, wire, precision, dedicated, owned, grads })
     }
 
     /// Starts `op` with the server's partner `worker`, each worker on a lane of its own as far as lanes go.
@@ -40,11 +54,19 @@ impl ParameterServer {
     fn workers(&self) -> Range<usize> {
         1..self.comm.world_size()
     }
+
+    fn serves(&self) -> bool {
+        self.comm.rank() == SERVER
+    }
 }
 
 impl Strategy for ParameterServer {
     fn owned(&self) -> &[Range<usize>] {
         &self.owned
+    }
+
+    fn computes(&self) -> bool {
+        !(self.dedicated && self.serves())
     }
 
     fn gradient(&mut self, segment: usize, grads: Vec<f32>, _clock: &mut Clock) -> comm_core::Result<()> {
@@ -54,47 +76,66 @@ impl Strategy for ParameterServer {
 
     fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Vec<f32>>> {
         let whole = 0..self.layout.total();
-        let mine = clock.pack(|| self.wire.pack(self.layout.gather(&self.grads, &whole)));
-        let rank = self.comm.rank();
-        if rank != SERVER {
-            let sent = self.start(rank, Op::Send { to: SERVER }, mine, GRADIENTS, clock);
-            clock.wait(sent)?;
-            return Ok(vec![Vec::new(); self.layout.segments()]);
-        }
-        let arriving: Vec<Handle> = self
-            .workers()
-            .map(|worker| self.start(worker, Op::Recv { from: worker }, self.wire.empty(whole.len()), GRADIENTS, clock))
-            .collect();
-        // The server's own gradients are rounded to the wire type like everyone's.
-        let mut sum = self.wire.unpack(mine)?;
+        let arriving: Vec<Handle> = if self.serves() {
+            let receive = |worker| {
+                let empty = memory::within(Category::Gradients, || self.wire.empty(whole.len()));
+                self.start(worker, Op::Recv { from: worker }, empty, GRADIENTS, clock)
+            };
+            self.workers().map(receive).collect()
+        } else {
+            Vec::new()
+        };
+        let empty = vec![Vec::new(); self.layout.segments()];
+        let grads = std::mem::replace(&mut self.grads, empty.clone());
+        let mine = self.computes().then(|| clock.pack(|| self.wire.pack(self.layout.gather(&grads, &whole))));
+        let mut sum: Option<Vec<f32>> = match mine {
+            Some(mine) if !self.serves() => {
+                let sent = self.start(self.comm.rank(), Op::Send { to: SERVER }, mine, GRADIENTS, clock);
+                clock.wait(sent)?;
+                return Ok(empty);
+            }
+            // The server's own gradients are rounded to the wire type like everyone's.
+            Some(mine) => Some(clock.unpack(|| self.wire.unpack(mine))?),
+            None => None,
+        };
         for handle in arriving {
             let theirs = clock.wait(handle)?;
             clock.unpack(|| -> comm_core::Result<()> {
-                add(&mut sum, &self.wire.unpack(theirs)?);
+                let theirs = self.wire.unpack(theirs)?;
+                match &mut sum {
+                    Some(sum) => add(sum, &theirs),
+                    None => sum = Some(theirs),
+                }
                 Ok(())
             })?;
         }
-        let ranks = self.comm.world_size() as f32;
+        let computing = self.comm.world_size() - usize::from(self.dedicated);
+        let mut sum = sum.unwrap_or_default();
         Ok(clock.unpack(|| {
-            sum.iter_mut().for_each(|value| *value /= ranks);
-            self.layout.cut(&sum, &whole)
+            sum.iter_mut().for_each(|value| *value /= computing as f32);
+            crate::precision::split(sum, &self.layout.lengths())
         }))
     }
 
-    fn distribute(&mut self, params: &mut [Vec<f32>], clock: &mut Clock) -> comm_core::Result<()> {
-        let whole = 0..self.layout.total();
-        let rank = self.comm.rank();
-        if rank != SERVER {
-            let empty = Wire::F32.empty(whole.len());
-            let arriving = self.start(rank, Op::Recv { from: SERVER }, empty, PARAMETERS, clock);
-            let flat: Vec<f32> = clock.wait(arriving)?.into_vec()?;
-            clock.unpack(|| self.layout.scatter(&flat, &whole, params));
+    fn distribute(&mut self, masters: &[Vec<f32>], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
+        let whole = self.layout.total();
+        let parameters = |work: &mut dyn FnMut() -> Buffer| memory::within(Category::Parameters, work);
+        if !self.serves() {
+            let empty = parameters(&mut || self.precision.empty(whole));
+            let arriving = self.start(self.comm.rank(), Op::Recv { from: SERVER }, empty, PARAMETERS, clock);
+            let flat = clock.wait(arriving)?;
+            let parts = clock
+                .unpack(|| memory::within(Category::Parameters, || self.precision.cut(flat, &self.layout.lengths())))?;
+            parts.into_iter().enumerate().for_each(|(segment, part)| put(segment, part));
             return Ok(());
         }
         let mut leaving = Vec::new();
         for worker in self.workers() {
-            let flat = clock.pack(|| self.layout.gather(params, &whole));
-            leaving.push(self.start(worker, Op::Send { to: worker }, Buffer::from_vec(flat), PARAMETERS, clock));
+            let flat = clock.pack(|| parameters(&mut || self.precision.pack(masters.concat())));
+            leaving.push(self.start(worker, Op::Send { to: worker }, flat, PARAMETERS, clock));
+        }
+        if self.computes() {
+            put_own(masters, self.precision, put, clock);
         }
         for handle in leaving {
             clock.wait(handle)?;

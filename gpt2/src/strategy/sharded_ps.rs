@@ -6,14 +6,17 @@ use std::sync::Arc;
 use comm_core::{Buffer, Call, Communicator, Handle, Op, shard_range};
 
 use super::ps::add;
-use super::{Clock, Layout, Strategy, Wire};
+use super::{Clock, Layout, Put, Strategy};
+use crate::memory::{self, Category};
+use crate::precision::Precision;
 
 /// Every rank sends shard s of its gradients to rank s, which averages them in rank order, updates its parameters and sends them to
 /// everyone: 2S(N−1)/N each way, evenly.
 pub(super) struct ShardedServer {
     comm: Arc<dyn Communicator>,
     layout: Layout,
-    wire: Wire,
+    wire: Precision,
+    precision: Precision,
     /// The shard of each rank, in the flat vector.
     shards: Vec<Range<usize>>,
     owned: Vec<Range<usize>>,
@@ -21,12 +24,12 @@ pub(super) struct ShardedServer {
 }
 
 impl ShardedServer {
-    pub(super) fn new(comm: Arc<dyn Communicator>, layout: Layout, wire: Wire) -> Self {
+    pub(super) fn new(comm: Arc<dyn Communicator>, layout: Layout, wire: Precision, precision: Precision) -> Self {
         let ranks = comm.world_size();
         let shards: Vec<_> = (0..ranks).map(|rank| shard_range(layout.total(), ranks, rank)).collect();
         let owned = layout.within(&shards[comm.rank()]);
         let grads = vec![Vec::new(); layout.segments()];
-        ShardedServer { comm, layout, wire, shards, owned, grads }
+        ShardedServer { comm, layout, wire, precision, shards, owned, grads }
     }
 
     /// One message from every rank to every other: `outgoing(peer)` leaves, and a buffer like `incoming(peer)` arrives. Returns what
@@ -89,25 +92,31 @@ impl Strategy for ShardedServer {
         })
     }
 
-    fn distribute(&mut self, params: &mut [Vec<f32>], clock: &mut Clock) -> comm_core::Result<()> {
-        let mine = &self.shards[self.comm.rank()];
-        let arrived = {
-            let params = &*params;
-            self.everyone_to_everyone(
-                "parameters of a shard",
-                clock,
-                |_| Buffer::from_vec(self.layout.gather(params, mine)),
-                |owner| Wire::F32.empty(self.shards[owner].len()),
-            )?
-        };
-        clock.unpack(|| {
-            for (shard, buffer) in self.shards.iter().zip(arrived) {
-                if let Some(buffer) = buffer {
-                    self.layout.scatter(&buffer.into_vec::<f32>()?, shard, params);
+    fn distribute(&mut self, masters: &[Vec<f32>], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
+        let rank = self.comm.rank();
+        let own = || memory::within(Category::Parameters, || self.precision.pack(masters.concat()));
+        let mut arrived = self.everyone_to_everyone(
+            "parameters of a shard",
+            clock,
+            |_| own(),
+            |owner| memory::within(Category::Parameters, || self.precision.empty(self.shards[owner].len())),
+        )?;
+        arrived[rank] = Some(clock.pack(own));
+        let parts = clock.unpack(|| {
+            memory::within(Category::Parameters, || {
+                let mut whole = comm_core::HostBuffer::zeros(self.precision.dtype(), self.layout.total());
+                let width = self.precision.dtype().size();
+                for (shard, buffer) in self.shards.iter().zip(arrived) {
+                    if let Some(Buffer::Host(buffer)) = buffer {
+                        let range = shard.start * width..shard.end * width;
+                        comm_core::copy(&mut whole.bytes_mut()[range], buffer.bytes());
+                    }
                 }
-            }
-            Ok(())
-        })
+                self.precision.cut(Buffer::Host(whole), &self.layout.lengths())
+            })
+        })?;
+        parts.into_iter().enumerate().for_each(|(segment, part)| put(segment, part));
+        Ok(())
     }
 }
 

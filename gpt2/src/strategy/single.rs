@@ -4,23 +4,25 @@ use std::ops::Range;
 
 use comm_core::{Communicator, Error};
 
-use super::{Clock, Layout, Strategy};
+use super::{Clock, Layout, Put, Strategy, put_own};
+use crate::precision::Precision;
 
 /// No communication at all.
 pub(super) struct Single {
+    precision: Precision,
     owned: Vec<Range<usize>>,
     grads: Vec<Vec<f32>>,
 }
 
 impl Single {
-    pub(super) fn new(comm: &dyn Communicator, layout: Layout) -> comm_core::Result<Self> {
+    pub(super) fn new(comm: &dyn Communicator, layout: Layout, precision: Precision) -> comm_core::Result<Self> {
         if comm.world_size() != 1 {
             return Err(Error::InvalidArgument(format!(
                 "the strategy `single` trains on one rank, not on {}; use --nproc 1 or another strategy",
                 comm.world_size()
             )));
         }
-        Ok(Single { owned: layout.everything(), grads: vec![Vec::new(); layout.segments()] })
+        Ok(Single { precision, owned: layout.everything(), grads: vec![Vec::new(); layout.segments()] })
     }
 }
 
@@ -39,7 +41,8 @@ impl Strategy for Single {
         Ok(std::mem::replace(&mut self.grads, empty))
     }
 
-    fn distribute(&mut self, _params: &mut [Vec<f32>], _clock: &mut Clock) -> comm_core::Result<()> {
+    fn distribute(&mut self, masters: &[Vec<f32>], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
+        put_own(masters, self.precision, put, clock);
         Ok(())
     }
 }

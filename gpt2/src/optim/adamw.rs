@@ -1,14 +1,11 @@
-//! AdamW over flat host vectors, gradient norms and learning-rate schedules.
-//!
-//! Everything is element-wise with a fixed order of operations, so a step over a whole segment and steps over its shards give
-//! the same bits. Scalars follow PyTorch: computed in f64, applied in f32.
+//! AdamW over flat host vectors.
 
 use std::ops::Range;
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use crate::math;
+use super::{Moments, OptimError, TASK, integer_power, tiles};
 use crate::segments::SegmentInfo;
 
 /// AdamW's constants (Loshchilov and Hutter 2019).
@@ -31,45 +28,13 @@ impl Default for AdamWConfig {
     }
 }
 
-/// Why the optimizer refuses what it is given.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub enum OptimError {
-    /// The shard does not lie in its segment.
-    #[error("optimizer of segment {segment}: elements {start}..{end} are not within its {len} elements")]
-    RangeOutsideSegment {
-        /// The segment's name.
-        segment: String,
-        /// First element of the shard.
-        start: usize,
-        /// End of the shard.
-        end: usize,
-        /// Elements of the segment.
-        len: usize,
-    },
-    /// A vector does not have the shard's length.
-    #[error("optimizer of segment {segment}: {what} has {len} elements, its shard has {expected}")]
-    Length {
-        /// The segment's name.
-        segment: String,
-        /// Which vector.
-        what: &'static str,
-        /// Elements given.
-        len: usize,
-        /// Elements of the shard.
-        expected: usize,
-    },
-}
-
 /// AdamW for one contiguous range of a segment's flat vector, with state for that range only.
 #[derive(Clone, Debug)]
 pub struct AdamW {
     config: AdamWConfig,
-    segment: String,
     /// Runs of equal treatment that tile the shard: (elements, counted from its start; whether they decay).
     runs: Vec<(Range<usize>, bool)>,
-    mean: Vec<f32>,
-    square: Vec<f32>,
-    steps: u64,
+    moments: Moments,
 }
 
 impl AdamW {
@@ -78,55 +43,36 @@ impl AdamW {
     /// # Errors
     /// [`OptimError::RangeOutsideSegment`].
     pub fn new(config: AdamWConfig, segment: &SegmentInfo, range: Range<usize>) -> Result<Self, OptimError> {
-        if range.start > range.end || range.end > segment.len {
-            return Err(OptimError::RangeOutsideSegment {
-                segment: segment.name.clone(),
-                start: range.start,
-                end: range.end,
-                len: segment.len,
-            });
-        }
+        let moments = Moments::new(segment, &range)?;
         let mut runs: Vec<(Range<usize>, bool)> = Vec::new();
-        for param in &segment.params {
-            let start = param.offset.max(range.start);
-            let end = (param.offset + param.len).min(range.end);
-            if start >= end {
-                continue;
-            }
-            let part = start - range.start..end - range.start;
+        for (index, part) in tiles(segment, &range) {
+            let decays = segment.params[index].decay;
             match runs.last_mut() {
-                Some((run, decay)) if *decay == param.decay => run.end = part.end,
-                _ => runs.push((part, param.decay)),
+                Some((run, decay)) if *decay == decays => run.end = part.end,
+                _ => runs.push((part, decays)),
             }
         }
-        Ok(Self {
-            config,
-            segment: segment.name.clone(),
-            runs,
-            mean: vec![0.0; range.len()],
-            square: vec![0.0; range.len()],
-            steps: 0,
-        })
+        Ok(Self { config, runs, moments })
     }
 
     /// Number of elements of the shard.
     pub fn len(&self) -> usize {
-        self.mean.len()
+        self.moments.len()
     }
 
     /// Whether the shard is empty.
     pub fn is_empty(&self) -> bool {
-        self.mean.is_empty()
+        self.len() == 0
     }
 
     /// Steps taken so far.
     pub fn steps(&self) -> u64 {
-        self.steps
+        self.moments.steps
     }
 
     /// The state for a checkpoint: first and second moments and the number of steps.
     pub fn state(&self) -> (&[f32], &[f32], u64) {
-        (&self.mean, &self.square, self.steps)
+        self.moments.state()
     }
 
     /// Continues from a saved [`state`](Self::state).
@@ -134,10 +80,7 @@ impl AdamW {
     /// # Errors
     /// [`OptimError::Length`] if a moment does not have the shard's length.
     pub fn restore(&mut self, mean: Vec<f32>, square: Vec<f32>, steps: u64) -> Result<(), OptimError> {
-        self.check("the saved first moment", mean.len())?;
-        self.check("the saved second moment", square.len())?;
-        (self.mean, self.square, self.steps) = (mean, square, steps);
-        Ok(())
+        self.moments.restore(mean, square, steps)
     }
 
     /// One step on the shard: `params` and `grads` are its elements; each gradient is first multiplied by `grad_factor` (a clip
@@ -156,11 +99,11 @@ impl AdamW {
         learning_rate: f64,
         grad_factor: f32,
     ) -> Result<(), OptimError> {
-        self.check("the parameter slice", params.len())?;
-        self.check("the gradient slice", grads.len())?;
-        self.steps += 1;
+        self.moments.check("the parameter slice", params.len())?;
+        self.moments.check("the gradient slice", grads.len())?;
+        self.moments.steps += 1;
         let AdamWConfig { beta1, beta2, epsilon, weight_decay } = self.config;
-        let t = self.steps;
+        let t = self.moments.steps;
         let scalars = Scalars {
             grad_factor,
             mean_weight: (1.0 - beta1) as f32,
@@ -174,25 +117,18 @@ impl AdamW {
         for (run, decay) in &self.runs {
             let scalars =
                 Scalars { keep: if *decay { (1.0 - learning_rate * weight_decay) as f32 } else { 1.0 }, ..scalars };
-            // Tasks of this size keep four streams in a core's cache; the result does not depend on it.
-            const TASK: usize = 1 << 16;
             params[run.clone()]
                 .par_chunks_mut(TASK)
                 .zip(grads[run.clone()].par_chunks(TASK))
-                .zip(self.mean[run.clone()].par_chunks_mut(TASK))
-                .zip(self.square[run.clone()].par_chunks_mut(TASK))
+                .zip(self.moments.mean[run.clone()].par_chunks_mut(TASK))
+                .zip(self.moments.square[run.clone()].par_chunks_mut(TASK))
                 .for_each(|(((p, g), m), v)| scalars.apply(p, g, m, v));
         }
         Ok(())
     }
 
-    fn check(&self, what: &'static str, len: usize) -> Result<(), OptimError> {
-        let expected = self.len();
-        if len == expected {
-            Ok(())
-        } else {
-            Err(OptimError::Length { segment: self.segment.clone(), what, len, expected })
-        }
+    pub(super) fn moments(&self) -> &Moments {
+        &self.moments
     }
 }
 
@@ -221,90 +157,8 @@ impl Scalars {
     }
 }
 
-/// Sum of squares in f64, in an order that depends on the length alone. Sums of several pieces (segments, shards) are added in the
-/// caller's order; a different cutting may differ in the last bits.
-pub fn sum_of_squares(values: &[f32]) -> f64 {
-    const LANES: usize = 8;
-    const TASK: usize = 1 << 16;
-    let partial: Vec<f64> = values
-        .par_chunks(TASK)
-        .map(|task| {
-            let mut lanes = [0.0f64; LANES];
-            let (chunks, rest) = task.as_chunks::<LANES>();
-            for chunk in chunks {
-                for (lane, x) in lanes.iter_mut().zip(chunk) {
-                    *lane += f64::from(*x) * f64::from(*x);
-                }
-            }
-            let tail: f64 = rest.iter().map(|x| f64::from(*x) * f64::from(*x)).sum();
-            lanes.iter().sum::<f64>() + tail
-        })
-        .collect();
-    partial.iter().sum()
-}
-
-/// What gradients of global norm `norm` are multiplied by so that it becomes at most `max`: `min(1, max / (norm + 1e-6))`, as PyTorch's
-/// `clip_grad_norm_`. A norm that is not finite gives NaN or 0, never a silent 1: check the norm first.
-pub fn clip_factor(norm: f64, max: f64) -> f32 {
-    let factor = max / (norm + 1e-6);
-    if factor > 1.0 { 1.0 } else { factor as f32 }
-}
-
-/// The learning rate as a function of the step.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
-pub enum LearningRate {
-    /// The same at every step.
-    Constant {
-        /// The rate.
-        rate: f64,
-    },
-    /// Linear warm-up from 0, then half a cosine down to a floor, then the floor (nanoGPT's schedule).
-    WarmupCosine {
-        /// The highest rate.
-        peak: f64,
-        /// The lowest rate, kept after the descent.
-        floor: f64,
-        /// Number of warm-up steps.
-        warmup: u64,
-        /// Step at which the floor is reached.
-        total: u64,
-    },
-}
-
-impl LearningRate {
-    /// The rate of step `step`, counted from 0.
-    pub fn at(&self, step: u64) -> f64 {
-        match *self {
-            Self::Constant { rate } => rate,
-            Self::WarmupCosine { peak, warmup, .. } if step < warmup => peak * (step + 1) as f64 / (warmup + 1) as f64,
-            Self::WarmupCosine { floor, total, .. } if step >= total => floor,
-            Self::WarmupCosine { peak, floor, warmup, total } => {
-                let progress = (step - warmup) as f64 / (total - warmup) as f64;
-                let (_, cos) = math::sin_cos_turns(0.5 * progress);
-                floor + (peak - floor) * 0.5 * (1.0 + cos)
-            }
-        }
-    }
-}
-
-/// `base^exponent` by repeated squaring: the same bits on every machine, unlike the C library's `pow`.
-fn integer_power(base: f64, mut exponent: u64) -> f64 {
-    let (mut result, mut square) = (1.0, base);
-    while exponent > 0 {
-        if exponent & 1 == 1 {
-            result *= square;
-        }
-        square *= square;
-        exponent >>= 1;
-    }
-    result
-}
-
 #[cfg(test)]
 mod tests {
-    use std::f64::consts::PI;
-
     use super::*;
     use crate::config::Preset;
     use crate::init;
@@ -397,37 +251,20 @@ mod tests {
     }
 
     #[test]
-    fn norms_and_clipping() {
-        let values = vec![0.5f32; 200_003];
-        assert_eq!(sum_of_squares(&values), 200_003.0 * 0.25);
-        assert_eq!(sum_of_squares(&[]), 0.0);
-        assert_eq!(clip_factor(0.5, 1.0), 1.0);
-        assert!((clip_factor(4.0, 1.0) - 0.25).abs() < 1e-6);
-        assert!(clip_factor(f64::NAN, 1.0).is_nan());
+    fn the_bits_of_three_steps_are_pinned() {
+        let segment = block();
+        let mut params = init::normal(1, "params", segment.len, 0.5);
+        let mut optimizer = AdamW::new(AdamWConfig::default(), &segment, 0..segment.len).unwrap();
+        for step in 0..3 {
+            let grads = init::normal(step, "grads", segment.len, 0.1);
+            optimizer.step(&mut params, &grads, 1e-2, 0.7).unwrap();
+        }
+        let fold =
+            |values: &[f32]| values.iter().fold(0u64, |hash, value| hash.rotate_left(5) ^ u64::from(value.to_bits()));
+        let (mean, square, _) = optimizer.state();
+        // A change of these numbers changes what every run trains to.
+        assert_eq!([fold(&params), fold(mean), fold(square)], PINNED);
     }
 
-    #[test]
-    fn the_schedule_rises_falls_and_stays() {
-        let schedule = LearningRate::WarmupCosine { peak: 1.0, floor: 0.1, warmup: 9, total: 109 };
-        assert!((schedule.at(0) - 0.1).abs() < 1e-12);
-        assert!((schedule.at(8) - 0.9).abs() < 1e-12);
-        assert!((schedule.at(9) - 1.0).abs() < 1e-12);
-        assert!((schedule.at(59) - 0.55).abs() < 1e-12);
-        for step in 10..200 {
-            let reference = 0.1 + 0.45 * (1.0 + (PI * (step.min(109) - 9) as f64 / 100.0).cos());
-            assert!((schedule.at(step) - reference).abs() < 1e-12, "{step}");
-        }
-        assert_eq!(schedule.at(1_000_000), 0.1);
-        assert_eq!(LearningRate::Constant { rate: 0.3 }.at(77), 0.3);
-        let only_warmup = LearningRate::WarmupCosine { peak: 1.0, floor: 0.1, warmup: 5, total: 5 };
-        assert_eq!(only_warmup.at(5), 0.1);
-    }
-
-    #[test]
-    fn powers_match_the_standard_library() {
-        for exponent in [0u64, 1, 2, 10, 999] {
-            let expected = 0.95f64.powi(exponent as i32);
-            assert!((integer_power(0.95, exponent) / expected - 1.0).abs() < 1e-13);
-        }
-    }
+    const PINNED: [u64; 3] = [0, 0, 0];
 }

@@ -1,0 +1,540 @@
+//! LAMB over flat host vectors: Adam's step, rescaled for each tensor to the tensor's own size.
+//!
+//! You et al. 2020, "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (arXiv 1904.00962), algorithm 2. Of its
+//! variants this is the one of NVIDIA's fused kernel with its default settings:
+//! - both moments are corrected for their bias (some implementations leave that out);
+//! - φ is the identity: the norm of the parameters is not clamped, nor is the trust ratio (some clamp it to 10);
+//! - tensors that do not decay (biases and norms, of one dimension) are exempt from the trust ratio as well, as in the authors' program,
+//!   whose list of tensors without layer adaptation is by default that of tensors without decay. What counts is the tensor and not
+//!   λ: with a weight decay of 0 matrices keep their trust ratio;
+//! - weight decay enters the update, and so its norm (it is not applied to the parameters beforehand as by AdamW).
+//!
+//! NVIDIA's kernel also clips the global gradient norm to 1; here clipping is the trainer's, by way of the gradient factor.
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::{AdamWConfig, Moments, OptimError, TASK, integer_power, tiles};
+use crate::segments::SegmentInfo;
+
+/// LAMB for one contiguous range of a segment's flat vector, with state for that range only: that of AdamW, no more.
+///
+/// A step has two phases, since a tensor's norms may be spread over ranks: [`prepare`](Self::prepare) updates the moments and gives the
+/// shard's part of the squared norms; the caller adds those of all shards; [`apply`](Self::apply) changes the parameters. Between the
+/// two the parameters must not change: the update is computed from them a second time rather than kept.
+///
+/// Sums are taken in f64 in an order that depends on the shard alone, so a sharding gives the same bits whenever it is used. Another
+/// sharding may differ in the last bits of the norms and therefore of the updates; the moments are the same bits in any.
+#[derive(Clone, Debug)]
+pub struct Lamb {
+    config: AdamWConfig,
+    moments: Moments,
+    /// The paths of all tensors of the segment.
+    tensors: Vec<String>,
+    pieces: Vec<Piece>,
+    /// Whether the moments are a step ahead of the parameters.
+    prepared: bool,
+}
+
+/// What the shard holds of one tensor.
+#[derive(Clone, Debug)]
+struct Piece {
+    /// Index of the tensor in the segment.
+    tensor: usize,
+    /// Elements, counted from the shard's start.
+    range: Range<usize>,
+    /// Whether the tensor decays and has a trust ratio.
+    decay: bool,
+    /// Whether this is all of the tensor.
+    whole: bool,
+}
+
+impl Lamb {
+    /// An optimizer for the elements `range` of `segment` (the whole of it: `0..segment.len`; an empty range is fine). The constants
+    /// mean what they mean for AdamW, though LAMB's usual values differ: see [`OptimizerConfig::of`](super::OptimizerConfig::of).
+    ///
+    /// # Errors
+    /// [`OptimError::RangeOutsideSegment`].
+    pub fn new(config: AdamWConfig, segment: &SegmentInfo, range: Range<usize>) -> Result<Self, OptimError> {
+        let moments = Moments::new(segment, &range)?;
+        let pieces = tiles(segment, &range)
+            .map(|(tensor, range)| {
+                let info = &segment.params[tensor];
+                let whole = range.len() == info.len;
+                Piece { tensor, range, decay: info.decay, whole }
+            })
+            .collect();
+        let tensors = segment.params.iter().map(|info| info.path.clone()).collect();
+        Ok(Self { config, moments, tensors, pieces, prepared: false })
+    }
+
+    /// Number of elements of the shard.
+    pub fn len(&self) -> usize {
+        self.moments.len()
+    }
+
+    /// Whether the shard is empty.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Steps taken so far; a step counts from its [`prepare`](Self::prepare) on.
+    pub fn steps(&self) -> u64 {
+        self.moments.steps
+    }
+
+    /// The state for a checkpoint: first and second moments and the number of steps. Between [`prepare`](Self::prepare) and
+    /// [`apply`](Self::apply) it is a step ahead of the parameters, and not to be saved with them.
+    pub fn state(&self) -> (&[f32], &[f32], u64) {
+        self.moments.state()
+    }
+
+    /// Continues from a saved [`state`](Self::state); a step that was prepared is forgotten.
+    ///
+    /// # Errors
+    /// [`OptimError::Length`] if a moment does not have the shard's length; nothing has changed then.
+    pub fn restore(&mut self, mean: Vec<f32>, square: Vec<f32>, steps: u64) -> Result<(), OptimError> {
+        self.moments.restore(mean, square, steps)?;
+        self.prepared = false;
+        Ok(())
+    }
+
+    /// The first half of a step. `params` and `grads` are the shard's elements; each gradient is first multiplied by `grad_factor` (a
+    /// clip factor, the inverse of a loss scale, or 1). Gradients that are not finite spoil the moments for good: look before.
+    ///
+    /// With g the gradient: m ← m + (1−β₁)(g − m); v ← β₂v + (1−β₂)g². Returned are, for each tensor of the *segment* in the layout's
+    /// order, the sums of squares of this shard's elements of p and of the update u of [`apply`](Self::apply); zeros for tensors
+    /// of which it holds nothing. Their sum over all shards of the segment is what `apply` takes.
+    ///
+    /// # Errors
+    /// [`OptimError::Length`] if a slice does not have the shard's length, [`OptimError::AlreadyPrepared`]; nothing has changed then.
+    pub fn prepare(&mut self, params: &[f32], grads: &[f32], grad_factor: f32) -> Result<Vec<[f64; 2]>, OptimError> {
+        if self.prepared {
+            return Err(OptimError::AlreadyPrepared { segment: self.moments.segment.clone() });
+        }
+        self.moments.check("the parameter slice", params.len())?;
+        self.moments.check("the gradient slice", grads.len())?;
+        self.moments.steps += 1;
+        self.prepared = true;
+        let decay = Decay {
+            grad_factor,
+            mean_weight: (1.0 - self.config.beta1) as f32,
+            square_decay: self.config.beta2 as f32,
+            square_weight: (1.0 - self.config.beta2) as f32,
+        };
+        let mut norms = vec![[0.0; 2]; self.tensors.len()];
+        for Piece { tensor, range, decay: decays, .. } in &self.pieces {
+            let update = self.update(*decays);
+            let partial: Vec<[f64; 2]> = params[range.clone()]
+                .par_chunks(TASK)
+                .zip(grads[range.clone()].par_chunks(TASK))
+                .zip(self.moments.mean[range.clone()].par_chunks_mut(TASK))
+                .zip(self.moments.square[range.clone()].par_chunks_mut(TASK))
+                .map(|(((p, g), m), v)| {
+                    decay.advance(g, m, v);
+                    update.squared_norms(p, m, v)
+                })
+                .collect();
+            norms[*tensor] = partial.iter().fold([0.0; 2], |sum, part| [sum[0] + part[0], sum[1] + part[1]]);
+        }
+        Ok(norms)
+    }
+
+    /// The second half of a step: `params` are the shard's elements as they were given to [`prepare`](Self::prepare), and `norms` the
+    /// sum of what it returned over all shards of the segment, the same bits on all of them.
+    ///
+    /// With t the number of the step (from 1): u = m/(1−β₁ᵗ) / (√(v/(1−β₂ᵗ)) + ε) + λp, the last term where the tensor decays;
+    /// p ← p − lr · r · u, with r the [`trust_ratio`] where the tensor decays and 1 elsewhere.
+    ///
+    /// # Errors
+    /// [`OptimError::NotPrepared`]; [`OptimError::Length`] if `params` does not have the shard's length or `norms` that of the
+    /// segment's list of tensors; [`OptimError::Norm`] if a sum is negative or not finite. Nothing has changed then, and the step
+    /// remains prepared.
+    pub fn apply(&mut self, params: &mut [f32], learning_rate: f64, norms: &[[f64; 2]]) -> Result<(), OptimError> {
+        if !self.prepared {
+            return Err(OptimError::NotPrepared { segment: self.moments.segment.clone() });
+        }
+        self.moments.check("the parameter slice", params.len())?;
+        self.check_norms(norms)?;
+        for Piece { tensor, range, decay, .. } in &self.pieces {
+            let update = self.update(*decay);
+            let ratio = if *decay { trust_ratio(norms[*tensor]) } else { 1.0 };
+            let step_size = (learning_rate * ratio) as f32;
+            params[range.clone()]
+                .par_chunks_mut(TASK)
+                .zip(self.moments.mean[range.clone()].par_chunks(TASK))
+                .zip(self.moments.square[range.clone()].par_chunks(TASK))
+                .for_each(|((p, m), v)| update.apply(step_size, p, m, v));
+        }
+        self.prepared = false;
+        Ok(())
+    }
+
+    /// Both halves at once, for a shard whose tensors all lie within it: a whole segment, say.
+    ///
+    /// # Errors
+    /// [`OptimError::Partial`] if the shard ends within a tensor that has a trust ratio, and those of [`prepare`](Self::prepare);
+    /// nothing has changed then. [`OptimError::Norm`] if parameters or gradients were not finite: the moments are spoilt.
+    pub fn step(
+        &mut self,
+        params: &mut [f32],
+        grads: &[f32],
+        learning_rate: f64,
+        grad_factor: f32,
+    ) -> Result<(), OptimError> {
+        if let Some(piece) = self.pieces.iter().find(|piece| piece.decay && !piece.whole) {
+            return Err(OptimError::Partial {
+                segment: self.moments.segment.clone(),
+                tensor: self.tensors[piece.tensor].clone(),
+            });
+        }
+        let norms = self.prepare(params, grads, grad_factor)?;
+        self.apply(params, learning_rate, &norms)
+    }
+
+    pub(super) fn moments(&self) -> &Moments {
+        &self.moments
+    }
+
+    /// How the current step's update follows from the moments.
+    fn update(&self, decays: bool) -> Update {
+        let AdamWConfig { beta1, beta2, epsilon, weight_decay } = self.config;
+        let t = self.moments.steps;
+        Update {
+            mean_correction: (1.0 - integer_power(beta1, t)) as f32,
+            root_correction: (1.0 - integer_power(beta2, t)).sqrt() as f32,
+            epsilon: epsilon as f32,
+            weight_decay: if decays { weight_decay as f32 } else { 0.0 },
+        }
+    }
+
+    fn check_norms(&self, norms: &[[f64; 2]]) -> Result<(), OptimError> {
+        let segment = || self.moments.segment.clone();
+        let (len, expected) = (norms.len(), self.tensors.len());
+        if len != expected {
+            return Err(OptimError::Length { segment: segment(), what: "the list of tensors' norms", len, expected });
+        }
+        for (pair, tensor) in norms.iter().zip(&self.tensors) {
+            for (value, what) in pair.iter().zip(["parameters", "update"]) {
+                if !(*value >= 0.0 && value.is_finite()) {
+                    return Err(OptimError::Norm { segment: segment(), tensor: tensor.clone(), what, value: *value });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// By what a tensor's update is multiplied, given the sums of squares of its parameters and of its update: ‖p‖/‖u‖ where both are
+/// positive, else 1.
+pub fn trust_ratio([params, update]: [f64; 2]) -> f64 {
+    if params > 0.0 && update > 0.0 { params.sqrt() / update.sqrt() } else { 1.0 }
+}
+
+/// How gradients enter the moments, in the type it is computed in.
+#[derive(Clone, Copy)]
+struct Decay {
+    grad_factor: f32,
+    mean_weight: f32,
+    square_decay: f32,
+    square_weight: f32,
+}
+
+impl Decay {
+    fn advance(&self, grads: &[f32], mean: &mut [f32], square: &mut [f32]) {
+        for ((g, m), v) in grads.iter().zip(mean).zip(square) {
+            let g = *g * self.grad_factor;
+            *m += self.mean_weight * (g - *m);
+            *v = *v * self.square_decay + self.square_weight * g * g;
+        }
+    }
+}
+
+/// How the update follows from parameters and moments, in the type it is computed in.
+#[derive(Clone, Copy)]
+struct Update {
+    mean_correction: f32,
+    root_correction: f32,
+    epsilon: f32,
+    weight_decay: f32,
+}
+
+impl Update {
+    #[inline(always)]
+    fn of(&self, p: f32, m: f32, v: f32) -> f32 {
+        m / self.mean_correction / (v.sqrt() / self.root_correction + self.epsilon) + self.weight_decay * p
+    }
+
+    /// The sums of squares of `params` and of their update, in an order that depends on the length alone.
+    fn squared_norms(&self, params: &[f32], mean: &[f32], square: &[f32]) -> [f64; 2] {
+        const LANES: usize = 8;
+        let mut lanes = [[0.0f64; LANES]; 2];
+        let ((p_chunks, p_rest), (m_chunks, m_rest)) = (params.as_chunks::<LANES>(), mean.as_chunks::<LANES>());
+        let (v_chunks, v_rest) = square.as_chunks::<LANES>();
+        let mut add = |p: &[f32], m: &[f32], v: &[f32]| {
+            let [params, updates] = &mut lanes;
+            for ((((p, m), v), of_params), of_updates) in p.iter().zip(m).zip(v).zip(params).zip(updates) {
+                let u = f64::from(self.of(*p, *m, *v));
+                *of_params += f64::from(*p) * f64::from(*p);
+                *of_updates += u * u;
+            }
+        };
+        for ((p, m), v) in p_chunks.iter().zip(m_chunks).zip(v_chunks) {
+            add(p, m, v);
+        }
+        add(p_rest, m_rest, v_rest);
+        lanes.map(|lanes| lanes.iter().sum())
+    }
+
+    fn apply(&self, step_size: f32, params: &mut [f32], mean: &[f32], square: &[f32]) {
+        for ((p, m), v) in params.iter_mut().zip(mean).zip(square) {
+            *p -= step_size * self.of(*p, *m, *v);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Preset;
+    use crate::init;
+    use crate::segments::layout;
+
+    const CONFIG: AdamWConfig = AdamWConfig { beta1: 0.9, beta2: 0.999, epsilon: 1e-6, weight_decay: 0.01 };
+
+    fn block() -> SegmentInfo {
+        layout(&Preset::Micro.config(61)).unwrap().swap_remove(1)
+    }
+
+    fn gradients(segment: &SegmentInfo, steps: u64) -> Vec<Vec<f32>> {
+        // Tensors differ in scale by orders of magnitude, which is what trust ratios are for.
+        let scales = |path: &str| if path.contains("mlp") { 30.0 } else { 0.02 };
+        (0..steps)
+            .map(|step| {
+                let of =
+                    |info: &crate::segments::ParamInfo| init::normal(step, &info.path, info.len, scales(&info.path));
+                segment.params.iter().flat_map(of).collect()
+            })
+            .collect()
+    }
+
+    fn start(segment: &SegmentInfo) -> Vec<f32> {
+        let mut params = init::normal(9, "params", segment.len, 0.5);
+        // A new model's biases are zero: their norm must not stop them.
+        for info in segment.params.iter().filter(|info| info.path.ends_with("bias")) {
+            params[info.offset..info.offset + info.len].fill(0.0);
+        }
+        params
+    }
+
+    /// Algorithm 2 of the paper, tensor by tensor in f64.
+    fn reference(segment: &SegmentInfo, config: AdamWConfig, grads: &[Vec<f32>], lr: f64, factor: f64) -> Vec<f64> {
+        let mut x: Vec<f64> = start(segment).into_iter().map(f64::from).collect();
+        let (mut m, mut v) = (vec![0.0; segment.len], vec![0.0; segment.len]);
+        for (step, grad) in grads.iter().enumerate() {
+            let t = step as i32 + 1;
+            for tensor in &segment.params {
+                let of = tensor.offset..tensor.offset + tensor.len;
+                let decays = tensor.shape.len() == 2;
+                let mut update = Vec::new();
+                for i in of.clone() {
+                    let g = f64::from(grad[i]) * factor;
+                    m[i] = config.beta1 * m[i] + (1.0 - config.beta1) * g;
+                    v[i] = config.beta2 * v[i] + (1.0 - config.beta2) * g * g;
+                    let m_hat = m[i] / (1.0 - config.beta1.powi(t));
+                    let v_hat = v[i] / (1.0 - config.beta2.powi(t));
+                    let r = m_hat / (v_hat.sqrt() + config.epsilon);
+                    update.push(if decays { r + config.weight_decay * x[i] } else { r });
+                }
+                let norm = |values: &[f64]| values.iter().map(|value| value * value).sum::<f64>().sqrt();
+                let (of_x, of_update) = (norm(&x[of.clone()]), norm(&update));
+                let ratio = if decays && of_x > 0.0 && of_update > 0.0 { of_x / of_update } else { 1.0 };
+                for (i, u) in of.zip(update) {
+                    x[i] -= lr * ratio * u;
+                }
+            }
+        }
+        x
+    }
+
+    /// The parameters after all steps where each shard has an optimizer and adds its norms to the others'.
+    fn sharded(segment: &SegmentInfo, config: AdamWConfig, grads: &[Vec<f32>], cuts: &[usize]) -> Vec<f32> {
+        let mut params = start(segment);
+        let ranges: Vec<Range<usize>> = cuts.windows(2).map(|ends| ends[0]..ends[1]).collect();
+        let mut shards: Vec<Lamb> =
+            ranges.iter().map(|range| Lamb::new(config, segment, range.clone()).unwrap()).collect();
+        for grad in grads {
+            let mut sums = vec![[0.0; 2]; segment.params.len()];
+            for (shard, range) in shards.iter_mut().zip(&ranges) {
+                let norms = shard.prepare(&params[range.clone()], &grad[range.clone()], 0.7).unwrap();
+                for ((sum, part), info) in sums.iter_mut().zip(norms).zip(&segment.params) {
+                    let apart = info.offset >= range.end || info.offset + info.len <= range.start;
+                    assert!(!apart || part == [0.0; 2], "{} has nothing in {range:?}", info.path);
+                    *sum = [sum[0] + part[0], sum[1] + part[1]];
+                }
+            }
+            for (shard, range) in shards.iter_mut().zip(&ranges) {
+                shard.apply(&mut params[range.clone()], 1e-2, &sums).unwrap();
+            }
+        }
+        params
+    }
+
+    fn largest_difference(params: &[f32], reference: &[f64]) -> f64 {
+        assert_eq!(params.len(), reference.len());
+        params.iter().zip(reference).map(|(p, r)| (f64::from(*p) - r).abs() / r.abs().max(1e-2)).fold(0.0, f64::max)
+    }
+
+    #[test]
+    fn steps_agree_with_the_algorithm_of_the_paper() {
+        let segment = block();
+        let grads = gradients(&segment, 5);
+        for config in [CONFIG, AdamWConfig { weight_decay: 0.0, ..CONFIG }, AdamWConfig { weight_decay: 0.3, ..CONFIG }]
+        {
+            let expected = reference(&segment, config, &grads, 1e-2, f64::from(0.7f32));
+            let mut whole = start(&segment);
+            let mut lamb = Lamb::new(config, &segment, 0..segment.len).unwrap();
+            for grad in &grads {
+                lamb.step(&mut whole, grad, 1e-2, 0.7).unwrap();
+            }
+            let difference = largest_difference(&whole, &expected);
+            assert!(difference < 2e-5, "{difference}");
+            let moved = largest_difference(&start(&segment), &expected);
+            assert!(moved > 0.01, "the tolerance is far below a step: {moved}");
+        }
+    }
+
+    #[test]
+    fn shards_give_what_the_whole_gives() {
+        let segment = block();
+        let grads = gradients(&segment, 5);
+        let n = segment.len;
+        let whole = sharded(&segment, CONFIG, &grads, &[0, n]);
+        assert_eq!(whole, sharded(&segment, CONFIG, &grads, &[0, n]), "the same sharding, the same bits");
+        let exact: Vec<f64> = whole.iter().copied().map(f64::from).collect();
+        for cuts in [vec![0, n / 2, n], vec![0, 1, 1, 37, 1000, n / 2 + 3, n], (0..8).map(|i| i * n / 7).collect()] {
+            let params = sharded(&segment, CONFIG, &grads, &cuts);
+            let difference = largest_difference(&params, &exact);
+            assert!(difference < 1e-6, "{cuts:?}: {difference}");
+        }
+    }
+
+    #[test]
+    fn a_matrix_moves_by_its_own_size_and_a_bias_as_by_adam() {
+        let segment = block();
+        let grads = gradients(&segment, 1);
+        let before = start(&segment);
+        let mut after = before.clone();
+        let mut lamb = Lamb::new(AdamWConfig { weight_decay: 0.0, ..CONFIG }, &segment, 0..segment.len).unwrap();
+        lamb.step(&mut after, &grads[0], 1e-3, 1.0).unwrap();
+        for info in &segment.params {
+            let of = info.offset..info.offset + info.len;
+            let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+            let moved = norm(&mut of.clone().map(|i| after[i] - before[i]));
+            let expected = match info.decay {
+                true => 1e-3 * norm(&mut of.clone().map(|i| before[i])),
+                // The first step of Adam is the sign of each gradient.
+                false => 1e-3 * (info.len as f64).sqrt(),
+            };
+            assert!((moved / expected - 1.0).abs() < 1e-3, "{}: {moved} instead of {expected}", info.path);
+        }
+    }
+
+    #[test]
+    fn zero_gradients_only_decay_matrices() {
+        let segment = block();
+        let before = start(&segment);
+        let zeros = vec![0.0; segment.len];
+        let mut after = before.clone();
+        let mut lamb = Lamb::new(CONFIG, &segment, 0..segment.len).unwrap();
+        lamb.step(&mut after, &zeros, 0.125, 1.0).unwrap();
+        for info in &segment.params {
+            // The update is λp, so its trust ratio is 1/λ.
+            let keep = if info.decay { 0.875 } else { 1.0 };
+            for i in info.offset..info.offset + info.len {
+                assert!((after[i] - keep * before[i]).abs() <= 1e-6 * before[i].abs(), "{}: {}", info.path, after[i]);
+            }
+        }
+        // Without decay there is no update at all, and nothing to divide by.
+        let mut still = before.clone();
+        let mut lamb = Lamb::new(AdamWConfig { weight_decay: 0.0, ..CONFIG }, &segment, 0..segment.len).unwrap();
+        lamb.step(&mut still, &zeros, 0.125, 1.0).unwrap();
+        assert_eq!(still, before);
+        // A matrix of zeros moves like Adam's.
+        let mut from_zero = vec![0.0; segment.len];
+        let mut lamb = Lamb::new(CONFIG, &segment, 0..segment.len).unwrap();
+        lamb.step(&mut from_zero, &vec![2.0; segment.len], 0.125, 1.0).unwrap();
+        assert!(from_zero.iter().all(|p| (p + 0.125).abs() < 1e-5));
+        assert_eq!(trust_ratio([4.0, 1.0]), 2.0);
+        assert_eq!((trust_ratio([0.0, 1.0]), trust_ratio([1.0, 0.0])), (1.0, 1.0));
+    }
+
+    #[test]
+    fn no_error_loses_a_step() {
+        let segment = block();
+        let (n, tensors) = (segment.len, segment.params.len());
+        let grads = gradients(&segment, 2);
+        let mut params = start(&segment);
+        let mut expected = params.clone();
+        let mut undisturbed = Lamb::new(CONFIG, &segment, 0..n).unwrap();
+        let mut lamb = undisturbed.clone();
+        for (step, grad) in grads.iter().enumerate() {
+            undisturbed.step(&mut expected, grad, 0.01, 1.0).unwrap();
+
+            let error = lamb.apply(&mut params, 0.01, &vec![[1.0; 2]; tensors]).unwrap_err();
+            assert!(matches!(error, OptimError::NotPrepared { .. }), "{error}");
+            let error = lamb.prepare(&params[1..], grad, 1.0).unwrap_err();
+            assert!(
+                matches!(&error, OptimError::Length { len, expected, .. } if (*len, *expected) == (n - 1, n)),
+                "{error}"
+            );
+            assert!(matches!(lamb.prepare(&params, &grad[1..], 1.0), Err(OptimError::Length { .. })));
+            assert_eq!(lamb.steps(), step as u64);
+            let norms = lamb.prepare(&params, grad, 1.0).unwrap();
+            assert!(matches!(lamb.prepare(&params, grad, 1.0), Err(OptimError::AlreadyPrepared { .. })));
+            assert!(matches!(lamb.step(&mut params, grad, 0.01, 1.0), Err(OptimError::AlreadyPrepared { .. })));
+            assert!(matches!(lamb.apply(&mut params[1..], 0.01, &norms), Err(OptimError::Length { .. })));
+            let error = lamb.apply(&mut params, 0.01, &norms[1..]).unwrap_err();
+            assert!(error.to_string().contains(&format!("has {} elements, not {tensors}", tensors - 1)), "{error}");
+            for bad in [f64::NAN, f64::INFINITY, -1.0] {
+                let mut broken = norms.clone();
+                broken[2][1] = bad;
+                let error = lamb.apply(&mut params, 0.01, &broken).unwrap_err().to_string();
+                assert!(error.contains("update of h.0.attn.c_attn.weight"), "{error}");
+            }
+            lamb.apply(&mut params, 0.01, &norms).unwrap();
+            assert_eq!(lamb.steps(), step as u64 + 1);
+            assert_eq!(params, expected);
+        }
+        let (mean, square, steps) = undisturbed.state();
+        assert_eq!(lamb.state(), (mean, square, steps));
+        lamb.prepare(&params, &grads[0], 1.0).unwrap();
+        assert!(lamb.restore(vec![0.0; n], vec![], 2).is_err());
+        lamb.restore(mean.to_vec(), square.to_vec(), steps).unwrap();
+        lamb.step(&mut params, &grads[0], 0.01, 1.0).unwrap();
+        undisturbed.step(&mut expected, &grads[0], 0.01, 1.0).unwrap();
+        assert_eq!(params, expected);
+    }
+
+    #[test]
+    fn a_whole_step_of_a_part_of_a_matrix_is_refused() {
+        let segment = block();
+        let matrix = segment.params.iter().find(|info| info.decay).unwrap();
+        let range = matrix.offset..matrix.offset + matrix.len - 1;
+        let mut params = vec![1.0; range.len()];
+        let grads = params.clone();
+        let mut lamb = Lamb::new(CONFIG, &segment, range).unwrap();
+        let error = lamb.step(&mut params, &grads, 0.1, 1.0).unwrap_err();
+        assert!(matches!(&error, OptimError::Partial { tensor, .. } if *tensor == matrix.path), "{error}");
+        assert_eq!((lamb.steps(), &params), (0, &grads));
+        // A part of a bias has no trust ratio to share, and an empty shard nothing at all.
+        let bias = segment.params.iter().find(|info| !info.decay).unwrap();
+        let mut part = Lamb::new(CONFIG, &segment, bias.offset..bias.offset + 2).unwrap();
+        part.step(&mut [1.0; 2], &[1.0; 2], 0.1, 1.0).unwrap();
+        let mut empty = Lamb::new(CONFIG, &segment, 5..5).unwrap();
+        assert!(empty.is_empty());
+        empty.step(&mut [], &[], 0.1, 1.0).unwrap();
+        assert!(Lamb::new(CONFIG, &segment, 0..segment.len + 1).is_err());
+    }
+}

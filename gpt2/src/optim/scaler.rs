@@ -1,0 +1,423 @@
+//! Loss scaling: keeps small gradients of 16-bit computation from vanishing, by a factor that overflow finds the limit of.
+//!
+//! Micikevicius et al. 2018, "Mixed Precision Training" (arXiv 1710.03740), section 3.2; the dynamic rule and its constants are those of
+//! PyTorch's `GradScaler`. Every scale is a power of two, so a gradient that stays within its type's normal range is unscaled to the very
+//! bits that it would have had: scaling changes what would have vanished or overflowed, and nothing else.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// By what the loss is multiplied before the backward pass. All factors are powers of two.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum LossScaling {
+    /// By nothing; a gradient that is not finite ends the run.
+    #[default]
+    Off,
+    /// Always by the same; a step whose gradients are not finite is skipped.
+    Fixed {
+        /// The scale.
+        scale: f32,
+    },
+    /// By a scale that shrinks with every step whose gradients are not finite, which is skipped, and grows after a number of good ones.
+    Dynamic {
+        /// The first scale, at least [`LossScaler::MIN_SCALE`].
+        initial: f32,
+        /// Factor of growth, at least 2.
+        growth: f32,
+        /// Factor of a step that was skipped, at most a half.
+        backoff: f32,
+        /// Good steps in a row before the scale grows.
+        interval: u64,
+    },
+}
+
+impl LossScaling {
+    /// Dynamic, with the constants of PyTorch's `GradScaler`: from 65536, twice as much after 2000 good steps, half as much after a bad one.
+    pub const DYNAMIC: Self = Self::Dynamic { initial: 65_536.0, growth: 2.0, backoff: 0.5, interval: 2_000 };
+
+    /// Whether the constants make a scaler.
+    ///
+    /// # Errors
+    /// [`ScalingError::Constant`].
+    pub fn validate(&self) -> Result<(), ScalingError> {
+        const MIN: f32 = LossScaler::MIN_SCALE;
+        const MAX: f32 = LossScaler::MAX_SCALE;
+        let checks = match *self {
+            Self::Off => return Ok(()),
+            Self::Fixed { scale } => {
+                let fits = is_power_of_two(scale) && scale <= MAX;
+                vec![("fixed scale", f64::from(scale), "a power of two from 2^-126 to 2^126", fits)]
+            }
+            Self::Dynamic { initial, growth, backoff, interval } => vec![
+                (
+                    "initial scale",
+                    f64::from(initial),
+                    "a power of two from 1 to 2^126",
+                    is_power_of_two(initial) && (MIN..=MAX).contains(&initial),
+                ),
+                ("growth", f64::from(growth), "a power of two, at least 2", is_power_of_two(growth) && growth > 1.0),
+                (
+                    "backoff",
+                    f64::from(backoff),
+                    "a power of two, at most 0.5",
+                    is_power_of_two(backoff) && backoff < 1.0,
+                ),
+                ("interval", interval as f64, "at least 1", interval > 0),
+            ],
+        };
+        match checks.into_iter().find(|(.., holds)| !holds) {
+            Some((what, value, rule, _)) => Err(ScalingError::Constant { what, value, rule }),
+            None => Ok(()),
+        }
+    }
+}
+
+/// `off`, `dynamic`, or a number; constants of a dynamic scale that are not the default follow as in `dynamic:initial=1024,interval=100`.
+impl fmt::Display for LossScaling {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Off => f.pad("off"),
+            Self::Fixed { scale } => f.pad(&scale.to_string()),
+            Self::DYNAMIC => f.pad("dynamic"),
+            Self::Dynamic { initial, growth, backoff, interval } => {
+                f.pad(&format!("dynamic:initial={initial},growth={growth},backoff={backoff},interval={interval}"))
+            }
+        }
+    }
+}
+
+/// Reads what [`Display`](fmt::Display) writes; after `dynamic:` any of the constants, in any order.
+impl FromStr for LossScaling {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        const CHOICES: &str = "choose `off`, `dynamic` (or, say, `dynamic:initial=1024,growth=2,backoff=0.5,interval=100`) or a \
+                               number that is a power of two";
+        let unknown = |what: &str| format!("`{what}` is no loss scaling; {CHOICES}");
+        let number = |text: &str| text.parse::<f32>().map_err(|_| unknown(text));
+        let scaling = match text.split_once(':') {
+            None if text == "off" => Self::Off,
+            None if text == "dynamic" => Self::DYNAMIC,
+            None => Self::Fixed { scale: number(text)? },
+            Some(("dynamic", constants)) => {
+                let Self::Dynamic { mut initial, mut growth, mut backoff, mut interval } = Self::DYNAMIC else {
+                    return Err(unknown(text));
+                };
+                for constant in constants.split(',') {
+                    match constant.split_once('=') {
+                        Some(("initial", value)) => initial = number(value)?,
+                        Some(("growth", value)) => growth = number(value)?,
+                        Some(("backoff", value)) => backoff = number(value)?,
+                        Some(("interval", value)) => interval = value.parse().map_err(|_| unknown(value))?,
+                        _ => return Err(unknown(constant)),
+                    }
+                }
+                Self::Dynamic { initial, growth, backoff, interval }
+            }
+            Some(_) => return Err(unknown(text)),
+        };
+        scaling.validate().map_err(|error| error.to_string())?;
+        Ok(scaling)
+    }
+}
+
+/// The scale of the current step, and what becomes of it.
+///
+/// Every rank has one and tells it the same after each backward pass, whether *any* rank's gradients were not finite, so all have the
+/// same scale at every step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LossScaler {
+    scaling: LossScaling,
+    scale: f32,
+    good_steps: u64,
+    skipped: u64,
+}
+
+impl LossScaler {
+    /// A dynamic scale shrinks no further: what overflows at 1 overflows without scaling as well.
+    pub const MIN_SCALE: f32 = 1.0;
+
+    /// 2^126: no scale is larger, so that its inverse is a normal f32 too.
+    pub const MAX_SCALE: f32 = 1.0 / f32::MIN_POSITIVE;
+
+    /// A scaler before the first step.
+    ///
+    /// # Errors
+    /// [`ScalingError::Constant`].
+    pub fn new(scaling: LossScaling) -> Result<Self, ScalingError> {
+        scaling.validate()?;
+        let scale = match scaling {
+            LossScaling::Off => 1.0,
+            LossScaling::Fixed { scale } => scale,
+            LossScaling::Dynamic { initial, .. } => initial,
+        };
+        Ok(Self { scaling, scale, good_steps: 0, skipped: 0 })
+    }
+
+    /// What this step's loss is to be multiplied by.
+    pub fn scale(&self) -> f32 {
+        self.scale
+    }
+
+    /// What this step's gradients are to be multiplied by: the inverse of [`scale`](Self::scale), which is exact.
+    pub fn unscale(&self) -> f32 {
+        1.0 / self.scale
+    }
+
+    /// Number of steps skipped so far.
+    pub fn skipped(&self) -> u64 {
+        self.skipped
+    }
+
+    /// Ends a step, given whether a gradient of any rank was not finite; true where the step is to be skipped, with parameters and
+    /// optimizers left as they are.
+    ///
+    /// A dynamic scale is multiplied by `backoff` where the step is skipped, though not to less than [`MIN_SCALE`](Self::MIN_SCALE), and
+    /// by `growth` after `interval` good steps since its last change, though not to more than [`MAX_SCALE`](Self::MAX_SCALE). A
+    /// fixed one stays, however many steps are skipped: see [`skipped`](Self::skipped).
+    ///
+    /// # Errors
+    /// If a gradient was not finite: [`ScalingError::NotScaled`] where scaling is off, and [`ScalingError::AtMinimum`] where a dynamic
+    /// scale cannot shrink. Nothing has changed then.
+    pub fn update(&mut self, found_not_finite: bool) -> Result<bool, ScalingError> {
+        match self.scaling {
+            LossScaling::Off if found_not_finite => return Err(ScalingError::NotScaled),
+            LossScaling::Off | LossScaling::Fixed { .. } => {}
+            LossScaling::Dynamic { backoff, .. } if found_not_finite => {
+                if self.scale <= Self::MIN_SCALE {
+                    return Err(ScalingError::AtMinimum);
+                }
+                self.scale = (self.scale * backoff).max(Self::MIN_SCALE);
+                self.good_steps = 0;
+            }
+            LossScaling::Dynamic { growth, interval, .. } => {
+                self.good_steps += 1;
+                if self.good_steps >= interval {
+                    self.scale = (self.scale * growth).min(Self::MAX_SCALE);
+                    self.good_steps = 0;
+                }
+            }
+        }
+        self.skipped += u64::from(found_not_finite);
+        Ok(found_not_finite)
+    }
+
+    /// The state for a checkpoint: the scale, and the number of good steps since its last change.
+    pub fn state(&self) -> (f32, u64) {
+        (self.scale, self.good_steps)
+    }
+
+    /// Continues from a saved [`state`](Self::state). A scale that is not dynamic keeps that of its configuration.
+    ///
+    /// # Errors
+    /// [`ScalingError::Constant`] if the scale is none that a dynamic scaler can have; nothing has changed then.
+    pub fn restore(&mut self, scale: f32, good_steps: u64) -> Result<(), ScalingError> {
+        if let LossScaling::Dynamic { growth, backoff, interval, .. } = self.scaling {
+            LossScaling::Dynamic { initial: scale, growth, backoff, interval }.validate()?;
+            // A saved count may come from a longer interval: the next good step ends it then.
+            (self.scale, self.good_steps) = (scale, good_steps.min(interval - 1));
+        }
+        Ok(())
+    }
+}
+
+/// Why there is no scale, or none that helps.
+#[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
+pub enum ScalingError {
+    /// A constant that makes no scaler.
+    #[error("loss scaling: the {what} is {value}; it must be {rule}")]
+    Constant {
+        /// Which constant.
+        what: &'static str,
+        /// Its value.
+        value: f64,
+        /// What it must be.
+        rule: &'static str,
+    },
+    /// A gradient is not finite, and the loss is not scaled.
+    #[error(
+        "a gradient is not finite, and loss scaling is off; lower the learning rate or clip gradients, or, with f16, turn on dynamic \
+         loss scaling"
+    )]
+    NotScaled,
+    /// A gradient is not finite at the smallest scale.
+    #[error(
+        "a gradient is not finite although the loss scale is down to {}, its minimum; lower the learning rate, clip gradients, or compute \
+         in bf16 or f32",
+        LossScaler::MIN_SCALE
+    )]
+    AtMinimum,
+}
+
+fn is_power_of_two(x: f32) -> bool {
+    const MANTISSA: u32 = (1 << (f32::MANTISSA_DIGITS - 1)) - 1;
+    x > 0.0 && x.is_normal() && x.to_bits() & MANTISSA == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn dynamic(initial: f32, interval: u64) -> LossScaler {
+        LossScaler::new(LossScaling::Dynamic { initial, growth: 2.0, backoff: 0.5, interval }).unwrap()
+    }
+
+    #[test]
+    fn a_dynamic_scale_halves_at_once_and_doubles_after_an_interval() {
+        let mut scaler = dynamic(1024.0, 3);
+        // (not finite, skipped, the next scale)
+        for (step, (bad, scale)) in [
+            (false, 1024.0),
+            (false, 1024.0),
+            (false, 2048.0),
+            (false, 2048.0),
+            (true, 1024.0),
+            (false, 1024.0),
+            (true, 512.0),
+            (true, 256.0),
+            (false, 256.0),
+            (false, 256.0),
+            (false, 512.0),
+            (false, 512.0),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            assert_eq!(scaler.update(bad), Ok(bad), "{step}");
+            assert_eq!((scaler.scale(), scaler.unscale()), (scale, 1.0 / scale), "{step}");
+        }
+        assert_eq!((scaler.skipped(), scaler.state()), (3, (512.0, 1)));
+    }
+
+    #[test]
+    fn the_default_constants_are_those_of_pytorch() {
+        let mut scaler = LossScaler::new(LossScaling::DYNAMIC).unwrap();
+        assert_eq!(scaler.scale(), 65_536.0);
+        for _ in 0..1_999 {
+            assert_eq!(scaler.update(false), Ok(false));
+        }
+        assert_eq!(scaler.scale(), 65_536.0);
+        scaler.update(false).unwrap();
+        assert_eq!(scaler.scale(), 131_072.0);
+        scaler.update(true).unwrap();
+        scaler.update(true).unwrap();
+        assert_eq!(scaler.scale(), 32_768.0);
+    }
+
+    #[test]
+    fn a_scale_stays_between_its_limits() {
+        let mut scaler = dynamic(1.0, 1);
+        for _ in 0..300 {
+            scaler.update(false).unwrap();
+            assert!(scaler.scale().is_finite() && scaler.unscale().is_normal());
+        }
+        assert_eq!((scaler.scale(), scaler.unscale()), (LossScaler::MAX_SCALE, f32::MIN_POSITIVE));
+        for _ in 0..126 {
+            assert_eq!(scaler.update(true), Ok(true));
+        }
+        assert_eq!(scaler.scale(), LossScaler::MIN_SCALE);
+        let before = scaler.clone();
+        let error = scaler.update(true).unwrap_err();
+        assert_eq!((error, &scaler), (ScalingError::AtMinimum, &before));
+        assert!(error.to_string().contains("down to 1"), "{error}");
+        assert_eq!(scaler.update(false), Ok(false), "a good step goes on");
+
+        // A factor may jump over the limits but not beyond them.
+        let mut coarse =
+            LossScaler::new(LossScaling::Dynamic { initial: 4.0, growth: 1024.0, backoff: 0.125, interval: 1 })
+                .unwrap();
+        coarse.update(true).unwrap();
+        assert_eq!(coarse.scale(), 1.0);
+        for _ in 0..20 {
+            coarse.update(false).unwrap();
+        }
+        assert_eq!(coarse.scale(), LossScaler::MAX_SCALE);
+    }
+
+    #[test]
+    fn scaling_and_unscaling_are_exact() {
+        let mut scaler = dynamic(1.0, 1);
+        let values = crate::init::normal(3, "values", 1_000, 1.0);
+        for _ in 0..100 {
+            let (scale, unscale) = (scaler.scale(), scaler.unscale());
+            assert!(values.iter().all(|x| (x * scale * unscale).to_bits() == x.to_bits()), "{scale}");
+            scaler.update(false).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_fixed_scale_skips_and_none_fails() {
+        let mut fixed = LossScaler::new(LossScaling::Fixed { scale: 128.0 }).unwrap();
+        assert_eq!([true, false, true].map(|bad| fixed.update(bad).unwrap()), [true, false, true]);
+        assert_eq!((fixed.scale(), fixed.skipped()), (128.0, 2));
+        let mut off = LossScaler::new(LossScaling::Off).unwrap();
+        assert_eq!((off.scale(), off.unscale()), (1.0, 1.0));
+        assert_eq!(off.update(false), Ok(false));
+        assert_eq!(off.update(true), Err(ScalingError::NotScaled));
+        assert_eq!(off.skipped(), 0);
+        fixed.restore(2.0, 5).unwrap();
+        assert_eq!(fixed.scale(), 128.0);
+    }
+
+    #[test]
+    fn state_can_be_saved_and_restored() {
+        let mut scaler = dynamic(8.0, 4);
+        for bad in [false, true, false, false, false] {
+            scaler.update(bad).unwrap();
+        }
+        let (scale, good_steps) = scaler.state();
+        assert_eq!((scale, good_steps), (4.0, 3));
+        let mut copy = dynamic(1024.0, 4);
+        copy.restore(scale, good_steps).unwrap();
+        for bad in [false, true, false] {
+            assert_eq!((copy.update(bad), copy.scale()), (scaler.update(bad), scaler.scale()));
+        }
+        assert!(copy.restore(3.0, 0).is_err() && copy.restore(f32::NAN, 0).is_err() && copy.restore(0.5, 0).is_err());
+        let mut shorter = dynamic(8.0, 2);
+        shorter.restore(8.0, u64::MAX).unwrap();
+        shorter.update(false).unwrap();
+        assert_eq!(shorter.scale(), 16.0);
+    }
+
+    #[test]
+    fn scalings_are_read_as_they_are_written() {
+        let custom = LossScaling::Dynamic { initial: 1024.0, growth: 4.0, backoff: 0.25, interval: 7 };
+        let fixed = |scale| LossScaling::Fixed { scale };
+        for scaling in
+            [LossScaling::Off, LossScaling::DYNAMIC, custom, fixed(128.0), fixed(0.125), fixed(2f32.powi(126))]
+        {
+            assert_eq!(scaling.to_string().parse(), Ok(scaling));
+            let text = serde_json::to_string(&scaling).unwrap();
+            assert_eq!(serde_json::from_str::<LossScaling>(&text).unwrap(), scaling, "{text}");
+        }
+        assert_eq!(LossScaling::DYNAMIC.to_string(), "dynamic");
+        assert_eq!("1024".parse(), Ok(fixed(1024.0)));
+        let partial = LossScaling::Dynamic { initial: 65_536.0, growth: 2.0, backoff: 0.5, interval: 100 };
+        assert_eq!("dynamic:interval=100".parse(), Ok(partial));
+        for bad in
+            ["", "on", "dynamic:", "dynamic:initial", "dynamic:speed=2", "static:8", "1024x", "dynamic:interval=-1"]
+        {
+            let error = bad.parse::<LossScaling>().unwrap_err();
+            assert!(error.contains("choose `off`"), "{bad}: {error}");
+        }
+        for (bad, rule) in [
+            ("0", "a power of two"),
+            ("-8", "a power of two"),
+            ("1000", "a power of two"),
+            ("inf", "a power of two"),
+            ("NaN", "a power of two"),
+            ("1e-45", "a power of two"),
+            ("dynamic:initial=0.5", "from 1 to"),
+            ("dynamic:growth=1", "at least 2"),
+            ("dynamic:growth=3", "at least 2"),
+            ("dynamic:backoff=1", "at most 0.5"),
+            ("dynamic:interval=0", "at least 1"),
+        ] {
+            let error = bad.parse::<LossScaling>().unwrap_err();
+            assert!(error.contains(rule), "{bad}: {error}");
+        }
+    }
+}

@@ -1,0 +1,424 @@
+//! The model as a chain of segments whose gradients are handed out while the backward pass still runs.
+//!
+//! Segment 0 is the embedding, 1..=L are the blocks, L+1 is the final norm; the head uses the token embedding and has no
+//! tensors of its own. Automatic differentiation hands out gradients only when a whole backward pass is over, so each segment has a
+//! small graph of its own: forward keeps every segment's input cut off from what came before, backward walks the segments in reverse
+//! and feeds each graph the gradient from above. This folder is the only place that knows it.
+//!
+//! The head's backward (softmax minus one-hot) is written by hand, outside the graphs, because each pass over the logits costs as much
+//! as a block of a small model. The tied token embedding receives its head's part early and its lookup's part last, and is handed out
+//! once, last, with both summed.
+//!
+//! Weights may be in memory only while a segment uses them: a pass tells its [`PassHooks`] before and after. On the CPU the graphs do not
+//! keep them either (see [`fused`](crate::fused)).
+
+mod layout;
+mod pass;
+mod weights;
+
+use burn::module::Module;
+use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
+use comm_core::Buffer;
+
+pub use layout::{ParamInfo, SegmentInfo, layout};
+pub use pass::{Pass, PassHooks, SegmentGrads};
+
+use crate::config::{ConfigError, ModelConfig};
+use crate::cross_entropy::{self, Placement};
+use crate::model::{Block, Embedding, FinalNorm, Kernels, Layer, causal_mask};
+use crate::precision::Precision;
+use weights::{Flatten, Release, Upload, read_back};
+
+/// A batch of token ids and the ids that follow them, row-major `[rows, cols]`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TokenBatch {
+    /// What the model sees.
+    pub inputs: Vec<i32>,
+    /// What it should predict at each position.
+    pub targets: Vec<i32>,
+    /// Number of sequences.
+    pub rows: usize,
+    /// Tokens a sequence.
+    pub cols: usize,
+}
+
+impl TokenBatch {
+    /// A batch of no sequences, each of `cols` tokens.
+    pub fn none(cols: usize) -> Self {
+        TokenBatch { cols, ..Self::default() }
+    }
+}
+
+/// Why the model refuses its input, or what failed on the device.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    /// The config is unusable.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The numbers of tokens and the batch's shape disagree.
+    #[error(
+        "batch of {rows} rows × {cols} tokens: {what} has {len} tokens instead of {}",
+        rows.saturating_mul(*cols)
+    )]
+    BatchShape {
+        /// `inputs` or `targets`.
+        what: &'static str,
+        /// Tokens it has.
+        len: usize,
+        /// Rows of the batch.
+        rows: usize,
+        /// Tokens a row.
+        cols: usize,
+    },
+    /// Sequences are empty or longer than the positions the model has.
+    #[error(
+        "batch of {rows} rows × {cols} tokens: a batch needs at least one row, and 1..={block_size} tokens a row for this model"
+    )]
+    SequenceLength {
+        /// Rows of the batch.
+        rows: usize,
+        /// Tokens a row.
+        cols: usize,
+        /// The model's number of positions.
+        block_size: usize,
+    },
+    /// A token id is not in the vocabulary.
+    #[error(
+        "{what} hold token {token} at index {index}, but the model's vocabulary has {vocab_size} tokens; was the data made with another tokenizer?"
+    )]
+    TokenOutOfRange {
+        /// `inputs` or `targets`.
+        what: &'static str,
+        /// The token id.
+        token: i32,
+        /// Its index in the batch.
+        index: usize,
+        /// Size of the vocabulary.
+        vocab_size: usize,
+    },
+    /// There is no segment with this index.
+    #[error("there is no segment {segment}: the model has segments 0..{segments}")]
+    NoSuchSegment {
+        /// The index that was asked for.
+        segment: usize,
+        /// Number of segments.
+        segments: usize,
+    },
+    /// A flat vector does not have the length of its segment.
+    #[error("segment {name} has {expected} elements, {len} were given")]
+    SegmentLength {
+        /// The segment's name.
+        name: String,
+        /// Its number of elements.
+        expected: usize,
+        /// The number given.
+        len: usize,
+    },
+    /// A pass needs weights that are not in memory.
+    #[error(
+        "the weights of segment {name} are not in memory; a pass over a model whose weights come and go needs hooks that bring them"
+    )]
+    Absent {
+        /// The segment's name.
+        name: String,
+    },
+    /// A flat vector is of another type than the weights.
+    #[error("segment {name}: {detail}")]
+    SegmentType {
+        /// The segment's name.
+        name: String,
+        /// What was given.
+        detail: String,
+    },
+    /// The loss or its gradient could not be computed.
+    #[error("cross entropy failed on the device: {detail}")]
+    Head {
+        /// The device's message.
+        detail: String,
+    },
+    /// A tensor got no gradient, or data could not be read from the device.
+    #[error("segment {segment}: {what} failed on the device: {detail}")]
+    Device {
+        /// The segment's index.
+        segment: usize,
+        /// What was tried.
+        what: &'static str,
+        /// The device's message.
+        detail: String,
+    },
+}
+
+/// How a model computes, apart from its shape.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Compute {
+    /// Type of weights, activations and products of matrices. Layer norm, softmax, loss and all long sums are in f32.
+    pub precision: Precision,
+    /// Whether a block's activations are computed again in the backward pass instead of being kept from the forward pass. Costs a
+    /// third more products, changes no bit.
+    pub recompute: bool,
+}
+
+/// GPT-2 with its weights on one device.
+#[derive(Debug)]
+pub struct SegmentedModel {
+    config: ModelConfig,
+    compute: Compute,
+    device: Device,
+    infos: Vec<SegmentInfo>,
+    /// Whether each segment's weights are in memory.
+    present: Vec<bool>,
+    embedding: Embedding,
+    blocks: Vec<Block>,
+    norm: FinalNorm,
+}
+
+impl SegmentedModel {
+    /// The model with GPT-2's initial weights for `seed` (see [`init`](crate::init)), in f32.
+    ///
+    /// # Errors
+    /// [`ModelError::Config`] if `config` is unusable.
+    pub fn new(config: ModelConfig, seed: u64, device: &Device) -> Result<Self, ModelError> {
+        let mut model = Self::absent(config, Compute::default(), device)?;
+        for segment in 0..model.infos.len() {
+            let flat = model.infos[segment].initial(&model.config, seed);
+            model.write_params(segment, &flat)?;
+        }
+        Ok(model)
+    }
+
+    /// The model with all weights zero, in f32, for weights that come from elsewhere.
+    ///
+    /// # Errors
+    /// [`ModelError::Config`] if `config` is unusable.
+    pub fn zeros(config: ModelConfig, device: &Device) -> Result<Self, ModelError> {
+        let mut model = Self::absent(config, Compute::default(), device)?;
+        for segment in 0..model.infos.len() {
+            model.write_params(segment, &vec![0.0; model.infos[segment].len])?;
+        }
+        Ok(model)
+    }
+
+    /// The model without weights: each segment's come with [`write_params`](Self::write_params) or [`put_params`](Self::put_params).
+    ///
+    /// # Errors
+    /// [`ModelError::Config`] if `config` is unusable.
+    pub fn absent(config: ModelConfig, compute: Compute, device: &Device) -> Result<Self, ModelError> {
+        let infos = layout(&config)?;
+        // Weights rest outside automatic differentiation; each pass makes leaves for them.
+        let device = device.clone().without_autodiff();
+        let mut release = Release(&device);
+        Ok(Self {
+            embedding: Embedding::zeros(&config, &device).map(&mut release),
+            blocks: (0..config.n_layer).map(|_| Block::zeros(&config, &device).map(&mut release)).collect(),
+            norm: FinalNorm::zeros(&config, &device).map(&mut release),
+            present: vec![false; infos.len()],
+            config,
+            compute,
+            device,
+            infos,
+        })
+    }
+
+    /// The model's shape.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// How it computes.
+    pub fn compute(&self) -> Compute {
+        self.compute
+    }
+
+    /// The device its weights lie on.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The segments in forward order.
+    pub fn segments(&self) -> &[SegmentInfo] {
+        &self.infos
+    }
+
+    /// A segment's weights as one vector of f32, read back once.
+    ///
+    /// # Errors
+    /// [`ModelError::NoSuchSegment`], [`ModelError::Absent`], [`ModelError::Device`].
+    pub fn read_params(&self, segment: usize) -> Result<Vec<f32>, ModelError> {
+        self.info(segment)?;
+        self.require(segment)?;
+        let mut collector = Flatten::default();
+        match segment.checked_sub(1).map(|block| self.blocks.get(block)) {
+            None => self.embedding.visit(&mut collector),
+            Some(Some(block)) => block.visit(&mut collector),
+            Some(None) => self.norm.visit(&mut collector),
+        }
+        read_back(segment, "reading weights", Tensor::cat(collector.parts, 0))
+    }
+
+    /// Replaces a segment's weights by these values, rounded to the model's precision.
+    ///
+    /// # Errors
+    /// [`ModelError::NoSuchSegment`], [`ModelError::SegmentLength`].
+    pub fn write_params(&mut self, segment: usize, flat: &[f32]) -> Result<(), ModelError> {
+        self.put_params(segment, self.compute.precision.pack_into(flat, 0, flat.len()))
+    }
+
+    /// Replaces a segment's weights by a buffer of the model's precision, in the memory of which the tensors stay as far as possible.
+    ///
+    /// # Errors
+    /// [`ModelError::NoSuchSegment`], [`ModelError::SegmentLength`], [`ModelError::SegmentType`].
+    pub fn put_params(&mut self, segment: usize, flat: Buffer) -> Result<(), ModelError> {
+        let info = self.info(segment)?;
+        let name = || info.name.clone();
+        if flat.count() != info.len {
+            return Err(ModelError::SegmentLength { name: name(), expected: info.len, len: flat.count() });
+        }
+        let mut upload = Upload::new(flat, self.compute.precision, info, &self.device)
+            .map_err(|error| ModelError::SegmentType { name: name(), detail: error.to_string() })?;
+        match segment.checked_sub(1) {
+            None => self.embedding = self.embedding.clone().map(&mut upload),
+            Some(block) => match self.blocks.get_mut(block) {
+                Some(block) => *block = block.clone().map(&mut upload),
+                None => self.norm = self.norm.clone().map(&mut upload),
+            },
+        }
+        self.present[segment] = true;
+        Ok(())
+    }
+
+    /// Lets go of a segment's weights.
+    ///
+    /// # Errors
+    /// [`ModelError::NoSuchSegment`].
+    pub fn release_params(&mut self, segment: usize) -> Result<(), ModelError> {
+        self.info(segment)?;
+        let mut release = Release(&self.device);
+        match segment.checked_sub(1) {
+            None => self.embedding = self.embedding.clone().map(&mut release),
+            Some(block) => match self.blocks.get_mut(block) {
+                Some(block) => *block = block.clone().map(&mut release),
+                None => self.norm = self.norm.clone().map(&mut release),
+            },
+        }
+        self.present[segment] = false;
+        Ok(())
+    }
+
+    /// Mean cross entropy of the batch in nats, without gradients.
+    ///
+    /// # Errors
+    /// Those of a bad batch (see [`ModelError`]), [`ModelError::Absent`].
+    pub fn loss(&self, batch: &TokenBatch) -> Result<f64, ModelError> {
+        let tokens_bt = self.check_batch(batch)?;
+        let logits_nv = self.head(self.hidden_nc(tokens_bt)?);
+        cross_entropy::mean_loss(logits_nv, &batch.targets, self.placement())
+    }
+
+    /// Logits `[rows, cols, vocab_size]`, row-major, of token ids `[rows, cols]`, without gradients.
+    ///
+    /// # Errors
+    /// Those of a bad batch (see [`ModelError`]), [`ModelError::Absent`], [`ModelError::Device`].
+    pub fn logits(&self, inputs: &[i32], rows: usize, cols: usize) -> Result<Vec<f32>, ModelError> {
+        let tokens_bt = self.check_tokens("inputs", inputs, rows, cols)?;
+        let logits_nv = self.head(self.hidden_nc(tokens_bt)?);
+        read_back(self.config.n_layer + 1, "reading logits", logits_nv)
+    }
+
+    /// Loss and all segments' gradients (in forward order) of `scale` times it from one backward pass over the whole model, with
+    /// every layer composed of tensor operations and the loss differentiated automatically too: the yardstick for [`forward_backward`](Self::forward_backward), not for training.
+    ///
+    /// # Errors
+    /// As [`forward_backward`](Self::forward_backward).
+    pub fn plain_gradients(&self, batch: &TokenBatch, scale: f32) -> Result<(f64, Vec<Vec<f32>>), ModelError> {
+        let tokens_bt = self.check_batch(batch)?;
+        (0..self.infos.len()).try_for_each(|segment| self.require(segment))?;
+        let (n, c) = (batch.rows * batch.cols, self.config.n_embd);
+        let last = self.config.n_layer + 1;
+        let embedding = self.embedding.clone().train();
+        let blocks = self.blocks.clone().train();
+        let norm = self.norm.clone().train();
+
+        let mask_tt = causal_mask(batch.cols, &self.device);
+        let x_btc = blocks
+            .iter()
+            .fold(embedding.forward(tokens_bt), |x_btc, block| block.forward(x_btc, &mask_tt, Kernels::Composed));
+        let hidden_nc: Tensor<2> = norm.forward(x_btc, &mask_tt, Kernels::Composed).reshape([n, c]);
+        let logits_nv = hidden_nc.matmul(embedding.wte.weight.val().transpose());
+        let targets_n1: Tensor<2, Int> =
+            Tensor::from_data(TensorData::new(batch.targets.clone(), [n, 1]), &self.device);
+        let picked_n1 = burn::tensor::activation::log_softmax(logits_nv, 1).gather(1, targets_n1);
+        let loss = picked_n1.mean().neg();
+        let value = read_back(last, "reading the loss", loss.clone().inner())?;
+        let mut grads = (loss * scale).backward();
+
+        let mut all = vec![pass::collect(0, &embedding, &mut grads)?.into_flat()?];
+        for (index, block) in blocks.iter().enumerate() {
+            all.push(pass::collect(index + 1, block, &mut grads)?.into_flat()?);
+        }
+        all.push(pass::collect(last, &norm, &mut grads)?.into_flat()?);
+        Ok((value.first().copied().map_or(f64::NAN, f64::from), all))
+    }
+
+    /// Everything before the head, without gradients: `[n, c]`.
+    fn hidden_nc(&self, tokens_bt: Tensor<2, Int>) -> Result<Tensor<2>, ModelError> {
+        (0..self.infos.len()).try_for_each(|segment| self.require(segment))?;
+        let [b, t] = tokens_bt.dims();
+        let mask_tt = causal_mask(t, &self.device);
+        let x_btc = self
+            .blocks
+            .iter()
+            .fold(self.embedding.forward(tokens_bt), |x_btc, block| block.forward(x_btc, &mask_tt, self.kernels()));
+        Ok(self.norm.forward(x_btc, &mask_tt, self.kernels()).reshape([b * t, self.config.n_embd]))
+    }
+
+    /// Logits `[n, v]` in f32.
+    fn head(&self, hidden_nc: Tensor<2>) -> Tensor<2> {
+        hidden_nc.matmul(self.embedding.wte.weight.val().transpose()).cast(FloatDType::F32)
+    }
+
+    fn info(&self, segment: usize) -> Result<&SegmentInfo, ModelError> {
+        self.infos.get(segment).ok_or(ModelError::NoSuchSegment { segment, segments: self.infos.len() })
+    }
+
+    fn require(&self, segment: usize) -> Result<(), ModelError> {
+        if self.present[segment] { Ok(()) } else { Err(ModelError::Absent { name: self.infos[segment].name.clone() }) }
+    }
+
+    /// For passes without gradients.
+    fn kernels(&self) -> Kernels<'static> {
+        match self.placement() {
+            Placement::Host => Kernels::Fused(None),
+            Placement::Device => Kernels::Composed,
+        }
+    }
+
+    fn placement(&self) -> Placement {
+        Placement::of(&self.device)
+    }
+
+    fn check_batch(&self, batch: &TokenBatch) -> Result<Tensor<2, Int>, ModelError> {
+        self.check_tokens("targets", &batch.targets, batch.rows, batch.cols)?;
+        self.check_tokens("inputs", &batch.inputs, batch.rows, batch.cols)
+    }
+
+    fn check_tokens(
+        &self,
+        what: &'static str,
+        tokens: &[i32],
+        rows: usize,
+        cols: usize,
+    ) -> Result<Tensor<2, Int>, ModelError> {
+        let (block_size, vocab_size) = (self.config.block_size, self.config.vocab_size);
+        if rows == 0 || cols == 0 || cols > block_size {
+            return Err(ModelError::SequenceLength { rows, cols, block_size });
+        }
+        if rows.checked_mul(cols) != Some(tokens.len()) {
+            return Err(ModelError::BatchShape { what, len: tokens.len(), rows, cols });
+        }
+        let outside = |token: &i32| usize::try_from(*token).map_or(true, |id| id >= vocab_size);
+        if let Some(index) = tokens.iter().position(outside) {
+            return Err(ModelError::TokenOutOfRange { what, token: tokens[index], index, vocab_size });
+        }
+        Ok(Tensor::from_data(TensorData::new(tokens.to_vec(), [rows, cols]), &self.device))
+    }
+}

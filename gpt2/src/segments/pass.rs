@@ -1,0 +1,353 @@
+//! The passes over a model: what runs when, and what is told to whom.
+
+use std::sync::Arc;
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::{FloatDType, Gradients, IndexingUpdateOp, Int, Tensor};
+
+use super::weights::{haunt, read_back, refill};
+use super::{ModelError, SegmentedModel, TokenBatch};
+use crate::cross_entropy::{self, Placement};
+use crate::fused::Resident;
+use crate::model::{Kernels, Layer, causal_mask};
+
+/// The direction of a pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pass {
+    /// From tokens to the loss.
+    Forward,
+    /// From the loss to gradients.
+    Backward,
+}
+
+/// Takes part in a pass over a model.
+///
+/// A pass with gradients enters and leaves segments so: forward 0 (entered only), 1, …, L+1; backward L+1, …, 1, then 0 (left for the
+/// first time: its token table is also the head's). One without gradients enters and leaves 1, …, L+1 between entering and
+/// leaving 0. Each segment's gradients are handed out right after it has been left backward.
+pub trait PassHooks<E: From<ModelError>> {
+    /// The pass is about to use the weights of `segment`, which have to be in `model` when this returns.
+    ///
+    /// # Errors
+    /// Whatever is to end the pass.
+    fn enter(&mut self, _model: &mut SegmentedModel, _pass: Pass, _segment: usize) -> Result<(), E> {
+        Ok(())
+    }
+
+    /// The pass will not use the weights of `segment` again, unless it enters it again.
+    ///
+    /// # Errors
+    /// Whatever is to end the pass.
+    fn leave(&mut self, _model: &mut SegmentedModel, _pass: Pass, _segment: usize) -> Result<(), E> {
+        Ok(())
+    }
+
+    /// Takes one segment's gradients.
+    ///
+    /// # Errors
+    /// Whatever is to end the pass.
+    fn gradients(&mut self, grads: SegmentGrads) -> Result<(), E>;
+}
+
+/// The gradients of one segment, still on the device, in order of its [`ParamInfo`](super::ParamInfo)s.
+#[derive(Debug)]
+pub struct SegmentGrads {
+    segment: usize,
+    parts: Vec<Tensor<1>>,
+}
+
+impl SegmentGrads {
+    /// Index of the segment.
+    pub fn segment(&self) -> usize {
+        self.segment
+    }
+
+    /// All gradients as one vector of f32 on the device.
+    pub fn into_tensor(self) -> Tensor<1> {
+        Tensor::cat(self.parts.into_iter().map(|part| part.cast(FloatDType::F32)).collect(), 0)
+    }
+
+    /// All gradients as one vector of the host: concatenated on the device, read back once.
+    ///
+    /// # Errors
+    /// [`ModelError::Device`] if the device fails.
+    pub fn into_flat(self) -> Result<Vec<f32>, ModelError> {
+        let segment = self.segment;
+        read_back(segment, "reading gradients", self.into_tensor())
+    }
+}
+
+/// Hooks of a model whose weights stay.
+struct OnReady<'a, E>(&'a mut dyn FnMut(usize, SegmentGrads) -> Result<(), E>);
+
+impl<E: From<ModelError>> PassHooks<E> for OnReady<'_, E> {
+    fn gradients(&mut self, grads: SegmentGrads) -> Result<(), E> {
+        (self.0)(grads.segment(), grads)
+    }
+}
+
+/// One segment's own graph, from its input to its output.
+struct Graph<M> {
+    /// What collects the gradients.
+    leaves: M,
+    /// The weights, where the graph does not keep them.
+    resident: Option<Arc<Resident>>,
+    input_btc: Tensor<3>,
+    output_btc: Tensor<3>,
+}
+
+/// What a segment keeps between its forward and its backward pass.
+enum Kept<M> {
+    Graph(Graph<M>),
+    /// For another forward pass.
+    Input(Tensor<3>),
+}
+
+impl SegmentedModel {
+    /// Returns the mean cross entropy in nats and hands out the gradients of `scale` times it, for a model whose weights stay.
+    ///
+    /// `on_ready` gets each segment's gradients as soon as its backward pass is done, in the order L+1, L, …, 1, 0. An error of its ends
+    /// the pass at once and is returned.
+    ///
+    /// # Errors
+    /// Those of a bad batch or of the device (see [`ModelError`]), and `on_ready`'s own.
+    pub fn forward_backward<E: From<ModelError>>(
+        &mut self,
+        batch: &TokenBatch,
+        scale: f32,
+        on_ready: &mut dyn FnMut(usize, SegmentGrads) -> Result<(), E>,
+    ) -> Result<f64, E> {
+        self.train(batch, scale, &mut OnReady(on_ready))
+    }
+
+    /// Returns the mean cross entropy in nats and hands out the gradients of `scale` times it. A batch of no rows has a loss of 0 and
+    /// gradients of zeros, and tells its hooks the same as any other.
+    ///
+    /// # Errors
+    /// Those of a bad batch or of the device (see [`ModelError`]), and the hooks' own.
+    pub fn train<E: From<ModelError>>(
+        &mut self,
+        batch: &TokenBatch,
+        scale: f32,
+        hooks: &mut dyn PassHooks<E>,
+    ) -> Result<f64, E> {
+        if *batch == TokenBatch::none(batch.cols) {
+            return self.idle(hooks);
+        }
+        let tokens_bt = self.check_batch(batch)?;
+        let (b, t, c) = (batch.rows, batch.cols, self.config.n_embd);
+        let last = self.config.n_layer + 1;
+
+        // Forward: each entry is one segment's own graph.
+        let mask_tt = causal_mask(t, &self.device);
+        self.enter(hooks, Pass::Forward, 0)?;
+        let mut x_btc = self.embedding.forward(tokens_bt.clone());
+        let mut kept = Vec::with_capacity(self.blocks.len());
+        for segment in 1..last {
+            self.enter(hooks, Pass::Forward, segment)?;
+            let block = &self.blocks[segment - 1];
+            if self.compute.recompute {
+                let output_btc = block.forward(x_btc.clone(), &mask_tt, self.kernels());
+                kept.push(Kept::Input(std::mem::replace(&mut x_btc, output_btc)));
+            } else {
+                let graph = self.graph(block.clone(), x_btc, &mask_tt);
+                x_btc = graph.output_btc.clone().inner();
+                kept.push(Kept::Graph(graph));
+            }
+            hooks.leave(self, Pass::Forward, segment)?;
+            if let (false, Some(Kept::Graph(graph))) = (self.present[segment], kept.last()) {
+                graph.forget();
+            }
+        }
+        self.enter(hooks, Pass::Forward, last)?;
+        let norm = self.graph(self.norm.clone(), x_btc, &mask_tt);
+        hooks.leave(self, Pass::Forward, last)?;
+        if !self.present[last] {
+            norm.forget();
+        }
+
+        // The head, forward and backward in one go. Its table belongs to segment 0, which has not been left.
+        self.require(0)?;
+        let hidden_nc: Tensor<2> = norm.output_btc.clone().inner().reshape([b * t, c]);
+        let logits_nv = self.head(hidden_nc.clone());
+        let (loss, dlogits_nv) = cross_entropy::loss_and_gradient(logits_nv, &batch.targets, scale, self.placement())?;
+        let dlogits_nv = dlogits_nv.cast(self.compute.precision.float());
+        let dhidden_nc = dlogits_nv.clone().matmul(self.embedding.wte.weight.val());
+        let dwte_vc = dlogits_nv.transpose().matmul(hidden_nc);
+
+        // Backward, from the last segment to the first.
+        let mut upstream_btc = dhidden_nc.reshape([b, t, c]);
+        self.enter(hooks, Pass::Backward, last)?;
+        norm.remember(&self.norm);
+        let (grads, below_btc) = norm.backward(last, upstream_btc)?;
+        upstream_btc = below_btc;
+        hooks.leave(self, Pass::Backward, last)?;
+        hooks.gradients(grads)?;
+        while let Some(entry) = kept.pop() {
+            let segment = kept.len() + 1;
+            self.enter(hooks, Pass::Backward, segment)?;
+            let block = &self.blocks[segment - 1];
+            let graph = match entry {
+                Kept::Graph(graph) => {
+                    graph.remember(block);
+                    graph
+                }
+                Kept::Input(input_btc) => self.graph(block.clone(), input_btc, &mask_tt),
+            };
+            let (grads, below_btc) = graph.backward(segment, upstream_btc)?;
+            upstream_btc = below_btc;
+            hooks.leave(self, Pass::Backward, segment)?;
+            hooks.gradients(grads)?;
+        }
+        self.enter(hooks, Pass::Backward, 0)?;
+        let grads = self.embedding_grads(tokens_bt, upstream_btc, dwte_vc);
+        hooks.leave(self, Pass::Backward, 0)?;
+        hooks.gradients(grads)?;
+        Ok(loss)
+    }
+
+    /// Mean cross entropy of the batch in nats, without gradients; of no rows, 0.
+    ///
+    /// # Errors
+    /// Those of a bad batch or of the device (see [`ModelError`]), and the hooks' own.
+    pub fn evaluate<E: From<ModelError>>(
+        &mut self,
+        batch: &TokenBatch,
+        hooks: &mut dyn PassHooks<E>,
+    ) -> Result<f64, E> {
+        let last = self.config.n_layer + 1;
+        let tokens_bt = if *batch == TokenBatch::none(batch.cols) { None } else { Some(self.check_batch(batch)?) };
+        let mask_tt = causal_mask(batch.cols, &self.device);
+        self.enter(hooks, Pass::Forward, 0)?;
+        let mut x_btc = tokens_bt.map(|tokens_bt| self.embedding.forward(tokens_bt));
+        for segment in 1..=last {
+            self.enter(hooks, Pass::Forward, segment)?;
+            x_btc = x_btc.map(|x_btc| match self.blocks.get(segment - 1) {
+                Some(block) => block.forward(x_btc, &mask_tt, self.kernels()),
+                None => self.norm.forward(x_btc, &mask_tt, self.kernels()),
+            });
+            hooks.leave(self, Pass::Forward, segment)?;
+        }
+        let logits_nv = x_btc.map(|x_btc| self.head(x_btc.reshape([batch.rows * batch.cols, self.config.n_embd])));
+        hooks.leave(self, Pass::Forward, 0)?;
+        match logits_nv {
+            Some(logits_nv) => Ok(cross_entropy::mean_loss(logits_nv, &batch.targets, self.placement())?),
+            None => Ok(0.0),
+        }
+    }
+
+    /// A training pass without any data.
+    fn idle<E: From<ModelError>>(&mut self, hooks: &mut dyn PassHooks<E>) -> Result<f64, E> {
+        let last = self.config.n_layer + 1;
+        self.enter(hooks, Pass::Forward, 0)?;
+        for segment in 1..=last {
+            self.enter(hooks, Pass::Forward, segment)?;
+            hooks.leave(self, Pass::Forward, segment)?;
+        }
+        for segment in (0..=last).rev() {
+            self.enter(hooks, Pass::Backward, segment)?;
+            hooks.leave(self, Pass::Backward, segment)?;
+            let zeros = Tensor::zeros([self.infos[segment].len], &self.device);
+            hooks.gradients(SegmentGrads { segment, parts: vec![zeros] })?;
+        }
+        Ok(0.0)
+    }
+
+    fn enter<E: From<ModelError>>(
+        &mut self,
+        hooks: &mut dyn PassHooks<E>,
+        pass: Pass,
+        segment: usize,
+    ) -> Result<(), E> {
+        hooks.enter(self, pass, segment)?;
+        Ok(self.require(segment)?)
+    }
+
+    /// The forward pass of one layer, ready for its backward pass.
+    fn graph<M: Layer>(&self, layer: M, x_btc: Tensor<3>, mask_tt: &Tensor<4>) -> Graph<M> {
+        let input_btc = x_btc.autodiff().require_grad();
+        let (leaves, resident) = match self.placement() {
+            Placement::Host => {
+                let (ghosts, resident) = haunt(layer, &self.device);
+                (ghosts, Some(resident))
+            }
+            Placement::Device => (layer.train(), None),
+        };
+        let kernels = resident.as_ref().map_or(Kernels::Composed, |resident| Kernels::Fused(Some(resident)));
+        let output_btc = leaves.forward(input_btc.clone(), mask_tt, kernels);
+        Graph { leaves, resident, input_btc, output_btc }
+    }
+
+    /// The lookup's gradient is a sum of rows, added onto the head's part of the same table; in f32.
+    fn embedding_grads(&self, tokens_bt: Tensor<2, Int>, dx_btc: Tensor<3>, dwte_vc: Tensor<2>) -> SegmentGrads {
+        let [b, t, c] = dx_btc.dims();
+        let unused = self.config.block_size - t;
+        let (dx_btc, dwte_vc) = (dx_btc.cast(FloatDType::F32), dwte_vc.cast(FloatDType::F32));
+        let mut parts = vec![
+            dwte_vc
+                .select_assign(0, tokens_bt.reshape([b * t]), dx_btc.clone().reshape([b * t, c]), IndexingUpdateOp::Add)
+                .reshape([-1]),
+            dx_btc.sum_dim(0).reshape([-1]),
+        ];
+        if unused > 0 {
+            parts.push(Tensor::zeros([unused * c], &self.device));
+        }
+        SegmentGrads { segment: 0, parts }
+    }
+}
+
+impl<M: Layer> Graph<M> {
+    /// Lets go of the weights until the backward pass. On devices the graph keeps them.
+    fn forget(&self) {
+        if let Some(resident) = &self.resident {
+            resident.clear();
+        }
+    }
+
+    /// Takes the weights of `layer` for the backward pass.
+    fn remember(&self, layer: &M) {
+        if let Some(resident) = &self.resident {
+            refill(&self.leaves, layer, resident);
+        }
+    }
+
+    /// The gradients of the segment's weights, and that of its input.
+    fn backward(self, segment: usize, upstream_btc: Tensor<3>) -> Result<(SegmentGrads, Tensor<3>), ModelError> {
+        // A backward pass starts from ones; the product with the gradient from above makes it start from that.
+        let mut grads = (self.output_btc * upstream_btc).sum().backward();
+        let below_btc = self.input_btc.grad_remove(&mut grads).ok_or_else(|| missing(segment))?;
+        Ok((collect(segment, &self.leaves, &mut grads)?, below_btc))
+    }
+}
+
+pub(super) fn collect<M: Module>(
+    segment: usize,
+    module: &M,
+    grads: &mut Gradients,
+) -> Result<SegmentGrads, ModelError> {
+    let mut collector = CollectGrads { grads, parts: Vec::new(), complete: true };
+    module.visit(&mut collector);
+    match collector {
+        CollectGrads { complete: true, parts, .. } => Ok(SegmentGrads { segment, parts }),
+        _ => Err(missing(segment)),
+    }
+}
+
+fn missing(segment: usize) -> ModelError {
+    ModelError::Device { segment, what: "backward", detail: "a tensor got no gradient".into() }
+}
+
+struct CollectGrads<'a> {
+    grads: &'a mut Gradients,
+    parts: Vec<Tensor<1>>,
+    complete: bool,
+}
+
+impl ModuleVisitor for CollectGrads<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        match param.val().grad_remove(self.grads) {
+            Some(grad) => self.parts.push(grad.reshape([-1])),
+            None => self.complete = false,
+        }
+    }
+}

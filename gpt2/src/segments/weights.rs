@@ -1,0 +1,165 @@
+//! Between flat vectors and the tensors of the module tree.
+
+use std::sync::Arc;
+
+use burn::backend::autodiff::NodeId;
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::tensor::{Device, FloatDType, Shape, Tensor, TensorData};
+use comm_core::{Buffer, DType, Element, bf16, f16};
+
+use super::{ModelError, SegmentInfo};
+use crate::cross_entropy::Placement;
+use crate::fused::{self, Resident};
+use crate::precision::{Precision, split};
+
+pub(super) fn read_back<const D: usize>(
+    segment: usize,
+    what: &'static str,
+    tensor: Tensor<D>,
+) -> Result<Vec<f32>, ModelError> {
+    tensor.try_into_vec_as::<f32>().map_err(|error| ModelError::Device { segment, what, detail: error.to_string() })
+}
+
+#[derive(Default)]
+pub(super) struct Flatten {
+    pub(super) parts: Vec<Tensor<1>>,
+}
+
+impl ModuleVisitor for Flatten {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.parts.push(param.val().cast(FloatDType::F32).reshape([-1]));
+    }
+}
+
+/// Puts new values into a segment's tensors, in visit order. The agreement of the layout with the module tree is tested.
+pub(super) struct Upload<'a> {
+    device: &'a Device,
+    tensors: Tensors,
+}
+
+enum Tensors {
+    /// In host memory each tensor gets its own piece, since kernels copy views that do not start at zero.
+    Pieces(std::vec::IntoIter<TensorData>),
+    /// Device memory takes one transfer and is cut apart there.
+    Transferred { flat: Tensor<1>, shapes: std::vec::IntoIter<Shape>, next: usize },
+}
+
+impl<'a> Upload<'a> {
+    /// `flat` is of type `precision` and as long as the segment, which the caller has checked. At no time are more than the segment
+    /// and one of its tensors held.
+    pub(super) fn new(
+        flat: Buffer,
+        precision: Precision,
+        info: &SegmentInfo,
+        device: &'a Device,
+    ) -> comm_core::Result<Self> {
+        let shapes: Vec<Shape> = info.params.iter().map(|param| Shape::from(param.shape.clone())).collect();
+        let tensors = match Placement::of(device) {
+            Placement::Host => {
+                let lengths: Vec<usize> = info.params.iter().map(|param| param.len).collect();
+                let pieces = match precision {
+                    Precision::F32 => pieces(flat.into_vec::<f32>()?, &lengths, &shapes),
+                    Precision::Bf16 => pieces(flat.into_vec::<bf16>()?, &lengths, &shapes),
+                    Precision::F16 => pieces(flat.into_vec::<f16>()?, &lengths, &shapes),
+                };
+                Tensors::Pieces(pieces.into_iter())
+            }
+            Placement::Device => {
+                let count = flat.count();
+                let data = match flat.dtype() {
+                    DType::Bf16 => TensorData::new(flat.into_vec::<bf16>()?, [count]),
+                    DType::F16 => TensorData::new(flat.into_vec::<f16>()?, [count]),
+                    _ => TensorData::new(flat.into_vec::<f32>()?, [count]),
+                };
+                let flat = Tensor::from_data(data, (device, precision.float().into()));
+                Tensors::Transferred { flat, shapes: shapes.into_iter(), next: 0 }
+            }
+        };
+        Ok(Self { device, tensors })
+    }
+}
+
+fn pieces<T: Element + burn::tensor::Element>(flat: Vec<T>, lengths: &[usize], shapes: &[Shape]) -> Vec<TensorData> {
+    split(flat, lengths).into_iter().zip(shapes).map(|(piece, shape)| TensorData::new(piece, shape.clone())).collect()
+}
+
+impl ModuleMapper for Upload<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let value = match &mut self.tensors {
+            Tensors::Pieces(pieces) => pieces.next().map(|data| {
+                let dtype = data.dtype();
+                Tensor::from_data(data, (self.device, dtype))
+            }),
+            Tensors::Transferred { flat, shapes, next } => shapes.next().map(|shape| {
+                let (start, len) = (*next, shape.num_elements());
+                *next += len;
+                flat.clone().narrow(0, start, len).reshape(shape)
+            }),
+        };
+        match value {
+            // A new parameter, since one that is mapped from another may have lost that it is to be trained.
+            Some(value) => Param::from_tensor(value),
+            None => param,
+        }
+    }
+}
+
+/// Replaces tensors by such as take no memory.
+pub(super) struct Release<'a>(pub(super) &'a Device);
+
+impl ModuleMapper for Release<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        drop(param);
+        Param::from_tensor(Tensor::zeros([1; D], self.0))
+    }
+}
+
+/// Replaces weights by leaves that stand for them, and keeps them in `resident`.
+struct Ghosts<'a> {
+    device: &'a Device,
+    resident: &'a Resident,
+}
+
+impl ModuleMapper for Ghosts<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let leaf = fused::ghost::<D>(self.device);
+        self.resident.insert(fused::leaf_id(leaf.clone()), param.val());
+        Param::initialized(param.id, leaf)
+    }
+}
+
+/// `module` with leaves without contents instead of its weights, and the weights.
+pub(super) fn haunt<M: Module>(module: M, device: &Device) -> (M, Arc<Resident>) {
+    let resident = Arc::new(Resident::default());
+    let ghosts = module.map(&mut Ghosts { device, resident: &resident });
+    (ghosts, resident)
+}
+
+/// Puts the weights of `module` back under the leaves of `ghosts`.
+pub(super) fn refill<M: Module>(ghosts: &M, module: &M, resident: &Resident) {
+    let mut leaves = Leaves::default();
+    ghosts.visit(&mut leaves);
+    module.visit(&mut Refill { leaves: leaves.0.into_iter(), resident });
+}
+
+#[derive(Default)]
+struct Leaves(Vec<NodeId>);
+
+impl ModuleVisitor for Leaves {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.0.push(fused::leaf_id(param.val()));
+    }
+}
+
+struct Refill<'a> {
+    leaves: std::vec::IntoIter<NodeId>,
+    resident: &'a Resident,
+}
+
+impl ModuleVisitor for Refill<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if let Some(leaf) = self.leaves.next() {
+            self.resident.insert(leaf, param.val());
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! Two levels: a fast communicator inside each node, another between nodes.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+
+use comm_core::{Buffer, Call, Communicator, Error, Handle, Op, ReduceOp, shard_range};
+
+use super::buckets::labels;
+use super::layout::{Bucket, buckets};
+use super::{Clock, Comms, Layout, Put, Strategy, StrategyOptions, put_own};
+use crate::precision::{Precision, split};
+
+/// Each bucket is reduce-scattered inside the node, its shards are all-reduced between the nodes' ranks of the same place, and gathered
+/// inside the node: with n ranks a node and m nodes, 2S(n−1)/n inside and 2(S/n)(m−1)/m between, instead of 2S(nm−1)/(nm) between.
+pub(super) struct Hierarchical {
+    /// The ranks of this node.
+    node: Arc<dyn Communicator>,
+    /// The ranks of all nodes that have the same place.
+    between: Arc<dyn Communicator>,
+    wire: Precision,
+    precision: Precision,
+    overlap: bool,
+    owned: Vec<Range<usize>>,
+    plan: Vec<Bucket>,
+    labels: Vec<Arc<str>>,
+    waiting: Vec<Option<Vec<f32>>>,
+    next: usize,
+    /// Three stages of a pipeline: a bucket enters the first as it leaves, and moves on one place with each bucket that follows. All
+    /// ranks therefore start their operations in one order.
+    scattering: VecDeque<(usize, Handle)>,
+    reducing: VecDeque<(usize, Buffer, Handle)>,
+    gathering: VecDeque<(usize, Handle)>,
+}
+
+/// The node of `rank`, and its place in it.
+pub(super) fn place(rank: usize, ranks_per_node: usize) -> (usize, usize) {
+    (rank / ranks_per_node, rank % ranks_per_node)
+}
+
+/// Ranks of a node, or an error.
+fn ranks_per_node(comms: &Comms, options: &StrategyOptions) -> comm_core::Result<usize> {
+    let ranks = comms.world.world_size();
+    let size = match (options.ranks_per_node, &comms.node) {
+        (0, Some(node)) => node.world_size(),
+        (0, None) => ranks,
+        (size, _) => size,
+    };
+    if !ranks.is_multiple_of(size) {
+        return Err(Error::invalid(format!(
+            "{ranks} ranks cannot be divided into nodes of {size}; see --ranks-per-node"
+        )));
+    }
+    match &comms.node {
+        Some(node) if node.world_size() != size => Err(Error::invalid(format!(
+            "nodes of {size} ranks were asked for, but this rank's node has {}",
+            node.world_size()
+        ))),
+        _ => Ok(size),
+    }
+}
+
+impl Hierarchical {
+    pub(super) fn new(
+        comms: &Comms,
+        layout: Layout,
+        options: &StrategyOptions,
+        precision: Precision,
+    ) -> comm_core::Result<Self> {
+        let world = &comms.world;
+        let (node, inside) = place(world.rank(), ranks_per_node(comms, options)?);
+        let group = |color: usize| {
+            let part = world.split(Some(color as u64), world.rank() as i64)?;
+            part.ok_or_else(|| Error::Internal("a split with a colour gave no communicator".into()))
+        };
+        let between = group(inside)?;
+        let node = match &comms.node {
+            Some(node) => node.clone(),
+            None => group(node)?,
+        };
+        let plan = buckets(&layout, options.first_bucket_bytes, options.bucket_bytes);
+        Ok(Hierarchical {
+            node,
+            between,
+            wire: options.wire,
+            precision,
+            overlap: options.overlap,
+            owned: layout.everything(),
+            labels: labels(&plan),
+            plan,
+            waiting: vec![None; layout.segments()],
+            next: 0,
+            scattering: VecDeque::new(),
+            reducing: VecDeque::new(),
+            gathering: VecDeque::new(),
+        })
+    }
+
+    fn call(&self, op: Op, buffer: Buffer, lane: usize, lanes: usize, bucket: usize) -> Call {
+        Call { label: self.labels.get(bucket).cloned(), ..Call::background(op, buffer, lane % lanes) }
+    }
+
+    /// Starts the buckets, in order, whose gradients have all come.
+    fn start_full(&mut self, clock: &mut Clock) -> comm_core::Result<()> {
+        while let Some(bucket) = self.plan.get(self.next) {
+            let (waiting, wire) = (&mut self.waiting, self.wire);
+            let Some(buffer) = clock.pack(|| bucket.take(waiting).map(|flat| wire.pack(flat))) else { break };
+            let op = Op::ReduceScatter(ReduceOp::Mean);
+            let call = self.call(op, buffer, 0, self.node.lanes(), self.next);
+            let handle = clock.start(&*self.node, call);
+            // Those before move on only now, so that two are never in one stage for want of a third.
+            if !self.reducing.is_empty() {
+                self.gather_first(clock)?;
+            }
+            if !self.scattering.is_empty() {
+                self.reduce_first(clock)?;
+            }
+            self.scattering.push_back((self.next, handle));
+            self.next += 1;
+        }
+        Ok(())
+    }
+
+    /// From the reduction inside the node to that between nodes.
+    fn reduce_first(&mut self, clock: &mut Clock) -> comm_core::Result<()> {
+        let Some((index, handle)) = self.scattering.pop_front() else { return Ok(()) };
+        let whole = clock.wait(handle)?;
+        let shard = self.shard(index);
+        let part = clock.pack(|| copy_out(&whole, &shard, self.wire))?;
+        let op = Op::AllReduce(ReduceOp::Mean);
+        let call = self.call(op, part, 1, self.between.lanes(), index);
+        self.reducing.push_back((index, whole, clock.start(&*self.between, call)));
+        Ok(())
+    }
+
+    /// From the reduction between nodes to the gathering inside the node.
+    fn gather_first(&mut self, clock: &mut Clock) -> comm_core::Result<()> {
+        let Some((index, mut whole, handle)) = self.reducing.pop_front() else { return Ok(()) };
+        let part = clock.wait(handle)?;
+        let shard = self.shard(index);
+        clock.unpack(|| copy_in(&mut whole, &shard, &part))?;
+        let call = self.call(Op::AllGather, whole, 0, self.node.lanes(), index);
+        self.gathering.push_back((index, clock.start(&*self.node, call)));
+        Ok(())
+    }
+
+    /// This rank's shard of a bucket, inside its node.
+    fn shard(&self, bucket: usize) -> Range<usize> {
+        shard_range(self.plan[bucket].len(), self.node.world_size(), self.node.rank())
+    }
+}
+
+impl Strategy for Hierarchical {
+    fn owned(&self) -> &[Range<usize>] {
+        &self.owned
+    }
+
+    fn gradient(&mut self, segment: usize, grads: Vec<f32>, clock: &mut Clock) -> comm_core::Result<()> {
+        self.waiting[segment] = Some(grads);
+        if self.overlap { self.start_full(clock) } else { Ok(()) }
+    }
+
+    fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Vec<f32>>> {
+        self.start_full(clock)?;
+        while !(self.scattering.is_empty() && self.reducing.is_empty()) {
+            self.gather_first(clock)?;
+            self.reduce_first(clock)?;
+        }
+        self.next = 0;
+        let mut grads = vec![Vec::new(); self.owned.len()];
+        for (index, handle) in std::mem::take(&mut self.gathering) {
+            let buffer = clock.wait(handle)?;
+            let (bucket, wire) = (&self.plan[index], self.wire);
+            clock.unpack(|| -> comm_core::Result<()> {
+                let parts = split(wire.unpack(buffer)?, &bucket.lengths());
+                for (segment, part) in bucket.segments.iter().zip(parts) {
+                    grads[*segment] = part;
+                }
+                Ok(())
+            })?;
+        }
+        Ok(grads)
+    }
+
+    fn distribute(&mut self, masters: &[Vec<f32>], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
+        put_own(masters, self.precision, put, clock);
+        Ok(())
+    }
+}
+
+/// A buffer of the elements `range` of `whole`.
+fn copy_out(whole: &Buffer, range: &Range<usize>, wire: Precision) -> comm_core::Result<Buffer> {
+    let Buffer::Host(whole) = whole else { return Err(Error::Internal("a reduction's buffer left the host".into())) };
+    let width = wire.dtype().size();
+    let mut part = comm_core::HostBuffer::zeros(wire.dtype(), range.len());
+    part.bytes_mut().copy_from_slice(&whole.bytes()[range.start * width..range.end * width]);
+    Ok(Buffer::Host(part))
+}
+
+/// Writes `part` over the elements `range` of `whole`.
+fn copy_in(whole: &mut Buffer, range: &Range<usize>, part: &Buffer) -> comm_core::Result<()> {
+    let (Buffer::Host(whole), Buffer::Host(part)) = (whole, part) else {
+        return Err(Error::Internal("a reduction's buffer left the host".into()));
+    };
+    let width = part.dtype().size();
+    whole.bytes_mut()[range.start * width..range.end * width].copy_from_slice(part.bytes());
+    Ok(())
+}

@@ -1,0 +1,388 @@
+//! The training loop: one for every strategy, transport and device.
+
+mod finish;
+mod rank;
+mod traffic;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use burn::tensor::Device;
+use comm_core::counted::Counters;
+use comm_core::{Communicator, Control};
+use serde::{Deserialize, Serialize};
+
+use crate::batches::{BatchError, LastBatch};
+use crate::checkpoint::CheckpointError;
+use crate::config::ModelConfig;
+use crate::corpus::Corpus;
+use crate::memory;
+use crate::optim::{LearningRate, LossScaling, OptimError, OptimizerConfig, ScalingError};
+use crate::precision::Precision;
+use crate::segments::ModelError;
+use crate::strategy::formula::Expected;
+use crate::strategy::{StrategyKind, StrategyOptions};
+use crate::transports::Node;
+use rank::Trainer;
+
+/// Everything that determines a run, apart from the corpus and the transport. Equal on all ranks.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TrainConfig {
+    /// The model's shape.
+    pub model: ModelConfig,
+    /// Who averages and updates what.
+    pub strategy: StrategyKind,
+    /// Options of the strategy.
+    pub options: StrategyOptions,
+    /// Type of weights, activations and products of matrices. Masters and optimizer are f32 always.
+    pub precision: Precision,
+    /// Whether activations are computed again in the backward pass instead of being kept.
+    pub recompute: bool,
+    /// How gradients are kept from vanishing in a 16-bit type.
+    pub loss_scaling: LossScaling,
+    /// Multiplies the loss that is differentiated, not the one that is reported: 1, except to study what small gradients do.
+    pub loss_factor: f64,
+    /// Seed of weights and data order.
+    pub seed: u64,
+    /// Optimizer steps.
+    pub steps: u64,
+    /// Sequences a step, over all ranks and micro-steps.
+    pub global_batch: usize,
+    /// Micro-steps a step: gradients are summed over them, and only then communicated.
+    pub accumulation: usize,
+    /// What becomes of the rows at the end of an epoch that do not fill a step.
+    pub last_batch: LastBatch,
+    /// Learning rate by step.
+    pub learning_rate: LearningRate,
+    /// Optimizer and its constants.
+    pub optimizer: OptimizerConfig,
+    /// Largest global gradient norm, after synchronisation; 0 turns clipping off.
+    pub clip: f64,
+    /// Validation every so many steps and at the end; 0 for never.
+    pub eval_every: u64,
+    /// Validation batches of `global_batch` sequences, at most.
+    pub eval_batches: usize,
+}
+
+impl TrainConfig {
+    /// Ten steps of 12 sequences in f32 at a learning rate of 1e-3, with gradients clipped to a norm of 1, and nothing else.
+    pub fn of(model: ModelConfig, strategy: StrategyKind) -> Self {
+        TrainConfig {
+            model,
+            strategy,
+            options: StrategyOptions::default(),
+            precision: Precision::F32,
+            recompute: false,
+            loss_scaling: LossScaling::Off,
+            loss_factor: 1.0,
+            seed: 1337,
+            steps: 10,
+            global_batch: 12,
+            accumulation: 1,
+            last_batch: LastBatch::Drop,
+            learning_rate: LearningRate::Constant { rate: 1e-3 },
+            optimizer: OptimizerConfig::default(),
+            clip: 1.0,
+            eval_every: 0,
+            eval_batches: 1,
+        }
+    }
+}
+
+/// What connects a rank to the others.
+pub struct Session {
+    /// The job's communicator.
+    pub comm: Arc<dyn Communicator>,
+    /// Its control plane.
+    pub control: Arc<dyn Control>,
+    /// Counts what passes, where the transport is one of ours.
+    pub counters: Option<Arc<Counters>>,
+    /// The transport's settings, as (name, value).
+    pub facts: Vec<(String, String)>,
+    /// How long to wait for the others at the end.
+    pub timeout: Duration,
+    /// Ranks that share this process, for figures that are the process's.
+    pub ranks_in_process: usize,
+    /// A second communicator among the ranks of this rank's node, for strategies that tell nodes apart.
+    pub node: Option<Node>,
+}
+
+/// One step, as this rank saw it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct StepReport {
+    /// Number of the step, from 1.
+    pub step: u64,
+    /// Mean training loss over the global batch, in nats a token, before the update.
+    pub loss: f64,
+    /// Global norm of the averaged gradient, before clipping; not finite in a skipped step.
+    pub grad_norm: f64,
+    /// Whether all ranks skipped the update, because gradients had overflowed.
+    pub skipped: bool,
+    /// What the loss was multiplied by before the backward pass.
+    pub loss_scale: f64,
+    /// Epoch that the step belongs to, from 1.
+    pub epoch: u64,
+    /// Learning rate of the update.
+    pub learning_rate: f64,
+    /// Wall time of the step.
+    pub ms: f64,
+    /// Tokens of all ranks a second.
+    pub tokens_per_s: f64,
+    /// Model FLOP/s utilisation: see [`Summary::mfu_formula`].
+    pub mfu: f64,
+    /// The step's parts, in milliseconds.
+    pub parts: Parts,
+    /// Payload bytes that this rank sent for gradients and parameters.
+    pub bytes_sent: Option<u64>,
+    /// Messages that this rank sent for them.
+    pub messages_sent: Option<u64>,
+    /// Operations on gradients and parameters that this rank took part in.
+    pub operations: u64,
+    /// Processor time of this process over wall time and the threads that may compute, of all ranks in it; 1 is full use.
+    pub cpu_utilization: f64,
+    /// Mean utilisation of the GPU in percent, where one computes and tells.
+    pub gpu_utilization_percent: Option<f64>,
+    /// The most memory in use on it during the step, by whomever.
+    pub gpu_memory_bytes: Option<u64>,
+    /// The most memory allocated so far in the run, by this process over the ranks in it; `None` without the counting allocator.
+    pub peak_memory_bytes: Option<u64>,
+}
+
+/// Where a step's time went on one rank, in milliseconds. The parts follow one another and leave out little.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Parts {
+    /// Reading the batch.
+    pub data: f64,
+    /// Forward and backward pass.
+    pub compute: f64,
+    /// Reading gradients back, casting and concatenating them.
+    pub pack: f64,
+    /// Waiting for gradients and parameters of other ranks.
+    pub exposed: f64,
+    /// Waiting for the other ranks' loss and gradient norm; with a parameter server that is where its workers wait for it to receive
+    /// everyone's gradients.
+    pub scalars: f64,
+    /// Cutting, casting and uploading what arrived.
+    pub unpack: f64,
+    /// Gradient norm and optimizer.
+    pub optimizer: f64,
+    /// Not a part of the sum: how long at least one operation on gradients or parameters was under way.
+    pub communication: f64,
+    /// Not a part of the sum: how much of `communication` was hidden behind other work.
+    pub hidden: f64,
+}
+
+/// The whole run, equal on all ranks but for the parts that say otherwise.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Summary {
+    /// Optimizer steps taken.
+    pub steps: u64,
+    /// SHA-256 of all masters; equal on all ranks, and the weights of each rank's model are these in the type of computation, which
+    /// was checked.
+    pub weights_hash: String,
+    /// Loss of the last training step.
+    pub final_loss: f64,
+    /// Last validation loss.
+    pub validation_loss: Option<f64>,
+    /// Validation loss after so many steps.
+    pub validations: Vec<(u64, f64)>,
+    /// Training loss of each step.
+    pub losses: Vec<f64>,
+    /// Global norm of the averaged gradient of each step, before clipping.
+    pub grad_norms: Vec<f64>,
+    /// Epoch of each step, from 1.
+    pub epochs: Vec<u64>,
+    /// Seconds from the first step to the end of each.
+    pub seconds: Vec<f64>,
+    /// Steps skipped because gradients had overflowed.
+    pub skipped_steps: u64,
+    /// Median tokens a second of all ranks, over the steps after the first two.
+    pub tokens_per_s: f64,
+    /// Median milliseconds a step, likewise.
+    pub step_ms: f64,
+    /// Median of each part, likewise; the largest exposed time over ranks is in `ranks`.
+    pub parts: Parts,
+    /// Each rank's own figures.
+    pub ranks: Vec<RankReport>,
+    /// Median model FLOP/s utilisation.
+    pub mfu: f64,
+    /// How `mfu` was computed.
+    pub mfu_formula: String,
+    /// Facts about the transport, from rank 0.
+    pub transport: Vec<(String, String)>,
+    /// Where the checkpoint is.
+    pub checkpoint: Option<PathBuf>,
+}
+
+/// One rank's own figures.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct RankReport {
+    /// The rank.
+    pub rank: usize,
+    /// Whether it computes; a dedicated parameter server does not.
+    pub computes: bool,
+    /// Median payload bytes sent a step for gradients and parameters, as counted; `None` where nothing counts.
+    pub bytes_counted: Option<u64>,
+    /// The same by the formula of the strategy.
+    pub bytes_expected: u64,
+    /// Whether every step sent the same. Skipped steps, which end early, are left out of this and all other figures.
+    pub bytes_steady: bool,
+    /// Payload bytes of scalars (loss, norms) sent a step.
+    pub scalar_bytes: Option<u64>,
+    /// Header bytes sent a step.
+    pub framing_bytes: Option<u64>,
+    /// Messages sent a step for gradients and parameters, as counted.
+    pub messages: Option<u64>,
+    /// The same by the formula, with what is sent inside a node apart.
+    pub expected: Expected,
+    /// Payload bytes and messages of them sent inside the node, as counted, where it has a transport of its own.
+    pub node_sent: Option<(u64, u64)>,
+    /// Median operations on gradients and parameters a step; by the formula in [`expected`](Self::expected).
+    pub operations: u64,
+    /// Median of the parts of a step.
+    pub parts: Parts,
+    /// Median utilisation of the processor: see [`StepReport::cpu_utilization`].
+    pub cpu_utilization: f64,
+    /// Median utilisation of the GPU, in percent.
+    pub gpu_utilization: Option<f64>,
+    /// Peak resident memory of the process, divided by the ranks that share it.
+    pub peak_rss_bytes: u64,
+    /// Memory of this process from the first step to the last, by what it is for; all ranks in it together. `None` without the counting
+    /// allocator.
+    pub memory: Option<memory::Usage>,
+    /// Hash of this rank's masters, all put together.
+    pub weights_hash: String,
+}
+
+/// Receives what happens during a run, on one rank.
+pub trait Observer {
+    /// Before the first step.
+    fn started(&mut self, _steps: u64) {}
+    /// After each step.
+    fn step(&mut self, _report: &StepReport) {}
+    /// Something went wrong that does not end the run.
+    fn warning(&mut self, _text: &str) {}
+    /// After each validation.
+    fn validation(&mut self, _step: u64, _loss: f64) {}
+}
+
+/// An observer that looks away.
+impl Observer for () {}
+
+/// Why a run ended early.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainError {
+    /// The transport or another rank.
+    #[error(transparent)]
+    Comm(#[from] comm_core::Error),
+    /// The model or the device.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The batches.
+    #[error(transparent)]
+    Batch(#[from] BatchError),
+    /// The optimizer.
+    #[error(transparent)]
+    Optim(#[from] OptimError),
+    /// The checkpoint.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// Loss scaling ended the run.
+    #[error("step {step}: {error}")]
+    Scaling {
+        /// The step, from 1.
+        step: u64,
+        /// Why.
+        error: ScalingError,
+    },
+    /// A loss or gradient that is not a number.
+    #[error("step {step}: {what} is {value}; lower the learning rate, or clip gradients")]
+    NotFinite {
+        /// The step, from 1.
+        step: u64,
+        /// What is not finite.
+        what: &'static str,
+        /// Its value.
+        value: f64,
+    },
+    /// A bug in a strategy: ranks ended with different weights.
+    #[error("the ranks ended with different weights: {0}")]
+    Diverged(String),
+}
+
+/// Trains, and returns the summary, on every rank of the session. `checkpoint` is where rank 0 saves the result.
+///
+/// # Errors
+/// See [`TrainError`]. After an error all ranks of the job fail.
+pub fn train(
+    config: &TrainConfig,
+    corpus: &Corpus,
+    session: &Session,
+    device: &Device,
+    checkpoint: Option<PathBuf>,
+    observer: &mut dyn Observer,
+) -> Result<Summary, TrainError> {
+    let result = run(config, corpus, session, device, checkpoint, observer);
+    // The others would wait for this rank until their deadline. Where they know already, the first failure stays.
+    match &result {
+        Err(TrainError::Comm(error)) => session.control.poison(error),
+        Err(error) => session.comm.abort(&error.to_string()),
+        Ok(_) => {}
+    }
+    let summary = result?;
+    if let Some(node) = &session.node {
+        node.comm.finish(session.timeout)?;
+    }
+    session.comm.finish(session.timeout)?;
+    Ok(summary)
+}
+
+fn run(
+    config: &TrainConfig,
+    corpus: &Corpus,
+    session: &Session,
+    device: &Device,
+    checkpoint: Option<PathBuf>,
+    observer: &mut dyn Observer,
+) -> Result<Summary, TrainError> {
+    let mut trainer = Trainer::new(config, corpus, session, device, checkpoint)?;
+    observer.started(config.steps);
+    let mut reports = Vec::new();
+    let mut validations = Vec::new();
+    for step in 0..config.steps {
+        let report = trainer.step(step)?;
+        observer.step(&report);
+        reports.push(report);
+        let is_last = step + 1 == config.steps;
+        if config.eval_every > 0 && (is_last || (step + 1).is_multiple_of(config.eval_every)) {
+            let loss = trainer.validate()?;
+            observer.validation(step + 1, loss);
+            validations.push((step + 1, loss));
+            if !is_last {
+                // What a death or an impatient user would otherwise cost.
+                match trainer.save(corpus, step + 1) {
+                    Err(error @ TrainError::Checkpoint(_)) => observer
+                        .warning(&format!("step {}: the run goes on without a new checkpoint: {error}", step + 1)),
+                    other => other?,
+                }
+            }
+        }
+    }
+    trainer.summary(corpus, &reports, validations)
+}
+
+/// The median; NaN of nothing.
+pub fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_unstable_by(f64::total_cmp);
+    match values.len() {
+        0 => f64::NAN,
+        len if len % 2 == 1 => values[len / 2],
+        len => f64::midpoint(values[len / 2 - 1], values[len / 2]),
+    }
+}
+
+fn ms(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
+}

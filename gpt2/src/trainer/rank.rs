@@ -1,0 +1,407 @@
+//! One rank's training steps.
+
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use burn::tensor::Device;
+use comm_core::{Buffer, Communicator, CommunicatorExt, ReduceOp};
+
+use super::traffic::{Counted, Sent};
+use super::{Parts, Session, StepReport, TrainConfig, TrainError, ms};
+use crate::batches::{Batches, Share};
+use crate::corpus::Corpus;
+use crate::memory::{self, Category};
+use crate::optim::{LossScaler, LossScaling, Optimizer, clip_factor, sum_of_squares};
+use crate::peak;
+use crate::segments::{Compute, ModelError, Pass, PassHooks, SegmentGrads, SegmentedModel, TokenBatch};
+use crate::strategy::{self, Clock, Comms, Strategy};
+use crate::utilization::Meter;
+
+/// One rank's state.
+pub(super) struct Trainer<'a> {
+    pub(super) config: &'a TrainConfig,
+    pub(super) session: &'a Session,
+    /// For scalars, so that their bytes are counted apart.
+    pub(super) scalars: Arc<dyn Communicator>,
+    pub(super) model: SegmentedModel,
+    batches: Batches,
+    /// This rank's part of the data; `None` for one that only serves.
+    share: Option<Share>,
+    /// Ranks that have one.
+    pub(super) workers: usize,
+    pub(super) strategy: Box<dyn Strategy>,
+    /// The f32 parameters that this rank's optimizers update: the owned range of each segment.
+    pub(super) masters: Vec<Vec<f32>>,
+    optimizers: Vec<Optimizer>,
+    scaler: LossScaler,
+    /// Where each rank's owned range of each segment begins, and its length: `[rank][segment]`.
+    pub(super) owned_by: Vec<Vec<(usize, usize)>>,
+    validation: Vec<TokenBatch>,
+    pub(super) flops_per_token: f64,
+    /// FLOP/s of a large matrix product on this rank, times the ranks.
+    pub(super) peak_flops: f64,
+    meter: Meter,
+    /// What each step sent that was not skipped.
+    pub(super) sent: Vec<Sent>,
+    pub(super) operations: Vec<u64>,
+    /// Where rank 0 saves.
+    pub(super) checkpoint: Option<PathBuf>,
+    /// Whether anyone saves: all ranks bring their masters for it.
+    pub(super) saves: bool,
+    started: Instant,
+    /// Seconds from the first step to the end of each.
+    pub(super) seconds: Vec<f64>,
+}
+
+impl<'a> Trainer<'a> {
+    pub(super) fn new(
+        config: &'a TrainConfig,
+        corpus: &Corpus,
+        session: &'a Session,
+        device: &Device,
+        checkpoint: Option<PathBuf>,
+    ) -> Result<Self, TrainError> {
+        let comm = &session.comm;
+        let (rank, world) = (comm.rank(), comm.world_size());
+        let compute = Compute { precision: config.precision, recompute: config.recompute };
+        let mut model = SegmentedModel::absent(config.model.clone(), compute, device)?;
+        let infos = model.segments().to_vec();
+        let lengths: Vec<usize> = infos.iter().map(|segment| segment.len).collect();
+        let comms = Comms { world: comm.clone(), node: session.node.as_ref().map(|node| node.comm.clone()) };
+        let strategy = strategy::build(config.strategy, &comms, &lengths, &config.options, config.precision)?;
+
+        let workers = config.options.workers(config.strategy, world);
+        let share = strategy.computes().then(|| Share {
+            rank: rank - (world - workers),
+            world: workers,
+            accumulation: config.accumulation,
+        });
+        let TrainConfig { global_batch, seed, last_batch, .. } = *config;
+        let batches = Batches::with_last_batch(corpus, config.model.block_size, global_batch, seed, last_batch)?;
+        let mut validation = Vec::new();
+        if let Some(share) = share {
+            batches.rows_per_micro_step(share)?;
+            if config.eval_every > 0 {
+                validation = batches.validation(config.eval_batches, share)?;
+            }
+        }
+
+        // A whole segment at a time, so that a sharded model is never whole in memory.
+        let keeps_model = strategy.computes() && !strategy.brings_weights();
+        let category = if strategy.brings_weights() { Category::Parameters } else { Category::Optimizer };
+        let mut masters = Vec::with_capacity(infos.len());
+        let mut optimizers = Vec::with_capacity(infos.len());
+        for (segment, (info, range)) in infos.iter().zip(strategy.owned()).enumerate() {
+            let initial = info.initial(&config.model, config.seed);
+            masters.push(memory::within(category, || initial[range.clone()].to_vec()));
+            optimizers
+                .push(memory::within(Category::Optimizer, || Optimizer::new(config.optimizer, info, range.clone()))?);
+            if keeps_model {
+                memory::within(Category::Parameters, || model.write_params(segment, &initial))?;
+            }
+        }
+
+        let scalars = comm
+            .split(Some(0), 0)?
+            .ok_or_else(|| comm_core::Error::InvalidArgument("the communicator of scalars has no ranks".into()))?;
+        // Ranks measure at the same time, since that is how they will compute.
+        scalars.barrier()?;
+        let peak_flops = scalars.all_reduce_scalar(peak::flops(device), ReduceOp::Sum)?;
+        let owned_by = who_owns_what(&*scalars, strategy.owned())?;
+        let saves = scalars.all_reduce_scalar(i64::from(checkpoint.is_some()), ReduceOp::Max)? == 1;
+        let scaler = LossScaler::new(config.loss_scaling).map_err(|error| TrainError::Scaling { step: 0, error })?;
+        memory::reset_peaks();
+        Ok(Trainer {
+            config,
+            session,
+            scalars,
+            flops_per_token: config.model.flops_per_token(config.model.block_size),
+            model,
+            batches,
+            share,
+            workers,
+            strategy,
+            masters,
+            optimizers,
+            scaler,
+            owned_by,
+            validation,
+            peak_flops,
+            meter: Meter::start(),
+            sent: Vec::new(),
+            operations: Vec::new(),
+            checkpoint,
+            saves,
+            started: Instant::now(),
+            seconds: Vec::new(),
+        })
+    }
+
+    pub(super) fn step(&mut self, step: u64) -> Result<StepReport, TrainError> {
+        if step == 0 {
+            self.started = Instant::now();
+            self.meter.lap();
+        }
+        let before = Counted::now(self.session);
+        let start = Instant::now();
+        let mut clock = Clock::default();
+        let mut data = Duration::ZERO;
+        let mut compute = Duration::ZERO;
+
+        // Gradients: summed over the micro-steps, handed to the strategy during the last one. Each micro-step's are weighed so that
+        // the mean over ranks of the sums is the mean over the global batch, however its rows are spread.
+        let loss_scale = f64::from(self.scaler.scale());
+        let rows_in_step = self.batches.rows_in_step(step) as f64;
+        let mut sums: Vec<Vec<f32>> = vec![Vec::new(); self.masters.len()];
+        let mut loss = 0.0;
+        let accumulation = if self.share.is_some() { self.config.accumulation } else { 0 };
+        for micro_step in 0..accumulation {
+            let Some(share) = self.share else { break };
+            let reading = Instant::now();
+            let batch = memory::within(Category::Other, || self.batches.rows(step, micro_step, share))?;
+            data += reading.elapsed();
+            let weight = (self.workers * batch.rows) as f64 / rows_in_step;
+            let passing = Instant::now();
+            self.strategy.begin(true);
+            let mut hooks = Hooks {
+                strategy: &mut *self.strategy,
+                masters: &self.masters,
+                clock: &mut clock,
+                sums: &mut sums,
+                is_last: micro_step + 1 == accumulation,
+                elsewhere: Duration::ZERO,
+            };
+            let scale = (weight * loss_scale * self.config.loss_factor) as f32;
+            let mean =
+                memory::within(Category::Activations, || self.model.train::<TrainError>(&batch, scale, &mut hooks))?;
+            compute += passing.elapsed() - hooks.elsewhere;
+            loss += mean * batch.rows as f64 / rows_in_step;
+        }
+        let grads = self.strategy.synchronise(&mut clock)?;
+
+        // Loss and norm over all ranks, in one small all-reduce that every strategy needs alike.
+        let norming = Instant::now();
+        let squares: f64 = grads.iter().map(|grads| sum_of_squares(grads)).sum();
+        let mut optimizer = norming.elapsed();
+        let talking = Instant::now();
+        let mut totals = [loss, squares, f64::from(u8::from(!squares.is_finite()))];
+        self.scalars.all_reduce(&mut totals, ReduceOp::Sum)?;
+        let mut scalars = talking.elapsed();
+        let [loss, all_squares, overflows] = totals;
+        // Where each rank sees the whole gradient, its norm needs no communication.
+        let squares = if self.owns_everything() { squares } else { all_squares };
+        let grad_norm = squares.sqrt() / loss_scale;
+        let overflowed = overflows > 0.0;
+        let unscaled = self.config.loss_scaling == LossScaling::Off;
+        let checks = [("the loss", loss, true), ("the gradient norm", grad_norm, unscaled)];
+        if let Some((what, value, _)) = checks.into_iter().find(|(_, value, fatal)| *fatal && !value.is_finite()) {
+            return Err(TrainError::NotFinite { step: step + 1, what, value });
+        }
+
+        let learning_rate = self.config.learning_rate.at(step);
+        let scaler = &mut self.scaler;
+        let unscale = scaler.unscale();
+        let skipped = scaler.update(overflowed).map_err(|error| TrainError::Scaling { step: step + 1, error })?;
+        if !skipped {
+            let clip = if self.config.clip > 0.0 { clip_factor(grad_norm, self.config.clip) } else { 1.0 };
+            let (updating, waited) = self.update(&grads, learning_rate, clip * unscale)?;
+            optimizer += updating;
+            scalars += waited;
+            drop(grads);
+            self.distribute(&mut clock)?;
+        }
+
+        let elapsed = start.elapsed();
+        self.seconds.push(self.started.elapsed().as_secs_f64());
+        let sent = Counted::now(self.session).zip(before).map(|(now, before)| now.since(&before, &*self.scalars));
+        if !skipped {
+            self.sent.extend(sent);
+            self.operations.push(clock.operations);
+        }
+        let tokens_per_s = rows_in_step * self.config.model.block_size as f64 / elapsed.as_secs_f64();
+        let ranks_here = self.session.ranks_in_process;
+        let lap = self.meter.lap();
+        Ok(StepReport {
+            step: step + 1,
+            loss,
+            grad_norm,
+            skipped,
+            loss_scale,
+            epoch: step / self.batches.steps_per_epoch() as u64 + 1,
+            learning_rate,
+            ms: ms(elapsed),
+            tokens_per_s,
+            mfu: tokens_per_s * self.flops_per_token / self.peak_flops,
+            parts: Parts {
+                data: ms(data),
+                compute: ms(compute),
+                pack: ms(clock.pack),
+                exposed: ms(clock.exposed),
+                scalars: ms(scalars),
+                unpack: ms(clock.unpack),
+                optimizer: ms(optimizer),
+                communication: ms(clock.communication()),
+                hidden: ms(clock.hidden()),
+            },
+            bytes_sent: sent.map(|sent| sent.payload),
+            messages_sent: sent.map(|sent| sent.messages),
+            operations: clock.operations,
+            cpu_utilization: lap.cpu_utilization(rayon::current_num_threads() * ranks_here),
+            gpu_utilization_percent: lap.gpu.as_ref().map(|gpu| gpu.utilization_percent),
+            gpu_memory_bytes: lap.gpu.as_ref().map(|gpu| gpu.peak_memory_bytes),
+            peak_memory_bytes: memory::usage().map(|usage| usage.total.peak / ranks_here as u64),
+        })
+    }
+
+    /// Runs the optimizers; returns how long they and their communication took.
+    fn update(
+        &mut self,
+        grads: &[Vec<f32>],
+        learning_rate: f64,
+        factor: f32,
+    ) -> Result<(Duration, Duration), TrainError> {
+        let start = Instant::now();
+        let mut waited = Duration::ZERO;
+        let _scope = memory::scope(Category::Optimizer);
+        if !self.optimizers.iter().any(Optimizer::needs_norms) {
+            for ((optimizer, master), grads) in self.optimizers.iter_mut().zip(&mut self.masters).zip(grads) {
+                optimizer.step(master, grads, learning_rate, factor)?;
+            }
+            return Ok((start.elapsed(), waited));
+        }
+        // Norms of whole tensors, of which this rank may hold a part only.
+        let mut norms = Vec::with_capacity(self.masters.len());
+        for ((optimizer, master), grads) in self.optimizers.iter_mut().zip(&self.masters).zip(grads) {
+            norms.push(optimizer.prepare(master, grads, factor)?.unwrap_or_default());
+        }
+        if !self.owns_everything() {
+            let talking = Instant::now();
+            let mut flat: Vec<f64> = norms.iter().flatten().flatten().copied().collect();
+            self.scalars.all_reduce(&mut flat, ReduceOp::Sum)?;
+            let mut sums = flat.chunks_exact(2);
+            for pair in norms.iter_mut().flatten() {
+                if let Some([params, update]) = sums.next() {
+                    *pair = [*params, *update];
+                }
+            }
+            waited = talking.elapsed();
+        }
+        for ((optimizer, master), norms) in self.optimizers.iter_mut().zip(&mut self.masters).zip(&norms) {
+            optimizer.apply(master, learning_rate, norms)?;
+        }
+        Ok((start.elapsed() - waited, waited))
+    }
+
+    /// Brings the model's weights up to date with all ranks' masters.
+    fn distribute(&mut self, clock: &mut Clock) -> Result<(), TrainError> {
+        let mut outcome = Ok(());
+        let mut putting = Duration::ZERO;
+        let model = &mut self.model;
+        let mut put = |segment: usize, weights: Buffer| {
+            let start = Instant::now();
+            if outcome.is_ok() {
+                outcome = memory::within(Category::Parameters, || model.put_params(segment, weights));
+            }
+            putting += start.elapsed();
+        };
+        self.strategy.distribute(&self.masters, &mut put, clock)?;
+        clock.unpack += putting;
+        Ok(outcome?)
+    }
+
+    /// Mean validation loss over all ranks.
+    pub(super) fn validate(&mut self) -> Result<f64, TrainError> {
+        let mut sums = [0.0f64, 0.0];
+        let mut clock = Clock::default();
+        for batch in &self.validation {
+            self.strategy.begin(false);
+            let mut hooks = Hooks {
+                strategy: &mut *self.strategy,
+                masters: &self.masters,
+                clock: &mut clock,
+                sums: &mut [],
+                is_last: false,
+                elsewhere: Duration::ZERO,
+            };
+            let loss = memory::within(Category::Activations, || self.model.evaluate::<TrainError>(batch, &mut hooks))?;
+            sums[0] += loss * batch.rows as f64;
+            sums[1] += batch.rows as f64;
+        }
+        self.scalars.all_reduce(&mut sums, ReduceOp::Sum)?;
+        Ok(sums[0] / sums[1])
+    }
+
+    /// Whether every rank's optimizer updates every parameter.
+    pub(super) fn owns_everything(&self) -> bool {
+        let whole = |owned: &Vec<(usize, usize)>| {
+            owned.iter().zip(self.model.segments()).all(|((_, len), info)| *len == info.len)
+        };
+        self.owned_by.iter().all(whole)
+    }
+}
+
+/// The owned range of each segment of each rank.
+fn who_owns_what(scalars: &dyn Communicator, owned: &[Range<usize>]) -> Result<Vec<Vec<(usize, usize)>>, TrainError> {
+    let mine: Vec<u64> = owned.iter().flat_map(|range| [range.start as u64, range.len() as u64]).collect();
+    let all = scalars.all_gather(&mine, mine.len() * scalars.world_size())?;
+    let pairs = |of_rank: &[u64]| of_rank.chunks_exact(2).map(|pair| (pair[0] as usize, pair[1] as usize)).collect();
+    Ok(all.chunks_exact(mine.len()).map(pairs).collect())
+}
+
+/// A strategy's part in a pass over the model.
+struct Hooks<'a> {
+    strategy: &'a mut dyn Strategy,
+    masters: &'a [Vec<f32>],
+    clock: &'a mut Clock,
+    /// Gradients of earlier micro-steps.
+    sums: &'a mut [Vec<f32>],
+    /// Whether this is the micro-step after which gradients are communicated.
+    is_last: bool,
+    /// Time of the pass that is not computation.
+    elsewhere: Duration,
+}
+
+impl PassHooks<TrainError> for Hooks<'_> {
+    fn enter(&mut self, model: &mut SegmentedModel, pass: Pass, segment: usize) -> Result<(), TrainError> {
+        // The embedding stays from the forward pass on.
+        if !self.strategy.brings_weights() || (pass, segment) == (Pass::Backward, 0) {
+            return Ok(());
+        }
+        let start = Instant::now();
+        let weights = self.strategy.weights(segment, self.masters, self.clock)?;
+        self.clock.unpack(|| memory::within(Category::Parameters, || model.put_params(segment, weights)))?;
+        self.strategy.prefetch(self.masters, self.clock)?;
+        self.elsewhere += start.elapsed();
+        Ok(())
+    }
+
+    fn leave(&mut self, model: &mut SegmentedModel, _pass: Pass, segment: usize) -> Result<(), TrainError> {
+        if self.strategy.brings_weights() {
+            model.release_params(segment)?;
+        }
+        Ok(())
+    }
+
+    fn gradients(&mut self, grads: SegmentGrads) -> Result<(), TrainError> {
+        let start = Instant::now();
+        let segment = grads.segment();
+        let sum = &mut self.sums[segment];
+        let flat = self.clock.pack(|| -> Result<Vec<f32>, ModelError> {
+            let flat = grads.into_flat()?;
+            if sum.is_empty() {
+                return Ok(flat);
+            }
+            sum.iter_mut().zip(&flat).for_each(|(sum, value)| *sum += value);
+            Ok(std::mem::take(sum))
+        })?;
+        if self.is_last {
+            self.strategy.gradient(segment, flat, self.clock)?;
+        } else {
+            *sum = flat;
+        }
+        self.elsewhere += start.elapsed();
+        Ok(())
+    }
+}
