@@ -152,6 +152,7 @@ impl Rung {
                     facts: Vec::new(),
                     timeout: options.timeout,
                     ranks_in_process: 1,
+                    node: None,
                 })
             }
             #[cfg(feature = "unprotected")]

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use comm_core::job::Job;
 use comm_core::launch::{Launch, LaunchOutcome, Output};
 use gpt2::config::Preset;
-use gpt2::optim::{AdamWConfig, LearningRate};
-use gpt2::strategy::{StrategyKind, StrategyOptions};
+use gpt2::optim::LearningRate;
+use gpt2::strategy::StrategyKind;
 use gpt2::trainer::{Summary, TrainConfig};
 use gpt2::transports::{TransportKind, TransportOptions};
 use tempfile::TempDir;
@@ -69,18 +69,11 @@ impl RunningJob {
         let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
         let task = Task {
             config: TrainConfig {
-                model: Preset::Micro.config(settings.corpus.vocab_size()),
-                strategy: StrategyKind::Ddp,
-                options: StrategyOptions::default(),
                 seed: settings.seed,
                 steps,
                 global_batch: BATCH,
-                accumulation: 1,
                 learning_rate: LearningRate::WarmupCosine { peak: 1e-3, floor: 1e-4, warmup: 5, total: steps.max(10) },
-                adamw: AdamWConfig::default(),
-                clip: 1.0,
-                eval_every: 0,
-                eval_batches: 1,
+                ..TrainConfig::of(Preset::Micro.config(settings.corpus.vocab_size()), StrategyKind::Ddp)
             },
             transport,
             options: TransportOptions { timeout: 2 * LIMIT / 3, ..TransportOptions::default() },
