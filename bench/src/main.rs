@@ -26,9 +26,6 @@ use args::{Args, Command};
 use gpt2::cli::say;
 use gpt2::memory::{self, Category, Counting};
 
-#[global_allocator]
-static ALLOCATOR: gpt2::memory::Counting = gpt2::memory::Counting;
-
 /// What a command fails with: one message for the user.
 type BenchError = Box<dyn std::error::Error + Send + Sync>;
 

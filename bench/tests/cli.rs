@@ -53,8 +53,8 @@ fn every_strategy_over_every_transport_gives_a_row() {
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
     let rows = rows(&folder.path().join("results/results.jsonl"));
-    // `single` once, four strategies over six transports.
-    assert_eq!(rows.len(), 1 + 4 * 6, "{said}");
+    // `single` once, eight strategies over six transports.
+    assert_eq!(rows.len(), 1 + 8 * 6, "{said}");
     for row in &rows {
         let name = format!("{} over {}", row["strategy"], row["transport"]);
         if row["transport"] == "nccl" {
@@ -69,7 +69,7 @@ fn every_strategy_over_every_transport_gives_a_row() {
         assert_eq!(row["bytes_by_rank"].as_array().unwrap().len() as u64, row["ranks"].as_u64().unwrap(), "{name}");
         assert!(row["environment"]["kernel"].as_str().is_some(), "{name}");
     }
-    for strategy in ["ps", "sharded-ps", "ring", "ddp"] {
+    for strategy in ["ps", "sharded-ps", "ring", "ddp", "zero1", "zero2", "fsdp", "hierarchical"] {
         let hashes: Vec<&Value> = rows
             .iter()
             .filter(|row| row["strategy"] == strategy && row["transport"] != "nccl")

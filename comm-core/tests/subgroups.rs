@@ -7,7 +7,7 @@ mod common;
 
 use std::collections::BTreeSet;
 use std::process::Command;
-use std::sync::{Arc, Barrier, Mutex};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
@@ -102,6 +102,17 @@ fn on_ranks<R: Send>(options: &MeshOptions, body: impl Fn(&Rank) -> R + Sync) ->
         common::run(&jobs, |job| common::connect(job).unwrap() as Arc<dyn Control>)
     };
     [run(&in_memory), run(&over_tcp)]
+}
+
+/// What ends a communicator. The word may be on its way when another one of the job has ended already.
+fn until_failed(comm: &dyn Communicator) -> Error {
+    let deadline = soon();
+    loop {
+        match comm.barrier() {
+            Err(error) => return error,
+            Ok(()) => assert!(!deadline.has_passed(), "the communicator goes on"),
+        }
+    }
 }
 
 /// Transports inside the groups, by rank of the job.
@@ -199,7 +210,6 @@ fn colors() {
 fn errors() {
     let options = MeshOptions::default().with_check_finite(true);
     let seen = |culprit: fn(&Rank)| {
-        let done = Barrier::new(4);
         on_ranks(&options, |rank| {
             match rank.rank {
                 3 => culprit(rank),
@@ -210,9 +220,7 @@ fn errors() {
                 }
                 _ => {}
             }
-            let error = rank.outer.barrier().unwrap_err();
-            done.wait();
-            error
+            until_failed(&rank.outer)
         })
     };
     let check = |what: &str, culprit: fn(&Rank), is_right: fn(&Error) -> bool| {
@@ -251,7 +259,7 @@ fn connecting() {
         if let Some(error) = &error {
             rank.group.poison(error);
         }
-        let failure = rank.outer.barrier().unwrap_err();
+        let failure = until_failed(&rank.outer);
         (error, failure)
     }) {
         for (rank, (error, failure)) in ranks.iter().enumerate() {
@@ -277,7 +285,6 @@ fn different_gatherings() {
 /// Both groups have called as much, with the same numbers, but for rank 3.
 fn stalls() {
     let options = MeshOptions::default().with_stall_after(Duration::from_millis(300));
-    let done = Barrier::new(4);
     for ranks in on_ranks(&options, |rank| {
         let reports: Arc<Mutex<Vec<StallReport>>> = Arc::default();
         let kept = reports.clone();
@@ -288,8 +295,7 @@ fn stalls() {
         }
         let call = Call::blocking(Op::AllReduce(SUM), Buffer::from_vec(vec![1f32; 100])).labelled("node sum");
         rank.inner.start(call).wait().unwrap();
-        rank.outer.barrier().unwrap();
-        done.wait();
+        rank.outer.finish(Duration::from_secs(20)).unwrap();
         reports.lock().unwrap().clone()
     }) {
         for (rank, reports) in ranks.iter().enumerate() {

@@ -236,3 +236,83 @@ fn half_an_environment_is_refused() {
         assert!(!output.status.success() && said.contains("COMM_RANK") && said.contains("COMM_WORLD_SIZE"), "{said}");
     }
 }
+
+#[test]
+fn options_that_do_not_go_together_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    let refuse = |more: &[&str], parts: &[&str]| {
+        let mut arguments = vec!["train", "--preset", "micro", "--steps", "2", "--batch", "12", "--data", &data];
+        arguments.extend(more);
+        let said = refused(&arguments, folder.path());
+        for part in parts {
+            assert!(said.contains(part), "{more:?}: {part:?} in {said}");
+        }
+    };
+    refuse(&["--strategy", "ddp", "--ranks-per-node", "2"], &["--ranks-per-node", "hierarchical", "ddp"]);
+    refuse(&["--strategy", "ddp", "--node-transport", "shm"], &["--node-transport", "hierarchical"]);
+    refuse(
+        &["--strategy", "hierarchical", "--nproc", "3", "--ranks-per-node", "2"],
+        &["--ranks-per-node 2", "3 ranks cannot be divided"],
+    );
+    refuse(
+        &["--strategy", "hierarchical", "--nproc", "2", "--node-transport", "local", "--transport", "tcp"],
+        &["--node-transport local", "--transport tcp"],
+    );
+    refuse(&["--strategy", "ring", "--dedicated-server"], &["--dedicated-server", "ps", "ring"]);
+    refuse(&["--strategy", "ps", "--nproc", "1", "--dedicated-server"], &["--dedicated-server", "2 ranks"]);
+    refuse(&["--precision", "f8"], &["f8", "f32, bf16, f16"]);
+    refuse(&["--loss-scale", "-3"], &["--loss-scale"]);
+    refuse(&["--loss-scale", "sometimes"], &["--loss-scale", "sometimes"]);
+    refuse(&["--loss-factor", "0"], &["--loss-factor 0"]);
+    refuse(&["--optimizer", "sgd"], &["sgd", "adamw, lamb"]);
+    refuse(&["--epsilon", "0"], &["epsilon", "--epsilon"]);
+    refuse(&["--beta1", "1"], &["beta1"]);
+    refuse(&["--schedule", "stairs"], &["stairs", "cosine"]);
+    refuse(&["--last-batch", "keep"], &["keep", "join"]);
+}
+
+#[test]
+fn a_sharded_sixteen_bit_run_shows_what_it_measured() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    let arguments: Vec<&str> =
+        "train --strategy fsdp --precision f16 --transport shm --nproc 2 --preset micro --tokenizer bytes \
+                                --steps 3 --batch 4 --eval-every 0 --out run --data"
+            .split_whitespace()
+            .chain([data.as_str()])
+            .collect();
+    let output = gpt2(&arguments, folder.path());
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{said}\n{}", String::from_utf8_lossy(&output.stderr));
+    for part in ["peaks of its process while it trained", "activations ", "messages: ", "hidden"] {
+        assert!(said.contains(part), "{part:?} in {said}");
+    }
+    let steps = fs::read_to_string(folder.path().join("run/steps.jsonl")).unwrap();
+    let first: serde_json::Value = serde_json::from_str(steps.lines().next().unwrap()).unwrap();
+    assert_eq!(first["loss_scale"], 65536.0);
+    assert!(first["peak_memory_bytes"].as_u64().unwrap() > 0);
+    assert!(first["cpu_utilization"].as_f64().unwrap() > 0.0);
+    let is_event_file = |name: &str| name.starts_with("events.out.tfevents.");
+    let names = fs::read_dir(folder.path().join("run")).unwrap().map(|entry| entry.unwrap().file_name());
+    assert_eq!(names.filter(|name| is_event_file(name.to_str().unwrap())).count(), 1);
+}
+
+#[test]
+fn nodes_have_a_transport_of_their_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    let hash = |strategy: &str, out: &str| {
+        let arguments = format!(
+            "train {strategy} --transport tcp --nproc 4 --preset micro --tokenizer bytes --steps 3 --batch 4 --threads 1 --eval-every 0 \
+             --data {data} --out {out}"
+        );
+        let output = gpt2(&arguments.split_whitespace().collect::<Vec<_>>(), folder.path());
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "{said}\n{}", String::from_utf8_lossy(&output.stderr));
+        assert_eq!(said.matches("by the formula").count(), 8, "{said}");
+        said.lines().find_map(|line| line.split_once("weights: sha256 ")).unwrap().1.to_string()
+    };
+    let over_one = hash("--strategy hierarchical --ranks-per-node 2", "one");
+    assert_eq!(over_one, hash("--strategy hierarchical --ranks-per-node 2 --node-transport shm", "two"));
+}

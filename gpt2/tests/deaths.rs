@@ -56,18 +56,45 @@ fn of_ddp_over_quic() {
     kill_each("ddp", "quic");
 }
 
-fn kill_each(strategy: &str, transport: &str) {
+#[test]
+fn of_zero1_over_tcp() {
+    kill_each("zero1", "tcp");
+}
+
+#[test]
+fn of_zero2_over_quic() {
+    kill_each("zero2", "quic");
+}
+
+#[test]
+fn of_fsdp_over_tcp() {
+    kill_each("fsdp", "tcp");
+}
+
+#[test]
+fn of_fsdp_over_quic() {
+    kill_each("fsdp", "quic");
+}
+
+#[test]
+fn of_hierarchical_over_shared_memory_and_quic() {
     for victim in 0..RANKS {
-        kill_one(strategy, transport, victim);
+        kill_one("hierarchical", "quic", victim, &["--node-transport", "shm"]);
     }
 }
 
-fn kill_one(strategy: &str, transport: &str, victim: usize) {
+fn kill_each(strategy: &str, transport: &str) {
+    for victim in 0..RANKS {
+        kill_one(strategy, transport, victim, &[]);
+    }
+}
+
+fn kill_one(strategy: &str, transport: &str, victim: usize, more: &[&str]) {
     let what = format!("rank {victim} of {strategy} over {transport}");
     let folder = tempfile::tempdir().unwrap();
     let data = folder.path().join("text.txt");
     fs::write(&data, "Whoever is left must say who is missing. ".repeat(300)).unwrap();
-    let mut job = start(strategy, transport, &data, folder.path(), 1_000_000, &[]);
+    let mut job = start(strategy, transport, &data, folder.path(), 1_000_000, more);
     let lines = lines(&mut job);
 
     wait_for(&lines, "] step ", Duration::from_secs(60)).unwrap_or_else(|| panic!("{what}: training did not start"));

@@ -22,7 +22,7 @@ fn text(folder: &tempfile::TempDir) -> PathBuf {
 
 #[test]
 fn compared_calls_change_no_weight_of_any_strategy() {
-    for strategy in ["ps", "sharded-ps", "ring", "ddp"] {
+    for strategy in ["ps", "sharded-ps", "ring", "ddp", "zero1", "zero2", "fsdp", "hierarchical"] {
         let folder = tempfile::tempdir().unwrap();
         let data = text(&folder);
         let hashes: Vec<String> = [&[][..], &["--checked", "--check-finite"]]

@@ -287,6 +287,13 @@ impl Prepared {
             )
             .into());
         }
+        if args.dedicated_server && (args.strategy != StrategyKind::Ps || ranks == 1) {
+            return Err(format!(
+                "--dedicated-server concerns --strategy ps on at least 2 ranks, not {} on {ranks}",
+                args.strategy
+            )
+            .into());
+        }
         let positive = [
             ("--lr", args.lr),
             ("--timeout", args.timeout),

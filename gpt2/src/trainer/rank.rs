@@ -129,7 +129,8 @@ impl<'a> Trainer<'a> {
             owned_by,
             validation,
             peak_flops,
-            meter: Meter::start(),
+            // The device that `--device cuda` takes.
+            meter: if *device == Device::flex() { Meter::start() } else { Meter::start_with_cuda(0) },
             sent: Vec::new(),
             operations: Vec::new(),
             checkpoint,
