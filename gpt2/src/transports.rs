@@ -383,7 +383,7 @@ impl Link {
 
     fn into_session(self, control: Arc<dyn Control>, options: &TransportOptions, ranks_in_process: usize) -> Session {
         let Link { comm, counters, facts } = self;
-        Session { comm, control, counters, facts, timeout: options.timeout, ranks_in_process }
+        Session { comm, control, counters, facts, timeout: options.timeout, ranks_in_process, node: None }
     }
 }
 
