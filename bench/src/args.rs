@@ -22,6 +22,9 @@ use crate::chaos::{ChaosArgs, ChaosRankArgs};
 use crate::collectives::{CollectivesArgs, RankArgs};
 use crate::environment::Environment;
 use crate::hostile::{HostileArgs, HostileRankArgs};
+use crate::link::{EnterArgs, ProbeArgs, RankArgs as LinkRankArgs};
+use crate::overlap::OverlapArgs;
+use crate::peers::PeersArgs;
 use crate::runner::Interrupted;
 use crate::soak::SoakArgs;
 use crate::worker::WorkerArgs;
@@ -91,6 +94,17 @@ pub(crate) enum Command {
     #[command(hide = true)]
     ChaosRank(ChaosRankArgs),
     Soak(Box<SoakArgs>),
+    Overlap(Box<OverlapArgs>),
+    Peers(Box<PeersArgs>),
+    /// One rank of a job, on its way into a network namespace.
+    #[command(hide = true)]
+    LinkEnter(EnterArgs),
+    /// One end of a measurement of a link.
+    #[command(hide = true)]
+    LinkProbe(ProbeArgs),
+    /// One rank of a job on a link or on loopback.
+    #[command(hide = true)]
+    LinkRank(LinkRankArgs),
 }
 
 /// What all cells share.

@@ -22,6 +22,8 @@ pub(crate) struct Cell {
     pub(crate) steps: u64,
     pub(crate) batch: usize,
     pub(crate) threads: usize,
+    /// What connects the ranks of a node, for strategies that tell nodes apart.
+    pub(crate) node_transport: Option<TransportKind>,
 }
 
 /// A cell's line in `results.jsonl`.
@@ -29,6 +31,7 @@ pub(crate) struct Cell {
 pub(crate) struct Row {
     pub(crate) strategy: String,
     pub(crate) transport: String,
+    pub(crate) node_transport: Option<String>,
     pub(crate) ranks: usize,
     pub(crate) threads_per_rank: usize,
     pub(crate) model: ModelConfig,
@@ -103,7 +106,7 @@ impl Cell {
 
     fn summary(&self, setup: &Setup) -> Result<Summary, RunError> {
         let run = Run::new(self.config(setup), self.transport, self.ranks, self.threads, setup.cell_timeout);
-        Run { source: setup.source.clone(), ..run }.summary()
+        Run { source: setup.source.clone(), node_transport: self.node_transport, ..run }.summary()
     }
 
     fn config(&self, setup: &Setup) -> TrainConfig {
@@ -123,6 +126,7 @@ impl Cell {
         Row {
             strategy: self.strategy.to_string(),
             transport: self.transport.map_or("none".into(), |transport| transport.to_string()),
+            node_transport: self.node_transport.map(|transport| transport.to_string()),
             ranks: self.ranks,
             threads_per_rank: self.threads,
             model: self.preset.config(setup.corpus.vocab_size()),
@@ -190,6 +194,14 @@ pub(crate) fn off_the_formula(rank: &RankReport) -> Option<String> {
         ("messages", rank.messages, expected.messages),
         ("operations", Some(rank.operations), expected.operations),
     ];
+    if let Some((bytes, messages)) = rank.node_sent
+        && (bytes, messages) != (expected.node_payload, expected.node_messages)
+    {
+        return Some(format!(
+            "off the formula: rank {}: {bytes} bytes in {messages} messages inside its node a step, not {} in {}",
+            rank.rank, expected.node_payload, expected.node_messages
+        ));
+    }
     let wrong = pairs.into_iter().find_map(|(what, counted, expected)| {
         let counted = counted.filter(|counted| *counted != expected)?;
         Some(format!("off the formula: rank {}: {counted} {what} a step, not {expected}", rank.rank))

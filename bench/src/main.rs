@@ -3,7 +3,8 @@
 //! Without arguments it runs a quick proof, at 3 and 4 ranks, that all transports compute the same and send what the formulas
 //! say, and then every strategy over every transport on 2 ranks, and prints a table. `bench collectives` times collectives
 //! alone, beside the libraries that a user would pick instead. `bench chaos` and `bench soak` show what becomes of a job when
-//! ranks fail, `bench hostile` what becomes of it when strangers attack its ports.
+//! ranks fail, `bench hostile` what becomes of it when strangers attack its ports. `bench overlap` shows over a slow link how much
+//! communication hides behind the backward pass, and `bench peers` trains beside PyTorch.
 
 mod args;
 mod cell;
@@ -11,11 +12,15 @@ mod chaos;
 mod collectives;
 mod environment;
 mod hostile;
+mod link;
 mod matrix;
+mod overlap;
+mod peers;
 mod proof;
 mod runner;
 mod soak;
 mod table;
+mod text;
 mod worker;
 
 use std::process::ExitCode;
@@ -45,6 +50,11 @@ fn main() -> ExitCode {
         Some(Command::Chaos(chaos)) => chaos::run(&chaos),
         Some(Command::ChaosRank(rank)) => chaos::run_rank(&rank),
         Some(Command::Soak(soak)) => soak::run(&soak),
+        Some(Command::Overlap(overlap)) => overlap::run(&overlap),
+        Some(Command::Peers(peers)) => peers::run(&peers),
+        Some(Command::LinkEnter(enter)) => link::enter(&enter),
+        Some(Command::LinkProbe(probe)) => link::run_probe(&probe),
+        Some(Command::LinkRank(rank)) => link::run_rank(&rank),
         None => run(&args),
     };
     result.unwrap_or_else(|error| {

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use gpt2::cli::say;
 use gpt2::strategy::StrategyKind;
+use gpt2::transports::TransportKind;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
@@ -61,13 +62,23 @@ fn cells(setup: &Setup) -> Vec<Cell> {
         steps: setup.steps,
         batch: setup.batch,
         threads: setup.threads,
+        node_transport: None,
     };
     let mut cells = Vec::new();
     for strategy in &setup.strategies {
-        if *strategy == StrategyKind::Single {
-            cells.push(cell(*strategy, None, 1));
-        } else {
-            cells.extend(setup.transports.iter().map(|transport| cell(*strategy, Some(*transport), setup.ranks)));
+        match strategy {
+            StrategyKind::Single => cells.push(cell(*strategy, None, 1)),
+            // Two nodes of two ranks are the least that has two levels.
+            StrategyKind::Hierarchical if setup.batch.is_multiple_of(setup.ranks.max(4)) => {
+                cells.extend(setup.transports.iter().map(|transport| Cell {
+                    node_transport: Some(match transport {
+                        TransportKind::Local => TransportKind::Local,
+                        _ => TransportKind::Shm,
+                    }),
+                    ..cell(*strategy, Some(*transport), setup.ranks.max(4))
+                }));
+            }
+            _ => cells.extend(setup.transports.iter().map(|transport| cell(*strategy, Some(*transport), setup.ranks))),
         }
     }
     cells

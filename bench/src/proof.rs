@@ -57,6 +57,7 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
         steps: STEPS,
         batch: 12,
         threads: 1,
+        node_transport: None,
     };
     let bar = bar(1 + RANKS.len() * strategies.len() * transports.len());
     bar.set_message("proof");

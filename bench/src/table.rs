@@ -2,9 +2,12 @@
 
 use crate::cell::Row;
 
-const HEADER: [&str; 10] = [
+const COLUMNS: usize = 11;
+
+const HEADER: [&str; COLUMNS] = [
     "strategy",
     "transport",
+    "ranks",
     "tokens/s",
     "step ms",
     "exposed ms",
@@ -17,7 +20,7 @@ const HEADER: [&str; 10] = [
 
 /// The rows as text, with the reason instead of figures where there are none.
 pub(crate) fn render(rows: &[Row]) -> String {
-    let lines: Vec<[String; 10]> = rows.iter().map(line).collect();
+    let lines: Vec<[String; COLUMNS]> = rows.iter().map(line).collect();
     let mut widths = HEADER.map(str::len);
     for line in &lines {
         for (width, cell) in widths.iter_mut().zip(line) {
@@ -39,14 +42,19 @@ pub(crate) fn render(rows: &[Row]) -> String {
     text
 }
 
-fn line(row: &Row) -> [String; 10] {
+fn line(row: &Row) -> [String; COLUMNS] {
     let number = |value: Option<f64>, digits: usize| value.map_or("-".into(), |value| format!("{value:.digits$}"));
     let share = row.exposed_ms.zip(row.step_ms).map(|(exposed, step)| format!("{:.1}%", 100.0 * exposed / step));
     let bytes = |bytes: Option<u64>| bytes.map_or("-".into(), |bytes| format!("{:.3} MB", bytes as f64 / 1e6));
+    let transport = match &row.node_transport {
+        Some(inside) => format!("{} ({inside} inside)", row.transport),
+        None => row.transport.clone(),
+    };
     let mark = if row.peak_rss_is_shared { "*" } else { "" };
     [
         row.strategy.clone(),
-        row.transport.clone(),
+        transport,
+        row.ranks.to_string(),
         number(row.tokens_per_s, 0),
         number(row.step_ms, 1),
         number(row.exposed_ms, 2),
@@ -59,7 +67,7 @@ fn line(row: &Row) -> [String; 10] {
 }
 
 /// Two columns of names to the left, figures to the right.
-fn join(cells: &[String; 10], widths: &[usize; 10]) -> String {
+fn join(cells: &[String; COLUMNS], widths: &[usize; COLUMNS]) -> String {
     let columns: Vec<String> = cells
         .iter()
         .zip(widths)

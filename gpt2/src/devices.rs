@@ -18,6 +18,20 @@ pub fn cuda() -> Result<Device, String> {
     Err("--device cuda: this build lacks the feature `cuda`; build with --features cuda".into())
 }
 
+/// The number of a CUDA device, as the driver counts; `None` for any other.
+pub(crate) fn cuda_ordinal(device: &Device) -> Option<u16> {
+    #[cfg(feature = "cuda")]
+    {
+        // More than any machine has.
+        (0..64).find(|ordinal| *device == Device::cuda(usize::from(*ordinal)))
+    }
+    #[cfg(not(feature = "cuda"))]
+    {
+        let _ = device;
+        None
+    }
+}
+
 /// The default wgpu device.
 ///
 /// # Errors

@@ -6,7 +6,7 @@
 //! - [`strategy`]: who averages which gradients and updates which parameters, each written once against
 //!   [`Communicator`](comm_core::Communicator), with the formula of its bytes.
 //! - [`precision`]: the types in which a model computes and values travel.
-//! - [`optim`], [`trainer`], [`checkpoint`]: AdamW on any shard, the one training loop, files.
+//! - [`optim`], [`trainer`], [`checkpoint`]: AdamW and LAMB on any shard, schedules, loss scaling, the one training loop, files.
 //! - [`memory`], [`utilization`], [`events`]: what a run takes, and its curves for TensorBoard.
 //! - [`transports`], [`run`]: from the name of a transport to a session, and the ranks of a job.
 //! - [`cli`]: the program `gpt2`.

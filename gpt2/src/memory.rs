@@ -114,6 +114,24 @@ pub struct Usage {
 }
 
 impl Usage {
+    /// The same with each peak at least as high as in `earlier`.
+    #[must_use]
+    pub fn with_peaks_of(mut self, earlier: &Usage) -> Self {
+        let pairs = [
+            (&mut self.parameters, earlier.parameters),
+            (&mut self.gradients, earlier.gradients),
+            (&mut self.optimizer, earlier.optimizer),
+            (&mut self.activations, earlier.activations),
+            (&mut self.communication, earlier.communication),
+            (&mut self.other, earlier.other),
+            (&mut self.total, earlier.total),
+        ];
+        for (now, earlier) in pairs {
+            now.peak = now.peak.max(earlier.peak);
+        }
+        self
+    }
+
     /// The bytes of `category`.
     #[must_use]
     pub const fn of(&self, category: Category) -> Bytes {

@@ -10,7 +10,7 @@ use half::slice::HalfFloatSliceExt;
 use serde::{Deserialize, Serialize};
 
 /// A floating-point type of computation, or of values on their way between ranks. Sums of 16-bit values that travel are formed in f32
-/// and rounded once.
+/// and rounded once; by `hierarchical`, once inside a node and once between nodes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {

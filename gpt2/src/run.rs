@@ -150,10 +150,23 @@ fn agreement(config: &TrainConfig, corpus: &Corpus, options: &RankOptions) -> Ve
     .map(|(name, value)| (name.to_string(), value))
     .into();
     // Field by field, so that a disagreement names what differs.
-    if let Ok(serde_json::Value::Object(fields)) = serde_json::to_value(config) {
-        items.extend(fields.into_iter().map(|(name, value)| (name, value.to_string())));
+    if let Ok(config) = serde_json::to_value(config) {
+        flatten("", &config, &mut items);
     }
     items
+}
+
+/// The fields of `value` and of what is in it, under their paths.
+fn flatten(path: &str, value: &serde_json::Value, items: &mut Vec<(String, String)>) {
+    match value {
+        serde_json::Value::Object(fields) => {
+            for (name, value) in fields {
+                let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
+                flatten(&path, value, items);
+            }
+        }
+        value => items.push((path.to_string(), value.to_string())),
+    }
 }
 
 fn in_pool(

@@ -61,7 +61,12 @@ impl TransportKind {
             TransportKind::TcpRaw | TransportKind::Tcp if cfg!(feature = "tcp") => None,
             TransportKind::Quic if cfg!(feature = "quic") => None,
             #[cfg(feature = "nccl")]
-            TransportKind::Nccl => comm_nccl::available().err().map(|error| error.to_string()),
+            TransportKind::Nccl => Some(match comm_nccl::available() {
+                Err(error) => error.to_string(),
+                Ok(_) => {
+                    "NCCL is here, but there is no communicator over it yet; choose shm, tcp, tcp-raw or quic".into()
+                }
+            }),
             kind => {
                 let feature = if kind == TransportKind::TcpRaw { "tcp" } else { kind.name() };
                 Some(format!("this build lacks the feature `{feature}`; build with --features {feature}"))
@@ -383,7 +388,16 @@ impl Link {
 
     fn into_session(self, control: Arc<dyn Control>, options: &TransportOptions, ranks_in_process: usize) -> Session {
         let Link { comm, counters, facts } = self;
-        Session { comm, control, counters, facts, timeout: options.timeout, ranks_in_process, node: None }
+        Session {
+            comm,
+            control,
+            counters,
+            facts,
+            timeout: options.timeout,
+            ranks_in_process,
+            node: None,
+            checked: options.checked,
+        }
     }
 }
 

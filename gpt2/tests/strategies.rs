@@ -11,6 +11,7 @@ use burn::tensor::Device;
 use comm_core::{BorrowedCall, Call, Communicator, Completed, Handle, Op, ReduceOp, local};
 use gpt2::config::Preset;
 use gpt2::corpus::{Corpus, CorpusSource};
+use gpt2::optim::LossScaling;
 use gpt2::precision::Precision;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::tokenizer::TokenizerKind;
@@ -39,7 +40,11 @@ fn config(strategy: StrategyKind) -> TrainConfig {
 }
 
 fn sessions(transport: TransportKind, ranks: usize) -> Vec<Session> {
-    let options = TransportOptions { timeout: Duration::from_secs(60), ..TransportOptions::default() };
+    sessions_with(transport, ranks, &TransportOptions::default())
+}
+
+fn sessions_with(transport: TransportKind, ranks: usize, options: &TransportOptions) -> Vec<Session> {
+    let options = TransportOptions { timeout: Duration::from_secs(60), ..options.clone() };
     if transport == TransportKind::Local {
         return transports::local_sessions(ranks, &options);
     }
@@ -55,8 +60,12 @@ fn sessions(transport: TransportKind, ranks: usize) -> Vec<Session> {
 
 /// Trains on threads; all ranks must agree on the result.
 fn run(config: &TrainConfig, transport: TransportKind, ranks: usize) -> Summary {
+    train_on(config, sessions(transport, ranks))
+}
+
+fn train_on(config: &TrainConfig, sessions: Vec<Session>) -> Summary {
     let corpus = Arc::new(corpus());
-    let threads: Vec<_> = sessions(transport, ranks)
+    let threads: Vec<_> = sessions
         .into_iter()
         .map(|session| {
             let (config, corpus) = (config.clone(), corpus.clone());
@@ -311,4 +320,31 @@ fn single_refuses_company() {
         .map(|rank| rank.join().unwrap())
         .collect();
     assert!(outcomes[0].contains("one rank"), "{outcomes:?}");
+}
+
+#[test]
+fn compared_calls_are_messages_of_the_formula_too() {
+    let options = TransportOptions { checked: true, ..TransportOptions::default() };
+    for strategy in StrategyKind::ALL.into_iter().filter(|kind| *kind != StrategyKind::Single) {
+        let config = TrainConfig { steps: 2, ..with_nodes(&config(strategy), 4) };
+        let summary = train_on(&config, sessions_with(TransportKind::Local, 4, &options));
+        assert_bytes(&summary, &format!("{strategy} with compared calls"));
+    }
+}
+
+#[test]
+fn a_run_whose_steps_are_all_skipped_ends_well_and_its_summary_survives_json() {
+    let config = TrainConfig {
+        precision: Precision::F16,
+        loss_scaling: LossScaling::Fixed { scale: 1_073_741_824.0 },
+        loss_factor: 1e6,
+        ..config(StrategyKind::Zero2)
+    };
+    let summary = run(&config, TransportKind::Local, 2);
+    assert_eq!(summary.skipped_steps, config.steps);
+    let start = run(&TrainConfig { steps: 1, ..config.clone() }, TransportKind::Local, 2);
+    assert_eq!(summary.weights_hash, start.weights_hash);
+    let copy: Summary = serde_json::from_slice(&serde_json::to_vec(&summary).unwrap()).unwrap();
+    assert_eq!((copy.losses, copy.weights_hash), (summary.losses, summary.weights_hash));
+    assert!(copy.grad_norms.iter().all(|norm| norm.is_nan()) && copy.tokens_per_s.is_nan());
 }

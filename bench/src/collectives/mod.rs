@@ -20,7 +20,7 @@ mod report;
 mod rounds;
 mod rung;
 mod safety;
-mod stats;
+pub(crate) mod stats;
 pub(crate) mod sys;
 mod tune;
 

@@ -153,6 +153,7 @@ impl Rung {
                     timeout: options.timeout,
                     ranks_in_process: 1,
                     node: None,
+                    checked: false,
                 })
             }
             #[cfg(feature = "unprotected")]

@@ -221,19 +221,19 @@ fn parts(batches: &Batches, step: u64, world: usize, accumulation: usize) -> (Ve
 
 #[test]
 fn a_joined_epoch_sees_every_window_once_however_it_is_shared() {
-    // A global batch that 1 to 5 ranks with 1 to 3 micro-steps share evenly; (998 - 7) / 7 = 141 windows, 2 steps of 60 and 21 over.
-    let batches = joined(&numbered(998, 100), 7, 60);
+    // All shares below divide 360 rows evenly. (6040 - 7) / 7 = 861 windows: 2 steps of 360 and 141 over.
+    let batches = joined(&numbered(6_040, 100), 7, 360);
     assert_eq!(batches.steps_per_epoch(), 3);
     for epoch in 0..3 {
         let steps = epoch * 3..epoch * 3 + 3;
-        assert_eq!(steps.clone().map(|step| batches.rows_in_step(step)).collect::<Vec<_>>(), [60, 60, 21]);
+        assert_eq!(steps.clone().map(|step| batches.rows_in_step(step)).collect::<Vec<_>>(), [360, 360, 141]);
         let alone: Vec<Vec<i32>> = steps.clone().map(|step| parts(&batches, step, 1, 1).0).collect();
         let seen: BTreeSet<i32> = alone.concat().into_iter().collect();
         let offset = alone[0][0] % 7;
-        assert_eq!(seen, (0..141).map(|window| offset + window * 7).collect(), "every window");
-        assert_eq!(alone.concat().len(), 141, "once");
+        assert_eq!(seen, (0..861).map(|window| offset + window * 7).collect(), "every window");
+        assert_eq!(alone.concat().len(), 861, "once");
         for world in 1..=5 {
-            for accumulation in (1..=3).filter(|accumulation| 60 % (world * accumulation) == 0) {
+            for accumulation in 1..=3 {
                 for (step, expected) in steps.clone().zip(&alone) {
                     let (starts, rows) = parts(&batches, step, world, accumulation);
                     assert_eq!(&starts, expected, "{world} ranks, {accumulation} micro-steps, step {step}");

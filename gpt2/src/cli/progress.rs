@@ -1,7 +1,7 @@
 //! What the user sees of a run: step lines, a progress bar on a terminal, a file of steps, curves in TensorBoard.
 
-use std::fs::File;
-use std::io::{IsTerminal, Write};
+use std::fs::{self, File};
+use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -9,6 +9,7 @@ use serde_json::json;
 
 use super::say;
 use crate::events::EventFile;
+use crate::memory::{Bytes, Usage};
 use crate::trainer::{Observer, StepReport};
 
 /// Prints steps, and writes each to a file of JSON lines and to an event file.
@@ -24,7 +25,7 @@ impl Progress {
     /// Files go to `folder`, if any.
     pub(super) fn new(log_every: u64, folder: Option<&Path>) -> std::io::Result<Self> {
         let file = folder.map(|folder| File::create(folder.join("steps.jsonl"))).transpose()?;
-        let events = folder.map(EventFile::create).transpose()?;
+        let events = folder.map(|folder| fresh_events(&folder.join("tensorboard"))).transpose()?;
         Ok(Progress { bar: ProgressBar::hidden(), steps: 0, log_every: log_every.max(1), file, events })
     }
 
@@ -72,6 +73,7 @@ impl Observer for Progress {
         self.bar.set_position(report.step);
         self.record(report);
         let parts = &report.parts;
+        let peak = |of: fn(&Usage) -> Bytes| report.memory.as_ref().map(|usage| of(usage).peak as f64);
         self.chart(
             report.step,
             &[
@@ -85,19 +87,25 @@ impl Observer for Progress {
                 ("speed/mfu", Some(report.mfu)),
                 ("step_ms/compute", Some(parts.compute)),
                 ("step_ms/exposed", Some(parts.exposed)),
+                ("step_ms/scalars", Some(parts.scalars)),
                 ("step_ms/hidden", Some(parts.hidden)),
                 ("step_ms/optimizer", Some(parts.optimizer)),
                 ("utilization/cpu", Some(report.cpu_utilization)),
                 ("utilization/gpu_percent", report.gpu_utilization_percent),
-                ("memory/peak_bytes", report.peak_memory_bytes.map(|bytes| bytes as f64)),
+                ("memory_peak/total", peak(|usage| usage.total)),
+                ("memory_peak/parameters", peak(|usage| usage.parameters)),
+                ("memory_peak/gradients", peak(|usage| usage.gradients)),
+                ("memory_peak/optimizer", peak(|usage| usage.optimizer)),
+                ("memory_peak/activations", peak(|usage| usage.activations)),
+                ("memory_peak/communication", peak(|usage| usage.communication)),
                 ("network/payload_bytes", report.bytes_sent.map(|bytes| bytes as f64)),
                 ("network/messages", report.messages_sent.map(|messages| messages as f64)),
             ],
         );
         if report.step == 1 || report.step == self.steps || report.step.is_multiple_of(self.log_every) {
             self.line(&format!(
-                "step {:>5}/{} | loss {:.4} | norm {:.3} | lr {:.2e} | {:.1} ms | {:.0} tok/s | mfu {:.1}% | exposed {:.1} ms, hidden \
-                 {:.1} ms{}{}",
+                "step {:>5}/{} | loss {:.4} | norm {:.3} | lr {:.2e} | {:.1} ms | {:.0} tok/s | mfu {:.1}% | cpu {:.0}% | exposed {:.1}, \
+                 scalars {:.1}, hidden {:.1} ms{}{}",
                 report.step,
                 self.steps,
                 report.loss,
@@ -106,7 +114,9 @@ impl Observer for Progress {
                 report.ms,
                 report.tokens_per_s,
                 100.0 * report.mfu,
-                parts.exposed + parts.scalars,
+                100.0 * report.cpu_utilization,
+                parts.exposed,
+                parts.scalars,
                 parts.hidden,
                 report.peak_memory_bytes.map_or(String::new(), |bytes| format!(" | peak {:.1} MB", bytes as f64 / 1e6)),
                 if report.skipped { " | overflow: step skipped" } else { "" }
@@ -126,4 +136,16 @@ impl Observer for Progress {
         self.record(&json!({"step": step, "validation_loss": loss}));
         self.chart(step, &[("loss/validation", Some(loss))]);
     }
+}
+
+/// An event file in a folder without those of earlier runs, which would be one curve with this run's.
+fn fresh_events(folder: &Path) -> io::Result<EventFile> {
+    fs::create_dir_all(folder)?;
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        if entry.file_name().to_string_lossy().starts_with("events.out.tfevents.") {
+            fs::remove_file(entry.path())?;
+        }
+    }
+    EventFile::create(folder)
 }

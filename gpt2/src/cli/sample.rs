@@ -57,9 +57,6 @@ pub(super) fn run(args: &SampleArgs) -> Result<(), CliError> {
     }
     let mut random = SplitMix64::new(args.seed);
     let mut out = std::io::stdout().lock();
-    if args.prompt.is_empty() {
-        return Err("--prompt is empty; give at least one character to start from".into());
-    }
     write!(out, "{}", args.prompt)?;
     // A token may end in the middle of a character: what is whole is printed.
     let mut pending: Vec<u8> = Vec::new();

@@ -163,7 +163,8 @@ pub(super) struct TrainArgs {
     /// Compare all ranks' calls before every operation.
     #[arg(long)]
     checked: bool,
-    /// Search what each rank contributes for NaN and infinities, and stop with the rank, the bucket and the index.
+    /// Search what each rank contributes for NaN and infinities, and stop with the rank, the bucket and the index. Not with loss scaling,
+    /// which lives on overflows.
     #[arg(long)]
     check_finite: bool,
     /// Threads that compute, in each rank. [default: the machine's cores divided by the ranks on it]
@@ -325,6 +326,13 @@ impl Prepared {
             LossScaling::Off
         });
         loss_scaling.validate().map_err(|error| format!("--loss-scale: {error}"))?;
+        if args.check_finite && loss_scaling != LossScaling::Off {
+            return Err(format!(
+                "--check-finite does not go with --loss-scale {loss_scaling}, by which gradients overflow now and then and steps are \
+                 skipped; leave --check-finite away, or give --loss-scale off"
+            )
+            .into());
+        }
         for (name, value) in [("--steps", args.steps), ("--lanes", args.lanes as u64)] {
             if value == 0 {
                 return Err(format!("{name} must be at least 1").into());
@@ -504,7 +512,9 @@ fn lock(folder: &Path) -> Result<fs::File, CliError> {
 }
 
 fn print_summary(summary: &Summary) {
-    let parts = &summary.parts;
+    // Rank 0 may only serve.
+    let first = summary.ranks.iter().position(|rank| rank.computes).unwrap_or(0);
+    let parts = summary.ranks.get(first).map_or(&summary.parts, |rank| &rank.parts);
     say(format!(
         "done: {} steps, final loss {:.4}{}, {:.0} tok/s, {:.1} ms a step, mfu {:.1}%",
         summary.steps,
@@ -515,7 +525,7 @@ fn print_summary(summary: &Summary) {
         100.0 * summary.mfu
     ));
     say(format!(
-        "a step of rank 0, ms: compute {:.2}, pack {:.2}, exposed communication {:.2} (hidden {:.2}), scalars {:.2}, unpack {:.2}, \
+        "a step of rank {first}, ms: compute {:.2}, pack {:.2}, exposed communication {:.2} (hidden {:.2}), scalars {:.2}, unpack {:.2}, \
          optimizer {:.2}",
         parts.compute, parts.pack, parts.exposed, parts.hidden, parts.scalars, parts.unpack, parts.optimizer
     ));
@@ -544,6 +554,12 @@ fn print_rank(rank: &RankReport) {
         100.0 * rank.cpu_utilization,
         rank.peak_rss_bytes as f64 / 1e6
     ));
+    if let Some((bytes, messages)) = rank.node_sent {
+        say(format!(
+            "rank {}: of these inside its node: {bytes} bytes counted, {} by the formula; messages: {messages} counted, {} by the formula",
+            rank.rank, rank.expected.node_payload, rank.expected.node_messages
+        ));
+    }
     if let Some(memory) = &rank.memory {
         let mb = |bytes: u64| bytes as f64 / 1e6;
         say(format!(

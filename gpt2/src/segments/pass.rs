@@ -98,7 +98,7 @@ struct Graph<M> {
 
 /// What a segment keeps between its forward and its backward pass.
 enum Kept<M> {
-    Graph(Graph<M>),
+    Graph(Box<Graph<M>>),
     /// For another forward pass.
     Input(Tensor<3>),
 }
@@ -152,7 +152,7 @@ impl SegmentedModel {
             } else {
                 let graph = self.graph(block.clone(), x_btc, &mask_tt);
                 x_btc = graph.output_btc.clone().inner();
-                kept.push(Kept::Graph(graph));
+                kept.push(Kept::Graph(Box::new(graph)));
             }
             hooks.leave(self, Pass::Forward, segment)?;
             if let (false, Some(Kept::Graph(graph))) = (self.present[segment], kept.last()) {
@@ -192,7 +192,7 @@ impl SegmentedModel {
                     graph.remember(block);
                     graph
                 }
-                Kept::Input(input_btc) => self.graph(block.clone(), input_btc, &mask_tt),
+                Kept::Input(input_btc) => Box::new(self.graph(block.clone(), input_btc, &mask_tt)),
             };
             let (grads, below_btc) = graph.backward(segment, upstream_btc)?;
             upstream_btc = below_btc;

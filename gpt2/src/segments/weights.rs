@@ -41,7 +41,7 @@ enum Tensors {
     /// In host memory each tensor gets its own piece, since kernels copy views that do not start at zero.
     Pieces(std::vec::IntoIter<TensorData>),
     /// Device memory takes one transfer and is cut apart there.
-    Transferred { flat: Tensor<1>, shapes: std::vec::IntoIter<Shape>, next: usize },
+    Transferred { flat: Box<Tensor<1>>, shapes: std::vec::IntoIter<Shape>, next: usize },
 }
 
 impl<'a> Upload<'a> {
@@ -71,7 +71,7 @@ impl<'a> Upload<'a> {
                     DType::F16 => TensorData::new(flat.into_vec::<f16>()?, [count]),
                     _ => TensorData::new(flat.into_vec::<f32>()?, [count]),
                 };
-                let flat = Tensor::from_data(data, (device, precision.float().into()));
+                let flat = Box::new(Tensor::from_data(data, (device, precision.float().into())));
                 Tensors::Transferred { flat, shapes: shapes.into_iter(), next: 0 }
             }
         };
@@ -93,7 +93,7 @@ impl ModuleMapper for Upload<'_> {
             Tensors::Transferred { flat, shapes, next } => shapes.next().map(|shape| {
                 let (start, len) = (*next, shape.num_elements());
                 *next += len;
-                flat.clone().narrow(0, start, len).reshape(shape)
+                (**flat).clone().narrow(0, start, len).reshape(shape)
             }),
         };
         match value {

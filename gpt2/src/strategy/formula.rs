@@ -48,14 +48,16 @@ pub struct Run<'a> {
     pub accumulation: usize,
     /// Number of ranks.
     pub ranks: usize,
+    /// Whether ranks compare their calls before every operation: N−1 messages more a collective, one more at both ends of a send.
+    pub checked: bool,
 }
 
 /// What `rank` sends in one step.
 pub fn sent(run: Run<'_>, layout: &Layout, rank: usize) -> Expected {
-    let Run { kind, options, precision, accumulation, ranks } = run;
+    let Run { kind, options, precision, accumulation, ranks, checked } = run;
     let (others, total) = (ranks - 1, layout.total());
     let (gradient, parameter) = (options.wire.dtype(), precision.dtype());
-    let mut tally = Tally::default();
+    let mut tally = Tally { checked, ..Tally::default() };
     match kind {
         StrategyKind::Single => {}
         StrategyKind::Ps if rank == 0 => {
@@ -105,7 +107,7 @@ pub fn sent(run: Run<'_>, layout: &Layout, rank: usize) -> Expected {
             let size = if options.ranks_per_node == 0 { ranks } else { options.ranks_per_node };
             let (node, inside) = super::hierarchical::place(rank, size);
             for count in units(layout, options.first_bucket_bytes, options.bucket_bytes) {
-                let mut within = Tally::default();
+                let mut within = Tally { checked, ..Tally::default() };
                 within.collective(None, Op::ReduceScatter(ReduceOp::Mean), gradient, count, size, inside);
                 within.collective(None, Op::AllGather, gradient, count, size, inside);
                 let shard = shard_range(count, size, inside).len();
@@ -114,7 +116,7 @@ pub fn sent(run: Run<'_>, layout: &Layout, rank: usize) -> Expected {
             }
         }
     }
-    tally.0
+    tally.sum
 }
 
 /// The gradients' elements, from the last segment to the first, cut each time that enough has come together.
@@ -134,11 +136,15 @@ fn units(layout: &Layout, first: usize, others: usize) -> Vec<usize> {
 }
 
 #[derive(Default)]
-struct Tally(Expected);
+struct Tally {
+    sum: Expected,
+    checked: bool,
+}
 
 impl Tally {
     fn receive(&mut self, operations: u64) {
-        self.0.operations += operations;
+        self.sum.operations += operations;
+        self.sum.messages += operations * u64::from(self.checked);
     }
 
     fn send(&mut self, to: usize, dtype: DType, count: usize, ranks: usize, rank: usize) {
@@ -155,17 +161,20 @@ impl Tally {
         rank: usize,
     ) {
         let chosen = algorithm.unwrap_or_else(|| table::choose(op.kind(), dtype, count, ranks));
-        self.0.operations += 1;
-        self.0.payload += table::payload_sent_by(chosen, &op, dtype, count, ranks, rank);
-        self.0.messages += table::messages_sent_by(chosen, &op, dtype, count, ranks, rank);
+        self.sum.operations += 1;
+        self.sum.payload += table::payload_sent_by(chosen, &op, dtype, count, ranks, rank);
+        self.sum.messages += table::messages_sent_by(chosen, &op, dtype, count, ranks, rank);
+        if self.checked {
+            self.sum.messages += if let Op::Send { .. } = op { 1 } else { ranks as u64 - 1 };
+        }
     }
 
     /// Adds what was sent inside the node.
-    fn within(&mut self, other: Tally) {
-        self.0.operations += other.0.operations;
-        self.0.payload += other.0.payload;
-        self.0.messages += other.0.messages;
-        self.0.node_payload += other.0.payload;
-        self.0.node_messages += other.0.messages;
+    fn within(&mut self, Tally { sum: other, .. }: Tally) {
+        self.sum.operations += other.operations;
+        self.sum.payload += other.payload;
+        self.sum.messages += other.messages;
+        self.sum.node_payload += other.payload;
+        self.sum.node_messages += other.messages;
     }
 }

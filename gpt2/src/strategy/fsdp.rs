@@ -10,12 +10,15 @@ use super::{Clock, Layout, Put, Strategy, StrategyOptions};
 use crate::memory::{self, Category};
 use crate::precision::Precision;
 
-/// Reduce-scatters whose whole gradients are in memory at a time.
-const IN_FLIGHT: usize = 2;
+/// Segments whose whole gradients are in memory at a time: one that is under way, and the next.
+const WHOLE: usize = 2;
 
 /// Every rank keeps a shard of each segment: of its parameters, gradients and optimizer state. A segment's weights are gathered, one
-/// segment ahead, in the forward pass and again in the backward pass; the embedding, which is also the head, once for both.
-/// (3S − S_emb)(N−1)/N each way.
+/// segment ahead, in the forward pass and again in the backward pass; the embedding, which is also the head, once for both, and it
+/// stays in between. (3S − S_emb)(N−1)/N each way.
+///
+/// Whole gradients are in memory where they cannot leave at once: with accumulation, since only the last micro-step communicates them,
+/// and with `overlap` off.
 pub(super) struct Fsdp {
     comm: Arc<dyn Communicator>,
     layout: Layout,
@@ -80,10 +83,10 @@ impl Fsdp {
         // Beside the gathers, where there is a second lane.
         let call = Call::background(Op::ReduceScatter(ReduceOp::Mean), buffer, 1 % self.comm.lanes());
         let call = call.labelled(self.labels[segment][0].clone());
-        self.started.push_back((segment, clock.start(&*self.comm, call)));
-        while self.started.len() > IN_FLIGHT {
+        while self.started.len() + 1 >= WHOLE {
             self.finish_first(clock)?;
         }
+        self.started.push_back((segment, clock.start(&*self.comm, call)));
         Ok(())
     }
 

@@ -12,7 +12,7 @@ use super::{Clock, Comms, Layout, Put, Strategy, StrategyOptions, put_own};
 use crate::precision::{Precision, split};
 
 /// Each bucket is reduce-scattered inside the node, its shards are all-reduced between the nodes' ranks of the same place, and gathered
-/// inside the node: with n ranks a node and m nodes, 2S(n−1)/n inside and 2(S/n)(m−1)/m between, instead of 2S(nm−1)/(nm) between.
+/// inside the node. A 16-bit wire rounds at both levels. With n ranks a node and m nodes, 2S(n−1)/n inside and 2(S/n)(m−1)/m between, instead of 2S(nm−1)/(nm) between.
 pub(super) struct Hierarchical {
     /// The ranks of this node.
     node: Arc<dyn Communicator>,

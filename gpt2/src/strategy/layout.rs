@@ -43,11 +43,11 @@ impl Layout {
         self.ranges.iter().map(ExactSizeIterator::len).collect()
     }
 
-    /// What a segment is called in messages: the embedding, a block or the head.
+    /// What a segment is called in messages: the embedding (whose table is the head's, too), a block or the norm after the last.
     pub(super) fn name(&self, segment: usize) -> String {
         match segment {
             0 => "embedding".into(),
-            last if last + 1 == self.segments() => "head".into(),
+            last if last + 1 == self.segments() => "final norm".into(),
             block => format!("block {}", block - 1),
         }
     }
@@ -139,9 +139,14 @@ impl Bucket {
             .collect()
     }
 
+    /// Whether all its segments' gradients have come.
+    pub(super) fn is_complete(&self, waiting: &[Option<Vec<f32>>]) -> bool {
+        self.segments.iter().all(|segment| waiting[*segment].is_some())
+    }
+
     /// Takes its segments' gradients out of `waiting`, as one vector; `None` while one has not come.
     pub(super) fn take(&self, waiting: &mut [Option<Vec<f32>>]) -> Option<Vec<f32>> {
-        if self.segments.iter().any(|segment| waiting[*segment].is_none()) {
+        if !self.is_complete(waiting) {
             return None;
         }
         let mut parts = self.segments.iter().filter_map(|segment| waiting[*segment].take());

@@ -30,7 +30,6 @@ use std::sync::Arc;
 use comm_core::{Buffer, Communicator};
 use serde::{Deserialize, Serialize};
 
-pub use crate::precision::Precision as Wire;
 pub use clock::Clock;
 pub use layout::Layout;
 
@@ -260,7 +259,8 @@ pub fn build(
 /// Puts weights that this rank has the masters of.
 fn put_own(masters: &[Vec<f32>], precision: Precision, put: Put<'_>, clock: &mut Clock) {
     for (segment, values) in masters.iter().enumerate() {
-        let weights = clock.unpack(|| memory::within(Category::Parameters, || precision.pack(values.clone())));
+        let weights =
+            clock.unpack(|| memory::within(Category::Parameters, || precision.pack_into(values, 0, values.len())));
         put(segment, weights);
     }
 }

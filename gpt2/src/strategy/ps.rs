@@ -1,5 +1,6 @@
 //! A single parameter server.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -51,8 +52,21 @@ impl ParameterServer {
         clock.start(&*self.comm, call.labelled(what))
     }
 
-    fn workers(&self) -> Range<usize> {
-        1..self.comm.world_size()
+    /// Starts an operation with each worker and finishes it, in rank order, as many at a time as have a lane to themselves.
+    fn with_each_worker(
+        &self,
+        clock: &mut Clock,
+        start: impl Fn(usize, &mut Clock) -> Handle,
+        mut finish: impl FnMut(Handle, &mut Clock) -> comm_core::Result<()>,
+    ) -> comm_core::Result<()> {
+        let mut under_way: VecDeque<Handle> = VecDeque::new();
+        for worker in 1..self.comm.world_size() {
+            if under_way.len() >= self.comm.lanes() {
+                under_way.pop_front().map_or(Ok(()), |first| finish(first, clock))?;
+            }
+            under_way.push_back(start(worker, clock));
+        }
+        under_way.into_iter().try_for_each(|handle| finish(handle, clock))
     }
 
     fn serves(&self) -> bool {
@@ -76,18 +90,10 @@ impl Strategy for ParameterServer {
 
     fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Vec<f32>>> {
         let whole = 0..self.layout.total();
-        let arriving: Vec<Handle> = if self.serves() {
-            let receive = |worker| {
-                let empty = memory::within(Category::Gradients, || self.wire.empty(whole.len()));
-                self.start(worker, Op::Recv { from: worker }, empty, GRADIENTS, clock)
-            };
-            self.workers().map(receive).collect()
-        } else {
-            Vec::new()
-        };
         let empty = vec![Vec::new(); self.layout.segments()];
         let grads = std::mem::replace(&mut self.grads, empty.clone());
         let mine = self.computes().then(|| clock.pack(|| self.wire.pack(self.layout.gather(&grads, &whole))));
+        drop(grads);
         let mut sum: Option<Vec<f32>> = match mine {
             Some(mine) if !self.serves() => {
                 let sent = self.start(self.comm.rank(), Op::Send { to: SERVER }, mine, GRADIENTS, clock);
@@ -98,7 +104,11 @@ impl Strategy for ParameterServer {
             Some(mine) => Some(clock.unpack(|| self.wire.unpack(mine))?),
             None => None,
         };
-        for handle in arriving {
+        let receive = |worker: usize, clock: &mut Clock| {
+            let buffer = memory::within(Category::Gradients, || self.wire.empty(whole.len()));
+            self.start(worker, Op::Recv { from: worker }, buffer, GRADIENTS, clock)
+        };
+        let finish = |handle: Handle, clock: &mut Clock| {
             let theirs = clock.wait(handle)?;
             clock.unpack(|| -> comm_core::Result<()> {
                 let theirs = self.wire.unpack(theirs)?;
@@ -107,8 +117,9 @@ impl Strategy for ParameterServer {
                     None => sum = Some(theirs),
                 }
                 Ok(())
-            })?;
-        }
+            })
+        };
+        self.with_each_worker(clock, receive, finish)?;
         let computing = self.comm.world_size() - usize::from(self.dedicated);
         let mut sum = sum.unwrap_or_default();
         Ok(clock.unpack(|| {
@@ -119,9 +130,8 @@ impl Strategy for ParameterServer {
 
     fn distribute(&mut self, masters: &[Vec<f32>], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
         let whole = self.layout.total();
-        let parameters = |work: &mut dyn FnMut() -> Buffer| memory::within(Category::Parameters, work);
         if !self.serves() {
-            let empty = parameters(&mut || self.precision.empty(whole));
+            let empty = memory::within(Category::Parameters, || self.precision.empty(whole));
             let arriving = self.start(self.comm.rank(), Op::Recv { from: SERVER }, empty, PARAMETERS, clock);
             let flat = clock.wait(arriving)?;
             let parts = clock
@@ -129,16 +139,13 @@ impl Strategy for ParameterServer {
             parts.into_iter().enumerate().for_each(|(segment, part)| put(segment, part));
             return Ok(());
         }
-        let mut leaving = Vec::new();
-        for worker in self.workers() {
-            let flat = clock.pack(|| parameters(&mut || self.precision.pack(masters.concat())));
-            leaving.push(self.start(worker, Op::Send { to: worker }, flat, PARAMETERS, clock));
-        }
+        let send = |worker: usize, clock: &mut Clock| {
+            let flat = clock.pack(|| memory::within(Category::Parameters, || self.precision.pack(masters.concat())));
+            self.start(worker, Op::Send { to: worker }, flat, PARAMETERS, clock)
+        };
+        self.with_each_worker(clock, send, |handle, clock| clock.wait(handle).map(drop))?;
         if self.computes() {
             put_own(masters, self.precision, put, clock);
-        }
-        for handle in leaving {
-            clock.wait(handle)?;
         }
         Ok(())
     }

@@ -77,10 +77,14 @@ impl Strategy for ShardedServer {
     fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Vec<f32>>> {
         let rank = self.comm.rank();
         let mine = self.shards[rank].clone();
-        let shard_of = |owner: usize| self.wire.pack(self.layout.gather(&self.grads, &self.shards[owner]));
-        let mut arrived =
-            self.everyone_to_everyone("gradients of a shard", clock, shard_of, |_| self.wire.empty(mine.len()))?;
-        arrived[rank] = Some(clock.pack(|| shard_of(rank)));
+        let empty = vec![Vec::new(); self.layout.segments()];
+        let grads = std::mem::replace(&mut self.grads, empty);
+        let shard_of = |owner: usize| self.wire.pack(self.layout.gather(&grads, &self.shards[owner]));
+        let own = clock.pack(|| shard_of(rank));
+        let incoming = |_| memory::within(Category::Gradients, || self.wire.empty(mine.len()));
+        let mut arrived = self.everyone_to_everyone("gradients of a shard", clock, shard_of, incoming)?;
+        drop(grads);
+        arrived[rank] = Some(own);
         clock.unpack(|| {
             let mut sum = vec![0.0; mine.len()];
             for buffer in arrived.into_iter().flatten() {

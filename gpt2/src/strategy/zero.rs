@@ -21,8 +21,8 @@ pub(super) enum Stage {
     Two,
 }
 
-/// Operations whose whole buckets are in memory at a time, where memory is what counts.
-const IN_FLIGHT: usize = 2;
+/// Whole buckets that are in memory at a time, where memory is what counts: one that is under way, and the next.
+const WHOLE: usize = 2;
 
 /// A reduce-scatter for each bucket of gradients, and an all-gather for its parameters: 2S(N−1)/N each way.
 pub(super) struct Zero {
@@ -78,17 +78,17 @@ impl Zero {
 
     /// Starts the buckets, in order, whose gradients have all come.
     fn start_full(&mut self, clock: &mut Clock) -> comm_core::Result<()> {
-        while let Some(bucket) = self.plan.get(self.next) {
+        while let Some(bucket) = self.plan.get(self.next).filter(|bucket| bucket.is_complete(&self.waiting)) {
             let (waiting, wire) = (&mut self.waiting, self.wire);
             let Some(buffer) = clock.pack(|| bucket.take(waiting).map(|flat| wire.pack(flat))) else { break };
             let call = Call::background(Op::ReduceScatter(ReduceOp::Mean), buffer, self.next % self.comm.lanes());
             let call = Call { label: self.labels.get(self.next).cloned(), ..call };
-            self.started.push_back((self.next, clock.start(&*self.comm, call)));
-            self.next += 1;
             // Whole buckets are what stage 2 does not keep.
-            while self.stage == Stage::Two && self.started.len() > IN_FLIGHT {
+            while self.stage == Stage::Two && self.started.len() + 1 >= WHOLE {
                 self.finish_first(clock)?;
             }
+            self.started.push_back((self.next, clock.start(&*self.comm, call)));
+            self.next += 1;
         }
         Ok(())
     }
@@ -153,7 +153,7 @@ impl Strategy for Zero {
             let call = Call::background(Op::AllGather, buffer, index % self.comm.lanes());
             let call = call.labelled(format!("parameters, bucket {index}: {}", bucket.name));
             under_way.push_back((bucket, clock.start(&*self.comm, call)));
-            if under_way.len() >= IN_FLIGHT {
+            if under_way.len() >= WHOLE {
                 under_way.pop_front().map_or(Ok(()), |first| finish(first, clock))?;
             }
         }

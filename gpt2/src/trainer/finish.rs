@@ -1,5 +1,7 @@
 //! The end of a run: whole weights from all ranks' parts, the checkpoint, the summary.
 
+use std::borrow::Cow;
+
 use comm_core::{CommunicatorExt, Deadline};
 
 use super::rank::Trainer;
@@ -7,6 +9,7 @@ use super::{Parts, RankReport, StepReport, Summary, TrainConfig, TrainError, med
 use crate::checkpoint::{Checkpoint, WeightsHash};
 use crate::corpus::Corpus;
 use crate::memory::{self, Usage};
+use crate::peak;
 use crate::strategy::{Layout, StrategyOptions, formula};
 
 impl Trainer<'_> {
@@ -17,9 +20,8 @@ impl Trainer<'_> {
         validations: Vec<(u64, f64)>,
     ) -> Result<Summary, TrainError> {
         let config = self.config;
-        // Before anything is put together that training never holds.
-        let usage = memory::usage();
-        let hash = self.weights_hash()?;
+        let usage = self.memory();
+        let (hash, weights) = self.apart(Self::collect)?;
         let whole: Vec<&StepReport> = reports.iter().filter(|report| !report.skipped).collect();
         let steady = &whole[if whole.len() > 4 { 2 } else { 0 }..];
         let mine = self.rank_report(hash.clone(), steady, usage);
@@ -41,7 +43,7 @@ impl Trainer<'_> {
                 ranks.iter().map(|rank| format!("rank {}: {:.12}", rank.rank, rank.weights_hash)).collect();
             return Err(TrainError::Diverged(hashes.join(", ")));
         }
-        self.save(corpus, config.steps)?;
+        self.write(weights, corpus, config.steps)?;
         Ok(Summary {
             steps: config.steps,
             weights_hash: hash,
@@ -60,12 +62,13 @@ impl Trainer<'_> {
             mfu: median(steady.iter().map(|report| report.mfu)),
             mfu_formula: format!(
                 "tokens/s × {:.1} MFLOP a token (6N + 12·L·H·Q·T, N without positions) over {:.1} GFLOP/s, what the {} rank(s) \
-                 reached together in f32 matrix products before the run",
+                 reached together in {} before the run",
                 self.flops_per_token / 1e6,
                 self.peak_flops / 1e9,
-                self.owned_by.len()
+                self.owned_by.len(),
+                peak::yardstick(self.model.device(), config.precision)
             ),
-            transport: self.session.facts.clone(),
+            transport: self.facts(),
             checkpoint: self.checkpoint.clone(),
         })
     }
@@ -75,25 +78,39 @@ impl Trainer<'_> {
         if !self.saves {
             return Ok(());
         }
-        let path = self.checkpoint.clone().filter(|_| self.session.comm.rank() == 0);
-        let mut weights = Vec::new();
-        for segment in 0..self.masters.len() {
-            let whole = self.whole_masters(segment)?;
-            if path.is_some() {
-                weights.push(whole);
+        self.apart(|trainer| {
+            let mut weights = Vec::new();
+            // Where every rank has everything, there is nothing to bring.
+            if trainer.writes() || !trainer.owns_everything() {
+                for segment in 0..trainer.masters.len() {
+                    let whole = trainer.whole_masters(segment)?;
+                    if trainer.writes() {
+                        weights.push(whole.into_owned());
+                    }
+                }
             }
-        }
-        let Some(path) = path else { return Ok(()) };
+            trainer.write(weights, corpus, step)
+        })
+    }
+
+    /// Whether this rank saves.
+    fn writes(&self) -> bool {
+        self.checkpoint.is_some() && self.session.comm.rank() == 0
+    }
+
+    /// Writes a checkpoint of these weights, on the rank that saves.
+    fn write(&self, weights: Vec<Vec<f32>>, corpus: &Corpus, step: u64) -> Result<(), TrainError> {
+        let Some(path) = self.checkpoint.as_ref().filter(|_| self.writes()) else { return Ok(()) };
         let tokenizer = serde_json::to_value(corpus.tokenizer())
             .map_err(|error| comm_core::Error::Internal(format!("the tokenizer's description: {error}")))?;
-        Ok(Checkpoint { config: self.config.model.clone(), tokenizer, step, weights }.save(&path)?)
+        Ok(Checkpoint { config: self.config.model.clone(), tokenizer, step, weights }.save(path)?)
     }
 
     /// All masters of one segment, from the ranks that have them.
-    fn whole_masters(&self, segment: usize) -> Result<Vec<f32>, TrainError> {
+    fn whole_masters(&self, segment: usize) -> Result<Cow<'_, [f32]>, TrainError> {
         let own = &self.masters[segment];
         if self.owns_everything() {
-            return Ok(own.clone());
+            return Ok(Cow::Borrowed(own));
         }
         let parts: Vec<(usize, usize)> = self.owned_by.iter().map(|rank| rank[segment]).collect();
         let mut end = 0;
@@ -107,30 +124,45 @@ impl Trainer<'_> {
             end += len;
         }
         let counts: Vec<usize> = parts.iter().map(|(_, len)| *len).collect();
-        Ok(self.scalars.all_gather_v(own, &counts)?)
+        Ok(Cow::Owned(self.scalars.all_gather_v(own, &counts)?))
     }
 
-    /// The hash of all masters, after a look whether this rank's model has the weights that follow from them.
-    fn weights_hash(&mut self) -> Result<String, TrainError> {
+    /// The hash of all masters, after a look whether this rank's model has the weights that follow from them; and, on the rank that
+    /// saves, the masters.
+    fn collect(&mut self) -> Result<(String, Vec<Vec<f32>>), TrainError> {
         let mut hash = WeightsHash::default();
+        let mut weights = Vec::new();
         let keeps_model = self.strategy.computes() && !self.strategy.brings_weights();
         for segment in 0..self.masters.len() {
             let whole = self.whole_masters(segment)?;
             hash.add(&whole);
             if keeps_model {
                 let precision = self.config.precision;
-                let expected = precision.unpack(precision.pack(whole))?;
+                let expected = precision.unpack(precision.pack_into(&whole, 0, whole.len()))?;
                 let found = self.model.read_params(segment)?;
-                let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
-                if bits(&expected) != bits(&found) {
+                let equal = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits();
+                if expected.len() != found.len() || !expected.iter().zip(&found).all(equal) {
                     return Err(TrainError::Diverged(format!(
                         "rank {}: the weights of segment {segment} are not those of the masters",
                         self.session.comm.rank()
                     )));
                 }
             }
+            if self.writes() {
+                weights.push(whole.into_owned());
+            }
         }
-        Ok(hash.finish())
+        Ok((hash.finish(), weights))
+    }
+
+    /// Facts about the transport, and about the nodes' where they have one of their own.
+    fn facts(&self) -> Vec<(String, String)> {
+        let mut facts = self.session.facts.clone();
+        if let Some(node) = &self.session.node {
+            facts.push(("ranks of a node".into(), node.size.to_string()));
+            facts.extend(node.facts.iter().map(|(name, value)| (format!("inside a node: {name}"), value.clone())));
+        }
+        facts
     }
 
     fn rank_report(&self, weights_hash: String, steady: &[&StepReport], usage: Option<Usage>) -> RankReport {
@@ -139,9 +171,10 @@ impl Trainer<'_> {
         let TrainConfig { strategy: kind, precision, accumulation, .. } = *self.config;
         let mut options = self.config.options.clone();
         if let (0, Some(node)) = (options.ranks_per_node, &self.session.node) {
-            options = StrategyOptions { ranks_per_node: node.comm.world_size(), ..options };
+            options = StrategyOptions { ranks_per_node: node.size, ..options };
         }
-        let run = formula::Run { kind, options: &options, precision, accumulation, ranks };
+        let checked = self.session.checked;
+        let run = formula::Run { kind, options: &options, precision, accumulation, ranks, checked };
         let expected = formula::sent(run, &Layout::new(&lengths), rank);
         let middle = |mut values: Vec<u64>| {
             values.sort_unstable();

@@ -1,6 +1,7 @@
 //! The training loop: one for every strategy, transport and device.
 
 mod finish;
+mod number;
 mod rank;
 mod traffic;
 
@@ -106,6 +107,8 @@ pub struct Session {
     pub ranks_in_process: usize,
     /// A second communicator among the ranks of this rank's node, for strategies that tell nodes apart.
     pub node: Option<Node>,
+    /// Whether ranks compare their calls before every operation, which takes messages of its own.
+    pub checked: bool,
 }
 
 /// One step, as this rank saw it.
@@ -116,6 +119,7 @@ pub struct StepReport {
     /// Mean training loss over the global batch, in nats a token, before the update.
     pub loss: f64,
     /// Global norm of the averaged gradient, before clipping; not finite in a skipped step.
+    #[serde(with = "number")]
     pub grad_norm: f64,
     /// Whether all ranks skipped the update, because gradients had overflowed.
     pub skipped: bool,
@@ -147,29 +151,40 @@ pub struct StepReport {
     pub gpu_memory_bytes: Option<u64>,
     /// The most memory allocated so far in the run, by this process over the ranks in it; `None` without the counting allocator.
     pub peak_memory_bytes: Option<u64>,
+    /// The same by what it is for, of the whole process, with what is allocated now.
+    pub memory: Option<memory::Usage>,
 }
 
 /// Where a step's time went on one rank, in milliseconds. The parts follow one another and leave out little.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Parts {
     /// Reading the batch.
+    #[serde(with = "number")]
     pub data: f64,
     /// Forward and backward pass.
+    #[serde(with = "number")]
     pub compute: f64,
     /// Reading gradients back, casting and concatenating them.
+    #[serde(with = "number")]
     pub pack: f64,
     /// Waiting for gradients and parameters of other ranks.
+    #[serde(with = "number")]
     pub exposed: f64,
     /// Waiting for the other ranks' loss and gradient norm; with a parameter server that is where its workers wait for it to receive
     /// everyone's gradients.
+    #[serde(with = "number")]
     pub scalars: f64,
     /// Cutting, casting and uploading what arrived.
+    #[serde(with = "number")]
     pub unpack: f64,
     /// Gradient norm and optimizer.
+    #[serde(with = "number")]
     pub optimizer: f64,
     /// Not a part of the sum: how long at least one operation on gradients or parameters was under way.
+    #[serde(with = "number")]
     pub communication: f64,
     /// Not a part of the sum: how much of `communication` was hidden behind other work.
+    #[serde(with = "number")]
     pub hidden: f64,
 }
 
@@ -182,30 +197,38 @@ pub struct Summary {
     /// was checked.
     pub weights_hash: String,
     /// Loss of the last training step.
+    #[serde(with = "number")]
     pub final_loss: f64,
     /// Last validation loss.
     pub validation_loss: Option<f64>,
     /// Validation loss after so many steps.
     pub validations: Vec<(u64, f64)>,
     /// Training loss of each step.
+    #[serde(with = "number::list")]
     pub losses: Vec<f64>,
     /// Global norm of the averaged gradient of each step, before clipping.
+    #[serde(with = "number::list")]
     pub grad_norms: Vec<f64>,
     /// Epoch of each step, from 1.
     pub epochs: Vec<u64>,
     /// Seconds from the first step to the end of each.
+    #[serde(with = "number::list")]
     pub seconds: Vec<f64>,
     /// Steps skipped because gradients had overflowed.
     pub skipped_steps: u64,
-    /// Median tokens a second of all ranks, over the steps after the first two.
+    /// Median tokens a second of all ranks, over the steps that were not skipped, without the first two where there are more than four;
+    /// NaN if there are none.
+    #[serde(with = "number")]
     pub tokens_per_s: f64,
     /// Median milliseconds a step, likewise.
+    #[serde(with = "number")]
     pub step_ms: f64,
     /// Median of each part, likewise; the largest exposed time over ranks is in `ranks`.
     pub parts: Parts,
     /// Each rank's own figures.
     pub ranks: Vec<RankReport>,
     /// Median model FLOP/s utilisation.
+    #[serde(with = "number")]
     pub mfu: f64,
     /// How `mfu` was computed.
     pub mfu_formula: String,
@@ -243,6 +266,7 @@ pub struct RankReport {
     /// Median of the parts of a step.
     pub parts: Parts,
     /// Median utilisation of the processor: see [`StepReport::cpu_utilization`].
+    #[serde(with = "number")]
     pub cpu_utilization: f64,
     /// Median utilisation of the GPU, in percent.
     pub gpu_utilization: Option<f64>,
@@ -297,7 +321,10 @@ pub enum TrainError {
         error: ScalingError,
     },
     /// A loss or gradient that is not a number.
-    #[error("step {step}: {what} is {value}; lower the learning rate, or clip gradients")]
+    #[error(
+        "step {step}: {what} is {value}; lower the learning rate or clip gradients, or, where --precision or --wire is a 16-bit type, \
+         let --loss-scale be dynamic or take bf16"
+    )]
     NotFinite {
         /// The step, from 1.
         step: u64,
@@ -347,6 +374,9 @@ fn run(
     observer: &mut dyn Observer,
 ) -> Result<Summary, TrainError> {
     let mut trainer = Trainer::new(config, corpus, session, device, checkpoint)?;
+    if let Some(reason) = trainer.no_gpu_figures() {
+        observer.warning(&format!("no figures of the GPU: {reason}"));
+    }
     observer.started(config.steps);
     let mut reports = Vec::new();
     let mut validations = Vec::new();

@@ -12,10 +12,12 @@ use super::traffic::{Counted, Sent};
 use super::{Parts, Session, StepReport, TrainConfig, TrainError, ms};
 use crate::batches::{Batches, Share};
 use crate::corpus::Corpus;
-use crate::memory::{self, Category};
+use crate::cross_entropy::Placement;
+use crate::devices;
+use crate::memory::{self, Category, Usage};
 use crate::optim::{LossScaler, LossScaling, Optimizer, clip_factor, sum_of_squares};
 use crate::peak;
-use crate::segments::{Compute, ModelError, Pass, PassHooks, SegmentGrads, SegmentedModel, TokenBatch};
+use crate::segments::{Compute, ModelError, Pass, PassHooks, SegmentGrads, SegmentedModel, TokenBatch, layout};
 use crate::strategy::{self, Clock, Comms, Strategy};
 use crate::utilization::Meter;
 
@@ -43,6 +45,8 @@ pub(super) struct Trainer<'a> {
     /// FLOP/s of a large matrix product on this rank, times the ranks.
     pub(super) peak_flops: f64,
     meter: Meter,
+    /// Memory peaks of the training so far, where they had to be put aside for something else.
+    peaks: Option<Usage>,
     /// What each step sent that was not skipped.
     pub(super) sent: Vec<Sent>,
     pub(super) operations: Vec<u64>,
@@ -65,12 +69,14 @@ impl<'a> Trainer<'a> {
     ) -> Result<Self, TrainError> {
         let comm = &session.comm;
         let (rank, world) = (comm.rank(), comm.world_size());
-        let compute = Compute { precision: config.precision, recompute: config.recompute };
-        let mut model = SegmentedModel::absent(config.model.clone(), compute, device)?;
-        let infos = model.segments().to_vec();
+        let infos = layout(&config.model)?;
         let lengths: Vec<usize> = infos.iter().map(|segment| segment.len).collect();
         let comms = Comms { world: comm.clone(), node: session.node.as_ref().map(|node| node.comm.clone()) };
         let strategy = strategy::build(config.strategy, &comms, &lengths, &config.options, config.precision)?;
+        // A device's graphs keep the weights that they have used, and those are to go.
+        let recompute = config.recompute || (strategy.brings_weights() && Placement::of(device) == Placement::Device);
+        let compute = Compute { precision: config.precision, recompute };
+        let mut model = SegmentedModel::absent(config.model.clone(), compute, device)?;
 
         let workers = config.options.workers(config.strategy, world);
         let share = strategy.computes().then(|| Share {
@@ -108,7 +114,7 @@ impl<'a> Trainer<'a> {
             .ok_or_else(|| comm_core::Error::InvalidArgument("the communicator of scalars has no ranks".into()))?;
         // Ranks measure at the same time, since that is how they will compute.
         scalars.barrier()?;
-        let peak_flops = scalars.all_reduce_scalar(peak::flops(device), ReduceOp::Sum)?;
+        let peak_flops = scalars.all_reduce_scalar(peak::flops(device, config.precision), ReduceOp::Sum)?;
         let owned_by = who_owns_what(&*scalars, strategy.owned())?;
         let saves = scalars.all_reduce_scalar(i64::from(checkpoint.is_some()), ReduceOp::Max)? == 1;
         let scaler = LossScaler::new(config.loss_scaling).map_err(|error| TrainError::Scaling { step: 0, error })?;
@@ -129,8 +135,8 @@ impl<'a> Trainer<'a> {
             owned_by,
             validation,
             peak_flops,
-            // The device that `--device cuda` takes.
-            meter: if *device == Device::flex() { Meter::start() } else { Meter::start_with_cuda(0) },
+            meter: devices::cuda_ordinal(device).map_or_else(Meter::start, Meter::start_with_cuda),
+            peaks: None,
             sent: Vec::new(),
             operations: Vec::new(),
             checkpoint,
@@ -143,8 +149,9 @@ impl<'a> Trainer<'a> {
     pub(super) fn step(&mut self, step: u64) -> Result<StepReport, TrainError> {
         if step == 0 {
             self.started = Instant::now();
-            self.meter.lap();
         }
+        // What was done since the last step is none of this one's.
+        self.meter.lap();
         let before = Counted::now(self.session);
         let start = Instant::now();
         let mut clock = Clock::default();
@@ -224,6 +231,7 @@ impl<'a> Trainer<'a> {
         let tokens_per_s = rows_in_step * self.config.model.block_size as f64 / elapsed.as_secs_f64();
         let ranks_here = self.session.ranks_in_process;
         let lap = self.meter.lap();
+        let memory = self.memory();
         Ok(StepReport {
             step: step + 1,
             loss,
@@ -252,7 +260,8 @@ impl<'a> Trainer<'a> {
             cpu_utilization: lap.cpu_utilization(rayon::current_num_threads() * ranks_here),
             gpu_utilization_percent: lap.gpu.as_ref().map(|gpu| gpu.utilization_percent),
             gpu_memory_bytes: lap.gpu.as_ref().map(|gpu| gpu.peak_memory_bytes),
-            peak_memory_bytes: memory::usage().map(|usage| usage.total.peak / ranks_here as u64),
+            peak_memory_bytes: memory.map(|usage| usage.total.peak / ranks_here as u64),
+            memory,
         })
     }
 
@@ -332,6 +341,25 @@ impl<'a> Trainer<'a> {
         }
         self.scalars.all_reduce(&mut sums, ReduceOp::Sum)?;
         Ok(sums[0] / sums[1])
+    }
+
+    /// Memory of the training so far.
+    pub(super) fn memory(&self) -> Option<Usage> {
+        let now = memory::usage()?;
+        Some(self.peaks.map_or(now, |before| now.with_peaks_of(&before)))
+    }
+
+    /// Runs what is no training, so that its memory is not taken for the training's.
+    pub(super) fn apart<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
+        self.peaks = self.memory();
+        let result = memory::within(Category::Other, || work(self));
+        memory::reset_peaks();
+        result
+    }
+
+    /// Why there are no figures of the GPU that computes, if one does.
+    pub(super) fn no_gpu_figures(&self) -> Option<String> {
+        devices::cuda_ordinal(self.model.device()).and(self.meter.no_gpu()).map(str::to_string)
     }
 
     /// Whether every rank's optimizer updates every parameter.

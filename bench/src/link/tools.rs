@@ -1,0 +1,174 @@
+//! The programs that set up a network, and what it takes to use them.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+/// Where `ip` keeps the namespaces that have names.
+const NAMESPACES: &str = "/var/run/netns";
+
+/// How the names of namespaces of this program begin.
+const PREFIX: &str = "bench-link-";
+
+/// Runs `ip` with `arguments`.
+///
+/// # Errors
+/// What it says, for the user.
+pub(super) fn ip(arguments: &[&str]) -> Result<(), String> {
+    run("ip", arguments)
+}
+
+/// Runs `tc` with `arguments`.
+///
+/// # Errors
+/// What it says, for the user.
+pub(super) fn tc(arguments: &[&str]) -> Result<(), String> {
+    run("tc", arguments)
+}
+
+fn run(program: &str, arguments: &[&str]) -> Result<(), String> {
+    let said = Command::new(program)
+        .args(arguments)
+        .stdin(Stdio::null())
+        // Ctrl-C must not hit it while it takes a namespace away.
+        .process_group(0)
+        .output();
+    match said {
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            Err(format!("there is no program `{program}`; install iproute2"))
+        }
+        Err(error) => Err(format!("the program `{program}` does not start: {error}")),
+        Ok(output) if !output.status.success() => {
+            let text = String::from_utf8_lossy(&output.stderr);
+            let why = text.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or("it said nothing");
+            Err(format!("`{program} {}`: {why}", arguments.join(" ")))
+        }
+        Ok(_) => Ok(()),
+    }
+}
+
+/// Whether this process may make network namespaces and set up what is in them.
+///
+/// # Errors
+/// What it lacks, for the user.
+pub(super) fn may_make_namespaces() -> Result<(), String> {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let effective = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("CapEff:")?.trim(), 16).ok());
+    missing_capabilities(effective.unwrap_or(0)).map_or(Ok(()), |missing| {
+        Err(format!("network namespaces need root, and this process has no {missing}; run it as root"))
+    })
+}
+
+fn missing_capabilities(effective: u64) -> Option<String> {
+    // linux/capability.h
+    let needed = [("CAP_NET_ADMIN", 12), ("CAP_SYS_ADMIN", 21)];
+    let missing: Vec<&str> =
+        needed.iter().filter(|(_, bit)| effective >> bit & 1 == 0).map(|(name, _)| *name).collect();
+    (!missing.is_empty()).then(|| missing.join(" and no "))
+}
+
+/// A network namespace with a name, which is taken away when this is dropped.
+#[derive(Debug)]
+pub(super) struct Namespace {
+    name: String,
+}
+
+impl Namespace {
+    /// A new one, under a name that says which process it belongs to.
+    ///
+    /// # Errors
+    /// What `ip` says, for the user.
+    pub(super) fn new() -> Result<Self, String> {
+        const TRIES: usize = 1000;
+        let process = std::process::id();
+        let began = start_of(process).unwrap_or(0);
+        let mut why = String::new();
+        for number in 0..TRIES {
+            let name = format!("{PREFIX}{process}-{began}-{number}");
+            if Path::new(NAMESPACES).join(&name).exists() {
+                continue;
+            }
+            match ip(&["netns", "add", &name]) {
+                Ok(()) => return Ok(Namespace { name }),
+                // Another thread was quicker.
+                Err(taken) if taken.contains("File exists") => why = taken,
+                Err(why) => return Err(why),
+            }
+        }
+        Err(format!("no name is free for a network namespace: {why}"))
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+impl Drop for Namespace {
+    fn drop(&mut self) {
+        if let Err(why) = ip(&["netns", "delete", &self.name]) {
+            eprintln!(
+                "warning: a network namespace is left behind: {why}; remove it with `ip netns delete {}`",
+                self.name
+            );
+        }
+    }
+}
+
+/// Takes away the namespaces of processes of this program that are gone; their names.
+pub(super) fn remove_leftovers() -> Vec<String> {
+    let entries = fs::read_dir(NAMESPACES).into_iter().flatten().flatten();
+    let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+    names.filter(|name| is_left_over(name)).filter(|name| ip(&["netns", "delete", name]).is_ok()).collect()
+}
+
+/// Whether the namespace belongs to a process of this program that is gone. A process number may have been given to another process
+/// since, which then began at another time.
+fn is_left_over(name: &str) -> bool {
+    let Some(owner) = name.strip_prefix(PREFIX) else { return false };
+    let mut parts = owner.split('-').map(str::parse::<u64>);
+    let (Some(Ok(process)), Some(Ok(began))) = (parts.next(), parts.next()) else { return false };
+    u32::try_from(process).is_ok_and(|process| start_of(process) != Some(began))
+}
+
+/// When a process began, in clock ticks since the machine did; `None` if there is no such process.
+fn start_of(process: u32) -> Option<u64> {
+    let text = fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
+    // The second field, the program's name, may hold anything, and ends with the last bracket; the start is field 22 (man 5 proc).
+    let (_, fields) = text.rsplit_once(')')?;
+    fields.split_whitespace().nth(19)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_process_lacks_is_named() {
+        assert_eq!(missing_capabilities(u64::MAX), None);
+        assert_eq!(missing_capabilities(1 << 12).unwrap(), "CAP_SYS_ADMIN");
+        assert_eq!(missing_capabilities(0).unwrap(), "CAP_NET_ADMIN and no CAP_SYS_ADMIN");
+    }
+
+    #[test]
+    fn a_missing_program_is_named() {
+        let why = run("no-such-program", &["x"]).unwrap_err();
+        assert!(why.contains("no-such-program") && why.contains("iproute2"), "{why}");
+        let why = run("false", &["x"]).unwrap_err();
+        assert!(why.contains("`false x`"), "{why}");
+    }
+
+    #[test]
+    fn only_namespaces_of_the_dead_are_left_over() {
+        let process = std::process::id();
+        let began = start_of(process).unwrap();
+        assert!(!is_left_over(&format!("{PREFIX}{process}-{began}-0")), "this process lives");
+        assert!(is_left_over(&format!("{PREFIX}{process}-{}-0", began + 1)), "another had the number before");
+        // Above the kernel's largest process number.
+        assert!(is_left_over(&format!("{PREFIX}4194305-1-0")));
+        for foreign in ["bench-link-", "bench-link-x-1-0", "bench-link-4194305", "other-4194305-1-0", "bench-link"] {
+            assert!(!is_left_over(foreign), "{foreign}");
+        }
+    }
+}

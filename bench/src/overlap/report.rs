@@ -1,0 +1,168 @@
+//! Rows of `bench overlap`, and the table over its rounds.
+
+use gpt2::config::ModelConfig;
+use gpt2::strategy::StrategyKind;
+use gpt2::transports::TransportKind;
+use serde::Serialize;
+
+use super::Cell;
+use super::options::Variant;
+use crate::collectives::stats::{Ratio, median};
+use crate::environment::Environment;
+use crate::link::{Figures, Place, Probe, Rate};
+use crate::text::{columns, middle, ratio, spread};
+
+/// One job of one round: a line of `overlap.jsonl`.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Row {
+    pub(crate) round: usize,
+    pub(crate) strategy: Variant,
+    pub(crate) transport: TransportKind,
+    pub(crate) network: String,
+    pub(crate) rate: Option<Rate>,
+    pub(crate) mtu: Option<u32>,
+    pub(crate) probe: Option<Probe>,
+    pub(crate) ranks: usize,
+    pub(crate) threads_per_rank: usize,
+    pub(crate) model: ModelConfig,
+    pub(crate) global_batch: usize,
+    pub(crate) steps: u64,
+    pub(crate) bucket_bytes: usize,
+    pub(crate) wire: String,
+    pub(crate) seed: u64,
+    /// `ok`, or why there are no figures.
+    pub(crate) status: String,
+    #[serde(flatten)]
+    pub(crate) figures: Option<Figures>,
+    pub(crate) environment: Environment,
+}
+
+/// All rounds of all cells.
+pub(crate) struct Table {
+    cells: Vec<(Cell, Vec<Row>)>,
+}
+
+const HEADER: [&str; 10] = [
+    "transport",
+    "strategy",
+    "step ms",
+    "exposed ms",
+    "scalars ms",
+    "comm. ms",
+    "hidden ms",
+    "hidden",
+    "step / ring",
+    "payload/step",
+];
+
+impl Table {
+    pub(crate) fn new(cells: &[Cell]) -> Self {
+        Table { cells: cells.iter().map(|cell| (*cell, Vec::new())).collect() }
+    }
+
+    pub(crate) fn add(&mut self, row: Row) {
+        let cell = (row.transport, row.strategy);
+        if let Some((_, rows)) = self.cells.iter_mut().find(|(known, _)| *known == cell) {
+            rows.push(row);
+        }
+    }
+
+    /// Whether everything that this build has did run, and each strategy came to the same weights over every transport.
+    pub(crate) fn is_sound(&self) -> bool {
+        let rows = || self.cells.iter().flat_map(|(_, rows)| rows);
+        rows().all(|row| row.figures.is_some() || row.status.starts_with("not available"))
+            && self.disagreements().is_empty()
+    }
+
+    /// The table as text.
+    pub(crate) fn render(&self, place: &Place) -> String {
+        let lines: Vec<[String; 10]> = self.cells.iter().map(|(cell, rows)| self.line(*cell, rows)).collect();
+        let mut text = format!("\n{}", columns(&HEADER, &lines, 2));
+        for ((transport, variant), rows) in &self.cells {
+            let mut said: Vec<&str> =
+                rows.iter().filter(|row| row.figures.is_none()).map(|row| row.status.as_str()).collect();
+            said.dedup();
+            for why in said {
+                text.push_str(&format!("\n{variant} over {transport}: {why}"));
+            }
+        }
+        let most =
+            self.cells.iter().flat_map(|(_, rows)| rows).filter_map(|row| row.figures.as_ref()?.payload_bytes).max();
+        if let Some((bytes, ms)) = most.and_then(|bytes| Some((bytes, place.ms_of(bytes)?))) {
+            text.push_str(&format!(
+                "\n{:.2} MB take {ms:.1} ms at the link's rate, without any header",
+                bytes as f64 / 1e6
+            ));
+        }
+        text.push_str(LEGEND);
+        for disagreement in self.disagreements() {
+            text.push_str(&format!("\nDIFFERENT WEIGHTS: {disagreement}"));
+        }
+        text
+    }
+
+    fn line(&self, (transport, variant): Cell, rows: &[Row]) -> [String; 10] {
+        let all = |of: fn(&Figures) -> f64| -> Vec<f64> {
+            rows.iter().filter_map(|row| row.figures.as_ref()).map(of).collect()
+        };
+        let bytes = rows.iter().filter_map(|row| row.figures.as_ref()?.payload_bytes).max();
+        [
+            transport.to_string(),
+            variant.to_string(),
+            spread(&all(|figures| figures.step_ms), 1),
+            spread(&all(|figures| figures.exposed_ms), 1),
+            middle(&all(|figures| figures.scalars_ms), 1),
+            middle(&all(|figures| figures.communication_ms), 1),
+            middle(&all(|figures| figures.hidden_ms), 1),
+            share(median(&all(|figures| figures.hidden_ms)), median(&all(|figures| figures.communication_ms))),
+            ratio(self.to_ring(transport, rows)),
+            bytes.map_or("-".into(), |bytes| format!("{:.2} MB", bytes as f64 / 1e6)),
+        ]
+    }
+
+    /// Step time as a multiple of that of `ring` over the same transport, round by round.
+    fn to_ring(&self, transport: TransportKind, rows: &[Row]) -> Option<Ratio> {
+        let ring = |(kind, variant): &Cell| *kind == transport && variant.strategy == StrategyKind::Ring;
+        let (_, rings) = self.cells.iter().find(|(cell, _)| ring(cell))?;
+        let step_ms = |row: &Row| row.figures.as_ref().map(|figures| figures.step_ms);
+        let pairs: Vec<(f64, f64)> = rows
+            .iter()
+            .filter_map(|row| {
+                let ring = rings.iter().find(|ring| ring.round == row.round)?;
+                Some((step_ms(row)?, step_ms(ring)?))
+            })
+            .collect();
+        let (ours, theirs): (Vec<f64>, Vec<f64>) = pairs.into_iter().unzip();
+        Ratio::of(&ours, &theirs)
+    }
+
+    /// Cells of one strategy whose weights are not those of the first, in words.
+    fn disagreements(&self) -> Vec<String> {
+        let mut found = Vec::new();
+        let mut first: Vec<(Variant, &Row, &str)> = Vec::new();
+        for row in self.cells.iter().flat_map(|(_, rows)| rows) {
+            let Some(figures) = &row.figures else { continue };
+            let name = |row: &Row| format!("round {} over {}", row.round, row.transport);
+            match first.iter().find(|(variant, ..)| *variant == row.strategy) {
+                None => first.push((row.strategy, row, &figures.weights_hash)),
+                Some((_, other, hash)) if **hash != *figures.weights_hash => {
+                    found.push(format!("{}, {} and {}", row.strategy, name(other), name(row)));
+                }
+                Some(_) => {}
+            }
+        }
+        found
+    }
+}
+
+const LEGEND: &str = "\n\
+    step: median over rounds (least-most). exposed: how long a step waits for gradients and parameters, on the rank that waits longest; \
+    scalars: for loss and norm.\n\
+    comm.: how long at least one operation is under way, waiting for the other rank included; hidden: what of it is not exposed.\n\
+    step / ring: round by round, median (least-most); below 1 a step is faster than that of ring over the same transport.";
+
+/// `part` of `whole` in percent.
+fn share(part: Option<f64>, whole: Option<f64>) -> String {
+    let percent = part.zip(whole).filter(|(_, whole)| *whole > 0.0).map(|(part, whole)| 100.0 * part / whole);
+    percent.map_or("-".into(), |percent| format!("{percent:.0}%"))
+}

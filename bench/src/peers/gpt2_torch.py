@@ -1,0 +1,148 @@
+"""One rank of GPT-2 training in PyTorch over Gloo, for `bench peers`: a line of JSON on standard output.
+
+The program that starts it says by COMM_RANK and COMM_WORLD_SIZE which rank it is, and by COMM_ADDR in which folder ranks can meet.
+A mode is `alone` (no communication at all), `ddp`, `fsdp` or `zero2`."""
+
+import argparse
+import array
+import datetime
+import json
+import os
+import statistics
+import sys
+import time
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("mode", choices=["alone", "ddp", "fsdp", "zero2", "probe"])
+    for name in ("layers", "heads", "width", "block", "vocabulary", "rows", "steps", "skip", "threads"):
+        parser.add_argument("--" + name, type=int, default=1)
+    parser.add_argument("--tokens", help="16-bit token ids, little-endian")
+    parser.add_argument("--bucket-mb", type=float, default=25.0)
+    parser.add_argument("--timeout", type=float, default=60.0)
+    return parser.parse_args()
+
+
+def build(torch, args):
+    nn, F = torch.nn, torch.nn.functional
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            c = args.width
+            self.norm_attention, self.norm_mlp = nn.LayerNorm(c), nn.LayerNorm(c)
+            self.qkv, self.out = nn.Linear(c, 3 * c), nn.Linear(c, c)
+            self.up, self.down = nn.Linear(c, 4 * c), nn.Linear(4 * c, c)
+
+        def forward(self, x):
+            rows, length, width = x.shape
+            heads = self.qkv(self.norm_attention(x)).view(rows, length, 3, args.heads, width // args.heads)
+            q, k, v = heads.permute(2, 0, 3, 1, 4)
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+            return x + self.down(F.gelu(self.up(self.norm_mlp(x)), approximate="tanh"))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token = nn.Embedding(args.vocabulary, args.width)
+            self.position = nn.Embedding(args.block, args.width)
+            self.blocks = nn.ModuleList(Block() for _ in range(args.layers))
+            self.norm = nn.LayerNorm(args.width)
+            for module in self.modules():
+                if isinstance(module, (nn.Linear, nn.Embedding)):
+                    nn.init.normal_(module.weight, std=0.02)
+                if isinstance(module, nn.Linear):
+                    nn.init.zeros_(module.bias)
+
+        def forward(self, tokens, targets):
+            x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
+            for block in self.blocks:
+                x = block(x)
+            # The head is tied to the token embedding.
+            logits = F.linear(self.norm(x), self.token.weight)
+            return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
+
+    return Model()
+
+
+def distribute(torch, model, args, world):
+    if args.mode == "ddp":
+        from torch.nn.parallel import DistributedDataParallel
+
+        return DistributedDataParallel(model, bucket_cap_mb=args.bucket_mb, gradient_as_bucket_view=True)
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError:
+        sys.exit("error: this PyTorch (%s) has no fully_shard" % torch.__version__)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    # ZeRO-3 gives the gathered parameters back after the forward pass and gathers them again; ZeRO-2 keeps them.
+    for part in [*model.blocks, model]:
+        fully_shard(part, mesh=mesh, reshard_after_forward=args.mode == "fsdp")
+    return model
+
+
+def batches(torch, args, rank, world):
+    """Of each step, this rank's rows of args.block tokens, and the same one token later."""
+    ids = array.array("H")
+    with open(args.tokens, "rb") as file:
+        ids.frombytes(file.read())
+    if sys.byteorder == "big":
+        ids.byteswap()
+    tokens = torch.tensor(ids, dtype=torch.int64)
+    windows = (len(tokens) - 1) // args.block
+    step = 0
+    while True:
+        starts = [((step * world + rank) * args.rows + row) % windows * args.block for row in range(args.rows)]
+        rows = torch.stack([tokens[start : start + args.block + 1] for start in starts])
+        yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        step += 1
+
+
+def main():
+    args = arguments()
+    # Settings that some images make for another library's threads and caches.
+    for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):
+        os.environ.pop(name, None)
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        sys.exit("error: this Python has no PyTorch: %s" % error)
+    if args.mode == "probe":
+        if not dist.is_available() or not dist.is_gloo_available():
+            sys.exit("error: this PyTorch (%s) has no Gloo" % torch.__version__)
+        print(json.dumps({"torch": torch.__version__}))
+        return
+    rank, world = int(os.environ["COMM_RANK"]), int(os.environ["COMM_WORLD_SIZE"])
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(1)
+    model = build(torch, args)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    trained = model
+    if args.mode != "alone":
+        meeting = os.environ["COMM_ADDR"].removeprefix("file:") + ".torch"
+        patience = datetime.timedelta(seconds=args.timeout)
+        dist.init_process_group("gloo", init_method="file://" + meeting, rank=rank, world_size=world, timeout=patience)
+        trained = distribute(torch, model, args, world)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    data = batches(torch, args, rank, world)
+    times, losses = [], []
+    for _ in range(args.steps):
+        began = time.perf_counter()
+        tokens, targets = next(data)
+        loss = trained(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        times.append((time.perf_counter() - began) * 1e3)
+    print(json.dumps({"step_ms": statistics.median(times[args.skip :]), "losses": losses, "parameters": parameters}))
+    if args.mode != "alone":
+        dist.destroy_process_group()
+
+
+main()
