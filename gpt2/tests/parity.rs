@@ -1,0 +1,72 @@
+//! Options that every strategy shares change what they should and nothing else.
+
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod local;
+
+use gpt2::optim::{OptimizerConfig, OptimizerKind};
+use gpt2::precision::Precision;
+use gpt2::strategy::StrategyKind;
+use gpt2::trainer::TrainConfig;
+
+use local::{TOLERANCE, VARIANTS, assert_close, assert_counts, corpus, ranks_for, run, single, with};
+
+#[test]
+fn recomputation_changes_no_bit() {
+    let corpus = corpus(20_000);
+    for precision in [Precision::F32, Precision::Bf16] {
+        for (strategy, ranks) in [(StrategyKind::Single, 1), (StrategyKind::Ddp, 2), (StrategyKind::Fsdp, 3)] {
+            let kept = with(&TrainConfig { precision, ..single(3) }, (strategy, false), ranks);
+            let recomputed = TrainConfig { recompute: true, ..kept.clone() };
+            let (kept, recomputed) = (run(&kept, &corpus, ranks), run(&recomputed, &corpus, ranks));
+            let what = format!("{strategy} in {precision}");
+            assert_eq!(kept.losses, recomputed.losses, "{what}");
+            assert_eq!(kept.grad_norms, recomputed.grad_norms, "{what}");
+            assert_eq!(kept.weights_hash, recomputed.weights_hash, "{what}");
+        }
+    }
+}
+
+#[test]
+fn lamb_is_one_device_with_every_strategy() {
+    let corpus = corpus(20_000);
+    let adamw = run(&single(4), &corpus, 1);
+    let config = TrainConfig { optimizer: OptimizerConfig::of(OptimizerKind::Lamb), ..single(4) };
+    let reference = run(&config, &corpus, 1);
+    assert!(local::difference(&reference, &adamw) > 100.0 * TOLERANCE, "LAMB takes the steps of AdamW");
+    for variant in VARIANTS {
+        let ranks = ranks_for(variant.0);
+        let summary = run(&with(&config, variant, ranks), &corpus, ranks);
+        assert_close(&summary, &reference, TOLERANCE, &format!("{variant:?} on {ranks} ranks"));
+        assert_counts(&summary, &format!("{variant:?}"));
+    }
+}
+
+#[test]
+fn a_dedicated_server_computes_nothing_and_changes_nothing() {
+    let corpus = corpus(20_000);
+    let reference = run(&single(4), &corpus, 1);
+    for ranks in [2, 3, 4] {
+        let summary = run(&with(&single(4), (StrategyKind::Ps, true), ranks), &corpus, ranks);
+        let what = format!("a dedicated server and {} workers", ranks - 1);
+        assert_close(&summary, &reference, TOLERANCE, &what);
+        assert_counts(&summary, &what);
+        let computing: Vec<bool> = summary.ranks.iter().map(|rank| rank.computes).collect();
+        assert!(!computing[0] && computing[1..].iter().all(|computes| *computes), "{what}: {computing:?}");
+        assert_eq!(summary.ranks[0].parts.compute, 0.0, "{what}");
+    }
+}
+
+#[test]
+fn micro_steps_and_recomputation_together_are_one_device() {
+    let corpus = corpus(20_000);
+    let reference = run(&single(3), &corpus, 1);
+    let config = TrainConfig { accumulation: 2, recompute: true, ..single(3) };
+    for variant in VARIANTS {
+        // Shares of 12 sequences, with one worker less too.
+        let ranks = if variant.1 { 3 } else { 2 };
+        let summary = run(&with(&config, variant, ranks), &corpus, ranks);
+        assert_close(&summary, &reference, TOLERANCE, &format!("{variant:?} on {ranks} ranks"));
+        assert_counts(&summary, &format!("{variant:?}"));
+    }
+}
