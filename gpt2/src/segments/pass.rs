@@ -100,7 +100,7 @@ struct Graph<M> {
 enum Kept<M> {
     Graph(Box<Graph<M>>),
     /// For another forward pass.
-    Input(Tensor<3>),
+    Input(Box<Tensor<3>>),
 }
 
 impl SegmentedModel {
@@ -148,7 +148,7 @@ impl SegmentedModel {
             let block = &self.blocks[segment - 1];
             if self.compute.recompute {
                 let output_btc = block.forward(x_btc.clone(), &mask_tt, self.kernels());
-                kept.push(Kept::Input(std::mem::replace(&mut x_btc, output_btc)));
+                kept.push(Kept::Input(Box::new(std::mem::replace(&mut x_btc, output_btc))));
             } else {
                 let graph = self.graph(block.clone(), x_btc, &mask_tt);
                 x_btc = graph.output_btc.clone().inner();
@@ -192,7 +192,7 @@ impl SegmentedModel {
                     graph.remember(block);
                     graph
                 }
-                Kept::Input(input_btc) => Box::new(self.graph(block.clone(), input_btc, &mask_tt)),
+                Kept::Input(input_btc) => Box::new(self.graph(block.clone(), *input_btc, &mask_tt)),
             };
             let (grads, below_btc) = graph.backward(segment, upstream_btc)?;
             upstream_btc = below_btc;
