@@ -10,7 +10,7 @@
 //! once, last, with both summed.
 //!
 //! Weights may be in memory only while a segment uses them: a pass tells its [`PassHooks`] before and after. On the CPU the graphs do not
-//! keep them either (see [`fused`](crate::fused)).
+//! keep them either.
 
 mod layout;
 mod pass;
