@@ -23,7 +23,10 @@ use crate::collectives::{CollectivesArgs, RankArgs};
 use crate::environment::Environment;
 use crate::hostile::{HostileArgs, HostileRankArgs};
 use crate::link::{EnterArgs, ProbeArgs, RankArgs as LinkRankArgs};
+use crate::memory::MemoryArgs;
 use crate::overlap::OverlapArgs;
+use crate::paper::PaperArgs;
+use crate::parity::ParityArgs;
 use crate::peers::PeersArgs;
 use crate::runner::Interrupted;
 use crate::soak::SoakArgs;
@@ -94,6 +97,9 @@ pub(crate) enum Command {
     #[command(hide = true)]
     ChaosRank(ChaosRankArgs),
     Soak(Box<SoakArgs>),
+    Parity(Box<ParityArgs>),
+    Memory(Box<MemoryArgs>),
+    Paper(Box<PaperArgs>),
     Overlap(Box<OverlapArgs>),
     Peers(Box<PeersArgs>),
     /// One rank of a job, on its way into a network namespace.

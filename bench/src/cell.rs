@@ -54,6 +54,7 @@ pub(crate) struct Row {
     pub(crate) scalar_bytes_by_rank: Vec<Option<u64>>,
     pub(crate) framing_bytes_by_rank: Vec<Option<u64>>,
     pub(crate) messages_by_rank: Vec<Option<u64>>,
+    pub(crate) messages_expected_by_rank: Vec<u64>,
     pub(crate) weights_hash: Option<String>,
     pub(crate) final_loss: Option<f64>,
     pub(crate) losses: Vec<f64>,
@@ -145,6 +146,7 @@ impl Cell {
             scalar_bytes_by_rank: Vec::new(),
             framing_bytes_by_rank: Vec::new(),
             messages_by_rank: Vec::new(),
+            messages_expected_by_rank: Vec::new(),
             weights_hash: None,
             final_loss: None,
             losses: Vec::new(),
@@ -172,6 +174,7 @@ fn fill(row: &mut Row, summary: &Summary) {
     row.scalar_bytes_by_rank = ranks.iter().map(|rank| rank.scalar_bytes).collect();
     row.framing_bytes_by_rank = ranks.iter().map(|rank| rank.framing_bytes).collect();
     row.messages_by_rank = ranks.iter().map(|rank| rank.messages).collect();
+    row.messages_expected_by_rank = ranks.iter().map(|rank| rank.expected.messages).collect();
     row.weights_hash = Some(summary.weights_hash.clone());
     row.final_loss = Some(summary.final_loss);
     row.losses.clone_from(&summary.losses);

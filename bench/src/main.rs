@@ -3,7 +3,9 @@
 //! Without arguments it runs a quick proof, at 3 and 4 ranks, that all transports compute the same and send what the formulas
 //! say, and then every strategy over every transport on 2 ranks, and prints a table. `bench collectives` times collectives
 //! alone, beside the libraries that a user would pick instead. `bench chaos` and `bench soak` show what becomes of a job when
-//! ranks fail, `bench hostile` what becomes of it when strangers attack its ports. `bench overlap` shows over a slow link how much
+//! ranks fail, `bench hostile` what becomes of it when strangers attack its ports. `bench parity` compares every
+//! strategy with one device, `bench memory` what each takes with what it should, and `bench paper` repeats published comparisons.
+//! `bench overlap` shows over a slow link how much
 //! communication hides behind the backward pass, and `bench peers` trains beside PyTorch.
 
 mod args;
@@ -14,8 +16,12 @@ mod environment;
 mod hostile;
 mod link;
 mod matrix;
+mod memory;
 mod overlap;
+mod paper;
+mod parity;
 mod peers;
+mod plot;
 mod proof;
 mod runner;
 mod soak;
@@ -29,7 +35,7 @@ use clap::Parser;
 
 use args::{Args, Command};
 use gpt2::cli::say;
-use gpt2::memory::{self, Category, Counting};
+use gpt2::memory::{Category, Counting, set_thread_default};
 
 /// What a command fails with: one message for the user.
 type BenchError = Box<dyn std::error::Error + Send + Sync>;
@@ -38,7 +44,7 @@ type BenchError = Box<dyn std::error::Error + Send + Sync>;
 static ALLOCATOR: Counting = Counting;
 
 fn main() -> ExitCode {
-    memory::set_thread_default(Category::Other);
+    set_thread_default(Category::Other);
     gpt2::sys::keep_freed_pages();
     let mut args = Args::parse();
     let result = match args.command.take() {
@@ -55,6 +61,9 @@ fn main() -> ExitCode {
         Some(Command::LinkEnter(enter)) => link::enter(&enter),
         Some(Command::LinkProbe(probe)) => link::run_probe(&probe),
         Some(Command::LinkRank(rank)) => link::run_rank(&rank),
+        Some(Command::Parity(parity)) => parity::run(&parity),
+        Some(Command::Memory(memory)) => memory::run(&memory),
+        Some(Command::Paper(paper)) => paper::run(&paper),
         None => run(&args),
     };
     result.unwrap_or_else(|error| {

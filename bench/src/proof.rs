@@ -7,8 +7,9 @@ use serde::Serialize;
 
 use crate::BenchError;
 use crate::args::Setup;
-use crate::cell::Cell;
+use crate::cell::{Cell, Row};
 use crate::matrix::{Lines, bar};
+use crate::parity::formula::{self, Count};
 
 /// Steps of a proof cell.
 const STEPS: u64 = 4;
@@ -40,7 +41,6 @@ struct Proof {
 
 /// Runs each strategy on 3 and 4 ranks over each transport; true if all holds.
 pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
-    const RANKS: [usize; 2] = [3, 4];
     let strategies: Vec<StrategyKind> =
         setup.strategies.iter().copied().filter(|strategy| *strategy != StrategyKind::Single).collect();
     let transports: Vec<_> = setup.transports.iter().copied().filter(|kind| kind.missing().is_none()).collect();
@@ -59,7 +59,7 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
         threads: 1,
         node_transport: None,
     };
-    let bar = bar(1 + RANKS.len() * strategies.len() * transports.len());
+    let bar = bar(1 + formula::RANKS.len() * strategies.len() * transports.len());
     bar.set_message("proof");
     let single = cell(StrategyKind::Single, None, 1).run(setup)?;
     bar.inc(1);
@@ -68,7 +68,8 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
     }
     let tolerance = if setup.wire == gpt2::precision::Precision::F32 { TOLERANCE } else { TOLERANCE_16_BIT };
     let mut proofs = Vec::new();
-    for ranks in RANKS {
+    let mut counts = Vec::new();
+    for ranks in formula::RANKS {
         for strategy in &strategies {
             let mut first: Option<String> = None;
             for transport in &transports {
@@ -76,6 +77,7 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
                 let row = cell(*strategy, Some(*transport), ranks).run(setup)?;
                 let hash = row.weights_hash.clone();
                 let identical = hash.as_ref().is_some_and(|hash| hash == first.get_or_insert_with(|| hash.clone()));
+                counts.push(count(&row, identical));
                 let expected: Vec<Option<u64>> = row.bytes_expected_by_rank.iter().copied().map(Some).collect();
                 let proof = Proof {
                     weights_identical: identical,
@@ -98,7 +100,26 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
         }
     }
     bar.finish_and_clear();
+    say(format_args!("\n{}", formula::table(&counts)));
     Ok(report(&proofs, setup))
+}
+
+/// What the formula says of a row, and what was counted.
+fn count(row: &Row, weights_identical: bool) -> Count {
+    Count {
+        strategy: row.strategy.clone(),
+        transport: row.transport.clone(),
+        ranks: row.ranks,
+        bytes_by_rank: row.bytes_by_rank.clone(),
+        bytes_expected_by_rank: row.bytes_expected_by_rank.clone(),
+        messages_by_rank: row.messages_by_rank.clone(),
+        messages_expected_by_rank: row.messages_expected_by_rank.clone(),
+        weights_hash: row.weights_hash.clone(),
+        weights_identical,
+        status: row.status.clone(),
+        ..Count::default()
+    }
+    .judged()
 }
 
 fn report(proofs: &[Proof], setup: &Setup) -> bool {
@@ -139,7 +160,7 @@ impl Proof {
 }
 
 /// Largest relative difference; infinite if the lengths differ.
-fn difference(values: &[f64], reference: &[f64]) -> f64 {
+pub(crate) fn difference(values: &[f64], reference: &[f64]) -> f64 {
     if values.len() != reference.len() || values.is_empty() {
         return f64::INFINITY;
     }

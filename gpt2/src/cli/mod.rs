@@ -2,6 +2,7 @@
 
 mod progress;
 mod sample;
+mod summary;
 mod train;
 
 use std::fmt;

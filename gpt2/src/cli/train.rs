@@ -15,7 +15,7 @@ use comm_core::job::{self, Job};
 use comm_core::launch::{Launch, Output};
 
 use super::progress::Progress;
-use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, say};
+use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, say, summary};
 use crate::batches::{Batches, LastBatch, Share};
 use crate::config::Preset;
 use crate::corpus::{Corpus, CorpusSource};
@@ -25,7 +25,7 @@ use crate::precision::Precision;
 use crate::run::{RankOptions, run_rank, run_threads};
 use crate::strategy::{StrategyKind, StrategyOptions};
 use crate::tokenizer::TokenizerKind;
-use crate::trainer::{RankReport, Summary, TrainConfig, TrainError};
+use crate::trainer::{TrainConfig, TrainError};
 use crate::transports::{TransportKind, TransportOptions};
 
 #[derive(Clone, Debug, Args)]
@@ -217,7 +217,7 @@ pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
                 Err(error) => return Err(error.into()),
             };
             if job.rank == 0 {
-                print_summary(&summary);
+                summary::print(&summary);
             }
             Ok(ExitCode::SUCCESS)
         }
@@ -236,7 +236,7 @@ fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
         say(prepared.describe(args, ranks));
         let summary =
             run_threads(&prepared.config, &prepared.corpus, ranks, &prepared.options, &prepared.device, &mut progress)?;
-        print_summary(&summary);
+        summary::print(&summary);
         return Ok(ExitCode::SUCCESS);
     }
     say(prepared.describe(args, ranks));
@@ -509,70 +509,4 @@ fn lock(folder: &Path) -> Result<fs::File, CliError> {
         fs::TryLockError::Error(error) => format!("{}: {error}", path.display()),
     })?;
     Ok(file)
-}
-
-fn print_summary(summary: &Summary) {
-    // Rank 0 may only serve.
-    let first = summary.ranks.iter().position(|rank| rank.computes).unwrap_or(0);
-    let parts = summary.ranks.get(first).map_or(&summary.parts, |rank| &rank.parts);
-    say(format!(
-        "done: {} steps, final loss {:.4}{}, {:.0} tok/s, {:.1} ms a step, mfu {:.1}%",
-        summary.steps,
-        summary.final_loss,
-        summary.validation_loss.map_or(String::new(), |loss| format!(", validation loss {loss:.4}")),
-        summary.tokens_per_s,
-        summary.step_ms,
-        100.0 * summary.mfu
-    ));
-    say(format!(
-        "a step of rank {first}, ms: compute {:.2}, pack {:.2}, exposed communication {:.2} (hidden {:.2}), scalars {:.2}, unpack {:.2}, \
-         optimizer {:.2}",
-        parts.compute, parts.pack, parts.exposed, parts.hidden, parts.scalars, parts.unpack, parts.optimizer
-    ));
-    if summary.skipped_steps > 0 {
-        say(format!("skipped: {} steps whose gradients had overflowed", summary.skipped_steps));
-    }
-    for rank in &summary.ranks {
-        print_rank(rank);
-    }
-    say(format!("mfu: {}", summary.mfu_formula));
-    if let Some(path) = &summary.checkpoint {
-        say(format!("checkpoint: {}", path.display()));
-    }
-    say(format!("weights: sha256 {}", summary.weights_hash));
-}
-
-fn print_rank(rank: &RankReport) {
-    let counted = |count: Option<u64>| count.map_or("not counted".into(), |count| format!("{count} counted"));
-    say(format!(
-        "rank {}: sent a step: {} bytes, {} by the formula; messages: {}, {} by the formula; cpu {:.0}%; peak memory {:.0} MB",
-        rank.rank,
-        counted(rank.bytes_counted),
-        rank.bytes_expected,
-        counted(rank.messages),
-        rank.expected.messages,
-        100.0 * rank.cpu_utilization,
-        rank.peak_rss_bytes as f64 / 1e6
-    ));
-    if let Some((bytes, messages)) = rank.node_sent {
-        say(format!(
-            "rank {}: of these inside its node: {bytes} bytes counted, {} by the formula; messages: {messages} counted, {} by the formula",
-            rank.rank, rank.expected.node_payload, rank.expected.node_messages
-        ));
-    }
-    if let Some(memory) = &rank.memory {
-        let mb = |bytes: u64| bytes as f64 / 1e6;
-        say(format!(
-            "rank {}: peaks of its process while it trained, MB: {:.1} in all; parameters {:.1}, gradients {:.1}, optimizer {:.1}, \
-             activations {:.1}, communication {:.1}, other {:.1}",
-            rank.rank,
-            mb(memory.total.peak),
-            mb(memory.parameters.peak),
-            mb(memory.gradients.peak),
-            mb(memory.optimizer.peak),
-            mb(memory.activations.peak),
-            mb(memory.communication.peak),
-            mb(memory.other.peak)
-        ));
-    }
 }

@@ -7,7 +7,7 @@ use comm_core::{Algorithm, Call, Communicator, Handle, Op, OpKind, ReduceOp, tab
 
 use super::layout::{Bucket, buckets};
 use super::{Clock, Layout, Put, Strategy, StrategyOptions, put_own};
-use crate::precision::{Precision, split};
+use crate::precision::Precision;
 
 /// Gradients in buckets of whole segments, each all-reduced once.
 pub(super) struct Buckets {
@@ -111,10 +111,7 @@ impl Strategy for Buckets {
         for (bucket, handle) in self.plan.iter().zip(std::mem::take(&mut self.started)) {
             let buffer = clock.wait(handle)?;
             clock.unpack(|| -> comm_core::Result<()> {
-                let parts = split(self.wire.unpack(buffer)?, &bucket.lengths());
-                for (segment, part) in bucket.segments.iter().zip(parts) {
-                    grads[*segment] = part;
-                }
+                bucket.cut_into(self.wire.unpack(buffer)?, &mut grads);
                 Ok(())
             })?;
         }

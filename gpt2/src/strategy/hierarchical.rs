@@ -9,7 +9,7 @@ use comm_core::{Buffer, Call, Communicator, Error, Handle, Op, ReduceOp, shard_r
 use super::buckets::labels;
 use super::layout::{Bucket, buckets};
 use super::{Clock, Comms, Layout, Put, Strategy, StrategyOptions, put_own};
-use crate::precision::{Precision, split};
+use crate::precision::Precision;
 
 /// Each bucket is reduce-scattered inside the node, its shards are all-reduced between the nodes' ranks of the same place, and gathered
 /// inside the node. A 16-bit wire rounds at both levels. With n ranks a node and m nodes, 2S(n−1)/n inside and 2(S/n)(m−1)/m between, instead of 2S(nm−1)/(nm) between.
@@ -172,10 +172,7 @@ impl Strategy for Hierarchical {
             let buffer = clock.wait(handle)?;
             let (bucket, wire) = (&self.plan[index], self.wire);
             clock.unpack(|| -> comm_core::Result<()> {
-                let parts = split(wire.unpack(buffer)?, &bucket.lengths());
-                for (segment, part) in bucket.segments.iter().zip(parts) {
-                    grads[*segment] = part;
-                }
+                bucket.cut_into(wire.unpack(buffer)?, &mut grads);
                 Ok(())
             })?;
         }

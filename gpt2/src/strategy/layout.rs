@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use crate::precision::split;
+
 /// The model's flat vector: all segments one after another.
 #[derive(Clone, Debug)]
 pub struct Layout {
@@ -137,6 +139,13 @@ impl Bucket {
                 (*segment, if start < end { start - ends[0]..end - ends[0] } else { 0..0 })
             })
             .collect()
+    }
+
+    /// Cuts the bucket's values into its segments'.
+    pub(super) fn cut_into(&self, flat: Vec<f32>, segments: &mut [Vec<f32>]) {
+        for (segment, part) in self.segments.iter().zip(split(flat, &self.lengths())) {
+            segments[*segment] = part;
+        }
     }
 
     /// Whether all its segments' gradients have come.

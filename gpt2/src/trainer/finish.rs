@@ -9,6 +9,7 @@ use super::{Parts, RankReport, StepReport, Summary, TrainConfig, TrainError, med
 use crate::checkpoint::{Checkpoint, WeightsHash};
 use crate::corpus::Corpus;
 use crate::memory::{self, Usage};
+use crate::optim::Optimizer;
 use crate::peak;
 use crate::strategy::{Layout, StrategyOptions, formula};
 
@@ -195,6 +196,10 @@ impl Trainer<'_> {
             expected,
             node_sent: node_sent.get(node_sent.len() / 2).copied(),
             operations: middle(self.operations.clone()).unwrap_or(0),
+            optimizer_steps: (
+                self.optimizers.iter().map(Optimizer::steps).min().unwrap_or(0),
+                self.optimizers.iter().map(Optimizer::steps).max().unwrap_or(0),
+            ),
             parts: median_parts(steady),
             cpu_utilization: median(steady.iter().map(|report| report.cpu_utilization)),
             gpu_utilization: (!gpu.is_empty()).then(|| median(gpu.into_iter())),

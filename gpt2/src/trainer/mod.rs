@@ -263,6 +263,9 @@ pub struct RankReport {
     pub node_sent: Option<(u64, u64)>,
     /// Median operations on gradients and parameters a step; by the formula in [`expected`](Self::expected).
     pub operations: u64,
+    /// Steps that this rank's optimizers took in the whole run, by their own count: the fewest and the most over segments. Both are the
+    /// steps of the run, less those that were skipped.
+    pub optimizer_steps: (u64, u64),
     /// Median of the parts of a step.
     pub parts: Parts,
     /// Median utilisation of the processor: see [`StepReport::cpu_utilization`].

@@ -36,7 +36,7 @@ pub(super) struct Trainer<'a> {
     pub(super) strategy: Box<dyn Strategy>,
     /// The f32 parameters that this rank's optimizers update: the owned range of each segment.
     pub(super) masters: Vec<Vec<f32>>,
-    optimizers: Vec<Optimizer>,
+    pub(super) optimizers: Vec<Optimizer>,
     scaler: LossScaler,
     /// Where each rank's owned range of each segment begins, and its length: `[rank][segment]`.
     pub(super) owned_by: Vec<Vec<(usize, usize)>>,

@@ -1,0 +1,136 @@
+//! `bench memory`: what a rank of each strategy takes, by what it is for, beside what it should.
+//!
+//! Each run trains a few steps in processes over shared memory; the counting allocator gives every rank's peak of each category from the
+//! first step to the last. [`theory`] says what parameters, gradients and optimizer may take. Plain data parallelism is the control: it
+//! has to exceed the bounds of those that shard. Recomputation and 16-bit computation are each measured beside the run without.
+
+mod options;
+mod report;
+mod theory;
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use gpt2::cli::say;
+use gpt2::precision::Precision;
+use gpt2::strategy::{StrategyKind, StrategyOptions};
+use gpt2::trainer::TrainConfig;
+use gpt2::transports::TransportKind;
+
+pub(crate) use options::MemoryArgs;
+
+use crate::BenchError;
+use crate::environment::Environment;
+use crate::matrix::{Lines, bar};
+use crate::runner::{Run, RunError};
+use options::Settings;
+use report::Row;
+
+/// A run must end within this time.
+const TIMEOUT: Duration = Duration::from_secs(300);
+
+/// Each segment is a bucket of its own, so that what is on its way has one size for all strategies.
+const BUCKET_BYTES: usize = 1;
+
+/// What is run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Case {
+    strategy: StrategyKind,
+    ranks: usize,
+    precision: Precision,
+    recompute: bool,
+}
+
+/// Measures; fails when a category takes more than its bound, or a control does not.
+pub(crate) fn run(args: &MemoryArgs) -> Result<ExitCode, BenchError> {
+    if cfg!(debug_assertions) && !args.allows_debug() {
+        return Err("this is a debug build, which takes minutes; build with --release, or pass --allow-debug".into());
+    }
+    let settings = args.check()?;
+    say(format_args!("machine: {}", Environment::read().one_line()));
+    say(theory::introduction(&settings));
+    let mut file = settings.out.as_ref().map(|out| Lines::create(&out.join("memory.jsonl"))).transpose()?;
+    let cases = cases(&settings);
+    let bar = bar(cases.len());
+    let mut rows: Vec<Row> = Vec::new();
+    for case in cases {
+        bar.set_message(case.name());
+        let row = measure(&settings, case)?;
+        if let Some(file) = &mut file {
+            file.write(&row)?;
+        }
+        rows.push(row);
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    say(format_args!("\n{}", report::table(&rows)));
+    say(format_args!("\n{}", theory::formulas()));
+    let verdicts = report::verdicts(&settings, &rows);
+    if let Some(file) = &mut file {
+        verdicts.iter().try_for_each(|verdict| file.write(verdict))?;
+    }
+    say(format_args!("\n{}", report::sentences(&verdicts)));
+    if let Some(out) = &settings.out {
+        say(format_args!("rows: {}", out.join("memory.jsonl").display()));
+    }
+    let sound = rows.iter().all(|row| row.holds) && verdicts.iter().all(|verdict| verdict.holds);
+    Ok(if sound { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Every strategy on every number of ranks; then recomputation and 16-bit computation, of the ends of the scale.
+fn cases(settings: &Settings) -> Vec<Case> {
+    let case = |strategy, ranks| Case { strategy, ranks, precision: Precision::F32, recompute: false };
+    let mut cases = Vec::new();
+    for strategy in &settings.strategies {
+        let most = if *strategy == StrategyKind::Single { 1 } else { usize::MAX };
+        cases.extend(settings.ranks.iter().filter(|ranks| **ranks <= most).map(|ranks| case(*strategy, *ranks)));
+    }
+    let most = settings.ranks.iter().copied().max().unwrap_or(1);
+    for strategy in [StrategyKind::Ddp, StrategyKind::Fsdp] {
+        if settings.strategies.contains(&strategy) {
+            cases.push(Case { recompute: true, ..case(strategy, most) });
+            cases.push(Case { precision: Precision::Bf16, ..case(strategy, most) });
+        }
+    }
+    cases
+}
+
+impl Case {
+    fn name(self) -> String {
+        format!("{} on {} ranks, {}", self.strategy, self.ranks, self.how())
+    }
+
+    fn how(self) -> &'static str {
+        match (self.precision, self.recompute) {
+            (Precision::F32, false) => "f32",
+            (Precision::F32, true) => "f32, recomputed",
+            (Precision::Bf16, false) => "bf16",
+            (Precision::Bf16, true) => "bf16, recomputed",
+            (Precision::F16, false) => "f16",
+            (Precision::F16, true) => "f16, recomputed",
+        }
+    }
+}
+
+fn measure(settings: &Settings, case: Case) -> Result<Row, BenchError> {
+    let config = TrainConfig {
+        precision: case.precision,
+        recompute: case.recompute,
+        steps: settings.steps,
+        global_batch: settings.batch,
+        options: StrategyOptions {
+            first_bucket_bytes: BUCKET_BYTES,
+            bucket_bytes: BUCKET_BYTES,
+            ..StrategyOptions::default()
+        },
+        ..TrainConfig::of(settings.model.clone(), case.strategy)
+    };
+    let transport = (case.ranks > 1).then_some(TransportKind::Shm);
+    let run = Run { source: settings.source.clone(), ..Run::new(config, transport, case.ranks, 1, TIMEOUT) };
+    let bounds = theory::bounds(&settings.segments, case);
+    match run.summary() {
+        Ok(summary) => Ok(Row::new(case, &bounds, &summary)),
+        Err(RunError::Failed(why)) => Ok(Row::failed(case, &bounds, why)),
+        Err(RunError::Interrupted(interrupted)) => Err(interrupted.into()),
+    }
+}

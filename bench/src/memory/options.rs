@@ -1,0 +1,120 @@
+//! The command line of `bench memory`, checked.
+
+use std::fs;
+use std::path::PathBuf;
+
+use gpt2::config::{ModelConfig, Preset};
+use gpt2::corpus::{Corpus, CorpusSource};
+use gpt2::env::default_cargo_home;
+use gpt2::segments::{SegmentInfo, layout};
+use gpt2::strategy::StrategyKind;
+use gpt2::tokenizer::TokenizerKind;
+
+use crate::BenchError;
+
+/// The largest part of the parameters that the embedding may be: it is held as a whole by every strategy.
+const MOST_EMBEDDING: f64 = 0.35;
+
+/// Measures what a rank of each strategy takes, by what it is for, and compares it with what it should.
+///
+/// Ranks are processes that talk through shared memory. The program exits with 1 when parameters, gradients or optimizer take more than
+/// their bound, or when plain data parallelism stays within the bounds of the strategies that shard.
+#[derive(Debug, clap::Args)]
+pub(crate) struct MemoryArgs {
+    /// Strategies, separated by commas: single, ddp, zero1, zero2, fsdp.
+    #[arg(long, value_delimiter = ',', default_value = "single,ddp,zero1,zero2,fsdp")]
+    strategies: Vec<StrategyKind>,
+    /// Numbers of ranks, separated by commas.
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4")]
+    ranks: Vec<usize>,
+    /// Model size.
+    #[arg(long, default_value = "mini")]
+    preset: Preset,
+    /// Blocks of the model, instead of the preset's: the more, the smaller a segment's part.
+    #[arg(long, default_value_t = 12)]
+    layers: usize,
+    /// Optimizer steps of a run.
+    #[arg(long, default_value_t = 3)]
+    steps: u64,
+    /// Sequences a step, over all ranks; a multiple of every number of ranks.
+    #[arg(long, default_value_t = 4)]
+    batch: usize,
+    /// A text file, a folder of text files, or token shards. [default: documentation of this program's own dependencies]
+    #[arg(long)]
+    data: Option<PathBuf>,
+    /// Folder for memory.jsonl, a line of JSON for each row.
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Run although this is a debug build.
+    #[arg(long)]
+    allow_debug: bool,
+}
+
+/// What the command line means.
+pub(crate) struct Settings {
+    pub(super) strategies: Vec<StrategyKind>,
+    pub(super) ranks: Vec<usize>,
+    pub(super) preset: Preset,
+    pub(super) model: ModelConfig,
+    /// Its segments, in forward order.
+    pub(super) segments: Vec<SegmentInfo>,
+    pub(super) steps: u64,
+    pub(super) batch: usize,
+    pub(super) source: Option<PathBuf>,
+    pub(super) out: Option<PathBuf>,
+}
+
+impl MemoryArgs {
+    pub(super) fn allows_debug(&self) -> bool {
+        self.allow_debug
+    }
+
+    pub(super) fn check(&self) -> Result<Settings, BenchError> {
+        const OFFERED: [StrategyKind; 5] =
+            [StrategyKind::Single, StrategyKind::Ddp, StrategyKind::Zero1, StrategyKind::Zero2, StrategyKind::Fsdp];
+        if let Some(strategy) = self.strategies.iter().find(|strategy| !OFFERED.contains(strategy)) {
+            return Err(format!(
+                "--strategies {strategy}: there is no bound for it; choose single, ddp, zero1, zero2 or fsdp"
+            )
+            .into());
+        }
+        if self.steps == 0 {
+            return Err("--steps must be at least 1".into());
+        }
+        if let Some(ranks) = self.ranks.iter().find(|ranks| **ranks == 0 || !self.batch.is_multiple_of(**ranks)) {
+            return Err(format!("--batch {} cannot be divided evenly among {ranks} ranks", self.batch).into());
+        }
+        let source = CorpusSource::from_path(self.data.clone(), default_cargo_home());
+        let corpus = Corpus::load(&source, TokenizerKind::Bytes)?;
+        let model = ModelConfig { n_layer: self.layers, ..self.preset.config(corpus.vocab_size()) };
+        let segments = layout(&model)?;
+        let share = embedding_share(&segments);
+        if share >= MOST_EMBEDDING {
+            return Err(format!(
+                "the embedding is {:.0} % of this model's parameters, and every strategy holds it as a whole; choose a larger --preset or more --layers",
+                100.0 * share
+            )
+            .into());
+        }
+        if let Some(out) = &self.out {
+            fs::create_dir_all(out).map_err(|error| format!("--out {}: {error}", out.display()))?;
+        }
+        Ok(Settings {
+            strategies: self.strategies.clone(),
+            ranks: self.ranks.clone(),
+            preset: self.preset,
+            model,
+            segments,
+            steps: self.steps,
+            batch: self.batch,
+            source: self.data.clone(),
+            out: self.out.clone(),
+        })
+    }
+}
+
+/// The embedding's part of all parameters.
+pub(super) fn embedding_share(segments: &[SegmentInfo]) -> f64 {
+    let total: usize = segments.iter().map(|segment| segment.len).sum();
+    segments.first().map_or(0.0, |embedding| embedding.len as f64 / total as f64)
+}

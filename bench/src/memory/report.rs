@@ -1,0 +1,247 @@
+//! Rows of measured memory, and what follows from them.
+
+use gpt2::memory::{Category, Usage};
+use gpt2::precision::Precision;
+use gpt2::strategy::StrategyKind;
+use gpt2::trainer::Summary;
+use serde::Serialize;
+
+use super::Case;
+use super::options::Settings;
+use super::theory::{self, Bounds, JUDGED};
+use crate::text::columns;
+
+/// Recomputation keeps a block's input, of about seventeen times as much, and the activations of one block at a time.
+const MOST_RECOMPUTED: f64 = 0.5;
+
+/// 16-bit computation halves what is kept; on its way a layer's values are in f32.
+const MOST_16_BIT: f64 = 0.75;
+
+/// The same of parameters: half of them, and the f32 shard where that is kept as parameters.
+const MOST_16_BIT_WEIGHTS: f64 = 0.52;
+
+/// A run's line.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Row {
+    kind: &'static str,
+    strategy: String,
+    ranks: usize,
+    precision: Precision,
+    recompute: bool,
+    /// Peak bytes of each category, each on the rank where it is largest.
+    peaks: Vec<Peak>,
+    /// Of all categories together, likewise.
+    total: Option<u64>,
+    peak_rss_bytes: Option<u64>,
+    weights_hash: Option<String>,
+    /// Whether every category is within its bound.
+    pub(super) holds: bool,
+    /// `ok`, or why there are no figures.
+    status: String,
+    #[serde(skip)]
+    case: Case,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct Peak {
+    category: Category,
+    bytes: u64,
+    bound: Option<u64>,
+}
+
+impl Row {
+    pub(super) fn new(case: Case, bounds: &Bounds, summary: &Summary) -> Self {
+        let usages: Vec<Usage> = summary.ranks.iter().filter_map(|rank| rank.memory).collect();
+        if usages.len() != case.ranks {
+            return Row::failed(case, bounds, "not every rank counted its memory".into());
+        }
+        let most = |of: &dyn Fn(&Usage) -> u64| usages.iter().map(of).max().unwrap_or(0);
+        let peak = |category: Category| Peak {
+            category,
+            bytes: most(&|usage| usage.of(category).peak),
+            bound: bounds.of(category),
+        };
+        let peaks = Category::ALL.map(peak).to_vec();
+        Row {
+            holds: peaks.iter().all(|peak| peak.bound.is_none_or(|bound| peak.bytes <= bound)),
+            peaks,
+            total: Some(most(&|usage| usage.total.peak)),
+            peak_rss_bytes: summary.ranks.iter().map(|rank| rank.peak_rss_bytes).max(),
+            weights_hash: Some(summary.weights_hash.clone()),
+            ..Row::failed(case, bounds, "ok".into())
+        }
+    }
+
+    pub(super) fn failed(case: Case, bounds: &Bounds, status: String) -> Self {
+        let peak = |category: Category| Peak { category, bytes: 0, bound: bounds.of(category) };
+        Row {
+            kind: "memory",
+            strategy: case.strategy.to_string(),
+            ranks: case.ranks,
+            precision: case.precision,
+            recompute: case.recompute,
+            peaks: JUDGED.map(peak).to_vec(),
+            total: None,
+            peak_rss_bytes: None,
+            weights_hash: None,
+            holds: false,
+            status,
+            case,
+        }
+    }
+
+    fn bound(&self, category: Category) -> Option<u64> {
+        self.peaks.iter().find(|peak| peak.category == category).and_then(|peak| peak.bound)
+    }
+
+    fn exceeds(&self, category: Category) -> bool {
+        self.peak(category).zip(self.bound(category)).is_some_and(|(peak, bound)| peak > bound)
+    }
+
+    fn peak(&self, category: Category) -> Option<u64> {
+        self.total?;
+        self.peaks.iter().find(|peak| peak.category == category).map(|peak| peak.bytes)
+    }
+}
+
+/// Something that has to follow from two runs.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Verdict {
+    kind: &'static str,
+    what: String,
+    pub(super) holds: bool,
+}
+
+fn mib(bytes: u64) -> String {
+    format!("{:.2}", bytes as f64 / f64::from(1 << 20))
+}
+
+/// A line for each run.
+pub(super) fn table(rows: &[Row]) -> String {
+    const HEADER: [&str; 15] = [
+        "strategy",
+        "computes in",
+        "ranks",
+        "parameters",
+        "bound",
+        "gradients",
+        "bound",
+        "optimizer",
+        "bound",
+        "activations",
+        "communication",
+        "other",
+        "together",
+        "resident",
+        "",
+    ];
+    let figure = |bytes: Option<u64>| bytes.map_or("-".into(), mib);
+    let lines: Vec<[String; 15]> = rows
+        .iter()
+        .map(|row| {
+            let peak = |category: Category| {
+                let mark = if row.exceeds(category) { " !" } else { "" };
+                figure(row.peak(category)) + mark
+            };
+            let bound = |category: Category| figure(row.bound(category));
+            [
+                row.strategy.clone(),
+                row.case.how().to_string(),
+                row.ranks.to_string(),
+                peak(Category::Parameters),
+                bound(Category::Parameters),
+                peak(Category::Gradients),
+                bound(Category::Gradients),
+                peak(Category::Optimizer),
+                bound(Category::Optimizer),
+                peak(Category::Activations),
+                peak(Category::Communication),
+                peak(Category::Other),
+                figure(row.total),
+                figure(row.peak_rss_bytes),
+                match (&*row.status, row.holds) {
+                    ("ok", true) => "within".into(),
+                    ("ok", false) => "EXCEEDED".into(),
+                    (why, _) => why.to_string(),
+                },
+            ]
+        })
+        .collect();
+    format!(
+        "peak memory of a rank in MiB, from the first step to the last, by what it is for; each on the rank where it is largest\n\
+         (peaks of categories are of different moments; resident is all that the process ever held, this program and its start included)\n\n{}",
+        columns(&HEADER, &lines, 2)
+    )
+}
+
+/// The controls, and what recomputation and 16-bit computation save.
+pub(super) fn verdicts(settings: &Settings, rows: &[Row]) -> Vec<Verdict> {
+    let find = |strategy, ranks, precision, recompute| {
+        rows.iter().find(|row| row.case == Case { strategy, ranks, precision, recompute })
+    };
+    let most = settings.ranks.iter().copied().max().unwrap_or(1);
+    let mut verdicts = Vec::new();
+    if most > 1
+        && let Some(ddp) = find(StrategyKind::Ddp, most, Precision::F32, false)
+    {
+        for (strategy, category) in [
+            (StrategyKind::Zero1, Category::Optimizer),
+            (StrategyKind::Zero2, Category::Gradients),
+            (StrategyKind::Fsdp, Category::Parameters),
+        ] {
+            let bounds = theory::bounds(&settings.segments, Case { strategy, ..ddp.case });
+            let Some((bytes, bound)) = ddp.peak(category).zip(bounds.of(category)) else { continue };
+            verdicts.push(Verdict {
+                kind: "control",
+                what: format!(
+                    "ddp on {most} ranks takes {} MiB of {}, more than {strategy} may: {} MiB",
+                    mib(bytes),
+                    category.name(),
+                    mib(bound)
+                ),
+                holds: bytes > bound,
+            });
+        }
+    }
+    for strategy in [StrategyKind::Ddp, StrategyKind::Fsdp] {
+        let Some(plain) = find(strategy, most, Precision::F32, false) else { continue };
+        let mut compare = |other: Option<&Row>, what: &str, category: Category, bound: f64| {
+            let pair = plain.peak(category).zip(other.and_then(|other| other.peak(category)));
+            let Some((before, after)) = pair else { return };
+            let share = after as f64 / before as f64;
+            verdicts.push(Verdict {
+                kind: "effect",
+                what: format!(
+                    "{strategy} on {most} ranks, {what}: {} fall from {} to {} MiB, to {:.0} % (at most {:.0} %)",
+                    category.name(),
+                    mib(before),
+                    mib(after),
+                    100.0 * share,
+                    100.0 * bound
+                ),
+                holds: share <= bound,
+            });
+        };
+        let recomputed = find(strategy, most, Precision::F32, true);
+        compare(recomputed, "recomputation", Category::Activations, MOST_RECOMPUTED);
+        let narrow = find(strategy, most, Precision::Bf16, false);
+        compare(narrow, "bf16", Category::Activations, MOST_16_BIT);
+        if strategy == StrategyKind::Ddp {
+            compare(narrow, "bf16", Category::Parameters, MOST_16_BIT_WEIGHTS);
+        }
+        if let Some(recomputed) = recomputed {
+            verdicts.push(Verdict {
+                kind: "effect",
+                what: format!("{strategy} on {most} ranks, recomputation: the weights are the same to the bit"),
+                holds: recomputed.weights_hash.is_some() && recomputed.weights_hash == plain.weights_hash,
+            });
+        }
+    }
+    verdicts
+}
+
+/// One line each.
+pub(super) fn sentences(verdicts: &[Verdict]) -> String {
+    let line = |verdict: &Verdict| format!("{}  {}", if verdict.holds { "yes" } else { "NO " }, verdict.what);
+    verdicts.iter().map(line).collect::<Vec<_>>().join("\n")
+}

@@ -1,0 +1,334 @@
+//! The command line of `bench paper`, checked.
+
+use std::fs;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use clap::{Args, Subcommand, ValueEnum};
+use gpt2::batches::{Batches, Share};
+use gpt2::cli::{MAX_RANKS_HERE, MAX_THREADS, say};
+use gpt2::config::{ModelConfig, Preset};
+use gpt2::corpus::{Corpus, CorpusSource};
+use gpt2::env::default_cargo_home;
+use gpt2::optim::LossScaling;
+use gpt2::precision::Precision;
+use gpt2::tokenizer::TokenizerKind;
+use gpt2::transports::TransportKind;
+
+use crate::BenchError;
+use crate::chaos::interrupted;
+use crate::environment::Environment;
+use crate::runner::Interrupted;
+
+/// Runs the comparison of a published paper again, with equal conditions for all strategies.
+///
+/// Each row is a run of its own, in processes of its own, over one transport. All rows share the training loop, the seed, the order of
+/// the data, the global batch, the schedule and the arithmetic; this is asserted, and so are the operations and bytes a step that the
+/// strategy's definition asks for, and exactly one update a step. The program prints tables, what it finds beside what the paper
+/// concludes, and writes rows (JSON lines) and pictures (SVG) to a folder. It exits with 1 when a row fails or an assertion does not hold.
+#[derive(Debug, Args)]
+pub(crate) struct PaperArgs {
+    #[command(subcommand)]
+    paper: Paper,
+}
+
+#[derive(Debug, Subcommand)]
+pub(super) enum Paper {
+    Bai(BaiArgs),
+    Patwardhan(PatwardhanArgs),
+}
+
+/// Bai 2022 (HP3C; arXiv 2206.06356): one device, parameter servers, Horovod, and mixed precision.
+///
+/// Rows: single; ps, a single parameter server, which computes as well or is dedicated; sharded-ps, a distributed one; ring, Horovod;
+/// the last two in mixed precision; and ddp in both, which the paper's code runs under the name of a distributed parameter server.
+/// Written are loss against time, utilisation by rank, number of parameter servers, memory by purpose, tokens/s, and operations counted
+/// against the formula.
+#[derive(Debug, Args)]
+pub(crate) struct BaiArgs {
+    /// Optimizer steps of each row. [default: 120; 200 with --full]
+    #[arg(long)]
+    pub(super) steps: Option<u64>,
+    /// The 16-bit type of the mixed-precision rows, for computation and gradients on their way: bf16, or f16 with dynamic loss scaling,
+    /// as the paper's Apex has it. Masters and optimizer are f32 in every row.
+    #[arg(long, value_enum, default_value = "bf16")]
+    pub(super) mixed: Mixed,
+    #[command(flatten)]
+    pub(super) common: CommonArgs,
+}
+
+/// Patwardhan et al. 2024 (arXiv 2405.15628): one device, DDP and FSDP, epoch by epoch.
+///
+/// Rows: single, ddp, fsdp. Written are throughput, gradient norm, time, training and validation loss of each epoch, and memory by purpose.
+#[derive(Debug, Args)]
+pub(crate) struct PatwardhanArgs {
+    /// Epochs.
+    #[arg(long, default_value_t = 3)]
+    pub(super) epochs: u64,
+    /// Most optimizer steps of an epoch: a longer text is cut. [default: 100; with --full the whole text]
+    #[arg(long)]
+    pub(super) steps: Option<u64>,
+    #[command(flatten)]
+    pub(super) common: CommonArgs,
+}
+
+/// What both papers have.
+#[derive(Debug, Args)]
+pub(super) struct CommonArgs {
+    /// Folder for rows and pictures. [default: a new folder under bench-results/]
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// What connects the ranks: local, shm, tcp-raw, tcp (ZeroMQ), quic.
+    #[arg(long, default_value = "tcp")]
+    transport: TransportKind,
+    /// Ranks that compute; a dedicated parameter server is one more. [default: 2; with --full the paper's devices]
+    #[arg(long)]
+    ranks: Option<usize>,
+    /// Model size. [default: tiny; 124m with --full]
+    #[arg(long)]
+    preset: Option<Preset>,
+    /// Sequences a step, over all ranks; a multiple of --ranks. [default: 12; with --full the paper's, where it states one]
+    #[arg(long)]
+    batch: Option<usize>,
+    /// Seed of weights and data order.
+    #[arg(long, default_value_t = 1337)]
+    seed: u64,
+    /// Threads that compute, in each rank. [default: the machine's cores divided by --ranks]
+    #[arg(long)]
+    threads: Option<usize>,
+    /// A text file, a folder of text files, or (with --full) token shards. [default: documentation of this program's own dependencies]
+    #[arg(long)]
+    data: Option<PathBuf>,
+    /// The paper's size: GPT-2 with 124 million parameters, GPT-2's tokenizer, and the sequence length, batch and learning rate that the
+    /// paper states, where it does. Takes days on a CPU.
+    #[arg(long)]
+    full: bool,
+    /// Seconds that a row may take. [default: 900; a week with --full]
+    #[arg(long)]
+    row_timeout: Option<u64>,
+    /// Run although this is a debug build.
+    #[arg(long)]
+    allow_debug: bool,
+}
+
+/// A 16-bit type.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(super) enum Mixed {
+    Bf16,
+    F16,
+}
+
+impl Mixed {
+    pub(super) fn precision(self) -> Precision {
+        match self {
+            Mixed::Bf16 => Precision::Bf16,
+            Mixed::F16 => Precision::F16,
+        }
+    }
+
+    /// bf16 has the exponents of f32 and needs none.
+    pub(super) fn loss_scaling(self) -> LossScaling {
+        match self {
+            Mixed::Bf16 => LossScaling::Off,
+            Mixed::F16 => LossScaling::DYNAMIC,
+        }
+    }
+}
+
+impl PaperArgs {
+    pub(super) fn parts(&self) -> (&CommonArgs, &Paper) {
+        match &self.paper {
+            paper @ Paper::Bai(args) => (&args.common, paper),
+            paper @ Paper::Patwardhan(args) => (&args.common, paper),
+        }
+    }
+}
+
+/// What a flag stands for that was not given.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Size {
+    pub(super) preset: Preset,
+    /// Tokens of a sequence, where it is not the preset's.
+    pub(super) block_size: Option<usize>,
+    pub(super) ranks: usize,
+    pub(super) batch: usize,
+    pub(super) tokenizer: TokenizerKind,
+    pub(super) row_timeout: u64,
+}
+
+impl Size {
+    /// What a laptop trains in a few minutes.
+    pub(super) const SMALL: Size = Size {
+        preset: Preset::Tiny,
+        block_size: None,
+        ranks: 2,
+        batch: 12,
+        tokenizer: TokenizerKind::Bytes,
+        row_timeout: 900,
+    };
+}
+
+/// What all rows share.
+pub(super) struct Settings {
+    pub(super) out: PathBuf,
+    pub(super) corpus: Corpus,
+    pub(super) source: Option<PathBuf>,
+    pub(super) tokenizer: TokenizerKind,
+    pub(super) transport: TransportKind,
+    pub(super) ranks: usize,
+    pub(super) threads: usize,
+    pub(super) preset: Preset,
+    pub(super) model: ModelConfig,
+    pub(super) batch: usize,
+    pub(super) seed: u64,
+    pub(super) full: bool,
+    pub(super) row_timeout: Duration,
+    pub(super) environment: Environment,
+    /// The signal that came since the start, 0 for none.
+    interrupted: Arc<AtomicUsize>,
+}
+
+impl CommonArgs {
+    pub(super) fn allows_debug(&self) -> bool {
+        self.allow_debug
+    }
+
+    pub(super) fn is_full(&self) -> bool {
+        self.full
+    }
+
+    /// Checks everything, makes the folder and reads the text; `size` has what was not given.
+    pub(super) fn check(&self, size: &Size) -> Result<Settings, BenchError> {
+        let ranks = self.ranks.unwrap_or(size.ranks);
+        // One is left for a dedicated server.
+        if !(2..MAX_RANKS_HERE).contains(&ranks) {
+            return Err(format!("--ranks {ranks} must lie between 2 and {}", MAX_RANKS_HERE - 1).into());
+        }
+        let batch = self.batch.unwrap_or(size.batch);
+        if batch == 0 || !batch.is_multiple_of(ranks) {
+            return Err(format!("--batch {batch} cannot be divided evenly among {ranks} ranks").into());
+        }
+        if self.threads.is_some_and(|threads| threads == 0 || threads > MAX_THREADS) {
+            return Err(format!("--threads must lie between 1 and {MAX_THREADS}").into());
+        }
+        let row_timeout = self.row_timeout.unwrap_or(size.row_timeout);
+        if row_timeout == 0 {
+            return Err("--row-timeout must be at least 1".into());
+        }
+        if let Some(missing) = self.transport.missing() {
+            return Err(format!("--transport {}: {missing}", self.transport).into());
+        }
+        let source = CorpusSource::from_path(self.data.clone(), default_cargo_home());
+        let corpus = Corpus::load(&source, size.tokenizer)?;
+        let preset = self.preset.unwrap_or(size.preset);
+        let mut model = preset.config(corpus.vocab_size());
+        if let Some(block_size) = size.block_size.filter(|_| self.preset.is_none()) {
+            model.block_size = block_size;
+        }
+        let out = self.folder()?;
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Ok(Settings {
+            out,
+            corpus,
+            source: self.data.clone(),
+            tokenizer: size.tokenizer,
+            transport: self.transport,
+            ranks,
+            threads: self.threads.unwrap_or_else(|| (cores / ranks).max(1)),
+            preset,
+            model,
+            batch,
+            seed: self.seed,
+            full: self.full,
+            row_timeout: Duration::from_secs(row_timeout),
+            environment: Environment::read(),
+            interrupted: interrupted()?,
+        })
+    }
+
+    /// The folder for results, which can be written and holds none.
+    fn folder(&self) -> Result<PathBuf, BenchError> {
+        let out = self.out.clone().unwrap_or_else(|| {
+            let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+            PathBuf::from("bench-results").join(format!("paper-{seconds}"))
+        });
+        let probe = out.join(".write-test");
+        fs::create_dir_all(&out).and_then(|()| fs::write(&probe, b"")).and_then(|()| fs::remove_file(&probe)).map_err(
+            |error| format!("--out {}: cannot write there: {error}; give a folder that can be written", out.display()),
+        )?;
+        let rows = out.join("results.jsonl");
+        if rows.exists() {
+            return Err(format!("{} holds an earlier run; give a new folder with --out", rows.display()).into());
+        }
+        Ok(out)
+    }
+}
+
+impl Settings {
+    /// Whether the user still wants the results.
+    pub(super) fn go_on(&self) -> Result<(), Interrupted> {
+        match self.interrupted.load(Ordering::Relaxed) {
+            0 => Ok(()),
+            signal => Err(Interrupted { signal: i32::try_from(signal).unwrap_or(2) }),
+        }
+    }
+
+    /// The batches of the text, which are enough for training and for validation.
+    pub(super) fn batches(&self, eval_batches: usize) -> Result<Batches, BenchError> {
+        let batches = Batches::new(&self.corpus, self.model.block_size, self.batch, self.seed)?;
+        batches.validation(eval_batches, Share { rank: 0, world: self.ranks, accumulation: 1 })?;
+        Ok(batches)
+    }
+
+    /// Replaces the text by the beginning of it that has `steps` steps and a tenth more to validate on, if it is longer. The text that
+    /// is used lies in the folder of results.
+    pub(super) fn cut_text(&mut self, steps: u64) -> Result<(), BenchError> {
+        let wanted = usize::try_from(steps)
+            .ok()
+            .and_then(|steps| steps.checked_mul(self.batch)?.checked_add(1)?.checked_mul(self.model.block_size))
+            .ok_or("--steps is too large")?;
+        // A tenth is held out; what is lost to rounding is a window at most.
+        let tokens = wanted.saturating_add(wanted / 9).saturating_add(self.model.block_size);
+        let stream = self.corpus.train();
+        if tokens >= stream.len() {
+            return Ok(());
+        }
+        let mut ids = Vec::with_capacity(tokens);
+        stream.read(0, tokens, &mut ids)?;
+        let ids = ids.into_iter().map(u16::try_from).collect::<Result<Vec<u16>, _>>()?;
+        let path = self.out.join("text.txt");
+        // A token may end inside a character, which a tokenizer of text would refuse.
+        let bytes = match self.tokenizer {
+            TokenizerKind::Bytes => self.corpus.tokenizer().decode_bytes(&ids)?,
+            TokenizerKind::Gpt2 | TokenizerKind::Chars => self.corpus.tokenizer().decode(&ids)?.into_bytes(),
+        };
+        fs::write(&path, bytes).map_err(|error| format!("{}: {error}", path.display()))?;
+        self.corpus = Corpus::load(&CorpusSource::Path(path.clone()), self.tokenizer)?;
+        self.source = Some(path);
+        Ok(())
+    }
+
+    /// The lines that a run begins with.
+    pub(super) fn introduce(&self, paper: &str, what: &str) {
+        say(format_args!("{paper}"));
+        say(format_args!("text: {}", self.corpus.describe()));
+        say(format_args!("machine: {}", self.environment.one_line()));
+        say(format_args!(
+            "{}: {:.2} M parameters, {} sequences of {} tokens a step, {what}; {} ranks × {} thread(s) over {}, seed {}",
+            self.preset,
+            self.model.parameter_count() as f64 / 1e6,
+            self.batch,
+            self.model.block_size,
+            self.ranks,
+            self.threads,
+            self.transport,
+            self.seed
+        ));
+        if self.full {
+            say("--full: without a GPU this takes days; results.jsonl grows row by row");
+        }
+        say(format_args!("results: {}\n", self.out.display()));
+    }
+}
