@@ -146,6 +146,8 @@ struct Scalars {
 }
 
 impl Scalars {
+    /// Never inlined: only as arguments are the slices known not to overlap, without which the loop may not become vector code.
+    #[inline(never)]
     fn apply(&self, params: &mut [f32], grads: &[f32], mean: &mut [f32], square: &mut [f32]) {
         for (((p, g), m), v) in params.iter_mut().zip(grads).zip(mean).zip(square) {
             let g = *g * self.grad_factor;

@@ -232,6 +232,30 @@ pub fn trust_ratio([params, update]: [f64; 2]) -> f64 {
     if params > 0.0 && update > 0.0 { params.sqrt() / update.sqrt() } else { 1.0 }
 }
 
+// The loops below are functions of their own, never inlined: only as arguments are slices known not to overlap, without which their
+// loops may not become vector code.
+
+/// Sums that are taken side by side.
+const LANES: usize = 8;
+
+/// Updates that are computed before they are added up.
+const BLOCK: usize = 64 * LANES;
+
+/// Adds the squares of `values` to the sums, in turn.
+fn add_squares(sums: &mut [f64; LANES], values: &[f32]) {
+    let (chunks, rest) = values.as_chunks::<LANES>();
+    let mut lanes = *sums;
+    for chunk in chunks {
+        for (lane, value) in lanes.iter_mut().zip(chunk) {
+            *lane += f64::from(*value) * f64::from(*value);
+        }
+    }
+    for (lane, value) in lanes.iter_mut().zip(rest) {
+        *lane += f64::from(*value) * f64::from(*value);
+    }
+    *sums = lanes;
+}
+
 /// How gradients enter the moments, in the type it is computed in.
 #[derive(Clone, Copy)]
 struct Decay {
@@ -242,6 +266,7 @@ struct Decay {
 }
 
 impl Decay {
+    #[inline(never)]
     fn advance(&self, grads: &[f32], mean: &mut [f32], square: &mut [f32]) {
         for ((g, m), v) in grads.iter().zip(mean).zip(square) {
             let g = *g * self.grad_factor;
@@ -267,26 +292,22 @@ impl Update {
     }
 
     /// The sums of squares of `params` and of their update, in an order that depends on the length alone.
+    #[inline(never)]
     fn squared_norms(&self, params: &[f32], mean: &[f32], square: &[f32]) -> [f64; 2] {
-        const LANES: usize = 8;
-        let mut lanes = [[0.0f64; LANES]; 2];
-        let ((p_chunks, p_rest), (m_chunks, m_rest)) = (params.as_chunks::<LANES>(), mean.as_chunks::<LANES>());
-        let (v_chunks, v_rest) = square.as_chunks::<LANES>();
-        let mut add = |p: &[f32], m: &[f32], v: &[f32]| {
-            let [params, updates] = &mut lanes;
-            for ((((p, m), v), of_params), of_updates) in p.iter().zip(m).zip(v).zip(params).zip(updates) {
-                let u = f64::from(self.of(*p, *m, *v));
-                *of_params += f64::from(*p) * f64::from(*p);
-                *of_updates += u * u;
+        let mut sums = [[0.0; LANES]; 2];
+        let mut updates = [0.0; BLOCK];
+        for ((params, mean), square) in params.chunks(BLOCK).zip(mean.chunks(BLOCK)).zip(square.chunks(BLOCK)) {
+            for (((u, p), m), v) in updates.iter_mut().zip(params).zip(mean).zip(square) {
+                *u = self.of(*p, *m, *v);
             }
-        };
-        for ((p, m), v) in p_chunks.iter().zip(m_chunks).zip(v_chunks) {
-            add(p, m, v);
+            let updates = updates.get(..params.len()).unwrap_or(&updates);
+            add_squares(&mut sums[0], params);
+            add_squares(&mut sums[1], updates);
         }
-        add(p_rest, m_rest, v_rest);
-        lanes.map(|lanes| lanes.iter().sum())
+        sums.map(|lanes| lanes.iter().sum())
     }
 
+    #[inline(never)]
     fn apply(&self, step_size: f32, params: &mut [f32], mean: &[f32], square: &[f32]) {
         for ((p, m), v) in params.iter_mut().zip(mean).zip(square) {
             *p -= step_size * self.of(*p, *m, *v);
