@@ -67,13 +67,23 @@ impl SegmentGrads {
         Tensor::cat(self.parts.into_iter().map(|part| part.cast(FloatDType::F32)).collect(), 0)
     }
 
-    /// All gradients as one vector of the host: concatenated on the device, read back once.
+    /// All gradients as one vector of the host. From device memory they come concatenated, in one transfer; in host memory tensor by
+    /// tensor, each let go of before the next is widened.
     ///
     /// # Errors
     /// [`ModelError::Device`] if the device fails.
     pub fn into_flat(self) -> Result<Vec<f32>, ModelError> {
+        const WHAT: &str = "reading gradients";
         let segment = self.segment;
-        read_back(segment, "reading gradients", self.into_tensor())
+        let placement = self.parts.first().map(|part| Placement::of(&part.device()));
+        if self.parts.len() == 1 || placement != Some(Placement::Host) {
+            return read_back(segment, WHAT, self.into_tensor());
+        }
+        let mut flat = Vec::with_capacity(self.parts.iter().map(|part| part.dims()[0]).sum());
+        for part in self.parts {
+            flat.extend_from_slice(&read_back(segment, WHAT, part)?);
+        }
+        Ok(flat)
     }
 }
 
