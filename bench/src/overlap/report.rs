@@ -42,10 +42,11 @@ pub(crate) struct Table {
     cells: Vec<(Cell, Vec<Row>)>,
 }
 
-const HEADER: [&str; 10] = [
+const HEADER: [&str; 11] = [
     "transport",
     "strategy",
     "step ms",
+    "compute ms",
     "exposed ms",
     "scalars ms",
     "comm. ms",
@@ -76,7 +77,7 @@ impl Table {
 
     /// The table as text.
     pub(crate) fn render(&self, place: &Place) -> String {
-        let lines: Vec<[String; 10]> = self.cells.iter().map(|(cell, rows)| self.line(*cell, rows)).collect();
+        let lines: Vec<[String; 11]> = self.cells.iter().map(|(cell, rows)| self.line(*cell, rows)).collect();
         let mut text = format!("\n{}", columns(&HEADER, &lines, 2));
         for ((transport, variant), rows) in &self.cells {
             let mut said: Vec<&str> =
@@ -101,7 +102,7 @@ impl Table {
         text
     }
 
-    fn line(&self, (transport, variant): Cell, rows: &[Row]) -> [String; 10] {
+    fn line(&self, (transport, variant): Cell, rows: &[Row]) -> [String; 11] {
         let all = |of: fn(&Figures) -> f64| -> Vec<f64> {
             rows.iter().filter_map(|row| row.figures.as_ref()).map(of).collect()
         };
@@ -110,6 +111,7 @@ impl Table {
             transport.to_string(),
             variant.to_string(),
             spread(&all(|figures| figures.step_ms), 1),
+            middle(&all(|figures| figures.compute_ms), 1),
             spread(&all(|figures| figures.exposed_ms), 1),
             middle(&all(|figures| figures.scalars_ms), 1),
             middle(&all(|figures| figures.communication_ms), 1),
@@ -158,6 +160,7 @@ impl Table {
 const LEGEND: &str = "\n\
     step: median over rounds (least-most). exposed: how long a step waits for gradients and parameters, on the rank that waits longest; \
     scalars: for loss and norm.\n\
+    compute: forward and backward pass, on the slowest rank; where ranks have no cores to spare, communication behind it makes it longer.\n\
     comm.: how long at least one operation is under way, waiting for the other rank included; hidden: what of it is not exposed.\n\
     step / ring: round by round, median (least-most); below 1 a step is faster than that of ring over the same transport.";
 
