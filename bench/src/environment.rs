@@ -3,10 +3,10 @@
 use std::fs;
 use std::process::Command;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// The environment of a run, stored with every cell.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Environment {
     machine: String,
     cores: usize,
@@ -16,7 +16,7 @@ pub(crate) struct Environment {
     congestion_control: String,
     /// The commit that the sources are at as this runs, `-dirty` if files differ from it; empty without git or a checkout.
     commit: String,
-    version: &'static str,
+    version: String,
     debug_build: bool,
 }
 
@@ -36,7 +36,7 @@ impl Environment {
             kernel: first("/proc/sys/kernel/osrelease"),
             congestion_control: first("/proc/sys/net/ipv4/tcp_congestion_control"),
             commit: commit(),
-            version: env!("CARGO_PKG_VERSION"),
+            version: env!("CARGO_PKG_VERSION").into(),
             debug_build: cfg!(debug_assertions),
         }
     }

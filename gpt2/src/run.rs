@@ -42,7 +42,21 @@ pub fn run_threads(
     device: &Device,
     observer: &mut (dyn Observer + Send),
 ) -> Result<Summary, TrainError> {
-    let mut observer = Some(observer);
+    run_watched_threads(config, corpus, ranks, options, device, vec![observer])
+}
+
+/// As [`run_threads`], with an observer for each rank, in order; ranks beyond the last have none.
+///
+/// # Errors
+/// Those of [`run_threads`].
+pub fn run_watched_threads(
+    config: &TrainConfig,
+    corpus: &Corpus,
+    ranks: usize,
+    options: &RankOptions,
+    device: &Device,
+    observers: Vec<&mut (dyn Observer + Send)>,
+) -> Result<Summary, TrainError> {
     let per_node = config.options.ranks_per_node;
     let sessions: Vec<Session> = if tells_nodes_apart(config, options) {
         let sessions = transports::local_sessions_in_nodes(ranks, per_node, &options.options)?;
@@ -53,12 +67,16 @@ pub fn run_threads(
     if let Some(session) = sessions.first() {
         report_stalls(&*session.control)?;
     }
+    let mut observers = observers.into_iter();
     let outcomes: Vec<Result<Summary, TrainError>> = thread::scope(|scope| {
         let threads: Vec<_> = sessions
             .into_iter()
             .map(|session| {
-                let observer = observer.take();
-                scope.spawn(move || in_pool(config, corpus, &session, options, device, observer))
+                let observer = observers.next();
+                scope.spawn(move || match observer {
+                    Some(observer) => in_pool(config, corpus, &session, options, device, observer),
+                    None => in_pool(config, corpus, &session, options, device, &mut ()),
+                })
             })
             .collect();
         threads
@@ -95,21 +113,45 @@ pub fn run_rank(
     device: &Device,
     observer: &mut (dyn Observer + Send),
 ) -> Result<Summary, TrainError> {
-    let agreement = agreement(config, corpus, options);
+    let connect = |control| transports::connect(options.transport, control, &options.options);
+    let name = options.transport.name();
+    if job.rank == 0 {
+        run_rank_over(job, config, corpus, options, (name, &connect), device, observer)
+    } else {
+        run_rank_over(job, config, corpus, options, (name, &connect), device, &mut ())
+    }
+}
+
+/// Connects a rank to the others of its job.
+pub type Connect<'a> = &'a dyn Fn(Arc<dyn Control>) -> Result<Session, Error>;
+
+/// As [`run_rank`], over a transport that may be one that is not in the list, with the name on which all ranks must agree, and with an
+/// observer on whichever rank this is.
+///
+/// # Errors
+/// See [`TrainError`].
+pub fn run_rank_over(
+    job: &Job,
+    config: &TrainConfig,
+    corpus: &Corpus,
+    options: &RankOptions,
+    (transport, connect): (&str, Connect<'_>),
+    device: &Device,
+    observer: &mut (dyn Observer + Send),
+) -> Result<Summary, TrainError> {
+    let agreement = agreement(config, corpus, options, transport);
     let agreement: Vec<(&str, String)> = agreement.iter().map(|(name, value)| (name.as_str(), value.clone())).collect();
     let deadline = Deadline::after(options.options.timeout);
     let control = TcpControl::connect_with(job, &agreement, options.options.control(), deadline)?;
     if job.rank == 0 {
         report_stalls(&*control)?;
     }
-    let mut session = transports::connect(options.transport, control.clone(), &options.options)
-        .inspect_err(|error| control.poison(error))?;
+    let mut session = connect(control.clone()).inspect_err(|error| control.poison(error))?;
     if let Some(kind) = options.node_transport.filter(|_| tells_nodes_apart(config, options)) {
         let job: Arc<dyn Control> = control;
         let node = transports::connect_node(kind, &job, config.options.ranks_per_node, &options.options)?;
         session.node = Some(node);
     }
-    let observer = (job.rank == 0).then_some(observer);
     in_pool(config, corpus, &session, options, device, observer)
 }
 
@@ -137,11 +179,16 @@ fn report_stalls(control: &dyn Control) -> Result<(), Error> {
 }
 
 /// What all ranks must agree on before the first step, as (name, value).
-fn agreement(config: &TrainConfig, corpus: &Corpus, options: &RankOptions) -> Vec<(String, String)> {
+fn agreement(
+    config: &TrainConfig,
+    corpus: &Corpus,
+    options: &RankOptions,
+    transport: &str,
+) -> Vec<(String, String)> {
     let mut items: Vec<(String, String)> = [
         ("program", format!("gpt2 {}", env!("CARGO_PKG_VERSION"))),
         ("algorithms", format!("{} ({})", comm_core::table::TABLE, comm_core::Table::fixed().fingerprint())),
-        ("transport", options.transport.to_string()),
+        ("transport", transport.to_string()),
         ("transport inside a node", options.node_transport.map_or("the same".into(), |kind| kind.to_string())),
         ("lanes", options.options.lanes.to_string()),
         ("checked", options.options.checked.to_string()),
@@ -175,7 +222,7 @@ fn in_pool(
     session: &Session,
     options: &RankOptions,
     device: &Device,
-    observer: Option<&mut (dyn Observer + Send)>,
+    observer: &mut (dyn Observer + Send),
 ) -> Result<Summary, TrainError> {
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(options.threads)
@@ -184,13 +231,7 @@ fn in_pool(
         .build()
         .map_err(|error| Error::invalid(format!("{} compute threads cannot be started: {error}", options.threads)))
         .inspect_err(|error| session.control.poison(error))?;
-    pool.install(|| {
-        let checkpoint = options.checkpoint.clone();
-        match observer {
-            Some(observer) => train(config, corpus, session, device, checkpoint, observer),
-            None => train(config, corpus, session, device, checkpoint, &mut ()),
-        }
-    })
+    pool.install(|| train(config, corpus, session, device, options.checkpoint.clone(), observer))
 }
 
 fn panicked(rank: usize) -> TrainError {

@@ -41,6 +41,16 @@ pub fn keep_freed_pages() -> bool {
     }
 }
 
+/// Nanoseconds of the machine's monotonic clock, which all its processes share; 0 where there is no such clock.
+pub(crate) fn monotonic_ns() -> u64 {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `now` is a timespec of ours, which outlives the call.
+    if unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) } != 0 {
+        return 0;
+    }
+    u64::try_from(now.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(now.tv_nsec).unwrap_or(0)
+}
+
 /// Room in front of a block for its category. What the system's allocator aligns to by itself, so that it still serves the longer block
 /// by `malloc`, `calloc` and `realloc`, which know fresh pages and move them without touching them.
 const HEADER: usize = 2 * size_of::<usize>();

@@ -397,6 +397,7 @@ impl Link {
             ranks_in_process,
             node: None,
             checked: options.checked,
+            timing_only: false,
         }
     }
 }

@@ -154,6 +154,7 @@ impl Rung {
                     ranks_in_process: 1,
                     node: None,
                     checked: false,
+                    timing_only: true,
                 })
             }
             #[cfg(feature = "unprotected")]

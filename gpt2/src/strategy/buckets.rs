@@ -3,8 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use comm_core::{Algorithm, Call, Communicator, Handle, Op, OpKind, ReduceOp, table};
+use comm_core::{Algorithm, Call, Communicator, Op, OpKind, ReduceOp, table};
 
+use super::clock::Started;
 use super::layout::{Bucket, buckets};
 use super::{Clock, Layout, Put, Strategy, StrategyOptions, put_own};
 use crate::precision::Precision;
@@ -26,7 +27,7 @@ pub(super) struct Buckets {
     /// Gradients that have come but not left.
     waiting: Vec<Option<Vec<f32>>>,
     /// All-reduces under way, by bucket.
-    started: Vec<Handle>,
+    started: Vec<Started>,
 }
 
 impl Buckets {

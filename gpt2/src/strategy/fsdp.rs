@@ -4,8 +4,9 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use comm_core::{Buffer, Call, Communicator, Handle, Op, ReduceOp, shard_range};
+use comm_core::{Buffer, Call, Communicator, Op, ReduceOp, shard_range};
 
+use super::clock::Started;
 use super::{Clock, Layout, Put, Strategy, StrategyOptions};
 use crate::memory::{self, Category};
 use crate::precision::Precision;
@@ -31,8 +32,8 @@ pub(super) struct Fsdp {
     /// The segments that the pass still has to gather.
     to_come: VecDeque<usize>,
     /// The one that has been asked for ahead.
-    coming: Option<(usize, Handle)>,
-    started: VecDeque<(usize, Handle)>,
+    coming: Option<(usize, Started)>,
+    started: VecDeque<(usize, Started)>,
     /// With `overlap` off: gradients that wait for the end of the pass.
     waiting: Vec<(usize, Vec<f32>)>,
     grads: Vec<Vec<f32>>,
@@ -69,7 +70,7 @@ impl Fsdp {
         }
     }
 
-    fn start_gather(&self, segment: usize, masters: &[Vec<f32>], clock: &mut Clock) -> Handle {
+    fn start_gather(&self, segment: usize, masters: &[Vec<f32>], clock: &mut Clock) -> Started {
         let (start, count) = (self.owned[segment].start, self.layout.len(segment));
         let buffer = clock.pack(|| {
             memory::within(Category::Parameters, || self.precision.pack_into(&masters[segment], start, count))

@@ -4,9 +4,10 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use comm_core::{Buffer, Call, Communicator, Error, Handle, Op, ReduceOp, shard_range};
+use comm_core::{Buffer, Call, Communicator, Error, Op, ReduceOp, shard_range};
 
 use super::buckets::labels;
+use super::clock::{EVERYONE, Started};
 use super::layout::{Bucket, buckets};
 use super::{Clock, Comms, Layout, Put, Strategy, StrategyOptions, put_own};
 use crate::precision::Precision;
@@ -18,6 +19,8 @@ pub(super) struct Hierarchical {
     node: Arc<dyn Communicator>,
     /// The ranks of all nodes that have the same place.
     between: Arc<dyn Communicator>,
+    /// What the two groups are called in the step's times.
+    groups: Groups,
     wire: Precision,
     precision: Precision,
     overlap: bool,
@@ -28,9 +31,21 @@ pub(super) struct Hierarchical {
     next: usize,
     /// Three stages of a pipeline: a bucket enters the first as it leaves, and moves on one place with each bucket that follows. All
     /// ranks therefore start their operations in one order.
-    scattering: VecDeque<(usize, Handle)>,
-    reducing: VecDeque<(usize, Buffer, Handle)>,
-    gathering: VecDeque<(usize, Handle)>,
+    scattering: VecDeque<(usize, Started)>,
+    reducing: VecDeque<(usize, Buffer, Started)>,
+    gathering: VecDeque<(usize, Started)>,
+}
+
+/// Numbers of a rank's groups, each other than those of all other groups.
+struct Groups {
+    node: u64,
+    between: u64,
+}
+
+impl Groups {
+    fn of(node: usize, inside: usize, ranks: usize) -> Self {
+        Groups { node: EVERYONE + 1 + node as u64, between: EVERYONE + 1 + (ranks + inside) as u64 }
+    }
 }
 
 /// The node of `rank`, and its place in it.
@@ -69,6 +84,7 @@ impl Hierarchical {
     ) -> comm_core::Result<Self> {
         let world = &comms.world;
         let (node, inside) = place(world.rank(), ranks_per_node(comms, options)?);
+        let groups = Groups::of(node, inside, world.world_size());
         let group = |color: usize| {
             let part = world.split(Some(color as u64), world.rank() as i64)?;
             part.ok_or_else(|| Error::Internal("a split with a colour gave no communicator".into()))
@@ -82,6 +98,7 @@ impl Hierarchical {
         Ok(Hierarchical {
             node,
             between,
+            groups,
             wire: options.wire,
             precision,
             overlap: options.overlap,
@@ -107,7 +124,7 @@ impl Hierarchical {
             let Some(buffer) = clock.pack(|| bucket.take(waiting).map(|flat| wire.pack(flat))) else { break };
             let op = Op::ReduceScatter(ReduceOp::Mean);
             let call = self.call(op, buffer, 0, self.node.lanes(), self.next);
-            let handle = clock.start(&*self.node, call);
+            let handle = clock.start_among(self.groups.node, &*self.node, call);
             // Those before move on only now, so that two are never in one stage for want of a third.
             if !self.reducing.is_empty() {
                 self.gather_first(clock)?;
@@ -129,7 +146,7 @@ impl Hierarchical {
         let part = clock.pack(|| copy_out(&whole, &shard, self.wire))?;
         let op = Op::AllReduce(ReduceOp::Mean);
         let call = self.call(op, part, 1, self.between.lanes(), index);
-        self.reducing.push_back((index, whole, clock.start(&*self.between, call)));
+        self.reducing.push_back((index, whole, clock.start_among(self.groups.between, &*self.between, call)));
         Ok(())
     }
 
@@ -140,7 +157,7 @@ impl Hierarchical {
         let shard = self.shard(index);
         clock.unpack(|| copy_in(&mut whole, &shard, &part))?;
         let call = self.call(Op::AllGather, whole, 0, self.node.lanes(), index);
-        self.gathering.push_back((index, clock.start(&*self.node, call)));
+        self.gathering.push_back((index, clock.start_among(self.groups.node, &*self.node, call)));
         Ok(())
     }
 

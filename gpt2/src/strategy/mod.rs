@@ -30,7 +30,7 @@ use std::sync::Arc;
 use comm_core::{Buffer, Communicator};
 use serde::{Deserialize, Serialize};
 
-pub use clock::Clock;
+pub use clock::{Activity, Clock, Operation, Partner, Span};
 pub use layout::Layout;
 
 use crate::memory::{self, Category};

@@ -4,8 +4,9 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use comm_core::{Buffer, Call, Communicator, Error, Handle, Op};
+use comm_core::{Buffer, Call, Communicator, Error, Op};
 
+use super::clock::Started;
 use super::{Clock, Layout, Put, Strategy, StrategyKind, StrategyOptions, put_own};
 use crate::memory::{self, Category};
 use crate::precision::Precision;
@@ -47,7 +48,7 @@ impl ParameterServer {
     }
 
     /// Starts `op` with the server's partner `worker`, each worker on a lane of its own as far as lanes go.
-    fn start(&self, worker: usize, op: Op, buffer: Buffer, what: &'static str, clock: &mut Clock) -> Handle {
+    fn start(&self, worker: usize, op: Op, buffer: Buffer, what: &'static str, clock: &mut Clock) -> Started {
         let call = Call::background(op, buffer, worker % self.comm.lanes());
         clock.start(&*self.comm, call.labelled(what))
     }
@@ -56,10 +57,10 @@ impl ParameterServer {
     fn with_each_worker(
         &self,
         clock: &mut Clock,
-        start: impl Fn(usize, &mut Clock) -> Handle,
-        mut finish: impl FnMut(Handle, &mut Clock) -> comm_core::Result<()>,
+        start: impl Fn(usize, &mut Clock) -> Started,
+        mut finish: impl FnMut(Started, &mut Clock) -> comm_core::Result<()>,
     ) -> comm_core::Result<()> {
-        let mut under_way: VecDeque<Handle> = VecDeque::new();
+        let mut under_way: VecDeque<Started> = VecDeque::new();
         for worker in 1..self.comm.world_size() {
             if under_way.len() >= self.comm.lanes() {
                 under_way.pop_front().map_or(Ok(()), |first| finish(first, clock))?;
@@ -108,7 +109,7 @@ impl Strategy for ParameterServer {
             let buffer = memory::within(Category::Gradients, || self.wire.empty(whole.len()));
             self.start(worker, Op::Recv { from: worker }, buffer, GRADIENTS, clock)
         };
-        let finish = |handle: Handle, clock: &mut Clock| {
+        let finish = |handle: Started, clock: &mut Clock| {
             let theirs = clock.wait(handle)?;
             clock.unpack(|| -> comm_core::Result<()> {
                 let theirs = self.wire.unpack(theirs)?;

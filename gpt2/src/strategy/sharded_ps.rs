@@ -3,8 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use comm_core::{Buffer, Call, Communicator, Handle, Op, shard_range};
+use comm_core::{Buffer, Call, Communicator, Op, shard_range};
 
+use super::clock::Started;
 use super::ps::add;
 use super::{Clock, Layout, Put, Strategy};
 use crate::memory::{self, Category};
@@ -43,7 +44,7 @@ impl ShardedServer {
     ) -> comm_core::Result<Vec<Option<Buffer>>> {
         let (rank, ranks) = (self.comm.rank(), self.comm.world_size());
         let mut leaving = Vec::new();
-        let mut arriving: Vec<Option<Handle>> = (0..ranks).map(|_| None).collect();
+        let mut arriving: Vec<Option<Started>> = (0..ranks).map(|_| None).collect();
         for (from, to) in schedule(ranks).filter(|(from, to)| rank == *from || rank == *to) {
             // Messages to higher ranks and to lower ones on lanes of their own, where there are two: both directions at once.
             let lane = usize::from(from > to) % self.comm.lanes();

@@ -4,9 +4,10 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use comm_core::{Call, Communicator, Handle, Op, ReduceOp, shard_range};
+use comm_core::{Call, Communicator, Op, ReduceOp, shard_range};
 
 use super::buckets::labels;
+use super::clock::Started;
 use super::layout::{Bucket, buckets};
 use super::{Clock, Layout, Put, Strategy, StrategyOptions};
 use crate::memory::{self, Category};
@@ -39,7 +40,7 @@ pub(super) struct Zero {
     waiting: Vec<Option<Vec<f32>>>,
     /// Buckets started so far.
     next: usize,
-    started: VecDeque<(usize, Handle)>,
+    started: VecDeque<(usize, Started)>,
     /// Averaged gradients of the owned ranges that have come.
     grads: Vec<Vec<f32>>,
 }
@@ -132,8 +133,8 @@ impl Strategy for Zero {
     }
 
     fn distribute(&mut self, masters: &[Vec<f32>], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
-        let mut under_way: VecDeque<(&Bucket, Handle)> = VecDeque::new();
-        let mut finish = |(bucket, handle): (&Bucket, Handle), clock: &mut Clock| -> comm_core::Result<()> {
+        let mut under_way: VecDeque<(&Bucket, Started)> = VecDeque::new();
+        let mut finish = |(bucket, handle): (&Bucket, Started), clock: &mut Clock| -> comm_core::Result<()> {
             let whole = clock.wait(handle)?;
             let parts = clock
                 .unpack(|| memory::within(Category::Parameters, || self.precision.cut(whole, &bucket.lengths())))?;

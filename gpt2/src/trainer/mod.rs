@@ -23,7 +23,7 @@ use crate::optim::{LearningRate, LossScaling, OptimError, OptimizerConfig, Scali
 use crate::precision::Precision;
 use crate::segments::ModelError;
 use crate::strategy::formula::Expected;
-use crate::strategy::{StrategyKind, StrategyOptions};
+use crate::strategy::{Operation, Span, StrategyKind, StrategyOptions};
 use crate::transports::Node;
 use rank::Trainer;
 
@@ -109,6 +109,8 @@ pub struct Session {
     pub node: Option<Node>,
     /// Whether ranks compare their calls before every operation, which takes messages of its own.
     pub checked: bool,
+    /// Whether nothing really arrives, so that ranks may end with different weights and their losses mean nothing.
+    pub timing_only: bool,
 }
 
 /// One step, as this rank saw it.
@@ -153,9 +155,16 @@ pub struct StepReport {
     pub peak_memory_bytes: Option<u64>,
     /// The same by what it is for, of the whole process, with what is allocated now.
     pub memory: Option<memory::Usage>,
+    /// What the training thread did, in order. Not written out.
+    #[serde(skip)]
+    pub spans: Vec<Span>,
+    /// What was communicated meanwhile, in the order in which it was started. Not written out.
+    #[serde(skip)]
+    pub communications: Vec<Operation>,
 }
 
-/// Where a step's time went on one rank, in milliseconds. The parts follow one another and leave out little.
+/// Where a step's time went on one rank, in milliseconds. The parts follow one another, each was measured by itself, and they leave out
+/// little.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Parts {
     /// Reading the batch.
@@ -284,8 +293,12 @@ pub struct RankReport {
 
 /// Receives what happens during a run, on one rank.
 pub trait Observer {
+    /// All ranks are connected; before [`started`](Observer::started).
+    fn connected(&mut self, _session: &Session) {}
     /// Before the first step.
     fn started(&mut self, _steps: u64) {}
+    /// The batch of a step is about to be read; what this takes counts as reading. Steps are counted from 1.
+    fn reading(&mut self, _step: u64) {}
     /// After each step.
     fn step(&mut self, _report: &StepReport) {}
     /// Something went wrong that does not end the run.
@@ -380,11 +393,12 @@ fn run(
     if let Some(reason) = trainer.no_gpu_figures() {
         observer.warning(&format!("no figures of the GPU: {reason}"));
     }
+    observer.connected(session);
     observer.started(config.steps);
     let mut reports = Vec::new();
     let mut validations = Vec::new();
     for step in 0..config.steps {
-        let report = trainer.step(step)?;
+        let report = trainer.step(step, observer)?;
         observer.step(&report);
         reports.push(report);
         let is_last = step + 1 == config.steps;

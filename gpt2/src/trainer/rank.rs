@@ -3,13 +3,13 @@
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use burn::tensor::Device;
 use comm_core::{Buffer, Communicator, CommunicatorExt, ReduceOp};
 
 use super::traffic::{Counted, Sent};
-use super::{Parts, Session, StepReport, TrainConfig, TrainError, ms};
+use super::{Observer, Parts, Session, StepReport, TrainConfig, TrainError, ms};
 use crate::batches::{Batches, Share};
 use crate::corpus::Corpus;
 use crate::cross_entropy::Placement;
@@ -18,7 +18,7 @@ use crate::memory::{self, Category, Usage};
 use crate::optim::{LossScaler, LossScaling, Optimizer, clip_factor, sum_of_squares};
 use crate::peak;
 use crate::segments::{Compute, ModelError, Pass, PassHooks, SegmentGrads, SegmentedModel, TokenBatch, layout};
-use crate::strategy::{self, Clock, Comms, Strategy};
+use crate::strategy::{self, Activity, Clock, Comms, Strategy};
 use crate::utilization::Meter;
 
 /// One rank's state.
@@ -146,7 +146,7 @@ impl<'a> Trainer<'a> {
         })
     }
 
-    pub(super) fn step(&mut self, step: u64) -> Result<StepReport, TrainError> {
+    pub(super) fn step(&mut self, step: u64, observer: &mut dyn Observer) -> Result<StepReport, TrainError> {
         if step == 0 {
             self.started = Instant::now();
         }
@@ -155,8 +155,7 @@ impl<'a> Trainer<'a> {
         let before = Counted::now(self.session);
         let start = Instant::now();
         let mut clock = Clock::default();
-        let mut data = Duration::ZERO;
-        let mut compute = Duration::ZERO;
+        clock.spend(Activity::Data, || observer.reading(step + 1));
 
         // Gradients: summed over the micro-steps, handed to the strategy during the last one. Each micro-step's are weighed so that
         // the mean over ranks of the sums is the mean over the global batch, however its rows are spread.
@@ -167,11 +166,10 @@ impl<'a> Trainer<'a> {
         let accumulation = if self.share.is_some() { self.config.accumulation } else { 0 };
         for micro_step in 0..accumulation {
             let Some(share) = self.share else { break };
-            let reading = Instant::now();
-            let batch = memory::within(Category::Other, || self.batches.rows(step, micro_step, share))?;
-            data += reading.elapsed();
+            let batches = &self.batches;
+            let batch = clock
+                .spend(Activity::Data, || memory::within(Category::Other, || batches.rows(step, micro_step, share)))?;
             let weight = (self.workers * batch.rows) as f64 / rows_in_step;
-            let passing = Instant::now();
             self.strategy.begin(true);
             let mut hooks = Hooks {
                 strategy: &mut *self.strategy,
@@ -179,24 +177,24 @@ impl<'a> Trainer<'a> {
                 clock: &mut clock,
                 sums: &mut sums,
                 is_last: micro_step + 1 == accumulation,
-                elsewhere: Duration::ZERO,
+                pass: Pass::Forward,
+                since: Instant::now(),
             };
             let scale = (weight * loss_scale * self.config.loss_factor) as f32;
-            let mean =
-                memory::within(Category::Activations, || self.model.train::<TrainError>(&batch, scale, &mut hooks))?;
-            compute += passing.elapsed() - hooks.elsewhere;
+            let mean = memory::within(Category::Activations, || {
+                let mean = self.model.train::<TrainError>(&batch, scale, &mut hooks);
+                hooks.stop_computing();
+                mean
+            })?;
             loss += mean * batch.rows as f64 / rows_in_step;
         }
         let grads = self.strategy.synchronise(&mut clock)?;
 
         // Loss and norm over all ranks, in one small all-reduce that every strategy needs alike.
-        let norming = Instant::now();
-        let squares: f64 = grads.iter().map(|grads| sum_of_squares(grads)).sum();
-        let mut optimizer = norming.elapsed();
-        let talking = Instant::now();
+        let squares: f64 =
+            clock.spend(Activity::Optimizer, || grads.iter().map(|grads| sum_of_squares(grads)).sum());
         let mut totals = [loss, squares, f64::from(u8::from(!squares.is_finite()))];
-        self.scalars.all_reduce(&mut totals, ReduceOp::Sum)?;
-        let mut scalars = talking.elapsed();
+        clock.scalars("loss and gradient norm", || self.scalars.all_reduce(&mut totals, ReduceOp::Sum))?;
         let [loss, all_squares, overflows] = totals;
         // Where each rank sees the whole gradient, its norm needs no communication.
         let squares = if self.owns_everything() { squares } else { all_squares };
@@ -214,10 +212,7 @@ impl<'a> Trainer<'a> {
         let skipped = scaler.update(overflowed).map_err(|error| TrainError::Scaling { step: step + 1, error })?;
         if !skipped {
             let clip = if self.config.clip > 0.0 { clip_factor(grad_norm, self.config.clip) } else { 1.0 };
-            let (updating, waited) = self.update(&grads, learning_rate, clip * unscale)?;
-            optimizer += updating;
-            scalars += waited;
-            drop(grads);
+            self.update(grads, learning_rate, clip * unscale, &mut clock)?;
             self.distribute(&mut clock)?;
         }
 
@@ -226,12 +221,15 @@ impl<'a> Trainer<'a> {
         let sent = Counted::now(self.session).zip(before).map(|(now, before)| now.since(&before, &*self.scalars));
         if !skipped {
             self.sent.extend(sent);
-            self.operations.push(clock.operations);
+            self.operations.push(clock.started);
         }
         let tokens_per_s = rows_in_step * self.config.model.block_size as f64 / elapsed.as_secs_f64();
         let ranks_here = self.session.ranks_in_process;
         let lap = self.meter.lap();
         let memory = self.memory();
+        let parts = parts(&clock);
+        let operations = clock.started;
+        let (spans, communications) = clock.into_parts();
         Ok(StepReport {
             step: step + 1,
             loss,
@@ -243,81 +241,81 @@ impl<'a> Trainer<'a> {
             ms: ms(elapsed),
             tokens_per_s,
             mfu: tokens_per_s * self.flops_per_token / self.peak_flops,
-            parts: Parts {
-                data: ms(data),
-                compute: ms(compute),
-                pack: ms(clock.pack),
-                exposed: ms(clock.exposed),
-                scalars: ms(scalars),
-                unpack: ms(clock.unpack),
-                optimizer: ms(optimizer),
-                communication: ms(clock.communication()),
-                hidden: ms(clock.hidden()),
-            },
+            parts,
             bytes_sent: sent.map(|sent| sent.payload),
             messages_sent: sent.map(|sent| sent.messages),
-            operations: clock.operations,
+            operations,
             cpu_utilization: lap.cpu_utilization(rayon::current_num_threads() * ranks_here),
             gpu_utilization_percent: lap.gpu.as_ref().map(|gpu| gpu.utilization_percent),
             gpu_memory_bytes: lap.gpu.as_ref().map(|gpu| gpu.peak_memory_bytes),
             peak_memory_bytes: memory.map(|usage| usage.total.peak / ranks_here as u64),
             memory,
+            spans,
+            communications,
         })
     }
 
-    /// Runs the optimizers; returns how long they and their communication took.
+    /// Runs the optimizers.
     fn update(
         &mut self,
-        grads: &[Vec<f32>],
+        grads: Vec<Vec<f32>>,
         learning_rate: f64,
         factor: f32,
-    ) -> Result<(Duration, Duration), TrainError> {
-        let start = Instant::now();
-        let mut waited = Duration::ZERO;
+        clock: &mut Clock,
+    ) -> Result<(), TrainError> {
         let _scope = memory::scope(Category::Optimizer);
-        if !self.optimizers.iter().any(Optimizer::needs_norms) {
-            for ((optimizer, master), grads) in self.optimizers.iter_mut().zip(&mut self.masters).zip(grads) {
-                optimizer.step(master, grads, learning_rate, factor)?;
-            }
-            return Ok((start.elapsed(), waited));
+        let owns_everything = self.owns_everything();
+        let (optimizers, masters) = (&mut self.optimizers, &mut self.masters);
+        if !optimizers.iter().any(Optimizer::needs_norms) {
+            return clock.spend(Activity::Optimizer, || {
+                for ((optimizer, master), grads) in optimizers.iter_mut().zip(masters).zip(&grads) {
+                    optimizer.step(master, grads, learning_rate, factor)?;
+                }
+                drop(grads);
+                Ok(())
+            });
         }
         // Norms of whole tensors, of which this rank may hold a part only.
-        let mut norms = Vec::with_capacity(self.masters.len());
-        for ((optimizer, master), grads) in self.optimizers.iter_mut().zip(&self.masters).zip(grads) {
-            norms.push(optimizer.prepare(master, grads, factor)?.unwrap_or_default());
-        }
-        if !self.owns_everything() {
-            let talking = Instant::now();
+        let mut norms = Vec::with_capacity(masters.len());
+        clock.spend(Activity::Optimizer, || -> Result<(), TrainError> {
+            for ((optimizer, master), grads) in optimizers.iter_mut().zip(masters.iter()).zip(&grads) {
+                norms.push(optimizer.prepare(master, grads, factor)?.unwrap_or_default());
+            }
+            drop(grads);
+            Ok(())
+        })?;
+        if !owns_everything {
             let mut flat: Vec<f64> = norms.iter().flatten().flatten().copied().collect();
-            self.scalars.all_reduce(&mut flat, ReduceOp::Sum)?;
+            clock.scalars("norms of tensors", || self.scalars.all_reduce(&mut flat, ReduceOp::Sum))?;
             let mut sums = flat.chunks_exact(2);
             for pair in norms.iter_mut().flatten() {
                 if let Some([params, update]) = sums.next() {
                     *pair = [*params, *update];
                 }
             }
-            waited = talking.elapsed();
         }
-        for ((optimizer, master), norms) in self.optimizers.iter_mut().zip(&mut self.masters).zip(&norms) {
-            optimizer.apply(master, learning_rate, norms)?;
-        }
-        Ok((start.elapsed() - waited, waited))
+        clock.spend(Activity::Optimizer, || {
+            for ((optimizer, master), norms) in optimizers.iter_mut().zip(masters).zip(&norms) {
+                optimizer.apply(master, learning_rate, norms)?;
+            }
+            Ok(())
+        })
     }
 
     /// Brings the model's weights up to date with all ranks' masters.
     fn distribute(&mut self, clock: &mut Clock) -> Result<(), TrainError> {
         let mut outcome = Ok(());
-        let mut putting = Duration::ZERO;
+        let mut puts = Vec::new();
         let model = &mut self.model;
         let mut put = |segment: usize, weights: Buffer| {
             let start = Instant::now();
             if outcome.is_ok() {
                 outcome = memory::within(Category::Parameters, || model.put_params(segment, weights));
             }
-            putting += start.elapsed();
+            puts.push((start, Instant::now()));
         };
         self.strategy.distribute(&self.masters, &mut put, clock)?;
-        clock.unpack += putting;
+        puts.into_iter().for_each(|(began, ended)| clock.span(Activity::Unpack, None, began, ended));
         Ok(outcome?)
     }
 
@@ -333,7 +331,8 @@ impl<'a> Trainer<'a> {
                 clock: &mut clock,
                 sums: &mut [],
                 is_last: false,
-                elsewhere: Duration::ZERO,
+                pass: Pass::Forward,
+                since: Instant::now(),
             };
             let loss = memory::within(Category::Activations, || self.model.evaluate::<TrainError>(batch, &mut hooks))?;
             sums[0] += loss * batch.rows as f64;
@@ -388,33 +387,55 @@ struct Hooks<'a> {
     sums: &'a mut [Vec<f32>],
     /// Whether this is the micro-step after which gradients are communicated.
     is_last: bool,
-    /// Time of the pass that is not computation.
-    elsewhere: Duration,
+    /// What is being computed, and since when.
+    pass: Pass,
+    since: Instant,
+}
+
+impl Hooks<'_> {
+    /// What the pass has computed up to now, it has computed.
+    fn stop_computing(&mut self) {
+        let activity = match self.pass {
+            Pass::Forward => Activity::Forward,
+            Pass::Backward => Activity::Backward,
+        };
+        let now = Instant::now();
+        self.clock.span(activity, None, self.since, now);
+        self.since = now;
+    }
+
+    /// The pass goes on with its computation.
+    fn compute(&mut self) {
+        self.since = Instant::now();
+    }
 }
 
 impl PassHooks<TrainError> for Hooks<'_> {
     fn enter(&mut self, model: &mut SegmentedModel, pass: Pass, segment: usize) -> Result<(), TrainError> {
+        self.stop_computing();
+        self.pass = pass;
         // The embedding stays from the forward pass on.
         if !self.strategy.brings_weights() || (pass, segment) == (Pass::Backward, 0) {
             return Ok(());
         }
-        let start = Instant::now();
         let weights = self.strategy.weights(segment, self.masters, self.clock)?;
         self.clock.unpack(|| memory::within(Category::Parameters, || model.put_params(segment, weights)))?;
         self.strategy.prefetch(self.masters, self.clock)?;
-        self.elsewhere += start.elapsed();
+        self.compute();
         Ok(())
     }
 
     fn leave(&mut self, model: &mut SegmentedModel, _pass: Pass, segment: usize) -> Result<(), TrainError> {
         if self.strategy.brings_weights() {
-            model.release_params(segment)?;
+            self.stop_computing();
+            self.clock.unpack(|| model.release_params(segment))?;
+            self.compute();
         }
         Ok(())
     }
 
     fn gradients(&mut self, grads: SegmentGrads) -> Result<(), TrainError> {
-        let start = Instant::now();
+        self.stop_computing();
         let segment = grads.segment();
         let sum = &mut self.sums[segment];
         let flat = self.clock.pack(|| -> Result<Vec<f32>, ModelError> {
@@ -430,7 +451,23 @@ impl PassHooks<TrainError> for Hooks<'_> {
         } else {
             *sum = flat;
         }
-        self.elsewhere += start.elapsed();
+        self.compute();
         Ok(())
+    }
+}
+
+/// A step's parts.
+fn parts(clock: &Clock) -> Parts {
+    let of = |activity: Activity| ms(clock.total(activity));
+    Parts {
+        data: of(Activity::Data),
+        compute: of(Activity::Forward) + of(Activity::Backward),
+        pack: of(Activity::Pack),
+        exposed: of(Activity::Exposed),
+        scalars: of(Activity::Scalars),
+        unpack: of(Activity::Unpack),
+        optimizer: of(Activity::Optimizer),
+        communication: ms(clock.communication()),
+        hidden: ms(clock.hidden()),
     }
 }
