@@ -20,16 +20,20 @@ use gpt2::transports::TransportKind;
 use crate::BenchError;
 use crate::chaos::{ChaosArgs, ChaosRankArgs};
 use crate::collectives::{CollectivesArgs, RankArgs};
+use crate::compare::CompareArgs;
 use crate::environment::Environment;
 use crate::hostile::{HostileArgs, HostileRankArgs};
-use crate::link::{EnterArgs, ProbeArgs, RankArgs as LinkRankArgs};
+use crate::link::{EmulateArgs, EnterArgs, ProbeArgs, RankArgs as LinkRankArgs};
+use crate::links::{LinksArgs, LinksRankArgs};
 use crate::memory::MemoryArgs;
 use crate::overlap::OverlapArgs;
 use crate::paper::PaperArgs;
 use crate::parity::ParityArgs;
 use crate::peers::PeersArgs;
+use crate::report::ReportArgs;
 use crate::runner::Interrupted;
 use crate::soak::SoakArgs;
+use crate::sweep::{RankArgs as SweepRankArgs, SweepArgs};
 use crate::worker::WorkerArgs;
 
 /// Measures each training strategy over each transport of this machine.
@@ -59,9 +63,12 @@ pub(crate) struct Args {
     /// Model size.
     #[arg(long, default_value = "tiny")]
     preset: Preset,
-    /// Optimizer steps of a cell.
-    #[arg(long, default_value_t = 50)]
+    /// Optimizer steps of a run.
+    #[arg(long, default_value_t = 12)]
     steps: u64,
+    /// How often each cell of the matrix runs; differences are told from chance from 3 rounds on.
+    #[arg(long, default_value_t = 3)]
+    rounds: u32,
     /// Sequences a step, over all ranks; a multiple of --ranks.
     #[arg(long, default_value_t = 12)]
     batch: usize,
@@ -111,6 +118,19 @@ pub(crate) enum Command {
     /// One rank of a job on a link or on loopback.
     #[command(hide = true)]
     LinkRank(LinkRankArgs),
+    Sweep(SweepArgs),
+    /// One rank, or all ranks as threads, of a run of a sweep.
+    #[command(hide = true)]
+    SweepRank(SweepRankArgs),
+    Report(ReportArgs),
+    Compare(CompareArgs),
+    Links(LinksArgs),
+    /// The process that carries the packets of an emulated link.
+    #[command(hide = true)]
+    LinkEmulate(EmulateArgs),
+    /// One end of a check of a link.
+    #[command(hide = true)]
+    LinksRank(LinksRankArgs),
 }
 
 /// What all cells share.
@@ -123,6 +143,7 @@ pub(crate) struct Setup {
     pub(crate) ranks: usize,
     pub(crate) preset: Preset,
     pub(crate) steps: u64,
+    pub(crate) rounds: u32,
     pub(crate) batch: usize,
     pub(crate) seed: u64,
     pub(crate) wire: Precision,
@@ -130,7 +151,7 @@ pub(crate) struct Setup {
     pub(crate) cell_timeout: Duration,
     pub(crate) environment: Environment,
     /// The signal that came since the start, 0 for none.
-    interrupted: Arc<AtomicUsize>,
+    pub(crate) interrupted: Arc<AtomicUsize>,
 }
 
 impl Setup {
@@ -148,7 +169,9 @@ impl Args {
         if self.ranks == 0 || self.ranks > MAX_RANKS_HERE {
             return Err(format!("--ranks {} must lie between 1 and {MAX_RANKS_HERE}", self.ranks).into());
         }
-        for (name, value) in [("--steps", self.steps), ("--cell-timeout", self.cell_timeout)] {
+        let at_least_one =
+            [("--steps", self.steps), ("--rounds", self.rounds.into()), ("--cell-timeout", self.cell_timeout)];
+        for (name, value) in at_least_one {
             if value == 0 {
                 return Err(format!("{name} must be at least 1").into());
             }
@@ -192,6 +215,7 @@ impl Args {
             ranks: self.ranks,
             preset: self.preset,
             steps: self.steps,
+            rounds: self.rounds,
             batch: self.batch,
             seed: self.seed,
             wire: self.wire,

@@ -94,7 +94,7 @@ impl Cell {
         let mut row = self.row(setup);
         match self.summary(setup) {
             Ok(summary) => fill(&mut row, &summary),
-            Err(RunError::Failed(error)) => row.status = format!("failed: {error}"),
+            Err(RunError::Failed(error) | RunError::TimedOut(error)) => row.status = format!("failed: {error}"),
             Err(RunError::Interrupted(interrupted)) => return Err(interrupted),
         }
         Ok(row)

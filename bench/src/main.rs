@@ -11,9 +11,12 @@ mod args;
 mod cell;
 mod chaos;
 mod collectives;
+mod compare;
 mod environment;
 mod hostile;
 mod link;
+mod links;
+mod machine;
 mod matrix;
 mod memory;
 mod overlap;
@@ -21,11 +24,19 @@ mod paper;
 mod parity;
 mod peers;
 mod plot;
+mod prices;
 mod proof;
+mod record;
+mod report;
+mod results;
+mod rung;
 mod runner;
 mod soak;
+mod stats;
+mod sweep;
 mod table;
 mod text;
+mod why;
 mod worker;
 
 use std::process::ExitCode;
@@ -60,6 +71,13 @@ fn main() -> ExitCode {
         Some(Command::LinkEnter(enter)) => link::enter(&enter),
         Some(Command::LinkProbe(probe)) => link::run_probe(&probe),
         Some(Command::LinkRank(rank)) => link::run_rank(&rank),
+        Some(Command::Sweep(sweep)) => sweep::run(&sweep),
+        Some(Command::SweepRank(rank)) => sweep::run_rank(&rank),
+        Some(Command::Report(report)) => report::run(&report),
+        Some(Command::Compare(compare)) => compare::run(&compare),
+        Some(Command::Links(links)) => links::run(&links),
+        Some(Command::LinkEmulate(emulate)) => link::run_emulator(&emulate),
+        Some(Command::LinksRank(rank)) => links::run_rank(&rank),
         Some(Command::Parity(parity)) => parity::run(&parity),
         Some(Command::Memory(memory)) => memory::run(&memory),
         Some(Command::Paper(paper)) => paper::run(&paper),

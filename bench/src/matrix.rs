@@ -1,25 +1,32 @@
 //! Every strategy over every transport.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Write;
 use std::path::Path;
+use std::process::ExitCode;
 
 use gpt2::cli::say;
-use gpt2::strategy::StrategyKind;
-use gpt2::transports::TransportKind;
+use gpt2::precision::Precision;
+use gpt2::strategy::{StrategyKind, StrategyOptions};
+use gpt2::tokenizer::TokenizerKind;
+use gpt2::transports::{TransportKind, TransportOptions};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
 use crate::BenchError;
 use crate::args::Setup;
-use crate::cell::{Cell, Row};
+use crate::record::Cell;
+use crate::results;
+use crate::sweep::{DEFAULT, LOOPBACK, NOBODY, Plan, Sweep, TextSource};
 use crate::table;
 
 /// Runs the matrix; true if every cell that this machine can run did, and sent what the formula says.
 pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
     let model = setup.preset.config(setup.corpus.vocab_size());
     say(format_args!(
-        "\nmatrix: {} ({:.2} M parameters, bytes), {} ranks × {} thread(s), {} sequences of {} tokens a step, {} steps, wire {}",
+        "\nmatrix: {} ({:.2} M parameters, bytes), {} ranks × {} thread(s), {} sequences of {} tokens a step, {} steps, \
+         {} round(s), wire {}",
         setup.preset,
         model.parameter_count() as f64 / 1e6,
         setup.ranks,
@@ -27,61 +34,75 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
         setup.batch,
         model.block_size,
         setup.steps,
+        setup.rounds,
         setup.wire
     ));
-    let cells = cells(setup);
-    let mut file = Lines::create(&setup.out.join("results.jsonl"))?;
-    let bar = bar(cells.len());
-    let mut rows: Vec<Row> = Vec::new();
-    for cell in &cells {
-        bar.set_message(cell.name());
-        setup.go_on()?;
-        let row = match cell.transport.and_then(|transport| transport.missing()) {
-            Some(reason) => cell.skipped(setup, &reason),
-            None => cell.run(setup)?,
-        };
-        file.write(&row)?;
-        rows.push(row);
-        bar.inc(1);
-    }
-    bar.finish_and_clear();
-    say(format_args!("{}", table::render(&rows)));
+    let sweep = Sweep {
+        plan: plan(setup),
+        text: TextSource {
+            source: setup.source.clone(),
+            tokenizer: TokenizerKind::Bytes,
+            vocabulary: setup.corpus.vocab_size(),
+            description: setup.corpus.describe(),
+        },
+        out: setup.out.clone(),
+        environment: setup.environment.clone(),
+        interrupted: setup.interrupted.clone(),
+    };
+    let sound = sweep.run(&BTreeSet::new())? == ExitCode::SUCCESS;
+    let results = results::read_records(&setup.out)?;
+    say(format_args!("{}", table::render(&results.records)));
     say(format_args!(
-        "exposed: how long a step waits for communication, the scalars of loss and norm included; median over steps, the largest over ranks"
+        "step and exposed: medians over steps and rounds; exposed: how long a step waits for communication, late ranks and the scalars \
+         of loss and norm included, on the rank where it is longest"
     ));
-    say(format_args!("rows: {}", setup.out.join("results.jsonl").display()));
-    Ok(rows.iter().all(|row| row.is_sound() || row.status.starts_with("not available")))
+    sweep.report()?;
+    Ok(sound)
 }
 
-fn cells(setup: &Setup) -> Vec<Cell> {
-    let cell = |strategy, transport, ranks| Cell {
-        strategy,
+fn plan(setup: &Setup) -> Plan {
+    let transport = |transport: &TransportKind| transport.to_string();
+    let cell = |strategy: StrategyKind, transport: String, ranks: usize| Cell {
+        strategy: strategy.to_string(),
         transport,
+        link: LOOPBACK.into(),
         ranks,
-        preset: setup.preset,
-        steps: setup.steps,
+        precision: Precision::F32.to_string(),
+        wire: setup.wire.to_string(),
+        bucket_bytes: StrategyOptions::default().bucket_bytes,
+        overlap: true,
+        lanes: TransportOptions::default().lanes,
+        congestion: DEFAULT.into(),
+        quic_mtu: None,
+        seed: setup.seed,
+        preset: setup.preset.to_string(),
         batch: setup.batch,
+        accumulation: 1,
+        steps: setup.steps,
         threads: setup.threads,
-        node_transport: None,
+        planted: None,
+        variant: String::new(),
     };
     let mut cells = Vec::new();
     for strategy in &setup.strategies {
-        match strategy {
-            StrategyKind::Single => cells.push(cell(*strategy, None, 1)),
-            // Two nodes of two ranks are the least that has two levels.
-            StrategyKind::Hierarchical if setup.batch.is_multiple_of(setup.ranks.max(4)) => {
-                cells.extend(setup.transports.iter().map(|transport| Cell {
-                    node_transport: Some(match transport {
-                        TransportKind::Local => TransportKind::Local,
-                        _ => TransportKind::Shm,
-                    }),
-                    ..cell(*strategy, Some(*transport), setup.ranks.max(4))
-                }));
+        let ranks = match strategy {
+            StrategyKind::Single => {
+                cells.push(cell(*strategy, NOBODY.into(), 1));
+                continue;
             }
-            _ => cells.extend(setup.transports.iter().map(|transport| cell(*strategy, Some(*transport), setup.ranks))),
-        }
+            // Two nodes of two ranks are the least that has two levels.
+            StrategyKind::Hierarchical if setup.batch.is_multiple_of(setup.ranks.max(4)) => setup.ranks.max(4),
+            _ => setup.ranks,
+        };
+        cells.extend(setup.transports.iter().map(transport).map(|transport| cell(*strategy, transport, ranks)));
     }
-    cells
+    Plan {
+        name: "matrix".into(),
+        about: "every strategy over every transport of this machine".into(),
+        rounds: setup.rounds,
+        timeout: setup.cell_timeout,
+        cells,
+    }
 }
 
 /// A bar on a terminal; elsewhere nothing.

@@ -43,6 +43,9 @@ pub(crate) struct Interrupted {
 pub(crate) enum RunError {
     #[error("{0}")]
     Failed(String),
+    /// It did not end by its deadline.
+    #[error("{0}")]
+    TimedOut(String),
     #[error(transparent)]
     Interrupted(#[from] Interrupted),
 }

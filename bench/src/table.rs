@@ -1,6 +1,8 @@
 //! The table at the end.
 
-use crate::cell::Row;
+use crate::record::{Record, Status};
+use crate::stats::{CellRuns, Interval, Keep, Metric, Over, cell_runs, summary};
+use crate::text::columns;
 
 const COLUMNS: usize = 11;
 
@@ -18,61 +20,69 @@ const HEADER: [&str; COLUMNS] = [
     "peak MB",
 ];
 
-/// The rows as text, with the reason instead of figures where there are none.
-pub(crate) fn render(rows: &[Row]) -> String {
-    let lines: Vec<[String; COLUMNS]> = rows.iter().map(line).collect();
-    let mut widths = HEADER.map(str::len);
-    for line in &lines {
-        for (width, cell) in widths.iter_mut().zip(line) {
-            *width = (*width).max(cell.chars().count());
+/// Cells as text, with the reason instead of figures where there are none.
+pub(crate) fn render(records: &[Record]) -> String {
+    let cells = cell_runs(records, Keep::All);
+    let lines: Vec<[String; COLUMNS]> = cells.iter().map(line).collect();
+    let mut text = String::new();
+    // Reasons are not to make a column wide.
+    for (index, line) in columns(&HEADER, &lines, 2).lines().enumerate() {
+        if index > 0 {
+            text.push('\n');
         }
-    }
-    let mut text = join(&HEADER.map(String::from), &widths);
-    for (row, line) in rows.iter().zip(&lines) {
-        text.push('\n');
-        text.push_str(&join(line, &widths));
-        if !row.is_sound() {
+        text.push_str(line);
+        if let Some(why) = index.checked_sub(1).and_then(|cell| reason(records, cells.get(cell)?)) {
             text.push_str("  ");
-            text.push_str(&row.status);
+            text.push_str(&why);
         }
     }
-    if rows.iter().any(|row| row.peak_rss_is_shared && row.peak_rss_bytes.is_some()) {
+    if cells.iter().any(|cell| cell.cell.transport == LOCAL) {
         text.push_str("\n* memory of the one process, divided by its ranks");
     }
     text
 }
 
-fn line(row: &Row) -> [String; COLUMNS] {
+/// The transport whose ranks share a process.
+const LOCAL: &str = "local";
+
+fn line(cell: &CellRuns<'_>) -> [String; COLUMNS] {
+    let of = |metric: Metric, over: Over| summary(metric, over, &cell.runs).map(|summary| summary.interval);
     let number = |value: Option<f64>, digits: usize| value.map_or("-".into(), |value| format!("{value:.digits$}"));
-    let share = row.exposed_ms.zip(row.step_ms).map(|(exposed, step)| format!("{:.1}%", 100.0 * exposed / step));
+    let middle = |interval: Option<Interval>| interval.map(|interval| interval.estimate);
+    let waits = [Metric::Exposed, Metric::Skew, Metric::Scalars].map(|metric| middle(of(metric, Over::Longest)));
+    let waits: Option<f64> = waits.into_iter().sum();
+    let step = middle(of(Metric::Step, Over::Mean));
+    let share = waits.zip(step).map(|(waits, step)| format!("{:.1}%", 100.0 * waits / step));
+    let ranks = cell.runs.last().and_then(|run| run.measured.as_ref()).map(|measured| measured.ranks.as_slice());
+    let most = |of: fn(&crate::record::Rank) -> Option<u64>| ranks.and_then(|ranks| ranks.iter().filter_map(of).max());
     let bytes = |bytes: Option<u64>| bytes.map_or("-".into(), |bytes| format!("{:.3} MB", bytes as f64 / 1e6));
-    let transport = match &row.node_transport {
-        Some(inside) => format!("{} ({inside} inside)", row.transport),
-        None => row.transport.clone(),
-    };
-    let mark = if row.peak_rss_is_shared { "*" } else { "" };
+    let mark = if cell.cell.transport == LOCAL { "*" } else { "" };
     [
-        row.strategy.clone(),
-        transport,
-        row.ranks.to_string(),
-        number(row.tokens_per_s, 0),
-        number(row.step_ms, 1),
-        number(row.exposed_ms, 2),
+        cell.cell.strategy.clone(),
+        cell.cell.transport.clone(),
+        cell.cell.ranks.to_string(),
+        number(middle(of(Metric::Tokens, Over::Mean)), 0),
+        number(step, 1),
+        number(waits, 2),
         share.unwrap_or_else(|| "-".into()),
-        bytes(row.bytes_counted),
-        bytes(row.bytes_expected),
-        number(row.final_loss, 4),
-        row.peak_rss_bytes.map_or("-".into(), |bytes| format!("{:.0}{mark}", bytes as f64 / 1e6)),
+        bytes(most(|rank| rank.payload_bytes)),
+        bytes(most(|rank| Some(rank.payload_expected))),
+        number(middle(of(Metric::Loss, Over::Mean)), 4),
+        most(|rank| Some(rank.peak_rss_bytes)).map_or("-".into(), |bytes| format!("{:.0}{mark}", bytes as f64 / 1e6)),
     ]
 }
 
-/// Two columns of names to the left, figures to the right.
-fn join(cells: &[String; COLUMNS], widths: &[usize; COLUMNS]) -> String {
-    let columns: Vec<String> = cells
-        .iter()
-        .zip(widths)
-        .enumerate()
-        .map(|(index, (cell, width))| if index < 2 { format!("{cell:<width$}") } else { format!("{cell:>width$}") })
-        .collect();
-    columns.join("  ")
+/// Why a cell has no figures, or doubtful ones.
+fn reason(records: &[Record], cell: &CellRuns<'_>) -> Option<String> {
+    let runs = || records.iter().filter(|record| record.cell == *cell.cell);
+    let failed = runs().find_map(|run| match &run.status {
+        Status::Ok => None,
+        Status::Failed(why) => Some(format!("failed: {why}")),
+        Status::TimedOut(why) => Some(format!("timed out: {why}")),
+        Status::NotAvailable(why) => Some(format!("not available: {why}")),
+    });
+    failed.or_else(|| {
+        let doubts = runs().flat_map(|run| &run.flags);
+        doubts.map(|flag| flag.what.clone()).find(|what| what.starts_with("off the formula"))
+    })
 }

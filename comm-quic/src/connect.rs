@@ -29,7 +29,7 @@ pub(crate) fn connect(
     refuse_inside_runtime("connecting over QUIC")?;
     options.check()?;
     let (rank, world_size) = (control.rank(), control.world_size());
-    let driver = Driver::new(&format!("quic-{rank}"))?;
+    let driver = Driver::new(&format!("comm-quic-{rank}"))?;
 
     let BoundSocket { socket, address, receive_buffer, send_buffer } = BoundSocket::bind(options.bind)?;
     let identity = Identity::generate()?;
@@ -125,7 +125,7 @@ pub(crate) fn connect(
         rank,
         world_size,
         lanes: lanes.into_iter().map(Mutex::new).collect(),
-        connections,
+        connections: connections.into(),
         endpoint,
         socket,
         address,

@@ -42,6 +42,7 @@ mod exchange;
 pub mod fuzzing;
 mod interface;
 mod message;
+mod monitor;
 mod options;
 mod path;
 mod protection;
@@ -55,6 +56,7 @@ mod transport;
 mod unprotected;
 
 pub use congestion::Congestion;
+pub use monitor::QuicMonitor;
 pub use options::QuicOptions;
 pub use path::PeerPath;
 pub use transport::QuicTransport;

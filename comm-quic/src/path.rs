@@ -1,5 +1,6 @@
 //! What quinn knows about the path to a peer.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -9,6 +10,8 @@ use serde::Serialize;
 pub struct PeerPath {
     /// The peer's rank.
     pub peer: usize,
+    /// Its address.
+    pub address: SocketAddr,
     /// Smoothed round-trip time.
     pub rtt: Duration,
     /// Smallest round-trip time seen.
@@ -41,6 +44,7 @@ impl PeerPath {
         let stats = connection.stats();
         PeerPath {
             peer,
+            address: connection.remote_address(),
             rtt: stats.path.rtt,
             min_rtt: stats.path.min_rtt,
             congestion_window: stats.path.cwnd.min(most),

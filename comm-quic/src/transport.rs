@@ -20,6 +20,7 @@ use crate::config::{DatagramSizes, receive_window};
 use crate::congestion::Congestion;
 use crate::exchange::{Job, Work, complete, poll_all, told};
 use crate::message::{Channel, Context, DONE, DROPPED, Receiving, Sending, Step, is_done};
+use crate::monitor::QuicMonitor;
 use crate::options::QuicOptions;
 use crate::path::PeerPath;
 use crate::protection::Protection;
@@ -27,8 +28,8 @@ use crate::socket::CountingSocket;
 
 /// A QUIC connection to every other rank.
 ///
-/// The thread inside an exchange drives the socket, the connections and their timers itself; one thread more, named `quic-RANK`,
-/// does while no exchange runs, whatever the number of peers. Not to be used from inside an asynchronous runtime: calls block, and
+/// The thread inside an exchange drives the socket, the connections and their timers itself; one thread more, named
+/// `comm-quic-RANK`, does while no exchange runs, whatever the number of peers. Not to be used from inside an asynchronous runtime: calls block, and
 /// say so instead.
 pub struct QuicTransport {
     pub(crate) rank: usize,
@@ -36,7 +37,7 @@ pub struct QuicTransport {
     /// By lane. Held for the length of an exchange.
     pub(crate) lanes: Vec<Mutex<Lane>>,
     /// By rank, `None` for this one.
-    pub(crate) connections: Vec<Option<Connection>>,
+    pub(crate) connections: Arc<[Option<Connection>]>,
     pub(crate) endpoint: Endpoint,
     pub(crate) socket: Arc<CountingSocket>,
     pub(crate) address: SocketAddr,
@@ -88,15 +89,16 @@ impl QuicTransport {
 
     /// State and counters of the connection to every peer, in rank order.
     pub fn paths(&self) -> Vec<PeerPath> {
+        self.monitor().paths()
+    }
+
+    /// What shows the same after this transport has been moved elsewhere.
+    pub fn monitor(&self) -> QuicMonitor {
         let most = match self.settings.congestion {
             Congestion::FixedWindow(_) => self.settings.send_window,
             _ => u64::MAX,
         };
-        self.connections
-            .iter()
-            .enumerate()
-            .filter_map(|(peer, connection)| Some(PeerPath::of(peer, connection.as_ref()?, most)))
-            .collect()
+        QuicMonitor { connections: Arc::downgrade(&self.connections), congestion: self.settings.congestion, most }
     }
 
     fn abort_error(&self) -> Option<Error> {

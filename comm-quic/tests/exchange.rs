@@ -166,7 +166,7 @@ fn threads_do_not_grow_with_peers() {
     job(5, &QuicOptions::default(), |transport, control| {
         swap_with_all(&transport, 0, 100_000);
         barrier.wait();
-        let name = format!("quic-{}", control.rank());
+        let name = format!("comm-quic-{}", control.rank());
         let threads = std::fs::read_dir("/proc/self/task")
             .unwrap()
             .filter_map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")).ok())

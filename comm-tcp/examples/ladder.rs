@@ -1,4 +1,4 @@
-//! What each layer costs: raw TCP, ZeroMQ without its gate, and ZeroMQ with it, in each way of waiting, between two ranks that
+//! What each layer costs: raw TCP, ZeroMQ over Unix sockets, over TCP without its gate, and with it, in each way of waiting, between two ranks that
 //! are threads of this process.
 //!
 //! ```text
@@ -62,7 +62,7 @@ fn main() -> Result<()> {
 
 fn measure(control: &dyn Control, congestion: Option<String>, wanted: &str, segments: &[usize]) -> Result<()> {
     let mut rows = Vec::new();
-    for layer in ["tcp-raw", "tcp, no gate", "tcp"] {
+    for layer in ["tcp-raw", "tcp, ipc", "tcp, no gate", "tcp"] {
         // Plain TCP has none.
         let segments = if layer == "tcp-raw" { &segments[..1] } else { segments };
         for (waiting, segment) in
@@ -75,9 +75,9 @@ fn measure(control: &dyn Control, congestion: Option<String>, wanted: &str, segm
             if !name.contains(wanted) {
                 continue;
             }
-            let gate = layer == "tcp";
+            let (gate, ipc) = (layer == "tcp", layer == "tcp, ipc");
             let congestion = congestion.clone();
-            let options = TcpOptions { lanes: 1, waiting, gate, congestion, segment, ..TcpOptions::default() };
+            let options = TcpOptions { lanes: 1, waiting, gate, ipc, congestion, segment, ..TcpOptions::default() };
             let transport: Arc<dyn Transport> = match layer {
                 "tcp-raw" => Arc::new(RawTcpTransport::connect(control, &options, soon())?),
                 _ => Arc::new(ZmqTransport::connect(control, &options, soon())?),

@@ -1,6 +1,7 @@
 //! What connecting the pairs of ranks has in common, whatever the protocol.
 
 use std::cell::RefCell;
+use std::fmt::Display;
 use std::future::Future;
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -60,7 +61,7 @@ impl<'a, L> Connecting<'a, L> {
     }
 
     /// Attempts again and again: a listener turns connections away when strangers crowd it. The deadline is the caller's.
-    pub(crate) async fn dial<F>(&self, address: SocketAddr, mut attempt: impl FnMut() -> F) -> Result<L>
+    pub(crate) async fn dial<F>(&self, address: impl Display, mut attempt: impl FnMut() -> F) -> Result<L>
     where
         F: Future<Output = std::result::Result<L, Attempt>>,
     {

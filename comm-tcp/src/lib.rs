@@ -79,6 +79,21 @@
 //! one that is alternates from pair to pair, so that every rank relays for about half of the others. [`TcpOptions::gate`] turns it off, to measure that or on a network where nobody else is: then the DEALER sockets
 //! themselves are public until their rank has connected, and a wrong identity ends the job instead of being turned away.
 //!
+//! # ZeroMQ over IPC
+//!
+//! With [`TcpOptions::ipc`] ranks of one machine connect over Unix sockets instead, which shows what TCP costs below ZeroMQ. Each
+//! rank's DEALER sockets listen in a fresh directory, as they do behind the gate, and the others dial them there; the paths
+//! travel over the authenticated control plane. The directory is removed when the rank has connected. Ranks on different
+//! machines, or in containers that do not share the directory, all fail alike with
+//! [`Error::Unsupported`](comm_core::Error::Unsupported).
+//!
+//! *Who may connect:* processes of the same user, and root, for the directory's mode is 0700; nobody else can reach the
+//! sockets, and there is no port. There is no gate, so a process of that user can end this one while it connects, by what it
+//! sends to `zeromq`'s parser or by a wrong identity. Messages never leave the machine.
+//!
+//! The kernel starts Unix sockets with smaller buffers than those that `zeromq` asks for on TCP, and `zeromq` asks for none here.
+//! So the same ones are asked for behind its back; `facts` says what came of it.
+//!
 //! # Raw TCP
 //!
 //! Both sides prove to each other that they know the control plane's key, over a nonce of each, before the first message;
@@ -101,6 +116,7 @@ mod fault;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
+mod house;
 mod lanes;
 mod options;
 mod raw;

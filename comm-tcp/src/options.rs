@@ -4,7 +4,7 @@ use std::net::{IpAddr, Ipv4Addr};
 
 use comm_core::{Error, Result, Waiting};
 
-/// Settings of both transports of this crate. All ranks must use the same `lanes`, `window`, `segment` and `gate`;
+/// Settings of both transports of this crate. All ranks must use the same `lanes`, `window`, `segment`, `gate` and `ipc`;
 /// connecting fails with [`Error::Rendezvous`] otherwise.
 ///
 /// ```
@@ -26,6 +26,9 @@ pub struct TcpOptions {
     /// ZeroMQ only: whether a gate stands between the network and the crate's parser (see the [crate](crate)
     /// documentation). Without it anybody who can reach the port can end this process while it connects. Default: true.
     pub gate: bool,
+    /// ZeroMQ only: whether ranks connect over Unix sockets instead of TCP, which takes ranks of one machine and one user
+    /// (see the [crate](crate) documentation). `bind`, `congestion` and `gate` have no meaning then. Default: false.
+    pub ipc: bool,
     /// ZeroMQ only: most bytes in flight to one peer on one lane, from the first copy until the receiver has used them, 2
     /// segments to 256 MiB. Messages shorter than 4 KiB count as 4 KiB. Default: 8 MiB.
     pub window: usize,
@@ -41,6 +44,7 @@ impl Default for TcpOptions {
             congestion: None,
             waiting: Waiting::default(),
             gate: true,
+            ipc: false,
             window: 8 << 20,
             segment: 256 << 10,
         }

@@ -9,6 +9,7 @@ use std::net::SocketAddr;
 use comm_core::{Control, Deadline, Error, Result};
 
 use crate::auth::{Edge, PROOF_LEN};
+use crate::house::Folder;
 use crate::options::TcpOptions;
 
 /// Whether `rank` listens for `peer` (else it dials). Every rank listens for about half of the others, so that no rank
@@ -36,16 +37,38 @@ pub(crate) fn expected_edges(rank: usize, world_size: usize, lanes: usize) -> Re
 pub(crate) struct Advert {
     /// Goes into every proof towards this rank, so that a proof is of no use elsewhere.
     pub(crate) salt: [u8; PROOF_LEN],
-    /// Where this rank listens: one address for all, or one for each peer and lane (see [`Advert::address`]).
-    pub(crate) addresses: Vec<SocketAddr>,
+    pub(crate) addresses: Addresses,
 }
+
+/// Where a rank listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Addresses {
+    /// One address for all, or one for each peer and lane (see [`Advert::address`]).
+    Tcp(Vec<SocketAddr>),
+    /// A folder with a Unix socket for each peer and lane.
+    Unix(Folder),
+}
+
+/// What the line of a folder begins with.
+const UNIX: &str = "unix ";
 
 impl Advert {
     /// Where the rank with this advert listens for the dialler `peer` on `lane`.
     pub(crate) fn address(&self, peer: usize, lane: usize, lanes: usize) -> Option<SocketAddr> {
-        match self.addresses[..] {
-            [only] => Some(only),
-            _ => self.addresses.get(peer * lanes + lane).copied(),
+        match &self.addresses {
+            Addresses::Tcp(addresses) => match addresses[..] {
+                [only] => Some(only),
+                _ => addresses.get(peer * lanes + lane).copied(),
+            },
+            Addresses::Unix(_) => None,
+        }
+    }
+
+    /// The folder with this rank's Unix sockets.
+    pub(crate) fn folder(&self) -> Option<&Folder> {
+        match &self.addresses {
+            Addresses::Unix(folder) => Some(folder),
+            Addresses::Tcp(_) => None,
         }
     }
 
@@ -58,8 +81,8 @@ impl Advert {
         deadline: Deadline,
     ) -> Result<Vec<Advert>> {
         let settings = format!(
-            "lanes={} window={} segment={} gate={}",
-            options.lanes, options.window, options.segment, options.gate
+            "lanes={} window={} segment={} gate={} ipc={}",
+            options.lanes, options.window, options.segment, options.gate, options.ipc
         );
         let blobs =
             control.all_gather(&format!("{transport} addresses"), self.encode(&settings).as_bytes(), deadline)?;
@@ -76,9 +99,9 @@ impl Advert {
     fn encode(&self, settings: &str) -> String {
         let mut text = format!("{settings}\n");
         text.extend(self.salt.iter().map(|byte| format!("{byte:02x}")));
-        for address in &self.addresses {
-            text.push('\n');
-            text.push_str(&address.to_string());
+        match &self.addresses {
+            Addresses::Tcp(addresses) => text.extend(addresses.iter().map(|address| format!("\n{address}"))),
+            Addresses::Unix(folder) => text.push_str(&format!("\n{UNIX}{}", folder.encode())),
         }
         text
     }
@@ -98,7 +121,11 @@ impl Advert {
             let digits = std::str::from_utf8(digits).map_err(|_| malformed())?;
             *byte = u8::from_str_radix(digits, 16).map_err(|_| malformed())?;
         }
-        let addresses = lines.map(|line| line.parse().map_err(|_| malformed())).collect::<Result<_>>()?;
+        let mut lines = lines.peekable();
+        let addresses = match lines.peek().and_then(|line| line.strip_prefix(UNIX)) {
+            Some(folder) => Addresses::Unix(Folder::decode(folder).ok_or_else(malformed)?),
+            None => Addresses::Tcp(lines.map(|line| line.parse().map_err(|_| malformed())).collect::<Result<_>>()?),
+        };
         let advert = Advert { salt, addresses };
         // An advert has one encoding: signs, white space and leading zeros, which numbers may have, are none of ours.
         if advert.encode(settings).as_bytes() == blob { Ok(advert) } else { Err(malformed()) }
@@ -125,7 +152,8 @@ mod tests {
 
     #[test]
     fn an_advert_survives_the_control_plane() {
-        let advert = Advert { salt: [0xa5; 32], addresses: vec!["127.0.0.1:4000".parse().unwrap()] };
+        let addresses = Addresses::Tcp(vec!["127.0.0.1:4000".parse().unwrap()]);
+        let advert = Advert { salt: [0xa5; 32], addresses };
         let blob = advert.encode("lanes=2");
         assert_eq!(Advert::decode(blob.as_bytes(), "lanes=2", 1).unwrap(), advert);
         assert!(Advert::decode(blob.as_bytes(), "lanes=3", 1).unwrap_err().to_string().contains("lanes=3"));
@@ -139,6 +167,20 @@ mod tests {
         let salt_end = blob.rfind('\n').unwrap();
         for cut in 0..salt_end {
             assert!(Advert::decode(&blob.as_bytes()[..cut], "lanes=2", 1).is_err(), "{cut}");
+        }
+    }
+
+    #[test]
+    fn a_folder_survives_the_control_plane() {
+        let (machine, path) = ("0b1d".to_string(), "/tmp/with a space".to_string());
+        let folder = Folder { machine, device: 1, inode: u64::MAX, path };
+        let advert = Advert { salt: [7; 32], addresses: Addresses::Unix(folder.clone()) };
+        let blob = advert.encode("ipc");
+        let back = Advert::decode(blob.as_bytes(), "ipc", 1).unwrap();
+        assert_eq!((back.folder(), back.address(0, 0, 1)), (Some(&folder), None));
+        for (ours, theirs) in [(" 1 ", " 01 "), (" /tmp", " tmp"), (" space", " space\n"), ("unix", "linux")] {
+            let other = blob.replacen(ours, theirs, 1);
+            assert!(Advert::decode(other.as_bytes(), "ipc", 1).is_err(), "{other:?}");
         }
     }
 }

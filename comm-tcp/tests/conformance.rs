@@ -1,4 +1,4 @@
-//! The conformance suite on both transports, ZeroMQ with and without its gate.
+//! The conformance suite on both transports, ZeroMQ with and without its gate and over IPC.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -15,6 +15,10 @@ fn main() -> ExitCode {
             ZmqTransport::connect(control, &TcpOptions { gate: false, ..options }, soon())
         })
         .with_ranks(&[2, 3], &[2]),
+        suite("tcp-ipc", |control, options| {
+            ZmqTransport::connect(control, &TcpOptions { ipc: true, ..options }, soon())
+        })
+        .with_ranks(&[2], &[3]),
         suite("tcp-raw", |control, options| RawTcpTransport::connect(control, &options, soon()))
             .with_crowd(64, &["all_reduce/f32/sum", "all_to_all/f32", "barrier/waits_for_the_last"]),
     ])

@@ -18,7 +18,7 @@ fn the_number_of_threads_does_not_grow_with_peers() {
         for (ranks, lanes, gates) in [(2, 1, 1), (2, 3, 1), (5, 3, 5)] {
             let expected = match kind {
                 Kind::Raw => 0,
-                Kind::ZmqWithoutGate => ranks * lanes,
+                Kind::ZmqWithoutGate | Kind::ZmqOverIpc => ranks * lanes,
                 Kind::Zmq => ranks * lanes + gates,
             };
             let (connected, counted) = (Barrier::new(ranks), Barrier::new(ranks));

@@ -179,12 +179,7 @@ fn report_stalls(control: &dyn Control) -> Result<(), Error> {
 }
 
 /// What all ranks must agree on before the first step, as (name, value).
-fn agreement(
-    config: &TrainConfig,
-    corpus: &Corpus,
-    options: &RankOptions,
-    transport: &str,
-) -> Vec<(String, String)> {
+fn agreement(config: &TrainConfig, corpus: &Corpus, options: &RankOptions, transport: &str) -> Vec<(String, String)> {
     let mut items: Vec<(String, String)> = [
         ("program", format!("gpt2 {}", env!("CARGO_PKG_VERSION"))),
         ("algorithms", format!("{} ({})", comm_core::table::TABLE, comm_core::Table::fixed().fingerprint())),

@@ -16,8 +16,8 @@ use tempfile::TempDir;
 
 use super::protocol::{Command, Connection, Hello, Measure, Opened, Reply, Trouble};
 use super::rank::Task;
-use super::rung::Rung;
 use super::sys;
+use crate::rung::Rung;
 
 /// How long ranks of ours may take to start and to connect all transports; libraries of the peers take seconds to load.
 const START: Duration = Duration::from_secs(90);

@@ -18,7 +18,6 @@ mod protocol;
 mod rank;
 mod report;
 mod rounds;
-mod rung;
 mod safety;
 pub(crate) mod stats;
 pub(crate) mod sys;

@@ -8,9 +8,9 @@ use gpt2::cli::MAX_RANKS_HERE;
 use gpt2::transports::TransportOptions;
 
 use super::case::{Case, Operation, Place, Reduction, parse_dtype};
-use super::rung::Rung;
 use super::{congestion, data};
 use crate::BenchError;
+use crate::rung::Rung;
 
 /// Times collectives over each transport, in the manner of nccl-tests.
 ///

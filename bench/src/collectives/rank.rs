@@ -16,8 +16,8 @@ use serde::{Deserialize, Serialize};
 
 use super::exec::{self, Memory};
 use super::protocol::{Command, Connection, Hello, Opened, Reply, Trouble};
-use super::rung::Rung;
 use crate::BenchError;
+use crate::rung::Rung;
 
 /// One rank of a measurement of collectives, or all of them as threads.
 #[derive(Debug, clap::Args)]

@@ -17,10 +17,10 @@ use super::options::Settings;
 use super::peers::{Peer, PeerSettings};
 use super::protocol::{Measure, Trouble};
 use super::report::{Comparison, Outcome, Rounds, Row};
-use super::rung::Rung;
 use super::stats::Ratio;
 use crate::BenchError;
 use crate::environment::Environment;
+use crate::rung::Rung;
 use crate::runner::Interrupted;
 
 /// How long a batch of iterations shall take where the user does not say how many.

@@ -11,10 +11,9 @@ use crate::BenchError;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct EnterArgs {
-    /// The namespace of the first half of the ranks.
-    first: String,
-    /// That of the others.
-    second: String,
+    /// The namespaces of the ends, in order.
+    #[arg(required = true)]
+    namespaces: Vec<String>,
     /// The program and its arguments.
     #[arg(last = true, required = true)]
     command: Vec<OsString>,
@@ -25,7 +24,8 @@ pub(crate) struct EnterArgs {
 pub(crate) fn enter(args: &EnterArgs) -> Result<ExitCode, BenchError> {
     job::die_with_parent()?;
     let job = Job::from_env()?.ok_or("link-enter is started by a launcher, as one rank of its job")?;
-    let namespace = if end_of(job.rank, job.world_size) == 0 { &args.first } else { &args.second };
+    let end = end_of(job.rank, job.world_size, args.namespaces.len());
+    let namespace = args.namespaces.get(end).ok_or("there are more ranks than ends")?;
     let error = Command::new("ip").args(["netns", "exec", namespace]).args(&args.command).exec();
     Err(format!("starting `ip netns exec {namespace}`: {error}").into())
 }

@@ -9,31 +9,27 @@ use comm_core::job::EXIT_ECHO;
 use comm_core::launch::{Captured, Launch, Output};
 use serde::{Deserialize, Serialize};
 
-use super::{INTERFACE, Link};
+use super::{INTERFACE, World, address};
 use crate::runner::{Interrupted, RunError};
 
-/// Where the ranks of a job live.
-#[derive(Debug)]
-pub(crate) enum Place {
-    /// In this process's own network, on loopback.
-    Loopback,
-    /// The first half of the ranks at one end of a link, the rest at the other.
-    Link(Link),
-}
-
 /// Where a rank listens and where all meet.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Ends {
-    addresses: [Ipv4Addr; 2],
+    /// By end.
+    addresses: Vec<Ipv4Addr>,
     /// Where rank 0 waits for the others, at its own end.
     port: u16,
 }
 
+/// The launcher's exit code when the time is up.
+const EXIT_TIMED_OUT: i32 = 124;
+
 /// The same for every job: there is one at a time on a link, and nobody else in its namespaces.
 const MEETING_PORT: u16 = 29_400;
 
-impl Place {
-    /// A job of `ranks` processes here, with its output captured.
+impl World {
+    /// A job of `ranks` processes here, with its output captured. Ranks fill the ends in order, as evenly as can be: as many ranks as
+    /// ends live one at each, twice as many two at each.
     ///
     /// # Errors
     /// This program cannot find itself.
@@ -44,15 +40,14 @@ impl Place {
         ranks: usize,
         timeout: Duration,
     ) -> Result<Launch, String> {
-        let mut launch = match self {
-            Place::Loopback => Launch { args: arguments, ..Launch::new(program, ranks) },
-            Place::Link(link) => {
-                let mut all: Vec<OsString> = vec!["link-enter".into()];
-                all.extend(link.names().map(OsString::from));
-                all.extend(["--".into(), program.into()]);
-                all.extend(arguments);
-                Launch { args: all, ..Launch::new(this_program()?, ranks) }
-            }
+        let mut launch = if self.ends() == 0 {
+            Launch { args: arguments, ..Launch::new(program, ranks) }
+        } else {
+            let mut all: Vec<OsString> = vec!["link-enter".into()];
+            all.extend(self.namespaces().map(OsString::from));
+            all.extend(["--".into(), program.into()]);
+            all.extend(arguments);
+            Launch { args: all, ..Launch::new(this_program()?, ranks) }
         };
         launch.output = Output::Captured;
         launch.timeout = Some(timeout);
@@ -60,53 +55,38 @@ impl Place {
     }
 
     /// What a rank has to know about its network; `None` on loopback, where it needs nothing.
-    pub(crate) fn ends(&self) -> Option<Ends> {
-        match self {
-            Place::Loopback => None,
-            Place::Link(_) => Some(Ends { addresses: [0, 1].map(Link::address), port: MEETING_PORT }),
-        }
+    pub(crate) fn addresses(&self) -> Option<Ends> {
+        let addresses: Vec<Ipv4Addr> = (0..self.ends()).map(address).collect();
+        (!addresses.is_empty()).then_some(Ends { addresses, port: MEETING_PORT })
     }
 
     /// The network interface that ranks talk through.
     pub(crate) fn interface(&self) -> &'static str {
-        match self {
-            Place::Loopback => "lo",
-            Place::Link(_) => INTERFACE,
-        }
-    }
-
-    /// One line about it.
-    pub(crate) fn describe(&self) -> String {
-        match self {
-            Place::Loopback => "loopback".into(),
-            Place::Link(link) => link.describe(),
-        }
-    }
-
-    /// How long `bytes` need at the link's rate, where it has one, in milliseconds.
-    pub(crate) fn ms_of(&self, bytes: u64) -> Option<f64> {
-        match self {
-            Place::Loopback => None,
-            Place::Link(link) => Some(link.options().rate?.ms_of(bytes)),
-        }
+        if self.ends() == 0 { "lo" } else { INTERFACE }
     }
 }
 
 impl Ends {
     /// The address of a rank's own end.
     pub(crate) fn own(&self, rank: usize, ranks: usize) -> IpAddr {
-        self.addresses[end_of(rank, ranks)].into()
+        let end = end_of(rank, ranks, self.addresses.len());
+        self.addresses.get(end).map_or(Ipv4Addr::LOCALHOST, |address| *address).into()
     }
 
     /// Where all ranks meet.
     pub(crate) fn meeting(&self) -> (Ipv4Addr, u16) {
-        (self.addresses[0], self.port)
+        (self.addresses.first().map_or(Ipv4Addr::LOCALHOST, |address| *address), self.port)
     }
 }
 
 /// At which end a rank lives.
-pub(super) fn end_of(rank: usize, ranks: usize) -> usize {
-    usize::from(rank >= ranks.div_ceil(2))
+pub(super) fn end_of(rank: usize, ranks: usize, ends: usize) -> usize {
+    rank / ranks_at_an_end(ranks, ends)
+}
+
+/// How many ranks share an end, but for the last ones.
+pub(super) fn ranks_at_an_end(ranks: usize, ends: usize) -> usize {
+    ranks.div_ceil(ends.max(1)).max(1)
 }
 
 /// Where this program is.
@@ -135,6 +115,9 @@ pub(crate) fn run(launch: &Launch) -> Result<Vec<Captured>, RunError> {
     let in_order = culprit.into_iter().chain(0..outcome.captured.len());
     let said = in_order.filter_map(|rank| complaint(outcome.captured.get(rank)?)).next();
     let cause = outcome.cause.unwrap_or_else(|| format!("exit code {}", outcome.code));
+    if outcome.code == EXIT_TIMED_OUT {
+        return Err(RunError::TimedOut(cause));
+    }
     Err(RunError::Failed(format!("{cause}: {}", said.unwrap_or("it said nothing"))))
 }
 
@@ -150,7 +133,7 @@ mod tests {
 
     use super::*;
 
-    fn shell(place: &Place, script: &str, timeout: u64) -> Result<Vec<Captured>, RunError> {
+    fn shell(place: &World, script: &str, timeout: u64) -> Result<Vec<Captured>, RunError> {
         let arguments = vec!["-c".into(), script.into()];
         run(&place.launch(Path::new("sh"), arguments, 2, Duration::from_secs(timeout)).unwrap())
     }
@@ -163,9 +146,15 @@ mod tests {
     }
 
     #[test]
-    fn halves_of_the_ranks_live_at_the_ends() {
-        let ends = |ranks| (0..ranks).map(|rank| end_of(rank, ranks)).collect::<Vec<_>>();
-        assert_eq!((ends(1), ends(2), ends(3), ends(4)), (vec![0], vec![0, 1], vec![0, 0, 1], vec![0, 0, 1, 1]));
+    fn ranks_fill_the_ends() {
+        let at = |ranks, ends| (0..ranks).map(|rank| end_of(rank, ranks, ends)).collect::<Vec<_>>();
+        let of_two = [at(1, 2), at(2, 2), at(3, 2), at(4, 2)];
+        assert_eq!(of_two, [vec![0], vec![0, 1], vec![0, 0, 1], vec![0, 0, 1, 1]]);
+        assert_eq!((at(4, 4), at(4, 2), at(2, 4)), (vec![0, 1, 2, 3], vec![0, 0, 1, 1], vec![0, 1]));
+        // Whatever the numbers, no rank is without an end.
+        for (ranks, ends) in (1..20).flat_map(|ranks| (1..20).map(move |ends| (ranks, ends))) {
+            assert!(at(ranks, ends).iter().all(|end| *end < ends), "{ranks} ranks, {ends} ends");
+        }
     }
 
     #[test]
@@ -173,14 +162,14 @@ mod tests {
         let began = Instant::now();
         let script =
             "if [ $COMM_RANK = 1 ]; then echo 'noise' >&2; echo 'error: the disk is full' >&2; exit 3; fi; sleep 60";
-        let why = failure(shell(&Place::Loopback, script, 50));
+        let why = failure(shell(&World::loopback(), script, 50));
         assert!(why.contains("rank 1") && why.contains("the disk is full"), "{why}");
         assert!(began.elapsed() < Duration::from_secs(20), "the other rank was waited for");
     }
 
     #[test]
     fn a_job_that_does_not_end_is_ended() {
-        let why = failure(shell(&Place::Loopback, "sleep 60", 1));
+        let why = failure(shell(&World::loopback(), "sleep 60", 1));
         assert!(why.contains("did not end within"), "{why}");
     }
 

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use comm_core::job::{self, Job};
 use serde::{Deserialize, Serialize};
 
-use super::place::{self, Place, this_program};
+use super::World;
+use super::place::{self, this_program};
 use crate::BenchError;
 use crate::runner::RunError;
 
@@ -36,15 +37,15 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const ROUND_TRIPS: usize = 50;
 
 impl Probe {
-    /// Measures a link; `None` on loopback.
+    /// Measures what is between the first two ends of a link; `None` on loopback.
     ///
     /// # Errors
     /// Why it cannot be, or that the user has had enough.
-    pub(crate) fn of(place: &Place) -> Result<Option<Probe>, RunError> {
-        let Some(ends) = place.ends() else { return Ok(None) };
+    pub(crate) fn of(world: &World) -> Result<Option<Probe>, RunError> {
+        let Some(ends) = world.addresses() else { return Ok(None) };
         let (host, port) = ends.meeting();
         let arguments = vec!["link-probe".into(), format!("{host}:{port}").into()];
-        let launch = place.launch(&this_program()?, arguments, 2, 3 * PATIENCE)?;
+        let launch = world.launch(&this_program()?, arguments, 2, 3 * PATIENCE)?;
         let captured = place::run(&launch)?;
         let said = captured.first().map_or("", |rank| rank.stdout.trim());
         let probe =

@@ -22,6 +22,11 @@ const LEAST: u64 = 8_000;
 const MOST: u64 = 1_000_000_000_000;
 
 impl Rate {
+    /// A rate that has been checked before.
+    pub(super) fn of_bits(bits_per_second: u64) -> Self {
+        Rate { bits_per_second }
+    }
+
     pub(crate) fn bits_per_second(self) -> u64 {
         self.bits_per_second
     }

@@ -1,4 +1,4 @@
-//! The programs that set up a network, and what it takes to use them.
+//! The programs that set up a network, and the namespaces that they make.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 /// Where `ip` keeps the namespaces that have names.
-const NAMESPACES: &str = "/var/run/netns";
+pub(super) const NAMESPACES: &str = "/var/run/netns";
 
 /// How the names of namespaces of this program begin.
 const PREFIX: &str = "bench-link-";
@@ -17,18 +17,22 @@ const PREFIX: &str = "bench-link-";
 /// # Errors
 /// What it says, for the user.
 pub(super) fn ip(arguments: &[&str]) -> Result<(), String> {
-    run("ip", arguments)
+    run("ip", arguments).map(drop)
 }
 
-/// Runs `tc` with `arguments`.
+/// Runs `tc` with `arguments`; its standard output.
 ///
 /// # Errors
 /// What it says, for the user.
-pub(super) fn tc(arguments: &[&str]) -> Result<(), String> {
+pub(super) fn tc(arguments: &[&str]) -> Result<Vec<u8>, String> {
     run("tc", arguments)
 }
 
-fn run(program: &str, arguments: &[&str]) -> Result<(), String> {
+/// Runs a program of the system to its end; its standard output.
+///
+/// # Errors
+/// What it says, for the user.
+pub(super) fn run(program: &str, arguments: &[&str]) -> Result<Vec<u8>, String> {
     let said = Command::new(program)
         .args(arguments)
         .stdin(Stdio::null())
@@ -37,7 +41,8 @@ fn run(program: &str, arguments: &[&str]) -> Result<(), String> {
         .output();
     match said {
         Err(error) if error.kind() == ErrorKind::NotFound => {
-            Err(format!("there is no program `{program}`; install iproute2"))
+            let package = if program == "unshare" { "util-linux" } else { "iproute2" };
+            Err(format!("there is no program `{program}`; install {package}"))
         }
         Err(error) => Err(format!("the program `{program}` does not start: {error}")),
         Ok(output) if !output.status.success() => {
@@ -45,28 +50,8 @@ fn run(program: &str, arguments: &[&str]) -> Result<(), String> {
             let why = text.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or("it said nothing");
             Err(format!("`{program} {}`: {why}", arguments.join(" ")))
         }
-        Ok(_) => Ok(()),
+        Ok(output) => Ok(output.stdout),
     }
-}
-
-/// Whether this process may make network namespaces and set up what is in them.
-///
-/// # Errors
-/// What it lacks, for the user.
-pub(super) fn may_make_namespaces() -> Result<(), String> {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let effective = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("CapEff:")?.trim(), 16).ok());
-    missing_capabilities(effective.unwrap_or(0)).map_or(Ok(()), |missing| {
-        Err(format!("network namespaces need root, and this process has no {missing}; run it as root"))
-    })
-}
-
-fn missing_capabilities(effective: u64) -> Option<String> {
-    // linux/capability.h
-    let needed = [("CAP_NET_ADMIN", 12), ("CAP_SYS_ADMIN", 21)];
-    let missing: Vec<&str> =
-        needed.iter().filter(|(_, bit)| effective >> bit & 1 == 0).map(|(name, _)| *name).collect();
-    (!missing.is_empty()).then(|| missing.join(" and no "))
 }
 
 /// A network namespace with a name, which is taken away when this is dropped.
@@ -102,6 +87,22 @@ impl Namespace {
 
     pub(super) fn name(&self) -> &str {
         &self.name
+    }
+
+    /// Runs `ip` for what is in it.
+    ///
+    /// # Errors
+    /// What it says, for the user.
+    pub(super) fn ip(&self, arguments: &[&str]) -> Result<(), String> {
+        ip(&[&["-netns", &self.name][..], arguments].concat())
+    }
+
+    /// Runs `tc` for what is in it; its standard output.
+    ///
+    /// # Errors
+    /// What it says, for the user.
+    pub(super) fn tc(&self, arguments: &[&str]) -> Result<Vec<u8>, String> {
+        tc(&[&["-netns", &self.name][..], arguments].concat())
     }
 }
 
@@ -143,13 +144,6 @@ fn start_of(process: u32) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn what_a_process_lacks_is_named() {
-        assert_eq!(missing_capabilities(u64::MAX), None);
-        assert_eq!(missing_capabilities(1 << 12).unwrap(), "CAP_SYS_ADMIN");
-        assert_eq!(missing_capabilities(0).unwrap(), "CAP_NET_ADMIN and no CAP_SYS_ADMIN");
-    }
 
     #[test]
     fn a_missing_program_is_named() {

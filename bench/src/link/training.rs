@@ -1,4 +1,4 @@
-//! Training jobs at a place: ranks that train together, or as many that train alone at the same time.
+//! Training jobs in a world: ranks that train together, or as many that train alone at the same time.
 
 use std::ffi::OsString;
 use std::fs;
@@ -16,7 +16,8 @@ use gpt2::trainer::{RankReport, Summary, TrainConfig, TrainError};
 use gpt2::transports::{TransportKind, TransportOptions};
 use serde::{Deserialize, Serialize};
 
-use super::place::{self, Ends, Place, this_program};
+use super::World;
+use super::place::{self, Ends, this_program};
 use crate::BenchError;
 use crate::runner::RunError;
 
@@ -100,7 +101,7 @@ impl Training {
     ///
     /// # Errors
     /// The first thing that went wrong, bytes that are off the strategy's formula included, or that the user has had enough.
-    pub(crate) fn run(&self, place: &Place) -> Result<Figures, RunError> {
+    pub(crate) fn run(&self, world: &World) -> Result<Figures, RunError> {
         let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
         let task_file = folder.path().join("task.json");
         let task = Task {
@@ -110,13 +111,13 @@ impl Training {
             threads: self.threads,
             source: self.source.clone(),
             tokenizer: self.tokenizer,
-            ends: place.ends(),
+            ends: world.addresses(),
             results: folder.path().to_owned(),
         };
         let bytes = serde_json::to_vec(&task).map_err(|error| format!("the task of a job: {error}"))?;
         fs::write(&task_file, bytes).map_err(|error| format!("{}: {error}", task_file.display()))?;
         let arguments: Vec<OsString> = vec!["link-rank".into(), "--task".into(), task_file.into()];
-        place::run(&place.launch(&this_program()?, arguments, self.ranks, self.timeout)?)?;
+        place::run(&world.launch(&this_program()?, arguments, self.ranks, self.timeout)?)?;
         let summaries = if self.transport.is_some() { 1 } else { self.ranks };
         let summaries = (0..summaries).map(|rank| read(&result(folder.path(), rank))).collect::<Result<Vec<_>, _>>()?;
         Ok(Figures::of(&summaries)?)

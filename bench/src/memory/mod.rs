@@ -130,7 +130,7 @@ fn measure(settings: &Settings, case: Case) -> Result<Row, BenchError> {
     let bounds = theory::bounds(&settings.segments, case);
     match run.summary() {
         Ok(summary) => Ok(Row::new(case, &bounds, &summary)),
-        Err(RunError::Failed(why)) => Ok(Row::failed(case, &bounds, why)),
+        Err(RunError::Failed(why) | RunError::TimedOut(why)) => Ok(Row::failed(case, &bounds, why)),
         Err(RunError::Interrupted(interrupted)) => Err(interrupted.into()),
     }
 }

@@ -27,7 +27,7 @@ pub(crate) use options::OverlapArgs;
 use crate::BenchError;
 use crate::chaos::interrupted;
 use crate::environment::Environment;
-use crate::link::{Link, Place, Probe, Training};
+use crate::link::{Probe, Training, World};
 use crate::matrix::{Lines, bar};
 use crate::runner::{Interrupted, RunError};
 use options::{Settings, Variant};
@@ -49,10 +49,7 @@ pub(crate) fn run(args: &OverlapArgs) -> Result<ExitCode, BenchError> {
     let corpus = Corpus::load(&CorpusSource::from_path(settings.data.clone(), default_cargo_home()), TOKENIZER)?;
     let out = results_folder(settings.out.clone(), "overlap")?;
     let mut file = Lines::create(&out.join("overlap.jsonl"))?;
-    let place = match &settings.link {
-        Some(link) => Place::Link(Link::new(link.clone())?),
-        None => Place::Loopback,
-    };
+    let place = World::of(settings.link.as_ref())?;
     let probe = Probe::of(&place).map_err(ended)?;
     let bench =
         Bench { settings, vocabulary: corpus.vocab_size(), place, probe, environment: Environment::read(), signal };
@@ -68,7 +65,7 @@ const TOKENIZER: TokenizerKind = TokenizerKind::Bytes;
 struct Bench {
     settings: Settings,
     vocabulary: usize,
-    place: Place,
+    place: World,
     probe: Option<Probe>,
     environment: Environment,
     signal: Arc<AtomicUsize>,
@@ -126,7 +123,7 @@ impl Bench {
             Some(why) => Err(format!("not available: {why}")),
             None => match self.training(transport, variant).run(&self.place) {
                 Ok(figures) => Ok(figures),
-                Err(RunError::Failed(why)) => Err(format!("failed: {why}")),
+                Err(RunError::Failed(why) | RunError::TimedOut(why)) => Err(format!("failed: {why}")),
                 Err(RunError::Interrupted(interrupted)) => return Err(interrupted.into()),
             },
         };
@@ -200,7 +197,7 @@ pub(crate) fn go_on(signal: &AtomicUsize) -> Result<(), BenchError> {
 /// For what cannot be a row.
 pub(crate) fn ended(error: RunError) -> BenchError {
     match error {
-        RunError::Failed(why) => why.into(),
+        RunError::Failed(why) | RunError::TimedOut(why) => why.into(),
         // By itself, so that the program ends as a signal ends it.
         RunError::Interrupted(interrupted) => interrupted.into(),
     }

@@ -9,7 +9,7 @@ use super::Cell;
 use super::options::Variant;
 use crate::collectives::stats::{Ratio, median};
 use crate::environment::Environment;
-use crate::link::{Figures, Place, Probe, Rate};
+use crate::link::{Figures, Probe, Rate, World};
 use crate::text::{columns, middle, ratio, spread};
 
 /// One job of one round: a line of `overlap.jsonl`.
@@ -76,7 +76,7 @@ impl Table {
     }
 
     /// The table as text.
-    pub(crate) fn render(&self, place: &Place) -> String {
+    pub(crate) fn render(&self, place: &World) -> String {
         let lines: Vec<[String; 11]> = self.cells.iter().map(|(cell, rows)| self.line(*cell, rows)).collect();
         let mut text = format!("\n{}", columns(&HEADER, &lines, 2));
         for ((transport, variant), rows) in &self.cells {

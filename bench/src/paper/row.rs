@@ -139,7 +139,7 @@ impl Row {
         };
         match run.summary() {
             Ok(summary) => row.judge(base, summary, reference),
-            Err(RunError::Failed(error)) => row.status = format!("failed: {error}"),
+            Err(RunError::Failed(error) | RunError::TimedOut(error)) => row.status = format!("failed: {error}"),
             Err(RunError::Interrupted(interrupted)) => return Err(interrupted),
         }
         Ok(row)

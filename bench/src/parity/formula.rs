@@ -96,7 +96,7 @@ pub(super) fn count(settings: &Settings) -> Result<Vec<Count>, BenchError> {
                 let run = Run::new(config, Some(*transport), ranks, 1, TIMEOUT);
                 let outcome = match (Run { source: settings.source.clone(), ..run }).summary() {
                     Ok(summary) => Ok(summary),
-                    Err(RunError::Failed(why)) => Err(why),
+                    Err(RunError::Failed(why) | RunError::TimedOut(why)) => Err(why),
                     Err(RunError::Interrupted(interrupted)) => return Err(interrupted.into()),
                 };
                 counts.push(Count::of(*variant, transport.name(), ranks, outcome, &mut first));

@@ -26,7 +26,7 @@ pub(crate) use options::PeersArgs;
 use crate::BenchError;
 use crate::chaos::interrupted;
 use crate::environment::Environment;
-use crate::link::{Link, Place, Probe, Training};
+use crate::link::{Probe, Training, World};
 use crate::matrix::{Lines, bar};
 use crate::overlap::{ended, go_on, results_folder};
 use crate::runner::RunError;
@@ -52,16 +52,13 @@ pub(crate) fn run(args: &PeersArgs) -> Result<ExitCode, BenchError> {
     let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
     let tokens = folder.path().join("tokens.bin");
     write_tokens(&tokens, &settings)?;
-    let place = match &settings.link {
-        Some(link) => Place::Link(Link::new(link.clone())?),
-        None => Place::Loopback,
-    };
+    let place = World::of(settings.link.as_ref())?;
     let probe = Probe::of(&place).map_err(ended)?;
     let (torch, missing) = match &settings.python {
         None => (None, None),
         Some(python) => match Torch::find(python) {
             Ok(torch) => (Some(torch), None),
-            Err(RunError::Failed(why)) => (None, Some(why)),
+            Err(RunError::Failed(why) | RunError::TimedOut(why)) => (None, Some(why)),
             Err(RunError::Interrupted(interrupted)) => return Err(interrupted.into()),
         },
     };
@@ -75,7 +72,7 @@ pub(crate) fn run(args: &PeersArgs) -> Result<ExitCode, BenchError> {
 
 struct Bench {
     settings: Settings,
-    place: Place,
+    place: World,
     probe: Option<Probe>,
     torch: Option<Torch>,
     /// Why there is no `torch`.
@@ -155,7 +152,7 @@ impl Bench {
     fn row(&self, round: usize, side: Side, strategy: Option<StrategyKind>) -> Result<Row, BenchError> {
         let outcome = match self.outcome(side, strategy) {
             Ok(outcome) => Ok(outcome),
-            Err(RunError::Failed(why)) => Err(why),
+            Err(RunError::Failed(why) | RunError::TimedOut(why)) => Err(why),
             Err(RunError::Interrupted(interrupted)) => return Err(interrupted.into()),
         };
         let settings = &self.settings;

@@ -12,7 +12,7 @@ use serde::Deserialize;
 use tempfile::TempDir;
 
 use super::report::Outcome;
-use crate::link::{self, Place};
+use crate::link::{self, World};
 use crate::runner::RunError;
 
 /// One rank, in Python. Part of this program, so that the program can be moved.
@@ -105,7 +105,7 @@ impl Torch {
         let script = folder.path().join("gpt2_torch.py");
         fs::write(&script, RANK).map_err(|error| format!("{}: {error}", script.display()))?;
         let mut torch = Torch { python: python.to_owned(), folder, version: String::new() };
-        let said = torch.start(&Place::Loopback, vec!["probe".into()], 1, 1, IMPORT)?;
+        let said = torch.start(&World::loopback(), vec!["probe".into()], 1, 1, IMPORT)?;
         torch.version = parse::<Found>(said.first())?.torch;
         Ok(torch)
     }
@@ -114,7 +114,7 @@ impl Torch {
     ///
     /// # Errors
     /// The first thing that went wrong, or that the user has had enough.
-    pub(super) fn train(&self, mode: Mode, work: &Work, place: &Place) -> Result<Outcome, RunError> {
+    pub(super) fn train(&self, mode: Mode, work: &Work, place: &World) -> Result<Outcome, RunError> {
         let model = &work.model;
         let mut arguments: Vec<OsString> = vec![mode.name().into()];
         for (name, value) in [
@@ -140,7 +140,7 @@ impl Torch {
 
     fn start(
         &self,
-        place: &Place,
+        place: &World,
         arguments: Vec<OsString>,
         ranks: usize,
         threads: usize,

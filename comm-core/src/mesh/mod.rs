@@ -172,7 +172,7 @@ impl<T: Transport> Mesh<T> {
     pub fn new(transport: T, control: Arc<dyn Control>, options: MeshOptions) -> Self {
         let members: Vec<usize> = (0..transport.world_size()).collect();
         let rank = transport.rank();
-        let lanes: Vec<Lane> = (0..transport.lanes()).map(|lane| Lane::new(format!("lane-{lane}"))).collect();
+        let lanes: Vec<Lane> = (0..transport.lanes()).map(|lane| Lane::new(format!("comm-lane-{lane}"))).collect();
         let watch = Arc::new(Watch::new(lanes.len(), options.stall_after));
         // Two steps, since a `Weak` of a trait object is made from one of the type itself.
         let activity: Arc<dyn Activity> = watch.clone();

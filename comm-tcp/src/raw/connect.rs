@@ -14,7 +14,7 @@ use crate::connecting::{Attempt, Connecting};
 use crate::core::Core;
 use crate::door::Door;
 use crate::options::TcpOptions;
-use crate::rendezvous::{Advert, edge, expected_edges};
+use crate::rendezvous::{Addresses, Advert, edge, expected_edges};
 use crate::runtime::{self, Join};
 use crate::socket;
 
@@ -30,7 +30,7 @@ pub(super) fn all(
     let congestion = options.congestion.as_deref();
     let listener = socket::listen(options.bind, congestion)?;
     let address = listener.local_addr().map_err(|error| Error::io(format!("rank {rank}: reading a port"), error))?;
-    let advert = Advert { salt: auth::nonce()?, addresses: vec![address] };
+    let advert = Advert { salt: auth::nonce()?, addresses: Addresses::Tcp(vec![address]) };
     let adverts = advert.exchange("tcp-raw", options, control, deadline)?;
     let connecting = Connecting::new(core);
     let key = Key(control.derive_key("tcp-raw"));

@@ -2,9 +2,10 @@
 
 use comm_core::fuzzing::{Target, Verdict};
 
-use super::Advert;
+use super::{Addresses, Advert};
+use crate::house::Folder;
 
-const SETTINGS: &str = "lanes=2 window=4194304 segment=131072 gate=true";
+const SETTINGS: &str = "lanes=2 window=4194304 segment=131072 gate=true ipc=false";
 
 pub(crate) fn targets() -> Vec<Target> {
     vec![Target::new("tcp addresses", tcp_addresses, seeds)]
@@ -23,7 +24,9 @@ pub fn tcp_addresses(bytes: &[u8]) -> Verdict {
 fn seeds() -> Vec<Vec<u8>> {
     let advert = |addresses: &[&str]| {
         let addresses = addresses.iter().map(|address| address.parse().expect("an address")).collect();
-        Advert { salt: [0xa5; 32], addresses }.encode(SETTINGS).into_bytes()
+        Advert { salt: [0xa5; 32], addresses: Addresses::Tcp(addresses) }.encode(SETTINGS).into_bytes()
     };
-    vec![advert(&["127.0.0.1:4000"]), advert(&["10.0.0.1:1", "[fe80::1%2]:65535", "[::1]:80"]), advert(&[])]
+    let folder = Folder { machine: "5f0c".into(), device: 64, inode: 12_345, path: "/tmp/comm-tcp-Ab1".into() };
+    let folder = Advert { salt: [0x5a; 32], addresses: Addresses::Unix(folder) }.encode(SETTINGS).into_bytes();
+    vec![advert(&["127.0.0.1:4000"]), advert(&["10.0.0.1:1", "[fe80::1%2]:65535", "[::1]:80"]), advert(&[]), folder]
 }

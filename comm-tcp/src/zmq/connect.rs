@@ -2,12 +2,10 @@
 
 use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener};
-use std::os::unix::net::UnixListener;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use comm_core::driver::Driver;
 use comm_core::{Control, Deadline, Error, Result};
-use tempfile::TempDir;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc;
 use zeromq::util::PeerIdentity;
@@ -21,8 +19,9 @@ use super::token;
 use crate::auth::{self, Edge, Key, PROOF_LEN};
 use crate::connecting::{Attempt, Connecting};
 use crate::core::Core;
+use crate::house::{self, Folder, House};
 use crate::options::TcpOptions;
-use crate::rendezvous::{Advert, edge, expected_edges};
+use crate::rendezvous::{Addresses, Advert, edge, expected_edges};
 use crate::runtime::Join;
 use crate::socket::{self, SocketFacts};
 
@@ -32,8 +31,16 @@ pub(super) struct Connected {
     pub(super) links: Vec<Vec<Option<Link>>>,
     /// What runs the gate's relays, if there are any.
     pub(super) relays: Option<Relays>,
-    /// What the kernel says of a connection that the gate let in.
-    pub(super) accepted: Option<SocketFacts>,
+    pub(super) sockets: About,
+}
+
+/// What the kernel says of the sockets.
+pub(super) enum About {
+    /// Of a connection that the gate let in.
+    Tcp(Option<SocketFacts>),
+    Unix {
+        buffers: String,
+    },
 }
 
 /// Connects this rank with all others, lane after lane. The sockets of a lane belong to that lane's driver.
@@ -50,8 +57,12 @@ pub(super) fn all(
     let salt = auth::nonce()?;
     let key = Key(control.derive_key("zeromq"));
     let mut doors = Doors::open(core, options, drivers)?;
-    let advert = Advert { salt, addresses: doors.addresses(core.world_size, core.lanes)? };
+    let advert = Advert { salt, addresses: doors.addresses(core, options)? };
     let adverts = advert.exchange("tcp", options, control, deadline)?;
+    let folders: Vec<&Folder> = adverts.iter().filter_map(Advert::folder).collect();
+    if options.ipc {
+        house::see_all(core.rank, &folders, control, deadline)?;
+    }
     let accepted = Arc::new(Mutex::new(None));
     let mut relays = None;
     if let Some(listener) = doors.gate.take() {
@@ -68,14 +79,19 @@ pub(super) fn all(
                 join.push(edge.dialler as usize, joining.welcome(edge, bound));
             }
             for peer in joining.connecting.dialled() {
-                let (advert, address) = joining.connecting.address(&adverts, peer, lane)?;
-                join.push(peer, joining.dial(edge(core.rank, peer, lane)?, address, advert));
+                let edge = edge(core.rank, peer, lane)?;
+                let (salt, endpoint) = joining.endpoint(&adverts, edge)?;
+                join.push(peer, joining.dial(edge, endpoint, salt));
             }
             joining.connecting.run(control, "ZeroMQ", deadline, join).await
         })?;
     }
-    let accepted = accepted.lock().unwrap_or_else(PoisonError::into_inner).take();
-    Ok(Connected { links: joining.connecting.into_links(), relays, accepted })
+    let sockets = if options.ipc {
+        About::Unix { buffers: house::enlarge_buffers(&folders) }
+    } else {
+        About::Tcp(accepted.lock().unwrap_or_else(PoisonError::into_inner).take())
+    };
+    Ok(Connected { links: joining.connecting.into_links(), relays, sockets })
 }
 
 fn pool(options: &TcpOptions) -> Pool {
@@ -134,13 +150,13 @@ struct Bound {
 /// Everything that listens while a transport connects.
 struct Doors {
     bound: HashMap<Edge, Bound>,
-    /// Without a gate: where each socket listens.
+    /// Over TCP without a gate: where each socket listens.
     public: HashMap<Edge, SocketAddr>,
     /// With a gate: its listener, and where each socket listens behind it.
     gate: Option<TcpListener>,
     rooms: Rooms,
-    /// Holds the Unix sockets; removed with this value.
-    house: Option<TempDir>,
+    /// Holds the Unix sockets: those behind the gate, or those that the peers dial themselves.
+    house: Option<House>,
 }
 
 impl Doors {
@@ -148,9 +164,11 @@ impl Doors {
         let edges = expected_edges(core.rank, core.world_size, core.lanes)?;
         let (bound, public) = (HashMap::new(), HashMap::new());
         let mut doors = Doors { bound, public, gate: None, rooms: Rooms::new(), house: None };
-        if options.gate && !edges.is_empty() {
+        if options.ipc {
+            doors.house = Some(House::build(core.rank)?);
+        } else if options.gate && !edges.is_empty() {
             doors.gate = Some(socket::listen(options.bind, options.congestion.as_deref())?);
-            doors.house = Some(private_directory(core.rank)?);
+            doors.house = Some(House::build(core.rank)?);
         }
         for edge in edges {
             let driver =
@@ -169,10 +187,7 @@ impl Doors {
 
     fn listen(&mut self, rank: usize, edge: Edge, options: &TcpOptions) -> Result<Listener> {
         if let Some(house) = &self.house {
-            let path = house.path().join(format!("{}-{}", edge.dialler, edge.lane));
-            let listener = UnixListener::bind(&path).map_err(|error| {
-                Error::io(format!("rank {rank}: listening on the Unix socket {}", path.display()), error)
-            })?;
+            let (listener, path) = house.listen(rank, edge)?;
             self.rooms.insert(edge, path);
             return Ok(Listener::Ipc(listener));
         }
@@ -183,31 +198,26 @@ impl Doors {
         Ok(Listener::Tcp(listener))
     }
 
-    /// One address, or one for each rank and lane where ranks that do not dial get the first of all.
-    fn addresses(&self, world_size: usize, lanes: usize) -> Result<Vec<SocketAddr>> {
+    /// The folder of the Unix sockets; or one address, or one for each rank and lane where ranks that do not dial get the first
+    /// of all.
+    fn addresses(&self, core: &Core, options: &TcpOptions) -> Result<Addresses> {
+        let Core { rank, world_size, lanes, .. } = *core;
+        if let Some(house) = self.house.as_ref().filter(|_| options.ipc) {
+            return Ok(Addresses::Unix(house.announce(rank)?));
+        }
         if let Some(gate) = &self.gate {
             let address = gate.local_addr().map_err(|error| Error::io("reading the gate's port", error))?;
-            return Ok(vec![address]);
+            return Ok(Addresses::Tcp(vec![address]));
         }
-        let Some(filler) = self.public.values().next() else { return Ok(Vec::new()) };
+        let Some(filler) = self.public.values().next() else { return Ok(Addresses::Tcp(Vec::new())) };
         let mut addresses = vec![*filler; world_size * lanes];
         for (edge, address) in &self.public {
             if let Some(slot) = addresses.get_mut(edge.dialler as usize * lanes + edge.lane as usize) {
                 *slot = *address;
             }
         }
-        Ok(addresses)
+        Ok(Addresses::Tcp(addresses))
     }
-}
-
-/// A fresh directory that only this user may enter.
-fn private_directory(rank: usize) -> Result<TempDir> {
-    use std::os::unix::fs::PermissionsExt;
-    tempfile::Builder::new()
-        .prefix("comm-tcp-")
-        .permissions(std::fs::Permissions::from_mode(0o700))
-        .tempdir()
-        .map_err(|error| Error::io(format!("rank {rank}: making a private directory for Unix sockets"), error))
 }
 
 struct Joining<'a> {
@@ -248,21 +258,31 @@ impl Joining<'_> {
         Ok(())
     }
 
-    async fn dial(&self, edge: Edge, address: SocketAddr, advert: &Advert) -> Result<()> {
+    /// Where to dial for a connection, as `zeromq` writes it, and the salt of the token.
+    fn endpoint<'b>(&self, adverts: &'b [Advert], edge: Edge) -> Result<(&'b [u8; PROOF_LEN], String)> {
+        let (peer, lane) = (edge.listener as usize, edge.lane as usize);
+        if let Some((advert, folder)) = adverts.get(peer).and_then(|advert| Some((advert, advert.folder()?))) {
+            return Ok((&advert.salt, format!("ipc://{}", folder.socket(edge).display())));
+        }
+        let (advert, address) = self.connecting.address(adverts, peer, lane)?;
+        Ok((&advert.salt, format!("tcp://{address}")))
+    }
+
+    async fn dial(&self, edge: Edge, endpoint: String, salt: &[u8; PROOF_LEN]) -> Result<()> {
         let attempt = || async {
-            let token = token::issue(&self.key, edge, &advert.salt);
+            let token = token::issue(&self.key, edge, salt);
             let identity = PeerIdentity::try_from(token)
                 .map_err(|error| Attempt::Hopeless(failed(self.core.rank, "making an identity", &error)))?;
             let mut options = SocketOptions::default();
             options.peer_identity(identity).connect_timeout(self.deadline.remaining());
             let mut socket = DealerSocket::with_options(options);
             let events = watch(&mut socket);
-            match socket.connect(&format!("tcp://{address}")).await {
+            match socket.connect(&endpoint).await {
                 Ok(()) => Ok(self.link(edge.listener, socket, events)),
                 Err(error) => Err(Attempt::Failed(error.to_string())),
             }
         };
-        let link = self.connecting.dial(address, attempt).await?;
+        let link = self.connecting.dial(&endpoint, attempt).await?;
         self.connecting.store(edge.lane, edge.listener, link);
         Ok(())
     }

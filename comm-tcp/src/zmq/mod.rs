@@ -21,14 +21,14 @@ use comm_core::waiting::Spinner;
 use comm_core::{Control, Deadline, Error, Incoming, Outgoing, Result, Sink, Transport, Waiting};
 use tokio::sync::Notify;
 
-use self::connect::{Connected, Relays};
+use self::connect::{About, Connected, Relays};
 pub(crate) use self::frame::OVERHEAD;
 use self::link::Link;
 use crate::core::{Core, describe};
 use crate::lanes::{Lane, Lanes};
 use crate::options::TcpOptions;
 use crate::runtime::Join;
-use crate::socket::{self, SocketFacts};
+use crate::socket;
 
 /// After a longer payload the kernel may not have taken all: the lane's own thread sees to the rest.
 const LARGE: usize = 256 << 10;
@@ -46,6 +46,7 @@ pub struct ZmqTransport {
     /// Wakes whoever waits when the transport is aborted.
     bell: Notify,
     facts: Vec<(String, String)>,
+    ipc: bool,
     closed: AtomicBool,
     _relays: Option<Relays>,
 }
@@ -61,19 +62,21 @@ impl ZmqTransport {
     /// Connects every pair of ranks. All ranks call it with the same options; addresses travel over the control plane.
     ///
     /// # Errors
-    /// `InvalidArgument` for options that make no sense, `Unsupported` for an unknown congestion control, `Rendezvous` when
-    /// ranks have different settings, `Timeout` naming the ranks that did not connect, or the job's failure.
+    /// `InvalidArgument` for options that make no sense, `Unsupported` for an unknown congestion control or, over IPC, for ranks
+    /// that cannot reach each other's sockets, `Rendezvous` when ranks have different settings, `Timeout` naming the ranks that
+    /// did not connect, or the job's failure.
     pub fn connect(control: &dyn Control, options: &TcpOptions, deadline: Deadline) -> Result<Self> {
         options.validate()?;
         let core = Core::new(control.rank(), control.world_size(), options.lanes);
         let drivers = (0..options.lanes).map(|_| Driver::new("comm-tcp")).collect::<Result<Vec<_>>>()?;
-        let Connected { links, relays, accepted } = connect::all(&core, control, options, &drivers, deadline)?;
+        let Connected { links, relays, sockets: about } = connect::all(&core, control, options, &drivers, deadline)?;
         let sockets = links.into_iter().zip(drivers).map(|(links, driver)| Sockets { links, driver }).collect();
         Ok(ZmqTransport {
             lanes: Lanes::new(sockets, &Spinner::new(options.waiting)),
             core,
             bell: Notify::new(),
-            facts: facts(options, accepted),
+            facts: facts(options, about),
+            ipc: options.ipc,
             closed: AtomicBool::new(false),
             _relays: relays,
         })
@@ -111,7 +114,7 @@ impl ZmqTransport {
 
 impl Transport for ZmqTransport {
     fn name(&self) -> &str {
-        "tcp"
+        if self.ipc { "tcp-ipc" } else { "tcp" }
     }
 
     fn rank(&self) -> usize {
@@ -221,30 +224,42 @@ fn sinks_by_peer<'s>(world_size: usize, incoming: &'s mut [Incoming<'_>]) -> Vec
     sinks
 }
 
-fn facts(options: &TcpOptions, accepted: Option<SocketFacts>) -> Vec<(String, String)> {
+fn facts(options: &TcpOptions, about: About) -> Vec<(String, String)> {
     let fact = |name: &str, value: String| (name.to_string(), value);
-    let asked = options.congestion.as_deref().unwrap_or("the kernel's default");
+    let over = if options.ipc { " over a Unix socket" } else { "" };
+    let gate = match (options.ipc, options.gate) {
+        (true, _) => "none: the sockets' directory lets this user alone in",
+        (false, true) => "on",
+        (false, false) => "off",
+    };
     let mut facts = vec![
-        fact("connections", format!("one DEALER pair a pair of ranks and lane, {} lanes", options.lanes)),
+        fact("connections", format!("one DEALER pair{over} a pair of ranks and lane, {} lanes", options.lanes)),
         fact("waiting", options.waiting.to_string()),
-        fact("gate", if options.gate { "on" } else { "off" }.to_string()),
+        fact("gate", gate.to_string()),
         fact("window (B)", options.window.to_string()),
         fact("segment (B)", options.segment.to_string()),
     ];
-    match accepted {
-        Some(socket) => {
-            facts.push(fact("congestion control (accepted side)", socket.congestion));
-            facts.push(fact("socket buffers (B)", socket.buffers));
+    let congestion = "congestion control (accepted side)";
+    let buffers = "socket buffers (B)";
+    match about {
+        About::Unix { buffers: granted } => {
+            facts.push(fact("congestion control", "none: Unix sockets".to_string()));
+            facts.push(fact(buffers, granted));
         }
-        None => {
-            facts.push(fact("congestion control (accepted side)", format!("asked for {asked}")));
-            facts.push(fact("socket buffers (B)", format!("asked for {} each way", socket::SOCKET_BUFFER)));
+        About::Tcp(accepted) => {
+            let (used, granted) = accepted.map_or_else(
+                || {
+                    let asked = options.congestion.as_deref().unwrap_or("the kernel's default");
+                    (format!("asked for {asked}"), format!("asked for {} each way", socket::SOCKET_BUFFER))
+                },
+                |socket| (socket.congestion, socket.buffers),
+            );
+            facts.push(fact(congestion, used));
+            facts.push(fact(buffers, granted));
+            let default = format!("{}, unless a route says otherwise", socket::default_congestion());
+            facts.push(fact("congestion control (dialled side)", default));
         }
     }
-    facts.push(fact(
-        "congestion control (dialled side)",
-        format!("{}, unless a route says otherwise", socket::default_congestion()),
-    ));
     facts.push(fact("encryption", "none".to_string()));
     facts
 }

@@ -15,11 +15,12 @@ use comm_tcp::{RawTcpTransport, TcpOptions, ZmqTransport};
 pub(crate) enum Kind {
     Zmq,
     ZmqWithoutGate,
+    ZmqOverIpc,
     Raw,
 }
 
 impl Kind {
-    pub(crate) const ALL: [Kind; 3] = [Kind::Zmq, Kind::ZmqWithoutGate, Kind::Raw];
+    pub(crate) const ALL: [Kind; 4] = [Kind::Zmq, Kind::ZmqWithoutGate, Kind::ZmqOverIpc, Kind::Raw];
 
     pub(crate) fn connect(
         self,
@@ -27,7 +28,7 @@ impl Kind {
         options: &TcpOptions,
         deadline: Deadline,
     ) -> Result<Arc<dyn Transport>> {
-        let options = TcpOptions { gate: self == Kind::Zmq, ..options.clone() };
+        let options = TcpOptions { gate: self == Kind::Zmq, ipc: self == Kind::ZmqOverIpc, ..options.clone() };
         Ok(match self {
             Kind::Raw => Arc::new(RawTcpTransport::connect(control, &options, deadline)?),
             _ => Arc::new(ZmqTransport::connect(control, &options, deadline)?),

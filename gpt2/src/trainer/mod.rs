@@ -293,8 +293,6 @@ pub struct RankReport {
 
 /// Receives what happens during a run, on one rank.
 pub trait Observer {
-    /// All ranks are connected; before [`started`](Observer::started).
-    fn connected(&mut self, _session: &Session) {}
     /// Before the first step.
     fn started(&mut self, _steps: u64) {}
     /// The batch of a step is about to be read; what this takes counts as reading. Steps are counted from 1.
@@ -393,7 +391,6 @@ fn run(
     if let Some(reason) = trainer.no_gpu_figures() {
         observer.warning(&format!("no figures of the GPU: {reason}"));
     }
-    observer.connected(session);
     observer.started(config.steps);
     let mut reports = Vec::new();
     let mut validations = Vec::new();

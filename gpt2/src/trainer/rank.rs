@@ -109,8 +109,9 @@ impl<'a> Trainer<'a> {
             }
         }
 
-        let scalars = comm
-            .split(Some(0), 0)?
+        // Where nothing is sent there is nothing to count apart, and nobody to split off with.
+        let scalars = if session.timing_only { Some(comm.clone()) } else { comm.split(Some(0), 0)? };
+        let scalars = scalars
             .ok_or_else(|| comm_core::Error::InvalidArgument("the communicator of scalars has no ranks".into()))?;
         // Ranks measure at the same time, since that is how they will compute.
         scalars.barrier()?;
@@ -191,8 +192,7 @@ impl<'a> Trainer<'a> {
         let grads = self.strategy.synchronise(&mut clock)?;
 
         // Loss and norm over all ranks, in one small all-reduce that every strategy needs alike.
-        let squares: f64 =
-            clock.spend(Activity::Optimizer, || grads.iter().map(|grads| sum_of_squares(grads)).sum());
+        let squares: f64 = clock.spend(Activity::Optimizer, || grads.iter().map(|grads| sum_of_squares(grads)).sum());
         let mut totals = [loss, squares, f64::from(u8::from(!squares.is_finite()))];
         clock.scalars("loss and gradient norm", || self.scalars.all_reduce(&mut totals, ReduceOp::Sum))?;
         let [loss, all_squares, overflows] = totals;

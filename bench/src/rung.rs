@@ -1,4 +1,5 @@
-//! What collectives are timed over: the transports that training knows, and those that exist to be measured only.
+//! What is measured: the transports that training knows, and those that exist to be measured only. Neighbours differ in
+//! one thing, whose price is the difference of their times.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,18 +7,22 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use comm_core::null::NullCommunicator;
-use comm_core::{Control, Error};
+use comm_core::{Control, Deadline, Error};
+use comm_tcp::{TcpOptions, ZmqTransport};
 use gpt2::trainer::Session;
 use gpt2::transports::{self, TransportKind, TransportOptions};
 use serde::{Deserialize, Serialize};
 
-/// A rung of the ladder of transports.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// A rung of the ladder of transports, read and written by its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub(crate) enum Rung {
     /// One that training knows, too.
     Trained(TransportKind),
-    /// Nothing is sent: what the call itself costs, the floor of all others.
+    /// Nothing is sent: what the call itself costs, the floor of all others. What is computed over it is wrong.
     Null,
+    /// ZeroMQ over Unix sockets: what TCP costs below it.
+    TcpIpc,
     /// QUIC without packet protection: what encryption costs. Needs the feature `unprotected`.
     QuicUnprotected,
     /// A transport with one precaution more, or less, than it has by itself.
@@ -25,7 +30,7 @@ pub(crate) enum Rung {
 }
 
 /// Something that makes a job safer, and may cost time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Precaution {
     /// ZeroMQ without the gate that is in front of it by default.
     NoGate,
@@ -59,20 +64,70 @@ impl Rung {
     pub(crate) const LOCAL: Rung = Rung::Trained(TransportKind::Local);
     pub(crate) const TCP_RAW: Rung = Rung::Trained(TransportKind::TcpRaw);
 
-    /// Every rung that this build has or could have, those that need nothing first.
+    /// Every transport that this build has or could have, those that need nothing first.
     pub(crate) fn all() -> Vec<Rung> {
         let mut all = vec![Rung::Null];
-        all.extend(TransportKind::ALL.into_iter().map(Rung::Trained));
+        for kind in TransportKind::ALL {
+            if kind == TransportKind::Tcp {
+                all.push(Rung::TcpIpc);
+            }
+            all.push(Rung::Trained(kind));
+        }
         if cfg!(feature = "unprotected") {
             all.push(Rung::QuicUnprotected);
         }
         all
     }
 
+    /// The ladder, the cheapest first, as [`prices`](crate::prices) goes up on it.
+    pub(crate) const LADDER: [Rung; 8] = [
+        Rung::Null,
+        Rung::Trained(TransportKind::Shm),
+        Rung::TCP_RAW,
+        Rung::TcpIpc,
+        Rung::With(TransportKind::Tcp, Precaution::NoGate),
+        Rung::Trained(TransportKind::Tcp),
+        Rung::QuicUnprotected,
+        Rung::Trained(TransportKind::Quic),
+    ];
+
+    /// The names that a plan may write, without those that only add or leave out another precaution.
+    pub(crate) fn all_names() -> Vec<String> {
+        let mut all = Rung::all();
+        all.extend(Rung::LADDER);
+        let mut names: Vec<String> = Vec::new();
+        for name in all.into_iter().map(Rung::name) {
+            if !names.contains(&name) {
+                names.push(name);
+            }
+        }
+        names
+    }
+
+    /// Whether nothing really arrives, so that only times mean something.
+    pub(crate) fn is_timing_only(self) -> bool {
+        self == Rung::Null
+    }
+
+    /// Whether it goes past the network, so that neither a link nor congestion control is of any account.
+    pub(crate) fn is_in_memory(self) -> bool {
+        match self {
+            Rung::Null | Rung::TcpIpc => true,
+            Rung::Trained(kind) | Rung::With(kind, _) => matches!(kind, TransportKind::Local | TransportKind::Shm),
+            Rung::QuicUnprotected => false,
+        }
+    }
+
+    /// Whether it is QUIC, whose packets have a size that can be chosen.
+    pub(crate) fn is_quic(self) -> bool {
+        matches!(self, Rung::QuicUnprotected | Rung::Trained(TransportKind::Quic) | Rung::With(TransportKind::Quic, _))
+    }
+
     pub(crate) fn name(self) -> String {
         match self {
             Rung::Trained(kind) => kind.name().into(),
             Rung::Null => "null".into(),
+            Rung::TcpIpc => "tcp-ipc".into(),
             Rung::QuicUnprotected => "quic-unprotected".into(),
             Rung::With(kind, precaution) => format!("{kind}{}", precaution.suffix()),
         }
@@ -131,7 +186,7 @@ impl Rung {
             }
             Rung::With(kind, Precaution::NoGate) if kind != TransportKind::Tcp => Some(format!("{kind} has no gate")),
             Rung::Trained(kind) | Rung::With(kind, _) => kind.missing(),
-            Rung::Null => None,
+            Rung::Null | Rung::TcpIpc => None,
             Rung::QuicUnprotected if cfg!(feature = "unprotected") => None,
             Rung::QuicUnprotected => {
                 Some("this build lacks the feature `unprotected`; build with --features unprotected".into())
@@ -139,7 +194,11 @@ impl Rung {
         }
     }
 
-    /// Connects this rank. `options` are those that [`options`](Rung::options) has given.
+    /// Connects this rank, one process of the job that `control` belongs to, for collectives or for training. `options` are
+    /// those that [`options`](Rung::options) has given.
+    ///
+    /// # Errors
+    /// `Unsupported` for what this build lacks and for threads; those of the transport's own `connect`.
     pub(crate) fn connect(self, control: Arc<dyn Control>, options: &TransportOptions) -> Result<Session, Error> {
         match self {
             Rung::Trained(kind) | Rung::With(kind, _) => transports::connect(kind, control, options),
@@ -154,12 +213,18 @@ impl Rung {
                     ranks_in_process: 1,
                     node: None,
                     checked: false,
-                    timing_only: true,
+                    timing_only: self.is_timing_only(),
                 })
+            }
+            Rung::TcpIpc => {
+                let TransportOptions { lanes, waiting, timeout, .. } = *options;
+                let ipc = TcpOptions { lanes, waiting, ipc: true, ..TcpOptions::default() };
+                let transport = ZmqTransport::connect(&*control, &ipc, Deadline::after(timeout))?;
+                Ok(transports::session(transport, control, options, 1))
             }
             #[cfg(feature = "unprotected")]
             Rung::QuicUnprotected => {
-                let deadline = comm_core::Deadline::after(options.timeout);
+                let deadline = Deadline::after(options.timeout);
                 let quic = transports::quic_options(options)?;
                 let transport = comm_quic::UnprotectedQuic::connect(&*control, &quic, deadline)?;
                 Ok(transports::session(transport, control, options, 1))
@@ -183,31 +248,84 @@ impl FromStr for Rung {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
-        if name == Rung::QuicUnprotected.name() {
-            return Ok(Rung::QuicUnprotected);
-        }
-        if name == Rung::Null.name() {
-            return Ok(Rung::Null);
-        }
-        for precaution in Precaution::ALL {
-            if let Some(kind) = name.strip_suffix(precaution.suffix()) {
-                return Ok(Rung::With(kind.parse()?, precaution));
-            }
-        }
-        name.parse().map(Rung::Trained)
+        let of_our_own = [Rung::Null, Rung::TcpIpc, Rung::QuicUnprotected];
+        let trained = || name.parse().map(Rung::Trained).ok();
+        let with = || {
+            Precaution::ALL.into_iter().find_map(|precaution| {
+                let kind = name.strip_suffix(precaution.suffix())?;
+                Some(Rung::With(kind.parse().ok()?, precaution))
+            })
+        };
+        of_our_own.into_iter().find(|rung| rung.name() == name).or_else(trained).or_else(with).ok_or_else(|| {
+            let suffixes = Precaution::ALL.map(Precaution::suffix).join(", ");
+            let names = Rung::all_names().join(", ");
+            format!("`{name}` is no transport; choose one of {names}, or one with {suffixes} after it")
+        })
+    }
+}
+
+impl TryFrom<String> for Rung {
+    type Error = String;
+
+    fn try_from(name: String) -> Result<Self, String> {
+        name.parse()
+    }
+}
+
+impl From<Rung> for String {
+    fn from(rung: Rung) -> Self {
+        rung.name()
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use comm_core::CommunicatorExt;
+
     use super::*;
 
     #[test]
     fn names_read_as_they_print() {
-        for rung in Rung::all().into_iter().chain(Rung::of_safety()) {
+        for rung in Rung::all().into_iter().chain(Rung::of_safety()).chain(Rung::LADDER) {
             assert_eq!(rung.to_string().parse::<Rung>(), Ok(rung));
+            let json = serde_json::to_string(&rung).unwrap();
+            assert_eq!((json.trim_matches('"'), serde_json::from_str(&json).unwrap()), (&*rung.name(), rung));
         }
-        assert!("quick".parse::<Rung>().unwrap_err().contains("quic"));
+        for wrong in ["quick", "tcp-ipc-no-gate", "null+checked", "-no-gate", ""] {
+            let why = wrong.parse::<Rung>().unwrap_err();
+            assert!(why.contains("quic-unprotected") && why.contains("tcp-no-gate"), "{why}");
+        }
+    }
+
+    #[test]
+    fn every_rung_of_the_ladder_has_a_name_of_its_own_and_only_null_is_for_timing_alone() {
+        let names = Rung::all_names();
+        for rung in Rung::LADDER {
+            assert_eq!(names.iter().filter(|name| **name == rung.name()).count(), 1, "{rung}");
+            assert_eq!(rung.is_timing_only(), rung == Rung::Null);
+            assert!(!(rung.is_quic() && rung.is_in_memory()), "{rung}");
+        }
+    }
+
+    #[test]
+    fn a_rung_over_unix_sockets_and_one_over_nothing_connect() {
+        for rung in [Rung::TcpIpc, Rung::Null] {
+            let options = TransportOptions::default();
+            let ranks = comm_core::local::group(2, 1);
+            std::thread::scope(|scope| {
+                for rank in &ranks {
+                    let (control, options) = (rank.control.clone(), rung.options(&options));
+                    scope.spawn(move || {
+                        let session = rung.connect(control, &options).unwrap();
+                        let mut value = [1.0_f32];
+                        session.comm.all_reduce(&mut value, comm_core::ReduceOp::Sum).unwrap();
+                        let expected = if rung.is_timing_only() { 1.0 } else { 2.0 };
+                        assert_eq!((value[0], session.timing_only), (expected, rung.is_timing_only()), "{rung}");
+                        session.comm.finish(options.timeout).unwrap();
+                    });
+                }
+            });
+        }
     }
 
     #[test]

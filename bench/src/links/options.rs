@@ -1,0 +1,116 @@
+//! The command line of `bench links`, checked.
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::BenchError;
+use crate::link::{Carrier, Profile};
+use crate::matrix::Lines;
+
+/// Measures what links really do, beside what their profiles ask for.
+///
+/// Each profile is set up between network namespaces (as root, or in a user namespace) and measured from within. A rate is right
+/// within 3 %, a delay within 3 % or 100 µs, and a loss if it is likely for as many packets (99 %). Fails if one is not.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct LinksArgs {
+    /// Names of profiles, or paths of files of them, which end with .toml. [default: all that are part of this program]
+    profiles: Vec<String>,
+    /// How long one measurement takes.
+    #[arg(long, default_value_t = 3.0)]
+    seconds: f64,
+    /// TCP congestion control on the links, by its kernel name. [default: the kernel's]
+    #[arg(long)]
+    congestion: Option<String>,
+    /// Folder for links.jsonl.
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// One line of JSON a measurement, instead of a table.
+    #[arg(long)]
+    json: bool,
+    /// Run although this is a debug build.
+    #[arg(long)]
+    pub(super) allow_debug: bool,
+}
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub(super) struct Settings {
+    pub(super) profiles: Vec<Profile>,
+    pub(super) seconds: Duration,
+    pub(super) congestion: Option<String>,
+    pub(super) out: Option<PathBuf>,
+    pub(super) json: bool,
+}
+
+/// A shorter measurement has too few samples, a longer one says nothing more.
+const SECONDS: std::ops::RangeInclusive<f64> = 0.5..=60.0;
+
+impl LinksArgs {
+    /// # Errors
+    /// The first argument that cannot be, for the user.
+    pub(super) fn check(&self) -> Result<Settings, BenchError> {
+        if !SECONDS.contains(&self.seconds) {
+            let (least, most) = (SECONDS.start(), SECONDS.end());
+            return Err(format!("--seconds {} must lie between {least} and {most}", self.seconds).into());
+        }
+        Ok(Settings {
+            profiles: super::profiles(&self.profiles)?,
+            seconds: Duration::from_secs_f64(self.seconds),
+            congestion: self.congestion.clone(),
+            out: self.out.clone(),
+            json: self.json,
+        })
+    }
+}
+
+impl Settings {
+    pub(super) fn needs_namespaces(&self) -> bool {
+        self.profiles.iter().any(|profile| profile.carrier != Carrier::None)
+    }
+
+    /// The file of results, where one is asked for.
+    pub(super) fn create_file(&self) -> Result<Option<Lines>, BenchError> {
+        let Some(out) = &self.out else { return Ok(None) };
+        fs::create_dir_all(out).map_err(|error| {
+            format!("--out {}: cannot write there: {error}; give a folder that can be written", out.display())
+        })?;
+        Lines::create(&out.join("links.jsonl")).map(Some)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Program {
+        #[command(flatten)]
+        args: LinksArgs,
+    }
+
+    fn check(arguments: &[&str]) -> Result<Settings, String> {
+        let program = Program::try_parse_from([&["bench"], arguments].concat()).map_err(|error| error.to_string())?;
+        program.args.check().map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn without_names_all_are_measured() {
+        let settings = check(&[]).unwrap();
+        assert_eq!(settings.profiles.len(), Profile::names().count());
+        assert!(settings.needs_namespaces() && !check(&["loopback"]).unwrap().needs_namespaces());
+        assert_eq!(check(&["wan", "home", "--seconds", "1"]).unwrap().profiles.len(), 2);
+    }
+
+    #[test]
+    fn what_cannot_be_measured_is_refused() {
+        for (arguments, part) in
+            [(&["pigeon"][..], "pigeon"), (&["--seconds", "0.1"], "--seconds 0.1"), (&["--seconds", "nan"], "NaN")]
+        {
+            let why = check(arguments).unwrap_err();
+            assert!(why.contains(part), "{arguments:?}: {why}");
+        }
+    }
+}

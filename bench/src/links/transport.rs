@@ -1,0 +1,58 @@
+//! One flow over our QUIC transport.
+
+use std::time::{Duration, Instant};
+
+use comm_core::control::TcpControl;
+use comm_core::job::{Address, Job};
+use comm_core::{CommunicatorExt, Control, Deadline};
+use gpt2::transports::{self, TransportKind, TransportOptions};
+
+use super::flow::{Flow, Steady};
+use super::interface::Sampler;
+use super::rank::Place;
+use crate::BenchError;
+use crate::link::Ends;
+
+/// A message: that of a bucket of gradients, in parts.
+const MESSAGE: usize = 1 << 18;
+
+/// How a message says that it is the last one.
+const LAST: u8 = 1;
+
+/// How often messages are sent beyond the measurement's time at most, where they take long.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// One of the ranks of a job of two or more, of which `from` sends to `to` for as long as the measurement takes.
+///
+/// # Errors
+/// The transport's.
+pub(super) fn quic(place: &Place, job: &Job, ends: Option<&Ends>, from: usize, to: usize) -> Result<Flow, BenchError> {
+    let mut job = job.clone();
+    let mut options = TransportOptions { timeout: place.length + PATIENCE, ..TransportOptions::default() };
+    if let Some(ends) = ends {
+        let (host, port) = ends.meeting();
+        job.address = Address::Tcp { host: host.to_string(), port };
+        options.bind = place.own;
+    }
+    let kind = TransportKind::Quic;
+    let deadline = Deadline::after(options.timeout);
+    let control = TcpControl::connect_with(&job, &[("transport", kind.to_string())], options.control(), deadline)?;
+    let session = transports::connect(kind, control.clone(), &options).inspect_err(|error| control.poison(error))?;
+    let sampler = Sampler::start(&place.interface)?;
+    let mut message = vec![0_u8; MESSAGE];
+    let mut steady = Steady::new(place, Instant::now());
+    if job.rank == from {
+        let began = Instant::now();
+        while message[0] != LAST {
+            message[0] = if began.elapsed() < place.length { 0 } else { LAST };
+            session.comm.send(&message, to)?;
+        }
+    } else if job.rank == to {
+        while message[0] != LAST {
+            session.comm.recv_into(&mut message, from)?;
+            steady.add(MESSAGE);
+        }
+    }
+    session.comm.finish(session.timeout)?;
+    Ok(steady.flow(sampler, place.header))
+}

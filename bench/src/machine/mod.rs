@@ -1,0 +1,74 @@
+//! Watches the machine while something is measured: what disturbs a run makes its figures doubtful.
+//!
+//! Whatever the system does not tell is left out: no flag is better than one for nothing.
+
+mod clock;
+mod load;
+mod sys;
+
+use std::path::Path;
+
+use crate::record::{Flag, FlagKind};
+use clock::Clock;
+use load::Load;
+
+/// A run under watch.
+pub(crate) struct Watch {
+    load: Option<Load>,
+    clock: Clock,
+}
+
+impl Watch {
+    /// Looks at the machine, which takes about a tenth of a second, just before a run.
+    pub(crate) fn start() -> Watch {
+        let clock = Clock::read(Path::new("/"));
+        Watch { clock, load: Load::read(Path::new("/")) }
+    }
+
+    /// What disturbed the run. All its processes must have ended and been waited for: until then their processor time
+    /// is taken for that of strangers.
+    pub(crate) fn finish(self) -> Vec<Flag> {
+        let load = self.load.zip(Load::read(Path::new("/"))).map(|(before, after)| before.strangers_until(&after));
+        let clock = self.clock.moved_until(&self.clock.again(Path::new("/")));
+        let flag = |kind: FlagKind, found: Vec<String>| found.into_iter().map(move |what| Flag { kind, what });
+        flag(FlagKind::MachineBusy, load.unwrap_or_default()).chain(flag(FlagKind::ClockMoved, clock)).collect()
+    }
+}
+
+/// The doubt about a run of more ranks than cores.
+pub(crate) fn shared_cores(ranks: usize) -> Option<Flag> {
+    shared_among(ranks, std::thread::available_parallelism().ok()?.get())
+}
+
+fn shared_among(ranks: usize, cores: usize) -> Option<Flag> {
+    let what =
+        format!("{ranks} ranks share {cores} cores: they wait for one another's turns, not for the network alone");
+    (ranks > cores).then_some(Flag { kind: FlagKind::SharedCores, what })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    #[test]
+    fn ranks_without_a_core_each_share() {
+        assert_eq!(shared_among(2, 2), None);
+        let flag = shared_among(3, 2).unwrap();
+        assert_eq!(flag.kind, FlagKind::SharedCores);
+        assert!(flag.what.starts_with("3 ranks share 2 cores"), "{}", flag.what);
+    }
+
+    #[test]
+    fn a_watch_ends_and_does_not_take_own_work_for_that_of_strangers() {
+        let watch = Watch::start();
+        let end = Instant::now() + Duration::from_millis(300);
+        while Instant::now() < end {}
+        let flags = watch.finish();
+        // Other processes of this machine may well have been busy; what is checked is that this loop alone is not among
+        // them.
+        assert!(flags.iter().all(|flag| !flag.what.is_empty()), "{flags:?}");
+        println!("{flags:?}");
+    }
+}

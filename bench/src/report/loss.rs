@@ -1,0 +1,82 @@
+//! Loss against time: the same losses, different clocks.
+
+use super::charts::{curve, each_group, titled};
+use super::digest::{Case, Digest, Grouped};
+use super::html::{Page, Table};
+use super::text::figure;
+use crate::plot::{Labels, Point, Scale, curves};
+use crate::record::{Axis, Measured};
+
+/// What may differ between cells that compute the same.
+const NUMERICS: [Axis; 9] = [
+    Axis::Precision,
+    Axis::Wire,
+    Axis::Seed,
+    Axis::Preset,
+    Axis::Batch,
+    Axis::Accumulation,
+    Axis::Steps,
+    Axis::Ranks,
+    Axis::Strategy,
+];
+
+pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
+    if digest.cases.iter().all(|case| losses(case).is_none()) {
+        return;
+    }
+    page.section("loss", "Loss", "Loss against time");
+    page.small("The first round of each cell, all its steps. Equal work has equal losses; what differs is when.");
+    agreement(page, digest);
+    let known = |cases: &[&Case<'_>]| cases.iter().any(|case| losses(case).is_some());
+    each_group(page, digest.groups_and_single(&[Axis::Strategy]), known, |page, label, cases| {
+        let lines: Vec<_> =
+            cases.iter().filter_map(|case| Some(curve(&case.cell.strategy, points(losses(case)?)))).collect();
+        let title = titled("Loss against time", label);
+        let labels = Labels { title: &title, x: "seconds from the first step", y: "loss (nats a token)" };
+        page.figure(&title, curves(&labels, &lines, Scale::default()), "A mark for each step, where it ended.");
+    });
+}
+
+/// What the cell's first run says of losses. Over `null` each rank goes its own way, and its losses mean nothing.
+fn losses<'a>(case: &Case<'a>) -> Option<&'a Measured> {
+    if case.cell.transport == "null" {
+        return None;
+    }
+    let measured = case.good.first()?.measured;
+    measured.losses.iter().any(Option::is_some).then_some(measured)
+}
+
+fn points(measured: &Measured) -> Vec<Point> {
+    let both = measured.seconds.iter().zip(&measured.losses);
+    both.filter_map(|(x, loss)| Some(Point { x: *x, y: (*loss)?, interval: None })).collect()
+}
+
+/// Whether cells that should compute the same do: by the last loss, and by the hash of the weights over transports.
+fn agreement(page: &mut Page, digest: &Digest<'_>) {
+    let mut table = Table::new(&["cells", "number", "last loss: least", "most", "weights"], 1);
+    let others: Vec<Axis> = Axis::ALL.into_iter().filter(|axis| !NUMERICS.contains(axis)).collect();
+    for Grouped { label, cases, .. } in digest.groups(&others) {
+        let measured: Vec<&Measured> = cases.iter().filter_map(|case| losses(case)).collect();
+        let last: Vec<f64> = measured.iter().filter_map(|measured| measured.losses.last().copied().flatten()).collect();
+        let (least, most) =
+            last.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), loss| (low.min(*loss), high.max(*loss)));
+        if last.is_empty() {
+            continue;
+        }
+        let hashes = super::digest::distinct(measured.iter().map(|measured| measured.weights_hash.as_str()));
+        let weights = match hashes.len() {
+            _ if measured.len() == 1 => "–".into(),
+            0 | 1 => "identical".into(),
+            several => format!("{several} different"),
+        };
+        let name = if label.is_empty() { "all".into() } else { label };
+        table.row(vec![name, measured.len().to_string(), precise(least), precise(most), weights]);
+    }
+    if !table.rows.is_empty() {
+        page.folded_table("Losses and weights over transports and links", &table);
+    }
+}
+
+fn precise(loss: f64) -> String {
+    if loss.is_finite() { format!("{loss:.5}") } else { figure(loss) }
+}

@@ -1,0 +1,110 @@
+//! Heat maps: strategy by transport, and strategy by link.
+
+use super::charts::{each_group, titled, varies};
+use super::digest::{Case, Digest, distinct};
+use super::html::{Page, Table};
+use super::text::{figure, interval};
+use crate::plot::{Heat, Square, heat};
+use crate::record::Axis;
+
+pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
+    if digest.cases.is_empty() {
+        return;
+    }
+    page.section("maps", "Maps", "Step time by strategy, transport and link");
+    page.small(
+        "In each square: milliseconds a step, the interval of the median, and how many times the best of its row that is, which is also its \
+         shade. Hatched: no figures; the reason stands in the table, and where a pointer rests on the square.",
+    );
+    let transports = |cases: &[&Case<'_>]| varies(cases, Axis::Transport) || !varies_anywhere(digest, Axis::Transport);
+    each_group(page, digest.groups(&[Axis::Strategy, Axis::Transport]), transports, |page, label, cases| {
+        map(page, &titled("Step time by transport", label), cases, Axis::Transport);
+    });
+    if varies_anywhere(digest, Axis::Link) {
+        page.heading("The same by link");
+        let links = |cases: &[&Case<'_>]| varies(cases, Axis::Link);
+        each_group(page, digest.groups(&[Axis::Strategy, Axis::Link]), links, |page, label, cases| {
+            map(page, &titled("Step time by link", label), cases, Axis::Link);
+        });
+    }
+}
+
+fn varies_anywhere(digest: &Digest<'_>, axis: Axis) -> bool {
+    digest.axes.contains(&axis)
+}
+
+fn map(page: &mut Page, title: &str, cases: &[&Case<'_>], across: Axis) {
+    let strategies = distinct(cases.iter().map(|case| case.cell.strategy.clone()));
+    let mut columns: Vec<String> = distinct(cases.iter().map(|case| case.cell.value(across)));
+    if across == Axis::Transport {
+        columns.sort_by_key(|name| super::digest::known(&super::digest::TRANSPORTS, name));
+    }
+    let at = |strategy: &str, column: &str| {
+        cases.iter().find(|case| case.cell.strategy == strategy && case.cell.value(across) == column)
+    };
+    let best = |cases: Vec<&&Case<'_>>| {
+        cases.into_iter().filter_map(|case| case.step).map(|step| step.estimate).fold(f64::INFINITY, f64::min)
+    };
+    let across_name = across.to_string();
+    let mut table = Table::new(
+        &[
+            "strategy",
+            &across_name,
+            "step (ms)",
+            "of the row's best",
+            "of the column's best",
+            "tokens/s",
+            "rounds",
+            "why not",
+        ],
+        2,
+    );
+    let mut rows = Vec::new();
+    for strategy in &strategies {
+        let row_best = best(columns.iter().filter_map(|column| at(strategy, column)).collect());
+        let mut squares = Vec::new();
+        for column in &columns {
+            let Some(case) = at(strategy, column) else {
+                squares.push(Square::Empty);
+                continue;
+            };
+            let column_best = best(strategies.iter().filter_map(|strategy| at(strategy, column)).collect());
+            squares.push(square(case, row_best));
+            let ratio = |best: f64| case.step.map_or("–".into(), |step| format!("{}×", figure(step.estimate / best)));
+            table.row(vec![
+                strategy.clone(),
+                column.clone(),
+                case.step_text(),
+                ratio(row_best),
+                ratio(column_best),
+                case.tokens_per_s().map_or("–".into(), |speed| interval(&speed)),
+                case.good.len().to_string(),
+                if case.step.is_none() { case.hole().1 } else { String::new() },
+            ]);
+        }
+        rows.push((strategy.clone(), squares));
+    }
+    let picture = heat(&Heat { title, ratio: "times the best of the row", columns, rows });
+    page.figure(title, picture, "Times the best of the row: the darker (in a dark page: the lighter), the worse.");
+    page.folded_table("The same as a table", &table);
+}
+
+fn square(case: &Case<'_>, best: f64) -> Square {
+    match case.step {
+        Some(step) => {
+            let ratio = step.estimate / best;
+            let interval_ = format!("[{}, {}]", figure(step.low), figure(step.high));
+            let (strategy, transport, link) = (&case.cell.strategy, &case.cell.transport, &case.cell.link);
+            let rounds = super::text::count(case.good.len(), "round");
+            Square::Value {
+                ratio,
+                lines: vec![format!("{} ms", figure(step.estimate)), interval_, format!("{}×", figure(ratio))],
+                tip: format!("{strategy}, {transport}, {link}: {} ms a step over {rounds}", interval(&step)),
+            }
+        }
+        None => {
+            let (word, why) = case.hole();
+            Square::Hole { word, why }
+        }
+    }
+}

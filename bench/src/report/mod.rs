@@ -1,0 +1,161 @@
+//! `bench report`: a folder of results as one page that can be read anywhere: no network, no other file but pictures and traces beside it.
+//!
+//! The page begins with the answer in words, each statement with its figures, and goes on from what was run over maps, the parts of a step,
+//! scaling and curves to the reasons: what connections and emulated links did meanwhile.
+
+mod charts;
+mod collectives;
+mod curves;
+mod digest;
+mod findings;
+mod html;
+mod links;
+mod loss;
+mod maps;
+mod parts;
+mod scaling;
+mod setup;
+#[cfg(test)]
+mod synthetic;
+#[cfg(test)]
+mod tests;
+mod text;
+mod textbook;
+mod traces;
+mod why;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::Args;
+use gpt2::cli::say;
+
+use crate::BenchError;
+use crate::plot;
+use crate::record::Cell;
+use crate::results::{Results, read_records};
+use crate::sweep::Plan;
+use digest::Digest;
+use html::Page;
+
+/// The page's name, where nobody gives another.
+const PAGE: &str = "report.html";
+
+/// The plan's name, where a sweep left one.
+const PLAN: &str = "plan.toml";
+
+/// Folder of the pictures, beside the page.
+const FIGURES: &str = "figures";
+
+/// Makes one HTML page of a sweep's results.
+#[derive(Debug, Args)]
+pub(crate) struct ReportArgs {
+    /// Folder with results.jsonl.
+    folder: PathBuf,
+    /// The page. Pictures go into figures/ beside it. [default: report.html in the folder]
+    #[arg(long, value_name = "FILE.html")]
+    out: Option<PathBuf>,
+}
+
+pub(crate) fn run(args: &ReportArgs) -> Result<ExitCode, BenchError> {
+    let results = read_records(&args.folder)?;
+    let page = match &args.out {
+        Some(out) => write_to(&results, &args.folder, out)?,
+        None => write(&results, &args.folder)?,
+    };
+    say(format_args!("report: {}", page.display()));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Writes the page of the results that lie in `folder` into it, and returns its path.
+///
+/// # Errors
+/// What could not be written, and why.
+pub(crate) fn write(results: &Results, folder: &Path) -> Result<PathBuf, String> {
+    write_to(results, folder, &folder.join(PAGE))
+}
+
+fn write_to(results: &Results, folder: &Path, out: &Path) -> Result<PathBuf, String> {
+    let beside = match out.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    let (planned, why) = planned(folder);
+    let page = page(results, &planned, folder, beside, why.as_deref());
+    let figures = beside.join(FIGURES);
+    fs::create_dir_all(&figures).map_err(|error| format!("{}: {error}", figures.display()))?;
+    remove_old(&figures);
+    for (name, svg) in &page.figures {
+        plot::write(&figures.join(name), svg)?;
+    }
+    let html = page.finish(&title(results));
+    let unfinished = out.with_extension("html.tmp");
+    fs::write(&unfinished, html)
+        .and_then(|()| fs::rename(&unfinished, out))
+        .map_err(|error| format!("{}: {error}", out.display()))?;
+    Ok(out.to_path_buf())
+}
+
+/// The plan that a sweep leaves in its folder; nothing is planned where there is none. And why one that is there cannot be read.
+fn planned(folder: &Path) -> (Planned, Option<String>) {
+    let Ok(text) = fs::read_to_string(folder.join(PLAN)) else { return (Planned::default(), None) };
+    match Plan::parse(&text) {
+        Ok(plan) => (Planned { rounds: plan.rounds, cells: plan.cells }, None),
+        Err(why) => (
+            Planned::default(),
+            Some(format!("{PLAN} cannot be read, so cells that were not reached are not shown: {why}")),
+        ),
+    }
+}
+
+/// What was to be run.
+#[derive(Debug, Default)]
+struct Planned {
+    rounds: u32,
+    cells: Vec<Cell>,
+}
+
+/// All sections, of results in `folder`, for a page that lies in `beside`.
+fn page(results: &Results, planned: &Planned, folder: &Path, beside: &Path, unplanned: Option<&str>) -> Page {
+    let digest = Digest::of(results, &planned.cells);
+    let mut page = Page::default();
+    setup::beware(&mut page, &digest);
+    unplanned.into_iter().for_each(|why| page.warning(why));
+    findings::write(&mut page, &digest);
+    setup::write(&mut page, &digest, planned.rounds);
+    maps::write(&mut page, &digest);
+    parts::write(&mut page, &digest);
+    scaling::write(&mut page, &digest);
+    curves::write(&mut page, &digest);
+    collectives::write(&mut page, folder);
+    loss::write(&mut page, &digest);
+    why::write(&mut page, &digest);
+    textbook::write(&mut page, &digest);
+    traces::write(&mut page, &digest, &planned.cells, (folder, beside));
+    page
+}
+
+fn title(results: &Results) -> String {
+    let plans =
+        digest::distinct(results.records.iter().map(|record| record.plan.as_str()).filter(|name| !name.is_empty()));
+    match plans.is_empty() {
+        true => "bench report".into(),
+        false => format!("bench report: {}", plans.join(", ")),
+    }
+}
+
+/// Takes away the pictures of an earlier page: files that are named as [`Page::figure`] names them.
+fn remove_old(figures: &Path) {
+    let Ok(entries) = fs::read_dir(figures) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        let number = name.split_once('-').map_or("", |(number, _)| number);
+        let ours = name.ends_with(".svg") && number.len() >= 2 && number.bytes().all(|byte| byte.is_ascii_digit());
+        if ours {
+            // One that stays is of no harm: the page names those that it shows.
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+}

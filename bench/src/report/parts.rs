@@ -1,0 +1,143 @@
+//! What a step consists of, and which operation it waits for.
+
+use super::charts::{each_group, name, titled};
+use super::digest::{Case, Digest, distinct};
+use super::html::{Page, Table};
+use super::text::{figure, listed, maybe, share};
+use crate::collectives::stats::median;
+use crate::plot::{Group, Stack, stack};
+use crate::record::{Axis, Rank, Steps};
+
+/// Number of the colour of each part, in their order, and whether it is hatched.
+const LOOK: [(usize, bool); 9] =
+    [(7, false), (4, false), (2, false), (5, false), (1, false), (6, true), (3, true), (3, false), (0, true)];
+
+/// Share of a step that may be left over before it is told of.
+const LEFT_OVER: f64 = 0.05;
+
+pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
+    if digest.cases.iter().all(|case| case.step.is_none()) {
+        return;
+    }
+    page.section("parts", "Parts of a step", "What a step consists of");
+    page.small(
+        "Means over ranks, settled steps and rounds, because means add up: to the mean step, which is above the median where some steps are \
+         slow. exposed: waiting for gradients and parameters while all ranks take part; scalars: the same for loss and norm; skew: waiting for \
+         ranks that have not begun; other: what nothing accounts for. The thin bar below is communication that is hidden behind other work and \
+         is no part of the sum.",
+    );
+    unattributed(page, digest);
+    let timed = |cases: &[&Case<'_>]| cases.iter().any(|case| case.step.is_some());
+    each_group(page, digest.groups_and_single(&[Axis::Strategy, Axis::Transport]), timed, |page, label, cases| {
+        decomposition(page, label, cases);
+        operations(page, cases);
+    });
+}
+
+fn several_transports(cases: &[&Case<'_>]) -> bool {
+    super::charts::varies(cases, Axis::Transport)
+}
+
+fn decomposition(page: &mut Page, label: &str, cases: &[&Case<'_>]) {
+    let names = Steps::default().parts().map(|(name, _)| name);
+    let parts = names.iter().zip(LOOK).map(|(name, (colour, hatched))| (name.to_string(), colour, hatched)).collect();
+    let transports = several_transports(cases);
+    let mut sorted: Vec<&&Case<'_>> = cases.iter().filter(|case| case.step.is_some()).collect();
+    sorted.sort_by_key(|case| super::digest::known(&super::digest::STRATEGIES, &case.cell.strategy));
+    let group = |case: &&&Case<'_>| Group {
+        name: name(case, transports),
+        values: names.iter().map(|part| case.mean(part).unwrap_or(0.0)).collect(),
+        behind: case.mean("hidden").unwrap_or(0.0),
+    };
+    let title = titled("Parts of a step", label);
+    let groups: Vec<Group> = sorted.iter().map(group).collect();
+    let picture = stack(&Stack { title: &title, value: "milliseconds a step", parts, behind: "hidden", groups });
+    page.figure(
+        &title,
+        picture,
+        "Each bar is one cell's mean step; the thin bar is what was hidden behind other work.",
+    );
+    let mut head = vec!["cell", "step"];
+    head.extend(names);
+    head.extend(["communication", "hidden", "left over: median", "left over: worst"]);
+    let mut table = Table::new(&head, 1);
+    for case in sorted {
+        let (median, worst) = left_over(case);
+        let mut row = vec![name(case, transports), maybe(case.mean("total"))];
+        row.extend(names.iter().map(|part| maybe(case.mean(part))));
+        row.extend([maybe(case.mean("communication")), maybe(case.mean("hidden"))]);
+        row.extend([median, worst].map(|value| value.map_or("–".into(), share)));
+        table.row(row);
+    }
+    page.folded_table("The same as a table (milliseconds)", &table);
+}
+
+/// What share of a step nothing accounts for: the median over settled steps and ranks, and the worst.
+fn left_over(case: &Case<'_>) -> (Option<f64>, Option<f64>) {
+    let shares: Vec<f64> = case
+        .good
+        .iter()
+        .flat_map(|run| run.values("other").into_iter().zip(run.values("total")))
+        .filter(|(_, total)| *total > 0.0)
+        .map(|(other, total)| other.abs() / total)
+        .collect();
+    (median(&shares), shares.iter().copied().max_by(f64::total_cmp))
+}
+
+fn unattributed(page: &mut Page, digest: &Digest<'_>) {
+    let shares: Vec<(f64, f64, String)> = digest
+        .cases
+        .iter()
+        .filter_map(|case| {
+            let (median, worst) = left_over(case);
+            Some((median?, worst?, digest.label(case.cell)))
+        })
+        .collect();
+    let middle = median(&shares.iter().map(|share| share.0).collect::<Vec<_>>());
+    let worst = shares.iter().max_by(|a, b| a.1.total_cmp(&b.1));
+    let (Some(middle), Some((_, worst, cell))) = (middle, worst) else { return };
+    page.text(&format!(
+        "What nothing accounts for is {} of a step in the median cell; the worst single step leaves {} ({cell}).",
+        share(middle),
+        share(*worst)
+    ));
+    let much: Vec<String> = shares
+        .iter()
+        .filter(|(median, _, _)| *median > LEFT_OVER)
+        .map(|(median, _, cell)| format!("{cell} {}", share(*median)))
+        .collect();
+    if !much.is_empty() {
+        page.warning(&format!(
+            "more than {} of the median step is left over in {}.",
+            share(LEFT_OVER),
+            listed(&much, 6)
+        ));
+    }
+}
+
+/// By bucket or other operation: means over ranks and rounds of the medians over steps.
+fn operations(page: &mut Page, cases: &[&Case<'_>]) {
+    let transports = several_transports(cases);
+    let mut table = Table::new(&["cell", "operation", "under way (ms)", "exposed (ms)", "hidden (ms)", "skew (ms)"], 2);
+    for case in cases {
+        let ranks: Vec<&Rank> = case.good.iter().flat_map(|run| &run.measured.ranks).collect();
+        for label in distinct(ranks.iter().flat_map(|rank| &rank.operations).map(|one| one.label.as_str())) {
+            let all = || ranks.iter().flat_map(|rank| &rank.operations).filter(|one| one.label == label);
+            let mean = |pick: fn(&crate::record::Operation) -> f64| {
+                let values: Vec<f64> = all().map(pick).filter(|ms| ms.is_finite()).collect();
+                figure(values.iter().sum::<f64>() / values.len() as f64)
+            };
+            table.row(vec![
+                name(case, transports),
+                label.into(),
+                mean(|one| one.communication),
+                mean(|one| one.exposed),
+                mean(|one| one.hidden),
+                mean(|one| one.skew),
+            ]);
+        }
+    }
+    if !table.rows.is_empty() {
+        page.folded_table("By bucket and other operations", &table);
+    }
+}

@@ -1,0 +1,107 @@
+//! What more ranks do: time of a step, speed, and bytes against the formula.
+
+use super::charts::{by_strategy, each_group, titled};
+use super::digest::{Case, Digest, Grouped, SINGLE, distinct};
+use super::html::{Page, Table};
+use super::text::bytes;
+use crate::plot::{Labels, Point, Scale, curves};
+use crate::record::{Axis, FlagKind};
+use crate::stats::Interval;
+
+pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
+    let timed = |case: &&Case<'_>| case.step.is_some();
+    if digest.cases.iter().filter(timed).count() == 0 {
+        return;
+    }
+    page.section("scaling", "Scaling", "Scaling over ranks");
+    if digest.axes.contains(&Axis::Ranks) {
+        let shared = digest.cases.iter().any(|case| case.is_flagged(FlagKind::SharedCores));
+        let shared = if shared { " (ranks share cores)" } else { "" };
+        if !shared.is_empty() {
+            page.warning(
+                "ranks share cores where there are more of them than cores, so that steps take longer with more ranks whatever the network \
+                 does. Bytes are not concerned.",
+            );
+        }
+        let scaled = |cases: &[&Case<'_>]| {
+            distinct(cases.iter().filter(|case| case.cell.strategy != SINGLE).map(|case| case.cell.ranks)).len() > 1
+        };
+        each_group(page, digest.groups_and_single(&[Axis::Strategy, Axis::Ranks]), scaled, |page, label, cases| {
+            chart(
+                page,
+                &titled(&format!("Step time over ranks{shared}"), label),
+                "milliseconds a step",
+                cases,
+                |case| case.step,
+            );
+            let title = titled(&format!("Speed over ranks{shared}"), label);
+            chart(page, &title, "tokens a second", cases, |case| case.tokens_per_s());
+        });
+    } else {
+        page.text("All cells have the same number of ranks, so there are bytes to be told, and no scaling.");
+    }
+    payload(page, digest);
+}
+
+fn chart(page: &mut Page, title: &str, y: &str, cases: &[&Case<'_>], value: impl Fn(&Case<'_>) -> Option<Interval>) {
+    let point = |case: &Case<'_>| {
+        let Interval { estimate, low, high, .. } = value(case)?;
+        Some(Point { x: case.cell.ranks as f64, y: estimate, interval: Some((low, high)) })
+    };
+    let scale = Scale { whole_x: true, from_zero: true, ..Scale::default() };
+    let picture = curves(&Labels { title, x: "ranks", y }, &by_strategy(cases, point), scale);
+    page.figure(title, picture, "With the interval of each median.");
+}
+
+/// Bytes of gradients and parameters that ranks send a step. They depend on neither transport nor link, so that one line tells of all.
+fn payload(page: &mut Page, digest: &Digest<'_>) {
+    let mut table = Table::new(
+        &[
+            "cells",
+            "ranks",
+            "the rank that sends most",
+            "by formula",
+            "all ranks together",
+            "by formula",
+            "as the formula",
+        ],
+        1,
+    );
+    for Grouped { label, cases, .. } in
+        digest.groups(&[Axis::Transport, Axis::Link, Axis::Congestion, Axis::QuicMtu, Axis::Threads])
+    {
+        let most = |values: Vec<f64>| values.into_iter().max_by(f64::total_cmp);
+        let sum = |values: Vec<f64>| Some(values.iter().sum::<f64>());
+        // Over `null` nothing arrives, and nothing is counted.
+        let counts = |case: &&Case<'_>| case.step.is_some() && case.cell.transport != "null";
+        let timed: Vec<&Case<'_>> = cases.into_iter().filter(counts).collect();
+        let counted = |case: &&Case<'_>| {
+            let counted = case.by_rank(|rank| rank.payload_bytes.map(|bytes| bytes as f64), most);
+            let expected = case.by_rank(|rank| Some(rank.payload_expected as f64), most);
+            let all = case.by_rank(|rank| rank.payload_bytes.map(|bytes| bytes as f64), sum);
+            let all_expected = case.by_rank(|rank| Some(rank.payload_expected as f64), sum);
+            [counted, expected, all, all_expected].map(|value| value.map_or("–".into(), bytes))
+        };
+        for figures in distinct(timed.iter().map(counted)) {
+            let same: Vec<&&Case<'_>> = timed.iter().filter(|case| counted(case) == figures).collect();
+            let Some(first) = same.first() else { continue };
+            let off = same.iter().any(|case| case.is_flagged(FlagKind::OffTheFormula));
+            let name = if label.is_empty() { first.cell.strategy.clone() } else { label.clone() };
+            let name = if same.len() == 1 { name } else { format!("{name} ({} cells)", same.len()) };
+            let nothing = figures[0] == "–";
+            let [counted, expected, all, all_expected] = figures;
+            let judged = if off {
+                "NO"
+            } else if nothing {
+                "not counted"
+            } else {
+                "yes"
+            };
+            table.row(vec![name, first.cell.ranks.to_string(), counted, expected, all, all_expected, judged.into()]);
+        }
+    }
+    if !table.rows.is_empty() {
+        page.heading("Payload a step, counted and by formula");
+        page.table(&table);
+    }
+}

@@ -1,0 +1,297 @@
+//! `bench sweep`: the cells of a plan, interleaved and repeated, each run a line of results with everything that was measured.
+
+mod cell;
+mod order;
+mod plan;
+mod rank;
+mod skew;
+mod text;
+mod trace;
+mod worlds;
+
+use std::collections::BTreeSet;
+use std::fs::{self, File, OpenOptions};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use gpt2::cli::say;
+
+use plan::READY;
+pub(crate) use plan::{DEFAULT, LOOPBACK, NOBODY, Plan};
+pub(crate) use rank::{RankArgs, run_rank};
+pub(crate) use text::TextSource;
+
+use crate::BenchError;
+use crate::environment::Environment;
+use crate::matrix::bar;
+use crate::record::{Cell, Record, Status};
+use crate::results::{self, Results};
+use crate::runner::Interrupted;
+use worlds::Worlds;
+
+/// Runs the cells of a plan, and writes a report of what they cost.
+#[derive(Debug, clap::Args)]
+pub(crate) struct SweepArgs {
+    /// The plan: a TOML file, or the name of one that comes with this program.
+    plan: Option<PathBuf>,
+    /// Name the plans that come with this program, and what they are for.
+    #[arg(long)]
+    list: bool,
+    /// Print the cells of the plan and run none.
+    #[arg(long)]
+    dry_run: bool,
+    /// Folder for results.jsonl, traces and the report. [default: a new folder under bench-results/]
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Go on with the sweep of the same plan that was stopped in --out.
+    #[arg(long, requires = "out")]
+    resume: bool,
+    /// With --resume, run the cells again that failed.
+    #[arg(long, requires = "resume")]
+    retry: bool,
+    /// How often each cell runs, instead of what the plan says.
+    #[arg(long)]
+    rounds: Option<u32>,
+    /// A text file, a folder of text files, or token shards. [default: documentation of this program's own dependencies]
+    #[arg(long)]
+    data: Option<PathBuf>,
+    /// Run although this is a debug build.
+    #[arg(long)]
+    allow_debug: bool,
+}
+
+/// A sweep that may have been begun before.
+pub(crate) struct Sweep {
+    pub(crate) plan: Plan,
+    pub(crate) text: TextSource,
+    pub(crate) out: PathBuf,
+    pub(crate) environment: Environment,
+    /// The signal that came since the start, 0 for none.
+    pub(crate) interrupted: Arc<AtomicUsize>,
+}
+
+/// Names of the files of a sweep in its folder.
+const PLAN: &str = "plan.toml";
+pub(crate) const TRACES: &str = "traces";
+
+pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
+    if args.list {
+        for (name, text) in READY {
+            say(format_args!("{name:<10} {}", Plan::parse(text)?.about));
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    let path = args.plan.as_deref().ok_or("give a plan, or --list to see which ones there are")?;
+    let (mut plan, text) = Plan::load(path)?;
+    match args.rounds {
+        Some(0) => return Err("--rounds must be at least 1".into()),
+        Some(rounds) => plan.rounds = rounds,
+        None => {}
+    }
+    if args.dry_run {
+        print_cells(&plan);
+        return Ok(ExitCode::SUCCESS);
+    }
+    if cfg!(debug_assertions) {
+        if !args.allow_debug {
+            return Err(
+                "this is a debug build, whose timings mean nothing; build with --release, or pass --allow-debug".into(),
+            );
+        }
+        say(format_args!("DEBUG BUILD: the timings below mean nothing"));
+    }
+    if plan.cells.iter().any(worlds::needs_namespaces) {
+        crate::link::gain_namespaces();
+    }
+    let interrupted = crate::chaos::interrupted()?;
+    let source = TextSource::bytes(args.data.clone())?;
+    let out = if args.resume {
+        let out = args.out.clone().unwrap_or_default();
+        resumable(&out, &text)?;
+        out
+    } else {
+        let out = crate::overlap::results_folder(args.out.clone(), &plan.name)?;
+        begin(&out, &text)?;
+        out
+    };
+    let sweep = Sweep { plan, text: source, out, environment: Environment::read(), interrupted };
+    sweep.introduce();
+    let earlier = if args.resume { sweep.earlier(args.retry)? } else { BTreeSet::new() };
+    let outcome = sweep.run(&earlier);
+    sweep.report()?;
+    outcome
+}
+
+fn print_cells(plan: &Plan) {
+    let axes = Cell::varied(plan.cells.iter());
+    say(format_args!("{}: {} cells × {} rounds", plan.name, plan.cells.len(), plan.rounds));
+    for cell in &plan.cells {
+        say(format_args!("  {}", cell.label(&axes)));
+    }
+}
+
+/// Makes a folder ready for a new sweep.
+fn begin(out: &Path, plan: &str) -> Result<(), BenchError> {
+    // Rows of an earlier run are hours of somebody's time.
+    if let Some(old) = [results::FILE, PLAN].map(|name| out.join(name)).into_iter().find(|path| path.exists()) {
+        return Err(format!(
+            "{} holds an earlier run; give a new folder with --out, or go on with it with --resume",
+            old.display()
+        )
+        .into());
+    }
+    let traces = out.join(TRACES);
+    fs::create_dir_all(&traces).map_err(|error| format!("{}: {error}", traces.display()))?;
+    fs::write(out.join(PLAN), plan).map_err(|error| format!("{}: {error}", out.join(PLAN).display()).into())
+}
+
+/// Whether a folder holds a sweep of this plan.
+fn resumable(out: &Path, plan: &str) -> Result<(), BenchError> {
+    let path = out.join(PLAN);
+    let old = fs::read_to_string(&path).map_err(|error| {
+        format!("{}: {error}; --resume takes the folder of a sweep that was stopped", path.display())
+    })?;
+    if old != plan {
+        return Err(format!(
+            "{} is another plan than the one given; a sweep goes on with its own, or begins in a new folder",
+            path.display()
+        )
+        .into());
+    }
+    Ok(())
+}
+
+impl Sweep {
+    pub(crate) fn introduce(&self) {
+        let Plan { name, about, rounds, cells, .. } = &self.plan;
+        say(format_args!("plan: {name}, {} cells × {rounds} rounds: {about}", cells.len()));
+        say(format_args!("text: {}", self.text.description));
+        say(format_args!("machine: {}", self.environment.one_line()));
+        say(format_args!("results: {}", self.out.display()));
+    }
+
+    /// What an earlier part of this sweep has done: cells by place in the plan, with their round.
+    fn earlier(&self, retry: bool) -> Result<BTreeSet<(Cell, u32)>, BenchError> {
+        let path = self.out.join(results::FILE);
+        if !path.exists() {
+            return Ok(BTreeSet::new());
+        }
+        let Results { records, whole_bytes, .. } = results::read_records(&self.out)?;
+        // The sweep may have been stopped while it wrote its last line.
+        let file = OpenOptions::new().write(true).open(&path);
+        file.and_then(|file| file.set_len(whole_bytes)).map_err(|error| format!("{}: {error}", path.display()))?;
+        let counts = |record: &&Record| !retry || record.status == Status::Ok;
+        Ok(records.iter().filter(counts).map(|record| (record.cell.clone(), record.round)).collect())
+    }
+
+    /// Runs what has not been run; false in the exit code if a cell that could have run did not, or sent what no formula says.
+    pub(crate) fn run(&self, earlier: &BTreeSet<(Cell, u32)>) -> Result<ExitCode, BenchError> {
+        let Plan { name, rounds, timeout, cells, .. } = &self.plan;
+        let mut file = Appending::open(&self.out.join(results::FILE))?;
+        let mut worlds = Worlds::default();
+        let bar = bar(cells.len() * *rounds as usize);
+        let axes = Cell::varied(cells.iter());
+        let (mut position, mut sound) = (0, true);
+        let seed = order::seed(name);
+        for round in 1..=*rounds {
+            for index in order::order(cells, seed, round) {
+                let cell = &cells[index];
+                bar.set_message(format!("round {round}: {}", cell.label(&axes)));
+                position += 1;
+                if earlier.contains(&(cell.clone(), round)) {
+                    bar.inc(1);
+                    continue;
+                }
+                self.go_on()?;
+                let job = cell::Job {
+                    plan: name,
+                    round,
+                    position: position - 1,
+                    timeout: *timeout,
+                    text: &self.text,
+                    environment: &self.environment,
+                    trace: (round == 1).then(|| self.out.join(TRACES).join(trace_name(index))),
+                };
+                let record = job.run(cell, worlds.of(cell))?;
+                sound &= is_sound(&record);
+                file.append(&record)?;
+                if let Status::Failed(why) | Status::TimedOut(why) = &record.status {
+                    bar.suspend(|| say(format_args!("round {round}: {}: {why}", cell.label(&axes))));
+                }
+                bar.inc(1);
+            }
+        }
+        bar.finish_and_clear();
+        Ok(if sound { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    }
+
+    /// Writes the report of what there is.
+    pub(crate) fn report(&self) -> Result<(), BenchError> {
+        let results = results::read_records(&self.out)?;
+        let path = crate::report::write(&results, &self.out)?;
+        say(format_args!("rows: {}", self.out.join(results::FILE).display()));
+        say(format_args!("report: {}", path.display()));
+        Ok(())
+    }
+
+    /// Whether the user still wants the results.
+    fn go_on(&self) -> Result<(), Interrupted> {
+        match self.interrupted.load(Ordering::Relaxed) {
+            0 => Ok(()),
+            signal => Err(Interrupted { signal: i32::try_from(signal).unwrap_or(2) }),
+        }
+    }
+}
+
+/// The file of a cell's trace, by its place in the plan.
+pub(crate) fn trace_name(index: usize) -> String {
+    format!("cell-{index}.json")
+}
+
+fn is_sound(record: &Record) -> bool {
+    let off = record.flags.iter().any(|flag| flag.kind == crate::record::FlagKind::OffTheFormula);
+    matches!(record.status, Status::Ok | Status::NotAvailable(_)) && !off
+}
+
+/// A file of JSON lines that is only ever longer by whole lines.
+struct Appending {
+    file: File,
+    path: PathBuf,
+    length: u64,
+}
+
+impl Appending {
+    fn open(path: &Path) -> Result<Self, BenchError> {
+        let told = |error: std::io::Error| format!("{}: {error}", path.display());
+        let mut file = OpenOptions::new().create(true).append(true).read(true).open(path).map_err(told)?;
+        let mut length = file.seek(SeekFrom::End(0)).map_err(told)?;
+        let mut last = [b'\n'];
+        if length > 0 {
+            file.seek(SeekFrom::End(-1)).and_then(|_| file.read_exact(&mut last)).map_err(told)?;
+        }
+        if last != *b"\n" {
+            file.write_all(b"\n").map_err(told)?;
+            length += 1;
+        }
+        Ok(Appending { file, path: path.to_owned(), length })
+    }
+
+    fn append(&mut self, record: &Record) -> Result<(), BenchError> {
+        let mut line = serde_json::to_vec(record)?;
+        line.push(b'\n');
+        if let Err(error) = self.file.write_all(&line) {
+            // No half line: what is there stays readable.
+            let _ = self.file.set_len(self.length);
+            return Err(format!(
+                "{}: {error}; the runs before this one are safe: make room, and go on with --resume",
+                self.path.display()
+            )
+            .into());
+        }
+        self.length += line.len() as u64;
+        Ok(())
+    }
+}

@@ -1,0 +1,285 @@
+//! From the spans of all ranks to each rank's parts of a step: what it waited for the network, and what for ranks that had not begun.
+
+use std::collections::HashMap;
+
+use gpt2::strategy::{Activity, Operation, Span};
+use serde::{Deserialize, Serialize};
+
+use crate::collectives::stats::median;
+use crate::record;
+use crate::stats::warm_up;
+
+/// A step of a rank, as its process has seen it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Step {
+    /// Wall time, in milliseconds.
+    pub(super) ms: f64,
+    pub(super) spans: Vec<Span>,
+    pub(super) operations: Vec<Operation>,
+    /// Communication under way, and how much of it nobody waited for, in milliseconds.
+    pub(super) communication: f64,
+    pub(super) hidden: f64,
+}
+
+/// What a rank's waits of one step were for.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Waits {
+    exposed: u64,
+    scalars: u64,
+    skew: u64,
+    /// Of the skew, by the rank that began last.
+    waited_for: Vec<u64>,
+    /// Exposed time and skew of each operation.
+    by_operation: Vec<(u64, u64)>,
+}
+
+/// Which operations of the ranks are one: the same group, label and messages, and how many like it came before in the step.
+type Key<'a> = (u64, &'a str, Option<(usize, usize)>, usize);
+
+/// Each rank's figures, but for those that the spans do not show.
+pub(super) fn ranks(steps: &[Vec<Step>]) -> Vec<record::Rank> {
+    let count = steps.iter().map(Vec::len).min().unwrap_or(0);
+    let waits: Vec<Vec<Waits>> =
+        (0..count).map(|step| waits(&steps.iter().map(|rank| &rank[step]).collect::<Vec<_>>())).collect();
+    let totals: Vec<f64> = (0..count).map(|step| longest(steps, step)).collect();
+    let steady = warm_up(&totals).cut.min(count)..count;
+    let of_rank = |(rank, steps): (usize, &Vec<Step>)| {
+        let waits: Vec<&Waits> = waits.iter().map(|of_step| &of_step[rank]).collect();
+        let steady_waits = &waits[steady.clone()];
+        let ranks = waits.first().map_or(0, |waits| waits.waited_for.len());
+        let held_up =
+            |by: usize| median(&steady_waits.iter().map(|waits| ms(waits.waited_for[by])).collect::<Vec<_>>());
+        record::Rank {
+            rank,
+            steps: columns(&steps[..count], &waits),
+            operations: operations(&steps[steady.clone()], steady_waits),
+            waited_for: (0..ranks).map(|by| held_up(by).unwrap_or(0.0)).collect(),
+            ..record::Rank::default()
+        }
+    };
+    steps.iter().enumerate().map(of_rank).collect()
+}
+
+fn longest(steps: &[Vec<Step>], step: usize) -> f64 {
+    steps.iter().map(|rank| rank[step].ms).fold(0.0, f64::max)
+}
+
+/// What each rank waited for in a step that all of them took.
+fn waits(ranks: &[&Step]) -> Vec<Waits> {
+    let keys: Vec<Vec<Key<'_>>> = ranks.iter().enumerate().map(|(rank, step)| keys(rank, &step.operations)).collect();
+    // When each rank asked for an operation.
+    let mut asked: HashMap<Key<'_>, Vec<(usize, u64)>> = HashMap::new();
+    for (rank, (step, keys)) in ranks.iter().zip(&keys).enumerate() {
+        for (operation, key) in step.operations.iter().zip(keys) {
+            asked.entry(*key).or_default().push((rank, operation.asked));
+        }
+    }
+    let of_rank = |(rank, (step, keys)): (usize, (&&Step, &Vec<Key<'_>>))| {
+        let mut waits = Waits {
+            waited_for: vec![0; ranks.len()],
+            by_operation: vec![(0, 0); step.operations.len()],
+            ..Waits::default()
+        };
+        for span in &step.spans {
+            let scalars = span.activity == Activity::Scalars;
+            if !scalars && span.activity != Activity::Exposed {
+                continue;
+            }
+            let length = span.ended.saturating_sub(span.began);
+            let last = span.operation.and_then(|index| keys.get(index)).and_then(|key| asked.get(key));
+            let others = last.into_iter().flatten().filter(|(other, _)| *other != rank);
+            let last = others.max_by_key(|(_, asked)| *asked);
+            let skew = last.map_or(0, |(_, asked)| asked.min(&span.ended).saturating_sub(span.began));
+            waits.skew += skew;
+            *(if scalars { &mut waits.scalars } else { &mut waits.exposed }) += length - skew;
+            if let Some((other, _)) = last {
+                waits.waited_for[*other] += skew;
+            }
+            if let Some(of_operation) = span.operation.and_then(|index| waits.by_operation.get_mut(index)) {
+                of_operation.0 += length - skew;
+                of_operation.1 += skew;
+            }
+        }
+        waits
+    };
+    ranks.iter().zip(&keys).enumerate().map(of_rank).collect()
+}
+
+fn keys(rank: usize, operations: &[Operation]) -> Vec<Key<'_>> {
+    let mut seen: HashMap<(u64, &str, Option<(usize, usize)>), usize> = HashMap::new();
+    let key = |operation: &'_ Operation| {
+        operation.partner.map(|partner| if partner.receives { (rank, partner.rank) } else { (partner.rank, rank) })
+    };
+    operations
+        .iter()
+        .map(|operation| {
+            let (group, label, message) = (operation.group, operation.label.as_str(), key(operation));
+            let count = seen.entry((group, label, message)).or_default();
+            *count += 1;
+            (group, label, message, *count)
+        })
+        .collect()
+}
+
+/// Columns of the steps' parts.
+fn columns(steps: &[Step], waits: &[&Waits]) -> record::Steps {
+    let spent = |activities: &[Activity]| -> Vec<f64> {
+        let of_step = |step: &Step| {
+            let spans = step.spans.iter().filter(|span| activities.contains(&span.activity));
+            ms(spans.map(|span| span.ended.saturating_sub(span.began)).sum())
+        };
+        steps.iter().map(of_step).collect()
+    };
+    let waited = |of: fn(&Waits) -> u64| -> Vec<f64> { waits.iter().map(|waits| ms(of(waits))).collect() };
+    let mut columns = record::Steps {
+        total: steps.iter().map(|step| step.ms).collect(),
+        data: spent(&[Activity::Data]),
+        compute: spent(&[Activity::Forward, Activity::Backward]),
+        pack: spent(&[Activity::Pack]),
+        exposed: waited(|waits| waits.exposed),
+        scalars: waited(|waits| waits.scalars),
+        skew: waited(|waits| waits.skew),
+        unpack: spent(&[Activity::Unpack]),
+        optimizer: spent(&[Activity::Optimizer]),
+        other: Vec::new(),
+        communication: steps.iter().map(|step| step.communication).collect(),
+        hidden: steps.iter().map(|step| step.hidden).collect(),
+    };
+    columns.other = steps
+        .iter()
+        .map(|step| step.ms - ms(step.spans.iter().map(|span| span.ended.saturating_sub(span.began)).sum()))
+        .collect();
+    columns
+}
+
+/// Medians of each operation over steps that all had the same.
+fn operations(steps: &[Step], waits: &[&Waits]) -> Vec<record::Operation> {
+    let Some(first) = steps.first() else { return Vec::new() };
+    let alike = |step: &&Step| {
+        step.operations.iter().map(|each| &each.label).eq(first.operations.iter().map(|each| &each.label))
+    };
+    let pairs: Vec<(&Step, &&Waits)> = steps.iter().zip(waits).filter(|(step, _)| alike(step)).collect();
+    let of_operation = |(index, operation): (usize, &Operation)| {
+        let over = |of: &dyn Fn(&(&Step, &&Waits)) -> u64| -> f64 {
+            median(&pairs.iter().map(|pair| ms(of(pair))).collect::<Vec<_>>()).unwrap_or(0.0)
+        };
+        record::Operation {
+            label: operation.label.clone(),
+            communication: over(&|(step, _)| under_way(&step.operations[index])),
+            exposed: over(&|(_, waits)| waits.by_operation[index].0),
+            skew: over(&|(_, waits)| waits.by_operation[index].1),
+            hidden: over(&|(step, _)| under_way(&step.operations[index]) - waited_meanwhile(step, index)),
+        }
+    };
+    first.operations.iter().enumerate().map(of_operation).collect()
+}
+
+fn under_way(operation: &Operation) -> u64 {
+    operation.ended.saturating_sub(operation.began)
+}
+
+/// How long the training thread waited, for whatever, while an operation was under way.
+fn waited_meanwhile(step: &Step, index: usize) -> u64 {
+    let operation = &step.operations[index];
+    let waits = step.spans.iter().filter(|span| matches!(span.activity, Activity::Exposed | Activity::Scalars));
+    let meanwhile =
+        waits.map(|span| span.ended.min(operation.ended).saturating_sub(span.began.max(operation.began))).sum::<u64>();
+    meanwhile.min(under_way(operation))
+}
+
+fn ms(nanoseconds: u64) -> f64 {
+    nanoseconds as f64 / 1e6
+}
+
+#[cfg(test)]
+mod tests {
+    use gpt2::strategy::Partner;
+
+    use super::*;
+
+    const MS: u64 = 1_000_000;
+
+    fn operation(label: &str, partner: Option<Partner>, [asked, began, ended]: [u64; 3]) -> Operation {
+        Operation { label: label.into(), group: 0, partner, asked: asked * MS, began: began * MS, ended: ended * MS }
+    }
+
+    fn wait(activity: Activity, operation: usize, began: u64, ended: u64) -> Span {
+        Span { activity, operation: Some(operation), began: began * MS, ended: ended * MS }
+    }
+
+    fn step(ms: f64, spans: Vec<Span>, operations: Vec<Operation>) -> Step {
+        Step { ms, spans, operations, communication: 0.0, hidden: 0.0 }
+    }
+
+    /// Two ranks all-reduce; rank 1 comes 30 ms later.
+    fn late() -> Vec<Vec<Step>> {
+        let compute =
+            |began, ended| Span { activity: Activity::Forward, operation: None, began: began * MS, ended: ended * MS };
+        let first = step(
+            60.0,
+            vec![compute(0, 10), wait(Activity::Exposed, 0, 10, 50)],
+            vec![operation("gradients", None, [10, 10, 50])],
+        );
+        let second = step(
+            60.0,
+            vec![compute(0, 40), wait(Activity::Exposed, 0, 40, 50)],
+            vec![operation("gradients", None, [40, 40, 50])],
+        );
+        vec![vec![first; 6], vec![second; 6]]
+    }
+
+    #[test]
+    fn waiting_for_a_rank_that_has_not_begun_is_skew() {
+        let ranks = ranks(&late());
+        let of = |rank: usize| (ranks[rank].steps.exposed[5], ranks[rank].steps.skew[5], ranks[rank].steps.other[5]);
+        assert_eq!(of(0), (10.0, 30.0, 10.0));
+        assert_eq!(of(1), (10.0, 0.0, 10.0));
+        assert_eq!((ranks[0].waited_for.clone(), ranks[1].waited_for.clone()), (vec![0.0, 30.0], vec![0.0, 0.0]));
+        let operation = &ranks[0].operations[0];
+        assert_eq!(
+            (operation.communication, operation.exposed, operation.skew, operation.hidden),
+            (40.0, 10.0, 30.0, 0.0)
+        );
+    }
+
+    #[test]
+    fn parts_add_up_to_the_total() {
+        for rank in ranks(&late()) {
+            for step in 0..6 {
+                let sum: f64 = rank.steps.parts().iter().map(|(_, column)| column[step]).sum();
+                assert!((sum - rank.steps.total[step]).abs() < 1e-9);
+            }
+        }
+    }
+
+    #[test]
+    fn a_message_is_compared_with_its_other_end() {
+        // Rank 0 receives from 1 and from 2; 2 is late, 1 is not.
+        let from = |rank| Some(Partner { rank, receives: false });
+        let to = |rank| Some(Partner { rank, receives: true });
+        let server = step(
+            50.0,
+            vec![wait(Activity::Exposed, 0, 0, 10), wait(Activity::Exposed, 1, 10, 40)],
+            vec![operation("gradients", from(1), [0, 0, 10]), operation("gradients", from(2), [0, 0, 40])],
+        );
+        let worker = |asked, ended| {
+            step(
+                50.0,
+                vec![wait(Activity::Exposed, 0, asked, ended)],
+                vec![operation("gradients", to(0), [asked, asked, ended])],
+            )
+        };
+        let ranks = ranks(&[vec![server], vec![worker(0, 10)], vec![worker(30, 40)]]);
+        assert_eq!((ranks[0].steps.skew[0], ranks[0].steps.exposed[0]), (20.0, 20.0));
+        assert_eq!(ranks[0].waited_for, [0.0, 0.0, 20.0]);
+        assert_eq!((ranks[1].steps.skew[0], ranks[2].steps.skew[0]), (0.0, 0.0));
+    }
+
+    #[test]
+    fn loss_and_norm_have_a_part_of_their_own() {
+        let step = step(20.0, vec![wait(Activity::Scalars, 0, 5, 12)], vec![operation("loss", None, [5, 5, 12])]);
+        let ranks = ranks(&[vec![step]]);
+        assert_eq!((ranks[0].steps.scalars[0], ranks[0].steps.exposed[0], ranks[0].steps.other[0]), (7.0, 0.0, 13.0));
+        assert!(super::ranks(&[]).is_empty());
+    }
+}

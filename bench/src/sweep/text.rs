@@ -1,0 +1,31 @@
+//! The text that all cells of a sweep train on.
+
+use std::path::PathBuf;
+
+use gpt2::corpus::{Corpus, CorpusSource};
+use gpt2::env::default_cargo_home;
+use gpt2::tokenizer::TokenizerKind;
+
+use crate::BenchError;
+
+/// Where the text is, and what the plan's cells have to know about it.
+pub(crate) struct TextSource {
+    /// The path given with `--data`; `None` for the documentation of this program's own dependencies.
+    pub(crate) source: Option<PathBuf>,
+    pub(crate) tokenizer: TokenizerKind,
+    pub(crate) vocabulary: usize,
+    /// One line about it.
+    pub(crate) description: String,
+}
+
+impl TextSource {
+    /// Bytes of the text at `source`.
+    ///
+    /// # Errors
+    /// It cannot be read, or is too short.
+    pub(crate) fn bytes(source: Option<PathBuf>) -> Result<Self, BenchError> {
+        let tokenizer = TokenizerKind::Bytes;
+        let corpus = Corpus::load(&CorpusSource::from_path(source.clone(), default_cargo_home()), tokenizer)?;
+        Ok(TextSource { source, tokenizer, vocabulary: corpus.vocab_size(), description: corpus.describe() })
+    }
+}

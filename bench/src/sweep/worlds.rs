@@ -1,0 +1,60 @@
+//! The networks of a sweep: each is made when the first cell needs it, and stays until the end.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+
+use super::cell::ranks_per_end;
+use super::plan::{DEFAULT, LOOPBACK};
+use crate::link::{Profile, World};
+use crate::record::Cell;
+
+/// Most networks that exist at a time: each is some namespaces, and maybe a process.
+const MOST: usize = 8;
+
+/// What makes a network another one: its profile, its ends, and its congestion control.
+type Key = (String, usize, String);
+
+#[derive(Default)]
+pub(super) struct Worlds {
+    worlds: HashMap<Key, Result<World, String>>,
+}
+
+impl Worlds {
+    /// The network that a cell goes over.
+    ///
+    /// # Errors
+    /// Why there is none.
+    pub(super) fn of(&mut self, cell: &Cell) -> Result<&World, &str> {
+        let key = key(cell);
+        if self.worlds.len() >= MOST && !self.worlds.contains_key(&key) {
+            // Whose turn is over, as cells of a link follow one another.
+            self.worlds.clear();
+        }
+        let world = match self.worlds.entry(key) {
+            Entry::Occupied(old) => old.into_mut(),
+            Entry::Vacant(new) => {
+                let world = make(new.key());
+                new.insert(world)
+            }
+        };
+        world.as_ref().map_err(String::as_str)
+    }
+}
+
+fn key(cell: &Cell) -> Key {
+    if needs_namespaces(cell) {
+        (cell.link.clone(), cell.ranks.div_ceil(ranks_per_end(cell)), cell.congestion.clone())
+    } else {
+        (LOOPBACK.into(), 0, DEFAULT.into())
+    }
+}
+
+fn make((link, ends, congestion): &Key) -> Result<World, String> {
+    let congestion = (congestion != DEFAULT).then_some(congestion.as_str());
+    World::new(&Profile::find(link)?, *ends, congestion)
+}
+
+/// Whether a cell's ranks live in namespaces of their own.
+pub(super) fn needs_namespaces(cell: &Cell) -> bool {
+    cell.link != LOOPBACK
+}

@@ -1,0 +1,252 @@
+//! Sweeps as a user meets them: real processes, small plans.
+
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+/// A folder with a text and a plan.
+struct Bench {
+    folder: tempfile::TempDir,
+}
+
+impl Bench {
+    fn with_plan(rounds: u32, axes: &str) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("text.txt"), "Sphinx of black quartz, judge my vow. ".repeat(400)).unwrap();
+        let plan = format!(
+            "name = \"small\"\nrounds = {rounds}\ntimeout-s = 60\n[axes]\npreset = \"micro\"\nbatch = 4\nsteps = 4\n{axes}\n"
+        );
+        fs::write(folder.path().join("plan.toml"), plan).unwrap();
+        Bench { folder }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn command(&self, more: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_bench"));
+        command
+            .args(["sweep", "plan.toml", "--allow-debug", "--data", "text.txt", "--out", "out"])
+            .args(more)
+            .current_dir(self.folder.path());
+        command
+    }
+
+    fn sweep(&self, more: &[&str]) -> Output {
+        self.command(more).output().unwrap()
+    }
+
+    fn records(&self) -> Vec<Value> {
+        let text = fs::read_to_string(self.path("out/results.jsonl")).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+}
+
+fn said(output: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+fn kind(record: &Value) -> &str {
+    record["status"]["kind"].as_str().unwrap()
+}
+
+fn numbers(value: &Value) -> Vec<f64> {
+    value.as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()
+}
+
+/// Network namespaces of this program that exist.
+fn namespaces() -> Vec<String> {
+    let entries = fs::read_dir("/var/run/netns").into_iter().flatten().flatten();
+    let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+    names.filter(|name| name.starts_with("bench-")).collect()
+}
+
+#[test]
+fn every_run_is_a_line_with_everything_in_it() {
+    let bench = Bench::with_plan(
+        2,
+        "strategy = [\"single\", \"ps\", \"ddp\", \"fsdp\"]\ntransport = [\"null\", \"local\", \"shm\", \"tcp\", \"quic\"]",
+    );
+    let output = bench.sweep(&[]);
+    assert!(output.status.success(), "{}", said(&output));
+    let records = bench.records();
+    assert_eq!(records.len(), 2 * (1 + 3 * 5));
+    for record in &records {
+        let name = format!("{} over {}", record["cell"]["strategy"], record["cell"]["transport"]);
+        assert_eq!(kind(record), "ok", "{name}: {}", record["status"]);
+        let ranks = record["measured"]["ranks"].as_array().unwrap();
+        assert_eq!(ranks.len() as u64, record["cell"]["ranks"].as_u64().unwrap(), "{name}");
+        for rank in ranks {
+            let steps = &rank["steps"];
+            let parts = ["data", "compute", "pack", "exposed", "scalars", "skew", "unpack", "optimizer", "other"];
+            let columns: Vec<Vec<f64>> = parts.iter().map(|part| numbers(&steps[*part])).collect();
+            for (step, total) in numbers(&steps["total"]).into_iter().enumerate() {
+                let sum: f64 = columns.iter().map(|column| column[step]).sum();
+                assert!((sum - total).abs() < 1e-6 * total, "{name}: the parts of step {step} make {sum} of {total}");
+                // Nothing is found by subtraction, so nothing is negative, and little is left.
+                assert!(columns.iter().all(|column| column[step] >= -1e-9), "{name}: {columns:?}");
+            }
+            if record["cell"]["transport"] != "null" {
+                assert_eq!(rank["payload_bytes"], rank["payload_expected"], "{name}");
+            }
+        }
+    }
+    // Weights do not depend on the transport, where something arrives.
+    for strategy in ["ps", "ddp", "fsdp"] {
+        let of = |record: &&Value| record["cell"]["strategy"] == strategy && record["cell"]["transport"] != "null";
+        let hashes: Vec<&Value> = records.iter().filter(of).map(|record| &record["measured"]["weights_hash"]).collect();
+        assert!(hashes.len() == 8 && hashes.iter().all(|hash| *hash == hashes[0]), "{strategy}: {hashes:?}");
+    }
+    let tcp = records.iter().find(|record| record["cell"]["transport"] == "tcp").unwrap();
+    let connections = &tcp["measured"]["ranks"][0]["network"];
+    assert!(!connections["connections"].as_array().unwrap().is_empty() || connections["missing"].is_string());
+    let traces: Vec<_> = fs::read_dir(bench.path("out/traces")).unwrap().collect();
+    assert_eq!(traces.len(), 16);
+    let trace: Value = serde_json::from_slice(&fs::read(bench.path("out/traces/cell-1.json")).unwrap()).unwrap();
+    assert!(trace["traceEvents"].as_array().unwrap().len() > 20);
+    let report = fs::read_to_string(bench.path("out/report.html")).unwrap();
+    assert!(report.contains("ddp") && report.contains("quic"));
+}
+
+#[test]
+fn a_slow_rank_is_named() {
+    let bench =
+        Bench::with_plan(1, "strategy = \"ring\"\ntransport = \"shm\"\nsteps = 8\nplanted = { ms = 40, rank = 1 }");
+    // The plan's steps come first; the axis may be named once only.
+    let plan = fs::read_to_string(bench.path("plan.toml")).unwrap().replacen("steps = 4\n", "", 1);
+    fs::write(bench.path("plan.toml"), plan).unwrap();
+    let output = bench.sweep(&[]);
+    assert!(output.status.success(), "{}", said(&output));
+    let record = bench.records().remove(0);
+    let waited = |rank: usize| numbers(&record["measured"]["ranks"][rank]["waited_for"]);
+    assert!(waited(0)[1] > 25.0, "{:?}", waited(0));
+    assert!(waited(1)[0] < 25.0, "{:?}", waited(1));
+}
+
+#[test]
+fn a_run_that_does_not_end_is_a_hole_with_its_reason() {
+    let bench = Bench::with_plan(1, "strategy = \"ddp\"\ntransport = \"shm\"\nplanted = [{ ms = 60000 }, \"none\"]");
+    let plan = fs::read_to_string(bench.path("plan.toml")).unwrap().replace("timeout-s = 60", "timeout-s = 3");
+    fs::write(bench.path("plan.toml"), plan).unwrap();
+    let output = bench.sweep(&[]);
+    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+    let records = bench.records();
+    let mut kinds: Vec<&str> = records.iter().map(kind).collect();
+    kinds.sort_unstable();
+    assert_eq!(kinds, ["ok", "timed-out"], "{}", said(&output));
+    let report = fs::read_to_string(bench.path("out/report.html")).unwrap();
+    assert!(report.contains("timed out") || report.contains("did not end"), "the report says nothing of the hole");
+}
+
+#[test]
+fn a_stopped_sweep_goes_on_where_it_was() {
+    let bench = Bench::with_plan(3, "strategy = [\"ps\", \"ring\", \"ddp\"]\ntransport = \"tcp-raw\"");
+    let mut sweep = bench.command(&[]).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let began = Instant::now();
+    let lines = || fs::read_to_string(bench.path("out/results.jsonl")).unwrap_or_default().lines().count();
+    while lines() < 2 {
+        assert!(began.elapsed() < Duration::from_secs(60), "nothing is measured");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(Command::new("kill").args(["-TERM", &sweep.id().to_string()]).status().unwrap().success());
+    assert_eq!(sweep.wait().unwrap().code(), Some(128 + 15));
+    let done = lines();
+    assert!(done < 9, "it was over before it was stopped");
+    assert!(bench.path("out/report.html").exists(), "what there is has no report");
+    // As if the power had failed in the middle of a line.
+    let mut torn = fs::read(bench.path("out/results.jsonl")).unwrap();
+    torn.extend_from_slice(b"{\"schema\":1,\"pla");
+    fs::write(bench.path("out/results.jsonl"), torn).unwrap();
+
+    let again = bench.sweep(&[]);
+    assert!(!again.status.success() && said(&again).contains("--resume"), "{}", said(&again));
+    let output = bench.sweep(&["--resume"]);
+    assert!(output.status.success(), "{}", said(&output));
+    let records = bench.records();
+    let mut runs: Vec<(String, u64)> =
+        records.iter().map(|record| (record["cell"].to_string(), record["round"].as_u64().unwrap())).collect();
+    runs.sort();
+    runs.dedup();
+    assert_eq!((records.len(), runs.len()), (9, 9));
+}
+
+#[test]
+fn a_disk_that_is_full_loses_no_line() {
+    let bench = Bench::with_plan(20, "strategy = \"ring\"\ntransport = \"shm\"");
+    let program = env!("CARGO_BIN_EXE_bench");
+    // A limit on file sizes instead of a full disk: 16 KiB, which a few lines fill.
+    let script =
+        format!("trap '' XFSZ; ulimit -f 32; exec {program} sweep plan.toml --allow-debug --data text.txt --out out");
+    let output = Command::new("sh").args(["-c", &script]).current_dir(bench.folder.path()).output().unwrap();
+    assert!(!output.status.success());
+    assert!(said(&output).contains("results.jsonl") && !said(&output).contains("panicked"), "{}", said(&output));
+    assert!(bench.records().len() < 20);
+    let output = bench.sweep(&["--resume"]);
+    assert!(output.status.success(), "{}", said(&output));
+    assert_eq!(bench.records().len(), 20);
+}
+
+#[test]
+fn over_a_link_ranks_live_in_namespaces_that_are_gone_afterwards() {
+    let bench =
+        Bench::with_plan(1, "strategy = \"ddp\"\ntransport = [\"tcp\", \"quic\"]\nlink = [\"lan-1g\", \"wan\"]");
+    let before = namespaces();
+    let output = bench.sweep(&[]);
+    let records = bench.records();
+    assert_eq!(records.len(), 4);
+    if records.iter().all(|record| kind(record) == "not-available") {
+        eprintln!("skipped: {}", records[0]["status"]["why"]);
+        return;
+    }
+    assert!(output.status.success(), "{}", said(&output));
+    for record in &records {
+        assert_eq!(kind(record), "ok", "{}", record["status"]);
+        let steps = numbers(&record["measured"]["ranks"][0]["steps"]["total"]);
+        // A step over the wide link takes a round trip at least.
+        assert!(record["cell"]["link"] != "wan" || steps.iter().all(|ms| *ms > 45.0), "{steps:?}");
+        let interface = &record["measured"]["ranks"][0]["network"]["interface"];
+        let payload = record["measured"]["ranks"][0]["payload_bytes"].as_u64().unwrap() * 3;
+        assert!(interface["bytes_sent"].as_u64().unwrap() > payload, "{interface}");
+    }
+    assert_eq!(namespaces().len(), before.len(), "namespaces are left");
+}
+
+#[test]
+fn what_is_wrong_is_one_clear_error() {
+    let bench = Bench::with_plan(1, "strategy = \"ddp\"\nlink = \"moon\"");
+    fs::write(bench.path("bad.toml"), "name = 3").unwrap();
+    fs::create_dir(bench.path("empty")).unwrap();
+    let program = |arguments: &[&str]| {
+        Command::new(env!("CARGO_BIN_EXE_bench")).args(arguments).current_dir(bench.folder.path()).output().unwrap()
+    };
+    let cases: &[(&[&str], &str)] = &[
+        (&["sweep"], "plan"),
+        (&["sweep", "nowhere.toml"], "nowhere.toml"),
+        (&["sweep", "bad.toml"], "bad.toml"),
+        (&["sweep", "quick", "--rounds", "0"], "--rounds"),
+        (&["sweep", "quick", "--resume"], "--out"),
+        (&["sweep", "quick", "--allow-debug", "--out", "empty", "--resume"], "plan.toml"),
+        (&["sweep", "plan.toml", "--allow-debug", "--data", "text.txt"], "moon"),
+        (&["report", "empty"], "results.jsonl"),
+        (&["compare", "empty", "empty"], "results.jsonl"),
+    ];
+    for (arguments, expected) in cases {
+        let output = program(arguments);
+        assert!(!output.status.success(), "{arguments:?} was accepted");
+        assert!(
+            said(&output).contains(expected) && !said(&output).contains("panicked"),
+            "{arguments:?}: {}",
+            said(&output)
+        );
+    }
+    let listed = program(&["sweep", "--list"]);
+    assert!(listed.status.success() && said(&listed).contains("ladder"));
+    let dry = program(&["sweep", "quick", "--dry-run"]);
+    assert!(dry.status.success() && said(&dry).contains("fsdp quic"));
+}
