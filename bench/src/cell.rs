@@ -78,14 +78,6 @@ impl Row {
 }
 
 impl Cell {
-    /// Name for messages: `ddp over tcp on 2 ranks`.
-    pub(crate) fn name(&self) -> String {
-        match self.transport {
-            Some(transport) => format!("{} over {transport} on {} ranks", self.strategy, self.ranks),
-            None => self.strategy.to_string(),
-        }
-    }
-
     /// Runs the cell in processes of its own. A cell that fails is a row that says why.
     ///
     /// # Errors
@@ -98,11 +90,6 @@ impl Cell {
             Err(RunError::Interrupted(interrupted)) => return Err(interrupted),
         }
         Ok(row)
-    }
-
-    /// The row of a cell that is not run, for a reason.
-    pub(crate) fn skipped(&self, setup: &Setup, reason: &str) -> Row {
-        Row { status: format!("not available: {reason}"), ..self.row(setup) }
     }
 
     fn summary(&self, setup: &Setup) -> Result<Summary, RunError> {

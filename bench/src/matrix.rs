@@ -51,7 +51,7 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
     };
     let sound = sweep.run(&BTreeSet::new())? == ExitCode::SUCCESS;
     let results = results::read_records(&setup.out)?;
-    say(format_args!("{}", table::render(&results.records)));
+    say(format_args!("{}", table::render(&sweep.plan.cells, &results.records)));
     say(format_args!(
         "step and exposed: medians over steps and rounds; exposed: how long a step waits for communication, late ranks and the scalars \
          of loss and norm included, on the rank where it is longest"

@@ -10,6 +10,7 @@ use serde::Serialize;
 use crate::record::{Axis, Cell, Record};
 use crate::rung::Rung;
 use crate::stats::{CellRuns, Comparison, Interval, Keep, Metric, Over, Verdict, cell_runs, compare_paired, summary};
+use crate::sweep::LOOPBACK;
 use crate::text;
 
 /// Everything that the records have a price of.
@@ -68,6 +69,9 @@ const SMALL: u64 = 1472;
 /// The axes in which neighbours may differ, each with rules of its own.
 const OF_TRANSPORTS: [Axis; 3] = [Axis::Transport, Axis::Congestion, Axis::QuicMtu];
 
+/// Links that hold nothing up.
+const UNLIMITED: [&str; 2] = [LOOPBACK, "unlimited"];
+
 /// Where our TCP transports say what buffers the kernel granted.
 const BUFFERS: &str = "socket buffers (B)";
 
@@ -94,7 +98,9 @@ pub(crate) fn price_list(records: &[Record], metric: Metric) -> PriceList {
 fn is_one_thing(what: &str, without: &CellRuns<'_>, with: &CellRuns<'_>) -> bool {
     let (a, b) = (without.cell, with.cell);
     let axes = Axis::ALL.into_iter().filter(|axis| !OF_TRANSPORTS.contains(axis));
-    let alike = axes.map(|axis| a.value(axis) == b.value(axis)).all(|same| same);
+    // What goes through memory has no link; next to it is a link without a limit.
+    let no_link = is_in_memory(a) && UNLIMITED.contains(&b.link.as_str());
+    let alike = axes.map(|axis| a.value(axis) == b.value(axis) || axis == Axis::Link && no_link).all(|same| same);
     let congestion = a.congestion == b.congestion || is_in_memory(a) || is_in_memory(b);
     let packets = match what {
         SMALL_PACKETS => {
@@ -221,7 +227,7 @@ impl Price {
 
 impl Pair {
     /// `shm → tcp-raw, cubic`: the transports, and the settings of the second one that a plan has set.
-    fn between(&self) -> String {
+    pub(crate) fn between(&self) -> String {
         let Pair { without, with, .. } = self;
         let mut text = format!("{} → {}", without.transport, with.transport);
         if with.congestion != "default" {

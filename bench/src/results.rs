@@ -141,8 +141,8 @@ fn parse(line: &[u8]) -> Result<Option<Record>, Bad> {
             Ok(Some(record))
         }
         Some(other) => Err(Bad::Content(format!(
-            "it was written in version {other} of this format, and this program reads version {SCHEMA}; read it with the \
-             program that wrote it, or run the sweep again"
+            "it was written in version {other} of this format, and this program reads version {SCHEMA}; read it with \
+             the program that wrote it, or run the sweep again"
         ))),
         None => {
             Err(Bad::Content("it names no version; is this the file of another command than `bench sweep`?".into()))

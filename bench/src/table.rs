@@ -1,6 +1,6 @@
 //! The table at the end.
 
-use crate::record::{Record, Status};
+use crate::record::{Cell, Record, Status};
 use crate::stats::{CellRuns, Interval, Keep, Metric, Over, cell_runs, summary};
 use crate::text::columns;
 
@@ -20,9 +20,10 @@ const HEADER: [&str; COLUMNS] = [
     "peak MB",
 ];
 
-/// Cells as text, with the reason instead of figures where there are none.
-pub(crate) fn render(records: &[Record]) -> String {
-    let cells = cell_runs(records, Keep::All);
+/// Cells in the order of their plan, with the reason instead of figures where there are none.
+pub(crate) fn render(plan: &[Cell], records: &[Record]) -> String {
+    let mut cells = cell_runs(records, Keep::All);
+    cells.sort_by_key(|runs| plan.iter().position(|cell| cell == runs.cell));
     let lines: Vec<[String; COLUMNS]> = cells.iter().map(line).collect();
     let mut text = String::new();
     // Reasons are not to make a column wide.

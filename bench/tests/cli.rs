@@ -40,6 +40,8 @@ fn every_strategy_over_every_transport_gives_a_row() {
         "--skip-proof",
         "--preset",
         "micro",
+        "--rounds",
+        "1",
         "--steps",
         "5",
         "--batch",
@@ -56,24 +58,29 @@ fn every_strategy_over_every_transport_gives_a_row() {
     // `single` once, eight strategies over six transports.
     assert_eq!(rows.len(), 1 + 8 * 6, "{said}");
     for row in &rows {
-        let name = format!("{} over {}", row["strategy"], row["transport"]);
-        if row["transport"] == "nccl" {
-            assert!(row["status"].as_str().unwrap().starts_with("not available"), "{name}: {}", row["status"]);
+        let name = format!("{} over {}", row["cell"]["strategy"], row["cell"]["transport"]);
+        let status = &row["status"]["kind"];
+        if row["cell"]["transport"] == "nccl" {
+            assert_eq!(status, "not-available", "{name}: {}", row["status"]);
             continue;
         }
-        assert_eq!(row["status"], "ok", "{name}");
-        for figure in ["tokens_per_s", "step_ms", "exposed_ms", "final_loss", "peak_rss_bytes"] {
-            assert!(row[figure].as_f64().is_some(), "{name}: {figure} is {}", row[figure]);
+        assert_eq!(status, "ok", "{name}");
+        let measured = &row["measured"];
+        assert_eq!(measured["losses"].as_array().unwrap().len(), 5, "{name}");
+        let ranks = measured["ranks"].as_array().unwrap();
+        assert_eq!(ranks.len() as u64, row["cell"]["ranks"].as_u64().unwrap(), "{name}");
+        for rank in ranks {
+            assert_eq!(rank["payload_bytes"], rank["payload_expected"], "{name}");
+            assert!(rank["peak_rss_bytes"].as_u64().unwrap() > 0, "{name}");
         }
-        assert_eq!(row["bytes_counted"], row["bytes_expected"], "{name}");
-        assert_eq!(row["bytes_by_rank"].as_array().unwrap().len() as u64, row["ranks"].as_u64().unwrap(), "{name}");
         assert!(row["environment"]["kernel"].as_str().is_some(), "{name}");
     }
+    assert!(folder.path().join("results/report.html").exists());
     for strategy in ["ps", "sharded-ps", "ring", "ddp", "zero1", "zero2", "fsdp", "hierarchical"] {
         let hashes: Vec<&Value> = rows
             .iter()
-            .filter(|row| row["strategy"] == strategy && row["transport"] != "nccl")
-            .map(|row| &row["weights_hash"])
+            .filter(|row| row["cell"]["strategy"] == strategy && row["cell"]["transport"] != "nccl")
+            .map(|row| &row["measured"]["weights_hash"])
             .collect();
         assert!(hashes.iter().all(|hash| *hash == hashes[0]), "{strategy}: {hashes:?}");
     }
@@ -87,6 +94,8 @@ fn the_proof_is_written_and_holds() {
         "--allow-debug",
         "--preset",
         "micro",
+        "--rounds",
+        "1",
         "--steps",
         "2",
         "--batch",
@@ -127,6 +136,7 @@ fn wrong_arguments_are_one_clear_error_each() {
         (&["--ranks", "0"], "--ranks 0"),
         (&["--ranks", "5"], "--batch 12"),
         (&["--steps", "0"], "--steps"),
+        (&["--rounds", "0"], "--rounds"),
         (&["--data", "/nowhere"], "/nowhere"),
         (&["--out", "taken/results"], "taken/results"),
         (&["--out", "earlier"], "earlier/results.jsonl"),

@@ -26,7 +26,7 @@ pub(crate) use options::LinkOptions;
 pub(crate) use place::{Ends, run, this_program};
 pub(crate) use privileges::gain_namespaces;
 pub(crate) use probe::{Probe, ProbeArgs, run_probe};
-pub(crate) use profile::{Carrier, Pipes, Profile};
+pub(crate) use profile::{Carrier, Profile};
 pub(crate) use rate::{Rate, RateLimit};
 pub(crate) use training::{Figures, RankArgs, Training, run_rank};
 pub(crate) use world::World;

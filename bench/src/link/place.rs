@@ -140,7 +140,7 @@ mod tests {
 
     fn failure(outcome: Result<Vec<Captured>, RunError>) -> String {
         match outcome {
-            Err(RunError::Failed(why)) => why,
+            Err(RunError::Failed(why) | RunError::TimedOut(why)) => why,
             other => panic!("{other:?}"),
         }
     }

@@ -62,8 +62,9 @@ const QUEUE_MS: u64 = 50;
 const MOST_QUEUED: u64 = 1 << 30;
 
 /// Profiles that are part of this program, so that it can be moved.
-const BUILT_IN: [(&str, &str); 9] = [
+const BUILT_IN: [(&str, &str); 10] = [
     ("loopback", include_str!("../../profiles/loopback.toml")),
+    ("unlimited", include_str!("../../profiles/unlimited.toml")),
     ("lan-10g", include_str!("../../profiles/lan-10g.toml")),
     ("lan-1g", include_str!("../../profiles/lan-1g.toml")),
     ("wan", include_str!("../../profiles/wan.toml")),
@@ -188,7 +189,7 @@ mod tests {
             assert_eq!(profile.name, name);
             assert!(!profile.about.is_empty(), "{name}");
             let rates = [profile.usual.up.rate_bits_per_s, profile.usual.down.rate_bits_per_s];
-            assert_eq!(rates.iter().all(Option::is_some), name != "loopback", "{name}");
+            assert_eq!(rates.iter().all(Option::is_some), !["loopback", "unlimited"].contains(&name), "{name}");
         }
         assert_eq!(Profile::find("loopback").unwrap().carrier, Carrier::None);
     }

@@ -122,6 +122,14 @@ impl World {
         self.ends.len()
     }
 
+    /// The process that plays the link, where one does.
+    pub(crate) fn process(&self) -> Option<u32> {
+        match &self.carried {
+            Carried::Loopback | Carried::Veth(_) => None,
+            Carried::Emulated(emulator) => Some(lock(emulator).process()),
+        }
+    }
+
     /// One line about the link.
     pub(crate) fn describe(&self) -> String {
         let how = match &self.carried {

@@ -61,7 +61,7 @@ pub(super) fn ends(profile: &Profile) -> usize {
 const FEW_ENDS: usize = 8;
 
 /// What there is to measure: all of it from and to end 0, rates and delays from and to each unusual end as well.
-pub(super) fn measures(profile: &Profile) -> Vec<Measure> {
+pub(super) fn measures(profile: &Profile, flows: bool) -> Vec<Measure> {
     let ends = ends(profile);
     let mut measures = Vec::new();
     for end in (0..ends).filter(|end| *end == 0 || profile.unusual.contains_key(end)) {
@@ -79,9 +79,10 @@ pub(super) fn measures(profile: &Profile) -> Vec<Measure> {
             measures.push(Measure::Harm { from: end, to: other });
         }
     }
-    // A job of two ranks lives at the first two ends.
-    measures.push(Measure::Tcp { from: 1, to: 0 });
-    measures.push(Measure::Quic { from: 1, to: 0 });
+    if flows {
+        // A job of two ranks lives at the first two ends.
+        measures.extend([Measure::Tcp { from: 1, to: 0 }, Measure::Quic { from: 1, to: 0 }]);
+    }
     measures
 }
 
@@ -141,16 +142,19 @@ mod tests {
 
     #[test]
     fn unusual_ends_are_measured_too() {
-        let all = measures(&profile("slow-rank"));
-        assert!(all.contains(&Measure::Rate { from: vec![1], to: 2 }), "{all:?}");
+        let all = measures(&profile("slow-rank"), true);
+        assert!(all.contains(&Measure::Rate { from: vec![1], to: 0 }), "{all:?}");
         assert!(
             all.contains(&Measure::Rate { from: vec![0, 2], to: 1 })
-                && all.contains(&Measure::Delay { from: 1, to: 2 })
+                && all.contains(&Measure::Delay { from: 1, to: 0 })
         );
         assert!(all.contains(&Measure::Delay { from: 0, to: 2 }), "the usual end is measured with another usual one");
-        let kinds = |name: &str| measures(&profile(name));
+        let kinds = |name: &str| measures(&profile(name), false);
         let has_rate = |all: &[Measure]| all.iter().any(|measure| matches!(measure, Measure::Rate { .. }));
         assert!(has_rate(&kinds("wan")) && !has_rate(&kinds("loopback")));
+        assert!(
+            all.contains(&Measure::Tcp { from: 1, to: 0 }) && !kinds("wan").contains(&Measure::Tcp { from: 1, to: 0 })
+        );
     }
 
     #[test]

@@ -128,6 +128,7 @@ mod tests {
             interface: "lo".into(),
             header: 14,
             length: Duration::from_millis(300),
+            quiet: Duration::from_millis(100),
             folder: folder.path().to_owned(),
         };
         let other = place.clone();

@@ -36,6 +36,9 @@ const COUNTED_PER_S: f64 = 20_000.0;
 /// Pace of datagrams on an idle link.
 const IDLE_PER_S: f64 = 100.0;
 
+/// Processes that have no core for so long are rare.
+const SHORTEST_QUIET: Duration = Duration::from_millis(150);
+
 /// What a veth and loopback count of an Ethernet frame that is not of its IP packet.
 const FRAME_HEADER: u64 = 14;
 
@@ -237,6 +240,7 @@ impl Bench<'_> {
             interface: self.world.interface().into(),
             header: if self.world.profile().carrier == Carrier::Emulated { 0 } else { FRAME_HEADER },
             length: self.seconds,
+            quiet: self.quiet(),
             folder: folder.path().to_owned(),
         };
         let file = folder.path().join("task.json");
@@ -244,6 +248,14 @@ impl Bench<'_> {
         fs::write(&file, bytes).map_err(|error| format!("{}: {error}", file.display()))?;
         let arguments: Vec<OsString> = vec!["links-rank".into(), "--task".into(), file.into()];
         link::run(&self.world.launch(&this_program()?, arguments, task.ranks(), task.timeout())?)
+    }
+
+    /// Longer than a packet that follows another one can be on its way.
+    fn quiet(&self) -> Duration {
+        let profile = self.world.profile();
+        let pipes = profile.unusual.values().chain([&profile.usual]);
+        let longest = pipes.flat_map(|pipes| [&pipes.up, &pipes.down]).map(|pipe| pipe.delay + pipe.jitter).max();
+        SHORTEST_QUIET + 2 * longest.unwrap_or_default()
     }
 
     fn row(&self, what: &str, unit: Unit) -> Row {

@@ -52,7 +52,7 @@ pub(crate) fn run(args: &LinksArgs) -> Result<ExitCode, BenchError> {
             say(format_args!("{}", world.describe()));
         }
         let bench = Bench { world: &world, seconds: settings.seconds };
-        for measure in asked::measures(profile) {
+        for measure in asked::measures(profile, settings.flows) {
             go_on(&signal)?;
             for row in bench.rows(&measure).map_err(ended)? {
                 tell(&row, settings.json, file.as_mut())?;

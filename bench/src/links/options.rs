@@ -19,6 +19,9 @@ pub(crate) struct LinksArgs {
     /// How long one measurement takes.
     #[arg(long, default_value_t = 3.0)]
     seconds: f64,
+    /// Leave out what flows over TCP and QUIC make of the links.
+    #[arg(long)]
+    no_flows: bool,
     /// TCP congestion control on the links, by its kernel name. [default: the kernel's]
     #[arg(long)]
     congestion: Option<String>,
@@ -38,6 +41,7 @@ pub(crate) struct LinksArgs {
 pub(super) struct Settings {
     pub(super) profiles: Vec<Profile>,
     pub(super) seconds: Duration,
+    pub(super) flows: bool,
     pub(super) congestion: Option<String>,
     pub(super) out: Option<PathBuf>,
     pub(super) json: bool,
@@ -57,6 +61,7 @@ impl LinksArgs {
         Ok(Settings {
             profiles: super::profiles(&self.profiles)?,
             seconds: Duration::from_secs_f64(self.seconds),
+            flows: !self.no_flows,
             congestion: self.congestion.clone(),
             out: self.out.clone(),
             json: self.json,

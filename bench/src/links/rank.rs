@@ -34,6 +34,8 @@ pub(super) struct Task {
     /// Bytes of each packet that the interface counts and that are not of its IP packet.
     pub(super) header: u64,
     pub(super) length: Duration,
+    /// Nothing comes any more when nothing came for so long.
+    pub(super) quiet: Duration,
     /// Where they leave signs for each other, so that the link stays idle.
     pub(super) folder: PathBuf,
 }
@@ -53,6 +55,7 @@ pub(super) struct Place {
     pub(super) interface: String,
     pub(super) header: u64,
     pub(super) length: Duration,
+    pub(super) quiet: Duration,
     pub(super) folder: PathBuf,
 }
 
@@ -133,6 +136,7 @@ pub(crate) fn run_rank(args: &LinksRankArgs) -> Result<ExitCode, BenchError> {
         interface: task.interface.clone(),
         header: task.header,
         length: task.length,
+        quiet: task.quiet,
         folder: task.folder.clone(),
     };
     match &task.work {

@@ -19,7 +19,7 @@ const MESSAGE: usize = 1 << 18;
 /// How a message says that it is the last one.
 const LAST: u8 = 1;
 
-/// How often messages are sent beyond the measurement's time at most, where they take long.
+/// How long what is under way at the end of the measurement may take.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// One of the ranks of a job of two or more, of which `from` sends to `to` for as long as the measurement takes.

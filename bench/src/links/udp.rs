@@ -65,9 +65,6 @@ pub(super) const LEAST: usize = 20;
 /// Nobody else is in the namespaces of a link, and on loopback one at a time measures.
 const PORT: u16 = 29_410;
 
-/// Nothing comes any more when nothing came for so long.
-const QUIET: Duration = Duration::from_millis(700);
-
 /// Far more than one measurement takes.
 const MOST_PACKETS: u64 = 1 << 27;
 
@@ -106,7 +103,7 @@ pub(super) fn listen(place: &Place, senders: &[Sender]) -> io::Result<Heard> {
             }
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
                 let all_done = || senders.iter().all(|sender| place.has_signal(&done(sender.rank)));
-                if last.elapsed() >= QUIET && all_done() {
+                if last.elapsed() >= place.quiet && all_done() {
                     break;
                 }
             }
@@ -329,6 +326,7 @@ mod tests {
             interface: "lo".into(),
             header: 14,
             length: Duration::from_millis(300),
+            quiet: Duration::from_millis(100),
             folder: folder.path().to_owned(),
         };
         let sender = Sender { rank: 1, packets_per_s: 1000.0 };

@@ -44,14 +44,22 @@ struct Cores {
 }
 
 impl Load {
-    /// With the files of the system under `root`; `None` where they do not say enough.
-    pub(super) fn read(root: &Path) -> Option<Load> {
+    /// With the files of the system under `root`; `None` where they do not say enough. What the processes `beside` have taken is
+    /// ours too.
+    pub(super) fn read(root: &Path, beside: &[u32]) -> Option<Load> {
         let text = |path: &str| fs::read_to_string(root.join(path)).ok();
         let ticks_a_second = ticks_a_second()?;
         let allowed = text("proc/self/status").and_then(|status| allowed(&status));
         let all = Cores::parse(&text("proc/stat")?, ticks_a_second, allowed.as_deref())?;
         let throttled = text("sys/fs/cgroup/cpu.stat").and_then(|stat| throttled(&stat));
-        Some(Load { at: Instant::now(), ours: used()?, all, throttled, ticks_a_second })
+        let mut ours = used()?;
+        for process in beside {
+            let (user, system) =
+                text(&format!("proc/{process}/stat")).and_then(|stat| times(&stat)).unwrap_or_default();
+            ours.user += Duration::from_secs_f64(user as f64 / ticks_a_second);
+            ours.system += Duration::from_secs_f64(system as f64 / ticks_a_second);
+        }
+        Some(Load { at: Instant::now(), ours, all, throttled, ticks_a_second })
     }
 
     /// What others took between this moment and a later one, if it is enough to disturb.
@@ -112,6 +120,14 @@ impl Cores {
         }
         (sum.count > 0).then_some(sum)
     }
+}
+
+/// Ticks that a process has taken for itself and in the kernel, of `/proc/PID/stat`.
+fn times(stat: &str) -> Option<(u64, u64)> {
+    // The second field, the program's name, may hold anything, and ends with the last bracket; these are fields 14 and 15 (man 5 proc).
+    let (_, fields) = stat.rsplit_once(')')?;
+    let mut fields = fields.split_whitespace().skip(11).map_while(|word| word.parse().ok());
+    Some((fields.next()?, fields.next()?))
 }
 
 /// Most cores that a list may name.
@@ -206,18 +222,18 @@ mod tests {
     #[test]
     fn missing_files_are_no_load() {
         let folder = tempfile::tempdir().unwrap();
-        assert!(Load::read(folder.path()).is_none());
+        assert!(Load::read(folder.path(), &[]).is_none());
         fs::create_dir_all(folder.path().join("proc")).unwrap();
         fs::write(folder.path().join("proc/stat"), b"\xff\xfe").unwrap();
-        assert!(Load::read(folder.path()).is_none());
+        assert!(Load::read(folder.path(), &[]).is_none());
         fs::write(folder.path().join("proc/stat"), STAT).unwrap();
-        assert_eq!(Load::read(folder.path()).unwrap().all.count, 2);
+        assert_eq!(Load::read(folder.path(), &[]).unwrap().all.count, 2);
     }
 
     /// A process that does not belong to us: started by a process that has itself ended.
     #[test]
     fn a_stranger_that_computes_is_seen() {
-        let Some(before) = Load::read(Path::new("/")) else {
+        let Some(before) = Load::read(Path::new("/"), &[]) else {
             println!("skipped: this system has no /proc/stat");
             return;
         };
@@ -225,7 +241,7 @@ mod tests {
         let start = "timeout 0.8 sh -c 'while :; do :; done' </dev/null >/dev/null 2>&1 &";
         assert!(std::process::Command::new("sh").args(["-c", start]).status().unwrap().success());
         std::thread::sleep(Duration::from_millis(900));
-        let found = before.strangers_until(&Load::read(Path::new("/")).unwrap());
+        let found = before.strangers_until(&Load::read(Path::new("/"), &[]).unwrap());
         assert!(found.iter().any(|what| what.starts_with("others took")), "{found:?}");
     }
 }

@@ -16,19 +16,24 @@ use load::Load;
 pub(crate) struct Watch {
     load: Option<Load>,
     clock: Clock,
+    beside: Vec<u32>,
 }
 
 impl Watch {
-    /// Looks at the machine, which takes about a tenth of a second, just before a run.
-    pub(crate) fn start() -> Watch {
+    /// Looks at the machine, which takes about a tenth of a second, just before a run. The processes `beside` belong to the
+    /// measurement and live on after it, such as those that play links.
+    pub(crate) fn start(beside: Vec<u32>) -> Watch {
         let clock = Clock::read(Path::new("/"));
-        Watch { clock, load: Load::read(Path::new("/")) }
+        Watch { clock, load: Load::read(Path::new("/"), &beside), beside }
     }
 
-    /// What disturbed the run. All its processes must have ended and been waited for: until then their processor time
+    /// What disturbed the run. All its other processes must have ended and been waited for: until then their processor time
     /// is taken for that of strangers.
     pub(crate) fn finish(self) -> Vec<Flag> {
-        let load = self.load.zip(Load::read(Path::new("/"))).map(|(before, after)| before.strangers_until(&after));
+        let load = self
+            .load
+            .zip(Load::read(Path::new("/"), &self.beside))
+            .map(|(before, after)| before.strangers_until(&after));
         let clock = self.clock.moved_until(&self.clock.again(Path::new("/")));
         let flag = |kind: FlagKind, found: Vec<String>| found.into_iter().map(move |what| Flag { kind, what });
         flag(FlagKind::MachineBusy, load.unwrap_or_default()).chain(flag(FlagKind::ClockMoved, clock)).collect()
@@ -62,7 +67,7 @@ mod tests {
 
     #[test]
     fn a_watch_ends_and_does_not_take_own_work_for_that_of_strangers() {
-        let watch = Watch::start();
+        let watch = Watch::start(Vec::new());
         let end = Instant::now() + Duration::from_millis(300);
         while Instant::now() < end {}
         let flags = watch.finish();

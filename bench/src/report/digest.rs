@@ -4,7 +4,6 @@ use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::links::Traits;
-use super::text::signed;
 use crate::collectives::stats::median;
 use crate::record::{Axis, Cell, Flag, FlagKind, Measured, Rank, Record};
 use crate::results::Results;
@@ -331,12 +330,6 @@ impl Comparison {
         // Close to 1 it matters on which side the ends are.
         let digits = if (estimate - 1.0).abs() < 0.1 { 3 } else { 2 };
         format!("{estimate:.digits$}× [{low:.digits$}, {high:.digits$}]")
-    }
-
-    /// The ratio as a change: `+8.1 % [+6.0 %, +10.2 %]`.
-    pub(crate) fn change(&self) -> String {
-        let Interval { estimate, low, high, .. } = self.ratio;
-        format!("{} [{}, {}]", signed(estimate - 1.0), signed(low - 1.0), signed(high - 1.0))
     }
 }
 

@@ -101,9 +101,8 @@ fn rungs_are_priced_and_what_is_not_available_is_told() {
     records.retain(|record| ["lan", "loopback"].contains(&record.cell.link.as_str()));
     let (html, _) = written(records);
     for text in [
-        "QUIC&#39;s packet protection",
-        "ZeroMQ and its gate",
-        "moving and adding up in memory: ",
+        "The price of packet protection",
+        "The price of moving bytes through memory",
         "of those over a network that takes no time",
         "not available",
     ] {

@@ -33,16 +33,6 @@ pub(crate) fn share(value: f64) -> String {
     if value.is_finite() { format!("{:.1} %", 100.0 * value) } else { "?".into() }
 }
 
-/// A change as per cent, with its sign.
-pub(crate) fn signed(value: f64) -> String {
-    let text = format!("{:+.1} %", 100.0 * value);
-    match text.as_str() {
-        _ if !value.is_finite() => "?".into(),
-        "+0.0 %" | "-0.0 %" => "0.0 %".into(),
-        _ => text.replace('-', "−"),
-    }
-}
-
 /// Bytes in the unit that suits them.
 pub(crate) fn bytes(value: f64) -> String {
     let units = [(1e9, "GB"), (1e6, "MB"), (1e3, "kB")];
@@ -90,10 +80,6 @@ mod tests {
         assert_eq!(bytes(1_500_000.0), "1.50 MB");
         assert_eq!(bytes(12.0), "12.00 B");
         assert_eq!(share(0.1234), "12.3 %");
-        assert_eq!(
-            [0.051, -0.051, -0.0001, f64::NAN].map(signed),
-            ["+5.1 %", "−5.1 %", "0.0 %", "?"].map(String::from)
-        );
         assert_eq!(listed(&["a".into(), "b".into(), "c".into()], 2), "a, b and 1 more");
         assert_eq!((count(1, "cell"), count(2, "cell")), ("1 cell".into(), "2 cells".into()));
     }

@@ -103,7 +103,8 @@ impl Comparison {
         match self.verdict {
             Verdict::NoSignificantDifference if low == high => "no difference".into(),
             Verdict::NoSignificantDifference => format!(
-                "no significant difference ({estimate:.digits$}{unit}, {percent:.0} % CI {low:.digits$} … {high:.digits$})"
+                "no significant difference ({estimate:.digits$}{unit}, {percent:.0} % CI {low:.digits$} \
+                 … {high:.digits$})"
             ),
             Verdict::Difference(Change::Higher) => format!("{higher} by {estimate:.digits$}{unit}{}", ends(low, high)),
             Verdict::Difference(Change::Lower) => {

@@ -55,26 +55,9 @@ pub(crate) enum Over {
     Mean,
     /// The rank whose median is the largest.
     Longest,
-    Rank(usize),
 }
 
 impl Metric {
-    /// What a step takes, and its parts.
-    pub(crate) const TIMES: [Metric; 12] = [
-        Metric::Step,
-        Metric::Data,
-        Metric::Compute,
-        Metric::Pack,
-        Metric::Exposed,
-        Metric::Scalars,
-        Metric::Skew,
-        Metric::Unpack,
-        Metric::Optimizer,
-        Metric::Other,
-        Metric::Communication,
-        Metric::Hidden,
-    ];
-
     /// As a heading says it.
     pub(crate) fn title(self) -> String {
         match self {
@@ -166,9 +149,6 @@ impl Metric {
     fn over(self, ranks: &[Rank], over: Over, cut: usize) -> Option<Vec<f64>> {
         let columns = || ranks.iter().map(|rank| self.column(&rank.steps));
         match over {
-            Over::Rank(number) => {
-                ranks.iter().find(|rank| rank.rank == number).map(|rank| self.column(&rank.steps).to_vec())
-            }
             Over::Longest => {
                 let settled = |column: &&[f64]| column.get(cut..).and_then(median).unwrap_or(f64::NEG_INFINITY);
                 columns().max_by(|a, b| settled(a).total_cmp(&settled(b))).map(<[f64]>::to_vec)
@@ -202,8 +182,6 @@ mod tests {
         assert_eq!(value(Metric::Tokens, Over::Mean), Some(51_200.0));
         assert_eq!(value(Metric::Exposed, Over::Mean), Some(3.0));
         assert_eq!(value(Metric::Exposed, Over::Longest), Some(4.0));
-        assert_eq!(value(Metric::Exposed, Over::Rank(0)), Some(2.0));
-        assert_eq!(value(Metric::Exposed, Over::Rank(7)), None);
         assert_eq!(value(Metric::Bytes, Over::Mean), Some(1000.0));
         assert_eq!(value(Metric::Loss, Over::Mean), Some(3.5));
         assert_eq!(value(Metric::Memory, Over::Mean), Some(8.0));
@@ -222,7 +200,8 @@ mod tests {
         assert_eq!(Metric::Loss.of(&record, Over::Mean, 0), None);
         assert_eq!(Metric::Bytes.of(&record, Over::Mean, 0), None);
         record.measured.as_mut().unwrap().ranks.clear();
-        assert!(Metric::TIMES.into_iter().all(|metric| metric.of(&record, Over::Mean, 0).is_none()));
+        let metrics = [Metric::Step, Metric::Compute, Metric::Exposed, Metric::Other, Metric::Hidden];
+        assert!(metrics.into_iter().all(|metric| metric.of(&record, Over::Mean, 0).is_none()));
         record.measured = None;
         assert_eq!(Metric::Step.of(&record, Over::Mean, 0), None);
     }

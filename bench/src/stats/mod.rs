@@ -12,7 +12,6 @@
 //!   cells of two sweeps by Welch's test.
 
 mod beta;
-mod binomial;
 mod bootstrap;
 mod compare;
 mod interval;
@@ -22,16 +21,15 @@ mod simulate;
 mod summary;
 mod warm_up;
 
-pub(crate) use binomial::binomial_interval;
 pub(crate) use compare::{Change, Comparison, Verdict, paired, unpaired};
-pub(crate) use interval::{Interval, RunValue};
+pub(crate) use interval::Interval;
 pub(crate) use metric::{Metric, Over};
 #[cfg(test)]
 pub(crate) use summary::made_up;
 pub(crate) use summary::{
     CellRuns, Keep, LeftOut, Summary, Why, cell_runs, compare_paired, compare_unpaired, step_time, summary,
 };
-pub(crate) use warm_up::{WarmUp, unsettled, warm_up};
+pub(crate) use warm_up::warm_up;
 
 /// Level of all intervals that nobody asked otherwise of.
 pub(crate) const LEVEL: f64 = 0.95;

@@ -48,7 +48,7 @@ impl Job<'_> {
     pub(super) fn run(&self, cell: &Cell, world: Result<&World, &str>) -> Result<Record, Interrupted> {
         let started_unix_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
         let began = Instant::now();
-        let watch = Watch::start();
+        let watch = Watch::start(world.ok().and_then(World::process).into_iter().collect());
         let ended = match world {
             Ok(world) => self.processes(cell, world)?,
             Err(why) => Ended::Badly(Status::NotAvailable(why.to_string())),

@@ -26,10 +26,13 @@ pub(crate) use text::TextSource;
 
 use crate::BenchError;
 use crate::environment::Environment;
+use crate::link::{World, gain_namespaces};
 use crate::matrix::bar;
+use crate::prices::price_list;
 use crate::record::{Cell, Record, Status};
 use crate::results::{self, Results};
 use crate::runner::Interrupted;
+use crate::stats::Metric;
 use worlds::Worlds;
 
 /// Runs the cells of a plan, and writes a report of what they cost.
@@ -104,7 +107,10 @@ pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
         say(format_args!("DEBUG BUILD: the timings below mean nothing"));
     }
     if plan.cells.iter().any(worlds::needs_namespaces) {
-        crate::link::gain_namespaces();
+        gain_namespaces();
+        if let Some(why) = World::unavailable() {
+            say(format_args!("no links but loopback here, so that cells over others are holes: {why}"));
+        }
     }
     let interrupted = crate::chaos::interrupted()?;
     let source = TextSource::bytes(args.data.clone())?;
@@ -121,6 +127,10 @@ pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
     sweep.introduce();
     let earlier = if args.resume { sweep.earlier(args.retry)? } else { BTreeSet::new() };
     let outcome = sweep.run(&earlier);
+    let results = results::read_records(&sweep.out)?;
+    if let Some(prices) = price_list(&results.records, Metric::Step).render() {
+        say(format_args!("\n{prices}\n"));
+    }
     sweep.report()?;
     outcome
 }

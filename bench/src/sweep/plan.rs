@@ -12,6 +12,7 @@ use gpt2::cli::MAX_THREADS;
 use gpt2::config::Preset;
 use gpt2::precision::Precision;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
+use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer};
 
 use crate::link::Profile;
@@ -126,18 +127,15 @@ impl Default for Axes {
 #[derive(Debug)]
 struct Values<T>(Vec<T>);
 
-impl<'de, T: Deserialize<'de>> Deserialize<'de> for Values<T> {
+impl<'de, T: DeserializeOwned> Deserialize<'de> for Values<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        #[derive(Deserialize)]
-        #[serde(untagged, expecting = "a value of this axis, or a list of them")]
-        enum Written<T> {
-            Many(Vec<T>),
-            One(T),
-        }
-        Ok(Values(match Written::deserialize(deserializer)? {
-            Written::Many(values) => values,
-            Written::One(value) => vec![value],
-        }))
+        let values = match toml::Value::deserialize(deserializer)? {
+            toml::Value::Array(values) => values,
+            one => vec![one],
+        };
+        let values: Result<Vec<T>, _> = values.into_iter().map(T::deserialize).collect();
+        // The place is added by whoever reads the file.
+        values.map(Values).map_err(|error| D::Error::custom(error.to_string().trim_end()))
     }
 }
 
@@ -491,7 +489,7 @@ mod tests {
             ("link = \"moon\"", "moon"),
             ("ranks = 0", "axis ranks"),
             ("ranks = 1", "at least 2 ranks"),
-            ("ranks = \"two\"", "a value of this axis"),
+            ("ranks = \"two\"", "two"),
             ("batch = 3", "axis batch"),
             ("bucket = \"big\"", "64KiB"),
             ("bucket = 0", "above 0"),

@@ -1,4 +1,5 @@
-//! From the spans of all ranks to each rank's parts of a step: what it waited for the network, and what for ranks that had not begun.
+//! From the spans of all ranks to each rank's parts of a step: what it waited for the network, and what for ranks that had not begun
+//! because they were busy. A rank that has not begun because it waits itself is not to blame: what it waits for is.
 
 use std::collections::HashMap;
 
@@ -66,43 +67,100 @@ fn longest(steps: &[Vec<Step>], step: usize) -> f64 {
 
 /// What each rank waited for in a step that all of them took.
 fn waits(ranks: &[&Step]) -> Vec<Waits> {
-    let keys: Vec<Vec<Key<'_>>> = ranks.iter().enumerate().map(|(rank, step)| keys(rank, &step.operations)).collect();
-    // When each rank asked for an operation.
-    let mut asked: HashMap<Key<'_>, Vec<(usize, u64)>> = HashMap::new();
-    for (rank, (step, keys)) in ranks.iter().zip(&keys).enumerate() {
-        for (operation, key) in step.operations.iter().zip(keys) {
-            asked.entry(*key).or_default().push((rank, operation.asked));
-        }
-    }
-    let of_rank = |(rank, (step, keys)): (usize, (&&Step, &Vec<Key<'_>>))| {
-        let mut waits = Waits {
-            waited_for: vec![0; ranks.len()],
-            by_operation: vec![(0, 0); step.operations.len()],
-            ..Waits::default()
+    let together = Together::new(ranks);
+    let of_rank =
+        |(rank, step): (usize, &&Step)| {
+            let mut waits = Waits {
+                waited_for: vec![0; ranks.len()],
+                by_operation: vec![(0, 0); step.operations.len()],
+                ..Waits::default()
+            };
+            for span in step.spans.iter().filter(|span| is_wait(span)) {
+                let (mut network, mut skew) = (0, 0);
+                together.blame_of_wait(rank, span, (span.began, span.ended), ranks.len(), &mut |blamed, time| {
+                    match blamed {
+                        None => network += time,
+                        Some(other) => {
+                            skew += time;
+                            waits.waited_for[other] += time;
+                        }
+                    }
+                });
+                waits.skew += skew;
+                *(if span.activity == Activity::Scalars { &mut waits.scalars } else { &mut waits.exposed }) += network;
+                if let Some(of_operation) = span.operation.and_then(|index| waits.by_operation.get_mut(index)) {
+                    of_operation.0 += network;
+                    of_operation.1 += skew;
+                }
+            }
+            waits
         };
-        for span in &step.spans {
-            let scalars = span.activity == Activity::Scalars;
-            if !scalars && span.activity != Activity::Exposed {
-                continue;
-            }
-            let length = span.ended.saturating_sub(span.began);
-            let last = span.operation.and_then(|index| keys.get(index)).and_then(|key| asked.get(key));
-            let others = last.into_iter().flatten().filter(|(other, _)| *other != rank);
-            let last = others.max_by_key(|(_, asked)| *asked);
-            let skew = last.map_or(0, |(_, asked)| asked.min(&span.ended).saturating_sub(span.began));
-            waits.skew += skew;
-            *(if scalars { &mut waits.scalars } else { &mut waits.exposed }) += length - skew;
-            if let Some((other, _)) = last {
-                waits.waited_for[*other] += skew;
-            }
-            if let Some(of_operation) = span.operation.and_then(|index| waits.by_operation.get_mut(index)) {
-                of_operation.0 += length - skew;
-                of_operation.1 += skew;
+    ranks.iter().enumerate().map(of_rank).collect()
+}
+
+fn is_wait(span: &Span) -> bool {
+    matches!(span.activity, Activity::Exposed | Activity::Scalars)
+}
+
+/// A step of all ranks.
+struct Together<'a> {
+    ranks: &'a [&'a Step],
+    /// Of each rank's operations, the rank that asked last, of those that are not this one, and when.
+    last: Vec<Vec<Option<(usize, u64)>>>,
+}
+
+impl<'a> Together<'a> {
+    fn new(ranks: &'a [&'a Step]) -> Self {
+        let keys: Vec<Vec<Key<'_>>> =
+            ranks.iter().enumerate().map(|(rank, step)| keys(rank, &step.operations)).collect();
+        let mut asked: HashMap<Key<'_>, Vec<(usize, u64)>> = HashMap::new();
+        for (rank, (step, keys)) in ranks.iter().zip(&keys).enumerate() {
+            for (operation, key) in step.operations.iter().zip(keys) {
+                asked.entry(*key).or_default().push((rank, operation.asked));
             }
         }
-        waits
-    };
-    ranks.iter().zip(&keys).enumerate().map(of_rank).collect()
+        let last = |(rank, keys): (usize, &Vec<Key<'_>>)| {
+            let others = |key| asked.get(key).into_iter().flatten().filter(|(other, _)| *other != rank);
+            keys.iter().map(|key| others(key).max_by_key(|(_, asked)| *asked).copied()).collect()
+        };
+        let last = keys.iter().enumerate().map(last).collect();
+        Together { ranks, last }
+    }
+
+    /// Tells `out` whom a rank's wait was for, from one moment to another: `None` for the network. While the rank that asks last has
+    /// not asked, the wait is for what that rank does; and where that waits too, for what it waits for, and so on, `depth` times.
+    fn blame_of_wait(
+        &self,
+        rank: usize,
+        wait: &Span,
+        (from, to): (u64, u64),
+        depth: usize,
+        out: &mut dyn FnMut(Option<usize>, u64),
+    ) {
+        let last = wait.operation.and_then(|index| self.last[rank].get(index).copied().flatten());
+        let begun = match last {
+            Some((other, asked)) if depth > 0 && asked > from => {
+                let begun = asked.min(to);
+                self.blame(other, (from, begun), depth - 1, out);
+                begun
+            }
+            _ => from,
+        };
+        out(None, to.saturating_sub(begun));
+    }
+
+    /// Tells `out` what kept a rank from asking, from one moment to another: itself, unless it waited.
+    fn blame(&self, rank: usize, (from, to): (u64, u64), depth: usize, out: &mut dyn FnMut(Option<usize>, u64)) {
+        let mut own = to.saturating_sub(from);
+        for span in self.ranks[rank].spans.iter().filter(|span| is_wait(span)) {
+            let (began, ended) = (span.began.max(from), span.ended.min(to));
+            if began < ended {
+                own = own.saturating_sub(ended - began);
+                self.blame_of_wait(rank, span, (began, ended), depth, out);
+            }
+        }
+        out(Some(rank), own);
+    }
 }
 
 fn keys(rank: usize, operations: &[Operation]) -> Vec<Key<'_>> {
@@ -273,6 +331,64 @@ mod tests {
         assert_eq!((ranks[0].steps.skew[0], ranks[0].steps.exposed[0]), (20.0, 20.0));
         assert_eq!(ranks[0].waited_for, [0.0, 0.0, 20.0]);
         assert_eq!((ranks[1].steps.skew[0], ranks[2].steps.skew[0]), (0.0, 0.0));
+    }
+
+    #[test]
+    fn who_waits_for_the_network_is_not_to_blame() {
+        // A worker asks for parameters at once; the server waits for gradients on the wire until 40, and computes until 50.
+        let worker = step(
+            60.0,
+            vec![wait(Activity::Exposed, 1, 10, 60)],
+            vec![
+                operation("gradients", Some(Partner { rank: 0, receives: true }), [10, 10, 40]),
+                operation("parameters", Some(Partner { rank: 0, receives: false }), [10, 10, 60]),
+            ],
+        );
+        let server = step(
+            60.0,
+            vec![wait(Activity::Exposed, 0, 10, 40), wait(Activity::Exposed, 1, 50, 60)],
+            vec![
+                operation("gradients", Some(Partner { rank: 1, receives: false }), [10, 10, 40]),
+                operation("parameters", Some(Partner { rank: 1, receives: true }), [50, 50, 60]),
+            ],
+        );
+        let ranks = ranks(&[vec![server], vec![worker]]);
+        assert_eq!((ranks[1].steps.exposed[0], ranks[1].steps.skew[0]), (40.0, 10.0));
+        assert_eq!(ranks[1].waited_for, [10.0, 0.0]);
+        assert_eq!((ranks[0].steps.exposed[0], ranks[0].steps.skew[0]), (40.0, 0.0));
+    }
+
+    #[test]
+    fn a_slow_worker_is_seen_through_the_server() {
+        // Worker 1 is ready at 10 and waits for parameters; worker 2 computes until 40, for which the server waits.
+        let compute = |ended| Span { activity: Activity::Forward, operation: None, began: 0, ended: ended * MS };
+        let to_server =
+            |asked, ended| operation("gradients", Some(Partner { rank: 0, receives: true }), [asked, asked, ended]);
+        let parameters =
+            |asked| operation("parameters", Some(Partner { rank: 0, receives: false }), [asked, asked, 50]);
+        let worker = |ready| {
+            step(
+                50.0,
+                vec![compute(ready), wait(Activity::Exposed, 1, ready, 50)],
+                vec![to_server(ready, ready), parameters(ready)],
+            )
+        };
+        let from = |rank| Some(Partner { rank, receives: false });
+        let to = |rank| Some(Partner { rank, receives: true });
+        let server = step(
+            50.0,
+            vec![compute(10), wait(Activity::Exposed, 1, 10, 42)],
+            vec![
+                operation("gradients", from(1), [10, 10, 10]),
+                operation("gradients", from(2), [10, 10, 42]),
+                operation("parameters", to(1), [45, 45, 50]),
+                operation("parameters", to(2), [45, 45, 50]),
+            ],
+        );
+        let ranks = ranks(&[vec![server], vec![worker(10)], vec![worker(40)]]);
+        // 30 ms of worker 2, 3 ms of the server between 42 and 45; the rest is the network's.
+        assert_eq!(ranks[1].waited_for, [3.0, 0.0, 30.0]);
+        assert_eq!((ranks[1].steps.skew[0], ranks[1].steps.exposed[0]), (33.0, 7.0));
     }
 
     #[test]

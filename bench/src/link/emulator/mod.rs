@@ -98,6 +98,11 @@ impl Emulator {
         }
     }
 
+    /// Its process number.
+    pub(crate) fn process(&self) -> u32 {
+        self.child.id()
+    }
+
     /// What has happened since the start or the last reset.
     ///
     /// # Errors

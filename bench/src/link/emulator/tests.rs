@@ -13,7 +13,8 @@ use super::model::{Pipe, Verdict};
 use super::process::serve;
 use super::*;
 use crate::chaos::sys::now;
-use crate::link::tools::{Namespace, ip, may_make_namespaces};
+use crate::link::privileges::may_make_namespaces;
+use crate::link::tools::{Namespace, ip};
 
 const PATIENT: Duration = Duration::from_secs(5);
 
