@@ -1,10 +1,9 @@
 //! The command line, checked.
 
-use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use comm_core::launch::ending_signals;
@@ -22,6 +21,7 @@ use crate::chaos::{ChaosArgs, ChaosRankArgs};
 use crate::collectives::{CollectivesArgs, RankArgs};
 use crate::compare::CompareArgs;
 use crate::environment::Environment;
+use crate::folder::results_folder;
 use crate::hostile::{HostileArgs, HostileRankArgs};
 use crate::link::{EmulateArgs, EnterArgs, ProbeArgs, RankArgs as LinkRankArgs};
 use crate::links::{LinksArgs, LinksRankArgs};
@@ -182,17 +182,7 @@ impl Args {
         if self.threads.is_some_and(|threads| threads == 0 || threads > MAX_THREADS) {
             return Err(format!("--threads must lie between 1 and {MAX_THREADS}").into());
         }
-        let out = match &self.out {
-            Some(out) => out.clone(),
-            None => {
-                let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-                PathBuf::from("bench-results").join(format!("run-{seconds}"))
-            }
-        };
-        let probe = out.join(".write-test");
-        fs::create_dir_all(&out).and_then(|()| fs::write(&probe, b"")).and_then(|()| fs::remove_file(&probe)).map_err(
-            |error| format!("--out {}: cannot write there: {error}; give a folder that can be written", out.display()),
-        )?;
+        let out = results_folder(self.out.clone(), "run")?;
         // Rows of an earlier run are hours of somebody's time.
         if let Some(old) = ["results.jsonl", "proof.jsonl"].iter().map(|name| out.join(name)).find(|path| path.exists())
         {

@@ -1,11 +1,13 @@
 //! `bench`: what each strategy costs over each transport of this machine.
 //!
 //! Without arguments it runs a quick proof, at 3 and 4 ranks, that all transports compute the same and send what the formulas
-//! say, and then every strategy over every transport on 2 ranks, and prints a table. Of the commands, `bench collectives` times
-//! collectives alone, beside the libraries that a user would pick instead; `bench parity` compares every strategy with one device,
-//! `bench memory` what each takes with what it should, `bench overlap` shows over a slow link how much communication hides behind
-//! the backward pass, `bench peers` trains beside PyTorch, and `bench paper` repeats published comparisons. `bench chaos` and
-//! `bench soak` show what becomes of a job when ranks fail, `bench hostile` what becomes of it when strangers attack its ports.
+//! say, and then every strategy over every transport on 2 ranks, prints a table, and writes a report. Of the commands, `bench sweep`
+//! runs the cells of a plan over links of all kinds, `bench report` and `bench compare` say what came out, and `bench links` checks
+//! the links; `bench collectives` times collectives alone, beside the libraries that a user would pick instead; `bench parity`
+//! compares every strategy with one device, `bench memory` what each takes with what it should, `bench overlap` shows over a slow
+//! link how much communication hides behind the backward pass, `bench peers` trains beside PyTorch, and `bench paper` repeats
+//! published comparisons. `bench chaos` and `bench soak` show what becomes of a job when ranks fail, `bench hostile` what becomes of
+//! it when strangers attack its ports.
 
 mod args;
 mod cell;
@@ -13,6 +15,7 @@ mod chaos;
 mod collectives;
 mod compare;
 mod environment;
+mod folder;
 mod hostile;
 mod link;
 mod links;

@@ -36,6 +36,7 @@ pub(crate) use play::{Played, fault as play_fault, secret};
 pub(crate) use rank::{ChaosRankArgs, Shared, run_rank};
 
 use crate::BenchError;
+use crate::folder;
 use crate::matrix::{Lines, bar};
 use crate::runner::Interrupted;
 use cell::{Cell, Row};
@@ -56,7 +57,7 @@ pub(crate) fn run(args: &ChaosArgs) -> Result<ExitCode, BenchError> {
     let interrupted = interrupted()?;
     let mut file = match &settings.out {
         Some(out) => {
-            fs::create_dir_all(out).map_err(|error| format!("--out {}: {error}", out.display()))?;
+            folder::make(out)?;
             Some(Lines::create(&out.join("chaos.jsonl"))?)
         }
         None => None,

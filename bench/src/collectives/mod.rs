@@ -23,7 +23,6 @@ pub(crate) mod stats;
 pub(crate) mod sys;
 mod tune;
 
-use std::fs;
 use std::process::ExitCode;
 
 use gpt2::cli::say;
@@ -33,6 +32,7 @@ pub(crate) use rank::{RankArgs, run_rank};
 
 use crate::BenchError;
 use crate::environment::Environment;
+use crate::folder;
 use crate::matrix::Lines;
 use options::Settings;
 use report::Row;
@@ -64,7 +64,7 @@ pub(crate) fn run(args: &CollectivesArgs) -> Result<ExitCode, BenchError> {
     }
     let mut file = match &settings.out {
         Some(out) => {
-            fs::create_dir_all(out).map_err(|error| format!("--out {}: {error}", out.display()))?;
+            folder::make(out)?;
             Some(Lines::create(&out.join("collectives.jsonl"))?)
         }
         None => None,

@@ -1,6 +1,5 @@
 //! The command line of `bench hostile`, checked.
 
-use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,6 +12,7 @@ use gpt2::tokenizer::TokenizerKind;
 use gpt2::transports::TransportKind;
 
 use crate::BenchError;
+use crate::folder;
 use crate::runner::Interrupted;
 
 /// Trains while strangers attack every port of the job, and checks that the weights come out the same.
@@ -101,7 +101,7 @@ impl HostileArgs {
             return Err(format!("--inputs {inputs} must lie between 1 and 10000000").into());
         }
         if let Some(out) = &self.out {
-            fs::create_dir_all(out).map_err(|error| format!("--out {}: {error}", out.display()))?;
+            folder::make(out)?;
         }
         let source = CorpusSource::from_path(self.data.clone(), default_cargo_home());
         let corpus = Corpus::load(&source, TokenizerKind::Bytes)?;

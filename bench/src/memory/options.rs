@@ -1,6 +1,5 @@
 //! The command line of `bench memory`, checked.
 
-use std::fs;
 use std::path::PathBuf;
 
 use gpt2::config::{ModelConfig, Preset};
@@ -11,6 +10,7 @@ use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
 
 use crate::BenchError;
+use crate::folder;
 
 /// The largest part of the parameters that the embedding may be: it is held as a whole by every strategy.
 const MOST_EMBEDDING: f64 = 0.35;
@@ -97,7 +97,7 @@ impl MemoryArgs {
             .into());
         }
         if let Some(out) = &self.out {
-            fs::create_dir_all(out).map_err(|error| format!("--out {}: {error}", out.display()))?;
+            folder::make(out)?;
         }
         Ok(Settings {
             strategies: self.strategies.clone(),

@@ -6,12 +6,9 @@
 mod options;
 mod report;
 
-use std::fs;
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use gpt2::cli::say;
 use gpt2::corpus::{Corpus, CorpusSource};
@@ -27,6 +24,7 @@ pub(crate) use options::OverlapArgs;
 use crate::BenchError;
 use crate::chaos::interrupted;
 use crate::environment::Environment;
+use crate::folder::results_folder;
 use crate::link::{Probe, Training, World};
 use crate::matrix::{Lines, bar};
 use crate::runner::{Interrupted, RunError};
@@ -201,16 +199,4 @@ pub(crate) fn ended(error: RunError) -> BenchError {
         // By itself, so that the program ends as a signal ends it.
         RunError::Interrupted(interrupted) => interrupted.into(),
     }
-}
-
-/// The folder that the user has named, or a new one.
-pub(crate) fn results_folder(out: Option<PathBuf>, name: &str) -> Result<PathBuf, BenchError> {
-    let out = out.unwrap_or_else(|| {
-        let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-        PathBuf::from("bench-results").join(format!("{name}-{seconds}"))
-    });
-    fs::create_dir_all(&out).map_err(|error| {
-        format!("--out {}: cannot write there: {error}; give a folder that can be written", out.display())
-    })?;
-    Ok(out)
 }

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
 use gpt2::batches::{Batches, Share};
@@ -20,6 +20,7 @@ use gpt2::transports::TransportKind;
 use crate::BenchError;
 use crate::chaos::interrupted;
 use crate::environment::Environment;
+use crate::folder::results_folder;
 use crate::runner::Interrupted;
 
 /// Runs the comparison of a published paper again, with equal conditions for all strategies.
@@ -250,14 +251,7 @@ impl CommonArgs {
 
     /// The folder for results, which can be written and holds none.
     fn folder(&self) -> Result<PathBuf, BenchError> {
-        let out = self.out.clone().unwrap_or_else(|| {
-            let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-            PathBuf::from("bench-results").join(format!("paper-{seconds}"))
-        });
-        let probe = out.join(".write-test");
-        fs::create_dir_all(&out).and_then(|()| fs::write(&probe, b"")).and_then(|()| fs::remove_file(&probe)).map_err(
-            |error| format!("--out {}: cannot write there: {error}; give a folder that can be written", out.display()),
-        )?;
+        let out = results_folder(self.out.clone(), "paper")?;
         let rows = out.join("results.jsonl");
         if rows.exists() {
             return Err(format!("{} holds an earlier run; give a new folder with --out", rows.display()).into());

@@ -1,6 +1,5 @@
 //! The command line of `bench parity`, checked.
 
-use std::fs;
 use std::path::PathBuf;
 
 use gpt2::corpus::{Corpus, CorpusSource};
@@ -11,6 +10,7 @@ use gpt2::transports::TransportKind;
 
 use super::plan::{BATCH, Variant};
 use crate::BenchError;
+use crate::folder;
 
 /// Compares every strategy with one device, with faults planted as a control, and its messages with its formula.
 ///
@@ -77,7 +77,7 @@ impl ParityArgs {
             return Err(why.into());
         }
         if let Some(out) = &self.out {
-            fs::create_dir_all(out).map_err(|error| format!("--out {}: {error}", out.display()))?;
+            folder::make(out)?;
         }
         let source = CorpusSource::from_path(self.data.clone(), default_cargo_home());
         Ok(Settings {

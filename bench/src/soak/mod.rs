@@ -26,6 +26,7 @@ use crate::BenchError;
 use crate::chaos::process::{Group, Number};
 use crate::chaos::protocol::{Command, Dropped, Event, Holds, Join, Plan, Work};
 use crate::chaos::{Fault, Played, When, ended, interrupted, judge, play_fault, secret};
+use crate::folder;
 use crate::matrix::Lines;
 use crate::runner::Interrupted;
 use options::Settings;
@@ -52,7 +53,7 @@ pub(crate) fn run(args: &SoakArgs) -> Result<ExitCode, BenchError> {
     let signal = interrupted()?;
     let file = match &settings.out {
         Some(out) => {
-            fs::create_dir_all(out).map_err(|error| format!("--out {}: {error}", out.display()))?;
+            folder::make(out)?;
             Some(Lines::create(&out.join("soak.jsonl"))?)
         }
         None => None,

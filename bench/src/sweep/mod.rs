@@ -26,6 +26,7 @@ pub(crate) use text::TextSource;
 
 use crate::BenchError;
 use crate::environment::Environment;
+use crate::folder::results_folder;
 use crate::link::{World, gain_namespaces};
 use crate::matrix::bar;
 use crate::prices::price_list;
@@ -119,7 +120,7 @@ pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
         resumable(&out, &text)?;
         out
     } else {
-        let out = crate::overlap::results_folder(args.out.clone(), &plan.name)?;
+        let out = results_folder(args.out.clone(), &plan.name)?;
         begin(&out, &text)?;
         out
     };
