@@ -57,12 +57,12 @@ impl World {
     /// What a rank has to know about its network; `None` on loopback, where it needs nothing.
     pub(crate) fn addresses(&self) -> Option<Ends> {
         let addresses: Vec<Ipv4Addr> = (0..self.ends()).map(address).collect();
-        (!addresses.is_empty()).then_some(Ends { addresses, port: MEETING_PORT })
+        (!self.is_loopback()).then_some(Ends { addresses, port: MEETING_PORT })
     }
 
     /// The network interface that ranks talk through.
     pub(crate) fn interface(&self) -> &'static str {
-        if self.ends() == 0 { "lo" } else { INTERFACE }
+        if self.is_loopback() { "lo" } else { INTERFACE }
     }
 }
 

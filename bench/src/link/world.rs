@@ -33,15 +33,16 @@ enum Carried {
 }
 
 impl World {
-    /// Takes away what dead runs have left, and makes a world of `ends` ends, for jobs of as many ranks or of a multiple. On the link,
-    /// `congestion` is the TCP congestion control of everybody, by its kernel name; `None` for the kernel's default. On loopback neither
-    /// means anything: transports set their own. An emulator ends with the thread that calls this.
+    /// Takes away what dead runs have left, and makes a world of `ends` ends, for jobs of as many ranks or of a multiple. `congestion` is the
+    /// TCP congestion control of everybody, by its kernel name; `None` for the kernel's default. On loopback there are no ends; with a
+    /// congestion control it is that of a namespace, where there may be one, and else transports set what they can.
     ///
     /// # Errors
     /// What is missing, for the user.
     pub(crate) fn new(profile: &Profile, ends: usize, congestion: Option<&str>) -> Result<Self, String> {
         if profile.carrier == Carrier::None {
-            return Ok(World::loopback());
+            let congestion = congestion.filter(|_| may_make_namespaces().is_ok());
+            return congestion.map_or_else(|| Ok(World::loopback()), World::loopback_with);
         }
         if !(2..=MAX_ENDS).contains(&ends) {
             return Err(format!("the link {}: it has 2 to {MAX_ENDS} ends, not {ends}", profile.name));
@@ -68,6 +69,16 @@ impl World {
             World { profile: profile.clone(), congestion: congestion.map(String::from), has_netem, carried, ends };
         world.set_congestion()?;
         Ok(world)
+    }
+
+    /// Loopback, in a namespace of its own: a route gives everything that goes over it the same congestion control, also what only a
+    /// library reaches.
+    fn loopback_with(congestion: &str) -> Result<Self, String> {
+        let namespace = Namespace::new()?;
+        namespace.ip(&["link", "set", "lo", "up"])?;
+        let route = ["route", "replace", "local", "127.0.0.1", "dev", "lo", "table", "local", "congctl", congestion];
+        namespace.ip(&route).map_err(|why| format!("congestion control {congestion}: {why}"))?;
+        Ok(World { congestion: Some(congestion.into()), ends: vec![namespace], ..World::loopback() })
     }
 
     /// Loopback.
@@ -117,9 +128,14 @@ impl World {
         self.ends.iter().map(Namespace::name)
     }
 
-    /// Number of ends; 0 on loopback.
+    /// Number of namespaces; 0 on this process's own loopback.
     pub(crate) fn ends(&self) -> usize {
         self.ends.len()
+    }
+
+    /// Whether ranks talk over loopback, in whichever namespace.
+    pub(crate) fn is_loopback(&self) -> bool {
+        matches!(self.carried, Carried::Loopback)
     }
 
     /// The process that plays the link, where one does.
@@ -133,7 +149,10 @@ impl World {
     /// One line about the link.
     pub(crate) fn describe(&self) -> String {
         let how = match &self.carried {
-            Carried::Loopback => return "loopback".into(),
+            Carried::Loopback => {
+                let in_namespace = |name: &String| format!(", in a namespace; TCP congestion control {name}");
+                return format!("loopback{}", self.congestion.as_ref().map_or(String::new(), in_namespace));
+            }
             Carried::Veth(_) => {
                 let Pipes { up, down } = &self.profile.usual;
                 let limited = [up, down].into_iter().find(|pipe| pipe.rate_bits_per_s.is_some());

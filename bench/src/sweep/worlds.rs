@@ -42,11 +42,8 @@ impl Worlds {
 }
 
 fn key(cell: &Cell) -> Key {
-    if needs_namespaces(cell) {
-        (cell.link.clone(), cell.ranks.div_ceil(ranks_per_end(cell)), cell.congestion.clone())
-    } else {
-        (LOOPBACK.into(), 0, DEFAULT.into())
-    }
+    let ends = if cell.link == LOOPBACK { 0 } else { cell.ranks.div_ceil(ranks_per_end(cell)) };
+    (cell.link.clone(), ends, cell.congestion.clone())
 }
 
 fn make((link, ends, congestion): &Key) -> Result<World, String> {
@@ -54,7 +51,7 @@ fn make((link, ends, congestion): &Key) -> Result<World, String> {
     World::new(&Profile::find(link)?, *ends, congestion)
 }
 
-/// Whether a cell's ranks live in namespaces of their own.
+/// Whether a cell's ranks are to live in namespaces.
 pub(super) fn needs_namespaces(cell: &Cell) -> bool {
-    cell.link != LOOPBACK
+    cell.link != LOOPBACK || cell.congestion != DEFAULT
 }
