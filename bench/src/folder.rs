@@ -1,6 +1,7 @@
-//! Folders for results.
+//! Folders for results, and small files that users write.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -29,4 +30,25 @@ pub(crate) fn make(out: &Path) -> Result<(), BenchError> {
     written.map_err(|error| {
         format!("--out {}: cannot write there: {error}; give a folder that can be written", out.display()).into()
     })
+}
+
+/// Largest file that a person writes for this program.
+const LARGEST: u64 = 1 << 20;
+
+/// The text of a small file.
+///
+/// # Errors
+/// What is wrong with it, for the user.
+pub(crate) fn read_small(path: &Path) -> Result<String, String> {
+    let told = |error: std::io::Error| format!("{}: {error}", path.display());
+    // A pipe would be waited for, and a device has no end.
+    if !fs::metadata(path).map_err(told)?.is_file() {
+        return Err(format!("{} is no ordinary file; give the path of a text file", path.display()));
+    }
+    let mut text = String::new();
+    File::open(path).and_then(|file| file.take(LARGEST + 1).read_to_string(&mut text)).map_err(told)?;
+    if text.len() as u64 > LARGEST {
+        return Err(format!("{} is longer than 1 MiB; give the path of a small text file", path.display()));
+    }
+    Ok(text)
 }

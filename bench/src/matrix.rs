@@ -11,14 +11,14 @@ use gpt2::precision::Precision;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::transports::{TransportKind, TransportOptions};
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{ProgressBar, ProgressFinish, ProgressStyle};
 use serde::Serialize;
 
 use crate::BenchError;
 use crate::args::Setup;
 use crate::record::Cell;
 use crate::results;
-use crate::sweep::{DEFAULT, LOOPBACK, NOBODY, Plan, Sweep, TextSource};
+use crate::sweep::{DEFAULT, LOOPBACK, NOBODY, Plan, Sweep, TRACES, TextSource};
 use crate::table;
 
 /// Runs the matrix; true if every cell that this machine can run did, and sent what the formula says.
@@ -49,6 +49,8 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
         environment: setup.environment.clone(),
         interrupted: setup.interrupted.clone(),
     };
+    std::fs::create_dir_all(setup.out.join(TRACES))
+        .map_err(|error| format!("{}: {error}", setup.out.join(TRACES).display()))?;
     let sound = sweep.run(&BTreeSet::new())? == ExitCode::SUCCESS;
     let results = results::read_records(&setup.out)?;
     say(format_args!("{}", table::render(&sweep.plan.cells, &results.records)));
@@ -107,7 +109,8 @@ fn plan(setup: &Setup) -> Plan {
 
 /// A bar on a terminal; elsewhere nothing.
 pub(crate) fn bar(len: usize) -> ProgressBar {
-    let bar = ProgressBar::new(len as u64);
+    // Gone with the command, however that ends.
+    let bar = ProgressBar::new(len as u64).with_finish(ProgressFinish::AndClear);
     if let Ok(style) = ProgressStyle::with_template("{wide_bar} {pos}/{len} {msg} ({elapsed})") {
         bar.set_style(style);
     }

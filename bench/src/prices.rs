@@ -100,7 +100,8 @@ fn is_one_thing(what: &str, without: &CellRuns<'_>, with: &CellRuns<'_>) -> bool
     let axes = Axis::ALL.into_iter().filter(|axis| !OF_TRANSPORTS.contains(axis));
     // What goes through memory has no link; next to it is a link without a limit.
     let no_link = is_in_memory(a) && UNLIMITED.contains(&b.link.as_str());
-    let alike = axes.map(|axis| a.value(axis) == b.value(axis) || axis == Axis::Link && no_link).all(|same| same);
+    let mut axes = axes;
+    let alike = axes.all(|axis| a.value(axis) == b.value(axis) || axis == Axis::Link && no_link);
     let congestion = a.congestion == b.congestion || is_in_memory(a) || is_in_memory(b);
     let packets = match what {
         SMALL_PACKETS => {

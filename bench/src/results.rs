@@ -61,7 +61,10 @@ pub(crate) fn read_records(path: &Path) -> Result<Results, String> {
                 ));
                 break;
             }
-            Err(bad) => return Err(format!("{name}: line {number}: {}", bad.what())),
+            Err(bad) => {
+                let hint = "take that line out to keep the others; `bench sweep --resume` then runs its cell again";
+                return Err(format!("{name}: line {number}: {}; {hint}", bad.what()));
+            }
         }
         results.whole_bytes += read;
     }

@@ -50,8 +50,7 @@ fn line(cell: &CellRuns<'_>) -> [String; COLUMNS] {
     let of = |metric: Metric, over: Over| summary(metric, over, &cell.runs).map(|summary| summary.interval);
     let number = |value: Option<f64>, digits: usize| value.map_or("-".into(), |value| format!("{value:.digits$}"));
     let middle = |interval: Option<Interval>| interval.map(|interval| interval.estimate);
-    let waits = [Metric::Exposed, Metric::Skew, Metric::Scalars].map(|metric| middle(of(metric, Over::Longest)));
-    let waits: Option<f64> = waits.into_iter().sum();
+    let waits = middle(of(Metric::Waits, Over::Longest));
     let step = middle(of(Metric::Step, Over::Mean));
     let share = waits.zip(step).map(|(waits, step)| format!("{:.1}%", 100.0 * waits / step));
     let ranks = cell.runs.last().and_then(|run| run.measured.as_ref()).map(|measured| measured.ranks.as_slice());

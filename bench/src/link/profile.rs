@@ -6,7 +6,6 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -16,6 +15,7 @@ use super::emulator::{Loss, PipeSpec};
 use super::profile_file;
 use super::rate::Rate;
 use super::units::{show_bytes, show_share, show_time};
+use crate::folder::read_small;
 
 /// What carries packets between ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -83,7 +83,7 @@ impl Profile {
     pub(crate) fn find(name: &str) -> Result<Self, String> {
         if name.contains('/') || name.ends_with(".toml") {
             let path = Path::new(name);
-            let text = fs::read_to_string(path).map_err(|error| format!("the profile {name}: {error}"))?;
+            let text = read_small(path).map_err(|why| format!("the profile {why}"))?;
             let stem = path.file_stem().map_or(name.into(), |stem| stem.to_string_lossy());
             return profile_file::parse(&stem, name, &text);
         }

@@ -130,7 +130,9 @@ fn is_left_over(name: &str) -> bool {
     let Some(owner) = name.strip_prefix(PREFIX) else { return false };
     let mut parts = owner.split('-').map(str::parse::<u64>);
     let (Some(Ok(process)), Some(Ok(began))) = (parts.next(), parts.next()) else { return false };
-    u32::try_from(process).is_ok_and(|process| start_of(process) != Some(began))
+    // Where `/proc` does not even show this process, nothing is known of others.
+    start_of(std::process::id()).is_some()
+        && u32::try_from(process).is_ok_and(|process| start_of(process) != Some(began))
 }
 
 /// When a process began, in clock ticks since the machine did; `None` if there is no such process.

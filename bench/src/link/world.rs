@@ -133,6 +133,14 @@ impl World {
         self.ends.len()
     }
 
+    /// Whether jobs can run over it: whether an emulator that plays it lives.
+    pub(crate) fn is_alive(&self) -> bool {
+        match &self.carried {
+            Carried::Loopback | Carried::Veth(_) => true,
+            Carried::Emulated(emulator) => lock(emulator).is_alive(),
+        }
+    }
+
     /// Whether ranks talk over loopback, in whichever namespace.
     pub(crate) fn is_loopback(&self) -> bool {
         matches!(self.carried, Carried::Loopback)
@@ -323,8 +331,17 @@ mod tests {
 
     #[test]
     fn loopback_takes_nothing() {
-        let world = World::new(&Profile::find("loopback").unwrap(), 4, Some("cubic")).unwrap();
+        let world = World::new(&Profile::find("loopback").unwrap(), 4, None).unwrap();
         assert_eq!((world.ends(), world.interface(), world.describe().as_str()), (0, "lo", "loopback"));
+        assert!(world.addresses().is_none() && world.pipes().unwrap().is_empty() && world.ms_of(1).is_none());
+    }
+
+    #[test]
+    fn loopback_with_a_congestion_control_is_in_a_namespace_where_there_may_be_one() {
+        let world = World::new(&Profile::find("loopback").unwrap(), 4, Some("reno")).unwrap();
+        let expected = usize::from(World::unavailable().is_none());
+        assert_eq!((world.ends(), world.interface()), (expected, "lo"));
+        assert_eq!(world.describe().contains("reno"), expected == 1, "{}", world.describe());
         assert!(world.addresses().is_none() && world.pipes().unwrap().is_empty() && world.ms_of(1).is_none());
     }
 

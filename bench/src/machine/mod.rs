@@ -40,15 +40,15 @@ impl Watch {
     }
 }
 
-/// The doubt about a run of more ranks than cores.
-pub(crate) fn shared_cores(ranks: usize) -> Option<Flag> {
-    shared_among(ranks, std::thread::available_parallelism().ok()?.get())
+/// The doubt about a run of more computing threads than cores.
+pub(crate) fn shared_cores(ranks: usize, threads: usize) -> Option<Flag> {
+    shared_among(ranks, threads, std::thread::available_parallelism().ok()?.get())
 }
 
-fn shared_among(ranks: usize, cores: usize) -> Option<Flag> {
-    let what =
-        format!("{ranks} ranks share {cores} cores: they wait for one another's turns, not for the network alone");
-    (ranks > cores).then_some(Flag { kind: FlagKind::SharedCores, what })
+fn shared_among(ranks: usize, threads: usize, cores: usize) -> Option<Flag> {
+    let network = if ranks > 1 { "; ranks wait for one another's turns, not for the network alone" } else { "" };
+    let what = format!("{ranks} rank(s) of {threads} computing thread(s) share {cores} cores{network}");
+    (ranks * threads > cores).then_some(Flag { kind: FlagKind::SharedCores, what })
 }
 
 #[cfg(test)]
@@ -59,10 +59,10 @@ mod tests {
 
     #[test]
     fn ranks_without_a_core_each_share() {
-        assert_eq!(shared_among(2, 2), None);
-        let flag = shared_among(3, 2).unwrap();
+        assert_eq!(shared_among(2, 1, 2), None);
+        let flag = shared_among(3, 1, 2).unwrap();
         assert_eq!(flag.kind, FlagKind::SharedCores);
-        assert!(flag.what.starts_with("3 ranks share 2 cores"), "{}", flag.what);
+        assert!(flag.what.starts_with("3 rank(s) of 1 computing thread(s) share 2 cores;"), "{}", flag.what);
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! What can be asked of a run.
 
+use std::borrow::Cow;
 use std::fmt;
 
 use clap::ValueEnum;
@@ -29,6 +30,8 @@ pub(crate) enum Metric {
     Scalars,
     /// Waiting for ranks that had not begun.
     Skew,
+    /// All waiting: exposed, for scalars, and for late ranks.
+    Waits,
     /// Taking apart what came.
     Unpack,
     /// The optimizer's update.
@@ -129,8 +132,12 @@ impl Metric {
     }
 
     /// This part of the steps of one rank.
-    pub(crate) fn column(self, steps: &Steps) -> &[f64] {
-        match self {
+    pub(crate) fn column(self, steps: &Steps) -> Cow<'_, [f64]> {
+        Cow::Borrowed(match self {
+            Metric::Waits => {
+                let together = steps.exposed.iter().zip(&steps.scalars).zip(&steps.skew);
+                return together.map(|((exposed, scalars), skew)| exposed + scalars + skew).collect();
+            }
             Metric::Data => &steps.data,
             Metric::Compute => &steps.compute,
             Metric::Pack => &steps.pack,
@@ -143,19 +150,19 @@ impl Metric {
             Metric::Communication => &steps.communication,
             Metric::Hidden => &steps.hidden,
             Metric::Step | Metric::Tokens | Metric::Bytes | Metric::Loss | Metric::Memory => &steps.total,
-        }
+        })
     }
 
     fn over(self, ranks: &[Rank], over: Over, cut: usize) -> Option<Vec<f64>> {
-        let columns = || ranks.iter().map(|rank| self.column(&rank.steps));
+        let columns: Vec<Cow<'_, [f64]>> = ranks.iter().map(|rank| self.column(&rank.steps)).collect();
         match over {
             Over::Longest => {
-                let settled = |column: &&[f64]| column.get(cut..).and_then(median).unwrap_or(f64::NEG_INFINITY);
-                columns().max_by(|a, b| settled(a).total_cmp(&settled(b))).map(<[f64]>::to_vec)
+                let settled = |column: &[f64]| column.get(cut..).and_then(median).unwrap_or(f64::NEG_INFINITY);
+                columns.into_iter().max_by(|a, b| settled(a).total_cmp(&settled(b))).map(Cow::into_owned)
             }
             Over::Mean => {
-                let steps = columns().map(<[f64]>::len).min()?;
-                let mean = |step: usize| columns().map(|column| column[step]).sum::<f64>() / ranks.len() as f64;
+                let steps = columns.iter().map(|column| column.len()).min()?;
+                let mean = |step: usize| columns.iter().map(|column| column[step]).sum::<f64>() / ranks.len() as f64;
                 Some((0..steps).map(mean).collect())
             }
         }
@@ -182,6 +189,13 @@ mod tests {
         assert_eq!(value(Metric::Tokens, Over::Mean), Some(51_200.0));
         assert_eq!(value(Metric::Exposed, Over::Mean), Some(3.0));
         assert_eq!(value(Metric::Exposed, Over::Longest), Some(4.0));
+        // One rank's waits together, not the largest of each kind.
+        let opposite = |exposed: f64, skew: f64| Rank {
+            steps: Steps { exposed: vec![exposed; 8], scalars: vec![1.0; 8], skew: vec![skew; 8], ..Steps::default() },
+            ..Rank::default()
+        };
+        let opposed = [opposite(25.0, 0.0), opposite(0.0, 26.0)];
+        assert_eq!(Metric::Waits.over(&opposed, Over::Longest, 0), Some(vec![27.0; 8]));
         assert_eq!(value(Metric::Bytes, Over::Mean), Some(1000.0));
         assert_eq!(value(Metric::Loss, Over::Mean), Some(3.5));
         assert_eq!(value(Metric::Memory, Over::Mean), Some(8.0));

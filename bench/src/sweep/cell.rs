@@ -1,9 +1,10 @@
 //! One run of one cell: its processes, and what becomes of what they leave.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use gpt2::config::Preset;
+use gpt2::config::{ConfigError, Preset};
 use gpt2::optim::LearningRate;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::trainer::{Summary, TrainConfig};
@@ -30,9 +31,16 @@ pub(super) struct Job<'a> {
     pub(super) timeout: Duration,
     pub(super) text: &'a TextSource,
     pub(super) environment: &'a Environment,
+    /// Where runs have their own folders while they last.
+    pub(super) out: &'a Path,
+    /// The signal that came since the start, 0 for none.
+    pub(super) interrupted: &'a AtomicUsize,
     /// Where to write a trace, if at all.
     pub(super) trace: Option<PathBuf>,
 }
+
+/// How the names of the folders of runs begin. What a killed sweep has left, the next one takes away.
+pub(super) const FOLDER: &str = "run-";
 
 /// How a run's processes ended.
 enum Ended {
@@ -45,22 +53,23 @@ impl Job<'_> {
     ///
     /// # Errors
     /// [`Interrupted`] when the user has had enough.
-    pub(super) fn run(&self, cell: &Cell, world: Result<&World, &str>) -> Result<Record, Interrupted> {
+    pub(super) fn run(&self, cell: &Cell, world: Result<&World, Status>) -> Result<Record, Interrupted> {
         let started_unix_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
         let began = Instant::now();
-        let watch = Watch::start(world.ok().and_then(World::process).into_iter().collect());
-        let ended = match world {
+        let player = world.as_ref().ok().and_then(|world| world.process());
+        let watch = Watch::start(player.into_iter().collect());
+        let ended = match &world {
             Ok(world) => self.processes(cell, world)?,
-            Err(why) => Ended::Badly(Status::NotAvailable(why.to_string())),
+            Err(status) => Ended::Badly(status.clone()),
         };
         let wall_s = began.elapsed().as_secs_f64();
         let mut flags = watch.finish();
-        flags.extend(machine::shared_cores(cell.ranks * cell.threads));
+        flags.extend(machine::shared_cores(cell.ranks, cell.threads).filter(|_| matches!(ended, Ended::Well(_))));
         let (status, measured) = match ended {
             Ended::Badly(status) => (status, None),
             Ended::Well(left) => match self.measured(cell, left, &mut flags) {
                 Ok(measured) => {
-                    let link = world.map_or(Ok(Link::default()), |world| link(world, &mut flags));
+                    let link = world.map_or_else(|_| Ok(Link::default()), |world| link(world, &mut flags));
                     match link {
                         Ok(link) => (Status::Ok, Some(Measured { link, ..measured })),
                         Err(why) => (Status::Failed(why), None),
@@ -98,9 +107,9 @@ impl Job<'_> {
         if let Some(why) = rung.and_then(Rung::missing).or(no_nodes) {
             return Ok(Ended::Badly(Status::NotAvailable(why)));
         }
-        let folder = match tempfile::tempdir() {
+        let folder = match tempfile::Builder::new().prefix(FOLDER).tempdir_in(self.out) {
             Ok(folder) => folder,
-            Err(error) => return failed(format!("no temporary folder: {error}")),
+            Err(error) => return failed(format!("{}: no folder for a run: {error}", self.out.display())),
         };
         let task = match self.task(cell, rung, world, folder.path()) {
             Ok(task) => task,
@@ -121,6 +130,10 @@ impl Job<'_> {
             Ok(launch) => launch,
             Err(why) => return failed(why),
         };
+        // From here on the launcher catches signals.
+        if let signal @ 1.. = self.interrupted.load(Ordering::Relaxed) {
+            return Err(Interrupted { signal: i32::try_from(signal).unwrap_or(2) });
+        }
         match crate::link::run(&launch) {
             Ok(_) => match rank::collect(folder.path(), processes) {
                 Ok(left) => Ok(Ended::Well(left)),
@@ -239,10 +252,10 @@ fn measured(cell: &Cell, text: &TextSource, ranks: Vec<crate::record::Rank>, sum
 
 /// The training that a cell means.
 fn config(cell: &Cell, text: &TextSource) -> Result<TrainConfig, String> {
-    let preset: Preset = cell.preset.parse().map_err(|why| format!("{why}"))?;
+    let preset: Preset = cell.preset.parse().map_err(|why: ConfigError| why.to_string())?;
     let defaults = StrategyOptions::default();
     let options = StrategyOptions {
-        wire: cell.wire.parse().map_err(|why| format!("{why}"))?,
+        wire: cell.wire.parse()?,
         bucket_bytes: cell.bucket_bytes,
         first_bucket_bytes: defaults.first_bucket_bytes.min(cell.bucket_bytes),
         overlap: cell.overlap,
@@ -251,7 +264,7 @@ fn config(cell: &Cell, text: &TextSource) -> Result<TrainConfig, String> {
     };
     Ok(TrainConfig {
         options,
-        precision: cell.precision.parse().map_err(|why| format!("{why}"))?,
+        precision: cell.precision.parse()?,
         seed: cell.seed,
         steps: cell.steps,
         global_batch: cell.batch,

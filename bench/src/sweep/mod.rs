@@ -10,7 +10,7 @@ mod trace;
 mod worlds;
 
 use std::collections::BTreeSet;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -18,6 +18,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use gpt2::cli::say;
+use serde::{Deserialize, Serialize};
 
 use plan::READY;
 pub(crate) use plan::{DEFAULT, LOOPBACK, NOBODY, Plan};
@@ -26,7 +27,7 @@ pub(crate) use text::TextSource;
 
 use crate::BenchError;
 use crate::environment::Environment;
-use crate::folder::results_folder;
+use crate::folder::{read_small, results_folder};
 use crate::link::{World, gain_namespaces};
 use crate::matrix::bar;
 use crate::prices::price_list;
@@ -79,6 +80,8 @@ pub(crate) struct Sweep {
 
 /// Names of the files of a sweep in its folder.
 const PLAN: &str = "plan.toml";
+const HEADER: &str = "sweep.json";
+const LOCK: &str = "lock";
 pub(crate) const TRACES: &str = "traces";
 
 pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
@@ -115,25 +118,31 @@ pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
     }
     let interrupted = crate::chaos::interrupted()?;
     let source = TextSource::bytes(args.data.clone())?;
-    let out = if args.resume {
-        let out = args.out.clone().unwrap_or_default();
-        resumable(&out, &text)?;
-        out
+    let environment = Environment::read();
+    let header = Header { plan: text, rounds: plan.rounds, text: source.description.clone() };
+    let out = results_folder(args.out.clone(), &plan.name)?;
+    let _alone = alone_in(&out)?;
+    if args.resume {
+        let earlier = header.of(&out)?;
+        plan.rounds = args.rounds.unwrap_or(earlier.rounds);
     } else {
-        let out = results_folder(args.out.clone(), &plan.name)?;
-        begin(&out, &text)?;
-        out
-    };
-    let sweep = Sweep { plan, text: source, out, environment: Environment::read(), interrupted };
+        begin(&out)?;
+    }
+    Header { rounds: plan.rounds, ..header }.write(&out)?;
+    let sweep = Sweep { plan, text: source, out, environment, interrupted };
     sweep.introduce();
     let earlier = if args.resume { sweep.earlier(args.retry)? } else { BTreeSet::new() };
     let outcome = sweep.run(&earlier);
-    let results = results::read_records(&sweep.out)?;
-    if let Some(prices) = price_list(&results.records, Metric::Step).render() {
-        say(format_args!("\n{prices}\n"));
+    match (outcome, sweep.tell()) {
+        (Ok(code), told) => told.map(|()| code),
+        // What ended the sweep says more than what then became of its report.
+        (Err(error), told) => {
+            if let Err(why) = told {
+                eprintln!("warning: no report: {why}");
+            }
+            Err(error)
+        }
     }
-    sweep.report()?;
-    outcome
 }
 
 fn print_cells(plan: &Plan) {
@@ -145,34 +154,75 @@ fn print_cells(plan: &Plan) {
 }
 
 /// Makes a folder ready for a new sweep.
-fn begin(out: &Path, plan: &str) -> Result<(), BenchError> {
+fn begin(out: &Path) -> Result<(), BenchError> {
     // Rows of an earlier run are hours of somebody's time.
-    if let Some(old) = [results::FILE, PLAN].map(|name| out.join(name)).into_iter().find(|path| path.exists()) {
+    if let Some(old) = [results::FILE, PLAN, HEADER].map(|name| out.join(name)).into_iter().find(|path| path.exists()) {
         return Err(format!(
             "{} holds an earlier run; give a new folder with --out, or go on with it with --resume",
             old.display()
         )
         .into());
     }
-    let traces = out.join(TRACES);
-    fs::create_dir_all(&traces).map_err(|error| format!("{}: {error}", traces.display()))?;
-    fs::write(out.join(PLAN), plan).map_err(|error| format!("{}: {error}", out.join(PLAN).display()).into())
+    Ok(())
 }
 
-/// Whether a folder holds a sweep of this plan.
-fn resumable(out: &Path, plan: &str) -> Result<(), BenchError> {
-    let path = out.join(PLAN);
-    let old = fs::read_to_string(&path).map_err(|error| {
-        format!("{}: {error}; --resume takes the folder of a sweep that was stopped", path.display())
-    })?;
-    if old != plan {
-        return Err(format!(
-            "{} is another plan than the one given; a sweep goes on with its own, or begins in a new folder",
-            path.display()
+/// Keeps other sweeps out of a folder, as long as it is held.
+fn alone_in(out: &Path) -> Result<File, BenchError> {
+    let path = out.join(LOCK);
+    let told = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
+    let file = OpenOptions::new().create(true).append(true).open(&path).map_err(|error| told(&error))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => Err(format!(
+            "another sweep is writing to {}; wait for it, or give another folder with --out",
+            out.display()
         )
-        .into());
+        .into()),
+        Err(TryLockError::Error(error)) => Err(told(&error).into()),
     }
-    Ok(())
+}
+
+/// What all parts of a sweep have in common, however often it was stopped.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Header {
+    #[serde(skip)]
+    plan: String,
+    rounds: u32,
+    /// The text, with its hash.
+    text: String,
+}
+
+impl Header {
+    /// That of the sweep in a folder, which has to be one of the same plan over the same text.
+    fn of(&self, out: &Path) -> Result<Header, BenchError> {
+        let read = |name: &str| {
+            let path = out.join(name);
+            let hint = "--resume takes the folder of a sweep that was stopped";
+            read_small(&path).map_err(|why| format!("{why}; {hint}"))
+        };
+        let other = |name: &str, what: &str| {
+            let path = out.join(name);
+            format!("{} has another {what}; a sweep goes on with its own, or begins in a new folder", path.display())
+        };
+        if read(PLAN)? != self.plan {
+            return Err(other(PLAN, "plan than the one given").into());
+        }
+        let header: Header = serde_json::from_str(&read(HEADER)?)
+            .map_err(|error| format!("{}: {error}; begin in a new folder", out.join(HEADER).display()))?;
+        if header.text != self.text {
+            return Err(other(HEADER, &format!("text ({}), see --data", header.text)).into());
+        }
+        Ok(header)
+    }
+
+    fn write(&self, out: &Path) -> Result<(), BenchError> {
+        let traces = out.join(TRACES);
+        fs::create_dir_all(&traces).map_err(|error| format!("{}: {error}", traces.display()))?;
+        for (name, text) in [(PLAN, self.plan.clone()), (HEADER, serde_json::to_string(self)?)] {
+            fs::write(out.join(name), text).map_err(|error| format!("{}: {error}", out.join(name).display()))?;
+        }
+        Ok(())
+    }
 }
 
 impl Sweep {
@@ -186,16 +236,32 @@ impl Sweep {
 
     /// What an earlier part of this sweep has done: cells by place in the plan, with their round.
     fn earlier(&self, retry: bool) -> Result<BTreeSet<(Cell, u32)>, BenchError> {
+        self.remove_leftovers();
         let path = self.out.join(results::FILE);
         if !path.exists() {
             return Ok(BTreeSet::new());
         }
-        let Results { records, whole_bytes, .. } = results::read_records(&self.out)?;
+        let Results { records, warnings, whole_bytes, .. } = results::read_records(&self.out)?;
+        warnings.iter().for_each(|warning| say(format_args!("{warning}")));
+        if records.last().is_some_and(|last| last.environment != self.environment) {
+            say(format_args!(
+                "WARNING: the machine or this program is not what it was in the earlier part of this sweep; its rounds cannot be compared \
+                 with the new ones"
+            ));
+        }
         // The sweep may have been stopped while it wrote its last line.
         let file = OpenOptions::new().write(true).open(&path);
         file.and_then(|file| file.set_len(whole_bytes)).map_err(|error| format!("{}: {error}", path.display()))?;
         let counts = |record: &&Record| !retry || record.status == Status::Ok;
         Ok(records.iter().filter(counts).map(|record| (record.cell.clone(), record.round)).collect())
+    }
+
+    /// Takes away what runs of a killed sweep have left.
+    fn remove_leftovers(&self) {
+        let entries = fs::read_dir(&self.out).into_iter().flatten().flatten();
+        let left = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(cell::FOLDER));
+        // What cannot go does no harm.
+        left.for_each(|entry| drop(fs::remove_dir_all(entry.path())));
     }
 
     /// Runs what has not been run; false in the exit code if a cell that could have run did not, or sent what no formula says.
@@ -224,6 +290,8 @@ impl Sweep {
                     timeout: *timeout,
                     text: &self.text,
                     environment: &self.environment,
+                    out: &self.out,
+                    interrupted: &self.interrupted,
                     trace: (round == 1).then(|| self.out.join(TRACES).join(trace_name(index))),
                 };
                 let record = job.run(cell, worlds.of(cell))?;
@@ -236,7 +304,17 @@ impl Sweep {
             }
         }
         bar.finish_and_clear();
+        self.go_on()?;
         Ok(if sound { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    }
+
+    /// Says what came out, and writes the report.
+    fn tell(&self) -> Result<(), BenchError> {
+        let results = results::read_records(&self.out)?;
+        if let Some(prices) = price_list(&results.records, Metric::Step).render() {
+            say(format_args!("\n{prices}\n"));
+        }
+        self.report()
     }
 
     /// Writes the report of what there is.

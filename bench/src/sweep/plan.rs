@@ -15,7 +15,9 @@ use gpt2::strategy::{StrategyKind, StrategyOptions};
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer};
 
-use crate::link::Profile;
+use super::cell::ranks_per_end;
+use crate::folder::read_small;
+use crate::link::{Carrier, MAX_ENDS, Profile};
 use crate::record::{Axis, Cell, Planted};
 use crate::rung::Rung;
 
@@ -259,9 +261,9 @@ impl Plan {
         let ready = READY.iter().find(|(name, _)| path.as_os_str() == *name).map(|(_, text)| (*text).to_string());
         let text = match ready {
             Some(text) => text,
-            None => std::fs::read_to_string(path).map_err(|error| {
+            None => read_small(path).map_err(|why| {
                 let names = READY.map(|(name, _)| name).join(", ");
-                format!("{}: {error}; give a plan's file, or the name of a ready one: {names}", path.display())
+                format!("{why}; give a plan's file, or the name of a ready one: {names}")
             })?,
         };
         let plan = Plan::parse(&text).map_err(|error| format!("{}: {error}", path.display()))?;
@@ -272,6 +274,10 @@ impl Plan {
     /// What is wrong with it and where, for the user.
     pub(crate) fn parse(text: &str) -> Result<Plan, String> {
         let file: File = toml::from_str(text).map_err(|error| error.to_string().trim_end().to_string())?;
+        let is_name = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+        if !file.name.chars().all(is_name) || file.name.starts_with('.') || file.about.chars().any(char::is_control) {
+            return Err("name: a plan's name has letters, digits, `-`, `_` and `.`; `about` is one line".into());
+        }
         if file.name.is_empty() || file.rounds == 0 || file.timeout_s == 0 {
             return Err("a plan has a name, at least 1 round, and a timeout-s of at least 1".into());
         }
@@ -381,9 +387,9 @@ fn checked(mut cell: Cell) -> Result<Cell, String> {
         let rung: Rung = cell.transport.parse().map_err(of(Axis::Transport))?;
         cell.transport = rung.to_string();
     }
-    Profile::find(&cell.link).map_err(of(Axis::Link))?;
-    let _: Precision = cell.precision.parse().map_err(|why| of(Axis::Precision)(format!("{why}")))?;
-    let _: Precision = cell.wire.parse().map_err(|why| of(Axis::Wire)(format!("{why}")))?;
+    let profile = Profile::find(&cell.link).map_err(of(Axis::Link))?;
+    let _: Precision = cell.precision.parse().map_err(of(Axis::Precision))?;
+    let _: Precision = cell.wire.parse().map_err(of(Axis::Wire))?;
     let _: Preset = cell.preset.parse().map_err(|why| of(Axis::Preset)(format!("{why}")))?;
     let positive = [
         (Axis::Ranks, cell.ranks, MAX_WORLD_SIZE),
@@ -412,6 +418,13 @@ fn checked(mut cell: Cell) -> Result<Cell, String> {
         return Err(format!("axis planted: there is no rank {rank} of {}", cell.ranks));
     }
     check_congestion(&cell.congestion)?;
+    if cell.variant.chars().any(char::is_control) {
+        return Err("axis variant: a variant is a name without control characters".into());
+    }
+    let ends = cell.ranks.div_ceil(ranks_per_end(&cell));
+    if profile.carrier != Carrier::None && ends > MAX_ENDS {
+        return Err(format!("axis ranks: the link {} has at most {MAX_ENDS} ends, not {ends}", cell.link));
+    }
     let rung = cell.transport.parse::<Rung>().ok();
     if alone || rung.is_some_and(Rung::is_in_memory) {
         (cell.link, cell.congestion) = (LOOPBACK.into(), DEFAULT.into());
@@ -487,6 +500,8 @@ mod tests {
             ("transport = \"pigeon\"", "pigeon"),
             ("stratgy = \"ddp\"", "stratgy"),
             ("link = \"moon\"", "moon"),
+            ("link = \"wan\"\nranks = 256\nbatch = 256", "at most 200 ends"),
+            ("variant = \"a\\u0000\"", "axis variant"),
             ("ranks = 0", "axis ranks"),
             ("ranks = 1", "at least 2 ranks"),
             ("ranks = \"two\"", "two"),
@@ -507,6 +522,7 @@ mod tests {
             assert!(why.contains(expected), "{axes}: {why}");
         }
         assert!(Plan::parse("").unwrap_err().contains("name"));
+        assert!(Plan::parse("name = \"../x\"\nrounds = 1\n[axes]").unwrap_err().contains("name"));
         assert!(Plan::load(Path::new("/nowhere.toml")).unwrap_err().contains("/nowhere.toml"));
     }
 

@@ -34,67 +34,68 @@ struct Waits {
     by_operation: Vec<(u64, u64)>,
 }
 
-/// Which operations of the ranks are one: the same group, label and messages, and how many like it came before in the step.
-type Key<'a> = (u64, &'a str, Option<(usize, usize)>, usize);
+/// Which operations of the ranks are one: the same step, group, label and messages, and how many like it came before in the step.
+type Key<'a> = (usize, u64, &'a str, Option<(usize, usize)>, usize);
 
 /// Each rank's figures, but for those that the spans do not show.
 pub(super) fn ranks(steps: &[Vec<Step>]) -> Vec<record::Rank> {
     let count = steps.iter().map(Vec::len).min().unwrap_or(0);
-    let waits: Vec<Vec<Waits>> =
-        (0..count).map(|step| waits(&steps.iter().map(|rank| &rank[step]).collect::<Vec<_>>())).collect();
-    let totals: Vec<f64> = (0..count).map(|step| longest(steps, step)).collect();
+    let steps: Vec<&[Step]> = steps.iter().map(|steps| &steps[..count]).collect();
+    let waits = waits(&steps);
+    let totals: Vec<f64> = (0..count).map(|step| longest(&steps, step)).collect();
     let steady = warm_up(&totals).cut.min(count)..count;
-    let of_rank = |(rank, steps): (usize, &Vec<Step>)| {
-        let waits: Vec<&Waits> = waits.iter().map(|of_step| &of_step[rank]).collect();
+    let of_rank = |((rank, steps), waits): ((usize, &&[Step]), &Vec<Waits>)| {
         let steady_waits = &waits[steady.clone()];
-        let ranks = waits.first().map_or(0, |waits| waits.waited_for.len());
         let held_up =
             |by: usize| median(&steady_waits.iter().map(|waits| ms(waits.waited_for[by])).collect::<Vec<_>>());
+        let ranks = waits.first().map_or(0, |waits| waits.waited_for.len());
         record::Rank {
             rank,
-            steps: columns(&steps[..count], &waits),
+            steps: columns(steps, waits),
             operations: operations(&steps[steady.clone()], steady_waits),
             waited_for: (0..ranks).map(|by| held_up(by).unwrap_or(0.0)).collect(),
             ..record::Rank::default()
         }
     };
-    steps.iter().enumerate().map(of_rank).collect()
+    steps.iter().enumerate().zip(&waits).map(of_rank).collect()
 }
 
-fn longest(steps: &[Vec<Step>], step: usize) -> f64 {
+fn longest(steps: &[&[Step]], step: usize) -> f64 {
     steps.iter().map(|rank| rank[step].ms).fold(0.0, f64::max)
 }
 
-/// What each rank waited for in a step that all of them took.
-fn waits(ranks: &[&Step]) -> Vec<Waits> {
+/// What each rank waited for in each step.
+fn waits(ranks: &[&[Step]]) -> Vec<Vec<Waits>> {
     let together = Together::new(ranks);
-    let of_rank =
-        |(rank, step): (usize, &&Step)| {
-            let mut waits = Waits {
-                waited_for: vec![0; ranks.len()],
-                by_operation: vec![(0, 0); step.operations.len()],
-                ..Waits::default()
-            };
-            for span in step.spans.iter().filter(|span| is_wait(span)) {
-                let (mut network, mut skew) = (0, 0);
-                together.blame_of_wait(rank, span, (span.began, span.ended), ranks.len(), &mut |blamed, time| {
-                    match blamed {
-                        None => network += time,
-                        Some(other) => {
-                            skew += time;
-                            waits.waited_for[other] += time;
-                        }
-                    }
-                });
-                waits.skew += skew;
-                *(if span.activity == Activity::Scalars { &mut waits.scalars } else { &mut waits.exposed }) += network;
-                if let Some(of_operation) = span.operation.and_then(|index| waits.by_operation.get_mut(index)) {
-                    of_operation.0 += network;
-                    of_operation.1 += skew;
-                }
-            }
-            waits
+    let of_step = |rank: usize, number: usize, step: &Step| {
+        let mut waits = Waits {
+            waited_for: vec![0; ranks.len()],
+            by_operation: vec![(0, 0); step.operations.len()],
+            ..Waits::default()
         };
+        for span in step.spans.iter().filter(|span| is_wait(span)) {
+            let (mut network, mut skew) = (0, 0);
+            let wait = Wait { step: number, operation: span.operation, began: span.began, ended: span.ended };
+            let mut blame = |blamed: Option<usize>, time: u64| match blamed {
+                None => network += time,
+                Some(other) => {
+                    skew += time;
+                    waits.waited_for[other] += time;
+                }
+            };
+            together.blame_of_wait(rank, &wait, (span.began, span.ended), ranks.len(), &mut blame);
+            waits.skew += skew;
+            *(if span.activity == Activity::Scalars { &mut waits.scalars } else { &mut waits.exposed }) += network;
+            if let Some(of_operation) = span.operation.and_then(|index| waits.by_operation.get_mut(index)) {
+                of_operation.0 += network;
+                of_operation.1 += skew;
+            }
+        }
+        waits
+    };
+    let of_rank = |(rank, steps): (usize, &&[Step])| {
+        steps.iter().enumerate().map(|(number, step)| of_step(rank, number, step)).collect()
+    };
     ranks.iter().enumerate().map(of_rank).collect()
 }
 
@@ -102,29 +103,59 @@ fn is_wait(span: &Span) -> bool {
     matches!(span.activity, Activity::Exposed | Activity::Scalars)
 }
 
-/// A step of all ranks.
-struct Together<'a> {
-    ranks: &'a [&'a Step],
-    /// Of each rank's operations, the rank that asked last, of those that are not this one, and when.
-    last: Vec<Vec<Option<(usize, u64)>>>,
+/// A wait of a rank.
+struct Wait {
+    step: usize,
+    operation: Option<usize>,
+    began: u64,
+    ended: u64,
 }
 
-impl<'a> Together<'a> {
-    fn new(ranks: &'a [&'a Step]) -> Self {
-        let keys: Vec<Vec<Key<'_>>> =
-            ranks.iter().enumerate().map(|(rank, step)| keys(rank, &step.operations)).collect();
+/// All steps of all ranks: what keeps a rank from beginning a step may have begun in the one before.
+struct Together {
+    /// Of each rank, one after the other.
+    waits: Vec<Vec<Wait>>,
+    /// Of each operation of each step of each rank, the rank that asked last, of those that are not this one, and when.
+    last: Vec<Vec<Vec<Option<(usize, u64)>>>>,
+}
+
+impl Together {
+    fn new(ranks: &[&[Step]]) -> Self {
+        let keys: Vec<Vec<Vec<Key<'_>>>> = ranks
+            .iter()
+            .enumerate()
+            .map(|(rank, steps)| {
+                steps.iter().enumerate().map(|(number, step)| keys(rank, number, &step.operations)).collect()
+            })
+            .collect();
         let mut asked: HashMap<Key<'_>, Vec<(usize, u64)>> = HashMap::new();
-        for (rank, (step, keys)) in ranks.iter().zip(&keys).enumerate() {
-            for (operation, key) in step.operations.iter().zip(keys) {
+        for (rank, (steps, keys)) in ranks.iter().zip(&keys).enumerate() {
+            for (operation, key) in steps.iter().flat_map(|step| &step.operations).zip(keys.iter().flatten()) {
                 asked.entry(*key).or_default().push((rank, operation.asked));
             }
         }
-        let last = |(rank, keys): (usize, &Vec<Key<'_>>)| {
-            let others = |key| asked.get(key).into_iter().flatten().filter(|(other, _)| *other != rank);
-            keys.iter().map(|key| others(key).max_by_key(|(_, asked)| *asked).copied()).collect()
+        let last = |rank: usize, key: &Key<'_>| {
+            let others = asked.get(key).into_iter().flatten().filter(|(other, _)| *other != rank);
+            others.max_by_key(|(_, asked)| *asked).copied()
         };
-        let last = keys.iter().enumerate().map(last).collect();
-        Together { ranks, last }
+        let of_rank = |(rank, steps): (usize, &Vec<Vec<Key<'_>>>)| {
+            steps.iter().map(|keys| keys.iter().map(|key| last(rank, key)).collect()).collect()
+        };
+        let last = keys.iter().enumerate().map(of_rank).collect();
+        let waits = |steps: &&[Step]| {
+            let of_step = |(number, step): (usize, &Step)| {
+                let waits = step.spans.iter().filter(|span| is_wait(span));
+                let wait = |span: &Span| Wait {
+                    step: number,
+                    operation: span.operation,
+                    began: span.began,
+                    ended: span.ended,
+                };
+                waits.map(wait).collect::<Vec<_>>()
+            };
+            steps.iter().enumerate().flat_map(of_step).collect()
+        };
+        Together { waits: ranks.iter().map(waits).collect(), last }
     }
 
     /// Tells `out` whom a rank's wait was for, from one moment to another: `None` for the network. While the rank that asks last has
@@ -132,12 +163,13 @@ impl<'a> Together<'a> {
     fn blame_of_wait(
         &self,
         rank: usize,
-        wait: &Span,
+        wait: &Wait,
         (from, to): (u64, u64),
         depth: usize,
         out: &mut dyn FnMut(Option<usize>, u64),
     ) {
-        let last = wait.operation.and_then(|index| self.last[rank].get(index).copied().flatten());
+        let of_step = self.last[rank].get(wait.step);
+        let last = of_step.zip(wait.operation).and_then(|(last, index)| last.get(index).copied().flatten());
         let begun = match last {
             Some((other, asked)) if depth > 0 && asked > from => {
                 let begun = asked.min(to);
@@ -152,35 +184,37 @@ impl<'a> Together<'a> {
     /// Tells `out` what kept a rank from asking, from one moment to another: itself, unless it waited.
     fn blame(&self, rank: usize, (from, to): (u64, u64), depth: usize, out: &mut dyn FnMut(Option<usize>, u64)) {
         let mut own = to.saturating_sub(from);
-        for span in self.ranks[rank].spans.iter().filter(|span| is_wait(span)) {
-            let (began, ended) = (span.began.max(from), span.ended.min(to));
+        let waits = &self.waits[rank];
+        let first = waits.partition_point(|wait| wait.ended <= from);
+        for wait in waits[first..].iter().take_while(|wait| wait.began < to) {
+            let (began, ended) = (wait.began.max(from), wait.ended.min(to));
             if began < ended {
                 own = own.saturating_sub(ended - began);
-                self.blame_of_wait(rank, span, (began, ended), depth, out);
+                self.blame_of_wait(rank, wait, (began, ended), depth, out);
             }
         }
         out(Some(rank), own);
     }
 }
 
-fn keys(rank: usize, operations: &[Operation]) -> Vec<Key<'_>> {
-    let mut seen: HashMap<(u64, &str, Option<(usize, usize)>), usize> = HashMap::new();
-    let key = |operation: &'_ Operation| {
+fn keys(rank: usize, step: usize, operations: &[Operation]) -> Vec<Key<'_>> {
+    let mut seen: HashMap<Key<'_>, usize> = HashMap::new();
+    let messages = |operation: &Operation| {
         operation.partner.map(|partner| if partner.receives { (rank, partner.rank) } else { (partner.rank, rank) })
     };
     operations
         .iter()
         .map(|operation| {
-            let (group, label, message) = (operation.group, operation.label.as_str(), key(operation));
-            let count = seen.entry((group, label, message)).or_default();
+            let (group, label, message) = (operation.group, operation.label.as_str(), messages(operation));
+            let count = seen.entry((step, group, label, message, 0)).or_default();
             *count += 1;
-            (group, label, message, *count)
+            (step, group, label, message, *count)
         })
         .collect()
 }
 
 /// Columns of the steps' parts.
-fn columns(steps: &[Step], waits: &[&Waits]) -> record::Steps {
+fn columns(steps: &[Step], waits: &[Waits]) -> record::Steps {
     let spent = |activities: &[Activity]| -> Vec<f64> {
         let of_step = |step: &Step| {
             let spans = step.spans.iter().filter(|span| activities.contains(&span.activity));
@@ -211,14 +245,14 @@ fn columns(steps: &[Step], waits: &[&Waits]) -> record::Steps {
 }
 
 /// Medians of each operation over steps that all had the same.
-fn operations(steps: &[Step], waits: &[&Waits]) -> Vec<record::Operation> {
+fn operations(steps: &[Step], waits: &[Waits]) -> Vec<record::Operation> {
     let Some(first) = steps.first() else { return Vec::new() };
     let alike = |step: &&Step| {
         step.operations.iter().map(|each| &each.label).eq(first.operations.iter().map(|each| &each.label))
     };
-    let pairs: Vec<(&Step, &&Waits)> = steps.iter().zip(waits).filter(|(step, _)| alike(step)).collect();
+    let pairs: Vec<(&Step, &Waits)> = steps.iter().zip(waits).filter(|(step, _)| alike(step)).collect();
     let of_operation = |(index, operation): (usize, &Operation)| {
-        let over = |of: &dyn Fn(&(&Step, &&Waits)) -> u64| -> f64 {
+        let over = |of: &dyn Fn(&(&Step, &Waits)) -> u64| -> f64 {
             median(&pairs.iter().map(|pair| ms(of(pair))).collect::<Vec<_>>()).unwrap_or(0.0)
         };
         record::Operation {
@@ -356,6 +390,27 @@ mod tests {
         assert_eq!((ranks[1].steps.exposed[0], ranks[1].steps.skew[0]), (40.0, 10.0));
         assert_eq!(ranks[1].waited_for, [10.0, 0.0]);
         assert_eq!((ranks[0].steps.exposed[0], ranks[0].steps.skew[0]), (40.0, 0.0));
+    }
+
+    #[test]
+    fn who_is_still_waiting_in_the_step_before_is_not_late() {
+        let scalars = |asked, ended| {
+            step(
+                ended as f64,
+                vec![wait(Activity::Scalars, 0, asked, ended)],
+                vec![operation("loss", None, [asked, asked, ended])],
+            )
+        };
+        let compute =
+            |began, ended| Span { activity: Activity::Forward, operation: None, began: began * MS, ended: ended * MS };
+        let next = |from, asked| {
+            let spans = vec![compute(from, asked), wait(Activity::Exposed, 0, asked, 56)];
+            step(51.0, spans, vec![operation("gradients", None, [asked, asked, 56])])
+        };
+        // The scalars of the first step are with rank 0 at 5, and with rank 1 at 30, which then computes for 1.
+        let ranks = ranks(&[vec![scalars(0, 5), next(5, 6)], vec![scalars(0, 30), next(30, 31)]]);
+        assert_eq!((ranks[0].steps.skew[1], ranks[0].steps.exposed[1]), (1.0, 49.0));
+        assert_eq!((ranks[1].steps.skew[1], ranks[1].steps.exposed[1]), (0.0, 25.0));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::collections::hash_map::Entry;
 use super::cell::ranks_per_end;
 use super::plan::{DEFAULT, LOOPBACK};
 use crate::link::{Profile, World};
-use crate::record::Cell;
+use crate::record::{Cell, Status};
 
 /// Most networks that exist at a time: each is some namespaces, and maybe a process.
 const MOST: usize = 8;
@@ -16,28 +16,33 @@ type Key = (String, usize, String);
 
 #[derive(Default)]
 pub(super) struct Worlds {
-    worlds: HashMap<Key, Result<World, String>>,
+    worlds: HashMap<Key, World>,
 }
 
 impl Worlds {
-    /// The network that a cell goes over.
+    /// The network that a cell goes over. One whose emulator has died is made anew.
     ///
     /// # Errors
-    /// Why there is none.
-    pub(super) fn of(&mut self, cell: &Cell) -> Result<&World, &str> {
+    /// Why there is none: `NotAvailable` where this machine cannot have it, `Failed` where something went wrong this time.
+    pub(super) fn of(&mut self, cell: &Cell) -> Result<&World, Status> {
         let key = key(cell);
+        if self.worlds.get(&key).is_some_and(|world| !world.is_alive()) {
+            self.worlds.remove(&key);
+        }
         if self.worlds.len() >= MOST && !self.worlds.contains_key(&key) {
             // Whose turn is over, as cells of a link follow one another.
             self.worlds.clear();
         }
-        let world = match self.worlds.entry(key) {
-            Entry::Occupied(old) => old.into_mut(),
+        match self.worlds.entry(key) {
+            Entry::Occupied(old) => Ok(old.into_mut()),
             Entry::Vacant(new) => {
-                let world = make(new.key());
-                new.insert(world)
+                let world = make(new.key()).map_err(|why| match World::unavailable() {
+                    Some(_) => Status::NotAvailable(why),
+                    None => Status::Failed(why),
+                })?;
+                Ok(new.insert(world))
             }
-        };
-        world.as_ref().map_err(String::as_str)
+        }
     }
 }
 

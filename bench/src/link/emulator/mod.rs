@@ -98,6 +98,11 @@ impl Emulator {
         }
     }
 
+    /// Whether it has not ended.
+    pub(crate) fn is_alive(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
+    }
+
     /// Its process number.
     pub(crate) fn process(&self) -> u32 {
         self.child.id()
