@@ -66,15 +66,15 @@ pub(crate) struct Figure {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Outcome {
-    /// Worse for certain, by more than the threshold.
+    /// Significantly worse, and by more than the threshold.
     Regression,
     /// There are no figures any more, though nothing says that the machine cannot run it.
     Gone,
-    /// Better for certain, by more than the threshold.
+    /// Significantly better, and by more than the threshold.
     Improvement,
-    /// Different for certain, by less than the threshold.
+    /// Significantly different, but by less than the threshold.
     Small,
-    /// Not different by as much as the threshold, for certain.
+    /// Certainly not different by as much as the threshold.
     Same,
     /// Nothing is certain.
     Open,

@@ -53,7 +53,7 @@ pub(crate) enum Metric {
 /// Which rank's part of the steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Over {
-    /// The mean over ranks, step by step: parts still add up.
+    /// The mean over ranks, step by step.
     #[default]
     Mean,
     /// The rank whose median is the largest.
