@@ -103,6 +103,9 @@ fn is_wait(span: &Span) -> bool {
     matches!(span.activity, Activity::Exposed | Activity::Scalars)
 }
 
+/// The rank that asked last for an operation, of those that are not this one, and when.
+type Last = Option<(usize, u64)>;
+
 /// A wait of a rank.
 struct Wait {
     step: usize,
@@ -115,8 +118,8 @@ struct Wait {
 struct Together {
     /// Of each rank, one after the other.
     waits: Vec<Vec<Wait>>,
-    /// Of each operation of each step of each rank, the rank that asked last, of those that are not this one, and when.
-    last: Vec<Vec<Vec<Option<(usize, u64)>>>>,
+    /// Of each operation of each step of each rank.
+    last: Vec<Vec<Vec<Last>>>,
 }
 
 impl Together {
