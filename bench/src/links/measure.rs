@@ -9,11 +9,12 @@ use serde::Deserialize;
 
 use super::asked::{self, Measure, Way};
 use super::flow::Flow;
-use super::judge::{Range, spread};
+use super::judge::{self, Range, spread};
 use super::rank::{Task, Work};
 use super::report::{Row, Unit, Verdict};
 use super::udp::{HEADERS, Heard, LEAST, Sender, Sent, Times};
 use crate::link::{self, Carrier, World, this_program};
+use crate::machine::Watch;
 use crate::record::Pipe;
 use crate::runner::RunError;
 
@@ -82,7 +83,7 @@ impl Bench<'_> {
         let is_filled = sent.iter().any(|sent| sent.held_back > sent.packets / 100) || offered >= ENOUGH * asked;
         if row.is_out() && !is_filled && row.measured < asked / 1e6 {
             row.verdict = Verdict::NotFilled;
-            row.note = format!("this machine sends no more than {:.0} Mbit/s here", offered / 1e6);
+            row.note = told([format!("this machine sends no more than {:.0} Mbit/s here", offered / 1e6), row.note]);
         }
         Ok(vec![row])
     }
@@ -91,25 +92,25 @@ impl Bench<'_> {
         let profile = self.world.profile();
         let asked = Way::new(profile, from, to);
         let jitter = asked.jitter().as_secs_f64();
-        // So rarely that jitter does not make one packet wait for another.
-        let packets_per_s = if jitter > 0.0 { IDLE_PER_S.min(1.0 / (4.0 * jitter)) } else { IDLE_PER_S };
+        let packets_per_s = idle_pace(jitter);
         let senders = vec![Sender { rank: from, packets_per_s }];
         let work = Work::Datagrams { senders: senders.clone(), to, payload: LEAST };
         let (heard, _, note) = self.datagrams(work, &senders, to)?;
         let is_link = profile.carrier != Carrier::None;
         let ms = asked.delay(LEAST + HEADERS).as_secs_f64() * 1e3;
-        let mut row = Row { way: way(from, to), note, ..self.row("delay", Unit::Ms) };
+        let mut row = Row { way: way(from, to), note: note.clone(), ..self.row("delay", Unit::Ms) };
         row.asked = is_link.then_some(ms);
         let Some(delays) = heard.delays else { return Err(nothing(&row)) };
-        row.measured = if jitter > 0.0 { delays.mean } else { delays.median } / 1e3;
-        row.range = row.asked.map(|ms| Range::of_delay(ms, 1.0));
+        row.measured = if jitter > 0.0 { judge::middle(&delays) } else { delays.median } / 1e3;
+        row.range = row.asked.map(|ms| Range::of_delay(ms));
         row.verdict = Verdict::of(row.measured, row.range);
         let mut rows = vec![row];
         if jitter > 0.0 {
             let mut row = Row { way: way(from, to), ..self.row("jitter", Unit::Ms) };
             row.asked = Some(jitter * 1e3);
-            // The half width of a uniform distribution.
-            row.measured = delays.deviation * 3.0_f64.sqrt() / 1e3;
+            row.measured = judge::jitter(&delays) / 1e3;
+            let seen = format!("{} packets, longest delay {:.1} ms", delays.count, delays.longest / 1e3);
+            row.note = told([seen, note]);
             row.range = Some(Range::of_jitter(jitter * 1e3, delays.count));
             row.verdict = Verdict::of(row.measured, row.range);
             rows.push(row);
@@ -119,20 +120,18 @@ impl Bench<'_> {
 
     fn round_trip(&self, from: usize, to: usize) -> Result<Vec<Row>, RunError> {
         let profile = self.world.profile();
-        let captured = self.run(Work::RoundTrip { from, to })?;
-        let times: Option<Times> = said(&captured, from)?;
         let both = [Way::new(profile, from, to), Way::new(profile, to, from)];
         let ms: f64 = both.iter().map(|way| way.delay(LEAST + HEADERS).as_secs_f64() * 1e3).sum();
+        let jitter: f64 = both.iter().map(|way| way.jitter().as_secs_f64()).sum();
+        let work = Work::RoundTrip { from, to, packets_per_s: idle_pace(jitter) };
+        let (captured, doubts) = self.run(work)?;
+        let times: Option<Times> = said(&captured, from)?;
         let mut row = Row { way: format!("{from} > {to} > {from}"), ..self.row("round trip", Unit::Ms) };
         row.asked = (profile.carrier != Carrier::None).then_some(ms);
         let Some(times) = times else { return Err(nothing(&row)) };
         row.measured = times.median / 1e3;
-        // Packets that jitter wait for nobody, but few are asked after.
-        let jitter: f64 = both.iter().map(|way| way.jitter().as_secs_f64() * 1e3).sum();
-        row.range = row
-            .asked
-            .map(|ms| Range::of_delay(ms, 2.0))
-            .map(|range| Range { least: (range.least - jitter / 3.0).max(0.0), most: range.most + jitter / 3.0 });
+        row.range = row.asked.map(|ms| Range::of_round_trip(ms, jitter * 1e3, times.count));
+        row.note = doubts.join(", ");
         row.verdict = Verdict::of(row.measured, row.range);
         Ok(vec![row])
     }
@@ -186,8 +185,7 @@ impl Bench<'_> {
         row.verdict = Verdict::of(row.measured, row.range);
         let more = [(missing, "missing"), (heard.overtaken, "overtaken"), (heard.twice, "twice")];
         let more = more.iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("{count} {what}"));
-        row.note = [format!("{sent} sent")].into_iter().chain(more).chain([row.note]).collect::<Vec<_>>().join(", ");
-        row.note = row.note.trim_end_matches(", ").into();
+        row.note = told([format!("{sent} sent")].into_iter().chain(more).chain([row.note]));
         rows.push(row);
         Ok(rows)
     }
@@ -198,8 +196,7 @@ impl Bench<'_> {
         let mut row = Row { way: way(from, to), by: protocol.into(), ..self.row("flow", Unit::Mbit) };
         row.asked = asked.map(|bits| bits as f64 / 1e6);
         row.range = row.asked.map(Range::up_to_rate);
-        self.world.reset_counters()?;
-        let captured = self.run(work)?;
+        let (captured, doubts) = self.run(work)?;
         let (sender, receiver): (Flow, Flow) = (said(&captured, from)?, said(&captured, to)?);
         // Others use loopback too.
         let is_shared = profile.carrier == Carrier::None;
@@ -218,21 +215,21 @@ impl Bench<'_> {
         if !pipes.is_empty() {
             notes.push(format!("{lost} lost, {overflowed} too many for a queue"));
         }
-        notes.extend(self.world.bottleneck()?);
+        notes.extend(doubts);
         row.note = notes.join(", ");
         Ok(vec![row])
     }
 
     /// What was heard and sent, and what is doubtful about it.
     fn datagrams(&self, work: Work, senders: &[Sender], to: usize) -> Result<(Heard, Vec<Sent>, String), RunError> {
-        self.world.reset_counters()?;
-        let captured = self.run(work)?;
+        let (captured, doubts) = self.run(work)?;
         let heard: Heard = said(&captured, to)?;
         let sent = senders.iter().map(|sender| said(&captured, sender.rank)).collect::<Result<_, _>>()?;
-        Ok((heard, sent, self.world.bottleneck()?.unwrap_or_default()))
+        Ok((heard, sent, doubts.join(", ")))
     }
 
-    fn run(&self, work: Work) -> Result<Vec<Captured>, RunError> {
+    /// What the processes said, and why it may be doubtful.
+    fn run(&self, work: Work) -> Result<(Vec<Captured>, Vec<String>), RunError> {
         let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
         let task = Task {
             work,
@@ -247,7 +244,13 @@ impl Bench<'_> {
         let bytes = serde_json::to_vec(&task).map_err(|error| format!("the task of a measurement: {error}"))?;
         fs::write(&file, bytes).map_err(|error| format!("{}: {error}", file.display()))?;
         let arguments: Vec<OsString> = vec!["links-rank".into(), "--task".into(), file.into()];
-        link::run(&self.world.launch(&this_program()?, arguments, task.ranks(), task.timeout())?)
+        let launch = self.world.launch(&this_program()?, arguments, task.ranks(), task.timeout())?;
+        // What plays the link is part of the measurement.
+        let watch = Watch::start(self.world.process().into_iter().collect());
+        self.world.reset_counters()?;
+        let captured = link::run(&launch)?;
+        let disturbed = watch.finish().into_iter().map(|flag| flag.what);
+        Ok((captured, self.world.bottleneck()?.into_iter().chain(disturbed).collect()))
     }
 
     /// Longer than a packet that follows another one can be on its way.
@@ -280,6 +283,16 @@ fn way(from: usize, to: usize) -> String {
 
 fn percent(share: Range) -> Range {
     Range { least: 100.0 * share.least, most: 100.0 * share.most }
+}
+
+/// So rarely that jitter does not make one packet wait for another.
+fn idle_pace(jitter: f64) -> f64 {
+    if jitter > 0.0 { IDLE_PER_S.min(1.0 / (4.0 * jitter)) } else { IDLE_PER_S }
+}
+
+/// What there is to say, in one line.
+fn told(parts: impl IntoIterator<Item = String>) -> String {
+    parts.into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join(", ")
 }
 
 fn nothing(row: &Row) -> RunError {

@@ -43,7 +43,7 @@ pub(super) struct Task {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum Work {
     Datagrams { senders: Vec<Sender>, to: usize, payload: usize },
-    RoundTrip { from: usize, to: usize },
+    RoundTrip { from: usize, to: usize, packets_per_s: f64 },
     Tcp { from: usize, to: usize },
     Quic { from: usize, to: usize },
 }
@@ -113,7 +113,7 @@ impl Task {
     pub(super) fn ranks(&self) -> usize {
         let last = match &self.work {
             Work::Datagrams { senders, to, .. } => senders.iter().map(|sender| sender.rank).max().unwrap_or(0).max(*to),
-            Work::RoundTrip { from, to } | Work::Tcp { from, to } | Work::Quic { from, to } => *from.max(to),
+            Work::RoundTrip { from, to, .. } | Work::Tcp { from, to } | Work::Quic { from, to } => *from.max(to),
         };
         last + 1
     }
@@ -147,11 +147,11 @@ pub(crate) fn run_rank(args: &LinksRankArgs) -> Result<ExitCode, BenchError> {
                 say(&udp::send(&place, task.address(*to), *sender, *payload)?)?;
             }
         }
-        Work::RoundTrip { from, to } => {
+        Work::RoundTrip { from, to, packets_per_s } => {
             if rank == *to {
                 udp::answer(&place)?;
             } else if rank == *from {
-                say(&udp::ask(&place, task.address(*to))?)?;
+                say(&udp::ask(&place, task.address(*to), *packets_per_s)?)?;
             }
         }
         Work::Tcp { from, to } => {

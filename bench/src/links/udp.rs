@@ -11,7 +11,6 @@ use socket2::SockRef;
 use super::interface::{self, Sampler, counter};
 use super::rank::Place;
 use crate::chaos::sys::now;
-use crate::collectives::stats::median;
 
 /// What one end sends.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -42,9 +41,10 @@ pub(super) struct Heard {
 pub(super) struct Times {
     pub(super) count: usize,
     pub(super) median: f64,
-    pub(super) mean: f64,
-    /// Standard deviation.
-    pub(super) deviation: f64,
+    /// What a tenth of them are below, and what a tenth are above.
+    pub(super) low: f64,
+    pub(super) high: f64,
+    pub(super) longest: f64,
 }
 
 /// What was sent.
@@ -178,7 +178,7 @@ pub(super) fn send(place: &Place, to: IpAddr, sender: Sender, payload: usize) ->
     Ok(sent)
 }
 
-/// Answers until `count` datagrams have been asked; the other end measures.
+/// Answers until the other end, which measures, is done.
 pub(super) fn answer(place: &Place) -> io::Result<()> {
     let socket = UdpSocket::bind((place.own, PORT))?;
     socket.set_read_timeout(Some(Duration::from_millis(50)))?;
@@ -195,36 +195,41 @@ pub(super) fn answer(place: &Place) -> io::Result<()> {
     Ok(())
 }
 
-/// Measures round trips; what is lost is left out.
-pub(super) fn ask(place: &Place, to: IpAddr) -> io::Result<Option<Times>> {
-    /// Longer than any round trip.
-    const WAIT: Duration = Duration::from_secs(2);
-    const PAUSE: Duration = Duration::from_millis(5);
+/// Measures round trips at a pace of their own, so that a burst of losses costs no more than those it takes.
+pub(super) fn ask(place: &Place, to: IpAddr, packets_per_s: f64) -> io::Result<Option<Times>> {
     place.wait_for("ready")?;
     let socket = UdpSocket::bind((place.own, 0))?;
     socket.connect(SocketAddr::from((to, PORT)))?;
-    socket.set_read_timeout(Some(WAIT))?;
-    let mut times = Vec::new();
-    let (began, mut number) = (Instant::now(), 0);
+    let step = Duration::from_secs_f64(1.0 / packets_per_s.max(0.1));
+    let (mut times, mut seen) = (Vec::new(), Seen::new(0));
     let mut bytes = [0; LEAST];
-    while began.elapsed() < place.length || (times.is_empty() && began.elapsed() < 4 * WAIT) {
-        pack(&mut bytes, 0, number);
-        socket.send(&bytes)?;
+    let (end, mut due, mut number) = (Instant::now() + place.length, Instant::now(), 0);
+    // There and back.
+    let patience = end + 2 * place.quiet;
+    while Instant::now() < patience {
+        let is_sending = due < end;
+        if is_sending && Instant::now() >= due {
+            pack(&mut bytes, 0, number);
+            socket.send(&bytes)?;
+            (number, due) = (number + 1, due + step);
+        }
+        let until = if is_sending { due } else { patience };
+        let wait = until.saturating_duration_since(Instant::now());
+        if wait.is_zero() {
+            continue;
+        }
+        socket.set_read_timeout(Some(wait))?;
         match socket.recv(&mut bytes) {
-            Ok(_) => {
-                // One from before that came late, or twice, says nothing; nor does the first one.
-                if let Some((_, heard, sent)) = unpack(&bytes)
-                    && heard == number
-                    && number > 0
-                {
+            Ok(count) => {
+                let Some((_, number, sent)) = bytes.get(..count).and_then(unpack) else { continue };
+                // The first one has waited for its neighbour's address.
+                if seen.add(number) && number > 0 {
                     times.push(now().saturating_sub(sent) as f64 / 1e3);
                 }
             }
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
             Err(error) => return Err(error),
         }
-        number += 1;
-        thread::sleep(PAUSE);
     }
     place.signal("done")?;
     Ok(Times::of(&times))
@@ -248,11 +253,16 @@ fn unpack(bytes: &[u8]) -> Option<(usize, u64, u64)> {
 }
 
 impl Times {
-    fn of(values: &[f64]) -> Option<Self> {
-        let median = median(values)?;
-        let mean = values.iter().sum::<f64>() / values.len() as f64;
-        let variance = values.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / values.len() as f64;
-        Some(Times { count: values.len(), median, mean, deviation: variance.sqrt() })
+    pub(super) fn of(values: &[f64]) -> Option<Self> {
+        let mut sorted = values.to_vec();
+        sorted.sort_by(f64::total_cmp);
+        let count = sorted.len();
+        let at = |share: f64| {
+            let place = share * count.saturating_sub(1) as f64;
+            let (below, above) = (sorted.get(place.floor() as usize)?, sorted.get(place.ceil() as usize)?);
+            Some(below + (above - below) * place.fract())
+        };
+        Some(Times { count, median: at(0.5)?, low: at(0.1)?, high: at(0.9)?, longest: at(1.0)? })
     }
 }
 
@@ -312,23 +322,43 @@ mod tests {
     }
 
     #[test]
-    fn nothing_has_no_mean() {
+    fn nothing_has_no_median() {
         assert_eq!(Times::of(&[]), None);
-        let deviation = (2.0_f64 / 3.0).sqrt();
-        assert_eq!(Times::of(&[3.0, 1.0, 2.0]), Some(Times { count: 3, median: 2.0, mean: 2.0, deviation }));
+        let times = Times { count: 3, median: 2.0, low: 1.2, high: 2.8, longest: 3.0 };
+        assert_eq!(Times::of(&[3.0, 1.0, 2.0]), Some(times));
     }
 
-    #[test]
-    fn what_is_sent_is_heard() {
-        let folder = tempfile::tempdir().unwrap();
-        let place = Place {
+    fn place(folder: &tempfile::TempDir) -> Place {
+        Place {
             own: [127, 0, 0, 1].into(),
             interface: "lo".into(),
             header: 14,
             length: Duration::from_millis(300),
             quiet: Duration::from_millis(100),
             folder: folder.path().to_owned(),
-        };
+        }
+    }
+
+    /// An end that answers all but the numbers from 1 to `lost`, as a burst would have it.
+    fn answer_after(place: &Place, lost: u64) {
+        let socket = UdpSocket::bind((place.own, PORT)).unwrap();
+        socket.set_read_timeout(Some(Duration::from_millis(10))).unwrap();
+        place.signal("ready").unwrap();
+        let mut bytes = [0; LEAST];
+        while !place.has_signal("done") {
+            let Ok((count, from)) = socket.recv_from(&mut bytes) else { continue };
+            let (_, number, _) = unpack(&bytes[..count]).unwrap();
+            if number == 0 || number > lost {
+                socket.send_to(&bytes[..count], from).unwrap();
+            }
+        }
+    }
+
+    /// One after the other: there is one port.
+    #[test]
+    fn what_is_sent_is_heard_and_a_burst_of_losses_ends_no_measurement() {
+        let folder = tempfile::tempdir().unwrap();
+        let place = place(&folder);
         let sender = Sender { rank: 1, packets_per_s: 1000.0 };
         let other = place.clone();
         let sending = thread::spawn(move || send(&other, other.own, sender, 100).unwrap());
@@ -338,5 +368,12 @@ mod tests {
         assert_eq!((heard.packets + heard.unread, heard.twice), (sent.packets, 0), "{heard:?}");
         let median = heard.delays.unwrap().median;
         assert!(median > 0.0 && median < 1e5, "{heard:?}");
+        let folder = tempfile::tempdir().unwrap();
+        let other = self::place(&folder);
+        let asking = other.clone();
+        let times = thread::spawn(move || ask(&asking, asking.own, 100.0).unwrap());
+        answer_after(&other, 10);
+        let times = times.join().unwrap().unwrap();
+        assert!(times.count >= 10 && times.count <= 19, "30 were sent, 11 of them do not count: {times:?}");
     }
 }

@@ -19,7 +19,7 @@ pub(crate) use heat::{Heat, Square, heat};
 pub(crate) use lines::{Curve, Line, Point, Scale, curves, lines};
 pub(crate) use stack::{Group, Stack, stack};
 pub(crate) use svg::escaped;
-pub(crate) use theme::css;
+pub(crate) use theme::{COLOURS, css};
 
 /// Width of a picture in pixels, where its content does not say; a picture of bars is as high as it must be.
 const WIDTH: f64 = 960.0;

@@ -1,19 +1,19 @@
 //! Colours, by name. A page gives the names their values, for light and for dark; a file on its own has the light ones written in.
 //!
 //! Those of lines and bars are of Okabe and Ito (2008), which people with any of the common kinds of colour blindness can tell apart; yellow,
-//! which is hard to see on white, is left out. Those of heat maps are one hue that only gets darker (lighter, on dark), so that they can be
+//! which is hard to see on white, is left out; brown is added for a ninth. Those of heat maps are one hue that only gets darker (lighter, on dark), so that they can be
 //! told apart without seeing colour at all.
 
 use std::fmt::Write;
 
 /// How many colours lines and bars have.
-pub(crate) const COLOURS: usize = 8;
+pub(crate) const COLOURS: usize = 9;
 
 /// How many shades a heat map has.
 pub(crate) const SHADES: usize = 7;
 
 /// Name, its colour on light and on dark.
-const NAMES: [(&str, &str, &str); 28] = [
+const NAMES: [(&str, &str, &str); 29] = [
     ("ink", "#1b1f24", "#e6e8eb"),
     ("soft", "#59616b", "#a3abb5"),
     ("grid", "#dddddd", "#3a4149"),
@@ -28,6 +28,7 @@ const NAMES: [(&str, &str, &str); 28] = [
     ("c5", "#d55e00", "#f07a24"),
     ("c6", "#cc79a7", "#dd92bb"),
     ("c7", "#8c8c8c", "#8f98a3"),
+    ("c8", "#7a4a1c", "#c89b6c"),
     ("s0", "#eef4fa", "#16202b"),
     ("s1", "#d6e6f4", "#1a344e"),
     ("s2", "#b3d1ea", "#1f4a73"),

@@ -2,7 +2,7 @@
 
 use super::digest::{Case, Grouped, STRATEGIES, distinct, known};
 use super::html::Page;
-use crate::plot::{Curve, Point};
+use crate::plot::{COLOURS, Curve, Point};
 use crate::record::Axis;
 
 /// Groups of cells whose charts are shown before the rest is folded.
@@ -45,8 +45,8 @@ pub(super) fn curve(strategy: &str, points: Vec<Point>) -> Curve {
     Curve {
         name: strategy.to_string(),
         points,
-        colour: number % 8,
-        dashed: number % 2 == 1,
+        colour: number % COLOURS,
+        dashed: number % 2 == 1 || number >= 8,
         width: 2.0,
         mark: Some(number % 6),
     }
@@ -73,4 +73,16 @@ pub(super) fn varies(cases: &[&Case<'_>], axis: Axis) -> bool {
 pub(super) fn name(case: &Case<'_>, transports: bool) -> String {
     let strategy = &case.cell.strategy;
     if transports { format!("{strategy} · {}", case.cell.transport) } else { strategy.clone() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_two_strategies_look_alike() {
+        let looks = STRATEGIES.map(|name| curve(name, Vec::new())).map(|line| (line.colour, line.dashed, line.mark));
+        assert_eq!(distinct(looks.iter()).len(), STRATEGIES.len(), "{looks:?}");
+        assert_eq!(distinct(looks.iter().map(|look| look.0)).len(), STRATEGIES.len());
+    }
 }

@@ -1,12 +1,19 @@
 //! What slower and farther links do.
 
+use super::case::NETWORK;
 use super::charts::{by_strategy, each_group, titled, varies};
-use super::digest::{Case, Digest, distinct};
+use super::digest::{Case, Digest};
 use super::html::Page;
 use super::links::Traits;
 use crate::plot::{Labels, Point, Scale, curves};
 use crate::record::Axis;
 use crate::stats::Interval;
+
+/// Values of x that make a curve; two make a line through anything.
+const FEWEST: usize = 3;
+
+/// By which factor values differ at least, to be two.
+const APART: f64 = 1.5;
 
 pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     if !digest.axes.contains(&Axis::Link) || digest.cases.iter().all(|case| case.step.is_none()) {
@@ -15,10 +22,10 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     page.section("curves", "Links", "Latency and bandwidth");
     page.small(
         "Links differ in more than one thing, so that a curve over one of them shows the others, too. Rates are those of the links' \
-         descriptions; round trips are the smallest that connections saw.",
+         descriptions; round trips are the smallest that connections saw. Links that lose packets are left out: neither explains them.",
     );
     let known = |cases: &[&Case<'_>], pick: fn(&Traits) -> Option<f64>| {
-        distinct(cases.iter().filter_map(|case| pick(&case.traits))).len() > 1
+        several(cases.iter().filter_map(|case| on_curve(case, pick)).collect())
     };
     let wanted = |cases: &[&Case<'_>]| {
         varies(cases, Axis::Link) && (known(cases, |traits| traits.rate) || known(cases, |traits| traits.rtt))
@@ -30,14 +37,35 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
             chart(page, &labels, cases, |traits| traits.rate, |case| case.step);
         }
         if known(cases, |traits| traits.rtt) {
-            let title = titled("Exposed time over the round trip", label);
-            let labels = Labels { title: &title, x: "round trip (ms)", y: "milliseconds of exposed communication" };
-            chart(page, &labels, cases, |traits| traits.rtt, |case| case.exposed);
+            let title = titled("Waiting for the network over the round trip", label);
+            let labels = Labels { title: &title, x: "round trip (ms)", y: "milliseconds a step that wait" };
+            chart(page, &labels, cases, |traits| traits.rtt, |case| case.ms_of(&NETWORK));
         }
     });
     if !drawn {
-        page.text("Of fewer than two links a rate or a round trip is known, so there is no curve to draw.");
+        page.text(
+            "A curve needs three different rates or round trips of links that lose no packets, and there are fewer: the maps above show the links \
+             one by one.",
+        );
     }
+}
+
+/// Whether there are enough values that are really different.
+fn several(mut values: Vec<f64>) -> bool {
+    values.retain(|value| *value > 0.0);
+    values.sort_by(f64::total_cmp);
+    let mut apart: Vec<f64> = Vec::new();
+    for value in values {
+        if apart.last().is_none_or(|last| value > APART * last) {
+            apart.push(value);
+        }
+    }
+    apart.len() >= FEWEST
+}
+
+/// Where a cell stands, if its link follows from rate and round trip.
+fn on_curve(case: &Case<'_>, pick: fn(&Traits) -> Option<f64>) -> Option<f64> {
+    pick(&case.traits).filter(|_| !case.traits.lossy)
 }
 
 fn chart(
@@ -49,8 +77,19 @@ fn chart(
 ) {
     let point = |case: &Case<'_>| {
         let Interval { estimate, low, high, .. } = y(case)?;
-        Some(Point { x: x(&case.traits)?, y: estimate, interval: Some((low, high)) })
+        Some(Point { x: on_curve(case, x)?, y: estimate, interval: Some((low, high)) })
     };
     let scale = Scale { log_x: true, log_y: true, ..Scale::default() };
     page.figure(labels.title, curves(labels, &by_strategy(cases, point), scale), "Both axes logarithmic.");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::several;
+
+    #[test]
+    fn two_links_that_are_much_alike_are_one_place_of_a_curve() {
+        assert!(several(vec![1000.0, 100.0, 10.0]) && several(vec![50.0, 0.004, 1.0, 50.1]));
+        assert!(!several(vec![50.0, 0.004, 0.005]) && !several(vec![100.0, 1000.0, 100.0]) && !several(Vec::new()));
+    }
 }

@@ -1,19 +1,18 @@
-//! What the sections of the page share: the runs of each cell put together, and cells looked up and compared.
+//! What the sections of the page share: cells in the order in which they are told of, looked up and put into groups.
 
-use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 
+pub(crate) use super::case::{Case, Comparison, Run};
 use super::links::Traits;
-use crate::collectives::stats::median;
-use crate::record::{Axis, Cell, Flag, FlagKind, Measured, Rank, Record};
+use crate::record::{Axis, Cell, Flag, Record};
 use crate::results::Results;
-use crate::stats::{
-    CellRuns, Change, Interval, Keep, LEVEL, LeftOut, Metric, Over, Summary, Verdict, Why, cell_runs, paired,
-    step_time, summary,
-};
+use crate::stats::{CellRuns, Keep, cell_runs};
 
 /// Rounds that two cells must have in common before one is called faster.
 pub(crate) const ROUNDS: usize = 3;
+
+/// Links that hold nothing up, the one most like the others first.
+pub(crate) const UNHINDERED: [&str; 2] = ["unlimited", crate::sweep::LOOPBACK];
 
 /// The strategy of one rank alone.
 pub(crate) const SINGLE: &str = "single";
@@ -37,43 +36,6 @@ pub(crate) struct Grouped<'a, 'd> {
     pub(crate) cases: Vec<&'d Case<'a>>,
 }
 
-/// All runs of one cell.
-pub(crate) struct Case<'a> {
-    pub(crate) cell: &'a Cell,
-    /// Those that count, by round.
-    pub(crate) good: Vec<Run<'a>>,
-    pub(crate) left_out: Vec<LeftOut>,
-    /// What is doubted in any of its runs, by round.
-    pub(crate) flags: Vec<(u32, &'a Flag)>,
-    /// Milliseconds a step.
-    pub(crate) step: Option<Interval>,
-    /// Milliseconds a step that wait for gradients and parameters.
-    pub(crate) exposed: Option<Interval>,
-    /// Of `step`, run by run.
-    timed: Option<Summary>,
-    pub(crate) traits: Traits,
-}
-
-/// A run that counts.
-pub(crate) struct Run<'a> {
-    pub(crate) measured: &'a Measured,
-    /// Steps before it settled.
-    pub(crate) from: usize,
-}
-
-/// One cell against another.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Comparison {
-    /// Times of the first by times of the second, round by round.
-    pub(crate) ratio: Interval,
-    /// Milliseconds of the first less those of the second, likewise.
-    pub(crate) difference: Interval,
-    /// Rounds that both have.
-    pub(crate) rounds: usize,
-    /// Whether the first is slower (1), faster (−1), or neither for all that the data says (0).
-    pub(crate) verdict: i32,
-}
-
 impl<'a> Digest<'a> {
     /// Of results, and of the cells of their plan, some of which may not have been reached.
     pub(crate) fn of(results: &'a Results, planned: &'a [Cell]) -> Self {
@@ -84,9 +46,10 @@ impl<'a> Digest<'a> {
             missing.map(|cell| CellRuns { cell, runs: Vec::new(), left_out: Vec::new() }).collect();
         gathered.extend(missing);
         let axes = axes(gathered.iter().map(|runs| runs.cell));
-        let mut flags: BTreeMap<&Cell, Vec<(u32, &Flag)>> = BTreeMap::new();
+        let mut flags: BTreeMap<&Cell, Vec<(u32, Flag)>> = BTreeMap::new();
         for record in &results.records {
-            flags.entry(&record.cell).or_default().extend(record.flags.iter().map(|flag| (record.round, flag)));
+            let of_run = record.flags.iter().map(|flag| (record.round, flag.clone()));
+            flags.entry(&record.cell).or_default().extend(of_run);
         }
         // A cell that failed has a link all the same.
         let mut links: BTreeMap<&str, Vec<&Record>> = BTreeMap::new();
@@ -115,14 +78,25 @@ impl<'a> Digest<'a> {
 
     /// The cell in words, but for `axes`, which are told elsewhere; empty where nothing is left.
     pub(crate) fn label_without(&self, cell: &Cell, axes: &[Axis]) -> String {
-        let left_out = |axis: &Axis| axes.contains(axis) || meaningless(cell).contains(axis);
-        let told: Vec<Axis> = self.axes.iter().copied().filter(|axis| !left_out(axis)).collect();
-        let label = cell.label(&told);
+        // That ranks share cores says how many there are.
+        let crowd = self.case(cell).and_then(|case| case.crowd.as_ref()).filter(|_| !axes.contains(&Axis::Ranks));
+        let told = |axis: &Axis| !(axes.contains(axis) || crowd.is_some() && *axis == Axis::Ranks);
+        let told: Vec<Axis> = self.meant(cell).into_iter().filter(told).collect();
+        let mut label = cell.label(&told);
         if label.is_empty() && axes.is_empty() {
-            cell.label(&[Axis::Strategy, Axis::Transport, Axis::Link])
-        } else {
-            label
+            label = cell.label(&[Axis::Strategy, Axis::Transport, Axis::Link]);
         }
+        match crowd {
+            Some(crowd) if label.is_empty() => crowd.clone(),
+            Some(crowd) => format!("{label} ({crowd})"),
+            None => label,
+        }
+    }
+
+    /// The axes that tell cells apart and mean something to this one.
+    fn meant(&self, cell: &Cell) -> Vec<Axis> {
+        let free = meaningless(cell);
+        self.axes.iter().copied().filter(|axis| !free.contains(axis)).collect()
     }
 
     /// Cells in groups that differ on none but `axes`, in order. A cell belongs to every group that it is like in all that means something
@@ -200,136 +174,17 @@ impl<'a> Digest<'a> {
         })
     }
 
+    /// The same cell over a link that holds nothing up, and that link's name.
+    pub(crate) fn unhindered(&self, cell: &Cell) -> Option<&Case<'a>> {
+        let there =
+            UNHINDERED.into_iter().filter(|link| *link != cell.link && !UNHINDERED.contains(&cell.link.as_str()));
+        let over = |link: &str| self.case(&Cell { link: link.into(), ..cell.clone() });
+        there.filter_map(over).find(|case| case.step.is_some())
+    }
+
     /// Cells without any figures.
     pub(crate) fn holes(&self) -> impl Iterator<Item = &Case<'a>> {
         self.cases.iter().filter(|case| case.step.is_none())
-    }
-}
-
-impl<'a> Case<'a> {
-    fn of(runs: CellRuns<'a>, flags: Vec<(u32, &'a Flag)>, traits: Traits) -> Self {
-        let CellRuns { cell, runs, left_out } = runs;
-        let timed = step_time(&runs);
-        let exposed = summary(Metric::Exposed, Over::Mean, &runs).map(|exposed| exposed.interval);
-        let cut = |round: u32| timed.iter().flat_map(|timed| &timed.warm_up).find(|(there, _)| *there == round);
-        let run = |record: &&'a Record| {
-            let (_, warm_up) = cut(record.round)?;
-            Some(Run { measured: record.measured.as_ref()?, from: warm_up.cut })
-        };
-        let good = runs.iter().filter_map(run).collect();
-        Case { cell, good, left_out, flags, step: timed.as_ref().map(|timed| timed.interval), exposed, timed, traits }
-    }
-
-    /// Strategies, transports and links in the order in which they are told of, everything else by its value.
-    fn order(&self, other: &Self) -> Ordering {
-        let key = |case: &Self| (known(&STRATEGIES, &case.cell.strategy), known(&TRANSPORTS, &case.cell.transport));
-        let links = self.traits.order(&other.traits).then_with(|| self.cell.link.cmp(&other.cell.link));
-        links.then_with(|| key(self).cmp(&key(other))).then_with(|| self.cell.cmp(other.cell))
-    }
-
-    /// Times of this cell by those of `other`, by rounds that both have.
-    pub(crate) fn against(&self, other: &Case<'_>) -> Option<Comparison> {
-        let found = paired(&other.timed.as_ref()?.runs, &self.timed.as_ref()?.runs, LEVEL)?;
-        let verdict = match found.verdict {
-            _ if found.rounds < ROUNDS => 0,
-            Verdict::Difference(Change::Higher) => 1,
-            Verdict::Difference(Change::Lower) => -1,
-            Verdict::NoSignificantDifference | Verdict::TooFewRuns => 0,
-        };
-        let ratio = found.ratio?;
-        let verdict = if ratio.contains(1.0) { 0 } else { verdict };
-        Some(Comparison { ratio, difference: found.difference, rounds: found.rounds, verdict })
-    }
-
-    /// The mean of a part over settled steps, ranks and rounds: means add up, medians do not.
-    pub(crate) fn mean(&self, part: &str) -> Option<f64> {
-        let values: Vec<f64> = self.good.iter().flat_map(|run| run.values(part)).collect();
-        (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
-    }
-
-    /// Share of the step that waits for gradients and parameters.
-    pub(crate) fn exposed_share(&self) -> Option<f64> {
-        Some(self.exposed?.estimate / self.step?.estimate)
-    }
-
-    pub(crate) fn tokens_per_s(&self) -> Option<Interval> {
-        let tokens = self.good.first()?.measured.tokens_per_step as f64;
-        let step = self.step?;
-        let speed = |ms: f64| tokens * 1e3 / ms;
-        Some(Interval {
-            estimate: speed(step.estimate),
-            low: speed(step.high),
-            high: speed(step.low),
-            level: step.level,
-        })
-    }
-
-    /// Something of each rank of each good run, as the median over runs of what `over_ranks` makes of it.
-    pub(crate) fn by_rank(
-        &self,
-        one: impl Fn(&Rank) -> Option<f64>,
-        over_ranks: impl Fn(Vec<f64>) -> Option<f64>,
-    ) -> Option<f64> {
-        let runs = self.good.iter().filter_map(|run| {
-            let ranks = run.measured.ranks.iter().map(&one).collect::<Option<Vec<f64>>>()?;
-            over_ranks(ranks)
-        });
-        median(&runs.collect::<Vec<_>>())
-    }
-
-    /// `210.3 [208.1, 213.0]`, or why there is nothing.
-    pub(crate) fn step_text(&self) -> String {
-        self.step.map_or_else(|| self.hole().0, |step| super::text::interval(&step))
-    }
-
-    /// In a word and in a sentence why it has no figures.
-    pub(crate) fn hole(&self) -> (String, String) {
-        if self.good.is_empty() && self.left_out.is_empty() {
-            return ("not reached".into(), "the sweep ended before it".into());
-        }
-        let Some(LeftOut { why, what, .. }) = self.left_out.iter().find(|out| out.why != Why::Repeated) else {
-            return ("no figures".into(), "it ended well, but its steps have no times".into());
-        };
-        let word = match why {
-            Why::Failed => "failed",
-            Why::TimedOut => "timed out",
-            Why::NotAvailable => "not available",
-            Why::Unsound => "not sound",
-            Why::Repeated => "run again",
-        };
-        (word.into(), what.clone())
-    }
-
-    /// Whether any of its runs is doubted for this reason.
-    pub(crate) fn is_flagged(&self, kind: FlagKind) -> bool {
-        self.flags.iter().any(|(_, flag)| flag.kind == kind)
-    }
-}
-
-impl Run<'_> {
-    /// A part's values of all ranks, settled steps alone.
-    pub(crate) fn values(&self, part: &str) -> Vec<f64> {
-        let ranks = self.measured.ranks.iter();
-        ranks.flat_map(|rank| column(rank, part).iter().skip(self.from).copied()).filter(|ms| ms.is_finite()).collect()
-    }
-}
-
-fn column<'r>(rank: &'r Rank, part: &str) -> &'r [f64] {
-    match part {
-        "total" => &rank.steps.total,
-        "communication" => &rank.steps.communication,
-        "hidden" => &rank.steps.hidden,
-        _ => rank.steps.parts().into_iter().find(|(name, _)| *name == part).map_or(&[], |(_, values)| values),
-    }
-}
-
-impl Comparison {
-    /// `1.25× [1.21, 1.30]`.
-    pub(crate) fn times(&self) -> String {
-        let Interval { estimate, low, high, .. } = self.ratio;
-        // Close to 1 it matters on which side the ends are.
-        let digits = if (estimate - 1.0).abs() < 0.1 { 3 } else { 2 };
-        format!("{estimate:.digits$}× [{low:.digits$}, {high:.digits$}]")
     }
 }
 

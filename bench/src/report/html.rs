@@ -100,7 +100,9 @@ impl Page {
     }
 
     pub(crate) fn table(&mut self, table: &Table) {
-        self.body.push_str("<div class=\"wide\" tabindex=\"0\"><table><thead><tr>");
+        // On a telephone nobody would look for columns that cannot be seen.
+        let many = if table.head.len() > 3 { " many" } else { "" };
+        let _ = write!(self.body, "<div class=\"wide{many}\" tabindex=\"0\"><table><thead><tr>");
         let class = |index: usize| if index < table.names { " class=\"name\"" } else { "" };
         for (index, cell) in table.head.iter().enumerate() {
             let _ = write!(self.body, "<th scope=\"col\"{}>{}</th>", class(index), escaped(cell));

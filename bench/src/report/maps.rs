@@ -1,11 +1,16 @@
 //! Heat maps: strategy by transport, and strategy by link.
 
+use super::case::NETWORK;
 use super::charts::{each_group, titled, varies};
 use super::digest::{Case, Digest, distinct};
 use super::html::{Page, Table};
 use super::text::{figure, interval};
+use crate::collectives::stats::median;
 use crate::plot::{Heat, Square, heat};
 use crate::record::Axis;
+
+/// Share of a step from which on a link is slow.
+const SLOW: f64 = 0.5;
 
 pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     if digest.cases.is_empty() {
@@ -13,8 +18,9 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     }
     page.section("maps", "Maps", "Step time by strategy, transport and link");
     page.small(
-        "In each square: milliseconds a step, the interval of the median, and how many times the best of its row that is, which is also its \
-         shade. Hatched: no figures; the reason stands in the table, and where a pointer rests on the square.",
+        "In each square: milliseconds a step, the interval, and how many times the best that is, which is also its shade: the best of its row, \
+         where transports are compared, and of its column on links that are slow and where links are compared, so that strategies are. \
+         Hatched: no figures; the reason stands in the table, and where a pointer rests on the square.",
     );
     let transports = |cases: &[&Case<'_>]| varies(cases, Axis::Transport) || !varies_anywhere(digest, Axis::Transport);
     each_group(page, digest.groups(&[Axis::Strategy, Axis::Transport]), transports, |page, label, cases| {
@@ -39,6 +45,7 @@ fn map(page: &mut Page, title: &str, cases: &[&Case<'_>], across: Axis) {
     if across == Axis::Transport {
         columns.sort_by_key(|name| super::digest::known(&super::digest::TRANSPORTS, name));
     }
+    let down = across == Axis::Link || slow(cases);
     let at = |strategy: &str, column: &str| {
         cases.iter().find(|case| case.cell.strategy == strategy && case.cell.value(across) == column)
     };
@@ -69,7 +76,7 @@ fn map(page: &mut Page, title: &str, cases: &[&Case<'_>], across: Axis) {
                 continue;
             };
             let column_best = best(strategies.iter().filter_map(|strategy| at(strategy, column)).collect());
-            squares.push(square(case, row_best));
+            squares.push(square(case, if down { column_best } else { row_best }));
             let ratio = |best: f64| case.step.map_or("–".into(), |step| format!("{}×", figure(step.estimate / best)));
             table.row(vec![
                 strategy.clone(),
@@ -84,9 +91,19 @@ fn map(page: &mut Page, title: &str, cases: &[&Case<'_>], across: Axis) {
         }
         rows.push((strategy.clone(), squares));
     }
-    let picture = heat(&Heat { title, ratio: "times the best of the row", columns, rows });
-    page.figure(title, picture, "Times the best of the row: the darker (in a dark page: the lighter), the worse.");
+    let of = if down { "column" } else { "row" };
+    let ratio = format!("times the best of the {of}");
+    let picture = heat(&Heat { title, ratio: &ratio, columns, rows });
+    let caption = format!("Times the best of the {of}: the darker (in a dark page: the lighter), the worse.");
+    page.figure(title, picture, &caption);
     page.folded_table("The same as a table", &table);
+}
+
+/// Whether waiting for the network is most of the step in half of the cells.
+fn slow(cases: &[&Case<'_>]) -> bool {
+    let shares: Vec<f64> =
+        cases.iter().filter_map(|case| case.share_of(&NETWORK)).map(|share| share.estimate).collect();
+    median(&shares).is_some_and(|share| share > SLOW)
 }
 
 fn square(case: &Case<'_>, best: f64) -> Square {

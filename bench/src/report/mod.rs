@@ -3,6 +3,7 @@
 //! The page begins with the answer in words, each statement with its figures, and goes on from what was run over maps, the parts of a step,
 //! scaling and curves to the reasons: what connections and emulated links did meanwhile.
 
+mod case;
 mod charts;
 mod collectives;
 mod curves;
@@ -35,7 +36,7 @@ use crate::BenchError;
 use crate::plot;
 use crate::record::Cell;
 use crate::results::{Results, read_records};
-use crate::sweep::Plan;
+use crate::sweep::{HEADER, Plan};
 use digest::Digest;
 use html::Page;
 
@@ -60,9 +61,10 @@ pub(crate) struct ReportArgs {
 
 pub(crate) fn run(args: &ReportArgs) -> Result<ExitCode, BenchError> {
     let results = read_records(&args.folder)?;
+    let folder = results.file.parent().map_or_else(PathBuf::new, Path::to_path_buf);
     let page = match &args.out {
-        Some(out) => write_to(&results, &args.folder, out)?,
-        None => write(&results, &args.folder)?,
+        Some(out) => write_to(&results, &folder, out)?,
+        None => write(&results, &folder)?,
     };
     say(format_args!("report: {}", page.display()));
     Ok(ExitCode::SUCCESS)
@@ -101,7 +103,13 @@ fn write_to(results: &Results, folder: &Path, out: &Path) -> Result<PathBuf, Str
 fn planned(folder: &Path) -> (Planned, Option<String>) {
     let Ok(text) = fs::read_to_string(folder.join(PLAN)) else { return (Planned::default(), None) };
     match Plan::parse(&text) {
-        Ok(plan) => (Planned { rounds: plan.rounds, cells: plan.cells }, None),
+        Ok(plan) => {
+            // As many rounds as the sweep was told, where it was told.
+            let header = fs::read(folder.join(HEADER)).ok();
+            let header = header.and_then(|bytes| serde_json::from_slice::<serde_json::Value>(&bytes).ok());
+            let told = header.and_then(|header| u32::try_from(header.get("rounds")?.as_u64()?).ok());
+            (Planned { rounds: told.unwrap_or(plan.rounds), cells: plan.cells }, None)
+        }
         Err(why) => (
             Planned::default(),
             Some(format!("{PLAN} cannot be read, so cells that were not reached are not shown: {why}")),

@@ -6,11 +6,21 @@ use super::html::{Page, Table};
 use super::text::{figure, listed, maybe, share};
 use crate::collectives::stats::median;
 use crate::plot::{Group, Stack, stack};
-use crate::record::{Axis, Rank, Steps};
+use crate::record::{Axis, Rank};
 
-/// Number of the colour of each part, in their order, and whether it is hatched.
-const LOOK: [(usize, bool); 9] =
-    [(7, false), (4, false), (2, false), (5, false), (1, false), (6, true), (3, true), (3, false), (0, true)];
+/// The parts as they are shown: work, what nothing accounts for, and in the end all waiting. Name, what it is called, number of its colour,
+/// and whether it is hatched.
+const SHOWN: [(&str, &str, usize, bool); 9] = [
+    ("data", "data", 7, false),
+    ("compute", "compute", 4, false),
+    ("pack", "pack", 2, false),
+    ("unpack", "unpack", 3, true),
+    ("optimizer", "optimizer", 3, false),
+    ("other", "other", 0, true),
+    ("exposed", "waiting: gradients, parameters", 5, false),
+    ("scalars", "waiting: loss, norm", 1, false),
+    ("skew", "waiting: late ranks", 6, true),
+];
 
 /// Share of a step that may be left over before it is told of.
 const LEFT_OVER: f64 = 0.05;
@@ -22,11 +32,12 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     page.section("parts", "Parts of a step", "What a step consists of");
     page.small(
         "Means over ranks, settled steps and rounds, because means add up: to the mean step, which is above the median where some steps are \
-         slow. exposed: waiting for gradients and parameters while all ranks take part; scalars: the same for loss and norm; skew: waiting for \
-         ranks that have not begun; other: what nothing accounts for. The thin bar below is communication that is hidden behind other work and \
-         is no part of the sum.",
+         slow. Waiting stands last: for gradients and parameters (exposed) and for loss and norm (scalars), which is the network's part, and for \
+         ranks that are still computing (skew). other: what nothing accounts for. The thin bar below is communication that is hidden behind \
+         other work and is no part of the sum.",
     );
     unattributed(page, digest);
+    super::findings::late_table(page, digest);
     let timed = |cases: &[&Case<'_>]| cases.iter().any(|case| case.step.is_some());
     each_group(page, digest.groups_and_single(&[Axis::Strategy, Axis::Transport]), timed, |page, label, cases| {
         decomposition(page, label, cases);
@@ -39,8 +50,8 @@ fn several_transports(cases: &[&Case<'_>]) -> bool {
 }
 
 fn decomposition(page: &mut Page, label: &str, cases: &[&Case<'_>]) {
-    let names = Steps::default().parts().map(|(name, _)| name);
-    let parts = names.iter().zip(LOOK).map(|(name, (colour, hatched))| (name.to_string(), colour, hatched)).collect();
+    let names = SHOWN.map(|(name, ..)| name);
+    let parts = SHOWN.map(|(_, called, colour, hatched)| (called.to_string(), colour, hatched)).to_vec();
     let transports = several_transports(cases);
     let mut sorted: Vec<&&Case<'_>> = cases.iter().filter(|case| case.step.is_some()).collect();
     sorted.sort_by_key(|case| super::digest::known(&super::digest::STRATEGIES, &case.cell.strategy));
@@ -139,5 +150,21 @@ fn operations(page: &mut Page, cases: &[&Case<'_>]) {
     }
     if !table.rows.is_empty() {
         page.folded_table("By bucket and other operations", &table);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::Steps;
+
+    #[test]
+    fn every_part_is_shown_once_and_waiting_last() {
+        let mut shown = SHOWN.map(|(name, ..)| name);
+        assert_eq!(shown[6..], [super::super::case::NETWORK.as_slice(), &super::super::case::LATE].concat());
+        let mut parts = Steps::default().parts().map(|(name, _)| name);
+        shown.sort_unstable();
+        parts.sort_unstable();
+        assert_eq!(shown, parts);
     }
 }

@@ -8,6 +8,9 @@ use crate::plot::{Labels, Point, Scale, curves};
 use crate::record::{Axis, FlagKind};
 use crate::stats::Interval;
 
+/// Values that are this many times as large as others need an axis by ratios.
+const WIDE: f64 = 5.0;
+
 pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     let timed = |case: &&Case<'_>| case.step.is_some();
     if digest.cases.iter().filter(timed).count() == 0 {
@@ -48,9 +51,18 @@ fn chart(page: &mut Page, title: &str, y: &str, cases: &[&Case<'_>], value: impl
         let Interval { estimate, low, high, .. } = value(case)?;
         Some(Point { x: case.cell.ranks as f64, y: estimate, interval: Some((low, high)) })
     };
-    let scale = Scale { whole_x: true, from_zero: true, ..Scale::default() };
+    // On an axis by differences one that is much longer would make the others flat: one rank alone, mostly.
+    let values = cases.iter().filter_map(|case| value(case)).map(|value| value.estimate).filter(|value| *value > 0.0);
+    let (low, high) = values.fold((f64::INFINITY, 0.0_f64), |(low, high), value| (low.min(value), high.max(value)));
+    let log_y = high > WIDE * low;
+    let scale = Scale { whole_x: true, from_zero: !log_y, log_y, ..Scale::default() };
     let picture = curves(&Labels { title, x: "ranks", y }, &by_strategy(cases, point), scale);
-    page.figure(title, picture, "With the interval of each median.");
+    let caption = if log_y {
+        "With the interval of each; the axis to the left is logarithmic."
+    } else {
+        "With the interval of each."
+    };
+    page.figure(title, picture, caption);
 }
 
 /// Bytes of gradients and parameters that ranks send a step. They depend on neither transport nor link, so that one line tells of all.

@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
-use super::digest::{Digest, distinct};
+use super::digest::{Case, Digest, distinct};
 use super::html::{Page, Table};
-use super::text::{bytes, count, figure, listed};
-use crate::record::{Axis, Cell, FlagKind, Record};
+use super::text::{bytes, count, figure, listed, maybe};
+use crate::record::{Axis, Cell, Flag, FlagKind, Record};
 
 /// Values of an axis that are named in the table.
 const NAMED: usize = 24;
@@ -104,23 +104,64 @@ fn environments(page: &mut Page, records: &[Record]) {
             (_, Some(other)) => other.to_string(),
             (_, None) => "–".into(),
         };
-        table.row(std::iter::once(name.replace('_', " ")).chain(all.iter().map(value)).collect());
+        // Cells may have asked for another one.
+        let called = match name.as_str() {
+            "congestion_control" => "system's default congestion control".into(),
+            other => other.replace('_', " "),
+        };
+        table.row(std::iter::once(called).chain(all.iter().map(value)).collect());
     }
     page.table(&table);
 }
 
 fn links(page: &mut Page, digest: &Digest<'_>) {
-    let mut table = Table::new(&["link", "what it is", "rate (Mbit/s)", "smallest round trip seen (ms)"], 2);
+    let mut table = Table::new(&["link", "what it is", "of", "rate (Mbit/s)", "smallest round trip seen (ms)"], 3);
     for name in distinct(digest.cases.iter().map(|case| case.cell.link.as_str())) {
-        let Some(case) = digest.cases.iter().find(|case| case.cell.link == name) else { continue };
-        let traits = &case.traits;
-        let described = if traits.description.is_empty() { "–".into() } else { traits.description.clone() };
-        table.row(vec![name.into(), described, super::text::maybe(traits.rate), super::text::maybe(traits.rtt)]);
+        let here: Vec<&Case<'_>> = digest.cases.iter().filter(|case| case.cell.link == name).collect();
+        let Some(first) = here.first() else { continue };
+        let traits = [maybe(first.traits.rate), maybe(first.traits.rtt)];
+        let described = |case: &Case<'_>| case.good.first().map(|run| run.measured.link.description.clone());
+        let descriptions = distinct(here.iter().filter_map(|case| described(case)));
+        for description in &descriptions {
+            let who = match descriptions.len() {
+                1 => "all".into(),
+                _ => who(&here, &|case| described(case).as_ref() == Some(description)),
+            };
+            let text = if description.is_empty() { "–" } else { description.as_str() };
+            table.row([vec![name.into(), text.into(), who], traits.to_vec()].concat());
+        }
+        if descriptions.is_empty() {
+            table.row([vec![name.into(), "–".into(), "–".into()], traits.to_vec()].concat());
+        }
     }
     if !table.rows.is_empty() {
         page.heading("Links");
         page.table(&table);
     }
+}
+
+/// Which of the cells of a link are meant: `2 ranks; hierarchical with 4 ranks`.
+fn who(cases: &[&Case<'_>], meant: &dyn Fn(&Case<'_>) -> bool) -> String {
+    let with_figures = || cases.iter().filter(|case| !case.good.is_empty());
+    let numbers: BTreeSet<usize> = with_figures().map(|case| case.cell.ranks).collect();
+    let mut parts = Vec::new();
+    for number in numbers {
+        let strategies = |meant: &dyn Fn(&Case<'_>) -> bool| {
+            let mine = with_figures().filter(|case| case.cell.ranks == number && meant(case));
+            distinct(mine.map(|case| case.cell.strategy.clone()))
+        };
+        let (mine, others) = (strategies(meant), strategies(&|case| !meant(case)));
+        let ranks = count(number, "rank");
+        match (mine.is_empty(), others.is_empty()) {
+            (true, _) => {}
+            (false, true) => parts.push(ranks),
+            (false, false) if others.len() < mine.len() && others.iter().all(|name| !mine.contains(name)) => {
+                parts.push(format!("all but {} with {ranks}", listed(&others, 4)))
+            }
+            (false, false) => parts.push(format!("{} with {ranks}", listed(&mine, 4))),
+        }
+    }
+    parts.join("; ")
 }
 
 /// What a doubt means.
@@ -157,11 +198,13 @@ fn flags(page: &mut Page, digest: &Digest<'_>) {
         table.row(vec![name.into(), meaning.into(), example, runs.to_string(), cells.len().to_string()]);
     }
     page.table(&table);
-    let mut all = Table::new(&["cell", "round", "doubt", "what was seen"], 4);
+    let mut all = Table::new(&["cell", "doubt", "for example", "rounds"], 3);
     for case in &digest.cases {
-        for (round, flag) in &case.flags {
-            let (name, _) = meaning(flag.kind);
-            all.row(vec![digest.label(case.cell), round.to_string(), name.into(), flag.what.clone()]);
+        for kind in case.flags.iter().map(|(_, flag)| flag.kind).collect::<BTreeSet<_>>() {
+            let of_kind: Vec<&(u32, Flag)> = case.flags.iter().filter(|(_, flag)| flag.kind == kind).collect();
+            let rounds: Vec<String> = distinct(of_kind.iter().map(|(round, _)| round.to_string()));
+            let example = of_kind.first().map_or(String::new(), |(_, flag)| flag.what.clone());
+            all.row(vec![digest.label(case.cell), meaning(kind).0.into(), example, listed(&rounds, NAMED)]);
         }
     }
     page.folded_table("Every doubt", &all);

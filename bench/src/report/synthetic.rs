@@ -18,7 +18,7 @@ const EMBEDDING: f64 = 0.2;
 
 /// Name, Mbit/s, milliseconds of a round trip, share of packets that are lost.
 const LINKS: [(&str, f64, f64, f64); 4] =
-    [("dc", 10_000.0, 0.2, 0.0), ("lan", 1000.0, 0.5, 0.0), ("wan", 200.0, 20.0, 0.0005), ("mobile", 50.0, 60.0, 0.01)];
+    [("dc", 10_000.0, 0.2, 0.0), ("lan", 1000.0, 0.5, 0.0), ("wan", 200.0, 20.0, 0.0), ("mobile", 50.0, 60.0, 0.01)];
 
 /// Strategies × transports × links × numbers of ranks × rounds, with holes, doubts and runs that go wrong.
 pub(crate) fn sweep(transports: &[&str], ranks: &[usize], rounds: u32) -> Vec<Record> {

@@ -33,6 +33,17 @@ pub(crate) fn share(value: f64) -> String {
     if value.is_finite() { format!("{:.1} %", 100.0 * value) } else { "?".into() }
 }
 
+/// `12.3 % [11.9, 12.7]`.
+pub(crate) fn share_interval(interval: &Interval) -> String {
+    let Interval { estimate, low, high, .. } = interval;
+    // Nothing has less than no share, whatever an interval is made of.
+    let end = |value: f64| match value.is_finite() {
+        true => format!("{:.1}", 100.0 * value.clamp(0.0, 1.0)),
+        false => "?".into(),
+    };
+    format!("{} [{}, {}]", share(*estimate), end(*low), end(*high))
+}
+
 /// Bytes in the unit that suits them.
 pub(crate) fn bytes(value: f64) -> String {
     let units = [(1e9, "GB"), (1e6, "MB"), (1e3, "kB")];
@@ -80,6 +91,8 @@ mod tests {
         assert_eq!(bytes(1_500_000.0), "1.50 MB");
         assert_eq!(bytes(12.0), "12.00 B");
         assert_eq!(share(0.1234), "12.3 %");
+        let wide = Interval { estimate: 0.02, low: -0.01, high: 0.05, level: 0.95 };
+        assert_eq!(share_interval(&wide), "2.0 % [0.0, 5.0]");
         assert_eq!(listed(&["a".into(), "b".into(), "c".into()], 2), "a, b and 1 more");
         assert_eq!((count(1, "cell"), count(2, "cell")), ("1 cell".into(), "2 cells".into()));
     }

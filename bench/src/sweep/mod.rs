@@ -80,7 +80,7 @@ pub(crate) struct Sweep {
 
 /// Names of the files of a sweep in its folder.
 const PLAN: &str = "plan.toml";
-const HEADER: &str = "sweep.json";
+pub(crate) const HEADER: &str = "sweep.json";
 const LOCK: &str = "lock";
 pub(crate) const TRACES: &str = "traces";
 

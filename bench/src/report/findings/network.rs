@@ -1,178 +1,134 @@
-//! QUIC against TCP, and what the network costs each strategy.
+//! What the network costs each strategy: what a link adds to a step, and what share of it waits.
 
-use super::super::digest::{Case, Comparison, Digest, Grouped, ROUNDS, SINGLE, distinct};
-use super::super::html::Mark;
-use super::super::text::{figure, interval, share};
-use super::Statements;
+use super::super::case::{LATE, NETWORK};
+use super::super::digest::{Case, Comparison, Digest, Grouped, ROUNDS, SINGLE};
+use super::super::html::{Mark, Page, Table};
+use super::super::text::{interval, share_interval};
 use crate::record::Axis;
+use crate::stats::Interval;
 
-/// For each link and whatever else differs: with which strategies QUIC is faster than ZeroMQ over TCP, and with which slower.
-pub(super) fn quic(digest: &Digest<'_>) -> Statements {
-    let mut said = Statements::new();
-    let mut confounded = false;
-    for Grouped { label, cases, .. } in digest.groups(&[Axis::Strategy, Axis::QuicMtu]) {
-        let pairs: Vec<(&Case<'_>, &Case<'_>, Comparison)> = cases
-            .iter()
-            .filter(|case| case.cell.transport == "quic")
-            .filter_map(|quic| {
-                let tcp = digest.over(quic.cell, "tcp")?;
-                Some((*quic, tcp, quic.against(tcp)?))
-            })
-            .filter(|(_, _, comparison)| comparison.rounds >= ROUNDS)
-            .collect();
-        if pairs.is_empty() {
-            continue;
-        }
-        let list = |verdict: i32| {
-            let of = |(quic, _, comparison): &(&Case<'_>, &Case<'_>, Comparison)| {
-                let mtu = quic.cell.quic_mtu.map_or(String::new(), |mtu| format!(" (MTU {mtu})"));
-                format!("{}{mtu} {}", quic.cell.strategy, comparison.times())
-            };
-            pairs.iter().filter(|pair| pair.2.verdict == verdict).map(of).collect::<Vec<_>>()
-        };
-        let (faster, equal, slower) = (list(-1), list(0), list(1));
-        let mut parts = Vec::new();
-        if !faster.is_empty() {
-            parts.push(format!("QUIC is faster than TCP with {}", faster.join(", ")));
-        }
-        if !slower.is_empty() {
-            parts.push(format!(
-                "{} with {}",
-                if parts.is_empty() { "QUIC is slower than TCP" } else { "slower" },
-                slower.join(", ")
-            ));
-        }
-        if !equal.is_empty() {
-            parts.push(format!("no significant difference with {}", equal.join(", ")));
-        }
-        let mark = if faster.is_empty() && slower.is_empty() { Mark::Open } else { Mark::Found };
-        let control = Control::of(pairs.iter().map(|pair| (pair.0, pair.1)));
-        let place = label.replace("quic ", "");
-        said.push((mark, format!("{place}{}: {}.", control.told(), parts.join("; "))));
-        confounded |= control.differs();
-    }
-    if confounded {
-        let text = "Where the two ran under different congestion controls, what differs is not the transport alone.";
-        said.push((Mark::Doubt, text.into()));
-    }
-    said
+/// A cell that talks over a network, for what is said of it.
+pub(super) fn is_networked(case: &Case<'_>) -> bool {
+    case.cell.strategy != SINGLE && case.cell.transport != "null" && case.step.is_some()
 }
 
-/// Under which congestion controls QUIC and TCP ran, as their connections tell.
-pub(super) struct Control {
-    quic: Vec<String>,
-    tcp: Vec<String>,
+/// What a cell's link adds to a step: against the same cell over a link that holds nothing up, whose name comes with it.
+pub(super) fn added<'d>(digest: &'d Digest<'_>, case: &Case<'_>) -> Option<(Comparison, &'d str)> {
+    let there = digest.unhindered(case.cell)?;
+    let found = case.against(there).filter(|found| found.rounds >= ROUNDS)?;
+    Some((found, there.cell.link.as_str()))
 }
 
-impl Control {
-    /// Of pairs of the two.
-    pub(super) fn of<'c>(pairs: impl Iterator<Item = (&'c Case<'c>, &'c Case<'c>)> + Clone) -> Self {
-        Control {
-            quic: distinct(pairs.clone().flat_map(|pair| congestion(pair.0))),
-            tcp: distinct(pairs.flat_map(|pair| congestion(pair.1))),
-        }
-    }
-
-    pub(super) fn differs(&self) -> bool {
-        !self.quic.is_empty() && !self.tcp.is_empty() && self.quic != self.tcp
-    }
-
-    fn told(&self) -> String {
-        let names = |names: &[String]| if names.is_empty() { "one not known".into() } else { names.join(" and ") };
-        match (self.quic.is_empty() && self.tcp.is_empty(), self.quic == self.tcp) {
-            (true, _) => String::new(),
-            (_, true) => format!(" (both under {})", names(&self.quic)),
-            (_, false) => format!(" (QUIC under {}, TCP under {})", names(&self.quic), names(&self.tcp)),
-        }
-    }
+/// The least and the largest.
+pub(super) fn ends<T>(mut values: Vec<(Interval, T)>) -> Option<((Interval, T), (Interval, T))>
+where
+    T: Clone,
+{
+    values.sort_by(|a, b| a.0.estimate.total_cmp(&b.0.estimate));
+    Some((values.first()?.clone(), values.last()?.clone()))
 }
 
-/// The congestion controls that a cell's connections named; what was asked for, where none did.
-pub(crate) fn congestion(case: &Case<'_>) -> Vec<String> {
-    let connections = case.good.iter().flat_map(|run| &run.measured.ranks).flat_map(|rank| &rank.network.connections);
-    let names = distinct(connections.map(|one| one.congestion.clone()).filter(|name| !name.is_empty()));
-    match names.is_empty() {
-        true if case.cell.congestion != "default" => vec![case.cell.congestion.clone()],
-        _ => names,
+/// A line for each link, transport and number of ranks, and a folded one for each cell.
+pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
+    let groups: Vec<Grouped<'_, '_>> = digest.groups(&[Axis::Strategy]);
+    let (mut own, mut shared, mut cells) = (lines(), lines(), each());
+    for Grouped { label, mut cases, .. } in groups {
+        cases.retain(|case| is_networked(case));
+        let Some(first) = cases.first() else { continue };
+        let table = if first.crowd.is_some() { &mut shared } else { &mut own };
+        let name = if label.is_empty() { "all".into() } else { label };
+        table.row(line(digest, name, &cases));
+        cases.iter().for_each(|case| cells.row(cell(digest, case)));
     }
+    if cells.rows.is_empty() {
+        return;
+    }
+    page.heading("What the network costs");
+    page.small(
+        "Added: milliseconds above the same cell over a link that holds nothing up (unlimited, or loopback), round by round. Network: the share \
+         of the mean step that waits for gradients, parameters, loss and norm while ranks are not computing; late ranks: the share that waits \
+         for ranks which still are. Steps over null, where nothing is sent, and of single, one rank that does all the work alone, are what is \
+         divided by.",
+    );
+    let single = digest.cases.iter().filter(|case| case.cell.strategy == SINGLE);
+    for (single, step) in single.filter_map(|case| Some((case, case.step?))).take(1) {
+        let text = format!("One rank that does all the work alone (single) takes {} ms a step.", interval(&step));
+        page.statements(&[(if single.good.len() < ROUNDS { Mark::Open } else { Mark::Found }, text)]);
+    }
+    if !own.rows.is_empty() {
+        page.table(&filled(&own));
+    }
+    match (shared.rows.is_empty(), own.rows.is_empty()) {
+        (true, _) => {}
+        (false, true) => page.table(&filled(&shared)),
+        (false, false) => page.folded_table("Where ranks share cores", &filled(&shared)),
+    }
+    page.folded_table("The same for each cell", &filled(&cells));
 }
 
-/// For each link, transport and whatever else differs: steps against those over a network that takes no time, and against one rank alone;
-/// what share of a step waits.
-pub(super) fn cost(digest: &Digest<'_>) -> Statements {
-    let mut said = Statements::new();
-    let singles = digest.cases.iter().filter(|case| case.cell.strategy == SINGLE);
-    for (single, step) in singles.filter_map(|case| Some((case, case.step?))).take(1) {
-        let text = format!(
-            "{}: one rank that does all the work alone takes {} ms a step.",
-            digest.label(single.cell),
-            interval(&step)
-        );
-        said.push((Mark::Found, text));
-    }
-    for Grouped { label, cases, .. } in digest.groups(&[Axis::Strategy]) {
-        let cases: Vec<&Case<'_>> = cases
-            .into_iter()
-            .filter(|case| case.cell.strategy != SINGLE && case.cell.transport != "null" && case.step.is_some())
-            .collect();
-        let Some(case) = cases.first() else { continue };
-        let mut sentences = Vec::new();
-        let mut mark = Mark::Open;
-        let free = ends(&cases, |case| {
-            let there = digest.over(case.cell, "null").filter(|null| null.cell != case.cell)?;
-            case.against(there).filter(|comparison| comparison.rounds >= ROUNDS)
-        });
-        if let Some((least, most)) = free {
-            let significant = [&least, &most].iter().any(|end| end.1.verdict != 0);
-            if significant {
-                mark = Mark::Found;
-            }
-            sentences.push(range("steps take", &least, &most, "of those over a network that takes no time"));
-        }
-        if let Some(single) = digest.single(case) {
-            let all = ends(&cases, |case| case.against(single).filter(|comparison| comparison.rounds >= ROUNDS));
-            if let Some((least, most)) = all {
-                mark = Mark::Found;
-                sentences.push(range(
-                    if sentences.is_empty() { "steps take" } else { "and" },
-                    &least,
-                    &most,
-                    "of single's",
-                ));
-            }
-        }
-        let mut waits: Vec<(f64, f64, &str)> = cases
-            .iter()
-            .filter_map(|case| Some((case.exposed_share()?, case.exposed?.estimate, case.cell.strategy.as_str())))
-            .collect();
-        waits.sort_by(|a, b| a.0.total_cmp(&b.0));
-        if let (Some(least), Some(most)) = (waits.first(), waits.last()) {
-            let of = |(share_, ms, name): &(f64, f64, &str)| format!("{} ({name}, {} ms)", share(*share_), figure(*ms));
-            let text = if waits.len() == 1 { of(least) } else { format!("{} to {}", of(least), of(most)) };
-            sentences.push(format!("waiting for the network takes {text} of a step"));
-        }
-        if !sentences.is_empty() {
-            let place = if label.is_empty() { String::new() } else { format!("{label}: ") };
-            said.push((mark, format!("{place}{}.", sentences.join("; "))));
-        }
-    }
-    said
+fn lines() -> Table {
+    let head = ["cells", "added (ms)", "network", "late ranks, at most", "by null's, at most", "by single's"];
+    Table::new(&head, head.len())
 }
 
-type End<'a> = (&'a str, Comparison);
-
-/// The strategies with the least and the largest ratio.
-fn ends<'a>(cases: &[&'a Case<'a>], compare: impl Fn(&Case<'_>) -> Option<Comparison>) -> Option<(End<'a>, End<'a>)> {
-    let compared = cases.iter().filter_map(|case| Some((case.cell.strategy.as_str(), compare(case)?)));
-    let mut compared: Vec<End<'a>> = compared.collect();
-    compared.sort_by(|a, b| a.1.ratio.estimate.total_cmp(&b.1.ratio.estimate));
-    Some((*compared.first()?, *compared.last()?))
+fn each() -> Table {
+    Table::new(&["cell", "step (ms)", "added (ms)", "network", "late ranks", "by null's", "by single's"], 1)
 }
 
-fn range(verb: &str, least: &End<'_>, most: &End<'_>, of: &str) -> String {
-    let one = |(name, comparison): &End<'_>| format!("{} ({name})", comparison.times());
-    if least.0 == most.0 {
-        return format!("{verb} {} {of}", one(least));
-    }
-    format!("{verb} {} to {} {of}", one(least), one(most))
+/// The table without columns in which nothing stands.
+fn filled(table: &Table) -> Table {
+    let kept: Vec<usize> =
+        (0..table.head.len()).filter(|column| table.rows.iter().any(|row| row[*column] != "–")).collect();
+    let pick = |row: &Vec<String>| kept.iter().map(|column| row[*column].clone()).collect();
+    let names = kept.iter().filter(|column| **column < table.names).count();
+    Table { head: pick(&table.head), names, rows: table.rows.iter().map(pick).collect() }
+}
+
+fn line(digest: &Digest<'_>, name: String, cases: &[&Case<'_>]) -> Vec<String> {
+    let both = |pick: &dyn Fn(&Case<'_>) -> Option<Interval>, text: &dyn Fn(&Interval) -> String| {
+        let values = cases.iter().filter_map(|case| Some((pick(case)?, case.cell.strategy.as_str()))).collect();
+        let one = |(value, name): (Interval, &str)| format!("{} {name}", text(&value));
+        ends(values).map(|(least, most)| (one(least), one(most)))
+    };
+    let range = |ends: Option<(String, String)>| match ends {
+        Some((least, most)) if least == most => least,
+        Some((least, most)) => format!("{least} to {most}"),
+        None => "–".into(),
+    };
+    let most = |ends: Option<(String, String)>| ends.map_or("–".into(), |ends| ends.1);
+    vec![
+        name,
+        range(both(&|case| Some(added(digest, case)?.0.difference), &interval)),
+        range(both(&|case| case.share_of(&NETWORK), &share_interval)),
+        most(both(&|case| case.share_of(&LATE), &share_interval)),
+        most(both(&|case| Some(by_null(digest, case)?.ratio), &times)),
+        range(both(&|case| Some(by_single(digest, case)?.ratio), &times)),
+    ]
+}
+
+fn cell(digest: &Digest<'_>, case: &Case<'_>) -> Vec<String> {
+    let shares = |parts: &[&str]| case.share_of(parts).map_or("–".into(), |share| share_interval(&share));
+    let signed = |found: Option<Comparison>| found.map_or("–".into(), |found| super::quic::signed(&found));
+    vec![
+        digest.label(case.cell),
+        case.step_text(),
+        added(digest, case).map_or("–".into(), |(found, _)| interval(&found.difference)),
+        shares(&NETWORK),
+        shares(&LATE),
+        signed(by_null(digest, case)),
+        signed(by_single(digest, case)),
+    ]
+}
+
+fn times(ratio: &Interval) -> String {
+    format!("{}×", interval(ratio))
+}
+
+fn by_null(digest: &Digest<'_>, case: &Case<'_>) -> Option<Comparison> {
+    let there = digest.over(case.cell, "null").filter(|null| null.cell != case.cell)?;
+    case.against(there).filter(|found| found.rounds >= ROUNDS)
+}
+
+fn by_single(digest: &Digest<'_>, case: &Case<'_>) -> Option<Comparison> {
+    case.against(digest.single(case)?).filter(|found| found.rounds >= ROUNDS)
 }

@@ -22,8 +22,12 @@ pub(super) fn prices(digest: &Digest<'_>) -> Statements {
         }
         told.push(pair.what);
         let of_thing = prices.iter().filter(|price| price.pair.what == pair.what && price.comparison.rounds >= ROUNDS);
-        let (clear, open): (Vec<&Price>, Vec<&Price>) =
-            of_thing.partition(|price| matches!(price.comparison.verdict, Verdict::Difference(_)));
+        // By the ratio, as everything on the page; figures without one are judged by their difference.
+        let told_apart = |price: &&Price| match price.comparison.ratio {
+            Some(ratio) => !ratio.contains(1.0),
+            None => matches!(price.comparison.verdict, Verdict::Difference(_)),
+        };
+        let (clear, open): (Vec<&Price>, Vec<&Price>) = of_thing.partition(told_apart);
         let one = |price: &&Price| {
             let label = price.pair.with.label(&axes);
             let place =
@@ -50,5 +54,25 @@ pub(super) fn prices(digest: &Digest<'_>) -> Statements {
             said.push((Mark::Open, format!("No price of {} ({}): {}.", each.pair.what, each.pair.between(), each.why)));
         }
     }
+    said.extend(not_measured(digest));
     said
+}
+
+/// Things of which a price is missed most, and the rungs that it takes.
+const WANTED: [(&str, [&str; 2]); 3] = [
+    ("the gate", ["tcp-no-gate", "tcp"]),
+    ("ZeroMQ", ["tcp-raw", "tcp-no-gate"]),
+    ("encryption", ["quic-unprotected", "quic"]),
+];
+
+/// What has no price because a rung was not run, where one of its two was.
+fn not_measured(digest: &Digest<'_>) -> Option<(Mark, String)> {
+    let has = |rung: &&&str| digest.cases.iter().any(|case| case.cell.transport == **rung && case.step.is_some());
+    let missing = WANTED.iter().filter_map(|(what, rungs)| {
+        let run = rungs.iter().filter(has).count();
+        let missing: Vec<&str> = rungs.iter().filter(|rung| !has(rung)).copied().collect();
+        (run == 1).then(|| format!("{what} (needs {})", missing.join(", ")))
+    });
+    let missing: Vec<String> = missing.collect();
+    (!missing.is_empty()).then(|| (Mark::Open, format!("Not measured: {}.", missing.join(", "))))
 }
