@@ -102,7 +102,7 @@ impl Bench<'_> {
         row.asked = is_link.then_some(ms);
         let Some(delays) = heard.delays else { return Err(nothing(&row)) };
         row.measured = if jitter > 0.0 { judge::middle(&delays) } else { delays.median } / 1e3;
-        row.range = row.asked.map(|ms| Range::of_delay(ms));
+        row.range = row.asked.map(Range::of_delay);
         row.verdict = Verdict::of(row.measured, row.range);
         let mut rows = vec![row];
         if jitter > 0.0 {
