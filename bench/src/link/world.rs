@@ -47,6 +47,13 @@ impl World {
         if !(2..=MAX_ENDS).contains(&ends) {
             return Err(format!("the link {}: it has 2 to {MAX_ENDS} ends, not {ends}", profile.name));
         }
+        if let Some(last) = profile.unusual.keys().max().filter(|last| **last >= ends) {
+            return Err(format!(
+                "the link {}: the end of rank {last} is described, but there are {ends} ends, from 0 to {}; add ranks",
+                profile.name,
+                ends - 1
+            ));
+        }
         may_make_namespaces()?;
         for name in remove_leftovers() {
             eprintln!("removed the network namespace {name}, which a killed run had left");
@@ -343,6 +350,14 @@ mod tests {
         assert_eq!((world.ends(), world.interface()), (expected, "lo"));
         assert_eq!(world.describe().contains("reno"), expected == 1, "{}", world.describe());
         assert!(world.addresses().is_none() && world.pipes().unwrap().is_empty() && world.ms_of(1).is_none());
+    }
+
+    #[test]
+    fn an_end_that_is_described_must_be_there() {
+        let mut profile = Profile::find("slow-rank").unwrap();
+        profile.unusual.insert(2, Pipes::default());
+        let why = World::new(&profile, 2, None).unwrap_err();
+        assert!(why.contains("slow-rank") && why.contains("rank 2"), "{why}");
     }
 
     #[test]

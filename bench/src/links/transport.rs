@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use comm_core::control::TcpControl;
 use comm_core::job::{Address, Job};
 use comm_core::{CommunicatorExt, Control, Deadline};
+use comm_quic::QuicTransport;
 use gpt2::transports::{self, TransportKind, TransportOptions};
 
 use super::flow::{Flow, Steady};
@@ -37,7 +38,10 @@ pub(super) fn quic(place: &Place, job: &Job, ends: Option<&Ends>, from: usize, t
     let kind = TransportKind::Quic;
     let deadline = Deadline::after(options.timeout);
     let control = TcpControl::connect_with(&job, &[("transport", kind.to_string())], options.control(), deadline)?;
-    let session = transports::connect(kind, control.clone(), &options).inspect_err(|error| control.poison(error))?;
+    let connect = || QuicTransport::connect(&*control, &transports::quic_options(&options)?, deadline);
+    let transport = connect().inspect_err(|error| control.poison(error))?;
+    let monitor = transport.monitor();
+    let session = transports::session(transport, control, &options, 1);
     let sampler = Sampler::start(&place.interface)?;
     let mut message = vec![0_u8; MESSAGE];
     let mut steady = Steady::new(place, Instant::now());
@@ -53,6 +57,8 @@ pub(super) fn quic(place: &Place, job: &Job, ends: Option<&Ends>, from: usize, t
             steady.add(MESSAGE);
         }
     }
+    // What QUIC declares lost it sends again.
+    let lost = monitor.paths().iter().map(|path| path.lost_packets).sum();
     session.comm.finish(session.timeout)?;
-    Ok(steady.flow(sampler, place.header))
+    Ok(Flow { sent_again: Some(lost), ..steady.flow(sampler, place.header) })
 }

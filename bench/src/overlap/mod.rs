@@ -25,7 +25,7 @@ use crate::BenchError;
 use crate::chaos::interrupted;
 use crate::environment::Environment;
 use crate::folder::results_folder;
-use crate::link::{Probe, Training, World};
+use crate::link::{Probe, Training, World, gain_namespaces};
 use crate::matrix::{Lines, bar};
 use crate::runner::{Interrupted, RunError};
 use options::{Settings, Variant};
@@ -42,6 +42,9 @@ pub(crate) fn run(args: &OverlapArgs) -> Result<ExitCode, BenchError> {
         say(format_args!("DEBUG BUILD: the timings below mean nothing"));
     }
     let settings = args.check()?;
+    if settings.link.is_some() {
+        gain_namespaces();
+    }
     // Before the link: from here on a signal ends this program in good order.
     let signal = interrupted()?;
     let corpus = Corpus::load(&CorpusSource::from_path(settings.data.clone(), default_cargo_home()), TOKENIZER)?;

@@ -17,7 +17,7 @@ use crate::link::{LinkOptions, RateLimit};
 
 /// Shows how much communication hides behind the backward pass, over a slow link.
 ///
-/// The ranks live in two network namespaces joined by a link of a given rate (needs root), and train the same model in turn by
+/// The ranks live in two network namespaces joined by a link of a given rate (needs root, or a user namespace), and train the same model in turn by
 /// each strategy over each transport, in rounds, so that a busy moment of the machine hits all of them.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct OverlapArgs {

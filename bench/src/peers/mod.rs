@@ -27,7 +27,7 @@ use crate::BenchError;
 use crate::chaos::interrupted;
 use crate::environment::Environment;
 use crate::folder::results_folder;
-use crate::link::{Probe, Training, World};
+use crate::link::{Probe, Training, World, gain_namespaces};
 use crate::matrix::{Lines, bar};
 use crate::overlap::{ended, go_on};
 use crate::runner::RunError;
@@ -46,6 +46,9 @@ pub(crate) fn run(args: &PeersArgs) -> Result<ExitCode, BenchError> {
         say(format_args!("DEBUG BUILD: the timings below mean nothing"));
     }
     let settings = args.check()?;
+    if settings.link.is_some() {
+        gain_namespaces();
+    }
     // Before the link: from here on a signal ends this program in good order.
     let signal = interrupted()?;
     let out = results_folder(settings.out.clone(), "peers")?;

@@ -31,7 +31,7 @@ pub(crate) struct PeersArgs {
     #[arg(long, value_delimiter = ',', default_value = "shm,tcp-raw,tcp,quic")]
     transports: Vec<TransportKind>,
     /// Put a link of this rate between the first and the second half of the ranks: 1gbit, 250mbit or the like, or none for as fast
-    /// as the kernel copies. Needs root. [default: loopback]
+    /// as the kernel copies. Needs root, or a user namespace. [default: loopback]
     #[arg(long)]
     rate: Option<RateLimit>,
     /// Largest packet of the link in bytes.

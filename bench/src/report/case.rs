@@ -69,8 +69,8 @@ impl<'a> Case<'a> {
             Some(Run { round: record.round, measured: record.measured.as_ref()?, from: warm_up.cut })
         };
         let good = runs.iter().filter_map(run).collect();
-        let shared = flags.iter().any(|(_, flag)| flag.kind == FlagKind::SharedCores);
-        let crowd = shared.then(|| crowd(cell, runs.first().copied()));
+        let shared = flags.iter().find(|(_, flag)| flag.kind == FlagKind::SharedCores);
+        let crowd = shared.map(|(_, flag)| crowd(cell, &flag.what));
         Case { cell, good, left_out, flags, crowd, step: timed.as_ref().map(|timed| timed.interval), timed, traits }
     }
 
@@ -244,12 +244,11 @@ fn is_one(value: f64, digits: usize) -> bool {
     (value - 1.0).abs() < 0.5 * 10f64.powi(-(digits as i32))
 }
 
-/// How many ranks share how many cores.
-fn crowd(cell: &Cell, run: Option<&Record>) -> String {
-    let environment = run.and_then(|run| serde_json::to_value(&run.environment).ok());
-    let cores = environment.and_then(|environment| environment.get("cores").and_then(serde_json::Value::as_u64));
-    let cores = cores.map_or("too few cores".into(), |cores| super::text::count(cores as usize, "core"));
-    format!("{} on {cores}", super::text::count(cell.ranks, "rank"))
+/// How many ranks share how many cores, of which the doubt speaks.
+fn crowd(cell: &Cell, doubt: &str) -> String {
+    let cores = doubt.split_once("share ").and_then(|(_, rest)| rest.split_whitespace().next()?.parse().ok());
+    let cores = cores.map_or("too few cores".into(), |cores| super::text::count(cores, "core"));
+    format!("{} ranks on {cores}", cell.ranks)
 }
 
 #[cfg(test)]

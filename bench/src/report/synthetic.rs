@@ -87,7 +87,7 @@ fn spoil(records: &mut [Record]) {
             _ => Status::Ok,
         };
         if *ranks > 2 {
-            let what = format!("{ranks} ranks on 2 cores");
+            let what = format!("{ranks} rank(s) of 1 computing thread(s) share 2 cores");
             record.flags.push(Flag { kind: FlagKind::SharedCores, what });
         }
         if record.position.is_multiple_of(17) {

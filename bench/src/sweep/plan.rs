@@ -425,6 +425,12 @@ fn checked(mut cell: Cell) -> Result<Cell, String> {
     if profile.carrier != Carrier::None && ends > MAX_ENDS {
         return Err(format!("axis ranks: the link {} has at most {MAX_ENDS} ends, not {ends}", cell.link));
     }
+    if let Some(last) = profile.unusual.keys().max().filter(|last| profile.carrier != Carrier::None && **last >= ends) {
+        return Err(format!(
+            "axis ranks: the link {} describes the end of rank {last}, and there are {ends}",
+            cell.link
+        ));
+    }
     let rung = cell.transport.parse::<Rung>().ok();
     if alone || rung.is_some_and(Rung::is_in_memory) {
         (cell.link, cell.congestion) = (LOOPBACK.into(), DEFAULT.into());

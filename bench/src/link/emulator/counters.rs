@@ -53,7 +53,7 @@ pub(crate) struct PipeCounters {
 
 /// Late is what is later than this, or than `LATE_SHARE` of the delay of the way if that is more.
 const LATE_US: f64 = 1000.0;
-const LATE_SHARE: f64 = 0.05;
+const LATE_SHARE: f64 = 0.1;
 
 /// Above this share of a core an emulator has little left for bursts.
 const BUSY: f64 = 0.85;
