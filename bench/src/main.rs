@@ -17,6 +17,7 @@ mod compare;
 mod environment;
 mod folder;
 mod hostile;
+mod interrupts;
 mod link;
 mod links;
 mod machine;

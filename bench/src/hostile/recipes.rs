@@ -13,6 +13,7 @@ use gpt2::splitmix::SplitMix64;
 use super::kinds::rubbish;
 use super::quic::{self, Disguise};
 use crate::BenchError;
+use crate::interrupts::uninterrupted;
 
 /// Bytes with which rank 0 answers a hello: magic, version, nonce, proof.
 pub(super) const CONTROL_REPLY: usize = 8 + 2 + 32 + 32;
@@ -95,7 +96,7 @@ fn record_hello() -> Result<Vec<u8>, BenchError> {
     let (mut stream, _) = listener.accept()?;
     stream.set_read_timeout(Some(PATIENCE))?;
     let mut hello = vec![0; 4096];
-    let len = stream.read(&mut hello)?;
+    let len = uninterrupted(|| stream.read(&mut hello))?;
     hello.truncate(len);
     // It gives up without a word from rank 0.
     drop((stream, listener));
@@ -109,7 +110,7 @@ fn record_initial() -> Result<Vec<u8>, BenchError> {
     let address: SocketAddr = socket.local_addr()?;
     let client = thread::spawn(move || quic::knock_once(address, Disguise::NoCertificate, Duration::from_millis(200)));
     let mut initial = vec![0; 4096];
-    let len = socket.recv(&mut initial)?;
+    let len = uninterrupted(|| socket.recv(&mut initial))?;
     initial.truncate(len);
     let _ = client.join();
     Ok(initial)

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::World;
 use super::place::{self, this_program};
 use crate::BenchError;
+use crate::interrupts::uninterrupted;
 use crate::runner::RunError;
 
 #[derive(Debug, clap::Args)]
@@ -86,7 +87,7 @@ fn listen(address: SocketAddr) -> io::Result<Probe> {
     stream.read_exact(&mut byte)?;
     let began = Instant::now();
     while began.elapsed() < LENGTH {
-        let count = stream.read(&mut bytes)?;
+        let count = uninterrupted(|| stream.read(&mut bytes))?;
         if count == 0 {
             break;
         }

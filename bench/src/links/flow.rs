@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::interface::{self, Sampler, counter};
 use super::rank::Place;
+use crate::interrupts::uninterrupted;
 
 /// What became of a flow, as one end saw it.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
@@ -90,7 +91,7 @@ pub(super) fn listen(place: &Place) -> io::Result<Flow> {
     let mut bytes = vec![0; PIECE];
     let mut steady = Steady::new(place, Instant::now());
     loop {
-        let count = stream.read(&mut bytes)?;
+        let count = uninterrupted(|| stream.read(&mut bytes))?;
         if count == 0 || Instant::now() > patience {
             break;
         }

@@ -11,6 +11,7 @@ use socket2::SockRef;
 use super::interface::{self, Sampler, counter};
 use super::rank::Place;
 use crate::chaos::sys::now;
+use crate::interrupts::uninterrupted;
 
 /// What one end sends.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -89,7 +90,7 @@ pub(super) fn listen(place: &Place, senders: &[Sender]) -> io::Result<Heard> {
     let mut bytes = vec![0; 1 << 16];
     let patience = Instant::now() + place.patience();
     loop {
-        match socket.recv(&mut bytes) {
+        match uninterrupted(|| socket.recv(&mut bytes)) {
             Ok(count) => {
                 let arrived = now();
                 last = Instant::now();
@@ -186,7 +187,7 @@ pub(super) fn answer(place: &Place) -> io::Result<()> {
     let patience = Instant::now() + place.patience();
     let mut bytes = [0; LEAST];
     while !place.has_signal("done") && Instant::now() < patience {
-        match socket.recv_from(&mut bytes) {
+        match uninterrupted(|| socket.recv_from(&mut bytes)) {
             Ok((count, from)) => drop(socket.send_to(&bytes[..count], from)?),
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
             Err(error) => return Err(error),
@@ -219,7 +220,7 @@ pub(super) fn ask(place: &Place, to: IpAddr, packets_per_s: f64) -> io::Result<O
             continue;
         }
         socket.set_read_timeout(Some(wait))?;
-        match socket.recv(&mut bytes) {
+        match uninterrupted(|| socket.recv(&mut bytes)) {
             Ok(count) => {
                 let Some((_, number, sent)) = bytes.get(..count).and_then(unpack) else { continue };
                 // The first one has waited for its neighbour's address.

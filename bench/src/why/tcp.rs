@@ -18,6 +18,7 @@ use netlink_packet_sock_diag::inet::nlas::Nla;
 use netlink_packet_sock_diag::inet::{ExtensionFlags, InetRequest, InetResponse, SocketId, StateFlags};
 use socket2::{Domain, Protocol, Socket, Type};
 
+use crate::interrupts::uninterrupted;
 use crate::record::Connection;
 
 /// The kernel answers at once.
@@ -82,7 +83,7 @@ fn ask(family: u8) -> Result<Vec<InetResponse>, String> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         socket.set_read_timeout(Some(left)).map_err(failed("a time limit for sock_diag"))?;
-        let length = socket.read(&mut datagram).map_err(failed("no answer of sock_diag"))?;
+        let length = uninterrupted(|| socket.read(&mut datagram)).map_err(failed("no answer of sock_diag"))?;
         if take(datagram.get(..length).unwrap_or_default(), &mut responses)? {
             return Ok(responses);
         }
