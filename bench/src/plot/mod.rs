@@ -1,7 +1,7 @@
 //! Pictures of results, as SVG that is written here, element by element: a few kinds of chart need no library.
 //!
 //! A picture's colours are names (`var(--c4)`), so that a page can show it on light and on dark; [`css`] gives them their values, and
-//! [`write`] puts in the light ones.
+//! [`write()`] puts in the light ones.
 
 mod axis;
 mod bars;

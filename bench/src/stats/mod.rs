@@ -2,7 +2,7 @@
 //!
 //! The unit is the run, one a round. Steps inside a run are many but not independent: they share the run's luck
 //! (placement in memory, state of the machine), so that a thousand of them say little about the next run. Hence:
-//! - steps before the run settled are cut off where the series itself says so ([`warm_up`]);
+//! - steps before the run settled are cut off where the series itself says so ([`warm_up()`]);
 //! - a run counts with the median of its steps, which a few slow ones cannot move;
 //! - intervals are Student's, over runs, by far the most honest at 3 to 10 of them: resampling so few runs gives
 //!   intervals that are too narrow. From 7 runs on, one in seven at each end is trimmed (Tukey and McLaughlin), so that
