@@ -72,6 +72,9 @@ fn every_strategy_over_every_transport_gives_a_row() {
         for rank in ranks {
             assert_eq!(rank["payload_bytes"], rank["payload_expected"], "{name}");
             assert!(rank["peak_rss_bytes"].as_u64().unwrap() > 0, "{name}");
+            let steps = rank["steps"]["total"].as_array().unwrap();
+            assert!(steps.len() == 5 && steps.iter().all(|ms| ms.as_f64().unwrap() > 0.0), "{name}: {steps:?}");
+            assert_eq!(rank["steps"]["exposed"].as_array().unwrap().len(), 5, "{name}");
         }
         assert!(row["environment"]["kernel"].as_str().is_some(), "{name}");
     }

@@ -177,6 +177,21 @@ fn a_stopped_sweep_goes_on_where_it_was() {
 }
 
 #[test]
+fn a_folder_belongs_to_one_sweep_and_to_one_text() {
+    let bench = Bench::with_plan(1, "strategy = \"ring\"\ntransport = \"shm\"");
+    assert!(bench.sweep(&[]).status.success());
+    let held = fs::File::open(bench.path("out/lock")).unwrap();
+    held.lock().unwrap();
+    let refused = bench.sweep(&["--resume"]);
+    assert!(!refused.status.success() && said(&refused).contains("another sweep"), "{}", said(&refused));
+    drop(held);
+    fs::write(bench.path("text.txt"), "Pack my box with five dozen liquor jugs. ".repeat(400)).unwrap();
+    let refused = bench.sweep(&["--resume"]);
+    assert!(!refused.status.success() && said(&refused).contains("--data"), "{}", said(&refused));
+    assert_eq!(bench.records().len(), 1);
+}
+
+#[test]
 fn a_disk_that_is_full_loses_no_line() {
     let bench = Bench::with_plan(20, "strategy = \"ring\"\ntransport = \"shm\"");
     let program = env!("CARGO_BIN_EXE_bench");

@@ -53,7 +53,7 @@ pub(crate) struct PipeCounters {
 
 /// Late is what is later than this, or than `LATE_SHARE` of the delay of the way if that is more.
 const LATE_US: f64 = 1000.0;
-const LATE_SHARE: f64 = 0.1;
+const LATE_SHARE: f64 = 0.05;
 
 /// Above this share of a core an emulator has little left for bursts.
 const BUSY: f64 = 0.85;
@@ -228,10 +228,10 @@ mod tests {
             change(&mut counters);
             counters.bottleneck()
         };
-        assert_eq!(said(&|c| c.ends[1].down.late_p99_us = 4900.0), None, "less than a tenth of 50 ms");
-        let late = said(&|c| c.ends[1].down.late_p99_us = 5100.0).unwrap();
-        assert!(late.contains("end 1") && late.contains("5.1 ms"), "{late}");
-        let late = said(&|c| c.ends[0].up.late_p99_us = 5100.0).unwrap();
+        assert_eq!(said(&|c| c.ends[1].down.late_p99_us = 2400.0), None, "less than 5 % of 50 ms");
+        let late = said(&|c| c.ends[1].down.late_p99_us = 2600.0).unwrap();
+        assert!(late.contains("end 1") && late.contains("2.6 ms"), "{late}");
+        let late = said(&|c| c.ends[0].up.late_p99_us = 2600.0).unwrap();
         assert!(late.contains("end 0") && late.contains("fetched"), "{late}");
         let busy = said(&|c| c.cpu_s = 0.9).unwrap();
         assert!(busy.contains("90 % of a core"), "{busy}");
