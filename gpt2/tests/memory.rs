@@ -177,6 +177,8 @@ fn what_cannot_be_allocated_is_refused_and_charged_to_nobody() {
 #[test]
 fn scopes_nest_and_threads_have_their_own() {
     let _lock = alone();
+    // The harness counts as communication too, and may free a little meanwhile.
+    const SLACK: usize = MIB;
     let of_new_block = || {
         let before = usage();
         let block = black_box(vec![0_u8; 64 * MIB]);
@@ -184,7 +186,7 @@ fn scopes_nest_and_threads_have_their_own() {
         drop(block);
         Category::ALL
             .into_iter()
-            .find(|category| after.of(*category).current >= before.of(*category).current + 64 * MIB as u64)
+            .find(|category| after.of(*category).current + SLACK as u64 >= before.of(*category).current + 64 * MIB as u64)
     };
     assert_eq!(of_new_block(), Some(Category::Communication), "a thread that was never told otherwise");
     let outer = memory::scope(Category::Parameters);
@@ -258,9 +260,9 @@ fn a_peak_is_of_one_moment() {
     let after = usage();
     assert_eq!(after.parameters.peak - before.parameters.current, 12 * MIB as u64);
     assert_eq!(after.gradients.peak - before.gradients.current, 11 * MIB as u64);
-    // Not 23: never at one time. The harness may take a little meanwhile.
+    // Not 23: never at one time. The harness may take or free a little meanwhile.
     let total = after.total.peak - before.total.current;
-    assert!((12 * MIB as u64..13 * MIB as u64).contains(&total), "{total}");
+    assert!((11 * MIB as u64..13 * MIB as u64).contains(&total), "{total}");
 
     let kept = memory::within(Category::Parameters, || vec![0_u8; MIB]);
     memory::reset_peaks();
