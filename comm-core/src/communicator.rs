@@ -332,8 +332,11 @@ pub trait CommunicatorExt: Communicator {
 
 impl<C: Communicator + ?Sized> CommunicatorExt for C {}
 
-/// Runs a call on copies of what it was lent.
-pub(crate) fn run_copied<C: Communicator + ?Sized>(communicator: &C, call: BorrowedCall<'_>) -> Result<()> {
+/// Runs a call on copies of what it was lent, through [`Communicator::start`].
+///
+/// # Errors
+/// Those of the call.
+pub fn run_copied<C: Communicator + ?Sized>(communicator: &C, call: BorrowedCall<'_>) -> Result<()> {
     let BorrowedCall { op, mut buffer, input, counts, algorithm, lane, timeout, label } = call;
     let owned = Call {
         op,

@@ -9,6 +9,7 @@
 //!   [`Subgroup`](control::Subgroup) is one over some of the ranks, for a transport of their own.
 //! - [`launch`] starts one process a rank on this machine.
 //! - [`Counted`] and [`Faulty`] wrap a transport: one counts what passes, one breaks it on purpose.
+//! - [`native`] holds parts for communicators that bring their own collectives.
 //! - [`conformance`] is the suite that every transport passes.
 //!
 //! ```
@@ -45,6 +46,7 @@ pub mod job;
 pub mod launch;
 pub mod local;
 pub mod mesh;
+pub mod native;
 pub mod null;
 pub mod op;
 mod reduce;

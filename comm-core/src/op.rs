@@ -282,11 +282,13 @@ impl Counts {
         Counts { send: send.into(), receive: Some(receive.into()) }
     }
 
-    pub(crate) fn send(&self) -> &[usize] {
+    /// What this rank sends to each rank; of any other operation than all-to-all, the shards.
+    pub fn send(&self) -> &[usize] {
         &self.send
     }
 
-    pub(crate) fn receive(&self) -> &[usize] {
+    /// What this rank gets from each rank.
+    pub fn receive(&self) -> &[usize] {
         self.receive.as_deref().unwrap_or(&self.send)
     }
 
@@ -438,24 +440,28 @@ impl<'a> BorrowedCall<'a> {
 }
 
 /// What the arguments of an operation say about its data, once they have been found to make sense.
-pub(crate) struct Shape {
-    pub(crate) dtype: DType,
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// Type of the elements.
+    pub dtype: DType,
     /// Elements of the whole.
-    pub(crate) count: usize,
+    pub count: usize,
 }
 
 /// Elements, by type and number.
-#[derive(Clone, Copy)]
-pub(crate) struct Elements {
-    pub(crate) dtype: DType,
-    pub(crate) count: usize,
+#[derive(Clone, Copy, Debug)]
+pub struct Elements {
+    /// Their type.
+    pub dtype: DType,
+    /// How many.
+    pub count: usize,
 }
 
 /// Checks the arguments that `rank` of `ranks` passes.
 ///
 /// # Errors
 /// `InvalidArgument` that says which argument is wrong and what it should be.
-pub(crate) fn check(
+pub fn check(
     op: &Op,
     rank: usize,
     ranks: usize,

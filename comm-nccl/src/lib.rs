@@ -1,31 +1,41 @@
 //! NCCL for `comm-core`, found at run time.
 //!
-//! Nothing here links to NCCL or CUDA: the library is looked up when it is asked for, and its absence is an ordinary error that
-//! says where it was searched. So far this crate finds the library and reads its version; it offers no communicator yet, which
-//! [`available`] says too.
+//! [`NcclCommunicator`] runs every collective by NCCL, on buffers in the memory of a GPU ([`CudaBuffer`]) or, through a copy there, in
+//! host memory. Nothing here links to NCCL or CUDA: both are looked up when they are asked for, and their absence is an ordinary error
+//! that says where they were searched.
+//!
+//! Ranks meet over the job's control plane ([`comm_core::Control`]), which also brings the news of a rank that died.
 
+mod communicator;
+mod connect;
+mod core;
+mod options;
+mod plan;
 mod sys;
 
 use std::path::PathBuf;
 
-use comm_core::Error;
+use comm_core::{DType, Error};
 
-pub use sys::Library;
+pub use communicator::NcclCommunicator;
+pub use options::NcclOptions;
+pub use sys::{CudaBuffer, Device, Library, SHARE_VARIABLE, share_gpu};
 
 /// Names a path to NCCL's library, which is then the only one tried.
 pub const LIBRARY_VARIABLE: &str = "COMM_NCCL_LIB";
 
-/// Whether a communicator on NCCL can be made here.
+/// Whether a communicator on NCCL can be made here: there is a library, a driver and a GPU.
 ///
 /// # Errors
 /// `Unsupported`, with the reason.
 pub fn available() -> Result<(), Error> {
-    let library = Library::load()?;
-    Err(unsupported(format!(
-        "NCCL {} was found at {}, but this version has no communicator on it yet; use tcp, tcp-raw or quic",
-        library.version_text(),
-        library.path().display()
-    )))
+    Library::load()?;
+    if sys::Driver::load()?.device_count()? == 0 {
+        return Err(unsupported(
+            "the CUDA driver sees no device; look at CUDA_VISIBLE_DEVICES and `nvidia-smi`".into(),
+        ));
+    }
+    Ok(())
 }
 
 /// Where the library is looked for, in order: `override_path` alone if given, else the loader's own search under both of its names,
@@ -41,6 +51,14 @@ pub fn candidates(override_path: Option<PathBuf>, python_roots: &[PathBuf]) -> V
 
 fn unsupported(why: String) -> Error {
     Error::Unsupported { what: "NCCL".into(), why }
+}
+
+/// A reduction of a type that NCCL does not have.
+fn no_such_type(dtype: DType) -> Error {
+    Error::Unsupported {
+        what: format!("a reduction of {dtype} by NCCL"),
+        why: "it has no 16-bit integers; use i32 or u32, or another transport".into(),
+    }
 }
 
 #[cfg(test)]

@@ -61,12 +61,7 @@ impl TransportKind {
             TransportKind::TcpRaw | TransportKind::Tcp if cfg!(feature = "tcp") => None,
             TransportKind::Quic if cfg!(feature = "quic") => None,
             #[cfg(feature = "nccl")]
-            TransportKind::Nccl => Some(match comm_nccl::available() {
-                Err(error) => error.to_string(),
-                Ok(_) => {
-                    "NCCL is here, but there is no communicator over it yet; choose shm, tcp, tcp-raw or quic".into()
-                }
-            }),
+            TransportKind::Nccl => comm_nccl::available().err().map(|error| error.to_string()),
             kind => {
                 let feature = if kind == TransportKind::TcpRaw { "tcp" } else { kind.name() };
                 Some(format!("this build lacks the feature `{feature}`; build with --features {feature}"))
@@ -122,8 +117,11 @@ pub struct TransportOptions {
     pub checked: bool,
     /// Whether contributions are searched for NaN and infinities.
     pub check_finite: bool,
-    /// Whether messages and bytes are counted, which costs a lock and a look-up an exchange.
+    /// Whether messages and bytes are counted, which costs a lock and a look-up an exchange. NCCL's are not.
     pub counted: bool,
+    /// The CUDA device of this rank, by its number in this process, for NCCL; `None` for the next free one of the machine.
+    #[serde(skip)]
+    pub cuda_device: Option<usize>,
 }
 
 impl Default for TransportOptions {
@@ -143,6 +141,7 @@ impl Default for TransportOptions {
             checked: false,
             check_finite: false,
             counted: true,
+            cuda_device: None,
         }
     }
 }
@@ -310,6 +309,24 @@ fn link(kind: TransportKind, control: Arc<dyn Control>, options: &TransportOptio
         TransportKind::Quic => {
             let transport = comm_quic::QuicTransport::connect(&*control, &quic_options(options)?, deadline)?;
             Ok(Link::new(transport, control, options))
+        }
+        #[cfg(feature = "nccl")]
+        TransportKind::Nccl => {
+            if options.checked || options.check_finite {
+                return Err(Error::Unsupported {
+                    what: "comparing calls or searching contributions on NCCL".into(),
+                    why: "it has no messages of its own for that; leave --checked and --check-finite away, or choose another transport"
+                        .into(),
+                });
+            }
+            let nccl = comm_nccl::NcclOptions::default()
+                .with_lanes(options.lanes)
+                .with_device(options.cuda_device)
+                .with_timeout(options.timeout)
+                .with_stall_after(options.stall_after);
+            let comm = comm_nccl::NcclCommunicator::connect(control, &nccl, deadline)?;
+            let facts = comm.facts();
+            Ok(Link { comm: Arc::new(comm), counters: None, facts })
         }
         kind => Err(Error::Unsupported {
             what: format!("the transport `{kind}` between processes"),

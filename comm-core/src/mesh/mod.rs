@@ -2,33 +2,28 @@
 
 mod algorithms;
 mod finite;
-mod lane;
 mod round;
 mod scratch;
-mod watch;
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use sha2::{Digest, Sha256};
-
 use crate::buffer::{Buffer, HostBuffer, View, ViewMut};
-use crate::communicator::{Communicator, CommunicatorExt};
+use crate::communicator::Communicator;
 use crate::control::{Activity, Control};
 use crate::deadline::Deadline;
-use crate::dtype::ReduceOp;
 use crate::error::{Error, Result};
 use crate::handle::{Completed, Failed, Handle, Outcome};
 use crate::header::{CHECK, CHECK_RECEIVE, Header};
-use crate::op::{Algorithm, BorrowedCall, Call, Counts, Elements, Mode, Op, OpKind, Shape, check};
+use crate::native::{Asked, Elements, Group, Lane, Shape, Watch, check, header_kind, name, negotiate, pair, verdict};
+use crate::op::{Algorithm, BorrowedCall, Call, Counts, Mode, Op};
 use crate::table::{Table, supports};
 use crate::transport::Transport;
 
 use algorithms::Data;
-use lane::Lane;
 use round::Rounds;
-use watch::{Watch, name, pair};
+use scratch::Scratch;
 
 /// Settings of a [`Mesh`].
 #[derive(Clone, Debug)]
@@ -115,7 +110,7 @@ struct Core<T> {
     transport: T,
     control: Arc<dyn Control>,
     options: MeshOptions,
-    lanes: Vec<Lane>,
+    lanes: Vec<Lane<Scratch>>,
     /// Knows neither transport nor control plane, so that whoever drops it last drops nothing else.
     watch: Arc<Watch>,
     failure: OnceLock<Error>,
@@ -144,35 +139,12 @@ impl<T: Transport> Drop for Owner<T> {
     }
 }
 
-/// One communicator.
-struct Group {
-    id: u64,
-    /// Ranks of the transport, by rank in this communicator.
-    members: Vec<usize>,
-    /// The same as the job numbers them.
-    job_ranks: Vec<usize>,
-    rank: usize,
-    /// Whether it is the transport's first, which closes the connections.
-    is_first: bool,
-    order: Mutex<Order>,
-}
-
-/// Numbers given out so far.
-#[derive(Default)]
-struct Order {
-    collectives: u64,
-    splits: u64,
-    sends: Vec<u64>,
-    receives: Vec<u64>,
-}
-
 impl<T: Transport> Mesh<T> {
     /// The first communicator over a transport, over all ranks of `control`: those of the job, or of a
     /// [`Subgroup`](crate::control::Subgroup).
     pub fn new(transport: T, control: Arc<dyn Control>, options: MeshOptions) -> Self {
-        let members: Vec<usize> = (0..transport.world_size()).collect();
-        let rank = transport.rank();
-        let lanes: Vec<Lane> = (0..transport.lanes()).map(|lane| Lane::new(format!("comm-lane-{lane}"))).collect();
+        let lanes: Vec<Lane<Scratch>> =
+            (0..transport.lanes()).map(|lane| Lane::new(format!("comm-lane-{lane}"), Scratch::default())).collect();
         let watch = Arc::new(Watch::new(lanes.len(), options.stall_after));
         // Two steps, since a `Weak` of a trait object is made from one of the type itself.
         let activity: Arc<dyn Activity> = watch.clone();
@@ -192,7 +164,7 @@ impl<T: Transport> Mesh<T> {
                 core.adopt(error);
             }
         }));
-        let group = Group::new(core.control.communicator_id(), members, &*core.control, rank, true);
+        let group = Group::first(&*core.control);
         Mesh { owner: Arc::new(Owner(core.clone())), core, group: Arc::new(group) }
     }
 
@@ -246,7 +218,7 @@ impl<T: Transport> Communicator for Mesh<T> {
 
         let deadline = Deadline::after(timeout.unwrap_or(self.core.options.timeout));
         // The number and the place on the lane are taken together, so that both follow the order of the callers.
-        let mut order = lock(&self.group.order);
+        let mut order = self.group.order();
         let header = self.group.header(&mut order, &asked, &shape, chosen);
         let (core, group) = (self.core.clone(), self.group.clone());
         let run = move || -> Outcome {
@@ -286,7 +258,7 @@ impl<T: Transport> Communicator for Mesh<T> {
         let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
         let lent = View::from(&buffer);
         let (lane_queue, shape, chosen) = self.admit(&asked, lent, input)?;
-        let mut order = lock(&self.group.order);
+        let mut order = self.group.order();
         let Some(turn) = lane_queue.try_enter() else {
             // The operations before it on its lane run on another thread, which cannot be lent this memory.
             drop(order);
@@ -303,31 +275,11 @@ impl<T: Transport> Communicator for Mesh<T> {
     }
 
     fn split(&self, color: Option<u64>, key: i64) -> Result<Option<Arc<dyn Communicator>>> {
-        let ranks = self.world_size();
-        let mine = [i64::from(color.is_some()), color.unwrap_or(0).cast_signed(), key];
-        let mut all = vec![0i64; 3 * ranks];
-        all[3 * self.rank()..3 * self.rank() + 3].copy_from_slice(&mine);
-        // Three numbers a rank divide evenly, so shard r is rank r's.
-        let all: Vec<i64> = self.run_vec(Op::AllGather, all)?;
-        let number = {
-            let mut order = lock(&self.group.order);
-            order.splits += 1;
-            order.splits
-        };
-        let Some(color) = color else { return Ok(None) };
-        let mut chosen: Vec<(i64, usize)> = all
-            .chunks_exact(3)
-            .enumerate()
-            .filter(|(_, theirs)| theirs[0] == 1 && theirs[1] == color.cast_signed())
-            .map(|(rank, theirs)| (theirs[2], rank))
-            .collect();
-        chosen.sort_unstable();
-        let rank = chosen.iter().position(|(_, rank)| *rank == self.rank()).unwrap_or(0);
-        let members = chosen.iter().map(|(_, rank)| self.group.members[*rank]).collect();
-        let id = child_id(self.group.id, number, color);
-        let group = Group::new(id, members, &*self.core.control, rank, false);
-        let (core, owner) = (self.core.clone(), self.owner.clone());
-        Ok(Some(Arc::new(Mesh { core, owner, group: Arc::new(group) })))
+        let part = negotiate(self, &self.group, &*self.core.control, color, key)?;
+        Ok(part.map(|group| -> Arc<dyn Communicator> {
+            let (core, owner) = (self.core.clone(), self.owner.clone());
+            Arc::new(Mesh { core, owner, group: Arc::new(group) })
+        }))
     }
 
     fn abort(&self, reason: &str) {
@@ -368,14 +320,6 @@ impl<T: Transport> Communicator for Mesh<T> {
     }
 }
 
-/// What a caller wants, data aside.
-struct Asked<'a> {
-    op: &'a Op,
-    counts: Option<&'a Counts>,
-    algorithm: Option<Algorithm>,
-    lane: usize,
-}
-
 /// The data of an operation.
 struct Io<'a> {
     buffer: ViewMut<'a>,
@@ -385,7 +329,12 @@ struct Io<'a> {
 
 impl<T: Transport> Mesh<T> {
     /// Checks what was asked for: the lane that it runs on, and by which algorithm.
-    fn admit(&self, asked: &Asked<'_>, buffer: View<'_>, input: Option<View<'_>>) -> Result<(&Lane, Shape, Algorithm)> {
+    fn admit(
+        &self,
+        asked: &Asked<'_>,
+        buffer: View<'_>,
+        input: Option<View<'_>>,
+    ) -> Result<(&Lane<Scratch>, Shape, Algorithm)> {
         let (rank, ranks) = (self.rank(), self.world_size());
         let elements = |view: View<'_>| Elements { dtype: view.dtype(), count: view.count() };
         let shape = check(asked.op, rank, ranks, elements(buffer), input.map(elements), asked.counts)?;
@@ -437,24 +386,8 @@ impl<T: Transport> Core<T> {
 
     /// Turns an error seen on the data path into the job's failure. It names ranks of the job.
     fn fail(&self, observed: Error, during: &str) -> Error {
-        let observed = match observed {
-            Error::PeerLost { rank, operation, detail } if operation.is_empty() => {
-                Error::PeerLost { rank, operation: during.into(), detail }
-            }
-            Error::Timeout { rank, waited, waiting_for, .. } => {
-                Error::Timeout { rank, operation: during.into(), waited, waiting_for }
-            }
-            other => other,
-        };
-        let verdict = match self.failure.get() {
-            Some(error) => error.clone(),
-            None => {
-                // Only a connection that ended may be the echo of something else; the rest was seen first-hand.
-                let may_be_echo = matches!(observed, Error::PeerLost { .. } | Error::Io { .. });
-                let grace = if may_be_echo { self.options.verdict_grace } else { Duration::ZERO };
-                self.control.verdict(observed, grace)
-            }
-        };
+        let (failure, grace) = (self.failure.get(), self.options.verdict_grace);
+        let verdict = verdict(&*self.control, failure, observed, during, grace);
         self.adopt(&verdict);
         verdict
     }
@@ -506,24 +439,8 @@ impl<T: Transport> Core<T> {
         scratch.tidy();
         drop(note);
         outcome.map_err(|error| {
-            let mut during = name(&call, pair(op, group), label.as_deref());
-            let error = match self.control.in_job(error) {
-                // Who is waited for may itself wait for someone else.
-                Error::Timeout { rank, operation, waited, waiting_for } => {
-                    let waiting_for = match self.watch.culprits(&header, op, group, waited) {
-                        None => waiting_for,
-                        Some(culprits) if culprits.is_empty() => {
-                            during.push_str(
-                                ", which all its ranks have called (so a connection or a machine is at fault),",
-                            );
-                            waiting_for
-                        }
-                        Some(culprits) => culprits,
-                    };
-                    Error::Timeout { rank, operation, waited, waiting_for }
-                }
-                other => other,
-            };
+            let error = self.control.in_job(error);
+            let (error, during) = self.watch.explain(error, &call, op, label.as_deref(), group);
             self.fail(error, &during)
         })
     }
@@ -550,54 +467,4 @@ impl<T> Drop for Core<T> {
             lane.stop();
         }
     }
-}
-
-impl Group {
-    fn new(id: u64, members: Vec<usize>, control: &dyn Control, rank: usize, is_first: bool) -> Self {
-        let order = Order { sends: vec![0; members.len()], receives: vec![0; members.len()], ..Order::default() };
-        let job_ranks = members.iter().map(|rank| control.job_rank(*rank)).collect();
-        Group { id, members, job_ranks, rank, is_first, order: Mutex::new(order) }
-    }
-
-    fn header(&self, order: &mut Order, asked: &Asked<'_>, shape: &Shape, algorithm: Algorithm) -> Header {
-        let counter = match *asked.op {
-            Op::Send { to } => &mut order.sends[to],
-            Op::Recv { from } => &mut order.receives[from],
-            _ => &mut order.collectives,
-        };
-        let sequence = *counter;
-        *counter += 1;
-        Header {
-            communicator: self.id,
-            sequence,
-            kind: header_kind(asked.op),
-            dtype: shape.dtype,
-            reduce: asked.op.reduce_op().map(ReduceOp::shared),
-            algorithm,
-            root: asked.op.root().unwrap_or(0) as u32,
-            count: shape.count as u64,
-            division: asked.counts.map_or(0, Counts::fingerprint),
-            step: 0,
-            payload_len: 0,
-        }
-    }
-}
-
-/// Both ends of a message call it a send.
-fn header_kind(op: &Op) -> OpKind {
-    if op.kind() == OpKind::Recv { OpKind::Send } else { op.kind() }
-}
-
-/// An id for the `number`-th split's part `color` of communicator `parent`, the same on all its ranks.
-fn child_id(parent: u64, number: u64, color: u64) -> u64 {
-    let mut hash = Sha256::new();
-    for part in [parent, number, color] {
-        hash.update(part.to_le_bytes());
-    }
-    let digest = hash.finalize();
-    u64::from_le_bytes(std::array::from_fn(|index| digest[index]))
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

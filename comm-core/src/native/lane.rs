@@ -1,21 +1,21 @@
 //! One lane's queue of operations, and the thread that runs those that nobody waits in.
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
-use super::scratch::Scratch;
 use crate::deadline::Deadline;
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// Operations of one lane, one at a time, in the order in which they came.
-pub(super) struct Lane {
+/// Operations of one lane, one at a time, in the order in which they came. `S` is what the one that runs may use.
+pub struct Lane<S = ()> {
     shared: Arc<Shared>,
     name: String,
     /// Of the operation that runs.
-    scratch: Mutex<Scratch>,
+    scratch: Mutex<S>,
 }
 
 struct Shared {
@@ -34,19 +34,20 @@ struct State {
 }
 
 /// The right to run on the lane, until dropped.
-pub(super) struct Turn<'a>(&'a Shared);
+pub struct Turn<'a>(&'a Shared);
 
-impl Lane {
-    pub(super) fn new(name: String) -> Self {
+impl<S> Lane<S> {
+    /// A lane whose progress thread, once there is one, is called `name`.
+    pub fn new(name: String, scratch: S) -> Self {
         Lane {
             shared: Arc::new(Shared { state: Mutex::default(), changed: Condvar::new() }),
             name,
-            scratch: Mutex::default(),
+            scratch: Mutex::new(scratch),
         }
     }
 
     /// Takes the lane if nothing runs or waits on it.
-    pub(super) fn try_enter(&self) -> Option<Turn<'_>> {
+    pub fn try_enter(&self) -> Option<Turn<'_>> {
         let mut state = self.shared.lock();
         if state.busy || !state.queue.is_empty() {
             return None;
@@ -56,12 +57,12 @@ impl Lane {
     }
 
     /// The lane's memory, for the one operation that runs on it.
-    pub(super) fn scratch(&self) -> MutexGuard<'_, Scratch> {
+    pub fn scratch(&self) -> MutexGuard<'_, S> {
         self.scratch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Runs `job` on the progress thread after everything that came before.
-    pub(super) fn enqueue(&self, job: Job) {
+    pub fn enqueue(&self, job: Job) {
         let mut state = self.shared.lock();
         state.queue.push_back(job);
         if !state.has_thread {
@@ -76,7 +77,7 @@ impl Lane {
     }
 
     /// Waits until nothing runs or waits on the lane; false at the deadline.
-    pub(super) fn wait_idle(&self, deadline: Deadline) -> bool {
+    pub fn wait_idle(&self, deadline: Deadline) -> bool {
         let mut state = self.shared.lock();
         while state.busy || !state.queue.is_empty() {
             let left = deadline.remaining();
@@ -91,7 +92,7 @@ impl Lane {
     }
 
     /// Ends the progress thread once its queue is empty.
-    pub(super) fn stop(&self) {
+    pub fn stop(&self) {
         let mut state = self.shared.lock();
         state.stopped = true;
         self.shared.announce(state);
@@ -140,5 +141,17 @@ impl Drop for Turn<'_> {
         let mut state = self.0.lock();
         state.busy = false;
         self.0.announce(state);
+    }
+}
+
+impl<S> fmt::Debug for Lane<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lane").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Turn<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Turn")
     }
 }

@@ -8,11 +8,13 @@ use std::time::{Duration, Instant};
 use super::Group;
 use crate::control::{Activity, Doing, StallReport};
 use crate::deadline::Deadline;
+use crate::error::Error;
 use crate::header::{CHECK_RECEIVE, Header};
 use crate::op::Op;
 
-/// Takes note of what each lane does.
-pub(super) struct Watch {
+/// Takes note of what each lane does: one operation at a time.
+#[derive(Debug)]
+pub struct Watch {
     lanes: Vec<Mutex<Option<Record>>>,
     stall_after: Duration,
     /// The last ones, oldest first.
@@ -22,6 +24,7 @@ pub(super) struct Watch {
 /// Reports that are kept: operations of different lanes and communicators may stall at the same time.
 const REPORTS: usize = 16;
 
+#[derive(Debug)]
 struct Record {
     header: Header,
     /// Of a message: from which rank of the job to which.
@@ -38,18 +41,20 @@ struct Record {
 }
 
 /// An operation that is noted as running until this is dropped.
-pub(super) struct Note<'a> {
+#[derive(Debug)]
+pub struct Note<'a> {
     watch: &'a Watch,
     lane: usize,
 }
 
 impl Watch {
-    pub(super) fn new(lanes: usize, stall_after: Duration) -> Self {
+    /// Nothing has been done on any of so many lanes. An operation is reported after `stall_after`.
+    pub fn new(lanes: usize, stall_after: Duration) -> Self {
         Watch { lanes: (0..lanes).map(|_| Mutex::default()).collect(), stall_after, reports: Mutex::default() }
     }
 
     /// Notes that an operation begins.
-    pub(super) fn note(
+    pub fn note(
         &self,
         lane: usize,
         header: Header,
@@ -78,9 +83,33 @@ impl Watch {
         Note { watch: self, lane }
     }
 
+    /// An error of an operation on the data path, in ranks of the job, with what has been found out lately of who holds it up; and what to
+    /// call the operation in it. `call` describes it as a whole: its step is [`CHECK`](crate::header::CHECK) or
+    /// [`CHECK_RECEIVE`].
+    pub fn explain(&self, error: Error, call: &Header, op: &Op, label: Option<&str>, group: &Group) -> (Error, String) {
+        let mut during = name(call, pair(op, group), label);
+        let error = match error {
+            // Who is waited for may itself wait for someone else.
+            Error::Timeout { rank, operation, waited, waiting_for } => {
+                let waiting_for = match self.culprits(call, op, group, waited) {
+                    None => waiting_for,
+                    Some(culprits) if culprits.is_empty() => {
+                        during
+                            .push_str(", which all its ranks have called (so a connection or a machine is at fault),");
+                        waiting_for
+                    }
+                    Some(culprits) => culprits,
+                };
+                Error::Timeout { rank, operation, waited, waiting_for }
+            }
+            other => other,
+        };
+        (error, during)
+    }
+
     /// The ranks that hold up an operation that has `waited` so long, as far as that has been found out lately; none if all
     /// have called it.
-    pub(super) fn culprits(&self, header: &Header, op: &Op, group: &Group, waited: Duration) -> Option<Vec<usize>> {
+    fn culprits(&self, header: &Header, op: &Op, group: &Group, waited: Duration) -> Option<Vec<usize>> {
         let wanted = pair(op, group);
         let is_it = |(at, report): &&(Instant, StallReport)| {
             let Doing { communicator, sequence, kind, pair, .. } = report.stalled;
@@ -154,7 +183,7 @@ impl Drop for Note<'_> {
 }
 
 /// From which rank of the job to which a message goes.
-pub(super) fn pair(op: &Op, group: &Group) -> Option<(u32, u32)> {
+pub fn pair(op: &Op, group: &Group) -> Option<(u32, u32)> {
     let rank = |rank: usize| group.job_ranks.get(rank).map(|rank| *rank as u32);
     match *op {
         Op::Send { to } => Some((rank(group.rank)?, rank(to)?)),
@@ -164,7 +193,7 @@ pub(super) fn pair(op: &Op, group: &Group) -> Option<(u32, u32)> {
 }
 
 /// An operation for people: what it is, between whom, and what its caller calls it.
-pub(super) fn name(header: &Header, pair: Option<(u32, u32)>, label: Option<&str>) -> String {
+pub fn name(header: &Header, pair: Option<(u32, u32)>, label: Option<&str>) -> String {
     let mut name = header.to_string();
     // Writing to a string does not fail.
     let _ = match pair {

@@ -1,0 +1,182 @@
+//! One communicator's ranks, and the numbers of its operations.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use sha2::{Digest, Sha256};
+
+use crate::communicator::{Communicator, CommunicatorExt};
+use crate::control::Control;
+use crate::dtype::ReduceOp;
+use crate::error::{Error, Result};
+use crate::header::Header;
+use crate::op::{Algorithm, Counts, Op, OpKind, Shape};
+
+/// One communicator.
+#[derive(Debug)]
+pub struct Group {
+    /// Its id, the same on its ranks.
+    pub id: u64,
+    /// Ranks of the first communicator, by rank in this one.
+    pub members: Vec<usize>,
+    /// The same as the job numbers them.
+    pub job_ranks: Vec<usize>,
+    /// This rank within it.
+    pub rank: usize,
+    /// Whether it is the first one, which closes the connections.
+    pub is_first: bool,
+    order: Mutex<Order>,
+}
+
+/// Numbers given out so far.
+#[derive(Debug, Default)]
+pub struct Order {
+    collectives: u64,
+    splits: u64,
+    sends: Vec<u64>,
+    receives: Vec<u64>,
+}
+
+/// What a caller wants, data aside.
+#[derive(Clone, Copy, Debug)]
+pub struct Asked<'a> {
+    /// The operation.
+    pub op: &'a Op,
+    /// How the whole is divided, if not evenly.
+    pub counts: Option<&'a Counts>,
+    /// By which algorithm, if the caller says so.
+    pub algorithm: Option<Algorithm>,
+    /// On which lane.
+    pub lane: usize,
+}
+
+impl Group {
+    /// The communicator over all ranks of `control`.
+    pub fn first(control: &dyn Control) -> Self {
+        let members = (0..control.world_size()).collect();
+        Self::new(control.communicator_id(), members, control, control.rank(), true)
+    }
+
+    fn new(id: u64, members: Vec<usize>, control: &dyn Control, rank: usize, is_first: bool) -> Self {
+        let order = Order { sends: vec![0; members.len()], receives: vec![0; members.len()], ..Order::default() };
+        let job_ranks = members.iter().map(|rank| control.job_rank(*rank)).collect();
+        Group { id, members, job_ranks, rank, is_first, order: Mutex::new(order) }
+    }
+
+    /// Number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.members.len()
+    }
+
+    /// The numbers, for as long as the guard lives: an operation takes its number and its place on a lane under one guard, so that
+    /// both follow the order of the callers.
+    pub fn order(&self) -> MutexGuard<'_, Order> {
+        self.order.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Numbers an operation whose arguments have been checked, and describes it.
+    pub fn header(&self, order: &mut Order, asked: &Asked<'_>, shape: &Shape, algorithm: Algorithm) -> Header {
+        let counter = match *asked.op {
+            Op::Send { to } => &mut order.sends[to],
+            Op::Recv { from } => &mut order.receives[from],
+            _ => &mut order.collectives,
+        };
+        let sequence = *counter;
+        *counter += 1;
+        Header {
+            communicator: self.id,
+            sequence,
+            kind: header_kind(asked.op),
+            dtype: shape.dtype,
+            reduce: asked.op.reduce_op().map(ReduceOp::shared),
+            algorithm,
+            root: asked.op.root().unwrap_or(0) as u32,
+            count: shape.count as u64,
+            division: asked.counts.map_or(0, Counts::fingerprint),
+            step: 0,
+            payload_len: 0,
+        }
+    }
+
+    /// The part of it that `members` of it form, ordered as they are, which came out of a split of this rank's `color`. `None`
+    /// where this rank is not among them.
+    fn part(&self, color: u64, members: &[usize], control: &dyn Control) -> Option<Self> {
+        let number = self.order().splits;
+        let rank = members.iter().position(|rank| *rank == self.rank)?;
+        let members = members.iter().map(|rank| self.members[*rank]).collect();
+        Some(Self::new(child_id(self.id, number, color), members, control, rank, false))
+    }
+}
+
+/// Negotiates a [`Communicator::split`] of `communicator`, whose ranks are `group`: who is in this rank's part. Collective over the
+/// communicator.
+///
+/// # Errors
+/// As any collective.
+pub fn negotiate(
+    communicator: &dyn Communicator,
+    group: &Group,
+    control: &dyn Control,
+    color: Option<u64>,
+    key: i64,
+) -> Result<Option<Group>> {
+    let mine = [i64::from(color.is_some()), color.unwrap_or(0).cast_signed(), key];
+    let mut all = vec![0i64; 3 * group.world_size()];
+    all[3 * group.rank..3 * group.rank + 3].copy_from_slice(&mine);
+    // Three numbers a rank divide evenly, so shard r is rank r's.
+    let all: Vec<i64> = communicator.run_vec(Op::AllGather, all)?;
+    group.order().splits += 1;
+    let Some(color) = color else { return Ok(None) };
+    let mut chosen: Vec<(i64, usize)> = all
+        .chunks_exact(3)
+        .enumerate()
+        .filter(|(_, theirs)| theirs[0] == 1 && theirs[1] == color.cast_signed())
+        .map(|(rank, theirs)| (theirs[2], rank))
+        .collect();
+    chosen.sort_unstable();
+    let members: Vec<usize> = chosen.into_iter().map(|(_, rank)| rank).collect();
+    Ok(group.part(color, &members, control))
+}
+
+/// What the job's failure is after an error was `observed` on the data path, in ranks of the job, `during` an operation; `failure` is
+/// what is known already. A connection that ended may be the echo of something else, for which the control plane gets `grace`.
+pub fn verdict(
+    control: &dyn Control,
+    failure: Option<&Error>,
+    observed: Error,
+    during: &str,
+    grace: Duration,
+) -> Error {
+    let observed = match observed {
+        Error::PeerLost { rank, operation, detail } if operation.is_empty() => {
+            Error::PeerLost { rank, operation: during.into(), detail }
+        }
+        Error::Timeout { rank, waited, waiting_for, .. } => {
+            Error::Timeout { rank, operation: during.into(), waited, waiting_for }
+        }
+        other => other,
+    };
+    match failure {
+        Some(error) => error.clone(),
+        None => {
+            // Only a connection that ended may be an echo; the rest was seen first-hand.
+            let may_be_echo = matches!(observed, Error::PeerLost { .. } | Error::Io { .. });
+            control.verdict(observed, if may_be_echo { grace } else { Duration::ZERO })
+        }
+    }
+}
+
+/// Both ends of a message call it a send.
+pub(crate) fn header_kind(op: &Op) -> OpKind {
+    if op.kind() == OpKind::Recv { OpKind::Send } else { op.kind() }
+}
+
+/// An id for the `number`-th split's part `color` of communicator `parent`, the same on all its ranks.
+fn child_id(parent: u64, number: u64, color: u64) -> u64 {
+    let mut hash = Sha256::new();
+    for part in [parent, number, color] {
+        hash.update(part.to_le_bytes());
+    }
+    let digest = hash.finalize();
+    u64::from_le_bytes(std::array::from_fn(|index| digest[index]))
+}

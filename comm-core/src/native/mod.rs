@@ -1,0 +1,15 @@
+//! Parts for communicators that bring their own collectives instead of moving bytes for a [`Mesh`](crate::Mesh): what they check,
+//! how they number and name their operations, in what order these run, and what they tell of them.
+//!
+//! [`Mesh`](crate::Mesh) is made of the same parts, so that errors and stall reports of all communicators read alike.
+
+mod group;
+mod lane;
+mod watch;
+
+pub use crate::communicator::run_copied;
+pub use crate::op::{Elements, Shape, check};
+pub(crate) use group::header_kind;
+pub use group::{Asked, Group, Order, negotiate, verdict};
+pub use lane::{Lane, Turn};
+pub use watch::{Note, Watch, name, pair};

@@ -1,0 +1,335 @@
+//! The communicator.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use comm_core::native::{Asked, Elements, Group, Shape, check, negotiate, run_copied};
+use comm_core::table::{choose, supports};
+use comm_core::{
+    Algorithm, BorrowedCall, Buffer, Call, Communicator, CommunicatorExt, Completed, Control, Deadline, Error, Failed,
+    Handle, Mode, Op, OpKind, Outcome, Result, View,
+};
+
+use crate::NcclOptions;
+use crate::connect;
+use crate::core::{Core, Io, Members, Owner, Place, Source};
+use crate::sys::{CudaBuffer, DataType, Device, UNIQUE_ID_BYTES};
+
+/// Collectives by NCCL, one rank a GPU.
+///
+/// Buffers on the GPU ([`CudaBuffer`]) are worked on where they are; those in host memory travel through memory of the lane on the GPU.
+/// Each lane has a stream and an NCCL communicator of its own, so that operations of different lanes run side by side.
+///
+/// As on every backend, failures of any rank end everything on all ranks, and every wait has its deadline: communicators are
+/// non-blocking, their state is looked at while an operation runs, and they are aborted when the job fails. What differs:
+/// - NCCL sends no headers. Ranks that call different operations are found out at the deadline, by an error or a stall report that
+///   tells what the others do; ranks that agree in all but the count may get wrong data.
+/// - NCCL chooses algorithms itself. One that a call names is checked as elsewhere, and else not looked at.
+/// - 16-bit floats are rounded after every step of a reduction, and which of NaN and a number is the greater is up to NCCL.
+/// - 16-bit integers can be moved, not reduced.
+/// - A send may wait until its receive is there.
+pub struct NcclCommunicator {
+    core: Arc<Core>,
+    /// What operations under way do not hold.
+    owner: Arc<Owner>,
+    members: Arc<Members>,
+}
+
+impl NcclCommunicator {
+    /// Connects the ranks of `control`. Collective: all ranks call it.
+    ///
+    /// # Errors
+    /// `Unsupported` on all ranks if any of them has no NCCL, no GPU, or a GPU that another rank has too; `Rendezvous` for versions that
+    /// differ; `Timeout`; NCCL's own.
+    pub fn connect(control: Arc<dyn Control>, options: &NcclOptions, deadline: Deadline) -> Result<Self> {
+        let (core, members) = connect::connect(control, options, deadline)?;
+        Ok(NcclCommunicator { owner: Arc::new(Owner(core.clone())), core, members: Arc::new(members) })
+    }
+
+    /// The device that this rank works on.
+    pub fn device(&self) -> &Device {
+        &self.core.device
+    }
+
+    /// What results are recorded with, as (name, value): the library, its version and the device.
+    pub fn facts(&self) -> Vec<(String, String)> {
+        let Core { library, device, .. } = &*self.core;
+        [
+            ("nccl", library.version_text()),
+            ("nccl library", library.path().display().to_string()),
+            ("gpu", device.name().unwrap_or_else(|_| "unknown".into())),
+            ("cuda device", device.ordinal().to_string()),
+        ]
+        .map(|(name, value)| (name.to_string(), value))
+        .into()
+    }
+
+    fn group(&self) -> &Group {
+        &self.members.group
+    }
+
+    /// Checks what was asked for, and numbers nothing yet.
+    fn admit(&self, asked: &Asked<'_>, buffer: Elements, input: Option<Elements>) -> Result<(Shape, Algorithm)> {
+        let (rank, ranks) = (self.rank(), self.world_size());
+        let shape = check(asked.op, rank, ranks, buffer, input, asked.counts)?;
+        if asked.lane >= self.core.lanes.len() {
+            let lanes = self.core.lanes.len();
+            return Err(Error::invalid(format!("lane {} of a communicator that has {lanes} lanes", asked.lane)));
+        }
+        // Both ends of a message call it a send.
+        let kind = if asked.op.kind() == OpKind::Recv { OpKind::Send } else { asked.op.kind() };
+        let algorithm = match asked.algorithm {
+            None => choose(kind, shape.dtype, shape.count, ranks),
+            Some(algorithm) if supports(algorithm, kind, shape.dtype, ranks) => algorithm,
+            Some(algorithm) => {
+                let dtype = shape.dtype;
+                return Err(Error::invalid(format!(
+                    "the algorithm {algorithm} cannot run {kind} of {dtype} on {ranks} ranks"
+                )));
+            }
+        };
+        if asked.op.reduce_op().is_some() && DataType::of(shape.dtype).is_none() {
+            return Err(crate::no_such_type(shape.dtype));
+        }
+        self.core.is_open()?;
+        Ok((shape, algorithm))
+    }
+
+    /// Runs a call in its turn, on buffers that are owned.
+    fn own(&self, call: Call) -> Result<Owned, Box<Failed>> {
+        let Call { op, mut buffer, mut input, counts, algorithm, lane, timeout, label, mode: _ } = call;
+        let elements = |buffer: &Buffer| Elements { dtype: buffer.dtype(), count: buffer.count() };
+        let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
+        let admitted = self.admit(&asked, elements(&buffer), input.as_ref().map(elements));
+        let admitted = admitted.and_then(|admitted| {
+            // Before anything waits for it.
+            on_device(&mut buffer)?;
+            input.as_mut().map_or(Ok(None), on_device)?;
+            Ok(admitted)
+        });
+        match admitted {
+            Err(error) => Err(Box::new(Failed { error, buffer: Some(buffer), input })),
+            Ok((shape, algorithm)) => {
+                let mut order = self.group().order();
+                let header = self.group().header(&mut order, &asked, &shape, algorithm);
+                drop(order);
+                let deadline = Deadline::after(timeout.unwrap_or(self.core.options.timeout));
+                Ok(Owned { header, deadline, op, buffer, input, counts, lane, label })
+            }
+        }
+    }
+}
+
+/// A call that was admitted, with its number.
+struct Owned {
+    header: comm_core::Header,
+    deadline: Deadline,
+    op: Op,
+    buffer: Buffer,
+    input: Option<Buffer>,
+    counts: Option<comm_core::Counts>,
+    lane: usize,
+    label: Option<Arc<str>>,
+}
+
+impl Owned {
+    fn run(self, core: &Arc<Core>, members: &Members) -> Outcome {
+        let Owned { header, deadline, op, mut buffer, mut input, counts, lane, label } = self;
+        let began = Instant::now();
+        let (dtype, count) = (buffer.dtype(), buffer.count());
+        let input_count = input.as_ref().map(Buffer::count);
+        let io = Io {
+            dtype,
+            count,
+            buffer: place(&mut buffer),
+            input_count,
+            input: input.as_mut().map(source),
+            counts: counts.as_ref(),
+        };
+        match core.run(members, lane, &op, header, label, io, deadline) {
+            Ok(()) => Ok(Completed { buffer, input, began, ended: Instant::now() }),
+            Err(ended) => {
+                let kept = |buffer: Buffer| match buffer {
+                    // A kernel may still write there: nobody gets it, and it is not freed.
+                    Buffer::Device(device) if ended.is_running => {
+                        std::mem::forget(device);
+                        None
+                    }
+                    buffer => Some(buffer),
+                };
+                Err(Failed { error: ended.error, buffer: kept(buffer), input: input.and_then(kept) })
+            }
+        }
+    }
+}
+
+/// Where a buffer on a device is; `None` for one of the host.
+fn on_device(buffer: &mut Buffer) -> Result<Option<crate::sys::DevicePointer>> {
+    let Buffer::Device(device) = buffer else { return Ok(None) };
+    let memory: &mut dyn Any = device.as_any_mut();
+    match memory.downcast_ref::<CudaBuffer>() {
+        Some(cuda) => Ok(Some(cuda.place())),
+        None => Err(Error::Unsupported {
+            what: format!("{device:?} on NCCL"),
+            why: "it takes memory of its own CUDA device only; copy the buffer to the host".into(),
+        }),
+    }
+}
+
+/// A buffer that was admitted.
+fn place(buffer: &mut Buffer) -> Place<'_> {
+    match on_device(buffer) {
+        Ok(Some(pointer)) => Place::Device(pointer),
+        _ => match buffer {
+            Buffer::Host(host) => Place::Host(host.bytes_mut()),
+            Buffer::Device(_) => Place::Host(&mut []),
+        },
+    }
+}
+
+fn source(buffer: &mut Buffer) -> Source<'_> {
+    match place(buffer) {
+        Place::Device(pointer) => Source::Device(pointer),
+        Place::Host(bytes) => Source::Host(bytes),
+    }
+}
+
+impl Communicator for NcclCommunicator {
+    fn name(&self) -> &str {
+        "nccl"
+    }
+
+    fn rank(&self) -> usize {
+        self.group().rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.group().world_size()
+    }
+
+    fn lanes(&self) -> usize {
+        self.core.lanes.len()
+    }
+
+    fn id(&self) -> u64 {
+        self.group().id
+    }
+
+    fn start(&self, call: Call) -> Handle {
+        let (lane, mode) = (call.lane, call.mode);
+        // Number and place on the lane follow the order of the callers.
+        let started = self.core.starting();
+        let owned = match self.own(call) {
+            Ok(owned) => owned,
+            Err(failed) => return Handle::done(Err(*failed)),
+        };
+        let queue = &self.core.lanes[lane];
+        if mode == Mode::Blocking
+            && let Some(turn) = queue.try_enter()
+        {
+            drop(started);
+            let outcome = owned.run(&self.core, &self.members);
+            drop(turn);
+            return Handle::done(outcome);
+        }
+        let (completer, handle) = Handle::pending();
+        let (core, members) = (self.core.clone(), self.members.clone());
+        queue.enqueue(Box::new(move || completer.complete(owned.run(&core, &members))));
+        drop(started);
+        if mode == Mode::Blocking { Handle::done(handle.wait()) } else { handle }
+    }
+
+    fn run_borrowed(&self, call: BorrowedCall<'_>) -> Result<()> {
+        let BorrowedCall { op, mut buffer, input, counts, algorithm, lane, timeout, label } = call;
+        let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
+        let elements = |view: View<'_>| Elements { dtype: view.dtype(), count: view.count() };
+        let started = self.core.starting();
+        let (shape, chosen) = self.admit(&asked, elements(View::from(&buffer)), input.map(elements))?;
+        let Some(turn) = self.core.lanes[lane].try_enter() else {
+            drop(started);
+            // The operations before it on its lane run on another thread, which cannot be lent this memory.
+            let call = BorrowedCall { op, buffer, input, counts, algorithm, lane, timeout, label };
+            return run_copied(self, call);
+        };
+        let header = self.group().header(&mut self.group().order(), &asked, &shape, chosen);
+        drop(started);
+        let deadline = Deadline::after(timeout.unwrap_or(self.core.options.timeout));
+        let io = Io {
+            dtype: buffer.dtype(),
+            count: buffer.count(),
+            buffer: Place::Host(buffer.bytes_mut()),
+            input_count: input.map(|input| input.count()),
+            input: input.map(|input| Source::Host(input.bytes())),
+            counts: counts.as_ref(),
+        };
+        let outcome = self.core.run(&self.members, lane, &op, header, label, io, deadline);
+        drop(turn);
+        outcome.map_err(|ended| ended.error)
+    }
+
+    fn split(&self, color: Option<u64>, key: i64) -> Result<Option<Arc<dyn Communicator>>> {
+        let part = negotiate(self, self.group(), &*self.core.control, color, key)?;
+        // The first of each part names its communicators, one a lane.
+        let (lanes, ranks) = (self.core.lanes.len(), self.world_size());
+        let bytes = lanes * UNIQUE_ID_BYTES;
+        let mut names = vec![0u8; ranks * bytes];
+        if part.as_ref().is_some_and(|part| part.rank == 0) {
+            let mine = connect::names(self.core.library.table(), lanes)?;
+            names[self.rank() * bytes..][..bytes].copy_from_slice(&mine);
+        }
+        let names: Vec<u8> = self.run_vec(Op::AllGather, names)?;
+        let Some(part) = part else { return Ok(None) };
+        let first = self.group().members.iter().position(|member| Some(member) == part.members.first());
+        let names = names.chunks_exact(bytes).nth(first.unwrap_or(0)).unwrap_or_default();
+        let deadline = Deadline::after(self.core.options.timeout);
+        let comms = connect::join(&self.core, names, part.rank, part.world_size(), deadline).map_err(|error| {
+            let during = format!("splitting communicator {:x}", self.id());
+            self.core.fail(error, &during)
+        })?;
+        Ok(Some(Arc::new(NcclCommunicator {
+            core: self.core.clone(),
+            owner: self.owner.clone(),
+            members: Arc::new(Members { group: Arc::new(part), comms }),
+        })))
+    }
+
+    fn abort(&self, reason: &str) {
+        let error = Error::Aborted { by: self.core.job_rank(), reason: reason.into() };
+        self.core.control.poison(&error);
+        self.core.adopt(&error);
+    }
+
+    fn finish(&self, timeout: Duration) -> Result<()> {
+        let deadline = Deadline::after(timeout);
+        for lane in &self.core.lanes {
+            if !lane.wait_idle(deadline) {
+                return Err(self.core.fail(self.core.timeout(deadline), "finishing, with operations still under way"));
+            }
+        }
+        if let Some(error) = self.core.failure.get() {
+            return Err(error.clone());
+        }
+        let mut barrier = Call::blocking(Op::Barrier, Buffer::from_vec::<u8>(Vec::new()));
+        barrier.timeout = Some(deadline.remaining());
+        self.start(barrier).wait().map_err(Failed::into_error)?;
+        if self.group().is_first {
+            self.core.is_finished.store(true, Ordering::Release);
+            let closed = self.core.close(&self.members, deadline);
+            closed.map_err(|error| self.core.fail(error, "closing NCCL's communicators"))?;
+            self.core.control.leave(deadline)?;
+            // What is started from now on gets this answer.
+            let _ =
+                self.core.failure.set(Error::invalid("the communicator has finished; nothing can be started on it"));
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for NcclCommunicator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "NcclCommunicator(rank {} of {})", self.rank(), self.world_size())
+    }
+}

@@ -1,0 +1,178 @@
+//! How ranks find each other: by the job's control plane, over which NCCL's own names travel.
+
+use std::fs;
+use std::sync::Arc;
+
+use comm_core::native::Group;
+use comm_core::{Control, Deadline, Error, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::core::{Core, Members};
+use crate::sys::{Device, Driver, Library, NcclTable, RawComm, UNIQUE_ID_BYTES, UniqueId, is_shared, version_text};
+use crate::{NcclOptions, unsupported};
+
+/// What a rank has.
+#[derive(Debug, Serialize, Deserialize)]
+struct Offer {
+    /// What tells its machine from others.
+    machine: String,
+    /// NCCL's code of the version.
+    version: i32,
+    lanes: usize,
+    /// Of rank 0: the communicators' names.
+    names: Vec<u8>,
+}
+
+/// Connects all ranks of `control`.
+pub(crate) fn connect(
+    control: Arc<dyn Control>,
+    options: &NcclOptions,
+    deadline: Deadline,
+) -> Result<(Arc<Core>, Members)> {
+    if options.lanes == 0 {
+        return Err(Error::invalid("a communicator needs at least one lane"));
+    }
+    let (rank, ranks) = (control.rank(), control.world_size());
+    // A rank that has nothing to offer says so, or the others would wait for it.
+    let found = find(options);
+    let offer = found.as_ref().map_err(Error::to_string).and_then(|(library, _)| {
+        let names = if rank == 0 { names(library.table(), options.lanes) } else { Ok(Vec::new()) };
+        let names = names.map_err(|error| error.to_string())?;
+        Ok(Offer { machine: machine(), version: library.version(), lanes: options.lanes, names })
+    });
+    let offers: Vec<Offer> = exchange(&*control, "nccl", offer, deadline)?;
+    let (library, driver) = found?;
+    let Some(first) = offers.first() else { return Err(Error::Internal("a job without ranks".into())) };
+    for (other, offer) in offers.iter().enumerate() {
+        if (offer.version, offer.lanes) != (first.version, first.lanes) {
+            return Err(Error::Rendezvous(format!(
+                "rank 0 has NCCL {} with {} lanes, rank {other} has NCCL {} with {}; all ranks need the same",
+                version_text(first.version),
+                first.lanes,
+                version_text(offer.version),
+                offer.lanes
+            )));
+        }
+    }
+    let mine = &offers[rank].machine;
+    let before = offers[..rank].iter().filter(|offer| offer.machine == *mine).count();
+    let device = open(driver, options, before);
+    let uuid = device.as_ref().map_err(Error::to_string).and_then(|device| device.uuid().map_err(|e| e.to_string()));
+    let devices: Vec<String> = exchange(&*control, "nccl device", uuid, deadline)?;
+    let device = device?;
+    if !(is_shared() || options.may_share()) {
+        refuse_shared(&devices, &offers)?;
+    }
+
+    let core = Core::new(device, library, control.clone(), options)?;
+    let comms = join(&core, &first.names, rank, ranks, deadline)
+        .map_err(|error| core.fail(error, "connecting NCCL's communicators"))?;
+    Ok((core, Members { group: Arc::new(Group::first(&*control)), comms }))
+}
+
+/// NCCL and a driver with a device.
+fn find(options: &NcclOptions) -> Result<(Library, Driver)> {
+    let (library, driver) = options.libraries()?;
+    if driver.device_count()? == 0 {
+        return Err(unsupported(
+            "the CUDA driver sees no device; look at CUDA_VISIBLE_DEVICES and `nvidia-smi`".into(),
+        ));
+    }
+    Ok((library, driver))
+}
+
+/// The device of the rank that comes after `before` others of its machine.
+fn open(driver: Driver, options: &NcclOptions, before: usize) -> Result<Device> {
+    let count = driver.device_count()?;
+    let ordinal = options.device.unwrap_or(before % count.max(1));
+    if ordinal >= count {
+        return Err(Error::invalid(format!("there is no CUDA device {ordinal}: this process sees {count}, from 0")));
+    }
+    driver.device(ordinal)
+}
+
+/// NCCL takes one rank a device.
+fn refuse_shared(devices: &[String], offers: &[Offer]) -> Result<()> {
+    for (rank, device) in devices.iter().enumerate() {
+        let same = |other: &usize| devices[*other] == *device && offers[*other].machine == offers[rank].machine;
+        if let Some(other) = (0..rank).find(same) {
+            return Err(unsupported(format!(
+                "ranks {other} and {rank} have the same GPU ({device}), and NCCL takes one rank a GPU; start fewer ranks, or for a \
+                 test set {}=1",
+                crate::SHARE_VARIABLE
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Gathers what every rank has. If any has none, all ranks fail with the first one's reason.
+fn exchange<T: Serialize + for<'de> Deserialize<'de>>(
+    control: &dyn Control,
+    label: &str,
+    mine: Result<T, String>,
+    deadline: Deadline,
+) -> Result<Vec<T>> {
+    let own = mine.as_ref().err().cloned();
+    let blob = serde_json::to_vec(&mine).map_err(|error| Error::Internal(error.to_string()))?;
+    let blobs = control.all_gather(label, &blob, deadline)?;
+    let read = |(rank, blob): (usize, &Vec<u8>)| {
+        let answer: Result<T, String> = serde_json::from_slice(blob).map_err(|error| Error::Protocol {
+            who: format!("rank {}", control.job_rank(rank)),
+            what: format!("what it has of NCCL: {error}"),
+        })?;
+        // This rank's own reason comes first on it.
+        answer.map_err(|why| match &own {
+            Some(own) => Error::Unsupported { what: "NCCL".into(), why: strip(own) },
+            None => unsupported(format!("rank {}: {}", control.job_rank(rank), strip(&why))),
+        })
+    };
+    blobs.iter().enumerate().map(read).collect()
+}
+
+/// The reason alone, of an error that says already what is not available.
+fn strip(why: &str) -> String {
+    why.strip_prefix("NCCL is not available: ").unwrap_or(why).to_string()
+}
+
+/// New names, one for each of so many communicators.
+pub(crate) fn names(table: &'static NcclTable, lanes: usize) -> Result<Vec<u8>> {
+    let names: Vec<[u8; UNIQUE_ID_BYTES]> =
+        (0..lanes).map(|_| RawComm::unique_id(table).map(|id| id.0)).collect::<Result<_>>()?;
+    Ok(names.concat())
+}
+
+/// Joins the communicators of these names, one a lane, as rank `rank` of `ranks`.
+pub(crate) fn join(
+    core: &Arc<Core>,
+    names: &[u8],
+    rank: usize,
+    ranks: usize,
+    deadline: Deadline,
+) -> Result<Vec<Arc<RawComm>>> {
+    if names.len() != core.options.lanes * UNIQUE_ID_BYTES {
+        return Err(Error::Internal(format!("{} bytes of names of communicators", names.len())));
+    }
+    core.device.make_current()?;
+    let mut comms = Vec::new();
+    for name in names.chunks_exact(UNIQUE_ID_BYTES) {
+        let mut id = UniqueId([0; UNIQUE_ID_BYTES]);
+        id.0.copy_from_slice(name);
+        let comm = Arc::new(RawComm::begin(core.library.table(), id, rank, ranks)?);
+        core.keep(&comm);
+        let joined = core.wait(&comm, deadline, || comm.progress().map_err(|error| core.or_failure(error)));
+        if let Err(error) = joined {
+            // Those that are there already end with the job.
+            let comm = comm.clone();
+            let _ = std::thread::Builder::new().name("comm-nccl-abort".into()).spawn(move || comm.abort());
+            return Err(error);
+        }
+        comms.push(comm);
+    }
+    Ok(comms)
+}
+
+/// What tells this machine from others: since containers of one machine share its GPUs, not their names.
+fn machine() -> String {
+    fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_string()
+}

@@ -1,0 +1,442 @@
+//! What all communicators of a job share on one rank, and how an operation runs.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use comm_core::header::{CHECK, CHECK_RECEIVE};
+use comm_core::native::{Group, Lane, Watch, verdict};
+use comm_core::{Control, Counts, DType, Deadline, Error, Header, Op, Result};
+
+use crate::NcclOptions;
+use crate::plan::{Places, Plan};
+use crate::sys::{Device, DevicePointer, Event, Library, Memory, RawComm, Reduction, Stream};
+
+/// How long a failed operation waits for NCCL to end its kernel, before it counts as running for ever.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// How long a communicator that is dropped may take to flush before it is aborted.
+const FLUSH: Duration = Duration::from_secs(10);
+
+pub(crate) struct Core {
+    pub(crate) device: Device,
+    pub(crate) library: Library,
+    pub(crate) control: Arc<dyn Control>,
+    pub(crate) options: NcclOptions,
+    pub(crate) lanes: Vec<Lane<LaneState>>,
+    pub(crate) failure: OnceLock<Error>,
+    /// The first communicator is closed.
+    pub(crate) is_finished: AtomicBool,
+    watch: Arc<Watch>,
+    /// Of all communicators, to be aborted when the job fails.
+    comms: Mutex<Vec<Weak<RawComm>>>,
+    /// Whether they have been.
+    aborted: (Mutex<bool>, Condvar),
+    starting: Mutex<()>,
+}
+
+/// One communicator: its ranks, and NCCL's communicators by lane.
+pub(crate) struct Members {
+    pub(crate) group: Arc<Group>,
+    pub(crate) comms: Vec<Arc<RawComm>>,
+}
+
+/// Held by all communicators of a job on one rank, but not by its operations: dropped when nobody can wait for these any more.
+pub(crate) struct Owner(pub(crate) Arc<Core>);
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        let core = &self.0;
+        if core.failure.get().is_some() || core.is_finished.load(Ordering::Acquire) {
+            return;
+        }
+        // An operation that somebody has waited for ends a moment after its handle says so.
+        let soon = Deadline::after(Duration::from_millis(20));
+        if !core.lanes.iter().all(|lane| lane.wait_idle(soon)) {
+            // They would keep this rank alive in the eyes of others until their deadlines.
+            let reason = "its communicator was dropped with operations under way".into();
+            let error = Error::Aborted { by: core.job_rank(), reason };
+            core.control.poison(&error);
+            core.adopt(&error);
+        }
+    }
+}
+
+/// What one lane works with.
+#[derive(Debug)]
+pub(crate) struct LaneState {
+    stream: Stream,
+    /// Holds nothing but copies between host and device, so that these end whatever peers do.
+    copies: Stream,
+    event: Event,
+    buffer: Room,
+    input: Room,
+    scratch: Room,
+}
+
+impl LaneState {
+    pub(crate) fn new(device: &Device) -> Result<Self> {
+        Ok(LaneState {
+            stream: device.stream()?,
+            copies: device.stream()?,
+            event: device.event()?,
+            buffer: Room::default(),
+            input: Room::default(),
+            scratch: Room::default(),
+        })
+    }
+
+    /// Keeps its memory for ever.
+    fn leak(&mut self) {
+        [&mut self.buffer, &mut self.input, &mut self.scratch].into_iter().for_each(Room::leak);
+    }
+}
+
+/// Memory on the device that grows. What it has outgrown is kept, because freeing waits for everything that runs on the device, and
+/// what runs there may wait for peers.
+#[derive(Debug, Default)]
+struct Room(Vec<Memory>);
+
+impl Room {
+    fn of(&mut self, device: &Device, bytes: usize) -> Result<DevicePointer> {
+        if bytes == 0 {
+            return Ok(DevicePointer::NULL);
+        }
+        if self.0.last().is_none_or(|memory| memory.bytes() < bytes) {
+            // At least doubled, so that all that is kept is no more than the last.
+            self.0.push(device.allocate(bytes.next_power_of_two().max(4096))?);
+        }
+        Ok(self.0.last().map_or(DevicePointer::NULL, Memory::pointer))
+    }
+
+    fn leak(&mut self) {
+        self.0.drain(..).for_each(Memory::leak);
+    }
+}
+
+/// Where an operation's buffer is.
+pub(crate) enum Place<'a> {
+    Host(&'a mut [u8]),
+    Device(DevicePointer),
+}
+
+/// Where an operation's input is.
+pub(crate) enum Source<'a> {
+    Host(&'a [u8]),
+    Device(DevicePointer),
+}
+
+/// The data of an operation.
+pub(crate) struct Io<'a> {
+    pub(crate) dtype: DType,
+    /// Elements of the buffer.
+    pub(crate) count: usize,
+    pub(crate) buffer: Place<'a>,
+    pub(crate) input_count: Option<usize>,
+    pub(crate) input: Option<Source<'a>>,
+    pub(crate) counts: Option<&'a Counts>,
+}
+
+/// A failed operation.
+pub(crate) struct Ended {
+    pub(crate) error: Error,
+    /// Whether its kernel may still run.
+    pub(crate) is_running: bool,
+}
+
+impl Core {
+    pub(crate) fn new(
+        device: Device,
+        library: Library,
+        control: Arc<dyn Control>,
+        options: &NcclOptions,
+    ) -> Result<Arc<Self>> {
+        let lane = |lane: usize| Ok(Lane::new(format!("comm-lane-{lane}"), LaneState::new(&device)?));
+        let lanes: Vec<Lane<LaneState>> = (0..options.lanes).map(lane).collect::<Result<_>>()?;
+        let watch = Arc::new(Watch::new(options.lanes, options.stall_after));
+        let core = Arc::new(Core {
+            device,
+            library,
+            control,
+            options: options.clone(),
+            lanes,
+            failure: OnceLock::new(),
+            is_finished: AtomicBool::new(false),
+            watch,
+            comms: Mutex::default(),
+            aborted: (Mutex::new(false), Condvar::new()),
+            starting: Mutex::default(),
+        });
+        // Two steps, since a `Weak` of a trait object is made from one of the type itself.
+        let activity: Arc<dyn comm_core::control::Activity> = core.watch.clone();
+        core.control.watch(Arc::downgrade(&activity));
+        let weak = Arc::downgrade(&core);
+        core.control.on_failure(Box::new(move |error| {
+            if let Some(core) = weak.upgrade() {
+                core.adopt(error);
+            }
+        }));
+        Ok(core)
+    }
+
+    /// Nobody else numbers or queues an operation while this lives.
+    pub(crate) fn starting(&self) -> MutexGuard<'_, ()> {
+        self.starting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// This rank as the job numbers it.
+    pub(crate) fn job_rank(&self) -> usize {
+        self.control.job_rank(self.control.rank())
+    }
+
+    /// Whether operations can be started.
+    pub(crate) fn is_open(&self) -> Result<()> {
+        if let Some(error) = self.failure.get() {
+            return Err(error.clone());
+        }
+        if self.is_finished.load(Ordering::Acquire) {
+            return Err(Error::invalid("the job's first communicator has finished, so its connections are closed"));
+        }
+        Ok(())
+    }
+
+    /// Has `comm` aborted when the job fails.
+    pub(crate) fn keep(&self, comm: &Arc<RawComm>) {
+        let mut comms = lock(&self.comms);
+        comms.retain(|comm| comm.strong_count() > 0);
+        comms.push(Arc::downgrade(comm));
+    }
+
+    /// Takes over the job's failure: everything running and everything later fails with it. Does not wait.
+    pub(crate) fn adopt(self: &Arc<Self>, error: &Error) {
+        if self.failure.set(error.clone()).is_err() {
+            return;
+        }
+        let core = self.clone();
+        // An abort waits for kernels to end.
+        let abort = move || {
+            let comms: Vec<Weak<RawComm>> = std::mem::take(&mut *lock(&core.comms));
+            comms.iter().filter_map(Weak::upgrade).for_each(|comm| comm.abort());
+            *lock(&core.aborted.0) = true;
+            core.aborted.1.notify_all();
+        };
+        // Without a thread nothing can be ended, and what runs counts as running for ever.
+        let _ = thread::Builder::new().name("comm-nccl-abort".into()).spawn(abort);
+    }
+
+    /// Turns an error seen on the data path into the job's failure. It names ranks of the job.
+    pub(crate) fn fail(self: &Arc<Self>, observed: Error, during: &str) -> Error {
+        let verdict = verdict(&*self.control, self.failure.get(), observed, during, self.options.verdict_grace);
+        self.adopt(&verdict);
+        verdict
+    }
+
+    /// That a deadline has passed.
+    pub(crate) fn timeout(&self, deadline: Deadline) -> Error {
+        let (rank, waited) = (self.job_rank(), deadline.waited());
+        Error::Timeout { rank, operation: String::new(), waited, waiting_for: Vec::new() }
+    }
+
+    #[allow(clippy::too_many_arguments, reason = "they are the parts of one call")]
+    pub(crate) fn run(
+        self: &Arc<Self>,
+        members: &Members,
+        lane: usize,
+        op: &Op,
+        header: Header,
+        label: Option<Arc<str>>,
+        io: Io<'_>,
+        deadline: Deadline,
+    ) -> Result<(), Ended> {
+        if let Some(error) = self.failure.get() {
+            return Err(Ended { error: error.clone(), is_running: false });
+        }
+        // The operation as such, not one of its messages.
+        let step = if matches!(op, Op::Recv { .. }) { CHECK_RECEIVE } else { CHECK };
+        let call = Header { step, ..header };
+        let group = &members.group;
+        let note = self.watch.note(lane, call, op, label.clone(), group, deadline);
+        let mut state = self.lanes[lane].scratch();
+        let outcome = self.perform(members, lane, op, io, &mut state, deadline);
+        drop(note);
+        outcome.map_err(|error| {
+            let (error, during) = self.watch.explain(error, &call, op, label.as_deref(), group);
+            let error = self.fail(error, &during);
+            let is_running = !self.has_settled(&state.event);
+            if is_running {
+                state.leak();
+            }
+            Ended { error, is_running }
+        })
+    }
+
+    fn perform(
+        &self,
+        members: &Members,
+        lane: usize,
+        op: &Op,
+        io: Io<'_>,
+        state: &mut LaneState,
+        deadline: Deadline,
+    ) -> Result<()> {
+        let LaneState { stream, copies, event, buffer: room, input: input_room, scratch } = state;
+        let (device, comm) = (&self.device, &members.comms[lane]);
+        let Io { dtype, count, buffer, input_count, input, counts } = io;
+        let (rank, ranks) = (members.group.rank, members.group.world_size());
+        let plan = Plan { op, rank, ranks, dtype, count, input: input_count, counts };
+        let size = dtype.size();
+        let bytes = |elements: &Range<usize>| elements.start * size..elements.end * size;
+
+        let at_buffer = match &buffer {
+            Place::Device(pointer) => *pointer,
+            Place::Host(host) => {
+                let pointer = room.of(device, host.len())?;
+                let read = bytes(&plan.reads());
+                device.upload(pointer.at(read.start), &host[read], copies)?;
+                pointer
+            }
+        };
+        let at_input = match input {
+            None => None,
+            Some(Source::Device(pointer)) => Some(pointer),
+            Some(Source::Host(host)) => {
+                let pointer = input_room.of(device, host.len())?;
+                device.upload(pointer, host, copies)?;
+                Some(pointer)
+            }
+        };
+        let at = Places { buffer: at_buffer, input: at_input, scratch: scratch.of(device, plan.scratch_bytes())? };
+
+        device.make_current()?;
+        for copy in plan.copies(at).into_iter().chain(plan.own_block(at)) {
+            device.copy(copy.from, copy.to, copy.bytes, stream)?;
+        }
+        let reduction = op.reduce_op().map(|op| Reduction { op, dtype });
+        comm.group(stream, reduction, |calls, op| plan.call(at, calls, op)).map_err(|error| self.or_failure(error))?;
+        self.wait(comm, deadline, || comm.progress().map_err(|error| self.or_failure(error)))?;
+        event.record(stream)?;
+        self.wait(comm, deadline, || event.has_passed())?;
+
+        if let Place::Host(host) = buffer {
+            for written in plan.writes() {
+                let written = bytes(&written);
+                device.download(at.buffer.at(written.start), &mut host[written], copies)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Looks again and again until it is so; NCCL and the control plane are watched meanwhile.
+    pub(crate) fn wait(
+        &self,
+        comm: &RawComm,
+        deadline: Deadline,
+        mut is_so: impl FnMut() -> Result<bool>,
+    ) -> Result<()> {
+        let began = Instant::now();
+        for look in 0u64.. {
+            let is_so = is_so()?;
+            // In this order: an abort, which the failure brings, ends kernels before they have done their work.
+            if let Some(error) = self.failure.get() {
+                return Err(error.clone());
+            }
+            if is_so {
+                return Ok(());
+            }
+            if look % 16 == 15 {
+                comm.progress().map_err(|error| self.or_failure(error))?;
+            }
+            if deadline.has_passed() {
+                return Err(self.timeout(deadline));
+            }
+            match began.elapsed() {
+                short if short < Duration::from_micros(50) => std::hint::spin_loop(),
+                longer if longer < Duration::from_millis(1) => thread::yield_now(),
+                _ => thread::sleep(Duration::from_micros(50)),
+            }
+        }
+        Ok(())
+    }
+
+    /// NCCL's error; for a communicator that was aborted, why.
+    pub(crate) fn or_failure(&self, error: Option<Error>) -> Error {
+        error
+            .or_else(|| self.failure.get().cloned())
+            .unwrap_or_else(|| Error::Internal("NCCL's communicator is gone, though the job has not failed".into()))
+    }
+
+    /// Whether the kernel of a failed operation has ended, for which it waits a little.
+    fn has_settled(&self, event: &Event) -> bool {
+        let deadline = Deadline::after(GRACE);
+        let mut aborted = lock(&self.aborted.0);
+        while !*aborted {
+            let left = deadline.remaining();
+            if left.is_zero() {
+                return false;
+            }
+            aborted = self.aborted.1.wait_timeout(aborted, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        drop(aborted);
+        loop {
+            match event.has_passed() {
+                Ok(true) => return true,
+                Ok(false) if !deadline.has_passed() => thread::sleep(Duration::from_millis(1)),
+                _ => return false,
+            }
+        }
+    }
+
+    /// Ends the first communicator in an orderly way.
+    pub(crate) fn close(&self, members: &Members, deadline: Deadline) -> Result<()> {
+        self.device.make_current()?;
+        for comm in &members.comms {
+            comm.finalize();
+            self.wait(comm, deadline, || comm.progress().map_err(|error| self.or_failure(error)))?;
+            comm.destroy();
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        let has_failed = self.failure.get().is_some() && !self.is_finished.load(Ordering::Acquire);
+        let is_stuck = has_failed && !*lock(&self.aborted.0);
+        for lane in &self.lanes {
+            lane.stop();
+            if is_stuck {
+                lane.scratch().leak();
+            }
+        }
+    }
+}
+
+impl Drop for Members {
+    /// Flushes what is on its way, beside the caller, and gives NCCL's communicators back.
+    fn drop(&mut self) {
+        let comms = std::mem::take(&mut self.comms);
+        if comms.iter().all(|comm| matches!(comm.progress(), Err(None))) {
+            return;
+        }
+        let end = move || {
+            let deadline = Deadline::after(FLUSH);
+            for comm in comms {
+                comm.finalize();
+                loop {
+                    match comm.progress() {
+                        Ok(true) => break comm.destroy(),
+                        Ok(false) if !deadline.has_passed() => thread::sleep(Duration::from_millis(1)),
+                        _ => break comm.abort(),
+                    }
+                }
+            }
+        };
+        let _ = thread::Builder::new().name("comm-nccl-end".into()).spawn(end);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
