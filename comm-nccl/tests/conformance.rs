@@ -8,8 +8,10 @@ use comm_core::conformance::{Suite, main_of};
 use comm_nccl::NcclOptions;
 
 fn main() -> ExitCode {
-    // SAFETY: nothing has started a thread yet.
-    unsafe { comm_nccl::share_gpu() };
+    if let Err(error) = comm_nccl::share_gpu() {
+        eprintln!("{error}");
+        return ExitCode::FAILURE;
+    }
     let connect = |control, lanes| suite::connect(control, NcclOptions::default().with_lanes(lanes));
     // Ranks of one process would all have its one GPU.
     let suite = suite::without_what_nccl_has_not(Suite::new("nccl", connect)).with_ranks(&[], &[1, 2, 4]);

@@ -76,9 +76,8 @@ impl Driver {
         std::mem::forget(library);
         let driver = Driver { table: Box::leak(Box::new(table)) };
         // SAFETY: no argument but flags, which must be 0.
-        driver
-            .check(unsafe { (driver.table.init)(0) }, "initialising the CUDA driver")
-            .map_err(|e| missing(e.to_string()))?;
+        let status = unsafe { (driver.table.init)(0) };
+        driver.check(status, "initialising the CUDA driver").map_err(|error| missing(error.to_string()))?;
         Ok(driver)
     }
 

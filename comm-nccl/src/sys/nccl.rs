@@ -389,13 +389,23 @@ pub const SHARE_VARIABLE: &str = "COMM_NCCL_SHARE_GPU";
 /// Where [`SHARE_VARIABLE`] is 1, makes NCCL take this process for a machine of its own, which talks to the others over sockets:
 /// NCCL refuses a second rank on a GPU otherwise. For tests: ranks take turns on the GPU, some milliseconds each.
 ///
-/// To be called first thing in `main`.
+/// To be called first thing in `main`: it sets variables of the environment, which NCCL reads.
 ///
-/// # Safety
-/// No other thread of this process runs: this sets variables of the environment.
-pub unsafe fn share_gpu() {
+/// # Errors
+/// `InvalidArgument` where other threads run already, for which the environment must not change; `Unsupported` where that is not known.
+pub fn share_gpu() -> Result<()> {
     if !is_shared() {
-        return;
+        return Ok(());
+    }
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    match status.lines().find_map(|line| line.strip_prefix("Threads:")).map(str::trim) {
+        Some("1") => {}
+        Some(threads) => {
+            return Err(Error::invalid(format!(
+                "{SHARE_VARIABLE}=1: the program has {threads} threads already; it has to prepare this before any other"
+            )));
+        }
+        None => return Err(crate::unsupported(format!("{SHARE_VARIABLE}=1 is for Linux only"))),
     }
     let host = format!("process-{}", std::process::id());
     let settings = [
@@ -407,9 +417,10 @@ pub unsafe fn share_gpu() {
         ("NCCL_IB_DISABLE", "1"),
     ];
     for (name, value) in settings {
-        // SAFETY: as the caller says.
+        // SAFETY: this is the only thread, as the kernel says, so that nobody reads the environment meanwhile.
         unsafe { env::set_var(name, value) };
     }
+    Ok(())
 }
 
 /// Whether [`SHARE_VARIABLE`] says that ranks share a GPU.

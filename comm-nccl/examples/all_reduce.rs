@@ -1,0 +1,178 @@
+//! Times all-reduces of f32 in the memory of GPUs, one rank each:
+//!
+//! ```text
+//! cargo run --release -p comm-nccl --example all_reduce -- --ranks 2 --sizes 4,1048576 --rounds 5
+//! ```
+//!
+//! Under `srun`, `mpirun` or `torchrun` it is a rank of their job. Rank 0 prints a line of JSON for each size: microseconds of one
+//! operation that is waited for (`us`: median, least and most over rounds of the slowest rank's mean), and of one that is only handed
+//! over (`handed_us`), which is what its caller spends on it. Results are checked once a size.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use comm_core::control::TcpControl;
+use comm_core::launch::Launch;
+use comm_core::{Buffer, Call, Communicator, CommunicatorExt, Control, DType, Deadline, Job, Op, ReduceOp};
+use comm_nccl::{CudaBuffer, NcclCommunicator, NcclOptions};
+
+type Failure = Box<dyn std::error::Error>;
+
+/// What a round takes, about.
+const ROUND: Duration = Duration::from_millis(50);
+
+/// Operations that are handed over before the first is waited for.
+const HANDED: u32 = 64;
+
+struct Settings {
+    ranks: usize,
+    sizes: Vec<usize>,
+    rounds: usize,
+}
+
+fn main() -> ExitCode {
+    let prepared = comm_nccl::share_gpu().map_err(Failure::from);
+    prepared.and_then(|()| run()).unwrap_or_else(|error| {
+        eprintln!("error: {error}");
+        ExitCode::FAILURE
+    })
+}
+
+fn run() -> Result<ExitCode, Failure> {
+    let settings = Settings::parse(std::env::args().skip(1))?;
+    let Some(job) = Job::from_env()? else {
+        comm_nccl::available()?;
+        let args = std::env::args_os().skip(1).collect();
+        let launch = Launch { args, ..Launch::new(std::env::current_exe()?, settings.ranks) };
+        return Ok(ExitCode::from(launch.run()?.code as u8));
+    };
+    let patience = Deadline::after(Duration::from_secs(30));
+    let control: Arc<dyn Control> = TcpControl::connect(&job, &[], patience)?;
+    let comm = NcclCommunicator::connect(control, &NcclOptions::default(), patience)?;
+    for bytes in &settings.sizes {
+        measure(&comm, *bytes, settings.rounds)?;
+    }
+    comm.finish(Duration::from_secs(30))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+impl Settings {
+    fn parse(mut args: impl Iterator<Item = String>) -> Result<Self, Failure> {
+        let mib = 1 << 20;
+        let mut settings =
+            Settings { ranks: 1, sizes: vec![4, mib, 4 * mib, 16 * mib, 64 * mib, 256 * mib], rounds: 5 };
+        while let Some(name) = args.next() {
+            let value = args.next().ok_or_else(|| format!("{name} needs a value"))?;
+            let number = |text: &str| {
+                text.parse::<usize>().ok().filter(|n| *n > 0).ok_or(format!("{name} {text}: no number above 0"))
+            };
+            match name.as_str() {
+                "--ranks" => settings.ranks = number(&value)?,
+                "--rounds" => settings.rounds = number(&value)?,
+                "--sizes" => settings.sizes = value.split(',').map(number).collect::<Result<_, _>>()?,
+                _ => {
+                    return Err(format!(
+                        "{name}: there are --ranks, --sizes (bytes, separated by commas) and --rounds"
+                    )
+                    .into());
+                }
+            }
+        }
+        Ok(settings)
+    }
+}
+
+/// One size. All ranks call it.
+fn measure(comm: &NcclCommunicator, bytes: usize, rounds: usize) -> Result<(), Failure> {
+    let count = (bytes / 4).max(1);
+    let rank = comm.rank() as f32;
+    let mut buffer = device_buffer(comm, &vec![rank + 1.0; count])?;
+    buffer = reduce(comm, buffer)?;
+    let sum = (comm.world_size() * (comm.world_size() + 1) / 2) as f32;
+    check(comm, &mut buffer, sum)?;
+
+    // Zeros stay zeros, however often they are summed.
+    let mut buffer = device_buffer(comm, &vec![0.0; count])?;
+    let (mut us, mut handed_us) = (Vec::new(), Vec::new());
+    let mut many = 4u32;
+    for round in 0..=rounds {
+        comm.barrier()?;
+        let began = Instant::now();
+        for _ in 0..many {
+            buffer = reduce(comm, buffer)?;
+        }
+        let took = comm.all_reduce_scalar(began.elapsed().as_secs_f64(), ReduceOp::Max)?;
+        if round > 0 {
+            us.push(took * 1e6 / f64::from(many));
+        } else {
+            // The first one only says how many make a round: the same on all ranks.
+            many = ((ROUND.as_secs_f64() / (took / f64::from(many))) as u32).clamp(3, 500);
+        }
+    }
+    // Buffers of their own: an operation owns its one.
+    if bytes <= 1 << 20 {
+        let mut buffers: Vec<Buffer> =
+            (0..HANDED).map(|_| device_buffer(comm, &vec![0.0; count])).collect::<Result<_, Failure>>()?;
+        for round in 0..=rounds {
+            comm.barrier()?;
+            let began = Instant::now();
+            let call = |buffer| comm.start(Call::background(Op::AllReduce(ReduceOp::Sum), buffer, 0));
+            let handles: Vec<_> = buffers.drain(..).map(call).collect();
+            let took = began.elapsed().as_secs_f64();
+            for handle in handles {
+                buffers.push(handle.wait().map_err(|failed| failed.error)?.buffer);
+            }
+            if round > 0 {
+                handed_us.push(took * 1e6 / f64::from(HANDED));
+            }
+        }
+    }
+    if comm.rank() == 0 {
+        let facts = comm.facts();
+        let fact = |name: &str| facts.iter().find(|(known, _)| known == name).map(|(_, value)| value.clone());
+        let line = serde_json::json!({
+            "bytes": count * 4,
+            "ranks": comm.world_size(),
+            "rounds": rounds,
+            "operations": many,
+            "us": spread(us),
+            "handed_us": spread(handed_us),
+            "gpu": fact("gpu"),
+            "nccl": fact("nccl"),
+        });
+        println!("{line}");
+    }
+    Ok(())
+}
+
+fn reduce(comm: &NcclCommunicator, buffer: Buffer) -> Result<Buffer, Failure> {
+    Ok(comm.run(Op::AllReduce(ReduceOp::Sum), buffer)?)
+}
+
+fn device_buffer(comm: &NcclCommunicator, values: &[f32]) -> Result<Buffer, Failure> {
+    Ok(Buffer::Device(Box::new(comm.device().buffer(DType::F32, bytemuck::cast_slice(values))?)))
+}
+
+fn check(comm: &NcclCommunicator, buffer: &mut Buffer, expected: f32) -> Result<(), Failure> {
+    let Buffer::Device(device) = buffer else { return Err("another buffer came back".into()) };
+    let Some(cuda) = device.as_any_mut().downcast_mut::<CudaBuffer>() else {
+        return Err("another memory came back".into());
+    };
+    let values: Vec<f32> = bytemuck::pod_collect_to_vec(&comm.device().read(cuda)?);
+    match values.iter().position(|value| *value != expected) {
+        None => Ok(()),
+        Some(index) => Err(format!("element {index} of {} is {}, not {expected}", values.len(), values[index]).into()),
+    }
+}
+
+/// Median, least and most; null without any.
+fn spread(mut values: Vec<f64>) -> serde_json::Value {
+    values.sort_by(f64::total_cmp);
+    match (values.first(), values.last()) {
+        (Some(least), Some(most)) => {
+            serde_json::json!({ "median": values[values.len() / 2], "least": least, "most": most })
+        }
+        _ => serde_json::Value::Null,
+    }
+}
