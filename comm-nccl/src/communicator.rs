@@ -28,9 +28,12 @@ use crate::sys::{CudaBuffer, DataType, Device, UNIQUE_ID_BYTES};
 /// - NCCL sends no headers. Ranks that call different operations are found out at the deadline, by an error or a stall report that
 ///   tells what the others do; ranks that agree in all but the count may get wrong data.
 /// - NCCL chooses algorithms itself. One that a call names is checked as elsewhere, and else not looked at.
-/// - 16-bit floats are rounded after every step of a reduction, and which of NaN and a number is the greater is up to NCCL.
+/// - 16-bit floats are rounded after every step of a reduction, means may be sums of parts that were divided before, and which of NaN and
+///   a number is the greater is up to NCCL.
 /// - 16-bit integers can be moved, not reduced.
 /// - A send may wait until its receive is there.
+/// - Operations of several lanes are kernels that wait for peers beside each other. Whatever waits for the whole device meanwhile, such as
+///   freeing its memory, waits for them too; each lane is warmed up when it is made, so that NCCL itself has little left to allocate.
 pub struct NcclCommunicator {
     core: Arc<Core>,
     /// What operations under way do not hold.
@@ -277,7 +280,8 @@ impl Communicator for NcclCommunicator {
         let bytes = lanes * UNIQUE_ID_BYTES;
         let mut names = vec![0u8; ranks * bytes];
         if part.as_ref().is_some_and(|part| part.rank == 0) {
-            let mine = connect::names(self.core.library.table(), lanes)?;
+            let mine = connect::names(self.core.library.table(), lanes)
+                .map_err(|error| self.core.fail(error, "naming new communicators"))?;
             names[self.rank() * bytes..][..bytes].copy_from_slice(&mine);
         }
         let names: Vec<u8> = self.run_vec(Op::AllGather, names)?;
@@ -285,15 +289,16 @@ impl Communicator for NcclCommunicator {
         let first = self.group().members.iter().position(|member| Some(member) == part.members.first());
         let names = names.chunks_exact(bytes).nth(first.unwrap_or(0)).unwrap_or_default();
         let deadline = Deadline::after(self.core.options.timeout);
-        let comms = connect::join(&self.core, names, part.rank, part.world_size(), deadline).map_err(|error| {
+        let members = connect::join(&self.core, names, part.rank, part.world_size(), deadline).and_then(|comms| {
+            let members = Members { core: self.core.clone(), group: Arc::new(part), comms };
+            members.warm_up(deadline)?;
+            Ok(Arc::new(members))
+        });
+        let members = members.map_err(|error| {
             let during = format!("splitting communicator {:x}", self.id());
             self.core.fail(error, &during)
         })?;
-        Ok(Some(Arc::new(NcclCommunicator {
-            core: self.core.clone(),
-            owner: self.owner.clone(),
-            members: Arc::new(Members { group: Arc::new(part), comms }),
-        })))
+        Ok(Some(Arc::new(NcclCommunicator { core: self.core.clone(), owner: self.owner.clone(), members })))
     }
 
     fn abort(&self, reason: &str) {
@@ -316,7 +321,10 @@ impl Communicator for NcclCommunicator {
         barrier.timeout = Some(deadline.remaining());
         self.start(barrier).wait().map_err(Failed::into_error)?;
         if self.group().is_first {
-            self.core.is_finished.store(true, Ordering::Release);
+            {
+                let _nothing_starts = self.core.starting();
+                self.core.is_finished.store(true, Ordering::Release);
+            }
             let closed = self.core.close(&self.members, deadline);
             closed.map_err(|error| self.core.fail(error, "closing NCCL's communicators"))?;
             self.core.control.leave(deadline)?;

@@ -8,7 +8,9 @@ use comm_core::{Control, Deadline, Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::core::{Core, Members};
-use crate::sys::{Device, Driver, Library, NcclTable, RawComm, UNIQUE_ID_BYTES, UniqueId, is_shared, version_text};
+use crate::sys::{
+    Device, Driver, Library, NcclTable, RawComm, UNIQUE_ID_BYTES, UniqueId, check_environment, may_share, version_text,
+};
 use crate::{NcclOptions, unsupported};
 
 /// What a rank has.
@@ -56,22 +58,25 @@ pub(crate) fn connect(
     }
     let mine = &offers[rank].machine;
     let before = offers[..rank].iter().filter(|offer| offer.machine == *mine).count();
-    let device = open(driver, options, before);
-    let uuid = device.as_ref().map_err(Error::to_string).and_then(|device| device.uuid().map_err(|e| e.to_string()));
+    // With all that a rank needs of its own, so that what is missing is known before NCCL waits for it.
+    let core = open(driver, options, before).and_then(|device| Core::new(device, library, control.clone(), options));
+    let uuid = core.as_ref().map_err(Error::to_string).and_then(|core| core.device.uuid().map_err(|e| e.to_string()));
     let devices: Vec<String> = exchange(&*control, "nccl device", uuid, deadline)?;
-    let device = device?;
-    if !(is_shared() || options.may_share()) {
-        refuse_shared(&devices, &offers)?;
+    let core = core?;
+    if !(may_share() || options.may_share()) {
+        refuse_shared(&devices)?;
     }
 
-    let core = Core::new(device, library, control.clone(), options)?;
     let comms = join(&core, &first.names, rank, ranks, deadline)
         .map_err(|error| core.fail(error, "connecting NCCL's communicators"))?;
-    Ok((core, Members { group: Arc::new(Group::first(&*control)), comms }))
+    let members = Members { core: core.clone(), group: Arc::new(Group::first(&*control)), comms };
+    members.warm_up(deadline).map_err(|error| core.fail(error, "warming NCCL up"))?;
+    Ok((core, members))
 }
 
 /// NCCL and a driver with a device.
 fn find(options: &NcclOptions) -> Result<(Library, Driver)> {
+    check_environment()?;
     let (library, driver) = options.libraries()?;
     if driver.device_count()? == 0 {
         return Err(unsupported(
@@ -92,10 +97,9 @@ fn open(driver: Driver, options: &NcclOptions, before: usize) -> Result<Device> 
 }
 
 /// NCCL takes one rank a device.
-fn refuse_shared(devices: &[String], offers: &[Offer]) -> Result<()> {
+fn refuse_shared(devices: &[String]) -> Result<()> {
     for (rank, device) in devices.iter().enumerate() {
-        let same = |other: &usize| devices[*other] == *device && offers[*other].machine == offers[rank].machine;
-        if let Some(other) = (0..rank).find(same) {
+        if let Some(other) = devices[..rank].iter().position(|other| other == device) {
             return Err(unsupported(format!(
                 "ranks {other} and {rank} have the same GPU ({device}), and NCCL takes one rank a GPU; start fewer ranks, or for a \
                  test set {}=1",
@@ -159,20 +163,17 @@ pub(crate) fn join(
         let mut id = UniqueId([0; UNIQUE_ID_BYTES]);
         id.0.copy_from_slice(name);
         let comm = Arc::new(RawComm::begin(core.library.table(), id, rank, ranks)?);
+        // Whoever fails ends the job, and with it what has been joined so far.
         core.keep(&comm);
-        let joined = core.wait(&comm, deadline, || comm.progress().map_err(|error| core.or_failure(error)));
-        if let Err(error) = joined {
-            // Those that are there already end with the job.
-            let comm = comm.clone();
-            let _ = std::thread::Builder::new().name("comm-nccl-abort".into()).spawn(move || comm.abort());
-            return Err(error);
-        }
+        core.wait(&comm, deadline, || comm.progress().map_err(|error| core.or_failure(error)))?;
         comms.push(comm);
     }
     Ok(comms)
 }
 
-/// What tells this machine from others: since containers of one machine share its GPUs, not their names.
+/// What tells this machine from others: containers of one machine share its start, not their names.
 fn machine() -> String {
-    fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_string()
+    let read = |path| fs::read_to_string(path).ok().filter(|text: &String| !text.trim().is_empty());
+    let name = read("/proc/sys/kernel/random/boot_id").or_else(|| read("/proc/sys/kernel/hostname"));
+    name.unwrap_or_default().trim().to_string()
 }

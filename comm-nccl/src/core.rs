@@ -2,20 +2,20 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use comm_core::header::{CHECK, CHECK_RECEIVE};
 use comm_core::native::{Group, Lane, Watch, verdict};
-use comm_core::{Control, Counts, DType, Deadline, Error, Header, Op, Result};
+use comm_core::{Control, Counts, DType, Deadline, Error, Header, Op, ReduceOp, Result};
 
 use crate::NcclOptions;
 use crate::plan::{Places, Plan};
-use crate::sys::{Device, DevicePointer, Event, Library, Memory, RawComm, Reduction, Stream};
+use crate::sys::{Copies, Device, DevicePointer, Event, Library, Memory, RawComm, Reduction, Stream};
 
-/// How long a failed operation waits for NCCL to end its kernel, before it counts as running for ever.
-const GRACE: Duration = Duration::from_secs(2);
+/// How long what NCCL aborts may take to end, before it counts as running for ever.
+const GRACE: Duration = Duration::from_secs(10);
 
 /// How long a communicator that is dropped may take to flush before it is aborted.
 const FLUSH: Duration = Duration::from_secs(10);
@@ -30,15 +30,18 @@ pub(crate) struct Core {
     /// The first communicator is closed.
     pub(crate) is_finished: AtomicBool,
     watch: Arc<Watch>,
-    /// Of all communicators, to be aborted when the job fails.
-    comms: Mutex<Vec<Weak<RawComm>>>,
-    /// Whether they have been.
-    aborted: (Mutex<bool>, Condvar),
+    /// NCCL's communicators of this rank, to be aborted when the job fails.
+    comms: Mutex<Vec<Arc<RawComm>>>,
+    /// Threads that end some of them.
+    ending: (Mutex<usize>, Condvar),
+    /// A kernel did not end though it was aborted: what it uses is never freed.
+    is_stuck: AtomicBool,
     starting: Mutex<()>,
 }
 
 /// One communicator: its ranks, and NCCL's communicators by lane.
 pub(crate) struct Members {
+    pub(crate) core: Arc<Core>,
     pub(crate) group: Arc<Group>,
     pub(crate) comms: Vec<Arc<RawComm>>,
 }
@@ -68,8 +71,7 @@ impl Drop for Owner {
 #[derive(Debug)]
 pub(crate) struct LaneState {
     stream: Stream,
-    /// Holds nothing but copies between host and device, so that these end whatever peers do.
-    copies: Stream,
+    copies: Copies,
     event: Event,
     buffer: Room,
     input: Room,
@@ -80,7 +82,7 @@ impl LaneState {
     pub(crate) fn new(device: &Device) -> Result<Self> {
         Ok(LaneState {
             stream: device.stream()?,
-            copies: device.stream()?,
+            copies: device.copies()?,
             event: device.event()?,
             buffer: Room::default(),
             input: Room::default(),
@@ -105,8 +107,9 @@ impl Room {
             return Ok(DevicePointer::NULL);
         }
         if self.0.last().is_none_or(|memory| memory.bytes() < bytes) {
-            // At least doubled, so that all that is kept is no more than the last.
-            self.0.push(device.allocate(bytes.next_power_of_two().max(4096))?);
+            // Small ones doubled, so that all that is kept is no more than the last; large ones in steps.
+            let step = bytes.next_power_of_two().clamp(4096, 64 << 20);
+            self.0.push(device.allocate(bytes.next_multiple_of(step))?);
         }
         Ok(self.0.last().map_or(DevicePointer::NULL, Memory::pointer))
     }
@@ -166,7 +169,8 @@ impl Core {
             is_finished: AtomicBool::new(false),
             watch,
             comms: Mutex::default(),
-            aborted: (Mutex::new(false), Condvar::new()),
+            ending: (Mutex::new(0), Condvar::new()),
+            is_stuck: AtomicBool::new(false),
             starting: Mutex::default(),
         });
         // Two steps, since a `Weak` of a trait object is made from one of the type itself.
@@ -205,8 +209,8 @@ impl Core {
     /// Has `comm` aborted when the job fails.
     pub(crate) fn keep(&self, comm: &Arc<RawComm>) {
         let mut comms = lock(&self.comms);
-        comms.retain(|comm| comm.strong_count() > 0);
-        comms.push(Arc::downgrade(comm));
+        comms.retain(|comm| !comm.is_gone());
+        comms.push(comm.clone());
     }
 
     /// Takes over the job's failure: everything running and everything later fails with it. Does not wait.
@@ -214,16 +218,43 @@ impl Core {
         if self.failure.set(error.clone()).is_err() {
             return;
         }
+        // Each in a thread of its own: an abort waits for everything that runs on the device, so for what the others abort.
+        for comm in std::mem::take(&mut *lock(&self.comms)) {
+            self.end("comm-nccl-abort", move || comm.abort());
+        }
+    }
+
+    /// Ends communicators in a thread of their own, which [`Core::wait_for_ends`] waits for. Without a thread they are left alone.
+    fn end(self: &Arc<Self>, name: &str, end: impl FnOnce() + Send + 'static) {
+        *lock(&self.ending.0) += 1;
         let core = self.clone();
-        // An abort waits for kernels to end.
-        let abort = move || {
-            let comms: Vec<Weak<RawComm>> = std::mem::take(&mut *lock(&core.comms));
-            comms.iter().filter_map(Weak::upgrade).for_each(|comm| comm.abort());
-            *lock(&core.aborted.0) = true;
-            core.aborted.1.notify_all();
+        let run = move || {
+            // NCCL would make itself at home on the first device otherwise.
+            let _ = core.device.make_current();
+            end();
+            core.has_ended();
         };
-        // Without a thread nothing can be ended, and what runs counts as running for ever.
-        let _ = thread::Builder::new().name("comm-nccl-abort".into()).spawn(abort);
+        if thread::Builder::new().name(name.into()).spawn(run).is_err() {
+            self.has_ended();
+        }
+    }
+
+    fn has_ended(&self) {
+        *lock(&self.ending.0) -= 1;
+        self.ending.1.notify_all();
+    }
+
+    /// Waits for the threads that end communicators; false at the deadline.
+    fn wait_for_ends(&self, deadline: Deadline) -> bool {
+        let mut ending = lock(&self.ending.0);
+        while *ending > 0 {
+            let left = deadline.remaining();
+            if left.is_zero() {
+                return false;
+            }
+            ending = self.ending.1.wait_timeout(ending, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
     }
 
     /// Turns an error seen on the data path into the job's failure. It names ranks of the job.
@@ -258,17 +289,15 @@ impl Core {
         let call = Header { step, ..header };
         let group = &members.group;
         let note = self.watch.note(lane, call, op, label.clone(), group, deadline);
+        let is_lent = matches!(io.buffer, Place::Device(_)) || matches!(io.input, Some(Source::Device(_)));
         let mut state = self.lanes[lane].scratch();
         let outcome = self.perform(members, lane, op, io, &mut state, deadline);
         drop(note);
         outcome.map_err(|error| {
             let (error, during) = self.watch.explain(error, &call, op, label.as_deref(), group);
             let error = self.fail(error, &during);
-            let is_running = !self.has_settled(&state.event);
-            if is_running {
-                state.leak();
-            }
-            Ended { error, is_running }
+            // Memory of the host is not touched by kernels.
+            Ended { error, is_running: is_lent && !self.has_settled(&state, Deadline::after(GRACE)) }
         })
     }
 
@@ -367,63 +396,93 @@ impl Core {
             .unwrap_or_else(|| Error::Internal("NCCL's communicator is gone, though the job has not failed".into()))
     }
 
-    /// Whether the kernel of a failed operation has ended, for which it waits a little.
-    fn has_settled(&self, event: &Event) -> bool {
-        let deadline = Deadline::after(GRACE);
-        let mut aborted = lock(&self.aborted.0);
-        while !*aborted {
-            let left = deadline.remaining();
-            if left.is_zero() {
-                return false;
+    /// Whether everything that a lane of a failed job has begun on the device has ended, for which it waits.
+    fn has_settled(&self, state: &LaneState, deadline: Deadline) -> bool {
+        let passed = || -> Result<bool> {
+            // A mark after all of it: the operation may have failed before it set its own.
+            state.event.record(&state.stream)?;
+            while !state.event.has_passed()? {
+                if deadline.has_passed() {
+                    return Ok(false);
+                }
+                thread::sleep(Duration::from_millis(1));
             }
-            aborted = self.aborted.1.wait_timeout(aborted, left).unwrap_or_else(PoisonError::into_inner).0;
+            Ok(true)
+        };
+        let has_settled = self.wait_for_ends(deadline) && passed().unwrap_or(false);
+        if !has_settled {
+            self.is_stuck.store(true, Ordering::Release);
         }
-        drop(aborted);
-        loop {
-            match event.has_passed() {
-                Ok(true) => return true,
-                Ok(false) if !deadline.has_passed() => thread::sleep(Duration::from_millis(1)),
-                _ => return false,
-            }
-        }
+        has_settled
     }
 
-    /// Ends the first communicator in an orderly way.
-    pub(crate) fn close(&self, members: &Members, deadline: Deadline) -> Result<()> {
+    /// Ends the first communicator in an orderly way, and waits for those that were dropped.
+    pub(crate) fn close(self: &Arc<Self>, members: &Members, deadline: Deadline) -> Result<()> {
         self.device.make_current()?;
         for comm in &members.comms {
             comm.finalize();
             self.wait(comm, deadline, || comm.progress().map_err(|error| self.or_failure(error)))?;
-            comm.destroy();
         }
-        Ok(())
+        for comm in &members.comms {
+            let comm = comm.clone();
+            self.end("comm-nccl-end", move || comm.destroy());
+        }
+        if self.wait_for_ends(deadline) { Ok(()) } else { Err(self.timeout(deadline)) }
     }
 }
 
 impl Drop for Core {
     fn drop(&mut self) {
         let has_failed = self.failure.get().is_some() && !self.is_finished.load(Ordering::Acquire);
-        let is_stuck = has_failed && !*lock(&self.aborted.0);
         for lane in &self.lanes {
             lane.stop();
-            if is_stuck {
-                lane.scratch().leak();
+        }
+        // Freeing would wait for a kernel that does not end.
+        let soon = Deadline::after(GRACE);
+        let has_settled = |lane: &Lane<LaneState>| self.has_settled(&lane.scratch(), soon);
+        if has_failed && (self.is_stuck.load(Ordering::Acquire) || !self.lanes.iter().all(has_settled)) {
+            self.lanes.iter().for_each(|lane| lane.scratch().leak());
+        }
+    }
+}
+
+impl Members {
+    /// Runs each kind of connection once, lane after lane, while nothing else runs: NCCL makes them at their first use, with memory that
+    /// it would have to allocate beside other lanes' kernels. Collective.
+    pub(crate) fn warm_up(&self, deadline: Deadline) -> Result<()> {
+        /// Beyond so many ranks, connections between all pairs are more than most will need.
+        const PAIRS: usize = 16;
+        let core = &self.core;
+        let ranks = self.group.world_size();
+        for lane in 0..core.lanes.len() {
+            let mut state = core.lanes[lane].scratch();
+            let mut run = |op: Op, values: &mut [u8]| {
+                let buffer = Place::Host(values);
+                let io = Io { dtype: DType::U8, count: ranks, buffer, input_count: None, input: None, counts: None };
+                core.perform(self, lane, &op, io, &mut state, deadline)
+            };
+            run(Op::AllReduce(ReduceOp::Sum), &mut vec![0; ranks])?;
+            run(Op::AllGather, &mut vec![0; ranks])?;
+            if ranks <= PAIRS {
+                run(Op::AllToAll, &mut vec![0; ranks])?;
             }
         }
+        Ok(())
     }
 }
 
 impl Drop for Members {
     /// Flushes what is on its way, beside the caller, and gives NCCL's communicators back.
     fn drop(&mut self) {
-        let comms = std::mem::take(&mut self.comms);
-        if comms.iter().all(|comm| matches!(comm.progress(), Err(None))) {
+        let mut comms = std::mem::take(&mut self.comms);
+        comms.retain(|comm| !comm.is_gone());
+        if comms.is_empty() || self.core.failure.get().is_some() {
             return;
         }
         let end = move || {
             let deadline = Deadline::after(FLUSH);
+            comms.iter().for_each(|comm| comm.finalize());
             for comm in comms {
-                comm.finalize();
                 loop {
                     match comm.progress() {
                         Ok(true) => break comm.destroy(),
@@ -433,7 +492,7 @@ impl Drop for Members {
                 }
             }
         };
-        let _ = thread::Builder::new().name("comm-nccl-end".into()).spawn(end);
+        self.core.end("comm-nccl-end", end);
     }
 }
 

@@ -201,7 +201,7 @@ impl Device {
             return Err(Error::invalid(format!("{} bytes are no whole elements of {dtype}", bytes.len())));
         }
         let memory = self.allocate(bytes.len())?;
-        self.upload(memory.pointer(), bytes, &self.stream()?)?;
+        self.upload(memory.pointer(), bytes, &self.copies()?)?;
         Ok(CudaBuffer::owned(memory, dtype, bytes.len() / dtype.size()))
     }
 
@@ -212,7 +212,7 @@ impl Device {
     pub fn read(&self, buffer: &CudaBuffer) -> Result<Vec<u8>> {
         use comm_core::DeviceMemory as _;
         let mut bytes = vec![0; buffer.count() * buffer.dtype().size()];
-        self.download(buffer.place(), &mut bytes, &self.stream()?)?;
+        self.download(buffer.place(), &mut bytes, &self.copies()?)?;
         Ok(bytes)
     }
 
@@ -241,28 +241,32 @@ impl Device {
         Ok(Event { device: self.clone(), handle })
     }
 
-    /// Copies from the host, on a stream that holds nothing but copies, and waits for it: a copy ends whatever peers do.
-    pub(crate) fn upload(&self, to: DevicePointer, from: &[u8], copies: &Stream) -> Result<()> {
+    pub(crate) fn copies(&self) -> Result<Copies> {
+        Ok(Copies { stream: self.stream()?, event: self.event()? })
+    }
+
+    /// Copies from the host, and waits for it: a copy ends whatever peers do.
+    pub(crate) fn upload(&self, to: DevicePointer, from: &[u8], copies: &Copies) -> Result<()> {
         if from.is_empty() {
             return Ok(());
         }
-        // SAFETY: `from` is lent until `drain` has seen the copy end; the caller owns the device memory.
+        // SAFETY: `from` is lent until `Copies::drain` has seen the copy end; the caller owns the device memory.
         self.call("copying to the GPU", |table| unsafe {
-            (table.upload)(to.0, from.as_ptr().cast(), from.len(), copies.handle)
+            (table.upload)(to.0, from.as_ptr().cast(), from.len(), copies.stream.handle)
         })?;
-        self.drain(copies)
+        copies.drain()
     }
 
     /// Copies to the host, as [`upload`](Device::upload).
-    pub(crate) fn download(&self, from: DevicePointer, to: &mut [u8], copies: &Stream) -> Result<()> {
+    pub(crate) fn download(&self, from: DevicePointer, to: &mut [u8], copies: &Copies) -> Result<()> {
         if to.is_empty() {
             return Ok(());
         }
-        // SAFETY: `to` is lent until `drain` has seen the copy end.
+        // SAFETY: `to` is lent until `Copies::drain` has seen the copy end.
         self.call("copying from the GPU", |table| unsafe {
-            (table.download)(to.as_mut_ptr().cast(), from.0, to.len(), copies.handle)
+            (table.download)(to.as_mut_ptr().cast(), from.0, to.len(), copies.stream.handle)
         })?;
-        self.drain(copies)
+        copies.drain()
     }
 
     /// Copies on the device, in the order of `stream`.
@@ -272,15 +276,6 @@ impl Device {
         }
         // SAFETY: the caller owns both places, which do not overlap, until the stream has done it.
         self.call("copying on the GPU", |table| unsafe { (table.copy)(to.0, from.0, bytes, stream.handle) })
-    }
-
-    fn drain(&self, copies: &Stream) -> Result<()> {
-        let event = self.event()?;
-        event.record(copies)?;
-        while !event.has_passed()? {
-            std::thread::yield_now();
-        }
-        Ok(())
     }
 
     /// Makes the context current in this thread and calls.
@@ -360,6 +355,25 @@ impl Drop for Stream {
 impl fmt::Debug for Stream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Stream")
+    }
+}
+
+/// A stream that holds nothing but copies between host and device.
+#[derive(Debug)]
+pub(crate) struct Copies {
+    stream: Stream,
+    event: Event,
+}
+
+impl Copies {
+    /// Waits until they have been made.
+    fn drain(&self) -> Result<()> {
+        // What fails here fails because the device has: then nothing is copied any more.
+        self.event.record(&self.stream)?;
+        while !self.event.has_passed()? {
+            std::thread::yield_now();
+        }
+        Ok(())
     }
 }
 

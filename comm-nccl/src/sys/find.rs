@@ -59,11 +59,15 @@ impl Library {
         if status != 0 {
             return Err(format!("ncclGetVersion returned {status}"));
         }
-        // SAFETY: NCCL's functions of these names have had these signatures since 2.14 (nccl.h), and keep them: their enums and
+        let too_old = |why: &str| format!("NCCL {} is too old{why}; 2.18 or newer is needed", version_text(version));
+        // Before, a communicator that is being made is not safe to leave alone.
+        if version < 21_800 {
+            return Err(too_old(""));
+        }
+        // SAFETY: NCCL's functions of these names have had these signatures since 2.18 (nccl.h), and keep them: their enums and
         // structures only grow at the end.
-        let table = unsafe { NcclTable::of(&library) }.map_err(|symbol| {
-            format!("NCCL {} is too old: it lacks {symbol}; 2.14 or newer is needed", version_text(version))
-        })?;
+        let table = unsafe { NcclTable::of(&library) }
+            .map_err(|symbol| too_old(&format!(" or not whole: it lacks {symbol}")))?;
         // Never unloaded.
         std::mem::forget(library);
         Ok(Library { path: path.to_path_buf(), version, table: Box::leak(Box::new(table)) })

@@ -19,9 +19,11 @@ pub use nccl::{SHARE_VARIABLE, share_gpu};
 
 #[cfg(feature = "stand-in")]
 pub(crate) use cuda::CudaTable;
-pub(crate) use cuda::{DevicePointer, Driver, Event, Memory, Stream};
+pub(crate) use cuda::{Copies, DevicePointer, Driver, Event, Memory, Stream};
 pub(crate) use find::version_text;
-pub(crate) use nccl::{Calls, DataType, NcclTable, RawComm, RedOp, Reduction, UNIQUE_ID_BYTES, UniqueId, is_shared};
+pub(crate) use nccl::{
+    Calls, DataType, NcclTable, RawComm, RedOp, Reduction, UNIQUE_ID_BYTES, UniqueId, check_environment, may_share,
+};
 #[cfg(feature = "stand-in")]
 pub(crate) use nccl::{Config, IN_PROGRESS, SUCCESS};
 

@@ -5,6 +5,7 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt;
 use std::io;
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use comm_core::{DType, Error, Factor, ReduceOp, Result};
@@ -109,7 +110,8 @@ pub(crate) struct Reduction {
     pub(crate) dtype: DType,
 }
 
-/// One of NCCL's communicators. Every call holds the lock, so that nobody uses it after it was aborted.
+/// One of NCCL's communicators. Every call that uses it holds the lock, and whoever ends it takes it out first, so that nobody uses it
+/// after that.
 pub(crate) struct RawComm {
     table: &'static NcclTable,
     /// `None` once it is gone.
@@ -242,9 +244,11 @@ impl RawComm {
         }
     }
 
-    /// Gives it back after it was flushed.
+    /// Gives it back after it was flushed. May wait for peers: not for threads that must not.
     pub(crate) fn destroy(&self) {
-        if let Some(Live(comm)) = self.lock().take() {
+        // Not with the lock held: it may wait for peers that do the same.
+        let taken = self.lock().take();
+        if let Some(Live(comm)) = taken {
             // SAFETY: taken out of the lock, so that nobody uses it again.
             unsafe { (self.table.destroy)(comm) };
         }
@@ -257,6 +261,11 @@ impl RawComm {
             // SAFETY: taken out of the lock, so that nobody uses it again.
             unsafe { (self.table.abort)(comm) };
         }
+    }
+
+    /// Whether it was given back.
+    pub(crate) fn is_gone(&self) -> bool {
+        self.lock().is_none()
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Live>> {
@@ -394,7 +403,7 @@ pub const SHARE_VARIABLE: &str = "COMM_NCCL_SHARE_GPU";
 /// # Errors
 /// `InvalidArgument` where other threads run already, for which the environment must not change; `Unsupported` where that is not known.
 pub fn share_gpu() -> Result<()> {
-    if !is_shared() {
+    if !is_wanted() {
         return Ok(());
     }
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -420,10 +429,37 @@ pub fn share_gpu() -> Result<()> {
         // SAFETY: this is the only thread, as the kernel says, so that nobody reads the environment meanwhile.
         unsafe { env::set_var(name, value) };
     }
+    PREPARED.store(true, Ordering::Relaxed);
     Ok(())
 }
 
-/// Whether [`SHARE_VARIABLE`] says that ranks share a GPU.
-pub(crate) fn is_shared() -> bool {
+/// Whether [`share_gpu`] has made its preparations.
+static PREPARED: AtomicBool = AtomicBool::new(false);
+
+/// Whether ranks may share a GPU: [`SHARE_VARIABLE`] says so, and this process is prepared for it.
+pub(crate) fn may_share() -> bool {
+    PREPARED.load(Ordering::Relaxed)
+}
+
+fn is_wanted() -> bool {
     env::var(SHARE_VARIABLE).is_ok_and(|value| value == "1")
+}
+
+/// Refuses what NCCL reads from the environment and nothing here could work with.
+///
+/// # Errors
+/// `InvalidArgument` naming the variable.
+pub(crate) fn check_environment() -> Result<()> {
+    let set = |name: &str| env::var(name).ok().filter(|value| !value.is_empty());
+    if let Some(value) = set("NCCL_COMM_BLOCKING").filter(|value| value != "0") {
+        return Err(Error::invalid(format!(
+            "NCCL_COMM_BLOCKING={value} would make NCCL's calls wait without a deadline; unset it"
+        )));
+    }
+    if set("NCCL_COMM_ID").is_some() {
+        return Err(Error::invalid(
+            "NCCL_COMM_ID is set, by which all communicators would take each other for one; unset it",
+        ));
+    }
+    Ok(())
 }

@@ -1,6 +1,7 @@
 //! A driver with one device, whose memory is the host's.
 
 use std::alloc::{Layout, alloc, dealloc};
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::ptr;
@@ -43,6 +44,42 @@ pub(super) static TABLE: CudaTable = CudaTable {
 /// A thread that does one thing after the other.
 pub(super) struct Stream {
     jobs: Sender<Job>,
+    /// Of its context, jobs that have not been done.
+    load: Arc<Load>,
+}
+
+/// Jobs of all streams of a context that have not been done.
+#[derive(Default)]
+struct Load {
+    jobs: Mutex<usize>,
+    changed: Condvar,
+}
+
+/// Contexts, by number: one for each rank, as if it were a process.
+static CONTEXTS: LazyLock<Mutex<HashMap<usize, Arc<Load>>>> = LazyLock::new(Mutex::default);
+
+thread_local! {
+    /// The current one; 0 for none.
+    static CURRENT: Cell<usize> = const { Cell::new(0) };
+}
+
+/// That of this thread's context.
+fn load() -> Option<Arc<Load>> {
+    lock(&CONTEXTS).get(&CURRENT.get()).cloned()
+}
+
+/// Whether this thread has a context, as NCCL wants it.
+pub(super) fn has_context() -> bool {
+    CURRENT.get() != 0
+}
+
+/// Waits for everything on the device, as freeing its memory does.
+pub(super) fn synchronise() {
+    let Some(load) = load() else { return };
+    let mut jobs = lock(&load.jobs);
+    while *jobs > 0 {
+        jobs = load.changed.wait(jobs).unwrap_or_else(PoisonError::into_inner);
+    }
 }
 
 impl Stream {
@@ -54,6 +91,7 @@ impl Stream {
     }
 
     pub(super) fn push(&self, job: Job) {
+        *lock(&self.load.jobs) += 1;
         // The thread ends only after this is dropped.
         let _ = self.jobs.send(job);
     }
@@ -105,23 +143,35 @@ unsafe extern "C" fn device_uuid(uuid: *mut u8, _device: c_int) -> c_int {
 }
 
 unsafe extern "C" fn context_retain(context: *mut Handle, _device: c_int) -> c_int {
+    let mut contexts = lock(&CONTEXTS);
+    let number = contexts.len() + 1;
+    contexts.insert(number, Arc::default());
     // SAFETY: see `device_count`.
-    unsafe { *context = ptr::without_provenance_mut(1) };
+    unsafe { *context = ptr::without_provenance_mut(number) };
     OK
 }
 
 extern "C" fn context_set(context: Handle) -> c_int {
+    CURRENT.set(context.addr());
     if context.is_null() { INVALID } else { OK }
 }
 
 unsafe extern "C" fn stream_create(stream: *mut Handle, _flags: c_uint) -> c_int {
     let (jobs, received) = channel::<Job>();
-    let work = move || received.into_iter().for_each(|job| job());
+    let Some(load) = load() else { return INVALID };
+    let of_thread = load.clone();
+    let work = move || {
+        for job in received {
+            job();
+            *lock(&of_thread.jobs) -= 1;
+            of_thread.changed.notify_all();
+        }
+    };
     if thread::Builder::new().name("stand-in-stream".into()).spawn(work).is_err() {
         return OUT_OF_MEMORY;
     }
     // SAFETY: see `device_count`.
-    unsafe { *stream = Box::into_raw(Box::new(Stream { jobs })).cast() };
+    unsafe { *stream = Box::into_raw(Box::new(Stream { jobs, load })).cast() };
     OK
 }
 
@@ -189,6 +239,7 @@ unsafe extern "C" fn memory_alloc(address: *mut u64, bytes: usize) -> c_int {
 }
 
 unsafe extern "C" fn memory_free(address: u64) -> c_int {
+    synchronise();
     let Some(layout) = lock(&BLOCKS).remove(&address) else { return INVALID };
     // SAFETY: allocated with this layout, freed once.
     unsafe { dealloc(pointer(address), layout) };

@@ -12,7 +12,7 @@ use std::time::Duration;
 use half::{bf16, f16};
 
 use super::super::{Config, IN_PROGRESS, NcclTable, SUCCESS, UniqueId};
-use super::cuda::{Stream, lock};
+use super::cuda::{Stream, has_context, lock, synchronise};
 
 type Comm = *mut c_void;
 type CudaStream = *mut c_void;
@@ -52,6 +52,8 @@ struct World {
 struct State {
     ranks: usize,
     joined: usize,
+    /// Ranks that destroy it or have aborted it.
+    leaving: usize,
     /// Collectives that not all ranks have been through, by number.
     collectives: HashMap<u64, Meeting>,
     /// Messages from one rank to another.
@@ -129,7 +131,7 @@ unsafe extern "C" fn unique_id(id: *mut UniqueId) -> c_int {
 unsafe extern "C" fn init(comm: *mut Comm, ranks: c_int, id: UniqueId, rank: c_int, config: *mut Config) -> c_int {
     // SAFETY: see `unique_id`.
     let config = unsafe { &*config };
-    if (config.magic, config.blocking) != (0xcafe_beef, 0) || rank < 0 || rank >= ranks {
+    if !has_context() || (config.magic, config.blocking) != (0xcafe_beef, 0) || rank < 0 || rank >= ranks {
         return INVALID;
     }
     let world = {
@@ -183,7 +185,13 @@ extern "C" fn finalize(_comm: Comm) -> c_int {
 
 unsafe extern "C" fn destroy(comm: Comm) -> c_int {
     // SAFETY: see `unique_id`; given back once.
-    drop(unsafe { Arc::from_raw(comm.cast::<Own>()) });
+    let own = unsafe { Arc::from_raw(comm.cast::<Own>()) };
+    let mut state = lock(&own.world.state);
+    state.leaving += 1;
+    own.world.changed.notify_all();
+    while state.leaving < own.ranks {
+        state = own.world.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+    }
     SUCCESS
 }
 
@@ -191,10 +199,14 @@ unsafe extern "C" fn abort(comm: Comm) -> c_int {
     // SAFETY: see `unique_id`; given back once.
     let own = unsafe { Arc::from_raw(comm.cast::<Own>()) };
     own.is_aborted.store(true, Ordering::SeqCst);
-    // Under the lock, so that nobody looks just before and waits just after.
-    let _state = lock(&own.world.state);
-    own.world.changed.notify_all();
-    SUCCESS
+    {
+        // Under the lock, so that nobody looks just before and waits just after.
+        let mut state = lock(&own.world.state);
+        state.leaving += 1;
+        own.world.changed.notify_all();
+    }
+    synchronise();
+    if has_context() { SUCCESS } else { INVALID }
 }
 
 extern "C" fn group_start() -> c_int {
@@ -203,7 +215,7 @@ extern "C" fn group_start() -> c_int {
 }
 
 extern "C" fn group_end() -> c_int {
-    let Some(calls) = GROUP.take() else { return INVALID };
+    let Some(calls) = GROUP.take().filter(|_| has_context()) else { return INVALID };
     let Some((own, stream, _)) = calls.first() else { return SUCCESS };
     let (own, stream) = (own.clone(), *stream);
     // Numbers follow the order in which groups are queued.
