@@ -60,6 +60,10 @@ static ALLOCATOR: Counting = Counting;
 fn main() -> ExitCode {
     set_thread_default(Category::Other);
     gpt2::sys::keep_freed_pages();
+    if let Err(error) = gpt2::transports::prepare() {
+        eprintln!("error: {error}");
+        return ExitCode::FAILURE;
+    }
     let mut args = Args::parse();
     let result = match args.command.take() {
         Some(Command::Worker(worker)) => worker::run(&worker),

@@ -315,6 +315,20 @@ pub(crate) fn local_ranks(vars: &dyn Fn(&str) -> Option<String>) -> Option<usize
     })
 }
 
+/// The place of this rank among those of this machine, from 0, as far as its launcher says: `LOCAL_RANK` (torchrun),
+/// `OMPI_COMM_WORLD_LOCAL_RANK` (Open MPI), `MPI_LOCALRANKID` (MPICH), `SLURM_LOCALID` (Slurm); under [`Launch`](crate::launch::Launch)
+/// its rank.
+pub fn rank_on_this_machine() -> Option<usize> {
+    local_rank(&|name| std::env::var(name).ok())
+}
+
+fn local_rank(vars: &dyn Fn(&str) -> Option<String>) -> Option<usize> {
+    // Those of our own launcher first: it may itself run under another one.
+    let own = vars(vars::LAUNCHER_PID).and_then(|_| vars(vars::RANK));
+    let names = ["LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"];
+    own.or_else(|| names.iter().find_map(|name| vars(name)))?.trim().parse().ok()
+}
+
 /// Ends this process, by SIGKILL, when the process that launched it is gone, however that ends.
 ///
 /// [`Launch`](crate::launch::Launch) arranges this by itself before the program starts; a program calls it first thing to have it
@@ -780,5 +794,18 @@ mod tests {
         if let Err(error) = Secret::read(&closed) {
             assert!(error.to_string().contains("Permission denied"), "{error}");
         }
+    }
+
+    #[test]
+    fn launchers_tell_the_place_on_the_machine() {
+        let of = |set: &[(&str, &str)]| {
+            local_rank(&|asked| set.iter().find(|(name, _)| *name == asked).map(|(_, value)| value.to_string()))
+        };
+        assert_eq!(of(&[("LOCAL_RANK", "3")]), Some(3));
+        assert_eq!(of(&[("SLURM_LOCALID", "1"), ("SLURM_PROCID", "9")]), Some(1));
+        assert_eq!(of(&[("COMM_LAUNCHER_PID", "77"), ("COMM_RANK", "2"), ("SLURM_LOCALID", "0")]), Some(2));
+        // Without our launcher its rank is one of the whole job.
+        assert_eq!(of(&[("COMM_RANK", "2")]), None);
+        assert_eq!(of(&[("LOCAL_RANK", "many")]), None);
     }
 }

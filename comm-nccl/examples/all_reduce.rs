@@ -5,8 +5,8 @@
 //! ```
 //!
 //! Under `srun`, `mpirun` or `torchrun` it is a rank of their job. Rank 0 prints a line of JSON for each size: microseconds of one
-//! operation that is waited for (`us`: median, least and most over rounds of the slowest rank's mean), and of one that is only handed
-//! over (`handed_us`), which is what its caller spends on it. Results are checked once a size.
+//! operation that is waited for (`in_place`: median, least and most over rounds of the slowest rank's mean), and of one that is only
+//! handed over (`handed`), which is what its caller spends on it. Results are checked once a size.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -94,7 +94,7 @@ fn measure(comm: &NcclCommunicator, bytes: usize, rounds: usize) -> Result<(), F
 
     // Zeros stay zeros, however often they are summed.
     let mut buffer = device_buffer(comm, &vec![0.0; count])?;
-    let (mut us, mut handed_us) = (Vec::new(), Vec::new());
+    let (mut us, mut handed_us) = (Times::default(), Times::default());
     let mut many = 4u32;
     for round in 0..=rounds {
         comm.barrier()?;
@@ -104,7 +104,7 @@ fn measure(comm: &NcclCommunicator, bytes: usize, rounds: usize) -> Result<(), F
         }
         let took = comm.all_reduce_scalar(began.elapsed().as_secs_f64(), ReduceOp::Max)?;
         if round > 0 {
-            us.push(took * 1e6 / f64::from(many));
+            us.0.push(took * 1e6 / f64::from(many));
         } else {
             // The first one only says how many make a round: the same on all ranks.
             many = ((ROUND.as_secs_f64() / (took / f64::from(many))) as u32).clamp(3, 500);
@@ -124,7 +124,7 @@ fn measure(comm: &NcclCommunicator, bytes: usize, rounds: usize) -> Result<(), F
                 buffers.push(handle.wait().map_err(|failed| failed.error)?.buffer);
             }
             if round > 0 {
-                handed_us.push(took * 1e6 / f64::from(HANDED));
+                handed_us.0.push(took * 1e6 / f64::from(HANDED));
             }
         }
     }
@@ -132,12 +132,10 @@ fn measure(comm: &NcclCommunicator, bytes: usize, rounds: usize) -> Result<(), F
         let facts = comm.facts();
         let fact = |name: &str| facts.iter().find(|(known, _)| known == name).map(|(_, value)| value.clone());
         let line = serde_json::json!({
-            "bytes": count * 4,
+            "size": count * 4,
             "ranks": comm.world_size(),
-            "rounds": rounds,
-            "operations": many,
-            "us": spread(us),
-            "handed_us": spread(handed_us),
+            "in_place": us.spread(many),
+            "handed": handed_us.spread(HANDED),
             "gpu": fact("gpu"),
             "nccl": fact("nccl"),
         });
@@ -166,13 +164,19 @@ fn check(comm: &NcclCommunicator, buffer: &mut Buffer, expected: f32) -> Result<
     }
 }
 
-/// Median, least and most; null without any.
-fn spread(mut values: Vec<f64>) -> serde_json::Value {
-    values.sort_by(f64::total_cmp);
-    match (values.first(), values.last()) {
-        (Some(least), Some(most)) => {
-            serde_json::json!({ "median": values[values.len() / 2], "least": least, "most": most })
+/// Microseconds of one operation, by round.
+#[derive(Default)]
+struct Times(Vec<f64>);
+
+impl Times {
+    /// Median, least and most, of so many operations a round; null without any. What was wrong has ended the program before.
+    fn spread(mut self, operations: u32) -> serde_json::Value {
+        self.0.sort_by(f64::total_cmp);
+        match (self.0.first(), self.0.last()) {
+            (Some(least), Some(most)) => serde_json::json!({
+                "time_us": self.0[self.0.len() / 2], "min_us": least, "max_us": most, "iters": operations, "wrong": 0,
+            }),
+            _ => serde_json::Value::Null,
         }
-        _ => serde_json::Value::Null,
     }
 }

@@ -6,8 +6,36 @@ use std::path::PathBuf;
 /// where neither is known.
 #[must_use]
 pub fn default_cargo_home() -> Option<PathBuf> {
-    std::env::var_os("CARGO_HOME")
-        .filter(|home| !home.is_empty())
-        .map(PathBuf::from)
-        .or_else(|| std::env::home_dir().map(|home| home.join(".cargo")))
+    folder("CARGO_HOME").or_else(|| std::env::home_dir().map(|home| home.join(".cargo")))
+}
+
+/// The user's folder for what can be made again: `XDG_CACHE_HOME`, else `.cache` in the home folder; `None` where neither is known.
+#[must_use]
+pub fn user_cache_folder() -> Option<PathBuf> {
+    // As the XDG specification has it, a relative path counts for nothing.
+    folder("XDG_CACHE_HOME")
+        .filter(|folder| folder.is_absolute())
+        .or_else(|| home_folder().map(|home| home.join(".cache")))
+}
+
+/// The folder of a CUDA toolkit that `CUDA_PATH` names, even if that is not there: nothing else is then searched.
+#[must_use]
+pub fn cuda_path() -> Option<PathBuf> {
+    std::env::var_os("CUDA_PATH").map(PathBuf::from)
+}
+
+/// Folders below which Python packages may lie: of the virtual or Conda environment that is active, of the user, of the system.
+#[must_use]
+pub fn python_roots() -> Vec<PathBuf> {
+    let active = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(folder);
+    let home = home_folder().map(|home| home.join(".local"));
+    active.chain(home).chain(["/usr/local", "/usr"].map(PathBuf::from)).collect()
+}
+
+fn home_folder() -> Option<PathBuf> {
+    std::env::home_dir().filter(|home| !home.as_os_str().is_empty())
+}
+
+fn folder(variable: &str) -> Option<PathBuf> {
+    std::env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from)
 }

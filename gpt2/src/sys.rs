@@ -211,42 +211,208 @@ pub fn processor_time() -> Duration {
 /// What the driver lacks or answers.
 #[cfg(feature = "cuda")]
 pub fn cuda_device_uuid(ordinal: i32) -> Result<String, String> {
-    type Init = unsafe extern "C" fn(u32) -> i32;
-    type DeviceOf = unsafe extern "C" fn(*mut i32, i32) -> i32;
-    type Uuid = unsafe extern "C" fn(*mut [u8; 16], i32) -> i32;
-    let check =
-        |what: &str, code: i32| (code == 0).then_some(()).ok_or(format!("{what} answers with CUDA error {code}"));
-    // SAFETY: as in `has_library`.
-    let driver = unsafe { libloading::Library::new("libcuda.so.1") }.map_err(|error| error.to_string())?;
-    let mut device = 0;
-    let mut uuid = [0_u8; 16];
-    // SAFETY: the types are those of cuda.h (`CUdevice` is an int, `CUuuid` 16 bytes), and the pointers are to values of ours that
-    // live through the calls. cuInit may be called any number of times, from any thread.
-    unsafe {
-        let init = driver.get::<Init>(b"cuInit\0").map_err(|error| error.to_string())?;
-        check("cuInit", init(0))?;
-        let device_of = driver.get::<DeviceOf>(b"cuDeviceGet\0").map_err(|error| error.to_string())?;
-        check("cuDeviceGet", device_of(&raw mut device, ordinal))?;
-        // The second version also knows the slices of a divided GPU.
-        let uuid_of = driver
-            .get::<Uuid>(b"cuDeviceGetUuid_v2\0")
-            .or_else(|_| driver.get::<Uuid>(b"cuDeviceGetUuid\0"))
-            .map_err(|error| error.to_string())?;
-        check("cuDeviceGetUuid", uuid_of(&raw mut uuid, device))?;
-    }
-    let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
-    let (a, b, c, d, e) = (&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]);
-    Ok(format!("GPU-{a}-{b}-{c}-{d}-{e}"))
+    CudaDriver::load()?.uuid(ordinal)
 }
 
-/// Whether the loader finds a library under any of these names.
+/// A device of the CUDA driver.
 #[cfg(feature = "cuda")]
-pub fn has_library(names: &[&str]) -> bool {
-    names.iter().any(|name| {
-        // SAFETY: loading runs the library's initialisers. The names are those of device drivers, whose initialisers touch nothing of
-        // this program and are made to be loaded at any time.
-        unsafe { libloading::Library::new(name) }.is_ok()
-    })
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CudaDevice {
+    /// Its name, such as `NVIDIA H100 80GB HBM3`.
+    pub name: String,
+    /// Bytes of its memory.
+    pub memory_bytes: u64,
+    /// Compute capability, major and minor.
+    pub capability: (u32, u32),
+}
+
+/// The CUDA driver's library, loaded and initialised.
+#[cfg(feature = "cuda")]
+#[derive(Debug)]
+pub struct CudaDriver(libloading::Library);
+
+#[cfg(feature = "cuda")]
+impl CudaDriver {
+    /// Loads the driver under the names by which the backend will, and initialises it, which may be done any number of times.
+    ///
+    /// # Errors
+    /// Which names the loader did not find, or what the driver answers.
+    pub fn load() -> Result<Self, String> {
+        let names: Vec<String> = ["cuda", "nvcuda"].into_iter().flat_map(cudarc::get_lib_name_candidates).collect();
+        let library = names
+            .iter()
+            .find_map(|name| load(name).ok())
+            .ok_or_else(|| format!("no NVIDIA driver: the loader finds none of {}", crate::devices::listed(&names)))?;
+        let driver = CudaDriver(library);
+        // SAFETY: the type is that of cuda.h. cuInit may be called any number of times, from any thread.
+        unsafe {
+            let init = driver.function::<unsafe extern "C" fn(u32) -> i32>("cuInit")?;
+            driver.check("cuInit", init(0))?;
+        }
+        Ok(driver)
+    }
+
+    /// The newest CUDA that it knows, major and minor.
+    ///
+    /// # Errors
+    /// What the driver lacks or answers.
+    pub fn version(&self) -> Result<(u32, u32), String> {
+        let mut version = 0;
+        // SAFETY: the type is that of cuda.h, and the pointer is to an int of ours.
+        unsafe {
+            let version_of = self.function::<unsafe extern "C" fn(*mut i32) -> i32>("cuDriverGetVersion")?;
+            self.check("cuDriverGetVersion", version_of(&raw mut version))?;
+        }
+        let version = u32::try_from(version).map_err(|_| format!("cuDriverGetVersion says {version}"))?;
+        Ok((version / 1000, version % 1000 / 10))
+    }
+
+    /// The devices that it shows to this process, in the order of their ordinals.
+    ///
+    /// # Errors
+    /// What the driver lacks or answers.
+    pub fn devices(&self) -> Result<Vec<CudaDevice>, String> {
+        let mut count = 0;
+        // SAFETY: the type is that of cuda.h, and the pointer is to an int of ours.
+        unsafe {
+            let count_of = self.function::<unsafe extern "C" fn(*mut i32) -> i32>("cuDeviceGetCount")?;
+            self.check("cuDeviceGetCount", count_of(&raw mut count))?;
+        }
+        (0..count).map(|ordinal| self.describe(ordinal)).collect()
+    }
+
+    fn describe(&self, ordinal: i32) -> Result<CudaDevice, String> {
+        type Name = unsafe extern "C" fn(*mut std::ffi::c_char, i32, i32) -> i32;
+        type Memory = unsafe extern "C" fn(*mut usize, i32) -> i32;
+        type Attribute = unsafe extern "C" fn(*mut i32, i32, i32) -> i32;
+        // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
+        const CAPABILITY: [i32; 2] = [75, 76];
+        let device = self.handle(ordinal)?;
+        let mut name = [0_u8; 256];
+        let mut memory = 0;
+        let mut capability = [0; 2];
+        // SAFETY: the types are those of cuda.h, the pointers are to values of ours that live through the calls, and the name's buffer
+        // is as long as is said.
+        unsafe {
+            let name_of = self.function::<Name>("cuDeviceGetName")?;
+            self.check("cuDeviceGetName", name_of(name.as_mut_ptr().cast(), name.len() as i32, device))?;
+            let memory_of = self.function::<Memory>("cuDeviceTotalMem_v2")?;
+            self.check("cuDeviceTotalMem", memory_of(&raw mut memory, device))?;
+            let attribute_of = self.function::<Attribute>("cuDeviceGetAttribute")?;
+            for (value, attribute) in capability.iter_mut().zip(CAPABILITY) {
+                self.check("cuDeviceGetAttribute", attribute_of(&raw mut *value, attribute, device))?;
+            }
+        }
+        let name = name.split(|byte| *byte == 0).next().unwrap_or_default();
+        let [major, minor] = capability.map(|part| u32::try_from(part).unwrap_or(0));
+        Ok(CudaDevice {
+            name: String::from_utf8_lossy(name).into_owned(),
+            memory_bytes: memory as u64,
+            capability: (major, minor),
+        })
+    }
+
+    fn uuid(&self, ordinal: i32) -> Result<String, String> {
+        type Uuid = unsafe extern "C" fn(*mut [u8; 16], i32) -> i32;
+        let device = self.handle(ordinal)?;
+        let mut uuid = [0_u8; 16];
+        // SAFETY: as in `describe`; `CUuuid` is 16 bytes.
+        unsafe {
+            // The second version also knows the slices of a divided GPU.
+            let uuid_of =
+                self.function::<Uuid>("cuDeviceGetUuid_v2").or_else(|_| self.function::<Uuid>("cuDeviceGetUuid"))?;
+            self.check("cuDeviceGetUuid", uuid_of(&raw mut uuid, device))?;
+        }
+        let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+        let (a, b, c, d, e) = (&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]);
+        Ok(format!("GPU-{a}-{b}-{c}-{d}-{e}"))
+    }
+
+    /// `CUdevice`, which is an int.
+    fn handle(&self, ordinal: i32) -> Result<i32, String> {
+        let mut device = 0;
+        // SAFETY: the type is that of cuda.h, and the pointer is to an int of ours.
+        unsafe {
+            let device_of = self.function::<unsafe extern "C" fn(*mut i32, i32) -> i32>("cuDeviceGet")?;
+            self.check("cuDeviceGet", device_of(&raw mut device, ordinal))?;
+        }
+        Ok(device)
+    }
+
+    /// # Safety
+    /// `F` is the type of the C function of this name.
+    unsafe fn function<F>(&self, name: &str) -> Result<libloading::Symbol<'_, F>, String> {
+        // SAFETY: by the caller.
+        unsafe { self.0.get(name.as_bytes()) }.map_err(|error| format!("the NVIDIA driver is too old: {error}"))
+    }
+
+    /// The driver's own words for a code that is no success.
+    fn check(&self, function: &str, code: i32) -> Result<(), String> {
+        type ErrorString = unsafe extern "C" fn(i32, *mut *const std::ffi::c_char) -> i32;
+        if code == 0 {
+            return Ok(());
+        }
+        let mut text = std::ptr::null();
+        // SAFETY: the type is that of cuda.h; what it points to, if anything, is a constant string of the driver's.
+        let said = unsafe {
+            self.function::<ErrorString>("cuGetErrorString")
+                .ok()
+                .filter(|text_of| text_of(code, &raw mut text) == 0 && !text.is_null())
+                .map(|_| std::ffi::CStr::from_ptr(text).to_string_lossy().into_owned())
+        };
+        Err(format!("the NVIDIA driver's {function} fails: {} (CUDA error {code})", said.unwrap_or("unknown".into())))
+    }
+}
+
+/// The names under which the backend will ask the loader for NVRTC.
+#[cfg(feature = "cuda")]
+pub fn nvrtc_names() -> Vec<String> {
+    cudarc::get_lib_name_candidates("nvrtc")
+}
+
+/// NVRTC, which compiles CUDA kernels.
+#[cfg(feature = "cuda")]
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Nvrtc {
+    /// The name by which the loader finds it.
+    pub name: String,
+    /// The CUDA that it belongs to, major and minor.
+    pub version: (u32, u32),
+}
+
+#[cfg(feature = "cuda")]
+impl Nvrtc {
+    /// The first of `names` that the loader finds; an error if that is no NVRTC.
+    pub fn find(names: &[String]) -> Option<Result<Self, String>> {
+        let (name, library) = names.iter().find_map(|name| Some((name, load(name).ok()?)))?;
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: the type is that of nvrtc.h, and the pointers are to ints of ours.
+        let code = unsafe {
+            library
+                .get::<unsafe extern "C" fn(*mut i32, *mut i32) -> i32>(b"nvrtcVersion\0")
+                .map(|version_of| version_of(&raw mut major, &raw mut minor))
+        };
+        Some(match (code, u32::try_from(major), u32::try_from(minor)) {
+            (Ok(0), Ok(major), Ok(minor)) => Ok(Nvrtc { name: name.clone(), version: (major, minor) }),
+            (Ok(code), ..) => Err(format!("{name}: nvrtcVersion fails with error {code}")),
+            (Err(error), ..) => Err(format!("{name} is no NVRTC: {error}")),
+        })
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn load(name: &str) -> Result<libloading::Library, libloading::Error> {
+    // SAFETY: loading runs the library's initialisers. The names are those of the CUDA driver and of NVRTC, whose initialisers touch
+    // nothing of this program and are made to be loaded at any time.
+    unsafe { libloading::Library::new(name) }
+}
+
+/// Leave to ask an adapter for features that wgpu calls experimental, as the backend does.
+#[cfg(feature = "wgpu")]
+pub(crate) fn experimental_features() -> wgpu::ExperimentalFeatures {
+    // SAFETY: such features may only do harm when shaders or commands use them, and the device that is asked for with this is dropped
+    // without any.
+    unsafe { wgpu::ExperimentalFeatures::enabled() }
 }
 
 /// A file mapped read-only into memory. Its pages are read as they are touched, so a shard larger than memory costs

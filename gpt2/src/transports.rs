@@ -87,6 +87,17 @@ impl FromStr for TransportKind {
     }
 }
 
+/// Prepares this process for transports that the environment says more of: NCCL on a GPU that ranks share. To be called first thing in
+/// `main`.
+///
+/// # Errors
+/// `InvalidArgument` where other threads run already.
+pub fn prepare() -> Result<(), Error> {
+    #[cfg(feature = "nccl")]
+    comm_nccl::share_gpu()?;
+    Ok(())
+}
+
 /// Settings of all transports; each takes those that concern it. Ranks of a job use the same.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]

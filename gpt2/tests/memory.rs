@@ -184,9 +184,9 @@ fn scopes_nest_and_threads_have_their_own() {
         let block = black_box(vec![0_u8; 64 * MIB]);
         let after = usage();
         drop(block);
-        Category::ALL
-            .into_iter()
-            .find(|category| after.of(*category).current + SLACK as u64 >= before.of(*category).current + 64 * MIB as u64)
+        Category::ALL.into_iter().find(|category| {
+            after.of(*category).current + SLACK as u64 >= before.of(*category).current + 64 * MIB as u64
+        })
     };
     assert_eq!(of_new_block(), Some(Category::Communication), "a thread that was never told otherwise");
     let outer = memory::scope(Category::Parameters);

@@ -1,5 +1,6 @@
 //! The command line of the program `gpt2`.
 
+mod devices;
 mod progress;
 mod sample;
 mod summary;
@@ -25,15 +26,22 @@ enum Command {
     Train(Box<train::TrainArgs>),
     /// Write text with a trained model.
     Sample(sample::SampleArgs),
+    /// List what this machine and this build have to compute with, and why what is missing is missing.
+    Devices(devices::DevicesArgs),
 }
 
 /// Runs the program; errors go to standard error, one line each.
 pub fn main() -> ExitCode {
     // Before any other thread; without it each step pays for fresh pages.
     crate::sys::keep_freed_pages();
+    if let Err(error) = crate::transports::prepare() {
+        eprintln!("error: {error}");
+        return ExitCode::FAILURE;
+    }
     let result = match Cli::parse().command {
         Command::Train(args) => train::run(*args),
         Command::Sample(args) => sample::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Devices(args) => devices::run(args).map(|()| ExitCode::SUCCESS),
     };
     result.unwrap_or_else(|error| {
         eprintln!("error: {error}");

@@ -3,11 +3,11 @@
 use std::io::Write;
 use std::path::PathBuf;
 
-use burn::tensor::Device;
 use clap::Args;
 
 use super::CliError;
 use crate::checkpoint::Checkpoint;
+use crate::devices::DeviceChoice;
 use crate::segments::SegmentedModel;
 use crate::splitmix::SplitMix64;
 use crate::tokenizer::Tokenizer;
@@ -33,6 +33,9 @@ pub(super) struct SampleArgs {
     /// Seed of the choices.
     #[arg(long, default_value_t = 1337)]
     seed: u64,
+    /// Device that computes, as for `gpt2 train`.
+    #[arg(long, default_value_t)]
+    device: DeviceChoice,
 }
 
 pub(super) fn run(args: &SampleArgs) -> Result<(), CliError> {
@@ -42,7 +45,7 @@ pub(super) fn run(args: &SampleArgs) -> Result<(), CliError> {
     let checkpoint = Checkpoint::load(&args.checkpoint)?;
     let tokenizer: Tokenizer = serde_json::from_value(checkpoint.tokenizer.clone())
         .map_err(|error| format!("checkpoint {}: its tokenizer: {error}", args.checkpoint.display()))?;
-    let model = checkpoint.model(&Device::flex())?;
+    let model = checkpoint.model(&args.device.open()?.device)?;
     let (known, has) = (tokenizer.vocab_size(), model.config().vocab_size);
     if known > has {
         return Err(format!(

@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use burn::tensor::Device;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use comm_core::Waiting;
 use comm_core::job::{self, Job};
 use comm_core::launch::{Launch, Output};
@@ -17,8 +17,9 @@ use comm_core::launch::{Launch, Output};
 use super::progress::Progress;
 use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, say, summary};
 use crate::batches::{Batches, LastBatch, Share};
-use crate::config::Preset;
+use crate::config::{ModelConfig, Preset};
 use crate::corpus::{Corpus, CorpusSource};
+use crate::devices::{DeviceChoice, Opened, cuda_ordinal};
 use crate::env::default_cargo_home;
 use crate::optim::{LossScaling, OptimizerConfig, OptimizerKind, ScheduleKind};
 use crate::precision::Precision;
@@ -170,9 +171,11 @@ pub(super) struct TrainArgs {
     /// Threads that compute, in each rank. [default: the machine's cores divided by the ranks on it]
     #[arg(long)]
     threads: Option<usize>,
-    /// Device that computes: cpu, or cuda or wgpu in a build with that feature.
-    #[arg(long, value_enum, default_value = "cpu")]
-    device: DeviceKind,
+    /// Device that computes: cpu, cuda or cuda:N, wgpu or wgpu:N, in a build with that feature; `gpt2 devices` lists the numbers.
+    /// In a build with `kernel-cache` (which `cuda` includes), compiled kernels are kept in $XDG_CACHE_HOME/isocomm or ~/.cache/isocomm;
+    /// a cubecl.toml, or a burn.toml with a section cubecl, here or in a folder above replaces this default.
+    #[arg(long, default_value_t)]
+    device: DeviceChoice,
     /// Validate every so many steps, and at the end; 0 for never. [default: a quarter of --steps]
     #[arg(long)]
     eval_every: Option<u64>,
@@ -189,13 +192,6 @@ pub(super) struct TrainArgs {
 
 /// More lanes than this are of no use to anyone.
 const MAX_LANES: usize = 256;
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum DeviceKind {
-    Cpu,
-    Cuda,
-    Wgpu,
-}
 
 pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
     job::die_with_parent()?;
@@ -371,7 +367,9 @@ impl Prepared {
         };
         transport_options.check()?;
 
-        let device = device(args.device)?;
+        let Opened { device, largest_tensor } = args.device.open()?;
+        let cuda_device = cuda_ordinal(&device).map(usize::from);
+        let transport_options = TransportOptions { cuda_device, ..transport_options };
         writable_folder(&args.out)?;
 
         let source = CorpusSource::from_path(args.data.clone(), default_cargo_home());
@@ -392,7 +390,10 @@ impl Prepared {
         };
         let workers = options.workers(args.strategy, ranks);
         let share = Share { rank: 0, world: workers, accumulation: args.accumulation };
-        batches.rows_per_micro_step(share)?;
+        let rows = batches.rows_per_micro_step(share)?;
+        if let Some(limit) = largest_tensor {
+            check_tensors(args.device, limit, &model, rows)?;
+        }
         if eval_every > 0 {
             batches.validation(args.eval_batches, share)?;
         }
@@ -480,12 +481,30 @@ fn seconds(seconds: f64) -> Duration {
     Duration::from_secs_f64(seconds.min(1e9))
 }
 
-fn device(kind: DeviceKind) -> Result<Device, CliError> {
-    match kind {
-        DeviceKind::Cpu => Ok(Device::flex()),
-        DeviceKind::Cuda => crate::devices::cuda().map_err(Into::into),
-        DeviceKind::Wgpu => crate::devices::wgpu().map_err(Into::into),
+/// Refuses a model with a tensor of more than `limit` bytes, which the device has no room for in one buffer: parameters, or what `rows`
+/// sequences at once make of them.
+fn check_tensors(device: DeviceChoice, limit: u64, model: &ModelConfig, rows: usize) -> Result<(), CliError> {
+    let tokens = rows * model.block_size;
+    let tensors = [
+        ("logits", tokens * model.vocab_size),
+        ("attention scores", tokens * model.block_size * model.n_head),
+        ("activations", tokens * model.n_embd * 4),
+        // Read back in one piece.
+        ("embeddings", (model.vocab_size + model.block_size) * model.n_embd),
+        ("weights of a block", model.n_embd * model.n_embd * 13),
+    ];
+    let Some((what, values)) = tensors.into_iter().max_by_key(|(_, values)| *values) else { return Ok(()) };
+    let bytes = values as u64 * 4;
+    if bytes > limit {
+        return Err(format!(
+            "--device {device}: the {what} need {:.0} MiB in one piece, and this device allows {:.0}; give a smaller --preset, \
+             --block-size or --batch, a larger --accumulation, or another device",
+            bytes as f64 / (1 << 20) as f64,
+            limit as f64 / (1 << 20) as f64
+        )
+        .into());
     }
+    Ok(())
 }
 
 /// Makes the folder if need be, and finds out now, not after hours of training, whether files can be written there.
