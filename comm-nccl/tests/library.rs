@@ -144,3 +144,40 @@ fn device_memory_is_reduced_in_place() {
         .collect();
     threads.into_iter().for_each(|thread| thread.join().unwrap());
 }
+
+/// An abort ends what runs on every lane, and then the memory of the device comes back: nothing may still write there.
+#[test]
+fn an_abort_gives_device_memory_back() {
+    use comm_core::{Buffer, Call, Communicator, DType, Op};
+
+    let threads: Vec<_> = local::group(2, 2)
+        .into_iter()
+        .map(|rank| {
+            thread::spawn(move || {
+                let control: Arc<dyn Control> = rank.control;
+                let options = NcclOptions::default().on_stand_in();
+                let comm =
+                    NcclCommunicator::connect(control, &options, Deadline::after(Duration::from_secs(20))).unwrap();
+                let device = comm.device().clone();
+                let receive = |lane: usize| {
+                    let memory = device.buffer(DType::F32, &[0; 4000]).unwrap();
+                    let op = Op::Recv { from: 1 - comm.rank() };
+                    comm.start(Call::background(op, Buffer::Device(Box::new(memory)), lane))
+                };
+                let handles = [receive(0), receive(1)];
+                thread::sleep(Duration::from_millis(100));
+                if comm.rank() == 0 {
+                    comm.abort("enough");
+                }
+                let began = Instant::now();
+                for handle in handles {
+                    let failed = handle.wait().unwrap_err();
+                    assert!(matches!(failed.error, Error::Aborted { by: 0, .. }), "{}", failed.error);
+                    assert!(failed.buffer.is_some(), "the memory is lost");
+                }
+                assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+            })
+        })
+        .collect();
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+}
