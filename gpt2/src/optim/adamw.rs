@@ -44,15 +44,7 @@ impl AdamW {
     /// [`OptimError::RangeOutsideSegment`].
     pub fn new(config: AdamWConfig, segment: &SegmentInfo, range: Range<usize>) -> Result<Self, OptimError> {
         let moments = Moments::new(segment, &range)?;
-        let mut runs: Vec<(Range<usize>, bool)> = Vec::new();
-        for (index, part) in tiles(segment, &range) {
-            let decays = segment.params[index].decay;
-            match runs.last_mut() {
-                Some((run, decay)) if *decay == decays => run.end = part.end,
-                _ => runs.push((part, decays)),
-            }
-        }
-        Ok(Self { config, runs, moments })
+        Ok(Self { config, runs: runs(segment, &range), moments })
     }
 
     /// Number of elements of the shard.
@@ -102,21 +94,10 @@ impl AdamW {
         self.moments.check("the parameter slice", params.len())?;
         self.moments.check("the gradient slice", grads.len())?;
         self.moments.steps += 1;
-        let AdamWConfig { beta1, beta2, epsilon, weight_decay } = self.config;
-        let t = self.moments.steps;
-        let scalars = Scalars {
-            grad_factor,
-            mean_weight: (1.0 - beta1) as f32,
-            square_decay: beta2 as f32,
-            square_weight: (1.0 - beta2) as f32,
-            root_correction: (1.0 - integer_power(beta2, t)).sqrt() as f32,
-            epsilon: epsilon as f32,
-            step_size: (learning_rate / (1.0 - integer_power(beta1, t))) as f32,
-            keep: 1.0,
-        };
+        let scalars = Scalars::of(&self.config, self.moments.steps, learning_rate, grad_factor);
+        let kept = Scalars::keep(&self.config, learning_rate);
         for (run, decay) in &self.runs {
-            let scalars =
-                Scalars { keep: if *decay { (1.0 - learning_rate * weight_decay) as f32 } else { 1.0 }, ..scalars };
+            let scalars = Scalars { keep: if *decay { kept } else { 1.0 }, ..scalars };
             params[run.clone()]
                 .par_chunks_mut(TASK)
                 .zip(grads[run.clone()].par_chunks(TASK))
@@ -132,20 +113,53 @@ impl AdamW {
     }
 }
 
+/// Runs of equal treatment that tile the elements `range` of `segment`: (elements, counted from the range's start; whether they decay).
+pub(super) fn runs(segment: &SegmentInfo, range: &Range<usize>) -> Vec<(Range<usize>, bool)> {
+    let mut runs: Vec<(Range<usize>, bool)> = Vec::new();
+    for (index, part) in tiles(segment, range) {
+        let decays = segment.params[index].decay;
+        match runs.last_mut() {
+            Some((run, decay)) if *decay == decays => run.end = part.end,
+            _ => runs.push((part, decays)),
+        }
+    }
+    runs
+}
+
 /// One step's scalars, in the type they are applied in.
 #[derive(Clone, Copy)]
-struct Scalars {
-    grad_factor: f32,
-    mean_weight: f32,
-    square_decay: f32,
-    square_weight: f32,
-    root_correction: f32,
-    epsilon: f32,
-    step_size: f32,
+pub(super) struct Scalars {
+    pub(super) grad_factor: f32,
+    pub(super) mean_weight: f32,
+    pub(super) square_decay: f32,
+    pub(super) square_weight: f32,
+    pub(super) root_correction: f32,
+    pub(super) epsilon: f32,
+    pub(super) step_size: f32,
     keep: f32,
 }
 
 impl Scalars {
+    /// Those of step `t`, counted from 1, for elements that do not decay.
+    pub(super) fn of(config: &AdamWConfig, t: u64, learning_rate: f64, grad_factor: f32) -> Self {
+        let AdamWConfig { beta1, beta2, epsilon, .. } = *config;
+        Scalars {
+            grad_factor,
+            mean_weight: (1.0 - beta1) as f32,
+            square_decay: beta2 as f32,
+            square_weight: (1.0 - beta2) as f32,
+            root_correction: (1.0 - integer_power(beta2, t)).sqrt() as f32,
+            epsilon: epsilon as f32,
+            step_size: (learning_rate / (1.0 - integer_power(beta1, t))) as f32,
+            keep: 1.0,
+        }
+    }
+
+    /// What is left of an element that decays.
+    pub(super) fn keep(config: &AdamWConfig, learning_rate: f64) -> f32 {
+        (1.0 - learning_rate * config.weight_decay) as f32
+    }
+
     /// Never inlined: only as arguments are the slices known not to overlap, without which the loop may not become vector code.
     #[inline(never)]
     fn apply(&self, params: &mut [f32], grads: &[f32], mean: &mut [f32], square: &mut [f32]) {

@@ -1,10 +1,11 @@
-//! Optimizers over flat host vectors, gradient norms, learning-rate schedules and loss scaling.
+//! Optimizers over flat vectors, gradient norms, learning-rate schedules and loss scaling.
 //!
 //! An optimizer owns one contiguous range of one segment, with state for that range alone. Scalars follow PyTorch: computed in f64,
 //! applied in f32. [`AdamW`] is element-wise with a fixed order of operations, so a step over a whole segment and steps over its
 //! shards give the same bits. [`Lamb`] needs norms of whole tensors, so its steps have two phases between which shards add theirs.
 
 mod adamw;
+mod device;
 mod lamb;
 mod norm;
 mod scaler;
@@ -19,6 +20,7 @@ use serde::{Deserialize, Serialize};
 use crate::segments::SegmentInfo;
 
 pub use adamw::{AdamW, AdamWConfig};
+pub use device::{DeviceAdamW, sum_of_squares_on_device};
 pub use lamb::{Lamb, trust_ratio};
 pub use norm::{clip_factor, sum_of_squares};
 pub use scaler::{LossScaler, LossScaling, ScalingError};
@@ -116,7 +118,7 @@ impl OptimizerConfig {
         }
     }
 
-    fn constants(&self) -> AdamWConfig {
+    pub(crate) fn constants(&self) -> AdamWConfig {
         let Self { beta1, beta2, epsilon, weight_decay, .. } = *self;
         AdamWConfig { beta1, beta2, epsilon, weight_decay }
     }
@@ -314,6 +316,12 @@ pub enum OptimError {
         /// The path of the tensor.
         tensor: String,
     },
+    /// A sum of squares could not be computed.
+    #[error("the sum of squares of the gradients failed on the device: {detail}")]
+    Device {
+        /// The device's message.
+        detail: String,
+    },
     /// A sum of squares that cannot be one.
     #[error(
         "optimizer of segment {segment}: the sum of squares of the {what} of {tensor} is {value}; lower the learning rate, or check \
@@ -346,14 +354,7 @@ struct Moments {
 
 impl Moments {
     fn new(segment: &SegmentInfo, range: &Range<usize>) -> Result<Self, OptimError> {
-        if range.start > range.end || range.end > segment.len {
-            return Err(OptimError::RangeOutsideSegment {
-                segment: segment.name.clone(),
-                start: range.start,
-                end: range.end,
-                len: segment.len,
-            });
-        }
+        check_range(segment, range)?;
         let zeros = || vec![0.0; range.len()];
         Ok(Self { segment: segment.name.clone(), mean: zeros(), square: zeros(), steps: 0 })
     }
@@ -381,6 +382,18 @@ impl Moments {
             Err(OptimError::Length { segment: self.segment.clone(), what, len, expected })
         }
     }
+}
+
+fn check_range(segment: &SegmentInfo, range: &Range<usize>) -> Result<(), OptimError> {
+    if range.start > range.end || range.end > segment.len {
+        return Err(OptimError::RangeOutsideSegment {
+            segment: segment.name.clone(),
+            start: range.start,
+            end: range.end,
+            len: segment.len,
+        });
+    }
+    Ok(())
 }
 
 /// The tensors of `segment` that meet `range`: (index, elements counted from the range's start).
