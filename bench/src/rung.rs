@@ -211,6 +211,7 @@ impl Rung {
                     facts: Vec::new(),
                     timeout: options.timeout,
                     ranks_in_process: 1,
+                    native: None,
                     node: None,
                     checked: false,
                     timing_only: self.is_timing_only(),

@@ -5,7 +5,7 @@
 //! - [`tokenizer`], [`corpus`], [`batches`]: text to tokens, and the order of batches as a function of (seed, step, row).
 //! - [`strategy`]: who averages which gradients and updates which parameters, each written once against
 //!   [`Communicator`](comm_core::Communicator), with the formula of its bytes.
-//! - [`precision`]: the types in which a model computes and values travel.
+//! - [`precision`], [`flat`]: the types in which a model computes and values travel, and where they are.
 //! - [`optim`], [`trainer`], [`checkpoint`]: AdamW and LAMB on any shard, schedules, loss scaling, the one training loop, files.
 //! - [`memory`], [`utilization`], [`events`]: what a run takes, and its curves for TensorBoard.
 //! - [`transports`], [`run`]: from the name of a transport to a session, and the ranks of a job.
@@ -23,6 +23,7 @@ mod cross_entropy;
 pub mod devices;
 pub mod env;
 pub mod events;
+pub mod flat;
 mod fused;
 pub mod init;
 mod math;

@@ -423,6 +423,7 @@ impl Link {
             facts,
             timeout: options.timeout,
             ranks_in_process,
+            native: None,
             node: None,
             checked: options.checked,
             timing_only: false,

@@ -25,6 +25,7 @@ pub use pass::{Pass, PassHooks, SegmentGrads};
 
 use crate::config::{ConfigError, ModelConfig};
 use crate::cross_entropy::{self, Placement};
+use crate::flat::Weights;
 use crate::model::{Block, Embedding, FinalNorm, Kernels, Layer, causal_mask};
 use crate::precision::Precision;
 use weights::{Flatten, Release, Upload, read_back};
@@ -273,17 +274,43 @@ impl SegmentedModel {
         if flat.count() != info.len {
             return Err(ModelError::SegmentLength { name: name(), expected: info.len, len: flat.count() });
         }
-        let mut upload = Upload::new(flat, self.compute.precision, info, &self.device)
+        let upload = Upload::new(flat, self.compute.precision, info, &self.device)
             .map_err(|error| ModelError::SegmentType { name: name(), detail: error.to_string() })?;
-        match segment.checked_sub(1) {
-            None => self.embedding = self.embedding.clone().map(&mut upload),
-            Some(block) => match self.blocks.get_mut(block) {
-                Some(block) => *block = block.clone().map(&mut upload),
-                None => self.norm = self.norm.clone().map(&mut upload),
-            },
-        }
+        replace(&mut self.embedding, &mut self.blocks, &mut self.norm, segment, upload);
         self.present[segment] = true;
         Ok(())
+    }
+
+    /// Replaces a segment's weights by the values of one flat tensor on the model's device, rounded to the model's precision. The tensors
+    /// are views of it as far as possible.
+    ///
+    /// # Errors
+    /// [`ModelError::NoSuchSegment`], [`ModelError::SegmentLength`], [`ModelError::SegmentType`].
+    pub fn put_tensor(&mut self, segment: usize, flat: Tensor<1>) -> Result<(), ModelError> {
+        let info = self.info(segment)?;
+        let [len] = flat.dims();
+        if len != info.len {
+            return Err(ModelError::SegmentLength { name: info.name.clone(), expected: info.len, len });
+        }
+        if flat.device() != self.device {
+            let detail = format!("a tensor on {:?} for weights on {:?}", flat.device(), self.device);
+            return Err(ModelError::SegmentType { name: info.name.clone(), detail });
+        }
+        let upload = Upload::cut(flat, self.compute.precision, info, &self.device);
+        replace(&mut self.embedding, &mut self.blocks, &mut self.norm, segment, upload);
+        self.present[segment] = true;
+        Ok(())
+    }
+
+    /// Replaces a segment's weights.
+    ///
+    /// # Errors
+    /// Those of [`put_params`](Self::put_params) or [`put_tensor`](Self::put_tensor).
+    pub fn put_weights(&mut self, segment: usize, weights: Weights) -> Result<(), ModelError> {
+        match weights {
+            Weights::Host(flat) => self.put_params(segment, flat),
+            Weights::Device(flat) => self.put_tensor(segment, flat),
+        }
     }
 
     /// Lets go of a segment's weights.
@@ -420,5 +447,22 @@ impl SegmentedModel {
             return Err(ModelError::TokenOutOfRange { what, token: tokens[index], index, vocab_size });
         }
         Ok(Tensor::from_data(TensorData::new(tokens.to_vec(), [rows, cols]), &self.device))
+    }
+}
+
+/// Puts new values into one segment's tensors.
+fn replace(
+    embedding: &mut Embedding,
+    blocks: &mut [Block],
+    norm: &mut FinalNorm,
+    segment: usize,
+    mut upload: Upload<'_>,
+) {
+    match segment.checked_sub(1) {
+        None => *embedding = embedding.clone().map(&mut upload),
+        Some(block) => match blocks.get_mut(block) {
+            Some(block) => *block = block.clone().map(&mut upload),
+            None => *norm = norm.clone().map(&mut upload),
+        },
     }
 }

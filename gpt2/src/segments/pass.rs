@@ -67,6 +67,11 @@ impl SegmentGrads {
         Tensor::cat(self.parts.into_iter().map(|part| part.cast(FloatDType::F32)).collect(), 0)
     }
 
+    /// Each tensor's gradients as one vector on the device, in the type in which they were computed.
+    pub fn into_parts(self) -> Vec<Tensor<1>> {
+        self.parts
+    }
+
     /// All gradients as one vector of the host. From device memory they come concatenated, in one transfer; in host memory tensor by
     /// tensor, each let go of before the next is widened.
     ///

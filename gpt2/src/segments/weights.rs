@@ -45,6 +45,13 @@ enum Tensors {
 }
 
 impl<'a> Upload<'a> {
+    /// `flat` is on the device and as long as the segment, which the caller has checked.
+    pub(super) fn cut(flat: Tensor<1>, precision: Precision, info: &SegmentInfo, device: &'a Device) -> Self {
+        let shapes: Vec<Shape> = info.params.iter().map(|param| Shape::from(param.shape.clone())).collect();
+        let flat = Box::new(flat.cast(precision.float()));
+        Self { device, tensors: Tensors::Transferred { flat, shapes: shapes.into_iter(), next: 0 } }
+    }
+
     /// `flat` is of type `precision` and as long as the segment, which the caller has checked. At no time are more than the segment
     /// and one of its tensors held.
     pub(super) fn new(

@@ -8,13 +8,14 @@ use comm_core::{Algorithm, Call, Communicator, Op, OpKind, ReduceOp, table};
 use super::clock::Started;
 use super::layout::{Bucket, buckets};
 use super::{Clock, Layout, Put, Strategy, StrategyOptions, put_own};
+use crate::flat::{Flat, Packer};
 use crate::precision::Precision;
 
 /// Gradients in buckets of whole segments, each all-reduced once.
 pub(super) struct Buckets {
     comm: Arc<dyn Communicator>,
-    wire: Precision,
-    precision: Precision,
+    wire: Packer,
+    weights: Packer,
     owned: Vec<Range<usize>>,
     /// In the order in which their gradients come.
     plan: Vec<Bucket>,
@@ -25,7 +26,7 @@ pub(super) struct Buckets {
     /// `None` for the table's choice.
     algorithm: Option<Algorithm>,
     /// Gradients that have come but not left.
-    waiting: Vec<Option<Vec<f32>>>,
+    waiting: Vec<Option<Flat>>,
     /// All-reduces under way, by bucket.
     started: Vec<Started>,
 }
@@ -36,11 +37,12 @@ impl Buckets {
         comm: Arc<dyn Communicator>,
         layout: Layout,
         options: &StrategyOptions,
-        precision: Precision,
+        wire: Packer,
+        weights: Packer,
     ) -> Self {
         let plan = buckets(&layout, options.fusion_bytes, options.fusion_bytes);
         let algorithm = ring(options.wire, comm.world_size());
-        Buckets { algorithm, overlap: false, ..Buckets::new(comm, layout, options, precision, plan) }
+        Buckets { algorithm, ..Buckets::new(comm, layout, false, wire, weights, plan) }
     }
 
     /// `ddp`: buckets that leave while the backward pass goes on.
@@ -48,27 +50,29 @@ impl Buckets {
         comm: Arc<dyn Communicator>,
         layout: Layout,
         options: &StrategyOptions,
-        precision: Precision,
+        wire: Packer,
+        weights: Packer,
     ) -> Self {
         let plan = buckets(&layout, options.first_bucket_bytes, options.bucket_bytes);
-        Buckets::new(comm, layout, options, precision, plan)
+        Buckets::new(comm, layout, options.overlap, wire, weights, plan)
     }
 
     fn new(
         comm: Arc<dyn Communicator>,
         layout: Layout,
-        options: &StrategyOptions,
-        precision: Precision,
+        overlap: bool,
+        wire: Packer,
+        weights: Packer,
         plan: Vec<Bucket>,
     ) -> Self {
         Buckets {
             comm,
-            wire: options.wire,
-            precision,
+            wire,
+            weights,
             owned: layout.everything(),
             labels: labels(&plan),
             plan,
-            overlap: options.overlap,
+            overlap,
             algorithm: None,
             waiting: vec![None; layout.segments()],
             started: Vec::new(),
@@ -76,10 +80,11 @@ impl Buckets {
     }
 
     /// Starts the buckets, in order, whose gradients have all come.
-    fn start_full(&mut self, clock: &mut Clock) {
+    fn start_full(&mut self, clock: &mut Clock) -> comm_core::Result<()> {
         while let Some(bucket) = self.plan.get(self.started.len()) {
-            let (waiting, wire) = (&mut self.waiting, self.wire);
-            let Some(buffer) = clock.pack(|| bucket.take(waiting).map(|flat| wire.pack(flat))) else { return };
+            let (waiting, wire) = (&mut self.waiting, &self.wire);
+            let packed = clock.pack(|| bucket.take(waiting).map(|flat| wire.pack(flat?)));
+            let Some(buffer) = packed.transpose()? else { break };
             let op = Op::AllReduce(ReduceOp::Mean);
             let call = if self.overlap {
                 Call::background(op, buffer, self.started.len() % self.comm.lanes())
@@ -90,6 +95,7 @@ impl Buckets {
             let call = Call { algorithm: self.algorithm, label, ..call };
             self.started.push(clock.start(&*self.comm, call));
         }
+        Ok(())
     }
 }
 
@@ -98,17 +104,14 @@ impl Strategy for Buckets {
         &self.owned
     }
 
-    fn gradient(&mut self, segment: usize, grads: Vec<f32>, clock: &mut Clock) -> comm_core::Result<()> {
+    fn gradient(&mut self, segment: usize, grads: Flat, clock: &mut Clock) -> comm_core::Result<()> {
         self.waiting[segment] = Some(grads);
-        if self.overlap {
-            self.start_full(clock);
-        }
-        Ok(())
+        if self.overlap { self.start_full(clock) } else { Ok(()) }
     }
 
-    fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Vec<f32>>> {
-        self.start_full(clock);
-        let mut grads = vec![Vec::new(); self.owned.len()];
+    fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Flat>> {
+        self.start_full(clock)?;
+        let mut grads = vec![Flat::default(); self.owned.len()];
         for (bucket, handle) in self.plan.iter().zip(std::mem::take(&mut self.started)) {
             let buffer = clock.wait(handle)?;
             clock.unpack(|| -> comm_core::Result<()> {
@@ -119,9 +122,9 @@ impl Strategy for Buckets {
         Ok(grads)
     }
 
-    fn distribute(&mut self, masters: &[Vec<f32>], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
+    fn distribute(&mut self, masters: &[Flat], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
         // Every rank has computed the same.
-        put_own(masters, self.precision, put, clock);
+        put_own(masters, &self.weights, put, clock);
         Ok(())
     }
 }

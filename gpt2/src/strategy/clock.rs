@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use comm_core::{Call, Communicator, Handle, Op};
 use serde::{Deserialize, Serialize};
 
+use crate::flat::Flat;
 use crate::memory::{self, Category};
 use crate::sys::monotonic_ns;
 
@@ -108,6 +109,14 @@ impl Clock {
     /// Runs `work` and counts it as packing, what it allocates as gradients.
     pub fn pack<R>(&mut self, work: impl FnOnce() -> R) -> R {
         self.spend(Activity::Pack, || memory::within(Category::Gradients, work))
+    }
+
+    /// Gradients in host memory. Where they are there already, that takes no time.
+    pub(crate) fn to_host(&mut self, grads: Flat) -> comm_core::Result<Vec<f32>> {
+        match grads {
+            Flat::Host(values) => Ok(values),
+            Flat::Device(_) => self.pack(|| grads.into_host()),
+        }
     }
 
     /// Runs `work` and counts it as unpacking, what it allocates as gradients.

@@ -8,8 +8,8 @@ use comm_core::{Buffer, Call, Communicator, Op, ReduceOp, shard_range};
 
 use super::clock::Started;
 use super::{Clock, Layout, Put, Strategy, StrategyOptions};
+use crate::flat::{Flat, Packer, Weights};
 use crate::memory::{self, Category};
-use crate::precision::Precision;
 
 /// Segments whose whole gradients are in memory at a time: one that is under way, and the next.
 const WHOLE: usize = 2;
@@ -23,8 +23,8 @@ const WHOLE: usize = 2;
 pub(super) struct Fsdp {
     comm: Arc<dyn Communicator>,
     layout: Layout,
-    wire: Precision,
-    precision: Precision,
+    wire: Packer,
+    packer: Packer,
     overlap: bool,
     owned: Vec<Range<usize>>,
     /// What each segment's gradients and weights are called in errors.
@@ -35,8 +35,8 @@ pub(super) struct Fsdp {
     coming: Option<(usize, Started)>,
     started: VecDeque<(usize, Started)>,
     /// With `overlap` off: gradients that wait for the end of the pass.
-    waiting: Vec<(usize, Vec<f32>)>,
-    grads: Vec<Vec<f32>>,
+    waiting: Vec<(usize, Flat)>,
+    grads: Vec<Flat>,
 }
 
 impl Fsdp {
@@ -44,7 +44,8 @@ impl Fsdp {
         comm: Arc<dyn Communicator>,
         layout: Layout,
         options: &StrategyOptions,
-        precision: Precision,
+        wire: Packer,
+        packer: Packer,
     ) -> Self {
         let owned: Vec<_> =
             layout.lengths().iter().map(|len| shard_range(*len, comm.world_size(), comm.rank())).collect();
@@ -55,8 +56,8 @@ impl Fsdp {
             })
             .collect();
         Fsdp {
-            wire: options.wire,
-            precision,
+            wire,
+            packer,
             overlap: options.overlap,
             owned,
             labels,
@@ -64,23 +65,22 @@ impl Fsdp {
             coming: None,
             started: VecDeque::new(),
             waiting: Vec::new(),
-            grads: vec![Vec::new(); layout.segments()],
+            grads: vec![Flat::default(); layout.segments()],
             layout,
             comm,
         }
     }
 
-    fn start_gather(&self, segment: usize, masters: &[Vec<f32>], clock: &mut Clock) -> Started {
+    fn start_gather(&self, segment: usize, masters: &[Flat], clock: &mut Clock) -> comm_core::Result<Started> {
         let (start, count) = (self.owned[segment].start, self.layout.len(segment));
-        let buffer = clock.pack(|| {
-            memory::within(Category::Parameters, || self.precision.pack_into(&masters[segment], start, count))
-        });
+        let buffer = clock
+            .pack(|| memory::within(Category::Parameters, || self.packer.pack_into(&masters[segment], start, count)))?;
         let call = Call::background(Op::AllGather, buffer, 0);
-        clock.start(&*self.comm, call.labelled(self.labels[segment][1].clone()))
+        Ok(clock.start(&*self.comm, call.labelled(self.labels[segment][1].clone())))
     }
 
-    fn start_reduction(&mut self, segment: usize, grads: Vec<f32>, clock: &mut Clock) -> comm_core::Result<()> {
-        let buffer = clock.pack(|| self.wire.pack(grads));
+    fn start_reduction(&mut self, segment: usize, grads: Flat, clock: &mut Clock) -> comm_core::Result<()> {
+        let buffer = clock.pack(|| self.wire.pack(grads))?;
         // Beside the gathers, where there is a second lane.
         let call = Call::background(Op::ReduceScatter(ReduceOp::Mean), buffer, 1 % self.comm.lanes());
         let call = call.labelled(self.labels[segment][0].clone());
@@ -94,7 +94,7 @@ impl Fsdp {
     fn finish_first(&mut self, clock: &mut Clock) -> comm_core::Result<()> {
         let Some((segment, handle)) = self.started.pop_front() else { return Ok(()) };
         let buffer = clock.wait(handle)?;
-        let (wire, range) = (self.wire, self.owned[segment].clone());
+        let (wire, range) = (&self.wire, self.owned[segment].clone());
         self.grads[segment] = clock.unpack(|| wire.unpack_part(buffer, range))?;
         Ok(())
     }
@@ -115,27 +115,31 @@ impl Strategy for Fsdp {
             if training { (0..segments).chain((1..segments).rev()).collect() } else { (0..segments).collect() };
     }
 
-    fn weights(&mut self, segment: usize, masters: &[Vec<f32>], clock: &mut Clock) -> comm_core::Result<Buffer> {
+    fn weights(&mut self, segment: usize, masters: &[Flat], clock: &mut Clock) -> comm_core::Result<Weights> {
         let handle = match self.coming.take() {
             Some((_, handle)) => handle,
             None => {
                 self.to_come.pop_front();
-                self.start_gather(segment, masters, clock)
+                self.start_gather(segment, masters, clock)?
             }
         };
-        clock.wait(handle)
+        let buffer = clock.wait(handle)?;
+        match buffer {
+            Buffer::Host(_) => Ok(Weights::Host(buffer)),
+            Buffer::Device(_) => clock.unpack(|| self.packer.whole(buffer)),
+        }
     }
 
-    fn prefetch(&mut self, masters: &[Vec<f32>], clock: &mut Clock) -> comm_core::Result<()> {
+    fn prefetch(&mut self, masters: &[Flat], clock: &mut Clock) -> comm_core::Result<()> {
         if self.overlap
             && let Some(next) = self.to_come.pop_front()
         {
-            self.coming = Some((next, self.start_gather(next, masters, clock)));
+            self.coming = Some((next, self.start_gather(next, masters, clock)?));
         }
         Ok(())
     }
 
-    fn gradient(&mut self, segment: usize, grads: Vec<f32>, clock: &mut Clock) -> comm_core::Result<()> {
+    fn gradient(&mut self, segment: usize, grads: Flat, clock: &mut Clock) -> comm_core::Result<()> {
         if self.overlap {
             return self.start_reduction(segment, grads, clock);
         }
@@ -143,18 +147,18 @@ impl Strategy for Fsdp {
         Ok(())
     }
 
-    fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Vec<f32>>> {
+    fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Flat>> {
         for (segment, grads) in std::mem::take(&mut self.waiting) {
             self.start_reduction(segment, grads, clock)?;
         }
         while !self.started.is_empty() {
             self.finish_first(clock)?;
         }
-        let empty = vec![Vec::new(); self.grads.len()];
+        let empty = vec![Flat::default(); self.grads.len()];
         Ok(std::mem::replace(&mut self.grads, empty))
     }
 
-    fn distribute(&mut self, _masters: &[Vec<f32>], _put: Put<'_>, _clock: &mut Clock) -> comm_core::Result<()> {
+    fn distribute(&mut self, _masters: &[Flat], _put: Put<'_>, _clock: &mut Clock) -> comm_core::Result<()> {
         // The next pass gathers what it needs.
         Ok(())
     }

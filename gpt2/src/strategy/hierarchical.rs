@@ -10,6 +10,7 @@ use super::buckets::labels;
 use super::clock::{EVERYONE, Started};
 use super::layout::{Bucket, buckets};
 use super::{Clock, Comms, Layout, Put, Strategy, StrategyOptions, put_own};
+use crate::flat::{Flat, Packer};
 use crate::precision::Precision;
 
 /// Each bucket is reduce-scattered inside the node, its shards are all-reduced between the nodes' ranks of the same place, and gathered
@@ -21,13 +22,13 @@ pub(super) struct Hierarchical {
     between: Arc<dyn Communicator>,
     /// What the two groups are called in the step's times.
     groups: Groups,
-    wire: Precision,
-    precision: Precision,
+    wire: Packer,
+    weights: Packer,
     overlap: bool,
     owned: Vec<Range<usize>>,
     plan: Vec<Bucket>,
     labels: Vec<Arc<str>>,
-    waiting: Vec<Option<Vec<f32>>>,
+    waiting: Vec<Option<Flat>>,
     next: usize,
     /// Three stages of a pipeline: a bucket enters the first as it leaves, and moves on one place with each bucket that follows. All
     /// ranks therefore start their operations in one order.
@@ -80,7 +81,8 @@ impl Hierarchical {
         comms: &Comms,
         layout: Layout,
         options: &StrategyOptions,
-        precision: Precision,
+        wire: Packer,
+        weights: Packer,
     ) -> comm_core::Result<Self> {
         let world = &comms.world;
         let (node, inside) = place(world.rank(), ranks_per_node(comms, options)?);
@@ -99,8 +101,8 @@ impl Hierarchical {
             node,
             between,
             groups,
-            wire: options.wire,
-            precision,
+            wire,
+            weights,
             overlap: options.overlap,
             owned: layout.everything(),
             labels: labels(&plan),
@@ -120,8 +122,9 @@ impl Hierarchical {
     /// Starts the buckets, in order, whose gradients have all come.
     fn start_full(&mut self, clock: &mut Clock) -> comm_core::Result<()> {
         while let Some(bucket) = self.plan.get(self.next) {
-            let (waiting, wire) = (&mut self.waiting, self.wire);
-            let Some(buffer) = clock.pack(|| bucket.take(waiting).map(|flat| wire.pack(flat))) else { break };
+            let (waiting, wire) = (&mut self.waiting, &self.wire);
+            let packed = clock.pack(|| bucket.take(waiting).map(|flat| wire.pack(flat?)));
+            let Some(buffer) = packed.transpose()? else { break };
             let op = Op::ReduceScatter(ReduceOp::Mean);
             let call = self.call(op, buffer, 0, self.node.lanes(), self.next);
             let handle = clock.start_among(self.groups.node, &*self.node, call);
@@ -143,7 +146,7 @@ impl Hierarchical {
         let Some((index, handle)) = self.scattering.pop_front() else { return Ok(()) };
         let whole = clock.wait(handle)?;
         let shard = self.shard(index);
-        let part = clock.pack(|| copy_out(&whole, &shard, self.wire))?;
+        let part = clock.pack(|| copy_out(&whole, &shard, self.wire.precision()))?;
         let op = Op::AllReduce(ReduceOp::Mean);
         let call = self.call(op, part, 1, self.between.lanes(), index);
         self.reducing.push_back((index, whole, clock.start_among(self.groups.between, &*self.between, call)));
@@ -172,22 +175,22 @@ impl Strategy for Hierarchical {
         &self.owned
     }
 
-    fn gradient(&mut self, segment: usize, grads: Vec<f32>, clock: &mut Clock) -> comm_core::Result<()> {
+    fn gradient(&mut self, segment: usize, grads: Flat, clock: &mut Clock) -> comm_core::Result<()> {
         self.waiting[segment] = Some(grads);
         if self.overlap { self.start_full(clock) } else { Ok(()) }
     }
 
-    fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Vec<f32>>> {
+    fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Flat>> {
         self.start_full(clock)?;
         while !(self.scattering.is_empty() && self.reducing.is_empty()) {
             self.gather_first(clock)?;
             self.reduce_first(clock)?;
         }
         self.next = 0;
-        let mut grads = vec![Vec::new(); self.owned.len()];
+        let mut grads = vec![Flat::default(); self.owned.len()];
         for (index, handle) in std::mem::take(&mut self.gathering) {
             let buffer = clock.wait(handle)?;
-            let (bucket, wire) = (&self.plan[index], self.wire);
+            let (bucket, wire) = (&self.plan[index], &self.wire);
             clock.unpack(|| -> comm_core::Result<()> {
                 bucket.cut_into(wire.unpack(buffer)?, &mut grads);
                 Ok(())
@@ -196,8 +199,8 @@ impl Strategy for Hierarchical {
         Ok(grads)
     }
 
-    fn distribute(&mut self, masters: &[Vec<f32>], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
-        put_own(masters, self.precision, put, clock);
+    fn distribute(&mut self, masters: &[Flat], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
+        put_own(masters, &self.weights, put, clock);
         Ok(())
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::precision::split;
+use crate::flat::Flat;
 
 /// The model's flat vector: all segments one after another.
 #[derive(Clone, Debug)]
@@ -142,29 +142,23 @@ impl Bucket {
     }
 
     /// Cuts the bucket's values into its segments'.
-    pub(super) fn cut_into(&self, flat: Vec<f32>, segments: &mut [Vec<f32>]) {
-        for (segment, part) in self.segments.iter().zip(split(flat, &self.lengths())) {
+    pub(super) fn cut_into(&self, flat: Flat, segments: &mut [Flat]) {
+        for (segment, part) in self.segments.iter().zip(flat.split(&self.lengths())) {
             segments[*segment] = part;
         }
     }
 
     /// Whether all its segments' gradients have come.
-    pub(super) fn is_complete(&self, waiting: &[Option<Vec<f32>>]) -> bool {
+    pub(super) fn is_complete(&self, waiting: &[Option<Flat>]) -> bool {
         self.segments.iter().all(|segment| waiting[*segment].is_some())
     }
 
     /// Takes its segments' gradients out of `waiting`, as one vector; `None` while one has not come.
-    pub(super) fn take(&self, waiting: &mut [Option<Vec<f32>>]) -> Option<Vec<f32>> {
+    pub(super) fn take(&self, waiting: &mut [Option<Flat>]) -> Option<comm_core::Result<Flat>> {
         if !self.is_complete(waiting) {
             return None;
         }
-        let mut parts = self.segments.iter().filter_map(|segment| waiting[*segment].take());
-        let mut flat = parts.next().unwrap_or_default();
-        flat.reserve_exact(self.len() - flat.len());
-        for part in parts {
-            flat.extend_from_slice(&part);
-        }
-        Some(flat)
+        Some(Flat::concat(self.segments.iter().filter_map(|segment| waiting[*segment].take()), self.len()))
     }
 }
 
@@ -208,9 +202,10 @@ mod tests {
         assert_eq!((bucket.len(), bucket.lengths()), (7, vec![4, 3]));
         assert_eq!(bucket.within(&(2..6)), [(2, 2..4), (1, 0..2)]);
         assert_eq!(bucket.within(&(0..3)), [(2, 0..3), (1, 0..0)]);
-        let mut waiting = vec![None, Some(vec![5.0, 6.0, 7.0]), None];
-        assert_eq!(bucket.take(&mut waiting), None);
-        waiting[2] = Some(vec![1.0, 2.0, 3.0, 4.0]);
-        assert_eq!(bucket.take(&mut waiting).unwrap(), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
+        let mut waiting = vec![None, Some(Flat::Host(vec![5.0, 6.0, 7.0])), None];
+        assert!(bucket.take(&mut waiting).is_none());
+        waiting[2] = Some(Flat::Host(vec![1.0, 2.0, 3.0, 4.0]));
+        let whole = bucket.take(&mut waiting).unwrap().unwrap();
+        assert_eq!(whole.into_host().unwrap(), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
     }
 }

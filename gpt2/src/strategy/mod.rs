@@ -27,12 +27,13 @@ use std::ops::Range;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use comm_core::{Buffer, Communicator};
+use comm_core::{Communicator, Error};
 use serde::{Deserialize, Serialize};
 
 pub use clock::{Activity, Clock, Operation, Partner, Span};
 pub use layout::Layout;
 
+use crate::flat::{DeviceCollectives, Flat, Packer, Weights};
 use crate::memory::{self, Category};
 use crate::precision::Precision;
 
@@ -163,10 +164,12 @@ pub struct Comms {
     pub world: Arc<dyn Communicator>,
     /// The ranks of this rank's node over a transport of their own, where the session has one.
     pub node: Option<Arc<dyn Communicator>>,
+    /// Lends the memory of the device that computes, where `world` works on that.
+    pub native: Option<Arc<dyn DeviceCollectives>>,
 }
 
 /// Takes the weights of a segment, in the type of computation.
-pub type Put<'a> = &'a mut dyn FnMut(usize, Buffer);
+pub type Put<'a> = &'a mut dyn FnMut(usize, Weights);
 
 /// How gradients become updated parameters on all ranks.
 pub trait Strategy: Send {
@@ -194,45 +197,46 @@ pub trait Strategy: Send {
     ///
     /// # Errors
     /// The communicator's.
-    fn weights(&mut self, segment: usize, masters: &[Vec<f32>], clock: &mut Clock) -> comm_core::Result<Buffer> {
+    fn weights(&mut self, segment: usize, masters: &[Flat], clock: &mut Clock) -> comm_core::Result<Weights> {
         let _ = (segment, masters, clock);
-        Err(comm_core::Error::Internal("a strategy that keeps whole models was asked for weights".into()))
+        Err(Error::Internal("a strategy that keeps whole models was asked for weights".into()))
     }
 
     /// The weights that [`weights`](Strategy::weights) returned are in the model: the next ones may come.
     ///
     /// # Errors
     /// The communicator's.
-    fn prefetch(&mut self, masters: &[Vec<f32>], clock: &mut Clock) -> comm_core::Result<()> {
+    fn prefetch(&mut self, masters: &[Flat], clock: &mut Clock) -> comm_core::Result<()> {
         let _ = (masters, clock);
         Ok(())
     }
 
-    /// Takes one segment's gradients (flat f32, already weighed so that the mean over ranks is the global batch's). Segments come in the
-    /// order in which the backward pass ends them: last to first.
+    /// Takes one segment's gradients (already weighed so that the mean over ranks is the global batch's): in f32 in host memory, or on
+    /// the device in the type of computation. Segments come in the order in which the backward pass ends them: last to first.
     ///
     /// # Errors
     /// The communicator's.
-    fn gradient(&mut self, segment: usize, grads: Vec<f32>, clock: &mut Clock) -> comm_core::Result<()>;
+    fn gradient(&mut self, segment: usize, grads: Flat, clock: &mut Clock) -> comm_core::Result<()>;
 
-    /// Returns the gradients, averaged over all ranks that compute, of the owned range of each segment. Called after every segment's
-    /// gradients came.
+    /// Returns the gradients, averaged over all ranks that compute, of the owned range of each segment: in host memory where the
+    /// communicator moved bytes. Called after every segment's gradients came.
     ///
     /// # Errors
     /// The communicator's.
-    fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Vec<f32>>>;
+    fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Flat>>;
 
     /// Puts the weights that follow from all ranks' `masters` (the owned range of each segment) into the model, where it keeps any.
     ///
     /// # Errors
     /// The communicator's.
-    fn distribute(&mut self, masters: &[Vec<f32>], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()>;
+    fn distribute(&mut self, masters: &[Flat], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()>;
 }
 
 /// The strategy for `segments` (their lengths in elements, forward order) of a model that computes in `precision`.
 ///
 /// # Errors
-/// `InvalidArgument` for `single` on several ranks, for a dedicated server without workers, and for nodes that do not divide the ranks.
+/// `InvalidArgument` for `single` on several ranks, for a dedicated server without workers, and for nodes that do not divide the ranks;
+/// `Unsupported` for a strategy that reduces on the host where the communicator works on device memory.
 /// For `hierarchical` also those of [`Communicator::split`]: all ranks call this together.
 pub fn build(
     kind: StrategyKind,
@@ -243,24 +247,34 @@ pub fn build(
 ) -> comm_core::Result<Box<dyn Strategy>> {
     let layout = Layout::new(segments);
     let comm = comms.world.clone();
+    let host_only = matches!(kind, StrategyKind::Ps | StrategyKind::ShardedPs | StrategyKind::Hierarchical);
+    if host_only && comms.native.is_some() {
+        return Err(Error::Unsupported {
+            what: format!("the strategy `{kind}` over {} in device memory", comm.name()),
+            why: "it reduces gradients in host memory; choose ring, ddp, zero1, zero2 or fsdp, or a transport that moves bytes, such \
+                  as tcp"
+                .into(),
+        });
+    }
+    let wire = Packer::new(options.wire, comms.native.clone());
+    let weights = Packer::new(precision, comms.native.clone());
     Ok(match kind {
-        StrategyKind::Single => Box::new(single::Single::new(&*comm, layout, precision)?),
-        StrategyKind::Ps => Box::new(ps::ParameterServer::new(comm, layout, options, precision)?),
+        StrategyKind::Single => Box::new(single::Single::new(&*comm, layout, weights)?),
+        StrategyKind::Ps => Box::new(ps::ParameterServer::new(comm, layout, options, weights)?),
         StrategyKind::ShardedPs => Box::new(sharded_ps::ShardedServer::new(comm, layout, options.wire, precision)),
-        StrategyKind::Ring => Box::new(buckets::Buckets::fused(comm, layout, options, precision)),
-        StrategyKind::Ddp => Box::new(buckets::Buckets::overlapped(comm, layout, options, precision)),
-        StrategyKind::Zero1 => Box::new(zero::Zero::new(comm, layout, options, precision, zero::Stage::One)),
-        StrategyKind::Zero2 => Box::new(zero::Zero::new(comm, layout, options, precision, zero::Stage::Two)),
-        StrategyKind::Fsdp => Box::new(fsdp::Fsdp::new(comm, layout, options, precision)),
-        StrategyKind::Hierarchical => Box::new(hierarchical::Hierarchical::new(comms, layout, options, precision)?),
+        StrategyKind::Ring => Box::new(buckets::Buckets::fused(comm, layout, options, wire, weights)),
+        StrategyKind::Ddp => Box::new(buckets::Buckets::overlapped(comm, layout, options, wire, weights)),
+        StrategyKind::Zero1 => Box::new(zero::Zero::new(comm, layout, options, (wire, weights), zero::Stage::One)),
+        StrategyKind::Zero2 => Box::new(zero::Zero::new(comm, layout, options, (wire, weights), zero::Stage::Two)),
+        StrategyKind::Fsdp => Box::new(fsdp::Fsdp::new(comm, layout, options, wire, weights)),
+        StrategyKind::Hierarchical => Box::new(hierarchical::Hierarchical::new(comms, layout, options, wire, weights)?),
     })
 }
 
 /// Puts weights that this rank has the masters of.
-fn put_own(masters: &[Vec<f32>], precision: Precision, put: Put<'_>, clock: &mut Clock) {
+fn put_own(masters: &[Flat], packer: &Packer, put: Put<'_>, clock: &mut Clock) {
     for (segment, values) in masters.iter().enumerate() {
-        let weights =
-            clock.unpack(|| memory::within(Category::Parameters, || precision.pack_into(values, 0, values.len())));
+        let weights = clock.unpack(|| memory::within(Category::Parameters, || packer.weights(values)));
         put(segment, weights);
     }
 }

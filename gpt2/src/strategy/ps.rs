@@ -8,6 +8,7 @@ use comm_core::{Buffer, Call, Communicator, Error, Op};
 
 use super::clock::Started;
 use super::{Clock, Layout, Put, Strategy, StrategyKind, StrategyOptions, put_own};
+use crate::flat::{Flat, Packer};
 use crate::memory::{self, Category};
 use crate::precision::Precision;
 
@@ -24,7 +25,7 @@ pub(super) struct ParameterServer {
     comm: Arc<dyn Communicator>,
     layout: Layout,
     wire: Precision,
-    precision: Precision,
+    weights: Packer,
     dedicated: bool,
     owned: Vec<Range<usize>>,
     grads: Vec<Vec<f32>>,
@@ -35,7 +36,7 @@ impl ParameterServer {
         comm: Arc<dyn Communicator>,
         layout: Layout,
         options: &StrategyOptions,
-        precision: Precision,
+        weights: Packer,
     ) -> comm_core::Result<Self> {
         let ranks = comm.world_size();
         if options.dedicated_server && ranks == 1 {
@@ -44,7 +45,7 @@ impl ParameterServer {
         let owned = if comm.rank() == SERVER { layout.everything() } else { layout.nothing() };
         let grads = vec![Vec::new(); layout.segments()];
         let (wire, dedicated) = (options.wire, options.serves_only(StrategyKind::Ps, ranks, SERVER));
-        Ok(ParameterServer { comm, layout, wire, precision, dedicated, owned, grads })
+        Ok(ParameterServer { comm, layout, wire, weights, dedicated, owned, grads })
     }
 
     /// Starts `op` with the server's partner `worker`, each worker on a lane of its own as far as lanes go.
@@ -84,22 +85,22 @@ impl Strategy for ParameterServer {
         !(self.dedicated && self.serves())
     }
 
-    fn gradient(&mut self, segment: usize, grads: Vec<f32>, _clock: &mut Clock) -> comm_core::Result<()> {
-        self.grads[segment] = grads;
+    fn gradient(&mut self, segment: usize, grads: Flat, clock: &mut Clock) -> comm_core::Result<()> {
+        self.grads[segment] = clock.to_host(grads)?;
         Ok(())
     }
 
-    fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Vec<f32>>> {
+    fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Flat>> {
         let whole = 0..self.layout.total();
         let empty = vec![Vec::new(); self.layout.segments()];
-        let grads = std::mem::replace(&mut self.grads, empty.clone());
+        let grads = std::mem::replace(&mut self.grads, empty);
         let mine = self.computes().then(|| clock.pack(|| self.wire.pack(self.layout.gather(&grads, &whole))));
         drop(grads);
         let mut sum: Option<Vec<f32>> = match mine {
             Some(mine) if !self.serves() => {
                 let sent = self.start(self.comm.rank(), Op::Send { to: SERVER }, mine, GRADIENTS, clock);
                 clock.wait(sent)?;
-                return Ok(empty);
+                return Ok(vec![Flat::default(); self.layout.segments()]);
             }
             // The server's own gradients are rounded to the wire type like everyone's.
             Some(mine) => Some(clock.unpack(|| self.wire.unpack(mine))?),
@@ -125,31 +126,38 @@ impl Strategy for ParameterServer {
         let mut sum = sum.unwrap_or_default();
         Ok(clock.unpack(|| {
             sum.iter_mut().for_each(|value| *value /= computing as f32);
-            crate::precision::split(sum, &self.layout.lengths())
+            Flat::Host(sum).split(&self.layout.lengths())
         }))
     }
 
-    fn distribute(&mut self, masters: &[Vec<f32>], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
+    fn distribute(&mut self, masters: &[Flat], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
         let whole = self.layout.total();
         if !self.serves() {
-            let empty = memory::within(Category::Parameters, || self.precision.empty(whole));
+            let empty = memory::within(Category::Parameters, || self.weights.precision().empty(whole));
             let arriving = self.start(self.comm.rank(), Op::Recv { from: SERVER }, empty, PARAMETERS, clock);
             let flat = clock.wait(arriving)?;
             let parts = clock
-                .unpack(|| memory::within(Category::Parameters, || self.precision.cut(flat, &self.layout.lengths())))?;
+                .unpack(|| memory::within(Category::Parameters, || self.weights.cut(flat, &self.layout.lengths())))?;
             parts.into_iter().enumerate().for_each(|(segment, part)| put(segment, part));
             return Ok(());
         }
+        let hosts = host_vectors(masters)?;
         let send = |worker: usize, clock: &mut Clock| {
-            let flat = clock.pack(|| memory::within(Category::Parameters, || self.precision.pack(masters.concat())));
+            let pack = || self.weights.precision().pack(hosts.concat());
+            let flat = clock.pack(|| memory::within(Category::Parameters, pack));
             self.start(worker, Op::Send { to: worker }, flat, PARAMETERS, clock)
         };
         self.with_each_worker(clock, send, |handle, clock| clock.wait(handle).map(drop))?;
         if self.computes() {
-            put_own(masters, self.precision, put, clock);
+            put_own(masters, &self.weights, put, clock);
         }
         Ok(())
     }
+}
+
+/// Masters that are all in host memory.
+pub(super) fn host_vectors(masters: &[Flat]) -> comm_core::Result<Vec<&[f32]>> {
+    masters.iter().map(|values| values.host().map(Vec::as_slice)).collect()
 }
 
 /// `sum += values`, element by element.

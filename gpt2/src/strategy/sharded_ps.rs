@@ -6,8 +6,9 @@ use std::sync::Arc;
 use comm_core::{Buffer, Call, Communicator, Op, shard_range};
 
 use super::clock::Started;
-use super::ps::add;
+use super::ps::{add, host_vectors};
 use super::{Clock, Layout, Put, Strategy};
+use crate::flat::{Flat, Weights};
 use crate::memory::{self, Category};
 use crate::precision::Precision;
 
@@ -70,12 +71,12 @@ impl Strategy for ShardedServer {
         &self.owned
     }
 
-    fn gradient(&mut self, segment: usize, grads: Vec<f32>, _clock: &mut Clock) -> comm_core::Result<()> {
-        self.grads[segment] = grads;
+    fn gradient(&mut self, segment: usize, grads: Flat, clock: &mut Clock) -> comm_core::Result<()> {
+        self.grads[segment] = clock.to_host(grads)?;
         Ok(())
     }
 
-    fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Vec<f32>>> {
+    fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Flat>> {
         let rank = self.comm.rank();
         let mine = self.shards[rank].clone();
         let empty = vec![Vec::new(); self.layout.segments()];
@@ -93,12 +94,13 @@ impl Strategy for ShardedServer {
             }
             let ranks = self.comm.world_size() as f32;
             sum.iter_mut().for_each(|value| *value /= ranks);
-            Ok(self.layout.cut(&sum, &mine))
+            Ok(self.layout.cut(&sum, &mine).into_iter().map(Flat::Host).collect())
         })
     }
 
-    fn distribute(&mut self, masters: &[Vec<f32>], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
+    fn distribute(&mut self, masters: &[Flat], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
         let rank = self.comm.rank();
+        let masters = host_vectors(masters)?;
         let own = || memory::within(Category::Parameters, || self.precision.pack(masters.concat()));
         let mut arrived = self.everyone_to_everyone(
             "parameters of a shard",
@@ -120,7 +122,7 @@ impl Strategy for ShardedServer {
                 self.precision.cut(Buffer::Host(whole), &self.layout.lengths())
             })
         })?;
-        parts.into_iter().enumerate().for_each(|(segment, part)| put(segment, part));
+        parts.into_iter().enumerate().for_each(|(segment, part)| put(segment, Weights::Host(part)));
         Ok(())
     }
 }

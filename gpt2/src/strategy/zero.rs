@@ -10,8 +10,8 @@ use super::buckets::labels;
 use super::clock::Started;
 use super::layout::{Bucket, buckets};
 use super::{Clock, Layout, Put, Strategy, StrategyOptions};
+use crate::flat::{Flat, Packer};
 use crate::memory::{self, Category};
-use crate::precision::Precision;
 
 /// How much is sharded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,8 +28,8 @@ const WHOLE: usize = 2;
 /// A reduce-scatter for each bucket of gradients, and an all-gather for its parameters: 2S(N−1)/N each way.
 pub(super) struct Zero {
     comm: Arc<dyn Communicator>,
-    wire: Precision,
-    precision: Precision,
+    wire: Packer,
+    weights: Packer,
     stage: Stage,
     overlap: bool,
     plan: Vec<Bucket>,
@@ -37,12 +37,12 @@ pub(super) struct Zero {
     /// This rank's shard of each bucket.
     shards: Vec<Range<usize>>,
     owned: Vec<Range<usize>>,
-    waiting: Vec<Option<Vec<f32>>>,
+    waiting: Vec<Option<Flat>>,
     /// Buckets started so far.
     next: usize,
     started: VecDeque<(usize, Started)>,
     /// Averaged gradients of the owned ranges that have come.
-    grads: Vec<Vec<f32>>,
+    grads: Vec<Flat>,
 }
 
 impl Zero {
@@ -50,7 +50,7 @@ impl Zero {
         comm: Arc<dyn Communicator>,
         layout: Layout,
         options: &StrategyOptions,
-        precision: Precision,
+        (wire, weights): (Packer, Packer),
         stage: Stage,
     ) -> Self {
         let plan = buckets(&layout, options.first_bucket_bytes, options.bucket_bytes);
@@ -62,8 +62,8 @@ impl Zero {
         }
         Zero {
             comm,
-            wire: options.wire,
-            precision,
+            wire,
+            weights,
             stage,
             overlap: options.overlap,
             labels: labels(&plan),
@@ -73,15 +73,16 @@ impl Zero {
             waiting: vec![None; layout.segments()],
             next: 0,
             started: VecDeque::new(),
-            grads: vec![Vec::new(); layout.segments()],
+            grads: vec![Flat::default(); layout.segments()],
         }
     }
 
     /// Starts the buckets, in order, whose gradients have all come.
     fn start_full(&mut self, clock: &mut Clock) -> comm_core::Result<()> {
         while let Some(bucket) = self.plan.get(self.next).filter(|bucket| bucket.is_complete(&self.waiting)) {
-            let (waiting, wire) = (&mut self.waiting, self.wire);
-            let Some(buffer) = clock.pack(|| bucket.take(waiting).map(|flat| wire.pack(flat))) else { break };
+            let (waiting, wire) = (&mut self.waiting, &self.wire);
+            let packed = clock.pack(|| bucket.take(waiting).map(|flat| wire.pack(flat?)));
+            let Some(buffer) = packed.transpose()? else { break };
             let call = Call::background(Op::ReduceScatter(ReduceOp::Mean), buffer, self.next % self.comm.lanes());
             let call = Call { label: self.labels.get(self.next).cloned(), ..call };
             // Whole buckets are what stage 2 does not keep.
@@ -98,14 +99,22 @@ impl Zero {
     fn finish_first(&mut self, clock: &mut Clock) -> comm_core::Result<()> {
         let Some((index, handle)) = self.started.pop_front() else { return Ok(()) };
         let buffer = clock.wait(handle)?;
-        let (bucket, shard, wire, grads) = (&self.plan[index], &self.shards[index], self.wire, &mut self.grads);
+        let (bucket, shard, wire, grads) = (&self.plan[index], &self.shards[index], &self.wire, &mut self.grads);
         clock.unpack(|| {
-            let flat = wire.unpack_part(buffer, shard.clone())?;
-            let mut rest = flat.as_slice();
-            for (segment, range) in bucket.within(shard) {
-                let (part, others) = rest.split_at(range.len());
-                grads[segment] = part.to_vec();
-                rest = others;
+            let parts = bucket.within(shard);
+            match wire.unpack_part(buffer, shard.clone())? {
+                Flat::Host(flat) => {
+                    let mut rest = flat.as_slice();
+                    for (segment, range) in parts {
+                        let (part, others) = rest.split_at(range.len());
+                        grads[segment] = Flat::Host(part.to_vec());
+                        rest = others;
+                    }
+                }
+                flat @ Flat::Device(_) => {
+                    let lengths: Vec<usize> = parts.iter().map(|(_, range)| range.len()).collect();
+                    parts.iter().zip(flat.split(&lengths)).for_each(|((segment, _), part)| grads[*segment] = part);
+                }
             }
             Ok(())
         })
@@ -117,27 +126,27 @@ impl Strategy for Zero {
         &self.owned
     }
 
-    fn gradient(&mut self, segment: usize, grads: Vec<f32>, clock: &mut Clock) -> comm_core::Result<()> {
+    fn gradient(&mut self, segment: usize, grads: Flat, clock: &mut Clock) -> comm_core::Result<()> {
         self.waiting[segment] = Some(grads);
         if self.overlap { self.start_full(clock) } else { Ok(()) }
     }
 
-    fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Vec<f32>>> {
+    fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Flat>> {
         self.start_full(clock)?;
         while !self.started.is_empty() {
             self.finish_first(clock)?;
         }
         self.next = 0;
-        let empty = vec![Vec::new(); self.grads.len()];
+        let empty = vec![Flat::default(); self.grads.len()];
         Ok(std::mem::replace(&mut self.grads, empty))
     }
 
-    fn distribute(&mut self, masters: &[Vec<f32>], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
+    fn distribute(&mut self, masters: &[Flat], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
         let mut under_way: VecDeque<(&Bucket, Started)> = VecDeque::new();
         let mut finish = |(bucket, handle): (&Bucket, Started), clock: &mut Clock| -> comm_core::Result<()> {
             let whole = clock.wait(handle)?;
-            let parts = clock
-                .unpack(|| memory::within(Category::Parameters, || self.precision.cut(whole, &bucket.lengths())))?;
+            let parts =
+                clock.unpack(|| memory::within(Category::Parameters, || self.weights.cut(whole, &bucket.lengths())))?;
             for (segment, part) in bucket.segments.iter().zip(parts) {
                 put(*segment, part);
             }
@@ -146,11 +155,10 @@ impl Strategy for Zero {
         for (index, (bucket, shard)) in self.plan.iter().zip(&self.shards).enumerate() {
             let buffer = clock.pack(|| {
                 memory::within(Category::Parameters, || {
-                    let own: Vec<f32> =
-                        bucket.segments.iter().flat_map(|segment| masters[*segment].iter().copied()).collect();
-                    self.precision.pack_into(&own, shard.start, bucket.len())
+                    let own = Flat::concat_of(bucket.segments.iter().map(|segment| &masters[*segment]))?;
+                    self.weights.pack_into(&own, shard.start, bucket.len())
                 })
-            });
+            })?;
             let call = Call::background(Op::AllGather, buffer, index % self.comm.lanes());
             let call = call.labelled(format!("parameters, bucket {index}: {}", bucket.name));
             under_way.push_back((bucket, clock.start(&*self.comm, call)));

@@ -8,8 +8,8 @@ use super::rank::Trainer;
 use super::{Parts, RankReport, StepReport, Summary, TrainConfig, TrainError, median};
 use crate::checkpoint::{Checkpoint, WeightsHash};
 use crate::corpus::Corpus;
+use crate::flat::Flat;
 use crate::memory::{self, Usage};
-use crate::optim::Optimizer;
 use crate::peak;
 use crate::strategy::{Layout, StrategyOptions, formula};
 
@@ -107,11 +107,19 @@ impl Trainer<'_> {
         Ok(Checkpoint { config: self.config.model.clone(), tokenizer, step, weights }.save(path)?)
     }
 
+    /// This rank's masters of one segment, in host memory.
+    fn own_masters(&self, segment: usize) -> Result<Cow<'_, [f32]>, TrainError> {
+        Ok(match &self.masters[segment] {
+            Flat::Host(own) => Cow::Borrowed(own),
+            own @ Flat::Device(_) => Cow::Owned(own.clone().into_host()?),
+        })
+    }
+
     /// All masters of one segment, from the ranks that have them.
     fn whole_masters(&self, segment: usize) -> Result<Cow<'_, [f32]>, TrainError> {
-        let own = &self.masters[segment];
+        let own = self.own_masters(segment)?;
         if self.owns_everything() {
-            return Ok(Cow::Borrowed(own));
+            return Ok(own);
         }
         let parts: Vec<(usize, usize)> = self.owned_by.iter().map(|rank| rank[segment]).collect();
         let mut end = 0;
@@ -125,7 +133,7 @@ impl Trainer<'_> {
             end += len;
         }
         let counts: Vec<usize> = parts.iter().map(|(_, len)| *len).collect();
-        Ok(Cow::Owned(self.scalars.all_gather_v(own, &counts)?))
+        Ok(Cow::Owned(self.scalars.all_gather_v(&own, &counts)?))
     }
 
     /// The hash of all masters, after a look whether this rank's model has the weights that follow from them; and, on the rank that
@@ -137,7 +145,7 @@ impl Trainer<'_> {
         for segment in 0..self.masters.len() {
             // Where nothing arrives, there are no others' parts.
             let whole = match self.session.timing_only {
-                true => Cow::Borrowed(self.masters[segment].as_slice()),
+                true => self.own_masters(segment)?,
                 false => self.whole_masters(segment)?,
             };
             hash.add(&whole);
@@ -200,10 +208,7 @@ impl Trainer<'_> {
             expected,
             node_sent: node_sent.get(node_sent.len() / 2).copied(),
             operations: middle(self.operations.clone()).unwrap_or(0),
-            optimizer_steps: (
-                self.optimizers.iter().map(Optimizer::steps).min().unwrap_or(0),
-                self.optimizers.iter().map(Optimizer::steps).max().unwrap_or(0),
-            ),
+            optimizer_steps: self.optimizers.steps(),
             parts: median_parts(steady),
             cpu_utilization: median(steady.iter().map(|report| report.cpu_utilization)),
             gpu_utilization: (!gpu.is_empty()).then(|| median(gpu.into_iter())),

@@ -2,6 +2,7 @@
 
 mod finish;
 mod number;
+mod optimizers;
 mod rank;
 mod traffic;
 
@@ -18,6 +19,7 @@ use crate::batches::{BatchError, LastBatch};
 use crate::checkpoint::CheckpointError;
 use crate::config::ModelConfig;
 use crate::corpus::Corpus;
+use crate::flat::DeviceCollectives;
 use crate::memory;
 use crate::optim::{LearningRate, LossScaling, OptimError, OptimizerConfig, ScalingError};
 use crate::precision::Precision;
@@ -105,6 +107,8 @@ pub struct Session {
     pub timeout: Duration,
     /// Ranks that share this process, for figures that are the process's.
     pub ranks_in_process: usize,
+    /// Lends the memory of the device that computes, where `comm` works on that instead of on bytes in host memory.
+    pub native: Option<Arc<dyn DeviceCollectives>>,
     /// A second communicator among the ranks of this rank's node, for strategies that tell nodes apart.
     pub node: Option<Node>,
     /// Whether ranks compare their calls before every operation, which takes messages of its own.

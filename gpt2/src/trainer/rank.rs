@@ -6,18 +6,20 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use burn::tensor::Device;
-use comm_core::{Buffer, Communicator, CommunicatorExt, ReduceOp};
+use comm_core::{Communicator, CommunicatorExt, ReduceOp};
 
+use super::optimizers::{Optimizers, Places, step_on_device};
 use super::traffic::{Counted, Sent};
 use super::{Observer, Parts, Session, StepReport, TrainConfig, TrainError, ms};
 use crate::batches::{Batches, Share};
 use crate::corpus::Corpus;
 use crate::cross_entropy::Placement;
 use crate::devices;
+use crate::flat::{Flat, Weights};
 use crate::memory::{self, Category, Usage};
-use crate::optim::{LossScaler, LossScaling, Optimizer, clip_factor, sum_of_squares};
+use crate::optim::{LossScaler, LossScaling, Optimizer, clip_factor};
 use crate::peak;
-use crate::segments::{Compute, ModelError, Pass, PassHooks, SegmentGrads, SegmentedModel, TokenBatch, layout};
+use crate::segments::{Compute, Pass, PassHooks, SegmentGrads, SegmentedModel, TokenBatch, layout};
 use crate::strategy::{self, Activity, Clock, Comms, Strategy};
 use crate::utilization::Meter;
 
@@ -35,8 +37,9 @@ pub(super) struct Trainer<'a> {
     pub(super) workers: usize,
     pub(super) strategy: Box<dyn Strategy>,
     /// The f32 parameters that this rank's optimizers update: the owned range of each segment.
-    pub(super) masters: Vec<Vec<f32>>,
-    pub(super) optimizers: Vec<Optimizer>,
+    pub(super) masters: Vec<Flat>,
+    pub(super) optimizers: Optimizers,
+    places: Places,
     scaler: LossScaler,
     /// Where each rank's owned range of each segment begins, and its length: `[rank][segment]`.
     pub(super) owned_by: Vec<Vec<(usize, usize)>>,
@@ -71,7 +74,9 @@ impl<'a> Trainer<'a> {
         let (rank, world) = (comm.rank(), comm.world_size());
         let infos = layout(&config.model)?;
         let lengths: Vec<usize> = infos.iter().map(|segment| segment.len).collect();
-        let comms = Comms { world: comm.clone(), node: session.node.as_ref().map(|node| node.comm.clone()) };
+        let places = Places::new(config, session, device)?;
+        let node = session.node.as_ref().map(|node| node.comm.clone());
+        let comms = Comms { world: comm.clone(), node, native: session.native.clone() };
         let strategy = strategy::build(config.strategy, &comms, &lengths, &config.options, config.precision)?;
         // A device's graphs keep the weights that they have used, and those are to go.
         let recompute = config.recompute || (strategy.brings_weights() && Placement::of(device) == Placement::Device);
@@ -98,12 +103,11 @@ impl<'a> Trainer<'a> {
         let keeps_model = strategy.computes() && !strategy.brings_weights();
         let category = if strategy.brings_weights() { Category::Parameters } else { Category::Optimizer };
         let mut masters = Vec::with_capacity(infos.len());
-        let mut optimizers = Vec::with_capacity(infos.len());
+        let mut optimizers = Optimizers::none(places);
         for (segment, (info, range)) in infos.iter().zip(strategy.owned()).enumerate() {
             let initial = info.initial(&config.model, config.seed);
-            masters.push(memory::within(category, || initial[range.clone()].to_vec()));
-            optimizers
-                .push(memory::within(Category::Optimizer, || Optimizer::new(config.optimizer, info, range.clone()))?);
+            masters.push(memory::within(category, || places.masters(&initial[range.clone()], model.device())));
+            memory::within(Category::Optimizer, || optimizers.push(config.optimizer, info, range.clone()))?;
             if keeps_model {
                 memory::within(Category::Parameters, || model.write_params(segment, &initial))?;
             }
@@ -132,6 +136,7 @@ impl<'a> Trainer<'a> {
             strategy,
             masters,
             optimizers,
+            places,
             scaler,
             owned_by,
             validation,
@@ -162,7 +167,7 @@ impl<'a> Trainer<'a> {
         // the mean over ranks of the sums is the mean over the global batch, however its rows are spread.
         let loss_scale = f64::from(self.scaler.scale());
         let rows_in_step = self.batches.rows_in_step(step) as f64;
-        let mut sums: Vec<Vec<f32>> = vec![Vec::new(); self.masters.len()];
+        let mut sums: Vec<Option<Flat>> = vec![None; self.masters.len()];
         let mut loss = 0.0;
         let accumulation = if self.share.is_some() { self.config.accumulation } else { 0 };
         for micro_step in 0..accumulation {
@@ -178,6 +183,7 @@ impl<'a> Trainer<'a> {
                 clock: &mut clock,
                 sums: &mut sums,
                 is_last: micro_step + 1 == accumulation,
+                on_device: self.places.gradients_on_device,
                 pass: Pass::Forward,
                 since: Instant::now(),
             };
@@ -192,7 +198,9 @@ impl<'a> Trainer<'a> {
         let grads = self.strategy.synchronise(&mut clock)?;
 
         // Loss and norm over all ranks, in one small all-reduce that every strategy needs alike.
-        let squares: f64 = clock.spend(Activity::Optimizer, || grads.iter().map(|grads| sum_of_squares(grads)).sum());
+        let grads = self.optimizers.fetch(grads, &mut clock)?;
+        let unscale = self.scaler.unscale();
+        let squares = clock.spend(Activity::Optimizer, || self.optimizers.sum_of_squares(&grads, unscale))?;
         let mut totals = [loss, squares, f64::from(u8::from(!squares.is_finite()))];
         clock.scalars("loss and gradient norm", || self.scalars.all_reduce(&mut totals, ReduceOp::Sum))?;
         let [loss, all_squares, overflows] = totals;
@@ -207,9 +215,7 @@ impl<'a> Trainer<'a> {
         }
 
         let learning_rate = self.config.learning_rate.at(step);
-        let scaler = &mut self.scaler;
-        let unscale = scaler.unscale();
-        let skipped = scaler.update(overflowed).map_err(|error| TrainError::Scaling { step: step + 1, error })?;
+        let skipped = self.scaler.update(overflowed).map_err(|error| TrainError::Scaling { step: step + 1, error })?;
         if !skipped {
             let clip = if self.config.clip > 0.0 { clip_factor(grad_norm, self.config.clip) } else { 1.0 };
             self.update(grads, learning_rate, clip * unscale, &mut clock)?;
@@ -258,17 +264,24 @@ impl<'a> Trainer<'a> {
     /// Runs the optimizers.
     fn update(
         &mut self,
-        grads: Vec<Vec<f32>>,
+        grads: Vec<Flat>,
         learning_rate: f64,
         factor: f32,
         clock: &mut Clock,
     ) -> Result<(), TrainError> {
-        let _scope = memory::scope(Category::Optimizer);
         let owns_everything = self.owns_everything();
-        let (optimizers, masters) = (&mut self.optimizers, &mut self.masters);
+        let optimizers = match &mut self.optimizers {
+            Optimizers::Host(optimizers) => optimizers,
+            Optimizers::Device(optimizers) => {
+                return step_on_device(optimizers, &mut self.masters, grads, (learning_rate, factor), clock);
+            }
+        };
+        let _scope = memory::scope(Category::Optimizer);
+        let mut masters = self.masters.iter_mut().map(Flat::host_mut).collect::<comm_core::Result<Vec<_>>>()?;
+        let grads = grads.into_iter().map(Flat::into_host).collect::<comm_core::Result<Vec<_>>>()?;
         if !optimizers.iter().any(Optimizer::needs_norms) {
             return clock.spend(Activity::Optimizer, || {
-                for ((optimizer, master), grads) in optimizers.iter_mut().zip(masters).zip(&grads) {
+                for ((optimizer, master), grads) in optimizers.iter_mut().zip(&mut masters).zip(&grads) {
                     optimizer.step(master, grads, learning_rate, factor)?;
                 }
                 drop(grads);
@@ -295,7 +308,7 @@ impl<'a> Trainer<'a> {
             }
         }
         clock.spend(Activity::Optimizer, || {
-            for ((optimizer, master), norms) in optimizers.iter_mut().zip(masters).zip(&norms) {
+            for ((optimizer, master), norms) in optimizers.iter_mut().zip(&mut masters).zip(&norms) {
                 optimizer.apply(master, learning_rate, norms)?;
             }
             Ok(())
@@ -307,10 +320,10 @@ impl<'a> Trainer<'a> {
         let mut outcome = Ok(());
         let mut puts = Vec::new();
         let model = &mut self.model;
-        let mut put = |segment: usize, weights: Buffer| {
+        let mut put = |segment: usize, weights: Weights| {
             let start = Instant::now();
             if outcome.is_ok() {
-                outcome = memory::within(Category::Parameters, || model.put_params(segment, weights));
+                outcome = memory::within(Category::Parameters, || model.put_weights(segment, weights));
             }
             puts.push((start, Instant::now()));
         };
@@ -331,6 +344,7 @@ impl<'a> Trainer<'a> {
                 clock: &mut clock,
                 sums: &mut [],
                 is_last: false,
+                on_device: self.places.gradients_on_device,
                 pass: Pass::Forward,
                 since: Instant::now(),
             };
@@ -381,12 +395,14 @@ fn who_owns_what(scalars: &dyn Communicator, owned: &[Range<usize>]) -> Result<V
 /// A strategy's part in a pass over the model.
 struct Hooks<'a> {
     strategy: &'a mut dyn Strategy,
-    masters: &'a [Vec<f32>],
+    masters: &'a [Flat],
     clock: &'a mut Clock,
     /// Gradients of earlier micro-steps.
-    sums: &'a mut [Vec<f32>],
+    sums: &'a mut [Option<Flat>],
     /// Whether this is the micro-step after which gradients are communicated.
     is_last: bool,
+    /// Whether gradients stay on the device.
+    on_device: bool,
     /// What is being computed, and since when.
     pass: Pass,
     since: Instant,
@@ -419,7 +435,7 @@ impl PassHooks<TrainError> for Hooks<'_> {
             return Ok(());
         }
         let weights = self.strategy.weights(segment, self.masters, self.clock)?;
-        self.clock.unpack(|| memory::within(Category::Parameters, || model.put_params(segment, weights)))?;
+        self.clock.unpack(|| memory::within(Category::Parameters, || model.put_weights(segment, weights)))?;
         self.strategy.prefetch(self.masters, self.clock)?;
         self.compute();
         Ok(())
@@ -438,18 +454,18 @@ impl PassHooks<TrainError> for Hooks<'_> {
         self.stop_computing();
         let segment = grads.segment();
         let sum = &mut self.sums[segment];
-        let flat = self.clock.pack(|| -> Result<Vec<f32>, ModelError> {
-            let flat = grads.into_flat()?;
-            if sum.is_empty() {
-                return Ok(flat);
-            }
-            sum.iter_mut().zip(&flat).for_each(|(sum, value)| *sum += value);
-            Ok(std::mem::take(sum))
+        let on_device = self.on_device;
+        let flat = self.clock.pack(|| -> Result<Flat, TrainError> {
+            let flat = if on_device { Flat::Device(grads.into_parts()) } else { Flat::Host(grads.into_flat()?) };
+            Ok(match sum.take() {
+                Some(sum) => sum.plus(flat)?,
+                None => flat,
+            })
         })?;
         if self.is_last {
             self.strategy.gradient(segment, flat, self.clock)?;
         } else {
-            *sum = flat;
+            *sum = Some(flat);
         }
         self.compute();
         Ok(())

@@ -1,0 +1,133 @@
+//! A rank's optimizers, where the parameters are that they update: in host memory, or on the device.
+
+use std::ops::Range;
+
+use burn::tensor::{Device, Tensor};
+use comm_core::Error;
+
+use super::{Session, TrainConfig, TrainError};
+use crate::cross_entropy::Placement;
+use crate::flat::Flat;
+use crate::memory::{self, Category};
+use crate::optim::{
+    DeviceAdamW, OptimError, Optimizer, OptimizerConfig, OptimizerKind, sum_of_squares, sum_of_squares_on_device,
+};
+use crate::segments::SegmentInfo;
+use crate::strategy::{Activity, Clock, StrategyKind};
+
+/// One for the owned range of each segment.
+pub(super) enum Optimizers {
+    Host(Vec<Optimizer>),
+    Device(Vec<DeviceAdamW>),
+}
+
+/// Where a rank's gradients and masters are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Places {
+    /// Whether the strategy gets gradients on the device.
+    pub(super) gradients_on_device: bool,
+    /// Whether masters and optimizers are there. Else what the strategy returns is read back.
+    pub(super) masters_on_device: bool,
+}
+
+impl Places {
+    /// Gradients stay on the device that computes until the strategy packs them. What a communicator in device memory averages, and what
+    /// nobody has to, is applied there as well; what travels as bytes is in host memory anyway.
+    ///
+    /// # Errors
+    /// `Unsupported` for an optimizer that works in host memory only, where gradients do not come there.
+    pub(super) fn new(config: &TrainConfig, session: &Session, device: &Device) -> Result<Self, Error> {
+        let native = session.native.is_some();
+        let alone = config.strategy == StrategyKind::Single;
+        let gradients_on_device = native || Placement::of(device) == Placement::Device;
+        let kind = config.optimizer.kind;
+        if native && !alone && kind != OptimizerKind::AdamW {
+            return Err(Error::Unsupported {
+                what: format!("the optimizer `{kind}` over {} in device memory", session.comm.name()),
+                why: "it updates parameters in host memory; choose adamw, or a transport that moves bytes, such as tcp"
+                    .into(),
+            });
+        }
+        let masters_on_device = gradients_on_device && (native || alone) && kind == OptimizerKind::AdamW;
+        Ok(Places { gradients_on_device, masters_on_device })
+    }
+
+    /// The masters that begin with these values.
+    pub(super) fn masters(self, initial: &[f32], device: &Device) -> Flat {
+        if self.masters_on_device { Flat::on_device(initial, device) } else { Flat::Host(initial.to_vec()) }
+    }
+}
+
+impl Optimizers {
+    pub(super) fn none(places: Places) -> Self {
+        if places.masters_on_device { Optimizers::Device(Vec::new()) } else { Optimizers::Host(Vec::new()) }
+    }
+
+    /// Adds that of the next segment.
+    pub(super) fn push(
+        &mut self,
+        config: OptimizerConfig,
+        segment: &SegmentInfo,
+        range: Range<usize>,
+    ) -> Result<(), OptimError> {
+        match self {
+            Optimizers::Host(all) => all.push(Optimizer::new(config, segment, range)?),
+            Optimizers::Device(all) => {
+                config.validate()?;
+                all.push(DeviceAdamW::new(config.constants(), segment, range)?);
+            }
+        }
+        Ok(())
+    }
+
+    /// The fewest and the most steps taken, over segments.
+    pub(super) fn steps(&self) -> (u64, u64) {
+        let steps: Vec<u64> = match self {
+            Optimizers::Host(all) => all.iter().map(Optimizer::steps).collect(),
+            Optimizers::Device(all) => all.iter().map(DeviceAdamW::steps).collect(),
+        };
+        (steps.iter().min().copied().unwrap_or(0), steps.iter().max().copied().unwrap_or(0))
+    }
+
+    /// Gradients where the optimizers are: read back, if that is in host memory.
+    pub(super) fn fetch(&self, grads: Vec<Flat>, clock: &mut Clock) -> Result<Vec<Flat>, Error> {
+        match self {
+            Optimizers::Device(_) => Ok(grads),
+            Optimizers::Host(_) => grads.into_iter().map(|grads| Ok(Flat::Host(clock.to_host(grads)?))).collect(),
+        }
+    }
+
+    /// Sum of squares of all gradients, which are scaled by the inverse of `unscale`.
+    pub(super) fn sum_of_squares(&self, grads: &[Flat], unscale: f32) -> Result<f64, TrainError> {
+        match self {
+            Optimizers::Host(_) => {
+                let squares = grads.iter().map(|grads| grads.host().map(|grads| sum_of_squares(grads)));
+                Ok(squares.sum::<Result<f64, Error>>()?)
+            }
+            Optimizers::Device(_) => {
+                let tensors = grads.iter().cloned().map(Flat::into_tensor);
+                let tensors: Vec<Option<Tensor<1>>> = tensors.collect::<Result<_, Error>>()?;
+                Ok(sum_of_squares_on_device(tensors.into_iter().flatten().collect(), unscale)?)
+            }
+        }
+    }
+}
+
+/// Runs optimizers on the device.
+pub(super) fn step_on_device(
+    optimizers: &mut [DeviceAdamW],
+    masters: &mut [Flat],
+    grads: Vec<Flat>,
+    (learning_rate, factor): (f64, f32),
+    clock: &mut Clock,
+) -> Result<(), TrainError> {
+    let _scope = memory::scope(Category::Optimizer);
+    clock.spend(Activity::Optimizer, || {
+        for ((optimizer, master), grads) in optimizers.iter_mut().zip(masters).zip(grads) {
+            let params = std::mem::take(master).into_tensor()?;
+            let updated = optimizer.step(params, grads.into_tensor()?, learning_rate, factor)?;
+            *master = Flat::Device(updated.into_iter().collect());
+        }
+        Ok(())
+    })
+}
