@@ -24,7 +24,8 @@ pub trait DeviceCollectives: Send + Sync {
     fn device(&self) -> &Device;
 
     /// A buffer over the memory of `tensor`, of the tensor's length and type (f32, bf16 or f16), which an operation may read and
-    /// overwrite at once: everything that computes the tensor has ended when this returns, and nothing else uses its memory.
+    /// overwrite at once: everything that computes the tensor has ended when this returns. The tensor shares its memory with no other
+    /// (see [`unshared`]).
     ///
     /// # Errors
     /// `InvalidArgument` for a tensor of another device or type; `Io` where the device fails.
@@ -212,10 +213,13 @@ impl Packer {
     pub(crate) fn pack(&self, values: Flat) -> Result<Buffer> {
         match (values, &self.native) {
             (Flat::Host(values), _) => Ok(self.precision.pack(values)),
-            (Flat::Device(parts), Some(native)) => match joined(parts, self.precision) {
-                Some(whole) => native.lend(whole),
+            (Flat::Device(parts), Some(native)) => {
+                let is_single = parts.len() == 1;
+                match joined(parts, self.precision) {
+                Some(whole) => native.lend(if is_single { unshared(whole) } else { whole }),
                 None => native.lend(Tensor::zeros([0], (native.device(), self.precision.float().into()))),
-            },
+                }
+            }
             (Flat::Device(parts), None) => {
                 let Some(whole) = joined(parts, self.precision) else { return Ok(self.precision.empty(0)) };
                 Ok(match self.precision {
@@ -244,10 +248,9 @@ impl Packer {
                 if range.is_empty() {
                     return Ok(Flat::Device(Vec::new()));
                 }
-                // A part may be a view that keeps the whole in memory. A product, taken while the whole is there, cannot be one.
-                let part = whole.clone().narrow(0, range.start, range.len()).mul_scalar(1.0f32).cast(FloatDType::F32);
-                drop(whole);
-                Ok(Flat::Device(vec![part]))
+                // A view would keep the whole in memory.
+                let part = unshared(whole.narrow(0, range.start, range.len()));
+                Ok(Flat::Device(vec![part.cast(FloatDType::F32)]))
             }
         }
     }
@@ -304,6 +307,15 @@ impl Packer {
             .ok_or_else(|| Error::Internal("a buffer came back in device memory that nobody lent".into()))?
             .take_back(buffer)
     }
+}
+
+/// The same values in memory of their own.
+pub fn unshared(tensor: Tensor<1>) -> Tensor<1> {
+    // An operation reuses its argument's memory only where that is not needed any more.
+    let kept = tensor.clone();
+    let copy = tensor.mul_scalar(1.0f32);
+    drop(kept);
+    copy
 }
 
 /// `parts` rounded to `precision` and concatenated, on the device; `None` of no parts.

@@ -214,6 +214,21 @@ pub fn cuda_device_uuid(ordinal: i32) -> Result<String, String> {
     CudaDriver::load()?.uuid(ordinal)
 }
 
+/// The memory of a CUDA tensor as NCCL takes it, which keeps the tensor; its values are there when this returns.
+///
+/// # Errors
+/// `InvalidArgument` for a tensor of another type or device; `Io` where the device fails.
+#[cfg(all(feature = "cuda", feature = "nccl"))]
+pub(crate) fn cuda_buffer(tensor: burn::tensor::Tensor<1>) -> comm_core::Result<comm_nccl::CudaBuffer> {
+    let (address, dtype) = crate::cuda_memory::address(&tensor)?;
+    let [count] = tensor.dims();
+    // SAFETY: the address is that of `count` contiguous elements of `dtype` in memory that the compute backend allocated in the primary
+    // context of the tensor's device, aligned for any type, and all work on it has ended. The tensor owns it: its pool neither frees nor
+    // moves nor hands out what a tensor still refers to. The tensor goes into the buffer, so that nobody can compute with it meanwhile;
+    // the caller has made sure that no other tensor shares its memory.
+    Ok(unsafe { comm_nccl::CudaBuffer::from_raw(address, dtype, count, Box::new(tensor)) })
+}
+
 /// A device of the CUDA driver.
 #[cfg(feature = "cuda")]
 #[derive(Clone, Debug, PartialEq, Eq)]

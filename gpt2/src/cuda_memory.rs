@@ -1,0 +1,95 @@
+//! Tensors of a CUDA device in the hands of NCCL.
+
+use std::any::Any;
+use std::io;
+
+use burn::tensor::{DType, Device, Tensor};
+use burn_cubecl::cubecl::cuda::CudaRuntime;
+use burn_cubecl::cubecl;
+use burn_cubecl::tensor::CubeTensor;
+use comm_core::{Buffer, Error, Result};
+use comm_nccl::CudaBuffer;
+use cubecl_runtime::runtime::Runtime;
+
+use crate::flat::{DeviceCollectives, unshared};
+use crate::{devices, sys};
+
+/// Lends tensors of one CUDA device to a communicator on NCCL, which has to be of the same device.
+#[derive(Debug)]
+pub struct CudaMemory {
+    device: Device,
+}
+
+impl CudaMemory {
+    /// For the tensors of `device`.
+    ///
+    /// # Errors
+    /// `Unsupported` where that is no CUDA device.
+    pub fn new(device: &Device) -> Result<Self> {
+        if devices::cuda_ordinal(device).is_none() {
+            return Err(Error::Unsupported {
+                what: format!("NCCL on {device:?}"),
+                why: "it works on memory of CUDA devices; choose --device cuda, or another transport".into(),
+            });
+        }
+        Ok(CudaMemory { device: device.clone().without_autodiff() })
+    }
+}
+
+impl DeviceCollectives for CudaMemory {
+    fn device(&self) -> &Device {
+        &self.device
+    }
+
+    fn lend(&self, tensor: Tensor<1>) -> Result<Buffer> {
+        if tensor.device() != self.device {
+            return Err(Error::invalid(format!("a tensor on {:?} for NCCL on {:?}", tensor.device(), self.device)));
+        }
+        Ok(Buffer::Device(Box::new(sys::cuda_buffer(if tensor.can_mut() { tensor } else { unshared(tensor) })?)))
+    }
+
+    fn take_back(&self, buffer: Buffer) -> Result<Tensor<1>> {
+        let foreign = || Error::invalid("a buffer came back from NCCL that was never lent to it");
+        let Buffer::Device(memory) = buffer else { return Err(foreign()) };
+        let memory: Box<dyn Any> = memory;
+        let buffer = memory.downcast::<CudaBuffer>().map_err(|_| foreign())?;
+        let owner = buffer.into_owner().ok_or_else(foreign)?;
+        owner.downcast::<Tensor<1>>().map(|tensor| *tensor).map_err(|_| foreign())
+    }
+}
+
+/// Where the elements of a tensor are in the device's memory, after everything that computes them has ended: a host thread waits for it,
+/// since NCCL's stream knows nothing of the tensors' ones.
+pub(crate) fn address(tensor: &Tensor<1>) -> Result<(u64, comm_core::DType)> {
+    let dtype = match tensor.dtype() {
+        DType::F32 => comm_core::DType::F32,
+        DType::BF16 => comm_core::DType::Bf16,
+        DType::F16 => comm_core::DType::F16,
+        other => return Err(Error::invalid(format!("tensors of {other:?} are not lent to NCCL"))),
+    };
+    let cube = cube(tensor.clone())?;
+    if !cube.is_contiguous() {
+        return Err(Error::Internal("a tensor with gaps was to be lent to NCCL".into()));
+    }
+    let failed = |error: cubecl::server::ServerError| {
+        Error::io("lending a tensor to NCCL", io::Error::other(error.to_string()))
+    };
+    // First the resource: asking for it makes this thread's stream wait for the one on which the tensor is computed. Then that stream.
+    let resource =
+        cube.client.get_resource::<<CudaRuntime as Runtime>::Server>(cube.handle.clone()).map_err(failed)?;
+    cubecl::future::block_on(cube.client.sync_buffers([&cube.handle])).map_err(failed)?;
+    Ok((resource.resource().ptr, dtype))
+}
+
+/// The tensor as the backend has it, once all operations that were put off have been issued.
+fn cube(tensor: Tensor<1>) -> Result<CubeTensor> {
+    let primitive = tensor
+        .try_into_primitive::<burn_cuda::Cuda>()
+        .map_err(|error| Error::invalid(format!("a tensor of no CUDA device: {error:?}")))?;
+    #[cfg(feature = "fusion")]
+    let primitive = {
+        let client = primitive.client.clone();
+        client.resolve_tensor_float::<burn_cubecl::CubeBackend>(primitive)
+    };
+    Ok(primitive)
+}
