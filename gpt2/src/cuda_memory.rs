@@ -4,8 +4,8 @@ use std::any::Any;
 use std::io;
 
 use burn::tensor::{DType, Device, Tensor};
-use burn_cubecl::cubecl::cuda::CudaRuntime;
 use burn_cubecl::cubecl;
+use burn_cubecl::cubecl::cuda::CudaRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use comm_core::{Buffer, Error, Result};
 use comm_nccl::CudaBuffer;
@@ -21,18 +21,9 @@ pub struct CudaMemory {
 }
 
 impl CudaMemory {
-    /// For the tensors of `device`.
-    ///
-    /// # Errors
-    /// `Unsupported` where that is no CUDA device.
-    pub fn new(device: &Device) -> Result<Self> {
-        if devices::cuda_ordinal(device).is_none() {
-            return Err(Error::Unsupported {
-                what: format!("NCCL on {device:?}"),
-                why: "it works on memory of CUDA devices; choose --device cuda, or another transport".into(),
-            });
-        }
-        Ok(CudaMemory { device: device.clone().without_autodiff() })
+    /// For the tensors of `device`; `None` where that is no CUDA device.
+    pub fn new(device: &Device) -> Option<Self> {
+        devices::cuda_ordinal(device).map(|_| CudaMemory { device: device.clone().without_autodiff() })
     }
 }
 
@@ -71,12 +62,10 @@ pub(crate) fn address(tensor: &Tensor<1>) -> Result<(u64, comm_core::DType)> {
     if !cube.is_contiguous() {
         return Err(Error::Internal("a tensor with gaps was to be lent to NCCL".into()));
     }
-    let failed = |error: cubecl::server::ServerError| {
-        Error::io("lending a tensor to NCCL", io::Error::other(error.to_string()))
-    };
+    let failed =
+        |error: cubecl::server::ServerError| Error::io("lending a tensor to NCCL", io::Error::other(error.to_string()));
     // First the resource: asking for it makes this thread's stream wait for the one on which the tensor is computed. Then that stream.
-    let resource =
-        cube.client.get_resource::<<CudaRuntime as Runtime>::Server>(cube.handle.clone()).map_err(failed)?;
+    let resource = cube.client.get_resource::<<CudaRuntime as Runtime>::Server>(cube.handle.clone()).map_err(failed)?;
     cubecl::future::block_on(cube.client.sync_buffers([&cube.handle])).map_err(failed)?;
     Ok((resource.resource().ptr, dtype))
 }

@@ -107,6 +107,7 @@ impl Flat {
     /// The values in one tensor of f32, which are on the device; `None` of no values.
     pub(crate) fn into_tensor(self) -> Result<Option<Tensor<1>>> {
         match self {
+            Flat::Host(values) if values.is_empty() => Ok(None),
             Flat::Host(_) => Err(misplaced()),
             Flat::Device(parts) => Ok(joined(parts, Precision::F32)),
         }
@@ -151,16 +152,44 @@ impl Flat {
         Ok(whole)
     }
 
-    /// Copies of `parts` one after another.
-    pub(crate) fn concat_of<'a>(parts: impl Iterator<Item = &'a Flat> + Clone) -> Result<Flat> {
-        if parts.clone().any(|part| matches!(part, Flat::Device(_))) {
-            return Flat::concat(parts.cloned(), 0);
+    /// Copies of these elements of some vectors, one after another. Without any vector, nothing in host memory.
+    pub(crate) fn concat_of<'a>(parts: impl Iterator<Item = (&'a Flat, Range<usize>)> + Clone) -> Result<Flat> {
+        if parts.clone().any(|(part, _)| matches!(part, Flat::Device(_))) {
+            return Flat::concat(parts.map(|(part, range)| part.slice(range)), 0);
         }
-        let mut whole = Vec::new();
-        for part in parts {
-            whole.extend_from_slice(part.host()?);
+        let mut whole = Vec::with_capacity(parts.clone().map(|(_, range)| range.len()).sum());
+        for (part, range) in parts {
+            whole.extend_from_slice(&part.host()?[range]);
         }
         Ok(Flat::Host(whole))
+    }
+
+    /// A copy of the elements `range`.
+    fn slice(&self, range: Range<usize>) -> Flat {
+        match self {
+            Flat::Host(values) => Flat::Host(values[range].to_vec()),
+            Flat::Device(parts) => {
+                let mut start = 0;
+                let meet = |part: &Tensor<1>| {
+                    let own = start..start + length(part);
+                    start = own.end;
+                    let (begin, end) = (range.start.max(own.start), range.end.min(own.end));
+                    (begin < end).then(|| part.clone().narrow(0, begin - own.start, end - begin))
+                };
+                Flat::Device(parts.iter().filter_map(meet).collect())
+            }
+        }
+    }
+
+    /// Every element divided by `divisor`.
+    pub(crate) fn divided(self, divisor: f32) -> Flat {
+        match self {
+            Flat::Host(mut values) => {
+                values.iter_mut().for_each(|value| *value /= divisor);
+                Flat::Host(values)
+            }
+            Flat::Device(parts) => Flat::Device(parts.into_iter().map(|part| part.div_scalar(divisor)).collect()),
+        }
     }
 
     /// Cut into pieces of these lengths, which together are as long.
@@ -181,7 +210,7 @@ pub enum Weights {
     /// In host memory.
     Host(Buffer),
     /// On the model's device.
-    Device(Tensor<1>),
+    Device(Box<Tensor<1>>),
 }
 
 /// Takes vectors to a communicator and back, in the type in which they travel.
@@ -216,8 +245,8 @@ impl Packer {
             (Flat::Device(parts), Some(native)) => {
                 let is_single = parts.len() == 1;
                 match joined(parts, self.precision) {
-                Some(whole) => native.lend(if is_single { unshared(whole) } else { whole }),
-                None => native.lend(Tensor::zeros([0], (native.device(), self.precision.float().into()))),
+                    Some(whole) => native.lend(if is_single { unshared(whole) } else { whole }),
+                    None => native.lend(Tensor::zeros([0], (native.device(), self.precision.float().into()))),
                 }
             }
             (Flat::Device(parts), None) => {
@@ -235,7 +264,11 @@ impl Packer {
     pub(crate) fn unpack(&self, buffer: Buffer) -> Result<Flat> {
         match buffer {
             Buffer::Host(_) => Ok(Flat::Host(self.precision.unpack(buffer)?)),
-            Buffer::Device(_) => Ok(Flat::Device(vec![self.take_back(buffer)?.cast(FloatDType::F32)])),
+            Buffer::Device(_) => {
+                let whole = self.take_back(buffer)?;
+                let parts = if length(&whole) == 0 { Vec::new() } else { vec![whole.cast(FloatDType::F32)] };
+                Ok(Flat::Device(parts))
+            }
         }
     }
 
@@ -271,13 +304,48 @@ impl Packer {
         self.pack(Flat::Device(whole))
     }
 
+    /// A buffer for `count` values to come.
+    pub(crate) fn empty(&self, count: usize) -> Result<Buffer> {
+        match &self.native {
+            None => Ok(self.precision.empty(count)),
+            Some(native) => native.lend(Tensor::zeros([count], (native.device(), self.precision.float().into()))),
+        }
+    }
+
+    /// Whether values travel in device memory.
+    pub(crate) fn is_native(&self) -> bool {
+        self.native.is_some()
+    }
+
+    /// Cuts what lies one after another in several buffers of weights into the segments'.
+    pub(crate) fn cut_all(&self, buffers: Vec<Buffer>, lengths: &[usize]) -> Result<Vec<Weights>> {
+        if self.is_native() {
+            let parts = buffers.into_iter().filter(|buffer| buffer.count() > 0).map(|buffer| self.take_back(buffer));
+            let whole = joined(parts.collect::<Result<_>>()?, self.precision);
+            return Ok(pieces(whole, lengths)
+                .into_iter()
+                .flatten()
+                .map(|piece| Weights::Device(Box::new(piece)))
+                .collect());
+        }
+        let mut whole = comm_core::HostBuffer::zeros(self.precision.dtype(), lengths.iter().sum());
+        let mut rest = whole.bytes_mut();
+        for buffer in buffers {
+            let Buffer::Host(buffer) = buffer else { return Err(misplaced()) };
+            let (own, others) = rest.split_at_mut(buffer.bytes().len());
+            comm_core::copy(own, buffer.bytes());
+            rest = others;
+        }
+        self.cut(Buffer::Host(whole), lengths)
+    }
+
     /// Cuts a buffer of weights into the segments'.
     pub(crate) fn cut(&self, buffer: Buffer, lengths: &[usize]) -> Result<Vec<Weights>> {
         match buffer {
             Buffer::Host(_) => Ok(self.precision.cut(buffer, lengths)?.into_iter().map(Weights::Host).collect()),
             Buffer::Device(_) => {
                 let pieces = pieces(Some(self.take_back(buffer)?), lengths);
-                Ok(pieces.into_iter().flatten().map(Weights::Device).collect())
+                Ok(pieces.into_iter().flatten().map(|piece| Weights::Device(Box::new(piece))).collect())
             }
         }
     }
@@ -286,7 +354,7 @@ impl Packer {
     pub(crate) fn whole(&self, buffer: Buffer) -> Result<Weights> {
         match buffer {
             Buffer::Host(_) => Ok(Weights::Host(buffer)),
-            Buffer::Device(_) => Ok(Weights::Device(self.take_back(buffer)?)),
+            Buffer::Device(_) => Ok(Weights::Device(Box::new(self.take_back(buffer)?))),
         }
     }
 
@@ -295,7 +363,7 @@ impl Packer {
         match masters {
             Flat::Host(values) => Weights::Host(self.precision.pack_into(values, 0, values.len())),
             Flat::Device(parts) => match joined(parts.clone(), self.precision) {
-                Some(whole) => Weights::Device(whole),
+                Some(whole) => Weights::Device(Box::new(whole)),
                 None => Weights::Host(self.precision.empty(0)),
             },
         }
@@ -349,4 +417,69 @@ fn length(tensor: &Tensor<1>) -> usize {
 
 fn misplaced() -> Error {
     Error::Internal("gradients or parameters are in host memory and on a device at once".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// These pieces on a device.
+    fn device(pieces: &[&[f32]]) -> Flat {
+        let parts = pieces.iter().map(|piece| Flat::on_device(piece, &Device::flex()));
+        Flat::concat(parts, 0).unwrap()
+    }
+
+    #[test]
+    fn vectors_on_a_device_are_cut_and_added_as_those_of_the_host() {
+        let flat = device(&[&[1.0, 2.0], &[], &[3.0, 4.0, 5.0]]);
+        assert_eq!((flat.len(), device(&[&[]]).len()), (5, 0));
+        for (range, expected) in
+            [(0..5, vec![1.0, 2.0, 3.0, 4.0, 5.0]), (1..3, vec![2.0, 3.0]), (3..4, vec![4.0]), (2..2, vec![])]
+        {
+            assert_eq!(flat.slice(range.clone()).into_host().unwrap(), expected);
+            let copy = Flat::concat_of([(&flat, range.clone()), (&flat, range)].into_iter()).unwrap();
+            assert_eq!(copy.into_host().unwrap(), [expected.clone(), expected].concat());
+        }
+        let pieces = flat.clone().split(&[2, 0, 3]).into_iter().map(|piece| piece.into_host().unwrap());
+        assert_eq!(pieces.collect::<Vec<_>>(), [vec![1.0, 2.0], vec![], vec![3.0, 4.0, 5.0]]);
+        let sum = flat.clone().plus(device(&[&[10.0, 20.0], &[30.0, 40.0, 50.0]])).unwrap();
+        assert_eq!(sum.divided(11.0).into_host().unwrap(), [1.0, 2.0, 3.0, 4.0, 5.0]);
+        let otherwise_cut = flat.clone().plus(device(&[&[1.0, 1.0, 1.0, 1.0, 1.0]])).unwrap();
+        assert_eq!(otherwise_cut.into_host().unwrap(), [2.0, 3.0, 4.0, 5.0, 6.0]);
+        assert!(flat.clone().plus(Flat::Host(vec![0.0; 5])).is_err());
+        assert!(Flat::concat([flat.clone(), Flat::Host(vec![0.0])], 6).is_err());
+        assert!(flat.host().is_err() && Flat::Host(vec![1.0]).into_tensor().is_err());
+        assert!(Flat::default().into_tensor().unwrap().is_none());
+    }
+
+    #[test]
+    fn what_is_packed_on_a_device_is_what_the_host_packs() {
+        let values: Vec<f32> = (0..1000).map(|i| (i as f32 - 500.0).powi(3) * 1.3e-5).collect();
+        for precision in Precision::ALL {
+            let packer = Packer::new(precision, None);
+            let on_device = packer.pack(device(&[&values[..333], &values[333..]])).unwrap();
+            let on_host = packer.pack(Flat::Host(values.clone())).unwrap();
+            let (Buffer::Host(on_device), Buffer::Host(on_host)) = (on_device, on_host) else { panic!("{precision}") };
+            assert_eq!(on_device, on_host);
+            assert_eq!(packer.pack(device(&[])).unwrap().count(), 0);
+        }
+    }
+
+    #[test]
+    fn weights_that_lie_in_several_buffers_are_cut_into_segments() {
+        let packer = Packer::new(Precision::Bf16, None);
+        let buffers = [vec![1.0, 2.0, 3.0], vec![], vec![4.0]].map(|values| packer.pack(Flat::Host(values)).unwrap());
+        let pieces = packer.cut_all(buffers.into(), &[1, 3]).unwrap();
+        let pieces: Vec<Vec<bf16>> = pieces
+            .into_iter()
+            .map(|piece| match piece {
+                Weights::Host(buffer) => buffer.into_vec().unwrap(),
+                Weights::Device(_) => panic!("the weights were in host memory"),
+            })
+            .collect();
+        assert_eq!(
+            pieces,
+            [vec![1.0], vec![2.0, 3.0, 4.0]].map(|piece| piece.into_iter().map(bf16::from_f32).collect::<Vec<_>>())
+        );
+    }
 }

@@ -7,9 +7,10 @@ use std::thread;
 
 use burn::tensor::Device;
 use comm_core::control::{StallReport, TcpControl};
-use comm_core::{Control, Deadline, Error, job::Job};
+use comm_core::{Communicator, Control, Deadline, Error, job::Job};
 
 use crate::corpus::Corpus;
+use crate::flat::DeviceCollectives;
 use crate::memory::{self, Category};
 use crate::strategy::StrategyKind;
 use crate::trainer::{Observer, Session, Summary, TrainConfig, TrainError, train};
@@ -152,7 +153,22 @@ pub fn run_rank_over(
         let node = transports::connect_node(kind, &job, config.options.ranks_per_node, &options.options)?;
         session.node = Some(node);
     }
+    session.native = session.native.or_else(|| lender(&*session.comm, device));
     in_pool(config, corpus, &session, options, device, observer)
+}
+
+/// What lends the memory of `device` to `comm`, where both are CUDA's. Otherwise gradients are in host memory, and NCCL copies them.
+fn lender(comm: &dyn Communicator, device: &Device) -> Option<Arc<dyn DeviceCollectives>> {
+    #[cfg(all(feature = "cuda", feature = "nccl"))]
+    {
+        let memory = crate::cuda_memory::CudaMemory::new(device).filter(|_| comm.name() == "nccl")?;
+        Some(Arc::new(memory))
+    }
+    #[cfg(not(all(feature = "cuda", feature = "nccl")))]
+    {
+        let _ = (comm, device);
+        None
+    }
 }
 
 /// Whether the ranks of a node get a transport of their own.

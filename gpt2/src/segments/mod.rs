@@ -137,6 +137,12 @@ pub enum ModelError {
         /// The device's message.
         detail: String,
     },
+    /// The device could not do what it was asked to.
+    #[error("the device failed: {detail}")]
+    Waiting {
+        /// The device's message.
+        detail: String,
+    },
     /// A tensor got no gradient, or data could not be read from the device.
     #[error("segment {segment}: {what} failed on the device: {detail}")]
     Device {
@@ -240,6 +246,14 @@ impl SegmentedModel {
         &self.infos
     }
 
+    /// Waits until the device has done what it was asked to.
+    ///
+    /// # Errors
+    /// [`ModelError::Waiting`] if it fails.
+    pub fn wait(&self) -> Result<(), ModelError> {
+        self.device.sync().map_err(|error| ModelError::Waiting { detail: error.to_string() })
+    }
+
     /// A segment's weights as one vector of f32, read back once.
     ///
     /// # Errors
@@ -309,7 +323,7 @@ impl SegmentedModel {
     pub fn put_weights(&mut self, segment: usize, weights: Weights) -> Result<(), ModelError> {
         match weights {
             Weights::Host(flat) => self.put_params(segment, flat),
-            Weights::Device(flat) => self.put_tensor(segment, flat),
+            Weights::Device(flat) => self.put_tensor(segment, *flat),
         }
     }
 

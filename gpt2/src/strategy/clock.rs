@@ -111,8 +111,8 @@ impl Clock {
         self.spend(Activity::Pack, || memory::within(Category::Gradients, work))
     }
 
-    /// Gradients in host memory. Where they are there already, that takes no time.
-    pub(crate) fn to_host(&mut self, grads: Flat) -> comm_core::Result<Vec<f32>> {
+    /// The same gradients in host memory. Where they are there already, that takes no time.
+    pub(crate) fn fetch(&mut self, grads: Flat) -> comm_core::Result<Vec<f32>> {
         match grads {
             Flat::Host(values) => Ok(values),
             Flat::Device(_) => self.pack(|| grads.into_host()),

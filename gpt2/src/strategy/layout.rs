@@ -76,25 +76,14 @@ impl Layout {
     }
 
     /// The elements `part` of the flat vector.
-    pub(super) fn gather(&self, segments: &[Vec<f32>], part: &Range<usize>) -> Vec<f32> {
-        let mut flat = Vec::with_capacity(part.len());
-        for (values, range) in segments.iter().zip(self.within(part)) {
-            flat.extend_from_slice(&values[range]);
-        }
-        flat
+    pub(super) fn gather(&self, segments: &[Flat], part: &Range<usize>) -> comm_core::Result<Flat> {
+        Flat::concat_of(segments.iter().zip(self.within(part)))
     }
 
     /// Cuts the elements `part` of the flat vector into their segments.
-    pub(super) fn cut(&self, flat: &[f32], part: &Range<usize>) -> Vec<Vec<f32>> {
-        let mut rest = flat;
-        self.within(part)
-            .into_iter()
-            .map(|range| {
-                let (own, others) = rest.split_at(range.len());
-                rest = others;
-                own.to_vec()
-            })
-            .collect()
+    pub(super) fn cut(&self, flat: Flat, part: &Range<usize>) -> Vec<Flat> {
+        let lengths: Vec<usize> = self.within(part).into_iter().map(|range| range.len()).collect();
+        flat.split(&lengths)
     }
 }
 

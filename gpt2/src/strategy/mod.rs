@@ -76,6 +76,11 @@ impl StrategyKind {
         StrategyKind::Hierarchical,
     ];
 
+    /// Whether it can work in the memory of a device alone. Others get gradients in host memory, whatever communicates.
+    pub fn works_in_device_memory(self) -> bool {
+        self != StrategyKind::Hierarchical
+    }
+
     /// Its name on the command line.
     pub fn name(self) -> &'static str {
         match self {
@@ -235,8 +240,7 @@ pub trait Strategy: Send {
 /// The strategy for `segments` (their lengths in elements, forward order) of a model that computes in `precision`.
 ///
 /// # Errors
-/// `InvalidArgument` for `single` on several ranks, for a dedicated server without workers, and for nodes that do not divide the ranks;
-/// `Unsupported` for a strategy that reduces on the host where the communicator works on device memory.
+/// `InvalidArgument` for `single` on several ranks, for a dedicated server without workers, and for nodes that do not divide the ranks.
 /// For `hierarchical` also those of [`Communicator::split`]: all ranks call this together.
 pub fn build(
     kind: StrategyKind,
@@ -247,21 +251,13 @@ pub fn build(
 ) -> comm_core::Result<Box<dyn Strategy>> {
     let layout = Layout::new(segments);
     let comm = comms.world.clone();
-    let host_only = matches!(kind, StrategyKind::Ps | StrategyKind::ShardedPs | StrategyKind::Hierarchical);
-    if host_only && comms.native.is_some() {
-        return Err(Error::Unsupported {
-            what: format!("the strategy `{kind}` over {} in device memory", comm.name()),
-            why: "it reduces gradients in host memory; choose ring, ddp, zero1, zero2 or fsdp, or a transport that moves bytes, such \
-                  as tcp"
-                .into(),
-        });
-    }
-    let wire = Packer::new(options.wire, comms.native.clone());
-    let weights = Packer::new(precision, comms.native.clone());
+    let native = comms.native.clone().filter(|_| kind.works_in_device_memory());
+    let wire = Packer::new(options.wire, native.clone());
+    let weights = Packer::new(precision, native);
     Ok(match kind {
         StrategyKind::Single => Box::new(single::Single::new(&*comm, layout, weights)?),
-        StrategyKind::Ps => Box::new(ps::ParameterServer::new(comm, layout, options, weights)?),
-        StrategyKind::ShardedPs => Box::new(sharded_ps::ShardedServer::new(comm, layout, options.wire, precision)),
+        StrategyKind::Ps => Box::new(ps::ParameterServer::new(comm, layout, options, wire, weights)?),
+        StrategyKind::ShardedPs => Box::new(sharded_ps::ShardedServer::new(comm, layout, wire, weights)),
         StrategyKind::Ring => Box::new(buckets::Buckets::fused(comm, layout, options, wire, weights)),
         StrategyKind::Ddp => Box::new(buckets::Buckets::overlapped(comm, layout, options, wire, weights)),
         StrategyKind::Zero1 => Box::new(zero::Zero::new(comm, layout, options, (wire, weights), zero::Stage::One)),

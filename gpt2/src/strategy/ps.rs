@@ -10,7 +10,6 @@ use super::clock::Started;
 use super::{Clock, Layout, Put, Strategy, StrategyKind, StrategyOptions, put_own};
 use crate::flat::{Flat, Packer};
 use crate::memory::{self, Category};
-use crate::precision::Precision;
 
 /// The rank that serves.
 const SERVER: usize = 0;
@@ -24,11 +23,11 @@ const PARAMETERS: &str = "the server's parameters";
 pub(super) struct ParameterServer {
     comm: Arc<dyn Communicator>,
     layout: Layout,
-    wire: Precision,
+    wire: Packer,
     weights: Packer,
     dedicated: bool,
     owned: Vec<Range<usize>>,
-    grads: Vec<Vec<f32>>,
+    grads: Vec<Flat>,
 }
 
 impl ParameterServer {
@@ -36,6 +35,7 @@ impl ParameterServer {
         comm: Arc<dyn Communicator>,
         layout: Layout,
         options: &StrategyOptions,
+        wire: Packer,
         weights: Packer,
     ) -> comm_core::Result<Self> {
         let ranks = comm.world_size();
@@ -43,8 +43,8 @@ impl ParameterServer {
             return Err(Error::invalid("a dedicated parameter server needs at least one worker beside it: 2 ranks"));
         }
         let owned = if comm.rank() == SERVER { layout.everything() } else { layout.nothing() };
-        let grads = vec![Vec::new(); layout.segments()];
-        let (wire, dedicated) = (options.wire, options.serves_only(StrategyKind::Ps, ranks, SERVER));
+        let grads = vec![Flat::default(); layout.segments()];
+        let dedicated = options.serves_only(StrategyKind::Ps, ranks, SERVER);
         Ok(ParameterServer { comm, layout, wire, weights, dedicated, owned, grads })
     }
 
@@ -58,7 +58,7 @@ impl ParameterServer {
     fn with_each_worker(
         &self,
         clock: &mut Clock,
-        start: impl Fn(usize, &mut Clock) -> Started,
+        start: impl Fn(usize, &mut Clock) -> comm_core::Result<Started>,
         mut finish: impl FnMut(Started, &mut Clock) -> comm_core::Result<()>,
     ) -> comm_core::Result<()> {
         let mut under_way: VecDeque<Started> = VecDeque::new();
@@ -66,7 +66,7 @@ impl ParameterServer {
             if under_way.len() >= self.comm.lanes() {
                 under_way.pop_front().map_or(Ok(()), |first| finish(first, clock))?;
             }
-            under_way.push_back(start(worker, clock));
+            under_way.push_back(start(worker, clock)?);
         }
         under_way.into_iter().try_for_each(|handle| finish(handle, clock))
     }
@@ -85,55 +85,52 @@ impl Strategy for ParameterServer {
         !(self.dedicated && self.serves())
     }
 
-    fn gradient(&mut self, segment: usize, grads: Flat, clock: &mut Clock) -> comm_core::Result<()> {
-        self.grads[segment] = clock.to_host(grads)?;
+    fn gradient(&mut self, segment: usize, grads: Flat, _clock: &mut Clock) -> comm_core::Result<()> {
+        self.grads[segment] = grads;
         Ok(())
     }
 
     fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Flat>> {
         let whole = 0..self.layout.total();
-        let empty = vec![Vec::new(); self.layout.segments()];
-        let grads = std::mem::replace(&mut self.grads, empty);
-        let mine = self.computes().then(|| clock.pack(|| self.wire.pack(self.layout.gather(&grads, &whole))));
+        let empty = vec![Flat::default(); self.layout.segments()];
+        let grads = std::mem::replace(&mut self.grads, empty.clone());
+        let mine = self.computes().then(|| clock.pack(|| self.wire.pack(self.layout.gather(&grads, &whole)?)));
         drop(grads);
-        let mut sum: Option<Vec<f32>> = match mine {
+        let mut sum: Option<Flat> = match mine.transpose()? {
             Some(mine) if !self.serves() => {
                 let sent = self.start(self.comm.rank(), Op::Send { to: SERVER }, mine, GRADIENTS, clock);
                 clock.wait(sent)?;
-                return Ok(vec![Flat::default(); self.layout.segments()]);
+                return Ok(empty);
             }
             // The server's own gradients are rounded to the wire type like everyone's.
             Some(mine) => Some(clock.unpack(|| self.wire.unpack(mine))?),
             None => None,
         };
         let receive = |worker: usize, clock: &mut Clock| {
-            let buffer = memory::within(Category::Gradients, || self.wire.empty(whole.len()));
-            self.start(worker, Op::Recv { from: worker }, buffer, GRADIENTS, clock)
+            let buffer = memory::within(Category::Gradients, || self.wire.empty(whole.len()))?;
+            Ok(self.start(worker, Op::Recv { from: worker }, buffer, GRADIENTS, clock))
         };
         let finish = |handle: Started, clock: &mut Clock| {
             let theirs = clock.wait(handle)?;
             clock.unpack(|| -> comm_core::Result<()> {
                 let theirs = self.wire.unpack(theirs)?;
-                match &mut sum {
-                    Some(sum) => add(sum, &theirs),
-                    None => sum = Some(theirs),
-                }
+                sum = Some(match sum.take() {
+                    Some(sum) => sum.plus(theirs)?,
+                    None => theirs,
+                });
                 Ok(())
             })
         };
         self.with_each_worker(clock, receive, finish)?;
         let computing = self.comm.world_size() - usize::from(self.dedicated);
-        let mut sum = sum.unwrap_or_default();
-        Ok(clock.unpack(|| {
-            sum.iter_mut().for_each(|value| *value /= computing as f32);
-            Flat::Host(sum).split(&self.layout.lengths())
-        }))
+        let sum = sum.unwrap_or_default();
+        Ok(clock.unpack(|| sum.divided(computing as f32).split(&self.layout.lengths())))
     }
 
     fn distribute(&mut self, masters: &[Flat], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
         let whole = self.layout.total();
         if !self.serves() {
-            let empty = memory::within(Category::Parameters, || self.weights.precision().empty(whole));
+            let empty = memory::within(Category::Parameters, || self.weights.empty(whole))?;
             let arriving = self.start(self.comm.rank(), Op::Recv { from: SERVER }, empty, PARAMETERS, clock);
             let flat = clock.wait(arriving)?;
             let parts = clock
@@ -141,28 +138,15 @@ impl Strategy for ParameterServer {
             parts.into_iter().enumerate().for_each(|(segment, part)| put(segment, part));
             return Ok(());
         }
-        let hosts = host_vectors(masters)?;
         let send = |worker: usize, clock: &mut Clock| {
-            let pack = || self.weights.precision().pack(hosts.concat());
-            let flat = clock.pack(|| memory::within(Category::Parameters, pack));
-            self.start(worker, Op::Send { to: worker }, flat, PARAMETERS, clock)
+            let pack = || self.weights.pack(self.layout.gather(masters, &(0..whole))?);
+            let flat = clock.pack(|| memory::within(Category::Parameters, pack))?;
+            Ok(self.start(worker, Op::Send { to: worker }, flat, PARAMETERS, clock))
         };
         self.with_each_worker(clock, send, |handle, clock| clock.wait(handle).map(drop))?;
         if self.computes() {
             put_own(masters, &self.weights, put, clock);
         }
         Ok(())
-    }
-}
-
-/// Masters that are all in host memory.
-pub(super) fn host_vectors(masters: &[Flat]) -> comm_core::Result<Vec<&[f32]>> {
-    masters.iter().map(|values| values.host().map(Vec::as_slice)).collect()
-}
-
-/// `sum += values`, element by element.
-pub(super) fn add(sum: &mut [f32], values: &[f32]) {
-    for (sum, value) in sum.iter_mut().zip(values) {
-        *sum += value;
     }
 }

@@ -6,32 +6,30 @@ use std::sync::Arc;
 use comm_core::{Buffer, Call, Communicator, Op, shard_range};
 
 use super::clock::Started;
-use super::ps::{add, host_vectors};
 use super::{Clock, Layout, Put, Strategy};
-use crate::flat::{Flat, Weights};
+use crate::flat::{Flat, Packer};
 use crate::memory::{self, Category};
-use crate::precision::Precision;
 
 /// Every rank sends shard s of its gradients to rank s, which averages them in rank order, updates its parameters and sends them to
 /// everyone: 2S(N−1)/N each way, evenly.
 pub(super) struct ShardedServer {
     comm: Arc<dyn Communicator>,
     layout: Layout,
-    wire: Precision,
-    precision: Precision,
+    wire: Packer,
+    weights: Packer,
     /// The shard of each rank, in the flat vector.
     shards: Vec<Range<usize>>,
     owned: Vec<Range<usize>>,
-    grads: Vec<Vec<f32>>,
+    grads: Vec<Flat>,
 }
 
 impl ShardedServer {
-    pub(super) fn new(comm: Arc<dyn Communicator>, layout: Layout, wire: Precision, precision: Precision) -> Self {
+    pub(super) fn new(comm: Arc<dyn Communicator>, layout: Layout, wire: Packer, weights: Packer) -> Self {
         let ranks = comm.world_size();
         let shards: Vec<_> = (0..ranks).map(|rank| shard_range(layout.total(), ranks, rank)).collect();
         let owned = layout.within(&shards[comm.rank()]);
-        let grads = vec![Vec::new(); layout.segments()];
-        ShardedServer { comm, layout, wire, precision, shards, owned, grads }
+        let grads = vec![Flat::default(); layout.segments()];
+        ShardedServer { comm, layout, wire, weights, shards, owned, grads }
     }
 
     /// One message from every rank to every other: `outgoing(peer)` leaves, and a buffer like `incoming(peer)` arrives. Returns what
@@ -40,8 +38,8 @@ impl ShardedServer {
         &self,
         what: &'static str,
         clock: &mut Clock,
-        mut outgoing: impl FnMut(usize) -> Buffer,
-        mut incoming: impl FnMut(usize) -> Buffer,
+        mut outgoing: impl FnMut(usize) -> comm_core::Result<Buffer>,
+        mut incoming: impl FnMut(usize) -> comm_core::Result<Buffer>,
     ) -> comm_core::Result<Vec<Option<Buffer>>> {
         let (rank, ranks) = (self.comm.rank(), self.comm.world_size());
         let mut leaving = Vec::new();
@@ -50,11 +48,11 @@ impl ShardedServer {
             // Messages to higher ranks and to lower ones on lanes of their own, where there are two: both directions at once.
             let lane = usize::from(from > to) % self.comm.lanes();
             if from == rank {
-                let buffer = clock.pack(|| outgoing(to));
+                let buffer = clock.pack(|| outgoing(to))?;
                 let call = Call::background(Op::Send { to }, buffer, lane);
                 leaving.push(clock.start(&*self.comm, call.labelled(what)));
             } else {
-                let call = Call::background(Op::Recv { from }, incoming(from), lane);
+                let call = Call::background(Op::Recv { from }, incoming(from)?, lane);
                 arriving[from] = Some(clock.start(&*self.comm, call.labelled(what)));
             }
         }
@@ -71,58 +69,53 @@ impl Strategy for ShardedServer {
         &self.owned
     }
 
-    fn gradient(&mut self, segment: usize, grads: Flat, clock: &mut Clock) -> comm_core::Result<()> {
-        self.grads[segment] = clock.to_host(grads)?;
+    fn gradient(&mut self, segment: usize, grads: Flat, _clock: &mut Clock) -> comm_core::Result<()> {
+        self.grads[segment] = grads;
         Ok(())
     }
 
     fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Flat>> {
         let rank = self.comm.rank();
         let mine = self.shards[rank].clone();
-        let empty = vec![Vec::new(); self.layout.segments()];
+        let empty = vec![Flat::default(); self.layout.segments()];
         let grads = std::mem::replace(&mut self.grads, empty);
-        let shard_of = |owner: usize| self.wire.pack(self.layout.gather(&grads, &self.shards[owner]));
-        let own = clock.pack(|| shard_of(rank));
+        let shard_of = |owner: usize| self.wire.pack(self.layout.gather(&grads, &self.shards[owner])?);
+        let own = clock.pack(|| shard_of(rank))?;
         let incoming = |_| memory::within(Category::Gradients, || self.wire.empty(mine.len()));
         let mut arrived = self.everyone_to_everyone("gradients of a shard", clock, shard_of, incoming)?;
         drop(grads);
         arrived[rank] = Some(own);
         clock.unpack(|| {
-            let mut sum = vec![0.0; mine.len()];
+            let mut sum = (!self.wire.is_native()).then(|| Flat::Host(vec![0.0; mine.len()]));
             for buffer in arrived.into_iter().flatten() {
-                add(&mut sum, &self.wire.unpack(buffer)?);
+                let theirs = self.wire.unpack(buffer)?;
+                sum = Some(match sum.take() {
+                    Some(sum) => sum.plus(theirs)?,
+                    None => theirs,
+                });
             }
-            let ranks = self.comm.world_size() as f32;
-            sum.iter_mut().for_each(|value| *value /= ranks);
-            Ok(self.layout.cut(&sum, &mine).into_iter().map(Flat::Host).collect())
+            let sum = sum.unwrap_or_default().divided(self.comm.world_size() as f32);
+            Ok(self.layout.cut(sum, &mine))
         })
     }
 
     fn distribute(&mut self, masters: &[Flat], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
         let rank = self.comm.rank();
-        let masters = host_vectors(masters)?;
-        let own = || memory::within(Category::Parameters, || self.precision.pack(masters.concat()));
+        let masters = masters.iter().map(|values| (values, 0..values.len()));
+        let own = || memory::within(Category::Parameters, || self.weights.pack(Flat::concat_of(masters.clone())?));
         let mut arrived = self.everyone_to_everyone(
             "parameters of a shard",
             clock,
             |_| own(),
-            |owner| memory::within(Category::Parameters, || self.precision.empty(self.shards[owner].len())),
+            |owner| memory::within(Category::Parameters, || self.weights.empty(self.shards[owner].len())),
         )?;
-        arrived[rank] = Some(clock.pack(own));
+        arrived[rank] = Some(clock.pack(own)?);
         let parts = clock.unpack(|| {
             memory::within(Category::Parameters, || {
-                let mut whole = comm_core::HostBuffer::zeros(self.precision.dtype(), self.layout.total());
-                let width = self.precision.dtype().size();
-                for (shard, buffer) in self.shards.iter().zip(arrived) {
-                    if let Some(Buffer::Host(buffer)) = buffer {
-                        let range = shard.start * width..shard.end * width;
-                        comm_core::copy(&mut whole.bytes_mut()[range], buffer.bytes());
-                    }
-                }
-                self.precision.cut(Buffer::Host(whole), &self.layout.lengths())
+                self.weights.cut_all(arrived.into_iter().flatten().collect(), &self.layout.lengths())
             })
         })?;
-        parts.into_iter().enumerate().for_each(|(segment, part)| put(segment, Weights::Host(part)));
+        parts.into_iter().enumerate().for_each(|(segment, part)| put(segment, part));
         Ok(())
     }
 }

@@ -155,7 +155,9 @@ impl Strategy for Zero {
         for (index, (bucket, shard)) in self.plan.iter().zip(&self.shards).enumerate() {
             let buffer = clock.pack(|| {
                 memory::within(Category::Parameters, || {
-                    let own = Flat::concat_of(bucket.segments.iter().map(|segment| &masters[*segment]))?;
+                    let own = Flat::concat_of(
+                        bucket.segments.iter().map(|segment| (&masters[*segment], 0..masters[*segment].len())),
+                    )?;
                     self.weights.pack_into(&own, shard.start, bucket.len())
                 })
             })?;

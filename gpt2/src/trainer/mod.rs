@@ -395,6 +395,9 @@ fn run(
     if let Some(reason) = trainer.no_gpu_figures() {
         observer.warning(&format!("no figures of the GPU: {reason}"));
     }
+    if let Some(reason) = trainer.staged() {
+        observer.warning(reason);
+    }
     observer.started(config.steps);
     let mut reports = Vec::new();
     let mut validations = Vec::new();

@@ -1,18 +1,19 @@
 //! A rank's optimizers, where the parameters are that they update: in host memory, or on the device.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use burn::tensor::{Device, Tensor};
 use comm_core::Error;
 
 use super::{Session, TrainConfig, TrainError};
 use crate::cross_entropy::Placement;
-use crate::flat::Flat;
+use crate::flat::{DeviceCollectives, Flat};
 use crate::memory::{self, Category};
 use crate::optim::{
     DeviceAdamW, OptimError, Optimizer, OptimizerConfig, OptimizerKind, sum_of_squares, sum_of_squares_on_device,
 };
-use crate::segments::SegmentInfo;
+use crate::segments::{SegmentInfo, SegmentedModel};
 use crate::strategy::{Activity, Clock, StrategyKind};
 
 /// One for the owned range of each segment.
@@ -22,8 +23,12 @@ pub(super) enum Optimizers {
 }
 
 /// Where a rank's gradients and masters are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone)]
 pub(super) struct Places {
+    /// Lends the device's memory to the communicator.
+    pub(super) native: Option<Arc<dyn DeviceCollectives>>,
+    /// What keeps gradients from staying in the device's memory although the communicator works on that.
+    pub(super) staged: Option<String>,
     /// Whether the strategy gets gradients on the device.
     pub(super) gradients_on_device: bool,
     /// Whether masters and optimizers are there. Else what the strategy returns is read back.
@@ -32,34 +37,47 @@ pub(super) struct Places {
 
 impl Places {
     /// Gradients stay on the device that computes until the strategy packs them. What a communicator in device memory averages, and what
-    /// nobody has to, is applied there as well; what travels as bytes is in host memory anyway.
+    /// nobody has to, is applied there as well; what travels as bytes is in host memory anyway. A strategy or an optimizer that works in
+    /// host memory only gets gradients there, whatever the communicator.
     ///
     /// # Errors
-    /// `Unsupported` for an optimizer that works in host memory only, where gradients do not come there.
+    /// `InvalidArgument` where the communicator works on the memory of another device.
     pub(super) fn new(config: &TrainConfig, session: &Session, device: &Device) -> Result<Self, Error> {
-        let native = session.native.is_some();
-        let alone = config.strategy == StrategyKind::Single;
-        let gradients_on_device = native || Placement::of(device) == Placement::Device;
-        let kind = config.optimizer.kind;
-        if native && !alone && kind != OptimizerKind::AdamW {
-            return Err(Error::Unsupported {
-                what: format!("the optimizer `{kind}` over {} in device memory", session.comm.name()),
-                why: "it updates parameters in host memory; choose adamw, or a transport that moves bytes, such as tcp"
-                    .into(),
-            });
+        let TrainConfig { strategy, optimizer: OptimizerConfig { kind: optimizer, .. }, .. } = *config;
+        let works_there = optimizer == OptimizerKind::AdamW;
+        let mut native = session.native.clone();
+        if let Some(native) = &native
+            && *native.device() != device.clone().without_autodiff()
+        {
+            return Err(Error::invalid(format!(
+                "{} works on the memory of {:?}, and the model is on {device:?}",
+                session.comm.name(),
+                native.device()
+            )));
         }
-        let masters_on_device = gradients_on_device && (native || alone) && kind == OptimizerKind::AdamW;
-        Ok(Places { gradients_on_device, masters_on_device })
+        let mut staged = None;
+        if native.is_some() && !(works_there && strategy.works_in_device_memory()) {
+            let who = if works_there { format!("strategy {strategy}") } else { format!("optimizer {optimizer}") };
+            staged = Some(format!(
+                "gradients travel through host memory although {} works on the device's: the {who} needs them there",
+                session.comm.name()
+            ));
+            native = None;
+        }
+        let gradients_on_device = native.is_some() || Placement::of(device) == Placement::Device;
+        let stays = native.is_some() || strategy == StrategyKind::Single;
+        let masters_on_device = gradients_on_device && stays && works_there;
+        Ok(Places { native, staged, gradients_on_device, masters_on_device })
     }
 
     /// The masters that begin with these values.
-    pub(super) fn masters(self, initial: &[f32], device: &Device) -> Flat {
+    pub(super) fn masters(&self, initial: &[f32], device: &Device) -> Flat {
         if self.masters_on_device { Flat::on_device(initial, device) } else { Flat::Host(initial.to_vec()) }
     }
 }
 
 impl Optimizers {
-    pub(super) fn none(places: Places) -> Self {
+    pub(super) fn none(places: &Places) -> Self {
         if places.masters_on_device { Optimizers::Device(Vec::new()) } else { Optimizers::Host(Vec::new()) }
     }
 
@@ -93,7 +111,7 @@ impl Optimizers {
     pub(super) fn fetch(&self, grads: Vec<Flat>, clock: &mut Clock) -> Result<Vec<Flat>, Error> {
         match self {
             Optimizers::Device(_) => Ok(grads),
-            Optimizers::Host(_) => grads.into_iter().map(|grads| Ok(Flat::Host(clock.to_host(grads)?))).collect(),
+            Optimizers::Host(_) => grads.into_iter().map(|grads| Ok(Flat::Host(clock.fetch(grads)?))).collect(),
         }
     }
 
@@ -119,6 +137,7 @@ pub(super) fn step_on_device(
     masters: &mut [Flat],
     grads: Vec<Flat>,
     (learning_rate, factor): (f64, f32),
+    model: &SegmentedModel,
     clock: &mut Clock,
 ) -> Result<(), TrainError> {
     let _scope = memory::scope(Category::Optimizer);
@@ -128,6 +147,7 @@ pub(super) fn step_on_device(
             let updated = optimizer.step(params, grads.into_tensor()?, learning_rate, factor)?;
             *master = Flat::Device(updated.into_iter().collect());
         }
-        Ok(())
+        // So that the time is counted here.
+        Ok(model.wait()?)
     })
 }

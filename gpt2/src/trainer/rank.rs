@@ -76,7 +76,7 @@ impl<'a> Trainer<'a> {
         let lengths: Vec<usize> = infos.iter().map(|segment| segment.len).collect();
         let places = Places::new(config, session, device)?;
         let node = session.node.as_ref().map(|node| node.comm.clone());
-        let comms = Comms { world: comm.clone(), node, native: session.native.clone() };
+        let comms = Comms { world: comm.clone(), node, native: places.native.clone() };
         let strategy = strategy::build(config.strategy, &comms, &lengths, &config.options, config.precision)?;
         // A device's graphs keep the weights that they have used, and those are to go.
         let recompute = config.recompute || (strategy.brings_weights() && Placement::of(device) == Placement::Device);
@@ -103,7 +103,7 @@ impl<'a> Trainer<'a> {
         let keeps_model = strategy.computes() && !strategy.brings_weights();
         let category = if strategy.brings_weights() { Category::Parameters } else { Category::Optimizer };
         let mut masters = Vec::with_capacity(infos.len());
-        let mut optimizers = Optimizers::none(places);
+        let mut optimizers = Optimizers::none(&places);
         for (segment, (info, range)) in infos.iter().zip(strategy.owned()).enumerate() {
             let initial = info.initial(&config.model, config.seed);
             masters.push(memory::within(category, || places.masters(&initial[range.clone()], model.device())));
@@ -189,9 +189,13 @@ impl<'a> Trainer<'a> {
             };
             let scale = (weight * loss_scale * self.config.loss_factor) as f32;
             let mean = memory::within(Category::Activations, || {
-                let mean = self.model.train::<TrainError>(&batch, scale, &mut hooks);
+                let mean = self.model.train::<TrainError>(&batch, scale, &mut hooks)?;
+                if self.places.gradients_on_device {
+                    // Else what comes next would wait for it, and be taken for slow.
+                    self.model.wait()?;
+                }
                 hooks.stop_computing();
-                mean
+                Ok::<f64, TrainError>(mean)
             })?;
             loss += mean * batch.rows as f64 / rows_in_step;
         }
@@ -273,7 +277,8 @@ impl<'a> Trainer<'a> {
         let optimizers = match &mut self.optimizers {
             Optimizers::Host(optimizers) => optimizers,
             Optimizers::Device(optimizers) => {
-                return step_on_device(optimizers, &mut self.masters, grads, (learning_rate, factor), clock);
+                let step = (learning_rate, factor);
+                return step_on_device(optimizers, &mut self.masters, grads, step, &self.model, clock);
             }
         };
         let _scope = memory::scope(Category::Optimizer);
@@ -373,6 +378,11 @@ impl<'a> Trainer<'a> {
     /// Why there are no figures of the GPU that computes, if one does.
     pub(super) fn no_gpu_figures(&self) -> Option<String> {
         devices::cuda_ordinal(self.model.device()).and(self.meter.no_gpu()).map(str::to_string)
+    }
+
+    /// Why gradients leave the device although the communicator works on its memory, if they do.
+    pub(super) fn staged(&self) -> Option<&str> {
+        self.places.staged.as_deref()
     }
 
     /// Whether every rank's optimizer updates every parameter.
