@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use comm_core::control::TcpControl;
-use comm_core::launch::Launch;
+use comm_core::launch::{Launch, Output};
 use comm_core::{Buffer, Call, Communicator, CommunicatorExt, Control, DType, Deadline, Job, Op, ReduceOp};
 use comm_nccl::{CudaBuffer, NcclCommunicator, NcclOptions};
 
@@ -44,7 +44,8 @@ fn run() -> Result<ExitCode, Failure> {
     let Some(job) = Job::from_env()? else {
         comm_nccl::available()?;
         let args = std::env::args_os().skip(1).collect();
-        let launch = Launch { args, ..Launch::new(std::env::current_exe()?, settings.ranks) };
+        let launch =
+            Launch { args, output: Output::RankZeroPlain, ..Launch::new(std::env::current_exe()?, settings.ranks) };
         return Ok(ExitCode::from(launch.run()?.code as u8));
     };
     let patience = Deadline::after(Duration::from_secs(30));

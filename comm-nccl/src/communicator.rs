@@ -18,6 +18,9 @@ use crate::connect;
 use crate::core::{Core, Io, Members, Owner, Place, Source};
 use crate::sys::{CudaBuffer, DataType, Device, UNIQUE_ID_BYTES};
 
+/// The name under which [`NcclCommunicator::facts`] has the number of the CUDA device.
+pub const DEVICE_FACT: &str = "cuda device";
+
 /// Collectives by NCCL, one rank a GPU.
 ///
 /// Buffers on the GPU ([`CudaBuffer`]) are worked on where they are; those in host memory travel through memory of the lane on the GPU.
@@ -64,7 +67,7 @@ impl NcclCommunicator {
             ("nccl", library.version_text()),
             ("nccl library", library.path().display().to_string()),
             ("gpu", device.name().unwrap_or_else(|_| "unknown".into())),
-            ("cuda device", device.ordinal().to_string()),
+            (DEVICE_FACT, device.ordinal().to_string()),
         ]
         .map(|(name, value)| (name.to_string(), value))
         .into()

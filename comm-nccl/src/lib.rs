@@ -17,7 +17,7 @@ use std::path::PathBuf;
 
 use comm_core::{DType, Error};
 
-pub use communicator::NcclCommunicator;
+pub use communicator::{DEVICE_FACT, NcclCommunicator};
 pub use options::NcclOptions;
 pub use sys::{CudaBuffer, Device, Library, SHARE_VARIABLE, share_gpu};
 

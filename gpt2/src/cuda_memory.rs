@@ -45,29 +45,42 @@ impl DeviceCollectives for CudaMemory {
         let memory: Box<dyn Any> = memory;
         let buffer = memory.downcast::<CudaBuffer>().map_err(|_| foreign())?;
         let owner = buffer.into_owner().ok_or_else(foreign)?;
-        owner.downcast::<Tensor<1>>().map(|tensor| *tensor).map_err(|_| foreign())
+        owner.downcast::<Lent>().map(|lent| lent.tensor).map_err(|_| foreign())
     }
 }
 
+/// A tensor that was lent, and what keeps its memory in place meanwhile.
+pub(crate) struct Lent {
+    pub(crate) tensor: Tensor<1>,
+    /// A binding: the backend moves what is only held by a tensor when it tidies its memory.
+    pub(crate) place: Box<dyn Any + Send>,
+}
+
+/// Where a lent tensor is: its address, and the type of its elements.
+pub(crate) type Address = (u64, comm_core::DType);
+
 /// Where the elements of a tensor are in the device's memory, after everything that computes them has ended: a host thread waits for it,
-/// since NCCL's stream knows nothing of the tensors' ones.
-pub(crate) fn address(tensor: &Tensor<1>) -> Result<(u64, comm_core::DType)> {
+/// since NCCL's stream knows nothing of the tensors' ones. They stay there while the result lives.
+pub(crate) fn place(tensor: Tensor<1>) -> Result<(Address, Lent)> {
     let dtype = match tensor.dtype() {
         DType::F32 => comm_core::DType::F32,
         DType::BF16 => comm_core::DType::Bf16,
         DType::F16 => comm_core::DType::F16,
         other => return Err(Error::invalid(format!("tensors of {other:?} are not lent to NCCL"))),
     };
+    let failed = |error: String| Error::io("lending a tensor to NCCL", io::Error::other(error));
+    // All that was put off, by whichever thread of the backend runs it.
+    tensor.device().sync().map_err(|error| failed(error.to_string()))?;
     let cube = cube(tensor.clone())?;
     if !cube.is_contiguous() {
         return Err(Error::Internal("a tensor with gaps was to be lent to NCCL".into()));
     }
-    let failed =
-        |error: cubecl::server::ServerError| Error::io("lending a tensor to NCCL", io::Error::other(error.to_string()));
     // First the resource: asking for it makes this thread's stream wait for the one on which the tensor is computed. Then that stream.
-    let resource = cube.client.get_resource::<<CudaRuntime as Runtime>::Server>(cube.handle.clone()).map_err(failed)?;
-    cubecl::future::block_on(cube.client.sync_buffers([&cube.handle])).map_err(failed)?;
-    Ok((resource.resource().ptr, dtype))
+    let resource = cube.client.get_resource::<<CudaRuntime as Runtime>::Server>(cube.handle.clone());
+    let resource = resource.map_err(|error| failed(error.to_string()))?;
+    let waited = cubecl::future::block_on(cube.client.sync_buffers([&cube.handle]));
+    waited.map_err(|error| failed(error.to_string()))?;
+    Ok(((resource.resource().ptr, dtype), Lent { tensor, place: Box::new(resource) }))
 }
 
 /// The tensor as the backend has it, once all operations that were put off have been issued.

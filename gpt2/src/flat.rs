@@ -55,6 +55,18 @@ impl Default for Flat {
 }
 
 impl Flat {
+    /// The pieces on the device.
+    ///
+    /// # Errors
+    /// `Internal` for what is in host memory.
+    pub(crate) fn pieces(&self) -> Result<Vec<Tensor<1>>> {
+        match self {
+            Flat::Device(pieces) => Ok(pieces.clone()),
+            Flat::Host(values) if values.is_empty() => Ok(Vec::new()),
+            Flat::Host(_) => Err(misplaced()),
+        }
+    }
+
     /// `values` on `device`.
     pub(crate) fn on_device(values: &[f32], device: &Device) -> Self {
         let tensor = |values: &[f32]| {

@@ -7,9 +7,10 @@ use std::thread;
 
 use burn::tensor::Device;
 use comm_core::control::{StallReport, TcpControl};
-use comm_core::{Communicator, Control, Deadline, Error, job::Job};
+use comm_core::{Control, Deadline, Error, job::Job};
 
 use crate::corpus::Corpus;
+use crate::devices;
 use crate::flat::DeviceCollectives;
 use crate::memory::{self, Category};
 use crate::strategy::StrategyKind;
@@ -114,7 +115,10 @@ pub fn run_rank(
     device: &Device,
     observer: &mut (dyn Observer + Send),
 ) -> Result<Summary, TrainError> {
-    let connect = |control| transports::connect(options.transport, control, &options.options);
+    // NCCL works on the device that computes.
+    let cuda_device = options.options.cuda_device.or_else(|| devices::cuda_ordinal(device).map(usize::from));
+    let of_transport = TransportOptions { cuda_device, ..options.options.clone() };
+    let connect = |control| transports::connect(options.transport, control, &of_transport);
     let name = options.transport.name();
     if job.rank == 0 {
         run_rank_over(job, config, corpus, options, (name, &connect), device, observer)
@@ -140,7 +144,7 @@ pub fn run_rank_over(
     device: &Device,
     observer: &mut (dyn Observer + Send),
 ) -> Result<Summary, TrainError> {
-    let agreement = agreement(config, corpus, options, transport);
+    let agreement = agreement(config, corpus, options, transport, device);
     let agreement: Vec<(&str, String)> = agreement.iter().map(|(name, value)| (name.as_str(), value.clone())).collect();
     let deadline = Deadline::after(options.options.timeout);
     let control = TcpControl::connect_with(job, &agreement, options.options.control(), deadline)?;
@@ -153,21 +157,37 @@ pub fn run_rank_over(
         let node = transports::connect_node(kind, &job, config.options.ranks_per_node, &options.options)?;
         session.node = Some(node);
     }
-    session.native = session.native.or_else(|| lender(&*session.comm, device));
+    if session.native.is_none() {
+        session.native = lender(&session, device).inspect_err(|error| session.control.poison(error))?;
+    }
     in_pool(config, corpus, &session, options, device, observer)
 }
 
-/// What lends the memory of `device` to `comm`, where both are CUDA's. Otherwise gradients are in host memory, and NCCL copies them.
-fn lender(comm: &dyn Communicator, device: &Device) -> Option<Arc<dyn DeviceCollectives>> {
+/// What lends the memory of `device` to the communicator, where both are CUDA's. Otherwise gradients are in host memory, and NCCL copies
+/// them.
+///
+/// # Errors
+/// `InvalidArgument` where NCCL is of another CUDA device.
+fn lender(session: &Session, device: &Device) -> Result<Option<Arc<dyn DeviceCollectives>>, Error> {
     #[cfg(all(feature = "cuda", feature = "nccl"))]
     {
-        let memory = crate::cuda_memory::CudaMemory::new(device).filter(|_| comm.name() == "nccl")?;
-        Some(Arc::new(memory))
+        let Some(memory) = crate::cuda_memory::CudaMemory::new(device).filter(|_| session.comm.name() == "nccl") else {
+            return Ok(None);
+        };
+        let mine = devices::cuda_ordinal(device).map(|ordinal| ordinal.to_string()).unwrap_or_default();
+        let theirs = session.facts.iter().find(|(name, _)| name == comm_nccl::DEVICE_FACT).map(|(_, value)| value);
+        if theirs != Some(&mine) {
+            return Err(Error::invalid(format!(
+                "the model is on CUDA device {mine}, and NCCL on {}; give both the same (TransportOptions::cuda_device)",
+                theirs.map_or("one that it does not name", String::as_str)
+            )));
+        }
+        Ok(Some(Arc::new(memory)))
     }
     #[cfg(not(all(feature = "cuda", feature = "nccl")))]
     {
-        let _ = (comm, device);
-        None
+        let _ = (session, device);
+        Ok(None)
     }
 }
 
@@ -195,11 +215,24 @@ fn report_stalls(control: &dyn Control) -> Result<(), Error> {
 }
 
 /// What all ranks must agree on before the first step, as (name, value).
-fn agreement(config: &TrainConfig, corpus: &Corpus, options: &RankOptions, transport: &str) -> Vec<(String, String)> {
+fn agreement(
+    config: &TrainConfig,
+    corpus: &Corpus,
+    options: &RankOptions,
+    transport: &str,
+    device: &Device,
+) -> Vec<(String, String)> {
+    // Arithmetic differs between kinds of devices, and replicas must not.
+    let device = match devices::cuda_ordinal(device) {
+        Some(_) => "cuda",
+        None if *device == Device::flex() => "cpu",
+        None => "wgpu",
+    };
     let mut items: Vec<(String, String)> = [
         ("program", format!("gpt2 {}", env!("CARGO_PKG_VERSION"))),
         ("algorithms", format!("{} ({})", comm_core::table::TABLE, comm_core::Table::fixed().fingerprint())),
         ("transport", transport.to_string()),
+        ("device", device.to_string()),
         ("transport inside a node", options.node_transport.map_or("the same".into(), |kind| kind.to_string())),
         ("lanes", options.options.lanes.to_string()),
         ("checked", options.options.checked.to_string()),

@@ -220,13 +220,13 @@ pub fn cuda_device_uuid(ordinal: i32) -> Result<String, String> {
 /// `InvalidArgument` for a tensor of another type or device; `Io` where the device fails.
 #[cfg(all(feature = "cuda", feature = "nccl"))]
 pub(crate) fn cuda_buffer(tensor: burn::tensor::Tensor<1>) -> comm_core::Result<comm_nccl::CudaBuffer> {
-    let (address, dtype) = crate::cuda_memory::address(&tensor)?;
     let [count] = tensor.dims();
+    let ((address, dtype), lent) = crate::cuda_memory::place(tensor)?;
     // SAFETY: the address is that of `count` contiguous elements of `dtype` in memory that the compute backend allocated in the primary
-    // context of the tensor's device, aligned for any type, and all work on it has ended. The tensor owns it: its pool neither frees nor
-    // moves nor hands out what a tensor still refers to. The tensor goes into the buffer, so that nobody can compute with it meanwhile;
-    // the caller has made sure that no other tensor shares its memory.
-    Ok(unsafe { comm_nccl::CudaBuffer::from_raw(address, dtype, count, Box::new(tensor)) })
+    // context of the tensor's device, aligned for any type, and all work on it has ended. What was lent goes into the buffer: the tensor,
+    // so that nobody computes with it meanwhile, and the binding, with which the backend neither frees nor moves nor hands out that
+    // memory. The caller has made sure that no other tensor shares it, and that the communicator is of the tensor's device.
+    Ok(unsafe { comm_nccl::CudaBuffer::from_raw(address, dtype, count, Box::new(lent)) })
 }
 
 /// A device of the CUDA driver.

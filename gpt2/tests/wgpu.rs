@@ -1,6 +1,6 @@
 //! The trainer on a wgpu device against the processor: the same losses, gradient norms and weights, within rounding.
 //!
-//! Any adapter will do. Where there is none the tests say that they are skipped, and why.
+//! Any adapter will do. Where there is none the tests say that they are skipped, and why; with `GPT2_TEST_NEEDS_WGPU` set they fail.
 
 #![cfg(feature = "wgpu")]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
@@ -61,6 +61,7 @@ fn trains_as_the_processor_does() {
     let device = match DeviceChoice::Wgpu(None).open() {
         Ok(opened) => opened.device,
         Err(reason) => {
+            assert!(std::env::var_os("GPT2_TEST_NEEDS_WGPU").is_none(), "{reason}");
             println!("skipped: {reason}");
             return;
         }

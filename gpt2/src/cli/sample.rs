@@ -6,8 +6,9 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::CliError;
+use super::train::check_tensors;
 use crate::checkpoint::Checkpoint;
-use crate::devices::DeviceChoice;
+use crate::devices::{DeviceChoice, Opened};
 use crate::segments::SegmentedModel;
 use crate::splitmix::SplitMix64;
 use crate::tokenizer::Tokenizer;
@@ -45,7 +46,11 @@ pub(super) fn run(args: &SampleArgs) -> Result<(), CliError> {
     let checkpoint = Checkpoint::load(&args.checkpoint)?;
     let tokenizer: Tokenizer = serde_json::from_value(checkpoint.tokenizer.clone())
         .map_err(|error| format!("checkpoint {}: its tokenizer: {error}", args.checkpoint.display()))?;
-    let model = checkpoint.model(&args.device.open()?.device)?;
+    let Opened { device, largest_tensor } = args.device.open()?;
+    if let Some(limit) = largest_tensor {
+        check_tensors(args.device, limit, &checkpoint.config, 1)?;
+    }
+    let model = checkpoint.model(&device)?;
     let (known, has) = (tokenizer.vocab_size(), model.config().vocab_size);
     if known > has {
         return Err(format!(

@@ -483,7 +483,12 @@ fn seconds(seconds: f64) -> Duration {
 
 /// Refuses a model with a tensor of more than `limit` bytes, which the device has no room for in one buffer: parameters, or what `rows`
 /// sequences at once make of them.
-fn check_tensors(device: DeviceChoice, limit: u64, model: &ModelConfig, rows: usize) -> Result<(), CliError> {
+pub(super) fn check_tensors(
+    device: DeviceChoice,
+    limit: u64,
+    model: &ModelConfig,
+    rows: usize,
+) -> Result<(), CliError> {
     let tokens = rows * model.block_size;
     let tensors = [
         ("logits", tokens * model.vocab_size),
@@ -497,8 +502,8 @@ fn check_tensors(device: DeviceChoice, limit: u64, model: &ModelConfig, rows: us
     let bytes = values as u64 * 4;
     if bytes > limit {
         return Err(format!(
-            "--device {device}: the {what} need {:.0} MiB in one piece, and this device allows {:.0}; give a smaller --preset, \
-             --block-size or --batch, a larger --accumulation, or another device",
+            "--device {device}: the {what} need {:.0} MiB in one piece, and this device allows {:.0}; choose another device, or \
+             train with a smaller --preset, --block-size or --batch, or a larger --accumulation",
             bytes as f64 / (1 << 20) as f64,
             limit as f64 / (1 << 20) as f64
         )

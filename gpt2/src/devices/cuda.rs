@@ -85,20 +85,21 @@ impl Places {
             })
         };
         let of_toolkit = self.toolkit.iter().flat_map(|toolkit| ["lib64", "lib"].map(|below| toolkit.join(below)));
-        let remedy = match of_toolkit.chain(self.in_packages(&NVRTC_IN_PACKAGES)).find(is_nvrtc) {
+        let folders: Vec<PathBuf> = of_toolkit.chain(self.in_packages(&NVRTC_IN_PACKAGES)).collect();
+        let remedy = match folders.iter().find(|folder| is_nvrtc(folder)) {
             Some(folder) => format!("set LD_LIBRARY_PATH={}, which has it", folder.display()),
-            None => {
-                // The packages hold the library under its full name alone.
-                let (package, folder) = if names.iter().any(|name| name == "libnvrtc.so.13") {
-                    ("nvidia-cuda-nvrtc", NVRTC_IN_PACKAGES[0])
-                } else {
-                    ("nvidia-cuda-nvrtc-cu12", NVRTC_IN_PACKAGES[1])
-                };
-                format!(
-                    "install the CUDA toolkit, or `pip install {package}` and set LD_LIBRARY_PATH to its folder (`{folder}` below \
-                     site-packages)"
-                )
-            }
+            None => match folders.iter().find_map(|folder| unknown_nvrtc(folder)) {
+                // Python's packages hold it under its full name alone.
+                Some(library) => format!(
+                    "make a link `libnvrtc.so` to {} in a folder that LD_LIBRARY_PATH names, beside that library's own folder",
+                    library.display()
+                ),
+                None => format!(
+                    "install the CUDA toolkit, or `pip install nvidia-cuda-nvrtc-cu12` and set LD_LIBRARY_PATH to its folder \
+                     (`{}` below site-packages)",
+                    NVRTC_IN_PACKAGES[1]
+                ),
+            },
         };
         Problem::new(
             format!("no NVRTC, which compiles the kernels: the loader finds none of {}", crate::devices::listed(names)),
@@ -109,6 +110,17 @@ impl Places {
     fn in_packages<'a>(&'a self, below: &'a [&str]) -> impl Iterator<Item = PathBuf> + 'a {
         self.packages.iter().flat_map(move |packages| below.iter().map(|below| packages.join(below)))
     }
+}
+
+/// An NVRTC in `folder` under a name that the loader is not asked for.
+fn unknown_nvrtc(folder: &Path) -> Option<PathBuf> {
+    let mut files: Vec<PathBuf> = std::fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path()).collect();
+    files.sort();
+    files.into_iter().find(|file| {
+        let name = file.file_name().unwrap_or_default().to_string_lossy();
+        name.strip_prefix("libnvrtc.so.")
+            .is_some_and(|rest| rest.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.'))
+    })
 }
 
 /// The first header that the compiler would not find.
@@ -132,30 +144,48 @@ pub(super) fn package_folders(root: &Path) -> Vec<PathBuf> {
 
 /// What an NVRTC newer than the driver leads to: the driver refuses what it compiles, because each CUDA has its own version of PTX; only
 /// those of 12.5 and 12.6 are the same. `None` if the driver is new enough. Versions are (major, minor).
-pub(super) fn too_new(nvrtc: (u32, u32), driver: (u32, u32)) -> Option<Problem> {
+fn too_new(nvrtc: (u32, u32), driver: (u32, u32)) -> Option<Problem> {
     let ptx = |version| if version == (12, 6) { (12, 5) } else { version };
     (ptx(nvrtc) > ptx(driver)).then(|| {
-        let package =
-            if driver.0 >= 13 { "nvidia-cuda-nvrtc".into() } else { format!("nvidia-cuda-nvrtc-cu{}", driver.0) };
         Problem::new(
             format!(
                 "NVRTC is of CUDA {}.{}, but the driver knows CUDA {}.{} at most",
                 nvrtc.0, nvrtc.1, driver.0, driver.1
             ),
             format!(
-                "update the driver, or `pip install '{package}=={}.{}.*'` and put its folder first in LD_LIBRARY_PATH",
+                "update the driver, or install the CUDA toolkit {}.{} and put its `lib64` first in LD_LIBRARY_PATH",
                 driver.0, driver.1
             ),
         )
     })
 }
 
-/// Looks for everything that the device with this number will need.
+/// What an NVRTC older than the oldest that the kernels are written for leads to: some of them do not compile.
+fn too_old(nvrtc: (u32, u32)) -> Option<Problem> {
+    const OLDEST: (u32, u32) = (12, 8);
+    (nvrtc < OLDEST).then(|| {
+        Problem::new(
+            format!("NVRTC is of CUDA {}.{}, and kernels need {}.{} or newer", nvrtc.0, nvrtc.1, OLDEST.0, OLDEST.1),
+            "install a newer CUDA toolkit, no newer than what the driver knows (`nvidia-smi` shows it)",
+        )
+    })
+}
+
+/// Whether an NVRTC of this version compiles what the driver, as far as its version is known, takes.
+///
+/// # Errors
+/// What does not fit.
+pub(super) fn fits(nvrtc: (u32, u32), driver: Option<(u32, u32)>) -> Result<(), Problem> {
+    let problem = too_old(nvrtc).or_else(|| driver.and_then(|driver| too_new(nvrtc, driver)));
+    problem.map_or(Ok(()), Err)
+}
+
+/// Looks for everything that the device with this number will need. Gives its number and NVRTC's version.
 ///
 /// # Errors
 /// What is missing.
 #[cfg(feature = "cuda")]
-pub(super) fn probe(number: Option<usize>) -> Result<usize, Problem> {
+pub(super) fn probe(number: Option<usize>) -> Result<(usize, (u32, u32)), Problem> {
     let driver = driver()?;
     let devices = devices(&driver)?;
     let in_turn = || comm_core::job::rank_on_this_machine().unwrap_or(0) % devices.len().max(1);
@@ -164,11 +194,9 @@ pub(super) fn probe(number: Option<usize>) -> Result<usize, Problem> {
         return Err(super::out_of_range(number, devices.len(), "CUDA device"));
     }
     let nvrtc = nvrtc()?;
-    if let Some(problem) = driver.version().ok().and_then(|driver| too_new(nvrtc.version, driver)) {
-        return Err(problem);
-    }
+    fits(nvrtc.version, driver.version().ok())?;
     Places::here().headers()?;
-    Ok(number)
+    Ok((number, nvrtc.version))
 }
 
 /// The driver, initialised.
@@ -266,17 +294,21 @@ mod tests {
     #[test]
     fn nvrtc_outside_the_loaders_search_is_advised() {
         let root = tempfile::tempdir().unwrap();
-        let names = ["libnvrtc.so".to_string(), "libnvrtc.so.13".to_string()];
+        let names = ["libnvrtc.so".to_string(), "libnvrtc.so.12".to_string()];
         let packages = root.path().join("lib/python3.12/site-packages");
         let lib = packages.join("nvidia/cu13/lib");
         fs::create_dir_all(&lib).unwrap();
         let places = Places { packages: vec![packages], ..Places::default() };
         let said = places.no_nvrtc(&names).to_string();
         assert!(
-            said.contains("libnvrtc.so, libnvrtc.so.13") && said.contains("pip install nvidia-cuda-nvrtc"),
+            said.contains("libnvrtc.so, libnvrtc.so.12") && said.contains("pip install nvidia-cuda-nvrtc"),
             "{said}"
         );
+        // One that the loader would not find by its name.
         fs::write(lib.join("libnvrtc.so.13"), "").unwrap();
+        let said = places.no_nvrtc(&names).to_string();
+        assert!(said.contains(&format!("a link `libnvrtc.so` to {}", lib.join("libnvrtc.so.13").display())), "{said}");
+        fs::write(lib.join("libnvrtc.so.12"), "").unwrap();
         let said = places.no_nvrtc(&names).to_string();
         assert!(said.contains(&format!("set LD_LIBRARY_PATH={}", lib.display())), "{said}");
         // That of a toolkit comes first.
@@ -288,16 +320,18 @@ mod tests {
     }
 
     #[test]
-    fn a_compiler_newer_than_the_driver_is_refused() {
-        for (nvrtc, driver) in [((12, 2), (12, 2)), ((12, 9), (13, 0)), ((12, 6), (12, 5)), ((13, 0), (13, 1))] {
-            assert_eq!(too_new(nvrtc, driver), None);
+    fn a_compiler_newer_than_the_driver_or_too_old_is_refused() {
+        for (nvrtc, driver) in [((12, 8), (12, 8)), ((12, 9), (13, 0)), ((13, 0), (13, 1))] {
+            assert_eq!(fits(nvrtc, Some(driver)), Ok(()));
         }
-        let said = too_new((13, 1), (13, 0)).unwrap().to_string();
-        assert!(said.contains("nvidia-cuda-nvrtc==13.0.*"), "{said}");
-        let said = too_new((13, 0), (12, 4)).unwrap().to_string();
-        assert!(
-            said.contains("CUDA 13.0") && said.contains("CUDA 12.4 at most") && said.contains("-cu12==12.4.*"),
-            "{said}"
-        );
+        assert_eq!(fits((13, 0), None), Ok(()));
+        // The same PTX.
+        assert_eq!(too_new((12, 6), (12, 5)), None);
+        let said = fits((13, 1), Some((13, 0))).unwrap_err().to_string();
+        assert!(said.contains("CUDA 13.1") && said.contains("toolkit 13.0"), "{said}");
+        let said = fits((13, 0), Some((12, 4))).unwrap_err().to_string();
+        assert!(said.contains("CUDA 13.0") && said.contains("CUDA 12.4 at most"), "{said}");
+        let said = fits((12, 4), Some((13, 0))).unwrap_err().to_string();
+        assert!(said.contains("CUDA 12.4") && said.contains("12.8 or newer"), "{said}");
     }
 }

@@ -48,9 +48,10 @@ fn settings_file(start: &Path) -> Option<PathBuf> {
     })
 }
 
-/// Sets the default, once; later calls, and calls after the first device was made, change nothing.
+/// Sets the default, once; later calls, and calls after the first device was made, change nothing. What `compiler` makes goes into a
+/// folder of its own, since another version's kernels may not load.
 #[cfg(feature = "kernel-cache")]
-pub(super) fn settle() {
+pub(super) fn settle(compiler: &str) {
     use burn::cubecl::config::cache::CacheConfig;
     use burn::cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
 
@@ -60,7 +61,7 @@ pub(super) fn settle() {
         Place::Settings(_) => return,
         Place::Folder(folder) => {
             config.compilation.cache = true;
-            config.environment.path = CacheConfig::Directory(folder);
+            config.environment.path = CacheConfig::Directory(folder.join(compiler));
         }
         Place::Nowhere => config.autotune.disable_cache = true,
     }

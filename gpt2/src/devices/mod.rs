@@ -46,8 +46,8 @@ impl DeviceChoice {
             DeviceChoice::Cpu => Ok(Opened { device: Device::flex(), largest_tensor: None }),
             #[cfg(feature = "cuda")]
             DeviceChoice::Cuda(number) => {
-                let ordinal = cuda::probe(number)?;
-                kernel_cache::settle();
+                let (ordinal, (major, minor)) = cuda::probe(number)?;
+                kernel_cache::settle(&format!("nvrtc-{major}.{minor}"));
                 Ok(Opened { device: Device::cuda(ordinal), largest_tensor: None })
             }
             #[cfg(feature = "wgpu")]
@@ -55,7 +55,7 @@ impl DeviceChoice {
                 let adapter = wgpu::choose(number)?;
                 adapter.probe()?;
                 #[cfg(feature = "kernel-cache")]
-                kernel_cache::settle();
+                kernel_cache::settle("wgpu");
                 Ok(Opened { device: adapter.device(), largest_tensor: Some(adapter.largest_tensor()) })
             }
             #[allow(unreachable_patterns, reason = "a build with every feature")]

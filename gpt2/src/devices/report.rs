@@ -311,9 +311,7 @@ fn cuda() -> Result<Cuda, Problem> {
 fn nvrtc() -> Result<Library, Problem> {
     let crate::sys::Nvrtc { name, version } = super::cuda::nvrtc()?;
     let driver = crate::sys::CudaDriver::load().and_then(|driver| driver.version());
-    if let Some(problem) = driver.ok().and_then(|driver| super::cuda::too_new(version, driver)) {
-        return Err(problem);
-    }
+    super::cuda::fits(version, driver.ok())?;
     Ok(Library { path: name, version: version_text(version) })
 }
 

@@ -102,11 +102,13 @@ impl DeviceAdamW {
     }
 }
 
-/// Sum of squares of all elements of `grads`, tensors of f32 on one device: a sum for each of them there, in f32, and one transfer.
+/// Sum of squares of all elements of `grads`, tensors of any floating-point type on one device: a sum for each of them there, in f32, and
+/// one transfer.
 ///
 /// Elements are multiplied by `unscale` (the inverse of a loss scale, a power of two) before they are squared, so that f32 holds the
 /// squares, and the sum is divided by its square: as [`sum_of_squares`](super::sum_of_squares) of the same elements, to f32's
-/// precision. It is finite only where every value is.
+/// precision. It is not finite where a value is not, nor where one is too large for f32 to hold its square. Not the same to the last bit
+/// from run to run: a device adds in any order.
 ///
 /// # Errors
 /// [`OptimError::Device`].
@@ -115,7 +117,7 @@ pub fn sum_of_squares_on_device(grads: Vec<Tensor<1>>, unscale: f32) -> Result<f
         return Ok(0.0);
     }
     let squares = grads.into_iter().map(|grads| {
-        let grads = grads.mul_scalar(unscale);
+        let grads = grads.cast(FloatDType::F32).mul_scalar(unscale);
         (grads.clone() * grads).sum()
     });
     let sums = Tensor::cat(squares.collect(), 0)

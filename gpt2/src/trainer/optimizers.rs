@@ -3,16 +3,18 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use burn::tensor::{Device, Tensor};
+use burn::tensor::Device;
 use comm_core::Error;
 
 use super::{Session, TrainConfig, TrainError};
 use crate::cross_entropy::Placement;
+use crate::devices;
 use crate::flat::{DeviceCollectives, Flat};
 use crate::memory::{self, Category};
 use crate::optim::{
     DeviceAdamW, OptimError, Optimizer, OptimizerConfig, OptimizerKind, sum_of_squares, sum_of_squares_on_device,
 };
+use crate::precision::Precision;
 use crate::segments::{SegmentInfo, SegmentedModel};
 use crate::strategy::{Activity, Clock, StrategyKind};
 
@@ -65,7 +67,14 @@ impl Places {
             native = None;
         }
         let gradients_on_device = native.is_some() || Placement::of(device) == Placement::Device;
-        let stays = native.is_some() || strategy == StrategyKind::Single;
+        if session.comm.name() == "nccl" && native.is_none() && staged.is_none() {
+            staged = Some(
+                "gradients travel through host memory: NCCL works on CUDA devices, and the model is on another".into(),
+            );
+        }
+        // Other devices than CUDA's may round weights of 16 bits otherwise than the processor, which has to find the same.
+        let rounds_alike = config.precision == Precision::F32 || devices::cuda_ordinal(device).is_some();
+        let stays = native.is_some() || (strategy == StrategyKind::Single && rounds_alike);
         let masters_on_device = gradients_on_device && stays && works_there;
         Ok(Places { native, staged, gradients_on_device, masters_on_device })
     }
@@ -123,9 +132,9 @@ impl Optimizers {
                 Ok(squares.sum::<Result<f64, Error>>()?)
             }
             Optimizers::Device(_) => {
-                let tensors = grads.iter().cloned().map(Flat::into_tensor);
-                let tensors: Vec<Option<Tensor<1>>> = tensors.collect::<Result<_, Error>>()?;
-                Ok(sum_of_squares_on_device(tensors.into_iter().flatten().collect(), unscale)?)
+                // Piece by piece: joined, they would all be there twice.
+                let pieces = grads.iter().map(Flat::pieces).collect::<Result<Vec<_>, Error>>()?;
+                Ok(sum_of_squares_on_device(pieces.concat(), unscale)?)
             }
         }
     }

@@ -205,11 +205,15 @@ impl<'a> Trainer<'a> {
         let grads = self.optimizers.fetch(grads, &mut clock)?;
         let unscale = self.scaler.unscale();
         let squares = clock.spend(Activity::Optimizer, || self.optimizers.sum_of_squares(&grads, unscale))?;
-        let mut totals = [loss, squares, f64::from(u8::from(!squares.is_finite()))];
+        // Where each rank sees the whole gradient, its norm needs no communication, unless it comes from a device, whose sums differ in
+        // their last bits from rank to rank: then all take that of rank 0.
+        let is_known = self.owns_everything() && !self.places.masters_on_device;
+        let counts = !self.places.masters_on_device || !self.owns_everything() || self.session.comm.rank() == 0;
+        let overflows = f64::from(u8::from(!squares.is_finite()));
+        let mut totals = [loss, if counts { squares } else { 0.0 }, overflows];
         clock.scalars("loss and gradient norm", || self.scalars.all_reduce(&mut totals, ReduceOp::Sum))?;
         let [loss, all_squares, overflows] = totals;
-        // Where each rank sees the whole gradient, its norm needs no communication.
-        let squares = if self.owns_everything() { squares } else { all_squares };
+        let squares = if is_known { squares } else { all_squares };
         let grad_norm = squares.sqrt() / loss_scale;
         let overflowed = overflows > 0.0;
         let unscaled = self.config.loss_scaling == LossScaling::Off;
@@ -367,9 +371,13 @@ impl<'a> Trainer<'a> {
         Some(self.peaks.map_or(now, |before| now.with_peaks_of(&before)))
     }
 
-    /// Runs what is no training, so that its memory is not taken for the training's.
+    /// Runs what is no training, so that its memory is not taken for the training's. All ranks call it together.
     pub(super) fn apart<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
         self.peaks = self.memory();
+        if self.session.ranks_in_process > 1 {
+            // They share the peaks, which nobody may reset before all have read them. Where this fails, so does what follows.
+            let _ = self.scalars.barrier();
+        }
         let result = memory::within(Category::Other, || work(self));
         memory::reset_peaks();
         result
