@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 # Less is left of the budget than any command needs.
 TOO_LITTLE = 3.0
 
-OK, FAILED, TIMED_OUT, SKIPPED = "ok", "failed", "timed out", "skipped"
+OK, FAILED, TIMED_OUT, CUT, SKIPPED = "ok", "failed", "timed out", "cut off", "skipped"
 
 
 class Skip(Exception):
@@ -146,10 +146,18 @@ class Check:
 def result_of(outcome):
     """The result of a command by its end alone, and what to say if that is not good."""
     if outcome.timed_out:
+        if outcome.is_cut and outcome.limit <= 0:
+            return SKIPPED, "budget: no time was left"
         if outcome.is_cut:
-            return SKIPPED, f"budget: cut off after {outcome.seconds:.0f} s"
+            seen = outcome.last_line()
+            return CUT, f"budget: cut off after {outcome.seconds:.0f} s" + (f", when it had said: {seen}" if seen else "")
         return TIMED_OUT, outcome.why()
     return (OK, "") if outcome.ok else (FAILED, outcome.why())
+
+
+def worst(results):
+    """The one of several results that stands for all of them."""
+    return next((result for result in (FAILED, TIMED_OUT, CUT, SKIPPED) if result in results), OK)
 
 
 def name_of(row):

@@ -4,13 +4,18 @@
 The same shapes and the same work: learned positions, GELU by tanh, the head tied to the token embedding, cross-entropy over the whole
 vocabulary, gradients clipped to norm 1, AdamW with decay of matrices alone. A line of JSON for each mode, with the first step, the
 median of the others and their spread. Modes are `f32`, `tf32` (f32 whose matrix products round to TF32), `bf16` (autocast) and
-`bf16-compiled`; a mode that would begin after `--seconds` is left out."""
+`bf16-compiled`; a mode that would begin after `--seconds` is left out, and so is the compiled one without a C compiler. One that ends
+with an exception has its message as `failed`, and the next is tried."""
 
 import argparse
 import json
 import math
+import os
+import shutil
 import statistics
+import sys
 import time
+import traceback
 
 MODES = ["f32", "tf32", "bf16", "bf16-compiled"]
 SETTLING = 3
@@ -133,8 +138,17 @@ def measure(torch, args, mode):
     return row
 
 
-def main():
-    args = arguments()
+def in_a_line(error):
+    """An exception as a line of text."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def has_compiler():
+    """Whether there is a C compiler, without which `torch.compile` makes nothing."""
+    return any(map(shutil.which, filter(None, [os.environ.get("CC"), "cc", "gcc", "clang"])))
+
+
+def run(args):
     begin = time.perf_counter()
     import torch
 
@@ -146,14 +160,25 @@ def main():
         if time.perf_counter() - begin > args.seconds:
             print(json.dumps({"mode": mode, "left_out": f"the {args.seconds:.0f} s that were given are over"}), flush=True)
             continue
+        if mode.endswith("compiled") and not has_compiler():
+            print(json.dumps({"mode": mode, "left_out": "no C compiler (CC, cc, gcc, clang) is there"}), flush=True)
+            continue
         try:
             row = measure(torch, args, mode)
-        except Exception as error:
-            # A machine without a C compiler compiles nothing; what came before holds.
-            row = {"mode": mode, "left_out": f"{type(error).__name__}: {str(error)[:300]}"}
+        except Exception as error:  # noqa: BLE001: what came before holds, and what comes may be smaller.
+            row = {"mode": mode, "failed": in_a_line(error)}
         print(json.dumps(row), flush=True)
         if args.device == "cuda":
             torch.cuda.empty_cache()
+
+
+def main():
+    args = arguments()
+    try:
+        run(args)
+    except Exception as error:  # noqa: BLE001: whatever it is, the last line says it.
+        traceback.print_exc()
+        sys.exit(f"error: {in_a_line(error)}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 
 # What lets ranks share a GPU. Each is a machine of its own for NCCL, and all of them talk over loopback.
 SHARED = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
@@ -127,6 +128,17 @@ def main():
     args = arguments()
     if args.rank is None:
         sys.exit(start(args))
+    try:
+        run(args)
+    except Exception as error:  # noqa: BLE001: whatever it is, the last line says it.
+        traceback.print_exc()
+        print(f"error: rank {args.rank}: {type(error).__name__}: {' '.join(str(error).split())[:300]}", file=sys.stderr, flush=True)
+        # What a group of ranks does when Python ends may wait for the other ranks.
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def run(args):
     rank = Rank(args)
 
     def say(row):

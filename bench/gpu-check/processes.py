@@ -14,6 +14,8 @@ MARK = "ISOCOMM_GPU_CHECK"
 
 # A program that has ended may have ended its own children just before.
 FAREWELL = 2.0
+# What a launcher puts before the lines of rank 0.
+RANK_0 = "[rank 0] "
 # How often is looked.
 TICK = 0.02
 
@@ -27,6 +29,8 @@ class Outcome:
     seconds: float = 0.0
     code: int = None
     timed_out: bool = False
+    # Its time was up because the budget was, before its own limit.
+    is_cut: bool = False
     # Processes that were still there when it had ended, and were killed.
     left: list = field(default_factory=list)
     stdout: str = ""
@@ -50,6 +54,11 @@ class Outcome:
         errors = [line for line in lines if "error" in line.lower()]
         said = (errors or lines or ["no word on standard error"])[-1]
         return said[:300]
+
+    def last_line(self):
+        """The last that it had to say on standard output, rows of JSON aside; nothing if it said nothing."""
+        lines = [line.strip() for line in self.stdout.splitlines() if line.strip() and not line.startswith("{")]
+        return lines[-1][:200] if lines else ""
 
     def row(self):
         return {"command": self.command, "environment": self.variables, "limit_s": self.limit, "seconds": round(self.seconds, 3),
@@ -159,9 +168,11 @@ def variable(variables, name):
 
 
 def json_lines(text):
-    """The objects among the lines of a text; other lines are someone else's."""
+    """The objects among the lines of a text, rank 0's with or without its name before them; other lines are someone else's."""
     found = []
     for line in text.splitlines():
+        if line.startswith(RANK_0):
+            line = line[len(RANK_0):]
         if line.startswith("{"):
             try:
                 found.append(json.loads(line))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import commands
 import machine
-from check import FAILED, OK, SKIPPED, TIMED_OUT, Skip, result_of
+from check import CUT, FAILED, OK, SKIPPED, Skip, result_of, worst
 from processes import is_noise, json_lines, variable
 
 
@@ -48,33 +48,60 @@ def conformance(ranks):
         outcome = check.command("", commands.conformance(ranks), variables=commands.SHARED_GPU)
         counts = read_conformance(outcome.stdout)
         result, why = result_of(outcome)
-        if counts is None:
-            return check.add("", result if result != OK else FAILED, why or "no test result in the output", outcomes=[outcome])
+        if result == CUT:
+            # The last case says more than the last line.
+            why = f"budget: cut off after {outcome.seconds:.0f} s"
         text = f"{counts['passed']} passed, {counts['failed']} failed, {counts['ignored']} ignored"
+        if not counts["is_whole"]:
+            text += " so far"
+        absent = [reason for reason in counts["reasons"] if re.search(ABSENT, reason)] if check.is_gpu else []
         if counts["failures"]:
             text += f": {', '.join(counts['failures'][:5])}"
-        elif counts["passed"] == 0 and counts["reasons"]:
-            text += f": {counts['reasons'][0]}"
-        if check.is_gpu and result == OK and counts["passed"] == 0:
+        elif absent or counts["passed"] == 0 and counts["reasons"]:
+            text += f": {(absent or counts['reasons'])[0]}"
+        if not counts["is_whole"] and counts["last"]:
+            text += f"; last case {counts['last']}"
+        # A summary with failures says why the program did not end well; nothing else does.
+        if why and not (counts["is_whole"] and counts["failed"] and result == FAILED and not outcome.left):
+            text = f"{why}; {text}"
+        if result == OK and not counts["is_whole"]:
+            result, text = FAILED, f"no test result in the output; {text}"
+        elif result == OK and check.is_gpu and counts["passed"] == 0:
             result = FAILED
-        if not check.is_gpu and result == OK and (counts["ignored"] == 0 or not counts["reasons"]):
+        elif result == OK and not check.is_gpu and (counts["ignored"] == 0 or not counts["reasons"]):
             result, text = FAILED, text + "; without a GPU all are to be ignored, with the reason"
-        check.add("", result, text if result in (OK, FAILED) else why, counts, [outcome])
+        if counts["failed"] or absent:
+            # However the program ended.
+            result = FAILED
+        check.add("", result, text, counts, [outcome])
 
     return step
 
 
+# A reason for which no case may be ignored on a machine with a GPU. That NCCL has no such operation is another.
+ABSENT = r"(?:^|[:;(]\s*)(?:NCCL|CUDA|the (?:CUDA )?driver) is not available"
+
+
 def read_conformance(text):
-    """Counts, names of failures, and reasons of what was ignored; None without a test result."""
+    """Counts, names of failures, reasons of what was ignored, the last case that was begun, and whether the output is whole."""
+    verdicts = {"ok": 0, "FAILED": 0, "ignored": 0}
+    failures, reasons = [], []
+    heads = list(re.finditer(r"^test (\S+) +\.\.\.(?: |$)", text, re.M))
+    for head, following in zip(heads, [*heads[1:], None]):
+        # What a case prints itself may stand before its verdict.
+        verdict = re.compile(r"^(ok|FAILED|ignored)(?: \((.+)\))?$", re.M).search(text[head.end():following and following.start()])
+        if verdict:
+            verdicts[verdict.group(1)] += 1
+            if verdict.group(1) == "FAILED":
+                failures.append(head.group(1))
+            if verdict.group(2):
+                reasons.append(verdict.group(2))
     end = re.search(r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) ignored", text, re.M)
-    if not end:
-        return None
-    passed, failed, ignored = (int(number) for number in end.groups())
-    failures = re.findall(r"^test (\S+)\s+\.\.\. FAILED", text, re.M)
-    reasons = re.findall(r"^test \S+\s+\.\.\. ignored \((.+)\)$", text, re.M)
+    passed, failed, ignored = (int(number) for number in end.groups()) if end else verdicts.values()
     # The most frequent first.
     reasons = sorted(set(reasons), key=reasons.count, reverse=True)
-    return {"passed": passed, "failed": failed, "ignored": ignored, "failures": failures, "reasons": reasons}
+    return {"passed": passed, "failed": failed, "ignored": ignored, "failures": failures, "reasons": reasons,
+            "last": heads[-1].group(1) if heads else None, "is_whole": end is not None}
 
 
 def dead_peer(check):
@@ -144,8 +171,8 @@ def strategies(check):
         outcomes = [outcome for _, outcome, _, _ in runs]
         bad = [(transport, *result_of(outcome)) for transport, outcome, _, _ in runs if not outcome.ok]
         if bad:
-            result = next((result for wanted in (FAILED, TIMED_OUT) for _, result, _ in bad if result == wanted), SKIPPED)
-            check.add(name, result, "; ".join(f"{transport}: {why}" for transport, _, why in bad), outcomes=outcomes)
+            text = "; ".join(f"{transport}: {why}" for transport, _, why in bad)
+            check.add(name, worst([result for _, result, _ in bad]), text, outcomes=outcomes)
             continue
         losses = {transport: [step["loss"] for step in steps] for transport, _, steps, _ in runs}
         weights = {transport: digest for transport, _, _, digest in runs}
@@ -199,10 +226,9 @@ def all_reduce(check):
     smallest, largest, factor = commands.SIZES[check.mode]
     for ranks in commands.WORLDS:
         variables = commands.SHARED_GPU
-        ours, outcomes = {}, []
+        ours, outcomes, silent, refused = {}, [], set(), []
         # Without data first: what an operation costs its host.
         pieces = [[commands.OVERHEAD_BYTES], sizes_of(smallest, largest, factor)]
-        refused = None
         for part, piece in zip(("overhead", "sizes"), pieces):
             command = commands.all_reduce(check.mode, ranks, piece)
             outcome = check.command(f"{ranks} ranks {part}", command, variables=variables)
@@ -210,10 +236,13 @@ def all_reduce(check):
             ours.update(read_collectives(outcome.stdout))
             result, why = result_of(outcome)
             if result != OK:
-                refused = refused or (result, why)
+                refused.append((result, f"{part}: {why}"))
+            elif check.is_gpu:
+                silent.update(size for size in piece if size not in ours)
         if refused:
-            check.add(f"{ranks} rank(s)", *refused, {"ours": list(ours.values())}, outcomes)
-        sizes = sorted(ours) or [commands.OVERHEAD_BYTES, *sizes_of(smallest, largest, factor)]
+            text = "; ".join(why for _, why in refused)
+            check.add(f"{ranks} rank(s)", worst([result for result, _ in refused]), text, {"ours": list(ours.values())}, outcomes)
+        sizes = sorted({*ours, *(size for piece in pieces for size in piece)})
         theirs, peer = {}, (SKIPPED, check.python.lacks)
         if check.python.has_torch:
             command = commands.peer_all_reduce(check.mode, ranks, sizes)
@@ -224,10 +253,14 @@ def all_reduce(check):
         if peer[0] != OK:
             check.add(f"{ranks} rank(s) PyTorch", *peer, outcomes=outcomes)
         for size in sizes:
-            if size in ours or size in theirs:
+            lacks = ["no row of ours, although the program ended without an error"] if size in silent else []
+            if peer[0] == OK and size not in theirs:
+                lacks.append("no row of PyTorch's, although the peer ended without an error")
+            if lacks or size in ours or size in theirs:
                 result, text, figures = compare_times(ours.get(size), theirs.get(size))
-                check.add(f"{ranks} rank(s) {size_text(size)}", result, text, figures, outcomes)
-        if not ours and not theirs and not refused:
+                check.add(f"{ranks} rank(s) {size_text(size)}", FAILED if lacks else result, ", ".join([*lacks, *filter(None, [text])]),
+                          figures, outcomes)
+        if not ours and not silent and not refused:
             check.add(f"{ranks} rank(s)", FAILED, "no rows came out", outcomes=outcomes)
 
 
@@ -235,7 +268,7 @@ def read_collectives(text):
     """Rows of `all_reduce` and of `bench collectives --json` by size: in place if that was measured, as PyTorch does it."""
     rows = {}
     for row in json_lines(text):
-        figures = next((row[place] for place in ("in_place", "out_of_place") if "time_us" in row.get(place, {})), None)
+        figures = next((row[place] for place in ("in_place", "out_of_place") if "time_us" in (row.get(place) or {})), None)
         if figures:
             kept = {name: figures.get(name) for name in ("time_us", "min_us", "max_us", "busbw", "wrong", "iters")}
             handed = (row.get("handed") or {}).get("time_us")
@@ -256,6 +289,9 @@ def compare_times(ours, theirs):
             words.append(f"{ours['wrong']} wrong elements")
     if theirs:
         words.append(f"PyTorch {times(theirs)}, {theirs['handed_us']:,.1f} µs to hand over")
+        if theirs.get("wrong"):
+            result = FAILED
+            words.append(f"{theirs['wrong']} wrong elements of PyTorch's")
     if ours and theirs:
         figures["time_ratio"] = ours["time_us"] / theirs["time_us"]
         words.append(f"time ours/PyTorch {figures['time_ratio']:.2f}")
@@ -336,19 +372,22 @@ def peer_steps(check, ours):
     rows = {row["mode"]: row for row in json_lines(outcome.stdout) if "mode" in row}
     result, why = result_of(outcome)
     absent = [mode for mode in modes if mode not in rows]
-    if absent:
+    if absent or result != OK:
         part = " ".join(["PyTorch", *(absent if rows else [])])
         check.add(part, result if result != OK else FAILED, why or "no row came out", outcomes=[outcome])
     for mode, row in rows.items():
         if "left_out" in row:
             check.add(f"PyTorch {mode}", SKIPPED, row["left_out"], row, [outcome])
+        elif "failed" in row:
+            check.add(f"PyTorch {mode}", FAILED, row["failed"], row, [outcome])
         else:
             text = f"{row['tokens_per_s']:,.0f} tokens/s, {row['step_ms']:.1f} ms ({row['min_ms']:.1f} to {row['max_ms']:.1f})"
             mine = ours.get("bf16" if mode.startswith("bf16") else "f32")
             if mine:
                 row["time_ratio"] = row["tokens_per_s"] / mine
                 text += f"; time ours/PyTorch {row['time_ratio']:.2f}"
-            check.add(f"PyTorch {mode}", OK, text, row, [outcome])
+            is_sound = math.isfinite(row.get("last_loss", 0.0))
+            check.add(f"PyTorch {mode}", OK if is_sound else FAILED, text if is_sound else "a loss is not finite", row, [outcome])
 
 
 def wgpu(check):
@@ -369,7 +408,7 @@ def wgpu(check):
 def command_lines(check):
     """Without a GPU: every command of a check on a GPU gets as far as the search for one, and no further."""
     for program in ("gpt2", "all_reduce"):
-        outcomes, faults, unknown, count = [], [], None, 0
+        outcomes, faults, cut, unknown, count = [], [], [], None, 0
         for name, command in commands.every_gpu_command(check.folder(), check.text):
             if command[0] != program:
                 continue
@@ -379,13 +418,19 @@ def command_lines(check):
             if lacks_word(outcome):
                 unknown = lacks_word(outcome)
                 continue
+            result, why = result_of(outcome)
+            if result in (CUT, SKIPPED):
+                cut.append((result, f"{name}: {why}"))
+                continue
             why = not_one_error(outcome, r"--device|--transport|nccl")
             if why:
                 faults.append(f"{name}: {why}")
         if unknown:
             check.add(program, SKIPPED, f"this {program} knows no {unknown}", outcomes=outcomes)
         else:
-            check.add(program, FAILED if faults else OK, "; ".join(faults) or f"{count} accepted", outcomes=outcomes)
+            result = FAILED if faults else worst([result for result, _ in cut])
+            text = f"{count - len(cut)} of {count} accepted; {cut[0][1]}" if cut else f"{count} accepted"
+            check.add(program, result, "; ".join(faults) or text, outcomes=outcomes)
 
 
 def refusals(check):
@@ -396,6 +441,10 @@ def refusals(check):
         outcome = check.command(name, command, limit=commands.LIMIT["refusal"], variables=variables)
         if lacks_word(outcome):
             check.add(name, SKIPPED, f"this gpt2 knows no {lacks_word(outcome)}", outcomes=[outcome])
+            continue
+        result, why = result_of(outcome)
+        if result in (CUT, SKIPPED):
+            check.add(name, result, why, outcomes=[outcome])
             continue
         why = not_one_error(outcome, re.escape(names if features.get(feature) else without))
         check.add(name, FAILED if why else OK, why or outcome.last_words(), outcomes=[outcome])
