@@ -51,9 +51,9 @@ impl DeviceCollectives for CudaMemory {
 
 /// A tensor that was lent, and what keeps its memory in place meanwhile.
 pub(crate) struct Lent {
-    pub(crate) tensor: Tensor<1>,
+    tensor: Tensor<1>,
     /// A binding: the backend moves what is only held by a tensor when it tidies its memory.
-    pub(crate) place: Box<dyn Any + Send>,
+    _place: Box<dyn Any + Send>,
 }
 
 /// Where a lent tensor is: its address, and the type of its elements.
@@ -80,7 +80,7 @@ pub(crate) fn place(tensor: Tensor<1>) -> Result<(Address, Lent)> {
     let resource = resource.map_err(|error| failed(error.to_string()))?;
     let waited = cubecl::future::block_on(cube.client.sync_buffers([&cube.handle]));
     waited.map_err(|error| failed(error.to_string()))?;
-    Ok(((resource.resource().ptr, dtype), Lent { tensor, place: Box::new(resource) }))
+    Ok(((resource.resource().ptr, dtype), Lent { tensor, _place: Box::new(resource) }))
 }
 
 /// The tensor as the backend has it, once all operations that were put off have been issued.
