@@ -3,7 +3,7 @@
 //! On the CPU everything is a host vector. On another device gradients stay there until a bucket is full; what then becomes of them
 //! depends on the communicator: one that moves bytes gets them in host memory, read back once, and all that follows happens on the
 //! host; one that works on the device's own memory gets them lent by [`DeviceCollectives`], and they never leave the device. Either way
-//! the strategies are written once, over [`Flat`] and what [`Packer`] makes of it.
+//! the strategies are written once, over [`Flat`] and what `Packer` makes of it.
 
 use std::fmt;
 use std::io;
