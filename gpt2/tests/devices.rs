@@ -124,7 +124,7 @@ mod stand_in {
     const DRIVER: &str = r#"
         #include <stdio.h>
         int cuInit(unsigned flags) { return INIT; }
-        int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
+        int cuDriverGetVersion(int *version) { *version = 12080; return 0; }
         int cuDeviceGetCount(int *count) { *count = 2; return 0; }
         int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
         int cuDeviceGetName(char *name, int size, int device) { snprintf(name, size, "Stand-in %d", device); return 0; }
@@ -133,7 +133,7 @@ mod stand_in {
         int cuGetErrorString(int code, const char **text) { *text = "no device is detected"; return 0; }
     "#;
 
-    const NVRTC: &str = "int nvrtcVersion(int *major, int *minor) { *major = MAJOR; *minor = 4; return 0; }";
+    const NVRTC: &str = "int nvrtcVersion(int *major, int *minor) { *major = MAJOR; *minor = 8; return 0; }";
 
     fn library(folder: &Path, name: &str, source: &str, define: &str) {
         let file = folder.join("source.c");
@@ -152,12 +152,12 @@ mod stand_in {
         let output = gpt2(&["devices", "--json"], &[("LD_LIBRARY_PATH", path)]);
         let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
         let cuda = &json["cuda"]["found"];
-        assert_eq!(cuda["driver_version"], "12.4");
+        assert_eq!(cuda["driver_version"], "12.8");
         assert_eq!(cuda["devices"].as_array().unwrap().len(), 2);
         assert_eq!(cuda["devices"][1]["name"], "Stand-in 1");
         assert_eq!(cuda["devices"][1]["memory_bytes"], 80_u64 << 30);
         assert_eq!(cuda["devices"][1]["compute_capability"], "9.0");
-        assert_eq!(json["nvrtc"]["found"]["version"], "12.4");
+        assert_eq!(json["nvrtc"]["found"]["version"], "12.8");
         let said = refused(&["train", "--device", "cuda:2"], &[("LD_LIBRARY_PATH", path)]);
         assert!(said.contains("--device cuda:2: no CUDA device has the number 2: there are 2"), "{said}");
     }
@@ -179,7 +179,7 @@ mod stand_in {
         train(&["cuInit fails: no device is detected (CUDA error 100)", "nvidia-smi"]);
         library(folder.path(), "libcuda.so", DRIVER, "-DINIT=0");
         library(folder.path(), "libnvrtc.so", NVRTC, "-DMAJOR=13");
-        train(&["NVRTC is of CUDA 13.4", "CUDA 12.4 at most"]);
+        train(&["NVRTC is of CUDA 13.8", "CUDA 12.8 at most"]);
         library(folder.path(), "libnvrtc.so", NVRTC, "-DMAJOR=12");
         train(&["cuda_fp16.h is not below /nowhere/cuda/include", "which CUDA_PATH names"]);
         library(folder.path(), "libnvrtc.so", "int nothing;", "-DMAJOR=12");
