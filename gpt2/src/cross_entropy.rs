@@ -2,11 +2,15 @@
 //! training step.
 //!
 //! In host memory both come from two passes over each row while it is in cache, and the gradient takes the logits' place. On other devices
-//! the same formulas run as tensor operations.
+//! one kernel does the same, or else the same formulas run as tensor operations.
+//!
+//! Logits may be of a 16-bit type; sums and exponentials are in f32.
 
-use burn::tensor::{Device, IndexingUpdateOp, Int, Tensor, TensorData};
+use burn::tensor::{Device, FloatDType, IndexingUpdateOp, Int, Tensor, TensorData};
 use rayon::prelude::*;
 
+#[cfg(all(feature = "cube", not(feature = "fusion")))]
+use crate::cube;
 use crate::math;
 use crate::segments::ModelError;
 
@@ -25,13 +29,34 @@ impl Placement {
     }
 }
 
+/// A mean loss, in nats.
+pub(crate) enum Loss {
+    /// Its value.
+    Known(f64),
+    /// Each row's loss, on a device that may still be computing it.
+    OfRows(Tensor<1>),
+}
+
+impl Loss {
+    /// The value, waiting for it.
+    pub(crate) fn read(self) -> Result<f64, ModelError> {
+        match self {
+            Loss::Known(loss) => Ok(loss),
+            Loss::OfRows(losses) => {
+                let losses = losses.try_into_vec_as::<f32>().map_err(failed)?;
+                Ok(losses.iter().map(|x| f64::from(*x)).sum::<f64>() / losses.len() as f64)
+            }
+        }
+    }
+}
+
 /// Mean over rows of −ln softmax(logits)[target], in nats. The caller has checked that `targets` lie in the vocabulary and match the
 /// rows.
 pub(crate) fn mean_loss(logits_nv: Tensor<2>, targets: &[i32], placement: Placement) -> Result<f64, ModelError> {
     match placement {
         Placement::Host => {
             let [n, v] = logits_nv.dims();
-            let logits = host_data(logits_nv)?;
+            let logits = host_data(wide(logits_nv))?;
             let rows = logits.as_slice::<f32>().map_err(failed)?;
             let losses: Vec<f64> = rows
                 .par_chunks(v)
@@ -43,24 +68,29 @@ pub(crate) fn mean_loss(logits_nv: Tensor<2>, targets: &[i32], placement: Placem
                 .collect();
             Ok(losses.iter().sum::<f64>() / n as f64)
         }
-        Placement::Device => Ok(device_parts(logits_nv, targets)?.loss),
+        #[cfg(all(feature = "cube", not(feature = "fusion")))]
+        Placement::Device if cube::serves(&logits_nv.device()) => {
+            let targets_n = targets_on(&logits_nv.device(), targets);
+            Loss::OfRows(cube::cross_entropy(logits_nv, targets_n, None).0).read()
+        }
+        Placement::Device => device_parts(wide(logits_nv), targets).loss.read(),
     }
 }
 
 /// The mean loss, as [`mean_loss`], and the gradient of `scale` times it with respect to the logits:
-/// `(softmax − one-hot) · scale / rows`.
+/// `(softmax − one-hot) · scale / rows`. The gradient is in f32 or in the logits' type.
 pub(crate) fn loss_and_gradient(
     logits_nv: Tensor<2>,
     targets: &[i32],
     scale: f32,
     placement: Placement,
-) -> Result<(f64, Tensor<2>), ModelError> {
+) -> Result<(Loss, Tensor<2>), ModelError> {
     let [n, v] = logits_nv.dims();
     let row_scale = scale / n as f32;
     match placement {
         Placement::Host => {
             let device = logits_nv.device();
-            let mut logits = host_data(logits_nv)?;
+            let mut logits = host_data(wide(logits_nv))?;
             let rows = logits.as_mut_slice::<f32>().map_err(failed)?;
             let losses: Vec<f64> = rows
                 .par_chunks_mut(v)
@@ -77,10 +107,16 @@ pub(crate) fn loss_and_gradient(
                 .collect();
             // Summed in row order, whichever thread did which row.
             let loss = losses.iter().sum::<f64>() / n as f64;
-            Ok((loss, Tensor::from_data(logits, &device)))
+            Ok((Loss::Known(loss), Tensor::from_data(logits, &device)))
+        }
+        #[cfg(all(feature = "cube", not(feature = "fusion")))]
+        Placement::Device if cube::serves(&logits_nv.device()) => {
+            let targets_n = targets_on(&logits_nv.device(), targets);
+            let (losses, gradient_nv) = cube::cross_entropy(logits_nv, targets_n, Some(row_scale));
+            Ok((Loss::OfRows(losses), gradient_nv))
         }
         Placement::Device => {
-            let DeviceParts { loss, exp_nv, sum_n1, targets_n1 } = device_parts(logits_nv, targets)?;
+            let DeviceParts { loss, exp_nv, sum_n1, targets_n1 } = device_parts(wide(logits_nv), targets);
             let one_hot_n1 = Tensor::full([n, 1], -row_scale, &exp_nv.device());
             let gradient_nv =
                 (exp_nv * (sum_n1.recip() * row_scale)).scatter(1, targets_n1, one_hot_n1, IndexingUpdateOp::Add);
@@ -90,22 +126,28 @@ pub(crate) fn loss_and_gradient(
 }
 
 struct DeviceParts {
-    loss: f64,
+    loss: Loss,
     exp_nv: Tensor<2>,
     sum_n1: Tensor<2>,
     targets_n1: Tensor<2, Int>,
 }
 
-fn device_parts(logits_nv: Tensor<2>, targets: &[i32]) -> Result<DeviceParts, ModelError> {
-    let [n, _] = logits_nv.dims();
-    let targets_n1: Tensor<2, Int> = Tensor::from_data(TensorData::new(targets.to_vec(), [n, 1]), &logits_nv.device());
+fn device_parts(logits_nv: Tensor<2>, targets: &[i32]) -> DeviceParts {
+    let targets_n1: Tensor<2, Int> = targets_on(&logits_nv.device(), targets).unsqueeze_dim(1);
     let shifted_nv = logits_nv.clone() - logits_nv.max_dim(1);
     let picked_n1 = shifted_nv.clone().gather(1, targets_n1.clone());
     let exp_nv = shifted_nv.exp();
     let sum_n1 = exp_nv.clone().sum_dim(1);
-    let losses = (sum_n1.clone().log() - picked_n1).try_into_vec_as::<f32>().map_err(failed)?;
-    let loss = losses.iter().map(|x| f64::from(*x)).sum::<f64>() / n as f64;
-    Ok(DeviceParts { loss, exp_nv, sum_n1, targets_n1 })
+    let losses_n1 = sum_n1.clone().log() - picked_n1;
+    DeviceParts { loss: Loss::OfRows(losses_n1.squeeze_dim(1)), exp_nv, sum_n1, targets_n1 }
+}
+
+fn targets_on(device: &Device, targets: &[i32]) -> Tensor<1, Int> {
+    Tensor::from_data(TensorData::new(targets.to_vec(), [targets.len()]), device)
+}
+
+fn wide(logits_nv: Tensor<2>) -> Tensor<2> {
+    logits_nv.cast(FloatDType::F32)
 }
 
 /// Number of partial results a row's sum or maximum is kept in, so that the loop becomes vector code. Fixed, because the order of
@@ -183,6 +225,7 @@ mod tests {
             let (logits, targets) = case(v);
             let run = |placement| {
                 let (loss, gradient) = loss_and_gradient(logits.clone(), &targets, 3.0, placement).unwrap();
+                let loss = loss.read().unwrap();
                 let alone = mean_loss(logits.clone(), &targets, placement).unwrap();
                 assert!((alone - loss).abs() <= 1e-6 * loss.abs().max(1.0));
                 (loss, gradient.into_data().try_into_vec::<f32>().unwrap())

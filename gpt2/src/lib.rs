@@ -20,6 +20,8 @@ pub mod cli;
 pub mod config;
 pub mod corpus;
 mod cross_entropy;
+#[cfg(all(feature = "cube", not(feature = "fusion")))]
+mod cube;
 #[cfg(all(feature = "cuda", feature = "nccl"))]
 pub mod cuda_memory;
 pub mod devices;

@@ -12,6 +12,8 @@ use burn::tensor::module::linear;
 use burn::tensor::{Device, FloatDType, Int, Tensor};
 
 use crate::config::ModelConfig;
+#[cfg(all(feature = "cube", not(feature = "fusion")))]
+use crate::cube;
 use crate::fused::{self, Resident};
 
 /// Which form of the layers runs.
@@ -22,11 +24,25 @@ pub(crate) enum Kernels<'a> {
     Fused(Option<&'a Arc<Resident>>),
     /// Composed of tensor operations, on any device.
     Composed,
+    /// Kernels of our own (see [`cube`](crate::cube)), on the devices that it serves.
+    #[cfg(all(feature = "cube", not(feature = "fusion")))]
+    Generated,
+}
+
+impl Kernels<'_> {
+    /// Those for a device other than the processor.
+    pub(crate) fn of_device(device: &Device) -> Self {
+        match device {
+            #[cfg(all(feature = "cube", not(feature = "fusion")))]
+            device if cube::serves(device) => Kernels::Generated,
+            _ => Kernels::Composed,
+        }
+    }
 }
 
 /// What maps the residual stream to itself.
 pub(crate) trait Layer: Module {
-    /// The residual stream `[b, t, c]` through this layer; `mask_tt` is [`causal_mask`]'s, which fused kernels do not look at.
+    /// The residual stream `[b, t, c]` through this layer; `mask_tt` is [`causal_mask`]'s, which composed kernels alone look at.
     fn forward(&self, x_btc: Tensor<3>, mask_tt: &Tensor<4>, kernels: Kernels<'_>) -> Tensor<3>;
 }
 
@@ -164,8 +180,11 @@ impl Attention {
         let ([b, t, c], dtype) = (x_btc.dims(), FloatDType::from(x_btc.dtype()));
         let q = c / self.n_head;
         let qkv_btc3 = self.c_attn.forward(x_btc, kernels);
-        if let Kernels::Fused(_) = kernels {
-            return self.c_proj.forward(fused::attention(qkv_btc3, self.n_head), kernels);
+        match kernels {
+            Kernels::Fused(_) => return self.c_proj.forward(fused::attention(qkv_btc3, self.n_head), kernels),
+            #[cfg(all(feature = "cube", not(feature = "fusion")))]
+            Kernels::Generated => return self.c_proj.forward(cube::attention(qkv_btc3, self.n_head), kernels),
+            Kernels::Composed => (),
         }
         let heads_bhtq = |part: usize| -> Tensor<4> {
             qkv_btc3.clone().narrow(2, part * c, c).reshape([b, t, self.n_head, q]).swap_dims(1, 2)
@@ -184,6 +203,8 @@ impl Mlp {
         let inner = match kernels {
             Kernels::Fused(_) => fused::gelu(inner),
             Kernels::Composed => gelu(inner),
+            #[cfg(all(feature = "cube", not(feature = "fusion")))]
+            Kernels::Generated => cube::gelu(inner),
         };
         self.c_proj.forward(inner, kernels)
     }
@@ -197,7 +218,7 @@ impl LayerNorm {
         }
     }
 
-    fn forward(&self, x_btc: Tensor<3>, kernels: Kernels<'_>) -> Tensor<3> {
+    pub(crate) fn forward(&self, x_btc: Tensor<3>, kernels: Kernels<'_>) -> Tensor<3> {
         let (weight_c, bias_c) = (self.weight.val(), self.bias.val());
         match kernels {
             Kernels::Fused(resident) => fused::layer_norm(x_btc, weight_c, bias_c, resident),
@@ -208,6 +229,8 @@ impl LayerNorm {
                     burn::tensor::module::layer_norm(x_btc.cast(wide), weight_c, Some(bias_c), LAYER_NORM_EPSILON);
                 y_btc.cast(dtype)
             }
+            #[cfg(all(feature = "cube", not(feature = "fusion")))]
+            Kernels::Generated => cube::layer_norm(x_btc, weight_c, bias_c),
         }
     }
 }
@@ -223,7 +246,7 @@ impl Projection {
     fn forward(&self, x: Tensor<3>, kernels: Kernels<'_>) -> Tensor<3> {
         match kernels {
             Kernels::Fused(resident) => fused::linear(x, self.weight.val(), self.bias.val(), resident),
-            Kernels::Composed => linear(x, self.weight.val(), Some(self.bias.val())),
+            _ => linear(x, self.weight.val(), Some(self.bias.val())),
         }
     }
 }

@@ -362,7 +362,7 @@ impl SegmentedModel {
     pub fn logits(&self, inputs: &[i32], rows: usize, cols: usize) -> Result<Vec<f32>, ModelError> {
         let tokens_bt = self.check_tokens("inputs", inputs, rows, cols)?;
         let logits_nv = self.head(self.hidden_nc(tokens_bt)?);
-        read_back(self.config.n_layer + 1, "reading logits", logits_nv)
+        read_back(self.config.n_layer + 1, "reading logits", logits_nv.cast(FloatDType::F32))
     }
 
     /// Loss and all segments' gradients (in forward order) of `scale` times it from one backward pass over the whole model, with
@@ -412,9 +412,9 @@ impl SegmentedModel {
         Ok(self.norm.forward(x_btc, &mask_tt, self.kernels()).reshape([b * t, self.config.n_embd]))
     }
 
-    /// Logits `[n, v]` in f32.
+    /// Logits `[n, v]`, in the type of computation.
     fn head(&self, hidden_nc: Tensor<2>) -> Tensor<2> {
-        hidden_nc.matmul(self.embedding.wte.weight.val().transpose()).cast(FloatDType::F32)
+        hidden_nc.matmul(self.embedding.wte.weight.val().transpose())
     }
 
     fn info(&self, segment: usize) -> Result<&SegmentInfo, ModelError> {
@@ -429,7 +429,7 @@ impl SegmentedModel {
     fn kernels(&self) -> Kernels<'static> {
         match self.placement() {
             Placement::Host => Kernels::Fused(None),
-            Placement::Device => Kernels::Composed,
+            Placement::Device => Kernels::of_device(&self.device),
         }
     }
 

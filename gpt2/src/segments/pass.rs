@@ -218,7 +218,8 @@ impl SegmentedModel {
         let grads = self.embedding_grads(tokens_bt, upstream_btc, dwte_vc);
         hooks.leave(self, Pass::Backward, 0)?;
         hooks.gradients(grads)?;
-        Ok(loss)
+        // By now the device has computed it.
+        Ok(loss.read()?)
     }
 
     /// Mean cross entropy of the batch in nats, without gradients; of no rows, 0.
@@ -288,7 +289,10 @@ impl SegmentedModel {
             }
             Placement::Device => (layer.train(), None),
         };
-        let kernels = resident.as_ref().map_or(Kernels::Composed, |resident| Kernels::Fused(Some(resident)));
+        let kernels = match &resident {
+            Some(resident) => Kernels::Fused(Some(resident)),
+            None => Kernels::of_device(&self.device),
+        };
         let output_btc = leaves.forward(input_btc.clone(), mask_tt, kernels);
         Graph { leaves, resident, input_btc, output_btc }
     }

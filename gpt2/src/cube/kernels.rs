@@ -1,0 +1,336 @@
+//! The kernels themselves. A cube, a group of threads that share memory, works on one row at a time; each of its units takes every
+//! `UNITS`-th element, so that neighbours read neighbours. Arithmetic is f32 whatever the tensors hold.
+
+use burn_cubecl::cubecl;
+use burn_cubecl::cubecl::prelude::*;
+
+/// Units of a cube: a power of two. Part of the result, since sums are over what each of them has.
+pub(super) const UNITS: usize = 128;
+/// Halvings from all units to one.
+const STEPS: usize = UNITS.ilog2() as usize;
+
+/// Nothing is smaller; minus infinity is no constant of every shading language.
+const LEAST: f32 = -3.0e38;
+
+/// √(2/π) of GELU's tanh form, doubled: x·(1 + tanh u)/2 = x / (1 + e^−2u).
+const TWICE_ROOT: f32 = 1.595_769;
+const CUBIC: f32 = 0.044_715;
+
+/// Σ over the cube's units, in a tree, the same in each of them.
+#[cube]
+fn total(value: f32, scratch: &mut Shared<[f32]>) -> f32 {
+    let unit = UNIT_POS as usize;
+    scratch[unit] = value;
+    sync_cube();
+    #[unroll]
+    for step in 0..STEPS {
+        let half = comptime!(UNITS >> (step + 1));
+        if unit < half {
+            let sum = scratch[unit] + scratch[unit + half];
+            scratch[unit] = sum;
+        }
+        sync_cube();
+    }
+    let total = scratch[0];
+    // Nobody writes before everybody has read.
+    sync_cube();
+    total
+}
+
+/// The largest of what the cube's units have.
+#[cube]
+fn largest(value: f32, scratch: &mut Shared<[f32]>) -> f32 {
+    let unit = UNIT_POS as usize;
+    scratch[unit] = value;
+    sync_cube();
+    #[unroll]
+    for step in 0..STEPS {
+        let half = comptime!(UNITS >> (step + 1));
+        if unit < half {
+            let larger = max(scratch[unit], scratch[unit + half]);
+            scratch[unit] = larger;
+        }
+        sync_cube();
+    }
+    let largest = scratch[0];
+    sync_cube();
+    largest
+}
+
+/// Row i of `scores`, whose rows are those of squares `[t, t]`, becomes the softmax of `scale` times its first i + 1 elements, and zeros.
+#[cube(launch, address_type = "dynamic")]
+pub(super) fn causal_softmax<F: Float>(scores: &mut Tensor<F>, scale: f32, #[define(F)] _dtype: ElemType) {
+    let row = CUBE_POS as usize;
+    if row >= scores.shape(0) {
+        terminate!();
+    }
+    let t = scores.shape(1);
+    let (start, seen) = (row * scores.stride(0), row % t + 1);
+    let mut scratch = Shared::<[f32]>::new_slice(UNITS);
+
+    let mut high = f32::new(LEAST);
+    let mut i = UNIT_POS as usize;
+    while i < seen {
+        high = max(high, f32::cast_from(scores[start + i]) * scale);
+        i += UNITS;
+    }
+    let high = largest(high, &mut scratch);
+
+    let mut sum = f32::new(0.0);
+    let mut i = UNIT_POS as usize;
+    while i < seen {
+        sum += (f32::cast_from(scores[start + i]) * scale - high).exp();
+        i += UNITS;
+    }
+    let factor = f32::new(1.0) / total(sum, &mut scratch);
+
+    let mut i = UNIT_POS as usize;
+    while i < t {
+        let mut value = f32::new(0.0);
+        if i < seen {
+            value = (f32::cast_from(scores[start + i]) * scale - high).exp() * factor;
+        }
+        scores[start + i] = F::cast_from(value);
+        i += UNITS;
+    }
+}
+
+/// The gradient with respect to what [`causal_softmax`] got, in place of that with respect to what it made, `weights`:
+/// `scale` · w · (g − Σ g·w).
+#[cube(launch, address_type = "dynamic")]
+pub(super) fn causal_softmax_backward<F: Float>(
+    gradients: &mut Tensor<F>,
+    weights: &Tensor<F>,
+    scale: f32,
+    #[define(F)] _dtype: ElemType,
+) {
+    let row = CUBE_POS as usize;
+    if row >= gradients.shape(0) {
+        terminate!();
+    }
+    let t = gradients.shape(1);
+    let (start, weight_start, seen) = (row * gradients.stride(0), row * weights.stride(0), row % t + 1);
+    let mut scratch = Shared::<[f32]>::new_slice(UNITS);
+
+    let mut sum = f32::new(0.0);
+    let mut i = UNIT_POS as usize;
+    while i < seen {
+        sum += f32::cast_from(gradients[start + i]) * f32::cast_from(weights[weight_start + i]);
+        i += UNITS;
+    }
+    let mean = total(sum, &mut scratch);
+
+    let mut i = UNIT_POS as usize;
+    while i < t {
+        let mut value = f32::new(0.0);
+        if i < seen {
+            let weight = f32::cast_from(weights[weight_start + i]);
+            value = weight * (f32::cast_from(gradients[start + i]) - mean) * scale;
+        }
+        gradients[start + i] = F::cast_from(value);
+        i += UNITS;
+    }
+}
+
+/// Each row of `x` less its mean, over its standard deviation, times `weight` plus `bias`. Row r of `stats` becomes that mean and the
+/// inverse of that deviation.
+#[cube(launch, address_type = "dynamic")]
+pub(super) fn layer_norm<F: Float>(
+    x: &Tensor<F>,
+    weight: &Tensor<F>,
+    bias: &Tensor<F>,
+    y: &mut Tensor<F>,
+    stats: &mut Tensor<f32>,
+    epsilon: f32,
+    #[define(F)] _dtype: ElemType,
+) {
+    let row = CUBE_POS as usize;
+    if row >= x.shape(0) {
+        terminate!();
+    }
+    let c = x.shape(1);
+    let (x_start, y_start) = (row * x.stride(0), row * y.stride(0));
+    let mut scratch = Shared::<[f32]>::new_slice(UNITS);
+
+    let mut sum = f32::new(0.0);
+    let mut i = UNIT_POS as usize;
+    while i < c {
+        sum += f32::cast_from(x[x_start + i]);
+        i += UNITS;
+    }
+    let mean = total(sum, &mut scratch) / f32::cast_from(c);
+
+    let mut sum = f32::new(0.0);
+    let mut i = UNIT_POS as usize;
+    while i < c {
+        let distance = f32::cast_from(x[x_start + i]) - mean;
+        sum += distance * distance;
+        i += UNITS;
+    }
+    let variance = total(sum, &mut scratch) / f32::cast_from(c);
+    let inverse = f32::new(1.0) / (variance + epsilon).sqrt();
+
+    let mut i = UNIT_POS as usize;
+    while i < c {
+        let normal = (f32::cast_from(x[x_start + i]) - mean) * inverse;
+        y[y_start + i] = F::cast_from(normal * f32::cast_from(weight[i]) + f32::cast_from(bias[i]));
+        i += UNITS;
+    }
+    if UNIT_POS == 0 {
+        stats[2 * row] = mean;
+        stats[2 * row + 1] = inverse;
+    }
+}
+
+/// With x̂ the normalised row and ĝ = g·w: g becomes (ĝ − mean(ĝ) − x̂·mean(ĝ·x̂)) / σ. Cube k takes rows k, k + K, …, of which it leaves
+/// Σ g·x̂ in row k of `sums`, and Σ g in row K + k.
+#[cube(launch, address_type = "dynamic")]
+pub(super) fn layer_norm_backward<F: Float>(
+    gradients: &mut Tensor<F>,
+    x: &Tensor<F>,
+    weight: &Tensor<F>,
+    stats: &Tensor<f32>,
+    sums: &mut Tensor<f32>,
+    #[define(F)] _dtype: ElemType,
+) {
+    let cube = CUBE_POS as usize;
+    let cubes = sums.shape(0) / 2;
+    if cube >= cubes {
+        terminate!();
+    }
+    let (rows, c) = (x.shape(0), x.shape(1));
+    let (dw_start, db_start) = (cube * c, (cubes + cube) * c);
+    let mut scratch = Shared::<[f32]>::new_slice(UNITS);
+
+    let mut i = UNIT_POS as usize;
+    while i < c {
+        sums[dw_start + i] = f32::new(0.0);
+        sums[db_start + i] = f32::new(0.0);
+        i += UNITS;
+    }
+    let mut row = cube;
+    while row < rows {
+        let (g_start, x_start) = (row * gradients.stride(0), row * x.stride(0));
+        let (mean, inverse) = (stats[2 * row], stats[2 * row + 1]);
+        let mut along = f32::new(0.0);
+        let mut across = f32::new(0.0);
+        let mut i = UNIT_POS as usize;
+        while i < c {
+            let gradient = f32::cast_from(gradients[g_start + i]);
+            let normal = (f32::cast_from(x[x_start + i]) - mean) * inverse;
+            sums[dw_start + i] += gradient * normal;
+            sums[db_start + i] += gradient;
+            let weighted = gradient * f32::cast_from(weight[i]);
+            along += weighted;
+            across += weighted * normal;
+            i += UNITS;
+        }
+        let along = total(along, &mut scratch) / f32::cast_from(c);
+        let across = total(across, &mut scratch) / f32::cast_from(c);
+        let mut i = UNIT_POS as usize;
+        while i < c {
+            let weighted = f32::cast_from(gradients[g_start + i]) * f32::cast_from(weight[i]);
+            let normal = (f32::cast_from(x[x_start + i]) - mean) * inverse;
+            gradients[g_start + i] = F::cast_from((weighted - along - normal * across) * inverse);
+            i += UNITS;
+        }
+        row += cubes;
+    }
+}
+
+/// What GELU multiplies its input with.
+#[cube]
+fn gate(x: f32) -> f32 {
+    let one = f32::new(1.0);
+    one / (one + (x * f32::new(-TWICE_ROOT) * (one + f32::new(CUBIC) * x * x)).exp())
+}
+
+/// GELU in its tanh form, row by row.
+#[cube(launch, address_type = "dynamic")]
+pub(super) fn gelu<F: Float>(x: &Tensor<F>, y: &mut Tensor<F>, #[define(F)] _dtype: ElemType) {
+    let row = CUBE_POS as usize;
+    if row >= x.shape(0) {
+        terminate!();
+    }
+    let (x_start, y_start) = (row * x.stride(0), row * y.stride(0));
+    let mut i = UNIT_POS as usize;
+    while i < x.shape(1) {
+        let value = f32::cast_from(x[x_start + i]);
+        y[y_start + i] = F::cast_from(value * gate(value));
+        i += UNITS;
+    }
+}
+
+/// The gradient with respect to GELU's input `x`, in place of that with respect to its output.
+#[cube(launch, address_type = "dynamic")]
+pub(super) fn gelu_backward<F: Float>(gradients: &mut Tensor<F>, x: &Tensor<F>, #[define(F)] _dtype: ElemType) {
+    let row = CUBE_POS as usize;
+    if row >= x.shape(0) {
+        terminate!();
+    }
+    let (g_start, x_start) = (row * gradients.stride(0), row * x.stride(0));
+    let one = f32::new(1.0);
+    let mut i = UNIT_POS as usize;
+    while i < x.shape(1) {
+        let value = f32::cast_from(x[x_start + i]);
+        let open = gate(value);
+        let slope = f32::new(TWICE_ROOT) * (one + f32::new(3.0 * CUBIC) * value * value);
+        let gradient = f32::cast_from(gradients[g_start + i]);
+        gradients[g_start + i] = F::cast_from(gradient * (open + value * open * (one - open) * slope));
+        i += UNITS;
+    }
+}
+
+/// `losses` become −ln softmax(row)[target], and with `differentiate` each row becomes (softmax − one-hot) · `row_scale`.
+#[cube(launch, address_type = "dynamic")]
+pub(super) fn cross_entropy<F: Float, I: Int>(
+    logits: &mut Tensor<F>,
+    targets: &Tensor<I>,
+    losses: &mut Tensor<f32>,
+    row_scale: f32,
+    #[comptime] differentiate: bool,
+    #[define(F, I)] _dtypes: [ElemType; 2],
+) {
+    let row = CUBE_POS as usize;
+    if row >= logits.shape(0) {
+        terminate!();
+    }
+    let v = logits.shape(1);
+    let start = row * logits.stride(0);
+    let target = u32::cast_from(targets[row]) as usize;
+    let mut scratch = Shared::<[f32]>::new_slice(UNITS);
+
+    // Each unit keeps the largest so far, and the sum of exponentials relative to it: the row is read from memory once.
+    let mut high = f32::new(LEAST);
+    let mut sum = f32::new(0.0);
+    let mut i = UNIT_POS as usize;
+    while i < v {
+        let value = f32::cast_from(logits[start + i]);
+        if value > high {
+            sum = sum * (high - value).exp() + f32::new(1.0);
+            high = value;
+        } else {
+            sum += (value - high).exp();
+        }
+        i += UNITS;
+    }
+    let row_high = largest(high, &mut scratch);
+    let row_sum = total(sum * (high - row_high).exp(), &mut scratch);
+    if UNIT_POS == 0 {
+        losses[row] = row_sum.ln() + row_high - f32::cast_from(logits[start + target]);
+    }
+    if comptime!(differentiate) {
+        // Not before the first unit has read the target's.
+        sync_cube();
+        let factor = row_scale / row_sum;
+        let mut i = UNIT_POS as usize;
+        while i < v {
+            let mut value = (f32::cast_from(logits[start + i]) - row_high).exp() * factor;
+            if i == target {
+                value -= row_scale;
+            }
+            logits[start + i] = F::cast_from(value);
+            i += UNITS;
+        }
+    }
+}

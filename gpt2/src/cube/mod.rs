@@ -1,0 +1,378 @@
+//! Layer norm, GELU, attention's softmax and cross entropy as single kernels of the devices for which kernels are generated: CUDA, and what
+//! wgpu reaches.
+//!
+//! Composed of tensor operations each is half a dozen kernels and more, forward, and twice that backward, and every one of them reads
+//! and writes the whole tensor. Such operations are bound by memory, and the largest tensors of a step are theirs: the attention
+//! scores and the logits. Here each is one kernel, which reads every row from memory once. It also leaves fewer kernels to compile before
+//! the first step. Products of matrices stay the backend's.
+//!
+//! With the feature `fusion` the backend joins the composed operations by itself, and these are not used.
+
+mod kernels;
+#[cfg(all(test, feature = "wgpu"))]
+mod tests;
+
+use burn::backend::Autodiff;
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind, unary};
+use burn::tensor::{DType, Device, Int, Shape, Tensor};
+use burn_cubecl::CubeBackend;
+use burn_cubecl::cubecl::ir::ElemType;
+use burn_cubecl::cubecl::prelude::*;
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
+use burn_cubecl::tensor::CubeTensor;
+
+use crate::model::LAYER_NORM_EPSILON;
+use kernels::UNITS;
+
+/// Most partial sums over rows that a backward pass of layer norm leaves. Part of the result.
+const PARTS: usize = 1024;
+
+/// Whether these operations are for the tensors of `device`.
+pub(crate) fn serves(device: &Device) -> bool {
+    device.clone().without_autodiff() != Device::flex()
+}
+
+/// Layer norm of the last axis.
+pub(crate) fn layer_norm(x_btc: Tensor<3>, weight_c: Tensor<1>, bias_c: Tensor<1>) -> Tensor<3> {
+    if !x_btc.is_autodiff() {
+        let (y, _) = layer_norm_forward(&plain(x_btc), &plain(weight_c), &plain(bias_c));
+        return tensor(y);
+    }
+    let ((x, x_node), (weight, weight_node), (bias, bias_node)) = (tracked(x_btc), tracked(weight_c), tracked(bias_c));
+    let (y, stats) = layer_norm_forward(&x, &weight, &bias);
+    let nodes = [x_node, weight_node, bias_node];
+    let y = match LayerNormBackward.prepare::<NoCheckpointing>(nodes).compute_bound().stateful() {
+        OpsKind::Tracked(prep) => prep.finish((x, weight, stats), y),
+        OpsKind::UnTracked(prep) => prep.finish(y),
+    };
+    Tensor::from_primitive::<Autodiff<CubeBackend>>(y)
+}
+
+/// GELU in its tanh form.
+pub(crate) fn gelu(x: Tensor<3>) -> Tensor<3> {
+    if !x.is_autodiff() {
+        return tensor(gelu_forward(&plain(x)));
+    }
+    let (x, node) = tracked(x);
+    let y = gelu_forward(&x);
+    let y = match GeluBackward.prepare::<NoCheckpointing>([node]).compute_bound().stateful() {
+        OpsKind::Tracked(prep) => prep.finish(x, y),
+        OpsKind::UnTracked(prep) => prep.finish(y),
+    };
+    Tensor::from_primitive::<Autodiff<CubeBackend>>(y)
+}
+
+/// Causal attention from the joint projection `[b, t, 3c]` to the mixed values `[b, t, c]`.
+pub(crate) fn attention(qkv: Tensor<3>, n_head: usize) -> Tensor<3> {
+    if !qkv.is_autodiff() {
+        return attention_forward(qkv, n_head).0;
+    }
+    let (qkv, node) = tracked(qkv);
+    let (mixed_btc, weights_bhtt) = attention_forward(tensor(qkv.clone()), n_head);
+    let mixed = plain(mixed_btc);
+    let mixed = match AttentionBackward.prepare::<NoCheckpointing>([node]).compute_bound().stateful() {
+        OpsKind::Tracked(prep) => prep.finish((qkv, plain(weights_bhtt), n_head), mixed),
+        OpsKind::UnTracked(prep) => prep.finish(mixed),
+    };
+    Tensor::from_primitive::<Autodiff<CubeBackend>>(mixed)
+}
+
+/// −ln softmax(logits)[target] of each row, in f32; and with `row_scale`, in place of the logits and in their type, the gradient of
+/// `row_scale` times the sum of these. Targets lie in the vocabulary.
+pub(crate) fn cross_entropy(
+    logits_nv: Tensor<2>,
+    targets_n: Tensor<1, Int>,
+    row_scale: Option<f32>,
+) -> (Tensor<1>, Tensor<2>) {
+    let logits = plain(logits_nv);
+    let logits = if row_scale.is_some() { to_write(logits) } else { logits };
+    let targets = targets_n.try_into_primitive::<CubeBackend>().expect("targets lie on the device of the logits");
+    let targets = into_contiguous(targets);
+    let losses = empty(&logits, Shape::new([rows(&logits)]), DType::F32);
+    launch(&logits, rows(&logits), &[&logits], |client, count, dim, address| {
+        kernels::cross_entropy::launch(
+            client,
+            count,
+            dim,
+            address,
+            by_rows(&logits),
+            targets.clone().into_tensor_arg(),
+            losses.clone().into_tensor_arg(),
+            row_scale.unwrap_or_default(),
+            row_scale.is_some(),
+            [element(&logits), element(&targets)],
+        );
+    });
+    (tensor(losses), tensor(logits))
+}
+
+#[derive(Debug)]
+struct LayerNormBackward;
+
+impl Backward<CubeBackend, 3> for LayerNormBackward {
+    /// Input, gain, and each row's mean and inverse standard deviation.
+    type State = (CubeTensor, CubeTensor, CubeTensor);
+
+    fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let dy = grads.consume::<CubeBackend>(&ops.node);
+        let (x, weight, stats) = ops.state;
+        let [dx, dweight, dbias] = layer_norm_backward(dy, &x, &weight, &stats);
+        for (parent, grad) in ops.parents.into_iter().zip([dx, dweight, dbias]) {
+            if let Some(parent) = parent {
+                grads.register::<CubeBackend>(parent.id, grad);
+            }
+        }
+    }
+}
+
+#[derive(Debug)]
+struct GeluBackward;
+
+impl Backward<CubeBackend, 1> for GeluBackward {
+    type State = CubeTensor;
+
+    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let x = ops.state;
+        unary::<CubeBackend, _>(ops.parents, ops.node, grads, |dy| {
+            let gradients = to_write(dy);
+            launch(&gradients, rows(&gradients), &[&gradients, &x], |client, count, dim, address| {
+                kernels::gelu_backward::launch(
+                    client,
+                    count,
+                    dim,
+                    address,
+                    by_rows(&gradients),
+                    by_rows(&x),
+                    element(&gradients),
+                );
+            });
+            gradients
+        });
+    }
+}
+
+#[derive(Debug)]
+struct AttentionBackward;
+
+impl Backward<CubeBackend, 1> for AttentionBackward {
+    /// Joint projection, attention weights, number of heads.
+    type State = (CubeTensor, CubeTensor, usize);
+
+    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let (qkv, weights, n_head) = ops.state;
+        unary::<CubeBackend, _>(ops.parents, ops.node, grads, |dmixed| {
+            plain(attention_backward(tensor(qkv), weights, tensor(dmixed), n_head))
+        });
+    }
+}
+
+/// Mixed values `[b, t, c]` and attention weights `[b, h, t, t]`.
+fn attention_forward(qkv: Tensor<3>, n_head: usize) -> (Tensor<3>, Tensor<4>) {
+    let [b, t, c3] = qkv.dims();
+    let [query, key, value] = heads(qkv, n_head);
+    let weights_bhtt: Tensor<4> = tensor(causal_softmax(plain(query.matmul(key.transpose())), scale(c3 / 3 / n_head)));
+    let mixed_bhtq = weights_bhtt.clone().matmul(value);
+    (mixed_bhtq.swap_dims(1, 2).reshape([b, t, c3 / 3]), weights_bhtt)
+}
+
+/// The gradient with respect to the joint projection.
+fn attention_backward(qkv: Tensor<3>, weights: CubeTensor, dmixed_btc: Tensor<3>, n_head: usize) -> Tensor<3> {
+    let [b, t, c3] = qkv.dims();
+    let q = c3 / 3 / n_head;
+    let [query, key, value] = heads(qkv, n_head);
+    let dmixed_bhtq = dmixed_btc.reshape([b, t, n_head, q]).swap_dims(1, 2);
+    let dweights = plain(dmixed_bhtq.clone().matmul(value.transpose()));
+    let dscores_bhtt: Tensor<4> = tensor(causal_softmax_backward(dweights, &weights, scale(q)));
+    let weights_bhtt: Tensor<4> = tensor(weights);
+    let parts = [
+        dscores_bhtt.clone().matmul(key),
+        dscores_bhtt.transpose().matmul(query),
+        weights_bhtt.transpose().matmul(dmixed_bhtq),
+    ];
+    let parts_bt1hq = parts.map(|part_bhtq| part_bhtq.swap_dims(1, 2).unsqueeze_dim::<5>(2));
+    Tensor::cat(parts_bt1hq.into(), 2).reshape([b, t, c3])
+}
+
+/// Queries, keys and values as views `[b, h, t, q]`: products take strides, so nothing is copied.
+fn heads(qkv: Tensor<3>, n_head: usize) -> [Tensor<4>; 3] {
+    let [b, t, c3] = qkv.dims();
+    let all: Tensor<5> = qkv.reshape([b, t, 3, n_head, c3 / 3 / n_head]);
+    [0, 1, 2].map(|part| all.clone().narrow(2, part, 1).squeeze_dim::<4>(2).swap_dims(1, 2))
+}
+
+fn scale(q: usize) -> f32 {
+    1.0 / (q as f32).sqrt()
+}
+
+/// The normalised rows, and each row's mean and inverse standard deviation.
+fn layer_norm_forward(x: &CubeTensor, weight: &CubeTensor, bias: &CubeTensor) -> (CubeTensor, CubeTensor) {
+    let y = empty(x, x.meta.shape().clone(), x.dtype);
+    let stats = empty(x, Shape::new([rows(x), 2]), DType::F32);
+    launch(x, rows(x), &[x, &y], |client, count, dim, address| {
+        kernels::layer_norm::launch(
+            client,
+            count,
+            dim,
+            address,
+            by_rows(x),
+            weight.clone().into_tensor_arg(),
+            bias.clone().into_tensor_arg(),
+            by_rows(&y),
+            stats.clone().into_tensor_arg(),
+            LAYER_NORM_EPSILON as f32,
+            element(x),
+        );
+    });
+    (y, stats)
+}
+
+/// The gradients of input, gain and offset; the last two in f32.
+fn layer_norm_backward(dy: CubeTensor, x: &CubeTensor, weight: &CubeTensor, stats: &CubeTensor) -> [CubeTensor; 3] {
+    let gradients = to_write(dy);
+    let (parts, c) = (rows(x).min(PARTS), columns(x));
+    let sums = empty(x, Shape::new([2 * parts, c]), DType::F32);
+    launch(x, parts, &[&gradients, x], |client, count, dim, address| {
+        kernels::layer_norm_backward::launch(
+            client,
+            count,
+            dim,
+            address,
+            by_rows(&gradients),
+            by_rows(x),
+            weight.clone().into_tensor_arg(),
+            stats.clone().into_tensor_arg(),
+            sums.clone().into_tensor_arg(),
+            element(x),
+        );
+    });
+    let sums: Tensor<3> = tensor::<2>(sums).reshape([2, parts, c]).sum_dim(1);
+    let sum = |part: usize| plain(sums.clone().narrow(0, part, 1).reshape([c]));
+    [gradients, sum(0), sum(1)]
+}
+
+fn gelu_forward(x: &CubeTensor) -> CubeTensor {
+    let y = empty(x, x.meta.shape().clone(), x.dtype);
+    launch(x, rows(x), &[x, &y], |client, count, dim, address| {
+        kernels::gelu::launch(client, count, dim, address, by_rows(x), by_rows(&y), element(x));
+    });
+    y
+}
+
+/// Softmax over the last axis of `scale` times the scores that position i may see, those of positions j ≤ i.
+fn causal_softmax(scores: CubeTensor, scale: f32) -> CubeTensor {
+    let scores = to_write(scores);
+    launch(&scores, rows(&scores), &[&scores], |client, count, dim, address| {
+        kernels::causal_softmax::launch(client, count, dim, address, by_rows(&scores), scale, element(&scores));
+    });
+    scores
+}
+
+/// The gradient with respect to the scores, from that with respect to the `weights` that [`causal_softmax`] made of them.
+fn causal_softmax_backward(dweights: CubeTensor, weights: &CubeTensor, scale: f32) -> CubeTensor {
+    let gradients = to_write(dweights);
+    launch(&gradients, rows(&gradients), &[&gradients, weights], |client, count, dim, address| {
+        kernels::causal_softmax_backward::launch(
+            client,
+            count,
+            dim,
+            address,
+            by_rows(&gradients),
+            by_rows(weights),
+            scale,
+            element(&gradients),
+        );
+    });
+    gradients
+}
+
+/// Starts a kernel with a cube for each of `cubes`, on the device of `on`; `largest` are the tensors that decide how wide addresses are.
+fn launch(
+    on: &CubeTensor,
+    cubes: usize,
+    largest: &[&CubeTensor],
+    kernel: impl FnOnce(&Client, CubeCount, CubeDim, AddressType),
+) {
+    // What every device takes along one axis.
+    const ALONG: usize = 1 << 15;
+    if on.meta.num_elements() == 0 {
+        return;
+    }
+    let count = CubeCount::Static(cubes.min(ALONG) as u32, cubes.div_ceil(ALONG) as u32, 1);
+    let address = largest.iter().map(|tensor| tensor.required_address_type()).max().unwrap_or_default();
+    kernel(&on.client, count, CubeDim::new_1d(UNITS as u32), address);
+}
+
+fn empty(like: &CubeTensor, shape: Shape, dtype: DType) -> CubeTensor {
+    empty_device_contiguous_dtype(like.client.clone(), like.device.clone(), shape, dtype)
+}
+
+fn columns(tensor: &CubeTensor) -> usize {
+    tensor.meta.shape().iter().last().copied().unwrap_or(1)
+}
+
+fn rows(tensor: &CubeTensor) -> usize {
+    tensor.meta.num_elements() / columns(tensor).max(1)
+}
+
+/// From one row to the next, in elements.
+fn pitch(tensor: &CubeTensor) -> usize {
+    let strides = tensor.meta.strides();
+    if strides.len() < 2 { columns(tensor) } else { strides[strides.len() - 2] }
+}
+
+/// As a kernel's argument `[rows, columns]`.
+fn by_rows(tensor: &CubeTensor) -> TensorArg {
+    let mut binding = tensor.clone().binding();
+    binding.shape = Shape::new([rows(tensor), columns(tensor)]);
+    binding.strides = [pitch(tensor), 1].into();
+    binding.into_tensor_arg()
+}
+
+/// Whether elements of a row are neighbours, and all rows equally far apart. The backend may leave gaps between rows.
+fn in_rows(tensor: &CubeTensor) -> bool {
+    let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
+    let last = shape.len() - 1;
+    let along = shape[last] == 1 || strides[last] == 1;
+    let outer = (0..last.saturating_sub(1)).all(|axis| strides[axis] == strides[axis + 1] * shape[axis + 1]);
+    along && outer && pitch(tensor) >= shape[last] && !tensor.meta.is_tiled()
+}
+
+fn by_row(tensor: CubeTensor) -> CubeTensor {
+    if in_rows(&tensor) { tensor } else { into_contiguous(tensor) }
+}
+
+/// The tensor itself if nobody else has it, else a copy.
+fn to_write(tensor: CubeTensor) -> CubeTensor {
+    let tensor = by_row(tensor);
+    if tensor.can_mut() { tensor } else { by_row(tensor.copy()) }
+}
+
+fn element(tensor: &CubeTensor) -> ElemType {
+    match tensor.dtype {
+        DType::BF16 => half::bf16::elem_type_native(),
+        DType::F16 => half::f16::elem_type_native(),
+        DType::I32 => i32::elem_type_native(),
+        DType::I64 => i64::elem_type_native(),
+        _ => f32::elem_type_native(),
+    }
+}
+
+fn tensor<const D: usize>(primitive: CubeTensor) -> Tensor<D> {
+    Tensor::from_primitive::<CubeBackend>(primitive)
+}
+
+fn plain<const D: usize>(tensor: Tensor<D>) -> CubeTensor {
+    by_row(tensor.try_into_primitive::<CubeBackend>().expect("called for devices that these operations serve only"))
+}
+
+fn tracked<const D: usize>(tensor: Tensor<D>) -> (CubeTensor, NodeGuard) {
+    let tensor = tensor
+        .try_into_primitive::<Autodiff<CubeBackend>>()
+        .expect("all inputs of a fused operation are tracked, or none");
+    let (tensor, node) = tensor.into_parts();
+    (by_row(tensor), node)
+}
