@@ -1,0 +1,114 @@
+//! Training on CUDA as far as it goes without a GPU: every kernel of a step is generated, compiled by NVIDIA's compiler for an H100, and
+//! found by the next run in the kernel cache. The driver is a stand-in whose kernels do nothing, so no value means anything.
+//!
+//! Needs NVRTC and CUDA's headers, as Python's packages (`pip install nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-crt
+//! nvidia-cuda-cccl`); without them the test says that it is skipped, or fails with `GPT2_TEST_NEEDS_NVRTC` set.
+
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Instant;
+
+/// The folder that Python's packages of CUDA 13 fill.
+fn toolkit() -> Option<PathBuf> {
+    let packages = |root: PathBuf| fs::read_dir(root.join("lib")).into_iter().flatten().flatten();
+    let folders = gpt2::env::python_roots().into_iter().flat_map(packages);
+    folders.map(|python| python.path().join("site-packages/nvidia/cu13")).find(|toolkit| {
+        toolkit.join("lib/libnvrtc.so.13").is_file() && toolkit.join("include/cuda_fp16.h").is_file()
+    })
+}
+
+/// Compiles a stand-in under the name of what it stands in for.
+fn library(folder: &Path, name: &str, source: &str) {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/stand_in").join(source);
+    let compiler = std::env::var_os("CC").unwrap_or_else(|| "cc".into());
+    let output = Command::new(compiler)
+        .args(["-shared", "-fPIC", "-O1", "-o"])
+        .args([folder.join(name), source])
+        .args(["-lpthread", "-ldl"])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// What a run asked of driver and compiler.
+struct Asked {
+    counts: serde_json::Value,
+    /// Seconds for each kernel that was compiled.
+    compiled: Vec<f64>,
+    seconds: f64,
+}
+
+impl Asked {
+    fn count(&self, of: &str) -> u64 {
+        self.counts[of].as_u64().unwrap()
+    }
+}
+
+#[test]
+fn every_kernel_of_a_step_compiles_and_is_kept() {
+    let Some(toolkit) = toolkit() else {
+        assert!(std::env::var_os("GPT2_TEST_NEEDS_NVRTC").is_none(), "no NVRTC among Python's packages");
+        println!("skipped: no NVRTC and headers of CUDA 13 among Python's packages");
+        return;
+    };
+    let folder = tempfile::tempdir().unwrap();
+    library(folder.path(), "libcuda.so.1", "driver.c");
+    library(folder.path(), "libcuda.so", "driver.c");
+    library(folder.path(), "libnvrtc.so", "nvrtc.c");
+
+    let train = |precision: &str, cache: &str, more: &[&str]| {
+        let (counts, compiled) = (folder.path().join("counts.json"), folder.path().join("compiled.txt"));
+        for file in [&counts, &compiled] {
+            fs::remove_file(file).ok();
+        }
+        let start = Instant::now();
+        let output = Command::new(env!("CARGO_BIN_EXE_gpt2"))
+            .args(["train", "--device", "cuda", "--preset", "micro", "--tokenizer", "bytes", "--steps", "2"])
+            .args(["--precision", precision])
+            .args(more)
+            .current_dir(folder.path())
+            .env("LD_LIBRARY_PATH", folder.path())
+            .env("CUDA_PATH", &toolkit)
+            .env("XDG_CACHE_HOME", folder.path().join(cache))
+            .env("STAND_IN_COUNTS", &counts)
+            .env("STAND_IN_NVRTC", toolkit.join("lib/libnvrtc.so.13"))
+            .env("STAND_IN_COMPILED", &compiled)
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{precision}: {}", String::from_utf8_lossy(&output.stderr));
+        let seconds = start.elapsed().as_secs_f64();
+        let lines = fs::read_to_string(&compiled).unwrap_or_default();
+        let line = |line: &str| {
+            let (seconds, code) = line.split_once(' ').unwrap();
+            assert_eq!(code, "0", "{precision}: a kernel does not compile");
+            seconds.parse::<f64>().unwrap()
+        };
+        let asked = Asked {
+            counts: serde_json::from_str(&fs::read_to_string(&counts).unwrap()).unwrap(),
+            compiled: lines.lines().map(line).collect(),
+            seconds,
+        };
+        println!(
+            "{precision} {cache} {more:?}: {} kernels compiled in {:.1} s of {:.1} s, {} loaded, {} launches",
+            asked.compiled.len(),
+            asked.compiled.iter().sum::<f64>(),
+            asked.seconds,
+            asked.count("modules"),
+            asked.count("launches")
+        );
+        asked
+    };
+
+    for precision in ["f32", "bf16", "f16"] {
+        let cold = train(precision, precision, &[]);
+        assert!(cold.compiled.len() > 10 && cold.count("launches") > 100, "{}", cold.counts);
+        assert_eq!(cold.compiled.len() as u64, cold.count("modules"));
+        let warm = train(precision, precision, &[]);
+        assert_eq!(warm.compiled, [], "{precision}: kernels were compiled again");
+        assert_eq!(warm.count("modules"), cold.count("modules"));
+    }
+}
