@@ -334,3 +334,67 @@ pub(super) fn cross_entropy<F: Float, I: Int>(
         }
     }
 }
+
+/// What a step of AdamW does with all elements alike: see the [host's](crate::optim::AdamW).
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(super) struct AdamWScalars {
+    pub(super) grad_factor: f32,
+    pub(super) mean_weight: f32,
+    pub(super) square_decay: f32,
+    pub(super) square_weight: f32,
+    pub(super) root_correction: f32,
+    pub(super) epsilon: f32,
+    pub(super) step_size: f32,
+    pub(super) keep: f32,
+}
+
+/// One step for `count` elements, those from `at` on of `params`, `means` and `squares`, whose gradients are those from `from` on.
+#[cube(launch, address_type = "dynamic")]
+pub(super) fn adamw<F: Float>(
+    params: &mut Tensor<f32>,
+    means: &mut Tensor<f32>,
+    squares: &mut Tensor<f32>,
+    gradients: &Tensor<F>,
+    at: usize,
+    from: usize,
+    count: usize,
+    scalars: AdamWScalars,
+    #[define(F)] _dtype: ElemType,
+) {
+    let mut i = ABSOLUTE_POS;
+    while i < count {
+        let gradient = f32::cast_from(gradients[from + i]) * scalars.grad_factor;
+        let old = means[at + i];
+        let mean = old + scalars.mean_weight * (gradient - old);
+        let square = squares[at + i] * scalars.square_decay + scalars.square_weight * gradient * gradient;
+        means[at + i] = mean;
+        squares[at + i] = square;
+        let denominator = square.sqrt() / scalars.root_correction + scalars.epsilon;
+        let kept = params[at + i] * scalars.keep;
+        params[at + i] = kept - scalars.step_size * (mean / denominator);
+        i += CUBE_COUNT * UNITS;
+    }
+}
+
+/// Element `slot` + k of `sums` becomes Σ (`unscale` · v)² over the values that cube k takes.
+#[cube(launch, address_type = "dynamic")]
+pub(super) fn sum_of_squares<F: Float>(
+    values: &Tensor<F>,
+    sums: &mut Tensor<f32>,
+    slot: usize,
+    unscale: f32,
+    #[define(F)] _dtype: ElemType,
+) {
+    let mut scratch = Shared::<[f32]>::new_slice(UNITS);
+    let mut sum = f32::new(0.0);
+    let mut i = ABSOLUTE_POS;
+    while i < values.len() {
+        let value = f32::cast_from(values[i]) * unscale;
+        sum += value * value;
+        i += CUBE_COUNT * UNITS;
+    }
+    let sum = total(sum, &mut scratch);
+    if UNIT_POS == 0 {
+        sums[slot + CUBE_POS] = sum;
+    }
+}

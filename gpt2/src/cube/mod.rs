@@ -9,15 +9,16 @@
 //! With the feature `fusion` the backend joins the composed operations by itself, and these are not used.
 
 mod kernels;
+pub(crate) mod optim;
 #[cfg(all(test, feature = "wgpu"))]
 mod tests;
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
-use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::grads as autodiff;
 use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind, unary};
-use burn::tensor::{DType, Device, Int, Shape, Tensor};
+use burn::tensor::{DType, Device, Gradients, Int, Shape, Tensor};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::cubecl::ir::ElemType;
 use burn_cubecl::cubecl::prelude::*;
@@ -81,6 +82,18 @@ pub(crate) fn attention(qkv: Tensor<3>, n_head: usize) -> Tensor<3> {
     Tensor::from_primitive::<Autodiff<CubeBackend>>(mixed)
 }
 
+/// Starts the backward pass of `result`, whose gradient is `upstream`; a product and a sum that no kernel computes.
+pub(crate) fn backward(result: Tensor<3>, upstream: Tensor<3>) -> Gradients {
+    let (result, node) = tracked(result);
+    let upstream = upstream.try_into_primitive::<CubeBackend>().expect("the gradient is on the device of its tensor");
+    let root = empty(&result, Shape::new([1]), result.dtype);
+    let root = match UpstreamBackward.prepare::<NoCheckpointing>([node]).compute_bound().stateful() {
+        OpsKind::Tracked(prep) => prep.finish(upstream, root),
+        OpsKind::UnTracked(prep) => prep.finish(root),
+    };
+    Tensor::<1>::from_primitive::<Autodiff<CubeBackend>>(root).backward()
+}
+
 /// −ln softmax(logits)[target] of each row, in f32; and with `row_scale`, in place of the logits and in their type, the gradient of
 /// `row_scale` times the sum of these. Targets lie in the vocabulary.
 pub(crate) fn cross_entropy(
@@ -111,13 +124,26 @@ pub(crate) fn cross_entropy(
 }
 
 #[derive(Debug)]
+struct UpstreamBackward;
+
+impl Backward<CubeBackend, 1> for UpstreamBackward {
+    /// The gradient from above.
+    type State = CubeTensor;
+
+    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut autodiff::Gradients, _: &mut Checkpointer) {
+        let upstream = ops.state;
+        unary::<CubeBackend, _>(ops.parents, ops.node, grads, |_| upstream);
+    }
+}
+
+#[derive(Debug)]
 struct LayerNormBackward;
 
 impl Backward<CubeBackend, 3> for LayerNormBackward {
     /// Input, gain, and each row's mean and inverse standard deviation.
     type State = (CubeTensor, CubeTensor, CubeTensor);
 
-    fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
+    fn backward(self, ops: Ops<Self::State, 3>, grads: &mut autodiff::Gradients, _: &mut Checkpointer) {
         let dy = grads.consume::<CubeBackend>(&ops.node);
         let (x, weight, stats) = ops.state;
         let [dx, dweight, dbias] = layer_norm_backward(dy, &x, &weight, &stats);
@@ -135,7 +161,7 @@ struct GeluBackward;
 impl Backward<CubeBackend, 1> for GeluBackward {
     type State = CubeTensor;
 
-    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut autodiff::Gradients, _: &mut Checkpointer) {
         let x = ops.state;
         unary::<CubeBackend, _>(ops.parents, ops.node, grads, |dy| {
             let gradients = to_write(dy);
@@ -162,7 +188,7 @@ impl Backward<CubeBackend, 1> for AttentionBackward {
     /// Joint projection, attention weights, number of heads.
     type State = (CubeTensor, CubeTensor, usize);
 
-    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut autodiff::Gradients, _: &mut Checkpointer) {
         let (qkv, weights, n_head) = ops.state;
         unary::<CubeBackend, _>(ops.parents, ops.node, grads, |dmixed| {
             plain(attention_backward(tensor(qkv), weights, tensor(dmixed), n_head))

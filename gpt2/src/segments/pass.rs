@@ -8,6 +8,8 @@ use burn::tensor::{FloatDType, Gradients, IndexingUpdateOp, Int, Tensor};
 use super::weights::{haunt, read_back, refill};
 use super::{ModelError, SegmentedModel, TokenBatch};
 use crate::cross_entropy::{self, Placement};
+#[cfg(all(feature = "cube", not(feature = "fusion")))]
+use crate::cube;
 use crate::fused::Resident;
 use crate::model::{Kernels, Layer, causal_mask};
 
@@ -332,8 +334,12 @@ impl<M: Layer> Graph<M> {
 
     /// The gradients of the segment's weights, and that of its input.
     fn backward(self, segment: usize, upstream_btc: Tensor<3>) -> Result<(SegmentGrads, Tensor<3>), ModelError> {
-        // A backward pass starts from ones; the product with the gradient from above makes it start from that.
-        let mut grads = (self.output_btc * upstream_btc).sum().backward();
+        let mut grads = match Kernels::of_device(&upstream_btc.device()) {
+            #[cfg(all(feature = "cube", not(feature = "fusion")))]
+            Kernels::Generated => cube::backward(self.output_btc, upstream_btc),
+            // A backward pass starts from ones; the product with the gradient from above makes it start from that.
+            _ => (self.output_btc * upstream_btc).sum().backward(),
+        };
         let below_btc = self.input_btc.grad_remove(&mut grads).ok_or_else(|| missing(segment))?;
         Ok((collect(segment, &self.leaves, &mut grads)?, below_btc))
     }
