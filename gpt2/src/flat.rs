@@ -5,15 +5,17 @@
 //! host; one that works on the device's own memory gets them lent by [`DeviceCollectives`], and they never leave the device. Either way
 //! the strategies are written once, over [`Flat`] and what `Packer` makes of it.
 
-use std::fmt;
+mod packer;
+
 use std::io;
 use std::ops::Range;
-use std::sync::Arc;
 
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use comm_core::{Buffer, Error, Result, bf16, f16};
 
 use crate::precision::{Precision, split};
+
+pub(crate) use packer::Packer;
 
 /// Lends tensors to a communicator that works on the memory of their device.
 ///
@@ -22,6 +24,15 @@ use crate::precision::{Precision, split};
 pub trait DeviceCollectives: Send + Sync {
     /// The device whose memory it is.
     fn device(&self) -> &Device;
+
+    /// Waits until the device has done what it was asked to. Called before [`lend`](Self::lend), which waits as well, so that this time
+    /// is not taken for lending.
+    ///
+    /// # Errors
+    /// `Io` where the device fails.
+    fn wait(&self) -> Result<()> {
+        settle(self.device())
+    }
 
     /// A buffer over the memory of `tensor`, of the tensor's length and type (f32, bf16 or f16), which an operation may read and
     /// overwrite at once: everything that computes the tensor has ended when this returns. The tensor shares its memory with no other
@@ -225,168 +236,23 @@ pub enum Weights {
     Device(Box<Tensor<1>>),
 }
 
-/// Takes vectors to a communicator and back, in the type in which they travel.
-#[derive(Clone)]
-pub(crate) struct Packer {
-    precision: Precision,
-    native: Option<Arc<dyn DeviceCollectives>>,
+/// Waits until `device` has done what it was asked to.
+fn settle(device: &Device) -> Result<()> {
+    device.sync().map_err(|error| Error::io("waiting for gradients or parameters", io::Error::other(error.to_string())))
 }
 
-impl fmt::Debug for Packer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Packer").field("precision", &self.precision).field("native", &self.native.is_some()).finish()
-    }
-}
-
-impl Packer {
-    /// For values that travel as `precision`, in device memory where it can be lent by `native`, else in host memory.
-    pub(crate) fn new(precision: Precision, native: Option<Arc<dyn DeviceCollectives>>) -> Self {
-        Packer { precision, native }
-    }
-
-    /// The type in which values travel.
-    pub(crate) fn precision(&self) -> Precision {
-        self.precision
-    }
-
-    /// A buffer that holds `values`, rounded to the type. Values on the device are rounded and concatenated there; where they cannot
-    /// be lent they are read back, once.
-    pub(crate) fn pack(&self, values: Flat) -> Result<Buffer> {
-        match (values, &self.native) {
-            (Flat::Host(values), _) => Ok(self.precision.pack(values)),
-            (Flat::Device(parts), Some(native)) => {
-                let is_single = parts.len() == 1;
-                match joined(parts, self.precision) {
-                    Some(whole) => native.lend(if is_single { unshared(whole) } else { whole }),
-                    None => native.lend(Tensor::zeros([0], (native.device(), self.precision.float().into()))),
-                }
-            }
-            (Flat::Device(parts), None) => {
-                let Some(whole) = joined(parts, self.precision) else { return Ok(self.precision.empty(0)) };
-                Ok(match self.precision {
-                    Precision::F32 => Buffer::from_vec(read_back::<f32>(whole)?),
-                    Precision::Bf16 => Buffer::from_vec(read_back::<bf16>(whole)?),
-                    Precision::F16 => Buffer::from_vec(read_back::<f16>(whole)?),
-                })
-            }
-        }
-    }
-
-    /// The values of a buffer that [`pack`](Self::pack) or [`pack_into`](Self::pack_into) made, in f32, where they are.
-    pub(crate) fn unpack(&self, buffer: Buffer) -> Result<Flat> {
-        match buffer {
-            Buffer::Host(_) => Ok(Flat::Host(self.precision.unpack(buffer)?)),
-            Buffer::Device(_) => {
-                let whole = self.take_back(buffer)?;
-                let parts = if length(&whole) == 0 { Vec::new() } else { vec![whole.cast(FloatDType::F32)] };
-                Ok(Flat::Device(parts))
-            }
-        }
-    }
-
-    /// The values `range` of such a buffer; the rest is let go of.
-    pub(crate) fn unpack_part(&self, buffer: Buffer, range: Range<usize>) -> Result<Flat> {
-        match buffer {
-            Buffer::Host(_) => Ok(Flat::Host(self.precision.unpack_part(buffer, range)?)),
-            Buffer::Device(_) => {
-                let whole = self.take_back(buffer)?;
-                if range.is_empty() {
-                    return Ok(Flat::Device(Vec::new()));
-                }
-                // A view would keep the whole in memory.
-                let part = unshared(whole.narrow(0, range.start, range.len()));
-                Ok(Flat::Device(vec![part.cast(FloatDType::F32)]))
-            }
-        }
-    }
-
-    /// A buffer of `count` elements that holds `values`, rounded to the type, from element `start` on, and zeros elsewhere.
-    pub(crate) fn pack_into(&self, values: &Flat, start: usize, count: usize) -> Result<Buffer> {
-        let parts = match values {
-            Flat::Host(values) => return Ok(self.precision.pack_into(values, start, count)),
-            Flat::Device(parts) => parts,
-        };
-        let native = self.native.as_ref().ok_or_else(misplaced)?;
-        let zeros = |count: usize| -> Option<Tensor<1>> {
-            let options = (native.device(), self.precision.float().into());
-            (count > 0).then(|| Tensor::zeros([count], options))
-        };
-        let rest = count - start - values.len();
-        let whole = zeros(start).into_iter().chain(parts.iter().cloned()).chain(zeros(rest)).collect();
-        self.pack(Flat::Device(whole))
-    }
-
-    /// A buffer for `count` values to come.
-    pub(crate) fn empty(&self, count: usize) -> Result<Buffer> {
-        match &self.native {
-            None => Ok(self.precision.empty(count)),
-            Some(native) => native.lend(Tensor::zeros([count], (native.device(), self.precision.float().into()))),
-        }
-    }
-
-    /// Whether values travel in device memory.
-    pub(crate) fn is_native(&self) -> bool {
-        self.native.is_some()
-    }
-
-    /// Cuts what lies one after another in several buffers of weights into the segments'.
-    pub(crate) fn cut_all(&self, buffers: Vec<Buffer>, lengths: &[usize]) -> Result<Vec<Weights>> {
-        if self.is_native() {
-            let parts = buffers.into_iter().filter(|buffer| buffer.count() > 0).map(|buffer| self.take_back(buffer));
-            let whole = joined(parts.collect::<Result<_>>()?, self.precision);
-            return Ok(pieces(whole, lengths)
-                .into_iter()
-                .flatten()
-                .map(|piece| Weights::Device(Box::new(piece)))
-                .collect());
-        }
-        let mut whole = comm_core::HostBuffer::zeros(self.precision.dtype(), lengths.iter().sum());
-        let mut rest = whole.bytes_mut();
-        for buffer in buffers {
-            let Buffer::Host(buffer) = buffer else { return Err(misplaced()) };
-            let (own, others) = rest.split_at_mut(buffer.bytes().len());
-            comm_core::copy(own, buffer.bytes());
-            rest = others;
-        }
-        self.cut(Buffer::Host(whole), lengths)
-    }
-
-    /// Cuts a buffer of weights into the segments'.
-    pub(crate) fn cut(&self, buffer: Buffer, lengths: &[usize]) -> Result<Vec<Weights>> {
-        match buffer {
-            Buffer::Host(_) => Ok(self.precision.cut(buffer, lengths)?.into_iter().map(Weights::Host).collect()),
-            Buffer::Device(_) => {
-                let pieces = pieces(Some(self.take_back(buffer)?), lengths);
-                Ok(pieces.into_iter().flatten().map(|piece| Weights::Device(Box::new(piece))).collect())
-            }
-        }
-    }
-
-    /// A buffer of one segment's weights.
-    pub(crate) fn whole(&self, buffer: Buffer) -> Result<Weights> {
-        match buffer {
-            Buffer::Host(_) => Ok(Weights::Host(buffer)),
-            Buffer::Device(_) => Ok(Weights::Device(Box::new(self.take_back(buffer)?))),
-        }
-    }
-
-    /// The weights that follow from masters of this rank.
-    pub(crate) fn weights(&self, masters: &Flat) -> Weights {
-        match masters {
-            Flat::Host(values) => Weights::Host(self.precision.pack_into(values, 0, values.len())),
-            Flat::Device(parts) => match joined(parts.clone(), self.precision) {
-                Some(whole) => Weights::Device(Box::new(whole)),
-                None => Weights::Host(self.precision.empty(0)),
-            },
-        }
-    }
-
-    fn take_back(&self, buffer: Buffer) -> Result<Tensor<1>> {
-        let native = self.native.as_ref();
-        native
-            .ok_or_else(|| Error::Internal("a buffer came back in device memory that nobody lent".into()))?
-            .take_back(buffer)
-    }
+/// The values of a buffer of `precision`, on `device`.
+///
+/// # Errors
+/// `InvalidArgument` for values of another type, or on a device already.
+pub(crate) fn upload(values: Buffer, precision: Precision, device: &Device) -> Result<Tensor<1>> {
+    let count = values.count();
+    let data = match precision {
+        Precision::F32 => TensorData::new(values.into_vec::<f32>()?, [count]),
+        Precision::Bf16 => TensorData::new(values.into_vec::<bf16>()?, [count]),
+        Precision::F16 => TensorData::new(values.into_vec::<f16>()?, [count]),
+    };
+    Ok(Tensor::from_data(data, (device, precision.float().into())))
 }
 
 /// The same values in memory of their own.
@@ -436,7 +302,7 @@ mod tests {
     use super::*;
 
     /// These pieces on a device.
-    fn device(pieces: &[&[f32]]) -> Flat {
+    pub(super) fn device(pieces: &[&[f32]]) -> Flat {
         let parts = pieces.iter().map(|piece| Flat::on_device(piece, &Device::flex()));
         Flat::concat(parts, 0).unwrap()
     }
@@ -462,36 +328,5 @@ mod tests {
         assert!(Flat::concat([flat.clone(), Flat::Host(vec![0.0])], 6).is_err());
         assert!(flat.host().is_err() && Flat::Host(vec![1.0]).into_tensor().is_err());
         assert!(Flat::default().into_tensor().unwrap().is_none());
-    }
-
-    #[test]
-    fn what_is_packed_on_a_device_is_what_the_host_packs() {
-        let values: Vec<f32> = (0..1000).map(|i| (i as f32 - 500.0).powi(3) * 1.3e-5).collect();
-        for precision in Precision::ALL {
-            let packer = Packer::new(precision, None);
-            let on_device = packer.pack(device(&[&values[..333], &values[333..]])).unwrap();
-            let on_host = packer.pack(Flat::Host(values.clone())).unwrap();
-            let (Buffer::Host(on_device), Buffer::Host(on_host)) = (on_device, on_host) else { panic!("{precision}") };
-            assert_eq!(on_device, on_host);
-            assert_eq!(packer.pack(device(&[])).unwrap().count(), 0);
-        }
-    }
-
-    #[test]
-    fn weights_that_lie_in_several_buffers_are_cut_into_segments() {
-        let packer = Packer::new(Precision::Bf16, None);
-        let buffers = [vec![1.0, 2.0, 3.0], vec![], vec![4.0]].map(|values| packer.pack(Flat::Host(values)).unwrap());
-        let pieces = packer.cut_all(buffers.into(), &[1, 3]).unwrap();
-        let pieces: Vec<Vec<bf16>> = pieces
-            .into_iter()
-            .map(|piece| match piece {
-                Weights::Host(buffer) => buffer.into_vec().unwrap(),
-                Weights::Device(_) => panic!("the weights were in host memory"),
-            })
-            .collect();
-        assert_eq!(
-            pieces,
-            [vec![1.0], vec![2.0, 3.0, 4.0]].map(|piece| piece.into_iter().map(bf16::from_f32).collect::<Vec<_>>())
-        );
     }
 }

@@ -7,7 +7,7 @@ use std::thread;
 
 use burn::tensor::Device;
 use comm_core::control::{StallReport, TcpControl};
-use comm_core::{Control, Deadline, Error, job::Job};
+use comm_core::{Communicator, Control, Deadline, Error, job::Job};
 
 use crate::corpus::Corpus;
 use crate::devices;
@@ -115,9 +115,7 @@ pub fn run_rank(
     device: &Device,
     observer: &mut (dyn Observer + Send),
 ) -> Result<Summary, TrainError> {
-    // NCCL works on the device that computes.
-    let cuda_device = options.options.cuda_device.or_else(|| devices::cuda_ordinal(device).map(usize::from));
-    let of_transport = TransportOptions { cuda_device, ..options.options.clone() };
+    let of_transport = with_device(&options.options, device);
     let connect = |control| transports::connect(options.transport, control, &of_transport);
     let name = options.transport.name();
     if job.rank == 0 {
@@ -154,28 +152,41 @@ pub fn run_rank_over(
     let mut session = connect(control.clone()).inspect_err(|error| control.poison(error))?;
     if let Some(kind) = options.node_transport.filter(|_| tells_nodes_apart(config, options)) {
         let job: Arc<dyn Control> = control;
-        let node = transports::connect_node(kind, &job, config.options.ranks_per_node, &options.options)?;
+        let of_transport = with_device(&options.options, device);
+        let mut node = transports::connect_node(kind, &job, config.options.ranks_per_node, &of_transport)?;
+        node.native = lender(&*node.comm, &node.facts, device).inspect_err(|error| job.poison(error))?;
         session.node = Some(node);
     }
     if session.native.is_none() {
-        session.native = lender(&session, device).inspect_err(|error| session.control.poison(error))?;
+        session.native =
+            lender(&*session.comm, &session.facts, device).inspect_err(|error| session.control.poison(error))?;
     }
     in_pool(config, corpus, &session, options, device, observer)
 }
 
-/// What lends the memory of `device` to the communicator, where both are CUDA's. Otherwise gradients are in host memory, and NCCL copies
-/// them.
+/// The options of a transport, which for NCCL name the device that computes.
+fn with_device(options: &TransportOptions, device: &Device) -> TransportOptions {
+    let cuda_device = options.cuda_device.or_else(|| devices::cuda_ordinal(device).map(usize::from));
+    TransportOptions { cuda_device, ..options.clone() }
+}
+
+/// What lends the memory of `device` to `comm`, of which these are the facts, where both are CUDA's. Otherwise gradients are in host memory,
+/// and NCCL copies them.
 ///
 /// # Errors
 /// `InvalidArgument` where NCCL is of another CUDA device.
-fn lender(session: &Session, device: &Device) -> Result<Option<Arc<dyn DeviceCollectives>>, Error> {
+fn lender(
+    comm: &dyn Communicator,
+    facts: &[(String, String)],
+    device: &Device,
+) -> Result<Option<Arc<dyn DeviceCollectives>>, Error> {
     #[cfg(all(feature = "cuda", feature = "nccl"))]
     {
-        let Some(memory) = crate::cuda_memory::CudaMemory::new(device).filter(|_| session.comm.name() == "nccl") else {
+        let Some(memory) = crate::cuda_memory::CudaMemory::new(device).filter(|_| comm.name() == "nccl") else {
             return Ok(None);
         };
         let mine = devices::cuda_ordinal(device).map(|ordinal| ordinal.to_string()).unwrap_or_default();
-        let theirs = session.facts.iter().find(|(name, _)| name == comm_nccl::DEVICE_FACT).map(|(_, value)| value);
+        let theirs = facts.iter().find(|(name, _)| name == comm_nccl::DEVICE_FACT).map(|(_, value)| value);
         if theirs != Some(&mine) {
             return Err(Error::invalid(format!(
                 "the model is on CUDA device {mine}, and NCCL on {}; give both the same (TransportOptions::cuda_device)",
@@ -186,7 +197,7 @@ fn lender(session: &Session, device: &Device) -> Result<Option<Arc<dyn DeviceCol
     }
     #[cfg(not(all(feature = "cuda", feature = "nccl")))]
     {
-        let _ = (session, device);
+        let _ = (comm, facts, device);
         Ok(None)
     }
 }

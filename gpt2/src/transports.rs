@@ -11,6 +11,7 @@ use comm_core::counted::{Counted, Counters};
 use comm_core::{Communicator, Control, Deadline, Error, Mesh, MeshOptions, Transport, Waiting, local, shm};
 use serde::{Deserialize, Serialize};
 
+use crate::flat::DeviceCollectives;
 use crate::trainer::Session;
 
 /// Which transport; written as in [`TransportKind::name`].
@@ -193,6 +194,8 @@ pub struct Node {
     pub facts: Vec<(String, String)>,
     /// Number of ranks of the node.
     pub size: usize,
+    /// Lends the memory of the device that computes, where `comm` works on that instead of on bytes in host memory.
+    pub native: Option<Arc<dyn DeviceCollectives>>,
 }
 
 /// Connects the ranks of this rank's node: ranks 0 to `ranks_per_node` − 1 of the job are the first one, and so on. All ranks of the
@@ -260,7 +263,7 @@ fn nodes(ranks_per_node: usize) -> String {
 
 impl Node {
     fn new(Link { comm, counters, facts }: Link, size: usize) -> Self {
-        Node { comm, counters, facts, size }
+        Node { comm, counters, facts, size, native: None }
     }
 }
 

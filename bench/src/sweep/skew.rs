@@ -229,7 +229,7 @@ fn columns(steps: &[Step], waits: &[Waits]) -> record::Steps {
     let mut columns = record::Steps {
         total: steps.iter().map(|step| step.ms).collect(),
         data: spent(&[Activity::Data]),
-        compute: spent(&[Activity::Forward, Activity::Backward]),
+        compute: spent(&[Activity::Forward, Activity::Backward, Activity::Device]),
         pack: spent(&[Activity::Pack]),
         exposed: waited(|waits| waits.exposed),
         scalars: waited(|waits| waits.scalars),

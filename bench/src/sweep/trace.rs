@@ -56,6 +56,7 @@ fn activity(activity: Activity) -> &'static str {
         Activity::Data => "data",
         Activity::Forward => "forward",
         Activity::Backward => "backward",
+        Activity::Device => "wait for the device",
         Activity::Pack => "pack",
         Activity::Exposed => "wait",
         Activity::Scalars => "scalars",

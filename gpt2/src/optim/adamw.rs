@@ -5,7 +5,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::{Moments, OptimError, TASK, integer_power, tiles};
+use super::{Decay, Moments, OptimError, TASK, integer_power, tiles};
 use crate::segments::SegmentInfo;
 
 /// AdamW's constants (Loshchilov and Hutter 2019).
@@ -129,10 +129,7 @@ pub(super) fn runs(segment: &SegmentInfo, range: &Range<usize>) -> Vec<(Range<us
 /// One step's scalars, in the type they are applied in.
 #[derive(Clone, Copy)]
 pub(super) struct Scalars {
-    pub(super) grad_factor: f32,
-    pub(super) mean_weight: f32,
-    pub(super) square_decay: f32,
-    pub(super) square_weight: f32,
+    pub(super) decay: Decay,
     pub(super) root_correction: f32,
     pub(super) epsilon: f32,
     pub(super) step_size: f32,
@@ -144,10 +141,7 @@ impl Scalars {
     pub(super) fn of(config: &AdamWConfig, t: u64, learning_rate: f64, grad_factor: f32) -> Self {
         let AdamWConfig { beta1, beta2, epsilon, .. } = *config;
         Scalars {
-            grad_factor,
-            mean_weight: (1.0 - beta1) as f32,
-            square_decay: beta2 as f32,
-            square_weight: (1.0 - beta2) as f32,
+            decay: Decay::of(config, grad_factor),
             root_correction: (1.0 - integer_power(beta2, t)).sqrt() as f32,
             epsilon: epsilon as f32,
             step_size: (learning_rate / (1.0 - integer_power(beta1, t))) as f32,
@@ -164,9 +158,7 @@ impl Scalars {
     #[inline(never)]
     fn apply(&self, params: &mut [f32], grads: &[f32], mean: &mut [f32], square: &mut [f32]) {
         for (((p, g), m), v) in params.iter_mut().zip(grads).zip(mean).zip(square) {
-            let g = *g * self.grad_factor;
-            *m += self.mean_weight * (g - *m);
-            *v = *v * self.square_decay + self.square_weight * g * g;
+            self.decay.advance_one(*g, m, v);
             let denominator = v.sqrt() / self.root_correction + self.epsilon;
             *p = *p * self.keep - self.step_size * (*m / denominator);
         }

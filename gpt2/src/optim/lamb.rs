@@ -15,7 +15,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::{AdamWConfig, Moments, OptimError, TASK, integer_power, tiles};
+use super::{AdamWConfig, Decay, Moments, OptimError, TASK, integer_power, tiles};
 use crate::segments::SegmentInfo;
 
 /// LAMB for one contiguous range of a segment's flat vector, with state for that range only: that of AdamW, no more.
@@ -39,13 +39,13 @@ pub struct Lamb {
 
 /// What the shard holds of one tensor.
 #[derive(Clone, Debug)]
-struct Piece {
+pub(super) struct Piece {
     /// Index of the tensor in the segment.
-    tensor: usize,
+    pub(super) tensor: usize,
     /// Elements, counted from the shard's start.
-    range: Range<usize>,
+    pub(super) range: Range<usize>,
     /// Whether the tensor decays and has a trust ratio.
-    decay: bool,
+    pub(super) decay: bool,
     /// Whether this is all of the tensor.
     whole: bool,
 }
@@ -58,15 +58,8 @@ impl Lamb {
     /// [`OptimError::RangeOutsideSegment`].
     pub fn new(config: AdamWConfig, segment: &SegmentInfo, range: Range<usize>) -> Result<Self, OptimError> {
         let moments = Moments::new(segment, &range)?;
-        let pieces = tiles(segment, &range)
-            .map(|(tensor, range)| {
-                let info = &segment.params[tensor];
-                let whole = range.len() == info.len;
-                Piece { tensor, range, decay: info.decay, whole }
-            })
-            .collect();
         let tensors = segment.params.iter().map(|info| info.path.clone()).collect();
-        Ok(Self { config, moments, tensors, pieces, prepared: false })
+        Ok(Self { config, moments, tensors, pieces: pieces(segment, &range), prepared: false })
     }
 
     /// Number of elements of the shard.
@@ -117,22 +110,17 @@ impl Lamb {
         self.moments.check("the gradient slice", grads.len())?;
         self.moments.steps += 1;
         self.prepared = true;
-        let decay = Decay {
-            grad_factor,
-            mean_weight: (1.0 - self.config.beta1) as f32,
-            square_decay: self.config.beta2 as f32,
-            square_weight: (1.0 - self.config.beta2) as f32,
-        };
+        let decay = Decay::of(&self.config, grad_factor);
         let mut norms = vec![[0.0; 2]; self.tensors.len()];
         for Piece { tensor, range, decay: decays, .. } in &self.pieces {
-            let update = self.update(*decays);
+            let update = Update::of(&self.config, self.moments.steps, *decays);
             let partial: Vec<[f64; 2]> = params[range.clone()]
                 .par_chunks(TASK)
                 .zip(grads[range.clone()].par_chunks(TASK))
                 .zip(self.moments.mean[range.clone()].par_chunks_mut(TASK))
                 .zip(self.moments.square[range.clone()].par_chunks_mut(TASK))
                 .map(|(((p, g), m), v)| {
-                    decay.advance(g, m, v);
+                    advance(decay, g, m, v);
                     update.squared_norms(p, m, v)
                 })
                 .collect();
@@ -156,11 +144,10 @@ impl Lamb {
             return Err(OptimError::NotPrepared { segment: self.moments.segment.clone() });
         }
         self.moments.check("the parameter slice", params.len())?;
-        self.check_norms(norms)?;
-        for Piece { tensor, range, decay, .. } in &self.pieces {
-            let update = self.update(*decay);
-            let ratio = if *decay { trust_ratio(norms[*tensor]) } else { 1.0 };
-            let step_size = (learning_rate * ratio) as f32;
+        check_norms(&self.moments.segment, &self.tensors, norms)?;
+        for piece in &self.pieces {
+            let (range, update) = (&piece.range, Update::of(&self.config, self.moments.steps, piece.decay));
+            let step_size = piece.step_size(learning_rate, norms);
             params[range.clone()]
                 .par_chunks_mut(TASK)
                 .zip(self.moments.mean[range.clone()].par_chunks(TASK))
@@ -196,34 +183,40 @@ impl Lamb {
     pub(super) fn moments(&self) -> &Moments {
         &self.moments
     }
+}
 
-    /// How the current step's update follows from the moments.
-    fn update(&self, decays: bool) -> Update {
-        let AdamWConfig { beta1, beta2, epsilon, weight_decay } = self.config;
-        let t = self.moments.steps;
-        Update {
-            mean_correction: (1.0 - integer_power(beta1, t)) as f32,
-            root_correction: (1.0 - integer_power(beta2, t)).sqrt() as f32,
-            epsilon: epsilon as f32,
-            weight_decay: if decays { weight_decay as f32 } else { 0.0 },
-        }
+impl Piece {
+    /// By what the update of these elements is multiplied, given the norms of the segment's tensors.
+    pub(super) fn step_size(&self, learning_rate: f64, norms: &[[f64; 2]]) -> f32 {
+        let ratio = if self.decay { trust_ratio(norms[self.tensor]) } else { 1.0 };
+        (learning_rate * ratio) as f32
     }
+}
 
-    fn check_norms(&self, norms: &[[f64; 2]]) -> Result<(), OptimError> {
-        let segment = || self.moments.segment.clone();
-        let (len, expected) = (norms.len(), self.tensors.len());
-        if len != expected {
-            return Err(OptimError::Length { segment: segment(), what: "the list of tensors' norms", len, expected });
-        }
-        for (pair, tensor) in norms.iter().zip(&self.tensors) {
-            for (value, what) in pair.iter().zip(["parameters", "update"]) {
-                if !(*value >= 0.0 && value.is_finite()) {
-                    return Err(OptimError::Norm { segment: segment(), tensor: tensor.clone(), what, value: *value });
-                }
+/// What the elements `range` of `segment` hold of its tensors.
+pub(super) fn pieces(segment: &SegmentInfo, range: &Range<usize>) -> Vec<Piece> {
+    let piece = |(tensor, range): (usize, Range<usize>)| {
+        let info = &segment.params[tensor];
+        let whole = range.len() == info.len;
+        Piece { tensor, range, decay: info.decay, whole }
+    };
+    tiles(segment, range).map(piece).collect()
+}
+
+/// Whether these can be the norms of a segment's `tensors`.
+pub(super) fn check_norms(segment: &str, tensors: &[String], norms: &[[f64; 2]]) -> Result<(), OptimError> {
+    let (len, expected) = (norms.len(), tensors.len());
+    if len != expected {
+        return Err(OptimError::Length { segment: segment.into(), what: "the list of tensors' norms", len, expected });
+    }
+    for (pair, tensor) in norms.iter().zip(tensors) {
+        for (value, what) in pair.iter().zip(["parameters", "update"]) {
+            if !(*value >= 0.0 && value.is_finite()) {
+                return Err(OptimError::Norm { segment: segment.into(), tensor: tensor.clone(), what, value: *value });
             }
         }
-        Ok(())
     }
+    Ok(())
 }
 
 /// By what a tensor's update is multiplied, given the sums of squares of its parameters and of its update: ‖p‖/‖u‖ where both are
@@ -256,38 +249,36 @@ fn add_squares(sums: &mut [f64; LANES], values: &[f32]) {
     *sums = lanes;
 }
 
-/// How gradients enter the moments, in the type it is computed in.
-#[derive(Clone, Copy)]
-struct Decay {
-    grad_factor: f32,
-    mean_weight: f32,
-    square_decay: f32,
-    square_weight: f32,
-}
-
-impl Decay {
-    #[inline(never)]
-    fn advance(&self, grads: &[f32], mean: &mut [f32], square: &mut [f32]) {
-        for ((g, m), v) in grads.iter().zip(mean).zip(square) {
-            let g = *g * self.grad_factor;
-            *m += self.mean_weight * (g - *m);
-            *v = *v * self.square_decay + self.square_weight * g * g;
-        }
+#[inline(never)]
+fn advance(decay: Decay, grads: &[f32], mean: &mut [f32], square: &mut [f32]) {
+    for ((g, m), v) in grads.iter().zip(mean).zip(square) {
+        decay.advance_one(*g, m, v);
     }
 }
 
 /// How the update follows from parameters and moments, in the type it is computed in.
 #[derive(Clone, Copy)]
-struct Update {
-    mean_correction: f32,
-    root_correction: f32,
-    epsilon: f32,
-    weight_decay: f32,
+pub(super) struct Update {
+    pub(super) mean_correction: f32,
+    pub(super) root_correction: f32,
+    pub(super) epsilon: f32,
+    pub(super) weight_decay: f32,
 }
 
 impl Update {
+    /// That of step `t`, counted from 1, for elements that decay or do not.
+    pub(super) fn of(config: &AdamWConfig, t: u64, decays: bool) -> Self {
+        let AdamWConfig { beta1, beta2, epsilon, weight_decay } = *config;
+        Update {
+            mean_correction: (1.0 - integer_power(beta1, t)) as f32,
+            root_correction: (1.0 - integer_power(beta2, t)).sqrt() as f32,
+            epsilon: epsilon as f32,
+            weight_decay: if decays { weight_decay as f32 } else { 0.0 },
+        }
+    }
+
     #[inline(always)]
-    fn of(&self, p: f32, m: f32, v: f32) -> f32 {
+    fn at(&self, p: f32, m: f32, v: f32) -> f32 {
         m / self.mean_correction / (v.sqrt() / self.root_correction + self.epsilon) + self.weight_decay * p
     }
 
@@ -298,7 +289,7 @@ impl Update {
         let mut updates = [0.0; BLOCK];
         for ((params, mean), square) in params.chunks(BLOCK).zip(mean.chunks(BLOCK)).zip(square.chunks(BLOCK)) {
             for (((u, p), m), v) in updates.iter_mut().zip(params).zip(mean).zip(square) {
-                *u = self.of(*p, *m, *v);
+                *u = self.at(*p, *m, *v);
             }
             let updates = updates.get(..params.len()).unwrap_or(&updates);
             add_squares(&mut sums[0], params);
@@ -310,7 +301,7 @@ impl Update {
     #[inline(never)]
     fn apply(&self, step_size: f32, params: &mut [f32], mean: &[f32], square: &[f32]) {
         for ((p, m), v) in params.iter_mut().zip(mean).zip(square) {
-            *p -= step_size * self.of(*p, *m, *v);
+            *p -= step_size * self.at(*p, *m, *v);
         }
     }
 }

@@ -3,10 +3,12 @@
 //! An optimizer owns one contiguous range of one segment, with state for that range alone. Scalars follow PyTorch: computed in f64,
 //! applied in f32. [`AdamW`] is element-wise with a fixed order of operations, so a step over a whole segment and steps over its
 //! shards give the same bits. [`Lamb`] needs norms of whole tensors, so its steps have two phases between which shards add theirs.
+//! Both exist a second time, as tensor operations for parameters on a device: [`DeviceOptimizer`].
 
 mod adamw;
 mod device;
 mod lamb;
+mod moments;
 mod norm;
 mod scaler;
 mod schedule;
@@ -18,9 +20,10 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::segments::SegmentInfo;
+use moments::{Decay, Moments};
 
 pub use adamw::{AdamW, AdamWConfig};
-pub use device::{DeviceAdamW, sum_of_squares_on_device};
+pub use device::{DeviceAdamW, DeviceLamb, DeviceNorms, DeviceOptimizer, sum_of_squares_on_device};
 pub use lamb::{Lamb, trust_ratio};
 pub use norm::{clip_factor, sum_of_squares};
 pub use scaler::{LossScaler, LossScaling, ScalingError};
@@ -48,6 +51,11 @@ impl OptimizerKind {
             Self::AdamW => "adamw",
             Self::Lamb => "lamb",
         }
+    }
+
+    /// Whether a step needs the norms of whole tensors, and so two halves.
+    pub const fn needs_norms(self) -> bool {
+        matches!(self, Self::Lamb)
     }
 }
 
@@ -316,8 +324,8 @@ pub enum OptimError {
         /// The path of the tensor.
         tensor: String,
     },
-    /// A sum of squares could not be computed.
-    #[error("the sum of squares of the gradients failed on the device: {detail}")]
+    /// Sums of squares could not be computed.
+    #[error("sums of squares failed on the device: {detail}")]
     Device {
         /// The device's message.
         detail: String,
@@ -342,47 +350,6 @@ pub enum OptimError {
 /// Elements of one task of a parallel loop: four streams of this length stay in a core's cache. No result depends on it, except
 /// that sums are taken task by task.
 const TASK: usize = 1 << 16;
-
-/// The running means of gradients and of their squares for a shard, and how many steps went into them.
-#[derive(Clone, Debug)]
-struct Moments {
-    segment: String,
-    mean: Vec<f32>,
-    square: Vec<f32>,
-    steps: u64,
-}
-
-impl Moments {
-    fn new(segment: &SegmentInfo, range: &Range<usize>) -> Result<Self, OptimError> {
-        check_range(segment, range)?;
-        let zeros = || vec![0.0; range.len()];
-        Ok(Self { segment: segment.name.clone(), mean: zeros(), square: zeros(), steps: 0 })
-    }
-
-    fn len(&self) -> usize {
-        self.mean.len()
-    }
-
-    fn state(&self) -> (&[f32], &[f32], u64) {
-        (&self.mean, &self.square, self.steps)
-    }
-
-    fn restore(&mut self, mean: Vec<f32>, square: Vec<f32>, steps: u64) -> Result<(), OptimError> {
-        self.check("the saved first moment", mean.len())?;
-        self.check("the saved second moment", square.len())?;
-        (self.mean, self.square, self.steps) = (mean, square, steps);
-        Ok(())
-    }
-
-    fn check(&self, what: &'static str, len: usize) -> Result<(), OptimError> {
-        let expected = self.len();
-        if len == expected {
-            Ok(())
-        } else {
-            Err(OptimError::Length { segment: self.segment.clone(), what, len, expected })
-        }
-    }
-}
 
 fn check_range(segment: &SegmentInfo, range: &Range<usize>) -> Result<(), OptimError> {
     if range.start > range.end || range.end > segment.len {

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use burn::backend::autodiff::NodeId;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Device, FloatDType, Shape, Tensor, TensorData};
-use comm_core::{Buffer, DType, Element, bf16, f16};
+use comm_core::{Buffer, Element, bf16, f16};
 
 use super::{ModelError, SegmentInfo};
 use crate::cross_entropy::Placement;
+use crate::flat::upload;
 use crate::fused::{self, Resident};
 use crate::precision::{Precision, split};
 
@@ -72,13 +73,7 @@ impl<'a> Upload<'a> {
                 Tensors::Pieces(pieces.into_iter())
             }
             Placement::Device => {
-                let count = flat.count();
-                let data = match flat.dtype() {
-                    DType::Bf16 => TensorData::new(flat.into_vec::<bf16>()?, [count]),
-                    DType::F16 => TensorData::new(flat.into_vec::<f16>()?, [count]),
-                    _ => TensorData::new(flat.into_vec::<f32>()?, [count]),
-                };
-                let flat = Box::new(Tensor::from_data(data, (device, precision.float().into())));
+                let flat = Box::new(upload(flat, precision, device)?);
                 Tensors::Transferred { flat, shapes: shapes.into_iter(), next: 0 }
             }
         };

@@ -83,7 +83,7 @@ impl Buckets {
     fn start_full(&mut self, clock: &mut Clock) -> comm_core::Result<()> {
         while let Some(bucket) = self.plan.get(self.started.len()) {
             let (waiting, wire) = (&mut self.waiting, &self.wire);
-            let packed = clock.pack(|| bucket.take(waiting).map(|flat| wire.pack(flat?)));
+            let packed = clock.pack(|waits| bucket.take(waiting).map(|flat| wire.pack(flat?, waits)));
             let Some(buffer) = packed.transpose()? else { break };
             let op = Op::AllReduce(ReduceOp::Mean);
             let call = if self.overlap {

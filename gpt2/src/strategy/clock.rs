@@ -10,6 +10,21 @@ use crate::memory::{self, Category};
 use crate::sys::monotonic_ns;
 
 /// What a rank's training thread does with its time.
+///
+/// On a device that works by itself, a GPU, the thread does not compute: it asks for computations, which queue up, and waits where it needs
+/// a result. What it is asked for late is therefore waited for with what it was asked for before, and spans mean:
+/// - [`Forward`](Self::Forward), [`Backward`](Self::Backward): asking for the pass, and waiting for the loss and, at the end of the pass,
+///   for all that is not done by then;
+/// - [`Device`](Self::Device): waiting, before gradients or parameters leave the device or are lent to a communicator, for the pass so far
+///   that they come from, and for their casting and joining, which come last in the queue and cannot be told apart without holding it up.
+///   By far the most of it is the pass, so sums of a step's parts count all of it as computing;
+/// - [`Pack`](Self::Pack): asking for the casting and joining, and then the transfer to host memory or the lending itself;
+/// - [`Unpack`](Self::Unpack): asking, and handing over what is to be uploaded; what it is in the end done by is waited for under
+///   [`Optimizer`](Self::Optimizer), which reads the gradient norm and ends with a wait, or by the next pass;
+/// - [`Exposed`](Self::Exposed): what is waited for is the communicator alone, since a device has done its part before.
+///
+/// While the thread waits for the device, buckets that left before are under way: that is time in which they are hidden. On a device that
+/// is the processor itself nothing is waited for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Activity {
@@ -19,7 +34,9 @@ pub enum Activity {
     Forward,
     /// Computes the other gradients.
     Backward,
-    /// Reads gradients back, casts and concatenates them.
+    /// Waits for a device to compute what is to leave it: see above.
+    Device,
+    /// Casts and concatenates gradients, and reads them back or lends them.
     Pack,
     /// Waits for gradients and parameters of other ranks.
     Exposed,
@@ -73,6 +90,20 @@ pub struct Partner {
 /// All ranks of the job.
 pub(super) const EVERYONE: u64 = 0;
 
+/// When a device was waited for, in order.
+#[derive(Debug, Default)]
+pub(crate) struct Waits(Vec<(Instant, Instant)>);
+
+impl Waits {
+    /// Runs `work`, which waits for a device.
+    pub(crate) fn during<R>(&mut self, work: impl FnOnce() -> R) -> R {
+        let began = Instant::now();
+        let result = work();
+        self.0.push((began, Instant::now()));
+        result
+    }
+}
+
 /// An operation under way.
 #[derive(Debug)]
 pub(crate) struct Started {
@@ -106,16 +137,27 @@ impl Clock {
         result
     }
 
-    /// Runs `work` and counts it as packing, what it allocates as gradients.
-    pub fn pack<R>(&mut self, work: impl FnOnce() -> R) -> R {
-        self.spend(Activity::Pack, || memory::within(Category::Gradients, work))
+    /// Runs `work` and counts it as packing, but for its waits, which it counts apart; what it allocates counts as gradients.
+    pub(crate) fn pack<R>(&mut self, work: impl FnOnce(&mut Waits) -> R) -> R {
+        let mut waits = Waits::default();
+        let mut since = Instant::now();
+        let result = memory::within(Category::Gradients, || work(&mut waits));
+        let ended = Instant::now();
+        for (began, end) in waits.0 {
+            self.span(Activity::Pack, None, since, began);
+            self.span(Activity::Device, None, began, end);
+            since = end;
+        }
+        self.span(Activity::Pack, None, since, ended);
+        result
     }
 
     /// The same gradients in host memory. Where they are there already, that takes no time.
     pub(crate) fn fetch(&mut self, grads: Flat) -> comm_core::Result<Vec<f32>> {
         match grads {
             Flat::Host(values) => Ok(values),
-            Flat::Device(_) => self.pack(|| grads.into_host()),
+            // The device has been waited for at the end of the pass.
+            Flat::Device(_) => self.pack(|_| grads.into_host()),
         }
     }
 
@@ -293,6 +335,25 @@ mod tests {
         let clock = clock(&[(0, 10), (12, 20)], &[(8, 14), (19, 25)]);
         assert_eq!(clock.total(Activity::Exposed), Duration::from_millis(12));
         assert_eq!(clock.hidden(), Duration::from_millis(18 - 5));
+    }
+
+    #[test]
+    fn waiting_for_a_device_is_not_packing_and_nothing_is_counted_twice() {
+        let mut clock = Clock::default();
+        let sleep = |ms| std::thread::sleep(Duration::from_millis(ms));
+        let began = Instant::now();
+        clock.pack(|waits| {
+            sleep(2);
+            waits.during(|| sleep(30));
+            waits.during(|| sleep(30));
+            sleep(2);
+        });
+        let took = began.elapsed();
+        let (pack, device) = (clock.total(Activity::Pack), clock.total(Activity::Device));
+        assert!(device >= Duration::from_millis(60) && pack >= Duration::from_millis(4), "{device:?} {pack:?}");
+        assert!(pack + device <= took, "{device:?} and {pack:?} of {took:?}");
+        let (spans, _) = clock.into_parts();
+        assert!(spans.windows(2).all(|pair| pair[0].ended == pair[1].began), "{spans:?}");
     }
 
     #[test]

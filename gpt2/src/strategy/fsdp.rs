@@ -73,14 +73,15 @@ impl Fsdp {
 
     fn start_gather(&self, segment: usize, masters: &[Flat], clock: &mut Clock) -> comm_core::Result<Started> {
         let (start, count) = (self.owned[segment].start, self.layout.len(segment));
-        let buffer = clock
-            .pack(|| memory::within(Category::Parameters, || self.packer.pack_into(&masters[segment], start, count)))?;
+        let buffer = clock.pack(|waits| {
+            memory::within(Category::Parameters, || self.packer.pack_into(&masters[segment], start, count, waits))
+        })?;
         let call = Call::background(Op::AllGather, buffer, 0);
         Ok(clock.start(&*self.comm, call.labelled(self.labels[segment][1].clone())))
     }
 
     fn start_reduction(&mut self, segment: usize, grads: Flat, clock: &mut Clock) -> comm_core::Result<()> {
-        let buffer = clock.pack(|| self.wire.pack(grads))?;
+        let buffer = clock.pack(|waits| self.wire.pack(grads, waits))?;
         // Beside the gathers, where there is a second lane.
         let call = Call::background(Op::ReduceScatter(ReduceOp::Mean), buffer, 1 % self.comm.lanes());
         let call = call.labelled(self.labels[segment][0].clone());

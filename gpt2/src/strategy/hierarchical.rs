@@ -4,17 +4,20 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use comm_core::{Buffer, Call, Communicator, Error, Op, ReduceOp, shard_range};
+use comm_core::{Buffer, Call, Communicator, Error, HostBuffer, Op, ReduceOp, shard_range};
 
 use super::buckets::labels;
-use super::clock::{EVERYONE, Started};
+use super::clock::{EVERYONE, Started, Waits};
 use super::layout::{Bucket, buckets};
 use super::{Clock, Comms, Layout, Put, Strategy, StrategyOptions, put_own};
 use crate::flat::{Flat, Packer};
-use crate::precision::Precision;
 
 /// Each bucket is reduce-scattered inside the node, its shards are all-reduced between the nodes' ranks of the same place, and gathered
-/// inside the node. A 16-bit wire rounds at both levels. With n ranks a node and m nodes, 2S(n−1)/n inside and 2(S/n)(m−1)/m between, instead of 2S(nm−1)/(nm) between.
+/// inside the node. A 16-bit wire rounds at both levels. With n ranks a node and m nodes, 2S(n−1)/n inside and 2(S/n)(m−1)/m between,
+/// instead of 2S(nm−1)/(nm) between.
+///
+/// Each level works in the device's memory where its communicator does, and on bytes in host memory otherwise: where the two differ, it is
+/// only the shards that change places in between.
 pub(super) struct Hierarchical {
     /// The ranks of this node.
     node: Arc<dyn Communicator>,
@@ -22,7 +25,10 @@ pub(super) struct Hierarchical {
     between: Arc<dyn Communicator>,
     /// What the two groups are called in the step's times.
     groups: Groups,
+    /// For buckets inside the node.
     wire: Packer,
+    /// For shards between nodes.
+    wire_between: Packer,
     weights: Packer,
     overlap: bool,
     owned: Vec<Range<usize>>,
@@ -33,8 +39,16 @@ pub(super) struct Hierarchical {
     /// Three stages of a pipeline: a bucket enters the first as it leaves, and moves on one place with each bucket that follows. All
     /// ranks therefore start their operations in one order.
     scattering: VecDeque<(usize, Started)>,
-    reducing: VecDeque<(usize, Buffer, Started)>,
+    reducing: VecDeque<(usize, Kept, Started)>,
     gathering: VecDeque<(usize, Started)>,
+}
+
+/// What is kept of a bucket inside the node while its shard is between nodes.
+enum Kept {
+    /// All of it, in host memory: the shard goes back to its place.
+    Whole(HostBuffer),
+    /// On the device nothing but its number of elements: a buffer is made around the shard, whose rest the gathering fills.
+    Count(usize),
 }
 
 /// Numbers of a rank's groups, each other than those of all other groups.
@@ -102,6 +116,7 @@ impl Hierarchical {
             between,
             groups,
             wire,
+            wire_between: Packer::new(options.wire, comms.native.clone()),
             weights,
             overlap: options.overlap,
             owned: layout.everything(),
@@ -123,7 +138,7 @@ impl Hierarchical {
     fn start_full(&mut self, clock: &mut Clock) -> comm_core::Result<()> {
         while let Some(bucket) = self.plan.get(self.next) {
             let (waiting, wire) = (&mut self.waiting, &self.wire);
-            let packed = clock.pack(|| bucket.take(waiting).map(|flat| wire.pack(flat?)));
+            let packed = clock.pack(|waits| bucket.take(waiting).map(|flat| wire.pack(flat?, waits)));
             let Some(buffer) = packed.transpose()? else { break };
             let op = Op::ReduceScatter(ReduceOp::Mean);
             let call = self.call(op, buffer, 0, self.node.lanes(), self.next);
@@ -146,22 +161,65 @@ impl Hierarchical {
         let Some((index, handle)) = self.scattering.pop_front() else { return Ok(()) };
         let whole = clock.wait(handle)?;
         let shard = self.shard(index);
-        let part = clock.pack(|| copy_out(&whole, &shard, self.wire.precision()))?;
+        let (part, kept) = clock.pack(|waits| self.take_out(whole, &shard, waits))?;
         let op = Op::AllReduce(ReduceOp::Mean);
         let call = self.call(op, part, 1, self.between.lanes(), index);
-        self.reducing.push_back((index, whole, clock.start_among(self.groups.between, &*self.between, call)));
+        self.reducing.push_back((index, kept, clock.start_among(self.groups.between, &*self.between, call)));
         Ok(())
     }
 
     /// From the reduction between nodes to the gathering inside the node.
     fn gather_first(&mut self, clock: &mut Clock) -> comm_core::Result<()> {
-        let Some((index, mut whole, handle)) = self.reducing.pop_front() else { return Ok(()) };
+        let Some((index, kept, handle)) = self.reducing.pop_front() else { return Ok(()) };
         let part = clock.wait(handle)?;
         let shard = self.shard(index);
-        clock.unpack(|| copy_in(&mut whole, &shard, &part))?;
+        let whole = clock.pack(|waits| self.put_back(kept, &shard, part, waits))?;
         let call = self.call(Op::AllGather, whole, 0, self.node.lanes(), index);
         self.gathering.push_back((index, clock.start_among(self.groups.node, &*self.node, call)));
         Ok(())
+    }
+
+    /// A buffer for between nodes of the elements `shard` of one from inside the node, and what is kept of that.
+    fn take_out(&self, whole: Buffer, shard: &Range<usize>, waits: &mut Waits) -> comm_core::Result<(Buffer, Kept)> {
+        match whole {
+            Buffer::Host(whole) => {
+                let part = copy_out(&whole, shard);
+                let part = match self.wire_between.is_native() {
+                    true => self.wire_between.pack(self.wire_between.upload(part)?, waits)?,
+                    false => Buffer::Host(part),
+                };
+                Ok((part, Kept::Whole(whole)))
+            }
+            Buffer::Device(_) => {
+                let count = whole.count();
+                let part = self.wire.unpack_part(whole, shard.clone())?;
+                Ok((self.wire_between.pack(part, waits)?, Kept::Count(count)))
+            }
+        }
+    }
+
+    /// A buffer for inside the node, with the elements `shard` as they came from between nodes.
+    fn put_back(&self, kept: Kept, shard: &Range<usize>, part: Buffer, waits: &mut Waits) -> comm_core::Result<Buffer> {
+        match (kept, part) {
+            (Kept::Whole(mut whole), Buffer::Host(part)) => {
+                copy_in(&mut whole, shard, &part);
+                Ok(Buffer::Host(whole))
+            }
+            (Kept::Whole(whole), part @ Buffer::Device(_)) => {
+                // Inside the node nothing is lent, so this comes in host memory.
+                let part = self.wire.pack(self.wire_between.unpack(part)?, waits)?;
+                match part {
+                    Buffer::Host(_) => self.put_back(Kept::Whole(whole), shard, part, waits),
+                    Buffer::Device(_) => Err(Error::Internal("what was to come to the host was lent".into())),
+                }
+            }
+            (Kept::Count(count), Buffer::Host(part)) => {
+                self.wire.pack_into(&self.wire.upload(part)?, shard.start, count, waits)
+            }
+            (Kept::Count(count), part @ Buffer::Device(_)) => {
+                self.wire.pack_into(&self.wire_between.unpack(part)?, shard.start, count, waits)
+            }
+        }
     }
 
     /// This rank's shard of a bucket, inside its node.
@@ -205,21 +263,16 @@ impl Strategy for Hierarchical {
     }
 }
 
-/// A buffer of the elements `range` of `whole`.
-fn copy_out(whole: &Buffer, range: &Range<usize>, wire: Precision) -> comm_core::Result<Buffer> {
-    let Buffer::Host(whole) = whole else { return Err(Error::Internal("a reduction's buffer left the host".into())) };
-    let width = wire.dtype().size();
-    let mut part = comm_core::HostBuffer::zeros(wire.dtype(), range.len());
+/// The elements `range` of `whole`.
+fn copy_out(whole: &HostBuffer, range: &Range<usize>) -> HostBuffer {
+    let width = whole.dtype().size();
+    let mut part = HostBuffer::zeros(whole.dtype(), range.len());
     part.bytes_mut().copy_from_slice(&whole.bytes()[range.start * width..range.end * width]);
-    Ok(Buffer::Host(part))
+    part
 }
 
 /// Writes `part` over the elements `range` of `whole`.
-fn copy_in(whole: &mut Buffer, range: &Range<usize>, part: &Buffer) -> comm_core::Result<()> {
-    let (Buffer::Host(whole), Buffer::Host(part)) = (whole, part) else {
-        return Err(Error::Internal("a reduction's buffer left the host".into()));
-    };
+fn copy_in(whole: &mut HostBuffer, range: &Range<usize>, part: &HostBuffer) {
     let width = part.dtype().size();
     whole.bytes_mut()[range.start * width..range.end * width].copy_from_slice(part.bytes());
-    Ok(())
 }

@@ -30,6 +30,7 @@ use std::sync::Arc;
 use comm_core::{Communicator, Error};
 use serde::{Deserialize, Serialize};
 
+pub(crate) use clock::Waits;
 pub use clock::{Activity, Clock, Operation, Partner, Span};
 pub use layout::Layout;
 
@@ -75,11 +76,6 @@ impl StrategyKind {
         StrategyKind::Fsdp,
         StrategyKind::Hierarchical,
     ];
-
-    /// Whether it can work in the memory of a device alone. Others get gradients in host memory, whatever communicates.
-    pub fn works_in_device_memory(self) -> bool {
-        self != StrategyKind::Hierarchical
-    }
 
     /// Its name on the command line.
     pub fn name(self) -> &'static str {
@@ -171,6 +167,18 @@ pub struct Comms {
     pub node: Option<Arc<dyn Communicator>>,
     /// Lends the memory of the device that computes, where `world` works on that.
     pub native: Option<Arc<dyn DeviceCollectives>>,
+    /// The same for `node`.
+    pub node_native: Option<Arc<dyn DeviceCollectives>>,
+}
+
+impl Comms {
+    /// Lends memory to the communicator that gradients go through first and come from last with this strategy.
+    pub(crate) fn lender(&self, kind: StrategyKind) -> Option<Arc<dyn DeviceCollectives>> {
+        match &self.node {
+            Some(_) if kind == StrategyKind::Hierarchical => self.node_native.clone(),
+            _ => self.native.clone(),
+        }
+    }
 }
 
 /// Takes the weights of a segment, in the type of computation.
@@ -251,7 +259,7 @@ pub fn build(
 ) -> comm_core::Result<Box<dyn Strategy>> {
     let layout = Layout::new(segments);
     let comm = comms.world.clone();
-    let native = comms.native.clone().filter(|_| kind.works_in_device_memory());
+    let native = comms.lender(kind);
     let wire = Packer::new(options.wire, native.clone());
     let weights = Packer::new(precision, native);
     Ok(match kind {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use comm_core::{Buffer, Call, Communicator, Error, Op};
 
-use super::clock::Started;
+use super::clock::{Started, Waits};
 use super::{Clock, Layout, Put, Strategy, StrategyKind, StrategyOptions, put_own};
 use crate::flat::{Flat, Packer};
 use crate::memory::{self, Category};
@@ -94,7 +94,8 @@ impl Strategy for ParameterServer {
         let whole = 0..self.layout.total();
         let empty = vec![Flat::default(); self.layout.segments()];
         let grads = std::mem::replace(&mut self.grads, empty.clone());
-        let mine = self.computes().then(|| clock.pack(|| self.wire.pack(self.layout.gather(&grads, &whole)?)));
+        let pack = |waits: &mut Waits| self.wire.pack(self.layout.gather(&grads, &whole)?, waits);
+        let mine = self.computes().then(|| clock.pack(pack));
         drop(grads);
         let mut sum: Option<Flat> = match mine.transpose()? {
             Some(mine) if !self.serves() => {
@@ -107,7 +108,7 @@ impl Strategy for ParameterServer {
             None => None,
         };
         let receive = |worker: usize, clock: &mut Clock| {
-            let buffer = memory::within(Category::Gradients, || self.wire.empty(whole.len()))?;
+            let buffer = clock.pack(|waits| self.wire.empty(whole.len(), waits))?;
             Ok(self.start(worker, Op::Recv { from: worker }, buffer, GRADIENTS, clock))
         };
         let finish = |handle: Started, clock: &mut Clock| {
@@ -130,7 +131,8 @@ impl Strategy for ParameterServer {
     fn distribute(&mut self, masters: &[Flat], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
         let whole = self.layout.total();
         if !self.serves() {
-            let empty = memory::within(Category::Parameters, || self.weights.empty(whole))?;
+            let empty =
+                clock.pack(|waits| memory::within(Category::Parameters, || self.weights.empty(whole, waits)))?;
             let arriving = self.start(self.comm.rank(), Op::Recv { from: SERVER }, empty, PARAMETERS, clock);
             let flat = clock.wait(arriving)?;
             let parts = clock
@@ -139,8 +141,8 @@ impl Strategy for ParameterServer {
             return Ok(());
         }
         let send = |worker: usize, clock: &mut Clock| {
-            let pack = || self.weights.pack(self.layout.gather(masters, &(0..whole))?);
-            let flat = clock.pack(|| memory::within(Category::Parameters, pack))?;
+            let pack = |waits: &mut Waits| self.weights.pack(self.layout.gather(masters, &(0..whole))?, waits);
+            let flat = clock.pack(|waits| memory::within(Category::Parameters, || pack(waits)))?;
             Ok(self.start(worker, Op::Send { to: worker }, flat, PARAMETERS, clock))
         };
         self.with_each_worker(clock, send, |handle, clock| clock.wait(handle).map(drop))?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use comm_core::{Buffer, Call, Communicator, Op, shard_range};
 
-use super::clock::Started;
+use super::clock::{Started, Waits};
 use super::{Clock, Layout, Put, Strategy};
 use crate::flat::{Flat, Packer};
 use crate::memory::{self, Category};
@@ -38,8 +38,8 @@ impl ShardedServer {
         &self,
         what: &'static str,
         clock: &mut Clock,
-        mut outgoing: impl FnMut(usize) -> comm_core::Result<Buffer>,
-        mut incoming: impl FnMut(usize) -> comm_core::Result<Buffer>,
+        mut outgoing: impl FnMut(usize, &mut Waits) -> comm_core::Result<Buffer>,
+        mut incoming: impl FnMut(usize, &mut Waits) -> comm_core::Result<Buffer>,
     ) -> comm_core::Result<Vec<Option<Buffer>>> {
         let (rank, ranks) = (self.comm.rank(), self.comm.world_size());
         let mut leaving = Vec::new();
@@ -48,11 +48,12 @@ impl ShardedServer {
             // Messages to higher ranks and to lower ones on lanes of their own, where there are two: both directions at once.
             let lane = usize::from(from > to) % self.comm.lanes();
             if from == rank {
-                let buffer = clock.pack(|| outgoing(to))?;
+                let buffer = clock.pack(|waits| outgoing(to, waits))?;
                 let call = Call::background(Op::Send { to }, buffer, lane);
                 leaving.push(clock.start(&*self.comm, call.labelled(what)));
             } else {
-                let call = Call::background(Op::Recv { from }, incoming(from)?, lane);
+                let buffer = clock.pack(|waits| incoming(from, waits))?;
+                let call = Call::background(Op::Recv { from }, buffer, lane);
                 arriving[from] = Some(clock.start(&*self.comm, call.labelled(what)));
             }
         }
@@ -79,9 +80,10 @@ impl Strategy for ShardedServer {
         let mine = self.shards[rank].clone();
         let empty = vec![Flat::default(); self.layout.segments()];
         let grads = std::mem::replace(&mut self.grads, empty);
-        let shard_of = |owner: usize| self.wire.pack(self.layout.gather(&grads, &self.shards[owner])?);
-        let own = clock.pack(|| shard_of(rank))?;
-        let incoming = |_| memory::within(Category::Gradients, || self.wire.empty(mine.len()));
+        let shard_of =
+            |owner: usize, waits: &mut Waits| self.wire.pack(self.layout.gather(&grads, &self.shards[owner])?, waits);
+        let own = clock.pack(|waits| shard_of(rank, waits))?;
+        let incoming = |_, waits: &mut Waits| self.wire.empty(mine.len(), waits);
         let mut arrived = self.everyone_to_everyone("gradients of a shard", clock, shard_of, incoming)?;
         drop(grads);
         arrived[rank] = Some(own);
@@ -102,12 +104,14 @@ impl Strategy for ShardedServer {
     fn distribute(&mut self, masters: &[Flat], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
         let rank = self.comm.rank();
         let masters = masters.iter().map(|values| (values, 0..values.len()));
-        let own = || memory::within(Category::Parameters, || self.weights.pack(Flat::concat_of(masters.clone())?));
+        let own = |waits: &mut Waits| {
+            memory::within(Category::Parameters, || self.weights.pack(Flat::concat_of(masters.clone())?, waits))
+        };
         let mut arrived = self.everyone_to_everyone(
             "parameters of a shard",
             clock,
-            |_| own(),
-            |owner| memory::within(Category::Parameters, || self.weights.empty(self.shards[owner].len())),
+            |_, waits| own(waits),
+            |owner, waits| memory::within(Category::Parameters, || self.weights.empty(self.shards[owner].len(), waits)),
         )?;
         arrived[rank] = Some(clock.pack(own)?);
         let parts = clock.unpack(|| {

@@ -81,7 +81,7 @@ impl Zero {
     fn start_full(&mut self, clock: &mut Clock) -> comm_core::Result<()> {
         while let Some(bucket) = self.plan.get(self.next).filter(|bucket| bucket.is_complete(&self.waiting)) {
             let (waiting, wire) = (&mut self.waiting, &self.wire);
-            let packed = clock.pack(|| bucket.take(waiting).map(|flat| wire.pack(flat?)));
+            let packed = clock.pack(|waits| bucket.take(waiting).map(|flat| wire.pack(flat?, waits)));
             let Some(buffer) = packed.transpose()? else { break };
             let call = Call::background(Op::ReduceScatter(ReduceOp::Mean), buffer, self.next % self.comm.lanes());
             let call = Call { label: self.labels.get(self.next).cloned(), ..call };
@@ -153,12 +153,12 @@ impl Strategy for Zero {
             Ok(())
         };
         for (index, (bucket, shard)) in self.plan.iter().zip(&self.shards).enumerate() {
-            let buffer = clock.pack(|| {
+            let buffer = clock.pack(|waits| {
                 memory::within(Category::Parameters, || {
                     let own = Flat::concat_of(
                         bucket.segments.iter().map(|segment| (&masters[*segment], 0..masters[*segment].len())),
                     )?;
-                    self.weights.pack_into(&own, shard.start, bucket.len())
+                    self.weights.pack_into(&own, shard.start, bucket.len(), waits)
                 })
             })?;
             let call = Call::background(Op::AllGather, buffer, index % self.comm.lanes());

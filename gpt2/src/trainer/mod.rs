@@ -5,6 +5,7 @@ mod number;
 mod optimizers;
 mod rank;
 mod traffic;
+mod update;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -174,10 +175,10 @@ pub struct Parts {
     /// Reading the batch.
     #[serde(with = "number")]
     pub data: f64,
-    /// Forward and backward pass.
+    /// Forward and backward pass, and waiting for a device that computes them by itself: see [`Activity`](crate::strategy::Activity).
     #[serde(with = "number")]
     pub compute: f64,
-    /// Reading gradients back, casting and concatenating them.
+    /// Casting and concatenating gradients, and reading them back or lending them to the communicator.
     #[serde(with = "number")]
     pub pack: f64,
     /// Waiting for gradients and parameters of other ranks.

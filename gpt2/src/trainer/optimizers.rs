@@ -4,32 +4,29 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use burn::tensor::Device;
-use comm_core::Error;
+use comm_core::{Communicator, Error};
 
-use super::{Session, TrainConfig, TrainError};
+use super::{TrainConfig, TrainError};
 use crate::cross_entropy::Placement;
 use crate::devices;
 use crate::flat::{DeviceCollectives, Flat};
-use crate::memory::{self, Category};
 use crate::optim::{
-    DeviceAdamW, OptimError, Optimizer, OptimizerConfig, OptimizerKind, sum_of_squares, sum_of_squares_on_device,
+    DeviceNorms, DeviceOptimizer, OptimError, Optimizer, OptimizerConfig, sum_of_squares, sum_of_squares_on_device,
 };
 use crate::precision::Precision;
-use crate::segments::{SegmentInfo, SegmentedModel};
-use crate::strategy::{Activity, Clock, StrategyKind};
+use crate::segments::SegmentInfo;
+use crate::strategy::{Clock, Comms, StrategyKind};
 
 /// One for the owned range of each segment.
 pub(super) enum Optimizers {
     Host(Vec<Optimizer>),
-    Device(Vec<DeviceAdamW>),
+    Device(Vec<DeviceOptimizer>),
 }
 
 /// Where a rank's gradients and masters are.
 #[derive(Clone)]
 pub(super) struct Places {
-    /// Lends the device's memory to the communicator.
-    pub(super) native: Option<Arc<dyn DeviceCollectives>>,
-    /// What keeps gradients from staying in the device's memory although the communicator works on that.
+    /// What keeps gradients from staying in the device's memory although a communicator works on that.
     pub(super) staged: Option<String>,
     /// Whether the strategy gets gradients on the device.
     pub(super) gradients_on_device: bool,
@@ -38,45 +35,25 @@ pub(super) struct Places {
 }
 
 impl Places {
-    /// Gradients stay on the device that computes until the strategy packs them. What a communicator in device memory averages, and what
-    /// nobody has to, is applied there as well; what travels as bytes is in host memory anyway. A strategy or an optimizer that works in
-    /// host memory only gets gradients there, whatever the communicator.
+    /// Gradients stay on the device that computes until the strategy packs them. What comes back from a communicator in device memory, and
+    /// what nobody has to average, is applied there as well; what travelled as bytes is in host memory anyway.
     ///
     /// # Errors
-    /// `InvalidArgument` where the communicator works on the memory of another device.
-    pub(super) fn new(config: &TrainConfig, session: &Session, device: &Device) -> Result<Self, Error> {
-        let TrainConfig { strategy, optimizer: OptimizerConfig { kind: optimizer, .. }, .. } = *config;
-        let works_there = optimizer == OptimizerKind::AdamW;
-        let mut native = session.native.clone();
-        if let Some(native) = &native
-            && *native.device() != device.clone().without_autodiff()
-        {
-            return Err(Error::invalid(format!(
-                "{} works on the memory of {:?}, and the model is on {device:?}",
-                session.comm.name(),
-                native.device()
-            )));
+    /// `InvalidArgument` where a communicator works on the memory of another device.
+    pub(super) fn new(config: &TrainConfig, comms: &Comms, device: &Device) -> Result<Self, Error> {
+        let TrainConfig { strategy, precision, .. } = *config;
+        let node = comms.node.as_ref().filter(|_| strategy == StrategyKind::Hierarchical);
+        check_device(&*comms.world, comms.native.as_ref(), device)?;
+        if let Some(node) = node {
+            check_device(&**node, comms.node_native.as_ref(), device)?;
         }
-        let mut staged = None;
-        if native.is_some() && !(works_there && strategy.works_in_device_memory()) {
-            let who = if works_there { format!("strategy {strategy}") } else { format!("optimizer {optimizer}") };
-            staged = Some(format!(
-                "gradients travel through host memory although {} works on the device's: the {who} needs them there",
-                session.comm.name()
-            ));
-            native = None;
-        }
-        let gradients_on_device = native.is_some() || Placement::of(device) == Placement::Device;
-        if session.comm.name() == "nccl" && native.is_none() && staged.is_none() {
-            staged = Some(
-                "gradients travel through host memory: NCCL works on CUDA devices, and the model is on another".into(),
-            );
-        }
+        let is_lent = comms.lender(strategy).is_some();
+        let gradients_on_device = is_lent || Placement::of(device) == Placement::Device;
         // Other devices than CUDA's may round weights of 16 bits otherwise than the processor, which has to find the same.
-        let rounds_alike = config.precision == Precision::F32 || devices::cuda_ordinal(device).is_some();
-        let stays = native.is_some() || (strategy == StrategyKind::Single && rounds_alike);
-        let masters_on_device = gradients_on_device && stays && works_there;
-        Ok(Places { native, staged, gradients_on_device, masters_on_device })
+        let rounds_alike = precision == Precision::F32 || devices::cuda_ordinal(device).is_some();
+        let stays = is_lent || (strategy == StrategyKind::Single && rounds_alike);
+        let masters_on_device = gradients_on_device && stays;
+        Ok(Places { staged: staged(comms, node), gradients_on_device, masters_on_device })
     }
 
     /// The masters that begin with these values.
@@ -99,10 +76,7 @@ impl Optimizers {
     ) -> Result<(), OptimError> {
         match self {
             Optimizers::Host(all) => all.push(Optimizer::new(config, segment, range)?),
-            Optimizers::Device(all) => {
-                config.validate()?;
-                all.push(DeviceAdamW::new(config.constants(), segment, range)?);
-            }
+            Optimizers::Device(all) => all.push(DeviceOptimizer::new(config, segment, range)?),
         }
         Ok(())
     }
@@ -111,7 +85,7 @@ impl Optimizers {
     pub(super) fn steps(&self) -> (u64, u64) {
         let steps: Vec<u64> = match self {
             Optimizers::Host(all) => all.iter().map(Optimizer::steps).collect(),
-            Optimizers::Device(all) => all.iter().map(DeviceAdamW::steps).collect(),
+            Optimizers::Device(all) => all.iter().map(DeviceOptimizer::steps).collect(),
         };
         (steps.iter().min().copied().unwrap_or(0), steps.iter().max().copied().unwrap_or(0))
     }
@@ -138,25 +112,125 @@ impl Optimizers {
             }
         }
     }
+    /// A whole step on `masters` of each, where they need no norms of tensors. Gradients are first multiplied by `factor`.
+    pub(super) fn step(
+        &mut self,
+        masters: &mut [Flat],
+        grads: Vec<Flat>,
+        (learning_rate, factor): (f64, f32),
+    ) -> Result<(), TrainError> {
+        let vectors = masters.iter_mut().zip(grads);
+        match self {
+            Optimizers::Host(all) => {
+                for (optimizer, (master, grads)) in all.iter_mut().zip(vectors) {
+                    optimizer.step(master.host_mut()?, grads.host()?, learning_rate, factor)?;
+                }
+            }
+            Optimizers::Device(all) => {
+                for (optimizer, (master, grads)) in all.iter_mut().zip(vectors) {
+                    let DeviceOptimizer::AdamW(adamw) = optimizer else { return Err(other_kind()) };
+                    let params = std::mem::take(master).into_tensor()?;
+                    let updated = adamw.step(params, grads.into_tensor()?, learning_rate, factor)?;
+                    *master = Flat::Device(updated.into_iter().collect());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The first half of a step that needs norms of tensors: for each segment and each of its tensors the sums of squares of what this
+    /// rank holds of its parameters and of its update. From the device they come in one transfer.
+    pub(super) fn prepare(
+        &mut self,
+        masters: &[Flat],
+        grads: Vec<Flat>,
+        factor: f32,
+    ) -> Result<Vec<Vec<[f64; 2]>>, TrainError> {
+        let vectors = masters.iter().zip(grads);
+        match self {
+            Optimizers::Host(all) => {
+                let prepare = |(optimizer, (master, grads)): (&mut Optimizer, (&Flat, Flat))| {
+                    Ok(optimizer.prepare(master.host()?, grads.host()?, factor)?.unwrap_or_default())
+                };
+                all.iter_mut().zip(vectors).map(prepare).collect()
+            }
+            Optimizers::Device(all) => {
+                let prepare = |(optimizer, (master, grads)): (&mut DeviceOptimizer, (&Flat, Flat))| {
+                    let DeviceOptimizer::Lamb(lamb) = optimizer else { return Err(other_kind()) };
+                    Ok(lamb.prepare(master.clone().into_tensor()?, grads.into_tensor()?, factor)?)
+                };
+                let norms = all.iter_mut().zip(vectors).map(prepare).collect::<Result<Vec<_>, TrainError>>()?;
+                Ok(DeviceNorms::read(norms)?)
+            }
+        }
+    }
+
+    /// The second half, with the norms of whole tensors.
+    pub(super) fn apply(
+        &mut self,
+        masters: &mut [Flat],
+        learning_rate: f64,
+        norms: &[Vec<[f64; 2]>],
+    ) -> Result<(), TrainError> {
+        let vectors = masters.iter_mut().zip(norms);
+        match self {
+            Optimizers::Host(all) => {
+                for (optimizer, (master, norms)) in all.iter_mut().zip(vectors) {
+                    optimizer.apply(master.host_mut()?, learning_rate, norms)?;
+                }
+            }
+            Optimizers::Device(all) => {
+                for (optimizer, (master, norms)) in all.iter_mut().zip(vectors) {
+                    let DeviceOptimizer::Lamb(lamb) = optimizer else { return Err(other_kind()) };
+                    let updated = lamb.apply(std::mem::take(master).into_tensor()?, learning_rate, norms)?;
+                    *master = Flat::Device(updated.into_iter().collect());
+                }
+            }
+        }
+        Ok(())
+    }
 }
 
-/// Runs optimizers on the device.
-pub(super) fn step_on_device(
-    optimizers: &mut [DeviceAdamW],
-    masters: &mut [Flat],
-    grads: Vec<Flat>,
-    (learning_rate, factor): (f64, f32),
-    model: &SegmentedModel,
-    clock: &mut Clock,
-) -> Result<(), TrainError> {
-    let _scope = memory::scope(Category::Optimizer);
-    clock.spend(Activity::Optimizer, || {
-        for ((optimizer, master), grads) in optimizers.iter_mut().zip(masters).zip(grads) {
-            let params = std::mem::take(master).into_tensor()?;
-            let updated = optimizer.step(params, grads.into_tensor()?, learning_rate, factor)?;
-            *master = Flat::Device(updated.into_iter().collect());
+fn other_kind() -> TrainError {
+    Error::Internal("an optimizer on the device was asked for a step of the other kind".into()).into()
+}
+
+/// What lends memory to `comm` has to lend that of the model's device.
+fn check_device(
+    comm: &dyn Communicator,
+    native: Option<&Arc<dyn DeviceCollectives>>,
+    device: &Device,
+) -> Result<(), Error> {
+    match native {
+        Some(native) if *native.device() != device.clone().without_autodiff() => Err(Error::invalid(format!(
+            "{} works on the memory of {:?}, and the model is on {device:?}",
+            comm.name(),
+            native.device()
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// Where gradients travel through host memory although a communicator works on the device's, and why.
+fn staged(comms: &Comms, node: Option<&Arc<dyn Communicator>>) -> Option<String> {
+    let world = (&*comms.world, comms.native.is_some());
+    let levels = match node {
+        Some(node) => {
+            vec![(&**node, comms.node_native.is_some(), " inside a node"), (world.0, world.1, " between nodes")]
         }
-        // So that the time is counted here.
-        Ok(model.wait()?)
-    })
+        None => vec![(world.0, world.1, "")],
+    };
+    let lent = levels.iter().find(|(_, is_lent, _)| *is_lent);
+    let why = |(comm, _, place): &(&dyn Communicator, bool, &str)| match lent {
+        _ if comm.name() == "nccl" => Some(format!(
+            "gradients travel through host memory{place}: NCCL works on CUDA devices, and the model is on another"
+        )),
+        Some((other, _, elsewhere)) => Some(format!(
+            "gradients travel through host memory{place}, where {} moves bytes, and stay on the device{elsewhere}, where {} works on its memory",
+            comm.name(),
+            other.name()
+        )),
+        None => None,
+    };
+    levels.iter().filter(|(_, is_lent, _)| !*is_lent).find_map(why)
 }

@@ -8,8 +8,9 @@ use std::time::Instant;
 use burn::tensor::Device;
 use comm_core::{Communicator, CommunicatorExt, ReduceOp};
 
-use super::optimizers::{Optimizers, Places, step_on_device};
+use super::optimizers::{Optimizers, Places};
 use super::traffic::{Counted, Sent};
+use super::update::Sums;
 use super::{Observer, Parts, Session, StepReport, TrainConfig, TrainError, ms};
 use crate::batches::{Batches, Share};
 use crate::corpus::Corpus;
@@ -17,7 +18,7 @@ use crate::cross_entropy::Placement;
 use crate::devices;
 use crate::flat::{Flat, Weights};
 use crate::memory::{self, Category, Usage};
-use crate::optim::{LossScaler, LossScaling, Optimizer, clip_factor};
+use crate::optim::{LossScaler, LossScaling, clip_factor};
 use crate::peak;
 use crate::segments::{Compute, Pass, PassHooks, SegmentGrads, SegmentedModel, TokenBatch, layout};
 use crate::strategy::{self, Activity, Clock, Comms, Strategy};
@@ -39,7 +40,7 @@ pub(super) struct Trainer<'a> {
     /// The f32 parameters that this rank's optimizers update: the owned range of each segment.
     pub(super) masters: Vec<Flat>,
     pub(super) optimizers: Optimizers,
-    places: Places,
+    pub(super) places: Places,
     scaler: LossScaler,
     /// Where each rank's owned range of each segment begins, and its length: `[rank][segment]`.
     pub(super) owned_by: Vec<Vec<(usize, usize)>>,
@@ -74,9 +75,14 @@ impl<'a> Trainer<'a> {
         let (rank, world) = (comm.rank(), comm.world_size());
         let infos = layout(&config.model)?;
         let lengths: Vec<usize> = infos.iter().map(|segment| segment.len).collect();
-        let places = Places::new(config, session, device)?;
-        let node = session.node.as_ref().map(|node| node.comm.clone());
-        let comms = Comms { world: comm.clone(), node, native: places.native.clone() };
+        let node = session.node.as_ref();
+        let comms = Comms {
+            world: comm.clone(),
+            node: node.map(|node| node.comm.clone()),
+            native: session.native.clone(),
+            node_native: node.and_then(|node| node.native.clone()),
+        };
+        let places = Places::new(config, &comms, device)?;
         let strategy = strategy::build(config.strategy, &comms, &lengths, &config.options, config.precision)?;
         // A device's graphs keep the weights that they have used, and those are to go.
         let recompute = config.recompute || (strategy.brings_weights() && Placement::of(device) == Placement::Device);
@@ -205,15 +211,11 @@ impl<'a> Trainer<'a> {
         let grads = self.optimizers.fetch(grads, &mut clock)?;
         let unscale = self.scaler.unscale();
         let squares = clock.spend(Activity::Optimizer, || self.optimizers.sum_of_squares(&grads, unscale))?;
-        // Where each rank sees the whole gradient, its norm needs no communication, unless it comes from a device, whose sums differ in
-        // their last bits from rank to rank: then all take that of rank 0.
-        let is_known = self.owns_everything() && !self.places.masters_on_device;
-        let counts = !self.places.masters_on_device || !self.owns_everything() || self.session.comm.rank() == 0;
         let overflows = f64::from(u8::from(!squares.is_finite()));
-        let mut totals = [loss, if counts { squares } else { 0.0 }, overflows];
+        let mut totals = [loss, if self.sums() == Sums::OfRankZero { 0.0 } else { squares }, overflows];
         clock.scalars("loss and gradient norm", || self.scalars.all_reduce(&mut totals, ReduceOp::Sum))?;
         let [loss, all_squares, overflows] = totals;
-        let squares = if is_known { squares } else { all_squares };
+        let squares = if self.sums() == Sums::Known { squares } else { all_squares };
         let grad_norm = squares.sqrt() / loss_scale;
         let overflowed = overflows > 0.0;
         let unscaled = self.config.loss_scaling == LossScaling::Off;
@@ -266,61 +268,6 @@ impl<'a> Trainer<'a> {
             memory,
             spans,
             communications,
-        })
-    }
-
-    /// Runs the optimizers.
-    fn update(
-        &mut self,
-        grads: Vec<Flat>,
-        learning_rate: f64,
-        factor: f32,
-        clock: &mut Clock,
-    ) -> Result<(), TrainError> {
-        let owns_everything = self.owns_everything();
-        let optimizers = match &mut self.optimizers {
-            Optimizers::Host(optimizers) => optimizers,
-            Optimizers::Device(optimizers) => {
-                let step = (learning_rate, factor);
-                return step_on_device(optimizers, &mut self.masters, grads, step, &self.model, clock);
-            }
-        };
-        let _scope = memory::scope(Category::Optimizer);
-        let mut masters = self.masters.iter_mut().map(Flat::host_mut).collect::<comm_core::Result<Vec<_>>>()?;
-        let grads = grads.into_iter().map(Flat::into_host).collect::<comm_core::Result<Vec<_>>>()?;
-        if !optimizers.iter().any(Optimizer::needs_norms) {
-            return clock.spend(Activity::Optimizer, || {
-                for ((optimizer, master), grads) in optimizers.iter_mut().zip(&mut masters).zip(&grads) {
-                    optimizer.step(master, grads, learning_rate, factor)?;
-                }
-                drop(grads);
-                Ok(())
-            });
-        }
-        // Norms of whole tensors, of which this rank may hold a part only.
-        let mut norms = Vec::with_capacity(masters.len());
-        clock.spend(Activity::Optimizer, || -> Result<(), TrainError> {
-            for ((optimizer, master), grads) in optimizers.iter_mut().zip(masters.iter()).zip(&grads) {
-                norms.push(optimizer.prepare(master, grads, factor)?.unwrap_or_default());
-            }
-            drop(grads);
-            Ok(())
-        })?;
-        if !owns_everything {
-            let mut flat: Vec<f64> = norms.iter().flatten().flatten().copied().collect();
-            clock.scalars("norms of tensors", || self.scalars.all_reduce(&mut flat, ReduceOp::Sum))?;
-            let mut sums = flat.chunks_exact(2);
-            for pair in norms.iter_mut().flatten() {
-                if let Some([params, update]) = sums.next() {
-                    *pair = [*params, *update];
-                }
-            }
-        }
-        clock.spend(Activity::Optimizer, || {
-            for ((optimizer, master), norms) in optimizers.iter_mut().zip(&mut masters).zip(&norms) {
-                optimizer.apply(master, learning_rate, norms)?;
-            }
-            Ok(())
         })
     }
 
@@ -473,7 +420,7 @@ impl PassHooks<TrainError> for Hooks<'_> {
         let segment = grads.segment();
         let sum = &mut self.sums[segment];
         let on_device = self.on_device;
-        let flat = self.clock.pack(|| -> Result<Flat, TrainError> {
+        let flat = self.clock.pack(|_| -> Result<Flat, TrainError> {
             let flat = if on_device { Flat::Device(grads.into_parts()) } else { Flat::Host(grads.into_flat()?) };
             Ok(match sum.take() {
                 Some(sum) => sum.plus(flat)?,
@@ -495,7 +442,7 @@ fn parts(clock: &Clock) -> Parts {
     let of = |activity: Activity| ms(clock.total(activity));
     Parts {
         data: of(Activity::Data),
-        compute: of(Activity::Forward) + of(Activity::Backward),
+        compute: of(Activity::Forward) + of(Activity::Backward) + of(Activity::Device),
         pack: of(Activity::Pack),
         exposed: of(Activity::Exposed),
         scalars: of(Activity::Scalars),

@@ -1,0 +1,175 @@
+//! Optimizers and gradient norms as tensor operations, for parameters that never leave their device.
+
+mod adamw;
+mod lamb;
+
+use std::ops::Range;
+
+use burn::tensor::{FloatDType, Tensor};
+
+use super::moments::Decay;
+use super::{OptimError, OptimizerConfig, OptimizerKind, check_range};
+use crate::segments::SegmentInfo;
+
+pub use adamw::DeviceAdamW;
+pub use lamb::{DeviceLamb, DeviceNorms};
+
+/// [`Optimizer`](super::Optimizer) with parameters and state on one device. A step is either AdamW's [`step`](DeviceAdamW::step), or
+/// LAMB's [`prepare`](DeviceLamb::prepare) and [`apply`](DeviceLamb::apply).
+#[derive(Debug)]
+pub enum DeviceOptimizer {
+    /// AdamW.
+    AdamW(DeviceAdamW),
+    /// LAMB.
+    Lamb(DeviceLamb),
+}
+
+impl DeviceOptimizer {
+    /// An optimizer for the elements `range` of `segment` (the whole of it: `0..segment.len`; an empty range is fine).
+    ///
+    /// # Errors
+    /// [`OptimError::Constant`] and [`OptimError::RangeOutsideSegment`].
+    pub fn new(config: OptimizerConfig, segment: &SegmentInfo, range: Range<usize>) -> Result<Self, OptimError> {
+        config.validate()?;
+        match config.kind {
+            OptimizerKind::AdamW => DeviceAdamW::new(config.constants(), segment, range).map(Self::AdamW),
+            OptimizerKind::Lamb => DeviceLamb::new(config.constants(), segment, range).map(Self::Lamb),
+        }
+    }
+
+    /// Steps taken so far.
+    pub fn steps(&self) -> u64 {
+        match self {
+            Self::AdamW(adamw) => adamw.steps(),
+            Self::Lamb(lamb) => lamb.steps(),
+        }
+    }
+}
+
+/// Sum of squares of all elements of `grads`, tensors of any floating-point type on one device: a sum for each of them there, in f32, and
+/// one transfer.
+///
+/// Elements are multiplied by `unscale` (the inverse of a loss scale, a power of two) before they are squared, so that f32 holds the
+/// squares, and the sum is divided by its square: as [`sum_of_squares`](super::sum_of_squares) of the same elements, to f32's
+/// precision. It is not finite where a value is not, nor where one is too large for f32 to hold its square. Not the same to the last bit
+/// from run to run: a device adds in any order.
+///
+/// # Errors
+/// [`OptimError::Device`].
+pub fn sum_of_squares_on_device(grads: Vec<Tensor<1>>, unscale: f32) -> Result<f64, OptimError> {
+    if grads.is_empty() {
+        return Ok(0.0);
+    }
+    let squares = grads.into_iter().map(|grads| {
+        let grads = grads.cast(FloatDType::F32).mul_scalar(unscale);
+        (grads.clone() * grads).sum()
+    });
+    Ok(read(squares.collect())?.into_iter().sum::<f64>() / f64::from(unscale).powi(2))
+}
+
+/// Sums that a device holds, one after another, in one transfer; of at least one tensor.
+fn read(sums: Vec<Tensor<1>>) -> Result<Vec<f64>, OptimError> {
+    let sums = Tensor::cat(sums, 0).try_into_vec_as::<f32>();
+    Ok(sums.map_err(|error| OptimError::Device { detail: error.to_string() })?.into_iter().map(f64::from).collect())
+}
+
+/// The running means of gradients and of their squares for a shard, on its device, and how many steps went into them.
+#[derive(Debug)]
+struct DeviceMoments {
+    segment: String,
+    len: usize,
+    /// `None` before the first gradients, which take them for zeros.
+    means: Option<[Tensor<1>; 2]>,
+    steps: u64,
+}
+
+impl DeviceMoments {
+    fn new(segment: &SegmentInfo, range: &Range<usize>) -> Result<Self, OptimError> {
+        check_range(segment, range)?;
+        Ok(Self { segment: segment.name.clone(), len: range.len(), means: None, steps: 0 })
+    }
+
+    /// Takes gradients in, and returns the means.
+    fn advance(&mut self, grads: Tensor<1>, decay: Decay) -> [Tensor<1>; 2] {
+        let [mean, square] = self.means.take().unwrap_or_else(|| {
+            let zeros = || Tensor::zeros([self.len], (&grads.device(), FloatDType::F32.into()));
+            [zeros(), zeros()]
+        });
+        let grads = grads.mul_scalar(decay.grad_factor);
+        let mean = mean.clone() + (grads.clone() - mean).mul_scalar(decay.mean_weight);
+        let square = square.mul_scalar(decay.square_decay) + grads.clone().mul_scalar(decay.square_weight) * grads;
+        self.means.insert([mean, square]).clone()
+    }
+
+    fn check(&self, what: &'static str, tensor: Option<&Tensor<1>>) -> Result<(), OptimError> {
+        let len = tensor.map_or(0, |tensor| tensor.dims()[0]);
+        if len == self.len {
+            Ok(())
+        } else {
+            Err(OptimError::Length { segment: self.segment.clone(), what, len, expected: self.len })
+        }
+    }
+}
+
+/// `tensor`, whose elements these runs tile (number of elements, factor), with each run multiplied by its factor.
+fn scaled(tensor: Tensor<1>, runs: impl Iterator<Item = (usize, f32)>) -> Tensor<1> {
+    let mut merged: Vec<(usize, f32)> = Vec::new();
+    for (len, factor) in runs {
+        match merged.last_mut() {
+            Some((run, same)) if *same == factor => *run += len,
+            _ => merged.push((len, factor)),
+        }
+    }
+    match merged.as_slice() {
+        [] => tensor,
+        [(_, factor)] if *factor == 1.0 => tensor,
+        [(_, factor)] => tensor.mul_scalar(*factor),
+        runs => {
+            let device = tensor.device();
+            let full = |(len, factor): &(usize, f32)| Tensor::full([*len], *factor, (&device, FloatDType::F32.into()));
+            let factors = Tensor::cat(runs.iter().map(full).collect(), 0);
+            tensor * factors
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::{Device, TensorData};
+
+    use super::*;
+    use crate::init;
+    use crate::optim::sum_of_squares;
+
+    /// A tensor of the CPU; `None` of no values.
+    pub(super) fn tensor(values: &[f32]) -> Option<Tensor<1>> {
+        let data = TensorData::new(values.to_vec(), [values.len()]);
+        (!values.is_empty()).then(|| Tensor::from_data(data, &Device::flex()))
+    }
+
+    #[test]
+    fn runs_are_multiplied_each_by_its_factor() {
+        let scale = |runs: &[(usize, f32)]| {
+            let scaled = scaled(tensor(&[1.0, 2.0, 3.0, 4.0]).unwrap(), runs.iter().copied());
+            scaled.try_into_vec_as::<f32>().unwrap()
+        };
+        assert_eq!(scale(&[(4, 1.0)]), [1.0, 2.0, 3.0, 4.0]);
+        assert_eq!(scale(&[(1, 3.0), (3, 3.0)]), [3.0, 6.0, 9.0, 12.0]);
+        assert_eq!(scale(&[(1, 1.0), (2, 0.0), (1, 0.5)]), [1.0, 0.0, 0.0, 2.0]);
+    }
+
+    #[test]
+    fn norms_on_a_device_are_those_of_the_host() {
+        let values = init::normal(1, "grads", 100_003, 3.0);
+        let scale = 65_536.0f32;
+        let scaled: Vec<f32> = values.iter().map(|value| value * scale).collect();
+        let parts = || [&scaled[..50_000], &scaled[50_000..]].into_iter().filter_map(tensor).collect::<Vec<_>>();
+        let (found, expected) = (sum_of_squares_on_device(parts(), 1.0 / scale).unwrap(), sum_of_squares(&scaled));
+        assert!((found / expected - 1.0).abs() < 1e-5, "{found} {expected}");
+        assert_eq!(sum_of_squares_on_device(Vec::new(), 1.0).unwrap(), 0.0);
+        for bad in [f32::NAN, f32::INFINITY] {
+            let parts = vec![tensor(&[1.0, bad]).unwrap(), tensor(&[1.0]).unwrap()];
+            assert!(!sum_of_squares_on_device(parts, 1.0).unwrap().is_finite());
+        }
+    }
+}
