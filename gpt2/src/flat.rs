@@ -265,7 +265,7 @@ pub fn unshared(tensor: Tensor<1>) -> Tensor<1> {
 }
 
 /// `parts` rounded to `precision` and concatenated, on the device; `None` of no parts.
-fn joined(parts: Vec<Tensor<1>>, precision: Precision) -> Option<Tensor<1>> {
+pub(crate) fn joined(parts: Vec<Tensor<1>>, precision: Precision) -> Option<Tensor<1>> {
     let float = precision.float();
     let mut parts: Vec<Tensor<1>> = parts.into_iter().map(|part| part.cast(float)).collect();
     if parts.len() > 1 { Some(Tensor::cat(parts, 0)) } else { parts.pop() }

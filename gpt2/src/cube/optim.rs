@@ -10,35 +10,28 @@ use burn_cubecl::tensor::CubeTensor;
 
 use super::kernels::{self, AdamWScalarsLaunch, UNITS};
 use super::{element, tensor};
+use crate::optim::Decay;
 
 /// Elements that one unit of a kernel takes, until there are [`CUBES`].
 const EACH: usize = 4;
 /// Most cubes of a kernel: enough to fill any device. Part of the result of sums.
 const CUBES: usize = 1024;
 
-/// What a step of AdamW does with all elements alike: see [`AdamW`](crate::optim::AdamW).
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct AdamWScalars {
-    pub(crate) grad_factor: f32,
-    pub(crate) mean_weight: f32,
-    pub(crate) square_decay: f32,
-    pub(crate) square_weight: f32,
+/// What a step of AdamW does: see [`AdamW`](crate::optim::AdamW).
+pub(crate) struct AdamWStep {
+    pub(crate) decay: Decay,
     pub(crate) root_correction: f32,
     pub(crate) epsilon: f32,
     pub(crate) step_size: f32,
+    /// Runs that tile the parameters, and what the step leaves of an element of each before its update.
+    pub(crate) keep: Vec<(Range<usize>, f32)>,
 }
 
 /// Parameters, and the running means of gradients and of their squares.
 pub(crate) type State = [Tensor<1>; 3];
 
-/// One step of AdamW. `grads` follow one another and are as long as the parameters together, in any floating-point type; `runs`, too,
-/// tile the parameters, each with what the step leaves of an element before its update.
-pub(crate) fn adamw(
-    state: State,
-    grads: Vec<Tensor<1>>,
-    runs: &[(Range<usize>, f32)],
-    scalars: &AdamWScalars,
-) -> State {
+/// One step of AdamW. `grads` follow one another and are as long as the parameters together, in any floating-point type.
+pub(crate) fn adamw(state: State, grads: Vec<Tensor<1>>, step: &AdamWStep) -> State {
     let [params, means, squares] = state.map(|tensor| {
         let tensor = super::to_write(vector(tensor));
         debug_assert!(tensor.is_contiguous());
@@ -48,7 +41,7 @@ pub(crate) fn adamw(
     for grads in grads {
         let grads = vector(grads);
         let own = start..start + grads.meta.num_elements();
-        for (run, keep) in runs {
+        for (run, keep) in &step.keep {
             let (begin, end) = (run.start.max(own.start), run.end.min(own.end));
             if begin >= end {
                 continue;
@@ -66,13 +59,13 @@ pub(crate) fn adamw(
                 begin - own.start,
                 end - begin,
                 AdamWScalarsLaunch::new(
-                    scalars.grad_factor,
-                    scalars.mean_weight,
-                    scalars.square_decay,
-                    scalars.square_weight,
-                    scalars.root_correction,
-                    scalars.epsilon,
-                    scalars.step_size,
+                    step.decay.grad_factor,
+                    step.decay.mean_weight,
+                    step.decay.square_decay,
+                    step.decay.square_weight,
+                    step.root_correction,
+                    step.epsilon,
+                    step.step_size,
                     *keep,
                 ),
                 element(&grads),

@@ -4,10 +4,14 @@ use burn::module::Param;
 use burn::tensor::{FloatDType, TensorData};
 
 use super::*;
+use crate::config::Preset;
 use crate::cross_entropy::{Placement, loss_and_gradient, mean_loss};
 use crate::devices::DeviceChoice;
 use crate::fused;
+use crate::init;
 use crate::model::{Kernels, LayerNorm};
+use crate::optim::{AdamW, AdamWConfig, DeviceAdamW, sum_of_squares, sum_of_squares_on_device};
+use crate::segments::layout;
 
 /// Differences relative to the largest value: sums of up to a few thousand values in another order, in f32 whose unit roundoff is 6e-8, and
 /// exponentials that are off by a few units in the last place.
@@ -144,4 +148,53 @@ fn what_others_hold_is_not_written() {
     let before = qkv.clone().inner().into_data();
     attention(qkv.clone(), 2).sum().backward();
     qkv.inner().into_data().assert_eq(&before, true);
+}
+
+#[test]
+fn steps_of_adamw_are_the_processors() {
+    let Some(device) = device() else { return };
+    let segment = layout(&Preset::Micro.config(61)).unwrap().swap_remove(1);
+    let n = segment.len;
+    for range in [0..n, 5..n / 2 + 3] {
+        let vector = |values: &[f32]| {
+            Tensor::<1>::from_data(TensorData::new(values.to_vec(), [values.len()]), (&device, FloatDType::F32.into()))
+        };
+        let start = init::normal(1, "params", range.len(), 0.5);
+        let (mut host, mut params) = (start.clone(), vector(&start));
+        let mut on_host = AdamW::new(AdamWConfig::default(), &segment, range.clone()).unwrap();
+        let mut on_device = DeviceAdamW::new(AdamWConfig::default(), &segment, range.clone()).unwrap();
+        for step in 0..4 {
+            let grads = init::normal(step, "grads", range.len(), 0.1);
+            // In pieces that do not end where decay does, and with somebody else who holds the parameters.
+            let pieces = [&grads[..7], &grads[7..1000], &grads[1000..]].map(vector).into();
+            let (model, before) = (params.clone(), host.clone());
+            on_host.step(&mut host, &grads, 1e-2, 0.7).unwrap();
+            params = on_device.step(Some(params), pieces, 1e-2, 0.7).unwrap().unwrap();
+            assert_close("parameters that the model has", &[model.try_into_vec_as::<f32>().unwrap()], &[before]);
+        }
+        let found = params.try_into_vec_as::<f32>().unwrap();
+        for (a, b) in found.iter().zip(&host) {
+            assert!((a - b).abs() <= 4.0 * f32::EPSILON * b.abs().max(0.1), "{a} {b}");
+        }
+    }
+}
+
+#[test]
+fn sums_of_squares_are_the_processors() {
+    let Some(device) = device() else { return };
+    let values = init::normal(1, "grads", 100_003, 3.0);
+    let scale = 65_536.0f32;
+    let scaled: Vec<f32> = values.iter().map(|value| value * scale).collect();
+    let pieces = |values: &[f32], cut: usize| {
+        let piece = |values: &[f32]| Tensor::<1>::from_data(TensorData::new(values.to_vec(), [values.len()]), &device);
+        vec![piece(&values[..cut]), piece(&values[cut..])]
+    };
+    let (found, again, expected) = (
+        sum_of_squares_on_device(pieces(&scaled, 99_999), 1.0 / scale).unwrap(),
+        sum_of_squares_on_device(pieces(&scaled, 99_999), 1.0 / scale).unwrap(),
+        sum_of_squares(&scaled),
+    );
+    assert!((found / expected - 1.0).abs() < 1e-5, "{found} {expected}");
+    assert_eq!(found.to_bits(), again.to_bits());
+    assert!(!sum_of_squares_on_device(pieces(&[1.0, f32::NAN], 1), 1.0).unwrap().is_finite());
 }

@@ -20,7 +20,8 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::segments::SegmentInfo;
-use moments::{Decay, Moments};
+pub(crate) use moments::Decay;
+use moments::Moments;
 
 pub use adamw::{AdamW, AdamWConfig};
 pub use device::{DeviceAdamW, DeviceLamb, DeviceNorms, DeviceOptimizer, sum_of_squares_on_device};

@@ -7,11 +7,11 @@ use crate::segments::SegmentInfo;
 
 /// How gradients enter the moments, in the type it is computed in.
 #[derive(Clone, Copy)]
-pub(super) struct Decay {
-    pub(super) grad_factor: f32,
-    pub(super) mean_weight: f32,
-    pub(super) square_decay: f32,
-    pub(super) square_weight: f32,
+pub(crate) struct Decay {
+    pub(crate) grad_factor: f32,
+    pub(crate) mean_weight: f32,
+    pub(crate) square_decay: f32,
+    pub(crate) square_weight: f32,
 }
 
 impl Decay {

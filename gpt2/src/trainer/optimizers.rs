@@ -112,6 +112,7 @@ impl Optimizers {
             }
         }
     }
+
     /// A whole step on `masters` of each, where they need no norms of tensors. Gradients are first multiplied by `factor`.
     pub(super) fn step(
         &mut self,
@@ -130,7 +131,7 @@ impl Optimizers {
                 for (optimizer, (master, grads)) in all.iter_mut().zip(vectors) {
                     let DeviceOptimizer::AdamW(adamw) = optimizer else { return Err(other_kind()) };
                     let params = std::mem::take(master).into_tensor()?;
-                    let updated = adamw.step(params, grads.into_tensor()?, learning_rate, factor)?;
+                    let updated = adamw.step(params, grads.pieces()?, learning_rate, factor)?;
                     *master = Flat::Device(updated.into_iter().collect());
                 }
             }

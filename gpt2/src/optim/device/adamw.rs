@@ -1,4 +1,4 @@
-//! AdamW as tensor operations.
+//! AdamW on a device: one kernel where there is one for it, else tensor operations.
 
 use std::ops::Range;
 
@@ -6,7 +6,11 @@ use burn::tensor::Tensor;
 
 use super::super::adamw::{Scalars, runs};
 use super::{DeviceMoments, scaled};
+#[cfg(all(feature = "cube", not(feature = "fusion")))]
+use crate::cube;
+use crate::flat::joined;
 use crate::optim::{AdamWConfig, OptimError};
+use crate::precision::Precision;
 use crate::segments::SegmentInfo;
 
 /// [`AdamW`](super::super::AdamW) for one contiguous range of a segment, with its state on the device of the parameters: the same
@@ -34,29 +38,45 @@ impl DeviceAdamW {
         self.moments.steps
     }
 
-    /// One step on the shard: see [`AdamW::step`](super::super::AdamW::step). `params` and `grads` are its elements in f32 on one device,
-    /// or `None` where there are none; returns the new parameters. What the device cannot compute is reported when a result is read.
+    /// One step on the shard: see [`AdamW::step`](super::super::AdamW::step). `params` are its elements in f32, or `None` where there are
+    /// none; returns the new ones. `grads` follow one another, each of any floating-point type, on the same device. What the device cannot
+    /// compute is reported when a result is read.
     ///
     /// # Errors
-    /// [`OptimError::Length`] if a tensor does not have the shard's length; nothing has changed then.
+    /// [`OptimError::Length`] if parameters or gradients do not have the shard's length; nothing has changed then.
     pub fn step(
         &mut self,
         params: Option<Tensor<1>>,
-        grads: Option<Tensor<1>>,
+        grads: Vec<Tensor<1>>,
         learning_rate: f64,
         grad_factor: f32,
     ) -> Result<Option<Tensor<1>>, OptimError> {
         self.moments.check("the parameter tensor", params.as_ref())?;
-        self.moments.check("the gradient tensor", grads.as_ref())?;
+        self.moments.check_len("the gradients", grads.iter().map(|piece| piece.dims()[0]).sum())?;
         self.moments.steps += 1;
-        let Some((params, grads)) = params.zip(grads) else { return Ok(None) };
+        let Some(params) = params else { return Ok(None) };
         let scalars = Scalars::of(&self.config, self.moments.steps, learning_rate, grad_factor);
         let kept = Scalars::keep(&self.config, learning_rate);
+        let runs = self.runs.iter().map(|(run, decays)| (run.clone(), if *decays { kept } else { 1.0 }));
+        #[cfg(all(feature = "cube", not(feature = "fusion")))]
+        if cube::serves(&params.device()) {
+            let [mean, square] = self.moments.take(&params);
+            let step = cube::optim::AdamWStep {
+                decay: scalars.decay,
+                root_correction: scalars.root_correction,
+                epsilon: scalars.epsilon,
+                step_size: scalars.step_size,
+                keep: runs.collect(),
+            };
+            let [params, mean, square] = cube::optim::adamw([params, mean, square], grads, &step);
+            self.moments.means = Some([mean, square]);
+            return Ok(Some(params));
+        }
+        let Some(grads) = joined(grads, Precision::F32) else { return Ok(Some(params)) };
         let [mean, square] = self.moments.advance(grads, scalars.decay);
         let denominator = square.sqrt().div_scalar(scalars.root_correction).add_scalar(scalars.epsilon);
         let update = (mean / denominator).mul_scalar(scalars.step_size);
-        let keep = |(run, decays): &(Range<usize>, bool)| (run.len(), if *decays { kept } else { 1.0 });
-        Ok(Some(scaled(params, self.runs.iter().map(keep)) - update))
+        Ok(Some(scaled(params, runs.map(|(run, keep)| (run.len(), keep))) - update))
     }
 }
 
@@ -81,7 +101,7 @@ mod tests {
             for step in 0..4 {
                 let grads = init::normal(step, "grads", range.len(), 0.1);
                 on_host.step(&mut host, &grads, 1e-2, 0.7).unwrap();
-                device = on_device.step(device, tensor(&grads), 1e-2, 0.7).unwrap();
+                device = on_device.step(device, tensor(&grads).into_iter().collect(), 1e-2, 0.7).unwrap();
             }
             let found = device.map_or(Vec::new(), |device| device.try_into_vec_as::<f32>().unwrap());
             assert_eq!(found.len(), host.len());
@@ -97,9 +117,9 @@ mod tests {
         let segment = layout(&Preset::Micro.config(61)).unwrap().swap_remove(1);
         assert!(DeviceAdamW::new(AdamWConfig::default(), &segment, 0..segment.len + 1).is_err());
         let mut optimizer = DeviceAdamW::new(AdamWConfig::default(), &segment, 0..8).unwrap();
-        let error = optimizer.step(tensor(&[0.0; 8]), tensor(&[0.0; 7]), 0.1, 1.0).unwrap_err();
+        let error = optimizer.step(tensor(&[0.0; 8]), vec![tensor(&[0.0; 7]).unwrap()], 0.1, 1.0).unwrap_err();
         assert!(matches!(error, OptimError::Length { len: 7, expected: 8, .. }));
-        assert!(optimizer.step(None, None, 0.1, 1.0).is_err());
+        assert!(optimizer.step(None, Vec::new(), 0.1, 1.0).is_err());
         assert_eq!(optimizer.steps(), 0);
     }
 }

@@ -9,6 +9,8 @@ use burn::tensor::{FloatDType, Tensor};
 
 use super::moments::Decay;
 use super::{OptimError, OptimizerConfig, OptimizerKind, check_range};
+#[cfg(all(feature = "cube", not(feature = "fusion")))]
+use crate::cube;
 use crate::segments::SegmentInfo;
 
 pub use adamw::DeviceAdamW;
@@ -46,8 +48,8 @@ impl DeviceOptimizer {
     }
 }
 
-/// Sum of squares of all elements of `grads`, tensors of any floating-point type on one device: a sum for each of them there, in f32, and
-/// one transfer.
+/// Sum of squares of all elements of `grads`, tensors of any floating-point type on one device: sums over parts there, in f32, and one
+/// transfer.
 ///
 /// Elements are multiplied by `unscale` (the inverse of a loss scale, a power of two) before they are squared, so that f32 holds the
 /// squares, and the sum is divided by its square: as [`sum_of_squares`](super::sum_of_squares) of the same elements, to f32's
@@ -59,6 +61,11 @@ impl DeviceOptimizer {
 pub fn sum_of_squares_on_device(grads: Vec<Tensor<1>>, unscale: f32) -> Result<f64, OptimError> {
     if grads.is_empty() {
         return Ok(0.0);
+    }
+    #[cfg(all(feature = "cube", not(feature = "fusion")))]
+    if cube::serves(&grads[0].device()) {
+        let Some(sums) = cube::optim::sums_of_squares(grads, unscale) else { return Ok(0.0) };
+        return Ok(read(vec![sums])?.into_iter().sum::<f64>() / f64::from(unscale).powi(2));
     }
     let squares = grads.into_iter().map(|grads| {
         let grads = grads.cast(FloatDType::F32).mul_scalar(unscale);
@@ -91,18 +98,26 @@ impl DeviceMoments {
 
     /// Takes gradients in, and returns the means.
     fn advance(&mut self, grads: Tensor<1>, decay: Decay) -> [Tensor<1>; 2] {
-        let [mean, square] = self.means.take().unwrap_or_else(|| {
-            let zeros = || Tensor::zeros([self.len], (&grads.device(), FloatDType::F32.into()));
-            [zeros(), zeros()]
-        });
+        let [mean, square] = self.take(&grads);
         let grads = grads.mul_scalar(decay.grad_factor);
         let mean = mean.clone() + (grads.clone() - mean).mul_scalar(decay.mean_weight);
         let square = square.mul_scalar(decay.square_decay) + grads.clone().mul_scalar(decay.square_weight) * grads;
         self.means.insert([mean, square]).clone()
     }
 
+    /// The means, to be replaced by new ones, on the device of `beside`.
+    fn take(&mut self, beside: &Tensor<1>) -> [Tensor<1>; 2] {
+        self.means.take().unwrap_or_else(|| {
+            let zeros = || Tensor::zeros([self.len], (&beside.device(), FloatDType::F32.into()));
+            [zeros(), zeros()]
+        })
+    }
+
     fn check(&self, what: &'static str, tensor: Option<&Tensor<1>>) -> Result<(), OptimError> {
-        let len = tensor.map_or(0, |tensor| tensor.dims()[0]);
+        self.check_len(what, tensor.map_or(0, |tensor| tensor.dims()[0]))
+    }
+
+    fn check_len(&self, what: &'static str, len: usize) -> Result<(), OptimError> {
         if len == self.len {
             Ok(())
         } else {
