@@ -1,5 +1,5 @@
 //! Training on CUDA as far as it goes without a GPU: every kernel of a step is generated, compiled by NVIDIA's compiler for an H100, and
-//! found by the next run in the kernel cache. The driver is a stand-in whose kernels do nothing, so no value means anything.
+//! found by the next run in the kernel cache. The driver is a stand-in whose kernels do nothing, so all results are zeros.
 //!
 //! Needs NVRTC and CUDA's headers, as Python's packages (`pip install nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-crt
 //! nvidia-cuda-cccl`); without them the test says that it is skipped, or fails with `GPT2_TEST_NEEDS_NVRTC` set.
@@ -78,12 +78,7 @@ fn every_kernel_of_a_step_compiles_and_is_kept() {
             .env("STAND_IN_COMPILED", &compiled)
             .output()
             .unwrap();
-        // Weights that no kernel computed may be found out in the end.
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(
-            output.status.success() || said.contains("the ranks ended with different weights"),
-            "{precision}: {said}"
-        );
+        assert!(output.status.success(), "{precision}: {}", String::from_utf8_lossy(&output.stderr));
         let seconds = start.elapsed().as_secs_f64();
         let lines = fs::read_to_string(&compiled).unwrap_or_default();
         let line = |line: &str| {
