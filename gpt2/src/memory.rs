@@ -34,7 +34,7 @@ pub struct Counting;
 #[serde(rename_all = "snake_case")]
 #[repr(u8)]
 pub enum Category {
-    /// Parameters of the model, in any precision.
+    /// Parameters of the model, in any precision, and the tensors that hold them or stand for them.
     Parameters,
     /// Gradients, and what accumulates them.
     Gradients,

@@ -87,7 +87,8 @@ impl<'a> Trainer<'a> {
         // A device's graphs keep the weights that they have used, and those are to go.
         let recompute = config.recompute || (strategy.brings_weights() && Placement::of(device) == Placement::Device);
         let compute = Compute { precision: config.precision, recompute };
-        let mut model = SegmentedModel::absent(config.model.clone(), compute, device)?;
+        let absent = || SegmentedModel::absent(config.model.clone(), compute, device);
+        let mut model = memory::within(Category::Parameters, absent)?;
 
         let workers = config.options.workers(config.strategy, world);
         let share = strategy.computes().then(|| Share {
@@ -409,7 +410,8 @@ impl PassHooks<TrainError> for Hooks<'_> {
     fn leave(&mut self, model: &mut SegmentedModel, _pass: Pass, segment: usize) -> Result<(), TrainError> {
         if self.strategy.brings_weights() {
             self.stop_computing();
-            self.clock.unpack(|| model.release_params(segment))?;
+            // What stands for weights that are gone takes memory as well.
+            self.clock.unpack(|| memory::within(Category::Parameters, || model.release_params(segment)))?;
             self.compute();
         }
         Ok(())
