@@ -10,7 +10,7 @@ use burn::tensor::Device;
 use gpt2::config::{ModelConfig, Preset};
 use gpt2::memory::{self, Category, Counting, Usage};
 use gpt2::run::{RankOptions, run_threads};
-use gpt2::segments::{SegmentedModel, layout};
+use gpt2::segments::{Compute, SegmentedModel, layout};
 use gpt2::strategy::StrategyKind;
 use gpt2::transports::{TransportKind, TransportOptions};
 
@@ -24,13 +24,13 @@ const RANKS: usize = 4;
 /// Bookkeeping of the ranks together: names, tables.
 const SLACK: u64 = RANKS as u64 * 10_000;
 
-/// What the tensors of one rank's weights take beside their elements, which are `all` bytes: some hundred bytes each.
-fn handles(model: &ModelConfig, all: u64) -> u64 {
+/// Bytes of parameters that `model` takes, with all that is not elements: names, and some hundred bytes a tensor.
+fn held(model: impl FnOnce() -> SegmentedModel) -> u64 {
     let now = || memory::usage().unwrap().parameters.current;
-    let model = memory::within(Category::Parameters, || SegmentedModel::zeros(model.clone(), &Device::flex()).unwrap());
-    let held = now();
+    let model = memory::within(Category::Parameters, model);
+    let with = now();
     drop(model);
-    held - now() - all
+    with - now()
 }
 
 /// Peaks of a process whose threads are all ranks.
@@ -61,7 +61,9 @@ fn each_stage_shards_one_more_kind() {
     let (embedding, norm) = (bytes(segments[0].len), bytes(segments[13].len));
     assert!(embedding < block && norm < block);
     let ranks = RANKS as u64;
-    let handles = handles(&model, all);
+    // What the tensors of one rank's weights take beside their elements, and what those take that stand for absent weights.
+    let handles = held(|| SegmentedModel::zeros(model.clone(), &Device::flex()).unwrap()) - all;
+    let absent = held(|| SegmentedModel::absent(model.clone(), Compute::default(), &Device::flex()).unwrap());
     // Ranks may all be at their peaks at once, though they seldom are.
     let within = |what: &str, peak: u64, least: u64, most: u64| {
         let most = most + SLACK;
@@ -86,8 +88,8 @@ fn each_stage_shards_one_more_kind() {
     within("gradients of zero2", zero2.gradients.peak, all, all + 2 * ranks * block);
 
     let fsdp = usage(&model, StrategyKind::Fsdp);
-    // Shards of the masters, two segments and the embedding. What stands for weights that are gone has handles, too.
-    within("weights of fsdp", fsdp.parameters.peak, all, all + ranks * (2 * block + embedding + handles));
+    // Shards of the masters, two segments and the embedding, and what stands for the others.
+    within("weights of fsdp", fsdp.parameters.peak, all, all + ranks * (2 * block + embedding + absent));
     within("optimizers of fsdp", fsdp.optimizer.peak, 2 * all, 2 * all);
     within("gradients of fsdp", fsdp.gradients.peak, all, all + 2 * ranks * block);
 }
