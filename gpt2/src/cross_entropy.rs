@@ -34,7 +34,7 @@ pub(crate) enum Loss {
     /// Its value.
     Known(f64),
     /// Each row's loss, on a device that may still be computing it.
-    OfRows(Tensor<1>),
+    OfRows(Box<Tensor<1>>),
 }
 
 impl Loss {
@@ -71,7 +71,7 @@ pub(crate) fn mean_loss(logits_nv: Tensor<2>, targets: &[i32], placement: Placem
         #[cfg(all(feature = "cube", not(feature = "fusion")))]
         Placement::Device if cube::serves(&logits_nv.device()) => {
             let targets_n = targets_on(&logits_nv.device(), targets);
-            Loss::OfRows(cube::cross_entropy(logits_nv, targets_n, None).0).read()
+            Loss::OfRows(Box::new(cube::cross_entropy(logits_nv, targets_n, None).0)).read()
         }
         Placement::Device => device_parts(wide(logits_nv), targets).loss.read(),
     }
@@ -113,7 +113,7 @@ pub(crate) fn loss_and_gradient(
         Placement::Device if cube::serves(&logits_nv.device()) => {
             let targets_n = targets_on(&logits_nv.device(), targets);
             let (losses, gradient_nv) = cube::cross_entropy(logits_nv, targets_n, Some(row_scale));
-            Ok((Loss::OfRows(losses), gradient_nv))
+            Ok((Loss::OfRows(Box::new(losses)), gradient_nv))
         }
         Placement::Device => {
             let DeviceParts { loss, exp_nv, sum_n1, targets_n1 } = device_parts(wide(logits_nv), targets);
@@ -139,7 +139,7 @@ fn device_parts(logits_nv: Tensor<2>, targets: &[i32]) -> DeviceParts {
     let exp_nv = shifted_nv.exp();
     let sum_n1 = exp_nv.clone().sum_dim(1);
     let losses_n1 = sum_n1.clone().log() - picked_n1;
-    DeviceParts { loss: Loss::OfRows(losses_n1.squeeze_dim(1)), exp_nv, sum_n1, targets_n1 }
+    DeviceParts { loss: Loss::OfRows(Box::new(losses_n1.squeeze_dim(1))), exp_nv, sum_n1, targets_n1 }
 }
 
 fn targets_on(device: &Device, targets: &[i32]) -> Tensor<1, Int> {

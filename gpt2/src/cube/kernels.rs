@@ -60,7 +60,7 @@ fn largest(value: f32, scratch: &mut Shared<[f32]>) -> f32 {
 /// Row i of `scores`, whose rows are those of squares `[t, t]`, becomes the softmax of `scale` times its first i + 1 elements, and zeros.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn causal_softmax<F: Float>(scores: &mut Tensor<F>, scale: f32, #[define(F)] _dtype: ElemType) {
-    let row = CUBE_POS as usize;
+    let row = CUBE_POS;
     if row >= scores.shape(0) {
         terminate!();
     }
@@ -104,7 +104,7 @@ pub(super) fn causal_softmax_backward<F: Float>(
     scale: f32,
     #[define(F)] _dtype: ElemType,
 ) {
-    let row = CUBE_POS as usize;
+    let row = CUBE_POS;
     if row >= gradients.shape(0) {
         terminate!();
     }
@@ -144,7 +144,7 @@ pub(super) fn layer_norm<F: Float>(
     epsilon: f32,
     #[define(F)] _dtype: ElemType,
 ) {
-    let row = CUBE_POS as usize;
+    let row = CUBE_POS;
     if row >= x.shape(0) {
         terminate!();
     }
@@ -193,7 +193,7 @@ pub(super) fn layer_norm_backward<F: Float>(
     sums: &mut Tensor<f32>,
     #[define(F)] _dtype: ElemType,
 ) {
-    let cube = CUBE_POS as usize;
+    let cube = CUBE_POS;
     let cubes = sums.shape(0) / 2;
     if cube >= cubes {
         terminate!();
@@ -248,7 +248,7 @@ fn gate(x: f32) -> f32 {
 /// GELU in its tanh form, row by row.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn gelu<F: Float>(x: &Tensor<F>, y: &mut Tensor<F>, #[define(F)] _dtype: ElemType) {
-    let row = CUBE_POS as usize;
+    let row = CUBE_POS;
     if row >= x.shape(0) {
         terminate!();
     }
@@ -264,7 +264,7 @@ pub(super) fn gelu<F: Float>(x: &Tensor<F>, y: &mut Tensor<F>, #[define(F)] _dty
 /// The gradient with respect to GELU's input `x`, in place of that with respect to its output.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn gelu_backward<F: Float>(gradients: &mut Tensor<F>, x: &Tensor<F>, #[define(F)] _dtype: ElemType) {
-    let row = CUBE_POS as usize;
+    let row = CUBE_POS;
     if row >= x.shape(0) {
         terminate!();
     }
@@ -291,7 +291,7 @@ pub(super) fn cross_entropy<F: Float, I: Int>(
     #[comptime] differentiate: bool,
     #[define(F, I)] _dtypes: [ElemType; 2],
 ) {
-    let row = CUBE_POS as usize;
+    let row = CUBE_POS;
     if row >= logits.shape(0) {
         terminate!();
     }

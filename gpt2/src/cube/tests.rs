@@ -1,5 +1,7 @@
 //! Kernels on whatever wgpu reaches against tensor operations on the processor. Without an adapter the tests say that they are skipped.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 use burn::module::Param;
 use burn::tensor::{FloatDType, TensorData};
 
@@ -84,7 +86,7 @@ fn gelu_is_the_processors() {
     for shape in [[1, 1, 1], [2, 3, 5], [1, 2, 128], [3, 4, 257]] {
         let run = |device: &Device, gelu: fn(Tensor<3>) -> Tensor<3>| {
             let x = leaf([shape.iter().product()], 4, device);
-            passes(&[x.clone()], gelu(x.reshape(shape) * 2.5))
+            passes(std::slice::from_ref(&x), gelu(x.clone().reshape(shape) * 2.5))
         };
         let expected = run(&Device::flex(), fused::gelu);
         assert_close(&format!("gelu {shape:?}"), &run(&device, gelu), &expected);
@@ -98,7 +100,7 @@ fn attention_is_the_processors() {
     for (b, t, n_head, q) in [(1, 1, 1, 1), (2, 3, 2, 5), (400, 7, 12, 2), (1, 128, 2, 8), (2, 131, 3, 4)] {
         let run = |device: &Device, attention: fn(Tensor<3>, usize) -> Tensor<3>| {
             let qkv = leaf([b * t * 3 * n_head * q], 5, device);
-            passes(&[qkv.clone()], attention(qkv.reshape([b, t, 3 * n_head * q]), n_head))
+            passes(std::slice::from_ref(&qkv), attention(qkv.clone().reshape([b, t, 3 * n_head * q]), n_head))
         };
         let expected = run(&Device::flex(), fused::attention);
         assert_close(&format!("attention {b}x{t}, {n_head} x {q}"), &run(&device, attention), &expected);
