@@ -5,8 +5,12 @@
 //! ```
 //!
 //! Under `srun`, `mpirun` or `torchrun` it is a rank of their job. Rank 0 prints a line of JSON for each size: microseconds of one
-//! operation that is waited for (`in_place`: median, least and most over rounds of the slowest rank's mean), and of one that is only
+//! operation that is waited for (`in_place`: median, least and most over rounds of the slowest rank's mean), of one that is started and
+//! then waited for (`started`), of one among many that are started before the first is waited for (`queued`), and of one that is only
 //! handed over (`handed`), which is what its caller spends on it. Results are checked once a size.
+//!
+//! With `--stand-in` a single rank works on the stand-in for NCCL and the CUDA driver, which does at once what it is told: what is left
+//! is what this crate itself spends, together with the stand-in, on one operation.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -15,7 +19,7 @@ use std::time::{Duration, Instant};
 use comm_core::control::TcpControl;
 use comm_core::launch::{Launch, Output};
 use comm_core::{Buffer, Call, Communicator, CommunicatorExt, Control, DType, Deadline, Job, Op, ReduceOp};
-use comm_nccl::{CudaBuffer, NcclCommunicator, NcclOptions};
+use comm_nccl::{Behaviour, CudaBuffer, NcclCommunicator, NcclOptions};
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -29,6 +33,7 @@ struct Settings {
     ranks: usize,
     sizes: Vec<usize>,
     rounds: usize,
+    is_stand_in: bool,
 }
 
 fn main() -> ExitCode {
@@ -42,7 +47,9 @@ fn main() -> ExitCode {
 fn run() -> Result<ExitCode, Failure> {
     let settings = Settings::parse(std::env::args().skip(1))?;
     let Some(job) = Job::from_env()? else {
-        comm_nccl::available()?;
+        if !settings.is_stand_in {
+            comm_nccl::available()?;
+        }
         let args = std::env::args_os().skip(1).collect();
         let launch =
             Launch { args, output: Output::RankZeroPlain, ..Launch::new(std::env::current_exe()?, settings.ranks) };
@@ -50,7 +57,12 @@ fn run() -> Result<ExitCode, Failure> {
     };
     let patience = Deadline::after(Duration::from_secs(30));
     let control: Arc<dyn Control> = TcpControl::connect(&job, &[], patience)?;
-    let comm = NcclCommunicator::connect(control, &NcclOptions::default(), patience)?;
+    let options = NcclOptions::default();
+    let options = if settings.is_stand_in { options.on_stand_in() } else { options };
+    let comm = NcclCommunicator::connect(control, &options, patience)?;
+    if settings.is_stand_in {
+        comm.device().behave(Behaviour::AtOnce);
+    }
     for bytes in &settings.sizes {
         measure(&comm, *bytes, settings.rounds)?;
     }
@@ -61,9 +73,17 @@ fn run() -> Result<ExitCode, Failure> {
 impl Settings {
     fn parse(mut args: impl Iterator<Item = String>) -> Result<Self, Failure> {
         let mib = 1 << 20;
-        let mut settings =
-            Settings { ranks: 1, sizes: vec![4, mib, 4 * mib, 16 * mib, 64 * mib, 256 * mib], rounds: 5 };
+        let mut settings = Settings {
+            ranks: 1,
+            sizes: vec![4, mib, 4 * mib, 16 * mib, 64 * mib, 256 * mib],
+            rounds: 5,
+            is_stand_in: false,
+        };
         while let Some(name) = args.next() {
+            if name == "--stand-in" {
+                settings.is_stand_in = true;
+                continue;
+            }
             let value = args.next().ok_or_else(|| format!("{name} needs a value"))?;
             let number = |text: &str| {
                 text.parse::<usize>().ok().filter(|n| *n > 0).ok_or(format!("{name} {text}: no number above 0"))
@@ -74,11 +94,16 @@ impl Settings {
                 "--sizes" => settings.sizes = value.split(',').map(number).collect::<Result<_, _>>()?,
                 _ => {
                     return Err(format!(
-                        "{name}: there are --ranks, --sizes (bytes, separated by commas) and --rounds"
+                        "{name}: there are --ranks, --sizes (bytes, separated by commas), --rounds and --stand-in"
                     )
                     .into());
                 }
             }
+        }
+        if settings.is_stand_in && settings.ranks > 1 {
+            return Err(
+                "--stand-in: ranks are processes, and the stand-in connects threads only; give --ranks 1".into()
+            );
         }
         Ok(settings)
     }
@@ -95,7 +120,10 @@ fn measure(comm: &NcclCommunicator, bytes: usize, rounds: usize) -> Result<(), F
 
     // Zeros stay zeros, however often they are summed.
     let mut buffer = device_buffer(comm, &vec![0.0; count])?;
-    let (mut us, mut handed_us) = (Times::default(), Times::default());
+    let (mut us, mut started_us) = (Times::default(), Times::default());
+    let (mut queued_us, mut handed_us) = (Times::default(), Times::default());
+    let start = |buffer| comm.start(Call::background(Op::AllReduce(ReduceOp::Sum), buffer, 0));
+    let slowest = |began: Instant| comm.all_reduce_scalar(began.elapsed().as_secs_f64(), ReduceOp::Max);
     let mut many = 4u32;
     for round in 0..=rounds {
         comm.barrier()?;
@@ -103,13 +131,18 @@ fn measure(comm: &NcclCommunicator, bytes: usize, rounds: usize) -> Result<(), F
         for _ in 0..many {
             buffer = reduce(comm, buffer)?;
         }
-        let took = comm.all_reduce_scalar(began.elapsed().as_secs_f64(), ReduceOp::Max)?;
-        if round > 0 {
-            us.0.push(took * 1e6 / f64::from(many));
-        } else {
+        let took = slowest(began)?;
+        if round == 0 {
             // The first one only says how many make a round: the same on all ranks.
             many = ((ROUND.as_secs_f64() / (took / f64::from(many))) as u32).clamp(3, 500);
+            continue;
         }
+        us.0.push(took * 1e6 / f64::from(many));
+        let began = Instant::now();
+        for _ in 0..many {
+            buffer = start(buffer).wait().map_err(|failed| failed.error)?.buffer;
+        }
+        started_us.0.push(slowest(began)? * 1e6 / f64::from(many));
     }
     // Buffers of their own: an operation owns its one.
     if bytes <= 1 << 20 {
@@ -118,14 +151,15 @@ fn measure(comm: &NcclCommunicator, bytes: usize, rounds: usize) -> Result<(), F
         for round in 0..=rounds {
             comm.barrier()?;
             let began = Instant::now();
-            let call = |buffer| comm.start(Call::background(Op::AllReduce(ReduceOp::Sum), buffer, 0));
-            let handles: Vec<_> = buffers.drain(..).map(call).collect();
+            let handles: Vec<_> = buffers.drain(..).map(start).collect();
             let took = began.elapsed().as_secs_f64();
             for handle in handles {
                 buffers.push(handle.wait().map_err(|failed| failed.error)?.buffer);
             }
+            let whole = slowest(began)?;
             if round > 0 {
                 handed_us.0.push(took * 1e6 / f64::from(HANDED));
+                queued_us.0.push(whole * 1e6 / f64::from(HANDED));
             }
         }
     }
@@ -136,6 +170,8 @@ fn measure(comm: &NcclCommunicator, bytes: usize, rounds: usize) -> Result<(), F
             "size": count * 4,
             "ranks": comm.world_size(),
             "in_place": us.spread(many),
+            "started": started_us.spread(many),
+            "queued": queued_us.spread(HANDED),
             "handed": handed_us.spread(HANDED),
             "gpu": fact("gpu"),
             "nccl": fact("nccl"),

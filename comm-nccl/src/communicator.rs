@@ -3,19 +3,18 @@
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use comm_core::native::{Asked, Elements, Group, Shape, check, negotiate, run_copied};
-use comm_core::table::{choose, supports};
+use comm_core::native::{Asked, Backend as _, Elements, Group, Owner, Shape, negotiate, run_copied};
+use comm_core::waiting::LONGEST_SPIN;
 use comm_core::{
     Algorithm, BorrowedCall, Buffer, Call, Communicator, CommunicatorExt, Completed, Control, Deadline, Error, Failed,
-    Handle, Mode, Op, OpKind, Outcome, Result, View,
+    Handle, Mode, Op, Outcome, Result, View,
 };
 
 use crate::NcclOptions;
 use crate::connect;
-use crate::core::{Core, Io, Members, Owner, Place, Source};
+use crate::core::{Core, Io, Members, Place, Source};
 use crate::sys::{CudaBuffer, DataType, Device, UNIQUE_ID_BYTES};
 
 /// The name under which [`NcclCommunicator::facts`] has the number of the CUDA device.
@@ -23,7 +22,8 @@ pub const DEVICE_FACT: &str = "cuda device";
 
 /// Collectives by NCCL, one rank a GPU.
 ///
-/// Buffers on the GPU ([`CudaBuffer`]) are worked on where they are; those in host memory travel through memory of the lane on the GPU.
+/// Buffers on the GPU ([`CudaBuffer`]) are worked on where they are; those in host memory travel through memory of the lane, page-locked
+/// on the host and as large as they are on the GPU.
 /// Each lane has a stream and an NCCL communicator of its own, so that operations of different lanes run side by side.
 ///
 /// As on every backend, failures of any rank end everything on all ranks, and every wait has its deadline: communicators are
@@ -37,10 +37,12 @@ pub const DEVICE_FACT: &str = "cuda device";
 /// - A send may wait until its receive is there.
 /// - Operations of several lanes are kernels that wait for peers beside each other. Whatever waits for the whole device meanwhile, such as
 ///   freeing its memory, waits for them too; each lane is warmed up when it is made, so that NCCL itself has little left to allocate.
+/// - Where not even an abort ends what runs, the operation's memory on the GPU does not come back ([`Failed::buffer`] is `None`), and from
+///   then on this process frees nothing there: a kernel could still write to it, and freeing would wait for that kernel.
 pub struct NcclCommunicator {
     core: Arc<Core>,
     /// What operations under way do not hold.
-    owner: Arc<Owner>,
+    owner: Arc<Owner<Core>>,
     members: Arc<Members>,
 }
 
@@ -79,28 +81,11 @@ impl NcclCommunicator {
 
     /// Checks what was asked for, and numbers nothing yet.
     fn admit(&self, asked: &Asked<'_>, buffer: Elements, input: Option<Elements>) -> Result<(Shape, Algorithm)> {
-        let (rank, ranks) = (self.rank(), self.world_size());
-        let shape = check(asked.op, rank, ranks, buffer, input, asked.counts)?;
-        if asked.lane >= self.core.lanes.len() {
-            let lanes = self.core.lanes.len();
-            return Err(Error::invalid(format!("lane {} of a communicator that has {lanes} lanes", asked.lane)));
-        }
-        // Both ends of a message call it a send.
-        let kind = if asked.op.kind() == OpKind::Recv { OpKind::Send } else { asked.op.kind() };
-        let algorithm = match asked.algorithm {
-            None => choose(kind, shape.dtype, shape.count, ranks),
-            Some(algorithm) if supports(algorithm, kind, shape.dtype, ranks) => algorithm,
-            Some(algorithm) => {
-                let dtype = shape.dtype;
-                return Err(Error::invalid(format!(
-                    "the algorithm {algorithm} cannot run {kind} of {dtype} on {ranks} ranks"
-                )));
-            }
-        };
+        let Core { shared, table, .. } = &*self.core;
+        let (_, shape, algorithm) = shared.admit(self.group(), table, asked, buffer, input)?;
         if asked.op.reduce_op().is_some() && DataType::of(shape.dtype).is_none() {
             return Err(crate::no_such_type(shape.dtype));
         }
-        self.core.is_open()?;
         Ok((shape, algorithm))
     }
 
@@ -217,7 +202,7 @@ impl Communicator for NcclCommunicator {
     }
 
     fn lanes(&self) -> usize {
-        self.core.lanes.len()
+        self.core.shared.lanes.len()
     }
 
     fn id(&self) -> u64 {
@@ -232,7 +217,7 @@ impl Communicator for NcclCommunicator {
             Ok(owned) => owned,
             Err(failed) => return Handle::done(Err(*failed)),
         };
-        let queue = &self.core.lanes[lane];
+        let queue = &self.core.shared.lanes[lane];
         if mode == Mode::Blocking
             && let Some(turn) = queue.try_enter()
         {
@@ -242,6 +227,7 @@ impl Communicator for NcclCommunicator {
             return Handle::done(outcome);
         }
         let (completer, handle) = Handle::pending();
+        let handle = handle.looking(LONGEST_SPIN);
         let (core, members) = (self.core.clone(), self.members.clone());
         queue.enqueue(Box::new(move || completer.complete(owned.run(&core, &members))));
         drop(started);
@@ -254,7 +240,7 @@ impl Communicator for NcclCommunicator {
         let elements = |view: View<'_>| Elements { dtype: view.dtype(), count: view.count() };
         let started = self.core.starting();
         let (shape, chosen) = self.admit(&asked, elements(View::from(&buffer)), input.map(elements))?;
-        let Some(turn) = self.core.lanes[lane].try_enter() else {
+        let Some(turn) = self.core.shared.lanes[lane].try_enter() else {
             drop(started);
             // The operations before it on its lane run on another thread, which cannot be lent this memory.
             let call = BorrowedCall { op, buffer, input, counts, algorithm, lane, timeout, label };
@@ -277,9 +263,9 @@ impl Communicator for NcclCommunicator {
     }
 
     fn split(&self, color: Option<u64>, key: i64) -> Result<Option<Arc<dyn Communicator>>> {
-        let part = negotiate(self, self.group(), &*self.core.control, color, key)?;
+        let part = negotiate(self, self.group(), &*self.core.shared.control, color, key)?;
         // The first of each part names its communicators, one a lane.
-        let (lanes, ranks) = (self.core.lanes.len(), self.world_size());
+        let (lanes, ranks) = (self.lanes(), self.world_size());
         let bytes = lanes * UNIQUE_ID_BYTES;
         let mut names = vec![0u8; ranks * bytes];
         if part.as_ref().is_some_and(|part| part.rank == 0) {
@@ -305,37 +291,12 @@ impl Communicator for NcclCommunicator {
     }
 
     fn abort(&self, reason: &str) {
-        let error = Error::Aborted { by: self.core.job_rank(), reason: reason.into() };
-        self.core.control.poison(&error);
-        self.core.adopt(&error);
+        self.core.abort(reason);
     }
 
     fn finish(&self, timeout: Duration) -> Result<()> {
-        let deadline = Deadline::after(timeout);
-        for lane in &self.core.lanes {
-            if !lane.wait_idle(deadline) {
-                return Err(self.core.fail(self.core.timeout(deadline), "finishing, with operations still under way"));
-            }
-        }
-        if let Some(error) = self.core.failure.get() {
-            return Err(error.clone());
-        }
-        let mut barrier = Call::blocking(Op::Barrier, Buffer::from_vec::<u8>(Vec::new()));
-        barrier.timeout = Some(deadline.remaining());
-        self.start(barrier).wait().map_err(Failed::into_error)?;
-        if self.group().is_first {
-            {
-                let _nothing_starts = self.core.starting();
-                self.core.is_finished.store(true, Ordering::Release);
-            }
-            let closed = self.core.close(&self.members, deadline);
-            closed.map_err(|error| self.core.fail(error, "closing NCCL's communicators"))?;
-            self.core.control.leave(deadline)?;
-            // What is started from now on gets this answer.
-            let _ =
-                self.core.failure.set(Error::invalid("the communicator has finished; nothing can be started on it"));
-        }
-        Ok(())
+        let close = |deadline| self.core.close(&self.members, deadline);
+        self.core.finish(self, timeout, self.group().is_first, close)
     }
 }
 

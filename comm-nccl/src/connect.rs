@@ -3,7 +3,7 @@
 use std::fs;
 use std::sync::Arc;
 
-use comm_core::native::Group;
+use comm_core::native::{Backend as _, Group};
 use comm_core::{Control, Deadline, Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -162,9 +162,11 @@ pub(crate) fn join(
     for name in names.chunks_exact(UNIQUE_ID_BYTES) {
         let mut id = UniqueId([0; UNIQUE_ID_BYTES]);
         id.0.copy_from_slice(name);
-        let comm = Arc::new(RawComm::begin(core.library.table(), id, rank, ranks)?);
+        let (comm, begun) = RawComm::begin(core.library.table(), id, rank, ranks);
+        let comm = Arc::new(comm);
         // Whoever fails ends the job, and with it what has been joined so far.
         core.keep(&comm);
+        begun?;
         core.wait(&comm, deadline, || comm.progress().map_err(|error| core.or_failure(error)))?;
         comms.push(comm);
     }

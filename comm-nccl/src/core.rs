@@ -1,21 +1,19 @@
 //! What all communicators of a job share on one rank, and how an operation runs.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use comm_core::header::{CHECK, CHECK_RECEIVE};
-use comm_core::native::{Group, Lane, Watch, verdict};
+use comm_core::native::{Backend, Group, Shared};
+use comm_core::table::Table;
+use comm_core::waiting::LONGEST_SPIN;
 use comm_core::{Control, Counts, DType, Deadline, Error, Header, Op, ReduceOp, Result};
 
 use crate::NcclOptions;
 use crate::plan::{Places, Plan};
-use crate::sys::{Copies, Device, DevicePointer, Event, Library, Memory, RawComm, Reduction, Stream};
-
-/// How long what NCCL aborts may take to end, before it counts as running for ever.
-const GRACE: Duration = Duration::from_secs(10);
+use crate::sys::{Device, DevicePointer, Event, GRACE, Library, Memory, RawComm, Reduction, Staging, Stream};
 
 /// How long a communicator that is dropped may take to flush before it is aborted.
 const FLUSH: Duration = Duration::from_secs(10);
@@ -23,19 +21,14 @@ const FLUSH: Duration = Duration::from_secs(10);
 pub(crate) struct Core {
     pub(crate) device: Device,
     pub(crate) library: Library,
-    pub(crate) control: Arc<dyn Control>,
     pub(crate) options: NcclOptions,
-    pub(crate) lanes: Vec<Lane<LaneState>>,
-    pub(crate) failure: OnceLock<Error>,
-    /// The first communicator is closed.
-    pub(crate) is_finished: AtomicBool,
-    watch: Arc<Watch>,
+    /// NCCL chooses algorithms itself: by this one what a call asks for is checked and named.
+    pub(crate) table: Table,
+    pub(crate) shared: Shared<LaneState>,
     /// NCCL's communicators of this rank, to be aborted when the job fails.
     comms: Mutex<Vec<Arc<RawComm>>>,
     /// Threads that end some of them.
     ending: (Mutex<usize>, Condvar),
-    /// A kernel did not end though it was aborted: what it uses is never freed.
-    is_stuck: AtomicBool,
     starting: Mutex<()>,
 }
 
@@ -46,53 +39,27 @@ pub(crate) struct Members {
     pub(crate) comms: Vec<Arc<RawComm>>,
 }
 
-/// Held by all communicators of a job on one rank, but not by its operations: dropped when nobody can wait for these any more.
-pub(crate) struct Owner(pub(crate) Arc<Core>);
-
-impl Drop for Owner {
-    fn drop(&mut self) {
-        let core = &self.0;
-        if core.failure.get().is_some() || core.is_finished.load(Ordering::Acquire) {
-            return;
-        }
-        // An operation that somebody has waited for ends a moment after its handle says so.
-        let soon = Deadline::after(Duration::from_millis(20));
-        if !core.lanes.iter().all(|lane| lane.wait_idle(soon)) {
-            // They would keep this rank alive in the eyes of others until their deadlines.
-            let reason = "its communicator was dropped with operations under way".into();
-            let error = Error::Aborted { by: core.job_rank(), reason };
-            core.control.poison(&error);
-            core.adopt(&error);
-        }
-    }
-}
-
 /// What one lane works with.
 #[derive(Debug)]
 pub(crate) struct LaneState {
     stream: Stream,
-    copies: Copies,
     event: Event,
+    staging: Staging,
     buffer: Room,
     input: Room,
     scratch: Room,
 }
 
 impl LaneState {
-    pub(crate) fn new(device: &Device) -> Result<Self> {
+    fn new(device: &Device) -> Result<Self> {
         Ok(LaneState {
             stream: device.stream()?,
-            copies: device.copies()?,
             event: device.event()?,
+            staging: Staging::new(device)?,
             buffer: Room::default(),
             input: Room::default(),
             scratch: Room::default(),
         })
-    }
-
-    /// Keeps its memory for ever.
-    fn leak(&mut self) {
-        [&mut self.buffer, &mut self.input, &mut self.scratch].into_iter().for_each(Room::leak);
     }
 }
 
@@ -112,10 +79,6 @@ impl Room {
             self.0.push(device.allocate(bytes.next_multiple_of(step))?);
         }
         Ok(self.0.last().map_or(DevicePointer::NULL, Memory::pointer))
-    }
-
-    fn leak(&mut self) {
-        self.0.drain(..).for_each(Memory::leak);
     }
 }
 
@@ -149,6 +112,25 @@ pub(crate) struct Ended {
     pub(crate) is_running: bool,
 }
 
+impl Backend for Core {
+    type Scratch = LaneState;
+
+    fn shared(&self) -> &Shared<LaneState> {
+        &self.shared
+    }
+
+    fn end(self: &Arc<Self>, _failure: &Error) {
+        // Each in a thread of its own: an abort waits for everything that runs on the device, so for what the others abort.
+        for comm in std::mem::take(&mut *lock(&self.comms)) {
+            let aborting = self.device.aborting();
+            self.beside("comm-nccl-abort", move || {
+                comm.abort();
+                drop(aborting);
+            });
+        }
+    }
+}
+
 impl Core {
     pub(crate) fn new(
         device: Device,
@@ -156,32 +138,20 @@ impl Core {
         control: Arc<dyn Control>,
         options: &NcclOptions,
     ) -> Result<Arc<Self>> {
-        let lane = |lane: usize| Ok(Lane::new(format!("comm-lane-{lane}"), LaneState::new(&device)?));
-        let lanes: Vec<Lane<LaneState>> = (0..options.lanes).map(lane).collect::<Result<_>>()?;
-        let watch = Arc::new(Watch::new(options.lanes, options.stall_after));
+        let states: Vec<LaneState> = (0..options.lanes).map(|_| LaneState::new(&device)).collect::<Result<_>>()?;
+        device.prepare_copies()?;
+        let shared = Shared::new(control, states, LONGEST_SPIN, options.stall_after, options.verdict_grace);
         let core = Arc::new(Core {
             device,
             library,
-            control,
             options: options.clone(),
-            lanes,
-            failure: OnceLock::new(),
-            is_finished: AtomicBool::new(false),
-            watch,
+            table: Table::fixed(),
+            shared,
             comms: Mutex::default(),
             ending: (Mutex::new(0), Condvar::new()),
-            is_stuck: AtomicBool::new(false),
             starting: Mutex::default(),
         });
-        // Two steps, since a `Weak` of a trait object is made from one of the type itself.
-        let activity: Arc<dyn comm_core::control::Activity> = core.watch.clone();
-        core.control.watch(Arc::downgrade(&activity));
-        let weak = Arc::downgrade(&core);
-        core.control.on_failure(Box::new(move |error| {
-            if let Some(core) = weak.upgrade() {
-                core.adopt(error);
-            }
-        }));
+        core.follow();
         Ok(core)
     }
 
@@ -190,42 +160,20 @@ impl Core {
         self.starting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// This rank as the job numbers it.
-    pub(crate) fn job_rank(&self) -> usize {
-        self.control.job_rank(self.control.rank())
-    }
-
-    /// Whether operations can be started.
-    pub(crate) fn is_open(&self) -> Result<()> {
-        if let Some(error) = self.failure.get() {
-            return Err(error.clone());
-        }
-        if self.is_finished.load(Ordering::Acquire) {
-            return Err(Error::invalid("the job's first communicator has finished, so its connections are closed"));
-        }
-        Ok(())
-    }
-
-    /// Has `comm` aborted when the job fails.
-    pub(crate) fn keep(&self, comm: &Arc<RawComm>) {
+    /// Has `comm` aborted when the job fails; at once if it has.
+    pub(crate) fn keep(self: &Arc<Self>, comm: &Arc<RawComm>) {
         let mut comms = lock(&self.comms);
         comms.retain(|comm| !comm.is_gone());
         comms.push(comm.clone());
-    }
-
-    /// Takes over the job's failure: everything running and everything later fails with it. Does not wait.
-    pub(crate) fn adopt(self: &Arc<Self>, error: &Error) {
-        if self.failure.set(error.clone()).is_err() {
-            return;
-        }
-        // Each in a thread of its own: an abort waits for everything that runs on the device, so for what the others abort.
-        for comm in std::mem::take(&mut *lock(&self.comms)) {
-            self.end("comm-nccl-abort", move || comm.abort());
+        drop(comms);
+        // Looked at afterwards: whoever adopts a failure later finds the communicator there.
+        if let Some(failure) = self.shared.failure() {
+            self.end(failure);
         }
     }
 
     /// Ends communicators in a thread of their own, which [`Core::wait_for_ends`] waits for. Without a thread they are left alone.
-    fn end(self: &Arc<Self>, name: &str, end: impl FnOnce() + Send + 'static) {
+    fn beside(self: &Arc<Self>, name: &str, end: impl FnOnce() + Send + 'static) {
         *lock(&self.ending.0) += 1;
         let core = self.clone();
         let run = move || {
@@ -257,19 +205,6 @@ impl Core {
         true
     }
 
-    /// Turns an error seen on the data path into the job's failure. It names ranks of the job.
-    pub(crate) fn fail(self: &Arc<Self>, observed: Error, during: &str) -> Error {
-        let verdict = verdict(&*self.control, self.failure.get(), observed, during, self.options.verdict_grace);
-        self.adopt(&verdict);
-        verdict
-    }
-
-    /// That a deadline has passed.
-    pub(crate) fn timeout(&self, deadline: Deadline) -> Error {
-        let (rank, waited) = (self.job_rank(), deadline.waited());
-        Error::Timeout { rank, operation: String::new(), waited, waiting_for: Vec::new() }
-    }
-
     #[allow(clippy::too_many_arguments, reason = "they are the parts of one call")]
     pub(crate) fn run(
         self: &Arc<Self>,
@@ -281,24 +216,39 @@ impl Core {
         io: Io<'_>,
         deadline: Deadline,
     ) -> Result<(), Ended> {
-        if let Some(error) = self.failure.get() {
+        let shared = &self.shared;
+        if let Some(error) = shared.failure() {
             return Err(Ended { error: error.clone(), is_running: false });
         }
         // The operation as such, not one of its messages.
         let step = if matches!(op, Op::Recv { .. }) { CHECK_RECEIVE } else { CHECK };
         let call = Header { step, ..header };
         let group = &members.group;
-        let note = self.watch.note(lane, call, op, label.clone(), group, deadline);
+        let note = shared.watch.note(lane, call, op, label.clone(), group, deadline);
         let is_lent = matches!(io.buffer, Place::Device(_)) || matches!(io.input, Some(Source::Device(_)));
-        let mut state = self.lanes[lane].scratch();
+        let mut state = shared.lanes[lane].scratch();
         let outcome = self.perform(members, lane, op, io, &mut state, deadline);
         drop(note);
         outcome.map_err(|error| {
-            let (error, during) = self.watch.explain(error, &call, op, label.as_deref(), group);
-            let error = self.fail(error, &during);
-            // Memory of the host is not touched by kernels.
+            let (error, during) = shared.watch.explain(error, &call, op, label.as_deref(), group);
+            let error = self.fail(self.own_error(error, &state, &during), &during);
+            // Memory of the host is not touched by the device.
             Ended { error, is_running: is_lent && !self.has_settled(&state, Deadline::after(GRACE)) }
         })
+    }
+
+    /// An error of NCCL or of the driver on this rank, `during` an operation: where the device is lost, what it says itself.
+    fn own_error(&self, error: Error, state: &LaneState, during: &str) -> Error {
+        match error {
+            Error::Io { what, source } => {
+                let (what, source) = match state.event.record(&state.stream) {
+                    Err(Error::Io { what, source }) => (what, source),
+                    _ => (what, source),
+                };
+                Error::Io { what: format!("rank {}, {during}: {what}", self.shared.job_rank()), source }
+            }
+            other => other,
+        }
     }
 
     fn perform(
@@ -310,20 +260,21 @@ impl Core {
         state: &mut LaneState,
         deadline: Deadline,
     ) -> Result<()> {
-        let LaneState { stream, copies, event, buffer: room, input: input_room, scratch } = state;
+        let LaneState { stream, event, staging, buffer: room, input: input_room, scratch } = state;
         let (device, comm) = (&self.device, &members.comms[lane]);
         let Io { dtype, count, buffer, input_count, input, counts } = io;
         let (rank, ranks) = (members.group.rank, members.group.world_size());
         let plan = Plan { op, rank, ranks, dtype, count, input: input_count, counts };
         let size = dtype.size();
         let bytes = |elements: &Range<usize>| elements.start * size..elements.end * size;
+        let passed = &mut |event: &Event| self.wait(comm, deadline, || event.has_passed());
 
         let at_buffer = match &buffer {
             Place::Device(pointer) => *pointer,
             Place::Host(host) => {
                 let pointer = room.of(device, host.len())?;
                 let read = bytes(&plan.reads());
-                device.upload(pointer.at(read.start), &host[read], copies)?;
+                staging.upload(pointer.at(read.start), &host[read], stream, passed)?;
                 pointer
             }
         };
@@ -332,7 +283,7 @@ impl Core {
             Some(Source::Device(pointer)) => Some(pointer),
             Some(Source::Host(host)) => {
                 let pointer = input_room.of(device, host.len())?;
-                device.upload(pointer, host, copies)?;
+                staging.upload(pointer, host, stream, passed)?;
                 Some(pointer)
             }
         };
@@ -345,16 +296,14 @@ impl Core {
         let reduction = op.reduce_op().map(|op| Reduction { op, dtype });
         comm.group(stream, reduction, |calls, op| plan.call(at, calls, op)).map_err(|error| self.or_failure(error))?;
         self.wait(comm, deadline, || comm.progress().map_err(|error| self.or_failure(error)))?;
-        event.record(stream)?;
-        self.wait(comm, deadline, || event.has_passed())?;
-
         if let Place::Host(host) = buffer {
             for written in plan.writes() {
                 let written = bytes(&written);
-                device.download(at.buffer.at(written.start), &mut host[written], copies)?;
+                staging.download(at.buffer.at(written.start), &mut host[written], stream, passed)?;
             }
         }
-        Ok(())
+        event.record(stream)?;
+        passed(event)
     }
 
     /// Looks again and again until it is so; NCCL and the control plane are watched meanwhile.
@@ -368,7 +317,7 @@ impl Core {
         for look in 0u64.. {
             let is_so = is_so()?;
             // In this order: an abort, which the failure brings, ends kernels before they have done their work.
-            if let Some(error) = self.failure.get() {
+            if let Some(error) = self.shared.failure() {
                 return Err(error.clone());
             }
             if is_so {
@@ -378,11 +327,12 @@ impl Core {
                 comm.progress().map_err(|error| self.or_failure(error))?;
             }
             if deadline.has_passed() {
-                return Err(self.timeout(deadline));
+                return Err(self.shared.timeout(deadline));
             }
             match began.elapsed() {
                 short if short < Duration::from_micros(50) => std::hint::spin_loop(),
-                longer if longer < Duration::from_millis(1) => thread::yield_now(),
+                // A sleep is longer than asked for by as much again: not for what takes no more than a few of them.
+                longer if longer < Duration::from_millis(10) => thread::yield_now(),
                 _ => thread::sleep(Duration::from_micros(50)),
             }
         }
@@ -392,11 +342,11 @@ impl Core {
     /// NCCL's error; for a communicator that was aborted, why.
     pub(crate) fn or_failure(&self, error: Option<Error>) -> Error {
         error
-            .or_else(|| self.failure.get().cloned())
+            .or_else(|| self.shared.failure().cloned())
             .unwrap_or_else(|| Error::Internal("NCCL's communicator is gone, though the job has not failed".into()))
     }
 
-    /// Whether everything that a lane of a failed job has begun on the device has ended, for which it waits.
+    /// Whether everything that a lane has begun on the device has ended, for which it waits. If not, the device is given up.
     fn has_settled(&self, state: &LaneState, deadline: Deadline) -> bool {
         let passed = || -> Result<bool> {
             // A mark after all of it: the operation may have failed before it set its own.
@@ -411,13 +361,15 @@ impl Core {
         };
         let has_settled = self.wait_for_ends(deadline) && passed().unwrap_or(false);
         if !has_settled {
-            self.is_stuck.store(true, Ordering::Release);
+            self.device.give_up();
         }
         has_settled
     }
 
     /// Ends the first communicator in an orderly way, and waits for those that were dropped.
     pub(crate) fn close(self: &Arc<Self>, members: &Members, deadline: Deadline) -> Result<()> {
+        // Whoever was still let in has queued what it starts.
+        drop(self.starting());
         self.device.make_current()?;
         for comm in &members.comms {
             comm.finalize();
@@ -425,24 +377,22 @@ impl Core {
         }
         for comm in &members.comms {
             let comm = comm.clone();
-            self.end("comm-nccl-end", move || comm.destroy());
+            self.beside("comm-nccl-end", move || comm.destroy());
         }
-        if self.wait_for_ends(deadline) { Ok(()) } else { Err(self.timeout(deadline)) }
+        if self.wait_for_ends(deadline) { Ok(()) } else { Err(self.shared.timeout(deadline)) }
     }
 }
 
 impl Drop for Core {
+    /// Frees nothing that a kernel may still use: what has not ended within [`GRACE`] counts as running for ever.
     fn drop(&mut self) {
-        let has_failed = self.failure.get().is_some() && !self.is_finished.load(Ordering::Acquire);
-        for lane in &self.lanes {
-            lane.stop();
-        }
-        // Freeing would wait for a kernel that does not end.
         let soon = Deadline::after(GRACE);
-        let has_settled = |lane: &Lane<LaneState>| self.has_settled(&lane.scratch(), soon);
-        if has_failed && (self.is_stuck.load(Ordering::Acquire) || !self.lanes.iter().all(has_settled)) {
-            self.lanes.iter().for_each(|lane| lane.scratch().leak());
+        for lane in &self.shared.lanes {
+            if self.device.is_given_up() || !self.has_settled(&lane.scratch(), soon) {
+                break;
+            }
         }
+        self.device.forget_copies();
     }
 }
 
@@ -454,8 +404,8 @@ impl Members {
         const PAIRS: usize = 16;
         let core = &self.core;
         let ranks = self.group.world_size();
-        for lane in 0..core.lanes.len() {
-            let mut state = core.lanes[lane].scratch();
+        for (lane, queue) in core.shared.lanes.iter().enumerate() {
+            let mut state = queue.scratch();
             let mut run = |op: Op, values: &mut [u8]| {
                 let buffer = Place::Host(values);
                 let io = Io { dtype: DType::U8, count: ranks, buffer, input_count: None, input: None, counts: None };
@@ -476,7 +426,7 @@ impl Drop for Members {
     fn drop(&mut self) {
         let mut comms = std::mem::take(&mut self.comms);
         comms.retain(|comm| !comm.is_gone());
-        if comms.is_empty() || self.core.failure.get().is_some() {
+        if comms.is_empty() || self.core.shared.failure().is_some() {
             return;
         }
         let end = move || {
@@ -492,7 +442,7 @@ impl Drop for Members {
                 }
             }
         };
-        self.core.end("comm-nccl-end", end);
+        self.core.beside("comm-nccl-end", end);
     }
 }
 

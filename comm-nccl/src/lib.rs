@@ -19,6 +19,8 @@ use comm_core::{DType, Error};
 
 pub use communicator::{DEVICE_FACT, NcclCommunicator};
 pub use options::NcclOptions;
+#[cfg(feature = "stand-in")]
+pub use sys::Behaviour;
 pub use sys::{CudaBuffer, Device, Library, SHARE_VARIABLE, share_gpu};
 
 /// Names a path to NCCL's library, which is then the only one tried.

@@ -5,20 +5,19 @@ mod finite;
 mod round;
 mod scratch;
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::buffer::{Buffer, HostBuffer, View, ViewMut};
 use crate::communicator::Communicator;
-use crate::control::{Activity, Control};
+use crate::control::Control;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::handle::{Completed, Failed, Handle, Outcome};
 use crate::header::{CHECK, CHECK_RECEIVE, Header};
-use crate::native::{Asked, Elements, Group, Lane, Shape, Watch, check, header_kind, name, negotiate, pair, verdict};
+use crate::native::{Asked, Backend, Elements, Group, Lane, Owner, Shape, Shared, name, negotiate, pair};
 use crate::op::{Algorithm, BorrowedCall, Call, Counts, Mode, Op};
-use crate::table::{Table, supports};
+use crate::table::Table;
 use crate::transport::Transport;
 
 use algorithms::Data;
@@ -101,70 +100,26 @@ impl MeshOptions {
 pub struct Mesh<T: Transport> {
     core: Arc<Core<T>>,
     /// What operations under way do not hold.
-    owner: Arc<Owner<T>>,
+    owner: Arc<Owner<Core<T>>>,
     group: Arc<Group>,
 }
 
-/// What all communicators of a job share on one rank.
+/// What all communicators of a job run on, on one rank.
 struct Core<T> {
     transport: T,
-    control: Arc<dyn Control>,
     options: MeshOptions,
-    lanes: Vec<Lane<Scratch>>,
-    /// Knows neither transport nor control plane, so that whoever drops it last drops nothing else.
-    watch: Arc<Watch>,
-    failure: OnceLock<Error>,
-    /// The connections are closed.
-    is_finished: AtomicBool,
-}
-
-/// Held by all communicators of a job on one rank, but not by its operations: dropped when nobody can wait for these any more.
-struct Owner<T: Transport>(Arc<Core<T>>);
-
-impl<T: Transport> Drop for Owner<T> {
-    fn drop(&mut self) {
-        let core = &self.0;
-        if core.failure.get().is_some() || core.is_finished.load(Ordering::Acquire) {
-            return;
-        }
-        // An operation that somebody has waited for ends a moment after its handle says so.
-        let soon = Deadline::after(Duration::from_millis(20));
-        if !core.lanes.iter().all(|lane| lane.wait_idle(soon)) {
-            // They would keep this rank alive in the eyes of others until their deadlines.
-            let reason = "its communicator was dropped with operations under way".into();
-            let error = Error::Aborted { by: core.job_rank(), reason };
-            core.control.poison(&error);
-            core.adopt(&error);
-        }
-    }
+    shared: Shared<Scratch>,
 }
 
 impl<T: Transport> Mesh<T> {
     /// The first communicator over a transport, over all ranks of `control`: those of the job, or of a
     /// [`Subgroup`](crate::control::Subgroup).
     pub fn new(transport: T, control: Arc<dyn Control>, options: MeshOptions) -> Self {
-        let lanes: Vec<Lane<Scratch>> =
-            (0..transport.lanes()).map(|lane| Lane::new(format!("comm-lane-{lane}"), Scratch::default())).collect();
-        let watch = Arc::new(Watch::new(lanes.len(), options.stall_after));
-        // Two steps, since a `Weak` of a trait object is made from one of the type itself.
-        let activity: Arc<dyn Activity> = watch.clone();
-        control.watch(Arc::downgrade(&activity));
-        let core = Arc::new(Core {
-            transport,
-            control,
-            options,
-            lanes,
-            watch,
-            failure: OnceLock::new(),
-            is_finished: AtomicBool::new(false),
-        });
-        let weak = Arc::downgrade(&core);
-        core.control.on_failure(Box::new(move |error| {
-            if let Some(core) = weak.upgrade() {
-                core.adopt(error);
-            }
-        }));
-        let group = Group::first(&*core.control);
+        let scratch = (0..transport.lanes()).map(|_| Scratch::default()).collect();
+        let shared = Shared::new(control, scratch, Duration::ZERO, options.stall_after, options.verdict_grace);
+        let core = Arc::new(Core { transport, options, shared });
+        core.follow();
+        let group = Group::first(&*core.shared.control);
         Mesh { owner: Arc::new(Owner(core.clone())), core, group: Arc::new(group) }
     }
 
@@ -188,7 +143,7 @@ impl<T: Transport> Communicator for Mesh<T> {
     }
 
     fn lanes(&self) -> usize {
-        self.core.lanes.len()
+        self.core.shared.lanes.len()
     }
 
     fn id(&self) -> u64 {
@@ -275,7 +230,7 @@ impl<T: Transport> Communicator for Mesh<T> {
     }
 
     fn split(&self, color: Option<u64>, key: i64) -> Result<Option<Arc<dyn Communicator>>> {
-        let part = negotiate(self, &self.group, &*self.core.control, color, key)?;
+        let part = negotiate(self, &self.group, &*self.core.shared.control, color, key)?;
         Ok(part.map(|group| -> Arc<dyn Communicator> {
             let (core, owner) = (self.core.clone(), self.owner.clone());
             Arc::new(Mesh { core, owner, group: Arc::new(group) })
@@ -283,40 +238,13 @@ impl<T: Transport> Communicator for Mesh<T> {
     }
 
     fn abort(&self, reason: &str) {
-        let error = Error::Aborted { by: self.core.job_rank(), reason: reason.into() };
-        self.core.control.poison(&error);
-        self.core.adopt(&error);
+        self.core.abort(reason);
     }
 
     fn finish(&self, timeout: Duration) -> Result<()> {
-        let deadline = Deadline::after(timeout);
-        for lane in &self.core.lanes {
-            if !lane.wait_idle(deadline) {
-                let error = Error::Timeout {
-                    rank: self.core.job_rank(),
-                    operation: String::new(),
-                    waited: deadline.waited(),
-                    waiting_for: Vec::new(),
-                };
-                return Err(self.core.fail(error, "finishing, with operations still under way"));
-            }
-        }
-        if let Some(error) = self.core.failure.get() {
-            return Err(error.clone());
-        }
-        let mut barrier = Call::blocking(Op::Barrier, Buffer::from_vec::<u8>(Vec::new()));
-        barrier.timeout = Some(deadline.remaining());
-        self.start(barrier).wait().map_err(Failed::into_error)?;
-        if self.group.is_first {
-            self.core.is_finished.store(true, Ordering::Release);
-            let closed = self.core.transport.close(deadline);
-            closed.map_err(|error| self.core.fail(self.core.control.in_job(error), "closing the connections"))?;
-            self.core.control.leave(deadline)?;
-            // What is started from now on gets this answer.
-            let _ =
-                self.core.failure.set(Error::invalid("the communicator has finished; nothing can be started on it"));
-        }
-        Ok(())
+        let Core { transport, shared, .. } = &*self.core;
+        let close = |deadline| transport.close(deadline).map_err(|error| shared.control.in_job(error));
+        self.core.finish(self, timeout, self.group.is_first, close)
     }
 }
 
@@ -335,66 +263,28 @@ impl<T: Transport> Mesh<T> {
         buffer: View<'_>,
         input: Option<View<'_>>,
     ) -> Result<(&Lane<Scratch>, Shape, Algorithm)> {
-        let (rank, ranks) = (self.rank(), self.world_size());
+        let Core { shared, options, .. } = &*self.core;
         let elements = |view: View<'_>| Elements { dtype: view.dtype(), count: view.count() };
-        let shape = check(asked.op, rank, ranks, elements(buffer), input.map(elements), asked.counts)?;
-        let Some(lane) = self.core.lanes.get(asked.lane) else {
-            return Err(Error::invalid(format!(
-                "lane {} of a communicator that has {} lanes",
-                asked.lane,
-                self.core.lanes.len()
-            )));
-        };
-        let kind = header_kind(asked.op);
-        let algorithm = match asked.algorithm {
-            None => self.core.options.table.choose(kind, shape.dtype, shape.count, ranks),
-            Some(algorithm) if supports(algorithm, kind, shape.dtype, ranks) => algorithm,
-            Some(algorithm) => {
-                return Err(Error::invalid(format!(
-                    "the algorithm {algorithm} cannot run {kind} of {} on {ranks} ranks",
-                    shape.dtype
-                )));
-            }
-        };
-        self.core.is_open()?;
-        Ok((lane, shape, algorithm))
+        shared.admit(&self.group, &options.table, asked, elements(buffer), input.map(elements))
+    }
+}
+
+impl<T: Transport> Backend for Core<T> {
+    type Scratch = Scratch;
+
+    fn shared(&self) -> &Shared<Scratch> {
+        &self.shared
+    }
+
+    fn end(self: &Arc<Self>, failure: &Error) {
+        self.transport.abort(failure);
     }
 }
 
 impl<T: Transport> Core<T> {
-    /// Takes over the job's failure: everything running and everything later fails with it.
-    fn adopt(&self, error: &Error) {
-        let error = self.failure.get_or_init(|| error.clone());
-        self.transport.abort(error);
-    }
-
-    /// This rank as the job numbers it.
-    fn job_rank(&self) -> usize {
-        self.control.job_rank(self.transport.rank())
-    }
-
-    /// Whether operations can be started.
-    fn is_open(&self) -> Result<()> {
-        if let Some(error) = self.failure.get() {
-            return Err(error.clone());
-        }
-        if self.is_finished.load(Ordering::Acquire) {
-            return Err(Error::invalid("the job's first communicator has finished, so its connections are closed"));
-        }
-        Ok(())
-    }
-
-    /// Turns an error seen on the data path into the job's failure. It names ranks of the job.
-    fn fail(&self, observed: Error, during: &str) -> Error {
-        let (failure, grace) = (self.failure.get(), self.options.verdict_grace);
-        let verdict = verdict(&*self.control, failure, observed, during, grace);
-        self.adopt(&verdict);
-        verdict
-    }
-
     #[allow(clippy::too_many_arguments, reason = "they are the parts of one call")]
     fn run(
-        &self,
+        self: &Arc<Self>,
         group: &Arc<Group>,
         lane: usize,
         op: &Op,
@@ -403,7 +293,8 @@ impl<T: Transport> Core<T> {
         io: Io<'_>,
         deadline: Deadline,
     ) -> Result<()> {
-        if let Some(error) = self.failure.get() {
+        let shared = &self.shared;
+        if let Some(error) = shared.failure() {
             return Err(error.clone());
         }
         // The operation as such, not one of its messages.
@@ -413,7 +304,7 @@ impl<T: Transport> Core<T> {
             && let Some(found) = finite::find(op, group.rank, group.members.len(), &io)
         {
             let error = Error::NotFinite {
-                rank: self.job_rank(),
+                rank: shared.job_rank(),
                 operation: name(&call, pair(op, group), label.as_deref()),
                 index: found.index,
                 value: found.value,
@@ -421,10 +312,10 @@ impl<T: Transport> Core<T> {
             };
             return Err(self.fail(error, ""));
         }
-        let note = self.watch.note(lane, call, op, label.clone(), group, deadline);
+        let note = shared.watch.note(lane, call, op, label.clone(), group, deadline);
         let Io { mut buffer, input, counts } = io;
         let mut rounds = Rounds::new(&self.transport, &group.members, group.rank, lane, header, deadline);
-        let mut scratch = self.lanes[lane].scratch();
+        let mut scratch = shared.lanes[lane].scratch();
         let data = Data {
             bytes: buffer.bytes_mut(),
             input: input.map(|input| input.bytes()),
@@ -439,8 +330,8 @@ impl<T: Transport> Core<T> {
         scratch.tidy();
         drop(note);
         outcome.map_err(|error| {
-            let error = self.control.in_job(error);
-            let (error, during) = self.watch.explain(error, &call, op, label.as_deref(), group);
+            let error = shared.control.in_job(error);
+            let (error, during) = shared.watch.explain(error, &call, op, label.as_deref(), group);
             self.fail(error, &during)
         })
     }
@@ -448,23 +339,15 @@ impl<T: Transport> Core<T> {
 
 /// Tells the other ranks if an operation panics: they would wait for it.
 struct PanicGuard<'a, T: Transport> {
-    core: &'a Core<T>,
+    core: &'a Arc<Core<T>>,
     header: &'a Header,
 }
 
 impl<T: Transport> Drop for PanicGuard<'_, T> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            let error = Error::Internal(format!("{} panicked on rank {}", self.header, self.core.job_rank()));
+            let error = Error::Internal(format!("{} panicked on rank {}", self.header, self.core.shared.job_rank()));
             self.core.fail(error, "");
-        }
-    }
-}
-
-impl<T> Drop for Core<T> {
-    fn drop(&mut self) {
-        for lane in &self.lanes {
-            lane.stop();
         }
     }
 }

@@ -3,12 +3,14 @@
 //!
 //! [`Mesh`](crate::Mesh) is made of the same parts, so that errors and stall reports of all communicators read alike.
 
+mod backend;
 mod group;
 mod lane;
 mod watch;
 
 pub use crate::communicator::run_copied;
 pub use crate::op::{Elements, Shape, check};
+pub use backend::{Backend, Owner, Shared};
 pub(crate) use group::header_kind;
 pub use group::{Asked, Group, Order, negotiate, verdict};
 pub use lane::{Lane, Turn};

@@ -4,11 +4,14 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt;
 use std::io;
 use std::ptr;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
-use comm_core::{DType, Error, Result};
+use comm_core::{Deadline, Error, Result};
 
-use super::{CudaBuffer, table};
+use super::copies::Copying;
+use super::{Memory, table};
 use crate::unsupported;
 
 type Handle = *mut c_void;
@@ -31,6 +34,8 @@ table! {
         event_destroy: "cuEventDestroy_v2", (Handle) -> c_int;
         memory_alloc: "cuMemAlloc_v2", (*mut u64, usize) -> c_int;
         memory_free: "cuMemFree_v2", (u64) -> c_int;
+        host_alloc: "cuMemHostAlloc", (*mut *mut c_void, usize, c_uint) -> c_int;
+        host_free: "cuMemFreeHost", (*mut c_void) -> c_int;
         upload: "cuMemcpyHtoDAsync_v2", (u64, *const c_void, usize, Handle) -> c_int;
         download: "cuMemcpyDtoHAsync_v2", (*mut c_void, u64, usize, Handle) -> c_int;
         copy: "cuMemcpyDtoDAsync_v2", (u64, u64, usize, Handle) -> c_int;
@@ -45,6 +50,13 @@ const NON_BLOCKING: c_uint = 1;
 
 /// `CU_EVENT_DISABLE_TIMING`.
 const NO_TIMING: c_uint = 2;
+
+/// How long what is aborted may take to end, before it counts as running for ever.
+pub(crate) const GRACE: Duration = Duration::from_secs(10);
+
+/// Errors after which a context does nothing any more and every call repeats them: of a kernel that broke down, of memory or of a link that
+/// cannot be corrected.
+const LOST: [c_int; 14] = [46, 214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999];
 
 /// The driver, loaded and initialised.
 #[derive(Clone, Copy, Debug)]
@@ -105,7 +117,9 @@ impl Driver {
             let what = format!("retaining the context of CUDA device {ordinal}");
             self.check((self.table.context_retain)(&raw mut context, device), &what)?;
         }
-        Ok(Device(Arc::new(Inner { driver: self, ordinal, device, context })))
+        let (aborts, is_given_up) = (AtomicUsize::new(0), AtomicBool::new(false));
+        let idle = Mutex::default();
+        Ok(Device(Arc::new(Inner { driver: self, ordinal, device, context, idle, aborts, is_given_up })))
     }
 
     fn check(&self, status: c_int, what: &str) -> Result<()> {
@@ -117,7 +131,12 @@ impl Driver {
         let known = unsafe { (self.table.error_text)(status, &raw mut text) } == 0 && !text.is_null();
         // SAFETY: a text ended by a zero, as above.
         let text = if known { unsafe { CStr::from_ptr(text) }.to_string_lossy() } else { "unknown error".into() };
-        Err(Error::io(what, io::Error::other(format!("CUDA error {status}: {text}"))))
+        let advice = if LOST.contains(&status) {
+            "; the GPU is lost to this process: look for `Xid` in the kernel's log, and with compute-sanitizer for the kernel at fault"
+        } else {
+            ""
+        };
+        Err(Error::io(what, io::Error::other(format!("CUDA error {status}: {text}{advice}"))))
     }
 }
 
@@ -155,6 +174,11 @@ struct Inner {
     ordinal: usize,
     device: c_int,
     context: Handle,
+    /// What copies have needed that have ended. Not freed after each: that would wait for everything that runs on the device.
+    idle: Mutex<Vec<Copying>>,
+    /// That go on.
+    aborts: AtomicUsize,
+    is_given_up: AtomicBool,
 }
 
 // SAFETY: contexts, streams, events and memory may be used by any thread that has made the context current, as each call here does.
@@ -192,28 +216,10 @@ impl Device {
         Ok(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
     }
 
-    /// A buffer with what `bytes` hold: whole elements of `dtype`.
-    ///
-    /// # Errors
-    /// `InvalidArgument` for a part of an element, `Io` where the device has not so much memory.
-    pub fn buffer(&self, dtype: DType, bytes: &[u8]) -> Result<CudaBuffer> {
-        if !bytes.len().is_multiple_of(dtype.size()) {
-            return Err(Error::invalid(format!("{} bytes are no whole elements of {dtype}", bytes.len())));
-        }
-        let memory = self.allocate(bytes.len())?;
-        self.upload(memory.pointer(), bytes, &self.copies()?)?;
-        Ok(CudaBuffer::owned(memory, dtype, bytes.len() / dtype.size()))
-    }
-
-    /// What a buffer on this device holds, as bytes.
-    ///
-    /// # Errors
-    /// `Io`.
-    pub fn read(&self, buffer: &CudaBuffer) -> Result<Vec<u8>> {
-        use comm_core::DeviceMemory as _;
-        let mut bytes = vec![0; buffer.count() * buffer.dtype().size()];
-        self.download(buffer.place(), &mut bytes, &self.copies()?)?;
-        Ok(bytes)
+    /// Has the stand-in for it behave so from now on. A real device is left alone.
+    #[cfg(feature = "stand-in")]
+    pub fn behave(&self, behaviour: super::Behaviour) {
+        super::stand_in::behave(self.0.context, behaviour);
     }
 
     pub(crate) fn allocate(&self, bytes: usize) -> Result<Memory> {
@@ -224,7 +230,7 @@ impl Device {
         self.call(&format!("allocating {length} bytes on the GPU"), |table| unsafe {
             (table.memory_alloc)(&raw mut address, length)
         })?;
-        Ok(Memory { device: self.clone(), pointer: DevicePointer(address), bytes: length })
+        Ok(Memory::new(self, DevicePointer(address), length))
     }
 
     pub(crate) fn stream(&self) -> Result<Stream> {
@@ -241,34 +247,6 @@ impl Device {
         Ok(Event { device: self.clone(), handle })
     }
 
-    pub(crate) fn copies(&self) -> Result<Copies> {
-        Ok(Copies { stream: self.stream()?, event: self.event()? })
-    }
-
-    /// Copies from the host, and waits for it: a copy ends whatever peers do.
-    pub(crate) fn upload(&self, to: DevicePointer, from: &[u8], copies: &Copies) -> Result<()> {
-        if from.is_empty() {
-            return Ok(());
-        }
-        // SAFETY: `from` is lent until `Copies::drain` has seen the copy end; the caller owns the device memory.
-        self.call("copying to the GPU", |table| unsafe {
-            (table.upload)(to.0, from.as_ptr().cast(), from.len(), copies.stream.handle)
-        })?;
-        copies.drain()
-    }
-
-    /// Copies to the host, as [`upload`](Device::upload).
-    pub(crate) fn download(&self, from: DevicePointer, to: &mut [u8], copies: &Copies) -> Result<()> {
-        if to.is_empty() {
-            return Ok(());
-        }
-        // SAFETY: `to` is lent until `Copies::drain` has seen the copy end.
-        self.call("copying from the GPU", |table| unsafe {
-            (table.download)(to.as_mut_ptr().cast(), from.0, to.len(), copies.stream.handle)
-        })?;
-        copies.drain()
-    }
-
     /// Copies on the device, in the order of `stream`.
     pub(crate) fn copy(&self, from: DevicePointer, to: DevicePointer, bytes: usize, stream: &Stream) -> Result<()> {
         if bytes == 0 || from == to {
@@ -279,11 +257,42 @@ impl Device {
     }
 
     /// Makes the context current in this thread and calls.
-    fn call(&self, what: &str, call: impl FnOnce(&CudaTable) -> c_int) -> Result<()> {
+    pub(super) fn call(&self, what: &str, call: impl FnOnce(&CudaTable) -> c_int) -> Result<()> {
         let driver = &self.0.driver;
         // SAFETY: a context that was retained and is never released.
         driver.check(unsafe { (driver.table.context_set)(self.0.context) }, "using the GPU")?;
         driver.check(call(driver.table), what)
+    }
+
+    pub(super) fn idle(&self) -> &Mutex<Vec<Copying>> {
+        &self.0.idle
+    }
+
+    /// Says that kernels are being aborted, until what it gives is dropped. Nothing is freed meanwhile.
+    pub(crate) fn aborting(&self) -> Aborting {
+        self.0.aborts.fetch_add(1, Ordering::AcqRel);
+        Aborting(self.clone())
+    }
+
+    /// Says that what runs there does not end. What it may still use is never freed from now on, since freeing would wait for it.
+    pub(crate) fn give_up(&self) {
+        self.0.is_given_up.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn is_given_up(&self) -> bool {
+        self.0.is_given_up.load(Ordering::Acquire)
+    }
+
+    /// Whether memory may be freed. Waits for aborts that go on; if they do not end in time the device is given up.
+    pub(super) fn can_free(&self) -> bool {
+        let deadline = Deadline::after(GRACE);
+        while !self.is_given_up() && self.0.aborts.load(Ordering::Acquire) > 0 {
+            if deadline.has_passed() {
+                self.give_up();
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        !self.is_given_up()
     }
 
     /// Makes the context current in this thread: NCCL takes the device from there.
@@ -292,39 +301,18 @@ impl Device {
     }
 }
 
+/// An abort that goes on.
+pub(crate) struct Aborting(Device);
+
+impl Drop for Aborting {
+    fn drop(&mut self) {
+        self.0.0.aborts.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
 impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Device({})", self.0.ordinal)
-    }
-}
-
-/// Memory on a device, freed when dropped. Freeing waits for what uses it: see [`Memory::leak`].
-#[derive(Debug)]
-pub(crate) struct Memory {
-    device: Device,
-    pointer: DevicePointer,
-    bytes: usize,
-}
-
-impl Memory {
-    pub(crate) fn pointer(&self) -> DevicePointer {
-        self.pointer
-    }
-
-    pub(crate) fn bytes(&self) -> usize {
-        self.bytes
-    }
-
-    /// Keeps the memory for ever: a kernel that does not end may still use it, and freeing would wait for that.
-    pub(crate) fn leak(self) {
-        std::mem::forget(self);
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // SAFETY: allocated by this driver, freed once. An error cannot be helped here.
-        let _ = self.device.call("freeing memory on the GPU", |table| unsafe { (table.memory_free)(self.pointer.0) });
     }
 }
 
@@ -355,25 +343,6 @@ impl Drop for Stream {
 impl fmt::Debug for Stream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Stream")
-    }
-}
-
-/// A stream that holds nothing but copies between host and device.
-#[derive(Debug)]
-pub(crate) struct Copies {
-    stream: Stream,
-    event: Event,
-}
-
-impl Copies {
-    /// Waits until they have been made.
-    fn drain(&self) -> Result<()> {
-        // What fails here fails because the device has: then nothing is copied any more.
-        self.event.record(&self.stream)?;
-        while !self.event.has_passed()? {
-            std::thread::yield_now();
-        }
-        Ok(())
     }
 }
 

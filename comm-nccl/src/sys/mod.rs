@@ -2,8 +2,10 @@
 //!
 //! Libraries are never unloaded: both start threads of their own.
 
+mod copies;
 mod cuda;
 mod find;
+mod memory;
 mod nccl;
 #[cfg(feature = "stand-in")]
 pub(crate) mod stand_in;
@@ -16,11 +18,14 @@ use comm_core::{DType, DeviceMemory};
 pub use cuda::Device;
 pub use find::Library;
 pub use nccl::{SHARE_VARIABLE, share_gpu};
+#[cfg(feature = "stand-in")]
+pub use stand_in::Behaviour;
 
 #[cfg(feature = "stand-in")]
 pub(crate) use cuda::CudaTable;
-pub(crate) use cuda::{Copies, DevicePointer, Driver, Event, Memory, Stream};
+pub(crate) use cuda::{DevicePointer, Driver, Event, GRACE, Stream};
 pub(crate) use find::version_text;
+pub(crate) use memory::{Memory, Staging};
 pub(crate) use nccl::{
     Calls, DataType, NcclTable, RawComm, RedOp, Reduction, UNIQUE_ID_BYTES, UniqueId, check_environment, may_share,
 };

@@ -141,21 +141,18 @@ impl RawComm {
     }
 
     /// Begins to connect rank `rank` of `ranks`, on the device that is current in this thread; [`RawComm::progress`] tells when it has.
-    pub(crate) fn begin(table: &'static NcclTable, id: UniqueId, rank: usize, ranks: usize) -> Result<Self> {
+    /// What could not be begun may have been half made, and is to be aborted like any other.
+    pub(crate) fn begin(table: &'static NcclTable, id: UniqueId, rank: usize, ranks: usize) -> (Self, Result<()>) {
         let mut comm = ptr::null_mut();
         let number = |number: usize| c_int::try_from(number).unwrap_or(c_int::MAX);
         let mut config = Config::non_blocking();
         // SAFETY: writes the communicator through the first pointer and reads the configuration of the version that it names.
         let status = unsafe { (table.init)(&raw mut comm, number(ranks), id, number(rank), &raw mut config) };
-        if status != SUCCESS && status != IN_PROGRESS {
-            let error = failure(table, status, comm, "making a communicator");
-            if !comm.is_null() {
-                // SAFETY: what was half made is given back, once.
-                unsafe { (table.abort)(comm) };
-            }
-            return Err(error);
-        }
-        Ok(RawComm { table, comm: Mutex::new(Some(Live(comm))) })
+        let begun = match status {
+            SUCCESS | IN_PROGRESS => Ok(()),
+            status => Err(failure(table, status, comm, "making a communicator")),
+        };
+        (RawComm { table, comm: Mutex::new((!comm.is_null()).then_some(Live(comm))) }, begun)
     }
 
     /// Whether everything that was asked of it has been set up; the work itself may go on.

@@ -1,23 +1,19 @@
 //! A driver with one device, whose memory is the host's.
 
-use std::alloc::{Layout, alloc, dealloc};
-use std::cell::Cell;
+use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::ptr;
-use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
-use std::thread;
+use std::sync::{Arc, LazyLock, Mutex};
 
 use super::super::CudaTable;
-
-type Handle = *mut c_void;
-type Job = Box<dyn FnOnce() + Send>;
+use super::stream::{Context, Handle, Stream, lock};
 
 const OK: c_int = 0;
 const INVALID: c_int = 1;
 const OUT_OF_MEMORY: c_int = 2;
 const NOT_READY: c_int = 600;
+const ILLEGAL_ADDRESS: c_int = 700;
 
 pub(super) static TABLE: CudaTable = CudaTable {
     init,
@@ -35,73 +31,32 @@ pub(super) static TABLE: CudaTable = CudaTable {
     event_destroy,
     memory_alloc,
     memory_free,
+    host_alloc,
+    host_free,
     upload,
     download,
     copy,
     error_text,
 };
 
-/// A thread that does one thing after the other.
-pub(super) struct Stream {
-    jobs: Sender<Job>,
-    /// Of its context, jobs that have not been done.
-    load: Arc<Load>,
-}
-
-/// Jobs of all streams of a context that have not been done.
-#[derive(Default)]
-struct Load {
-    jobs: Mutex<usize>,
-    changed: Condvar,
-}
-
-/// Contexts, by number: one for each rank, as if it were a process.
-static CONTEXTS: LazyLock<Mutex<HashMap<usize, Arc<Load>>>> = LazyLock::new(Mutex::default);
-
-thread_local! {
-    /// The current one; 0 for none.
-    static CURRENT: Cell<usize> = const { Cell::new(0) };
-}
-
-/// That of this thread's context.
-fn load() -> Option<Arc<Load>> {
-    lock(&CONTEXTS).get(&CURRENT.get()).cloned()
-}
-
-/// Whether this thread has a context, as NCCL wants it.
-pub(super) fn has_context() -> bool {
-    CURRENT.get() != 0
-}
-
-/// Waits for everything on the device, as freeing its memory does.
-pub(super) fn synchronise() {
-    let Some(load) = load() else { return };
-    let mut jobs = lock(&load.jobs);
-    while *jobs > 0 {
-        jobs = load.changed.wait(jobs).unwrap_or_else(PoisonError::into_inner);
-    }
-}
-
-impl Stream {
-    /// # Safety
-    /// `handle` came from `stream_create` and was not destroyed.
-    pub(super) unsafe fn of<'a>(handle: Handle) -> &'a Stream {
-        // SAFETY: as the caller says.
-        unsafe { &*handle.cast::<Stream>() }
-    }
-
-    pub(super) fn push(&self, job: Job) {
-        *lock(&self.load.jobs) += 1;
-        // The thread ends only after this is dropped.
-        let _ = self.jobs.send(job);
-    }
-}
-
 /// How often a stream has come to the mark, and how often it was set.
 #[derive(Default)]
 struct Event {
     state: Mutex<(u64, u64)>,
-    changed: Condvar,
+}
+
+/// The context in which a call is made; else its answer.
+fn context() -> Result<&'static Context, c_int> {
+    match Context::current() {
+        None => Err(INVALID),
+        Some(context) if context.is_lost() => Err(ILLEGAL_ADDRESS),
+        Some(context) => Ok(context),
+    }
+}
+
+/// Does what a call asks for in its context.
+fn within(call: impl FnOnce(&'static Context) -> c_int) -> c_int {
+    context().map_or_else(|status| status, call)
 }
 
 /// Sizes of what is allocated, to be freed with.
@@ -143,36 +98,22 @@ unsafe extern "C" fn device_uuid(uuid: *mut u8, _device: c_int) -> c_int {
 }
 
 unsafe extern "C" fn context_retain(context: *mut Handle, _device: c_int) -> c_int {
-    let mut contexts = lock(&CONTEXTS);
-    let number = contexts.len() + 1;
-    contexts.insert(number, Arc::default());
     // SAFETY: see `device_count`.
-    unsafe { *context = ptr::without_provenance_mut(number) };
+    unsafe { *context = Context::new().handle() };
     OK
 }
 
 extern "C" fn context_set(context: Handle) -> c_int {
-    CURRENT.set(context.addr());
-    if context.is_null() { INVALID } else { OK }
+    if Context::enter(context) { OK } else { INVALID }
 }
 
 unsafe extern "C" fn stream_create(stream: *mut Handle, _flags: c_uint) -> c_int {
-    let (jobs, received) = channel::<Job>();
-    let Some(load) = load() else { return INVALID };
-    let of_thread = load.clone();
-    let work = move || {
-        for job in received {
-            job();
-            *lock(&of_thread.jobs) -= 1;
-            of_thread.changed.notify_all();
-        }
-    };
-    if thread::Builder::new().name("stand-in-stream".into()).spawn(work).is_err() {
-        return OUT_OF_MEMORY;
-    }
-    // SAFETY: see `device_count`.
-    unsafe { *stream = Box::into_raw(Box::new(Stream { jobs, load })).cast() };
-    OK
+    within(|context| {
+        let Ok(made) = Stream::new(context) else { return OUT_OF_MEMORY };
+        // SAFETY: see `device_count`.
+        unsafe { *stream = Box::into_raw(Box::new(made)).cast() };
+        OK
+    })
 }
 
 unsafe extern "C" fn stream_destroy(stream: Handle) -> c_int {
@@ -201,18 +142,21 @@ unsafe extern "C" fn event_record(event: Handle, stream: Handle) -> c_int {
     let pass = move || {
         let mut state = lock(&event.state);
         state.0 = state.0.max(mark);
-        event.changed.notify_all();
     };
-    // SAFETY: the stream lives.
-    unsafe { Stream::of(stream) }.push(Box::new(pass));
-    OK
+    within(|_| {
+        // SAFETY: the stream lives.
+        unsafe { Stream::of(stream) }.push(Box::new(pass));
+        OK
+    })
 }
 
 unsafe extern "C" fn event_query(event: Handle) -> c_int {
     // SAFETY: made by `event_create`, not destroyed.
     let event = unsafe { &*event.cast::<Event>() };
-    let (passed, set) = *lock(&event.state);
-    if passed >= set { OK } else { NOT_READY }
+    within(|_| {
+        let (passed, set) = *lock(&event.state);
+        if passed >= set { OK } else { NOT_READY }
+    })
 }
 
 unsafe extern "C" fn event_destroy(event: Handle) -> c_int {
@@ -221,33 +165,69 @@ unsafe extern "C" fn event_destroy(event: Handle) -> c_int {
     OK
 }
 
-unsafe extern "C" fn memory_alloc(address: *mut u64, bytes: usize) -> c_int {
-    let Ok(layout) = Layout::from_size_align(bytes, 256) else { return OUT_OF_MEMORY };
-    if bytes == 0 {
-        return INVALID;
-    }
-    // SAFETY: the size is not zero.
-    let block = unsafe { alloc(layout) };
-    if block.is_null() {
-        return OUT_OF_MEMORY;
-    }
-    let number = block.expose_provenance() as u64;
-    lock(&BLOCKS).insert(number, layout);
-    // SAFETY: see `device_count`.
-    unsafe { *address = number };
-    OK
+/// Memory of the device or of the host, at the address that is written.
+///
+/// # Safety
+/// One address can be written there.
+unsafe fn allocated(address: *mut u64, bytes: usize) -> c_int {
+    within(|_| {
+        let Ok(layout) = Layout::from_size_align(bytes, 256) else { return OUT_OF_MEMORY };
+        if bytes == 0 {
+            return INVALID;
+        }
+        // SAFETY: the size is not zero.
+        let block = unsafe { alloc_zeroed(layout) };
+        if block.is_null() {
+            return OUT_OF_MEMORY;
+        }
+        let number = block.expose_provenance() as u64;
+        lock(&BLOCKS).insert(number, layout);
+        // SAFETY: as the caller says.
+        unsafe { *address = number };
+        OK
+    })
 }
 
-unsafe extern "C" fn memory_free(address: u64) -> c_int {
-    synchronise();
-    let Some(layout) = lock(&BLOCKS).remove(&address) else { return INVALID };
-    // SAFETY: allocated with this layout, freed once.
-    unsafe { dealloc(pointer(address), layout) };
-    OK
+/// Frees it once nothing runs on the device. That of a lost device stays.
+fn freed(address: u64) -> c_int {
+    within(|context| {
+        context.synchronise();
+        if context.is_lost() {
+            return ILLEGAL_ADDRESS;
+        }
+        let Some(layout) = lock(&BLOCKS).remove(&address) else { return INVALID };
+        // SAFETY: allocated with this layout, freed once.
+        unsafe { dealloc(pointer(address), layout) };
+        OK
+    })
+}
+
+unsafe extern "C" fn memory_alloc(address: *mut u64, bytes: usize) -> c_int {
+    // SAFETY: see `device_count`.
+    unsafe { allocated(address, bytes) }
+}
+
+extern "C" fn memory_free(address: u64) -> c_int {
+    freed(address)
+}
+
+unsafe extern "C" fn host_alloc(address: *mut *mut c_void, bytes: usize, _flags: c_uint) -> c_int {
+    let mut number = 0;
+    // SAFETY: a local.
+    let status = unsafe { allocated(&raw mut number, bytes) };
+    if status == OK {
+        // SAFETY: see `device_count`.
+        unsafe { *address = pointer(number).cast() };
+    }
+    status
+}
+
+extern "C" fn host_free(address: *mut c_void) -> c_int {
+    freed(address.addr() as u64)
 }
 
 /// Where it is in the host's memory.
-pub(super) fn pointer(address: u64) -> *mut u8 {
+fn pointer(address: u64) -> *mut u8 {
     ptr::with_exposed_provenance_mut(address as usize)
 }
 
@@ -259,9 +239,11 @@ unsafe fn copied(to: *mut u8, from: *const u8, bytes: usize, stream: Handle) -> 
         // SAFETY: the caller keeps both until the stream has done it.
         unsafe { ptr::copy(from, to, bytes) };
     };
-    // SAFETY: the stream lives.
-    unsafe { Stream::of(stream) }.push(Box::new(copy));
-    OK
+    within(|_| {
+        // SAFETY: the stream lives.
+        unsafe { Stream::of(stream) }.push(Box::new(copy));
+        OK
+    })
 }
 
 unsafe extern "C" fn upload(to: u64, from: *const c_void, bytes: usize, stream: Handle) -> c_int {
@@ -279,12 +261,13 @@ unsafe extern "C" fn copy(to: u64, from: u64, bytes: usize, stream: Handle) -> c
     unsafe { copied(pointer(to), pointer(from), bytes, stream) }
 }
 
-unsafe extern "C" fn error_text(_status: c_int, text: *mut *const c_char) -> c_int {
+unsafe extern "C" fn error_text(status: c_int, text: *mut *const c_char) -> c_int {
+    let words = if status == ILLEGAL_ADDRESS {
+        c"an illegal memory access of the stand-in"
+    } else {
+        c"an error of the stand-in"
+    };
     // SAFETY: see `device_count`.
-    unsafe { *text = c"an error of the stand-in".as_ptr() };
+    unsafe { *text = words.as_ptr() };
     OK
-}
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,0 +1,93 @@
+//! Copies between the host and a device that belong to no operation.
+
+use std::io;
+use std::sync::{MutexGuard, PoisonError};
+use std::time::Duration;
+
+use comm_core::{DType, Deadline, DeviceMemory as _, Error, Result};
+
+use super::memory::Passed;
+use super::{CudaBuffer, Device, Event, Staging, Stream};
+
+/// How long a piece of a copy that depends on nobody may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+impl Device {
+    /// A buffer with what `bytes` hold: whole elements of `dtype`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a part of an element, `Io` where the device has not so much memory or does not answer.
+    pub fn buffer(&self, dtype: DType, bytes: &[u8]) -> Result<CudaBuffer> {
+        if !bytes.len().is_multiple_of(dtype.size()) {
+            return Err(Error::invalid(format!("{} bytes are no whole elements of {dtype}", bytes.len())));
+        }
+        let memory = self.allocate(bytes.len())?;
+        self.copy_now(|staging, stream, passed| staging.upload(memory.pointer(), bytes, stream, passed))?;
+        Ok(CudaBuffer::owned(memory, dtype, bytes.len() / dtype.size()))
+    }
+
+    /// What a buffer on this device holds, as bytes.
+    ///
+    /// # Errors
+    /// `Io`.
+    pub fn read(&self, buffer: &CudaBuffer) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; buffer.count() * buffer.dtype().size()];
+        self.copy_now(|staging, stream, passed| staging.download(buffer.place(), &mut bytes, stream, passed))?;
+        Ok(bytes)
+    }
+
+    /// Copies, and waits for it: nothing else is in the stream, so that it ends whatever peers do.
+    fn copy_now(&self, copy: impl FnOnce(&mut Staging, &Stream, Passed<'_>) -> Result<()>) -> Result<()> {
+        let idle = self.lock_idle().pop();
+        let mut own = idle.map_or_else(|| Copying::new(self), Ok)?;
+        let mut passed = |event: &Event| {
+            let deadline = Deadline::after(PATIENCE);
+            while !event.has_passed()? {
+                if deadline.has_passed() {
+                    // The copy may still be made, so that nothing of it can be freed.
+                    self.give_up();
+                    let waited = format!("nothing happened for {} s", PATIENCE.as_secs());
+                    let source = io::Error::new(io::ErrorKind::TimedOut, waited);
+                    return Err(Error::io(format!("copying to or from CUDA device {}", self.ordinal()), source));
+                }
+                std::thread::yield_now();
+            }
+            Ok(())
+        };
+        copy(&mut own.staging, &own.stream, &mut passed)?;
+        own.end.record(&own.stream)?;
+        passed(&own.end)?;
+        self.lock_idle().push(own);
+        Ok(())
+    }
+
+    /// Has ready what a copy needs: to allocate it may wait for what runs on the device.
+    pub(crate) fn prepare_copies(&self) -> Result<()> {
+        let own = Copying::new(self)?;
+        self.lock_idle().push(own);
+        Ok(())
+    }
+
+    /// Frees what copies have needed, for which nothing may run on the device.
+    pub(crate) fn forget_copies(&self) {
+        let idle = std::mem::take(&mut *self.lock_idle());
+        drop(idle);
+    }
+
+    fn lock_idle(&self) -> MutexGuard<'_, Vec<Copying>> {
+        self.idle().lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What a copy needs that has nothing to do with a communicator.
+pub(super) struct Copying {
+    staging: Staging,
+    stream: Stream,
+    end: Event,
+}
+
+impl Copying {
+    fn new(device: &Device) -> Result<Self> {
+        Ok(Copying { staging: Staging::new(device)?, stream: device.stream()?, end: device.event()? })
+    }
+}
