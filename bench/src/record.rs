@@ -183,6 +183,7 @@ pub(crate) struct Rank {
 pub(crate) struct Steps {
     pub(crate) total: Vec<f64>,
     pub(crate) data: Vec<f64>,
+    /// With all waiting for a device that computes by itself.
     pub(crate) compute: Vec<f64>,
     pub(crate) pack: Vec<f64>,
     /// Waiting for gradients and parameters while all ranks take part.

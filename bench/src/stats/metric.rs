@@ -20,7 +20,7 @@ pub(crate) enum Metric {
     Tokens,
     /// Reading the batch.
     Data,
-    /// Forward and backward pass.
+    /// Forward and backward pass, and all waiting for a GPU to compute.
     Compute,
     /// Packing gradients and parameters for the network.
     Pack,
