@@ -227,7 +227,8 @@ fn staged(comms: &Comms, node: Option<&Arc<dyn Communicator>>) -> Option<String>
             "gradients travel through host memory{place}: NCCL works on CUDA devices, and the model is on another"
         )),
         Some((other, _, elsewhere)) => Some(format!(
-            "gradients travel through host memory{place}, where {} moves bytes, and stay on the device{elsewhere}, where {} works on its memory",
+            "gradients travel through host memory{place}, where {} moves bytes, and stay on the device{elsewhere}, where {} works on \
+             its memory",
             comm.name(),
             other.name()
         )),
