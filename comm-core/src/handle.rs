@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 use crate::buffer::Buffer;
 use crate::deadline::Deadline;
 use crate::error::Error;
-use crate::waiting::look_for;
 
 /// An operation that ended well.
 #[derive(Debug)]
@@ -53,8 +52,6 @@ pub type Outcome = std::result::Result<Completed, Failed>;
 #[must_use = "the buffer and any error come out of `wait`"]
 pub struct Handle {
     state: State,
-    /// How long whoever waits looks for the end before it sleeps.
-    look: Duration,
 }
 
 #[derive(Debug)]
@@ -66,18 +63,13 @@ enum State {
 impl Handle {
     /// A handle of an operation that has already ended.
     pub fn done(outcome: Outcome) -> Self {
-        Handle { state: State::Done(Box::new(outcome)), look: Duration::ZERO }
+        Handle { state: State::Done(Box::new(outcome)) }
     }
 
     /// A handle of an operation under way, and the end through which its backend completes it.
     pub fn pending() -> (Completer, Self) {
         let (sender, receiver) = sync_channel(1);
-        (Completer { sender }, Handle { state: State::Pending(receiver), look: Duration::ZERO })
-    }
-
-    /// The same, but whoever waits for it looks for its end for as long as `look` before it sleeps: to be woken takes tens of microseconds.
-    pub fn looking(self, look: Duration) -> Self {
-        Handle { look, ..self }
+        (Completer { sender }, Handle { state: State::Pending(receiver) })
     }
 
     /// Whether [`wait`](Handle::wait) would return at once.
@@ -96,10 +88,7 @@ impl Handle {
     ///
     /// # Errors
     /// Why it failed, with the buffer.
-    pub fn wait(mut self) -> Outcome {
-        if !self.look.is_zero() {
-            look_for(self.look, || self.test().then_some(()));
-        }
+    pub fn wait(self) -> Outcome {
         match self.state {
             State::Done(outcome) => *outcome,
             State::Pending(receiver) => receiver.recv().unwrap_or_else(|_| Err(lost())),
@@ -115,7 +104,7 @@ impl Handle {
             State::Done(outcome) => Ok(*outcome),
             State::Pending(receiver) => match receiver.recv_timeout(Deadline::after(timeout).remaining()) {
                 Ok(outcome) => Ok(outcome),
-                Err(RecvTimeoutError::Timeout) => Err(Handle { state: State::Pending(receiver), look: self.look }),
+                Err(RecvTimeoutError::Timeout) => Err(Handle { state: State::Pending(receiver) }),
                 Err(RecvTimeoutError::Disconnected) => Ok(Err(lost())),
             },
         }

@@ -28,24 +28,6 @@ pub enum Waiting {
 /// Most time that [`Waiting::Adaptive`] spends looking.
 pub const LONGEST_SPIN: Duration = Duration::from_micros(50);
 
-/// Looks again and again for as long as `look` whether something is there, and lets whoever needs this core have it now and then.
-pub(crate) fn look_for<T>(look: Duration, mut find: impl FnMut() -> Option<T>) -> Option<T> {
-    let began = Instant::now();
-    for looks in 1u32.. {
-        if let Some(found) = find() {
-            return Some(found);
-        }
-        if looks.is_multiple_of(16) {
-            if began.elapsed() >= look {
-                break;
-            }
-            std::thread::yield_now();
-        }
-        std::hint::spin_loop();
-    }
-    None
-}
-
 /// After so many waits in a row in which looking found nothing, [`Waiting::Adaptive`] stops looking: waits are long, or whoever
 /// is waited for needs this core.
 const MISSES: u32 = 4;

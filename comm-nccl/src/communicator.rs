@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use comm_core::native::{Asked, Backend as _, Elements, Group, Owner, Shape, negotiate, run_copied};
-use comm_core::waiting::LONGEST_SPIN;
 use comm_core::{
     Algorithm, BorrowedCall, Buffer, Call, Communicator, CommunicatorExt, Completed, Control, Deadline, Error, Failed,
     Handle, Mode, Op, Outcome, Result, View,
@@ -227,7 +226,6 @@ impl Communicator for NcclCommunicator {
             return Handle::done(outcome);
         }
         let (completer, handle) = Handle::pending();
-        let handle = handle.looking(LONGEST_SPIN);
         let (core, members) = (self.core.clone(), self.members.clone());
         queue.enqueue(Box::new(move || completer.complete(owned.run(&core, &members))));
         drop(started);

@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 use comm_core::header::{CHECK, CHECK_RECEIVE};
 use comm_core::native::{Backend, Group, Shared};
 use comm_core::table::Table;
-use comm_core::waiting::LONGEST_SPIN;
 use comm_core::{Control, Counts, DType, Deadline, Error, Header, Op, ReduceOp, Result};
 
 use crate::NcclOptions;
@@ -140,7 +139,7 @@ impl Core {
     ) -> Result<Arc<Self>> {
         let states: Vec<LaneState> = (0..options.lanes).map(|_| LaneState::new(&device)).collect::<Result<_>>()?;
         device.prepare_copies()?;
-        let shared = Shared::new(control, states, LONGEST_SPIN, options.stall_after, options.verdict_grace);
+        let shared = Shared::new(control, states, options.stall_after, options.verdict_grace);
         let core = Arc::new(Core {
             device,
             library,

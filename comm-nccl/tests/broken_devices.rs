@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
 
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -25,12 +25,15 @@ const SUM: Op = Op::AllReduce(ReduceOp::Sum);
 fn two(limit: Duration, body: impl Fn(NcclCommunicator) + Send + Sync + 'static) {
     let body = Arc::new(body);
     let (done, ended) = std::sync::mpsc::channel();
+    // What happens to the one must not reach the other while that still connects.
+    let connected = Arc::new(Barrier::new(2));
     for rank in local::group(2, 2) {
-        let (body, done) = (body.clone(), done.clone());
+        let (body, done, connected) = (body.clone(), done.clone(), connected.clone());
         thread::spawn(move || {
             let control: Arc<dyn Control> = rank.control;
             let options = NcclOptions::default().on_stand_in().with_timeout(TIMEOUT);
             let comm = NcclCommunicator::connect(control, &options, Deadline::after(Duration::from_secs(20))).unwrap();
+            connected.wait();
             body(comm);
             done.send(()).unwrap();
         });

@@ -116,7 +116,7 @@ impl<T: Transport> Mesh<T> {
     /// [`Subgroup`](crate::control::Subgroup).
     pub fn new(transport: T, control: Arc<dyn Control>, options: MeshOptions) -> Self {
         let scratch = (0..transport.lanes()).map(|_| Scratch::default()).collect();
-        let shared = Shared::new(control, scratch, Duration::ZERO, options.stall_after, options.verdict_grace);
+        let shared = Shared::new(control, scratch, options.stall_after, options.verdict_grace);
         let core = Arc::new(Core { transport, options, shared });
         core.follow();
         let group = Group::first(&*core.shared.control);

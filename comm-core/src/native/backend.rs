@@ -29,16 +29,10 @@ pub struct Shared<S> {
 }
 
 impl<S> Shared<S> {
-    /// With a lane for each scratch memory, which looks for its next operation for as long as `look` ([`Lane::new`]). An operation counts as
-    /// stalled after `stall_after`; the control plane gets `verdict_grace` to say what was behind an error ([`verdict`]).
-    pub fn new(
-        control: Arc<dyn Control>,
-        scratch: Vec<S>,
-        look: Duration,
-        stall_after: Duration,
-        verdict_grace: Duration,
-    ) -> Self {
-        let lane = |(number, scratch)| Lane::new(format!("comm-lane-{number}"), look, scratch);
+    /// With a lane for each scratch memory. An operation counts as stalled after `stall_after`; the control plane gets `verdict_grace` to
+    /// say what was behind an error ([`verdict`]).
+    pub fn new(control: Arc<dyn Control>, scratch: Vec<S>, stall_after: Duration, verdict_grace: Duration) -> Self {
+        let lane = |(number, scratch)| Lane::new(format!("comm-lane-{number}"), scratch);
         let lanes: Vec<Lane<S>> = scratch.into_iter().enumerate().map(lane).collect();
         let watch = Arc::new(Watch::new(lanes.len(), stall_after));
         // Two steps, since a `Weak` of a trait object is made from one of the type itself.

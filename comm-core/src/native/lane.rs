@@ -3,13 +3,10 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
 
 use crate::deadline::Deadline;
-use crate::waiting::look_for;
 
 type Job = Box<dyn FnOnce() + Send>;
 
@@ -24,10 +21,6 @@ pub struct Lane<S = ()> {
 struct Shared {
     state: Mutex<State>,
     changed: Condvar,
-    /// How often the state has been changed, for a thread that looks without the lock.
-    changes: AtomicU64,
-    /// How long the progress thread looks for more before it sleeps.
-    look: Duration,
 }
 
 #[derive(Default)]
@@ -44,11 +37,13 @@ struct State {
 pub struct Turn<'a>(&'a Shared);
 
 impl<S> Lane<S> {
-    /// A lane whose progress thread, once there is one, is called `name`. After an operation it looks for the next one for as long as
-    /// `look` before it sleeps: to wake it takes tens of microseconds, and a system call of the one who wakes it.
-    pub fn new(name: String, look: Duration, scratch: S) -> Self {
-        let shared = Shared { state: Mutex::default(), changed: Condvar::new(), changes: AtomicU64::new(0), look };
-        Lane { shared: Arc::new(shared), name, scratch: Mutex::new(scratch) }
+    /// A lane whose progress thread, once there is one, is called `name`.
+    pub fn new(name: String, scratch: S) -> Self {
+        Lane {
+            shared: Arc::new(Shared { state: Mutex::default(), changed: Condvar::new() }),
+            name,
+            scratch: Mutex::new(scratch),
+        }
     }
 
     /// Takes the lane if nothing runs or waits on it.
@@ -107,13 +102,11 @@ impl<S> Lane<S> {
 impl Shared {
     fn work(&self) {
         let mut state = self.lock();
-        let mut may_look = false;
         loop {
             if !state.busy
                 && let Some(job) = state.queue.pop_front()
             {
                 state.busy = true;
-                may_look = !self.look.is_zero();
                 drop(state);
                 let turn = Turn(self);
                 // A panicking job has dropped its completer, which its waiter sees; the lane goes on.
@@ -122,12 +115,6 @@ impl Shared {
                 state = self.lock();
             } else if state.stopped && state.queue.is_empty() {
                 return;
-            } else if may_look {
-                let seen = self.changes.load(Ordering::Relaxed);
-                drop(state);
-                may_look =
-                    look_for(self.look, || (self.changes.load(Ordering::Acquire) != seen).then_some(())).is_some();
-                state = self.lock();
             } else {
                 state.waiters += 1;
                 state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -138,7 +125,6 @@ impl Shared {
 
     fn announce(&self, state: MutexGuard<'_, State>) {
         let is_awaited = state.waiters > 0;
-        self.changes.fetch_add(1, Ordering::Release);
         drop(state);
         if is_awaited {
             self.changed.notify_all();

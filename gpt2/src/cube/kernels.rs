@@ -183,7 +183,7 @@ pub(super) fn layer_norm<F: Float>(
 }
 
 /// With x̂ the normalised row and ĝ = g·w: g becomes (ĝ − mean(ĝ) − x̂·mean(ĝ·x̂)) / σ. Cube k takes rows k, k + K, …, of which it leaves
-/// Σ g·x̂ in row k of `sums`, and Σ g in row K + k.
+/// Σ g·x̂ in row k of `sums`, and Σ g in row K + k; until the end it keeps them in memory of its own, if that `held` as many as a row has.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn layer_norm_backward<F: Float>(
     gradients: &mut Tensor<F>,
@@ -191,6 +191,7 @@ pub(super) fn layer_norm_backward<F: Float>(
     weight: &Tensor<F>,
     stats: &Tensor<f32>,
     sums: &mut Tensor<f32>,
+    #[comptime] held: usize,
     #[define(F)] _dtype: ElemType,
 ) {
     let cube = CUBE_POS;
@@ -202,10 +203,19 @@ pub(super) fn layer_norm_backward<F: Float>(
     let (dw_start, db_start) = (cube * c, (cubes + cube) * c);
     let mut scratch = Shared::<[f32]>::new_slice(UNITS);
 
+    // Each element is one unit's alone, so nobody has to wait for anybody. At least one, since no memory can be of no elements.
+    let mut dw = Shared::<[f32]>::new_slice(comptime!(held.max(1)));
+    let mut db = Shared::<[f32]>::new_slice(comptime!(held.max(1)));
+
     let mut i = UNIT_POS as usize;
     while i < c {
-        sums[dw_start + i] = f32::new(0.0);
-        sums[db_start + i] = f32::new(0.0);
+        if comptime!(held > 0) {
+            dw[i] = f32::new(0.0);
+            db[i] = f32::new(0.0);
+        } else {
+            sums[dw_start + i] = f32::new(0.0);
+            sums[db_start + i] = f32::new(0.0);
+        }
         i += UNITS;
     }
     let mut row = cube;
@@ -218,8 +228,14 @@ pub(super) fn layer_norm_backward<F: Float>(
         while i < c {
             let gradient = f32::cast_from(gradients[g_start + i]);
             let normal = (f32::cast_from(x[x_start + i]) - mean) * inverse;
-            sums[dw_start + i] += gradient * normal;
-            sums[db_start + i] += gradient;
+            if comptime!(held > 0) {
+                let (dw_sum, db_sum) = (dw[i] + gradient * normal, db[i] + gradient);
+                dw[i] = dw_sum;
+                db[i] = db_sum;
+            } else {
+                sums[dw_start + i] += gradient * normal;
+                sums[db_start + i] += gradient;
+            }
             let weighted = gradient * f32::cast_from(weight[i]);
             along += weighted;
             across += weighted * normal;
@@ -235,6 +251,14 @@ pub(super) fn layer_norm_backward<F: Float>(
             i += UNITS;
         }
         row += cubes;
+    }
+    if comptime!(held > 0) {
+        let mut i = UNIT_POS as usize;
+        while i < c {
+            sums[dw_start + i] = dw[i];
+            sums[db_start + i] = db[i];
+            i += UNITS;
+        }
     }
 }
 
@@ -300,7 +324,7 @@ pub(super) fn cross_entropy<F: Float, I: Int>(
     let target = u32::cast_from(targets[row]) as usize;
     let mut scratch = Shared::<[f32]>::new_slice(UNITS);
 
-    // Each unit keeps the largest so far, and the sum of exponentials relative to it: the row is read from memory once.
+    // Each unit keeps the largest so far, and the sum of exponentials relative to it, so one pass gives both.
     let mut high = f32::new(LEAST);
     let mut sum = f32::new(0.0);
     let mut i = UNIT_POS as usize;
@@ -348,10 +372,12 @@ pub(super) struct AdamWScalars {
     pub(super) keep: f32,
 }
 
-/// One step for `count` elements, those from `at` on of `params`, `means` and `squares`, whose gradients are those from `from` on.
+/// One step for `count` elements, those from `at` on of `params`, `means` and `squares`, whose gradients are those from `from` on. The new
+/// parameters are `updated`: the old ones may be the weights that the model has.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn adamw<F: Float>(
-    params: &mut Tensor<f32>,
+    params: &Tensor<f32>,
+    updated: &mut Tensor<f32>,
     means: &mut Tensor<f32>,
     squares: &mut Tensor<f32>,
     gradients: &Tensor<F>,
@@ -371,7 +397,7 @@ pub(super) fn adamw<F: Float>(
         squares[at + i] = square;
         let denominator = square.sqrt() / scalars.root_correction + scalars.epsilon;
         let kept = params[at + i] * scalars.keep;
-        params[at + i] = kept - scalars.step_size * (mean / denominator);
+        updated[at + i] = kept - scalars.step_size * (mean / denominator);
         i += CUBE_COUNT * UNITS;
     }
 }

@@ -3,7 +3,7 @@
 //!
 //! Composed of tensor operations each is half a dozen kernels and more, forward, and twice that backward, and every one of them reads
 //! and writes the whole tensor. Such operations are bound by memory, and the largest tensors of a step are theirs: the attention
-//! scores and the logits. Here each is one kernel, which reads every row from memory once. It also leaves fewer kernels to compile before
+//! scores and the logits. Here each is one kernel, which takes a row while it is in cache. It also leaves fewer kernels to compile before
 //! the first step. Products of matrices stay the backend's.
 //!
 //! With the feature `fusion` the backend joins the composed operations by itself, and these are not used.
@@ -31,6 +31,9 @@ use kernels::UNITS;
 
 /// Most partial sums over rows that a backward pass of layer norm leaves. Part of the result.
 const PARTS: usize = 1024;
+
+/// Widest layer norm whose partial sums fit into what every device lets a cube share, 16 KiB, beside the kernel's own.
+const HELD: usize = 1984;
 
 /// Whether these operations are for the tensors of `device`.
 pub(crate) fn serves(device: &Device) -> bool {
@@ -70,13 +73,15 @@ pub(crate) fn gelu(x: Tensor<3>) -> Tensor<3> {
 /// Causal attention from the joint projection `[b, t, 3c]` to the mixed values `[b, t, c]`.
 pub(crate) fn attention(qkv: Tensor<3>, n_head: usize) -> Tensor<3> {
     if !qkv.is_autodiff() {
-        return attention_forward(qkv, n_head).0;
+        let (mixed_btc, _) = attention_forward(&heads(plain(qkv), n_head));
+        return mixed_btc;
     }
     let (qkv, node) = tracked(qkv);
-    let (mixed_btc, weights_bhtt) = attention_forward(tensor(qkv.clone()), n_head);
+    let heads = heads(qkv, n_head);
+    let (mixed_btc, weights_bhtt) = attention_forward(&heads);
     let mixed = plain(mixed_btc);
     let mixed = match AttentionBackward.prepare::<NoCheckpointing>([node]).compute_bound().stateful() {
-        OpsKind::Tracked(prep) => prep.finish((qkv, plain(weights_bhtt), n_head), mixed),
+        OpsKind::Tracked(prep) => prep.finish((heads, plain(weights_bhtt)), mixed),
         OpsKind::UnTracked(prep) => prep.finish(mixed),
     };
     Tensor::from_primitive::<Autodiff<CubeBackend>>(mixed)
@@ -164,6 +169,7 @@ impl Backward<CubeBackend, 1> for GeluBackward {
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut autodiff::Gradients, _: &mut Checkpointer) {
         let x = ops.state;
         unary::<CubeBackend, _>(ops.parents, ops.node, grads, |dy| {
+            debug_assert_eq!(dy.dtype, x.dtype, "a kernel reads them as one type");
             let gradients = to_write(dy);
             launch(&gradients, rows(&gradients), &[&gradients, &x], |client, count, dim, address| {
                 kernels::gelu_backward::launch(
@@ -185,32 +191,31 @@ impl Backward<CubeBackend, 1> for GeluBackward {
 struct AttentionBackward;
 
 impl Backward<CubeBackend, 1> for AttentionBackward {
-    /// Joint projection, attention weights, number of heads.
-    type State = (CubeTensor, CubeTensor, usize);
+    /// What [`heads`] gave, and the attention weights.
+    type State = (CubeTensor, CubeTensor);
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut autodiff::Gradients, _: &mut Checkpointer) {
-        let (qkv, weights, n_head) = ops.state;
+        let (heads, weights) = ops.state;
         unary::<CubeBackend, _>(ops.parents, ops.node, grads, |dmixed| {
-            plain(attention_backward(tensor(qkv), weights, tensor(dmixed), n_head))
+            plain(attention_backward(&heads, weights, tensor(dmixed)))
         });
     }
 }
 
 /// Mixed values `[b, t, c]` and attention weights `[b, h, t, t]`.
-fn attention_forward(qkv: Tensor<3>, n_head: usize) -> (Tensor<3>, Tensor<4>) {
-    let [b, t, c3] = qkv.dims();
-    let [query, key, value] = heads(qkv, n_head);
-    let weights_bhtt: Tensor<4> = tensor(causal_softmax(plain(query.matmul(key.transpose())), scale(c3 / 3 / n_head)));
+fn attention_forward(heads: &CubeTensor) -> (Tensor<3>, Tensor<4>) {
+    let [query, key, value] = parts(heads);
+    let [b, n_head, t, q] = query.dims();
+    let weights_bhtt: Tensor<4> = tensor(causal_softmax(plain(query.matmul(key.transpose())), scale(q)));
     let mixed_bhtq = weights_bhtt.clone().matmul(value);
-    (mixed_bhtq.swap_dims(1, 2).reshape([b, t, c3 / 3]), weights_bhtt)
+    (mixed_bhtq.swap_dims(1, 2).reshape([b, t, n_head * q]), weights_bhtt)
 }
 
 /// The gradient with respect to the joint projection.
-fn attention_backward(qkv: Tensor<3>, weights: CubeTensor, dmixed_btc: Tensor<3>, n_head: usize) -> Tensor<3> {
-    let [b, t, c3] = qkv.dims();
-    let q = c3 / 3 / n_head;
-    let [query, key, value] = heads(qkv, n_head);
-    let dmixed_bhtq = dmixed_btc.reshape([b, t, n_head, q]).swap_dims(1, 2);
+fn attention_backward(heads: &CubeTensor, weights: CubeTensor, dmixed_btc: Tensor<3>) -> Tensor<3> {
+    let [query, key, value] = parts(heads);
+    let [b, n_head, t, q] = query.dims();
+    let dmixed_bhtq: Tensor<4> = tensor(plain(dmixed_btc.reshape([b, t, n_head, q]).swap_dims(1, 2)));
     let dweights = plain(dmixed_bhtq.clone().matmul(value.transpose()));
     let dscores_bhtt: Tensor<4> = tensor(causal_softmax_backward(dweights, &weights, scale(q)));
     let weights_bhtt: Tensor<4> = tensor(weights);
@@ -220,14 +225,20 @@ fn attention_backward(qkv: Tensor<3>, weights: CubeTensor, dmixed_btc: Tensor<3>
         weights_bhtt.transpose().matmul(dmixed_bhtq),
     ];
     let parts_bt1hq = parts.map(|part_bhtq| part_bhtq.swap_dims(1, 2).unsqueeze_dim::<5>(2));
-    Tensor::cat(parts_bt1hq.into(), 2).reshape([b, t, c3])
+    Tensor::cat(parts_bt1hq.into(), 2).reshape([b, t, 3 * n_head * q])
 }
 
-/// Queries, keys and values as views `[b, h, t, q]`: products take strides, so nothing is copied.
-fn heads(qkv: Tensor<3>, n_head: usize) -> [Tensor<4>; 3] {
+/// Queries, keys and values, `[3, b, h, t, q]`. One copy: of views with permuted axes each product would make its own.
+fn heads(qkv: CubeTensor, n_head: usize) -> CubeTensor {
+    let qkv: Tensor<3> = tensor(qkv);
     let [b, t, c3] = qkv.dims();
-    let all: Tensor<5> = qkv.reshape([b, t, 3, n_head, c3 / 3 / n_head]);
-    [0, 1, 2].map(|part| all.clone().narrow(2, part, 1).squeeze_dim::<4>(2).swap_dims(1, 2))
+    plain(qkv.reshape([b, t, 3, n_head, c3 / 3 / n_head]).permute([2, 0, 3, 1, 4]))
+}
+
+/// What [`heads`] gave, taken apart.
+fn parts(heads: &CubeTensor) -> [Tensor<4>; 3] {
+    let all: Tensor<5> = tensor(heads.clone());
+    [0, 1, 2].map(|part| all.clone().narrow(0, part, 1).squeeze_dim::<4>(0))
 }
 
 fn scale(q: usize) -> f32 {
@@ -236,6 +247,7 @@ fn scale(q: usize) -> f32 {
 
 /// The normalised rows, and each row's mean and inverse standard deviation.
 fn layer_norm_forward(x: &CubeTensor, weight: &CubeTensor, bias: &CubeTensor) -> (CubeTensor, CubeTensor) {
+    debug_assert_eq!([weight.dtype, bias.dtype], [x.dtype; 2], "a kernel reads them as one type");
     let y = empty(x, x.meta.shape().clone(), x.dtype);
     let stats = empty(x, Shape::new([rows(x), 2]), DType::F32);
     launch(x, rows(x), &[x, &y], |client, count, dim, address| {
@@ -258,6 +270,7 @@ fn layer_norm_forward(x: &CubeTensor, weight: &CubeTensor, bias: &CubeTensor) ->
 
 /// The gradients of input, gain and offset; the last two in f32.
 fn layer_norm_backward(dy: CubeTensor, x: &CubeTensor, weight: &CubeTensor, stats: &CubeTensor) -> [CubeTensor; 3] {
+    debug_assert_eq!([weight.dtype, dy.dtype], [x.dtype; 2], "a kernel reads them as one type");
     let gradients = to_write(dy);
     let (parts, c) = (rows(x).min(PARTS), columns(x));
     let sums = empty(x, Shape::new([2 * parts, c]), DType::F32);
@@ -272,6 +285,7 @@ fn layer_norm_backward(dy: CubeTensor, x: &CubeTensor, weight: &CubeTensor, stat
             weight.clone().into_tensor_arg(),
             stats.clone().into_tensor_arg(),
             sums.clone().into_tensor_arg(),
+            if c <= HELD { c } else { 0 },
             element(x),
         );
     });
@@ -299,6 +313,7 @@ fn causal_softmax(scores: CubeTensor, scale: f32) -> CubeTensor {
 
 /// The gradient with respect to the scores, from that with respect to the `weights` that [`causal_softmax`] made of them.
 fn causal_softmax_backward(dweights: CubeTensor, weights: &CubeTensor, scale: f32) -> CubeTensor {
+    debug_assert_eq!(dweights.dtype, weights.dtype, "a kernel reads them as one type");
     let gradients = to_write(dweights);
     launch(&gradients, rows(&gradients), &[&gradients, weights], |client, count, dim, address| {
         kernels::causal_softmax_backward::launch(
@@ -344,10 +359,16 @@ fn rows(tensor: &CubeTensor) -> usize {
     tensor.meta.num_elements() / columns(tensor).max(1)
 }
 
+/// Lengths and strides of all axes but the last, without those of length 1, whose strides mean nothing.
+fn outer_axes(tensor: &CubeTensor) -> Vec<(usize, usize)> {
+    let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
+    let outer = shape.len().saturating_sub(1);
+    shape.iter().copied().zip(strides.iter().copied()).take(outer).filter(|(len, _)| *len != 1).collect()
+}
+
 /// From one row to the next, in elements.
 fn pitch(tensor: &CubeTensor) -> usize {
-    let strides = tensor.meta.strides();
-    if strides.len() < 2 { columns(tensor) } else { strides[strides.len() - 2] }
+    outer_axes(tensor).last().map_or(columns(tensor), |(_, stride)| *stride)
 }
 
 /// As a kernel's argument `[rows, columns]`.
@@ -360,11 +381,9 @@ fn by_rows(tensor: &CubeTensor) -> TensorArg {
 
 /// Whether elements of a row are neighbours, and all rows equally far apart. The backend may leave gaps between rows.
 fn in_rows(tensor: &CubeTensor) -> bool {
-    let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
-    let last = shape.len() - 1;
-    let along = shape[last] == 1 || strides[last] == 1;
-    let outer = (0..last.saturating_sub(1)).all(|axis| strides[axis] == strides[axis + 1] * shape[axis + 1]);
-    along && outer && pitch(tensor) >= shape[last] && !tensor.meta.is_tiled()
+    let along = columns(tensor) == 1 || tensor.meta.strides().iter().last() == Some(&1);
+    let apart = outer_axes(tensor).windows(2).all(|axes| axes[0].1 == axes[1].0 * axes[1].1);
+    along && apart && pitch(tensor) >= columns(tensor) && !tensor.meta.is_tiled()
 }
 
 fn by_row(tensor: CubeTensor) -> CubeTensor {
@@ -383,7 +402,8 @@ fn element(tensor: &CubeTensor) -> ElemType {
         DType::F16 => half::f16::elem_type_native(),
         DType::I32 => i32::elem_type_native(),
         DType::I64 => i64::elem_type_native(),
-        _ => f32::elem_type_native(),
+        DType::F32 => f32::elem_type_native(),
+        other => unreachable!("no type of computation is {other:?}"),
     }
 }
 

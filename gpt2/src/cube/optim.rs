@@ -32,11 +32,9 @@ pub(crate) type State = [Tensor<1>; 3];
 
 /// One step of AdamW. `grads` follow one another and are as long as the parameters together, in any floating-point type.
 pub(crate) fn adamw(state: State, grads: Vec<Tensor<1>>, step: &AdamWStep) -> State {
-    let [params, means, squares] = state.map(|tensor| {
-        let tensor = super::to_write(vector(tensor));
-        debug_assert!(tensor.is_contiguous());
-        tensor
-    });
+    let [params, means, squares] = state.map(vector);
+    let (means, squares) = (super::to_write(means), super::to_write(squares));
+    let updated = super::empty(&params, params.meta.shape().clone(), params.dtype);
     let mut start = 0;
     for grads in grads {
         let grads = vector(grads);
@@ -52,6 +50,7 @@ pub(crate) fn adamw(state: State, grads: Vec<Tensor<1>>, step: &AdamWStep) -> St
                 CubeDim::new_1d(UNITS as u32),
                 params.required_address_type().max(grads.required_address_type()),
                 params.clone().into_tensor_arg(),
+                updated.clone().into_tensor_arg(),
                 means.clone().into_tensor_arg(),
                 squares.clone().into_tensor_arg(),
                 grads.clone().into_tensor_arg(),
@@ -73,7 +72,7 @@ pub(crate) fn adamw(state: State, grads: Vec<Tensor<1>>, step: &AdamWStep) -> St
         }
         start = own.end;
     }
-    [params, means, squares].map(tensor)
+    [updated, means, squares].map(tensor)
 }
 
 /// Numbers whose sum is Σ (`unscale` · v)² over all values of `pieces`, in f32; `None` of no values. The same from run to run.

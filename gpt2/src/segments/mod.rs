@@ -404,7 +404,7 @@ impl SegmentedModel {
     fn hidden_nc(&self, tokens_bt: Tensor<2, Int>) -> Result<Tensor<2>, ModelError> {
         (0..self.infos.len()).try_for_each(|segment| self.require(segment))?;
         let [b, t] = tokens_bt.dims();
-        let mask_tt = causal_mask(t, &self.device);
+        let mask_tt = self.mask_tt(t);
         let x_btc = self
             .blocks
             .iter()
@@ -431,6 +431,11 @@ impl SegmentedModel {
             Placement::Host => Kernels::Fused(None),
             Placement::Device => Kernels::of_device(&self.device),
         }
+    }
+
+    /// [`causal_mask`] for the kernels that look at it; for others, which know it, a small one.
+    fn mask_tt(&self, t: usize) -> Tensor<4> {
+        causal_mask(if let Kernels::Composed = self.kernels() { t } else { 1 }, &self.device)
     }
 
     fn placement(&self) -> Placement {

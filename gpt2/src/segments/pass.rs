@@ -11,7 +11,7 @@ use crate::cross_entropy::{self, Placement};
 #[cfg(all(feature = "cube", not(feature = "fusion")))]
 use crate::cube;
 use crate::fused::Resident;
-use crate::model::{Kernels, Layer, causal_mask};
+use crate::model::{Kernels, Layer};
 
 /// The direction of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -156,7 +156,7 @@ impl SegmentedModel {
         let last = self.config.n_layer + 1;
 
         // Forward: each entry is one segment's own graph.
-        let mask_tt = causal_mask(t, &self.device);
+        let mask_tt = self.mask_tt(t);
         self.enter(hooks, Pass::Forward, 0)?;
         let mut x_btc = self.embedding.forward(tokens_bt.clone());
         let mut kept = Vec::with_capacity(self.blocks.len());
@@ -220,7 +220,7 @@ impl SegmentedModel {
         let grads = self.embedding_grads(tokens_bt, upstream_btc, dwte_vc);
         hooks.leave(self, Pass::Backward, 0)?;
         hooks.gradients(grads)?;
-        // By now the device has computed it.
+        // Not before: it would have kept the host from asking for the backward pass.
         Ok(loss.read()?)
     }
 
@@ -235,7 +235,7 @@ impl SegmentedModel {
     ) -> Result<f64, E> {
         let last = self.config.n_layer + 1;
         let tokens_bt = if *batch == TokenBatch::none(batch.cols) { None } else { Some(self.check_batch(batch)?) };
-        let mask_tt = causal_mask(batch.cols, &self.device);
+        let mask_tt = self.mask_tt(batch.cols);
         self.enter(hooks, Pass::Forward, 0)?;
         let mut x_btc = tokens_bt.map(|tokens_bt| self.embedding.forward(tokens_bt));
         for segment in 1..=last {

@@ -54,7 +54,7 @@ impl DeviceOptimizer {
 /// Elements are multiplied by `unscale` (the inverse of a loss scale, a power of two) before they are squared, so that f32 holds the
 /// squares, and the sum is divided by its square: as [`sum_of_squares`](super::sum_of_squares) of the same elements, to f32's
 /// precision. It is not finite where a value is not, nor where one is too large for f32 to hold its square. Not the same to the last bit
-/// from run to run: a device adds in any order.
+/// on all devices, nor everywhere from run to run: each adds in an order of its own.
 ///
 /// # Errors
 /// [`OptimError::Device`].
