@@ -16,7 +16,7 @@ use gpt2::precision::Precision;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::trainer::{Session, Summary, TrainConfig, train};
-use gpt2::transports::{self, TransportKind, TransportOptions};
+use gpt2::transports::{self, Node, TransportKind, TransportOptions};
 
 const TRANSPORTS: [TransportKind; 4] =
     [TransportKind::Local, TransportKind::TcpRaw, TransportKind::Tcp, TransportKind::Quic];
@@ -158,6 +158,32 @@ fn fsdp_is_one_device_on_every_transport() {
 #[test]
 fn hierarchical_is_one_device_on_every_transport() {
     prove(StrategyKind::Hierarchical);
+}
+
+#[test]
+fn where_a_node_counts_nothing_the_rest_is_held_against_the_rest_of_the_formula() {
+    let config = with_nodes(&config(StrategyKind::Hierarchical), 4);
+    let train = |is_counted: bool| {
+        let options = TransportOptions { timeout: Duration::from_secs(60), ..TransportOptions::default() };
+        let sessions = transports::local_sessions_in_nodes(4, 2, &options).unwrap();
+        let equip = |(session, node): (Session, Node)| {
+            let counters = node.counters.clone().filter(|_| is_counted);
+            Session { node: Some(Node { counters, ..node }), ..session }
+        };
+        train_on(&config, sessions.into_iter().map(equip).collect())
+    };
+    let (all, part) = (train(true), train(false));
+    assert_bytes(&all, "nodes that count");
+    assert_bytes(&part, "nodes that count nothing");
+    for (all, part) in all.ranks.iter().zip(&part.ranks) {
+        let (bytes, messages) = all.node_sent.unwrap();
+        assert_eq!((bytes, messages), (all.expected.node_payload, all.expected.node_messages));
+        assert!(bytes > 0 && messages > 0 && part.bytes_expected > 0);
+        assert_eq!(part.bytes_expected, all.bytes_expected - bytes);
+        assert_eq!(part.expected.messages, all.expected.messages - messages);
+        assert_eq!((all.between_nodes, part.between_nodes, part.node_sent), (false, true, None));
+        assert_eq!(part.scalar_bytes, all.scalar_bytes);
+    }
 }
 
 /// Passes everything on, but turns the mean over ranks into a sum, or drops what a bucket would bring.

@@ -282,6 +282,7 @@ mod tests {
             messages: Some(8),
             expected,
             node_sent: None,
+            between_nodes: false,
             operations: 4,
             optimizer_steps: (3, 3),
             parts: Parts::default(),

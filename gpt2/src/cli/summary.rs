@@ -37,8 +37,9 @@ pub(super) fn print(summary: &Summary) {
 
 fn print_rank(rank: &RankReport) {
     let counted = |count: Option<u64>| count.map_or("not counted".into(), |count| format!("{count} counted"));
+    let place = if rank.between_nodes { " between nodes (inside its node nothing is counted)" } else { "" };
     say(format!(
-        "rank {}: sent a step: {} bytes, {} by the formula; messages: {}, {} by the formula; cpu {:.0}%; peak memory {:.0} MB",
+        "rank {}: sent a step{place}: {} bytes, {} by the formula; messages: {}, {} by the formula; cpu {:.0}%; peak memory {:.0} MB",
         rank.rank,
         counted(rank.bytes_counted),
         rank.bytes_expected,

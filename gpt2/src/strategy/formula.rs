@@ -35,6 +35,20 @@ pub struct Expected {
     pub node_messages: u64,
 }
 
+impl Expected {
+    /// The same without the bytes and messages inside the node. Operations there still count.
+    #[must_use]
+    pub fn between_nodes(self) -> Self {
+        Expected {
+            payload: self.payload - self.node_payload,
+            messages: self.messages - self.node_messages,
+            node_payload: 0,
+            node_messages: 0,
+            ..self
+        }
+    }
+}
+
 /// What a run is, as far as its messages depend on it.
 #[derive(Clone, Copy, Debug)]
 pub struct Run<'a> {

@@ -189,6 +189,8 @@ impl Trainer<'_> {
         let checked = self.session.checked;
         let run = formula::Run { kind, options: &options, precision, accumulation, ranks, checked };
         let expected = formula::sent(run, &Layout::new(&lengths), rank);
+        let between_nodes = self.session.counts_between_nodes();
+        let expected = if between_nodes { expected.between_nodes() } else { expected };
         let middle = |mut values: Vec<u64>| {
             values.sort_unstable();
             values.get(values.len() / 2).copied()
@@ -207,6 +209,7 @@ impl Trainer<'_> {
             messages: counted(&|sent| sent.messages),
             expected,
             node_sent: node_sent.get(node_sent.len() / 2).copied(),
+            between_nodes,
             operations: middle(self.operations.clone()).unwrap_or(0),
             optimizer_steps: self.optimizers.steps(),
             parts: median_parts(steady),

@@ -118,6 +118,13 @@ pub struct Session {
     pub timing_only: bool,
 }
 
+impl Session {
+    /// Whether the job's transport counts and that of the node, NCCL, does not: then counts are of what is sent between nodes.
+    pub(crate) fn counts_between_nodes(&self) -> bool {
+        self.counters.is_some() && self.node.as_ref().is_some_and(|node| node.counters.is_none())
+    }
+}
+
 /// One step, as this rank saw it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct StepReport {
@@ -144,7 +151,7 @@ pub struct StepReport {
     pub mfu: f64,
     /// The step's parts, in milliseconds.
     pub parts: Parts,
-    /// Payload bytes that this rank sent for gradients and parameters.
+    /// Payload bytes that this rank sent for gradients and parameters; what it leaves out: see [`RankReport::between_nodes`].
     pub bytes_sent: Option<u64>,
     /// Messages that this rank sent for them.
     pub messages_sent: Option<u64>,
@@ -273,8 +280,11 @@ pub struct RankReport {
     pub messages: Option<u64>,
     /// The same by the formula, with what is sent inside a node apart.
     pub expected: Expected,
-    /// Payload bytes and messages of them sent inside the node, as counted, where it has a transport of its own.
+    /// Payload bytes and messages of them sent inside the node, as counted, where it has a transport of its own that counts.
     pub node_sent: Option<(u64, u64)>,
+    /// Whether bytes and messages, as counted and by the formula, are those sent between nodes only, because the node's own transport,
+    /// NCCL, counts nothing.
+    pub between_nodes: bool,
     /// Median operations on gradients and parameters a step; by the formula in [`expected`](Self::expected).
     pub operations: u64,
     /// Steps that this rank's optimizers took in the whole run, by their own count: the fewest and the most over segments. Both are the

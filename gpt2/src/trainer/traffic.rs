@@ -8,7 +8,7 @@ use super::Session;
 /// What one rank sent in one step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Sent {
-    /// Payload bytes of gradients and parameters.
+    /// Payload bytes of gradients and parameters; between nodes only, where the node's own transport counts nothing.
     pub(super) payload: u64,
     pub(super) messages: u64,
     /// Of both, what was sent over the node's own transport.
