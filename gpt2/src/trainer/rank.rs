@@ -213,7 +213,7 @@ impl<'a> Trainer<'a> {
         let unscale = self.scaler.unscale();
         let squares = clock.spend(Activity::Optimizer, || self.optimizers.sum_of_squares(&grads, unscale))?;
         let overflows = f64::from(u8::from(!squares.is_finite()));
-        let mut totals = [loss, if self.sums() == Sums::OfRankZero { 0.0 } else { squares }, overflows];
+        let mut totals = [loss, self.sums().contribution(squares), overflows];
         clock.scalars("loss and gradient norm", || self.scalars.all_reduce(&mut totals, ReduceOp::Sum))?;
         let [loss, all_squares, overflows] = totals;
         let squares = if self.sums() == Sums::Known { squares } else { all_squares };

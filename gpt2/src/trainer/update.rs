@@ -8,7 +8,7 @@ use crate::flat::Flat;
 use crate::memory::{self, Category};
 use crate::strategy::{Activity, Clock};
 
-/// Sums over what a rank's optimizers own.
+/// What becomes of sums over what a rank's optimizers own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sums {
     /// They are those of every rank.
@@ -17,6 +17,27 @@ pub(super) enum Sums {
     Added,
     /// Those of rank 0 count, and not this rank's.
     OfRankZero,
+}
+
+impl Sums {
+    /// Where each rank sees everything nothing needs to be added, unless it comes from a device, whose sums differ in their last bits
+    /// from rank to rank: then all take that of rank 0.
+    fn of(owns_everything: bool, on_device: bool, rank: usize) -> Self {
+        match (owns_everything, on_device, rank) {
+            (true, false, _) => Sums::Known,
+            (true, true, 1..) => Sums::OfRankZero,
+            _ => Sums::Added,
+        }
+    }
+
+    /// What a rank adds to the others' sums, given its own. One that is not finite is never left out, so that all ranks fail alike.
+    pub(super) fn contribution(self, own: f64) -> f64 {
+        match self {
+            Sums::Known | Sums::Added => own,
+            Sums::OfRankZero if own.is_finite() => 0.0,
+            Sums::OfRankZero => f64::NAN,
+        }
+    }
 }
 
 impl Trainer<'_> {
@@ -37,14 +58,13 @@ impl Trainer<'_> {
         }
         // Norms of whole tensors, of which this rank may hold a part only.
         let mut norms = clock.spend(Activity::Optimizer, || self.optimizers.prepare(&self.masters, grads, factor))?;
-        if self.sums() != Sums::Known {
-            let mut flat: Vec<f64> = norms.iter().flatten().flatten().copied().collect();
-            if self.sums() == Sums::OfRankZero {
-                flat.fill(0.0);
-            }
+        let sums = self.sums();
+        if sums != Sums::Known {
+            let own = norms.iter().flatten().flatten();
+            let mut flat: Vec<f64> = own.map(|own| sums.contribution(*own)).collect();
             clock.scalars("norms of tensors", || self.scalars.all_reduce(&mut flat, ReduceOp::Sum))?;
-            for (pair, sums) in norms.iter_mut().flatten().zip(flat.chunks_exact(2)) {
-                pair.copy_from_slice(sums);
+            for (pair, whole) in norms.iter_mut().flatten().zip(flat.chunks_exact(2)) {
+                pair.copy_from_slice(whole);
             }
         }
         clock.spend(Activity::Optimizer, || {
@@ -61,13 +81,43 @@ impl Trainer<'_> {
         Ok(())
     }
 
-    /// What becomes of sums over what this rank's optimizers own. Where each rank sees everything nothing needs to be added, unless it comes
-    /// from a device, whose sums differ in their last bits from rank to rank: then all take that of rank 0.
+    /// What becomes of sums over what this rank's optimizers own.
     pub(super) fn sums(&self) -> Sums {
-        match (self.owns_everything(), self.places.masters_on_device) {
-            (true, false) => Sums::Known,
-            (true, true) if self.session.comm.rank() != 0 => Sums::OfRankZero,
-            _ => Sums::Added,
+        Sums::of(self.owns_everything(), self.places.masters_on_device, self.session.comm.rank())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_are_known_added_or_those_of_rank_zero() {
+        // Whether a rank owns everything, and on a device; what becomes of rank 0's sums, and of another's.
+        let table = [
+            ((true, false), [Sums::Known, Sums::Known]),
+            ((true, true), [Sums::Added, Sums::OfRankZero]),
+            ((false, false), [Sums::Added, Sums::Added]),
+            ((false, true), [Sums::Added, Sums::Added]),
+        ];
+        for ((owns_everything, on_device), [first, others]) in table {
+            for (rank, expected) in [(0, first), (1, others), (2, others)] {
+                let sums = Sums::of(owns_everything, on_device, rank);
+                assert_eq!(sums, expected, "{owns_everything} {on_device} {rank}");
+            }
         }
+    }
+
+    #[test]
+    fn what_is_not_finite_on_any_rank_is_not_finite_on_all() {
+        for spoilt in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+            for sums in [Sums::Known, Sums::Added, Sums::OfRankZero] {
+                // Rank 0's own may be the other infinity.
+                for first in [3.0, -spoilt] {
+                    assert!(!(first + sums.contribution(spoilt)).is_finite(), "{sums:?}: {first} and {spoilt}");
+                }
+            }
+        }
+        assert_eq!([Sums::Added, Sums::OfRankZero].map(|sums| sums.contribution(2.5)), [2.5, 0.0]);
     }
 }
