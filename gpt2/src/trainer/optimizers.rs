@@ -26,7 +26,7 @@ pub(super) enum Optimizers {
 /// Where a rank's gradients and masters are.
 #[derive(Clone)]
 pub(super) struct Places {
-    /// What keeps gradients from staying in the device's memory although a communicator works on that.
+    /// What keeps gradients from staying in the device's memory although a communicator works on that, where it may not be wanted.
     pub(super) staged: Option<String>,
     /// Whether the strategy gets gradients on the device.
     pub(super) gradients_on_device: bool,
@@ -212,7 +212,8 @@ fn check_device(
     }
 }
 
-/// Where gradients travel through host memory although a communicator works on the device's, and why.
+/// Why gradients are not kept on the device although a communicator works on its memory, which is seldom what was wanted. Whoever has
+/// bytes moved between nodes alone has chosen so: no more than shards pass through host memory then.
 fn staged(comms: &Comms, node: Option<&Arc<dyn Communicator>>) -> Option<String> {
     let world = (&*comms.world, comms.native.is_some());
     let levels = match node {
@@ -221,18 +222,18 @@ fn staged(comms: &Comms, node: Option<&Arc<dyn Communicator>>) -> Option<String>
         }
         None => vec![(world.0, world.1, "")],
     };
-    let lent = levels.iter().find(|(_, is_lent, _)| *is_lent);
-    let why = |(comm, _, place): &(&dyn Communicator, bool, &str)| match lent {
-        _ if comm.name() == "nccl" => Some(format!(
+    if let Some((.., place)) = levels.iter().find(|(comm, is_lent, _)| comm.name() == "nccl" && !is_lent) {
+        return Some(format!(
             "gradients travel through host memory{place}: NCCL works on CUDA devices, and the model is on another"
+        ));
+    }
+    match levels[..] {
+        [(inside, false, _), (between, true, _)] => Some(format!(
+            "gradients are read back from the device, and the optimizer runs on the host, because inside a node {} moves bytes; for {} \
+             between nodes a shard of each bucket is uploaded and read back again; without --node-transport all of it stays on the device",
+            inside.name(),
+            between.name()
         )),
-        Some((other, _, elsewhere)) => Some(format!(
-            "gradients travel through host memory{place}, where {} moves bytes, and stay on the device{elsewhere}, where {} works on \
-             its memory",
-            comm.name(),
-            other.name()
-        )),
-        None => None,
-    };
-    levels.iter().filter(|(_, is_lent, _)| !*is_lent).find_map(why)
+        _ => None,
+    }
 }
