@@ -183,7 +183,7 @@ pub(crate) struct Rank {
 pub(crate) struct Steps {
     pub(crate) total: Vec<f64>,
     pub(crate) data: Vec<f64>,
-    /// With all waiting for a device that computes by itself.
+    /// With waiting for a device that computes the passes by itself. Waiting for the optimizer's kernels is in `optimizer`.
     pub(crate) compute: Vec<f64>,
     pub(crate) pack: Vec<f64>,
     /// Waiting for gradients and parameters while all ranks take part.

@@ -20,7 +20,7 @@ pub(crate) enum Metric {
     Tokens,
     /// Reading the batch.
     Data,
-    /// Forward and backward pass, and all waiting for a GPU to compute.
+    /// Forward and backward pass, on a GPU with waiting for them.
     Compute,
     /// Packing gradients and parameters for the network.
     Pack,
@@ -34,7 +34,7 @@ pub(crate) enum Metric {
     Waits,
     /// Taking apart what came.
     Unpack,
-    /// The optimizer's update.
+    /// Gradient norm and the optimizer's update, on a GPU with waiting for them.
     Optimizer,
     /// Time that nothing accounts for.
     Other,

@@ -198,7 +198,7 @@ pub struct Parts {
     /// Cutting, casting and uploading what arrived.
     #[serde(with = "number")]
     pub unpack: f64,
-    /// Gradient norm and optimizer.
+    /// Gradient norm and optimizer, and waiting for a device that computes them by itself.
     #[serde(with = "number")]
     pub optimizer: f64,
     /// Not a part of the sum: how long at least one operation on gradients or parameters was under way.
