@@ -18,7 +18,7 @@ use gpt2::flat::Flat;
 use gpt2::optim::{LossScaling, OptimizerConfig, OptimizerKind};
 use gpt2::precision::Precision;
 use gpt2::segments::layout;
-use gpt2::strategy::{self, Activity, Clock, Comms, Span, StrategyKind, StrategyOptions};
+use gpt2::strategy::{self, Activity, Clock, Comms, Operation, Span, StrategyKind, StrategyOptions};
 use gpt2::trainer::{Observer, Parts, Session, StepReport, Summary, TrainConfig, train};
 use gpt2::transports::{TransportOptions, local_sessions, local_sessions_in_nodes};
 
@@ -102,6 +102,11 @@ fn sizes(strategy: StrategyKind) -> [usize; 2] {
     if strategy == StrategyKind::Hierarchical { [3, 4] } else { [2, 3] }
 }
 
+/// Two ranks; two nodes of two for the strategy that tells nodes apart.
+fn two_or_nodes(strategy: StrategyKind) -> usize {
+    if strategy == StrategyKind::Hierarchical { 4 } else { 2 }
+}
+
 /// Trains in device memory, which nothing leaves, as in host memory.
 fn prove(config: &TrainConfig, ranks: usize, what: &str) {
     let Outcome { summary, lent, detours, warnings, .. } = native(config, ranks);
@@ -148,7 +153,6 @@ fn one_device_trains_alone() {
 
 #[test]
 fn sixteen_bits_scaling_and_accumulation_work_in_device_memory() {
-    let ranks = 2;
     for strategy in [
         StrategyKind::Ddp,
         StrategyKind::Zero2,
@@ -156,7 +160,9 @@ fn sixteen_bits_scaling_and_accumulation_work_in_device_memory() {
         StrategyKind::ShardedPs,
         StrategyKind::Hierarchical,
     ] {
-        let config = config(strategy, ranks);
+        let ranks = two_or_nodes(strategy);
+        // Whole rows for each rank's micro-steps.
+        let config = TrainConfig { global_batch: 6 * ranks, ..config(strategy, ranks) };
         let narrow = StrategyOptions { wire: Precision::Bf16, ..config.options.clone() };
         let late = StrategyOptions { overlap: false, ..config.options.clone() };
         let scaling = LossScaling::Fixed { scale: 1024.0 };
@@ -167,8 +173,8 @@ fn sixteen_bits_scaling_and_accumulation_work_in_device_memory() {
             TrainConfig { accumulation: 2, options: late, ..config },
         ];
         for config in varied {
-            let Outcome { summary, detours, .. } = native(&config, 2);
-            let host = run(&config, &corpus(20_000), 2);
+            let Outcome { summary, detours, .. } = native(&config, ranks);
+            let host = run(&config, &corpus(20_000), ranks);
             let tolerance = if config.precision == Precision::Bf16 { 1e-2 } else { TOLERANCE };
             let what = format!("{strategy}, {}, {}, {}", config.precision, config.options.wire, config.accumulation);
             assert_close(&summary, &host, tolerance, &what);
@@ -186,6 +192,46 @@ fn an_overflow_is_skipped_in_device_memory_too() {
         ..config(StrategyKind::Ddp, 2)
     };
     assert_eq!(native(&config, 2).summary.skipped_steps, config.steps);
+}
+
+#[test]
+fn lamb_skips_and_accumulates_in_device_memory_as_in_host_memory() {
+    let lamb = TrainConfig { optimizer: OptimizerConfig::of(OptimizerKind::Lamb), ..single(8) };
+    // The first steps overflow, until the scale fits.
+    let shrinking = LossScaling::Dynamic { initial: 1_073_741_824.0, growth: 2.0, backoff: 1.0 / 64.0, interval: 100 };
+    for strategy in [StrategyKind::Ddp, StrategyKind::Zero1, StrategyKind::Fsdp, StrategyKind::Hierarchical] {
+        let ranks = two_or_nodes(strategy);
+        let config = TrainConfig { global_batch: 6 * ranks, ..with(&lamb, (strategy, false), ranks) };
+        let varied = [
+            (TrainConfig { accumulation: 3, ..config.clone() }, TOLERANCE),
+            (TrainConfig { precision: Precision::F16, loss_scaling: shrinking, accumulation: 2, ..config }, 1e-2),
+        ];
+        for (config, tolerance) in varied {
+            let what = format!("lamb, {strategy}, {}", config.precision);
+            let Outcome { summary, detours, .. } = native(&config, ranks);
+            let host = run(&config, &corpus(20_000), ranks);
+            assert_close(&summary, &host, tolerance, &what);
+            assert_eq!((summary.skipped_steps, detours), (host.skipped_steps, 0), "{what}");
+            let overflows = config.precision == Precision::F16;
+            let skipped = if overflows { 1..=config.steps - 3 } else { 0..=0 };
+            assert!(skipped.contains(&summary.skipped_steps), "{what}: {} skipped", summary.skipped_steps);
+            let steps = config.steps - summary.skipped_steps;
+            assert!(summary.ranks.iter().all(|rank| rank.optimizer_steps == (steps, steps)), "{what}");
+        }
+    }
+}
+
+#[test]
+fn norms_of_tensors_are_communicated_where_they_come_from_a_device() {
+    let lamb = TrainConfig { optimizer: OptimizerConfig::of(OptimizerKind::Lamb), ..config(StrategyKind::Ddp, 2) };
+    for (on_device, expected) in [(true, 1), (false, 0)] {
+        let outcome = train_all(&lamb, local_sessions(2, &options()), (on_device, false), &Lender::new);
+        for report in &outcome.reports {
+            let norms = report.communications.iter().filter(|operation| operation.label == "norms of tensors");
+            assert_eq!(norms.count(), expected, "on a device: {on_device}: {:?}", report.communications);
+        }
+        assert_eq!(outcome.reports.len() as u64, lamb.steps);
+    }
 }
 
 #[test]
@@ -251,11 +297,28 @@ fn waiting_for_the_device_is_computing_and_not_packing() {
 
 /// One step's gradients, from the device or from host memory, through a strategy.
 fn averaged(
-    (kind, wire): (StrategyKind, Precision),
+    of: (StrategyKind, Precision),
     sessions: Vec<Session>,
     on_device: bool,
     lends: (bool, bool),
 ) -> Vec<Vec<Vec<f32>>> {
+    timed(of, sessions, on_device, lends).into_iter().map(|rank| rank.grads).collect()
+}
+
+/// What came of it on one rank, and what its thread did meanwhile.
+struct Passed {
+    grads: Vec<Vec<f32>>,
+    spans: Vec<Span>,
+    operations: Vec<Operation>,
+}
+
+/// The same, with the time that it took.
+fn timed(
+    (kind, wire): (StrategyKind, Precision),
+    sessions: Vec<Session>,
+    on_device: bool,
+    lends: (bool, bool),
+) -> Vec<Passed> {
     let segments = layout(&Preset::Micro.config(64)).unwrap();
     let lengths: Vec<usize> = segments.iter().map(|segment| segment.len).collect();
     let base = with(&single(1), (kind, false), sessions.len()).options;
@@ -292,7 +355,9 @@ fn averaged(
             node.comm.finish(Duration::from_secs(60)).unwrap();
         }
         session.comm.finish(Duration::from_secs(60)).unwrap();
-        grads.into_iter().map(|grads| grads.into_host().unwrap()).collect()
+        let grads = grads.into_iter().map(|grads| grads.into_host().unwrap()).collect();
+        let (spans, operations) = clock.into_parts();
+        Passed { grads, spans, operations }
     };
     thread::scope(|scope| {
         let threads: Vec<_> = sessions.into_iter().map(|session| scope.spawn(|| average(session))).collect();
@@ -306,6 +371,37 @@ fn packing_on_the_device_for_a_byte_transport_changes_no_bit() {
         for wire in Precision::ALL {
             let from = |on_device| averaged((kind, wire), local_sessions(2, &options()), on_device, (false, false));
             assert_eq!(from(true), from(false), "{kind}, {wire}");
+        }
+    }
+}
+
+#[test]
+fn a_device_is_waited_for_once_a_bucket_before_its_bytes_are_sent() {
+    // What one bucket takes, with zero's parameters not yet sent.
+    let kinds = [
+        (StrategyKind::Ddp, 1),
+        (StrategyKind::Zero1, 1),
+        (StrategyKind::Zero2, 1),
+        (StrategyKind::Ring, 1),
+        (StrategyKind::Hierarchical, 3),
+    ];
+    for (kind, each) in kinds {
+        let ranks = two_or_nodes(kind);
+        for on_device in [true, false] {
+            let of = (kind, Precision::F32);
+            for rank in timed(of, local_sessions(ranks, &options()), on_device, (false, false)) {
+                let Passed { spans, operations, .. } = rank;
+                let buckets = operations.len() / each;
+                assert!(buckets > 1, "{kind}: {operations:?}");
+                let waits: Vec<usize> = (0..spans.len()).filter(|at| spans[*at].activity == Activity::Device).collect();
+                assert_eq!(waits.len(), if on_device { buckets } else { 0 }, "{kind}: {spans:?}");
+                // Asking, waiting, reading back; only then does the bucket leave.
+                for at in waits {
+                    let around = [spans[at - 1].activity, spans[at + 1].activity];
+                    assert_eq!(around, [Activity::Pack; 2], "{kind}: {spans:?}");
+                    assert!(spans[at + 2].operation.is_some(), "{kind}: {spans:?}");
+                }
+            }
         }
     }
 }

@@ -241,7 +241,7 @@ impl Clock {
     }
 
     /// What the training thread did, and the operations of the step in the order in which they were started.
-    pub(crate) fn into_parts(self) -> (Vec<Span>, Vec<Operation>) {
+    pub fn into_parts(self) -> (Vec<Span>, Vec<Operation>) {
         (self.spans, self.operations)
     }
 

@@ -27,7 +27,7 @@ impl Equipped {
     pub fn new(session: &mut Session, (world, node): (bool, bool), lender: Arc<Lender>) -> Self {
         let mut natives = Vec::new();
         let mut equip = |comm: &mut Arc<dyn Communicator>| -> Option<Arc<dyn DeviceCollectives>> {
-            let native = Arc::new(Native { inner: comm.clone(), detours: Arc::default(), is_part: false });
+            let native = Arc::new(Native { inner: comm.clone(), detours: Arc::default(), part: Part::Job });
             *comm = native.clone();
             natives.push(native);
             Some(lender.clone())
@@ -135,12 +135,21 @@ impl DeviceCollectives for Lender {
     }
 }
 
+/// Which ranks a communicator has, and so what it does with memory of the host's that it is lent.
+enum Part {
+    /// The job's or a node's own, which refuses it.
+    Job,
+    /// Split off another with all its ranks, as that of the scalars, which are in host memory.
+    Everyone,
+    /// Split off with some of them: for gradients, whose detour is counted.
+    Some,
+}
+
 /// Works on [`Memory`], and on the host's through a detour that is counted.
 struct Native {
     inner: Arc<dyn Communicator>,
     detours: Arc<AtomicU64>,
-    /// Whether it was split off another: scalars have a part of their own, and are in host memory.
-    is_part: bool,
+    part: Part,
 }
 
 #[deny(clippy::missing_trait_methods)]
@@ -192,15 +201,20 @@ impl Communicator for Native {
     }
 
     fn run_borrowed(&self, call: BorrowedCall<'_>) -> Result<(), Error> {
-        if self.is_part {
-            return self.inner.run_borrowed(call);
+        match self.part {
+            Part::Job => return Err(Error::invalid("memory of the host was lent to a device's communicator")),
+            Part::Everyone => {}
+            Part::Some => {
+                self.detours.fetch_add(1, Ordering::Relaxed);
+            }
         }
-        Err(Error::invalid("memory of the host was lent to a device's communicator"))
+        self.inner.run_borrowed(call)
     }
 
     fn split(&self, color: Option<u64>, key: i64) -> Result<Option<Arc<dyn Communicator>>, Error> {
-        let part = |inner| -> Arc<dyn Communicator> {
-            Arc::new(Native { inner, detours: self.detours.clone(), is_part: true })
+        let part = |inner: Arc<dyn Communicator>| -> Arc<dyn Communicator> {
+            let part = if inner.world_size() == self.world_size() { Part::Everyone } else { Part::Some };
+            Arc::new(Native { inner, detours: self.detours.clone(), part })
         };
         Ok(self.inner.split(color, key)?.map(part))
     }
