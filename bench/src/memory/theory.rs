@@ -11,6 +11,10 @@ use super::options::{Settings, embedding_share};
 const SLACK_SHARE: f64 = 0.02;
 const SLACK_BYTES: f64 = 65_536.0;
 
+/// What the model takes for each of its tensors beside the elements, in bytes: the handle and its shapes, and for weights that come and go
+/// what stands for them meanwhile. Measured: 779.
+const TENSOR_BYTES: f64 = 1024.0;
+
 /// The categories that have a formula.
 pub(super) const JUDGED: [Category; 3] = [Category::Parameters, Category::Gradients, Category::Optimizer];
 
@@ -45,17 +49,20 @@ struct Sizes {
     tensor: f64,
     /// E
     embedding: f64,
+    /// Number of tensors.
+    tensors: f64,
 }
 
 impl Sizes {
     fn of(segments: &[SegmentInfo]) -> Self {
         let lengths = || segments.iter().map(|segment| segment.len);
-        let tensors = segments.iter().flat_map(|segment| &segment.params).map(|param| param.len);
+        let tensors = || segments.iter().flat_map(|segment| &segment.params).map(|param| param.len);
         Sizes {
             all: lengths().sum::<usize>() as f64,
             segment: lengths().max().unwrap_or(0) as f64,
-            tensor: tensors.max().unwrap_or(0) as f64,
+            tensor: tensors().max().unwrap_or(0) as f64,
             embedding: lengths().next().unwrap_or(0) as f64,
+            tensors: tensors().count() as f64,
         }
     }
 }
@@ -63,13 +70,13 @@ impl Sizes {
 /// The bounds of a case; see [`formulas`].
 pub(super) fn bounds(segments: &[SegmentInfo], case: Case) -> Bounds {
     const F32: f64 = 4.0;
-    let Sizes { all, segment, tensor, embedding } = Sizes::of(segments);
+    let Sizes { all, segment, tensor, embedding, tensors } = Sizes::of(segments);
     let w = case.precision.dtype().size() as f64;
     let ranks = case.ranks as f64;
     let shard = all / ranks;
     let gathered = w * (all + 2.0 * segment + tensor.max(segment / ranks));
     let sharded = F32 * (shard + 2.0 * segment);
-    match case.strategy {
+    let mut bounds = match case.strategy {
         StrategyKind::Zero1 => {
             Bounds { parameters: gathered, gradients: F32 * (all + segment), optimizer: F32 * 3.0 * shard }
         }
@@ -84,12 +91,14 @@ pub(super) fn bounds(segments: &[SegmentInfo], case: Case) -> Bounds {
             gradients: F32 * (all + tensor),
             optimizer: F32 * 3.0 * all,
         },
-    }
+    };
+    bounds.parameters += TENSOR_BYTES * tensors;
+    bounds
 }
 
 /// The model, and what the letters stand for in it.
 pub(super) fn introduction(settings: &Settings) -> String {
-    let Sizes { all, segment, tensor, embedding } = Sizes::of(&settings.segments);
+    let Sizes { all, segment, tensor, embedding, .. } = Sizes::of(&settings.segments);
     let mib = |elements: f64| elements * 4.0 / f64::from(1 << 20);
     format!(
         "model: {} with {} blocks, bytes: {:.2} M parameters, of which the embedding is {:.1} %; {} sequences of {} tokens a step, {} steps\n\
@@ -112,7 +121,7 @@ pub(super) fn introduction(settings: &Settings) -> String {
 /// The bounds in words.
 pub(super) fn formulas() -> String {
     format!(
-        "bounds (sizes in f32; N ranks; w is 1, or 1/2 where weights are of 16 bits; on top {:.0} % and {:.0} KiB):\n\
+        "bounds (sizes in f32; N ranks; w is 1, or 1/2 where weights are of 16 bits; on top {:.0} % and {:.0} KiB, and for parameters {} KiB a tensor):\n\
          parameters  single, ddp    w(P + S + T)              all weights, and the segment that replaces one, which is cut tensor by tensor\n\
          \x20           zero1, zero2   w(P + 2S + max(T, S/N))  all weights, two segments being gathered, and a tensor of one or this rank's shard\n\
          \x20           fsdp           P/N + w(2S + E)           masters, the segment in use and the one to come, the embedding from its \
@@ -124,6 +133,7 @@ pub(super) fn formulas() -> String {
          \x20           zero1, zero2   3P/N\n\
          \x20           fsdp           2P/N                      two moments",
         100.0 * SLACK_SHARE,
-        SLACK_BYTES / 1024.0
+        SLACK_BYTES / 1024.0,
+        TENSOR_BYTES / 1024.0
     )
 }
