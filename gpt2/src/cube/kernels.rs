@@ -16,9 +16,9 @@ const LEAST: f32 = -3.0e38;
 const TWICE_ROOT: f32 = 1.595_769;
 const CUBIC: f32 = 0.044_715;
 
-/// Σ over the cube's units, in a tree, the same in each of them.
+/// What the cube's units have, in a tree, the same in each of them: the largest of it, or else its sum.
 #[cube]
-fn total(value: f32, scratch: &mut Shared<[f32]>) -> f32 {
+fn together(value: f32, scratch: &mut Shared<[f32]>, #[comptime] largest: bool) -> f32 {
     let unit = UNIT_POS as usize;
     scratch[unit] = value;
     sync_cube();
@@ -26,35 +26,27 @@ fn total(value: f32, scratch: &mut Shared<[f32]>) -> f32 {
     for step in 0..STEPS {
         let half = comptime!(UNITS >> (step + 1));
         if unit < half {
-            let sum = scratch[unit] + scratch[unit + half];
-            scratch[unit] = sum;
+            let (own, other) = (scratch[unit], scratch[unit + half]);
+            scratch[unit] = if comptime!(largest) { max(own, other) } else { own + other };
         }
         sync_cube();
     }
-    let total = scratch[0];
+    let all = scratch[0];
     // Nobody writes before everybody has read.
     sync_cube();
-    total
+    all
+}
+
+/// Σ over the cube's units.
+#[cube]
+fn total(value: f32, scratch: &mut Shared<[f32]>) -> f32 {
+    together(value, scratch, false)
 }
 
 /// The largest of what the cube's units have.
 #[cube]
 fn largest(value: f32, scratch: &mut Shared<[f32]>) -> f32 {
-    let unit = UNIT_POS as usize;
-    scratch[unit] = value;
-    sync_cube();
-    #[unroll]
-    for step in 0..STEPS {
-        let half = comptime!(UNITS >> (step + 1));
-        if unit < half {
-            let larger = max(scratch[unit], scratch[unit + half]);
-            scratch[unit] = larger;
-        }
-        sync_cube();
-    }
-    let largest = scratch[0];
-    sync_cube();
-    largest
+    together(value, scratch, true)
 }
 
 /// Row i of `scores`, whose rows are those of squares `[t, t]`, becomes the softmax of `scale` times its first i + 1 elements, and zeros.
