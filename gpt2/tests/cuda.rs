@@ -7,10 +7,14 @@
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+mod gpu;
+
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::Instant;
+
+use gpu::Gpus;
 
 /// The folder that Python's packages of CUDA 13 fill.
 fn toolkit() -> Option<PathBuf> {
@@ -19,19 +23,6 @@ fn toolkit() -> Option<PathBuf> {
     folders
         .map(|python| python.path().join("site-packages/nvidia/cu13"))
         .find(|toolkit| toolkit.join("lib/libnvrtc.so.13").is_file() && toolkit.join("include/cuda_fp16.h").is_file())
-}
-
-/// Compiles a stand-in under the name of what it stands in for.
-fn library(folder: &Path, name: &str, source: &str) {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/stand_in").join(source);
-    let compiler = std::env::var_os("CC").unwrap_or_else(|| "cc".into());
-    let output = Command::new(compiler)
-        .args(["-shared", "-fPIC", "-O1", "-o"])
-        .args([folder.join(name), source])
-        .args(["-lpthread", "-ldl"])
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
 /// Kernels that the trainer brings along, by the beginnings of their names.
@@ -68,10 +59,8 @@ fn every_kernel_of_a_step_compiles_and_is_kept() {
         println!("skipped: no NVRTC and headers of CUDA 13 among Python's packages");
         return;
     };
-    let folder = tempfile::tempdir().unwrap();
-    // Not under the name libcuda.so.1, by which NVRTC itself would find it and ask for what it does not have.
-    library(folder.path(), "libcuda.so", "driver.c");
-    library(folder.path(), "libnvrtc.so", "nvrtc.c");
+    let Some(folder) = Gpus::new() else { return };
+    folder.library("libnvrtc.so", &gpu::source("nvrtc.cpp"), &["-ldl"]);
 
     let train = |preset: &str, precision: &str, run: &str| {
         let (counts, compiled) = (folder.path().join("counts.json"), folder.path().join("compiled.txt"));

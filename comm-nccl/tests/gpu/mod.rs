@@ -1,0 +1,70 @@
+//! GPUs that are not there: stand-ins for the CUDA driver and NCCL as shared libraries, made of the C++ beside this file by the compiler of
+//! the machine. They compute on the processor, each process for itself, and exchange messages as files.
+
+use std::ffi::OsString;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use tempfile::TempDir;
+
+/// Where a machine without a C++ compiler must not pass over a test.
+const NEEDED: &str = "TEST_NEEDS_CXX";
+
+/// A folder with libraries that a process finds in place of the real ones.
+pub struct Gpus {
+    folder: TempDir,
+    compiler: OsString,
+}
+
+impl Gpus {
+    /// `None`, with the reason printed, if there is no C++ compiler.
+    pub fn new() -> Option<Self> {
+        let compiler = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
+        match Command::new(&compiler).arg("--version").output() {
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::NotFound && std::env::var_os(NEEDED).is_none() => {
+                println!("skipped: no C++ compiler ({})", compiler.display());
+                return None;
+            }
+            Err(error) => panic!("{}: {error}", compiler.display()),
+        }
+        let gpus = Gpus { folder: tempfile::tempdir().expect("a temporary folder"), compiler };
+        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../comm-nccl/tests/gpu");
+        // Not under the name libcuda.so.1, by which NVRTC itself would find it and ask for what it does not have.
+        gpus.library("libcuda.so", &sources.join("driver.cpp"), &["-lpthread", "-ldl"]);
+        let driver = gpus.path().join("libcuda.so");
+        gpus.library("libnccl.so.2", &sources.join("nccl.cpp"), &[driver.to_str().expect("a path in Unicode")]);
+        std::fs::create_dir(gpus.path().join("messages")).expect("a folder of one's own");
+        Some(gpus)
+    }
+
+    /// The folder, which goes with this.
+    pub fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Compiles a stand-in under the name of what it stands in for.
+    pub fn library(&self, name: &str, source: &Path, more: &[&str]) -> PathBuf {
+        let library = self.path().join(name);
+        let output = Command::new(&self.compiler)
+            // Its name of its own is what others that need it are looked for by, in place of a path.
+            .args(["-std=c++17", "-shared", "-fPIC", "-O1", &format!("-Wl,-soname,{name}"), "-o"])
+            .args([&library, source])
+            .args(more)
+            .output()
+            .expect("the compiler that said its version");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        library
+    }
+
+    /// Has `command` find `devices` GPUs. `when` says when they do what they are told: `at-once`, or as `late` as can be (driver.cpp).
+    pub fn equip(&self, command: &mut Command, devices: usize, when: &str) {
+        command
+            .env("LD_LIBRARY_PATH", self.path())
+            .env("COMM_NCCL_LIB", self.path().join("libnccl.so.2"))
+            .env("STAND_IN_COMPUTES", when)
+            .env("STAND_IN_DEVICES", devices.to_string())
+            .env("STAND_IN_NCCL", self.path().join("messages"));
+    }
+}
