@@ -27,7 +27,7 @@ using Address = unsigned long long;
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_IMAGE = 200, NOT_FOUND = 500, NOT_READY = 600 };
 
-std::recursive_mutex lock;
+std::recursive_mutex &lock = *new std::recursive_mutex;
 using Locked = std::lock_guard<std::recursive_mutex>;
 
 const char *mode() {
@@ -37,23 +37,25 @@ const char *mode() {
 bool computes() { return mode() != nullptr; }
 bool late() { return computes() && std::strcmp(mode(), "late") == 0; }
 
+// What threads may still use when the process ends is not taken down.
 struct Counts {
     unsigned long long launches, allocated, most_allocated, uploaded, read_back, waits, skipped;
     std::vector<std::string> kernels;
+} &counts = *new Counts();
 
-    ~Counts() {
-        const char *path = std::getenv("STAND_IN_COUNTS");
-        FILE *file = path ? std::fopen(path, "w") : nullptr;
-        if (!file) return;
-        std::fprintf(file,
-                     "{\"modules\": %zu, \"launches\": %llu, \"skipped\": %llu, \"most_allocated\": %llu, \"uploaded\": %llu, "
-                     "\"read_back\": %llu, \"waits\": %llu,\n\"kernels\": [",
-                     kernels.size(), launches, skipped, most_allocated, uploaded, read_back, waits);
-        for (size_t i = 0; i < kernels.size(); i++) std::fprintf(file, "%s\"%s\"", i ? ", " : "", kernels[i].c_str());
-        std::fprintf(file, "]}\n");
-        std::fclose(file);
-    }
-} counts;
+__attribute__((destructor)) void write_counts() {
+    const char *path = std::getenv("STAND_IN_COUNTS");
+    FILE *file = path ? std::fopen(path, "w") : nullptr;
+    if (!file) return;
+    Locked held(lock);
+    std::fprintf(file,
+                 "{\"modules\": %zu, \"launches\": %llu, \"skipped\": %llu, \"most_allocated\": %llu, \"uploaded\": %llu, "
+                 "\"read_back\": %llu, \"waits\": %llu,\n\"kernels\": [",
+                 counts.kernels.size(), counts.launches, counts.skipped, counts.most_allocated, counts.uploaded, counts.read_back, counts.waits);
+    for (size_t i = 0; i < counts.kernels.size(); i++) std::fprintf(file, "%s\"%s\"", i ? ", " : "", counts.kernels[i].c_str());
+    std::fprintf(file, "]}\n");
+    std::fclose(file);
+}
 
 double now() {
     timespec time;
@@ -68,7 +70,7 @@ struct Stream {
     bool running = false;
 };
 
-std::vector<Stream *> streams;
+std::vector<Stream *> &streams = *new std::vector<Stream *>;
 
 /// Does what is in a stream, up to its first `upto` operations, as far as it goes now.
 bool advance(Stream &stream, uint64_t upto) {
@@ -147,7 +149,7 @@ struct Event {
 };
 
 // Blocks of memory by their addresses. A free one of the same size is not taken again, so that a stale address is found out.
-std::map<Address, size_t> blocks, pinned;
+std::map<Address, size_t> &blocks = *new std::map<Address, size_t>, &pinned = *new std::map<Address, size_t>;
 Address next_address = 1ull << 40;
 
 /// At most this many bytes of a block are filled; the backend asks for large ones.

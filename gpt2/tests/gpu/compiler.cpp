@@ -30,11 +30,12 @@ std::string variable(const char *name) {
     return value;
 }
 
-const std::regex KERNEL("extern \"C\" __global__ void .*?([a-z][A-Za-z0-9_]*)\\((?!\\d+\\))");
-const std::regex SHARED("extern __shared__ .*char ([A-Za-z0-9_]+)\\[\\]");
+// Not taken down when the process ends, while a thread may still compile.
+const std::regex &KERNEL = *new std::regex("extern \"C\" __global__ void .*?([a-z][A-Za-z0-9_]*)\\((?!\\d+\\))");
+const std::regex &SHARED = *new std::regex("extern __shared__ .*char ([A-Za-z0-9_]+)\\[\\]");
 /// The one instruction that the backend writes itself.
-const std::regex ATOMIC_ADD("asm volatile\\(\"atom\\.relaxed\\.add\\.f32 [^\"]*\" : \"=f\"\\((\\w+)\\) : \"l\"\\((\\w+)\\), "
-                            "\"f\"\\((\\w+)\\) *\\);");
+const std::regex &ATOMIC_ADD = *new std::regex(
+    "asm volatile\\(\"atom\\.relaxed\\.add\\.f32 [^\"]*\" : \"=f\"\\((\\w+)\\) : \"l\"\\((\\w+)\\), \"f\"\\((\\w+)\\) *\\);");
 
 /// What of a file a kernel depends on.
 std::string contents(const std::string &path) {
