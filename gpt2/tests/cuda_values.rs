@@ -49,13 +49,19 @@ struct Run {
 }
 
 /// Trains the smallest model for three steps. `devices` of 0 is the processor.
-fn train(machine: &Machine, (devices, when): (usize, &str), arguments: &[&str], change: impl FnOnce(&mut Command)) -> Run {
+fn train(
+    machine: &Machine,
+    (devices, when): (usize, &str),
+    arguments: &[&str],
+    change: impl FnOnce(&mut Command),
+) -> Run {
     let out: PathBuf = tempfile::tempdir_in(machine.path()).unwrap().keep();
     let counts = out.join("counts.json");
     let mut command = machine.gpt2(devices, when);
     command
-        .args(["train", "--preset", "micro", "--tokenizer", "bytes", "--steps", "3", "--batch", "8", "--eval-every", "0"])
-        .args(["--seed", "7", "--device", if devices == 0 { "cpu" } else { "cuda" }])
+        .args(["train", "--preset", "micro", "--tokenizer", "bytes", "--batch", "8"])
+        .args(["--steps", "3", "--eval-every", "0", "--seed", "7"])
+        .args(["--device", if devices == 0 { "cpu" } else { "cuda" }])
         .args(arguments)
         .arg("--out")
         .arg(&out)
@@ -129,7 +135,10 @@ fn one_device_computes_what_the_processor_does_in_every_type() {
         let count = |of: &str| run.counts[of].as_u64().unwrap();
         assert!(count("launches") - count("skipped") > 500, "{:?}", run.counts);
         let at_once = train(&machine, (1, "at-once"), &arguments, |_| {});
-        assert_eq!(run.weights, at_once.weights, "{precision}: it matters when the device does what it is told, or in which order");
+        assert_eq!(
+            run.weights, at_once.weights,
+            "{precision}: it matters when the device does what it is told, or in which order"
+        );
         if precision == "f32" {
             let rounded = train(&machine, (1, "late"), &arguments, |command| {
                 command.env("STAND_IN_TF32", "1");
