@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+mod ctrl_c;
+
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -122,7 +124,7 @@ fn a_table_without_a_cell_is_refused() {
 #[test]
 fn ctrl_c_leaves_nothing_behind() {
     let folder = tempfile::tempdir().unwrap();
-    let mut table = Command::new(env!("CARGO_BIN_EXE_bench"))
+    let mut table = ctrl_c::heeded(&mut Command::new(env!("CARGO_BIN_EXE_bench")))
         .args(["chaos", "--allow-debug", "--faults", "silent", "--transports", "tcp-raw", "--timeout", "60s"])
         .env("TMPDIR", folder.path())
         .stdout(Stdio::null())
@@ -135,9 +137,7 @@ fn ctrl_c_leaves_nothing_behind() {
         std::thread::sleep(Duration::from_millis(20));
     }
     let ranks = children(table.id());
-    assert!(Command::new("kill").args(["-INT", &table.id().to_string()]).status().unwrap().success());
-    let status = table.wait().unwrap();
-    assert_eq!(status.code(), Some(128 + 2));
+    assert_eq!(ctrl_c::press(&mut table).code(), Some(128 + 2));
     for rank in ranks {
         assert!(!Path::new(&format!("/proc/{rank}")).exists(), "process {rank} is left");
     }

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+mod ctrl_c;
+
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -78,7 +80,7 @@ fn what_cannot_be_attacked_is_named() {
 #[test]
 fn an_interrupted_run_leaves_no_process_behind() {
     let folder = tempfile::tempdir().unwrap();
-    let mut bench = hostile(&["--quick", "--allow-debug", "--seconds", "20"], folder.path())
+    let mut bench = ctrl_c::heeded(&mut hostile(&["--quick", "--allow-debug", "--seconds", "20"], folder.path()))
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .spawn()
@@ -99,8 +101,7 @@ fn an_interrupted_run_leaves_no_process_behind() {
         std::thread::sleep(Duration::from_millis(10));
     }
     assert_eq!(started.len(), 3, "no ranks were started");
-    assert!(Command::new("kill").args(["-INT", &bench.id().to_string()]).status().unwrap().success());
-    let status = bench.wait().unwrap();
+    let status = ctrl_c::press(&mut bench);
     assert_eq!(status.code(), Some(130), "{status}");
     let alive = |process: &&String| Path::new(&format!("/proc/{process}")).exists();
     assert_eq!(started.iter().filter(alive).count(), 0, "{started:?}");

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+mod ctrl_c;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -135,11 +137,10 @@ fn emulated_links_are_measured_and_nothing_is_left() {
 fn ctrl_c_takes_the_link_and_its_emulator_away() {
     let folder = tempfile::tempdir().unwrap();
     let mut command = command(&["./emulated.toml", "--seconds", "20"], folder.path());
-    let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let child = ctrl_c::heeded(&mut command).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let Some(mut child) = at_work(child, 2) else { return };
     let children = children_of(child.id());
-    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
-    assert_eq!(child.wait().unwrap().code(), Some(128 + 2));
+    assert_eq!(ctrl_c::press(&mut child).code(), Some(128 + 2));
     assert!(namespaces_of(child.id()).is_empty(), "namespaces are left");
     wait_for("processes are left", || children.iter().all(|process| !is_ours(*process)));
 }

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+mod ctrl_c;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -119,7 +121,8 @@ fn ctrl_c_takes_the_link_away() {
     let folder = tempfile::tempdir().unwrap();
     // Slow enough that it is still at it.
     let arguments = ["--rate", "64kbit", "--strategies", "ring", "--transports", "tcp-raw"];
-    let mut child = command(&arguments, folder.path()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut command = command(&arguments, folder.path());
+    let mut child = ctrl_c::heeded(&mut command).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let deadline = Instant::now() + Duration::from_secs(30);
     while namespaces_of(child.id()).len() < 2 {
         if child.try_wait().unwrap().is_some() {
@@ -131,9 +134,7 @@ fn ctrl_c_takes_the_link_away() {
         std::thread::sleep(Duration::from_millis(20));
     }
     std::thread::sleep(Duration::from_millis(300));
-    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
-    let status = child.wait().unwrap();
-    assert_eq!(status.code(), Some(128 + 2));
+    assert_eq!(ctrl_c::press(&mut child).code(), Some(128 + 2));
     assert!(namespaces_of(child.id()).is_empty(), "namespaces are left");
 }
 

@@ -11,6 +11,7 @@ use rayon::prelude::*;
 
 #[cfg(all(feature = "cube", not(feature = "fusion")))]
 use crate::cube;
+use crate::devices;
 use crate::math;
 use crate::segments::ModelError;
 
@@ -204,7 +205,7 @@ fn host_data(logits_nv: Tensor<2>) -> Result<TensorData, ModelError> {
 }
 
 fn failed(error: impl std::fmt::Display) -> ModelError {
-    ModelError::Head { detail: error.to_string() }
+    ModelError::Head { detail: devices::reason(error) }
 }
 
 #[cfg(test)]

@@ -70,16 +70,16 @@ pub(crate) fn place(tensor: Tensor<1>) -> Result<(Address, Lent)> {
     };
     let failed = |error: String| Error::io("lending a tensor to NCCL", io::Error::other(error));
     // All that was put off, by whichever thread of the backend runs it.
-    tensor.device().sync().map_err(|error| failed(error.to_string()))?;
+    tensor.device().sync().map_err(|error| failed(devices::reason(error)))?;
     let cube = cube(tensor.clone())?;
     if !cube.is_contiguous() {
         return Err(Error::Internal("a tensor with gaps was to be lent to NCCL".into()));
     }
     // First the resource: asking for it makes this thread's stream wait for the one on which the tensor is computed. Then that stream.
     let resource = cube.client.get_resource::<<CudaRuntime as Runtime>::Server>(cube.handle.clone());
-    let resource = resource.map_err(|error| failed(error.to_string()))?;
+    let resource = resource.map_err(|error| failed(devices::reason(error)))?;
     let waited = cubecl::future::block_on(cube.client.sync_buffers([&cube.handle]));
-    waited.map_err(|error| failed(error.to_string()))?;
+    waited.map_err(|error| failed(devices::reason(error)))?;
     Ok(((resource.resource().ptr, dtype), Lent { tensor, _place: Box::new(resource) }))
 }
 

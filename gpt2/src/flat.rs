@@ -13,6 +13,7 @@ use std::ops::Range;
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use comm_core::{Buffer, Error, Result, bf16, f16};
 
+use crate::devices;
 use crate::precision::{Precision, split};
 
 pub(crate) use packer::Packer;
@@ -238,7 +239,9 @@ pub enum Weights {
 
 /// Waits until `device` has done what it was asked to.
 fn settle(device: &Device) -> Result<()> {
-    device.sync().map_err(|error| Error::io("waiting for gradients or parameters", io::Error::other(error.to_string())))
+    device
+        .sync()
+        .map_err(|error| Error::io("waiting for gradients or parameters", io::Error::other(devices::reason(error))))
 }
 
 /// The values of a buffer of `precision`, on `device`.
@@ -285,7 +288,7 @@ fn pieces(whole: Option<Tensor<1>>, lengths: &[usize]) -> Vec<Option<Tensor<1>>>
 
 fn read_back<E: burn::tensor::Element>(tensor: Tensor<1>) -> Result<Vec<E>> {
     tensor.try_into_vec_as::<E>().map_err(|error| {
-        Error::io("reading gradients or parameters back from the device", io::Error::other(error.to_string()))
+        Error::io("reading gradients or parameters back from the device", io::Error::other(devices::reason(error)))
     })
 }
 

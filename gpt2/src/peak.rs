@@ -8,6 +8,7 @@ use burn::tensor::{Device, Tensor};
 use crate::cross_entropy::Placement;
 use crate::devices;
 use crate::precision::Precision;
+use crate::segments::ModelError;
 
 /// How [`flops`] measures on `device`, in words.
 pub fn yardstick(device: &Device, precision: Precision) -> String {
@@ -17,7 +18,10 @@ pub fn yardstick(device: &Device, precision: Precision) -> String {
 
 /// FLOP/s of a large matrix product on `device`, in the current thread pool: the best of the tries that fit 0.2 s, after a warm-up. In
 /// f32 on the CPU, where products of a 16-bit type are no faster; in `precision` on other devices.
-pub fn flops(device: &Device, precision: Precision) -> f64 {
+///
+/// # Errors
+/// [`ModelError::Waiting`] where the device fails, for example for lack of memory.
+pub fn flops(device: &Device, precision: Precision) -> Result<f64, ModelError> {
     const TIME: Duration = Duration::from_millis(200);
     let n = size(device);
     let dtype = measured_in(device, precision).float();
@@ -31,17 +35,21 @@ pub fn flops(device: &Device, precision: Precision) -> f64 {
             c = a.clone().matmul(b.clone());
         }
         // Reading a value waits for the products: devices compute when they are asked for results.
-        black_box(c.slice([0..1, 0..1]).try_into_vec_as::<f32>().is_ok())
+        let read = c.slice([0..1, 0..1]).try_into_vec_as::<f32>();
+        read.map(|values| drop(black_box(values))).map_err(|error| {
+            let detail = format!("measuring {n} × {n} matrix products: {}", devices::reason(error));
+            ModelError::Waiting { detail }
+        })
     };
-    run();
+    run()?;
     let began = Instant::now();
     let mut best = f64::INFINITY;
     while began.elapsed() < TIME {
         let start = Instant::now();
-        run();
+        run()?;
         best = best.min(start.elapsed().as_secs_f64());
     }
-    2.0 * (n as f64).powi(3) * f64::from(products) / best
+    Ok(2.0 * (n as f64).powi(3) * f64::from(products) / best)
 }
 
 fn size(device: &Device) -> usize {

@@ -35,7 +35,7 @@ fn main() -> ExitCode {
             .inputs_per_case(2)
             .memory(1 << 20, 512),
         Target::new("token ids", token_ids, || vec![vec![1, 0, 2, 0, 80, 196], vec![0; 10], b"a b c d".repeat(4)])
-            .memory(1 << 20, 64),
+            .memory(128 << 10, 64),
     ])
 }
 

@@ -3,9 +3,11 @@
 //
 // With STAND_IN_COMPUTES unset addresses stand for no memory, kernels do nothing, and what is read back is zeros. With it set memory is the
 // process's, and a kernel is a shared library (gpt2/tests/gpu/compiler.cpp) that is run on the processor. Its value says when what was put into a stream is
-// done: `at-once`, before the call returns; or `late`, not before somebody waits for it, so that whatever is not ordered by a wait or an event
-// comes out of order. `late` also runs blocks, and the threads of each, in the reverse order. New and freed memory is filled with bytes that
-// are no number in any type.
+// done: `at-once`, before the call returns; or `late`, not before somebody waits for it, so that whatever is not ordered by a wait comes out of
+// order. Who only asks whether it is done finds one operation more done. `late` also runs blocks in the reverse order, and the threads of a
+// block in either by turns. New and freed memory is filled with bytes that are no number in any floating-point type.
+//
+// Faults: a device has STAND_IN_MEMORY bytes, and after STAND_IN_LOST_AT launches that were not skipped every call says that the device is lost.
 
 #include <cstdint>
 #include <cstdio>
@@ -16,6 +18,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -25,7 +28,7 @@ namespace {
 
 using Address = unsigned long long;
 
-enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_IMAGE = 200, NOT_FOUND = 500, NOT_READY = 600 };
+enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_IMAGE = 200, NOT_FOUND = 500, NOT_READY = 600, LOST = 700 };
 
 std::recursive_mutex &lock = *new std::recursive_mutex;
 using Locked = std::lock_guard<std::recursive_mutex>;
@@ -41,6 +44,7 @@ bool late() { return computes() && std::strcmp(mode(), "late") == 0; }
 struct Counts {
     unsigned long long launches, allocated, most_allocated, uploaded, read_back, waits, skipped;
     std::vector<std::string> kernels;
+    std::set<std::string> skipped_kernels;
 } &counts = *new Counts();
 
 __attribute__((destructor)) void write_counts() {
@@ -52,9 +56,25 @@ __attribute__((destructor)) void write_counts() {
                  "{\"modules\": %zu, \"launches\": %llu, \"skipped\": %llu, \"most_allocated\": %llu, \"uploaded\": %llu, "
                  "\"read_back\": %llu, \"waits\": %llu,\n\"kernels\": [",
                  counts.kernels.size(), counts.launches, counts.skipped, counts.most_allocated, counts.uploaded, counts.read_back, counts.waits);
-    for (size_t i = 0; i < counts.kernels.size(); i++) std::fprintf(file, "%s\"%s\"", i ? ", " : "", counts.kernels[i].c_str());
+    const char *between = "";
+    for (auto &name : counts.kernels) std::fprintf(file, "%s\"%s\"", between, name.c_str()), between = ", ";
+    std::fprintf(file, "],\n\"skipped_kernels\": [");
+    between = "";
+    for (auto &name : counts.skipped_kernels) std::fprintf(file, "%s\"%s\"", between, name.c_str()), between = ", ";
     std::fprintf(file, "]}\n");
     std::fclose(file);
+}
+
+unsigned long long variable(const char *name, unsigned long long otherwise) {
+    const char *text = std::getenv(name);
+    return text ? std::strtoull(text, nullptr, 10) : otherwise;
+}
+
+/// What a call that has done what it was asked to says, now that `code` is how that went.
+int status(int code = SUCCESS) {
+    static unsigned long long lost_at = variable("STAND_IN_LOST_AT", ~0ull);
+    Locked held(lock);
+    return counts.launches - counts.skipped >= lost_at ? LOST : code;
 }
 
 double now() {
@@ -67,6 +87,8 @@ double now() {
 struct Stream {
     std::deque<std::function<bool()>> waiting;
     uint64_t put = 0, done = 0;
+    // What was put up to the last operation that exchanges messages.
+    uint64_t messages = 0;
     bool running = false;
 };
 
@@ -85,10 +107,10 @@ bool advance(Stream &stream, uint64_t upto) {
     return stream.done >= upto;
 }
 
-/// The same, and where it waits for other processes, what they may wait for in turn.
+/// The same, and where it waits for other processes, the messages that they may wait for in turn.
 bool advance_all(Stream &stream, uint64_t upto) {
     if (advance(stream, upto)) return true;
-    for (Stream *other : streams) advance(*other, other->put);
+    for (Stream *other : streams) advance(*other, other->messages);
     return advance(stream, upto);
 }
 
@@ -100,12 +122,19 @@ Stream &stream_of(void *handle) {
     return handle ? *static_cast<Stream *>(handle) : *none;
 }
 
-void put(void *handle, std::function<bool()> operation) {
+void put(void *handle, std::function<bool()> operation, bool messages = false) {
     Locked held(lock);
     Stream &stream = stream_of(handle);
     stream.waiting.push_back(std::move(operation));
     stream.put++;
+    if (messages) stream.messages = stream.put;
     if (!late()) advance(stream, stream.put);
+}
+
+/// For somebody who asks and does not wait.
+int query(Stream &stream, uint64_t upto) {
+    advance_all(stream, late() && stream.done + 1 < upto ? stream.done + 1 : upto);
+    return stream.done >= upto ? SUCCESS : NOT_READY;
 }
 
 /// Not under the lock while nothing moves: other threads may have to put something in.
@@ -148,7 +177,7 @@ struct Event {
     double at;
 };
 
-// Blocks of memory by their addresses. A free one of the same size is not taken again, so that a stale address is found out.
+// Blocks of memory by their addresses.
 std::map<Address, size_t> &blocks = *new std::map<Address, size_t>, &pinned = *new std::map<Address, size_t>;
 Address next_address = 1ull << 40;
 
@@ -178,6 +207,7 @@ int free_block(Address at) {
 }
 
 struct Kernel {
+    std::string name;
     void *(*copy)(void **);
     void (*run)(void *, const unsigned *, const unsigned *, size_t, bool);
 };
@@ -192,7 +222,7 @@ extern "C" {
 
 /// For what else puts work into streams: `operation(data)` is asked until it says 1.
 void stand_in_put(void *stream, int (*operation)(void *), void *data) {
-    put(stream, [=] { return operation(data) != 0; });
+    put(stream, [=] { return operation(data) != 0; }, true);
 }
 
 /// While no operation is under way.
@@ -205,8 +235,7 @@ void stand_in_between(void (*work)(void *), void *data) {
 int cuInit(unsigned) { return SUCCESS; }
 int cuDriverGetVersion(int *version) { return *version = 13990, SUCCESS; }
 int cuDeviceGetCount(int *devices) {
-    const char *text = std::getenv("STAND_IN_DEVICES");
-    return *devices = text ? std::atoi(text) : 1, SUCCESS;
+    return *devices = variable("STAND_IN_DEVICES", 1), SUCCESS;
 }
 int cuDeviceGet(int *device, int ordinal) {
     int devices;
@@ -214,7 +243,10 @@ int cuDeviceGet(int *device, int ordinal) {
     return *device = ordinal, ordinal >= 0 && ordinal < devices ? SUCCESS : INVALID_DEVICE;
 }
 int cuDeviceGetName(char *name, int size, int) { return std::snprintf(name, size, "NVIDIA H100 that is not there"), SUCCESS; }
-int cuDeviceTotalMem_v2(size_t *bytes, int) { return *bytes = (computes() ? 4ull : 80ull) << 30, SUCCESS; }
+int cuDeviceTotalMem_v2(size_t *bytes, int) {
+    static unsigned long long all = variable("STAND_IN_MEMORY", (computes() ? 4ull : 80ull) << 30);
+    return *bytes = all, SUCCESS;
+}
 int cuDeviceGetPCIBusId(char *id, int size, int device) { return std::snprintf(id, size, "0000:%02x:00.0", device + 1), SUCCESS; }
 int cuDeviceGetUuid(void *id, int device) { return std::memset(id, device + 1, 16), SUCCESS; }
 int cuDeviceGetUuid_v2(void *id, int device) { return cuDeviceGetUuid(id, device); }
@@ -256,22 +288,22 @@ int cuDevicePrimaryCtxRetain(void **context, int) { return *context = &counts, S
 int cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
 int cuCtxSetCurrent(void *) { return SUCCESS; }
 int cuCtxGetCurrent(void **context) { return *context = &counts, SUCCESS; }
-int cuCtxSynchronize() { return wait_for_all(); }
+int cuCtxSynchronize() { return status(wait_for_all()); }
 int cuCtxGetStreamPriorityRange(int *least, int *greatest) { return *least = 0, *greatest = -5, SUCCESS; }
 
 int cuStreamCreate(void **stream, unsigned) {
     Locked held(lock);
     streams.push_back(new Stream);
-    return *stream = streams.back(), SUCCESS;
+    return *stream = streams.back(), status();
 }
 int cuStreamCreateWithPriority(void **stream, unsigned flags, int) { return cuStreamCreate(stream, flags); }
 /// What is in it still runs.
 int cuStreamDestroy_v2(void *) { return SUCCESS; }
-int cuStreamSynchronize(void *stream) { return wait_whole(stream); }
+int cuStreamSynchronize(void *stream) { return status(wait_whole(stream)); }
 int cuStreamQuery(void *stream) {
     Locked held(lock);
     Stream &it = stream_of(stream);
-    return advance_all(it, it.put) ? SUCCESS : NOT_READY;
+    return status(query(it, it.put));
 }
 
 int cuStreamWaitEvent(void *stream, void *event, unsigned) {
@@ -296,7 +328,7 @@ int cuEventRecord(void *event, void *stream) {
 int cuEventQuery(void *event) {
     Locked held(lock);
     Event &it = *static_cast<Event *>(event);
-    return !it.stream || advance_all(*it.stream, it.upto) ? SUCCESS : NOT_READY;
+    return status(it.stream ? query(*it.stream, it.upto) : int(SUCCESS));
 }
 
 int cuEventSynchronize(void *event) {
@@ -306,7 +338,7 @@ int cuEventSynchronize(void *event) {
         counts.waits++;
         it = *static_cast<Event *>(event);
     }
-    return it.stream ? wait(*it.stream, it.upto) : SUCCESS;
+    return status(it.stream ? wait(*it.stream, it.upto) : int(SUCCESS));
 }
 
 int cuEventElapsedTime_v2(float *ms, void *start, void *end) {
@@ -317,6 +349,9 @@ int cuEventElapsedTime(float *ms, void *start, void *end) { return cuEventElapse
 // Memory.
 int cuMemAlloc_v2(Address *at, size_t bytes) {
     Locked held(lock);
+    size_t left, all;
+    cuMemGetInfo_v2(&left, &all);
+    if (bytes > left) return OUT_OF_MEMORY;
     if (computes()) {
         void *block = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
         if (!block) return OUT_OF_MEMORY;
@@ -340,8 +375,10 @@ int cuMemFreeAsync(Address at, void *stream) { return put(stream, [=] { return f
 int cuMemAllocHost_v2(void **at, size_t bytes) {
     Locked held(lock);
     *at = std::malloc(bytes);
-    if (*at) pinned[reinterpret_cast<Address>(*at)] = bytes;
-    return *at ? SUCCESS : OUT_OF_MEMORY;
+    if (!*at) return OUT_OF_MEMORY;
+    pinned[reinterpret_cast<Address>(*at)] = bytes;
+    if (computes()) poison(reinterpret_cast<Address>(*at), bytes);
+    return SUCCESS;
 }
 int cuMemHostAlloc(void **at, size_t bytes, unsigned) { return cuMemAllocHost_v2(at, bytes); }
 int cuMemFreeHost(void *at) {
@@ -359,7 +396,7 @@ int cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t bytes, void *strea
     // What is not page-locked is read before the call returns.
     auto copy = std::vector<char>(static_cast<const char *>(from), static_cast<const char *>(from) + bytes);
     put(stream, [=] { return std::memcpy(reinterpret_cast<void *>(to), copy.data(), bytes), true; });
-    return SUCCESS;
+    return status();
 }
 
 int cuMemcpyDtoHAsync_v2(void *to, Address from, size_t bytes, void *stream) {
@@ -372,7 +409,7 @@ int cuMemcpyDtoHAsync_v2(void *to, Address from, size_t bytes, void *stream) {
         put(stream, [=] { return std::memcpy(to, reinterpret_cast<void *>(from), bytes), true; });
     }
     // Into what is not page-locked it is there when the call returns.
-    return locked_page ? SUCCESS : wait_whole(stream);
+    return status(locked_page ? int(SUCCESS) : wait_whole(stream));
 }
 
 int cuMemcpyDtoDAsync_v2(Address to, Address from, size_t bytes, void *stream) {
@@ -428,7 +465,7 @@ int cuModuleGetFunction(void **function, void *module, const char *name) {
     Locked held(lock);
     counts.kernels.push_back(name);
     if (!computes()) return *function = module, SUCCESS;
-    auto kernel = new Kernel;
+    auto kernel = new Kernel{name, nullptr, nullptr};
     kernel->copy = reinterpret_cast<decltype(kernel->copy)>(dlsym(module, "stand_in_copy"));
     kernel->run = reinterpret_cast<decltype(kernel->run)>(dlsym(module, "stand_in_run"));
     if (!kernel->copy || !kernel->run) return NOT_FOUND;
@@ -443,16 +480,16 @@ int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned gr
                    unsigned shared, void *stream, void **arguments, void **) {
     Locked held(lock);
     counts.launches++;
-    if (!computes()) return SUCCESS;
+    if (!computes() || status() != SUCCESS) return status();
     // The yardstick of utilisation takes large products, which would take a processor minutes and are worth nothing.
-    static const char *text = std::getenv("STAND_IN_MOST_BLOCKS");
-    static const unsigned long long most = text ? std::strtoull(text, nullptr, 10) : ~0ull;
-    if (1ull * grid_x * grid_y * grid_z > most) return counts.skipped++, SUCCESS;
-    Kernel kernel = *static_cast<Kernel *>(function);
+    static unsigned long long most = variable("STAND_IN_MOST_BLOCKS", ~0ull);
+    const Kernel &kernel = *static_cast<Kernel *>(function);
+    if (1ull * grid_x * grid_y * grid_z > most) return counts.skipped++, counts.skipped_kernels.insert(kernel.name), SUCCESS;
     void *copied = kernel.copy(arguments);
+    auto run = kernel.run;
     put(stream, [=] {
         unsigned grid[] = {grid_x, grid_y, grid_z}, block[] = {block_x, block_y, block_z};
-        return kernel.run(copied, grid, block, shared, late()), true;
+        return run(copied, grid, block, shared, late()), true;
     });
     return SUCCESS;
 }

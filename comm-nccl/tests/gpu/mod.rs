@@ -2,7 +2,6 @@
 //! the machine. They compute on the processor, each process for itself, and exchange messages as files.
 
 use std::ffi::OsString;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -20,23 +19,27 @@ pub struct Gpus {
 impl Gpus {
     /// `None`, with the reason printed, if there is no C++ compiler.
     pub fn new() -> Option<Self> {
-        let compiler = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
-        match Command::new(&compiler).arg("--version").output() {
-            Ok(_) => {}
-            Err(error) if error.kind() == io::ErrorKind::NotFound && std::env::var_os(NEEDED).is_none() => {
-                println!("skipped: no C++ compiler ({})", compiler.display());
-                return None;
-            }
-            Err(error) => panic!("{}: {error}", compiler.display()),
-        }
+        // A variable with arguments names no program.
+        let named = std::env::var_os("CXX").into_iter().chain([OsString::from("c++")]);
+        let works = |compiler: &OsString| Command::new(compiler).arg("--version").output().is_ok();
+        let Some(compiler) = named.into_iter().find(works) else {
+            assert!(std::env::var_os(NEEDED).is_none(), "there is no C++ compiler");
+            println!("skipped: no C++ compiler");
+            return None;
+        };
         let gpus = Gpus { folder: tempfile::tempdir().expect("a temporary folder"), compiler };
         let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../comm-nccl/tests/gpu");
-        // Not under the name libcuda.so.1, by which NVRTC itself would find it and ask for what it does not have.
         gpus.library("libcuda.so", &sources.join("driver.cpp"), &["-lpthread", "-ldl"]);
         let driver = gpus.path().join("libcuda.so");
         gpus.library("libnccl.so.2", &sources.join("nccl.cpp"), &[driver.to_str().expect("a path in Unicode")]);
         std::fs::create_dir(gpus.path().join("messages")).expect("a folder of one's own");
         Some(gpus)
+    }
+
+    /// Has the driver found under its other name, too, which some ask for first. NVIDIA's compiler would ask it for what it does not have.
+    pub fn with_both_names(self) -> Self {
+        std::os::unix::fs::symlink("libcuda.so", self.path().join("libcuda.so.1")).expect("a name that is free");
+        self
     }
 
     /// The folder, which goes with this.
@@ -49,7 +52,7 @@ impl Gpus {
         let library = self.path().join(name);
         let output = Command::new(&self.compiler)
             // Its name of its own is what others that need it are looked for by, in place of a path.
-            .args(["-std=c++17", "-shared", "-fPIC", "-O1", &format!("-Wl,-soname,{name}"), "-o"])
+            .args(["-std=c++17", "-shared", "-fPIC", "-O1", "-fwrapv", &format!("-Wl,-soname,{name}"), "-o"])
             .args([&library, source])
             .args(more)
             .output()
@@ -62,6 +65,7 @@ impl Gpus {
     pub fn equip(&self, command: &mut Command, devices: usize, when: &str) {
         command
             .env("LD_LIBRARY_PATH", self.path())
+            .env("CXX", &self.compiler)
             .env("COMM_NCCL_LIB", self.path().join("libnccl.so.2"))
             .env("STAND_IN_COMPUTES", when)
             .env("STAND_IN_DEVICES", devices.to_string())

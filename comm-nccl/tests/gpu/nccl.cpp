@@ -2,6 +2,8 @@
 // STAND_IN_NCCL names. As NCCL's, its operations are put into a stream and done in its order, those of a group together.
 
 #include <array>
+#include <atomic>
+#include <cerrno>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -68,11 +70,17 @@ void send_bytes(const Comm &comm, uint64_t number, int to, const char *bytes, si
     if (!well || close(file) != 0 || rename(part.c_str(), path.c_str()) != 0) std::perror(path.c_str()), std::abort();
 }
 
+[[noreturn]] void fail(const std::string &path) {
+    std::perror(path.c_str());
+    std::abort();
+}
+
 /// Whether the message is there.
 bool receive_bytes(const Comm &comm, uint64_t number, int from, size_t size, Bytes &bytes) {
     std::string path = file(comm, number, from, comm.rank);
     int file = open(path.c_str(), O_RDONLY);
-    if (file < 0) return false;
+    if (file < 0 && errno == ENOENT) return false;
+    if (file < 0) fail(path);
     bytes.resize(size + 1);
     size_t have = 0;
     for (ssize_t got; (got = read(file, bytes.data() + have, bytes.size() - have)) > 0;) have += got;
@@ -87,6 +95,8 @@ bool receive_bytes(const Comm &comm, uint64_t number, int from, size_t size, Byt
 struct Call {
     std::shared_ptr<Comm> comm;
     std::function<void()> begin;
+    // A send ends when its receiver has it.
+    bool until_received = false;
     std::vector<std::tuple<int, const char *, size_t>> sends;
     std::vector<std::pair<int, size_t>> receives;
     /// What came, in the order of `receives`.
@@ -103,6 +113,7 @@ struct Group {
     };
     std::vector<std::vector<Incoming>> incoming;
     std::vector<std::vector<Bytes>> messages;
+    std::vector<std::string> awaited;
 
     bool step() {
         // The memory of what was aborted may be gone.
@@ -113,7 +124,11 @@ struct Group {
             for (Call &call : calls) {
                 if (call.begin) call.begin();
                 Comm &comm = *call.comm;
-                for (auto &[to, bytes, size] : call.sends) send_bytes(comm, comm.sent[to]++, to, bytes, size);
+                for (auto &[to, bytes, size] : call.sends) {
+                    uint64_t number = comm.sent[to]++;
+                    send_bytes(comm, number, to, bytes, size);
+                    if (call.until_received) awaited.push_back(file(comm, number, comm.rank, to));
+                }
             }
             for (Call &call : calls) {
                 incoming.emplace_back();
@@ -122,6 +137,7 @@ struct Group {
             }
         }
         bool all = true;
+        for (auto &path : awaited) all &= access(path.c_str(), F_OK) != 0;
         for (size_t c = 0; c < calls.size(); c++) {
             for (size_t i = 0; i < incoming[c].size(); i++) {
                 auto &[from, size] = calls[c].receives[i];
@@ -216,7 +232,7 @@ int reduction(const void *send, void *receive, size_t count, int type, int op, i
     if (op >= OPS && factor == comm->factors.end()) return INVALID_ARGUMENT;
     size_t size = count * SIZES[type];
     auto mine = std::make_shared<Bytes>(size);
-    Call call{comm, {}, {}, {}, [](std::vector<Bytes> &) {}};
+    Call call{comm, {}, false, {}, {}, [](std::vector<Bytes> &) {}};
     // A factor is each rank's own.
     std::array<char, 8> by{};
     if (op >= OPS) by = factor->second;
@@ -307,7 +323,7 @@ int ncclBroadcast(const void *send, void *receive, size_t count, int type, int r
     auto comm = *handle;
     if (type < 0 || type >= TYPES || root < 0 || root >= comm->ranks) return INVALID_ARGUMENT;
     size_t size = count * SIZES[type];
-    Call call{comm, {}, {}, {}, {}};
+    Call call{comm, {}, false, {}, {}, {}};
     if (comm->rank == root) {
         for (int r = 0; r < comm->ranks; r++)
             if (r != root) call.sends.push_back({r, static_cast<const char *>(send), size});
@@ -323,7 +339,7 @@ int ncclAllGather(const void *send, void *receive, size_t count, int type, Handl
     auto comm = *handle;
     if (type < 0 || type >= TYPES) return INVALID_ARGUMENT;
     size_t size = count * SIZES[type];
-    Call call{comm, {}, {}, {}, {}};
+    Call call{comm, {}, false, {}, {}, {}};
     for (int r = 0; r < comm->ranks; r++)
         if (r != comm->rank) call.sends.push_back({r, static_cast<const char *>(send), size}), call.receives.push_back({r, size});
     call.end = [=](std::vector<Bytes> &messages) {
@@ -337,21 +353,23 @@ int ncclAllGather(const void *send, void *receive, size_t count, int type, Handl
 
 int ncclSend(const void *send, size_t count, int type, int peer, Handle handle, void *stream) {
     if (type < 0 || type >= TYPES || peer < 0 || peer >= (*handle)->ranks) return INVALID_ARGUMENT;
-    return add(stream, {*handle, {}, {{peer, static_cast<const char *>(send), count * SIZES[type]}}, {}, [](std::vector<Bytes> &) {}});
+    Call call{*handle, {}, true, {{peer, static_cast<const char *>(send), count * SIZES[type]}}, {}, [](std::vector<Bytes> &) {}};
+    return add(stream, std::move(call));
 }
 
 int ncclRecv(void *receive, size_t count, int type, int peer, Handle handle, void *stream) {
     if (type < 0 || type >= TYPES || peer < 0 || peer >= (*handle)->ranks) return INVALID_ARGUMENT;
     size_t size = count * SIZES[type];
-    return add(stream, {*handle, {}, {}, {{peer, size}}, [=](std::vector<Bytes> &messages) { std::memcpy(receive, messages[0].data(), size); }});
+    return add(stream, {*handle, {}, false, {}, {{peer, size}}, [=](std::vector<Bytes> &messages) { std::memcpy(receive, messages[0].data(), size); }});
 }
 
 /// A sum of what each rank has, times a factor.
 int ncclRedOpCreatePreMulSum(int *op, void *scalar, int type, int, Handle comm) {
-    static int next = OPS;
+    static std::atomic<int> next{OPS};
     if (type < 0 || type >= TYPES) return INVALID_ARGUMENT;
-    std::memcpy((*comm)->factors[next].data(), scalar, SIZES[type]);
-    return *op = next++, SUCCESS;
+    *op = next++;
+    std::memcpy((*comm)->factors[*op].data(), scalar, SIZES[type]);
+    return SUCCESS;
 }
 
 int ncclRedOpDestroy(int, Handle) { return SUCCESS; }

@@ -6,6 +6,7 @@
 
 #[cfg(any(feature = "cuda", test))]
 mod cuda;
+mod failure;
 #[cfg(any(feature = "kernel-cache", test))]
 mod kernel_cache;
 mod report;
@@ -17,6 +18,7 @@ use std::str::FromStr;
 
 use burn::tensor::Device;
 
+pub(crate) use failure::reason;
 pub use report::{Cpu, Cuda, CudaHeaders, CudaInfo, Features, Found, KernelCache, Library, Report, WgpuInfo};
 
 /// A device by its name: `cpu`, `cuda`, `cuda:N`, `wgpu` or `wgpu:N`.

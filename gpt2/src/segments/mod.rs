@@ -25,6 +25,7 @@ pub use pass::{Pass, PassHooks, SegmentGrads};
 
 use crate::config::{ConfigError, ModelConfig};
 use crate::cross_entropy::{self, Placement};
+use crate::devices;
 use crate::flat::Weights;
 use crate::model::{Block, Embedding, FinalNorm, Kernels, Layer, causal_mask};
 use crate::precision::Precision;
@@ -251,7 +252,7 @@ impl SegmentedModel {
     /// # Errors
     /// [`ModelError::Waiting`] if it fails.
     pub fn wait(&self) -> Result<(), ModelError> {
-        self.device.sync().map_err(|error| ModelError::Waiting { detail: error.to_string() })
+        self.device.sync().map_err(|error| ModelError::Waiting { detail: devices::reason(error) })
     }
 
     /// A segment's weights as one vector of f32, read back once.

@@ -9,6 +9,7 @@ use comm_core::{Buffer, Element, bf16, f16};
 
 use super::{ModelError, SegmentInfo};
 use crate::cross_entropy::Placement;
+use crate::devices;
 use crate::flat::upload;
 use crate::fused::{self, Resident};
 use crate::precision::{Precision, split};
@@ -18,7 +19,11 @@ pub(super) fn read_back<const D: usize>(
     what: &'static str,
     tensor: Tensor<D>,
 ) -> Result<Vec<f32>, ModelError> {
-    tensor.try_into_vec_as::<f32>().map_err(|error| ModelError::Device { segment, what, detail: error.to_string() })
+    tensor.try_into_vec_as::<f32>().map_err(|error| ModelError::Device {
+        segment,
+        what,
+        detail: devices::reason(error),
+    })
 }
 
 #[derive(Default)]

@@ -126,7 +126,7 @@ impl<'a> Trainer<'a> {
             .ok_or_else(|| comm_core::Error::InvalidArgument("the communicator of scalars has no ranks".into()))?;
         // Ranks measure at the same time, since that is how they will compute.
         scalars.barrier()?;
-        let peak_flops = scalars.all_reduce_scalar(peak::flops(device, config.precision), ReduceOp::Sum)?;
+        let peak_flops = scalars.all_reduce_scalar(peak::flops(device, config.precision)?, ReduceOp::Sum)?;
         let owned_by = who_owns_what(&*scalars, strategy.owned())?;
         let saves = scalars.all_reduce_scalar(i64::from(checkpoint.is_some()), ReduceOp::Max)? == 1;
         let scaler = LossScaler::new(config.loss_scaling).map_err(|error| TrainError::Scaling { step: 0, error })?;

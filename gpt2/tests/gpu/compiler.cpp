@@ -9,6 +9,7 @@
 #include <regex>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include <fcntl.h>
 #include <spawn.h>
@@ -32,7 +33,7 @@ std::string variable(const char *name) {
 
 // Not taken down when the process ends, while a thread may still compile.
 const std::regex &KERNEL = *new std::regex("extern \"C\" __global__ void .*?([a-z][A-Za-z0-9_]*)\\((?!\\d+\\))");
-const std::regex &SHARED = *new std::regex("extern __shared__ .*char ([A-Za-z0-9_]+)\\[\\]");
+const std::regex &SHARED = *new std::regex("extern __shared__ .*?char ([A-Za-z0-9_]+)\\[\\]");
 /// The one instruction that the backend writes itself.
 const std::regex &ATOMIC_ADD = *new std::regex(
     "asm volatile\\(\"atom\\.relaxed\\.add\\.f32 [^\"]*\" : \"=f\"\\((\\w+)\\) : \"l\"\\((\\w+)\\), \"f\"\\((\\w+)\\) *\\);");
@@ -66,18 +67,24 @@ std::string whole(const std::string &source) {
     return text;
 }
 
+const char *compiler() {
+    const char *compiler = std::getenv("CXX");
+    return compiler ? compiler : "c++";
+}
+
+const char *FLAGS[] = {"-std=c++17", "-O1", "-fno-strict-aliasing", "-ffp-contract=off", "-fwrapv", "-U_FORTIFY_SOURCE", "-w", "-shared", "-fPIC"};
+
 /// Runs the compiler; its exit status, and what it said.
 int compile(const std::string &from, const std::string &to, std::string &log) {
-    const char *compiler = std::getenv("CXX");
-    if (!compiler) compiler = "c++";
     std::string said = to + ".log";
-    const char *arguments[] = {compiler, "-std=c++17", "-O1", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-w", "-shared",
-                               "-fPIC", "-o", to.c_str(), from.c_str(), nullptr};
+    std::vector<const char *> arguments = {compiler()};
+    arguments.insert(arguments.end(), std::begin(FLAGS), std::end(FLAGS));
+    for (const char *argument : {"-o", to.c_str(), from.c_str(), static_cast<const char *>(nullptr)}) arguments.push_back(argument);
     posix_spawn_file_actions_t streams;
     posix_spawn_file_actions_init(&streams);
     posix_spawn_file_actions_addopen(&streams, 2, said.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
     pid_t child;
-    int status = -1, spawned = posix_spawnp(&child, compiler, &streams, nullptr, const_cast<char **>(arguments), environ);
+    int status = -1, spawned = posix_spawnp(&child, compiler(), &streams, nullptr, const_cast<char **>(arguments.data()), environ);
     posix_spawn_file_actions_destroy(&streams);
     if (spawned != 0 || waitpid(child, &status, 0) != child) return -1;
     std::ifstream file(said);
@@ -106,8 +113,10 @@ int nvrtcCompileProgram(void *program, int, const char *const *) {
     auto &it = *static_cast<Program *>(program);
     std::string text = whole(it.source);
     char name[32];
+    std::string with = compiler();
+    for (const char *flag : FLAGS) with += flag;
     std::string header = variable("STAND_IN_HEADER"), numbers = header.substr(0, header.rfind('/')) + "/../../../comm-nccl/tests/gpu/numbers.hpp";
-    std::snprintf(name, sizeof name, "/%016zx", std::hash<std::string>()(text + contents(header) + contents(numbers)));
+    std::snprintf(name, sizeof name, "/%016zx", std::hash<std::string>()(with + text + contents(header) + contents(numbers)));
     std::string base = variable("STAND_IN_KERNELS") + name, mine = base + "." + std::to_string(getpid());
     it.path = base + ".so";
     // Of several ranks that need it at a time one compiles it. The lock goes with the process.

@@ -103,7 +103,8 @@ struct Thread {
     void *stack;
 };
 
-static std::vector<Thread> threads;
+// Not taken down when the process ends, while one may run.
+static std::vector<Thread> &threads = *new std::vector<Thread>;
 static std::jmp_buf scheduler;
 static unsigned current;
 static void (*body)(void *);
@@ -142,7 +143,7 @@ static void resume(unsigned thread) {
     setcontext(&start);
 }
 
-/// Threads of a warp, and warps of a block, in the order of their numbers or in the reverse: a kernel that lacks a barrier tells them apart.
+/// Threads of a warp, and warps of a block, in the order of their numbers or in the reverse.
 static void run_block(unsigned count, bool reverse) {
     if (threads.size() < count) threads.resize(count);
     for (unsigned i = 0; i < count; i++) threads[i].wait = RUNS;
@@ -194,7 +195,7 @@ struct tf32 {};
 /// f32 with 10 bits of fraction, of two that are as near the larger. With STAND_IN_TF32 unset all bits are kept.
 inline float __float_to_tf32(float value) {
     static const bool rounds = std::getenv("STAND_IN_TF32") != nullptr;
-    return rounds ? stand_in::bits<float>((stand_in::bits<unsigned>(value) + 0x1000) & ~0x1fffu) : value;
+    return rounds && value == value ? stand_in::bits<float>((stand_in::bits<unsigned>(value) + 0x1000) & ~0x1fffu) : value;
 }
 
 template <class T> struct Stored {
@@ -306,12 +307,15 @@ void run(void *arguments, const unsigned *grid, const unsigned *block, char *sha
     body_arguments = arguments;
     if (shared_bytes + GUARD > shared_size) fail("more shared memory was asked for than a block has");
     std::size_t blocks = std::size_t(grid[0]) * grid[1] * grid[2];
+    // Threads in either order by turns: what lacks a barrier may be right in one of them.
+    static bool turn = false;
     for (std::size_t i = 0; i < blocks; i++) {
         std::size_t b = reverse ? blocks - 1 - i : i;
         blockIdx = {unsigned(b % grid[0]), unsigned(b / grid[0] % grid[1]), unsigned(b / grid[0] / grid[1])};
-        // Not a number, in every type.
+        // No number, in every floating-point type.
         std::memset(shared, 0xff, shared_bytes + GUARD);
-        run_block(block[0] * block[1] * block[2], reverse);
+        turn = !turn;
+        run_block(block[0] * block[1] * block[2], reverse && turn);
         for (std::size_t i = 0; i < GUARD; i++)
             if (shared[shared_bytes + i] != char(0xff)) fail("a kernel wrote behind its shared memory");
     }

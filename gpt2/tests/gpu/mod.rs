@@ -29,7 +29,7 @@ pub struct Machine {
 impl Machine {
     /// `None`, with the reason printed, if there is no C++ compiler.
     pub fn new() -> Option<Self> {
-        let gpus = Gpus::new()?;
+        let gpus = Gpus::new()?.with_both_names();
         gpus.library("libnvrtc.so", &source("compiler.cpp"), &[]);
         for header in HEADERS {
             let path = gpus.path().join("include").join(header);
@@ -39,11 +39,12 @@ impl Machine {
         Some(Machine { gpus })
     }
 
-    /// `gpt2`, in a folder of its own. Kernels are compiled once for all machines.
+    /// `gpt2`, in a folder of its own, for at most ten minutes. Kernels are compiled once for all machines.
     pub fn gpt2(&self, devices: usize, when: &str) -> Command {
         let kernels = Path::new(env!("CARGO_TARGET_TMPDIR")).join("gpu-kernels");
         fs::create_dir_all(&kernels).unwrap();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_gpt2"));
+        let mut command = Command::new("timeout");
+        command.args(["--kill-after=10", "600", env!("CARGO_BIN_EXE_gpt2")]);
         self.gpus.equip(&mut command, devices, when);
         command
             .current_dir(self.gpus.path())

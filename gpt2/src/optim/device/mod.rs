@@ -11,6 +11,7 @@ use super::moments::Decay;
 use super::{OptimError, OptimizerConfig, OptimizerKind, check_range};
 #[cfg(all(feature = "cube", not(feature = "fusion")))]
 use crate::cube;
+use crate::devices;
 use crate::segments::SegmentInfo;
 
 pub use adamw::DeviceAdamW;
@@ -77,7 +78,11 @@ pub fn sum_of_squares_on_device(grads: Vec<Tensor<1>>, unscale: f32) -> Result<f
 /// Sums that a device holds, one after another, in one transfer; of at least one tensor.
 fn read(sums: Vec<Tensor<1>>) -> Result<Vec<f64>, OptimError> {
     let sums = Tensor::cat(sums, 0).try_into_vec_as::<f32>();
-    Ok(sums.map_err(|error| OptimError::Device { detail: error.to_string() })?.into_iter().map(f64::from).collect())
+    Ok(sums
+        .map_err(|error| OptimError::Device { detail: devices::reason(error) })?
+        .into_iter()
+        .map(f64::from)
+        .collect())
 }
 
 /// The running means of gradients and of their squares for a shard, on its device, and how many steps went into them.
