@@ -296,6 +296,61 @@ impl CudaDriver {
         (0..count).map(|ordinal| self.describe(ordinal)).collect()
     }
 
+    /// Makes the context that the backend will compute in, and a stream in it, which may fail on a device that is there: where another
+    /// process has it alone, or all of its memory, or where it is out of order.
+    ///
+    /// # Errors
+    /// What the driver lacks or answers, with what to try.
+    pub fn try_out(&self, ordinal: usize) -> Result<(), (String, &'static str)> {
+        /// `CUDA_ERROR_OUT_OF_MEMORY`.
+        const OUT_OF_MEMORY: i32 = 2;
+        /// `CUDA_ERROR_DEVICE_UNAVAILABLE`.
+        const UNAVAILABLE: i32 = 46;
+        let said = |(code, why): (i32, String)| match code {
+            OUT_OF_MEMORY => (
+                why,
+                "see with `nvidia-smi` which processes take its memory, or choose another one with --device cuda:N",
+            ),
+            UNAVAILABLE => (
+                why,
+                "another process may have it alone (`nvidia-smi -q -d COMPUTE`); wait for its end, or choose another one with --device cuda:N",
+            ),
+            _ => (
+                why,
+                "look for `Xid` in the kernel's log; a GPU that was lost comes back with `nvidia-smi --gpu-reset` or a restart",
+            ),
+        };
+        self.make_context(ordinal).map_err(said)
+    }
+
+    /// The error with its code, 0 where the driver is not whole.
+    fn make_context(&self, ordinal: usize) -> Result<(), (i32, String)> {
+        type Handle = *mut std::ffi::c_void;
+        /// `CU_STREAM_NON_BLOCKING`.
+        const NON_BLOCKING: u32 = 1;
+        let lacks = |why: String| (0, why);
+        let device = self.handle(i32::try_from(ordinal).unwrap_or(i32::MAX)).map_err(lacks)?;
+        let (mut context, mut stream): (Handle, Handle) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: the types are those of cuda.h, and the pointers are to values of ours. The context stays retained: the backend's is the
+        // same one, and making it takes time. It is current in this thread for these calls alone.
+        unsafe {
+            let retain = self
+                .function::<unsafe extern "C" fn(*mut Handle, i32) -> i32>("cuDevicePrimaryCtxRetain")
+                .map_err(lacks)?;
+            let set = self.function::<unsafe extern "C" fn(Handle) -> i32>("cuCtxSetCurrent").map_err(lacks)?;
+            let create =
+                self.function::<unsafe extern "C" fn(*mut Handle, u32) -> i32>("cuStreamCreate").map_err(lacks)?;
+            let destroy = self.function::<unsafe extern "C" fn(Handle) -> i32>("cuStreamDestroy_v2").map_err(lacks)?;
+            let check = |function: &str, code: i32| self.check(function, code).map_err(|why| (code, why));
+            check("cuDevicePrimaryCtxRetain", retain(&raw mut context, device))?;
+            check("cuCtxSetCurrent", set(context))?;
+            let made = check("cuStreamCreate", create(&raw mut stream, NON_BLOCKING));
+            let made = made.and_then(|()| check("cuStreamDestroy", destroy(stream)));
+            check("cuCtxSetCurrent", set(std::ptr::null_mut()))?;
+            made
+        }
+    }
+
     fn describe(&self, ordinal: i32) -> Result<CudaDevice, String> {
         type Name = unsafe extern "C" fn(*mut std::ffi::c_char, i32, i32) -> i32;
         type Memory = unsafe extern "C" fn(*mut usize, i32) -> i32;

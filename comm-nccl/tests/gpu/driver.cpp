@@ -7,7 +7,7 @@
 // order. Who only asks whether it is done finds one operation more done. `late` also runs blocks in the reverse order, and the threads of a
 // block in either by turns. New and freed memory is filled with bytes that are no number in any floating-point type.
 //
-// Faults: a device has STAND_IN_MEMORY bytes, and after STAND_IN_LOST_AT launches that were not skipped every call says that the device is lost.
+// Faults: a device has STAND_IN_MEMORY bytes; STAND_IN_CONTEXT is the error that its context is refused with; and after STAND_IN_LOST_AT launches that were not skipped every call says that the device is lost.
 
 #include <cstdint>
 #include <cstdio>
@@ -284,7 +284,7 @@ int cuGetErrorString(int code, const char **text) {
 int cuGetErrorName(int, const char **text) { return *text = "CUDA_ERROR_STAND_IN", SUCCESS; }
 
 // Contexts, streams and events.
-int cuDevicePrimaryCtxRetain(void **context, int) { return *context = &counts, SUCCESS; }
+int cuDevicePrimaryCtxRetain(void **context, int) { return *context = &counts, variable("STAND_IN_CONTEXT", SUCCESS); }
 int cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
 int cuCtxSetCurrent(void *) { return SUCCESS; }
 int cuCtxGetCurrent(void **context) { return *context = &counts, SUCCESS; }

@@ -196,6 +196,7 @@ pub(super) fn probe(number: Option<usize>) -> Result<(usize, (u32, u32)), Proble
     let nvrtc = nvrtc()?;
     fits(nvrtc.version, driver.version().ok())?;
     Places::here().headers()?;
+    driver.try_out(number).map_err(|(why, remedy)| Problem::new(why, remedy))?;
     Ok((number, nvrtc.version))
 }
 
