@@ -1,13 +1,14 @@
-// A driver of GPUs that are not there, one unless STAND_IN_DEVICES says how many. What the backend asks about a device is answered as an H100 would. At the end it writes how often it
-// was asked for what, and the names of the kernels, into the file that STAND_IN_COUNTS names.
+// A driver of GPUs that are not there, one unless STAND_IN_DEVICES says how many. What the backend asks about a device is answered as an
+// H100 would. At the end it writes how often it was asked for what, and the names of the kernels, into the file that STAND_IN_COUNTS names.
 //
 // With STAND_IN_COMPUTES unset addresses stand for no memory, kernels do nothing, and what is read back is zeros. With it set memory is the
-// process's, and a kernel is a shared library (gpt2/tests/gpu/compiler.cpp) that is run on the processor. Its value says when what was put into a stream is
-// done: `at-once`, before the call returns; or `late`, not before somebody waits for it, so that whatever is not ordered by a wait comes out of
-// order. Who only asks whether it is done finds one operation more done. `late` also runs blocks in the reverse order, and the threads of a
-// block in either by turns. New and freed memory is filled with bytes that are no number in any floating-point type.
+// process's, and a kernel is a shared library (gpt2/tests/gpu/compiler.cpp) that is run on the processor. Its value says when what was put
+// into a stream is done: `at-once`, before the call returns; or `late`, not before somebody waits for it, so that whatever is not ordered by a
+// wait comes out of order. Who only asks whether it is done finds one operation more done. `late` also runs blocks in the reverse order, and
+// the threads of a block in either by turns. New and freed memory is filled with bytes that are no number in any floating-point type.
 //
-// Faults: a device has STAND_IN_MEMORY bytes; STAND_IN_CONTEXT is the error that its context is refused with; and after STAND_IN_LOST_AT launches that were not skipped every call says that the device is lost.
+// Faults: a device has STAND_IN_MEMORY bytes; STAND_IN_CONTEXT is the error with which its context is refused; after STAND_IN_LOST_AT
+// launches, without those that are skipped (STAND_IN_MOST_BLOCKS), every call says that the device is lost.
 
 #include <cstdint>
 #include <cstdio>
