@@ -315,6 +315,8 @@ impl CudaDriver {
                 why,
                 "another process may have it alone (`nvidia-smi -q -d COMPUTE`); wait for its end, or choose another one with --device cuda:N",
             ),
+            // The driver is not whole.
+            0 => (why, "install a newer NVIDIA driver"),
             _ => (
                 why,
                 "look for `Xid` in the kernel's log; a GPU that was lost comes back with `nvidia-smi --gpu-reset` or a restart",
