@@ -27,7 +27,9 @@ impl Gpus {
             println!("skipped: no C++ compiler");
             return None;
         };
-        let gpus = Gpus { folder: tempfile::tempdir().expect("a temporary folder"), compiler };
+        // Where the test itself was built, programs may be loaded from; that need not be so of the system's temporary folder.
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a temporary folder");
+        let gpus = Gpus { folder, compiler };
         let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../comm-nccl/tests/gpu");
         gpus.library("libcuda.so", &sources.join("driver.cpp"), &["-lpthread", "-ldl"]);
         let driver = gpus.path().join("libcuda.so");
@@ -63,8 +65,11 @@ impl Gpus {
 
     /// Has `command` find `devices` GPUs. `when` says when they do what they are told: `at-once`, or as `late` as can be (driver.cpp).
     pub fn equip(&self, command: &mut Command, devices: usize, when: &str) {
+        // What the compiler's own library may need comes after ours.
+        let others = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+        let places = std::iter::once(self.path().to_owned()).chain(std::env::split_paths(&others));
         command
-            .env("LD_LIBRARY_PATH", self.path())
+            .env("LD_LIBRARY_PATH", std::env::join_paths(places).expect("paths that were in such a list"))
             .env("CXX", &self.compiler)
             .env("COMM_NCCL_LIB", self.path().join("libnccl.so.2"))
             .env("STAND_IN_COMPUTES", when)

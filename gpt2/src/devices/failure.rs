@@ -20,7 +20,7 @@ pub(crate) fn reason(error: impl Display) -> String {
     format!("{cause}{hint}")
 }
 
-/// By which a line is known from which on nothing is told but where the error was made.
+/// By which a line is known from which on nothing is told but where the error was made: `Backtrace:`, `No backtrace available`, `Asked at:`.
 const ENDS: [&str; 2] = ["acktrace", "Asked at"];
 
 const OUT_OF_MEMORY: [&str; 3] = ["out of device memory", "out of memory", "out_of_memory"];
