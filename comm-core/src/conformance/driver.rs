@@ -32,13 +32,13 @@ pub enum CaseOutcome {
 /// Limits of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct RunOptions {
-    /// A case that runs longer on a rank is aborted and reported as hung. Longer than any deadline that a case sets (15 s).
+    /// A case that runs longer on a rank is aborted and reported as hung. Longer than any deadline that a case sets (60 s).
     pub case_limit: Duration,
 }
 
 impl Default for RunOptions {
     fn default() -> Self {
-        RunOptions { case_limit: Duration::from_secs(30) }
+        RunOptions { case_limit: Duration::from_secs(120) }
     }
 }
 
