@@ -15,6 +15,9 @@ use comm_quic::{Congestion, QuicOptions, QuicTransport};
 
 use common::{job, pattern, receive, send, soon, swap_with_all};
 
+/// What comes at once has come by then on a busy machine too; the deadline that would otherwise end a wait is a minute away.
+const PROMPT: Duration = Duration::from_secs(10);
+
 #[test]
 fn a_deadline_ends_an_exchange_on_time() {
     let barrier = Barrier::new(2);
@@ -24,7 +27,7 @@ fn a_deadline_ends_an_exchange_on_time() {
             let error = receive(&transport, 0, 1, Deadline::after(Duration::from_millis(300))).unwrap_err();
             let took = began.elapsed();
             assert!(matches!(&error, Error::Timeout { rank: 0, waiting_for, .. } if waiting_for == &[1]), "{error}");
-            assert!((300..700).contains(&took.as_millis()), "{took:?}");
+            assert!((Duration::from_millis(300)..PROMPT).contains(&took), "{took:?}");
             // What comes next on that lane would be the rest of what was given up.
             assert!(matches!(receive(&transport, 0, 1, soon()), Err(Error::Timeout { .. })));
         }
@@ -90,7 +93,7 @@ fn a_peer_that_drops_its_transport_is_lost_at_once() {
         let error = receive(&transport, 1, 2, soon()).unwrap_err();
         assert!(matches!(error, Error::PeerLost { rank: 2, .. }), "{error}");
         assert!(error.to_string().contains("dropped its transport"), "{error}");
-        assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+        assert!(began.elapsed() < PROMPT, "{:?}", began.elapsed());
         assert!(matches!(transport.close(soon()), Err(Error::PeerLost { rank: 2, .. })));
     });
 }
@@ -109,7 +112,7 @@ fn a_peer_that_drops_its_transport_in_the_middle_of_a_message_is_lost_at_once() 
             let began = Instant::now();
             let error = receive(&transport, 1, 0, soon()).unwrap_err();
             assert!(matches!(error, Error::PeerLost { rank: 0, .. }), "{error}");
-            assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+            assert!(began.elapsed() < PROMPT, "{:?}", began.elapsed());
         });
     }
 }
@@ -210,7 +213,7 @@ fn connecting_ends_when_the_job_fails() {
         second.control.poison(&Error::Aborted { by: 1, reason: "no GPU here".into() });
         let error = connecting.join().unwrap();
         assert!(matches!(error, Error::Aborted { by: 1, .. }), "{error}");
-        assert!(began.elapsed() < Duration::from_secs(2));
+        assert!(began.elapsed() < PROMPT);
     });
 }
 

@@ -13,6 +13,9 @@ use comm_tcp::TcpOptions;
 
 use common::{Collect, Kind, controls, job, outgoing, payload, receive, send, soon, swap};
 
+/// What comes at once has come by then on a busy machine too; the deadline that would otherwise end a wait is a minute away.
+const PROMPT: Duration = Duration::from_secs(10);
+
 #[test]
 fn messages_of_many_sizes_arrive_whole_and_in_order() {
     let sizes = [0, 1, 7, 4096, 63 << 10, (256 << 10) - 1, 256 << 10, (256 << 10) + 1, 5 << 20];
@@ -147,7 +150,7 @@ fn every_way_of_waiting_carries_messages_and_ends_by_deadline_and_by_abort() {
                     let start = Instant::now();
                     let error = receive(&*transport, 0, peer, Deadline::after(Duration::from_millis(100))).unwrap_err();
                     assert!(matches!(error, Error::Timeout { .. }), "{kind:?}, {waiting}: {error}");
-                    assert!((100..600).contains(&start.elapsed().as_millis()), "{kind:?}, {waiting}");
+                    assert!((Duration::from_millis(100)..PROMPT).contains(&start.elapsed()), "{kind:?}, {waiting}");
                     let reason = Error::Aborted { by: 1, reason: "a test".into() };
                     thread::scope(|scope| {
                         let blocked = scope.spawn(|| receive(&*transport, 1, peer, soon()).unwrap_err());
@@ -155,7 +158,7 @@ fn every_way_of_waiting_carries_messages_and_ends_by_deadline_and_by_abort() {
                         let start = Instant::now();
                         transport.abort(&reason);
                         assert_eq!(blocked.join().unwrap().to_string(), reason.to_string());
-                        assert!(start.elapsed() < Duration::from_millis(300), "{kind:?}, {waiting}");
+                        assert!(start.elapsed() < PROMPT, "{kind:?}, {waiting}");
                     });
                 }
                 done.wait();
@@ -201,12 +204,12 @@ fn abort_wakes_a_blocked_exchange_and_refuses_later_ones() {
                     transport.abort(&Error::invalid("a later reason is not heard"));
                     let (error, end) = blocked.join().unwrap();
                     assert_eq!(error.to_string(), reason.to_string());
-                    assert!(end - start < Duration::from_millis(200), "{kind:?}: {:?}", end - start);
+                    assert!(end - start < PROMPT, "{kind:?}: {:?}", end - start);
                 });
                 let start = Instant::now();
                 assert_eq!(send(&*transport, 1, 1, b"x").unwrap_err().to_string(), reason.to_string());
                 assert_eq!(transport.close(soon()).unwrap_err().to_string(), reason.to_string());
-                assert!(start.elapsed() < Duration::from_millis(100));
+                assert!(start.elapsed() < PROMPT);
             }
             done.wait();
         });
@@ -226,7 +229,7 @@ fn a_peer_that_goes_away_is_named() {
                 let start = Instant::now();
                 let error = receive(&*transport, rank, 2, soon()).unwrap_err();
                 assert!(matches!(error, Error::PeerLost { rank: 2, .. }), "{kind:?}: {error}");
-                assert!(start.elapsed() < Duration::from_secs(2), "{kind:?}: {:?}", start.elapsed());
+                assert!(start.elapsed() < PROMPT, "{kind:?}: {:?}", start.elapsed());
                 done.wait();
             }
         });
