@@ -83,10 +83,10 @@ impl EventLoop {
     fn turns(&mut self) -> Result<()> {
         self.looked = clock::running();
         let mut next_beat = self.looked.saturating_add(self.options.heartbeat);
-        let (mut survey_ends, mut settles_at): (Option<Duration>, Option<Duration>) = (None, None);
+        let (mut stall_check_at, mut settles_at): (Option<Duration>, Option<Duration>) = (None, None);
         let mut buffer = vec![0; 64 << 10];
         while !self.shared.stop.load(Ordering::Acquire) {
-            let until = [survey_ends, settles_at].into_iter().flatten().fold(next_beat, Duration::min);
+            let until = [stall_check_at, settles_at].into_iter().flatten().fold(next_beat, Duration::min);
             let (ready, at_door) =
                 self.wait(until).map_err(|error| Error::io("waiting for control connections", error))?;
             self.attend();
@@ -108,13 +108,13 @@ impl EventLoop {
                 self.beat();
                 next_beat = now.saturating_add(self.options.heartbeat);
             }
-            if is_beat || survey_ends.is_some_and(|end| now >= end) {
+            if is_beat || stall_check_at.is_some_and(|at| now >= at) {
                 self.shared.update(|state| state.check_stall(now));
             }
             if settles_at.is_some_and(|end| now >= end) {
                 self.shared.update(State::settle);
             }
-            (survey_ends, settles_at) = self.shared.timers();
+            (stall_check_at, settles_at) = self.shared.timers();
         }
         Ok(())
     }

@@ -31,6 +31,10 @@ pub(super) const TELL: Duration = Duration::from_secs(2);
 /// Most gatherings that may be under way at once.
 const MAX_ROUNDS: usize = 64;
 
+/// How often a rank looks for operations that have begun, so that those with a deadline of half a second or more are reported before
+/// it.
+const LOOK: Duration = Duration::from_millis(250);
+
 /// How long ranks have to say what they are doing.
 const SURVEY: Duration = Duration::from_millis(500);
 
@@ -532,10 +536,23 @@ impl State {
         }
     }
 
-    /// When the survey under way ends at the latest.
-    pub(super) fn survey_ends(&self) -> Option<Duration> {
+    /// When there is something to [check](State::check_stall) at the latest, as far as is known `now`: at the end of the survey under
+    /// way, and when an operation of this rank takes too long.
+    pub(super) fn stall_check_at(&self, now: Duration) -> Option<Duration> {
         // After a failure nobody looks at it any more.
-        self.survey.as_ref().map(|survey| survey.ends).filter(|_| self.failure().is_none())
+        if self.failure().is_some() || self.is_leaving() {
+            return None;
+        }
+        let overdue = self.activities().filter_map(|activity| activity.overdue_in()).min();
+        let overdue = overdue.map(|left| now.saturating_add(left));
+        let survey = self.survey.as_ref().map(|survey| survey.ends);
+        // What begins after this is found at the next look.
+        let next_look = self.has_activities().then_some(now + LOOK);
+        [overdue, survey, next_look].into_iter().flatten().min()
+    }
+
+    fn has_activities(&self) -> bool {
+        self.activities.iter().any(|activity| activity.strong_count() > 0)
     }
 
     fn activities(&self) -> impl Iterator<Item = Arc<dyn Activity>> {

@@ -416,10 +416,11 @@ impl Shared {
         }
     }
 
-    /// When the event loop has something to do though nothing comes: at the end of a survey, and when a failure has to be settled.
+    /// When the event loop has something to do though nothing comes: to look for operations that take too long, and to settle a
+    /// failure.
     pub(super) fn timers(&self) -> (Option<Duration>, Option<Duration>) {
         let state = self.lock();
-        (state.survey_ends(), state.settles_at())
+        (state.stall_check_at(clock::running()), state.settles_at())
     }
 
     /// Has the thread send what the sockets did not take at once.

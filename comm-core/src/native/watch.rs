@@ -138,6 +138,15 @@ impl Activity for Watch {
         })
     }
 
+    fn overdue_in(&self) -> Option<Duration> {
+        let left = |slot: &Mutex<Option<Record>>| {
+            let slot = lock(slot);
+            let record = slot.as_ref().filter(|record| record.is_running)?;
+            Some(record.patience.saturating_sub(record.elapsed()))
+        };
+        self.lanes.iter().filter_map(left).min()
+    }
+
     fn doing(&self) -> Vec<Doing> {
         let of_lane =
             |(lane, slot): (usize, &Mutex<Option<Record>>)| lock(slot).as_ref().map(|record| record.doing(lane));
