@@ -148,6 +148,22 @@ impl Drop for Driver {
     }
 }
 
+/// Ends when `deadline` has passed. A timer that was set before this process was stopped would end too early.
+pub async fn passed(deadline: Deadline) {
+    while !deadline.has_passed() {
+        tokio::time::sleep_until(deadline.instant().into()).await;
+    }
+}
+
+/// What `future` comes to; `None` at the deadline.
+pub async fn within<T>(deadline: Deadline, future: impl Future<Output = T>) -> Option<T> {
+    tokio::select! {
+        biased;
+        value = future => Some(value),
+        () = passed(deadline) => None,
+    }
+}
+
 /// Polls until ready or until the deadline.
 async fn bounded<T>(
     spinner: &mut Spinner,
@@ -168,8 +184,7 @@ async fn bounded<T>(
             }
             Next::Expired => Poll::Ready(None),
             Next::Park => {
-                let expired =
-                    expired.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(deadline.instant().into())));
+                let expired = expired.get_or_insert_with(|| Box::pin(passed(deadline)));
                 expired.as_mut().poll(cx).map(|()| None)
             }
         }

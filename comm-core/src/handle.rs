@@ -102,11 +102,20 @@ impl Handle {
     pub fn wait_timeout(self, timeout: Duration) -> Result<Outcome, Handle> {
         match self.state {
             State::Done(outcome) => Ok(*outcome),
-            State::Pending(receiver) => match receiver.recv_timeout(Deadline::after(timeout).remaining()) {
-                Ok(outcome) => Ok(outcome),
-                Err(RecvTimeoutError::Timeout) => Err(Handle { state: State::Pending(receiver) }),
-                Err(RecvTimeoutError::Disconnected) => Ok(Err(lost())),
-            },
+            State::Pending(receiver) => {
+                let deadline = Deadline::after(timeout);
+                loop {
+                    match receiver.recv_timeout(deadline.remaining()) {
+                        Ok(outcome) => return Ok(outcome),
+                        Err(RecvTimeoutError::Disconnected) => return Ok(Err(lost())),
+                        Err(RecvTimeoutError::Timeout) if deadline.has_passed() => {
+                            return Err(Handle { state: State::Pending(receiver) });
+                        }
+                        // This process was stopped meanwhile.
+                        Err(RecvTimeoutError::Timeout) => {}
+                    }
+                }
+            }
         }
     }
 }

@@ -26,6 +26,7 @@
 #![deny(unsafe_code)]
 
 pub mod buffer;
+pub mod clock;
 pub mod communicator;
 pub mod conformance;
 pub mod control;

@@ -117,7 +117,7 @@ impl Wait<'_> {
         }
         let now = Instant::now();
         let began = *self.began.get_or_insert(now);
-        if now >= deadline.instant() {
+        if deadline.has_passed() {
             return Next::Expired;
         }
         if self.spinner.waiting == Waiting::Adaptive && now - began >= LONGEST_SPIN {

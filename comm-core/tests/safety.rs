@@ -176,9 +176,18 @@ fn over_tcp<R: Send>(
     options: &MeshOptions,
     body: impl Fn(&LocalMesh, &TcpControl) -> R + Sync,
 ) -> Vec<R> {
-    let folder = tempfile::tempdir().unwrap();
     let intervals =
         TcpOptions { heartbeat: Duration::from_millis(50), liveness: Duration::from_secs(10), ..TcpOptions::default() };
+    over_tcp_with(intervals, ranks, options, body)
+}
+
+fn over_tcp_with<R: Send>(
+    intervals: TcpOptions,
+    ranks: usize,
+    options: &MeshOptions,
+    body: impl Fn(&LocalMesh, &TcpControl) -> R + Sync,
+) -> Vec<R> {
+    let folder = tempfile::tempdir().unwrap();
     let body = &body;
     let secret = Secret::random().unwrap();
     thread::scope(|scope| {
@@ -230,6 +239,30 @@ fn every_process_gets_the_report_and_a_timeout_names_the_cause_and_not_its_victi
         assert_eq!(report.late, [2], "rank {rank}: {report}");
         assert!(report.to_string().contains("rank 2: in receive of 1 u8"), "{report}");
         assert!(report.to_string().contains("[something else] on lane 1"), "{report}");
+    }
+}
+
+#[test]
+fn a_timeout_after_less_than_a_heartbeat_names_the_cause_too() {
+    let intervals = TcpOptions { heartbeat: Duration::from_secs(20), ..TcpOptions::default() };
+    let done = std::sync::Barrier::new(4);
+    let errors = over_tcp_with(intervals, 4, &MeshOptions::default(), |mesh, control| {
+        mesh.barrier().unwrap();
+        let error = if mesh.rank() == 3 {
+            control.verdict(Error::invalid("nobody was late"), Duration::from_secs(20))
+        } else {
+            // In this chain rank 0 waits for rank 1, and that for rank 2.
+            let ring = Call::blocking(Op::AllReduce(ReduceOp::Sum), Buffer::from_vec(vec![1f32; 4096]))
+                .with_algorithm(comm_core::Algorithm::Ring)
+                .with_timeout(Duration::from_secs(2));
+            mesh.start(ring).wait().unwrap_err().error
+        };
+        done.wait();
+        error
+    });
+    for error in &errors {
+        let Error::Timeout { waiting_for, .. } = error else { panic!("{error}") };
+        assert_eq!(waiting_for, &[3], "{error}");
     }
 }
 

@@ -4,12 +4,12 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use comm_core::driver::Driver;
+use comm_core::driver::{Driver, passed};
 use comm_core::{Control, Deadline, Error, Result, Spinner};
-use quinn::{Endpoint, Runtime as _, TokioRuntime};
+use quinn::{Endpoint, Runtime as _};
 use tokio::sync::{Mutex, watch};
-use tokio::time::sleep_until;
 
+use crate::clock::RunningTime;
 use crate::config::{DatagramSizes, effective_congestion, endpoint_config, send_window, transport_config};
 use crate::exchange::told;
 use crate::options::QuicOptions;
@@ -70,14 +70,14 @@ pub(crate) fn connect(
     let failed = failure_of(control);
     let inside = driver.handle()?.enter();
     let quinn_socket =
-        TokioRuntime.wrap_udp_socket(socket).map_err(|error| Error::io("preparing the UDP socket for QUIC", error))?;
+        RunningTime.wrap_udp_socket(socket).map_err(|error| Error::io("preparing the UDP socket for QUIC", error))?;
     let socket = Arc::new(CountingSocket::new(quinn_socket, sizes.largest));
     let segments = quinn::AsyncUdpSocket::max_transmit_segments(&*socket).min(10);
     let endpoint = Endpoint::new_with_abstract_socket(
         endpoint_config()?,
         (rank + 1 < world_size).then_some(server),
         Arc::clone(&socket) as Arc<dyn quinn::AsyncUdpSocket>,
-        Arc::new(TokioRuntime),
+        Arc::new(RunningTime),
     )
     .map_err(|error| Error::io("starting QUIC on the UDP socket", error))?;
     drop(inside);
@@ -87,7 +87,7 @@ pub(crate) fn connect(
         Ok(tokio::select! {
             met = meet(&endpoint, appointments, &pins, &expected, rank, options.lanes, &mut links) => Some(met),
             error = told(failed) => Some(Err(error)),
-            () = sleep_until(deadline.instant().into()) => None,
+            () = passed(deadline) => None,
         })
     })?;
     outcome.unwrap_or_else(|| {

@@ -4,10 +4,10 @@ use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::task::{Context as Waker, Poll};
 
+use comm_core::driver::passed;
 use comm_core::waiting::Next;
 use comm_core::{Deadline, Error, Result, Spinner};
 use tokio::sync::watch;
-use tokio::time::sleep_until;
 
 use crate::message::{Channel, Context, Receiving, Sending, Step};
 
@@ -100,7 +100,7 @@ pub(crate) async fn complete(
                 }
                 Next::Expired => Poll::Ready(Ok(None)),
                 Next::Park => {
-                    let alarm = alarm.get_or_insert_with(|| Box::pin(sleep_until(deadline.instant().into())));
+                    let alarm = alarm.get_or_insert_with(|| Box::pin(passed(deadline)));
                     alarm.as_mut().poll(cx).map(|()| Ok(None))
                 }
             }

@@ -30,7 +30,7 @@ pub struct QuicOptions {
     /// Bytes of one peer's messages that an exchange may leave to the transport before the peer has acknowledged them.
     pub send_window: u32,
     /// A peer from which nothing comes for so long is lost. From 100 ms to a day. Processes that die are noticed by the control
-    /// plane long before.
+    /// plane long before. Time in which this process itself was stopped does not count.
     pub idle_timeout: Duration,
     /// Time without traffic after which a packet is sent to keep the connection; less than half of
     /// [`idle_timeout`](QuicOptions::idle_timeout).
@@ -86,7 +86,7 @@ impl QuicOptions {
             format!("quic idle_timeout: {:?} is not from 100 ms to a day", self.idle_timeout),
         )?;
         require(
-            !self.keep_alive.is_zero() && self.keep_alive * 2 < self.idle_timeout,
+            !self.keep_alive.is_zero() && self.keep_alive.saturating_mul(2) < self.idle_timeout,
             format!(
                 "quic keep_alive: {:?} is not less than half of the idle timeout of {:?}",
                 self.keep_alive, self.idle_timeout
@@ -102,7 +102,7 @@ mod tests {
     #[test]
     fn what_would_not_work_is_refused() {
         QuicOptions::default().check().unwrap();
-        let wrong: [fn(&mut QuicOptions); 11] = [
+        let wrong: [fn(&mut QuicOptions); 13] = [
             |o| o.bind = Ipv4Addr::UNSPECIFIED.into(),
             |o| o.bind = Ipv4Addr::BROADCAST.into(),
             |o| o.bind = Ipv4Addr::new(224, 0, 0, 1).into(),
@@ -115,6 +115,8 @@ mod tests {
             |o| o.stream_window = 0,
             |o| o.idle_timeout = Duration::ZERO,
             |o| o.keep_alive = Duration::from_secs(15),
+            |o| o.keep_alive = Duration::MAX,
+            |o| o.idle_timeout = Duration::MAX,
         ];
         for change in wrong {
             let mut options = QuicOptions::default();

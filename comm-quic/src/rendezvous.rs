@@ -12,10 +12,11 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use comm_core::driver::within;
 use comm_core::{Control, Deadline, Error, Result};
 use quinn::{Connection, ConnectionError, Endpoint, Incoming, RecvStream, SendStream, TransportErrorCode, VarInt};
 use tokio::task::{AbortHandle, JoinSet};
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 
 use crate::message::{Channel, describe};
 use crate::protection::Protection;
@@ -214,8 +215,8 @@ pub(crate) async fn meet(
                 }
                 let pins = pins.clone();
                 let handshake = tasks.spawn(async move {
-                    let guest = timeout(GUEST_PATIENCE, admit(incoming, &pins, lanes)).await;
-                    Arrival::Guest(guest.unwrap_or_else(|_| Err("it took too long".into())))
+                    let guest = within(Deadline::after(GUEST_PATIENCE), admit(incoming, &pins, lanes)).await;
+                    Arrival::Guest(guest.unwrap_or_else(|| Err("it took too long".into())))
                 });
                 if !is_expected {
                     lobby.enter(handshake);

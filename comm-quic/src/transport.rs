@@ -9,12 +9,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context as Waker, Poll};
 use std::time::Duration;
 
-use comm_core::driver::Driver;
+use comm_core::driver::{Driver, passed, within};
 use comm_core::{Control, Deadline, Error, HEADER_LEN, Incoming, Outgoing, Result, Spinner, Transport, Waiting};
 use quinn::{Connection, ConnectionError, Endpoint, ReadError, StoppedError};
 use tokio::runtime::Handle;
 use tokio::sync::{Mutex, watch};
-use tokio::time::{sleep, sleep_until, timeout};
+use tokio::time::sleep;
 
 use crate::config::{DatagramSizes, receive_window};
 use crate::congestion::Congestion;
@@ -160,7 +160,7 @@ impl QuicTransport {
                 biased;
                 error = told(aborted) => Err(error),
                 guards = lock_all => Ok(guards),
-                () = sleep_until(deadline.instant().into()) => {
+                () = passed(deadline) => {
                     let operation = format!("{operation} (an exchange is still running)");
                     Err(self.timeout(&operation, deadline, std::iter::empty()))
                 }
@@ -309,9 +309,9 @@ impl Transport for QuicTransport {
         self.closed.store(true, Ordering::Release);
         self.endpoint.close(DONE, b"done");
         // Until then a peer that missed the last packets is told again. Nothing depends on it but the peer's speed.
-        let patience = deadline.remaining().min(FAREWELL);
+        let patience = deadline.at_most(FAREWELL);
         self.driver.block_on(async {
-            let _ = timeout(patience, self.endpoint.wait_idle()).await;
+            let _ = within(patience, self.endpoint.wait_idle()).await;
             Ok(())
         })
     }
@@ -372,9 +372,9 @@ impl Drop for QuicTransport {
             })
         };
         let _ = self.driver.block_on(async {
-            let _ = timeout(LAST_WORDS, until(streams_are_reset)).await;
+            let _ = within(Deadline::after(LAST_WORDS), until(streams_are_reset)).await;
             self.endpoint.close(DROPPED, b"dropped");
-            let _ = timeout(LAST_WORDS, until(peers_are_told)).await;
+            let _ = within(Deadline::after(LAST_WORDS), until(peers_are_told)).await;
             Ok(())
         });
     }

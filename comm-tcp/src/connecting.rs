@@ -6,6 +6,7 @@ use std::future::Future;
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use comm_core::driver::within;
 use comm_core::{Control, Deadline, Error, Result};
 
 use crate::core::Core;
@@ -93,7 +94,7 @@ impl<'a, L> Connecting<'a, L> {
         parts: Join<'_>,
     ) -> Result<()> {
         let bounded = async {
-            tokio::time::timeout_at(deadline.instant().into(), parts).await.unwrap_or_else(|_| {
+            within(deadline, parts).await.unwrap_or_else(|| {
                 let operation = format!("connecting over {protocol}{}", self.complaint.borrow());
                 Err(self.core.timeout(operation, deadline, self.missing()))
             })

@@ -6,6 +6,8 @@ use std::pin::Pin;
 use std::task::Poll;
 use std::time::Duration;
 
+use comm_core::Deadline;
+use comm_core::driver::within;
 use tokio::net::{TcpListener, TcpStream};
 
 /// A connection that has not proven itself by then is closed.
@@ -46,7 +48,7 @@ impl<'a, T: Send + 'a> Door<'a, T> {
                     }
                     let handshake = handshake(stream);
                     self.handshakes.push_back(Box::pin(async move {
-                        tokio::time::timeout(PATIENCE, handshake).await.ok().flatten()
+                        within(Deadline::after(PATIENCE), handshake).await.flatten()
                     }));
                 }
                 let mut index = 0;

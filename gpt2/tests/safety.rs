@@ -82,3 +82,25 @@ fn a_rank_that_is_stopped_for_a_while_is_named_as_late_and_then_goes_on() {
     assert!(Command::new("kill").args(["-INT", &job.id().to_string()]).status().unwrap().success());
     assert!(wait(&mut job, SOON).is_some());
 }
+
+#[test]
+fn a_job_that_is_stopped_as_a_whole_goes_on_where_it_was() {
+    // As in a laptop that sleeps, a container that is frozen: for longer than any of its deadlines.
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(&folder);
+    let terms = ["--liveness", "3", "--timeout", "3", "--stall-after", "2"];
+    let mut job = start("ddp", "quic", &data, folder.path(), 60, &terms);
+    let lines = lines(&mut job);
+    wait_for(&lines, "] step ", SOON).unwrap();
+    let all: Vec<String> = ranks_of(job.id()).into_iter().chain([job.id()]).map(|id| id.to_string()).collect();
+    assert_eq!(all.len(), 4);
+    let send = |signal: &str| assert!(Command::new("kill").arg(signal).args(&all).status().unwrap().success());
+    send("-STOP");
+    assert!(job.try_wait().unwrap().is_none(), "it ended before it was stopped");
+    std::thread::sleep(Duration::from_secs(5));
+    send("-CONT");
+    let status = wait(&mut job, SOON);
+    let said: Vec<String> = lines.iter().map(|(_, line)| line).collect();
+    assert_eq!(status, Some(Some(0)), "{said:#?}");
+    assert!(!said.iter().any(|line| line.contains("stall: ")), "{said:#?}");
+}

@@ -100,8 +100,8 @@ pub(super) enum Command<J> {
 pub(super) enum Reply {
     /// To all but `Run`.
     Done(Result<(), String>),
-    /// To `Run`.
-    Ran(CaseOutcome),
+    /// To `Run`: how the case ended on this rank, and what it returned there if it has passed.
+    Ran(CaseOutcome, String),
 }
 
 /// The driver's end of all ranks.
@@ -207,7 +207,7 @@ impl<J> Fleet<J> {
             .filter_map(|rank| match self.answer(rank, self.options.case_limit) {
                 Ok(Reply::Done(Ok(()))) => None,
                 Ok(Reply::Done(Err(why))) => Some(format!("rank {rank}: {why}")),
-                Ok(Reply::Ran(outcome)) => Some(format!("rank {rank} answered {outcome:?} to another question")),
+                Ok(Reply::Ran(outcome, _)) => Some(format!("rank {rank} answered {outcome:?} to another question")),
                 Err(why) => Some(format!("rank {rank}: {why}")),
             })
             .collect();
@@ -228,12 +228,29 @@ impl<J> Fleet<J> {
         }
         let limit = case.limit(self.options.case_limit);
         let outcomes = (0..self.ranks.len()).map(|rank| match self.answer(rank, limit) {
-            Ok(Reply::Ran(outcome)) => outcome,
-            Ok(Reply::Done(result)) => CaseOutcome::Failed(format!("answered {result:?} to another question")),
-            Err(why) => CaseOutcome::Failed(format!("{why}, in case {}", case.name)),
+            Ok(Reply::Ran(outcome, said)) => (outcome, said),
+            Ok(Reply::Done(result)) => wrong(format!("answered {result:?} to another question")),
+            Err(why) => wrong(format!("{why}, in case {}", case.name)),
         });
-        merge(outcomes.collect())
+        let (outcomes, said): (Vec<CaseOutcome>, Vec<String>) = outcomes.unzip();
+        match merge(outcomes) {
+            CaseOutcome::Passed => compared(&said),
+            other => other,
+        }
     }
+}
+
+fn wrong(why: String) -> (CaseOutcome, String) {
+    (CaseOutcome::Failed(why), String::new())
+}
+
+/// Whether all ranks have said the same.
+fn compared(said: &[String]) -> CaseOutcome {
+    if said.iter().all(|text| Some(text) == said.first()) {
+        return CaseOutcome::Passed;
+    }
+    let lines: Vec<String> = said.iter().enumerate().map(|(rank, text)| format!("rank {rank}: {text}")).collect();
+    CaseOutcome::Failed(format!("the ranks differ:\n{}", lines.join("\n")))
 }
 
 /// One outcome of those of all ranks. Ranks that failed only because another gave up come last.
@@ -281,11 +298,14 @@ pub(super) fn serve<J: Send + 'static>(
                 };
                 Reply::Done(connected.map(|connected| communicator = Some(connected)))
             }
-            Command::Run(index) => Reply::Ran(match (cases.get(index), &communicator) {
-                (Some(case), Some(communicator)) => run_case(case, communicator, options),
-                (None, _) => CaseOutcome::Failed(format!("there is no case number {index}")),
-                (_, None) => CaseOutcome::Failed("not connected".into()),
-            }),
+            Command::Run(index) => {
+                let (outcome, said) = match (cases.get(index), &communicator) {
+                    (Some(case), Some(communicator)) => run_case(case, communicator, options),
+                    (None, _) => wrong(format!("there is no case number {index}")),
+                    (_, None) => wrong("not connected".into()),
+                };
+                Reply::Ran(outcome, said)
+            }
             Command::Finish => Reply::Done(match communicator.clone() {
                 None => Ok(()),
                 Some(ending) => {
@@ -312,22 +332,22 @@ pub(super) fn serve<J: Send + 'static>(
     }
 }
 
-fn run_case(case: &Case, communicator: &Arc<dyn Communicator>, options: RunOptions) -> CaseOutcome {
+fn run_case(case: &Case, communicator: &Arc<dyn Communicator>, options: RunOptions) -> (CaseOutcome, String) {
     let limit = case.limit(options.case_limit);
     let outcome = {
         let (case, communicator) = (case.clone(), communicator.clone());
         within(limit, &case.name.clone(), move || case.run(&communicator))
     };
     let why = match outcome {
-        Ended::Value(Ok(())) => return CaseOutcome::Passed,
-        Ended::Value(Err(Stop::Skipped(why))) => return CaseOutcome::Skipped(why),
+        Ended::Value(Ok(said)) => return (CaseOutcome::Passed, said),
+        Ended::Value(Err(Stop::Skipped(why))) => return (CaseOutcome::Skipped(why), String::new()),
         Ended::Value(Err(Stop::Failed(why))) => why,
         Ended::Panicked(why) => format!("panicked: {why}"),
         Ended::Hung => format!("hung: still running after {:.0} s", limit.as_secs_f64()),
     };
     // The other ranks may be waiting for this one.
     communicator.abort(&format!("{GAVE_UP}: {} failed on rank {}", case.name, communicator.rank()));
-    CaseOutcome::Failed(why)
+    wrong(why)
 }
 
 enum Ended<R> {
@@ -373,6 +393,18 @@ mod tests {
         let merged = merge(vec![echo, cause, CaseOutcome::Passed]);
         let CaseOutcome::Failed(text) = merged else { panic!("a failure was lost") };
         assert!(text.starts_with("rank 1: element 17 is 3, expected 6\nrank 0: "), "{text}");
+    }
+
+    #[test]
+    fn ranks_that_do_not_say_the_same_fail_the_case() {
+        assert_eq!(compared(&["a".into(), "a".into()]), CaseOutcome::Passed);
+        assert_eq!(
+            compared(&["a".into(), "b".into()]),
+            CaseOutcome::Failed("the ranks differ:\nrank 0: a\nrank 1: b".into())
+        );
+        let case = Case::agreed("says its rank", 1, |communicator| Ok(communicator.rank().to_string()));
+        let outcomes = run_threads(2, &group, &[case], RunOptions::default());
+        assert_eq!(outcomes, [CaseOutcome::Failed("the ranks differ:\nrank 0: 0\nrank 1: 1".into())]);
     }
 
     #[test]

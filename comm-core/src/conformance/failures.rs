@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::data::{Pattern, check};
-use super::{Case, CaseResult, PATIENCE, SLACK, Step, Way, barrier, call, ensure, failed, run};
+use super::{Case, CaseResult, PATIENCE, SLACK, Step, Way, barrier, call, ensure, failed, need_lanes, run};
 use crate::buffer::Buffer;
 use crate::communicator::Communicator;
 use crate::dtype::{Element, ReduceOp};
@@ -25,6 +25,7 @@ pub(super) fn add(cases: &mut Vec<Case>) {
     add_mismatches(cases);
     add_timeouts(cases);
     add_aborts(cases);
+    add_agreements(cases);
     add_finishes(cases);
 }
 
@@ -389,6 +390,89 @@ fn check_aborted(error: &Error, by: usize, reason: &str) -> CaseResult {
         }),
         other => failed(format!("expected the abort by rank {by}, got: {other}")),
     }
+}
+
+// ---------------------------------------------------------------------------------------------------------------- agreements
+
+fn add_agreements(cases: &mut Vec<Case>) {
+    cases.push(Case::agreed("abort/by_all_at_once_with_a_reason_each", 1, |communicator| {
+        let rank = communicator.rank();
+        aborts_at_once(communicator, &format!("the reason of rank {rank}"))?;
+        let first = failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), PATIENCE))?;
+        match &first {
+            Error::Aborted { by, reason } if *reason == format!("the reason of rank {by}") => {}
+            other => return failed(format!("expected one of the aborts, got: {other}")),
+        }
+        one_answer(communicator, &first)
+    }));
+    cases.push(Case::agreed("mismatch/beside_a_call_that_waits", 2, |communicator| {
+        need_lanes(communicator, 2)?;
+        let (rank, ranks) = (communicator.rank(), communicator.world_size());
+        let (from, last) = ((rank + 1) % ranks, communicator.lanes() - 1);
+        let waiting = call(Op::Recv { from }, Buffer::from_vec(vec![0f32; 3]), last, Mode::Background);
+        let waiting = communicator.start(waiting);
+        let counts = Buffer::from_vec(vec![1f32; if rank + 1 == ranks { 11 } else { 10 }]);
+        let wrong = communicator.start(call(Op::AllReduce(SUM), counts, 0, Mode::Background));
+        // A call that needs nothing from the others may have ended well.
+        if let Err(error) = wrong.wait() {
+            one_text(&error.error, &failure(waiting.wait())?)?;
+        } else {
+            failure(waiting.wait())?;
+        }
+        let first = failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), PATIENCE))?;
+        check_mismatch(&first)?;
+        one_answer(communicator, &first)
+    }));
+    cases.push(Case::agreed("timeout/of_all_but_one_at_once", 2, |communicator| {
+        let (rank, ranks) = (communicator.rank(), communicator.world_size());
+        let first = if rank + 1 == ranks {
+            thread::sleep(4 * SHORT);
+            failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), PATIENCE))?
+        } else {
+            failure(finished(communicator, Op::AllReduce(SUM), vec![1f32; 10], SHORT))?
+        };
+        check_timeout(&first, Duration::ZERO)?;
+        one_answer(communicator, &first)
+    }));
+    cases.push(Case::agreed("abort/while_others_time_out", 2, |communicator| {
+        let first = if communicator.rank() == 0 {
+            thread::sleep(SHORT);
+            aborts_at_once(communicator, "at the deadline of the others")?;
+            failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), PATIENCE))?
+        } else {
+            failure(finished(communicator, Op::AllReduce(SUM), vec![1f32; 10], SHORT))?
+        };
+        one_answer(communicator, &first)
+    }));
+}
+
+/// Whether everything that this rank asks for from now on gets the answer that it has had; that answer.
+fn one_answer(communicator: &Arc<dyn Communicator>, first: &Error) -> Step<String> {
+    // Rank 0's word, if it came later than the first answer, has come by the second look.
+    for look in 0..2 {
+        for lane in 0..communicator.lanes() {
+            for mode in [Mode::Blocking, Mode::Background] {
+                let call = call(Op::AllReduce(SUM), Buffer::from_vec(vec![1f32; 10]), lane, mode);
+                one_text(first, &failure(communicator.start(call).wait())?)?;
+            }
+        }
+        if look == 0 {
+            thread::sleep(SHORT);
+        }
+    }
+    match communicator.split(Some(0), 0) {
+        Ok(_) => return failed("split went on after the failure"),
+        Err(error) => one_text(first, &error)?,
+    }
+    match communicator.finish(PATIENCE) {
+        Ok(()) => return failed("finish reported nothing of the failure"),
+        Err(error) => one_text(first, &error)?,
+    }
+    Ok(first.to_string())
+}
+
+fn one_text(first: &Error, later: &Error) -> CaseResult {
+    ensure(first.to_string() == later.to_string(), || format!("first \"{first}\", later \"{later}\""))
 }
 
 // ------------------------------------------------------------------------------------------------------------------ finishes

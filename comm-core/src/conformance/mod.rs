@@ -66,7 +66,8 @@ pub struct Case {
     run: Run,
 }
 
-type Run = Arc<dyn Fn(&Arc<dyn Communicator>) -> CaseResult + Send + Sync>;
+/// What it returns must be the same on all ranks.
+type Run = Arc<dyn Fn(&Arc<dyn Communicator>) -> Step<String> + Send + Sync>;
 
 /// How a case ended on one rank.
 pub type CaseResult = Result<(), Stop>;
@@ -97,11 +98,12 @@ pub fn cases() -> Vec<Case> {
 }
 
 impl Case {
-    /// Runs this rank's part. Every rank of the communicator calls it, each from a thread of its own.
+    /// Runs this rank's part. Every rank of the communicator calls it, each from a thread of its own. What it returns must be the same
+    /// on all of them.
     ///
     /// # Errors
     /// [`Stop`]. The other ranks may then be waiting for this one: abort the communicator.
-    pub fn run(&self, communicator: &Arc<dyn Communicator>) -> CaseResult {
+    pub fn run(&self, communicator: &Arc<dyn Communicator>) -> Result<String, Stop> {
         (self.run)(communicator)
     }
 
@@ -123,7 +125,17 @@ impl Case {
         min_ranks: usize,
         run: impl Fn(&Arc<dyn Communicator>) -> CaseResult + Send + Sync + 'static,
     ) -> Case {
-        Case { name: name.into(), min_ranks, fresh: false, heavy: false, run: Arc::new(run) }
+        let run: Run = Arc::new(move |communicator| run(communicator).map(|()| String::new()));
+        Case { name: name.into(), min_ranks, fresh: false, heavy: false, run }
+    }
+
+    /// As [`fresh`](Case::fresh); what `run` returns is compared between the ranks.
+    fn agreed(
+        name: impl Into<String>,
+        min_ranks: usize,
+        run: impl Fn(&Arc<dyn Communicator>) -> Step<String> + Send + Sync + 'static,
+    ) -> Case {
+        Case { fresh: true, run: Arc::new(run), ..Case::shared(name, min_ranks, |_| Ok(())) }
     }
 
     fn fresh(
@@ -131,7 +143,7 @@ impl Case {
         min_ranks: usize,
         run: impl Fn(&Arc<dyn Communicator>) -> CaseResult + Send + Sync + 'static,
     ) -> Case {
-        Case { name: name.into(), min_ranks, fresh: true, heavy: false, run: Arc::new(run) }
+        Case { fresh: true, ..Case::shared(name, min_ranks, run) }
     }
 }
 

@@ -11,10 +11,11 @@ use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::auth::{Answer, Proven, Rejection, Step, version_notice};
 use super::link::Link;
+use crate::clock;
 use crate::job::Secret;
 use crate::sys::Waiter;
 
@@ -39,8 +40,8 @@ pub(super) struct Door {
     patience: Duration,
     /// In the order in which they came.
     guests: VecDeque<Guest>,
-    /// Nobody is let in before this.
-    opens: Instant,
+    /// Nobody is let in before this, on the [`clock`].
+    opens: Duration,
 }
 
 /// A connection that has passed the handshake.
@@ -81,23 +82,23 @@ struct Guest {
     stream: TcpStream,
     addr: SocketAddr,
     answer: Answer,
-    until: Instant,
+    until: Duration,
 }
 
 impl Door {
     pub(super) fn open(listener: TcpListener, secret: Secret, patience: Duration) -> Self {
-        Door { listener, secret, patience, guests: VecDeque::new(), opens: Instant::now() }
+        Door { listener, secret, patience, guests: VecDeque::new(), opens: clock::running() }
     }
 
     /// What to wait for: that somebody says something, in the order of their coming, and then that somebody comes.
     pub(super) fn waiters(&self) -> impl Iterator<Item = Waiter<'_>> {
-        let listener = (self.opens <= Instant::now()).then(|| Waiter::new(self.listener.as_fd(), false));
+        let listener = (self.opens <= clock::running()).then(|| Waiter::new(self.listener.as_fd(), false));
         self.guests.iter().map(|guest| Waiter::new(guest.stream.as_fd(), false)).chain(listener)
     }
 
     /// When there is something to do though nothing comes.
-    pub(super) fn next_turn(&self) -> Option<Instant> {
-        let closed = (self.opens > Instant::now()).then_some(self.opens);
+    pub(super) fn next_turn(&self) -> Option<Duration> {
+        let closed = (self.opens > clock::running()).then_some(self.opens);
         self.guests.front().map(|guest| guest.until).into_iter().chain(closed).min()
     }
 
@@ -107,7 +108,7 @@ impl Door {
         let (mut newcomers, mut strangers) = (Vec::new(), Vec::new());
         let there = self.guests.len();
         let guests = std::mem::take(&mut self.guests);
-        let now = Instant::now();
+        let now = clock::running();
         for (at, guest) in guests.into_iter().enumerate() {
             let outcome = if ready.get(at) == Some(&true) { guest.serve(&self.secret) } else { Outcome::Stays(guest) };
             match outcome {
@@ -120,7 +121,7 @@ impl Door {
         if ready.get(there) == Some(&true) {
             self.accept(if is_running { LATECOMERS } else { CROWD }, &mut strangers);
             if is_running {
-                self.opens = Instant::now() + CALM;
+                self.opens = clock::running() + CALM;
             }
         }
         (newcomers, strangers)
@@ -206,7 +207,7 @@ impl Guest {
         let failed = |why: io::Error| Stranger { addr: addr.to_string(), why: why.into() };
         stream.set_nonblocking(true).map_err(failed)?;
         let answer = Answer::new().map_err(|e| failed(io::Error::other(e.to_string())))?;
-        Ok(Guest { stream, addr, answer, until: Instant::now() + patience })
+        Ok(Guest { stream, addr, answer, until: clock::running().saturating_add(patience) })
     }
 
     /// Reads what is there, no further than the handshake goes, and answers.

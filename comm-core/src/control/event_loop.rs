@@ -4,16 +4,19 @@
 use std::io::{self, Read};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::auth::Proven;
 use super::door::{Door, Newcomer};
 use super::link::Link;
-use super::state::{Admission, State};
+use super::state::{Admission, State, rank_0_is_silent};
 use super::tcp::{Shared, TcpOptions};
 use super::wire::{Message, Opener};
+use crate::clock;
+use crate::error::{Error, Result};
 use crate::sys::{self, Waiter};
 
 /// How long a refused connection is kept open, so that the reason arrives.
@@ -30,73 +33,108 @@ pub(super) struct EventLoop {
     /// Readable when another thread wants attention.
     pub(super) waker: UnixStream,
     pub(super) connections: Vec<Connection>,
+    /// For how long this loop has been looking, and the [`clock`] when it last did. Silence is measured in this: a loop that
+    /// was stopped, or got no turn, has not listened, and accuses nobody of what it has not heard.
+    attended: Duration,
+    looked: Duration,
 }
 
 /// The receiving side of a connection.
 pub(super) struct Connection {
     link: Arc<Link>,
     opener: Opener,
-    /// `None`: refused, to be closed at this time.
-    peer: Result<usize, Instant>,
-    last_heard: Instant,
+    /// `Err`: refused, to be closed at this time.
+    peer: std::result::Result<usize, Duration>,
+    /// By the loop's attention.
+    last_heard: Duration,
     /// Given up as lost; nothing more is concluded from it.
     silent: bool,
 }
 
 impl Connection {
+    /// To a loop that has not begun.
     pub(super) fn new(link: Arc<Link>, opener: Opener, peer: usize) -> Self {
-        Connection { link, opener, peer: Ok(peer), last_heard: Instant::now(), silent: false }
+        Connection { link, opener, peer: Ok(peer), last_heard: Duration::ZERO, silent: false }
     }
 }
 
 impl EventLoop {
+    pub(super) fn new(shared: Arc<Shared>, options: TcpOptions, waker: UnixStream) -> Self {
+        let (door, connections, attended) = (None, Vec::new(), Duration::ZERO);
+        EventLoop { shared, options, door, waker, connections, attended, looked: clock::running() }
+    }
+
     /// Runs until the control is dropped.
     pub(super) fn run(mut self) {
-        let mut next_beat = Instant::now() + self.options.heartbeat;
-        let mut survey_ends: Option<Instant> = None;
+        let ended = catch_unwind(AssertUnwindSafe(|| self.turns()));
+        let error = match ended {
+            Ok(Ok(())) => return,
+            Ok(Err(error)) => error,
+            Err(panic) => {
+                let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
+                let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+                Error::Internal(format!("the thread of the control plane panicked: {text}"))
+            }
+        };
+        // Nobody listens for rank 0's word any more.
+        self.shared.update(|state| state.decide_alone(&error));
+    }
+
+    fn turns(&mut self) -> Result<()> {
+        self.looked = clock::running();
+        let mut next_beat = self.looked.saturating_add(self.options.heartbeat);
+        let (mut stall_check_at, mut settles_at): (Option<Duration>, Option<Duration>) = (None, None);
         let mut buffer = vec![0; 64 << 10];
         while !self.shared.stop.load(Ordering::Acquire) {
-            let (ready, at_door) = match self.wait(survey_ends.map_or(next_beat, |end| end.min(next_beat))) {
-                Ok(found) => found,
-                Err(error) => {
-                    let error = crate::error::Error::io("waiting for control connections", error);
-                    self.shared.update(|state| state.fail(&error));
-                    return;
-                }
-            };
+            let until = [stall_check_at, settles_at].into_iter().flatten().fold(next_beat, Duration::min);
+            let (ready, at_door) =
+                self.wait(until).map_err(|error| Error::io("waiting for control connections", error))?;
+            self.attend();
             self.answer_the_door(&at_door);
-            // Everything that has come is read before anyone is declared silent: if it is this process that was stopped,
-            // the others' signs of life are waiting.
+            // Everything that has come is read before anyone is declared silent: the others' signs of life may be waiting.
             for (at, readable) in ready.into_iter().enumerate().rev() {
                 let Some(connection) = self.connections.get_mut(at) else { continue };
                 connection.link.flush();
-                if readable && !connection.read(&self.shared, &mut buffer) {
+                if readable && !connection.read(&self.shared, self.attended, &mut buffer) {
                     let gone = self.connections.swap_remove(at);
                     gone.link.close();
                 }
             }
-            let now = Instant::now();
-            self.check_liveness(now);
+            self.shared.update(State::decide_reported);
+            self.check_liveness();
+            let now = clock::running();
             let is_beat = now >= next_beat;
             if is_beat {
                 self.beat();
-                next_beat = now + self.options.heartbeat;
+                next_beat = now.saturating_add(self.options.heartbeat);
             }
-            if is_beat || survey_ends.is_some_and(|end| now >= end) {
+            if is_beat || stall_check_at.is_some_and(|at| now >= at) {
                 self.shared.update(|state| state.check_stall(now));
             }
-            survey_ends = self.shared.survey_ends();
+            if settles_at.is_some_and(|end| now >= end) {
+                self.shared.update(State::settle);
+            }
+            (stall_check_at, settles_at) = self.shared.timers();
         }
+        Ok(())
+    }
+
+    /// Takes note that this loop looks, before it reads what has come.
+    fn attend(&mut self) {
+        let now = clock::running();
+        let most = self.options.heartbeat.saturating_mul(2);
+        self.attended = self.attended.saturating_add(now.saturating_sub(self.looked).min(most));
+        self.looked = now;
     }
 
     /// Waits for something to do; which connections are readable, and which of those at the door.
-    fn wait(&self, until: Instant) -> io::Result<(Vec<bool>, Vec<bool>)> {
+    fn wait(&self, until: Duration) -> io::Result<(Vec<bool>, Vec<bool>)> {
         let mut waiters: Vec<Waiter<'_>> =
             self.connections.iter().map(|c| Waiter::new(c.link.stream().as_fd(), c.link.is_waiting())).collect();
         waiters.push(Waiter::new(self.waker.as_fd(), false));
         waiters.extend(self.door.iter().flat_map(Door::waiters));
         let next = self.door.as_ref().and_then(Door::next_turn).map_or(until, |turn| turn.min(until));
-        sys::poll(&mut waiters, next.saturating_duration_since(Instant::now()))?;
+        sys::poll(&mut waiters, next.saturating_sub(clock::running()))?;
         let mut found: Vec<bool> = waiters.iter().map(|w| w.readable).collect();
         drop(waiters);
         // Wake-ups are not counted; any number of bytes is one.
@@ -121,9 +159,10 @@ impl EventLoop {
             let link = Arc::new(link);
             let admission = self.shared.update(|state| state.admit(Arc::clone(&link), &hello));
             let mut connection = Connection::new(link, session.opener, 0);
+            connection.last_heard = self.attended;
             connection.peer = match admission {
                 Admission::Admitted(rank) => Ok(rank),
-                Admission::Refused => Err(Instant::now() + REFUSED),
+                Admission::Refused => Err(clock::running() + REFUSED),
             };
             self.connections.push(connection);
         }
@@ -139,19 +178,25 @@ impl EventLoop {
         }
     }
 
-    fn check_liveness(&mut self, now: Instant) {
+    fn check_liveness(&mut self) {
         let bound = self.options.liveness;
         for connection in &mut self.connections {
-            let quiet = now.saturating_duration_since(connection.last_heard) >= bound;
+            let quiet = self.attended.saturating_sub(connection.last_heard) >= bound;
             if let (Ok(peer), true, false) = (connection.peer, quiet, connection.silent) {
                 connection.silent = true;
-                let detail = format!(
-                    "it gave no sign of life for {:.1} s; its process is stopped, or the network to it is down",
-                    bound.as_secs_f64()
-                );
-                self.shared.update(|state| state.on_lost(peer, &detail));
+                let error = if peer == 0 {
+                    rank_0_is_silent()
+                } else {
+                    let detail = format!(
+                        "it gave no sign of life for {:.1} s; its process is stopped, or the network to it is down",
+                        bound.as_secs_f64()
+                    );
+                    Error::PeerLost { rank: peer, operation: String::new(), detail }
+                };
+                self.shared.update(|state| state.on_lost(peer, &error));
             }
         }
+        let now = clock::running();
         self.connections.retain(|connection| match connection.peer {
             Err(until) if now >= until => {
                 connection.link.close();
@@ -164,7 +209,7 @@ impl EventLoop {
 
 impl Connection {
     /// Reads what is there; false when the connection is at its end.
-    fn read(&mut self, shared: &Shared, buffer: &mut [u8]) -> bool {
+    fn read(&mut self, shared: &Shared, attended: Duration, buffer: &mut [u8]) -> bool {
         let mut total = 0;
         while total < READ_TURN {
             let count = match self.link.stream().read(buffer) {
@@ -179,7 +224,7 @@ impl Connection {
                 Err(e) => return self.lost(shared, &format!("its control connection failed: {e}")),
             };
             total += count;
-            self.last_heard = Instant::now();
+            self.last_heard = attended;
             let Ok(peer) = self.peer else { continue };
             self.opener.push(buffer.get(..count).unwrap_or_default());
             loop {
@@ -206,8 +251,9 @@ impl Connection {
         if let Ok(peer) = self.peer
             && !shared.stop.load(Ordering::Acquire)
         {
+            let error = Error::PeerLost { rank: peer, operation: String::new(), detail: detail.to_string() };
             shared.update(|state: &mut State| {
-                state.on_lost(peer, detail);
+                state.on_lost(peer, &error);
                 state.remove_link(peer);
             });
         }

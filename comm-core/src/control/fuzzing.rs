@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 pub use super::auth::fuzzing::*;
 pub use super::rendezvous::fuzzing::*;
@@ -118,12 +118,13 @@ pub fn control_state(bytes: &[u8]) -> Verdict {
                 continue;
             }
             11 => {
-                state.check_stall(Instant::now() + Duration::from_secs(60));
+                state.check_stall(crate::clock::running() + Duration::from_secs(60));
                 state.due_stall();
                 continue;
             }
             12 => {
-                state.on_lost(peer, "gone");
+                let detail = "gone".into();
+                state.on_lost(peer, &Error::PeerLost { rank: peer, operation: String::new(), detail });
                 continue;
             }
             13 => {

@@ -55,14 +55,22 @@ pub trait Control: Send + Sync + 'static {
     /// Tells every rank that the job has failed with `error`. Never blocks.
     fn poison(&self, error: &Error);
 
-    /// The job's failure, if it has one.
+    /// The job's failure, if it has one. Until it is settled, which takes a round trip, it may still become another one.
     fn failure(&self) -> Option<Error>;
 
+    /// The job's failure, if it has one, the same on all ranks and for good. Once a failure has been reported, by this rank or to
+    /// it, nothing may begin any more, so this waits until it is settled; otherwise it returns at once.
+    fn settled_failure(&self) -> Option<Error> {
+        self.failure()
+    }
+
     /// Which error to report after `observed` was seen on the data path: a closed data connection may be the echo of a death
-    /// elsewhere. Waits up to `grace` for the job's failure and returns that, else `observed`, which then becomes the job's failure.
+    /// elsewhere. Waits up to `grace` for the job's failure; without one `observed` becomes it, unless another rank was faster.
+    /// Returns the [settled](Control::settled_failure) one.
     fn verdict(&self, observed: Error, grace: Duration) -> Error;
 
-    /// Calls `hook` once, from some thread, when the job fails; at once if it already has. The hook must not block.
+    /// Calls `hook` once, from some thread, when the job's failure is [settled](Control::settled_failure); at once if it already
+    /// is. The hook must not block.
     fn on_failure(&self, hook: Box<dyn Fn(&Error) + Send + Sync>);
 
     /// Asks `activity` from time to time whether an operation of this rank takes too long. If one does, every rank is asked what it

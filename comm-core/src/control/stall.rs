@@ -50,6 +50,11 @@ pub trait Activity: Send + Sync {
     /// An operation that has been running for longer than it should, once; again when it has taken twice as long.
     fn overdue(&self) -> Option<Doing>;
 
+    /// In how long one that is running will be [`overdue`](Activity::overdue), if none is before.
+    fn overdue_in(&self) -> Option<Duration> {
+        None
+    }
+
     /// What each lane does, or did last; lanes that have never done anything are left out.
     fn doing(&self) -> Vec<Doing>;
 

@@ -1,11 +1,14 @@
 //! What one rank knows of its job, and how messages and events change it. No waiting and no reading happens here.
 //!
 //! Rank 0 decides: the first failure that it sees or is told becomes the job's, and it tells all. A rank that reports a failure
-//! holds it as provisional until rank 0's word is there, so that all ranks end with the same error.
+//! holds it as provisional until rank 0's word is there, and hands it to nobody: so all ranks end with the same error. Where
+//! rank 0 is gone or does not answer, that is the job's failure, which every rank finds out by itself and words alike.
+//!
+//! Times are those of [`clock::running`](crate::clock::running).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::MAX_BLOB;
 use super::auth::Hello;
@@ -14,17 +17,23 @@ use super::link::Link;
 use super::stall::{Activity, Doing, StallReport, abridged, within};
 use super::tcp::MAX_LABEL;
 use super::wire::{Blob, Failure, Message, Wait, gathered};
+use crate::clock;
 use crate::error::{Error, Result};
 use crate::job::Job;
 
-/// How long a provisional failure waits for rank 0's word before it is taken as it is.
-pub(super) const SETTLE: Duration = Duration::from_millis(250);
+/// How long a provisional failure waits for rank 0's word. That takes a round trip and a turn of rank 0's event loop, so only a
+/// rank 0 that is stopped, or cut off, lets it pass.
+const SETTLE: Duration = Duration::from_secs(2);
 
 /// How long a rendezvous that has gone wrong waits for the ranks that are still to come, to tell them too.
 pub(super) const TELL: Duration = Duration::from_secs(2);
 
 /// Most gatherings that may be under way at once.
 const MAX_ROUNDS: usize = 64;
+
+/// How often a rank looks for operations that have begun, so that those with a deadline of half a second or more are reported before
+/// it.
+const LOOK: Duration = Duration::from_millis(250);
 
 /// How long ranks have to say what they are doing.
 const SURVEY: Duration = Duration::from_millis(500);
@@ -51,11 +60,14 @@ pub(super) struct State {
     joined: Vec<bool>,
     /// The randomness of this start, once all ranks are there.
     session: Option<[u8; 32]>,
-    /// At rank 0: what is wrong with the rendezvous, and since when.
-    trouble: Option<(Error, Instant)>,
+    /// At rank 0: what is wrong with the rendezvous, and until when it waits for those who are to be told.
+    trouble: Option<(Error, Duration)>,
     /// At rank 0: the connections that came to nothing.
     strangers: Strangers,
-    provisional: Option<(Error, Instant)>,
+    /// What this rank has reported to rank 0, and until when it waits for the answer.
+    provisional: Option<(Error, Duration)>,
+    /// At rank 0: what it was told in this turn of its event loop.
+    reported: Vec<Failure>,
     decided: Option<Error>,
     hooks: Vec<Hook>,
     /// Number of gatherings this rank has begun.
@@ -74,7 +86,7 @@ pub(super) struct State {
     survey: Option<Survey>,
     stalled: VecDeque<(usize, Doing)>,
     /// At rank 0: what has been looked at, so that not every rank of an operation causes a survey of its own.
-    surveyed: VecDeque<(Doing, Instant)>,
+    surveyed: VecDeque<(Doing, Duration)>,
     surveys: u64,
     /// To be handed to the hooks.
     stall: Vec<StallReport>,
@@ -106,7 +118,7 @@ struct Survey {
     reported_by: usize,
     stalled: Doing,
     answers: Vec<Option<Vec<Doing>>>,
-    ends: Instant,
+    ends: Duration,
 }
 
 struct Round {
@@ -139,6 +151,7 @@ impl State {
             trouble: None,
             strangers: Strangers::default(),
             provisional: None,
+            reported: Vec::new(),
             decided: None,
             hooks: Vec::new(),
             gatherings: 0,
@@ -166,15 +179,22 @@ impl State {
         self.decided.as_ref().or(self.provisional.as_ref().map(|(error, _)| error))
     }
 
-    /// The job's failure once it will not change any more, or has not for [`SETTLE`].
+    /// The job's failure, the same on all ranks and for good.
     pub(super) fn settled_failure(&self) -> Option<&Error> {
-        let settled = || self.provisional.as_ref().filter(|(_, since)| since.elapsed() >= SETTLE).map(|(e, _)| e);
-        self.decided.as_ref().or_else(settled)
+        self.decided.as_ref()
     }
 
-    /// When a provisional failure settles.
-    pub(super) fn settles_at(&self) -> Option<Instant> {
-        self.provisional.as_ref().map(|(_, since)| *since + SETTLE)
+    /// When a provisional failure is [to be settled](State::settle), if one is there.
+    pub(super) fn settles_at(&self) -> Option<Duration> {
+        self.provisional.as_ref().map(|(_, until)| *until).filter(|_| self.decided.is_none())
+    }
+
+    /// Waits for rank 0's word no longer than it may take. What this rank has seen is then not what the others will report, but
+    /// that rank 0 does not answer is.
+    pub(super) fn settle(&mut self) {
+        if self.settles_at().is_some_and(|until| clock::running() >= until) {
+            self.decide_alone(&rank_0_is_silent());
+        }
     }
 
     /// Makes `error`, seen by this rank, the job's failure unless there is one.
@@ -182,17 +202,44 @@ impl State {
         if self.failure().is_some() {
             return;
         }
+        if let Some(link) = self.link(0).filter(|_| self.rank != 0) {
+            link.send(&Message::Report(Failure::new(error, self.rank)));
+            self.provisional = Some((error.clone(), clock::running() + SETTLE));
+        } else {
+            self.decide_alone(error);
+        }
+    }
+
+    /// As [`fail`](State::fail), where rank 0's word is not waited for. It is told nevertheless: if it was only stopped, or this
+    /// rank can only not hear it, it shall not take this rank's end for the cause.
+    pub(super) fn decide_alone(&mut self, error: &Error) {
+        self.decide_reported();
+        if self.decided.is_some() {
+            return;
+        }
         let failure = Failure::new(error, self.rank);
         if self.rank == 0 {
             self.broadcast(&Message::Failed(failure.clone()));
-            // As everyone else gets it.
-            self.decide(failure.into_error());
         } else if let Some(link) = self.link(0) {
-            link.send(&Message::Report(failure));
-            self.provisional = Some((error.clone(), Instant::now()));
-        } else {
-            self.decide(failure.into_error());
+            link.send(&Message::Report(failure.clone()));
         }
+        // As everyone else gets it.
+        self.decide(failure.into_error());
+    }
+
+    /// At rank 0, when everything that has come has been read: one of the failures that it was told becomes the job's, the first.
+    /// Unless it was stopped, and others had to do without its word: what they report has become final there.
+    pub(super) fn decide_reported(&mut self) {
+        let mut reported = std::mem::take(&mut self.reported).into_iter();
+        if self.decided.is_some() {
+            return;
+        }
+        let silent = rank_0_is_silent();
+        let is_final = |failure: &Failure| *failure == Failure::new(&silent, 0);
+        let Some(first) = reported.next() else { return };
+        let failure = if is_final(&first) { first } else { reported.find(is_final).unwrap_or(first) };
+        self.broadcast(&Message::Failed(failure.clone()));
+        self.decide(failure.into_error());
     }
 
     fn decide(&mut self, error: Error) {
@@ -205,12 +252,12 @@ impl State {
         self.hooks.push(hook);
     }
 
-    /// Hooks to call now, outside the lock, with the failure.
+    /// Hooks to call now, outside the lock, with the failure. They keep it, so it is the one that stays.
     pub(super) fn due_hooks(&mut self) -> Option<(Vec<Hook>, Error)> {
         if self.hooks.is_empty() {
             return None;
         }
-        let error = self.failure()?.clone();
+        let error = self.settled_failure()?.clone();
         Some((std::mem::take(&mut self.hooks), error))
     }
 
@@ -222,14 +269,14 @@ impl State {
 
     /// At rank 0: what the rendezvous fails with, once everyone who can be told is there or has had time to come.
     pub(super) fn ripe_trouble(&self) -> Option<Error> {
-        let (error, since) = self.trouble.as_ref()?;
+        let (error, until) = self.trouble.as_ref()?;
         let all_there = (1..self.world_size).all(|rank| self.link(rank).is_some());
-        (all_there || since.elapsed() >= TELL).then(|| error.clone())
+        (all_there || clock::running() >= *until).then(|| error.clone())
     }
 
     /// When [`ripe_trouble`](State::ripe_trouble) has something at the latest.
-    pub(super) fn trouble_ripens_at(&self) -> Option<Instant> {
-        self.trouble.as_ref().map(|(_, since)| *since + TELL)
+    pub(super) fn trouble_ripens_at(&self) -> Option<Duration> {
+        self.trouble.as_ref().map(|(_, until)| *until)
     }
 
     /// A connection came to nothing.
@@ -306,7 +353,7 @@ impl State {
 
     fn trouble(&mut self, why: &str) {
         if self.trouble.is_none() {
-            self.trouble = Some((Error::Rendezvous(why.to_string()), Instant::now()));
+            self.trouble = Some((Error::Rendezvous(why.to_string()), clock::running() + TELL));
         }
     }
 
@@ -470,7 +517,7 @@ impl State {
     }
 
     /// Looks whether an operation of this rank takes too long, and at rank 0 whether a survey is at its end.
-    pub(super) fn check_stall(&mut self, now: Instant) {
+    pub(super) fn check_stall(&mut self, now: Duration) {
         if self.failure().is_some() || self.is_leaving() {
             self.survey = None;
             self.stalled.clear();
@@ -489,10 +536,23 @@ impl State {
         }
     }
 
-    /// When the survey under way ends at the latest.
-    pub(super) fn survey_ends(&self) -> Option<Instant> {
+    /// When there is something to [check](State::check_stall) at the latest, as far as is known `now`: at the end of the survey under
+    /// way, and when an operation of this rank takes too long.
+    pub(super) fn stall_check_at(&self, now: Duration) -> Option<Duration> {
         // After a failure nobody looks at it any more.
-        self.survey.as_ref().map(|survey| survey.ends).filter(|_| self.failure().is_none())
+        if self.failure().is_some() || self.is_leaving() {
+            return None;
+        }
+        let overdue = self.activities().filter_map(|activity| activity.overdue_in()).min();
+        let overdue = overdue.map(|left| now.saturating_add(left));
+        let survey = self.survey.as_ref().map(|survey| survey.ends);
+        // What begins after this is found at the next look.
+        let next_look = self.has_activities().then_some(now + LOOK);
+        [overdue, survey, next_look].into_iter().flatten().min()
+    }
+
+    fn has_activities(&self) -> bool {
+        self.activities.iter().any(|activity| activity.strong_count() > 0)
     }
 
     fn activities(&self) -> impl Iterator<Item = Arc<dyn Activity>> {
@@ -505,11 +565,11 @@ impl State {
     }
 
     /// At rank 0: has everyone asked what they are doing, now or after the survey under way.
-    fn begin_survey(&mut self, reported_by: usize, stalled: Doing, now: Instant) {
+    fn begin_survey(&mut self, reported_by: usize, stalled: Doing, now: Duration) {
         if self.failure().is_some() {
             return;
         }
-        self.surveyed.retain(|(_, at)| now.saturating_duration_since(*at) < RECENT);
+        self.surveyed.retain(|(_, at)| now.saturating_sub(*at) < RECENT);
         let mut known = self.stalled.iter().map(|(_, other)| other).chain(self.surveyed.iter().map(|(other, _)| other));
         if known.any(|other| other.is_same(&stalled)) || self.stalled.len() == MAX_STALLED {
             return;
@@ -518,7 +578,7 @@ impl State {
         self.next_survey(now);
     }
 
-    fn next_survey(&mut self, now: Instant) {
+    fn next_survey(&mut self, now: Duration) {
         if self.survey.is_some() {
             return;
         }
@@ -546,7 +606,7 @@ impl State {
             let report = StallReport::new(reported_by, stalled, &answers);
             self.broadcast(&Message::Stall(report.clone()));
             self.stall.push(report);
-            self.next_survey(Instant::now());
+            self.next_survey(clock::running());
         }
     }
 
@@ -583,7 +643,7 @@ impl State {
                     link.send(&Message::Late { wait, ranks });
                 }
             }
-            Message::Stalled(stalled) => self.begin_survey(peer, within(stalled, self.world_size), Instant::now()),
+            Message::Stalled(stalled) => self.begin_survey(peer, within(stalled, self.world_size), clock::running()),
             Message::Doing { number, doing } => {
                 if let Some(survey) = self.survey.as_mut().filter(|_| number == self.surveys)
                     && let Some(answer) = survey.answers.get_mut(peer)
@@ -593,9 +653,9 @@ impl State {
                 }
             }
             Message::Report(failure) => {
-                if self.failure().is_none() {
-                    self.broadcast(&Message::Failed(failure.clone()));
-                    self.decide(failure.into_error());
+                // Two of a rank are all that can matter.
+                if self.decided.is_none() && self.reported.len() < 2 * self.world_size {
+                    self.reported.push(failure);
                 }
             }
             Message::Leave => {
@@ -636,25 +696,13 @@ impl State {
     }
 
     /// The connection to `peer` has ended, or nothing was heard on it for too long.
-    pub(super) fn on_lost(&mut self, peer: usize, detail: &str) {
+    pub(super) fn on_lost(&mut self, peer: usize, lost: &Error) {
         let done = self.all_left || self.leaving.get(peer) == Some(&true);
         if done || self.decided.is_some() {
             return;
         }
-        let lost = Error::PeerLost { rank: peer, operation: String::new(), detail: detail.to_string() };
-        if self.rank == 0 {
-            self.fail(&lost);
-        } else {
-            // With rank 0 goes the one who decides. What was reported to it stands, unless it was this very death: of that
-            // every rank says the same.
-            let reported = self.provisional.take().map(|(error, _)| error);
-            let error = reported.filter(|error| error.culprit() != Some(0)).unwrap_or(lost);
-            if let Some(link) = self.link(0) {
-                // In case it was only stopped, and goes on: it shall not take this rank's end for the cause.
-                link.send(&Message::Report(Failure::new(&error, self.rank)));
-            }
-            self.decide(Failure::new(&error, self.rank).into_error());
-        }
+        // With rank 0 goes the one who decides. Whatever this rank has reported to it, its end is what every rank sees.
+        self.decide_alone(lost);
     }
 
     /// Bytes came that make no sense.
@@ -681,6 +729,12 @@ impl State {
     fn broadcast(&self, message: &Message) {
         broadcast(&self.links, message);
     }
+}
+
+/// What every rank says of a rank 0 that is stopped or cut off, whether it has asked it something or only listened.
+pub(super) fn rank_0_is_silent() -> Error {
+    let detail = "it does not answer; its process is stopped, or the network to it is down".into();
+    Error::PeerLost { rank: 0, operation: String::new(), detail }
 }
 
 fn broadcast(links: &[Option<Arc<Link>>], message: &Message) {

@@ -157,6 +157,10 @@ impl Control for Subgroup {
         self.job.failure()
     }
 
+    fn settled_failure(&self) -> Option<Error> {
+        self.job.settled_failure()
+    }
+
     fn verdict(&self, observed: Error, grace: Duration) -> Error {
         self.job.verdict(observed, grace)
     }

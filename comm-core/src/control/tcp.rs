@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::auth;
 use super::door::Door;
@@ -15,8 +15,9 @@ use super::event_loop::{Connection, EventLoop};
 use super::link::Link;
 use super::rendezvous;
 use super::state::State;
-use super::wire::{Failure, MAX_PAYLOAD, Message, Wait};
+use super::wire::{MAX_PAYLOAD, Message, Wait};
 use super::{Activity, Control, MAX_BLOB, StallReport};
+use crate::clock;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::job::{Address, Job};
@@ -121,6 +122,7 @@ impl TcpControl {
         let shared = Arc::new(Shared {
             state: Mutex::new(State::new(job, config)),
             changed: Condvar::new(),
+            is_failing: AtomicBool::new(false),
             waker,
             stop: AtomicBool::new(false),
         });
@@ -133,8 +135,7 @@ impl TcpControl {
             address_file: None,
             thread: None,
         };
-        let mut event_loop =
-            EventLoop { shared: Arc::clone(&shared), options, door: None, waker: woken, connections: Vec::new() };
+        let mut event_loop = EventLoop::new(Arc::clone(&shared), options, woken);
         if job.world_size == 1 {
             shared.update(State::start_if_complete);
         } else if job.rank == 0 {
@@ -190,11 +191,11 @@ impl TcpControl {
     ) -> Result<R> {
         // Shortly before time is up, rank 0 is asked who is late, to be able to name them.
         let margin = (deadline.remaining() / 4).min(Duration::from_millis(500));
-        let ask_at = deadline.instant().checked_sub(margin).unwrap_or(deadline.instant());
         let mut asked = self.job.rank == 0;
         let mut state = self.shared.lock();
         loop {
             let result = ready(&mut state);
+            state.settle();
             if let Some((hooks, error)) = state.due_hooks() {
                 drop(state);
                 hooks.iter().for_each(|hook| super::guarded(|| hook(&error)));
@@ -206,8 +207,8 @@ impl TcpControl {
             if let Some(error) = state.settled_failure() {
                 return Err(error.clone());
             }
-            let now = Instant::now();
-            if deadline.has_passed() {
+            let left = deadline.remaining();
+            if left.is_zero() {
                 let strangers = if what == Wait::Start { state.strangers() } else { String::new() };
                 return Err(Error::Timeout {
                     rank: self.job.rank,
@@ -216,13 +217,15 @@ impl TcpControl {
                     waiting_for: state.late(what),
                 });
             }
-            if !asked && now >= ask_at {
+            if !asked && left <= margin {
                 asked = true;
                 state.ask_who_is_late(what);
             }
-            let times = [(!asked).then_some(ask_at), state.settles_at(), state.trouble_ripens_at()];
-            let next = times.into_iter().flatten().filter(|t| *t > now).fold(deadline.instant(), Instant::min);
-            let left = next.saturating_duration_since(now);
+            let now = clock::running();
+            let times = [state.settles_at(), state.trouble_ripens_at()].into_iter().flatten();
+            let until_asked = (!asked).then(|| left - margin);
+            let times = times.filter(|time| *time > now).map(|time| time - now);
+            let left = times.chain(until_asked).fold(left, Duration::min);
             state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -277,31 +280,20 @@ impl Control for TcpControl {
         self.shared.lock().failure().cloned()
     }
 
+    fn settled_failure(&self) -> Option<Error> {
+        // Asked before every operation.
+        if !self.shared.is_failing.load(Ordering::Acquire) {
+            return None;
+        }
+        self.shared.settled_within(Duration::ZERO)
+    }
+
     fn verdict(&self, observed: Error, grace: Duration) -> Error {
-        let wait = |time: Duration| {
-            let end = Instant::now() + time.min(Duration::from_secs(3600));
-            let mut state = self.shared.lock();
-            loop {
-                if let Some(error) = state.settled_failure() {
-                    return Some(error.clone());
-                }
-                let now = Instant::now();
-                if now >= end {
-                    return None;
-                }
-                let next = state.settles_at().filter(|t| *t > now).map_or(end, |t| t.min(end));
-                let left = next.saturating_duration_since(now);
-                state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
-            }
-        };
-        if let Some(error) = wait(grace) {
+        if let Some(error) = self.shared.settled_within(grace) {
             return error;
         }
         self.poison(&observed);
-        let Some(decided) = wait(super::state::SETTLE) else { return observed };
-        // An error that changed on its way through rank 0 says more as it was.
-        let told = Failure::new(&observed, self.job.rank).into_error();
-        if told.to_string() == decided.to_string() { observed } else { decided }
+        self.shared.settled_within(Duration::ZERO).unwrap_or(observed)
     }
 
     fn on_failure(&self, hook: Box<dyn Fn(&Error) + Send + Sync>) {
@@ -369,6 +361,8 @@ impl std::fmt::Debug for TcpControl {
 pub(super) struct Shared {
     state: Mutex<State>,
     changed: Condvar,
+    /// The job has failed, or this rank has reported that it has.
+    is_failing: AtomicBool,
     waker: UnixStream,
     pub(super) stop: AtomicBool,
 }
@@ -376,12 +370,20 @@ pub(super) struct Shared {
 impl Shared {
     /// Changes the state, lets those who wait look at it, and calls the failure hooks that have become due.
     pub(super) fn update<R>(&self, change: impl FnOnce(&mut State) -> R) -> R {
-        let (result, due, stall) = {
+        let (result, due, stall, is_reported) = {
             let mut state = self.lock();
+            let settled_before = state.settles_at();
             let result = change(&mut state);
-            (result, state.due_hooks(), state.due_stall())
+            state.settle();
+            let is_reported = state.settles_at().is_some() && settled_before.is_none();
+            self.is_failing.fetch_or(state.failure().is_some(), Ordering::Release);
+            (result, state.due_hooks(), state.due_stall(), is_reported)
         };
         self.changed.notify_all();
+        if is_reported {
+            // The thread keeps the time within which rank 0 has to answer.
+            self.wake();
+        }
         if let Some(stall) = stall {
             stall.tell();
         }
@@ -391,8 +393,34 @@ impl Shared {
         result
     }
 
-    pub(super) fn survey_ends(&self) -> Option<Instant> {
-        self.lock().survey_ends()
+    /// The job's failure, for which it waits: up to `grace` for one to come, and once there is one until it is settled.
+    fn settled_within(&self, grace: Duration) -> Option<Error> {
+        let deadline = Deadline::after(grace);
+        let mut state = self.lock();
+        loop {
+            if let Some(error) = state.settled_failure() {
+                return Some(error.clone());
+            }
+            let left = match state.settles_at() {
+                Some(settles_at) => settles_at.saturating_sub(clock::running()),
+                None => deadline.remaining(),
+            };
+            if !left.is_zero() {
+                state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+                continue;
+            }
+            state.settles_at()?;
+            drop(state);
+            self.update(State::settle);
+            state = self.lock();
+        }
+    }
+
+    /// When the event loop has something to do though nothing comes: to look for operations that take too long, and to settle a
+    /// failure.
+    pub(super) fn timers(&self) -> (Option<Duration>, Option<Duration>) {
+        let state = self.lock();
+        (state.stall_check_at(clock::running()), state.settles_at())
     }
 
     /// Has the thread send what the sockets did not take at once.

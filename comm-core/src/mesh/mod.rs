@@ -36,7 +36,7 @@ pub struct MeshOptions {
     pub table: Table,
     /// After how long an operation that goes on is reported as stalled, to all ranks, with the ranks that hold it up
     /// ([`Control::on_stall`]); again each time it has taken twice as long. An operation with an earlier deadline is reported
-    /// after three quarters of its time. The control plane looks at every heartbeat.
+    /// after three quarters of its time.
     pub stall_after: Duration,
     /// Whether ranks compare their calls before every operation, with one message without payload between each pair that takes
     /// part. Without it a rank that calls something else is noticed when a message of the wrong kind comes, which some

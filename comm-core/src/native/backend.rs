@@ -95,6 +95,10 @@ impl<S> Shared<S> {
             }
         };
         self.is_open()?;
+        // One that this rank has reported may not have become the job's yet.
+        if let Some(error) = self.control.settled_failure() {
+            return Err(error);
+        }
         Ok((lane, shape, algorithm))
     }
 
@@ -144,15 +148,14 @@ pub trait Backend: Send + Sync + Sized + 'static {
         let shared = self.shared();
         let verdict = verdict(&*shared.control, shared.failure(), observed, during, shared.verdict_grace);
         self.adopt(&verdict);
-        verdict
+        shared.failure().cloned().unwrap_or(verdict)
     }
 
-    /// Fails the job because this rank gives up, for a `reason`. Does not wait.
+    /// Fails the job because this rank gives up, for a `reason`. Does not wait: what runs ends when it is settled with which failure.
     fn abort(self: &Arc<Self>, reason: &str) {
         let shared = self.shared();
         let error = Error::Aborted { by: shared.job_rank(), reason: reason.into() };
         shared.control.poison(&error);
-        self.adopt(&error);
     }
 
     /// Ends a communicator of this backend in an orderly way, as [`Communicator::finish`] does. If it is the first one, `close` ends the

@@ -3,9 +3,10 @@
 use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::Group;
+use crate::clock;
 use crate::control::{Activity, Doing, StallReport};
 use crate::deadline::Deadline;
 use crate::error::Error;
@@ -17,8 +18,8 @@ use crate::op::Op;
 pub struct Watch {
     lanes: Vec<Mutex<Option<Record>>>,
     stall_after: Duration,
-    /// The last ones, oldest first.
-    reports: Mutex<VecDeque<(Instant, StallReport)>>,
+    /// The last ones, oldest first, and when they came, on the [`clock`].
+    reports: Mutex<VecDeque<(Duration, StallReport)>>,
 }
 
 /// Reports that are kept: operations of different lanes and communicators may stall at the same time.
@@ -32,8 +33,8 @@ struct Record {
     label: Option<Arc<str>>,
     group: Arc<Group>,
     is_running: bool,
-    /// When it began; when it has ended, that moment.
-    since: Instant,
+    /// When it began, on the [`clock`]; when it has ended, that moment.
+    since: Duration,
     /// How long it may run before it is reported (again).
     patience: Duration,
     /// When it is reported for the last time before its deadline.
@@ -67,7 +68,7 @@ impl Watch {
         let last_call = deadline.remaining() * 3 / 4;
         let patience = self.stall_after.min(last_call);
         let pair = pair(op, group);
-        let since = Instant::now();
+        let since = clock::running();
         if let Some(slot) = self.lanes.get(lane) {
             *lock(slot) = Some(Record {
                 header,
@@ -111,11 +112,11 @@ impl Watch {
     /// have called it.
     fn culprits(&self, header: &Header, op: &Op, group: &Group, waited: Duration) -> Option<Vec<usize>> {
         let wanted = pair(op, group);
-        let is_it = |(at, report): &&(Instant, StallReport)| {
+        let is_it = |(at, report): &&(Duration, StallReport)| {
             let Doing { communicator, sequence, kind, pair, .. } = report.stalled;
             (communicator, sequence, kind, pair) == (header.communicator, header.sequence, header.kind as u8, wanted)
                 // Whoever was late then may have come since.
-                && at.elapsed() <= waited / 4 + Duration::from_secs(2)
+                && clock::running().saturating_sub(*at) <= waited / 4 + Duration::from_secs(2)
         };
         lock(&self.reports).iter().rev().find(is_it).map(|(_, report)| report.culprits.clone())
     }
@@ -123,18 +124,27 @@ impl Watch {
 
 impl Activity for Watch {
     fn overdue(&self) -> Option<Doing> {
-        let is_overdue = |record: &&mut Record| record.is_running && record.since.elapsed() >= record.patience;
+        let is_overdue = |record: &&mut Record| record.is_running && record.elapsed() >= record.patience;
         // One at a time; the next one is found at the next question.
         self.lanes.iter().enumerate().find_map(|(lane, slot)| {
             let mut slot = lock(slot);
             let record = slot.as_mut().filter(is_overdue)?;
-            let elapsed = record.since.elapsed();
-            record.patience = elapsed * 2;
+            let elapsed = record.elapsed();
+            record.patience = elapsed.saturating_mul(2);
             if elapsed < record.last_call {
                 record.patience = record.patience.min(record.last_call);
             }
             Some(record.doing(lane))
         })
+    }
+
+    fn overdue_in(&self) -> Option<Duration> {
+        let left = |slot: &Mutex<Option<Record>>| {
+            let slot = lock(slot);
+            let record = slot.as_ref().filter(|record| record.is_running)?;
+            Some(record.patience.saturating_sub(record.elapsed()))
+        };
+        self.lanes.iter().filter_map(left).min()
     }
 
     fn doing(&self) -> Vec<Doing> {
@@ -148,11 +158,15 @@ impl Activity for Watch {
         if reports.len() == REPORTS {
             reports.pop_front();
         }
-        reports.push_back((Instant::now(), report.clone()));
+        reports.push_back((clock::running(), report.clone()));
     }
 }
 
 impl Record {
+    fn elapsed(&self) -> Duration {
+        clock::running().saturating_sub(self.since)
+    }
+
     fn doing(&self, lane: usize) -> Doing {
         Doing {
             lane: lane as u32,
@@ -166,7 +180,7 @@ impl Record {
                 None => self.group.job_ranks.iter().map(|rank| *rank as u32).collect(),
             },
             is_running: self.is_running,
-            since: self.since.elapsed(),
+            since: self.elapsed(),
         }
     }
 }
@@ -177,7 +191,7 @@ impl Drop for Note<'_> {
             && let Some(record) = lock(slot).as_mut()
         {
             record.is_running = false;
-            record.since = Instant::now();
+            record.since = clock::running();
         }
     }
 }

@@ -49,9 +49,9 @@ fn answer_seeds() -> Vec<Vec<u8>> {
     let all = [
         Reply::Done(Ok(())),
         Reply::Done(Err("hung".into())),
-        Reply::Ran(CaseOutcome::Passed),
-        Reply::Ran(CaseOutcome::Skipped("no".into())),
-        Reply::Ran(CaseOutcome::Failed("rank 1: 3 elements \"wrong\"".into())),
+        Reply::Ran(CaseOutcome::Passed, "rank 1 aborted the job".into()),
+        Reply::Ran(CaseOutcome::Skipped("no".into()), String::new()),
+        Reply::Ran(CaseOutcome::Failed("rank 1: 3 elements \"wrong\"".into()), String::new()),
     ];
     let mut seeds: Vec<Vec<u8>> = all.iter().map(|reply| line(reply).into_bytes()).collect();
     seeds.push(all.iter().map(line).collect::<String>().into_bytes());
