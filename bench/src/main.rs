@@ -59,6 +59,8 @@ static ALLOCATOR: Counting = Counting;
 
 fn main() -> ExitCode {
     set_thread_default(Category::Other);
+    let _printed = comm_core::printer::at_end();
+    comm_core::process::prepare();
     gpt2::sys::keep_freed_pages();
     if let Err(error) = gpt2::transports::prepare() {
         eprintln!("error: {error}");
