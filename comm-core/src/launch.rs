@@ -48,7 +48,8 @@ const MAX_CAPTURED: usize = 16 << 20;
 /// closes a dying process's connections some time before its parent can see that it is dead, and the others may be quicker.
 const LATE_NEWS: Duration = Duration::from_millis(200);
 
-/// How long output is still waited for when all ranks have ended and nothing has come, and how long at most.
+/// How long output is still waited for when all ranks have ended and nothing has come, and how long at most. The first also bounds the wait for
+/// a reader that takes nothing once a signal has ended the job.
 const DRAIN: Duration = Duration::from_secs(1);
 const LONGEST_DRAIN: Duration = Duration::from_secs(10);
 
@@ -181,15 +182,19 @@ impl Launch {
                 open_streams += 1;
             }
         }
-        let Ending { code, cause, mut interrupted_by } = self.watch(&mut running, &signals)?;
+        let Ending { code, cause, interrupted_by } = self.watch(&mut running, &signals)?;
         wait_for_output(&ends, open_streams, &moved);
+        // Whoever has ended the job does not want to wait long for the rest of what it said, nor at all when he says so again.
+        let patience = if interrupted_by.is_some() { self.patience.min(DRAIN) } else { self.patience };
+        let mut again = None;
         let mut stop = || {
-            interrupted_by = interrupted_by.or(signals.take().first().copied());
-            interrupted_by.is_some()
+            again = again.or(signals.take().first().copied());
+            again.is_some()
         };
         for printer in [printer::stdout(), printer::stderr()] {
-            printer.finish_unless(self.patience, &mut stop);
+            printer.finish_unless(patience, &mut stop);
         }
+        let interrupted_by = interrupted_by.or(again);
         let codes = running.ranks.iter().map(|rank| rank.status.map_or(0, code_of)).collect();
         let captured = match self.output {
             Output::Captured => sinks.iter().map(Sinks::captured).collect(),

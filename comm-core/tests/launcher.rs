@@ -448,8 +448,13 @@ fn signal_while_printing() {
     let mut child = launcher("print and say so").env(PATIENCE, "600000").spawn().unwrap();
     let mut stderr = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
     assert_eq!(stderr.by_ref().take(3).count(), 3);
-    kill(child.id(), "TERM");
-    assert!(ended(&mut child).is_some(), "it waits for its reader in spite of SIGTERM");
+    // The first may still have come to the ranks.
+    let deadline = Deadline::after(Duration::from_secs(30));
+    while child.try_wait().unwrap().is_none() {
+        assert!(!deadline.has_passed(), "it waits for its reader in spite of SIGTERM");
+        kill(child.id(), "TERM");
+        thread::sleep(Duration::from_millis(20));
+    }
 }
 
 /// A process with a terminal of its own, which stops whoever writes to it in the background: as rank 0 is, which has a process group to itself.

@@ -221,8 +221,10 @@ fn two_runs_do_not_share_a_folder() {
     assert!(said.contains("another run"), "{said}");
 }
 
+type Variables<'a> = &'a [(&'a str, &'a str)];
+
 /// As [`gpt2`], in an environment that a launcher has left.
-fn launched(arguments: &str, data: &str, variables: &[(&str, &str)], folder: &Path) -> Output {
+fn launched(arguments: &str, data: &str, variables: Variables<'_>, folder: &Path) -> Output {
     let arguments =
         format!("train --preset micro --tokenizer bytes --steps 2 --batch 4 --eval-every 0 {arguments} --data {data}");
     let mut command = Command::new(env!("CARGO_BIN_EXE_gpt2"));
@@ -238,7 +240,7 @@ fn a_launcher_that_contradicts_nproc_is_named() {
     let secret = [("COMM_SECRET", "a secret of the test"), ("COMM_ADDR", "127.0.0.1:29400")];
     let mpi = [&mpi[..], &secret].concat();
     let torchrun = [&[("RANK", "0"), ("WORLD_SIZE", "4")][..], &secret].concat();
-    let cases: &[(&[(&str, &str)], &[&str])] = &[
+    let cases: &[(Variables<'_>, &[&str])] = &[
         (&[("RANK", "0"), ("WORLD_SIZE", "1")], &["RANK and WORLD_SIZE (torchrun)", "rank 0 of 1", "env -u RANK "]),
         (&slurm, &["SLURM_PROCID and SLURM_NTASKS (Slurm)", "rank 0 of 1", "env -u SLURM_PROCID "]),
         (&[("PMI_RANK", "0"), ("PMI_SIZE", "1")], &["PMI_RANK and PMI_SIZE", "env -u PMI_RANK "]),
@@ -262,7 +264,7 @@ fn a_launcher_that_contradicts_nproc_is_named() {
 fn rank_0_says_where_its_rank_comes_from() {
     let folder = tempfile::tempdir().unwrap();
     let data = text(folder.path());
-    let stdout = |arguments: &str, variables: &[(&str, &str)]| {
+    let stdout = |arguments: &str, variables: Variables<'_>| {
         let output = launched(arguments, &data, variables, folder.path());
         let said = String::from_utf8_lossy(&output.stdout).into_owned();
         assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
