@@ -48,7 +48,7 @@ use std::process::ExitCode;
 use clap::Parser;
 
 use args::{Args, Command};
-use gpt2::cli::say;
+use gpt2::cli::{complain, say};
 use gpt2::memory::{Category, Counting, set_thread_default};
 
 /// What a command fails with: one message for the user.
@@ -59,9 +59,11 @@ static ALLOCATOR: Counting = Counting;
 
 fn main() -> ExitCode {
     set_thread_default(Category::Other);
+    let _printed = comm_core::printer::at_end();
+    comm_core::process::prepare();
     gpt2::sys::keep_freed_pages();
     if let Err(error) = gpt2::transports::prepare() {
-        eprintln!("error: {error}");
+        complain(format_args!("error: {error}"));
         return ExitCode::FAILURE;
     }
     let mut args = Args::parse();
@@ -92,7 +94,7 @@ fn main() -> ExitCode {
         None => run(&args),
     };
     result.unwrap_or_else(|error| {
-        eprintln!("error: {error}");
+        complain(format_args!("error: {error}"));
         let signal = error.downcast_ref::<runner::Interrupted>().map(|interrupted| 128 + interrupted.signal);
         signal.and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from)
     })

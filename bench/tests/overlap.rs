@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+#[path = "../../comm-core/tests/ctrl_c/mod.rs"]
 mod ctrl_c;
 
 use std::fs;

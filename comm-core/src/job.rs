@@ -11,7 +11,8 @@
 //! | MPICH and others | `PMI_RANK`, `PMI_SIZE` | | |
 //! | Slurm's `srun` | `SLURM_PROCID`, `SLURM_NTASKS` | `SLURM_JOB_ID.SLURM_STEP_ID` | `SLURM_RESTART_COUNT` |
 //!
-//! `COMM_JOB_ID` and `COMM_EPOCH` win over the launcher's own.
+//! `COMM_JOB_ID` and `COMM_EPOCH` win over the launcher's own. Slurm's variables count in a step that `srun` starts, and not in a batch script or
+//! the shell of `salloc`, which have some of them too.
 //!
 //! Where to meet: `COMM_ADDR` (`host:port`, or `file:/path` for ranks of one machine), else `MASTER_ADDR` with `COMM_PORT`, or
 //! with `MASTER_PORT` + 1 when `TORCHELASTIC_USE_AGENT_STORE=True` (torchrun's own store then listens on `MASTER_PORT`), or with
@@ -30,6 +31,7 @@ use std::os::unix::fs::{FileTypeExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
+use crate::process;
 use crate::sys;
 
 /// Names of the variables that [`Launch`](crate::launch::Launch) sets.
@@ -70,6 +72,58 @@ pub struct Job {
     pub id: String,
     /// Which start of the job this is: ranks left over from an earlier one are refused.
     pub epoch: u64,
+    /// Who says which rank this is, and of how many.
+    pub source: Source,
+}
+
+/// Who says which rank a process is, and of how many.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// The program itself, by [`Job::new`].
+    Program,
+    /// [`Launch`](crate::launch::Launch), by `COMM_RANK` and `COMM_WORLD_SIZE`.
+    Launch,
+    /// Whoever has set `COMM_RANK` and `COMM_WORLD_SIZE`.
+    Hand,
+    /// torchrun, or whoever else has set `RANK` and `WORLD_SIZE`.
+    Torchrun,
+    /// Open MPI's `mpirun`.
+    OpenMpi,
+    /// MPICH's `mpiexec`, and others that speak its protocol.
+    Mpich,
+    /// Slurm's `srun`.
+    Slurm,
+}
+
+impl Source {
+    /// The variables that hold rank and world size; `None` for [`Program`](Source::Program).
+    pub fn variables(self) -> Option<(&'static str, &'static str)> {
+        match self {
+            Source::Program => None,
+            Source::Launch => Some((vars::RANK, vars::WORLD_SIZE)),
+            _ => LAUNCHERS.iter().find(|l| l.source == self).map(|l| (l.rank, l.world_size)),
+        }
+    }
+
+    /// The variable by which this launcher says how many ranks are on a machine; `None` where it has none.
+    pub fn local_size_variable(self) -> Option<&'static str> {
+        LAUNCHERS.iter().find(|l| l.source == self)?.local_size.first().copied()
+    }
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some((rank, size)) = self.variables() else { return f.write_str("the program") };
+        let whose = match self {
+            Source::Program | Source::Hand => "",
+            Source::Launch => " of this program's own launcher",
+            Source::Torchrun => " (torchrun)",
+            Source::OpenMpi => " (Open MPI)",
+            Source::Mpich => " (MPICH)",
+            Source::Slurm => " (Slurm)",
+        };
+        write!(f, "{rank} and {size}{whose}")
+    }
 }
 
 impl Job {
@@ -79,10 +133,11 @@ impl Job {
     /// [`Error::InvalidArgument`] when `rank` is not below `world_size`, or there are no ranks or too many.
     pub fn new(rank: usize, world_size: usize, address: Address, secret: Secret) -> Result<Self> {
         check_ranks(rank, world_size, "rank", "world size")?;
-        Ok(Job { rank, world_size, address, secret, id: String::new(), epoch: 0 })
+        Ok(Job { rank, world_size, address, secret, id: String::new(), epoch: 0, source: Source::Program })
     }
 
-    /// Reads this process's environment; `None` when no launcher has left its variables there.
+    /// Reads this process's environment; `None` when no launcher has left its variables there. Readies this process for a job
+    /// ([`process::prepare`]).
     ///
     /// # Errors
     /// As [`from_vars`](Job::from_vars).
@@ -96,6 +151,7 @@ impl Job {
     /// # Errors
     /// As [`from_vars`](Job::from_vars).
     pub fn from_env_with(insecure: bool) -> Result<Option<Self>> {
+        process::prepare();
         // Bytes that are no text stay visible as such, and are refused where they are parsed.
         let vars = |name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
         Self::from_vars_with(&vars, insecure)
@@ -112,7 +168,7 @@ impl Job {
 
     fn from_vars_with(vars: &dyn Fn(&str) -> Option<String>, insecure: bool) -> Result<Option<Self>> {
         let vars = Vars(vars);
-        let Some(launcher) = LAUNCHERS.iter().find(|l| vars.text(l.rank).is_some() && l.is_there(vars)) else {
+        let Some(launcher) = Launcher::of(vars) else {
             if let Some(size) = vars.text(vars::WORLD_SIZE) {
                 return Err(Error::invalid(format!(
                     "{} is {size}, but {} is not set; set both, or neither",
@@ -159,7 +215,11 @@ impl Job {
                 )));
             }
         };
-        Ok(Some(Job { rank, world_size, address, secret, id, epoch }))
+        let source = match launcher.source {
+            Source::Hand if vars.text(vars::LAUNCHER_PID).is_some() => Source::Launch,
+            source => source,
+        };
+        Ok(Some(Job { rank, world_size, address, secret, id, epoch, source }))
     }
 }
 
@@ -293,26 +353,47 @@ impl fmt::Debug for Secret {
 }
 
 /// How many ranks of this job share this machine, as far as its launcher says: `LOCAL_WORLD_SIZE` (torchrun),
-/// `OMPI_COMM_WORLD_LOCAL_SIZE` (Open MPI), `MPI_LOCALNRANKS` (MPICH), `SLURM_NTASKS_PER_NODE` or the first number of
-/// `SLURM_STEP_TASKS_PER_NODE` (Slurm).
+/// `OMPI_COMM_WORLD_LOCAL_SIZE` (Open MPI), `MPI_LOCALNRANKS` (MPICH), the number for this node in `SLURM_STEP_TASKS_PER_NODE`, or
+/// `SLURM_NTASKS_PER_NODE` (Slurm); under [`Launch`](crate::launch::Launch) all of them. The launcher that says which rank this is
+/// is asked first.
 pub fn ranks_on_this_machine() -> Option<usize> {
     local_ranks(&|name| std::env::var(name).ok())
 }
 
 pub(crate) fn local_ranks(vars: &dyn Fn(&str) -> Option<String>) -> Option<usize> {
-    const NAMES: [&str; 5] = [
-        "LOCAL_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "MPI_LOCALNRANKS",
-        "SLURM_NTASKS_PER_NODE",
-        "SLURM_STEP_TASKS_PER_NODE",
-    ];
-    NAMES.iter().find_map(|name| {
-        // Slurm writes "2(x3),1": two tasks on each of three nodes, then one. Nodes of another size get the first one's share.
-        let text = vars(name)?;
-        let digits = text.split(|c: char| !c.is_ascii_digit()).next()?;
-        digits.parse().ok().filter(|ranks| *ranks > 0)
+    let vars = Vars(vars);
+    // Our own launcher may itself run under another one, which knows nothing of its ranks.
+    let own = vars.text(vars::LAUNCHER_PID).and_then(|_| vars.text(vars::WORLD_SIZE));
+    if let Some(size) = own {
+        return size.trim().parse().ok().filter(|ranks| *ranks > 0);
+    }
+    let first = Launcher::of(vars).map_or(&[][..], |launcher| launcher.local_size);
+    let others = LAUNCHERS.iter().flat_map(|launcher| launcher.local_size);
+    first.iter().chain(others).find_map(|name| {
+        let text = vars.text(name)?;
+        let node = vars.text("SLURM_NODEID").and_then(|node| node.parse().ok()).unwrap_or(0);
+        tasks_of_node(&text, node).filter(|ranks| *ranks > 0)
     })
+}
+
+/// Slurm writes "2(x3),1": two tasks on each of three nodes, then one. Others write a number.
+fn tasks_of_node(text: &str, node: usize) -> Option<usize> {
+    let mut before = 0usize;
+    let mut first = None;
+    for part in text.split(',') {
+        let (tasks, nodes) = match part.split_once("(x") {
+            Some((tasks, nodes)) => (tasks, nodes.strip_suffix(')')?.parse().ok()?),
+            None => (part, 1),
+        };
+        let tasks = tasks.trim().parse().ok()?;
+        first = first.or(Some(tasks));
+        before = before.saturating_add(nodes);
+        if node < before {
+            return Some(tasks);
+        }
+    }
+    // Of a node that is not in the list: as if it were the first.
+    first
 }
 
 /// The place of this rank among those of this machine, from 0, as far as its launcher says: `LOCAL_RANK` (torchrun),
@@ -325,8 +406,9 @@ pub fn rank_on_this_machine() -> Option<usize> {
 fn local_rank(vars: &dyn Fn(&str) -> Option<String>) -> Option<usize> {
     // Those of our own launcher first: it may itself run under another one.
     let own = vars(vars::LAUNCHER_PID).and_then(|_| vars(vars::RANK));
-    let names = ["LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"];
-    own.or_else(|| names.iter().find_map(|name| vars(name)))?.trim().parse().ok()
+    let first = Launcher::of(Vars(vars)).and_then(|launcher| launcher.local_rank);
+    let mut names = first.into_iter().chain(LAUNCHERS.iter().filter_map(|launcher| launcher.local_rank));
+    own.or_else(|| names.find_map(vars))?.trim().parse().ok()
 }
 
 /// Ends this process, by SIGKILL, when the process that launched it is gone, however that ends.
@@ -444,8 +526,11 @@ struct Launcher {
     world_size: &'static str,
     job_id: &'static [&'static str],
     epoch: &'static str,
-    /// A variable that must be there too. A Slurm batch script itself has a rank and a number of tasks, but is no step.
-    also: Option<&'static str>,
+    /// Variables that say how many ranks are on this machine, the surest first.
+    local_size: &'static [&'static str],
+    /// The variable that says which of them this is.
+    local_rank: Option<&'static str>,
+    source: Source,
 }
 
 const LAUNCHERS: [Launcher; 5] = [
@@ -454,35 +539,70 @@ const LAUNCHERS: [Launcher; 5] = [
         world_size: vars::WORLD_SIZE,
         job_id: &[vars::JOB_ID],
         epoch: vars::EPOCH,
-        also: None,
+        local_size: &[],
+        local_rank: None,
+        source: Source::Hand,
     },
     Launcher {
         rank: "RANK",
         world_size: "WORLD_SIZE",
         job_id: &["TORCHELASTIC_RUN_ID"],
         epoch: "TORCHELASTIC_RESTART_COUNT",
-        also: None,
+        local_size: &["LOCAL_WORLD_SIZE"],
+        local_rank: Some("LOCAL_RANK"),
+        source: Source::Torchrun,
     },
     Launcher {
         rank: "OMPI_COMM_WORLD_RANK",
         world_size: "OMPI_COMM_WORLD_SIZE",
         job_id: &["PMIX_NAMESPACE"],
         epoch: vars::EPOCH,
-        also: None,
+        local_size: &["OMPI_COMM_WORLD_LOCAL_SIZE"],
+        local_rank: Some("OMPI_COMM_WORLD_LOCAL_RANK"),
+        source: Source::OpenMpi,
     },
-    Launcher { rank: "PMI_RANK", world_size: "PMI_SIZE", job_id: &[], epoch: vars::EPOCH, also: None },
+    Launcher {
+        rank: "PMI_RANK",
+        world_size: "PMI_SIZE",
+        job_id: &[],
+        epoch: vars::EPOCH,
+        local_size: &["MPI_LOCALNRANKS"],
+        local_rank: Some("MPI_LOCALRANKID"),
+        source: Source::Mpich,
+    },
     Launcher {
         rank: "SLURM_PROCID",
         world_size: "SLURM_NTASKS",
-        job_id: &["SLURM_JOB_ID", "SLURM_STEP_ID"],
+        job_id: &["SLURM_JOB_ID", SLURM_STEP],
         epoch: "SLURM_RESTART_COUNT",
-        also: Some("SLURM_STEP_ID"),
+        local_size: &["SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"],
+        local_rank: Some("SLURM_LOCALID"),
+        source: Source::Slurm,
     },
 ];
 
+const SLURM_STEP: &str = "SLURM_STEP_ID";
+
+/// Steps of Slurm from this number on are none that `srun` starts tasks in: the batch script, the shell of `salloc`, what is adopted by `ssh`.
+const SLURM_FIRST_SPECIAL_STEP: u32 = 0xffff_fff0;
+
+/// What launchers other than [`Launch`](crate::launch::Launch) tell a process about its rank.
+pub(crate) fn other_launchers_variables() -> impl Iterator<Item = &'static str> {
+    let others = LAUNCHERS.iter().filter(|launcher| launcher.source != Source::Hand);
+    others.flat_map(|l| [l.rank, l.world_size].into_iter().chain(l.local_size.iter().copied()).chain(l.local_rank))
+}
+
 impl Launcher {
+    /// The first whose rank is set.
+    fn of(vars: Vars<'_>) -> Option<&'static Launcher> {
+        LAUNCHERS.iter().find(|launcher| vars.text(launcher.rank).is_some() && launcher.is_there(vars))
+    }
+
+    /// A Slurm batch script itself has a rank and a number of tasks, but is none of them.
     fn is_there(&self, vars: Vars<'_>) -> bool {
-        self.also.is_none_or(|name| vars.text(name).is_some())
+        let is_step =
+            || vars.text(SLURM_STEP)?.trim().parse::<u32>().ok().filter(|step| *step < SLURM_FIRST_SPECIAL_STEP);
+        self.source != Source::Slurm || is_step().is_some()
     }
 
     fn job_id(&self, vars: Vars<'_>) -> String {
@@ -573,6 +693,78 @@ mod tests {
         assert_eq!(of("LOCAL_WORLD_SIZE", "0"), None);
     }
 
+    #[test]
+    fn ranks_of_a_machine_are_those_of_the_launcher_that_counts_them() {
+        let of = |set: &[(&str, &str)]| {
+            local_ranks(&|asked| set.iter().find(|(name, _)| *name == asked).map(|(_, value)| value.to_string()))
+        };
+        // A batch script for one task a node starts eight ranks by our own launcher.
+        let slurm = [("SLURM_NTASKS_PER_NODE", "1"), ("SLURM_STEP_TASKS_PER_NODE", "1")];
+        let own = [("COMM_LAUNCHER_PID", "77"), ("COMM_RANK", "2"), ("COMM_WORLD_SIZE", "8")];
+        assert_eq!(of(&[&slurm[..], &own].concat()), Some(8));
+        let torchrun = [("RANK", "0"), ("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "4")];
+        assert_eq!(of(&[&slurm[..], &torchrun].concat()), Some(4));
+        let step = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "6"), ("SLURM_STEP_ID", "0"), ("LOCAL_WORLD_SIZE", "3")];
+        assert_eq!(of(&[&step[..], &[("SLURM_STEP_TASKS_PER_NODE", "2")], &slurm[..1]].concat()), Some(2));
+        // srun speaks MPICH's protocol too.
+        assert_eq!(of(&[("PMI_RANK", "0"), ("PMI_SIZE", "8"), ("SLURM_STEP_TASKS_PER_NODE", "4(x2)")]), Some(4));
+        for (node, tasks) in [("0", 2), ("2", 2), ("3", 1), ("9", 2)] {
+            assert_eq!(of(&[("SLURM_STEP_TASKS_PER_NODE", "2(x3),1"), ("SLURM_NODEID", node)]), Some(tasks), "{node}");
+        }
+        for nonsense in ["2(x3", "(x3)", "2(x)", ",", "2(x3),(x"] {
+            let here = of(&[("SLURM_STEP_TASKS_PER_NODE", nonsense), ("SLURM_NODEID", "3")]);
+            assert_eq!(here, None, "{nonsense}");
+        }
+    }
+
+    #[test]
+    fn the_source_of_rank_and_world_size_is_known() {
+        for (rank, size, more, source, said) in [
+            ("COMM_RANK", "COMM_WORLD_SIZE", None, Source::Hand, "COMM_RANK and COMM_WORLD_SIZE"),
+            (
+                "COMM_RANK",
+                "COMM_WORLD_SIZE",
+                Some(("COMM_LAUNCHER_PID", "1")),
+                Source::Launch,
+                "COMM_RANK and COMM_WORLD_SIZE of this program's own launcher",
+            ),
+            ("RANK", "WORLD_SIZE", None, Source::Torchrun, "RANK and WORLD_SIZE (torchrun)"),
+            (
+                "OMPI_COMM_WORLD_RANK",
+                "OMPI_COMM_WORLD_SIZE",
+                None,
+                Source::OpenMpi,
+                "OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE (Open MPI)",
+            ),
+            ("PMI_RANK", "PMI_SIZE", None, Source::Mpich, "PMI_RANK and PMI_SIZE (MPICH)"),
+            (
+                "SLURM_PROCID",
+                "SLURM_NTASKS",
+                Some(("SLURM_STEP_ID", "0")),
+                Source::Slurm,
+                "SLURM_PROCID and SLURM_NTASKS (Slurm)",
+            ),
+        ] {
+            let vars: Vec<(&str, &str)> = [(rank, "0"), (size, "1")].into_iter().chain(more).collect();
+            let job = found(&vars);
+            assert_eq!((job.source, job.source.to_string().as_str()), (source, said));
+            assert_eq!(source.variables(), Some((rank, size)));
+        }
+        let secret = Secret::new("0123456789abcdef").unwrap();
+        assert_eq!(Job::new(0, 1, tcp("h", 1), secret).unwrap().source, Source::Program);
+    }
+
+    #[test]
+    fn our_launcher_takes_away_what_others_say() {
+        let others: Vec<&str> = other_launchers_variables().collect();
+        for name in
+            ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PMI_SIZE", "SLURM_PROCID", "SLURM_LOCALID"]
+        {
+            assert!(others.contains(&name), "{name}");
+        }
+        assert!(others.iter().all(|name| !name.starts_with("COMM_")), "{others:?}");
+    }
+
     const SECRET: (&str, &str) = ("COMM_SECRET", "0123456789abcdef");
 
     fn job(vars: &[(&str, &str)]) -> Result<Option<Job>> {
@@ -639,6 +831,10 @@ mod tests {
         assert!(job(&batch).unwrap().is_none(), "a batch script is not a rank");
         let step = found(&[&batch[..], &[("SLURM_STEP_ID", "0")]].concat());
         assert_eq!((step.world_size, step.id.as_str()), (4, "12.0"));
+        // The batch script, the shell of salloc, and what no number is.
+        for step in ["4294967291", "4294967290", "4294967294", "batch", "interactive"] {
+            assert!(job(&[&batch[..], &[("SLURM_STEP_ID", step)]].concat()).unwrap().is_none(), "{step}");
+        }
     }
 
     #[test]

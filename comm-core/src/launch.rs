@@ -8,9 +8,9 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -21,7 +21,10 @@ use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGKILL, SIGTERM};
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::job::{EXIT_ECHO, MAX_WORLD_SIZE, Secret, fill_random, hex, vars};
+use crate::folder::PrivateFolder;
+use crate::job::{EXIT_ECHO, MAX_WORLD_SIZE, Secret, fill_random, hex, other_launchers_variables, vars};
+use crate::printer::{self, PATIENCE, Printer};
+use crate::process;
 use crate::sys::{self, Waiter};
 
 /// Signals that end the launcher, and so the ranks.
@@ -45,8 +48,13 @@ const MAX_CAPTURED: usize = 16 << 20;
 /// closes a dying process's connections some time before its parent can see that it is dead, and the others may be quicker.
 const LATE_NEWS: Duration = Duration::from_millis(200);
 
-/// How long output is still waited for when its process is gone.
+/// How long output is still waited for when all ranks have ended and nothing has come, and how long at most. The first also bounds the wait for
+/// a reader that takes nothing once a signal has ended the job.
 const DRAIN: Duration = Duration::from_secs(1);
+const LONGEST_DRAIN: Duration = Duration::from_secs(10);
+
+/// How long the launcher sleeps at most, whatever it waits for.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// A job of processes on this machine, one a rank.
 ///
@@ -78,9 +86,13 @@ pub struct Launch {
     pub grace: Duration,
     /// When to end the job if it has not ended by itself; `None` for never.
     pub timeout: Option<Duration>,
+    /// How long, at the end, to wait for whoever reads the launcher's own output while he takes nothing of it. As long as he goes on reading,
+    /// however slowly, all of it is written.
+    pub patience: Duration,
 }
 
-/// Where the output of ranks goes.
+/// Where the output of ranks goes. No rank ever waits for whoever reads the launcher's: up to 16 MiB wait for him, then the oldest lines are
+/// left out, which is said in their place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Output {
     /// Line by line to the launcher's own standard output and error, each line after `[rank 3] `.
@@ -127,13 +139,15 @@ impl Launch {
             output: Output::Prefixed,
             grace: Duration::from_secs(3),
             timeout: None,
+            patience: PATIENCE,
         }
     }
 
     /// Starts the ranks and returns when all have ended.
     ///
     /// SIGINT, SIGTERM and SIGHUP that come meanwhile are handed on; a second one kills. They keep being caught when this
-    /// has returned, so the caller should end soon, or handle them itself.
+    /// has returned, so the caller should end soon, or handle them itself. One that comes when the ranks have ended, and only their
+    /// output is still waited for, ends that.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for 0 ranks or too many, [`Error::Io`] when a process cannot be started, for instance because
@@ -145,10 +159,12 @@ impl Launch {
                 self.ranks
             )));
         }
+        process::prepare();
         // Before the first process, so that no signal finds some of them unguarded.
         let signals = Signals::catch()?;
         let meeting = MeetingPoint::create()?;
         let (streams, ends) = mpsc::channel();
+        let moved = Arc::new(AtomicU64::new(0));
         let mut running = Running { ranks: Vec::with_capacity(self.ranks) };
         let sinks: Vec<Sinks> = (0..self.ranks).map(|rank| Sinks::new(self.output, rank)).collect();
         let mut open_streams = 0;
@@ -156,18 +172,29 @@ impl Launch {
             let mut child = self.start(rank, &meeting)?;
             let pipes = (child.stdout.take(), child.stderr.take());
             // Guarded from here on: an error below kills it.
-            running.ranks.push(Rank { child, status: None });
+            running.ranks.push(Rank { child, status: None, given_up: false });
             if let Some(pipe) = pipes.0 {
-                drain(pipe, sinks.stdout.clone(), streams.clone())?;
+                drain(pipe, sinks.stdout.clone(), Arc::clone(&moved), streams.clone())?;
                 open_streams += 1;
             }
             if let Some(pipe) = pipes.1 {
-                drain(pipe, sinks.stderr.clone(), streams.clone())?;
+                drain(pipe, sinks.stderr.clone(), Arc::clone(&moved), streams.clone())?;
                 open_streams += 1;
             }
         }
         let Ending { code, cause, interrupted_by } = self.watch(&mut running, &signals)?;
-        wait_for_output(&ends, open_streams);
+        wait_for_output(&ends, open_streams, &moved);
+        // Whoever has ended the job does not want to wait long for the rest of what it said, nor at all when he says so again.
+        let patience = if interrupted_by.is_some() { self.patience.min(DRAIN) } else { self.patience };
+        let mut again = None;
+        let mut stop = || {
+            again = again.or(signals.take().first().copied());
+            again.is_some()
+        };
+        for printer in [printer::stdout(), printer::stderr()] {
+            printer.finish_unless(patience, &mut stop);
+        }
+        let interrupted_by = interrupted_by.or(again);
         let codes = running.ranks.iter().map(|rank| rank.status.map_or(0, code_of)).collect();
         let captured = match self.output {
             Output::Captured => sinks.iter().map(Sinks::captured).collect(),
@@ -178,6 +205,9 @@ impl Launch {
 
     fn start(&self, rank: usize, meeting: &MeetingPoint) -> Result<Child> {
         let mut command = Command::new(&self.program);
+        for name in other_launchers_variables() {
+            command.env_remove(name);
+        }
         command
             .args(&self.args)
             .envs(self.env.iter().map(|(name, value)| (name, value)))
@@ -200,6 +230,8 @@ impl Launch {
             .stderr(Stdio::piped())
             .process_group(0);
         sys::die_with_this_process(&mut command);
+        // Its group is not the one in the terminal's foreground.
+        sys::ignore_terminal_output_stops(&mut command);
         command.spawn().map_err(|e| Error::io(format!("starting rank {rank}: running {}", self.program.display()), e))
     }
 
@@ -210,8 +242,10 @@ impl Launch {
         let mut interrupted_by = None;
         // What the outcome rests on, and since when, as long as another rank may still turn out to be the cause.
         let mut suspicion: Option<(Blame, Instant)> = None;
+        // Whether nothing but echoes speaks for the outcome.
+        let mut echoes_only = false;
         // What happens next to ranks that go on, and when.
-        let mut steps: VecDeque<(Instant, i32)> = VecDeque::new();
+        let mut steps = Steps::default();
         loop {
             for (rank, status) in running.reap()? {
                 let blame = Blame::of(status);
@@ -221,10 +255,11 @@ impl Launch {
                 };
                 if is_cause {
                     if outcome.is_none() {
-                        steps = self.steps();
+                        steps = Steps::after(self.grace);
                     }
                     outcome = Some((code_of(status), blame.describe(rank, status)));
                     suspicion = Some((blame, Instant::now()));
+                    echoes_only = blame == Blame::Echo;
                 }
             }
             if !running.any() {
@@ -233,7 +268,7 @@ impl Launch {
             for signal in signals.take() {
                 interrupted_by.get_or_insert(signal);
                 if outcome.is_none() {
-                    steps = self.steps();
+                    steps = Steps::after(self.grace);
                     outcome = Some((128 + signal, format!("the launcher got {}", name_of(signal))));
                     running.signal(signal);
                 } else {
@@ -243,28 +278,59 @@ impl Launch {
                 suspicion = None;
             }
             if outcome.is_none() && deadline.has_passed() {
-                steps = self.steps();
-                steps.iter_mut().for_each(|(at, _)| *at = at.checked_sub(self.grace).unwrap_or(*at));
+                steps = Steps::after(Duration::ZERO);
                 outcome = Some((124, format!("the job did not end within {:.1} s", deadline.waited().as_secs_f64())));
             }
-            while let Some(&(at, signal)) = steps.front() {
-                if Instant::now() < at {
-                    break;
-                }
+            if let Some(signal) = steps.due(self.grace) {
                 running.signal(signal);
+                running.give_up();
                 suspicion = None;
-                steps.pop_front();
             }
-            let next = steps.front().map_or(deadline.instant(), |(at, _)| *at);
-            signals.wait(next.saturating_duration_since(Instant::now()))?;
+            // When all signals are sent, only the kernel can end a rank, however long that takes it: a signal says when.
+            let next = if outcome.is_none() { Some(deadline.remaining()) } else { steps.remaining() };
+            signals.wait(next.map_or(LOOK, |next| next.min(LOOK)))?;
+        }
+        let given_up = running.given_up();
+        if let Some((code, cause)) = outcome.as_mut().filter(|_| echoes_only && interrupted_by.is_none())
+            && let Some((first, status)) = given_up.first()
+        {
+            *code = Some(code_of(*status)).filter(|code| *code != 0).unwrap_or(*code);
+            *cause = match &given_up[1..] {
+                [] => format!("rank {first} did not end by itself; {cause}"),
+                more => {
+                    let more: Vec<String> = more.iter().map(|(rank, _)| rank.to_string()).collect();
+                    format!("ranks {first}, {} did not end by themselves; {cause}", more.join(", "))
+                }
+            };
         }
         let (code, cause) = outcome.map_or((0, None), |(code, cause)| (code, Some(cause)));
         Ok(Ending { code, cause, interrupted_by })
     }
+}
 
-    fn steps(&self) -> VecDeque<(Instant, i32)> {
-        let now = Instant::now();
-        [(now + self.grace, SIGTERM), (now + 2 * self.grace, SIGKILL)].into()
+/// The signals that end ranks which go on, each some time after the one before: a launcher that was itself stopped meanwhile does not send them
+/// all at once.
+#[derive(Default)]
+struct Steps {
+    next: Option<Deadline>,
+    signals: VecDeque<i32>,
+}
+
+impl Steps {
+    fn after(wait: Duration) -> Self {
+        Steps { next: Some(Deadline::after(wait)), signals: [SIGTERM, SIGKILL].into() }
+    }
+
+    /// The signal whose time has come; the one after it comes `grace` from now.
+    fn due(&mut self, grace: Duration) -> Option<i32> {
+        self.next.filter(Deadline::has_passed)?;
+        let signal = self.signals.pop_front();
+        self.next = (!self.signals.is_empty()).then(|| Deadline::after(grace));
+        signal
+    }
+
+    fn remaining(&self) -> Option<Duration> {
+        self.next.map(|next| next.remaining())
     }
 }
 
@@ -317,6 +383,8 @@ struct Running {
 struct Rank {
     child: Child,
     status: Option<ExitStatus>,
+    /// It was told to end because it did not by itself.
+    given_up: bool,
 }
 
 impl Running {
@@ -326,6 +394,17 @@ impl Running {
 
     fn signal(&self, signal: i32) {
         self.ranks.iter().filter(|r| r.status.is_none()).for_each(|r| sys::signal_group(r.child.id(), signal));
+    }
+
+    /// Notes who had to be told to end.
+    fn give_up(&mut self) {
+        self.ranks.iter_mut().filter(|r| r.status.is_none()).for_each(|r| r.given_up = true);
+    }
+
+    /// Who had to be told to end, and how that ended.
+    fn given_up(&self) -> Vec<(usize, ExitStatus)> {
+        let given_up = self.ranks.iter().enumerate().filter(|(_, rank)| rank.given_up);
+        given_up.filter_map(|(number, rank)| Some((number, rank.status?))).collect()
     }
 
     /// Buries who has ended; those among them that failed.
@@ -361,7 +440,7 @@ impl Drop for Running {
 
 /// The job's secret, and a directory with room for the address of rank 0, which is removed when this is dropped.
 struct MeetingPoint {
-    directory: tempfile::TempDir,
+    directory: PrivateFolder,
     /// In memory: a launcher that is killed leaves no secret behind.
     secret: fs::File,
     job_id: String,
@@ -369,10 +448,7 @@ struct MeetingPoint {
 
 impl MeetingPoint {
     fn create() -> Result<Self> {
-        let directory = tempfile::Builder::new()
-            .prefix("comm-")
-            .permissions(fs::Permissions::from_mode(0o700))
-            .tempdir()
+        let directory = PrivateFolder::new("comm-launch-")
             .map_err(|e| Error::io("making a directory for the address of rank 0", e))?;
         let mut id = [0; 8];
         fill_random(&mut id)?;
@@ -393,11 +469,7 @@ impl MeetingPoint {
     }
 
     fn address_file(&self) -> PathBuf {
-        self.path().join("address")
-    }
-
-    fn path(&self) -> &Path {
-        self.directory.path()
+        self.directory.path().join("address")
     }
 }
 
@@ -459,19 +531,16 @@ struct Sinks {
 
 #[derive(Clone)]
 enum LineSink {
-    Stdout(String),
-    Stderr(String),
+    Printer(&'static Printer, String),
     Memory(Arc<Mutex<VecDeque<u8>>>),
 }
 
 impl Sinks {
     fn new(output: Output, rank: usize) -> Self {
-        let prefix = format!("[rank {rank}] ");
+        let prefixed = |printer| LineSink::Printer(printer, format!("[rank {rank}] "));
         match output {
-            Output::Prefixed => Sinks { stdout: LineSink::Stdout(prefix.clone()), stderr: LineSink::Stderr(prefix) },
-            Output::RankZeroPlain => {
-                Sinks { stdout: LineSink::Stderr(prefix.clone()), stderr: LineSink::Stderr(prefix) }
-            }
+            Output::Prefixed => Sinks { stdout: prefixed(printer::stdout()), stderr: prefixed(printer::stderr()) },
+            Output::RankZeroPlain => Sinks { stdout: prefixed(printer::stderr()), stderr: prefixed(printer::stderr()) },
             Output::Captured => {
                 Sinks { stdout: LineSink::Memory(Arc::default()), stderr: LineSink::Memory(Arc::default()) }
             }
@@ -491,11 +560,10 @@ impl Sinks {
 }
 
 impl LineSink {
-    /// Writes one line, with its end if it has one. A reader of the launcher's output who went away is no reason to stop a job.
+    /// Takes one line, with its end if it has one, without waiting for whoever reads it.
     fn write(&self, line: &[u8]) {
         match self {
-            LineSink::Stdout(prefix) => drop(io::stdout().write_all(&prefixed(prefix, line))),
-            LineSink::Stderr(prefix) => drop(io::stderr().write_all(&prefixed(prefix, line))),
+            LineSink::Printer(printer, prefix) => printer.print(prefixed(prefix, line)),
             LineSink::Memory(bytes) => {
                 let mut bytes = bytes.lock().unwrap_or_else(PoisonError::into_inner);
                 bytes.extend(line);
@@ -517,8 +585,8 @@ fn prefixed(prefix: &str, line: &[u8]) -> Vec<u8> {
     whole
 }
 
-/// Reads a rank's stream to its end in a thread of its own, and then says so.
-fn drain(pipe: impl Read + Send + 'static, sink: LineSink, ended: Sender<()>) -> Result<()> {
+/// Reads a rank's stream to its end in a thread of its own, counts the lines, and says when it is at the end.
+fn drain(pipe: impl Read + Send + 'static, sink: LineSink, moved: Arc<AtomicU64>, ended: Sender<()>) -> Result<()> {
     let read_lines = move || {
         let mut lines = BufReader::new(pipe);
         let mut line = Vec::new();
@@ -530,6 +598,7 @@ fn drain(pipe: impl Read + Send + 'static, sink: LineSink, ended: Sender<()>) ->
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(_) => break,
             }
+            moved.fetch_add(1, Ordering::Relaxed);
         }
         // Nobody may be interested any more.
         let _ = ended.send(());
@@ -538,15 +607,22 @@ fn drain(pipe: impl Read + Send + 'static, sink: LineSink, ended: Sender<()>) ->
     thread.map(drop).map_err(|e| Error::io("starting a thread for a rank's output", e))
 }
 
-/// Waits until every stream is at its end; a process that has left its rank's group may hold one open for ever.
-fn wait_for_output(ends: &Receiver<()>, streams: usize) {
-    let deadline = Deadline::after(DRAIN);
-    for _ in 0..streams {
-        if ends.recv_timeout(deadline.remaining()).is_err() {
+/// Waits until every stream is at its end, as long as lines come; a process that has left its rank's group may hold one open for ever.
+fn wait_for_output(ends: &Receiver<()>, streams: usize, moved: &AtomicU64) {
+    let longest = Deadline::after(LONGEST_DRAIN);
+    let mut open = streams;
+    let mut before = moved.load(Ordering::Relaxed);
+    while open > 0 {
+        if ends.recv_timeout(longest.at_most(DRAIN).remaining()).is_ok() {
+            open -= 1;
+            continue;
+        }
+        let now = moved.load(Ordering::Relaxed);
+        if now == before || longest.has_passed() {
             break;
         }
+        before = now;
     }
-    let _ = io::stdout().flush();
 }
 
 fn code_of(status: ExitStatus) -> i32 {
@@ -557,5 +633,29 @@ fn name_of(signal: i32) -> String {
     match signal_hook::low_level::signal_name(signal) {
         Some(name) => format!("signal {signal} ({name})"),
         None => format!("signal {signal}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_launcher_that_was_stopped_still_leaves_time_between_its_signals() {
+        let grace = Duration::from_secs(60);
+        let mut steps = Steps::after(Duration::ZERO);
+        // However late it looks, one signal has come due, and the next has all its time.
+        thread::sleep(Duration::from_millis(5));
+        assert_eq!(steps.due(grace), Some(SIGTERM));
+        assert_eq!(steps.due(grace), None);
+        assert!(steps.remaining().is_some_and(|left| left > grace / 2));
+    }
+
+    #[test]
+    fn when_all_signals_are_sent_there_is_nothing_to_wake_up_for() {
+        let mut steps = Steps::after(Duration::ZERO);
+        assert_eq!((steps.due(Duration::ZERO), steps.due(Duration::ZERO)), (Some(SIGTERM), Some(SIGKILL)));
+        assert_eq!((steps.due(Duration::ZERO), steps.remaining()), (None, None));
+        assert_eq!(Steps::default().remaining(), None);
     }
 }

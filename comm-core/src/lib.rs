@@ -7,7 +7,7 @@
 //!   size, ranks), so results are bit-identical on every transport and on every rank.
 //! - [`control`] is the rendezvous, and the side channel over which ranks learn that one of them is gone. A
 //!   [`Subgroup`](control::Subgroup) is one over some of the ranks, for a transport of their own.
-//! - [`launch`] starts one process a rank on this machine.
+//! - [`launch`] starts one process a rank on this machine; [`printer`] is output that never holds up a rank.
 //! - [`Counted`] and [`Faulty`] wrap a transport: one counts what passes, one breaks it on purpose.
 //! - [`native`] holds parts for communicators that bring their own collectives.
 //! - [`conformance`] is the suite that every transport passes.
@@ -38,6 +38,7 @@ pub mod driver;
 pub mod dtype;
 pub mod error;
 pub mod faulty;
+pub mod folder;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
@@ -50,6 +51,8 @@ pub mod mesh;
 pub mod native;
 pub mod null;
 pub mod op;
+pub mod printer;
+pub mod process;
 mod reduce;
 pub mod shm;
 #[allow(unsafe_code, reason = "system calls that the standard library does not offer")]

@@ -51,6 +51,40 @@ pub(crate) fn poll(waiters: &mut [Waiter<'_>], timeout: Duration) -> io::Result<
     Ok(())
 }
 
+/// Waits until writing to `fd` would not block, or fails, at most `timeout`.
+pub(crate) fn wait_until_writable(fd: BorrowedFd<'_>, timeout: Duration) -> io::Result<()> {
+    let mut fd = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
+    let millis = timeout.as_millis().min(60_000) as libc::c_int;
+    // SAFETY: `fd` is one live, exclusively borrowed pollfd structure, and its descriptor is open for the whole call because it is borrowed.
+    let count = unsafe { libc::poll(&mut fd, 1, millis) };
+    let error = io::Error::last_os_error();
+    if count < 0 && error.kind() != io::ErrorKind::Interrupted { Err(error) } else { Ok(()) }
+}
+
+/// Writes some of `bytes`, by one system call, past all buffers; how many.
+pub(crate) fn write(fd: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
+    // SAFETY: the call only reads, `bytes.len()` bytes of the live slice `bytes`, and the descriptor is open because it is borrowed.
+    let count = unsafe { libc::write(fd.as_raw_fd(), bytes.as_ptr().cast(), bytes.len()) };
+    usize::try_from(count).map_err(|_| io::Error::last_os_error())
+}
+
+/// Raises the soft limit of open file descriptors to the hard one. The soft limit after that.
+pub(crate) fn raise_descriptor_limit() -> io::Result<u64> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: `limit` is a live, writable rlimit structure.
+    if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    if limit.rlim_cur < limit.rlim_max {
+        let raised = libc::rlimit { rlim_cur: limit.rlim_max, ..limit };
+        // SAFETY: `raised` is a live rlimit structure, which the call only reads.
+        if unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raised) } == 0 {
+            limit = raised;
+        }
+    }
+    Ok(limit.rlim_cur)
+}
+
 /// Asks the kernel to kill this process when its parent ends, and fails if `parent` is no longer its parent.
 ///
 /// The kernel takes "parent" to be the *thread* that started this process.
@@ -71,6 +105,21 @@ pub(crate) fn die_with_this_process(command: &mut Command) {
     // getppid, and builds errors from plain numbers, without allocation or locks.
     unsafe {
         command.pre_exec(move || die_with_parent(parent));
+    }
+}
+
+/// Lets the process that `command` starts write to its terminal from a process group in the background, even where the terminal is set to
+/// stop who does (`stty tostop`).
+pub(crate) fn ignore_terminal_output_stops(command: &mut Command) {
+    let ignore = || {
+        // SAFETY: signal takes two integers, and no handler is installed.
+        let before = unsafe { libc::signal(libc::SIGTTOU, libc::SIG_IGN) };
+        if before == libc::SIG_ERR { Err(io::Error::last_os_error()) } else { Ok(()) }
+    };
+    // SAFETY: the closure runs between fork and exec, where only async-signal-safe calls are allowed: signal is one, and the error is built
+    // from a plain number.
+    unsafe {
+        command.pre_exec(ignore);
     }
 }
 

@@ -3,7 +3,10 @@
 
 #![allow(clippy::unwrap_used, reason = "a test, though its harness is its own")]
 
-use std::io::{BufRead, BufReader};
+#[path = "ctrl_c/mod.rs"]
+mod ctrl_c;
+
+use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -20,12 +23,18 @@ use libtest_mimic::{Arguments, Failed, Trial};
 const ROLE: &str = "LAUNCHER_TEST_ROLE";
 /// Which rank it happens to.
 const VICTIM: &str = "LAUNCHER_TEST_VICTIM";
+/// How long the launcher waits for its reader, in milliseconds.
+const PATIENCE: &str = "LAUNCHER_TEST_PATIENCE";
 
 fn main() {
     if let Ok(role) = std::env::var(ROLE) {
         if let Some(rank_role) = role.strip_prefix("launch ") {
-            let mut launch = ranks(rank_role, 3);
-            launch.output = Output::Prefixed;
+            let plain = rank_role.strip_prefix("plain ");
+            let mut launch = ranks(plain.unwrap_or(rank_role), 3);
+            launch.output = if plain.is_some() { Output::RankZeroPlain } else { Output::Prefixed };
+            if let Ok(patience) = std::env::var(PATIENCE) {
+                launch.patience = Duration::from_millis(patience.parse().unwrap());
+            }
             let outcome = launch.run().unwrap();
             eprintln!("cause: {}", outcome.cause.unwrap_or_default());
             std::process::exit(outcome.code);
@@ -45,11 +54,20 @@ fn main() {
         ("a_job_has_a_time_limit", time_limit),
         ("lines_have_prefixes", prefixes),
         ("rank_0_can_be_plain", plain_rank_zero),
-        ("ctrl_c_reaches_the_ranks_once", ctrl_c),
+        ("a_slow_reader_gets_everything", slow_reader),
+        ("nobody_has_to_read", no_reader),
+        ("a_blocked_stdout_does_not_hold_stderr", blocked_stdout),
+        ("a_signal_ends_the_wait_for_a_reader", signal_while_printing),
+        ("a_terminal_that_stops_background_output_does_not_stop_rank_0", tostop),
+        ("ctrl_c_reaches_the_ranks_once", ctrl_c_once),
         ("nothing_outlives_a_killed_launcher", killed_launcher),
         ("what_ranks_leave_behind_is_killed", orphans),
         ("the_secret_is_private_and_removed", meeting_point),
         ("an_echo_is_never_the_cause", echoes),
+        ("who_does_not_end_is_named_rather_than_an_echo", echo_of_who_does_not_end),
+        ("the_longest_times_are_possible", longest_times),
+        ("ranks_see_no_other_launcher", foreign_launcher),
+        ("ranks_may_open_as_many_files_as_the_system_lets_them", file_limit),
         ("no_ranks_and_no_program", nonsense),
     ];
     let trials = tests.iter().map(|&(name, test)| Trial::test(name, move || run_test(test))).collect();
@@ -78,6 +96,34 @@ fn rank(role: &str) -> i32 {
             kill(std::process::id(), "KILL");
         }
         "echo" | "echo of a kill" | "nothing but echoes" => return comm_core::job::EXIT_ECHO,
+        "print much" => {
+            (0..1000).for_each(|number| println!("{number} {}", "x".repeat(94)));
+            println!("LAST LINE");
+            return 0;
+        }
+        "print and say so" => {
+            println!("{}", "x".repeat(1 << 20));
+            eprintln!("printed");
+            return 0;
+        }
+        "echo of a sleeper" => {
+            if mine {
+                thread::sleep(Duration::from_secs(60));
+            }
+            return comm_core::job::EXIT_ECHO;
+        }
+        "where from" => {
+            println!("source {}, {:?} here", job.source, comm_core::job::ranks_on_this_machine());
+            for (name, value) in std::env::vars().filter(|(name, _)| FOREIGN.iter().any(|(other, _)| other == name)) {
+                println!("{name}={value}");
+            }
+            return 0;
+        }
+        "limit" => {
+            let limits = std::fs::read_to_string("/proc/self/limits").unwrap();
+            println!("{}", limits.lines().find(|line| line.starts_with("Max open files")).unwrap());
+            return 0;
+        }
         "print" => {
             println!("out {}", job.rank);
             eprintln!("err {}", job.rank);
@@ -354,6 +400,148 @@ fn plain_rank_zero() {
     assert_eq!(launch.run().unwrap().code, 3);
 }
 
+fn slow_reader() {
+    // The reader's pauses are shorter than the launcher's patience, but all of it takes longer.
+    let mut child = launcher("print much").env(PATIENCE, "800").spawn().unwrap();
+    let mut stdout = child.stdout.take().unwrap();
+    let (mut got, mut piece) = (Vec::new(), [0; 4096]);
+    loop {
+        thread::sleep(Duration::from_millis(20));
+        let count = stdout.read(&mut piece).unwrap();
+        got.extend_from_slice(&piece[..count]);
+        if count == 0 {
+            break;
+        }
+    }
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    let got = String::from_utf8(got).unwrap();
+    for rank in 0..3 {
+        let start = format!("[rank {rank}] ");
+        let lines: Vec<&str> = got.lines().filter_map(|line| line.strip_prefix(&start)).collect();
+        assert_eq!(lines.len(), 1001, "of rank {rank}");
+        assert!(lines.iter().take(1000).enumerate().all(|(n, line)| line.starts_with(&format!("{n} x"))));
+        assert_eq!(lines[1000], "LAST LINE");
+    }
+}
+
+fn no_reader() {
+    let mut child = launcher("print much").env(PATIENCE, "300").spawn().unwrap();
+    assert_eq!(ended(&mut child), Some(0), "with 300 kB that nobody reads");
+    let mut got = Vec::new();
+    child.stdout.take().unwrap().read_to_end(&mut got).unwrap();
+    assert!(got.len() <= 64 << 10, "{} bytes: the pipe held all of it", got.len());
+}
+
+fn blocked_stdout() {
+    let mut child = launcher("print and say so").spawn().unwrap();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
+    let said = stderr.by_ref().take(3).filter(|line| line.ends_with("] printed")).count();
+    assert_eq!(said, 3);
+    // Nothing of standard output has been read until now, and nothing is lost.
+    let mut got = Vec::new();
+    child.stdout.take().unwrap().read_to_end(&mut got).unwrap();
+    assert_eq!(got.iter().filter(|byte| **byte == b'x').count(), 3 << 20);
+    assert_eq!(ended(&mut child), Some(0));
+}
+
+fn signal_while_printing() {
+    let mut child = launcher("print and say so").env(PATIENCE, "600000").spawn().unwrap();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
+    assert_eq!(stderr.by_ref().take(3).count(), 3);
+    // The first may still have come to the ranks.
+    let deadline = Deadline::after(Duration::from_secs(30));
+    while child.try_wait().unwrap().is_none() {
+        assert!(!deadline.has_passed(), "it waits for its reader in spite of SIGTERM");
+        kill(child.id(), "TERM");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// A process with a terminal of its own, which stops whoever writes to it in the background: as rank 0 is, which has a process group to itself.
+fn tostop() {
+    if !Command::new("script").arg("--version").output().is_ok_and(|out| out.status.success()) {
+        println!("skipped: there is no program `script`");
+        return;
+    }
+    let program = std::env::current_exe().unwrap();
+    let command = format!("stty tostop && exec '{}'", program.display());
+    let out = Command::new("script")
+        .args(["-q", "-e", "-c", &command, "/dev/null"])
+        .env(ROLE, "launch plain print")
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&out.stdout);
+    assert_eq!(out.status.code(), Some(0), "{said}");
+    assert!(said.lines().any(|line| line.trim_end() == "out 0"), "{said}");
+}
+
+/// The exit code of a process that should soon end by itself.
+fn ended(child: &mut Child) -> Option<i32> {
+    let deadline = Deadline::after(Duration::from_secs(30));
+    while !deadline.has_passed() {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status.code().or(Some(-1));
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    None
+}
+
+/// Variables of other launchers, as a shell of `srun --pty` or a notebook may have them.
+const FOREIGN: [(&str, &str); 7] = [
+    ("RANK", "0"),
+    ("WORLD_SIZE", "1"),
+    ("LOCAL_WORLD_SIZE", "1"),
+    ("SLURM_PROCID", "0"),
+    ("SLURM_NTASKS", "1"),
+    ("SLURM_NTASKS_PER_NODE", "1"),
+    ("PMI_RANK", "0"),
+];
+
+fn foreign_launcher() {
+    let out = launcher("where from").envs(FOREIGN).output().unwrap();
+    let said = String::from_utf8_lossy(&out.stdout);
+    let mut lines: Vec<&str> = said.lines().collect();
+    lines.sort_unstable();
+    let expected: Vec<String> = (0..3)
+        .map(|rank| {
+            format!("[rank {rank}] source COMM_RANK and COMM_WORLD_SIZE of this program's own launcher, Some(3) here")
+        })
+        .collect();
+    assert_eq!(lines, expected);
+    assert_eq!(out.status.code(), Some(0));
+}
+
+fn file_limit() {
+    let program = std::env::current_exe().unwrap();
+    let script = format!("ulimit -S -n 64; ulimit -H -n 512; exec '{}'", program.display());
+    let out = Command::new("sh").args(["-c", &script]).env(ROLE, "launch limit").output().unwrap();
+    let said = String::from_utf8_lossy(&out.stdout);
+    let soft_and_hard =
+        |line: &str| line.split_whitespace().rev().skip(1).take(2).map(str::to_string).collect::<Vec<_>>();
+    assert_eq!(said.lines().map(soft_and_hard).collect::<Vec<_>>(), vec![["512", "512"]; 3], "{said}");
+}
+
+fn echo_of_who_does_not_end() {
+    let mut launch = ranks("echo of a sleeper", 3);
+    launch.grace = Duration::from_millis(300);
+    let outcome = launch.run().unwrap();
+    assert_eq!(outcome.code, 143, "{outcome:?}");
+    let cause = outcome.cause.unwrap();
+    assert!(cause.starts_with("rank 1 did not end by itself; rank "), "{cause}");
+    assert!(cause.ends_with("exited with code 75, because of another rank"), "{cause}");
+}
+
+fn longest_times() {
+    let mut launch = ranks("exit 3", 3);
+    (launch.grace, launch.timeout, launch.patience) = (Duration::MAX, Some(Duration::MAX), Duration::MAX);
+    let outcome = launch.run().unwrap();
+    assert_eq!((outcome.code, outcome.codes), (3, vec![0, 3, 0]));
+}
+
 /// Reads `pid N` from each of 3 ranks.
 fn pids(child: &mut Child) -> (Vec<u32>, impl BufRead + use<>) {
     let mut lines = BufReader::new(child.stdout.take().unwrap());
@@ -380,14 +568,9 @@ fn assert_gone(pids: &[u32]) {
     }
 }
 
-fn ctrl_c() {
-    // A launcher in the background of a script leaves alone what it was started to ignore.
-    if !comm_core::launch::ending_signals().contains(&signal_hook::consts::SIGINT) {
-        println!("skipped: this process was started to ignore SIGINT");
-        return;
-    }
+fn ctrl_c_once() {
     // As a terminal does it: to the whole foreground group.
-    let mut child = launcher("count signals").process_group(0).spawn().unwrap();
+    let mut child = ctrl_c::heeded(&mut launcher("count signals")).process_group(0).spawn().unwrap();
     let (pids, rest) = pids(&mut child);
     let signal = Command::new("sh").args(["-c", &format!("kill -INT -{}", child.id())]).status().unwrap();
     assert!(signal.success());

@@ -1,16 +1,16 @@
 //! A folder of Unix sockets that only this user may enter, and how ranks of one machine find each other's.
 
 use std::collections::HashSet;
-use std::fs::{self, Permissions};
+use std::fs;
 use std::io::ErrorKind;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
+use comm_core::folder::PrivateFolder;
 use comm_core::{Control, Deadline, Error, Result};
 use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
 use socket2::SockRef;
-use tempfile::TempDir;
 
 use crate::auth::Edge;
 use crate::socket::{self, SocketFacts};
@@ -23,14 +23,13 @@ const IPC: &str = "ZeroMQ over Unix sockets between all ranks";
 
 /// A fresh folder, removed with this value.
 pub(crate) struct House {
-    folder: TempDir,
+    folder: PrivateFolder,
 }
 
 impl House {
     /// Below the system's folder for temporary files.
     pub(crate) fn build(rank: usize) -> Result<Self> {
-        let folder = tempfile::Builder::new().prefix("comm-tcp-").permissions(Permissions::from_mode(0o700)).tempdir();
-        let folder = folder
+        let folder = PrivateFolder::new("comm-ipc-")
             .map_err(|error| Error::io(format!("rank {rank}: making a private directory for Unix sockets"), error))?;
         Ok(House { folder })
     }
@@ -189,6 +188,7 @@ fn identity(path: &Path) -> std::io::Result<(u64, u64)> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
     use std::os::unix::net::UnixStream;
     use std::time::Duration;
 
@@ -212,7 +212,7 @@ mod tests {
     #[test]
     fn a_path_that_is_too_long_is_an_error_that_says_what_to_do() {
         let base = tempfile::tempdir().unwrap();
-        let house = House { folder: tempfile::Builder::new().prefix(&"x".repeat(100)).tempdir_in(&base).unwrap() };
+        let house = House { folder: PrivateFolder::new_in(base.path(), &"x".repeat(100)).unwrap() };
         let error = house.listen(0, EDGE).unwrap_err().to_string();
         assert!(error.contains("TMPDIR") && error.contains("B is more than"), "{error}");
     }
@@ -220,7 +220,7 @@ mod tests {
     #[test]
     fn a_path_that_is_no_line_of_text_is_not_told() {
         let base = tempfile::tempdir().unwrap();
-        let house = House { folder: tempfile::Builder::new().prefix("a\nb").tempdir_in(&base).unwrap() };
+        let house = House { folder: PrivateFolder::new_in(base.path(), "a\nb").unwrap() };
         let error = house.announce(0).unwrap_err().to_string();
         assert!(error.contains("TMPDIR"), "{error}");
     }

@@ -1,13 +1,12 @@
 //! Starting the ranks of a job, and running one.
 
-use std::io::{self, Write};
 use std::path::PathBuf;
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::thread;
 
 use burn::tensor::Device;
-use comm_core::control::{StallReport, TcpControl};
-use comm_core::{Communicator, Control, Deadline, Error, job::Job};
+use comm_core::control::TcpControl;
+use comm_core::{Communicator, Control, Deadline, Error, job::Job, printer};
 
 use crate::corpus::Corpus;
 use crate::devices;
@@ -67,7 +66,7 @@ pub fn run_watched_threads(
         transports::local_sessions(ranks, &options.options)
     };
     if let Some(session) = sessions.first() {
-        report_stalls(&*session.control)?;
+        report_stalls(&*session.control);
     }
     let mut observers = observers.into_iter();
     let outcomes: Vec<Result<Summary, TrainError>> = thread::scope(|scope| {
@@ -103,7 +102,7 @@ pub fn run_watched_threads(
     first.unwrap_or_else(|| Err(Error::invalid("a job needs at least one rank").into()))
 }
 
-/// Runs this process's rank of `job`. `observer` is only used on rank 0, which also writes stall reports to standard error.
+/// Runs this process's rank of `job`. `observer` is only used on rank 0, which also prints stall reports to standard error (through [`printer`]).
 ///
 /// # Errors
 /// See [`TrainError`].
@@ -147,7 +146,7 @@ pub fn run_rank_over(
     let deadline = Deadline::after(options.options.timeout);
     let control = TcpControl::connect_with(job, &agreement, options.options.control(), deadline)?;
     if job.rank == 0 {
-        report_stalls(&*control)?;
+        report_stalls(&*control);
     }
     let mut session = connect(control.clone()).inspect_err(|error| control.poison(error))?;
     if let Some(kind) = options.node_transport.filter(|_| tells_nodes_apart(config, options)) {
@@ -207,22 +206,9 @@ fn tells_nodes_apart(config: &TrainConfig, options: &RankOptions) -> bool {
     config.strategy == StrategyKind::Hierarchical && options.node_transport.is_some()
 }
 
-/// Writes stall reports to standard error, in a thread of its own: a terminal that is held must not hold up the control plane.
-fn report_stalls(control: &dyn Control) -> Result<(), Error> {
-    let (reports, arriving) = mpsc::sync_channel::<StallReport>(16);
-    let write = move || {
-        for report in arriving {
-            // Nobody may be reading.
-            let _ = writeln!(io::stderr(), "stall: {report}");
-        }
-    };
-    thread::Builder::new()
-        .name("stall-reports".into())
-        .spawn(write)
-        .map_err(|error| Error::io("starting a thread for stall reports", error))?;
-    // Reports that find the channel full are of no use to anyone any more.
-    control.on_stall(Box::new(move |report| drop(reports.try_send(report.clone()))));
-    Ok(())
+/// Writes stall reports to standard error, for which the control plane does not wait.
+fn report_stalls(control: &dyn Control) {
+    control.on_stall(Box::new(|report| printer::stderr().line(format_args!("stall: {report}"))));
 }
 
 /// What all ranks must agree on before the first step, as (name, value).

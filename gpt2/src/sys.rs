@@ -51,6 +51,14 @@ pub(crate) fn monotonic_ns() -> u64 {
     u64::try_from(now.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(now.tv_nsec).unwrap_or(0)
 }
 
+/// Columns of the terminal that is standard output; `None` where it is none, or does not say.
+pub(crate) fn terminal_width() -> Option<u16> {
+    let mut size = libc::winsize { ws_row: 0, ws_col: 0, ws_xpixel: 0, ws_ypixel: 0 };
+    // SAFETY: TIOCGWINSZ writes a winsize, and `size` is a live one of ours.
+    let status = unsafe { libc::ioctl(libc::STDOUT_FILENO, libc::TIOCGWINSZ, &raw mut size) };
+    (status == 0 && size.ws_col > 0).then_some(size.ws_col)
+}
+
 /// Room in front of a block for its category. What the system's allocator aligns to by itself, so that it still serves the longer block
 /// by `malloc`, `calloc` and `realloc`, which know fresh pages and move them without touching them.
 const HEADER: usize = 2 * size_of::<usize>();

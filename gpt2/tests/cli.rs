@@ -221,6 +221,74 @@ fn two_runs_do_not_share_a_folder() {
     assert!(said.contains("another run"), "{said}");
 }
 
+type Variables<'a> = &'a [(&'a str, &'a str)];
+
+/// As [`gpt2`], in an environment that a launcher has left.
+fn launched(arguments: &str, data: &str, variables: Variables<'_>, folder: &Path) -> Output {
+    let arguments =
+        format!("train --preset micro --tokenizer bytes --steps 2 --batch 4 --eval-every 0 {arguments} --data {data}");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_gpt2"));
+    command.args(arguments.split_whitespace()).envs(variables.iter().copied()).current_dir(folder).output().unwrap()
+}
+
+#[test]
+fn a_launcher_that_contradicts_nproc_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    let slurm = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "1"), ("SLURM_STEP_ID", "0"), ("SLURM_JOB_ID", "5")];
+    let mpi = [("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "4"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "4")];
+    let secret = [("COMM_SECRET", "a secret of the test"), ("COMM_ADDR", "127.0.0.1:29400")];
+    let mpi = [&mpi[..], &secret].concat();
+    let torchrun = [&[("RANK", "0"), ("WORLD_SIZE", "4")][..], &secret].concat();
+    let cases: &[(Variables<'_>, &[&str])] = &[
+        (&[("RANK", "0"), ("WORLD_SIZE", "1")], &["RANK and WORLD_SIZE (torchrun)", "rank 0 of 1", "env -u RANK "]),
+        (&slurm, &["SLURM_PROCID and SLURM_NTASKS (Slurm)", "rank 0 of 1", "env -u SLURM_PROCID "]),
+        (&[("PMI_RANK", "0"), ("PMI_SIZE", "1")], &["PMI_RANK and PMI_SIZE", "env -u PMI_RANK "]),
+        (&mpi, &["OMPI_COMM_WORLD_RANK", "rank 1 of 4, with 4 on this machine"]),
+        (&torchrun, &["rank 0 of 4", "set LOCAL_WORLD_SIZE=2"]),
+        (&[("COMM_RANK", "0"), ("COMM_WORLD_SIZE", "1")], &["COMM_RANK and COMM_WORLD_SIZE say", "rank 0 of 1"]),
+    ];
+    for (variables, parts) in cases {
+        let output = launched("--strategy ddp --nproc 2", &data, variables, folder.path());
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{variables:?}: {said}");
+        assert_eq!(said.matches("error:").count(), 1, "{said}");
+        for part in ["--nproc 2 ", "leave --nproc out"].iter().chain(*parts) {
+            assert!(said.contains(part), "{variables:?}: no {part:?} in {said}");
+        }
+        assert!(!folder.path().join("out").exists(), "something was written");
+    }
+}
+
+#[test]
+fn rank_0_says_where_its_rank_comes_from() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    let stdout = |arguments: &str, variables: Variables<'_>| {
+        let output = launched(arguments, &data, variables, folder.path());
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+        for line in ["text: ", "model: micro ", "strategy: "] {
+            assert_eq!(said.lines().filter(|l| l.starts_with(line)).count(), 1, "{line:?} in {said}");
+        }
+        said
+    };
+    let step = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "1"), ("SLURM_STEP_ID", "0")];
+    let said = stdout("--strategy ddp --out step", &step);
+    assert!(said.starts_with("ranks: 1, by SLURM_PROCID and SLURM_NTASKS (Slurm)\n"), "{said}");
+    let said = stdout("--strategy ddp --nproc 1 --out one", &[("RANK", "0"), ("WORLD_SIZE", "1")]);
+    assert!(said.starts_with("ranks: 1, by RANK and WORLD_SIZE (torchrun)\n"), "{said}");
+    // A batch script is no step: --nproc decides, and its ranks see none of this.
+    let batch = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "1"), ("SLURM_NTASKS_PER_NODE", "1")];
+    let said = stdout("--strategy ddp --nproc 2 --out batch", &batch);
+    let line = "[rank 0] ranks: 2, by COMM_RANK and COMM_WORLD_SIZE of this program's own launcher\n";
+    assert!(said.contains(line) && said.contains("strategy: ddp on 2 rank(s)"), "{said}");
+    let said = stdout("--strategy ddp --transport local --nproc 2 --out local", &[]);
+    assert!(said.starts_with("ranks: 2, by --nproc\n"), "{said}");
+    let said = stdout("--out single", &[]);
+    assert!(said.starts_with("ranks: 1, the default for --strategy single; see --nproc\n"), "{said}");
+}
+
 #[test]
 fn half_an_environment_is_refused() {
     let folder = tempfile::tempdir().unwrap();

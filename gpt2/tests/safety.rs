@@ -80,7 +80,7 @@ fn a_rank_that_is_stopped_for_a_while_is_named_as_late_and_then_goes_on() {
     // It goes on as if nothing had been.
     wait_for(&lines, "] step ", SOON).unwrap();
     assert!(Command::new("kill").args(["-INT", &job.id().to_string()]).status().unwrap().success());
-    assert!(wait(&mut job, SOON).is_some());
+    assert_eq!(wait(&mut job, SOON), Some(Some(128 + 2)));
 }
 
 #[test]

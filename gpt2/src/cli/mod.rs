@@ -7,10 +7,10 @@ mod summary;
 mod train;
 
 use std::fmt;
-use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use comm_core::{printer, process};
 
 /// Trains GPT-2 with any distributed strategy over any transport.
 #[derive(Debug, Parser)]
@@ -32,10 +32,12 @@ enum Command {
 
 /// Runs the program; errors go to standard error, one line each.
 pub fn main() -> ExitCode {
+    let _printed = printer::at_end();
+    process::prepare();
     // Before any other thread; without it each step pays for fresh pages.
     crate::sys::keep_freed_pages();
     if let Err(error) = crate::transports::prepare() {
-        eprintln!("error: {error}");
+        complain(format_args!("error: {error}"));
         return ExitCode::FAILURE;
     }
     let result = match Cli::parse().command {
@@ -44,7 +46,7 @@ pub fn main() -> ExitCode {
         Command::Devices(args) => devices::run(args).map(|()| ExitCode::SUCCESS),
     };
     result.unwrap_or_else(|error| {
-        eprintln!("error: {error}");
+        complain(format_args!("error: {error}"));
         ExitCode::FAILURE
     })
 }
@@ -55,10 +57,15 @@ pub const MAX_RANKS_HERE: usize = 1024;
 /// Most threads that compute in a rank.
 pub const MAX_THREADS: usize = 1024;
 
-/// Prints a line to standard output. A reader that has gone (`gpt2 train | head`) or a full disk must not end a run, so unlike
-/// `println!` this does not panic.
+/// Prints a line to standard output. A reader that has gone (`gpt2 train | head`), one that reads nothing, or a full disk must not end or hold
+/// up a run, so unlike `println!` this neither panics nor waits: see [`printer`], and there what a program has to do at its end.
 pub fn say(text: impl fmt::Display) {
-    let _ = writeln!(io::stdout(), "{text}");
+    printer::stdout().line(text);
+}
+
+/// As [`say`], to standard error.
+pub fn complain(text: impl fmt::Display) {
+    printer::stderr().line(text);
 }
 
 /// What a command fails with: one message for the user.

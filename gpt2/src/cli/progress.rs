@@ -1,13 +1,16 @@
 //! What the user sees of a run: step lines, a progress bar on a terminal, a file of steps, curves in TensorBoard.
 
+use std::fmt;
 use std::fs::{self, File};
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use comm_core::printer;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle, TermLike};
 use serde_json::json;
 
-use super::say;
+use super::{complain, say};
 use crate::events::EventFile;
 use crate::memory::{Bytes, Usage};
 use crate::trainer::{Observer, StepReport};
@@ -37,12 +40,16 @@ impl Progress {
         }
     }
 
+    fn warn(&self, text: impl fmt::Display) {
+        self.bar.suspend(|| complain(format_args!("warning: {text}")));
+    }
+
     fn record(&mut self, value: &impl serde::Serialize) {
         let (Some(file), Ok(mut line)) = (&mut self.file, serde_json::to_vec(value)) else { return };
         line.push(b'\n');
         // A full disk must not end a run of hours; the step lines are on the screen as well.
         if let Err(error) = file.write_all(&line) {
-            eprintln!("warning: the file of steps ends here: {error}");
+            self.warn(format_args!("the file of steps ends here: {error}"));
             self.file = None;
         }
     }
@@ -51,7 +58,7 @@ impl Progress {
         let Some(events) = &mut self.events else { return };
         let write = |(tag, value): &(&str, Option<f64>)| value.map_or(Ok(()), |value| events.scalar(tag, step, value));
         if let Err(error) = values.iter().try_for_each(write).and_then(|()| events.flush()) {
-            eprintln!("warning: TensorBoard's event file ends here: {error}");
+            self.warn(format_args!("TensorBoard's event file ends here: {error}"));
             self.events = None;
         }
     }
@@ -60,9 +67,9 @@ impl Progress {
 impl Observer for Progress {
     fn started(&mut self, steps: u64) {
         self.steps = steps;
-        if std::io::stdout().is_terminal() {
-            // Standard output, because a launched rank's standard error belongs to the launcher.
-            self.bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stdout());
+        // Standard output, because a launched rank's standard error belongs to the launcher.
+        if let Some(terminal) = terminal() {
+            self.bar = ProgressBar::with_draw_target(Some(steps), terminal);
             if let Ok(style) = ProgressStyle::with_template("{wide_bar} {pos}/{len} steps, {elapsed} of {duration}") {
                 self.bar.set_style(style);
             }
@@ -70,7 +77,10 @@ impl Observer for Progress {
     }
 
     fn step(&mut self, report: &StepReport) {
-        self.bar.set_position(report.step);
+        // A terminal that is stopped gets the lines when it goes on, and not every state of the bar between them.
+        if printer::stdout().pending() == 0 {
+            self.bar.set_position(report.step);
+        }
         self.record(report);
         let parts = &report.parts;
         let peak = |of: fn(&Usage) -> Bytes| report.memory.as_ref().map(|usage| of(usage).peak as f64);
@@ -128,13 +138,79 @@ impl Observer for Progress {
     }
 
     fn warning(&mut self, text: &str) {
-        self.bar.suspend(|| eprintln!("warning: {text}"));
+        self.warn(text);
     }
 
     fn validation(&mut self, step: u64, loss: f64) {
         self.line(&format!("step {step:>5}/{} | validation loss {loss:.4}", self.steps));
         self.record(&json!({"step": step, "validation_loss": loss}));
         self.chart(step, &[("loss/validation", Some(loss))]);
+    }
+}
+
+/// Standard output as something to draw a progress bar on, without ever waiting for it; `None` where it is no terminal that understands that.
+pub(super) fn terminal() -> Option<ProgressDrawTarget> {
+    if !io::stdout().is_terminal() || ProgressDrawTarget::stdout().is_hidden() {
+        return None;
+    }
+    Some(ProgressDrawTarget::term_like_with_hz(Box::new(QueuedTerminal::default()), 20))
+}
+
+/// A terminal whose output goes through the queue of standard output, a picture at a time, in order with the lines.
+#[derive(Debug, Default)]
+struct QueuedTerminal {
+    picture: Mutex<String>,
+}
+
+impl QueuedTerminal {
+    fn add(&self, text: fmt::Arguments<'_>) -> io::Result<()> {
+        let mut picture = self.picture.lock().unwrap_or_else(PoisonError::into_inner);
+        fmt::Write::write_fmt(&mut *picture, text).map_err(io::Error::other)
+    }
+
+    /// Moves the cursor: not at all by 0, which terminals take for 1.
+    fn step(&self, count: usize, direction: char) -> io::Result<()> {
+        if count > 0 { self.add(format_args!("\x1b[{count}{direction}")) } else { Ok(()) }
+    }
+}
+
+impl TermLike for QueuedTerminal {
+    fn width(&self) -> u16 {
+        crate::sys::terminal_width().unwrap_or(80)
+    }
+
+    fn move_cursor_up(&self, count: usize) -> io::Result<()> {
+        self.step(count, 'A')
+    }
+
+    fn move_cursor_down(&self, count: usize) -> io::Result<()> {
+        self.step(count, 'B')
+    }
+
+    fn move_cursor_right(&self, count: usize) -> io::Result<()> {
+        self.step(count, 'C')
+    }
+
+    fn move_cursor_left(&self, count: usize) -> io::Result<()> {
+        self.step(count, 'D')
+    }
+
+    fn write_line(&self, text: &str) -> io::Result<()> {
+        self.add(format_args!("{text}\n"))
+    }
+
+    fn write_str(&self, text: &str) -> io::Result<()> {
+        self.add(format_args!("{text}"))
+    }
+
+    fn clear_line(&self) -> io::Result<()> {
+        self.add(format_args!("\r\x1b[2K"))
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        let mut picture = self.picture.lock().unwrap_or_else(PoisonError::into_inner);
+        printer::stdout().print(std::mem::take(&mut *picture));
+        Ok(())
     }
 }
 

@@ -11,11 +11,11 @@ use std::time::Duration;
 use burn::tensor::Device;
 use clap::Args;
 use comm_core::Waiting;
-use comm_core::job::{self, Job};
+use comm_core::job::{self, Job, Source};
 use comm_core::launch::{Launch, Output};
 
 use super::progress::Progress;
-use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, say, summary};
+use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, complain, say, summary};
 use crate::batches::{Batches, LastBatch, Share};
 use crate::config::{ModelConfig, Preset};
 use crate::corpus::{Corpus, CorpusSource};
@@ -38,8 +38,9 @@ pub(super) struct TrainArgs {
     /// How ranks are connected: local (threads of one process), shm (memory that processes share), tcp-raw, tcp (ZeroMQ), quic, nccl.
     #[arg(long, default_value = "tcp")]
     transport: TransportKind,
-    /// Ranks to start on this machine. Under a launcher such as srun, mpirun or torchrun nothing is started; it then only says how many
-    /// ranks share the machine's cores, which is otherwise asked of the launcher. [default: 1 for single, else 2]
+    /// Ranks to start on this machine. Under a launcher such as srun, mpirun or torchrun nothing is started: it must then be the number of
+    /// the launcher's ranks on this machine. With COMM_RANK set by hand it says how many of the ranks share this machine's cores. [default: 1
+    /// for single, else 2]
     #[arg(long)]
     nproc: Option<usize>,
     /// Model size: micro, tiny, mini, small, 124m, 350m, 774m, 1558m.
@@ -197,15 +198,25 @@ pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
     job::die_with_parent()?;
     match Job::from_env_with(args.insecure)? {
         Some(job) => {
+            if let Some(nproc) = args.nproc {
+                check_nproc(nproc, &job, job::ranks_on_this_machine())?;
+            }
             let ranks_here = args.nproc.or_else(job::ranks_on_this_machine).unwrap_or(job.world_size);
             let prepared = Prepared::new(&args, job.world_size, ranks_here)?;
             let _lock = (job.rank == 0).then(|| lock(&args.out)).transpose()?;
             let mut progress = prepared.progress(&args, job.rank)?;
+            if job.rank == 0 {
+                say(format_args!("ranks: {}, by {}", job.world_size, job.source));
+                // Our own launcher has said the rest.
+                if job.source != Source::Launch {
+                    say(prepared.describe(&args, job.world_size));
+                }
+            }
             let Prepared { config, corpus, options, device } = &prepared;
             let summary = match run_rank(&job, config, corpus, options, device, &mut progress) {
                 Ok(summary) => summary,
                 Err(TrainError::Comm(error)) => {
-                    eprintln!("error: {error}");
+                    complain(format_args!("error: {error}"));
                     // Whoever started the ranks looks for the one that is the cause.
                     let code = u8::try_from(job::exit_code(&error, job.rank));
                     return Ok(code.map_or(ExitCode::FAILURE, ExitCode::from));
@@ -229,6 +240,10 @@ fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
     if args.transport == TransportKind::Local || ranks == 1 {
         let _lock = lock(&args.out)?;
         let mut progress = prepared.progress(args, 0)?;
+        say(match args.nproc {
+            Some(_) => format!("ranks: {ranks}, by --nproc"),
+            None => format!("ranks: {ranks}, the default for --strategy {}; see --nproc", args.strategy),
+        });
         say(prepared.describe(args, ranks));
         let summary =
             run_threads(&prepared.config, &prepared.corpus, ranks, &prepared.options, &prepared.device, &mut progress)?;
@@ -247,9 +262,33 @@ fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
     launch.output = if std::io::stdout().is_terminal() { Output::RankZeroPlain } else { Output::Prefixed };
     let outcome = launch.run()?;
     if let Some(cause) = outcome.cause {
-        eprintln!("error: {cause}");
+        complain(format_args!("error: {cause}"));
     }
     Ok(u8::try_from(outcome.code).map_or(ExitCode::FAILURE, ExitCode::from))
+}
+
+/// Refuses `--nproc` where a launcher has left another number of ranks of this machine, `ranks_here`, in the environment: whoever gives it means
+/// to start that many, or is mistaken about the launcher.
+fn check_nproc(nproc: usize, job: &Job, ranks_here: Option<usize>) -> Result<(), CliError> {
+    let fits = match job.source {
+        // Nothing but this option says how many of them are here.
+        Source::Hand => nproc <= job.world_size,
+        _ => nproc == ranks_here.unwrap_or(job.world_size),
+    };
+    let Some((rank, _)) = job.source.variables().filter(|_| !fits) else { return Ok(()) };
+    let here = ranks_here.filter(|_| job.source != Source::Hand);
+    let here = here.map_or(String::new(), |here| format!(", with {here} on this machine"));
+    let hint = match job.source.local_size_variable() {
+        Some(name) if ranks_here.is_none() && nproc < job.world_size => {
+            format!(" If the job has {nproc} ranks on this machine and others elsewhere, set {name}={nproc}.")
+        }
+        _ => String::new(),
+    };
+    Err(format!(
+        "--nproc {nproc} contradicts the environment: {} say that this is rank {} of {}{here}. To start {nproc} rank(s) here,          take the variables away: env -u {rank} gpt2 train ...; to be that rank, leave --nproc out.{hint}",
+        job.source, job.rank, job.world_size
+    )
+    .into())
 }
 
 /// Arguments that have been checked, and the text.

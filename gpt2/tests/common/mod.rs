@@ -3,6 +3,9 @@
 #![allow(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
 #![allow(dead_code, unreachable_pub, reason = "every test program takes what it needs")]
 
+#[path = "../../../comm-core/tests/ctrl_c/mod.rs"]
+mod ctrl_c;
+
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -16,7 +19,7 @@ pub const RANKS: usize = 3;
 
 /// Starts training on [`RANKS`] processes of this machine, for `steps` steps of the smallest model.
 pub fn start(strategy: &str, transport: &str, data: &Path, folder: &Path, steps: u64, more: &[&str]) -> Child {
-    Command::new(env!("CARGO_BIN_EXE_gpt2"))
+    ctrl_c::heeded(&mut Command::new(env!("CARGO_BIN_EXE_gpt2")))
         .args(["train", "--strategy", strategy, "--transport", transport, "--nproc", &RANKS.to_string()])
         .args(["--preset", "micro", "--tokenizer", "bytes", "--batch", "3", "--eval-every", "0"])
         .args(["--steps", &steps.to_string()])

@@ -1,4 +1,8 @@
 //! Ctrl-C in tests that a script may have started in its background, where it is ignored, and what was started there would ignore it as well.
+//! Every crate's tests that send it take this.
+
+#![allow(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
+#![allow(dead_code, reason = "each test program uses a part")]
 
 use std::io;
 use std::os::unix::process::CommandExt;
