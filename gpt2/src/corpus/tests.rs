@@ -1,5 +1,8 @@
-use std::fs;
+use std::{fs, path::Path};
 
+use sha2::{Digest as _, Sha256};
+
+use super::load::nine_tenths;
 use super::*;
 
 /// The file that the figures below are known for, where this checkout has it.
