@@ -147,3 +147,25 @@ fn next_token(
     }
     Ok(order[order.len() - 1] as u16)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn there_is_a_start_for_every_tokenizer() {
+        let gpt2 = Tokenizer::gpt2();
+        let end = gpt2.end_of_text();
+        assert_eq!(start(None, &gpt2, end).unwrap(), (String::new(), vec![50_256]));
+        assert_eq!(start(None, &gpt2, None).unwrap(), ("\n".into(), vec![198]));
+        let prompt = "Hello<|endoftext|>";
+        assert_eq!(start(Some(prompt), &gpt2, end).unwrap(), (prompt.into(), vec![15_496, 50_256]));
+        assert!(start(Some(prompt), &gpt2, None).unwrap().1.len() > 2);
+        assert_eq!(start(None, &Tokenizer::bytes(), None).unwrap(), ("\n".into(), vec![10]));
+        for (text, first, id) in [("b\na ", "\n", 0), ("b a", " ", 0), ("ba!", "!", 0)] {
+            let chars = Tokenizer::chars_of(text).unwrap();
+            assert_eq!(start(None, &chars, None).unwrap(), (first.into(), vec![id]));
+        }
+        assert!(start(Some(""), &gpt2, end).unwrap_err().to_string().contains("--prompt"));
+    }
+}

@@ -414,3 +414,6 @@ impl From<Failure> for io::Error {
         failure.0
     }
 }
+
+#[cfg(test)]
+mod tests;

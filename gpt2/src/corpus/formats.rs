@@ -390,7 +390,7 @@ mod tests {
             let shard = ids(gpt2.encode(&text).unwrap());
             assert_eq!(not_ids(&shard), None, "{:.40}", text);
             // Shards begin anywhere, and ids of one shard may be those of a few kinds of words.
-            for from in (2..shard.len().min(4_000)).step_by(2) {
+            for from in (2..shard.len().min(600)).step_by(2) {
                 assert_eq!(not_ids(&shard[from..]), None, "{:.40} from {from}", text);
             }
         }
