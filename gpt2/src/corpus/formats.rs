@@ -184,10 +184,10 @@ fn wide_numbers(bytes: &[u8]) -> Option<Format> {
     let sample = sample(bytes);
     if bytes.len().is_multiple_of(8) && sample.len() >= 8 * LEAST {
         let eights = || sample.as_chunks::<8>().0.iter().copied();
-        if all_ids(eights().map(|eight| u64::from_le_bytes(eight))) {
+        if all_ids(eights().map(u64::from_le_bytes)) {
             return found("64-bit integers");
         }
-        if all_ids(eights().map(|eight| u64::from_be_bytes(eight))) {
+        if all_ids(eights().map(u64::from_be_bytes)) {
             return found("64-bit integers in big-endian order");
         }
         if all_ids(eights().filter_map(|eight| whole(f64::from_le_bytes(eight)))) {
