@@ -1,22 +1,21 @@
 //! The corpus: where the text comes from, its tokens, and which part of them is held out.
 
+mod cache;
 mod documentation;
+mod encode;
+mod formats;
+mod load;
 mod shards;
 mod synthetic;
 mod text;
 mod tokens;
 
-use std::{
-    fmt,
-    io::ErrorKind,
-    path::{Path, PathBuf},
-};
+use std::{fmt, path::PathBuf};
 
-use sha2::{Digest, Sha256};
-
-use self::{documentation::Documentation, shards::ShardSet, synthetic::MarkovSource};
+use self::{cache::Entry, formats::Format, load::Loader};
 use crate::tokenizer::{GPT2_VOCABULARY, Tokenizer, TokenizerError, TokenizerKind};
 
+pub use self::cache::TokenCache;
 pub use self::tokens::TokenStream;
 
 /// Seed of the synthetic text that stands in where there is no other.
@@ -46,7 +45,7 @@ pub enum CorpusSource {
 }
 
 /// Tokens for training and for validation, and where they came from. The validation part is the last tenth of the text
-/// (cut between characters before encoding, as nanoGPT does) or of the shards, unless a folder has shards named for
+/// (cut between characters before encoding, as nanoGPT does, and not inside the mark of a document's end) or of the shards, unless a folder has shards named for
 /// both parts.
 #[derive(Clone, Debug)]
 pub struct Corpus {
@@ -56,6 +55,56 @@ pub struct Corpus {
     origin: Origin,
     bytes: u64,
     hash: [u8; 32],
+    documents: Documents,
+    /// The other format that a text of bytes begins like.
+    looks: Option<&'static str>,
+}
+
+/// How a corpus is loaded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LoadOptions {
+    /// Whether documents are told apart, which GPT-2's tokenizer can: [`END_OF_TEXT`](crate::tokenizer::END_OF_TEXT) in a text is then one
+    /// id, and stands between the files of a folder. Otherwise it is text like any other, and files are joined by line ends.
+    pub documents: bool,
+    /// Where the ids of large texts are kept, if anywhere.
+    pub cache: Option<TokenCache>,
+}
+
+/// How far loading has come, for whoever shows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Loading {
+    /// What is being done.
+    pub stage: Stage,
+    /// Bytes of that which are done.
+    pub done: u64,
+    /// Bytes of all of it.
+    pub total: u64,
+}
+
+/// A part of loading that may take long.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// Text is read.
+    Reading,
+    /// Text is turned into ids.
+    Encoding,
+    /// The ids of shards are checked and hashed.
+    Checking,
+    /// Another process does it; this one waits for the result.
+    Waiting,
+    /// Ids were encoded, and are in the cache now.
+    Kept,
+}
+
+/// What is known of the documents of a corpus.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Documents {
+    /// Its tokenizer, or its shards, say nothing of them.
+    Unknown,
+    /// They could be told apart, and nobody wants to.
+    PlainText,
+    /// Texts with something in them between two ends of documents.
+    Number(u64),
 }
 
 /// Where the tokens came from.
@@ -161,6 +210,18 @@ pub enum CorpusError {
         /// The folder.
         path: PathBuf,
     },
+    /// Something else altogether, by what it begins with.
+    #[error("{} looks like {looks}, not like {wanted}; {advice}", path.display())]
+    OtherFormat {
+        /// The file.
+        path: PathBuf,
+        /// What it looks like.
+        looks: &'static str,
+        /// What it was taken for.
+        wanted: &'static str,
+        /// What to do.
+        advice: &'static str,
+    },
     /// Neither layout.
     #[error(
         "{} starts with {found}: neither a shard of llm.c with GPT-2 ids (magic 20240520) nor bare 16-bit GPT-2 ids \
@@ -239,11 +300,20 @@ impl Corpus {
     /// # Errors
     /// See [`CorpusError`].
     pub fn load(source: &CorpusSource, kind: TokenizerKind) -> Result<Self, CorpusError> {
-        Self::load_by(source, kind, |text| match kind {
-            TokenizerKind::Gpt2 => Ok(Tokenizer::gpt2()),
-            TokenizerKind::Bytes => Ok(Tokenizer::bytes()),
-            TokenizerKind::Chars => Tokenizer::chars_of(text::utf8(text, kind)?),
-        })
+        Self::load_as(source, kind, &LoadOptions::default(), &mut |_| ())
+    }
+
+    /// As [`load`](Corpus::load), with options; `watch` hears how far it has come, from the calling thread.
+    ///
+    /// # Errors
+    /// See [`CorpusError`].
+    pub fn load_as(
+        source: &CorpusSource,
+        kind: TokenizerKind,
+        options: &LoadOptions,
+        watch: &mut dyn FnMut(Loading),
+    ) -> Result<Self, CorpusError> {
+        Loader { kind, given: None, options, watch }.load(source)
     }
 
     /// Reads `source` with `tokenizer`, for a run that goes on from a checkpoint.
@@ -251,7 +321,8 @@ impl Corpus {
     /// # Errors
     /// See [`CorpusError`]; a character that the checkpoint's `chars` tokenizer does not know is an `Encode` error.
     pub fn load_with(source: &CorpusSource, tokenizer: &Tokenizer) -> Result<Self, CorpusError> {
-        Self::load_by(source, tokenizer.kind(), |_| Ok(tokenizer.clone()))
+        let options = LoadOptions::default();
+        Loader { kind: tokenizer.kind(), given: Some(tokenizer), options: &options, watch: &mut |_| () }.load(source)
     }
 
     /// What encodes the text.
@@ -284,7 +355,7 @@ impl Corpus {
         &self.origin
     }
 
-    /// Bytes of the text, or of the tokens of the shards.
+    /// Bytes of the text, with what was put between its files, or of the tokens of the shards.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
@@ -313,15 +384,31 @@ impl Corpus {
     /// [`hash`](Corpus::hash) in 64 hexadecimal digits.
     #[must_use]
     pub fn hash_hex(&self) -> String {
-        self.hash.iter().map(|byte| format!("{byte:02x}")).collect()
+        hexadecimal(&self.hash)
+    }
+
+    /// Number of documents of a text for GPT-2, unless they are not told apart; those without anything but white space do not count.
+    #[must_use]
+    pub fn documents(&self) -> Option<u64> {
+        match self.documents {
+            Documents::Number(number) => Some(number),
+            Documents::Unknown | Documents::PlainText => None,
+        }
     }
 
     /// One line that says which source was used, its bytes, tokens and hash, and the entropy rate of synthetic text.
     #[must_use]
     pub fn describe(&self) -> String {
         let (train, validation) = (self.train.len(), self.validation.len());
+        let looks = self.looks.map_or(String::new(), |looks| format!(" (as it is, though it looks like {looks})"));
+        let documents = match self.documents {
+            Documents::Unknown => String::new(),
+            Documents::PlainText => "<|endoftext|> as plain text, ".into(),
+            Documents::Number(1) => "1 document, ".into(),
+            Documents::Number(number) => format!("{number} documents, "),
+        };
         format!(
-            "{}: {} bytes, {} {} tokens ({train} training, {validation} validation), vocabulary {}, sha256 {}",
+            "{}{looks}: {} bytes, {documents}{} {} tokens ({train} training, {validation} validation), vocabulary {}, sha256 {}",
             self.origin,
             self.bytes,
             train + validation,
@@ -331,102 +418,22 @@ impl Corpus {
         )
     }
 
-    fn load_by(
-        source: &CorpusSource,
-        kind: TokenizerKind,
-        make: impl FnOnce(&[u8]) -> Result<Tokenizer, TokenizerError>,
-    ) -> Result<Self, CorpusError> {
-        match source {
-            CorpusSource::Path(path) => match find(path)? {
-                Input::Text(files) => {
-                    let text = text::read_joined(&files, kind)?;
-                    if text.is_empty() {
-                        return Err(CorpusError::Empty { path: path.clone() });
-                    }
-                    Self::from_text(&text, Origin::Text { path: path.clone(), files: files.len() }, make)
-                }
-                Input::Shards(files) if kind == TokenizerKind::Gpt2 => Self::from_shards(path, files),
-                Input::Shards(_) => Err(CorpusError::ShardTokenizer { path: path.clone(), kind }),
-            },
-            CorpusSource::Documentation { cargo_home } => match documentation::find(cargo_home.as_deref())? {
-                Documentation::Found(files) => {
-                    let origin = Origin::Documentation { crates: documentation::CRATES.len(), files: files.len() };
-                    Self::from_text(&text::read_joined(&files, kind)?, origin, make)
-                }
-                Documentation::Unavailable(why) => Self::synthetic(FALLBACK_SEED, FALLBACK_BYTES, Some(why), make),
-            },
-            CorpusSource::Synthetic { seed, bytes } => Self::synthetic(*seed, *bytes, None, make),
-        }
+    fn new(entry: Entry, origin: Origin, documents: Documents, looks: Option<&'static str>) -> Self {
+        let Entry { tokenizer, train, validation, hash, bytes, .. } = entry;
+        Self { tokenizer, train, validation, origin, bytes, hash, documents, looks }
     }
+}
 
-    fn synthetic(
-        seed: u64,
-        bytes: usize,
-        instead: Option<String>,
-        make: impl FnOnce(&[u8]) -> Result<Tokenizer, TokenizerError>,
-    ) -> Result<Self, CorpusError> {
-        if bytes == 0 {
-            return Err(CorpusError::EmptySynthetic);
-        }
-        let mut source = MarkovSource::new(seed);
-        let origin = Origin::Synthetic { seed, entropy_rate: source.entropy_rate(), instead };
-        Self::from_text(&source.text(bytes), origin, make)
+impl Default for LoadOptions {
+    /// Documents are told apart, and nothing is kept.
+    fn default() -> Self {
+        Self { documents: true, cache: None }
     }
+}
 
-    fn from_text(
-        text: &[u8],
-        origin: Origin,
-        make: impl FnOnce(&[u8]) -> Result<Tokenizer, TokenizerError>,
-    ) -> Result<Self, CorpusError> {
-        let encode = || {
-            let tokenizer = make(text)?;
-            let (train, validation) = text.split_at(held_out_from(text, tokenizer.kind())?);
-            let (train, validation) = (tokenizer.encode_bytes(train)?, tokenizer.encode_bytes(validation)?);
-            Ok((tokenizer, train, validation))
-        };
-        let (tokenizer, train, validation) =
-            encode().map_err(|source| CorpusError::Encode { origin: origin.to_string(), source })?;
-        let vocab = tokenizer.vocab_size();
-        let (train, validation) = (TokenStream::in_memory(train, vocab), TokenStream::in_memory(validation, vocab));
-        Self::assemble(tokenizer, train, validation, origin, text.len() as u64)
-    }
-
-    fn from_shards(path: &Path, files: Vec<PathBuf>) -> Result<Self, CorpusError> {
-        let (train, validation, files) = match ShardSet::of(files) {
-            ShardSet::Whole(files) => {
-                let count = files.len();
-                let stream = shards::open(files)?;
-                let at = nine_tenths(stream.len());
-                let (train, validation) = stream.split(at);
-                (train, validation, count)
-            }
-            ShardSet::Parts { train, validation } => {
-                let count = train.len() + validation.len();
-                (shards::open(train)?, shards::open(validation)?, count)
-            }
-        };
-        let bytes = 2 * (train.len() + validation.len()) as u64;
-        let origin = Origin::Shards { path: path.to_owned(), files };
-        Self::assemble(Tokenizer::gpt2(), train, validation, origin, bytes)
-    }
-
-    fn assemble(
-        tokenizer: Tokenizer,
-        train: TokenStream,
-        validation: TokenStream,
-        origin: Origin,
-        bytes: u64,
-    ) -> Result<Self, CorpusError> {
-        let mut hasher = Sha256::new();
-        hasher.update(b"token corpus 1\0");
-        hasher.update(tokenizer.kind().to_string());
-        for number in [tokenizer.vocab_size(), train.len(), validation.len()] {
-            hasher.update((number as u64).to_le_bytes());
-        }
-        train.digest(&mut hasher)?;
-        validation.digest(&mut hasher)?;
-        let hash = hasher.finalize().into();
-        Ok(Self { tokenizer, train, validation, origin, bytes, hash })
+impl CorpusError {
+    fn other_format(path: PathBuf, format: Format, wanted: &'static str) -> Self {
+        Self::OtherFormat { path, looks: format.name, wanted, advice: format.advice }
     }
 }
 
@@ -455,49 +462,8 @@ impl fmt::Display for Origin {
     }
 }
 
-enum Input {
-    Text(Vec<PathBuf>),
-    Shards(Vec<PathBuf>),
-}
-
-/// The files that `path` stands for.
-fn find(path: &Path) -> Result<Input, CorpusError> {
-    let metadata = std::fs::metadata(path).map_err(|source| match source.kind() {
-        ErrorKind::NotFound => CorpusError::Missing { path: path.to_owned() },
-        _ => CorpusError::Read { path: path.to_owned(), source },
-    })?;
-    if !metadata.is_dir() {
-        let files = vec![path.to_owned()];
-        return Ok(if text::has_extension(path, &["bin"]) { Input::Shards(files) } else { Input::Text(files) });
-    }
-    let shards = text::files_below(path, &["bin"])?;
-    if !shards.is_empty() {
-        if path.join("meta.pkl").exists() {
-            return Err(CorpusError::OtherVocabulary { path: path.to_owned() });
-        }
-        return Ok(Input::Shards(shards));
-    }
-    let files = text::files_below(path, &["txt", "md"])?;
-    if files.is_empty() {
-        return Err(CorpusError::NothingInFolder { path: path.to_owned() });
-    }
-    Ok(Input::Text(files))
-}
-
-/// The byte at which the held-out part of `text` begins: after nine tenths of the characters, of the bytes for the
-/// `bytes` tokenizer.
-fn held_out_from(text: &[u8], kind: TokenizerKind) -> Result<usize, TokenizerError> {
-    if kind == TokenizerKind::Bytes {
-        return Ok(nine_tenths(text.len()));
-    }
-    let text = text::utf8(text, kind)?;
-    let at = nine_tenths(text.chars().count());
-    Ok(text.char_indices().nth(at).map_or(text.len(), |(offset, _)| offset))
-}
-
-/// `⌊0.9 · len⌋`, without overflow.
-fn nine_tenths(len: usize) -> usize {
-    len / 10 * 9 + len % 10 * 9 / 10
+fn hexadecimal(bytes: &[u8; 32]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 // A vocabulary of 16-bit ids is what every stream above relies on.

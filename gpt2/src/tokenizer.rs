@@ -8,6 +8,11 @@ use tiktoken_rs::CoreBPE;
 /// Number of GPT-2 token ids: 256 bytes, 50,000 merges and `<|endoftext|>` (id 50256).
 pub const GPT2_VOCABULARY: usize = 50_257;
 
+/// What GPT-2's tokenizer calls the end of a document.
+pub const END_OF_TEXT: &str = "<|endoftext|>";
+/// Its id.
+const END_OF_TEXT_ID: u16 = 50_256;
+
 /// Which tokenizer; written `gpt2`, `bytes` or `chars`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -168,6 +173,40 @@ impl Tokenizer {
         }
     }
 
+    /// The ids of `text`, in which [`END_OF_TEXT`] is one id where this tokenizer has one for it; else as [`encode`](Tokenizer::encode).
+    ///
+    /// # Errors
+    /// Those of [`encode`](Tokenizer::encode).
+    pub fn encode_documents(&self, text: &str) -> Result<Vec<u16>, TokenizerError> {
+        let Some(end) = self.end_of_text() else { return self.encode(text) };
+        let mut ids = Vec::with_capacity(text.len() / 3);
+        for (index, document) in text.split(END_OF_TEXT).enumerate() {
+            if index > 0 {
+                ids.push(end);
+            }
+            ids.extend(self.encode(document)?);
+        }
+        Ok(ids)
+    }
+
+    /// The id that ends a document: GPT-2's 50256, which the other tokenizers have not.
+    #[must_use]
+    pub fn end_of_text(&self) -> Option<u16> {
+        matches!(self.inner, Inner::Gpt2(_)).then_some(END_OF_TEXT_ID)
+    }
+
+    /// A text to start from where there is none: a line end, else a blank, else the first character that this tokenizer knows.
+    #[must_use]
+    pub fn first_text(&self) -> String {
+        match &self.inner {
+            Inner::Gpt2(_) | Inner::Bytes => '\n'.into(),
+            Inner::Chars(chars) => {
+                let known = ['\n', ' '].into_iter().find(|character| chars.binary_search(character).is_ok());
+                known.or_else(|| chars.first().copied()).into_iter().collect()
+            }
+        }
+    }
+
     /// The ids of `bytes`, which must be UTF-8 unless this is the `bytes` tokenizer.
     ///
     /// # Errors
@@ -208,6 +247,19 @@ impl Tokenizer {
             }
         }
         Ok(bytes)
+    }
+}
+
+impl TokenizerError {
+    /// The same of a text that begins `bytes` further back.
+    pub(crate) fn moved_by(self, bytes: usize) -> Self {
+        match self {
+            Self::UnknownCharacter { character, offset, known } => {
+                Self::UnknownCharacter { character, offset: offset + bytes, known }
+            }
+            Self::NotUtf8 { kind, offset } => Self::NotUtf8 { kind, offset: offset + bytes },
+            other => other,
+        }
     }
 }
 
@@ -338,6 +390,36 @@ mod tests {
         assert_eq!(gpt2.decode(&[15_496, 995]).unwrap(), "Hello world");
         assert_eq!(gpt2.decode(&[50_256]).unwrap(), "<|endoftext|>");
         assert!(gpt2.encode("<|endoftext|>").unwrap().len() > 1, "the name of a special token is plain text");
+    }
+
+    #[test]
+    fn the_end_of_a_document_is_one_id_for_gpt2_alone() {
+        let gpt2 = Tokenizer::gpt2();
+        let text = format!("Hello world{END_OF_TEXT}\n{END_OF_TEXT}{END_OF_TEXT} Hello");
+        assert_eq!(gpt2.encode_documents(&text).unwrap(), [15_496, 995, 50_256, 198, 50_256, 50_256, 18_435]);
+        assert_eq!(gpt2.encode_documents(&END_OF_TEXT.repeat(5_000)).unwrap(), [50_256; 5_000]);
+        assert_eq!(gpt2.encode_documents("<|endoftext |>").unwrap(), gpt2.encode("<|endoftext |>").unwrap());
+        // What tiktoken gives where it allows the token.
+        let table = tiktoken_rs::r50k_base_singleton();
+        for text in [text.as_str(), "  <|endoftext|>  x<|endoftext", "<|<|endoftext|>|>", "a\n\n<|endoftext|>\n\nb", ""]
+        {
+            let whole: Vec<u16> = table.encode_with_special_tokens(text).into_iter().map(|id| id as u16).collect();
+            assert_eq!(gpt2.encode_documents(text).unwrap(), whole, "{text:?}");
+        }
+        for other in [Tokenizer::bytes(), Tokenizer::chars_of(&text).unwrap()] {
+            assert_eq!(other.end_of_text(), None);
+            assert_eq!(other.encode_documents(&text).unwrap(), other.encode(&text).unwrap());
+        }
+    }
+
+    #[test]
+    fn there_is_always_a_text_to_start_from() {
+        for (text, first) in [("b\na ", "\n"), ("b a", " "), ("cba", "a"), ("漢", "漢")] {
+            let tokenizer = Tokenizer::chars_of(text).unwrap();
+            assert_eq!(tokenizer.first_text(), first);
+            assert_eq!(tokenizer.encode(first).unwrap().len(), 1);
+        }
+        assert_eq!(Tokenizer::bytes().first_text(), "\n");
     }
 
     #[test]

@@ -7,6 +7,10 @@ use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Command, Output};
 
+use gpt2::checkpoint::Checkpoint;
+use gpt2::config::ModelConfig;
+use gpt2::segments::layout;
+
 fn gpt2(arguments: &[&str], folder: &Path) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_gpt2"));
     for variable in
@@ -83,6 +87,97 @@ fn trains_on_two_processes_and_samples_from_the_checkpoint() {
 }
 
 #[test]
+fn a_large_text_is_encoded_once_for_all_ranks_and_runs() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = folder.path().join("text.txt");
+    fs::write(&data, "The quick brown fox jumps over the lazy dog.\n".repeat(60_000)).unwrap();
+    let run = |cache: &Path, more: &[&str]| {
+        let arguments = "train --strategy ddp --transport shm --nproc 3 --preset micro --tokenizer chars --steps 2 --batch 3 \
+                         --eval-every 0 --data text.txt";
+        let output = Command::new(env!("CARGO_BIN_EXE_gpt2"))
+            .args(arguments.split_whitespace().chain(more.iter().copied()))
+            .env("XDG_CACHE_HOME", cache)
+            .current_dir(folder.path())
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{said}{errors}");
+        assert!(!errors.contains("cache") && !errors.contains("warning"), "{errors}");
+        let weights = said.lines().find_map(|line| line.split_once("weights: sha256 ")).unwrap().1.to_string();
+        (said.matches("encoding 2.57 MiB of text").count(), said.contains("the next run takes the ids from"), weights)
+    };
+    let cache = folder.path().join("cache");
+    let (encoded, kept, weights) = run(&cache, &["--out", "a"]);
+    assert_eq!((encoded, kept), (1, true), "by the launcher alone");
+    let ids = fs::read_dir(cache.join("isocomm/tokens")).unwrap().map(|file| file.unwrap().path());
+    assert_eq!(ids.filter(|path| path.extension().is_some_and(|found| found == "ids")).count(), 1);
+    assert_eq!(run(&cache, &["--out", "b"]), (0, false, weights.clone()), "by nobody");
+    assert_eq!(run(&cache, &["--out", "c", "--no-token-cache"]), (2, false, weights.clone()), "rank 0 says so, too");
+    assert_eq!(run(Path::new("/proc/isocomm"), &["--out", "d"]), (2, false, weights), "where nothing can be kept");
+}
+
+#[test]
+fn a_sample_starts_from_a_character_that_the_model_knows() {
+    let folder = tempfile::tempdir().unwrap();
+    // No line end.
+    let data = text(folder.path());
+    for (tokenizer, start) in [("chars", " "), ("bytes", "\n")] {
+        let arguments = ["train", "--preset", "micro", "--data", &data, "--tokenizer", tokenizer, "--steps", "1"];
+        let trained = gpt2(&[&arguments[..], &["--eval-every", "0", "--out", tokenizer]].concat(), folder.path());
+        assert!(trained.status.success(), "{}", String::from_utf8_lossy(&trained.stderr));
+        let checkpoint = format!("{tokenizer}/model.safetensors");
+        let sample = gpt2(&["sample", "--checkpoint", &checkpoint, "--tokens", "5"], folder.path());
+        assert!(sample.status.success(), "{}", String::from_utf8_lossy(&sample.stderr));
+        assert!(String::from_utf8_lossy(&sample.stdout).starts_with(start), "{tokenizer}: {:?}", sample.stdout);
+    }
+}
+
+/// A model whose token depends on its place alone: `A`, `B`, the end of the document, and so on from the start.
+fn counting_model(path: &Path) {
+    let config = ModelConfig { n_layer: 1, n_head: 1, n_embd: 4, block_size: 16, vocab_size: 50_257 };
+    let segments = layout(&config).unwrap();
+    let weights = segments.iter().map(|segment| {
+        let mut flat = vec![0.0; segment.len];
+        for param in &segment.params {
+            let values = &mut flat[param.offset..param.offset + param.len];
+            match param.path.as_str() {
+                // `A`, `B` and the end of a document, each a direction of its own.
+                "wte.weight" => {
+                    for (direction, id) in [32, 33, 50_256].into_iter().enumerate() {
+                        values[4 * id + direction] = 1.0;
+                    }
+                }
+                "wpe.weight" => (0..16).for_each(|place| values[4 * place + place % 3] = 100.0),
+                "ln_f.weight" => values.fill(1.0),
+                _ => {}
+            }
+        }
+        flat
+    });
+    let weights = weights.collect();
+    Checkpoint { config, tokenizer: serde_json::json!({"kind": "gpt2"}), step: 1, weights }.save(path).unwrap();
+}
+
+#[test]
+fn a_sample_begins_and_ends_with_a_document() {
+    let folder = tempfile::tempdir().unwrap();
+    counting_model(&folder.path().join("model.safetensors"));
+    let sample = |more: &[&str]| {
+        let arguments = ["sample", "--checkpoint", "model.safetensors", "--temperature", "0"];
+        let tokens = if more.is_empty() { "200" } else { "7" };
+        let output = gpt2(&[&arguments[..], &["--tokens", tokens], more].concat(), folder.path());
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    assert_eq!(sample(&[]), "AB\n");
+    assert_eq!(sample(&["--no-stop"]), "AB<|endoftext|>AB<|endoftext|>A\n");
+    // Two tokens, of which the second is the end: the third place's token follows, which ends the text.
+    assert_eq!(sample(&["--prompt", "A<|endoftext|>"]), "A<|endoftext|>B\n");
+    assert_eq!(sample(&["--no-special-tokens"]), "\nAB<|endoftext|>AB<|endoftext|>A\n");
+}
+
+#[test]
 fn the_same_weights_from_processes_over_every_transport() {
     let folder = tempfile::tempdir().unwrap();
     let data = text(folder.path());
@@ -128,7 +223,13 @@ fn wrong_arguments_are_one_clear_error_each() {
     fs::write(&empty, "").unwrap();
     let short = folder.path().join("short.txt");
     fs::write(&short, "too short").unwrap();
+    // Ids in 32 bits each.
+    let wide = folder.path().join("wide.bin");
+    fs::write(&wide, (0..60_000_u32).flat_map(|id| (id % 50_257).to_le_bytes()).collect::<Vec<u8>>()).unwrap();
+    let packed = folder.path().join("packed.txt");
+    fs::write(&packed, b"\x1f\x8b\x08\0\0\0\0\0\0\x03 and so on").unwrap();
     let (empty, short) = (empty.to_str().unwrap(), short.to_str().unwrap());
+    let (wide, packed) = (wide.to_str().unwrap(), packed.to_str().unwrap());
     let cases: &[(&[&str], &str)] = &[
         (&["train", "--no-such-flag"], "--no-such-flag"),
         (&["train", "--strategy", "telepathy"], "telepathy"),
@@ -137,6 +238,8 @@ fn wrong_arguments_are_one_clear_error_each() {
         (&["train", "--tokenizer", "runes"], "runes"),
         (&["train", "--data", "/nowhere/text.txt"], "/nowhere/text.txt"),
         (&["train", "--data", empty], "empty"),
+        (&["train", "--data", wide], "32-bit integers"),
+        (&["train", "--data", packed], "a gzip file"),
         (&["train", "--data", short, "--tokenizer", "bytes"], "short.txt"),
         (&["train", "--data", &data, "--nproc", "0"], "--nproc 0"),
         (&["train", "--data", &data, "--strategy", "single", "--nproc", "2"], "single"),

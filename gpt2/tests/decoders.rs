@@ -3,11 +3,13 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::{LazyLock, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use comm_core::fuzzing::{CountingAllocator, Target, Verdict, run};
 use gpt2::checkpoint::Checkpoint;
 use gpt2::config::ModelConfig;
-use gpt2::corpus::{Corpus, CorpusSource, TokenStream};
+use gpt2::corpus::{Corpus, CorpusSource, LoadOptions, TokenCache, TokenStream};
 use gpt2::segments::layout;
 use gpt2::tokenizer::{GPT2_VOCABULARY, Tokenizer, TokenizerKind};
 
@@ -20,6 +22,12 @@ fn main() -> ExitCode {
     // What is read and hashed goes through buffers of 64 KiB.
     run(&[
         Target::new("token shard", token_shard, shard_seeds).inputs_per_case(4).memory(128 << 10, 16),
+        Target::new("kept ids", |bytes| kept(bytes, "ids"), || kept_seeds("ids"))
+            .inputs_per_case(2)
+            .memory(128 << 10, 64),
+        Target::new("note of a source", |bytes| kept(bytes, "source"), || kept_seeds("source"))
+            .inputs_per_case(2)
+            .memory(128 << 10, 64),
         Target::new("checkpoint", checkpoint, checkpoint_seeds).inputs_per_case(4).memory(4 << 20, 64),
         Target::new("model config", model_config, config_seeds).memory(4 << 20, 16),
         Target::new("tokenizer description", description, description_seeds).memory(128 << 10, 64),
@@ -83,6 +91,65 @@ fn shard_seeds() -> Vec<Vec<u8>> {
     let mut header: Vec<u8> = [20_240_520_u32, 1, 12].iter().flat_map(|number| number.to_le_bytes()).collect();
     header.resize(1024, 0);
     vec![tokens.clone(), [header, tokens].concat(), words(&[5, 6])]
+}
+
+/// A text with characters of each length, and its ids in a cache: what lies there, in its place in the file or in the note of that kind.
+struct Kept {
+    folder: tempfile::TempDir,
+    text: PathBuf,
+    options: LoadOptions,
+}
+
+/// One text for all inputs, since a note belongs to a file, and to that alone.
+static KEPT: LazyLock<Mutex<Kept>> = LazyLock::new(|| {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let text = folder.path().join("text.txt");
+    fs::write(&text, "Zwölf Boxkämpfer jagen Viktor über den Sylter Deich: 漢字.\n").expect("a short file");
+    let cache = TokenCache::new(folder.path().join("cache")).from_bytes(1);
+    let kept = Kept { folder, text, options: LoadOptions { documents: true, cache: Some(cache) } };
+    // A note is made of a file that nobody has touched for three seconds.
+    let since = Instant::now();
+    while kept.file("source").is_none() {
+        assert!(since.elapsed() < Duration::from_secs(60), "no note is made");
+        kept.load();
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    Mutex::new(kept)
+});
+
+impl Kept {
+    fn load(&self) -> Corpus {
+        let source = CorpusSource::Path(self.text.clone());
+        Corpus::load_as(&source, TokenizerKind::Chars, &self.options, &mut |_| ()).expect("a right text")
+    }
+
+    fn file(&self, extension: &str) -> Option<PathBuf> {
+        let files = fs::read_dir(self.folder.path().join("cache")).ok()?.map(|file| file.expect("a file").path());
+        files.into_iter().find(|path| path.extension().is_some_and(|found| found == extension))
+    }
+}
+
+/// Files of the cache of ids: whatever they hold, the ids are those of the text, and what is not right is written again.
+fn kept(bytes: &[u8], extension: &str) -> Verdict {
+    let kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
+    let path = kept.file(extension).expect("it was made");
+    let good = fs::read(&path).expect("a short file");
+    fs::remove_file(&path).expect("a file of ours");
+    fs::write(&path, bytes).expect("a short file");
+    let corpus = kept.load();
+    let ids: Vec<u16> = [ids(corpus.train()), ids(corpus.validation())]
+        .concat()
+        .into_iter()
+        .map(|id| u16::try_from(id).expect("an id"))
+        .collect();
+    assert_eq!(corpus.tokenizer().decode_bytes(&ids).expect("ids of the text"), fs::read(&kept.text).expect("a file"));
+    assert_eq!(fs::read(&path).expect("a file"), good, "what is not right is written again");
+    if bytes == good { Verdict::Accepted } else { Verdict::Rejected }
+}
+
+fn kept_seeds(extension: &str) -> Vec<Vec<u8>> {
+    let kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
+    vec![fs::read(kept.file(extension).expect("it was made")).expect("a short file")]
 }
 
 /// safetensors with our metadata.

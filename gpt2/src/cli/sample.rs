@@ -19,10 +19,17 @@ pub(super) struct SampleArgs {
     /// Checkpoint that `gpt2 train` saved.
     #[arg(long, default_value = "out/model.safetensors")]
     checkpoint: PathBuf,
-    /// Text to continue.
-    #[arg(long, default_value = "\n")]
-    prompt: String,
-    /// Tokens to write.
+    /// Text to continue, in which <|endoftext|> is one token for the gpt2 tokenizer. [default: for gpt2 the token that ends a document, so
+    /// that a new one begins; for bytes and chars a line end; for chars that know none a blank, else the first of their characters]
+    #[arg(long)]
+    prompt: Option<String>,
+    /// Go on after the end of a document, which ends the text by default (gpt2).
+    #[arg(long)]
+    no_stop: bool,
+    /// Take <|endoftext|> for text, start from a line end, and do not stop: for a model trained with this option.
+    #[arg(long)]
+    no_special_tokens: bool,
+    /// Tokens to write, at most.
     #[arg(long, default_value_t = 200)]
     tokens: usize,
     /// Divides the logits: below 1 for likelier text, above 1 for wilder; 0 always takes the likeliest token.
@@ -59,17 +66,18 @@ pub(super) fn run(args: &SampleArgs) -> Result<(), CliError> {
         )
         .into());
     }
-    let mut ids = tokenizer.encode(&args.prompt)?;
-    if ids.is_empty() {
-        return Err("--prompt is empty; give at least one character to start from".into());
-    }
+    let end_of_text = tokenizer.end_of_text().filter(|_| !args.no_special_tokens);
+    let (prompt, mut ids) = start(args.prompt.as_deref(), &tokenizer, end_of_text)?;
     let mut random = SplitMix64::new(args.seed);
     let mut out = std::io::stdout().lock();
-    write!(out, "{}", args.prompt)?;
+    write!(out, "{prompt}")?;
     // A token may end in the middle of a character: what is whole is printed.
     let mut pending: Vec<u8> = Vec::new();
     for _ in 0..args.tokens {
         let next = next_token(&model, &ids, args, &mut random)?;
+        if end_of_text == Some(next) && !args.no_stop {
+            break;
+        }
         ids.push(next);
         pending.extend(tokenizer.decode_bytes(&[next])?);
         let whole = match std::str::from_utf8(&pending) {
@@ -83,6 +91,27 @@ pub(super) fn run(args: &SampleArgs) -> Result<(), CliError> {
     }
     writeln!(out, "{}", String::from_utf8_lossy(&pending))?;
     Ok(())
+}
+
+/// The text to show first, and its ids; `end_of_text` is the token that ends a document, where there is one and it is not text.
+fn start(
+    prompt: Option<&str>,
+    tokenizer: &Tokenizer,
+    end_of_text: Option<u16>,
+) -> Result<(String, Vec<u16>), CliError> {
+    if prompt == Some("") {
+        return Err("--prompt is empty; give at least one character to start from, or leave it away".into());
+    }
+    Ok(match (prompt, end_of_text) {
+        (Some(prompt), Some(_)) => (prompt.to_owned(), tokenizer.encode_documents(prompt)?),
+        (None, Some(end)) => (String::new(), vec![end]),
+        (Some(prompt), None) => (prompt.to_owned(), tokenizer.encode(prompt)?),
+        (None, None) => {
+            let text = tokenizer.first_text();
+            let ids = tokenizer.encode(&text)?;
+            (text, ids)
+        }
+    })
 }
 
 /// Draws the token after `ids` from the model's distribution.
@@ -117,4 +146,26 @@ fn next_token(
         }
     }
     Ok(order[order.len() - 1] as u16)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn there_is_a_start_for_every_tokenizer() {
+        let gpt2 = Tokenizer::gpt2();
+        let end = gpt2.end_of_text();
+        assert_eq!(start(None, &gpt2, end).unwrap(), (String::new(), vec![50_256]));
+        assert_eq!(start(None, &gpt2, None).unwrap(), ("\n".into(), vec![198]));
+        let prompt = "Hello<|endoftext|>";
+        assert_eq!(start(Some(prompt), &gpt2, end).unwrap(), (prompt.into(), vec![15_496, 50_256]));
+        assert!(start(Some(prompt), &gpt2, None).unwrap().1.len() > 2);
+        assert_eq!(start(None, &Tokenizer::bytes(), None).unwrap(), ("\n".into(), vec![10]));
+        for (text, first, id) in [("b\na ", "\n", 0), ("b a", " ", 0), ("ba!", "!", 0)] {
+            let chars = Tokenizer::chars_of(text).unwrap();
+            assert_eq!(start(None, &chars, None).unwrap(), (first.into(), vec![id]));
+        }
+        assert!(start(Some(""), &gpt2, end).unwrap_err().to_string().contains("--prompt"));
+    }
 }

@@ -14,11 +14,12 @@ use comm_core::Waiting;
 use comm_core::job::{self, Job, Source};
 use comm_core::launch::{Launch, Output};
 
+use super::loading::LoadProgress;
 use super::progress::Progress;
 use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, complain, say, summary};
 use crate::batches::{Batches, LastBatch, Share};
 use crate::config::{ModelConfig, Preset};
-use crate::corpus::{Corpus, CorpusSource};
+use crate::corpus::{Corpus, CorpusSource, LoadOptions, TokenCache};
 use crate::devices::{DeviceChoice, Opened, cuda_ordinal};
 use crate::env::default_cargo_home;
 use crate::optim::{LossScaling, OptimizerConfig, OptimizerKind, ScheduleKind};
@@ -52,6 +53,14 @@ pub(super) struct TrainArgs {
     /// A text file, a folder of text files, or token shards (.bin). [default: documentation of this program's own dependencies]
     #[arg(long)]
     data: Option<PathBuf>,
+    /// Take <|endoftext|> in a text for text, and join the files of a folder by line ends. By default the gpt2 tokenizer makes one token of
+    /// it (id 50256), and it stands between the files of a folder.
+    #[arg(long)]
+    no_special_tokens: bool,
+    /// Encode the text anew. By default the ids of texts of 2 MiB and more are kept in $XDG_CACHE_HOME/isocomm/tokens, or below ~/.cache: up
+    /// to 8 GiB, of which the least used go first. The folder may be removed at any time.
+    #[arg(long)]
+    no_token_cache: bool,
     /// gpt2 (byte-pair encoding), bytes or chars.
     #[arg(long, default_value = "gpt2")]
     tokenizer: TokenizerKind,
@@ -202,7 +211,7 @@ pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
                 check_nproc(nproc, &job, job::ranks_on_this_machine())?;
             }
             let ranks_here = args.nproc.or_else(job::ranks_on_this_machine).unwrap_or(job.world_size);
-            let prepared = Prepared::new(&args, job.world_size, ranks_here)?;
+            let prepared = Prepared::new(&args, job.world_size, ranks_here, job.rank == 0)?;
             let _lock = (job.rank == 0).then(|| lock(&args.out)).transpose()?;
             let mut progress = prepared.progress(&args, job.rank)?;
             if job.rank == 0 {
@@ -236,7 +245,7 @@ pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
 fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
     let ranks = args.nproc.unwrap_or(if args.strategy == StrategyKind::Single { 1 } else { 2 });
     // What is wrong with the arguments or the text is said once, here, and not by every rank.
-    let prepared = Prepared::new(args, ranks, ranks)?;
+    let prepared = Prepared::new(args, ranks, ranks, true)?;
     if args.transport == TransportKind::Local || ranks == 1 {
         let _lock = lock(&args.out)?;
         let mut progress = prepared.progress(args, 0)?;
@@ -300,8 +309,8 @@ struct Prepared {
 }
 
 impl Prepared {
-    /// `ranks` in all, of which `ranks_here` share this machine.
-    fn new(args: &TrainArgs, ranks: usize, ranks_here: usize) -> Result<Self, CliError> {
+    /// `ranks` in all, of which `ranks_here` share this machine; `speaks` where this process says what all of them do.
+    fn new(args: &TrainArgs, ranks: usize, ranks_here: usize, speaks: bool) -> Result<Self, CliError> {
         if ranks == 0 || ranks_here == 0 {
             return Err("--nproc 0 leaves nobody to train; give at least 1".into());
         }
@@ -412,7 +421,11 @@ impl Prepared {
         writable_folder(&args.out)?;
 
         let source = CorpusSource::from_path(args.data.clone(), default_cargo_home());
-        let corpus = Corpus::load(&source, args.tokenizer)?;
+        let cache = TokenCache::of_user().filter(|_| !args.no_token_cache);
+        let load_options = LoadOptions { documents: !args.no_special_tokens, cache };
+        let mut loading = LoadProgress::new(speaks);
+        let corpus = Corpus::load_as(&source, args.tokenizer, &load_options, &mut |now| loading.watch(now))?;
+        loading.finish(load_options.cache.as_ref().map(TokenCache::folder));
         let mut model = args.preset.config(corpus.vocab_size());
         model.block_size = args.block_size.unwrap_or(model.block_size);
         model.validate()?;

@@ -1,5 +1,8 @@
-use std::fs;
+use std::{fs, path::Path};
 
+use sha2::{Digest as _, Sha256};
+
+use super::load::nine_tenths;
 use super::*;
 
 /// The file that the figures below are known for, where this checkout has it.
@@ -234,6 +237,167 @@ fn every_error_names_the_path_and_what_to_try() {
     assert!(matches!(load(foreign.path(), TokenizerKind::Gpt2), Err(CorpusError::OtherVocabulary { .. })));
     let synthetic = CorpusSource::Synthetic { seed: 1, bytes: 0 };
     assert!(matches!(Corpus::load(&synthetic, TokenizerKind::Bytes), Err(CorpusError::EmptySynthetic)));
+}
+
+/// 60,000 ids as some other program may have written them.
+fn many_ids() -> impl Iterator<Item = u32> {
+    (0..60_000_u32).map(|index| index.wrapping_mul(2_654_435_761) % 50_257)
+}
+
+#[test]
+fn a_file_of_another_format_is_refused_with_what_it_looks_like() {
+    let wide: Vec<u8> = many_ids().flat_map(u32::to_le_bytes).collect();
+    let right: Vec<u8> = many_ids().flat_map(|id| (id as u16).to_le_bytes()).collect();
+    let mut npy = b"\x93NUMPY\x01\0v\0{'descr': '<u2', 'fortran_order': False, 'shape': (60000,), }".to_vec();
+    npy.resize(127, b' ');
+    npy.push(b'\n');
+    npy.extend(&right);
+    let gzip = b"\x1f\x8b\x08\0\0\0\0\0\0\x03".repeat(20);
+    let mut safetensors = 64_u64.to_le_bytes().to_vec();
+    safetensors.extend(format!("{:<64}", r#"{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#).into_bytes());
+    safetensors.extend([0; 4]);
+    let utf16: Vec<u8> = "\u{feff}Some text, as Windows writes it.".encode_utf16().flat_map(u16::to_le_bytes).collect();
+    let text = b"It was a bright cold day in April, and the clocks were striking thirteen.\n";
+    let folder = folder_with(&[
+        ("wide.bin", &wide),
+        ("npy.bin", &npy),
+        ("gzip.bin", &gzip),
+        ("plain.bin", text),
+        ("gzip.txt", &gzip),
+        ("model.safetensors", &safetensors),
+        ("utf16.txt", &utf16),
+        ("right.bin", &right),
+        ("right.txt", text),
+    ]);
+    let refused = |name: &str, kind, parts: &[&str]| {
+        let error = load(&folder.path().join(name), kind).unwrap_err();
+        assert!(matches!(error, CorpusError::OtherFormat { .. }), "{error}");
+        let said = error.to_string();
+        assert!(parts.iter().chain([&name]).all(|part| said.contains(part)), "{said}");
+    };
+    refused("wide.bin", TokenizerKind::Gpt2, &["32-bit integers", "'<u2'"]);
+    refused("npy.bin", TokenizerKind::Gpt2, &["NumPy array", "'<u2'"]);
+    refused("gzip.bin", TokenizerKind::Gpt2, &["gzip", "unpack"]);
+    refused("plain.bin", TokenizerKind::Gpt2, &["plain text", ".txt"]);
+    for kind in [TokenizerKind::Gpt2, TokenizerKind::Chars] {
+        refused("gzip.txt", kind, &["gzip", "unpack"]);
+        refused("model.safetensors", kind, &["safetensors", "not like text"]);
+        refused("utf16.txt", kind, &["UTF-16", "iconv"]);
+    }
+    assert_eq!(load(&folder.path().join("right.bin"), TokenizerKind::Gpt2).unwrap().bytes(), 120_000);
+    // Bytes are bytes, and it is said what they look like.
+    let bytes = load(&folder.path().join("gzip.txt"), TokenizerKind::Bytes).unwrap();
+    assert!(
+        bytes.describe().contains("gzip.txt (as it is, though it looks like a gzip file): 200 bytes"),
+        "{}",
+        bytes.describe()
+    );
+    assert!(!load(&folder.path().join("right.txt"), TokenizerKind::Bytes).unwrap().describe().contains("looks like"));
+    // One among many is named.
+    let error = load(folder.path(), TokenizerKind::Gpt2).unwrap_err().to_string();
+    assert!(error.contains("gzip.bin looks like a gzip file"), "{error}");
+}
+
+#[test]
+fn shards_of_another_vocabulary_are_refused_wherever_they_are_named() {
+    let ids = raw(&[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
+    let folder = folder_with(&[("alone.bin", &ids)]);
+    let (chars, gpt2) = (folder.path().join("data/chars"), folder.path().join("data/gpt2"));
+    for place in [&chars, &gpt2] {
+        fs::create_dir_all(place).unwrap();
+        fs::write(place.join("train.bin"), &ids).unwrap();
+        fs::write(place.join("val.bin"), &ids).unwrap();
+    }
+    fs::write(chars.join("meta.pkl"), b"x").unwrap();
+    let links = folder.path().join("links");
+    fs::create_dir(&links).unwrap();
+    #[cfg(unix)]
+    {
+        std::os::unix::fs::symlink(chars.join("train.bin"), links.join("link.bin")).unwrap();
+        std::os::unix::fs::symlink(&chars, folder.path().join("linked")).unwrap();
+    }
+    let refused = [
+        chars.clone(),
+        chars.join("train.bin"),
+        chars.join("val.bin"),
+        chars.join("../chars/val.bin"),
+        folder.path().join("data"),
+        #[cfg(unix)]
+        links.clone(),
+        #[cfg(unix)]
+        links.join("link.bin"),
+        #[cfg(unix)]
+        folder.path().join("linked/train.bin"),
+    ];
+    for path in refused {
+        let error = load(&path, TokenizerKind::Gpt2).unwrap_err();
+        assert!(matches!(error, CorpusError::OtherVocabulary { .. }), "{}: {error}", path.display());
+        assert!(error.to_string().contains("chars` tokenizer"), "{error}");
+    }
+    for path in [gpt2.clone(), gpt2.join("train.bin"), folder.path().join("alone.bin")] {
+        assert!(load(&path, TokenizerKind::Gpt2).is_ok(), "{}", path.display());
+    }
+}
+
+#[test]
+fn the_end_of_a_document_is_one_token_and_is_counted() {
+    let folder = folder_with(&[
+        ("many.txt", "<|endoftext|>".repeat(5_000).as_bytes()),
+        ("two.txt", b"Hello world<|endoftext|>\nHello again, and again, and again.\n<|endoftext|>\n"),
+    ]);
+    let (many, two) = (folder.path().join("many.txt"), folder.path().join("two.txt"));
+    let all = |corpus: &Corpus| [ids(corpus.train()), ids(corpus.validation())].concat();
+    let gpt2 = load(&many, TokenizerKind::Gpt2).unwrap();
+    assert_eq!(all(&gpt2), [50_256; 5_000]);
+    assert_eq!((gpt2.train().len(), gpt2.documents()), (4_500, Some(0)));
+    let gpt2 = load(&two, TokenizerKind::Gpt2).unwrap();
+    assert_eq!(all(&gpt2)[..5], [15_496, 995, 50_256, 198, 15_496]);
+    assert_eq!(all(&gpt2).iter().filter(|id| **id == 50_256).count(), 2);
+    assert!(gpt2.describe().contains(" bytes, 2 documents, "), "{}", gpt2.describe());
+
+    let plain = LoadOptions { documents: false, cache: None };
+    let as_text =
+        |path: &Path, kind| Corpus::load_as(&CorpusSource::Path(path.to_owned()), kind, &plain, &mut |_| ()).unwrap();
+    let text = as_text(&many, TokenizerKind::Gpt2);
+    assert_eq!(all(&text).len(), 30_002);
+    assert!(!all(&text).contains(&50_256));
+    assert!(text.describe().contains("<|endoftext|> as plain text"), "{}", text.describe());
+    // The others have no such token, with or without the option.
+    for kind in [TokenizerKind::Bytes, TokenizerKind::Chars] {
+        let corpus = load(&many, kind).unwrap();
+        assert_eq!(all(&corpus).len(), 65_000);
+        assert_eq!(corpus.hash(), as_text(&many, kind).hash());
+        assert_eq!(corpus.documents(), None);
+    }
+}
+
+#[test]
+fn files_of_a_folder_are_documents_for_gpt2_alone() {
+    let folder = folder_with(&[("a.txt", b"Hello"), ("b.txt", b""), ("c.md", b" world\n"), ("d.txt", b"Hello")]);
+    let all = |corpus: &Corpus| [ids(corpus.train()), ids(corpus.validation())].concat();
+    let gpt2 = load(folder.path(), TokenizerKind::Gpt2).unwrap();
+    // Nine tenths of the characters end inside the last `Hello`.
+    assert_eq!(all(&gpt2)[..5], [15_496, 50_256, 995, 198, 50_256]);
+    assert_eq!(gpt2.documents(), Some(3));
+    assert!(gpt2.describe().contains("text of 4 files in ") && gpt2.describe().contains(", 3 documents, "));
+    let plain = LoadOptions { documents: false, cache: None };
+    let source = CorpusSource::Path(folder.path().to_owned());
+    let text = Corpus::load_as(&source, TokenizerKind::Gpt2, &plain, &mut |_| ()).unwrap();
+    assert_eq!(text.bytes(), b"Hello\n world\nHello".len() as u64);
+    assert!(!all(&text).contains(&50_256));
+    let bytes = load(folder.path(), TokenizerKind::Bytes).unwrap();
+    assert_eq!(bytes.bytes(), text.bytes());
+}
+
+#[test]
+fn the_held_out_part_does_not_begin_inside_the_end_of_a_document() {
+    for before in 0..200 {
+        let text = "a".repeat(before) + "<|endoftext|>" + &"b".repeat(12);
+        let folder = folder_with(&[("t.txt", text.as_bytes())]);
+        let corpus = load(&folder.path().join("t.txt"), TokenizerKind::Gpt2).unwrap();
+        let ends = [corpus.train(), corpus.validation()].into_iter().flat_map(ids).filter(|id| *id == 50_256).count();
+        assert_eq!(ends, 1, "after {before}");
+    }
 }
 
 #[cfg(unix)]

@@ -2,13 +2,13 @@
 
 use std::{
     ffi::OsStr,
-    fs,
-    io::ErrorKind,
+    fs::{self, File},
+    io::{self, ErrorKind, Read},
     path::{Path, PathBuf},
 };
 
-use super::CorpusError;
-use crate::tokenizer::{TokenizerError, TokenizerKind};
+use super::{CorpusError, formats};
+use crate::tokenizer::{END_OF_TEXT, TokenizerError, TokenizerKind};
 
 /// The files below `folder` whose extension, in any case, is one of `extensions`, in order of path. Names that begin
 /// with a dot and links to folders are passed over.
@@ -41,23 +41,56 @@ pub(super) fn has_extension(path: &Path, extensions: &[&str]) -> bool {
         .is_some_and(|found| extensions.iter().any(|wanted| found.eq_ignore_ascii_case(wanted)))
 }
 
-/// The contents of `files` one after the other, with a line end where a file lacks its last one; UTF-8 unless `kind`
-/// takes any bytes.
-pub(super) fn read_joined(files: &[PathBuf], kind: TokenizerKind) -> Result<Vec<u8>, CorpusError> {
+/// The contents of `files` one after the other: with `documents` with [`END_OF_TEXT`] between files, unless one already stands there, else
+/// with a line end where a file lacks its last one. UTF-8 unless `kind` takes any bytes. `done` hears of bytes read.
+pub(super) fn read_joined(
+    files: &[PathBuf],
+    kind: TokenizerKind,
+    documents: bool,
+    done: &mut dyn FnMut(u64),
+) -> Result<Vec<u8>, CorpusError> {
     let mut joined = Vec::new();
-    for (index, path) in files.iter().enumerate() {
+    for path in files {
         require_file(path)?;
-        let contents = fs::read(path).map_err(|source| CorpusError::Read { path: path.clone(), source })?;
+        let from = joined.len();
+        append(path, &mut joined, done).map_err(|source| CorpusError::Read { path: path.clone(), source })?;
+        let contents = &joined[from..];
         if kind != TokenizerKind::Bytes {
-            utf8(&contents, kind)
+            if let Some(format) = formats::not_text(contents) {
+                return Err(CorpusError::other_format(path.clone(), format, "text"));
+            }
+            utf8(contents, kind)
                 .map_err(|source| CorpusError::Encode { origin: path.display().to_string(), source })?;
         }
-        joined.extend_from_slice(&contents);
-        if index + 1 < files.len() && !contents.is_empty() && !contents.ends_with(b"\n") {
-            joined.push(b'\n');
+        if from > 0 && !contents.is_empty() {
+            let (before, after) = joined.split_at(from);
+            let mark: &[u8] = if !documents {
+                if before.ends_with(b"\n") { b"" } else { b"\n" }
+            } else if before.trim_ascii_end().ends_with(END_OF_TEXT.as_bytes())
+                || after.trim_ascii_start().starts_with(END_OF_TEXT.as_bytes())
+            {
+                b""
+            } else {
+                END_OF_TEXT.as_bytes()
+            };
+            joined.splice(from..from, mark.iter().copied());
         }
     }
     Ok(joined)
+}
+
+/// Appends the contents of a file, a block at a time.
+fn append(path: &Path, to: &mut Vec<u8>, done: &mut dyn FnMut(u64)) -> io::Result<()> {
+    const BLOCK: u64 = 16 << 20;
+    let mut file = File::open(path)?;
+    to.reserve(usize::try_from(file.metadata()?.len()).unwrap_or(0));
+    loop {
+        let read = Read::by_ref(&mut file).take(BLOCK).read_to_end(to)? as u64;
+        done(read);
+        if read < BLOCK {
+            return Ok(());
+        }
+    }
 }
 
 /// `bytes` as text.
@@ -98,6 +131,30 @@ mod tests {
         let found = files_below(root, &["txt", "md"]).unwrap();
         let names: Vec<_> = found.iter().map(|path| path.strip_prefix(root).unwrap().to_str().unwrap()).collect();
         assert_eq!(names, ["a.txt", "b/a.md", "b/c/README.MD", "z.txt"]);
-        assert_eq!(read_joined(&found, TokenizerKind::Gpt2).unwrap(), b"a\nc\nz");
+        let joined = |documents| {
+            let text = read_joined(&found, TokenizerKind::Gpt2, documents, &mut |_| ()).unwrap();
+            String::from_utf8(text).unwrap()
+        };
+        assert_eq!(joined(false), "a\nc\nz");
+        assert_eq!(joined(true), "a\n<|endoftext|>c<|endoftext|>z");
+    }
+
+    #[test]
+    fn no_mark_is_put_where_one_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let files: Vec<PathBuf> = ["a<|endoftext|>\n", "b<|endoftext|>", "", "c", "<|endoftext|>d\n", "e", ""]
+            .iter()
+            .enumerate()
+            .map(|(index, text)| {
+                let path = folder.path().join(format!("{index}.txt"));
+                fs::write(&path, text).unwrap();
+                path
+            })
+            .collect();
+        let mut read = 0;
+        let text = read_joined(&files, TokenizerKind::Gpt2, true, &mut |more| read += more).unwrap();
+        let expected = "a<|endoftext|>\nb<|endoftext|>c<|endoftext|>d\n<|endoftext|>e";
+        assert_eq!(String::from_utf8(text).unwrap(), expected);
+        assert_eq!(read as usize, expected.len() - END_OF_TEXT.len());
     }
 }

@@ -5,8 +5,6 @@ use std::{
     sync::Arc,
 };
 
-use sha2::{Digest, Sha256};
-
 use super::CorpusError;
 use crate::sys::MappedFile;
 
@@ -100,8 +98,8 @@ impl TokenStream {
         })
     }
 
-    /// Feeds the ids, as little-endian 16-bit numbers, to `hasher`, and checks each against the vocabulary on the way.
-    pub(super) fn digest(&self, hasher: &mut Sha256) -> Result<(), CorpusError> {
+    /// Hands all ids, as little-endian 16-bit numbers, to `take` in blocks, and checks each against the vocabulary on the way.
+    pub(super) fn visit<E: From<CorpusError>>(&self, mut take: impl FnMut(&[u8]) -> Result<(), E>) -> Result<(), E> {
         const RUN: usize = 32 * 1024;
         let mut bytes = Vec::with_capacity(2 * RUN);
         let mut start = 0;
@@ -122,7 +120,7 @@ impl TokenStream {
                 }
                 Ok(())
             })?;
-            hasher.update(&bytes);
+            take(&bytes)?;
             start += count;
         }
         Ok(())

@@ -1,0 +1,113 @@
+//! What the user sees while a large text is encoded.
+
+use std::io::IsTerminal;
+use std::time::{Duration, Instant};
+
+use indicatif::{HumanBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use super::say;
+use crate::corpus::{Loading, Stage};
+
+/// A progress bar on a terminal, else a line now and then; nothing for what is done at once.
+pub(super) struct LoadProgress {
+    /// Whether this process is the one that speaks for all.
+    speaks: bool,
+    current: Option<Current>,
+    /// Where ids have been kept.
+    kept: bool,
+}
+
+struct Current {
+    stage: Stage,
+    since: Instant,
+    total: u64,
+    bar: Option<ProgressBar>,
+    /// Time of the last line, where there is no bar.
+    said: Instant,
+}
+
+/// Time between lines.
+const EVERY: Duration = Duration::from_secs(10);
+
+impl LoadProgress {
+    pub(super) fn new(speaks: bool) -> Self {
+        LoadProgress { speaks, current: None, kept: false }
+    }
+
+    pub(super) fn watch(&mut self, loading: Loading) {
+        let Loading { stage, done, total } = loading;
+        if stage == Stage::Kept {
+            self.kept = true;
+            return;
+        }
+        let (what, least) = match stage {
+            Stage::Encoding => ("encoding", 2 << 20),
+            // These are a hundred times as fast.
+            Stage::Reading => ("reading", 256 << 20),
+            Stage::Checking => ("checking", 256 << 20),
+            Stage::Waiting => ("waiting for the process that encodes", 0),
+            Stage::Kept => return,
+        };
+        if !self.speaks || total < least {
+            return;
+        }
+        if self.current.as_ref().is_none_or(|current| current.stage != stage) {
+            self.end();
+            self.current = Some(Current::begin(stage, what, total));
+        }
+        let Some(current) = &mut self.current else { return };
+        if let Some(bar) = &current.bar {
+            bar.set_position(done);
+        } else if current.said.elapsed() >= EVERY {
+            current.said = Instant::now();
+            let seconds = current.since.elapsed().as_secs();
+            say(format_args!("{what}: {} of {} after {seconds} s", size(done), size(total)));
+        }
+    }
+
+    /// Takes the bar away and says what was done; `kept` names the place of what is kept.
+    pub(super) fn finish(mut self, kept: Option<&std::path::Path>) {
+        let (encoded, shown) = (self.kept, self.current.is_some());
+        self.end();
+        if let Some(folder) = kept.filter(|_| encoded && shown) {
+            say(format_args!("the next run takes the ids from {}", folder.display()));
+        }
+    }
+
+    fn end(&mut self) {
+        let Some(current) = self.current.take() else { return };
+        if let Some(bar) = &current.bar {
+            bar.finish_and_clear();
+        }
+        let seconds = current.since.elapsed().as_secs_f64();
+        match current.stage {
+            Stage::Encoding => say(format_args!("encoded {} of text in {seconds:.1} s", size(current.total))),
+            Stage::Checking => say(format_args!("checked {} of token ids in {seconds:.1} s", size(current.total))),
+            Stage::Reading | Stage::Waiting | Stage::Kept => {}
+        }
+    }
+}
+
+impl Current {
+    fn begin(stage: Stage, what: &'static str, total: u64) -> Self {
+        let bar = std::io::stdout().is_terminal().then(|| {
+            // Standard output, as for the steps.
+            let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stdout()).with_message(what);
+            if let Ok(style) =
+                ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes}, {elapsed} of {duration}")
+            {
+                bar.set_style(style);
+            }
+            bar
+        });
+        if bar.is_none() && stage == Stage::Encoding {
+            say(format_args!("{what} {} of text", size(total)));
+        }
+        let now = Instant::now();
+        Current { stage, since: now, total, bar, said: now }
+    }
+}
+
+fn size(bytes: u64) -> impl std::fmt::Display {
+    HumanBytes(bytes)
+}
