@@ -19,7 +19,7 @@ use comm_core::{
 fn main() -> ExitCode {
     conformance::main("sockets", |control, lanes| {
         let transport = Sockets::connect(&*control, lanes)?;
-        Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())))
+        Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())?))
     })
 }
 

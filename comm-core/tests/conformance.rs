@@ -38,7 +38,7 @@ fn main() -> ExitCode {
             let connector = |rank: local::LocalRank| -> Connector {
                 let options = options.clone();
                 Box::new(
-                    move || Ok(Arc::new(Mesh::new(rank.transport, rank.control, options)) as Arc<dyn Communicator>),
+                    move || Ok(Arc::new(Mesh::new(rank.transport, rank.control, options)?) as Arc<dyn Communicator>),
                 )
             };
             Ok(local::group(ranks, 3).into_iter().map(connector).collect())
@@ -48,7 +48,7 @@ fn main() -> ExitCode {
         .without("nan/", "its operands are what the check refuses"),
         Suite::new("sockets", |control, lanes| {
             let transport = Sockets::connect(&*control, lanes)?;
-            Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())))
+            Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())?))
         })
         .with_ranks(&[3], &[2]),
     ])
@@ -59,7 +59,7 @@ fn shared_memory(name: &str, options: fn(usize) -> ShmOptions) -> Suite {
     Suite::new(name, move |control, lanes| {
         let options = ShmOptions { lanes, ..options(control.rank()) };
         let transport = ShmTransport::connect(&*control, &options, Deadline::after(Duration::from_secs(30)))?;
-        Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())))
+        Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())?))
     })
 }
 
@@ -67,7 +67,7 @@ fn suite<T: Transport>(name: &str, wrap: impl Fn(LocalTransport) -> T + Copy + S
     Suite::of_threads(name, move |ranks| {
         let connector = |rank: local::LocalRank| -> Connector {
             Box::new(move || {
-                let mesh = Mesh::new(wrap(rank.transport), rank.control, MeshOptions::default());
+                let mesh = Mesh::new(wrap(rank.transport), rank.control, MeshOptions::default())?;
                 Ok(Arc::new(mesh) as Arc<dyn Communicator>)
             })
         };

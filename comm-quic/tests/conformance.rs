@@ -11,6 +11,6 @@ fn main() -> ExitCode {
     conformance::main("quic", |control, lanes| {
         let options = QuicOptions { lanes, ..QuicOptions::default() };
         let transport = QuicTransport::connect(&*control, &options, Deadline::after(Duration::from_secs(30)))?;
-        Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())))
+        Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())?))
     })
 }

@@ -30,7 +30,7 @@ fn suite<T: Transport>(
 ) -> Suite {
     Suite::new(name, move |control, lanes| {
         let transport = connect(&*control, TcpOptions { lanes, ..TcpOptions::default() })?;
-        Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())) as Arc<dyn Communicator>)
+        Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())?) as Arc<dyn Communicator>)
     })
 }
 

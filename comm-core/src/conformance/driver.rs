@@ -4,7 +4,6 @@
 //! is known by name, and the next case starts on a group that works. Ranks are threads here, processes in
 //! `processes.rs`; the driver knows no difference.
 
-use std::any::Any;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -16,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Case, Stop};
 use crate::communicator::Communicator;
-use crate::error::Result;
+use crate::error::{Result, text_of};
 
 /// How a case ended, over all ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -354,11 +353,6 @@ fn within<R: Send + 'static>(limit: Duration, name: &str, work: impl FnOnce() ->
     }
 }
 
-fn text_of(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "without a message".into())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -383,7 +377,7 @@ mod tests {
 
     fn group(ranks: usize) -> Result<Vec<Connector>> {
         let connector = |rank: local::LocalRank| -> Connector {
-            Box::new(|| Ok(Arc::new(Mesh::new(rank.transport, rank.control, MeshOptions::default())) as _))
+            Box::new(|| Ok(Arc::new(Mesh::new(rank.transport, rank.control, MeshOptions::default())?) as _))
         };
         Ok(local::group(ranks, 1).into_iter().map(connector).collect())
     }
