@@ -310,6 +310,9 @@ impl Transport for LocalTransport {
         incoming: &mut [Incoming<'_>],
         deadline: Deadline,
     ) -> Result<()> {
+        if let Some(error) = lock(&self.aborted).clone() {
+            return Err(error);
+        }
         transport::check(self.rank, self.fabric.ranks, outgoing, incoming)?;
         self.lanes.run(lane, |progress| self.exchange_on(lane, progress, outgoing, incoming, deadline))
     }
@@ -624,4 +627,98 @@ impl Drop for LocalControl {
 /// A panic of one rank's thread must not become a panic of another's: nothing here is left half-changed.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+    use crate::communicator::{Communicator, CommunicatorExt};
+    use crate::op::{Call, Op};
+    use crate::{Buffer, Failed};
+
+    /// Far below the deadline of operations (120 s), far above what a busy machine takes.
+    const SOON: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn a_rank_that_returns_early_is_lost_to_those_that_wait_for_it() {
+        let began = Instant::now();
+        let outcomes = run(3, |comm| if comm.rank() == 1 { Ok(()) } else { comm.barrier() });
+        assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
+        assert!(outcomes[1].is_ok());
+        for outcome in [&outcomes[0], &outcomes[2]] {
+            let Err(Error::PeerLost { rank: 1, operation, detail }) = outcome else { panic!("{outcome:?}") };
+            assert!(operation.contains("barrier") && detail.contains("ended"), "{operation}: {detail}");
+        }
+    }
+
+    #[test]
+    fn what_a_rank_sent_before_it_returned_still_comes_and_others_go_on() {
+        let sums = run(3, |comm| {
+            let sum = comm.all_reduce_scalar(comm.rank() as i64 + 1, crate::ReduceOp::Sum).unwrap();
+            if comm.rank() == 0 {
+                comm.send(&[5u8; 1000], 1).unwrap();
+                return sum;
+            }
+            // Ranks 1 and 2 still have much to say to each other.
+            for round in 0..200 {
+                let peer = 3 - comm.rank();
+                let got = if comm.rank() == 1 {
+                    comm.send(&[round], peer).unwrap();
+                    comm.recv::<i64>(1, peer).unwrap()
+                } else {
+                    let got = comm.recv::<i64>(1, peer).unwrap();
+                    comm.send(&got, peer).unwrap();
+                    got
+                };
+                assert_eq!(got, [round]);
+            }
+            if comm.rank() == 1 {
+                assert_eq!(comm.recv::<u8>(1000, 0).unwrap(), [5; 1000]);
+            }
+            sum
+        });
+        assert_eq!(sums, [6, 6, 6]);
+    }
+
+    #[test]
+    fn a_message_to_a_rank_that_has_returned_waits_for_no_room() {
+        let began = Instant::now();
+        let outcomes = run(2, |comm| {
+            // Twice what a channel holds: the second waits for room that nobody makes.
+            let send = || comm.send(&vec![0u8; CHANNEL_BYTES / 2 + 1], 1);
+            if comm.rank() == 0 { send().and_then(|()| send()) } else { Ok(()) }
+        });
+        assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
+        assert!(matches!(outcomes[0], Err(Error::PeerLost { rank: 1, .. })), "{:?}", outcomes[0]);
+    }
+
+    #[test]
+    fn the_first_panic_comes_out_and_reaches_the_others_at_once() {
+        for culprit in 0..3 {
+            let began = Instant::now();
+            let (told, seen) = std::sync::mpsc::channel();
+            let told = Mutex::new(told);
+            let work = |comm: &Mesh<LocalTransport>| {
+                if comm.rank() == culprit {
+                    resume_unwind(Box::new(format!("the cause on rank {culprit}")));
+                }
+                // None of them waits for the culprit: they would wait for each other until their deadlines.
+                let from = (0..3).find(|rank| *rank != culprit && *rank != comm.rank()).unwrap();
+                let call = Call::background(Op::Recv { from }, Buffer::from_vec(vec![0u8]), 1);
+                let error = comm.start(call).wait().map_err(Failed::into_error).unwrap_err();
+                lock(&told).send(error).unwrap();
+                resume_unwind(Box::new("an echo".to_string()));
+            };
+            let panic = catch_unwind(AssertUnwindSafe(|| run(3, work).len())).unwrap_err();
+            assert_eq!(text_of(&*panic), format!("the cause on rank {culprit}"));
+            assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
+            for error in seen.try_iter().collect::<Vec<_>>() {
+                let Error::PeerLost { rank, detail, .. } = &error else { panic!("{error}") };
+                assert_eq!(*rank, culprit);
+                assert!(detail.contains("the cause on rank"), "{detail}");
+            }
+        }
+    }
 }

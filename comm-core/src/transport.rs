@@ -186,11 +186,17 @@ impl<C> Lanes<C> {
     }
 }
 
-/// Refuses an exchange that makes no sense for `rank` of `ranks`, before anything moves.
-pub(crate) fn check(rank: usize, ranks: usize, outgoing: &[Outgoing<'_>], incoming: &[Incoming<'_>]) -> Result<()> {
+/// Refuses what no exchange of `rank` of `ranks` can do, before anything moves.
+///
+/// # Errors
+/// `InvalidArgument` for a message to or from this rank or one that there is not, for two of them one way, and for a header that announces
+/// another length than its payload has.
+pub fn check(rank: usize, ranks: usize, outgoing: &[Outgoing<'_>], incoming: &[Incoming<'_>]) -> Result<()> {
     if let Some(message) = outgoing.iter().find(|message| message.header.payload_len != message.payload.len() as u64) {
         let (peer, says, has) = (message.peer, message.header.payload_len, message.payload.len());
-        return Err(Error::invalid(format!("a message to rank {peer} whose header says {says} B and that has {has} B")));
+        return Err(Error::invalid(format!(
+            "a message to rank {peer} whose header says {says} B and that has {has} B"
+        )));
     }
     check_peers(rank, ranks, "to", outgoing.iter().map(|message| message.peer))?;
     check_peers(rank, ranks, "from", incoming.iter().map(|message| message.peer))

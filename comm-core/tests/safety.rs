@@ -105,7 +105,9 @@ fn checked_mode_on_one_rank_only_is_said_as_such() {
     let group: Vec<LocalMesh> = local::group(2, 2)
         .into_iter()
         .enumerate()
-        .map(|(number, rank)| Mesh::new(rank.transport, rank.control, MeshOptions::default().with_checked(number == 0)).unwrap())
+        .map(|(number, rank)| {
+            Mesh::new(rank.transport, rank.control, MeshOptions::default().with_checked(number == 0)).unwrap()
+        })
         .collect();
     let errors: Vec<Error> = thread::scope(|scope| {
         let work = |mesh: LocalMesh| mesh.all_reduce(&mut [1f32; 10], ReduceOp::Sum).unwrap_err();
@@ -322,8 +324,10 @@ fn a_communicator_that_is_dropped_with_an_operation_under_way_ends_it_and_tells_
     let tell = Mutex::new(tell);
     let began = Instant::now();
     let group = local::group(2, 2);
-    let meshes: Vec<_> =
-        group.into_iter().map(|rank| Mesh::new(rank.transport, rank.control, MeshOptions::default()).unwrap()).collect();
+    let meshes: Vec<_> = group
+        .into_iter()
+        .map(|rank| Mesh::new(rank.transport, rank.control, MeshOptions::default()).unwrap())
+        .collect();
     thread::scope(|scope| {
         for mesh in meshes {
             let tell = tell.lock().unwrap().clone();

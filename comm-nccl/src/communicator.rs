@@ -131,7 +131,8 @@ impl Owned {
         let Owned { header, deadline, op, mut buffer, mut input, counts, lane, label } = self;
         let began = Instant::now();
         let Due::Turn(turn) = due else {
-            let error = core.fail_without_turn(&due, lane, &core::named(header, &op, label.as_deref(), members), deadline);
+            let error =
+                core.fail_without_turn(&due, lane, &core::named(header, &op, label.as_deref(), members), deadline);
             return Err(Failed { error, buffer: Some(buffer), input });
         };
         let (dtype, count) = (buffer.dtype(), buffer.count());

@@ -313,7 +313,8 @@ impl Core {
                 Some(pointer)
             }
         };
-        let at = Places { buffer: at_buffer, input: at_input, scratch: scratch.of(device, plan.scratch_bytes(), quiet)? };
+        let at =
+            Places { buffer: at_buffer, input: at_input, scratch: scratch.of(device, plan.scratch_bytes(), quiet)? };
 
         device.make_current()?;
         for copy in plan.copies(at).into_iter().chain(plan.own_block(at)) {

@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use comm_core::control::{Subgroup, TcpOptions};
 use comm_core::counted::{Counted, Counters};
-use comm_core::{Communicator, Control, Deadline, Error, Mesh, MeshOptions, Transport, Waiting, local, local::LocalRank, shm};
+use comm_core::{
+    Communicator, Control, Deadline, Error, Mesh, MeshOptions, Transport, Waiting, local, local::LocalRank, shm,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::flat::DeviceCollectives;

@@ -329,14 +329,18 @@ fn run_case(case: &Case, communicator: &Arc<dyn Communicator>, options: RunOptio
     CaseOutcome::Failed(why)
 }
 
-enum Ended<R> {
+pub(super) enum Ended<R> {
     Value(R),
     Panicked(String),
     Hung,
 }
 
 /// Runs `work` in a thread of its own, which is left behind when it takes longer than `limit`.
-fn within<R: Send + 'static>(limit: Duration, name: &str, work: impl FnOnce() -> R + Send + 'static) -> Ended<R> {
+pub(super) fn within<R: Send + 'static>(
+    limit: Duration,
+    name: &str,
+    work: impl FnOnce() -> R + Send + 'static,
+) -> Ended<R> {
     let (sender, receiver) = sync_channel(1);
     let spawned = thread::Builder::new().name(name.into()).spawn(move || {
         let result = catch_unwind(AssertUnwindSafe(work));

@@ -15,9 +15,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::handle::{Completed, Failed, Handle, Outcome};
 use crate::header::{CHECK, CHECK_RECEIVE, Header};
-use crate::native::{
-    Asked, Backend, Due, Elements, Group, Lane, Owner, Shape, Shared, Started, name, negotiate, pair,
-};
+use crate::native::{Asked, Backend, Due, Elements, Group, Lane, Owner, Shape, Shared, Started, name, negotiate, pair};
 use crate::op::{Algorithm, BorrowedCall, Call, Counts, Mode, Op};
 use crate::table::Table;
 use crate::transport::Transport;
@@ -188,9 +186,8 @@ impl<T: Transport> Communicator for Mesh<T> {
             }
         };
         let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
-        let admitted = self.may_block(mode).and_then(|()| {
-            self.admit(&asked, buffer.view(), input.as_ref().map(HostBuffer::view))
-        });
+        let admitted =
+            self.may_block(mode).and_then(|()| self.admit(&asked, buffer.view(), input.as_ref().map(HostBuffer::view)));
         let (lane_queue, shape, chosen) = match admitted {
             Ok(admitted) => admitted,
             Err(error) => return refused(error, Buffer::Host(buffer), input.map(Buffer::Host)),

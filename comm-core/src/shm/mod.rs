@@ -16,8 +16,8 @@ mod layout;
 #[allow(unsafe_code, reason = "memory shared with other processes, and the system calls around it")]
 mod sys;
 
-use std::sync::atomic::Ordering;
 use std::sync::OnceLock;
+use std::sync::atomic::Ordering;
 
 use crate::control::Control;
 use crate::deadline::Deadline;
@@ -112,6 +112,7 @@ impl Transport for ShmTransport {
         incoming: &mut [Incoming<'_>],
         deadline: Deadline,
     ) -> Result<()> {
+        self.check()?;
         transport::check(self.shared.rank, self.world_size(), outgoing, incoming)?;
         self.lanes.run(lane, |lane| lane.exchange(&self.shared, outgoing, incoming, deadline, || self.check()))
     }
