@@ -406,6 +406,55 @@ mod tests {
         });
     }
 
+    fn runtimes() -> [Runtime; 2] {
+        [Builder::new_current_thread().build().unwrap(), Builder::new_multi_thread().worker_threads(2).build().unwrap()]
+    }
+
+    /// A blocking call that does something.
+    fn call() -> Result<u32> {
+        Driver::new("test")?.block_on(async {
+            tokio::task::yield_now().await;
+            Ok(7)
+        })
+    }
+
+    #[test]
+    fn threads_that_may_block_are_let_through() {
+        assert_eq!(call().unwrap(), 7);
+        for runtime in runtimes() {
+            assert_eq!(runtime.block_on(async { tokio::task::spawn_blocking(call).await.unwrap() }).unwrap(), 7);
+            let _guard = runtime.enter();
+            assert_eq!(call().unwrap(), 7);
+        }
+        let [_, workers] = runtimes();
+        let task = workers.spawn(async { tokio::task::block_in_place(call) });
+        assert_eq!(workers.block_on(task).unwrap().unwrap(), 7);
+        assert_eq!(workers.block_on(async { tokio::task::block_in_place(call) }).unwrap(), 7);
+    }
+
+    #[test]
+    fn threads_that_poll_tasks_are_refused() {
+        let refused = |outcome: Result<u32>| {
+            let error = outcome.unwrap_err();
+            assert!(
+                matches!(error, Error::InvalidArgument(_)) && error.to_string().contains("spawn_blocking"),
+                "{error}"
+            );
+        };
+        for runtime in runtimes() {
+            refused(runtime.block_on(async { call() }));
+            refused(runtime.block_on(async { tokio::spawn(async { call() }).await.unwrap() }));
+            // Again in the same turn of the same task, which has nothing left of its budget.
+            refused(runtime.block_on(async { call().and_then(|_| call()) }));
+            refused(runtime.block_on(async { call().or_else(|_| call()) }));
+            refused(runtime.block_on(async { tokio::spawn(coop::unconstrained(async { call() })).await.unwrap() }));
+            let local = tokio::task::LocalSet::new();
+            refused(local.block_on(&runtime, async { tokio::task::spawn_local(async { call() }).await.unwrap() }));
+            // The runtime goes on.
+            assert_eq!(runtime.block_on(async { tokio::spawn(async { 5 }).await.unwrap() }), 5);
+        }
+    }
+
     #[test]
     fn it_refuses_to_block_a_task_and_may_be_dropped_in_one() {
         let outer = Builder::new_current_thread().build().unwrap();

@@ -507,3 +507,93 @@ impl Drop for Members {
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+#[cfg(all(test, feature = "stand-in"))]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+    use comm_core::{OpKind, local};
+
+    use super::*;
+    use crate::connect;
+    use crate::sys::Behaviour;
+
+    fn soon() -> Deadline {
+        Deadline::after(Duration::from_secs(20))
+    }
+
+    /// The ranks of a job, connected, with their control planes.
+    fn ranks(count: usize, lanes: usize) -> Vec<(Arc<Core>, Members, Arc<local::LocalControl>)> {
+        let connect = move |rank: local::LocalRank| {
+            let options = NcclOptions::default().on_stand_in().with_lanes(lanes);
+            let (core, members) = connect::connect(rank.control.clone(), &options, soon()).unwrap();
+            (core, members, rank.control)
+        };
+        let threads: Vec<_> =
+            local::group(count, lanes).into_iter().map(|rank| thread::spawn(move || connect(rank))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    }
+
+    /// Lets an operation on lane 0 panic.
+    fn panic_in_an_operation(core: &Arc<Core>, is_lent: bool) {
+        let call = Header {
+            communicator: 1,
+            sequence: 0,
+            kind: OpKind::Barrier,
+            dtype: DType::U8,
+            reduce: None,
+            algorithm: comm_core::Algorithm::Direct,
+            root: 0,
+            count: 0,
+            division: 0,
+            step: CHECK,
+            payload_len: 0,
+        };
+        let panicked = catch_unwind(AssertUnwindSafe(|| {
+            let mut state = core.shared.lanes[0].scratch();
+            let _guard = PanicGuard { core, call: &call, state: &mut state, is_lent };
+            resume_unwind(Box::new("on purpose"));
+        }));
+        assert!(panicked.is_err());
+    }
+
+    #[test]
+    fn a_panic_in_an_operation_ends_the_job_and_frees_nothing_that_may_be_in_use() {
+        for (behaviour, is_given_up) in [(Behaviour::Works, false), (Behaviour::Hangs, true)] {
+            let both = ranks(2, 1);
+            let core = &both[1].0;
+            core.device.behave(behaviour);
+            panic_in_an_operation(core, true);
+            for (_, _, control) in &both {
+                let failure = control.failure().unwrap().to_string();
+                assert!(failure.contains("barrier") && failure.contains("panicked on rank 1"), "{failure}");
+            }
+            assert_eq!(core.device.is_given_up(), is_given_up, "{behaviour:?}");
+        }
+    }
+
+    #[test]
+    fn a_room_gives_back_what_it_has_outgrown_once_nothing_else_runs() {
+        const MIB: usize = 1 << 20;
+        let (core, _members, _control) = ranks(1, 2).remove(0);
+        let mut state = core.shared.lanes[0].scratch();
+        let room = &mut state.buffer;
+        let mut grow = |bytes: usize| -> (usize, usize) {
+            room.of(&core.device, bytes, || core.quiet(0)).unwrap();
+            (room.memory.as_ref().unwrap().bytes(), room.outgrown.iter().map(Memory::bytes).sum())
+        };
+        for mib in 1..200 {
+            let (held, outgrown) = grow(mib * MIB);
+            assert!((mib * MIB..=mib * MIB + 64 * MIB).contains(&held) && outgrown == 0, "{mib}: {held}, {outgrown}");
+        }
+        // Another lane is in use: nothing may be freed, and all that is kept is no more than what is used.
+        let turn = core.shared.lanes[1].try_enter(soon()).unwrap();
+        for mib in (200..1000).step_by(10) {
+            let (held, outgrown) = grow(mib * MIB);
+            assert!(held >= mib * MIB && outgrown <= held && held <= 3 * mib * MIB, "{mib}: {held}, {outgrown}");
+        }
+        assert!(grow(990 * MIB).1 > 0);
+        drop(turn);
+        assert_eq!(grow(990 * MIB).1, 0);
+    }
+}
