@@ -221,14 +221,14 @@ impl Rung {
                 let TransportOptions { lanes, waiting, timeout, .. } = *options;
                 let ipc = TcpOptions { lanes, waiting, ipc: true, ..TcpOptions::default() };
                 let transport = ZmqTransport::connect(&*control, &ipc, Deadline::after(timeout))?;
-                Ok(transports::session(transport, control, options, 1))
+                transports::session(transport, control, options, 1)
             }
             #[cfg(feature = "unprotected")]
             Rung::QuicUnprotected => {
                 let deadline = Deadline::after(options.timeout);
                 let quic = transports::quic_options(options)?;
                 let transport = comm_quic::UnprotectedQuic::connect(&*control, &quic, deadline)?;
-                Ok(transports::session(transport, control, options, 1))
+                transports::session(transport, control, options, 1)
             }
             #[cfg(not(feature = "unprotected"))]
             Rung::QuicUnprotected => Err(Error::Unsupported {

@@ -12,15 +12,22 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use comm_core::conformance::{Suite, main_of};
+use comm_core::transport::{self, Lanes};
 use comm_core::{
-    Control, Deadline, Error, HEADER_LEN, Header, Incoming, Mesh, MeshOptions, Outgoing, Result, Transport, conformance,
+    Control, Deadline, Error, HEADER_LEN, Header, Incoming, Mesh, MeshOptions, Outgoing, Result, Transport,
 };
 
 fn main() -> ExitCode {
-    conformance::main("sockets", |control, lanes| {
+    main_of(vec![suite()])
+}
+
+pub(crate) fn suite() -> Suite {
+    Suite::new("sockets", |control, lanes| {
         let transport = Sockets::connect(&*control, lanes)?;
-        Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())))
+        Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())?))
     })
+    .with_transport(|rank, lanes| Ok(Arc::new(Sockets::connect(&*rank.control, lanes)?)))
 }
 
 /// One connection for every peer and lane.
@@ -29,6 +36,8 @@ pub(crate) struct Sockets {
     lanes: usize,
     /// By peer and lane; none to this rank itself.
     streams: Vec<Vec<Option<TcpStream>>>,
+    /// What a lane has to remember from one exchange to the next: nothing but whether one has failed.
+    states: Lanes<()>,
     aborted: Mutex<Option<Error>>,
 }
 
@@ -57,7 +66,8 @@ impl Sockets {
         for stream in streams.iter().flatten().flatten() {
             stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).map_err(io)?;
         }
-        Ok(Sockets { rank, lanes, streams, aborted: Mutex::default() })
+        let states = Lanes::new(vec![(); lanes]);
+        Ok(Sockets { rank, lanes, streams, states, aborted: Mutex::default() })
     }
 
     fn stream(&self, peer: usize, lane: usize) -> Result<&TcpStream> {
@@ -83,6 +93,31 @@ impl Transport for Sockets {
     }
 
     fn exchange(&self, lane: usize, out: &[Outgoing<'_>], into: &mut [Incoming<'_>], deadline: Deadline) -> Result<()> {
+        transport::check(self.rank, self.streams.len(), out, into)?;
+        self.states.run(lane, |()| self.exchange_on(lane, out, into, deadline))
+    }
+
+    fn abort(&self, error: &Error) {
+        self.aborted.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(|| error.clone());
+    }
+
+    fn close(&self, _deadline: Deadline) -> Result<()> {
+        for stream in self.streams.iter().flatten().flatten() {
+            // The peer may have closed first.
+            let _ = stream.shutdown(Shutdown::Write);
+        }
+        Ok(())
+    }
+}
+
+impl Sockets {
+    fn exchange_on(
+        &self,
+        lane: usize,
+        out: &[Outgoing<'_>],
+        into: &mut [Incoming<'_>],
+        deadline: Deadline,
+    ) -> Result<()> {
         // For each message what is left: of a header and a payload to send, of a header to receive and of its payload.
         let mut sends: Vec<Vec<u8>> =
             out.iter().map(|message| [&message.header.encode(), message.payload].concat()).collect();
@@ -132,18 +167,6 @@ impl Transport for Sockets {
                 std::thread::sleep(Duration::from_micros(50));
             }
         }
-    }
-
-    fn abort(&self, error: &Error) {
-        self.aborted.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(|| error.clone());
-    }
-
-    fn close(&self, _deadline: Deadline) -> Result<()> {
-        for stream in self.streams.iter().flatten().flatten() {
-            // The peer may have closed first.
-            let _ = stream.shutdown(Shutdown::Write);
-        }
-        Ok(())
     }
 }
 

@@ -94,7 +94,7 @@ fn measure(job: &Job) -> Result<()> {
     for waiting in Waiting::ALL {
         let options = ShmOptions { lanes: 1, waiting, ring_bytes };
         let transport = Arc::new(ShmTransport::connect(&*control, &options, Deadline::after(PATIENCE))?);
-        let mesh = Mesh::new(transport.clone(), control.clone(), MeshOptions::default());
+        let mesh = Mesh::new(transport.clone(), control.clone(), MeshOptions::default())?;
         subjects.push(Subject { waiting, mesh, transport, results: vec![Vec::new(); QUANTITIES.len()] });
     }
     // The first round warms up.

@@ -214,6 +214,10 @@ impl<T: Transport> Transport for Counted<T> {
         result
     }
 
+    fn may_block(&self) -> Result<()> {
+        self.inner.may_block()
+    }
+
     fn abort(&self, error: &Error) {
         self.inner.abort(error);
     }

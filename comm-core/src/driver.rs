@@ -9,12 +9,13 @@ use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::task::Poll;
+use std::task::{Context, Poll, Wake, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::Notify;
+use tokio::task::coop;
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -26,6 +27,51 @@ const GRACE: Duration = Duration::from_micros(300);
 
 /// How long the keeper sleeps at most while a call takes long. Whoever leaves work behind wakes it.
 const LONGEST_NAP: Duration = Duration::from_millis(10);
+
+/// Whether the calling thread may wait in a runtime of its own: not where it polls the tasks of a tokio runtime, which would all stand still,
+/// and where tokio panics. It may in tokio's `spawn_blocking` and `block_in_place`, which are made for that, and under a guard of
+/// `Handle::enter`.
+///
+/// # Errors
+/// `InvalidArgument`, with what to do instead.
+pub fn may_block() -> Result<()> {
+    if Handle::try_current().is_err() || !polls_tasks() {
+        return Ok(());
+    }
+    Err(Error::invalid(
+        "a blocking call of a transport was made from within an asynchronous task; make it on a thread of its own, or in tokio's \
+         spawn_blocking or block_in_place",
+    ))
+}
+
+/// Whether this thread is polling a future for a tokio runtime. There is no call that says so without a panic.
+fn polls_tasks() -> bool {
+    /// More than tokio lets a task do before it must give way (128 in its version 1).
+    const MORE_THAN_A_TURN: usize = 1024;
+    // Whoever is polled has a budget that ends; whoever may block has none.
+    let mut context = Context::from_waker(Waker::noop());
+    for _ in 0..MORE_THAN_A_TURN {
+        match coop::poll_proceed(&mut context) {
+            Poll::Ready(proceed) => proceed.made_progress(),
+            Poll::Pending => return true,
+        }
+    }
+    // Unless it has been released from it (`unconstrained`): a scheduler then keeps what gives way, while without one it is woken at once.
+    let bell = Arc::new(Bell::default());
+    let waker = Waker::from(bell.clone());
+    let _ = pin!(tokio::task::yield_now()).poll(&mut Context::from_waker(&waker));
+    !bell.0.load(Ordering::Acquire)
+}
+
+/// Whether it has been rung.
+#[derive(Default)]
+struct Bell(AtomicBool);
+
+impl Wake for Bell {
+    fn wake(self: Arc<Self>) {
+        self.0.store(true, Ordering::Release);
+    }
+}
 
 /// A runtime driven by whoever waits in it, else by a thread of its own.
 pub struct Driver {
@@ -98,11 +144,7 @@ impl Driver {
     /// # Errors
     /// The future's; `InvalidArgument` from within an asynchronous task, where waiting would stop the task's own runtime.
     pub fn block_on<T>(&self, future: impl Future<Output = Result<T>>) -> Result<T> {
-        if Handle::try_current().is_ok() {
-            return Err(Error::invalid(
-                "a blocking call of a transport was made from within an asynchronous task; use a thread",
-            ));
-        }
+        may_block()?;
         let inside = Inside::enter(&self.inner, false);
         let outcome = self.inner.runtime()?.block_on(future);
         drop(inside);
@@ -122,11 +164,7 @@ impl Driver {
         leaves_work: bool,
         future: impl Future<Output = Result<T>>,
     ) -> Result<Option<T>> {
-        if Handle::try_current().is_ok() {
-            return Err(Error::invalid(
-                "a blocking call of a transport was made from within an asynchronous task; use a thread",
-            ));
-        }
+        may_block()?;
         let runtime = self.inner.runtime()?;
         let inside = Inside::enter(&self.inner, leaves_work);
         let outcome = runtime.block_on(async {
@@ -168,7 +206,7 @@ pub async fn within<T>(deadline: Deadline, future: impl Future<Output = T>) -> O
 async fn bounded<T>(
     spinner: &mut Spinner,
     deadline: Deadline,
-    mut poll: impl FnMut(&mut std::task::Context<'_>) -> Poll<T>,
+    mut poll: impl FnMut(&mut Context<'_>) -> Poll<T>,
 ) -> Option<T> {
     let mut wait = spinner.wait();
     // Made when the thread is about to sleep for the first time: most exchanges never do.
@@ -381,6 +419,55 @@ mod tests {
                 });
             }
         });
+    }
+
+    fn runtimes() -> [Runtime; 2] {
+        [Builder::new_current_thread().build().unwrap(), Builder::new_multi_thread().worker_threads(2).build().unwrap()]
+    }
+
+    /// A blocking call that does something.
+    fn call() -> Result<u32> {
+        Driver::new("test")?.block_on(async {
+            tokio::task::yield_now().await;
+            Ok(7)
+        })
+    }
+
+    #[test]
+    fn threads_that_may_block_are_let_through() {
+        assert_eq!(call().unwrap(), 7);
+        for runtime in runtimes() {
+            assert_eq!(runtime.block_on(async { tokio::task::spawn_blocking(call).await.unwrap() }).unwrap(), 7);
+            let _guard = runtime.enter();
+            assert_eq!(call().unwrap(), 7);
+        }
+        let [_, workers] = runtimes();
+        let task = workers.spawn(async { tokio::task::block_in_place(call) });
+        assert_eq!(workers.block_on(task).unwrap().unwrap(), 7);
+        assert_eq!(workers.block_on(async { tokio::task::block_in_place(call) }).unwrap(), 7);
+    }
+
+    #[test]
+    fn threads_that_poll_tasks_are_refused() {
+        let refused = |outcome: Result<u32>| {
+            let error = outcome.unwrap_err();
+            assert!(
+                matches!(error, Error::InvalidArgument(_)) && error.to_string().contains("spawn_blocking"),
+                "{error}"
+            );
+        };
+        for runtime in runtimes() {
+            refused(runtime.block_on(async { call() }));
+            refused(runtime.block_on(async { tokio::spawn(async { call() }).await.unwrap() }));
+            // Again in the same turn of the same task, which has nothing left of its budget.
+            refused(runtime.block_on(async { call().and_then(|_| call()) }));
+            refused(runtime.block_on(async { call().or_else(|_| call()) }));
+            refused(runtime.block_on(async { tokio::spawn(coop::unconstrained(async { call() })).await.unwrap() }));
+            let local = tokio::task::LocalSet::new();
+            refused(local.block_on(&runtime, async { tokio::task::spawn_local(async { call() }).await.unwrap() }));
+            // The runtime goes on.
+            assert_eq!(runtime.block_on(async { tokio::spawn(async { 5 }).await.unwrap() }), 5);
+        }
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! What can go wrong, by what a caller can do about it.
 
+use std::any::Any;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -122,6 +123,12 @@ pub enum Error {
         #[source]
         source: Arc<io::Error>,
     },
+}
+
+/// What a panic says.
+pub(crate) fn text_of(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "without a message".into())
 }
 
 impl Error {

@@ -38,7 +38,8 @@ pub enum FaultKind {
     /// The connection ends: the exchange fails with [`Error::PeerLost`], naming the message's receiver, before it sends
     /// anything, and so does everything after it.
     Cut,
-    /// The exchange does nothing until its deadline ([`Error::Timeout`]) or until the transport is aborted (that error).
+    /// The exchange does nothing until its deadline ([`Error::Timeout`]) or until the transport is aborted (that error). So does everything
+    /// after it on its lane, at once.
     Stall,
     /// The lowest bit of this byte of the payload (modulo its length) is flipped on its way. Messages without a payload are
     /// not counted.
@@ -54,6 +55,8 @@ pub enum FaultKind {
 struct State {
     matched: u64,
     error: Option<Error>,
+    /// The lane on which a message was held up until its deadline, and with what.
+    failed: Option<(usize, Error)>,
 }
 
 impl<T: Transport> Faulty<T> {
@@ -71,24 +74,26 @@ impl<T: Transport> Faulty<T> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The fault and the index of the message it hits, if it hits one of these.
-    fn strike(&self, lane: usize, outgoing: &[Outgoing<'_>]) -> Option<(FaultKind, usize)> {
-        let fault = self.fault?;
-        if fault.lane.is_some_and(|only| only != lane) {
-            return None;
-        }
+    /// The fault and the index of the message it hits, if it hits one of these. The error of an earlier one on this lane.
+    fn strike(&self, lane: usize, outgoing: &[Outgoing<'_>]) -> Result<Option<(FaultKind, usize)>> {
+        let Some(fault) = self.fault.filter(|fault| fault.lane.is_none_or(|only| only == lane)) else {
+            return Ok(None);
+        };
         let mut state = self.state();
+        if let Some((_, error)) = state.failed.as_ref().filter(|(failed, _)| *failed == lane) {
+            return Err(error.clone());
+        }
         for (index, message) in outgoing.iter().enumerate() {
             let is_of_peer = fault.peer.is_none_or(|only| only == message.peer);
             let can_be_hit = !matches!(fault.kind, FaultKind::Corrupt { .. }) || !message.payload.is_empty();
             if is_of_peer && can_be_hit {
                 state.matched += 1;
                 if state.matched == fault.at_message.saturating_add(1) {
-                    return Some((fault.kind, index));
+                    return Ok(Some((fault.kind, index)));
                 }
             }
         }
-        None
+        Ok(None)
     }
 
     /// Waits for at most `wait`, and no longer than `deadline`. Fails when the transport is aborted meanwhile.
@@ -107,13 +112,16 @@ impl<T: Transport> Faulty<T> {
         }
     }
 
-    fn timeout(&self, message: &Outgoing<'_>, deadline: Deadline) -> Error {
-        Error::Timeout {
+    /// Ends the use of a lane because of this message.
+    fn timeout(&self, lane: usize, message: &Outgoing<'_>, deadline: Deadline) -> Error {
+        let error = Error::Timeout {
             rank: self.inner.rank(),
             operation: message.header.to_string(),
             waited: deadline.waited(),
             waiting_for: vec![message.peer],
-        }
+        };
+        self.state().failed = Some((lane, error.clone()));
+        error
     }
 }
 
@@ -142,7 +150,7 @@ impl<T: Transport> Transport for Faulty<T> {
         incoming: &mut [Incoming<'_>],
         deadline: Deadline,
     ) -> Result<()> {
-        let Some((kind, index)) = self.strike(lane, outgoing) else {
+        let Some((kind, index)) = self.strike(lane, outgoing)? else {
             return self.inner.exchange(lane, outgoing, incoming, deadline);
         };
         let hit = &outgoing[index];
@@ -158,7 +166,7 @@ impl<T: Transport> Transport for Faulty<T> {
             }
             FaultKind::Stall => {
                 self.pause(Duration::MAX, deadline)?;
-                Err(self.timeout(hit, deadline))
+                Err(self.timeout(lane, hit, deadline))
             }
             FaultKind::Corrupt { byte } => {
                 let mut payload = hit.payload.to_vec();
@@ -173,11 +181,15 @@ impl<T: Transport> Transport for Faulty<T> {
             FaultKind::Delay(wait) => {
                 self.pause(wait, deadline)?;
                 if deadline.has_passed() {
-                    return Err(self.timeout(hit, deadline));
+                    return Err(self.timeout(lane, hit, deadline));
                 }
                 self.inner.exchange(lane, outgoing, incoming, deadline)
             }
         }
+    }
+
+    fn may_block(&self) -> Result<()> {
+        self.inner.may_block()
     }
 
     fn abort(&self, error: &Error) {

@@ -3,6 +3,7 @@
 //! [`group`] makes the ranks of a job: each gets a [`LocalTransport`] and a [`LocalControl`], to be moved to a thread of its own.
 
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
@@ -11,10 +12,10 @@ use sha2::{Digest, Sha256};
 
 use crate::control::{Activity, Control, MAX_BLOB, StallReport, abridged, guarded};
 use crate::deadline::Deadline;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, text_of};
 use crate::header::Header;
 use crate::mesh::{Mesh, MeshOptions};
-use crate::transport::{Incoming, Outgoing, Transport};
+use crate::transport::{self, Incoming, Lanes, Outgoing, Transport};
 
 /// What one rank of a local job needs.
 pub struct LocalRank {
@@ -35,14 +36,21 @@ pub fn group(ranks: usize, lanes: usize) -> Vec<LocalRank> {
     (0..ranks)
         .map(|rank| LocalRank {
             control: Arc::new(LocalControl { hub: hub.clone(), rank }),
-            transport: LocalTransport { fabric: fabric.clone(), rank, aborted: Mutex::new(None) },
+            transport: LocalTransport {
+                fabric: fabric.clone(),
+                rank,
+                lanes: Lanes::new((0..lanes).map(|_| Progress::default())),
+                aborted: Mutex::new(None),
+            },
         })
         .collect()
 }
 
 /// Runs `work` as every rank of a new local job, each in a thread of its own with a [`Mesh`] of two lanes, and gives what they
-/// return, in rank order. A rank that ends without [`finish`](crate::Communicator::finish) is lost to the others if they still
-/// wait for it.
+/// return, in rank order.
+///
+/// A rank that returns without [`finish`](crate::Communicator::finish) is lost to those that wait for it from then on: they get
+/// [`Error::PeerLost`] at once, unless what they wait for was sent before. A rank that panics ends the whole job with that error.
 ///
 /// ```
 /// use comm_core::{Communicator, CommunicatorExt, local};
@@ -52,20 +60,34 @@ pub fn group(ranks: usize, lanes: usize) -> Vec<LocalRank> {
 /// ```
 ///
 /// # Panics
-/// If `ranks` is zero, or `work` does.
+/// If `ranks` is zero. If `work` panics, with the panic that was the first in time, once all ranks have ended.
 pub fn run<R: Send>(ranks: usize, work: impl Fn(&Mesh<LocalTransport>) -> R + Sync) -> Vec<R> {
-    let meshes: Vec<Mesh<LocalTransport>> = group(ranks, 2)
-        .into_iter()
-        .map(|rank| Mesh::new(rank.transport, rank.control, MeshOptions::default()))
-        .collect();
-    let work = &work;
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = meshes.iter().map(|mesh| scope.spawn(move || work(mesh))).collect();
-        let join = |thread: std::thread::ScopedJoinHandle<'_, R>| {
-            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        };
-        threads.into_iter().map(join).collect()
-    })
+    let group = group(ranks, 2);
+    // A control plane that is dropped ends the job: it outlives the ranks, as a rank that returns early harms only who waits for it.
+    let controls: Vec<Arc<LocalControl>> = group.iter().map(|rank| rank.control.clone()).collect();
+    let first_panic = Mutex::new(None);
+    let (work, first_panic) = (&work, &first_panic);
+    let run = move |LocalRank { control, transport }: LocalRank| {
+        let mesh = Mesh::over(transport, control.clone(), MeshOptions::default());
+        let outcome = catch_unwind(AssertUnwindSafe(|| work(&mesh)));
+        outcome.map_err(|panic| {
+            let detail = format!("its thread panicked: {}", text_of(&*panic));
+            // Before the others learn of it, whose panics are only its echo.
+            lock(first_panic).get_or_insert(panic);
+            control.poison(&Error::PeerLost { rank: control.rank, operation: String::new(), detail });
+        })
+        // Here the mesh goes, and with it the rank's connections.
+    };
+    let outcomes: Vec<_> = thread::scope(|scope| {
+        let threads: Vec<_> = group.into_iter().map(|rank| scope.spawn(move || run(rank))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic))).collect()
+    });
+    drop(controls);
+    if let Some(panic) = lock(first_panic).take() {
+        resume_unwind(panic);
+    }
+    // Whoever has not returned has panicked.
+    outcomes.into_iter().filter_map(Result::ok).collect()
 }
 
 /// Moves messages through memory. A message is copied once, into the channel, and reduced or copied from there;
@@ -73,7 +95,15 @@ pub fn run<R: Send>(ranks: usize, work: impl Fn(&Mesh<LocalTransport>) -> R + Sy
 pub struct LocalTransport {
     fabric: Arc<Fabric>,
     rank: usize,
+    lanes: Lanes<Progress>,
     aborted: Mutex<Option<Error>>,
+}
+
+/// How far the messages of an exchange are, kept from one to the next.
+#[derive(Default)]
+struct Progress {
+    sent: Vec<bool>,
+    received: Vec<bool>,
 }
 
 /// A channel holds at most this many payload bytes, and always at least one message.
@@ -102,6 +132,8 @@ struct Channel {
     spare: Vec<Vec<u8>>,
     /// The sender is gone: nothing follows what is queued.
     ended: bool,
+    /// The receiver is gone: what is queued stays there.
+    abandoned: bool,
 }
 
 #[derive(Default)]
@@ -166,31 +198,25 @@ impl Event {
 }
 
 impl LocalTransport {
-    fn send(&self, lane: usize, message: &Outgoing<'_>) -> bool {
+    fn send(&self, lane: usize, message: &Outgoing<'_>) -> Result<bool> {
         let mut channel = self.fabric.channel(self.rank, message.peer, lane);
         if channel.bytes > 0 && channel.bytes + message.payload.len() > CHANNEL_BYTES {
-            return false;
+            return if channel.abandoned { Err(ended(message.peer)) } else { Ok(false) };
         }
+        // Its place is taken before it is there, so that the receiver need not wait for the copy to look at the channel.
         channel.bytes += message.payload.len();
         let mut payload = channel.spare.pop().unwrap_or_default();
-        payload.extend_from_slice(message.payload);
-        channel.messages.push_back((message.header, payload));
         drop(channel);
+        payload.extend_from_slice(message.payload);
+        self.fabric.channel(self.rank, message.peer, lane).messages.push_back((message.header, payload));
         self.fabric.event(message.peer, lane).signal();
-        true
+        Ok(true)
     }
 
     fn receive(&self, lane: usize, incoming: &mut Incoming<'_>) -> Result<bool> {
         let mut channel = self.fabric.channel(incoming.peer, self.rank, lane);
         let Some((header, mut payload)) = channel.messages.pop_front() else {
-            if channel.ended {
-                return Err(Error::PeerLost {
-                    rank: incoming.peer,
-                    operation: String::new(),
-                    detail: "its thread ended".into(),
-                });
-            }
-            return Ok(false);
+            return if channel.ended { Err(ended(incoming.peer)) } else { Ok(false) };
         };
         channel.bytes -= payload.len();
         drop(channel);
@@ -207,6 +233,50 @@ impl LocalTransport {
             }
         }
         Ok(true)
+    }
+
+    fn exchange_on(
+        &self,
+        lane: usize,
+        Progress { sent, received }: &mut Progress,
+        outgoing: &[Outgoing<'_>],
+        incoming: &mut [Incoming<'_>],
+        deadline: Deadline,
+    ) -> Result<()> {
+        let event = self.fabric.event(self.rank, lane);
+        for (done, messages) in [(&mut *sent, outgoing.len()), (&mut *received, incoming.len())] {
+            done.clear();
+            done.resize(messages, false);
+        }
+        loop {
+            let seen = event.count();
+            if let Some(error) = lock(&self.aborted).clone() {
+                return Err(error);
+            }
+            for (message, sent) in outgoing.iter().zip(&mut *sent).filter(|(_, sent)| !**sent) {
+                *sent = self.send(lane, message)?;
+            }
+            for (incoming, received) in incoming.iter_mut().zip(&mut *received).filter(|(_, received)| !**received) {
+                *received = self.receive(lane, incoming)?;
+            }
+            if sent.iter().chain(&*received).all(|done| *done) {
+                return Ok(());
+            }
+            if !event.wait(seen, deadline) {
+                let late = outgoing.iter().zip(&*sent).filter(|(_, sent)| !**sent).map(|(message, _)| message.peer);
+                let silent =
+                    incoming.iter().zip(&*received).filter(|(_, done)| !**done).map(|(incoming, _)| incoming.peer);
+                let mut waiting_for: Vec<usize> = late.chain(silent).collect();
+                waiting_for.sort_unstable();
+                waiting_for.dedup();
+                return Err(Error::Timeout {
+                    rank: self.rank,
+                    operation: "an exchange".into(),
+                    waited: deadline.waited(),
+                    waiting_for,
+                });
+            }
+        }
     }
 
     fn signal_all(&self) {
@@ -240,38 +310,11 @@ impl Transport for LocalTransport {
         incoming: &mut [Incoming<'_>],
         deadline: Deadline,
     ) -> Result<()> {
-        let event = self.fabric.event(self.rank, lane);
-        let mut sent = vec![false; outgoing.len()];
-        let mut received = vec![false; incoming.len()];
-        loop {
-            let seen = event.count();
-            if let Some(error) = lock(&self.aborted).clone() {
-                return Err(error);
-            }
-            for (message, sent) in outgoing.iter().zip(&mut sent).filter(|(_, sent)| !**sent) {
-                *sent = self.send(lane, message);
-            }
-            for (incoming, received) in incoming.iter_mut().zip(&mut received).filter(|(_, received)| !**received) {
-                *received = self.receive(lane, incoming)?;
-            }
-            if sent.iter().chain(&received).all(|done| *done) {
-                return Ok(());
-            }
-            if !event.wait(seen, deadline) {
-                let late = outgoing.iter().zip(&sent).filter(|(_, sent)| !**sent).map(|(message, _)| message.peer);
-                let silent =
-                    incoming.iter().zip(&received).filter(|(_, done)| !**done).map(|(incoming, _)| incoming.peer);
-                let mut waiting_for: Vec<usize> = late.chain(silent).collect();
-                waiting_for.sort_unstable();
-                waiting_for.dedup();
-                return Err(Error::Timeout {
-                    rank: self.rank,
-                    operation: "an exchange".into(),
-                    waited: deadline.waited(),
-                    waiting_for,
-                });
-            }
+        if let Some(error) = lock(&self.aborted).clone() {
+            return Err(error);
         }
+        transport::check(self.rank, self.fabric.ranks, outgoing, incoming)?;
+        self.lanes.run(lane, |progress| self.exchange_on(lane, progress, outgoing, incoming, deadline))
     }
 
     fn abort(&self, error: &Error) {
@@ -290,10 +333,16 @@ impl Drop for LocalTransport {
         for peer in 0..self.fabric.ranks {
             for lane in 0..self.fabric.lanes {
                 self.fabric.channel(self.rank, peer, lane).ended = true;
+                self.fabric.channel(peer, self.rank, lane).abandoned = true;
             }
         }
         self.signal_all();
     }
+}
+
+/// That `peer` sends and receives nothing any more.
+fn ended(peer: usize) -> Error {
+    Error::PeerLost { rank: peer, operation: String::new(), detail: "its thread ended".into() }
 }
 
 /// The control plane of a local job, in memory.
@@ -578,4 +627,98 @@ impl Drop for LocalControl {
 /// A panic of one rank's thread must not become a panic of another's: nothing here is left half-changed.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+    use crate::communicator::{Communicator, CommunicatorExt};
+    use crate::op::{Call, Op};
+    use crate::{Buffer, Failed};
+
+    /// Far below the deadline of operations (120 s), far above what a busy machine takes.
+    const SOON: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn a_rank_that_returns_early_is_lost_to_those_that_wait_for_it() {
+        let began = Instant::now();
+        let outcomes = run(3, |comm| if comm.rank() == 1 { Ok(()) } else { comm.barrier() });
+        assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
+        assert!(outcomes[1].is_ok());
+        for outcome in [&outcomes[0], &outcomes[2]] {
+            let Err(Error::PeerLost { rank: 1, operation, detail }) = outcome else { panic!("{outcome:?}") };
+            assert!(operation.contains("barrier") && detail.contains("ended"), "{operation}: {detail}");
+        }
+    }
+
+    #[test]
+    fn what_a_rank_sent_before_it_returned_still_comes_and_others_go_on() {
+        let sums = run(3, |comm| {
+            let sum = comm.all_reduce_scalar(comm.rank() as i64 + 1, crate::ReduceOp::Sum).unwrap();
+            if comm.rank() == 0 {
+                comm.send(&[5u8; 1000], 1).unwrap();
+                return sum;
+            }
+            // Ranks 1 and 2 still have much to say to each other.
+            for round in 0..200 {
+                let peer = 3 - comm.rank();
+                let got = if comm.rank() == 1 {
+                    comm.send(&[round], peer).unwrap();
+                    comm.recv::<i64>(1, peer).unwrap()
+                } else {
+                    let got = comm.recv::<i64>(1, peer).unwrap();
+                    comm.send(&got, peer).unwrap();
+                    got
+                };
+                assert_eq!(got, [round]);
+            }
+            if comm.rank() == 1 {
+                assert_eq!(comm.recv::<u8>(1000, 0).unwrap(), [5; 1000]);
+            }
+            sum
+        });
+        assert_eq!(sums, [6, 6, 6]);
+    }
+
+    #[test]
+    fn a_message_to_a_rank_that_has_returned_waits_for_no_room() {
+        let began = Instant::now();
+        let outcomes = run(2, |comm| {
+            // Twice what a channel holds: the second waits for room that nobody makes.
+            let send = || comm.send(&vec![0u8; CHANNEL_BYTES / 2 + 1], 1);
+            if comm.rank() == 0 { send().and_then(|()| send()) } else { Ok(()) }
+        });
+        assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
+        assert!(matches!(outcomes[0], Err(Error::PeerLost { rank: 1, .. })), "{:?}", outcomes[0]);
+    }
+
+    #[test]
+    fn the_first_panic_comes_out_and_reaches_the_others_at_once() {
+        for culprit in 0..3 {
+            let began = Instant::now();
+            let (told, seen) = std::sync::mpsc::channel();
+            let told = Mutex::new(told);
+            let work = |comm: &Mesh<LocalTransport>| {
+                if comm.rank() == culprit {
+                    resume_unwind(Box::new(format!("the cause on rank {culprit}")));
+                }
+                // None of them waits for the culprit: they would wait for each other until their deadlines.
+                let from = (0..3).find(|rank| *rank != culprit && *rank != comm.rank()).unwrap();
+                let call = Call::background(Op::Recv { from }, Buffer::from_vec(vec![0u8]), 1);
+                let error = comm.start(call).wait().map_err(Failed::into_error).unwrap_err();
+                lock(&told).send(error).unwrap();
+                resume_unwind(Box::new("an echo".to_string()));
+            };
+            let panic = catch_unwind(AssertUnwindSafe(|| run(3, work).len())).unwrap_err();
+            assert_eq!(text_of(&*panic), format!("the cause on rank {culprit}"));
+            assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
+            for error in seen.try_iter().collect::<Vec<_>>() {
+                let Error::PeerLost { rank, detail, .. } = &error else { panic!("{error}") };
+                assert_eq!(*rank, culprit);
+                assert!(detail.contains("the cause on rank"), "{detail}");
+            }
+        }
+    }
 }

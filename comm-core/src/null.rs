@@ -304,7 +304,7 @@ mod tests {
     fn arguments_are_checked_as_on_a_mesh() {
         let mut ranks = local::group(3, 2);
         let rank = ranks.remove(1);
-        let mesh = Mesh::new(rank.transport, rank.control, MeshOptions::default());
+        let mesh = Mesh::new(rank.transport, rank.control, MeshOptions::default()).unwrap();
         let null = rank_1_of_3();
         let calls: [fn() -> Call; 9] = [
             || Call::blocking(Op::Broadcast { root: 3 }, Buffer::from_vec(vec![1u8])),

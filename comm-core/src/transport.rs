@@ -1,6 +1,6 @@
 //! Moving bytes between ranks.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, TryLockError};
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -41,7 +41,9 @@ pub trait Transport: Send + Sync + 'static {
     /// # Errors
     /// [`Error::Timeout`] at the deadline, [`Error::PeerLost`] when a peer's connection ended, [`Error::Protocol`] when its
     /// bytes make no sense, the error passed to [`abort`](Transport::abort) after it was called, and whatever a sink returns.
-    /// After an error the connections that took part are in an undefined state: the caller aborts the transport.
+    /// After an error, or a sink's panic, messages may have been cut anywhere. So the lane is of no use any more: every later exchange on it
+    /// fails, rather than take the rest of one message for the next. The caller aborts the transport. What
+    /// [`InvalidArgument`](Error::InvalidArgument) says was refused before anything moved, and changes nothing.
     fn exchange(
         &self,
         lane: usize,
@@ -49,6 +51,15 @@ pub trait Transport: Send + Sync + 'static {
         incoming: &mut [Incoming<'_>],
         deadline: Deadline,
     ) -> Result<()>;
+
+    /// Whether the calling thread may wait in [`exchange`](Transport::exchange) and [`close`](Transport::close), which is asked before an
+    /// operation begins. Always, unless the transport says otherwise.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`], with what to do instead: the thread polls tasks of an asynchronous runtime, say.
+    fn may_block(&self) -> Result<()> {
+        Ok(())
+    }
 
     /// Makes every running and every later exchange fail promptly with `error`. Never blocks; the first call wins.
     fn abort(&self, error: &Error);
@@ -117,6 +128,92 @@ pub trait Sink: Send {
     }
 }
 
+/// What [`exchange`](Transport::exchange) promises of each lane, for transports that keep something for it, a `C`: one exchange at a time,
+/// and none after one that failed.
+///
+/// ```
+/// use comm_core::{Error, transport::Lanes};
+///
+/// let lanes = Lanes::new([0, 0]);
+/// lanes.run(1, |count| Ok(*count += 1)).unwrap();
+/// let failed = lanes.run(1, |_| Err(Error::Internal("in the middle of a message".into())));
+/// assert!(failed.is_err() && lanes.run(1, |_| Ok(())).is_err());
+/// assert!(lanes.run(0, |_| Ok(())).is_ok());
+/// ```
+#[derive(Debug)]
+pub struct Lanes<C>(Vec<Mutex<LaneState<C>>>);
+
+#[derive(Debug)]
+struct LaneState<C> {
+    content: C,
+    /// What the first exchange that failed has failed with.
+    failure: Option<Error>,
+}
+
+impl<C> Lanes<C> {
+    /// A lane for each content.
+    pub fn new(contents: impl IntoIterator<Item = C>) -> Self {
+        let lane = |content| Mutex::new(LaneState { content, failure: None });
+        Lanes(contents.into_iter().map(lane).collect())
+    }
+
+    /// Number of lanes.
+    pub fn count(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Runs an exchange on a lane, with what the lane keeps.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a lane that there is not, `Internal` while another exchange runs there or after one has panicked, the error
+    /// of the first one that failed, or its own.
+    pub fn run(&self, lane: usize, exchange: impl FnOnce(&mut C) -> Result<()>) -> Result<()> {
+        let Some(place) = self.0.get(lane) else {
+            return Err(Error::invalid(format!("lane {lane} of a transport that has {} lanes", self.0.len())));
+        };
+        let mut state = place.try_lock().map_err(|error| match error {
+            TryLockError::Poisoned(_) => Error::Internal(format!("an exchange on lane {lane} has panicked")),
+            TryLockError::WouldBlock => Error::Internal(format!("two exchanges at the same time on lane {lane}")),
+        })?;
+        if let Some(error) = &state.failure {
+            return Err(error.clone());
+        }
+        let outcome = exchange(&mut state.content);
+        if let Err(error) = &outcome {
+            state.failure = Some(error.clone());
+        }
+        outcome
+    }
+}
+
+/// Refuses what no exchange of `rank` of `ranks` can do, before anything moves.
+///
+/// # Errors
+/// `InvalidArgument` for a message to or from this rank or one that there is not, for two of them one way, and for a header that announces
+/// another length than its payload has.
+pub fn check(rank: usize, ranks: usize, outgoing: &[Outgoing<'_>], incoming: &[Incoming<'_>]) -> Result<()> {
+    if let Some(message) = outgoing.iter().find(|message| message.header.payload_len != message.payload.len() as u64) {
+        let (peer, says, has) = (message.peer, message.header.payload_len, message.payload.len());
+        return Err(Error::invalid(format!(
+            "a message to rank {peer} whose header says {says} B and that has {has} B"
+        )));
+    }
+    check_peers(rank, ranks, "to", outgoing.iter().map(|message| message.peer))?;
+    check_peers(rank, ranks, "from", incoming.iter().map(|message| message.peer))
+}
+
+fn check_peers(rank: usize, ranks: usize, way: &str, peers: impl Iterator<Item = usize> + Clone) -> Result<()> {
+    for (index, peer) in peers.clone().enumerate() {
+        if peer >= ranks || peer == rank {
+            return Err(Error::invalid(format!("rank {rank} of {ranks}: a message {way} rank {peer}")));
+        }
+        if peers.clone().take(index).any(|earlier| earlier == peer) {
+            return Err(Error::invalid(format!("rank {rank}: two messages {way} rank {peer} in one exchange")));
+        }
+    }
+    Ok(())
+}
+
 /// A shared transport is a transport.
 #[deny(clippy::missing_trait_methods)]
 impl<T: Transport + ?Sized> Transport for Arc<T> {
@@ -144,6 +241,10 @@ impl<T: Transport + ?Sized> Transport for Arc<T> {
         deadline: Deadline,
     ) -> Result<()> {
         (**self).exchange(lane, outgoing, incoming, deadline)
+    }
+
+    fn may_block(&self) -> Result<()> {
+        (**self).may_block()
     }
 
     fn abort(&self, error: &Error) {

@@ -12,11 +12,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use comm_core::conformance::{Connector, Suite, main_of};
-use comm_core::local::{self, LocalTransport};
+use comm_core::local::{self, LocalRank, LocalTransport};
 use comm_core::shm::{ShmOptions, ShmTransport};
-use comm_core::{Communicator, Counted, Deadline, Fault, FaultKind, Faulty, Mesh, MeshOptions, Transport, Waiting};
-
-use own_transport::Sockets;
+use comm_core::{
+    Communicator, Control, Counted, Deadline, Fault, FaultKind, Faulty, Mesh, MeshOptions, Transport, Waiting,
+};
 
 fn main() -> ExitCode {
     // A fault that is never reached.
@@ -37,20 +37,16 @@ fn main() -> ExitCode {
             let options = MeshOptions::default().with_checked(true).with_check_finite(true);
             let connector = |rank: local::LocalRank| -> Connector {
                 let options = options.clone();
-                Box::new(
-                    move || Ok(Arc::new(Mesh::new(rank.transport, rank.control, options)) as Arc<dyn Communicator>),
-                )
+                Box::new(move || {
+                    Ok(Arc::new(Mesh::new(rank.transport, rank.control, options)?) as Arc<dyn Communicator>)
+                })
             };
             Ok(local::group(ranks, 3).into_iter().map(connector).collect())
         })
         // Two ranks that wait for each other's message, as some cases have them, are a mismatch here.
         .with_ranks(&[3], &[])
         .without("nan/", "its operands are what the check refuses"),
-        Suite::new("sockets", |control, lanes| {
-            let transport = Sockets::connect(&*control, lanes)?;
-            Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())))
-        })
-        .with_ranks(&[3], &[2]),
+        own_transport::suite().with_ranks(&[3], &[2]),
     ])
 }
 
@@ -59,7 +55,11 @@ fn shared_memory(name: &str, options: fn(usize) -> ShmOptions) -> Suite {
     Suite::new(name, move |control, lanes| {
         let options = ShmOptions { lanes, ..options(control.rank()) };
         let transport = ShmTransport::connect(&*control, &options, Deadline::after(Duration::from_secs(30)))?;
-        Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())))
+        Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())?))
+    })
+    .with_transport(move |LocalRank { control, .. }, lanes| {
+        let options = ShmOptions { lanes, ..options(control.rank()) };
+        Ok(Arc::new(ShmTransport::connect(&*control, &options, Deadline::after(Duration::from_secs(30)))?))
     })
 }
 
@@ -67,10 +67,11 @@ fn suite<T: Transport>(name: &str, wrap: impl Fn(LocalTransport) -> T + Copy + S
     Suite::of_threads(name, move |ranks| {
         let connector = |rank: local::LocalRank| -> Connector {
             Box::new(move || {
-                let mesh = Mesh::new(wrap(rank.transport), rank.control, MeshOptions::default());
+                let mesh = Mesh::new(wrap(rank.transport), rank.control, MeshOptions::default())?;
                 Ok(Arc::new(mesh) as Arc<dyn Communicator>)
             })
         };
         Ok(local::group(ranks, 3).into_iter().map(connector).collect())
     })
+    .with_transport(move |rank, _| Ok(Arc::new(wrap(rank.transport))))
 }

@@ -35,7 +35,7 @@ fn on_ranks_with<T: Transport, R: Send>(
 ) -> Vec<R> {
     let group: Vec<_> = local::group(ranks, 2)
         .into_iter()
-        .map(|rank| Mesh::new(wrap(rank.transport), rank.control, options.clone()))
+        .map(|rank| Mesh::new(wrap(rank.transport), rank.control, options.clone()).unwrap())
         .collect();
     let body = &body;
     thread::scope(|scope| {
@@ -386,7 +386,7 @@ fn the_conformance_suite_catches_a_flipped_bit() {
             let fault = (is_first && rank.transport.rank() == 1).then_some(fault);
             Box::new(move || {
                 let transport = Faulty::new(rank.transport, fault);
-                Ok(Arc::new(Mesh::new(transport, rank.control, MeshOptions::default())) as _)
+                Ok(Arc::new(Mesh::new(transport, rank.control, MeshOptions::default())?) as _)
             })
         };
         Ok(local::group(ranks, 1).into_iter().map(connector).collect())

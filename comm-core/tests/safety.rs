@@ -19,7 +19,7 @@ type LocalMesh = Mesh<LocalTransport>;
 fn on_ranks<R: Send>(ranks: usize, options: &MeshOptions, body: impl Fn(&LocalMesh) -> R + Sync) -> Vec<R> {
     let group: Vec<LocalMesh> = local::group(ranks, 2)
         .into_iter()
-        .map(|rank| Mesh::new(rank.transport, rank.control, options.clone()))
+        .map(|rank| Mesh::new(rank.transport, rank.control, options.clone()).unwrap())
         .collect();
     let body = &body;
     thread::scope(|scope| {
@@ -105,7 +105,9 @@ fn checked_mode_on_one_rank_only_is_said_as_such() {
     let group: Vec<LocalMesh> = local::group(2, 2)
         .into_iter()
         .enumerate()
-        .map(|(number, rank)| Mesh::new(rank.transport, rank.control, MeshOptions::default().with_checked(number == 0)))
+        .map(|(number, rank)| {
+            Mesh::new(rank.transport, rank.control, MeshOptions::default().with_checked(number == 0)).unwrap()
+        })
         .collect();
     let errors: Vec<Error> = thread::scope(|scope| {
         let work = |mesh: LocalMesh| mesh.all_reduce(&mut [1f32; 10], ReduceOp::Sum).unwrap_err();
@@ -145,7 +147,7 @@ fn a_stall_is_reported_with_who_holds_it_up_and_what_that_rank_does() {
     let tell = Mutex::new(tell);
     group[1].control.on_stall(Box::new(move |report| drop(tell.lock().unwrap().send(report.clone()))));
     let meshes: Vec<_> =
-        group.into_iter().map(|rank| Mesh::new(rank.transport, rank.control, options.clone())).collect();
+        group.into_iter().map(|rank| Mesh::new(rank.transport, rank.control, options.clone()).unwrap()).collect();
     thread::scope(|scope| {
         for mesh in &meshes {
             scope.spawn(move || {
@@ -200,7 +202,7 @@ fn over_tcp_with<R: Send>(
                 scope.spawn(move || {
                     let deadline = Deadline::after(Duration::from_secs(20));
                     let control = TcpControl::connect_with(&job, &[], intervals, deadline).unwrap();
-                    let mesh = Mesh::new(rank.transport, control.clone(), options.clone());
+                    let mesh = Mesh::new(rank.transport, control.clone(), options.clone()).unwrap();
                     body(&mesh, &control)
                 })
             })
@@ -355,8 +357,10 @@ fn a_communicator_that_is_dropped_with_an_operation_under_way_ends_it_and_tells_
     let tell = Mutex::new(tell);
     let began = Instant::now();
     let group = local::group(2, 2);
-    let meshes: Vec<_> =
-        group.into_iter().map(|rank| Mesh::new(rank.transport, rank.control, MeshOptions::default())).collect();
+    let meshes: Vec<_> = group
+        .into_iter()
+        .map(|rank| Mesh::new(rank.transport, rank.control, MeshOptions::default()).unwrap())
+        .collect();
     thread::scope(|scope| {
         for mesh in meshes {
             let tell = tell.lock().unwrap().clone();

@@ -87,8 +87,8 @@ fn on_ranks<R: Send>(options: &MeshOptions, body: impl Fn(&Rank) -> R + Sync) ->
                         let rank = control.rank();
                         let group = Subgroup::split(control.clone(), "the nodes", COLORS[rank], soon()).unwrap();
                         let take = |from: &Mutex<Vec<Option<LocalTransport>>>| from.lock().unwrap()[rank].take();
-                        let inner = Mesh::new(take(transports).unwrap(), group.clone(), options.clone());
-                        let outer = Mesh::new(take(outer).unwrap(), control.clone(), options.clone());
+                        let inner = Mesh::new(take(transports).unwrap(), group.clone(), options.clone()).unwrap();
+                        let outer = Mesh::new(take(outer).unwrap(), control.clone(), options.clone()).unwrap();
                         body(&Rank { rank, control, group, inner, outer })
                     })
                 })
@@ -324,9 +324,9 @@ fn rank(role: &str) -> i32 {
     let group = Subgroup::split(control.clone(), "the nodes", job.rank as u64 / 2, soon()).unwrap();
     let transport = ShmTransport::connect(&*group, &ShmOptions::default(), soon()).unwrap();
     println!("memory {}", shared_memory().into_iter().collect::<Vec<_>>().join(" "));
-    let inner = Mesh::new(transport, group, MeshOptions::default());
+    let inner = Mesh::new(transport, group, MeshOptions::default()).unwrap();
     let transport = ShmTransport::connect(&*control, &ShmOptions::default(), soon()).unwrap();
-    let outer = Mesh::new(transport, control.clone(), MeshOptions::default());
+    let outer = Mesh::new(transport, control.clone(), MeshOptions::default()).unwrap();
     let sum = |mesh: &Mesh<ShmTransport>| {
         let mut values = vec![job.rank as f32; 10_000];
         mesh.all_reduce(&mut values, SUM).map(|()| values[9_999])

@@ -2,10 +2,11 @@
 
 use std::any::Any;
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use comm_core::native::{Asked, Backend as _, Elements, Group, Owner, Shape, negotiate, run_copied};
+use comm_core::native::{Asked, Backend as _, Due, Elements, Group, Owner, Shape, Started, negotiate, run_copied};
 use comm_core::{
     Algorithm, BorrowedCall, Buffer, Call, Communicator, CommunicatorExt, Completed, Control, Deadline, Error, Failed,
     Handle, Mode, Op, Outcome, Result, View,
@@ -13,7 +14,7 @@ use comm_core::{
 
 use crate::NcclOptions;
 use crate::connect;
-use crate::core::{Core, Io, Members, Place, Source};
+use crate::core::{self, Core, Io, Members, Place, Source};
 use crate::sys::{CudaBuffer, DataType, Device, UNIQUE_ID_BYTES};
 
 /// The name under which [`NcclCommunicator::facts`] has the number of the CUDA device.
@@ -126,9 +127,14 @@ struct Owned {
 }
 
 impl Owned {
-    fn run(self, core: &Arc<Core>, members: &Members) -> Outcome {
+    fn run(self, core: &Arc<Core>, members: &Members, due: Due<'_>) -> Outcome {
         let Owned { header, deadline, op, mut buffer, mut input, counts, lane, label } = self;
         let began = Instant::now();
+        let Due::Turn(turn) = due else {
+            let error =
+                core.fail_without_turn(&due, lane, &core::named(header, &op, label.as_deref(), members), deadline);
+            return Err(Failed { error, buffer: Some(buffer), input });
+        };
         let (dtype, count) = (buffer.dtype(), buffer.count());
         let input_count = input.as_ref().map(Buffer::count);
         let io = Io {
@@ -139,7 +145,20 @@ impl Owned {
             input: input.as_mut().map(source),
             counts: counts.as_ref(),
         };
-        match core.run(members, lane, &op, header, label, io, deadline) {
+        let outcome = catch_unwind(AssertUnwindSafe(|| core.run(members, lane, &op, header, label, io, deadline)));
+        // Whoever sees the end finds the lane free.
+        drop(turn);
+        let outcome = match outcome {
+            Ok(outcome) => outcome,
+            Err(panic) => {
+                if core.device.is_given_up() {
+                    // A kernel may still write there.
+                    std::mem::forget((buffer, input));
+                }
+                resume_unwind(panic)
+            }
+        };
+        match outcome {
             Ok(()) => Ok(Completed { buffer, input, began, ended: Instant::now() }),
             Err(ended) => {
                 let kept = |buffer: Buffer| match buffer {
@@ -211,24 +230,27 @@ impl Communicator for NcclCommunicator {
     fn start(&self, call: Call) -> Handle {
         let (lane, mode) = (call.lane, call.mode);
         // Number and place on the lane follow the order of the callers.
-        let started = self.core.starting();
+        let starting = self.core.starting();
         let owned = match self.own(call) {
             Ok(owned) => owned,
             Err(failed) => return Handle::done(Err(*failed)),
         };
-        let queue = &self.core.shared.lanes[lane];
+        let underway = Started::new(&self.members.group);
+        let (queue, deadline) = (&self.core.shared.lanes[lane], owned.deadline);
         if mode == Mode::Blocking
-            && let Some(turn) = queue.try_enter()
+            && let Some(turn) = queue.try_enter(deadline)
         {
-            drop(started);
-            let outcome = owned.run(&self.core, &self.members);
-            drop(turn);
-            return Handle::done(outcome);
+            drop(starting);
+            return Handle::done(owned.run(&self.core, &self.members, Due::Turn(turn)));
         }
         let (completer, handle) = Handle::pending();
         let (core, members) = (self.core.clone(), self.members.clone());
-        queue.enqueue(Box::new(move || completer.complete(owned.run(&core, &members))));
-        drop(started);
+        let job = move |due: Due<'_>| {
+            completer.complete(owned.run(&core, &members, due));
+            drop(underway);
+        };
+        queue.enqueue(deadline, Box::new(job));
+        drop(starting);
         if mode == Mode::Blocking { Handle::done(handle.wait()) } else { handle }
     }
 
@@ -236,17 +258,18 @@ impl Communicator for NcclCommunicator {
         let BorrowedCall { op, mut buffer, input, counts, algorithm, lane, timeout, label } = call;
         let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
         let elements = |view: View<'_>| Elements { dtype: view.dtype(), count: view.count() };
-        let started = self.core.starting();
+        let starting = self.core.starting();
         let (shape, chosen) = self.admit(&asked, elements(View::from(&buffer)), input.map(elements))?;
-        let Some(turn) = self.core.shared.lanes[lane].try_enter() else {
-            drop(started);
+        let underway = Started::new(&self.members.group);
+        let deadline = Deadline::after(timeout.unwrap_or(self.core.options.timeout));
+        let Some(turn) = self.core.shared.lanes[lane].try_enter(deadline) else {
+            drop(starting);
             // The operations before it on its lane run on another thread, which cannot be lent this memory.
             let call = BorrowedCall { op, buffer, input, counts, algorithm, lane, timeout, label };
             return run_copied(self, call);
         };
         let header = self.group().header(&mut self.group().order(), &asked, &shape, chosen);
-        drop(started);
-        let deadline = Deadline::after(timeout.unwrap_or(self.core.options.timeout));
+        drop(starting);
         let io = Io {
             dtype: buffer.dtype(),
             count: buffer.count(),
@@ -257,6 +280,7 @@ impl Communicator for NcclCommunicator {
         };
         let outcome = self.core.run(&self.members, lane, &op, header, label, io, deadline);
         drop(turn);
+        drop(underway);
         outcome.map_err(|ended| ended.error)
     }
 
@@ -294,7 +318,7 @@ impl Communicator for NcclCommunicator {
 
     fn finish(&self, timeout: Duration) -> Result<()> {
         let close = |deadline| self.core.close(&self.members, deadline);
-        self.core.finish(self, timeout, self.group().is_first, close)
+        self.core.finish(self, self.group(), timeout, close)
     }
 }
 

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use comm_core::header::{CHECK, CHECK_RECEIVE};
-use comm_core::native::{Backend, Group, Shared};
+use comm_core::native::{Backend, Group, Shared, name, pair};
 use comm_core::table::Table;
 use comm_core::{Control, Counts, DType, Deadline, Error, Header, Op, ReduceOp, Result};
 
@@ -62,22 +62,41 @@ impl LaneState {
     }
 }
 
-/// Memory on the device that grows. What it has outgrown is kept, because freeing waits for everything that runs on the device, and
-/// what runs there may wait for peers.
+/// Memory on the device that grows.
+///
+/// Freeing waits for everything that runs on the device, and what runs there may wait for peers. So what it has outgrown stays until an
+/// operation finds nothing else under way.
 #[derive(Debug, Default)]
-struct Room(Vec<Memory>);
+struct Room {
+    memory: Option<Memory>,
+    outgrown: Vec<Memory>,
+}
 
 impl Room {
-    fn of(&mut self, device: &Device, bytes: usize) -> Result<DevicePointer> {
+    /// At least so many bytes. `quiet` gives something while nothing else runs on the device, and nothing begins there.
+    fn of<Q>(&mut self, device: &Device, bytes: usize, quiet: impl Fn() -> Option<Q>) -> Result<DevicePointer> {
         if bytes == 0 {
             return Ok(DevicePointer::NULL);
         }
-        if self.0.last().is_none_or(|memory| memory.bytes() < bytes) {
-            // Small ones doubled, so that all that is kept is no more than the last; large ones in steps.
-            let step = bytes.next_power_of_two().clamp(4096, 64 << 20);
-            self.0.push(device.allocate(bytes.next_multiple_of(step))?);
+        let held = self.memory.as_ref().map_or(0, Memory::bytes);
+        if held < bytes {
+            self.outgrown.extend(self.memory.take());
         }
-        Ok(self.0.last().map_or(DevicePointer::NULL, Memory::pointer))
+        if !self.outgrown.is_empty()
+            && let Some(_quiet) = quiet()
+        {
+            self.outgrown.clear();
+        }
+        let memory = match self.memory.take() {
+            Some(memory) => memory,
+            None => {
+                // While nothing can be freed it at least doubles, so that all that is kept is no more than the last.
+                let bytes = if self.outgrown.is_empty() { bytes } else { bytes.max(2 * held) };
+                let step = bytes.next_power_of_two().clamp(4096, 64 << 20);
+                device.allocate(bytes.next_multiple_of(step))?
+            }
+        };
+        Ok(self.memory.insert(memory).pointer())
     }
 }
 
@@ -159,6 +178,13 @@ impl Core {
         self.starting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Given to the operation that has `lane` while no other lane is in use, which stays so until it is dropped.
+    fn quiet(&self, lane: usize) -> Option<MutexGuard<'_, ()>> {
+        let starting = self.starting();
+        let others = self.shared.lanes.iter().enumerate().filter(|(other, _)| *other != lane);
+        others.into_iter().all(|(_, lane)| lane.is_idle()).then_some(starting)
+    }
+
     /// Has `comm` aborted when the job fails; at once if it has.
     pub(crate) fn keep(self: &Arc<Self>, comm: &Arc<RawComm>) {
         let mut comms = lock(&self.comms);
@@ -219,14 +245,14 @@ impl Core {
         if let Some(error) = shared.failure() {
             return Err(Ended { error: error.clone(), is_running: false });
         }
-        // The operation as such, not one of its messages.
-        let step = if matches!(op, Op::Recv { .. }) { CHECK_RECEIVE } else { CHECK };
-        let call = Header { step, ..header };
+        let call = call_of(header, op);
         let group = &members.group;
         let note = shared.watch.note(lane, call, op, label.clone(), group, deadline);
         let is_lent = matches!(io.buffer, Place::Device(_)) || matches!(io.input, Some(Source::Device(_)));
         let mut state = shared.lanes[lane].scratch();
-        let outcome = self.perform(members, lane, op, io, &mut state, deadline);
+        let guard = PanicGuard { core: self, call: &call, state: &mut state, is_lent };
+        let outcome = self.perform(members, lane, op, io, guard.state, deadline);
+        drop(guard);
         drop(note);
         outcome.map_err(|error| {
             let (error, during) = shared.watch.explain(error, &call, op, label.as_deref(), group);
@@ -266,12 +292,13 @@ impl Core {
         let plan = Plan { op, rank, ranks, dtype, count, input: input_count, counts };
         let size = dtype.size();
         let bytes = |elements: &Range<usize>| elements.start * size..elements.end * size;
+        let quiet = || self.quiet(lane);
         let passed = &mut |event: &Event| self.wait(comm, deadline, || event.has_passed());
 
         let at_buffer = match &buffer {
             Place::Device(pointer) => *pointer,
             Place::Host(host) => {
-                let pointer = room.of(device, host.len())?;
+                let pointer = room.of(device, host.len(), quiet)?;
                 let read = bytes(&plan.reads());
                 staging.upload(pointer.at(read.start), &host[read], stream, passed)?;
                 pointer
@@ -281,12 +308,13 @@ impl Core {
             None => None,
             Some(Source::Device(pointer)) => Some(pointer),
             Some(Source::Host(host)) => {
-                let pointer = input_room.of(device, host.len())?;
+                let pointer = input_room.of(device, host.len(), quiet)?;
                 staging.upload(pointer, host, stream, passed)?;
                 Some(pointer)
             }
         };
-        let at = Places { buffer: at_buffer, input: at_input, scratch: scratch.of(device, plan.scratch_bytes())? };
+        let at =
+            Places { buffer: at_buffer, input: at_input, scratch: scratch.of(device, plan.scratch_bytes(), quiet)? };
 
         device.make_current()?;
         for copy in plan.copies(at).into_iter().chain(plan.own_block(at)) {
@@ -382,6 +410,37 @@ impl Core {
     }
 }
 
+/// Tells the other ranks if an operation panics: they would wait for it. What is on the device then stays there unless all that the lane
+/// has begun has ended.
+struct PanicGuard<'a> {
+    core: &'a Arc<Core>,
+    call: &'a Header,
+    state: &'a mut LaneState,
+    is_lent: bool,
+}
+
+impl Drop for PanicGuard<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            let PanicGuard { core, call, state, is_lent } = self;
+            core.fail(Error::Internal(format!("{call} panicked on rank {}", core.shared.job_rank())), "");
+            if *is_lent {
+                core.has_settled(state, Deadline::after(GRACE));
+            }
+        }
+    }
+}
+
+/// A header that stands for the operation as such, not for one of its messages.
+fn call_of(header: Header, op: &Op) -> Header {
+    Header { step: if matches!(op, Op::Recv { .. }) { CHECK_RECEIVE } else { CHECK }, ..header }
+}
+
+/// What to call an operation in errors.
+pub(crate) fn named(header: Header, op: &Op, label: Option<&str>, members: &Members) -> String {
+    name(&call_of(header, op), pair(op, &members.group), label)
+}
+
 impl Drop for Core {
     /// Frees nothing that a kernel may still use: what has not ended within [`GRACE`] counts as running for ever.
     fn drop(&mut self) {
@@ -447,4 +506,94 @@ impl Drop for Members {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(all(test, feature = "stand-in"))]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+    use comm_core::{OpKind, local};
+
+    use super::*;
+    use crate::connect;
+    use crate::sys::Behaviour;
+
+    fn soon() -> Deadline {
+        Deadline::after(Duration::from_secs(20))
+    }
+
+    /// The ranks of a job, connected, with their control planes.
+    fn ranks(count: usize, lanes: usize) -> Vec<(Arc<Core>, Members, Arc<local::LocalControl>)> {
+        let connect = move |rank: local::LocalRank| {
+            let options = NcclOptions::default().on_stand_in().with_lanes(lanes);
+            let (core, members) = connect::connect(rank.control.clone(), &options, soon()).unwrap();
+            (core, members, rank.control)
+        };
+        let threads: Vec<_> =
+            local::group(count, lanes).into_iter().map(|rank| thread::spawn(move || connect(rank))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    }
+
+    /// Lets an operation on lane 0 panic.
+    fn panic_in_an_operation(core: &Arc<Core>, is_lent: bool) {
+        let call = Header {
+            communicator: 1,
+            sequence: 0,
+            kind: OpKind::Barrier,
+            dtype: DType::U8,
+            reduce: None,
+            algorithm: comm_core::Algorithm::Direct,
+            root: 0,
+            count: 0,
+            division: 0,
+            step: CHECK,
+            payload_len: 0,
+        };
+        let panicked = catch_unwind(AssertUnwindSafe(|| {
+            let mut state = core.shared.lanes[0].scratch();
+            let _guard = PanicGuard { core, call: &call, state: &mut state, is_lent };
+            resume_unwind(Box::new("on purpose"));
+        }));
+        assert!(panicked.is_err());
+    }
+
+    #[test]
+    fn a_panic_in_an_operation_ends_the_job_and_frees_nothing_that_may_be_in_use() {
+        for (behaviour, is_given_up) in [(Behaviour::Works, false), (Behaviour::Hangs, true)] {
+            let both = ranks(2, 1);
+            let core = &both[1].0;
+            core.device.behave(behaviour);
+            panic_in_an_operation(core, true);
+            for (_, _, control) in &both {
+                let failure = control.failure().unwrap().to_string();
+                assert!(failure.contains("barrier") && failure.contains("panicked on rank 1"), "{failure}");
+            }
+            assert_eq!(core.device.is_given_up(), is_given_up, "{behaviour:?}");
+        }
+    }
+
+    #[test]
+    fn a_room_gives_back_what_it_has_outgrown_once_nothing_else_runs() {
+        const MIB: usize = 1 << 20;
+        let (core, _members, _control) = ranks(1, 2).remove(0);
+        let mut state = core.shared.lanes[0].scratch();
+        let room = &mut state.buffer;
+        let mut grow = |bytes: usize| -> (usize, usize) {
+            room.of(&core.device, bytes, || core.quiet(0)).unwrap();
+            (room.memory.as_ref().unwrap().bytes(), room.outgrown.iter().map(Memory::bytes).sum())
+        };
+        for mib in 1..200 {
+            let (held, outgrown) = grow(mib * MIB);
+            assert!((mib * MIB..=mib * MIB + 64 * MIB).contains(&held) && outgrown == 0, "{mib}: {held}, {outgrown}");
+        }
+        // Another lane is in use: nothing may be freed, and all that is kept is no more than what is used.
+        let turn = core.shared.lanes[1].try_enter(soon()).unwrap();
+        for mib in (200..1000).step_by(10) {
+            let (held, outgrown) = grow(mib * MIB);
+            assert!(held >= mib * MIB && outgrown <= held && held <= 3 * mib * MIB, "{mib}: {held}, {outgrown}");
+        }
+        assert!(grow(990 * MIB).1 > 0);
+        drop(turn);
+        assert_eq!(grow(990 * MIB).1, 0);
+    }
 }

@@ -158,7 +158,7 @@ impl<'a> Rank<'a> {
             self.measure_trips(plan.phase / 2, &mut row)?;
         }
         let paths = self.transport.paths();
-        let mesh = Mesh::new(Arc::clone(&self.transport), control, MeshOptions::default());
+        let mesh = Mesh::new(Arc::clone(&self.transport), control, MeshOptions::default())?;
         if plan.has("reduce") {
             self.measure_reductions(plan.phase / 2, &mesh, &mut row)?;
         }

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use comm_core::driver::{Driver, passed};
+use comm_core::driver::{Driver, may_block, passed};
 use comm_core::{Control, Deadline, Error, Result, Spinner};
 use quinn::{Endpoint, Runtime as _};
 use tokio::sync::{Mutex, watch};
@@ -17,7 +17,7 @@ use crate::protection::Protection;
 use crate::rendezvous::{Appointment, Introduction, Link, meet, server_config};
 use crate::socket::{BoundSocket, CountingSocket};
 use crate::tls::{Identity, Pins};
-use crate::transport::{Lane, QuicTransport, Settings, refuse_inside_runtime};
+use crate::transport::{Lane, QuicTransport, Settings};
 
 /// Connects the ranks of `control` with each other; see [`QuicTransport::connect`].
 pub(crate) fn connect(
@@ -26,7 +26,7 @@ pub(crate) fn connect(
     protection: Protection,
     deadline: Deadline,
 ) -> Result<QuicTransport> {
-    refuse_inside_runtime("connecting over QUIC")?;
+    may_block()?;
     options.check()?;
     let (rank, world_size) = (control.rank(), control.world_size());
     let driver = Driver::new(&format!("comm-quic-{rank}"))?;

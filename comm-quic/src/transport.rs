@@ -12,7 +12,6 @@ use std::time::Duration;
 use comm_core::driver::{Driver, passed, within};
 use comm_core::{Control, Deadline, Error, HEADER_LEN, Incoming, Outgoing, Result, Spinner, Transport, Waiting};
 use quinn::{Connection, ConnectionError, Endpoint, ReadError, StoppedError};
-use tokio::runtime::Handle;
 use tokio::sync::{Mutex, watch};
 use tokio::time::sleep;
 
@@ -29,8 +28,8 @@ use crate::socket::CountingSocket;
 /// A QUIC connection to every other rank.
 ///
 /// The thread inside an exchange drives the socket, the connections and their timers itself; one thread more, named
-/// `comm-quic-RANK`, does while no exchange runs, whatever the number of peers. Not to be used from inside an asynchronous runtime: calls block, and
-/// say so instead.
+/// `comm-quic-RANK`, does while no exchange runs, whatever the number of peers. Calls block: a thread that polls the tasks of a tokio runtime is
+/// refused ([`Transport::may_block`]), one of its `spawn_blocking` is not.
 pub struct QuicTransport {
     pub(crate) rank: usize,
     pub(crate) world_size: usize,
@@ -222,7 +221,7 @@ impl Transport for QuicTransport {
         incoming: &mut [Incoming<'_>],
         deadline: Deadline,
     ) -> Result<()> {
-        refuse_inside_runtime("an exchange over QUIC")?;
+        self.may_block()?;
         if let Some(error) = self.abort_error() {
             return Err(error);
         }
@@ -269,6 +268,7 @@ impl Transport for QuicTransport {
         let unsent = Cell::new(written);
         // Long before the window is used up quinn grants more, which should not wait for the next exchange.
         let credit = u64::from(self.settings.options.stream_window) / 16;
+        let note = Noted { operation: operation.as_str(), broken };
         let outcome = self
             .drive(spinner, deadline, &unsent, leaves_work, |cx| {
                 let step = poll_all(&mut jobs, cx, channels, operation)?;
@@ -282,9 +282,13 @@ impl Transport for QuicTransport {
                 if is_done { Ok(()) } else { Err(self.timeout(operation, deadline, waiting_for)) }
             });
         if let Err(error) = &outcome {
-            *broken = Some(error.clone());
+            *note.broken = Some(error.clone());
         }
         outcome
+    }
+
+    fn may_block(&self) -> Result<()> {
+        comm_core::driver::may_block()
     }
 
     fn abort(&self, error: &Error) {
@@ -298,7 +302,7 @@ impl Transport for QuicTransport {
     }
 
     fn close(&self, deadline: Deadline) -> Result<()> {
-        refuse_inside_runtime("closing the QUIC transport")?;
+        self.may_block()?;
         if self.closed.load(Ordering::Acquire) {
             return Ok(());
         }
@@ -353,8 +357,8 @@ impl Drop for QuicTransport {
                 }
             }
         }
-        // A peer that is not told would learn of it at the idle timeout. Blocking is not allowed inside a runtime.
-        if Handle::try_current().is_ok() {
+        // A peer that is not told would learn of it at the idle timeout. Where tasks are polled nothing may block.
+        if self.may_block().is_err() {
             self.endpoint.close(DROPPED, b"dropped");
             return;
         }
@@ -405,6 +409,20 @@ async fn until(holds: impl Fn() -> bool) {
     }
 }
 
+/// An exchange that runs. If a sink panics in it, its lane is broken.
+struct Noted<'a> {
+    operation: &'a str,
+    broken: &'a mut Option<Error>,
+}
+
+impl Drop for Noted<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            *self.broken = Some(Error::Internal(format!("{} has panicked", self.operation)));
+        }
+    }
+}
+
 /// One direction of closing a lane with one peer.
 struct Farewell<'a> {
     peer: usize,
@@ -438,14 +456,6 @@ fn acknowledged(stopped: Result<Option<quinn::VarInt>, StoppedError>, context: C
         Err(StoppedError::ConnectionLost(error)) => Err(context.lost(crate::message::describe(&error))),
         Err(error) => Err(context.lost(error.to_string())),
     }
-}
-
-/// Blocking a thread that drives other tasks would stop them, and tokio panics.
-pub(crate) fn refuse_inside_runtime(what: &str) -> Result<()> {
-    if Handle::try_current().is_ok() {
-        return Err(Error::invalid(format!("{what} blocks: call it from a thread outside of any tokio runtime")));
-    }
-    Ok(())
 }
 
 #[cfg(test)]

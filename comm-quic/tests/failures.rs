@@ -4,13 +4,16 @@
 
 mod common;
 
-use std::sync::Barrier;
 use std::sync::mpsc::channel;
+use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use comm_core::local::group;
-use comm_core::{Control, Deadline, Error, Header, Incoming, Result, Sink, Transport};
+use comm_core::{
+    Communicator, CommunicatorExt, Control, Deadline, Error, Header, Incoming, Mesh, MeshOptions, ReduceOp, Result,
+    Sink, Transport,
+};
 use comm_quic::{Congestion, QuicOptions, QuicTransport};
 
 use common::{job, pattern, receive, send, soon, swap_with_all};
@@ -172,6 +175,26 @@ fn calls_that_make_no_sense_are_refused_and_harmless() {
 }
 
 #[test]
+fn a_communicator_works_in_spawn_blocking_and_refuses_a_task_without_ending_the_job() {
+    let patience = Duration::from_secs(60);
+    job(2, &QuicOptions::default(), |transport, control| {
+        let control: Arc<dyn Control> = control.clone();
+        let mesh = Arc::new(Mesh::new(transport, control.clone(), MeshOptions::default()).unwrap());
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            for outcome in [mesh.barrier(), mesh.finish(patience)] {
+                assert!(matches!(outcome, Err(Error::InvalidArgument(_))), "{outcome:?}");
+            }
+            assert!(control.failure().is_none());
+            let sum = |mesh: &Mesh<QuicTransport>| mesh.all_reduce_scalar(1u32, ReduceOp::Sum);
+            let work = mesh.clone();
+            assert_eq!(tokio::task::spawn_blocking(move || sum(&work)).await.unwrap().unwrap(), 2);
+            tokio::task::spawn_blocking(move || mesh.finish(patience)).await.unwrap().unwrap();
+        });
+    });
+}
+
+#[test]
 fn inside_a_runtime_it_says_so_instead_of_panicking() {
     let barrier = Barrier::new(2);
     job(2, &QuicOptions::default(), |transport, _control| {
@@ -179,7 +202,7 @@ fn inside_a_runtime_it_says_so_instead_of_panicking() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {
             let error = send(&transport, 0, 1 - transport.rank(), b"x").unwrap_err();
-            assert!(error.to_string().contains("outside of any tokio runtime"), "{error}");
+            assert!(error.to_string().contains("within an asynchronous task"), "{error}");
             drop(transport);
         });
     });

@@ -4,13 +4,18 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use comm_core::{Deadline, Mesh, MeshOptions, conformance};
-use comm_quic::{QuicOptions, UnprotectedQuic};
+use comm_core::conformance::{Suite, main_of};
+use comm_core::{Control, Deadline, Mesh, MeshOptions, Result};
+use comm_quic::{QuicOptions, QuicTransport, UnprotectedQuic};
 
 fn main() -> ExitCode {
-    conformance::main("quic-unprotected", |control, lanes| {
-        let options = QuicOptions { lanes, ..QuicOptions::default() };
-        let transport = UnprotectedQuic::connect(&*control, &options, Deadline::after(Duration::from_secs(30)))?;
-        Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())))
-    })
+    let suite = Suite::new("quic-unprotected", |control, lanes| {
+        Ok(Arc::new(Mesh::new(connect(&*control, lanes)?, control, MeshOptions::default())?))
+    });
+    main_of(vec![suite.with_transport(|rank, lanes| Ok(Arc::new(connect(&*rank.control, lanes)?)))])
+}
+
+fn connect(control: &dyn Control, lanes: usize) -> Result<QuicTransport> {
+    let options = QuicOptions { lanes, ..QuicOptions::default() };
+    UnprotectedQuic::connect(control, &options, Deadline::after(Duration::from_secs(30)))
 }

@@ -3,7 +3,6 @@
 use std::sync::OnceLock;
 
 use comm_core::{Deadline, Error, Incoming, Outgoing, Result};
-use tokio::runtime::Handle;
 
 /// The ranks and lanes of a transport, and whether it was aborted.
 pub(crate) struct Core {
@@ -30,20 +29,6 @@ impl Core {
 
     pub(crate) fn timeout(&self, operation: String, deadline: Deadline, waiting_for: Vec<usize>) -> Error {
         Error::Timeout { rank: self.rank, operation, waited: deadline.waited(), waiting_for }
-    }
-
-    /// Refuses to block.
-    ///
-    /// # Errors
-    /// `InvalidArgument` from within an asynchronous task: waiting there would block the task's own runtime.
-    pub(crate) fn may_block(&self) -> Result<()> {
-        match Handle::try_current() {
-            Ok(_) => Err(Error::invalid(format!(
-                "rank {}: a blocking call of a transport was made from within an asynchronous task; use a thread",
-                self.rank
-            ))),
-            Err(_) => Ok(()),
-        }
     }
 
     /// Refuses an exchange that makes no sense.

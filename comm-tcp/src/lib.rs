@@ -35,7 +35,8 @@
 //! [`Driver`](comm_core::driver::Driver)), and a rank that listens behind a gate has one more, which relays. The number of
 //! threads does not depend on that of peers. Between exchanges nothing is polled, whatever the way of waiting.
 //!
-//! An exchange blocks; from within an asynchronous task it is refused. A transport may be dropped anywhere: that ends its
+//! An exchange blocks. Over ZeroMQ, which needs a runtime of its own for it, it is refused on a thread that polls the tasks of a tokio
+//! runtime, and not on one of its `spawn_blocking`. A transport may be dropped anywhere: that ends its
 //! connections at once and waits for nothing.
 //!
 //! # ZeroMQ: what is built around it, and why

@@ -26,11 +26,14 @@ fn main() -> ExitCode {
 
 fn suite<T: Transport>(
     name: &str,
-    connect: impl Fn(&dyn Control, TcpOptions) -> Result<T> + Send + Sync + 'static,
+    connect: impl Fn(&dyn Control, TcpOptions) -> Result<T> + Copy + Send + Sync + 'static,
 ) -> Suite {
     Suite::new(name, move |control, lanes| {
         let transport = connect(&*control, TcpOptions { lanes, ..TcpOptions::default() })?;
-        Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())) as Arc<dyn Communicator>)
+        Ok(Arc::new(Mesh::new(transport, control, MeshOptions::default())?) as Arc<dyn Communicator>)
+    })
+    .with_transport(move |rank, lanes| {
+        Ok(Arc::new(connect(&*rank.control, TcpOptions { lanes, ..TcpOptions::default() })?))
     })
 }
 

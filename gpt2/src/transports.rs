@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use comm_core::control::{Subgroup, TcpOptions};
 use comm_core::counted::{Counted, Counters};
-use comm_core::{Communicator, Control, Deadline, Error, Mesh, MeshOptions, Transport, Waiting, local, shm};
+use comm_core::{
+    Communicator, Control, Deadline, Error, Mesh, MeshOptions, Transport, Waiting, local, local::LocalRank, shm,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::flat::DeviceCollectives;
@@ -240,10 +242,10 @@ pub fn local_nodes(
         .map(|control| Subgroup::of_colors(control.clone(), &nodes(ranks_per_node), &colors))
         .collect::<Result<_, _>>()?;
     let transports = (0..controls.len() / ranks_per_node).flat_map(|_| local::group(ranks_per_node, options.lanes));
-    let node = |(group, rank): (Arc<Subgroup>, local::LocalRank)| {
-        Node::new(Link::new(rank.transport, group, options), ranks_per_node)
+    let node = |(group, rank): (Arc<Subgroup>, LocalRank)| {
+        Ok(Node::new(Link::new(rank.transport, group, options)?, ranks_per_node))
     };
-    Ok(groups.into_iter().zip(transports).map(node).collect())
+    groups.into_iter().zip(transports).map(node).collect()
 }
 
 /// The node of each rank.
@@ -271,7 +273,10 @@ impl Node {
 pub fn local_sessions(ranks: usize, options: &TransportOptions) -> Vec<Session> {
     local::group(ranks, options.lanes)
         .into_iter()
-        .map(|rank| session(rank.transport, rank.control, options, ranks))
+        .map(|LocalRank { transport, control }| {
+            let session = session(transport, control, options, ranks);
+            session.unwrap_or_else(|error| unreachable!("both parts of a local rank are of that rank: {error}"))
+        })
         .collect()
 }
 
@@ -307,22 +312,22 @@ fn link(kind: TransportKind, control: Arc<dyn Control>, options: &TransportOptio
         TransportKind::Shm => {
             let shm = shm::ShmOptions { lanes: options.lanes, waiting: options.waiting, ..Default::default() };
             let transport = shm::ShmTransport::connect(&*control, &shm, deadline)?;
-            Ok(Link::new(transport, control, options))
+            Link::new(transport, control, options)
         }
         #[cfg(feature = "tcp")]
         TransportKind::TcpRaw => {
             let transport = comm_tcp::RawTcpTransport::connect(&*control, &tcp(options), deadline)?;
-            Ok(Link::new(transport, control, options))
+            Link::new(transport, control, options)
         }
         #[cfg(feature = "tcp")]
         TransportKind::Tcp => {
             let transport = comm_tcp::ZmqTransport::connect(&*control, &tcp(options), deadline)?;
-            Ok(Link::new(transport, control, options))
+            Link::new(transport, control, options)
         }
         #[cfg(feature = "quic")]
         TransportKind::Quic => {
             let transport = comm_quic::QuicTransport::connect(&*control, &quic_options(options)?, deadline)?;
-            Ok(Link::new(transport, control, options))
+            Link::new(transport, control, options)
         }
         #[cfg(feature = "nccl")]
         TransportKind::Nccl => {
@@ -384,13 +389,16 @@ pub fn quic_options(options: &TransportOptions) -> Result<comm_quic::QuicOptions
 }
 
 /// The session of a rank over a connected transport, which may be one that is not in this list.
+///
+/// # Errors
+/// `InvalidArgument` when `transport` connects other ranks than `control`.
 pub fn session<T: Transport>(
     transport: T,
     control: Arc<dyn Control>,
     options: &TransportOptions,
     ranks_in_process: usize,
-) -> Session {
-    Link::new(transport, control.clone(), options).into_session(control, options, ranks_in_process)
+) -> Result<Session, Error> {
+    Ok(Link::new(transport, control.clone(), options)?.into_session(control, options, ranks_in_process))
 }
 
 /// A connected transport and what runs on it, of a job or of a part of one.
@@ -401,7 +409,7 @@ struct Link {
 }
 
 impl Link {
-    fn new<T: Transport>(transport: T, control: Arc<dyn Control>, options: &TransportOptions) -> Self {
+    fn new<T: Transport>(transport: T, control: Arc<dyn Control>, options: &TransportOptions) -> Result<Self, Error> {
         let facts = transport.facts();
         let mesh = MeshOptions::default()
             .with_timeout(options.timeout)
@@ -410,11 +418,11 @@ impl Link {
             .with_check_finite(options.check_finite);
         let (comm, counters): (Arc<dyn Communicator>, _) = if options.counted {
             let (transport, counters) = Counted::new(transport);
-            (Arc::new(Mesh::new(transport, control, mesh)), Some(counters))
+            (Arc::new(Mesh::new(transport, control, mesh)?), Some(counters))
         } else {
-            (Arc::new(Mesh::new(transport, control, mesh)), None)
+            (Arc::new(Mesh::new(transport, control, mesh)?), None)
         };
-        Link { comm, counters, facts }
+        Ok(Link { comm, counters, facts })
     }
 
     fn into_session(self, control: Arc<dyn Control>, options: &TransportOptions, ranks_in_process: usize) -> Session {

@@ -41,7 +41,7 @@ pub(super) fn quic(place: &Place, job: &Job, ends: Option<&Ends>, from: usize, t
     let connect = || QuicTransport::connect(&*control, &transports::quic_options(&options)?, deadline);
     let transport = connect().inspect_err(|error| control.poison(error))?;
     let monitor = transport.monitor();
-    let session = transports::session(transport, control, &options, 1);
+    let session = transports::session(transport, control, &options, 1)?;
     let sampler = Sampler::start(&place.interface)?;
     let mut message = vec![0_u8; MESSAGE];
     let mut steady = Steady::new(place, Instant::now());

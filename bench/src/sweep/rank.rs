@@ -126,7 +126,7 @@ fn connect(
     let deadline = Deadline::after(options.timeout);
     let transport = QuicTransport::connect(&*control, &transports::quic_options(options)?, deadline)?;
     let _ = figures.set(quic_figures(vec![transport.monitor()]));
-    Ok(transports::session(transport, control, options, 1))
+    transports::session(transport, control, options, 1)
 }
 
 /// All ranks as threads of this process.

@@ -4,7 +4,6 @@
 //! is known by name, and the next case starts on a group that works. Ranks are threads here, processes in
 //! `processes.rs`; the driver knows no difference.
 
-use std::any::Any;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -16,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Case, Stop};
 use crate::communicator::Communicator;
-use crate::error::Result;
+use crate::error::{Result, text_of};
 
 /// How a case ended, over all ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -350,14 +349,18 @@ fn run_case(case: &Case, communicator: &Arc<dyn Communicator>, options: RunOptio
     wrong(why)
 }
 
-enum Ended<R> {
+pub(super) enum Ended<R> {
     Value(R),
     Panicked(String),
     Hung,
 }
 
 /// Runs `work` in a thread of its own, which is left behind when it takes longer than `limit`.
-fn within<R: Send + 'static>(limit: Duration, name: &str, work: impl FnOnce() -> R + Send + 'static) -> Ended<R> {
+pub(super) fn within<R: Send + 'static>(
+    limit: Duration,
+    name: &str,
+    work: impl FnOnce() -> R + Send + 'static,
+) -> Ended<R> {
     let (sender, receiver) = sync_channel(1);
     let spawned = thread::Builder::new().name(name.into()).spawn(move || {
         let result = catch_unwind(AssertUnwindSafe(work));
@@ -372,11 +375,6 @@ fn within<R: Send + 'static>(limit: Duration, name: &str, work: impl FnOnce() ->
         Err(RecvTimeoutError::Timeout) => Ended::Hung,
         Err(RecvTimeoutError::Disconnected) => Ended::Panicked("the thread ended without a result".into()),
     }
-}
-
-fn text_of(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "without a message".into())
 }
 
 #[cfg(test)]
@@ -415,7 +413,7 @@ mod tests {
 
     fn group(ranks: usize) -> Result<Vec<Connector>> {
         let connector = |rank: local::LocalRank| -> Connector {
-            Box::new(|| Ok(Arc::new(Mesh::new(rank.transport, rank.control, MeshOptions::default())) as _))
+            Box::new(|| Ok(Arc::new(Mesh::new(rank.transport, rank.control, MeshOptions::default())?) as _))
         };
         Ok(local::group(ranks, 1).into_iter().map(connector).collect())
     }

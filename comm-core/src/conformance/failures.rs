@@ -13,8 +13,8 @@ use crate::buffer::Buffer;
 use crate::communicator::Communicator;
 use crate::dtype::{Element, ReduceOp};
 use crate::error::Error;
-use crate::handle::Outcome;
-use crate::op::{Call, Mode, Op};
+use crate::handle::{Completed, Failed, Outcome};
+use crate::op::{BorrowedCall, Call, Mode, Op};
 
 const SUM: ReduceOp = ReduceOp::Sum;
 
@@ -161,6 +161,25 @@ fn add_timeouts(cases: &mut Vec<Case>) {
         timeout_within(communicator, &child, Op::Barrier, 0, Mode::Blocking)
     }));
     cases.push(Case::fresh("timeout/queued_behind_a_late_one", 2, queued));
+    cases.push(Case::fresh("timeout/queued_behind_a_longer_one", 2, |communicator| {
+        behind_a_longer_one(communicator, |short| communicator.start(Call { mode: Mode::Background, ..short }).wait())
+    }));
+    cases.push(Case::fresh("timeout/blocking_behind_a_longer_one", 2, |communicator| {
+        behind_a_longer_one(communicator, |short| communicator.start(short).wait())
+    }));
+    cases.push(Case::fresh("timeout/borrowed_behind_a_longer_one", 2, |communicator| {
+        behind_a_longer_one(communicator, |short| {
+            let began = Instant::now();
+            let Buffer::Host(mut buffer) = short.buffer else { return communicator.start(short).wait() };
+            let borrowed = BorrowedCall { timeout: short.timeout, ..BorrowedCall::new(short.op, buffer.view_mut()) };
+            let outcome = communicator.run_borrowed(borrowed);
+            let (buffer, ended) = (Buffer::Host(buffer), Instant::now());
+            match outcome {
+                Ok(()) => Ok(Completed { buffer, input: None, began, ended }),
+                Err(error) => Err(Failed { error, buffer: Some(buffer), input: None }),
+            }
+        })
+    }));
     cases.push(Case::fresh("timeout/zero", 2, |communicator| {
         if communicator.rank() > 0 {
             return late(communicator);
@@ -227,6 +246,26 @@ fn queued(communicator: &Arc<dyn Communicator>) -> CaseResult {
         check_timeout(&failure(handle.wait())?, SHORT)?;
     }
     on_time(began)
+}
+
+/// An operation with a short deadline waits for its turn behind one that has all the time of the world: it ends in its own time, and with
+/// it the job, whose error names it.
+fn behind_a_longer_one(communicator: &Arc<dyn Communicator>, short: impl FnOnce(Call) -> Outcome) -> CaseResult {
+    if communicator.rank() + 1 == communicator.world_size() {
+        return late(communicator);
+    }
+    let began = Instant::now();
+    let long = call(Op::AllReduce(SUM), Buffer::from_vec(vec![1f32; 10_007]), 0, Mode::Background);
+    let long = communicator.start(long);
+    let op = Op::Broadcast { root: 0 };
+    let error = failure(short(Call::blocking(op, Buffer::from_vec(vec![1f32; 10])).with_timeout(SHORT)))?;
+    check_timeout(&error, SHORT)?;
+    on_time(began)?;
+    let Error::Timeout { operation, .. } = &error else { return Ok(()) };
+    ensure(operation.contains("broadcast"), || format!("expected an error that names the broadcast, got: {error}"))?;
+    check_timeout(&failure(long.wait())?, SHORT)?;
+    on_time(began)?;
+    afterwards(communicator, &error)
 }
 
 /// Whether this is a timeout after a wait of at least `least`, less what the caller did of it before the operation began.

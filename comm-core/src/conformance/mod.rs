@@ -33,6 +33,8 @@ mod shapes;
 mod splits;
 #[cfg(feature = "conformance-main")]
 mod suite;
+#[cfg(feature = "conformance-main")]
+mod transports;
 
 use std::fmt;
 use std::sync::Arc;

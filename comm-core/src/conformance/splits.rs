@@ -4,10 +4,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::data::{Pattern, check};
-use super::{Case, CaseResult, PATIENCE, Step, WAYS, Way, barrier, call, ensure, exchange_number, failed, run};
+use super::{
+    Case, CaseResult, PATIENCE, Step, WAYS, Way, barrier, call, ensure, exchange_number, failed, need_lanes, run,
+};
 use crate::buffer::Buffer;
 use crate::communicator::Communicator;
 use crate::dtype::ReduceOp;
+use crate::error::Error;
 use crate::op::{Mode, Op};
 
 pub(super) fn add(cases: &mut Vec<Case>) {
@@ -22,6 +25,8 @@ pub(super) fn add(cases: &mut Vec<Case>) {
     cases.push(Case::shared("split/background_in_parent_and_child", 1, background));
     cases.push(Case::shared("split/roots_and_messages", 2, roots_and_messages));
     cases.push(Case::shared("split/finish", 1, finish));
+    cases.push(Case::shared("split/finish_leaves_the_parent_alone", 2, finish_beside_the_parent));
+    cases.push(Case::shared("split/finish_that_gives_up_ends_nothing", 2, finish_gives_up));
 }
 
 fn split(communicator: &Arc<dyn Communicator>, color: u64, key: i64) -> Step<Arc<dyn Communicator>> {
@@ -180,6 +185,61 @@ fn roots_and_messages(communicator: &Arc<dyn Communicator>) -> CaseResult {
         check(&got, &[ranks as i32 - 1], format_args!("the message from rank 0 of the child"))?;
     }
     Ok(())
+}
+
+/// A child ends although an operation of its parent waits for a message.
+fn finish_beside_the_parent(communicator: &Arc<dyn Communicator>) -> CaseResult {
+    need_lanes(communicator, 2)?;
+    let (rank, last) = (communicator.rank(), communicator.lanes() - 1);
+    let child = split(communicator, 0, 0)?;
+    let message = |op| call(op, Buffer::from_vec(vec![rank as i32 + 7]), last, Mode::Background);
+    let waiting = (rank == 1).then(|| communicator.start(message(Op::Recv { from: 0 })));
+    child.finish(PATIENCE)?;
+    match waiting {
+        Some(mut waiting) => {
+            // Which the sender knows only after this.
+            ensure(!waiting.test(), || "the message was there before it was sent".into())?;
+            barrier(communicator)?;
+            check(&waiting.wait()?.buffer.into_vec::<i32>()?, &[7], format_args!("the message"))
+        }
+        None => {
+            barrier(communicator)?;
+            if rank == 0 {
+                communicator.start(message(Op::Send { to: 1 })).wait()?;
+            }
+            Ok(())
+        }
+    }
+}
+
+/// A child cannot end yet, first because of an operation of its own, then because of one of its parent on the lane where its ranks
+/// meet. It says so at its deadline, nothing is harmed, and later it can.
+fn finish_gives_up(communicator: &Arc<dyn Communicator>) -> CaseResult {
+    need_lanes(communicator, 2)?;
+    let (rank, last) = (communicator.rank(), communicator.lanes() - 1);
+    let child = split(communicator, 0, 0)?;
+    for (within, lane, free) in [(&child, last, 0), (communicator, 0, last)] {
+        let message = |op| call(op, Buffer::from_vec(vec![rank as i32 + 7]), lane, Mode::Background);
+        let token = |op| call(op, Buffer::from_vec(vec![1u8]), free, Mode::Background);
+        match rank {
+            0 => {
+                communicator.start(token(Op::Recv { from: 1 })).wait()?;
+                within.start(message(Op::Send { to: 1 })).wait()?;
+            }
+            1 => {
+                let waiting = within.start(message(Op::Recv { from: 0 }));
+                match child.finish(Duration::from_millis(100)) {
+                    Err(Error::Timeout { operation, .. }) if operation.contains("finishing") => {}
+                    other => return failed(format!("expected finish to give up, got: {other:?}")),
+                }
+                communicator.start(token(Op::Send { to: 0 })).wait()?;
+                check(&waiting.wait()?.buffer.into_vec::<i32>()?, &[7], format_args!("the message"))?;
+            }
+            _ => {}
+        }
+    }
+    child.finish(PATIENCE)?;
+    barrier(communicator)
 }
 
 /// A child can end before its parent, which goes on.

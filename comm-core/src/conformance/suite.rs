@@ -6,13 +6,15 @@ use std::sync::{Arc, OnceLock};
 
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
-use super::driver::{CaseOutcome, Connector, RunOptions, run_threads};
+use super::driver::{CaseOutcome, Connector, Ended, RunOptions, run_threads, within};
 use super::processes::{self, WORKER};
-use super::{Case, cases};
+use super::transports::{self, TransportCase};
+use super::{Case, Stop, cases};
 use crate::communicator::Communicator;
 use crate::control::Control;
 use crate::error::{Error, Result};
-use crate::local;
+use crate::local::{self, LocalRank};
+use crate::transport::Transport;
 
 /// Makes a communicator of a control plane and a number of lanes. Called once on every rank of a group.
 pub(super) type Connect = dyn Fn(Arc<dyn Control>, usize) -> Result<Arc<dyn Communicator>> + Send + Sync;
@@ -25,6 +27,8 @@ pub struct Suite {
     group: Arc<Group>,
     /// What a process needs to connect; a backend without it runs as threads only.
     connect: Option<Arc<Connect>>,
+    /// For the cases of a transport.
+    transport: Option<Arc<transports::Connect>>,
     lanes: usize,
     /// As threads, and as processes.
     ranks: [Vec<usize>; 2],
@@ -106,12 +110,24 @@ impl Suite {
             name: name.into(),
             group: Arc::new(group),
             connect: None,
+            transport: None,
             lanes: LANES,
             ranks: RANKS.map(<[usize]>::to_vec),
             crowds: Vec::new(),
             without: Vec::new(),
             options: RunOptions::default(),
         }
+    }
+
+    /// Tries the transport below the communicators as well, between two threads: `connect` makes that of one rank, of its control plane, for
+    /// so many lanes. Its cases are called `NAME/transport/…`.
+    #[must_use]
+    pub fn with_transport(
+        mut self,
+        connect: impl Fn(LocalRank, usize) -> Result<Arc<dyn Transport>> + Send + Sync + 'static,
+    ) -> Self {
+        self.transport = Some(Arc::new(connect));
+        self
     }
 
     /// Ignores the cases whose name contains `part`, for the reason that the test's output gives.
@@ -150,9 +166,24 @@ impl Suite {
                 suite.clone().add_group(*kind, *ranks, None, arguments, trials);
             }
         }
+        if let Some(connect) = &suite.transport {
+            trials.extend(transports::CASES.iter().map(|case| suite.transport_trial(case, connect.clone())));
+        }
         for (ranks, cases) in &suite.crowds {
             suite.clone().add_group(Kind::Processes, *ranks, Some(cases.as_slice()), arguments, trials);
         }
+    }
+
+    fn transport_trial(&self, case: &'static TransportCase, connect: Arc<transports::Connect>) -> Trial {
+        let (lanes, limit) = (self.lanes, self.options.case_limit);
+        let name = format!("{}/transport/{}", self.name, case.name);
+        Trial::ignorable_test(name, move || match within(limit, case.name, move || case.run(&*connect, lanes)) {
+            Ended::Value(Ok(())) => Ok(Completion::Completed),
+            Ended::Value(Err(Stop::Skipped(why))) => Ok(Completion::ignored_with(why)),
+            Ended::Value(Err(Stop::Failed(why))) => Err(why.into()),
+            Ended::Panicked(why) => Err(format!("panicked: {why}").into()),
+            Ended::Hung => Err(format!("hung: still running after {:.0} s", limit.as_secs_f64()).into()),
+        })
     }
 
     /// The trials of one group size share one run, which starts when the first of them is due and leaves out those that the

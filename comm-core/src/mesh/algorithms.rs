@@ -11,7 +11,7 @@ use crate::reduce::{finish_mean, reduce_in_rank_order, scale};
 use crate::table::{supports, tree_children, tree_parent};
 
 use super::round::{Receive, Rounds, Send};
-use super::scratch::Scratch;
+use super::scratch::{Room, Scratch};
 
 /// What an operation works on, and with.
 pub(super) struct Data<'a> {
@@ -50,21 +50,30 @@ pub(super) fn run(op: &Op, rounds: &mut Rounds<'_>, data: Data<'_>) -> Result<()
     match *op {
         Op::AllReduce(reduce) => {
             if let Some(input) = input {
+                if algorithm == Algorithm::Sharded && !is_weighted(reduce) {
+                    let own = layout.shard(rank);
+                    copy(&mut bytes[own.clone()], &input[own.clone()]);
+                    sharded_into(rounds, layout, reduce, input, &mut bytes[own], scratch.inbox())?;
+                    return direct_all_gather(rounds, layout, 1, bytes);
+                }
                 copy(bytes, input);
             }
-            all_reduce(rounds, layout, algorithm, weighted(layout, reduce, bytes), bytes, scratch)
+            all_reduce(rounds, layout, algorithm, weighted(layout, reduce, bytes), bytes, scratch.inbox())
         }
         Op::ReduceScatter(reduce) => match input {
             None => {
                 let reduce = weighted(layout, reduce, bytes);
-                reduce_scatter(rounds, layout, algorithm, reduce, bytes, scratch)
+                reduce_scatter(rounds, layout, algorithm, reduce, bytes, scratch.inbox())
+            }
+            // Whose input need not change.
+            Some(input) if algorithm == Algorithm::Sharded && !is_weighted(reduce) => {
+                copy(bytes, &input[layout.shard(rank)]);
+                sharded_into(rounds, layout, reduce, input, bytes, scratch.inbox())
             }
             Some(input) => {
-                // Both need memory of their own, and the inbox is the smaller.
-                let mut inbox = Scratch::default();
-                let whole = scratch.copy_of(input);
+                let (whole, inbox) = scratch.copy_and_inbox(input);
                 let reduce = weighted(layout, reduce, whole);
-                reduce_scatter(rounds, layout, algorithm, reduce, whole, &mut inbox)?;
+                reduce_scatter(rounds, layout, algorithm, reduce, whole, inbox)?;
                 copy(bytes, &whole[layout.shard(rank)]);
                 Ok(())
             }
@@ -80,29 +89,40 @@ pub(super) fn run(op: &Op, rounds: &mut Rounds<'_>, data: Data<'_>) -> Result<()
         }
         Op::Reduce { root, op } if rank == root => {
             if let Some(input) = input {
+                if algorithm == Algorithm::Sharded && !is_weighted(op) {
+                    let own = layout.shard(rank);
+                    copy(&mut bytes[own.clone()], &input[own.clone()]);
+                    sharded_into(rounds, layout, op, input, &mut bytes[own], scratch.inbox())?;
+                    return gather_in(rounds, layout, layout.last_step(), root, bytes);
+                }
                 copy(bytes, input);
             }
             let op = weighted(layout, op, bytes);
             match algorithm {
-                Algorithm::Direct => direct_reduce(rounds, layout, root, op, bytes, scratch),
+                Algorithm::Direct => direct_reduce(rounds, layout, root, op, bytes, scratch.inbox()),
                 _ => {
-                    reduce_scatter(rounds, layout, algorithm, op, bytes, scratch)?;
+                    reduce_scatter(rounds, layout, algorithm, op, bytes, scratch.inbox())?;
                     gather_in(rounds, layout, layout.last_step(), root, bytes)
                 }
             }
         }
         Op::Reduce { root, op } => {
             let mine = input.unwrap_or(bytes);
-            if algorithm == Algorithm::Direct && !matches!(op, ReduceOp::ScaledSum(_)) {
+            if algorithm == Algorithm::Direct && !is_weighted(op) {
                 return rounds.exchange(0, &[Send { to: root, bytes: mine }], &mut []);
             }
-            let mut inbox = Scratch::default();
-            let work = scratch.copy_of(mine);
+            if algorithm == Algorithm::Sharded && !is_weighted(op) {
+                // What this rank holds stays as it is: only its own shard is worked on.
+                let (shard, inbox) = scratch.copy_and_inbox(&mine[layout.shard(rank)]);
+                sharded_into(rounds, layout, op, mine, shard, inbox)?;
+                return rounds.exchange(layout.last_step(), &[Send { to: root, bytes: shard }], &mut []);
+            }
+            let (work, inbox) = scratch.copy_and_inbox(mine);
             let op = weighted(layout, op, work);
             if algorithm == Algorithm::Direct {
                 return rounds.exchange(0, &[Send { to: root, bytes: work }], &mut []);
             }
-            reduce_scatter(rounds, layout, algorithm, op, work, &mut inbox)?;
+            reduce_scatter(rounds, layout, algorithm, op, work, inbox)?;
             rounds.exchange(layout.last_step(), &[Send { to: root, bytes: &work[layout.shard(rank)] }], &mut [])
         }
         Op::Broadcast { root } => {
@@ -132,7 +152,7 @@ pub(super) fn run(op: &Op, rounds: &mut Rounds<'_>, data: Data<'_>) -> Result<()
             gather_in(rounds, layout, 0, root, bytes)
         }
         Op::Gather { root, .. } => rounds.exchange(0, &[Send { to: root, bytes: input.unwrap_or(bytes) }], &mut []),
-        Op::AllToAll => all_to_all(rounds, layout, counts, input, bytes, scratch),
+        Op::AllToAll => all_to_all(rounds, layout, counts, input, bytes, scratch.inbox()),
         Op::Barrier => barrier(rounds),
         Op::Send { to } => rounds.exchange(0, &[Send { to, bytes: input.unwrap_or(bytes) }], &mut []),
         Op::Recv { from } => rounds.exchange(0, &[], &mut [Receive { from, into: bytes, reduce: None }]),
@@ -206,6 +226,11 @@ fn offsets(counts: &[usize]) -> Vec<usize> {
     offsets
 }
 
+/// Whether this rank's contribution has to be multiplied before it is sent.
+fn is_weighted(op: ReduceOp) -> bool {
+    matches!(op, ReduceOp::ScaledSum(_))
+}
+
 /// Multiplies this rank's contribution by its factor, if it has one, which leaves a sum.
 fn weighted(layout: Layout<'_>, op: ReduceOp, contribution: &mut [u8]) -> ReduceOp {
     let ReduceOp::ScaledSum(factor) = op else { return op };
@@ -219,7 +244,7 @@ fn all_reduce(
     algorithm: Algorithm,
     op: ReduceOp,
     bytes: &mut [u8],
-    scratch: &mut Scratch,
+    scratch: &mut Room,
 ) -> Result<()> {
     match algorithm {
         Algorithm::Direct => direct_all_reduce(rounds, layout, op, bytes, scratch),
@@ -239,7 +264,7 @@ fn reduce_scatter(
     algorithm: Algorithm,
     op: ReduceOp,
     bytes: &mut [u8],
-    scratch: &mut Scratch,
+    scratch: &mut Room,
 ) -> Result<()> {
     match algorithm {
         Algorithm::Sharded => sharded_reduce_scatter(rounds, layout, op, bytes, scratch),
@@ -306,7 +331,7 @@ fn direct_all_reduce(
     layout: Layout<'_>,
     op: ReduceOp,
     bytes: &mut [u8],
-    scratch: &mut Scratch,
+    scratch: &mut Room,
 ) -> Result<()> {
     let rank = rounds.rank;
     let inbox = scratch.bytes(bytes.len() * (layout.ranks - 1));
@@ -322,15 +347,40 @@ fn sharded_reduce_scatter(
     layout: Layout<'_>,
     op: ReduceOp,
     bytes: &mut [u8],
-    scratch: &mut Scratch,
+    scratch: &mut Room,
 ) -> Result<()> {
-    let rank = rounds.rank;
-    let own = layout.shard(rank);
-    let inbox = scratch.bytes(own.len() * (layout.ranks - 1));
-    let sends: Vec<Send<'_>> = layout.others(rank).map(|to| Send { to, bytes: &bytes[layout.shard(to)] }).collect();
-    rounds.exchange(0, &sends, &mut receives(inbox, layout.others(rank).map(|from| (from, own.len()))))?;
-    reduce_with_inbox(layout, op, rank, inbox, &mut bytes[own]);
+    let inbox = exchange_shards(rounds, layout, bytes, scratch)?;
+    reduce_with_inbox(layout, op, rounds.rank, inbox, &mut bytes[layout.shard(rounds.rank)]);
     Ok(())
+}
+
+/// The same where the contribution is `whole`, which stays as it is; `own` holds rank r's part of it, and gets the reduced shard.
+fn sharded_into(
+    rounds: &mut Rounds<'_>,
+    layout: Layout<'_>,
+    op: ReduceOp,
+    whole: &[u8],
+    own: &mut [u8],
+    scratch: &mut Room,
+) -> Result<()> {
+    let inbox = exchange_shards(rounds, layout, whole, scratch)?;
+    reduce_with_inbox(layout, op, rounds.rank, inbox, own);
+    Ok(())
+}
+
+/// Everyone sends everyone else's shard there. Gives those of this rank, in rank order.
+fn exchange_shards<'s>(
+    rounds: &mut Rounds<'_>,
+    layout: Layout<'_>,
+    whole: &[u8],
+    scratch: &'s mut Room,
+) -> Result<&'s [u8]> {
+    let rank = rounds.rank;
+    let length = layout.shard(rank).len();
+    let inbox = scratch.bytes(length * (layout.ranks - 1));
+    let sends: Vec<Send<'_>> = layout.others(rank).map(|to| Send { to, bytes: &whole[layout.shard(to)] }).collect();
+    rounds.exchange(0, &sends, &mut receives(inbox, layout.others(rank).map(|from| (from, length))))?;
+    Ok(inbox)
 }
 
 /// Everyone sends its own shard to everyone.
@@ -353,7 +403,7 @@ fn direct_reduce(
     root: usize,
     op: ReduceOp,
     bytes: &mut [u8],
-    scratch: &mut Scratch,
+    scratch: &mut Room,
 ) -> Result<()> {
     let inbox = scratch.bytes(bytes.len() * (layout.ranks - 1));
     rounds.exchange(0, &[], &mut receives(inbox, layout.others(root).map(|from| (from, bytes.len()))))?;
@@ -367,7 +417,7 @@ fn recursive_doubling(
     layout: Layout<'_>,
     op: ReduceOp,
     bytes: &mut [u8],
-    scratch: &mut Scratch,
+    scratch: &mut Room,
 ) -> Result<()> {
     let (rank, ranks) = (rounds.rank, layout.ranks);
     let core = 1 << ranks.ilog2();
@@ -469,7 +519,7 @@ fn all_to_all(
     counts: Option<&Counts>,
     input: Option<&[u8]>,
     bytes: &mut [u8],
-    scratch: &mut Scratch,
+    scratch: &mut Room,
 ) -> Result<()> {
     let (rank, size) = (rounds.rank, layout.dtype.size());
     let out = match input {

@@ -15,7 +15,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::handle::{Completed, Failed, Handle, Outcome};
 use crate::header::{CHECK, CHECK_RECEIVE, Header};
-use crate::native::{Asked, Backend, Elements, Group, Lane, Owner, Shape, Shared, name, negotiate, pair};
+use crate::native::{Asked, Backend, Due, Elements, Group, Lane, Owner, Shape, Shared, Started, name, negotiate, pair};
 use crate::op::{Algorithm, BorrowedCall, Call, Counts, Mode, Op};
 use crate::table::Table;
 use crate::transport::Transport;
@@ -114,7 +114,28 @@ struct Core<T> {
 impl<T: Transport> Mesh<T> {
     /// The first communicator over a transport, over all ranks of `control`: those of the job, or of a
     /// [`Subgroup`](crate::control::Subgroup).
-    pub fn new(transport: T, control: Arc<dyn Control>, options: MeshOptions) -> Self {
+    ///
+    /// # Errors
+    /// `InvalidArgument` when the transport connects other ranks than those of `control`, or numbers them differently.
+    pub fn new(transport: T, control: Arc<dyn Control>, options: MeshOptions) -> Result<Self> {
+        let theirs = (transport.rank(), transport.world_size());
+        let ours = (control.rank(), control.world_size());
+        if theirs != ours {
+            return Err(Error::invalid(format!(
+                "the transport {} is that of rank {} of {}, the control plane that of rank {} of {}: connect the transport with the \
+                 control plane that the communicator gets",
+                transport.name(),
+                theirs.0,
+                theirs.1,
+                ours.0,
+                ours.1
+            )));
+        }
+        Ok(Self::over(transport, control, options))
+    }
+
+    /// As [`new`](Mesh::new), where both are known to be of the same ranks.
+    pub(crate) fn over(transport: T, control: Arc<dyn Control>, options: MeshOptions) -> Self {
         let scratch = (0..transport.lanes()).map(|_| Scratch::default()).collect();
         let shared = Shared::new(control, scratch, options.stall_after, options.verdict_grace);
         let core = Arc::new(Core { transport, options, shared });
@@ -165,46 +186,57 @@ impl<T: Transport> Communicator for Mesh<T> {
             }
         };
         let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
-        let (lane_queue, shape, chosen) = match self.admit(&asked, buffer.view(), input.as_ref().map(HostBuffer::view))
-        {
+        let admitted =
+            self.may_block(mode).and_then(|()| self.admit(&asked, buffer.view(), input.as_ref().map(HostBuffer::view)));
+        let (lane_queue, shape, chosen) = match admitted {
             Ok(admitted) => admitted,
             Err(error) => return refused(error, Buffer::Host(buffer), input.map(Buffer::Host)),
         };
 
+        let started = Started::new(&self.group);
         let deadline = Deadline::after(timeout.unwrap_or(self.core.options.timeout));
         // The number and the place on the lane are taken together, so that both follow the order of the callers.
         let mut order = self.group.order();
         let header = self.group.header(&mut order, &asked, &shape, chosen);
         let (core, group) = (self.core.clone(), self.group.clone());
-        let run = move || -> Outcome {
+        let run = move |due: Due<'_>| -> Outcome {
             let began = Instant::now();
-            let io =
-                Io { buffer: buffer.view_mut(), input: input.as_ref().map(HostBuffer::view), counts: counts.as_ref() };
-            let outcome = core.run(&group, lane, &op, header, label, io, deadline);
+            let outcome = match due {
+                Due::Turn(turn) => {
+                    let (buffer, input) = (buffer.view_mut(), input.as_ref().map(HostBuffer::view));
+                    let io = Io { buffer, input, counts: counts.as_ref() };
+                    let outcome = core.run(&group, lane, &op, header, label, io, deadline);
+                    // Whoever sees the end finds the lane free.
+                    drop(turn);
+                    outcome
+                }
+                without => {
+                    let named = name(&call_of(header, &op), pair(&op, &group), label.as_deref());
+                    Err(core.fail_without_turn(&without, lane, &named, deadline))
+                }
+            };
             let (buffer, input) = (Buffer::Host(buffer), input.map(Buffer::Host));
             match outcome {
                 Ok(()) => Ok(Completed { buffer, input, began, ended: Instant::now() }),
                 Err(error) => Err(Failed { error, buffer: Some(buffer), input }),
             }
         };
+        if mode == Mode::Blocking
+            && let Some(turn) = lane_queue.try_enter(deadline)
+        {
+            drop(order);
+            return Handle::done(run(Due::Turn(turn)));
+        }
+        let (completer, handle) = Handle::pending();
+        let job = move |due: Due<'_>| {
+            completer.complete(run(due));
+            drop(started);
+        };
+        lane_queue.enqueue(deadline, Box::new(job));
+        drop(order);
         match mode {
-            Mode::Background => {
-                let (completer, handle) = Handle::pending();
-                lane_queue.enqueue(Box::new(move || completer.complete(run())));
-                handle
-            }
-            Mode::Blocking => {
-                if let Some(turn) = lane_queue.try_enter() {
-                    drop(order);
-                    let outcome = run();
-                    drop(turn);
-                    return Handle::done(outcome);
-                }
-                let (completer, handle) = Handle::pending();
-                lane_queue.enqueue(Box::new(move || completer.complete(run())));
-                drop(order);
-                Handle::done(handle.wait())
-            }
+            Mode::Background => handle,
+            Mode::Blocking => Handle::done(handle.wait()),
         }
     }
 
@@ -212,20 +244,23 @@ impl<T: Transport> Communicator for Mesh<T> {
         let BorrowedCall { op, buffer, input, counts, algorithm, lane, timeout, label } = call;
         let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
         let lent = View::from(&buffer);
+        self.may_block(Mode::Blocking)?;
         let (lane_queue, shape, chosen) = self.admit(&asked, lent, input)?;
+        let started = Started::new(&self.group);
+        let deadline = Deadline::after(timeout.unwrap_or(self.core.options.timeout));
         let mut order = self.group.order();
-        let Some(turn) = lane_queue.try_enter() else {
+        let Some(turn) = lane_queue.try_enter(deadline) else {
             // The operations before it on its lane run on another thread, which cannot be lent this memory.
             drop(order);
             let call = BorrowedCall { op, buffer, input, counts, algorithm, lane, timeout, label };
             return crate::communicator::run_copied(self, call);
         };
-        let deadline = Deadline::after(timeout.unwrap_or(self.core.options.timeout));
         let header = self.group.header(&mut order, &asked, &shape, chosen);
         drop(order);
         let io = Io { buffer, input, counts: counts.as_ref() };
         let outcome = self.core.run(&self.group, lane, &op, header, label, io, deadline);
         drop(turn);
+        drop(started);
         outcome
     }
 
@@ -243,8 +278,9 @@ impl<T: Transport> Communicator for Mesh<T> {
 
     fn finish(&self, timeout: Duration) -> Result<()> {
         let Core { transport, shared, .. } = &*self.core;
+        self.may_block(Mode::Blocking)?;
         let close = |deadline| transport.close(deadline).map_err(|error| shared.control.in_job(error));
-        self.core.finish(self, timeout, self.group.is_first, close)
+        self.core.finish(self, &self.group, timeout, close)
     }
 }
 
@@ -255,7 +291,18 @@ struct Io<'a> {
     counts: Option<&'a Counts>,
 }
 
+/// A header that stands for the operation as such, not for one of its messages.
+fn call_of(header: Header, op: &Op) -> Header {
+    Header { step: if matches!(op, Op::Recv { .. }) { CHECK_RECEIVE } else { CHECK }, ..header }
+}
+
 impl<T: Transport> Mesh<T> {
+    /// Whether the caller's thread may wait for an operation. Looked at before the operation has a number, so that a refusal is that
+    /// call's alone.
+    fn may_block(&self, mode: Mode) -> Result<()> {
+        if mode == Mode::Blocking { self.core.transport.may_block() } else { Ok(()) }
+    }
+
     /// Checks what was asked for: the lane that it runs on, and by which algorithm.
     fn admit(
         &self,
@@ -297,9 +344,7 @@ impl<T: Transport> Core<T> {
         if let Some(error) = shared.failure() {
             return Err(error.clone());
         }
-        // The operation as such, not one of its messages.
-        let step = if matches!(op, Op::Recv { .. }) { CHECK_RECEIVE } else { CHECK };
-        let call = Header { step, ..header };
+        let call = call_of(header, op);
         if self.options.check_finite
             && let Some(found) = finite::find(op, group.rank, group.members.len(), &io)
         {

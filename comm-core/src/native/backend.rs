@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use super::{Asked, Group, Lane, Watch, header_kind, verdict};
+use super::{Asked, Due, Group, Lane, Watch, header_kind, verdict};
 use crate::buffer::Buffer;
 use crate::communicator::Communicator;
 use crate::control::{Activity, Control};
@@ -158,21 +158,48 @@ pub trait Backend: Send + Sync + Sized + 'static {
         shared.control.poison(&error);
     }
 
-    /// Ends a communicator of this backend in an orderly way, as [`Communicator::finish`] does. If it is the first one, `close` ends the
-    /// connections, while nothing runs on any rank, with errors in ranks of the job.
+    /// Fails the job because an operation has left the queue of its lane without its turn. Gives the error.
+    fn fail_without_turn(self: &Arc<Self>, why: &Due<'_>, lane: usize, named: &str, deadline: Deadline) -> Error {
+        let shared = self.shared();
+        match why {
+            Due::Turn(_) => Error::Internal(format!("{named} had its turn and was not run")),
+            Due::Expired => {
+                let ahead = shared.watch.running(lane);
+                let ahead = ahead.map_or_else(String::new, |operation| format!(", behind {operation}"));
+                let during = format!("{named}, waiting for its turn on lane {lane}{ahead},");
+                self.fail(shared.timeout(deadline), &during)
+            }
+            Due::NoThread(error) => {
+                let what = format!("rank {}, {named}: starting the thread of lane {lane}", shared.job_rank());
+                self.fail(Error::io(what, std::io::Error::new(error.kind(), error.to_string())), named)
+            }
+        }
+    }
+
+    /// Ends `communicator` of this backend, whose ranks are `group`, in an orderly way, as [`Communicator::finish`] does. If it is the
+    /// first one, `close` ends the connections, while nothing runs on any rank, with errors in ranks of the job.
     ///
     /// # Errors
-    /// The job's failure, or what becomes it.
+    /// The job's failure, or what becomes it; for another than the first one, `Timeout`, after which the job goes on, when its own
+    /// operations, or those before it on lane 0, take too long.
     fn finish(
         self: &Arc<Self>,
         communicator: &dyn Communicator,
+        group: &Group,
         timeout: Duration,
-        is_first: bool,
         close: impl FnOnce(Deadline) -> Result<()>,
     ) -> Result<()> {
         let (shared, deadline) = (self.shared(), Deadline::after(timeout));
-        if !shared.lanes.iter().all(|lane| lane.wait_idle(deadline)) {
-            return Err(self.fail(shared.timeout(deadline), "finishing, with operations still under way"));
+        let during = "finishing, with operations still under way";
+        if group.is_first {
+            if !group.all.wait_for_none(deadline) {
+                return Err(self.fail(shared.timeout(deadline), during));
+            }
+        } else if !group.own.wait_for_none(deadline) || !shared.lanes[0].wait_idle(deadline) {
+            // The ranks meet on lane 0, in their turn. Before that nothing was sent, so the others can go on.
+            let (rank, waited) = (shared.job_rank(), deadline.waited());
+            let timeout = Error::Timeout { rank, operation: during.into(), waited, waiting_for: Vec::new() };
+            return Err(shared.failure().cloned().unwrap_or(timeout));
         }
         if let Some(error) = shared.failure() {
             return Err(error.clone());
@@ -180,7 +207,7 @@ pub trait Backend: Send + Sync + Sized + 'static {
         let mut barrier = Call::blocking(Op::Barrier, Buffer::from_vec::<u8>(Vec::new()));
         barrier.timeout = Some(deadline.remaining());
         communicator.start(barrier).wait().map_err(Failed::into_error)?;
-        if is_first {
+        if group.is_first {
             shared.is_finished.store(true, Ordering::Release);
             close(deadline).map_err(|error| self.fail(error, "closing the connections"))?;
             shared.control.leave(deadline)?;
@@ -200,9 +227,8 @@ impl<B: Backend> Drop for Owner<B> {
         if shared.is_open().is_err() {
             return;
         }
-        // An operation that somebody has waited for ends a moment after its handle says so.
-        let soon = Deadline::after(Duration::from_millis(20));
-        if !shared.lanes.iter().all(|lane| lane.wait_idle(soon)) {
+        // An operation has let go of its lane when its handle says that it has ended.
+        if !shared.lanes.iter().all(Lane::is_idle) {
             // They would keep this rank alive in the eyes of others until their deadlines.
             self.0.abort("its communicator was dropped with operations under way");
         }

@@ -1,10 +1,11 @@
 //! One communicator's ranks, and the numbers of its operations.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use sha2::{Digest, Sha256};
 
+use super::underway::Underway;
 use crate::communicator::{Communicator, CommunicatorExt};
 use crate::control::Control;
 use crate::dtype::ReduceOp;
@@ -26,6 +27,9 @@ pub struct Group {
     /// Whether it is the first one, which closes the connections.
     pub is_first: bool,
     order: Mutex<Order>,
+    /// Its operations, and those of all communicators that share its connections.
+    pub(super) own: Underway,
+    pub(super) all: Arc<Underway>,
 }
 
 /// Numbers given out so far.
@@ -54,13 +58,23 @@ impl Group {
     /// The communicator over all ranks of `control`.
     pub fn first(control: &dyn Control) -> Self {
         let members = (0..control.world_size()).collect();
-        Self::new(control.communicator_id(), members, control, control.rank(), true)
+        Self::new(control.communicator_id(), members, control, control.rank(), None)
     }
 
-    fn new(id: u64, members: Vec<usize>, control: &dyn Control, rank: usize, is_first: bool) -> Self {
+    /// `parent` counts the operations of all communicators; without it this is the first one.
+    fn new(id: u64, members: Vec<usize>, control: &dyn Control, rank: usize, parent: Option<&Arc<Underway>>) -> Self {
         let order = Order { sends: vec![0; members.len()], receives: vec![0; members.len()], ..Order::default() };
         let job_ranks = members.iter().map(|rank| control.job_rank(*rank)).collect();
-        Group { id, members, job_ranks, rank, is_first, order: Mutex::new(order) }
+        Group {
+            id,
+            members,
+            job_ranks,
+            rank,
+            is_first: parent.is_none(),
+            order: Mutex::new(order),
+            own: Underway::default(),
+            all: parent.cloned().unwrap_or_default(),
+        }
     }
 
     /// Number of ranks.
@@ -72,6 +86,13 @@ impl Group {
     /// both follow the order of the callers.
     pub fn order(&self) -> MutexGuard<'_, Order> {
         self.order.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Numbers a split: no two get the same number, whoever else splits at the same time.
+    fn next_split(&self) -> u64 {
+        let mut order = self.order();
+        order.splits += 1;
+        order.splits
     }
 
     /// Numbers an operation whose arguments have been checked, and describes it.
@@ -98,13 +119,12 @@ impl Group {
         }
     }
 
-    /// The part of it that `members` of it form, ordered as they are, which came out of a split of this rank's `color`. `None`
+    /// The part of it that `members` of it form, ordered as they are, which came out of split `number` and this rank's `color`. `None`
     /// where this rank is not among them.
-    fn part(&self, color: u64, members: &[usize], control: &dyn Control) -> Option<Self> {
-        let number = self.order().splits;
+    fn part(&self, number: u64, color: u64, members: &[usize], control: &dyn Control) -> Option<Self> {
         let rank = members.iter().position(|rank| *rank == self.rank)?;
         let members = members.iter().map(|rank| self.members[*rank]).collect();
-        Some(Self::new(child_id(self.id, number, color), members, control, rank, false))
+        Some(Self::new(child_id(self.id, number, color), members, control, rank, Some(&self.all)))
     }
 }
 
@@ -125,7 +145,7 @@ pub fn negotiate(
     all[3 * group.rank..3 * group.rank + 3].copy_from_slice(&mine);
     // Three numbers a rank divide evenly, so shard r is rank r's.
     let all: Vec<i64> = communicator.run_vec(Op::AllGather, all)?;
-    group.order().splits += 1;
+    let number = group.next_split();
     let Some(color) = color else { return Ok(None) };
     let mut chosen: Vec<(i64, usize)> = all
         .chunks_exact(3)
@@ -135,7 +155,7 @@ pub fn negotiate(
         .collect();
     chosen.sort_unstable();
     let members: Vec<usize> = chosen.into_iter().map(|(_, rank)| rank).collect();
-    Ok(group.part(color, &members, control))
+    Ok(group.part(number, color, &members, control))
 }
 
 /// What the job's failure is after an error was `observed` on the data path, in ranks of the job, `during` an operation; `failure` is

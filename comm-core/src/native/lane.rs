@@ -1,14 +1,28 @@
-//! One lane's queue of operations, and the thread that runs those that nobody waits in.
+//! One lane's queue of operations, the thread that runs those that nobody waits in, and the one that watches their deadlines.
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use crate::deadline::Deadline;
 
-type Job = Box<dyn FnOnce() + Send>;
+/// An operation of a queue. It is called once.
+pub type Job = Box<dyn FnOnce(Due<'_>) + Send>;
+
+/// Why an operation leaves the queue.
+#[derive(Debug)]
+pub enum Due<'a> {
+    /// The lane is its own until it drops this, which it does before it tells anyone of its end.
+    Turn(Turn<'a>),
+    /// Its deadline passed while others had the lane.
+    Expired,
+    /// The system gives the lane no thread to run it on.
+    NoThread(io::Error),
+}
 
 /// Operations of one lane, one at a time, in the order in which they came. `S` is what the one that runs may use.
 pub struct Lane<S = ()> {
@@ -21,17 +35,33 @@ pub struct Lane<S = ()> {
 struct Shared {
     state: Mutex<State>,
     changed: Condvar,
+    /// For the thread that watches the deadlines.
+    alarm: Condvar,
 }
 
 #[derive(Default)]
 struct State {
-    busy: bool,
-    queue: VecDeque<Job>,
+    /// The deadline of the operation that has the lane.
+    running: Option<Deadline>,
+    queue: VecDeque<Queued>,
     has_thread: bool,
     stopped: bool,
     /// Threads that wait for a change: without them a change is not announced, which costs a system call.
     waiters: usize,
+    /// There is a thread that watches the deadlines of the queue, …
+    is_watched: bool,
+    /// … which looks at them next at this moment; without one, when it is told to.
+    looks_at: Option<Instant>,
 }
+
+struct Queued {
+    deadline: Deadline,
+    job: Job,
+}
+
+/// An operation that began with a deadline no later than that of one behind it ends by itself, and knows better what it waits for. It
+/// gets so long for it.
+const FIRST_SAY: Duration = Duration::from_millis(500);
 
 /// The right to run on the lane, until dropped.
 pub struct Turn<'a>(&'a Shared);
@@ -39,20 +69,17 @@ pub struct Turn<'a>(&'a Shared);
 impl<S> Lane<S> {
     /// A lane whose progress thread, once there is one, is called `name`.
     pub fn new(name: String, scratch: S) -> Self {
-        Lane {
-            shared: Arc::new(Shared { state: Mutex::default(), changed: Condvar::new() }),
-            name,
-            scratch: Mutex::new(scratch),
-        }
+        let shared = Shared { state: Mutex::default(), changed: Condvar::new(), alarm: Condvar::new() };
+        Lane { shared: Arc::new(shared), name, scratch: Mutex::new(scratch) }
     }
 
-    /// Takes the lane if nothing runs or waits on it.
-    pub fn try_enter(&self) -> Option<Turn<'_>> {
+    /// Takes the lane for an operation with this deadline, if nothing runs or waits there.
+    pub fn try_enter(&self, deadline: Deadline) -> Option<Turn<'_>> {
         let mut state = self.shared.lock();
-        if state.busy || !state.queue.is_empty() {
+        if state.is_busy() {
             return None;
         }
-        state.busy = true;
+        state.running = Some(deadline);
         Some(Turn(&self.shared))
     }
 
@@ -61,25 +88,50 @@ impl<S> Lane<S> {
         self.scratch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs `job` on the progress thread after everything that came before.
-    pub fn enqueue(&self, job: Job) {
+    /// Runs `job` on the progress thread after everything that came before, unless its deadline passes first. Where it cannot run, it is
+    /// told why.
+    pub fn enqueue(&self, deadline: Deadline, job: Job) {
         let mut state = self.shared.lock();
-        state.queue.push_back(job);
+        let waits = state.is_busy();
         if !state.has_thread {
             let shared = self.shared.clone();
-            // If no thread can be had, the job is dropped, and whoever waits for it gets an error.
-            state.has_thread = thread::Builder::new().name(self.name.clone()).spawn(move || shared.work()).is_ok();
-            if !state.has_thread {
-                state.queue.clear();
+            match thread::Builder::new().name(self.name.clone()).spawn(move || shared.work()) {
+                Ok(_) => state.has_thread = true,
+                Err(error) => {
+                    drop(state);
+                    return job(Due::NoThread(error));
+                }
             }
         }
+        state.queue.push_back(Queued { deadline, job });
+        if waits {
+            self.watch(&mut state, deadline);
+        }
         self.shared.announce(state);
+    }
+
+    /// Has the deadline of an operation that waits watched.
+    fn watch(&self, state: &mut State, deadline: Deadline) {
+        if !state.is_watched {
+            let shared = self.shared.clone();
+            let spawned = thread::Builder::new().name(format!("{}-time", self.name)).spawn(move || shared.keep_time());
+            // Without a thread the operation ends when it has had its turn, as the one before it ends by its own deadline.
+            state.is_watched = spawned.is_ok();
+        } else if state.looks_at.is_none_or(|at| deadline.instant() < at) {
+            state.looks_at = Some(deadline.instant());
+            self.shared.alarm.notify_one();
+        }
+    }
+
+    /// Whether nothing runs or waits on the lane.
+    pub fn is_idle(&self) -> bool {
+        !self.shared.lock().is_busy()
     }
 
     /// Waits until nothing runs or waits on the lane; false at the deadline.
     pub fn wait_idle(&self, deadline: Deadline) -> bool {
         let mut state = self.shared.lock();
-        while state.busy || !state.queue.is_empty() {
+        while state.is_busy() {
             let left = deadline.remaining();
             if left.is_zero() {
                 return false;
@@ -91,11 +143,27 @@ impl<S> Lane<S> {
         true
     }
 
-    /// Ends the progress thread once its queue is empty.
+    /// Ends the lane's threads once its queue is empty.
     pub fn stop(&self) {
         let mut state = self.shared.lock();
         state.stopped = true;
+        self.shared.alarm.notify_one();
         self.shared.announce(state);
+    }
+}
+
+impl State {
+    fn is_busy(&self) -> bool {
+        self.running.is_some() || !self.queue.is_empty()
+    }
+
+    /// When an operation of the queue with this deadline is given up.
+    fn expires(&self, deadline: Deadline) -> Instant {
+        let at = deadline.instant();
+        match self.running {
+            Some(running) if running.instant() <= at => at + FIRST_SAY,
+            _ => at,
+        }
     }
 }
 
@@ -103,15 +171,14 @@ impl Shared {
     fn work(&self) {
         let mut state = self.lock();
         loop {
-            if !state.busy
-                && let Some(job) = state.queue.pop_front()
+            if state.running.is_none()
+                && let Some(Queued { deadline, job }) = state.queue.pop_front()
             {
-                state.busy = true;
+                state.running = Some(deadline);
                 drop(state);
                 let turn = Turn(self);
                 // A panicking job has dropped its completer, which its waiter sees; the lane goes on.
-                let _ = catch_unwind(AssertUnwindSafe(job));
-                drop(turn);
+                let _ = catch_unwind(AssertUnwindSafe(|| job(Due::Turn(turn))));
                 state = self.lock();
             } else if state.stopped && state.queue.is_empty() {
                 return;
@@ -119,6 +186,35 @@ impl Shared {
                 state.waiters += 1;
                 state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 state.waiters -= 1;
+            }
+        }
+    }
+
+    /// Takes operations out of the queue whose deadline has passed.
+    fn keep_time(&self) {
+        let mut state = self.lock();
+        loop {
+            let next = (0..state.queue.len()).min_by_key(|place| state.queue[*place].deadline.instant());
+            let next = next.map(|place| (place, state.expires(state.queue[place].deadline)));
+            let now = Instant::now();
+            match next {
+                Some((place, at)) if at <= now => {
+                    let expired = state.queue.remove(place);
+                    self.announce(state);
+                    if let Some(Queued { job, .. }) = expired {
+                        let _ = catch_unwind(AssertUnwindSafe(|| job(Due::Expired)));
+                    }
+                    state = self.lock();
+                }
+                Some((_, at)) => {
+                    state.looks_at = Some(at);
+                    state = self.alarm.wait_timeout(state, at - now).unwrap_or_else(PoisonError::into_inner).0;
+                }
+                None if state.stopped => return,
+                None => {
+                    state.looks_at = None;
+                    state = self.alarm.wait(state).unwrap_or_else(PoisonError::into_inner);
+                }
             }
         }
     }
@@ -139,7 +235,7 @@ impl Shared {
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
         let mut state = self.0.lock();
-        state.busy = false;
+        state.running = None;
         self.0.announce(state);
     }
 }

@@ -6,6 +6,7 @@
 mod backend;
 mod group;
 mod lane;
+mod underway;
 mod watch;
 
 pub use crate::communicator::run_copied;
@@ -13,5 +14,6 @@ pub use crate::op::{Elements, Shape, check};
 pub use backend::{Backend, Owner, Shared};
 pub(crate) use group::header_kind;
 pub use group::{Asked, Group, Order, negotiate, verdict};
-pub use lane::{Lane, Turn};
+pub use lane::{Due, Job, Lane, Turn};
+pub use underway::Started;
 pub use watch::{Note, Watch, name, pair};

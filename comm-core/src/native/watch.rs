@@ -84,6 +84,12 @@ impl Watch {
         Note { watch: self, lane }
     }
 
+    /// What to call the operation that runs on a lane.
+    pub fn running(&self, lane: usize) -> Option<String> {
+        let slot = lock(self.lanes.get(lane)?);
+        slot.as_ref().filter(|record| record.is_running).map(|record| record.doing(lane).operation)
+    }
+
     /// An error of an operation on the data path, in ranks of the job, with what has been found out lately of who holds it up; and what to
     /// call the operation in it. `call` describes it as a whole: its step is [`CHECK`](crate::header::CHECK) or
     /// [`CHECK_RECEIVE`].

@@ -112,7 +112,8 @@ impl Lane {
         }
     }
 
-    /// See [`Transport::exchange`](crate::Transport::exchange). `check` fails once the transport was aborted.
+    /// See [`Transport::exchange`](crate::Transport::exchange); the messages are those of other ranks, one each way at most. `check` fails
+    /// once the transport was aborted.
     pub(super) fn exchange(
         &mut self,
         shared: &Shared,
@@ -121,10 +122,6 @@ impl Lane {
         deadline: Deadline,
         check: impl Fn() -> Result<()>,
     ) -> Result<()> {
-        let peers = outgoing.iter().map(|message| message.peer).chain(incoming.iter().map(|message| message.peer));
-        if let Some(peer) = peers.into_iter().find(|peer| !matches!(self.producers.get(*peer), Some(Some(_)))) {
-            return Err(Error::invalid(format!("rank {}: an exchange with rank {peer}", shared.rank)));
-        }
         self.sends.clear();
         self.sends.extend(outgoing.iter().map(|message| Sending {
             header: message.header.encode(),

@@ -16,13 +16,13 @@ mod layout;
 #[allow(unsafe_code, reason = "memory shared with other processes, and the system calls around it")]
 mod sys;
 
+use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, OnceLock, TryLockError};
 
 use crate::control::Control;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::transport::{Incoming, Outgoing, Transport};
+use crate::transport::{self, Incoming, Lanes, Outgoing, Transport};
 use crate::waiting::{Spinner, Waiting};
 
 use exchange::{Lane, Pause, Shared, lost, state, timeout};
@@ -50,7 +50,7 @@ impl Default for ShmOptions {
 pub struct ShmTransport {
     options: ShmOptions,
     shared: Shared,
-    lanes: Vec<Mutex<Lane>>,
+    lanes: Lanes<Lane>,
     aborted: OnceLock<Error>,
 }
 
@@ -63,7 +63,7 @@ impl ShmTransport {
     /// differ; [`Error::InvalidArgument`] for settings that make no sense; and those of [`Control::all_gather`].
     pub fn connect(control: &dyn Control, options: &ShmOptions, deadline: Deadline) -> Result<Self> {
         let shared = connect::connect(control, options, deadline)?;
-        let lanes = (0..options.lanes).map(|number| Mutex::new(Lane::new(number, &shared))).collect();
+        let lanes = Lanes::new((0..options.lanes).map(|number| Lane::new(number, &shared)));
         Ok(ShmTransport { options: *options, shared, lanes, aborted: OnceLock::new() })
     }
 
@@ -83,7 +83,7 @@ impl ShmTransport {
         }
         sys::after_stores();
         for peer in self.shared.peers() {
-            (0..=self.lanes.len()).for_each(|bell| self.shared.segments[peer].bell(bell).ring_regardless());
+            (0..=self.lanes.count()).for_each(|bell| self.shared.segments[peer].bell(bell).ring_regardless());
         }
     }
 }
@@ -102,7 +102,7 @@ impl Transport for ShmTransport {
     }
 
     fn lanes(&self) -> usize {
-        self.lanes.len()
+        self.lanes.count()
     }
 
     fn exchange(
@@ -112,24 +112,15 @@ impl Transport for ShmTransport {
         incoming: &mut [Incoming<'_>],
         deadline: Deadline,
     ) -> Result<()> {
-        let Some(place) = self.lanes.get(lane) else {
-            return Err(Error::invalid(format!("lane {lane} of a transport that has {} lanes", self.lanes.len())));
-        };
-        let mut lane = match place.try_lock() {
-            Ok(lane) => lane,
-            // A sink has panicked; what the peers see of it is for the caller's abort to settle.
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => {
-                return Err(Error::Internal(format!("two exchanges at the same time on lane {lane}")));
-            }
-        };
-        lane.exchange(&self.shared, outgoing, incoming, deadline, || self.check())
+        self.check()?;
+        transport::check(self.shared.rank, self.world_size(), outgoing, incoming)?;
+        self.lanes.run(lane, |lane| lane.exchange(&self.shared, outgoing, incoming, deadline, || self.check()))
     }
 
     fn abort(&self, error: &Error) {
         let _ = self.aborted.set(error.clone());
         sys::after_stores();
-        (0..=self.lanes.len()).for_each(|bell| self.shared.mine().bell(bell).ring_regardless());
+        (0..=self.lanes.count()).for_each(|bell| self.shared.mine().bell(bell).ring_regardless());
     }
 
     /// What was sent lies in the receivers' memory already, so this only waits for the others to close too.
@@ -137,7 +128,7 @@ impl Transport for ShmTransport {
         self.check()?;
         self.leave(state::CLOSED);
         let mut spinner = Spinner::new(self.options.waiting);
-        let mut pause = Pause::new(&self.shared, self.lanes.len(), &mut spinner);
+        let mut pause = Pause::new(&self.shared, self.lanes.count(), &mut spinner);
         loop {
             self.check()?;
             let is_open = |peer: &usize| self.shared.state_of(*peer) == state::OPEN;

@@ -183,11 +183,12 @@ fn abort_wakes_every_way_to_wait() {
 #[test]
 fn deadlines_name_who_is_late() {
     for waiting in Waiting::ALL {
-        let three = connected(3, small(waiting));
+        // Each on a lane of its own, which is of no use afterwards.
+        let three = connected(3, ShmOptions { lanes: 3, ..small(waiting) });
         let transport = &three[0].0;
-        for wait in [Duration::ZERO, Duration::from_millis(40)] {
+        for (lane, wait) in [(0, Duration::ZERO), (2, Duration::from_millis(40))] {
             let began = Instant::now();
-            let error = receive(transport, 0, 2, Deadline::after(wait)).unwrap_err();
+            let error = receive(transport, lane, 2, Deadline::after(wait)).unwrap_err();
             assert!(began.elapsed() >= wait);
             assert!(matches!(&error, Error::Timeout { rank: 0, waiting_for, .. } if *waiting_for == [2]), "{error}");
         }
@@ -205,6 +206,15 @@ fn wrong_arguments_are_refused() {
     for (lane, peer) in [(2, 1), (0, 0), (0, 2)] {
         assert!(matches!(send(transport, lane, peer, &[1], soon()), Err(Error::InvalidArgument(_))), "{lane} {peer}");
     }
+    let wrong_length = Outgoing { peer: 1, header: header(2), payload: &[1] };
+    let right = Outgoing { peer: 1, header: header(1), payload: &[1] };
+    for messages in [&[wrong_length][..], &[right, right]] {
+        let refused = transport.exchange(0, messages, &mut [], soon());
+        assert!(matches!(refused, Err(Error::InvalidArgument(_))), "{refused:?}");
+    }
+    // None of them did any harm.
+    send(transport, 0, 1, &[7], soon()).unwrap();
+    assert_eq!(receive(&two[1].0, 0, 0, soon()).unwrap(), [7]);
 }
 
 #[test]

@@ -25,7 +25,6 @@ pub(super) fn all(
     options: &TcpOptions,
     deadline: Deadline,
 ) -> Result<Vec<Vec<Option<Link>>>> {
-    core.may_block()?;
     let Core { rank, world_size, lanes, .. } = *core;
     let congestion = options.congestion.as_deref();
     let listener = socket::listen(options.bind, congestion)?;

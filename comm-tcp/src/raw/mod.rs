@@ -82,7 +82,6 @@ impl Transport for RawTcpTransport {
         deadline: Deadline,
     ) -> Result<()> {
         self.core.check(lane, outgoing, incoming)?;
-        self.core.may_block()?;
         let mut guard = self.lanes.lock(&self.core, lane, deadline)?;
         let open = &mut *guard;
         let Wires { links, scratch, stages } = &mut open.content;
@@ -104,7 +103,6 @@ impl Transport for RawTcpTransport {
         if let Some(error) = self.core.aborted() {
             return Err(error);
         }
-        self.core.may_block()?;
         let mut lanes = self.lanes.lock_all(&self.core, deadline)?;
         // Whoever closes has no haste: no core is kept busy for it.
         let mut spinner = Spinner::new(comm_core::Waiting::Park);

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use comm_core::driver::Driver;
+use comm_core::driver::{Driver, may_block};
 use comm_core::{Control, Deadline, Error, Result};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc;
@@ -53,7 +53,7 @@ pub(super) fn all(
     drivers: &[Driver],
     deadline: Deadline,
 ) -> Result<Connected> {
-    core.may_block()?;
+    may_block()?;
     let salt = auth::nonce()?;
     let key = Key(control.derive_key("zeromq"));
     let mut doors = Doors::open(core, options, drivers)?;

@@ -137,7 +137,7 @@ impl Transport for ZmqTransport {
         deadline: Deadline,
     ) -> Result<()> {
         self.core.check(lane, outgoing, incoming)?;
-        self.core.may_block()?;
+        self.may_block()?;
         let mut guard = self.lanes.lock(&self.core, lane, deadline)?;
         let open = &mut *guard;
         let Sockets { links, driver } = &mut open.content;
@@ -159,6 +159,10 @@ impl Transport for ZmqTransport {
         outcome
     }
 
+    fn may_block(&self) -> Result<()> {
+        comm_core::driver::may_block()
+    }
+
     fn abort(&self, error: &Error) {
         self.core.abort(error);
         self.bell.notify_waiters();
@@ -171,7 +175,7 @@ impl Transport for ZmqTransport {
         if let Some(error) = self.core.aborted() {
             return Err(error);
         }
-        self.core.may_block()?;
+        self.may_block()?;
         let mut lanes = self.lanes.lock_all(&self.core, deadline)?;
         let outcome = self.farewell(&mut lanes, deadline);
         for lane in &mut lanes {
