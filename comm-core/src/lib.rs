@@ -32,6 +32,7 @@ pub mod control;
 mod copy;
 pub mod counted;
 pub mod deadline;
+pub mod descriptors;
 #[cfg(feature = "tokio")]
 pub mod driver;
 pub mod dtype;
@@ -49,6 +50,7 @@ pub mod mesh;
 pub mod native;
 pub mod null;
 pub mod op;
+pub mod place;
 mod reduce;
 pub mod shm;
 #[allow(unsafe_code, reason = "system calls that the standard library does not offer")]
