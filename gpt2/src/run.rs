@@ -6,7 +6,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 
 use burn::tensor::Device;
-use comm_core::control::{StallReport, TcpControl};
+use comm_core::control::{MeetingReport, TcpControl};
 use comm_core::{Communicator, Control, Deadline, Error, job::Job};
 
 use crate::corpus::Corpus;
@@ -145,7 +145,10 @@ pub fn run_rank_over(
     let agreement = agreement(config, corpus, options, transport, device);
     let agreement: Vec<(&str, String)> = agreement.iter().map(|(name, value)| (name.as_str(), value.clone())).collect();
     let deadline = Deadline::after(options.options.timeout);
-    let control = TcpControl::connect_with(job, &agreement, options.options.control(), deadline)?;
+    let reports = writer_of_reports()?;
+    let late = |report: &MeetingReport| drop(reports.try_send(report.to_string()));
+    let watch = (Some(options.options.stall_after), &late as &dyn Fn(&MeetingReport));
+    let control = TcpControl::connect_watched(job, &agreement, options.options.control(), deadline, watch)?;
     if job.rank == 0 {
         report_stalls(&*control)?;
     }
@@ -207,9 +210,17 @@ fn tells_nodes_apart(config: &TrainConfig, options: &RankOptions) -> bool {
     config.strategy == StrategyKind::Hierarchical && options.node_transport.is_some()
 }
 
-/// Writes stall reports to standard error, in a thread of its own: a terminal that is held must not hold up the control plane.
+/// Writes stall reports to standard error.
 fn report_stalls(control: &dyn Control) -> Result<(), Error> {
-    let (reports, arriving) = mpsc::sync_channel::<StallReport>(16);
+    let reports = writer_of_reports()?;
+    control.on_stall(Box::new(move |report| drop(reports.try_send(report.to_string()))));
+    Ok(())
+}
+
+/// Writes what it gets to standard error, in a thread of its own: a terminal that is held must not hold up the control plane. Reports
+/// that find the channel full are of no use to anyone any more.
+fn writer_of_reports() -> Result<mpsc::SyncSender<String>, Error> {
+    let (reports, arriving) = mpsc::sync_channel::<String>(16);
     let write = move || {
         for report in arriving {
             // Nobody may be reading.
@@ -220,9 +231,7 @@ fn report_stalls(control: &dyn Control) -> Result<(), Error> {
         .name("stall-reports".into())
         .spawn(write)
         .map_err(|error| Error::io("starting a thread for stall reports", error))?;
-    // Reports that find the channel full are of no use to anyone any more.
-    control.on_stall(Box::new(move |report| drop(reports.try_send(report.clone()))));
-    Ok(())
+    Ok(reports)
 }
 
 /// What all ranks must agree on before the first step, as (name, value).
