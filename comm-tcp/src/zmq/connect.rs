@@ -19,7 +19,7 @@ use super::pool::Pool;
 use super::token;
 use crate::auth::{self, Edge, Key, PROOF_LEN};
 use crate::connecting::{Attempt, Connecting};
-use crate::core::Core;
+use crate::core::{Core, Need};
 use crate::house::{self, Folder, House};
 use crate::options::TcpOptions;
 use crate::rendezvous::{Addresses, Advert, edge, expected_edges};
@@ -47,6 +47,16 @@ pub(super) enum About {
 /// Descriptors beside those of the connections: the gate's listener and runtime, and a little for the sockets' accepting.
 const BESIDE: usize = 8;
 
+/// Descriptors of a lane's driver.
+const DRIVER: usize = 4;
+
+/// What [`all`] and the drivers take.
+pub(super) fn need(core: &Core, options: &TcpOptions) -> Need {
+    // Of a connection behind the gate the public end, both ends of the private one, and the listener that waits for it.
+    let accepted = if options.gate && !options.ipc { 4 } else { 2 };
+    core.need(if options.ipc { "tcp-ipc" } else { "tcp" }, accepted, BESIDE + DRIVER * core.lanes)
+}
+
 /// Connects this rank with all others, lane after lane. The sockets of a lane belong to that lane's driver.
 ///
 /// Listening sockets are served all the time, by a driver's keeper if nobody else, so it does not matter how far the others are.
@@ -58,9 +68,7 @@ pub(super) fn all(
     deadline: Deadline,
 ) -> Result<Connected> {
     core.may_block()?;
-    // Of a connection behind the gate the public end, both ends of the private one, and the listener that waits for it.
-    let need = core.need("tcp", if options.gate && !options.ipc { 4 } else { 2 }, BESIDE);
-    need.check()?;
+    let need = need(core, options);
     let own = bind_address(options.bind, control)?;
     let salt = auth::nonce()?;
     let key = Key(control.derive_key("zeromq"));
