@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::descriptors;
+
 /// The result of everything in this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -132,8 +134,9 @@ pub(crate) fn text_of(panic: &(dyn Any + Send)) -> String {
 }
 
 impl Error {
-    /// An [`Error::Io`] that says what was attempted.
+    /// An [`Error::Io`] that says what was attempted; where there are no file descriptors left, also what to do.
     pub fn io(what: impl Into<String>, source: io::Error) -> Self {
+        let source = if descriptors::ran_out(&source) { io::Error::other(descriptors::explain(&source)) } else { source };
         Error::Io { what: what.into(), source: Arc::new(source) }
     }
 

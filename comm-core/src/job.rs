@@ -26,13 +26,13 @@
 use std::fmt;
 use std::fs;
 use std::io::{self, Read};
-use std::net::{IpAddr, UdpSocket};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt, PermissionsExt};
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
-use crate::process;
-use crate::sys;
+use crate::place::with_scope;
+use crate::{descriptors, process, sys};
 
 /// Names of the variables that [`Launch`](crate::launch::Launch) sets.
 pub(crate) mod vars {
@@ -226,14 +226,16 @@ impl Job {
 /// Where rank 0 listens and the others dial.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
-    /// An address or name of rank 0's machine. Rank 0 binds exactly this, not every interface.
+    /// An address or name of rank 0's machine. Rank 0 binds exactly this, not every interface: of a name all addresses that are
+    /// its machine's, those of loopback only where there are no others.
     Tcp {
         /// An address, or a name that all ranks resolve to an address of rank 0's machine.
         host: String,
         /// The port.
         port: u16,
     },
-    /// For ranks of one machine: rank 0 binds a free port of 127.0.0.1 and writes it into this file.
+    /// For ranks of one machine: rank 0 binds a free port of 127.0.0.1, or of ::1 where that is not there, and writes it into this
+    /// file.
     File(PathBuf),
 }
 
@@ -318,11 +320,19 @@ impl Secret {
     /// Reads a secret from a file; white space around it is not part of it. Never waits, whatever is there.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] when others than the owner may read the file, when it is no ordinary file, or when what it holds
-    /// is no text of fitting length; [`Error::Io`].
+    /// [`Error::InvalidArgument`] when the file belongs to another user than this one and root, when others than the owner may read
+    /// it, when it is no ordinary file, or when what it holds is no text of fitting length; [`Error::Io`].
     pub fn read(path: &Path) -> Result<Self> {
-        // The mode is looked at in the file that was opened, not in one that has taken its place since.
-        let (bytes, mode) = read_small(path, Self::MAX_LEN as u64, "the file of the secret")?;
+        // Owner and mode are looked at in the file that was opened, not in one that has taken its place since.
+        let (bytes, metadata) = read_small(path, Self::MAX_LEN as u64, "the file of the secret")?;
+        let (owner, user, mode) = (metadata.uid(), sys::effective_user(), metadata.mode());
+        if owner != user && owner != 0 {
+            return Err(Error::invalid(format!(
+                "{} belongs to user {owner}, who knows what is in it, and this process runs as user {user}: name a file that belongs to \
+                 user {user} or to root",
+                path.display()
+            )));
+        }
         if mode & 0o077 != 0 {
             return Err(Error::invalid(format!(
                 "{} may be read by others (mode {:o}), so it is no secret: chmod 600 it",
@@ -451,12 +461,21 @@ pub fn check_address(ip: IpAddr) -> Result<()> {
 /// # Errors
 /// [`Error::InvalidArgument`].
 pub fn check_own_address(ip: IpAddr) -> Result<()> {
+    check_own_socket_address(with_scope(ip))
+}
+
+/// As [`check_own_address`], with the interface of a link-local address. The port does not matter.
+pub(crate) fn check_own_socket_address(mut address: SocketAddr) -> Result<()> {
+    let ip = address.ip();
     check_address(ip)?;
-    let socket = UdpSocket::bind((ip, 0)).map_err(|e| {
-        Error::invalid(format!("cannot listen on {ip}: {e}; name an address of this machine (`ip address` lists them)"))
+    address.set_port(0);
+    let socket = UdpSocket::bind(address).map_err(|e| match e {
+        e if descriptors::ran_out(&e) => Error::io(format!("trying out the address {ip}"), e),
+        e => Error::invalid(format!("cannot listen on {ip}: {e}; name an address of this machine (`ip address` lists them)")),
     })?;
-    // The kernel lets a socket be bound to a broadcast address, but not be connected to one. The port does not matter.
-    match socket.connect((ip, 9)) {
+    // The kernel lets a socket be bound to a broadcast address, but not be connected to one.
+    address.set_port(9);
+    match socket.connect(address) {
         Err(e) if e.kind() == io::ErrorKind::PermissionDenied => Err(Error::invalid(format!(
             "{ip} is the broadcast address of a network; name the one address of this machine that the other ranks can reach"
         ))),
@@ -472,8 +491,8 @@ pub(crate) fn read_small_file(path: &Path, most: u64, what: &str) -> Result<Vec<
     read_small(path, most, what).map(|(bytes, _)| bytes)
 }
 
-/// The bytes, and the mode.
-fn read_small(path: &Path, most: u64, what: &str) -> Result<(Vec<u8>, u32)> {
+/// The bytes, and what the system says of the file.
+fn read_small(path: &Path, most: u64, what: &str) -> Result<(Vec<u8>, fs::Metadata)> {
     let failed = |e| Error::io(format!("reading {what}, {}", path.display()), e);
     let no_blocking = libc::O_NONBLOCK | libc::O_NOCTTY;
     let file = fs::OpenOptions::new().read(true).custom_flags(no_blocking).open(path).map_err(failed)?;
@@ -495,7 +514,7 @@ fn read_small(path: &Path, most: u64, what: &str) -> Result<(Vec<u8>, u32)> {
         let size = metadata.len().max(most + 1);
         return Err(Error::invalid(format!("{what}, {}, has {size} bytes; at most {most} fit", path.display())));
     }
-    Ok((bytes, metadata.permissions().mode()))
+    Ok((bytes, metadata))
 }
 
 /// The exit code of `rank` after `error`: [`EXIT_ECHO`] when another rank is the cause of it, else 1.
@@ -679,6 +698,8 @@ fn check_ranks(rank: usize, world_size: usize, rank_name: &str, world_name: &str
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     #[test]
@@ -950,6 +971,21 @@ mod tests {
         assert_eq!(secret.bytes(), b"0123456789abcdef");
         assert_eq!(format!("{secret:?}"), "Secret(..)");
         assert!(Secret::read(&dir.path().join("none")).unwrap_err().to_string().contains("none"));
+    }
+
+    #[test]
+    fn a_secret_file_of_another_user_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("secret");
+        fs::write(&path, "0123456789abcdef\n").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+        Secret::read(&path).unwrap();
+        if let Err(error) = std::os::unix::fs::chown(&path, Some(12_345), None) {
+            println!("skipped: only root can give a file away: {error}");
+            return;
+        }
+        let error = Secret::read(&path).unwrap_err().to_string();
+        assert!(error.contains("belongs to user 12345") && error.contains(&path.display().to_string()), "{error}");
     }
 
     #[test]

@@ -33,6 +33,7 @@ pub mod control;
 mod copy;
 pub mod counted;
 pub mod deadline;
+pub mod descriptors;
 #[cfg(feature = "tokio")]
 pub mod driver;
 pub mod dtype;
@@ -51,6 +52,7 @@ pub mod mesh;
 pub mod native;
 pub mod null;
 pub mod op;
+pub mod place;
 pub mod printer;
 pub mod process;
 mod reduce;

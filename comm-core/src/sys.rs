@@ -8,6 +8,8 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::Duration;
 
+use crate::descriptors::Limits;
+
 /// A file descriptor to wait for with [`poll`], and what was found.
 pub(crate) struct Waiter<'a> {
     fd: BorrowedFd<'a>,
@@ -139,6 +141,22 @@ pub(crate) fn memory_file(name: &CStr) -> io::Result<File> {
         error = io::Error::last_os_error();
     }
     Err(error)
+}
+
+/// How many file descriptors this process may have.
+pub(crate) fn descriptor_limits() -> io::Result<Limits> {
+    let mut limits = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: `limits` is a live, writable rlimit; the other argument is an integer.
+    if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limits) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(Limits { soft: limits.rlim_cur, hard: limits.rlim_max })
+}
+
+/// The user on whose behalf this process opens files.
+pub(crate) fn effective_user() -> u32 {
+    // SAFETY: geteuid takes nothing, touches no memory of this process and cannot fail.
+    unsafe { libc::geteuid() }
 }
 
 /// Sends `signal` to the process group that `leader` leads. A group that is gone is no error.

@@ -24,7 +24,7 @@ fn rank_of_a_job() {
     frozen::serve(|_, control| {
         let deadline = Deadline::after(Duration::from_secs(60));
         let transport = ShmTransport::connect(&*control, &ShmOptions::default(), deadline).unwrap();
-        Arc::new(Mesh::new(transport, control, MeshOptions::default()))
+        Arc::new(Mesh::new(transport, control, MeshOptions::default()).unwrap())
     });
 }
 

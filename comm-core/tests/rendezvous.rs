@@ -6,11 +6,11 @@ mod common;
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::Barrier;
+use std::sync::{Barrier, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use comm_core::control::{TcpControl, TcpOptions};
+use comm_core::control::{MeetingReport, TcpControl, TcpOptions};
 use comm_core::job::{Address, Job, Secret};
 use comm_core::{Control, Error};
 
@@ -93,6 +93,73 @@ fn ranks_that_never_come_are_named_on_all() {
             Err(Error::Timeout { waiting_for, .. }) => assert_eq!(waiting_for, [2, 4]),
             other => panic!("{other:?}"),
         }
+    }
+}
+
+/// Meets, and tells of every report.
+fn meet_watched(job: &Job, tell: &mpsc::Sender<MeetingReport>) {
+    let report = |report: &MeetingReport| tell.send(report.clone()).unwrap();
+    let watch = (Some(Duration::from_millis(50)), &report as &dyn Fn(&MeetingReport));
+    let control = TcpControl::connect_watched(job, &[], options(), after(30_000), watch).unwrap();
+    control.leave(after(5000)).unwrap();
+}
+
+/// The next report of `rank` that `fits`.
+fn report_of(told: &mpsc::Receiver<MeetingReport>, rank: usize, fits: impl Fn(&MeetingReport) -> bool) -> String {
+    loop {
+        let report = told.recv_timeout(Duration::from_secs(20)).unwrap();
+        if report.rank == rank && fits(&report) {
+            return report.to_string();
+        }
+    }
+}
+
+#[test]
+fn ranks_that_do_not_come_are_reported_on_all_until_they_do() {
+    let jobs = &jobs(4);
+    thread::scope(|scope| {
+        let come = |rank: usize| {
+            let (tell, told) = mpsc::channel();
+            scope.spawn(move || meet_watched(&jobs[rank], &tell));
+            told
+        };
+        let told = [come(0), come(2)];
+        for (told, rank) in told.iter().zip([0, 2]) {
+            let text = report_of(told, rank, |report| report.missing == [1, 3]);
+            let address = jobs[0].address.to_string();
+            assert!(text.contains(&format!("for ranks 1, 3, meeting 4 ranks at {address}")), "{text}");
+        }
+        let _told = [come(1), come(3)];
+    });
+}
+
+#[test]
+fn a_rank_0_that_does_not_come_is_reported_with_the_address_that_was_tried() {
+    let (address, addr) = free_address();
+    let (tell, told) = mpsc::channel();
+    thread::scope(|scope| {
+        scope.spawn(|| meet_watched(&job(1, 2, &address), &tell));
+        let text = report_of(&told, 1, |report| report.missing == [0]);
+        assert!(text.contains(&format!("dialling rank 0 at {addr} (last attempt: {addr}: Connection refused")), "{text}");
+        let (tell, _told) = mpsc::channel();
+        let address = &address;
+        scope.spawn(move || meet_watched(&job(0, 2, address), &tell));
+    });
+}
+
+#[test]
+fn listeners_are_best_at_the_address_that_routes_to_rank_0() {
+    for (host, own) in [("127.0.0.1", "127.0.0.1"), ("127.0.0.2", "127.0.0.2")] {
+        let address = Address::Tcp { host: host.into(), port: free_address().1.port() };
+        let jobs: Vec<Job> = (0..3).map(|rank| job(rank, 3, &address)).collect();
+        let addresses = run(&jobs, |job| {
+            let control = connect(job).unwrap();
+            let address = control.local_address().unwrap().ip();
+            control.leave(after(5000)).unwrap();
+            address
+        });
+        assert_eq!(addresses[0].to_string(), own);
+        assert!(addresses.iter().all(|ip| ip.is_loopback()), "{addresses:?}");
     }
 }
 

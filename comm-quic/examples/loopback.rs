@@ -110,7 +110,7 @@ impl Setting {
         for part in text.split(',').filter(|part| *part != "default") {
             let (key, value) = part.split_once('=').ok_or_else(|| format!("'{part}' is no setting"))?;
             match key {
-                "bind" => options.bind = value.parse()?,
+                "bind" => options.bind = Some(value.parse()?),
                 "congestion" => options.congestion = value.parse()?,
                 "mtu" => options.mtu = Some(value.parse()?),
                 "receive_window" => options.receive_window = value.parse()?,

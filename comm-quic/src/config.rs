@@ -36,12 +36,13 @@ pub(crate) struct DatagramSizes {
 }
 
 impl DatagramSizes {
-    pub(crate) fn choose(options: &QuicOptions) -> Self {
-        let carries = largest_payload(options.bind);
+    /// For the address `bind`.
+    pub(crate) fn choose(options: &QuicOptions, bind: IpAddr) -> Self {
+        let carries = largest_payload(bind);
         let fallback = carries.unwrap_or(ETHERNET_MTU);
         let largest = options.mtu.unwrap_or(fallback).min(carries.unwrap_or(LARGEST_MTU)).max(SMALLEST_MTU);
         // Only on loopback is the interface all of the path.
-        let is_known = options.bind.is_loopback() && carries.is_some();
+        let is_known = bind.is_loopback() && carries.is_some();
         DatagramSizes { initial: if is_known { largest } else { SMALLEST_MTU }, largest }
     }
 }
@@ -141,10 +142,11 @@ mod tests {
     #[test]
     fn a_path_of_unknown_size_starts_small() {
         // For documentation only (RFC 5737): no interface has it.
-        let mut options = QuicOptions { bind: Ipv4Addr::new(203, 0, 113, 1).into(), ..QuicOptions::default() };
-        assert_eq!(DatagramSizes::choose(&options), DatagramSizes { initial: 1200, largest: 1452 });
+        let bind = Ipv4Addr::new(203, 0, 113, 1).into();
+        let mut options = QuicOptions::default();
+        assert_eq!(DatagramSizes::choose(&options, bind), DatagramSizes { initial: 1200, largest: 1452 });
         options.mtu = Some(8972);
-        assert_eq!(DatagramSizes::choose(&options), DatagramSizes { initial: 1200, largest: 8972 });
+        assert_eq!(DatagramSizes::choose(&options, bind), DatagramSizes { initial: 1200, largest: 8972 });
     }
 
     #[test]

@@ -1,11 +1,13 @@
 //! How a transport comes about.
 
 use std::collections::HashSet;
-use std::sync::Arc;
+use std::net::SocketAddr;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, PoisonError};
 
 use comm_core::driver::{Driver, may_block, passed};
-use comm_core::{Control, Deadline, Error, Result, Spinner};
+use comm_core::place::{Place, bind_address, to_dial};
+use comm_core::{Control, Deadline, Error, Result, Spinner, descriptors};
 use quinn::{Endpoint, Runtime as _};
 use tokio::sync::{Mutex, watch};
 
@@ -14,10 +16,13 @@ use crate::config::{DatagramSizes, effective_congestion, endpoint_config, send_w
 use crate::exchange::told;
 use crate::options::QuicOptions;
 use crate::protection::Protection;
-use crate::rendezvous::{Appointment, Introduction, Link, meet, server_config};
+use crate::rendezvous::{Appointment, Complaints, Introduction, Link, meet, server_config};
 use crate::socket::{BoundSocket, CountingSocket};
 use crate::tls::{Identity, Pins};
 use crate::transport::{Lane, QuicTransport, Settings};
+
+/// Most peers of which an error says where they were looked for.
+const MAX_SHOWN: usize = 4;
 
 /// Connects the ranks of `control` with each other; see [`QuicTransport::connect`].
 pub(crate) fn connect(
@@ -31,10 +36,12 @@ pub(crate) fn connect(
     let (rank, world_size) = (control.rank(), control.world_size());
     let driver = Driver::new(&format!("comm-quic-{rank}"))?;
 
-    let BoundSocket { socket, address, receive_buffer, send_buffer } = BoundSocket::bind(options.bind)?;
+    let own = bind_address(options.bind, control)?;
+    let BoundSocket { socket, address, receive_buffer, send_buffer } = BoundSocket::bind(own)?;
     let identity = Identity::generate()?;
     let introduction = Introduction {
         address,
+        place: Place::of(control),
         fingerprint: identity.fingerprint(),
         lanes: u32::try_from(options.lanes).unwrap_or(u32::MAX),
         receive_buffer: receive_buffer as u64,
@@ -42,9 +49,9 @@ pub(crate) fn connect(
     };
     let ranks = introduction.exchange(control, deadline)?;
 
-    let sizes = DatagramSizes::choose(options);
+    let sizes = DatagramSizes::choose(options, own.ip());
     let smallest_buffer = ranks.iter().map(|rank| rank.receive_buffer).min().unwrap_or_default();
-    let congestion = effective_congestion(options.congestion, options.bind, sizes, smallest_buffer, world_size - 1)?;
+    let congestion = effective_congestion(options.congestion, own.ip(), sizes, smallest_buffer, world_size - 1)?;
 
     // The higher rank dials, so that each pair has one connection.
     let pins = Pins::new(ranks.iter().map(|other| other.fingerprint).enumerate().skip(rank + 1));
@@ -63,7 +70,7 @@ pub(crate) fn connect(
             let crypto = protection.client(identity.client_config(peer, other.fingerprint)?);
             let mut config = quinn::ClientConfig::new(crypto);
             config.transport_config(Arc::clone(&outgoing));
-            Ok(Appointment { peer, address: other.address, config })
+            Ok(Appointment { peer, address: to_dial(other.address, own), config })
         })
         .collect::<Result<Vec<_>>>()?;
 
@@ -83,20 +90,24 @@ pub(crate) fn connect(
     drop(inside);
 
     let mut links: Vec<Option<Link>> = (0..world_size).map(|_| None).collect();
+    let complaints = Complaints::default();
     let outcome = driver.block_on(async {
         Ok(tokio::select! {
-            met = meet(&endpoint, appointments, &pins, &expected, rank, options.lanes, &mut links) => Some(met),
+            met = meet(&endpoint, appointments, &pins, &expected, rank, options.lanes, &mut links, &complaints) => Some(met),
             error = told(failed) => Some(Err(error)),
             () = passed(deadline) => None,
         })
     })?;
     outcome.unwrap_or_else(|| {
         let missing = links.iter().enumerate().filter(|(peer, link)| *peer != rank && link.is_none());
+        let missing: Vec<usize> = missing.map(|(peer, _)| peer).collect();
+        let addresses: Vec<SocketAddr> = ranks.iter().map(|other| other.address).collect();
+        let looked_for = where_looked_for(control, &missing, &addresses, &complaints);
         Err(Error::Timeout {
             rank,
-            operation: "connecting over QUIC".into(),
+            operation: format!("connecting over QUIC{looked_for}{}", descriptors::shortage()),
             waited: deadline.waited(),
-            waiting_for: missing.map(|(peer, _)| peer).collect(),
+            waiting_for: missing,
         })
     })?;
 
@@ -143,6 +154,33 @@ pub(crate) fn connect(
         },
         driver,
     })
+}
+
+/// Where the `missing` ranks were dialled or expected, by their number in the job.
+fn where_looked_for(
+    control: &dyn Control,
+    missing: &[usize],
+    addresses: &[SocketAddr],
+    complaints: &Complaints,
+) -> String {
+    let complaints = complaints.lock().unwrap_or_else(PoisonError::into_inner);
+    let of = |rank: usize| addresses.get(rank).map_or("no address".into(), SocketAddr::to_string);
+    let mut parts: Vec<String> = (missing.iter().take(MAX_SHOWN))
+        .map(|peer| {
+            let number = control.job_rank(*peer);
+            if *peer > control.rank() {
+                return format!("rank {number} has not come to {}", of(control.rank()));
+            }
+            let why = complaints.get(peer).map_or("no answer", String::as_str);
+            format!("rank {number} at {}: {why}", of(*peer))
+        })
+        .collect();
+    match (parts.len(), missing.len() - parts.len()) {
+        (0, _) => return String::new(),
+        (_, 0) => {}
+        (_, more) => parts.push(format!("and {more} more")),
+    }
+    format!(" ({})", parts.join("; "))
 }
 
 /// The job's failure while the ranks connect.

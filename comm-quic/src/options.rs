@@ -1,6 +1,6 @@
 //! What a user can set.
 
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 use std::time::Duration;
 
 use comm_core::{Error, Result, Waiting};
@@ -11,15 +11,16 @@ use crate::congestion::Congestion;
 /// measurement in which they do says little.
 #[derive(Clone, Debug)]
 pub struct QuicOptions {
-    /// The address that this rank's UDP socket is bound to and that the other ranks dial; the port is a free one. Loopback by
-    /// default. Not the wildcard address, which nobody can dial.
-    pub bind: IpAddr,
+    /// The address that this rank's UDP socket is bound to and that the other ranks dial; the port is a free one. Not the wildcard
+    /// address, which nobody can dial. `None`, the default: the address by which this rank reaches rank 0, which routes by itself
+    /// (of rank 0: the one by which the others reach it).
+    pub bind: Option<IpAddr>,
     /// Lanes, each its own stream, from 1 to 256.
     pub lanes: usize,
     /// Congestion control.
     pub congestion: Congestion,
     /// Largest datagram in bytes (UDP payload), from 1,200 to 65,507. On loopback it is used from the start, elsewhere it is the
-    /// end of path MTU discovery. `None`: what the interface that has the address `bind` carries, 1,452 where that is not known;
+    /// end of path MTU discovery. `None`: what the interface of the address that is bound carries, 1,452 where that is not known;
     /// more than the interface carries is never tried.
     pub mtu: Option<u16>,
     /// Bytes of one lane that may arrive from one peer before this rank asks for them.
@@ -42,7 +43,7 @@ pub struct QuicOptions {
 impl Default for QuicOptions {
     fn default() -> Self {
         QuicOptions {
-            bind: IpAddr::V4(Ipv4Addr::LOCALHOST),
+            bind: None,
             lanes: 2,
             congestion: Congestion::Auto,
             mtu: None,
@@ -66,7 +67,7 @@ impl QuicOptions {
     /// Refuses what would not work.
     pub(crate) fn check(&self) -> Result<()> {
         let require = |holds: bool, what: String| if holds { Ok(()) } else { Err(Error::invalid(what)) };
-        comm_core::job::check_own_address(self.bind)?;
+        self.bind.map_or(Ok(()), comm_core::job::check_own_address)?;
         require((1..=256).contains(&self.lanes), format!("quic lanes: {} is not from 1 to 256", self.lanes))?;
         if let Some(mtu) = self.mtu {
             require(
@@ -97,17 +98,19 @@ impl QuicOptions {
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
     use super::*;
 
     #[test]
     fn what_would_not_work_is_refused() {
         QuicOptions::default().check().unwrap();
         let wrong: [fn(&mut QuicOptions); 13] = [
-            |o| o.bind = Ipv4Addr::UNSPECIFIED.into(),
-            |o| o.bind = Ipv4Addr::BROADCAST.into(),
-            |o| o.bind = Ipv4Addr::new(224, 0, 0, 1).into(),
+            |o| o.bind = Some(Ipv4Addr::UNSPECIFIED.into()),
+            |o| o.bind = Some(Ipv4Addr::BROADCAST.into()),
+            |o| o.bind = Some(Ipv4Addr::new(224, 0, 0, 1).into()),
             // For documentation only (RFC 5737): no machine has it.
-            |o| o.bind = Ipv4Addr::new(203, 0, 113, 1).into(),
+            |o| o.bind = Some(Ipv4Addr::new(203, 0, 113, 1).into()),
             |o| o.lanes = 0,
             |o| o.lanes = 257,
             |o| o.mtu = Some(1199),

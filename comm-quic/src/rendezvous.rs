@@ -7,12 +7,13 @@
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use comm_core::driver::within;
+use comm_core::place::{Place, check_reachable};
 use comm_core::{Control, Deadline, Error, Result};
 use quinn::{Connection, ConnectionError, Endpoint, Incoming, RecvStream, SendStream, TransportErrorCode, VarInt};
 use tokio::task::{AbortHandle, JoinSet};
@@ -26,6 +27,8 @@ use crate::tls::{Fingerprint, Pins, SERVER_NAME};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Introduction {
     pub(crate) address: SocketAddr,
+    /// Where the rank is.
+    pub(crate) place: Place,
     pub(crate) fingerprint: Fingerprint,
     pub(crate) lanes: u32,
     /// Bytes that its UDP receive buffer holds.
@@ -33,7 +36,7 @@ pub(crate) struct Introduction {
     pub(crate) protection: Protection,
 }
 
-const INTRODUCTION: u8 = 2;
+const INTRODUCTION: u8 = 3;
 
 impl Introduction {
     /// Tells every rank of this one and hears of every rank, in order.
@@ -72,6 +75,8 @@ impl Introduction {
                 other.lanes
             )));
         }
+        let offers: Vec<_> = introductions.iter().map(|other| (&other.place, vec![other.address.ip()])).collect();
+        check_reachable(&offers)?;
         Ok(introductions)
     }
 
@@ -80,7 +85,7 @@ impl Introduction {
         blob.extend_from_slice(&self.lanes.to_le_bytes());
         blob.extend_from_slice(&self.receive_buffer.to_le_bytes());
         blob.extend_from_slice(&self.fingerprint);
-        blob.extend_from_slice(self.address.to_string().as_bytes());
+        blob.extend_from_slice(format!("{} {}", self.place.encode(), self.address).as_bytes());
         blob
     }
 
@@ -89,12 +94,14 @@ impl Introduction {
         let ([version, code], rest) = blob.split_first_chunk()?;
         let (lanes, rest) = rest.split_first_chunk()?;
         let (receive_buffer, rest) = rest.split_first_chunk()?;
-        let (fingerprint, address) = rest.split_first_chunk()?;
+        let (fingerprint, text) = rest.split_first_chunk()?;
+        let (place, address) = str::from_utf8(text).ok()?.rsplit_once(' ')?;
         if *version != INTRODUCTION || *code != protection.code() {
             return None;
         }
         let introduction = Introduction {
-            address: str::from_utf8(address).ok()?.parse().ok()?,
+            address: address.parse().ok()?,
+            place: Place::decode(place)?,
             fingerprint: *fingerprint,
             lanes: u32::from_le_bytes(*lanes),
             receive_buffer: u64::from_le_bytes(*receive_buffer),
@@ -165,6 +172,9 @@ impl Lobby {
     }
 }
 
+/// By peer that is being dialled: why the last attempt failed.
+pub(crate) type Complaints = Arc<Mutex<BTreeMap<usize, String>>>;
+
 /// Connects with every rank that has an appointment or a pin, and puts the links in place as they come about. A rank dials from
 /// the address that it told, one of `expected`, and is let in at once; whoever comes from elsewhere has to share what little there
 /// is for [`STRANGERS`].
@@ -179,11 +189,17 @@ pub(crate) async fn meet(
     rank: usize,
     lanes: usize,
     links: &mut [Option<Link>],
+    complaints: &Complaints,
 ) -> Result<()> {
     let (mut tasks, mut lobby) = (JoinSet::new(), Lobby::default());
     for Appointment { peer, address, config } in appointments {
-        let endpoint = endpoint.clone();
-        tasks.spawn(async move { Arrival::Dialled(peer, dial(&endpoint, config, address, rank, peer, lanes).await) });
+        let (endpoint, complaints) = (endpoint.clone(), Arc::clone(complaints));
+        tasks.spawn(async move {
+            let complain = |why: &ConnectionError| {
+                complaints.lock().unwrap_or_else(PoisonError::into_inner).insert(peer, describe(why));
+            };
+            Arrival::Dialled(peer, dial(&endpoint, config, address, rank, peer, lanes, &complain).await)
+        });
     }
     while links.iter().enumerate().any(|(peer, link)| peer != rank && link.is_none()) {
         tokio::select! {
@@ -254,20 +270,26 @@ async fn dial(
     rank: usize,
     peer: usize,
     lanes: usize,
+    complain: &(dyn Fn(&ConnectionError) + Sync),
 ) -> Result<Link> {
-    let lost = |detail: String| Error::PeerLost { rank: peer, operation: "connecting over QUIC".into(), detail };
+    let lost = |why: String| Error::PeerLost {
+        rank: peer,
+        operation: "connecting over QUIC".into(),
+        detail: format!("{why} at {address}"),
+    };
     loop {
         let connecting =
             endpoint.connect_with(config.clone(), address, SERVER_NAME).map_err(|error| lost(error.to_string()))?;
         match connecting.await {
             Ok(connection) => match (open_lanes(&connection, rank, peer, lanes).await, connection.close_reason()) {
                 (Ok(channels), _) => return Ok(Link { connection, channels }),
-                (Err(_), Some(reason)) if is_passing(&reason) => sleep(DIAL_AGAIN).await,
+                (Err(_), Some(reason)) if is_passing(&reason) => complain(&reason),
                 (Err(why), _) => return Err(lost(why)),
             },
-            Err(error) if is_passing(&error) => sleep(DIAL_AGAIN).await,
-            Err(error) => return Err(lost(format!("{} at {address}", describe(&error)))),
+            Err(error) if is_passing(&error) => complain(&error),
+            Err(error) => return Err(lost(describe(&error))),
         }
+        sleep(DIAL_AGAIN).await;
     }
 }
 
@@ -386,6 +408,7 @@ mod tests {
     fn an_introduction_survives_the_wire_and_rubbish_is_refused() {
         let introduction = Introduction {
             address: "127.0.0.1:4433".parse().unwrap(),
+            place: Place::decode("00112233445566778899aabbccddeeff 10.0.0.1").unwrap(),
             fingerprint: [7; 32],
             lanes: 2,
             receive_buffer: 1 << 23,

@@ -1,7 +1,7 @@
 //! The UDP socket of a rank.
 
 use std::io::{self, IoSliceMut};
-use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::net::{SocketAddr, UdpSocket};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -27,9 +27,8 @@ pub(crate) struct BoundSocket {
 }
 
 impl BoundSocket {
-    /// Binds a free port of `ip`.
-    pub(crate) fn bind(ip: IpAddr) -> Result<Self> {
-        let address = SocketAddr::new(ip, 0);
+    /// Binds a free port of `address`, whose port is 0.
+    pub(crate) fn bind(address: SocketAddr) -> Result<Self> {
         let open = || -> io::Result<BoundSocket> {
             let socket = Socket::new(Domain::for_address(address), Type::DGRAM, Some(Protocol::UDP))?;
             socket.set_recv_buffer_size(BUFFER)?;
@@ -41,7 +40,7 @@ impl BoundSocket {
             let address = socket.local_addr()?;
             Ok(BoundSocket { socket, address, receive_buffer, send_buffer })
         };
-        open().map_err(|error| Error::io(format!("binding a UDP socket for QUIC on {ip}"), error))
+        open().map_err(|error| Error::io(format!("binding a UDP socket for QUIC on {}", address.ip()), error))
     }
 }
 

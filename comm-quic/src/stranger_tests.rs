@@ -121,7 +121,7 @@ fn a_certificate_of_an_earlier_start_is_refused() {
 #[test]
 fn only_the_address_that_was_asked_for_is_bound() {
     let bind = std::net::Ipv4Addr::new(127, 0, 0, 2);
-    let options = QuicOptions { bind: bind.into(), ..QuicOptions::default() };
+    let options = QuicOptions { bind: Some(bind.into()), ..QuicOptions::default() };
     let patience = Duration::from_secs(60);
     let outcome = two_ranks_with(
         &options,

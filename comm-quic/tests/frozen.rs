@@ -22,7 +22,7 @@ fn rank_of_a_job() {
     frozen::serve(|_, control| {
         let options = QuicOptions { idle_timeout: SHORT, keep_alive: SHORT / 10, ..QuicOptions::default() };
         let transport = QuicTransport::connect(&*control, &options, Deadline::after(Duration::from_secs(60))).unwrap();
-        Arc::new(Mesh::new(transport, control, MeshOptions::default()))
+        Arc::new(Mesh::new(transport, control, MeshOptions::default()).unwrap())
     });
 }
 

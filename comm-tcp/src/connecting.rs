@@ -1,45 +1,63 @@
 //! What connecting the pairs of ranks has in common, whatever the protocol.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::future::Future;
+use std::io;
 use std::net::SocketAddr;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use comm_core::descriptors::{self, ran_out};
 use comm_core::driver::within;
+use comm_core::place::to_dial;
 use comm_core::{Control, Deadline, Error, Result};
 
-use crate::core::Core;
+use crate::core::{Core, Need};
+use crate::house::Folder;
 use crate::rendezvous::{Advert, listens};
 use crate::runtime::{Join, unless_failed};
 
 /// The links of one rank while they are being made.
 pub(crate) struct Connecting<'a, L> {
     core: &'a Core,
+    /// What all ranks have told.
+    adverts: &'a [Advert],
+    /// Where this rank's listeners are.
+    own: SocketAddr,
+    need: Need,
     /// `[lane][peer]`.
     links: RefCell<Vec<Vec<Option<L>>>>,
-    /// Why the last attempt to dial failed, for the error at the deadline.
-    complaint: RefCell<String>,
+    /// Of each peer that is being dialled why the last attempt failed, for the error at the deadline.
+    complaints: RefCell<BTreeMap<usize, String>>,
+    /// What has gone wrong elsewhere, and ends this.
+    trouble: Arc<OnceLock<Error>>,
 }
 
 /// An attempt to dial that failed.
 pub(crate) enum Attempt {
     /// Another one may succeed.
     Failed(String),
+    /// There are no descriptors left.
+    RanOut(io::Error),
     Hopeless(Error),
 }
 
-impl From<std::io::Error> for Attempt {
-    fn from(error: std::io::Error) -> Self {
-        Attempt::Failed(error.to_string())
+impl From<io::Error> for Attempt {
+    fn from(error: io::Error) -> Self {
+        if ran_out(&error) { Attempt::RanOut(error) } else { Attempt::Failed(error.to_string()) }
     }
 }
 
+/// Most peers of which an error says where they were looked for.
+const MAX_SHOWN: usize = 4;
+
 impl<'a, L> Connecting<'a, L> {
-    pub(crate) fn new(core: &'a Core) -> Self {
+    pub(crate) fn new(core: &'a Core, adverts: &'a [Advert], own: SocketAddr, need: Need) -> Self {
         let none = || (0..core.world_size).map(|_| None).collect();
         let links = RefCell::new((0..core.lanes).map(|_| none()).collect());
-        Connecting { core, links, complaint: RefCell::new(String::new()) }
+        Connecting { core, adverts, own, need, links, complaints: RefCell::default(), trouble: Arc::default() }
     }
 
     /// The peers that this rank dials.
@@ -48,21 +66,37 @@ impl<'a, L> Connecting<'a, L> {
         (0..world_size).filter(move |peer| *peer != rank && !listens(rank, *peer))
     }
 
-    /// Where `peer`, of these `adverts`, listens for this rank on `lane`.
-    pub(crate) fn address<'b>(
-        &self,
-        adverts: &'b [Advert],
-        peer: usize,
-        lane: usize,
-    ) -> Result<(&'b Advert, SocketAddr)> {
+    /// Where `peer` listens for this rank on `lane`.
+    pub(crate) fn address(&self, peer: usize, lane: usize) -> Result<(&'a Advert, SocketAddr)> {
         let Core { rank, lanes, .. } = *self.core;
-        (adverts.get(peer))
-            .and_then(|advert| Some((advert, advert.address(rank, lane, lanes)?)))
+        (self.adverts.get(peer))
+            .and_then(|advert| Some((advert, to_dial(advert.address(rank, lane, lanes)?, self.own))))
             .ok_or_else(|| Error::Rendezvous(format!("rank {peer} gave no address for rank {rank} on lane {lane}")))
     }
 
-    /// Attempts again and again: a listener turns connections away when strangers crowd it. The deadline is the caller's.
-    pub(crate) async fn dial<F>(&self, address: impl Display, mut attempt: impl FnMut() -> F) -> Result<L>
+    /// The folder in which `peer` listens, if it does in one.
+    pub(crate) fn folder(&self, peer: usize) -> Option<(&'a Advert, &'a Folder)> {
+        self.adverts.get(peer).and_then(|advert| Some((advert, advert.folder()?)))
+    }
+
+    /// For what accepts elsewhere: where to put an error that ends this.
+    pub(crate) fn trouble(&self) -> Arc<OnceLock<Error>> {
+        self.trouble.clone()
+    }
+
+    /// There were no descriptors left for `doing` something.
+    pub(crate) fn ran_out(&self, doing: &str, error: &io::Error) -> Error {
+        self.need.unmet(&format!("rank {}: {doing}", self.core.rank), error)
+    }
+
+    /// Attempts to reach `peer` again and again: a listener turns connections away when strangers crowd it. The deadline is the
+    /// caller's.
+    pub(crate) async fn dial<F>(
+        &self,
+        peer: u32,
+        address: impl Display,
+        mut attempt: impl FnMut() -> F,
+    ) -> Result<L>
     where
         F: Future<Output = std::result::Result<L, Attempt>>,
     {
@@ -70,8 +104,9 @@ impl<'a, L> Connecting<'a, L> {
             match attempt().await {
                 Ok(link) => return Ok(link),
                 Err(Attempt::Hopeless(error)) => return Err(error),
+                Err(Attempt::RanOut(error)) => return Err(self.ran_out(&format!("dialling {address}"), &error)),
                 Err(Attempt::Failed(error)) => {
-                    *self.complaint.borrow_mut() = format!(" (last attempt, to {address}: {error})");
+                    self.complaints.borrow_mut().insert(peer as usize, error);
                     tokio::time::sleep(Duration::from_millis(20)).await;
                 }
             }
@@ -95,11 +130,41 @@ impl<'a, L> Connecting<'a, L> {
     ) -> Result<()> {
         let bounded = async {
             within(deadline, parts).await.unwrap_or_else(|| {
-                let operation = format!("connecting over {protocol}{}", self.complaint.borrow());
-                Err(self.core.timeout(operation, deadline, self.missing()))
+                let (lane, missing) = self.missing();
+                let operation = format!(
+                    "connecting over {protocol}{}{}",
+                    self.where_looked_for(control, lane, &missing),
+                    descriptors::shortage()
+                );
+                Err(self.core.timeout(operation, deadline, missing))
             })
         };
-        unless_failed(control, bounded).await
+        unless_failed(control, &self.trouble, bounded).await
+    }
+
+    /// Where those who are missing on `lane` were dialled or expected, by their number in the job.
+    fn where_looked_for(&self, control: &dyn Control, lane: usize, missing: &[usize]) -> String {
+        let Core { rank, lanes, .. } = *self.core;
+        let complaints = self.complaints.borrow();
+        let told = |listener: usize, dialler: usize| {
+            self.adverts.get(listener).map_or("no address".into(), |advert| advert.describe(dialler, lane, lanes))
+        };
+        let mut parts: Vec<String> = (missing.iter().take(MAX_SHOWN))
+            .map(|peer| {
+                let number = control.job_rank(*peer);
+                if listens(rank, *peer) {
+                    return format!("rank {number} has not come to {}", told(rank, *peer));
+                }
+                let why = complaints.get(peer).map_or("no answer", String::as_str);
+                format!("rank {number} at {}: {why}", told(*peer, rank))
+            })
+            .collect();
+        match (parts.len(), missing.len() - parts.len()) {
+            (0, _) => return String::new(),
+            (_, 0) => {}
+            (_, more) => parts.push(format!("and {more} more")),
+        }
+        format!(" ({})", parts.join("; "))
     }
 
     /// `[lane][peer]`.
@@ -107,30 +172,62 @@ impl<'a, L> Connecting<'a, L> {
         self.links.into_inner()
     }
 
-    /// The peers that are missing on the first lane on which one is: the lanes after it may not have begun.
-    fn missing(&self) -> Vec<usize> {
+    /// The first lane on which peers are missing, and these: the lanes after it may not have begun.
+    fn missing(&self) -> (usize, Vec<usize>) {
         let links = self.links.borrow();
         let of_lane = |lane: &Vec<Option<L>>| -> Vec<usize> {
             let holes = lane.iter().enumerate().filter(|(_, link)| link.is_none());
             holes.map(|(peer, _)| peer).filter(|peer| *peer != self.core.rank).collect()
         };
-        links.iter().map(of_lane).find(|missing| !missing.is_empty()).unwrap_or_default()
+        links.iter().map(of_lane).enumerate().find(|(_, missing)| !missing.is_empty()).unwrap_or_default()
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use comm_core::place::Place;
+
     use super::*;
+    use crate::rendezvous::Addresses;
+
+    fn adverts() -> Vec<Advert> {
+        (0..4)
+            .map(|rank| {
+                let addresses = Addresses::Tcp(vec![format!("10.9.0.{rank}:40{rank}0").parse().unwrap()]);
+                Advert { salt: [0; 32], place: Place::decode("- -").unwrap(), addresses }
+            })
+            .collect()
+    }
 
     #[test]
     fn whoever_is_connected_on_the_lane_under_way_is_not_missing() {
         let core = Core::new(2, 4, 2);
-        let connecting = Connecting::new(&core);
+        let adverts = adverts();
+        let own = "10.9.0.2:0".parse().unwrap();
+        let connecting = Connecting::new(&core, &adverts, own, core.need("tcp-raw", 1, 0));
         connecting.store(0, 0, ());
-        assert_eq!(connecting.missing(), [1, 3]);
+        assert_eq!(connecting.missing(), (0, vec![1, 3]));
         connecting.store(0, 1, ());
         connecting.store(0, 3, ());
         connecting.store(1, 1, ());
-        assert_eq!(connecting.missing(), [0, 3]);
+        assert_eq!(connecting.missing(), (1, vec![0, 3]));
+    }
+
+    #[test]
+    fn who_is_missing_is_named_with_the_address_and_how_it_was_tried() {
+        let ranks = comm_core::local::group(4, 1);
+        let core = Core::new(2, 4, 2);
+        let adverts = adverts();
+        let own = "10.9.0.2:0".parse().unwrap();
+        let connecting: Connecting<'_, ()> = Connecting::new(&core, &adverts, own, core.need("tcp-raw", 1, 0));
+        connecting.complaints.borrow_mut().insert(3, "Connection refused".into());
+        assert_eq!(connecting.dialled().collect::<Vec<_>>(), [0, 3]);
+        let text = connecting.where_looked_for(&*ranks[2].control, 0, &[0, 1, 3]);
+        assert_eq!(
+            text,
+            " (rank 0 at 10.9.0.0:4000: no answer; rank 1 has not come to 10.9.0.2:4020; rank 3 at 10.9.0.3:4030: Connection refused)"
+        );
+        let all: Vec<usize> = (0..7).collect();
+        assert!(connecting.where_looked_for(&*ranks[2].control, 0, &all).contains("and 3 more"));
     }
 }

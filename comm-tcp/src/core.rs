@@ -2,7 +2,9 @@
 
 use std::sync::OnceLock;
 
-use comm_core::{Deadline, Error, Incoming, Outgoing, Result};
+use comm_core::{Deadline, Error, Incoming, Outgoing, Result, descriptors};
+
+use crate::rendezvous::listens;
 
 /// The ranks and lanes of a transport, and whether it was aborted.
 pub(crate) struct Core {
@@ -25,6 +27,21 @@ impl Core {
     /// The error of the first abort.
     pub(crate) fn aborted(&self) -> Option<Error> {
         self.aborted.get().cloned()
+    }
+
+    /// The file descriptors that connecting takes: one for each connection that this rank dials, `accepted` for each that it
+    /// listens for, at most, and what it takes `beside`.
+    pub(crate) fn need(&self, transport: &'static str, accepted: usize, beside: usize) -> Need {
+        let Core { rank, world_size, lanes, .. } = *self;
+        let listening = (0..world_size).filter(|peer| *peer != rank && listens(rank, *peer)).count();
+        let dialling = world_size.saturating_sub(listening + 1);
+        Need {
+            what: format!("{transport} between {world_size} ranks with {lanes} lane(s)"),
+            descriptors: lanes * (dialling + accepted * listening) + beside,
+            count: format!(
+                "for each lane 1 for each of {dialling} ranks that rank {rank} dials and {accepted} for each of {listening} that dial it"
+            ),
+        }
     }
 
     pub(crate) fn timeout(&self, operation: String, deadline: Deadline, waiting_for: Vec<usize>) -> Error {
@@ -66,6 +83,31 @@ impl Core {
             }
         }
         Ok(())
+    }
+}
+
+/// How many file descriptors connecting takes.
+pub(crate) struct Need {
+    what: String,
+    descriptors: usize,
+    count: String,
+}
+
+impl Need {
+    /// Refuses, before anything is opened, what this process may not have the descriptors for.
+    pub(crate) fn check(&self) -> Result<()> {
+        descriptors::check(self.descriptors, || self.what.clone(), || self.count.clone())
+    }
+
+    /// There were none left for `doing` something.
+    pub(crate) fn unmet(&self, doing: &str, error: &std::io::Error) -> Error {
+        let why = format!(
+            "{doing}: {}; it takes up to {} ({})",
+            descriptors::explain(error),
+            self.descriptors,
+            self.count
+        );
+        Error::Unsupported { what: self.what.clone(), why }
     }
 }
 

@@ -1,6 +1,6 @@
 //! What a caller can choose.
 
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 
 use comm_core::{Error, Result, Waiting};
 
@@ -13,8 +13,9 @@ use comm_core::{Error, Result, Waiting};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TcpOptions {
     /// The address to listen on, exactly; the other ranks dial it, so it must be one under which they reach this rank. The
-    /// port is a free one. Default: 127.0.0.1.
-    pub bind: IpAddr,
+    /// port is a free one. Default, `None`: the address by which this rank reaches rank 0, which routes by itself (of rank 0:
+    /// the one by which the others reach it).
+    pub bind: Option<IpAddr>,
     /// Independent ordered channels between every pair of ranks, one TCP connection each. Default: 2.
     pub lanes: usize,
     /// TCP congestion control by its kernel name (`cubic`, `bbr`, `reno`); `None` leaves the kernel's default. Raw TCP sets it
@@ -39,7 +40,7 @@ pub struct TcpOptions {
 impl Default for TcpOptions {
     fn default() -> Self {
         TcpOptions {
-            bind: IpAddr::V4(Ipv4Addr::LOCALHOST),
+            bind: None,
             lanes: 2,
             congestion: None,
             waiting: Waiting::default(),
@@ -62,7 +63,7 @@ impl TcpOptions {
     /// # Errors
     /// [`Error::InvalidArgument`] naming the value and what it may be.
     pub(crate) fn validate(&self) -> Result<()> {
-        comm_core::job::check_own_address(self.bind)?;
+        self.bind.map_or(Ok(()), comm_core::job::check_own_address)?;
         if !(1..=MAX_LANES).contains(&self.lanes) {
             return Err(Error::invalid(format!("{} lanes: there must be 1 to {MAX_LANES}", self.lanes)));
         }
@@ -92,11 +93,11 @@ mod tests {
     fn nonsense_is_refused_by_name() {
         let default = TcpOptions::default;
         let refused = [
-            (TcpOptions { bind: "0.0.0.0".parse().unwrap(), ..default() }, "0.0.0.0"),
-            (TcpOptions { bind: "255.255.255.255".parse().unwrap(), ..default() }, "broadcast"),
-            (TcpOptions { bind: "224.0.0.1".parse().unwrap(), ..default() }, "multicast"),
+            (TcpOptions { bind: Some("0.0.0.0".parse().unwrap()), ..default() }, "0.0.0.0"),
+            (TcpOptions { bind: Some("255.255.255.255".parse().unwrap()), ..default() }, "broadcast"),
+            (TcpOptions { bind: Some("224.0.0.1".parse().unwrap()), ..default() }, "multicast"),
             // For documentation only (RFC 5737): no machine has it.
-            (TcpOptions { bind: "203.0.113.1".parse().unwrap(), ..default() }, "203.0.113.1"),
+            (TcpOptions { bind: Some("203.0.113.1".parse().unwrap()), ..default() }, "203.0.113.1"),
             (TcpOptions { lanes: 0, ..default() }, "lanes"),
             (TcpOptions { segment: 1, ..default() }, "segment"),
             (TcpOptions { window: 256 << 10, ..default() }, "window"),

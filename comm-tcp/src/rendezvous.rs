@@ -4,8 +4,9 @@
 pub(crate) mod fuzzing;
 
 use std::collections::HashSet;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 
+use comm_core::place::{Place, check_reachable};
 use comm_core::{Control, Deadline, Error, Result};
 
 use crate::auth::{Edge, PROOF_LEN};
@@ -37,6 +38,8 @@ pub(crate) fn expected_edges(rank: usize, world_size: usize, lanes: usize) -> Re
 pub(crate) struct Advert {
     /// Goes into every proof towards this rank, so that a proof is of no use elsewhere.
     pub(crate) salt: [u8; PROOF_LEN],
+    /// Where the rank is.
+    pub(crate) place: Place,
     pub(crate) addresses: Addresses,
 }
 
@@ -72,7 +75,15 @@ impl Advert {
         }
     }
 
-    /// Exchanges adverts; checks that all ranks were given the same settings.
+    /// Where the rank listens for `peer` on `lane`, for people.
+    pub(crate) fn describe(&self, peer: usize, lane: usize, lanes: usize) -> String {
+        match self.folder() {
+            Some(folder) => folder.path.clone(),
+            None => self.address(peer, lane, lanes).map_or("no address".into(), |address| address.to_string()),
+        }
+    }
+
+    /// Exchanges adverts; checks that all ranks were given the same settings, and that none offers loopback to other machines.
     pub(crate) fn exchange(
         &self,
         transport: &str,
@@ -93,12 +104,25 @@ impl Advert {
                 control.world_size()
             )));
         }
-        blobs.iter().enumerate().map(|(rank, blob)| Advert::decode(blob, &settings, rank)).collect()
+        let decode = |(rank, blob): (usize, &Vec<u8>)| Advert::decode(blob, &settings, rank);
+        let adverts = blobs.iter().enumerate().map(decode).collect::<Result<Vec<_>>>()?;
+        let offers: Vec<_> = adverts.iter().map(|advert| (&advert.place, advert.ips())).collect();
+        check_reachable(&offers)?;
+        Ok(adverts)
+    }
+
+    /// The addresses that it has, each once.
+    fn ips(&self) -> Vec<IpAddr> {
+        let Addresses::Tcp(addresses) = &self.addresses else { return Vec::new() };
+        let mut ips: Vec<IpAddr> = addresses.iter().map(SocketAddr::ip).collect();
+        ips.dedup();
+        ips
     }
 
     fn encode(&self, settings: &str) -> String {
         let mut text = format!("{settings}\n");
         text.extend(self.salt.iter().map(|byte| format!("{byte:02x}")));
+        text.push_str(&format!("\n{}", self.place.encode()));
         match &self.addresses {
             Addresses::Tcp(addresses) => text.extend(addresses.iter().map(|address| format!("\n{address}"))),
             Addresses::Unix(folder) => text.push_str(&format!("\n{UNIX}{}", folder.encode())),
@@ -121,12 +145,13 @@ impl Advert {
             let digits = std::str::from_utf8(digits).map_err(|_| malformed())?;
             *byte = u8::from_str_radix(digits, 16).map_err(|_| malformed())?;
         }
+        let place = lines.next().and_then(Place::decode).ok_or_else(malformed)?;
         let mut lines = lines.peekable();
         let addresses = match lines.peek().and_then(|line| line.strip_prefix(UNIX)) {
             Some(folder) => Addresses::Unix(Folder::decode(folder).ok_or_else(malformed)?),
             None => Addresses::Tcp(lines.map(|line| line.parse().map_err(|_| malformed())).collect::<Result<_>>()?),
         };
-        let advert = Advert { salt, addresses };
+        let advert = Advert { salt, place, addresses };
         // An advert has one encoding: signs, white space and leading zeros, which numbers may have, are none of ours.
         if advert.encode(settings).as_bytes() == blob { Ok(advert) } else { Err(malformed()) }
     }
@@ -153,7 +178,8 @@ mod tests {
     #[test]
     fn an_advert_survives_the_control_plane() {
         let addresses = Addresses::Tcp(vec!["127.0.0.1:4000".parse().unwrap()]);
-        let advert = Advert { salt: [0xa5; 32], addresses };
+        let place = Place::decode("0123456789abcdef0123456789abcdef 10.0.0.1").unwrap();
+        let advert = Advert { salt: [0xa5; 32], place, addresses };
         let blob = advert.encode("lanes=2");
         assert_eq!(Advert::decode(blob.as_bytes(), "lanes=2", 1).unwrap(), advert);
         assert!(Advert::decode(blob.as_bytes(), "lanes=3", 1).unwrap_err().to_string().contains("lanes=3"));
@@ -174,7 +200,8 @@ mod tests {
     fn a_folder_survives_the_control_plane() {
         let (machine, path) = ("0b1d".to_string(), "/tmp/with a space".to_string());
         let folder = Folder { machine, device: 1, inode: u64::MAX, path };
-        let advert = Advert { salt: [7; 32], addresses: Addresses::Unix(folder.clone()) };
+        let place = Place::decode("- -").unwrap();
+        let advert = Advert { salt: [7; 32], place, addresses: Addresses::Unix(folder.clone()) };
         let blob = advert.encode("ipc");
         let back = Advert::decode(blob.as_bytes(), "ipc", 1).unwrap();
         assert_eq!((back.folder(), back.address(0, 0, 1)), (Some(&folder), None));

@@ -2,14 +2,20 @@
 
 use std::future::Future;
 use std::pin::{Pin, pin};
+use std::sync::OnceLock;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use comm_core::{Control, Error, Result};
 use tokio::runtime::{Builder, Runtime};
 
-/// Waits for `future` while the job lives: its failure ends the wait. Used while connecting, when nobody can abort yet.
-pub(crate) async fn unless_failed<T>(control: &dyn Control, future: impl Future<Output = Result<T>>) -> Result<T> {
+/// Waits for `future` while the job lives: its failure ends the wait, and so does `trouble`. Used while connecting, when nobody can
+/// abort yet.
+pub(crate) async fn unless_failed<T>(
+    control: &dyn Control,
+    trouble: &OnceLock<Error>,
+    future: impl Future<Output = Result<T>>,
+) -> Result<T> {
     let mut future = pin!(future);
     let mut tick = tokio::time::interval(Duration::from_millis(20));
     std::future::poll_fn(|cx| {
@@ -17,7 +23,7 @@ pub(crate) async fn unless_failed<T>(control: &dyn Control, future: impl Future<
             return Poll::Ready(result);
         }
         while tick.poll_tick(cx).is_ready() {
-            if let Some(error) = control.failure() {
+            if let Some(error) = trouble.get().cloned().or_else(|| control.failure()) {
                 return Poll::Ready(Err(error));
             }
         }

@@ -1,6 +1,6 @@
 //! Socket settings, the same for both transports.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::os::fd::AsFd;
 
 use comm_core::{Error, Result};
@@ -13,10 +13,9 @@ pub(crate) const SOCKET_BUFFER: usize = 4 << 20;
 /// dialler tries again after a second, so a stranger's connections must not fill it while the door is busy.
 const BACKLOG: i32 = 4096;
 
-/// A listener on a free port of `bind`, non-blocking; accepted sockets inherit the congestion control.
-pub(crate) fn listen(bind: IpAddr, congestion: Option<&str>) -> Result<std::net::TcpListener> {
-    let address = SocketAddr::new(bind, 0);
-    let failed = |error| Error::io(format!("listening on {bind}"), error);
+/// A listener on a free port of `address`, whose port is 0, non-blocking; accepted sockets inherit the congestion control.
+pub(crate) fn listen(address: SocketAddr, congestion: Option<&str>) -> Result<std::net::TcpListener> {
+    let failed = |error| Error::io(format!("listening on {}", address.ip()), error);
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP)).map_err(failed)?;
     set_congestion(&socket, congestion)?;
     socket.bind(&address.into()).map_err(failed)?;
@@ -82,13 +81,13 @@ mod tests {
 
     #[test]
     fn an_unknown_congestion_control_is_an_error_that_says_where_to_look() {
-        let error = listen("127.0.0.1".parse().unwrap(), Some("no-such-thing")).unwrap_err();
+        let error = listen("127.0.0.1:0".parse().unwrap(), Some("no-such-thing")).unwrap_err();
         assert!(error.to_string().contains("tcp_available_congestion_control"), "{error}");
     }
 
     #[test]
     fn accepted_sockets_inherit_the_congestion_control() {
-        let listener = listen("127.0.0.1".parse().unwrap(), Some("reno")).unwrap();
+        let listener = listen("127.0.0.1:0".parse().unwrap(), Some("reno")).unwrap();
         listener.set_nonblocking(false).unwrap();
         let _dialler = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (accepted, _) = listener.accept().unwrap();

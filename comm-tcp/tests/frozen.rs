@@ -24,11 +24,11 @@ fn rank_of_a_job() {
         match transport {
             "tcp" => {
                 let transport = ZmqTransport::connect(&*control, &TcpOptions::default(), deadline).unwrap();
-                Arc::new(Mesh::new(transport, control, options))
+                Arc::new(Mesh::new(transport, control, options).unwrap())
             }
             _ => {
                 let transport = RawTcpTransport::connect(&*control, &TcpOptions::default(), deadline).unwrap();
-                Arc::new(Mesh::new(transport, control, options))
+                Arc::new(Mesh::new(transport, control, options).unwrap())
             }
         }
     });

@@ -359,7 +359,7 @@ fn show_key(kind: Kind, address: SocketAddr, key: &[u8; 32], salt: &[u8; 32]) ->
 #[test]
 fn only_the_address_that_was_asked_for_is_listened_on() {
     for kind in [Kind::Zmq, Kind::Raw] {
-        let options = TcpOptions { bind: "127.0.0.2".parse().unwrap(), ..TcpOptions::default() };
+        let options = TcpOptions { bind: Some("127.0.0.2".parse().unwrap()), ..TcpOptions::default() };
         let controls = controls(2).into_iter().map(|control| control as Arc<dyn Control>).collect();
         job_over(kind, controls, &options, move |address, _| {
             assert_eq!(address.ip().to_string(), "127.0.0.2");

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::thread;
 
 use burn::tensor::Device;
-use comm_core::control::TcpControl;
+use comm_core::control::{MeetingReport, TcpControl};
 use comm_core::{Communicator, Control, Deadline, Error, job::Job, printer};
 
 use crate::corpus::Corpus;
@@ -144,7 +144,9 @@ pub fn run_rank_over(
     let agreement = agreement(config, corpus, options, transport, device);
     let agreement: Vec<(&str, String)> = agreement.iter().map(|(name, value)| (name.as_str(), value.clone())).collect();
     let deadline = Deadline::after(options.options.timeout);
-    let control = TcpControl::connect_with(job, &agreement, options.options.control(), deadline)?;
+    let late = |report: &MeetingReport| printer::stderr().line(format_args!("stall: {report}"));
+    let watch = (Some(options.options.stall_after), &late as &dyn Fn(&MeetingReport));
+    let control = TcpControl::connect_watched(job, &agreement, options.options.control(), deadline, watch)?;
     if job.rank == 0 {
         report_stalls(&*control);
     }

@@ -1,7 +1,7 @@
 //! From the name of a transport to a [`Session`], or to a [`Node`] inside one: the only file that knows which transports there are.
 
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -107,8 +107,8 @@ pub fn prepare() -> Result<(), Error> {
 pub struct TransportOptions {
     /// Independent ordered channels between each pair of ranks.
     pub lanes: usize,
-    /// Address that listeners bind; loopback unless the job spans machines.
-    pub bind: IpAddr,
+    /// Address that listeners bind; `None` for the one by which this rank reaches rank 0, which routes by itself.
+    pub bind: Option<IpAddr>,
     /// Longest time an operation may take.
     pub timeout: Duration,
     /// What a thread does while it waits inside an exchange.
@@ -142,7 +142,7 @@ impl Default for TransportOptions {
     fn default() -> Self {
         TransportOptions {
             lanes: 2,
-            bind: IpAddr::V4(Ipv4Addr::LOCALHOST),
+            bind: None,
             timeout: Duration::from_secs(120),
             waiting: Waiting::default(),
             congestion: None,
@@ -178,7 +178,7 @@ impl TransportOptions {
             )));
         }
         // Here, so that the other ranks do not wait for one that cannot listen.
-        comm_core::job::check_own_address(self.bind)?;
+        self.bind.map_or(Ok(()), comm_core::job::check_own_address)?;
         #[cfg(feature = "quic")]
         quic_options(self)?;
         Ok(())

@@ -185,7 +185,7 @@ pub(crate) fn run_rank(args: &RankArgs) -> Result<ExitCode, BenchError> {
     if let Some(ends) = &task.ends {
         let (host, port) = ends.meeting();
         job.address = Address::Tcp { host: host.to_string(), port };
-        options.options.bind = ends.own(job.rank, job.world_size);
+        options.options.bind = Some(ends.own(job.rank, job.world_size));
     }
     match run_training_rank(&job, &task.config, &corpus, &options, &device, &mut ()) {
         Ok(summary) if job.rank == 0 => fs::write(result, serde_json::to_vec(&summary)?)?,

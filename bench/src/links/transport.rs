@@ -33,7 +33,7 @@ pub(super) fn quic(place: &Place, job: &Job, ends: Option<&Ends>, from: usize, t
     if let Some(ends) = ends {
         let (host, port) = ends.meeting();
         job.address = Address::Tcp { host: host.to_string(), port };
-        options.bind = place.own;
+        options.bind = Some(place.own);
     }
     let kind = TransportKind::Quic;
     let deadline = Deadline::after(options.timeout);

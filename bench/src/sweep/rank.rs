@@ -91,7 +91,7 @@ pub(crate) fn run_rank(args: &RankArgs) -> Result<ExitCode, BenchError> {
     if let Some(addresses) = &task.network.addresses {
         let (host, port) = addresses.meeting();
         job.address = Address::Tcp { host: host.to_string(), port };
-        options.options.bind = addresses.own(job.rank, job.world_size);
+        options.options.bind = Some(addresses.own(job.rank, job.world_size));
     }
     options.options = rung.options(&options.options);
     let mut watch = Watch::new(&task, job.rank);

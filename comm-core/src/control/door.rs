@@ -16,6 +16,8 @@ use std::time::Duration;
 use super::auth::{Answer, Proven, Rejection, Step, version_notice};
 use super::link::Link;
 use crate::clock;
+use crate::descriptors;
+use crate::error::Error;
 use crate::job::Secret;
 use crate::sys::Waiter;
 
@@ -34,7 +36,7 @@ const CALM: Duration = Duration::from_millis(50);
 
 /// An open door.
 pub(super) struct Door {
-    listener: TcpListener,
+    listeners: Vec<TcpListener>,
     secret: Secret,
     /// How long a newcomer may take.
     patience: Duration,
@@ -42,6 +44,8 @@ pub(super) struct Door {
     guests: VecDeque<Guest>,
     /// Nobody is let in before this, on the [`clock`].
     opens: Duration,
+    /// Why nobody will ever get in.
+    trouble: Option<Error>,
 }
 
 /// A connection that has passed the handshake.
@@ -86,14 +90,20 @@ struct Guest {
 }
 
 impl Door {
-    pub(super) fn open(listener: TcpListener, secret: Secret, patience: Duration) -> Self {
-        Door { listener, secret, patience, guests: VecDeque::new(), opens: clock::running() }
+    pub(super) fn open(listeners: Vec<TcpListener>, secret: Secret, patience: Duration) -> Self {
+        Door { listeners, secret, patience, guests: VecDeque::new(), opens: clock::running(), trouble: None }
+    }
+
+    /// Why nobody will ever get in, once: there are no descriptors left, and nobody at the door who has one.
+    pub(super) fn take_trouble(&mut self) -> Option<Error> {
+        self.trouble.take()
     }
 
     /// What to wait for: that somebody says something, in the order of their coming, and then that somebody comes.
     pub(super) fn waiters(&self) -> impl Iterator<Item = Waiter<'_>> {
-        let listener = (self.opens <= clock::running()).then(|| Waiter::new(self.listener.as_fd(), false));
-        self.guests.iter().map(|guest| Waiter::new(guest.stream.as_fd(), false)).chain(listener)
+        let is_open = self.opens <= clock::running();
+        let listeners = self.listeners.iter().filter(move |_| is_open).map(|listener| Waiter::new(listener.as_fd(), false));
+        self.guests.iter().map(|guest| Waiter::new(guest.stream.as_fd(), false)).chain(listeners)
     }
 
     /// When there is something to do though nothing comes.
@@ -118,22 +128,32 @@ impl Door {
                 Outcome::Out(stranger) => strangers.push(stranger),
             }
         }
-        if ready.get(there) == Some(&true) {
-            self.accept(if is_running { LATECOMERS } else { CROWD }, &mut strangers);
-            if is_running {
-                self.opens = clock::running() + CALM;
+        for at in 0..self.listeners.len() {
+            if ready.get(there + at) == Some(&true) {
+                self.accept(at, is_running, &mut strangers);
+                if is_running {
+                    self.opens = clock::running() + CALM;
+                }
             }
         }
         (newcomers, strangers)
     }
 
-    fn accept(&mut self, room: usize, strangers: &mut Vec<Stranger>) {
+    /// Lets in who waits at one of the listeners.
+    fn accept(&mut self, listener: usize, is_running: bool, strangers: &mut Vec<Stranger>) {
+        let room = if is_running { LATECOMERS } else { CROWD };
         for _ in 0..ACCEPT_TURN {
-            let arrival = match self.listener.accept() {
+            let Some(listener) = self.listeners.get(listener) else { return };
+            let arrival = match listener.accept() {
                 Ok((stream, addr)) => Guest::new(stream, addr, self.patience),
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
                 Err(e) => {
-                    // The newcomer is gone, or there are no descriptors left: in both cases others must not suffer.
+                    // The newcomer is gone, or there are no descriptors left: in both cases others must not suffer. A running job
+                    // expects nobody.
+                    if descriptors::ran_out(&e) && self.guests.is_empty() && !is_running {
+                        self.trouble = Some(Error::io("rank 0: accepting a connection of another rank", e));
+                        return;
+                    }
                     strangers.push(Stranger { addr: "accepting".into(), why: e.into() });
                     self.show_out_the_first(strangers);
                     thread::sleep(Duration::from_millis(1));

@@ -150,6 +150,9 @@ impl EventLoop {
         let Some(door) = &mut self.door else { return };
         let is_running = self.shared.update(|state| state.session().is_some());
         let (newcomers, strangers) = door.turn(ready, is_running);
+        if let Some(error) = door.take_trouble() {
+            self.shared.update(|state| state.fail(&error));
+        }
         if !strangers.is_empty() {
             self.shared.update(|state| strangers.iter().for_each(|stranger| state.note_stranger(stranger)));
         }

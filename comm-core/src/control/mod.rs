@@ -4,6 +4,7 @@ mod auth;
 mod door;
 mod event_loop;
 mod link;
+mod meeting;
 mod rendezvous;
 mod stall;
 mod state;
@@ -14,9 +15,11 @@ mod wire;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 
+use std::net::SocketAddr;
 use std::sync::Weak;
 use std::time::Duration;
 
+pub use meeting::MeetingReport;
 pub(crate) use stall::abridged;
 pub use stall::{Activity, Doing, StallReport};
 pub use subgroup::Subgroup;
@@ -83,6 +86,13 @@ pub trait Control: Send + Sync + 'static {
     /// Calls `hook` with every stall report, from some thread. The hook must not block.
     fn on_stall(&self, hook: Box<dyn Fn(&StallReport) + Send + Sync>) {
         let _ = hook;
+    }
+
+    /// The address by which this rank reaches rank 0 of the job, with its port there; at rank 0 the one by which most others reach
+    /// it. It routes, so it is where listeners for the others are best ([`place::bind_address`](crate::place::bind_address)). `None`
+    /// where no network is in between.
+    fn local_address(&self) -> Option<SocketAddr> {
+        None
     }
 
     /// The job's number of this control plane's rank `rank`.

@@ -3,19 +3,24 @@
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 
+use std::collections::HashSet;
 use std::fs;
 use std::io::{self, Write};
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::path::Path;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
 
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::auth::{self, Hello, Rejection, Session};
+use super::meeting::Watch;
 use crate::deadline::Deadline;
+use crate::descriptors;
 use crate::error::{Error, Result};
-use crate::job::{Address, Job, check_address, check_own_address, read_small_file};
+use crate::job::{Address, Job, check_address, check_own_socket_address, read_small_file};
+use crate::place::loopback;
 
 /// Pauses between attempts to dial grow from the first of these to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(200));
@@ -30,35 +35,96 @@ const BACKLOG: i32 = 4096;
 /// Most bytes of an address file.
 const MAX_ADDRESS_FILE: u64 = 256;
 
-/// Rank 0's non-blocking listener, on exactly the address that was asked for.
-pub(super) fn listen(address: &Address) -> Result<TcpListener> {
-    let listener = match address {
+/// Rank 0's non-blocking listeners, on exactly the addresses that were asked for; at least one.
+pub(super) fn listen(job: &Job, deadline: Deadline, watch: &mut Watch<'_>) -> Result<Vec<TcpListener>> {
+    let listeners = match &job.address {
         Address::File(path) => {
             remove_old(path)?;
-            let listener = bind((Ipv4Addr::LOCALHOST, 0).into())
-                .map_err(|e| Error::io("listening on a free port of 127.0.0.1", e))?;
+            let listener = listen_on_loopback()?;
             let addr = listener.local_addr().map_err(|e| Error::io("asking for the port that was bound", e))?;
             publish(path, addr).map_err(|e| Error::io(format!("writing the address file {}", path.display()), e))?;
-            listener
+            vec![listener]
         }
-        Address::Tcp { host, port } => {
-            let addrs = (host.as_str(), *port).to_socket_addrs().map_err(|e| cannot_listen(address, &e))?;
-            let mut outcome = Err(cannot_listen(address, &io::Error::other("the name has no address")));
-            for addr in addrs {
-                // A name may stand for what no text of an address may be: `0` for every interface.
-                check_address(addr.ip())?;
-                outcome = bind(addr).map_err(|e| cannot_listen(address, &e));
-                if outcome.is_ok() {
-                    // The kernel also lets one listen on the broadcast address of a network, which nobody can dial.
-                    check_own_address(addr.ip())?;
-                    break;
-                }
-            }
-            outcome?
-        }
+        address @ Address::Tcp { .. } => bind_all(address, &own_addresses(job, deadline, watch)?)?,
     };
-    listener.set_nonblocking(true).map_err(|e| Error::io("making the listener non-blocking", e))?;
-    Ok(listener)
+    for listener in &listeners {
+        listener.set_nonblocking(true).map_err(|e| Error::io("making the listener non-blocking", e))?;
+    }
+    Ok(listeners)
+}
+
+/// For the end of an operation's name: where rank 0 listens for the ranks of `address`, and what is wrong with that.
+pub(super) fn where_it_listens(address: &Address, listeners: &[TcpListener]) -> String {
+    let addrs: Vec<SocketAddr> = listeners.iter().filter_map(|listener| listener.local_addr().ok()).collect();
+    let shown: Vec<String> = addrs.iter().map(SocketAddr::to_string).collect();
+    let what = if shown == [address.to_string()] { String::new() } else { format!(", listening at {}", shown.join(", ")) };
+    let is_local = addrs.iter().all(|addr| addr.ip().is_loopback());
+    match address {
+        Address::Tcp { host, .. } if is_local => {
+            let why = match host.parse::<IpAddr>() {
+                Ok(_) => String::new(),
+                Err(_) => format!(": the name {host} has no other address of this machine here (see /etc/hosts)"),
+            };
+            format!("{what}, which ranks on other machines cannot reach{why}")
+        }
+        _ => what,
+    }
+}
+
+fn listen_on_loopback() -> Result<TcpListener> {
+    let failed = |ip: IpAddr, e| Error::io(format!("listening on a free port of {ip}"), e);
+    let ip = loopback();
+    bind((ip, 0).into()).map_err(|e| failed(ip, e))
+}
+
+/// The addresses that the name of rank 0's machine has there. It may not have any for a while.
+fn own_addresses(job: &Job, deadline: Deadline, watch: &mut Watch<'_>) -> Result<Vec<SocketAddr>> {
+    let mut look_up = LookUp::new(&job.address);
+    let mut pause = PAUSES.0;
+    loop {
+        let why = match look_up.ask(watch.until(deadline)) {
+            Ok(addrs) => return Ok(addrs),
+            Err(Attempt::Final(error)) => return Err(error),
+            Err(Attempt::Again(why)) => why,
+        };
+        let others: Vec<usize> = (1..job.world_size).collect();
+        let operation = || format!("not yet listening at {}: {why}", job.address);
+        watch.look(&others, operation);
+        if !pause_before_next(&mut pause, deadline) {
+            return Err(Error::Timeout {
+                rank: job.rank,
+                operation: operation(),
+                waited: deadline.waited(),
+                waiting_for: Vec::new(),
+            });
+        }
+    }
+}
+
+/// Listens on those of `addrs` that are this machine's: on loopback only where there are no others, for a name that the machine gives
+/// itself (Debian's 127.0.1.1) is no address for other machines.
+fn bind_all(address: &Address, addrs: &[SocketAddr]) -> Result<Vec<TcpListener>> {
+    let (mut bound, mut failures) = (Vec::new(), Vec::new());
+    for is_loopback in [false, true] {
+        for addr in addrs.iter().filter(|addr| addr.ip().is_loopback() == is_loopback) {
+            match bind(*addr) {
+                Ok(listener) => {
+                    // The kernel also lets one listen on the broadcast address of a network, which nobody can dial.
+                    check_own_socket_address(*addr)?;
+                    bound.push(listener);
+                }
+                Err(e) => failures.push((*addr, e)),
+            }
+            // Another listener would have another port.
+            if addr.port() == 0 && !bound.is_empty() {
+                break;
+            }
+        }
+        if !bound.is_empty() {
+            return Ok(bound);
+        }
+    }
+    Err(cannot_listen(address, &failures))
 }
 
 fn bind(addr: SocketAddr) -> io::Result<TcpListener> {
@@ -92,27 +158,38 @@ pub(super) struct Dialled {
 }
 
 /// Dials rank 0, again and again until the deadline.
-pub(super) fn dial(job: &Job, handshake: Duration, deadline: Deadline) -> Result<Dialled> {
+pub(super) fn dial(job: &Job, handshake: Duration, deadline: Deadline, watch: &mut Watch<'_>) -> Result<Dialled> {
     let hello = Hello::of(job);
+    let mut look_up = LookUp::new(&job.address);
     let mut pause = PAUSES.0;
     loop {
-        let last = match attempt(job, &hello, handshake, deadline) {
+        let tried = match attempt(job, &hello, look_up.ask(watch.until(deadline)), handshake, deadline) {
             Ok(dialled) => return Ok(dialled),
             Err(Attempt::Final(error)) => return Err(error),
-            Err(Attempt::Again(why)) => why,
+            Err(Attempt::Again(tried)) => tried,
         };
-        if deadline.remaining() <= pause {
-            thread::sleep(deadline.remaining());
+        let operation = || format!("dialling rank 0 at {} (last attempt: {tried})", job.address);
+        watch.look(&[0], operation);
+        if !pause_before_next(&mut pause, deadline) {
             return Err(Error::Timeout {
                 rank: job.rank,
-                operation: format!("dialling rank 0 at {} (last attempt: {last})", job.address),
+                operation: operation(),
                 waited: deadline.waited(),
                 waiting_for: vec![0],
             });
         }
-        thread::sleep(pause);
-        pause = (pause * 2).min(PAUSES.1);
     }
+}
+
+/// Sleeps, longer each time; false when the deadline has passed by then.
+fn pause_before_next(pause: &mut Duration, deadline: Deadline) -> bool {
+    if deadline.remaining() <= *pause {
+        thread::sleep(deadline.remaining());
+        return false;
+    }
+    thread::sleep(*pause);
+    *pause = (*pause * 2).min(PAUSES.1);
+    true
 }
 
 enum Attempt {
@@ -122,71 +199,143 @@ enum Attempt {
     Final(Error),
 }
 
-fn attempt(job: &Job, hello: &Hello, handshake: Duration, deadline: Deadline) -> std::result::Result<Dialled, Attempt> {
-    let mut why = format!("{} resolves to no address", job.address);
-    for addr in resolve(&job.address)? {
+/// Tries every address. Who is no rank 0 at one of them settles nothing while rank 0 may be, or come, at another.
+fn attempt(
+    job: &Job,
+    hello: &Hello,
+    addrs: std::result::Result<Vec<SocketAddr>, Attempt>,
+    handshake: Duration,
+    deadline: Deadline,
+) -> std::result::Result<Dialled, Attempt> {
+    let (mut tried, mut refusal, mut may_change) = (Vec::new(), None, false);
+    for addr in addrs? {
         // A zero time-out is an error of its own.
         let time = deadline.at_most(ATTEMPT).remaining().max(Duration::from_millis(1));
         let stream = match TcpStream::connect_timeout(&addr, time) {
             Ok(stream) => stream,
+            Err(e) if descriptors::ran_out(&e) => {
+                return Err(Attempt::Final(Error::io(format!("rank {}: dialling rank 0 at {addr}", job.rank), e)));
+            }
             Err(e) => {
-                why = format!("{addr}: {e}");
+                may_change |= !is_out_of_reach(&e);
+                tried.push(format!("{addr}: {e}"));
                 continue;
             }
         };
         // While nobody listens on a port of the ephemeral range, the kernel may connect a dialler to itself.
         if stream.local_addr().is_ok_and(|local| local == addr) {
-            why = format!("{addr}: nobody listens");
+            may_change = true;
+            tried.push(format!("{addr}: nobody listens"));
             continue;
         }
         // Small messages that somebody waits for.
         let _ = stream.set_nodelay(true);
         match auth::dial(&stream, &job.secret, hello, deadline.at_most(handshake), deadline) {
             Ok(session) => return Ok(Dialled { stream, addr, session }),
-            Err(Rejection::Io(e)) => why = format!("{addr}: {e}"),
-            Err(Rejection::Stranger) => {
-                return Err(Attempt::Final(Error::Rendezvous(format!(
-                    "rank {}: the process that listens at {addr} does not know this job's secret; give all ranks the same \
-                     COMM_SECRET_FILE, or, if another job uses that address, set COMM_ADDR or COMM_PORT to a port of your own",
-                    job.rank
-                ))));
-            }
             Err(why) => {
-                return Err(Attempt::Final(Error::Rendezvous(format!(
-                    "rank {}: the process that listens at {addr} is not this job's rank 0: {why}; set COMM_ADDR or COMM_PORT to \
-                     a port that nothing else uses, and start the same program on all machines",
-                    job.rank
-                ))));
+                tried.push(format!("{addr}: {why}"));
+                match why {
+                    Rejection::Io(_) => may_change = true,
+                    why => _ = refusal.get_or_insert_with(|| refused(job.rank, addr, &why)),
+                }
             }
         }
     }
-    Err(Attempt::Again(why))
+    match refusal {
+        Some(error) if !may_change => Err(Attempt::Final(error)),
+        _ if tried.is_empty() => Err(Attempt::Again("the name has no address".into())),
+        _ => Err(Attempt::Again(tried.join("; "))),
+    }
 }
 
-fn resolve(address: &Address) -> std::result::Result<Vec<SocketAddr>, Attempt> {
-    match address {
-        Address::Tcp { host, port } => match (host.as_str(), *port).to_socket_addrs() {
-            Ok(addrs) => {
-                let addrs: Vec<SocketAddr> = addrs.collect();
+/// Whether this machine has no way to the address at all: no network of its kind, say.
+fn is_out_of_reach(error: &io::Error) -> bool {
+    let unknown_family = error.raw_os_error() == Some(libc::EAFNOSUPPORT);
+    unknown_family || matches!(error.kind(), io::ErrorKind::NetworkUnreachable | io::ErrorKind::AddrNotAvailable)
+}
+
+fn refused(rank: usize, addr: SocketAddr, why: &Rejection) -> Error {
+    Error::Rendezvous(match why {
+        Rejection::Stranger => format!(
+            "rank {rank}: the process that listens at {addr} does not know this job's secret; give all ranks the same COMM_SECRET_FILE, \
+             or, if another job uses that address, set COMM_ADDR or COMM_PORT to a port of your own"
+        ),
+        why => format!(
+            "rank {rank}: the process that listens at {addr} is not this job's rank 0: {why}; set COMM_ADDR or COMM_PORT to a port that \
+             nothing else uses, and start the same program on all machines"
+        ),
+    })
+}
+
+/// Finds the addresses behind [`Address`], again at each call. A name is looked up in a thread of its own: the system's look-up has no
+/// deadline, and may go on while this is asked again.
+struct LookUp<'a> {
+    address: &'a Address,
+    under_way: Option<Receiver<io::Result<Vec<SocketAddr>>>>,
+}
+
+impl<'a> LookUp<'a> {
+    fn new(address: &'a Address) -> Self {
+        LookUp { address, under_way: None }
+    }
+
+    /// The addresses as they are now, those that other machines can reach first; waits no longer than `until`.
+    fn ask(&mut self, until: Deadline) -> std::result::Result<Vec<SocketAddr>, Attempt> {
+        let (host, port) = match self.address {
+            Address::File(path) => return read_address_file(path),
+            Address::Tcp { host, port } => (host, *port),
+        };
+        if let Ok(ip) = host.parse::<IpAddr>() {
+            check_address(ip).map_err(Attempt::Final)?;
+            return Ok(vec![SocketAddr::new(ip, port)]);
+        }
+        let answer = match self.under_way.take() {
+            Some(answer) => answer,
+            None => look_up(host.clone(), port).map_err(Attempt::Final)?,
+        };
+        match answer.recv_timeout(until.remaining()) {
+            Ok(Ok(mut addrs)) => {
+                // A name may stand for what no text of an address may be: `0` for every interface.
                 addrs.iter().try_for_each(|addr| check_address(addr.ip())).map_err(Attempt::Final)?;
+                let mut seen = HashSet::new();
+                addrs.retain(|addr| seen.insert(*addr));
+                addrs.sort_by_key(|addr| addr.ip().is_loopback());
                 Ok(addrs)
             }
             // Names may appear late, for instance those of a cluster's pods.
-            Err(e) => Err(Attempt::Again(format!("looking up {host}: {e}"))),
-        },
-        Address::File(path) => {
-            let text = match read_small_file(path, MAX_ADDRESS_FILE, "the address file") {
-                Ok(text) => text,
-                Err(Error::Io { source, .. }) => {
-                    return Err(Attempt::Again(format!("rank 0 has not written {}: {source}", path.display())));
-                }
-                Err(error) => return Err(Attempt::Final(error)),
-            };
-            match str::from_utf8(&text).ok().and_then(|text| text.trim().parse::<SocketAddr>().ok()) {
-                Some(addr) if addr.ip().is_loopback() => Ok(vec![addr]),
-                _ => Err(Attempt::Again(format!("{} holds no address of this machine", path.display()))),
+            Ok(Err(e)) => Err(Attempt::Again(format!("looking up {host}: {}", descriptors::explain(&e)))),
+            Err(RecvTimeoutError::Timeout) => {
+                self.under_way = Some(answer);
+                Err(Attempt::Again(format!("looking up {host}: no answer yet; the name servers are in /etc/resolv.conf")))
             }
+            Err(RecvTimeoutError::Disconnected) => Err(Attempt::Again(format!("looking up {host}: no answer"))),
         }
+    }
+}
+
+fn look_up(host: String, port: u16) -> Result<Receiver<io::Result<Vec<SocketAddr>>>> {
+    let (tell, answer) = mpsc::sync_channel(1);
+    let ask = move || {
+        let found = (host.as_str(), port).to_socket_addrs().map(Iterator::collect);
+        // Nobody may be waiting any more.
+        let _ = tell.send(found);
+    };
+    let thread = thread::Builder::new().name("comm-look-up".into()).spawn(ask);
+    thread.map_err(|e| Error::io("starting a thread to look up a name", e))?;
+    Ok(answer)
+}
+
+fn read_address_file(path: &Path) -> std::result::Result<Vec<SocketAddr>, Attempt> {
+    let text = match read_small_file(path, MAX_ADDRESS_FILE, "the address file") {
+        Ok(text) => text,
+        Err(Error::Io { source, .. }) => {
+            return Err(Attempt::Again(format!("rank 0 has not written {}: {source}", path.display())));
+        }
+        Err(error) => return Err(Attempt::Final(error)),
+    };
+    match str::from_utf8(&text).ok().and_then(|text| text.trim().parse::<SocketAddr>().ok()) {
+        Some(addr) if addr.ip().is_loopback() => Ok(vec![addr]),
+        _ => Err(Attempt::Again(format!("{} holds no address of this machine", path.display()))),
     }
 }
 
@@ -199,7 +348,13 @@ fn publish(path: &Path, addr: SocketAddr) -> io::Result<()> {
     Ok(())
 }
 
-fn cannot_listen(address: &Address, error: &io::Error) -> Error {
+/// Why rank 0 can listen on none of the addresses.
+fn cannot_listen(address: &Address, failures: &[(SocketAddr, io::Error)]) -> Error {
+    // That the right address is taken says more than that another one is not this machine's.
+    let of_kind = |kind| failures.iter().find(move |(_, e): &&(_, io::Error)| e.kind() == kind);
+    let Some((addr, error)) = of_kind(io::ErrorKind::AddrInUse).or(failures.first()) else {
+        return Error::Rendezvous(format!("rank 0 cannot listen at {address}: the name has no address"));
+    };
     let hint = match error.kind() {
         io::ErrorKind::AddrInUse => {
             "another process listens there: end it, or set COMM_ADDR or COMM_PORT to another port"
@@ -210,5 +365,6 @@ fn cannot_listen(address: &Address, error: &io::Error) -> Error {
         io::ErrorKind::PermissionDenied => "ports below 1024 are reserved: choose a higher one",
         _ => "set COMM_ADDR to an address of rank 0's machine and a free port",
     };
-    Error::Rendezvous(format!("rank 0 cannot listen at {address}: {error}; {hint}"))
+    let which = if addr.to_string() == address.to_string() { String::new() } else { format!(", which is {addr}") };
+    Error::Rendezvous(format!("rank 0 cannot listen at {address}{which}: {}; {hint}", descriptors::explain(error)))
 }

@@ -1,6 +1,7 @@
 //! Some of a job's ranks, with a control plane of their own that rests on the job's.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -175,6 +176,10 @@ impl Control for Subgroup {
 
     fn on_stall(&self, hook: Box<dyn Fn(&StallReport) + Send + Sync>) {
         self.job.on_stall(hook);
+    }
+
+    fn local_address(&self) -> Option<SocketAddr> {
+        self.job.local_address()
     }
 
     fn job_rank(&self, rank: usize) -> usize {

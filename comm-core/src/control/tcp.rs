@@ -13,12 +13,14 @@ use super::auth;
 use super::door::Door;
 use super::event_loop::{Connection, EventLoop};
 use super::link::Link;
+use super::meeting::{MeetingReport, Watch};
 use super::rendezvous;
 use super::state::State;
 use super::wire::{MAX_PAYLOAD, Message, Wait};
 use super::{Activity, Control, MAX_BLOB, StallReport};
 use crate::clock;
 use crate::deadline::Deadline;
+use crate::descriptors;
 use crate::error::{Error, Result};
 use crate::job::{Address, Job};
 
@@ -89,6 +91,21 @@ impl TcpControl {
         options: TcpOptions,
         deadline: Deadline,
     ) -> Result<Arc<Self>> {
+        Self::connect_watched(job, config, options, deadline, (None, &|_| ()))
+    }
+
+    /// As [`connect_with`](TcpControl::connect_with). Once it has waited for other ranks for `stall_after`, `report` is called in the
+    /// caller's thread, which waits meanwhile; again each time it has waited for twice as long.
+    ///
+    /// # Errors
+    /// As [`connect`](TcpControl::connect).
+    pub fn connect_watched(
+        job: &Job,
+        config: &[(&str, String)],
+        options: TcpOptions,
+        deadline: Deadline,
+        (stall_after, report): (Option<Duration>, &dyn Fn(&MeetingReport)),
+    ) -> Result<Arc<Self>> {
         // The fields are public, so this is where they are checked.
         Job::new(job.rank, job.world_size, job.address.clone(), job.secret.clone())?;
         if job.id.len() > crate::job::MAX_JOB_ID {
@@ -115,6 +132,8 @@ impl TcpControl {
         join.encode().map_err(|why| Error::invalid(format!("the settings to compare do not fit: {why}")))?;
 
         let settings = auth::fingerprint(&config);
+        let mut watch = Watch::new(job.rank, stall_after, report);
+        let mut address = job.address.to_string();
         let (waker, woken) = UnixStream::pair().map_err(|e| Error::io("making a socket pair", e))?;
         for end in [&waker, &woken] {
             end.set_nonblocking(true).map_err(|e| Error::io("making a socket pair non-blocking", e))?;
@@ -139,14 +158,21 @@ impl TcpControl {
         if job.world_size == 1 {
             shared.update(State::start_if_complete);
         } else if job.rank == 0 {
-            let listener = rendezvous::listen(&job.address)?;
-            control.listening = listener.local_addr().ok();
+            let others = job.world_size - 1;
+            descriptors::check(
+                others,
+                || format!("a control plane between {} ranks", job.world_size),
+                || "rank 0 has 1 for each other rank".into(),
+            )?;
+            let listeners = rendezvous::listen(job, deadline, &mut watch)?;
+            control.listening = listeners.first().and_then(|listener| listener.local_addr().ok());
+            address += &rendezvous::where_it_listens(&job.address, &listeners);
             if let Address::File(path) = &job.address {
                 control.address_file = Some(path.clone());
             }
-            event_loop.door = Some(Door::open(listener, job.secret.clone(), options.handshake));
+            event_loop.door = Some(Door::open(listeners, job.secret.clone(), options.handshake));
         } else {
-            let dialled = rendezvous::dial(job, options.handshake, deadline)?;
+            let dialled = rendezvous::dial(job, options.handshake, deadline, &mut watch)?;
             let link = Link::new(dialled.stream, dialled.session.sealer)
                 .map_err(|e| Error::io(format!("setting up the connection to rank 0 at {}", dialled.addr), e))?;
             let link = Arc::new(link);
@@ -162,13 +188,25 @@ impl TcpControl {
         let thread = thread::Builder::new().name(name).spawn(move || event_loop.run());
         control.thread = Some(thread.map_err(|e| Error::io("starting the thread of the control plane", e))?);
 
-        let operation = || format!("meeting {} ranks at {}", job.world_size, job.address);
-        let met = control.wait(Wait::Start, deadline, &operation, |state| {
-            if let Some(trouble) = state.ripe_trouble() {
-                state.fail(&trouble);
+        let operation = || format!("meeting {} ranks at {address}", job.world_size);
+        let met = loop {
+            // A wait that ends early names who is missing.
+            let until = watch.until(deadline);
+            let met = control.wait(Wait::Start, until, &operation, |state| {
+                if let Some(trouble) = state.ripe_trouble() {
+                    state.fail(&trouble);
+                }
+                state.session().copied()
+            });
+            let Err(Error::Timeout { rank, operation, waiting_for, .. }) = met else { break met };
+            if let Some(error) = shared.lock().settled_failure() {
+                break Err(error.clone());
             }
-            state.session().copied()
-        });
+            if deadline.has_passed() {
+                break Err(Error::Timeout { rank, operation, waited: deadline.waited(), waiting_for });
+            }
+            watch.look(&waiting_for, || operation);
+        };
         control.session = met.inspect_err(|error| {
             // The others learn what this rank has given up on, rather than that it is gone.
             shared.update(|state| state.fail(error));
@@ -306,6 +344,16 @@ impl Control for TcpControl {
 
     fn on_stall(&self, hook: Box<dyn Fn(&StallReport) + Send + Sync>) {
         self.shared.update(|state| state.add_stall_hook(hook.into()));
+    }
+
+    fn local_address(&self) -> Option<SocketAddr> {
+        let state = self.shared.lock();
+        let ours = state.links.iter().flatten().filter_map(|link| link.stream().local_addr().ok());
+        // Where some came over loopback, those on other machines did not.
+        let ours: Vec<SocketAddr> = ours.collect();
+        let uses = |address: &SocketAddr| ours.iter().filter(|other| other.ip() == address.ip()).count();
+        // Of several that say as much, that of the first rank.
+        ours.iter().rev().max_by_key(|address| (!address.ip().is_loopback(), uses(address))).copied()
     }
 
     fn leave(&self, deadline: Deadline) -> Result<()> {

@@ -1,6 +1,7 @@
 //! What ranks tell each other before they connect and when they open a lane, for fuzzing.
 
 use comm_core::fuzzing::{Target, Verdict};
+use comm_core::place::Place;
 
 use super::{Introduction, greeting_of, read_greeting};
 use crate::protection::Protection;
@@ -30,6 +31,7 @@ pub fn quic_lane(bytes: &[u8]) -> Verdict {
 fn seeds() -> Vec<Vec<u8>> {
     let introduction = |address: &str| Introduction {
         address: address.parse().expect("an address"),
+        place: Place::decode("00112233445566778899aabbccddeeff fe80::1").expect("a place"),
         fingerprint: [7; 32],
         lanes: 2,
         receive_buffer: 1 << 23,

@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::net::SocketAddr;
 use std::sync::{Mutex, PoisonError};
 
+use comm_core::place::{Place, bind_address};
 use comm_core::{Control, Deadline, Error, Result};
 use tokio::net::{TcpSocket, TcpStream};
 
@@ -18,6 +19,9 @@ use crate::rendezvous::{Addresses, Advert, edge, expected_edges};
 use crate::runtime::{self, Join};
 use crate::socket;
 
+/// Descriptors beside those of the connections: the listener, the runtime's, the alarm.
+const BESIDE: usize = 8;
+
 /// Connects this rank with all others: `[lane][peer]`. The runtime lives only as long as this takes.
 pub(super) fn all(
     core: &Core,
@@ -27,17 +31,21 @@ pub(super) fn all(
 ) -> Result<Vec<Vec<Option<Link>>>> {
     let Core { rank, world_size, lanes, .. } = *core;
     let congestion = options.congestion.as_deref();
-    let listener = socket::listen(options.bind, congestion)?;
+    let need = core.need("tcp-raw", 1, BESIDE);
+    need.check()?;
+    let own = bind_address(options.bind, control)?;
+    let listener = socket::listen(own, congestion)?;
     let address = listener.local_addr().map_err(|error| Error::io(format!("rank {rank}: reading a port"), error))?;
-    let advert = Advert { salt: auth::nonce()?, addresses: Addresses::Tcp(vec![address]) };
+    let addresses = Addresses::Tcp(vec![address]);
+    let advert = Advert { salt: auth::nonce()?, place: Place::of(control), addresses };
     let adverts = advert.exchange("tcp-raw", options, control, deadline)?;
-    let connecting = Connecting::new(core);
+    let connecting = Connecting::new(core, &adverts, own, need);
     let key = Key(control.derive_key("tcp-raw"));
     runtime::temporary(rank)?.block_on(async {
         let mut join = Join::default();
         for peer in connecting.dialled() {
             for lane in 0..lanes {
-                let (_, address) = connecting.address(&adverts, peer, lane)?;
+                let (_, address) = connecting.address(peer, lane)?;
                 let edge = edge(rank, peer, lane)?;
                 join.push(peer, dial(&connecting, &key, edge, address, congestion));
             }
@@ -74,7 +82,8 @@ async fn accept(
                     missing().remove(&admitted.0).then_some(admitted)
                 }
             })
-            .await;
+            .await
+            .map_err(|error| connecting.ran_out("accepting a connection", &error))?;
         let leave = |error| Error::io("taking a connection out of the runtime", error);
         connecting.store(edge.lane, edge.dialler, leave_runtime(stream).map_err(leave)?);
     }
@@ -101,7 +110,7 @@ async fn dial(
         prelude::dial(&mut stream, key, edge, nonce).await?;
         Ok(leave_runtime(stream)?)
     };
-    let link = connecting.dial(address, attempt).await?;
+    let link = connecting.dial(edge.listener, address, attempt).await?;
     connecting.store(edge.lane, edge.listener, link);
     Ok(())
 }

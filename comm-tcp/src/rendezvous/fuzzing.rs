@@ -1,6 +1,7 @@
 //! Where ranks listen, for fuzzing.
 
 use comm_core::fuzzing::{Target, Verdict};
+use comm_core::place::Place;
 
 use super::{Addresses, Advert};
 use crate::house::Folder;
@@ -22,11 +23,13 @@ pub fn tcp_addresses(bytes: &[u8]) -> Verdict {
 }
 
 fn seeds() -> Vec<Vec<u8>> {
+    let place = |text| Place::decode(text).expect("a place");
+    let here = place("00112233445566778899aabbccddeeff 10.0.0.1");
     let advert = |addresses: &[&str]| {
         let addresses = addresses.iter().map(|address| address.parse().expect("an address")).collect();
-        Advert { salt: [0xa5; 32], addresses: Addresses::Tcp(addresses) }.encode(SETTINGS).into_bytes()
+        Advert { salt: [0xa5; 32], place: here, addresses: Addresses::Tcp(addresses) }.encode(SETTINGS).into_bytes()
     };
     let folder = Folder { machine: "5f0c".into(), device: 64, inode: 12_345, path: "/tmp/comm-tcp-Ab1".into() };
-    let folder = Advert { salt: [0x5a; 32], addresses: Addresses::Unix(folder) }.encode(SETTINGS).into_bytes();
+    let folder = Advert { salt: [0x5a; 32], place: place("- -"), addresses: Addresses::Unix(folder) }.encode(SETTINGS).into_bytes();
     vec![advert(&["127.0.0.1:4000"]), advert(&["10.0.0.1:1", "[fe80::1%2]:65535", "[::1]:80"]), advert(&[]), folder]
 }

@@ -5,6 +5,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use comm_core::driver::{Driver, may_block};
+use comm_core::place::{Place, bind_address};
 use comm_core::{Control, Deadline, Error, Result};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc;
@@ -12,13 +13,13 @@ use zeromq::util::PeerIdentity;
 use zeromq::{DealerSocket, Listener, Socket, SocketOptions, ZmqError};
 
 use super::frame::OVERHEAD;
-use super::gate::{self, Rooms};
+use super::gate::{self, News, Rooms};
 use super::link::{Link, PeerEvent, watch};
 use super::pool::Pool;
 use super::token;
 use crate::auth::{self, Edge, Key, PROOF_LEN};
 use crate::connecting::{Attempt, Connecting};
-use crate::core::Core;
+use crate::core::{Core, Need};
 use crate::house::{self, Folder, House};
 use crate::options::TcpOptions;
 use crate::rendezvous::{Addresses, Advert, edge, expected_edges};
@@ -43,6 +44,19 @@ pub(super) enum About {
     },
 }
 
+/// Descriptors beside those of the connections: the gate's listener and runtime, and a little for the sockets' accepting.
+const BESIDE: usize = 8;
+
+/// Descriptors of a lane's driver.
+const DRIVER: usize = 4;
+
+/// What [`all`] and the drivers take.
+pub(super) fn need(core: &Core, options: &TcpOptions) -> Need {
+    // Of a connection behind the gate the public end, both ends of the private one, and the listener that waits for it.
+    let accepted = if options.gate && !options.ipc { 4 } else { 2 };
+    core.need(if options.ipc { "tcp-ipc" } else { "tcp" }, accepted, BESIDE + DRIVER * core.lanes)
+}
+
 /// Connects this rank with all others, lane after lane. The sockets of a lane belong to that lane's driver.
 ///
 /// Listening sockets are served all the time, by a driver's keeper if nobody else, so it does not matter how far the others are.
@@ -54,24 +68,27 @@ pub(super) fn all(
     deadline: Deadline,
 ) -> Result<Connected> {
     may_block()?;
+    let need = need(core, options);
+    let own = bind_address(options.bind, control)?;
     let salt = auth::nonce()?;
     let key = Key(control.derive_key("zeromq"));
-    let mut doors = Doors::open(core, options, drivers)?;
-    let advert = Advert { salt, addresses: doors.addresses(core, options)? };
+    let mut doors = Doors::open(core, options, own, drivers)?;
+    let advert = Advert { salt, place: Place::of(control), addresses: doors.addresses(core, options)? };
     let adverts = advert.exchange("tcp", options, control, deadline)?;
     let folders: Vec<&Folder> = adverts.iter().filter_map(Advert::folder).collect();
     if options.ipc {
         house::see_all(core.rank, &folders, control, deadline)?;
     }
     let accepted = Arc::new(Mutex::new(None));
+    let connecting = Connecting::new(core, &adverts, own, need);
     let mut relays = None;
     if let Some(listener) = doors.gate.take() {
         let started = Relays::start(core.rank)?;
-        started.keep(listener, key.clone(), salt, std::mem::take(&mut doors.rooms), accepted.clone())?;
+        let news = News { accepted: accepted.clone(), trouble: connecting.trouble() };
+        started.keep(listener, key.clone(), salt, std::mem::take(&mut doors.rooms), news)?;
         relays = Some(started);
     }
-    let joining =
-        Joining { core, options, key, salt, deadline, connecting: Connecting::new(core), pool: pool(options) };
+    let joining = Joining { core, options, key, salt, deadline, connecting, pool: pool(options) };
     for (lane, driver) in drivers.iter().enumerate() {
         driver.block_on(async {
             let mut join = Join::default();
@@ -80,7 +97,7 @@ pub(super) fn all(
             }
             for peer in joining.connecting.dialled() {
                 let edge = edge(core.rank, peer, lane)?;
-                let (salt, endpoint) = joining.endpoint(&adverts, edge)?;
+                let (salt, endpoint) = joining.endpoint(edge)?;
                 join.push(peer, joining.dial(edge, endpoint, salt));
             }
             joining.connecting.run(control, "ZeroMQ", deadline, join).await
@@ -121,13 +138,13 @@ impl Relays {
         key: Key,
         salt: [u8; PROOF_LEN],
         rooms: Rooms,
-        facts: Arc<Mutex<Option<SocketFacts>>>,
+        news: News,
     ) -> Result<()> {
         let Some(runtime) = &self.runtime else { return Err(Error::Internal("the gate is being dropped".into())) };
         let _context = runtime.enter();
         let listener = tokio::net::TcpListener::from_std(listener)
             .map_err(|error| Error::io("registering the gate's listener with the runtime", error))?;
-        runtime.spawn(gate::keep(listener, key, salt, rooms, facts));
+        runtime.spawn(gate::keep(listener, key, salt, rooms, news));
         Ok(())
     }
 }
@@ -160,20 +177,20 @@ struct Doors {
 }
 
 impl Doors {
-    fn open(core: &Core, options: &TcpOptions, drivers: &[Driver]) -> Result<Self> {
+    fn open(core: &Core, options: &TcpOptions, own: SocketAddr, drivers: &[Driver]) -> Result<Self> {
         let edges = expected_edges(core.rank, core.world_size, core.lanes)?;
         let (bound, public) = (HashMap::new(), HashMap::new());
         let mut doors = Doors { bound, public, gate: None, rooms: Rooms::new(), house: None };
         if options.ipc {
             doors.house = Some(House::build(core.rank)?);
         } else if options.gate && !edges.is_empty() {
-            doors.gate = Some(socket::listen(options.bind, options.congestion.as_deref())?);
+            doors.gate = Some(socket::listen(own, options.congestion.as_deref())?);
             doors.house = Some(House::build(core.rank)?);
         }
         for edge in edges {
             let driver =
                 drivers.get(edge.lane as usize).ok_or_else(|| Error::Internal("a lane has no driver".into()))?;
-            let listener = doors.listen(core.rank, edge, options)?;
+            let listener = doors.listen(core.rank, edge, options, own)?;
             let bound = driver.block_on(async {
                 let mut socket = DealerSocket::new();
                 let events = watch(&mut socket);
@@ -185,13 +202,13 @@ impl Doors {
         Ok(doors)
     }
 
-    fn listen(&mut self, rank: usize, edge: Edge, options: &TcpOptions) -> Result<Listener> {
+    fn listen(&mut self, rank: usize, edge: Edge, options: &TcpOptions, own: SocketAddr) -> Result<Listener> {
         if let Some(house) = &self.house {
             let (listener, path) = house.listen(rank, edge)?;
             self.rooms.insert(edge, path);
             return Ok(Listener::Ipc(listener));
         }
-        let listener = socket::listen(options.bind, options.congestion.as_deref())?;
+        let listener = socket::listen(own, options.congestion.as_deref())?;
         let address =
             listener.local_addr().map_err(|error| Error::io(format!("rank {rank}: reading a port"), error))?;
         self.public.insert(edge, address);
@@ -259,12 +276,12 @@ impl Joining<'_> {
     }
 
     /// Where to dial for a connection, as `zeromq` writes it, and the salt of the token.
-    fn endpoint<'b>(&self, adverts: &'b [Advert], edge: Edge) -> Result<(&'b [u8; PROOF_LEN], String)> {
+    fn endpoint(&self, edge: Edge) -> Result<(&[u8; PROOF_LEN], String)> {
         let (peer, lane) = (edge.listener as usize, edge.lane as usize);
-        if let Some((advert, folder)) = adverts.get(peer).and_then(|advert| Some((advert, advert.folder()?))) {
+        if let Some((advert, folder)) = self.connecting.folder(peer) {
             return Ok((&advert.salt, format!("ipc://{}", folder.socket(edge).display())));
         }
-        let (advert, address) = self.connecting.address(adverts, peer, lane)?;
+        let (advert, address) = self.connecting.address(peer, lane)?;
         Ok((&advert.salt, format!("tcp://{address}")))
     }
 
@@ -279,10 +296,11 @@ impl Joining<'_> {
             let events = watch(&mut socket);
             match socket.connect(&endpoint).await {
                 Ok(()) => Ok(self.link(edge.listener, socket, events)),
+                Err(ZmqError::Network(error)) => Err(error.into()),
                 Err(error) => Err(Attempt::Failed(error.to_string())),
             }
         };
-        let link = self.connecting.dial(&endpoint, attempt).await?;
+        let link = self.connecting.dial(edge.listener, &endpoint, attempt).await?;
         self.connecting.store(edge.lane, edge.listener, link);
         Ok(())
     }

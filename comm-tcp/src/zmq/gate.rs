@@ -11,8 +11,9 @@ pub(crate) mod fuzzing;
 
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+use comm_core::Error;
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream, UnixStream};
@@ -29,15 +30,18 @@ const RELAY_BUFFER: usize = 256 << 10;
 /// Where the private sockets listen.
 pub(crate) type Rooms = HashMap<Edge, PathBuf>;
 
-/// Lets every connection of `rooms` in, each once, and leaves a task behind that copies its bytes. Ends when all are in,
-/// closing the listener; what the kernel says of the first of them goes into `facts`.
-pub(super) async fn keep(
-    listener: TcpListener,
-    key: Key,
-    salt: [u8; PROOF_LEN],
-    rooms: Rooms,
-    facts: Arc<Mutex<Option<SocketFacts>>>,
-) {
+/// What the gate has to tell while the ranks connect.
+#[derive(Clone)]
+pub(super) struct News {
+    /// What the kernel says of the first connection that was let in.
+    pub(super) accepted: Arc<Mutex<Option<SocketFacts>>>,
+    /// Why somebody cannot be let in: no descriptors are left.
+    pub(super) trouble: Arc<OnceLock<Error>>,
+}
+
+/// Lets every connection of `rooms` in, each once, and leaves a task behind that copies its bytes. Ends when all are in, or when
+/// none can be, closing the listener.
+pub(super) async fn keep(listener: TcpListener, key: Key, salt: [u8; PROOF_LEN], rooms: Rooms, news: News) {
     let waiting: Mutex<HashSet<Edge>> = Mutex::new(rooms.keys().copied().collect());
     let missing = || waiting.lock().unwrap_or_else(PoisonError::into_inner);
     let mut door = Door::open(listener);
@@ -53,10 +57,17 @@ pub(super) async fn keep(
                 }
             })
             .await;
+        let guest = match guest {
+            Ok(guest) => guest,
+            Err(error) => {
+                let _ = news.trouble.set(Error::io("accepting a connection at the gate", error));
+                return;
+            }
+        };
         let read = || SocketFacts::read(&guest.stream);
-        facts.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(read);
+        news.accepted.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(read);
         if let Some(room) = rooms.get(&guest.edge) {
-            tokio::spawn(escort(guest, room.clone()));
+            tokio::spawn(escort(guest, room.clone(), news.trouble.clone()));
         }
     }
 }
@@ -93,8 +104,15 @@ async fn identify(mut stream: TcpStream, key: &Key, salt: &[u8; PROOF_LEN]) -> O
 
 /// Connects a guest to its private socket and copies bytes until both sides have ended. What goes wrong here ends both
 /// connections, which both sockets notice.
-async fn escort(guest: Guest, room: PathBuf) {
-    let Ok(mut private) = UnixStream::connect(&room).await else { return };
+async fn escort(guest: Guest, room: PathBuf, trouble: Arc<OnceLock<Error>>) {
+    let mut private = match UnixStream::connect(&room).await {
+        Ok(private) => private,
+        Err(error) => {
+            // This side's connection would never come about, and nobody would know why.
+            let _ = trouble.set(Error::io(format!("connecting the gate with {}", room.display()), error));
+            return;
+        }
+    };
     socket::enlarge_buffers(&SockRef::from(&private));
     let mut greeting = [0; GREETING_LEN];
     let opened = async {

@@ -68,6 +68,7 @@ impl ZmqTransport {
     pub fn connect(control: &dyn Control, options: &TcpOptions, deadline: Deadline) -> Result<Self> {
         options.validate()?;
         let core = Core::new(control.rank(), control.world_size(), options.lanes);
+        connect::need(&core, options).check()?;
         let drivers = (0..options.lanes).map(|_| Driver::new("comm-tcp")).collect::<Result<Vec<_>>>()?;
         let Connected { links, relays, sockets: about } = connect::all(&core, control, options, &drivers, deadline)?;
         let sockets = links.into_iter().zip(drivers).map(|(links, driver)| Sockets { links, driver }).collect();

@@ -156,9 +156,9 @@ pub(super) struct TrainArgs {
     /// TCP congestion control by its kernel name, for instance cubic. [default: the kernel's]
     #[arg(long)]
     congestion: Option<String>,
-    /// Address that this rank's listeners bind.
-    #[arg(long, default_value = "127.0.0.1")]
-    bind: IpAddr,
+    /// Address that this rank's listeners bind, where the others reach it. [default: the one by which it reaches rank 0]
+    #[arg(long)]
+    bind: Option<IpAddr>,
     /// Seconds that an operation may take.
     #[arg(long, default_value_t = 120.0)]
     timeout: f64,

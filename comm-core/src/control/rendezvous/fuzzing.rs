@@ -2,9 +2,8 @@
 
 use std::io::Write;
 
-use super::resolve;
+use super::read_address_file;
 use crate::fuzzing::{Target, Verdict};
-use crate::job::Address;
 
 pub(crate) fn targets() -> Vec<Target> {
     vec![Target::new("address file", address_file, seeds).inputs_per_case(4)]
@@ -14,7 +13,7 @@ pub(crate) fn targets() -> Vec<Target> {
 pub fn address_file(bytes: &[u8]) -> Verdict {
     let mut file = tempfile::NamedTempFile::new().expect("a temporary file");
     file.write_all(bytes).expect("a short file");
-    let Ok(addresses) = resolve(&Address::File(file.path().into())) else { return Verdict::Rejected };
+    let Ok(addresses) = read_address_file(file.path()) else { return Verdict::Rejected };
     let text = std::str::from_utf8(bytes).expect("an address is text");
     assert!(matches!(addresses[..], [address] if text.trim().parse() == Ok(address)));
     Verdict::Accepted

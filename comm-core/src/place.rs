@@ -1,0 +1,210 @@
+//! Where a rank is in the network: which address its listeners take, and whether the others can reach what it offers them.
+
+use std::fs;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6, UdpSocket};
+use std::os::unix::fs::MetadataExt;
+
+use sha2::{Digest, Sha256};
+
+use crate::control::Control;
+use crate::error::{Error, Result};
+use crate::job::{check_address, check_own_socket_address};
+
+/// Where a rank is: what it tells the others beside the addresses that it offers them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Stands for the network of the process: addresses of loopback lead to the same place in processes that have the same. `None`
+    /// where the system does not tell.
+    network: Option<u128>,
+    /// The address by which it reaches rank 0; rank 0's is the one that the others reach.
+    came_from: Option<IpAddr>,
+}
+
+impl Place {
+    /// Of this process, as a rank of `control`.
+    pub fn of(control: &dyn Control) -> Place {
+        Place { network: network(), came_from: control.local_address().map(|address| address.ip()) }
+    }
+
+    /// Two words.
+    pub fn encode(&self) -> String {
+        let network = self.network.map_or(NONE.to_string(), |network| format!("{network:032x}"));
+        let came_from = self.came_from.map_or(NONE.to_string(), |ip| ip.to_string());
+        format!("{network} {came_from}")
+    }
+
+    /// `None` for what [`encode`](Place::encode) never writes.
+    pub fn decode(text: &str) -> Option<Place> {
+        let (network, came_from) = text.split_once(' ')?;
+        let network = if network == NONE { None } else { Some(u128::from_str_radix(network, 16).ok()?) };
+        let came_from = if came_from == NONE { None } else { Some(came_from.parse().ok()?) };
+        let place = Place { network, came_from };
+        (place.encode() == text).then_some(place)
+    }
+
+    /// Whether both are known to be in different networks.
+    fn is_apart_from(&self, other: &Place) -> bool {
+        matches!((self.network, other.network), (Some(one), Some(other)) if one != other)
+    }
+}
+
+/// In place of what is not known.
+const NONE: &str = "-";
+
+/// This start of the machine, and the network namespace of this process.
+fn network() -> Option<u128> {
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    let namespace = fs::metadata("/proc/self/ns/net").ok()?;
+    let hash = Sha256::new().chain_update(boot.trim()).chain_update(namespace.ino().to_le_bytes()).finalize();
+    hash.first_chunk().map(|bytes| u128::from_le_bytes(*bytes))
+}
+
+/// Refuses, on all ranks alike, that a rank offers an address of loopback to ranks of other machines: `ranks` is where each rank is,
+/// and what it offers, in order.
+///
+/// # Errors
+/// [`Error::Rendezvous`] with both ranks, the addresses and what to do.
+pub fn check_reachable(ranks: &[(&Place, Vec<IpAddr>)]) -> Result<()> {
+    for (rank, (place, offers)) in ranks.iter().enumerate() {
+        let Some(loopback) = offers.iter().find(|ip| ip.to_canonical().is_loopback()) else { continue };
+        let Some(other) = ranks.iter().position(|(other, _)| place.is_apart_from(other)) else { continue };
+        let came_from = match place.came_from {
+            Some(ip) if !ip.is_loopback() && rank == 0 => format!("is reached at {ip} but "),
+            Some(ip) if !ip.is_loopback() => format!("came from {ip} but "),
+            _ => String::new(),
+        };
+        return Err(Error::Rendezvous(format!(
+            "rank {rank} {came_from}offers {loopback}, which only its own machine reaches, and rank {other} runs on another machine or \
+             in another container; leave --bind (the option `bind`) out, or give rank {rank} an address of its machine that the others \
+             reach"
+        )));
+    }
+    Ok(())
+}
+
+/// The address that this rank's listeners take, with port 0: `asked`, if it is one of this machine's; by default the one by which it
+/// reaches rank 0 (rank 0: by which the others reach it), for that one routes; in a job whose ranks are threads or that has only one,
+/// loopback.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] for an address that is not this machine's or that nobody can dial.
+pub fn bind_address(asked: Option<IpAddr>, control: &dyn Control) -> Result<SocketAddr> {
+    let address = match (asked, control.local_address()) {
+        (Some(ip), _) => {
+            check_address(ip)?;
+            with_scope(ip)
+        }
+        (None, Some(SocketAddr::V6(v6))) if v6.ip().to_ipv4_mapped().is_none() => {
+            SocketAddrV6::new(*v6.ip(), 0, 0, v6.scope_id()).into()
+        }
+        (None, Some(address)) => SocketAddr::new(address.ip().to_canonical(), 0),
+        (None, None) => return Ok(SocketAddr::new(loopback(), 0)),
+    };
+    check_own_socket_address(address)?;
+    Ok(address)
+}
+
+/// `offered` by another rank, as this one, whose listeners take the address `own`, has to dial it: numbers of interfaces, which
+/// link-local addresses have, mean something on their own machine only.
+pub fn to_dial(offered: SocketAddr, own: SocketAddr) -> SocketAddr {
+    match (offered, own) {
+        (SocketAddr::V6(mut offered), SocketAddr::V6(own)) if offered.ip().is_unicast_link_local() => {
+            offered.set_scope_id(own.scope_id());
+            offered.into()
+        }
+        _ => offered,
+    }
+}
+
+/// 127.0.0.1, or ::1 where loopback has no other.
+pub(crate) fn loopback() -> IpAddr {
+    let (v4, v6) = (IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST));
+    let is_there = |ip| UdpSocket::bind((ip, 0)).is_ok();
+    if !is_there(v4) && is_there(v6) { v6 } else { v4 }
+}
+
+/// With the interface that a link-local address belongs to: the same may be used on several, but a machine has its own once.
+pub(crate) fn with_scope(ip: IpAddr) -> SocketAddr {
+    match ip {
+        IpAddr::V6(v6) if v6.is_unicast_link_local() => {
+            let table = fs::read_to_string("/proc/net/if_inet6").unwrap_or_default();
+            SocketAddrV6::new(v6, 0, 0, interface_of(&table, v6).unwrap_or(0)).into()
+        }
+        ip => SocketAddr::new(ip, 0),
+    }
+}
+
+/// The number of the interface that has `ip`, from a kernel's table of IPv6 addresses.
+fn interface_of(table: &str, ip: Ipv6Addr) -> Option<u32> {
+    let hex = format!("{:032x}", u128::from(ip));
+    let line = table.lines().find(|line| line.starts_with(&hex))?;
+    u32::from_str_radix(line.split_whitespace().nth(1)?, 16).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place(network: u128, came_from: &str) -> Place {
+        Place { network: Some(network), came_from: Some(came_from.parse().unwrap()) }
+    }
+
+    #[test]
+    fn a_place_survives_the_control_plane() {
+        let here = Place { network: network(), came_from: Some("10.9.0.2".parse().unwrap()) };
+        assert!(here.network.is_some());
+        assert_eq!(Place::decode(&here.encode()), Some(here));
+        assert_eq!(Place::decode("- -"), Some(Place { network: None, came_from: None }));
+        let (digits, short) = ("0a".repeat(16), "a".repeat(31));
+        assert!(Place::decode(&format!("{digits} ::1")).is_some());
+        for text in [" ::1 ", "  ::1", " -\n", "", " ", " localhost", " ::01"].map(|rest| format!("{digits}{rest}")) {
+            assert_eq!(Place::decode(&text), None, "{text:?}");
+        }
+        for network in ["", "+", "A", "\u{e4}", &short, &digits.to_uppercase(), &format!("0{digits}")] {
+            assert_eq!(Place::decode(&format!("{network} -")), None, "{network:?}");
+        }
+    }
+
+    #[test]
+    fn loopback_is_refused_between_machines_and_only_there() {
+        let ip = |text: &str| text.parse::<IpAddr>().unwrap();
+        let (here, there) = (place(1, "10.9.0.1"), place(2, "10.9.0.2"));
+        let check = |offers: [(&Place, &str); 3]| {
+            check_reachable(&offers.map(|(place, offer)| (place, vec![ip(offer)]))).map_err(|error| error.to_string())
+        };
+        check([(&here, "127.0.0.1"), (&here, "127.0.0.1"), (&here, "::1")]).unwrap();
+        check([(&here, "10.9.0.1"), (&there, "10.9.0.2"), (&here, "10.9.0.1")]).unwrap();
+        let error = check([(&here, "10.9.0.1"), (&there, "127.0.0.1"), (&here, "10.9.0.1")]).unwrap_err();
+        for part in ["rank 1 came from 10.9.0.2 but offers 127.0.0.1", "rank 0 runs on another machine", "--bind"] {
+            assert!(error.contains(part), "{error}");
+        }
+        let error = check([(&here, "::1"), (&here, "10.9.0.1"), (&there, "10.9.0.2")]).unwrap_err();
+        assert!(error.contains("rank 0 is reached at 10.9.0.1 but offers ::1"), "{error}");
+        // Where the system does not tell, nothing is concluded.
+        let unknown = Place { network: None, came_from: None };
+        check([(&here, "127.0.0.1"), (&unknown, "127.0.0.1"), (&unknown, "127.0.0.1")]).unwrap();
+    }
+
+    #[test]
+    fn what_is_asked_for_wins_and_must_be_this_machines() {
+        let ranks = crate::local::group(1, 1);
+        let bind = |ip: Option<&str>| bind_address(ip.map(|ip| ip.parse().unwrap()), &*ranks[0].control);
+        assert_eq!(bind(Some("127.0.0.2")).unwrap().to_string(), "127.0.0.2:0");
+        assert!(bind(None).unwrap().ip().is_loopback());
+        for wrong in ["0.0.0.0", "203.0.113.1", "224.0.0.1"] {
+            assert!(bind(Some(wrong)).unwrap_err().to_string().contains(wrong));
+        }
+    }
+
+    #[test]
+    fn link_local_addresses_keep_their_interface() {
+        let table = "00000000000000000000000000000001 01 80 10 80       lo\n\
+             fe800000000000000000000000000007 0b 40 20 80     eth0\n";
+        assert_eq!(interface_of(table, "fe80::7".parse().unwrap()), Some(11));
+        assert_eq!(interface_of(table, "fe80::8".parse().unwrap()), None);
+        let address = |text: &str| text.parse::<SocketAddr>().unwrap();
+        assert_eq!(to_dial(address("[fe80::7%11]:80"), address("[fe80::9%2]:0")), address("[fe80::7%2]:80"));
+        assert_eq!(to_dial(address("[fd00::7]:80"), address("[fe80::9%2]:0")), address("[fd00::7]:80"));
+        assert_eq!(to_dial(address("10.0.0.1:80"), address("[fe80::9%2]:0")), address("10.0.0.1:80"));
+    }
+}

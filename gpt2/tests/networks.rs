@@ -1,0 +1,159 @@
+//! Training between machines, and on those that lack something: network namespaces stand for machines. Where the system does not allow
+//! these, the tests say that they were skipped.
+
+#![allow(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+/// The arguments of a short training, in the folder of [`data`].
+const TRAIN: &str = "train --strategy ddp --preset micro --tokenizer bytes --data t.txt --steps 2 --batch 4 --eval-every 0 --threads 1";
+
+/// Two machines, 10.9.0.1 and 10.9.0.2: this one, and the one that `$OTHER` runs in.
+const TWO_MACHINES: &str = r#"
+unshare --net sleep 600 &
+HOLDER=$!
+trap 'kill $HOLDER' EXIT
+until [ "$(readlink /proc/$HOLDER/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.01; done
+OTHER="nsenter --net --target $HOLDER"
+ip link add near type veth peer name far netns $HOLDER
+ip address add 10.9.0.1/24 dev near
+ip link set near up
+$OTHER ip link set lo up
+$OTHER ip address add 10.9.0.2/24 dev far
+$OTHER ip link set far up
+"#;
+
+fn gpt2() -> &'static str {
+    env!("CARGO_BIN_EXE_gpt2")
+}
+
+/// A folder with a text.
+fn data() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let text: String = (0..4000).map(|line| format!("line {line} of a text to train on\n")).collect();
+    fs::write(folder.path().join("t.txt"), text).unwrap();
+    folder
+}
+
+/// Runs a script in a network namespace with loopback alone, after `setup`; `None` where that is not possible, which is said. It ends
+/// within a minute, or has failed.
+fn in_namespace(folder: &Path, setup: &str, script: &str) -> Option<Output> {
+    let run = |script: &str| {
+        let is_root = fs::read_to_string("/proc/self/status").unwrap().lines().any(|line| line.starts_with("Uid:\t0\t"));
+        let user: &[&str] = if is_root { &[] } else { &["--user", "--map-root-user"] };
+        Command::new("timeout")
+            .args(["60", "unshare", "--net"])
+            .args(user)
+            .args(["--", "sh", "-c", &format!("set -e\nip link set lo up\n{setup}\n{script}")])
+            .current_dir(folder)
+            .env("COMM_SECRET", "a secret for tests only")
+            .env("COMM_WORLD_SIZE", "2")
+            .env_remove("COMM_RANK")
+            .output()
+    };
+    match run("") {
+        Ok(output) if output.status.success() => Some(run(script).unwrap()),
+        Ok(output) => {
+            println!("skipped: no network namespace: {}", String::from_utf8_lossy(&output.stderr));
+            None
+        }
+        Err(error) => {
+            println!("skipped: {error}");
+            None
+        }
+    }
+}
+
+fn said(output: &Output) -> String {
+    [&output.stdout, &output.stderr].map(|said| String::from_utf8_lossy(said).into_owned()).concat()
+}
+
+/// Starts a rank on each machine; afterwards `0.txt` and `1.txt` hold what they said, and the last two lines their exit codes.
+fn ranks(transport: &str, more: [&str; 2]) -> String {
+    let (gpt2, [first, second]) = (gpt2(), more);
+    format!(
+        "export COMM_ADDR=10.9.0.1:4000
+         COMM_RANK=1 $OTHER {gpt2} {TRAIN} --transport {transport} --out one {second} >1.txt 2>&1 &
+         RANK=$!
+         set +e
+         COMM_RANK=0 {gpt2} {TRAIN} --transport {transport} --out zero {first} >0.txt 2>&1
+         echo $?
+         wait $RANK
+         echo $?"
+    )
+}
+
+#[test]
+fn two_machines_train_without_bind() {
+    for transport in ["tcp", "tcp-raw", "quic"] {
+        let folder = data();
+        let Some(output) = in_namespace(folder.path(), TWO_MACHINES, &ranks(transport, [""; 2])) else { return };
+        let text = ["0.txt", "1.txt"].map(|name| fs::read_to_string(folder.path().join(name)).unwrap());
+        assert_eq!(said(&output), "0\n0\n", "{transport}: {text:?}");
+    }
+}
+
+#[test]
+fn loopback_offered_to_another_machine_is_an_error_on_all_ranks_at_once() {
+    for transport in ["tcp", "tcp-raw", "quic"] {
+        let folder = data();
+        let began = Instant::now();
+        let script = ranks(transport, ["--timeout 50", "--timeout 50 --bind 127.0.0.1"]);
+        let Some(output) = in_namespace(folder.path(), TWO_MACHINES, &script) else { return };
+        assert!(began.elapsed() < Duration::from_secs(40), "{transport}: {:?}", began.elapsed());
+        assert!(!said(&output).lines().any(|code| code == "0"), "{transport}: {}", said(&output));
+        for name in ["0.txt", "1.txt"] {
+            let text = fs::read_to_string(folder.path().join(name)).unwrap();
+            let what = "rank 1 came from 10.9.0.2 but offers 127.0.0.1";
+            assert!(text.contains(what) && text.contains("--bind"), "{transport}, {name}: {text}");
+        }
+    }
+}
+
+#[test]
+fn an_address_that_cannot_be_reached_is_named_at_the_deadline() {
+    // The other machine has the address, and nothing gets there.
+    let setup = format!("{TWO_MACHINES}\n$OTHER ip address add 10.9.7.2/32 dev lo\nip route add blackhole 10.9.7.0/24");
+    for transport in ["tcp", "tcp-raw", "quic"] {
+        let folder = data();
+        let script = ranks(transport, ["--timeout 4", "--timeout 4 --bind 10.9.7.2"]);
+        let Some(output) = in_namespace(folder.path(), &setup, &script) else { return };
+        let text = ["0.txt", "1.txt"].map(|name| fs::read_to_string(folder.path().join(name)).unwrap());
+        assert!(!said(&output).lines().any(|code| code == "0"), "{transport}: {}", said(&output));
+        // One of them dials: rank 0 the address that leads nowhere, or rank 1 rank 0, which then cannot answer.
+        let named = |text: &String| text.contains("10.9.7.2:") || text.contains("10.9.0.1:");
+        assert!(text.iter().any(named), "{transport}: {text:?}");
+        assert!(text.iter().all(|text| text.contains("connecting over")), "{transport}: {text:?}");
+    }
+}
+
+#[test]
+fn a_machine_without_ipv4_trains() {
+    let setup = "ip address del 127.0.0.1/8 dev lo";
+    for transport in ["shm", "tcp", "tcp-raw", "quic"] {
+        for bind in ["", "--bind ::1"] {
+            let folder = data();
+            let script = format!("unset COMM_WORLD_SIZE; {} {TRAIN} --nproc 2 --transport {transport} {bind}", gpt2());
+            let Some(output) = in_namespace(folder.path(), setup, &script) else { return };
+            assert!(output.status.success(), "{transport} {bind}: {}", said(&output));
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_never_comes_is_reported() {
+    let folder = data();
+    let script = format!("COMM_RANK=0 {} {TRAIN} --transport tcp --timeout 5 --stall-after 0.5", gpt2());
+    let setup = "export COMM_ADDR=127.0.0.1:4000";
+    let Some(output) = in_namespace(folder.path(), setup, &script) else { return };
+    let text = said(&output);
+    let report = text.lines().find(|line| line.starts_with("stall: ")).expect(&text);
+    assert!(report.contains("for rank 1, meeting 2 ranks at 127.0.0.1:4000"), "{text}");
+    let script = script.replace("COMM_RANK=0", "COMM_RANK=1");
+    let text = said(&in_namespace(folder.path(), setup, &script).unwrap());
+    let report = text.lines().find(|line| line.starts_with("stall: ")).expect(&text);
+    assert!(report.contains("for rank 0, dialling rank 0 at 127.0.0.1:4000"), "{text}");
+}
