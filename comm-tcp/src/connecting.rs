@@ -91,12 +91,7 @@ impl<'a, L> Connecting<'a, L> {
 
     /// Attempts to reach `peer` again and again: a listener turns connections away when strangers crowd it. The deadline is the
     /// caller's.
-    pub(crate) async fn dial<F>(
-        &self,
-        peer: u32,
-        address: impl Display,
-        mut attempt: impl FnMut() -> F,
-    ) -> Result<L>
+    pub(crate) async fn dial<F>(&self, peer: u32, address: impl Display, mut attempt: impl FnMut() -> F) -> Result<L>
     where
         F: Future<Output = std::result::Result<L, Attempt>>,
     {

@@ -101,12 +101,8 @@ impl Need {
 
     /// There were none left for `doing` something.
     pub(crate) fn unmet(&self, doing: &str, error: &std::io::Error) -> Error {
-        let why = format!(
-            "{doing}: {}; it takes up to {} ({})",
-            descriptors::explain(error),
-            self.descriptors,
-            self.count
-        );
+        let why =
+            format!("{doing}: {}; it takes up to {} ({})", descriptors::explain(error), self.descriptors, self.count);
         Error::Unsupported { what: self.what.clone(), why }
     }
 }
