@@ -36,7 +36,7 @@ pub struct TcpOptions {
     /// How often each side gives a sign of life. A thread of its own does, so that no computation delays it.
     pub heartbeat: Duration,
     /// How long a rank may give none before it counts as lost. This is for stopped processes and dead networks; a process that
-    /// ends is noticed at once.
+    /// ends is noticed at once. Time in which this rank did not listen, because it was stopped itself, does not count.
     pub liveness: Duration,
     /// How long a newcomer may take to prove that it belongs to the job.
     pub handshake: Duration,
@@ -340,6 +340,8 @@ impl Control for TcpControl {
 
     fn watch(&self, activity: Weak<dyn Activity>) {
         self.shared.update(|state| state.watch(activity));
+        // From now on the thread looks more often.
+        self.shared.wake();
     }
 
     fn on_stall(&self, hook: Box<dyn Fn(&StallReport) + Send + Sync>) {
