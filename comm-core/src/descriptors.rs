@@ -41,9 +41,16 @@ pub fn ran_out(error: &io::Error) -> bool {
 pub fn explain(error: &io::Error) -> String {
     match (error.raw_os_error(), sys::descriptor_limits()) {
         (Some(libc::EMFILE), Ok(limits)) => format!("{error}: {}", limits.advice(2 * limits.soft)),
-        (Some(libc::ENFILE), _) => format!("{error}: the whole machine has none left; /proc/sys/fs/file-max is its limit"),
+        (Some(libc::ENFILE), _) => {
+            format!("{error}: the whole machine has none left; /proc/sys/fs/file-max is its limit")
+        }
         _ => error.to_string(),
     }
+}
+
+/// The system's error, if this process cannot have one more.
+pub fn exhausted() -> Option<io::Error> {
+    fs::File::open("/dev/null").err().filter(ran_out)
 }
 
 /// For the end of an error's text: that nearly all descriptors are in use, which may be why something did not come about; else

@@ -129,7 +129,8 @@ pub enum Error {
 impl Error {
     /// An [`Error::Io`] that says what was attempted; where there are no file descriptors left, also what to do.
     pub fn io(what: impl Into<String>, source: io::Error) -> Self {
-        let source = if descriptors::ran_out(&source) { io::Error::other(descriptors::explain(&source)) } else { source };
+        let source =
+            if descriptors::ran_out(&source) { io::Error::other(descriptors::explain(&source)) } else { source };
         Error::Io { what: what.into(), source: Arc::new(source) }
     }
 

@@ -390,7 +390,9 @@ pub(crate) fn check_own_socket_address(mut address: SocketAddr) -> Result<()> {
     address.set_port(0);
     let socket = UdpSocket::bind(address).map_err(|e| match e {
         e if descriptors::ran_out(&e) => Error::io(format!("trying out the address {ip}"), e),
-        e => Error::invalid(format!("cannot listen on {ip}: {e}; name an address of this machine (`ip address` lists them)")),
+        e => Error::invalid(format!(
+            "cannot listen on {ip}: {e}; name an address of this machine (`ip address` lists them)"
+        )),
     })?;
     // The kernel lets a socket be bound to a broadcast address, but not be connected to one.
     address.set_port(9);

@@ -140,7 +140,10 @@ fn a_rank_0_that_does_not_come_is_reported_with_the_address_that_was_tried() {
     thread::scope(|scope| {
         scope.spawn(|| meet_watched(&job(1, 2, &address), &tell));
         let text = report_of(&told, 1, |report| report.missing == [0]);
-        assert!(text.contains(&format!("dialling rank 0 at {addr} (last attempt: {addr}: Connection refused")), "{text}");
+        assert!(
+            text.contains(&format!("dialling rank 0 at {addr} (last attempt: {addr}: Connection refused")),
+            "{text}"
+        );
         let (tell, _told) = mpsc::channel();
         let address = &address;
         scope.spawn(move || meet_watched(&job(0, 2, address), &tell));

@@ -40,7 +40,7 @@ impl Core {
             what: format!("{transport} between {world_size} ranks with {lanes} lane(s)"),
             descriptors: lanes * (dialling + accepted * listening) + beside,
             count: format!(
-                "for each lane 1 for each of {dialling} ranks that rank {rank} dials and {accepted} for each of {listening} that dial it"
+                "on each lane 1 for each of the {dialling} that rank {rank} dials and {accepted} for each of the {listening} that dial it"
             ),
         }
     }
@@ -116,12 +116,8 @@ impl Need {
 
     /// There were none left for `doing` something.
     pub(crate) fn unmet(&self, doing: &str, error: &std::io::Error) -> Error {
-        let why = format!(
-            "{doing}: {}; it takes up to {} ({})",
-            descriptors::explain(error),
-            self.descriptors,
-            self.count
-        );
+        let why =
+            format!("{doing}: {}; it takes up to {} ({})", descriptors::explain(error), self.descriptors, self.count);
         Error::Unsupported { what: self.what.clone(), why }
     }
 }

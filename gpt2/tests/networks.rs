@@ -9,7 +9,8 @@ use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 /// The arguments of a short training, in the folder of [`data`].
-const TRAIN: &str = "train --strategy ddp --preset micro --tokenizer bytes --data t.txt --steps 2 --batch 4 --eval-every 0 --threads 1";
+const TRAIN: &str =
+    "train --strategy ddp --preset micro --tokenizer bytes --data t.txt --steps 2 --batch 4 --eval-every 0 --threads 1";
 
 /// Two machines, 10.9.0.1 and 10.9.0.2: this one, and the one that `$OTHER` runs in.
 const TWO_MACHINES: &str = r#"
@@ -42,7 +43,8 @@ fn data() -> tempfile::TempDir {
 /// within a minute, or has failed.
 fn in_namespace(folder: &Path, setup: &str, script: &str) -> Option<Output> {
     let run = |script: &str| {
-        let is_root = fs::read_to_string("/proc/self/status").unwrap().lines().any(|line| line.starts_with("Uid:\t0\t"));
+        let is_root =
+            fs::read_to_string("/proc/self/status").unwrap().lines().any(|line| line.starts_with("Uid:\t0\t"));
         let user: &[&str] = if is_root { &[] } else { &["--user", "--map-root-user"] };
         Command::new("timeout")
             .args(["60", "unshare", "--net"])

@@ -101,7 +101,8 @@ impl Door {
     /// What to wait for: that somebody says something, in the order of their coming, and then that somebody comes.
     pub(super) fn waiters(&self) -> impl Iterator<Item = Waiter<'_>> {
         let is_open = self.opens <= Instant::now();
-        let listeners = self.listeners.iter().filter(move |_| is_open).map(|listener| Waiter::new(listener.as_fd(), false));
+        let listeners =
+            self.listeners.iter().filter(move |_| is_open).map(|listener| Waiter::new(listener.as_fd(), false));
         self.guests.iter().map(|guest| Waiter::new(guest.stream.as_fd(), false)).chain(listeners)
     }
 

@@ -57,7 +57,8 @@ pub(super) fn listen(job: &Job, deadline: Deadline, watch: &mut Watch<'_>) -> Re
 pub(super) fn where_it_listens(address: &Address, listeners: &[TcpListener]) -> String {
     let addrs: Vec<SocketAddr> = listeners.iter().filter_map(|listener| listener.local_addr().ok()).collect();
     let shown: Vec<String> = addrs.iter().map(SocketAddr::to_string).collect();
-    let what = if shown == [address.to_string()] { String::new() } else { format!(", listening at {}", shown.join(", ")) };
+    let what =
+        if shown == [address.to_string()] { String::new() } else { format!(", listening at {}", shown.join(", ")) };
     let is_local = addrs.iter().all(|addr| addr.ip().is_loopback());
     match address {
         Address::Tcp { host, .. } if is_local => {
@@ -306,7 +307,9 @@ impl<'a> LookUp<'a> {
             Ok(Err(e)) => Err(Attempt::Again(format!("looking up {host}: {}", descriptors::explain(&e)))),
             Err(RecvTimeoutError::Timeout) => {
                 self.under_way = Some(answer);
-                Err(Attempt::Again(format!("looking up {host}: no answer yet; the name servers are in /etc/resolv.conf")))
+                Err(Attempt::Again(format!(
+                    "looking up {host}: no answer yet; the name servers are in /etc/resolv.conf"
+                )))
             }
             Err(RecvTimeoutError::Disconnected) => Err(Attempt::Again(format!("looking up {host}: no answer"))),
         }

@@ -30,6 +30,8 @@ fn seeds() -> Vec<Vec<u8>> {
         Advert { salt: [0xa5; 32], place: here, addresses: Addresses::Tcp(addresses) }.encode(SETTINGS).into_bytes()
     };
     let folder = Folder { machine: "5f0c".into(), device: 64, inode: 12_345, path: "/tmp/comm-tcp-Ab1".into() };
-    let folder = Advert { salt: [0x5a; 32], place: place("- -"), addresses: Addresses::Unix(folder) }.encode(SETTINGS).into_bytes();
+    let folder = Advert { salt: [0x5a; 32], place: place("- -"), addresses: Addresses::Unix(folder) }
+        .encode(SETTINGS)
+        .into_bytes();
     vec![advert(&["127.0.0.1:4000"]), advert(&["10.0.0.1:1", "[fe80::1%2]:65535", "[::1]:80"]), advert(&[]), folder]
 }

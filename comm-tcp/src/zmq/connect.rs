@@ -132,14 +132,7 @@ impl Relays {
     }
 
     /// Opens the gate before these rooms.
-    fn keep(
-        &self,
-        listener: TcpListener,
-        key: Key,
-        salt: [u8; PROOF_LEN],
-        rooms: Rooms,
-        news: News,
-    ) -> Result<()> {
+    fn keep(&self, listener: TcpListener, key: Key, salt: [u8; PROOF_LEN], rooms: Rooms, news: News) -> Result<()> {
         let Some(runtime) = &self.runtime else { return Err(Error::Internal("the gate is being dropped".into())) };
         let _context = runtime.enter();
         let listener = tokio::net::TcpListener::from_std(listener)
