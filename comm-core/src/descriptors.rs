@@ -48,6 +48,11 @@ pub fn explain(error: &io::Error) -> String {
     }
 }
 
+/// The system's error, if this process cannot have one more.
+pub fn exhausted() -> Option<io::Error> {
+    fs::File::open("/dev/null").err().filter(ran_out)
+}
+
 /// For the end of an error's text: that nearly all descriptors are in use, which may be why something did not come about; else
 /// empty.
 pub fn shortage() -> String {

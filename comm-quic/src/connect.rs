@@ -62,6 +62,7 @@ pub(crate) fn connect(
         transport_config(options, congestion, sizes, options.lanes)?,
     );
     let outgoing = transport_config(options, congestion, sizes, 0)?;
+    let complaints = Complaints::default();
     let appointments = ranks
         .iter()
         .enumerate()
@@ -70,7 +71,7 @@ pub(crate) fn connect(
             let crypto = protection.client(identity.client_config(peer, other.fingerprint)?);
             let mut config = quinn::ClientConfig::new(crypto);
             config.transport_config(Arc::clone(&outgoing));
-            Ok(Appointment { peer, address: to_dial(other.address, own), config })
+            Ok(Appointment { peer, address: to_dial(other.address, own), config, complaints: Arc::clone(&complaints) })
         })
         .collect::<Result<Vec<_>>>()?;
 
@@ -90,10 +91,9 @@ pub(crate) fn connect(
     drop(inside);
 
     let mut links: Vec<Option<Link>> = (0..world_size).map(|_| None).collect();
-    let complaints = Complaints::default();
     let outcome = driver.block_on(async {
         Ok(tokio::select! {
-            met = meet(&endpoint, appointments, &pins, &expected, rank, options.lanes, &mut links, &complaints) => Some(met),
+            met = meet(&endpoint, appointments, &pins, &expected, rank, options.lanes, &mut links) => Some(met),
             error = told(failed) => Some(Err(error)),
             () = passed(deadline) => None,
         })

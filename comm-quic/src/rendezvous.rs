@@ -125,7 +125,12 @@ pub(crate) struct Appointment {
     pub(crate) address: SocketAddr,
     /// Accepts this peer's certificate only.
     pub(crate) config: quinn::ClientConfig,
+    /// Takes why an attempt failed.
+    pub(crate) complaints: Complaints,
 }
+
+/// By peer that is being dialled: why the last attempt failed.
+pub(crate) type Complaints = Arc<Mutex<BTreeMap<usize, String>>>;
 
 /// At most this many handshakes that strangers began are under way at once.
 const STRANGERS: usize = 64;
@@ -172,9 +177,6 @@ impl Lobby {
     }
 }
 
-/// By peer that is being dialled: why the last attempt failed.
-pub(crate) type Complaints = Arc<Mutex<BTreeMap<usize, String>>>;
-
 /// Connects with every rank that has an appointment or a pin, and puts the links in place as they come about. A rank dials from
 /// the address that it told, one of `expected`, and is let in at once; whoever comes from elsewhere has to share what little there
 /// is for [`STRANGERS`].
@@ -189,11 +191,10 @@ pub(crate) async fn meet(
     rank: usize,
     lanes: usize,
     links: &mut [Option<Link>],
-    complaints: &Complaints,
 ) -> Result<()> {
     let (mut tasks, mut lobby) = (JoinSet::new(), Lobby::default());
-    for Appointment { peer, address, config } in appointments {
-        let (endpoint, complaints) = (endpoint.clone(), Arc::clone(complaints));
+    for Appointment { peer, address, config, complaints } in appointments {
+        let endpoint = endpoint.clone();
         tasks.spawn(async move {
             let complain = |why: &ConnectionError| {
                 complaints.lock().unwrap_or_else(PoisonError::into_inner).insert(peer, describe(why));

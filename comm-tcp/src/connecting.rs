@@ -1,13 +1,13 @@
 //! What connecting the pairs of ranks has in common, whatever the protocol.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use comm_core::descriptors::{self, ran_out};
 use comm_core::driver::within;
@@ -33,6 +33,9 @@ pub(crate) struct Connecting<'a, L> {
     complaints: RefCell<BTreeMap<usize, String>>,
     /// What has gone wrong elsewhere, and ends this.
     trouble: Arc<OnceLock<Error>>,
+    /// When it was last looked whether there are descriptors left, and that there were none.
+    looked: Cell<Instant>,
+    exhausted: Cell<bool>,
 }
 
 /// An attempt to dial that failed.
@@ -50,6 +53,9 @@ impl From<io::Error> for Attempt {
     }
 }
 
+/// Whoever still connects when there have been no descriptors left for so long will not get any further.
+const STARVED: Duration = Duration::from_secs(1);
+
 /// Most peers of which an error says where they were looked for.
 const MAX_SHOWN: usize = 4;
 
@@ -57,7 +63,17 @@ impl<'a, L> Connecting<'a, L> {
     pub(crate) fn new(core: &'a Core, adverts: &'a [Advert], own: SocketAddr, need: Need) -> Self {
         let none = || (0..core.world_size).map(|_| None).collect();
         let links = RefCell::new((0..core.lanes).map(|_| none()).collect());
-        Connecting { core, adverts, own, need, links, complaints: RefCell::default(), trouble: Arc::default() }
+        Connecting {
+            core,
+            adverts,
+            own,
+            need,
+            links,
+            complaints: RefCell::default(),
+            trouble: Arc::default(),
+            looked: Cell::new(Instant::now()),
+            exhausted: Cell::new(false),
+        }
     }
 
     /// The peers that this rank dials.
@@ -134,7 +150,18 @@ impl<'a, L> Connecting<'a, L> {
                 Err(self.core.timeout(operation, deadline, missing))
             })
         };
-        unless_failed(control, &self.trouble, bounded).await
+        unless_failed(control, &|| self.trouble.get().cloned().or_else(|| self.starved()), bounded).await
+    }
+
+    /// The error, when there have been no descriptors left for a while: `zeromq` keeps it to itself when it cannot accept.
+    fn starved(&self) -> Option<Error> {
+        if self.looked.get().elapsed() < STARVED / 2 {
+            return None;
+        }
+        self.looked.set(Instant::now());
+        let error = descriptors::exhausted();
+        let before = self.exhausted.replace(error.is_some());
+        error.filter(|_| before).map(|error| self.ran_out("connecting", &error))
     }
 
     /// Where those who are missing on `lane` were dialled or expected, by their number in the job.

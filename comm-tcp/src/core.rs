@@ -39,7 +39,7 @@ impl Core {
             what: format!("{transport} between {world_size} ranks with {lanes} lane(s)"),
             descriptors: lanes * (dialling + accepted * listening) + beside,
             count: format!(
-                "for each lane 1 for each of {dialling} ranks that rank {rank} dials and {accepted} for each of {listening} that dial it"
+                "on each lane 1 for each of the {dialling} that rank {rank} dials and {accepted} for each of the {listening} that dial it"
             ),
         }
     }

@@ -2,7 +2,6 @@
 
 use std::future::Future;
 use std::pin::{Pin, pin};
-use std::sync::OnceLock;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -13,7 +12,7 @@ use tokio::runtime::{Builder, Runtime};
 /// abort yet.
 pub(crate) async fn unless_failed<T>(
     control: &dyn Control,
-    trouble: &OnceLock<Error>,
+    trouble: &dyn Fn() -> Option<Error>,
     future: impl Future<Output = Result<T>>,
 ) -> Result<T> {
     let mut future = pin!(future);
@@ -23,7 +22,7 @@ pub(crate) async fn unless_failed<T>(
             return Poll::Ready(result);
         }
         while tick.poll_tick(cx).is_ready() {
-            if let Some(error) = trouble.get().cloned().or_else(|| control.failure()) {
+            if let Some(error) = trouble().or_else(|| control.failure()) {
                 return Poll::Ready(Err(error));
             }
         }

@@ -4,11 +4,14 @@
 
 mod common;
 
+use std::fs::File;
 use std::process::Command;
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use comm_core::{Control, Deadline, Result};
+use comm_core::local::LocalControl;
+use comm_core::{Control, Deadline, Error, Result, Transport};
 use comm_tcp::TcpOptions;
 
 use common::{Kind, controls};
@@ -33,17 +36,74 @@ fn is_inside(name: &str, limit: usize) -> bool {
     false
 }
 
+/// A control plane that takes descriptors away once all ranks have told their addresses, and leaves `left`.
+struct Hoarding {
+    inner: Arc<LocalControl>,
+    left: Option<usize>,
+    hoard: Mutex<Vec<File>>,
+}
+
+impl Control for Hoarding {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn world_size(&self) -> usize {
+        self.inner.world_size()
+    }
+
+    fn all_gather(&self, label: &str, blob: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+        let blobs = self.inner.all_gather(label, blob, deadline)?;
+        if let Some(left) = self.left {
+            let mut hoard = self.hoard.lock().unwrap();
+            hoard.extend(std::iter::from_fn(|| File::open("/dev/null").ok()));
+            let kept = hoard.len().saturating_sub(left);
+            hoard.truncate(kept);
+        }
+        Ok(blobs)
+    }
+
+    fn derive_key(&self, label: &str) -> [u8; 32] {
+        self.inner.derive_key(label)
+    }
+
+    fn poison(&self, error: &Error) {
+        self.inner.poison(error);
+    }
+
+    fn failure(&self) -> Option<Error> {
+        self.inner.failure()
+    }
+
+    fn verdict(&self, observed: Error, grace: Duration) -> Error {
+        self.inner.verdict(observed, grace)
+    }
+
+    fn on_failure(&self, hook: Box<dyn Fn(&Error) + Send + Sync>) {
+        self.inner.on_failure(hook);
+    }
+
+    fn leave(&self, deadline: Deadline) -> Result<()> {
+        self.inner.leave(deadline)
+    }
+}
+
 /// Connects all ranks of a job, as threads; what each of them says. Whoever fails tells the others, as programs do.
-fn connect(kind: Kind, ranks: usize) -> Vec<Result<()>> {
-    let controls = controls(ranks);
+fn connect(kind: Kind, ranks: usize, left: Option<usize>) -> Vec<Result<Arc<dyn Transport>>> {
+    let hoarding = |inner: Arc<LocalControl>| Hoarding {
+        left: left.filter(|_| inner.rank() == 0),
+        inner,
+        hoard: Mutex::default(),
+    };
+    let controls: Vec<Hoarding> = controls(ranks).into_iter().map(hoarding).collect();
     let deadline = Deadline::after(Duration::from_secs(60));
     thread::scope(|scope| {
         let threads: Vec<_> = controls
             .iter()
             .map(|control| {
                 scope.spawn(move || {
-                    let connected = kind.connect(&**control, &TcpOptions::default(), deadline);
-                    connected.map(drop).inspect_err(|error| control.poison(error))
+                    let connected = kind.connect(control, &TcpOptions::default(), deadline);
+                    connected.inspect_err(|error| control.poison(error))
                 })
             })
             .collect();
@@ -59,7 +119,7 @@ fn what_cannot_fit_is_refused_before_anything_is_opened() {
     for kind in [Kind::Raw, Kind::Zmq, Kind::ZmqWithoutGate, Kind::ZmqOverIpc] {
         let began = Instant::now();
         let errors: Vec<String> =
-            connect(kind, 24).into_iter().map(|outcome| outcome.unwrap_err().to_string()).collect();
+            connect(kind, 24, None).into_iter().map(|outcome| outcome.err().expect("an error").to_string()).collect();
         assert!(began.elapsed() < Duration::from_secs(20), "{kind:?}: {:?}", began.elapsed());
         for error in errors {
             let what = ["between 24 ranks with 2 lane(s)", "needs", "64 are allowed", "ulimit -n"];
@@ -68,20 +128,37 @@ fn what_cannot_fit_is_refused_before_anything_is_opened() {
     }
 }
 
-#[test]
-fn whoever_runs_out_while_connecting_says_so_at_once() {
-    // Each rank alone would fit; they are threads of one process, and share its descriptors.
-    if !is_inside("whoever_runs_out_while_connecting_says_so_at_once", 64) {
+/// All looks well at first, and then there are `left` descriptors for connections that take more.
+fn run_out(kind: Kind, left: usize) {
+    const RANKS: usize = 3;
+    let began = Instant::now();
+    let outcomes = connect(kind, RANKS, Some(left));
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+    // Whoever was first tells the others; one may see that a connection ends before it hears why.
+    let errors: Vec<String> = outcomes.into_iter().filter_map(Result::err).map(|error| error.to_string()).collect();
+    println!("{errors:#?}");
+    if errors.is_empty() && left > 2 {
+        // What was left was enough: the others had theirs before it was taken away.
         return;
     }
-    for kind in [Kind::Raw, Kind::Zmq] {
-        let began = Instant::now();
-        let outcomes = connect(kind, 5);
-        assert!(began.elapsed() < Duration::from_secs(20), "{kind:?}: {:?}", began.elapsed());
-        for outcome in outcomes {
-            let error = outcome.unwrap_err().to_string();
-            println!("{kind:?}: {error}");
-            assert!(error.contains("ulimit -n") && error.contains("64 are allowed"), "{kind:?}: {error}");
-        }
+    assert_eq!(errors.len(), RANKS, "{errors:?}");
+    let says = |error: &String| error.contains(&format!("{LIMIT} are allowed")) && error.contains("os error 24");
+    assert!(errors.iter().any(says), "{errors:?}");
+}
+
+/// Enough for three ranks in one process.
+const LIMIT: usize = 160;
+
+#[test]
+fn whoever_runs_out_over_raw_tcp_says_so_at_once() {
+    if is_inside("whoever_runs_out_over_raw_tcp_says_so_at_once", LIMIT) {
+        (0..10).for_each(|left| run_out(Kind::Raw, left));
+    }
+}
+
+#[test]
+fn whoever_runs_out_over_zeromq_says_so_at_once() {
+    if is_inside("whoever_runs_out_over_zeromq_says_so_at_once", LIMIT) {
+        (0..24).step_by(2).for_each(|left| run_out(Kind::Zmq, left));
     }
 }

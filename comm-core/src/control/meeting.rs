@@ -20,6 +20,9 @@ pub struct MeetingReport {
     pub operation: String,
 }
 
+/// After how long ranks that do not come are reported, `None` for never, and who is told.
+pub type OnLate<'a> = (Option<Duration>, &'a dyn Fn(&MeetingReport));
+
 /// Most ranks that a report names.
 const MAX_MISSING: usize = 64;
 

@@ -19,7 +19,7 @@ use std::net::SocketAddr;
 use std::sync::Weak;
 use std::time::Duration;
 
-pub use meeting::MeetingReport;
+pub use meeting::{MeetingReport, OnLate};
 pub(crate) use stall::abridged;
 pub use stall::{Activity, Doing, StallReport};
 pub use subgroup::Subgroup;

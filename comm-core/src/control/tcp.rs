@@ -13,7 +13,7 @@ use super::auth;
 use super::door::Door;
 use super::event_loop::{Connection, EventLoop};
 use super::link::Link;
-use super::meeting::{MeetingReport, Watch};
+use super::meeting::{OnLate, Watch};
 use super::rendezvous;
 use super::state::State;
 use super::wire::{MAX_PAYLOAD, Message, Wait};
@@ -104,7 +104,7 @@ impl TcpControl {
         config: &[(&str, String)],
         options: TcpOptions,
         deadline: Deadline,
-        (stall_after, report): (Option<Duration>, &dyn Fn(&MeetingReport)),
+        (stall_after, report): OnLate<'_>,
     ) -> Result<Arc<Self>> {
         // The fields are public, so this is where they are checked.
         Job::new(job.rank, job.world_size, job.address.clone(), job.secret.clone())?;
