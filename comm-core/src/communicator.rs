@@ -30,7 +30,7 @@ pub trait Communicator: Send + Sync {
     /// The communicator's id, equal on its ranks, different from every other communicator's of the job.
     fn id(&self) -> u64;
 
-    /// Starts an operation. The buffer is owned until [`Handle::wait`] gives it back. Bad arguments, like every failure, come
+    /// Starts an operation. Its deadline bounds the wait for its turn on its lane too. The buffer is owned until [`Handle::wait`] gives it back. Bad arguments, like every failure, come
     /// out of the handle, with the buffer.
     ///
     /// ```
@@ -85,10 +85,12 @@ pub trait Communicator: Send + Sync {
     fn abort(&self, reason: &str);
 
     /// Ends the communicator in an orderly way: waits for its operations and reports errors that none of them has reported.
-    /// Collective. On the first communicator of a job it also closes the connections; nothing can be started afterwards.
+    /// Collective. On the first communicator of a job it also waits for the operations of those that came out of it, and closes the
+    /// connections; nothing can be started afterwards.
     ///
     /// # Errors
-    /// The job's failure, or [`Error::Timeout`].
+    /// The job's failure, or [`Error::Timeout`], which ends the job. Not so where a communicator that came out of a split has operations
+    /// under way at the deadline, or others are before it on lane 0, where its ranks meet: it can be finished later.
     fn finish(&self, timeout: Duration) -> Result<()>;
 }
 
