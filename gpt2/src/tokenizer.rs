@@ -124,9 +124,7 @@ impl Tokenizer {
     /// # Errors
     /// [`TokenizerError::TooManyCharacters`] above 65,536 distinct characters.
     pub fn chars_of(text: &str) -> Result<Self, TokenizerError> {
-        let mut seen = vec![false; char::MAX as usize + 1];
-        text.chars().for_each(|character| seen[character as usize] = true);
-        let chars: Vec<char> = ('\0'..=char::MAX).filter(|character| seen[*character as usize]).collect();
+        let chars: Vec<char> = text.chars().collect::<std::collections::BTreeSet<_>>().into_iter().collect();
         if chars.len() > 1 << 16 {
             return Err(TokenizerError::TooManyCharacters { found: chars.len() });
         }
