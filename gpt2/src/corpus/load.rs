@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 
-use super::cache::{Entry, Identity, Key};
+use super::cache::{Entry, Identity, Key, Turn};
 use super::documentation::{self, Documentation};
 use super::shards::ShardSet;
 use super::synthetic::MarkovSource;
@@ -244,15 +244,18 @@ impl<'a> Loader<'a> {
         if let Some(hash) = cache.source(key) {
             return Ok(hash);
         }
-        let mut turn = cache.turn(key, &mut || (self.watch)(Loading { stage: Stage::Waiting, done: 0, total }));
+        // What cannot be noted need not be waited for.
+        let settled = identity.is_settled();
+        let mut turn =
+            settled.then(|| cache.turn(key, &mut || (self.watch)(Loading { stage: Stage::Waiting, done: 0, total })));
         if let Some(hash) = cache.source(key) {
             return Ok(hash);
         }
         let hash = hash(tokenizer, train, validation, &mut |more| {
-            turn.beat();
+            turn.iter_mut().for_each(Turn::beat);
             checking(more, &mut self.watch);
         })?;
-        if identity.is_settled() && Identity::of(files).is_ok_and(|now| now == identity) {
+        if settled && Identity::of(files).is_ok_and(|now| now == identity) {
             cache.keep_source(key, &hash);
         }
         Ok(hash)

@@ -83,7 +83,8 @@ pub(super) fn read_joined(
 fn append(path: &Path, to: &mut Vec<u8>, done: &mut dyn FnMut(u64)) -> io::Result<()> {
     const BLOCK: u64 = 16 << 20;
     let mut file = File::open(path)?;
-    to.reserve(usize::try_from(file.metadata()?.len()).unwrap_or(0));
+    // A sparse file may be longer than any memory.
+    to.try_reserve(usize::try_from(file.metadata()?.len()).unwrap_or(usize::MAX))?;
     loop {
         let read = Read::by_ref(&mut file).take(BLOCK).read_to_end(to)? as u64;
         done(read);
