@@ -1,10 +1,9 @@
 //! `gpt2 train`.
 
 use std::ffi::OsString;
-use std::fs;
 use std::io::IsTerminal;
 use std::net::IpAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -14,8 +13,9 @@ use comm_core::Waiting;
 use comm_core::job::{self, Job};
 use comm_core::launch::{Launch, Output};
 
+use super::folder;
 use super::progress::Progress;
-use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, say, summary};
+use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, say};
 use crate::batches::{Batches, LastBatch, Share};
 use crate::config::{ModelConfig, Preset};
 use crate::corpus::{Corpus, CorpusSource};
@@ -185,9 +185,13 @@ pub(super) struct TrainArgs {
     /// Print every so many steps.
     #[arg(long, default_value_t = 10)]
     log_every: u64,
-    /// Folder for the checkpoint (model.safetensors), the steps (steps.jsonl) and TensorBoard's event file.
+    /// Folder for the checkpoint (model.safetensors), the steps (steps.jsonl) and TensorBoard's event file. One that holds an earlier run
+    /// is refused.
     #[arg(long, default_value = "out")]
     out: PathBuf,
+    /// Replace an earlier run in --out: its files are removed before the first step.
+    #[arg(long)]
+    overwrite: bool,
 }
 
 /// More lanes than this are of no use to anyone.
@@ -199,23 +203,19 @@ pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
         Some(job) => {
             let ranks_here = args.nproc.or_else(job::ranks_on_this_machine).unwrap_or(job.world_size);
             let prepared = Prepared::new(&args, job.world_size, ranks_here)?;
-            let _lock = (job.rank == 0).then(|| lock(&args.out)).transpose()?;
+            let _lock = (job.rank == 0).then(|| folder::take(&args.out, args.overwrite)).transpose()?;
             let mut progress = prepared.progress(&args, job.rank)?;
             let Prepared { config, corpus, options, device } = &prepared;
-            let summary = match run_rank(&job, config, corpus, options, device, &mut progress) {
-                Ok(summary) => summary,
+            match run_rank(&job, config, corpus, options, device, &mut progress) {
+                Ok(_) => Ok(ExitCode::SUCCESS),
                 Err(TrainError::Comm(error)) => {
                     eprintln!("error: {error}");
                     // Whoever started the ranks looks for the one that is the cause.
                     let code = u8::try_from(job::exit_code(&error, job.rank));
-                    return Ok(code.map_or(ExitCode::FAILURE, ExitCode::from));
+                    Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
                 }
-                Err(error) => return Err(error.into()),
-            };
-            if job.rank == 0 {
-                summary::print(&summary);
+                Err(error) => Err(error.into()),
             }
-            Ok(ExitCode::SUCCESS)
         }
         None => start(&args),
     }
@@ -224,15 +224,16 @@ pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
 /// No launcher started this process: it is one itself, unless all ranks fit in it.
 fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
     let ranks = args.nproc.unwrap_or(if args.strategy == StrategyKind::Single { 1 } else { 2 });
+    if !args.overwrite {
+        folder::refuse_earlier_run(&args.out)?;
+    }
     // What is wrong with the arguments or the text is said once, here, and not by every rank.
     let prepared = Prepared::new(args, ranks, ranks)?;
     if args.transport == TransportKind::Local || ranks == 1 {
-        let _lock = lock(&args.out)?;
+        let _lock = folder::take(&args.out, args.overwrite)?;
         let mut progress = prepared.progress(args, 0)?;
         say(prepared.describe(args, ranks));
-        let summary =
-            run_threads(&prepared.config, &prepared.corpus, ranks, &prepared.options, &prepared.device, &mut progress)?;
-        summary::print(&summary);
+        run_threads(&prepared.config, &prepared.corpus, ranks, &prepared.options, &prepared.device, &mut progress)?;
         return Ok(ExitCode::SUCCESS);
     }
     say(prepared.describe(args, ranks));
@@ -370,7 +371,7 @@ impl Prepared {
         let Opened { device, largest_tensor } = args.device.open()?;
         let cuda_device = cuda_ordinal(&device).map(usize::from);
         let transport_options = TransportOptions { cuda_device, ..transport_options };
-        writable_folder(&args.out)?;
+        folder::make_writable(&args.out)?;
 
         let source = CorpusSource::from_path(args.data.clone(), default_cargo_home());
         let corpus = Corpus::load(&source, args.tokenizer)?;
@@ -425,7 +426,7 @@ impl Prepared {
                 options: transport_options,
                 node_transport: args.node_transport,
                 threads: args.threads.unwrap_or_else(|| (cores / ranks_here).max(1)),
-                checkpoint: Some(args.out.join("model.safetensors")),
+                checkpoint: Some(args.out.join(folder::CHECKPOINT)),
             },
             device,
         })
@@ -510,27 +511,4 @@ pub(super) fn check_tensors(
         .into());
     }
     Ok(())
-}
-
-/// Makes the folder if need be, and finds out now, not after hours of training, whether files can be written there.
-fn writable_folder(folder: &Path) -> Result<(), CliError> {
-    let probe = folder.join(format!(".write-test-{}", std::process::id()));
-    fs::create_dir_all(folder).and_then(|()| fs::write(&probe, b"")).and_then(|()| fs::remove_file(&probe)).map_err(
-        |error| {
-            format!("--out {}: cannot write there: {error}; give a folder that can be written", folder.display()).into()
-        },
-    )
-}
-
-/// Keeps other runs out of the folder until dropped.
-fn lock(folder: &Path) -> Result<fs::File, CliError> {
-    let path = folder.join(".lock");
-    let file = fs::File::create(&path).map_err(|error| format!("{}: {error}", path.display()))?;
-    file.try_lock().map_err(|error| match error {
-        fs::TryLockError::WouldBlock => {
-            format!("--out {}: another run is writing there; give another folder", folder.display())
-        }
-        fs::TryLockError::Error(error) => format!("{}: {error}", path.display()),
-    })?;
-    Ok(file)
 }
