@@ -130,21 +130,16 @@ pub enum BatchError {
     },
     /// Too few held-out tokens.
     #[error(
-        "the validation part of {origin} has {tokens} tokens, which make {windows} windows of {block_size}, fewer \
-         than one for each of {world} ranks; give a longer corpus or a shorter block, use fewer ranks, or leave \
-         validation out"
+        "the validation part of {origin} has {tokens} tokens, too few for one window of {block_size}, which takes {}; give \
+         a longer corpus or a shorter block, or leave validation out", block_size.saturating_add(1)
     )]
     ValidationTooShort {
         /// The corpus.
         origin: String,
         /// Tokens of its validation part.
         tokens: usize,
-        /// Windows that they make.
-        windows: usize,
         /// Tokens of a row.
         block_size: usize,
-        /// Number of ranks.
-        world: usize,
     },
     /// A size of zero.
     #[error("the {what} is 0; give at least 1")]
@@ -298,17 +293,18 @@ impl Batches {
         self.batch(&self.train, windows.map(|window| epoch.offset + window * self.block_size))
     }
 
-    /// The validation rows of `rank`, in batches of at most as many rows as its micro-steps have. All ranks get the
-    /// same number of rows, so the mean of their mean losses is the loss over all.
+    /// The validation rows of `rank`, in batches of at most as many rows as its micro-steps have. All ranks get the same
+    /// number of batches, so that all pass through the model equally often; where the rows cannot be shared evenly, some
+    /// ranks have a row less, and their last batch may have none (and no tokens). The loss over all rows is therefore the
+    /// mean of the batches' losses weighed with their rows.
     ///
     /// The rows are windows at a stride of `T` from the start of the validation part, evenly spaced over it:
-    /// `max_batches · G` of them, or as many whole global batches as there are, the same for every number of ranks.
-    /// Where there is not one global batch, they are all windows but the fewer than `world` that cannot be shared
-    /// evenly.
+    /// `max_batches · G` of them, or as many whole global batches as there are, or, where there is not one, all windows.
+    /// They are the same for every number of ranks and micro-steps.
     ///
     /// # Errors
     /// Those of [`rows_per_micro_step`](Batches::rows_per_micro_step), [`BatchError::Zero`], and
-    /// [`BatchError::ValidationTooShort`] where there is not one row for each rank.
+    /// [`BatchError::ValidationTooShort`] where there is not one window.
     pub fn validation(&self, max_batches: usize, share: Share) -> Result<Vec<TokenBatch>, BatchError> {
         let rows = self.rows_per_micro_step(share)?;
         if max_batches == 0 {
@@ -317,29 +313,26 @@ impl Batches {
         let Share { rank, world, .. } = share;
         let windows = self.validation.len().saturating_sub(1) / self.block_size;
         let used = match windows / self.global_batch {
-            0 => windows - windows % world,
+            0 => windows,
             batches => batches.min(max_batches) * self.global_batch,
         };
         if used == 0 {
             return Err(BatchError::ValidationTooShort {
                 origin: self.origin.clone(),
                 tokens: self.validation.len(),
-                windows,
                 block_size: self.block_size,
-                world,
             });
         }
-        let mine = used / world;
         let start = |row: usize| {
             let window = row as u128 * windows as u128 / used as u128;
             window as usize * self.block_size
         };
-        (0..mine)
-            .step_by(rows)
-            .map(|from| {
-                let first = rank * mine + from;
-                let count = rows.min(mine - from);
-                self.batch(&self.validation, (first..first + count).map(start))
+        let mine = shard_range(used, world, rank);
+        // As many as the rank with the most rows needs.
+        (0..used.div_ceil(world).div_ceil(rows))
+            .map(|batch| {
+                let from = mine.end.min(mine.start + batch * rows);
+                self.batch(&self.validation, (from..mine.end.min(from + rows)).map(start))
             })
             .collect()
     }

@@ -1,13 +1,14 @@
 //! Checkpoints: one file in the safetensors format with Hugging Face's tensor names, so that other tools read the weights. The config, the
 //! tokenizer's description and the step lie in the file's metadata.
 
-use std::collections::HashMap;
+use std::borrow::Cow;
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use burn::tensor::Device;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use serde::Serialize;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
@@ -91,32 +92,36 @@ impl Checkpoint {
     }
 
     /// Writes the checkpoint to `path`. The file appears under its name only when it is whole and on disk: a crash leaves the old file, or
-    /// none.
+    /// none. Equal checkpoints make equal files.
     ///
     /// # Errors
     /// [`CheckpointError::Io`], [`CheckpointError::Model`] if config and weights disagree.
     pub fn save(&self, path: &Path) -> Result<(), CheckpointError> {
         let segments = layout(&self.config)?;
-        let mut views = Vec::new();
+        let mut tensors = Vec::new();
         for (info, flat) in segments.iter().zip(&self.weights) {
             for param in &info.params {
                 let piece =
                     flat.get(param.offset..param.offset + param.len).filter(|_| flat.len() == info.len).ok_or_else(
                         || ModelError::SegmentLength { name: info.name.clone(), expected: info.len, len: flat.len() },
                     )?;
-                let bytes = little_endian_bytes(piece);
-                views.push((param.path.clone(), Named::new(param.shape.clone(), bytes)));
+                tensors.push((param.path.as_str(), param.shape.as_slice(), piece));
             }
         }
-        let metadata = HashMap::from([
-            ("format".to_owned(), FORMAT.to_owned()),
-            ("config".to_owned(), json(path, &self.config)?),
-            ("tokenizer".to_owned(), json(path, &self.tokenizer)?),
-            ("step".to_owned(), self.step.to_string()),
-        ]);
-        let bytes = safetensors::serialize(views, Some(metadata))
-            .map_err(|error| CheckpointError::Format { path: path.into(), detail: error.to_string() })?;
-        write_atomically(path, &bytes)
+        // In the order in which the crate `safetensors` writes them.
+        tensors.sort_unstable_by_key(|(name, ..)| *name);
+        let metadata = [
+            ("format", FORMAT.to_owned()),
+            ("config", json(path, &self.config)?),
+            ("tokenizer", json(path, &self.tokenizer)?),
+            ("step", self.step.to_string()),
+        ];
+        let header = header(path, &metadata, &tensors)?;
+        write_atomically(path, |file| {
+            file.write_all(&(header.len() as u64).to_le_bytes())?;
+            file.write_all(&header)?;
+            tensors.iter().try_for_each(|(.., piece)| file.write_all(&little_endian_bytes(piece)))
+        })
     }
 
     /// Reads and checks the checkpoint at `path`.
@@ -193,34 +198,37 @@ impl WeightsHash {
     }
 }
 
-/// One tensor on its way into a file.
-struct Named {
-    shape: Vec<usize>,
-    bytes: Vec<u8>,
+/// A tensor's entry in the header.
+#[derive(Serialize)]
+struct Entry<'a> {
+    dtype: &'static str,
+    shape: &'a [usize],
+    data_offsets: [usize; 2],
 }
 
-impl Named {
-    fn new(shape: Vec<usize>, bytes: Vec<u8>) -> Self {
-        Self { shape, bytes }
+/// The header of a safetensors file of f32 tensors that follow one another: JSON, filled up with spaces to whole words of 8 bytes, so that
+/// the tensors after it are aligned. The crate's own writer would order the metadata differently each time.
+fn header(
+    path: &Path,
+    metadata: &[(&str, String)],
+    tensors: &[(&str, &[usize], &[f32])],
+) -> Result<Vec<u8>, CheckpointError> {
+    let entry = |name: &str, value: String| Ok(format!("{}:{value}", json(path, &name)?));
+    let object = |entries: Vec<Result<String, CheckpointError>>| {
+        let entries = entries.into_iter().collect::<Result<Vec<String>, _>>()?;
+        Ok::<String, CheckpointError>(format!("{{{}}}", entries.join(",")))
+    };
+    let metadata = metadata.iter().map(|(name, value)| entry(name, json(path, value)?)).collect();
+    let mut entries = vec![entry("__metadata__", object(metadata)?)];
+    let mut end = 0;
+    for (name, shape, piece) in tensors {
+        let start = end;
+        end += size_of_val(*piece);
+        entries.push(entry(name, json(path, &Entry { dtype: "F32", shape, data_offsets: [start, end] })?));
     }
-}
-
-impl safetensors::View for Named {
-    fn dtype(&self) -> Dtype {
-        Dtype::F32
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    fn data(&self) -> std::borrow::Cow<'_, [u8]> {
-        (&self.bytes).into()
-    }
-
-    fn data_len(&self) -> usize {
-        self.bytes.len()
-    }
+    let mut header = object(entries)?.into_bytes();
+    header.resize(header.len().next_multiple_of(8), b' ');
+    Ok(header)
 }
 
 fn flat_weights(info: &SegmentInfo, tensors: &SafeTensors<'_>) -> Result<Vec<f32>, String> {
@@ -241,30 +249,35 @@ fn flat_weights(info: &SegmentInfo, tensors: &SafeTensors<'_>) -> Result<Vec<f32
     Ok(views.iter().flat_map(|view| view.data().as_chunks::<4>().0).map(|bytes| f32::from_le_bytes(*bytes)).collect())
 }
 
-fn little_endian_bytes(values: &[f32]) -> Vec<u8> {
-    values.iter().flat_map(|value| value.to_le_bytes()).collect()
+fn little_endian_bytes(values: &[f32]) -> Cow<'_, [u8]> {
+    if cfg!(target_endian = "little") {
+        return Cow::Borrowed(bytemuck::cast_slice(values));
+    }
+    Cow::Owned(values.iter().flat_map(|value| value.to_le_bytes()).collect())
 }
 
-fn json(path: &Path, value: &impl serde::Serialize) -> Result<String, CheckpointError> {
+fn json(path: &Path, value: &impl Serialize) -> Result<String, CheckpointError> {
     serde_json::to_string(value)
         .map_err(|error| CheckpointError::Format { path: path.into(), detail: error.to_string() })
 }
 
-fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
+/// Where a checkpoint lies until it is whole. In the same folder, so that the rename stays within one file system; always the same name, so
+/// that a run that was killed while it wrote leaves one such file at most, for the next to replace.
+pub(crate) fn temporary(path: &Path) -> PathBuf {
+    let name = path.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
+    path.with_file_name(format!(".{name}.tmp"))
+}
+
+fn write_atomically(path: &Path, write: impl FnOnce(&mut File) -> std::io::Result<()>) -> Result<(), CheckpointError> {
     let folder = match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
     };
-    let name = path.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
-    // In the same folder, so that the rename stays within one file system; always the same name, so that a run that was killed while it
-    // wrote leaves one such file at most, for the next to replace.
-    let temporary = folder.join(format!(".{name}.tmp"));
+    let temporary = temporary(path);
     let written = File::create(&temporary)
         .map_err(|e| io(path, "cannot create a file beside it", e))
         .and_then(|mut file| {
-            file.write_all(bytes)
-                .and_then(|()| file.sync_all())
-                .map_err(|e| io(path, "cannot write it (disk full?)", e))
+            write(&mut file).and_then(|()| file.sync_all()).map_err(|e| io(path, "cannot write it (disk full?)", e))
         })
         .and_then(|()| fs::rename(&temporary, path).map_err(|e| io(path, "cannot rename the finished file to it", e)));
     if written.is_err() {
@@ -310,6 +323,38 @@ mod tests {
         assert_ne!(hash(&other), hash(&loaded));
         let files = fs::read_dir(folder.path()).unwrap().count();
         assert_eq!(files, 1, "temporary files must not stay");
+    }
+
+    #[test]
+    fn equal_checkpoints_are_equal_files_with_aligned_tensors() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, checkpoint) = saved(folder.path());
+        let first = fs::read(&path).unwrap();
+        for _ in 0..10 {
+            checkpoint.save(&path).unwrap();
+            assert!(fs::read(&path).unwrap() == first, "another file of the same checkpoint");
+        }
+        let length = u64::from_le_bytes(first[..8].try_into().unwrap());
+        assert_eq!(length % 8, 0, "the first tensor is not aligned");
+        assert!(first[8..].starts_with(br#"{"__metadata__":{"format":"pt","#));
+    }
+
+    #[test]
+    fn files_of_the_safetensors_crate_hold_the_same_and_are_read_alike() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, checkpoint) = saved(folder.path());
+        let ours = fs::read(&path).unwrap();
+        let tensors = SafeTensors::deserialize(&ours).unwrap();
+        let (_, header) = SafeTensors::read_metadata(&ours).unwrap();
+        let theirs = safetensors::serialize(tensors.iter(), header.metadata().clone()).unwrap();
+        let data = |bytes: &[u8]| {
+            let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+            bytes[8 + length..].to_vec()
+        };
+        assert_eq!(ours.len(), theirs.len());
+        assert!(data(&ours) == data(&theirs));
+        fs::write(&path, theirs).unwrap();
+        assert_eq!(Checkpoint::load(&path).unwrap(), checkpoint);
     }
 
     #[test]

@@ -28,6 +28,13 @@ fn text(folder: &Path) -> String {
     path.to_str().unwrap().to_string()
 }
 
+/// Trains the smallest model for a few steps.
+fn train(more: &str, data: &str, folder: &Path) -> Output {
+    let arguments = "train --preset micro --tokenizer bytes --batch 4 --steps 3 --eval-every 0 --threads 1 --data";
+    let arguments: Vec<&str> = arguments.split(' ').chain([data]).chain(more.split_whitespace()).collect();
+    gpt2(&arguments, folder)
+}
+
 /// Runs and expects failure: exit code, nothing but one error, no panic; returns what it said.
 fn refused(arguments: &[&str], folder: &Path) -> String {
     let output = gpt2(arguments, folder);
@@ -494,4 +501,115 @@ fn nodes_have_a_transport_of_their_own() {
     };
     let over_one = hash("--strategy hierarchical --ranks-per-node 2", "one");
     assert_eq!(over_one, hash("--strategy hierarchical --ranks-per-node 2 --node-transport shm", "two"));
+}
+
+#[test]
+fn equal_runs_save_equal_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    for tokenizer in ["bytes", "chars"] {
+        let files: Vec<Vec<u8>> = (0..3)
+            .map(|run| {
+                let out = format!("{tokenizer}-{run}");
+                let arguments: Vec<&str> =
+                    "train --preset micro --batch 4 --steps 2 --threads 1 --tokenizer".split(' ').collect();
+                let output =
+                    gpt2(&[&arguments[..], &[tokenizer, "--data", &data, "--out", &out]].concat(), folder.path());
+                assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+                fs::read(folder.path().join(out).join("model.safetensors")).unwrap()
+            })
+            .collect();
+        assert!(files.iter().all(|file| *file == files[0]), "{tokenizer}: equal runs saved different files");
+    }
+}
+
+#[test]
+fn an_earlier_run_is_replaced_only_when_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    for (out, more) in [("one", ""), ("two", "--strategy ddp --transport tcp-raw --nproc 2")] {
+        let out_folder = folder.path().join(out);
+        let files = || {
+            let all = [out_folder.clone(), out_folder.join("tensorboard")];
+            let entries =
+                all.iter().flat_map(|folder| fs::read_dir(folder).unwrap()).map(|entry| entry.unwrap().path());
+            let contents = |path: std::path::PathBuf| {
+                let bytes = if path.is_file() { fs::read(&path).unwrap() } else { Vec::new() };
+                (path.file_name().unwrap().to_str().unwrap().to_string(), bytes)
+            };
+            entries.map(contents).collect::<std::collections::BTreeMap<_, _>>()
+        };
+        // The folder may be there, with files of others.
+        fs::create_dir(&out_folder).unwrap();
+        fs::write(out_folder.join("notes.txt"), "mine").unwrap();
+        let first = train(&format!("--out {out}"), &data, folder.path());
+        assert!(first.status.success(), "{}", String::from_utf8_lossy(&first.stderr));
+        let before = files();
+
+        let again = train(&format!("--seed 2 {more} --out {out}"), &data, folder.path());
+        let said = String::from_utf8_lossy(&again.stderr).into_owned();
+        assert_eq!(again.status.code(), Some(1), "{said}");
+        assert_eq!(said.matches("error:").count(), 1, "{said}");
+        for part in [&format!("--out {out}"), "model.safetensors", "steps.jsonl", "events.out.tfevents.", "--overwrite"]
+        {
+            assert!(said.contains(part), "{part:?} in {said}");
+        }
+        assert!(!String::from_utf8_lossy(&again.stdout).contains("step "));
+        assert!(files() == before, "{:?}", files().keys());
+
+        let replaced = train(&format!("--seed 2 {more} --out {out} --overwrite"), &data, folder.path());
+        assert!(replaced.status.success(), "{}", String::from_utf8_lossy(&replaced.stderr));
+        let after = files();
+        assert_eq!(after.len(), before.len(), "{:?}", after.keys());
+        for name in ["model.safetensors", "steps.jsonl"] {
+            assert!(after[name] != before[name], "{name}");
+        }
+        assert_eq!(after["notes.txt"], b"mine");
+    }
+}
+
+#[test]
+fn a_run_that_cannot_be_saved_is_summed_up_all_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    for (out, more) in [("one", ""), ("two", "--strategy fsdp --transport tcp-raw --nproc 2")] {
+        // Where the checkpoint is written before it gets its name, a folder is in the way, for every user.
+        fs::create_dir_all(folder.path().join(out).join(".model.safetensors.tmp/taken")).unwrap();
+        let output = train(&format!("{more} --out {out}"), &data, folder.path());
+        let said = String::from_utf8_lossy(&output.stdout);
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{out}: {said}{errors}");
+        for part in ["done: 3 steps", "weights: sha256 ", "peaks of its process"] {
+            assert_eq!(
+                said.matches(part).count(),
+                if part.starts_with("peaks") && !more.is_empty() { 2 } else { 1 },
+                "{out}: {said}"
+            );
+        }
+        assert!(!said.contains("checkpoint: "), "{out}: {said}");
+        assert!(errors.contains("model.safetensors: cannot create a file beside it"), "{out}: {errors}");
+        assert!(!folder.path().join(out).join("model.safetensors").exists());
+    }
+}
+
+#[test]
+fn a_scale_that_lets_no_step_pass_is_an_error_without_a_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    for (out, more) in [("one", ""), ("two", "--strategy ddp --transport tcp-raw --nproc 2")] {
+        let arguments = format!("--precision f16 --loss-scale 1073741824 --steps 30 --eval-every 5 --out {out} {more}");
+        let arguments: Vec<&str> = "train --preset micro --tokenizer bytes --batch 4 --threads 1 --data"
+            .split(' ')
+            .chain([data.as_str()])
+            .chain(arguments.split_whitespace())
+            .collect();
+        let output = gpt2(&arguments, folder.path());
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{errors}");
+        for part in ["step 10: ", "9 steps before", "fixed at 1073741824", "--loss-scale be dynamic"] {
+            assert!(errors.contains(part), "{part:?} in {errors}");
+        }
+        assert!(!String::from_utf8_lossy(&output.stdout).contains("done: "));
+        assert!(!folder.path().join(out).join("model.safetensors").exists(), "weights that nothing has changed");
+    }
 }

@@ -185,13 +185,11 @@ fn sixteen_bits_scaling_and_accumulation_work_in_device_memory() {
 
 #[test]
 fn an_overflow_is_skipped_in_device_memory_too() {
-    let config = TrainConfig {
-        precision: Precision::F16,
-        loss_scaling: LossScaling::Fixed { scale: 1_073_741_824.0 },
-        loss_factor: 1e6,
-        ..config(StrategyKind::Ddp, 2)
-    };
-    assert_eq!(native(&config, 2).summary.skipped_steps, config.steps);
+    let loss_scaling =
+        LossScaling::Dynamic { initial: 1_073_741_824.0, growth: 2.0, backoff: 2f32.powi(-20), interval: 100 };
+    let config = TrainConfig { precision: Precision::F16, loss_scaling, ..config(StrategyKind::Ddp, 2) };
+    let summary = native(&config, 2).summary;
+    assert_eq!((summary.skipped_steps, summary.ranks[0].optimizer_steps), (1, (config.steps - 1, config.steps - 1)));
 }
 
 #[test]

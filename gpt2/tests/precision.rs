@@ -4,15 +4,18 @@
 
 mod local;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
 use std::time::Duration;
 
-use comm_core::{BorrowedCall, Buffer, Call, Communicator, Handle, HostBuffer, Op};
-use gpt2::optim::{LearningRate, LossScaling, OptimizerConfig};
+use burn::tensor::Device;
+use comm_core::{BorrowedCall, Buffer, Call, Communicator, DType, Handle, HostBuffer, Op, ReduceOp};
+use gpt2::optim::{LearningRate, LossScaling, OptimizerConfig, Overflow, ScalingError};
 use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
-use gpt2::trainer::{Observer, StepReport, TrainConfig};
+use gpt2::trainer::{Observer, StepReport, TrainConfig, TrainError, train};
+use gpt2::transports::{TransportOptions, local_sessions};
 
 use local::{TOLERANCE, VARIANTS, assert_close, assert_counts, corpus, ranks_for, run, run_with, single, with};
 
@@ -85,9 +88,10 @@ fn a_dynamic_scale_finds_its_way_down() {
     }
 }
 
-/// Puts an infinity into the first gradients that this rank communicates while it is armed.
+/// Puts an infinity into the first gradients, or the first loss, that this rank communicates while it is armed.
 struct Overflowing {
     inner: Arc<dyn Communicator>,
+    what: Overflow,
     armed: Arc<AtomicBool>,
 }
 
@@ -115,6 +119,7 @@ impl Communicator for Overflowing {
 
     fn start(&self, mut call: Call) -> Handle {
         let of_gradients = call.label.as_ref().is_some_and(|label| label.contains("gradients"));
+        let of_gradients = of_gradients && self.what == Overflow::Gradient;
         if of_gradients && !matches!(call.op, Op::Recv { .. }) && self.armed.swap(false, Ordering::Relaxed) {
             let Buffer::Host(HostBuffer::F32(values)) = &mut call.buffer else { panic!("{call:?}") };
             values[0] = f32::INFINITY;
@@ -122,14 +127,20 @@ impl Communicator for Overflowing {
         self.inner.start(call)
     }
 
-    fn run_borrowed(&self, call: BorrowedCall<'_>) -> comm_core::Result<()> {
+    fn run_borrowed(&self, mut call: BorrowedCall<'_>) -> comm_core::Result<()> {
+        // Loss, squares of the gradient, ranks that overflowed.
+        let of_loss =
+            call.op == Op::AllReduce(ReduceOp::Sum) && call.buffer.dtype() == DType::F64 && call.buffer.count() == 3;
+        if of_loss && self.what == Overflow::Loss && self.armed.swap(false, Ordering::Relaxed) {
+            call.buffer.bytes_mut()[..8].copy_from_slice(&f64::INFINITY.to_ne_bytes());
+        }
         self.inner.run_borrowed(call)
     }
 
     fn split(&self, color: Option<u64>, key: i64) -> comm_core::Result<Option<Arc<dyn Communicator>>> {
         let part = self.inner.split(color, key)?;
-        let armed = self.armed.clone();
-        Ok(part.map(|inner| Arc::new(Overflowing { inner, armed }) as Arc<dyn Communicator>))
+        let (what, armed) = (self.what, self.armed.clone());
+        Ok(part.map(|inner| Arc::new(Overflowing { inner, what, armed }) as Arc<dyn Communicator>))
     }
 
     fn abort(&self, reason: &str) {
@@ -168,7 +179,8 @@ fn an_overflow_on_one_rank_makes_all_skip_that_step() {
             // The last, which is a worker everywhere.
             let armed = (rank == ranks - 1).then(|| armed.clone());
             let comm = match &armed {
-                Some(armed) => Arc::new(Overflowing { inner, armed: armed.clone() }) as Arc<dyn Communicator>,
+                Some(armed) => Arc::new(Overflowing { inner, what: Overflow::Gradient, armed: armed.clone() })
+                    as Arc<dyn Communicator>,
                 None => inner,
             };
             (comm, Arming { after: 2, armed })
@@ -184,5 +196,122 @@ fn an_overflow_on_one_rank_makes_all_skip_that_step() {
         let first = first.get_or_insert_with(|| summary.clone());
         assert_close(&summary, first, TOLERANCE, &format!("{variant:?} after the overflow"));
         assert_counts(&summary, &format!("{variant:?}"));
+    }
+}
+
+/// A loss that is not finite on one rank for once costs all that step, and halves the scale.
+#[test]
+fn a_loss_that_is_not_finite_is_skipped_under_scaling() {
+    let corpus = corpus(20_000);
+    let dynamic = TrainConfig { loss_scaling: LossScaling::DYNAMIC, ..single(5) };
+    for (config, scale) in [(dynamic.clone(), 32_768.0), (TrainConfig { loss_scaling: SCALED, ..dynamic }, 1024.0)] {
+        for variant in [(StrategyKind::Ddp, false), (StrategyKind::Ps, true), (StrategyKind::Fsdp, false)] {
+            let seen = Mutex::new(Vec::new());
+            let summary = run_with(&with(&config, variant, 3), &corpus, 3, |rank, inner| {
+                let armed = (rank == 2).then(Arc::<AtomicBool>::default);
+                let comm = match &armed {
+                    Some(armed) => Arc::new(Overflowing { inner, what: Overflow::Loss, armed: armed.clone() })
+                        as Arc<dyn Communicator>,
+                    None => inner,
+                };
+                (comm, Watching { arming: Arming { after: 2, armed }, scales: (rank == 0).then_some(&seen) })
+            });
+            assert_eq!(summary.skipped_steps, 1, "{variant:?}");
+            let not_finite: Vec<bool> = summary.losses.iter().map(|loss| !loss.is_finite()).collect();
+            assert_eq!(not_finite, [false, false, true, false, false], "{variant:?}: {:?}", summary.losses);
+            let first = config.loss_scaling.to_string();
+            let before = if scale == 1024.0 { 1024.0 } else { 65_536.0 };
+            assert_eq!(*seen.lock().unwrap(), [before, before, before, scale, scale], "{variant:?}, {first}");
+            assert!(summary.ranks.iter().all(|rank| rank.optimizer_steps == (4, 4)), "{variant:?}");
+            assert_eq!(summary.final_loss, summary.losses[4]);
+        }
+    }
+}
+
+/// Arms, and keeps the scale of each step.
+struct Watching<'a> {
+    arming: Arming,
+    scales: Option<&'a Mutex<Vec<f64>>>,
+}
+
+impl Observer for Watching<'_> {
+    fn step(&mut self, report: &StepReport) {
+        self.arming.step(report);
+        if let Some(scales) = self.scales {
+            scales.lock().unwrap().push(report.loss_scale);
+        }
+    }
+}
+
+/// What all ranks fail with.
+fn failure(config: &TrainConfig, ranks: usize) -> TrainError {
+    let corpus = corpus(20_000);
+    let options = TransportOptions { timeout: Duration::from_secs(60), ..TransportOptions::default() };
+    let mut errors: Vec<TrainError> = thread::scope(|scope| {
+        let threads: Vec<_> = local_sessions(ranks, &options)
+            .into_iter()
+            .map(|session| {
+                let corpus = &corpus;
+                scope.spawn(move || {
+                    train(config, corpus, &session, &Device::flex(), None, &mut ()).map(drop).unwrap_err()
+                })
+            })
+            .collect();
+        threads.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    // Whoever hears of it from another rank before he finds out himself says the same, and by whom.
+    let first = errors.iter().position(|error| !matches!(error, TrainError::Comm(_))).unwrap();
+    let said = errors[first].to_string();
+    assert!(errors.iter().all(|error| error.to_string().contains(&said)), "{errors:?}");
+    errors.swap_remove(first)
+}
+
+#[test]
+fn a_run_that_takes_no_step_is_an_error_on_all_ranks() {
+    let scaling = LossScaling::Fixed { scale: 1_073_741_824.0 };
+    let overflowing = TrainConfig { precision: Precision::F16, loss_scaling: scaling, ..single(30) };
+    for (strategy, ranks) in [(StrategyKind::Single, 1), (StrategyKind::Zero2, 3), (StrategyKind::Fsdp, 2)] {
+        let error = failure(&with(&overflowing, (strategy, false), ranks), ranks);
+        let TrainError::Scaling { step: 10, error: ScalingError::Fixed { what, scale, steps } } = error else {
+            panic!("{error}")
+        };
+        assert_eq!((what, scale, steps), (Overflow::Gradient, 1_073_741_824.0, 10));
+        let said = error.to_string();
+        assert!(said.starts_with("step 10: ") && said.contains("1073741824") && said.contains("dynamic"), "{said}");
+    }
+    // Fewer steps than it takes to be sure.
+    let short = TrainConfig { steps: 3, ..overflowing.clone() };
+    let error = failure(&with(&short, (StrategyKind::Ddp, false), 2), 2);
+    let expected = ScalingError::AllSkipped { steps: 3, scale: 1_073_741_824.0 };
+    assert!(matches!(&error, TrainError::Scaling { step: 3, error } if *error == expected), "{error}");
+    // A dynamic scale would have needed more of them.
+    let scaling = LossScaling::Dynamic { initial: 2f32.powi(60), growth: 2.0, backoff: 0.5, interval: 100 };
+    let error = failure(&TrainConfig { loss_scaling: scaling, ..short }, 1);
+    let expected = ScalingError::AllSkipped { steps: 3, scale: 2f32.powi(57) };
+    assert!(matches!(&error, TrainError::Scaling { step: 3, error } if *error == expected), "{error}");
+}
+
+#[test]
+fn a_loss_that_stays_not_finite_ends_the_run_by_name() {
+    // The first update makes the weights so large that no loss is finite any more.
+    let scaling = LossScaling::Dynamic { initial: 8.0, growth: 2.0, backoff: 0.5, interval: 100 };
+    let diverging = TrainConfig {
+        loss_scaling: scaling,
+        learning_rate: LearningRate::Constant { rate: 1e38 },
+        clip: 0.0,
+        ..single(20)
+    };
+    for (strategy, ranks) in [(StrategyKind::Single, 1), (StrategyKind::Ddp, 2)] {
+        let config = with(&diverging, (strategy, false), ranks);
+        let error = failure(&config, ranks);
+        // 8, 4, 2, and not below 1.
+        let expected = ScalingError::AtMinimum { what: Overflow::Loss };
+        assert!(matches!(&error, TrainError::Scaling { step: 5, error } if *error == expected), "{error}");
+        assert!(error.to_string().contains("the loss is not finite"), "{error}");
+        let error = failure(&TrainConfig { loss_scaling: SCALED, ..config.clone() }, ranks);
+        let expected = ScalingError::Fixed { what: Overflow::Loss, scale: 1024.0, steps: 10 };
+        assert!(matches!(&error, TrainError::Scaling { step: 11, error } if *error == expected), "{error}");
+        let error = failure(&TrainConfig { loss_scaling: LossScaling::Off, ..config }, ranks);
+        assert!(matches!(&error, TrainError::NotFinite { step: 2, what: "the loss", .. }), "{error}");
     }
 }

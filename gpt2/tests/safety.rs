@@ -28,7 +28,9 @@ fn compared_calls_change_no_weight_of_any_strategy() {
         let hashes: Vec<String> = [&[][..], &["--checked", "--check-finite"]]
             .into_iter()
             .map(|more| {
-                let mut job = start(strategy, "tcp-raw", &data, folder.path(), 3, more);
+                let out = if more.is_empty() { "plain" } else { "compared" };
+                let more = [more, &["--out", out]].concat();
+                let mut job = start(strategy, "tcp-raw", &data, folder.path(), 3, &more);
                 let status = wait(&mut job, SOON);
                 let mut said = String::new();
                 job.stdout.take().unwrap().read_to_string(&mut said).unwrap();

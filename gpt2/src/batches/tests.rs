@@ -152,14 +152,37 @@ fn validation_rows_are_fixed_shared_evenly_and_spread_over_the_part() {
     assert_eq!(rows(1_000, 2, 1).len(), 96);
     assert_eq!(rows(usize::MAX, 3, 1).len(), 96);
 
-    // 49 / 10 = 4 windows, fewer than a batch.
-    let few = Batches::new(&numbered(1_000, 50), 10, 12, 1).unwrap();
-    let count =
-        |rank, world| -> usize { few.validation(5, share(rank, world, 1)).unwrap().iter().map(|part| part.rows).sum() };
-    assert_eq!((count(0, 1), count(0, 2), count(1, 2)), (4, 2, 2));
-    assert_eq!((count(0, 3), count(1, 3), count(2, 3)), (1, 1, 1));
-    let error = few.validation(5, share(0, 6, 1)).unwrap_err();
-    assert!(matches!(error, BatchError::ValidationTooShort { windows: 4, world: 6, .. }), "{error}");
+    // 9 / 10: no window at all.
+    let none = Batches::new(&numbered(1_000, 10), 10, 12, 1).unwrap();
+    let error = none.validation(5, share(0, 1, 1)).unwrap_err();
+    assert!(matches!(error, BatchError::ValidationTooShort { tokens: 10, block_size: 10, .. }), "{error}");
+    assert!(error.to_string().contains("which takes 11"), "{error}");
+}
+
+#[test]
+fn few_validation_rows_are_the_same_for_every_number_of_ranks() {
+    // 89 / 10 = 8 windows, fewer than a batch.
+    let batches = Batches::new(&numbered(1_000, 90), 10, 12, 1).unwrap();
+    for (world, accumulation, rows) in [
+        (1, 1, vec![vec![8]]),
+        (1, 6, vec![vec![2; 4]]),
+        (2, 1, vec![vec![4]; 2]),
+        (2, 2, vec![vec![3, 1]; 2]),
+        (3, 1, vec![vec![3], vec![3], vec![2]]),
+        (3, 2, vec![vec![2, 1], vec![2, 1], vec![2, 0]]),
+        (4, 1, vec![vec![2]; 4]),
+        (6, 1, vec![vec![2], vec![2], vec![1], vec![1], vec![1], vec![1]]),
+        (12, 1, [vec![vec![1]; 8], vec![vec![0]; 4]].concat()),
+    ] {
+        let of_rank = |rank| batches.validation(3, share(rank, world, accumulation)).unwrap();
+        let all: Vec<Vec<TokenBatch>> = (0..world).map(of_rank).collect();
+        let counts: Vec<Vec<usize>> = all.iter().map(|parts| parts.iter().map(|part| part.rows).collect()).collect();
+        assert_eq!(counts, rows, "{world} ranks, {accumulation} micro-steps");
+        let starts: Vec<i32> = all.iter().flatten().flat_map(|part| part.inputs.iter().step_by(10).copied()).collect();
+        assert_eq!(starts, [0, 10, 20, 30, 40, 50, 60, 70], "{world} ranks, {accumulation} micro-steps");
+        let empty = all.iter().flatten().filter(|part| part.rows == 0);
+        assert!(empty.clone().all(|part| *part == TokenBatch::none(10)), "{:?}", empty.collect::<Vec<_>>());
+    }
 }
 
 #[test]

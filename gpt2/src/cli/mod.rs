@@ -1,6 +1,7 @@
 //! The command line of the program `gpt2`.
 
 mod devices;
+mod folder;
 mod loading;
 mod progress;
 mod sample;

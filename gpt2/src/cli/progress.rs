@@ -10,10 +10,10 @@ use comm_core::printer;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle, TermLike};
 use serde_json::json;
 
-use super::{complain, say};
+use super::{complain, say, summary};
 use crate::events::EventFile;
 use crate::memory::{Bytes, Usage};
-use crate::trainer::{Observer, StepReport};
+use crate::trainer::{Observer, StepReport, Summary};
 
 /// Prints steps, and writes each to a file of JSON lines and to an event file.
 pub(super) struct Progress {
@@ -27,8 +27,8 @@ pub(super) struct Progress {
 impl Progress {
     /// Files go to `folder`, if any.
     pub(super) fn new(log_every: u64, folder: Option<&Path>) -> std::io::Result<Self> {
-        let file = folder.map(|folder| File::create(folder.join("steps.jsonl"))).transpose()?;
-        let events = folder.map(|folder| fresh_events(&folder.join("tensorboard"))).transpose()?;
+        let file = folder.map(|folder| File::create(folder.join(super::folder::STEPS))).transpose()?;
+        let events = folder.map(|folder| fresh_events(&folder.join(super::folder::EVENTS))).transpose()?;
         Ok(Progress { bar: ProgressBar::hidden(), steps: 0, log_every: log_every.max(1), file, events })
     }
 
@@ -87,7 +87,7 @@ impl Observer for Progress {
         self.chart(
             report.step,
             &[
-                ("loss/train", Some(report.loss)),
+                ("loss/train", report.loss.is_finite().then_some(report.loss)),
                 ("gradient/norm", report.grad_norm.is_finite().then_some(report.grad_norm)),
                 ("gradient/loss_scale", Some(report.loss_scale)),
                 ("gradient/skipped", Some(f64::from(u8::from(report.skipped)))),
@@ -145,6 +145,10 @@ impl Observer for Progress {
         self.line(&format!("step {step:>5}/{} | validation loss {loss:.4}", self.steps));
         self.record(&json!({"step": step, "validation_loss": loss}));
         self.chart(step, &[("loss/validation", Some(loss))]);
+    }
+
+    fn ended(&mut self, summary: &Summary) {
+        summary::print(summary);
     }
 }
 

@@ -1,10 +1,9 @@
 //! `gpt2 train`.
 
 use std::ffi::OsString;
-use std::fs;
 use std::io::IsTerminal;
 use std::net::IpAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -14,9 +13,10 @@ use comm_core::Waiting;
 use comm_core::job::{self, Job, Source};
 use comm_core::launch::{Launch, Output};
 
+use super::folder;
 use super::loading::LoadProgress;
 use super::progress::Progress;
-use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, complain, say, summary};
+use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, complain, say};
 use crate::batches::{Batches, LastBatch, Share};
 use crate::config::{ModelConfig, Preset};
 use crate::corpus::{Corpus, CorpusSource, LoadOptions, TokenCache};
@@ -195,9 +195,13 @@ pub(super) struct TrainArgs {
     /// Print every so many steps.
     #[arg(long, default_value_t = 10)]
     log_every: u64,
-    /// Folder for the checkpoint (model.safetensors), the steps (steps.jsonl) and TensorBoard's event file.
+    /// Folder for the checkpoint (model.safetensors), the steps (steps.jsonl) and TensorBoard's event file. One that holds an earlier run
+    /// is refused.
     #[arg(long, default_value = "out")]
     out: PathBuf,
+    /// Replace an earlier run in --out: its files are removed before the first step.
+    #[arg(long)]
+    overwrite: bool,
 }
 
 /// More lanes than this are of no use to anyone.
@@ -212,7 +216,7 @@ pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
             }
             let ranks_here = args.nproc.or_else(job::ranks_on_this_machine).unwrap_or(job.world_size);
             let prepared = Prepared::new(&args, job.world_size, ranks_here, job.rank == 0)?;
-            let _lock = (job.rank == 0).then(|| lock(&args.out)).transpose()?;
+            let _lock = (job.rank == 0).then(|| folder::take(&args.out, args.overwrite)).transpose()?;
             let mut progress = prepared.progress(&args, job.rank)?;
             if job.rank == 0 {
                 say(format_args!("ranks: {}, by {}", job.world_size, job.source));
@@ -222,20 +226,16 @@ pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
                 }
             }
             let Prepared { config, corpus, options, device } = &prepared;
-            let summary = match run_rank(&job, config, corpus, options, device, &mut progress) {
-                Ok(summary) => summary,
+            match run_rank(&job, config, corpus, options, device, &mut progress) {
+                Ok(_) => Ok(ExitCode::SUCCESS),
                 Err(TrainError::Comm(error)) => {
                     complain(format_args!("error: {error}"));
                     // Whoever started the ranks looks for the one that is the cause.
                     let code = u8::try_from(job::exit_code(&error, job.rank));
-                    return Ok(code.map_or(ExitCode::FAILURE, ExitCode::from));
+                    Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
                 }
-                Err(error) => return Err(error.into()),
-            };
-            if job.rank == 0 {
-                summary::print(&summary);
+                Err(error) => Err(error.into()),
             }
-            Ok(ExitCode::SUCCESS)
         }
         None => start(&args),
     }
@@ -244,19 +244,20 @@ pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
 /// No launcher started this process: it is one itself, unless all ranks fit in it.
 fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
     let ranks = args.nproc.unwrap_or(if args.strategy == StrategyKind::Single { 1 } else { 2 });
+    if !args.overwrite {
+        folder::refuse_earlier_run(&args.out)?;
+    }
     // What is wrong with the arguments or the text is said once, here, and not by every rank.
     let prepared = Prepared::new(args, ranks, ranks, true)?;
     if args.transport == TransportKind::Local || ranks == 1 {
-        let _lock = lock(&args.out)?;
+        let _lock = folder::take(&args.out, args.overwrite)?;
         let mut progress = prepared.progress(args, 0)?;
         say(match args.nproc {
             Some(_) => format!("ranks: {ranks}, by --nproc"),
             None => format!("ranks: {ranks}, the default for --strategy {}; see --nproc", args.strategy),
         });
         say(prepared.describe(args, ranks));
-        let summary =
-            run_threads(&prepared.config, &prepared.corpus, ranks, &prepared.options, &prepared.device, &mut progress)?;
-        summary::print(&summary);
+        run_threads(&prepared.config, &prepared.corpus, ranks, &prepared.options, &prepared.device, &mut progress)?;
         return Ok(ExitCode::SUCCESS);
     }
     say(prepared.describe(args, ranks));
@@ -294,7 +295,7 @@ fn check_nproc(nproc: usize, job: &Job, ranks_here: Option<usize>) -> Result<(),
         _ => String::new(),
     };
     Err(format!(
-        "--nproc {nproc} contradicts the environment: {} say that this is rank {} of {}{here}. To start {nproc} rank(s) here,          take the variables away: env -u {rank} gpt2 train ...; to be that rank, leave --nproc out.{hint}",
+        "--nproc {nproc} contradicts the environment: {} say that this is rank {} of {}{here}. To start {nproc} rank(s) here, take the variables away: env -u {rank} gpt2 train ...; to be that rank, leave --nproc out.{hint}",
         job.source, job.rank, job.world_size
     )
     .into())
@@ -418,7 +419,7 @@ impl Prepared {
         let Opened { device, largest_tensor } = args.device.open()?;
         let cuda_device = cuda_ordinal(&device).map(usize::from);
         let transport_options = TransportOptions { cuda_device, ..transport_options };
-        writable_folder(&args.out)?;
+        folder::make_writable(&args.out)?;
 
         let source = CorpusSource::from_path(args.data.clone(), default_cargo_home());
         let cache = TokenCache::of_user().filter(|_| !args.no_token_cache);
@@ -477,7 +478,7 @@ impl Prepared {
                 options: transport_options,
                 node_transport: args.node_transport,
                 threads: args.threads.unwrap_or_else(|| (cores / ranks_here).max(1)),
-                checkpoint: Some(args.out.join("model.safetensors")),
+                checkpoint: Some(args.out.join(folder::CHECKPOINT)),
             },
             device,
         })
@@ -562,27 +563,4 @@ pub(super) fn check_tensors(
         .into());
     }
     Ok(())
-}
-
-/// Makes the folder if need be, and finds out now, not after hours of training, whether files can be written there.
-fn writable_folder(folder: &Path) -> Result<(), CliError> {
-    let probe = folder.join(format!(".write-test-{}", std::process::id()));
-    fs::create_dir_all(folder).and_then(|()| fs::write(&probe, b"")).and_then(|()| fs::remove_file(&probe)).map_err(
-        |error| {
-            format!("--out {}: cannot write there: {error}; give a folder that can be written", folder.display()).into()
-        },
-    )
-}
-
-/// Keeps other runs out of the folder until dropped.
-fn lock(folder: &Path) -> Result<fs::File, CliError> {
-    let path = folder.join(".lock");
-    let file = fs::File::create(&path).map_err(|error| format!("{}: {error}", path.display()))?;
-    file.try_lock().map_err(|error| match error {
-        fs::TryLockError::WouldBlock => {
-            format!("--out {}: another run is writing there; give another folder", folder.display())
-        }
-        fs::TryLockError::Error(error) => format!("{}: {error}", path.display()),
-    })?;
-    Ok(file)
 }

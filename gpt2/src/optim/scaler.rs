@@ -16,12 +16,14 @@ pub enum LossScaling {
     /// By nothing; a gradient that is not finite ends the run.
     #[default]
     Off,
-    /// Always by the same; a step whose gradients are not finite is skipped.
+    /// Always by the same; a step whose gradients or loss are not finite is skipped, unless too many were before it: see
+    /// [`LossScaler::MOST_SKIPPED`].
     Fixed {
         /// The scale.
         scale: f32,
     },
-    /// By a scale that shrinks with every step whose gradients are not finite, which is skipped, and grows after a number of good ones.
+    /// By a scale that shrinks with every step whose gradients or loss are not finite, which is skipped, and grows after a number of good
+    /// ones.
     Dynamic {
         /// The first scale, at least [`LossScaler::MIN_SCALE`].
         initial: f32,
@@ -80,9 +82,11 @@ impl fmt::Display for LossScaling {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Self::Off => f.pad("off"),
-            Self::Fixed { scale } => f.pad(&scale.to_string()),
+            // Exactly: as f32, a large one would be written with fewer digits than it was given with.
+            Self::Fixed { scale } => f.pad(&f64::from(scale).to_string()),
             Self::DYNAMIC => f.pad("dynamic"),
             Self::Dynamic { initial, growth, backoff, interval } => {
+                let [initial, growth, backoff] = [initial, growth, backoff].map(f64::from);
                 f.pad(&format!("dynamic:initial={initial},growth={growth},backoff={backoff},interval={interval}"))
             }
         }
@@ -124,19 +128,43 @@ impl FromStr for LossScaling {
     }
 }
 
+/// What was not finite in a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Overflow {
+    /// The loss, and with it every gradient.
+    Loss,
+    /// Gradients alone.
+    Gradient,
+}
+
+impl fmt::Display for Overflow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Loss => "the loss",
+            Self::Gradient => "a gradient",
+        })
+    }
+}
+
 /// The scale of the current step, and what becomes of it.
 ///
-/// Every rank has one and tells it the same after each backward pass, whether *any* rank's gradients were not finite, so all have the
-/// same scale at every step.
+/// Every rank has one and tells it the same after each backward pass, what was not finite on *any* rank, so all have the same scale at
+/// every step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LossScaler {
     scaling: LossScaling,
     scale: f32,
     good_steps: u64,
     skipped: u64,
+    /// Steps skipped since the last one that was not.
+    skipped_in_row: u64,
 }
 
 impl LossScaler {
+    /// So many steps in a row are skipped at a fixed scale, and the run ends. A skipped step changes nothing but the data of the next one: if
+    /// that were what makes gradients overflow, another step would soon be taken.
+    pub const MOST_SKIPPED: u64 = 10;
+
     /// A dynamic scale shrinks no further: what overflows at 1 overflows without scaling as well.
     pub const MIN_SCALE: f32 = 1.0;
 
@@ -154,7 +182,7 @@ impl LossScaler {
             LossScaling::Fixed { scale } => scale,
             LossScaling::Dynamic { initial, .. } => initial,
         };
-        Ok(Self { scaling, scale, good_steps: 0, skipped: 0 })
+        Ok(Self { scaling, scale, good_steps: 0, skipped: 0, skipped_in_row: 0 })
     }
 
     /// What this step's loss is to be multiplied by.
@@ -172,28 +200,31 @@ impl LossScaler {
         self.skipped
     }
 
-    /// Ends a step, given whether a gradient of any rank was not finite; true where the step is to be skipped, with parameters and
-    /// optimizers left as they are.
+    /// Ends a step, given what was not finite on any rank; true where the step is to be skipped, with parameters and optimizers left as
+    /// they are.
     ///
     /// A dynamic scale is multiplied by `backoff` where the step is skipped, though not to less than [`MIN_SCALE`](Self::MIN_SCALE), and
-    /// by `growth` after `interval` good steps since its last change, though not to more than [`MAX_SCALE`](Self::MAX_SCALE). A
-    /// fixed one stays, however many steps are skipped: see [`skipped`](Self::skipped).
+    /// by `growth` after `interval` good steps since its last change, though not to more than [`MAX_SCALE`](Self::MAX_SCALE).
     ///
     /// # Errors
-    /// If a gradient was not finite: [`ScalingError::NotScaled`] where scaling is off, and [`ScalingError::AtMinimum`] where a dynamic
-    /// scale cannot shrink. Nothing has changed then.
-    pub fn update(&mut self, found_not_finite: bool) -> Result<bool, ScalingError> {
-        match self.scaling {
-            LossScaling::Off if found_not_finite => return Err(ScalingError::NotScaled),
-            LossScaling::Off | LossScaling::Fixed { .. } => {}
-            LossScaling::Dynamic { backoff, .. } if found_not_finite => {
+    /// If something was not finite: [`ScalingError::NotScaled`] where scaling is off, [`ScalingError::AtMinimum`] where a dynamic scale
+    /// cannot shrink, and [`ScalingError::Fixed`] where this is the last of [`MOST_SKIPPED`](Self::MOST_SKIPPED) steps in a row at a fixed
+    /// one. Nothing has changed then.
+    pub fn update(&mut self, overflow: Option<Overflow>) -> Result<bool, ScalingError> {
+        match (self.scaling, overflow) {
+            (LossScaling::Off, Some(what)) => return Err(ScalingError::NotScaled { what }),
+            (LossScaling::Fixed { scale }, Some(what)) if self.skipped_in_row + 1 >= Self::MOST_SKIPPED => {
+                return Err(ScalingError::Fixed { what, scale, steps: Self::MOST_SKIPPED });
+            }
+            (LossScaling::Off | LossScaling::Fixed { .. }, _) => {}
+            (LossScaling::Dynamic { backoff, .. }, Some(what)) => {
                 if self.scale <= Self::MIN_SCALE {
-                    return Err(ScalingError::AtMinimum);
+                    return Err(ScalingError::AtMinimum { what });
                 }
                 self.scale = (self.scale * backoff).max(Self::MIN_SCALE);
                 self.good_steps = 0;
             }
-            LossScaling::Dynamic { growth, interval, .. } => {
+            (LossScaling::Dynamic { growth, interval, .. }, None) => {
                 self.good_steps += 1;
                 if self.good_steps >= interval {
                     self.scale = (self.scale * growth).min(Self::MAX_SCALE);
@@ -201,8 +232,21 @@ impl LossScaler {
                 }
             }
         }
-        self.skipped += u64::from(found_not_finite);
-        Ok(found_not_finite)
+        let is_skipped = overflow.is_some();
+        self.skipped += u64::from(is_skipped);
+        self.skipped_in_row = if is_skipped { self.skipped_in_row + 1 } else { 0 };
+        Ok(is_skipped)
+    }
+
+    /// Looks back on a run of `steps` steps, which should have taken one.
+    ///
+    /// # Errors
+    /// [`ScalingError::AllSkipped`].
+    pub fn finish(&self, steps: u64) -> Result<(), ScalingError> {
+        if steps > 0 && self.skipped >= steps {
+            return Err(ScalingError::AllSkipped { steps, scale: self.scale });
+        }
+        Ok(())
     }
 
     /// The state for a checkpoint: the scale, and the number of good steps since its last change.
@@ -237,19 +281,55 @@ pub enum ScalingError {
         /// What it must be.
         rule: &'static str,
     },
-    /// A gradient is not finite, and the loss is not scaled.
+    /// Something is not finite, and the loss is not scaled.
     #[error(
-        "a gradient is not finite, and loss scaling is off; lower the learning rate or clip gradients, or, with f16, turn on dynamic \
-         loss scaling"
+        "{what} is not finite, and loss scaling is off; lower the learning rate or clip gradients, or, with f16, turn on dynamic loss \
+         scaling"
     )]
-    NotScaled,
-    /// A gradient is not finite at the smallest scale.
+    NotScaled {
+        /// What is not finite.
+        what: Overflow,
+    },
+    /// Something is not finite at the smallest scale.
     #[error(
-        "a gradient is not finite although the loss scale is down to {}, its minimum; lower the learning rate, clip gradients, or compute \
+        "{what} is not finite although the loss scale is down to {}, its minimum; lower the learning rate, clip gradients, or compute \
          in bf16 or f32",
         LossScaler::MIN_SCALE
     )]
-    AtMinimum,
+    AtMinimum {
+        /// What is not finite.
+        what: Overflow,
+    },
+    /// Something was not finite too often at a scale that stays.
+    #[error(
+        "{what} is not finite, as in the {} steps before, which were skipped, and the loss scale is fixed at {}; {}", steps - 1,
+        f64::from(*scale),
+        match what {
+            Overflow::Gradient => "give a smaller number, or let --loss-scale be dynamic",
+            // It is not what is scaled.
+            Overflow::Loss => "lower the learning rate, or compute in bf16 or f32",
+        }
+    )]
+    Fixed {
+        /// What is not finite.
+        what: Overflow,
+        /// The scale.
+        scale: f32,
+        /// Steps in a row, this one included.
+        steps: u64,
+    },
+    /// A run without a step.
+    #[error(
+        "all {steps} steps of the run were skipped, because gradients or the loss were not finite, and its weights are those that it began \
+         with; the loss scale is now {}: give a smaller one with --loss-scale, or more steps in which a dynamic one can shrink",
+        f64::from(*scale)
+    )]
+    AllSkipped {
+        /// Steps of the run.
+        steps: u64,
+        /// The scale after the last.
+        scale: f32,
+    },
 }
 
 fn is_power_of_two(x: f32) -> bool {
@@ -260,6 +340,11 @@ fn is_power_of_two(x: f32) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// What becomes of a step whose gradients are finite or not.
+    fn end_step(scaler: &mut LossScaler, bad: bool) -> Result<bool, ScalingError> {
+        scaler.update(bad.then_some(Overflow::Gradient))
+    }
 
     fn dynamic(initial: f32, interval: u64) -> LossScaler {
         LossScaler::new(LossScaling::Dynamic { initial, growth: 2.0, backoff: 0.5, interval }).unwrap()
@@ -286,7 +371,7 @@ mod tests {
         .into_iter()
         .enumerate()
         {
-            assert_eq!(scaler.update(bad), Ok(bad), "{step}");
+            assert_eq!(end_step(&mut scaler, bad), Ok(bad), "{step}");
             assert_eq!((scaler.scale(), scaler.unscale()), (scale, 1.0 / scale), "{step}");
         }
         assert_eq!((scaler.skipped(), scaler.state()), (3, (512.0, 1)));
@@ -297,13 +382,13 @@ mod tests {
         let mut scaler = LossScaler::new(LossScaling::DYNAMIC).unwrap();
         assert_eq!(scaler.scale(), 65_536.0);
         for _ in 0..1_999 {
-            assert_eq!(scaler.update(false), Ok(false));
+            assert_eq!(end_step(&mut scaler, false), Ok(false));
         }
         assert_eq!(scaler.scale(), 65_536.0);
-        scaler.update(false).unwrap();
+        end_step(&mut scaler, false).unwrap();
         assert_eq!(scaler.scale(), 131_072.0);
-        scaler.update(true).unwrap();
-        scaler.update(true).unwrap();
+        end_step(&mut scaler, true).unwrap();
+        end_step(&mut scaler, true).unwrap();
         assert_eq!(scaler.scale(), 32_768.0);
     }
 
@@ -311,28 +396,30 @@ mod tests {
     fn a_scale_stays_between_its_limits() {
         let mut scaler = dynamic(1.0, 1);
         for _ in 0..300 {
-            scaler.update(false).unwrap();
+            end_step(&mut scaler, false).unwrap();
             assert!(scaler.scale().is_finite() && scaler.unscale().is_normal());
         }
         assert_eq!((scaler.scale(), scaler.unscale()), (LossScaler::MAX_SCALE, f32::MIN_POSITIVE));
         for _ in 0..126 {
-            assert_eq!(scaler.update(true), Ok(true));
+            assert_eq!(end_step(&mut scaler, true), Ok(true));
         }
         assert_eq!(scaler.scale(), LossScaler::MIN_SCALE);
         let before = scaler.clone();
-        let error = scaler.update(true).unwrap_err();
-        assert_eq!((error, &scaler), (ScalingError::AtMinimum, &before));
-        assert!(error.to_string().contains("down to 1"), "{error}");
-        assert_eq!(scaler.update(false), Ok(false), "a good step goes on");
+        let error = end_step(&mut scaler, true).unwrap_err();
+        assert_eq!((error, &scaler), (ScalingError::AtMinimum { what: Overflow::Gradient }, &before));
+        assert!(error.to_string().contains("a gradient is not finite although the loss scale is down to 1"), "{error}");
+        let error = scaler.update(Some(Overflow::Loss)).unwrap_err();
+        assert!(error.to_string().starts_with("the loss is not finite"), "{error}");
+        assert_eq!(end_step(&mut scaler, false), Ok(false), "a good step goes on");
 
         // A factor may jump over the limits but not beyond them.
         let mut coarse =
             LossScaler::new(LossScaling::Dynamic { initial: 4.0, growth: 1024.0, backoff: 0.125, interval: 1 })
                 .unwrap();
-        coarse.update(true).unwrap();
+        end_step(&mut coarse, true).unwrap();
         assert_eq!(coarse.scale(), 1.0);
         for _ in 0..20 {
-            coarse.update(false).unwrap();
+            end_step(&mut coarse, false).unwrap();
         }
         assert_eq!(coarse.scale(), LossScaler::MAX_SCALE);
     }
@@ -344,41 +431,78 @@ mod tests {
         for _ in 0..100 {
             let (scale, unscale) = (scaler.scale(), scaler.unscale());
             assert!(values.iter().all(|x| (x * scale * unscale).to_bits() == x.to_bits()), "{scale}");
-            scaler.update(false).unwrap();
+            end_step(&mut scaler, false).unwrap();
         }
     }
 
     #[test]
     fn a_fixed_scale_skips_and_none_fails() {
         let mut fixed = LossScaler::new(LossScaling::Fixed { scale: 128.0 }).unwrap();
-        assert_eq!([true, false, true].map(|bad| fixed.update(bad).unwrap()), [true, false, true]);
+        assert_eq!([true, false, true].map(|bad| end_step(&mut fixed, bad).unwrap()), [true, false, true]);
         assert_eq!((fixed.scale(), fixed.skipped()), (128.0, 2));
         let mut off = LossScaler::new(LossScaling::Off).unwrap();
         assert_eq!((off.scale(), off.unscale()), (1.0, 1.0));
-        assert_eq!(off.update(false), Ok(false));
-        assert_eq!(off.update(true), Err(ScalingError::NotScaled));
+        assert_eq!(end_step(&mut off, false), Ok(false));
+        assert_eq!(end_step(&mut off, true), Err(ScalingError::NotScaled { what: Overflow::Gradient }));
         assert_eq!(off.skipped(), 0);
         fixed.restore(2.0, 5).unwrap();
         assert_eq!(fixed.scale(), 128.0);
     }
 
     #[test]
+    fn a_fixed_scale_that_is_too_large_is_an_error_and_a_bad_step_now_and_then_is_none() {
+        let mut fixed = LossScaler::new(LossScaling::Fixed { scale: 1024.0 }).unwrap();
+        for round in 0..5 {
+            for _ in 1..LossScaler::MOST_SKIPPED {
+                assert_eq!(end_step(&mut fixed, true), Ok(true), "{round}");
+            }
+            if round < 4 {
+                assert_eq!(end_step(&mut fixed, false), Ok(false), "{round}");
+            }
+        }
+        let before = fixed.clone();
+        let error = end_step(&mut fixed, true).unwrap_err();
+        assert_eq!(error, ScalingError::Fixed { what: Overflow::Gradient, scale: 1024.0, steps: 10 });
+        let said = error.to_string();
+        assert!(said.contains("as in the 9 steps before") && said.contains("fixed at 1024"), "{said}");
+        assert!(said.contains("smaller") && said.contains("dynamic"), "{said}");
+        let said = fixed.update(Some(Overflow::Loss)).unwrap_err().to_string();
+        assert!(said.starts_with("the loss") && said.contains("learning rate") && !said.contains("smaller"), "{said}");
+        assert_eq!(fixed, before);
+    }
+
+    #[test]
+    fn a_run_has_to_take_a_step() {
+        let mut scaler = dynamic(1024.0, 100);
+        assert_eq!(scaler.finish(0), Ok(()));
+        for _ in 0..3 {
+            end_step(&mut scaler, true).unwrap();
+        }
+        let error = scaler.finish(3).unwrap_err();
+        assert_eq!(error, ScalingError::AllSkipped { steps: 3, scale: 128.0 });
+        assert!(error.to_string().contains("all 3 steps"), "{error}");
+        end_step(&mut scaler, false).unwrap();
+        end_step(&mut scaler, true).unwrap();
+        assert_eq!(scaler.finish(5), Ok(()));
+    }
+
+    #[test]
     fn state_can_be_saved_and_restored() {
         let mut scaler = dynamic(8.0, 4);
         for bad in [false, true, false, false, false] {
-            scaler.update(bad).unwrap();
+            end_step(&mut scaler, bad).unwrap();
         }
         let (scale, good_steps) = scaler.state();
         assert_eq!((scale, good_steps), (4.0, 3));
         let mut copy = dynamic(1024.0, 4);
         copy.restore(scale, good_steps).unwrap();
         for bad in [false, true, false] {
-            assert_eq!((copy.update(bad), copy.scale()), (scaler.update(bad), scaler.scale()));
+            assert_eq!((end_step(&mut copy, bad), copy.scale()), (end_step(&mut scaler, bad), scaler.scale()));
         }
         assert!(copy.restore(3.0, 0).is_err() && copy.restore(f32::NAN, 0).is_err() && copy.restore(0.5, 0).is_err());
         let mut shorter = dynamic(8.0, 2);
         shorter.restore(8.0, u64::MAX).unwrap();
-        shorter.update(false).unwrap();
+        end_step(&mut shorter, false).unwrap();
         assert_eq!(shorter.scale(), 16.0);
     }
 
@@ -395,6 +519,7 @@ mod tests {
         }
         assert_eq!(LossScaling::DYNAMIC.to_string(), "dynamic");
         assert_eq!("1024".parse(), Ok(fixed(1024.0)));
+        assert_eq!(fixed(1_073_741_824.0).to_string(), "1073741824");
         let partial = LossScaling::Dynamic { initial: 65_536.0, growth: 2.0, backoff: 0.5, interval: 100 };
         assert_eq!("dynamic:interval=100".parse(), Ok(partial));
         for bad in

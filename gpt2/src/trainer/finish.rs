@@ -1,11 +1,13 @@
 //! The end of a run: whole weights from all ranks' parts, the checkpoint, the summary.
 
 use std::borrow::Cow;
+use std::mem;
 
 use comm_core::{CommunicatorExt, Deadline};
 
+use super::history::History;
 use super::rank::Trainer;
-use super::{Parts, RankReport, StepReport, Summary, TrainConfig, TrainError, median};
+use super::{Parts, RankReport, Summary, TrainConfig, TrainError, median};
 use crate::checkpoint::{Checkpoint, WeightsHash};
 use crate::corpus::Corpus;
 use crate::flat::Flat;
@@ -13,65 +15,77 @@ use crate::memory::{self, Usage};
 use crate::peak;
 use crate::strategy::{Layout, StrategyOptions, formula};
 
+/// The rank that saves.
+const SAVES: usize = 0;
+
 impl Trainer<'_> {
+    /// Puts the summary together and saves the weights, on the rank that saves. What goes wrong once the weights are there costs no more than
+    /// itself, and comes beside the summary.
+    ///
+    /// # Errors
+    /// Where there is no summary: no step was taken, the weights cannot be brought together, or ranks differ in them.
     pub(super) fn summary(
         &mut self,
         corpus: &Corpus,
-        reports: &[StepReport],
         validations: Vec<(u64, f64)>,
-    ) -> Result<Summary, TrainError> {
-        let config = self.config;
+    ) -> Result<(Summary, Result<(), TrainError>), TrainError> {
+        let steps = self.config.steps;
+        self.scaler.finish(steps).map_err(|error| TrainError::Scaling { step: steps, error })?;
         let usage = self.memory();
         let (hash, weights) = self.apart(Self::collect)?;
-        let whole: Vec<&StepReport> = reports.iter().filter(|report| !report.skipped).collect();
-        let steady = &whole[if whole.len() > 4 { 2 } else { 0 }..];
-        let mine = self.rank_report(hash.clone(), steady, usage);
-        let blob = serde_json::to_vec(&mine)
-            .map_err(|error| comm_core::Error::InvalidArgument(format!("a rank's report: {error}")))?;
-        let ranks = self
-            .session
-            .control
-            .all_gather("rank reports", &blob, Deadline::after(self.session.timeout))?
-            .iter()
-            .map(|blob| serde_json::from_slice(blob))
-            .collect::<Result<Vec<RankReport>, _>>()
-            .map_err(|error| comm_core::Error::Protocol {
-                who: "a rank".into(),
-                what: format!("its report: {error}"),
-            })?;
+        let mine = self.rank_report(hash.clone(), usage);
+        let (ranks, heard) = match self.rank_reports(&mine) {
+            Ok(ranks) => (ranks, Ok(())),
+            Err(error) => (vec![mine.clone()], Err(error)),
+        };
         if !self.session.timing_only && ranks.iter().any(|rank| rank.weights_hash != hash) {
             let hashes: Vec<String> =
                 ranks.iter().map(|rank| format!("rank {}: {:.12}", rank.rank, rank.weights_hash)).collect();
             return Err(TrainError::Diverged(hashes.join(", ")));
         }
-        self.write(weights, corpus, config.steps)?;
-        Ok(Summary {
-            steps: config.steps,
+        let saved = self.write(weights, corpus, steps);
+        let history = &mut self.history;
+        let summary = Summary {
+            steps,
             weights_hash: hash,
-            final_loss: reports.last().map_or(f64::NAN, |report| report.loss),
+            final_loss: history.final_loss(),
             validation_loss: validations.last().map(|(_, loss)| *loss),
             validations,
-            losses: reports.iter().map(|report| report.loss).collect(),
-            grad_norms: reports.iter().map(|report| report.grad_norm).collect(),
-            epochs: reports.iter().map(|report| report.epoch).collect(),
-            seconds: std::mem::take(&mut self.seconds),
-            skipped_steps: reports.iter().filter(|report| report.skipped).count() as u64,
-            tokens_per_s: median(steady.iter().map(|report| report.tokens_per_s)),
-            step_ms: median(steady.iter().map(|report| report.ms)),
+            skipped_steps: history.skipped,
+            tokens_per_s: history.median(|figures| figures.tokens_per_s),
+            step_ms: history.median(|figures| figures.ms),
             parts: mine.parts,
             ranks,
-            mfu: median(steady.iter().map(|report| report.mfu)),
+            mfu: history.median(|figures| figures.mfu),
+            losses: mem::take(&mut history.losses),
+            grad_norms: mem::take(&mut history.grad_norms),
+            epochs: mem::take(&mut history.epochs),
+            seconds: mem::take(&mut history.seconds),
             mfu_formula: format!(
                 "tokens/s × {:.1} MFLOP a token (6N + 12·L·H·Q·T, N without positions) over {:.1} GFLOP/s, what the {} rank(s) \
                  reached together in {} before the run",
                 self.flops_per_token / 1e6,
                 self.peak_flops / 1e9,
                 self.owned_by.len(),
-                peak::yardstick(self.model.device(), config.precision)
+                peak::yardstick(self.model.device(), self.config.precision)
             ),
             transport: self.facts(),
-            checkpoint: self.checkpoint.clone(),
-        })
+            checkpoint: self.checkpoint.clone().filter(|_| saved.is_ok()),
+        };
+        // A rank that is lost is the cause of the job's end, whatever else went wrong.
+        Ok((summary, heard.and(saved)))
+    }
+
+    /// Those of all ranks.
+    fn rank_reports(&self, mine: &RankReport) -> Result<Vec<RankReport>, TrainError> {
+        let blob = serde_json::to_vec(mine)
+            .map_err(|error| comm_core::Error::InvalidArgument(format!("a rank's report: {error}")))?;
+        let blobs = self.session.control.all_gather("rank reports", &blob, Deadline::after(self.session.timeout))?;
+        let reports = blobs.iter().map(|blob| serde_json::from_slice(blob)).collect::<Result<Vec<_>, _>>();
+        Ok(reports.map_err(|error| comm_core::Error::Protocol {
+            who: "a rank".into(),
+            what: format!("its report: {error}"),
+        })?)
     }
 
     /// Saves the masters, on rank 0; all ranks bring theirs.
@@ -84,10 +98,7 @@ impl Trainer<'_> {
             // Where every rank has everything, there is nothing to bring.
             if trainer.writes() || !trainer.owns_everything() {
                 for segment in 0..trainer.masters.len() {
-                    let whole = trainer.whole_masters(segment)?;
-                    if trainer.writes() {
-                        weights.push(whole.into_owned());
-                    }
+                    weights.extend(trainer.masters_on_first(segment)?);
                 }
             }
             trainer.write(weights, corpus, step)
@@ -96,7 +107,7 @@ impl Trainer<'_> {
 
     /// Whether this rank saves.
     fn writes(&self) -> bool {
-        self.checkpoint.is_some() && self.session.comm.rank() == 0
+        self.checkpoint.is_some() && self.session.comm.rank() == SAVES
     }
 
     /// Writes a checkpoint of these weights, on the rank that saves.
@@ -121,6 +132,20 @@ impl Trainer<'_> {
         if self.owns_everything() {
             return Ok(own);
         }
+        Ok(Cow::Owned(self.scalars.all_gather_v(&own, &self.counts(segment)?)?))
+    }
+
+    /// As [`whole_masters`](Self::whole_masters), on the rank that saves; the others get none.
+    fn masters_on_first(&self, segment: usize) -> Result<Option<Vec<f32>>, TrainError> {
+        let own = self.own_masters(segment)?;
+        if self.owns_everything() {
+            return Ok(self.writes().then(|| own.into_owned()));
+        }
+        Ok(self.scalars.gather_v(&own, &self.counts(segment)?, SAVES)?)
+    }
+
+    /// How many of a segment's masters each rank has, which follow one another in the order of ranks.
+    fn counts(&self, segment: usize) -> Result<Vec<usize>, TrainError> {
         let parts: Vec<(usize, usize)> = self.owned_by.iter().map(|rank| rank[segment]).collect();
         let mut end = 0;
         for (start, len) in parts.iter().filter(|(_, len)| *len > 0) {
@@ -132,8 +157,7 @@ impl Trainer<'_> {
             }
             end += len;
         }
-        let counts: Vec<usize> = parts.iter().map(|(_, len)| *len).collect();
-        Ok(Cow::Owned(self.scalars.all_gather_v(&own, &counts)?))
+        Ok(parts.iter().map(|(_, len)| *len).collect())
     }
 
     /// The hash of all masters, after a look whether this rank's model has the weights that follow from them; and, on the rank that
@@ -178,7 +202,7 @@ impl Trainer<'_> {
         facts
     }
 
-    fn rank_report(&self, weights_hash: String, steady: &[&StepReport], usage: Option<Usage>) -> RankReport {
+    fn rank_report(&self, weights_hash: String, usage: Option<Usage>) -> RankReport {
         let (rank, ranks) = (self.session.comm.rank(), self.session.comm.world_size());
         let lengths: Vec<usize> = self.model.segments().iter().map(|segment| segment.len).collect();
         let TrainConfig { strategy: kind, precision, accumulation, .. } = *self.config;
@@ -191,30 +215,25 @@ impl Trainer<'_> {
         let expected = formula::sent(run, &Layout::new(&lengths), rank);
         let between_nodes = self.session.counts_between_nodes();
         let expected = if between_nodes { expected.between_nodes() } else { expected };
-        let middle = |mut values: Vec<u64>| {
-            values.sort_unstable();
-            values.get(values.len() / 2).copied()
-        };
-        let counted = |of: &dyn Fn(&super::traffic::Sent) -> u64| middle(self.sent.iter().map(of).collect());
-        let node_sent = self.sent.iter().filter_map(|sent| sent.node).collect::<Vec<_>>();
-        let gpu: Vec<f64> = steady.iter().filter_map(|report| report.gpu_utilization_percent).collect();
+        let history = &self.history;
+        let of_gpu = history.steady().filter_map(|figures| figures.gpu_utilization_percent);
         RankReport {
             rank,
             computes: self.strategy.computes(),
-            bytes_counted: counted(&|sent| sent.payload),
+            bytes_counted: history.payload.middle(),
             bytes_expected: expected.payload,
-            bytes_steady: self.sent.windows(2).all(|pair| pair[0].payload == pair[1].payload),
-            scalar_bytes: counted(&|sent| sent.scalars),
-            framing_bytes: counted(&|sent| sent.framing),
-            messages: counted(&|sent| sent.messages),
+            bytes_steady: history.payload.is_steady(),
+            scalar_bytes: history.scalars.middle(),
+            framing_bytes: history.framing.middle(),
+            messages: history.messages.middle(),
             expected,
-            node_sent: node_sent.get(node_sent.len() / 2).copied(),
+            node_sent: history.inside_node.middle(),
             between_nodes,
-            operations: middle(self.operations.clone()).unwrap_or(0),
+            operations: history.operations.middle().unwrap_or(0),
             optimizer_steps: self.optimizers.steps(),
-            parts: median_parts(steady),
-            cpu_utilization: median(steady.iter().map(|report| report.cpu_utilization)),
-            gpu_utilization: (!gpu.is_empty()).then(|| median(gpu.into_iter())),
+            parts: median_parts(history),
+            cpu_utilization: history.median(|figures| figures.cpu_utilization),
+            gpu_utilization: of_gpu.clone().next().map(|_| median(of_gpu)),
             peak_rss_bytes: memory::peak_rss_bytes() / self.session.ranks_in_process as u64,
             memory: usage,
             weights_hash,
@@ -222,8 +241,8 @@ impl Trainer<'_> {
     }
 }
 
-fn median_parts(reports: &[&StepReport]) -> Parts {
-    let of = |part: fn(&Parts) -> f64| median(reports.iter().map(|report| part(&report.parts)));
+fn median_parts(history: &History) -> Parts {
+    let of = |part: fn(&Parts) -> f64| history.median(|figures| part(&figures.parts));
     Parts {
         data: of(|parts| parts.data),
         compute: of(|parts| parts.compute),

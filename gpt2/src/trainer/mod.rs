@@ -1,6 +1,7 @@
 //! The training loop: one for every strategy, transport and device.
 
 mod finish;
+mod history;
 mod number;
 mod optimizers;
 mod rank;
@@ -130,12 +131,13 @@ impl Session {
 pub struct StepReport {
     /// Number of the step, from 1.
     pub step: u64,
-    /// Mean training loss over the global batch, in nats a token, before the update.
+    /// Mean training loss over the global batch, in nats a token, before the update; a skipped step's may not be finite.
+    #[serde(with = "number")]
     pub loss: f64,
     /// Global norm of the averaged gradient, before clipping; not finite in a skipped step.
     #[serde(with = "number")]
     pub grad_norm: f64,
-    /// Whether all ranks skipped the update, because gradients had overflowed.
+    /// Whether all ranks skipped the update, because gradients or the loss had overflowed.
     pub skipped: bool,
     /// What the loss was multiplied by before the backward pass.
     pub loss_scale: f64,
@@ -217,12 +219,13 @@ pub struct Summary {
     /// SHA-256 of all masters; equal on all ranks, and the weights of each rank's model are these in the type of computation, which
     /// was checked.
     pub weights_hash: String,
-    /// Loss of the last training step.
+    /// Loss of the last training step whose loss is finite, as that of every step is but of some that were skipped.
     #[serde(with = "number")]
     pub final_loss: f64,
     /// Last validation loss.
     pub validation_loss: Option<f64>,
     /// Validation loss after so many steps.
+    #[serde(with = "number::pairs")]
     pub validations: Vec<(u64, f64)>,
     /// Training loss of each step.
     #[serde(with = "number::list")]
@@ -235,10 +238,10 @@ pub struct Summary {
     /// Seconds from the first step to the end of each.
     #[serde(with = "number::list")]
     pub seconds: Vec<f64>,
-    /// Steps skipped because gradients had overflowed.
+    /// Steps skipped because gradients or the loss had overflowed.
     pub skipped_steps: u64,
-    /// Median tokens a second of all ranks, over the steps that were not skipped, without the first two where there are more than four;
-    /// NaN if there are none.
+    /// Median tokens a second of all ranks, over the steps that were not skipped, without the first two where there are more than four.
+    /// Of a run of more than 16,384 steps this and all other medians of times are those of at least half as many, evenly spread over it.
     #[serde(with = "number")]
     pub tokens_per_s: f64,
     /// Median milliseconds a step, likewise.
@@ -255,7 +258,7 @@ pub struct Summary {
     pub mfu_formula: String,
     /// Facts about the transport, from rank 0.
     pub transport: Vec<(String, String)>,
-    /// Where the checkpoint is.
+    /// Where the checkpoint is; `None` where none was to be saved, or could be.
     pub checkpoint: Option<PathBuf>,
 }
 
@@ -318,6 +321,9 @@ pub trait Observer {
     fn warning(&mut self, _text: &str) {}
     /// After each validation.
     fn validation(&mut self, _step: u64, _loss: f64) {}
+    /// After the last step and the last attempt to save: what the run came to, even where an error follows, because the weights could not be
+    /// saved, or not all ranks came to the end.
+    fn ended(&mut self, _summary: &Summary) {}
 }
 
 /// An observer that looks away.
@@ -370,7 +376,7 @@ pub enum TrainError {
 /// Trains, and returns the summary, on every rank of the session. `checkpoint` is where rank 0 saves the result.
 ///
 /// # Errors
-/// See [`TrainError`]. After an error all ranks of the job fail.
+/// See [`TrainError`]. After an error all ranks of the job fail. Where it came after the last step, the observer has got the summary.
 pub fn train(
     config: &TrainConfig,
     corpus: &Corpus,
@@ -410,18 +416,18 @@ fn run(
         observer.warning(reason);
     }
     observer.started(config.steps);
-    let mut reports = Vec::new();
     let mut validations = Vec::new();
     for step in 0..config.steps {
         let report = trainer.step(step, observer)?;
         observer.step(&report);
-        reports.push(report);
+        // Its spans are not kept: a run may take any number of steps.
+        drop(report);
         let is_last = step + 1 == config.steps;
         if config.eval_every > 0 && (is_last || (step + 1).is_multiple_of(config.eval_every)) {
             let loss = trainer.validate()?;
             observer.validation(step + 1, loss);
             validations.push((step + 1, loss));
-            if !is_last {
+            if !is_last && trainer.has_stepped() {
                 // What a death or an impatient user would otherwise cost.
                 match trainer.save(corpus, step + 1) {
                     Err(error @ TrainError::Checkpoint(_)) => observer
@@ -431,7 +437,9 @@ fn run(
             }
         }
     }
-    trainer.summary(corpus, &reports, validations)
+    let (summary, outcome) = trainer.summary(corpus, validations)?;
+    observer.ended(&summary);
+    outcome.map(|()| summary)
 }
 
 /// The median; NaN of nothing.

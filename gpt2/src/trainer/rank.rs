@@ -8,8 +8,9 @@ use std::time::Instant;
 use burn::tensor::Device;
 use comm_core::{Communicator, CommunicatorExt, ReduceOp};
 
+use super::history::History;
 use super::optimizers::{Optimizers, Places};
-use super::traffic::{Counted, Sent};
+use super::traffic::Counted;
 use super::update::Sums;
 use super::{Observer, Parts, Session, StepReport, TrainConfig, TrainError, ms};
 use crate::batches::{Batches, Share};
@@ -18,7 +19,7 @@ use crate::cross_entropy::Placement;
 use crate::devices;
 use crate::flat::{Flat, Weights};
 use crate::memory::{self, Category, Usage};
-use crate::optim::{LossScaler, LossScaling, clip_factor};
+use crate::optim::{LossScaler, LossScaling, Overflow, clip_factor};
 use crate::peak;
 use crate::segments::{Compute, Pass, PassHooks, SegmentGrads, SegmentedModel, TokenBatch, layout};
 use crate::strategy::{self, Activity, Clock, Comms, Strategy};
@@ -41,7 +42,7 @@ pub(super) struct Trainer<'a> {
     pub(super) masters: Vec<Flat>,
     pub(super) optimizers: Optimizers,
     pub(super) places: Places,
-    scaler: LossScaler,
+    pub(super) scaler: LossScaler,
     /// Where each rank's owned range of each segment begins, and its length: `[rank][segment]`.
     pub(super) owned_by: Vec<Vec<(usize, usize)>>,
     validation: Vec<TokenBatch>,
@@ -51,16 +52,13 @@ pub(super) struct Trainer<'a> {
     meter: Meter,
     /// Memory peaks of the training so far, where they had to be put aside for something else.
     peaks: Option<Usage>,
-    /// What each step sent that was not skipped.
-    pub(super) sent: Vec<Sent>,
-    pub(super) operations: Vec<u64>,
+    /// What is kept of the steps so far.
+    pub(super) history: History,
     /// Where rank 0 saves.
     pub(super) checkpoint: Option<PathBuf>,
     /// Whether anyone saves: all ranks bring their masters for it.
     pub(super) saves: bool,
     started: Instant,
-    /// Seconds from the first step to the end of each.
-    pub(super) seconds: Vec<f64>,
 }
 
 impl<'a> Trainer<'a> {
@@ -150,12 +148,10 @@ impl<'a> Trainer<'a> {
             peak_flops,
             meter: devices::cuda_ordinal(device).map_or_else(Meter::start, Meter::start_with_cuda),
             peaks: None,
-            sent: Vec::new(),
-            operations: Vec::new(),
+            history: memory::within(Category::Other, || History::of(config.steps)),
             checkpoint,
             saves,
             started: Instant::now(),
-            seconds: Vec::new(),
         })
     }
 
@@ -218,15 +214,21 @@ impl<'a> Trainer<'a> {
         let [loss, all_squares, overflows] = totals;
         let squares = if self.sums() == Sums::Known { squares } else { all_squares };
         let grad_norm = squares.sqrt() / loss_scale;
-        let overflowed = overflows > 0.0;
-        let unscaled = self.config.loss_scaling == LossScaling::Off;
-        let checks = [("the loss", loss, true), ("the gradient norm", grad_norm, unscaled)];
-        if let Some((what, value, _)) = checks.into_iter().find(|(_, value, fatal)| *fatal && !value.is_finite()) {
-            return Err(TrainError::NotFinite { step: step + 1, what, value });
+        if self.config.loss_scaling == LossScaling::Off {
+            let values = [("the loss", loss), ("the gradient norm", grad_norm)];
+            if let Some((what, value)) = values.into_iter().find(|(_, value)| !value.is_finite()) {
+                return Err(TrainError::NotFinite { step: step + 1, what, value });
+            }
         }
+        // A rank's loss that is not finite makes the sum of all so.
+        let overflow = match (loss.is_finite(), overflows > 0.0) {
+            (false, _) => Some(Overflow::Loss),
+            (true, true) => Some(Overflow::Gradient),
+            (true, false) => None,
+        };
 
         let learning_rate = self.config.learning_rate.at(step);
-        let skipped = self.scaler.update(overflowed).map_err(|error| TrainError::Scaling { step: step + 1, error })?;
+        let skipped = self.scaler.update(overflow).map_err(|error| TrainError::Scaling { step: step + 1, error })?;
         if !skipped {
             let clip = if self.config.clip > 0.0 { clip_factor(grad_norm, self.config.clip) } else { 1.0 };
             self.update(grads, learning_rate, clip * unscale, &mut clock)?;
@@ -234,12 +236,8 @@ impl<'a> Trainer<'a> {
         }
 
         let elapsed = start.elapsed();
-        self.seconds.push(self.started.elapsed().as_secs_f64());
+        let seconds = self.started.elapsed().as_secs_f64();
         let sent = Counted::now(self.session).zip(before).map(|(now, before)| now.since(&before, &*self.scalars));
-        if !skipped {
-            self.sent.extend(sent);
-            self.operations.push(clock.started);
-        }
         let tokens_per_s = rows_in_step * self.config.model.block_size as f64 / elapsed.as_secs_f64();
         let ranks_here = self.session.ranks_in_process;
         let lap = self.meter.lap();
@@ -247,7 +245,7 @@ impl<'a> Trainer<'a> {
         let parts = parts(&clock);
         let operations = clock.started;
         let (spans, communications) = clock.into_parts();
-        Ok(StepReport {
+        let report = StepReport {
             step: step + 1,
             loss,
             grad_norm,
@@ -269,7 +267,9 @@ impl<'a> Trainer<'a> {
             memory,
             spans,
             communications,
-        })
+        };
+        memory::within(Category::Other, || self.history.add(&report, seconds, sent));
+        Ok(report)
     }
 
     /// Brings the model's weights up to date with all ranks' masters.
@@ -289,7 +289,13 @@ impl<'a> Trainer<'a> {
         Ok(outcome?)
     }
 
-    /// Mean validation loss over all ranks.
+    /// Whether any step was not skipped, so that the weights are not those of the start.
+    pub(super) fn has_stepped(&self) -> bool {
+        self.scaler.finish(self.history.losses.len() as u64).is_ok()
+    }
+
+    /// Mean validation loss over all ranks. They pass through the model equally often, since weights may have to be gathered for it, and
+    /// some without rows.
     pub(super) fn validate(&mut self) -> Result<f64, TrainError> {
         let mut sums = [0.0f64, 0.0];
         let mut clock = Clock::default();

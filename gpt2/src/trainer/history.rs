@@ -1,0 +1,322 @@
+//! What a rank keeps of its steps until the summary: little, so that a run may take any number of them.
+
+use std::collections::BTreeMap;
+
+use super::traffic::Sent;
+use super::{Parts, StepReport, median};
+
+/// Steps whose figures are kept at a time, for medians. Of more steps those of every second are kept, then of every fourth, and so on.
+const MOST_FIGURES: usize = 1 << 14;
+
+/// Steps for whose losses there is room from the start.
+const ROOM: usize = 1 << 16;
+
+/// The steps of a run so far. Takes 32 bytes for each, in lists that the summary hands out, and besides at most 2 MB, however many there
+/// are: the medians are those of all steps up to [`MOST_FIGURES`], and beyond that those of a sample of at least half as many, evenly
+/// spread over the run.
+#[derive(Debug)]
+pub(super) struct History {
+    /// Of each step.
+    pub(super) losses: Vec<f64>,
+    pub(super) grad_norms: Vec<f64>,
+    pub(super) epochs: Vec<u64>,
+    /// Seconds from the first step to the end of each.
+    pub(super) seconds: Vec<f64>,
+    pub(super) skipped: u64,
+    /// Of the first steps that were not skipped, which no median counts where there are enough others.
+    first: Vec<Figures>,
+    /// Of the others.
+    others: Thinned<Figures>,
+    /// What each step sent that was not skipped.
+    pub(super) payload: Tally<u64>,
+    pub(super) messages: Tally<u64>,
+    pub(super) scalars: Tally<u64>,
+    pub(super) framing: Tally<u64>,
+    /// Payload bytes and messages of them over the node's own transport.
+    pub(super) inside_node: Tally<(u64, u64)>,
+    /// Operations on gradients and parameters.
+    pub(super) operations: Tally<u64>,
+}
+
+/// What medians are taken of.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Figures {
+    pub(super) tokens_per_s: f64,
+    pub(super) ms: f64,
+    pub(super) mfu: f64,
+    pub(super) parts: Parts,
+    pub(super) cpu_utilization: f64,
+    pub(super) gpu_utilization_percent: Option<f64>,
+}
+
+impl History {
+    /// Steps that are left out of medians where there are more than [`FEW`](Self::FEW).
+    const FIRST: usize = 2;
+    const FEW: u64 = 4;
+
+    /// Before the first of about `steps` steps.
+    pub(super) fn of(steps: u64) -> Self {
+        let room = usize::try_from(steps).unwrap_or(usize::MAX);
+        let list = room.min(ROOM);
+        History {
+            losses: Vec::with_capacity(list),
+            grad_norms: Vec::with_capacity(list),
+            epochs: Vec::with_capacity(list),
+            seconds: Vec::with_capacity(list),
+            skipped: 0,
+            first: Vec::with_capacity(Self::FIRST),
+            others: Thinned::of(room, MOST_FIGURES),
+            payload: Tally::default(),
+            messages: Tally::default(),
+            scalars: Tally::default(),
+            framing: Tally::default(),
+            inside_node: Tally::default(),
+            operations: Tally::default(),
+        }
+    }
+
+    /// Adds a step that ended so many seconds after the first began, and what it sent, where that is counted.
+    pub(super) fn add(&mut self, report: &StepReport, seconds: f64, sent: Option<Sent>) {
+        self.losses.push(report.loss);
+        self.grad_norms.push(report.grad_norm);
+        self.epochs.push(report.epoch);
+        self.seconds.push(seconds);
+        if report.skipped {
+            self.skipped += 1;
+            return;
+        }
+        let figures = Figures {
+            tokens_per_s: report.tokens_per_s,
+            ms: report.ms,
+            mfu: report.mfu,
+            parts: report.parts,
+            cpu_utilization: report.cpu_utilization,
+            gpu_utilization_percent: report.gpu_utilization_percent,
+        };
+        if self.first.len() < Self::FIRST {
+            self.first.push(figures);
+        } else {
+            self.others.push(figures);
+        }
+        self.operations.add(report.operations);
+        let Some(sent) = sent else { return };
+        self.payload.add(sent.payload);
+        self.messages.add(sent.messages);
+        self.scalars.add(sent.scalars);
+        self.framing.add(sent.framing);
+        if let Some(node) = sent.node {
+            self.inside_node.add(node);
+        }
+    }
+
+    /// The figures of the steps that were not skipped, without the first two where there are more than four.
+    pub(super) fn steady(&self) -> impl Iterator<Item = &Figures> + Clone {
+        let whole = self.first.len() as u64 + self.others.seen;
+        let first = if whole > Self::FEW { &[][..] } else { &self.first };
+        first.iter().chain(&self.others.kept)
+    }
+
+    /// The loss of the last step that has one: where loss scaling skips steps, that of a step may be no number.
+    pub(super) fn final_loss(&self) -> f64 {
+        self.losses.iter().rev().copied().find(|loss| loss.is_finite()).unwrap_or(f64::NAN)
+    }
+
+    /// The median of one figure of the [`steady`](Self::steady) steps.
+    pub(super) fn median(&self, of: impl Fn(&Figures) -> f64) -> f64 {
+        median(self.steady().map(of))
+    }
+}
+
+/// Some of the values that were added, evenly spread over them.
+#[derive(Debug)]
+struct Thinned<T> {
+    kept: Vec<T>,
+    /// Most that are kept.
+    most: usize,
+    /// One of so many is kept.
+    stride: u64,
+    seen: u64,
+}
+
+impl<T> Thinned<T> {
+    /// Of about `count` values to come, at most `most`, an even number, are kept at a time.
+    fn of(count: usize, most: usize) -> Self {
+        Thinned { kept: Vec::with_capacity(count.min(most)), most, stride: 1, seen: 0 }
+    }
+
+    fn push(&mut self, value: T) {
+        if self.seen.is_multiple_of(self.stride) {
+            if self.kept.len() == self.most {
+                let mut index = 0;
+                self.kept.retain(|_| {
+                    index += 1;
+                    index % 2 == 1
+                });
+                self.stride *= 2;
+            }
+            // The number of the first that is kept no more is a multiple of the new stride, since `most` is even.
+            self.kept.push(value);
+        }
+        self.seen += 1;
+    }
+}
+
+/// How often each value came. There are few: a step sends what the one before has sent.
+#[derive(Debug)]
+pub(super) struct Tally<T>(BTreeMap<T, u64>);
+
+impl<T> Default for Tally<T> {
+    fn default() -> Self {
+        Tally(BTreeMap::new())
+    }
+}
+
+impl<T: Ord + Copy> Tally<T> {
+    fn add(&mut self, value: T) {
+        *self.0.entry(value).or_default() += 1;
+    }
+
+    /// The value in the middle, the upper one of two; `None` of nothing.
+    pub(super) fn middle(&self) -> Option<T> {
+        let mut before = self.0.values().sum::<u64>() / 2;
+        for (value, count) in &self.0 {
+            if before < *count {
+                return Some(*value);
+            }
+            before -= count;
+        }
+        None
+    }
+
+    /// Whether no two values differ.
+    pub(super) fn is_steady(&self) -> bool {
+        self.0.len() <= 1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::splitmix::SplitMix64;
+
+    /// A report with figures of its own.
+    fn report(step: u64, random: &mut SplitMix64) -> StepReport {
+        let mut figure = || random.below(1 << 20) as f64 / 1024.0;
+        StepReport {
+            step,
+            loss: figure(),
+            grad_norm: figure(),
+            skipped: false,
+            loss_scale: 1.0,
+            epoch: step / 10,
+            learning_rate: 0.0,
+            ms: figure(),
+            tokens_per_s: figure(),
+            mfu: figure(),
+            parts: Parts { compute: figure(), hidden: figure(), ..Parts::default() },
+            bytes_sent: None,
+            messages_sent: None,
+            operations: 3,
+            cpu_utilization: figure(),
+            gpu_utilization_percent: step.is_multiple_of(3).then(&mut figure),
+            gpu_memory_bytes: None,
+            peak_memory_bytes: None,
+            memory: None,
+            spans: Vec::new(),
+            communications: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn medians_are_those_of_all_reports() {
+        for steps in [0, 1, 2, 3, 4, 5, 6, 7, 100, 1001, 5000] {
+            let mut random = SplitMix64::stream(1, &[steps]);
+            let mut reports: Vec<StepReport> = (1..=steps).map(|step| report(step, &mut random)).collect();
+            // The first of them too: left out are the first two of those that were not skipped.
+            reports.iter_mut().for_each(|report| report.skipped = report.step % 7 == 1);
+            let mut history = History::of(steps);
+            for report in &reports {
+                history.add(report, report.step as f64, None);
+            }
+            let whole: Vec<&StepReport> = reports.iter().filter(|report| !report.skipped).collect();
+            let steady = &whole[if whole.len() > 4 { 2 } else { 0 }..];
+            let check = |of_report: fn(&StepReport) -> f64, of_figures: fn(&Figures) -> f64| {
+                let expected = median(steady.iter().map(|report| of_report(report)));
+                assert_eq!(history.median(of_figures).to_bits(), expected.to_bits(), "{steps}");
+            };
+            check(|report| report.ms, |figures| figures.ms);
+            check(|report| report.tokens_per_s, |figures| figures.tokens_per_s);
+            check(|report| report.mfu, |figures| figures.mfu);
+            check(|report| report.parts.hidden, |figures| figures.parts.hidden);
+            check(|report| report.cpu_utilization, |figures| figures.cpu_utilization);
+            let of_gpu: Vec<f64> = steady.iter().filter_map(|report| report.gpu_utilization_percent).collect();
+            assert!(history.steady().filter_map(|figures| figures.gpu_utilization_percent).eq(of_gpu));
+            assert!(history.losses.iter().eq(reports.iter().map(|report| &report.loss)));
+            assert!(history.epochs.iter().eq(reports.iter().map(|report| &report.epoch)));
+            assert_eq!(history.skipped, steps.div_ceil(7).min(steps));
+            assert_eq!(history.operations.middle(), (!whole.is_empty()).then_some(3));
+        }
+    }
+
+    #[test]
+    fn figures_of_many_steps_are_spread_over_them_and_take_no_more_room() {
+        let mut thinned = Thinned::of(usize::MAX, 8);
+        let room = thinned.kept.capacity();
+        let mut next = 0;
+        for (count, kept) in [
+            (3, vec![0, 1, 2]),
+            (8, vec![0, 1, 2, 3, 4, 5, 6, 7]),
+            (9, vec![0, 2, 4, 6, 8]),
+            (10, vec![0, 2, 4, 6, 8]),
+            (16, vec![0, 2, 4, 6, 8, 10, 12, 14]),
+            (17, vec![0, 4, 8, 12, 16]),
+            (33, vec![0, 8, 16, 24, 32]),
+        ] {
+            while next < count {
+                thinned.push(next);
+                next += 1;
+            }
+            assert_eq!(thinned.kept, kept, "{count}");
+        }
+        assert_eq!((thinned.kept.capacity(), thinned.seen), (room, 33));
+
+        let mut history = History::of(u64::MAX);
+        let mut random = SplitMix64::stream(1, &[]);
+        let mut report = report(1, &mut random);
+        let steps = 5 * MOST_FIGURES as u64;
+        for step in 1..=steps {
+            report.ms = step as f64;
+            history.add(&report, 0.0, None);
+        }
+        assert_eq!(history.others.kept.capacity(), MOST_FIGURES);
+        let kept = history.steady().count();
+        assert!((MOST_FIGURES / 2..=MOST_FIGURES).contains(&kept), "{kept}");
+        let (median, expected) = (history.median(|figures| figures.ms), steps as f64 / 2.0);
+        assert!((median / expected - 1.0).abs() < 1e-3, "{median} {expected}");
+    }
+
+    #[test]
+    fn the_middle_of_a_tally_is_that_of_the_sorted_values() {
+        let mut random = SplitMix64::stream(2, &[]);
+        for count in 0..40 {
+            let mut values: Vec<u64> = (0..count).map(|_| random.below(5)).collect();
+            let mut tally = Tally::default();
+            values.iter().for_each(|value| tally.add(*value));
+            assert_eq!(tally.is_steady(), values.windows(2).all(|pair| pair[0] == pair[1]), "{values:?}");
+            values.sort_unstable();
+            assert_eq!(tally.middle(), values.get(values.len() / 2).copied(), "{values:?}");
+        }
+    }
+
+    #[test]
+    fn the_final_loss_is_the_last_that_is_a_number() {
+        let mut history = History::of(3);
+        assert!(history.final_loss().is_nan());
+        let mut random = SplitMix64::stream(3, &[]);
+        let report = report(1, &mut random);
+        for (loss, skipped) in [(3.0, false), (2.0, true), (f64::NAN, true), (f64::INFINITY, true)] {
+            history.add(&StepReport { loss, skipped, ..report.clone() }, 0.0, None);
+        }
+        assert_eq!((history.final_loss(), history.skipped), (2.0, 3));
+    }
+}

@@ -1,0 +1,149 @@
+//! A run may take any number of steps: what it keeps does not grow with them.
+
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod local;
+
+use std::path::Path;
+use std::sync::{Barrier, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use burn::tensor::Device;
+use comm_core::local::group;
+use gpt2::config::ModelConfig;
+use gpt2::corpus::Corpus;
+use gpt2::memory::{self, Counting};
+use gpt2::strategy::StrategyKind;
+use gpt2::trainer::{Observer, Session, StepReport, TrainConfig, train};
+use gpt2::transports::{self, TransportKind, TransportOptions};
+
+use local::{corpus, single, with};
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// The figures are the process's, so that one test at a time may run.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// Steps in which everything has found its size.
+const WARM_UP: u64 = 100;
+
+/// What later steps may hold more: what transports happen to have on its way, and the list of validations. Kept reports would be thousands
+/// of bytes a step.
+const SLACK: u64 = 16 << 10;
+
+/// Looks at what the process has allocated after some steps, while all ranks wait between two steps.
+struct Watch<'a> {
+    barrier: &'a Barrier,
+    steps: u64,
+    /// On rank 0, bytes after the warm-up and after the last step.
+    seen: Option<&'a mut [u64; 2]>,
+}
+
+impl Observer for Watch<'_> {
+    fn step(&mut self, report: &StepReport) {
+        let place = match report.step {
+            WARM_UP => 0,
+            step if step == self.steps => 1,
+            _ => return,
+        };
+        self.barrier.wait();
+        if let Some(seen) = &mut self.seen {
+            seen[place] = memory::usage().unwrap().total.current;
+        }
+        self.barrier.wait();
+    }
+}
+
+/// The smallest steps that there are.
+fn config(strategy: StrategyKind, ranks: usize, steps: u64) -> TrainConfig {
+    let config = single(steps);
+    let model = ModelConfig { block_size: 8, n_layer: 1, ..config.model.clone() };
+    // Each validation but the last is followed by a checkpoint.
+    with(&TrainConfig { model, global_batch: ranks, eval_every: steps / 10, ..config }, (strategy, false), ranks)
+}
+
+fn sessions(transport: TransportKind, ranks: usize) -> Vec<Session> {
+    let options = TransportOptions { timeout: Duration::from_secs(60), ..TransportOptions::default() };
+    if transport == TransportKind::Local {
+        return transports::local_sessions(ranks, &options);
+    }
+    thread::scope(|scope| {
+        let connecting: Vec<_> = group(ranks, 1)
+            .into_iter()
+            .map(|rank| scope.spawn(|| transports::connect(transport, rank.control, &options).unwrap()))
+            .collect();
+        connecting.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// Bytes that the process holds more after all steps than after the warm-up.
+fn growth(corpus: &Corpus, config: &TrainConfig, sessions: Vec<Session>, checkpoint: &Path) -> u64 {
+    let mut seen = [0; 2];
+    let barrier = Barrier::new(sessions.len());
+    thread::scope(|scope| {
+        let mut first = Some(&mut seen);
+        for session in sessions {
+            let checkpoint = first.is_some().then(|| checkpoint.to_owned());
+            let mut watch = Watch { barrier: &barrier, steps: config.steps, seen: first.take() };
+            scope.spawn(move || {
+                let one = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+                one.install(|| train(config, corpus, &session, &Device::flex(), checkpoint, &mut watch)).unwrap();
+            });
+        }
+    });
+    let [early, late] = seen;
+    assert!(early > 0 && late > 0, "{early} {late}");
+    late.saturating_sub(early)
+}
+
+fn prove(cases: &[(StrategyKind, TransportKind, usize)], steps: u64) {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = tempfile::tempdir().unwrap();
+    let corpus = corpus(5_000);
+    for (strategy, transport, ranks) in cases.iter().copied() {
+        let config = config(strategy, ranks, steps);
+        let grown = growth(&corpus, &config, sessions(transport, ranks), &folder.path().join("model.safetensors"));
+        println!("{strategy} over {transport}: {grown} bytes more after {steps} steps");
+        assert!(grown <= SLACK, "{strategy} over {transport}: {grown} bytes more after {steps} steps");
+    }
+}
+
+#[test]
+fn memory_does_not_grow_over_any_transport() {
+    let over =
+        [TransportKind::Local, TransportKind::Shm, TransportKind::TcpRaw, TransportKind::Tcp, TransportKind::Quic];
+    let cases = over.map(|transport| (StrategyKind::Ddp, transport, 2));
+    prove(&cases, 500);
+}
+
+#[test]
+fn memory_does_not_grow_with_any_strategy() {
+    let all = [
+        StrategyKind::Ps,
+        StrategyKind::ShardedPs,
+        StrategyKind::Ring,
+        StrategyKind::Zero1,
+        StrategyKind::Zero2,
+        StrategyKind::Fsdp,
+        StrategyKind::Hierarchical,
+    ];
+    // Not between threads of one process, where buffers are kept for the next messages until there are enough.
+    prove(&all.map(|strategy| (strategy, TransportKind::TcpRaw, 2)), 500);
+}
+
+#[test]
+fn memory_is_flat_over_twenty_thousand_steps() {
+    prove(&[(StrategyKind::Single, TransportKind::Local, 1)], 20_000);
+}
+
+/// `cargo test -p gpt2 --test growth -- --ignored --nocapture`
+#[test]
+#[ignore = "takes minutes"]
+fn memory_is_flat_over_twenty_thousand_steps_and_every_transport() {
+    let over =
+        [TransportKind::Local, TransportKind::Shm, TransportKind::TcpRaw, TransportKind::Tcp, TransportKind::Quic];
+    let cases = over.map(|transport| (StrategyKind::Ddp, transport, 2));
+    prove(&cases, 20_000);
+}
