@@ -86,7 +86,7 @@ pub trait Communicator: Send + Sync {
 
     /// Ends the communicator in an orderly way: waits for its operations and reports errors that none of them has reported.
     /// Collective. On the first communicator of a job it also waits for the operations of those that came out of it, and closes the
-    /// connections; nothing can be started afterwards.
+    /// connections; nothing can be started afterwards, and another call of this succeeds at once.
     ///
     /// # Errors
     /// The job's failure, or [`Error::Timeout`], which ends the job. Not so where a communicator that came out of a split has operations

@@ -263,7 +263,7 @@ fn all_well() {
         assert_eq!((outcome.code, outcome.cause.as_deref()), (0, None), "{:?}", outcome.captured);
         assert_eq!(outcome.codes, vec![0; count]);
     }
-    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
 }
 
 fn exit_codes() {
@@ -299,6 +299,14 @@ fn survivors_name_the_dead() {
     }
 }
 
+/// What the others say of a rank that is stopped.
+fn silent(victim: usize) -> &'static str {
+    match victim {
+        0 => "rank 0 was lost: it does not answer",
+        _ => "rank 1 was lost: it gave no sign of life for 0.5 s",
+    }
+}
+
 fn stopped_rank() {
     for victim in [0, 1] {
         let mut launch = ranks("stop", 3);
@@ -307,7 +315,7 @@ fn stopped_rank() {
         let outcome = launch.run().unwrap();
         for survivor in (0..3).filter(|&rank| rank != victim) {
             let error = line(&outcome, survivor, "error: ");
-            assert!(error.contains(&format!("rank {victim} was lost: it gave no sign of life for 0.5 s")), "{error}");
+            assert!(error.contains(silent(victim)), "{error}");
             assert_eq!(outcome.codes[survivor], 4);
         }
         assert_eq!(outcome.codes[victim], 137, "a stopped process is not ended by SIGTERM");
@@ -318,7 +326,7 @@ fn resumed_rank() {
     for victim in [0, 1] {
         let outcome = with_victim("stop and go", 3, victim);
         let expected = line(&outcome, 2, "error: ");
-        assert!(expected.contains(&format!("rank {victim} was lost: it gave no sign of life for 0.5 s")), "{expected}");
+        assert!(expected.contains(silent(victim)), "{expected}");
         for rank in 0..3 {
             assert_eq!(line(&outcome, rank, "error: "), expected);
             assert_eq!(outcome.codes[rank], 4);
@@ -341,7 +349,7 @@ fn stubborn_ranks() {
     launch.grace = Duration::from_millis(300);
     let start = Instant::now();
     let outcome = launch.run().unwrap();
-    assert!(start.elapsed() < Duration::from_secs(5));
+    assert!(start.elapsed() < Duration::from_secs(20), "the ranks would sleep for a minute");
     assert_eq!(outcome.code, 5);
     assert_eq!(outcome.codes, [137, 5, 137]);
 }
@@ -364,9 +372,10 @@ fn grace() {
 fn time_limit() {
     let mut launch = ranks("sleep", 2);
     launch.timeout = Some(Duration::from_millis(300));
+    launch.grace = Duration::from_secs(30);
     let start = Instant::now();
     let outcome = launch.run().unwrap();
-    assert!(start.elapsed() < Duration::from_millis(1500), "SIGTERM comes at once");
+    assert!(start.elapsed() < launch.grace / 2, "SIGTERM comes at once");
     assert_eq!((outcome.code, outcome.codes), (124, vec![143, 143]));
     assert!(outcome.cause.unwrap().contains("did not end within"));
 }

@@ -523,6 +523,7 @@ fn add_finishes(cases: &mut Vec<Case>) {
         communicator.finish(PATIENCE)?;
         let began = Instant::now();
         failure(finished(communicator, Op::AllReduce(SUM), vec![1f32; 10], PATIENCE))?;
+        communicator.finish(PATIENCE)?;
         on_time(began)
     }));
     cases.push(Case::fresh("finish/delivers_what_was_sent", 2, delivers));

@@ -26,6 +26,8 @@ pub struct Shared<S> {
     failure: OnceLock<Error>,
     /// The first communicator has finished, and its connections are closed or about to be.
     is_finished: AtomicBool,
+    /// All of that went well.
+    has_left: AtomicBool,
 }
 
 impl<S> Shared<S> {
@@ -38,8 +40,8 @@ impl<S> Shared<S> {
         // Two steps, since a `Weak` of a trait object is made from one of the type itself.
         let activity: Arc<dyn Activity> = watch.clone();
         control.watch(Arc::downgrade(&activity));
-        let (failure, is_finished) = (OnceLock::new(), AtomicBool::new(false));
-        Shared { control, lanes, watch, verdict_grace, failure, is_finished }
+        let (failure, is_finished, has_left) = (OnceLock::new(), AtomicBool::new(false), AtomicBool::new(false));
+        Shared { control, lanes, watch, verdict_grace, failure, is_finished, has_left }
     }
 
     /// This rank as the job numbers it.
@@ -191,6 +193,9 @@ pub trait Backend: Send + Sync + Sized + 'static {
     ) -> Result<()> {
         let (shared, deadline) = (self.shared(), Deadline::after(timeout));
         let during = "finishing, with operations still under way";
+        if group.is_first && shared.has_left.load(Ordering::Acquire) {
+            return Ok(());
+        }
         if group.is_first {
             if !group.all.wait_for_none(deadline) {
                 return Err(self.fail(shared.timeout(deadline), during));
@@ -213,6 +218,7 @@ pub trait Backend: Send + Sync + Sized + 'static {
             shared.control.leave(deadline)?;
             // What is started from now on gets this answer.
             let _ = shared.failure.set(Error::invalid("the communicator has finished; nothing can be started on it"));
+            shared.has_left.store(true, Ordering::Release);
         }
         Ok(())
     }

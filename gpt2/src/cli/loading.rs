@@ -1,10 +1,10 @@
 //! What the user sees while a large text is encoded.
 
-use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
-use indicatif::{HumanBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 
+use super::progress::terminal;
 use super::say;
 use crate::corpus::{Loading, Stage};
 
@@ -90,9 +90,8 @@ impl LoadProgress {
 
 impl Current {
     fn begin(stage: Stage, what: &'static str, total: u64) -> Self {
-        let bar = std::io::stdout().is_terminal().then(|| {
-            // Standard output, as for the steps.
-            let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stdout()).with_message(what);
+        let bar = terminal().map(|terminal| {
+            let bar = ProgressBar::with_draw_target(Some(total), terminal).with_message(what);
             if let Ok(style) =
                 ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes}, {elapsed} of {duration}")
             {
