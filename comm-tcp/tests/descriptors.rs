@@ -134,14 +134,12 @@ fn run_out(kind: Kind, left: usize) {
     let began = Instant::now();
     let outcomes = connect(kind, RANKS, Some(left));
     assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
-    // Whoever was first tells the others; one may see that a connection ends before it hears why.
+    // Who has all its connections by then may go on; it hears of the others over the control plane.
     let errors: Vec<String> = outcomes.into_iter().filter_map(Result::err).map(|error| error.to_string()).collect();
     println!("{errors:#?}");
     if errors.is_empty() && left > 2 {
-        // What was left was enough: the others had theirs before it was taken away.
         return;
     }
-    assert_eq!(errors.len(), RANKS, "{errors:?}");
     let says = |error: &String| error.contains(&format!("{LIMIT} are allowed")) && error.contains("os error 24");
     assert!(errors.iter().any(says), "{errors:?}");
 }
