@@ -510,6 +510,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(all(test, feature = "stand-in"))]
 mod tests {
+    #![allow(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
+
     use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
     use comm_core::{OpKind, local};
