@@ -41,7 +41,7 @@ fn a_process_of_the_same_user_that_is_no_rank_ends_the_job_and_nothing_is_left_b
         let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
         let root = fs::metadata("/").unwrap();
         let advert = format!(
-            "lanes={lanes} window={window} segment={segment} gate=true ipc=true\n{}\nunix {} {} {} /",
+            "lanes={lanes} window={window} segment={segment} gate=true ipc=true\n{}\n- -\nunix {} {} {} /",
             "00".repeat(32),
             boot.trim(),
             root.dev(),

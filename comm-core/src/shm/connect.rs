@@ -20,6 +20,7 @@ use super::layout::{Layout, PROOF_LEN};
 use super::sys::{MEMORY_NAME, Segment};
 use crate::control::Control;
 use crate::deadline::Deadline;
+use crate::descriptors;
 use crate::error::{Error, Result};
 use crate::waiting::Waiting;
 
@@ -95,7 +96,7 @@ fn create(rank: usize, layout: Layout, options: &ShmOptions, key: &[u8; 32]) -> 
         Ok((segment, file, metadata))
     };
     let (segment, file, metadata) = make().map_err(|error: std::io::Error| {
-        format!("rank {rank} cannot have {} B of memory to share: {error}", layout.total())
+        format!("rank {rank} cannot have {} B of memory to share: {}", layout.total(), descriptors::explain(&error))
     })?;
     let mut nonce = [0; PROOF_LEN];
     getrandom::fill(&mut nonce).map_err(|error| format!("rank {rank} has no randomness: {error}"))?;
@@ -122,8 +123,9 @@ fn open(theirs: &Announcement, here: &Place, layout: Layout, proof: &[u8; PROOF_
         return Err("it runs in another PID namespace, as in another container; start all ranks in the same one".into());
     }
     let path = format!("/proc/{}/fd/{}", theirs.process, theirs.descriptor);
-    let unreachable = |error: std::io::Error| {
-        format!("{path}: {error}; the ranks must run as the same user and see each other in /proc")
+    let unreachable = |error: std::io::Error| match descriptors::ran_out(&error) {
+        true => format!("{path}: {}", descriptors::explain(&error)),
+        false => format!("{path}: {error}; the ranks must run as the same user and see each other in /proc"),
     };
     // Opening something else, a device for instance, could have consequences of its own.
     let name = fs::read_link(&path).map_err(unreachable)?;
