@@ -129,27 +129,32 @@ impl Sink for Collect {
     }
 }
 
-/// Nobody receives until rank 0 has given up. If it did not have to, both messages come, each as a whole.
+/// Nobody receives until rank 0 has given up; from then on there would be room for its next message. If it did not have to give up, both
+/// messages come, each as a whole.
 fn sender_gives_up(two: &Two) -> CaseResult {
     let (first, second) = (pattern(LONG, 1), pattern(1000, 2));
-    let gave_up = match two.send(&first, SHORT) {
-        Ok(()) => false,
-        Err(Error::Timeout { .. }) => true,
+    let (gave_up, wait) = match two.send(&first, SHORT) {
+        Ok(()) => (false, PATIENCE),
+        Err(Error::Timeout { .. }) => (true, 4 * SHORT),
         Err(other) => return failed(format!("expected a timeout, got: {other}")),
     };
-    let sent = two.send(&second, SHORT);
+    let (sent, received) = thread::scope(|scope| {
+        let received = scope.spawn(|| [two.received(wait), two.received(wait)]);
+        (two.send(&second, wait), received.join())
+    });
     ensure(sent.is_err() == gave_up, || {
         format!("a message {} sent: the next one: {sent:?}", if gave_up { "was partly" } else { "was" })
     })?;
-    for (what, whole) in [("first", first), ("second", second)] {
-        match two.received(if gave_up { SHORT } else { PATIENCE }) {
+    let Ok(received) = received else { return failed("receiving panicked") };
+    for (whole, received) in [first, second].iter().zip(received) {
+        match received {
             Ok(bytes) => {
-                let same = bytes.iter().zip(&whole).take_while(|(got, sent)| got == sent).count();
+                let same = bytes.iter().zip(whole).take_while(|(got, sent)| got == sent).count();
                 ensure(same == whole.len() && bytes.len() == whole.len(), || {
-                    format!("of the {what} message {same} of {} B came right, then something else", whole.len())
+                    format!("of a message of {} B {same} came right, then something else", whole.len())
                 })?;
             }
-            Err(error) => ensure(gave_up, || format!("the {what} message did not come: {error}"))?,
+            Err(error) => ensure(gave_up, || format!("a message of {} B did not come: {error}", whole.len()))?,
         }
     }
     Ok(())
