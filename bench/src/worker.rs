@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 use burn::tensor::Device;
 use comm_core::job::{self, Job};
+use comm_core::printer;
 use gpt2::corpus::{Corpus, CorpusSource};
 use gpt2::env::default_cargo_home;
 use gpt2::run::{RankOptions, run_rank, run_threads};
@@ -69,7 +70,7 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<ExitCode, BenchError> {
             let summary = match run_rank(&job, &task.config, &corpus, &options, &device, &mut ()) {
                 Ok(summary) => summary,
                 Err(TrainError::Comm(error)) => {
-                    eprintln!("error: {error}");
+                    printer::stderr().line(format_args!("error: {error}"));
                     let code = u8::try_from(job::exit_code(&error, job.rank));
                     return Ok(code.map_or(ExitCode::FAILURE, ExitCode::from));
                 }

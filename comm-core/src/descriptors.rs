@@ -40,7 +40,7 @@ pub fn ran_out(error: &io::Error) -> bool {
 /// `error` in words. Where it says that there are no descriptors left, also how many are allowed and what to do.
 pub fn explain(error: &io::Error) -> String {
     match (error.raw_os_error(), sys::descriptor_limits()) {
-        (Some(libc::EMFILE), Ok(limits)) => format!("{error}: {}", limits.advice(2 * limits.soft)),
+        (Some(libc::EMFILE), Ok(limits)) => format!("{error}: {}", limits.advice(limits.soft.saturating_mul(2))),
         (Some(libc::ENFILE), _) => {
             format!("{error}: the whole machine has none left; /proc/sys/fs/file-max is its limit")
         }
@@ -61,7 +61,7 @@ pub fn shortage() -> String {
     if open + 2 < limits.soft {
         return String::new();
     }
-    format!("; {open} file descriptors are open, and {}", limits.advice(2 * limits.soft))
+    format!("; {open} file descriptors are open, and {}", limits.advice(limits.soft.saturating_mul(2)))
 }
 
 /// Descriptors that this process has; 0 where the system does not tell.

@@ -320,18 +320,14 @@ impl Secret {
     /// Reads a secret from a file; white space around it is not part of it. Never waits, whatever is there.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] when the file belongs to another user than this one and root, when others than the owner may read
-    /// it, when it is no ordinary file, or when what it holds is no text of fitting length; [`Error::Io`].
+    /// [`Error::InvalidArgument`] when the file belongs to another user than this one and root (unless this one is root), when others than
+    /// the owner may read it, when it is no ordinary file, or when what it holds is no text of fitting length; [`Error::Io`].
     pub fn read(path: &Path) -> Result<Self> {
         // Owner and mode are looked at in the file that was opened, not in one that has taken its place since.
         let (bytes, metadata) = read_small(path, Self::MAX_LEN as u64, "the file of the secret")?;
         let (owner, user, mode) = (metadata.uid(), sys::effective_user(), metadata.mode());
-        if owner != user && owner != 0 {
-            return Err(Error::invalid(format!(
-                "{} belongs to user {owner}, who knows what is in it, and this process runs as user {user}: name a file that belongs to \
-                 user {user} or to root",
-                path.display()
-            )));
+        if !is_trusted(owner, user) {
+            return Err(refused_owner(path, owner, user));
         }
         if mode & 0o077 != 0 {
             return Err(Error::invalid(format!(
@@ -360,6 +356,19 @@ impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Secret(..)")
     }
+}
+
+/// Whether a process of `user` believes that nobody else knows what is in a file of `owner`. Root can read everyone's, and reads what it is told to.
+fn is_trusted(owner: u32, user: u32) -> bool {
+    owner == user || owner == 0 || user == 0
+}
+
+fn refused_owner(path: &Path, owner: u32, user: u32) -> Error {
+    Error::invalid(format!(
+        "{} belongs to user {owner}, who knows what is in it, and this process runs as user {user}: name a file that belongs to user {user} \
+         or to root, or chown it",
+        path.display()
+    ))
 }
 
 /// How many ranks of this job share this machine, as far as its launcher says: `LOCAL_WORLD_SIZE` (torchrun),
@@ -977,17 +986,10 @@ mod tests {
 
     #[test]
     fn a_secret_file_of_another_user_is_refused() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("secret");
-        fs::write(&path, "0123456789abcdef\n").unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
-        Secret::read(&path).unwrap();
-        if let Err(error) = std::os::unix::fs::chown(&path, Some(12_345), None) {
-            println!("skipped: only root can give a file away: {error}");
-            return;
-        }
-        let error = Secret::read(&path).unwrap_err().to_string();
-        assert!(error.contains("belongs to user 12345") && error.contains(&path.display().to_string()), "{error}");
+        assert!(is_trusted(1000, 1000) && is_trusted(0, 1000) && is_trusted(1000, 0));
+        assert!(!is_trusted(1000, 1001));
+        let (error, path) = (refused_owner(Path::new("/there/secret"), 1000, 1001).to_string(), "/there/secret");
+        assert!(error.contains("belongs to user 1000") && error.contains(path), "{error}");
     }
 
     #[test]

@@ -53,6 +53,9 @@ const LATE_NEWS: Duration = Duration::from_millis(200);
 const DRAIN: Duration = Duration::from_secs(1);
 const LONGEST_DRAIN: Duration = Duration::from_secs(10);
 
+/// How often a signal is looked for meanwhile.
+const GLANCE: Duration = Duration::from_millis(50);
+
 /// How long the launcher sleeps at most, whatever it waits for.
 const LOOK: Duration = Duration::from_secs(1);
 
@@ -183,14 +186,14 @@ impl Launch {
             }
         }
         let Ending { code, cause, interrupted_by } = self.watch(&mut running, &signals)?;
-        wait_for_output(&ends, open_streams, &moved);
-        // Whoever has ended the job does not want to wait long for the rest of what it said, nor at all when he says so again.
-        let patience = if interrupted_by.is_some() { self.patience.min(DRAIN) } else { self.patience };
         let mut again = None;
         let mut stop = || {
             again = again.or(signals.take().first().copied());
             again.is_some()
         };
+        wait_for_output(&ends, open_streams, &moved, &mut stop);
+        // Whoever has ended the job does not want to wait long for the rest of what it said, nor at all when he says so again.
+        let patience = if interrupted_by.is_some() { self.patience.min(DRAIN) } else { self.patience };
         for printer in [printer::stdout(), printer::stderr()] {
             printer.finish_unless(patience, &mut stop);
         }
@@ -607,18 +610,22 @@ fn drain(pipe: impl Read + Send + 'static, sink: LineSink, moved: Arc<AtomicU64>
     thread.map(drop).map_err(|e| Error::io("starting a thread for a rank's output", e))
 }
 
-/// Waits until every stream is at its end, as long as lines come; a process that has left its rank's group may hold one open for ever.
-fn wait_for_output(ends: &Receiver<()>, streams: usize, moved: &AtomicU64) {
+/// Waits until every stream is at its end, as long as lines come and nothing tells it to `stop`; a process that has left its rank's group
+/// may hold one open for ever.
+fn wait_for_output(ends: &Receiver<()>, streams: usize, moved: &AtomicU64, stop: &mut dyn FnMut() -> bool) {
     let longest = Deadline::after(LONGEST_DRAIN);
+    let mut quiet = longest.at_most(DRAIN);
     let mut open = streams;
     let mut before = moved.load(Ordering::Relaxed);
-    while open > 0 {
-        if ends.recv_timeout(longest.at_most(DRAIN).remaining()).is_ok() {
+    while open > 0 && !stop() {
+        if ends.recv_timeout(quiet.remaining().min(GLANCE)).is_ok() {
             open -= 1;
             continue;
         }
         let now = moved.load(Ordering::Relaxed);
-        if now == before || longest.has_passed() {
+        if now != before && !longest.has_passed() {
+            quiet = longest.at_most(DRAIN);
+        } else if quiet.has_passed() {
             break;
         }
         before = now;

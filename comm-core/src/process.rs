@@ -22,10 +22,14 @@ pub fn prepare() {
 static FILE_SIZE: LazyLock<bool> =
     LazyLock::new(|| signal_hook::flag::register(SIGXFSZ, Arc::new(AtomicBool::new(false))).is_ok());
 
+/// Enough for all ranks of any job; containers often allow a thousand times as many.
+const MOST_DESCRIPTORS: u64 = 1 << 20;
+
 /// Raises the soft limit of open files, pipes and connections of this process (`ulimit -n`) to the hard one, as far as the system lets it. How
 /// many it may have after that; `None` where the system does not say.
 ///
-/// A rank needs some for each other rank, and the usual soft limit, 1024, is for programs that keep descriptors in a set of that many bits.
+/// A rank needs some for each other rank, and the usual soft limit, 1024, is for programs that keep descriptors in a set of that many bits. It
+/// is not raised beyond a million: programs that this process starts may close all that they could have, one by one.
 pub fn raise_descriptor_limit() -> Option<u64> {
-    sys::raise_descriptor_limit().ok()
+    sys::raise_descriptor_limit(MOST_DESCRIPTORS).ok()
 }

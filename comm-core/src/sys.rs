@@ -70,15 +70,16 @@ pub(crate) fn write(fd: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
     usize::try_from(count).map_err(|_| io::Error::last_os_error())
 }
 
-/// Raises the soft limit of open file descriptors to the hard one. The soft limit after that.
-pub(crate) fn raise_descriptor_limit() -> io::Result<u64> {
+/// Raises the soft limit of open file descriptors to the hard one, or to `most` where that is more. The soft limit after that.
+pub(crate) fn raise_descriptor_limit(most: u64) -> io::Result<u64> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `limit` is a live, writable rlimit structure.
     if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) } != 0 {
         return Err(io::Error::last_os_error());
     }
-    if limit.rlim_cur < limit.rlim_max {
-        let raised = libc::rlimit { rlim_cur: limit.rlim_max, ..limit };
+    let wanted = limit.rlim_max.min(most);
+    if limit.rlim_cur < wanted {
+        let raised = libc::rlimit { rlim_cur: wanted, ..limit };
         // SAFETY: `raised` is a live rlimit structure, which the call only reads.
         if unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raised) } == 0 {
             limit = raised;

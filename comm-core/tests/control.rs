@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 use comm_core::control::{Activity, Doing, MAX_BLOB, StallReport, TcpControl, TcpOptions};
 use comm_core::{Control, Deadline, Error};
 
-use common::{after, connect, free_address, group, job, jobs, options, port, relay, run, texts, wait_for_failure};
+use common::{
+    after, connect, free_address, group, job, jobs, options, port, relay, relay_both, run, texts, wait_for_failure,
+};
 
 #[test]
 fn gathers_in_rank_order() {
@@ -329,6 +331,33 @@ fn a_frame_that_is_changed_on_its_way_fails_the_job() {
     });
     record.join().unwrap();
     assert!(errors[0].contains("not authentic"), "{errors:?}");
+}
+
+#[test]
+fn a_frame_of_rank_0_that_is_changed_on_its_way_is_one_error_on_all() {
+    let (address, addr) = free_address();
+    let seen = Arc::new(Mutex::new(false));
+    let change = Arc::clone(&seen);
+    let down = move |bytes: &mut [u8]| {
+        if *change.lock().unwrap() {
+            bytes[bytes.len() / 2] ^= 1;
+        }
+    };
+    let (relayed, record) = relay_both(addr, |_, _| (), down);
+    let barrier = Barrier::new(3);
+    let jobs = [job(0, 3, &address), job(1, 3, &port(relayed)), job(2, 3, &address)];
+    let errors = run(&jobs, |job| {
+        let control = connect(job).unwrap();
+        control.all_gather("honest", b"x", after(20_000)).unwrap();
+        *seen.lock().unwrap() = true;
+        let error = wait_for_failure(&control).to_string();
+        // Nobody is lost before all have heard it.
+        barrier.wait();
+        error
+    });
+    record.join().unwrap();
+    assert!(errors[0].contains("not authentic") && errors[0].contains("rank 0"), "{errors:?}");
+    assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
 }
 
 #[test]

@@ -65,7 +65,7 @@ fn one_rank_for_longer_than_liveness() {
 #[test]
 fn rank_0_for_longer_than_deadlines() {
     // Each of the others sees something else: who waits for whom in the algorithm.
-    let job = Frozen::start(Terms { ranks: 4, liveness: LONG, timeout: Duration::from_secs(1) }, "shm");
+    let job = Frozen::start(Terms { ranks: 4, liveness: LONG, timeout: SHORT }, "shm");
     all_blame(&job, 0, "rank 0 was lost: it does not answer");
 }
 

@@ -332,6 +332,8 @@ fn rank(role: &str) -> i32 {
         mesh.all_reduce(&mut values, SUM).map(|()| values[9_999])
     };
     println!("sums {} {}", sum(&inner).unwrap(), sum(&outer).unwrap());
+    // Nobody goes before all have their sums.
+    control.all_gather("sums", &[], soon()).unwrap();
     if role == "well" {
         inner.finish(Duration::from_secs(20)).unwrap();
         outer.finish(Duration::from_secs(20)).unwrap();

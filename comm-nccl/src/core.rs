@@ -206,6 +206,8 @@ impl Core {
             let _ = core.device.make_current();
             end();
             core.has_ended();
+            // Here, so that whoever drops the communicator does not wait for a kernel that nothing ends.
+            core.settle();
         };
         if thread::Builder::new().name(name.into()).spawn(run).is_err() {
             self.has_ended();
@@ -393,6 +395,16 @@ impl Core {
         has_settled
     }
 
+    /// Waits until everything that any lane has begun on the device has ended. If it does not, the device is given up.
+    fn settle(&self) {
+        let soon = Deadline::after(GRACE);
+        for lane in &self.shared.lanes {
+            if self.device.is_given_up() || !self.has_settled(&lane.scratch(), soon) {
+                break;
+            }
+        }
+    }
+
     /// Ends the first communicator in an orderly way, and waits for those that were dropped.
     pub(crate) fn close(self: &Arc<Self>, members: &Members, deadline: Deadline) -> Result<()> {
         // Whoever was still let in has queued what it starts.
@@ -444,12 +456,7 @@ pub(crate) fn named(header: Header, op: &Op, label: Option<&str>, members: &Memb
 impl Drop for Core {
     /// Frees nothing that a kernel may still use: what has not ended within [`GRACE`] counts as running for ever.
     fn drop(&mut self) {
-        let soon = Deadline::after(GRACE);
-        for lane in &self.shared.lanes {
-            if self.device.is_given_up() || !self.has_settled(&lane.scratch(), soon) {
-                break;
-            }
-        }
+        self.settle();
         self.device.forget_copies();
     }
 }

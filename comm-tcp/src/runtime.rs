@@ -22,7 +22,8 @@ pub(crate) async fn unless_failed<T>(
             return Poll::Ready(result);
         }
         while tick.poll_tick(cx).is_ready() {
-            if let Some(error) = trouble().or_else(|| control.failure()) {
+            // Not one that may still turn out to be another's.
+            if let Some(error) = trouble().or_else(|| control.failure().and_then(|_| control.settled_failure())) {
                 return Poll::Ready(Err(error));
             }
         }

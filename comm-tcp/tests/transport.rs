@@ -442,6 +442,17 @@ fn a_communicator_works_in_spawn_blocking_and_refuses_a_task_without_ending_the_
 }
 
 #[test]
+fn connecting_in_a_task_is_refused() {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    for kind in Kind::ALL {
+        let alone = controls(1);
+        let outcome = runtime.block_on(async { kind.connect(&*alone[0], &TcpOptions::default(), soon()).err() });
+        assert!(matches!(outcome, Some(Error::InvalidArgument(_))), "{kind:?}: {outcome:?}");
+        assert!(alone[0].failure().is_none());
+    }
+}
+
+#[test]
 fn ranks_with_different_settings_are_told_apart() {
     for kind in [Kind::Zmq, Kind::Raw] {
         let controls = controls(2);

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use burn::tensor::Device;
 use comm_core::job::{self, Address, Job};
-use comm_core::{Control, Deadline, Error};
+use comm_core::{Control, Deadline, Error, printer};
 use comm_quic::QuicTransport;
 use gpt2::corpus::{Corpus, CorpusSource};
 use gpt2::env::default_cargo_home;
@@ -105,7 +105,7 @@ pub(crate) fn run_rank(args: &RankArgs) -> Result<ExitCode, BenchError> {
             Ok(ExitCode::SUCCESS)
         }
         Err(TrainError::Comm(error)) => {
-            eprintln!("error: {error}");
+            printer::stderr().line(format_args!("error: {error}"));
             let code = u8::try_from(job::exit_code(&error, job.rank));
             Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
         }

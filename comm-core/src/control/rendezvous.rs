@@ -124,6 +124,10 @@ fn bind_all(address: &Address, addrs: &[SocketAddr]) -> Result<Vec<TcpListener>>
         if !bound.is_empty() {
             return Ok(bound);
         }
+        // This machine's own address, which somebody else has: nobody would look for the job on loopback.
+        if failures.iter().any(|(_, error)| error.kind() == io::ErrorKind::AddrInUse) {
+            break;
+        }
     }
     Err(cannot_listen(address, &failures))
 }

@@ -707,7 +707,9 @@ impl State {
 
     /// Bytes came that make no sense.
     pub(super) fn on_nonsense(&mut self, peer: usize, what: &str) {
-        self.fail(&Error::Protocol { who: format!("the control connection of rank {peer}"), what: what.to_string() });
+        let error = Error::Protocol { who: format!("the control connection of rank {peer}"), what: what.to_string() };
+        // Elsewhere than at rank 0 this is the connection to rank 0, whose word cannot come any more.
+        self.decide_alone(&error);
     }
 
     /// Whether a connection has not taken all that was sent on it.

@@ -350,12 +350,16 @@ impl Control for TcpControl {
 
     fn local_address(&self) -> Option<SocketAddr> {
         let state = self.shared.lock();
-        let ours = state.links.iter().flatten().filter_map(|link| link.stream().local_addr().ok());
-        // Where some came over loopback, those on other machines did not.
-        let ours: Vec<SocketAddr> = ours.collect();
-        let uses = |address: &SocketAddr| ours.iter().filter(|other| other.ip() == address.ip()).count();
-        // Of several that say as much, that of the first rank.
-        ours.iter().rev().max_by_key(|address| (!address.ip().is_loopback(), uses(address))).copied()
+        // With whether the other end is another machine: within one both ends have the same address.
+        let ends = |link: &Arc<Link>| {
+            let (local, peer) = (link.stream().local_addr().ok()?, link.stream().peer_addr().ok()?);
+            Some((local, !local.ip().is_loopback() && local.ip() != peer.ip()))
+        };
+        let ours: Vec<(SocketAddr, bool)> = state.links.iter().flatten().filter_map(ends).collect();
+        let uses = |address: &SocketAddr| ours.iter().filter(|(other, _)| other.ip() == address.ip()).count();
+        // What other machines reach; then what is not loopback; then what most use, of several that of the first rank.
+        let best = |(address, is_apart): &&(SocketAddr, bool)| (*is_apart, !address.ip().is_loopback(), uses(address));
+        ours.iter().rev().max_by_key(best).map(|(address, _)| *address)
     }
 
     fn leave(&self, deadline: Deadline) -> Result<()> {

@@ -74,7 +74,16 @@ pub(crate) fn wait_for_failure(control: &TcpControl) -> Error {
 /// Passes bytes between a dialler and rank 0, changed by `up`, and records those that go up.
 pub(crate) fn relay(
     to: SocketAddr,
+    up: impl FnMut(&mut [u8], usize) + Send + 'static,
+) -> (SocketAddr, thread::JoinHandle<Vec<u8>>) {
+    relay_both(to, up, |_| ())
+}
+
+/// As [`relay`], with bytes that go down changed by `down`.
+pub(crate) fn relay_both(
+    to: SocketAddr,
     mut up: impl FnMut(&mut [u8], usize) + Send + 'static,
+    mut down: impl FnMut(&mut [u8]) + Send + 'static,
 ) -> (SocketAddr, thread::JoinHandle<Vec<u8>>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let addr = listener.local_addr().unwrap();
@@ -101,7 +110,13 @@ pub(crate) fn relay(
             record
         });
         let (mut from, mut to) = (far, near);
-        let _ = std::io::copy(&mut from, &mut to);
+        let mut bytes = [0; 4096];
+        while let Ok(count @ 1..) = from.read(&mut bytes) {
+            down(&mut bytes[..count]);
+            if to.write_all(&bytes[..count]).is_err() {
+                break;
+            }
+        }
         let _ = to.shutdown(Shutdown::Both);
         let _ = from.shutdown(Shutdown::Both);
         upwards.join().unwrap()

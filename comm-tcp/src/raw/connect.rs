@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::net::SocketAddr;
 use std::sync::{Mutex, PoisonError};
 
+use comm_core::driver::may_block;
 use comm_core::place::{Place, bind_address};
 use comm_core::{Control, Deadline, Error, Result};
 use tokio::net::{TcpSocket, TcpStream};
@@ -29,6 +30,8 @@ pub(super) fn all(
     options: &TcpOptions,
     deadline: Deadline,
 ) -> Result<Vec<Vec<Option<Link>>>> {
+    // Connecting waits in a runtime, though what follows has none.
+    may_block()?;
     let Core { rank, world_size, lanes, .. } = *core;
     let congestion = options.congestion.as_deref();
     let need = core.need("tcp-raw", 1, BESIDE);
