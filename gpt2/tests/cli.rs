@@ -5,7 +5,8 @@
 use std::fs;
 use std::net::TcpListener;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use gpt2::checkpoint::Checkpoint;
 use gpt2::config::ModelConfig;
@@ -611,5 +612,99 @@ fn a_scale_that_lets_no_step_pass_is_an_error_without_a_checkpoint() {
         }
         assert!(!String::from_utf8_lossy(&output.stdout).contains("done: "));
         assert!(!folder.path().join(out).join("model.safetensors").exists(), "weights that nothing has changed");
+    }
+}
+
+/// Rank `rank` of two, which somebody has started by hand; the other is reached at this port of the machine.
+fn by_hand(rank: &str, port: u16, arguments: &str, folder: &Path) -> Command {
+    let address = format!("127.0.0.1:{port}");
+    let given = "train --strategy ddp --transport tcp-raw --preset micro --tokenizer bytes --batch 4 --steps 2 --eval-every 0 --threads 1 \
+                 --no-token-cache";
+    let mut command = Command::new(env!("CARGO_BIN_EXE_gpt2"));
+    command
+        .args(given.split_whitespace().chain(arguments.split_whitespace()))
+        .envs([("COMM_RANK", rank), ("COMM_WORLD_SIZE", "2"), ("COMM_ADDR", &address)])
+        .env("COMM_SECRET", "a secret of the test")
+        .current_dir(folder)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+#[test]
+fn ranks_wait_longer_for_those_that_have_more_text_to_encode() {
+    let folder = tempfile::tempdir().unwrap();
+    // Seconds for which a rank waited for one that never came, with a text of so many bytes.
+    let waited = |bytes: usize| {
+        let name = format!("{bytes}.txt");
+        fs::write(folder.path().join(&name), "x ".repeat(bytes / 2)).unwrap();
+        let arguments = format!("--timeout 0.5 --data {name} --out {bytes}");
+        let output = by_hand("0", free_port(), &arguments, folder.path()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success(), "{said}");
+        let seconds = said.split_once("did not finish within ").and_then(|(_, rest)| rest.split_once(" s ")).unwrap().0;
+        seconds.parse::<f64>().unwrap()
+    };
+    let (short, long) = (waited(10_000), waited(3 << 20));
+    assert!(short < 2.5 && long >= 3.5, "{short} {long}");
+}
+
+#[test]
+fn an_earlier_run_stays_until_the_ranks_have_met() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    let out = folder.path().join("out");
+    let alone = |more: &str| {
+        let arguments = format!("--timeout 0.5 --data {data} {more}");
+        let output = by_hand("0", free_port(), &arguments, folder.path()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(said.contains("did not finish within"), "{said}");
+    };
+    // A run that never began is no earlier run.
+    alone("");
+    let trained = train("", &data, folder.path());
+    assert!(trained.status.success(), "{}", String::from_utf8_lossy(&trained.stderr));
+    let names = ["model.safetensors", "steps.jsonl"];
+    let before = names.map(|name| fs::read(out.join(name)).unwrap());
+    let events = || fs::read_dir(out.join("tensorboard")).unwrap().map(|file| file.unwrap().path()).collect::<Vec<_>>();
+    let curves = events();
+    alone("--overwrite");
+    assert!(names.map(|name| fs::read(out.join(name)).unwrap()) == before);
+    assert_eq!(events(), curves);
+}
+
+#[test]
+fn other_ranks_hear_why_rank_0_refuses() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    let (port, arguments) = (free_port(), format!("--timeout 300 --data {data}"));
+    for taken in [false, true] {
+        let out = folder.path().join("out");
+        fs::create_dir_all(&out).unwrap();
+        let _held = if taken {
+            fs::remove_file(out.join("steps.jsonl")).unwrap();
+            let held = fs::File::create(out.join(".lock")).unwrap();
+            held.try_lock().unwrap();
+            Some(held)
+        } else {
+            fs::write(out.join("steps.jsonl"), "{}\n").unwrap();
+            None
+        };
+        let since = Instant::now();
+        let ranks = ["0", "1"].map(|rank| by_hand(rank, port, &arguments, folder.path()).spawn().unwrap());
+        let [first, second] = ranks.map(|rank| rank.wait_with_output().unwrap());
+        assert!(since.elapsed() < Duration::from_secs(60), "{:?}", since.elapsed());
+        let why = if taken { "another run is writing there" } else { "it holds an earlier run (steps.jsonl)" };
+        for output in [&first, &second] {
+            let said = String::from_utf8_lossy(&output.stderr);
+            assert!(said.contains(why) && said.matches("error:").count() == 1, "{said}");
+            assert!(!output.status.success());
+        }
+        assert_eq!(first.status.code(), Some(1));
+        assert!(String::from_utf8_lossy(&second.stderr).contains("rank 0 aborted the job"), "{second:?}");
     }
 }

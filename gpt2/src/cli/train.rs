@@ -24,7 +24,7 @@ use crate::devices::{DeviceChoice, Opened, cuda_ordinal};
 use crate::env::default_cargo_home;
 use crate::optim::{LossScaling, OptimizerConfig, OptimizerKind, ScheduleKind};
 use crate::precision::Precision;
-use crate::run::{RankOptions, run_rank, run_threads};
+use crate::run::{RankOptions, refuse, run_rank, run_threads};
 use crate::strategy::{StrategyKind, StrategyOptions};
 use crate::tokenizer::TokenizerKind;
 use crate::trainer::{TrainConfig, TrainError};
@@ -159,7 +159,8 @@ pub(super) struct TrainArgs {
     /// Address that this rank's listeners bind, where the others reach it. [default: the one by which it reaches rank 0]
     #[arg(long)]
     bind: Option<IpAddr>,
-    /// Seconds that an operation may take.
+    /// Seconds that an operation may take. Ranks wait for each other at the start for a second more for each MiB of text, which some may have
+    /// to encode first, or each 64 MiB of token shards.
     #[arg(long, default_value_t = 120.0)]
     timeout: f64,
     /// Run without a secret, where the launcher gives none: anyone who can connect to the ranks can then join or end the job.
@@ -199,7 +200,7 @@ pub(super) struct TrainArgs {
     /// is refused.
     #[arg(long, default_value = "out")]
     out: PathBuf,
-    /// Replace an earlier run in --out: its files are removed before the first step.
+    /// Replace an earlier run in --out: its files are removed when all ranks are there, before the first step.
     #[arg(long)]
     overwrite: bool,
 }
@@ -215,9 +216,17 @@ pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
                 check_nproc(nproc, &job, job::ranks_on_this_machine())?;
             }
             let ranks_here = args.nproc.or_else(job::ranks_on_this_machine).unwrap_or(job.world_size);
+            let refused = if job.rank == 0 && !args.overwrite { folder::refuse_earlier_run(&args.out) } else { Ok(()) };
+            if let Err(why) = refused {
+                // Before the text is loaded, which may take long.
+                return refuse_for_all(&args, &job, ranks_here, None, why);
+            }
             let prepared = Prepared::new(&args, job.world_size, ranks_here, job.rank == 0)?;
-            let _lock = (job.rank == 0).then(|| folder::take(&args.out, args.overwrite)).transpose()?;
-            let mut progress = prepared.progress(&args, job.rank)?;
+            let _lock = match (job.rank == 0).then(|| folder::take(&args.out, args.overwrite)).transpose() {
+                Ok(lock) => lock,
+                Err(why) => return refuse_for_all(&args, &job, ranks_here, Some(prepared), why),
+            };
+            let mut progress = Prepared::progress(&args, job.rank);
             if job.rank == 0 {
                 say(format_args!("ranks: {}, by {}", job.world_size, job.source));
                 // Our own launcher has said the rest.
@@ -241,6 +250,28 @@ pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
     }
 }
 
+/// Ends a job whose rank 0, which is this process, has found that it must not run: says why at once, and then tells the other ranks, which
+/// would otherwise wait for this one until their time is up. They are met with what a run is `prepared` by.
+fn refuse_for_all(
+    args: &TrainArgs,
+    job: &Job,
+    ranks_here: usize,
+    prepared: Option<Prepared>,
+    why: CliError,
+) -> Result<ExitCode, CliError> {
+    // Ranks of this program's own launcher are ended by it.
+    if job.world_size == 1 || job.source == Source::Launch {
+        return Err(why);
+    }
+    complain(format_args!("error: {why}"));
+    // What goes wrong from here on is no news to whoever has read this.
+    let prepared = prepared.map_or_else(|| Prepared::new(args, job.world_size, ranks_here, false), Ok);
+    if let Ok(Prepared { config, corpus, options, device }) = &prepared {
+        let _ = refuse(job, config, corpus, options, device, &why.to_string());
+    }
+    Ok(ExitCode::FAILURE)
+}
+
 /// No launcher started this process: it is one itself, unless all ranks fit in it.
 fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
     let ranks = args.nproc.unwrap_or(if args.strategy == StrategyKind::Single { 1 } else { 2 });
@@ -251,7 +282,7 @@ fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
     let prepared = Prepared::new(args, ranks, ranks, true)?;
     if args.transport == TransportKind::Local || ranks == 1 {
         let _lock = folder::take(&args.out, args.overwrite)?;
-        let mut progress = prepared.progress(args, 0)?;
+        let mut progress = Prepared::progress(args, 0);
         say(match args.nproc {
             Some(_) => format!("ranks: {ranks}, by --nproc"),
             None => format!("ranks: {ranks}, the default for --strategy {}; see --nproc", args.strategy),
@@ -485,9 +516,8 @@ impl Prepared {
     }
 
     /// The observer of `rank`: only rank 0 prints and writes.
-    fn progress(&self, args: &TrainArgs, rank: usize) -> Result<Progress, CliError> {
-        let folder = (rank == 0).then_some(args.out.as_path());
-        Progress::new(args.log_every, folder).map_err(|error| format!("{}: {error}", args.out.display()).into())
+    fn progress(args: &TrainArgs, rank: usize) -> Progress {
+        Progress::new(args.log_every, (rank == 0).then(|| args.out.clone()))
     }
 
     fn describe(&self, args: &TrainArgs, ranks: usize) -> String {
