@@ -58,7 +58,8 @@ pub(super) struct TrainArgs {
     #[arg(long)]
     no_special_tokens: bool,
     /// Encode the text anew. By default the ids of texts of 2 MiB and more are kept in $XDG_CACHE_HOME/isocomm/tokens, or below ~/.cache: up
-    /// to 8 GiB, of which the least used go first. The folder may be removed at any time.
+    /// to 8 GiB, of which the least used go first. The folder should be on a local disk (set XDG_CACHE_HOME where the home folder is not), and
+    /// may be removed when no run uses it.
     #[arg(long)]
     no_token_cache: bool,
     /// gpt2 (byte-pair encoding), bytes or chars.
@@ -221,7 +222,7 @@ pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
                 // Before the text is loaded, which may take long.
                 return refuse_for_all(&args, &job, ranks_here, None, why);
             }
-            let prepared = Prepared::new(&args, job.world_size, ranks_here, job.rank == 0)?;
+            let prepared = Prepared::new(&args, job.world_size, ranks_here, Voice::of(&job))?;
             let _lock = match (job.rank == 0).then(|| folder::take(&args.out, args.overwrite)).transpose() {
                 Ok(lock) => lock,
                 Err(why) => return refuse_for_all(&args, &job, ranks_here, Some(prepared), why),
@@ -265,7 +266,8 @@ fn refuse_for_all(
     }
     complain(format_args!("error: {why}"));
     // What goes wrong from here on is no news to whoever has read this.
-    let prepared = prepared.map_or_else(|| Prepared::new(args, job.world_size, ranks_here, false), Ok);
+    let prepared = prepared
+        .map_or_else(|| Prepared::new(args, job.world_size, ranks_here, Voice { speaks: false, warns: false }), Ok);
     if let Ok(Prepared { config, corpus, options, device }) = &prepared {
         let _ = refuse(job, config, corpus, options, device, &why.to_string());
     }
@@ -279,7 +281,7 @@ fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
         folder::refuse_earlier_run(&args.out)?;
     }
     // What is wrong with the arguments or the text is said once, here, and not by every rank.
-    let prepared = Prepared::new(args, ranks, ranks, true)?;
+    let prepared = Prepared::new(args, ranks, ranks, Voice { speaks: true, warns: true })?;
     if args.transport == TransportKind::Local || ranks == 1 {
         let _lock = folder::take(&args.out, args.overwrite)?;
         let mut progress = Prepared::progress(args, 0);
@@ -332,6 +334,23 @@ fn check_nproc(nproc: usize, job: &Job, ranks_here: Option<usize>) -> Result<(),
     .into())
 }
 
+/// What a process says while it prepares for the job.
+#[derive(Clone, Copy)]
+struct Voice {
+    /// What all ranks do.
+    speaks: bool,
+    /// What goes wrong and does not matter much.
+    warns: bool,
+}
+
+impl Voice {
+    fn of(job: &Job) -> Self {
+        let speaks = job.rank == 0;
+        // Our own launcher has prepared, too, and said it.
+        Voice { speaks, warns: speaks && job.source != Source::Launch }
+    }
+}
+
 /// Arguments that have been checked, and the text.
 struct Prepared {
     config: TrainConfig,
@@ -341,8 +360,8 @@ struct Prepared {
 }
 
 impl Prepared {
-    /// `ranks` in all, of which `ranks_here` share this machine; `speaks` where this process says what all of them do.
-    fn new(args: &TrainArgs, ranks: usize, ranks_here: usize, speaks: bool) -> Result<Self, CliError> {
+    /// `ranks` in all, of which `ranks_here` share this machine.
+    fn new(args: &TrainArgs, ranks: usize, ranks_here: usize, voice: Voice) -> Result<Self, CliError> {
         if ranks == 0 || ranks_here == 0 {
             return Err("--nproc 0 leaves nobody to train; give at least 1".into());
         }
@@ -455,9 +474,9 @@ impl Prepared {
         let source = CorpusSource::from_path(args.data.clone(), default_cargo_home());
         let cache = TokenCache::of_user().filter(|_| !args.no_token_cache);
         let load_options = LoadOptions { documents: !args.no_special_tokens, cache };
-        let mut loading = LoadProgress::new(speaks);
+        let mut loading = LoadProgress::new(voice.speaks);
         let corpus = Corpus::load_as(&source, args.tokenizer, &load_options, &mut |now| loading.watch(now))?;
-        loading.finish(load_options.cache.as_ref().map(TokenCache::folder));
+        loading.finish(load_options.cache.as_ref().map(TokenCache::folder), voice.warns);
         let mut model = args.preset.config(corpus.vocab_size());
         model.block_size = args.block_size.unwrap_or(model.block_size);
         model.validate()?;
