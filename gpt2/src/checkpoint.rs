@@ -18,6 +18,9 @@ use crate::segments::{ModelError, SegmentInfo, SegmentedModel, layout};
 /// The value of the metadata's `format` that Hugging Face's loaders ask for.
 const FORMAT: &str = "pt";
 
+/// The name of the entry of the metadata that need not be there.
+const SEVERAL_DOCUMENTS: &str = "several_documents";
+
 /// What a checkpoint holds, checked and in host memory.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Checkpoint {
@@ -27,6 +30,10 @@ pub struct Checkpoint {
     pub tokenizer: Value,
     /// Steps trained so far.
     pub step: u64,
+    /// Whether it was trained on several documents, each begun after the mark that ends one
+    /// ([`Corpus::has_several_documents`](crate::corpus::Corpus::has_several_documents)). Files of earlier versions do not say, which counts as
+    /// no.
+    pub several_documents: bool,
     /// Each segment's flat weights, in forward order (see [`layout`]).
     pub weights: Vec<Vec<f32>>,
 }
@@ -69,14 +76,14 @@ pub enum CheckpointError {
 }
 
 impl Checkpoint {
-    /// The weights, config and so on of `model` at `step`.
+    /// The weights, config and so on of `model` at `step`, as of one that was not trained on several documents.
     ///
     /// # Errors
     /// [`CheckpointError::Model`] if the device fails.
     pub fn of(model: &SegmentedModel, tokenizer: Value, step: u64) -> Result<Self, CheckpointError> {
         let weights =
             (0..model.segments().len()).map(|segment| model.read_params(segment)).collect::<Result<_, _>>()?;
-        Ok(Self { config: model.config().clone(), tokenizer, step, weights })
+        Ok(Self { config: model.config().clone(), tokenizer, step, several_documents: false, weights })
     }
 
     /// The model on `device`.
@@ -115,6 +122,7 @@ impl Checkpoint {
             ("config", json(path, &self.config)?),
             ("tokenizer", json(path, &self.tokenizer)?),
             ("step", self.step.to_string()),
+            (SEVERAL_DOCUMENTS, self.several_documents.to_string()),
         ];
         let header = header(path, &metadata, &tensors)?;
         write_atomically(path, |file| {
@@ -143,19 +151,16 @@ impl Checkpoint {
         let foreign = |detail: String| CheckpointError::Foreign { path: path.into(), detail };
         let (_, header) = SafeTensors::read_metadata(&bytes).map_err(format)?;
         let tensors = SafeTensors::deserialize(&bytes).map_err(format)?;
-        let field = |name: &str| {
-            header
-                .metadata()
-                .as_ref()
-                .and_then(|metadata| metadata.get(name))
-                .ok_or_else(|| foreign(format!("its metadata has no {name:?}")))
-        };
+        let optional = |name: &str| header.metadata().as_ref().and_then(|metadata| metadata.get(name));
+        let field = |name: &str| optional(name).ok_or_else(|| foreign(format!("its metadata has no {name:?}")));
         let bad_field = |name: &str, error: &dyn std::fmt::Display| {
             foreign(format!("its metadata's {name:?} is unreadable: {error}"))
         };
         let config: ModelConfig = serde_json::from_str(field("config")?).map_err(|e| bad_field("config", &e))?;
         let tokenizer = serde_json::from_str(field("tokenizer")?).map_err(|e| bad_field("tokenizer", &e))?;
         let step = field("step")?.parse().map_err(|e| bad_field("step", &e))?;
+        let several_documents = optional(SEVERAL_DOCUMENTS).map_or(Ok(false), |value| value.parse());
+        let several_documents = several_documents.map_err(|e| bad_field(SEVERAL_DOCUMENTS, &e))?;
 
         // The config is bounded by validation, the weights by the file's own length: each tensor is compared before it is copied.
         let segments = layout(&config).map_err(|e| bad_field("config", &e))?;
@@ -165,7 +170,7 @@ impl Checkpoint {
         }
         let weights =
             segments.iter().map(|info| flat_weights(info, &tensors).map_err(foreign)).collect::<Result<_, _>>()?;
-        Ok(Self { config, tokenizer, step, weights })
+        Ok(Self { config, tokenizer, step, several_documents, weights })
     }
 }
 
@@ -323,6 +328,28 @@ mod tests {
         assert_ne!(hash(&other), hash(&loaded));
         let files = fs::read_dir(folder.path()).unwrap().count();
         assert_eq!(files, 1, "temporary files must not stay");
+    }
+
+    #[test]
+    fn what_is_known_of_documents_may_be_missing_but_not_wrong() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, mut checkpoint) = saved(folder.path());
+        checkpoint.several_documents = true;
+        checkpoint.save(&path).unwrap();
+        assert_eq!(Checkpoint::load(&path).unwrap(), checkpoint);
+        let whole = fs::read(&path).unwrap();
+        let entry = br#","several_documents":"true""#;
+        let at = whole.windows(entry.len()).position(|part| part == entry).unwrap();
+        // As files of earlier versions are: no such entry.
+        let mut older = whole.clone();
+        older[at..at + entry.len()].fill(b' ');
+        fs::write(&path, older).unwrap();
+        assert_eq!(Checkpoint::load(&path).unwrap(), Checkpoint { several_documents: false, ..checkpoint });
+        let mut wrong = whole;
+        wrong[at + entry.len() - 2] = b'x';
+        fs::write(&path, wrong).unwrap();
+        let error = Checkpoint::load(&path).unwrap_err().to_string();
+        assert!(error.contains("several_documents"), "{error}");
     }
 
     #[test]

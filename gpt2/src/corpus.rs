@@ -94,6 +94,9 @@ pub enum Stage {
     Waiting,
     /// Ids were encoded, and are in the cache now.
     Kept,
+    /// Ids were encoded or checked, and the cache cannot keep them, or that they were: the next run does it again. For the reason there is
+    /// from the operating system.
+    NotKept(std::io::ErrorKind),
 }
 
 /// What is known of the documents of a corpus.
@@ -394,6 +397,13 @@ impl Corpus {
             Documents::Number(number) => Some(number),
             Documents::Unknown | Documents::PlainText => None,
         }
+    }
+
+    /// Whether a document may begin after GPT-2's mark of an end: in a text of two documents and more, and in shards, which are not searched
+    /// for marks but usually written with them.
+    #[must_use]
+    pub fn has_several_documents(&self) -> bool {
+        matches!(self.origin, Origin::Shards { .. }) || self.documents().is_some_and(|number| number > 1)
     }
 
     /// One line that says which source was used, its bytes, tokens and hash, and the entropy rate of synthetic text.

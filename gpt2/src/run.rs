@@ -3,12 +3,13 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread;
+use std::time::Duration;
 
 use burn::tensor::Device;
 use comm_core::control::{MeetingReport, TcpControl};
 use comm_core::{Communicator, Control, Deadline, Error, job::Job, printer};
 
-use crate::corpus::Corpus;
+use crate::corpus::{Corpus, Origin};
 use crate::devices;
 use crate::flat::DeviceCollectives;
 use crate::memory::{self, Category};
@@ -141,12 +142,7 @@ pub fn run_rank_over(
     device: &Device,
     observer: &mut (dyn Observer + Send),
 ) -> Result<Summary, TrainError> {
-    let agreement = agreement(config, corpus, options, transport, device);
-    let agreement: Vec<(&str, String)> = agreement.iter().map(|(name, value)| (name.as_str(), value.clone())).collect();
-    let deadline = Deadline::after(options.options.timeout);
-    let late = |report: &MeetingReport| printer::stderr().line(format_args!("stall: {report}"));
-    let watch = (Some(options.options.stall_after), &late as &dyn Fn(&MeetingReport));
-    let control = TcpControl::connect_watched(job, &agreement, options.options.control(), deadline, watch)?;
+    let control = meet(job, config, corpus, options, transport, device)?;
     if job.rank == 0 {
         report_stalls(&*control);
     }
@@ -163,6 +159,54 @@ pub fn run_rank_over(
             lender(&*session.comm, &session.facts, device).inspect_err(|error| session.control.poison(error))?;
     }
     in_pool(config, corpus, &session, options, device, observer)
+}
+
+/// Ends a job that this rank of it cannot run, for the reason `why`: the other ranks, which are given the same time to come as those of a job
+/// that runs, end with that reason instead of waiting for this one.
+///
+/// # Errors
+/// The others could not be told, as far as this rank knows.
+pub fn refuse(
+    job: &Job,
+    config: &TrainConfig,
+    corpus: &Corpus,
+    options: &RankOptions,
+    device: &Device,
+    why: &str,
+) -> Result<(), Error> {
+    let control = meet(job, config, corpus, options, options.transport.name(), device)?;
+    control.poison(&Error::Aborted { by: job.rank, reason: why.to_owned() });
+    // Until all have heard it.
+    control.settled_failure();
+    Ok(())
+}
+
+/// Connects this process to the other ranks of `job`, once all are there and agree on what they are to do.
+fn meet(
+    job: &Job,
+    config: &TrainConfig,
+    corpus: &Corpus,
+    options: &RankOptions,
+    transport: &str,
+    device: &Device,
+) -> Result<Arc<TcpControl>, Error> {
+    let agreement = agreement(config, corpus, options, transport, device);
+    let agreement: Vec<(&str, String)> = agreement.iter().map(|(name, value)| (name.as_str(), value.clone())).collect();
+    let deadline = Deadline::after(options.options.timeout.saturating_add(loading(corpus)));
+    let late = |report: &MeetingReport| printer::stderr().line(format_args!("stall: {report}"));
+    let watch = (Some(options.options.stall_after), &late as &dyn Fn(&MeetingReport));
+    TcpControl::connect_watched(job, &agreement, options.options.control(), deadline, watch)
+}
+
+/// How much later than another a rank may come to the meeting, because it had to load `corpus` while the other had its ids from the cache. Equal
+/// on all ranks: a second for each MiB of text, or for each 64 MiB of token ids, which are only checked. Slower than that is no machine that
+/// trains.
+fn loading(corpus: &Corpus) -> Duration {
+    let a_second = match corpus.origin() {
+        Origin::Shards { .. } => 64 << 20,
+        Origin::Text { .. } | Origin::Documentation { .. } | Origin::Synthetic { .. } => 1 << 20,
+    };
+    Duration::from_secs(corpus.bytes() / a_second)
 }
 
 /// The options of a transport, which for NCCL name the device that computes.

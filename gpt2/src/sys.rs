@@ -51,6 +51,12 @@ pub(crate) fn monotonic_ns() -> u64 {
     u64::try_from(now.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(now.tv_nsec).unwrap_or(0)
 }
 
+/// The user as whom this process acts.
+pub(crate) fn user_id() -> u32 {
+    // SAFETY: geteuid takes nothing, touches no memory of ours and cannot fail.
+    unsafe { libc::geteuid() }
+}
+
 /// Columns of the terminal that is standard output; `None` where it is none, or does not say.
 pub(crate) fn terminal_width() -> Option<u16> {
     let mut size = libc::winsize { ws_row: 0, ws_col: 0, ws_xpixel: 0, ws_ypixel: 0 };
@@ -510,12 +516,19 @@ impl MappedFile {
     /// # Errors
     /// The operating system's error where the file cannot be opened or mapped.
     pub fn open(path: &Path) -> io::Result<Self> {
-        let file = File::open(path)?;
+        Self::of(&File::open(path)?)
+    }
+
+    /// Maps the whole of `file`, which must not be cut short either.
+    ///
+    /// # Errors
+    /// The operating system's error where the file cannot be mapped.
+    pub fn of(file: &File) -> io::Result<Self> {
         // SAFETY: the mapping is read-only and owned by `Mmap`, which outlives every slice lent by `bytes`. The one
         // thing that the type system cannot hold is that no other process rewrites the file meanwhile; readers
         // therefore copy values out, accept every bit pattern (`u8`), and check each token id after the copy, so
         // nothing in memory safety rests on the contents.
-        let map = unsafe { Mmap::map(&file)? };
+        let map = unsafe { Mmap::map(file)? };
         Ok(Self { map })
     }
 

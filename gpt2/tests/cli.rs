@@ -5,7 +5,8 @@
 use std::fs;
 use std::net::TcpListener;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use gpt2::checkpoint::Checkpoint;
 use gpt2::config::ModelConfig;
@@ -110,18 +111,21 @@ fn a_large_text_is_encoded_once_for_all_ranks_and_runs() {
         let said = String::from_utf8_lossy(&output.stdout).into_owned();
         let errors = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.success(), "{said}{errors}");
-        assert!(!errors.contains("cache") && !errors.contains("warning"), "{errors}");
+        let warned = errors.matches("warning:").count();
+        assert_eq!(errors.matches("could not be kept").count(), warned, "{errors}");
+        assert_eq!(errors.matches("--no-token-cache").count(), warned, "{errors}");
         let weights = said.lines().find_map(|line| line.split_once("weights: sha256 ")).unwrap().1.to_string();
-        (said.matches("encoding 2.57 MiB of text").count(), said.contains("the next run takes the ids from"), weights)
+        let kept = said.contains("the next run takes the ids from");
+        (said.matches("encoding 2.57 MiB of text").count(), kept, warned, weights)
     };
     let cache = folder.path().join("cache");
-    let (encoded, kept, weights) = run(&cache, &["--out", "a"]);
-    assert_eq!((encoded, kept), (1, true), "by the launcher alone");
+    let (encoded, kept, warned, weights) = run(&cache, &["--out", "a"]);
+    assert_eq!((encoded, kept, warned), (1, true, 0), "by the launcher alone");
     let ids = fs::read_dir(cache.join("isocomm/tokens")).unwrap().map(|file| file.unwrap().path());
     assert_eq!(ids.filter(|path| path.extension().is_some_and(|found| found == "ids")).count(), 1);
-    assert_eq!(run(&cache, &["--out", "b"]), (0, false, weights.clone()), "by nobody");
-    assert_eq!(run(&cache, &["--out", "c", "--no-token-cache"]), (2, false, weights.clone()), "rank 0 says so, too");
-    assert_eq!(run(Path::new("/proc/isocomm"), &["--out", "d"]), (2, false, weights), "where nothing can be kept");
+    assert_eq!(run(&cache, &["--out", "b"]), (0, false, 0, weights.clone()), "by nobody");
+    assert_eq!(run(&cache, &["--out", "c", "--no-token-cache"]), (2, false, 0, weights.clone()), "rank 0 says so, too");
+    assert_eq!(run(Path::new("/proc/isocomm"), &["--out", "d"]), (2, false, 1, weights), "where nothing can be kept");
 }
 
 #[test]
@@ -141,7 +145,7 @@ fn a_sample_starts_from_a_character_that_the_model_knows() {
 }
 
 /// A model whose token depends on its place alone: `A`, `B`, the end of the document, and so on from the start.
-fn counting_model(path: &Path) {
+fn counting_model(path: &Path, several_documents: bool) {
     let config = ModelConfig { n_layer: 1, n_head: 1, n_embd: 4, block_size: 16, vocab_size: 50_257 };
     let segments = layout(&config).unwrap();
     let weights = segments.iter().map(|segment| {
@@ -163,13 +167,15 @@ fn counting_model(path: &Path) {
         flat
     });
     let weights = weights.collect();
-    Checkpoint { config, tokenizer: serde_json::json!({"kind": "gpt2"}), step: 1, weights }.save(path).unwrap();
+    let tokenizer = serde_json::json!({"kind": "gpt2"});
+    Checkpoint { config, tokenizer, step: 1, several_documents, weights }.save(path).unwrap();
 }
 
 #[test]
 fn a_sample_begins_and_ends_with_a_document() {
     let folder = tempfile::tempdir().unwrap();
-    counting_model(&folder.path().join("model.safetensors"));
+    let path = folder.path().join("model.safetensors");
+    counting_model(&path, true);
     let sample = |more: &[&str]| {
         let arguments = ["sample", "--checkpoint", "model.safetensors", "--temperature", "0"];
         let tokens = if more.is_empty() { "200" } else { "7" };
@@ -182,6 +188,28 @@ fn a_sample_begins_and_ends_with_a_document() {
     // Two tokens, of which the second is the end: the third place's token follows, which ends the text.
     assert_eq!(sample(&["--prompt", "A<|endoftext|>"]), "A<|endoftext|>B\n");
     assert_eq!(sample(&["--no-special-tokens"]), "\nAB<|endoftext|>AB<|endoftext|>A\n");
+    // A model of one document has never seen the token that would begin another.
+    counting_model(&path, false);
+    assert_eq!(sample(&[]), "\nAB\n");
+}
+
+#[test]
+fn a_checkpoint_says_whether_there_were_several_documents() {
+    let folder = tempfile::tempdir().unwrap();
+    let words = "The quick brown fox jumps over the lazy dog. ".repeat(100);
+    for (name, text, more, several) in [
+        ("one", words.clone(), "", false),
+        ("two", format!("{words}<|endoftext|>{words}"), "", true),
+        ("plain", format!("{words}<|endoftext|>{words}"), "--no-special-tokens", false),
+    ] {
+        fs::write(folder.path().join(format!("{name}.txt")), text).unwrap();
+        let arguments = format!("--tokenizer gpt2 --batch 1 --steps 1 --out {name} {more}");
+        let arguments = format!("train --preset micro --eval-every 0 --threads 1 --data {name}.txt {arguments}");
+        let output = gpt2(&arguments.split_whitespace().collect::<Vec<_>>(), folder.path());
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let checkpoint = Checkpoint::load(&folder.path().join(name).join("model.safetensors")).unwrap();
+        assert_eq!(checkpoint.several_documents, several, "{name}");
+    }
 }
 
 #[test]
@@ -611,5 +639,99 @@ fn a_scale_that_lets_no_step_pass_is_an_error_without_a_checkpoint() {
         }
         assert!(!String::from_utf8_lossy(&output.stdout).contains("done: "));
         assert!(!folder.path().join(out).join("model.safetensors").exists(), "weights that nothing has changed");
+    }
+}
+
+/// Rank `rank` of two, which somebody has started by hand; the other is reached at this port of the machine.
+fn by_hand(rank: &str, port: u16, arguments: &str, folder: &Path) -> Command {
+    let address = format!("127.0.0.1:{port}");
+    let given = "train --strategy ddp --transport tcp-raw --preset micro --tokenizer bytes --batch 4 --steps 2 --eval-every 0 --threads 1 \
+                 --no-token-cache";
+    let mut command = Command::new(env!("CARGO_BIN_EXE_gpt2"));
+    command
+        .args(given.split_whitespace().chain(arguments.split_whitespace()))
+        .envs([("COMM_RANK", rank), ("COMM_WORLD_SIZE", "2"), ("COMM_ADDR", &address)])
+        .env("COMM_SECRET", "a secret of the test")
+        .current_dir(folder)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+#[test]
+fn ranks_wait_longer_for_those_that_have_more_text_to_encode() {
+    let folder = tempfile::tempdir().unwrap();
+    // Seconds for which a rank waited for one that never came, with a text of so many bytes.
+    let waited = |bytes: usize| {
+        let name = format!("{bytes}.txt");
+        fs::write(folder.path().join(&name), "x ".repeat(bytes / 2)).unwrap();
+        let arguments = format!("--timeout 0.5 --data {name} --out {bytes}");
+        let output = by_hand("0", free_port(), &arguments, folder.path()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success(), "{said}");
+        let seconds = said.split_once("did not finish within ").and_then(|(_, rest)| rest.split_once(" s ")).unwrap().0;
+        seconds.parse::<f64>().unwrap()
+    };
+    let (short, long) = (waited(10_000), waited(3 << 20));
+    assert!(short < 2.5 && long >= 3.5, "{short} {long}");
+}
+
+#[test]
+fn an_earlier_run_stays_until_the_ranks_have_met() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    let out = folder.path().join("out");
+    let alone = |more: &str| {
+        let arguments = format!("--timeout 0.5 --data {data} {more}");
+        let output = by_hand("0", free_port(), &arguments, folder.path()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(said.contains("did not finish within"), "{said}");
+    };
+    // A run that never began is no earlier run.
+    alone("");
+    let trained = train("", &data, folder.path());
+    assert!(trained.status.success(), "{}", String::from_utf8_lossy(&trained.stderr));
+    let names = ["model.safetensors", "steps.jsonl"];
+    let before = names.map(|name| fs::read(out.join(name)).unwrap());
+    let events = || fs::read_dir(out.join("tensorboard")).unwrap().map(|file| file.unwrap().path()).collect::<Vec<_>>();
+    let curves = events();
+    alone("--overwrite");
+    assert!(names.map(|name| fs::read(out.join(name)).unwrap()) == before);
+    assert_eq!(events(), curves);
+}
+
+#[test]
+fn other_ranks_hear_why_rank_0_refuses() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    let (port, arguments) = (free_port(), format!("--timeout 300 --data {data}"));
+    for taken in [false, true] {
+        let out = folder.path().join("out");
+        fs::create_dir_all(&out).unwrap();
+        let _held = if taken {
+            fs::remove_file(out.join("steps.jsonl")).unwrap();
+            let held = fs::File::create(out.join(".lock")).unwrap();
+            held.try_lock().unwrap();
+            Some(held)
+        } else {
+            fs::write(out.join("steps.jsonl"), "{}\n").unwrap();
+            None
+        };
+        let since = Instant::now();
+        let ranks = ["0", "1"].map(|rank| by_hand(rank, port, &arguments, folder.path()).spawn().unwrap());
+        let [first, second] = ranks.map(|rank| rank.wait_with_output().unwrap());
+        assert!(since.elapsed() < Duration::from_secs(60), "{:?}", since.elapsed());
+        let why = if taken { "another run is writing there" } else { "it holds an earlier run (steps.jsonl)" };
+        for output in [&first, &second] {
+            let said = String::from_utf8_lossy(&output.stderr);
+            assert!(said.contains(why) && said.matches("error:").count() == 1, "{said}");
+            assert!(!output.status.success());
+        }
+        assert_eq!(first.status.code(), Some(1));
+        assert!(String::from_utf8_lossy(&second.stderr).contains("rank 0 aborted the job"), "{second:?}");
     }
 }

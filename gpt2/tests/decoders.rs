@@ -166,6 +166,7 @@ fn checkpoint(bytes: &[u8]) -> Verdict {
         |checkpoint: &Checkpoint| -> Vec<u32> { checkpoint.weights.iter().flatten().map(|w| w.to_bits()).collect() };
     assert_eq!(bits(&again), bits(&loaded));
     assert_eq!((&again.config, &again.tokenizer, again.step), (&loaded.config, &loaded.tokenizer, loaded.step));
+    assert_eq!(again.several_documents, loaded.several_documents);
     Verdict::Accepted
 }
 
@@ -174,7 +175,8 @@ fn checkpoint_seeds() -> Vec<Vec<u8>> {
         let config = ModelConfig { n_layer, n_head: 1, n_embd: 2, block_size: 3, vocab_size };
         let weights = layout(&config).expect("a usable shape").iter().map(|info| vec![0.5; info.len]).collect();
         let file = Named::new("model.safetensors", b"");
-        Checkpoint { config, tokenizer, step: 42, weights }.save(&file.path).expect("room for a short file");
+        let checkpoint = Checkpoint { config, tokenizer, step: 42, several_documents: n_layer == 1, weights };
+        checkpoint.save(&file.path).expect("room for a short file");
         fs::read(&file.path).expect("a short file")
     };
     vec![

@@ -8,7 +8,7 @@ use std::fs;
 use std::io::Read;
 use std::path::PathBuf;
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{lines, ranks_of, start, wait, wait_for};
 
@@ -90,8 +90,8 @@ fn a_job_that_is_stopped_as_a_whole_goes_on_where_it_was() {
     // As in a laptop that sleeps, a container that is frozen: for longer than any of its deadlines.
     let folder = tempfile::tempdir().unwrap();
     let data = text(&folder);
-    let terms = ["--liveness", "3", "--timeout", "3", "--stall-after", "2"];
-    let mut job = start("ddp", "quic", &data, folder.path(), 60, &terms);
+    let terms = ["--liveness", "5", "--timeout", "6", "--stall-after", "6"];
+    let mut job = start("ddp", "quic", &data, folder.path(), 1_000_000, &terms);
     let lines = lines(&mut job);
     wait_for(&lines, "] step ", SOON).unwrap();
     let all: Vec<String> = ranks_of(job.id()).into_iter().chain([job.id()]).map(|id| id.to_string()).collect();
@@ -99,10 +99,26 @@ fn a_job_that_is_stopped_as_a_whole_goes_on_where_it_was() {
     let send = |signal: &str| assert!(Command::new("kill").arg(signal).args(&all).status().unwrap().success());
     send("-STOP");
     assert!(job.try_wait().unwrap().is_none(), "it ended before it was stopped");
-    std::thread::sleep(Duration::from_secs(5));
+    std::thread::sleep(Duration::from_secs(8));
+    let before: Vec<String> = lines.try_iter().map(|(_, line)| line).collect();
+    let going_on = Instant::now();
     send("-CONT");
+    // For as long as it takes to notice that somebody is late.
+    let mut said = before;
+    let mut steps = 0;
+    while let Ok((at, line)) = lines.recv_timeout(SOON) {
+        steps += usize::from(line.contains("] step "));
+        said.push(line);
+        if at > going_on + Duration::from_secs(7) {
+            break;
+        }
+    }
+    let last = said.len().saturating_sub(20);
+    assert!(job.try_wait().unwrap().is_none() && steps > 0, "{:#?}", &said[last..]);
+    assert!(Command::new("kill").args(["-INT", &job.id().to_string()]).status().unwrap().success());
     let status = wait(&mut job, SOON);
-    let said: Vec<String> = lines.iter().map(|(_, line)| line).collect();
-    assert_eq!(status, Some(Some(0)), "{said:#?}");
-    assert!(!said.iter().any(|line| line.contains("stall: ")), "{said:#?}");
+    said.extend(lines.iter().map(|(_, line)| line));
+    let bad: Vec<&String> = said.iter().filter(|line| !line.contains("] step ")).collect();
+    assert_eq!(status, Some(Some(128 + 2)), "{bad:#?}");
+    assert!(!said.iter().any(|line| line.contains("stall: ")), "{bad:#?}");
 }

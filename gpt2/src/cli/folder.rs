@@ -25,20 +25,14 @@ pub(super) fn make_writable(folder: &Path) -> Result<(), CliError> {
     })
 }
 
-/// Takes the folder for a run that is about to begin, until the file that is returned is dropped. An earlier run in it is removed with
-/// `overwrite`, and so is what a run that was killed has left half-written.
+/// Takes the folder for a run that is about to begin, until the file that is returned is dropped. What a run that was killed has left
+/// half-written is removed; an earlier run stays until [`remove_earlier_run`].
 ///
 /// # Errors
-/// Another run has taken the folder, an earlier one lies there and may not be removed, or the operating system refuses.
+/// Another run has taken the folder, an earlier one lies there and `overwrite` is not set, or the operating system refuses.
 pub(super) fn take(folder: &Path, overwrite: bool) -> Result<fs::File, CliError> {
     let lock = lock(folder)?;
-    if overwrite {
-        for path in earlier_run(folder) {
-            remove(&path).map_err(|error| {
-                format!("--out {}: cannot remove {} of the earlier run: {error}", folder.display(), path.display())
-            })?;
-        }
-    } else {
+    if !overwrite {
         refuse_earlier_run(folder)?;
     }
     for path in left_by_the_killed(folder) {
@@ -46,6 +40,16 @@ pub(super) fn take(folder: &Path, overwrite: bool) -> Result<fs::File, CliError>
         let _ = remove(&path);
     }
     Ok(lock)
+}
+
+/// Removes the files of an earlier run, as late as can be: a run that ends before its first step must not cost an earlier one.
+///
+/// # Errors
+/// The operating system's, with the path.
+pub(super) fn remove_earlier_run(folder: &Path) -> io::Result<()> {
+    earlier_run(folder).iter().try_for_each(|path| {
+        remove(path).map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))
+    })
 }
 
 /// # Errors
@@ -151,7 +155,10 @@ mod tests {
                 assert!(said.contains(name) && said.contains("--overwrite"), "{said}");
             }
             assert_eq!(fs::read(folder.join(name)).unwrap(), b"of the earlier run");
-            drop(take(folder, true).unwrap());
+            let lock = take(folder, true).unwrap();
+            assert_eq!(fs::read(folder.join(name)).unwrap(), b"of the earlier run", "until the first step");
+            remove_earlier_run(folder).unwrap();
+            drop(lock);
             assert_eq!(files(folder), [".lock", "notes.txt", "profile.pb", "tensorboard"], "{name}");
         }
     }

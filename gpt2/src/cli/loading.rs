@@ -1,11 +1,13 @@
 //! What the user sees while a large text is encoded.
 
+use std::io::ErrorKind;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 
 use super::progress::terminal;
-use super::say;
+use super::{complain, say};
 use crate::corpus::{Loading, Stage};
 
 /// A progress bar on a terminal, else a line now and then; nothing for what is done at once.
@@ -13,8 +15,8 @@ pub(super) struct LoadProgress {
     /// Whether this process is the one that speaks for all.
     speaks: bool,
     current: Option<Current>,
-    /// Where ids have been kept.
-    kept: bool,
+    /// Whether ids have been kept, or why they have not; `None` where none were to be.
+    kept: Option<Result<(), ErrorKind>>,
 }
 
 struct Current {
@@ -31,22 +33,25 @@ const EVERY: Duration = Duration::from_secs(10);
 
 impl LoadProgress {
     pub(super) fn new(speaks: bool) -> Self {
-        LoadProgress { speaks, current: None, kept: false }
+        LoadProgress { speaks, current: None, kept: None }
     }
 
     pub(super) fn watch(&mut self, loading: Loading) {
         let Loading { stage, done, total } = loading;
-        if stage == Stage::Kept {
-            self.kept = true;
-            return;
-        }
         let (what, least) = match stage {
             Stage::Encoding => ("encoding", 2 << 20),
             // These are a hundred times as fast.
             Stage::Reading => ("reading", 256 << 20),
             Stage::Checking => ("checking", 256 << 20),
             Stage::Waiting => ("waiting for the process that encodes", 0),
-            Stage::Kept => return,
+            Stage::Kept => {
+                self.kept = Some(Ok(()));
+                return;
+            }
+            Stage::NotKept(why) => {
+                self.kept = Some(Err(why));
+                return;
+            }
         };
         if !self.speaks || total < least {
             return;
@@ -65,12 +70,19 @@ impl LoadProgress {
         }
     }
 
-    /// Takes the bar away and says what was done; `kept` names the place of what is kept.
-    pub(super) fn finish(mut self, kept: Option<&std::path::Path>) {
-        let (encoded, shown) = (self.kept, self.current.is_some());
+    /// Takes the bar away and says what was done. `folder` is the place of what is kept; with `warns` it says why that could not be done.
+    pub(super) fn finish(mut self, folder: Option<&Path>, warns: bool) {
+        let shown = self.current.is_some();
         self.end();
-        if let Some(folder) = kept.filter(|_| encoded && shown) {
-            say(format_args!("the next run takes the ids from {}", folder.display()));
+        let Some(folder) = folder else { return };
+        match self.kept {
+            Some(Ok(())) if shown => say(format_args!("the next run takes the ids from {}", folder.display())),
+            Some(Err(why)) if warns => complain(format_args!(
+                "warning: token ids could not be kept in {}: {why}; the next run encodes or checks again; make room there, give another folder \
+                 (XDG_CACHE_HOME), or keep none (--no-token-cache)",
+                folder.display()
+            )),
+            _ => {}
         }
     }
 
@@ -83,7 +95,7 @@ impl LoadProgress {
         match current.stage {
             Stage::Encoding => say(format_args!("encoded {} of text in {seconds:.1} s", size(current.total))),
             Stage::Checking => say(format_args!("checked {} of token ids in {seconds:.1} s", size(current.total))),
-            Stage::Reading | Stage::Waiting | Stage::Kept => {}
+            Stage::Reading | Stage::Waiting | Stage::Kept | Stage::NotKept(_) => {}
         }
     }
 }

@@ -1,15 +1,16 @@
 //! What the user sees of a run: step lines, a progress bar on a terminal, a file of steps, curves in TensorBoard.
 
 use std::fmt;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, IsTerminal, Write};
-use std::path::Path;
+use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 use comm_core::printer;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle, TermLike};
 use serde_json::json;
 
+use super::folder::{self, EVENTS, STEPS};
 use super::{complain, say, summary};
 use crate::events::EventFile;
 use crate::memory::{Bytes, Usage};
@@ -20,16 +21,35 @@ pub(super) struct Progress {
     bar: ProgressBar,
     steps: u64,
     log_every: u64,
+    /// Where files go, if anywhere.
+    folder: Option<PathBuf>,
     file: Option<File>,
     events: Option<EventFile>,
 }
 
 impl Progress {
-    /// Files go to `folder`, if any.
-    pub(super) fn new(log_every: u64, folder: Option<&Path>) -> std::io::Result<Self> {
-        let file = folder.map(|folder| File::create(folder.join(super::folder::STEPS))).transpose()?;
-        let events = folder.map(|folder| fresh_events(&folder.join(super::folder::EVENTS))).transpose()?;
-        Ok(Progress { bar: ProgressBar::hidden(), steps: 0, log_every: log_every.max(1), file, events })
+    /// Files go to `folder`, if any, in the place of an earlier run's. Nothing in it is touched before the run has started.
+    pub(super) fn new(log_every: u64, folder: Option<PathBuf>) -> Self {
+        let (bar, log_every) = (ProgressBar::hidden(), log_every.max(1));
+        Progress { bar, steps: 0, log_every, folder, file: None, events: None }
+    }
+
+    /// Puts this run's files in the place of an earlier one's. As with a full disk later on, what cannot be written must not end the run.
+    fn create_files(&mut self) {
+        let Some(folder) = self.folder.take() else { return };
+        if let Err(error) = folder::remove_earlier_run(&folder) {
+            self.warn(format_args!("a file of the earlier run stays: {error}"));
+        }
+        let path = folder.join(STEPS);
+        match File::create(&path) {
+            Ok(file) => self.file = Some(file),
+            Err(error) => self.warn(format_args!("no file of steps: {}: {error}", path.display())),
+        }
+        let path = folder.join(EVENTS);
+        match EventFile::create(&path) {
+            Ok(events) => self.events = Some(events),
+            Err(error) => self.warn(format_args!("no event file for TensorBoard: {}: {error}", path.display())),
+        }
     }
 
     fn line(&self, text: &str) {
@@ -67,6 +87,7 @@ impl Progress {
 impl Observer for Progress {
     fn started(&mut self, steps: u64) {
         self.steps = steps;
+        self.create_files();
         // Standard output, because a launched rank's standard error belongs to the launcher.
         if let Some(terminal) = terminal() {
             self.bar = ProgressBar::with_draw_target(Some(steps), terminal);
@@ -216,16 +237,4 @@ impl TermLike for QueuedTerminal {
         printer::stdout().print(std::mem::take(&mut *picture));
         Ok(())
     }
-}
-
-/// An event file in a folder without those of earlier runs, which would be one curve with this run's.
-fn fresh_events(folder: &Path) -> io::Result<EventFile> {
-    fs::create_dir_all(folder)?;
-    for entry in fs::read_dir(folder)? {
-        let entry = entry?;
-        if entry.file_name().to_string_lossy().starts_with("events.out.tfevents.") {
-            fs::remove_file(entry.path())?;
-        }
-    }
-    EventFile::create(folder)
 }

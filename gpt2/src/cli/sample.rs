@@ -19,8 +19,8 @@ pub(super) struct SampleArgs {
     /// Checkpoint that `gpt2 train` saved.
     #[arg(long, default_value = "out/model.safetensors")]
     checkpoint: PathBuf,
-    /// Text to continue, in which <|endoftext|> is one token for the gpt2 tokenizer. [default: for gpt2 the token that ends a document, so
-    /// that a new one begins; for bytes and chars a line end; for chars that know none a blank, else the first of their characters]
+    /// Text to continue, in which <|endoftext|> is one token for the gpt2 tokenizer. [default: for gpt2, trained on several documents, the
+    /// token that ends one, so that a new one begins; else a line end; for chars that know none a blank, else the first of their characters]
     #[arg(long)]
     prompt: Option<String>,
     /// Go on after the end of a document, which ends the text by default (gpt2).
@@ -67,7 +67,7 @@ pub(super) fn run(args: &SampleArgs) -> Result<(), CliError> {
         .into());
     }
     let end_of_text = tokenizer.end_of_text().filter(|_| !args.no_special_tokens);
-    let (prompt, mut ids) = start(args.prompt.as_deref(), &tokenizer, end_of_text)?;
+    let (prompt, mut ids) = start(args.prompt.as_deref(), &tokenizer, end_of_text, checkpoint.several_documents)?;
     let mut random = SplitMix64::new(args.seed);
     let mut out = std::io::stdout().lock();
     write!(out, "{prompt}")?;
@@ -93,20 +93,22 @@ pub(super) fn run(args: &SampleArgs) -> Result<(), CliError> {
     Ok(())
 }
 
-/// The text to show first, and its ids; `end_of_text` is the token that ends a document, where there is one and it is not text.
+/// The text to show first, and its ids; `end_of_text` is the token that ends a document, where there is one and it is not text. Only a model
+/// of `several_documents` has learnt what comes after it.
 fn start(
     prompt: Option<&str>,
     tokenizer: &Tokenizer,
     end_of_text: Option<u16>,
+    several_documents: bool,
 ) -> Result<(String, Vec<u16>), CliError> {
     if prompt == Some("") {
         return Err("--prompt is empty; give at least one character to start from, or leave it away".into());
     }
     Ok(match (prompt, end_of_text) {
         (Some(prompt), Some(_)) => (prompt.to_owned(), tokenizer.encode_documents(prompt)?),
-        (None, Some(end)) => (String::new(), vec![end]),
+        (None, Some(end)) if several_documents => (String::new(), vec![end]),
         (Some(prompt), None) => (prompt.to_owned(), tokenizer.encode(prompt)?),
-        (None, None) => {
+        (None, _) => {
             let text = tokenizer.first_text();
             let ids = tokenizer.encode(&text)?;
             (text, ids)
@@ -156,16 +158,17 @@ mod tests {
     fn there_is_a_start_for_every_tokenizer() {
         let gpt2 = Tokenizer::gpt2();
         let end = gpt2.end_of_text();
-        assert_eq!(start(None, &gpt2, end).unwrap(), (String::new(), vec![50_256]));
-        assert_eq!(start(None, &gpt2, None).unwrap(), ("\n".into(), vec![198]));
+        assert_eq!(start(None, &gpt2, end, true).unwrap(), (String::new(), vec![50_256]));
+        assert_eq!(start(None, &gpt2, end, false).unwrap(), ("\n".into(), vec![198]));
+        assert_eq!(start(None, &gpt2, None, true).unwrap(), ("\n".into(), vec![198]));
         let prompt = "Hello<|endoftext|>";
-        assert_eq!(start(Some(prompt), &gpt2, end).unwrap(), (prompt.into(), vec![15_496, 50_256]));
-        assert!(start(Some(prompt), &gpt2, None).unwrap().1.len() > 2);
-        assert_eq!(start(None, &Tokenizer::bytes(), None).unwrap(), ("\n".into(), vec![10]));
+        assert_eq!(start(Some(prompt), &gpt2, end, false).unwrap(), (prompt.into(), vec![15_496, 50_256]));
+        assert!(start(Some(prompt), &gpt2, None, false).unwrap().1.len() > 2);
+        assert_eq!(start(None, &Tokenizer::bytes(), None, false).unwrap(), ("\n".into(), vec![10]));
         for (text, first, id) in [("b\na ", "\n", 0), ("b a", " ", 0), ("ba!", "!", 0)] {
             let chars = Tokenizer::chars_of(text).unwrap();
-            assert_eq!(start(None, &chars, None).unwrap(), (first.into(), vec![id]));
+            assert_eq!(start(None, &chars, None, false).unwrap(), (first.into(), vec![id]));
         }
-        assert!(start(Some(""), &gpt2, end).unwrap_err().to_string().contains("--prompt"));
+        assert!(start(Some(""), &gpt2, end, true).unwrap_err().to_string().contains("--prompt"));
     }
 }

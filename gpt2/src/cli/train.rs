@@ -24,7 +24,7 @@ use crate::devices::{DeviceChoice, Opened, cuda_ordinal};
 use crate::env::default_cargo_home;
 use crate::optim::{LossScaling, OptimizerConfig, OptimizerKind, ScheduleKind};
 use crate::precision::Precision;
-use crate::run::{RankOptions, run_rank, run_threads};
+use crate::run::{RankOptions, refuse, run_rank, run_threads};
 use crate::strategy::{StrategyKind, StrategyOptions};
 use crate::tokenizer::TokenizerKind;
 use crate::trainer::{TrainConfig, TrainError};
@@ -58,7 +58,8 @@ pub(super) struct TrainArgs {
     #[arg(long)]
     no_special_tokens: bool,
     /// Encode the text anew. By default the ids of texts of 2 MiB and more are kept in $XDG_CACHE_HOME/isocomm/tokens, or below ~/.cache: up
-    /// to 8 GiB, of which the least used go first. The folder may be removed at any time.
+    /// to 8 GiB, of which the least used go first. The folder should be on a local disk (set XDG_CACHE_HOME where the home folder is not), and
+    /// may be removed when no run uses it.
     #[arg(long)]
     no_token_cache: bool,
     /// gpt2 (byte-pair encoding), bytes or chars.
@@ -159,7 +160,8 @@ pub(super) struct TrainArgs {
     /// Address that this rank's listeners bind, where the others reach it. [default: the one by which it reaches rank 0]
     #[arg(long)]
     bind: Option<IpAddr>,
-    /// Seconds that an operation may take.
+    /// Seconds that an operation may take. Ranks wait for each other at the start for a second more for each MiB of text, which some may have
+    /// to encode first, or each 64 MiB of token shards.
     #[arg(long, default_value_t = 120.0)]
     timeout: f64,
     /// Run without a secret, where the launcher gives none: anyone who can connect to the ranks can then join or end the job.
@@ -199,7 +201,7 @@ pub(super) struct TrainArgs {
     /// is refused.
     #[arg(long, default_value = "out")]
     out: PathBuf,
-    /// Replace an earlier run in --out: its files are removed before the first step.
+    /// Replace an earlier run in --out: its files are removed when all ranks are there, before the first step.
     #[arg(long)]
     overwrite: bool,
 }
@@ -215,9 +217,17 @@ pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
                 check_nproc(nproc, &job, job::ranks_on_this_machine())?;
             }
             let ranks_here = args.nproc.or_else(job::ranks_on_this_machine).unwrap_or(job.world_size);
-            let prepared = Prepared::new(&args, job.world_size, ranks_here, job.rank == 0)?;
-            let _lock = (job.rank == 0).then(|| folder::take(&args.out, args.overwrite)).transpose()?;
-            let mut progress = prepared.progress(&args, job.rank)?;
+            let refused = if job.rank == 0 && !args.overwrite { folder::refuse_earlier_run(&args.out) } else { Ok(()) };
+            if let Err(why) = refused {
+                // Before the text is loaded, which may take long.
+                return refuse_for_all(&args, &job, ranks_here, None, why);
+            }
+            let prepared = Prepared::new(&args, job.world_size, ranks_here, Voice::of(&job))?;
+            let _lock = match (job.rank == 0).then(|| folder::take(&args.out, args.overwrite)).transpose() {
+                Ok(lock) => lock,
+                Err(why) => return refuse_for_all(&args, &job, ranks_here, Some(prepared), why),
+            };
+            let mut progress = Prepared::progress(&args, job.rank);
             if job.rank == 0 {
                 say(format_args!("ranks: {}, by {}", job.world_size, job.source));
                 // Our own launcher has said the rest.
@@ -241,6 +251,29 @@ pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
     }
 }
 
+/// Ends a job whose rank 0, which is this process, has found that it must not run: says why at once, and then tells the other ranks, which
+/// would otherwise wait for this one until their time is up. They are met with what a run is `prepared` by.
+fn refuse_for_all(
+    args: &TrainArgs,
+    job: &Job,
+    ranks_here: usize,
+    prepared: Option<Prepared>,
+    why: CliError,
+) -> Result<ExitCode, CliError> {
+    // Ranks of this program's own launcher are ended by it.
+    if job.world_size == 1 || job.source == Source::Launch {
+        return Err(why);
+    }
+    complain(format_args!("error: {why}"));
+    // What goes wrong from here on is no news to whoever has read this.
+    let prepared = prepared
+        .map_or_else(|| Prepared::new(args, job.world_size, ranks_here, Voice { speaks: false, warns: false }), Ok);
+    if let Ok(Prepared { config, corpus, options, device }) = &prepared {
+        let _ = refuse(job, config, corpus, options, device, &why.to_string());
+    }
+    Ok(ExitCode::FAILURE)
+}
+
 /// No launcher started this process: it is one itself, unless all ranks fit in it.
 fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
     let ranks = args.nproc.unwrap_or(if args.strategy == StrategyKind::Single { 1 } else { 2 });
@@ -248,10 +281,10 @@ fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
         folder::refuse_earlier_run(&args.out)?;
     }
     // What is wrong with the arguments or the text is said once, here, and not by every rank.
-    let prepared = Prepared::new(args, ranks, ranks, true)?;
+    let prepared = Prepared::new(args, ranks, ranks, Voice { speaks: true, warns: true })?;
     if args.transport == TransportKind::Local || ranks == 1 {
         let _lock = folder::take(&args.out, args.overwrite)?;
-        let mut progress = prepared.progress(args, 0)?;
+        let mut progress = Prepared::progress(args, 0);
         say(match args.nproc {
             Some(_) => format!("ranks: {ranks}, by --nproc"),
             None => format!("ranks: {ranks}, the default for --strategy {}; see --nproc", args.strategy),
@@ -301,6 +334,23 @@ fn check_nproc(nproc: usize, job: &Job, ranks_here: Option<usize>) -> Result<(),
     .into())
 }
 
+/// What a process says while it prepares for the job.
+#[derive(Clone, Copy)]
+struct Voice {
+    /// What all ranks do.
+    speaks: bool,
+    /// What goes wrong and does not matter much.
+    warns: bool,
+}
+
+impl Voice {
+    fn of(job: &Job) -> Self {
+        let speaks = job.rank == 0;
+        // Our own launcher has prepared, too, and said it.
+        Voice { speaks, warns: speaks && job.source != Source::Launch }
+    }
+}
+
 /// Arguments that have been checked, and the text.
 struct Prepared {
     config: TrainConfig,
@@ -310,8 +360,8 @@ struct Prepared {
 }
 
 impl Prepared {
-    /// `ranks` in all, of which `ranks_here` share this machine; `speaks` where this process says what all of them do.
-    fn new(args: &TrainArgs, ranks: usize, ranks_here: usize, speaks: bool) -> Result<Self, CliError> {
+    /// `ranks` in all, of which `ranks_here` share this machine.
+    fn new(args: &TrainArgs, ranks: usize, ranks_here: usize, voice: Voice) -> Result<Self, CliError> {
         if ranks == 0 || ranks_here == 0 {
             return Err("--nproc 0 leaves nobody to train; give at least 1".into());
         }
@@ -424,9 +474,9 @@ impl Prepared {
         let source = CorpusSource::from_path(args.data.clone(), default_cargo_home());
         let cache = TokenCache::of_user().filter(|_| !args.no_token_cache);
         let load_options = LoadOptions { documents: !args.no_special_tokens, cache };
-        let mut loading = LoadProgress::new(speaks);
+        let mut loading = LoadProgress::new(voice.speaks);
         let corpus = Corpus::load_as(&source, args.tokenizer, &load_options, &mut |now| loading.watch(now))?;
-        loading.finish(load_options.cache.as_ref().map(TokenCache::folder));
+        loading.finish(load_options.cache.as_ref().map(TokenCache::folder), voice.warns);
         let mut model = args.preset.config(corpus.vocab_size());
         model.block_size = args.block_size.unwrap_or(model.block_size);
         model.validate()?;
@@ -485,9 +535,8 @@ impl Prepared {
     }
 
     /// The observer of `rank`: only rank 0 prints and writes.
-    fn progress(&self, args: &TrainArgs, rank: usize) -> Result<Progress, CliError> {
-        let folder = (rank == 0).then_some(args.out.as_path());
-        Progress::new(args.log_every, folder).map_err(|error| format!("{}: {error}", args.out.display()).into())
+    fn progress(args: &TrainArgs, rank: usize) -> Progress {
+        Progress::new(args.log_every, (rank == 0).then(|| args.out.clone()))
     }
 
     fn describe(&self, args: &TrainArgs, ranks: usize) -> String {

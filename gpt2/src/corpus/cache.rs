@@ -9,17 +9,23 @@
 //!
 //! Files appear whole, by renaming. What does not agree with its checksum, its name or its length counts for nothing and is written anew. Where
 //! nothing can be written everything works as without a cache.
+//!
+//! A checksum shows damage, not malice: whoever may write into the folder could leave other ids under a text's key. So only files of this
+//! process's user, of root and of the folder's owner count, whom the user trusts by using the folder. Others may read what is kept (unless the
+//! umask forbids it), so that a folder can be filled by its owner for many.
 
 use std::fs::{self, File, TryLockError};
 use std::io::{self, BufWriter, Read, Seek, Write};
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
 use sha2::{Digest, Sha256};
+use tempfile::NamedTempFile;
 
 use super::CorpusError;
 use super::tokens::TokenStream;
-use crate::sys::MappedFile;
+use crate::sys::{self, MappedFile};
 use crate::tokenizer::Tokenizer;
 
 /// Where ids are kept, for which texts, and how much of them.
@@ -95,34 +101,50 @@ impl TokenCache {
 
     /// The hash under which the contents of files are known, if they are.
     pub(super) fn source(&self, key: Key) -> Option<[u8; 32]> {
-        let path = self.path(key, SOURCE);
+        let mut file = self.open_trusted(&self.path(key, SOURCE))?;
         // One byte more than there may be shows a file that is too long.
         let mut bytes = Vec::with_capacity(SOURCE_BYTES + 1);
-        File::open(&path).ok()?.take(SOURCE_BYTES as u64 + 1).read_to_end(&mut bytes).ok()?;
+        Read::by_ref(&mut file).take(SOURCE_BYTES as u64 + 1).read_to_end(&mut bytes).ok()?;
         let (body, sum) = bytes.split_last_chunk::<4>()?;
         let value = body.strip_prefix(SOURCE_LABEL)?.strip_prefix(&key.0)?;
         let value = value.try_into().ok()?;
-        (crc32c::crc32c(body) == u32::from_le_bytes(*sum)).then_some(value)
+        let value = (crc32c::crc32c(body) == u32::from_le_bytes(*sum)).then_some(value)?;
+        // Those that are not used for long go.
+        let _ = file.set_modified(SystemTime::now());
+        Some(value)
     }
 
-    /// Notes that hash; a failure is none.
-    pub(super) fn keep_source(&self, key: Key, value: &[u8; 32]) {
+    /// Notes that hash, and makes room.
+    ///
+    /// # Errors
+    /// The operating system's, with nothing changed.
+    pub(super) fn keep_source(&self, key: Key, value: &[u8; 32]) -> io::Result<()> {
         let mut bytes = [SOURCE_LABEL, key.0.as_slice(), value].concat();
         bytes.extend(crc32c::crc32c(&bytes).to_le_bytes());
-        let _ = self.write(key, SOURCE, |file| file.write_all(&bytes));
+        self.write(|file| file.write_all(&bytes))?.persist(self.path(key, SOURCE))?;
+        self.make_room(None);
+        Ok(())
     }
 
     /// The ids under `key`, if they are there and whole.
     pub(super) fn entry(&self, key: Key) -> Option<Entry> {
         let path = self.path(key, IDS);
-        let file = MappedFile::open(&path).ok()?;
-        let entry = read_entry(key, path.clone(), file)?;
+        let file = self.open_trusted(&path)?;
+        let entry = read_entry(key, path, MappedFile::of(&file).ok()?)?;
         // The time of the last use decides which goes first.
-        let _ = File::open(&path).and_then(|file| file.set_modified(SystemTime::now()));
+        let _ = file.set_modified(SystemTime::now());
         Some(entry)
     }
 
-    /// Writes `entry`, and makes room by removing what was not used for the longest time.
+    /// The file at `path`, if it belongs to somebody whose ids may be trusted.
+    fn open_trusted(&self, path: &Path) -> Option<File> {
+        // A pipe would be waited for.
+        let file = path.metadata().ok().filter(fs::Metadata::is_file).and_then(|_| File::open(path).ok())?;
+        let (owner, of_folder) = (file.metadata().ok()?.uid(), self.folder.metadata().ok()?.uid());
+        [0, of_folder, sys::user_id()].contains(&owner).then_some(file)
+    }
+
+    /// Writes `entry`, unless it is there and whole, and makes room by removing what was not used for the longest time.
     ///
     /// # Errors
     /// The operating system's, with nothing changed.
@@ -141,14 +163,19 @@ impl TokenCache {
                 Ok::<(), Failure>(())
             })?;
         }
-        self.write(key, IDS, |file| {
+        let written = self.write(|file| {
             file.write_all(&fixed)?;
             file.write_all(&sum.to_le_bytes())?;
             file.write_all(&vocabulary)?;
             parts.into_iter().try_for_each(|part| part.visit(|ids| Ok::<(), Failure>(file.write_all(ids)?)))?;
             Ok(())
         })?;
-        self.make_room(&self.path(key, IDS));
+        let path = self.path(key, IDS);
+        // One that waited in vain for another that got no further in a minute may come second.
+        if self.entry(key).is_none() {
+            written.persist(&path)?;
+        }
+        self.make_room(Some(&path));
         Ok(())
     }
 
@@ -189,27 +216,24 @@ impl TokenCache {
         self.folder.join(format!("{}.{extension}", super::hexadecimal(&key.0)))
     }
 
-    /// Puts a file in its place at once and whole.
-    fn write(
-        &self,
-        key: Key,
-        extension: &str,
-        fill: impl FnOnce(&mut BufWriter<&mut File>) -> io::Result<()>,
-    ) -> io::Result<()> {
+    /// Writes a whole file that has yet to get its name.
+    fn write(&self, fill: impl FnOnce(&mut BufWriter<&mut File>) -> io::Result<()>) -> io::Result<NamedTempFile> {
+        // Less what the umask takes away.
+        let all = fs::Permissions::from_mode(0o666);
         fs::create_dir_all(&self.folder)?;
-        let mut file = tempfile::Builder::new().prefix(TEMPORARY).tempfile_in(&self.folder)?;
+        let mut file = tempfile::Builder::new().prefix(TEMPORARY).permissions(all).tempfile_in(&self.folder)?;
         let mut writer = BufWriter::new(file.as_file_mut());
         fill(&mut writer)?;
         writer.flush()?;
         drop(writer);
-        file.persist(self.path(key, extension))?;
-        Ok(())
+        Ok(file)
     }
 
-    /// Removes what is left of processes that were killed, and the ids used least recently while there are too many. Processes that have
-    /// them mapped keep them until they end.
-    fn make_room(&self, newest: &Path) {
+    /// Removes what is left of processes that were killed, notes that nobody has used for long, and the ids used least recently while there are
+    /// too many, but for `newest`. Processes that have them mapped keep them until they end.
+    fn make_room(&self, newest: Option<&Path>) {
         const LEFT_OVER: Duration = Duration::from_secs(24 * 3600);
+        const UNUSED_NOTE: Duration = Duration::from_secs(90 * 24 * 3600);
         let Ok(files) = fs::read_dir(&self.folder) else { return };
         let mut ids = Vec::new();
         for file in files.flatten() {
@@ -217,16 +241,22 @@ impl TokenCache {
             let Ok(modified) = metadata.modified() else { continue };
             let name = file.file_name();
             let extension = path.extension().unwrap_or_default();
-            let old = modified.elapsed().is_ok_and(|age| age > LEFT_OVER);
+            let older_than = |limit| modified.elapsed().is_ok_and(|age| age > limit);
             if extension == IDS {
                 ids.push((modified, metadata.len(), path));
-            } else if old && (extension == LOCK || name.as_encoded_bytes().starts_with(TEMPORARY.as_bytes())) {
+            } else if extension == SOURCE {
+                if older_than(UNUSED_NOTE) {
+                    let _ = fs::remove_file(path);
+                }
+            } else if older_than(LEFT_OVER)
+                && (extension == LOCK || name.as_encoded_bytes().starts_with(TEMPORARY.as_bytes()))
+            {
                 let _ = fs::remove_file(path);
             }
         }
         ids.sort_unstable();
         let mut total: u64 = ids.iter().map(|(_, bytes, _)| bytes).sum();
-        for (_, bytes, path) in ids.iter().filter(|(.., path)| path != newest) {
+        for (_, bytes, path) in ids.iter().filter(|(.., path)| Some(path.as_path()) != newest) {
             if total <= self.largest {
                 break;
             }
@@ -366,20 +396,16 @@ impl Identity {
         };
         self.description.extend(length.to_le_bytes());
         self.description.extend(nanoseconds(modified));
-        #[cfg(unix)]
-        {
-            use std::os::unix::fs::MetadataExt as _;
-            for number in [metadata.dev(), metadata.ino()] {
-                self.description.extend(number.to_le_bytes());
-            }
-            let changed = Duration::new(
-                u64::try_from(metadata.ctime()).unwrap_or(0),
-                u32::try_from(metadata.ctime_nsec()).unwrap_or(0),
-            );
-            let changed = SystemTime::UNIX_EPOCH.checked_add(changed).unwrap_or(modified);
-            self.newest = self.newest.max(changed);
-            self.description.extend(nanoseconds(changed));
+        for number in [metadata.dev(), metadata.ino()] {
+            self.description.extend(number.to_le_bytes());
         }
+        let changed = Duration::new(
+            u64::try_from(metadata.ctime()).unwrap_or(0),
+            u32::try_from(metadata.ctime_nsec()).unwrap_or(0),
+        );
+        let changed = SystemTime::UNIX_EPOCH.checked_add(changed).unwrap_or(modified);
+        self.newest = self.newest.max(changed);
+        self.description.extend(nanoseconds(changed));
         if length >= 16 * SAMPLE {
             let mut file = File::open(path)?;
             let mut sample = Vec::with_capacity(SAMPLE as usize);

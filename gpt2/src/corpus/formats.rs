@@ -53,6 +53,7 @@ const SIGNATURES: [(&[u8], &str, &str); 28] = [
 /// The known format that `bytes`, a whole file, begins like.
 pub(super) fn known(bytes: &[u8]) -> Option<Format> {
     let signature = SIGNATURES.iter().find(|(signature, ..)| bytes.starts_with(signature));
+    let signature = signature.filter(|_| !begins_like_a_picture_or_pdf(bytes));
     let found = signature.map(|&(_, name, advice)| (name, advice)).or_else(|| by_structure(bytes))?;
     Some(Format { name: found.0, advice: found.1 })
 }
@@ -75,6 +76,15 @@ pub(super) fn not_text(bytes: &[u8]) -> Option<Format> {
         };
         (half(0) || half(1)).then_some(Format { name: "UTF-16 text", advice: UTF8 })
     })
+}
+
+/// Whether a text merely begins with the name of a format that is not text itself, as one about formats may. A GIF has bytes that no text
+/// has; a PDF may do without, but says near its end where its table of contents is. RTF and PostScript are text throughout.
+fn begins_like_a_picture_or_pdf(bytes: &[u8]) -> bool {
+    let tail = &bytes[bytes.len().saturating_sub(1024)..];
+    let is_pdf = || tail.windows(9).any(|nine| nine == b"startxref");
+    (bytes.starts_with(b"GIF8") || bytes.starts_with(b"%PDF-") && !is_pdf())
+        && parts(bytes).iter().all(|part| is_text(part))
 }
 
 /// Formats whose signatures are short: what follows them must fit, too.
@@ -241,20 +251,21 @@ fn larger_vocabulary(sample: &[u8]) -> bool {
 /// Whether the sample is UTF-8 without control characters. Ids of GPT-2 as bytes have many: those of the commonest words lie below 8,192.
 fn looks_like_text(bytes: &[u8]) -> bool {
     const LEAST: usize = 64;
-    let text = |part: &[u8]| {
-        // A part may begin and end inside a character.
-        let begin = part.iter().take(3).take_while(|&&byte| byte & 0xc0 == 0x80).count();
-        let part = &part[begin..];
-        let valid = match std::str::from_utf8(part) {
-            Ok(text) => text,
-            Err(error) if error.error_len().is_none() => {
-                std::str::from_utf8(&part[..error.valid_up_to()]).unwrap_or_default()
-            }
-            Err(_) => return false,
-        };
-        valid.chars().all(|character| !character.is_control() || matches!(character, '\t' | '\n' | '\r' | '\x0c'))
+    bytes.len() >= LEAST && parts(bytes).iter().all(|part| is_text(part))
+}
+
+/// Whether a part of a file is UTF-8 without control characters; it may begin and end inside a character.
+fn is_text(part: &[u8]) -> bool {
+    let begin = part.iter().take(3).take_while(|&&byte| byte & 0xc0 == 0x80).count();
+    let part = &part[begin..];
+    let valid = match std::str::from_utf8(part) {
+        Ok(text) => text,
+        Err(error) if error.error_len().is_none() => {
+            std::str::from_utf8(&part[..error.valid_up_to()]).unwrap_or_default()
+        }
+        Err(_) => return false,
     };
-    bytes.len() >= LEAST && parts(bytes).iter().all(|part| text(part))
+    valid.chars().all(|character| !character.is_control() || matches!(character, '\t' | '\n' | '\r' | '\x0c'))
 }
 
 /// Up to 64 KiB each from the start, the middle and the end, at places that are multiples of 8.
@@ -321,6 +332,10 @@ mod tests {
             (with(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", 40), "a PNG image"),
             (with(b"\xff\xd8\xff\xe0\0\x10JFIF", 40), "a JPEG image"),
             (with(b"%PDF-1.7\n", 40), "a PDF document"),
+            (b"%PDF-1.4\n1 0 obj\n<< >>\nendobj\nstartxref\n9\n%%EOF\n".to_vec(), "a PDF document"),
+            (b"%!PS-Adobe-3.0\n%%Pages: 1\nshowpage\n".to_vec(), "a PostScript document"),
+            (b"{\\rtf1\\ansi Hello}".to_vec(), "a document in RTF"),
+            (with(b"GIF89a\x01\0\x01\0\x80\0\0\xff\xff\xff", 40), "a GIF image"),
             (with(b"RIFF\x24\0\0\0WAVEfmt ", 40), "a sound, film or image file (RIFF)"),
             ("\u{feff}text".encode_utf16().flat_map(u16::to_le_bytes).collect(), "UTF-16 text"),
             ("\u{feff}text".encode_utf16().flat_map(u16::to_be_bytes).collect(), "UTF-16 text"),
@@ -384,6 +399,10 @@ mod tests {
             "ÄÖÜ 漢字 \u{1f980} ".repeat(3_000),
             "PK\u{3}\u{4} and BZh9 and %PDF are names of formats. ".repeat(300),
             "\0\u{1}\0".repeat(1_000),
+            "GIF89a is a format of images.".into(),
+            "GIF87a came before, é.\n".repeat(20_000),
+            "%PDF-1.4 is the first line of many a document.\n".into(),
+            "%PDF-2.0 is newer.\n".repeat(2_000),
         ];
         for text in texts {
             assert_eq!(not_text(text.as_bytes()), None, "{:.40}", text);

@@ -113,12 +113,16 @@ impl<'a> Loader<'a> {
                         // In the file they are shared with other ranks.
                         cache.entry(key).unwrap_or(entry)
                     }
-                    Err(_) => entry,
+                    Err(error) => {
+                        (self.watch)(Loading { stage: Stage::NotKept(error.kind()), done: 0, total });
+                        entry
+                    }
                 }
             }
         };
         if identity.is_settled() && Identity::of(files).is_ok_and(|now| now == identity) {
-            cache.keep_source(source, key.bytes());
+            // Without it the text is read again, which is no great matter; that ids could not be kept has been said.
+            let _ = cache.keep_source(source, key.bytes());
         }
         Ok(entry)
     }
@@ -256,7 +260,10 @@ impl<'a> Loader<'a> {
             checking(more, &mut self.watch);
         })?;
         if settled && Identity::of(files).is_ok_and(|now| now == identity) {
-            cache.keep_source(key, &hash);
+            let kept = cache.keep_source(key, &hash);
+            if let Err(error) = kept {
+                (self.watch)(Loading { stage: Stage::NotKept(error.kind()), done: 0, total });
+            }
         }
         Ok(hash)
     }

@@ -115,7 +115,8 @@ impl Trainer<'_> {
         let Some(path) = self.checkpoint.as_ref().filter(|_| self.writes()) else { return Ok(()) };
         let tokenizer = serde_json::to_value(corpus.tokenizer())
             .map_err(|error| comm_core::Error::Internal(format!("the tokenizer's description: {error}")))?;
-        Ok(Checkpoint { config: self.config.model.clone(), tokenizer, step, weights }.save(path)?)
+        let (config, several_documents) = (self.config.model.clone(), corpus.has_several_documents());
+        Ok(Checkpoint { config, tokenizer, step, several_documents, weights }.save(path)?)
     }
 
     /// This rank's masters of one segment, in host memory.
