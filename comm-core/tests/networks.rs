@@ -193,13 +193,27 @@ fn rank_0_listens_at_every_address_of_its_name() {
 }
 
 #[test]
+fn rank_0_whose_port_is_taken_does_not_listen_on_loopback_instead() {
+    let name = "rank_0_whose_port_is_taken_does_not_listen_on_loopback_instead";
+    if !is_inside(name, "10.9.9.1 own\n127.0.1.1 own\n", "ip address add 10.9.9.1/32 dev lo") {
+        return;
+    }
+    let _taken = TcpListener::bind("10.9.9.1:4000").unwrap();
+    let began = Instant::now();
+    let connected = TcpControl::connect_with(&job(0, 2, &named("own", 4000)), &[], options(), after(60_000));
+    let error = connected.unwrap_err().to_string();
+    assert!(error.contains("10.9.9.1:4000") && error.contains("in use"), "{error}");
+    assert!(began.elapsed() < Duration::from_secs(20), "it waited for the others");
+}
+
+#[test]
 fn a_name_that_is_loopback_here_is_said_to_be_out_of_reach_for_others() {
     let name = "a_name_that_is_loopback_here_is_said_to_be_out_of_reach_for_others";
     if !is_inside(name, "127.0.0.1 localhost\n127.0.1.1 debian\n", "") {
         return;
     }
     let error = TcpControl::connect_with(&job(0, 2, &named("debian", 4000)), &[], options(), after(300)).unwrap_err();
-    for part in ["listening at 127.0.1.1:4000", "ranks on other machines cannot reach", "/etc/hosts"] {
+    for part in ["listening at 127.0.1.1:4000", "ranks on other machines cannot reach that", "/etc/hosts"] {
         assert!(error.to_string().contains(part), "{error}");
     }
 }

@@ -66,7 +66,7 @@ pub(super) fn where_it_listens(address: &Address, listeners: &[TcpListener]) -> 
                 Ok(_) => String::new(),
                 Err(_) => format!(": the name {host} has no other address of this machine here (see /etc/hosts)"),
             };
-            format!("{what}, which ranks on other machines cannot reach{why}")
+            format!("{what} (ranks on other machines cannot reach that{why})")
         }
         _ => what,
     }
