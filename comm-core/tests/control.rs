@@ -4,10 +4,11 @@
 
 mod common;
 
-use std::sync::{Arc, Barrier, Mutex, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use comm_core::conformance::Barrier;
 use comm_core::control::{Activity, Doing, MAX_BLOB, StallReport, TcpControl, TcpOptions};
 use comm_core::{Control, Deadline, Error};
 
@@ -323,9 +324,12 @@ fn a_frame_that_is_changed_on_its_way_fails_the_job() {
             bytes[bytes.len() / 2] ^= 1;
         }
     });
+    let barrier = Barrier::new(2);
     let errors = run(&[job(0, 2, &address), job(1, 2, &port(relayed))], |job| {
         let control = connect(job).unwrap();
         control.all_gather("honest", b"x", after(20_000)).unwrap();
+        // Not before rank 1 has its answer.
+        barrier.wait();
         *seen.lock().unwrap() = true;
         wait_for_failure(&control).to_string()
     });
@@ -349,6 +353,8 @@ fn a_frame_of_rank_0_that_is_changed_on_its_way_is_one_error_on_all() {
     let errors = run(&jobs, |job| {
         let control = connect(job).unwrap();
         control.all_gather("honest", b"x", after(20_000)).unwrap();
+        // Not before rank 1 has its answer.
+        barrier.wait();
         *seen.lock().unwrap() = true;
         let error = wait_for_failure(&control).to_string();
         // Nobody is lost before all have heard it.

@@ -6,10 +6,11 @@ mod common;
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::{Barrier, mpsc};
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use comm_core::conformance::Barrier;
 use comm_core::control::{MeetingReport, TcpControl, TcpOptions};
 use comm_core::job::{Address, Job, Secret};
 use comm_core::{Control, Error};

@@ -213,7 +213,7 @@ fn over_tcp_with<R: Send>(
 
 #[test]
 fn every_process_gets_the_report_and_a_timeout_names_the_cause_and_not_its_victims() {
-    let done = std::sync::Barrier::new(4);
+    let done = comm_core::conformance::Barrier::new(4);
     let outcomes = over_tcp(4, &MeshOptions::default(), |mesh, control| {
         let reports: Arc<Mutex<Vec<StallReport>>> = Arc::default();
         let kept = reports.clone();
@@ -247,7 +247,7 @@ fn every_process_gets_the_report_and_a_timeout_names_the_cause_and_not_its_victi
 #[test]
 fn a_timeout_after_less_than_a_heartbeat_names_the_cause_too() {
     let intervals = TcpOptions { heartbeat: Duration::from_secs(20), ..TcpOptions::default() };
-    let done = std::sync::Barrier::new(4);
+    let done = comm_core::conformance::Barrier::new(4);
     let errors = over_tcp_with(intervals, 4, &MeshOptions::default(), |mesh, control| {
         mesh.barrier().unwrap();
         let error = if mesh.rank() == 2 {
@@ -271,7 +271,7 @@ fn a_timeout_after_less_than_a_heartbeat_names_the_cause_too() {
 
 #[test]
 fn a_message_that_does_not_come_is_blamed_on_its_sender_alone() {
-    let done = std::sync::Barrier::new(3);
+    let done = comm_core::conformance::Barrier::new(3);
     let errors = over_tcp(3, &MeshOptions::default(), |mesh, _| {
         mesh.barrier().unwrap();
         let error = if mesh.rank() == 0 {

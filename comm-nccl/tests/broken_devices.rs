@@ -3,10 +3,11 @@
 
 #![allow(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
 
-use std::sync::{Arc, Barrier};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use comm_core::conformance::Barrier;
 use comm_core::{Buffer, Call, Communicator, CommunicatorExt, Control, DType, Deadline, Error, Op, ReduceOp, local};
 use comm_nccl::{Behaviour, NcclCommunicator, NcclOptions};
 

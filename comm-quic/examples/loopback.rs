@@ -12,10 +12,11 @@
 
 use std::error::Error;
 use std::fs;
-use std::sync::{Arc, Barrier};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use comm_core::conformance::Barrier;
 use comm_core::local::{LocalControl, group};
 use comm_core::{
     Algorithm, Communicator, CommunicatorExt, DType, Deadline, Header, Incoming, Mesh, MeshOptions, OpKind, Outgoing,

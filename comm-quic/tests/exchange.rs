@@ -2,10 +2,10 @@
 
 mod common;
 
-use std::sync::Barrier;
 use std::thread;
 use std::time::Duration;
 
+use comm_core::conformance::Barrier;
 use comm_core::{Control, Error, Transport};
 use comm_quic::{Congestion, QuicOptions};
 

@@ -4,11 +4,12 @@
 
 mod common;
 
+use std::sync::Arc;
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use comm_core::conformance::Barrier;
 use comm_core::local::group;
 use comm_core::{
     Communicator, CommunicatorExt, Control, Deadline, Error, Header, Incoming, Mesh, MeshOptions, ReduceOp, Result,

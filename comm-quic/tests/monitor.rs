@@ -2,11 +2,11 @@
 
 mod common;
 
-use std::sync::Barrier;
 use std::thread;
 use std::time::Duration;
 
 use comm_core::Transport;
+use comm_core::conformance::Barrier;
 use comm_quic::{Congestion, QuicOptions};
 
 use common::{job, soon, swap_with_all};

@@ -6,10 +6,10 @@
 
 mod common;
 
-use std::sync::Barrier;
 use std::thread;
 use std::time::Duration;
 
+use comm_core::conformance::Barrier;
 use comm_core::{Transport, Waiting};
 use comm_tcp::TcpOptions;
 

@@ -4,8 +4,9 @@
 
 mod common;
 
-use std::sync::Barrier;
 use std::time::Duration;
+
+use comm_core::conformance::Barrier;
 
 use comm_tcp::TcpOptions;
 

@@ -4,10 +4,11 @@
 
 mod common;
 
-use std::sync::{Arc, Barrier};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use comm_core::conformance::Barrier;
 use comm_core::{
     Buffer, Call, Communicator, CommunicatorExt, Control, Deadline, Error, Incoming, Mesh, MeshOptions, Op, ReduceOp,
     Transport, Waiting,

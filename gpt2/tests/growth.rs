@@ -5,11 +5,12 @@
 mod local;
 
 use std::path::Path;
-use std::sync::{Barrier, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
 use burn::tensor::Device;
+use comm_core::conformance::Barrier;
 use comm_core::local::group;
 use gpt2::config::ModelConfig;
 use gpt2::corpus::Corpus;

@@ -6,9 +6,11 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::hint::black_box;
-use std::sync::{Barrier, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 use std::time::Instant;
+
+use comm_core::conformance::Barrier;
 
 use gpt2::memory::{self, Bytes, Category, Counting, Usage};
 

@@ -4,10 +4,11 @@ use std::collections::BTreeSet;
 use std::io::{Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener, TcpStream};
 use std::process::Command;
-use std::sync::{Barrier, Mutex};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use std::{env, fs, thread};
 
+use comm_core::conformance::Barrier;
 use comm_core::local::group;
 use comm_core::{Algorithm, DType, Deadline, Header, Incoming, OpKind, Outgoing, Sink, Transport};
 use comm_quic::{QuicOptions, QuicTransport};

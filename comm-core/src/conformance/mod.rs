@@ -19,6 +19,7 @@
 mod algorithms;
 mod arguments;
 mod asynchronous;
+mod barrier;
 mod copies;
 mod data;
 mod driver;
@@ -50,6 +51,7 @@ use crate::op::{Call, Mode, Op};
 #[cfg(feature = "fuzzing")]
 pub(crate) use processes::fuzzing;
 
+pub use barrier::Barrier;
 pub use driver::{CaseOutcome, Connector, RunOptions, run_threads};
 #[cfg(feature = "conformance-main")]
 pub use suite::{Suite, main, main_of};

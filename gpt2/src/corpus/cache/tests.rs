@@ -1,6 +1,7 @@
 use std::os::unix::fs::PermissionsExt as _;
-use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering};
+
+use comm_core::conformance::Barrier;
 
 use super::*;
 use crate::corpus::{Corpus, CorpusSource, LoadOptions, Loading, Stage};
