@@ -14,30 +14,42 @@ mod cell;
 mod chaos;
 mod collectives;
 mod compare;
+mod debug;
 mod environment;
+mod flag;
 mod folder;
+mod formula;
 mod hostile;
 mod interrupts;
+mod lines;
 mod link;
 mod links;
 mod machine;
 mod matrix;
 mod memory;
+mod outcome;
 mod overlap;
 mod paper;
 mod parity;
 mod peers;
+mod plan;
 mod plot;
 mod prices;
+mod progress;
 mod proof;
+mod rank;
 mod record;
 mod report;
 mod results;
 mod rung;
 mod runner;
+mod samples;
+mod setup;
+mod signal;
 mod soak;
 mod stats;
 mod sweep;
+mod sys;
 mod table;
 mod text;
 mod why;
@@ -68,11 +80,11 @@ fn main() -> ExitCode {
     }
     let mut args = Args::parse();
     let result = match args.command.take() {
-        Some(Command::Worker(worker)) => worker::run(&worker),
+        Some(Command::Worker(worker)) => rank::main::<worker::Task>(&worker),
         Some(Command::Collectives(collectives)) => collectives::run(&collectives),
-        Some(Command::CollectivesRank(rank)) => collectives::run_rank(&rank),
+        Some(Command::CollectivesRank(rank)) => rank::main::<collectives::Task>(&rank),
         Some(Command::Hostile(hostile)) => hostile::run(&hostile),
-        Some(Command::HostileRank(rank)) => hostile::run_rank(&rank),
+        Some(Command::HostileRank(rank)) => rank::main::<hostile::Task>(&rank),
         Some(Command::Chaos(chaos)) => chaos::run(&chaos),
         Some(Command::ChaosRank(rank)) => chaos::run_rank(&rank),
         Some(Command::Soak(soak)) => soak::run(&soak),
@@ -80,14 +92,14 @@ fn main() -> ExitCode {
         Some(Command::Peers(peers)) => peers::run(&peers),
         Some(Command::LinkEnter(enter)) => link::enter(&enter),
         Some(Command::LinkProbe(probe)) => link::run_probe(&probe),
-        Some(Command::LinkRank(rank)) => link::run_rank(&rank),
+        Some(Command::LinkRank(rank)) => rank::main::<link::TrainingTask>(&rank),
         Some(Command::Sweep(sweep)) => sweep::run(&sweep),
-        Some(Command::SweepRank(rank)) => sweep::run_rank(&rank),
+        Some(Command::SweepRank(rank)) => rank::main::<sweep::Task>(&rank),
         Some(Command::Report(report)) => report::run(&report),
         Some(Command::Compare(compare)) => compare::run(&compare),
         Some(Command::Links(links)) => links::run(&links),
         Some(Command::LinkEmulate(emulate)) => link::run_emulator(&emulate),
-        Some(Command::LinksRank(rank)) => links::run_rank(&rank),
+        Some(Command::LinksRank(rank)) => rank::main::<links::Task>(&rank),
         Some(Command::Parity(parity)) => parity::run(&parity),
         Some(Command::Memory(memory)) => memory::run(&memory),
         Some(Command::Paper(paper)) => paper::run(&paper),
@@ -95,20 +107,13 @@ fn main() -> ExitCode {
     };
     result.unwrap_or_else(|error| {
         complain(format_args!("error: {error}"));
-        let signal = error.downcast_ref::<runner::Interrupted>().map(|interrupted| 128 + interrupted.signal);
+        let signal = outcome::ending_signal(&error).map(|signal| 128 + signal);
         signal.and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from)
     })
 }
 
 fn run(args: &Args) -> Result<ExitCode, BenchError> {
-    if cfg!(debug_assertions) {
-        if !args.allow_debug {
-            return Err(
-                "this is a debug build, whose timings mean nothing; build with --release, or pass --allow-debug".into(),
-            );
-        }
-        say(format_args!("DEBUG BUILD: the timings below mean nothing"));
-    }
+    debug::refuse_timings(args.allow_debug)?;
     let setup = args.check()?;
     say(format_args!("text: {}", setup.corpus.describe()));
     say(format_args!("machine: {}", setup.environment.one_line()));

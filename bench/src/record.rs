@@ -2,15 +2,26 @@
 //!
 //! Times are milliseconds and sizes bytes unless a name says otherwise. Numbers that are not finite are `null`.
 
-use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
 use crate::environment::Environment;
+use crate::flag::Flag;
+use crate::link::Pipe;
+use crate::why::Network;
 
 /// Version of these lines; raised when their meaning changes.
 pub(crate) const SCHEMA: u32 = 1;
+
+/// The transport of a single rank, which talks to nobody.
+pub(crate) const NOBODY: &str = "none";
+
+/// What a run on one machine without namespaces goes over.
+pub(crate) const LOOPBACK: &str = "loopback";
+
+/// Leaves a setting to the kernel or the transport.
+pub(crate) const DEFAULT: &str = "default";
 
 /// One run of one cell.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -46,31 +57,6 @@ pub(crate) enum Status {
     TimedOut(String),
     /// This machine or build cannot run it.
     NotAvailable(String),
-}
-
-/// A doubt about a run.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Flag {
-    pub(crate) kind: FlagKind,
-    /// What was seen, with figures.
-    pub(crate) what: String,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) enum FlagKind {
-    /// Bytes, messages or operations are not what the strategy's formula says.
-    OffTheFormula,
-    /// Other processes, or other virtual machines, took processor time.
-    MachineBusy,
-    /// The processor ran faster or slower after the run than before it.
-    ClockMoved,
-    /// The emulator, not the link that it plays, was what held packets back.
-    EmulatorBehind,
-    /// More ranks than processor cores.
-    SharedCores,
-    /// Steps never settled.
-    NoSteadyState,
 }
 
 /// The values of all axes, which together are what is to be compared.
@@ -213,47 +199,6 @@ pub(crate) struct Operation {
     pub(crate) skew: f64,
 }
 
-/// What the network did meanwhile, on one rank, from the first step to the last.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Network {
-    /// Bytes and packets that the rank's network interface sent and received, headers included; `None` where ranks share one.
-    pub(crate) interface: Option<Interface>,
-    pub(crate) connections: Vec<Connection>,
-    /// Processor seconds of the process, by group of threads: `training`, `compute`, `network`, `control`, `other`.
-    pub(crate) cpu_s: BTreeMap<String, f64>,
-    /// Why there are no figures of connections, where there are none.
-    pub(crate) missing: Option<String>,
-}
-
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Interface {
-    pub(crate) bytes_sent: u64,
-    pub(crate) bytes_received: u64,
-    pub(crate) packets_sent: u64,
-    pub(crate) packets_received: u64,
-}
-
-/// One connection of a transport, as its kernel or QUIC itself tells.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Connection {
-    /// `tcp` or `quic`.
-    pub(crate) protocol: String,
-    /// Address of the other end.
-    pub(crate) peer: String,
-    /// Name of the congestion control.
-    pub(crate) congestion: String,
-    /// Smoothed round-trip time at the end, and the smallest seen.
-    pub(crate) rtt_ms: f64,
-    pub(crate) min_rtt_ms: Option<f64>,
-    /// At the end.
-    pub(crate) congestion_window_bytes: u64,
-    pub(crate) bytes_sent: u64,
-    pub(crate) packets_sent: u64,
-    /// Packets sent again (TCP), or taken for lost (QUIC).
-    pub(crate) retransmitted_packets: u64,
-    pub(crate) retransmitted_bytes: u64,
-}
-
 /// The link that a run went over.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Link {
@@ -261,26 +206,6 @@ pub(crate) struct Link {
     pub(crate) description: String,
     /// Counters of the emulator, for each rank's two directions, where there was one.
     pub(crate) emulator: Vec<Pipe>,
-}
-
-/// One direction of one end of an emulated link.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Pipe {
-    /// Number of the end (a namespace), from 0.
-    pub(crate) end: usize,
-    /// `up` for what the end sends, `down` for what it receives.
-    pub(crate) direction: String,
-    pub(crate) packets: u64,
-    pub(crate) bytes: u64,
-    /// Dropped at random.
-    pub(crate) lost: u64,
-    /// Dropped because the queue was full.
-    pub(crate) overflowed: u64,
-    pub(crate) reordered: u64,
-    pub(crate) duplicated: u64,
-    /// How much later than asked packets went out: median and 99th percentile, in microseconds.
-    pub(crate) late_p50_us: f64,
-    pub(crate) late_p99_us: f64,
 }
 
 impl fmt::Display for Axis {
@@ -334,6 +259,11 @@ impl Axis {
 }
 
 impl Cell {
+    /// Ranks that share an end of the link: a node, where the strategy tells nodes apart, of which there are then two.
+    pub(crate) fn ranks_per_end(&self) -> usize {
+        if self.strategy == "hierarchical" && self.ranks.is_multiple_of(2) { self.ranks / 2 } else { 1 }
+    }
+
     /// The value of an axis, as a plan writes it.
     pub(crate) fn value(&self, axis: Axis) -> String {
         match axis {

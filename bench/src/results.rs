@@ -11,6 +11,12 @@ use crate::record::{Record, SCHEMA};
 /// Name of the file in a folder of results.
 pub(crate) const FILE: &str = "results.jsonl";
 
+/// Name of the file that says what all parts of a sweep have in common.
+pub(crate) const HEADER: &str = "sweep.json";
+
+/// Name of the folder of traces.
+pub(crate) const TRACES: &str = "traces";
+
 /// Longest line that is read. The longest runs have some tens of kilobytes a rank.
 const LONGEST_LINE: u64 = 256 << 20;
 

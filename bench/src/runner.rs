@@ -1,15 +1,15 @@
 //! Training runs in processes of their own.
 
-use std::ffi::OsString;
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
-use comm_core::launch::{Launch, Output};
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::trainer::{Summary, TrainConfig};
 use gpt2::transports::{TransportKind, TransportOptions};
 
+use crate::link::World;
+use crate::outcome::{self, RunError};
+use crate::rank;
 use crate::worker::Task;
 
 /// A training run: its ranks are this executable, started again.
@@ -29,31 +29,6 @@ pub(crate) struct Run {
     pub(crate) tokenizer: TokenizerKind,
     /// The whole run must end within this time.
     pub(crate) timeout: Duration,
-}
-
-/// A signal ended the run.
-#[derive(Clone, Copy, Debug, thiserror::Error)]
-#[error("interrupted by signal {signal}; what was measured before is in the results")]
-pub(crate) struct Interrupted {
-    pub(crate) signal: i32,
-}
-
-/// Why there is no summary.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum RunError {
-    #[error("{0}")]
-    Failed(String),
-    /// It did not end by its deadline.
-    #[error("{0}")]
-    TimedOut(String),
-    #[error(transparent)]
-    Interrupted(#[from] Interrupted),
-}
-
-impl From<String> for RunError {
-    fn from(reason: String) -> Self {
-        RunError::Failed(reason)
-    }
 }
 
 impl Run {
@@ -81,18 +56,22 @@ impl Run {
     /// Trains, and returns what rank 0 says of it.
     ///
     /// # Errors
-    /// The cause, in one line; [`Interrupted`] when the user has had enough.
+    /// The cause, in one line; [`Interrupted`](RunError::Interrupted) when a signal came.
     pub(crate) fn summary(&self) -> Result<Summary, RunError> {
         let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
-        let (task_file, result) = (folder.path().join("task.json"), folder.path().join("summary.json"));
-        self.task(result.clone()).write(&task_file)?;
-        self.launch(&task_file)?;
-        let bytes = fs::read(&result).map_err(|error| format!("rank 0 left no summary: {error}"))?;
-        serde_json::from_slice(&bytes).map_err(|error| format!("rank 0's summary: {error}").into())
+        let result = folder.path().join("summary.json");
+        let arguments = rank::arguments(&self.task(result.clone()), folder.path())?;
+        // The threads of `local` live in one process, started the same way.
+        let processes = match self.transport {
+            None | Some(TransportKind::Local) => 1,
+            Some(_) => self.ranks,
+        };
+        outcome::run(&World::loopback().launch(&rank::this_program()?, arguments, processes, self.timeout)?)?;
+        Ok(rank::left(&result, 0)?)
     }
 
     /// What the ranks are told.
-    pub(crate) fn task(&self, result: PathBuf) -> Task {
+    fn task(&self, result: PathBuf) -> Task {
         Task {
             config: self.config.clone(),
             transport: self.transport.unwrap_or(TransportKind::Local),
@@ -104,32 +83,5 @@ impl Run {
             tokenizer: self.tokenizer,
             result,
         }
-    }
-
-    fn launch(&self, task: &Path) -> Result<(), RunError> {
-        let program = std::env::current_exe().map_err(|error| format!("where is this program? {error}"))?;
-        let arguments: Vec<OsString> = vec!["worker".into(), "--task".into(), task.into()];
-        // The threads of `local` live in one process, started the same way.
-        let processes = match self.transport {
-            None | Some(TransportKind::Local) => 1,
-            Some(_) => self.ranks,
-        };
-        let mut launch = Launch::new(program, processes);
-        launch.args = arguments;
-        launch.output = Output::Captured;
-        launch.timeout = Some(self.timeout);
-        let outcome = launch.run().map_err(|error| format!("{error}"))?;
-        if outcome.code == 0 {
-            return Ok(());
-        }
-        // The launcher has caught the signal for all of us.
-        if let Some(signal) = outcome.interrupted_by {
-            return Err(Interrupted { signal }.into());
-        }
-        let lines =
-            || outcome.captured.iter().flat_map(|rank| rank.stderr.lines()).filter(|line| !line.trim().is_empty());
-        let said = lines().find(|line| line.contains("error:")).or_else(|| lines().next());
-        let cause = outcome.cause.clone().unwrap_or_else(|| format!("exit code {}", outcome.code));
-        Err(format!("{cause}: {}", said.unwrap_or("it said nothing")).into())
     }
 }

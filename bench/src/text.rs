@@ -1,6 +1,6 @@
 //! Figures and tables as text.
 
-use crate::collectives::stats::{Ratio, median};
+use crate::stats::{Ratio, median};
 
 /// Lines under a header; the first `names` columns are names, to the left, the others figures, to the right.
 pub(crate) fn columns<const N: usize>(header: &[&str; N], lines: &[[String; N]], names: usize) -> String {

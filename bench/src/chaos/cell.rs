@@ -1,7 +1,5 @@
 //! One cell of the table: a job, a fault, and what the survivors make of it.
 
-use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
 use std::time::{Duration, Instant};
 
 use gpt2::transports::TransportKind;
@@ -94,14 +92,14 @@ impl Cell {
     }
 
     /// Runs the cell. `rest` is called when all that is left is to wait for long.
-    pub(crate) fn run(&self, times: &Times, seed: u64, interrupted: &Arc<AtomicUsize>, rest: &mut dyn FnMut()) -> Row {
+    pub(crate) fn run(&self, times: &Times, seed: u64, signals: &Signals, rest: &mut dyn FnMut()) -> Row {
         let began = Instant::now();
         let mut row = self.row(times);
         if let Some(why) = self.fault.not_applicable(self.transport, self.when) {
             row.not_applicable = Some(why.into());
             return row;
         }
-        if let Err(why) = self.try_run(Group::new(interrupted.clone()), times, seed, rest, &mut row) {
+        if let Err(why) = self.try_run(Group::new(signals.clone()), times, seed, rest, &mut row) {
             row.wrong.push(why);
         }
         row.seconds = began.elapsed().as_secs_f64();

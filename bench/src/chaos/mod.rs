@@ -22,11 +22,10 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError, mpsc};
+use std::sync::{Condvar, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use comm_core::launch::ending_signals;
 use gpt2::cli::say;
 
 pub(crate) use cell::{Times, ended, judge};
@@ -36,9 +35,11 @@ pub(crate) use play::{Played, fault as play_fault, secret};
 pub(crate) use rank::{ChaosRankArgs, Shared, run_rank};
 
 use crate::BenchError;
+use crate::debug;
 use crate::folder;
-use crate::matrix::{Lines, bar};
-use crate::runner::Interrupted;
+use crate::lines::Lines;
+use crate::progress::bar;
+use crate::signal::Signals;
 use cell::{Cell, Row};
 use options::Settings;
 
@@ -47,14 +48,9 @@ const WORD: Duration = Duration::from_secs(15);
 
 /// Runs the table; fails when a cell is not as it should be.
 pub(crate) fn run(args: &ChaosArgs) -> Result<ExitCode, BenchError> {
-    if cfg!(debug_assertions) && !args.allows_debug() {
-        return Err(
-            "this is a debug build, in which detection takes longer; build with --release, or pass --allow-debug"
-                .into(),
-        );
-    }
+    debug::refuse(args.allows_debug(), "in which detection takes longer")?;
     let settings = args.check()?;
-    let interrupted = interrupted()?;
+    let signals = Signals::catch()?;
     let mut file = match &settings.out {
         Some(out) => {
             folder::make(out)?;
@@ -70,7 +66,7 @@ pub(crate) fn run(args: &ChaosArgs) -> Result<ExitCode, BenchError> {
     let bar = bar(settings.cells.len());
     let mut last_word = Instant::now();
     for cells in [others, busy] {
-        run_cells(&cells, &settings, &interrupted, &mut |row| {
+        run_cells(&cells, &settings, &signals, &mut |row| {
             bar.inc(1);
             bar.set_message(row.cell.name());
             if !row.wrong.is_empty() {
@@ -90,9 +86,7 @@ pub(crate) fn run(args: &ChaosArgs) -> Result<ExitCode, BenchError> {
         })?;
     }
     bar.finish_and_clear();
-    if let signal @ 1.. = interrupted.load(Ordering::Relaxed) {
-        return Err(Interrupted { signal: i32::try_from(signal).unwrap_or(2) }.into());
-    }
+    signals.check()?;
     say(report::table(&rows, &settings));
     for name in shared_places().iter().filter(|name| !before.contains(name)) {
         say(format_args!("appeared meanwhile, perhaps from another program: {}", name.display()));
@@ -110,20 +104,11 @@ fn shared_places() -> Vec<PathBuf> {
     ["/run/netns", "/dev/shm"].into_iter().flat_map(entries).collect()
 }
 
-/// The signal that the user has sent, 0 until then.
-pub(crate) fn interrupted() -> Result<Arc<AtomicUsize>, BenchError> {
-    let interrupted = Arc::new(AtomicUsize::new(0));
-    for signal in ending_signals() {
-        signal_hook::flag::register_usize(signal, interrupted.clone(), signal.unsigned_abs() as usize)?;
-    }
-    Ok(interrupted)
-}
-
 /// Runs the cells, several at a time; `done` gets each row as it comes.
 fn run_cells(
     cells: &[Cell],
     settings: &Settings,
-    interrupted: &Arc<AtomicUsize>,
+    signals: &Signals,
     done: &mut dyn FnMut(Row) -> Result<(), BenchError>,
 ) -> Result<(), BenchError> {
     let permits = Permits::new(settings.jobs);
@@ -138,11 +123,11 @@ fn run_cells(
                     let number = next.fetch_add(1, Ordering::Relaxed);
                     let Some(cell) = cells.get(number) else { return };
                     let mut permit = Some(permits.take());
-                    if interrupted.load(Ordering::Relaxed) != 0 {
+                    if signals.came() {
                         return;
                     }
                     let seed = settings.seed.wrapping_add(number as u64).wrapping_mul(0x9E37_79B9) >> 7;
-                    let row = cell.run(&settings.times, seed, interrupted, &mut || drop(permit.take()));
+                    let row = cell.run(&settings.times, seed, signals, &mut || drop(permit.take()));
                     if sender.send(row).is_err() {
                         return;
                     }
@@ -152,7 +137,7 @@ fn run_cells(
         drop(sender);
         let mut outcome = Ok(());
         for row in rows {
-            if outcome.is_ok() && interrupted.load(Ordering::Relaxed) == 0 {
+            if outcome.is_ok() && !signals.came() {
                 outcome = done(row);
             }
             if outcome.is_err() {

@@ -10,6 +10,7 @@ use super::fault::Fault;
 use super::process::{Group, Number};
 use super::protocol::{Command, Deafen, Event, Inflict, Join, Told};
 use super::sys;
+use crate::sys::now;
 
 /// How long a rank may take to say that it has done what it was told.
 const SOON: Duration = Duration::from_secs(20);
@@ -42,7 +43,7 @@ pub(crate) fn fault(
     like: &Join,
     times: &Times,
 ) -> Result<Played, String> {
-    let mut played = Played { at: sys::now(), ..Played::default() };
+    let mut played = Played { at: now(), ..Played::default() };
     match fault {
         Fault::Kill => sys::signal(group.process_id(victim), libc::SIGKILL),
         Fault::Stop => sys::signal(group.process_id(victim), libc::SIGSTOP),
@@ -138,7 +139,7 @@ fn deafen(group: &mut Group, victim: Number, others: &[Number], with_control: bo
     if with_control {
         peers.extend(control);
     }
-    let at = sys::now();
+    let at = now();
     group.tell(victim, &Command::Deafen(Deafen { data: true, control: with_control, ..Deafen::default() }));
     for other in others {
         let deafen = Deafen { peers: peers.clone(), ports: ports.clone(), ..Deafen::default() };

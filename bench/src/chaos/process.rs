@@ -6,7 +6,6 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command as Program, ExitStatus, Stdio};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -14,7 +13,8 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 use super::protocol::{Command, Event};
-use crate::collectives::sys::kill_group;
+use crate::signal::Signals;
+use crate::sys::kill_group;
 
 /// Most that is kept of what a rank complains about.
 const MAX_COMPLAINT: usize = 8 << 10;
@@ -35,8 +35,8 @@ pub(crate) struct Group {
     sender: mpsc::Sender<(usize, Event)>,
     /// What has been said and not been asked for yet.
     heard: Vec<(usize, Event)>,
-    /// The signal that ends all waits, 0 for none.
-    interrupted: Arc<AtomicUsize>,
+    /// One that comes ends all waits.
+    signals: Signals,
 }
 
 struct Member {
@@ -50,17 +50,17 @@ struct Member {
 pub(crate) type Number = usize;
 
 impl Group {
-    /// A group without processes. All its waits end when `interrupted` is not 0 any more.
+    /// A group without processes. All its waits end when one of `signals` comes.
     ///
     /// # Errors
     /// Why there can be none.
-    pub(crate) fn new(interrupted: Arc<AtomicUsize>) -> Result<Self, String> {
+    pub(crate) fn new(signals: Signals) -> Result<Self, String> {
         let folder = tempfile::Builder::new().prefix("chaos-").permissions(fs::Permissions::from_mode(0o700)).tempdir();
         let folder = folder.map_err(|error| format!("no temporary folder: {error}"))?;
         fs::create_dir(folder.path().join("tmp")).map_err(|error| format!("no temporary folder: {error}"))?;
         let program = std::env::current_exe().map_err(|error| format!("this program cannot find itself: {error}"))?;
         let (sender, events) = mpsc::channel();
-        Ok(Group { program, folder, members: Vec::new(), events, sender, heard: Vec::new(), interrupted })
+        Ok(Group { program, folder, members: Vec::new(), events, sender, heard: Vec::new(), signals })
     }
 
     /// A folder that only this user can enter.
@@ -168,7 +168,7 @@ impl Group {
 
     /// Whether the user has had enough.
     pub(crate) fn is_interrupted(&self) -> bool {
-        self.interrupted.load(Ordering::Relaxed) != 0
+        self.signals.came()
     }
 
     /// Forgets what has been said.
@@ -187,7 +187,7 @@ impl Group {
             if member.status.is_none() {
                 member.status = member.child.try_wait().unwrap_or_default();
             }
-            if member.status.is_some() || Instant::now() >= deadline || self.interrupted.load(Ordering::Relaxed) != 0 {
+            if member.status.is_some() || Instant::now() >= deadline || self.signals.came() {
                 return member.status;
             }
             thread::sleep(TICK);

@@ -1,5 +1,5 @@
 //! What the program and the ranks that it has started say to each other: lines of JSON over their standard input and output.
-//! Times are those of [`sys::now`](super::sys::now).
+//! Times are those of [`now`](crate::sys::now).
 
 use std::net::SocketAddr;
 use std::path::PathBuf;

@@ -21,8 +21,8 @@ use super::stream;
 use super::sys;
 use super::work::LANES;
 use crate::BenchError;
-use crate::collectives::sys::process_cpu_time;
 use crate::soak::mix;
+use crate::sys::{now, process_cpu_time};
 
 /// How long threads and descriptors may take to go when everything has been dropped.
 const TIDY: Duration = Duration::from_secs(1);
@@ -57,12 +57,12 @@ fn take_part(join: &Join, shared: &Shared, commands: &mpsc::Receiver<Main>, befo
     let mut was_connected = false;
     let outcome = connect(join, shared).and_then(|connected| {
         was_connected = true;
-        say(&Event::Connected { at: sys::now() });
+        say(&Event::Connected { at: now() });
         let comm = session.insert(connected).comm.clone();
         follow(join, &*comm, shared, &mut work)
     });
     let error = outcome.as_ref().err().map(Told::of);
-    say(&Event::Ended(Box::new(Ended { at: sys::now(), was_connected, error, work })));
+    say(&Event::Ended(Box::new(Ended { at: now(), was_connected, error, work })));
     let cpu = process_cpu_time()?;
     thread::sleep(IDLE);
     let cpu = process_cpu_time()?.saturating_sub(cpu);
@@ -104,7 +104,7 @@ fn connect(join: &Join, shared: &Shared) -> Result<Session, Error> {
     // Whatever is connected now belongs to the control plane, what comes later to the transport.
     shared.lock().control = Some(Known::now().map_err(|error| Error::io("listing the control sockets", error))?);
     if matches!(join.plan, Plan::One { when: When::Connect, waits: true, .. }) {
-        say(&Event::Underway { at: sys::now() });
+        say(&Event::Underway { at: now() });
         shared.gate();
     }
     // What a rank gives up on while it connects is the failure of all, and what another gave up on first is its own.
@@ -190,20 +190,20 @@ impl Shared {
     fn suffer(&self, due: Option<Inflict>) {
         match due {
             Some(Inflict::Panic) => {
-                say(&Event::Inflicted { at: sys::now(), error: None });
+                say(&Event::Inflicted { at: now(), error: None });
                 panic!("on purpose");
             }
             Some(Inflict::Silent) => {
-                say(&Event::Inflicted { at: sys::now(), error: None });
+                say(&Event::Inflicted { at: now(), error: None });
                 let mut state = self.lock();
                 while !state.resumes {
                     state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 }
             }
             Some(Inflict::Busy(millis)) => {
-                say(&Event::Inflicted { at: sys::now(), error: None });
+                say(&Event::Inflicted { at: now(), error: None });
                 inflict::compute(Duration::from_millis(millis));
-                say(&Event::Recovered { at: sys::now() });
+                say(&Event::Recovered { at: now() });
             }
             _ => {}
         }
@@ -249,12 +249,12 @@ impl Shared {
         match fault {
             Inflict::Panic | Inflict::Silent | Inflict::Busy(_) => self.set(|state| state.due = Some(fault)),
             Inflict::Exit => {
-                say(&Event::Inflicted { at: sys::now(), error: None });
+                say(&Event::Inflicted { at: now(), error: None });
                 std::process::exit(0);
             }
             Inflict::Abort => {
                 let comm = self.lock().comm.clone();
-                let at = sys::now();
+                let at = now();
                 if let Some(comm) = comm {
                     comm.abort("asked to by the chaos table");
                 }
@@ -262,7 +262,7 @@ impl Shared {
             }
             Inflict::Reset | Inflict::Shutdown => {
                 let known = self.lock().control.clone().unwrap_or_default();
-                let at = sys::now();
+                let at = now();
                 let error = inflict::break_data(&known, fault == Inflict::Reset).err().map(|error| error.to_string());
                 say(&Event::Inflicted { at, error });
             }

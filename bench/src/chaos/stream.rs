@@ -7,9 +7,9 @@ use comm_core::{Communicator, CommunicatorExt, Error};
 use super::fault::When;
 use super::protocol::{Event, Work};
 use super::rank::{Shared, say};
-use super::sys;
 use super::work::{Collective, Prepared, Step, Way, any};
-use crate::collectives::case::Reduction;
+use crate::samples::Reduction;
+use crate::sys::now;
 
 /// Elements of the operations, in turn: most messages are short, most time goes into the long ones.
 const COUNTS: [usize; 4] = [512, 8 << 10, 512, if cfg!(debug_assertions) { 64 << 10 } else { 512 << 10 }];
@@ -52,12 +52,12 @@ impl Stream<'_> {
             if let Some(leaver) = leaves {
                 self.farewell(comm, leaver, work)?;
             }
-            say(&Event::LastDone { at: sys::now() });
+            say(&Event::LastDone { at: now() });
         }
         // Who waits while the ranks connect has done so.
         if waits && when != When::Connect {
             if when == When::Before {
-                say(&Event::Underway { at: sys::now() });
+                say(&Event::Underway { at: now() });
             }
             self.shared.gate();
         }
@@ -66,7 +66,7 @@ impl Stream<'_> {
                 self.shared.checkpoint();
                 self.step(comm, operation, work)?;
                 if number == WARM {
-                    say(&Event::Underway { at: sys::now() });
+                    say(&Event::Underway { at: now() });
                 }
                 if self.ends && number % 8 == 7 && any(comm, self.shared.stops())? {
                     break;

@@ -9,15 +9,6 @@ use std::time::Duration;
 
 use socket2::{Domain, SockFilter, SockRef, Type};
 
-/// Nanoseconds of the clock that all processes of this machine share and that never goes back (`CLOCK_MONOTONIC`).
-pub(crate) fn now() -> u64 {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the call writes one timespec through a pointer that is valid for it. This clock always exists, so it cannot fail.
-    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
-    let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
-    seconds * 1_000_000_000 + u64::try_from(time.tv_nsec).unwrap_or(0)
-}
-
 /// Sends `signal` to a process that this one has started and not yet waited for, so that its number is still its own.
 pub(crate) fn signal(process: u32, signal: i32) {
     if let Ok(process) = libc::pid_t::try_from(process)

@@ -10,8 +10,8 @@ use comm_core::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::collectives::case::Reduction;
-use crate::collectives::data::{Pattern, Sample, fill};
+use crate::samples::Reduction;
+use crate::samples::{Pattern, Sample, fill};
 
 /// What the ranks do together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]

@@ -10,9 +10,9 @@ use comm_core::{
 };
 
 use super::case::{Case, Operation, Place};
-use super::data::{Pattern, Sample, count_wrong, fill, with_sample};
 use super::protocol::{MAX_SAMPLES, Measure, Reply, Trouble};
-use super::sys;
+use crate::samples::{Pattern, Sample, count_wrong, fill, with_sample};
+use crate::sys::process_cpu_time;
 
 /// A rank's buffers, kept from one command to the next so that each measures memory that is already there.
 #[derive(Default)]
@@ -321,7 +321,7 @@ fn cpu_time(is_process: bool) -> Result<Duration, Trouble> {
     if !is_process {
         return Ok(Duration::ZERO);
     }
-    sys::process_cpu_time().map_err(|error| Trouble::Failed(format!("reading this process's clock: {error}")))
+    process_cpu_time().map_err(|error| Trouble::Failed(format!("reading this process's clock: {error}")))
 }
 
 fn nanos(time: Duration) -> u64 {

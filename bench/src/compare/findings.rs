@@ -3,7 +3,8 @@
 use serde::Serialize;
 
 use super::changes::{Changed, cells_changed, environments_changed};
-use crate::record::{Axis, Cell, FlagKind};
+use crate::flag::FlagKind;
+use crate::record::{Axis, Cell};
 use crate::results::Results;
 use crate::stats::{CellRuns, Change, Comparison, Interval, Keep, Metric, Over, Summary, Verdict, Why, cell_runs};
 use crate::stats::{compare_unpaired, summary};
@@ -230,7 +231,8 @@ mod tests {
     use std::path::PathBuf;
 
     use super::*;
-    use crate::record::{Flag, Record, Status};
+    use crate::flag::Flag;
+    use crate::record::{Record, Status};
     use crate::stats::made_up::{cell, record};
 
     fn results(records: Vec<Record>) -> Results {

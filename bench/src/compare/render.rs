@@ -177,7 +177,8 @@ mod tests {
     use std::path::PathBuf;
 
     use super::*;
-    use crate::record::{Flag, FlagKind, Record, Status};
+    use crate::flag::{Flag, FlagKind};
+    use crate::record::{Record, Status};
     use crate::results::Results;
     use crate::stats::made_up::{cell, record};
 

@@ -1,6 +1,5 @@
 //! The job that is attacked: a small training, in processes, seeded.
 
-use std::ffi::OsString;
 use std::fs;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -20,7 +19,8 @@ use super::options::Settings;
 use super::rank::Task;
 use super::watch::{Seen, Watch};
 use crate::BenchError;
-use crate::runner::Interrupted;
+use crate::outcome::{self, RunError};
+use crate::rank;
 
 /// Ranks of the job.
 pub(super) const RANKS: usize = 3;
@@ -49,15 +49,6 @@ pub(super) struct Ended {
     pub(super) start: Duration,
 }
 
-/// Why a job gave no result.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum JobError {
-    #[error(transparent)]
-    Interrupted(#[from] Interrupted),
-    #[error("{0}")]
-    Failed(String),
-}
-
 impl RunningJob {
     /// Starts a job of `steps` steps over `transport`, which waits for [`release`](RunningJob::release) before the last ones if it `waits`.
     pub(super) fn start(
@@ -82,13 +73,8 @@ impl RunningJob {
             late: settings.late,
             waits,
         };
-        let task_file = folder.path().join("task.json");
-        fs::write(&task_file, serde_json::to_vec(&task)?)
-            .map_err(|error| format!("{}: {error}", task_file.display()))?;
-        let program = std::env::current_exe().map_err(|error| format!("where is this program? {error}"))?;
-        let arguments: Vec<OsString> = vec!["hostile-rank".into(), "--task".into(), task_file.into()];
-        let mut launch = Launch::new(program, RANKS);
-        launch.args = arguments;
+        let mut launch = Launch::new(rank::this_program()?, RANKS);
+        launch.args = rank::arguments(&task, folder.path())?;
         // The ranks compute in the pool that all of a process share.
         launch.env = vec![("RAYON_NUM_THREADS".into(), "1".into())];
         launch.output = Output::Captured;
@@ -141,30 +127,16 @@ impl RunningJob {
     ///
     /// # Errors
     /// Why it failed, in the words of the rank that failed first.
-    pub(super) fn finish(mut self) -> Result<Ended, JobError> {
+    pub(super) fn finish(mut self) -> Result<Ended, RunError> {
         let outcome = match self.launcher.take().map(JoinHandle::join) {
             Some(Ok(Ok(outcome))) => outcome,
-            Some(Ok(Err(error))) => return Err(JobError::Failed(error.to_string())),
+            Some(Ok(Err(error))) => return Err(RunError::Failed(error.to_string())),
             Some(Err(_)) | None => {
-                return Err(JobError::Failed("the thread that looks after the ranks panicked".into()));
+                return Err(RunError::Failed("the thread that looks after the ranks panicked".into()));
             }
         };
-        if let Some(signal) = outcome.interrupted_by {
-            return Err(Interrupted { signal }.into());
-        }
-        if outcome.code != 0 {
-            let lines =
-                || outcome.captured.iter().flat_map(|rank| rank.stderr.lines()).filter(|line| !line.trim().is_empty());
-            let said = lines().find(|line| line.contains("error:")).or_else(|| lines().next());
-            let cause = outcome.cause.clone().unwrap_or_else(|| format!("exit code {}", outcome.code));
-            return Err(JobError::Failed(format!("{cause}: {}", said.unwrap_or("it said nothing"))));
-        }
-        let path = Task::summary_file(self.folder.path());
-        let summary = fs::read(&path)
-            .map_err(|error| JobError::Failed(format!("rank 0 left no summary: {error}")))
-            .and_then(|bytes| {
-                serde_json::from_slice(&bytes).map_err(|error| JobError::Failed(format!("rank 0's summary: {error}")))
-            })?;
+        outcome::captured(outcome)?;
+        let summary = rank::left(&Task::summary_file(self.folder.path()), 0)?;
         let seen = self.watch.seen().clone();
         let start = seen.training_since.map_or(Duration::ZERO, |training| training - self.since);
         Ok(Ended { summary, steps: self.steps(), seen, start })

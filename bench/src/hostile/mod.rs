@@ -27,30 +27,26 @@ use gpt2::cli::say;
 use gpt2::transports::TransportKind;
 
 pub(crate) use options::HostileArgs;
-pub(crate) use rank::{HostileRankArgs, run_rank};
+pub(crate) use rank::Task;
 
 use crate::BenchError;
+use crate::debug;
 use crate::environment::Environment;
-use crate::matrix::Lines;
-use job::{Ended, JobError, RunningJob};
+use crate::lines::Lines;
+use crate::outcome::RunError;
+use crate::stats::median;
+use job::{Ended, RunningJob};
 use options::Settings;
 use recipes::Recipes;
-use report::{KindRow, Verdict, median};
+use report::{KindRow, Verdict};
 
 /// Steps by which the speed of this machine is learnt.
 const CALIBRATION: u64 = 40;
 
 /// Runs the attack on every transport; fails when something broke.
 pub(crate) fn run(args: &HostileArgs) -> Result<ExitCode, BenchError> {
-    if cfg!(debug_assertions) && !args.allows_debug() {
-        return Err(
-            "this is a debug build, whose timings mean nothing; build with --release, or pass --allow-debug".into()
-        );
-    }
+    debug::refuse_timings(args.allows_debug())?;
     let settings = args.check()?;
-    if cfg!(debug_assertions) {
-        say("DEBUG BUILD: the timings below mean nothing");
-    }
     say(format_args!("text: {}", settings.corpus.describe()));
     say(format_args!("machine: {}", Environment::read().one_line()));
     say("attackers and job share this machine's cores, so steps take longer for that reason too");
@@ -61,7 +57,7 @@ pub(crate) fn run(args: &HostileArgs) -> Result<ExitCode, BenchError> {
 
     let mut verdicts: Vec<Verdict> = Vec::new();
     for transport in &settings.transports {
-        settings.go_on()?;
+        settings.signals.check()?;
         let (rows, verdict) = one(&settings, *transport, steps, &recipes)?;
         if let Some(file) = &mut file {
             rows.iter().try_for_each(|row| file.write(row))?;
@@ -103,8 +99,10 @@ fn undisturbed(settings: &Settings, transport: TransportKind, steps: u64) -> Res
     }
     job.watch.begin();
     job.finish().map_err(|error| match error {
-        JobError::Interrupted(interrupted) => BenchError::from(interrupted),
-        JobError::Failed(why) => format!("the undisturbed job over {transport} failed: {why}").into(),
+        RunError::Interrupted(interrupted) => BenchError::from(interrupted),
+        RunError::Failed(why) | RunError::TimedOut(why) => {
+            format!("the undisturbed job over {transport} failed: {why}").into()
+        }
     })
 }
 
@@ -115,7 +113,7 @@ fn one(
     recipes: &Recipes,
 ) -> Result<(Vec<KindRow>, Verdict), BenchError> {
     let quiet = undisturbed(settings, transport, steps)?;
-    settings.go_on()?;
+    settings.signals.check()?;
     let job = RunningJob::start(settings, transport, steps, true)?;
     let many = sys::ManyDescriptors::allow()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -126,8 +124,8 @@ fn one(
     let outcome = outcome?;
     let ports = job.watch.seen().ports.clone();
     let attacked = match job.finish() {
-        Err(JobError::Interrupted(interrupted)) => return Err(interrupted.into()),
-        Err(JobError::Failed(why)) => Err(why),
+        Err(RunError::Interrupted(interrupted)) => return Err(interrupted.into()),
+        Err(RunError::Failed(why) | RunError::TimedOut(why)) => Err(why),
         Ok(ended) => Ok(ended),
     };
     Ok(report::judge(settings, transport, &quiet, attacked, outcome, ports))

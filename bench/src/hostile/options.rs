@@ -1,19 +1,16 @@
 //! The command line of `bench hostile`, checked.
 
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use comm_core::launch::ending_signals;
-use gpt2::corpus::{Corpus, CorpusSource};
-use gpt2::env::default_cargo_home;
+use gpt2::corpus::Corpus;
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::transports::TransportKind;
 
 use crate::BenchError;
 use crate::folder;
-use crate::runner::Interrupted;
+use crate::rank::load_text;
+use crate::signal::Signals;
 
 /// Trains while strangers attack every port of the job, and checks that the weights come out the same.
 ///
@@ -60,17 +57,7 @@ pub(super) struct Settings {
     pub(super) out: Option<PathBuf>,
     /// How much later than rank 0 the other ranks come, and the last rank's data connections after that.
     pub(super) late: Duration,
-    interrupted: Arc<AtomicUsize>,
-}
-
-impl Settings {
-    /// Whether the user still wants the results.
-    pub(super) fn go_on(&self) -> Result<(), Interrupted> {
-        match self.interrupted.load(Ordering::Relaxed) {
-            0 => Ok(()),
-            signal => Err(Interrupted { signal: signal as i32 }),
-        }
-    }
+    pub(super) signals: Signals,
 }
 
 impl HostileArgs {
@@ -103,13 +90,7 @@ impl HostileArgs {
         if let Some(out) = &self.out {
             folder::make(out)?;
         }
-        let source = CorpusSource::from_path(self.data.clone(), default_cargo_home());
-        let corpus = Corpus::load(&source, TokenizerKind::Bytes)?;
-        // A launcher catches signals while its ranks run; this is for the time between two jobs.
-        let interrupted = Arc::new(AtomicUsize::new(0));
-        for signal in ending_signals() {
-            signal_hook::flag::register_usize(signal, interrupted.clone(), signal as usize)?;
-        }
+        let corpus = load_text(self.data.as_deref(), TokenizerKind::Bytes)?;
         Ok(Settings {
             transports: self.transports.clone(),
             inputs: inputs.div_ceil(self.transports.len().max(1) as u64),
@@ -119,7 +100,7 @@ impl HostileArgs {
             source: self.data.clone(),
             out: self.out.clone(),
             late: Duration::from_millis(if self.quick { 150 } else { 1000 }),
-            interrupted,
+            signals: Signals::catch()?,
         })
     }
 }

@@ -3,33 +3,25 @@
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use burn::tensor::Device;
 use comm_core::control::TcpControl;
-use comm_core::job::{self, Job};
+use comm_core::job::Job;
 use comm_core::{Control, Deadline, Error};
-use gpt2::corpus::{Corpus, CorpusSource};
-use gpt2::env::default_cargo_home;
+use gpt2::corpus::Corpus;
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::trainer::{Observer, StepReport, TrainConfig, TrainError, train};
 use gpt2::transports::{self, TransportKind, TransportOptions};
 use serde::{Deserialize, Serialize};
 
 use crate::BenchError;
-
-#[derive(Debug, clap::Args)]
-pub(crate) struct HostileRankArgs {
-    /// The task, as JSON.
-    #[arg(long)]
-    task: PathBuf,
-}
+use crate::rank::{Program, load_text, of_a_job};
 
 /// What a rank is told.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Task {
+pub(crate) struct Task {
     pub(super) config: TrainConfig,
     pub(super) transport: TransportKind,
     pub(super) options: TransportOptions,
@@ -68,26 +60,17 @@ impl Task {
     }
 }
 
-pub(crate) fn run_rank(args: &HostileRankArgs) -> Result<ExitCode, BenchError> {
-    job::die_with_parent()?;
-    let task: Task = serde_json::from_slice(&fs::read(&args.task)?)
-        .map_err(|error| format!("{}: not a task of this program: {error}", args.task.display()))?;
-    let job = Job::from_env()?.ok_or("a rank of an attacked job is started by its launcher")?;
-    fs::write(Task::process_file(&task.folder, job.rank), std::process::id().to_string())?;
-    let source = CorpusSource::from_path(task.source.clone(), default_cargo_home());
-    let corpus = Corpus::load(&source, TokenizerKind::Bytes)?;
+impl Program for Task {
+    const COMMAND: &'static str = "hostile-rank";
 
-    if job.rank != 0 {
-        thread::sleep(task.late);
-    }
-    match take_part(&task, &job, &corpus) {
-        Ok(()) => Ok(ExitCode::SUCCESS),
-        Err(TrainError::Comm(error)) => {
-            eprintln!("error: {error}");
-            let code = u8::try_from(job::exit_code(&error, job.rank));
-            Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
+    fn run(&self, job: Option<&Job>) -> Result<(), BenchError> {
+        let job = of_a_job(job)?;
+        fs::write(Task::process_file(&self.folder, job.rank), std::process::id().to_string())?;
+        let corpus = load_text(self.source.as_deref(), TokenizerKind::Bytes)?;
+        if job.rank != 0 {
+            thread::sleep(self.late);
         }
-        Err(error) => Err(error.into()),
+        Ok(take_part(self, job, &corpus)?)
     }
 }
 

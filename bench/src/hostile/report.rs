@@ -11,6 +11,7 @@ use super::kinds::Kind;
 use super::options::Settings;
 use super::tally::Tally;
 use super::watch::{Port, Protocol, Use};
+use crate::stats::median;
 
 /// By how much the peak memory of a rank may rise, in bytes. The job bounds what strangers may cost by the number of handshakes and the
 /// length of what it reads from each.
@@ -66,14 +67,6 @@ struct PortRow {
     port: Port,
     seen_for_ms: f64,
     stays_open: bool,
-}
-
-/// The median; `None` of nothing.
-pub(super) fn median(values: &[f64]) -> Option<f64> {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    let (low, high) = (sorted.get(sorted.len().checked_sub(1)? / 2)?, sorted.get(sorted.len() / 2)?);
-    Some((low + high) / 2.0)
 }
 
 /// Rows and verdict of one transport.
@@ -281,16 +274,4 @@ pub(super) fn sentences(verdict: &Verdict) -> String {
         if verdict.weights_equal { "yes" } else { "NO" },
         verdict.broken.iter().map(|what| format!("\nBROKEN: {what}")).collect::<String>()
     )
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_median_lies_in_the_middle() {
-        assert_eq!(median(&[]), None);
-        assert_eq!(median(&[3.0]), Some(3.0));
-        assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), Some(2.5));
-    }
 }

@@ -5,11 +5,11 @@ use std::sync::{Mutex, PoisonError};
 use serde::Deserialize;
 
 use super::emulator::PipeSpec;
+use super::pipe::Pipe;
 use super::profile::Profile;
 use super::rate::Rate;
 use super::tools::Namespace;
 use super::{INTERFACE, address};
-use crate::record::Pipe;
 
 /// The bridge and the namespace that it lives in.
 #[derive(Debug)]

@@ -7,6 +7,7 @@ mod emulator;
 mod enter;
 mod hub;
 mod options;
+mod pipe;
 mod place;
 mod privileges;
 mod probe;
@@ -23,12 +24,13 @@ use std::net::Ipv4Addr;
 pub(crate) use emulator::{EmulateArgs, Loss, PipeSpec, run_emulator};
 pub(crate) use enter::{EnterArgs, enter};
 pub(crate) use options::LinkOptions;
-pub(crate) use place::{Ends, run, this_program};
+pub(crate) use pipe::Pipe;
+pub(crate) use place::Ends;
 pub(crate) use privileges::gain_namespaces;
 pub(crate) use probe::{Probe, ProbeArgs, run_probe};
 pub(crate) use profile::{Carrier, Profile};
 pub(crate) use rate::{Rate, RateLimit};
-pub(crate) use training::{Figures, RankArgs, Training, run_rank};
+pub(crate) use training::{Figures, Task as TrainingTask, Training};
 pub(crate) use world::World;
 
 /// The interface at each end.

@@ -2,15 +2,14 @@
 
 use std::ffi::OsString;
 use std::net::{IpAddr, Ipv4Addr};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
-use comm_core::job::EXIT_ECHO;
-use comm_core::launch::{Captured, Launch, Output};
+use comm_core::launch::{Launch, Output};
 use serde::{Deserialize, Serialize};
 
 use super::{INTERFACE, World, address};
-use crate::runner::{Interrupted, RunError};
+use crate::rank::this_program;
 
 /// Where a rank listens and where all meet.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -20,9 +19,6 @@ pub(crate) struct Ends {
     /// Where rank 0 waits for the others, at its own end.
     port: u16,
 }
-
-/// The launcher's exit code when the time is up.
-const EXIT_TIMED_OUT: i32 = 124;
 
 /// The same for every job: there is one at a time on a link, and nobody else in its namespaces.
 const MEETING_PORT: u16 = 29_400;
@@ -89,49 +85,14 @@ pub(super) fn ranks_at_an_end(ranks: usize, ends: usize) -> usize {
     ranks.div_ceil(ends.max(1)).max(1)
 }
 
-/// Where this program is.
-///
-/// # Errors
-/// The operating system does not say.
-pub(crate) fn this_program() -> Result<PathBuf, String> {
-    std::env::current_exe().map_err(|error| format!("where is this program? {error}"))
-}
-
-/// Runs a job to its end; what its ranks have written.
-///
-/// # Errors
-/// What the rank has said that failed first, or that the user has had enough.
-pub(crate) fn run(launch: &Launch) -> Result<Vec<Captured>, RunError> {
-    let outcome = launch.run().map_err(|error| error.to_string())?;
-    if outcome.code == 0 {
-        return Ok(outcome.captured);
-    }
-    // The launcher has caught the signal for all of us.
-    if let Some(signal) = outcome.interrupted_by {
-        return Err(RunError::Interrupted(Interrupted { signal }));
-    }
-    // An echo of another rank's failure says less than that rank.
-    let culprit = outcome.codes.iter().position(|code| *code != 0 && *code != EXIT_ECHO);
-    let in_order = culprit.into_iter().chain(0..outcome.captured.len());
-    let said = in_order.filter_map(|rank| complaint(outcome.captured.get(rank)?)).next();
-    let cause = outcome.cause.unwrap_or_else(|| format!("exit code {}", outcome.code));
-    if outcome.code == EXIT_TIMED_OUT {
-        return Err(RunError::TimedOut(cause));
-    }
-    Err(RunError::Failed(format!("{cause}: {}", said.unwrap_or("it said nothing"))))
-}
-
-/// The line of a rank's complaints that says most: our programs mark it, and a Python traceback ends with it.
-fn complaint(captured: &Captured) -> Option<&str> {
-    let lines = || captured.stderr.lines().map(str::trim).filter(|line| !line.is_empty());
-    lines().find(|line| line.starts_with("error:")).or_else(|| lines().next_back())
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::Instant;
 
+    use comm_core::launch::Captured;
+
     use super::*;
+    use crate::outcome::{RunError, run};
 
     fn shell(place: &World, script: &str, timeout: u64) -> Result<Vec<Captured>, RunError> {
         let arguments = vec!["-c".into(), script.into()];
@@ -171,13 +132,5 @@ mod tests {
     fn a_job_that_does_not_end_is_ended() {
         let why = failure(shell(&World::loopback(), "sleep 60", 1));
         assert!(why.contains("did not end within"), "{why}");
-    }
-
-    #[test]
-    fn a_traceback_ends_with_what_matters() {
-        let captured = |stderr: &str| Captured { stdout: String::new(), stderr: stderr.into() };
-        assert_eq!(complaint(&captured("Traceback\n  File x\nValueError: bad\n\n")), Some("ValueError: bad"));
-        assert_eq!(complaint(&captured("stall: x\nerror: bad\nmore")), Some("error: bad"));
-        assert_eq!(complaint(&captured(" \n")), None);
     }
 }

@@ -9,10 +9,10 @@ use comm_core::job::{self, Job};
 use serde::{Deserialize, Serialize};
 
 use super::World;
-use super::place::{self, this_program};
 use crate::BenchError;
 use crate::interrupts::uninterrupted;
-use crate::runner::RunError;
+use crate::outcome::{self, RunError};
+use crate::rank::this_program;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct ProbeArgs {
@@ -47,7 +47,7 @@ impl Probe {
         let (host, port) = ends.meeting();
         let arguments = vec!["link-probe".into(), format!("{host}:{port}").into()];
         let launch = world.launch(&this_program()?, arguments, 2, 3 * PATIENCE)?;
-        let captured = place::run(&launch)?;
+        let captured = outcome::run(&launch)?;
         let said = captured.first().map_or("", |rank| rank.stdout.trim());
         let probe =
             serde_json::from_str(said).map_err(|error| format!("the probe of the link said {said:?}: {error}"))?;

@@ -1,25 +1,22 @@
 //! Training jobs in a world: ranks that train together, or as many that train alone at the same time.
 
-use std::ffi::OsString;
-use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 use std::time::Duration;
 
 use burn::tensor::Device;
-use comm_core::job::{self, Address, Job};
-use gpt2::corpus::{Corpus, CorpusSource};
-use gpt2::env::default_cargo_home;
+use comm_core::job::{Address, Job};
 use gpt2::run::{RankOptions, run_rank as run_training_rank, run_threads};
 use gpt2::tokenizer::TokenizerKind;
-use gpt2::trainer::{RankReport, Summary, TrainConfig, TrainError};
+use gpt2::trainer::{RankReport, Summary, TrainConfig};
 use gpt2::transports::{TransportKind, TransportOptions};
 use serde::{Deserialize, Serialize};
 
 use super::World;
-use super::place::{self, Ends, this_program};
+use super::place::Ends;
 use crate::BenchError;
-use crate::runner::RunError;
+use crate::formula::off_the_formula;
+use crate::outcome::{self, RunError};
+use crate::rank::{self, Program, leave, load_text, of_a_job};
 
 /// What to train, and by whom.
 #[derive(Clone, Debug)]
@@ -64,7 +61,7 @@ pub(crate) struct Figures {
 
 /// What the processes of a job are told.
 #[derive(Debug, Serialize, Deserialize)]
-struct Task {
+pub(crate) struct Task {
     config: TrainConfig,
     transport: Option<TransportKind>,
     options: TransportOptions,
@@ -74,13 +71,6 @@ struct Task {
     ends: Option<Ends>,
     /// Where each rank that has one leaves its summary.
     results: PathBuf,
-}
-
-#[derive(Debug, clap::Args)]
-pub(crate) struct RankArgs {
-    /// The task, as JSON.
-    #[arg(long)]
-    task: PathBuf,
 }
 
 impl Training {
@@ -103,7 +93,6 @@ impl Training {
     /// The first thing that went wrong, bytes that are off the strategy's formula included, or that the user has had enough.
     pub(crate) fn run(&self, world: &World) -> Result<Figures, RunError> {
         let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
-        let task_file = folder.path().join("task.json");
         let task = Task {
             config: self.config.clone(),
             transport: self.transport,
@@ -114,12 +103,11 @@ impl Training {
             ends: world.addresses(),
             results: folder.path().to_owned(),
         };
-        let bytes = serde_json::to_vec(&task).map_err(|error| format!("the task of a job: {error}"))?;
-        fs::write(&task_file, bytes).map_err(|error| format!("{}: {error}", task_file.display()))?;
-        let arguments: Vec<OsString> = vec!["link-rank".into(), "--task".into(), task_file.into()];
-        place::run(&world.launch(&this_program()?, arguments, self.ranks, self.timeout)?)?;
+        let arguments = rank::arguments(&task, folder.path())?;
+        outcome::run(&world.launch(&rank::this_program()?, arguments, self.ranks, self.timeout)?)?;
         let summaries = if self.transport.is_some() { 1 } else { self.ranks };
-        let summaries = (0..summaries).map(|rank| read(&result(folder.path(), rank))).collect::<Result<Vec<_>, _>>()?;
+        let summaries =
+            (0..summaries).map(|rank| rank::left(&result(folder.path(), rank), rank)).collect::<Result<Vec<_>, _>>()?;
         Ok(Figures::of(&summaries)?)
     }
 }
@@ -132,12 +120,8 @@ impl Figures {
     fn of(summaries: &[Summary]) -> Result<Self, String> {
         let first = summaries.first().ok_or("no rank has left a summary")?;
         let ranks: Vec<&RankReport> = summaries.iter().flat_map(|summary| &summary.ranks).collect();
-        let off = |rank: &&&RankReport| {
-            !rank.bytes_steady || rank.bytes_counted.is_some_and(|counted| counted != rank.bytes_expected)
-        };
-        if let Some(rank) = ranks.iter().find(off) {
-            let (rank, counted, expected) = (rank.rank, rank.bytes_counted.unwrap_or(0), rank.bytes_expected);
-            return Err(format!("off the formula: rank {rank} sent {counted} B a step, not {expected}"));
+        if let Some(off) = ranks.iter().find_map(|rank| off_the_formula(rank)) {
+            return Err(off);
         }
         let most = |of: fn(&RankReport) -> f64| ranks.iter().map(|rank| of(rank)).fold(0.0, f64::max);
         let waiting =
@@ -159,52 +143,35 @@ impl Figures {
     }
 }
 
-/// One process of a job.
-pub(crate) fn run_rank(args: &RankArgs) -> Result<ExitCode, BenchError> {
-    job::die_with_parent()?;
-    let task: Task = serde_json::from_slice(&fs::read(&args.task)?)
-        .map_err(|error| format!("{}: not a task of this program: {error}", args.task.display()))?;
-    let mut job = Job::from_env()?.ok_or("link-rank is started by a launcher, as one rank of its job")?;
-    let source = CorpusSource::from_path(task.source.clone(), default_cargo_home());
-    let corpus = Corpus::load(&source, task.tokenizer)?;
-    let mut options = RankOptions {
-        transport: task.transport.unwrap_or(TransportKind::Local),
-        options: task.options.clone(),
-        // The ranks of one end of a link, which share a machine.
-        node_transport: (task.ends.is_some() && task.transport.is_some()).then_some(TransportKind::Shm),
-        threads: task.threads,
-        checkpoint: None,
-    };
-    let device = Device::flex();
-    let result = result(&task.results, job.rank);
-    if task.transport.is_none() {
-        let summary = run_threads(&task.config, &corpus, 1, &options, &device, &mut ())?;
-        fs::write(result, serde_json::to_vec(&summary)?)?;
-        return Ok(ExitCode::SUCCESS);
-    }
-    if let Some(ends) = &task.ends {
-        let (host, port) = ends.meeting();
-        job.address = Address::Tcp { host: host.to_string(), port };
-        options.options.bind = Some(ends.own(job.rank, job.world_size));
-    }
-    match run_training_rank(&job, &task.config, &corpus, &options, &device, &mut ()) {
-        Ok(summary) if job.rank == 0 => fs::write(result, serde_json::to_vec(&summary)?)?,
-        Ok(_) => {}
-        Err(TrainError::Comm(error)) => {
-            eprintln!("error: {error}");
-            let code = u8::try_from(job::exit_code(&error, job.rank));
-            return Ok(code.map_or(ExitCode::FAILURE, ExitCode::from));
+impl Program for Task {
+    const COMMAND: &'static str = "link-rank";
+
+    fn run(&self, job: Option<&Job>) -> Result<(), BenchError> {
+        let mut job = of_a_job(job)?.clone();
+        let corpus = load_text(self.source.as_deref(), self.tokenizer)?;
+        let mut options = RankOptions {
+            transport: self.transport.unwrap_or(TransportKind::Local),
+            options: self.options.clone(),
+            // The ranks of one end of a link, which share a machine.
+            node_transport: (self.ends.is_some() && self.transport.is_some()).then_some(TransportKind::Shm),
+            threads: self.threads,
+            checkpoint: None,
+        };
+        let device = Device::flex();
+        let result = result(&self.results, job.rank);
+        if self.transport.is_none() {
+            return leave(&result, &run_threads(&self.config, &corpus, 1, &options, &device, &mut ())?);
         }
-        Err(error) => return Err(error.into()),
+        if let Some(ends) = &self.ends {
+            let (host, port) = ends.meeting();
+            job.address = Address::Tcp { host: host.to_string(), port };
+            options.options.bind = Some(ends.own(job.rank, job.world_size));
+        }
+        let summary = run_training_rank(&job, &self.config, &corpus, &options, &device, &mut ())?;
+        if job.rank == 0 { leave(&result, &summary) } else { Ok(()) }
     }
-    Ok(ExitCode::SUCCESS)
 }
 
 fn result(folder: &Path, rank: usize) -> PathBuf {
     folder.join(format!("summary-{rank}.json"))
-}
-
-fn read(path: &Path) -> Result<Summary, String> {
-    let bytes = fs::read(path).map_err(|error| format!("a rank left no summary: {error}"))?;
-    serde_json::from_slice(&bytes).map_err(|error| format!("a rank's summary: {error}"))
 }

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::BenchError;
+use crate::lines::Lines;
 use crate::link::{Carrier, Profile};
-use crate::matrix::Lines;
 
 /// Measures what links really do, beside what their profiles ask for.
 ///

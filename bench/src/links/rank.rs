@@ -4,11 +4,10 @@ use std::fs;
 use std::io;
 use std::net::IpAddr;
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use comm_core::job::{self, Job};
+use comm_core::job::Job;
 use serde::{Deserialize, Serialize};
 
 use super::flow;
@@ -16,17 +15,11 @@ use super::transport;
 use super::udp::{self, Sender};
 use crate::BenchError;
 use crate::link::Ends;
-
-#[derive(Debug, clap::Args)]
-pub(crate) struct LinksRankArgs {
-    /// The task, as JSON.
-    #[arg(long)]
-    task: PathBuf,
-}
+use crate::rank::{Program, of_a_job};
 
 /// What all processes of a measurement are told.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Task {
+pub(crate) struct Task {
     pub(super) work: Work,
     /// `None` on loopback.
     pub(super) ends: Option<Ends>,
@@ -124,46 +117,47 @@ impl Task {
     }
 }
 
-/// The process of one rank; what it has measured is its standard output.
-pub(crate) fn run_rank(args: &LinksRankArgs) -> Result<ExitCode, BenchError> {
-    job::die_with_parent()?;
-    let task: Task = serde_json::from_slice(&fs::read(&args.task)?)
-        .map_err(|error| format!("{}: not a task of this program: {error}", args.task.display()))?;
-    let job = Job::from_env()?.ok_or("links-rank is started by a launcher, as one rank of its job")?;
-    let rank = job.rank;
-    let place = Place {
-        own: task.address(rank),
-        interface: task.interface.clone(),
-        header: task.header,
-        length: task.length,
-        quiet: task.quiet,
-        folder: task.folder.clone(),
-    };
-    match &task.work {
-        Work::Datagrams { senders, to, payload } => {
-            if rank == *to {
-                say(&udp::listen(&place, senders)?)?;
-            } else if let Some(sender) = senders.iter().find(|sender| sender.rank == rank) {
-                say(&udp::send(&place, task.address(*to), *sender, *payload)?)?;
+impl Program for Task {
+    const COMMAND: &'static str = "links-rank";
+
+    /// The process of one rank; what it has measured is its standard output.
+    fn run(&self, job: Option<&Job>) -> Result<(), BenchError> {
+        let job = of_a_job(job)?;
+        let rank = job.rank;
+        let place = Place {
+            own: self.address(rank),
+            interface: self.interface.clone(),
+            header: self.header,
+            length: self.length,
+            quiet: self.quiet,
+            folder: self.folder.clone(),
+        };
+        match &self.work {
+            Work::Datagrams { senders, to, payload } => {
+                if rank == *to {
+                    say(&udp::listen(&place, senders)?)?;
+                } else if let Some(sender) = senders.iter().find(|sender| sender.rank == rank) {
+                    say(&udp::send(&place, self.address(*to), *sender, *payload)?)?;
+                }
             }
-        }
-        Work::RoundTrip { from, to, packets_per_s } => {
-            if rank == *to {
-                udp::answer(&place)?;
-            } else if rank == *from {
-                say(&udp::ask(&place, task.address(*to), *packets_per_s)?)?;
+            Work::RoundTrip { from, to, packets_per_s } => {
+                if rank == *to {
+                    udp::answer(&place)?;
+                } else if rank == *from {
+                    say(&udp::ask(&place, self.address(*to), *packets_per_s)?)?;
+                }
             }
-        }
-        Work::Tcp { from, to } => {
-            if rank == *to {
-                say(&flow::listen(&place)?)?;
-            } else if rank == *from {
-                say(&flow::send(&place, task.address(*to))?)?;
+            Work::Tcp { from, to } => {
+                if rank == *to {
+                    say(&flow::listen(&place)?)?;
+                } else if rank == *from {
+                    say(&flow::send(&place, self.address(*to))?)?;
+                }
             }
+            Work::Quic { from, to } => say(&transport::quic(&place, job, self.ends.as_ref(), *from, *to)?)?,
         }
-        Work::Quic { from, to } => say(&transport::quic(&place, &job, task.ends.as_ref(), *from, *to)?)?,
+        Ok(())
     }
-    Ok(ExitCode::SUCCESS)
 }
 
 fn say(what: &impl Serialize) -> Result<(), BenchError> {

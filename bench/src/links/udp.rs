@@ -10,8 +10,8 @@ use socket2::SockRef;
 
 use super::interface::{self, Sampler, counter};
 use super::rank::Place;
-use crate::chaos::sys::now;
 use crate::interrupts::uninterrupted;
+use crate::sys::now;
 
 /// What one end sends.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]

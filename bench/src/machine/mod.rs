@@ -8,7 +8,7 @@ mod sys;
 
 use std::path::Path;
 
-use crate::record::{Flag, FlagKind};
+use crate::flag::{Flag, FlagKind};
 use clock::Clock;
 use load::Load;
 

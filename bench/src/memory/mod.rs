@@ -20,9 +20,12 @@ use gpt2::transports::TransportKind;
 pub(crate) use options::MemoryArgs;
 
 use crate::BenchError;
+use crate::debug;
 use crate::environment::Environment;
-use crate::matrix::{Lines, bar};
-use crate::runner::{Run, RunError};
+use crate::lines::Lines;
+use crate::outcome::RunError;
+use crate::progress::bar;
+use crate::runner::Run;
 use options::Settings;
 use report::Row;
 
@@ -43,9 +46,7 @@ struct Case {
 
 /// Measures; fails when a category takes more than its bound, or a control does not.
 pub(crate) fn run(args: &MemoryArgs) -> Result<ExitCode, BenchError> {
-    if cfg!(debug_assertions) && !args.allows_debug() {
-        return Err("this is a debug build, which takes minutes; build with --release, or pass --allow-debug".into());
-    }
+    debug::refuse(args.allows_debug(), "which takes minutes")?;
     let settings = args.check()?;
     say(format_args!("machine: {}", Environment::read().one_line()));
     say(theory::introduction(&settings));

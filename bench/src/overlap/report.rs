@@ -7,9 +7,9 @@ use serde::Serialize;
 
 use super::Cell;
 use super::options::Variant;
-use crate::collectives::stats::{Ratio, median};
 use crate::environment::Environment;
 use crate::link::{Figures, Probe, Rate, World};
+use crate::stats::{Ratio, median};
 use crate::text::{columns, middle, ratio, spread};
 
 /// One job of one round: a line of `overlap.jsonl`.

@@ -21,22 +21,17 @@ use gpt2::trainer::{Summary, TrainConfig};
 pub(crate) use options::PaperArgs;
 
 use crate::BenchError;
-use crate::matrix::{Lines, bar};
+use crate::debug;
+use crate::lines::Lines;
 use crate::plot;
+use crate::progress::bar;
 use options::{Paper, Settings};
 use row::{Row, Variant};
 
 /// Runs the comparison of one paper; fails when a row fails or an assertion does not hold.
 pub(crate) fn run(args: &PaperArgs) -> Result<ExitCode, BenchError> {
     let (common, paper) = args.parts();
-    if cfg!(debug_assertions) {
-        if !common.allows_debug() {
-            return Err(
-                "this is a debug build, whose timings mean nothing; build with --release, or pass --allow-debug".into(),
-            );
-        }
-        say("DEBUG BUILD: the timings below mean nothing");
-    }
+    debug::refuse_timings(common.allows_debug())?;
     let rows = match paper {
         Paper::Bai(args) => bai::run(args)?,
         Paper::Patwardhan(args) => patwardhan::run(args)?,
@@ -63,7 +58,7 @@ fn measure(settings: &Settings, base: &TrainConfig, variants: &[Variant]) -> Res
     let bar = bar(variants.len());
     let mut rows: Vec<Row> = Vec::new();
     for variant in variants {
-        settings.go_on()?;
+        settings.signals.check()?;
         bar.set_message(variant.name.clone());
         let began = Instant::now();
         let reference = rows.first().and_then(|row| row.summary.as_ref());

@@ -17,7 +17,7 @@ use super::row::{Row, Variant, by_purpose};
 use super::text::{number, paragraph, table, times, verdict};
 use super::{measure, measured, picture, say_files};
 use crate::BenchError;
-use crate::matrix::Lines;
+use crate::lines::Lines;
 use crate::plot::{self, Bars, Labels, Line};
 
 /// Two devices; sequence length and batch are this program's, for want of the paper's.

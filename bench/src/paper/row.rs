@@ -9,9 +9,11 @@ use gpt2::trainer::{RankReport, Summary, TrainConfig};
 use serde::Serialize;
 
 use super::options::Settings;
-use crate::cell::off_the_formula;
 use crate::environment::Environment;
-use crate::runner::{Interrupted, Run, RunError};
+use crate::formula::off_the_formula;
+use crate::outcome::RunError;
+use crate::runner::Run;
+use crate::signal::Interrupted;
 
 /// First steps whose loss and gradient norm are compared with the reference's. Later ones are not: training amplifies differences of
 /// rounding.

@@ -8,9 +8,10 @@ use serde::Serialize;
 use super::options::Settings;
 use super::plan::Variant;
 use crate::BenchError;
-use crate::cell::off_the_formula;
-use crate::matrix::bar;
-use crate::runner::{Run, RunError};
+use crate::formula::off_the_formula;
+use crate::outcome::RunError;
+use crate::progress::bar;
+use crate::runner::Run;
 use crate::text::columns;
 
 /// Numbers of ranks that are counted.

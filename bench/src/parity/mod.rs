@@ -21,9 +21,11 @@ use gpt2::trainer::Summary;
 pub(crate) use options::ParityArgs;
 
 use crate::BenchError;
+use crate::debug;
 use crate::environment::Environment;
-use crate::matrix::{Lines, bar};
-use crate::proof::difference;
+use crate::lines::Lines;
+use crate::progress::bar;
+use crate::stats::difference;
 use fault::Fault;
 use options::Settings;
 use plan::{Column, FAULT_RANKS, Variant};
@@ -31,9 +33,7 @@ use report::{Compared, Noticed};
 
 /// Makes the comparisons; fails when a run differs by more than its bound, a fault goes unnoticed, or a count is off the formula.
 pub(crate) fn run(args: &ParityArgs) -> Result<ExitCode, BenchError> {
-    if cfg!(debug_assertions) && !args.allows_debug() {
-        return Err("this is a debug build, which takes minutes; build with --release, or pass --allow-debug".into());
-    }
+    debug::refuse(args.allows_debug(), "which takes minutes")?;
     let start = Instant::now();
     let settings = args.check()?;
     say(format_args!("text: {}", settings.corpus.describe()));

@@ -2,8 +2,7 @@
 
 use std::path::PathBuf;
 
-use gpt2::corpus::{Corpus, CorpusSource};
-use gpt2::env::default_cargo_home;
+use gpt2::corpus::Corpus;
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::transports::TransportKind;
@@ -11,6 +10,7 @@ use gpt2::transports::TransportKind;
 use super::plan::{BATCH, Variant};
 use crate::BenchError;
 use crate::folder;
+use crate::rank::load_text;
 
 /// Compares every strategy with one device, with faults planted as a control, and its messages with its formula.
 ///
@@ -79,14 +79,13 @@ impl ParityArgs {
         if let Some(out) = &self.out {
             folder::make(out)?;
         }
-        let source = CorpusSource::from_path(self.data.clone(), default_cargo_home());
         Ok(Settings {
             variants,
             ranks: self.ranks.clone(),
             transports: self.transports.clone(),
             steps: self.steps,
             seed: self.seed,
-            corpus: Corpus::load(&source, TokenizerKind::Bytes)?,
+            corpus: load_text(self.data.as_deref(), TokenizerKind::Bytes)?,
             source: self.data.clone(),
             out: self.out.clone(),
         })

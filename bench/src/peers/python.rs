@@ -12,8 +12,8 @@ use serde::Deserialize;
 use tempfile::TempDir;
 
 use super::report::Outcome;
-use crate::link::{self, World};
-use crate::runner::RunError;
+use crate::link::World;
+use crate::outcome::{self, RunError};
 
 /// One rank, in Python. Part of this program, so that the program can be moved.
 const RANK: &str = include_str!("gpt2_torch.py");
@@ -153,7 +153,7 @@ impl Torch {
             ("OMP_NUM_THREADS".into(), threads.to_string()),
             ("GLOO_SOCKET_IFNAME".into(), place.interface().into()),
         ];
-        link::run(&launch)
+        outcome::run(&launch)
     }
 }
 

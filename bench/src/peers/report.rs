@@ -8,9 +8,9 @@ use gpt2::transports::TransportKind;
 use serde::{Serialize, Serializer};
 
 use super::Cell;
-use crate::collectives::stats::Ratio;
 use crate::environment::Environment;
 use crate::link::Probe;
+use crate::stats::Ratio;
 use crate::text::{columns, middle, ratio, spread};
 
 /// Who trains.

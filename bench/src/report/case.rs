@@ -4,8 +4,9 @@ use std::cmp::Ordering;
 
 use super::digest::{ROUNDS, STRATEGIES, TRANSPORTS, known};
 use super::links::Traits;
-use crate::collectives::stats::median;
-use crate::record::{Cell, Flag, FlagKind, Measured, Rank, Record};
+use crate::flag::{Flag, FlagKind};
+use crate::record::{Cell, Measured, Rank, Record};
+use crate::stats::median;
 use crate::stats::{CellRuns, Interval, LEVEL, LeftOut, Summary, Why, paired, step_time};
 
 /// The parts of a step that wait for the network: for gradients and parameters, and for loss and norm.

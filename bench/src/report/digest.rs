@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 pub(crate) use super::case::{Case, Comparison, Run};
 use super::links::Traits;
-use crate::record::{Axis, Cell, Flag, Record};
+use crate::flag::Flag;
+use crate::record::{Axis, Cell, Record};
 use crate::results::Results;
 use crate::stats::{CellRuns, Keep, cell_runs};
 
@@ -12,7 +13,7 @@ use crate::stats::{CellRuns, Keep, cell_runs};
 pub(crate) const ROUNDS: usize = 3;
 
 /// Links that hold nothing up, the one most like the others first.
-pub(crate) const UNHINDERED: [&str; 2] = ["unlimited", crate::sweep::LOOPBACK];
+pub(crate) const UNHINDERED: [&str; 2] = ["unlimited", crate::record::LOOPBACK];
 
 /// The strategy of one rank alone.
 pub(crate) const SINGLE: &str = "single";

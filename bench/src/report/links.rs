@@ -2,8 +2,9 @@
 
 use std::cmp::Ordering;
 
-use crate::collectives::stats::median;
-use crate::record::{Connection, Link, Measured, Record};
+use crate::record::{Link, Measured, Record};
+use crate::stats::median;
+use crate::why::Connection;
 
 /// What a link is like.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -135,7 +136,7 @@ mod tests {
         let mut measured = Measured::default();
         let connections =
             vec![connection("quic", "cubic", 90_000), connection("quic", "reno", 80), connection("tcp", "bbr", 90_000)];
-        let network = crate::record::Network { connections, ..Default::default() };
+        let network = crate::why::Network { connections, ..Default::default() };
         measured.ranks.push(crate::record::Rank { network, ..Default::default() });
         let names =
             |transport| carrying(transport, &measured).iter().map(|one| one.congestion.as_str()).collect::<Vec<_>>();

@@ -5,9 +5,9 @@ use super::charts::{each_group, titled, varies};
 use super::digest::{Case, Digest, distinct};
 use super::html::{Page, Table};
 use super::text::{figure, interval};
-use crate::collectives::stats::median;
 use crate::plot::{Heat, Square, heat};
 use crate::record::Axis;
+use crate::stats::median;
 
 /// Share of a step from which on a link is slow.
 const SLOW: f64 = 0.5;

@@ -33,10 +33,10 @@ use clap::Args;
 use gpt2::cli::say;
 
 use crate::BenchError;
+use crate::plan::Plan;
 use crate::plot;
 use crate::record::Cell;
-use crate::results::{Results, read_records};
-use crate::sweep::{HEADER, Plan};
+use crate::results::{HEADER, Results, read_records};
 use digest::Digest;
 use html::Page;
 

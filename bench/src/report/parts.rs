@@ -4,9 +4,9 @@ use super::charts::{each_group, name, titled};
 use super::digest::{Case, Digest, distinct};
 use super::html::{Page, Table};
 use super::text::{figure, listed, maybe, share};
-use crate::collectives::stats::median;
 use crate::plot::{Group, Stack, stack};
 use crate::record::{Axis, Rank};
+use crate::stats::median;
 
 /// The parts as they are shown: work, what nothing accounts for, and in the end all waiting. Name, what it is called, number of its colour,
 /// and whether it is hatched.

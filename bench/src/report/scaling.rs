@@ -4,8 +4,9 @@ use super::charts::{by_strategy, each_group, titled};
 use super::digest::{Case, Digest, Grouped, SINGLE, distinct};
 use super::html::{Page, Table};
 use super::text::bytes;
+use crate::flag::FlagKind;
 use crate::plot::{Labels, Point, Scale, curves};
-use crate::record::{Axis, FlagKind};
+use crate::record::Axis;
 use crate::stats::Interval;
 
 /// Values that are this many times as large as others need an axis by ratios.

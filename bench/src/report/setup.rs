@@ -7,7 +7,8 @@ use serde_json::Value;
 use super::digest::{Case, Digest, distinct};
 use super::html::{Page, Table};
 use super::text::{bytes, count, figure, listed, maybe};
-use crate::record::{Axis, Cell, Flag, FlagKind, Record};
+use crate::flag::{Flag, FlagKind};
+use crate::record::{Axis, Cell, Record};
 
 /// Values of an axis that are named in the table.
 const NAMED: usize = 24;

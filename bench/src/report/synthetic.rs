@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 
 use crate::environment::Environment;
-use crate::record::{
-    Cell, Connection, Flag, FlagKind, Interface, Link, Measured, Network, Operation, Pipe, Rank, Record, SCHEMA,
-    Status, Steps,
-};
+use crate::flag::{Flag, FlagKind};
+use crate::link::Pipe;
+use crate::record::{Cell, Link, Measured, Operation, Rank, Record, SCHEMA, Status, Steps};
+use crate::why::{Connection, Interface, Network};
 
 pub(crate) const STRATEGIES: [&str; 8] = ["single", "ps", "sharded-ps", "ring", "ddp", "zero1", "zero2", "fsdp"];
 

@@ -5,8 +5,10 @@ use super::digest::{Case, Digest, Run};
 use super::findings::congestion;
 use super::html::{Page, Table};
 use super::text::{figure, grouped, maybe, share};
-use crate::collectives::stats::median;
-use crate::record::{Axis, Connection, Measured, Pipe};
+use crate::link::Pipe;
+use crate::record::{Axis, Measured};
+use crate::stats::median;
+use crate::why::Connection;
 
 pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     if digest.cases.iter().all(|case| case.step.is_none()) {

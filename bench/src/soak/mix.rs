@@ -9,8 +9,8 @@ use gpt2::splitmix::SplitMix64;
 use crate::chaos::Shared;
 use crate::chaos::protocol::Work;
 use crate::chaos::work::{Collective, Prepared, Step, Way, any};
-use crate::collectives::case::Reduction;
-use crate::collectives::data::with_sample;
+use crate::samples::Reduction;
+use crate::samples::with_sample;
 
 /// After so many turns the ranks agree on whether to go on.
 const TURN: u64 = 16;

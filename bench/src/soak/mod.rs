@@ -11,8 +11,6 @@ mod report;
 use std::collections::BTreeMap;
 use std::fs;
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use gpt2::cli::say;
@@ -25,10 +23,11 @@ pub(crate) use options::SoakArgs;
 use crate::BenchError;
 use crate::chaos::process::{Group, Number};
 use crate::chaos::protocol::{Command, Dropped, Event, Holds, Join, Plan, Work};
-use crate::chaos::{Fault, Played, When, ended, interrupted, judge, play_fault, secret};
+use crate::chaos::{Fault, Played, When, ended, judge, play_fault, secret};
+use crate::debug;
 use crate::folder;
-use crate::matrix::Lines;
-use crate::runner::Interrupted;
+use crate::lines::Lines;
+use crate::signal::Signals;
 use options::Settings;
 use report::Report;
 
@@ -46,11 +45,9 @@ const MOST_COMPLAINTS: usize = 50;
 
 /// Runs the job; fails when anything was wrong.
 pub(crate) fn run(args: &SoakArgs) -> Result<ExitCode, BenchError> {
-    if cfg!(debug_assertions) && !args.allows_debug() {
-        return Err("this is a debug build; build with --release, or pass --allow-debug".into());
-    }
+    debug::refuse(args.allows_debug(), "in which detection takes longer")?;
     let settings = args.check()?;
-    let signal = interrupted()?;
+    let signals = Signals::catch()?;
     let file = match &settings.out {
         Some(out) => {
             folder::make(out)?;
@@ -59,11 +56,11 @@ pub(crate) fn run(args: &SoakArgs) -> Result<ExitCode, BenchError> {
         None => None,
     };
     say(settings.introduction());
-    let mut soak = Soak::start(settings, signal.clone(), file)?;
+    let mut soak = Soak::start(settings, signals.clone(), file)?;
     let outcome = soak.run();
-    if let signal @ 1.. = signal.load(Ordering::Relaxed) {
+    if let Err(interrupted) = signals.check() {
         say(soak.report.text("interrupted"));
-        return Err(Interrupted { signal: i32::try_from(signal).unwrap_or(2) }.into());
+        return Err(interrupted.into());
     }
     say(soak.report.text("end"));
     outcome?;
@@ -99,8 +96,8 @@ struct Soak {
 }
 
 impl Soak {
-    fn start(settings: Settings, signal: Arc<AtomicUsize>, file: Option<Lines>) -> Result<Self, BenchError> {
-        let mut group = Group::new(signal)?;
+    fn start(settings: Settings, signals: Signals, file: Option<Lines>) -> Result<Self, BenchError> {
+        let mut group = Group::new(signals)?;
         let processes = (0..settings.ranks).map(|_| group.start()).collect::<Result<Vec<_>, _>>()?;
         let draw = SplitMix64::stream(settings.seed, &[1]);
         let report = Report::new(settings.ranks);

@@ -7,7 +7,7 @@
 use gpt2::splitmix::SplitMix64;
 
 use super::beta::student;
-use crate::collectives::stats::median;
+use super::median::median;
 
 /// Draws: enough for a standard error (Efron and Tibshirani: 50 to 200), and for the ends of an interval that only a
 /// single run needs.

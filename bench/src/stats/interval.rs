@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::beta::student;
 use super::bootstrap::Chance;
-use crate::collectives::stats::median;
+use super::median::median;
 
 /// An estimate, and between which values the truth lies with a probability of `level`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]

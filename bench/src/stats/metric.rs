@@ -7,7 +7,7 @@ use clap::ValueEnum;
 use serde::Serialize;
 
 use super::interval::RunValue;
-use crate::collectives::stats::median;
+use super::median::median;
 use crate::record::{Rank, Record, Steps};
 
 /// A figure of a run: a time of each step, or something counted once.

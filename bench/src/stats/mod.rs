@@ -15,6 +15,7 @@ mod beta;
 mod bootstrap;
 mod compare;
 mod interval;
+mod median;
 mod metric;
 #[cfg(test)]
 mod simulate;
@@ -23,6 +24,7 @@ mod warm_up;
 
 pub(crate) use compare::{Change, Comparison, Verdict, paired, unpaired};
 pub(crate) use interval::Interval;
+pub(crate) use median::{Ratio, difference, median, percentile};
 pub(crate) use metric::{Metric, Over};
 #[cfg(test)]
 pub(crate) use summary::made_up;

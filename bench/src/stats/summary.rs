@@ -9,7 +9,8 @@ use super::interval::{Interval, RunValue, interval};
 use super::metric::{Metric, Over};
 use super::warm_up::{WarmUp, unsettled, warm_up};
 use super::{Comparison, LEVEL, paired, unpaired};
-use crate::record::{Cell, Flag, FlagKind, Record, Status};
+use crate::flag::{Flag, FlagKind};
+use crate::record::{Cell, Record, Status};
 
 /// Which runs count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

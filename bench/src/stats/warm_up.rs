@@ -8,8 +8,8 @@
 
 use serde::Serialize;
 
-use crate::collectives::stats::median;
-use crate::record::{Flag, FlagKind};
+use super::median::median;
+use crate::flag::{Flag, FlagKind};
 
 /// How many steps came before a run settled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

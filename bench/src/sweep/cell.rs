@@ -1,7 +1,6 @@
 //! One run of one cell: its processes, and what becomes of what they leave.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use gpt2::config::{ConfigError, Preset};
@@ -10,18 +9,20 @@ use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::trainer::{Summary, TrainConfig};
 use gpt2::transports::{TransportKind, TransportOptions};
 
-use super::plan::DEFAULT;
-use super::rank::{self, Left, Network, Task};
+use super::rank::{Left, Network, Task, collect};
 use super::skew;
 use super::text::TextSource;
 use super::trace::trace;
-use crate::cell::off_the_formula;
 use crate::environment::Environment;
-use crate::link::{World, this_program};
+use crate::flag::{Flag, FlagKind};
+use crate::formula::off_the_formula;
+use crate::link::World;
 use crate::machine::{self, Watch};
-use crate::record::{Cell, Flag, FlagKind, Link, Measured, Record, SCHEMA, Status};
+use crate::outcome::RunError;
+use crate::rank;
+use crate::record::{Cell, DEFAULT, Link, Measured, Record, SCHEMA, Status};
 use crate::rung::Rung;
-use crate::runner::{Interrupted, RunError};
+use crate::signal::{Interrupted, Signals};
 
 /// Everything about a run that its cell does not say.
 pub(super) struct Job<'a> {
@@ -33,8 +34,7 @@ pub(super) struct Job<'a> {
     pub(super) environment: &'a Environment,
     /// Where runs have their own folders while they last.
     pub(super) out: &'a Path,
-    /// The signal that came since the start, 0 for none.
-    pub(super) interrupted: &'a AtomicUsize,
+    pub(super) signals: &'a Signals,
     /// Where to write a trace, if at all.
     pub(super) trace: Option<PathBuf>,
 }
@@ -115,27 +115,22 @@ impl Job<'_> {
             Ok(task) => task,
             Err(why) => return failed(why),
         };
-        let task_file = folder.path().join("task.json");
-        let written = serde_json::to_vec(&task)
-            .map_err(|error| error.to_string())
-            .and_then(|bytes| std::fs::write(&task_file, bytes).map_err(|error| error.to_string()));
-        if let Err(why) = written {
-            return failed(format!("{}: {why}", task_file.display()));
-        }
         // The threads of `local` live in one process, started the same way.
         let processes = if rung.is_none_or(|rung| rung == Rung::LOCAL) { 1 } else { cell.ranks };
-        let arguments = vec!["sweep-rank".into(), "--task".into(), task_file.into()];
-        let launch = this_program().and_then(|program| world.launch(&program, arguments, processes, self.timeout));
-        let launch = match launch.and_then(|launch| world.reset_counters().map(|()| launch)) {
+        let launch = || {
+            let arguments = rank::arguments(&task, folder.path())?;
+            let launch = world.launch(&rank::this_program()?, arguments, processes, self.timeout)?;
+            world.reset_counters()?;
+            Ok::<_, String>(launch)
+        };
+        let launch = match launch() {
             Ok(launch) => launch,
             Err(why) => return failed(why),
         };
         // From here on the launcher catches signals.
-        if let signal @ 1.. = self.interrupted.load(Ordering::Relaxed) {
-            return Err(Interrupted { signal: i32::try_from(signal).unwrap_or(2) });
-        }
-        match crate::link::run(&launch) {
-            Ok(_) => match rank::collect(folder.path(), processes) {
+        self.signals.check()?;
+        match outcome::run(&launch) {
+            Ok(_) => match collect(folder.path(), processes) {
                 Ok(left) => Ok(Ended::Well(left)),
                 Err(why) => failed(why),
             },
@@ -259,7 +254,7 @@ fn config(cell: &Cell, text: &TextSource) -> Result<TrainConfig, String> {
         bucket_bytes: cell.bucket_bytes,
         first_bucket_bytes: defaults.first_bucket_bytes.min(cell.bucket_bytes),
         overlap: cell.overlap,
-        ranks_per_node: ranks_per_end(cell),
+        ranks_per_node: cell.ranks_per_end(),
         ..defaults
     };
     Ok(TrainConfig {
@@ -272,9 +267,4 @@ fn config(cell: &Cell, text: &TextSource) -> Result<TrainConfig, String> {
         learning_rate: LearningRate::WarmupCosine { peak: 1e-3, floor: 1e-4, warmup: 5, total: cell.steps.max(10) },
         ..TrainConfig::of(preset.config(text.vocabulary), cell.strategy.parse()?)
     })
-}
-
-/// Ranks that share an end of the link: a node, where the strategy tells nodes apart, of which there are then two.
-pub(super) fn ranks_per_end(cell: &Cell) -> usize {
-    if cell.strategy == "hierarchical" && cell.ranks.is_multiple_of(2) { cell.ranks / 2 } else { 1 }
 }

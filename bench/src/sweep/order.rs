@@ -56,7 +56,7 @@ fn mix(mut value: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sweep::plan::Plan;
+    use crate::plan::Plan;
 
     #[test]
     fn every_cell_runs_once_a_round_beside_its_like() {

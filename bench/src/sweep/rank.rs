@@ -1,18 +1,15 @@
 //! What the processes of a run do: this executable, started again.
 
-use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::Duration;
 
 use burn::tensor::Device;
-use comm_core::job::{self, Address, Job};
-use comm_core::{Control, Deadline, Error, printer};
+use comm_core::job::{Address, Job};
+use comm_core::{Control, Deadline, Error};
 use comm_quic::QuicTransport;
-use gpt2::corpus::{Corpus, CorpusSource};
-use gpt2::env::default_cargo_home;
+use gpt2::corpus::Corpus;
 use gpt2::run::{RankOptions, run_rank_over, run_watched_threads};
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::trainer::{Observer, Session, StepReport, Summary, TrainConfig, TrainError};
@@ -22,6 +19,7 @@ use serde::{Deserialize, Serialize};
 use super::skew::Step;
 use crate::BenchError;
 use crate::link::Ends;
+use crate::rank::{self, Program, leave, load_text, of_a_job};
 use crate::record::{self, Planted};
 use crate::rung::Rung;
 use crate::why::{Figures, Probe, Scope, quic_figures};
@@ -63,53 +61,35 @@ pub(super) struct Network {
 pub(super) struct Left {
     /// Of its ranks, in order.
     pub(super) steps: Vec<Vec<Step>>,
-    pub(super) network: record::Network,
+    pub(super) network: why::Network,
     /// From rank 0, equal on all others.
     pub(super) summary: Option<Summary>,
 }
 
-#[derive(Debug, clap::Args)]
-pub(crate) struct RankArgs {
-    /// The task, as JSON.
-    #[arg(long)]
-    task: PathBuf,
-}
+impl Program for Task {
+    const COMMAND: &'static str = "sweep-rank";
 
-/// One process of a run.
-pub(crate) fn run_rank(args: &RankArgs) -> Result<ExitCode, BenchError> {
-    job::die_with_parent()?;
-    let task: Task = serde_json::from_slice(&fs::read(&args.task)?)
-        .map_err(|error| format!("{}: not a task of this program: {error}", args.task.display()))?;
-    let source = CorpusSource::from_path(task.source.clone(), default_cargo_home());
-    let corpus = Corpus::load(&source, task.tokenizer)?;
-    let device = Device::flex();
-    let Some(rung) = task.rung.filter(|rung| *rung != Rung::LOCAL) else {
-        return threads(&task, &corpus, &device);
-    };
-    let mut job = Job::from_env()?.ok_or("sweep-rank is started by a launcher, as one rank of its job")?;
-    let mut options = rank_options(&task);
-    if let Some(addresses) = &task.network.addresses {
-        let (host, port) = addresses.meeting();
-        job.address = Address::Tcp { host: host.to_string(), port };
-        options.options.bind = Some(addresses.own(job.rank, job.world_size));
-    }
-    options.options = rung.options(&options.options);
-    let mut watch = Watch::new(&task, job.rank);
-    let figures = watch.quic.clone();
-    let connect = |control| connect(rung, control, &options.options, &figures);
-    let name = rung.to_string();
-    match run_rank_over(&job, &task.config, &corpus, &options, (&name, &connect), &device, &mut watch) {
-        Ok(summary) => {
-            let summary = (job.rank == 0).then_some(summary);
-            leave(&task.results, job.rank, &Left { summary, ..watch.left() })?;
-            Ok(ExitCode::SUCCESS)
+    fn run(&self, job: Option<&Job>) -> Result<(), BenchError> {
+        let corpus = load_text(self.source.as_deref(), self.tokenizer)?;
+        let device = Device::flex();
+        let Some(rung) = self.rung.filter(|rung| *rung != Rung::LOCAL) else {
+            return threads(self, &corpus, &device);
+        };
+        let mut job = of_a_job(job)?.clone();
+        let mut options = rank_options(self);
+        if let Some(addresses) = &self.network.addresses {
+            let (host, port) = addresses.meeting();
+            job.address = Address::Tcp { host: host.to_string(), port };
+            options.options.bind = Some(addresses.own(job.rank, job.world_size));
         }
-        Err(TrainError::Comm(error)) => {
-            printer::stderr().line(format_args!("error: {error}"));
-            let code = u8::try_from(job::exit_code(&error, job.rank));
-            Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
-        }
-        Err(error) => Err(error.into()),
+        options.options = rung.options(&options.options);
+        let mut watch = Watch::new(self, job.rank);
+        let figures = watch.quic.clone();
+        let connect = |control| connect(rung, control, &options.options, &figures);
+        let name = rung.to_string();
+        let summary = run_rank_over(&job, &self.config, &corpus, &options, (&name, &connect), &device, &mut watch)?;
+        let summary = (job.rank == 0).then_some(summary);
+        leave(&file(&self.results, job.rank), &Left { summary, ..watch.left() })
     }
 }
 
@@ -130,7 +110,7 @@ fn connect(
 }
 
 /// All ranks as threads of this process.
-fn threads(task: &Task, corpus: &Corpus, device: &Device) -> Result<ExitCode, BenchError> {
+fn threads(task: &Task, corpus: &Corpus, device: &Device) -> Result<(), BenchError> {
     let mut watches: Vec<Watch> = (0..task.ranks).map(|rank| Watch::new(task, rank)).collect();
     // The figures of the process are those of all its ranks.
     watches.iter_mut().skip(1).for_each(|watch| watch.probes = false);
@@ -139,8 +119,7 @@ fn threads(task: &Task, corpus: &Corpus, device: &Device) -> Result<ExitCode, Be
     let mut lefts = watches.into_iter().map(Watch::left);
     let Some(mut left) = lefts.next() else { return Err("a run needs at least one rank".into()) };
     left.steps.extend(lefts.flat_map(|other| other.steps));
-    leave(&task.results, 0, &Left { summary: Some(summary), ..left })?;
-    Ok(ExitCode::SUCCESS)
+    leave(&file(&task.results, 0), &Left { summary: Some(summary), ..left })
 }
 
 fn rank_options(task: &Task) -> RankOptions {
@@ -154,11 +133,6 @@ fn rank_options(task: &Task) -> RankOptions {
     }
 }
 
-fn leave(folder: &Path, rank: usize, left: &Left) -> Result<(), BenchError> {
-    let path = file(folder, rank);
-    fs::write(&path, serde_json::to_vec(left)?).map_err(|error| format!("{}: {error}", path.display()).into())
-}
-
 /// Where a rank leaves its figures.
 fn file(folder: &Path, rank: usize) -> PathBuf {
     folder.join(format!("rank-{rank}.json"))
@@ -169,12 +143,7 @@ fn file(folder: &Path, rank: usize) -> PathBuf {
 /// # Errors
 /// A rank has left nothing that can be read.
 pub(super) fn collect(folder: &Path, processes: usize) -> Result<Vec<Left>, String> {
-    let read = |rank: usize| {
-        let path = file(folder, rank);
-        let bytes = fs::read(&path).map_err(|error| format!("rank {rank} left no figures: {error}"))?;
-        serde_json::from_slice(&bytes).map_err(|error| format!("the figures of rank {rank}: {error}"))
-    };
-    (0..processes).map(read).collect()
+    (0..processes).map(|rank| rank::left(&file(folder, rank), rank)).collect()
 }
 
 /// Watches a rank.
@@ -188,7 +157,7 @@ struct Watch {
     control_port: Option<u16>,
     quic: Arc<OnceLock<Figures>>,
     probe: Option<Probe>,
-    seen: record::Network,
+    seen: why::Network,
 }
 
 impl Watch {
@@ -203,7 +172,7 @@ impl Watch {
             control_port: task.network.addresses.as_ref().map(|addresses| addresses.meeting().1),
             quic: Arc::default(),
             probe: None,
-            seen: record::Network::default(),
+            seen: why::Network::default(),
         }
     }
 

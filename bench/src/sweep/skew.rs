@@ -6,8 +6,8 @@ use std::collections::HashMap;
 use gpt2::strategy::{Activity, Operation, Span};
 use serde::{Deserialize, Serialize};
 
-use crate::collectives::stats::median;
 use crate::record;
+use crate::stats::median;
 use crate::stats::warm_up;
 
 /// A step of a rank, as its process has seen it.

@@ -2,11 +2,10 @@
 
 use std::path::PathBuf;
 
-use gpt2::corpus::{Corpus, CorpusSource};
-use gpt2::env::default_cargo_home;
 use gpt2::tokenizer::TokenizerKind;
 
 use crate::BenchError;
+use crate::rank::load_text;
 
 /// Where the text is, and what the plan's cells have to know about it.
 pub(crate) struct TextSource {
@@ -25,7 +24,7 @@ impl TextSource {
     /// It cannot be read, or is too short.
     pub(crate) fn bytes(source: Option<PathBuf>) -> Result<Self, BenchError> {
         let tokenizer = TokenizerKind::Bytes;
-        let corpus = Corpus::load(&CorpusSource::from_path(source.clone(), default_cargo_home()), tokenizer)?;
+        let corpus = load_text(source.as_deref(), tokenizer)?;
         Ok(TextSource { source, tokenizer, vocabulary: corpus.vocab_size(), description: corpus.describe() })
     }
 }

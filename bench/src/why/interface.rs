@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::record::Interface;
+use super::figures::Interface;
 
 /// The counters of an interface of this thread's network namespace, headers of the link included; `None` if there is no such interface.
 /// A packet that the kernel or the card cuts up later (TSO, GSO) may count as one.

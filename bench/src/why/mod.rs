@@ -2,6 +2,7 @@
 //! processor time. All of it is read from outside of the transports, at the first step and after the last.
 
 mod cpu;
+mod figures;
 mod interface;
 mod quic;
 mod tcp;
@@ -9,8 +10,7 @@ mod tcp;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::record::{Connection, Interface, Network};
-
+pub(crate) use figures::{Connection, Interface, Network};
 pub(crate) use quic::quic_figures;
 
 /// Gives the connections of a transport that brings its own protocol, with counters since they were made.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use comm_quic::{PeerPath, QuicMonitor};
 
 use super::Figures;
-use crate::record::Connection;
+use super::figures::Connection;
 
 /// The connections that `monitors` see.
 pub(crate) fn quic_figures(monitors: Vec<QuicMonitor>) -> Figures {

@@ -18,8 +18,8 @@ use netlink_packet_sock_diag::inet::nlas::Nla;
 use netlink_packet_sock_diag::inet::{ExtensionFlags, InetRequest, InetResponse, SocketId, StateFlags};
 use socket2::{Domain, Protocol, Socket, Type};
 
+use super::figures::Connection;
 use crate::interrupts::uninterrupted;
-use crate::record::Connection;
 
 /// The kernel answers at once.
 const PATIENCE: Duration = Duration::from_millis(500);

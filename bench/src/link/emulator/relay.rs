@@ -15,8 +15,8 @@ use super::device::Device;
 use super::model::{Pipe, Verdict, nanos};
 use super::spec::{EmulatorSpec, EndSpec, PipeSpec};
 use super::sys;
-use crate::chaos::sys::now;
-use crate::collectives::sys::process_cpu_time;
+use crate::sys::now;
+use crate::sys::process_cpu_time;
 
 /// Packets that are fetched from one device, or handed on, before others get their turn.
 const BATCH: usize = 64;

@@ -12,9 +12,9 @@ use super::device::within;
 use super::model::{Pipe, Verdict};
 use super::process::serve;
 use super::*;
-use crate::chaos::sys::now;
 use crate::link::privileges::may_make_namespaces;
 use crate::link::tools::{Namespace, ip};
+use crate::sys::now;
 
 const PATIENT: Duration = Duration::from_secs(5);
 

@@ -8,7 +8,7 @@ use super::super::text::{count, listed};
 use super::Statements;
 use super::congestion::others;
 use super::network::is_networked;
-use crate::record::FlagKind;
+use crate::flag::FlagKind;
 
 /// What bears upon all that is said: how many runs are doubted and why, strategies that had another link, connections that ran otherwise
 /// than asked.

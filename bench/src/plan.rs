@@ -15,10 +15,9 @@ use gpt2::strategy::{StrategyKind, StrategyOptions};
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer};
 
-use super::cell::ranks_per_end;
 use crate::folder::read_small;
 use crate::link::{Carrier, MAX_ENDS, Profile};
-use crate::record::{Axis, Cell, Planted};
+use crate::record::{Axis, Cell, DEFAULT, LOOPBACK, NOBODY, Planted};
 use crate::rung::Rung;
 
 /// A checked plan.
@@ -37,12 +36,12 @@ pub(crate) struct Plan {
 
 /// The plans that come with this program.
 pub(crate) const READY: [(&str, &str); 6] = [
-    ("quick", include_str!("../../plans/quick.toml")),
-    ("links", include_str!("../../plans/links.toml")),
-    ("ladder", include_str!("../../plans/ladder.toml")),
-    ("scaling", include_str!("../../plans/scaling.toml")),
-    ("options", include_str!("../../plans/options.toml")),
-    ("control", include_str!("../../plans/control.toml")),
+    ("quick", include_str!("../plans/quick.toml")),
+    ("links", include_str!("../plans/links.toml")),
+    ("ladder", include_str!("../plans/ladder.toml")),
+    ("scaling", include_str!("../plans/scaling.toml")),
+    ("options", include_str!("../plans/options.toml")),
+    ("control", include_str!("../plans/control.toml")),
 ];
 
 /// Most cells of a plan. A product of many axes is quickly larger than anyone means.
@@ -50,15 +49,6 @@ const MAX_CELLS: usize = 100_000;
 
 /// Most values of one axis.
 const MAX_VALUES: usize = 1000;
-
-/// The transport of a single rank, which talks to nobody.
-pub(crate) const NOBODY: &str = "none";
-
-/// What a run on one machine without namespaces goes over.
-pub(crate) const LOOPBACK: &str = "loopback";
-
-/// Leaves a setting to the kernel or the transport.
-pub(crate) const DEFAULT: &str = "default";
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
@@ -421,7 +411,7 @@ fn checked(mut cell: Cell) -> Result<Cell, String> {
     if cell.variant.chars().any(char::is_control) {
         return Err("axis variant: a variant is a name without control characters".into());
     }
-    let ends = cell.ranks.div_ceil(ranks_per_end(&cell));
+    let ends = cell.ranks.div_ceil(cell.ranks_per_end());
     if profile.carrier != Carrier::None && ends > MAX_ENDS {
         return Err(format!("axis ranks: the link {} has at most {MAX_ENDS} ends, not {ends}", cell.link));
     }

@@ -1,9 +1,21 @@
-//! System calls that the standard library does not offer.
+//! System calls that the standard library does not offer, behind safe functions.
 
 use std::io;
 use std::time::Duration;
 
+/// Nanoseconds of the clock that all processes of this machine share and that never goes back (`CLOCK_MONOTONIC`).
+pub(crate) fn now() -> u64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the call writes one timespec through a pointer that is valid for it. This clock always exists, so it cannot fail.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
+    let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
+    seconds * 1_000_000_000 + u64::try_from(time.tv_nsec).unwrap_or(0)
+}
+
 /// Time that cores have spent on this process so far, on all its threads, ended ones included.
+///
+/// # Errors
+/// The kernel's.
 pub(crate) fn process_cpu_time() -> io::Result<Duration> {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the call writes one timespec through a pointer that is valid for it.
@@ -27,6 +39,12 @@ pub(crate) fn kill_group(leader: u32) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_clock_goes_on() {
+        let before = now();
+        assert!(before > 0 && now() >= before);
+    }
 
     #[test]
     fn work_takes_processor_time() {

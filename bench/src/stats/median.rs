@@ -1,4 +1,4 @@
-//! Medians, percentiles and ratios.
+//! Medians, percentiles, ratios and differences.
 
 use serde::Serialize;
 
@@ -38,6 +38,20 @@ pub(crate) fn percentile(sorted: &[u64], percent: f64) -> Option<u64> {
     sorted.get(rank.clamp(1, sorted.len().max(1)) - 1).copied()
 }
 
+/// Largest relative difference; infinite if the lengths differ, or where one alone is no finite number.
+pub(crate) fn difference(values: &[f64], reference: &[f64]) -> f64 {
+    if values.len() != reference.len() || values.is_empty() {
+        return f64::INFINITY;
+    }
+    let differ = |(a, b): (&f64, &f64)| match ((a - b) / b).abs() {
+        // As a skipped step's norm is on both sides.
+        _ if a == b || (a.is_nan() && b.is_nan()) => 0.0,
+        difference if difference.is_nan() => f64::INFINITY,
+        difference => difference,
+    };
+    values.iter().zip(reference).map(differ).fold(0.0, f64::max)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -63,5 +77,18 @@ mod tests {
         let ratio = Ratio::of(&[2.0, 30.0, 4.0], &[1.0, 10.0, 4.0]).unwrap();
         assert_eq!((ratio.median, ratio.min, ratio.max), (2.0, 1.0, 3.0));
         assert_eq!(Ratio::of(&[1.0], &[]), None);
+    }
+
+    #[test]
+    fn what_is_no_number_on_one_side_alone_differs() {
+        assert_eq!(difference(&[1.0, 3.0], &[2.0, 3.0]), 0.5);
+        for alone in [f64::NAN, f64::INFINITY] {
+            assert_eq!(difference(&[alone, 1.0], &[1.0, 1.0]), f64::INFINITY);
+            assert_eq!(difference(&[1.0, 1.0], &[alone, 1.0]), f64::INFINITY);
+            assert_eq!(difference(&[alone, 1.0], &[alone, 2.0]), 0.5);
+        }
+        assert_eq!(difference(&[0.0], &[0.0]), 0.0);
+        assert_eq!(difference(&[], &[]), f64::INFINITY);
+        assert_eq!(difference(&[1.0], &[1.0, 1.0]), f64::INFINITY);
     }
 }
