@@ -10,26 +10,22 @@ use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::transports::TransportKind;
+use rig::BenchError;
+use rig::environment::Environment;
+use rig::folder::results_folder;
+use rig::rank::{TaskArgs, load_text};
+use rig::signal::Signals;
 
-use crate::BenchError;
-use crate::chaos::{ChaosArgs, ChaosRankArgs};
 use crate::collectives::CollectivesArgs;
 use crate::compare::CompareArgs;
-use crate::environment::Environment;
-use crate::folder::results_folder;
-use crate::hostile::HostileArgs;
-use crate::link::{EmulateArgs, EnterArgs, ProbeArgs};
 use crate::links::LinksArgs;
 use crate::memory::MemoryArgs;
 use crate::overlap::OverlapArgs;
 use crate::paper::PaperArgs;
 use crate::parity::ParityArgs;
 use crate::peers::PeersArgs;
-use crate::rank::{TaskArgs, load_text};
 use crate::report::ReportArgs;
 use crate::setup::Setup;
-use crate::signal::Signals;
-use crate::soak::SoakArgs;
 use crate::sweep::SweepArgs;
 
 /// Measures each training strategy over each transport of this machine.
@@ -87,44 +83,23 @@ pub(crate) struct Args {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// One rank, or all ranks as threads, of one cell.
-    #[command(hide = true)]
-    Worker(TaskArgs),
+    #[command(flatten)]
+    Rig(rig::Command),
     Collectives(Box<CollectivesArgs>),
     /// One rank of a measurement of collectives, or all of them as threads.
     #[command(hide = true)]
     CollectivesRank(TaskArgs),
-    Hostile(Box<HostileArgs>),
-    #[command(hide = true)]
-    HostileRank(TaskArgs),
-    Chaos(Box<ChaosArgs>),
-    #[command(hide = true)]
-    ChaosRank(ChaosRankArgs),
-    Soak(Box<SoakArgs>),
+    #[command(flatten)]
+    Torture(torture::Command),
     Parity(Box<ParityArgs>),
     Memory(Box<MemoryArgs>),
     Paper(Box<PaperArgs>),
     Overlap(Box<OverlapArgs>),
     Peers(Box<PeersArgs>),
-    /// One rank of a job, on its way into a network namespace.
-    #[command(hide = true)]
-    LinkEnter(EnterArgs),
-    /// One end of a measurement of a link.
-    #[command(hide = true)]
-    LinkProbe(ProbeArgs),
-    /// One rank of a job on a link or on loopback.
-    #[command(hide = true)]
-    LinkRank(TaskArgs),
     Sweep(SweepArgs),
-    /// One rank, or all ranks as threads, of a run of a sweep.
-    #[command(hide = true)]
-    SweepRank(TaskArgs),
     Report(ReportArgs),
     Compare(CompareArgs),
     Links(LinksArgs),
-    /// The process that carries the packets of an emulated link.
-    #[command(hide = true)]
-    LinkEmulate(EmulateArgs),
     /// One end of a check of a link.
     #[command(hide = true)]
     LinksRank(TaskArgs),

@@ -5,14 +5,14 @@ use gpt2::optim::LearningRate;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::trainer::{Parts, Summary, TrainConfig};
 use gpt2::transports::TransportKind;
+use rig::environment::Environment;
+use rig::formula::off_the_formula;
+use rig::outcome::RunError;
+use rig::signal::Interrupted;
+use rig::training::runner::Run;
 use serde::Serialize;
 
-use crate::environment::Environment;
-use crate::formula::off_the_formula;
-use crate::outcome::RunError;
-use crate::runner::Run;
 use crate::setup::Setup;
-use crate::signal::Interrupted;
 
 /// What to run.
 #[derive(Clone, Debug)]

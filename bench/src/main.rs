@@ -11,60 +11,31 @@
 
 mod args;
 mod cell;
-mod chaos;
 mod collectives;
 mod compare;
-mod debug;
-mod environment;
-mod flag;
-mod folder;
-mod formula;
-mod hostile;
-mod interrupts;
-mod lines;
-mod link;
 mod links;
-mod machine;
 mod matrix;
 mod memory;
-mod outcome;
 mod overlap;
 mod paper;
 mod parity;
 mod peers;
 mod plan;
-mod plot;
 mod prices;
-mod progress;
 mod proof;
-mod rank;
-mod record;
 mod report;
-mod results;
-mod rung;
-mod runner;
-mod samples;
 mod setup;
-mod signal;
-mod soak;
-mod stats;
 mod sweep;
-mod sys;
 mod table;
-mod text;
-mod why;
-mod worker;
 
 use std::process::ExitCode;
 
 use clap::Parser;
-
-use args::{Args, Command};
 use gpt2::cli::{complain, say};
 use gpt2::memory::{Category, Counting, set_thread_default};
+use rig::{BenchError, debug, outcome, rank};
 
-/// What a command fails with: one message for the user.
-type BenchError = Box<dyn std::error::Error + Send + Sync>;
+use args::{Args, Command};
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
@@ -80,26 +51,17 @@ fn main() -> ExitCode {
     }
     let mut args = Args::parse();
     let result = match args.command.take() {
-        Some(Command::Worker(worker)) => rank::main::<worker::Task>(&worker),
+        Some(Command::Rig(command)) => command.run(),
+        Some(Command::Torture(command)) => command.run(),
         Some(Command::Collectives(collectives)) => collectives::run(&collectives),
-        Some(Command::CollectivesRank(rank)) => rank::main::<collectives::Task>(&rank),
-        Some(Command::Hostile(hostile)) => hostile::run(&hostile),
-        Some(Command::HostileRank(rank)) => rank::main::<hostile::Task>(&rank),
-        Some(Command::Chaos(chaos)) => chaos::run(&chaos),
-        Some(Command::ChaosRank(rank)) => chaos::run_rank(&rank),
-        Some(Command::Soak(soak)) => soak::run(&soak),
+        Some(Command::CollectivesRank(task)) => rank::main::<collectives::Task>(&task),
         Some(Command::Overlap(overlap)) => overlap::run(&overlap),
         Some(Command::Peers(peers)) => peers::run(&peers),
-        Some(Command::LinkEnter(enter)) => link::enter(&enter),
-        Some(Command::LinkProbe(probe)) => link::run_probe(&probe),
-        Some(Command::LinkRank(rank)) => rank::main::<link::TrainingTask>(&rank),
         Some(Command::Sweep(sweep)) => sweep::run(&sweep),
-        Some(Command::SweepRank(rank)) => rank::main::<sweep::Task>(&rank),
         Some(Command::Report(report)) => report::run(&report),
         Some(Command::Compare(compare)) => compare::run(&compare),
         Some(Command::Links(links)) => links::run(&links),
-        Some(Command::LinkEmulate(emulate)) => link::run_emulator(&emulate),
-        Some(Command::LinksRank(rank)) => rank::main::<links::Task>(&rank),
+        Some(Command::LinksRank(task)) => rank::main::<links::Task>(&task),
         Some(Command::Parity(parity)) => parity::run(&parity),
         Some(Command::Memory(memory)) => memory::run(&memory),
         Some(Command::Paper(paper)) => paper::run(&paper),

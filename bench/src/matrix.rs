@@ -8,13 +8,14 @@ use gpt2::precision::Precision;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::transports::{TransportKind, TransportOptions};
+use rig::BenchError;
+use rig::record::{Cell, DEFAULT, LOOPBACK, NOBODY};
+use rig::results::{self, TRACES};
+use rig::training::text::TextSource;
 
-use crate::BenchError;
 use crate::plan::Plan;
-use crate::record::{Cell, DEFAULT, LOOPBACK, NOBODY};
-use crate::results::{self, TRACES};
 use crate::setup::Setup;
-use crate::sweep::{Sweep, TextSource};
+use crate::sweep::Sweep;
 use crate::table;
 
 /// Runs the matrix; true if every cell that this machine can run did, and sent what the formula says.

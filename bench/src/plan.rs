@@ -12,13 +12,12 @@ use gpt2::cli::MAX_THREADS;
 use gpt2::config::Preset;
 use gpt2::precision::Precision;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
+use rig::folder::read_small;
+use rig::link::{Carrier, MAX_ENDS, Profile};
+use rig::record::{Axis, Cell, DEFAULT, LOOPBACK, NOBODY, Planted};
+use rig::rung::Rung;
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer};
-
-use crate::folder::read_small;
-use crate::link::{Carrier, MAX_ENDS, Profile};
-use crate::record::{Axis, Cell, DEFAULT, LOOPBACK, NOBODY, Planted};
-use crate::rung::Rung;
 
 /// A checked plan.
 #[derive(Clone, Debug, PartialEq)]

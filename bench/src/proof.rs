@@ -3,15 +3,15 @@
 use gpt2::cli::say;
 use gpt2::config::Preset;
 use gpt2::strategy::StrategyKind;
+use rig::BenchError;
+use rig::lines::Lines;
+use rig::progress::bar;
+use rig::stats::difference;
 use serde::Serialize;
 
-use crate::BenchError;
 use crate::cell::{Cell, Row};
-use crate::lines::Lines;
 use crate::parity::formula::{self, Count};
-use crate::progress::bar;
 use crate::setup::Setup;
-use crate::stats::difference;
 
 /// Steps of a proof cell.
 const STEPS: u64 = 4;

@@ -8,9 +8,8 @@ use gpt2::corpus::Corpus;
 use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
 use gpt2::transports::TransportKind;
-
-use crate::environment::Environment;
-use crate::signal::Signals;
+use rig::environment::Environment;
+use rig::signal::Signals;
 
 /// What all cells share.
 pub(crate) struct Setup {

@@ -8,7 +8,7 @@ use crate::BenchError;
 ///
 /// # Errors
 /// The refusal.
-pub(crate) fn refuse(allowed: bool, what: &str) -> Result<(), BenchError> {
+pub fn refuse(allowed: bool, what: &str) -> Result<(), BenchError> {
     if cfg!(debug_assertions) && !allowed {
         return Err(format!("this is a debug build, {what}; build with --release, or pass --allow-debug").into());
     }
@@ -19,7 +19,7 @@ pub(crate) fn refuse(allowed: bool, what: &str) -> Result<(), BenchError> {
 ///
 /// # Errors
 /// The refusal.
-pub(crate) fn refuse_timings(allowed: bool) -> Result<(), BenchError> {
+pub fn refuse_timings(allowed: bool) -> Result<(), BenchError> {
     refuse(allowed, NO_TIMINGS)?;
     if cfg!(debug_assertions) {
         say("DEBUG BUILD: the timings below mean nothing");
@@ -28,7 +28,7 @@ pub(crate) fn refuse_timings(allowed: bool) -> Result<(), BenchError> {
 }
 
 /// What is wrong with timings of a debug build.
-pub(crate) const NO_TIMINGS: &str = "whose timings mean nothing";
+pub const NO_TIMINGS: &str = "whose timings mean nothing";
 
 #[cfg(test)]
 mod tests {

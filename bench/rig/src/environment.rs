@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 /// The environment of a run, stored with every cell.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Environment {
+pub struct Environment {
     machine: String,
     cores: usize,
     memory_bytes: u64,
@@ -21,7 +21,7 @@ pub(crate) struct Environment {
 }
 
 impl Environment {
-    pub(crate) fn read() -> Self {
+    pub fn read() -> Self {
         let first = |path: &str| fs::read_to_string(path).map(|text| text.trim().to_string()).unwrap_or_default();
         let field = |path: &str, name: &str| {
             let text = fs::read_to_string(path).unwrap_or_default();
@@ -41,7 +41,7 @@ impl Environment {
         }
     }
 
-    pub(crate) fn one_line(&self) -> String {
+    pub fn one_line(&self) -> String {
         format!(
             "{}, {} cores, {:.0} GB, Linux {}, TCP {}, commit {}",
             self.machine,

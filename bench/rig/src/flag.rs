@@ -4,15 +4,15 @@ use serde::{Deserialize, Serialize};
 
 /// A doubt about a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Flag {
-    pub(crate) kind: FlagKind,
+pub struct Flag {
+    pub kind: FlagKind,
     /// What was seen, with figures.
-    pub(crate) what: String,
+    pub what: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum FlagKind {
+pub enum FlagKind {
     /// Bytes, messages or operations are not what the strategy's formula says.
     OffTheFormula,
     /// Other processes, or other virtual machines, took processor time.

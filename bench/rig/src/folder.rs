@@ -11,7 +11,7 @@ use crate::BenchError;
 ///
 /// # Errors
 /// It cannot be written to.
-pub(crate) fn results_folder(out: Option<PathBuf>, name: &str) -> Result<PathBuf, BenchError> {
+pub fn results_folder(out: Option<PathBuf>, name: &str) -> Result<PathBuf, BenchError> {
     let out = out.unwrap_or_else(|| {
         let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         PathBuf::from("bench-results").join(format!("{name}-{seconds}"))
@@ -24,7 +24,7 @@ pub(crate) fn results_folder(out: Option<PathBuf>, name: &str) -> Result<PathBuf
 ///
 /// # Errors
 /// It cannot.
-pub(crate) fn make(out: &Path) -> Result<(), BenchError> {
+pub fn make(out: &Path) -> Result<(), BenchError> {
     let probe = out.join(".write-test");
     let written = fs::create_dir_all(out).and_then(|()| fs::write(&probe, b"")).and_then(|()| fs::remove_file(&probe));
     written.map_err(|error| {
@@ -39,7 +39,7 @@ const LARGEST: u64 = 1 << 20;
 ///
 /// # Errors
 /// What is wrong with it, for the user.
-pub(crate) fn read_small(path: &Path) -> Result<String, String> {
+pub fn read_small(path: &Path) -> Result<String, String> {
     let told = |error: std::io::Error| format!("{}: {error}", path.display());
     // A pipe would be waited for, and a device has no end.
     if !fs::metadata(path).map_err(told)?.is_file() {

@@ -3,7 +3,7 @@
 use gpt2::trainer::RankReport;
 
 /// What a rank did otherwise than the formula says.
-pub(crate) fn off_the_formula(rank: &RankReport) -> Option<String> {
+pub fn off_the_formula(rank: &RankReport) -> Option<String> {
     let RankReport { expected, .. } = rank;
     let pairs = [
         ("bytes", rank.bytes_counted, expected.payload),

@@ -8,7 +8,7 @@ use crate::signal::Interrupted;
 
 /// Why a job has no results.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum RunError {
+pub enum RunError {
     #[error("{0}")]
     Failed(String),
     /// It did not end by its deadline.
@@ -31,7 +31,7 @@ const EXIT_TIMED_OUT: i32 = 124;
 ///
 /// # Errors
 /// As [`captured`].
-pub(crate) fn run(launch: &Launch) -> Result<Vec<Captured>, RunError> {
+pub fn run(launch: &Launch) -> Result<Vec<Captured>, RunError> {
     captured(launch.run().map_err(|error| error.to_string())?)
 }
 
@@ -39,7 +39,7 @@ pub(crate) fn run(launch: &Launch) -> Result<Vec<Captured>, RunError> {
 ///
 /// # Errors
 /// What the rank has said that failed first, that the time was up, or that a signal came.
-pub(crate) fn captured(outcome: LaunchOutcome) -> Result<Vec<Captured>, RunError> {
+pub fn captured(outcome: LaunchOutcome) -> Result<Vec<Captured>, RunError> {
     if outcome.code == 0 {
         return Ok(outcome.captured);
     }
@@ -56,7 +56,7 @@ pub(crate) fn captured(outcome: LaunchOutcome) -> Result<Vec<Captured>, RunError
 }
 
 /// What the rank that failed first has said, else any other.
-pub(crate) fn complaint_of_first(outcome: &LaunchOutcome) -> Option<String> {
+pub fn complaint_of_first(outcome: &LaunchOutcome) -> Option<String> {
     // An echo of another rank's failure says less than that rank.
     let culprit = outcome.codes.iter().position(|code| *code != 0 && *code != EXIT_ECHO);
     let in_order = culprit.into_iter().chain(0..outcome.captured.len());
@@ -65,7 +65,7 @@ pub(crate) fn complaint_of_first(outcome: &LaunchOutcome) -> Option<String> {
 
 /// The line of a program's standard error that says most: the first that our programs mark, a panic with its message, the last error of
 /// a Python traceback, or else the last line. Nothing where there is none.
-pub(crate) fn complaint(stderr: &str) -> Option<String> {
+pub fn complaint(stderr: &str) -> Option<String> {
     let lines = || stderr.lines().map(str::trim).filter(|line| !line.is_empty());
     if let Some(marked) = lines().find(|line| line.starts_with("error:")) {
         return Some(marked.into());
@@ -78,7 +78,7 @@ pub(crate) fn complaint(stderr: &str) -> Option<String> {
 }
 
 /// The signal that ended a command which failed with `error`, if one did.
-pub(crate) fn ending_signal(error: &BenchError) -> Option<i32> {
+pub fn ending_signal(error: &BenchError) -> Option<i32> {
     let of_run = error.downcast_ref::<RunError>().and_then(|error| match error {
         RunError::Interrupted(interrupted) => Some(*interrupted),
         RunError::Failed(_) | RunError::TimedOut(_) => None,

@@ -17,7 +17,7 @@ use serde::de::DeserializeOwned;
 use crate::BenchError;
 
 /// What all ranks of a job are told, and what each does.
-pub(crate) trait Program: Serialize + DeserializeOwned {
+pub trait Program: Serialize + DeserializeOwned {
     /// The hidden command of this executable that runs it.
     const COMMAND: &'static str;
 
@@ -30,7 +30,7 @@ pub(crate) trait Program: Serialize + DeserializeOwned {
 
 /// Arguments of a hidden command.
 #[derive(Debug, clap::Args)]
-pub(crate) struct TaskArgs {
+pub struct TaskArgs {
     /// The task, as JSON.
     #[arg(long)]
     task: PathBuf,
@@ -40,7 +40,7 @@ pub(crate) struct TaskArgs {
 ///
 /// # Errors
 /// The task cannot be read, or what else ended the rank.
-pub(crate) fn main<P: Program>(args: &TaskArgs) -> Result<ExitCode, BenchError> {
+pub fn main<P: Program>(args: &TaskArgs) -> Result<ExitCode, BenchError> {
     job::die_with_parent()?;
     let about = |what: &dyn std::fmt::Display| format!("{}: not a task of this program: {what}", args.task.display());
     let bytes = fs::read(&args.task).map_err(|error| about(&error))?;
@@ -65,7 +65,7 @@ pub(crate) fn main<P: Program>(args: &TaskArgs) -> Result<ExitCode, BenchError> 
 ///
 /// # Errors
 /// No launcher started it.
-pub(crate) fn of_a_job(job: Option<&Job>) -> Result<&Job, BenchError> {
+pub fn of_a_job(job: Option<&Job>) -> Result<&Job, BenchError> {
     job.ok_or_else(|| "this command is started by a launcher, as one rank of its job".into())
 }
 
@@ -73,7 +73,7 @@ pub(crate) fn of_a_job(job: Option<&Job>) -> Result<&Job, BenchError> {
 ///
 /// # Errors
 /// It cannot be written to `folder`.
-pub(crate) fn arguments<P: Program>(task: &P, folder: &Path) -> Result<Vec<OsString>, String> {
+pub fn arguments<P: Program>(task: &P, folder: &Path) -> Result<Vec<OsString>, String> {
     let file = folder.join("task.json");
     let bytes = serde_json::to_vec(task).map_err(|error| format!("the task of a job: {error}"))?;
     fs::write(&file, bytes).map_err(|error| format!("{}: {error}", file.display()))?;
@@ -84,7 +84,7 @@ pub(crate) fn arguments<P: Program>(task: &P, folder: &Path) -> Result<Vec<OsStr
 ///
 /// # Errors
 /// It cannot be written.
-pub(crate) fn leave(path: &Path, what: &impl Serialize) -> Result<(), BenchError> {
+pub fn leave(path: &Path, what: &impl Serialize) -> Result<(), BenchError> {
     fs::write(path, serde_json::to_vec(what)?).map_err(|error| format!("{}: {error}", path.display()).into())
 }
 
@@ -92,7 +92,7 @@ pub(crate) fn leave(path: &Path, what: &impl Serialize) -> Result<(), BenchError
 ///
 /// # Errors
 /// It has left nothing, or something else.
-pub(crate) fn left<T: DeserializeOwned>(path: &Path, rank: usize) -> Result<T, String> {
+pub fn left<T: DeserializeOwned>(path: &Path, rank: usize) -> Result<T, String> {
     let bytes = fs::read(path).map_err(|error| format!("rank {rank} left no figures: {error}"))?;
     serde_json::from_slice(&bytes).map_err(|error| format!("the figures of rank {rank}: {error}"))
 }
@@ -101,7 +101,7 @@ pub(crate) fn left<T: DeserializeOwned>(path: &Path, rank: usize) -> Result<T, S
 ///
 /// # Errors
 /// It cannot be read, or is too short.
-pub(crate) fn load_text(source: Option<&Path>, tokenizer: TokenizerKind) -> Result<Corpus, BenchError> {
+pub fn load_text(source: Option<&Path>, tokenizer: TokenizerKind) -> Result<Corpus, BenchError> {
     let source = CorpusSource::from_path(source.map(Path::to_owned), default_cargo_home());
     Ok(Corpus::load(&source, tokenizer)?)
 }
@@ -110,7 +110,7 @@ pub(crate) fn load_text(source: Option<&Path>, tokenizer: TokenizerKind) -> Resu
 ///
 /// # Errors
 /// The operating system does not say.
-pub(crate) fn this_program() -> Result<PathBuf, String> {
+pub fn this_program() -> Result<PathBuf, String> {
     std::env::current_exe().map_err(|error| format!("the path of this program: {error}"))
 }
 

@@ -12,44 +12,44 @@ use crate::link::Pipe;
 use crate::why::Network;
 
 /// Version of these lines; raised when their meaning changes.
-pub(crate) const SCHEMA: u32 = 1;
+pub const SCHEMA: u32 = 1;
 
 /// The transport of a single rank, which talks to nobody.
-pub(crate) const NOBODY: &str = "none";
+pub const NOBODY: &str = "none";
 
 /// What a run on one machine without namespaces goes over.
-pub(crate) const LOOPBACK: &str = "loopback";
+pub const LOOPBACK: &str = "loopback";
 
 /// Leaves a setting to the kernel or the transport.
-pub(crate) const DEFAULT: &str = "default";
+pub const DEFAULT: &str = "default";
 
 /// One run of one cell.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Record {
-    pub(crate) schema: u32,
+pub struct Record {
+    pub schema: u32,
     /// Name of the plan.
-    pub(crate) plan: String,
-    pub(crate) cell: Cell,
+    pub plan: String,
+    pub cell: Cell,
     /// Which repetition, from 1. Cells of one round ran one after the other, so they are compared in pairs.
-    pub(crate) round: u32,
+    pub round: u32,
     /// Place in the order of execution over the whole sweep, from 0.
-    pub(crate) position: u64,
+    pub position: u64,
     /// Start, in seconds since 1970.
-    pub(crate) started_unix_s: f64,
+    pub started_unix_s: f64,
     /// From the start of the processes to their end.
-    pub(crate) wall_s: f64,
-    pub(crate) status: Status,
+    pub wall_s: f64,
+    pub status: Status,
     /// Why its figures are doubtful: the payload is off the formula, the machine was busy, its clock moved, …
-    pub(crate) flags: Vec<Flag>,
+    pub flags: Vec<Flag>,
     /// What was measured, where it ran.
-    pub(crate) measured: Option<Measured>,
-    pub(crate) environment: Environment,
+    pub measured: Option<Measured>,
+    pub environment: Environment,
 }
 
 /// How a run ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", content = "why", rename_all = "kebab-case")]
-pub(crate) enum Status {
+pub enum Status {
     Ok,
     /// It ended with an error, in one line.
     Failed(String),
@@ -61,48 +61,48 @@ pub(crate) enum Status {
 
 /// The values of all axes, which together are what is to be compared.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub(crate) struct Cell {
-    pub(crate) strategy: String,
+pub struct Cell {
+    pub strategy: String,
     /// A rung of the ladder of transports: `null`, `shm`, `tcp-raw`, `tcp`, `tcp-no-gate`, `tcp-ipc`, `quic`, `quic-unprotected`, …
-    pub(crate) transport: String,
+    pub transport: String,
     /// Name of the profile of the link.
-    pub(crate) link: String,
-    pub(crate) ranks: usize,
-    pub(crate) precision: String,
-    pub(crate) wire: String,
-    pub(crate) bucket_bytes: usize,
-    pub(crate) overlap: bool,
-    pub(crate) lanes: usize,
+    pub link: String,
+    pub ranks: usize,
+    pub precision: String,
+    pub wire: String,
+    pub bucket_bytes: usize,
+    pub overlap: bool,
+    pub lanes: usize,
     /// Congestion control, of TCP and QUIC alike; `default` for the kernel's and the transport's own.
-    pub(crate) congestion: String,
+    pub congestion: String,
     /// Largest UDP payload of QUIC; `None` for what the transport finds.
-    pub(crate) quic_mtu: Option<u16>,
-    pub(crate) seed: u64,
-    pub(crate) preset: String,
+    pub quic_mtu: Option<u16>,
+    pub seed: u64,
+    pub preset: String,
     /// Sequences a step over all ranks.
-    pub(crate) batch: usize,
-    pub(crate) accumulation: usize,
-    pub(crate) steps: u64,
+    pub batch: usize,
+    pub accumulation: usize,
+    pub steps: u64,
     /// Threads that compute, in each rank.
-    pub(crate) threads: usize,
+    pub threads: usize,
     /// A delay that was put in on purpose, to see whether it is found.
-    pub(crate) planted: Option<Planted>,
+    pub planted: Option<Planted>,
     /// Sets cells apart that are otherwise the same, for A/A comparisons; empty for all others.
-    pub(crate) variant: String,
+    pub variant: String,
 }
 
 /// A delay put into every step, where the batch is read.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub(crate) struct Planted {
-    pub(crate) microseconds: u64,
+pub struct Planted {
+    pub microseconds: u64,
     /// `None` for all ranks.
-    pub(crate) rank: Option<usize>,
+    pub rank: Option<usize>,
 }
 
 /// An axis of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Axis {
+pub enum Axis {
     Strategy,
     Transport,
     Link,
@@ -126,86 +126,86 @@ pub(crate) enum Axis {
 
 /// What a run measured.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Measured {
-    pub(crate) tokens_per_step: u64,
-    pub(crate) parameters: u64,
+pub struct Measured {
+    pub tokens_per_step: u64,
+    pub parameters: u64,
     /// Training loss of each step, in nats a token.
-    pub(crate) losses: Vec<Option<f64>>,
+    pub losses: Vec<Option<f64>>,
     /// Seconds from the first step to the end of each.
-    pub(crate) seconds: Vec<f64>,
-    pub(crate) weights_hash: String,
+    pub seconds: Vec<f64>,
+    pub weights_hash: String,
     /// One for each rank, in order.
-    pub(crate) ranks: Vec<Rank>,
+    pub ranks: Vec<Rank>,
     /// Settings of the transport, as (name, value).
-    pub(crate) transport_facts: Vec<(String, String)>,
-    pub(crate) link: Link,
+    pub transport_facts: Vec<(String, String)>,
+    pub link: Link,
 }
 
 /// One rank's figures.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Rank {
-    pub(crate) rank: usize,
-    pub(crate) steps: Steps,
+pub struct Rank {
+    pub rank: usize,
+    pub steps: Steps,
     /// Where it waited, by operation, in the order in which they start.
-    pub(crate) operations: Vec<Operation>,
+    pub operations: Vec<Operation>,
     /// How long a step it waited for each rank of the job that had not begun, in rank order: medians over steps, whose sum is about the
     /// median of `skew`.
-    pub(crate) waited_for: Vec<f64>,
+    pub waited_for: Vec<f64>,
     /// Payload bytes of gradients and parameters sent a step, as counted and by formula; `None` where nothing counts.
-    pub(crate) payload_bytes: Option<u64>,
-    pub(crate) payload_expected: u64,
-    pub(crate) messages: Option<u64>,
-    pub(crate) messages_expected: u64,
+    pub payload_bytes: Option<u64>,
+    pub payload_expected: u64,
+    pub messages: Option<u64>,
+    pub messages_expected: u64,
     /// Payload of scalars, and bytes of headers, sent a step.
-    pub(crate) scalar_bytes: Option<u64>,
-    pub(crate) framing_bytes: Option<u64>,
-    pub(crate) peak_rss_bytes: u64,
-    pub(crate) network: Network,
+    pub scalar_bytes: Option<u64>,
+    pub framing_bytes: Option<u64>,
+    pub peak_rss_bytes: u64,
+    pub network: Network,
 }
 
 /// Each step's parts on one rank, a column for each: all have one entry a step. The parts from `data` to `other` follow one another, were
 /// each measured by themselves, and add up to `total`, but for `other`, which is what is left over: time that nothing accounts for.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Steps {
-    pub(crate) total: Vec<f64>,
-    pub(crate) data: Vec<f64>,
+pub struct Steps {
+    pub total: Vec<f64>,
+    pub data: Vec<f64>,
     /// With waiting for a device that computes the passes by itself. Waiting for the optimizer's kernels is in `optimizer`.
-    pub(crate) compute: Vec<f64>,
-    pub(crate) pack: Vec<f64>,
+    pub compute: Vec<f64>,
+    pub pack: Vec<f64>,
     /// Waiting for gradients and parameters while all ranks take part.
-    pub(crate) exposed: Vec<f64>,
+    pub exposed: Vec<f64>,
     /// Waiting for loss and norm while all ranks take part.
-    pub(crate) scalars: Vec<f64>,
+    pub scalars: Vec<f64>,
     /// Waiting, of either kind, for ranks that had not begun.
-    pub(crate) skew: Vec<f64>,
-    pub(crate) unpack: Vec<f64>,
-    pub(crate) optimizer: Vec<f64>,
-    pub(crate) other: Vec<f64>,
+    pub skew: Vec<f64>,
+    pub unpack: Vec<f64>,
+    pub optimizer: Vec<f64>,
+    pub other: Vec<f64>,
     /// Not a part of the sum: how long at least one operation on gradients or parameters was under way.
-    pub(crate) communication: Vec<f64>,
+    pub communication: Vec<f64>,
     /// Not a part of the sum: how much of that was behind other work.
-    pub(crate) hidden: Vec<f64>,
+    pub hidden: Vec<f64>,
 }
 
 /// One operation of a step: medians over steps.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Operation {
+pub struct Operation {
     /// As it is called in error messages: `gradients, bucket 0: head`.
-    pub(crate) label: String,
+    pub label: String,
     /// How long it was under way.
-    pub(crate) communication: f64,
-    pub(crate) exposed: f64,
-    pub(crate) hidden: f64,
-    pub(crate) skew: f64,
+    pub communication: f64,
+    pub exposed: f64,
+    pub hidden: f64,
+    pub skew: f64,
 }
 
 /// The link that a run went over.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Link {
+pub struct Link {
     /// One line about it.
-    pub(crate) description: String,
+    pub description: String,
     /// Counters of the emulator, for each rank's two directions, where there was one.
-    pub(crate) emulator: Vec<Pipe>,
+    pub emulator: Vec<Pipe>,
 }
 
 impl fmt::Display for Axis {
@@ -235,7 +235,7 @@ impl fmt::Display for Axis {
 }
 
 impl Axis {
-    pub(crate) const ALL: [Axis; 19] = [
+    pub const ALL: [Axis; 19] = [
         Axis::Strategy,
         Axis::Transport,
         Axis::Link,
@@ -260,12 +260,12 @@ impl Axis {
 
 impl Cell {
     /// Ranks that share an end of the link: a node, where the strategy tells nodes apart, of which there are then two.
-    pub(crate) fn ranks_per_end(&self) -> usize {
+    pub fn ranks_per_end(&self) -> usize {
         if self.strategy == "hierarchical" && self.ranks.is_multiple_of(2) { self.ranks / 2 } else { 1 }
     }
 
     /// The value of an axis, as a plan writes it.
-    pub(crate) fn value(&self, axis: Axis) -> String {
+    pub fn value(&self, axis: Axis) -> String {
         match axis {
             Axis::Strategy => self.strategy.clone(),
             Axis::Transport => self.transport.clone(),
@@ -293,7 +293,7 @@ impl Cell {
     }
 
     /// The cell in words, by the values of `axes`: `ddp tcp wan`; `ranks 4` and the like where a value alone says too little.
-    pub(crate) fn label(&self, axes: &[Axis]) -> String {
+    pub fn label(&self, axes: &[Axis]) -> String {
         let one = |axis: &Axis| {
             let value = self.value(*axis);
             match axis {
@@ -306,7 +306,7 @@ impl Cell {
     }
 
     /// The axes whose values differ between cells.
-    pub(crate) fn varied<'a>(cells: impl Iterator<Item = &'a Cell> + Clone) -> Vec<Axis> {
+    pub fn varied<'a>(cells: impl Iterator<Item = &'a Cell> + Clone) -> Vec<Axis> {
         let differs = |axis: &Axis| {
             let mut values = cells.clone().map(|cell| cell.value(*axis));
             let first = values.next();
@@ -318,7 +318,7 @@ impl Cell {
 
 impl Record {
     /// The wall time of each step: of the rank that took longest.
-    pub(crate) fn step_ms(&self) -> Vec<f64> {
+    pub fn step_ms(&self) -> Vec<f64> {
         let ranks = self.measured.iter().flat_map(|measured| &measured.ranks);
         ranks.fold(Vec::new(), |mut longest, rank| {
             longest.resize(longest.len().max(rank.steps.total.len()), 0.0);
@@ -330,7 +330,7 @@ impl Record {
 
 impl Steps {
     /// The parts that add up to the total, by name, in the order in which a step goes through them.
-    pub(crate) fn parts(&self) -> [(&'static str, &[f64]); 9] {
+    pub fn parts(&self) -> [(&'static str, &[f64]); 9] {
         [
             ("data", &self.data),
             ("compute", &self.compute),

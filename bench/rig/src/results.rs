@@ -9,28 +9,28 @@ use serde::Deserialize;
 use crate::record::{Record, SCHEMA};
 
 /// Name of the file in a folder of results.
-pub(crate) const FILE: &str = "results.jsonl";
+pub const FILE: &str = "results.jsonl";
 
 /// Name of the file that says what all parts of a sweep have in common.
-pub(crate) const HEADER: &str = "sweep.json";
+pub const HEADER: &str = "sweep.json";
 
 /// Name of the folder of traces.
-pub(crate) const TRACES: &str = "traces";
+pub const TRACES: &str = "traces";
 
 /// Longest line that is read. The longest runs have some tens of kilobytes a rank.
 const LONGEST_LINE: u64 = 256 << 20;
 
 /// The records of one file.
 #[derive(Debug)]
-pub(crate) struct Results {
+pub struct Results {
     /// The file itself, also where a folder was given.
-    pub(crate) file: PathBuf,
-    pub(crate) records: Vec<Record>,
+    pub file: PathBuf,
+    pub records: Vec<Record>,
     /// What a reader should know: lines left out.
-    pub(crate) warnings: Vec<String>,
+    pub warnings: Vec<String>,
     /// Bytes of whole records. A sweep that goes on cuts the file off here, and ends the last line where it is not
     /// ended.
-    pub(crate) whole_bytes: u64,
+    pub whole_bytes: u64,
 }
 
 /// Reads a folder's `results.jsonl`, or such a file. The last line may have been cut off with its sweep and is then
@@ -38,7 +38,7 @@ pub(crate) struct Results {
 ///
 /// # Errors
 /// What is wrong with the path or with which line, and what to do.
-pub(crate) fn read_records(path: &Path) -> Result<Results, String> {
+pub fn read_records(path: &Path) -> Result<Results, String> {
     let file = locate(path)?;
     let name = file.display().to_string();
     let opened = File::open(&file).map_err(|error| format!("{name}: cannot be read: {error}"))?;
@@ -81,7 +81,7 @@ pub(crate) fn read_records(path: &Path) -> Result<Results, String> {
 ///
 /// # Errors
 /// As [`read_records`], and where no run is in them.
-pub(crate) fn read_some_records(path: &Path) -> Result<Results, String> {
+pub fn read_some_records(path: &Path) -> Result<Results, String> {
     let results = read_records(path)?;
     if results.records.is_empty() {
         let why = if results.warnings.is_empty() { "is empty" } else { "holds nothing but a line that is cut off" };

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 /// A rung of the ladder of transports, read and written by its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub(crate) enum Rung {
+pub enum Rung {
     /// One that training knows, too.
     Trained(TransportKind),
     /// Nothing is sent: what the call itself costs, the floor of all others. What is computed over it is wrong.
@@ -31,7 +31,7 @@ pub(crate) enum Rung {
 
 /// Something that makes a job safer, and may cost time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Precaution {
+pub enum Precaution {
     /// ZeroMQ without the gate that is in front of it by default.
     NoGate,
     /// Without signs of life: nobody would notice a rank that is stopped.
@@ -61,11 +61,11 @@ impl Precaution {
 const NEVER: Duration = Duration::from_secs(3600);
 
 impl Rung {
-    pub(crate) const LOCAL: Rung = Rung::Trained(TransportKind::Local);
-    pub(crate) const TCP_RAW: Rung = Rung::Trained(TransportKind::TcpRaw);
+    pub const LOCAL: Rung = Rung::Trained(TransportKind::Local);
+    pub const TCP_RAW: Rung = Rung::Trained(TransportKind::TcpRaw);
 
     /// Every transport that this build has or could have, those that need nothing first.
-    pub(crate) fn all() -> Vec<Rung> {
+    pub fn all() -> Vec<Rung> {
         let mut all = vec![Rung::Null];
         for kind in TransportKind::ALL {
             if kind == TransportKind::Tcp {
@@ -80,7 +80,7 @@ impl Rung {
     }
 
     /// The ladder, the cheapest first, as [`prices`](crate::prices) goes up on it.
-    pub(crate) const LADDER: [Rung; 8] = [
+    pub const LADDER: [Rung; 8] = [
         Rung::Null,
         Rung::Trained(TransportKind::Shm),
         Rung::TCP_RAW,
@@ -92,7 +92,7 @@ impl Rung {
     ];
 
     /// The names that a plan may write, without those that only add or leave out another precaution.
-    pub(crate) fn all_names() -> Vec<String> {
+    pub fn all_names() -> Vec<String> {
         let mut all = Rung::all();
         all.extend(Rung::LADDER);
         let mut names: Vec<String> = Vec::new();
@@ -105,12 +105,12 @@ impl Rung {
     }
 
     /// Whether nothing really arrives, so that only times mean something.
-    pub(crate) fn is_timing_only(self) -> bool {
+    pub fn is_timing_only(self) -> bool {
         self == Rung::Null
     }
 
     /// Whether it goes past the network, so that neither a link nor congestion control is of any account.
-    pub(crate) fn is_in_memory(self) -> bool {
+    pub fn is_in_memory(self) -> bool {
         match self {
             Rung::Null | Rung::TcpIpc => true,
             Rung::Trained(kind) | Rung::With(kind, _) => matches!(kind, TransportKind::Local | TransportKind::Shm),
@@ -119,11 +119,11 @@ impl Rung {
     }
 
     /// Whether it is QUIC, whose packets have a size that can be chosen.
-    pub(crate) fn is_quic(self) -> bool {
+    pub fn is_quic(self) -> bool {
         matches!(self, Rung::QuicUnprotected | Rung::Trained(TransportKind::Quic) | Rung::With(TransportKind::Quic, _))
     }
 
-    pub(crate) fn name(self) -> String {
+    pub fn name(self) -> String {
         match self {
             Rung::Trained(kind) => kind.name().into(),
             Rung::Null => "null".into(),
@@ -134,7 +134,7 @@ impl Rung {
     }
 
     /// The rungs by which the price of each precaution is found.
-    pub(crate) fn of_safety() -> Vec<Rung> {
+    pub fn of_safety() -> Vec<Rung> {
         let mut rungs = Vec::new();
         for kind in [TransportKind::Shm, TransportKind::TcpRaw, TransportKind::Tcp, TransportKind::Quic] {
             rungs.push(Rung::Trained(kind));
@@ -147,7 +147,7 @@ impl Rung {
     }
 
     /// What this rung has that others lack, and is otherwise like them.
-    pub(crate) fn precautions(self) -> Vec<(&'static str, Rung)> {
+    pub fn precautions(self) -> Vec<(&'static str, Rung)> {
         match self {
             Rung::With(kind, Precaution::Checked) => vec![("calls compared", Rung::Trained(kind))],
             Rung::With(kind, Precaution::CheckFinite) => vec![("NaN searched", Rung::Trained(kind))],
@@ -165,7 +165,7 @@ impl Rung {
     }
 
     /// `options` as this rung wants them.
-    pub(crate) fn options(self, options: &TransportOptions) -> TransportOptions {
+    pub fn options(self, options: &TransportOptions) -> TransportOptions {
         let options = options.clone();
         match self {
             Rung::With(_, Precaution::NoGate) => TransportOptions { gate: false, ..options },
@@ -179,7 +179,7 @@ impl Rung {
     }
 
     /// Why this build on this machine cannot use it; `None` if it can.
-    pub(crate) fn missing(self) -> Option<String> {
+    pub fn missing(self) -> Option<String> {
         match self {
             Rung::With(kind @ (TransportKind::Local | TransportKind::Nccl), _) => {
                 Some(format!("{kind} has no precautions to add or to leave out"))
@@ -199,7 +199,7 @@ impl Rung {
     ///
     /// # Errors
     /// `Unsupported` for what this build lacks and for threads; those of the transport's own `connect`.
-    pub(crate) fn connect(self, control: Arc<dyn Control>, options: &TransportOptions) -> Result<Session, Error> {
+    pub fn connect(self, control: Arc<dyn Control>, options: &TransportOptions) -> Result<Session, Error> {
         match self {
             Rung::Trained(kind) | Rung::With(kind, _) => transports::connect(kind, control, options),
             Rung::Null => {

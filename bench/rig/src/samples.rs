@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 /// How elements are combined, by nccl-tests' names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Reduction {
+pub enum Reduction {
     Sum,
     Prod,
     Min,
@@ -18,10 +18,9 @@ pub(crate) enum Reduction {
 }
 
 impl Reduction {
-    pub(crate) const ALL: [Reduction; 5] =
-        [Reduction::Sum, Reduction::Prod, Reduction::Min, Reduction::Max, Reduction::Avg];
+    pub const ALL: [Reduction; 5] = [Reduction::Sum, Reduction::Prod, Reduction::Min, Reduction::Max, Reduction::Avg];
 
-    pub(crate) fn name(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             Reduction::Sum => "sum",
             Reduction::Prod => "prod",
@@ -32,7 +31,7 @@ impl Reduction {
     }
 
     /// What a communicator calls it.
-    pub(crate) fn op(self) -> ReduceOp {
+    pub fn op(self) -> ReduceOp {
         match self {
             Reduction::Sum => ReduceOp::Sum,
             Reduction::Prod => ReduceOp::Prod,
@@ -62,7 +61,7 @@ impl FromStr for Reduction {
 }
 
 /// An element type that small whole numbers fit into exactly.
-pub(crate) trait Sample: Element {
+pub trait Sample: Element {
     /// All whole numbers from 0 to this one are exact.
     const EXACT: i64;
 
@@ -153,12 +152,12 @@ macro_rules! with_sample {
         }
     };
 }
-pub(crate) use with_sample;
+pub use with_sample;
 
 /// What each rank contributes, element by element, and what the reduction of it is. Every intermediate result of every order
 /// is a whole number that the type holds exactly.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Pattern {
+pub struct Pattern {
     seed: u64,
     ranks: i64,
     reduction: Reduction,
@@ -171,7 +170,7 @@ const FACTORS: usize = 6;
 
 impl Pattern {
     /// The pattern of `ranks` ranks for type `T`. Without a reduction, values that a sum would be exact of.
-    pub(crate) fn new<T: Sample>(seed: u64, ranks: usize, reduction: Option<Reduction>) -> Self {
+    pub fn new<T: Sample>(seed: u64, ranks: usize, reduction: Option<Reduction>) -> Self {
         let reduction = reduction.unwrap_or(Reduction::Sum);
         let ranks = ranks.max(1) as i64;
         // A mean is whole when every value is a multiple of the number of ranks.
@@ -185,7 +184,7 @@ impl Pattern {
     }
 
     /// Element `index` of what `rank` contributes.
-    pub(crate) fn value(&self, rank: usize, index: usize) -> i64 {
+    pub fn value(&self, rank: usize, index: usize) -> i64 {
         let bits = mix(self.seed ^ mix((rank as u64) << 40 ^ index as u64));
         let below = |bound: i64| (bits % bound.max(1).unsigned_abs()).cast_signed();
         match self.reduction {
@@ -210,7 +209,7 @@ impl Pattern {
     }
 
     /// Element `index` of the reduction over all ranks.
-    pub(crate) fn reduced(&self, index: usize) -> i64 {
+    pub fn reduced(&self, index: usize) -> i64 {
         let values = (0..self.ranks as usize).map(|rank| self.value(rank, index));
         match self.reduction {
             Reduction::Sum => values.sum(),
@@ -223,20 +222,20 @@ impl Pattern {
 }
 
 /// Overwrites `values` with elements `start..` of what `rank` contributes.
-pub(crate) fn fill<T: Sample>(values: &mut [T], pattern: &Pattern, rank: usize, start: usize) {
+pub fn fill<T: Sample>(values: &mut [T], pattern: &Pattern, rank: usize, start: usize) {
     for (offset, value) in values.iter_mut().enumerate() {
         *value = T::of(pattern.value(rank, start + offset));
     }
 }
 
 /// How many of `values` are not what `expected` says of their position.
-pub(crate) fn count_wrong<T: Sample>(values: &[T], expected: impl Fn(usize) -> i64) -> u64 {
+pub fn count_wrong<T: Sample>(values: &[T], expected: impl Fn(usize) -> i64) -> u64 {
     let wrong = |(index, value): (usize, &T)| *value != T::of(expected(index));
     values.iter().enumerate().filter(|pair| wrong(*pair)).count() as u64
 }
 
 /// Whether this program has test values of the type.
-pub(crate) fn is_known(dtype: DType) -> bool {
+pub fn is_known(dtype: DType) -> bool {
     with_sample!(dtype, _T => true, else false)
 }
 

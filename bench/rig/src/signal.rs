@@ -10,21 +10,21 @@ use crate::BenchError;
 /// A signal ended the run.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 #[error("interrupted by signal {signal}; what was measured before is in the results")]
-pub(crate) struct Interrupted {
-    pub(crate) signal: i32,
+pub struct Interrupted {
+    pub signal: i32,
 }
 
 /// The signal that came since [`catch`](Signals::catch), if any. A launcher catches signals while its ranks run; this is for the time
 /// between two jobs.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Signals(Arc<AtomicUsize>);
+pub struct Signals(Arc<AtomicUsize>);
 
 impl Signals {
     /// Catches signals from here on: none ends this program by itself any more.
     ///
     /// # Errors
     /// The kernel's.
-    pub(crate) fn catch() -> Result<Self, BenchError> {
+    pub fn catch() -> Result<Self, BenchError> {
         let signals = Signals::default();
         for signal in ending_signals() {
             signal_hook::flag::register_usize(signal, signals.0.clone(), signal.unsigned_abs() as usize)?;
@@ -33,13 +33,13 @@ impl Signals {
     }
 
     /// Whether one has come.
-    pub(crate) fn came(&self) -> bool {
+    pub fn came(&self) -> bool {
         self.0.load(Ordering::Relaxed) != 0
     }
 
     /// # Errors
     /// [`Interrupted`] if one has come.
-    pub(crate) fn check(&self) -> Result<(), Interrupted> {
+    pub fn check(&self) -> Result<(), Interrupted> {
         match self.0.load(Ordering::Relaxed) {
             0 => Ok(()),
             signal => Err(Interrupted { signal: i32::try_from(signal).unwrap_or(2) }),

@@ -4,7 +4,7 @@ use std::io;
 use std::time::Duration;
 
 /// Nanoseconds of the clock that all processes of this machine share and that never goes back (`CLOCK_MONOTONIC`).
-pub(crate) fn now() -> u64 {
+pub fn now() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the call writes one timespec through a pointer that is valid for it. This clock always exists, so it cannot fail.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
@@ -16,7 +16,7 @@ pub(crate) fn now() -> u64 {
 ///
 /// # Errors
 /// The kernel's.
-pub(crate) fn process_cpu_time() -> io::Result<Duration> {
+pub fn process_cpu_time() -> io::Result<Duration> {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the call writes one timespec through a pointer that is valid for it.
     if unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut time) } != 0 {
@@ -27,7 +27,7 @@ pub(crate) fn process_cpu_time() -> io::Result<Duration> {
 }
 
 /// Kills every process of the group that process `leader` leads.
-pub(crate) fn kill_group(leader: u32) {
+pub fn kill_group(leader: u32) {
     if let Ok(leader) = libc::pid_t::try_from(leader)
         && leader > 1
     {

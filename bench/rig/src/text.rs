@@ -3,7 +3,7 @@
 use crate::stats::{Ratio, median};
 
 /// Lines under a header; the first `names` columns are names, to the left, the others figures, to the right.
-pub(crate) fn columns<const N: usize>(header: &[&str; N], lines: &[[String; N]], names: usize) -> String {
+pub fn columns<const N: usize>(header: &[&str; N], lines: &[[String; N]], names: usize) -> String {
     let mut widths = header.map(|name| name.chars().count());
     for line in lines {
         for (width, cell) in widths.iter_mut().zip(line) {
@@ -21,7 +21,7 @@ pub(crate) fn columns<const N: usize>(header: &[&str; N], lines: &[[String; N]],
 }
 
 /// `12.3 (11.9-13.0)`: the median, the least and the most.
-pub(crate) fn spread(values: &[f64], digits: usize) -> String {
+pub fn spread(values: &[f64], digits: usize) -> String {
     let least = values.iter().copied().min_by(f64::total_cmp);
     let most = values.iter().copied().max_by(f64::total_cmp);
     match (median(values), least, most) {
@@ -31,12 +31,12 @@ pub(crate) fn spread(values: &[f64], digits: usize) -> String {
 }
 
 /// The median.
-pub(crate) fn middle(values: &[f64], digits: usize) -> String {
+pub fn middle(values: &[f64], digits: usize) -> String {
     median(values).map_or("-".into(), |value| format!("{value:.digits$}"))
 }
 
 /// A ratio with its spread.
-pub(crate) fn ratio(ratio: Option<Ratio>) -> String {
+pub fn ratio(ratio: Option<Ratio>) -> String {
     ratio.map_or("-".into(), |Ratio { median, min, max }| format!("{median:.2} ({min:.2}-{max:.2})"))
 }
 

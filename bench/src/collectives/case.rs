@@ -4,9 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 
 use comm_core::{DType, Op};
+use rig::samples::Reduction;
 use serde::{Deserialize, Serialize};
-
-use crate::samples::Reduction;
 
 /// What the ranks do together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -8,11 +8,11 @@ use comm_core::table::supports;
 use comm_core::{
     Algorithm, BorrowedCall, Buffer, Call, Communicator, CommunicatorExt, Error, Failed, Op, View, ViewMut, shard_range,
 };
+use rig::samples::{Pattern, Sample, count_wrong, fill, with_sample};
+use rig::sys::process_cpu_time;
 
 use super::case::{Case, Operation, Place};
 use super::protocol::{MAX_SAMPLES, Measure, Reply, Trouble};
-use crate::samples::{Pattern, Sample, count_wrong, fill, with_sample};
-use crate::sys::process_cpu_time;
 
 /// A rank's buffers, kept from one command to the next so that each measures memory that is already there.
 #[derive(Default)]

@@ -12,14 +12,14 @@ use std::time::Duration;
 use comm_core::Deadline;
 use comm_core::launch::{Launch, LaunchOutcome, Output};
 use gpt2::transports::TransportOptions;
+use rig::outcome::{complaint, complaint_of_first};
+use rig::rank;
+use rig::rung::Rung;
+use rig::sys::kill_group;
 use tempfile::TempDir;
 
 use super::protocol::{Command, Connection, Hello, Measure, Opened, Reply, Trouble};
 use super::rank::Task;
-use crate::outcome::{complaint, complaint_of_first};
-use crate::rank;
-use crate::rung::Rung;
-use crate::sys::kill_group;
 
 /// How long ranks of ours may take to start and to connect all transports; libraries of the peers take seconds to load.
 const START: Duration = Duration::from_secs(90);

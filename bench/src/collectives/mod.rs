@@ -23,15 +23,15 @@ mod tune;
 use std::process::ExitCode;
 
 use gpt2::cli::say;
+use rig::BenchError;
+use rig::debug;
+use rig::environment::Environment;
+use rig::folder;
+use rig::lines::Lines;
 
 pub(crate) use options::CollectivesArgs;
 pub(crate) use rank::Task;
 
-use crate::BenchError;
-use crate::debug;
-use crate::environment::Environment;
-use crate::folder;
-use crate::lines::Lines;
 use options::Settings;
 use report::Row;
 use rounds::Bench;

@@ -6,12 +6,12 @@ use std::time::Duration;
 use comm_core::{Algorithm, DType, Waiting};
 use gpt2::cli::MAX_RANKS_HERE;
 use gpt2::transports::TransportOptions;
+use rig::BenchError;
+use rig::rung::Rung;
+use rig::samples::{self, Reduction};
 
 use super::case::{Case, Operation, Place, parse_dtype};
 use super::congestion;
-use crate::BenchError;
-use crate::rung::Rung;
-use crate::samples::{self, Reduction};
 
 /// Times collectives over each transport, in the manner of nccl-tests.
 ///

@@ -10,13 +10,13 @@ use comm_core::job::{Address, Job};
 use comm_core::{Control, Deadline};
 use gpt2::trainer::Session;
 use gpt2::transports::{self, TransportOptions};
+use rig::BenchError;
+use rig::rank::{Program, of_a_job};
+use rig::rung::Rung;
 use serde::{Deserialize, Serialize};
 
 use super::exec::{self, Memory};
 use super::protocol::{Command, Connection, Hello, Opened, Reply, Trouble};
-use crate::BenchError;
-use crate::rank::{Program, of_a_job};
-use crate::rung::Rung;
 
 /// What all ranks of a group are told when they start.
 #[derive(Clone, Debug, Serialize, Deserialize)]

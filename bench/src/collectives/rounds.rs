@@ -6,6 +6,11 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use comm_core::Algorithm;
 use comm_core::table::{choose, supports};
+use rig::BenchError;
+use rig::environment::Environment;
+use rig::rung::Rung;
+use rig::signal::Signals;
+use rig::stats::Ratio;
 
 use super::case::{Case, Place};
 use super::congestion;
@@ -14,11 +19,6 @@ use super::options::Settings;
 use super::peers::{Peer, PeerSettings};
 use super::protocol::{Measure, Trouble};
 use super::report::{Comparison, Outcome, Rounds, Row};
-use crate::BenchError;
-use crate::environment::Environment;
-use crate::rung::Rung;
-use crate::signal::Signals;
-use crate::stats::Ratio;
 
 /// How long a batch of iterations shall take where the user does not say how many.
 const BATCH: Duration = Duration::from_millis(20);

@@ -12,10 +12,10 @@ use std::process::ExitCode;
 use std::str::FromStr;
 
 use gpt2::cli::say;
+use rig::BenchError;
+use rig::results::read_some_records;
+use rig::stats::Metric;
 
-use crate::BenchError;
-use crate::results::read_some_records;
-use crate::stats::Metric;
 use findings::Findings;
 
 /// Exit codes, for scripts.
@@ -99,9 +99,9 @@ mod tests {
     use clap::ValueEnum;
 
     use super::*;
-    use crate::record::Record;
-    use crate::results::Results;
-    use crate::stats::made_up::{cell, record};
+    use rig::record::Record;
+    use rig::results::Results;
+    use rig::stats::made_up::{cell, record};
 
     /// A sweep of cells with these steps.
     fn sweep(folder: &Path, cells: &[(&str, f64)]) {

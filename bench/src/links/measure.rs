@@ -3,6 +3,11 @@
 use std::time::Duration;
 
 use comm_core::launch::Captured;
+use rig::link::Pipe;
+use rig::link::{Carrier, World};
+use rig::machine::Watch;
+use rig::outcome::{self, RunError};
+use rig::rank;
 use serde::Deserialize;
 
 use super::asked::{self, Measure, Way};
@@ -11,11 +16,6 @@ use super::judge::{self, Range, spread};
 use super::rank::{Task, Work};
 use super::report::{Row, Unit, Verdict};
 use super::udp::{HEADERS, Heard, LEAST, Sender, Sent, Times};
-use crate::link::Pipe;
-use crate::link::{Carrier, World};
-use crate::machine::Watch;
-use crate::outcome::{self, RunError};
-use crate::rank;
 
 /// A world to be measured.
 pub(super) struct Bench<'a> {

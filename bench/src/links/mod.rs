@@ -18,15 +18,15 @@ mod udp;
 use std::process::ExitCode;
 
 use gpt2::cli::say;
+use rig::BenchError;
+use rig::debug;
+use rig::lines::Lines;
+use rig::link::{self, Profile, World};
+use rig::signal::Signals;
 
 pub(crate) use options::LinksArgs;
 pub(crate) use rank::Task;
 
-use crate::BenchError;
-use crate::debug;
-use crate::lines::Lines;
-use crate::link::{self, Profile, World};
-use crate::signal::Signals;
 use measure::Bench;
 use report::Row;
 

@@ -8,14 +8,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use comm_core::job::Job;
+use rig::BenchError;
+use rig::link::Ends;
+use rig::rank::{Program, of_a_job};
 use serde::{Deserialize, Serialize};
 
 use super::flow;
 use super::transport;
 use super::udp::{self, Sender};
-use crate::BenchError;
-use crate::link::Ends;
-use crate::rank::{Program, of_a_job};
 
 /// What all processes of a measurement are told.
 #[derive(Clone, Debug, Serialize, Deserialize)]

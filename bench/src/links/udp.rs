@@ -5,13 +5,13 @@ use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rig::interrupts::uninterrupted;
+use rig::sys::now;
 use serde::{Deserialize, Serialize};
 use socket2::SockRef;
 
 use super::interface::{self, Sampler, counter};
 use super::rank::Place;
-use crate::interrupts::uninterrupted;
-use crate::sys::now;
 
 /// What one end sends.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]

@@ -16,16 +16,16 @@ use gpt2::precision::Precision;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::trainer::TrainConfig;
 use gpt2::transports::TransportKind;
+use rig::BenchError;
+use rig::debug;
+use rig::environment::Environment;
+use rig::lines::Lines;
+use rig::outcome::RunError;
+use rig::progress::bar;
+use rig::training::runner::Run;
 
 pub(crate) use options::MemoryArgs;
 
-use crate::BenchError;
-use crate::debug;
-use crate::environment::Environment;
-use crate::lines::Lines;
-use crate::outcome::RunError;
-use crate::progress::bar;
-use crate::runner::Run;
 use options::Settings;
 use report::Row;
 

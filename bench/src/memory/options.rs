@@ -6,10 +6,9 @@ use gpt2::config::{ModelConfig, Preset};
 use gpt2::segments::{SegmentInfo, layout};
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
-
-use crate::BenchError;
-use crate::folder;
-use crate::rank::load_text;
+use rig::BenchError;
+use rig::folder;
+use rig::rank::load_text;
 
 /// The largest part of the parameters that the embedding may be: it is held as a whole by every strategy.
 const MOST_EMBEDDING: f64 = 0.35;

@@ -15,19 +15,20 @@ use gpt2::strategy::StrategyOptions;
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::trainer::TrainConfig;
 use gpt2::transports::TransportKind;
+use rig::BenchError;
+use rig::debug;
+use rig::environment::Environment;
+use rig::folder::results_folder;
+use rig::lines::Lines;
+use rig::link::{Probe, World, gain_namespaces};
+use rig::outcome::RunError;
+use rig::progress::bar;
+use rig::rank::load_text;
+use rig::signal::Signals;
+use rig::training::pair::Training;
 
 pub(crate) use options::OverlapArgs;
 
-use crate::BenchError;
-use crate::debug;
-use crate::environment::Environment;
-use crate::folder::results_folder;
-use crate::lines::Lines;
-use crate::link::{Probe, Training, World, gain_namespaces};
-use crate::outcome::RunError;
-use crate::progress::bar;
-use crate::rank::load_text;
-use crate::signal::Signals;
 use options::{Settings, Variant};
 use report::{Row, Table};
 

@@ -17,14 +17,14 @@ use std::time::Instant;
 
 use gpt2::cli::say;
 use gpt2::trainer::{Summary, TrainConfig};
+use rig::BenchError;
+use rig::debug;
+use rig::lines::Lines;
+use rig::plot;
+use rig::progress::bar;
 
 pub(crate) use options::PaperArgs;
 
-use crate::BenchError;
-use crate::debug;
-use crate::lines::Lines;
-use crate::plot;
-use crate::progress::bar;
 use options::{Paper, Settings};
 use row::{Row, Variant};
 

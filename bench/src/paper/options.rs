@@ -13,12 +13,11 @@ use gpt2::optim::LossScaling;
 use gpt2::precision::Precision;
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::transports::TransportKind;
-
-use crate::BenchError;
-use crate::environment::Environment;
-use crate::folder::results_folder;
-use crate::rank::load_text;
-use crate::signal::Signals;
+use rig::BenchError;
+use rig::environment::Environment;
+use rig::folder::results_folder;
+use rig::rank::load_text;
+use rig::signal::Signals;
 
 /// Runs the comparison of a published paper again, with equal conditions for all strategies.
 ///

@@ -3,16 +3,16 @@
 use std::time::Duration;
 
 use gpt2::trainer::{Summary, TrainConfig};
+use rig::BenchError;
+use rig::formula::off_the_formula;
+use rig::outcome::RunError;
+use rig::progress::bar;
+use rig::text::columns;
+use rig::training::runner::Run;
 use serde::Serialize;
 
 use super::options::Settings;
 use super::plan::Variant;
-use crate::BenchError;
-use crate::formula::off_the_formula;
-use crate::outcome::RunError;
-use crate::progress::bar;
-use crate::runner::Run;
-use crate::text::columns;
 
 /// Numbers of ranks that are counted.
 pub(crate) const RANKS: [usize; 2] = [3, 4];

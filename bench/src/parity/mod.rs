@@ -17,15 +17,15 @@ use std::time::Instant;
 
 use gpt2::cli::say;
 use gpt2::trainer::Summary;
+use rig::BenchError;
+use rig::debug;
+use rig::environment::Environment;
+use rig::lines::Lines;
+use rig::progress::bar;
+use rig::stats::difference;
 
 pub(crate) use options::ParityArgs;
 
-use crate::BenchError;
-use crate::debug;
-use crate::environment::Environment;
-use crate::lines::Lines;
-use crate::progress::bar;
-use crate::stats::difference;
 use fault::Fault;
 use options::Settings;
 use plan::{Column, FAULT_RANKS, Variant};

@@ -6,11 +6,11 @@ use gpt2::corpus::Corpus;
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::transports::TransportKind;
+use rig::BenchError;
+use rig::folder;
+use rig::rank::load_text;
 
 use super::plan::{BATCH, Variant};
-use crate::BenchError;
-use crate::folder;
-use crate::rank::load_text;
 
 /// Compares every strategy with one device, with faults planted as a control, and its messages with its formula.
 ///

@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 
 use gpt2::trainer::Summary;
+use rig::text::columns;
 use serde::Serialize;
 
 use super::fault::Fault;
 use super::options::Settings;
 use super::plan::{BATCH, CLIP, Column, FAULT_RANKS, PRESET, Variant};
-use crate::text::columns;
 
 /// Strategy, ranks and the options.
 const COLUMNS: usize = 2 + Column::ALL.len();

@@ -18,18 +18,19 @@ use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::tokenizer::{GPT2_VOCABULARY, TokenizerKind};
 use gpt2::trainer::TrainConfig;
 use gpt2::transports::TransportKind;
+use rig::BenchError;
+use rig::debug;
+use rig::environment::Environment;
+use rig::folder::results_folder;
+use rig::lines::Lines;
+use rig::link::{Probe, World, gain_namespaces};
+use rig::outcome::RunError;
+use rig::progress::bar;
+use rig::signal::Signals;
+use rig::training::pair::Training;
 
 pub(crate) use options::PeersArgs;
 
-use crate::BenchError;
-use crate::debug;
-use crate::environment::Environment;
-use crate::folder::results_folder;
-use crate::lines::Lines;
-use crate::link::{Probe, Training, World, gain_namespaces};
-use crate::outcome::RunError;
-use crate::progress::bar;
-use crate::signal::Signals;
 use options::{SKIPPED, Settings};
 use python::{Mode, Torch, Work};
 use report::{Outcome, Row, Side, Table};

@@ -8,12 +8,12 @@ use std::time::Duration;
 use comm_core::launch::Captured;
 use gpt2::config::ModelConfig;
 use gpt2::strategy::StrategyKind;
+use rig::link::World;
+use rig::outcome::{self, RunError};
 use serde::Deserialize;
 use tempfile::TempDir;
 
 use super::report::Outcome;
-use crate::link::World;
-use crate::outcome::{self, RunError};
 
 /// One rank, in Python. Part of this program, so that the program can be moved.
 const RANK: &str = include_str!("gpt2_torch.py");

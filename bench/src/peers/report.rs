@@ -5,13 +5,13 @@ use std::fmt;
 use gpt2::config::ModelConfig;
 use gpt2::strategy::StrategyKind;
 use gpt2::transports::TransportKind;
+use rig::environment::Environment;
+use rig::link::Probe;
+use rig::stats::Ratio;
+use rig::text::{columns, middle, ratio, spread};
 use serde::{Serialize, Serializer};
 
 use super::Cell;
-use crate::environment::Environment;
-use crate::link::Probe;
-use crate::stats::Ratio;
-use crate::text::{columns, middle, ratio, spread};
 
 /// Who trains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

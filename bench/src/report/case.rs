@@ -2,12 +2,13 @@
 
 use std::cmp::Ordering;
 
+use rig::flag::{Flag, FlagKind};
+use rig::record::{Cell, Measured, Rank, Record};
+use rig::stats::median;
+use rig::stats::{CellRuns, Interval, LEVEL, LeftOut, Summary, Why, paired, step_time};
+
 use super::digest::{ROUNDS, STRATEGIES, TRANSPORTS, known};
 use super::links::Traits;
-use crate::flag::{Flag, FlagKind};
-use crate::record::{Cell, Measured, Rank, Record};
-use crate::stats::median;
-use crate::stats::{CellRuns, Interval, LEVEL, LeftOut, Summary, Why, paired, step_time};
 
 /// The parts of a step that wait for the network: for gradients and parameters, and for loss and norm.
 pub(crate) const NETWORK: [&str; 2] = ["exposed", "scalars"];

@@ -31,12 +31,12 @@ use std::process::ExitCode;
 
 use clap::Args;
 use gpt2::cli::say;
+use rig::BenchError;
+use rig::plot;
+use rig::record::Cell;
+use rig::results::{HEADER, Results, read_records};
 
-use crate::BenchError;
 use crate::plan::Plan;
-use crate::plot;
-use crate::record::Cell;
-use crate::results::{HEADER, Results, read_records};
 use digest::Digest;
 use html::Page;
 

@@ -2,13 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use rig::flag::{Flag, FlagKind};
+use rig::record::{Axis, Cell, Record};
 use serde_json::Value;
 
 use super::digest::{Case, Digest, distinct};
 use super::html::{Page, Table};
 use super::text::{bytes, count, figure, listed, maybe};
-use crate::flag::{Flag, FlagKind};
-use crate::record::{Axis, Cell, Record};
 
 /// Values of an axis that are named in the table.
 const NAMED: usize = 24;

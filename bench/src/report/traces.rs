@@ -3,9 +3,10 @@
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
+use rig::record::Cell;
+
 use super::digest::Digest;
 use super::html::Page;
-use crate::record::Cell;
 
 /// Traces that are linked; a folder with more is named.
 const LINKED: usize = 200;

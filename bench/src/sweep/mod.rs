@@ -1,11 +1,6 @@
 //! `bench sweep`: the cells of a plan, interleaved and repeated, each run a line of results with everything that was measured.
 
-mod cell;
 mod order;
-mod rank;
-mod skew;
-mod text;
-mod trace;
 mod worlds;
 
 use std::collections::BTreeSet;
@@ -15,23 +10,22 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use gpt2::cli::say;
+use rig::BenchError;
+use rig::debug;
+use rig::environment::Environment;
+use rig::folder::{read_small, results_folder};
+use rig::link::{World, gain_namespaces};
+use rig::progress::bar;
+use rig::record::{Cell, Record, Status};
+use rig::results::{self, HEADER, Results, TRACES};
+use rig::signal::Signals;
+use rig::stats::Metric;
+use rig::training::run;
+use rig::training::text::TextSource;
 use serde::{Deserialize, Serialize};
 
-pub(crate) use rank::Task;
-pub(crate) use text::TextSource;
-
-use crate::BenchError;
-use crate::debug;
-use crate::environment::Environment;
-use crate::folder::{read_small, results_folder};
-use crate::link::{World, gain_namespaces};
 use crate::plan::{Plan, READY};
 use crate::prices::price_list;
-use crate::progress::bar;
-use crate::record::{Cell, Record, Status};
-use crate::results::{self, HEADER, Results, TRACES};
-use crate::signal::Signals;
-use crate::stats::Metric;
 use worlds::Worlds;
 
 /// Runs the cells of a plan, and writes a report of what they cost.
@@ -246,7 +240,7 @@ impl Sweep {
     /// Takes away what runs of a killed sweep have left.
     fn remove_leftovers(&self) {
         let entries = fs::read_dir(&self.out).into_iter().flatten().flatten();
-        let left = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(cell::FOLDER));
+        let left = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(run::FOLDER));
         // What cannot go does no harm.
         left.for_each(|entry| drop(fs::remove_dir_all(entry.path())));
     }
@@ -270,7 +264,7 @@ impl Sweep {
                     continue;
                 }
                 self.signals.check()?;
-                let job = cell::Job {
+                let job = run::Job {
                     plan: name,
                     round,
                     position: position - 1,
@@ -320,7 +314,7 @@ pub(crate) fn trace_name(index: usize) -> String {
 }
 
 fn is_sound(record: &Record) -> bool {
-    let off = record.flags.iter().any(|flag| flag.kind == crate::flag::FlagKind::OffTheFormula);
+    let off = record.flags.iter().any(|flag| flag.kind == rig::flag::FlagKind::OffTheFormula);
     matches!(record.status, Status::Ok | Status::NotAvailable(_)) && !off
 }
 

@@ -1,6 +1,6 @@
 //! In which order cells run.
 
-use crate::record::Cell;
+use rig::record::Cell;
 
 /// The cells of a round, by index. Cells that go over the same link with as many ranks run one after the other, so that they can be
 /// compared in pairs while the machine is the same; among them, and among the links, chance decides, the same in every sweep of the

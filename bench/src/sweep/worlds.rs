@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
-use crate::link::{Profile, World};
-use crate::record::{Cell, DEFAULT, LOOPBACK, Status};
+use rig::link::{Profile, World};
+use rig::record::{Cell, DEFAULT, LOOPBACK, Status};
 
 /// Most networks that exist at a time: each is some namespaces, and maybe a process.
 const MOST: usize = 8;

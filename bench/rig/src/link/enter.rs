@@ -10,7 +10,7 @@ use super::place::end_of;
 use crate::BenchError;
 
 #[derive(Debug, clap::Args)]
-pub(crate) struct EnterArgs {
+pub struct EnterArgs {
     /// The namespaces of the ends, in order.
     #[arg(required = true)]
     namespaces: Vec<String>,
@@ -21,7 +21,7 @@ pub(crate) struct EnterArgs {
 
 /// Replaces this process, one rank of a job, by a program in the rank's namespace. It stays the same process, so it ends with its
 /// launcher. (`ip` also shows it a `/sys` of that namespace, where transports look for their interface.)
-pub(crate) fn enter(args: &EnterArgs) -> Result<ExitCode, BenchError> {
+pub fn enter(args: &EnterArgs) -> Result<ExitCode, BenchError> {
     job::die_with_parent()?;
     let job = Job::from_env()?.ok_or("link-enter is started by a launcher, as one rank of its job")?;
     let end = end_of(job.rank, job.world_size, args.namespaces.len());

@@ -15,32 +15,30 @@ mod profile;
 mod profile_file;
 mod rate;
 mod tools;
-mod training;
 mod units;
 mod world;
 
 use std::net::Ipv4Addr;
 
-pub(crate) use emulator::{EmulateArgs, Loss, PipeSpec, run_emulator};
-pub(crate) use enter::{EnterArgs, enter};
-pub(crate) use options::LinkOptions;
-pub(crate) use pipe::Pipe;
-pub(crate) use place::Ends;
-pub(crate) use privileges::gain_namespaces;
-pub(crate) use probe::{Probe, ProbeArgs, run_probe};
-pub(crate) use profile::{Carrier, Profile};
-pub(crate) use rate::{Rate, RateLimit};
-pub(crate) use training::{Figures, Task as TrainingTask, Training};
-pub(crate) use world::World;
+pub use emulator::{EmulateArgs, Loss, PipeSpec, run_emulator};
+pub use enter::{EnterArgs, enter};
+pub use options::LinkOptions;
+pub use pipe::Pipe;
+pub use place::Ends;
+pub use privileges::gain_namespaces;
+pub use probe::{Probe, ProbeArgs, run_probe};
+pub use profile::{Carrier, Profile};
+pub use rate::{Rate, RateLimit};
+pub use world::World;
 
 /// The interface at each end.
-pub(crate) const INTERFACE: &str = "link0";
+pub const INTERFACE: &str = "link0";
 
 /// Smallest and largest packets that the kernel and all transports can do with.
-pub(crate) const MTU: std::ops::RangeInclusive<u32> = 1280..=65_535;
+pub const MTU: std::ops::RangeInclusive<u32> = 1280..=65_535;
 
 /// Most ends of a link.
-pub(crate) const MAX_ENDS: usize = 200;
+pub const MAX_ENDS: usize = 200;
 
 const SUBNET: &str = "10.77.0.0/24";
 const PREFIX: u8 = 24;

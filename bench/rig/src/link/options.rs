@@ -9,13 +9,13 @@ use super::rate::Rate;
 
 /// What a link is like.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct LinkOptions {
+pub struct LinkOptions {
     /// `None` for as fast as the kernel copies.
-    pub(crate) rate: Option<Rate>,
+    pub rate: Option<Rate>,
     /// Largest packet in bytes, with the IP header.
-    pub(crate) mtu: u32,
+    pub mtu: u32,
     /// TCP congestion control of everything that goes over the link, by its kernel name; `None` for the kernel's default.
-    pub(crate) congestion: Option<String>,
+    pub congestion: Option<String>,
 }
 
 impl LinkOptions {
@@ -23,7 +23,7 @@ impl LinkOptions {
     ///
     /// # Errors
     /// What cannot be, for the user.
-    pub(crate) fn check(&self) -> Result<(), String> {
+    pub fn check(&self) -> Result<(), String> {
         if !MTU.contains(&self.mtu) {
             return Err(format!("--mtu {} must lie between {} and {}", self.mtu, MTU.start(), MTU.end()));
         }

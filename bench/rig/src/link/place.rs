@@ -13,7 +13,7 @@ use crate::rank::this_program;
 
 /// Where a rank listens and where all meet.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Ends {
+pub struct Ends {
     /// By end.
     addresses: Vec<Ipv4Addr>,
     /// Where rank 0 waits for the others, at its own end.
@@ -29,7 +29,7 @@ impl World {
     ///
     /// # Errors
     /// This program cannot find itself.
-    pub(crate) fn launch(
+    pub fn launch(
         &self,
         program: &Path,
         arguments: Vec<OsString>,
@@ -51,26 +51,26 @@ impl World {
     }
 
     /// What a rank has to know about its network; `None` on loopback, where it needs nothing.
-    pub(crate) fn addresses(&self) -> Option<Ends> {
+    pub fn addresses(&self) -> Option<Ends> {
         let addresses: Vec<Ipv4Addr> = (0..self.ends()).map(address).collect();
         (!self.is_loopback()).then_some(Ends { addresses, port: MEETING_PORT })
     }
 
     /// The network interface that ranks talk through.
-    pub(crate) fn interface(&self) -> &'static str {
+    pub fn interface(&self) -> &'static str {
         if self.is_loopback() { "lo" } else { INTERFACE }
     }
 }
 
 impl Ends {
     /// The address of a rank's own end.
-    pub(crate) fn own(&self, rank: usize, ranks: usize) -> IpAddr {
+    pub fn own(&self, rank: usize, ranks: usize) -> IpAddr {
         let end = end_of(rank, ranks, self.addresses.len());
         self.addresses.get(end).map_or(Ipv4Addr::LOCALHOST, |address| *address).into()
     }
 
     /// Where all ranks meet.
-    pub(crate) fn meeting(&self) -> (Ipv4Addr, u16) {
+    pub fn meeting(&self) -> (Ipv4Addr, u16) {
         (self.addresses.first().map_or(Ipv4Addr::LOCALHOST, |address| *address), self.port)
     }
 }

@@ -15,18 +15,18 @@ use crate::outcome::{self, RunError};
 use crate::rank::this_program;
 
 #[derive(Debug, clap::Args)]
-pub(crate) struct ProbeArgs {
+pub struct ProbeArgs {
     /// Where rank 0 listens and rank 1 dials.
     address: SocketAddr,
 }
 
 /// What was measured.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(crate) struct Probe {
+pub struct Probe {
     /// What one TCP connection delivers in one direction.
-    pub(crate) mbit_per_s: f64,
+    pub mbit_per_s: f64,
     /// Median round trip of one byte.
-    pub(crate) round_trip_us: f64,
+    pub round_trip_us: f64,
 }
 
 /// How long data is counted.
@@ -42,7 +42,7 @@ impl Probe {
     ///
     /// # Errors
     /// Why it cannot be, or that the user has had enough.
-    pub(crate) fn of(world: &World) -> Result<Option<Probe>, RunError> {
+    pub fn of(world: &World) -> Result<Option<Probe>, RunError> {
         let Some(ends) = world.addresses() else { return Ok(None) };
         let (host, port) = ends.meeting();
         let arguments = vec!["link-probe".into(), format!("{host}:{port}").into()];
@@ -56,7 +56,7 @@ impl Probe {
 }
 
 /// One end of the measurement.
-pub(crate) fn run_probe(args: &ProbeArgs) -> Result<ExitCode, BenchError> {
+pub fn run_probe(args: &ProbeArgs) -> Result<ExitCode, BenchError> {
     job::die_with_parent()?;
     let job = Job::from_env()?.ok_or("link-probe is started by a launcher, as one rank of its job")?;
     if job.rank == 0 {

@@ -20,7 +20,7 @@ use crate::folder::read_small;
 /// What carries packets between ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum Carrier {
+pub enum Carrier {
     /// Loopback, where all ranks share one network.
     None,
     /// The kernel's virtual cables, joined by a bridge, with its token bucket filter where there is a rate.
@@ -31,28 +31,28 @@ pub(crate) enum Carrier {
 
 /// What a link is like.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub(crate) struct Profile {
-    pub(crate) name: String,
+pub struct Profile {
+    pub name: String,
     /// One line about it.
-    pub(crate) about: String,
-    pub(crate) carrier: Carrier,
+    pub about: String,
+    pub carrier: Carrier,
     /// Largest packet in bytes, with the IP header.
-    pub(crate) mtu: u32,
+    pub mtu: u32,
     /// Of everything that is drawn at random.
-    pub(crate) seed: u64,
+    pub seed: u64,
     /// The pipes of every end but the following.
-    pub(crate) usual: Pipes,
+    pub usual: Pipes,
     /// Ends that are not as usual, by number.
-    pub(crate) unusual: BTreeMap<usize, Pipes>,
+    pub unusual: BTreeMap<usize, Pipes>,
 }
 
 /// The pipes of one end.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub(crate) struct Pipes {
+pub struct Pipes {
     /// For what it sends.
-    pub(crate) up: PipeSpec,
+    pub up: PipeSpec,
     /// For what it receives.
-    pub(crate) down: PipeSpec,
+    pub down: PipeSpec,
 }
 
 /// How long a packet waits at most for its turn, where nobody says: then it is dropped.
@@ -63,17 +63,17 @@ const MOST_QUEUED: u64 = 1 << 30;
 
 /// Profiles that are part of this program, so that it can be moved.
 const BUILT_IN: [(&str, &str); 11] = [
-    ("loopback", include_str!("../../profiles/loopback.toml")),
-    ("unlimited", include_str!("../../profiles/unlimited.toml")),
-    ("lan-10g", include_str!("../../profiles/lan-10g.toml")),
-    ("lan-1g", include_str!("../../profiles/lan-1g.toml")),
-    ("lan-100m", include_str!("../../profiles/lan-100m.toml")),
-    ("wan", include_str!("../../profiles/wan.toml")),
-    ("wan-lossy", include_str!("../../profiles/wan-lossy.toml")),
-    ("mobile", include_str!("../../profiles/mobile.toml")),
-    ("home", include_str!("../../profiles/home.toml")),
-    ("slow-rank", include_str!("../../profiles/slow-rank.toml")),
-    ("incast", include_str!("../../profiles/incast.toml")),
+    ("loopback", include_str!("../../../profiles/loopback.toml")),
+    ("unlimited", include_str!("../../../profiles/unlimited.toml")),
+    ("lan-10g", include_str!("../../../profiles/lan-10g.toml")),
+    ("lan-1g", include_str!("../../../profiles/lan-1g.toml")),
+    ("lan-100m", include_str!("../../../profiles/lan-100m.toml")),
+    ("wan", include_str!("../../../profiles/wan.toml")),
+    ("wan-lossy", include_str!("../../../profiles/wan-lossy.toml")),
+    ("mobile", include_str!("../../../profiles/mobile.toml")),
+    ("home", include_str!("../../../profiles/home.toml")),
+    ("slow-rank", include_str!("../../../profiles/slow-rank.toml")),
+    ("incast", include_str!("../../../profiles/incast.toml")),
 ];
 
 impl Profile {
@@ -81,7 +81,7 @@ impl Profile {
     ///
     /// # Errors
     /// What is wrong with it, with file and key, for the user.
-    pub(crate) fn find(name: &str) -> Result<Self, String> {
+    pub fn find(name: &str) -> Result<Self, String> {
         if name.contains('/') || name.ends_with(".toml") {
             let path = Path::new(name);
             let text = read_small(path).map_err(|why| format!("the profile {why}"))?;
@@ -96,12 +96,12 @@ impl Profile {
     }
 
     /// Names of the profiles that are part of this program.
-    pub(crate) fn names() -> impl Iterator<Item = &'static str> {
+    pub fn names() -> impl Iterator<Item = &'static str> {
         BUILT_IN.iter().map(|(name, _)| *name)
     }
 
     /// Loopback as it is.
-    pub(crate) fn loopback() -> Self {
+    pub fn loopback() -> Self {
         Profile {
             name: "loopback".into(),
             about: String::new(),
@@ -114,7 +114,7 @@ impl Profile {
     }
 
     /// The pipes of an end.
-    pub(crate) fn pipes(&self, end: usize) -> &Pipes {
+    pub fn pipes(&self, end: usize) -> &Pipes {
         self.unusual.get(&end).unwrap_or(&self.usual)
     }
 
@@ -125,7 +125,7 @@ impl Profile {
     }
 
     /// One line about what it asks for.
-    pub(crate) fn describe(&self) -> String {
+    pub fn describe(&self) -> String {
         if self.carrier == Carrier::None {
             return "loopback".into();
         }

@@ -7,13 +7,13 @@ use serde::{Serialize, Serializer};
 
 /// A rate of at least 8 kbit/s.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Rate {
+pub struct Rate {
     bits_per_second: u64,
 }
 
 /// A rate, or none, as a command line says it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct RateLimit(pub(crate) Option<Rate>);
+pub struct RateLimit(pub Option<Rate>);
 
 /// Units, largest first.
 const UNITS: [(&str, u64); 4] = [("gbit", 1_000_000_000), ("mbit", 1_000_000), ("kbit", 1_000), ("bit", 1)];
@@ -27,17 +27,17 @@ impl Rate {
         Rate { bits_per_second }
     }
 
-    pub(crate) fn bits_per_second(self) -> u64 {
+    pub fn bits_per_second(self) -> u64 {
         self.bits_per_second
     }
 
     /// Bytes that pass in `milliseconds`.
-    pub(crate) fn bytes_in(self, milliseconds: u64) -> u64 {
+    pub fn bytes_in(self, milliseconds: u64) -> u64 {
         self.bits_per_second.saturating_mul(milliseconds) / 8_000
     }
 
     /// How long `bytes` take, in milliseconds.
-    pub(crate) fn ms_of(self, bytes: u64) -> f64 {
+    pub fn ms_of(self, bytes: u64) -> f64 {
         bytes as f64 * 8e3 / self.bits_per_second as f64
     }
 }

@@ -15,7 +15,7 @@ use super::{INTERFACE, LinkOptions, MAX_ENDS, PREFIX, SUBNET, address};
 
 /// Where jobs run: on loopback, or in namespaces, one for each end of a link. All of it is gone when this is dropped.
 #[derive(Debug)]
-pub(crate) struct World {
+pub struct World {
     profile: Profile,
     congestion: Option<String>,
     /// Whether this kernel could emulate by itself; known where our emulator does it.
@@ -39,7 +39,7 @@ impl World {
     ///
     /// # Errors
     /// What is missing, for the user.
-    pub(crate) fn new(profile: &Profile, ends: usize, congestion: Option<&str>) -> Result<Self, String> {
+    pub fn new(profile: &Profile, ends: usize, congestion: Option<&str>) -> Result<Self, String> {
         if profile.carrier == Carrier::None {
             let congestion = congestion.filter(|_| may_make_namespaces().is_ok());
             return congestion.map_or_else(|| Ok(World::loopback()), World::loopback_with);
@@ -89,7 +89,7 @@ impl World {
     }
 
     /// Loopback.
-    pub(crate) fn loopback() -> Self {
+    pub fn loopback() -> Self {
         World {
             profile: Profile::loopback(),
             congestion: None,
@@ -103,14 +103,14 @@ impl World {
     ///
     /// # Errors
     /// Those of [`new`](World::new).
-    pub(crate) fn of(link: Option<&LinkOptions>) -> Result<Self, String> {
+    pub fn of(link: Option<&LinkOptions>) -> Result<Self, String> {
         let Some(options) = link else { return Ok(World::loopback()) };
         options.check()?;
         World::new(&options.profile(), 2, options.congestion.as_deref())
     }
 
     /// Why there can be nothing but loopback here, if so.
-    pub(crate) fn unavailable() -> Option<String> {
+    pub fn unavailable() -> Option<String> {
         let programs = || ["ip", "tc"].into_iter().find_map(|program| tools::run(program, &["-V"]).err());
         may_make_namespaces().err().or_else(programs)
     }
@@ -126,7 +126,7 @@ impl World {
         Ok(())
     }
 
-    pub(crate) fn profile(&self) -> &Profile {
+    pub fn profile(&self) -> &Profile {
         &self.profile
     }
 
@@ -136,12 +136,12 @@ impl World {
     }
 
     /// Number of namespaces; 0 on this process's own loopback.
-    pub(crate) fn ends(&self) -> usize {
+    pub fn ends(&self) -> usize {
         self.ends.len()
     }
 
     /// Whether jobs can run over it: whether an emulator that plays it lives.
-    pub(crate) fn is_alive(&self) -> bool {
+    pub fn is_alive(&self) -> bool {
         match &self.carried {
             Carried::Loopback | Carried::Veth(_) => true,
             Carried::Emulated(emulator) => lock(emulator).is_alive(),
@@ -149,12 +149,12 @@ impl World {
     }
 
     /// Whether ranks talk over loopback, in whichever namespace.
-    pub(crate) fn is_loopback(&self) -> bool {
+    pub fn is_loopback(&self) -> bool {
         matches!(self.carried, Carried::Loopback)
     }
 
     /// The process that plays the link, where one does.
-    pub(crate) fn process(&self) -> Option<u32> {
+    pub fn process(&self) -> Option<u32> {
         match &self.carried {
             Carried::Loopback | Carried::Veth(_) => None,
             Carried::Emulated(emulator) => Some(lock(emulator).process()),
@@ -162,7 +162,7 @@ impl World {
     }
 
     /// One line about the link.
-    pub(crate) fn describe(&self) -> String {
+    pub fn describe(&self) -> String {
         let how = match &self.carried {
             Carried::Loopback => {
                 let in_namespace = |name: &String| format!(", in a namespace; TCP congestion control {name}");
@@ -191,7 +191,7 @@ impl World {
     }
 
     /// How long `bytes` need at the rate of the slowest pipe, in milliseconds; `None` where nothing has a rate.
-    pub(crate) fn ms_of(&self, bytes: u64) -> Option<f64> {
+    pub fn ms_of(&self, bytes: u64) -> Option<f64> {
         let least = (0..self.ends.len()).filter_map(|end| self.profile.pipes(end).least_rate()).min()?;
         Some(Rate::of_bits(least).ms_of(bytes))
     }
@@ -200,7 +200,7 @@ impl World {
     ///
     /// # Errors
     /// Why it is not known.
-    pub(crate) fn pipes(&self) -> Result<Vec<Pipe>, String> {
+    pub fn pipes(&self) -> Result<Vec<Pipe>, String> {
         match &self.carried {
             Carried::Loopback => Ok(Vec::new()),
             Carried::Veth(hub) => hub.pipes(&self.ends),
@@ -228,7 +228,7 @@ impl World {
     ///
     /// # Errors
     /// Why they do not.
-    pub(crate) fn reset_counters(&self) -> Result<(), String> {
+    pub fn reset_counters(&self) -> Result<(), String> {
         match &self.carried {
             Carried::Loopback => Ok(()),
             Carried::Veth(hub) => hub.reset(&self.ends),
@@ -240,7 +240,7 @@ impl World {
     ///
     /// # Errors
     /// Why it is not known.
-    pub(crate) fn bottleneck(&self) -> Result<Option<String>, String> {
+    pub fn bottleneck(&self) -> Result<Option<String>, String> {
         match &self.carried {
             Carried::Loopback | Carried::Veth(_) => Ok(None),
             Carried::Emulated(emulator) => Ok(lock(emulator).counters()?.bottleneck()),

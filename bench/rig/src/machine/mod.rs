@@ -13,7 +13,7 @@ use clock::Clock;
 use load::Load;
 
 /// A run under watch.
-pub(crate) struct Watch {
+pub struct Watch {
     load: Option<Load>,
     clock: Clock,
     beside: Vec<u32>,
@@ -22,14 +22,14 @@ pub(crate) struct Watch {
 impl Watch {
     /// Looks at the machine, which takes about a tenth of a second, just before a run. The processes `beside` belong to the
     /// measurement and live on after it, such as those that play links.
-    pub(crate) fn start(beside: Vec<u32>) -> Watch {
+    pub fn start(beside: Vec<u32>) -> Watch {
         let clock = Clock::read(Path::new("/"));
         Watch { clock, load: Load::read(Path::new("/"), &beside), beside }
     }
 
     /// What disturbed the run. All its other processes must have ended and been waited for: until then their processor time
     /// is taken for that of strangers.
-    pub(crate) fn finish(self) -> Vec<Flag> {
+    pub fn finish(self) -> Vec<Flag> {
         let load = self
             .load
             .zip(Load::read(Path::new("/"), &self.beside))
@@ -41,7 +41,7 @@ impl Watch {
 }
 
 /// The doubt about a run of more computing threads than cores.
-pub(crate) fn shared_cores(ranks: usize, threads: usize) -> Option<Flag> {
+pub fn shared_cores(ranks: usize, threads: usize) -> Option<Flag> {
     shared_among(ranks, threads, std::thread::available_parallelism().ok()?.get())
 }
 

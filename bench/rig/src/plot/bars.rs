@@ -6,24 +6,24 @@ use super::{BOTTOM, LARGEST, TOP, WIDTH};
 
 /// Bars of a [`bars`] picture: horizontal, one group for each name.
 #[derive(Clone, Debug)]
-pub(crate) struct Bars<'a> {
+pub struct Bars<'a> {
     /// Above.
-    pub(crate) title: &'a str,
+    pub title: &'a str,
     /// Below, with the unit.
-    pub(crate) value: &'a str,
+    pub value: &'a str,
     /// Names of the values of a group, for the legend; of one alone there is none.
-    pub(crate) parts: Vec<String>,
+    pub parts: Vec<String>,
     /// Name of each group, and a value for each part; one that is missing or not finite has no bar.
-    pub(crate) groups: Vec<(String, Vec<Option<f64>>)>,
+    pub groups: Vec<(String, Vec<Option<f64>>)>,
     /// Whether the values of a group are put behind one another, rather than below.
-    pub(crate) stacked: bool,
+    pub stacked: bool,
 }
 
 /// Draws bars, each with its value (the sum, where they are stacked).
 ///
 /// # Errors
 /// A line of text, where there is nothing to draw.
-pub(crate) fn bars(bars: &Bars<'_>) -> Result<String, String> {
+pub fn bars(bars: &Bars<'_>) -> Result<String, String> {
     let known = |value: &Option<f64>| value.filter(|value| (0.0..LARGEST).contains(value));
     let longest = |(_, values): &(String, Vec<Option<f64>>)| {
         let known = values.iter().filter_map(known);

@@ -20,18 +20,18 @@ const FROM: [f64; SHADES - 1] = [1.02, 1.1, 1.25, 1.5, 2.0, 4.0];
 
 /// What a [`heat`] picture shows.
 #[derive(Clone, Debug)]
-pub(crate) struct Heat<'a> {
+pub struct Heat<'a> {
     /// Above.
-    pub(crate) title: &'a str,
+    pub title: &'a str,
     /// What a ratio is to, for the legend.
-    pub(crate) ratio: &'a str,
-    pub(crate) columns: Vec<String>,
-    pub(crate) rows: Vec<(String, Vec<Square>)>,
+    pub ratio: &'a str,
+    pub columns: Vec<String>,
+    pub rows: Vec<(String, Vec<Square>)>,
 }
 
 /// One place of a heat map.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Square {
+pub enum Square {
     /// Figures, in up to three lines, and how many times the best of them this is.
     Value { ratio: f64, lines: Vec<String>, tip: String },
     /// What should be here and is not: a word, and why.
@@ -44,7 +44,7 @@ pub(crate) enum Square {
 ///
 /// # Errors
 /// A line of text, where there is nothing to draw.
-pub(crate) fn heat(heat: &Heat<'_>) -> Result<String, String> {
+pub fn heat(heat: &Heat<'_>) -> Result<String, String> {
     let filled = heat.rows.iter().flat_map(|(_, squares)| squares).any(|square| *square != Square::Empty);
     if heat.columns.is_empty() || !filled {
         return Err(format!("nothing to draw in `{}`", heat.title));

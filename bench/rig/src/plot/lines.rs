@@ -15,60 +15,60 @@ const DODGE: f64 = 7.0;
 
 /// One line of a [`lines`] picture.
 #[derive(Clone, Debug)]
-pub(crate) struct Line {
+pub struct Line {
     /// For the legend.
-    pub(crate) name: String,
+    pub name: String,
     /// In order of x; those that are not finite are left out.
-    pub(crate) points: Vec<(f64, f64)>,
+    pub points: Vec<(f64, f64)>,
     /// Number of the colour, counted around the palette.
-    pub(crate) colour: usize,
+    pub colour: usize,
     /// Whether the line is dashed.
-    pub(crate) dashed: bool,
+    pub dashed: bool,
     /// In pixels. Of lines that lie on each other all can be seen when later ones are thinner.
-    pub(crate) width: f64,
+    pub width: f64,
 }
 
 /// One line of a [`curves`] picture.
 #[derive(Clone, Debug)]
-pub(crate) struct Curve {
+pub struct Curve {
     /// For the legend.
-    pub(crate) name: String,
+    pub name: String,
     /// In order of x; those that are not finite are left out.
-    pub(crate) points: Vec<Point>,
+    pub points: Vec<Point>,
     /// Number of the colour, counted around the palette.
-    pub(crate) colour: usize,
-    pub(crate) dashed: bool,
+    pub colour: usize,
+    pub dashed: bool,
     /// In pixels.
-    pub(crate) width: f64,
+    pub width: f64,
     /// Number of the shape of the marks; `None` without marks.
-    pub(crate) mark: Option<usize>,
+    pub mark: Option<usize>,
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Point {
-    pub(crate) x: f64,
-    pub(crate) y: f64,
+pub struct Point {
+    pub x: f64,
+    pub y: f64,
     /// The least and the most that y may be.
-    pub(crate) interval: Option<(f64, f64)>,
+    pub interval: Option<(f64, f64)>,
 }
 
 /// How the axes of a [`curves`] picture go.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Scale {
+pub struct Scale {
     /// By ratios instead of differences; points that are not above 0 are left out.
-    pub(crate) log_x: bool,
-    pub(crate) log_y: bool,
+    pub log_x: bool,
+    pub log_y: bool,
     /// The values of x that are labelled, instead of round ones.
-    pub(crate) whole_x: bool,
+    pub whole_x: bool,
     /// Whether the axis of y begins at 0.
-    pub(crate) from_zero: bool,
+    pub from_zero: bool,
 }
 
 /// Lines over a common axis, with a legend. Where x counts something, `marks` puts a mark on each point and labels whole numbers only.
 ///
 /// # Errors
 /// A line of text, where there is nothing to draw.
-pub(crate) fn lines(labels: &Labels<'_>, lines: &[Line], marks: bool) -> Result<String, String> {
+pub fn lines(labels: &Labels<'_>, lines: &[Line], marks: bool) -> Result<String, String> {
     let curve = |line: &Line| Curve {
         name: line.name.clone(),
         points: line.points.iter().map(|(x, y)| Point { x: *x, y: *y, interval: None }).collect(),
@@ -85,7 +85,7 @@ pub(crate) fn lines(labels: &Labels<'_>, lines: &[Line], marks: bool) -> Result<
 ///
 /// # Errors
 /// As [`lines`].
-pub(crate) fn curves(labels: &Labels<'_>, curves: &[Curve], scale: Scale) -> Result<String, String> {
+pub fn curves(labels: &Labels<'_>, curves: &[Curve], scale: Scale) -> Result<String, String> {
     let curves: Vec<Curve> =
         curves.iter().map(|curve| known(curve, scale)).filter(|curve| !curve.points.is_empty()).collect();
     if curves.is_empty() {

@@ -14,12 +14,12 @@ mod theme;
 use std::fs;
 use std::path::Path;
 
-pub(crate) use bars::{Bars, bars};
-pub(crate) use heat::{Heat, Square, heat};
-pub(crate) use lines::{Curve, Line, Point, Scale, curves, lines};
-pub(crate) use stack::{Group, Stack, stack};
-pub(crate) use svg::escaped;
-pub(crate) use theme::{COLOURS, css};
+pub use bars::{Bars, bars};
+pub use heat::{Heat, Square, heat};
+pub use lines::{Curve, Line, Point, Scale, curves, lines};
+pub use stack::{Group, Stack, stack};
+pub use svg::escaped;
+pub use theme::{COLOURS, css};
 
 /// Width of a picture in pixels, where its content does not say; a picture of bars is as high as it must be.
 const WIDTH: f64 = 960.0;
@@ -35,20 +35,20 @@ const LARGEST: f64 = 1e100;
 
 /// What is written around a picture.
 #[derive(Clone, Debug)]
-pub(crate) struct Labels<'a> {
+pub struct Labels<'a> {
     /// Above.
-    pub(crate) title: &'a str,
+    pub title: &'a str,
     /// Below, with the unit.
-    pub(crate) x: &'a str,
+    pub x: &'a str,
     /// To the left, with the unit.
-    pub(crate) y: &'a str,
+    pub y: &'a str,
 }
 
 /// Writes a picture whole or not at all.
 ///
 /// # Errors
 /// A line of text with the path.
-pub(crate) fn write(path: &Path, svg: &str) -> Result<(), String> {
+pub fn write(path: &Path, svg: &str) -> Result<(), String> {
     let unfinished = path.with_extension("svg.tmp");
     let written = fs::write(&unfinished, theme::light(svg)).and_then(|()| fs::rename(&unfinished, path));
     written.map_err(|error| {

@@ -14,32 +14,32 @@ const LEFT: f64 = 200.0;
 
 /// What a [`stack`] picture shows.
 #[derive(Clone, Debug)]
-pub(crate) struct Stack<'a> {
+pub struct Stack<'a> {
     /// Above.
-    pub(crate) title: &'a str,
+    pub title: &'a str,
     /// Below, with the unit.
-    pub(crate) value: &'a str,
+    pub value: &'a str,
     /// Names of the parts, in order, the number of the colour of each, and whether it is hatched.
-    pub(crate) parts: Vec<(String, usize, bool)>,
+    pub parts: Vec<(String, usize, bool)>,
     /// Name of what goes on behind, for the legend.
-    pub(crate) behind: &'a str,
-    pub(crate) groups: Vec<Group>,
+    pub behind: &'a str,
+    pub groups: Vec<Group>,
 }
 
 /// One bar.
 #[derive(Clone, Debug)]
-pub(crate) struct Group {
-    pub(crate) name: String,
+pub struct Group {
+    pub name: String,
     /// One for each part; what is not finite or below 0 counts as 0.
-    pub(crate) values: Vec<f64>,
-    pub(crate) behind: f64,
+    pub values: Vec<f64>,
+    pub behind: f64,
 }
 
 /// Draws the bars, each with its sum.
 ///
 /// # Errors
 /// A line of text, where there is nothing to draw.
-pub(crate) fn stack(stack: &Stack<'_>) -> Result<String, String> {
+pub fn stack(stack: &Stack<'_>) -> Result<String, String> {
     let known = |value: f64| if value.abs() < LARGEST { value.max(0.0) } else { 0.0 };
     let sum = |group: &Group| group.values.iter().copied().map(known).sum::<f64>();
     let most = stack.groups.iter().map(|group| sum(group).max(known(group.behind))).fold(0.0, f64::max);

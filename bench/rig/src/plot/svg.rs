@@ -172,7 +172,7 @@ impl Svg {
 }
 
 /// Text without what means something in SVG and HTML, and without what XML does not allow at all.
-pub(crate) fn escaped(text: &str) -> String {
+pub fn escaped(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for letter in text.chars() {
         match letter {

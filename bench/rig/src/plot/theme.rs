@@ -7,10 +7,10 @@
 use std::fmt::Write;
 
 /// How many colours lines and bars have.
-pub(crate) const COLOURS: usize = 9;
+pub const COLOURS: usize = 9;
 
 /// How many shades a heat map has.
-pub(crate) const SHADES: usize = 7;
+pub const SHADES: usize = 7;
 
 /// Name, its colour on light and on dark.
 const NAMES: [(&str, &str, &str); 29] = [
@@ -57,7 +57,7 @@ pub(super) fn shade(number: usize) -> (String, String) {
 }
 
 /// What a page needs for its pictures to have colours.
-pub(crate) fn css() -> String {
+pub fn css() -> String {
     let values = |pick: fn(&(&str, &str, &str)) -> String| NAMES.iter().map(pick).collect::<String>();
     let mut css = String::new();
     // Writing to a string does not fail.

@@ -6,19 +6,19 @@ use super::interval::{Interval, Location, RunValue};
 
 /// What is known about the difference between two cells.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub(crate) struct Comparison {
+pub struct Comparison {
     /// B less A.
-    pub(crate) difference: Interval,
+    pub difference: Interval,
     /// B over A; `None` where a run's figure is not positive.
-    pub(crate) ratio: Option<Interval>,
+    pub ratio: Option<Interval>,
     /// Rounds that both cells have, or runs of the cell that has fewer.
-    pub(crate) rounds: usize,
-    pub(crate) verdict: Verdict,
+    pub rounds: usize,
+    pub verdict: Verdict,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Verdict {
+pub enum Verdict {
     NoSignificantDifference,
     Difference(Change),
     /// A single run does not tell how much runs differ by themselves.
@@ -28,14 +28,14 @@ pub(crate) enum Verdict {
 /// What B's figure is beside A's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Change {
+pub enum Change {
     Lower,
     Higher,
 }
 
 /// Compares cells of one sweep, whose runs of one round ran one after the other: by their differences in each. `None`
 /// where they have no round in common.
-pub(crate) fn paired(a: &[RunValue], b: &[RunValue], level: f64) -> Option<Comparison> {
+pub fn paired(a: &[RunValue], b: &[RunValue], level: f64) -> Option<Comparison> {
     let other = |run: &RunValue| b.iter().find(|other| other.round == run.round).map(|other| (*run, *other));
     let pairs: Vec<(RunValue, RunValue)> = a.iter().filter_map(other).collect();
     let across = |difference: fn(f64, f64) -> f64, error: fn(&RunValue) -> f64| {
@@ -51,7 +51,7 @@ pub(crate) fn paired(a: &[RunValue], b: &[RunValue], level: f64) -> Option<Compa
 }
 
 /// Compares cells of different sweeps. `None` where one has no runs.
-pub(crate) fn unpaired(a: &[RunValue], b: &[RunValue], level: f64) -> Option<Comparison> {
+pub fn unpaired(a: &[RunValue], b: &[RunValue], level: f64) -> Option<Comparison> {
     let difference = |value: fn(f64) -> f64, error: fn(&RunValue) -> f64| {
         let location = |runs: &[RunValue]| {
             let values: Vec<f64> = runs.iter().map(|run| value(run.value)).collect();
@@ -79,7 +79,7 @@ impl Comparison {
     }
 
     /// For figures that are the same in every run unless something was changed: one run is enough.
-    pub(crate) fn of_exact_figures(self) -> Comparison {
+    pub fn of_exact_figures(self) -> Comparison {
         Comparison { verdict: Comparison::judge(&self.difference), ..self }
     }
 
@@ -93,7 +93,7 @@ impl Comparison {
 
     /// `no significant difference (-0.3 ms, 95 % CI -1.1 … 0.6)`, or what `names` calls lower and higher: `slower by
     /// 5.1 ms (95 % CI …)`.
-    pub(crate) fn words(&self, names: (&str, &str), unit: &str, digits: usize) -> String {
+    pub fn words(&self, names: (&str, &str), unit: &str, digits: usize) -> String {
         let Interval { estimate, low, high, level } = self.difference;
         let (lower, higher) = names;
         let unit = if unit.is_empty() { String::new() } else { format!(" {unit}") };

@@ -8,36 +8,36 @@ use super::median::median;
 
 /// An estimate, and between which values the truth lies with a probability of `level`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub(crate) struct Interval {
-    pub(crate) estimate: f64,
-    pub(crate) low: f64,
-    pub(crate) high: f64,
-    pub(crate) level: f64,
+pub struct Interval {
+    pub estimate: f64,
+    pub low: f64,
+    pub high: f64,
+    pub level: f64,
 }
 
 /// One run's figure: the median of its steps, or what it counted.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub(crate) struct RunValue {
-    pub(crate) round: u32,
-    pub(crate) value: f64,
+pub struct RunValue {
+    pub round: u32,
+    pub value: f64,
     /// Standard error of `value` from what steps vary inside the run; 0 for what was counted.
-    pub(crate) error: f64,
+    pub error: f64,
     /// Between which values the steps of this run alone would put the truth.
-    pub(crate) low: f64,
-    pub(crate) high: f64,
+    pub low: f64,
+    pub high: f64,
 }
 
 impl Interval {
-    pub(crate) fn contains(&self, value: f64) -> bool {
+    pub fn contains(&self, value: f64) -> bool {
         self.low <= value && value <= self.high
     }
 
-    pub(crate) fn width(&self) -> f64 {
+    pub fn width(&self) -> f64 {
         self.high - self.low
     }
 
     /// `40.1 (39.5 … 40.8)`.
-    pub(crate) fn text(&self, digits: usize) -> String {
+    pub fn text(&self, digits: usize) -> String {
         let Interval { estimate, low, high, .. } = self;
         format!("{estimate:.digits$} ({low:.digits$} … {high:.digits$})")
     }
@@ -55,21 +55,21 @@ impl Interval {
 
 impl RunValue {
     /// The median of `steps`, which have settled; `None` of nothing.
-    pub(crate) fn of_steps(round: u32, steps: &[f64]) -> Option<RunValue> {
+    pub fn of_steps(round: u32, steps: &[f64]) -> Option<RunValue> {
         let value = median(steps).filter(|value| value.is_finite())?;
         let Chance { error, low, high } = Chance::of_median(steps, super::LEVEL)?;
         Some(RunValue { round, value, error, low, high })
     }
 
     /// What a run says once.
-    pub(crate) fn counted(round: u32, value: f64) -> RunValue {
+    pub fn counted(round: u32, value: f64) -> RunValue {
         RunValue { round, value, error: 0.0, low: value, high: value }
     }
 }
 
 /// The level of a cell's runs; `None` without a run. Of a single run the interval covers its steps only, not what
 /// differs from run to run.
-pub(crate) fn interval(runs: &[RunValue], level: f64) -> Option<Interval> {
+pub fn interval(runs: &[RunValue], level: f64) -> Option<Interval> {
     if let [run] = runs {
         return Some(Interval { estimate: run.value, low: run.low, high: run.high, level });
     }

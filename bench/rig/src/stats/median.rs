@@ -4,15 +4,15 @@ use serde::Serialize;
 
 /// A ratio of two times, round by round.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub(crate) struct Ratio {
-    pub(crate) median: f64,
-    pub(crate) min: f64,
-    pub(crate) max: f64,
+pub struct Ratio {
+    pub median: f64,
+    pub min: f64,
+    pub max: f64,
 }
 
 impl Ratio {
     /// Of `ours` to `theirs`, both measured in the same rounds; `None` without a round that both have.
-    pub(crate) fn of(ours: &[f64], theirs: &[f64]) -> Option<Self> {
+    pub fn of(ours: &[f64], theirs: &[f64]) -> Option<Self> {
         let ratios: Vec<f64> =
             ours.iter().zip(theirs).filter(|(_, theirs)| **theirs > 0.0).map(|(ours, theirs)| ours / theirs).collect();
         Some(Ratio {
@@ -24,7 +24,7 @@ impl Ratio {
 }
 
 /// The middle value, or the mean of the two in the middle; `None` of nothing.
-pub(crate) fn median(values: &[f64]) -> Option<f64> {
+pub fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     let middle = sorted.len() / 2;
@@ -33,13 +33,13 @@ pub(crate) fn median(values: &[f64]) -> Option<f64> {
 }
 
 /// The smallest of the sorted `values` that at least `percent` of them do not exceed; `None` of nothing.
-pub(crate) fn percentile(sorted: &[u64], percent: f64) -> Option<u64> {
+pub fn percentile(sorted: &[u64], percent: f64) -> Option<u64> {
     let rank = (percent / 100.0 * sorted.len() as f64).ceil() as usize;
     sorted.get(rank.clamp(1, sorted.len().max(1)) - 1).copied()
 }
 
 /// Largest relative difference; infinite if the lengths differ, or where one alone is no finite number.
-pub(crate) fn difference(values: &[f64], reference: &[f64]) -> f64 {
+pub fn difference(values: &[f64], reference: &[f64]) -> f64 {
     if values.len() != reference.len() || values.is_empty() {
         return f64::INFINITY;
     }

@@ -13,7 +13,7 @@ use crate::record::{Rank, Record, Steps};
 /// A figure of a run: a time of each step, or something counted once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Metric {
+pub enum Metric {
     /// Time of a step, of the rank that takes longest.
     Step,
     /// Tokens a second over all ranks.
@@ -52,7 +52,7 @@ pub(crate) enum Metric {
 
 /// Which rank's part of the steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Over {
+pub enum Over {
     /// The mean over ranks, step by step.
     #[default]
     Mean,
@@ -62,7 +62,7 @@ pub(crate) enum Over {
 
 impl Metric {
     /// As a heading says it.
-    pub(crate) fn title(self) -> String {
+    pub fn title(self) -> String {
         match self {
             Metric::Step => "step time".into(),
             Metric::Tokens => "throughput".into(),
@@ -73,7 +73,7 @@ impl Metric {
         }
     }
 
-    pub(crate) fn unit(self) -> &'static str {
+    pub fn unit(self) -> &'static str {
         match self {
             Metric::Tokens => "tokens/s",
             Metric::Bytes => "bytes",
@@ -84,17 +84,17 @@ impl Metric {
     }
 
     /// Whether more of it is what one wants.
-    pub(crate) fn more_is_better(self) -> bool {
+    pub fn more_is_better(self) -> bool {
         matches!(self, Metric::Tokens | Metric::Hidden)
     }
 
     /// Whether it is the same in every run unless something was changed.
-    pub(crate) fn is_exact(self) -> bool {
+    pub fn is_exact(self) -> bool {
         self == Metric::Bytes
     }
 
     /// What a lower and a higher figure are called.
-    pub(crate) fn comparatives(self) -> (&'static str, &'static str) {
+    pub fn comparatives(self) -> (&'static str, &'static str) {
         match self {
             Metric::Step => ("faster", "slower"),
             Metric::Tokens => ("slower", "faster"),
@@ -104,7 +104,7 @@ impl Metric {
     }
 
     /// Digits after the point for figures of about this size, so that four stand in all.
-    pub(crate) fn digits(self, size: f64) -> usize {
+    pub fn digits(self, size: f64) -> usize {
         match self {
             Metric::Bytes => 0,
             Metric::Loss => 4,
@@ -113,7 +113,7 @@ impl Metric {
     }
 
     /// The run's figure, from the steps after the first `cut`; `None` where it has none.
-    pub(crate) fn of(self, record: &Record, over: Over, cut: usize) -> Option<RunValue> {
+    pub fn of(self, record: &Record, over: Over, cut: usize) -> Option<RunValue> {
         let measured = record.measured.as_ref()?;
         let counted = |value: f64| value.is_finite().then(|| RunValue::counted(record.round, value));
         let settled = |series: &[f64]| RunValue::of_steps(record.round, series.get(cut..)?);
@@ -132,7 +132,7 @@ impl Metric {
     }
 
     /// This part of the steps of one rank.
-    pub(crate) fn column(self, steps: &Steps) -> Cow<'_, [f64]> {
+    pub fn column(self, steps: &Steps) -> Cow<'_, [f64]> {
         Cow::Borrowed(match self {
             Metric::Waits => {
                 let together = steps.exposed.iter().zip(&steps.scalars).zip(&steps.skew);

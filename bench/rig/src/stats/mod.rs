@@ -22,16 +22,16 @@ mod simulate;
 mod summary;
 mod warm_up;
 
-pub(crate) use compare::{Change, Comparison, Verdict, paired, unpaired};
-pub(crate) use interval::Interval;
-pub(crate) use median::{Ratio, difference, median, percentile};
-pub(crate) use metric::{Metric, Over};
-#[cfg(test)]
-pub(crate) use summary::made_up;
-pub(crate) use summary::{
+pub use compare::{Change, Comparison, Verdict, paired, unpaired};
+pub use interval::Interval;
+pub use median::{Ratio, difference, median, percentile};
+pub use metric::{Metric, Over};
+#[cfg(any(test, feature = "made-up"))]
+pub use summary::made_up;
+pub use summary::{
     CellRuns, Keep, LeftOut, Summary, Why, cell_runs, compare_paired, compare_unpaired, step_time, summary,
 };
-pub(crate) use warm_up::warm_up;
+pub use warm_up::warm_up;
 
 /// Level of all intervals that nobody asked otherwise of.
-pub(crate) const LEVEL: f64 = 0.95;
+pub const LEVEL: f64 = 0.95;

@@ -14,7 +14,7 @@ use crate::record::{Cell, Record, Status};
 
 /// Which runs count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Keep {
+pub enum Keep {
     /// All that ended well, whatever their flags.
     All,
     /// Not those that measured something else than the cell: work off the formula, an emulator that could not keep up.
@@ -23,25 +23,25 @@ pub(crate) enum Keep {
 
 /// A cell and its runs, in order of their rounds.
 #[derive(Clone, Debug)]
-pub(crate) struct CellRuns<'a> {
-    pub(crate) cell: &'a Cell,
+pub struct CellRuns<'a> {
+    pub cell: &'a Cell,
     /// One a round.
-    pub(crate) runs: Vec<&'a Record>,
-    pub(crate) left_out: Vec<LeftOut>,
+    pub runs: Vec<&'a Record>,
+    pub left_out: Vec<LeftOut>,
 }
 
 /// A run that does not count.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub(crate) struct LeftOut {
-    pub(crate) round: u32,
-    pub(crate) why: Why,
+pub struct LeftOut {
+    pub round: u32,
+    pub why: Why,
     /// In words, of the run itself.
-    pub(crate) what: String,
+    pub what: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Why {
+pub enum Why {
     Failed,
     TimedOut,
     NotAvailable,
@@ -53,18 +53,18 @@ pub(crate) enum Why {
 
 /// One figure of a cell over its runs.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Summary {
+pub struct Summary {
     /// Of a single run it covers what its steps vary, not what differs from run to run.
-    pub(crate) interval: Interval,
-    pub(crate) runs: Vec<RunValue>,
+    pub interval: Interval,
+    pub runs: Vec<RunValue>,
     /// By round: which steps were left out.
-    pub(crate) warm_up: Vec<(u32, WarmUp)>,
+    pub warm_up: Vec<(u32, WarmUp)>,
     /// By round: doubts about runs that do count.
-    pub(crate) flags: Vec<(u32, Flag)>,
+    pub flags: Vec<(u32, Flag)>,
 }
 
 /// Gathers records by cell, in the order in which cells first appear.
-pub(crate) fn cell_runs(records: &[Record], keep: Keep) -> Vec<CellRuns<'_>> {
+pub fn cell_runs(records: &[Record], keep: Keep) -> Vec<CellRuns<'_>> {
     let mut places = HashMap::new();
     let mut cells: Vec<CellRuns<'_>> = Vec::new();
     for record in records {
@@ -79,12 +79,12 @@ pub(crate) fn cell_runs(records: &[Record], keep: Keep) -> Vec<CellRuns<'_>> {
 }
 
 /// The time of a step.
-pub(crate) fn step_time(runs: &[&Record]) -> Option<Summary> {
+pub fn step_time(runs: &[&Record]) -> Option<Summary> {
     summary(Metric::Step, Over::Mean, runs)
 }
 
 /// One figure of a cell; `None` where no run has it.
-pub(crate) fn summary(metric: Metric, over: Over, runs: &[&Record]) -> Option<Summary> {
+pub fn summary(metric: Metric, over: Over, runs: &[&Record]) -> Option<Summary> {
     let mut summary = Summary {
         interval: Interval { estimate: 0.0, low: 0.0, high: 0.0, level: LEVEL },
         runs: Vec::new(),
@@ -106,13 +106,13 @@ pub(crate) fn summary(metric: Metric, over: Over, runs: &[&Record]) -> Option<Su
 }
 
 /// Compares two cells of one sweep, round by round; `None` where no round has figures of both.
-pub(crate) fn compare_paired(metric: Metric, over: Over, a: &[&Record], b: &[&Record]) -> Option<Comparison> {
+pub fn compare_paired(metric: Metric, over: Over, a: &[&Record], b: &[&Record]) -> Option<Comparison> {
     let (a, b) = (summary(metric, over, a)?, summary(metric, over, b)?);
     Some(judged(metric, paired(&a.runs, &b.runs, LEVEL)?))
 }
 
 /// Compares summaries of a cell of two sweeps.
-pub(crate) fn compare_unpaired(metric: Metric, a: &Summary, b: &Summary) -> Option<Comparison> {
+pub fn compare_unpaired(metric: Metric, a: &Summary, b: &Summary) -> Option<Comparison> {
     Some(judged(metric, unpaired(&a.runs, &b.runs, LEVEL)?))
 }
 
@@ -166,12 +166,12 @@ impl fmt::Display for Why {
 }
 
 /// Records for tests.
-#[cfg(test)]
-pub(crate) mod made_up {
+#[cfg(any(test, feature = "made-up"))]
+pub mod made_up {
     use crate::environment::Environment;
     use crate::record::{Cell, Measured, Rank, Record, SCHEMA, Status, Steps};
 
-    pub(crate) fn cell(strategy: &str) -> Cell {
+    pub fn cell(strategy: &str) -> Cell {
         Cell {
             strategy: strategy.into(),
             transport: "tcp".into(),
@@ -196,7 +196,7 @@ pub(crate) mod made_up {
     }
 
     /// A run whose slower rank, the second, takes `step_ms`.
-    pub(crate) fn record(cell: Cell, round: u32, step_ms: &[f64]) -> Record {
+    pub fn record(cell: Cell, round: u32, step_ms: &[f64]) -> Record {
         let rank = |rank: usize| {
             let of = |share: f64| step_ms.iter().map(|ms| ms * share).collect::<Vec<_>>();
             let faster = if rank == 0 { 0.9 } else { 1.0 };

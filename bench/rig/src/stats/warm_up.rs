@@ -13,11 +13,11 @@ use crate::flag::{Flag, FlagKind};
 
 /// How many steps came before a run settled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub(crate) struct WarmUp {
+pub struct WarmUp {
     /// Steps to leave out, at most half of them.
-    pub(crate) cut: usize,
+    pub cut: usize,
     /// Whether the rest is level.
-    pub(crate) settled: bool,
+    pub settled: bool,
 }
 
 /// With fewer steps nothing can be said, nor with fewer on one side of a place where the level may have changed.
@@ -33,7 +33,7 @@ const UNEVEN: f64 = 0.05;
 const BEYOND_CHANCE: f64 = 3.5;
 
 /// Finds the cut.
-pub(crate) fn warm_up(series: &[f64]) -> WarmUp {
+pub fn warm_up(series: &[f64]) -> WarmUp {
     if series.len() < FEWEST {
         return WarmUp { cut: series.len() / 2, settled: false };
     }
@@ -45,7 +45,7 @@ pub(crate) fn warm_up(series: &[f64]) -> WarmUp {
 }
 
 /// The doubt about a run whose steps never settled.
-pub(crate) fn unsettled(series: &[f64]) -> Option<Flag> {
+pub fn unsettled(series: &[f64]) -> Option<Flag> {
     let WarmUp { cut, settled } = warm_up(series);
     let all = series.len();
     let what = match unevenness(&series[cut..]) {

@@ -11,57 +11,56 @@ use gpt2::trainer::{RankReport, Summary, TrainConfig};
 use gpt2::transports::{TransportKind, TransportOptions};
 use serde::{Deserialize, Serialize};
 
-use super::World;
-use super::place::Ends;
 use crate::BenchError;
 use crate::formula::off_the_formula;
+use crate::link::{Ends, World};
 use crate::outcome::{self, RunError};
 use crate::rank::{self, Program, leave, load_text, of_a_job};
 
 /// What to train, and by whom.
 #[derive(Clone, Debug)]
-pub(crate) struct Training {
-    pub(crate) config: TrainConfig,
+pub struct Training {
+    pub config: TrainConfig,
     /// `None` for ranks that all run `config` alone, at the same time.
-    pub(crate) transport: Option<TransportKind>,
-    pub(crate) options: TransportOptions,
-    pub(crate) ranks: usize,
-    pub(crate) threads: usize,
+    pub transport: Option<TransportKind>,
+    pub options: TransportOptions,
+    pub ranks: usize,
+    pub threads: usize,
     /// A text file, a folder of text files, or token shards; `None` for the documentation of this program's dependencies.
-    pub(crate) source: Option<PathBuf>,
-    pub(crate) tokenizer: TokenizerKind,
+    pub source: Option<PathBuf>,
+    pub tokenizer: TokenizerKind,
     /// When to end it if it has not ended.
-    pub(crate) timeout: Duration,
+    pub timeout: Duration,
 }
 
 /// The figures of a job: medians over its steps but the first two.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Figures {
+pub struct Figures {
     /// Of the slowest rank, where each has its own.
-    pub(crate) step_ms: f64,
+    pub step_ms: f64,
     /// Of all ranks together.
-    pub(crate) tokens_per_s: f64,
+    pub tokens_per_s: f64,
     /// How long a step waits for gradients and parameters, on the rank that waits longest.
-    pub(crate) exposed_ms: f64,
+    pub exposed_ms: f64,
     /// How long it waits for loss and norm, on the rank where that is longest.
-    pub(crate) scalars_ms: f64,
+    pub scalars_ms: f64,
     /// How long at least one operation on gradients or parameters is under way, on the rank of `exposed_ms`.
-    pub(crate) communication_ms: f64,
+    pub communication_ms: f64,
     /// How much of that nobody waited for.
-    pub(crate) hidden_ms: f64,
+    pub hidden_ms: f64,
     /// Forward and backward pass, on the slowest rank.
-    pub(crate) compute_ms: f64,
+    pub compute_ms: f64,
     /// Payload sent a step, on the rank that sends most.
-    pub(crate) payload_bytes: Option<u64>,
-    pub(crate) first_loss: f64,
-    pub(crate) final_loss: f64,
-    pub(crate) weights_hash: String,
-    pub(crate) transport_facts: Vec<(String, String)>,
+    pub payload_bytes: Option<u64>,
+    pub first_loss: f64,
+    pub final_loss: f64,
+    pub weights_hash: String,
+    pub transport_facts: Vec<(String, String)>,
 }
 
 /// What the processes of a job are told.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Task {
+pub struct Task {
     config: TrainConfig,
     transport: Option<TransportKind>,
     options: TransportOptions,
@@ -75,7 +74,7 @@ pub(crate) struct Task {
 
 impl Training {
     /// Of bytes of text, with all settings of the transport at their defaults; it must end within `timeout`.
-    pub(crate) fn new(
+    pub fn new(
         config: TrainConfig,
         transport: Option<TransportKind>,
         ranks: usize,
@@ -91,7 +90,7 @@ impl Training {
     ///
     /// # Errors
     /// The first thing that went wrong, bytes that are off the strategy's formula included, or that the user has had enough.
-    pub(crate) fn run(&self, world: &World) -> Result<Figures, RunError> {
+    pub fn run(&self, world: &World) -> Result<Figures, RunError> {
         let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
         let task = Task {
             config: self.config.clone(),

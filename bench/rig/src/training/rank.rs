@@ -26,44 +26,44 @@ use crate::why::{Figures, Probe, Scope, quic_figures};
 
 /// What the processes of a run are told.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Task {
-    pub(super) config: TrainConfig,
+pub struct Task {
+    pub config: TrainConfig,
     /// `None` for a single rank.
-    pub(super) rung: Option<Rung>,
-    pub(super) options: TransportOptions,
+    pub rung: Option<Rung>,
+    pub options: TransportOptions,
     /// What connects the ranks of a node, for strategies that tell nodes apart.
-    pub(super) node_transport: Option<TransportKind>,
-    pub(super) ranks: usize,
+    pub node_transport: Option<TransportKind>,
+    pub ranks: usize,
     /// Threads that compute, in each rank.
-    pub(super) threads: usize,
+    pub threads: usize,
     /// The path given with `--data`.
-    pub(super) source: Option<PathBuf>,
-    pub(super) tokenizer: TokenizerKind,
-    pub(super) network: Network,
-    pub(super) planted: Option<Planted>,
+    pub source: Option<PathBuf>,
+    pub tokenizer: TokenizerKind,
+    pub network: Network,
+    pub planted: Option<Planted>,
     /// Where each rank leaves its figures.
-    pub(super) results: PathBuf,
+    pub results: PathBuf,
 }
 
 /// Where the ranks of a run live.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Network {
+pub struct Network {
     /// The address of each rank and where all meet; `None` on loopback.
-    pub(super) addresses: Option<Ends>,
+    pub addresses: Option<Ends>,
     /// The network interface that ranks talk through.
-    pub(super) interface: String,
+    pub interface: String,
     /// Whether several ranks have the same one.
-    pub(super) shared: bool,
+    pub shared: bool,
 }
 
 /// What a process leaves behind.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Left {
+pub struct Left {
     /// Of its ranks, in order.
-    pub(super) steps: Vec<Vec<Step>>,
-    pub(super) network: why::Network,
+    pub steps: Vec<Vec<Step>>,
+    pub network: why::Network,
     /// From rank 0, equal on all others.
-    pub(super) summary: Option<Summary>,
+    pub summary: Option<Summary>,
 }
 
 impl Program for Task {
@@ -142,7 +142,7 @@ fn file(folder: &Path, rank: usize) -> PathBuf {
 ///
 /// # Errors
 /// A rank has left nothing that can be read.
-pub(super) fn collect(folder: &Path, processes: usize) -> Result<Vec<Left>, String> {
+pub fn collect(folder: &Path, processes: usize) -> Result<Vec<Left>, String> {
     (0..processes).map(|rank| rank::left(&file(folder, rank), rank)).collect()
 }
 

@@ -25,22 +25,22 @@ use crate::rung::Rung;
 use crate::signal::{Interrupted, Signals};
 
 /// Everything about a run that its cell does not say.
-pub(super) struct Job<'a> {
-    pub(super) plan: &'a str,
-    pub(super) round: u32,
-    pub(super) position: u64,
-    pub(super) timeout: Duration,
-    pub(super) text: &'a TextSource,
-    pub(super) environment: &'a Environment,
+pub struct Job<'a> {
+    pub plan: &'a str,
+    pub round: u32,
+    pub position: u64,
+    pub timeout: Duration,
+    pub text: &'a TextSource,
+    pub environment: &'a Environment,
     /// Where runs have their own folders while they last.
-    pub(super) out: &'a Path,
-    pub(super) signals: &'a Signals,
+    pub out: &'a Path,
+    pub signals: &'a Signals,
     /// Where to write a trace, if at all.
-    pub(super) trace: Option<PathBuf>,
+    pub trace: Option<PathBuf>,
 }
 
 /// How the names of the folders of runs begin. What a killed sweep has left, the next one takes away.
-pub(super) const FOLDER: &str = "run-";
+pub const FOLDER: &str = "run-";
 
 /// How a run's processes ended.
 enum Ended {
@@ -53,7 +53,7 @@ impl Job<'_> {
     ///
     /// # Errors
     /// [`Interrupted`] when the user has had enough.
-    pub(super) fn run(&self, cell: &Cell, world: Result<&World, Status>) -> Result<Record, Interrupted> {
+    pub fn run(&self, cell: &Cell, world: Result<&World, Status>) -> Result<Record, Interrupted> {
         let started_unix_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
         let began = Instant::now();
         let player = world.as_ref().ok().and_then(|world| world.process());

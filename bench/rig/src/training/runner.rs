@@ -7,33 +7,33 @@ use gpt2::tokenizer::TokenizerKind;
 use gpt2::trainer::{Summary, TrainConfig};
 use gpt2::transports::{TransportKind, TransportOptions};
 
+use super::worker::Task;
 use crate::link::World;
 use crate::outcome::{self, RunError};
 use crate::rank;
-use crate::worker::Task;
 
 /// A training run: its ranks are this executable, started again.
 #[derive(Clone, Debug)]
-pub(crate) struct Run {
-    pub(crate) config: TrainConfig,
+pub struct Run {
+    pub config: TrainConfig,
     /// `None` for a single rank, which talks to nobody.
-    pub(crate) transport: Option<TransportKind>,
+    pub transport: Option<TransportKind>,
     /// What connects the ranks of a node, for strategies that tell nodes apart.
-    pub(crate) node_transport: Option<TransportKind>,
-    pub(crate) options: TransportOptions,
-    pub(crate) ranks: usize,
+    pub node_transport: Option<TransportKind>,
+    pub options: TransportOptions,
+    pub ranks: usize,
     /// Threads that compute, in each rank.
-    pub(crate) threads: usize,
+    pub threads: usize,
     /// The path given with `--data`.
-    pub(crate) source: Option<PathBuf>,
-    pub(crate) tokenizer: TokenizerKind,
+    pub source: Option<PathBuf>,
+    pub tokenizer: TokenizerKind,
     /// The whole run must end within this time.
-    pub(crate) timeout: Duration,
+    pub timeout: Duration,
 }
 
 impl Run {
     /// A run of bytes of text over `transport` with all settings at their defaults, which must end within `timeout`.
-    pub(crate) fn new(
+    pub fn new(
         config: TrainConfig,
         transport: Option<TransportKind>,
         ranks: usize,
@@ -57,7 +57,7 @@ impl Run {
     ///
     /// # Errors
     /// The cause, in one line; [`Interrupted`](RunError::Interrupted) when a signal came.
-    pub(crate) fn summary(&self) -> Result<Summary, RunError> {
+    pub fn summary(&self) -> Result<Summary, RunError> {
         let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
         let result = folder.path().join("summary.json");
         let arguments = rank::arguments(&self.task(result.clone()), folder.path())?;

@@ -12,14 +12,14 @@ use crate::stats::warm_up;
 
 /// A step of a rank, as its process has seen it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Step {
+pub struct Step {
     /// Wall time, in milliseconds.
-    pub(super) ms: f64,
-    pub(super) spans: Vec<Span>,
-    pub(super) operations: Vec<Operation>,
+    pub ms: f64,
+    pub spans: Vec<Span>,
+    pub operations: Vec<Operation>,
     /// Communication under way, and how much of it nobody waited for, in milliseconds.
-    pub(super) communication: f64,
-    pub(super) hidden: f64,
+    pub communication: f64,
+    pub hidden: f64,
 }
 
 /// What a rank's waits of one step were for.
@@ -38,7 +38,7 @@ struct Waits {
 type Key<'a> = (usize, u64, &'a str, Option<(usize, usize)>, usize);
 
 /// Each rank's figures, but for those that the spans do not show.
-pub(super) fn ranks(steps: &[Vec<Step>]) -> Vec<record::Rank> {
+pub fn ranks(steps: &[Vec<Step>]) -> Vec<record::Rank> {
     let count = steps.iter().map(Vec::len).min().unwrap_or(0);
     let steps: Vec<&[Step]> = steps.iter().map(|steps| &steps[..count]).collect();
     let waits = waits(&steps);

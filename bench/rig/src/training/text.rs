@@ -8,13 +8,13 @@ use crate::BenchError;
 use crate::rank::load_text;
 
 /// Where the text is, and what the plan's cells have to know about it.
-pub(crate) struct TextSource {
+pub struct TextSource {
     /// The path given with `--data`; `None` for the documentation of this program's own dependencies.
-    pub(crate) source: Option<PathBuf>,
-    pub(crate) tokenizer: TokenizerKind,
-    pub(crate) vocabulary: usize,
+    pub source: Option<PathBuf>,
+    pub tokenizer: TokenizerKind,
+    pub vocabulary: usize,
     /// One line about it.
-    pub(crate) description: String,
+    pub description: String,
 }
 
 impl TextSource {
@@ -22,7 +22,7 @@ impl TextSource {
     ///
     /// # Errors
     /// It cannot be read, or is too short.
-    pub(crate) fn bytes(source: Option<PathBuf>) -> Result<Self, BenchError> {
+    pub fn bytes(source: Option<PathBuf>) -> Result<Self, BenchError> {
         let tokenizer = TokenizerKind::Bytes;
         let corpus = load_text(source.as_deref(), tokenizer)?;
         Ok(TextSource { source, tokenizer, vocabulary: corpus.vocab_size(), description: corpus.describe() })

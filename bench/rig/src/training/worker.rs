@@ -15,19 +15,19 @@ use crate::rank::{Program, leave, load_text};
 
 /// What a cell's processes are told.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Task {
-    pub(crate) config: TrainConfig,
-    pub(crate) transport: TransportKind,
+pub struct Task {
+    pub config: TrainConfig,
+    pub transport: TransportKind,
     /// What connects the ranks of a node, for strategies that tell nodes apart.
-    pub(crate) node_transport: Option<TransportKind>,
-    pub(crate) options: TransportOptions,
-    pub(crate) ranks: usize,
-    pub(crate) threads: usize,
+    pub node_transport: Option<TransportKind>,
+    pub options: TransportOptions,
+    pub ranks: usize,
+    pub threads: usize,
     /// The path given with `--data`.
-    pub(crate) source: Option<PathBuf>,
-    pub(crate) tokenizer: TokenizerKind,
+    pub source: Option<PathBuf>,
+    pub tokenizer: TokenizerKind,
     /// Where rank 0 writes its [`Summary`](gpt2::trainer::Summary).
-    pub(crate) result: PathBuf,
+    pub result: PathBuf,
 }
 
 impl Program for Task {

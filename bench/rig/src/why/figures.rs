@@ -6,41 +6,41 @@ use serde::{Deserialize, Serialize};
 
 /// What the network did meanwhile, on one rank, from the first step to the last.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Network {
+pub struct Network {
     /// Bytes and packets that the rank's network interface sent and received, headers included; `None` where ranks share one.
-    pub(crate) interface: Option<Interface>,
-    pub(crate) connections: Vec<Connection>,
+    pub interface: Option<Interface>,
+    pub connections: Vec<Connection>,
     /// Processor seconds of the process, by group of threads: `training`, `compute`, `network`, `control`, `other`.
-    pub(crate) cpu_s: BTreeMap<String, f64>,
+    pub cpu_s: BTreeMap<String, f64>,
     /// Why there are no figures of connections, where there are none.
-    pub(crate) missing: Option<String>,
+    pub missing: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Interface {
-    pub(crate) bytes_sent: u64,
-    pub(crate) bytes_received: u64,
-    pub(crate) packets_sent: u64,
-    pub(crate) packets_received: u64,
+pub struct Interface {
+    pub bytes_sent: u64,
+    pub bytes_received: u64,
+    pub packets_sent: u64,
+    pub packets_received: u64,
 }
 
 /// One connection of a transport, as its kernel or QUIC itself tells.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Connection {
+pub struct Connection {
     /// `tcp` or `quic`.
-    pub(crate) protocol: String,
+    pub protocol: String,
     /// Address of the other end.
-    pub(crate) peer: String,
+    pub peer: String,
     /// Name of the congestion control.
-    pub(crate) congestion: String,
+    pub congestion: String,
     /// Smoothed round-trip time at the end, and the smallest seen.
-    pub(crate) rtt_ms: f64,
-    pub(crate) min_rtt_ms: Option<f64>,
+    pub rtt_ms: f64,
+    pub min_rtt_ms: Option<f64>,
     /// At the end.
-    pub(crate) congestion_window_bytes: u64,
-    pub(crate) bytes_sent: u64,
-    pub(crate) packets_sent: u64,
+    pub congestion_window_bytes: u64,
+    pub bytes_sent: u64,
+    pub packets_sent: u64,
     /// Packets sent again (TCP), or taken for lost (QUIC).
-    pub(crate) retransmitted_packets: u64,
-    pub(crate) retransmitted_bytes: u64,
+    pub retransmitted_packets: u64,
+    pub retransmitted_bytes: u64,
 }

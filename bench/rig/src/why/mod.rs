@@ -10,27 +10,27 @@ mod tcp;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-pub(crate) use figures::{Connection, Interface, Network};
-pub(crate) use quic::quic_figures;
+pub use figures::{Connection, Interface, Network};
+pub use quic::quic_figures;
 
 /// Gives the connections of a transport that brings its own protocol, with counters since they were made.
-pub(crate) type Figures = Arc<dyn Fn() -> Vec<Connection> + Send + Sync>;
+pub type Figures = Arc<dyn Fn() -> Vec<Connection> + Send + Sync>;
 
 /// What to look at.
 #[derive(Clone)]
-pub(crate) struct Scope {
+pub struct Scope {
     /// Name of the network interface that the transport uses, in this thread's network namespace.
-    pub(crate) interface: String,
+    pub interface: String,
     /// Other ranks use it too, so that its counters say nothing of this one.
-    pub(crate) shared_interface: bool,
+    pub shared_interface: bool,
     /// Where the ranks meet. TCP connections from or to this port are the control plane's, and are left out.
-    pub(crate) control_port: Option<u16>,
+    pub control_port: Option<u16>,
     /// QUIC's connections, which the kernel does not know.
-    pub(crate) quic: Option<Figures>,
+    pub quic: Option<Figures>,
 }
 
 /// Looks at this process, which is one rank, from the first step on.
-pub(crate) struct Probe {
+pub struct Probe {
     scope: Scope,
     /// The thread that trains.
     thread: Option<u32>,
@@ -50,7 +50,7 @@ struct Sample {
 impl Probe {
     /// To be called right before the first step, by the thread that trains: what it computes counts as `training`, wherever it comes
     /// from. Takes a fraction of a millisecond.
-    pub(crate) fn start(scope: Scope) -> Self {
+    pub fn start(scope: Scope) -> Self {
         let thread = cpu::this_thread();
         // Processor time last, and first at the end: looking is not part of the run.
         let (interface, (connections, missing)) = (scope.interface_counters(), scope.connections());
@@ -60,7 +60,7 @@ impl Probe {
 
     /// To be called after the last step, while the connections still stand: what happened since the start, and how the connections are
     /// now. Those that have ended meanwhile are not among them.
-    pub(crate) fn finish(self) -> Network {
+    pub fn finish(self) -> Network {
         let Probe { scope, thread, began } = self;
         let cpu = cpu::Cpu::now();
         let (interface, (connections, missing)) = (scope.interface_counters(), scope.connections());

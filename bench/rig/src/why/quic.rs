@@ -8,7 +8,7 @@ use super::Figures;
 use super::figures::Connection;
 
 /// The connections that `monitors` see.
-pub(crate) fn quic_figures(monitors: Vec<QuicMonitor>) -> Figures {
+pub fn quic_figures(monitors: Vec<QuicMonitor>) -> Figures {
     Arc::new(move || {
         let of_one = |monitor: &QuicMonitor| {
             let congestion = monitor.congestion().to_string();

@@ -3,13 +3,17 @@
 use std::time::{Duration, Instant};
 
 use gpt2::transports::TransportKind;
+use rig::signal::Signals;
 use serde::{Deserialize, Serialize};
 
-use super::fault::{Fault, When};
-use super::play::{self, Played};
-use super::process::{Group, Number, describe};
-use super::protocol::{Command, Dropped, Ended, Event, IDLE, Join, Plan, Told};
-use super::work::Collective;
+use crate::ranks::fault::Fault;
+use crate::ranks::judge::{Times, ended, judge};
+use crate::ranks::play::{self, Played};
+use crate::ranks::process::{Group, Number, describe};
+use crate::ranks::protocol::{Command, Dropped, Ended, Event, IDLE, Join, Plan, Told};
+use crate::ranks::sys::signal;
+use crate::ranks::when::When;
+use crate::ranks::work::Collective;
 
 /// How long starting and connecting may take.
 const START: Duration = Duration::from_secs(60);
@@ -35,16 +39,6 @@ pub(crate) struct Cell {
     pub(crate) when: When,
     pub(crate) victim: usize,
     pub(crate) ranks: usize,
-}
-
-/// Settings of the job that all cells share.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(crate) struct Times {
-    pub(crate) heartbeat: Duration,
-    pub(crate) liveness: Duration,
-    pub(crate) timeout: Duration,
-    /// Whether the ranks compare their calls before every operation.
-    pub(crate) checked: bool,
 }
 
 /// What came of a cell.
@@ -266,7 +260,7 @@ impl Cell {
             return;
         }
         if self.fault == Fault::Stop {
-            super::sys::signal(group.process_id(self.victim), libc::SIGCONT);
+            signal(group.process_id(self.victim), libc::SIGCONT);
         }
         group.tell(self.victim, &Command::Resume);
         group.tell(self.victim, &Command::Go);
@@ -340,31 +334,6 @@ impl Cell {
     }
 }
 
-/// How long `rank` took to notice `fault` of `victim`, which came at `since`, and what is wrong with how it ended.
-pub(crate) fn judge(
-    fault: Fault,
-    victim: usize,
-    bound: Duration,
-    since: u64,
-    rank: usize,
-    ended: &Ended,
-) -> (Duration, Vec<String>) {
-    let mut wrong = Vec::new();
-    let detection = Duration::from_nanos(ended.at.saturating_sub(since));
-    if detection > bound {
-        wrong.push(format!(
-            "rank {rank} took {detection:.3?} to notice {fault} of rank {victim}; the bound is {bound:?}"
-        ));
-    }
-    if let Some(objection) = fault.objection(victim, ended.error.as_ref()) {
-        wrong.push(format!("after {fault} of rank {victim} rank {rank} {objection}"));
-    }
-    if ended.work.wrong > 0 {
-        wrong.push(format!("rank {rank} got {} WRONG ELEMENTS", ended.work.wrong));
-    }
-    (detection, wrong)
-}
-
 /// Waits until all are connected.
 fn meet(group: &mut Group, all: &[Number], deadline: Instant) -> Result<(), String> {
     for (rank, connected) in group.hear_each(all, deadline, connected).into_iter().enumerate() {
@@ -385,10 +354,6 @@ fn connected(event: &Event) -> Option<Option<Told>> {
     }
 }
 
-pub(crate) fn ended(event: &Event) -> Option<Ended> {
-    if let Event::Ended(ended) = event { Some((**ended).clone()) } else { None }
-}
-
 /// What the ranks complain about, and what those say that have ended.
 fn complaints(group: &mut Group, ranks: &[Number]) -> String {
     let said = group.hear_each(ranks, Instant::now(), ended);
@@ -397,32 +362,4 @@ fn complaints(group: &mut Group, ranks: &[Number]) -> String {
         format!("rank {rank}: {told} {}", group.complaint(*rank))
     };
     ranks.iter().zip(said).map(of).collect::<Vec<_>>().join("; ")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::chaos::protocol::Work;
-
-    #[test]
-    fn who_is_late_says_the_wrong_thing_or_has_wrong_elements_is_reported() {
-        let second = Duration::from_secs(1);
-        let lost = |rank: usize| {
-            let text = format!("rank {rank} was lost");
-            Told { kind: "peer-lost".into(), culprit: Some(rank), by: None, waiting_for: Vec::new(), text }
-        };
-        let ended = |at: u64, error: Option<Told>, wrong: u64| Ended {
-            at: at * 1_000_000,
-            was_connected: true,
-            error,
-            work: Work { wrong, ..Work::default() },
-        };
-        let complaints = |ended: &Ended| judge(Fault::Kill, 1, second, 1_000_000, 0, ended);
-        assert_eq!(complaints(&ended(1001, Some(lost(1)), 0)), (second, Vec::new()));
-        let late = complaints(&ended(1002, Some(lost(1)), 0)).1;
-        assert!(late.len() == 1 && late[0].contains("the bound is 1s"), "{late:?}");
-        let all = complaints(&ended(5000, Some(lost(2)), 3)).1;
-        assert!(all.len() == 3 && all[1].contains("rank 2 was lost") && all[2].contains("3 WRONG"), "{all:?}");
-        assert!(complaints(&ended(2, None, 0)).1[0].contains("without an error"));
-    }
 }

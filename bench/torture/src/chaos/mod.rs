@@ -5,18 +5,8 @@
 //! error, the same on all, and leaves nothing behind.
 
 mod cell;
-mod fault;
-mod inflict;
 mod options;
-mod play;
-pub(crate) mod process;
-pub(crate) mod protocol;
-mod rank;
 mod report;
-mod stream;
-#[allow(unsafe_code, reason = "system calls that the standard library does not offer")]
-pub(crate) mod sys;
-pub(crate) mod work;
 
 use std::fs;
 use std::path::PathBuf;
@@ -27,19 +17,16 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use gpt2::cli::say;
+use rig::BenchError;
+use rig::debug;
+use rig::folder;
+use rig::lines::Lines;
+use rig::progress::bar;
+use rig::signal::Signals;
 
-pub(crate) use cell::{Times, ended, judge};
-pub(crate) use fault::{Fault, When};
-pub(crate) use options::{ChaosArgs, parse_time};
-pub(crate) use play::{Played, fault as play_fault, secret};
-pub(crate) use rank::{ChaosRankArgs, Shared, run_rank};
+pub(crate) use options::ChaosArgs;
 
-use crate::BenchError;
-use crate::debug;
-use crate::folder;
-use crate::lines::Lines;
-use crate::progress::bar;
-use crate::signal::Signals;
+use crate::ranks::fault::Fault;
 use cell::{Cell, Row};
 use options::Settings;
 

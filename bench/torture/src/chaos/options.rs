@@ -5,11 +5,14 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use gpt2::transports::TransportKind;
+use rig::BenchError;
 
-use super::cell::{Cell, Times};
-use super::fault::{Fault, When};
-use super::work::Collective;
-use crate::BenchError;
+use super::cell::Cell;
+use crate::ranks::fault::Fault;
+use crate::ranks::judge::Times;
+use crate::ranks::when::When;
+use crate::ranks::work::Collective;
+use crate::time::parse_time;
 
 /// Most ranks of a cell.
 const MAX_RANKS: usize = 64;
@@ -19,7 +22,7 @@ const MAX_RANKS: usize = 64;
 /// Each cell is a job of real processes. The program exits with 1 when a survivor hangs, is late, names the wrong rank, or leaves
 /// something behind.
 #[derive(Debug, clap::Args)]
-pub(crate) struct ChaosArgs {
+pub struct ChaosArgs {
     /// Faults, separated by commas. [default: all]
     #[arg(long, value_delimiter = ',')]
     faults: Option<Vec<Fault>>,
@@ -200,22 +203,6 @@ impl Settings {
     }
 }
 
-/// A time from `500ms`, `30s`, `5m`, `2h`, or a number of seconds.
-pub(crate) fn parse_time(text: &str) -> Result<Duration, String> {
-    let wrong = || format!("`{text}` is no time; write 500ms, 30s, 5m or 2h");
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let number: f64 = digits.parse().map_err(|_| wrong())?;
-    let seconds = match text.get(digits.len()..).unwrap_or_default() {
-        "ms" => number / 1000.0,
-        "" | "s" => number,
-        "m" => number * 60.0,
-        "h" => number * 3600.0,
-        _ => return Err(wrong()),
-    };
-    let time = Duration::try_from_secs_f64(seconds).map_err(|_| wrong())?;
-    if time.is_zero() || time > Duration::from_secs(30 * 24 * 3600) { Err(wrong()) } else { Ok(time) }
-}
-
 #[cfg(test)]
 mod tests {
     use clap::Parser;
@@ -230,17 +217,6 @@ mod tests {
 
     fn check(line: &str) -> Result<Settings, BenchError> {
         Line::try_parse_from(std::iter::once("x").chain(line.split_whitespace()))?.args.check()
-    }
-
-    #[test]
-    fn times_are_read() {
-        assert_eq!(parse_time("250ms"), Ok(Duration::from_millis(250)));
-        assert_eq!(parse_time("1.5s"), Ok(Duration::from_millis(1500)));
-        assert_eq!(parse_time("2"), Ok(Duration::from_secs(2)));
-        assert_eq!(parse_time("1h"), Ok(Duration::from_secs(3600)));
-        for wrong in ["", "s", "0s", "-1s", "5 s", "1d", "nan", "1e300h"] {
-            assert!(parse_time(wrong).is_err(), "{wrong}");
-        }
     }
 
     #[test]

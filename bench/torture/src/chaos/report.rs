@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use super::cell::Row;
 use super::options::Settings;
-use super::protocol::{Dropped, IDLE, Told};
+use crate::ranks::protocol::{Dropped, IDLE, Told};
 
 /// Everything about a cell that is not as it should be.
 pub(crate) fn exception(row: &Row) -> String {

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use comm_core::job::Job;
 use gpt2::splitmix::SplitMix64;
 use quinn::Endpoint;
+use rig::BenchError;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
@@ -20,7 +21,6 @@ use super::tally::{End, Fate, Tally};
 use super::tcp::PATIENCE;
 use super::watch::{Protocol, Use};
 use super::{tcp, udp};
-use crate::BenchError;
 
 /// Strangers of one kind that are under way at once.
 const AT_ONCE: usize = 48;

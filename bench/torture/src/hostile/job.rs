@@ -13,14 +13,14 @@ use gpt2::optim::LearningRate;
 use gpt2::strategy::StrategyKind;
 use gpt2::trainer::{Summary, TrainConfig};
 use gpt2::transports::{TransportKind, TransportOptions};
+use rig::BenchError;
+use rig::outcome::{self, RunError};
+use rig::rank;
 use tempfile::TempDir;
 
 use super::options::Settings;
 use super::rank::Task;
 use super::watch::{Seen, Watch};
-use crate::BenchError;
-use crate::outcome::{self, RunError};
-use crate::rank;
 
 /// Ranks of the job.
 pub(super) const RANKS: usize = 3;

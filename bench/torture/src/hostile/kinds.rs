@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use gpt2::splitmix::SplitMix64;
+use rig::BenchError;
 use rustls::pki_types::ServerName;
 
-use super::recipes::{CONTROL_REPLY, GREETING_LEN, RAW_HELLO_LEN, RAW_NONCE, Recipes};
+use super::recipes::{CONTROL_REPLY, GREETING_LEN, RAW_HELLO_LEN, RAW_NONCE, Recipes, rubbish};
 use super::watch::Protocol;
-use crate::BenchError;
 
 /// A kind of stranger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -242,16 +242,6 @@ pub(super) fn script(kind: Kind, n: u64, recipes: &Recipes, random: &mut SplitMi
         // Not by script.
         _ => vec![Act::Leave],
     })
-}
-
-/// `len` random bytes.
-pub(super) fn rubbish(random: &mut SplitMix64, len: usize) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(len + 8);
-    while bytes.len() < len {
-        bytes.extend_from_slice(&random.next_u64().to_le_bytes());
-    }
-    bytes.truncate(len);
-    bytes
 }
 
 /// The first bytes of a TLS client.

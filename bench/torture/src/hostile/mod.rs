@@ -25,16 +25,16 @@ use std::time::Duration;
 
 use gpt2::cli::say;
 use gpt2::transports::TransportKind;
+use rig::BenchError;
+use rig::debug;
+use rig::environment::Environment;
+use rig::lines::Lines;
+use rig::outcome::RunError;
+use rig::stats::median;
 
 pub(crate) use options::HostileArgs;
 pub(crate) use rank::Task;
 
-use crate::BenchError;
-use crate::debug;
-use crate::environment::Environment;
-use crate::lines::Lines;
-use crate::outcome::RunError;
-use crate::stats::median;
 use job::{Ended, RunningJob};
 use options::Settings;
 use recipes::Recipes;

@@ -6,11 +6,10 @@ use std::time::Duration;
 use gpt2::corpus::Corpus;
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::transports::TransportKind;
-
-use crate::BenchError;
-use crate::folder;
-use crate::rank::load_text;
-use crate::signal::Signals;
+use rig::BenchError;
+use rig::folder;
+use rig::rank::load_text;
+use rig::signal::Signals;
 
 /// Trains while strangers attack every port of the job, and checks that the weights come out the same.
 ///
@@ -18,7 +17,7 @@ use crate::signal::Signals;
 /// scans, other protocols, rubbish, openings of the job's own protocols that are cut, wrong or endless, and crowds that only hold
 /// connections. The result says for each kind how it was answered, how long the job took to get rid of it, and what it cost.
 #[derive(Clone, Debug, clap::Args)]
-pub(crate) struct HostileArgs {
+pub struct HostileArgs {
     /// Transports, separated by commas: shm (whose only port is the control plane's), tcp-raw, tcp, quic.
     #[arg(long, value_delimiter = ',', default_value = "shm,tcp-raw,tcp,quic")]
     transports: Vec<TransportKind>,

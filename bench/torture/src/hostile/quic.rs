@@ -6,12 +6,11 @@ use std::time::Duration;
 
 use quinn::crypto::rustls::QuicClientConfig;
 use quinn::{ClientConfig, Endpoint, IdleTimeout, TransportConfig, VarInt};
+use rig::BenchError;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::ring;
 use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer, ServerName, UnixTime};
 use rustls::{DigitallySignedStruct, SignatureScheme};
-
-use crate::BenchError;
 
 /// As what a client comes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

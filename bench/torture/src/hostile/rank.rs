@@ -14,10 +14,9 @@ use gpt2::corpus::Corpus;
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::trainer::{Observer, StepReport, TrainConfig, TrainError, train};
 use gpt2::transports::{self, TransportKind, TransportOptions};
+use rig::BenchError;
+use rig::rank::{Program, load_text, of_a_job};
 use serde::{Deserialize, Serialize};
-
-use crate::BenchError;
-use crate::rank::{Program, load_text, of_a_job};
 
 /// What a rank is told.
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -9,11 +9,10 @@ use comm_core::Deadline;
 use comm_core::control::TcpControl;
 use comm_core::job::{Address, Job, Secret};
 use gpt2::splitmix::SplitMix64;
+use rig::BenchError;
+use rig::interrupts::uninterrupted;
 
-use super::kinds::rubbish;
 use super::quic::{self, Disguise};
-use crate::BenchError;
-use crate::interrupts::uninterrupted;
 
 /// Bytes with which rank 0 answers a hello: magic, version, nonce, proof.
 pub(super) const CONTROL_REPLY: usize = 8 + 2 + 32 + 32;
@@ -114,6 +113,16 @@ fn record_initial() -> Result<Vec<u8>, BenchError> {
     initial.truncate(len);
     let _ = client.join();
     Ok(initial)
+}
+
+/// `len` random bytes.
+pub(super) fn rubbish(random: &mut SplitMix64, len: usize) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(len + 8);
+    while bytes.len() < len {
+        bytes.extend_from_slice(&random.next_u64().to_le_bytes());
+    }
+    bytes.truncate(len);
+    bytes
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use gpt2::transports::TransportKind;
+use rig::stats::median;
 use serde::Serialize;
 
 use super::attack::Outcome;
@@ -11,7 +12,6 @@ use super::kinds::Kind;
 use super::options::Settings;
 use super::tally::Tally;
 use super::watch::{Port, Protocol, Use};
-use crate::stats::median;
 
 /// By how much the peak memory of a rank may rise, in bytes. The job bounds what strangers may cost by the number of handshakes and the
 /// length of what it reads from each.

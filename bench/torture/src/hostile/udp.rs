@@ -8,8 +8,8 @@ use std::time::Duration;
 use gpt2::splitmix::SplitMix64;
 use socket2::{Domain, Protocol as SocketProtocol, SockAddr, Socket, Type};
 
-use super::kinds::{Kind, rubbish};
-use super::recipes::Recipes;
+use super::kinds::Kind;
+use super::recipes::{Recipes, rubbish};
 use super::tally::{End, Fate, Tally};
 
 /// Largest payload of a UDP datagram over IPv4.

@@ -8,6 +8,8 @@ use gpt2::transports::TransportKind;
 use serde::{Deserialize, Serialize};
 
 use super::protocol::Told;
+use super::sys::may_deafen;
+use super::when::When;
 
 /// What happens to the victim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -102,7 +104,7 @@ impl Fault {
 
     /// Why it makes no sense there; `None` where it does.
     pub(crate) fn not_applicable(self, transport: TransportKind, when: When) -> Option<&'static str> {
-        if matches!(self, Fault::Cut | Fault::HalfOpen) && !super::sys::may_deafen() {
+        if matches!(self, Fault::Cut | Fault::HalfOpen) && !may_deafen() {
             return Some("this system lets only root put filters on sockets; run as root");
         }
         match (self, transport) {
@@ -196,50 +198,6 @@ impl FromStr for Fault {
         Fault::ALL.into_iter().find(|fault| fault.name() == name).ok_or_else(|| {
             let names = Fault::ALL.map(Fault::name).join(", ");
             format!("`{name}` is no fault; choose one of {names}")
-        })
-    }
-}
-
-/// At which moment of the job.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) enum When {
-    /// The ranks have met; the others connect the transport, and the victim has not begun to.
-    Connect,
-    /// All are connected, and none has called an operation.
-    Before,
-    /// Operations, short and long ones, follow each other.
-    During,
-    /// The victim has done its part of the last operation; the others finish.
-    Last,
-}
-
-impl When {
-    pub(crate) const ALL: [When; 4] = [When::Connect, When::Before, When::During, When::Last];
-
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            When::Connect => "connect",
-            When::Before => "before",
-            When::During => "during",
-            When::Last => "last",
-        }
-    }
-}
-
-impl fmt::Display for When {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl FromStr for When {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        When::ALL.into_iter().find(|when| when.name() == name).ok_or_else(|| {
-            let names = When::ALL.map(When::name).join(", ");
-            format!("`{name}` is no moment; choose one of {names}")
         })
     }
 }

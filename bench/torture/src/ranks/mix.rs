@@ -5,12 +5,12 @@ use std::sync::Arc;
 use comm_core::table::supports;
 use comm_core::{Algorithm, Communicator, DType, Error, OpKind};
 use gpt2::splitmix::SplitMix64;
+use rig::samples::Reduction;
+use rig::samples::with_sample;
 
-use crate::chaos::Shared;
-use crate::chaos::protocol::Work;
-use crate::chaos::work::{Collective, Prepared, Step, Way, any};
-use crate::samples::Reduction;
-use crate::samples::with_sample;
+use super::protocol::Work;
+use super::shared::Shared;
+use super::work::{Collective, Prepared, Step, Way, any};
 
 /// After so many turns the ranks agree on whether to go on.
 const TURN: u64 = 16;
@@ -171,8 +171,8 @@ mod tests {
 
     use gpt2::transports::{TransportOptions, local_sessions};
 
+    use super::super::work::LANES;
     use super::*;
-    use crate::chaos::work::LANES;
 
     #[test]
     fn the_mix_is_right_on_threads_and_ends_together() {

@@ -5,12 +5,13 @@ use std::io::Read;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use super::cell::{Times, ended};
+use rig::sys::now;
+
 use super::fault::Fault;
+use super::judge::{Times, ended};
 use super::process::{Group, Number};
 use super::protocol::{Command, Deafen, Event, Inflict, Join, Told};
 use super::sys;
-use crate::sys::now;
 
 /// How long a rank may take to say that it has done what it was told.
 const SOON: Duration = Duration::from_secs(20);

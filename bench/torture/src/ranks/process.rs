@@ -10,11 +10,11 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rig::signal::Signals;
+use rig::sys::kill_group;
 use tempfile::TempDir;
 
 use super::protocol::{Command, Event};
-use crate::signal::Signals;
-use crate::sys::kill_group;
 
 /// Most that is kept of what a rank complains about.
 const MAX_COMPLAINT: usize = 8 << 10;

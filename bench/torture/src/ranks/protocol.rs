@@ -1,5 +1,5 @@
 //! What the program and the ranks that it has started say to each other: lines of JSON over their standard input and output.
-//! Times are those of [`now`](crate::sys::now).
+//! Times are those of [`now`](rig::sys::now).
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use comm_core::job::{Address, Job, Secret};
 use gpt2::transports::TransportKind;
 use serde::{Deserialize, Serialize};
 
-use super::fault::When;
+use super::when::When;
 use super::work::Collective;
 
 /// What a rank is told.

@@ -3,13 +3,13 @@
 use std::time::Duration;
 
 use comm_core::{Communicator, CommunicatorExt, Error};
+use rig::samples::Reduction;
+use rig::sys::now;
 
-use super::fault::When;
 use super::protocol::{Event, Work};
-use super::rank::{Shared, say};
+use super::shared::{Shared, say};
+use super::when::When;
 use super::work::{Collective, Prepared, Step, Way, any};
-use crate::samples::Reduction;
-use crate::sys::now;
 
 /// Elements of the operations, in turn: most messages are short, most time goes into the long ones.
 const COUNTS: [usize; 4] = [512, 8 << 10, 512, if cfg!(debug_assertions) { 64 << 10 } else { 512 << 10 }];

@@ -8,10 +8,9 @@ use comm_core::{
     Algorithm, BorrowedCall, Buffer, Call, Communicator, CommunicatorExt, Error, Failed, Handle, Op, ViewMut,
     shard_range,
 };
+use rig::samples::Reduction;
+use rig::samples::{Pattern, Sample, fill};
 use serde::{Deserialize, Serialize};
-
-use crate::samples::Reduction;
-use crate::samples::{Pattern, Sample, fill};
 
 /// What the ranks do together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]

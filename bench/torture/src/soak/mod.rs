@@ -4,11 +4,9 @@
 //! Every few seconds something happens to one of them; the others must say what, in time, drop everything and meet again at the
 //! next epoch, in the same process. Whoever was killed is started anew.
 
-pub(crate) mod mix;
 mod options;
 mod report;
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -16,20 +14,23 @@ use std::time::{Duration, Instant};
 use gpt2::cli::say;
 use gpt2::splitmix::SplitMix64;
 use gpt2::transports::TransportKind;
-use serde::Serialize;
+use rig::BenchError;
+use rig::debug;
+use rig::folder;
+use rig::lines::Lines;
+use rig::signal::Signals;
 
 pub(crate) use options::SoakArgs;
 
-use crate::BenchError;
-use crate::chaos::process::{Group, Number};
-use crate::chaos::protocol::{Command, Dropped, Event, Holds, Join, Plan, Work};
-use crate::chaos::{Fault, Played, When, ended, judge, play_fault, secret};
-use crate::debug;
-use crate::folder;
-use crate::lines::Lines;
-use crate::signal::Signals;
+use crate::ranks::fault::Fault;
+use crate::ranks::judge::{ended, judge};
+use crate::ranks::play::{self, Played};
+use crate::ranks::process::{Group, Number};
+use crate::ranks::protocol::{Command, Dropped, Event, Join, Plan, Work};
+use crate::ranks::sys::signal;
+use crate::ranks::when::When;
 use options::Settings;
-use report::Report;
+use report::{Episode, Report};
 
 /// How long starting and connecting may take.
 const START: Duration = Duration::from_secs(60);
@@ -65,23 +66,6 @@ pub(crate) fn run(args: &SoakArgs) -> Result<ExitCode, BenchError> {
     say(soak.report.text("end"));
     outcome?;
     Ok(if soak.report.is_well() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-}
-
-/// What is known of one epoch.
-#[derive(Clone, Debug, Default, Serialize)]
-struct Episode {
-    epoch: u64,
-    seconds: f64,
-    transport: Option<TransportKind>,
-    fault: Option<Fault>,
-    victim: Option<usize>,
-    /// By survivor.
-    detection_ms: Vec<f64>,
-    said: Vec<String>,
-    complaints: Vec<String>,
-    work: Work,
-    /// After everything was dropped, by rank, where the rank lives.
-    holds: BTreeMap<usize, Holds>,
 }
 
 struct Soak {
@@ -182,7 +166,7 @@ impl Soak {
             let (fault, victim) = self.choose(transport);
             let process = self.processes[victim];
             let others: Vec<Number> = self.processes.iter().copied().filter(|other| *other != process).collect();
-            let played = play_fault(fault, &mut self.group, process, &others, &joins[victim], &self.settings.times)?;
+            let played = play::fault(fault, &mut self.group, process, &others, &joins[victim], &self.settings.times)?;
             if let Some(why) = played.wrong_newcomer.clone() {
                 episode.complaints.push(why);
             }
@@ -232,7 +216,7 @@ impl Soak {
             lost.push(victim);
         } else {
             if fault == Fault::Stop {
-                crate::chaos::sys::signal(self.group.process_id(self.processes[victim]), libc::SIGCONT);
+                signal(self.group.process_id(self.processes[victim]), libc::SIGCONT);
             }
             self.group.tell(self.processes[victim], &Command::Resume);
             match self.group.hear_each(&[self.processes[victim]], Instant::now() + PATIENCE, ended).remove(0) {
@@ -325,7 +309,7 @@ impl Soak {
 
     fn joins(&self, epoch: u64, transport: TransportKind) -> Result<Vec<Join>, BenchError> {
         let times = self.settings.times;
-        let secret = secret()?;
+        let secret = play::secret()?;
         let join = |rank| Join {
             rank,
             ranks: self.settings.ranks,
@@ -370,14 +354,5 @@ impl Soak {
 
     fn below(&mut self, bound: usize) -> usize {
         (self.draw.next_u64() % bound.max(1) as u64) as usize
-    }
-}
-
-impl Episode {
-    fn add(&mut self, work: &Work, rank: usize) {
-        self.work.add(work);
-        if work.wrong > 0 {
-            self.complaints.push(format!("rank {rank} got {} WRONG ELEMENTS", work.wrong));
-        }
     }
 }

@@ -4,9 +4,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use gpt2::transports::TransportKind;
+use rig::BenchError;
 
-use crate::BenchError;
-use crate::chaos::{Fault, Times, parse_time};
+use crate::ranks::fault::Fault;
+use crate::ranks::judge::Times;
+use crate::time::parse_time;
 
 /// Most ranks.
 const MAX_RANKS: usize = 64;
@@ -16,7 +18,7 @@ const MAX_RANKS: usize = 64;
 /// The program exits with 1 when a result is wrong, a rank hangs, names the wrong rank or is late, or holds more descriptors or
 /// threads after an epoch than before.
 #[derive(Debug, clap::Args)]
-pub(crate) struct SoakArgs {
+pub struct SoakArgs {
     /// How long: 90s, 5m, 1h.
     #[arg(long = "for", default_value = "5m", value_parser = parse_time)]
     length: Duration,

@@ -3,10 +3,39 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use super::Episode;
-use crate::chaos::Fault;
-use crate::chaos::protocol::{Holds, Work};
+use gpt2::transports::TransportKind;
+use serde::Serialize;
 
+use crate::ranks::fault::Fault;
+use crate::ranks::protocol::{Holds, Work};
+
+/// What is known of one epoch.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(super) struct Episode {
+    pub(super) epoch: u64,
+    pub(super) seconds: f64,
+    pub(super) transport: Option<TransportKind>,
+    pub(super) fault: Option<Fault>,
+    pub(super) victim: Option<usize>,
+    /// By survivor.
+    pub(super) detection_ms: Vec<f64>,
+    pub(super) said: Vec<String>,
+    pub(super) complaints: Vec<String>,
+    pub(super) work: Work,
+    /// After everything was dropped, by rank, where the rank lives.
+    pub(super) holds: BTreeMap<usize, Holds>,
+}
+
+impl Episode {
+    pub(super) fn add(&mut self, work: &Work, rank: usize) {
+        self.work.add(work);
+        if work.wrong > 0 {
+            self.complaints.push(format!("rank {rank} got {} WRONG ELEMENTS", work.wrong));
+        }
+    }
+}
+
+/// What all epochs have come to.
 pub(crate) struct Report {
     ranks: usize,
     epochs: u64,

@@ -6,49 +6,49 @@ use super::model::Tally;
 
 /// What has happened since the start or the last reset.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Counters {
+pub struct Counters {
     /// In the order of the spec.
-    pub(crate) ends: Vec<EndCounters>,
+    pub ends: Vec<EndCounters>,
     /// Processor time of the emulator, and the time that has passed.
-    pub(crate) cpu_s: f64,
-    pub(crate) wall_s: f64,
+    pub cpu_s: f64,
+    pub wall_s: f64,
     /// How long the emulator could have run and had no core; 0 where the kernel does not tell.
-    pub(crate) starved_s: f64,
+    pub starved_s: f64,
     /// Packets for none of the ends, of IPv6, or broken. They passed no pipe.
-    pub(crate) strangers: u64,
+    pub strangers: u64,
     /// Packets that the kernel dropped because the emulator had not fetched those before them.
-    pub(crate) missed: u64,
+    pub missed: u64,
     /// Packets dropped because too many bytes were under way at once.
-    pub(crate) no_memory: u64,
+    pub no_memory: u64,
     /// Packets that the receiving device did not take.
-    pub(crate) unwritten: u64,
+    pub unwritten: u64,
 }
 
 /// Both directions of one end.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct EndCounters {
+pub struct EndCounters {
     /// What the end sent. Late is how long packets may at most have waited to be fetched, before their time in the pipe began.
-    pub(crate) up: PipeCounters,
+    pub up: PipeCounters,
     /// What the end received. Late is how long after their time in the pipe was over packets reached the end.
-    pub(crate) down: PipeCounters,
+    pub down: PipeCounters,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct PipeCounters {
+pub struct PipeCounters {
     /// Packets that came, and their bytes with IP headers. Those that came out are `packets - lost - overflowed + duplicated`, but for
     /// those that are still under way.
-    pub(crate) packets: u64,
-    pub(crate) bytes: u64,
-    pub(crate) lost: u64,
-    pub(crate) overflowed: u64,
+    pub packets: u64,
+    pub bytes: u64,
+    pub lost: u64,
+    pub overflowed: u64,
     /// Held back so that others could overtake.
-    pub(crate) reordered: u64,
-    pub(crate) duplicated: u64,
-    pub(crate) late_p50_us: f64,
-    pub(crate) late_p99_us: f64,
-    pub(crate) late_max_us: f64,
+    pub reordered: u64,
+    pub duplicated: u64,
+    pub late_p50_us: f64,
+    pub late_p99_us: f64,
+    pub late_max_us: f64,
     /// The delay that the pipe was to have, to compare lateness with.
-    pub(crate) delay_us: f64,
+    pub delay_us: f64,
 }
 
 /// Late is what is later than this, or than `LATE_SHARE` of the delay of the way if that is more.
@@ -63,7 +63,7 @@ const SHORTEST_S: f64 = 0.05;
 
 impl Counters {
     /// Why the figures of the link are doubtful, in words: the emulator, not the link that it plays, held packets back or dropped them.
-    pub(crate) fn bottleneck(&self) -> Option<String> {
+    pub fn bottleneck(&self) -> Option<String> {
         let mut why = Vec::new();
         let shortest_up = self.ends.iter().map(|end| end.up.delay_us).fold(f64::INFINITY, f64::min);
         let shortest_down = self.ends.iter().map(|end| end.down.delay_us).fold(f64::INFINITY, f64::min);

@@ -30,9 +30,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use commands::Command;
-pub(crate) use counters::{Counters, PipeCounters};
-pub(crate) use process::{EmulateArgs, run_emulator};
-pub(crate) use spec::{EmulatorSpec, EndSpec, Loss, PipeSpec};
+pub use counters::{Counters, PipeCounters};
+pub use process::{EmulateArgs, run_emulator};
+pub use spec::{EmulatorSpec, EndSpec, Loss, PipeSpec};
 
 /// What the process says when packets can flow.
 const READY: &str = "ready";
@@ -51,7 +51,7 @@ const MAX_COMPLAINT: u64 = 8 << 10;
 
 /// A running emulator. Dropping it ends it, and takes its devices away.
 #[derive(Debug)]
-pub(crate) struct Emulator {
+pub struct Emulator {
     child: Child,
     input: Option<ChildStdin>,
     answers: Receiver<String>,
@@ -63,7 +63,7 @@ impl Emulator {
     ///
     /// # Errors
     /// What cannot be, or what is missing, for the user.
-    pub(crate) fn start(program: &Path, spec: &EmulatorSpec) -> Result<Self, String> {
+    pub fn start(program: &Path, spec: &EmulatorSpec) -> Result<Self, String> {
         spec.check()?;
         let text = serde_json::to_string(spec).map_err(|error| format!("the link has no text form: {error}"))?;
         let mut child = Program::new(program)
@@ -99,12 +99,12 @@ impl Emulator {
     }
 
     /// Whether it has not ended.
-    pub(crate) fn is_alive(&mut self) -> bool {
+    pub fn is_alive(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }
 
     /// Its process number.
-    pub(crate) fn process(&self) -> u32 {
+    pub fn process(&self) -> u32 {
         self.child.id()
     }
 
@@ -112,7 +112,7 @@ impl Emulator {
     ///
     /// # Errors
     /// Why it does not say.
-    pub(crate) fn counters(&mut self) -> Result<Counters, String> {
+    pub fn counters(&mut self) -> Result<Counters, String> {
         let said = self.command(Command::Counters)?;
         serde_json::from_str(&said).map_err(|error| format!("the link emulator said {said:?}: {error}"))
     }
@@ -121,7 +121,7 @@ impl Emulator {
     ///
     /// # Errors
     /// Why it did not.
-    pub(crate) fn reset(&mut self) -> Result<(), String> {
+    pub fn reset(&mut self) -> Result<(), String> {
         self.command(Command::Reset).map(drop)
     }
 

@@ -15,10 +15,10 @@ use super::sys;
 use crate::BenchError;
 
 #[derive(Debug, clap::Args)]
-pub(crate) struct EmulateArgs {}
+pub struct EmulateArgs {}
 
 /// Plays the link that the first line of the standard input tells of, until the input ends.
-pub(crate) fn run_emulator(_: &EmulateArgs) -> Result<ExitCode, BenchError> {
+pub fn run_emulator(_: &EmulateArgs) -> Result<ExitCode, BenchError> {
     job::die_with_parent()?;
     let mut commands = Commands::new(io::stdin().as_fd().try_clone_to_owned()?);
     serve(&mut commands, &mut io::stdout().lock())?;

@@ -11,28 +11,28 @@ use crate::link::MTU;
 /// An emulated link: a network of ends that all reach each other. A packet from one end to another passes the first one's `up` and then
 /// the second one's `down`, so that what several send to one queues in front of its `down`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct EmulatorSpec {
+pub struct EmulatorSpec {
     /// The same seed makes the same decisions, packet by packet of each pipe.
-    pub(crate) seed: u64,
+    pub seed: u64,
     /// Largest packet in bytes, with the IP header.
-    pub(crate) mtu: u32,
-    pub(crate) ends: Vec<EndSpec>,
+    pub mtu: u32,
+    pub ends: Vec<EndSpec>,
 }
 
 /// One end: a device in a network namespace.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct EndSpec {
+pub struct EndSpec {
     /// A name that `ip netns` knows.
-    pub(crate) namespace: String,
+    pub namespace: String,
     /// Name of the device that is made there.
-    pub(crate) device: String,
-    pub(crate) address: Ipv4Addr,
+    pub device: String,
+    pub address: Ipv4Addr,
     /// Bits of the address that are the same at all ends.
-    pub(crate) prefix: u8,
+    pub prefix: u8,
     /// What the end sends passes this first.
-    pub(crate) up: PipeSpec,
+    pub up: PipeSpec,
     /// What the end receives passes this last.
-    pub(crate) down: PipeSpec,
+    pub down: PipeSpec,
 }
 
 /// One direction of one end. The default is a pipe that does nothing.
@@ -40,28 +40,28 @@ pub(crate) struct EndSpec {
 /// A packet waits for the rate, takes its turn, and is then lost or on its way for the delay; so what is lost has used the rate.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub(crate) struct PipeSpec {
+pub struct PipeSpec {
     /// Of IP packets, headers included; `None` for no limit.
-    pub(crate) rate_bits_per_s: Option<u64>,
+    pub rate_bits_per_s: Option<u64>,
     /// One way.
-    pub(crate) delay: Duration,
+    pub delay: Duration,
     /// The delay of each packet is off by a time between minus and plus this, all equally likely. Packets keep their order: one that
     /// would overtake arrives together with the one before it. So at many packets per jitter, delays draw near delay + jitter.
-    pub(crate) jitter: Duration,
-    pub(crate) loss: Loss,
+    pub jitter: Duration,
+    pub loss: Loss,
     /// How likely it is that a packet is held back, so that later ones overtake it, and for how long.
-    pub(crate) reorder_probability: f64,
-    pub(crate) reorder_by: Duration,
+    pub reorder_probability: f64,
+    pub reorder_by: Duration,
     /// How likely it is that a packet arrives twice.
-    pub(crate) duplicate_probability: f64,
+    pub duplicate_probability: f64,
     /// IP bytes that may wait for the rate, the packet that is being sent included; what comes on top is dropped. `None` for no limit.
-    pub(crate) queue_bytes: Option<u64>,
+    pub queue_bytes: Option<u64>,
 }
 
 /// How packets get lost on their way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Loss {
+pub enum Loss {
     #[default]
     None,
     /// Each packet for itself.
@@ -84,7 +84,7 @@ impl EmulatorSpec {
     ///
     /// # Errors
     /// What cannot be, for the user.
-    pub(crate) fn check(&self) -> Result<(), String> {
+    pub fn check(&self) -> Result<(), String> {
         if !MTU.contains(&self.mtu) {
             return Err(format!(
                 "a link's MTU of {} bytes must lie between {} and {}",
@@ -156,7 +156,7 @@ impl PipeSpec {
     ///
     /// # Errors
     /// What cannot be, for the user.
-    pub(crate) fn check(&self, mtu: u32) -> Result<(), String> {
+    pub fn check(&self, mtu: u32) -> Result<(), String> {
         if let Some(rate) = self.rate_bits_per_s
             && !RATES.contains(&rate)
         {
@@ -206,7 +206,7 @@ impl Loss {
     }
 
     /// The share of packets that get lost in the long run.
-    pub(crate) fn average(&self) -> f64 {
+    pub fn average(&self) -> f64 {
         match *self {
             Loss::None => 0.0,
             Loss::Random { probability } => probability,
@@ -224,7 +224,7 @@ fn probability(name: &str, value: f64) -> Result<(), String> {
 mod tests {
     use super::*;
 
-    pub(crate) fn two_ends() -> EmulatorSpec {
+    pub fn two_ends() -> EmulatorSpec {
         let end = |number: u8| EndSpec {
             namespace: format!("bench-link-1-1-{number}"),
             device: "link0".into(),
