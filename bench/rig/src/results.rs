@@ -14,6 +14,9 @@ pub const FILE: &str = "results.jsonl";
 /// Name of the file that says what all parts of a sweep have in common.
 pub const HEADER: &str = "sweep.json";
 
+/// Name of the file with the plan of a sweep.
+pub const PLAN: &str = "plan.toml";
+
 /// Name of the folder of traces.
 pub const TRACES: &str = "traces";
 

@@ -97,6 +97,7 @@ sample! {
 }
 
 /// Runs `$body` with `$type` standing for the Rust type of `$dtype`, or `$otherwise` for one that is not known here.
+#[macro_export]
 macro_rules! with_sample {
     ($dtype:expr, $type:ident => $body:expr, else $otherwise:expr) => {
         match $dtype {
@@ -152,7 +153,6 @@ macro_rules! with_sample {
         }
     };
 }
-pub use with_sample;
 
 /// What each rank contributes, element by element, and what the reduction of it is. Every intermediate result of every order
 /// is a whole number that the type holds exactly.

@@ -8,8 +8,9 @@ use comm_core::table::supports;
 use comm_core::{
     Algorithm, BorrowedCall, Buffer, Call, Communicator, CommunicatorExt, Error, Failed, Op, View, ViewMut, shard_range,
 };
-use rig::samples::{Pattern, Sample, count_wrong, fill, with_sample};
+use rig::samples::{Pattern, Sample, count_wrong, fill};
 use rig::sys::process_cpu_time;
+use rig::with_sample;
 
 use super::case::{Case, Operation, Place};
 use super::protocol::{MAX_SAMPLES, Measure, Reply, Trouble};

@@ -9,7 +9,7 @@ use rig::interrupts::uninterrupted;
 use serde::{Deserialize, Serialize};
 
 use super::interface::{self, Sampler, counter};
-use super::rank::Place;
+use super::place::Place;
 
 /// What became of a flow, as one end saw it.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]

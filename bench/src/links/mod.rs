@@ -10,6 +10,7 @@ mod interface;
 mod judge;
 mod measure;
 mod options;
+mod place;
 mod rank;
 mod report;
 mod transport;

@@ -12,7 +12,7 @@ use rig::link::Ends;
 
 use super::flow::{Flow, Steady};
 use super::interface::Sampler;
-use super::rank::Place;
+use super::place::Place;
 
 /// A message: that of a bucket of gradients, in parts.
 const MESSAGE: usize = 1 << 18;

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use socket2::SockRef;
 
 use super::interface::{self, Sampler, counter};
-use super::rank::Place;
+use super::place::Place;
 
 /// What one end sends.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]

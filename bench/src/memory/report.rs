@@ -7,7 +7,7 @@ use gpt2::trainer::Summary;
 use rig::text::columns;
 use serde::Serialize;
 
-use super::Case;
+use super::case::Case;
 use super::options::Settings;
 use super::theory::{self, Bounds, JUDGED};
 

@@ -30,7 +30,7 @@ use rig::training::pair::Training;
 pub(crate) use options::OverlapArgs;
 
 use options::{Settings, Variant};
-use report::{Row, Table};
+use report::{Cell, Row, Table};
 
 /// Runs the benchmark; fails when a job that should have run did not, or transports came to different weights.
 pub(crate) fn run(args: &OverlapArgs) -> Result<ExitCode, BenchError> {
@@ -65,9 +65,6 @@ struct Bench {
     environment: Environment,
     signals: Signals,
 }
-
-/// A strategy over a transport.
-type Cell = (TransportKind, Variant);
 
 impl Bench {
     fn introduce(&self, corpus: &Corpus) {

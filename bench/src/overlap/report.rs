@@ -10,8 +10,10 @@ use rig::text::{columns, middle, ratio, spread};
 use rig::training::pair::Figures;
 use serde::Serialize;
 
-use super::Cell;
 use super::options::Variant;
+
+/// A strategy over a transport.
+pub(super) type Cell = (TransportKind, Variant);
 
 /// One job of one round: a line of `overlap.jsonl`.
 #[derive(Clone, Debug, Serialize)]

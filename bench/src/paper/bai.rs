@@ -17,8 +17,8 @@ use rig::plot::{self, Bars, Labels, Line};
 
 use super::options::{BaiArgs, Mixed, Settings, Size};
 use super::row::{Row, Variant, by_purpose};
+use super::rows::{measure, measured, picture, say_files};
 use super::text::{by_rank, number, paragraph, table, times, verdict};
-use super::{measure, measured, picture, say_files};
 
 /// Four devices, 512 tokens, four sequences a device: the code's runs on one node with Apex.
 const FULL: Size = Size {

@@ -17,8 +17,8 @@ use serde::Serialize;
 
 use super::options::{PatwardhanArgs, Settings, Size};
 use super::row::{Row, Variant, by_purpose};
+use super::rows::{measure, measured, picture, say_files};
 use super::text::{number, paragraph, table, times, verdict};
-use super::{measure, measured, picture, say_files};
 
 /// Two devices; sequence length and batch are this program's, for want of the paper's.
 const FULL: Size = Size {

@@ -93,7 +93,7 @@ pub(super) fn count(settings: &Settings) -> Result<Vec<Count>, BenchError> {
             let mut first = None;
             for transport in &settings.transports {
                 bar.set_message(format!("{} over {transport} on {ranks} ranks", variant.name()));
-                let config = TrainConfig { steps: STEPS, ..variant.config(settings, ranks) };
+                let config = TrainConfig { steps: STEPS, ..variant.config(settings.base, ranks) };
                 let run = Run::new(config, Some(*transport), ranks, 1, TIMEOUT);
                 let outcome = match (Run { source: settings.source.clone(), ..run }).summary() {
                     Ok(summary) => Ok(summary),

@@ -80,7 +80,7 @@ struct Yardsticks {
 impl Yardsticks {
     fn train(settings: &Settings) -> Result<Self, BenchError> {
         let single = |column: Column| {
-            let config = column.config(settings, Variant::SINGLE, 1);
+            let config = column.config(settings.base, Variant::SINGLE, 1);
             threads::train_all(&config, &settings.corpus, 1, None)
                 .map_err(|error| format!("the yardstick, single on one rank: {error}"))
         };
@@ -118,7 +118,7 @@ fn compare(settings: &Settings, yardsticks: &Yardsticks) -> Result<Vec<Compared>
             for column in Column::ALL {
                 bar.set_message(format!("{} on {ranks} ranks, {}", variant.name(), column.name()));
                 if variant.runs_on(*ranks) {
-                    let config = column.config(settings, *variant, *ranks);
+                    let config = column.config(settings.base, *variant, *ranks);
                     let outcome = threads::train_all(&config, &settings.corpus, *ranks, None);
                     let found = differences(&outcome, yardsticks.of(column));
                     rows.push(Compared::new(*variant, *ranks, column, found, &outcome));
@@ -137,7 +137,7 @@ fn plant(settings: &Settings, yardsticks: &Yardsticks) -> Result<Vec<Noticed>, B
     for variant in &settings.variants {
         for fault in Fault::ALL {
             bar.set_message(format!("{}: {}", variant.name(), fault.name()));
-            let config = Column::F32.config(settings, *variant, FAULT_RANKS);
+            let config = Column::F32.config(settings.base, *variant, FAULT_RANKS);
             let outcome = threads::train_all(&config, &settings.corpus, FAULT_RANKS, Some(fault));
             let found = differences(&outcome, yardsticks.of(Column::F32));
             rows.push(Noticed::new(*variant, fault, found, &outcome));

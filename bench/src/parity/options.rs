@@ -10,7 +10,7 @@ use rig::BenchError;
 use rig::folder;
 use rig::rank::load_text;
 
-use super::plan::{BATCH, Variant};
+use super::plan::{BATCH, Base, Variant};
 
 /// Compares every strategy with one device, with faults planted as a control, and its messages with its formula.
 ///
@@ -49,8 +49,7 @@ pub(crate) struct Settings {
     pub(super) variants: Vec<Variant>,
     pub(super) ranks: Vec<usize>,
     pub(super) transports: Vec<TransportKind>,
-    pub(super) steps: u64,
-    pub(super) seed: u64,
+    pub(super) base: Base,
     pub(super) corpus: Corpus,
     pub(super) source: Option<PathBuf>,
     pub(super) out: Option<PathBuf>,
@@ -79,13 +78,13 @@ impl ParityArgs {
         if let Some(out) = &self.out {
             folder::make(out)?;
         }
+        let corpus = load_text(self.data.as_deref(), TokenizerKind::Bytes)?;
         Ok(Settings {
             variants,
             ranks: self.ranks.clone(),
             transports: self.transports.clone(),
-            steps: self.steps,
-            seed: self.seed,
-            corpus: load_text(self.data.as_deref(), TokenizerKind::Bytes)?,
+            base: Base { seed: self.seed, steps: self.steps, vocabulary: corpus.vocab_size() },
+            corpus,
             source: self.data.clone(),
             out: self.out.clone(),
         })

@@ -156,7 +156,7 @@ pub(super) fn comparison(settings: &Settings, rows: &[Compared]) -> String {
         "parity: the largest relative difference of any step's loss or gradient norm to single in f32 on the same global batch\n\
          ({PRESET}, {BATCH} sequences, {} steps, gradients clipped to {CLIP}, ranks are threads, one option at a time)\n\n{}\n\n\
          largest in f32 {:.1e}, with a 16-bit type {:.1e}; {} of {} runs within their bound{}",
-        settings.steps,
+        settings.base.steps,
         columns(&header.each_ref().map(String::as_str), &lines, 1),
         largest(true),
         largest(false),

@@ -33,7 +33,7 @@ pub(crate) use options::PeersArgs;
 
 use options::{SKIPPED, Settings};
 use python::{Mode, Torch, Work};
-use report::{Outcome, Row, Side, Table};
+use report::{Cell, Outcome, Row, Side, Table};
 
 /// Runs the benchmark; fails when something that should have run did not.
 pub(crate) fn run(args: &PeersArgs) -> Result<ExitCode, BenchError> {
@@ -78,9 +78,6 @@ struct Bench {
     environment: Environment,
     signals: Signals,
 }
-
-/// Who trains, and by which strategy; `None` for no communication.
-type Cell = (Side, Option<StrategyKind>);
 
 impl Bench {
     fn introduce(&self) {

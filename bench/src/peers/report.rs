@@ -11,7 +11,8 @@ use rig::stats::Ratio;
 use rig::text::{columns, middle, ratio, spread};
 use serde::{Serialize, Serializer};
 
-use super::Cell;
+/// Who trains, and by which strategy; `None` for no communication.
+pub(super) type Cell = (Side, Option<StrategyKind>);
 
 /// Who trains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -34,7 +34,7 @@ use gpt2::cli::say;
 use rig::BenchError;
 use rig::plot;
 use rig::record::Cell;
-use rig::results::{HEADER, Results, read_records};
+use rig::results::{HEADER, PLAN, Results, read_records};
 
 use crate::plan::Plan;
 use digest::Digest;
@@ -42,9 +42,6 @@ use html::Page;
 
 /// The page's name, where nobody gives another.
 const PAGE: &str = "report.html";
-
-/// The plan's name, where a sweep left one.
-const PLAN: &str = "plan.toml";
 
 /// Folder of the pictures, beside the page.
 const FIGURES: &str = "figures";

@@ -17,7 +17,7 @@ use rig::folder::{read_small, results_folder};
 use rig::link::{World, gain_namespaces};
 use rig::progress::bar;
 use rig::record::{Cell, Record, Status};
-use rig::results::{self, HEADER, Results, TRACES};
+use rig::results::{self, HEADER, PLAN, Results, TRACES};
 use rig::signal::Signals;
 use rig::stats::Metric;
 use rig::training::run;
@@ -68,8 +68,7 @@ pub(crate) struct Sweep {
     pub(crate) signals: Signals,
 }
 
-/// Names of the files of a sweep in its folder.
-const PLAN: &str = "plan.toml";
+/// Name of the file that keeps other sweeps out of a folder.
 const LOCK: &str = "lock";
 
 pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {

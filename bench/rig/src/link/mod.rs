@@ -5,6 +5,7 @@
 
 mod emulator;
 mod enter;
+mod find;
 mod hub;
 mod options;
 mod pipe;

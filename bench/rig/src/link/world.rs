@@ -5,13 +5,13 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use super::emulator::{Emulator, EmulatorSpec, EndSpec, PipeCounters};
 use super::hub::{self, Hub};
 use super::pipe::Pipe;
-use super::place::this_program;
 use super::privileges::may_make_namespaces;
 use super::profile::{Carrier, Pipes, Profile};
 use super::rate::Rate;
 use super::tools::{self, Namespace, remove_leftovers};
 use super::units::show_bytes;
 use super::{INTERFACE, LinkOptions, MAX_ENDS, PREFIX, SUBNET, address};
+use crate::rank::this_program;
 
 /// Where jobs run: on loopback, or in namespaces, one for each end of a link. All of it is gone when this is dropped.
 #[derive(Debug)]

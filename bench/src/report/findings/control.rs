@@ -5,7 +5,7 @@ use rig::record::{Axis, Cell, Planted};
 use super::super::digest::{Case, Comparison, Digest, Grouped, ROUNDS};
 use super::super::html::Mark;
 use super::super::text::{count, figure, interval};
-use super::Statements;
+use super::statements::Statements;
 
 pub(super) fn all(digest: &Digest<'_>) -> Statements {
     same(digest).into_iter().chain(planted(digest)).collect()

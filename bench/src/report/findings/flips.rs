@@ -4,7 +4,7 @@ use rig::record::{Axis, Cell};
 
 use super::super::digest::{Case, Comparison, Digest, Grouped, meaningless};
 use super::super::html::{Mark, Page};
-use super::said;
+use super::statements::said;
 
 /// Changes of places that are told of, folded ones too.
 const FLIPS: usize = 40;

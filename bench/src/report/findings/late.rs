@@ -6,7 +6,7 @@ use super::super::case::LATE;
 use super::super::digest::{Case, Digest};
 use super::super::html::{Mark, Page, Table};
 use super::super::text::{interval, share, share_interval};
-use super::Statements;
+use super::statements::Statements;
 
 /// Share of a step from which on waiting for late ranks is told of.
 const MATTERS: f64 = 0.05;

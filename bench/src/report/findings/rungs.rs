@@ -5,7 +5,7 @@ use rig::stats::{Metric, Verdict};
 
 use super::super::digest::{Digest, ROUNDS};
 use super::super::html::Mark;
-use super::Statements;
+use super::statements::Statements;
 use crate::prices::{Price, PriceList, price_list};
 
 /// For each pair of neighbours in the data, by whatever else differs.

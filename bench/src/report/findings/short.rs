@@ -7,10 +7,10 @@ use super::super::case::{LATE, NETWORK};
 use super::super::digest::{Case, Digest, ROUNDS, distinct};
 use super::super::html::Mark;
 use super::super::text::{interval, share_interval};
-use super::Statements;
 use super::network::{added, ends, is_networked};
 use super::quic::{Pair, pairs};
 use super::ranking::Front;
+use super::statements::Statements;
 
 /// Comparisons of strategies on one link that are told of one by one.
 const ONE_BY_ONE: usize = 3;

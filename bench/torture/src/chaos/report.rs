@@ -5,6 +5,7 @@ use std::fmt::Write;
 
 use super::cell::Row;
 use super::options::Settings;
+use crate::ranks::fault::Fault;
 use crate::ranks::protocol::{Dropped, IDLE, Told};
 
 /// Everything about a cell that is not as it should be.
@@ -22,7 +23,7 @@ pub(crate) fn table(rows: &[Row], settings: &Settings) -> String {
     let mut groups: BTreeMap<_, Vec<&Row>> = BTreeMap::new();
     for row in rows {
         let place = settings.cells.len();
-        let order = super::Fault::ALL.iter().position(|fault| *fault == row.cell.fault).unwrap_or(place);
+        let order = Fault::ALL.iter().position(|fault| *fault == row.cell.fault).unwrap_or(place);
         let key = (order, row.cell.victim, row.cell.transport.name());
         groups.entry(key).or_default().push(row);
     }

@@ -6,7 +6,7 @@ use comm_core::table::supports;
 use comm_core::{Algorithm, Communicator, DType, Error, OpKind};
 use gpt2::splitmix::SplitMix64;
 use rig::samples::Reduction;
-use rig::samples::with_sample;
+use rig::with_sample;
 
 use super::protocol::Work;
 use super::shared::Shared;

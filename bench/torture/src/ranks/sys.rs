@@ -215,4 +215,9 @@ mod tests {
         hearer.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
         assert!(hearer.recv(&mut bytes).is_err());
     }
+
+    #[test]
+    fn the_figures_of_this_process_are_there() {
+        assert!(resident_bytes() > 0 && entries("task") > 0 && entries("fd") > 0);
+    }
 }
