@@ -12,7 +12,7 @@ use comm_quic::QuicTransport;
 use gpt2::corpus::Corpus;
 use gpt2::run::{RankOptions, run_rank_over, run_watched_threads};
 use gpt2::tokenizer::TokenizerKind;
-use gpt2::trainer::{Observer, Session, StepReport, Summary, TrainConfig, TrainError};
+use gpt2::trainer::{Observer, Session, StepReport, Summary, TrainConfig};
 use gpt2::transports::{self, TransportKind, TransportOptions};
 use serde::{Deserialize, Serialize};
 
@@ -20,9 +20,9 @@ use super::skew::Step;
 use crate::BenchError;
 use crate::link::Ends;
 use crate::rank::{self, Program, leave, load_text, of_a_job};
-use crate::record::{self, Planted};
+use crate::record::Planted;
 use crate::rung::Rung;
-use crate::why::{Figures, Probe, Scope, quic_figures};
+use crate::why::{self, Figures, Probe, Scope, quic_figures};
 
 /// What the processes of a run are told.
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -18,7 +18,7 @@ use crate::flag::{Flag, FlagKind};
 use crate::formula::off_the_formula;
 use crate::link::World;
 use crate::machine::{self, Watch};
-use crate::outcome::RunError;
+use crate::outcome::{self, RunError};
 use crate::rank;
 use crate::record::{Cell, DEFAULT, Link, Measured, Record, SCHEMA, Status};
 use crate::rung::Rung;

@@ -102,7 +102,7 @@ pub(super) async fn attack(
     let kinds: Vec<Kind> = Kind::ALL.into_iter().filter(|kind| attack.has_target(*kind)).collect();
     let shares: u64 = kinds.iter().map(|kind| kind.share()).sum();
     for kind in &kinds {
-        if job.is_over() || settings.go_on().is_err() {
+        if job.is_over() || settings.signals.check().is_err() {
             break;
         }
         if *kind == Kind::Spoofed

@@ -26,7 +26,7 @@ use crate::ranks::fault::Fault;
 use crate::ranks::judge::{ended, judge};
 use crate::ranks::play::{self, Played};
 use crate::ranks::process::{Group, Number};
-use crate::ranks::protocol::{Command, Dropped, Event, Join, Plan, Work};
+use crate::ranks::protocol::{Command, Dropped, Event, Join, Plan};
 use crate::ranks::sys::signal;
 use crate::ranks::when::When;
 use options::Settings;
