@@ -96,6 +96,9 @@ pub(crate) struct Cell {
     /// Sequences a step over all ranks.
     pub(crate) batch: usize,
     pub(crate) accumulation: usize,
+    /// Whether the backward pass computes a block's forward pass again instead of keeping it in memory.
+    #[serde(default)]
+    pub(crate) recompute: bool,
     pub(crate) steps: u64,
     /// Threads that compute, in each rank.
     pub(crate) threads: usize,
@@ -132,6 +135,7 @@ pub(crate) enum Axis {
     Preset,
     Batch,
     Accumulation,
+    Recompute,
     Steps,
     Threads,
     Planted,
@@ -145,6 +149,9 @@ pub(crate) struct Measured {
     pub(crate) parameters: u64,
     /// Training loss of each step, in nats a token.
     pub(crate) losses: Vec<Option<f64>>,
+    /// Global norm of each step's averaged gradient, before clipping. Empty in records of versions that did not keep it.
+    #[serde(default)]
+    pub(crate) grad_norms: Vec<Option<f64>>,
     /// Seconds from the first step to the end of each.
     pub(crate) seconds: Vec<f64>,
     pub(crate) weights_hash: String,
@@ -301,6 +308,7 @@ impl fmt::Display for Axis {
             Axis::Preset => "preset",
             Axis::Batch => "batch",
             Axis::Accumulation => "accumulation",
+            Axis::Recompute => "recompute",
             Axis::Steps => "steps",
             Axis::Threads => "threads",
             Axis::Planted => "planted",
@@ -310,7 +318,7 @@ impl fmt::Display for Axis {
 }
 
 impl Axis {
-    pub(crate) const ALL: [Axis; 19] = [
+    pub(crate) const ALL: [Axis; 20] = [
         Axis::Strategy,
         Axis::Transport,
         Axis::Link,
@@ -326,6 +334,7 @@ impl Axis {
         Axis::Preset,
         Axis::Batch,
         Axis::Accumulation,
+        Axis::Recompute,
         Axis::Steps,
         Axis::Threads,
         Axis::Planted,
@@ -352,6 +361,7 @@ impl Cell {
             Axis::Preset => self.preset.clone(),
             Axis::Batch => self.batch.to_string(),
             Axis::Accumulation => self.accumulation.to_string(),
+            Axis::Recompute => if self.recompute { "on" } else { "off" }.into(),
             Axis::Steps => self.steps.to_string(),
             Axis::Threads => self.threads.to_string(),
             Axis::Planted => self.planted.as_ref().map_or("none".into(), |planted| {
