@@ -3,13 +3,16 @@
 use gpt2::config::{ModelConfig, Preset};
 use gpt2::optim::LearningRate;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
-use gpt2::trainer::{Parts, RankReport, Summary, TrainConfig};
+use gpt2::trainer::{Parts, Summary, TrainConfig};
 use gpt2::transports::TransportKind;
+use rig::environment::Environment;
+use rig::formula::off_the_formula;
+use rig::outcome::RunError;
+use rig::signal::Interrupted;
+use rig::training::runner::Run;
 use serde::Serialize;
 
-use crate::args::Setup;
-use crate::environment::Environment;
-use crate::runner::{Interrupted, Run, RunError};
+use crate::setup::Setup;
 
 /// What to run.
 #[derive(Clone, Debug)]
@@ -174,29 +177,4 @@ fn fill(row: &mut Row, summary: &Summary) {
     if let Some(off) = ranks.iter().find_map(off_the_formula) {
         row.status = off;
     }
-}
-
-/// What a rank did otherwise than the formula says.
-pub(crate) fn off_the_formula(rank: &RankReport) -> Option<String> {
-    let RankReport { expected, .. } = rank;
-    let pairs = [
-        ("bytes", rank.bytes_counted, expected.payload),
-        ("messages", rank.messages, expected.messages),
-        ("operations", Some(rank.operations), expected.operations),
-    ];
-    if let Some((bytes, messages)) = rank.node_sent
-        && (bytes, messages) != (expected.node_payload, expected.node_messages)
-    {
-        return Some(format!(
-            "off the formula: rank {}: {bytes} bytes in {messages} messages inside its node a step, not {} in {}",
-            rank.rank, expected.node_payload, expected.node_messages
-        ));
-    }
-    let wrong = pairs.into_iter().find_map(|(what, counted, expected)| {
-        let counted = counted.filter(|counted| *counted != expected)?;
-        Some(format!("off the formula: rank {}: {counted} {what} a step, not {expected}", rank.rank))
-    });
-    let unsteady =
-        || format!("off the formula: rank {} did not send the same number of bytes in every step", rank.rank);
-    wrong.or_else(|| (!rank.bytes_steady).then(unsteady))
 }

@@ -3,13 +3,15 @@
 use gpt2::cli::say;
 use gpt2::config::Preset;
 use gpt2::strategy::StrategyKind;
+use rig::BenchError;
+use rig::lines::Lines;
+use rig::progress::bar;
+use rig::stats::difference;
 use serde::Serialize;
 
-use crate::BenchError;
-use crate::args::Setup;
 use crate::cell::{Cell, Row};
-use crate::matrix::{Lines, bar};
 use crate::parity::formula::{self, Count};
+use crate::setup::Setup;
 
 /// Steps of a proof cell.
 const STEPS: u64 = 4;
@@ -73,7 +75,7 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
         for strategy in &strategies {
             let mut first: Option<String> = None;
             for transport in &transports {
-                setup.go_on()?;
+                setup.signals.check()?;
                 let row = cell(*strategy, Some(*transport), ranks).run(setup)?;
                 let hash = row.weights_hash.clone();
                 let identical = hash.as_ref().is_some_and(|hash| hash == first.get_or_insert_with(|| hash.clone()));
@@ -156,37 +158,5 @@ impl Proof {
 
     fn holds(&self) -> bool {
         self.weights_identical && self.bytes_equal_formula && self.difference() <= self.tolerance
-    }
-}
-
-/// Largest relative difference; infinite if the lengths differ, or where one alone is no finite number.
-pub(crate) fn difference(values: &[f64], reference: &[f64]) -> f64 {
-    if values.len() != reference.len() || values.is_empty() {
-        return f64::INFINITY;
-    }
-    let differ = |(a, b): (&f64, &f64)| match ((a - b) / b).abs() {
-        // As a skipped step's norm is on both sides.
-        _ if a == b || (a.is_nan() && b.is_nan()) => 0.0,
-        difference if difference.is_nan() => f64::INFINITY,
-        difference => difference,
-    };
-    values.iter().zip(reference).map(differ).fold(0.0, f64::max)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_is_no_number_on_one_side_alone_differs() {
-        assert_eq!(difference(&[1.0, 3.0], &[2.0, 3.0]), 0.5);
-        for alone in [f64::NAN, f64::INFINITY] {
-            assert_eq!(difference(&[alone, 1.0], &[1.0, 1.0]), f64::INFINITY);
-            assert_eq!(difference(&[1.0, 1.0], &[alone, 1.0]), f64::INFINITY);
-            assert_eq!(difference(&[alone, 1.0], &[alone, 2.0]), 0.5);
-        }
-        assert_eq!(difference(&[0.0], &[0.0]), 0.0);
-        assert_eq!(difference(&[], &[]), f64::INFINITY);
-        assert_eq!(difference(&[1.0], &[1.0, 1.0]), f64::INFINITY);
     }
 }

@@ -6,11 +6,12 @@ use std::time::Duration;
 use comm_core::{Algorithm, DType, Waiting};
 use gpt2::cli::MAX_RANKS_HERE;
 use gpt2::transports::TransportOptions;
+use rig::BenchError;
+use rig::rung::Rung;
+use rig::samples::{self, Reduction};
 
-use super::case::{Case, Operation, Place, Reduction, parse_dtype};
-use super::{congestion, data};
-use crate::BenchError;
-use crate::rung::Rung;
+use super::case::{Case, Operation, Place, parse_dtype};
+use super::congestion;
 
 /// Times collectives over each transport, in the manner of nccl-tests.
 ///
@@ -252,7 +253,7 @@ impl CollectivesArgs {
 
     fn collectives(&self) -> Result<Vec<Case>, BenchError> {
         let dtypes = expand(&self.datatypes, &DType::ALL.map(OneOrAll::One));
-        let dtypes: Vec<DType> = dtypes.into_iter().filter(|dtype| data::is_known(*dtype)).collect();
+        let dtypes: Vec<DType> = dtypes.into_iter().filter(|dtype| samples::is_known(*dtype)).collect();
         let reductions = expand(&self.reductions, &Reduction::ALL.map(OneOrAll::One));
         let sizes = self.sizes()?;
         let operations = match &self.ops[..] {

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use crate::record::{Axis, Cell, Measured, Rank, Record, Status};
-use crate::results::Results;
+use rig::record::{Axis, Cell, Measured, Rank, Record, Status};
+use rig::results::Results;
 
 /// Most differences that are printed.
 const SHOWN: usize = 40;
@@ -132,7 +132,7 @@ mod tests {
     use std::path::PathBuf;
 
     use super::*;
-    use crate::stats::made_up::{cell, record};
+    use rig::stats::made_up::{cell, record};
 
     fn sweep(change: impl Fn(&mut Record)) -> Results {
         let one = |strategy: &str| {

@@ -13,10 +13,10 @@ use std::process::ExitCode;
 use std::str::FromStr;
 
 use gpt2::cli::say;
+use rig::BenchError;
+use rig::results::read_some_records;
+use rig::stats::Metric;
 
-use crate::BenchError;
-use crate::results::read_some_records;
-use crate::stats::Metric;
 use exact::Differences;
 use findings::Findings;
 
@@ -122,9 +122,9 @@ mod tests {
     use clap::ValueEnum;
 
     use super::*;
-    use crate::record::Record;
-    use crate::results::Results;
-    use crate::stats::made_up::{cell, record};
+    use rig::record::Record;
+    use rig::results::Results;
+    use rig::stats::made_up::{cell, record};
 
     /// A sweep of cells with these steps.
     fn sweep(folder: &Path, cells: &[(&str, f64)]) {

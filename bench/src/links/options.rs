@@ -4,9 +4,9 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::BenchError;
-use crate::link::{Carrier, Profile};
-use crate::matrix::Lines;
+use rig::BenchError;
+use rig::lines::Lines;
+use rig::link::{Carrier, Profile};
 
 /// Measures what links really do, beside what their profiles ask for.
 ///

@@ -7,12 +7,12 @@ use comm_core::job::{Address, Job};
 use comm_core::{CommunicatorExt, Control, Deadline};
 use comm_quic::QuicTransport;
 use gpt2::transports::{self, TransportKind, TransportOptions};
+use rig::BenchError;
+use rig::link::Ends;
 
 use super::flow::{Flow, Steady};
 use super::interface::Sampler;
-use super::rank::Place;
-use crate::BenchError;
-use crate::link::Ends;
+use super::place::Place;
 
 /// A message: that of a bucket of gradients, in parts.
 const MESSAGE: usize = 1 << 18;

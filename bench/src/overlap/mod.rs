@@ -7,53 +7,47 @@ mod options;
 mod report;
 
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use gpt2::cli::say;
-use gpt2::corpus::{Corpus, CorpusSource};
-use gpt2::env::default_cargo_home;
+use gpt2::corpus::Corpus;
 use gpt2::optim::LearningRate;
 use gpt2::strategy::StrategyOptions;
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::trainer::TrainConfig;
 use gpt2::transports::TransportKind;
+use rig::BenchError;
+use rig::debug;
+use rig::environment::Environment;
+use rig::folder::results_folder;
+use rig::lines::Lines;
+use rig::link::{Probe, World, gain_namespaces};
+use rig::outcome::RunError;
+use rig::progress::bar;
+use rig::rank::load_text;
+use rig::signal::Signals;
+use rig::training::pair::Training;
 
 pub(crate) use options::OverlapArgs;
 
-use crate::BenchError;
-use crate::chaos::interrupted;
-use crate::environment::Environment;
-use crate::folder::results_folder;
-use crate::link::{Probe, Training, World, gain_namespaces};
-use crate::matrix::{Lines, bar};
-use crate::runner::{Interrupted, RunError};
 use options::{Settings, Variant};
-use report::{Row, Table};
+use report::{Cell, Row, Table};
 
 /// Runs the benchmark; fails when a job that should have run did not, or transports came to different weights.
 pub(crate) fn run(args: &OverlapArgs) -> Result<ExitCode, BenchError> {
-    if cfg!(debug_assertions) {
-        if !args.allow_debug {
-            return Err(
-                "this is a debug build, whose timings mean nothing; build with --release, or pass --allow-debug".into(),
-            );
-        }
-        say(format_args!("DEBUG BUILD: the timings below mean nothing"));
-    }
+    debug::refuse_timings(args.allow_debug)?;
     let settings = args.check()?;
     if settings.link.is_some() {
         gain_namespaces();
     }
     // Before the link: from here on a signal ends this program in good order.
-    let signal = interrupted()?;
-    let corpus = Corpus::load(&CorpusSource::from_path(settings.data.clone(), default_cargo_home()), TOKENIZER)?;
+    let signals = Signals::catch()?;
+    let corpus = load_text(settings.data.as_deref(), TOKENIZER)?;
     let out = results_folder(settings.out.clone(), "overlap")?;
     let mut file = Lines::create(&out.join("overlap.jsonl"))?;
     let place = World::of(settings.link.as_ref())?;
-    let probe = Probe::of(&place).map_err(ended)?;
+    let probe = Probe::of(&place)?;
     let bench =
-        Bench { settings, vocabulary: corpus.vocab_size(), place, probe, environment: Environment::read(), signal };
+        Bench { settings, vocabulary: corpus.vocab_size(), place, probe, environment: Environment::read(), signals };
     bench.introduce(&corpus);
     let table = bench.measure(&mut file)?;
     say(format_args!("{}", table.render(&bench.place)));
@@ -69,11 +63,8 @@ struct Bench {
     place: World,
     probe: Option<Probe>,
     environment: Environment,
-    signal: Arc<AtomicUsize>,
+    signals: Signals,
 }
-
-/// A strategy over a transport.
-type Cell = (TransportKind, Variant);
 
 impl Bench {
     fn introduce(&self, corpus: &Corpus) {
@@ -100,7 +91,7 @@ impl Bench {
         let bar = bar(cells.len() * self.settings.rounds);
         for round in 1..=self.settings.rounds {
             for (transport, variant) in &cells {
-                self.go_on()?;
+                self.signals.check()?;
                 bar.set_message(format!("round {round}: {variant} over {transport}"));
                 let row = self.row(round, *transport, *variant)?;
                 file.write(&row)?;
@@ -179,27 +170,5 @@ impl Bench {
             tokenizer: TOKENIZER,
             ..Training::new(config, Some(transport), settings.ranks, settings.threads, settings.cell_timeout)
         }
-    }
-
-    /// Whether the user still wants the results.
-    fn go_on(&self) -> Result<(), BenchError> {
-        go_on(&self.signal)
-    }
-}
-
-/// Whether no signal has come.
-pub(crate) fn go_on(signal: &AtomicUsize) -> Result<(), BenchError> {
-    match signal.load(Ordering::Relaxed) {
-        0 => Ok(()),
-        signal => Err(Interrupted { signal: i32::try_from(signal).unwrap_or(2) }.into()),
-    }
-}
-
-/// For what cannot be a row.
-pub(crate) fn ended(error: RunError) -> BenchError {
-    match error {
-        RunError::Failed(why) | RunError::TimedOut(why) => why.into(),
-        // By itself, so that the program ends as a signal ends it.
-        RunError::Interrupted(interrupted) => interrupted.into(),
     }
 }

@@ -10,10 +10,9 @@ use gpt2::config::Preset;
 use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
 use gpt2::transports::TransportKind;
+use rig::BenchError;
+use rig::link::{LinkOptions, RateLimit};
 use serde::{Serialize, Serializer};
-
-use crate::BenchError;
-use crate::link::{LinkOptions, RateLimit};
 
 /// Shows how much communication hides behind the backward pass, over a slow link.
 ///

@@ -6,12 +6,14 @@ use gpt2::optim::LossScaling;
 use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
 use gpt2::trainer::{RankReport, Summary, TrainConfig};
+use rig::environment::Environment;
+use rig::formula::off_the_formula;
+use rig::outcome::RunError;
+use rig::signal::Interrupted;
+use rig::training::runner::Run;
 use serde::Serialize;
 
 use super::options::Settings;
-use crate::cell::off_the_formula;
-use crate::environment::Environment;
-use crate::runner::{Interrupted, Run, RunError};
 
 /// First steps whose loss and gradient norm are compared with the reference's. Later ones are not: training amplifies differences of
 /// rounding.

@@ -3,15 +3,16 @@
 use std::time::Duration;
 
 use gpt2::trainer::{Summary, TrainConfig};
+use rig::BenchError;
+use rig::formula::off_the_formula;
+use rig::outcome::RunError;
+use rig::progress::bar;
+use rig::text::columns;
+use rig::training::runner::Run;
 use serde::Serialize;
 
 use super::options::Settings;
 use super::plan::Variant;
-use crate::BenchError;
-use crate::cell::off_the_formula;
-use crate::matrix::bar;
-use crate::runner::{Run, RunError};
-use crate::text::columns;
 
 /// Numbers of ranks that are counted.
 pub(crate) const RANKS: [usize; 2] = [3, 4];
@@ -92,7 +93,7 @@ pub(super) fn count(settings: &Settings) -> Result<Vec<Count>, BenchError> {
             let mut first = None;
             for transport in &settings.transports {
                 bar.set_message(format!("{} over {transport} on {ranks} ranks", variant.name()));
-                let config = TrainConfig { steps: STEPS, ..variant.config(settings, ranks) };
+                let config = TrainConfig { steps: STEPS, ..variant.config(settings.base, ranks) };
                 let run = Run::new(config, Some(*transport), ranks, 1, TIMEOUT);
                 let outcome = match (Run { source: settings.source.clone(), ..run }).summary() {
                     Ok(summary) => Ok(summary),

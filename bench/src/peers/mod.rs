@@ -10,8 +10,6 @@ mod report;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
 
 use gpt2::cli::say;
 use gpt2::optim::LearningRate;
@@ -20,44 +18,39 @@ use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::tokenizer::{GPT2_VOCABULARY, TokenizerKind};
 use gpt2::trainer::TrainConfig;
 use gpt2::transports::TransportKind;
+use rig::BenchError;
+use rig::debug;
+use rig::environment::Environment;
+use rig::folder::results_folder;
+use rig::lines::Lines;
+use rig::link::{Probe, World, gain_namespaces};
+use rig::outcome::RunError;
+use rig::progress::bar;
+use rig::signal::Signals;
+use rig::training::pair::Training;
 
 pub(crate) use options::PeersArgs;
 
-use crate::BenchError;
-use crate::chaos::interrupted;
-use crate::environment::Environment;
-use crate::folder::results_folder;
-use crate::link::{Probe, Training, World, gain_namespaces};
-use crate::matrix::{Lines, bar};
-use crate::overlap::{ended, go_on};
-use crate::runner::RunError;
 use options::{SKIPPED, Settings};
 use python::{Mode, Torch, Work};
-use report::{Outcome, Row, Side, Table};
+use report::{Cell, Outcome, Row, Side, Table};
 
 /// Runs the benchmark; fails when something that should have run did not.
 pub(crate) fn run(args: &PeersArgs) -> Result<ExitCode, BenchError> {
-    if cfg!(debug_assertions) {
-        if !args.allow_debug {
-            return Err(
-                "this is a debug build, whose timings mean nothing; build with --release, or pass --allow-debug".into(),
-            );
-        }
-        say(format_args!("DEBUG BUILD: the timings below mean nothing"));
-    }
+    debug::refuse_timings(args.allow_debug)?;
     let settings = args.check()?;
     if settings.link.is_some() {
         gain_namespaces();
     }
     // Before the link: from here on a signal ends this program in good order.
-    let signal = interrupted()?;
+    let signals = Signals::catch()?;
     let out = results_folder(settings.out.clone(), "peers")?;
     let mut file = Lines::create(&out.join("peers.jsonl"))?;
     let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
     let tokens = folder.path().join("tokens.bin");
     write_tokens(&tokens, &settings)?;
     let place = World::of(settings.link.as_ref())?;
-    let probe = Probe::of(&place).map_err(ended)?;
+    let probe = Probe::of(&place)?;
     let (torch, missing) = match &settings.python {
         None => (None, None),
         Some(python) => match Torch::find(python) {
@@ -66,7 +59,7 @@ pub(crate) fn run(args: &PeersArgs) -> Result<ExitCode, BenchError> {
             Err(RunError::Interrupted(interrupted)) => return Err(interrupted.into()),
         },
     };
-    let bench = Bench { settings, place, probe, torch, missing, tokens, environment: Environment::read(), signal };
+    let bench = Bench { settings, place, probe, torch, missing, tokens, environment: Environment::read(), signals };
     bench.introduce();
     let table = bench.measure(&mut file)?;
     say(format_args!("{}", table.render()));
@@ -83,11 +76,8 @@ struct Bench {
     missing: Option<String>,
     tokens: PathBuf,
     environment: Environment,
-    signal: Arc<AtomicUsize>,
+    signals: Signals,
 }
-
-/// Who trains, and by which strategy; `None` for no communication.
-type Cell = (Side, Option<StrategyKind>);
 
 impl Bench {
     fn introduce(&self) {
@@ -124,7 +114,7 @@ impl Bench {
         let bar = bar(cells.len() * self.settings.rounds);
         for round in 1..=self.settings.rounds {
             for (side, strategy) in &cells {
-                go_on(&self.signal)?;
+                self.signals.check()?;
                 let name = strategy.map_or("alone", StrategyKind::name);
                 bar.set_message(format!("round {round}: {name} by {side}"));
                 let row = self.row(round, *side, *strategy)?;

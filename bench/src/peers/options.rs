@@ -8,9 +8,8 @@ use gpt2::config::ModelConfig;
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::GPT2_VOCABULARY;
 use gpt2::transports::TransportKind;
-
-use crate::BenchError;
-use crate::link::{LinkOptions, RateLimit};
+use rig::BenchError;
+use rig::link::{LinkOptions, RateLimit};
 
 /// Trains the same model as PyTorch does over Gloo, side by side, by the strategies that both have.
 ///

@@ -2,17 +2,19 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use rig::flag::Flag;
+use rig::record::{Axis, Cell, Record};
+use rig::results::Results;
+use rig::stats::{CellRuns, Keep, cell_runs};
+
 pub(crate) use super::case::{Case, Comparison, Run};
 use super::links::Traits;
-use crate::record::{Axis, Cell, Flag, Record};
-use crate::results::Results;
-use crate::stats::{CellRuns, Keep, cell_runs};
 
 /// Rounds that two cells must have in common before one is called faster.
 pub(crate) const ROUNDS: usize = 3;
 
 /// Links that hold nothing up, the one most like the others first.
-pub(crate) const UNHINDERED: [&str; 2] = ["unlimited", crate::sweep::LOOPBACK];
+pub(crate) const UNHINDERED: [&str; 2] = ["unlimited", rig::record::LOOPBACK];
 
 /// The strategy of one rank alone.
 pub(crate) const SINGLE: &str = "single";

@@ -1,0 +1,216 @@
+//! What the processes of a run do: this executable, started again.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+use std::thread;
+use std::time::Duration;
+
+use burn::tensor::Device;
+use comm_core::job::{Address, Job};
+use comm_core::{Control, Deadline, Error};
+use comm_quic::QuicTransport;
+use gpt2::corpus::Corpus;
+use gpt2::run::{RankOptions, run_rank_over, run_watched_threads};
+use gpt2::tokenizer::TokenizerKind;
+use gpt2::trainer::{Observer, Session, StepReport, Summary, TrainConfig};
+use gpt2::transports::{self, TransportKind, TransportOptions};
+use serde::{Deserialize, Serialize};
+
+use super::skew::Step;
+use crate::BenchError;
+use crate::link::Ends;
+use crate::rank::{self, Program, leave, load_text, of_a_job};
+use crate::record::Planted;
+use crate::rung::Rung;
+use crate::why::{self, Figures, Probe, Scope, quic_figures};
+
+/// What the processes of a run are told.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Task {
+    pub config: TrainConfig,
+    /// `None` for a single rank.
+    pub rung: Option<Rung>,
+    pub options: TransportOptions,
+    /// What connects the ranks of a node, for strategies that tell nodes apart.
+    pub node_transport: Option<TransportKind>,
+    pub ranks: usize,
+    /// Threads that compute, in each rank.
+    pub threads: usize,
+    /// The path given with `--data`.
+    pub source: Option<PathBuf>,
+    pub tokenizer: TokenizerKind,
+    pub network: Network,
+    pub planted: Option<Planted>,
+    /// Where each rank leaves its figures.
+    pub results: PathBuf,
+}
+
+/// Where the ranks of a run live.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Network {
+    /// The address of each rank and where all meet; `None` on loopback.
+    pub addresses: Option<Ends>,
+    /// The network interface that ranks talk through.
+    pub interface: String,
+    /// Whether several ranks have the same one.
+    pub shared: bool,
+}
+
+/// What a process leaves behind.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Left {
+    /// Of its ranks, in order.
+    pub steps: Vec<Vec<Step>>,
+    pub network: why::Network,
+    /// From rank 0, equal on all others.
+    pub summary: Option<Summary>,
+}
+
+impl Program for Task {
+    const COMMAND: &'static str = "sweep-rank";
+
+    fn run(&self, job: Option<&Job>) -> Result<(), BenchError> {
+        let corpus = load_text(self.source.as_deref(), self.tokenizer)?;
+        let device = Device::flex();
+        let Some(rung) = self.rung.filter(|rung| *rung != Rung::LOCAL) else {
+            return threads(self, &corpus, &device);
+        };
+        let mut job = of_a_job(job)?.clone();
+        let mut options = rank_options(self);
+        if let Some(addresses) = &self.network.addresses {
+            let (host, port) = addresses.meeting();
+            job.address = Address::Tcp { host: host.to_string(), port };
+            options.options.bind = Some(addresses.own(job.rank, job.world_size));
+        }
+        options.options = rung.options(&options.options);
+        let mut watch = Watch::new(self, job.rank);
+        let figures = watch.quic.clone();
+        let connect = |control| connect(rung, control, &options.options, &figures);
+        let name = rung.to_string();
+        let summary = run_rank_over(&job, &self.config, &corpus, &options, (&name, &connect), &device, &mut watch)?;
+        let summary = (job.rank == 0).then_some(summary);
+        leave(&file(&self.results, job.rank), &Left { summary, ..watch.left() })
+    }
+}
+
+/// Connects a rank, and leaves the figures of its connections where the kernel has none.
+fn connect(
+    rung: Rung,
+    control: Arc<dyn Control>,
+    options: &TransportOptions,
+    figures: &OnceLock<Figures>,
+) -> Result<Session, Error> {
+    if rung != Rung::Trained(TransportKind::Quic) {
+        return rung.connect(control, options);
+    }
+    let deadline = Deadline::after(options.timeout);
+    let transport = QuicTransport::connect(&*control, &transports::quic_options(options)?, deadline)?;
+    let _ = figures.set(quic_figures(vec![transport.monitor()]));
+    transports::session(transport, control, options, 1)
+}
+
+/// All ranks as threads of this process.
+fn threads(task: &Task, corpus: &Corpus, device: &Device) -> Result<(), BenchError> {
+    let mut watches: Vec<Watch> = (0..task.ranks).map(|rank| Watch::new(task, rank)).collect();
+    // The figures of the process are those of all its ranks.
+    watches.iter_mut().skip(1).for_each(|watch| watch.probes = false);
+    let observers = watches.iter_mut().map(|watch| watch as &mut (dyn Observer + Send)).collect();
+    let summary = run_watched_threads(&task.config, corpus, task.ranks, &rank_options(task), device, observers)?;
+    let mut lefts = watches.into_iter().map(Watch::left);
+    let Some(mut left) = lefts.next() else { return Err("a run needs at least one rank".into()) };
+    left.steps.extend(lefts.flat_map(|other| other.steps));
+    leave(&file(&task.results, 0), &Left { summary: Some(summary), ..left })
+}
+
+fn rank_options(task: &Task) -> RankOptions {
+    RankOptions {
+        // What is connected is said elsewhere; this is what there is for one process.
+        transport: TransportKind::Local,
+        options: task.options.clone(),
+        node_transport: task.node_transport,
+        threads: task.threads,
+        checkpoint: None,
+    }
+}
+
+/// Where a rank leaves its figures.
+fn file(folder: &Path, rank: usize) -> PathBuf {
+    folder.join(format!("rank-{rank}.json"))
+}
+
+/// What all processes of a run have left.
+///
+/// # Errors
+/// A rank has left nothing that can be read.
+pub fn collect(folder: &Path, processes: usize) -> Result<Vec<Left>, String> {
+    (0..processes).map(|rank| rank::left(&file(folder, rank), rank)).collect()
+}
+
+/// Watches a rank.
+struct Watch {
+    steps: Vec<Step>,
+    total: u64,
+    /// A delay put into each step.
+    planted: Option<Duration>,
+    probes: bool,
+    network: Network,
+    control_port: Option<u16>,
+    quic: Arc<OnceLock<Figures>>,
+    probe: Option<Probe>,
+    seen: why::Network,
+}
+
+impl Watch {
+    fn new(task: &Task, rank: usize) -> Self {
+        let planted = task.planted.as_ref().filter(|planted| planted.rank.is_none_or(|late| late == rank));
+        Watch {
+            steps: Vec::new(),
+            total: task.config.steps,
+            planted: planted.map(|planted| Duration::from_micros(planted.microseconds)),
+            probes: true,
+            network: task.network.clone(),
+            control_port: task.network.addresses.as_ref().map(|addresses| addresses.meeting().1),
+            quic: Arc::default(),
+            probe: None,
+            seen: why::Network::default(),
+        }
+    }
+
+    fn left(self) -> Left {
+        Left { steps: vec![self.steps], network: self.seen, summary: None }
+    }
+}
+
+impl Observer for Watch {
+    fn started(&mut self, _steps: u64) {
+        if self.probes {
+            self.probe = Some(Probe::start(Scope {
+                interface: self.network.interface.clone(),
+                shared_interface: self.network.shared,
+                control_port: self.control_port,
+                quic: self.quic.get().cloned(),
+            }));
+        }
+    }
+
+    fn reading(&mut self, _step: u64) {
+        if let Some(delay) = self.planted {
+            thread::sleep(delay);
+        }
+    }
+
+    fn step(&mut self, report: &StepReport) {
+        if report.step == self.total
+            && let Some(probe) = self.probe.take()
+        {
+            self.seen = probe.finish();
+        }
+        self.steps.push(Step {
+            ms: report.ms,
+            spans: report.spans.clone(),
+            operations: report.communications.clone(),
+            communication: report.parts.communication,
+            hidden: report.parts.hidden,
+        });
+    }
+}
