@@ -77,6 +77,7 @@ fn plan(setup: &Setup) -> Plan {
         preset: setup.preset.to_string(),
         batch: setup.batch,
         accumulation: 1,
+        recompute: false,
         steps: setup.steps,
         threads: setup.threads,
         planted: None,

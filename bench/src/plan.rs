@@ -34,13 +34,14 @@ pub(crate) struct Plan {
 }
 
 /// The plans that come with this program.
-pub(crate) const READY: [(&str, &str); 6] = [
+pub(crate) const READY: [(&str, &str); 7] = [
     ("quick", include_str!("../plans/quick.toml")),
     ("links", include_str!("../plans/links.toml")),
     ("ladder", include_str!("../plans/ladder.toml")),
     ("scaling", include_str!("../plans/scaling.toml")),
     ("options", include_str!("../plans/options.toml")),
     ("control", include_str!("../plans/control.toml")),
+    ("identity", include_str!("../plans/identity.toml")),
 ];
 
 /// Most cells of a plan. A product of many axes is quickly larger than anyone means.
@@ -81,6 +82,7 @@ struct Axes {
     preset: Values<String>,
     batch: Values<usize>,
     accumulation: Values<usize>,
+    recompute: Values<bool>,
     steps: Values<u64>,
     threads: Values<usize>,
     planted: Values<Delay>,
@@ -106,6 +108,7 @@ impl Default for Axes {
             preset: one("tiny"),
             batch: Values(vec![12]),
             accumulation: Values(vec![1]),
+            recompute: Values(vec![false]),
             steps: Values(vec![20]),
             threads: Values(vec![1]),
             planted: Values(vec![Delay(None)]),
@@ -308,6 +311,7 @@ impl Axes {
             preset: String::new(),
             batch: 0,
             accumulation: 0,
+            recompute: false,
             steps: 0,
             threads: 0,
             planted: None,
@@ -329,6 +333,7 @@ impl Axes {
         multiply(&mut cells, Axis::Seed, &self.seed, |cell, value| cell.seed = *value)?;
         multiply(&mut cells, Axis::Batch, &self.batch, |cell, value| cell.batch = *value)?;
         multiply(&mut cells, Axis::Accumulation, &self.accumulation, |cell, value| cell.accumulation = *value)?;
+        multiply(&mut cells, Axis::Recompute, &self.recompute, |cell, value| cell.recompute = *value)?;
         multiply(&mut cells, Axis::Steps, &self.steps, |cell, value| cell.steps = *value)?;
         multiply(&mut cells, Axis::Threads, &self.threads, |cell, value| cell.threads = *value)?;
         multiply(&mut cells, Axis::Planted, &self.planted, |cell, value| cell.planted.clone_from(&value.0))?;

@@ -82,6 +82,9 @@ pub struct Cell {
     /// Sequences a step over all ranks.
     pub batch: usize,
     pub accumulation: usize,
+    /// Whether the backward pass computes a block's forward pass again instead of keeping it in memory.
+    #[serde(default)]
+    pub recompute: bool,
     pub steps: u64,
     /// Threads that compute, in each rank.
     pub threads: usize,
@@ -118,6 +121,7 @@ pub enum Axis {
     Preset,
     Batch,
     Accumulation,
+    Recompute,
     Steps,
     Threads,
     Planted,
@@ -131,6 +135,9 @@ pub struct Measured {
     pub parameters: u64,
     /// Training loss of each step, in nats a token.
     pub losses: Vec<Option<f64>>,
+    /// Global norm of each step's averaged gradient, before clipping. Empty in records of versions that did not keep it.
+    #[serde(default)]
+    pub grad_norms: Vec<Option<f64>>,
     /// Seconds from the first step to the end of each.
     pub seconds: Vec<f64>,
     pub weights_hash: String,
@@ -226,6 +233,7 @@ impl fmt::Display for Axis {
             Axis::Preset => "preset",
             Axis::Batch => "batch",
             Axis::Accumulation => "accumulation",
+            Axis::Recompute => "recompute",
             Axis::Steps => "steps",
             Axis::Threads => "threads",
             Axis::Planted => "planted",
@@ -235,7 +243,7 @@ impl fmt::Display for Axis {
 }
 
 impl Axis {
-    pub const ALL: [Axis; 19] = [
+    pub const ALL: [Axis; 20] = [
         Axis::Strategy,
         Axis::Transport,
         Axis::Link,
@@ -251,6 +259,7 @@ impl Axis {
         Axis::Preset,
         Axis::Batch,
         Axis::Accumulation,
+        Axis::Recompute,
         Axis::Steps,
         Axis::Threads,
         Axis::Planted,
@@ -282,6 +291,7 @@ impl Cell {
             Axis::Preset => self.preset.clone(),
             Axis::Batch => self.batch.to_string(),
             Axis::Accumulation => self.accumulation.to_string(),
+            Axis::Recompute => if self.recompute { "on" } else { "off" }.into(),
             Axis::Steps => self.steps.to_string(),
             Axis::Threads => self.threads.to_string(),
             Axis::Planted => self.planted.as_ref().map_or("none".into(), |planted| {

@@ -153,8 +153,16 @@ impl<'a> Digest<'a> {
 
     /// One rank that does alone all that the ranks of `case` do together.
     pub(crate) fn single(&self, case: &Case<'_>) -> Option<&Case<'a>> {
-        const SAME: [Axis; 7] =
-            [Axis::Preset, Axis::Batch, Axis::Accumulation, Axis::Precision, Axis::Seed, Axis::Threads, Axis::Variant];
+        const SAME: [Axis; 8] = [
+            Axis::Preset,
+            Axis::Batch,
+            Axis::Accumulation,
+            Axis::Recompute,
+            Axis::Precision,
+            Axis::Seed,
+            Axis::Threads,
+            Axis::Variant,
+        ];
         let alike = |single: &&Case<'a>| {
             let same = |axis: Axis| single.cell.value(axis) == case.cell.value(axis);
             single.cell.strategy == SINGLE && single.step.is_some() && SAME.into_iter().all(same)

@@ -66,6 +66,7 @@ pub(crate) fn cell(strategy: &str, transport: &str, link: &str, ranks: usize) ->
         preset: "tiny".into(),
         batch: 12,
         accumulation: 1,
+        recompute: false,
         steps: STEPS as u64,
         threads: 1,
         planted: None,

@@ -188,6 +188,7 @@ pub mod made_up {
             preset: "tiny".into(),
             batch: 4,
             accumulation: 1,
+            recompute: false,
             steps: 8,
             threads: 1,
             planted: None,

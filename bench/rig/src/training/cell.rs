@@ -208,13 +208,18 @@ fn measured(cell: &Cell, text: &TextSource, ranks: Vec<crate::record::Rank>, sum
     Measured {
         tokens_per_step: model.as_ref().map_or(0, |model| (cell.batch * model.block_size) as u64),
         parameters: model.map_or(0, |model| model.parameter_count() as u64),
-        losses: summary.losses.iter().map(|loss| Some(*loss).filter(|loss| loss.is_finite())).collect(),
+        losses: finite(&summary.losses),
+        grad_norms: finite(&summary.grad_norms),
         seconds: summary.seconds,
         weights_hash: summary.weights_hash,
         ranks,
         transport_facts: summary.transport,
         link: Link::default(),
     }
+}
+
+fn finite(values: &[f64]) -> Vec<Option<f64>> {
+    values.iter().map(|value| Some(*value).filter(|value| value.is_finite())).collect()
 }
 
 /// The training that a cell means.
@@ -236,6 +241,7 @@ fn config(cell: &Cell, text: &TextSource) -> Result<TrainConfig, String> {
         steps: cell.steps,
         global_batch: cell.batch,
         accumulation: cell.accumulation,
+        recompute: cell.recompute,
         learning_rate: LearningRate::WarmupCosine { peak: 1e-3, floor: 1e-4, warmup: 5, total: cell.steps.max(10) },
         ..TrainConfig::of(preset.config(text.vocabulary), cell.strategy.parse()?)
     })
