@@ -202,6 +202,7 @@ fn measured(cell: &Cell, drift: f64, random: &mut Random) -> Measured {
         parameters: 800_000,
         losses: (0..STEPS).map(loss).collect(),
         seconds,
+        grad_norms: Vec::new(),
         weights_hash: format!("{n}-{}", if cell.strategy == "ps" { "f00d" } else { "beef" }),
         ranks,
         transport_facts: vec![("lanes".into(), "1".into())],
