@@ -11,6 +11,7 @@ use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::transports::TransportKind;
 use rig::BenchError;
+use rig::check::{between, even_batch};
 use rig::environment::Environment;
 use rig::folder::results_folder;
 use rig::rank::{TaskArgs, load_text};
@@ -107,9 +108,7 @@ pub(crate) enum Command {
 
 impl Args {
     pub(crate) fn check(&self) -> Result<Setup, BenchError> {
-        if self.ranks == 0 || self.ranks > MAX_RANKS_HERE {
-            return Err(format!("--ranks {} must lie between 1 and {MAX_RANKS_HERE}", self.ranks).into());
-        }
+        between("--ranks", &self.ranks, 1..=MAX_RANKS_HERE)?;
         let at_least_one =
             [("--steps", self.steps), ("--rounds", self.rounds.into()), ("--cell-timeout", self.cell_timeout)];
         for (name, value) in at_least_one {
@@ -117,11 +116,9 @@ impl Args {
                 return Err(format!("{name} must be at least 1").into());
             }
         }
-        if self.batch == 0 || !self.batch.is_multiple_of(self.ranks) {
-            return Err(format!("--batch {} cannot be divided evenly among {} ranks", self.batch, self.ranks).into());
-        }
-        if self.threads.is_some_and(|threads| threads == 0 || threads > MAX_THREADS) {
-            return Err(format!("--threads must lie between 1 and {MAX_THREADS}").into());
+        even_batch(self.batch, self.ranks)?;
+        if let Some(threads) = &self.threads {
+            between("--threads", threads, 1..=MAX_THREADS)?;
         }
         let out = results_folder(self.out.clone(), "run")?;
         // Rows of an earlier run are hours of somebody's time.

@@ -10,7 +10,6 @@
 //! it when strangers attack its ports.
 
 mod args;
-mod cell;
 mod collectives;
 mod compare;
 mod links;
@@ -24,6 +23,7 @@ mod plan;
 mod prices;
 mod proof;
 mod report;
+mod rounds;
 mod setup;
 mod sweep;
 mod table;

@@ -11,7 +11,7 @@ use gpt2::transports::{TransportKind, TransportOptions};
 use rig::BenchError;
 use rig::record::{Cell, DEFAULT, LOOPBACK, NOBODY};
 use rig::results::{self, TRACES};
-use rig::training::text::TextSource;
+use rig::training::TextSource;
 
 use crate::plan::Plan;
 use crate::setup::Setup;

@@ -9,6 +9,7 @@
     reason = "a library for the programs of this folder, whose fields and methods mostly say in their names what they are"
 )]
 
+pub mod check;
 pub mod debug;
 pub mod environment;
 pub mod flag;

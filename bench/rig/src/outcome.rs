@@ -24,6 +24,18 @@ impl From<String> for RunError {
     }
 }
 
+/// A job's result, or why it has none; a signal ends whoever asks.
+///
+/// # Errors
+/// [`Interrupted`] when a signal came.
+pub fn settled<T>(outcome: Result<T, RunError>) -> Result<Result<T, String>, Interrupted> {
+    match outcome {
+        Ok(result) => Ok(Ok(result)),
+        Err(RunError::Failed(why) | RunError::TimedOut(why)) => Ok(Err(why)),
+        Err(RunError::Interrupted(interrupted)) => Err(interrupted),
+    }
+}
+
 /// The launcher's exit code when the time is up.
 const EXIT_TIMED_OUT: i32 = 124;
 

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use rig::BenchError;
+use rig::check::between;
 use rig::lines::Lines;
 use rig::link::{Carrier, Profile};
 
@@ -54,10 +55,7 @@ impl LinksArgs {
     /// # Errors
     /// The first argument that cannot be, for the user.
     pub(super) fn check(&self) -> Result<Settings, BenchError> {
-        if !SECONDS.contains(&self.seconds) {
-            let (least, most) = (SECONDS.start(), SECONDS.end());
-            return Err(format!("--seconds {} must lie between {least} and {most}", self.seconds).into());
-        }
+        between("--seconds", &self.seconds, SECONDS)?;
         Ok(Settings {
             profiles: super::profiles(&self.profiles)?,
             seconds: Duration::from_secs_f64(self.seconds),

@@ -21,9 +21,9 @@ use rig::BenchError;
 use rig::debug;
 use rig::environment::Environment;
 use rig::lines::Lines;
-use rig::outcome::RunError;
+use rig::outcome;
 use rig::progress::bar;
-use rig::training::runner::Run;
+use rig::training::Training;
 
 pub(crate) use options::MemoryArgs;
 
@@ -103,11 +103,11 @@ fn measure(settings: &Settings, case: Case) -> Result<Row, BenchError> {
         ..TrainConfig::of(settings.model.clone(), case.strategy)
     };
     let transport = (case.ranks > 1).then_some(TransportKind::Shm);
-    let run = Run { source: settings.source.clone(), ..Run::new(config, transport, case.ranks, 1, TIMEOUT) };
+    let training =
+        Training { source: settings.source.clone(), ..Training::new(config, transport, case.ranks, 1, TIMEOUT) };
     let bounds = theory::bounds(&settings.segments, case);
-    match run.summary() {
-        Ok(summary) => Ok(Row::new(case, &bounds, &summary)),
-        Err(RunError::Failed(why) | RunError::TimedOut(why)) => Ok(Row::failed(case, &bounds, why)),
-        Err(RunError::Interrupted(interrupted)) => Err(interrupted.into()),
-    }
+    Ok(match outcome::settled(training.summary())? {
+        Ok(summary) => Row::new(case, &bounds, &summary),
+        Err(why) => Row::failed(case, &bounds, why),
+    })
 }

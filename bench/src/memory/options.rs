@@ -7,6 +7,7 @@ use gpt2::segments::{SegmentInfo, layout};
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
 use rig::BenchError;
+use rig::check::even_batch;
 use rig::folder;
 use rig::rank::load_text;
 
@@ -79,9 +80,7 @@ impl MemoryArgs {
         if self.steps == 0 {
             return Err("--steps must be at least 1".into());
         }
-        if let Some(ranks) = self.ranks.iter().find(|ranks| **ranks == 0 || !self.batch.is_multiple_of(**ranks)) {
-            return Err(format!("--batch {} cannot be divided evenly among {ranks} ranks", self.batch).into());
-        }
+        self.ranks.iter().try_for_each(|ranks| even_batch(self.batch, *ranks))?;
         let corpus = load_text(self.data.as_deref(), TokenizerKind::Bytes)?;
         let model = ModelConfig { n_layer: self.layers, ..self.preset.config(corpus.vocab_size()) };
         let segments = layout(&model)?;

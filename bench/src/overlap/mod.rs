@@ -21,14 +21,14 @@ use rig::environment::Environment;
 use rig::folder::results_folder;
 use rig::lines::Lines;
 use rig::link::{Probe, World, gain_namespaces};
-use rig::outcome::RunError;
-use rig::progress::bar;
+use rig::outcome::{self, RunError};
 use rig::rank::load_text;
 use rig::signal::Signals;
-use rig::training::pair::Training;
+use rig::training::{Figures, Training};
 
 pub(crate) use options::OverlapArgs;
 
+use crate::rounds::in_rounds;
 use options::{Settings, Variant};
 use report::{Cell, Row, Table};
 
@@ -72,9 +72,7 @@ impl Bench {
         let model = preset.config(self.vocabulary);
         say(format_args!("text: {}", corpus.describe()));
         say(format_args!("machine: {}", self.environment.one_line()));
-        let measured = self.probe.map_or(String::new(), |probe| {
-            format!("; measured {:.0} Mbit/s, round trip {:.0} µs", probe.mbit_per_s, probe.round_trip_us)
-        });
+        let measured = self.probe.map_or(String::new(), |probe| format!("; measured {probe}"));
         say(format_args!("network: {}{measured}", self.place.describe()));
         say(format_args!(
             "{preset} ({:.2} M parameters, bytes), {ranks} ranks × {threads} thread(s), {batch} sequences of {} tokens a step, \
@@ -84,23 +82,13 @@ impl Bench {
         ));
     }
 
-    /// All cells, round by round; each round begins with another one.
     fn measure(&self, file: &mut Lines) -> Result<Table, BenchError> {
-        let mut cells = self.cells();
+        let cells = self.cells();
+        let name = |(transport, variant): &Cell| format!("{variant} over {transport}");
+        let row = |round, (transport, variant): &Cell| self.row(round, *transport, *variant);
+        let rows = in_rounds((&cells, self.settings.rounds), &self.signals, file, name, row)?;
         let mut table = Table::new(&cells);
-        let bar = bar(cells.len() * self.settings.rounds);
-        for round in 1..=self.settings.rounds {
-            for (transport, variant) in &cells {
-                self.signals.check()?;
-                bar.set_message(format!("round {round}: {variant} over {transport}"));
-                let row = self.row(round, *transport, *variant)?;
-                file.write(&row)?;
-                table.add(row);
-                bar.inc(1);
-            }
-            cells.rotate_left(1);
-        }
-        bar.finish_and_clear();
+        rows.into_iter().for_each(|row| table.add(row));
         Ok(table)
     }
 
@@ -113,11 +101,7 @@ impl Bench {
     fn row(&self, round: usize, transport: TransportKind, variant: Variant) -> Result<Row, BenchError> {
         let outcome = match transport.missing() {
             Some(why) => Err(format!("not available: {why}")),
-            None => match self.training(transport, variant).run(&self.place) {
-                Ok(figures) => Ok(figures),
-                Err(RunError::Failed(why) | RunError::TimedOut(why)) => Err(format!("failed: {why}")),
-                Err(RunError::Interrupted(interrupted)) => return Err(interrupted.into()),
-            },
+            None => outcome::settled(self.figures(transport, variant))?.map_err(|why| format!("failed: {why}")),
         };
         let Settings { preset, ranks, threads, batch, steps, bucket_bytes, wire, seed, .. } = &self.settings;
         let link = self.settings.link.as_ref();
@@ -141,6 +125,10 @@ impl Bench {
             figures: outcome.ok(),
             environment: self.environment.clone(),
         })
+    }
+
+    fn figures(&self, transport: TransportKind, variant: Variant) -> Result<Figures, RunError> {
+        Ok(Figures::of(&self.training(transport, variant).run(&self.place)?)?)
     }
 
     fn training(&self, transport: TransportKind, variant: Variant) -> Training {
@@ -168,6 +156,7 @@ impl Bench {
         Training {
             source: settings.data.clone(),
             tokenizer: TOKENIZER,
+            node_transport: self.settings.link.is_some().then_some(TransportKind::Shm),
             ..Training::new(config, Some(transport), settings.ranks, settings.threads, settings.cell_timeout)
         }
     }

@@ -7,7 +7,7 @@ use rig::environment::Environment;
 use rig::link::{Probe, Rate, World};
 use rig::stats::{Ratio, median};
 use rig::text::{columns, middle, ratio, spread};
-use rig::training::pair::Figures;
+use rig::training::Figures;
 use serde::Serialize;
 
 use super::options::Variant;

@@ -14,6 +14,7 @@ use gpt2::precision::Precision;
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::transports::TransportKind;
 use rig::BenchError;
+use rig::check::{between, even_batch};
 use rig::environment::Environment;
 use rig::folder::results_folder;
 use rig::rank::load_text;
@@ -199,15 +200,11 @@ impl CommonArgs {
     pub(super) fn check(&self, size: &Size) -> Result<Settings, BenchError> {
         let ranks = self.ranks.unwrap_or(size.ranks);
         // One is left for a dedicated server.
-        if !(2..MAX_RANKS_HERE).contains(&ranks) {
-            return Err(format!("--ranks {ranks} must lie between 2 and {}", MAX_RANKS_HERE - 1).into());
-        }
+        between("--ranks", &ranks, 2..=MAX_RANKS_HERE - 1)?;
         let batch = self.batch.unwrap_or(size.batch);
-        if batch == 0 || !batch.is_multiple_of(ranks) {
-            return Err(format!("--batch {batch} cannot be divided evenly among {ranks} ranks").into());
-        }
-        if self.threads.is_some_and(|threads| threads == 0 || threads > MAX_THREADS) {
-            return Err(format!("--threads must lie between 1 and {MAX_THREADS}").into());
+        even_batch(batch, ranks)?;
+        if let Some(threads) = &self.threads {
+            between("--threads", threads, 1..=MAX_THREADS)?;
         }
         let row_timeout = self.row_timeout.unwrap_or(size.row_timeout);
         if row_timeout == 0 {

@@ -24,13 +24,13 @@ use rig::environment::Environment;
 use rig::folder::results_folder;
 use rig::lines::Lines;
 use rig::link::{Probe, World, gain_namespaces};
-use rig::outcome::RunError;
-use rig::progress::bar;
+use rig::outcome::{self, RunError};
 use rig::signal::Signals;
-use rig::training::pair::Training;
+use rig::training::{Figures, Training};
 
 pub(crate) use options::PeersArgs;
 
+use crate::rounds::in_rounds;
 use options::{SKIPPED, Settings};
 use python::{Mode, Torch, Work};
 use report::{Cell, Outcome, Row, Side, Table};
@@ -53,10 +53,9 @@ pub(crate) fn run(args: &PeersArgs) -> Result<ExitCode, BenchError> {
     let probe = Probe::of(&place)?;
     let (torch, missing) = match &settings.python {
         None => (None, None),
-        Some(python) => match Torch::find(python) {
+        Some(python) => match outcome::settled(Torch::find(python))? {
             Ok(torch) => (Some(torch), None),
-            Err(RunError::Failed(why) | RunError::TimedOut(why)) => (None, Some(why)),
-            Err(RunError::Interrupted(interrupted)) => return Err(interrupted.into()),
+            Err(why) => (None, Some(why)),
         },
     };
     let bench = Bench { settings, place, probe, torch, missing, tokens, environment: Environment::read(), signals };
@@ -83,9 +82,7 @@ impl Bench {
     fn introduce(&self) {
         let Settings { model, ranks, threads, batch, steps, rounds, .. } = &self.settings;
         say(format_args!("machine: {}", self.environment.one_line()));
-        let measured = self.probe.map_or(String::new(), |probe| {
-            format!("; measured {:.0} Mbit/s, round trip {:.0} µs", probe.mbit_per_s, probe.round_trip_us)
-        });
+        let measured = self.probe.map_or(String::new(), |probe| format!("; measured {probe}"));
         say(format_args!("network: {}{measured}", self.place.describe()));
         match (&self.torch, &self.missing) {
             (Some(torch), _) => say(format_args!("peer: PyTorch {} over Gloo", torch.version)),
@@ -107,24 +104,13 @@ impl Bench {
         ));
     }
 
-    /// All cells, round by round; each round begins with another one.
     fn measure(&self, file: &mut Lines) -> Result<Table, BenchError> {
-        let mut cells = self.cells();
+        let cells = self.cells();
+        let name = |(side, strategy): &Cell| format!("{} by {side}", strategy.map_or("alone", StrategyKind::name));
+        let row = |round, (side, strategy): &Cell| self.row(round, *side, *strategy);
+        let rows = in_rounds((&cells, self.settings.rounds), &self.signals, file, name, row)?;
         let mut table = Table::new(&cells);
-        let bar = bar(cells.len() * self.settings.rounds);
-        for round in 1..=self.settings.rounds {
-            for (side, strategy) in &cells {
-                self.signals.check()?;
-                let name = strategy.map_or("alone", StrategyKind::name);
-                bar.set_message(format!("round {round}: {name} by {side}"));
-                let row = self.row(round, *side, *strategy)?;
-                file.write(&row)?;
-                table.add(row);
-                bar.inc(1);
-            }
-            cells.rotate_left(1);
-        }
-        bar.finish_and_clear();
+        rows.into_iter().for_each(|row| table.add(row));
         Ok(table)
     }
 
@@ -144,11 +130,7 @@ impl Bench {
     }
 
     fn row(&self, round: usize, side: Side, strategy: Option<StrategyKind>) -> Result<Row, BenchError> {
-        let outcome = match self.outcome(side, strategy) {
-            Ok(outcome) => Ok(outcome),
-            Err(RunError::Failed(why) | RunError::TimedOut(why)) => Err(why),
-            Err(RunError::Interrupted(interrupted)) => return Err(interrupted.into()),
-        };
+        let outcome = outcome::settled(self.outcome(side, strategy))?;
         let settings = &self.settings;
         Ok(Row {
             round,
@@ -186,7 +168,8 @@ impl Bench {
         if let Some(why) = transport.and_then(TransportKind::missing) {
             return Err(format!("not available: {why}").into());
         }
-        let figures = self.training(transport, strategy).run(&self.place).map_err(failed)?;
+        let figures = self.training(transport, strategy).run(&self.place);
+        let figures = figures.and_then(|outputs| Ok(Figures::of(&outputs)?)).map_err(failed)?;
         Ok(Outcome {
             step_ms: figures.step_ms,
             tokens_per_s: figures.tokens_per_s,
@@ -235,6 +218,8 @@ impl Bench {
         Training {
             source: Some(self.tokens.clone()),
             tokenizer: TokenizerKind::Gpt2,
+            // The ranks of one end of a link, which share a machine.
+            node_transport: transport.and(self.settings.link.as_ref()).map(|_| TransportKind::Shm),
             ..Training::new(config, transport, settings.ranks, settings.threads, settings.cell_timeout)
         }
     }

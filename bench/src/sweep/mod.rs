@@ -20,8 +20,7 @@ use rig::record::{Cell, Record, Status};
 use rig::results::{self, HEADER, PLAN, Results, TRACES};
 use rig::signal::Signals;
 use rig::stats::Metric;
-use rig::training::run;
-use rig::training::text::TextSource;
+use rig::training::{CellRun, FOLDER, TextSource};
 use serde::{Deserialize, Serialize};
 
 use crate::plan::{Plan, READY};
@@ -239,7 +238,7 @@ impl Sweep {
     /// Takes away what runs of a killed sweep have left.
     fn remove_leftovers(&self) {
         let entries = fs::read_dir(&self.out).into_iter().flatten().flatten();
-        let left = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(run::FOLDER));
+        let left = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(FOLDER));
         // What cannot go does no harm.
         left.for_each(|entry| drop(fs::remove_dir_all(entry.path())));
     }
@@ -263,7 +262,7 @@ impl Sweep {
                     continue;
                 }
                 self.signals.check()?;
-                let job = run::Job {
+                let job = CellRun {
                     plan: name,
                     round,
                     position: position - 1,

@@ -1,5 +1,6 @@
 //! What a link really does, measured by one TCP connection before anything else is.
 
+use std::fmt;
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::process::ExitCode;
@@ -36,6 +37,12 @@ const LENGTH: Duration = Duration::from_millis(500);
 const PATIENCE: Duration = Duration::from_secs(10);
 
 const ROUND_TRIPS: usize = 50;
+
+impl fmt::Display for Probe {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:.0} Mbit/s, round trip {:.0} µs", self.mbit_per_s, self.round_trip_us)
+    }
+}
 
 impl Probe {
     /// Measures what is between the first two ends of a link; `None` on loopback.

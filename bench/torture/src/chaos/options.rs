@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use gpt2::transports::TransportKind;
 use rig::BenchError;
+use rig::check::between;
 
 use super::cell::Cell;
 use crate::ranks::fault::Fault;
@@ -88,9 +89,7 @@ impl ChaosArgs {
     /// # Errors
     /// What makes no sense.
     pub(crate) fn check(&self) -> Result<Settings, BenchError> {
-        if !(2..=MAX_RANKS).contains(&self.ranks) {
-            return Err(format!("--ranks {} must lie between 2 and {MAX_RANKS}", self.ranks).into());
-        }
+        between("--ranks", &self.ranks, 2..=MAX_RANKS)?;
         if let Some(victim) = self.victim.filter(|victim| *victim >= self.ranks) {
             return Err(format!("--victim {victim} is no rank of {}", self.ranks).into());
         }

@@ -7,6 +7,7 @@ use gpt2::corpus::Corpus;
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::transports::TransportKind;
 use rig::BenchError;
+use rig::check::between;
 use rig::folder;
 use rig::rank::load_text;
 use rig::signal::Signals;
@@ -79,13 +80,9 @@ impl HostileArgs {
             }
         }
         let seconds = self.seconds.unwrap_or(if self.quick { 1.2 } else { 25.0 });
-        if !(0.5..=45.0).contains(&seconds) {
-            return Err(format!("--seconds {seconds} must lie between 0.5 and 45").into());
-        }
+        between("--seconds", &seconds, 0.5..=45.0)?;
         let inputs = self.inputs.unwrap_or(if self.quick { 1000 } else { 16_000 });
-        if inputs == 0 || inputs > 10_000_000 {
-            return Err(format!("--inputs {inputs} must lie between 1 and 10000000").into());
-        }
+        between("--inputs", &inputs, 1..=10_000_000)?;
         if let Some(out) = &self.out {
             folder::make(out)?;
         }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use gpt2::transports::TransportKind;
 use rig::BenchError;
+use rig::check::between;
 
 use crate::ranks::fault::Fault;
 use crate::ranks::judge::Times;
@@ -82,9 +83,7 @@ impl SoakArgs {
     /// # Errors
     /// What makes no sense.
     pub(crate) fn check(&self) -> Result<Settings, BenchError> {
-        if !(2..=MAX_RANKS).contains(&self.ranks) {
-            return Err(format!("--ranks {} must lie between 2 and {MAX_RANKS}", self.ranks).into());
-        }
+        between("--ranks", &self.ranks, 2..=MAX_RANKS)?;
         let heartbeat = Duration::from_millis(100);
         if self.liveness < 3 * heartbeat || self.timeout <= self.liveness {
             return Err("--liveness must be at least 300ms, and --timeout longer than --liveness".into());

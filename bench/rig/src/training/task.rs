@@ -1,4 +1,4 @@
-//! What the processes of a run do: this executable, started again.
+//! The program of a rank that trains.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -24,11 +24,11 @@ use crate::record::Planted;
 use crate::rung::Rung;
 use crate::why::{self, Figures, Probe, Scope, quic_figures};
 
-/// What the processes of a run are told.
+/// What the processes of a job are told.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Task {
     pub config: TrainConfig,
-    /// `None` for a single rank.
+    /// `None` for ranks that talk to nobody.
     pub rung: Option<Rung>,
     pub options: TransportOptions,
     /// What connects the ranks of a node, for strategies that tell nodes apart.
@@ -40,12 +40,14 @@ pub struct Task {
     pub source: Option<PathBuf>,
     pub tokenizer: TokenizerKind,
     pub network: Network,
+    /// Whether each rank keeps what every step did.
+    pub watched: bool,
     pub planted: Option<Planted>,
-    /// Where each rank leaves its figures.
+    /// Where each process leaves its [`RankOutput`].
     pub results: PathBuf,
 }
 
-/// Where the ranks of a run live.
+/// Where the ranks of a job live.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Network {
     /// The address of each rank and where all meet; `None` on loopback.
@@ -56,27 +58,37 @@ pub struct Network {
     pub shared: bool,
 }
 
-/// What a process leaves behind.
+/// What a process leaves.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Left {
-    /// Of its ranks, in order.
+pub struct RankOutput {
+    /// Of its ranks, in order; without steps where nobody watched.
     pub steps: Vec<Vec<Step>>,
     pub network: why::Network,
-    /// From rank 0, equal on all others.
+    /// Of the job, from rank 0; from every rank where each trained alone.
     pub summary: Option<Summary>,
 }
 
 impl Program for Task {
-    const COMMAND: &'static str = "sweep-rank";
+    const COMMAND: &'static str = "train-rank";
 
     fn run(&self, job: Option<&Job>) -> Result<(), BenchError> {
+        let job = of_a_job(job)?;
         let corpus = load_text(self.source.as_deref(), self.tokenizer)?;
         let device = Device::flex();
-        let Some(rung) = self.rung.filter(|rung| *rung != Rung::LOCAL) else {
-            return threads(self, &corpus, &device);
+        let output = match self.rung {
+            None => self.threads(1, job.rank, &corpus, &device)?,
+            Some(Rung::LOCAL) => self.threads(self.ranks, 0, &corpus, &device)?,
+            Some(rung) => self.connected(rung, job, &corpus, &device)?,
         };
-        let mut job = of_a_job(job)?.clone();
-        let mut options = rank_options(self);
+        leave(&RankOutput::file(&self.results, job.rank), &output)
+    }
+}
+
+impl Task {
+    /// One rank of several processes.
+    fn connected(&self, rung: Rung, job: &Job, corpus: &Corpus, device: &Device) -> Result<RankOutput, BenchError> {
+        let mut job = job.clone();
+        let mut options = self.rank_options();
         if let Some(addresses) = &self.network.addresses {
             let (host, port) = addresses.meeting();
             job.address = Address::Tcp { host: host.to_string(), port };
@@ -87,9 +99,32 @@ impl Program for Task {
         let figures = watch.quic.clone();
         let connect = |control| connect(rung, control, &options.options, &figures);
         let name = rung.to_string();
-        let summary = run_rank_over(&job, &self.config, &corpus, &options, (&name, &connect), &device, &mut watch)?;
-        let summary = (job.rank == 0).then_some(summary);
-        leave(&file(&self.results, job.rank), &Left { summary, ..watch.left() })
+        let summary = run_rank_over(&job, &self.config, corpus, &options, (&name, &connect), device, &mut watch)?;
+        Ok(RankOutput { summary: (job.rank == 0).then_some(summary), ..watch.output() })
+    }
+
+    /// `count` ranks from `first` on as threads of this process.
+    fn threads(&self, count: usize, first: usize, corpus: &Corpus, device: &Device) -> Result<RankOutput, BenchError> {
+        let mut watches: Vec<Watch> = (first..first + count).map(|rank| Watch::new(self, rank)).collect();
+        // The figures of the process are those of all its ranks.
+        watches.iter_mut().skip(1).for_each(|watch| watch.probes = false);
+        let observers = watches.iter_mut().map(|watch| watch as &mut (dyn Observer + Send)).collect();
+        let summary = run_watched_threads(&self.config, corpus, count, &self.rank_options(), device, observers)?;
+        let mut outputs = watches.into_iter().map(Watch::output);
+        let Some(mut output) = outputs.next() else { return Err("a job needs at least one rank".into()) };
+        output.steps.extend(outputs.flat_map(|other| other.steps));
+        Ok(RankOutput { summary: Some(summary), ..output })
+    }
+
+    fn rank_options(&self) -> RankOptions {
+        RankOptions {
+            // What is connected is said elsewhere; this is what there is for one process.
+            transport: TransportKind::Local,
+            options: self.options.clone(),
+            node_transport: self.node_transport,
+            threads: self.threads,
+            checkpoint: None,
+        }
     }
 }
 
@@ -109,45 +144,24 @@ fn connect(
     transports::session(transport, control, options, 1)
 }
 
-/// All ranks as threads of this process.
-fn threads(task: &Task, corpus: &Corpus, device: &Device) -> Result<(), BenchError> {
-    let mut watches: Vec<Watch> = (0..task.ranks).map(|rank| Watch::new(task, rank)).collect();
-    // The figures of the process are those of all its ranks.
-    watches.iter_mut().skip(1).for_each(|watch| watch.probes = false);
-    let observers = watches.iter_mut().map(|watch| watch as &mut (dyn Observer + Send)).collect();
-    let summary = run_watched_threads(&task.config, corpus, task.ranks, &rank_options(task), device, observers)?;
-    let mut lefts = watches.into_iter().map(Watch::left);
-    let Some(mut left) = lefts.next() else { return Err("a run needs at least one rank".into()) };
-    left.steps.extend(lefts.flat_map(|other| other.steps));
-    leave(&file(&task.results, 0), &Left { summary: Some(summary), ..left })
-}
-
-fn rank_options(task: &Task) -> RankOptions {
-    RankOptions {
-        // What is connected is said elsewhere; this is what there is for one process.
-        transport: TransportKind::Local,
-        options: task.options.clone(),
-        node_transport: task.node_transport,
-        threads: task.threads,
-        checkpoint: None,
+impl RankOutput {
+    fn file(folder: &Path, rank: usize) -> PathBuf {
+        folder.join(format!("rank-{rank}.json"))
     }
-}
 
-/// Where a rank leaves its figures.
-fn file(folder: &Path, rank: usize) -> PathBuf {
-    folder.join(format!("rank-{rank}.json"))
-}
-
-/// What all processes of a run have left.
-///
-/// # Errors
-/// A rank has left nothing that can be read.
-pub fn collect(folder: &Path, processes: usize) -> Result<Vec<Left>, String> {
-    (0..processes).map(|rank| rank::left(&file(folder, rank), rank)).collect()
+    /// What the process of `rank` has left in `folder`.
+    ///
+    /// # Errors
+    /// It has left nothing that can be read.
+    pub fn of(folder: &Path, rank: usize) -> Result<Self, String> {
+        rank::left(&RankOutput::file(folder, rank), rank)
+    }
 }
 
 /// Watches a rank.
 struct Watch {
+    /// Without it nothing is kept.
+    keeps: bool,
     steps: Vec<Step>,
     total: u64,
     /// A delay put into each step.
@@ -164,10 +178,11 @@ impl Watch {
     fn new(task: &Task, rank: usize) -> Self {
         let planted = task.planted.as_ref().filter(|planted| planted.rank.is_none_or(|late| late == rank));
         Watch {
+            keeps: task.watched,
             steps: Vec::new(),
             total: task.config.steps,
             planted: planted.map(|planted| Duration::from_micros(planted.microseconds)),
-            probes: true,
+            probes: task.watched,
             network: task.network.clone(),
             control_port: task.network.addresses.as_ref().map(|addresses| addresses.meeting().1),
             quic: Arc::default(),
@@ -176,8 +191,8 @@ impl Watch {
         }
     }
 
-    fn left(self) -> Left {
-        Left { steps: vec![self.steps], network: self.seen, summary: None }
+    fn output(self) -> RankOutput {
+        RankOutput { steps: vec![self.steps], network: self.seen, summary: None }
     }
 }
 
@@ -200,6 +215,9 @@ impl Observer for Watch {
     }
 
     fn step(&mut self, report: &StepReport) {
+        if !self.keeps {
+            return;
+        }
         if report.step == self.total
             && let Some(probe) = self.probe.take()
         {

@@ -9,8 +9,9 @@ use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::trainer::{Summary, TrainConfig};
 use gpt2::transports::{TransportKind, TransportOptions};
 
-use super::rank::{Left, Network, Task, collect};
+use super::job::Training;
 use super::skew;
+use super::task::RankOutput;
 use super::text::TextSource;
 use super::trace::trace;
 use crate::environment::Environment;
@@ -18,14 +19,13 @@ use crate::flag::{Flag, FlagKind};
 use crate::formula::off_the_formula;
 use crate::link::World;
 use crate::machine::{self, Watch};
-use crate::outcome::{self, RunError};
-use crate::rank;
+use crate::outcome::RunError;
 use crate::record::{Cell, DEFAULT, Link, Measured, Record, SCHEMA, Status};
 use crate::rung::Rung;
 use crate::signal::{Interrupted, Signals};
 
 /// Everything about a run that its cell does not say.
-pub struct Job<'a> {
+pub struct CellRun<'a> {
     pub plan: &'a str,
     pub round: u32,
     pub position: u64,
@@ -39,16 +39,13 @@ pub struct Job<'a> {
     pub trace: Option<PathBuf>,
 }
 
-/// How the names of the folders of runs begin. What a killed sweep has left, the next one takes away.
-pub const FOLDER: &str = "run-";
-
 /// How a run's processes ended.
 enum Ended {
-    Well(Vec<Left>),
+    Well(Vec<RankOutput>),
     Badly(Status),
 }
 
-impl Job<'_> {
+impl CellRun<'_> {
     /// Runs the cell over `world`. A run that fails is a record that says why.
     ///
     /// # Errors
@@ -67,7 +64,7 @@ impl Job<'_> {
         flags.extend(machine::shared_cores(cell.ranks, cell.threads).filter(|_| matches!(ended, Ended::Well(_))));
         let (status, measured) = match ended {
             Ended::Badly(status) => (status, None),
-            Ended::Well(left) => match self.measured(cell, left, &mut flags) {
+            Ended::Well(outputs) => match self.measured(cell, outputs, &mut flags) {
                 Ok(measured) => {
                     let link = world.map_or_else(|_| Ok(Link::default()), |world| link(world, &mut flags));
                     match link {
@@ -107,40 +104,20 @@ impl Job<'_> {
         if let Some(why) = rung.and_then(Rung::missing).or(no_nodes) {
             return Ok(Ended::Badly(Status::NotAvailable(why)));
         }
-        let folder = match tempfile::Builder::new().prefix(FOLDER).tempdir_in(self.out) {
-            Ok(folder) => folder,
-            Err(error) => return failed(format!("{}: no folder for a run: {error}", self.out.display())),
-        };
-        let task = match self.task(cell, rung, world, folder.path()) {
-            Ok(task) => task,
+        let training = match self.training(cell, rung) {
+            Ok(training) => training,
             Err(why) => return failed(why),
         };
-        // The threads of `local` live in one process, started the same way.
-        let processes = if rung.is_none_or(|rung| rung == Rung::LOCAL) { 1 } else { cell.ranks };
-        let launch = || {
-            let arguments = rank::arguments(&task, folder.path())?;
-            let launch = world.launch(&rank::this_program()?, arguments, processes, self.timeout)?;
-            world.reset_counters()?;
-            Ok::<_, String>(launch)
-        };
-        let launch = match launch() {
-            Ok(launch) => launch,
-            Err(why) => return failed(why),
-        };
-        // From here on the launcher catches signals.
         self.signals.check()?;
-        match outcome::run(&launch) {
-            Ok(_) => match collect(folder.path(), processes) {
-                Ok(left) => Ok(Ended::Well(left)),
-                Err(why) => failed(why),
-            },
+        match training.run(world) {
+            Ok(outputs) => Ok(Ended::Well(outputs)),
             Err(RunError::TimedOut(why)) => Ok(Ended::Badly(Status::TimedOut(why))),
             Err(RunError::Failed(why)) => failed(why),
             Err(RunError::Interrupted(interrupted)) => Err(interrupted),
         }
     }
 
-    fn task(&self, cell: &Cell, rung: Option<Rung>, world: &World, results: &Path) -> Result<Task, String> {
+    fn training(&self, cell: &Cell, rung: Option<Rung>) -> Result<Training, String> {
         let congestion = (cell.congestion != DEFAULT).then(|| cell.congestion.clone());
         let options = TransportOptions {
             lanes: cell.lanes,
@@ -155,31 +132,26 @@ impl Job<'_> {
             StrategyKind::Hierarchical => Some(TransportKind::Shm),
             _ => None,
         };
-        Ok(Task {
-            config: config(cell, self.text)?,
+        let training = Training::new(config(cell, self.text)?, None, cell.ranks, cell.threads, self.timeout);
+        Ok(Training {
             rung,
             options,
             node_transport,
-            ranks: cell.ranks,
-            threads: cell.threads,
             source: self.text.source.clone(),
             tokenizer: self.text.tokenizer,
-            network: Network {
-                addresses: world.addresses(),
-                interface: world.interface().into(),
-                shared: world.ends() < cell.ranks,
-            },
+            watched: true,
             planted: cell.planted.clone(),
-            results: results.to_owned(),
+            within: Some(self.out.to_owned()),
+            ..training
         })
     }
 
     /// What the ranks' figures say together. A trace is written on the way.
-    fn measured(&self, cell: &Cell, left: Vec<Left>, flags: &mut Vec<Flag>) -> Result<Measured, String> {
+    fn measured(&self, cell: &Cell, outputs: Vec<RankOutput>, flags: &mut Vec<Flag>) -> Result<Measured, String> {
         let mut summary = None;
         let mut networks = Vec::new();
         let mut steps = Vec::new();
-        for process in left {
+        for process in outputs {
             networks.push(process.network);
             steps.extend(process.steps);
             summary = summary.or(process.summary);
