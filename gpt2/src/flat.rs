@@ -14,7 +14,9 @@ use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use comm_core::{Buffer, Error, Result, bf16, f16};
 
 use crate::devices;
+use crate::memory::Category;
 use crate::precision::{Precision, split};
+use crate::record::{self, Activity};
 
 pub(crate) use packer::Packer;
 
@@ -159,13 +161,10 @@ impl Flat {
         }
     }
 
-    /// `parts` one after another, `len` elements together.
-    pub(crate) fn concat(parts: impl IntoIterator<Item = Flat>, len: usize) -> Result<Flat> {
+    /// `parts` one after another.
+    pub(crate) fn concat(parts: impl IntoIterator<Item = Flat>) -> Result<Flat> {
         let mut parts = parts.into_iter();
         let mut whole = parts.next().unwrap_or_default();
-        if let Flat::Host(values) = &mut whole {
-            values.reserve_exact(len.saturating_sub(values.len()));
-        }
         for part in parts {
             match (&mut whole, part) {
                 (Flat::Host(whole), Flat::Host(part)) => whole.extend_from_slice(&part),
@@ -179,7 +178,7 @@ impl Flat {
     /// Copies of these elements of some vectors, one after another. Without any vector, nothing in host memory.
     pub(crate) fn concat_of<'a>(parts: impl Iterator<Item = (&'a Flat, Range<usize>)> + Clone) -> Result<Flat> {
         if parts.clone().any(|(part, _)| matches!(part, Flat::Device(_))) {
-            return Flat::concat(parts.map(|(part, range)| part.slice(range)), 0);
+            return Flat::concat(parts.map(|(part, range)| part.slice(range)));
         }
         let mut whole = Vec::with_capacity(parts.clone().map(|(_, range)| range.len()).sum());
         for (part, range) in parts {
@@ -257,14 +256,9 @@ impl Gradients {
     /// # Errors
     /// `Io` where the device fails.
     pub fn into_flat(self) -> Result<Flat> {
-        match self.0 {
-            Source::Flat(flat) => Ok(flat),
-            Source::Tensors(_) => {
-                let (mut flat, len) = (Flat::default(), self.len());
-                self.append_to(&mut flat, len)?;
-                Ok(flat)
-            }
-        }
+        let (mut flat, len) = (Flat::default(), self.len());
+        self.append_to(&mut flat, len)?;
+        Ok(flat)
     }
 
     /// Behind what `flat` holds, which is to have `len` elements in the end.
@@ -272,22 +266,27 @@ impl Gradients {
     /// # Errors
     /// `Io` where the device fails; `Internal` where one is in host memory and the other on a device.
     pub(crate) fn append_to(self, flat: &mut Flat, len: usize) -> Result<()> {
-        match (self.0, flat) {
-            (Source::Flat(own), flat) if flat.is_empty() => *flat = own,
+        packing(|| match (self.0, flat) {
+            (Source::Flat(own), flat) if flat.is_empty() => {
+                *flat = own;
+                Ok(())
+            }
             (Source::Flat(Flat::Host(own)), Flat::Host(values)) => {
                 values.reserve_exact(len.saturating_sub(values.len()));
                 values.extend_from_slice(&own);
+                Ok(())
             }
-            (Source::Flat(Flat::Device(own)), Flat::Device(parts)) => parts.extend(own),
+            (Source::Flat(Flat::Device(own)), Flat::Device(parts)) => {
+                parts.extend(own);
+                Ok(())
+            }
             (Source::Tensors(tensors), Flat::Host(values)) => {
                 values.reserve_exact(len.saturating_sub(values.len()));
-                for tensor in tensors {
-                    with_values(tensor, |own| values.extend_from_slice(own)).map_err(unreadable)?;
-                }
+                let append = |tensor| with_values(tensor, |own| values.extend_from_slice(own));
+                tensors.into_iter().try_for_each(append).map_err(unreadable)
             }
-            _ => return Err(misplaced()),
-        }
-        Ok(())
+            _ => Err(misplaced()),
+        })
     }
 
     /// Those that are on a device.
@@ -303,14 +302,14 @@ impl Gradients {
     /// # Errors
     /// As [`append_to`](Self::append_to).
     pub(crate) fn write_to(self, place: &mut [f32]) -> Result<()> {
-        match self.0 {
-            Source::Flat(Flat::Host(own)) if own.len() == place.len() => place.copy_from_slice(&own),
-            Source::Flat(_) => return Err(misplaced()),
-            Source::Tensors(tensors) => {
-                tensor_by_tensor(tensors, place, |place, own| place.copy_from_slice(own))?;
+        packing(|| match self.0 {
+            Source::Flat(Flat::Host(own)) if own.len() == place.len() => {
+                place.copy_from_slice(&own);
+                Ok(())
             }
-        }
-        Ok(())
+            Source::Flat(_) => Err(misplaced()),
+            Source::Tensors(tensors) => tensor_by_tensor(tensors, place, |place, own| place.copy_from_slice(own)),
+        })
     }
 
     /// `sum` and these, element by element, in f32.
@@ -318,7 +317,7 @@ impl Gradients {
     /// # Errors
     /// As [`append_to`](Self::append_to).
     pub(crate) fn added_to(self, sum: Flat) -> Result<Flat> {
-        match (self.0, sum) {
+        packing(|| match (self.0, sum) {
             (Source::Flat(own), sum) => sum.plus(own),
             (Source::Tensors(tensors), Flat::Host(mut sum)) => {
                 tensor_by_tensor(tensors, &mut sum, |sum, own| {
@@ -327,7 +326,7 @@ impl Gradients {
                 Ok(Flat::Host(sum))
             }
             _ => Err(misplaced()),
-        }
+        })
     }
 
     fn len(&self) -> usize {
@@ -336,6 +335,11 @@ impl Gradients {
             Source::Tensors(tensors) => tensors.iter().map(length).sum(),
         }
     }
+}
+
+/// Copies of gradients are a part of packing, and memory of gradients.
+fn packing<R>(work: impl FnOnce() -> R) -> R {
+    record::charged(Activity::Pack, Category::Gradients, work)
 }
 
 /// Runs `work` on the values of each tensor, in host memory, and their place in `whole`, which is as long as all of them.
@@ -446,7 +450,7 @@ mod tests {
     /// These pieces on a device.
     pub(super) fn device(pieces: &[&[f32]]) -> Flat {
         let parts = pieces.iter().map(|piece| Flat::on_device(piece, &Device::flex()));
-        Flat::concat(parts, 0).unwrap()
+        Flat::concat(parts).unwrap()
     }
 
     #[test]
@@ -467,7 +471,7 @@ mod tests {
         let otherwise_cut = flat.clone().plus(device(&[&[1.0, 1.0, 1.0, 1.0, 1.0]])).unwrap();
         assert_eq!(otherwise_cut.into_host().unwrap(), [2.0, 3.0, 4.0, 5.0, 6.0]);
         assert!(flat.clone().plus(Flat::Host(vec![0.0; 5])).is_err());
-        assert!(Flat::concat([flat.clone(), Flat::Host(vec![0.0])], 6).is_err());
+        assert!(Flat::concat([flat.clone(), Flat::Host(vec![0.0])]).is_err());
         assert!(flat.host().is_err() && Flat::Host(vec![1.0]).into_tensor().is_err());
         assert!(Flat::default().into_tensor().unwrap().is_none());
     }

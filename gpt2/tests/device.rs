@@ -20,7 +20,7 @@ use gpt2::precision::Precision;
 use gpt2::record::{Activity, Operation, Span, record};
 use gpt2::segments::{SegmentInfo, layout};
 use gpt2::strategy::{
-    self, Channels, Checked, Comms, DuringPass, LocalStep, Ranks, Setup, StrategyKind, StrategyOptions,
+    self, Built, Channels, Checked, Comms, DuringPass, LocalStep, Ranks, Setup, StrategyKind, StrategyOptions,
 };
 use gpt2::trainer::{Observer, Parts, Session, StepReport, Summary, TrainConfig, TrainError, train};
 use gpt2::transports::{TransportOptions, local_sessions, local_sessions_in_nodes};
@@ -382,7 +382,7 @@ fn timed(
         };
         let (options, precision) = (&options, Precision::F32);
         let setup = Setup { comms: &comms, segments: &lengths, options, precision, accumulation: 1, checked: false };
-        let (mut strategy, mut channels) = strategy::build(kind, &setup).unwrap();
+        let Built { mut strategy, mut channels, .. } = strategy::build(kind, &setup).unwrap();
         let rank = session.comm.rank();
         let mut given = Given { segments: &segments, rank, on_device, averaged: Vec::new() };
         let (outcome, recording) = record(|| strategy.step(0, &mut given, &mut channels));

@@ -1,7 +1,5 @@
 //! Strategies that all-reduce gradients, so that every rank updates every parameter: `ring` and `ddp`.
 
-use std::ops::Range;
-
 use comm_core::{Algorithm, Op, OpKind, ReduceOp, table};
 
 use super::channels::{Pending, Route};
@@ -63,7 +61,6 @@ fn ring(wire: Precision, ranks: usize) -> Option<Algorithm> {
 
 /// Gradients in buckets of whole segments, each all-reduced once.
 struct Buckets {
-    owned: Vec<Range<usize>>,
     buckets: Filling,
     /// Whether a full bucket's all-reduce starts at once.
     overlap: bool,
@@ -84,14 +81,13 @@ impl Buckets {
     ) -> Built {
         let layout = setup.layout();
         let buckets = Buckets {
-            owned: layout.everything(),
             buckets: Filling::new(&layout, first, others),
             overlap,
             algorithm,
             started: Vec::new(),
             expected: setup.expected(kind),
         };
-        (Box::new(buckets), setup.channels())
+        Built::new(buckets, setup.channels(), layout.everything())
     }
 
     /// Starts the buckets that are full.
@@ -115,7 +111,7 @@ impl DuringPass for Buckets {
 impl Synchronous for Buckets {
     fn synchronise(&mut self, channels: &mut Channels) -> comm_core::Result<Vec<Flat>> {
         self.start_full(channels)?;
-        let mut grads = vec![Flat::default(); self.owned.len()];
+        let mut grads = self.buckets.vectors();
         for (bucket, pending) in self.buckets.restart().iter().zip(std::mem::take(&mut self.started)) {
             bucket.put_into(pending.finish_split(0..bucket.len(), &bucket.lengths())?, &mut grads);
         }
@@ -129,10 +125,6 @@ impl Synchronous for Buckets {
 }
 
 impl Strategy for Buckets {
-    fn owned(&self) -> &[Range<usize>] {
-        &self.owned
-    }
-
     fn step(
         &mut self,
         _step: u64,

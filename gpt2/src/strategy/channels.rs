@@ -7,7 +7,7 @@ use std::sync::Arc;
 use comm_core::{Algorithm, Buffer, Call, Communicator, Error, Failed, Handle, HostBuffer, Op, ReduceOp};
 
 use super::{Comms, StrategyOptions};
-use crate::flat::{Flat, Gradients, Packer, Weights};
+use crate::flat::{Flat, Packer, Weights};
 use crate::memory::{self, Category};
 use crate::precision::Precision;
 use crate::record::{self, Activity, EVERYONE, Ticket};
@@ -33,13 +33,14 @@ impl Channels {
         Channels { between: gradients.clone(), gradients, parameters: channel(precision, Category::Parameters) }
     }
 
-    /// The mean over all ranks of values of f32, in the type in which gradients travel.
+    /// The mean over all ranks of this rank's masters of a segment, in the type in which gradients travel.
     ///
     /// # Errors
     /// The communicator's.
-    pub fn mean_of_all(&self, values: Flat, label: &str) -> comm_core::Result<Flat> {
-        let len = values.len();
-        let mut mean = self.gradients.all_reduce(values, Route::blocking(label))?.finish_split(0..len, &[len])?;
+    pub fn average_masters(&self, own: Flat, label: &str) -> comm_core::Result<Flat> {
+        let len = own.len();
+        let channel = Channel { category: Category::Optimizer, ..self.gradients.clone() };
+        let mut mean = channel.all_reduce(own, Route::blocking(label))?.finish_split(0..len, &[len])?;
         Ok(mean.pop().unwrap_or_default())
     }
 }
@@ -322,11 +323,6 @@ pub(super) fn finish_until<T, E>(
         under_way.pop_front().map_or(Ok(()), &mut finish)?;
     }
     Ok(())
-}
-
-/// Takes a segment's gradients as one vector.
-pub(super) fn flatten(grads: Gradients) -> comm_core::Result<Flat> {
-    record::charged(Activity::Pack, Category::Gradients, || grads.into_flat())
 }
 
 /// The elements `range` of `whole`.

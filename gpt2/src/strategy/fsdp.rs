@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use comm_core::{Op, ReduceOp, shard_range};
 
-use super::channels::{Pending, Route, finish_until, flatten};
+use super::channels::{Pending, Route, finish_until};
 use super::formula::{Expected, Run, Tally};
 use super::{
     Built, Channels, DuringPass, Layout, LocalStep, Setup, Spec, StepOutcome, Strategy, StrategyKind, Synchronous,
@@ -43,7 +43,8 @@ const WHOLE: usize = 2;
 struct Fsdp {
     layout: Layout,
     overlap: bool,
-    owned: Vec<Range<usize>>,
+    /// This rank's part of each segment.
+    shards: Vec<Range<usize>>,
     /// What each segment's gradients and weights are called in errors.
     labels: Vec<[Arc<str>; 2]>,
     /// The segments that the pass still has to gather.
@@ -60,13 +61,14 @@ struct Fsdp {
 fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
     let (layout, comm) = (setup.layout(), &setup.comms.world);
     let shard = |len: &usize| shard_range(*len, comm.world_size(), comm.rank());
+    let shards: Vec<_> = layout.lengths().iter().map(shard).collect();
     let labels = |segment: usize| {
         let name = layout.name(segment);
         [format!("gradients of {name}").into(), format!("parameters of {name}").into()]
     };
     let fsdp = Fsdp {
         overlap: setup.options.overlap,
-        owned: layout.lengths().iter().map(shard).collect(),
+        shards: shards.clone(),
         labels: (0..layout.segments()).map(labels).collect(),
         to_come: VecDeque::new(),
         coming: None,
@@ -76,12 +78,12 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
         expected: setup.expected(StrategyKind::Fsdp),
         layout,
     };
-    Ok((Box::new(fsdp), setup.channels()))
+    Ok(Built::new(fsdp, setup.channels(), shards))
 }
 
 impl Fsdp {
     fn start_gather(&self, segment: usize, masters: &[Flat], channels: &Channels) -> comm_core::Result<Pending> {
-        let place = (self.owned[segment].start, self.layout.len(segment));
+        let place = (self.shards[segment].start, self.layout.len(segment));
         let route = Route::lane(self.labels[segment][1].clone(), 0);
         channels.parameters.all_gather([&masters[segment]].into_iter(), place, route)
     }
@@ -98,9 +100,9 @@ impl Fsdp {
 
     /// Waits for the oldest reductions until fewer than `most` are under way.
     fn finish_until(&mut self, most: usize) -> comm_core::Result<()> {
-        let Fsdp { started, grads, owned, .. } = self;
+        let Fsdp { started, grads, shards, .. } = self;
         finish_until(most, started, |(segment, pending)| {
-            grads[segment] = pending.finish_part(owned[segment].clone())?;
+            grads[segment] = pending.finish_part(shards[segment].clone())?;
             Ok(())
         })
     }
@@ -138,7 +140,7 @@ impl DuringPass for Fsdp {
     }
 
     fn gradient(&mut self, segment: usize, grads: Gradients, channels: &mut Channels) -> comm_core::Result<()> {
-        let grads = flatten(grads)?;
+        let grads = grads.into_flat()?;
         if self.overlap {
             return self.start_reduction(segment, grads, channels);
         }
@@ -163,10 +165,6 @@ impl Synchronous for Fsdp {
 }
 
 impl Strategy for Fsdp {
-    fn owned(&self) -> &[Range<usize>] {
-        &self.owned
-    }
-
     fn step(
         &mut self,
         _step: u64,

@@ -49,7 +49,6 @@ fn expected(run: &Run<'_>, layout: &Layout, rank: usize) -> Expected {
 /// only the shards that change places in between.
 struct Hierarchical {
     overlap: bool,
-    owned: Vec<Range<usize>>,
     buckets: Filling,
     /// This rank's shard of each bucket, inside its node.
     shards: Vec<Range<usize>>,
@@ -127,7 +126,6 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
     let options = StrategyOptions { ranks_per_node: size, ..options.clone() };
     let hierarchical = Hierarchical {
         overlap: options.overlap,
-        owned: layout.everything(),
         shards: buckets.plan().iter().map(|bucket| shard(bucket.len())).collect(),
         buckets,
         scattering: VecDeque::new(),
@@ -135,7 +133,7 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
         gathering: VecDeque::new(),
         expected: Setup { options: &options, ..*setup }.expected(StrategyKind::Hierarchical),
     };
-    Ok((Box::new(hierarchical), channels))
+    Ok(Built::new(hierarchical, channels, layout.everything()))
 }
 
 impl Hierarchical {
@@ -191,7 +189,7 @@ impl Synchronous for Hierarchical {
             self.gather_first(channels)?;
             self.reduce_first(channels)?;
         }
-        let mut grads = vec![Flat::default(); self.owned.len()];
+        let mut grads = self.buckets.vectors();
         for (bucket, pending) in self.buckets.restart().iter().zip(std::mem::take(&mut self.gathering)) {
             bucket.put_into(pending.finish_split(0..bucket.len(), &bucket.lengths())?, &mut grads);
         }
@@ -204,10 +202,6 @@ impl Synchronous for Hierarchical {
 }
 
 impl Strategy for Hierarchical {
-    fn owned(&self) -> &[Range<usize>] {
-        &self.owned
-    }
-
     fn step(
         &mut self,
         _step: u64,

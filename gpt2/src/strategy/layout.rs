@@ -7,8 +7,7 @@ use std::sync::Arc;
 use comm_core::Error;
 
 use crate::flat::{Flat, Gradients};
-use crate::memory::Category;
-use crate::record::{self, Activity};
+use crate::memory::{self, Category};
 
 /// The model's flat vector: all segments one after another.
 #[derive(Clone, Debug)]
@@ -170,6 +169,11 @@ impl Filling {
         &self.plan
     }
 
+    /// A vector for each segment, with nothing in it yet.
+    pub(super) fn vectors(&self) -> Vec<Flat> {
+        vec![Flat::default(); self.plan.iter().map(|bucket| bucket.segments.len()).sum()]
+    }
+
     /// What a bucket's gradients are called in errors and in the step's times.
     pub(super) fn label(&self, bucket: usize) -> Arc<str> {
         self.labels[bucket].clone()
@@ -181,7 +185,7 @@ impl Filling {
         let bucket = self.plan.get(index).filter(|bucket| bucket.segments.get(come) == Some(&segment));
         let bucket =
             bucket.ok_or_else(|| Error::Internal(format!("gradients of segment {segment} came out of their order")))?;
-        record::charged(Activity::Pack, Category::Gradients, || grads.append_to(&mut self.grads, bucket.len()))?;
+        grads.append_to(&mut self.grads, bucket.len())?;
         self.open = (index, come + 1);
         if come + 1 == bucket.segments.len() {
             self.full.push_back((index, std::mem::take(&mut self.grads)));
@@ -218,23 +222,22 @@ impl Whole {
 
     /// Copies the gradients of a segment to their place.
     pub(super) fn add(&mut self, segment: usize, mut grads: Gradients) -> comm_core::Result<()> {
-        record::charged(Activity::Pack, Category::Gradients, || {
-            if let Some(flat) = grads.take_from_device() {
-                self.pieces[segment] = flat;
-                return Ok(());
-            }
-            if self.values.is_empty() {
-                self.values = vec![0.0; self.ranges.last().map_or(0, |range| range.end)];
-            }
-            grads.write_to(&mut self.values[self.ranges[segment].clone()])
-        })
+        if let Some(flat) = grads.take_from_device() {
+            self.pieces[segment] = flat;
+            return Ok(());
+        }
+        if self.values.is_empty() {
+            let zeros = || vec![0.0; self.ranges.last().map_or(0, |range| range.end)];
+            self.values = memory::within(Category::Gradients, zeros);
+        }
+        grads.write_to(&mut self.values[self.ranges[segment].clone()])
     }
 
     /// Takes all of them.
     pub(super) fn take(&mut self) -> comm_core::Result<Flat> {
         let pieces = self.pieces.iter_mut().map(std::mem::take);
         match self.values.is_empty() {
-            true => Flat::concat(pieces, 0),
+            true => Flat::concat(pieces),
             false => Ok(Flat::Host(std::mem::take(&mut self.values))),
         }
     }

@@ -1,7 +1,5 @@
 //! The seam between a strategy and what a rank computes by itself.
 
-use std::ops::Range;
-
 use comm_core::Error;
 
 use super::Channels;
@@ -11,15 +9,6 @@ use crate::flat::{Flat, Gradients, Weights};
 
 /// How gradients become updated parameters on all ranks, and when.
 pub trait Strategy: DuringPass {
-    /// The elements of each segment, in forward order, that this rank's optimizer updates; together the ranks' ranges cover every
-    /// element, and where they overlap, all ranks that have it compute the same by the time that [`StepOutcome::replicas_agree`].
-    fn owned(&self) -> &[Range<usize>];
-
-    /// Whether this rank computes gradients and keeps a model. One that does not is not given any data.
-    fn computes(&self) -> bool {
-        true
-    }
-
     /// One step of this rank, the `step`th from 0.
     ///
     /// # Errors
@@ -83,7 +72,8 @@ pub trait LocalStep {
 
     /// Looks at the gradients of the owned range of each segment, and decides whether and how they are applied: by their norm, with
     /// clipping, and by whether they are finite. With [`Ranks::All`] it is the norm of all ranks' parts and the loss of the whole batch, for
-    /// which they communicate, and all decide the same; with [`Ranks::This`] this rank looks at its own.
+    /// which they communicate, and all decide the same; with [`Ranks::This`] this rank looks at its own gradients and the loss of its own
+    /// rows. `loss` is what [`backward`](LocalStep::backward) returned.
     ///
     /// # Errors
     /// [`TrainError::NotFinite`] without loss scaling, [`TrainError::Scaling`] where it ends the run, and those of the communicator and
@@ -121,7 +111,7 @@ pub enum Ranks {
 /// Gradients that have been looked at.
 #[derive(Debug)]
 pub struct Checked {
-    /// Mean loss, in nats a token.
+    /// Mean loss, in nats a token, of the rows of these ranks.
     pub loss: f64,
     /// Norm of the gradients before clipping.
     pub grad_norm: f64,

@@ -22,6 +22,7 @@ mod synchronous;
 mod zero;
 
 use std::fmt;
+use std::ops::Range;
 use std::str::FromStr;
 use std::sync::{Arc, LazyLock};
 
@@ -77,8 +78,25 @@ pub struct Spec {
     expected: fn(&Run<'_>, &Layout, usize) -> Expected,
 }
 
-/// A strategy and what it communicates through.
-pub type Built = (Box<dyn Strategy>, Channels);
+/// A strategy of one rank, and what belongs to it.
+pub struct Built {
+    /// The strategy.
+    pub strategy: Box<dyn Strategy>,
+    /// What it communicates through.
+    pub channels: Channels,
+    /// The elements of each segment, in forward order, that this rank's optimizer updates; together the ranks' ranges cover every element,
+    /// and where they overlap, all ranks that have it compute the same by the time that [`StepOutcome::replicas_agree`].
+    pub owned: Vec<Range<usize>>,
+    /// Whether this rank computes gradients and keeps a model. One that does not is not given any data.
+    pub computes: bool,
+}
+
+impl Built {
+    /// Of a rank that computes.
+    pub fn new(strategy: impl Strategy + 'static, channels: Channels, owned: Vec<Range<usize>>) -> Self {
+        Built { strategy: Box::new(strategy), channels, owned, computes: true }
+    }
+}
 
 impl StrategyKind {
     /// Every strategy.

@@ -1,7 +1,6 @@
 //! A single parameter server.
 
 use std::collections::VecDeque;
-use std::ops::Range;
 
 use comm_core::{Error, Op};
 
@@ -45,7 +44,6 @@ struct ParameterServer {
     layout: Layout,
     /// The server does not compute.
     dedicated: bool,
-    owned: Vec<Range<usize>>,
     grads: Whole,
     expected: Expected,
 }
@@ -56,16 +54,18 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
     if options.dedicated_server && ranks == 1 {
         return Err(Error::invalid("a dedicated parameter server needs at least one worker beside it: 2 ranks"));
     }
+    let owned = if rank == SERVER { layout.everything() } else { layout.nothing() };
+    let dedicated = options.serves_only(StrategyKind::Ps, ranks, SERVER);
     let server = ParameterServer {
         rank,
         ranks,
-        dedicated: options.serves_only(StrategyKind::Ps, ranks, SERVER),
-        owned: if rank == SERVER { layout.everything() } else { layout.nothing() },
+        dedicated,
         grads: Whole::new(&layout),
         expected: setup.expected(StrategyKind::Ps),
         layout,
     };
-    Ok((Box::new(server), setup.channels()))
+    let computes = !(dedicated && rank == SERVER);
+    Ok(Built { computes, ..Built::new(server, setup.channels(), owned) })
 }
 
 impl ParameterServer {
@@ -142,19 +142,11 @@ impl Synchronous for ParameterServer {
             parameters.send(worker, whole, Route::lane(PARAMETERS, worker))
         };
         self.with_each_worker(parameters, send, |pending| pending.wait().map(drop))?;
-        if self.computes() { put_own(train, channels) } else { Ok(()) }
+        if !self.dedicated { put_own(train, channels) } else { Ok(()) }
     }
 }
 
 impl Strategy for ParameterServer {
-    fn owned(&self) -> &[Range<usize>] {
-        &self.owned
-    }
-
-    fn computes(&self) -> bool {
-        !(self.dedicated && self.serves())
-    }
-
     fn step(
         &mut self,
         _step: u64,

@@ -41,7 +41,6 @@ struct ShardedServer {
     layout: Layout,
     /// The shard of each rank, in the flat vector.
     shards: Vec<Range<usize>>,
-    owned: Vec<Range<usize>>,
     grads: Whole,
     expected: Expected,
 }
@@ -50,15 +49,15 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
     let layout = setup.layout();
     let (rank, ranks) = (setup.comms.world.rank(), setup.comms.world.world_size());
     let shards: Vec<_> = (0..ranks).map(|rank| shard_range(layout.total(), ranks, rank)).collect();
+    let owned = layout.within(&shards[rank]);
     let server = ShardedServer {
         rank,
-        owned: layout.within(&shards[rank]),
         shards,
         grads: Whole::new(&layout),
         expected: setup.expected(StrategyKind::ShardedPs),
         layout,
     };
-    Ok((Box::new(server), setup.channels()))
+    Ok(Built::new(server, setup.channels(), owned))
 }
 
 /// One message from every rank to every other: `outgoing(peer)` leaves, and `incoming(peer)` values arrive. Returns what arrived, by rank,
@@ -130,10 +129,6 @@ impl Synchronous for ShardedServer {
 }
 
 impl Strategy for ShardedServer {
-    fn owned(&self) -> &[Range<usize>] {
-        &self.owned
-    }
-
     fn step(
         &mut self,
         _step: u64,

@@ -1,10 +1,7 @@
 //! One device.
 
-use std::ops::Range;
-
 use comm_core::Error;
 
-use super::channels::flatten;
 use super::formula::Expected;
 use super::{
     Built, Channels, DuringPass, LocalStep, Setup, Spec, StepOutcome, Strategy, Synchronous, put_own, synchronous,
@@ -22,7 +19,6 @@ pub(super) const SPEC: Spec = Spec {
 
 /// No communication at all.
 struct Single {
-    owned: Vec<Range<usize>>,
     grads: Vec<Flat>,
 }
 
@@ -33,13 +29,12 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
             "the strategy `single` trains on one rank, not on {ranks}; use --nproc 1 or another strategy"
         )));
     }
-    let single = Single { owned: layout.everything(), grads: layout.vectors() };
-    Ok((Box::new(single), setup.channels()))
+    Ok(Built::new(Single { grads: layout.vectors() }, setup.channels(), layout.everything()))
 }
 
 impl DuringPass for Single {
     fn gradient(&mut self, segment: usize, grads: Gradients, _channels: &mut Channels) -> comm_core::Result<()> {
-        self.grads[segment] = flatten(grads)?;
+        self.grads[segment] = grads.into_flat()?;
         Ok(())
     }
 }
@@ -55,10 +50,6 @@ impl Synchronous for Single {
 }
 
 impl Strategy for Single {
-    fn owned(&self) -> &[Range<usize>] {
-        &self.owned
-    }
-
     fn step(
         &mut self,
         _step: u64,

@@ -58,7 +58,6 @@ struct Zero {
     buckets: Filling,
     /// This rank's shard of each bucket.
     shards: Vec<Range<usize>>,
-    owned: Vec<Range<usize>>,
     started: VecDeque<(usize, Pending)>,
     /// Averaged gradients of the owned ranges that have come.
     grads: Vec<Flat>,
@@ -80,12 +79,11 @@ impl Zero {
             overlap: options.overlap,
             buckets,
             shards,
-            owned,
             started: VecDeque::new(),
             grads: layout.vectors(),
             expected: setup.expected(kind),
         };
-        (Box::new(zero), setup.channels())
+        Built::new(zero, setup.channels(), owned)
     }
 
     /// Starts the buckets that are full.
@@ -148,10 +146,6 @@ impl Synchronous for Zero {
 }
 
 impl Strategy for Zero {
-    fn owned(&self) -> &[Range<usize>] {
-        &self.owned
-    }
-
     fn step(
         &mut self,
         _step: u64,

@@ -165,7 +165,7 @@ impl Trainer<'_> {
     fn collect(&mut self) -> Result<(String, Vec<Vec<f32>>), TrainError> {
         let mut hash = WeightsHash::default();
         let mut weights = Vec::new();
-        let keeps_model = self.strategy.computes() && !self.strategy.brings_weights();
+        let keeps_model = self.local.share.is_some() && !self.strategy.brings_weights();
         for segment in 0..self.local.masters.len() {
             // Where nothing arrives, there are no others' parts.
             let whole = match self.session.timing_only {
@@ -209,7 +209,7 @@ impl Trainer<'_> {
         let expected = history.expected();
         RankReport {
             rank: self.session.comm.rank(),
-            computes: self.strategy.computes(),
+            computes: self.local.share.is_some(),
             bytes_counted: history.payload.middle(),
             bytes_expected: expected.payload,
             bytes_steady: history.is_as_expected,

@@ -35,6 +35,8 @@ pub(super) struct Local<'a> {
     pub(super) owned_by: Vec<Vec<(usize, usize)>>,
     /// The step under way, from 0.
     pub(super) step: u64,
+    /// Rows of it that this rank has passed through its model.
+    pub(super) rows: usize,
 }
 
 impl Local<'_> {
@@ -80,6 +82,7 @@ impl LocalStep for Local<'_> {
         let rows_in_step = self.batches.rows_in_step(self.step) as f64;
         let loss_scale = f64::from(self.scaler.scale());
         let (mut loss, mut sums) = (0.0, vec![None; self.masters.len()]);
+        self.rows = 0;
         for micro_step in 0..self.config.accumulation {
             let read = || self.batches.rows(self.step, micro_step, share);
             let batch = record::charged(Activity::Data, Category::Other, read)?;
@@ -99,6 +102,7 @@ impl LocalStep for Local<'_> {
                 Ok::<f64, TrainError>(mean)
             })?;
             loss += mean * batch.rows as f64 / rows_in_step;
+            self.rows += batch.rows;
         }
         Ok(loss)
     }
@@ -109,9 +113,12 @@ impl LocalStep for Local<'_> {
         let own = record::span(Activity::Optimizer, || self.optimizer.sum_of_squares(&grads, unscale))?;
         let sums = self.sums(ranks);
         let mut totals = [loss, sums.contribution(own), f64::from(u8::from(!own.is_finite()))];
-        if ranks == Ranks::All {
+        match ranks {
             // Loss and norm in one small all-reduce that every strategy needs alike.
-            record::scalars("loss and gradient norm", || self.scalars.all_reduce(&mut totals, ReduceOp::Sum))?;
+            Ranks::All => {
+                record::scalars("loss and gradient norm", || self.scalars.all_reduce(&mut totals, ReduceOp::Sum))?;
+            }
+            Ranks::This => totals[0] *= self.batches.rows_in_step(self.step) as f64 / self.rows.max(1) as f64,
         }
         let [loss, all_squares, overflows] = totals;
         let squares = if sums == Sums::Known { own } else { all_squares };
@@ -236,10 +243,10 @@ impl PassHooks<TrainError> for Hooks<'_> {
         let mut grads = Gradients::of_tensors(grads.into_parts(), *on_device);
         let sum = &mut sums[segment];
         if sum.is_some() || !*is_last {
-            let flat = record::charged(Activity::Pack, Category::Gradients, || match sum.take() {
-                Some(sum) => grads.added_to(sum),
-                None => grads.into_flat(),
-            })?;
+            let flat = match sum.take() {
+                Some(sum) => grads.added_to(sum)?,
+                None => grads.into_flat()?,
+            };
             if !*is_last {
                 *sum = Some(flat);
                 return Ok(());

@@ -66,20 +66,19 @@ impl<'a> Trainer<'a> {
         let lengths: Vec<usize> = layout(&config.model)?.iter().map(|segment| segment.len).collect();
         let TrainConfig { precision, accumulation, .. } = *config;
         let (options, checked) = (&config.options, session.checked);
-        let (strategy, channels) =
-            build(&Setup { comms: &comms, segments: &lengths, options, precision, accumulation, checked })?;
-        let (local, validation) = local(config, corpus, session, device, &*strategy, places)?;
+        let built = build(&Setup { comms: &comms, segments: &lengths, options, precision, accumulation, checked })?;
+        let (local, validation) = local(config, corpus, session, device, &built, places)?;
         // Ranks measure at the same time, since that is how they will compute.
         local.scalars.barrier()?;
         let peak_flops = local.scalars.all_reduce_scalar(peak::flops(device, precision)?, ReduceOp::Sum)?;
-        let owned_by = who_owns_what(&*local.scalars, strategy.owned())?;
+        let owned_by = who_owns_what(&*local.scalars, &built.owned)?;
         let saves = local.scalars.all_reduce_scalar(i64::from(checkpoint.is_some()), ReduceOp::Max)? == 1;
         memory::reset_peaks();
         Ok(Trainer {
             config,
             session,
-            strategy,
-            channels,
+            strategy: built.strategy,
+            channels: built.channels,
             local: Local { owned_by, ..local },
             validation,
             flops_per_token: config.model.flops_per_token(config.model.block_size),
@@ -234,18 +233,18 @@ fn local<'a>(
     corpus: &Corpus,
     session: &Session,
     device: &Device,
-    strategy: &dyn Strategy,
+    built: &Built,
     places: Places,
 ) -> Result<(Local<'a>, Vec<TokenBatch>), TrainError> {
     // A device's graphs keep the weights that they have used, and those are to go.
-    let recompute = config.recompute || (strategy.brings_weights() && Placement::of(device) == Placement::Device);
+    let recompute = config.recompute || (built.strategy.brings_weights() && Placement::of(device) == Placement::Device);
     let compute = Compute { precision: config.precision, recompute };
     let absent = || SegmentedModel::absent(config.model.clone(), compute, device);
     let model = memory::within(Category::Parameters, absent)?;
 
     let (rank, world) = (session.comm.rank(), session.comm.world_size());
     let workers = config.options.workers(config.strategy, world);
-    let share = strategy.computes().then(|| Share {
+    let share = built.computes.then(|| Share {
         rank: rank - (world - workers),
         world: workers,
         accumulation: config.accumulation,
@@ -277,8 +276,9 @@ fn local<'a>(
         scaler,
         owned_by,
         step: 0,
+        rows: 0,
     };
-    initialise(&mut local, strategy)?;
+    initialise(&mut local, built)?;
     Ok((local, validation))
 }
 
@@ -291,13 +291,14 @@ fn scalars(session: &Session) -> comm_core::Result<Arc<dyn Communicator>> {
 
 /// Makes the initial weights and masters, and an optimizer for each segment. A whole segment at a time, so that a sharded model is never
 /// whole in memory.
-fn initialise(local: &mut Local<'_>, strategy: &dyn Strategy) -> Result<(), TrainError> {
-    let keeps_model = strategy.computes() && !strategy.brings_weights();
-    let category = if strategy.brings_weights() { Category::Parameters } else { Category::Optimizer };
+fn initialise(local: &mut Local<'_>, built: &Built) -> Result<(), TrainError> {
+    let brings_weights = built.strategy.brings_weights();
+    let keeps_model = built.computes && !brings_weights;
+    let category = if brings_weights { Category::Parameters } else { Category::Optimizer };
     let Local { config, model, masters, optimizer, places, .. } = local;
     let infos = model.segments().to_vec();
     masters.reserve_exact(infos.len());
-    for (segment, (info, range)) in infos.iter().zip(strategy.owned()).enumerate() {
+    for (segment, (info, range)) in infos.iter().zip(&built.owned).enumerate() {
         let initial = info.initial(&config.model, config.seed);
         masters.push(memory::within(category, || places.masters(&initial[range.clone()], model.device())));
         memory::within(Category::Optimizer, || optimizer.push(config.optimizer, info, range.clone()))?;

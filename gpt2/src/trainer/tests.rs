@@ -1,6 +1,5 @@
 //! That a strategy of any order fits the seam.
 
-use std::ops::Range;
 use std::thread;
 use std::time::Duration;
 
@@ -19,7 +18,6 @@ struct EveryFew {
     period: u64,
     /// Says after every step that it has averaged.
     lies: bool,
-    owned: Vec<Range<usize>>,
     grads: Vec<Flat>,
     expected: Expected,
 }
@@ -29,18 +27,17 @@ impl EveryFew {
         // It sends as often and as much as `ddp` with a bucket a segment.
         let options = StrategyOptions { first_bucket_bytes: 0, bucket_bytes: 0, ..setup.options.clone() };
         let setup = Setup { options: &options, ..*setup };
-        let (_, channels) = strategy::build(StrategyKind::Ddp, &setup)?;
-        let everything = setup.segments.iter().map(|len| 0..*len).collect();
+        let Built { channels, owned, .. } = strategy::build(StrategyKind::Ddp, &setup)?;
         let grads = vec![Flat::default(); setup.segments.len()];
         let expected = setup.expected(StrategyKind::Ddp);
-        Ok((Box::new(EveryFew { period, lies, owned: everything, grads, expected }), channels))
+        Ok(Built::new(EveryFew { period, lies, grads, expected }, channels, owned))
     }
 
     /// Averages the parameters of all ranks, segment by segment.
     fn average(&self, train: &mut dyn LocalStep, channels: &Channels) -> Result<(), TrainError> {
-        for segment in (0..self.owned.len()).rev() {
+        for segment in (0..self.grads.len()).rev() {
             let own = std::mem::take(&mut train.masters_mut()[segment]);
-            train.masters_mut()[segment] = channels.mean_of_all(own, "parameters")?;
+            train.masters_mut()[segment] = channels.average_masters(own, "parameters")?;
         }
         Ok(())
     }
@@ -54,10 +51,6 @@ impl DuringPass for EveryFew {
 }
 
 impl Strategy for EveryFew {
-    fn owned(&self) -> &[Range<usize>] {
-        &self.owned
-    }
-
     fn step(
         &mut self,
         step: u64,
