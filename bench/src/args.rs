@@ -45,7 +45,7 @@ pub(crate) struct Args {
     #[arg(long)]
     pub(crate) skip_proof: bool,
     /// Strategies, separated by commas.
-    #[arg(long, value_delimiter = ',', default_value = "single,ps,sharded-ps,ring,ddp,zero1,zero2,fsdp,hierarchical")]
+    #[arg(long, value_delimiter = ',', default_value = StrategyKind::list())]
     strategies: Vec<StrategyKind>,
     /// Transports, separated by commas.
     #[arg(long, value_delimiter = ',', default_value = "local,shm,tcp-raw,tcp,quic,nccl")]

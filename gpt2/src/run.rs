@@ -13,7 +13,6 @@ use crate::corpus::{Corpus, Origin};
 use crate::devices;
 use crate::flat::DeviceCollectives;
 use crate::memory::{self, Category};
-use crate::strategy::StrategyKind;
 use crate::trainer::{Observer, Session, Summary, TrainConfig, TrainError, train};
 use crate::transports::{self, TransportKind, TransportOptions};
 
@@ -249,7 +248,7 @@ fn lender(
 
 /// Whether the ranks of a node get a transport of their own.
 fn tells_nodes_apart(config: &TrainConfig, options: &RankOptions) -> bool {
-    config.strategy == StrategyKind::Hierarchical && options.node_transport.is_some()
+    config.strategy.spec().tells_nodes_apart && options.node_transport.is_some()
 }
 
 /// Writes stall reports to standard error, for which the control plane does not wait.

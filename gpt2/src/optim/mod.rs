@@ -3,7 +3,7 @@
 //! An optimizer owns one contiguous range of one segment, with state for that range alone. Scalars follow PyTorch: computed in f64,
 //! applied in f32. [`AdamW`] is element-wise with a fixed order of operations, so a step over a whole segment and steps over its
 //! shards give the same bits. [`Lamb`] needs norms of whole tensors, so its steps have two phases between which shards add theirs.
-//! Both exist a second time, as tensor operations for parameters on a device: [`DeviceOptimizer`].
+//! Both exist a second time, as tensor operations for parameters on a device: [`DeviceAdamW`], [`DeviceLamb`].
 
 mod adamw;
 mod device;
@@ -24,7 +24,7 @@ pub(crate) use moments::Decay;
 use moments::Moments;
 
 pub use adamw::{AdamW, AdamWConfig};
-pub use device::{DeviceAdamW, DeviceLamb, DeviceNorms, DeviceOptimizer, sum_of_squares_on_device};
+pub use device::{DeviceAdamW, DeviceLamb, DeviceNorms, sum_of_squares_on_device};
 pub use lamb::{Lamb, trust_ratio};
 pub use norm::{clip_factor, sum_of_squares};
 pub use scaler::{LossScaler, LossScaling, Overflow, ScalingError};

@@ -2,11 +2,13 @@
 
 mod finish;
 mod history;
+mod local;
 mod number;
 mod optimizers;
 mod rank;
+#[cfg(test)]
+mod tests;
 mod traffic;
-mod update;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,19 +19,19 @@ use comm_core::counted::Counters;
 use comm_core::{Communicator, Control};
 use serde::{Deserialize, Serialize};
 
-use crate::batches::{BatchError, LastBatch};
-use crate::checkpoint::CheckpointError;
+use crate::batches::LastBatch;
 use crate::config::ModelConfig;
 use crate::corpus::Corpus;
+pub use crate::error::TrainError;
 use crate::flat::DeviceCollectives;
 use crate::memory;
-use crate::optim::{LearningRate, LossScaling, OptimError, OptimizerConfig, ScalingError};
+use crate::optim::{LearningRate, LossScaling, OptimizerConfig};
 use crate::precision::Precision;
-use crate::segments::ModelError;
+use crate::record::{Operation, Span};
 use crate::strategy::formula::Expected;
-use crate::strategy::{Operation, Span, StrategyKind, StrategyOptions};
+use crate::strategy::{self, StrategyKind, StrategyOptions};
 use crate::transports::Node;
-use rank::Trainer;
+use rank::{Build, Trainer};
 
 /// Everything that determines a run, apart from the corpus and the transport. Equal on all ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -184,7 +186,7 @@ pub struct Parts {
     /// Reading the batch.
     #[serde(with = "number")]
     pub data: f64,
-    /// Forward and backward pass, and waiting for a device that computes them by itself: see [`Activity`](crate::strategy::Activity).
+    /// Forward and backward pass, and waiting for a device that computes them by itself: see [`Activity`](crate::record::Activity).
     #[serde(with = "number")]
     pub compute: f64,
     /// Casting and concatenating gradients, and reading them back or lending them to the communicator.
@@ -216,8 +218,8 @@ pub struct Parts {
 pub struct Summary {
     /// Optimizer steps taken.
     pub steps: u64,
-    /// SHA-256 of all masters; equal on all ranks, and the weights of each rank's model are these in the type of computation, which
-    /// was checked.
+    /// SHA-256 of all masters; equal on all ranks wherever the strategy has the replicas equal after the last step, and the weights of each
+    /// rank's model are these in the type of computation, which was checked.
     pub weights_hash: String,
     /// Loss of the last training step whose loss is finite, as that of every step is but of some that were skipped.
     #[serde(with = "number")]
@@ -271,9 +273,10 @@ pub struct RankReport {
     pub computes: bool,
     /// Median payload bytes sent a step for gradients and parameters, as counted; `None` where nothing counts.
     pub bytes_counted: Option<u64>,
-    /// The same by the formula of the strategy.
+    /// The same as the strategy expected it, by its formula.
     pub bytes_expected: u64,
-    /// Whether every step sent the same. Skipped steps, which end early, are left out of this and all other figures.
+    /// Whether every step sent what its strategy expected of it: the same in each, or whatever it does in which. Skipped steps, which end
+    /// early, are left out of this and all other figures.
     pub bytes_steady: bool,
     /// Payload bytes of scalars (loss, norms) sent a step.
     pub scalar_bytes: Option<u64>,
@@ -329,50 +332,6 @@ pub trait Observer {
 /// An observer that looks away.
 impl Observer for () {}
 
-/// Why a run ended early.
-#[derive(Debug, thiserror::Error)]
-pub enum TrainError {
-    /// The transport or another rank.
-    #[error(transparent)]
-    Comm(#[from] comm_core::Error),
-    /// The model or the device.
-    #[error(transparent)]
-    Model(#[from] ModelError),
-    /// The batches.
-    #[error(transparent)]
-    Batch(#[from] BatchError),
-    /// The optimizer.
-    #[error(transparent)]
-    Optim(#[from] OptimError),
-    /// The checkpoint.
-    #[error(transparent)]
-    Checkpoint(#[from] CheckpointError),
-    /// Loss scaling ended the run.
-    #[error("step {step}: {error}")]
-    Scaling {
-        /// The step, from 1.
-        step: u64,
-        /// Why.
-        error: ScalingError,
-    },
-    /// A loss or gradient that is not a number.
-    #[error(
-        "step {step}: {what} is {value}; lower the learning rate or clip gradients, or, where --precision or --wire is a 16-bit type, \
-         let --loss-scale be dynamic or take bf16"
-    )]
-    NotFinite {
-        /// The step, from 1.
-        step: u64,
-        /// What is not finite.
-        what: &'static str,
-        /// Its value.
-        value: f64,
-    },
-    /// A bug in a strategy: ranks ended with different weights.
-    #[error("the ranks ended with different weights: {0}")]
-    Diverged(String),
-}
-
 /// Trains, and returns the summary, on every rank of the session. `checkpoint` is where rank 0 saves the result.
 ///
 /// # Errors
@@ -385,7 +344,22 @@ pub fn train(
     checkpoint: Option<PathBuf>,
     observer: &mut dyn Observer,
 ) -> Result<Summary, TrainError> {
-    let result = run(config, corpus, session, device, checkpoint, observer);
+    let build = |setup: &strategy::Setup<'_>| strategy::build(config.strategy, setup);
+    train_by(&build, config, corpus, session, device, checkpoint, observer)
+}
+
+/// As [`train`], by the strategy that `build` gives.
+fn train_by(
+    build: Build<'_>,
+    config: &TrainConfig,
+    corpus: &Corpus,
+    session: &Session,
+    device: &Device,
+    checkpoint: Option<PathBuf>,
+    observer: &mut dyn Observer,
+) -> Result<Summary, TrainError> {
+    let trainer = || Trainer::new(config, corpus, session, device, checkpoint, build);
+    let result = trainer().and_then(|trainer| run(trainer, corpus, observer));
     // The others would wait for this rank until their deadline. Where they know already, the first failure stays.
     match &result {
         Err(TrainError::Comm(error)) => session.control.poison(error),
@@ -400,15 +374,9 @@ pub fn train(
     Ok(summary)
 }
 
-fn run(
-    config: &TrainConfig,
-    corpus: &Corpus,
-    session: &Session,
-    device: &Device,
-    checkpoint: Option<PathBuf>,
-    observer: &mut dyn Observer,
-) -> Result<Summary, TrainError> {
-    let mut trainer = Trainer::new(config, corpus, session, device, checkpoint)?;
+/// All steps, validations and checkpoints.
+fn run(mut trainer: Trainer<'_>, corpus: &Corpus, observer: &mut dyn Observer) -> Result<Summary, TrainError> {
+    let config = trainer.config;
     if let Some(reason) = trainer.no_gpu_figures() {
         observer.warning(&format!("no figures of the GPU: {reason}"));
     }
