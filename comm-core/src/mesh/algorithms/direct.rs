@@ -2,7 +2,6 @@
 
 use super::layout::{Layout, offsets};
 use super::task::{Task, around, gather_shards, receives, reduce_with_inbox, scaled};
-use super::workload::Workload;
 use super::{Entry, Formula, Method, Ranks};
 use crate::copy::copy;
 use crate::error::{Error, Result};
@@ -19,7 +18,7 @@ pub(super) const ENTRY: Entry = Entry {
             kind: OpKind::AllReduce,
             ranks: Ranks::Any,
             is_fallback: false,
-            messages: Formula { text: "N−1", value: Workload::others },
+            messages: Formula { text: "N−1", value: |work| work.others() },
             payload: Formula { text: "(N−1)·S", value: |work| work.others() * work.whole() },
             run: all_reduce,
         },
@@ -27,7 +26,7 @@ pub(super) const ENTRY: Entry = Entry {
             kind: OpKind::AllGather,
             ranks: Ranks::Any,
             is_fallback: false,
-            messages: Formula { text: "N−1", value: Workload::others },
+            messages: Formula { text: "N−1", value: |work| work.others() },
             payload: Formula { text: "(N−1)·cᵣ", value: |work| work.others() * work.shard(work.rank) },
             run: all_gather,
         },
@@ -59,8 +58,8 @@ pub(super) const ENTRY: Entry = Entry {
             kind: OpKind::AllToAll,
             ranks: Ranks::Any,
             is_fallback: true,
-            messages: Formula { text: "N−1", value: Workload::others },
-            payload: Formula { text: "S − cᵣ", value: Workload::other_shards },
+            messages: Formula { text: "N−1", value: |work| work.others() },
+            payload: Formula { text: "S − cᵣ", value: |work| work.other_shards() },
             run: all_to_all,
         },
         Method {
@@ -78,7 +77,7 @@ pub(super) const ENTRY: Entry = Entry {
             ranks: Ranks::Any,
             is_fallback: true,
             messages: Formula { text: "1", value: |_| 1 },
-            payload: Formula { text: "S", value: Workload::whole },
+            payload: Formula { text: "S", value: |work| work.whole() },
             run: send_or_receive,
         },
         Method {

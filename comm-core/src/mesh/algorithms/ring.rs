@@ -5,7 +5,6 @@
 
 use super::layout::Layout;
 use super::task::{Task, two_ranges};
-use super::workload::Workload;
 use super::{Entry, Formula, Method, Ranks};
 use crate::dtype::ReduceOp;
 use crate::error::Result;
@@ -37,7 +36,7 @@ pub(super) const ENTRY: Entry = Entry {
             ranks: Ranks::Any,
             is_fallback: true,
             messages: Formula { text: "Σm − mᵣ", value: |work| work.ring_messages_without(work.rank) },
-            payload: Formula { text: "S − cᵣ", value: Workload::other_shards },
+            payload: Formula { text: "S − cᵣ", value: |work| work.other_shards() },
             run: |task| task.reduce_scatter_by(reduce_scatter),
         },
         Method {

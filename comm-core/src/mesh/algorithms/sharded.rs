@@ -4,7 +4,6 @@
 use super::direct;
 use super::layout::Layout;
 use super::task::{Task, gather_shards, receives, reduce_with_inbox};
-use super::workload::Workload;
 use super::{Entry, Formula, Method, Ranks};
 use crate::copy::copy;
 use crate::dtype::ReduceOp;
@@ -32,8 +31,8 @@ pub(super) const ENTRY: Entry = Entry {
             kind: OpKind::ReduceScatter,
             ranks: Ranks::Any,
             is_fallback: true,
-            messages: Formula { text: "N−1", value: Workload::others },
-            payload: Formula { text: "S − cᵣ", value: Workload::other_shards },
+            messages: Formula { text: "N−1", value: |work| work.others() },
+            payload: Formula { text: "S − cᵣ", value: |work| work.other_shards() },
             run: reduce_scatter,
         },
         Method {
@@ -59,7 +58,8 @@ fn reduce_scatter(task: Task<'_, '_>) -> Result<()> {
     let (Some(input), Some(op)) = (task.input, task.unscaled()?) else {
         return task.reduce_scatter_by(reduce_in_place);
     };
-    copy(task.bytes, &input[task.own()]);
+    let own = task.own();
+    copy(task.bytes, &input[own]);
     reduce_shard(task.rounds, task.layout, op, input, task.bytes, task.scratch.inbox())
 }
 

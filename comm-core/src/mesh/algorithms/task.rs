@@ -40,11 +40,6 @@ impl<'t> Task<'t, '_> {
         self.op.root().ok_or_else(|| Error::Internal(format!("{} has no root", self.op.kind())))
     }
 
-    /// What goes in.
-    pub(super) fn contribution(&self) -> &[u8] {
-        self.input.unwrap_or(self.bytes)
-    }
-
     /// Puts what goes in into the buffer, which is as long.
     pub(super) fn fill(&mut self) {
         if let Some(input) = self.input {
