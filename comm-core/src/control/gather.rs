@@ -3,8 +3,8 @@
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 
+use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
 
 use super::Control;
 use crate::deadline::Deadline;
@@ -44,16 +44,16 @@ pub trait ControlExt: Control {
         deadline: Deadline,
     ) -> Result<Vec<T>> {
         let (mine, own) = match mine {
-            Ok(value) => (Told::Value(value), None),
-            Err(Error::Unsupported { what: of, why }) if of == what => (Told::Nothing(why), None),
-            Err(error) => (Told::Nothing(error.to_string()), Some(error)),
+            Ok(value) => (Told::Ok(value), None),
+            Err(Error::Unsupported { what: of, why }) if of == what => (Told::Err(why), None),
+            Err(error) => (Told::Err(error.to_string()), Some(error)),
         };
         let told = self.gather(label, &mine, deadline)?;
         let (mut values, mut reasons) = (Vec::with_capacity(told.len()), Vec::new());
         for (rank, told) in told.into_iter().enumerate() {
             match told {
-                Told::Value(value) => values.push(value),
-                Told::Nothing(why) => reasons.push((self.job_rank(rank), why)),
+                Ok(value) => values.push(value),
+                Err(why) => reasons.push((self.job_rank(rank), why)),
             }
         }
         match own {
@@ -67,11 +67,7 @@ pub trait ControlExt: Control {
 impl<C: Control + ?Sized> ControlExt for C {}
 
 /// What a rank has, or why it has none.
-#[derive(Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) enum Told<T> {
-    Value(T),
-    Nothing(String),
-}
+pub(crate) type Told<T> = Result<T, String>;
 
 /// The first few reasons, which say it all, with the ranks whose they are; a single one that `all` ranks have stands for itself.
 fn summary(reasons: &[(usize, String)], all: bool) -> String {

@@ -47,11 +47,11 @@ fn seeds() -> Vec<Vec<u8>> {
     let offer = |address: &str| Offer(address.parse().expect("an address"));
     let tcp = |addresses: &[&str]| Addresses::Tcp(addresses.iter().map(|address| offer(address)).collect());
     [
-        Told::Value(sample(tcp(&["127.0.0.1:4000"]))),
-        Told::Value(sample(tcp(&["10.0.0.1:1", "[fe80::1%2]:65535", "[::1]:80"]))),
-        Told::Value(sample(tcp(&[]))),
-        Told::Value(sample(Addresses::Unix { device: 64, path: "/tmp/comm-tcp-Ab1".into() })),
-        Told::Nothing("rank 1 cannot listen".into()),
+        Told::Ok(sample(tcp(&["127.0.0.1:4000"]))),
+        Told::Ok(sample(tcp(&["10.0.0.1:1", "[fe80::1%2]:65535", "[::1]:80"]))),
+        Told::Ok(sample(tcp(&[]))),
+        Told::Ok(sample(Addresses::Unix { device: 64, path: "/tmp/comm-tcp-Ab1".into() })),
+        Told::Err("rank 1 cannot listen".into()),
     ]
     .iter()
     .map(|told| encode(told).expect("a sample can be written"))

@@ -25,8 +25,8 @@ thread_local! {
 /// A rank's announcement, as far as opening the memory that it speaks of.
 pub fn shm_announcement(bytes: &[u8]) -> Verdict {
     let Ok(told) = decode::<Told<Announcement>>(bytes) else { return Verdict::Rejected };
-    let Told::Value(theirs) = told else { return Verdict::Accepted };
-    let Ok(Told::Value(mut mine)) = decode::<Told<Announcement>>(&announced()) else { panic!("our own announcement") };
+    let Ok(theirs) = told else { return Verdict::Accepted };
+    let Ok(Ok(mut mine)) = decode::<Told<Announcement>>(&announced()) else { panic!("our own announcement") };
     mine.nonce = theirs.nonce;
     let place = mine.place.clone();
     let announced = [mine, theirs];
@@ -44,7 +44,7 @@ fn announced() -> Vec<u8> {
         let (_, _, announced) = own.get_or_insert_with(|| {
             let layout = Layout::new(2, OPTIONS.lanes, OPTIONS.ring_bytes).expect("a layout");
             let (segment, file, announcement) = create(0, layout, &OPTIONS, &KEY).expect("memory");
-            (segment, file, encode(&Told::Value(announcement)).expect("an announcement can be written"))
+            (segment, file, encode(&Told::Ok(announcement)).expect("an announcement can be written"))
         });
         announced.clone()
     })
