@@ -1,6 +1,5 @@
 //! A communicator that is infinitely fast, because it communicates nothing: what a program takes without its network.
 
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -9,7 +8,7 @@ use crate::buffer::{Buffer, View};
 use crate::communicator::Communicator;
 use crate::error::{Error, Result};
 use crate::handle::{Completed, Failed, Handle};
-use crate::op::{Algorithm, BorrowedCall, Call, Counts, Elements, Op, check, shard_range};
+use crate::op::{Algorithm, BorrowedCall, Call, Counts, Elements, Extents, Op, check};
 use crate::table::supports;
 
 /// One rank of a job whose other ranks are not there. For timing only: every operation ends at once, and its results are wrong.
@@ -52,19 +51,19 @@ impl NullCommunicator {
         Ok(NullCommunicator { id: FIRST, rank, world_size, lanes, is_first: true, job: Arc::new(job) })
     }
 
-    fn admit(&self, asked: &Asked<'_>, buffer: Elements, input: Option<Elements>) -> Result<()> {
+    fn admit(&self, asked: &Asked<'_>, buffer: Elements, input: Option<Elements>) -> Result<Extents> {
         let Asked { op, counts, algorithm, lane } = *asked;
-        let shape = check(op, self.rank, self.world_size, buffer, input, counts)?;
+        let extents = check(op, self.rank, self.world_size, buffer, input, counts)?;
         if lane >= self.lanes {
             return Err(Error::invalid(format!("lane {lane} of a communicator that has {} lanes", self.lanes)));
         }
         if let Some(algorithm) = algorithm
-            && !supports(algorithm, op.kind(), shape.dtype, self.world_size)
+            && !supports(algorithm, op.kind(), extents.dtype, self.world_size)
         {
             return Err(Error::invalid(format!(
                 "the algorithm {algorithm} cannot run {} of {} on {} ranks",
                 op.kind(),
-                shape.dtype,
+                extents.dtype,
                 self.world_size
             )));
         }
@@ -74,53 +73,7 @@ impl NullCommunicator {
         if self.job.is_finished.load(Ordering::Acquire) {
             return Err(Error::invalid("the job's first communicator has finished; nothing can be started on it"));
         }
-        Ok(())
-    }
-
-    /// Puts this rank's own part where it belongs, in elements of `size` bytes. The arguments have been checked.
-    fn place(&self, op: &Op, counts: Option<&Counts>, size: usize, bytes: &mut [u8], input: Option<&[u8]>) {
-        let (rank, ranks) = (self.rank, self.world_size);
-        let part = |counts: Option<&[usize]>, whole: usize| -> Range<usize> {
-            let elements = match counts {
-                Some(counts) => {
-                    let start: usize = counts.iter().take(rank).sum();
-                    start..start + counts.get(rank).copied().unwrap_or(0)
-                }
-                None => shard_range(whole / size, ranks, rank),
-            };
-            elements.start * size..elements.end * size
-        };
-        let shards = counts.map(Counts::send);
-        match (*op, input) {
-            (Op::AllToAll, _) => {
-                let input_bytes = input.map_or(bytes.len(), <[u8]>::len);
-                let from = part(shards, input_bytes);
-                let into = part(counts.map(Counts::receive), bytes.len());
-                let length = from.len().min(into.len());
-                match input {
-                    Some(input) => copy(&mut bytes[into], &input[from]),
-                    None => bytes.copy_within(from.start..from.start + length, into.start),
-                }
-            }
-            (_, None) | (Op::Barrier | Op::Send { .. } | Op::Recv { .. }, _) => {}
-            (Op::AllReduce(_) | Op::Broadcast { .. }, Some(input)) => copy(bytes, input),
-            (Op::Reduce { root, .. }, Some(input)) => {
-                if root == rank {
-                    copy(bytes, input);
-                }
-            }
-            (Op::Scatter { .. } | Op::ReduceScatter(_), Some(input)) => copy(bytes, &input[part(shards, input.len())]),
-            (Op::Gather { root, .. }, Some(input)) => {
-                if root == rank {
-                    let mine = part(shards, bytes.len());
-                    copy(&mut bytes[mine], input);
-                }
-            }
-            (Op::AllGather, Some(input)) => {
-                let mine = part(shards, bytes.len());
-                copy(&mut bytes[mine], input);
-            }
-        }
+        Ok(extents)
     }
 }
 
@@ -151,17 +104,17 @@ impl Communicator for NullCommunicator {
         let elements = |buffer: &Buffer| Elements { dtype: buffer.dtype(), count: buffer.count() };
         let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
         let admitted = self.admit(&asked, elements(&buffer), input.as_ref().map(elements));
-        let placed = admitted.and_then(|()| match (&mut buffer, &input) {
+        let placed = admitted.and_then(|extents| match (&mut buffer, &input) {
             (Buffer::Host(buffer), None) => {
-                self.place(&op, counts.as_ref(), buffer.dtype().size(), buffer.bytes_mut(), None);
+                extents.copy_own(buffer.bytes_mut(), None);
                 Ok(())
             }
             (Buffer::Host(buffer), Some(Buffer::Host(input))) => {
-                self.place(&op, counts.as_ref(), buffer.dtype().size(), buffer.bytes_mut(), Some(input.bytes()));
+                extents.copy_own(buffer.bytes_mut(), Some(input.bytes()));
                 Ok(())
             }
             // Nothing moves, unless an all-to-all has its own block in different places.
-            (Buffer::Device(_), None) if counts.is_none() || op != Op::AllToAll => Ok(()),
+            (Buffer::Device(_), None) if extents.own_copy.is_none() => Ok(()),
             _ => Err(Error::Unsupported {
                 what: format!(
                     "{} from one place in device memory to another, on a communicator that does nothing",
@@ -177,12 +130,11 @@ impl Communicator for NullCommunicator {
     }
 
     fn run_borrowed(&self, call: BorrowedCall<'_>) -> Result<()> {
-        let BorrowedCall { op, mut buffer, input, counts, algorithm, lane, timeout: _, label: _ } = call;
+        let BorrowedCall { op, mut buffer, input, counts, algorithm, lane, timeout: _, label: _, mode: _ } = call;
         let elements = |view: View<'_>| Elements { dtype: view.dtype(), count: view.count() };
         let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
-        self.admit(&asked, elements(View::from(&buffer)), input.map(elements))?;
-        let size = buffer.dtype().size();
-        self.place(&op, counts.as_ref(), size, buffer.bytes_mut(), input.map(|input| input.bytes()));
+        let extents = self.admit(&asked, elements(View::from(&buffer)), input.map(elements))?;
+        extents.copy_own(buffer.bytes_mut(), input.map(|input| input.bytes()));
         Ok(())
     }
 
@@ -232,12 +184,6 @@ struct Asked<'a> {
     counts: Option<&'a Counts>,
     algorithm: Option<Algorithm>,
     lane: usize,
-}
-
-/// Copies as much as both have.
-fn copy(into: &mut [u8], from: &[u8]) {
-    let length = into.len().min(from.len());
-    crate::copy(&mut into[..length], &from[..length]);
 }
 
 #[cfg(test)]

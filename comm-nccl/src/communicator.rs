@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use comm_core::native::{Asked, Backend as _, Due, Elements, Group, Owner, Shape, Started, negotiate, run_copied};
+use comm_core::native::{Asked, Backend as _, Due, Elements, Extents, Group, Owner, Started, negotiate, run_copied};
 use comm_core::{
     Algorithm, BorrowedCall, Buffer, Call, Communicator, CommunicatorExt, Completed, Control, Deadline, Error, Failed,
     Handle, Mode, Op, Outcome, Result, View,
@@ -80,13 +80,13 @@ impl NcclCommunicator {
     }
 
     /// Checks what was asked for, and numbers nothing yet.
-    fn admit(&self, asked: &Asked<'_>, buffer: Elements, input: Option<Elements>) -> Result<(Shape, Algorithm)> {
+    fn admit(&self, asked: &Asked<'_>, buffer: Elements, input: Option<Elements>) -> Result<(Extents, Algorithm)> {
         let Core { shared, table, .. } = &*self.core;
-        let (_, shape, algorithm) = shared.admit(self.group(), table, asked, buffer, input)?;
-        if asked.op.reduce_op().is_some() && DataType::of(shape.dtype).is_none() {
-            return Err(crate::no_such_type(shape.dtype));
+        let (_, extents, algorithm) = shared.admit(self.group(), table, asked, buffer, input)?;
+        if asked.op.reduce_op().is_some() && DataType::of(extents.dtype).is_none() {
+            return Err(crate::no_such_type(extents.dtype));
         }
-        Ok((shape, algorithm))
+        Ok((extents, algorithm))
     }
 
     /// Runs a call in its turn, on buffers that are owned.
@@ -103,12 +103,12 @@ impl NcclCommunicator {
         });
         match admitted {
             Err(error) => Err(Box::new(Failed { error, buffer: Some(buffer), input })),
-            Ok((shape, algorithm)) => {
+            Ok((extents, algorithm)) => {
                 let mut order = self.group().order();
-                let header = self.group().header(&mut order, &asked, &shape, algorithm);
+                let header = self.group().header(&mut order, &asked, &extents, algorithm);
                 drop(order);
                 let deadline = Deadline::after(timeout.unwrap_or(self.core.options.timeout));
-                Ok(Owned { header, deadline, op, buffer, input, counts, lane, label })
+                Ok(Owned { header, extents, deadline, op, buffer, input, lane, label })
             }
         }
     }
@@ -117,34 +117,25 @@ impl NcclCommunicator {
 /// A call that was admitted, with its number.
 struct Owned {
     header: comm_core::Header,
+    extents: Extents,
     deadline: Deadline,
     op: Op,
     buffer: Buffer,
     input: Option<Buffer>,
-    counts: Option<comm_core::Counts>,
     lane: usize,
     label: Option<Arc<str>>,
 }
 
 impl Owned {
     fn run(self, core: &Arc<Core>, members: &Members, due: Due<'_>) -> Outcome {
-        let Owned { header, deadline, op, mut buffer, mut input, counts, lane, label } = self;
+        let Owned { header, extents, deadline, op, mut buffer, mut input, lane, label } = self;
         let began = Instant::now();
         let Due::Turn(turn) = due else {
             let error =
                 core.fail_without_turn(&due, lane, &core::named(header, &op, label.as_deref(), members), deadline);
             return Err(Failed { error, buffer: Some(buffer), input });
         };
-        let (dtype, count) = (buffer.dtype(), buffer.count());
-        let input_count = input.as_ref().map(Buffer::count);
-        let io = Io {
-            dtype,
-            count,
-            buffer: place(&mut buffer),
-            input_count,
-            input: input.as_mut().map(source),
-            counts: counts.as_ref(),
-        };
+        let io = Io { extents: &extents, buffer: place(&mut buffer), input: input.as_mut().map(source) };
         let outcome = catch_unwind(AssertUnwindSafe(|| core.run(members, lane, &op, header, label, io, deadline)));
         // Whoever sees the end finds the lane free.
         drop(turn);
@@ -255,28 +246,25 @@ impl Communicator for NcclCommunicator {
     }
 
     fn run_borrowed(&self, call: BorrowedCall<'_>) -> Result<()> {
-        let BorrowedCall { op, mut buffer, input, counts, algorithm, lane, timeout, label } = call;
+        let BorrowedCall { op, mut buffer, input, counts, algorithm, lane, timeout, label, mode } = call;
         let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
         let elements = |view: View<'_>| Elements { dtype: view.dtype(), count: view.count() };
         let starting = self.core.starting();
-        let (shape, chosen) = self.admit(&asked, elements(View::from(&buffer)), input.map(elements))?;
+        let (extents, chosen) = self.admit(&asked, elements(View::from(&buffer)), input.map(elements))?;
         let underway = Started::new(&self.members.group);
         let deadline = Deadline::after(timeout.unwrap_or(self.core.options.timeout));
         let Some(turn) = self.core.shared.lanes[lane].try_enter(deadline) else {
             drop(starting);
             // The operations before it on its lane run on another thread, which cannot be lent this memory.
-            let call = BorrowedCall { op, buffer, input, counts, algorithm, lane, timeout, label };
+            let call = BorrowedCall { op, buffer, input, counts, algorithm, lane, timeout, label, mode };
             return run_copied(self, call);
         };
-        let header = self.group().header(&mut self.group().order(), &asked, &shape, chosen);
+        let header = self.group().header(&mut self.group().order(), &asked, &extents, chosen);
         drop(starting);
         let io = Io {
-            dtype: buffer.dtype(),
-            count: buffer.count(),
+            extents: &extents,
             buffer: Place::Host(buffer.bytes_mut()),
-            input_count: input.map(|input| input.count()),
             input: input.map(|input| Source::Host(input.bytes())),
-            counts: counts.as_ref(),
         };
         let outcome = self.core.run(&self.members, lane, &op, header, label, io, deadline);
         drop(turn);

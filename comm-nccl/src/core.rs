@@ -1,14 +1,13 @@
 //! What all communicators of a job share on one rank, and how an operation runs.
 
-use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use comm_core::header::{CHECK, CHECK_RECEIVE};
-use comm_core::native::{Backend, Group, Shared, name, pair};
+use comm_core::native::{Backend, Elements, Extents, Group, Shared, check, name, pair};
 use comm_core::table::Table;
-use comm_core::{Control, Counts, DType, Deadline, Error, Header, Op, ReduceOp, Result};
+use comm_core::{Control, DType, Deadline, Error, Header, Op, ReduceOp, Result};
 
 use crate::NcclOptions;
 use crate::plan::{Places, Plan};
@@ -114,13 +113,9 @@ pub(crate) enum Source<'a> {
 
 /// The data of an operation.
 pub(crate) struct Io<'a> {
-    pub(crate) dtype: DType,
-    /// Elements of the buffer.
-    pub(crate) count: usize,
+    pub(crate) extents: &'a Extents,
     pub(crate) buffer: Place<'a>,
-    pub(crate) input_count: Option<usize>,
     pub(crate) input: Option<Source<'a>>,
-    pub(crate) counts: Option<&'a Counts>,
 }
 
 /// A failed operation.
@@ -289,11 +284,8 @@ impl Core {
     ) -> Result<()> {
         let LaneState { stream, event, staging, buffer: room, input: input_room, scratch } = state;
         let (device, comm) = (&self.device, &members.comms[lane]);
-        let Io { dtype, count, buffer, input_count, input, counts } = io;
-        let (rank, ranks) = (members.group.rank, members.group.world_size());
-        let plan = Plan { op, rank, ranks, dtype, count, input: input_count, counts };
-        let size = dtype.size();
-        let bytes = |elements: &Range<usize>| elements.start * size..elements.end * size;
+        let Io { extents, buffer, input } = io;
+        let plan = Plan { op, rank: members.group.rank, extents, has_input: input.is_some() };
         let quiet = || self.quiet(lane);
         let passed = &mut |event: &Event| self.wait(comm, deadline, || event.has_passed());
 
@@ -301,7 +293,7 @@ impl Core {
             Place::Device(pointer) => *pointer,
             Place::Host(host) => {
                 let pointer = room.of(device, host.len(), quiet)?;
-                let read = bytes(&plan.reads());
+                let read = if plan.has_input { 0..0 } else { extents.bytes(extents.reads.clone()) };
                 staging.upload(pointer.at(read.start), &host[read], stream, passed)?;
                 pointer
             }
@@ -319,15 +311,15 @@ impl Core {
             Places { buffer: at_buffer, input: at_input, scratch: scratch.of(device, plan.scratch_bytes(), quiet)? };
 
         device.make_current()?;
-        for copy in plan.copies(at).into_iter().chain(plan.own_block(at)) {
+        for copy in plan.copies(at) {
             device.copy(copy.from, copy.to, copy.bytes, stream)?;
         }
-        let reduction = op.reduce_op().map(|op| Reduction { op, dtype });
+        let reduction = op.reduce_op().map(|op| Reduction { op, dtype: extents.dtype });
         comm.group(stream, reduction, |calls, op| plan.call(at, calls, op)).map_err(|error| self.or_failure(error))?;
         self.wait(comm, deadline, || comm.progress().map_err(|error| self.or_failure(error)))?;
         if let Place::Host(host) = buffer {
-            for written in plan.writes() {
-                let written = bytes(&written);
+            for written in extents.writes.clone() {
+                let written = extents.bytes(written);
                 staging.download(at.buffer.at(written.start), &mut host[written], stream, passed)?;
             }
         }
@@ -472,8 +464,9 @@ impl Members {
         for (lane, queue) in core.shared.lanes.iter().enumerate() {
             let mut state = queue.scratch();
             let mut run = |op: Op, values: &mut [u8]| {
-                let buffer = Place::Host(values);
-                let io = Io { dtype: DType::U8, count: ranks, buffer, input_count: None, input: None, counts: None };
+                let elements = Elements { dtype: DType::U8, count: values.len() };
+                let extents = check(&op, self.group.rank, ranks, elements, None, None)?;
+                let io = Io { extents: &extents, buffer: Place::Host(values), input: None };
                 core.perform(self, lane, &op, io, &mut state, deadline)
             };
             run(Op::AllReduce(ReduceOp::Sum), &mut vec![0; ranks])?;

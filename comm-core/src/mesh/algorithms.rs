@@ -6,7 +6,7 @@ use std::ops::Range;
 use crate::copy::copy;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
-use crate::op::{Algorithm, Counts, Op, shard_range};
+use crate::op::{Algorithm, Extents, Op, Shards};
 use crate::reduce::{finish_mean, reduce_in_rank_order, scale};
 use crate::table::{supports, tree_children, tree_parent};
 
@@ -19,7 +19,7 @@ pub(super) struct Data<'a> {
     pub(super) bytes: &'a mut [u8],
     /// What goes in, out of place.
     pub(super) input: Option<&'a [u8]>,
-    pub(super) counts: Option<&'a Counts>,
+    pub(super) extents: &'a Extents,
     pub(super) scratch: &'a mut Scratch,
     /// Most bytes of a message in a ring.
     pub(super) piece: usize,
@@ -37,16 +37,14 @@ pub(super) fn run(op: &Op, rounds: &mut Rounds<'_>, data: Data<'_>) -> Result<()
             rounds.ranks()
         )));
     }
-    let Data { bytes, input, counts, scratch, piece } = data;
-    let offsets = counts.map(|counts| offsets(counts.send()));
-    let layout = Layout {
-        dtype: header.dtype,
-        count: header.count as usize,
-        ranks: rounds.ranks(),
-        offsets: offsets.as_deref(),
-        piece: piece.max(1),
-    };
+    let Data { bytes, input, extents, scratch, piece } = data;
+    let layout = Layout { dtype: header.dtype, ranks: rounds.ranks(), shards: &extents.shards, piece: piece.max(1) };
     let rank = rounds.rank;
+    if let Some(input) = input
+        && op.reduce_op().is_none()
+    {
+        extents.copy_own(bytes, Some(input));
+    }
     match *op {
         Op::AllReduce(reduce) => {
             if let Some(input) = input {
@@ -78,15 +76,10 @@ pub(super) fn run(op: &Op, rounds: &mut Rounds<'_>, data: Data<'_>) -> Result<()
                 Ok(())
             }
         },
-        Op::AllGather => {
-            if let Some(input) = input {
-                copy(&mut bytes[layout.shard(rank)], input);
-            }
-            match algorithm {
-                Algorithm::Direct => direct_all_gather(rounds, layout, 0, bytes),
-                _ => ring(rounds, layout, None, Phases::Gather, 0, bytes),
-            }
-        }
+        Op::AllGather => match algorithm {
+            Algorithm::Direct => direct_all_gather(rounds, layout, 0, bytes),
+            _ => ring(rounds, layout, None, Phases::Gather, 0, bytes),
+        },
         Op::Reduce { root, op } if rank == root => {
             if let Some(input) = input {
                 if algorithm == Algorithm::Sharded && !is_weighted(op) {
@@ -125,34 +118,20 @@ pub(super) fn run(op: &Op, rounds: &mut Rounds<'_>, data: Data<'_>) -> Result<()
             reduce_scatter(rounds, layout, algorithm, op, work, inbox)?;
             rounds.exchange(layout.last_step(), &[Send { to: root, bytes: &work[layout.shard(rank)] }], &mut [])
         }
-        Op::Broadcast { root } => {
-            if let Some(input) = input {
-                copy(bytes, input);
-            }
-            match algorithm {
-                Algorithm::Tree => tree_broadcast(rounds, root, bytes),
-                _ => scatter_all_gather(rounds, layout, root, bytes),
-            }
-        }
+        Op::Broadcast { root } => match algorithm {
+            Algorithm::Tree => tree_broadcast(rounds, root, bytes),
+            _ => scatter_all_gather(rounds, layout, root, bytes),
+        },
         Op::Scatter { root, .. } if rank == root => {
             let whole = input.unwrap_or(bytes);
             let sends: Vec<Send<'_>> =
                 layout.others(rank).map(|to| Send { to, bytes: &whole[layout.shard(to)] }).collect();
-            rounds.exchange(0, &sends, &mut [])?;
-            if let Some(input) = input {
-                copy(bytes, &input[layout.shard(rank)]);
-            }
-            Ok(())
+            rounds.exchange(0, &sends, &mut [])
         }
         Op::Scatter { root, .. } => rounds.exchange(0, &[], &mut [Receive { from: root, into: bytes, reduce: None }]),
-        Op::Gather { root, .. } if rank == root => {
-            if let Some(input) = input {
-                copy(&mut bytes[layout.shard(rank)], input);
-            }
-            gather_in(rounds, layout, 0, root, bytes)
-        }
+        Op::Gather { root, .. } if rank == root => gather_in(rounds, layout, 0, root, bytes),
         Op::Gather { root, .. } => rounds.exchange(0, &[Send { to: root, bytes: input.unwrap_or(bytes) }], &mut []),
-        Op::AllToAll => all_to_all(rounds, layout, counts, input, bytes, scratch.inbox()),
+        Op::AllToAll => all_to_all(rounds, layout, extents, input, bytes, scratch.inbox()),
         Op::Barrier => barrier(rounds),
         Op::Send { to } => rounds.exchange(0, &[Send { to, bytes: input.unwrap_or(bytes) }], &mut []),
         Op::Recv { from } => rounds.exchange(0, &[], &mut [Receive { from, into: bytes, reduce: None }]),
@@ -163,10 +142,8 @@ pub(super) fn run(op: &Op, rounds: &mut Rounds<'_>, data: Data<'_>) -> Result<()
 #[derive(Clone, Copy)]
 struct Layout<'a> {
     dtype: DType,
-    count: usize,
     ranks: usize,
-    /// Where each shard begins, in elements, and where the last one ends; `None` for even shards.
-    offsets: Option<&'a [usize]>,
+    shards: &'a Shards,
     /// Most bytes of a message in a ring.
     piece: usize,
 }
@@ -174,11 +151,7 @@ struct Layout<'a> {
 impl Layout<'_> {
     /// Bytes of shard `index` (modulo the number of ranks).
     fn shard(self, index: usize) -> Range<usize> {
-        let (index, size) = (index % self.ranks, self.dtype.size());
-        let range = match self.offsets {
-            Some(offsets) => offsets[index]..offsets[index + 1],
-            None => shard_range(self.count, self.ranks, index),
-        };
+        let (range, size) = (self.shards.range(index % self.ranks), self.dtype.size());
         range.start * size..range.end * size
     }
 
@@ -192,10 +165,7 @@ impl Layout<'_> {
 
     /// Pieces of the longest shard, at least one.
     fn pieces(self) -> usize {
-        let longest = match self.offsets {
-            Some(_) => (0..self.ranks).map(|index| self.shard(index).len()).max().unwrap_or(0),
-            None => self.shard(0).len(),
-        };
+        let longest = self.shards.longest() * self.dtype.size();
         longest.div_ceil(self.piece_bytes()).max(1)
     }
 
@@ -213,17 +183,6 @@ impl Layout<'_> {
     fn others(self, rank: usize) -> impl Iterator<Item = usize> {
         (0..self.ranks).filter(move |other| *other != rank)
     }
-}
-
-/// Where shards of these lengths begin, and where the last one ends.
-fn offsets(counts: &[usize]) -> Vec<usize> {
-    let mut next = 0;
-    let mut offsets = vec![0];
-    offsets.extend(counts.iter().map(|count| {
-        next += count;
-        next
-    }));
-    offsets
 }
 
 /// Whether this rank's contribution has to be multiplied before it is sent.
@@ -516,30 +475,22 @@ fn scatter_all_gather(rounds: &mut Rounds<'_>, layout: Layout<'_>, root: usize, 
 fn all_to_all(
     rounds: &mut Rounds<'_>,
     layout: Layout<'_>,
-    counts: Option<&Counts>,
+    extents: &Extents,
     input: Option<&[u8]>,
     bytes: &mut [u8],
     scratch: &mut Room,
 ) -> Result<()> {
-    let (rank, size) = (rounds.rank, layout.dtype.size());
+    let rank = rounds.rank;
     let out = match input {
         Some(input) => input,
         // Blocks that come would overwrite blocks that have not gone yet.
-        None => scratch.copy_of(bytes),
+        None => {
+            let out = scratch.copy_of(bytes);
+            extents.copy_own(bytes, Some(out));
+            out
+        }
     };
-    let received = counts.map(|counts| offsets(counts.receive()));
-    let slot = |index: usize| match &received {
-        Some(offsets) => offsets[index] * size..offsets[index + 1] * size,
-        None => layout.shard(index),
-    };
-    let own = &out[layout.shard(rank)];
-    let place = bytes.get_mut(slot(rank)).filter(|place| place.len() == own.len()).ok_or_else(|| {
-        Error::invalid(format!(
-            "all-to-all on rank {rank}: it sends itself {} elements and expects another number",
-            own.len() / size
-        ))
-    })?;
-    copy(place, own);
+    let slot = |index: usize| extents.bytes(extents.received.range(index));
     let sends: Vec<Send<'_>> = layout.others(rank).map(|to| Send { to, bytes: &out[layout.shard(to)] }).collect();
     let (before, rest) = bytes.split_at_mut(slot(rank).start);
     let after = &mut rest[slot(rank).len()..];

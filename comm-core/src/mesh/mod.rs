@@ -15,8 +15,10 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::handle::{Completed, Failed, Handle, Outcome};
 use crate::header::{CHECK, CHECK_RECEIVE, Header};
-use crate::native::{Asked, Backend, Due, Elements, Group, Lane, Owner, Shape, Shared, Started, name, negotiate, pair};
-use crate::op::{Algorithm, BorrowedCall, Call, Counts, Mode, Op};
+use crate::native::{
+    Asked, Backend, Due, Elements, Extents, Group, Lane, Owner, Shared, Started, name, negotiate, pair,
+};
+use crate::op::{Algorithm, BorrowedCall, Call, Mode, Op};
 use crate::table::Table;
 use crate::transport::Transport;
 
@@ -188,7 +190,7 @@ impl<T: Transport> Communicator for Mesh<T> {
         let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
         let admitted =
             self.may_block(mode).and_then(|()| self.admit(&asked, buffer.view(), input.as_ref().map(HostBuffer::view)));
-        let (lane_queue, shape, chosen) = match admitted {
+        let (lane_queue, extents, chosen) = match admitted {
             Ok(admitted) => admitted,
             Err(error) => return refused(error, Buffer::Host(buffer), input.map(Buffer::Host)),
         };
@@ -197,14 +199,14 @@ impl<T: Transport> Communicator for Mesh<T> {
         let deadline = Deadline::after(timeout.unwrap_or(self.core.options.timeout));
         // The number and the place on the lane are taken together, so that both follow the order of the callers.
         let mut order = self.group.order();
-        let header = self.group.header(&mut order, &asked, &shape, chosen);
+        let header = self.group.header(&mut order, &asked, &extents, chosen);
         let (core, group) = (self.core.clone(), self.group.clone());
         let run = move |due: Due<'_>| -> Outcome {
             let began = Instant::now();
             let outcome = match due {
                 Due::Turn(turn) => {
                     let (buffer, input) = (buffer.view_mut(), input.as_ref().map(HostBuffer::view));
-                    let io = Io { buffer, input, counts: counts.as_ref() };
+                    let io = Io { buffer, input, extents: &extents };
                     let outcome = core.run(&group, lane, &op, header, label, io, deadline);
                     // Whoever sees the end finds the lane free.
                     drop(turn);
@@ -241,23 +243,23 @@ impl<T: Transport> Communicator for Mesh<T> {
     }
 
     fn run_borrowed(&self, call: BorrowedCall<'_>) -> Result<()> {
-        let BorrowedCall { op, buffer, input, counts, algorithm, lane, timeout, label } = call;
+        let BorrowedCall { op, buffer, input, counts, algorithm, lane, timeout, label, mode } = call;
         let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
         let lent = View::from(&buffer);
         self.may_block(Mode::Blocking)?;
-        let (lane_queue, shape, chosen) = self.admit(&asked, lent, input)?;
+        let (lane_queue, extents, chosen) = self.admit(&asked, lent, input)?;
         let started = Started::new(&self.group);
         let deadline = Deadline::after(timeout.unwrap_or(self.core.options.timeout));
         let mut order = self.group.order();
         let Some(turn) = lane_queue.try_enter(deadline) else {
             // The operations before it on its lane run on another thread, which cannot be lent this memory.
             drop(order);
-            let call = BorrowedCall { op, buffer, input, counts, algorithm, lane, timeout, label };
+            let call = BorrowedCall { op, buffer, input, counts, algorithm, lane, timeout, label, mode };
             return crate::communicator::run_copied(self, call);
         };
-        let header = self.group.header(&mut order, &asked, &shape, chosen);
+        let header = self.group.header(&mut order, &asked, &extents, chosen);
         drop(order);
-        let io = Io { buffer, input, counts: counts.as_ref() };
+        let io = Io { buffer, input, extents: &extents };
         let outcome = self.core.run(&self.group, lane, &op, header, label, io, deadline);
         drop(turn);
         drop(started);
@@ -288,7 +290,7 @@ impl<T: Transport> Communicator for Mesh<T> {
 struct Io<'a> {
     buffer: ViewMut<'a>,
     input: Option<View<'a>>,
-    counts: Option<&'a Counts>,
+    extents: &'a Extents,
 }
 
 /// A header that stands for the operation as such, not for one of its messages.
@@ -309,7 +311,7 @@ impl<T: Transport> Mesh<T> {
         asked: &Asked<'_>,
         buffer: View<'_>,
         input: Option<View<'_>>,
-    ) -> Result<(&Lane<Scratch>, Shape, Algorithm)> {
+    ) -> Result<(&Lane<Scratch>, Extents, Algorithm)> {
         let Core { shared, options, .. } = &*self.core;
         let elements = |view: View<'_>| Elements { dtype: view.dtype(), count: view.count() };
         shared.admit(&self.group, &options.table, asked, elements(buffer), input.map(elements))
@@ -346,7 +348,7 @@ impl<T: Transport> Core<T> {
         }
         let call = call_of(header, op);
         if self.options.check_finite
-            && let Some(found) = finite::find(op, group.rank, group.members.len(), &io)
+            && let Some(found) = finite::find(io.extents, io.input.unwrap_or(View::from(&io.buffer)))
         {
             let error = Error::NotFinite {
                 rank: shared.job_rank(),
@@ -358,13 +360,13 @@ impl<T: Transport> Core<T> {
             return Err(self.fail(error, ""));
         }
         let note = shared.watch.note(lane, call, op, label.clone(), group, deadline);
-        let Io { mut buffer, input, counts } = io;
+        let Io { mut buffer, input, extents } = io;
         let mut rounds = Rounds::new(&self.transport, &group.members, group.rank, lane, header, deadline);
         let mut scratch = shared.lanes[lane].scratch();
         let data = Data {
             bytes: buffer.bytes_mut(),
             input: input.map(|input| input.bytes()),
-            counts,
+            extents,
             scratch: &mut scratch,
             piece: self.options.table.piece,
         };

@@ -11,7 +11,7 @@ use crate::control::{Activity, Control};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::handle::Failed;
-use crate::op::{Algorithm, Call, Elements, Op, Shape, check};
+use crate::op::{Algorithm, Call, Elements, Extents, Op, check};
 use crate::table::{Table, supports};
 
 /// What the communicators of a job share on one rank, whatever they run on. `S` is what an operation may use of its lane.
@@ -68,7 +68,7 @@ impl<S> Shared<S> {
         Ok(())
     }
 
-    /// Checks what was asked for of a communicator whose ranks are `group`: the lane that it runs on, its shape, and its algorithm, which
+    /// Checks what was asked for of a communicator whose ranks are `group`: the lane that it runs on, its extents, and its algorithm, which
     /// `table` chooses where the caller has not.
     ///
     /// # Errors
@@ -80,16 +80,16 @@ impl<S> Shared<S> {
         asked: &Asked<'_>,
         buffer: Elements,
         input: Option<Elements>,
-    ) -> Result<(&Lane<S>, Shape, Algorithm)> {
+    ) -> Result<(&Lane<S>, Extents, Algorithm)> {
         let ranks = group.world_size();
-        let shape = check(asked.op, group.rank, ranks, buffer, input, asked.counts)?;
+        let extents = check(asked.op, group.rank, ranks, buffer, input, asked.counts)?;
         let Some(lane) = self.lanes.get(asked.lane) else {
             let lanes = self.lanes.len();
             return Err(Error::invalid(format!("lane {} of a communicator that has {lanes} lanes", asked.lane)));
         };
-        let (kind, dtype) = (header_kind(asked.op), shape.dtype);
+        let (kind, dtype) = (header_kind(asked.op), extents.dtype);
         let algorithm = match asked.algorithm {
-            None => table.choose(kind, dtype, shape.count, ranks),
+            None => table.choose(kind, dtype, extents.count, ranks),
             Some(algorithm) if supports(algorithm, kind, dtype, ranks) => algorithm,
             Some(algorithm) => {
                 let what = format!("the algorithm {algorithm} cannot run {kind} of {dtype} on {ranks} ranks");
@@ -101,7 +101,7 @@ impl<S> Shared<S> {
         if let Some(error) = self.control.settled_failure() {
             return Err(error);
         }
-        Ok((lane, shape, algorithm))
+        Ok((lane, extents, algorithm))
     }
 
     /// That a deadline has passed, of an operation to be named by [`Backend::fail`].

@@ -11,7 +11,7 @@ use crate::control::Control;
 use crate::dtype::ReduceOp;
 use crate::error::{Error, Result};
 use crate::header::Header;
-use crate::op::{Algorithm, Counts, Op, OpKind, Shape};
+use crate::op::{Algorithm, Counts, Extents, Op, OpKind};
 
 /// One communicator.
 #[derive(Debug)]
@@ -96,7 +96,7 @@ impl Group {
     }
 
     /// Numbers an operation whose arguments have been checked, and describes it.
-    pub fn header(&self, order: &mut Order, asked: &Asked<'_>, shape: &Shape, algorithm: Algorithm) -> Header {
+    pub fn header(&self, order: &mut Order, asked: &Asked<'_>, extents: &Extents, algorithm: Algorithm) -> Header {
         let counter = match *asked.op {
             Op::Send { to } => &mut order.sends[to],
             Op::Recv { from } => &mut order.receives[from],
@@ -108,11 +108,11 @@ impl Group {
             communicator: self.id,
             sequence,
             kind: header_kind(asked.op),
-            dtype: shape.dtype,
+            dtype: extents.dtype,
             reduce: asked.op.reduce_op().map(ReduceOp::shared),
             algorithm,
             root: asked.op.root().unwrap_or(0) as u32,
-            count: shape.count as u64,
+            count: extents.count as u64,
             division: asked.counts.map_or(0, Counts::fingerprint),
             step: 0,
             payload_len: 0,

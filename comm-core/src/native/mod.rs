@@ -10,7 +10,7 @@ mod underway;
 mod watch;
 
 pub use crate::communicator::run_copied;
-pub use crate::op::{Elements, Shape, check};
+pub use crate::op::{Elements, Extents, OwnCopy, Shards, check};
 pub use backend::{Backend, Owner, Shared};
 pub(crate) use group::header_kind;
 pub use group::{Asked, Group, Order, negotiate, verdict};
