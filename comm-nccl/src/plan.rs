@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use comm_core::Op;
-use comm_core::native::{Extents, OwnCopy};
+use comm_core::engine::{Extents, OwnCopy};
 
 use crate::sys::{Calls, DataType, DevicePointer, RedOp};
 
