@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::communicator::Communicator as _;
 use crate::control::Control;
 use crate::deadline::Deadline;
-use crate::engine::{Comm, Data, Engine, Group, Operation, Place, Settings, Shared, Source};
+use crate::engine::{Comm, Data, Engine, Group, Operation, Settings, Shared};
 use crate::error::{Error, Result};
 use crate::op::{Extents, Op};
 use crate::table::Table;

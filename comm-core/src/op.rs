@@ -9,7 +9,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::buffer::{Buffer, View, ViewMut};
 use crate::dtype::ReduceOp;
-use crate::error::{Error, Result};
 
 mod extents;
 
@@ -206,7 +205,8 @@ impl fmt::Display for OpKind {
 
 /// How a collective is cut into messages.
 ///
-/// Names as in Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
+/// Names as in Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005). The numbers are
+/// codes in headers; the rest of what there is to know of each is its entry in `mesh/algorithms`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
@@ -228,54 +228,6 @@ pub enum Algorithm {
     HalvingDoubling = 6,
     /// The root sends each rank its shard, then the shards are gathered around a ring.
     ScatterAllGather = 7,
-}
-
-impl Algorithm {
-    /// Every algorithm.
-    pub const ALL: [Algorithm; 7] = [
-        Algorithm::Direct,
-        Algorithm::Ring,
-        Algorithm::Tree,
-        Algorithm::Sharded,
-        Algorithm::RecursiveDoubling,
-        Algorithm::HalvingDoubling,
-        Algorithm::ScatterAllGather,
-    ];
-
-    /// The algorithm with this code in a header.
-    pub fn from_code(code: u8) -> Option<Algorithm> {
-        Algorithm::ALL.into_iter().find(|algorithm| *algorithm as u8 == code)
-    }
-
-    /// Its name.
-    pub fn name(self) -> &'static str {
-        match self {
-            Algorithm::Direct => "direct",
-            Algorithm::Ring => "ring",
-            Algorithm::Tree => "tree",
-            Algorithm::Sharded => "sharded",
-            Algorithm::RecursiveDoubling => "recursive-doubling",
-            Algorithm::HalvingDoubling => "halving-doubling",
-            Algorithm::ScatterAllGather => "scatter-all-gather",
-        }
-    }
-}
-
-impl fmt::Display for Algorithm {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl std::str::FromStr for Algorithm {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self> {
-        Algorithm::ALL.into_iter().find(|algorithm| algorithm.name() == name).ok_or_else(|| {
-            let names = Algorithm::ALL.map(Algorithm::name).join(", ");
-            Error::invalid(format!("'{name}' is no algorithm; choose one of {names}"))
-        })
-    }
 }
 
 /// Lengths of shards, in elements by rank, for a call that does not divide its whole evenly: `MPI_Scatterv`, `MPI_Gatherv`,

@@ -35,7 +35,7 @@ impl<E: Engine> Comm<E> {
     /// The first communicator of a job, over all ranks of the engine's control plane.
     pub fn first(engine: Arc<E>, part: E::Part) -> Self {
         follow(&engine);
-        Self::over(engine, part)
+        Self::with_part(engine, part)
     }
 
     /// The same where `part` has to be made by all ranks together: the job's failure reaches the engine meanwhile.
@@ -45,10 +45,10 @@ impl<E: Engine> Comm<E> {
     pub fn first_with(engine: Arc<E>, part: impl FnOnce(&Arc<E>) -> Result<E::Part>) -> Result<Self> {
         follow(&engine);
         let part = part(&engine)?;
-        Ok(Self::over(engine, part))
+        Ok(Self::with_part(engine, part))
     }
 
-    fn over(engine: Arc<E>, part: E::Part) -> Self {
+    fn with_part(engine: Arc<E>, part: E::Part) -> Self {
         let group = Group::first(&*engine.shared().control);
         Comm { owner: Arc::new(Owner(engine.clone())), engine, group: Arc::new(group), part: Arc::new(part) }
     }

@@ -1,6 +1,6 @@
 //! A [`Communicator`] over any [`Transport`].
 
-mod algorithms;
+pub(crate) mod algorithms;
 mod finite;
 mod round;
 mod scratch;
