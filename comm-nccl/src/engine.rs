@@ -16,7 +16,7 @@ use comm_core::{
 
 use crate::NcclOptions;
 use crate::connect;
-use crate::plan::{Places, Plan};
+use crate::plan::{Places, Plan, is_known};
 use crate::sys::{
     CudaBuffer, DataType, Device, DevicePointer, Event, GRACE, Library, Memory, RawComm, Reduction, Staging, Stream,
     UNIQUE_ID_BYTES,
@@ -118,6 +118,9 @@ impl Engine for NcclEngine {
     }
 
     fn accept(&self, op: &Op, extents: &Extents, data: &mut Data<'_>) -> Result<()> {
+        if !is_known(op) {
+            return Err(crate::unsupported(format!("it has no {}", op.kind())));
+        }
         if op.reduce_op().is_some() && DataType::of(extents.dtype).is_none() {
             return Err(crate::no_such_type(extents.dtype));
         }

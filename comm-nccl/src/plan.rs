@@ -15,6 +15,24 @@ pub(crate) struct Plan<'a> {
     pub(crate) has_input: bool,
 }
 
+/// Whether there is a plan for an operation: there may be more of them one day.
+pub(crate) fn is_known(op: &Op) -> bool {
+    matches!(
+        op,
+        Op::AllReduce(_)
+            | Op::Reduce { .. }
+            | Op::Broadcast { .. }
+            | Op::Scatter { .. }
+            | Op::Gather { .. }
+            | Op::AllGather
+            | Op::ReduceScatter(_)
+            | Op::AllToAll
+            | Op::Barrier
+            | Op::Send { .. }
+            | Op::Recv { .. }
+    )
+}
+
 /// Where an operation's data are on the device.
 #[derive(Clone, Copy)]
 pub(crate) struct Places {
@@ -85,14 +103,10 @@ impl Plan<'_> {
         if self.is_all_to_all_in_place() {
             copies.push(Copy { from: at.buffer, to: at.scratch, bytes: self.whole() * size });
         }
-        let made_of_messages = match *self.op {
-            Op::Scatter { .. } | Op::Gather { .. } | Op::AllToAll => true,
-            // NCCL's own operations copy a rank's own part themselves.
-            Op::AllReduce(_) | Op::Reduce { .. } | Op::Broadcast { .. } | Op::AllGather | Op::ReduceScatter(_) => false,
-            Op::Barrier | Op::Send { .. } | Op::Recv { .. } => false,
-        };
+        // NCCL's own operations copy a rank's own part themselves.
+        let is_made_of_messages = matches!(*self.op, Op::Scatter { .. } | Op::Gather { .. } | Op::AllToAll);
         if let Some(OwnCopy { from, to }) = &self.extents.own_copy
-            && made_of_messages
+            && is_made_of_messages
         {
             let source = at.input.unwrap_or(at.scratch);
             copies.push(Copy {
@@ -146,6 +160,8 @@ impl Plan<'_> {
             Op::Barrier => calls.all_reduce(at.scratch, at.scratch, 1, DataType(2), op),
             Op::Send { to } => calls.send(source, bytes, MOVED, to),
             Op::Recv { from } => calls.recv(at.buffer, bytes, MOVED, from),
+            // None of these is let in.
+            _ => {}
         }
     }
 

@@ -163,7 +163,8 @@ fn compare(ops: &[(usize, Op)], model: &Model, counts: impl Fn(usize) -> Option<
         assert_eq!(copied.collect::<Vec<_>>(), own, "{what}: own copy");
 
         // Lengths that are one off are refused, unless the whole is what the caller says it is.
-        for input in input.map_or(vec![None], |input| vec![Some(input + 1), Some(input), input.checked_sub(1)]) {
+        let one_off = |input: usize| [input + 1, input, input.saturating_sub(1)].map(Some).to_vec();
+        for input in input.map_or(vec![None], one_off) {
             for buffer in [buffer + 1, buffer] {
                 let is_right = (input, buffer) == model.lengths[rank];
                 if let Ok(extents) = check(input, buffer) {
