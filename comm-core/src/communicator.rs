@@ -31,8 +31,9 @@ pub trait Communicator: Send + Sync {
     /// The communicator's id, equal on its ranks, different from every other communicator's of the job.
     fn id(&self) -> u64;
 
-    /// Starts an operation. Its deadline bounds the wait for its turn on its lane too. The buffer is owned until [`Handle::wait`] gives it back. Bad arguments, like every failure, come
-    /// out of the handle, with the buffer.
+    /// Starts an operation. Its deadline bounds the wait for its turn on its lane too. The buffer is owned until [`Handle::wait`] gives it
+    /// back. Bad arguments, like every failure, come out of the handle, with the buffer. For vectors the asynchronous forms of
+    /// [`CommunicatorExt`] are simpler: they give a typed [`Pending`].
     ///
     /// ```
     /// use comm_core::{Buffer, Call, Communicator, Op, ReduceOp, local};

@@ -259,8 +259,8 @@ mod tests {
             }
         }
         let hash: String = hash.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect();
-        assert_eq!((lines, hash.as_str()), (0, ""));
-        assert_eq!(Table::fixed().fingerprint(), "");
+        assert_eq!((lines, hash.as_str()), (185_512, "c194327fe4420720"));
+        assert_eq!(Table::fixed().fingerprint(), "2705ffec312bcf8b");
     }
 
     /// An operation of a kind, with the first and the last rank as its root.

@@ -3,6 +3,7 @@
 use std::fs;
 use std::sync::Arc;
 
+use comm_core::control::ControlExt;
 use comm_core::engine::{Comm, Engine as _};
 use comm_core::{Control, Deadline, Error, Result};
 use serde::{Deserialize, Serialize};
@@ -37,12 +38,11 @@ pub(crate) fn connect(
     let (rank, ranks) = (control.rank(), control.world_size());
     // A rank that has nothing to offer says so, or the others would wait for it.
     let found = find(options);
-    let offer = found.as_ref().map_err(Error::to_string).and_then(|(library, _)| {
-        let names = if rank == 0 { names(library.table(), options.lanes) } else { Ok(Vec::new()) };
-        let names = names.map_err(|error| error.to_string())?;
+    let offer = found.as_ref().map_err(Clone::clone).and_then(|(library, _)| {
+        let names = if rank == 0 { names(library.table(), options.lanes)? } else { Vec::new() };
         Ok(Offer { machine: machine(), version: library.version(), lanes: options.lanes, names })
     });
-    let offers: Vec<Offer> = exchange(&*control, "nccl", offer, deadline)?;
+    let offers = control.gather_all("nccl", "NCCL", offer, deadline)?;
     let (library, driver) = found?;
     let Some(first) = offers.first() else { return Err(Error::Internal("a job without ranks".into())) };
     for (other, offer) in offers.iter().enumerate() {
@@ -61,9 +61,8 @@ pub(crate) fn connect(
     // With all that a rank needs of its own, so that what is missing is known before NCCL waits for it.
     let engine =
         open(driver, options, before).and_then(|device| NcclEngine::new(device, library, control.clone(), options));
-    let uuid =
-        engine.as_ref().map_err(Error::to_string).and_then(|engine| engine.device.uuid().map_err(|e| e.to_string()));
-    let devices: Vec<String> = exchange(&*control, "nccl device", uuid, deadline)?;
+    let uuid = engine.as_ref().map_err(Clone::clone).and_then(|engine| engine.device.uuid());
+    let devices = control.gather_all("nccl device", "NCCL", uuid, deadline)?;
     let engine = engine?;
     if !(may_share() || options.may_share()) {
         refuse_shared(&devices)?;
@@ -111,35 +110,6 @@ fn refuse_shared(devices: &[String]) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// Gathers what every rank has. If any has none, all ranks fail with the first one's reason.
-fn exchange<T: Serialize + for<'de> Deserialize<'de>>(
-    control: &dyn Control,
-    label: &str,
-    mine: Result<T, String>,
-    deadline: Deadline,
-) -> Result<Vec<T>> {
-    let own = mine.as_ref().err().cloned();
-    let blob = serde_json::to_vec(&mine).map_err(|error| Error::Internal(error.to_string()))?;
-    let blobs = control.all_gather(label, &blob, deadline)?;
-    let read = |(rank, blob): (usize, &Vec<u8>)| {
-        let answer: Result<T, String> = serde_json::from_slice(blob).map_err(|error| Error::Protocol {
-            who: format!("rank {}", control.job_rank(rank)),
-            what: format!("what it has of NCCL: {error}"),
-        })?;
-        // This rank's own reason comes first on it.
-        answer.map_err(|why| match &own {
-            Some(own) => Error::Unsupported { what: "NCCL".into(), why: strip(own) },
-            None => unsupported(format!("rank {}: {}", control.job_rank(rank), strip(&why))),
-        })
-    };
-    blobs.iter().enumerate().map(read).collect()
-}
-
-/// The reason alone, of an error that says already what is not available.
-fn strip(why: &str) -> String {
-    why.strip_prefix("NCCL is not available: ").unwrap_or(why).to_string()
 }
 
 /// New names, one for each of so many communicators.

@@ -92,12 +92,7 @@ fn own_addresses(job: &Job, deadline: Deadline, watch: &mut Watch<'_>) -> Result
         let operation = || format!("not yet listening at {}: {why}", job.address);
         watch.look(&others, operation);
         if !pause_before_next(&mut pause, deadline) {
-            return Err(Error::Timeout {
-                rank: job.rank,
-                operation: operation(),
-                waited: deadline.waited(),
-                waiting_for: Vec::new(),
-            });
+            return Err(Error::timeout(job.rank, operation(), deadline, []));
         }
     }
 }
@@ -176,12 +171,7 @@ pub(super) fn dial(job: &Job, handshake: Duration, deadline: Deadline, watch: &m
         let operation = || format!("dialling rank 0 at {} (last attempt: {tried})", job.address);
         watch.look(&[0], operation);
         if !pause_before_next(&mut pause, deadline) {
-            return Err(Error::Timeout {
-                rank: job.rank,
-                operation: operation(),
-                waited: deadline.waited(),
-                waiting_for: vec![0],
-            });
+            return Err(Error::timeout(job.rank, operation(), deadline, [0]));
         }
     }
 }

@@ -116,6 +116,13 @@ impl Algorithm {
     pub fn name(self) -> &'static str {
         self.entry().name
     }
+
+    /// How many messages and payload bytes a rank sends in an operation, as formulas in the symbols of [`table`](crate::table); `None` for an
+    /// operation that it never runs.
+    pub fn formulas(self, kind: OpKind) -> Option<(&'static str, &'static str)> {
+        let method = self.entry().methods.iter().find(|method| method.kind == kind)?;
+        Some((method.messages.text, method.payload.text))
+    }
 }
 
 impl fmt::Display for Algorithm {
@@ -240,8 +247,8 @@ mod tests {
         let mut table = String::from("| operation | algorithm | messages | payload bytes |\n|---|---|---|---|\n");
         for kind in OpKind::ALL {
             for algorithm in Algorithm::ALL {
-                for Method { messages, payload, .. } in algorithm.entry().methods.iter().filter(|it| it.kind == kind) {
-                    table += &format!("| {kind} | {algorithm} | {} | {} |\n", messages.text, payload.text);
+                if let Some((messages, payload)) = algorithm.formulas(kind) {
+                    table += &format!("| {kind} | {algorithm} | {messages} | {payload} |\n");
                 }
             }
         }

@@ -58,7 +58,8 @@ fn reduce_scatter(task: Task<'_, '_>) -> Result<()> {
     let (Some(input), Some(op)) = (task.input, task.unscaled()?) else {
         return task.reduce_scatter_by(reduce_in_place);
     };
-    copy(task.bytes, &input[task.own()]);
+    let own = task.own();
+    copy(task.bytes, &input[own]);
     reduce_shard(task.rounds, task.layout, op, input, task.bytes, task.scratch.inbox())
 }
 
