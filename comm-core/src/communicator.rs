@@ -7,7 +7,7 @@ use crate::buffer::{Buffer, HostBuffer, View, ViewMut};
 use crate::dtype::{Element, ReduceOp};
 use crate::error::{Error, Result};
 use crate::handle::{Failed, Handle, Pending};
-use crate::op::{BorrowedCall, Call, Counts, Elements, Mode, Op, check, shard_range};
+use crate::op::{BorrowedCall, Call, Counts, Elements, Op, check, shard_range};
 use crate::preset::Preset;
 
 /// A group of ranks that run collectives together.
@@ -405,18 +405,9 @@ impl<C: Communicator + ?Sized> CommunicatorExt for C {}
 /// # Errors
 /// Those of the call.
 pub fn run_copied<C: Communicator + ?Sized>(communicator: &C, call: BorrowedCall<'_>) -> Result<()> {
-    let BorrowedCall { op, mut buffer, input, counts, algorithm, lane, timeout, label } = call;
-    let owned = Call {
-        op,
-        buffer: Buffer::Host(HostBuffer::copy_of(View::from(&buffer))),
-        input: input.map(|input| Buffer::Host(HostBuffer::copy_of(input))),
-        counts,
-        algorithm,
-        lane,
-        timeout,
-        label,
-        mode: Mode::Blocking,
-    };
+    let input = call.input.map(|input| Buffer::Host(HostBuffer::copy_of(input)));
+    let copy = Buffer::Host(HostBuffer::copy_of(View::from(&call.buffer)));
+    let (owned, mut buffer, _) = call.replace_data(copy, input);
     match communicator.start(owned).wait().map_err(Failed::into_error)?.buffer {
         Buffer::Host(result) if result.bytes().len() == buffer.bytes().len() => {
             buffer.bytes_mut().copy_from_slice(result.bytes());

@@ -9,7 +9,8 @@
 //!   [`Subgroup`](control::Subgroup) is one over some of the ranks, for a transport of their own.
 //! - [`launch`] starts one process a rank on this machine; [`printer`] is output that never holds up a rank.
 //! - [`Counted`] and [`Faulty`] wrap a transport: one counts what passes, one breaks it on purpose.
-//! - [`native`] holds parts for communicators that bring their own collectives.
+//! - [`engine`] is the life of a call, once for all communicators: one over a library with collectives of its own is an
+//!   [`Engine`](engine::Engine) too.
 //! - [`conformance`] is the suite that every transport passes.
 //!
 //! ```
@@ -37,6 +38,7 @@ pub mod descriptors;
 #[cfg(feature = "tokio")]
 pub mod driver;
 pub mod dtype;
+pub mod engine;
 pub mod error;
 pub mod faulty;
 pub mod folder;
@@ -49,7 +51,6 @@ pub mod job;
 pub mod launch;
 pub mod local;
 pub mod mesh;
-pub mod native;
 pub mod null;
 pub mod op;
 pub mod place;

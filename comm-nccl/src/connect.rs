@@ -4,11 +4,11 @@ use std::fs;
 use std::sync::Arc;
 
 use comm_core::control::ControlExt;
-use comm_core::native::{Backend as _, Group};
+use comm_core::engine::{Comm, Engine as _};
 use comm_core::{Control, Deadline, Error, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::core::{Core, Members};
+use crate::engine::{LaneComms, NcclEngine};
 use crate::sys::{
     Device, Driver, Library, NcclTable, RawComm, UNIQUE_ID_BYTES, UniqueId, check_environment, may_share, version_text,
 };
@@ -31,7 +31,7 @@ pub(crate) fn connect(
     control: Arc<dyn Control>,
     options: &NcclOptions,
     deadline: Deadline,
-) -> Result<(Arc<Core>, Members)> {
+) -> Result<Comm<NcclEngine>> {
     if options.lanes == 0 {
         return Err(Error::invalid("a communicator needs at least one lane"));
     }
@@ -59,19 +59,21 @@ pub(crate) fn connect(
     let mine = &offers[rank].machine;
     let before = offers[..rank].iter().filter(|offer| offer.machine == *mine).count();
     // With all that a rank needs of its own, so that what is missing is known before NCCL waits for it.
-    let core = open(driver, options, before).and_then(|device| Core::new(device, library, control.clone(), options));
-    let uuid = core.as_ref().map_err(Clone::clone).and_then(|core| core.device.uuid());
+    let engine =
+        open(driver, options, before).and_then(|device| NcclEngine::new(device, library, control.clone(), options));
+    let uuid = engine.as_ref().map_err(Clone::clone).and_then(|engine| engine.device.uuid());
     let devices = control.gather_all("nccl device", "NCCL", uuid, deadline)?;
-    let core = core?;
+    let engine = engine?;
     if !(may_share() || options.may_share()) {
         refuse_shared(&devices)?;
     }
 
-    let comms = join(&core, &first.names, rank, ranks, deadline)
-        .map_err(|error| core.fail(error, "connecting NCCL's communicators"))?;
-    let members = Members { core: core.clone(), group: Arc::new(Group::first(&*control)), comms };
-    members.warm_up(deadline).map_err(|error| core.fail(error, "warming NCCL up"))?;
-    Ok((core, members))
+    Comm::first_with(engine, |engine| {
+        let comms = join(engine, &first.names, rank, ranks, deadline)
+            .map_err(|error| engine.fail(error, "connecting NCCL's communicators"))?;
+        comms.warm_up(rank, ranks, deadline).map_err(|error| engine.fail(error, "warming NCCL up"))?;
+        Ok(comms)
+    })
 }
 
 /// NCCL and a driver with a device.
@@ -119,29 +121,29 @@ pub(crate) fn names(table: &'static NcclTable, lanes: usize) -> Result<Vec<u8>> 
 
 /// Joins the communicators of these names, one a lane, as rank `rank` of `ranks`.
 pub(crate) fn join(
-    core: &Arc<Core>,
+    engine: &Arc<NcclEngine>,
     names: &[u8],
     rank: usize,
     ranks: usize,
     deadline: Deadline,
-) -> Result<Vec<Arc<RawComm>>> {
-    if names.len() != core.options.lanes * UNIQUE_ID_BYTES {
+) -> Result<LaneComms> {
+    if names.len() != engine.options.lanes * UNIQUE_ID_BYTES {
         return Err(Error::Internal(format!("{} bytes of names of communicators", names.len())));
     }
-    core.device.make_current()?;
+    engine.device.make_current()?;
     let mut comms = Vec::new();
     for name in names.chunks_exact(UNIQUE_ID_BYTES) {
         let mut id = UniqueId([0; UNIQUE_ID_BYTES]);
         id.0.copy_from_slice(name);
-        let (comm, begun) = RawComm::begin(core.library.table(), id, rank, ranks);
+        let (comm, begun) = RawComm::begin(engine.library.table(), id, rank, ranks);
         let comm = Arc::new(comm);
         // Whoever fails ends the job, and with it what has been joined so far.
-        core.keep(&comm);
+        engine.keep(&comm);
         begun?;
-        core.wait(&comm, deadline, || comm.progress().map_err(|error| core.or_failure(error)))?;
+        engine.wait(&comm, deadline, || comm.progress().map_err(|error| engine.or_failure(error)))?;
         comms.push(comm);
     }
-    Ok(comms)
+    Ok(LaneComms { engine: engine.clone(), comms })
 }
 
 /// What tells this machine from others: containers of one machine share its start, not their names.

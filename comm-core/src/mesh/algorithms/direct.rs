@@ -1,9 +1,8 @@
 //! Every pair of ranks that has data for each other exchanges it directly, in one round. A barrier takes log₂N rounds.
 
-use super::layout::{Layout, offsets};
+use super::layout::Layout;
 use super::task::{Task, around, gather_shards, receives, reduce_with_inbox, scaled};
 use super::{Entry, Formula, Method, Ranks};
-use crate::copy::copy;
 use crate::error::{Error, Result};
 use crate::mesh::round::{Receive, Rounds, Send};
 use crate::op::{Op, OpKind};
@@ -103,8 +102,7 @@ fn all_reduce(mut task: Task<'_, '_>) -> Result<()> {
     Ok(())
 }
 
-fn all_gather(mut task: Task<'_, '_>) -> Result<()> {
-    task.fill_own();
+fn all_gather(task: Task<'_, '_>) -> Result<()> {
     send_shards(task.rounds, task.layout, 0, task.bytes)
 }
 
@@ -141,24 +139,19 @@ fn reduce(mut task: Task<'_, '_>) -> Result<()> {
 }
 
 fn scatter(task: Task<'_, '_>) -> Result<()> {
-    let (root, own) = (task.root()?, task.own());
+    let root = task.root()?;
     let Task { rounds, layout, bytes, input, .. } = task;
     if rounds.rank != root {
         return rounds.exchange(0, &[], &mut [Receive { from: root, into: bytes, reduce: None }]);
     }
     let whole = input.unwrap_or(bytes);
     let sends: Vec<Send<'_>> = layout.others(root).map(|to| Send { to, bytes: &whole[layout.shard(to)] }).collect();
-    rounds.exchange(0, &sends, &mut [])?;
-    if let Some(input) = input {
-        copy(bytes, &input[own]);
-    }
-    Ok(())
+    rounds.exchange(0, &sends, &mut [])
 }
 
-fn gather(mut task: Task<'_, '_>) -> Result<()> {
+fn gather(task: Task<'_, '_>) -> Result<()> {
     let root = task.root()?;
     if task.rank() == root {
-        task.fill_own();
         return gather_shards(task.rounds, task.layout, 0, root, task.bytes);
     }
     task.rounds.exchange(0, &[Send { to: root, bytes: task.input.unwrap_or(task.bytes) }], &mut [])
@@ -166,27 +159,18 @@ fn gather(mut task: Task<'_, '_>) -> Result<()> {
 
 /// Everyone sends its block for everyone.
 fn all_to_all(task: Task<'_, '_>) -> Result<()> {
-    let Task { rounds, layout, bytes, input, counts, scratch, .. } = task;
-    let (rank, size) = (rounds.rank, layout.dtype.size());
-    let out = match input {
+    let Task { rounds, layout, bytes, input, extents, scratch, .. } = task;
+    let rank = rounds.rank;
+    let out: &[u8] = match input {
         Some(input) => input,
         // Blocks that come would overwrite blocks that have not gone yet.
-        None => scratch.inbox().copy_of(bytes),
+        None => {
+            let out = scratch.inbox().copy_of(bytes);
+            extents.copy_own(bytes, Some(out));
+            out
+        }
     };
-    let received = counts.map(|counts| offsets(counts.receive()));
-    let place = |index: usize| match &received {
-        Some(offsets) => offsets[index] * size..offsets[index + 1] * size,
-        None => layout.shard(index),
-    };
-    let (into, mut receives) = around(bytes, rank, layout.ranks, place);
-    let own = &out[layout.shard(rank)];
-    if into.len() != own.len() {
-        return Err(Error::invalid(format!(
-            "all-to-all on rank {rank}: it sends itself {} elements and expects another number",
-            own.len() / size
-        )));
-    }
-    copy(into, own);
+    let (_, mut receives) = around(bytes, rank, layout.ranks, |from| extents.bytes(extents.received.range(from)));
     let sends: Vec<Send<'_>> = layout.others(rank).map(|to| Send { to, bytes: &out[layout.shard(to)] }).collect();
     rounds.exchange(0, &sends, &mut receives)
 }

@@ -3,16 +3,14 @@
 use std::ops::Range;
 
 use crate::dtype::DType;
-use crate::op::shard_range;
+use crate::op::Shards;
 
 /// How a whole lies in its shards.
 #[derive(Clone, Copy)]
 pub(super) struct Layout<'a> {
     pub(super) dtype: DType,
-    pub(super) count: usize,
     pub(super) ranks: usize,
-    /// Where each shard begins, in elements, and where the last one ends; `None` for even shards.
-    pub(super) offsets: Option<&'a [usize]>,
+    pub(super) shards: &'a Shards,
     /// Most bytes of a message in a ring.
     pub(super) piece: usize,
 }
@@ -20,11 +18,7 @@ pub(super) struct Layout<'a> {
 impl Layout<'_> {
     /// Bytes of shard `index` (modulo the number of ranks).
     pub(super) fn shard(self, index: usize) -> Range<usize> {
-        let (index, size) = (index % self.ranks, self.dtype.size());
-        let range = match self.offsets {
-            Some(offsets) => offsets[index]..offsets[index + 1],
-            None => shard_range(self.count, self.ranks, index),
-        };
+        let (range, size) = (self.shards.range(index % self.ranks), self.dtype.size());
         range.start * size..range.end * size
     }
 
@@ -38,10 +32,7 @@ impl Layout<'_> {
 
     /// Pieces of the longest shard, at least one.
     pub(super) fn pieces(self) -> usize {
-        let longest = match self.offsets {
-            Some(_) => (0..self.ranks).map(|index| self.shard(index).len()).max().unwrap_or(0),
-            None => self.shard(0).len(),
-        };
+        let longest = self.shards.longest() * self.dtype.size();
         longest.div_ceil(self.piece_bytes()).max(1)
     }
 
@@ -59,15 +50,4 @@ impl Layout<'_> {
     pub(super) fn others(self, rank: usize) -> impl Iterator<Item = usize> {
         (0..self.ranks).filter(move |other| *other != rank)
     }
-}
-
-/// Where shards of these lengths begin, and where the last one ends.
-pub(super) fn offsets(counts: &[usize]) -> Vec<usize> {
-    let mut next = 0;
-    let mut offsets = vec![0];
-    offsets.extend(counts.iter().map(|count| {
-        next += count;
-        next
-    }));
-    offsets
 }

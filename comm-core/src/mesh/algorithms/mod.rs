@@ -22,8 +22,8 @@ use super::round::Rounds;
 use super::scratch::Scratch;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::op::{Algorithm, Counts, Op, OpKind};
-use layout::{Layout, offsets};
+use crate::op::{Algorithm, Extents, Op, OpKind};
+use layout::Layout;
 use task::Task;
 use workload::Workload;
 
@@ -194,7 +194,7 @@ pub(super) struct Data<'a> {
     pub(super) bytes: &'a mut [u8],
     /// What goes in, out of place.
     pub(super) input: Option<&'a [u8]>,
-    pub(super) counts: Option<&'a Counts>,
+    pub(super) extents: &'a Extents,
     pub(super) scratch: &'a mut Scratch,
     /// Most bytes of a message in a ring.
     pub(super) piece: usize,
@@ -209,16 +209,12 @@ pub(super) fn run(op: &Op, rounds: &mut Rounds<'_>, data: Data<'_>) -> Result<()
             header.algorithm, header.kind, header.dtype
         )));
     };
-    let Data { bytes, input, counts, scratch, piece } = data;
-    let offsets = counts.map(|counts| offsets(counts.send()));
-    let layout = Layout {
-        dtype: header.dtype,
-        count: header.count as usize,
-        ranks,
-        offsets: offsets.as_deref(),
-        piece: piece.max(1),
-    };
-    (method.run)(Task { op: *op, rounds, layout, bytes, input, counts, scratch })
+    let Data { bytes, input, extents, scratch, piece } = data;
+    let layout = Layout { dtype: header.dtype, ranks, shards: &extents.shards, piece: piece.max(1) };
+    if input.is_some() && op.reduce_op().is_none() {
+        extents.copy_own(bytes, input);
+    }
+    (method.run)(Task { op: *op, rounds, layout, bytes, input, extents, scratch })
 }
 
 #[cfg(test)]

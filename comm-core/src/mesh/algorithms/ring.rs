@@ -69,8 +69,7 @@ fn all_reduce(mut task: Task<'_, '_>) -> Result<()> {
     travel(task.rounds, task.layout, Some(op), Phases::Both, 0, task.bytes)
 }
 
-fn all_gather(mut task: Task<'_, '_>) -> Result<()> {
-    task.fill_own();
+fn all_gather(task: Task<'_, '_>) -> Result<()> {
     gather(task.rounds, task.layout, 0, task.bytes)
 }
 

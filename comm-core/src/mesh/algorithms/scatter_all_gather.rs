@@ -26,8 +26,7 @@ pub(super) const ENTRY: Entry = Entry {
     }],
 };
 
-fn broadcast(mut task: Task<'_, '_>) -> Result<()> {
-    task.fill();
+fn broadcast(task: Task<'_, '_>) -> Result<()> {
     let (root, own) = (task.root()?, task.own());
     let Task { rounds, layout, bytes, .. } = task;
     if rounds.rank == root {

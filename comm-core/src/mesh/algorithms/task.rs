@@ -8,10 +8,11 @@ use crate::dtype::ReduceOp;
 use crate::error::{Error, Result};
 use crate::mesh::round::{Receive, Rounds, Send};
 use crate::mesh::scratch::{Room, Scratch};
-use crate::op::{Counts, Op};
+use crate::op::{Extents, Op};
 use crate::reduce::{reduce_in_rank_order, scale};
 
-/// One rank's part in an operation whose arguments have been checked.
+/// One rank's part in an operation whose arguments have been checked. Of an operation that only moves data, the own part of an input is
+/// in its place in the buffer already.
 pub(super) struct Task<'t, 'r> {
     pub(super) op: Op,
     pub(super) rounds: &'t mut Rounds<'r>,
@@ -20,7 +21,7 @@ pub(super) struct Task<'t, 'r> {
     pub(super) bytes: &'t mut [u8],
     /// What goes in, out of place.
     pub(super) input: Option<&'t [u8]>,
-    pub(super) counts: Option<&'t Counts>,
+    pub(super) extents: &'t Extents,
     pub(super) scratch: &'t mut Scratch,
 }
 
@@ -40,21 +41,6 @@ impl<'t> Task<'t, '_> {
         self.op.root().ok_or_else(|| Error::Internal(format!("{} has no root", self.op.kind())))
     }
 
-    /// Puts what goes in into the buffer, which is as long.
-    pub(super) fn fill(&mut self) {
-        if let Some(input) = self.input {
-            copy(self.bytes, input);
-        }
-    }
-
-    /// Puts this rank's shard, where that is what goes in, into its place in the buffer.
-    pub(super) fn fill_own(&mut self) {
-        if let Some(input) = self.input {
-            let own = self.own();
-            copy(&mut self.bytes[own], input);
-        }
-    }
-
     /// How contributions are combined, of an operation that reduces.
     pub(super) fn reduce_op(&self) -> Result<ReduceOp> {
         self.op.reduce_op().ok_or_else(|| Error::Internal(format!("{} reduces nothing", self.op.kind())))
@@ -67,7 +53,9 @@ impl<'t> Task<'t, '_> {
 
     /// Puts this rank's contribution into the buffer, multiplied by its factor if it has one. Gives how it is combined then.
     pub(super) fn contribute(&mut self) -> Result<ReduceOp> {
-        self.fill();
+        if let Some(input) = self.input {
+            copy(self.bytes, input);
+        }
         let op = self.reduce_op()?;
         Ok(scaled(self.layout, op, self.bytes))
     }

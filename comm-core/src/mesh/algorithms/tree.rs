@@ -25,8 +25,7 @@ pub(super) const ENTRY: Entry = Entry {
     }],
 };
 
-fn broadcast(mut task: Task<'_, '_>) -> Result<()> {
-    task.fill();
+fn broadcast(task: Task<'_, '_>) -> Result<()> {
     let root = task.root()?;
     let Task { rounds, layout, bytes, .. } = task;
     if let Some(from) = parent(rounds.rank, root, layout.ranks) {

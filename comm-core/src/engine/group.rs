@@ -1,17 +1,18 @@
 //! One communicator's ranks, and the numbers of its operations.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use sha2::{Digest, Sha256};
 
-use super::underway::Underway;
+use super::outstanding::Outstanding;
 use crate::communicator::{Communicator, CommunicatorExt};
 use crate::control::Control;
 use crate::dtype::ReduceOp;
 use crate::error::{Error, Result};
 use crate::header::Header;
-use crate::op::{Algorithm, Counts, Op, OpKind, Shape};
+use crate::op::{Algorithm, Counts, Extents, Op, OpKind, Request};
 
 /// One communicator.
 #[derive(Debug)]
@@ -26,44 +27,39 @@ pub struct Group {
     pub rank: usize,
     /// Whether it is the first one, which closes the connections.
     pub is_first: bool,
-    order: Mutex<Order>,
+    numbers: Numbers,
     /// Its operations, and those of all communicators that share its connections.
-    pub(super) own: Underway,
-    pub(super) all: Arc<Underway>,
+    pub(super) own: Outstanding,
+    pub(super) all: Arc<Outstanding>,
 }
 
-/// Numbers given out so far.
-#[derive(Debug, Default)]
-pub struct Order {
-    collectives: u64,
-    splits: u64,
-    sends: Vec<u64>,
-    receives: Vec<u64>,
-}
-
-/// What a caller wants, data aside.
-#[derive(Clone, Copy, Debug)]
-pub struct Asked<'a> {
-    /// The operation.
-    pub op: &'a Op,
-    /// How the whole is divided, if not evenly.
-    pub counts: Option<&'a Counts>,
-    /// By which algorithm, if the caller says so.
-    pub algorithm: Option<Algorithm>,
-    /// On which lane.
-    pub lane: usize,
+/// Numbers given out so far, those of messages by peer. Their order is that of [`Shared::starting`](super::Shared::starting).
+#[derive(Debug)]
+struct Numbers {
+    collectives: AtomicU64,
+    splits: AtomicU64,
+    sends: Vec<AtomicU64>,
+    receives: Vec<AtomicU64>,
 }
 
 impl Group {
     /// The communicator over all ranks of `control`.
-    pub fn first(control: &dyn Control) -> Self {
+    pub(super) fn first(control: &dyn Control) -> Self {
         let members = (0..control.world_size()).collect();
         Self::new(control.communicator_id(), members, control, control.rank(), None)
     }
 
     /// `parent` counts the operations of all communicators; without it this is the first one.
-    fn new(id: u64, members: Vec<usize>, control: &dyn Control, rank: usize, parent: Option<&Arc<Underway>>) -> Self {
-        let order = Order { sends: vec![0; members.len()], receives: vec![0; members.len()], ..Order::default() };
+    fn new(
+        id: u64,
+        members: Vec<usize>,
+        control: &dyn Control,
+        rank: usize,
+        parent: Option<&Arc<Outstanding>>,
+    ) -> Self {
+        let of_peers = || members.iter().map(|_| AtomicU64::new(0)).collect();
+        let (collectives, splits) = (AtomicU64::new(0), AtomicU64::new(1));
+        let numbers = Numbers { collectives, splits, sends: of_peers(), receives: of_peers() };
         let job_ranks = members.iter().map(|rank| control.job_rank(*rank)).collect();
         Group {
             id,
@@ -71,8 +67,8 @@ impl Group {
             job_ranks,
             rank,
             is_first: parent.is_none(),
-            order: Mutex::new(order),
-            own: Underway::default(),
+            numbers,
+            own: Outstanding::default(),
             all: parent.cloned().unwrap_or_default(),
         }
     }
@@ -82,38 +78,34 @@ impl Group {
         self.members.len()
     }
 
-    /// The numbers, for as long as the guard lives: an operation takes its number and its place on a lane under one guard, so that
-    /// both follow the order of the callers.
-    pub fn order(&self) -> MutexGuard<'_, Order> {
-        self.order.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Numbers a split: no two get the same number, whoever else splits at the same time.
-    fn next_split(&self) -> u64 {
-        let mut order = self.order();
-        order.splits += 1;
-        order.splits
-    }
-
-    /// Numbers an operation whose arguments have been checked, and describes it.
-    pub fn header(&self, order: &mut Order, asked: &Asked<'_>, shape: &Shape, algorithm: Algorithm) -> Header {
-        let counter = match *asked.op {
-            Op::Send { to } => &mut order.sends[to],
-            Op::Recv { from } => &mut order.receives[from],
-            _ => &mut order.collectives,
+    /// Numbers an operation whose arguments have been checked, and describes it. Called while [`Shared::starting`](super::Shared::starting)
+    /// is held.
+    pub(super) fn number(&self, request: &Request, extents: &Extents, algorithm: Algorithm) -> Header {
+        let op = &request.op;
+        let counter = match *op {
+            Op::Send { to } => &self.numbers.sends[to],
+            Op::Recv { from } => &self.numbers.receives[from],
+            Op::AllReduce(_)
+            | Op::Broadcast { .. }
+            | Op::Reduce { .. }
+            | Op::Scatter { .. }
+            | Op::Gather { .. }
+            | Op::AllGather
+            | Op::ReduceScatter(_)
+            | Op::AllToAll
+            | Op::Barrier => &self.numbers.collectives,
         };
-        let sequence = *counter;
-        *counter += 1;
+        let sequence = counter.fetch_add(1, Ordering::Relaxed);
         Header {
             communicator: self.id,
             sequence,
-            kind: header_kind(asked.op),
-            dtype: shape.dtype,
-            reduce: asked.op.reduce_op().map(ReduceOp::shared),
+            kind: header_kind(op),
+            dtype: extents.dtype,
+            reduce: op.reduce_op().map(ReduceOp::shared),
             algorithm,
-            root: asked.op.root().unwrap_or(0) as u32,
-            count: shape.count as u64,
-            division: asked.counts.map_or(0, Counts::fingerprint),
+            root: op.root().unwrap_or(0) as u32,
+            count: extents.count as u64,
+            division: request.counts.as_ref().map_or(0, Counts::fingerprint),
             step: 0,
             payload_len: 0,
         }
@@ -133,7 +125,7 @@ impl Group {
 ///
 /// # Errors
 /// As any collective.
-pub fn negotiate(
+pub(super) fn negotiate(
     communicator: &dyn Communicator,
     group: &Group,
     control: &dyn Control,
@@ -145,7 +137,8 @@ pub fn negotiate(
     all[3 * group.rank..3 * group.rank + 3].copy_from_slice(&mine);
     // Three numbers a rank divide evenly, so shard r is rank r's.
     let all: Vec<i64> = communicator.run_vec(Op::AllGather, all)?;
-    let number = group.next_split();
+    // No two splits get the same number, whoever else splits at the same time.
+    let number = group.numbers.splits.fetch_add(1, Ordering::Relaxed);
     let Some(color) = color else { return Ok(None) };
     let mut chosen: Vec<(i64, usize)> = all
         .chunks_exact(3)
@@ -160,7 +153,7 @@ pub fn negotiate(
 
 /// What the job's failure is after an error was `observed` on the data path, in ranks of the job, `during` an operation; `failure` is
 /// what is known already. A connection that ended may be the echo of something else, for which the control plane gets `grace`.
-pub fn verdict(
+pub(super) fn verdict(
     control: &dyn Control,
     failure: Option<&Error>,
     observed: Error,
@@ -187,7 +180,7 @@ pub fn verdict(
 }
 
 /// Both ends of a message call it a send.
-pub(crate) fn header_kind(op: &Op) -> OpKind {
+pub(super) fn header_kind(op: &Op) -> OpKind {
     if op.kind() == OpKind::Recv { OpKind::Send } else { op.kind() }
 }
 

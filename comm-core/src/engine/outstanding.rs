@@ -8,15 +8,15 @@ use crate::deadline::Deadline;
 
 /// Counts operations from their start until whoever waits for them has been told of their end.
 #[derive(Debug, Default)]
-pub(super) struct Underway {
+pub(super) struct Outstanding {
     count: AtomicUsize,
-    /// Threads in [`wait_for_none`](Underway::wait_for_none): without them an end is not announced.
+    /// Threads in [`wait_for_none`](Outstanding::wait_for_none): without them an end is not announced.
     waiters: AtomicUsize,
     lock: Mutex<()>,
     changed: Condvar,
 }
 
-impl Underway {
+impl Outstanding {
     fn begin(&self) {
         self.count.fetch_add(1, Ordering::SeqCst);
     }
@@ -48,21 +48,20 @@ impl Underway {
     }
 }
 
-/// An operation of a communicator that counts as under way until this is dropped: after its handle was completed.
+/// An operation of a communicator counts as outstanding until this is dropped, after its handle was completed.
 #[derive(Debug)]
-pub struct Started(Arc<Group>);
+pub(super) struct InFlight(Arc<Group>);
 
-impl Started {
-    /// Counts it.
-    pub fn new(group: &Arc<Group>) -> Self {
+impl InFlight {
+    pub(super) fn new(group: &Arc<Group>) -> Self {
         let group = group.clone();
         group.own.begin();
         group.all.begin();
-        Started(group)
+        InFlight(group)
     }
 }
 
-impl Drop for Started {
+impl Drop for InFlight {
     fn drop(&mut self) {
         self.0.own.end();
         self.0.all.end();

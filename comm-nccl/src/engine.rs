@@ -1,40 +1,45 @@
-//! What all communicators of a job share on one rank, and how an operation runs.
+//! NCCL as an engine: how an operation runs, and how NCCL's communicators end.
 
-use std::ops::Range;
+use std::any::Any;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use comm_core::header::{CHECK, CHECK_RECEIVE};
-use comm_core::native::{Backend, Group, Shared, name, pair};
+use comm_core::engine::{
+    Comm, Data, Elements, Engine, Extents, Group, Operation, Place, Settings, Shared, Source, check,
+};
 use comm_core::table::Table;
-use comm_core::{Control, Counts, DType, Deadline, Error, Header, Op, ReduceOp, Result};
+use comm_core::{
+    Communicator as _, CommunicatorExt as _, Control, DType, Deadline, DeviceMemory, Error, Op, ReduceOp, Result,
+    ViewMut,
+};
 
 use crate::NcclOptions;
-use crate::plan::{Places, Plan};
-use crate::sys::{Device, DevicePointer, Event, GRACE, Library, Memory, RawComm, Reduction, Staging, Stream};
+use crate::connect;
+use crate::plan::{Places, Plan, is_known};
+use crate::sys::{
+    CudaBuffer, DataType, Device, DevicePointer, Event, GRACE, Library, Memory, RawComm, Reduction, Staging, Stream,
+    UNIQUE_ID_BYTES,
+};
 
 /// How long a communicator that is dropped may take to flush before it is aborted.
 const FLUSH: Duration = Duration::from_secs(10);
 
-pub(crate) struct Core {
+/// Performs operations by NCCL on one device.
+pub(crate) struct NcclEngine {
     pub(crate) device: Device,
     pub(crate) library: Library,
     pub(crate) options: NcclOptions,
-    /// NCCL chooses algorithms itself: by this one what a call asks for is checked and named.
-    pub(crate) table: Table,
     pub(crate) shared: Shared<LaneState>,
     /// NCCL's communicators of this rank, to be aborted when the job fails.
     comms: Mutex<Vec<Arc<RawComm>>>,
     /// Threads that end some of them.
     ending: (Mutex<usize>, Condvar),
-    starting: Mutex<()>,
 }
 
-/// One communicator: its ranks, and NCCL's communicators by lane.
-pub(crate) struct Members {
-    pub(crate) core: Arc<Core>,
-    pub(crate) group: Arc<Group>,
+/// NCCL's communicators of one of ours, by lane.
+pub(crate) struct LaneComms {
+    pub(crate) engine: Arc<NcclEngine>,
     pub(crate) comms: Vec<Arc<RawComm>>,
 }
 
@@ -100,41 +105,66 @@ impl Room {
     }
 }
 
-/// Where an operation's buffer is.
-pub(crate) enum Place<'a> {
-    Host(&'a mut [u8]),
-    Device(DevicePointer),
-}
+impl Engine for NcclEngine {
+    type Lane = LaneState;
+    type Part = LaneComms;
 
-/// Where an operation's input is.
-pub(crate) enum Source<'a> {
-    Host(&'a [u8]),
-    Device(DevicePointer),
-}
-
-/// The data of an operation.
-pub(crate) struct Io<'a> {
-    pub(crate) dtype: DType,
-    /// Elements of the buffer.
-    pub(crate) count: usize,
-    pub(crate) buffer: Place<'a>,
-    pub(crate) input_count: Option<usize>,
-    pub(crate) input: Option<Source<'a>>,
-    pub(crate) counts: Option<&'a Counts>,
-}
-
-/// A failed operation.
-pub(crate) struct Ended {
-    pub(crate) error: Error,
-    /// Whether its kernel may still run.
-    pub(crate) is_running: bool,
-}
-
-impl Backend for Core {
-    type Scratch = LaneState;
+    fn name(&self) -> &str {
+        "nccl"
+    }
 
     fn shared(&self) -> &Shared<LaneState> {
         &self.shared
+    }
+
+    fn accept(&self, op: &Op, extents: &Extents, data: &mut Data<'_>) -> Result<()> {
+        if !is_known(op) {
+            return Err(crate::unsupported(format!("it has no {}", op.kind())));
+        }
+        if op.reduce_op().is_some() && DataType::of(extents.dtype).is_none() {
+            return Err(crate::no_such_type(extents.dtype));
+        }
+        if let Place::Device(memory) = &mut data.buffer {
+            pointer(&mut **memory)?;
+        }
+        if let Some(Source::Device(memory)) = &mut data.input {
+            pointer(&mut **memory)?;
+        }
+        Ok(())
+    }
+
+    fn perform(&self, operation: &Operation, part: &LaneComms, lane: &mut LaneState, data: Data<'_>) -> Result<()> {
+        let Operation { op, extents, lane: number, deadline, group, .. } = operation;
+        let plan = Plan { op, rank: group.rank, extents, has_input: data.input.is_some() };
+        let outcome = self.run(&plan, &part.comms[*number], *number, lane, data, *deadline);
+        outcome.map_err(|error| self.own_error(error, lane, operation))
+    }
+
+    fn has_settled(&self, lane: &LaneState) -> bool {
+        self.settles_by(lane, Deadline::after(GRACE))
+    }
+
+    fn split(parent: &Comm<Self>, group: Option<&Group>) -> Result<Option<LaneComms>> {
+        let engine = parent.engine();
+        // The first of each part names its communicators, one a lane.
+        let (lanes, ranks) = (parent.lanes(), parent.world_size());
+        let bytes = lanes * UNIQUE_ID_BYTES;
+        let mut names = vec![0u8; ranks * bytes];
+        if group.is_some_and(|group| group.rank == 0) {
+            let mine = connect::names(engine.library.table(), lanes)
+                .map_err(|error| engine.fail(error, "naming new communicators"))?;
+            names[parent.rank() * bytes..][..bytes].copy_from_slice(&mine);
+        }
+        let names: Vec<u8> = parent.run_vec(Op::AllGather, names)?;
+        let Some(group) = group else { return Ok(None) };
+        let first = parent.group().members.iter().position(|member| Some(member) == group.members.first());
+        let names = names.chunks_exact(bytes).nth(first.unwrap_or(0)).unwrap_or_default();
+        let deadline = Deadline::after(engine.options.timeout);
+        let (rank, ranks) = (group.rank, group.world_size());
+        let part = connect::join(engine, names, rank, ranks, deadline)
+            .and_then(|part| part.warm_up(rank, ranks, deadline).map(|()| part));
+        let part = part.map_err(|error| engine.fail(error, &format!("splitting communicator {:x}", parent.id())))?;
+        Ok(Some(part))
     }
 
     fn end(self: &Arc<Self>, _failure: &Error) {
@@ -147,9 +177,23 @@ impl Backend for Core {
             });
         }
     }
+
+    /// It also waits for those communicators that were dropped.
+    fn close(self: &Arc<Self>, part: &LaneComms, deadline: Deadline) -> Result<()> {
+        self.device.make_current()?;
+        for comm in &part.comms {
+            comm.finalize();
+            self.wait(comm, deadline, || comm.progress().map_err(|error| self.or_failure(error)))?;
+        }
+        for comm in &part.comms {
+            let comm = comm.clone();
+            self.beside("comm-nccl-end", move || comm.destroy());
+        }
+        if self.wait_for_ends(deadline) { Ok(()) } else { Err(self.shared.timeout(deadline)) }
+    }
 }
 
-impl Core {
+impl NcclEngine {
     pub(crate) fn new(
         device: Device,
         library: Library,
@@ -158,29 +202,23 @@ impl Core {
     ) -> Result<Arc<Self>> {
         let states: Vec<LaneState> = (0..options.lanes).map(|_| LaneState::new(&device)).collect::<Result<_>>()?;
         device.prepare_copies()?;
-        let shared = Shared::new(control, states, options.stall_after, options.verdict_grace);
-        let core = Arc::new(Core {
+        // NCCL chooses algorithms itself: by this table what a call asks for is checked and named.
+        let table = Table::fixed();
+        let NcclOptions { timeout, stall_after, verdict_grace, .. } = *options;
+        let shared = Shared::new(control, states, Settings { timeout, stall_after, verdict_grace, table });
+        Ok(Arc::new(NcclEngine {
             device,
             library,
             options: options.clone(),
-            table: Table::fixed(),
             shared,
             comms: Mutex::default(),
             ending: (Mutex::new(0), Condvar::new()),
-            starting: Mutex::default(),
-        });
-        core.follow();
-        Ok(core)
-    }
-
-    /// Nobody else numbers or queues an operation while this lives.
-    pub(crate) fn starting(&self) -> MutexGuard<'_, ()> {
-        self.starting.lock().unwrap_or_else(PoisonError::into_inner)
+        }))
     }
 
     /// Given to the operation that has `lane` while no other lane is in use, which stays so until it is dropped.
     fn quiet(&self, lane: usize) -> Option<MutexGuard<'_, ()>> {
-        let starting = self.starting();
+        let starting = self.shared.starting();
         let others = self.shared.lanes.iter().enumerate().filter(|(other, _)| *other != lane);
         others.into_iter().all(|(_, lane)| lane.is_idle()).then_some(starting)
     }
@@ -197,17 +235,17 @@ impl Core {
         }
     }
 
-    /// Ends communicators in a thread of their own, which [`Core::wait_for_ends`] waits for. Without a thread they are left alone.
+    /// Ends communicators in a thread of their own, which [`NcclEngine::wait_for_ends`] waits for. Without a thread they are left alone.
     fn beside(self: &Arc<Self>, name: &str, end: impl FnOnce() + Send + 'static) {
         *lock(&self.ending.0) += 1;
-        let core = self.clone();
+        let engine = self.clone();
         let run = move || {
             // NCCL would make itself at home on the first device otherwise.
-            let _ = core.device.make_current();
+            let _ = engine.device.make_current();
             end();
-            core.has_ended();
+            engine.has_ended();
             // Here, so that whoever drops the communicator does not wait for a kernel that nothing ends.
-            core.settle();
+            engine.settle();
         };
         if thread::Builder::new().name(name.into()).spawn(run).is_err() {
             self.has_ended();
@@ -232,86 +270,51 @@ impl Core {
         true
     }
 
-    #[allow(clippy::too_many_arguments, reason = "they are the parts of one call")]
-    pub(crate) fn run(
-        self: &Arc<Self>,
-        members: &Members,
-        lane: usize,
-        op: &Op,
-        header: Header,
-        label: Option<Arc<str>>,
-        io: Io<'_>,
-        deadline: Deadline,
-    ) -> Result<(), Ended> {
-        let shared = &self.shared;
-        if let Some(error) = shared.failure() {
-            return Err(Ended { error: error.clone(), is_running: false });
-        }
-        let call = call_of(header, op);
-        let group = &members.group;
-        let note = shared.watch.note(lane, call, op, label.clone(), group, deadline);
-        let is_lent = matches!(io.buffer, Place::Device(_)) || matches!(io.input, Some(Source::Device(_)));
-        let mut state = shared.lanes[lane].scratch();
-        let guard = PanicGuard { core: self, call: &call, state: &mut state, is_lent };
-        let outcome = self.perform(members, lane, op, io, guard.state, deadline);
-        drop(guard);
-        drop(note);
-        outcome.map_err(|error| {
-            let (error, during) = shared.watch.explain(error, &call, op, label.as_deref(), group);
-            let error = self.fail(self.own_error(error, &state, &during), &during);
-            // Memory of the host is not touched by the device.
-            Ended { error, is_running: is_lent && !self.has_settled(&state, Deadline::after(GRACE)) }
-        })
-    }
-
-    /// An error of NCCL or of the driver on this rank, `during` an operation: where the device is lost, what it says itself.
-    fn own_error(&self, error: Error, state: &LaneState, during: &str) -> Error {
+    /// An error of NCCL or of the driver on this rank: where the device is lost, what it says itself.
+    fn own_error(&self, error: Error, lane: &LaneState, operation: &Operation) -> Error {
         match error {
             Error::Io { what, source } => {
-                let (what, source) = match state.event.record(&state.stream) {
+                let (what, source) = match lane.event.record(&lane.stream) {
                     Err(Error::Io { what, source }) => (what, source),
                     _ => (what, source),
                 };
-                Error::Io { what: format!("rank {}, {during}: {what}", self.shared.job_rank()), source }
+                Error::Io { what: format!("rank {}, {}: {what}", self.shared.job_rank(), operation.name()), source }
             }
             other => other,
         }
     }
 
-    fn perform(
+    /// Runs what is planned on lane `number`.
+    fn run(
         &self,
-        members: &Members,
-        lane: usize,
-        op: &Op,
-        io: Io<'_>,
-        state: &mut LaneState,
+        plan: &Plan<'_>,
+        comm: &RawComm,
+        number: usize,
+        lane: &mut LaneState,
+        data: Data<'_>,
         deadline: Deadline,
     ) -> Result<()> {
-        let LaneState { stream, event, staging, buffer: room, input: input_room, scratch } = state;
-        let (device, comm) = (&self.device, &members.comms[lane]);
-        let Io { dtype, count, buffer, input_count, input, counts } = io;
-        let (rank, ranks) = (members.group.rank, members.group.world_size());
-        let plan = Plan { op, rank, ranks, dtype, count, input: input_count, counts };
-        let size = dtype.size();
-        let bytes = |elements: &Range<usize>| elements.start * size..elements.end * size;
-        let quiet = || self.quiet(lane);
+        let LaneState { stream, event, staging, buffer: room, input: input_room, scratch } = lane;
+        let (device, extents) = (&self.device, plan.extents);
+        let Data { mut buffer, input } = data;
+        let quiet = || self.quiet(number);
         let passed = &mut |event: &Event| self.wait(comm, deadline, || event.has_passed());
 
-        let at_buffer = match &buffer {
-            Place::Device(pointer) => *pointer,
+        let at_buffer = match &mut buffer {
+            Place::Device(memory) => pointer(&mut **memory)?,
             Place::Host(host) => {
-                let pointer = room.of(device, host.len(), quiet)?;
-                let read = bytes(&plan.reads());
-                staging.upload(pointer.at(read.start), &host[read], stream, passed)?;
+                let pointer = room.of(device, host.bytes().len(), quiet)?;
+                let read = if plan.has_input { 0..0 } else { extents.bytes(extents.reads.clone()) };
+                staging.upload(pointer.at(read.start), &host.bytes()[read], stream, passed)?;
                 pointer
             }
         };
         let at_input = match input {
             None => None,
-            Some(Source::Device(pointer)) => Some(pointer),
+            Some(Source::Device(memory)) => Some(pointer(memory)?),
             Some(Source::Host(host)) => {
-                let pointer = input_room.of(device, host.len(), quiet)?;
-                staging.upload(pointer, host, stream, passed)?;
+                let pointer = input_room.of(device, host.bytes().len(), quiet)?;
+                staging.upload(pointer, host.bytes(), stream, passed)?;
                 Some(pointer)
             }
         };
@@ -319,16 +322,16 @@ impl Core {
             Places { buffer: at_buffer, input: at_input, scratch: scratch.of(device, plan.scratch_bytes(), quiet)? };
 
         device.make_current()?;
-        for copy in plan.copies(at).into_iter().chain(plan.own_block(at)) {
+        for copy in plan.copies(at) {
             device.copy(copy.from, copy.to, copy.bytes, stream)?;
         }
-        let reduction = op.reduce_op().map(|op| Reduction { op, dtype });
+        let reduction = plan.op.reduce_op().map(|op| Reduction { op, dtype: extents.dtype });
         comm.group(stream, reduction, |calls, op| plan.call(at, calls, op)).map_err(|error| self.or_failure(error))?;
         self.wait(comm, deadline, || comm.progress().map_err(|error| self.or_failure(error)))?;
-        if let Place::Host(host) = buffer {
-            for written in plan.writes() {
-                let written = bytes(&written);
-                staging.download(at.buffer.at(written.start), &mut host[written], stream, passed)?;
+        if let Place::Host(mut host) = buffer {
+            for written in extents.writes.clone() {
+                let written = extents.bytes(written);
+                staging.download(at.buffer.at(written.start), &mut host.bytes_mut()[written], stream, passed)?;
             }
         }
         event.record(stream)?;
@@ -376,7 +379,7 @@ impl Core {
     }
 
     /// Whether everything that a lane has begun on the device has ended, for which it waits. If not, the device is given up.
-    fn has_settled(&self, state: &LaneState, deadline: Deadline) -> bool {
+    fn settles_by(&self, state: &LaneState, deadline: Deadline) -> bool {
         let passed = || -> Result<bool> {
             // A mark after all of it: the operation may have failed before it set its own.
             state.event.record(&state.stream)?;
@@ -399,61 +402,26 @@ impl Core {
     fn settle(&self) {
         let soon = Deadline::after(GRACE);
         for lane in &self.shared.lanes {
-            if self.device.is_given_up() || !self.has_settled(&lane.scratch(), soon) {
+            if self.device.is_given_up() || !self.settles_by(&lane.scratch(), soon) {
                 break;
             }
         }
     }
+}
 
-    /// Ends the first communicator in an orderly way, and waits for those that were dropped.
-    pub(crate) fn close(self: &Arc<Self>, members: &Members, deadline: Deadline) -> Result<()> {
-        // Whoever was still let in has queued what it starts.
-        drop(self.starting());
-        self.device.make_current()?;
-        for comm in &members.comms {
-            comm.finalize();
-            self.wait(comm, deadline, || comm.progress().map_err(|error| self.or_failure(error)))?;
-        }
-        for comm in &members.comms {
-            let comm = comm.clone();
-            self.beside("comm-nccl-end", move || comm.destroy());
-        }
-        if self.wait_for_ends(deadline) { Ok(()) } else { Err(self.shared.timeout(deadline)) }
+/// Where memory on the device is.
+fn pointer(memory: &mut dyn DeviceMemory) -> Result<DevicePointer> {
+    let any: &mut dyn Any = memory.as_any_mut();
+    if let Some(cuda) = any.downcast_ref::<CudaBuffer>() {
+        return Ok(cuda.place());
     }
+    Err(Error::Unsupported {
+        what: format!("{memory:?} on NCCL"),
+        why: "it takes memory of its own CUDA device only; copy the buffer to the host".into(),
+    })
 }
 
-/// Tells the other ranks if an operation panics: they would wait for it. What is on the device then stays there unless all that the lane
-/// has begun has ended.
-struct PanicGuard<'a> {
-    core: &'a Arc<Core>,
-    call: &'a Header,
-    state: &'a mut LaneState,
-    is_lent: bool,
-}
-
-impl Drop for PanicGuard<'_> {
-    fn drop(&mut self) {
-        if thread::panicking() {
-            let PanicGuard { core, call, state, is_lent } = self;
-            core.fail(Error::Internal(format!("{call} panicked on rank {}", core.shared.job_rank())), "");
-            if *is_lent {
-                core.has_settled(state, Deadline::after(GRACE));
-            }
-        }
-    }
-}
-
-/// A header that stands for the operation as such, not for one of its messages.
-fn call_of(header: Header, op: &Op) -> Header {
-    Header { step: if matches!(op, Op::Recv { .. }) { CHECK_RECEIVE } else { CHECK }, ..header }
-}
-
-/// What to call an operation in errors.
-pub(crate) fn named(header: Header, op: &Op, label: Option<&str>, members: &Members) -> String {
-    name(&call_of(header, op), pair(op, &members.group), label)
-}
-
-impl Drop for Core {
+impl Drop for NcclEngine {
     /// Frees nothing that a kernel may still use: what has not ended within [`GRACE`] counts as running for ever.
     fn drop(&mut self) {
         self.settle();
@@ -461,37 +429,37 @@ impl Drop for Core {
     }
 }
 
-impl Members {
+impl LaneComms {
     /// Runs each kind of connection once, lane after lane, while nothing else runs: NCCL makes them at their first use, with memory that
-    /// it would have to allocate beside other lanes' kernels. Collective.
-    pub(crate) fn warm_up(&self, deadline: Deadline) -> Result<()> {
+    /// it would have to allocate beside other lanes' kernels. Collective over its ranks.
+    pub(crate) fn warm_up(&self, rank: usize, ranks: usize, deadline: Deadline) -> Result<()> {
         /// Beyond so many ranks, connections between all pairs are more than most will need.
         const PAIRS: usize = 16;
-        let core = &self.core;
-        let ranks = self.group.world_size();
-        for (lane, queue) in core.shared.lanes.iter().enumerate() {
-            let mut state = queue.scratch();
-            let mut run = |op: Op, values: &mut [u8]| {
-                let buffer = Place::Host(values);
-                let io = Io { dtype: DType::U8, count: ranks, buffer, input_count: None, input: None, counts: None };
-                core.perform(self, lane, &op, io, &mut state, deadline)
+        for (number, queue) in self.engine.shared.lanes.iter().enumerate() {
+            let mut lane = queue.scratch();
+            let mut run = |op: Op| {
+                let mut values = vec![0u8; ranks];
+                let extents = check(&op, rank, ranks, Elements { dtype: DType::U8, count: ranks }, None, None)?;
+                let plan = Plan { op: &op, rank, extents: &extents, has_input: false };
+                let data = Data::lent(ViewMut::of(&mut values), None);
+                self.engine.run(&plan, &self.comms[number], number, &mut lane, data, deadline)
             };
-            run(Op::AllReduce(ReduceOp::Sum), &mut vec![0; ranks])?;
-            run(Op::AllGather, &mut vec![0; ranks])?;
+            run(Op::AllReduce(ReduceOp::Sum))?;
+            run(Op::AllGather)?;
             if ranks <= PAIRS {
-                run(Op::AllToAll, &mut vec![0; ranks])?;
+                run(Op::AllToAll)?;
             }
         }
         Ok(())
     }
 }
 
-impl Drop for Members {
+impl Drop for LaneComms {
     /// Flushes what is on its way, beside the caller, and gives NCCL's communicators back.
     fn drop(&mut self) {
         let mut comms = std::mem::take(&mut self.comms);
         comms.retain(|comm| !comm.is_gone());
-        if comms.is_empty() || self.core.shared.failure().is_some() {
+        if comms.is_empty() || self.engine.shared.failure().is_some() {
             return;
         }
         let end = move || {
@@ -507,7 +475,7 @@ impl Drop for Members {
                 }
             }
         };
-        self.core.beside("comm-nccl-end", end);
+        self.engine.beside("comm-nccl-end", end);
     }
 }
 
@@ -519,12 +487,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
 
-    use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-
-    use comm_core::{OpKind, local};
+    use comm_core::local;
 
     use super::*;
-    use crate::connect;
     use crate::sys::Behaviour;
 
     fn soon() -> Deadline {
@@ -532,63 +497,36 @@ mod tests {
     }
 
     /// The ranks of a job, connected, with their control planes.
-    fn ranks(count: usize, lanes: usize) -> Vec<(Arc<Core>, Members, Arc<local::LocalControl>)> {
+    fn ranks(count: usize, lanes: usize) -> Vec<(Comm<NcclEngine>, Arc<local::LocalControl>)> {
         let connect = move |rank: local::LocalRank| {
             let options = NcclOptions::default().on_stand_in().with_lanes(lanes);
-            let (core, members) = connect::connect(rank.control.clone(), &options, soon()).unwrap();
-            (core, members, rank.control)
+            (connect::connect(rank.control.clone(), &options, soon()).unwrap(), rank.control)
         };
         let threads: Vec<_> =
             local::group(count, lanes).into_iter().map(|rank| thread::spawn(move || connect(rank))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     }
 
-    /// Lets an operation on lane 0 panic.
-    fn panic_in_an_operation(core: &Arc<Core>, is_lent: bool) {
-        let call = Header {
-            communicator: 1,
-            sequence: 0,
-            kind: OpKind::Barrier,
-            dtype: DType::U8,
-            reduce: None,
-            algorithm: comm_core::Algorithm::Direct,
-            root: 0,
-            count: 0,
-            division: 0,
-            step: CHECK,
-            payload_len: 0,
-        };
-        let panicked = catch_unwind(AssertUnwindSafe(|| {
-            let mut state = core.shared.lanes[0].scratch();
-            let _guard = PanicGuard { core, call: &call, state: &mut state, is_lent };
-            resume_unwind(Box::new("on purpose"));
-        }));
-        assert!(panicked.is_err());
-    }
-
     #[test]
-    fn a_panic_in_an_operation_ends_the_job_and_frees_nothing_that_may_be_in_use() {
+    fn a_device_on_which_something_runs_for_ever_is_given_up() {
         for (behaviour, is_given_up) in [(Behaviour::Works, false), (Behaviour::Hangs, true)] {
             let both = ranks(2, 1);
-            let core = &both[1].0;
-            core.device.behave(behaviour);
-            panic_in_an_operation(core, true);
-            for (_, _, control) in &both {
-                let failure = control.failure().unwrap().to_string();
-                assert!(failure.contains("barrier") && failure.contains("panicked on rank 1"), "{failure}");
-            }
-            assert_eq!(core.device.is_given_up(), is_given_up, "{behaviour:?}");
+            let engine = both[1].0.engine();
+            engine.device.behave(behaviour);
+            assert_eq!(engine.has_settled(&engine.shared.lanes[0].scratch()), !is_given_up, "{behaviour:?}");
+            assert_eq!(engine.device.is_given_up(), is_given_up, "{behaviour:?}");
         }
     }
 
     #[test]
     fn a_room_gives_back_what_it_has_outgrown_once_nothing_else_runs() {
         const MIB: usize = 1 << 20;
-        let (core, _members, _control) = ranks(1, 2).remove(0);
-        let mut state = core.shared.lanes[0].scratch();
+        let (comm, _control) = ranks(1, 2).remove(0);
+        let engine = comm.engine();
+        let mut state = engine.shared.lanes[0].scratch();
         let room = &mut state.buffer;
         let mut grow = |bytes: usize| -> (usize, usize) {
-            room.of(&core.device, bytes, || core.quiet(0)).unwrap();
+            room.of(&engine.device, bytes, || engine.quiet(0)).unwrap();
             (room.memory.as_ref().unwrap().bytes(), room.outgrown.iter().map(Memory::bytes).sum())
         };
         for mib in 1..200 {
@@ -596,7 +534,7 @@ mod tests {
             assert!((mib * MIB..=mib * MIB + 64 * MIB).contains(&held) && outgrown == 0, "{mib}: {held}, {outgrown}");
         }
         // Another lane is in use: nothing may be freed, and all that is kept is no more than what is used.
-        let turn = core.shared.lanes[1].try_enter(soon()).unwrap();
+        let turn = engine.shared.lanes[1].try_enter(soon()).unwrap();
         for mib in (200..1000).step_by(10) {
             let (held, outgrown) = grow(mib * MIB);
             assert!(held >= mib * MIB && outgrown <= held && held <= 3 * mib * MIB, "{mib}: {held}, {outgrown}");

@@ -1,21 +1,19 @@
 //! What the lanes of a rank are doing, for those who ask.
 
 use std::collections::VecDeque;
-use std::fmt::Write as _;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::Group;
+use super::operation::name;
+use super::{Group, Operation};
 use crate::clock;
 use crate::control::{Activity, Doing, StallReport};
-use crate::deadline::Deadline;
 use crate::error::Error;
-use crate::header::{CHECK_RECEIVE, Header};
-use crate::op::Op;
+use crate::header::Header;
 
 /// Takes note of what each lane does: one operation at a time.
 #[derive(Debug)]
-pub struct Watch {
+pub(super) struct Watch {
     lanes: Vec<Mutex<Option<Record>>>,
     stall_after: Duration,
     /// The last ones, oldest first, and when they came, on the [`clock`].
@@ -27,7 +25,7 @@ const REPORTS: usize = 16;
 
 #[derive(Debug)]
 struct Record {
-    header: Header,
+    call: Header,
     /// Of a message: from which rank of the job to which.
     pair: Option<(u32, u32)>,
     label: Option<Arc<str>>,
@@ -43,38 +41,30 @@ struct Record {
 
 /// An operation that is noted as running until this is dropped.
 #[derive(Debug)]
-pub struct Note<'a> {
+pub(super) struct Note<'a> {
     watch: &'a Watch,
     lane: usize,
 }
 
 impl Watch {
     /// Nothing has been done on any of so many lanes. An operation is reported after `stall_after`.
-    pub fn new(lanes: usize, stall_after: Duration) -> Self {
+    pub(super) fn new(lanes: usize, stall_after: Duration) -> Self {
         Watch { lanes: (0..lanes).map(|_| Mutex::default()).collect(), stall_after, reports: Mutex::default() }
     }
 
     /// Notes that an operation begins.
-    pub fn note(
-        &self,
-        lane: usize,
-        header: Header,
-        op: &Op,
-        label: Option<Arc<str>>,
-        group: &Arc<Group>,
-        deadline: Deadline,
-    ) -> Note<'_> {
+    pub(super) fn note(&self, operation: &Operation) -> Note<'_> {
+        let lane = operation.lane;
         // Early enough that the answer is there when the deadline comes.
-        let last_call = deadline.remaining() * 3 / 4;
+        let last_call = operation.deadline.remaining() * 3 / 4;
         let patience = self.stall_after.min(last_call);
-        let pair = pair(op, group);
         let since = clock::running();
         if let Some(slot) = self.lanes.get(lane) {
             *lock(slot) = Some(Record {
-                header,
-                pair,
-                label,
-                group: group.clone(),
+                call: operation.call(),
+                pair: operation.pair(),
+                label: operation.label.clone(),
+                group: operation.group.clone(),
                 is_running: true,
                 since,
                 patience,
@@ -85,20 +75,19 @@ impl Watch {
     }
 
     /// What to call the operation that runs on a lane.
-    pub fn running(&self, lane: usize) -> Option<String> {
+    pub(super) fn running(&self, lane: usize) -> Option<String> {
         let slot = lock(self.lanes.get(lane)?);
         slot.as_ref().filter(|record| record.is_running).map(|record| record.doing(lane).operation)
     }
 
     /// An error of an operation on the data path, in ranks of the job, with what has been found out lately of who holds it up; and what to
-    /// call the operation in it. `call` describes it as a whole: its step is [`CHECK`](crate::header::CHECK) or
-    /// [`CHECK_RECEIVE`].
-    pub fn explain(&self, error: Error, call: &Header, op: &Op, label: Option<&str>, group: &Group) -> (Error, String) {
-        let mut during = name(call, pair(op, group), label);
+    /// call the operation in it.
+    pub(super) fn explain(&self, error: Error, operation: &Operation) -> (Error, String) {
+        let (mut during, culprits) = (operation.name(), |waited| self.culprits(operation, waited));
         let error = match error {
             // Who is waited for may itself wait for someone else.
             Error::Timeout { rank, operation, waited, waiting_for } => {
-                let waiting_for = match self.culprits(call, op, group, waited) {
+                let waiting_for = match culprits(waited) {
                     None => waiting_for,
                     Some(culprits) if culprits.is_empty() => {
                         during
@@ -116,11 +105,12 @@ impl Watch {
 
     /// The ranks that hold up an operation that has `waited` so long, as far as that has been found out lately; none if all
     /// have called it.
-    fn culprits(&self, header: &Header, op: &Op, group: &Group, waited: Duration) -> Option<Vec<usize>> {
-        let wanted = pair(op, group);
+    fn culprits(&self, operation: &Operation, waited: Duration) -> Option<Vec<usize>> {
+        let Header { communicator: id, sequence: number, kind: wanted, .. } = operation.header;
+        let ends = operation.pair();
         let is_it = |(at, report): &&(Duration, StallReport)| {
             let Doing { communicator, sequence, kind, pair, .. } = report.stalled;
-            (communicator, sequence, kind, pair) == (header.communicator, header.sequence, header.kind as u8, wanted)
+            (communicator, sequence, kind, pair) == (id, number, wanted as u8, ends)
                 // Whoever was late then may have come since.
                 && clock::running().saturating_sub(*at) <= waited / 4 + Duration::from_secs(2)
         };
@@ -176,10 +166,10 @@ impl Record {
     fn doing(&self, lane: usize) -> Doing {
         Doing {
             lane: lane as u32,
-            operation: name(&self.header, self.pair, self.label.as_deref()),
-            communicator: self.header.communicator,
-            sequence: self.header.sequence,
-            kind: self.header.kind as u8,
+            operation: name(&self.call, self.pair, self.label.as_deref()),
+            communicator: self.call.communicator,
+            sequence: self.call.sequence,
+            kind: self.call.kind as u8,
             pair: self.pair,
             members: match self.pair {
                 Some((from, to)) => vec![from, to],
@@ -200,31 +190,6 @@ impl Drop for Note<'_> {
             record.since = clock::running();
         }
     }
-}
-
-/// From which rank of the job to which a message goes.
-pub fn pair(op: &Op, group: &Group) -> Option<(u32, u32)> {
-    let rank = |rank: usize| group.job_ranks.get(rank).map(|rank| *rank as u32);
-    match *op {
-        Op::Send { to } => Some((rank(group.rank)?, rank(to)?)),
-        Op::Recv { from } => Some((rank(from)?, rank(group.rank)?)),
-        _ => None,
-    }
-}
-
-/// An operation for people: what it is, between whom, and what its caller calls it.
-pub fn name(header: &Header, pair: Option<(u32, u32)>, label: Option<&str>) -> String {
-    let mut name = header.to_string();
-    // Writing to a string does not fail.
-    let _ = match pair {
-        None => Ok(()),
-        Some((from, _)) if header.step == CHECK_RECEIVE => write!(name, " from rank {from}"),
-        Some((_, to)) => write!(name, " to rank {to}"),
-    };
-    if let Some(label) = label {
-        let _ = write!(name, " [{label}]");
-    }
-    name
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
