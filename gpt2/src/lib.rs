@@ -38,7 +38,6 @@ pub mod peak;
 pub mod precision;
 pub mod run;
 pub mod segments;
-pub mod splitmix;
 pub mod strategy;
 pub mod sys;
 pub mod tokenizer;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use gpt2::splitmix::SplitMix64;
+use comm_core::splitmix::SplitMix64;
 use rustls::pki_types::ServerName;
 
 use super::recipes::{CONTROL_REPLY, GREETING_LEN, RAW_HELLO_LEN, RAW_NONCE, Recipes};

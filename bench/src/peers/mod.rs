@@ -13,9 +13,9 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
+use comm_core::splitmix::SplitMix64;
 use gpt2::cli::say;
 use gpt2::optim::LearningRate;
-use gpt2::splitmix::SplitMix64;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::tokenizer::{GPT2_VOCABULARY, TokenizerKind};
 use gpt2::trainer::TrainConfig;

@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use comm_core::splitmix::SplitMix64;
 use gpt2::cli::say;
-use gpt2::splitmix::SplitMix64;
 use gpt2::transports::TransportKind;
 use serde::Serialize;
 

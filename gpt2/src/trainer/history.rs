@@ -197,7 +197,7 @@ impl<T: Ord + Copy> Tally<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::splitmix::SplitMix64;
+    use comm_core::splitmix::SplitMix64;
 
     /// A report with figures of its own.
     fn report(step: u64, random: &mut SplitMix64) -> StepReport {
