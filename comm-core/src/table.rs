@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::dtype::DType;
+use crate::hex;
 use crate::mesh::algorithms;
 use crate::op::{Algorithm, Op, OpKind};
 
@@ -97,7 +98,7 @@ impl Table {
         for Rule { kind, ranks, bytes, algorithm } in self.rules.iter() {
             hash.update(format!("{kind} {ranks} {bytes} {algorithm} "));
         }
-        hash.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+        hex(&hash.finalize()[..8])
     }
 
     /// Messages that `rank` of `ranks` sends in an operation over `count` elements in even shards, by the formula of the algorithm in the

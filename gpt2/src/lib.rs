@@ -40,7 +40,6 @@ pub mod precision;
 pub mod record;
 pub mod run;
 pub mod segments;
-pub mod splitmix;
 pub mod strategy;
 pub mod sys;
 pub mod tokenizer;

@@ -4,9 +4,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-mod local;
-mod native;
-
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -25,8 +22,8 @@ use gpt2::strategy::{
 use gpt2::trainer::{Observer, Parts, Session, StepReport, Summary, TrainConfig, TrainError, train};
 use gpt2::transports::{TransportOptions, local_sessions, local_sessions_in_nodes};
 
-use local::{TOLERANCE, VARIANTS, assert_close, corpus, run, single, with};
-use native::{Equipped, Lender};
+use crate::local::{TOLERANCE, VARIANTS, assert_close, corpus, run, single, with};
+use crate::native::{Equipped, Lender};
 
 #[derive(Default)]
 struct Seen {

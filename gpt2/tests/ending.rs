@@ -2,8 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-mod local;
-
 use std::fs;
 use std::panic::resume_unwind;
 use std::path::PathBuf;
@@ -19,7 +17,7 @@ use gpt2::strategy::StrategyKind;
 use gpt2::trainer::{Observer, StepReport, Summary, TrainConfig, TrainError, train};
 use gpt2::transports::{TransportOptions, local_sessions};
 
-use local::{corpus, single, with};
+use crate::local::{corpus, single, with};
 
 /// How long one rank waits for the other.
 const SOON: Duration = Duration::from_secs(60);

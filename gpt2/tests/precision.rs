@@ -2,8 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-mod local;
-
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -17,7 +15,7 @@ use gpt2::strategy::StrategyKind;
 use gpt2::trainer::{Observer, StepReport, TrainConfig, TrainError, train};
 use gpt2::transports::{TransportOptions, local_sessions};
 
-use local::{TOLERANCE, VARIANTS, assert_close, assert_counts, corpus, ranks_for, run, run_with, single, with};
+use crate::local::{TOLERANCE, VARIANTS, assert_close, assert_counts, corpus, ranks_for, run, run_with, single, with};
 
 /// A power of two at which no gradient of the small model overflows f16.
 const SCALED: LossScaling = LossScaling::Fixed { scale: 1024.0 };

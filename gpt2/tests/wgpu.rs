@@ -2,7 +2,6 @@
 //!
 //! Any adapter will do. Where there is none the tests say that they are skipped, and why; with `GPT2_TEST_NEEDS_WGPU` set they fail.
 
-#![cfg(feature = "wgpu")]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod local;

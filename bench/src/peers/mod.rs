@@ -11,9 +11,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use comm_core::splitmix::SplitMix64;
 use gpt2::cli::say;
 use gpt2::optim::LearningRate;
-use gpt2::splitmix::SplitMix64;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::tokenizer::{GPT2_VOCABULARY, TokenizerKind};
 use gpt2::trainer::TrainConfig;

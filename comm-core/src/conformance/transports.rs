@@ -8,7 +8,6 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::data::mix;
 use super::{CaseResult, PATIENCE, SLACK, Step, ensure, failed};
 use crate::deadline::Deadline;
 use crate::dtype::DType;
@@ -16,6 +15,7 @@ use crate::error::{Error, Result};
 use crate::header::Header;
 use crate::local::{self, LocalControl, LocalRank};
 use crate::op::{Algorithm, OpKind};
+use crate::splitmix::mix;
 use crate::transport::{Incoming, Outgoing, Sink, Transport};
 
 /// Makes one rank's transport, of so many lanes. The rank's own transport is for those that wrap one.

@@ -12,6 +12,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
 
+use rustix::io::Errno;
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::auth::{self, Hello, Rejection, Session};
@@ -245,7 +246,7 @@ fn attempt(
 
 /// Whether this machine has no way to the address at all: no network of its kind, say.
 fn is_out_of_reach(error: &io::Error) -> bool {
-    let unknown_family = error.raw_os_error() == Some(libc::EAFNOSUPPORT);
+    let unknown_family = Errno::from_io_error(error) == Some(Errno::AFNOSUPPORT);
     unknown_family || matches!(error.kind(), io::ErrorKind::NetworkUnreachable | io::ErrorKind::AddrNotAvailable)
 }
 

@@ -226,7 +226,7 @@ impl<T: Ord + Copy> Tally<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::splitmix::SplitMix64;
+    use comm_core::splitmix::SplitMix64;
 
     const OUTCOME: StepOutcome = StepOutcome {
         loss: 0.0,

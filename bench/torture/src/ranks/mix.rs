@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
+use comm_core::splitmix::SplitMix64;
 use comm_core::table::supports;
 use comm_core::{Algorithm, Communicator, DType, Error, OpKind};
-use gpt2::splitmix::SplitMix64;
 use rig::samples::Reduction;
 use rig::with_sample;
 

@@ -11,8 +11,8 @@ use std::fs;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use comm_core::splitmix::SplitMix64;
 use gpt2::cli::say;
-use gpt2::splitmix::SplitMix64;
 use gpt2::transports::TransportKind;
 use rig::BenchError;
 use rig::debug;

@@ -29,6 +29,11 @@ impl SplitMix64 {
         Self { state: path.iter().fold(derive(seed, 0), |state, &part| derive(state, part)) }
     }
 
+    /// Number `index` of the generator that starts at `seed`.
+    pub fn at(seed: u64, index: u64) -> u64 {
+        mix(seed.wrapping_add(GOLDEN_GAMMA.wrapping_mul(index.wrapping_add(1))))
+    }
+
     /// The next number, uniform over all 64-bit values.
     pub fn next_u64(&mut self) -> u64 {
         self.state = self.state.wrapping_add(GOLDEN_GAMMA);
@@ -68,7 +73,7 @@ impl SplitMix64 {
 }
 
 /// The output function of SplitMix64 (variant 13 of Stafford's mixers), a bijection.
-fn mix(mut z: u64) -> u64 {
+pub fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
     z ^ (z >> 31)
@@ -83,6 +88,7 @@ mod tests {
         // The widely published outputs for seed 1234567.
         let mut generator = SplitMix64::new(1_234_567);
         let first: Vec<u64> = (0..5).map(|_| generator.next_u64()).collect();
+        assert_eq!(first, [0, 1, 2, 3, 4].map(|index| SplitMix64::at(1_234_567, index)));
         assert_eq!(
             first,
             [
