@@ -40,8 +40,8 @@ pub(super) struct History {
     pub(super) operations: Tally<u64>,
     /// What each step that was not skipped was to send.
     expected: Tally<Expected>,
-    /// Payload bytes and messages that were expected so far and not sent.
-    owed: (i128, i128),
+    /// Payload bytes and messages that were expected so far and not sent, and those of them inside the node.
+    owed: [i128; 4],
     /// Whether nothing was owed after any step that left nothing under way.
     pub(super) is_as_expected: bool,
 }
@@ -81,7 +81,7 @@ impl History {
             inside_node: Tally::default(),
             operations: Tally::default(),
             expected: Tally::default(),
-            owed: (0, 0),
+            owed: [0; 4],
             is_as_expected: true,
         }
     }
@@ -112,9 +112,12 @@ impl History {
         self.operations.add(report.operations);
         self.expected.add(outcome.expected);
         let Some(sent) = sent else { return };
-        self.owed.0 += i128::from(outcome.expected.payload) - i128::from(sent.payload);
-        self.owed.1 += i128::from(outcome.expected.messages) - i128::from(sent.messages);
-        self.is_as_expected &= outcome.under_way || self.owed == (0, 0);
+        let Expected { payload, messages, node_payload, node_messages, .. } = outcome.expected;
+        let node = sent.node.unwrap_or((node_payload, node_messages));
+        let expected = [payload, messages, node_payload, node_messages];
+        let sums = self.owed.iter_mut().zip(expected.into_iter().zip([sent.payload, sent.messages, node.0, node.1]));
+        sums.for_each(|(owed, (expected, sent))| *owed += i128::from(expected) - i128::from(sent));
+        self.is_as_expected &= outcome.under_way || self.owed == [0; 4];
         self.payload.add(sent.payload);
         self.messages.add(sent.messages);
         self.scalars.add(sent.scalars);
@@ -378,5 +381,11 @@ mod tests {
         assert!(!add(&[(100, 40, false), (100, 160, false)]).is_as_expected);
         assert!(!add(&[(100, 40, true), (100, 150, false)]).is_as_expected);
         assert!(!add(&[(0, 100, false), (100, 0, false)]).is_as_expected);
+        // Of the same bytes too many inside the node.
+        let mut history = History::of(1);
+        let expected = Expected { payload: 100, node_payload: 60, ..OUTCOME.expected };
+        let sent = Sent { payload: 100, node: Some((70, 0)), ..Sent::default() };
+        history.add(&report, 0.0, &StepOutcome { expected, ..OUTCOME }, Some(sent));
+        assert!(!history.is_as_expected);
     }
 }
