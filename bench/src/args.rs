@@ -14,7 +14,7 @@ use gpt2::env::default_cargo_home;
 use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 
 use crate::BenchError;
 use crate::chaos::{ChaosArgs, ChaosRankArgs};
@@ -55,7 +55,7 @@ pub(crate) struct Args {
     #[arg(long, value_delimiter = ',', default_value = "single,ps,sharded-ps,ring,ddp,zero1,zero2,fsdp,hierarchical")]
     strategies: Vec<StrategyKind>,
     /// Transports, separated by commas.
-    #[arg(long, value_delimiter = ',', default_value = "local,shm,tcp-raw,tcp,quic,nccl")]
+    #[arg(long, value_delimiter = ',', default_values_t = TransportKind::all())]
     transports: Vec<TransportKind>,
     /// Ranks of the matrix.
     #[arg(long, default_value_t = 2)]

@@ -4,7 +4,7 @@ use gpt2::config::{ModelConfig, Preset};
 use gpt2::optim::LearningRate;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::trainer::{Parts, RankReport, Summary, TrainConfig};
-use gpt2::transports::TransportKind;
+use isocomm::{Medium, TransportKind};
 use serde::Serialize;
 
 use crate::args::Setup;
@@ -139,7 +139,7 @@ impl Cell {
             losses: Vec::new(),
             grad_norms: Vec::new(),
             peak_rss_bytes: None,
-            peak_rss_is_shared: self.transport == Some(TransportKind::Local),
+            peak_rss_is_shared: self.transport.is_some_and(|kind| kind.medium() == Medium::Threads),
             parts_by_rank: Vec::new(),
             mfu: None,
             mfu_formula: None,

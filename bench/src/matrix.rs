@@ -10,8 +10,8 @@ use gpt2::cli::say;
 use gpt2::precision::Precision;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::tokenizer::TokenizerKind;
-use gpt2::transports::{TransportKind, TransportOptions};
 use indicatif::{ProgressBar, ProgressFinish, ProgressStyle};
+use isocomm::{TransportKind, TransportOptions};
 use serde::Serialize;
 
 use crate::BenchError;

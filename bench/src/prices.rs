@@ -8,10 +8,10 @@ use std::collections::BTreeSet;
 use serde::Serialize;
 
 use crate::record::{Axis, Cell, Record};
-use crate::rung::Rung;
 use crate::stats::{CellRuns, Comparison, Interval, Keep, Metric, Over, Verdict, cell_runs, compare_paired, summary};
 use crate::sweep::LOOPBACK;
 use crate::text;
+use isocomm::Rung;
 
 /// Everything that the records have a price of.
 #[derive(Clone, Debug, Serialize)]
@@ -167,7 +167,7 @@ fn is_in_memory(cell: &Cell) -> bool {
 }
 
 fn is_quic(cell: &Cell) -> bool {
-    cell.transport.parse().is_ok_and(Rung::is_quic)
+    cell.transport.parse().is_ok_and(Rung::has_packets)
 }
 
 impl PriceList {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use comm_core::launch::{Launch, Output};
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::trainer::{Summary, TrainConfig};
-use gpt2::transports::{TransportKind, TransportOptions};
+use isocomm::{Medium, TransportKind, TransportOptions};
 
 use crate::worker::Task;
 
@@ -95,7 +95,7 @@ impl Run {
     pub(crate) fn task(&self, result: PathBuf) -> Task {
         Task {
             config: self.config.clone(),
-            transport: self.transport.unwrap_or(TransportKind::Local),
+            transport: self.transport.unwrap_or(TransportKind::LOCAL),
             node_transport: self.node_transport,
             options: self.options.clone(),
             ranks: self.ranks,
@@ -111,8 +111,8 @@ impl Run {
         let arguments: Vec<OsString> = vec!["worker".into(), "--task".into(), task.into()];
         // The threads of `local` live in one process, started the same way.
         let processes = match self.transport {
-            None | Some(TransportKind::Local) => 1,
-            Some(_) => self.ranks,
+            Some(transport) if transport.medium() != Medium::Threads => self.ranks,
+            _ => 1,
         };
         let mut launch = Launch::new(program, processes);
         launch.args = arguments;

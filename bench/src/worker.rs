@@ -12,7 +12,7 @@ use gpt2::env::default_cargo_home;
 use gpt2::run::{RankOptions, run_rank, run_threads};
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::trainer::{TrainConfig, TrainError};
-use gpt2::transports::{TransportKind, TransportOptions};
+use isocomm::{Medium, TransportKind, TransportOptions};
 use serde::{Deserialize, Serialize};
 
 use crate::BenchError;
@@ -64,7 +64,7 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<ExitCode, BenchError> {
     };
     let device = Device::flex();
     // The threads of `local` are one process of a job that has no other.
-    let job = if task.transport == TransportKind::Local { None } else { Job::from_env()? };
+    let job = if task.transport.medium() == Medium::Threads { None } else { Job::from_env()? };
     let summary = match job {
         Some(job) => {
             let summary = match run_rank(&job, &task.config, &corpus, &options, &device, &mut ()) {

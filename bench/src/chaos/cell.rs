@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::time::{Duration, Instant};
 
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 use serde::{Deserialize, Serialize};
 
 use super::fault::{Fault, When};

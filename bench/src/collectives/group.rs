@@ -11,13 +11,12 @@ use std::time::Duration;
 
 use comm_core::Deadline;
 use comm_core::launch::{Launch, LaunchOutcome, Output};
-use gpt2::transports::TransportOptions;
+use isocomm::{Rung, TransportOptions};
 use tempfile::TempDir;
 
 use super::protocol::{Command, Connection, Hello, Measure, Opened, Reply, Trouble};
 use super::rank::Task;
 use super::sys;
-use crate::rung::Rung;
 
 /// How long ranks of ours may take to start and to connect all transports; libraries of the peers take seconds to load.
 const START: Duration = Duration::from_secs(90);
@@ -169,18 +168,24 @@ impl Group {
     pub(crate) fn launch(
         name: &str,
         transports: &[Rung],
-        options: &TransportOptions,
+        (options, quic_congestion): (&TransportOptions, Option<&String>),
         ranks: usize,
     ) -> Result<Self, String> {
         let meeting = Meeting::new()?;
         let task_file = meeting.folder().join("task.json");
-        let task = Task { socket: meeting.socket(), transports: transports.to_vec(), options: options.clone(), ranks };
+        let task = Task {
+            socket: meeting.socket(),
+            transports: transports.to_vec(),
+            options: options.clone(),
+            quic_congestion: quic_congestion.cloned(),
+            ranks,
+        };
         serde_json::to_vec(&task)
             .map_err(io::Error::from)
             .and_then(|bytes| fs::write(&task_file, bytes))
             .map_err(|error| format!("{}: {error}", task_file.display()))?;
         let program = std::env::current_exe().map_err(|error| format!("where is this program? {error}"))?;
-        let processes = if transports == [Rung::LOCAL] { 1 } else { ranks };
+        let processes = if transports.iter().all(|kind| kind.is_threads()) { 1 } else { ranks };
         let mut launch = Launch::new(program, processes);
         launch.args = vec!["collectives-rank".into(), "--task".into(), task_file.into()];
         launch.output = Output::Captured;

@@ -13,15 +13,15 @@ use comm_core::table::{choose, supports};
 use super::case::{Case, Place};
 use super::congestion;
 use super::group::{Group, Measured};
-use super::options::Settings;
+use super::options::{Settings, options_of};
 use super::peers::{Peer, PeerSettings};
 use super::protocol::{Measure, Trouble};
 use super::report::{Comparison, Outcome, Rounds, Row};
 use super::stats::Ratio;
 use crate::BenchError;
 use crate::environment::Environment;
-use crate::rung::Rung;
 use crate::runner::Interrupted;
+use isocomm::{Rung, TransportKind};
 
 /// How long a batch of iterations shall take where the user does not say how many.
 const BATCH: Duration = Duration::from_millis(20);
@@ -99,12 +99,12 @@ impl<'a> Bench<'a> {
         for kind in missing {
             bench.missing.push((kind.to_string(), kind.missing().unwrap_or_default()));
         }
-        let (threads, processes): (Vec<Rung>, Vec<Rung>) = there.into_iter().partition(|kind| *kind == Rung::LOCAL);
+        let (threads, processes): (Vec<Rung>, Vec<Rung>) = there.into_iter().partition(|kind| kind.is_threads());
         for (name, kinds) in [("threads", threads), ("processes", processes)] {
             if kinds.is_empty() {
                 continue;
             }
-            match Group::launch(name, &kinds, &settings.options, settings.ranks) {
+            match Group::launch(name, &kinds, (&settings.options, settings.quic_congestion.as_ref()), settings.ranks) {
                 Ok(group) => bench.add(group, None),
                 Err(why) => return Err(why.into()),
             }
@@ -300,7 +300,7 @@ impl<'a> Bench<'a> {
             ratios: if settings.tune { Vec::new() } else { self.comparisons(first.target, runs) },
             transport_facts: target.facts.clone(),
             options: (!target.is_peer).then(|| match target.name.parse::<Rung>() {
-                Ok(rung) => rung.options(&settings.options),
+                Ok(rung) => options_of(rung, &settings.options, settings.quic_congestion.as_ref()),
                 Err(_) => settings.options.clone(),
             }),
             environment: self.environment.clone(),
@@ -318,7 +318,7 @@ impl<'a> Bench<'a> {
         };
         let is_yardstick = |target: &Target| {
             target.is_peer
-                || (self.settings.one_way && target.name == Rung::TCP_RAW.name())
+                || (self.settings.one_way && target.name == TransportKind::TCP_RAW.name())
                 || without.contains(&target.name)
         };
         if self.targets[index].is_peer && !self.settings.one_way {

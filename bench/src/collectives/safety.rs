@@ -8,7 +8,7 @@ use comm_core::{Algorithm, DType, HEADER_LEN, Header, OpKind, ReduceOp};
 use super::case::Place;
 use super::report::Row;
 use super::stats::{Ratio, median};
-use crate::rung::Rung;
+use isocomm::Rung;
 
 /// The price of each precaution on each transport: one line each, one column a size.
 pub(super) fn prices(rows: &[Row]) -> String {

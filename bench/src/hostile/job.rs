@@ -13,7 +13,7 @@ use gpt2::config::Preset;
 use gpt2::optim::LearningRate;
 use gpt2::strategy::StrategyKind;
 use gpt2::trainer::{Summary, TrainConfig};
-use gpt2::transports::{TransportKind, TransportOptions};
+use isocomm::{TransportKind, TransportOptions};
 use tempfile::TempDir;
 
 use super::options::Settings;

@@ -9,7 +9,7 @@ use comm_core::launch::ending_signals;
 use gpt2::corpus::{Corpus, CorpusSource};
 use gpt2::env::default_cargo_home;
 use gpt2::tokenizer::TokenizerKind;
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 
 use crate::BenchError;
 use crate::folder;
@@ -79,10 +79,8 @@ impl HostileArgs {
     }
 
     pub(super) fn check(&self) -> Result<Settings, BenchError> {
-        const OFFERED: [TransportKind; 4] =
-            [TransportKind::Shm, TransportKind::TcpRaw, TransportKind::Tcp, TransportKind::Quic];
         for transport in &self.transports {
-            if !OFFERED.contains(transport) {
+            if !transport.medium().joins_processes() {
                 return Err(format!(
                     "--transports {transport}: a job over it has no ports to attack; choose shm, tcp-raw, tcp or quic"
                 )

@@ -14,8 +14,8 @@ use comm_core::{Control, Deadline, Error};
 use gpt2::corpus::{Corpus, CorpusSource};
 use gpt2::env::default_cargo_home;
 use gpt2::tokenizer::TokenizerKind;
-use gpt2::trainer::{Observer, StepReport, TrainConfig, TrainError, train};
-use gpt2::transports::{self, TransportKind, TransportOptions};
+use gpt2::trainer::{Observer, Session, StepReport, TrainConfig, TrainError, train};
+use isocomm::{TransportKind, TransportOptions};
 use serde::{Deserialize, Serialize};
 
 use crate::BenchError;
@@ -102,8 +102,9 @@ fn take_part(task: &Task, job: &Job, corpus: &Corpus) -> Result<(), TrainError> 
     if job.rank + 1 == job.world_size {
         thread::sleep(task.late);
     }
-    let session = transports::connect(task.transport, control.clone(), &task.options)
-        .inspect_err(|error| control.poison(error))?;
+    let connected =
+        task.transport.connect(control.clone(), &task.options).inspect_err(|error| control.poison(error))?;
+    let session = Session::new(connected, &task.options);
     if job.rank != 0 {
         return train(&task.config, corpus, &session, &Device::flex(), None, &mut ()).map(drop);
     }

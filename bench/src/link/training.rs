@@ -13,7 +13,7 @@ use gpt2::env::default_cargo_home;
 use gpt2::run::{RankOptions, run_rank as run_training_rank, run_threads};
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::trainer::{RankReport, Summary, TrainConfig, TrainError};
-use gpt2::transports::{TransportKind, TransportOptions};
+use isocomm::{TransportKind, TransportOptions};
 use serde::{Deserialize, Serialize};
 
 use super::World;
@@ -168,10 +168,10 @@ pub(crate) fn run_rank(args: &RankArgs) -> Result<ExitCode, BenchError> {
     let source = CorpusSource::from_path(task.source.clone(), default_cargo_home());
     let corpus = Corpus::load(&source, task.tokenizer)?;
     let mut options = RankOptions {
-        transport: task.transport.unwrap_or(TransportKind::Local),
+        transport: task.transport.unwrap_or(TransportKind::LOCAL),
         options: task.options.clone(),
         // The ranks of one end of a link, which share a machine.
-        node_transport: (task.ends.is_some() && task.transport.is_some()).then_some(TransportKind::Shm),
+        node_transport: (task.ends.is_some() && task.transport.is_some()).then_some(TransportKind::SHM),
         threads: task.threads,
         checkpoint: None,
     };

@@ -15,7 +15,7 @@ use gpt2::cli::say;
 use gpt2::precision::Precision;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::trainer::TrainConfig;
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 
 pub(crate) use options::MemoryArgs;
 
@@ -125,7 +125,7 @@ fn measure(settings: &Settings, case: Case) -> Result<Row, BenchError> {
         },
         ..TrainConfig::of(settings.model.clone(), case.strategy)
     };
-    let transport = (case.ranks > 1).then_some(TransportKind::Shm);
+    let transport = (case.ranks > 1).then_some(TransportKind::SHM);
     let run = Run { source: settings.source.clone(), ..Run::new(config, transport, case.ranks, 1, TIMEOUT) };
     let bounds = theory::bounds(&settings.segments, case);
     match run.summary() {

@@ -17,7 +17,7 @@ use gpt2::optim::LearningRate;
 use gpt2::strategy::StrategyOptions;
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::trainer::TrainConfig;
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 
 pub(crate) use options::OverlapArgs;
 

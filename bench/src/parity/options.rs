@@ -6,7 +6,7 @@ use gpt2::corpus::{Corpus, CorpusSource};
 use gpt2::env::default_cargo_home;
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 
 use super::plan::{BATCH, Variant};
 use crate::BenchError;

@@ -19,7 +19,7 @@ use gpt2::splitmix::SplitMix64;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::tokenizer::{GPT2_VOCABULARY, TokenizerKind};
 use gpt2::trainer::TrainConfig;
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 
 pub(crate) use options::PeersArgs;
 

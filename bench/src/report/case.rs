@@ -2,7 +2,7 @@
 
 use std::cmp::Ordering;
 
-use super::digest::{ROUNDS, STRATEGIES, TRANSPORTS, known};
+use super::digest::{ROUNDS, STRATEGIES, known, transports};
 use super::links::Traits;
 use crate::collectives::stats::median;
 use crate::record::{Cell, Flag, FlagKind, Measured, Rank, Record};
@@ -76,7 +76,7 @@ impl<'a> Case<'a> {
 
     /// Strategies, transports and links in the order in which they are told of, everything else by its value.
     pub(super) fn order(&self, other: &Self) -> Ordering {
-        let key = |case: &Self| (known(&STRATEGIES, &case.cell.strategy), known(&TRANSPORTS, &case.cell.transport));
+        let key = |case: &Self| (known(&STRATEGIES, &case.cell.strategy), known(&transports(), &case.cell.transport));
         let links = self.traits.order(&other.traits).then_with(|| self.cell.link.cmp(&other.cell.link));
         links.then_with(|| key(self).cmp(&key(other))).then_with(|| self.cell.cmp(other.cell))
     }

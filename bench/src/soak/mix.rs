@@ -169,7 +169,7 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
-    use gpt2::transports::{TransportOptions, local_sessions};
+    use isocomm::TransportOptions;
 
     use super::*;
     use crate::chaos::work::LANES;
@@ -179,7 +179,8 @@ mod tests {
         let options = TransportOptions { lanes: LANES, ..Default::default() };
         let shared = Shared::default();
         let works: Vec<Work> = thread::scope(|scope| {
-            let threads: Vec<_> = local_sessions(3, &options)
+            let threads: Vec<_> = isocomm::threads(3, &options)
+                .unwrap()
                 .into_iter()
                 .map(|session| {
                     let shared = &shared;

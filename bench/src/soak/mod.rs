@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use gpt2::cli::say;
 use gpt2::splitmix::SplitMix64;
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 use serde::Serialize;
 
 pub(crate) use options::SoakArgs;
@@ -213,7 +213,7 @@ impl Soak {
         episode: &mut Episode,
     ) -> Result<(), BenchError> {
         let times = self.settings.times;
-        let transport = episode.transport.unwrap_or(TransportKind::Tcp);
+        let transport = episode.transport.unwrap_or_default();
         let bound = fault.bound(transport, times.liveness, times.timeout);
         let survivors: Vec<usize> = (0..self.settings.ranks).filter(|rank| *rank != victim).collect();
         let numbers: Vec<Number> = survivors.iter().map(|rank| self.processes[*rank]).collect();

@@ -8,7 +8,7 @@ use gpt2::config::{ConfigError, Preset};
 use gpt2::optim::LearningRate;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::trainer::{Summary, TrainConfig};
-use gpt2::transports::{TransportKind, TransportOptions};
+use isocomm::{Rung, TransportKind, TransportOptions};
 
 use super::plan::DEFAULT;
 use super::rank::{self, Left, Network, Task};
@@ -20,7 +20,6 @@ use crate::environment::Environment;
 use crate::link::{World, this_program};
 use crate::machine::{self, Watch};
 use crate::record::{Cell, Flag, FlagKind, Link, Measured, Record, SCHEMA, Status};
-use crate::rung::Rung;
 use crate::runner::{Interrupted, RunError};
 
 /// Everything about a run that its cell does not say.
@@ -123,7 +122,7 @@ impl Job<'_> {
             return failed(format!("{}: {why}", task_file.display()));
         }
         // The threads of `local` live in one process, started the same way.
-        let processes = if rung.is_none_or(|rung| rung == Rung::LOCAL) { 1 } else { cell.ranks };
+        let processes = if rung.is_none_or(Rung::is_threads) { 1 } else { cell.ranks };
         let arguments = vec!["sweep-rank".into(), "--task".into(), task_file.into()];
         let launch = this_program().and_then(|program| world.launch(&program, arguments, processes, self.timeout));
         let launch = match launch.and_then(|launch| world.reset_counters().map(|()| launch)) {
@@ -150,14 +149,13 @@ impl Job<'_> {
         let options = TransportOptions {
             lanes: cell.lanes,
             timeout: self.timeout / 2,
-            quic_congestion: congestion.clone().map(|name| if name == "reno" { "newreno".into() } else { name }),
             congestion,
             mtu: cell.quic_mtu,
             ..TransportOptions::default()
         };
         let node_transport = match cell.strategy.parse()? {
-            StrategyKind::Hierarchical if rung == Some(Rung::LOCAL) => Some(TransportKind::Local),
-            StrategyKind::Hierarchical => Some(TransportKind::Shm),
+            StrategyKind::Hierarchical if rung.is_some_and(Rung::is_threads) => Some(TransportKind::LOCAL),
+            StrategyKind::Hierarchical => Some(TransportKind::SHM),
             _ => None,
         };
         Ok(Task {

@@ -19,7 +19,7 @@ use super::cell::ranks_per_end;
 use crate::folder::read_small;
 use crate::link::{Carrier, MAX_ENDS, Profile};
 use crate::record::{Axis, Cell, Planted};
-use crate::rung::Rung;
+use isocomm::Rung;
 
 /// A checked plan.
 #[derive(Clone, Debug, PartialEq)]
@@ -435,7 +435,7 @@ fn checked(mut cell: Cell) -> Result<Cell, String> {
     if alone || rung.is_some_and(Rung::is_in_memory) {
         (cell.link, cell.congestion) = (LOOPBACK.into(), DEFAULT.into());
     }
-    if !rung.is_some_and(Rung::is_quic) {
+    if !rung.is_some_and(Rung::has_packets) {
         cell.quic_mtu = None;
     }
     if alone {

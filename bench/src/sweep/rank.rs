@@ -9,21 +9,19 @@ use std::time::Duration;
 
 use burn::tensor::Device;
 use comm_core::job::{self, Address, Job};
-use comm_core::{Control, Deadline, Error, printer};
-use comm_quic::QuicTransport;
+use comm_core::{Control, Error, printer};
 use gpt2::corpus::{Corpus, CorpusSource};
 use gpt2::env::default_cargo_home;
 use gpt2::run::{RankOptions, run_rank_over, run_watched_threads};
 use gpt2::tokenizer::TokenizerKind;
-use gpt2::trainer::{Observer, Session, StepReport, Summary, TrainConfig, TrainError};
-use gpt2::transports::{self, TransportKind, TransportOptions};
+use gpt2::trainer::{Observer, StepReport, Summary, TrainConfig, TrainError};
+use isocomm::{Connected, Rung, TransportKind, TransportOptions};
 use serde::{Deserialize, Serialize};
 
 use super::skew::Step;
 use crate::BenchError;
 use crate::link::Ends;
 use crate::record::{self, Planted};
-use crate::rung::Rung;
 use crate::why::{Figures, Probe, Scope, quic_figures};
 
 /// What the processes of a run are told.
@@ -83,7 +81,7 @@ pub(crate) fn run_rank(args: &RankArgs) -> Result<ExitCode, BenchError> {
     let source = CorpusSource::from_path(task.source.clone(), default_cargo_home());
     let corpus = Corpus::load(&source, task.tokenizer)?;
     let device = Device::flex();
-    let Some(rung) = task.rung.filter(|rung| *rung != Rung::LOCAL) else {
+    let Some(rung) = task.rung.filter(|rung| !rung.is_threads()) else {
         return threads(&task, &corpus, &device);
     };
     let mut job = Job::from_env()?.ok_or("sweep-rank is started by a launcher, as one rank of its job")?;
@@ -119,14 +117,12 @@ fn connect(
     control: Arc<dyn Control>,
     options: &TransportOptions,
     figures: &OnceLock<Figures>,
-) -> Result<Session, Error> {
-    if rung != Rung::Trained(TransportKind::Quic) {
-        return rung.connect(control, options);
+) -> Result<Connected, Error> {
+    let connected = rung.connect(control, options)?;
+    if let Some(monitor) = &connected.quic {
+        let _ = figures.set(quic_figures(vec![monitor.clone()]));
     }
-    let deadline = Deadline::after(options.timeout);
-    let transport = QuicTransport::connect(&*control, &transports::quic_options(options)?, deadline)?;
-    let _ = figures.set(quic_figures(vec![transport.monitor()]));
-    transports::session(transport, control, options, 1)
+    Ok(connected)
 }
 
 /// All ranks as threads of this process.
@@ -146,7 +142,7 @@ fn threads(task: &Task, corpus: &Corpus, device: &Device) -> Result<ExitCode, Be
 fn rank_options(task: &Task) -> RankOptions {
     RankOptions {
         // What is connected is said elsewhere; this is what there is for one process.
-        transport: TransportKind::Local,
+        transport: TransportKind::LOCAL,
         options: task.options.clone(),
         node_transport: task.node_transport,
         threads: task.threads,

@@ -80,7 +80,7 @@ impl<'a> Trainer<'a> {
             native: session.native.clone(),
             node_native: node.and_then(|node| node.native.clone()),
         };
-        let places = Places::new(config, &comms, device)?;
+        let places = Places::new(config, &comms, session, device)?;
         let strategy = strategy::build(config.strategy, &comms, &lengths, &config.options, config.precision)?;
         // A device's graphs keep the weights that they have used, and those are to go.
         let recompute = config.recompute || (strategy.brings_weights() && Placement::of(device) == Placement::Device);
@@ -119,7 +119,7 @@ impl<'a> Trainer<'a> {
         }
 
         // Where nothing is sent there is nothing to count apart, and nobody to split off with.
-        let scalars = if session.timing_only { Some(comm.clone()) } else { comm.split(Some(0), 0)? };
+        let scalars = if session.properties.timing_only { Some(comm.clone()) } else { comm.split(Some(0), 0)? };
         let scalars = scalars
             .ok_or_else(|| comm_core::Error::InvalidArgument("the communicator of scalars has no ranks".into()))?;
         // Ranks measure at the same time, since that is how they will compute.
