@@ -222,6 +222,8 @@ mod tests {
                 for connected in [&first, &second] {
                     assert_eq!(connected.comm.all_reduce_scalar(1, ReduceOp::Sum).unwrap(), 2);
                 }
+                // Both have got this far. The word of the end may come to one before it is out of this.
+                let _ = first.comm.barrier();
                 // What ends one ends the other.
                 if job.rank == 0 {
                     second.comm.abort("had enough");

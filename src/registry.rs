@@ -354,7 +354,7 @@ mod tests {
     #[test]
     fn only_new_words_are_registered() {
         let entry =
-            |name| Entry::new(name, "nothing", Medium::Nothing, |_, _| -> Result<NoTransport> { unreachable!() });
+            |name| Entry::new(name, "nothing", Medium::Threads, |_, _| -> Result<NoTransport> { unreachable!() });
         for wrong in ["", "Upper", "with space", "a,b", "tcp", "null", "x+checked"] {
             assert!(matches!(register(entry(wrong)), Err(Error::InvalidArgument(_))), "{wrong:?}");
         }
