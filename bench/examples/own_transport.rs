@@ -8,7 +8,7 @@
 use std::process::ExitCode;
 
 use gpt2::memory::Counting;
-use isocomm::{Entry, Medium, register};
+use isocomm::Medium;
 
 #[path = "../../comm-core/examples/own_transport.rs"]
 #[allow(dead_code, reason = "its main function is that of another example")]

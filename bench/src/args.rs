@@ -1,40 +1,33 @@
 //! The command line, checked.
 
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use clap::{Parser, Subcommand};
-use comm_core::launch::ending_signals;
 use gpt2::cli::{MAX_RANKS_HERE, MAX_THREADS};
 use gpt2::config::Preset;
-use gpt2::corpus::{Corpus, CorpusSource};
-use gpt2::env::default_cargo_home;
 use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
 use isocomm::TransportKind;
+use rig::BenchError;
+use rig::check::{between, even_batch};
+use rig::environment::Environment;
+use rig::folder::results_folder;
+use rig::rank::{TaskArgs, load_text};
+use rig::signal::Signals;
 
-use crate::BenchError;
-use crate::chaos::{ChaosArgs, ChaosRankArgs};
-use crate::collectives::{CollectivesArgs, RankArgs};
+use crate::collectives::CollectivesArgs;
 use crate::compare::CompareArgs;
-use crate::environment::Environment;
-use crate::folder::results_folder;
-use crate::hostile::{HostileArgs, HostileRankArgs};
-use crate::link::{EmulateArgs, EnterArgs, ProbeArgs, RankArgs as LinkRankArgs};
-use crate::links::{LinksArgs, LinksRankArgs};
+use crate::links::LinksArgs;
 use crate::memory::MemoryArgs;
 use crate::overlap::OverlapArgs;
 use crate::paper::PaperArgs;
 use crate::parity::ParityArgs;
 use crate::peers::PeersArgs;
 use crate::report::ReportArgs;
-use crate::runner::Interrupted;
-use crate::soak::SoakArgs;
-use crate::sweep::{RankArgs as SweepRankArgs, SweepArgs};
-use crate::worker::WorkerArgs;
+use crate::setup::Setup;
+use crate::sweep::SweepArgs;
 
 /// Measures each training strategy over each transport of this machine.
 #[derive(Debug, Parser)]
@@ -91,84 +84,31 @@ pub(crate) struct Args {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// One rank, or all ranks as threads, of one cell.
-    #[command(hide = true)]
-    Worker(WorkerArgs),
+    #[command(flatten)]
+    Rig(rig::Command),
     Collectives(Box<CollectivesArgs>),
+    /// One rank of a measurement of collectives, or all of them as threads.
     #[command(hide = true)]
-    CollectivesRank(RankArgs),
-    Hostile(Box<HostileArgs>),
-    #[command(hide = true)]
-    HostileRank(HostileRankArgs),
-    Chaos(Box<ChaosArgs>),
-    #[command(hide = true)]
-    ChaosRank(ChaosRankArgs),
-    Soak(Box<SoakArgs>),
+    CollectivesRank(TaskArgs),
+    #[command(flatten)]
+    Torture(torture::Command),
     Parity(Box<ParityArgs>),
     Memory(Box<MemoryArgs>),
     Paper(Box<PaperArgs>),
     Overlap(Box<OverlapArgs>),
     Peers(Box<PeersArgs>),
-    /// One rank of a job, on its way into a network namespace.
-    #[command(hide = true)]
-    LinkEnter(EnterArgs),
-    /// One end of a measurement of a link.
-    #[command(hide = true)]
-    LinkProbe(ProbeArgs),
-    /// One rank of a job on a link or on loopback.
-    #[command(hide = true)]
-    LinkRank(LinkRankArgs),
     Sweep(SweepArgs),
-    /// One rank, or all ranks as threads, of a run of a sweep.
-    #[command(hide = true)]
-    SweepRank(SweepRankArgs),
     Report(ReportArgs),
     Compare(CompareArgs),
     Links(LinksArgs),
-    /// The process that carries the packets of an emulated link.
-    #[command(hide = true)]
-    LinkEmulate(EmulateArgs),
     /// One end of a check of a link.
     #[command(hide = true)]
-    LinksRank(LinksRankArgs),
-}
-
-/// What all cells share.
-pub(crate) struct Setup {
-    pub(crate) out: PathBuf,
-    pub(crate) corpus: Corpus,
-    pub(crate) source: Option<PathBuf>,
-    pub(crate) strategies: Vec<StrategyKind>,
-    pub(crate) transports: Vec<TransportKind>,
-    pub(crate) ranks: usize,
-    pub(crate) preset: Preset,
-    pub(crate) steps: u64,
-    pub(crate) rounds: u32,
-    pub(crate) batch: usize,
-    pub(crate) seed: u64,
-    pub(crate) wire: Precision,
-    pub(crate) threads: usize,
-    pub(crate) cell_timeout: Duration,
-    pub(crate) environment: Environment,
-    /// The signal that came since the start, 0 for none.
-    pub(crate) interrupted: Arc<AtomicUsize>,
-}
-
-impl Setup {
-    /// Whether the user still wants the results.
-    pub(crate) fn go_on(&self) -> Result<(), Interrupted> {
-        match self.interrupted.load(Ordering::Relaxed) {
-            0 => Ok(()),
-            signal => Err(Interrupted { signal: signal as i32 }),
-        }
-    }
+    LinksRank(TaskArgs),
 }
 
 impl Args {
     pub(crate) fn check(&self) -> Result<Setup, BenchError> {
-        if self.ranks == 0 || self.ranks > MAX_RANKS_HERE {
-            return Err(format!("--ranks {} must lie between 1 and {MAX_RANKS_HERE}", self.ranks).into());
-        }
+        between("--ranks", &self.ranks, 1..=MAX_RANKS_HERE)?;
         let at_least_one =
             [("--steps", self.steps), ("--rounds", self.rounds.into()), ("--cell-timeout", self.cell_timeout)];
         for (name, value) in at_least_one {
@@ -176,11 +116,9 @@ impl Args {
                 return Err(format!("{name} must be at least 1").into());
             }
         }
-        if self.batch == 0 || !self.batch.is_multiple_of(self.ranks) {
-            return Err(format!("--batch {} cannot be divided evenly among {} ranks", self.batch, self.ranks).into());
-        }
-        if self.threads.is_some_and(|threads| threads == 0 || threads > MAX_THREADS) {
-            return Err(format!("--threads must lie between 1 and {MAX_THREADS}").into());
+        even_batch(self.batch, self.ranks)?;
+        if let Some(threads) = &self.threads {
+            between("--threads", threads, 1..=MAX_THREADS)?;
         }
         let out = results_folder(self.out.clone(), "run")?;
         // Rows of an earlier run are hours of somebody's time.
@@ -188,13 +126,7 @@ impl Args {
         {
             return Err(format!("{} holds an earlier run; give a new folder with --out", old.display()).into());
         }
-        let source = CorpusSource::from_path(self.data.clone(), default_cargo_home());
-        let corpus = Corpus::load(&source, TokenizerKind::Bytes)?;
-        // A launcher catches signals while its ranks run; this is for the time between two cells.
-        let interrupted = Arc::new(AtomicUsize::new(0));
-        for signal in ending_signals() {
-            signal_hook::flag::register_usize(signal, interrupted.clone(), signal as usize)?;
-        }
+        let corpus = load_text(self.data.as_deref(), TokenizerKind::Bytes)?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Ok(Setup {
             out,
@@ -212,7 +144,7 @@ impl Args {
             threads: self.threads.unwrap_or_else(|| (cores / self.ranks).max(1)),
             cell_timeout: Duration::from_secs(self.cell_timeout),
             environment: Environment::read(),
-            interrupted,
+            signals: Signals::catch()?,
         })
     }
 }

@@ -10,48 +10,32 @@
 //! it when strangers attack its ports.
 
 mod args;
-mod cell;
-mod chaos;
 mod collectives;
 mod compare;
-mod environment;
-mod folder;
-mod hostile;
-mod interrupts;
-mod link;
 mod links;
-mod machine;
 mod matrix;
 mod memory;
 mod overlap;
 mod paper;
 mod parity;
 mod peers;
-mod plot;
+mod plan;
 mod prices;
 mod proof;
-mod record;
 mod report;
-mod results;
-mod runner;
-mod soak;
-mod stats;
+mod rounds;
+mod setup;
 mod sweep;
 mod table;
-mod text;
-mod why;
-mod worker;
 
 use std::process::ExitCode;
 
 use clap::Parser;
-
-use args::{Args, Command};
 use gpt2::cli::{complain, say};
 use gpt2::memory::{Category, set_thread_default};
+use rig::{BenchError, debug, outcome, rank};
 
-/// What a command fails with: one message for the user.
-type BenchError = Box<dyn std::error::Error + Send + Sync>;
+use args::{Args, Command};
 
 /// Runs the program. Ranks are this program again, so a program with a transport of its own calls [`isocomm::register`] first, and then this:
 /// see `bench/examples/own_transport.rs`. Memory is counted where [`Counting`](gpt2::memory::Counting) is the program's allocator.
@@ -66,26 +50,17 @@ pub fn main() -> ExitCode {
     }
     let mut args = Args::parse();
     let result = match args.command.take() {
-        Some(Command::Worker(worker)) => worker::run(&worker),
+        Some(Command::Rig(command)) => command.run(),
+        Some(Command::Torture(command)) => command.run(),
         Some(Command::Collectives(collectives)) => collectives::run(&collectives),
-        Some(Command::CollectivesRank(rank)) => collectives::run_rank(&rank),
-        Some(Command::Hostile(hostile)) => hostile::run(&hostile),
-        Some(Command::HostileRank(rank)) => hostile::run_rank(&rank),
-        Some(Command::Chaos(chaos)) => chaos::run(&chaos),
-        Some(Command::ChaosRank(rank)) => chaos::run_rank(&rank),
-        Some(Command::Soak(soak)) => soak::run(&soak),
+        Some(Command::CollectivesRank(task)) => rank::main::<collectives::Task>(&task),
         Some(Command::Overlap(overlap)) => overlap::run(&overlap),
         Some(Command::Peers(peers)) => peers::run(&peers),
-        Some(Command::LinkEnter(enter)) => link::enter(&enter),
-        Some(Command::LinkProbe(probe)) => link::run_probe(&probe),
-        Some(Command::LinkRank(rank)) => link::run_rank(&rank),
         Some(Command::Sweep(sweep)) => sweep::run(&sweep),
-        Some(Command::SweepRank(rank)) => sweep::run_rank(&rank),
         Some(Command::Report(report)) => report::run(&report),
         Some(Command::Compare(compare)) => compare::run(&compare),
         Some(Command::Links(links)) => links::run(&links),
-        Some(Command::LinkEmulate(emulate)) => link::run_emulator(&emulate),
-        Some(Command::LinksRank(rank)) => links::run_rank(&rank),
+        Some(Command::LinksRank(task)) => rank::main::<links::Task>(&task),
         Some(Command::Parity(parity)) => parity::run(&parity),
         Some(Command::Memory(memory)) => memory::run(&memory),
         Some(Command::Paper(paper)) => paper::run(&paper),
@@ -93,20 +68,13 @@ pub fn main() -> ExitCode {
     };
     result.unwrap_or_else(|error| {
         complain(format_args!("error: {error}"));
-        let signal = error.downcast_ref::<runner::Interrupted>().map(|interrupted| 128 + interrupted.signal);
+        let signal = outcome::ending_signal(&error).map(|signal| 128 + signal);
         signal.and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from)
     })
 }
 
 fn run(args: &Args) -> Result<ExitCode, BenchError> {
-    if cfg!(debug_assertions) {
-        if !args.allow_debug {
-            return Err(
-                "this is a debug build, whose timings mean nothing; build with --release, or pass --allow-debug".into(),
-            );
-        }
-        say(format_args!("DEBUG BUILD: the timings below mean nothing"));
-    }
+    debug::refuse_timings(args.allow_debug)?;
     let setup = args.check()?;
     say(format_args!("text: {}", setup.corpus.describe()));
     say(format_args!("machine: {}", setup.environment.one_line()));

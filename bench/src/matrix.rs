@@ -1,24 +1,21 @@
 //! Every strategy over every transport.
 
 use std::collections::BTreeSet;
-use std::fs::File;
-use std::io::Write;
-use std::path::Path;
 use std::process::ExitCode;
 
 use gpt2::cli::say;
 use gpt2::precision::Precision;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::tokenizer::TokenizerKind;
-use indicatif::{ProgressBar, ProgressFinish, ProgressStyle};
 use isocomm::{TransportKind, TransportOptions};
-use serde::Serialize;
+use rig::BenchError;
+use rig::record::{Cell, DEFAULT, LOOPBACK, NOBODY};
+use rig::results::{self, TRACES};
+use rig::training::TextSource;
 
-use crate::BenchError;
-use crate::args::Setup;
-use crate::record::Cell;
-use crate::results;
-use crate::sweep::{DEFAULT, LOOPBACK, NOBODY, Plan, Sweep, TRACES, TextSource};
+use crate::plan::Plan;
+use crate::setup::Setup;
+use crate::sweep::Sweep;
 use crate::table;
 
 /// Runs the matrix; true if every cell that this machine can run did, and sent what the formula says.
@@ -47,7 +44,7 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
         },
         out: setup.out.clone(),
         environment: setup.environment.clone(),
-        interrupted: setup.interrupted.clone(),
+        signals: setup.signals.clone(),
     };
     std::fs::create_dir_all(setup.out.join(TRACES))
         .map_err(|error| format!("{}: {error}", setup.out.join(TRACES).display()))?;
@@ -80,6 +77,7 @@ fn plan(setup: &Setup) -> Plan {
         preset: setup.preset.to_string(),
         batch: setup.batch,
         accumulation: 1,
+        recompute: false,
         steps: setup.steps,
         threads: setup.threads,
         planted: None,
@@ -104,36 +102,5 @@ fn plan(setup: &Setup) -> Plan {
         rounds: setup.rounds,
         timeout: setup.cell_timeout,
         cells,
-    }
-}
-
-/// A bar on a terminal; elsewhere nothing.
-pub(crate) fn bar(len: usize) -> ProgressBar {
-    // Gone with the command, however that ends.
-    let bar = ProgressBar::new(len as u64).with_finish(ProgressFinish::AndClear);
-    if let Ok(style) = ProgressStyle::with_template("{wide_bar} {pos}/{len} {msg} ({elapsed})") {
-        bar.set_style(style);
-    }
-    bar
-}
-
-/// A file of JSON lines, each on disk as soon as it is known.
-pub(crate) struct Lines {
-    file: File,
-    path: String,
-}
-
-impl Lines {
-    pub(crate) fn create(path: &Path) -> Result<Self, BenchError> {
-        // Rows of an earlier run are hours of somebody's time.
-        let file = File::create_new(path)
-            .map_err(|error| format!("{}: {error}; give a new folder with --out", path.display()))?;
-        Ok(Lines { file, path: path.display().to_string() })
-    }
-
-    pub(crate) fn write(&mut self, value: &impl Serialize) -> Result<(), BenchError> {
-        let mut line = serde_json::to_vec(value)?;
-        line.push(b'\n');
-        self.file.write_all(&line).map_err(|error| format!("{}: {error}", self.path).into())
     }
 }

@@ -5,13 +5,11 @@
 
 use std::collections::BTreeSet;
 
-use serde::Serialize;
-
-use crate::record::{Axis, Cell, Record};
-use crate::stats::{CellRuns, Comparison, Interval, Keep, Metric, Over, Verdict, cell_runs, compare_paired, summary};
-use crate::sweep::LOOPBACK;
-use crate::text;
 use isocomm::Rung;
+use rig::record::{Axis, Cell, LOOPBACK, Record};
+use rig::stats::{CellRuns, Comparison, Interval, Keep, Metric, Over, Verdict, cell_runs, compare_paired, summary};
+use rig::text;
+use serde::Serialize;
 
 /// Everything that the records have a price of.
 #[derive(Clone, Debug, Serialize)]
@@ -244,8 +242,8 @@ impl Pair {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::record::Connection;
-    use crate::stats::made_up;
+    use rig::stats::made_up;
+    use rig::why::Connection;
 
     /// Three rounds of a cell over `transport`, whose steps take `ms`, more in later rounds.
     fn runs(transport: &str, ms: f64, change: impl Fn(&mut Record)) -> Vec<Record> {

@@ -2,17 +2,28 @@
 
 use gpt2::cli::say;
 use gpt2::config::Preset;
-use gpt2::strategy::StrategyKind;
+use gpt2::optim::LearningRate;
+use gpt2::strategy::{StrategyKind, StrategyOptions};
+use gpt2::trainer::{Summary, TrainConfig};
+use isocomm::TransportKind;
+use rig::BenchError;
+use rig::formula::off_the_formula;
+use rig::lines::Lines;
+use rig::outcome;
+use rig::progress::bar;
+use rig::signal::Interrupted;
+use rig::stats::difference;
+use rig::training::Training;
 use serde::Serialize;
 
-use crate::BenchError;
-use crate::args::Setup;
-use crate::cell::{Cell, Row};
-use crate::matrix::{Lines, bar};
 use crate::parity::formula::{self, Count};
+use crate::setup::Setup;
 
-/// Steps of a proof cell.
+/// Steps of a run.
 const STEPS: u64 = 4;
+
+/// Sequences a step, over all ranks.
+const BATCH: usize = 12;
 
 /// Largest relative difference between a loss and `single`'s. The sums run in another order, each within f32's rounding (6e-8).
 pub(crate) const TOLERANCE: f64 = 1e-5;
@@ -49,23 +60,12 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
         return Ok(true);
     }
     let mut file = Lines::create(&setup.out.join("proof.jsonl"))?;
-    let cell = |strategy, transport, ranks| Cell {
-        strategy,
-        transport,
-        ranks,
-        preset: Preset::Micro,
-        steps: STEPS,
-        batch: 12,
-        threads: 1,
-        node_transport: None,
-    };
     let bar = bar(1 + formula::RANKS.len() * strategies.len() * transports.len());
     bar.set_message("proof");
-    let single = cell(StrategyKind::Single, None, 1).run(setup)?;
+    let single = train(setup, StrategyKind::Single, None, 1)?
+        .and_then(|single| single.ranks.iter().find_map(off_the_formula).map_or(Ok(single), Err))
+        .map_err(|why| format!("the proof's yardstick, single on one rank: {why}"))?;
     bar.inc(1);
-    if !single.is_sound() {
-        return Err(format!("the proof's yardstick, single on one rank: {}", single.status).into());
-    }
     let tolerance = if setup.wire == gpt2::precision::Precision::F32 { TOLERANCE } else { TOLERANCE_16_BIT };
     let mut proofs = Vec::new();
     let mut counts = Vec::new();
@@ -73,26 +73,11 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
         for strategy in &strategies {
             let mut first: Option<String> = None;
             for transport in &transports {
-                setup.go_on()?;
-                let row = cell(*strategy, Some(*transport), ranks).run(setup)?;
-                let hash = row.weights_hash.clone();
-                let identical = hash.as_ref().is_some_and(|hash| hash == first.get_or_insert_with(|| hash.clone()));
-                counts.push(count(&row, identical));
-                let expected: Vec<Option<u64>> = row.bytes_expected_by_rank.iter().copied().map(Some).collect();
-                let proof = Proof {
-                    weights_identical: identical,
-                    bytes_equal_formula: !expected.is_empty() && row.bytes_by_rank == expected && row.is_sound(),
-                    loss_difference: difference(&row.losses, &single.losses),
-                    norm_difference: difference(&row.grad_norms, &single.grad_norms),
-                    tolerance,
-                    strategy: row.strategy,
-                    transport: row.transport,
-                    ranks,
-                    weights_hash: hash,
-                    bytes_by_rank: row.bytes_by_rank,
-                    bytes_expected_by_rank: row.bytes_expected_by_rank,
-                    status: row.status,
-                };
+                setup.signals.check()?;
+                let outcome = train(setup, *strategy, Some(*transport), ranks)?;
+                let count = Count::of(strategy.to_string(), transport.name(), ranks, outcome.as_ref(), &mut first);
+                let proof = Proof::new(&count, outcome.as_ref().ok(), &single, tolerance);
+                counts.push(count);
                 file.write(&proof)?;
                 proofs.push(proof);
                 bar.inc(1);
@@ -104,22 +89,26 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
     Ok(report(&proofs, setup))
 }
 
-/// What the formula says of a row, and what was counted.
-fn count(row: &Row, weights_identical: bool) -> Count {
-    Count {
-        strategy: row.strategy.clone(),
-        transport: row.transport.clone(),
-        ranks: row.ranks,
-        bytes_by_rank: row.bytes_by_rank.clone(),
-        bytes_expected_by_rank: row.bytes_expected_by_rank.clone(),
-        messages_by_rank: row.messages_by_rank.clone(),
-        messages_expected_by_rank: row.messages_expected_by_rank.clone(),
-        weights_hash: row.weights_hash.clone(),
-        weights_identical,
-        status: row.status.clone(),
-        ..Count::default()
-    }
-    .judged()
+/// A run of the smallest model, or why there is none.
+fn train(
+    setup: &Setup,
+    strategy: StrategyKind,
+    transport: Option<TransportKind>,
+    ranks: usize,
+) -> Result<Result<Summary, String>, Interrupted> {
+    // Two nodes, where the ranks can be divided so.
+    let ranks_per_node = if ranks.is_multiple_of(2) { ranks / 2 } else { ranks };
+    let config = TrainConfig {
+        options: StrategyOptions { wire: setup.wire, ranks_per_node, ..StrategyOptions::default() },
+        seed: setup.seed,
+        steps: STEPS,
+        global_batch: BATCH,
+        learning_rate: LearningRate::WarmupCosine { peak: 1e-3, floor: 1e-4, warmup: 5, total: STEPS.max(10) },
+        ..TrainConfig::of(Preset::Micro.config(setup.corpus.vocab_size()), strategy)
+    };
+    let training = Training::new(config, transport, ranks, 1, setup.cell_timeout);
+    let outcome = Training { source: setup.source.clone(), ..training }.summary();
+    Ok(outcome::settled(outcome)?.map_err(|why| format!("failed: {why}")))
 }
 
 fn report(proofs: &[Proof], setup: &Setup) -> bool {
@@ -149,6 +138,26 @@ fn report(proofs: &[Proof], setup: &Setup) -> bool {
 }
 
 impl Proof {
+    /// Of a run whose bytes are counted in `count` and that left `summary`, beside `single`'s.
+    fn new(count: &Count, summary: Option<&Summary>, single: &Summary, tolerance: f64) -> Self {
+        let expected: Vec<Option<u64>> = count.bytes_expected_by_rank.iter().copied().map(Some).collect();
+        let apart = |of: fn(&Summary) -> &[f64]| difference(summary.map(of).unwrap_or_default(), of(single));
+        Proof {
+            strategy: count.strategy.clone(),
+            transport: count.transport.clone(),
+            ranks: count.ranks,
+            weights_hash: count.weights_hash.clone(),
+            weights_identical: count.weights_identical,
+            bytes_by_rank: count.bytes_by_rank.clone(),
+            bytes_equal_formula: !expected.is_empty() && count.bytes_by_rank == expected && count.status == "ok",
+            bytes_expected_by_rank: count.bytes_expected_by_rank.clone(),
+            loss_difference: apart(|summary| &summary.losses),
+            norm_difference: apart(|summary| &summary.grad_norms),
+            tolerance,
+            status: count.status.clone(),
+        }
+    }
+
     /// The larger of the two differences to `single`.
     fn difference(&self) -> f64 {
         self.loss_difference.max(self.norm_difference)
@@ -156,37 +165,5 @@ impl Proof {
 
     fn holds(&self) -> bool {
         self.weights_identical && self.bytes_equal_formula && self.difference() <= self.tolerance
-    }
-}
-
-/// Largest relative difference; infinite if the lengths differ, or where one alone is no finite number.
-pub(crate) fn difference(values: &[f64], reference: &[f64]) -> f64 {
-    if values.len() != reference.len() || values.is_empty() {
-        return f64::INFINITY;
-    }
-    let differ = |(a, b): (&f64, &f64)| match ((a - b) / b).abs() {
-        // As a skipped step's norm is on both sides.
-        _ if a == b || (a.is_nan() && b.is_nan()) => 0.0,
-        difference if difference.is_nan() => f64::INFINITY,
-        difference => difference,
-    };
-    values.iter().zip(reference).map(differ).fold(0.0, f64::max)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_is_no_number_on_one_side_alone_differs() {
-        assert_eq!(difference(&[1.0, 3.0], &[2.0, 3.0]), 0.5);
-        for alone in [f64::NAN, f64::INFINITY] {
-            assert_eq!(difference(&[alone, 1.0], &[1.0, 1.0]), f64::INFINITY);
-            assert_eq!(difference(&[1.0, 1.0], &[alone, 1.0]), f64::INFINITY);
-            assert_eq!(difference(&[alone, 1.0], &[alone, 2.0]), 0.5);
-        }
-        assert_eq!(difference(&[0.0], &[0.0]), 0.0);
-        assert_eq!(difference(&[], &[]), f64::INFINITY);
-        assert_eq!(difference(&[1.0], &[1.0, 1.0]), f64::INFINITY);
     }
 }

@@ -1,10 +1,9 @@
 //! The table at the end.
 
 use isocomm::Rung;
-
-use crate::record::{Cell, Record, Status};
-use crate::stats::{CellRuns, Interval, Keep, Metric, Over, cell_runs, summary};
-use crate::text::columns;
+use rig::record::{Cell, Record, Status};
+use rig::stats::{CellRuns, Interval, Keep, Metric, Over, cell_runs, summary};
+use rig::text::columns;
 
 const COLUMNS: usize = 11;
 
@@ -58,7 +57,7 @@ fn line(cell: &CellRuns<'_>) -> [String; COLUMNS] {
     let step = middle(of(Metric::Step, Over::Mean));
     let share = waits.zip(step).map(|(waits, step)| format!("{:.1}%", 100.0 * waits / step));
     let ranks = cell.runs.last().and_then(|run| run.measured.as_ref()).map(|measured| measured.ranks.as_slice());
-    let most = |of: fn(&crate::record::Rank) -> Option<u64>| ranks.and_then(|ranks| ranks.iter().filter_map(of).max());
+    let most = |of: fn(&rig::record::Rank) -> Option<u64>| ranks.and_then(|ranks| ranks.iter().filter_map(of).max());
     let bytes = |bytes: Option<u64>| bytes.map_or("-".into(), |bytes| format!("{:.3} MB", bytes as f64 / 1e6));
     let mark = if is_threads(cell.cell) { "*" } else { "" };
     [

@@ -3,7 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use comm_core::{DType, Op, ReduceOp};
+use comm_core::{DType, Op};
+use rig::samples::Reduction;
 use serde::{Deserialize, Serialize};
 
 /// What the ranks do together.
@@ -104,61 +105,6 @@ impl FromStr for Operation {
         Operation::OFFERED.into_iter().find(|operation| operation.name() == name).ok_or_else(|| {
             let names = Operation::OFFERED.map(Operation::name).join(", ");
             format!("`{name}` is no collective; choose one of {names}")
-        })
-    }
-}
-
-/// How elements are combined, by nccl-tests' names.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) enum Reduction {
-    Sum,
-    Prod,
-    Min,
-    Max,
-    Avg,
-}
-
-impl Reduction {
-    pub(crate) const ALL: [Reduction; 5] =
-        [Reduction::Sum, Reduction::Prod, Reduction::Min, Reduction::Max, Reduction::Avg];
-
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Reduction::Sum => "sum",
-            Reduction::Prod => "prod",
-            Reduction::Min => "min",
-            Reduction::Max => "max",
-            Reduction::Avg => "avg",
-        }
-    }
-
-    /// What a communicator calls it.
-    pub(crate) fn op(self) -> ReduceOp {
-        match self {
-            Reduction::Sum => ReduceOp::Sum,
-            Reduction::Prod => ReduceOp::Prod,
-            Reduction::Min => ReduceOp::Min,
-            Reduction::Max => ReduceOp::Max,
-            Reduction::Avg => ReduceOp::Mean,
-        }
-    }
-}
-
-impl fmt::Display for Reduction {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl FromStr for Reduction {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        let name = if name == "mean" { "avg" } else { name };
-        Reduction::ALL.into_iter().find(|reduction| reduction.name() == name).ok_or_else(|| {
-            let names = Reduction::ALL.map(Reduction::name).join(", ");
-            format!("`{name}` is no reduction; choose one of {names}, all")
         })
     }
 }

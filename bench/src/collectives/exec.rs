@@ -9,11 +9,12 @@ use comm_core::{
     Algorithm, BorrowedCall, Buffer, Call, Communicator, CommunicatorExt, Error, Failed, Op, View, ViewMut, shard_range,
 };
 use isocomm::Connected;
+use rig::samples::{Pattern, Sample, count_wrong, fill};
+use rig::sys::process_cpu_time;
+use rig::with_sample;
 
 use super::case::{Case, Operation, Place};
-use super::data::{Pattern, Sample, count_wrong, fill, with_sample};
 use super::protocol::{MAX_SAMPLES, Measure, Reply, Trouble};
-use super::sys;
 
 /// A rank's buffers, kept from one command to the next so that each measures memory that is already there.
 #[derive(Default)]
@@ -322,7 +323,7 @@ fn cpu_time(is_process: bool) -> Result<Duration, Trouble> {
     if !is_process {
         return Ok(Duration::ZERO);
     }
-    sys::process_cpu_time().map_err(|error| Trouble::Failed(format!("reading this process's clock: {error}")))
+    process_cpu_time().map_err(|error| Trouble::Failed(format!("reading this process's clock: {error}")))
 }
 
 fn nanos(time: Duration) -> u64 {

@@ -12,11 +12,13 @@ use std::time::Duration;
 use comm_core::Deadline;
 use comm_core::launch::{Launch, LaunchOutcome, Output};
 use isocomm::{Rung, TransportOptions};
+use rig::outcome::{complaint, complaint_of_first};
+use rig::rank;
+use rig::sys::kill_group;
 use tempfile::TempDir;
 
 use super::protocol::{Command, Connection, Hello, Measure, Opened, Reply, Trouble};
 use super::rank::Task;
-use super::sys;
 
 /// How long ranks of ours may take to start and to connect all transports; libraries of the peers take seconds to load.
 const START: Duration = Duration::from_secs(90);
@@ -172,7 +174,6 @@ impl Group {
         ranks: usize,
     ) -> Result<Self, String> {
         let meeting = Meeting::new()?;
-        let task_file = meeting.folder().join("task.json");
         let task = Task {
             socket: meeting.socket(),
             transports: transports.to_vec(),
@@ -180,14 +181,9 @@ impl Group {
             quic_congestion: quic_congestion.cloned(),
             ranks,
         };
-        serde_json::to_vec(&task)
-            .map_err(io::Error::from)
-            .and_then(|bytes| fs::write(&task_file, bytes))
-            .map_err(|error| format!("{}: {error}", task_file.display()))?;
-        let program = std::env::current_exe().map_err(|error| format!("where is this program? {error}"))?;
         let processes = if transports.iter().all(|kind| kind.is_threads()) { 1 } else { ranks };
-        let mut launch = Launch::new(program, processes);
-        launch.args = vec!["collectives-rank".into(), "--task".into(), task_file.into()];
+        let mut launch = Launch::new(rank::this_program()?, processes);
+        launch.args = rank::arguments(&task, meeting.folder())?;
         launch.output = Output::Captured;
         let thread = thread::Builder::new()
             .name(format!("launch-{name}"))
@@ -299,7 +295,7 @@ impl Life {
         if let Life::Programs { children, .. } = self {
             for child in children {
                 if matches!(child.try_wait(), Ok(None)) {
-                    sys::kill_group(child.id());
+                    kill_group(child.id());
                     let _ = child.wait();
                 }
             }
@@ -314,19 +310,12 @@ impl Drop for Life {
 }
 
 fn describe(outcome: &LaunchOutcome) -> String {
-    let said = outcome.captured.iter().find_map(|rank| complaint(&rank.stderr));
+    let said = complaint_of_first(outcome);
     let cause = outcome.cause.clone().unwrap_or_else(|| "the ranks ended of their own accord".into());
     match said {
         Some(said) => format!("{cause}: {said}"),
         None => cause,
     }
-}
-
-/// The line of a program's standard error that tells most: the first that names an error, else the last.
-fn complaint(said: &str) -> Option<String> {
-    let lines = || said.lines().map(str::trim).filter(|line| !line.is_empty());
-    let telling = |line: &&str| line.contains("error:") || line.contains("Error: ");
-    lines().find(telling).or_else(|| lines().next_back()).map(String::from)
 }
 
 /// One result from those of all ranks.
@@ -369,14 +358,5 @@ mod tests {
         let with = |trouble: &Trouble| Reply { error: Some(trouble.clone()), ..reply(1, &[], None) };
         assert_eq!(combine(vec![with(&unsupported), with(&failed)]).unwrap_err(), failed);
         assert_eq!(combine(vec![with(&unsupported), reply(1, &[], None)]).unwrap_err(), unsupported);
-    }
-
-    #[test]
-    fn the_telling_line_is_found() {
-        let said =
-            "Traceback (most recent call last):\n  File \"x\"\nModuleNotFoundError: No module named 'torch'\n--\nbye\n";
-        assert_eq!(complaint(said).unwrap(), "ModuleNotFoundError: No module named 'torch'");
-        assert_eq!(complaint("one\ntwo\n\n").unwrap(), "two");
-        assert_eq!(complaint(""), None);
     }
 }

@@ -5,9 +5,8 @@
 //! process with the ranks of `local` as threads, and one group for each peer. Then every case goes round by round over all of
 //! them: a round has one batch of iterations on each, while the others sleep. Ranks and program talk as in [`protocol`].
 
-pub(crate) mod case;
+mod case;
 mod congestion;
-pub(crate) mod data;
 #[cfg(test)]
 mod decoders;
 mod exec;
@@ -19,32 +18,27 @@ mod rank;
 mod report;
 mod rounds;
 mod safety;
-pub(crate) mod stats;
-pub(crate) mod sys;
 mod tune;
 
 use std::process::ExitCode;
 
 use gpt2::cli::say;
+use rig::BenchError;
+use rig::debug;
+use rig::environment::Environment;
+use rig::folder;
+use rig::lines::Lines;
 
 pub(crate) use options::CollectivesArgs;
-pub(crate) use rank::{RankArgs, run_rank};
+pub(crate) use rank::Task;
 
-use crate::BenchError;
-use crate::environment::Environment;
-use crate::folder;
-use crate::matrix::Lines;
 use options::Settings;
 use report::Row;
 use rounds::Bench;
 
 /// Runs the benchmark; fails when something that should have worked did not, or elements came out wrong.
 pub(crate) fn run(args: &CollectivesArgs) -> Result<ExitCode, BenchError> {
-    if cfg!(debug_assertions) && !args.allows_debug() {
-        return Err(
-            "this is a debug build, whose timings mean nothing; build with --release, or pass --allow-debug".into()
-        );
-    }
+    debug::refuse(args.allows_debug(), debug::NO_TIMINGS)?;
     let settings = args.check()?;
     if let Some(name) = args.namespace() {
         return Err(congestion::enter(name).into());

@@ -6,10 +6,12 @@ use std::time::Duration;
 use comm_core::{Algorithm, DType, Waiting};
 use gpt2::cli::MAX_RANKS_HERE;
 use isocomm::{Rung, TransportKind, TransportOptions};
+use rig::BenchError;
+use rig::check::between;
+use rig::samples::{self, Reduction};
 
-use super::case::{Case, Operation, Place, Reduction, parse_dtype};
-use super::{congestion, data};
-use crate::BenchError;
+use super::case::{Case, Operation, Place, parse_dtype};
+use super::congestion;
 
 /// Times collectives over each transport, in the manner of nccl-tests.
 ///
@@ -185,20 +187,16 @@ impl CollectivesArgs {
     /// # Errors
     /// The first argument that cannot be, for the user.
     pub(crate) fn check(&self) -> Result<Settings, BenchError> {
-        if self.ranks == 0 || self.ranks > MAX_RANKS_HERE {
-            return Err(format!("--ranks {} must lie between 1 and {MAX_RANKS_HERE}", self.ranks).into());
-        }
+        between("--ranks", &self.ranks, 1..=MAX_RANKS_HERE)?;
         if self.one_way && self.ranks != 2 {
             return Err(format!("--one-way is between 2 ranks, not {}", self.ranks).into());
         }
         if self.root >= self.ranks {
             return Err(format!("--root {} must be less than --ranks {}", self.root, self.ranks).into());
         }
-        if self.rounds == 0 || self.rounds > MAX_ROUNDS {
-            return Err(format!("--rounds {} must lie between 1 and {MAX_ROUNDS}", self.rounds).into());
-        }
-        if let Some(iters) = self.iters.filter(|iters| !(1..=MAX_ITERS).contains(iters)) {
-            return Err(format!("--iters {iters} must lie between 1 and {MAX_ITERS}").into());
+        between("--rounds", &self.rounds, 1..=MAX_ROUNDS)?;
+        if let Some(iters) = &self.iters {
+            between("--iters", iters, 1..=MAX_ITERS)?;
         }
         if let Some(warmup) = self.warmup_iters.filter(|warmup| *warmup > MAX_ITERS) {
             return Err(format!("--warmup-iters {warmup} must be at most {MAX_ITERS}").into());
@@ -207,9 +205,7 @@ impl CollectivesArgs {
             return Err(format!("--timeout {} must be a number of seconds above 0", self.timeout).into());
         }
         let lanes = self.lanes.unwrap_or(if self.ranks.is_multiple_of(2) { 2 } else { 3 });
-        if lanes == 0 || lanes > MAX_LANES {
-            return Err(format!("--lanes {lanes} must lie between 1 and {MAX_LANES}").into());
-        }
+        between("--lanes", &lanes, 1..=MAX_LANES)?;
         if let Some(name) = &self.congestion {
             congestion::check(name).map_err(|why| format!("--congestion {name}: {why}"))?;
         }
@@ -263,7 +259,7 @@ impl CollectivesArgs {
 
     fn collectives(&self) -> Result<Vec<Case>, BenchError> {
         let dtypes = expand(&self.datatypes, &DType::ALL.map(OneOrAll::One));
-        let dtypes: Vec<DType> = dtypes.into_iter().filter(|dtype| data::is_known(*dtype)).collect();
+        let dtypes: Vec<DType> = dtypes.into_iter().filter(|dtype| samples::is_known(*dtype)).collect();
         let reductions = expand(&self.reductions, &Reduction::ALL.map(OneOrAll::One));
         let sizes = self.sizes()?;
         let operations = match &self.ops[..] {

@@ -1,30 +1,21 @@
 //! A rank of ours: opens every transport once and then does what it is told over its socket.
 
-use std::fs;
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::thread;
 
 use comm_core::control::TcpControl;
-use comm_core::job::{self, Address, Job};
+use comm_core::job::{Address, Job};
 use comm_core::{Control, Deadline};
 use isocomm::{Connected, Rung, TransportOptions};
+use rig::BenchError;
+use rig::rank::{Program, of_a_job};
 use serde::{Deserialize, Serialize};
 
 use super::exec::{self, Memory};
 use super::options::options_of;
 use super::protocol::{Command, Connection, Hello, Opened, Reply, Trouble};
-use crate::BenchError;
-
-/// One rank of a measurement of collectives, or all of them as threads.
-#[derive(Debug, clap::Args)]
-pub(crate) struct RankArgs {
-    /// The task, as JSON.
-    #[arg(long)]
-    task: PathBuf,
-}
 
 /// What all ranks of a group are told when they start.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -51,27 +42,25 @@ struct Member {
     session: Result<Connected, String>,
 }
 
-/// The process of one rank, or of all ranks where the transport is `local`.
-pub(crate) fn run_rank(args: &RankArgs) -> Result<ExitCode, BenchError> {
-    job::die_with_parent()?;
-    let task: Task = serde_json::from_slice(&fs::read(&args.task)?)
-        .map_err(|error| format!("{}: not a task of this program: {error}", args.task.display()))?;
-    if let [kind] = task.transports[..]
-        && kind.is_threads()
-    {
-        return run_threads(&task, kind);
+impl Program for Task {
+    const COMMAND: &'static str = "collectives-rank";
+
+    /// The process of one rank, or of all ranks where the transport is `local`.
+    fn run(&self, job: Option<&Job>) -> Result<(), BenchError> {
+        if let [kind] = self.transports[..]
+            && kind.is_threads()
+        {
+            return run_threads(self, kind);
+        }
+        let job = of_a_job(job)?;
+        let open =
+            |kind: &Rung| Member { kind: *kind, session: open(job, *kind, self).map_err(|error| error.to_string()) };
+        let members: Vec<Member> = self.transports.iter().map(open).collect();
+        serve(self, job.rank, &members, true)
     }
-    let job = Job::from_env()?.ok_or("this rank was not started by a launcher")?;
-    let members: Vec<Member> = task
-        .transports
-        .iter()
-        .map(|kind| Member { kind: *kind, session: open(&job, *kind, &task).map_err(|error| error.to_string()) })
-        .collect();
-    serve(&task, job.rank, &members, true)?;
-    Ok(ExitCode::SUCCESS)
 }
 
-fn run_threads(task: &Task, kind: Rung) -> Result<ExitCode, BenchError> {
+fn run_threads(task: &Task, kind: Rung) -> Result<(), BenchError> {
     let sessions = isocomm::threads(task.ranks, &task.options_of(kind))?;
     let outcomes: Vec<Result<(), BenchError>> = thread::scope(|scope| {
         let threads: Vec<_> = sessions
@@ -90,8 +79,7 @@ fn run_threads(task: &Task, kind: Rung) -> Result<ExitCode, BenchError> {
             })
             .collect()
     });
-    outcomes.into_iter().collect::<Result<(), _>>()?;
-    Ok(ExitCode::SUCCESS)
+    outcomes.into_iter().collect()
 }
 
 /// Each transport has a control plane of its own, so that the failure of one is not that of the others.

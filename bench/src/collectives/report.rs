@@ -2,11 +2,11 @@
 
 use comm_core::Algorithm;
 use isocomm::TransportOptions;
+use rig::environment::Environment;
+use rig::stats::{Ratio, median, percentile};
 use serde::Serialize;
 
 use super::case::{Case, Operation, Place};
-use super::stats::{Ratio, median, percentile};
-use crate::environment::Environment;
 
 /// One case on one transport or peer.
 #[derive(Clone, Debug, Serialize)]
@@ -303,7 +303,7 @@ mod tests {
     use comm_core::DType;
 
     use super::*;
-    use crate::collectives::case::Reduction;
+    use rig::samples::Reduction;
 
     fn row(transport: &str, us: &[f64]) -> Row {
         let case = Case::new(Operation::AllReduce, DType::F32, Some(Reduction::Sum), 0, 1_000_000, 4);

@@ -1,14 +1,16 @@
 //! The rounds of a case over everything that can be measured.
 
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use comm_core::Algorithm;
-use comm_core::launch::ending_signals;
 use comm_core::table::{choose, supports};
+use isocomm::{Rung, TransportKind};
+use rig::BenchError;
+use rig::environment::Environment;
+use rig::signal::Signals;
+use rig::stats::Ratio;
 
 use super::case::{Case, Place};
 use super::congestion;
@@ -17,11 +19,6 @@ use super::options::{Settings, options_of};
 use super::peers::{Peer, PeerSettings};
 use super::protocol::{Measure, Trouble};
 use super::report::{Comparison, Outcome, Rounds, Row};
-use super::stats::Ratio;
-use crate::BenchError;
-use crate::environment::Environment;
-use crate::runner::Interrupted;
-use isocomm::{Rung, TransportKind};
 
 /// How long a batch of iterations shall take where the user does not say how many.
 const BATCH: Duration = Duration::from_millis(20);
@@ -42,8 +39,7 @@ pub(crate) struct Bench<'a> {
     /// What was asked for and is not there, with the reason.
     missing: Vec<(String, String)>,
     seed: u64,
-    /// The signal by which the user has ended the run, 0 for none.
-    interrupted: Arc<AtomicUsize>,
+    signals: Signals,
 }
 
 /// Something that is measured.
@@ -76,10 +72,7 @@ impl<'a> Bench<'a> {
     /// When nothing is left to measure, or memory would not suffice.
     pub(crate) fn start(settings: &'a Settings, environment: Environment) -> Result<Self, BenchError> {
         // The launchers of ranks catch signals as well, and end them; this is how we know.
-        let interrupted = Arc::new(AtomicUsize::new(0));
-        for signal in ending_signals() {
-            signal_hook::flag::register_usize(signal, interrupted.clone(), signal as usize)?;
-        }
+        let signals = Signals::catch()?;
         let mut bench = Bench {
             settings,
             environment,
@@ -89,7 +82,7 @@ impl<'a> Bench<'a> {
             missing: Vec::new(),
             // Other data in every run; the row of a wrong element can be reproduced by its count alone.
             seed: SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_secs()),
-            interrupted,
+            signals,
         };
         check_memory(settings)?;
         // Libraries of the peers take seconds to load: all at the same time.
@@ -175,7 +168,7 @@ impl<'a> Bench<'a> {
         let mut runs = self.runs(case);
         for run in &mut runs {
             run.trouble = self.calibrate(case, run).err();
-            self.go_on()?;
+            self.signals.check()?;
         }
         for round in 0..self.settings.rounds {
             // There and back, so that nobody always comes after the same one.
@@ -192,7 +185,7 @@ impl<'a> Bench<'a> {
                     Ok(measured) => run.take(measured),
                     Err(trouble) => run.trouble = Some(trouble),
                 }
-                self.go_on()?;
+                self.signals.check()?;
             }
         }
         Ok(self.rows(case, &runs))
@@ -260,14 +253,6 @@ impl<'a> Bench<'a> {
             target.failed = Some(why.clone());
         }
         measured
-    }
-
-    /// Whether the user still wants the results.
-    fn go_on(&self) -> Result<(), Interrupted> {
-        match self.interrupted.load(Ordering::Relaxed) {
-            0 => Ok(()),
-            signal => Err(Interrupted { signal: signal as i32 }),
-        }
     }
 
     fn rows(&self, case: &Case, runs: &[Run]) -> Vec<Row> {

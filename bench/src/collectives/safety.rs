@@ -4,11 +4,11 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use comm_core::{Algorithm, DType, HEADER_LEN, Header, OpKind, ReduceOp};
+use isocomm::Rung;
+use rig::stats::{Ratio, median};
 
 use super::case::Place;
 use super::report::Row;
-use super::stats::{Ratio, median};
-use isocomm::Rung;
 
 /// The price of each precaution on each transport: one line each, one column a size.
 pub(super) fn prices(rows: &[Row]) -> String {

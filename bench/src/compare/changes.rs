@@ -2,10 +2,9 @@
 
 use std::collections::BTreeSet;
 
+use rig::record::{Measured, Record};
+use rig::stats::CellRuns;
 use serde::Serialize;
-
-use crate::record::{Measured, Record};
-use crate::stats::CellRuns;
 
 /// Something that was different.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -138,9 +137,9 @@ fn congestion(measured: &Measured) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::environment::Environment;
-    use crate::stats::made_up::{cell, record};
-    use crate::stats::{Keep, cell_runs};
+    use rig::environment::Environment;
+    use rig::stats::made_up::{cell, record};
+    use rig::stats::{Keep, cell_runs};
 
     fn changed(change: impl Fn(&mut Measured)) -> Vec<Changed> {
         let a: Vec<Record> = (1..=2).map(|round| record(cell("ddp"), round, &[1.0; 8])).collect();

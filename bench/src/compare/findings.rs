@@ -1,12 +1,13 @@
 //! Two sweeps, compared.
 
+use rig::flag::FlagKind;
+use rig::record::{Axis, Cell};
+use rig::results::Results;
+use rig::stats::{CellRuns, Change, Comparison, Interval, Keep, Metric, Over, Summary, Verdict, Why, cell_runs};
+use rig::stats::{compare_unpaired, summary};
 use serde::Serialize;
 
 use super::changes::{Changed, cells_changed, environments_changed};
-use crate::record::{Axis, Cell, FlagKind};
-use crate::results::Results;
-use crate::stats::{CellRuns, Change, Comparison, Interval, Keep, Metric, Over, Summary, Verdict, Why, cell_runs};
-use crate::stats::{compare_unpaired, summary};
 
 /// All that is to be said.
 #[derive(Debug, Serialize)]
@@ -230,8 +231,9 @@ mod tests {
     use std::path::PathBuf;
 
     use super::*;
-    use crate::record::{Flag, Record, Status};
-    use crate::stats::made_up::{cell, record};
+    use rig::flag::Flag;
+    use rig::record::{Record, Status};
+    use rig::stats::made_up::{cell, record};
 
     fn results(records: Vec<Record>) -> Results {
         Results { file: PathBuf::from("x/results.jsonl"), records, warnings: Vec::new(), whole_bytes: 0 }

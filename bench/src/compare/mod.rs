@@ -4,6 +4,7 @@
 //! threshold: either alone would cry wolf, the one over differences that do not matter, the other over noise.
 
 mod changes;
+mod exact;
 mod findings;
 mod render;
 
@@ -12,10 +13,11 @@ use std::process::ExitCode;
 use std::str::FromStr;
 
 use gpt2::cli::say;
+use rig::BenchError;
+use rig::results::read_some_records;
+use rig::stats::Metric;
 
-use crate::BenchError;
-use crate::results::read_some_records;
-use crate::stats::Metric;
+use exact::Differences;
 use findings::Findings;
 
 /// Exit codes, for scripts.
@@ -42,6 +44,10 @@ pub(crate) struct CompareArgs {
     /// Print everything as JSON.
     #[arg(long)]
     json: bool,
+    /// Compare what does not depend on time instead, to the last bit: weights, losses, gradient norms, bytes and messages. Exit
+    /// code 1 where any differs or a cell is missing in B.
+    #[arg(long, conflicts_with_all = ["threshold", "metric", "json"])]
+    exact: bool,
 }
 
 /// A share, written as one or in percent.
@@ -67,6 +73,9 @@ impl FromStr for Threshold {
 /// # Errors
 /// Output that cannot be made.
 pub(crate) fn run(args: &CompareArgs) -> Result<ExitCode, BenchError> {
+    if args.exact {
+        return Ok(args.compare_exactly());
+    }
     let compared = args.compare();
     match &compared {
         Ok(findings) if args.json => say(serde_json::to_string_pretty(findings)?),
@@ -85,6 +94,20 @@ fn code(compared: &Result<Findings, String>) -> ExitCode {
 }
 
 impl CompareArgs {
+    fn compare_exactly(&self) -> ExitCode {
+        let both = read_some_records(&self.a).and_then(|a| Ok((a, read_some_records(&self.b)?)));
+        match both.and_then(|(a, b)| Differences::between(&a, &b)) {
+            Ok(differences) => {
+                say(&differences);
+                if differences.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(REGRESSION) }
+            }
+            Err(error) => {
+                eprintln!("error: {error}");
+                ExitCode::from(BAD_INPUT)
+            }
+        }
+    }
+
     fn compare(&self) -> Result<Findings, String> {
         let (a, b) = (read_some_records(&self.a)?, read_some_records(&self.b)?);
         Findings::of(&a, &b, &self.metric, self.threshold.0)
@@ -99,9 +122,9 @@ mod tests {
     use clap::ValueEnum;
 
     use super::*;
-    use crate::record::Record;
-    use crate::results::Results;
-    use crate::stats::made_up::{cell, record};
+    use rig::record::Record;
+    use rig::results::Results;
+    use rig::stats::made_up::{cell, record};
 
     /// A sweep of cells with these steps.
     fn sweep(folder: &Path, cells: &[(&str, f64)]) {

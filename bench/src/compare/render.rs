@@ -1,9 +1,10 @@
 //! The comparison as text: first what may explain differences, then figures, then what it comes to.
 
+use rig::stats::{LEVEL, Metric, Verdict};
+use rig::text::columns;
+
 use super::changes::Changed;
 use super::findings::{Figure, Findings, Outcome, Row, Sweep, Table};
-use crate::stats::{LEVEL, Metric, Verdict};
-use crate::text::columns;
 
 /// Names that are listed before the rest is only counted.
 const MOST_NAMES: usize = 6;
@@ -177,9 +178,10 @@ mod tests {
     use std::path::PathBuf;
 
     use super::*;
-    use crate::record::{Flag, FlagKind, Record, Status};
-    use crate::results::Results;
-    use crate::stats::made_up::{cell, record};
+    use rig::flag::{Flag, FlagKind};
+    use rig::record::{Record, Status};
+    use rig::results::Results;
+    use rig::stats::made_up::{cell, record};
 
     fn results(records: Vec<Record>, warnings: Vec<String>) -> Results {
         Results { file: PathBuf::from("x/results.jsonl"), records, warnings, whole_bytes: 0 }

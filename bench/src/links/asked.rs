@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::link::{Carrier, MAX_ENDS, PipeSpec, Profile};
+use rig::link::{Carrier, MAX_ENDS, PipeSpec, Profile};
 
 /// One thing to measure.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -5,11 +5,11 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rig::interrupts::uninterrupted;
 use serde::{Deserialize, Serialize};
 
 use super::interface::{self, Sampler, counter};
-use super::rank::Place;
-use crate::interrupts::uninterrupted;
+use super::place::Place;
 
 /// What became of a flow, as one end saw it.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use crate::collectives::stats::median;
+use rig::stats::median;
 
 /// What an interface has received until a moment.
 #[derive(Clone, Copy, Debug)]

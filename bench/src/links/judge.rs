@@ -1,9 +1,9 @@
 //! Whether what was measured is what was asked for.
 
+use rig::link::Loss;
 use serde::Serialize;
 
 use super::udp::Times;
-use crate::link::Loss;
 
 /// How far a rate may be off.
 const RATE: f64 = 0.03;

@@ -1,10 +1,13 @@
 //! Runs one measurement in a world, and says what came of it.
 
-use std::ffi::OsString;
-use std::fs;
 use std::time::Duration;
 
 use comm_core::launch::Captured;
+use rig::link::Pipe;
+use rig::link::{Carrier, World};
+use rig::machine::Watch;
+use rig::outcome::{self, RunError};
+use rig::rank;
 use serde::Deserialize;
 
 use super::asked::{self, Measure, Way};
@@ -13,10 +16,6 @@ use super::judge::{self, Range, spread};
 use super::rank::{Task, Work};
 use super::report::{Row, Unit, Verdict};
 use super::udp::{HEADERS, Heard, LEAST, Sender, Sent, Times};
-use crate::link::{self, Carrier, World, this_program};
-use crate::machine::Watch;
-use crate::record::Pipe;
-use crate::runner::RunError;
 
 /// A world to be measured.
 pub(super) struct Bench<'a> {
@@ -240,15 +239,12 @@ impl Bench<'_> {
             quiet: self.quiet(),
             folder: folder.path().to_owned(),
         };
-        let file = folder.path().join("task.json");
-        let bytes = serde_json::to_vec(&task).map_err(|error| format!("the task of a measurement: {error}"))?;
-        fs::write(&file, bytes).map_err(|error| format!("{}: {error}", file.display()))?;
-        let arguments: Vec<OsString> = vec!["links-rank".into(), "--task".into(), file.into()];
-        let launch = self.world.launch(&this_program()?, arguments, task.ranks(), task.timeout())?;
+        let arguments = rank::arguments(&task, folder.path())?;
+        let launch = self.world.launch(&rank::this_program()?, arguments, task.ranks(), task.timeout())?;
         // What plays the link is part of the measurement.
         let watch = Watch::start(self.world.process().into_iter().collect());
         self.world.reset_counters()?;
-        let captured = link::run(&launch)?;
+        let captured = outcome::run(&launch)?;
         let disturbed = watch.finish().into_iter().map(|flag| flag.what);
         Ok((captured, self.world.bottleneck()?.into_iter().chain(disturbed).collect()))
     }

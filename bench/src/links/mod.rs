@@ -10,6 +10,7 @@ mod interface;
 mod judge;
 mod measure;
 mod options;
+mod place;
 mod rank;
 mod report;
 mod transport;
@@ -18,43 +19,39 @@ mod udp;
 use std::process::ExitCode;
 
 use gpt2::cli::say;
+use rig::BenchError;
+use rig::debug;
+use rig::lines::Lines;
+use rig::link::{self, Profile, World};
+use rig::signal::Signals;
 
 pub(crate) use options::LinksArgs;
-pub(crate) use rank::{LinksRankArgs, run_rank};
+pub(crate) use rank::Task;
 
-use crate::BenchError;
-use crate::chaos::interrupted;
-use crate::link::{self, Profile, World};
-use crate::matrix::Lines;
-use crate::overlap::{ended, go_on};
 use measure::Bench;
 use report::Row;
 
 /// Measures the profiles; fails when one is not what it asks for.
 pub(crate) fn run(args: &LinksArgs) -> Result<ExitCode, BenchError> {
-    if cfg!(debug_assertions) && !args.allow_debug {
-        return Err(
-            "this is a debug build, whose timings mean nothing; build with --release, or pass --allow-debug".into()
-        );
-    }
+    debug::refuse(args.allow_debug, debug::NO_TIMINGS)?;
     let settings = args.check()?;
     if settings.needs_namespaces() {
         link::gain_namespaces();
     }
     // Before the first link: from here on a signal ends this program in good order.
-    let signal = interrupted()?;
+    let signals = Signals::catch()?;
     let mut file = settings.create_file()?;
     let mut rows: Vec<Row> = Vec::new();
     for profile in &settings.profiles {
-        go_on(&signal)?;
+        signals.check()?;
         let world = World::new(profile, asked::ends(profile), settings.congestion.as_deref())?;
         if !settings.json {
             say(format_args!("{}", world.describe()));
         }
         let bench = Bench { world: &world, seconds: settings.seconds };
         for measure in asked::measures(profile, settings.flows) {
-            go_on(&signal)?;
-            for row in bench.rows(&measure).map_err(ended)? {
+            signals.check()?;
+            for row in bench.rows(&measure)? {
                 tell(&row, settings.json, file.as_mut())?;
                 rows.push(row);
             }

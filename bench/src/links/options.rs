@@ -4,9 +4,10 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::BenchError;
-use crate::link::{Carrier, Profile};
-use crate::matrix::Lines;
+use rig::BenchError;
+use rig::check::between;
+use rig::lines::Lines;
+use rig::link::{Carrier, Profile};
 
 /// Measures what links really do, beside what their profiles ask for.
 ///
@@ -54,10 +55,7 @@ impl LinksArgs {
     /// # Errors
     /// The first argument that cannot be, for the user.
     pub(super) fn check(&self) -> Result<Settings, BenchError> {
-        if !SECONDS.contains(&self.seconds) {
-            let (least, most) = (SECONDS.start(), SECONDS.end());
-            return Err(format!("--seconds {} must lie between {least} and {most}", self.seconds).into());
-        }
+        between("--seconds", &self.seconds, SECONDS)?;
         Ok(Settings {
             profiles: super::profiles(&self.profiles)?,
             seconds: Duration::from_secs_f64(self.seconds),

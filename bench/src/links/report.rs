@@ -2,10 +2,10 @@
 
 use std::fmt;
 
+use rig::text::columns;
 use serde::Serialize;
 
 use super::judge::Range;
-use crate::text::columns;
 
 /// One figure of one profile.
 #[derive(Clone, Debug, Serialize)]

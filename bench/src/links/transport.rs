@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 use comm_core::CommunicatorExt;
 use comm_core::job::{Address, Job};
 use isocomm::{TransportKind, TransportOptions};
+use rig::BenchError;
+use rig::link::Ends;
 
 use super::flow::{Flow, Steady};
 use super::interface::Sampler;
-use super::rank::Place;
-use crate::BenchError;
-use crate::link::Ends;
+use super::place::Place;
 
 /// A message: that of a bucket of gradients, in parts.
 const MESSAGE: usize = 1 << 18;

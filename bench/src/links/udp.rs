@@ -5,13 +5,13 @@ use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rig::interrupts::uninterrupted;
+use rig::sys::now;
 use serde::{Deserialize, Serialize};
 use socket2::SockRef;
 
 use super::interface::{self, Sampler, counter};
-use super::rank::Place;
-use crate::chaos::sys::now;
-use crate::interrupts::uninterrupted;
+use super::place::Place;
 
 /// What one end sends.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]

@@ -4,6 +4,7 @@
 //! first step to the last. [`theory`] says what parameters, gradients and optimizer may take. Plain data parallelism is the control: it
 //! has to exceed the bounds of those that shard. Recomputation and 16-bit computation are each measured beside the run without.
 
+mod case;
 mod options;
 mod report;
 mod theory;
@@ -16,13 +17,17 @@ use gpt2::precision::Precision;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::trainer::TrainConfig;
 use isocomm::TransportKind;
+use rig::BenchError;
+use rig::debug;
+use rig::environment::Environment;
+use rig::lines::Lines;
+use rig::outcome;
+use rig::progress::bar;
+use rig::training::Training;
 
 pub(crate) use options::MemoryArgs;
 
-use crate::BenchError;
-use crate::environment::Environment;
-use crate::matrix::{Lines, bar};
-use crate::runner::{Run, RunError};
+use case::Case;
 use options::Settings;
 use report::Row;
 
@@ -32,20 +37,9 @@ const TIMEOUT: Duration = Duration::from_secs(300);
 /// Each segment is a bucket of its own, so that what is on its way has one size for all strategies.
 const BUCKET_BYTES: usize = 1;
 
-/// What is run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Case {
-    strategy: StrategyKind,
-    ranks: usize,
-    precision: Precision,
-    recompute: bool,
-}
-
 /// Measures; fails when a category takes more than its bound, or a control does not.
 pub(crate) fn run(args: &MemoryArgs) -> Result<ExitCode, BenchError> {
-    if cfg!(debug_assertions) && !args.allows_debug() {
-        return Err("this is a debug build, which takes minutes; build with --release, or pass --allow-debug".into());
-    }
+    debug::refuse(args.allows_debug(), "which takes minutes")?;
     let settings = args.check()?;
     say(format_args!("machine: {}", Environment::read().one_line()));
     say(theory::introduction(&settings));
@@ -95,23 +89,6 @@ fn cases(settings: &Settings) -> Vec<Case> {
     cases
 }
 
-impl Case {
-    fn name(self) -> String {
-        format!("{} on {} ranks, {}", self.strategy, self.ranks, self.how())
-    }
-
-    fn how(self) -> &'static str {
-        match (self.precision, self.recompute) {
-            (Precision::F32, false) => "f32",
-            (Precision::F32, true) => "f32, recomputed",
-            (Precision::Bf16, false) => "bf16",
-            (Precision::Bf16, true) => "bf16, recomputed",
-            (Precision::F16, false) => "f16",
-            (Precision::F16, true) => "f16, recomputed",
-        }
-    }
-}
-
 fn measure(settings: &Settings, case: Case) -> Result<Row, BenchError> {
     let config = TrainConfig {
         precision: case.precision,
@@ -126,11 +103,11 @@ fn measure(settings: &Settings, case: Case) -> Result<Row, BenchError> {
         ..TrainConfig::of(settings.model.clone(), case.strategy)
     };
     let transport = (case.ranks > 1).then_some(TransportKind::SHM);
-    let run = Run { source: settings.source.clone(), ..Run::new(config, transport, case.ranks, 1, TIMEOUT) };
+    let training =
+        Training { source: settings.source.clone(), ..Training::new(config, transport, case.ranks, 1, TIMEOUT) };
     let bounds = theory::bounds(&settings.segments, case);
-    match run.summary() {
-        Ok(summary) => Ok(Row::new(case, &bounds, &summary)),
-        Err(RunError::Failed(why) | RunError::TimedOut(why)) => Ok(Row::failed(case, &bounds, why)),
-        Err(RunError::Interrupted(interrupted)) => Err(interrupted.into()),
-    }
+    Ok(match outcome::settled(training.summary())? {
+        Ok(summary) => Row::new(case, &bounds, &summary),
+        Err(why) => Row::failed(case, &bounds, why),
+    })
 }

@@ -3,14 +3,13 @@
 use std::path::PathBuf;
 
 use gpt2::config::{ModelConfig, Preset};
-use gpt2::corpus::{Corpus, CorpusSource};
-use gpt2::env::default_cargo_home;
 use gpt2::segments::{SegmentInfo, layout};
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
-
-use crate::BenchError;
-use crate::folder;
+use rig::BenchError;
+use rig::check::even_batch;
+use rig::folder;
+use rig::rank::load_text;
 
 /// The largest part of the parameters that the embedding may be: it is held as a whole by every strategy.
 const MOST_EMBEDDING: f64 = 0.35;
@@ -81,11 +80,8 @@ impl MemoryArgs {
         if self.steps == 0 {
             return Err("--steps must be at least 1".into());
         }
-        if let Some(ranks) = self.ranks.iter().find(|ranks| **ranks == 0 || !self.batch.is_multiple_of(**ranks)) {
-            return Err(format!("--batch {} cannot be divided evenly among {ranks} ranks", self.batch).into());
-        }
-        let source = CorpusSource::from_path(self.data.clone(), default_cargo_home());
-        let corpus = Corpus::load(&source, TokenizerKind::Bytes)?;
+        self.ranks.iter().try_for_each(|ranks| even_batch(self.batch, *ranks))?;
+        let corpus = load_text(self.data.as_deref(), TokenizerKind::Bytes)?;
         let model = ModelConfig { n_layer: self.layers, ..self.preset.config(corpus.vocab_size()) };
         let segments = layout(&model)?;
         let share = embedding_share(&segments);

@@ -4,12 +4,12 @@ use gpt2::memory::{Category, Usage};
 use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
 use gpt2::trainer::Summary;
+use rig::text::columns;
 use serde::Serialize;
 
-use super::Case;
+use super::case::Case;
 use super::options::Settings;
 use super::theory::{self, Bounds, JUDGED};
-use crate::text::columns;
 
 /// Recomputation keeps a block's input, of about seventeen times as much, and the activations of one block at a time.
 const MOST_RECOMPUTED: f64 = 0.5;

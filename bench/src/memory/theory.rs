@@ -4,7 +4,7 @@ use gpt2::memory::Category;
 use gpt2::segments::SegmentInfo;
 use gpt2::strategy::StrategyKind;
 
-use super::Case;
+use super::case::Case;
 use super::options::{Settings, embedding_share};
 
 /// What a peak may exceed its formula by: alignment, names, tables.

@@ -7,53 +7,47 @@ mod options;
 mod report;
 
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use gpt2::cli::say;
-use gpt2::corpus::{Corpus, CorpusSource};
-use gpt2::env::default_cargo_home;
+use gpt2::corpus::Corpus;
 use gpt2::optim::LearningRate;
 use gpt2::strategy::StrategyOptions;
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::trainer::TrainConfig;
 use isocomm::TransportKind;
+use rig::BenchError;
+use rig::debug;
+use rig::environment::Environment;
+use rig::folder::results_folder;
+use rig::lines::Lines;
+use rig::link::{Probe, World, gain_namespaces};
+use rig::outcome::{self, RunError};
+use rig::rank::load_text;
+use rig::signal::Signals;
+use rig::training::{Figures, Training};
 
 pub(crate) use options::OverlapArgs;
 
-use crate::BenchError;
-use crate::chaos::interrupted;
-use crate::environment::Environment;
-use crate::folder::results_folder;
-use crate::link::{Probe, Training, World, gain_namespaces};
-use crate::matrix::{Lines, bar};
-use crate::runner::{Interrupted, RunError};
+use crate::rounds::in_rounds;
 use options::{Settings, Variant};
-use report::{Row, Table};
+use report::{Cell, Row, Table};
 
 /// Runs the benchmark; fails when a job that should have run did not, or transports came to different weights.
 pub(crate) fn run(args: &OverlapArgs) -> Result<ExitCode, BenchError> {
-    if cfg!(debug_assertions) {
-        if !args.allow_debug {
-            return Err(
-                "this is a debug build, whose timings mean nothing; build with --release, or pass --allow-debug".into(),
-            );
-        }
-        say(format_args!("DEBUG BUILD: the timings below mean nothing"));
-    }
+    debug::refuse_timings(args.allow_debug)?;
     let settings = args.check()?;
     if settings.link.is_some() {
         gain_namespaces();
     }
     // Before the link: from here on a signal ends this program in good order.
-    let signal = interrupted()?;
-    let corpus = Corpus::load(&CorpusSource::from_path(settings.data.clone(), default_cargo_home()), TOKENIZER)?;
+    let signals = Signals::catch()?;
+    let corpus = load_text(settings.data.as_deref(), TOKENIZER)?;
     let out = results_folder(settings.out.clone(), "overlap")?;
     let mut file = Lines::create(&out.join("overlap.jsonl"))?;
     let place = World::of(settings.link.as_ref())?;
-    let probe = Probe::of(&place).map_err(ended)?;
+    let probe = Probe::of(&place)?;
     let bench =
-        Bench { settings, vocabulary: corpus.vocab_size(), place, probe, environment: Environment::read(), signal };
+        Bench { settings, vocabulary: corpus.vocab_size(), place, probe, environment: Environment::read(), signals };
     bench.introduce(&corpus);
     let table = bench.measure(&mut file)?;
     say(format_args!("{}", table.render(&bench.place)));
@@ -69,11 +63,8 @@ struct Bench {
     place: World,
     probe: Option<Probe>,
     environment: Environment,
-    signal: Arc<AtomicUsize>,
+    signals: Signals,
 }
-
-/// A strategy over a transport.
-type Cell = (TransportKind, Variant);
 
 impl Bench {
     fn introduce(&self, corpus: &Corpus) {
@@ -81,9 +72,7 @@ impl Bench {
         let model = preset.config(self.vocabulary);
         say(format_args!("text: {}", corpus.describe()));
         say(format_args!("machine: {}", self.environment.one_line()));
-        let measured = self.probe.map_or(String::new(), |probe| {
-            format!("; measured {:.0} Mbit/s, round trip {:.0} µs", probe.mbit_per_s, probe.round_trip_us)
-        });
+        let measured = self.probe.map_or(String::new(), |probe| format!("; measured {probe}"));
         say(format_args!("network: {}{measured}", self.place.describe()));
         say(format_args!(
             "{preset} ({:.2} M parameters, bytes), {ranks} ranks × {threads} thread(s), {batch} sequences of {} tokens a step, \
@@ -93,23 +82,13 @@ impl Bench {
         ));
     }
 
-    /// All cells, round by round; each round begins with another one.
     fn measure(&self, file: &mut Lines) -> Result<Table, BenchError> {
-        let mut cells = self.cells();
+        let cells = self.cells();
+        let name = |(transport, variant): &Cell| format!("{variant} over {transport}");
+        let row = |round, (transport, variant): &Cell| self.row(round, *transport, *variant);
+        let rows = in_rounds((&cells, self.settings.rounds), &self.signals, file, name, row)?;
         let mut table = Table::new(&cells);
-        let bar = bar(cells.len() * self.settings.rounds);
-        for round in 1..=self.settings.rounds {
-            for (transport, variant) in &cells {
-                self.go_on()?;
-                bar.set_message(format!("round {round}: {variant} over {transport}"));
-                let row = self.row(round, *transport, *variant)?;
-                file.write(&row)?;
-                table.add(row);
-                bar.inc(1);
-            }
-            cells.rotate_left(1);
-        }
-        bar.finish_and_clear();
+        rows.into_iter().for_each(|row| table.add(row));
         Ok(table)
     }
 
@@ -122,11 +101,7 @@ impl Bench {
     fn row(&self, round: usize, transport: TransportKind, variant: Variant) -> Result<Row, BenchError> {
         let outcome = match transport.missing() {
             Some(why) => Err(format!("not available: {why}")),
-            None => match self.training(transport, variant).run(&self.place) {
-                Ok(figures) => Ok(figures),
-                Err(RunError::Failed(why) | RunError::TimedOut(why)) => Err(format!("failed: {why}")),
-                Err(RunError::Interrupted(interrupted)) => return Err(interrupted.into()),
-            },
+            None => outcome::settled(self.figures(transport, variant))?.map_err(|why| format!("failed: {why}")),
         };
         let Settings { preset, ranks, threads, batch, steps, bucket_bytes, wire, seed, .. } = &self.settings;
         let link = self.settings.link.as_ref();
@@ -150,6 +125,10 @@ impl Bench {
             figures: outcome.ok(),
             environment: self.environment.clone(),
         })
+    }
+
+    fn figures(&self, transport: TransportKind, variant: Variant) -> Result<Figures, RunError> {
+        Ok(Figures::of(&self.training(transport, variant).run(&self.place)?)?)
     }
 
     fn training(&self, transport: TransportKind, variant: Variant) -> Training {
@@ -177,29 +156,8 @@ impl Bench {
         Training {
             source: settings.data.clone(),
             tokenizer: TOKENIZER,
+            node_transport: self.settings.link.is_some().then_some(TransportKind::SHM),
             ..Training::new(config, Some(transport), settings.ranks, settings.threads, settings.cell_timeout)
         }
-    }
-
-    /// Whether the user still wants the results.
-    fn go_on(&self) -> Result<(), BenchError> {
-        go_on(&self.signal)
-    }
-}
-
-/// Whether no signal has come.
-pub(crate) fn go_on(signal: &AtomicUsize) -> Result<(), BenchError> {
-    match signal.load(Ordering::Relaxed) {
-        0 => Ok(()),
-        signal => Err(Interrupted { signal: i32::try_from(signal).unwrap_or(2) }.into()),
-    }
-}
-
-/// For what cannot be a row.
-pub(crate) fn ended(error: RunError) -> BenchError {
-    match error {
-        RunError::Failed(why) | RunError::TimedOut(why) => why.into(),
-        // By itself, so that the program ends as a signal ends it.
-        RunError::Interrupted(interrupted) => interrupted.into(),
     }
 }

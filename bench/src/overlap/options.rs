@@ -10,10 +10,10 @@ use gpt2::config::Preset;
 use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
 use isocomm::{Medium, TransportKind};
+use rig::BenchError;
+use rig::check::{between, even_batch};
+use rig::link::{LinkOptions, RateLimit};
 use serde::{Serialize, Serializer};
-
-use crate::BenchError;
-use crate::link::{LinkOptions, RateLimit};
 
 /// Shows how much communication hides behind the backward pass, over a slow link.
 ///
@@ -119,21 +119,13 @@ impl OverlapArgs {
     /// # Errors
     /// The first argument that cannot be, for the user.
     pub(super) fn check(&self) -> Result<Settings, BenchError> {
-        if !(2..=MAX_RANKS_HERE).contains(&self.ranks) {
-            return Err(format!("--ranks {} must lie between 2 and {MAX_RANKS_HERE}", self.ranks).into());
-        }
-        if !(1..=MAX_THREADS).contains(&self.threads) {
-            return Err(format!("--threads {} must lie between 1 and {MAX_THREADS}", self.threads).into());
-        }
-        if self.batch == 0 || !self.batch.is_multiple_of(self.ranks) {
-            return Err(format!("--batch {} cannot be divided evenly among {} ranks", self.batch, self.ranks).into());
-        }
+        between("--ranks", &self.ranks, 2..=MAX_RANKS_HERE)?;
+        between("--threads", &self.threads, 1..=MAX_THREADS)?;
+        even_batch(self.batch, self.ranks)?;
         if self.steps < MIN_STEPS {
             return Err(format!("--steps {} must be at least {MIN_STEPS}", self.steps).into());
         }
-        if !(1..=MAX_ROUNDS).contains(&self.rounds) {
-            return Err(format!("--rounds {} must lie between 1 and {MAX_ROUNDS}", self.rounds).into());
-        }
+        between("--rounds", &self.rounds, 1..=MAX_ROUNDS)?;
         if self.cell_timeout == 0 {
             return Err("--cell-timeout must be at least 1".into());
         }

@@ -3,14 +3,17 @@
 use gpt2::config::ModelConfig;
 use gpt2::strategy::StrategyKind;
 use isocomm::TransportKind;
+use rig::environment::Environment;
+use rig::link::{Probe, Rate, World};
+use rig::stats::{Ratio, median};
+use rig::text::{columns, middle, ratio, spread};
+use rig::training::Figures;
 use serde::Serialize;
 
-use super::Cell;
 use super::options::Variant;
-use crate::collectives::stats::{Ratio, median};
-use crate::environment::Environment;
-use crate::link::{Figures, Probe, Rate, World};
-use crate::text::{columns, middle, ratio, spread};
+
+/// A strategy over a transport.
+pub(super) type Cell = (TransportKind, Variant);
 
 /// One job of one round: a line of `overlap.jsonl`.
 #[derive(Clone, Debug, Serialize)]

@@ -12,13 +12,13 @@ use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::trainer::{RankReport, Summary, TrainConfig};
+use rig::BenchError;
+use rig::plot::{self, Bars, Labels, Line};
 
 use super::options::{BaiArgs, Mixed, Settings, Size};
 use super::row::{Row, Variant, by_purpose};
+use super::rows::{measure, measured, picture, say_files};
 use super::text::{by_rank, number, paragraph, table, times, verdict};
-use super::{measure, measured, picture, say_files};
-use crate::BenchError;
-use crate::plot::{self, Bars, Labels, Line};
 
 /// Four devices, 512 tokens, four sequences a device: the code's runs on one node with Apex.
 const FULL: Size = Size {

@@ -2,26 +2,23 @@
 
 use std::fs;
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
 use gpt2::batches::{Batches, Share};
 use gpt2::cli::{MAX_RANKS_HERE, MAX_THREADS, say};
 use gpt2::config::{ModelConfig, Preset};
-use gpt2::corpus::{Corpus, CorpusSource};
-use gpt2::env::default_cargo_home;
+use gpt2::corpus::Corpus;
 use gpt2::optim::LossScaling;
 use gpt2::precision::Precision;
 use gpt2::tokenizer::TokenizerKind;
 use isocomm::TransportKind;
-
-use crate::BenchError;
-use crate::chaos::interrupted;
-use crate::environment::Environment;
-use crate::folder::results_folder;
-use crate::runner::Interrupted;
+use rig::BenchError;
+use rig::check::{between, even_batch};
+use rig::environment::Environment;
+use rig::folder::results_folder;
+use rig::rank::load_text;
+use rig::signal::Signals;
 
 /// Runs the comparison of a published paper again, with equal conditions for all strategies.
 ///
@@ -187,8 +184,7 @@ pub(super) struct Settings {
     pub(super) full: bool,
     pub(super) row_timeout: Duration,
     pub(super) environment: Environment,
-    /// The signal that came since the start, 0 for none.
-    interrupted: Arc<AtomicUsize>,
+    pub(super) signals: Signals,
 }
 
 impl CommonArgs {
@@ -204,15 +200,11 @@ impl CommonArgs {
     pub(super) fn check(&self, size: &Size) -> Result<Settings, BenchError> {
         let ranks = self.ranks.unwrap_or(size.ranks);
         // One is left for a dedicated server.
-        if !(2..MAX_RANKS_HERE).contains(&ranks) {
-            return Err(format!("--ranks {ranks} must lie between 2 and {}", MAX_RANKS_HERE - 1).into());
-        }
+        between("--ranks", &ranks, 2..=MAX_RANKS_HERE - 1)?;
         let batch = self.batch.unwrap_or(size.batch);
-        if batch == 0 || !batch.is_multiple_of(ranks) {
-            return Err(format!("--batch {batch} cannot be divided evenly among {ranks} ranks").into());
-        }
-        if self.threads.is_some_and(|threads| threads == 0 || threads > MAX_THREADS) {
-            return Err(format!("--threads must lie between 1 and {MAX_THREADS}").into());
+        even_batch(batch, ranks)?;
+        if let Some(threads) = &self.threads {
+            between("--threads", threads, 1..=MAX_THREADS)?;
         }
         let row_timeout = self.row_timeout.unwrap_or(size.row_timeout);
         if row_timeout == 0 {
@@ -221,8 +213,7 @@ impl CommonArgs {
         if let Some(missing) = self.transport.missing() {
             return Err(format!("--transport {}: {missing}", self.transport).into());
         }
-        let source = CorpusSource::from_path(self.data.clone(), default_cargo_home());
-        let corpus = Corpus::load(&source, size.tokenizer)?;
+        let corpus = load_text(self.data.as_deref(), size.tokenizer)?;
         let preset = self.preset.unwrap_or(size.preset);
         let mut model = preset.config(corpus.vocab_size());
         if let Some(block_size) = size.block_size.filter(|_| self.preset.is_none()) {
@@ -245,7 +236,7 @@ impl CommonArgs {
             full: self.full,
             row_timeout: Duration::from_secs(row_timeout),
             environment: Environment::read(),
-            interrupted: interrupted()?,
+            signals: Signals::catch()?,
         })
     }
 
@@ -261,14 +252,6 @@ impl CommonArgs {
 }
 
 impl Settings {
-    /// Whether the user still wants the results.
-    pub(super) fn go_on(&self) -> Result<(), Interrupted> {
-        match self.interrupted.load(Ordering::Relaxed) {
-            0 => Ok(()),
-            signal => Err(Interrupted { signal: i32::try_from(signal).unwrap_or(2) }),
-        }
-    }
-
     /// The batches of the text, which are enough for training and for validation.
     pub(super) fn batches(&self, eval_batches: usize) -> Result<Batches, BenchError> {
         let batches = Batches::new(&self.corpus, self.model.block_size, self.batch, self.seed)?;
@@ -299,7 +282,7 @@ impl Settings {
             TokenizerKind::Gpt2 | TokenizerKind::Chars => self.corpus.tokenizer().decode(&ids)?.into_bytes(),
         };
         fs::write(&path, bytes).map_err(|error| format!("{}: {error}", path.display()))?;
-        self.corpus = Corpus::load(&CorpusSource::Path(path.clone()), self.tokenizer)?;
+        self.corpus = load_text(Some(&path), self.tokenizer)?;
         self.source = Some(path);
         Ok(())
     }

@@ -10,15 +10,15 @@ use gpt2::optim::LearningRate;
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::trainer::{Summary, TrainConfig};
+use rig::BenchError;
+use rig::lines::Lines;
+use rig::plot::{self, Bars, Labels, Line};
 use serde::Serialize;
 
 use super::options::{PatwardhanArgs, Settings, Size};
 use super::row::{Row, Variant, by_purpose};
+use super::rows::{measure, measured, picture, say_files};
 use super::text::{number, paragraph, table, times, verdict};
-use super::{measure, measured, picture, say_files};
-use crate::BenchError;
-use crate::matrix::Lines;
-use crate::plot::{self, Bars, Labels, Line};
 
 /// Two devices; sequence length and batch are this program's, for want of the paper's.
 const FULL: Size = Size {
@@ -366,7 +366,7 @@ mod tests {
             loss_difference: None,
             norm_difference: None,
             summary: None,
-            environment: crate::environment::Environment::read(),
+            environment: rig::environment::Environment::read(),
         };
         (row, serde_json::from_value(summary).unwrap())
     }

@@ -6,12 +6,14 @@ use gpt2::optim::LossScaling;
 use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
 use gpt2::trainer::{RankReport, Summary, TrainConfig};
+use rig::environment::Environment;
+use rig::formula::off_the_formula;
+use rig::outcome;
+use rig::signal::Interrupted;
+use rig::training::Training;
 use serde::Serialize;
 
 use super::options::Settings;
-use crate::cell::off_the_formula;
-use crate::environment::Environment;
-use crate::runner::{Interrupted, Run, RunError};
 
 /// First steps whose loss and gradient norm are compared with the reference's. Later ones are not: training amplifies differences of
 /// rounding.
@@ -120,8 +122,9 @@ impl Row {
         let ranks = variant.ranks(settings.ranks);
         let transport = (ranks > 1).then_some(settings.transport);
         let config = variant.config(base);
-        let run = Run::new(config.clone(), transport, ranks, settings.threads.min(MAX_THREADS), settings.row_timeout);
-        let run = Run { source: settings.source.clone(), tokenizer: settings.tokenizer, ..run };
+        let training =
+            Training::new(config.clone(), transport, ranks, settings.threads.min(MAX_THREADS), settings.row_timeout);
+        let training = Training { source: settings.source.clone(), tokenizer: settings.tokenizer, ..training };
         let mut row = Row {
             name: variant.name.clone(),
             paper: variant.paper,
@@ -137,10 +140,9 @@ impl Row {
             summary: None,
             environment: settings.environment.clone(),
         };
-        match run.summary() {
+        match outcome::settled(training.summary())? {
             Ok(summary) => row.judge(base, summary, reference),
-            Err(RunError::Failed(error) | RunError::TimedOut(error)) => row.status = format!("failed: {error}"),
-            Err(RunError::Interrupted(interrupted)) => return Err(interrupted),
+            Err(why) => row.status = format!("failed: {why}"),
         }
         Ok(row)
     }

@@ -3,15 +3,15 @@
 use std::time::Duration;
 
 use gpt2::trainer::{Summary, TrainConfig};
+use rig::BenchError;
+use rig::formula::off_the_formula;
+use rig::outcome;
+use rig::progress::bar;
+use rig::text::columns;
+use rig::training::Training;
 use serde::Serialize;
 
 use super::options::Settings;
-use super::plan::Variant;
-use crate::BenchError;
-use crate::cell::off_the_formula;
-use crate::matrix::bar;
-use crate::runner::{Run, RunError};
-use crate::text::columns;
 
 /// Numbers of ranks that are counted.
 pub(crate) const RANKS: [usize; 2] = [3, 4];
@@ -44,7 +44,7 @@ pub(crate) struct Count {
 
 impl Count {
     /// A count, with what is to be compared filled in; [`holds`](Count::holds) follows.
-    pub(crate) fn judged(self) -> Self {
+    fn judged(self) -> Self {
         let equal = |counted: &[Option<u64>], expected: &[u64]| {
             !expected.is_empty() && counted.iter().copied().eq(expected.iter().copied().map(Some))
         };
@@ -55,17 +55,18 @@ impl Count {
         Count { kind: "formula", holds, ..self }
     }
 
-    fn of(
-        variant: Variant,
+    /// Of what came of a run; `first` is the hash of the weights over the first transport, once there is one.
+    pub(crate) fn of(
+        strategy: String,
         transport: &str,
         ranks: usize,
-        outcome: Result<Summary, String>,
+        outcome: Result<&Summary, &String>,
         first: &mut Option<String>,
     ) -> Self {
-        let count = Count { strategy: variant.name(), transport: transport.into(), ranks, ..Count::default() };
+        let count = Count { strategy, transport: transport.into(), ranks, ..Count::default() };
         let summary = match outcome {
             Ok(summary) => summary,
-            Err(status) => return Count { status, ..count }.judged(),
+            Err(status) => return Count { status: status.clone(), ..count }.judged(),
         };
         let hash = summary.weights_hash.clone();
         let by = &summary.ranks;
@@ -92,14 +93,11 @@ pub(super) fn count(settings: &Settings) -> Result<Vec<Count>, BenchError> {
             let mut first = None;
             for transport in &settings.transports {
                 bar.set_message(format!("{} over {transport} on {ranks} ranks", variant.name()));
-                let config = TrainConfig { steps: STEPS, ..variant.config(settings, ranks) };
-                let run = Run::new(config, Some(*transport), ranks, 1, TIMEOUT);
-                let outcome = match (Run { source: settings.source.clone(), ..run }).summary() {
-                    Ok(summary) => Ok(summary),
-                    Err(RunError::Failed(why) | RunError::TimedOut(why)) => Err(why),
-                    Err(RunError::Interrupted(interrupted)) => return Err(interrupted.into()),
-                };
-                counts.push(Count::of(*variant, transport.name(), ranks, outcome, &mut first));
+                let config = TrainConfig { steps: STEPS, ..variant.config(settings.base, ranks) };
+                let training = Training::new(config, Some(*transport), ranks, 1, TIMEOUT);
+                let training = Training { source: settings.source.clone(), ..training };
+                let outcome = outcome::settled(training.summary())?;
+                counts.push(Count::of(variant.name(), transport.name(), ranks, outcome.as_ref(), &mut first));
                 bar.inc(1);
             }
         }

@@ -17,13 +17,15 @@ use std::time::Instant;
 
 use gpt2::cli::say;
 use gpt2::trainer::Summary;
+use rig::BenchError;
+use rig::debug;
+use rig::environment::Environment;
+use rig::lines::Lines;
+use rig::progress::bar;
+use rig::stats::difference;
 
 pub(crate) use options::ParityArgs;
 
-use crate::BenchError;
-use crate::environment::Environment;
-use crate::matrix::{Lines, bar};
-use crate::proof::difference;
 use fault::Fault;
 use options::Settings;
 use plan::{Column, FAULT_RANKS, Variant};
@@ -31,9 +33,7 @@ use report::{Compared, Noticed};
 
 /// Makes the comparisons; fails when a run differs by more than its bound, a fault goes unnoticed, or a count is off the formula.
 pub(crate) fn run(args: &ParityArgs) -> Result<ExitCode, BenchError> {
-    if cfg!(debug_assertions) && !args.allows_debug() {
-        return Err("this is a debug build, which takes minutes; build with --release, or pass --allow-debug".into());
-    }
+    debug::refuse(args.allows_debug(), "which takes minutes")?;
     let start = Instant::now();
     let settings = args.check()?;
     say(format_args!("text: {}", settings.corpus.describe()));
@@ -80,7 +80,7 @@ struct Yardsticks {
 impl Yardsticks {
     fn train(settings: &Settings) -> Result<Self, BenchError> {
         let single = |column: Column| {
-            let config = column.config(settings, Variant::SINGLE, 1);
+            let config = column.config(settings.base, Variant::SINGLE, 1);
             threads::train_all(&config, &settings.corpus, 1, None)
                 .map_err(|error| format!("the yardstick, single on one rank: {error}"))
         };
@@ -118,7 +118,7 @@ fn compare(settings: &Settings, yardsticks: &Yardsticks) -> Result<Vec<Compared>
             for column in Column::ALL {
                 bar.set_message(format!("{} on {ranks} ranks, {}", variant.name(), column.name()));
                 if variant.runs_on(*ranks) {
-                    let config = column.config(settings, *variant, *ranks);
+                    let config = column.config(settings.base, *variant, *ranks);
                     let outcome = threads::train_all(&config, &settings.corpus, *ranks, None);
                     let found = differences(&outcome, yardsticks.of(column));
                     rows.push(Compared::new(*variant, *ranks, column, found, &outcome));
@@ -137,7 +137,7 @@ fn plant(settings: &Settings, yardsticks: &Yardsticks) -> Result<Vec<Noticed>, B
     for variant in &settings.variants {
         for fault in Fault::ALL {
             bar.set_message(format!("{}: {}", variant.name(), fault.name()));
-            let config = Column::F32.config(settings, *variant, FAULT_RANKS);
+            let config = Column::F32.config(settings.base, *variant, FAULT_RANKS);
             let outcome = threads::train_all(&config, &settings.corpus, FAULT_RANKS, Some(fault));
             let found = differences(&outcome, yardsticks.of(Column::F32));
             rows.push(Noticed::new(*variant, fault, found, &outcome));

@@ -2,15 +2,15 @@
 
 use std::path::PathBuf;
 
-use gpt2::corpus::{Corpus, CorpusSource};
-use gpt2::env::default_cargo_home;
+use gpt2::corpus::Corpus;
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
 use isocomm::TransportKind;
+use rig::BenchError;
+use rig::folder;
+use rig::rank::load_text;
 
-use super::plan::{BATCH, Variant};
-use crate::BenchError;
-use crate::folder;
+use super::plan::{BATCH, Base, Variant};
 
 /// Compares every strategy with one device, with faults planted as a control, and its messages with its formula.
 ///
@@ -49,8 +49,7 @@ pub(crate) struct Settings {
     pub(super) variants: Vec<Variant>,
     pub(super) ranks: Vec<usize>,
     pub(super) transports: Vec<TransportKind>,
-    pub(super) steps: u64,
-    pub(super) seed: u64,
+    pub(super) base: Base,
     pub(super) corpus: Corpus,
     pub(super) source: Option<PathBuf>,
     pub(super) out: Option<PathBuf>,
@@ -79,14 +78,13 @@ impl ParityArgs {
         if let Some(out) = &self.out {
             folder::make(out)?;
         }
-        let source = CorpusSource::from_path(self.data.clone(), default_cargo_home());
+        let corpus = load_text(self.data.as_deref(), TokenizerKind::Bytes)?;
         Ok(Settings {
             variants,
             ranks: self.ranks.clone(),
             transports: self.transports.clone(),
-            steps: self.steps,
-            seed: self.seed,
-            corpus: Corpus::load(&source, TokenizerKind::Bytes)?,
+            base: Base { seed: self.seed, steps: self.steps, vocabulary: corpus.vocab_size() },
+            corpus,
             source: self.data.clone(),
             out: self.out.clone(),
         })

@@ -6,8 +6,6 @@ use gpt2::precision::Precision;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::trainer::TrainConfig;
 
-use super::options::Settings;
-
 /// The model: small, so that all runs take minutes.
 pub(super) const PRESET: Preset = Preset::Micro;
 
@@ -25,6 +23,15 @@ const BUCKET_BYTES: usize = 20_000;
 
 /// By what a loss in f16 is multiplied: a power of two at which no gradient of this model overflows.
 const F16_SCALE: f32 = 1024.0;
+
+/// What all runs of the comparison share.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Base {
+    pub(super) seed: u64,
+    /// Optimizer steps of a run.
+    pub(super) steps: u64,
+    pub(super) vocabulary: usize,
+}
 
 /// A strategy, or a variant of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +63,7 @@ impl Variant {
     }
 
     /// A run in f32 with clipping on.
-    pub(super) fn config(self, settings: &Settings, ranks: usize) -> TrainConfig {
+    pub(super) fn config(self, base: Base, ranks: usize) -> TrainConfig {
         // Two nodes, where the ranks can be divided so.
         let ranks_per_node = if ranks.is_multiple_of(2) { ranks / 2 } else { ranks };
         TrainConfig {
@@ -68,11 +75,11 @@ impl Variant {
                 ranks_per_node,
                 ..StrategyOptions::default()
             },
-            seed: settings.seed,
-            steps: settings.steps,
+            seed: base.seed,
+            steps: base.steps,
             global_batch: BATCH,
             clip: CLIP,
-            ..TrainConfig::of(PRESET.config(settings.corpus.vocab_size()), self.strategy)
+            ..TrainConfig::of(PRESET.config(base.vocabulary), self.strategy)
         }
     }
 }
@@ -125,8 +132,8 @@ impl Column {
         matches!(self, Self::F32 | Self::Unclipped | Self::Accumulated | Self::Recomputed)
     }
 
-    pub(super) fn config(self, settings: &Settings, variant: Variant, ranks: usize) -> TrainConfig {
-        let config = variant.config(settings, ranks);
+    pub(super) fn config(self, base: Base, variant: Variant, ranks: usize) -> TrainConfig {
+        let config = variant.config(base, ranks);
         match self {
             Self::F32 => config,
             Self::Unclipped => TrainConfig { clip: 0.0, ..config },

@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 
 use gpt2::trainer::Summary;
+use rig::text::columns;
 use serde::Serialize;
 
 use super::fault::Fault;
 use super::options::Settings;
 use super::plan::{BATCH, CLIP, Column, FAULT_RANKS, PRESET, Variant};
-use crate::text::columns;
 
 /// Strategy, ranks and the options.
 const COLUMNS: usize = 2 + Column::ALL.len();
@@ -156,7 +156,7 @@ pub(super) fn comparison(settings: &Settings, rows: &[Compared]) -> String {
         "parity: the largest relative difference of any step's loss or gradient norm to single in f32 on the same global batch\n\
          ({PRESET}, {BATCH} sequences, {} steps, gradients clipped to {CLIP}, ranks are threads, one option at a time)\n\n{}\n\n\
          largest in f32 {:.1e}, with a 16-bit type {:.1e}; {} of {} runs within their bound{}",
-        settings.steps,
+        settings.base.steps,
         columns(&header.each_ref().map(String::as_str), &lines, 1),
         largest(true),
         largest(false),

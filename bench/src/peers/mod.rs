@@ -10,8 +10,6 @@ mod report;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
 
 use gpt2::cli::say;
 use gpt2::optim::LearningRate;
@@ -20,53 +18,47 @@ use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::tokenizer::{GPT2_VOCABULARY, TokenizerKind};
 use gpt2::trainer::TrainConfig;
 use isocomm::TransportKind;
+use rig::BenchError;
+use rig::debug;
+use rig::environment::Environment;
+use rig::folder::results_folder;
+use rig::lines::Lines;
+use rig::link::{Probe, World, gain_namespaces};
+use rig::outcome::{self, RunError};
+use rig::signal::Signals;
+use rig::training::{Figures, Training};
 
 pub(crate) use options::PeersArgs;
 
-use crate::BenchError;
-use crate::chaos::interrupted;
-use crate::environment::Environment;
-use crate::folder::results_folder;
-use crate::link::{Probe, Training, World, gain_namespaces};
-use crate::matrix::{Lines, bar};
-use crate::overlap::{ended, go_on};
-use crate::runner::RunError;
+use crate::rounds::in_rounds;
 use options::{SKIPPED, Settings};
 use python::{Mode, Torch, Work};
-use report::{Outcome, Row, Side, Table};
+use report::{Cell, Outcome, Row, Side, Table};
 
 /// Runs the benchmark; fails when something that should have run did not.
 pub(crate) fn run(args: &PeersArgs) -> Result<ExitCode, BenchError> {
-    if cfg!(debug_assertions) {
-        if !args.allow_debug {
-            return Err(
-                "this is a debug build, whose timings mean nothing; build with --release, or pass --allow-debug".into(),
-            );
-        }
-        say(format_args!("DEBUG BUILD: the timings below mean nothing"));
-    }
+    debug::refuse_timings(args.allow_debug)?;
     let settings = args.check()?;
     if settings.link.is_some() {
         gain_namespaces();
     }
     // Before the link: from here on a signal ends this program in good order.
-    let signal = interrupted()?;
+    let signals = Signals::catch()?;
     let out = results_folder(settings.out.clone(), "peers")?;
     let mut file = Lines::create(&out.join("peers.jsonl"))?;
     let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
     let tokens = folder.path().join("tokens.bin");
     write_tokens(&tokens, &settings)?;
     let place = World::of(settings.link.as_ref())?;
-    let probe = Probe::of(&place).map_err(ended)?;
+    let probe = Probe::of(&place)?;
     let (torch, missing) = match &settings.python {
         None => (None, None),
-        Some(python) => match Torch::find(python) {
+        Some(python) => match outcome::settled(Torch::find(python))? {
             Ok(torch) => (Some(torch), None),
-            Err(RunError::Failed(why) | RunError::TimedOut(why)) => (None, Some(why)),
-            Err(RunError::Interrupted(interrupted)) => return Err(interrupted.into()),
+            Err(why) => (None, Some(why)),
         },
     };
-    let bench = Bench { settings, place, probe, torch, missing, tokens, environment: Environment::read(), signal };
+    let bench = Bench { settings, place, probe, torch, missing, tokens, environment: Environment::read(), signals };
     bench.introduce();
     let table = bench.measure(&mut file)?;
     say(format_args!("{}", table.render()));
@@ -83,19 +75,14 @@ struct Bench {
     missing: Option<String>,
     tokens: PathBuf,
     environment: Environment,
-    signal: Arc<AtomicUsize>,
+    signals: Signals,
 }
-
-/// Who trains, and by which strategy; `None` for no communication.
-type Cell = (Side, Option<StrategyKind>);
 
 impl Bench {
     fn introduce(&self) {
         let Settings { model, ranks, threads, batch, steps, rounds, .. } = &self.settings;
         say(format_args!("machine: {}", self.environment.one_line()));
-        let measured = self.probe.map_or(String::new(), |probe| {
-            format!("; measured {:.0} Mbit/s, round trip {:.0} µs", probe.mbit_per_s, probe.round_trip_us)
-        });
+        let measured = self.probe.map_or(String::new(), |probe| format!("; measured {probe}"));
         say(format_args!("network: {}{measured}", self.place.describe()));
         match (&self.torch, &self.missing) {
             (Some(torch), _) => say(format_args!("peer: PyTorch {} over Gloo", torch.version)),
@@ -117,24 +104,13 @@ impl Bench {
         ));
     }
 
-    /// All cells, round by round; each round begins with another one.
     fn measure(&self, file: &mut Lines) -> Result<Table, BenchError> {
-        let mut cells = self.cells();
+        let cells = self.cells();
+        let name = |(side, strategy): &Cell| format!("{} by {side}", strategy.map_or("alone", StrategyKind::name));
+        let row = |round, (side, strategy): &Cell| self.row(round, *side, *strategy);
+        let rows = in_rounds((&cells, self.settings.rounds), &self.signals, file, name, row)?;
         let mut table = Table::new(&cells);
-        let bar = bar(cells.len() * self.settings.rounds);
-        for round in 1..=self.settings.rounds {
-            for (side, strategy) in &cells {
-                go_on(&self.signal)?;
-                let name = strategy.map_or("alone", StrategyKind::name);
-                bar.set_message(format!("round {round}: {name} by {side}"));
-                let row = self.row(round, *side, *strategy)?;
-                file.write(&row)?;
-                table.add(row);
-                bar.inc(1);
-            }
-            cells.rotate_left(1);
-        }
-        bar.finish_and_clear();
+        rows.into_iter().for_each(|row| table.add(row));
         Ok(table)
     }
 
@@ -154,11 +130,7 @@ impl Bench {
     }
 
     fn row(&self, round: usize, side: Side, strategy: Option<StrategyKind>) -> Result<Row, BenchError> {
-        let outcome = match self.outcome(side, strategy) {
-            Ok(outcome) => Ok(outcome),
-            Err(RunError::Failed(why) | RunError::TimedOut(why)) => Err(why),
-            Err(RunError::Interrupted(interrupted)) => return Err(interrupted.into()),
-        };
+        let outcome = outcome::settled(self.outcome(side, strategy))?;
         let settings = &self.settings;
         Ok(Row {
             round,
@@ -196,7 +168,8 @@ impl Bench {
         if let Some(why) = transport.and_then(TransportKind::missing) {
             return Err(format!("not available: {why}").into());
         }
-        let figures = self.training(transport, strategy).run(&self.place).map_err(failed)?;
+        let figures = self.training(transport, strategy).run(&self.place);
+        let figures = figures.and_then(|outputs| Ok(Figures::of(&outputs)?)).map_err(failed)?;
         Ok(Outcome {
             step_ms: figures.step_ms,
             tokens_per_s: figures.tokens_per_s,
@@ -245,6 +218,8 @@ impl Bench {
         Training {
             source: Some(self.tokens.clone()),
             tokenizer: TokenizerKind::Gpt2,
+            // The ranks of one end of a link, which share a machine.
+            node_transport: transport.and(self.settings.link.as_ref()).map(|_| TransportKind::SHM),
             ..Training::new(config, transport, settings.ranks, settings.threads, settings.cell_timeout)
         }
     }

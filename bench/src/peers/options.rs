@@ -8,9 +8,9 @@ use gpt2::config::ModelConfig;
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::GPT2_VOCABULARY;
 use isocomm::{Medium, TransportKind};
-
-use crate::BenchError;
-use crate::link::{LinkOptions, RateLimit};
+use rig::BenchError;
+use rig::check::{between, even_batch};
+use rig::link::{LinkOptions, RateLimit};
 
 /// Trains the same model as PyTorch does over Gloo, side by side, by the strategies that both have.
 ///
@@ -121,21 +121,11 @@ impl PeersArgs {
     /// # Errors
     /// The first argument that cannot be, for the user.
     pub(super) fn check(&self) -> Result<Settings, BenchError> {
-        if !(2..=MAX_RANKS_HERE).contains(&self.ranks) {
-            return Err(format!("--ranks {} must lie between 2 and {MAX_RANKS_HERE}", self.ranks).into());
-        }
-        if !(1..=MAX_THREADS).contains(&self.threads) {
-            return Err(format!("--threads {} must lie between 1 and {MAX_THREADS}", self.threads).into());
-        }
-        if self.batch == 0 || !self.batch.is_multiple_of(self.ranks) {
-            return Err(format!("--batch {} cannot be divided evenly among {} ranks", self.batch, self.ranks).into());
-        }
-        if !(MIN_STEPS..=MAX_STEPS).contains(&self.steps) {
-            return Err(format!("--steps {} must lie between {MIN_STEPS} and {MAX_STEPS}", self.steps).into());
-        }
-        if !(1..=MAX_ROUNDS).contains(&self.rounds) {
-            return Err(format!("--rounds {} must lie between 1 and {MAX_ROUNDS}", self.rounds).into());
-        }
+        between("--ranks", &self.ranks, 2..=MAX_RANKS_HERE)?;
+        between("--threads", &self.threads, 1..=MAX_THREADS)?;
+        even_batch(self.batch, self.ranks)?;
+        between("--steps", &self.steps, MIN_STEPS..=MAX_STEPS)?;
+        between("--rounds", &self.rounds, 1..=MAX_ROUNDS)?;
         if self.cell_timeout == 0 {
             return Err("--cell-timeout must be at least 1".into());
         }

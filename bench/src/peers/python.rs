@@ -8,12 +8,12 @@ use std::time::Duration;
 use comm_core::launch::Captured;
 use gpt2::config::ModelConfig;
 use gpt2::strategy::StrategyKind;
+use rig::link::World;
+use rig::outcome::{self, RunError};
 use serde::Deserialize;
 use tempfile::TempDir;
 
 use super::report::Outcome;
-use crate::link::{self, World};
-use crate::runner::RunError;
 
 /// One rank, in Python. Part of this program, so that the program can be moved.
 const RANK: &str = include_str!("gpt2_torch.py");
@@ -153,7 +153,7 @@ impl Torch {
             ("OMP_NUM_THREADS".into(), threads.to_string()),
             ("GLOO_SOCKET_IFNAME".into(), place.interface().into()),
         ];
-        link::run(&launch)
+        outcome::run(&launch)
     }
 }
 

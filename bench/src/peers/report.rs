@@ -5,13 +5,14 @@ use std::fmt;
 use gpt2::config::ModelConfig;
 use gpt2::strategy::StrategyKind;
 use isocomm::TransportKind;
+use rig::environment::Environment;
+use rig::link::Probe;
+use rig::stats::Ratio;
+use rig::text::{columns, middle, ratio, spread};
 use serde::{Serialize, Serializer};
 
-use super::Cell;
-use crate::collectives::stats::Ratio;
-use crate::environment::Environment;
-use crate::link::Probe;
-use crate::text::{columns, middle, ratio, spread};
+/// Who trains, and by which strategy; `None` for no communication.
+pub(super) type Cell = (Side, Option<StrategyKind>);
 
 /// Who trains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -2,11 +2,13 @@
 
 use std::cmp::Ordering;
 
+use rig::flag::{Flag, FlagKind};
+use rig::record::{Cell, Measured, Rank, Record};
+use rig::stats::median;
+use rig::stats::{CellRuns, Interval, LEVEL, LeftOut, Summary, Why, paired, step_time};
+
 use super::digest::{ROUNDS, STRATEGIES, known, transports};
 use super::links::Traits;
-use crate::collectives::stats::median;
-use crate::record::{Cell, Flag, FlagKind, Measured, Rank, Record};
-use crate::stats::{CellRuns, Interval, LEVEL, LeftOut, Summary, Why, paired, step_time};
 
 /// The parts of a step that wait for the network: for gradients and parameters, and for loss and norm.
 pub(crate) const NETWORK: [&str; 2] = ["exposed", "scalars"];

@@ -1,9 +1,10 @@
 //! What charts of several sections have in common.
 
+use rig::plot::{COLOURS, Curve, Point};
+use rig::record::Axis;
+
 use super::digest::{Case, Grouped, STRATEGIES, distinct, known};
 use super::html::Page;
-use crate::plot::{COLOURS, Curve, Point};
-use crate::record::Axis;
 
 /// Groups of cells whose charts are shown before the rest is folded.
 const SHOWN: usize = 2;

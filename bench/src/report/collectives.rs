@@ -3,12 +3,12 @@
 use std::fs;
 use std::path::Path;
 
+use rig::plot::{Curve, Labels, Point, Scale, curves};
 use serde_json::Value;
 
 use super::digest::{self, distinct, known};
 use super::html::{Page, Table};
 use super::text::{bytes, figure};
-use crate::plot::{Curve, Labels, Point, Scale, curves};
 
 /// Its rows.
 const FILE: &str = "collectives.jsonl";

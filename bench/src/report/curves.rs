@@ -1,13 +1,14 @@
 //! What slower and farther links do.
 
+use rig::plot::{Labels, Point, Scale, curves};
+use rig::record::Axis;
+use rig::stats::Interval;
+
 use super::case::NETWORK;
 use super::charts::{by_strategy, each_group, titled, varies};
 use super::digest::{Case, Digest};
 use super::html::Page;
 use super::links::Traits;
-use crate::plot::{Labels, Point, Scale, curves};
-use crate::record::Axis;
-use crate::stats::Interval;
 
 /// Values of x that make a curve; two make a line through anything.
 const FEWEST: usize = 3;

@@ -2,20 +2,21 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-pub(crate) use super::case::{Case, Comparison, Run};
 use isocomm::Rung;
+use rig::flag::Flag;
+use rig::record::{Axis, Cell, Record};
+use rig::results::Results;
+use rig::stats::{CellRuns, Keep, cell_runs};
 
+pub(crate) use super::case::{Case, Comparison, Run};
 use super::links::Traits;
-use crate::record::{Axis, Cell, Flag, Record};
-use crate::results::Results;
-use crate::stats::{CellRuns, Keep, cell_runs};
-use crate::sweep::NOBODY;
+use rig::record::NOBODY;
 
 /// Rounds that two cells must have in common before one is called faster.
 pub(crate) const ROUNDS: usize = 3;
 
 /// Links that hold nothing up, the one most like the others first.
-pub(crate) const UNHINDERED: [&str; 2] = ["unlimited", crate::sweep::LOOPBACK];
+pub(crate) const UNHINDERED: [&str; 2] = ["unlimited", rig::record::LOOPBACK];
 
 /// The strategy of one rank alone.
 pub(crate) const SINGLE: &str = "single";
@@ -154,8 +155,16 @@ impl<'a> Digest<'a> {
 
     /// One rank that does alone all that the ranks of `case` do together.
     pub(crate) fn single(&self, case: &Case<'_>) -> Option<&Case<'a>> {
-        const SAME: [Axis; 7] =
-            [Axis::Preset, Axis::Batch, Axis::Accumulation, Axis::Precision, Axis::Seed, Axis::Threads, Axis::Variant];
+        const SAME: [Axis; 8] = [
+            Axis::Preset,
+            Axis::Batch,
+            Axis::Accumulation,
+            Axis::Recompute,
+            Axis::Precision,
+            Axis::Seed,
+            Axis::Threads,
+            Axis::Variant,
+        ];
         let alike = |single: &&Case<'a>| {
             let same = |axis: Axis| single.cell.value(axis) == case.cell.value(axis);
             single.cell.strategy == SINGLE && single.step.is_some() && SAME.into_iter().all(same)

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::plot::{css, escaped};
+use rig::plot::{css, escaped};
 
 /// Everything of a page but its frame.
 #[derive(Default)]

@@ -3,9 +3,9 @@
 use std::cmp::Ordering;
 
 use isocomm::{Medium, Rung};
-
-use crate::collectives::stats::median;
-use crate::record::{Connection, Link, Measured, Record};
+use rig::record::{Link, Measured, Record};
+use rig::stats::median;
+use rig::why::Connection;
 
 /// What a link is like.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -138,8 +138,8 @@ mod tests {
         let mut measured = Measured::default();
         let connections =
             vec![connection("quic", "cubic", 90_000), connection("quic", "reno", 80), connection("tcp", "bbr", 90_000)];
-        let network = crate::record::Network { connections, ..Default::default() };
-        measured.ranks.push(crate::record::Rank { network, ..Default::default() });
+        let network = rig::why::Network { connections, ..Default::default() };
+        measured.ranks.push(rig::record::Rank { network, ..Default::default() });
         let names =
             |transport| carrying(transport, &measured).iter().map(|one| one.congestion.as_str()).collect::<Vec<_>>();
         assert_eq!((names("quic"), names("tcp-raw")), (vec!["cubic"], vec!["bbr"]));

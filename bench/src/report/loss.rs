@@ -1,11 +1,12 @@
 //! Loss against time: the same losses, different clocks.
 
+use rig::plot::{Labels, Point, Scale, curves};
+use rig::record::{Axis, Measured};
+
 use super::charts::{curve, each_group, titled};
 use super::digest::{Case, Digest, Grouped, is_timing_only};
 use super::html::{Page, Table};
 use super::text::figure;
-use crate::plot::{Labels, Point, Scale, curves};
-use crate::record::{Axis, Measured};
 
 /// What may differ between cells that compute the same.
 const NUMERICS: [Axis; 9] = [

@@ -1,13 +1,14 @@
 //! Heat maps: strategy by transport, and strategy by link.
 
+use rig::plot::{Heat, Square, heat};
+use rig::record::Axis;
+use rig::stats::median;
+
 use super::case::NETWORK;
 use super::charts::{each_group, titled, varies};
 use super::digest::{Case, Digest, distinct};
 use super::html::{Page, Table};
 use super::text::{figure, interval};
-use crate::collectives::stats::median;
-use crate::plot::{Heat, Square, heat};
-use crate::record::Axis;
 
 /// Share of a step from which on a link is slow.
 const SLOW: f64 = 0.5;

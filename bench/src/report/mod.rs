@@ -31,20 +31,17 @@ use std::process::ExitCode;
 
 use clap::Args;
 use gpt2::cli::say;
+use rig::BenchError;
+use rig::plot;
+use rig::record::Cell;
+use rig::results::{HEADER, PLAN, Results, read_records};
 
-use crate::BenchError;
-use crate::plot;
-use crate::record::Cell;
-use crate::results::{Results, read_records};
-use crate::sweep::{HEADER, Plan};
+use crate::plan::Plan;
 use digest::Digest;
 use html::Page;
 
 /// The page's name, where nobody gives another.
 const PAGE: &str = "report.html";
-
-/// The plan's name, where a sweep left one.
-const PLAN: &str = "plan.toml";
 
 /// Folder of the pictures, beside the page.
 const FIGURES: &str = "figures";

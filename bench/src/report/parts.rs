@@ -1,12 +1,13 @@
 //! What a step consists of, and which operation it waits for.
 
+use rig::plot::{Group, Stack, stack};
+use rig::record::{Axis, Rank};
+use rig::stats::median;
+
 use super::charts::{each_group, name, titled};
 use super::digest::{Case, Digest, distinct};
 use super::html::{Page, Table};
 use super::text::{figure, listed, maybe, share};
-use crate::collectives::stats::median;
-use crate::plot::{Group, Stack, stack};
-use crate::record::{Axis, Rank};
 
 /// The parts as they are shown: work, what nothing accounts for, and in the end all waiting. Name, what it is called, number of its colour,
 /// and whether it is hatched.
@@ -134,7 +135,7 @@ fn operations(page: &mut Page, cases: &[&Case<'_>]) {
         let ranks: Vec<&Rank> = case.good.iter().flat_map(|run| &run.measured.ranks).collect();
         for label in distinct(ranks.iter().flat_map(|rank| &rank.operations).map(|one| one.label.as_str())) {
             let all = || ranks.iter().flat_map(|rank| &rank.operations).filter(|one| one.label == label);
-            let mean = |pick: fn(&crate::record::Operation) -> f64| {
+            let mean = |pick: fn(&rig::record::Operation) -> f64| {
                 let values: Vec<f64> = all().map(pick).filter(|ms| ms.is_finite()).collect();
                 figure(values.iter().sum::<f64>() / values.len() as f64)
             };
@@ -156,7 +157,7 @@ fn operations(page: &mut Page, cases: &[&Case<'_>]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::record::Steps;
+    use rig::record::Steps;
 
     #[test]
     fn every_part_is_shown_once_and_waiting_last() {

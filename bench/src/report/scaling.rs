@@ -1,12 +1,14 @@
 //! What more ranks do: time of a step, speed, and bytes against the formula.
 
+use rig::flag::FlagKind;
+use rig::plot::{Labels, Point, Scale, curves};
+use rig::record::Axis;
+use rig::stats::Interval;
+
 use super::charts::{by_strategy, each_group, titled};
 use super::digest::{Case, Digest, Grouped, SINGLE, distinct, is_timing_only};
 use super::html::{Page, Table};
 use super::text::bytes;
-use crate::plot::{Labels, Point, Scale, curves};
-use crate::record::{Axis, FlagKind};
-use crate::stats::Interval;
 
 /// Values that are this many times as large as others need an axis by ratios.
 const WIDE: f64 = 5.0;

@@ -2,12 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use rig::flag::{Flag, FlagKind};
+use rig::record::{Axis, Cell, Record};
 use serde_json::Value;
 
 use super::digest::{Case, Digest, distinct};
 use super::html::{Page, Table};
 use super::text::{bytes, count, figure, listed, maybe};
-use crate::record::{Axis, Cell, Flag, FlagKind, Record};
 
 /// Values of an axis that are named in the table.
 const NAMED: usize = 24;

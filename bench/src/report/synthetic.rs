@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use crate::environment::Environment;
-use crate::record::{
-    Cell, Connection, Flag, FlagKind, Interface, Link, Measured, Network, Operation, Pipe, Rank, Record, SCHEMA,
-    Status, Steps,
-};
+use rig::environment::Environment;
+use rig::flag::{Flag, FlagKind};
+use rig::link::Pipe;
+use rig::record::{Cell, Link, Measured, Operation, Rank, Record, SCHEMA, Status, Steps};
+use rig::why::{Connection, Interface, Network};
 
 pub(crate) const STRATEGIES: [&str; 8] = ["single", "ps", "sharded-ps", "ring", "ddp", "zero1", "zero2", "fsdp"];
 
@@ -66,6 +66,7 @@ pub(crate) fn cell(strategy: &str, transport: &str, link: &str, ranks: usize) ->
         preset: "tiny".into(),
         batch: 12,
         accumulation: 1,
+        recompute: false,
         steps: STEPS as u64,
         threads: 1,
         planted: None,

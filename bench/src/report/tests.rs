@@ -5,9 +5,10 @@ mod judging;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use rig::record::{Planted, Record, Status};
+
 use super::synthetic::{cell, sweep};
 use super::*;
-use crate::record::{Planted, Record, Status};
 
 fn results(records: Vec<Record>) -> Results {
     Results { file: PathBuf::new(), records, warnings: Vec::new(), whole_bytes: 0 }

@@ -1,6 +1,6 @@
 //! Figures as a reader wants them: three or four digits, thousands apart, never `NaN`.
 
-use crate::stats::Interval;
+use rig::stats::Interval;
 
 /// A number with about four digits, whatever its size.
 pub(crate) fn figure(value: f64) -> String {

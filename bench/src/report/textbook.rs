@@ -1,10 +1,11 @@
 //! What every textbook says, looked for in the data: only where the cells for it are there.
 
+use rig::record::{Axis, Cell};
+
 use super::case::NETWORK;
 use super::digest::{Case, Digest, Grouped};
 use super::html::{Page, Table};
 use super::text::{bytes, figure, share};
-use crate::record::{Axis, Cell};
 
 /// By what a count of bytes may be off: shards differ by an element.
 const BYTES: f64 = 0.01;

@@ -3,9 +3,11 @@
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
+use rig::record::Cell;
+use rig::results::PLAN;
+
 use super::digest::Digest;
 use super::html::Page;
-use crate::record::Cell;
 
 /// Traces that are linked; a folder with more is named.
 const LINKED: usize = 200;
@@ -37,7 +39,7 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>, planned: &[Cell], (fol
     }
     page.text("This page once more:");
     page.code(&format!("bench report {}", quoted(&folder.display().to_string())));
-    let plan = folder.join(super::PLAN);
+    let plan = folder.join(PLAN);
     if plan.is_file() {
         page.text("The same cells once more:");
         let (plan, again) = (plan.display().to_string(), folder.display().to_string() + "-again");

@@ -1,12 +1,15 @@
 //! Beside each result the reason: what connections, emulated links and threads did meanwhile.
 
+use rig::link::Pipe;
+use rig::record::{Axis, Measured};
+use rig::stats::median;
+use rig::why::Connection;
+
 use super::charts::{each_group, name, varies};
 use super::digest::{Case, Digest, Run};
 use super::findings::congestion;
 use super::html::{Page, Table};
 use super::text::{figure, grouped, maybe, share};
-use crate::collectives::stats::median;
-use crate::record::{Axis, Connection, Measured, Pipe};
 
 pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     if digest.cases.iter().all(|case| case.step.is_none()) {

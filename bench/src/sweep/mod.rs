@@ -1,12 +1,6 @@
 //! `bench sweep`: the cells of a plan, interleaved and repeated, each run a line of results with everything that was measured.
 
-mod cell;
 mod order;
-mod plan;
-mod rank;
-mod skew;
-mod text;
-mod trace;
 mod worlds;
 
 use std::collections::BTreeSet;
@@ -14,27 +8,23 @@ use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use gpt2::cli::say;
+use rig::BenchError;
+use rig::debug;
+use rig::environment::Environment;
+use rig::folder::{read_small, results_folder};
+use rig::link::{World, gain_namespaces};
+use rig::progress::bar;
+use rig::record::{Cell, Record, Status};
+use rig::results::{self, HEADER, PLAN, Results, TRACES};
+use rig::signal::Signals;
+use rig::stats::Metric;
+use rig::training::{CellRun, FOLDER, TextSource};
 use serde::{Deserialize, Serialize};
 
-use plan::READY;
-pub(crate) use plan::{DEFAULT, LOOPBACK, NOBODY, Plan};
-pub(crate) use rank::{RankArgs, run_rank};
-pub(crate) use text::TextSource;
-
-use crate::BenchError;
-use crate::environment::Environment;
-use crate::folder::{read_small, results_folder};
-use crate::link::{World, gain_namespaces};
-use crate::matrix::bar;
+use crate::plan::{Plan, READY};
 use crate::prices::price_list;
-use crate::record::{Cell, Record, Status};
-use crate::results::{self, Results};
-use crate::runner::Interrupted;
-use crate::stats::Metric;
 use worlds::Worlds;
 
 /// Runs the cells of a plan, and writes a report of what they cost.
@@ -74,15 +64,11 @@ pub(crate) struct Sweep {
     pub(crate) text: TextSource,
     pub(crate) out: PathBuf,
     pub(crate) environment: Environment,
-    /// The signal that came since the start, 0 for none.
-    pub(crate) interrupted: Arc<AtomicUsize>,
+    pub(crate) signals: Signals,
 }
 
-/// Names of the files of a sweep in its folder.
-const PLAN: &str = "plan.toml";
-pub(crate) const HEADER: &str = "sweep.json";
+/// Name of the file that keeps other sweeps out of a folder.
 const LOCK: &str = "lock";
-pub(crate) const TRACES: &str = "traces";
 
 pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
     if args.list {
@@ -102,21 +88,14 @@ pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
         print_cells(&plan);
         return Ok(ExitCode::SUCCESS);
     }
-    if cfg!(debug_assertions) {
-        if !args.allow_debug {
-            return Err(
-                "this is a debug build, whose timings mean nothing; build with --release, or pass --allow-debug".into(),
-            );
-        }
-        say(format_args!("DEBUG BUILD: the timings below mean nothing"));
-    }
+    debug::refuse_timings(args.allow_debug)?;
     if plan.cells.iter().any(worlds::needs_namespaces) {
         gain_namespaces();
         if let Some(why) = World::unavailable() {
             say(format_args!("no links but loopback here, so that cells over others are holes: {why}"));
         }
     }
-    let interrupted = crate::chaos::interrupted()?;
+    let signals = Signals::catch()?;
     let source = TextSource::bytes(args.data.clone())?;
     let environment = Environment::read();
     let header = Header { plan: text, rounds: plan.rounds, text: source.description.clone() };
@@ -129,7 +108,7 @@ pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
         begin(&out)?;
     }
     Header { rounds: plan.rounds, ..header }.write(&out)?;
-    let sweep = Sweep { plan, text: source, out, environment, interrupted };
+    let sweep = Sweep { plan, text: source, out, environment, signals };
     sweep.introduce();
     let earlier = if args.resume { sweep.earlier(args.retry)? } else { BTreeSet::new() };
     let outcome = sweep.run(&earlier);
@@ -259,7 +238,7 @@ impl Sweep {
     /// Takes away what runs of a killed sweep have left.
     fn remove_leftovers(&self) {
         let entries = fs::read_dir(&self.out).into_iter().flatten().flatten();
-        let left = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(cell::FOLDER));
+        let left = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(FOLDER));
         // What cannot go does no harm.
         left.for_each(|entry| drop(fs::remove_dir_all(entry.path())));
     }
@@ -282,8 +261,8 @@ impl Sweep {
                     bar.inc(1);
                     continue;
                 }
-                self.go_on()?;
-                let job = cell::Job {
+                self.signals.check()?;
+                let job = CellRun {
                     plan: name,
                     round,
                     position: position - 1,
@@ -291,7 +270,7 @@ impl Sweep {
                     text: &self.text,
                     environment: &self.environment,
                     out: &self.out,
-                    interrupted: &self.interrupted,
+                    signals: &self.signals,
                     trace: (round == 1).then(|| self.out.join(TRACES).join(trace_name(index))),
                 };
                 let record = job.run(cell, worlds.of(cell))?;
@@ -304,7 +283,7 @@ impl Sweep {
             }
         }
         bar.finish_and_clear();
-        self.go_on()?;
+        self.signals.check()?;
         Ok(if sound { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
 
@@ -325,14 +304,6 @@ impl Sweep {
         say(format_args!("report: {}", path.display()));
         Ok(())
     }
-
-    /// Whether the user still wants the results.
-    fn go_on(&self) -> Result<(), Interrupted> {
-        match self.interrupted.load(Ordering::Relaxed) {
-            0 => Ok(()),
-            signal => Err(Interrupted { signal: i32::try_from(signal).unwrap_or(2) }),
-        }
-    }
 }
 
 /// The file of a cell's trace, by its place in the plan.
@@ -341,7 +312,7 @@ pub(crate) fn trace_name(index: usize) -> String {
 }
 
 fn is_sound(record: &Record) -> bool {
-    let off = record.flags.iter().any(|flag| flag.kind == crate::record::FlagKind::OffTheFormula);
+    let off = record.flags.iter().any(|flag| flag.kind == rig::flag::FlagKind::OffTheFormula);
     matches!(record.status, Status::Ok | Status::NotAvailable(_)) && !off
 }
 

@@ -1,6 +1,6 @@
 //! In which order cells run.
 
-use crate::record::Cell;
+use rig::record::Cell;
 
 /// The cells of a round, by index. Cells that go over the same link with as many ranks run one after the other, so that they can be
 /// compared in pairs while the machine is the same; among them, and among the links, chance decides, the same in every sweep of the
@@ -56,7 +56,7 @@ fn mix(mut value: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sweep::plan::Plan;
+    use crate::plan::Plan;
 
     #[test]
     fn every_cell_runs_once_a_round_beside_its_like() {

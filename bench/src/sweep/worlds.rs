@@ -3,10 +3,8 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
-use super::cell::ranks_per_end;
-use super::plan::{DEFAULT, LOOPBACK};
-use crate::link::{Profile, World};
-use crate::record::{Cell, Status};
+use rig::link::{Profile, World};
+use rig::record::{Cell, DEFAULT, LOOPBACK, Status};
 
 /// Most networks that exist at a time: each is some namespaces, and maybe a process.
 const MOST: usize = 8;
@@ -47,7 +45,7 @@ impl Worlds {
 }
 
 fn key(cell: &Cell) -> Key {
-    let ends = if cell.link == LOOPBACK { 0 } else { cell.ranks.div_ceil(ranks_per_end(cell)) };
+    let ends = if cell.link == LOOPBACK { 0 } else { cell.ranks.div_ceil(cell.ranks_per_end()) };
     (cell.link.clone(), ends, cell.congestion.clone())
 }
 

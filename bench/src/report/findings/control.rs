@@ -1,10 +1,11 @@
 //! Whether the method finds what is there and nothing else: cells that are the same, and delays that were put in on purpose.
 
+use rig::record::{Axis, Cell, Planted};
+
 use super::super::digest::{Case, Comparison, Digest, Grouped, ROUNDS};
 use super::super::html::Mark;
 use super::super::text::{count, figure, interval};
-use super::Statements;
-use crate::record::{Axis, Cell, Planted};
+use super::statements::Statements;
 
 pub(super) fn all(digest: &Digest<'_>) -> Statements {
     same(digest).into_iter().chain(planted(digest)).collect()

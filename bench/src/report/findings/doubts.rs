@@ -2,13 +2,14 @@
 
 use std::collections::BTreeSet;
 
+use rig::flag::FlagKind;
+
 use super::super::digest::{Case, Digest, ROUNDS, distinct};
 use super::super::html::Mark;
 use super::super::text::{count, listed};
-use super::Statements;
 use super::congestion::others;
 use super::network::is_networked;
-use crate::record::FlagKind;
+use super::statements::Statements;
 
 /// What bears upon all that is said: how many runs are doubted and why, strategies that had another link, connections that ran otherwise
 /// than asked.

@@ -1,9 +1,10 @@
 //! Where two strategies change places.
 
+use rig::record::{Axis, Cell};
+
 use super::super::digest::{Case, Comparison, Digest, Grouped, meaningless};
 use super::super::html::{Mark, Page};
-use super::said;
-use crate::record::{Axis, Cell};
+use super::statements::said;
 
 /// Changes of places that are told of, folded ones too.
 const FLIPS: usize = 40;

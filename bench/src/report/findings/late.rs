@@ -1,11 +1,12 @@
 //! Ranks that the others wait for, where waiting for them matters.
 
+use rig::record::Rank;
+
 use super::super::case::LATE;
 use super::super::digest::{Case, Digest};
 use super::super::html::{Mark, Page, Table};
 use super::super::text::{interval, share, share_interval};
-use super::Statements;
-use crate::record::Rank;
+use super::statements::Statements;
 
 /// Share of a step from which on waiting for late ranks is told of.
 const MATTERS: f64 = 0.05;
@@ -19,7 +20,7 @@ const TOLD: usize = 3;
 /// The cells that wait longest, cells whose ranks have cores of their own first.
 pub(super) fn statements(digest: &Digest<'_>) -> Statements {
     let found = found(digest);
-    let text = |(case, waits): &(&Case<'_>, crate::stats::Interval)| {
+    let text = |(case, waits): &(&Case<'_>, rig::stats::Interval)| {
         let ms = case.ms_of(&LATE).map_or("?".into(), |ms| interval(&ms));
         let whom =
             whom(case).map_or("no rank stands out".into(), |(who, part)| format!("{} of it for {who}", share(part)));
@@ -54,7 +55,7 @@ pub(crate) fn table(page: &mut Page, digest: &Digest<'_>) {
 }
 
 /// Cells in which such waiting matters, with its share of a step.
-fn found<'d, 'a>(digest: &'d Digest<'a>) -> Vec<(&'d Case<'a>, crate::stats::Interval)> {
+fn found<'d, 'a>(digest: &'d Digest<'a>) -> Vec<(&'d Case<'a>, rig::stats::Interval)> {
     let several = |case: &&Case<'_>| case.cell.ranks > 1 && case.good.len() > 1;
     let waits = digest.cases.iter().filter(several).filter_map(|case| Some((case, case.share_of(&LATE)?)));
     let mut found: Vec<_> = waits.filter(|(_, waits)| waits.estimate >= MATTERS && waits.low > 0.0).collect();

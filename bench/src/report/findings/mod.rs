@@ -11,17 +11,14 @@ mod quic;
 mod ranking;
 mod rungs;
 mod short;
+mod statements;
 
 pub(super) use congestion::congestion;
 pub(super) use late::table as late_table;
 
 use super::digest::{Digest, ROUNDS};
-use super::html::{Mark, Page};
-
-/// Statements of one kind that are shown before the rest is folded.
-const SHOWN: usize = 12;
-
-pub(crate) type Statements = Vec<(Mark, String)>;
+use super::html::Page;
+use statements::said;
 
 pub(crate) fn write(page: &mut Page, digest: &Digest<'_>) {
     page.section("answer", "Answer", "What came out");
@@ -47,17 +44,4 @@ pub(crate) fn write(page: &mut Page, digest: &Digest<'_>) {
     said(page, "Ranks that the others wait for", late::statements(digest));
     said(page, "Whether the method can be trusted", control::all(digest));
     said(page, "Holes and doubts", doubts::all(digest));
-}
-
-/// Statements under a heading; of none nothing is written.
-fn said(page: &mut Page, title: &str, mut statements: Statements) {
-    if statements.is_empty() {
-        return;
-    }
-    page.heading(title);
-    let rest = statements.split_off(SHOWN.min(statements.len()));
-    page.statements(&statements);
-    if !rest.is_empty() {
-        page.folded(&format!("{} more", rest.len()), |page| page.statements(&rest));
-    }
 }

@@ -1,13 +1,13 @@
 //! What the network costs each strategy: what a link adds to a step, and what share of it waits.
 
 use isocomm::Rung;
+use rig::record::Axis;
+use rig::stats::Interval;
 
 use super::super::case::{LATE, NETWORK};
 use super::super::digest::{Case, Comparison, Digest, Grouped, ROUNDS, SINGLE, is_timing_only};
 use super::super::html::{Mark, Page, Table};
 use super::super::text::{interval, share_interval};
-use crate::record::Axis;
-use crate::stats::Interval;
 
 /// A cell that talks over a network, for what is said of it.
 pub(super) fn is_networked(case: &Case<'_>) -> bool {

@@ -1,9 +1,10 @@
 //! QUIC against ZeroMQ over TCP: the same strategy on the same link, and all else equal.
 
+use rig::record::Axis;
+
 use super::super::digest::{Case, Comparison, Digest, ROUNDS, distinct};
 use super::super::html::{Mark, Page, Table};
 use super::congestion::Control;
-use crate::record::Axis;
 
 /// A cell over QUIC, the same over TCP, and the first by the second.
 pub(super) type Pair<'d, 'a> = (&'d Case<'a>, &'d Case<'a>, Comparison);

@@ -1,10 +1,11 @@
 //! Which strategy is fastest.
 
+use rig::record::Axis;
+use rig::stats::Interval;
+
 use super::super::digest::{Case, Comparison, Digest, Grouped, ROUNDS};
 use super::super::html::{Page, Table};
 use super::super::text::{interval, listed};
-use crate::record::Axis;
-use crate::stats::Interval;
 
 /// Surely no slower than by so much is as good as the fastest.
 const CLOSE: f64 = 1.1;

@@ -1,11 +1,12 @@
 //! What one thing costs: neighbours on the ladder of transports, with the same strategy on the same link.
 
+use rig::record::{Axis, Cell};
+use rig::stats::{Metric, Verdict};
+
 use super::super::digest::{Digest, ROUNDS};
 use super::super::html::Mark;
-use super::Statements;
+use super::statements::Statements;
 use crate::prices::{Price, PriceList, price_list};
-use crate::record::{Axis, Cell};
-use crate::stats::{Metric, Verdict};
 
 /// For each pair of neighbours in the data, by whatever else differs.
 pub(super) fn prices(digest: &Digest<'_>) -> Statements {

@@ -1,15 +1,16 @@
 //! The answer in a few lines: for each link which strategy is fastest, what the link adds to a step, what waits, and how QUIC did.
 
+use rig::record::Axis;
+use rig::stats::Interval;
+
 use super::super::case::{LATE, NETWORK};
 use super::super::digest::{Case, Digest, ROUNDS, distinct};
 use super::super::html::Mark;
 use super::super::text::{interval, share_interval};
-use super::Statements;
 use super::network::{added, ends, is_networked};
 use super::quic::{Pair, pairs};
 use super::ranking::Front;
-use crate::record::Axis;
-use crate::stats::Interval;
+use super::statements::Statements;
 
 /// Comparisons of strategies on one link that are told of one by one.
 const ONE_BY_ONE: usize = 3;

@@ -2,12 +2,15 @@
 
 use std::path::PathBuf;
 
+use rig::flag::FlagKind;
+use rig::record::{Measured, Rank, Record};
+use rig::results::Results;
+use rig::why::Connection;
+
 use super::super::case::{LATE, NETWORK};
 use super::super::digest::{Case, Digest};
 use super::super::synthetic::{cell, sweep};
 use super::written;
-use crate::record::{Connection, FlagKind, Measured, Rank, Record};
-use crate::results::Results;
 
 fn results(records: Vec<Record>) -> Results {
     Results { file: PathBuf::new(), records, warnings: Vec::new(), whole_bytes: 0 }

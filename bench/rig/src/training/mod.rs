@@ -1,0 +1,17 @@
+//! Jobs that train: one task, one program of a rank, one way to run it.
+//!
+//! [`Training`] is a job by its configuration; [`CellRun`] makes one of a cell and a [`Record`](crate::record::Record) of what it leaves.
+
+mod cell;
+mod figures;
+mod job;
+mod skew;
+mod task;
+mod text;
+mod trace;
+
+pub use cell::CellRun;
+pub use figures::Figures;
+pub use job::{FOLDER, Training};
+pub use task::{RankOutput, Task};
+pub use text::TextSource;

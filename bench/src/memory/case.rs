@@ -1,0 +1,30 @@
+//! A run.
+
+use gpt2::precision::Precision;
+use gpt2::strategy::StrategyKind;
+
+/// What is run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Case {
+    pub(super) strategy: StrategyKind,
+    pub(super) ranks: usize,
+    pub(super) precision: Precision,
+    pub(super) recompute: bool,
+}
+
+impl Case {
+    pub(super) fn name(self) -> String {
+        format!("{} on {} ranks, {}", self.strategy, self.ranks, self.how())
+    }
+
+    pub(super) fn how(self) -> &'static str {
+        match (self.precision, self.recompute) {
+            (Precision::F32, false) => "f32",
+            (Precision::F32, true) => "f32, recomputed",
+            (Precision::Bf16, false) => "bf16",
+            (Precision::Bf16, true) => "bf16, recomputed",
+            (Precision::F16, false) => "f16",
+            (Precision::F16, true) => "f16, recomputed",
+        }
+    }
+}

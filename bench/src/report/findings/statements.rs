@@ -1,0 +1,22 @@
+//! Sentences about what came out.
+
+use crate::report::html::{Mark, Page};
+
+/// How many are shown before the rest is folded.
+const SHOWN: usize = 12;
+
+/// Statements of one kind.
+pub(super) type Statements = Vec<(Mark, String)>;
+
+/// Statements under a heading; of none nothing is written.
+pub(super) fn said(page: &mut Page, title: &str, mut statements: Statements) {
+    if statements.is_empty() {
+        return;
+    }
+    page.heading(title);
+    let rest = statements.split_off(SHOWN.min(statements.len()));
+    page.statements(&statements);
+    if !rest.is_empty() {
+        page.folded(&format!("{} more", rest.len()), |page| page.statements(&rest));
+    }
+}
