@@ -8,7 +8,7 @@
 //! - [`precision`], [`flat`]: the types in which a model computes and values travel, and where they are.
 //! - [`optim`], [`trainer`], [`checkpoint`]: AdamW and LAMB on any shard, schedules, loss scaling, the one training loop, files.
 //! - [`record`], [`memory`], [`utilization`], [`events`]: what a run takes, by the thread's own account, and its curves for TensorBoard.
-//! - [`transports`], [`run`]: from the name of a transport to a session, and the ranks of a job.
+//! - [`run`]: the ranks of a job, over a transport of [`isocomm`].
 //! - [`cli`]: the program `gpt2`.
 //!
 //! Everything that one rank computes depends on the seed, the text and the configuration alone. Strategies differ from one device by the
@@ -44,5 +44,4 @@ pub mod strategy;
 pub mod sys;
 pub mod tokenizer;
 pub mod trainer;
-pub mod transports;
 pub mod utilization;

@@ -20,7 +20,7 @@ use gpt2::strategy::{
     self, Built, Channels, Checked, Comms, DuringPass, LocalStep, Ranks, Setup, StrategyKind, StrategyOptions,
 };
 use gpt2::trainer::{Observer, Parts, Session, StepReport, Summary, TrainConfig, TrainError, train};
-use gpt2::transports::{TransportOptions, local_sessions, local_sessions_in_nodes};
+use isocomm::TransportOptions;
 
 use crate::local::{TOLERANCE, VARIANTS, assert_close, corpus, run, single, with};
 use crate::native::{Equipped, Lender};
@@ -54,13 +54,12 @@ struct Outcome {
 
 /// Trains on ranks whose communicator works on a device's memory. All must agree on the result.
 fn native(config: &TrainConfig, ranks: usize) -> Outcome {
-    train_all(config, local_sessions(ranks, &options()), (true, false), &Lender::new)
+    train_all(config, Session::threads(ranks, &options()).unwrap(), (true, false), &Lender::new)
 }
 
 /// Two nodes of two.
 fn in_nodes() -> Vec<Session> {
-    let both = local_sessions_in_nodes(4, 2, &options()).unwrap();
-    both.into_iter().map(|(session, node)| Session { node: Some(node), ..session }).collect()
+    Session::threads_in_nodes(4, 2, &options()).unwrap()
 }
 
 fn options() -> TransportOptions {
@@ -223,7 +222,7 @@ fn lamb_skips_and_accumulates_in_device_memory_as_in_host_memory() {
 fn norms_of_tensors_are_communicated_where_they_come_from_a_device() {
     let lamb = TrainConfig { optimizer: OptimizerConfig::of(OptimizerKind::Lamb), ..config(StrategyKind::Ddp, 2) };
     for (on_device, expected) in [(true, 1), (false, 0)] {
-        let outcome = train_all(&lamb, local_sessions(2, &options()), (on_device, false), &Lender::new);
+        let outcome = train_all(&lamb, Session::threads(2, &options()).unwrap(), (on_device, false), &Lender::new);
         for report in &outcome.reports {
             let norms = report.communications.iter().filter(|operation| operation.label == "norms of tensors");
             assert_eq!(norms.count(), expected, "on a device: {on_device}: {:?}", report.communications);
@@ -275,7 +274,8 @@ fn waiting_for_the_device_is_computing_and_not_packing() {
     let busy = Duration::from_millis(5);
     for strategy in [StrategyKind::Ddp, StrategyKind::Ps, StrategyKind::ShardedPs, StrategyKind::Fsdp] {
         let config = TrainConfig { eval_every: 0, ..config(strategy, 2) };
-        let outcome = train_all(&config, local_sessions(2, &options()), (true, false), &|| Lender::slow(busy));
+        let outcome =
+            train_all(&config, Session::threads(2, &options()).unwrap(), (true, false), &|| Lender::slow(busy));
         let mut waits = 0;
         for report in &outcome.reports {
             let spans = |activity: Activity| report.spans.iter().filter(move |span| span.activity == activity);
@@ -405,7 +405,8 @@ fn timed(
 fn packing_on_the_device_for_a_byte_transport_changes_no_bit() {
     for kind in StrategyKind::ALL.into_iter().filter(|kind| *kind != StrategyKind::Single) {
         for wire in Precision::ALL {
-            let from = |on_device| averaged((kind, wire), local_sessions(2, &options()), on_device, (false, false));
+            let from =
+                |on_device| averaged((kind, wire), Session::threads(2, &options()).unwrap(), on_device, (false, false));
             assert_eq!(from(true), from(false), "{kind}, {wire}");
         }
     }
@@ -425,7 +426,7 @@ fn a_device_is_waited_for_once_a_bucket_before_its_bytes_are_sent() {
         let ranks = two_or_nodes(kind);
         for on_device in [true, false] {
             let of = (kind, Precision::F32);
-            for rank in timed(of, local_sessions(ranks, &options()), on_device, (false, false)) {
+            for rank in timed(of, Session::threads(ranks, &options()).unwrap(), on_device, (false, false)) {
                 let Passed { spans, operations, .. } = rank;
                 let buckets = operations.len() / each;
                 assert!(buckets > 1, "{kind}: {operations:?}");
@@ -451,6 +452,10 @@ fn wherever_a_level_works_no_bit_changes() {
             assert_eq!(averaged((kind, wire), in_nodes(), true, lends), host, "{wire}, {lends:?}");
         }
         // Both levels are parts of one communicator.
-        assert_eq!(averaged((kind, wire), local_sessions(4, &options()), true, (true, false)), host, "{wire}");
+        assert_eq!(
+            averaged((kind, wire), Session::threads(4, &options()).unwrap(), true, (true, false)),
+            host,
+            "{wire}"
+        );
     }
 }

@@ -14,8 +14,8 @@ use burn::tensor::Device;
 use comm_core::{Communicator, Control, Error};
 use gpt2::checkpoint::{Checkpoint, weights_hash};
 use gpt2::strategy::StrategyKind;
-use gpt2::trainer::{Observer, StepReport, Summary, TrainConfig, TrainError, train};
-use gpt2::transports::{TransportOptions, local_sessions};
+use gpt2::trainer::{Observer, Session, StepReport, Summary, TrainConfig, TrainError, train};
+use isocomm::TransportOptions;
 
 use crate::local::{corpus, single, with};
 
@@ -81,7 +81,8 @@ fn run(config: &TrainConfig, checkpoint: Option<PathBuf>, how: Ends) -> Vec<Outc
     let (sender, receiver) = channel();
     let ends = Mutex::new((Some(sender), Some(receiver)));
     thread::scope(|scope| {
-        let threads: Vec<_> = local_sessions(2, &options)
+        let threads: Vec<_> = Session::threads(2, &options)
+            .unwrap()
             .into_iter()
             .enumerate()
             .map(|(rank, session)| {

@@ -12,6 +12,7 @@ use clap::Args;
 use comm_core::Waiting;
 use comm_core::job::{self, Job, Source};
 use comm_core::launch::{Launch, Output};
+use isocomm::{Medium, TransportKind, TransportOptions};
 
 use super::folder;
 use super::loading::LoadProgress;
@@ -28,15 +29,14 @@ use crate::run::{RankOptions, refuse, run_rank, run_threads};
 use crate::strategy::{StrategyKind, StrategyOptions};
 use crate::tokenizer::TokenizerKind;
 use crate::trainer::{TrainConfig, TrainError};
-use crate::transports::{TransportKind, TransportOptions};
 
 #[derive(Clone, Debug, Args)]
 #[command(allow_negative_numbers = true)]
 pub(super) struct TrainArgs {
     #[arg(long, default_value = "single", help = strategies())]
     strategy: StrategyKind,
-    /// How ranks are connected: local (threads of one process), shm (memory that processes share), tcp-raw, tcp (ZeroMQ), quic, nccl.
-    #[arg(long, default_value = "tcp")]
+    /// How ranks are connected.
+    #[arg(long, default_value_t, help = format!("How ranks are connected: {}", TransportKind::help()))]
     transport: TransportKind,
     /// Ranks to start on this machine. Under a launcher such as srun, mpirun or torchrun nothing is started: it must then be the number of
     /// the launcher's ranks on this machine. With COMM_RANK set by hand it says how many of the ranks share this machine's cores. [default: 1
@@ -153,9 +153,15 @@ pub(super) struct TrainArgs {
     /// What a rank does while it waits for others: park (sleep), adaptive, busy (for ranks with a core each).
     #[arg(long, default_value_t)]
     waiting: Waiting,
-    /// TCP congestion control by its kernel name, for instance cubic. [default: the kernel's]
+    /// Congestion control of TCP, by its kernel name, or of QUIC: cubic, bbr, reno, auto or fixed:BYTES. [default: the kernel's; auto]
     #[arg(long)]
     congestion: Option<String>,
+    /// QUIC's largest datagram, in bytes of UDP payload. [default: what the interface carries]
+    #[arg(long)]
+    quic_mtu: Option<u16>,
+    /// Leave out the gate before ZeroMQ: whoever can reach a port can then end a rank while it connects.
+    #[arg(long)]
+    no_gate: bool,
     /// Address that this rank's listeners bind, where the others reach it. [default: the one by which it reaches rank 0]
     #[arg(long)]
     bind: Option<IpAddr>,
@@ -286,7 +292,7 @@ fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
     }
     // What is wrong with the arguments or the text is said once, here, and not by every rank.
     let prepared = Prepared::new(args, ranks, ranks, Voice { speaks: true, warns: true })?;
-    if args.transport == TransportKind::Local || ranks == 1 {
+    if is_threads(args.transport) || ranks == 1 {
         let _lock = folder::take(&args.out, args.overwrite)?;
         let mut progress = Prepared::progress(args, 0);
         say(match args.nproc {
@@ -452,12 +458,12 @@ fn check_ranks(args: &TrainArgs, ranks: usize, ranks_here: usize) -> Result<(), 
     if let Some((kind, missing)) = args.node_transport.and_then(|kind| Some((kind, kind.missing()?))) {
         return Err(format!("--node-transport {kind}: {missing}").into());
     }
-    let threads = |kind| kind == TransportKind::Local;
-    if let Some(inside) = args.node_transport.filter(|inside| threads(*inside) != threads(args.transport)) {
+    if let Some(inside) = args.node_transport.filter(|inside| is_threads(*inside) != is_threads(args.transport)) {
         return Err(format!(
-            "--node-transport {inside} does not go with --transport {}: ranks are threads of one process with both of them local, \
+            "--node-transport {inside} does not go with --transport {}: ranks are threads of one process with both of them {}, \
              else processes",
-            args.transport
+            args.transport,
+            TransportKind::LOCAL
         )
         .into());
     }
@@ -570,9 +576,12 @@ fn transport_options(args: &TrainArgs) -> Result<TransportOptions, CliError> {
         check_finite: args.check_finite,
         waiting: args.waiting,
         congestion: args.congestion.clone(),
+        mtu: args.quic_mtu,
+        gate: !args.no_gate,
         ..TransportOptions::default()
     };
-    options.check()?;
+    let kinds: Vec<TransportKind> = [args.transport].into_iter().chain(args.node_transport).collect();
+    options.check_for(&kinds)?;
     Ok(options)
 }
 
@@ -638,6 +647,11 @@ fn ranks_per_node(args: &TrainArgs, ranks: usize, ranks_here: usize) -> Result<u
         return Err(format!("--ranks-per-node {size}: {ranks} ranks cannot be divided into nodes of {size}").into());
     }
     Ok(size)
+}
+
+/// Whether all ranks of a job over it live in one process.
+fn is_threads(kind: TransportKind) -> bool {
+    kind.medium() == Medium::Threads
 }
 
 /// A positive number of seconds, at most a few decades.

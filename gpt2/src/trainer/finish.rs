@@ -37,7 +37,10 @@ impl Trainer<'_> {
             Ok(ranks) => (ranks, Ok(())),
             Err(error) => (vec![mine.clone()], Err(error)),
         };
-        if self.replicas_agree && !self.session.timing_only && ranks.iter().any(|rank| rank.weights_hash != hash) {
+        if self.replicas_agree
+            && !self.session.properties.timing_only
+            && ranks.iter().any(|rank| rank.weights_hash != hash)
+        {
             let hashes: Vec<String> =
                 ranks.iter().map(|rank| format!("rank {}: {:.12}", rank.rank, rank.weights_hash)).collect();
             return Err(TrainError::Diverged(hashes.join(", ")));
@@ -168,12 +171,12 @@ impl Trainer<'_> {
         let keeps_model = self.local.share.is_some() && !self.strategy.brings_weights();
         for segment in 0..self.local.masters.len() {
             // Where nothing arrives, there are no others' parts.
-            let whole = match self.session.timing_only {
+            let whole = match self.session.properties.timing_only {
                 true => self.own_masters(segment)?,
                 false => self.whole_masters(segment)?,
             };
             hash.add(&whole);
-            if keeps_model && !self.session.timing_only {
+            if keeps_model && !self.session.properties.timing_only {
                 let precision = self.config.precision;
                 let expected = precision.unpack(precision.pack_into(&whole, 0, whole.len()))?;
                 let found = self.local.model.read_params(segment)?;
@@ -194,10 +197,11 @@ impl Trainer<'_> {
 
     /// Facts about the transport, and about the nodes' where they have one of their own.
     fn facts(&self) -> Vec<(String, String)> {
-        let mut facts = self.session.facts.clone();
+        let mut facts = self.session.properties.settings.clone();
         if let Some(node) = &self.session.node {
             facts.push(("ranks of a node".into(), node.size.to_string()));
-            facts.extend(node.facts.iter().map(|(name, value)| (format!("inside a node: {name}"), value.clone())));
+            let inside = |(name, value): &(String, String)| (format!("inside a node: {name}"), value.clone());
+            facts.extend(node.properties.settings.iter().map(inside));
         }
         facts
     }

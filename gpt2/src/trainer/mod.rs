@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use burn::tensor::Device;
-use comm_core::counted::Counters;
-use comm_core::{Communicator, Control};
+use comm_core::{Communicator, Control, Error};
+use isocomm::{Connected, Counters, Medium, Properties, TransportOptions, threads, threads_in_nodes};
 use serde::{Deserialize, Serialize};
 
 use crate::batches::LastBatch;
@@ -30,7 +30,6 @@ use crate::precision::Precision;
 use crate::record::{Operation, Span};
 use crate::strategy::formula::Expected;
 use crate::strategy::{self, StrategyKind, StrategyOptions};
-use crate::transports::Node;
 use rank::{Build, Trainer};
 
 /// Everything that determines a run, apart from the corpus and the transport. Equal on all ranks.
@@ -105,8 +104,8 @@ pub struct Session {
     pub control: Arc<dyn Control>,
     /// Counts what passes, where the transport is one of ours.
     pub counters: Option<Arc<Counters>>,
-    /// The transport's settings, as (name, value).
-    pub facts: Vec<(String, String)>,
+    /// What is known of the transport.
+    pub properties: Properties,
     /// How long to wait for the others at the end.
     pub timeout: Duration,
     /// Ranks that share this process, for figures that are the process's.
@@ -117,11 +116,71 @@ pub struct Session {
     pub node: Option<Node>,
     /// Whether ranks compare their calls before every operation, which takes messages of its own.
     pub checked: bool,
-    /// Whether nothing really arrives, so that ranks may end with different weights and their losses mean nothing.
-    pub timing_only: bool,
+}
+
+/// What connects the ranks of a node.
+pub struct Node {
+    /// Its communicator, in the order of the job.
+    pub comm: Arc<dyn Communicator>,
+    /// Counts what passes inside the node.
+    pub counters: Option<Arc<Counters>>,
+    /// What is known of its transport.
+    pub properties: Properties,
+    /// Number of ranks of the node.
+    pub size: usize,
+    /// Lends the memory of the device that computes, where `comm` works on that instead of on bytes in host memory.
+    pub native: Option<Arc<dyn DeviceCollectives>>,
+}
+
+impl From<isocomm::Node> for Node {
+    fn from(isocomm::Node { comm, counters, properties, size, .. }: isocomm::Node) -> Self {
+        Node { comm, counters, properties, size, native: None }
+    }
 }
 
 impl Session {
+    /// That of a rank that was connected with `options`.
+    pub fn new(connected: Connected, options: &TransportOptions) -> Self {
+        let Connected { comm, control, counters, properties, .. } = connected;
+        let are_threads = properties.transport.medium() == Medium::Threads;
+        Session {
+            ranks_in_process: if are_threads { comm.world_size() } else { 1 },
+            comm,
+            control,
+            counters,
+            properties,
+            timeout: options.timeout,
+            native: None,
+            node: None,
+            checked: options.checked,
+        }
+    }
+
+    /// Those of a job whose ranks are threads of this process, in rank order.
+    ///
+    /// # Errors
+    /// Those of [`isocomm::threads`].
+    pub fn threads(ranks: usize, options: &TransportOptions) -> Result<Vec<Session>, Error> {
+        Ok(threads(ranks, options)?.into_iter().map(|connected| Session::new(connected, options)).collect())
+    }
+
+    /// As [`threads`](Session::threads), in nodes.
+    ///
+    /// # Errors
+    /// Those of [`isocomm::threads_in_nodes`].
+    pub fn threads_in_nodes(
+        ranks: usize,
+        ranks_per_node: usize,
+        options: &TransportOptions,
+    ) -> Result<Vec<Session>, Error> {
+        let ranks = threads_in_nodes(ranks, ranks_per_node, options)?.into_iter();
+        let session = |(connected, node): (Connected, isocomm::Node)| Session {
+            node: Some(node.into()),
+            ..Session::new(connected, options)
+        };
+        Ok(ranks.map(session).collect())
+    }
+
     /// Whether the job's transport counts and that of the node, NCCL, does not: then counts are of what is sent between nodes.
     pub(crate) fn counts_between_nodes(&self) -> bool {
         self.counters.is_some() && self.node.as_ref().is_some_and(|node| node.counters.is_none())

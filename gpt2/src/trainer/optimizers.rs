@@ -6,7 +6,7 @@ use std::sync::Arc;
 use burn::tensor::Device;
 use comm_core::{Communicator, Error};
 
-use super::{TrainConfig, TrainError};
+use super::{Session, TrainConfig, TrainError};
 use crate::cross_entropy::Placement;
 use crate::devices;
 use crate::flat::{DeviceCollectives, Flat};
@@ -224,7 +224,7 @@ impl Places {
     ///
     /// # Errors
     /// `InvalidArgument` where a communicator works on the memory of another device.
-    pub(super) fn new(config: &TrainConfig, comms: &Comms, device: &Device) -> Result<Self, Error> {
+    pub(super) fn new(config: &TrainConfig, comms: &Comms, session: &Session, device: &Device) -> Result<Self, Error> {
         let TrainConfig { strategy, precision, .. } = *config;
         let node = comms.node.as_ref().filter(|_| strategy.spec().tells_nodes_apart);
         check_device(&*comms.world, comms.native.as_ref(), device)?;
@@ -237,7 +237,7 @@ impl Places {
         let rounds_alike = precision == Precision::F32 || devices::cuda_ordinal(device).is_some();
         let stays = is_lent || (strategy == StrategyKind::Single && rounds_alike);
         let masters_on_device = gradients_on_device && stays;
-        Ok(Places { staged: staged(comms, node), gradients_on_device, masters_on_device })
+        Ok(Places { staged: staged(comms, session, node), gradients_on_device, masters_on_device })
     }
 
     /// The masters that begin with these values.
@@ -264,7 +264,7 @@ fn check_device(
 
 /// Why gradients are not kept on the device although a communicator works on its memory, which is seldom what was wanted. Whoever has
 /// bytes moved between nodes alone has chosen so: no more than shards pass through host memory then.
-fn staged(comms: &Comms, node: Option<&Arc<dyn Communicator>>) -> Option<String> {
+fn staged(comms: &Comms, session: &Session, node: Option<&Arc<dyn Communicator>>) -> Option<String> {
     let world = (&*comms.world, comms.native.is_some());
     let levels = match node {
         Some(node) => {
@@ -272,9 +272,13 @@ fn staged(comms: &Comms, node: Option<&Arc<dyn Communicator>>) -> Option<String>
         }
         None => vec![(world.0, world.1, "")],
     };
-    if let Some((.., place)) = levels.iter().find(|(comm, is_lent, _)| comm.name() == "nccl" && !is_lent) {
+    let of_node = session.node.as_ref().filter(|_| node.is_some()).map(|node| &node.properties);
+    let properties = of_node.into_iter().chain([&session.properties]);
+    let mut works_on_device = levels.iter().zip(properties).filter(|(_, known)| known.cuda_device.is_some());
+    if let Some(((comm, _, place), _)) = works_on_device.find(|((_, is_lent, _), _)| !is_lent) {
         return Some(format!(
-            "gradients travel through host memory{place}: NCCL works on CUDA devices, and the model is on another"
+            "gradients travel through host memory{place}: {} works on CUDA devices, and the model is on another",
+            comm.name()
         ));
     }
     match levels[..] {

@@ -62,7 +62,7 @@ impl<'a> Trainer<'a> {
         build: Build<'_>,
     ) -> Result<Self, TrainError> {
         let comms = comms(session);
-        let places = Places::new(config, &comms, device)?;
+        let places = Places::new(config, &comms, session, device)?;
         let lengths: Vec<usize> = layout(&config.model)?.iter().map(|segment| segment.len).collect();
         let TrainConfig { precision, accumulation, .. } = *config;
         let (options, checked) = (&config.options, session.checked);
@@ -285,7 +285,8 @@ fn local<'a>(
 /// A communicator of all ranks for scalars, so that their bytes are counted apart.
 fn scalars(session: &Session) -> comm_core::Result<Arc<dyn Communicator>> {
     // Where nothing is sent there is nothing to count apart, and nobody to split off with.
-    let part = if session.timing_only { Some(session.comm.clone()) } else { session.comm.split(Some(0), 0)? };
+    let part =
+        if session.properties.timing_only { Some(session.comm.clone()) } else { session.comm.split(Some(0), 0)? };
     part.ok_or_else(|| comm_core::Error::InvalidArgument("the communicator of scalars has no ranks".into()))
 }
 

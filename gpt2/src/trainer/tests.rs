@@ -11,7 +11,7 @@ use crate::corpus::CorpusSource;
 use crate::flat::{Flat, Gradients};
 use crate::strategy::{Built, Channels, Checked, DuringPass, LocalStep, Ranks, Setup, StepOutcome, Strategy, put_own};
 use crate::tokenizer::TokenizerKind;
-use crate::transports::{TransportOptions, local_sessions};
+use isocomm::TransportOptions;
 
 /// Local training: every rank takes steps of its own, and after every `period` of them the ranks' parameters are averaged.
 struct EveryFew {
@@ -92,7 +92,8 @@ fn run(every: (u64, bool), steps: u64, ranks: usize) -> Vec<(Vec<StepReport>, Re
         (kept.0, summary)
     };
     thread::scope(|scope| {
-        let ranks = local_sessions(ranks, &options).into_iter().map(|session| scope.spawn(|| train(session)));
+        let ranks =
+            Session::threads(ranks, &options).unwrap().into_iter().map(|session| scope.spawn(|| train(session)));
         let ranks: Vec<_> = ranks.collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })

@@ -32,20 +32,19 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use gpt2::cli::{complain, say};
-use gpt2::memory::{Category, Counting, set_thread_default};
+use gpt2::memory::{Category, set_thread_default};
 use rig::{BenchError, debug, outcome, rank};
 
 use args::{Args, Command};
 
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
-
-fn main() -> ExitCode {
+/// Runs the program. Ranks are this program again, so a program with a transport of its own calls [`isocomm::register`] first, and then this:
+/// see `bench/examples/own_transport.rs`. Memory is counted where [`Counting`](gpt2::memory::Counting) is the program's allocator.
+pub fn main() -> ExitCode {
     set_thread_default(Category::Other);
     let _printed = comm_core::printer::at_end();
     comm_core::process::prepare();
     gpt2::sys::keep_freed_pages();
-    if let Err(error) = gpt2::transports::prepare() {
+    if let Err(error) = isocomm::prepare() {
         complain(format_args!("error: {error}"));
         return ExitCode::FAILURE;
     }
