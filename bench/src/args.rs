@@ -9,7 +9,7 @@ use gpt2::config::Preset;
 use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 use rig::BenchError;
 use rig::check::{between, even_batch};
 use rig::environment::Environment;
@@ -45,10 +45,10 @@ pub(crate) struct Args {
     #[arg(long)]
     pub(crate) skip_proof: bool,
     /// Strategies, separated by commas.
-    #[arg(long, value_delimiter = ',', default_value = "single,ps,sharded-ps,ring,ddp,zero1,zero2,fsdp,hierarchical")]
+    #[arg(long, value_delimiter = ',', default_value = StrategyKind::list())]
     strategies: Vec<StrategyKind>,
     /// Transports, separated by commas.
-    #[arg(long, value_delimiter = ',', default_value = "local,shm,tcp-raw,tcp,quic,nccl")]
+    #[arg(long, value_delimiter = ',', default_values_t = TransportKind::all())]
     transports: Vec<TransportKind>,
     /// Ranks of the matrix.
     #[arg(long, default_value_t = 2)]

@@ -7,7 +7,7 @@ use gpt2::cli::say;
 use gpt2::precision::Precision;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::tokenizer::TokenizerKind;
-use gpt2::transports::{TransportKind, TransportOptions};
+use isocomm::{TransportKind, TransportOptions};
 use rig::BenchError;
 use rig::record::{Cell, DEFAULT, LOOPBACK, NOBODY};
 use rig::results::{self, TRACES};

@@ -12,10 +12,10 @@ use gpt2::cli::MAX_THREADS;
 use gpt2::config::Preset;
 use gpt2::precision::Precision;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
+use isocomm::Rung;
 use rig::folder::read_small;
 use rig::link::{Carrier, MAX_ENDS, Profile};
 use rig::record::{Axis, Cell, DEFAULT, LOOPBACK, NOBODY, Planted};
-use rig::rung::Rung;
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer};
 
@@ -429,7 +429,7 @@ fn checked(mut cell: Cell) -> Result<Cell, String> {
     if alone || rung.is_some_and(Rung::is_in_memory) {
         (cell.link, cell.congestion) = (LOOPBACK.into(), DEFAULT.into());
     }
-    if !rung.is_some_and(Rung::is_quic) {
+    if !rung.is_some_and(Rung::has_packets) {
         cell.quic_mtu = None;
     }
     if alone {

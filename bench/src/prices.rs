@@ -5,8 +5,8 @@
 
 use std::collections::BTreeSet;
 
+use isocomm::Rung;
 use rig::record::{Axis, Cell, LOOPBACK, Record};
-use rig::rung::Rung;
 use rig::stats::{CellRuns, Comparison, Interval, Keep, Metric, Over, Verdict, cell_runs, compare_paired, summary};
 use rig::text;
 use serde::Serialize;
@@ -165,7 +165,7 @@ fn is_in_memory(cell: &Cell) -> bool {
 }
 
 fn is_quic(cell: &Cell) -> bool {
-    cell.transport.parse().is_ok_and(Rung::is_quic)
+    cell.transport.parse().is_ok_and(Rung::has_packets)
 }
 
 impl PriceList {

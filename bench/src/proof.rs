@@ -5,7 +5,7 @@ use gpt2::config::Preset;
 use gpt2::optim::LearningRate;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::trainer::{Summary, TrainConfig};
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 use rig::BenchError;
 use rig::formula::off_the_formula;
 use rig::lines::Lines;

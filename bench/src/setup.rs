@@ -7,7 +7,7 @@ use gpt2::config::Preset;
 use gpt2::corpus::Corpus;
 use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 use rig::environment::Environment;
 use rig::signal::Signals;
 

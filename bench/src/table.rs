@@ -1,5 +1,6 @@
 //! The table at the end.
 
+use isocomm::Rung;
 use rig::record::{Cell, Record, Status};
 use rig::stats::{CellRuns, Interval, Keep, Metric, Over, cell_runs, summary};
 use rig::text::columns;
@@ -37,14 +38,16 @@ pub(crate) fn render(plan: &[Cell], records: &[Record]) -> String {
             text.push_str(&why);
         }
     }
-    if cells.iter().any(|cell| cell.cell.transport == LOCAL) {
+    if cells.iter().any(|cell| is_threads(cell.cell)) {
         text.push_str("\n* memory of the one process, divided by its ranks");
     }
     text
 }
 
-/// The transport whose ranks share a process.
-const LOCAL: &str = "local";
+/// Whether the ranks of a cell share a process.
+fn is_threads(cell: &Cell) -> bool {
+    cell.transport.parse().is_ok_and(Rung::is_threads)
+}
 
 fn line(cell: &CellRuns<'_>) -> [String; COLUMNS] {
     let of = |metric: Metric, over: Over| summary(metric, over, &cell.runs).map(|summary| summary.interval);
@@ -56,7 +59,7 @@ fn line(cell: &CellRuns<'_>) -> [String; COLUMNS] {
     let ranks = cell.runs.last().and_then(|run| run.measured.as_ref()).map(|measured| measured.ranks.as_slice());
     let most = |of: fn(&rig::record::Rank) -> Option<u64>| ranks.and_then(|ranks| ranks.iter().filter_map(of).max());
     let bytes = |bytes: Option<u64>| bytes.map_or("-".into(), |bytes| format!("{:.3} MB", bytes as f64 / 1e6));
-    let mark = if cell.cell.transport == LOCAL { "*" } else { "" };
+    let mark = if is_threads(cell.cell) { "*" } else { "" };
     [
         cell.cell.strategy.clone(),
         cell.cell.transport.clone(),

@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use comm_core::conformance::{Suite, main_of};
+use comm_core::control::ControlExt;
 use comm_core::transport::{self, Lanes};
 use comm_core::{
     Control, Deadline, Error, HEADER_LEN, Header, Incoming, Mesh, MeshOptions, Outgoing, Result, Transport,
@@ -47,13 +48,12 @@ impl Sockets {
         let io = |error| Error::io("connecting plain sockets", error);
         let (rank, ranks) = (control.rank(), control.world_size());
         let listener = TcpListener::bind("127.0.0.1:0").map_err(io)?;
-        let port = listener.local_addr().map_err(io)?.port().to_le_bytes();
-        let ports = control.all_gather("ports", &port, Deadline::after(Duration::from_secs(10)))?;
+        let port = listener.local_addr().map_err(io)?.port();
+        let ports = control.gather("ports", &port, Deadline::after(Duration::from_secs(10)))?;
         let mut streams: Vec<Vec<Option<TcpStream>>> = (0..ranks).map(|_| (0..lanes).map(|_| None).collect()).collect();
         for (peer, port) in ports.iter().enumerate().take(rank) {
             for (lane, slot) in streams[peer].iter_mut().enumerate() {
-                let port = u16::from_le_bytes([port[0], port[1]]);
-                let stream = slot.insert(TcpStream::connect(("127.0.0.1", port)).map_err(io)?);
+                let stream = slot.insert(TcpStream::connect(("127.0.0.1", *port)).map_err(io)?);
                 stream.write_all(&[rank as u8, lane as u8]).map_err(io)?;
             }
         }
@@ -68,6 +68,12 @@ impl Sockets {
         }
         let states = Lanes::new(vec![(); lanes]);
         Ok(Sockets { rank, lanes, streams, states, aborted: Mutex::default() })
+    }
+
+    /// Fails once the transport was aborted.
+    fn check(&self) -> Result<()> {
+        let aborted = self.aborted.lock().unwrap_or_else(PoisonError::into_inner);
+        aborted.clone().map_or(Ok(()), Err)
     }
 
     fn stream(&self, peer: usize, lane: usize) -> Result<&TcpStream> {
@@ -101,12 +107,15 @@ impl Transport for Sockets {
         self.aborted.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(|| error.clone());
     }
 
-    fn close(&self, _deadline: Deadline) -> Result<()> {
-        for stream in self.streams.iter().flatten().flatten() {
-            // The peer may have closed first.
-            let _ = stream.shutdown(Shutdown::Write);
-        }
-        Ok(())
+    fn close(&self, deadline: Deadline) -> Result<()> {
+        let farewell = |_: &mut [&mut ()]| {
+            for stream in self.streams.iter().flatten().flatten() {
+                // The peer may have closed first.
+                let _ = stream.shutdown(Shutdown::Write);
+            }
+            Ok(())
+        };
+        self.states.close(self.rank, deadline, || self.check(), farewell)
     }
 }
 
@@ -125,9 +134,7 @@ impl Sockets {
         let mut payloads = vec![0; into.len()];
         let mut piece = vec![0; 1 << 16];
         loop {
-            if let Some(error) = self.aborted.lock().unwrap_or_else(PoisonError::into_inner).clone() {
-                return Err(error);
-            }
+            self.check()?;
             let (mut moved, mut waiting_for) = (0, Vec::new());
             for (message, left) in out.iter().zip(&mut sends).filter(|(_, left)| !left.is_empty()) {
                 let sent = some(self.stream(message.peer, lane)?.write(left), message.peer)?;
@@ -160,8 +167,7 @@ impl Sockets {
                 return Ok(());
             }
             if moved == 0 && deadline.has_passed() {
-                let (rank, operation, waited) = (self.rank, "an exchange".into(), deadline.waited());
-                return Err(Error::Timeout { rank, operation, waited, waiting_for });
+                return Err(Error::timeout(self.rank, "an exchange", deadline, waiting_for));
             }
             if moved == 0 {
                 std::thread::sleep(Duration::from_micros(50));

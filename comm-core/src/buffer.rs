@@ -232,6 +232,11 @@ impl<'a> ViewMut<'a> {
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         self.bytes
     }
+
+    /// The same elements, lent on.
+    pub fn reborrow(&mut self) -> ViewMut<'_> {
+        ViewMut { dtype: self.dtype, bytes: self.bytes }
+    }
 }
 
 impl<'a> From<&'a ViewMut<'_>> for View<'a> {

@@ -6,8 +6,9 @@ use std::time::Duration;
 use crate::buffer::{Buffer, HostBuffer, View, ViewMut};
 use crate::dtype::{Element, ReduceOp};
 use crate::error::{Error, Result};
-use crate::handle::{Failed, Handle};
-use crate::op::{BorrowedCall, Call, Counts, Elements, Mode, Op, check, shard_range};
+use crate::handle::{Failed, Handle, Pending};
+use crate::op::{BorrowedCall, Call, Counts, Elements, Op, check, shard_range};
+use crate::preset::Preset;
 
 /// A group of ranks that run collectives together.
 ///
@@ -30,8 +31,9 @@ pub trait Communicator: Send + Sync {
     /// The communicator's id, equal on its ranks, different from every other communicator's of the job.
     fn id(&self) -> u64;
 
-    /// Starts an operation. Its deadline bounds the wait for its turn on its lane too. The buffer is owned until [`Handle::wait`] gives it back. Bad arguments, like every failure, come
-    /// out of the handle, with the buffer.
+    /// Starts an operation. Its deadline bounds the wait for its turn on its lane too. The buffer is owned until [`Handle::wait`] gives it
+    /// back. Bad arguments, like every failure, come out of the handle, with the buffer. For vectors the asynchronous forms of
+    /// [`CommunicatorExt`] are simpler: they give a typed [`Pending`].
     ///
     /// ```
     /// use comm_core::{Buffer, Call, Communicator, Op, ReduceOp, local};
@@ -97,7 +99,9 @@ pub trait Communicator: Send + Sync {
 /// Blocking and asynchronous forms of every operation, on slices and vectors.
 ///
 /// Built once on [`Communicator::start`] and [`Communicator::run_borrowed`], so that a decorator which forwards these covers all
-/// of them. Blocking forms run on lane 0 with the communicator's default deadline, on the caller's own memory, without a copy.
+/// of them. They run on lane 0 with the communicator's default deadline, unless [`on_lane`](CommunicatorExt::on_lane) says otherwise.
+/// Blocking forms work on the caller's own memory, without a copy. Asynchronous ones take over vectors and give a [`Pending`] at once,
+/// from which the result comes by waiting or by awaiting; bad arguments come out of it too.
 ///
 /// ```
 /// use comm_core::{Communicator, CommunicatorExt, ReduceOp, local};
@@ -135,9 +139,9 @@ pub trait CommunicatorExt: Communicator {
         self.run(op, Buffer::from_vec(values))?.into_vec()
     }
 
-    /// Starts `op` beside the caller on `lane`.
-    fn start_vec<T: Element>(&self, op: Op, values: Vec<T>, lane: usize) -> Handle {
-        self.start(Call::background(op, Buffer::from_vec(values), lane))
+    /// The same communicator, whose operations run on `lane`; see [`Preset`] for what else can be set.
+    fn on_lane(&self, lane: usize) -> Preset<'_, Self> {
+        Preset::new(self, lane)
     }
 
     /// Reduces `values` over all ranks, in place on every rank.
@@ -270,6 +274,68 @@ pub trait CommunicatorExt: Communicator {
         Ok(received)
     }
 
+    /// Starts an [`all_reduce`](CommunicatorExt::all_reduce) of `values`, whose result is the reduction.
+    fn all_reduce_async<T: Element>(&self, values: Vec<T>, op: ReduceOp) -> Pending<Vec<T>> {
+        begin(self, Op::AllReduce(op), values)
+    }
+
+    /// Starts a [`broadcast`](CommunicatorExt::broadcast), whose result is the root's `values`. All ranks pass as many.
+    fn broadcast_async<T: Element>(&self, values: Vec<T>, root: usize) -> Pending<Vec<T>> {
+        begin(self, Op::Broadcast { root }, values)
+    }
+
+    /// Starts a [`reduce`](CommunicatorExt::reduce), whose result is the reduction on the root and `values` elsewhere.
+    fn reduce_async<T: Element>(&self, values: Vec<T>, root: usize, op: ReduceOp) -> Pending<Vec<T>> {
+        begin(self, Op::Reduce { root, op }, values)
+    }
+
+    /// Starts a [`scatter`](CommunicatorExt::scatter), whose result is this rank's shard. `whole` is not looked at but on the root.
+    fn scatter_async<T: Element>(&self, whole: Vec<T>, total: usize, root: usize) -> Pending<Vec<T>> {
+        let mine = shard_range(total, self.world_size(), self.rank()).len();
+        begin_into(self, Op::Scatter { root, total }, whole, mine)
+    }
+
+    /// Starts a [`gather`](CommunicatorExt::gather), whose result is the whole on the root and empty elsewhere.
+    fn gather_async<T: Element>(&self, shard: Vec<T>, total: usize, root: usize) -> Pending<Vec<T>> {
+        begin_into(self, Op::Gather { root, total }, shard, if self.rank() == root { total } else { 0 })
+    }
+
+    /// Starts an [`all_gather`](CommunicatorExt::all_gather), whose result is the whole of `total` elements.
+    fn all_gather_async<T: Element>(&self, shard: Vec<T>, total: usize) -> Pending<Vec<T>> {
+        begin_into(self, Op::AllGather, shard, total)
+    }
+
+    /// Starts a [`reduce_scatter`](CommunicatorExt::reduce_scatter), whose result is this rank's shard of the reduction.
+    fn reduce_scatter_async<T: Element>(&self, whole: Vec<T>, op: ReduceOp) -> Pending<Vec<T>> {
+        let mine = shard_range(whole.len(), self.world_size(), self.rank()).len();
+        begin_into(self, Op::ReduceScatter(op), whole, mine)
+    }
+
+    /// Starts an [`all_to_all`](CommunicatorExt::all_to_all), whose result is the blocks that are for this rank.
+    fn all_to_all_async<T: Element>(&self, blocks: Vec<T>) -> Pending<Vec<T>> {
+        let length = blocks.len();
+        begin_into(self, Op::AllToAll, blocks, length)
+    }
+
+    /// Starts a [`barrier`](CommunicatorExt::barrier).
+    fn barrier_async(&self) -> Pending<()> {
+        let nothing = Buffer::from_vec::<u8>(Vec::new());
+        Pending::new(self.start(Call::background(Op::Barrier, nothing, 0)), |_| Ok(()))
+    }
+
+    /// Starts a [`send`](CommunicatorExt::send), whose result is `values`, to be used again.
+    fn send_async<T: Element>(&self, values: Vec<T>, to: usize) -> Pending<Vec<T>> {
+        begin(self, Op::Send { to }, values)
+    }
+
+    /// Starts a [`recv`](CommunicatorExt::recv), whose result is the `count` values that come.
+    fn recv_async<T: Element>(&self, count: usize, from: usize) -> Pending<Vec<T>> {
+        match zeros(count) {
+            Ok(values) => begin(self, Op::Recv { from }, values),
+            Err(error) => failed(error),
+        }
+    }
+
     /// Runs an operation out of place into a new vector of `length` elements. Where the root alone has an input, the others'
     /// is not looked at.
     ///
@@ -339,18 +405,9 @@ impl<C: Communicator + ?Sized> CommunicatorExt for C {}
 /// # Errors
 /// Those of the call.
 pub fn run_copied<C: Communicator + ?Sized>(communicator: &C, call: BorrowedCall<'_>) -> Result<()> {
-    let BorrowedCall { op, mut buffer, input, counts, algorithm, lane, timeout, label } = call;
-    let owned = Call {
-        op,
-        buffer: Buffer::Host(HostBuffer::copy_of(View::from(&buffer))),
-        input: input.map(|input| Buffer::Host(HostBuffer::copy_of(input))),
-        counts,
-        algorithm,
-        lane,
-        timeout,
-        label,
-        mode: Mode::Blocking,
-    };
+    let input = call.input.map(|input| Buffer::Host(HostBuffer::copy_of(input)));
+    let copy = Buffer::Host(HostBuffer::copy_of(View::from(&call.buffer)));
+    let (owned, mut buffer, _) = call.replace_data(copy, input);
     match communicator.start(owned).wait().map_err(Failed::into_error)?.buffer {
         Buffer::Host(result) if result.bytes().len() == buffer.bytes().len() => {
             buffer.bytes_mut().copy_from_slice(result.bytes());
@@ -358,6 +415,33 @@ pub fn run_copied<C: Communicator + ?Sized>(communicator: &C, call: BorrowedCall
         }
         other => Err(Error::Internal(format!("{} gave another buffer back: {other:?}", communicator.name()))),
     }
+}
+
+/// Starts an operation in place.
+fn begin<T: Element>(communicator: &(impl Communicator + ?Sized), op: Op, values: Vec<T>) -> Pending<Vec<T>> {
+    Pending::values(communicator.start(Call::background(op, Buffer::from_vec(values), 0)))
+}
+
+/// Starts an operation out of place, into a new vector of `length` elements. Where the root alone has an input, the others' is dropped.
+fn begin_into<T: Element>(
+    communicator: &(impl Communicator + ?Sized),
+    op: Op,
+    input: Vec<T>,
+    length: usize,
+) -> Pending<Vec<T>> {
+    let input = (!matches!(op, Op::Scatter { root, .. } if root != communicator.rank())).then_some(input);
+    let output = match communicator.room(op, input.as_deref(), None, length) {
+        Ok(output) => output,
+        Err(error) => return failed(error),
+    };
+    let mut call = Call::background(op, Buffer::from_vec::<T>(output), 0);
+    call.input = input.map(Buffer::from_vec);
+    Pending::values(communicator.start(call))
+}
+
+/// An operation that has failed before it began.
+fn failed<T: Element>(error: Error) -> Pending<Vec<T>> {
+    Pending::values(Handle::done(Err(Failed { error, buffer: None, input: None })))
 }
 
 /// So many zeros.
@@ -422,3 +506,6 @@ impl<C: Communicator + ?Sized> Communicator for Arc<C> {
         (**self).finish(timeout)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -26,6 +26,7 @@ pub struct Counters {
 
 /// What one rank has sent and received.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Traffic {
     /// By (communicator id, peer rank).
     pub flows: BTreeMap<(u64, usize), Flow>,

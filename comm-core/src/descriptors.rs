@@ -3,6 +3,8 @@
 use std::fs;
 use std::io;
 
+use rustix::io::Errno;
+
 use crate::error::{Error, Result};
 use crate::sys;
 
@@ -10,12 +12,12 @@ use crate::sys;
 const SPARE: usize = 8;
 
 /// Refuses what this process may not have the file descriptors for: `needed` beside those that it has open. `what` is to be
-/// connected, and `count` says how many each part of it takes. Where the system does not tell the limit, nothing is refused.
+/// connected, and `count` says how many each part of it takes.
 ///
 /// # Errors
 /// [`Error::Unsupported`] with what is needed, what is allowed and what to do.
 pub fn check(needed: usize, what: impl FnOnce() -> String, count: impl FnOnce() -> String) -> Result<()> {
-    let Ok(limits) = sys::descriptor_limits() else { return Ok(()) };
+    let limits = sys::descriptor_limits();
     let open = open();
     let in_all = (needed + SPARE + open) as u64;
     if in_all <= limits.soft {
@@ -34,14 +36,17 @@ pub fn check(needed: usize, what: impl FnOnce() -> String, count: impl FnOnce() 
 
 /// Whether `error` says that this process, or the machine, has no file descriptors left.
 pub fn ran_out(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
+    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
 }
 
 /// `error` in words. Where it says that there are no descriptors left, also how many are allowed and what to do.
 pub fn explain(error: &io::Error) -> String {
-    match (error.raw_os_error(), sys::descriptor_limits()) {
-        (Some(libc::EMFILE), Ok(limits)) => format!("{error}: {}", limits.advice(limits.soft.saturating_mul(2))),
-        (Some(libc::ENFILE), _) => {
+    match Errno::from_io_error(error) {
+        Some(Errno::MFILE) => {
+            let limits = sys::descriptor_limits();
+            format!("{error}: {}", limits.advice(limits.soft.saturating_mul(2)))
+        }
+        Some(Errno::NFILE) => {
             format!("{error}: the whole machine has none left; /proc/sys/fs/file-max is its limit")
         }
         _ => error.to_string(),
@@ -56,7 +61,7 @@ pub fn exhausted() -> Option<io::Error> {
 /// For the end of an error's text: that nearly all descriptors are in use, which may be why something did not come about; else
 /// empty.
 pub fn shortage() -> String {
-    let Ok(limits) = sys::descriptor_limits() else { return String::new() };
+    let limits = sys::descriptor_limits();
     let open = open() as u64;
     if open + 2 < limits.soft {
         return String::new();
@@ -101,7 +106,7 @@ mod tests {
 
     #[test]
     fn what_fits_is_let_through_and_what_does_not_is_said_with_what_to_do() {
-        let limits = sys::descriptor_limits().unwrap();
+        let limits = sys::descriptor_limits();
         assert!(limits.soft <= limits.hard);
         check(1, || unreachable!(), || unreachable!()).unwrap();
         let needed = usize::try_from(limits.soft.min(1 << 40)).unwrap();
@@ -125,9 +130,9 @@ mod tests {
 
     #[test]
     fn a_process_without_descriptors_says_so() {
-        let error = io::Error::from_raw_os_error(libc::EMFILE);
+        let error = io::Error::from(Errno::MFILE);
         assert!(ran_out(&error) && explain(&error).contains("ulimit -n"), "{}", explain(&error));
-        let other = io::Error::from_raw_os_error(libc::ECONNREFUSED);
+        let other = io::Error::from(Errno::CONNREFUSED);
         assert!(!ran_out(&other));
         assert_eq!(explain(&other), other.to_string());
     }

@@ -1,12 +1,11 @@
 //! Element types and reduction operations.
 
 use std::fmt;
-use std::str::FromStr;
 
 use half::{bf16, f16};
 
 use crate::buffer::HostBuffer;
-use crate::error::Error;
+use crate::names;
 
 /// The type of a buffer's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -40,22 +39,6 @@ pub enum DType {
 }
 
 impl DType {
-    /// Every element type.
-    pub const ALL: [DType; 12] = [
-        DType::F32,
-        DType::F64,
-        DType::F16,
-        DType::Bf16,
-        DType::I8,
-        DType::I16,
-        DType::I32,
-        DType::I64,
-        DType::U8,
-        DType::U16,
-        DType::U32,
-        DType::U64,
-    ];
-
     /// Bytes of one element.
     pub const fn size(self) -> usize {
         match self {
@@ -82,35 +65,21 @@ impl DType {
     }
 }
 
-impl fmt::Display for DType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            DType::F32 => "f32",
-            DType::F64 => "f64",
-            DType::F16 => "f16",
-            DType::Bf16 => "bf16",
-            DType::I8 => "i8",
-            DType::I16 => "i16",
-            DType::I32 => "i32",
-            DType::I64 => "i64",
-            DType::U8 => "u8",
-            DType::U16 => "u16",
-            DType::U32 => "u32",
-            DType::U64 => "u64",
-        })
-    }
-}
-
-impl FromStr for DType {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self, Error> {
-        DType::ALL.into_iter().find(|dtype| dtype.to_string() == name).ok_or_else(|| {
-            let names: Vec<String> = DType::ALL.iter().map(DType::to_string).collect();
-            Error::invalid(format!("unknown element type '{name}'; choose one of {}", names.join(", ")))
-        })
-    }
-}
+names!(
+    pub DType, "element type":
+    F32 = "f32",
+    F64 = "f64",
+    F16 = "f16",
+    Bf16 = "bf16",
+    I8 = "i8",
+    I16 = "i16",
+    I32 = "i32",
+    I64 = "i64",
+    U8 = "u8",
+    U16 = "u16",
+    U32 = "u32",
+    U64 = "u64",
+);
 
 /// How elements are combined across ranks.
 ///

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::deadline::Deadline;
 use crate::descriptors;
 
 /// The result of everything in this crate.
@@ -167,6 +168,19 @@ impl Error {
             Error::Aborted { by, reason } => Error::Aborted { by: number(by), reason },
             other => other,
         }
+    }
+
+    /// That `deadline` has passed for `operation` on `rank`, which waits for others.
+    pub fn timeout(
+        rank: usize,
+        operation: impl Into<String>,
+        deadline: Deadline,
+        waiting_for: impl IntoIterator<Item = usize>,
+    ) -> Error {
+        let mut waiting_for: Vec<usize> = waiting_for.into_iter().collect();
+        waiting_for.sort_unstable();
+        waiting_for.dedup();
+        Error::Timeout { rank, operation: operation.into(), waited: deadline.waited(), waiting_for }
     }
 
     /// The rank this error blames, if it blames one.

@@ -114,12 +114,7 @@ impl<T: Transport> Faulty<T> {
 
     /// Ends the use of a lane because of this message.
     fn timeout(&self, lane: usize, message: &Outgoing<'_>, deadline: Deadline) -> Error {
-        let error = Error::Timeout {
-            rank: self.inner.rank(),
-            operation: message.header.to_string(),
-            waited: deadline.waited(),
-            waiting_for: vec![message.peer],
-        };
+        let error = Error::timeout(self.inner.rank(), message.header.to_string(), deadline, [message.peer]);
         self.state().failed = Some((lane, error.clone()));
         error
     }

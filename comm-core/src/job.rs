@@ -32,7 +32,7 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 use crate::place::with_scope;
-use crate::{descriptors, process, sys};
+use crate::{descriptors, hex, process, sys};
 
 /// Names of the variables that [`Launch`](crate::launch::Launch) sets.
 pub(crate) mod vars {
@@ -325,7 +325,7 @@ impl Secret {
     pub fn read(path: &Path) -> Result<Self> {
         // Owner and mode are looked at in the file that was opened, not in one that has taken its place since.
         let (bytes, metadata) = read_small(path, Self::MAX_LEN as u64, "the file of the secret")?;
-        let (owner, user, mode) = (metadata.uid(), sys::effective_user(), metadata.mode());
+        let (owner, user, mode) = (metadata.uid(), rustix::process::geteuid().as_raw(), metadata.mode());
         if !is_trusted(owner, user) {
             return Err(refused_owner(path, owner, user));
         }
@@ -543,11 +543,6 @@ pub fn exit_code(error: &Error, rank: usize) -> i32 {
 /// Fills `bytes` with randomness of the system.
 pub(crate) fn fill_random(bytes: &mut [u8]) -> Result<()> {
     getrandom::fill(bytes).map_err(|e| Error::io("getting random bytes", io::Error::other(e.to_string())))
-}
-
-/// Lower-case hexadecimal digits of `bytes`.
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 /// Variables of one launcher.

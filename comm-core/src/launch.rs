@@ -16,13 +16,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::fs::MemfdFlags;
 use signal_hook::SigId;
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGKILL, SIGTERM};
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::folder::PrivateFolder;
-use crate::job::{EXIT_ECHO, MAX_WORLD_SIZE, Secret, fill_random, hex, other_launchers_variables, vars};
+use crate::hex;
+use crate::job::{EXIT_ECHO, MAX_WORLD_SIZE, Secret, fill_random, other_launchers_variables, vars};
 use crate::printer::{self, PATIENCE, Printer};
 use crate::process;
 use crate::sys::{self, Waiter};
@@ -456,7 +458,7 @@ impl MeetingPoint {
         let mut id = [0; 8];
         fill_random(&mut id)?;
         let text = Secret::random()?;
-        let secret = sys::memory_file(c"comm-secret")
+        let secret = sys::memory_file("comm-secret", MemfdFlags::empty())
             .and_then(|mut file| {
                 file.set_permissions(fs::Permissions::from_mode(0o600))?;
                 file.write_all(text.bytes())?;

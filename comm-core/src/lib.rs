@@ -9,7 +9,8 @@
 //!   [`Subgroup`](control::Subgroup) is one over some of the ranks, for a transport of their own.
 //! - [`launch`] starts one process a rank on this machine; [`printer`] is output that never holds up a rank.
 //! - [`Counted`] and [`Faulty`] wrap a transport: one counts what passes, one breaks it on purpose.
-//! - [`native`] holds parts for communicators that bring their own collectives.
+//! - [`engine`] is the life of a call, once for all communicators: one over a library with collectives of its own is an
+//!   [`Engine`](engine::Engine) too.
 //! - [`conformance`] is the suite that every transport passes.
 //!
 //! ```
@@ -37,6 +38,7 @@ pub mod descriptors;
 #[cfg(feature = "tokio")]
 pub mod driver;
 pub mod dtype;
+pub mod engine;
 pub mod error;
 pub mod faulty;
 pub mod folder;
@@ -45,18 +47,21 @@ pub mod folder;
 pub mod fuzzing;
 pub mod handle;
 pub mod header;
+mod hex;
 pub mod job;
 pub mod launch;
 pub mod local;
 pub mod mesh;
-pub mod native;
+mod names;
 pub mod null;
 pub mod op;
 pub mod place;
+mod preset;
 pub mod printer;
 pub mod process;
 mod reduce;
 pub mod shm;
+pub mod splitmix;
 #[allow(unsafe_code, reason = "system calls that the standard library does not offer")]
 mod sys;
 pub mod table;
@@ -75,11 +80,14 @@ pub use dtype::{DType, Element, Factor, ReduceOp};
 pub use error::{Error, Notice, Result};
 pub use faulty::{Fault, FaultKind, Faulty};
 pub use half::{bf16, f16};
-pub use handle::{Completed, Completer, Failed, Handle, Outcome};
+pub use handle::{Completed, Completer, Failed, Handle, Outcome, Pending};
 pub use header::{HEADER_LEN, Header};
+pub use hex::hex;
 pub use job::Job;
 pub use mesh::{Mesh, MeshOptions};
+pub use names::UnknownName;
 pub use op::{Algorithm, BorrowedCall, Call, Counts, Mode, Op, OpKind, shard_range};
+pub use preset::Preset;
 pub use table::Table;
 pub use transport::{Incoming, Outgoing, Sink, Transport};
 pub use waiting::{Spinner, Wait, Waiting};

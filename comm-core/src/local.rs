@@ -250,9 +250,7 @@ impl LocalTransport {
         }
         loop {
             let seen = event.count();
-            if let Some(error) = lock(&self.aborted).clone() {
-                return Err(error);
-            }
+            self.check()?;
             for (message, sent) in outgoing.iter().zip(&mut *sent).filter(|(_, sent)| !**sent) {
                 *sent = self.send(lane, message)?;
             }
@@ -266,17 +264,14 @@ impl LocalTransport {
                 let late = outgoing.iter().zip(&*sent).filter(|(_, sent)| !**sent).map(|(message, _)| message.peer);
                 let silent =
                     incoming.iter().zip(&*received).filter(|(_, done)| !**done).map(|(incoming, _)| incoming.peer);
-                let mut waiting_for: Vec<usize> = late.chain(silent).collect();
-                waiting_for.sort_unstable();
-                waiting_for.dedup();
-                return Err(Error::Timeout {
-                    rank: self.rank,
-                    operation: "an exchange".into(),
-                    waited: deadline.waited(),
-                    waiting_for,
-                });
+                return Err(Error::timeout(self.rank, "an exchange", deadline, late.chain(silent)));
             }
         }
+    }
+
+    /// Fails once the transport was aborted.
+    fn check(&self) -> Result<()> {
+        lock(&self.aborted).clone().map_or(Ok(()), Err)
     }
 
     fn signal_all(&self) {
@@ -310,9 +305,7 @@ impl Transport for LocalTransport {
         incoming: &mut [Incoming<'_>],
         deadline: Deadline,
     ) -> Result<()> {
-        if let Some(error) = lock(&self.aborted).clone() {
-            return Err(error);
-        }
+        self.check()?;
         transport::check(self.rank, self.fabric.ranks, outgoing, incoming)?;
         self.lanes.run(lane, |progress| self.exchange_on(lane, progress, outgoing, incoming, deadline))
     }
@@ -322,9 +315,9 @@ impl Transport for LocalTransport {
         self.signal_all();
     }
 
-    fn close(&self, _deadline: Deadline) -> Result<()> {
-        // What was sent lies in the receiver's memory already.
-        Ok(())
+    /// What was sent lies in the receiver's memory already.
+    fn close(&self, deadline: Deadline) -> Result<()> {
+        self.lanes.close(self.rank, deadline, || self.check(), |_| Ok(()))
     }
 }
 
@@ -525,12 +518,8 @@ impl Control for LocalControl {
             },
             |state| {
                 let round = &state.rounds[(round - state.first_round) as usize];
-                Error::Timeout {
-                    rank: self.rank,
-                    operation: format!("gathering '{label}'"),
-                    waited: deadline.waited(),
-                    waiting_for: (0..ranks).filter(|rank| round.blobs[*rank].is_none()).collect(),
-                }
+                let missing = (0..ranks).filter(|rank| round.blobs[*rank].is_none());
+                Error::timeout(self.rank, format!("gathering '{label}'"), deadline, missing)
             },
         );
         gathered.map_err(|error| match error {
@@ -602,11 +591,9 @@ impl Control for LocalControl {
         self.hub.wait(
             deadline,
             |state| (state.left == ranks).then_some(()),
-            |state| Error::Timeout {
-                rank: self.rank,
-                operation: "leaving the job".into(),
-                waited: deadline.waited(),
-                waiting_for: (0..ranks).filter(|rank| !state.is_gone[*rank]).collect(),
+            |state| {
+                let missing = (0..ranks).filter(|rank| !state.is_gone[*rank]);
+                Error::timeout(self.rank, "leaving the job", deadline, missing)
             },
         )
     }

@@ -1,16 +1,15 @@
 //! A communicator that is infinitely fast, because it communicates nothing: what a program takes without its network.
 
-use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
-use crate::buffer::{Buffer, View};
-use crate::communicator::Communicator;
+use crate::communicator::Communicator as _;
+use crate::control::Control;
+use crate::deadline::Deadline;
+use crate::engine::{Comm, Data, Engine, Group, Operation, Settings, Shared};
 use crate::error::{Error, Result};
-use crate::handle::{Completed, Failed, Handle};
-use crate::op::{Algorithm, BorrowedCall, Call, Counts, Elements, Op, check, shard_range};
-use crate::table::supports;
+use crate::op::{Extents, Op};
+use crate::table::Table;
 
 /// One rank of a job whose other ranks are not there. For timing only: every operation ends at once, and its results are wrong.
 ///
@@ -19,24 +18,14 @@ use crate::table::supports;
 /// What the other ranks would have sent stays as the caller passed it. Arguments are checked as everywhere else.
 ///
 /// Device memory is taken as it is where nothing has to be copied, that is in place.
-pub struct NullCommunicator {
-    id: u64,
-    rank: usize,
-    world_size: usize,
-    lanes: usize,
-    is_first: bool,
-    job: Arc<NullJob>,
-}
+///
+/// [`split`](crate::Communicator::split) is refused with [`Error::Unsupported`] where there are other ranks: their colors are not known.
+pub type NullCommunicator = Comm<NullEngine>;
 
-/// What a communicator shares with those that were split off it.
-struct NullJob {
-    failure: OnceLock<Error>,
-    is_finished: AtomicBool,
-    ids: AtomicU64,
+/// Performs operations by leaving out what other ranks would do.
+pub struct NullEngine {
+    shared: Shared<()>,
 }
-
-/// The id of a job's first communicator.
-const FIRST: u64 = 1;
 
 impl NullCommunicator {
     /// Rank `rank` of `world_size`.
@@ -47,88 +36,78 @@ impl NullCommunicator {
         if rank >= world_size || lanes == 0 {
             return Err(Error::invalid(format!("rank {rank} of {world_size} with {lanes} lanes")));
         }
-        let ids = AtomicU64::new(FIRST + 1);
-        let job = NullJob { failure: OnceLock::new(), is_finished: AtomicBool::new(false), ids };
-        Ok(NullCommunicator { id: FIRST, rank, world_size, lanes, is_first: true, job: Arc::new(job) })
-    }
-
-    fn admit(&self, asked: &Asked<'_>, buffer: Elements, input: Option<Elements>) -> Result<()> {
-        let Asked { op, counts, algorithm, lane } = *asked;
-        let shape = check(op, self.rank, self.world_size, buffer, input, counts)?;
-        if lane >= self.lanes {
-            return Err(Error::invalid(format!("lane {lane} of a communicator that has {} lanes", self.lanes)));
-        }
-        if let Some(algorithm) = algorithm
-            && !supports(algorithm, op.kind(), shape.dtype, self.world_size)
-        {
-            return Err(Error::invalid(format!(
-                "the algorithm {algorithm} cannot run {} of {} on {} ranks",
-                op.kind(),
-                shape.dtype,
-                self.world_size
-            )));
-        }
-        if let Some(error) = self.job.failure.get() {
-            return Err(error.clone());
-        }
-        if self.job.is_finished.load(Ordering::Acquire) {
-            return Err(Error::invalid("the job's first communicator has finished; nothing can be started on it"));
-        }
-        Ok(())
-    }
-
-    /// Puts this rank's own part where it belongs, in elements of `size` bytes. The arguments have been checked.
-    fn place(&self, op: &Op, counts: Option<&Counts>, size: usize, bytes: &mut [u8], input: Option<&[u8]>) {
-        let (rank, ranks) = (self.rank, self.world_size);
-        let part = |counts: Option<&[usize]>, whole: usize| -> Range<usize> {
-            let elements = match counts {
-                Some(counts) => {
-                    let start: usize = counts.iter().take(rank).sum();
-                    start..start + counts.get(rank).copied().unwrap_or(0)
-                }
-                None => shard_range(whole / size, ranks, rank),
-            };
-            elements.start * size..elements.end * size
-        };
-        let shards = counts.map(Counts::send);
-        match (*op, input) {
-            (Op::AllToAll, _) => {
-                let input_bytes = input.map_or(bytes.len(), <[u8]>::len);
-                let from = part(shards, input_bytes);
-                let into = part(counts.map(Counts::receive), bytes.len());
-                let length = from.len().min(into.len());
-                match input {
-                    Some(input) => copy(&mut bytes[into], &input[from]),
-                    None => bytes.copy_within(from.start..from.start + length, into.start),
-                }
-            }
-            (_, None) | (Op::Barrier | Op::Send { .. } | Op::Recv { .. }, _) => {}
-            (Op::AllReduce(_) | Op::Broadcast { .. }, Some(input)) => copy(bytes, input),
-            (Op::Reduce { root, .. }, Some(input)) => {
-                if root == rank {
-                    copy(bytes, input);
-                }
-            }
-            (Op::Scatter { .. } | Op::ReduceScatter(_), Some(input)) => copy(bytes, &input[part(shards, input.len())]),
-            (Op::Gather { root, .. }, Some(input)) => {
-                if root == rank {
-                    let mine = part(shards, bytes.len());
-                    copy(&mut bytes[mine], input);
-                }
-            }
-            (Op::AllGather, Some(input)) => {
-                let mine = part(shards, bytes.len());
-                copy(&mut bytes[mine], input);
-            }
-        }
+        let control = NullControl { rank, world_size, failure: OnceLock::new(), hooks: Mutex::default() };
+        let never = Duration::MAX;
+        let settings =
+            Settings { timeout: never, stall_after: never, verdict_grace: Duration::ZERO, table: Table::fixed() };
+        let shared = Shared::new(Arc::new(control), vec![(); lanes], settings);
+        Ok(Comm::first(Arc::new(NullEngine { shared }), ()))
     }
 }
 
-impl Communicator for NullCommunicator {
+impl Engine for NullEngine {
+    type Lane = ();
+    type Part = ();
+
+    const IS_INSTANT: bool = true;
+
     fn name(&self) -> &str {
         "null"
     }
 
+    fn shared(&self) -> &Shared<()> {
+        &self.shared
+    }
+
+    fn accept(&self, op: &Op, extents: &Extents, data: &mut Data<'_>) -> Result<()> {
+        // In place nothing moves, unless an all-to-all has its own block in different places.
+        if data.is_on_device() && (data.input.is_some() || extents.own_copy.is_some()) {
+            return Err(Error::Unsupported {
+                what: format!(
+                    "{} from one place in device memory to another, on a communicator that does nothing",
+                    op.kind()
+                ),
+                why: "run it in place, or on host memory".into(),
+            });
+        }
+        Ok(())
+    }
+
+    fn perform(&self, operation: &Operation, (): &(), (): &mut (), data: Data<'_>) -> Result<()> {
+        if let Some((mut buffer, input)) = data.into_host() {
+            operation.extents.copy_own(buffer.bytes_mut(), input.map(|input| input.bytes()));
+        }
+        Ok(())
+    }
+
+    fn split(parent: &Comm<Self>, group: Option<&Group>) -> Result<Option<()>> {
+        if parent.world_size() > 1 {
+            return Err(Error::Unsupported {
+                what: format!("splitting a null communicator of {} ranks", parent.world_size()),
+                why: "the other ranks are not there, so their colors are not known; make a NullCommunicator of the size that \
+                      the part would have"
+                    .into(),
+            });
+        }
+        Ok(group.map(|_| ()))
+    }
+
+    fn end(self: &Arc<Self>, _failure: &Error) {}
+
+    fn close(self: &Arc<Self>, (): &(), _deadline: Deadline) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// The control plane of a rank whose job has no other ranks to tell anything.
+struct NullControl {
+    rank: usize,
+    world_size: usize,
+    failure: OnceLock<Error>,
+    hooks: Mutex<Vec<Box<dyn Fn(&Error) + Send + Sync>>>,
+}
+
+impl Control for NullControl {
     fn rank(&self) -> usize {
         self.rank
     }
@@ -137,116 +116,52 @@ impl Communicator for NullCommunicator {
         self.world_size
     }
 
-    fn lanes(&self) -> usize {
-        self.lanes
+    fn all_gather(&self, _label: &str, blob: &[u8], _deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+        Ok(vec![blob.to_vec(); self.world_size])
     }
 
-    fn id(&self) -> u64 {
-        self.id
+    fn derive_key(&self, _label: &str) -> [u8; 32] {
+        [0; 32]
     }
 
-    fn start(&self, call: Call) -> Handle {
-        let began = Instant::now();
-        let Call { op, mut buffer, input, counts, algorithm, lane, timeout: _, label: _, mode: _ } = call;
-        let elements = |buffer: &Buffer| Elements { dtype: buffer.dtype(), count: buffer.count() };
-        let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
-        let admitted = self.admit(&asked, elements(&buffer), input.as_ref().map(elements));
-        let placed = admitted.and_then(|()| match (&mut buffer, &input) {
-            (Buffer::Host(buffer), None) => {
-                self.place(&op, counts.as_ref(), buffer.dtype().size(), buffer.bytes_mut(), None);
-                Ok(())
+    fn poison(&self, error: &Error) {
+        if self.failure.set(error.clone()).is_ok() {
+            for hook in std::mem::take(&mut *self.hooks.lock().unwrap_or_else(PoisonError::into_inner)) {
+                hook(error);
             }
-            (Buffer::Host(buffer), Some(Buffer::Host(input))) => {
-                self.place(&op, counts.as_ref(), buffer.dtype().size(), buffer.bytes_mut(), Some(input.bytes()));
-                Ok(())
-            }
-            // Nothing moves, unless an all-to-all has its own block in different places.
-            (Buffer::Device(_), None) if counts.is_none() || op != Op::AllToAll => Ok(()),
-            _ => Err(Error::Unsupported {
-                what: format!(
-                    "{} from one place in device memory to another, on a communicator that does nothing",
-                    op.kind()
-                ),
-                why: "run it in place, or on host memory".into(),
-            }),
-        });
-        Handle::done(match placed {
-            Ok(()) => Ok(Completed { buffer, input, began, ended: Instant::now() }),
-            Err(error) => Err(Failed { error, buffer: Some(buffer), input }),
-        })
-    }
-
-    fn run_borrowed(&self, call: BorrowedCall<'_>) -> Result<()> {
-        let BorrowedCall { op, mut buffer, input, counts, algorithm, lane, timeout: _, label: _ } = call;
-        let elements = |view: View<'_>| Elements { dtype: view.dtype(), count: view.count() };
-        let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
-        self.admit(&asked, elements(View::from(&buffer)), input.map(elements))?;
-        let size = buffer.dtype().size();
-        self.place(&op, counts.as_ref(), size, buffer.bytes_mut(), input.map(|input| input.bytes()));
-        Ok(())
-    }
-
-    /// Only a rank that is alone knows who is in which part.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] where there are other ranks: their colours are not known.
-    fn split(&self, color: Option<u64>, _key: i64) -> Result<Option<Arc<dyn Communicator>>> {
-        if let Some(error) = self.job.failure.get() {
-            return Err(error.clone());
         }
-        if self.world_size > 1 {
-            return Err(Error::Unsupported {
-                what: format!("splitting a null communicator of {} ranks", self.world_size),
-                why: "the other ranks are not there, so their colors are not known; make a NullCommunicator of the size that \
-                      the part would have"
-                    .into(),
-            });
-        }
-        let child = |_| -> Arc<dyn Communicator> {
-            let (rank, world_size, lanes) = (self.rank, self.world_size, self.lanes);
-            let id = self.job.ids.fetch_add(1, Ordering::Relaxed);
-            Arc::new(NullCommunicator { id, rank, world_size, lanes, is_first: false, job: self.job.clone() })
-        };
-        Ok(color.map(child))
     }
 
-    fn abort(&self, reason: &str) {
-        let _ = self.job.failure.set(Error::Aborted { by: self.rank, reason: reason.into() });
+    fn failure(&self) -> Option<Error> {
+        self.failure.get().cloned()
     }
 
-    fn finish(&self, _timeout: Duration) -> Result<()> {
-        if let Some(error) = self.job.failure.get() {
-            return Err(error.clone());
-        }
-        if self.is_first {
-            self.job.is_finished.store(true, Ordering::Release);
-        }
-        Ok(())
+    fn verdict(&self, observed: Error, _grace: Duration) -> Error {
+        self.poison(&observed);
+        self.failure().unwrap_or(observed)
     }
-}
 
-/// What a caller wants, data aside.
-#[derive(Clone, Copy)]
-struct Asked<'a> {
-    op: &'a Op,
-    counts: Option<&'a Counts>,
-    algorithm: Option<Algorithm>,
-    lane: usize,
-}
+    fn on_failure(&self, hook: Box<dyn Fn(&Error) + Send + Sync>) {
+        match self.failure.get() {
+            Some(error) => hook(error),
+            None => self.hooks.lock().unwrap_or_else(PoisonError::into_inner).push(hook),
+        }
+    }
 
-/// Copies as much as both have.
-fn copy(into: &mut [u8], from: &[u8]) {
-    let length = into.len().min(from.len());
-    crate::copy(&mut into[..length], &from[..length]);
+    fn leave(&self, _deadline: Deadline) -> Result<()> {
+        self.failure.get().cloned().map_or(Ok(()), Err)
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::communicator::CommunicatorExt;
+    use crate::buffer::Buffer;
+    use crate::communicator::{Communicator, CommunicatorExt};
     use crate::dtype::ReduceOp;
     use crate::local;
     use crate::mesh::{Mesh, MeshOptions};
+    use crate::op::{Algorithm, Call, Counts};
 
     fn rank_1_of_3() -> NullCommunicator {
         NullCommunicator::new(1, 3, 2).unwrap()

@@ -8,8 +8,11 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::buffer::{Buffer, View, ViewMut};
-use crate::dtype::{DType, ReduceOp};
-use crate::error::{Error, Result};
+use crate::dtype::ReduceOp;
+
+mod extents;
+
+pub use extents::{Elements, Extents, OwnCopy, Shards, check};
 
 /// One operation on a buffer. Roots and peers are ranks within the communicator.
 ///
@@ -106,7 +109,14 @@ impl Op {
     pub fn reduce_op(&self) -> Option<ReduceOp> {
         match self {
             Op::AllReduce(op) | Op::ReduceScatter(op) | Op::Reduce { op, .. } => Some(*op),
-            _ => None,
+            Op::Broadcast { .. }
+            | Op::Scatter { .. }
+            | Op::Gather { .. }
+            | Op::AllGather
+            | Op::AllToAll
+            | Op::Barrier
+            | Op::Send { .. }
+            | Op::Recv { .. } => None,
         }
     }
 
@@ -116,7 +126,13 @@ impl Op {
             Op::Broadcast { root } | Op::Reduce { root, .. } | Op::Scatter { root, .. } | Op::Gather { root, .. } => {
                 Some(*root)
             }
-            _ => None,
+            Op::AllReduce(_)
+            | Op::AllGather
+            | Op::ReduceScatter(_)
+            | Op::AllToAll
+            | Op::Barrier
+            | Op::Send { .. }
+            | Op::Recv { .. } => None,
         }
     }
 }
@@ -189,7 +205,8 @@ impl fmt::Display for OpKind {
 
 /// How a collective is cut into messages.
 ///
-/// Names as in Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
+/// Names as in Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005). The numbers are
+/// codes in headers; the rest of what there is to know of each is its entry in `mesh/algorithms`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
@@ -211,54 +228,6 @@ pub enum Algorithm {
     HalvingDoubling = 6,
     /// The root sends each rank its shard, then the shards are gathered around a ring.
     ScatterAllGather = 7,
-}
-
-impl Algorithm {
-    /// Every algorithm.
-    pub const ALL: [Algorithm; 7] = [
-        Algorithm::Direct,
-        Algorithm::Ring,
-        Algorithm::Tree,
-        Algorithm::Sharded,
-        Algorithm::RecursiveDoubling,
-        Algorithm::HalvingDoubling,
-        Algorithm::ScatterAllGather,
-    ];
-
-    /// The algorithm with this code in a header.
-    pub fn from_code(code: u8) -> Option<Algorithm> {
-        Algorithm::ALL.into_iter().find(|algorithm| *algorithm as u8 == code)
-    }
-
-    /// Its name.
-    pub fn name(self) -> &'static str {
-        match self {
-            Algorithm::Direct => "direct",
-            Algorithm::Ring => "ring",
-            Algorithm::Tree => "tree",
-            Algorithm::Sharded => "sharded",
-            Algorithm::RecursiveDoubling => "recursive-doubling",
-            Algorithm::HalvingDoubling => "halving-doubling",
-            Algorithm::ScatterAllGather => "scatter-all-gather",
-        }
-    }
-}
-
-impl fmt::Display for Algorithm {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl std::str::FromStr for Algorithm {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self> {
-        Algorithm::ALL.into_iter().find(|algorithm| algorithm.name() == name).ok_or_else(|| {
-            let names = Algorithm::ALL.map(Algorithm::name).join(", ");
-            Error::invalid(format!("'{name}' is no algorithm; choose one of {names}"))
-        })
-    }
 }
 
 /// Lengths of shards, in elements by rank, for a call that does not divide its whole evenly: `MPI_Scatterv`, `MPI_Gatherv`,
@@ -321,13 +290,13 @@ impl Counts {
 /// });
 /// ```
 #[derive(Debug)]
-pub struct Call {
+pub struct Call<B = Buffer, I = B> {
     /// What to do.
     pub op: Op,
-    /// The buffer, owned until the operation has ended.
-    pub buffer: Buffer,
-    /// What goes in, if that is not in `buffer`. Owned until the operation has ended, and never changed.
-    pub input: Option<Buffer>,
+    /// The buffer, owned (or lent) until the operation has ended.
+    pub buffer: B,
+    /// What goes in, if that is not in `buffer`. Owned (or lent) until the operation has ended, and never changed.
+    pub input: Option<I>,
     /// How the whole is divided among the ranks, if not evenly.
     pub counts: Option<Counts>,
     /// The algorithm, if not the table's choice. The same on all ranks.
@@ -338,13 +307,37 @@ pub struct Call {
     pub timeout: Option<Duration>,
     /// What the caller calls it, for errors and reports: "bucket 3", for instance.
     pub label: Option<Arc<str>>,
-    /// Where it runs.
+    /// Where it runs. A call on lent memory always blocks.
     pub mode: Mode,
 }
+
+/// A blocking operation on memory that its caller lends.
+pub type BorrowedCall<'a> = Call<ViewMut<'a>, View<'a>>;
+
+/// A call without its data.
+pub(crate) type Request = Call<(), ()>;
 
 impl Call {
     /// A call that runs in the caller's thread on lane 0, in place.
     pub fn blocking(op: Op, buffer: Buffer) -> Self {
+        Call::on(op, buffer)
+    }
+
+    /// A call that runs beside the caller on `lane`, in place.
+    pub fn background(op: Op, buffer: Buffer, lane: usize) -> Self {
+        Call { lane, mode: Mode::Background, ..Call::on(op, buffer) }
+    }
+}
+
+impl<'a> BorrowedCall<'a> {
+    /// A call on lane 0, in place.
+    pub fn new(op: Op, buffer: ViewMut<'a>) -> Self {
+        Call::on(op, buffer)
+    }
+}
+
+impl<B, I> Call<B, I> {
+    fn on(op: Op, buffer: B) -> Self {
         Call {
             op,
             buffer,
@@ -358,14 +351,9 @@ impl Call {
         }
     }
 
-    /// A call that runs beside the caller on `lane`, in place.
-    pub fn background(op: Op, buffer: Buffer, lane: usize) -> Self {
-        Call { lane, mode: Mode::Background, ..Call::blocking(op, buffer) }
-    }
-
     /// The same with what goes in in a buffer of its own; see [`Op`] for the lengths of both.
     #[must_use]
-    pub fn out_of_place(self, input: Buffer) -> Self {
+    pub fn out_of_place(self, input: I) -> Self {
         Call { input: Some(input), ..self }
     }
 
@@ -398,259 +386,12 @@ impl Call {
     pub fn labelled(self, label: impl Into<Arc<str>>) -> Self {
         Call { label: Some(label.into()), ..self }
     }
-}
 
-/// A blocking operation on memory that its caller lends. The fields are those of [`Call`].
-#[derive(Debug)]
-#[allow(missing_docs, reason = "described at `Call`")]
-pub struct BorrowedCall<'a> {
-    pub op: Op,
-    pub buffer: ViewMut<'a>,
-    pub input: Option<View<'a>>,
-    pub counts: Option<Counts>,
-    pub algorithm: Option<Algorithm>,
-    pub lane: usize,
-    pub timeout: Option<Duration>,
-    pub label: Option<Arc<str>>,
-}
-
-impl<'a> BorrowedCall<'a> {
-    /// A call on lane 0, in place.
-    pub fn new(op: Op, buffer: ViewMut<'a>) -> Self {
-        BorrowedCall { op, buffer, input: None, counts: None, algorithm: None, lane: 0, timeout: None, label: None }
+    /// The same call on other data, and the data that it had.
+    pub(crate) fn replace_data<C, J>(self, buffer: C, input: Option<J>) -> (Call<C, J>, B, Option<I>) {
+        let Call { op, buffer: old_buffer, input: old_input, counts, algorithm, lane, timeout, label, mode } = self;
+        (Call { op, buffer, input, counts, algorithm, lane, timeout, label, mode }, old_buffer, old_input)
     }
-
-    /// The same out of place.
-    #[must_use]
-    pub fn out_of_place(self, input: View<'a>) -> Self {
-        BorrowedCall { input: Some(input), ..self }
-    }
-
-    /// The same with the whole divided otherwise.
-    #[must_use]
-    pub fn with_counts(self, counts: Counts) -> Self {
-        BorrowedCall { counts: Some(counts), ..self }
-    }
-
-    /// The same with a name for errors and reports.
-    #[must_use]
-    pub fn labelled(self, label: impl Into<Arc<str>>) -> Self {
-        BorrowedCall { label: Some(label.into()), ..self }
-    }
-}
-
-/// What the arguments of an operation say about its data, once they have been found to make sense.
-#[derive(Clone, Copy, Debug)]
-pub struct Shape {
-    /// Type of the elements.
-    pub dtype: DType,
-    /// Elements of the whole.
-    pub count: usize,
-}
-
-/// Elements, by type and number.
-#[derive(Clone, Copy, Debug)]
-pub struct Elements {
-    /// Their type.
-    pub dtype: DType,
-    /// How many.
-    pub count: usize,
-}
-
-/// Checks the arguments that `rank` of `ranks` passes.
-///
-/// # Errors
-/// `InvalidArgument` that says which argument is wrong and what it should be.
-pub fn check(
-    op: &Op,
-    rank: usize,
-    ranks: usize,
-    buffer: Elements,
-    input: Option<Elements>,
-    counts: Option<&Counts>,
-) -> Result<Shape> {
-    let kind = op.kind();
-    let other = |name: &str, other: usize| {
-        if other < ranks {
-            return Ok(());
-        }
-        Err(Error::invalid(format!("{kind} names {name} {other}, but there are {ranks} ranks")))
-    };
-    if let Some(root) = op.root() {
-        other("root", root)?;
-    }
-    if let Op::Send { to: peer } | Op::Recv { from: peer } = *op {
-        other("rank", peer)?;
-        if peer == rank {
-            return Err(Error::invalid(format!("{kind} between rank {peer} and itself")));
-        }
-    }
-    if let Some(ReduceOp::ScaledSum(factor)) = op.reduce_op()
-        && !buffer.dtype.is_float()
-        && (factor.value().fract() != 0.0 || factor.value().abs() > 2f64.powi(64))
-    {
-        return Err(Error::invalid(format!(
-            "{kind}: the factor {} of a scaled sum of {} must be a whole number",
-            factor.value(),
-            buffer.dtype
-        )));
-    }
-    if let Some(input) = input
-        && input.dtype != buffer.dtype
-    {
-        return Err(Error::invalid(format!("{kind} from a buffer of {} into one of {}", input.dtype, buffer.dtype)));
-    }
-    if let Some(counts) = counts {
-        check_counts(kind, ranks, counts)?;
-    }
-    let is_root = op.root() == Some(rank);
-    let takes_input = match *op {
-        Op::Barrier | Op::Recv { .. } => false,
-        Op::Broadcast { .. } | Op::Scatter { .. } => is_root,
-        _ => true,
-    };
-    if input.is_some() && !takes_input {
-        return Err(Error::invalid(format!(
-            "{kind} on rank {rank} takes no input: there is nothing that it would read"
-        )));
-    }
-
-    let sum = |counts: &[usize]| counts.iter().try_fold(0usize, |sum, count| sum.checked_add(*count));
-    let too_many = || Error::invalid(format!("{kind}: the counts add up to more elements than there can be"));
-    let whole_of_counts = counts.map(|counts| sum(counts.send()).ok_or_else(too_many)).transpose()?;
-    let length = |what: &str, is: usize, should: usize| {
-        if is == should {
-            return Ok(());
-        }
-        Err(Error::invalid(format!("{kind} on rank {rank}: a buffer of {is} elements where {what} has {should}")))
-    };
-    let my_shard = |whole: usize| match counts {
-        Some(counts) => counts.send().get(rank).copied().unwrap_or(0),
-        None => shard_range(whole, ranks, rank).len(),
-    };
-    let count = match *op {
-        Op::Scatter { total, .. } | Op::Gather { total, .. } => {
-            if let Some(sum) = whole_of_counts
-                && sum != total
-            {
-                return Err(Error::invalid(format!("{kind} of {total} elements whose counts add up to {sum}")));
-            }
-            let (shard, is_gather) = (my_shard(total), matches!(op, Op::Gather { .. }));
-            match (input, is_root) {
-                (None, true) => length("the whole", buffer.count, total)?,
-                (None, false) => length("its shard", buffer.count, shard)?,
-                (Some(input), _) if is_gather => {
-                    length("its shard", input.count, shard)?;
-                    if is_root {
-                        length("the whole", buffer.count, total)?;
-                    }
-                }
-                (Some(input), _) => {
-                    length("the whole", input.count, total)?;
-                    length("its shard", buffer.count, shard)?;
-                }
-            }
-            // The root of an out-of-place scatter is known by its input alone.
-            total
-        }
-        Op::AllGather => {
-            let whole = buffer.count;
-            length("the whole, by its counts,", whole, whole_of_counts.unwrap_or(whole))?;
-            if let Some(input) = input {
-                length("its shard", input.count, my_shard(whole))?;
-            }
-            whole
-        }
-        Op::ReduceScatter(_) => {
-            let whole = input.unwrap_or(buffer).count;
-            length("the whole, by its counts,", whole, whole_of_counts.unwrap_or(whole))?;
-            if input.is_some() {
-                length("its shard", buffer.count, my_shard(whole))?;
-            }
-            whole
-        }
-        Op::AllToAll => match counts {
-            Some(counts) => {
-                let (send, receive) =
-                    (sum(counts.send()).ok_or_else(too_many)?, sum(counts.receive()).ok_or_else(too_many)?);
-                match input {
-                    Some(input) => {
-                        length("what is sent", input.count, send)?;
-                        length("what is received", buffer.count, receive)?;
-                    }
-                    None => length("the longer of what is sent and received", buffer.count, send.max(receive))?,
-                }
-                let of_mine = |counts: &[usize]| counts.get(rank).copied().unwrap_or(0);
-                let (to_me, from_me) = (of_mine(counts.send()), of_mine(counts.receive()));
-                if to_me != from_me {
-                    return Err(Error::invalid(format!(
-                        "{kind} on rank {rank}: it sends {to_me} elements to itself and expects {from_me} from itself"
-                    )));
-                }
-                // Differs from rank to rank, so it is nothing to agree on.
-                0
-            }
-            None => {
-                if let Some(input) = input {
-                    length("the whole", input.count, buffer.count)?;
-                }
-                if !buffer.count.is_multiple_of(ranks) {
-                    return Err(Error::invalid(format!(
-                        "{kind} of {} elements, which {ranks} ranks cannot share equally; pass counts",
-                        buffer.count
-                    )));
-                }
-                buffer.count
-            }
-        },
-        Op::Reduce { .. } => {
-            let whole = input.unwrap_or(buffer).count;
-            if is_root {
-                length("the whole", buffer.count, whole)?;
-            }
-            whole
-        }
-        Op::Barrier => {
-            length("a barrier", buffer.count, 0)?;
-            0
-        }
-        Op::AllReduce(_) | Op::Broadcast { .. } => {
-            if let Some(input) = input {
-                length("the whole", buffer.count, input.count)?;
-            }
-            buffer.count
-        }
-        Op::Send { .. } => match input {
-            Some(input) => {
-                length("a send from an input", buffer.count, 0)?;
-                input.count
-            }
-            None => buffer.count,
-        },
-        Op::Recv { .. } => buffer.count,
-    };
-    // No element, no type.
-    let dtype = if kind == OpKind::Barrier { DType::U8 } else { buffer.dtype };
-    Ok(Shape { dtype, count })
-}
-
-fn check_counts(kind: OpKind, ranks: usize, counts: &Counts) -> Result<()> {
-    let takes =
-        matches!(kind, OpKind::Scatter | OpKind::Gather | OpKind::AllGather | OpKind::ReduceScatter | OpKind::AllToAll);
-    if !takes {
-        return Err(Error::invalid(format!("{kind} divides nothing, so it takes no counts")));
-    }
-    if counts.receive.is_some() != (kind == OpKind::AllToAll) {
-        return Err(Error::invalid(format!(
-            "{kind}: Counts::all_to_all is for all-to-all, Counts::new for the others"
-        )));
-    }
-    for counts in [counts.send(), counts.receive()] {
-        if counts.len() != ranks {
-            return Err(Error::invalid(format!("{kind}: {} counts for {ranks} ranks", counts.len())));
-        }
-    }
-    Ok(())
 }
 
 /// Where an operation runs.

@@ -4,14 +4,15 @@ use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6, UdpSocket};
 use std::os::unix::fs::MetadataExt;
 
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::control::Control;
 use crate::error::{Error, Result};
 use crate::job::{check_address, check_own_socket_address};
 
-/// Where a rank is: what it tells the others beside the addresses that it offers them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Where a rank is: what it tells the others beside the addresses that it offers them. By default nothing is known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Place {
     /// Stands for the network of the process: addresses of loopback lead to the same place in processes that have the same. `None`
     /// where the system does not tell.
@@ -26,30 +27,32 @@ impl Place {
         Place { network: network(), came_from: control.local_address().map(|address| address.ip()) }
     }
 
-    /// Two words.
-    pub fn encode(&self) -> String {
-        let network = self.network.map_or(NONE.to_string(), |network| format!("{network:032x}"));
-        let came_from = self.came_from.map_or(NONE.to_string(), |ip| ip.to_string());
-        format!("{network} {came_from}")
-    }
-
-    /// `None` for what [`encode`](Place::encode) never writes.
-    pub fn decode(text: &str) -> Option<Place> {
-        let (network, came_from) = text.split_once(' ')?;
-        let network = if network == NONE { None } else { Some(u128::from_str_radix(network, 16).ok()?) };
-        let came_from = if came_from == NONE { None } else { Some(came_from.parse().ok()?) };
-        let place = Place { network, came_from };
-        (place.encode() == text).then_some(place)
-    }
-
     /// Whether both are known to be in different networks.
     fn is_apart_from(&self, other: &Place) -> bool {
         matches!((self.network, other.network), (Some(one), Some(other)) if one != other)
     }
 }
 
-/// In place of what is not known.
-const NONE: &str = "-";
+/// An address that a rank offers to others, which travels as text, with the interface of a link-local one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct Offer(pub SocketAddr);
+
+impl From<Offer> for String {
+    fn from(offer: Offer) -> String {
+        offer.0.to_string()
+    }
+}
+
+/// Takes what [`String::from`] gives, and no other way to write an address.
+impl TryFrom<String> for Offer {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let address = text.parse::<SocketAddr>().ok().filter(|address| address.to_string() == text);
+        address.map(Offer).ok_or_else(|| format!("'{text}' is no address with a port"))
+    }
+}
 
 /// This start of the machine, and the network namespace of this process.
 fn network() -> Option<u128> {
@@ -144,24 +147,22 @@ fn interface_of(table: &str, ip: Ipv6Addr) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::control::{decode, encode};
 
     fn place(network: u128, came_from: &str) -> Place {
         Place { network: Some(network), came_from: Some(came_from.parse().unwrap()) }
     }
 
     #[test]
-    fn a_place_survives_the_control_plane() {
+    fn what_is_offered_survives_the_control_plane() {
         let here = Place { network: network(), came_from: Some("10.9.0.2".parse().unwrap()) };
         assert!(here.network.is_some());
-        assert_eq!(Place::decode(&here.encode()), Some(here));
-        assert_eq!(Place::decode("- -"), Some(Place { network: None, came_from: None }));
-        let (digits, short) = ("0a".repeat(16), "a".repeat(31));
-        assert!(Place::decode(&format!("{digits} ::1")).is_some());
-        for text in [" ::1 ", "  ::1", " -\n", "", " ", " localhost", " ::01"].map(|rest| format!("{digits}{rest}")) {
-            assert_eq!(Place::decode(&text), None, "{text:?}");
+        for address in ["127.0.0.1:4000", "[fe80::1%2]:65535", "[::1]:80"] {
+            let told = (here, Place::default(), Offer(address.parse().unwrap()));
+            assert_eq!(decode::<(Place, Place, Offer)>(&encode(&told).unwrap()), Ok(told));
         }
-        for network in ["", "+", "A", "\u{e4}", &short, &digits.to_uppercase(), &format!("0{digits}")] {
-            assert_eq!(Place::decode(&format!("{network} -")), None, "{network:?}");
+        for other in ["localhost:80", "127.0.0.1", "127.0.0.1:080", "[0:0:0:0:0:0:0:1]:80", " 127.0.0.1:80"] {
+            assert!(decode::<Offer>(&encode(&other).unwrap()).is_err(), "{other}");
         }
     }
 

@@ -17,6 +17,8 @@ use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
+
 use crate::sys;
 
 /// How long a program's end may wait for a reader that takes nothing.
@@ -301,17 +303,17 @@ fn write_pieces<'a>(
     mut taken: impl FnMut(usize),
 ) -> Result<(), (&'a [u8], io::Error)> {
     while !bytes.is_empty() {
-        match sys::write(to, &bytes[..bytes.len().min(PIECE)]) {
+        match rustix::io::write(to, &bytes[..bytes.len().min(PIECE)]) {
             Ok(count) => {
                 taken(count);
                 bytes = &bytes[count..];
             }
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(Errno::INTR) => {}
             // Whoever shares this file with us has made it so.
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+            Err(Errno::AGAIN) => {
                 sys::wait_until_writable(to, Duration::from_secs(1)).map_err(|error| (bytes, error))?;
             }
-            Err(error) => return Err((bytes, error)),
+            Err(error) => return Err((bytes, error.into())),
         }
     }
     Ok(())

@@ -26,10 +26,10 @@ static FILE_SIZE: LazyLock<bool> =
 const MOST_DESCRIPTORS: u64 = 1 << 20;
 
 /// Raises the soft limit of open files, pipes and connections of this process (`ulimit -n`) to the hard one, as far as the system lets it. How
-/// many it may have after that; `None` where the system does not say.
+/// many it may have after that.
 ///
 /// A rank needs some for each other rank, and the usual soft limit, 1024, is for programs that keep descriptors in a set of that many bits. It
 /// is not raised beyond a million: programs that this process starts may close all that they could have, one by one.
-pub fn raise_descriptor_limit() -> Option<u64> {
-    sys::raise_descriptor_limit(MOST_DESCRIPTORS).ok()
+pub fn raise_descriptor_limit() -> u64 {
+    sys::raise_descriptor_limit(MOST_DESCRIPTORS)
 }

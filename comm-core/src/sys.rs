@@ -1,12 +1,19 @@
 //! System calls that the standard library does not offer, behind safe functions.
 
-use std::ffi::CStr;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd};
+use std::os::fd::BorrowedFd;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::io::Errno;
+use rustix::process::{
+    Pid, Resource, Rlimit, Signal, WaitId, WaitIdOptions, getrlimit, kill_process_group,
+    set_parent_process_death_signal, setrlimit, waitid,
+};
 
 use crate::descriptors::Limits;
 
@@ -27,78 +34,54 @@ impl<'a> Waiter<'a> {
     }
 }
 
-/// Waits until one of `waiters` is ready, at most `timeout`. An interruption by a signal counts as the end of the wait.
+/// Waits until one of `waiters` is ready, at most `timeout` and a minute. An interruption by a signal counts as the end of the wait.
 pub(crate) fn poll(waiters: &mut [Waiter<'_>], timeout: Duration) -> io::Result<()> {
-    let mut fds: Vec<libc::pollfd> = waiters
-        .iter()
-        .map(|w| libc::pollfd {
-            fd: w.fd.as_raw_fd(),
-            events: if w.write { libc::POLLIN | libc::POLLOUT } else { libc::POLLIN },
-            revents: 0,
-        })
-        .collect();
-    // Rounded up, so that a timer that is due in half a millisecond does not make the caller spin.
-    let millis = timeout.as_nanos().div_ceil(1_000_000).min(60_000) as libc::c_int;
-    // SAFETY: `fds` is a live, exclusively borrowed array of exactly `fds.len()` pollfd structures, and each descriptor in it
-    // is open for the whole call because `waiters` borrows it.
-    let count = unsafe { libc::poll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, millis) };
-    if count < 0 {
-        let error = io::Error::last_os_error();
-        return if error.kind() == io::ErrorKind::Interrupted { Ok(()) } else { Err(error) };
-    }
-    for (waiter, fd) in waiters.iter_mut().zip(&fds) {
-        waiter.readable = fd.revents & (libc::POLLIN | libc::POLLHUP | libc::POLLERR | libc::POLLNVAL) != 0;
-        waiter.writable = fd.revents & libc::POLLOUT != 0;
+    let events = |write| if write { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
+    let mut fds: Vec<_> = waiters.iter().map(|w| PollFd::from_borrowed_fd(w.fd, events(w.write))).collect();
+    wait(&mut fds, timeout)?;
+    let found: Vec<PollFlags> = fds.iter().map(PollFd::revents).collect();
+    for (waiter, found) in waiters.iter_mut().zip(found) {
+        waiter.readable = found.intersects(PollFlags::IN | PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL);
+        waiter.writable = found.contains(PollFlags::OUT);
     }
     Ok(())
 }
 
-/// Waits until writing to `fd` would not block, or fails, at most `timeout`.
+/// Waits until writing to `fd` would not block, or fails, at most `timeout` and a minute.
 pub(crate) fn wait_until_writable(fd: BorrowedFd<'_>, timeout: Duration) -> io::Result<()> {
-    let mut fd = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
-    let millis = timeout.as_millis().min(60_000) as libc::c_int;
-    // SAFETY: `fd` is one live, exclusively borrowed pollfd structure, and its descriptor is open for the whole call because it is borrowed.
-    let count = unsafe { libc::poll(&mut fd, 1, millis) };
-    let error = io::Error::last_os_error();
-    if count < 0 && error.kind() != io::ErrorKind::Interrupted { Err(error) } else { Ok(()) }
+    wait(&mut [PollFd::from_borrowed_fd(fd, PollFlags::OUT)], timeout)
 }
 
-/// Writes some of `bytes`, by one system call, past all buffers; how many.
-pub(crate) fn write(fd: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
-    // SAFETY: the call only reads, `bytes.len()` bytes of the live slice `bytes`, and the descriptor is open because it is borrowed.
-    let count = unsafe { libc::write(fd.as_raw_fd(), bytes.as_ptr().cast(), bytes.len()) };
-    usize::try_from(count).map_err(|_| io::Error::last_os_error())
+fn wait(fds: &mut [PollFd<'_>], timeout: Duration) -> io::Result<()> {
+    let timeout = timeout.min(Duration::from_secs(60));
+    let timeout = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
+    match rustix::event::poll(fds, Some(&timeout)) {
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// Raises the soft limit of open file descriptors to the hard one, or to `most` where that is more. The soft limit after that.
-pub(crate) fn raise_descriptor_limit(most: u64) -> io::Result<u64> {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: `limit` is a live, writable rlimit structure.
-    if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    let wanted = limit.rlim_max.min(most);
-    if limit.rlim_cur < wanted {
-        let raised = libc::rlimit { rlim_cur: wanted, ..limit };
-        // SAFETY: `raised` is a live rlimit structure, which the call only reads.
-        if unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raised) } == 0 {
-            limit = raised;
-        }
-    }
-    Ok(limit.rlim_cur)
+pub(crate) fn raise_descriptor_limit(most: u64) -> u64 {
+    let limits = descriptor_limits();
+    let wanted = limits.hard.min(most);
+    let raised = Rlimit { current: Some(wanted), maximum: getrlimit(Resource::Nofile).maximum };
+    if limits.soft < wanted && setrlimit(Resource::Nofile, raised).is_ok() { wanted } else { limits.soft }
+}
+
+/// How many file descriptors this process may have.
+pub(crate) fn descriptor_limits() -> Limits {
+    let limits = getrlimit(Resource::Nofile);
+    Limits { soft: limits.current.unwrap_or(u64::MAX), hard: limits.maximum.unwrap_or(u64::MAX) }
 }
 
 /// Asks the kernel to kill this process when its parent ends, and fails if `parent` is no longer its parent.
 ///
 /// The kernel takes "parent" to be the *thread* that started this process.
 pub(crate) fn die_with_parent(parent: u32) -> io::Result<()> {
-    // SAFETY: PR_SET_PDEATHSIG takes one integer argument and touches no memory of this process.
-    let status = unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as libc::c_ulong) };
-    if status != 0 {
-        return Err(io::Error::last_os_error());
-    }
+    set_parent_process_death_signal(Some(Signal::KILL))?;
     // A parent that died before the call above will not send the signal any more.
-    if std::os::unix::process::parent_id() == parent { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ESRCH)) }
+    if std::os::unix::process::parent_id() == parent { Ok(()) } else { Err(Errno::SRCH.into()) }
 }
 
 /// Makes the process that `command` starts die with this one, whatever program it runs.
@@ -128,61 +111,34 @@ pub(crate) fn ignore_terminal_output_stops(command: &mut Command) {
 
 /// A file in memory only, which ends with its last descriptor and which no program that this one starts inherits. `name` is for
 /// people who look at `/proc`.
-pub(crate) fn memory_file(name: &CStr) -> io::Result<File> {
+pub(crate) fn memory_file(name: &str, flags: MemfdFlags) -> io::Result<File> {
+    let flags = flags | MemfdFlags::CLOEXEC;
     // Some machines allow only files that can never be executed; kernels before 6.3 do not know that flag.
-    let kinds = [libc::MFD_CLOEXEC | libc::MFD_NOEXEC_SEAL, libc::MFD_CLOEXEC];
-    let mut error = io::Error::from_raw_os_error(libc::EINVAL);
-    for flags in kinds {
-        // SAFETY: `name` is a live C string, and the call touches no other memory of this process.
-        let fd = unsafe { libc::memfd_create(name.as_ptr(), flags) };
-        if fd >= 0 {
-            // SAFETY: the descriptor has just been opened, and nothing else knows of it.
-            return Ok(unsafe { File::from_raw_fd(fd) });
-        }
-        error = io::Error::last_os_error();
-    }
-    Err(error)
-}
-
-/// How many file descriptors this process may have.
-pub(crate) fn descriptor_limits() -> io::Result<Limits> {
-    let mut limits = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: `limits` is a live, writable rlimit; the other argument is an integer.
-    if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limits) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(Limits { soft: limits.rlim_cur, hard: limits.rlim_max })
-}
-
-/// The user on whose behalf this process opens files.
-pub(crate) fn effective_user() -> u32 {
-    // SAFETY: geteuid takes nothing, touches no memory of this process and cannot fail.
-    unsafe { libc::geteuid() }
+    let file = match memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
+        Err(Errno::INVAL) => memfd_create(name, flags),
+        other => other,
+    };
+    Ok(file?.into())
 }
 
 /// Sends `signal` to the process group that `leader` leads. A group that is gone is no error.
 pub(crate) fn signal_group(leader: u32, signal: i32) {
-    let Ok(leader) = libc::pid_t::try_from(leader) else { return };
-    // 0 and 1 would address the caller's own group and every process there is.
-    if leader > 1 {
-        // SAFETY: kill takes two integers and touches no memory of this process.
-        unsafe { libc::kill(-leader, signal) };
+    // 1 would address every process there is.
+    let leader = process(leader).filter(|leader| !leader.is_init());
+    if let (Some(leader), Some(signal)) = (leader, Signal::from_named_raw(signal)) {
+        let _ = kill_process_group(leader, signal);
     }
 }
 
 /// Whether the child `pid` has ended. It stays unreaped, so its process id and its group's cannot be given to another.
 pub(crate) fn has_ended(pid: u32) -> io::Result<bool> {
-    // SAFETY: a siginfo_t of zeroes is a valid value of this plain C structure.
-    let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
-    let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
-    // SAFETY: `info` is a live, writable siginfo_t; the other arguments are integers.
-    let status = unsafe { libc::waitid(libc::P_PID, pid as libc::id_t, &mut info, options) };
-    if status != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: after a successful waitid the structure holds either zeroes (nothing ended) or a SIGCHLD record, and in both
-    // cases si_pid is initialised.
-    Ok(unsafe { info.si_pid() } != 0)
+    let pid = process(pid).ok_or(Errno::CHILD)?;
+    let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    Ok(waitid(WaitId::Pid(pid), options)?.is_some())
+}
+
+fn process(pid: u32) -> Option<Pid> {
+    Pid::from_raw(pid.try_into().ok()?)
 }
 
 /// A loop over elements that the compiler can vectorise. `run` and all that it calls must be `#[inline(always)]`, or it is
@@ -193,26 +149,7 @@ pub(crate) trait Kernel {
 }
 
 /// Runs the kernel compiled for the widest vectors that this machine has. (On aarch64 the least has NEON already.)
-pub(crate) fn vectorised(kernel: impl Kernel) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-        fn avx512(kernel: impl Kernel) {
-            kernel.run();
-        }
-        #[target_feature(enable = "avx2")]
-        fn avx2(kernel: impl Kernel) {
-            kernel.run();
-        }
-        use std::arch::is_x86_feature_detected as has;
-        if has!("avx512f") && has!("avx512bw") && has!("avx512vl") && has!("avx512dq") {
-            // SAFETY: the machine has every feature that the function was compiled for.
-            return unsafe { avx512(kernel) };
-        }
-        if has!("avx2") {
-            // SAFETY: the machine has the feature that the function was compiled for.
-            return unsafe { avx2(kernel) };
-        }
-    }
+#[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl+avx512dq", "x86_64+avx2"))]
+pub(crate) fn vectorised<K: Kernel>(kernel: K) {
     kernel.run();
 }

@@ -1,6 +1,8 @@
 //! Moving bytes between ranks.
 
-use std::sync::{Arc, Mutex, TryLockError};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use std::thread;
+use std::time::Duration;
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -42,8 +44,10 @@ pub trait Transport: Send + Sync + 'static {
     /// [`Error::Timeout`] at the deadline, [`Error::PeerLost`] when a peer's connection ended, [`Error::Protocol`] when its
     /// bytes make no sense, the error passed to [`abort`](Transport::abort) after it was called, and whatever a sink returns.
     /// After an error, or a sink's panic, messages may have been cut anywhere. So the lane is of no use any more: every later exchange on it
-    /// fails, rather than take the rest of one message for the next. The caller aborts the transport. What
-    /// [`InvalidArgument`](Error::InvalidArgument) says was refused before anything moved, and changes nothing.
+    /// fails, rather than take the rest of one message for the next. The caller aborts the transport.
+    ///
+    /// [`Error::InvalidArgument`] says what was refused before anything moved, and changes nothing: messages that make no sense ([`check`]),
+    /// a lane that there is not, one on which another exchange runs, any lane after [`close`](Transport::close).
     fn exchange(
         &self,
         lane: usize,
@@ -65,7 +69,8 @@ pub trait Transport: Send + Sync + 'static {
     fn abort(&self, error: &Error);
 
     /// Ends the connections in an orderly way: every message that an exchange took over reaches the peers, who may still be
-    /// receiving. All ranks call it; it returns when nothing more is to come either way, or at the deadline.
+    /// receiving. All ranks call it; it returns when nothing more is to come either way, or at the deadline. It waits for exchanges that
+    /// run; later ones are refused.
     ///
     /// # Errors
     /// As [`exchange`](Transport::exchange). Closing twice is not an error.
@@ -128,14 +133,19 @@ pub trait Sink: Send {
     }
 }
 
-/// What [`exchange`](Transport::exchange) promises of each lane, for transports that keep something for it, a `C`: one exchange at a time,
-/// and none after one that failed.
+/// What [`exchange`](Transport::exchange) and [`close`](Transport::close) promise of each lane, for transports that keep something for it, a
+/// `C`: one exchange at a time, and none after one that failed or after the end.
 ///
 /// ```
-/// use comm_core::{Error, transport::Lanes};
+/// use std::time::Duration;
+/// use comm_core::{Deadline, Error, transport::Lanes};
 ///
 /// let lanes = Lanes::new([0, 0]);
 /// lanes.run(1, |count| Ok(*count += 1)).unwrap();
+/// lanes.close(0, Deadline::after(Duration::from_secs(1)), || Ok(()), |counts| Ok(assert_eq!(*counts[1], 1))).unwrap();
+/// assert!(matches!(lanes.run(1, |_| Ok(())), Err(Error::InvalidArgument(_))));
+///
+/// let lanes = Lanes::new([0, 0]);
 /// let failed = lanes.run(1, |_| Err(Error::Internal("in the middle of a message".into())));
 /// assert!(failed.is_err() && lanes.run(1, |_| Ok(())).is_err());
 /// assert!(lanes.run(0, |_| Ok(())).is_ok());
@@ -146,14 +156,25 @@ pub struct Lanes<C>(Vec<Mutex<LaneState<C>>>);
 #[derive(Debug)]
 struct LaneState<C> {
     content: C,
-    /// What the first exchange that failed has failed with.
-    failure: Option<Error>,
+    end: End,
 }
+
+#[derive(Debug)]
+enum End {
+    /// It has not come.
+    Open,
+    /// What the first exchange that failed has failed with.
+    Failed(Error),
+    Closed,
+}
+
+/// How long [`Lanes::close`] waits before it looks again whether an exchange has ended.
+const PAUSE: Duration = Duration::from_micros(200);
 
 impl<C> Lanes<C> {
     /// A lane for each content.
     pub fn new(contents: impl IntoIterator<Item = C>) -> Self {
-        let lane = |content| Mutex::new(LaneState { content, failure: None });
+        let lane = |content| Mutex::new(LaneState { content, end: End::Open });
         Lanes(contents.into_iter().map(lane).collect())
     }
 
@@ -165,25 +186,84 @@ impl<C> Lanes<C> {
     /// Runs an exchange on a lane, with what the lane keeps.
     ///
     /// # Errors
-    /// `InvalidArgument` for a lane that there is not, `Internal` while another exchange runs there or after one has panicked, the error
-    /// of the first one that failed, or its own.
+    /// `InvalidArgument`, which changes nothing, for a lane that there is not, while another exchange runs there, and after the end;
+    /// `Internal` after an exchange that panicked, the error of the first one that failed, or its own.
     pub fn run(&self, lane: usize, exchange: impl FnOnce(&mut C) -> Result<()>) -> Result<()> {
         let Some(place) = self.0.get(lane) else {
             return Err(Error::invalid(format!("lane {lane} of a transport that has {} lanes", self.0.len())));
         };
         let mut state = place.try_lock().map_err(|error| match error {
-            TryLockError::Poisoned(_) => Error::Internal(format!("an exchange on lane {lane} has panicked")),
-            TryLockError::WouldBlock => Error::Internal(format!("two exchanges at the same time on lane {lane}")),
+            TryLockError::Poisoned(_) => panicked(lane),
+            TryLockError::WouldBlock => Error::invalid(format!("two exchanges at the same time on lane {lane}")),
         })?;
-        if let Some(error) = &state.failure {
-            return Err(error.clone());
+        match &state.end {
+            End::Open => {}
+            End::Failed(error) => return Err(error.clone()),
+            End::Closed => return Err(Error::invalid("the transport has been closed already")),
         }
         let outcome = exchange(&mut state.content);
         if let Err(error) = &outcome {
-            state.failure = Some(error.clone());
+            state.end = End::Failed(error.clone());
         }
         outcome
     }
+
+    /// Ends all lanes of `rank` by `farewell`, when the exchanges that run have ended; it gets what the lanes keep. Once that has
+    /// succeeded, doing so again does nothing. `check` fails once the transport was aborted.
+    ///
+    /// # Errors
+    /// `Timeout` when an exchange still runs at the deadline, those of `check`, of an exchange that failed, and of `farewell`.
+    pub fn close(
+        &self,
+        rank: usize,
+        deadline: Deadline,
+        check: impl Fn() -> Result<()>,
+        farewell: impl FnOnce(&mut [&mut C]) -> Result<()>,
+    ) -> Result<()> {
+        let mut states = Vec::with_capacity(self.0.len());
+        for (lane, place) in self.0.iter().enumerate() {
+            states.push(loop {
+                match place.try_lock() {
+                    Ok(state) => break state,
+                    Err(TryLockError::Poisoned(_)) => return Err(panicked(lane)),
+                    Err(TryLockError::WouldBlock) => {}
+                }
+                check()?;
+                if deadline.has_passed() {
+                    let operation = format!("closing the connections, while an exchange runs on lane {lane}");
+                    return Err(Error::timeout(rank, operation, deadline, Vec::new()));
+                }
+                thread::sleep(PAUSE);
+            });
+        }
+        if states.iter().all(|state| matches!(state.end, End::Closed)) {
+            return Ok(());
+        }
+        check()?;
+        for state in &states {
+            if let End::Failed(error) = &state.end {
+                return Err(error.clone());
+            }
+        }
+        let mut contents: Vec<&mut C> = states.iter_mut().map(|state| &mut state.content).collect();
+        let outcome = farewell(&mut contents);
+        for state in &mut states {
+            state.end = match &outcome {
+                Ok(()) => End::Closed,
+                Err(error) => End::Failed(error.clone()),
+            };
+        }
+        outcome
+    }
+
+    /// What the lanes keep, while nothing else can use it.
+    pub fn contents_mut(&mut self) -> impl Iterator<Item = &mut C> {
+        self.0.iter_mut().map(|state| &mut state.get_mut().unwrap_or_else(PoisonError::into_inner).content)
+    }
+}
+
+fn panicked(lane: usize) -> Error {
+    Error::Internal(format!("an exchange on lane {lane} has panicked"))
 }
 
 /// Refuses what no exchange of `rank` of `ranks` can do, before anything moves.

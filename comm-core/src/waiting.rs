@@ -1,13 +1,11 @@
 //! How a rank waits for bytes that have not come yet.
 
-use std::fmt;
-use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
 use crate::deadline::Deadline;
-use crate::error::Error;
+use crate::names;
 
 /// What a thread does while it waits inside an exchange.
 ///
@@ -35,36 +33,7 @@ const MISSES: u32 = 4;
 /// For so many waits, then it tries again.
 const RESTS: u32 = 64;
 
-impl Waiting {
-    /// Every way.
-    pub const ALL: [Waiting; 3] = [Waiting::Park, Waiting::Adaptive, Waiting::Busy];
-
-    /// Its name on a command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Waiting::Park => "park",
-            Waiting::Adaptive => "adaptive",
-            Waiting::Busy => "busy",
-        }
-    }
-}
-
-impl fmt::Display for Waiting {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl FromStr for Waiting {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self, Error> {
-        Waiting::ALL
-            .into_iter()
-            .find(|waiting| waiting.name() == name)
-            .ok_or_else(|| Error::invalid(format!("'{name}' is no way to wait; choose one of park, adaptive, busy")))
-    }
-}
+names!(pub Waiting, "way to wait": Park = "park", Adaptive = "adaptive", Busy = "busy");
 
 /// What one lane has learnt about its waits. Kept from exchange to exchange.
 #[derive(Clone, Debug)]

@@ -2,8 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
 
-mod common;
-
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -12,7 +10,7 @@ use comm_core::conformance::Barrier;
 use comm_core::control::{Activity, Doing, MAX_BLOB, StallReport, TcpControl, TcpOptions};
 use comm_core::{Control, Deadline, Error};
 
-use common::{
+use crate::common::{
     after, connect, free_address, group, job, jobs, options, port, relay, relay_both, run, texts, wait_for_failure,
 };
 

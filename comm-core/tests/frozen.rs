@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 #[path = "common/frozen.rs"]
-mod frozen;
+mod ranks;
 
 use std::sync::Arc;
 use std::thread;
@@ -13,7 +13,7 @@ use std::time::Duration;
 use comm_core::shm::{ShmOptions, ShmTransport};
 use comm_core::{Deadline, Mesh, MeshOptions};
 
-use frozen::{Frozen, Terms};
+use ranks::{Frozen, Terms};
 
 const SHORT: Duration = Duration::from_secs(3);
 const LONG: Duration = Duration::from_secs(120);
@@ -21,7 +21,7 @@ const LONG: Duration = Duration::from_secs(120);
 #[test]
 #[ignore = "a rank of the other tests"]
 fn rank_of_a_job() {
-    frozen::serve(|_, control| {
+    ranks::serve(|_, control| {
         let deadline = Deadline::after(Duration::from_secs(60));
         let transport = ShmTransport::connect(&*control, &ShmOptions::default(), deadline).unwrap();
         Arc::new(Mesh::new(transport, control, MeshOptions::default()).unwrap())

@@ -7,8 +7,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use comm_core::control::Subgroup;
+use comm_core::engine::{Due, Lane};
 use comm_core::local::{self, LocalControl, LocalTransport};
-use comm_core::native::{Due, Lane};
 use comm_core::{Buffer, Call, Communicator, Control, Deadline, Error, Mesh, MeshOptions, Op, ReduceOp};
 
 /// The ranks of a local job; a control plane that lives on is no death.

@@ -3,8 +3,6 @@
 
 #![allow(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
 
-mod common;
-
 use std::fs;
 use std::io::Write;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -17,7 +15,7 @@ use comm_core::Control;
 use comm_core::control::{MeetingReport, TcpControl};
 use comm_core::job::{Address, Job};
 
-use common::{after, job, options, texts};
+use crate::common::{after, job, options, texts};
 
 /// Which test this process is to be, alone, and the folder of its files.
 const INSIDE: &str = "NETWORKS_TEST";
@@ -69,7 +67,7 @@ fn is_inside(name: &str, hosts: &str, setup: &str) -> bool {
     }
     let output = namespace()
         .arg(std::env::current_exe().unwrap())
-        .args(["--exact", name, "--nocapture"])
+        .args(["--exact", &format!("networks::{name}"), "--nocapture"])
         .env(INSIDE, name)
         .env("SETUP", setup)
         .output()
@@ -101,7 +99,7 @@ fn a_name_server_that_is_silent_holds_nobody_beyond_the_deadline() {
     let _silent = std::net::UdpSocket::bind("127.0.0.1:53").unwrap();
     let began = Instant::now();
     let jobs = [0, 1].map(|rank| job(rank, 2, &named("nowhere.test", 4000)));
-    let errors = texts(common::run(&jobs, |job| TcpControl::connect_with(job, &[], options(), after(500))));
+    let errors = texts(crate::common::run(&jobs, |job| TcpControl::connect_with(job, &[], options(), after(500))));
     // The system itself waits for ten seconds.
     assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
     for error in errors {
@@ -227,7 +225,7 @@ fn a_machine_without_ipv4_has_a_loopback_too() {
     let folder = tempfile::tempdir().unwrap();
     let address = Address::File(folder.path().join("address"));
     let jobs = [0, 1].map(|rank| job(rank, 2, &address));
-    let own = common::run(&jobs, |job| {
+    let own = crate::common::run(&jobs, |job| {
         let control = TcpControl::connect_with(job, &[], options(), after(20_000)).unwrap();
         let own = control.local_address().unwrap().ip();
         assert_eq!(comm_core::place::bind_address(None, &*control).unwrap(), SocketAddr::new(own, 0));
@@ -253,7 +251,7 @@ fn link_local_addresses_can_be_listened_on() {
     TcpListener::bind(own).unwrap();
     // And to meet at, with its interface.
     let jobs = [0, 1].map(|rank| job(rank, 2, &Address::parse("[fe80::7%here]:4000").unwrap()));
-    common::run(&jobs, |job| meet(job, &|_| ()));
+    crate::common::run(&jobs, |job| meet(job, &|_| ()));
 }
 
 #[test]
@@ -263,7 +261,7 @@ fn rank_0_without_descriptors_for_all_says_so_at_once() {
         let output = Command::new("sh")
             .args(["-c", "ulimit -n 64; exec \"$@\"", "sh"])
             .arg(std::env::current_exe().unwrap())
-            .args(["--exact", name, "--nocapture"])
+            .args(["--exact", &format!("networks::{name}"), "--nocapture"])
             .env(INSIDE, name)
             .output()
             .unwrap();
@@ -272,7 +270,7 @@ fn rank_0_without_descriptors_for_all_says_so_at_once() {
         return;
     }
     let began = Instant::now();
-    let first = job(0, 100, &common::free_address().0);
+    let first = job(0, 100, &crate::common::free_address().0);
     let error = TcpControl::connect_with(&first, &[], options(), after(30_000)).unwrap_err().to_string();
     for part in ["between 100 ranks", "needs 99 file descriptors", "64 are allowed", "ulimit -n"] {
         assert!(error.contains(part), "{part}: {error}");

@@ -2,8 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
 
-mod common;
-
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::mpsc;
@@ -15,7 +13,7 @@ use comm_core::control::{MeetingReport, TcpControl, TcpOptions};
 use comm_core::job::{Address, Job, Secret};
 use comm_core::{Control, Error};
 
-use common::{after, connect, free_address, job, jobs, options, port, relay, run, texts};
+use crate::common::{after, connect, free_address, job, jobs, options, port, relay, run, texts};
 
 #[test]
 fn the_address_file_is_written_read_and_removed() {

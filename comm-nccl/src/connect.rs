@@ -3,11 +3,12 @@
 use std::fs;
 use std::sync::Arc;
 
-use comm_core::native::{Backend as _, Group};
+use comm_core::control::ControlExt;
+use comm_core::engine::{Comm, Engine as _};
 use comm_core::{Control, Deadline, Error, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::core::{Core, Members};
+use crate::engine::{LaneComms, NcclEngine};
 use crate::sys::{
     Device, Driver, Library, NcclTable, RawComm, UNIQUE_ID_BYTES, UniqueId, check_environment, may_share, version_text,
 };
@@ -30,19 +31,18 @@ pub(crate) fn connect(
     control: Arc<dyn Control>,
     options: &NcclOptions,
     deadline: Deadline,
-) -> Result<(Arc<Core>, Members)> {
+) -> Result<Comm<NcclEngine>> {
     if options.lanes == 0 {
         return Err(Error::invalid("a communicator needs at least one lane"));
     }
     let (rank, ranks) = (control.rank(), control.world_size());
     // A rank that has nothing to offer says so, or the others would wait for it.
     let found = find(options);
-    let offer = found.as_ref().map_err(Error::to_string).and_then(|(library, _)| {
-        let names = if rank == 0 { names(library.table(), options.lanes) } else { Ok(Vec::new()) };
-        let names = names.map_err(|error| error.to_string())?;
+    let offer = found.as_ref().map_err(Clone::clone).and_then(|(library, _)| {
+        let names = if rank == 0 { names(library.table(), options.lanes)? } else { Vec::new() };
         Ok(Offer { machine: machine(), version: library.version(), lanes: options.lanes, names })
     });
-    let offers: Vec<Offer> = exchange(&*control, "nccl", offer, deadline)?;
+    let offers = control.gather_all("nccl", "NCCL", offer, deadline)?;
     let (library, driver) = found?;
     let Some(first) = offers.first() else { return Err(Error::Internal("a job without ranks".into())) };
     for (other, offer) in offers.iter().enumerate() {
@@ -59,19 +59,21 @@ pub(crate) fn connect(
     let mine = &offers[rank].machine;
     let before = offers[..rank].iter().filter(|offer| offer.machine == *mine).count();
     // With all that a rank needs of its own, so that what is missing is known before NCCL waits for it.
-    let core = open(driver, options, before).and_then(|device| Core::new(device, library, control.clone(), options));
-    let uuid = core.as_ref().map_err(Error::to_string).and_then(|core| core.device.uuid().map_err(|e| e.to_string()));
-    let devices: Vec<String> = exchange(&*control, "nccl device", uuid, deadline)?;
-    let core = core?;
+    let engine =
+        open(driver, options, before).and_then(|device| NcclEngine::new(device, library, control.clone(), options));
+    let uuid = engine.as_ref().map_err(Clone::clone).and_then(|engine| engine.device.uuid());
+    let devices = control.gather_all("nccl device", "NCCL", uuid, deadline)?;
+    let engine = engine?;
     if !(may_share() || options.may_share()) {
         refuse_shared(&devices)?;
     }
 
-    let comms = join(&core, &first.names, rank, ranks, deadline)
-        .map_err(|error| core.fail(error, "connecting NCCL's communicators"))?;
-    let members = Members { core: core.clone(), group: Arc::new(Group::first(&*control)), comms };
-    members.warm_up(deadline).map_err(|error| core.fail(error, "warming NCCL up"))?;
-    Ok((core, members))
+    Comm::first_with(engine, |engine| {
+        let comms = join(engine, &first.names, rank, ranks, deadline)
+            .map_err(|error| engine.fail(error, "connecting NCCL's communicators"))?;
+        comms.warm_up(rank, ranks, deadline).map_err(|error| engine.fail(error, "warming NCCL up"))?;
+        Ok(comms)
+    })
 }
 
 /// NCCL and a driver with a device.
@@ -110,35 +112,6 @@ fn refuse_shared(devices: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// Gathers what every rank has. If any has none, all ranks fail with the first one's reason.
-fn exchange<T: Serialize + for<'de> Deserialize<'de>>(
-    control: &dyn Control,
-    label: &str,
-    mine: Result<T, String>,
-    deadline: Deadline,
-) -> Result<Vec<T>> {
-    let own = mine.as_ref().err().cloned();
-    let blob = serde_json::to_vec(&mine).map_err(|error| Error::Internal(error.to_string()))?;
-    let blobs = control.all_gather(label, &blob, deadline)?;
-    let read = |(rank, blob): (usize, &Vec<u8>)| {
-        let answer: Result<T, String> = serde_json::from_slice(blob).map_err(|error| Error::Protocol {
-            who: format!("rank {}", control.job_rank(rank)),
-            what: format!("what it has of NCCL: {error}"),
-        })?;
-        // This rank's own reason comes first on it.
-        answer.map_err(|why| match &own {
-            Some(own) => Error::Unsupported { what: "NCCL".into(), why: strip(own) },
-            None => unsupported(format!("rank {}: {}", control.job_rank(rank), strip(&why))),
-        })
-    };
-    blobs.iter().enumerate().map(read).collect()
-}
-
-/// The reason alone, of an error that says already what is not available.
-fn strip(why: &str) -> String {
-    why.strip_prefix("NCCL is not available: ").unwrap_or(why).to_string()
-}
-
 /// New names, one for each of so many communicators.
 pub(crate) fn names(table: &'static NcclTable, lanes: usize) -> Result<Vec<u8>> {
     let names: Vec<[u8; UNIQUE_ID_BYTES]> =
@@ -148,29 +121,29 @@ pub(crate) fn names(table: &'static NcclTable, lanes: usize) -> Result<Vec<u8>> 
 
 /// Joins the communicators of these names, one a lane, as rank `rank` of `ranks`.
 pub(crate) fn join(
-    core: &Arc<Core>,
+    engine: &Arc<NcclEngine>,
     names: &[u8],
     rank: usize,
     ranks: usize,
     deadline: Deadline,
-) -> Result<Vec<Arc<RawComm>>> {
-    if names.len() != core.options.lanes * UNIQUE_ID_BYTES {
+) -> Result<LaneComms> {
+    if names.len() != engine.options.lanes * UNIQUE_ID_BYTES {
         return Err(Error::Internal(format!("{} bytes of names of communicators", names.len())));
     }
-    core.device.make_current()?;
+    engine.device.make_current()?;
     let mut comms = Vec::new();
     for name in names.chunks_exact(UNIQUE_ID_BYTES) {
         let mut id = UniqueId([0; UNIQUE_ID_BYTES]);
         id.0.copy_from_slice(name);
-        let (comm, begun) = RawComm::begin(core.library.table(), id, rank, ranks);
+        let (comm, begun) = RawComm::begin(engine.library.table(), id, rank, ranks);
         let comm = Arc::new(comm);
         // Whoever fails ends the job, and with it what has been joined so far.
-        core.keep(&comm);
+        engine.keep(&comm);
         begun?;
-        core.wait(&comm, deadline, || comm.progress().map_err(|error| core.or_failure(error)))?;
+        engine.wait(&comm, deadline, || comm.progress().map_err(|error| engine.or_failure(error)))?;
         comms.push(comm);
     }
-    Ok(comms)
+    Ok(LaneComms { engine: engine.clone(), comms })
 }
 
 /// What tells this machine from others: containers of one machine share its start, not their names.

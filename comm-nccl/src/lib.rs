@@ -8,7 +8,7 @@
 
 mod communicator;
 mod connect;
-mod core;
+mod engine;
 mod options;
 mod plan;
 mod sys;

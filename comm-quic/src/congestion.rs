@@ -75,7 +75,8 @@ impl FromStr for Congestion {
         match text {
             "auto" => Ok(Congestion::Auto),
             "cubic" => Ok(Congestion::Cubic),
-            "newreno" => Ok(Congestion::NewReno),
+            // Reno is what the kernel calls TCP's.
+            "newreno" | "reno" => Ok(Congestion::NewReno),
             "bbr" => Ok(Congestion::Bbr),
             other => other
                 .strip_prefix("fixed:")
@@ -145,6 +146,7 @@ mod tests {
         ] {
             assert_eq!(congestion.to_string().parse::<Congestion>().unwrap(), congestion);
         }
+        assert_eq!("reno".parse::<Congestion>().unwrap(), Congestion::NewReno);
         for wrong in ["", "Cubic", "fixed", "fixed:", "fixed:-1", "fixed:1e6"] {
             let error = wrong.parse::<Congestion>().unwrap_err().to_string();
             assert!(error.contains("fixed:BYTES"), "{error}");

@@ -2,14 +2,14 @@
 
 use std::collections::HashSet;
 use std::net::SocketAddr;
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, PoisonError};
 
 use comm_core::driver::{Driver, may_block, passed};
-use comm_core::place::{Place, bind_address, to_dial};
+use comm_core::place::{Offer, Place, bind_address, to_dial};
+use comm_core::transport::Lanes;
 use comm_core::{Control, Deadline, Error, Result, Spinner, descriptors};
 use quinn::{Endpoint, Runtime as _};
-use tokio::sync::{Mutex, watch};
+use tokio::sync::watch;
 
 use crate::clock::RunningTime;
 use crate::config::{DatagramSizes, effective_congestion, endpoint_config, send_window, transport_config};
@@ -36,18 +36,22 @@ pub(crate) fn connect(
     let (rank, world_size) = (control.rank(), control.world_size());
     let driver = Driver::new(&format!("comm-quic-{rank}"))?;
 
-    let own = bind_address(options.bind, control)?;
-    let BoundSocket { socket, address, receive_buffer, send_buffer } = BoundSocket::bind(own)?;
-    let identity = Identity::generate()?;
-    let introduction = Introduction {
-        address,
-        place: Place::of(control),
-        fingerprint: identity.fingerprint(),
-        lanes: u32::try_from(options.lanes).unwrap_or(u32::MAX),
-        receive_buffer: receive_buffer as u64,
-        protection,
-    };
-    let ranks = introduction.exchange(control, deadline)?;
+    let opened = bind_address(options.bind, control).and_then(|own| {
+        let socket = BoundSocket::bind(own)?;
+        let identity = Identity::generate()?;
+        let introduction = Introduction {
+            protection: protection.code(),
+            address: Offer(socket.address),
+            place: Place::of(control),
+            fingerprint: identity.fingerprint(),
+            lanes: u32::try_from(options.lanes).unwrap_or(u32::MAX),
+            receive_buffer: socket.receive_buffer as u64,
+        };
+        Ok((own, socket, identity, introduction))
+    });
+    let introduction = opened.as_ref().map(|(.., introduction)| *introduction).map_err(Clone::clone);
+    let ranks = Introduction::exchange(introduction, protection, options.lanes, control, deadline)?;
+    let (own, BoundSocket { socket, address, receive_buffer, send_buffer }, identity, _) = opened?;
 
     let sizes = DatagramSizes::choose(options, own.ip());
     let smallest_buffer = ranks.iter().map(|rank| rank.receive_buffer).min().unwrap_or_default();
@@ -56,7 +60,7 @@ pub(crate) fn connect(
     // The higher rank dials, so that each pair has one connection.
     let pins = Pins::new(ranks.iter().map(|other| other.fingerprint).enumerate().skip(rank + 1));
     let expected =
-        ranks.iter().skip(rank + 1).map(|other| (other.address.ip(), other.address.port())).collect::<HashSet<_>>();
+        ranks.iter().skip(rank + 1).map(|other| (other.address.0.ip(), other.address.0.port())).collect::<HashSet<_>>();
     let server = server_config(
         protection.server(identity.server_config(&pins)?),
         transport_config(options, congestion, sizes, options.lanes)?,
@@ -71,7 +75,12 @@ pub(crate) fn connect(
             let crypto = protection.client(identity.client_config(peer, other.fingerprint)?);
             let mut config = quinn::ClientConfig::new(crypto);
             config.transport_config(Arc::clone(&outgoing));
-            Ok(Appointment { peer, address: to_dial(other.address, own), config, complaints: Arc::clone(&complaints) })
+            Ok(Appointment {
+                peer,
+                address: to_dial(other.address.0, own),
+                config,
+                complaints: Arc::clone(&complaints),
+            })
         })
         .collect::<Result<Vec<_>>>()?;
 
@@ -101,14 +110,10 @@ pub(crate) fn connect(
     outcome.unwrap_or_else(|| {
         let missing = links.iter().enumerate().filter(|(peer, link)| *peer != rank && link.is_none());
         let missing: Vec<usize> = missing.map(|(peer, _)| peer).collect();
-        let addresses: Vec<SocketAddr> = ranks.iter().map(|other| other.address).collect();
+        let addresses: Vec<SocketAddr> = ranks.iter().map(|other| other.address.0).collect();
         let looked_for = where_looked_for(control, &missing, &addresses, &complaints);
-        Err(Error::Timeout {
-            rank,
-            operation: format!("connecting over QUIC{looked_for}{}", descriptors::shortage()),
-            waited: deadline.waited(),
-            waiting_for: missing,
-        })
+        let operation = format!("connecting over QUIC{looked_for}{}", descriptors::shortage());
+        Err(Error::timeout(rank, operation, deadline, missing))
     })?;
 
     let mut lanes: Vec<Lane> = (0..options.lanes)
@@ -116,7 +121,6 @@ pub(crate) fn connect(
             operation: format!("an exchange on QUIC lane {lane}"),
             channels: Vec::with_capacity(world_size),
             spinner: Spinner::new(options.waiting),
-            broken: None,
         })
         .collect();
     let mut connections = Vec::with_capacity(world_size);
@@ -135,13 +139,12 @@ pub(crate) fn connect(
     Ok(QuicTransport {
         rank,
         world_size,
-        lanes: lanes.into_iter().map(Mutex::new).collect(),
+        lanes: Lanes::new(lanes),
         connections: connections.into(),
         endpoint,
         socket,
         address,
         aborted: watch::Sender::new(None),
-        closed: AtomicBool::new(false),
         settings: Settings {
             options: options.clone(),
             protection,

@@ -65,7 +65,7 @@ fn delay_of(attack: impl Fn(SocketAddr, Arc<AtomicBool>) -> SocketAddr + Send + 
     let (stops, begins, before) = (Arc::clone(&stop), Arc::clone(&began), resident());
     let outcome = two_ranks(
         move |mut ranks| {
-            ranks[0].address = attack(ranks[0].address, Arc::clone(&stops));
+            ranks[0].address.0 = attack(ranks[0].address.0, Arc::clone(&stops));
             *begins.lock().unwrap() = Some(Instant::now());
             ranks
         },

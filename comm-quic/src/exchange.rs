@@ -24,9 +24,9 @@ pub(crate) enum Work<'a> {
     Receive(Receiving<'a>),
 }
 
-impl Job<'_> {
-    pub(crate) fn is_send(&self) -> bool {
-        matches!(self.work, Work::Send(_))
+impl<'a> Job<'a> {
+    pub(crate) fn new(peer: usize, work: Work<'a>) -> Self {
+        Job { peer, work, is_done: false }
     }
 
     /// Bytes that it has received so far.

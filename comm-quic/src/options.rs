@@ -65,7 +65,10 @@ pub(crate) const LARGEST_MTU: u16 = 65_507;
 
 impl QuicOptions {
     /// Refuses what would not work.
-    pub(crate) fn check(&self) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] naming the value and what it may be.
+    pub fn check(&self) -> Result<()> {
         let require = |holds: bool, what: String| if holds { Ok(()) } else { Err(Error::invalid(what)) };
         self.bind.map_or(Ok(()), comm_core::job::check_own_address)?;
         require((1..=256).contains(&self.lanes), format!("quic lanes: {} is not from 1 to 256", self.lanes))?;

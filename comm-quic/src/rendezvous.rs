@@ -12,10 +12,12 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use comm_core::control::ControlExt;
 use comm_core::driver::within;
-use comm_core::place::{Place, check_reachable};
+use comm_core::place::{Offer, Place, check_reachable};
 use comm_core::{Control, Deadline, Error, Result};
 use quinn::{Connection, ConnectionError, Endpoint, Incoming, RecvStream, SendStream, TransportErrorCode, VarInt};
+use serde::{Deserialize, Serialize};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::sleep;
 
@@ -24,91 +26,48 @@ use crate::protection::Protection;
 use crate::tls::{Fingerprint, Pins, SERVER_NAME};
 
 /// What each rank tells the others.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Introduction {
-    pub(crate) address: SocketAddr,
+    /// [`Protection::code`].
+    pub(crate) protection: u8,
+    pub(crate) address: Offer,
     /// Where the rank is.
     pub(crate) place: Place,
     pub(crate) fingerprint: Fingerprint,
     pub(crate) lanes: u32,
     /// Bytes that its UDP receive buffer holds.
     pub(crate) receive_buffer: u64,
-    pub(crate) protection: Protection,
 }
 
-const INTRODUCTION: u8 = 3;
-
 impl Introduction {
-    /// Tells every rank of this one and hears of every rank, in order.
-    pub(crate) fn exchange(&self, control: &dyn Control, deadline: Deadline) -> Result<Vec<Introduction>> {
-        let blobs = control.all_gather("quic introduction", &self.encode(), deadline)?;
-        let introductions: Vec<Introduction> = blobs
-            .iter()
-            .enumerate()
-            .map(|(rank, blob)| {
-                if blob.get(1).is_some_and(|code| *code != self.protection.code()) {
-                    return Err(Error::Rendezvous(format!(
-                        "rank {rank} protects its QUIC packets otherwise than rank {} ({}); start all ranks with the same \
-                         transport",
-                        control.rank(),
-                        self.protection.cipher_suite()
-                    )));
-                }
-                Self::decode(blob, self.protection).ok_or_else(|| Error::Protocol {
-                    who: format!("rank {rank}"),
-                    what: format!("a QUIC introduction of {} B", blob.len()),
-                })
-            })
-            .collect::<Result<_>>()?;
-        if introductions.len() != control.world_size() {
+    /// Tells every rank of this one, whose introduction is `mine`, and hears of every rank, in order. If a rank has none, which is an error
+    /// there, all fail.
+    pub(crate) fn exchange(
+        mine: Result<Introduction>,
+        protection: Protection,
+        lanes: usize,
+        control: &dyn Control,
+        deadline: Deadline,
+    ) -> Result<Vec<Introduction>> {
+        let introductions = control.gather_all("quic introduction", protection.transport_name(), mine, deadline)?;
+        let found = |differs: &dyn Fn(&Introduction) -> bool| introductions.iter().position(differs);
+        if let Some(rank) = found(&|other| other.protection != protection.code()) {
             return Err(Error::Rendezvous(format!(
-                "{} ranks introduced themselves, not {}",
-                introductions.len(),
-                control.world_size()
-            )));
-        }
-        if let Some((rank, other)) = introductions.iter().enumerate().find(|(_, other)| other.lanes != self.lanes) {
-            return Err(Error::Rendezvous(format!(
-                "rank {} has {} QUIC lanes, but rank {rank} has {}; start all ranks with the same number",
+                "rank {rank} protects its QUIC packets otherwise than rank {} ({}); start all ranks with the same transport",
                 control.rank(),
-                self.lanes,
-                other.lanes
+                protection.cipher_suite()
             )));
         }
-        let offers: Vec<_> = introductions.iter().map(|other| (&other.place, vec![other.address.ip()])).collect();
+        if let Some(rank) = found(&|other| other.lanes as usize != lanes) {
+            return Err(Error::Rendezvous(format!(
+                "rank {} has {lanes} QUIC lanes, but rank {rank} has {}; start all ranks with the same number",
+                control.rank(),
+                introductions[rank].lanes
+            )));
+        }
+        let offers: Vec<_> = introductions.iter().map(|other| (&other.place, vec![other.address.0.ip()])).collect();
         check_reachable(&offers)?;
         Ok(introductions)
-    }
-
-    pub(crate) fn encode(&self) -> Vec<u8> {
-        let mut blob = vec![INTRODUCTION, self.protection.code()];
-        blob.extend_from_slice(&self.lanes.to_le_bytes());
-        blob.extend_from_slice(&self.receive_buffer.to_le_bytes());
-        blob.extend_from_slice(&self.fingerprint);
-        blob.extend_from_slice(format!("{} {}", self.place.encode(), self.address).as_bytes());
-        blob
-    }
-
-    /// What a rank with the same `protection` told; `None` when it makes no sense or the protection is another.
-    pub(crate) fn decode(blob: &[u8], protection: Protection) -> Option<Self> {
-        let ([version, code], rest) = blob.split_first_chunk()?;
-        let (lanes, rest) = rest.split_first_chunk()?;
-        let (receive_buffer, rest) = rest.split_first_chunk()?;
-        let (fingerprint, text) = rest.split_first_chunk()?;
-        let (place, address) = str::from_utf8(text).ok()?.rsplit_once(' ')?;
-        if *version != INTRODUCTION || *code != protection.code() {
-            return None;
-        }
-        let introduction = Introduction {
-            address: address.parse().ok()?,
-            place: Place::decode(place)?,
-            fingerprint: *fingerprint,
-            lanes: u32::from_le_bytes(*lanes),
-            receive_buffer: u64::from_le_bytes(*receive_buffer),
-            protection,
-        };
-        // There is one way to write an address, and others in which it can be read.
-        (introduction.encode() == blob).then_some(introduction)
     }
 }
 
@@ -406,27 +365,43 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_introduction_survives_the_wire_and_rubbish_is_refused() {
+    fn ranks_with_other_lanes_or_protection_are_refused_by_all() {
+        let exchange = |introductions: [Introduction; 2]| {
+            let ranks = comm_core::local::group(2, 1);
+            std::thread::scope(|scope| {
+                let threads: Vec<_> = ranks
+                    .iter()
+                    .zip(introductions)
+                    .map(|(rank, mine)| {
+                        let deadline = Deadline::after(Duration::from_secs(30));
+                        let lanes = mine.lanes as usize;
+                        scope.spawn(move || {
+                            Introduction::exchange(Ok(mine), Protection::Full, lanes, &*rank.control, deadline)
+                        })
+                    })
+                    .collect();
+                threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+            })
+        };
         let introduction = Introduction {
-            address: "127.0.0.1:4433".parse().unwrap(),
-            place: Place::decode("00112233445566778899aabbccddeeff 10.0.0.1").unwrap(),
+            protection: Protection::Full.code(),
+            address: Offer("127.0.0.1:4433".parse().unwrap()),
+            place: Place::default(),
             fingerprint: [7; 32],
             lanes: 2,
             receive_buffer: 1 << 23,
-            protection: Protection::Full,
         };
-        let blob = introduction.encode();
-        assert_eq!(Introduction::decode(&blob, Protection::Full), Some(introduction));
-        // An address that Rust reads and does not write.
-        let other = [blob.strip_suffix(b"4433").unwrap(), b"04433"].concat();
-        assert_eq!(Introduction::decode(&other, Protection::Full), None);
-        for len in 0..blob.len() - 4 {
-            assert_eq!(Introduction::decode(&blob[..len], Protection::Full), None, "{len} B");
+        let other = Introduction { fingerprint: [8; 32], ..introduction };
+        for heard in exchange([introduction, other]) {
+            assert_eq!(heard.unwrap(), [introduction, other]);
         }
-        for byte in 0..2 {
-            let mut other = blob.clone();
-            other[byte] = 9;
-            assert_eq!(Introduction::decode(&other, Protection::Full), None);
+        for heard in exchange([introduction, Introduction { lanes: 3, ..other }]) {
+            let error = heard.unwrap_err().to_string();
+            assert!(error.contains("QUIC lanes, but rank"), "{error}");
+        }
+        for heard in exchange([introduction, Introduction { protection: 9, ..other }]) {
+            let error = heard.unwrap_err().to_string();
+            assert!(error.contains("rank 1 protects its QUIC packets otherwise"), "{error}");
         }
     }
 }

@@ -5,19 +5,19 @@ use std::future::Future;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context as Waker, Poll};
 use std::time::Duration;
 
-use comm_core::driver::{Driver, passed, within};
+use comm_core::driver::{Driver, within};
+use comm_core::transport::{self, Lanes};
 use comm_core::{Control, Deadline, Error, HEADER_LEN, Incoming, Outgoing, Result, Spinner, Transport, Waiting};
 use quinn::{Connection, ConnectionError, Endpoint, ReadError, StoppedError};
-use tokio::sync::{Mutex, watch};
+use tokio::sync::watch;
 use tokio::time::sleep;
 
 use crate::config::{DatagramSizes, receive_window};
 use crate::congestion::Congestion;
-use crate::exchange::{Job, Work, complete, poll_all, told};
+use crate::exchange::{Job, Work, complete, poll_all};
 use crate::message::{Channel, Context, DONE, DROPPED, Receiving, Sending, Step, is_done};
 use crate::monitor::QuicMonitor;
 use crate::options::QuicOptions;
@@ -33,15 +33,13 @@ use crate::socket::CountingSocket;
 pub struct QuicTransport {
     pub(crate) rank: usize,
     pub(crate) world_size: usize,
-    /// By lane. Held for the length of an exchange.
-    pub(crate) lanes: Vec<Mutex<Lane>>,
+    pub(crate) lanes: Lanes<Lane>,
     /// By rank, `None` for this one.
     pub(crate) connections: Arc<[Option<Connection>]>,
     pub(crate) endpoint: Endpoint,
     pub(crate) socket: Arc<CountingSocket>,
     pub(crate) address: SocketAddr,
     pub(crate) aborted: watch::Sender<Option<Error>>,
-    pub(crate) closed: AtomicBool,
     pub(crate) settings: Settings,
     /// Last, so that what belongs to it is dropped before.
     pub(crate) driver: Driver,
@@ -66,8 +64,6 @@ pub(crate) struct Lane {
     pub(crate) channels: Vec<Option<Channel>>,
     /// What it has learnt about its waits.
     pub(crate) spinner: Spinner,
-    /// An exchange failed halfway: what would come next on the streams is the rest of it.
-    pub(crate) broken: Option<Error>,
 }
 
 impl QuicTransport {
@@ -100,8 +96,9 @@ impl QuicTransport {
         QuicMonitor { connections: Arc::downgrade(&self.connections), congestion: self.settings.congestion, most }
     }
 
-    fn abort_error(&self) -> Option<Error> {
-        self.aborted.borrow().clone()
+    /// Fails once the transport was aborted.
+    fn check(&self) -> Result<()> {
+        self.aborted.borrow().clone().map_or(Ok(()), Err)
     }
 
     /// Looks at some work with `poll` until it is done; false at the deadline. Returns when the up to `unsent` bytes that it has
@@ -136,41 +133,12 @@ impl QuicTransport {
         }
     }
 
-    fn timeout(&self, operation: &str, deadline: Deadline, waiting_for: impl Iterator<Item = usize>) -> Error {
-        let mut waiting_for: Vec<usize> = waiting_for.collect();
-        waiting_for.sort_unstable();
-        waiting_for.dedup();
-        Error::Timeout { rank: self.rank, operation: operation.to_string(), waited: deadline.waited(), waiting_for }
-    }
-
-    /// Waits for the lanes, which running exchanges hold, and says goodbye on each.
-    fn say_goodbye(&self, deadline: Deadline) -> Result<()> {
+    /// Says goodbye on each lane.
+    fn say_goodbye(&self, lanes: &mut [&mut Lane], deadline: Deadline) -> Result<()> {
         let operation = "closing the QUIC transport";
-        let aborted = self.aborted.subscribe();
-        let lock_all = async {
-            let mut guards = Vec::with_capacity(self.lanes.len());
-            for lane in &self.lanes {
-                guards.push(lane.lock().await);
-            }
-            guards
-        };
-        let mut guards = self.driver.block_on(async {
-            tokio::select! {
-                biased;
-                error = told(aborted) => Err(error),
-                guards = lock_all => Ok(guards),
-                () = passed(deadline) => {
-                    let operation = format!("{operation} (an exchange is still running)");
-                    Err(self.timeout(&operation, deadline, std::iter::empty()))
-                }
-            }
-        })?;
         let mut jobs = Vec::new();
-        for guard in &mut guards {
-            if let Some(error) = &guard.broken {
-                return Err(error.clone());
-            }
-            for (peer, channel) in guard.channels.iter_mut().enumerate() {
+        for lane in lanes {
+            for (peer, channel) in lane.channels.iter_mut().enumerate() {
                 let Some(Channel { send, receive, .. }) = channel else { continue };
                 let context = Context { peer, operation };
                 // An error says that it was finished before.
@@ -193,7 +161,8 @@ impl QuicTransport {
         if self.drive(&mut spinner, deadline, &Cell::new(0), false, |cx| poll_farewells(&mut jobs, cx))? {
             return Ok(());
         }
-        Err(self.timeout(operation, deadline, jobs.iter().filter(|job| !job.is_done).map(|job| job.peer)))
+        let silent = jobs.iter().filter(|job| !job.is_done).map(|job| job.peer);
+        Err(Error::timeout(self.rank, operation, deadline, silent))
     }
 }
 
@@ -211,7 +180,7 @@ impl Transport for QuicTransport {
     }
 
     fn lanes(&self) -> usize {
-        self.lanes.len()
+        self.lanes.count()
     }
 
     fn exchange(
@@ -222,69 +191,9 @@ impl Transport for QuicTransport {
         deadline: Deadline,
     ) -> Result<()> {
         self.may_block()?;
-        if let Some(error) = self.abort_error() {
-            return Err(error);
-        }
-        if self.closed.load(Ordering::Acquire) {
-            return Err(Error::invalid("the QUIC transport is closed"));
-        }
-        let lock = self
-            .lanes
-            .get(lane)
-            .ok_or_else(|| Error::invalid(format!("lane {lane} does not exist; there are {}", self.lanes.len())))?;
-        let mut guard = lock
-            .try_lock()
-            .map_err(|_| Error::invalid(format!("lane {lane}: another exchange is running on it, or close")))?;
-        let Lane { operation, channels, spinner, broken } = &mut *guard;
-        if let Some(error) = broken {
-            return Err(error.clone());
-        }
-
-        let mut jobs: Vec<Job<'_>> = Vec::with_capacity(outgoing.len() + incoming.len());
-        for message in outgoing {
-            if message.header.payload_len != message.payload.len() as u64 {
-                return Err(Error::invalid(format!(
-                    "{operation}: a header for {} B before a payload of {} B",
-                    message.header.payload_len,
-                    message.payload.len()
-                )));
-            }
-            if !matches!(channels.get(message.peer), Some(Some(_))) || jobs.iter().any(|job| job.peer == message.peer) {
-                return Err(self.no_such_peer(operation, message.peer, "to"));
-            }
-            jobs.push(Job { peer: message.peer, work: Work::Send(Sending::new(message)), is_done: false });
-        }
-        for Incoming { peer, sink } in incoming {
-            if !matches!(channels.get(*peer), Some(Some(_)))
-                || jobs.iter().any(|job| job.peer == *peer && !job.is_send())
-            {
-                return Err(self.no_such_peer(operation, *peer, "from"));
-            }
-            jobs.push(Job { peer: *peer, work: Work::Receive(Receiving::new(&mut **sink)), is_done: false });
-        }
-        // A fixed window is all that quinn takes over, and may leave at once.
-        let leaves_work = !outgoing.is_empty() && !matches!(self.settings.congestion, Congestion::FixedWindow(_));
-        let written: u64 = outgoing.iter().map(|message| HEADER_LEN as u64 + message.header.payload_len).sum();
-        let unsent = Cell::new(written);
-        // Long before the window is used up quinn grants more, which should not wait for the next exchange.
-        let credit = u64::from(self.settings.options.stream_window) / 16;
-        let note = Noted { operation: operation.as_str(), broken };
-        let outcome = self
-            .drive(spinner, deadline, &unsent, leaves_work, |cx| {
-                let step = poll_all(&mut jobs, cx, channels, operation)?;
-                if step == Step::Done && jobs.iter().any(|job| job.received() >= credit) {
-                    unsent.set(written + 1);
-                }
-                Ok(step)
-            })
-            .and_then(|is_done| {
-                let waiting_for = jobs.iter().filter(|job| !job.is_done).map(|job| job.peer);
-                if is_done { Ok(()) } else { Err(self.timeout(operation, deadline, waiting_for)) }
-            });
-        if let Err(error) = &outcome {
-            *note.broken = Some(error.clone());
-        }
-        outcome
+        self.check()?;
+        transport::check(self.rank, self.world_size, outgoing, incoming)?;
+        self.lanes.run(lane, |lane| self.exchange_on(lane, outgoing, incoming, deadline))
     }
 
     fn may_block(&self) -> Result<()> {
@@ -303,21 +212,17 @@ impl Transport for QuicTransport {
 
     fn close(&self, deadline: Deadline) -> Result<()> {
         self.may_block()?;
-        if self.closed.load(Ordering::Acquire) {
-            return Ok(());
-        }
-        if let Some(error) = self.abort_error() {
-            return Err(error);
-        }
-        self.say_goodbye(deadline)?;
-        self.closed.store(true, Ordering::Release);
-        self.endpoint.close(DONE, b"done");
-        // Until then a peer that missed the last packets is told again. Nothing depends on it but the peer's speed.
-        let patience = deadline.at_most(FAREWELL);
-        self.driver.block_on(async {
-            let _ = within(patience, self.endpoint.wait_idle()).await;
-            Ok(())
-        })
+        let farewell = |lanes: &mut [&mut Lane]| {
+            self.say_goodbye(lanes, deadline)?;
+            self.endpoint.close(DONE, b"done");
+            // Until then a peer that missed the last packets is told again. Nothing depends on it but the peer's speed.
+            let patience = deadline.at_most(FAREWELL);
+            self.driver.block_on(async {
+                let _ = within(patience, self.endpoint.wait_idle()).await;
+                Ok(())
+            })
+        };
+        self.lanes.close(self.rank, deadline, || self.check(), farewell)
     }
 
     fn facts(&self) -> Vec<(String, String)> {
@@ -348,8 +253,8 @@ impl Transport for QuicTransport {
 impl Drop for QuicTransport {
     fn drop(&mut self) {
         let mut reset = vec![0; self.world_size];
-        for lane in &mut self.lanes {
-            for (channel, reset) in lane.get_mut().channels.iter_mut().zip(&mut reset) {
+        for lane in self.lanes.contents_mut() {
+            for (channel, reset) in lane.channels.iter_mut().zip(&mut reset) {
                 if let Some(channel) = channel
                     && channel.send.reset(DROPPED).is_ok()
                 {
@@ -385,11 +290,39 @@ impl Drop for QuicTransport {
 }
 
 impl QuicTransport {
-    fn no_such_peer(&self, operation: &str, peer: usize, direction: &str) -> Error {
-        Error::invalid(format!(
-            "{operation} on rank {} of {}: no message, or no second one, can go {direction} rank {peer}",
-            self.rank, self.world_size
-        ))
+    fn exchange_on(
+        &self,
+        lane: &mut Lane,
+        outgoing: &[Outgoing<'_>],
+        incoming: &mut [Incoming<'_>],
+        deadline: Deadline,
+    ) -> Result<()> {
+        let Lane { operation, channels, spinner } = lane;
+        // A fixed window is all that quinn takes over, and may leave at once.
+        let leaves_work = !outgoing.is_empty() && !matches!(self.settings.congestion, Congestion::FixedWindow(_));
+        let written: u64 = outgoing.iter().map(|message| HEADER_LEN as u64 + message.header.payload_len).sum();
+        let unsent = Cell::new(written);
+        let mut jobs: Vec<Job<'_>> = Vec::with_capacity(outgoing.len() + incoming.len());
+        jobs.extend(outgoing.iter().map(|message| Job::new(message.peer, Work::Send(Sending::new(message)))));
+        jobs.extend(
+            incoming
+                .iter_mut()
+                .map(|Incoming { peer, sink }| Job::new(*peer, Work::Receive(Receiving::new(&mut **sink)))),
+        );
+        // Long before the window is used up quinn grants more, which should not wait for the next exchange.
+        let credit = u64::from(self.settings.options.stream_window) / 16;
+        let is_done = self.drive(spinner, deadline, &unsent, leaves_work, |cx| {
+            let step = poll_all(&mut jobs, cx, channels, operation)?;
+            if step == Step::Done && jobs.iter().any(|job| job.received() >= credit) {
+                unsent.set(written + 1);
+            }
+            Ok(step)
+        })?;
+        if is_done {
+            return Ok(());
+        }
+        let waiting_for = jobs.iter().filter(|job| !job.is_done).map(|job| job.peer);
+        Err(Error::timeout(self.rank, operation.as_str(), deadline, waiting_for))
     }
 }
 
@@ -406,20 +339,6 @@ const LAST_WORDS: Duration = Duration::from_millis(100);
 async fn until(holds: impl Fn() -> bool) {
     while !holds() {
         sleep(Duration::from_millis(1)).await;
-    }
-}
-
-/// An exchange that runs. If a sink panics in it, its lane is broken.
-struct Noted<'a> {
-    operation: &'a str,
-    broken: &'a mut Option<Error>,
-}
-
-impl Drop for Noted<'_> {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            *self.broken = Some(Error::Internal(format!("{} has panicked", self.operation)));
-        }
     }
 }
 
@@ -484,15 +403,15 @@ mod tests {
             |transport| {
                 let deadline = Deadline::after(Duration::from_secs(10));
                 if transport.rank() == 0 {
-                    let mut lane = transport.lanes[1].try_lock().unwrap();
-                    let channel = lane.channels[1].as_mut().unwrap();
-                    let write = async {
-                        channel.send.write_all(&[0xab; 200]).await.unwrap();
-                        Ok(())
+                    let write = |lane: &mut Lane| {
+                        let channel = lane.channels[1].as_mut().unwrap();
+                        transport.driver.block_on(async {
+                            channel.send.write_all(&[0xab; 200]).await.unwrap();
+                            Ok(())
+                        })
                     };
-                    transport.driver.block_on(write).unwrap();
+                    transport.lanes.run(1, write).unwrap();
                     // Leaving would lose them.
-                    drop(lane);
                     let _ = transport.exchange(0, &[], &mut [Incoming { peer: 1, sink: &mut Nothing }], deadline);
                     return;
                 }

@@ -1,7 +1,5 @@
 //! Messages arrive, whatever their size and whatever else is under way.
 
-mod common;
-
 use std::thread;
 use std::time::Duration;
 
@@ -9,7 +7,7 @@ use comm_core::conformance::Barrier;
 use comm_core::{Control, Error, Transport};
 use comm_quic::{Congestion, QuicOptions};
 
-use common::{job, pattern, receive, send, soon, swap_with_all};
+use crate::common::{job, pattern, receive, send, soon, swap_with_all};
 
 #[test]
 fn messages_of_many_sizes_arrive_in_order() {

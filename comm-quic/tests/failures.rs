@@ -2,8 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 
-mod common;
-
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::thread;
@@ -17,7 +15,7 @@ use comm_core::{
 };
 use comm_quic::{Congestion, QuicOptions, QuicTransport};
 
-use common::{job, pattern, receive, send, soon, swap_with_all};
+use crate::common::{job, pattern, receive, send, soon, swap_with_all};
 
 /// What comes at once has come by then on a busy machine too; the deadline that would otherwise end a wait is a minute away.
 const PROMPT: Duration = Duration::from_secs(10);
@@ -46,7 +44,7 @@ fn a_deadline_ends_a_send_that_nobody_takes() {
         if transport.rank() == 0 {
             let payload = vec![0; 100 << 20];
             let outgoing =
-                [comm_core::Outgoing { peer: 1, header: common::header(payload.len(), 0), payload: &payload }];
+                [comm_core::Outgoing { peer: 1, header: crate::common::header(payload.len(), 0), payload: &payload }];
             let error =
                 transport.exchange(0, &outgoing, &mut [], Deadline::after(Duration::from_millis(700))).unwrap_err();
             assert!(matches!(&error, Error::Timeout { waiting_for, .. } if waiting_for == &[1]), "{error}");
@@ -167,7 +165,7 @@ fn calls_that_make_no_sense_are_refused_and_harmless() {
         refused(send(&transport, 2, 1 - rank, b"no such lane"));
         refused(send(&transport, 0, 2, b"no such rank"));
         refused(send(&transport, 0, rank, b"to itself"));
-        let twice = comm_core::Outgoing { peer: 1 - rank, header: common::header(1, 0), payload: b"x" };
+        let twice = comm_core::Outgoing { peer: 1 - rank, header: crate::common::header(1, 0), payload: b"x" };
         refused(transport.exchange(0, &[twice, twice], &mut [], soon()));
         refused(transport.exchange(0, &[comm_core::Outgoing { payload: b"xx", ..twice }], &mut [], soon()));
         swap_with_all(&transport, 0, 10);

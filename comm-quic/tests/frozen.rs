@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 #[path = "../../comm-core/tests/common/frozen.rs"]
-mod frozen;
+mod ranks;
 
 use std::sync::Arc;
 use std::thread;
@@ -12,14 +12,14 @@ use std::time::Duration;
 use comm_core::{Deadline, Mesh, MeshOptions};
 use comm_quic::{QuicOptions, QuicTransport};
 
-use frozen::{Frozen, Terms};
+use ranks::{Frozen, Terms};
 
 const SHORT: Duration = Duration::from_secs(3);
 
 #[test]
 #[ignore = "a rank of the other test"]
 fn rank_of_a_job() {
-    frozen::serve(|_, control| {
+    ranks::serve(|_, control| {
         let options = QuicOptions { idle_timeout: SHORT, keep_alive: SHORT / 10, ..QuicOptions::default() };
         let transport = QuicTransport::connect(&*control, &options, Deadline::after(Duration::from_secs(60))).unwrap();
         Arc::new(Mesh::new(transport, control, MeshOptions::default()).unwrap())

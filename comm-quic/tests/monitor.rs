@@ -1,7 +1,5 @@
 //! The connections can be looked at while somebody else has the transport.
 
-mod common;
-
 use std::thread;
 use std::time::Duration;
 
@@ -9,7 +7,7 @@ use comm_core::Transport;
 use comm_core::conformance::Barrier;
 use comm_quic::{Congestion, QuicOptions};
 
-use common::{job, soon, swap_with_all};
+use crate::common::{job, soon, swap_with_all};
 
 #[test]
 fn figures_of_eight_megabytes_make_sense() {

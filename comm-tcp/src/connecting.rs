@@ -207,7 +207,7 @@ impl<'a, L> Connecting<'a, L> {
 
 #[cfg(test)]
 mod tests {
-    use comm_core::place::Place;
+    use comm_core::place::{Offer, Place};
 
     use super::*;
     use crate::rendezvous::Addresses;
@@ -215,8 +215,8 @@ mod tests {
     fn adverts() -> Vec<Advert> {
         (0..4)
             .map(|rank| {
-                let addresses = Addresses::Tcp(vec![format!("10.9.0.{rank}:40{rank}0").parse().unwrap()]);
-                Advert { salt: [0; 32], place: Place::decode("- -").unwrap(), addresses }
+                let addresses = Addresses::Tcp(vec![Offer(format!("10.9.0.{rank}:40{rank}0").parse().unwrap())]);
+                Advert { salt: [0; 32], place: Place::default(), addresses }
             })
             .collect()
     }

@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use comm_core::{Deadline, Error, Incoming, Outgoing, Result, descriptors};
+use comm_core::{Deadline, Error, Incoming, Outgoing, Result, descriptors, transport};
 
 use crate::rendezvous::listens;
 
@@ -45,44 +45,18 @@ impl Core {
     }
 
     pub(crate) fn timeout(&self, operation: String, deadline: Deadline, waiting_for: Vec<usize>) -> Error {
-        Error::Timeout { rank: self.rank, operation, waited: deadline.waited(), waiting_for }
+        Error::timeout(self.rank, operation, deadline, waiting_for)
+    }
+
+    /// Fails once the transport was aborted.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.aborted().map_or(Ok(()), Err)
     }
 
     /// Refuses an exchange that makes no sense.
-    pub(crate) fn check(&self, lane: usize, outgoing: &[Outgoing<'_>], incoming: &[Incoming<'_>]) -> Result<()> {
-        if let Some(error) = self.aborted() {
-            return Err(error);
-        }
-        if lane >= self.lanes {
-            return Err(Error::invalid(format!("lane {lane} of {}", self.lanes)));
-        }
-        for message in outgoing {
-            if message.header.payload_len != message.payload.len() as u64 {
-                return Err(Error::invalid(format!(
-                    "a message to rank {} whose header says {} B and that has {} B",
-                    message.peer,
-                    message.header.payload_len,
-                    message.payload.len()
-                )));
-            }
-        }
-        self.check_peers("to", outgoing.iter().map(|message| message.peer))?;
-        self.check_peers("from", incoming.iter().map(|message| message.peer))
-    }
-
-    fn check_peers(&self, direction: &str, peers: impl Iterator<Item = usize> + Clone) -> Result<()> {
-        for (index, peer) in peers.clone().enumerate() {
-            if peer >= self.world_size || peer == self.rank {
-                return Err(Error::invalid(format!(
-                    "rank {} of {}: a message {direction} rank {peer}",
-                    self.rank, self.world_size
-                )));
-            }
-            if peers.clone().take(index).any(|earlier| earlier == peer) {
-                return Err(Error::invalid(format!("rank {}: two messages {direction} rank {peer}", self.rank)));
-            }
-        }
-        Ok(())
+    pub(crate) fn check_messages(&self, outgoing: &[Outgoing<'_>], incoming: &[Incoming<'_>]) -> Result<()> {
+        self.check()?;
+        transport::check(self.rank, self.world_size, outgoing, incoming)
     }
 }
 

@@ -3,14 +3,9 @@
 pub use comm_core::fuzzing::{Target, Verdict};
 
 pub use crate::raw::fuzzing::*;
-pub use crate::rendezvous::fuzzing::*;
 pub use crate::zmq::fuzzing::*;
 
 /// The decoders of this crate.
 pub fn targets() -> Vec<Target> {
-    crate::zmq::fuzzing::targets()
-        .into_iter()
-        .chain(crate::raw::fuzzing::targets())
-        .chain(crate::rendezvous::fuzzing::targets())
-        .collect()
+    crate::zmq::fuzzing::targets().into_iter().chain(crate::raw::fuzzing::targets()).collect()
 }

@@ -7,9 +7,11 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
+use comm_core::control::ControlExt;
 use comm_core::folder::PrivateFolder;
 use comm_core::{Control, Deadline, Error, Result};
 use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
+use serde::{Deserialize, Serialize};
 use socket2::SockRef;
 
 use crate::auth::Edge;
@@ -71,7 +73,7 @@ impl House {
 }
 
 /// Where a rank's house is.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Folder {
     /// Of this start of its machine.
     pub(crate) machine: String,
@@ -86,20 +88,6 @@ impl Folder {
         Path::new(&self.path).join(room(edge))
     }
 
-    /// One line.
-    pub(crate) fn encode(&self) -> String {
-        format!("{} {} {} {}", self.machine, self.device, self.inode, self.path)
-    }
-
-    /// `None` for what [`encode`](Folder::encode) never writes, up to how numbers are written.
-    pub(crate) fn decode(line: &str) -> Option<Self> {
-        let mut words = line.splitn(4, ' ');
-        let machine = words.next()?.to_string();
-        let (device, inode) = (words.next()?.parse().ok()?, words.next()?.parse().ok()?);
-        let path = words.next().filter(|path| path.starts_with('/'))?.to_string();
-        Some(Folder { machine, device, inode, path })
-    }
-
     /// Why the rank of the folder `own` cannot reach this one's sockets; `None` if it can.
     fn is_out_of_reach(&self, own: &Folder) -> Option<String> {
         if self.machine != own.machine {
@@ -107,7 +95,11 @@ impl Folder {
                 "it runs on another machine; choose a transport that crosses machines, like tcp or quic".into(),
             );
         }
-        match identity(Path::new(&self.path)) {
+        let path = Path::new(&self.path);
+        if !path.is_absolute() {
+            return Some(format!("{} is no whole path", path.display()));
+        }
+        match identity(path) {
             Ok(found) if found == (self.device, self.inode) => None,
             Ok(_) => Some(format!("{} is another folder here than there, as in another container", self.path)),
             Err(error) => Some(format!("{}: {error}; start all ranks in the same container", self.path)),
@@ -123,16 +115,9 @@ pub(crate) fn see_all(rank: usize, folders: &[&Folder], control: &dyn Control, d
         let why = folder.is_out_of_reach(own)?;
         Some(format!("rank {rank} cannot reach the sockets of rank {peer}: {why}"))
     });
+    let seen = complaint.map_or(Ok(()), |why| Err(Error::Unsupported { what: IPC.into(), why }));
     // Nobody leaves, and takes its folder along, before all have looked.
-    let complaints = control.all_gather("ipc folders seen", complaint.unwrap_or_default().as_bytes(), deadline)?;
-    let complaints = complaints.iter().filter(|complaint| !complaint.is_empty());
-    // The first few say it all.
-    let complaints: Vec<_> = complaints.take(3).map(|complaint| String::from_utf8_lossy(complaint)).collect();
-    if complaints.is_empty() {
-        Ok(())
-    } else {
-        Err(Error::Unsupported { what: IPC.into(), why: complaints.join("; ") })
-    }
+    control.gather_all("ipc folders seen", IPC, seen, deadline).map(drop)
 }
 
 /// Asks for the same buffers as on TCP for all sockets of this process that are connected within `folders`, and says what the
@@ -233,6 +218,7 @@ mod tests {
         let cases = [
             (Folder { machine: "another".into(), ..theirs.clone() }, "another machine"),
             (Folder { inode: own.inode, ..theirs.clone() }, "another folder"),
+            (Folder { path: theirs.path[1..].to_string(), ..theirs.clone() }, "no whole path"),
             (Folder { path: format!("{}-gone", theirs.path), ..theirs }, "No such file"),
         ];
         for (folder, word) in cases {

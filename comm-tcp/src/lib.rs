@@ -118,7 +118,6 @@ mod fault;
 #[doc(hidden)]
 pub mod fuzzing;
 mod house;
-mod lanes;
 mod options;
 mod raw;
 mod rendezvous;

@@ -1,13 +1,12 @@
 //! Who listens for whom, and where.
 
-#[cfg(feature = "fuzzing")]
-pub(crate) mod fuzzing;
-
 use std::collections::HashSet;
 use std::net::{IpAddr, SocketAddr};
 
-use comm_core::place::{Place, check_reachable};
+use comm_core::control::ControlExt;
+use comm_core::place::{Offer, Place, check_reachable};
 use comm_core::{Control, Deadline, Error, Result};
+use serde::{Deserialize, Serialize};
 
 use crate::auth::{Edge, PROOF_LEN};
 use crate::house::Folder;
@@ -34,7 +33,7 @@ pub(crate) fn expected_edges(rank: usize, world_size: usize, lanes: usize) -> Re
 }
 
 /// What every rank tells every other one over the control plane before they connect.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Advert {
     /// Goes into every proof towards this rank, so that a proof is of no use elsewhere.
     pub(crate) salt: [u8; PROOF_LEN],
@@ -44,24 +43,21 @@ pub(crate) struct Advert {
 }
 
 /// Where a rank listens.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Addresses {
     /// One address for all, or one for each peer and lane (see [`Advert::address`]).
-    Tcp(Vec<SocketAddr>),
+    Tcp(Vec<Offer>),
     /// A folder with a Unix socket for each peer and lane.
     Unix(Folder),
 }
-
-/// What the line of a folder begins with.
-const UNIX: &str = "unix ";
 
 impl Advert {
     /// Where the rank with this advert listens for the dialler `peer` on `lane`.
     pub(crate) fn address(&self, peer: usize, lane: usize, lanes: usize) -> Option<SocketAddr> {
         match &self.addresses {
             Addresses::Tcp(addresses) => match addresses[..] {
-                [only] => Some(only),
-                _ => addresses.get(peer * lanes + lane).copied(),
+                [only] => Some(only.0),
+                _ => addresses.get(peer * lanes + lane).map(|offer| offer.0),
             },
             Addresses::Unix(_) => None,
         }
@@ -83,9 +79,10 @@ impl Advert {
         }
     }
 
-    /// Exchanges adverts; checks that all ranks were given the same settings, and that none offers loopback to other machines.
+    /// Exchanges adverts, of which this rank's is `mine`; checks that all ranks were given the same settings, and that none offers loopback
+    /// to other machines. If a rank has none, which is an error there, all fail.
     pub(crate) fn exchange(
-        &self,
+        mine: Result<Advert>,
         transport: &str,
         options: &TcpOptions,
         control: &dyn Control,
@@ -95,17 +92,14 @@ impl Advert {
             "lanes={} window={} segment={} gate={} ipc={}",
             options.lanes, options.window, options.segment, options.gate, options.ipc
         );
-        let blobs =
-            control.all_gather(&format!("{transport} addresses"), self.encode(&settings).as_bytes(), deadline)?;
-        if blobs.len() != control.world_size() {
+        let mine = mine.map(|advert| (settings.clone(), advert));
+        let told = control.gather_all(&format!("{transport} addresses"), transport, mine, deadline)?;
+        if let Some((rank, (theirs, _))) = told.iter().enumerate().find(|(_, (theirs, _))| *theirs != settings) {
             return Err(Error::Rendezvous(format!(
-                "{} ranks gave {transport} addresses, but there are {}",
-                blobs.len(),
-                control.world_size()
+                "the ranks were started with different settings: here {settings}, on rank {rank} {theirs}"
             )));
         }
-        let decode = |(rank, blob): (usize, &Vec<u8>)| Advert::decode(blob, &settings, rank);
-        let adverts = blobs.iter().enumerate().map(decode).collect::<Result<Vec<_>>>()?;
+        let adverts: Vec<Advert> = told.into_iter().map(|(_, advert)| advert).collect();
         let offers: Vec<_> = adverts.iter().map(|advert| (&advert.place, advert.ips())).collect();
         check_reachable(&offers)?;
         Ok(adverts)
@@ -114,51 +108,18 @@ impl Advert {
     /// The addresses that it has, each once.
     fn ips(&self) -> Vec<IpAddr> {
         let Addresses::Tcp(addresses) = &self.addresses else { return Vec::new() };
-        let mut ips: Vec<IpAddr> = addresses.iter().map(SocketAddr::ip).collect();
+        let mut ips: Vec<IpAddr> = addresses.iter().map(|offer| offer.0.ip()).collect();
         ips.dedup();
         ips
-    }
-
-    fn encode(&self, settings: &str) -> String {
-        let mut text = format!("{settings}\n");
-        text.extend(self.salt.iter().map(|byte| format!("{byte:02x}")));
-        text.push_str(&format!("\n{}", self.place.encode()));
-        match &self.addresses {
-            Addresses::Tcp(addresses) => text.extend(addresses.iter().map(|address| format!("\n{address}"))),
-            Addresses::Unix(folder) => text.push_str(&format!("\n{UNIX}{}", folder.encode())),
-        }
-        text
-    }
-
-    fn decode(blob: &[u8], settings: &str, rank: usize) -> Result<Advert> {
-        let malformed = || Error::Rendezvous(format!("rank {rank} sent an address list that is not understood"));
-        let mut lines = std::str::from_utf8(blob).map_err(|_| malformed())?.lines();
-        let theirs = lines.next().ok_or_else(malformed)?;
-        if theirs != settings {
-            return Err(Error::Rendezvous(format!(
-                "the ranks were started with different settings: here {settings}, on rank {rank} {theirs}"
-            )));
-        }
-        let hex = lines.next().filter(|hex| hex.len() == 2 * PROOF_LEN && hex.is_ascii()).ok_or_else(malformed)?;
-        let mut salt = [0; PROOF_LEN];
-        for (byte, digits) in salt.iter_mut().zip(hex.as_bytes().chunks_exact(2)) {
-            let digits = std::str::from_utf8(digits).map_err(|_| malformed())?;
-            *byte = u8::from_str_radix(digits, 16).map_err(|_| malformed())?;
-        }
-        let place = lines.next().and_then(Place::decode).ok_or_else(malformed)?;
-        let mut lines = lines.peekable();
-        let addresses = match lines.peek().and_then(|line| line.strip_prefix(UNIX)) {
-            Some(folder) => Addresses::Unix(Folder::decode(folder).ok_or_else(malformed)?),
-            None => Addresses::Tcp(lines.map(|line| line.parse().map_err(|_| malformed())).collect::<Result<_>>()?),
-        };
-        let advert = Advert { salt, place, addresses };
-        // An advert has one encoding: signs, white space and leading zeros, which numbers may have, are none of ours.
-        if advert.encode(settings).as_bytes() == blob { Ok(advert) } else { Err(malformed()) }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use comm_core::local::LocalRank;
+
     use super::*;
 
     #[test]
@@ -176,38 +137,39 @@ mod tests {
     }
 
     #[test]
-    fn an_advert_survives_the_control_plane() {
-        let addresses = Addresses::Tcp(vec!["127.0.0.1:4000".parse().unwrap()]);
-        let place = Place::decode("0123456789abcdef0123456789abcdef 10.0.0.1").unwrap();
-        let advert = Advert { salt: [0xa5; 32], place, addresses };
-        let blob = advert.encode("lanes=2");
-        assert_eq!(Advert::decode(blob.as_bytes(), "lanes=2", 1).unwrap(), advert);
-        assert!(Advert::decode(blob.as_bytes(), "lanes=3", 1).unwrap_err().to_string().contains("lanes=3"));
-        // Numbers that Rust reads and does not write.
-        for (ours, theirs) in
-            [("a5a5", "+5a5"), ("a5a5", "A5a5"), ("\n", "\r\n"), (":4000", ":04000"), ("4000", "4000\n")]
-        {
-            let other = blob.replacen(ours, theirs, 1);
-            assert!(Advert::decode(other.as_bytes(), "lanes=2", 1).is_err(), "{other:?}");
+    fn adverts_are_told_and_settings_compared() {
+        let advert = |rank: usize| Advert {
+            salt: [rank as u8; 32],
+            place: Place::default(),
+            addresses: Addresses::Tcp(vec![Offer(format!("127.0.0.1:400{rank}").parse().unwrap())]),
+        };
+        let exchange = |lanes: [usize; 2], mine: &(dyn Fn(usize) -> Result<Advert> + Sync)| {
+            let ranks = comm_core::local::group(2, 1);
+            std::thread::scope(|scope| {
+                let threads: Vec<_> = ranks
+                    .iter()
+                    .map(|LocalRank { control, .. }| {
+                        let options = TcpOptions { lanes: lanes[control.rank()], ..TcpOptions::default() };
+                        let deadline = Deadline::after(Duration::from_secs(30));
+                        let mine = mine(control.rank());
+                        scope.spawn(move || Advert::exchange(mine, "tcp", &options, &**control, deadline))
+                    })
+                    .collect();
+                threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+            })
+        };
+        for told in exchange([2, 2], &|rank| Ok(advert(rank))) {
+            assert_eq!(told.unwrap(), [advert(0), advert(1)]);
         }
-        let salt_end = blob.rfind('\n').unwrap();
-        for cut in 0..salt_end {
-            assert!(Advert::decode(&blob.as_bytes()[..cut], "lanes=2", 1).is_err(), "{cut}");
+        for told in exchange([2, 3], &|rank| Ok(advert(rank))) {
+            let error = told.unwrap_err().to_string();
+            assert!(error.contains("lanes=2") && error.contains("lanes=3"), "{error}");
         }
-    }
-
-    #[test]
-    fn a_folder_survives_the_control_plane() {
-        let (machine, path) = ("0b1d".to_string(), "/tmp/with a space".to_string());
-        let folder = Folder { machine, device: 1, inode: u64::MAX, path };
-        let place = Place::decode("- -").unwrap();
-        let advert = Advert { salt: [7; 32], place, addresses: Addresses::Unix(folder.clone()) };
-        let blob = advert.encode("ipc");
-        let back = Advert::decode(blob.as_bytes(), "ipc", 1).unwrap();
-        assert_eq!((back.folder(), back.address(0, 0, 1)), (Some(&folder), None));
-        for (ours, theirs) in [(" 1 ", " 01 "), (" /tmp", " tmp"), (" space", " space\n"), ("unix", "linux")] {
-            let other = blob.replacen(ours, theirs, 1);
-            assert!(Advert::decode(other.as_bytes(), "ipc", 1).is_err(), "{other:?}");
-        }
+        // Who cannot listen says so to those who would dial it.
+        let told =
+            exchange([2, 2], &|rank| if rank == 0 { Ok(advert(0)) } else { Err(Error::invalid("no such port")) });
+        assert!(matches!(told[1], Err(Error::InvalidArgument(_))), "{told:?}");
+        let error = told[0].as_ref().unwrap_err().to_string();
+        assert!(error.contains("rank 1: ") && error.contains("no such port"), "{error}");
     }
 }

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 #[path = "../../comm-core/tests/common/frozen.rs"]
-mod frozen;
+mod ranks;
 
 use std::sync::Arc;
 use std::thread;
@@ -12,14 +12,14 @@ use std::time::Duration;
 use comm_core::{Deadline, Mesh, MeshOptions};
 use comm_tcp::{RawTcpTransport, TcpOptions, ZmqTransport};
 
-use frozen::{Frozen, Terms};
+use ranks::{Frozen, Terms};
 
 const SHORT: Duration = Duration::from_secs(3);
 
 #[test]
 #[ignore = "a rank of the other test"]
 fn rank_of_a_job() {
-    frozen::serve(|transport, control| {
+    ranks::serve(|transport, control| {
         let (deadline, options) = (Deadline::after(Duration::from_secs(60)), MeshOptions::default());
         match transport {
             "tcp" => {

@@ -2,8 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "only tests come here")]
 
-mod common;
-
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -14,7 +12,7 @@ use std::thread;
 use comm_core::{Control, Error};
 use comm_tcp::{TcpOptions, ZmqTransport};
 
-use common::{Kind, controls, job, soon};
+use crate::common::{Kind, controls, job, soon};
 
 #[test]
 fn facts_say_that_there_is_neither_tcp_nor_a_gate() {

@@ -2,8 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "only tests come here")]
 
-mod common;
-
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
@@ -18,7 +16,7 @@ use comm_tcp::TcpOptions;
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
-use common::{Kind, controls, payload, soon, swap};
+use crate::common::{Kind, controls, payload, soon, swap};
 
 type Meddle = dyn Fn(SocketAddr, &[u8; 32]) -> SocketAddr + Send + Sync;
 

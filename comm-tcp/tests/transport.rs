@@ -2,8 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "only tests come here")]
 
-mod common;
-
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -15,7 +13,7 @@ use comm_core::{
 };
 use comm_tcp::TcpOptions;
 
-use common::{Collect, Kind, controls, job, outgoing, payload, receive, send, soon, swap};
+use crate::common::{Collect, Kind, controls, job, outgoing, payload, receive, send, soon, swap};
 
 /// What comes at once has come by then on a busy machine too; the deadline that would otherwise end a wait is a minute away.
 const PROMPT: Duration = Duration::from_secs(10);

@@ -11,19 +11,17 @@
 //! same order however it is shared.
 
 use std::{
-    fmt,
     ops::Range,
-    str::FromStr,
     sync::{Arc, Mutex, PoisonError},
 };
 
 use comm_core::shard_range;
+use comm_core::splitmix::SplitMix64;
 use serde::{Deserialize, Serialize};
 
 use crate::{
     corpus::{Corpus, CorpusError, TokenStream},
     segments::TokenBatch,
-    splitmix::SplitMix64,
 };
 
 /// Names the stream of the training order among the streams of a seed.
@@ -68,36 +66,7 @@ pub enum LastBatch {
     Join,
 }
 
-impl LastBatch {
-    /// All of them.
-    pub const ALL: [Self; 2] = [Self::Drop, Self::Join];
-
-    /// The name on the command line and in files.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Drop => "drop",
-            Self::Join => "join",
-        }
-    }
-}
-
-impl fmt::Display for LastBatch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl FromStr for LastBatch {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        Self::ALL.into_iter().find(|choice| choice.name() == name).ok_or_else(|| {
-            let names = Self::ALL.map(Self::name).join(", ");
-            format!("`{name}` is nothing that a last batch can do; choose one of {names}")
-        })
-    }
-}
+comm_core::names!(pub LastBatch, "rule for a last batch": Drop = "drop", Join = "join");
 
 /// Why there are no batches.
 #[derive(Debug, thiserror::Error)]

@@ -199,7 +199,7 @@ impl WeightsHash {
 
     /// The hash, in hexadecimal.
     pub fn finish(self) -> String {
-        self.0.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+        comm_core::hex(&self.0.finalize())
     }
 }
 

@@ -387,7 +387,7 @@ impl Corpus {
     /// [`hash`](Corpus::hash) in 64 hexadecimal digits.
     #[must_use]
     pub fn hash_hex(&self) -> String {
-        hexadecimal(&self.hash)
+        comm_core::hex(&self.hash)
     }
 
     /// Number of documents of a text for GPT-2, unless they are not told apart; those without anything but white space do not count.
@@ -470,10 +470,6 @@ impl fmt::Display for Origin {
             }
         }
     }
-}
-
-fn hexadecimal(bytes: &[u8; 32]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 // A vocabulary of 16-bit ids is what every stream above relies on.

@@ -173,10 +173,6 @@ mod tests {
         events
     }
 
-    fn hex(bytes: &[u8]) -> String {
-        bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-    }
-
     #[test]
     fn the_checksum_is_crc_32c() {
         assert_eq!(crc32c_by_bits(b"123456789"), 0xe306_9283);
@@ -188,7 +184,7 @@ mod tests {
     fn records_are_those_of_tensorboard() {
         let version = Event { wall_time: 1_700_000_000.5, file_version: Some(VERSION.into()), ..Event::default() };
         assert_eq!(
-            hex(&record(&version.encode_to_vec())),
+            comm_core::hex(&record(&version.encode_to_vec())),
             "1800000000000000a37f4b220900002040fc54d9411a0d627261696e2e4576656e743a322b353110"
         );
         let loss = Event {
@@ -198,7 +194,7 @@ mod tests {
             ..Event::default()
         };
         assert_eq!(
-            hex(&record(&loss.encode_to_vec())),
+            comm_core::hex(&record(&loss.encode_to_vec())),
             "2100000000000000017becf60900005040fc54d94110ac022a130a110a0a747261696e2f6c6f737315000020c01a27d515"
         );
     }

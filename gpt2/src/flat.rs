@@ -14,7 +14,9 @@ use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use comm_core::{Buffer, Error, Result, bf16, f16};
 
 use crate::devices;
+use crate::memory::Category;
 use crate::precision::{Precision, split};
+use crate::record::{self, Activity};
 
 pub(crate) use packer::Packer;
 
@@ -159,13 +161,10 @@ impl Flat {
         }
     }
 
-    /// `parts` one after another, `len` elements together.
-    pub(crate) fn concat(parts: impl IntoIterator<Item = Flat>, len: usize) -> Result<Flat> {
+    /// `parts` one after another.
+    pub(crate) fn concat(parts: impl IntoIterator<Item = Flat>) -> Result<Flat> {
         let mut parts = parts.into_iter();
         let mut whole = parts.next().unwrap_or_default();
-        if let Flat::Host(values) = &mut whole {
-            values.reserve_exact(len.saturating_sub(values.len()));
-        }
         for part in parts {
             match (&mut whole, part) {
                 (Flat::Host(whole), Flat::Host(part)) => whole.extend_from_slice(&part),
@@ -179,7 +178,7 @@ impl Flat {
     /// Copies of these elements of some vectors, one after another. Without any vector, nothing in host memory.
     pub(crate) fn concat_of<'a>(parts: impl Iterator<Item = (&'a Flat, Range<usize>)> + Clone) -> Result<Flat> {
         if parts.clone().any(|(part, _)| matches!(part, Flat::Device(_))) {
-            return Flat::concat(parts.map(|(part, range)| part.slice(range)), 0);
+            return Flat::concat(parts.map(|(part, range)| part.slice(range)));
         }
         let mut whole = Vec::with_capacity(parts.clone().map(|(_, range)| range.len()).sum());
         for (part, range) in parts {
@@ -189,7 +188,7 @@ impl Flat {
     }
 
     /// A copy of the elements `range`.
-    fn slice(&self, range: Range<usize>) -> Flat {
+    pub(crate) fn slice(&self, range: Range<usize>) -> Flat {
         match self {
             Flat::Host(values) => Flat::Host(values[range].to_vec()),
             Flat::Device(parts) => {
@@ -226,6 +225,148 @@ impl Flat {
             }
         }
     }
+}
+
+/// One segment's gradients, where the backward pass has left them. In host memory they are copied once: to where they wait, or into the
+/// bucket in which they leave.
+#[derive(Debug)]
+pub struct Gradients(Source);
+
+#[derive(Debug)]
+enum Source {
+    Flat(Flat),
+    /// In host memory, one after another, of any floating-point type.
+    Tensors(Vec<Tensor<1>>),
+}
+
+impl From<Flat> for Gradients {
+    fn from(flat: Flat) -> Self {
+        Gradients(Source::Flat(flat))
+    }
+}
+
+impl Gradients {
+    /// Those of `tensors`, which stay on their device until they are packed, or are in host memory.
+    pub(crate) fn of_tensors(tensors: Vec<Tensor<1>>, stay_on_device: bool) -> Self {
+        Gradients(if stay_on_device { Source::Flat(Flat::Device(tensors)) } else { Source::Tensors(tensors) })
+    }
+
+    /// As one vector.
+    ///
+    /// # Errors
+    /// `Io` where the device fails.
+    pub fn into_flat(self) -> Result<Flat> {
+        let (mut flat, len) = (Flat::default(), self.len());
+        self.append_to(&mut flat, len)?;
+        Ok(flat)
+    }
+
+    /// Behind what `flat` holds, which is to have `len` elements in the end.
+    ///
+    /// # Errors
+    /// `Io` where the device fails; `Internal` where one is in host memory and the other on a device.
+    pub(crate) fn append_to(self, flat: &mut Flat, len: usize) -> Result<()> {
+        packing(|| match (self.0, flat) {
+            (Source::Flat(own), flat) if flat.is_empty() => {
+                *flat = own;
+                Ok(())
+            }
+            (Source::Flat(Flat::Host(own)), Flat::Host(values)) => {
+                values.reserve_exact(len.saturating_sub(values.len()));
+                values.extend_from_slice(&own);
+                Ok(())
+            }
+            (Source::Flat(Flat::Device(own)), Flat::Device(parts)) => {
+                parts.extend(own);
+                Ok(())
+            }
+            (Source::Tensors(tensors), Flat::Host(values)) => {
+                values.reserve_exact(len.saturating_sub(values.len()));
+                let append = |tensor| with_values(tensor, |own| values.extend_from_slice(own));
+                tensors.into_iter().try_for_each(append).map_err(unreadable)
+            }
+            _ => Err(misplaced()),
+        })
+    }
+
+    /// Those that are on a device.
+    pub(crate) fn take_from_device(&mut self) -> Option<Flat> {
+        match &mut self.0 {
+            Source::Flat(flat @ Flat::Device(_)) => Some(std::mem::take(flat)),
+            _ => None,
+        }
+    }
+
+    /// Over `place`, which is as long, in host memory.
+    ///
+    /// # Errors
+    /// As [`append_to`](Self::append_to).
+    pub(crate) fn write_to(self, place: &mut [f32]) -> Result<()> {
+        packing(|| match self.0 {
+            Source::Flat(Flat::Host(own)) if own.len() == place.len() => {
+                place.copy_from_slice(&own);
+                Ok(())
+            }
+            Source::Flat(_) => Err(misplaced()),
+            Source::Tensors(tensors) => tensor_by_tensor(tensors, place, |place, own| place.copy_from_slice(own)),
+        })
+    }
+
+    /// `sum` and these, element by element, in f32.
+    ///
+    /// # Errors
+    /// As [`append_to`](Self::append_to).
+    pub(crate) fn added_to(self, sum: Flat) -> Result<Flat> {
+        packing(|| match (self.0, sum) {
+            (Source::Flat(own), sum) => sum.plus(own),
+            (Source::Tensors(tensors), Flat::Host(mut sum)) => {
+                tensor_by_tensor(tensors, &mut sum, |sum, own| {
+                    sum.iter_mut().zip(own).for_each(|(sum, value)| *sum += value);
+                })?;
+                Ok(Flat::Host(sum))
+            }
+            _ => Err(misplaced()),
+        })
+    }
+
+    fn len(&self) -> usize {
+        match &self.0 {
+            Source::Flat(flat) => flat.len(),
+            Source::Tensors(tensors) => tensors.iter().map(length).sum(),
+        }
+    }
+}
+
+/// Copies of gradients are a part of packing, and memory of gradients.
+fn packing<R>(work: impl FnOnce() -> R) -> R {
+    record::charged(Activity::Pack, Category::Gradients, work)
+}
+
+/// Runs `work` on the values of each tensor, in host memory, and their place in `whole`, which is as long as all of them.
+fn tensor_by_tensor(
+    tensors: Vec<Tensor<1>>,
+    whole: &mut [f32],
+    mut work: impl FnMut(&mut [f32], &[f32]),
+) -> Result<()> {
+    let mut rest = whole;
+    for tensor in tensors {
+        let (place, others) = rest.split_at_mut_checked(length(&tensor)).ok_or_else(misplaced)?;
+        rest = others;
+        with_values(tensor, |own| work(place, own)).map_err(unreadable)?;
+    }
+    Ok(())
+}
+
+/// Runs `work` on the values of a tensor in host memory, in f32: on its own memory where it is of that type.
+///
+/// # Errors
+/// What its device says.
+pub(crate) fn with_values<R>(tensor: Tensor<1>, work: impl FnOnce(&[f32]) -> R) -> std::result::Result<R, String> {
+    let data = tensor.try_into_data().map_err(devices::reason)?;
+    if let Ok(values) = data.as_slice::<f32>() {
+        return Ok(work(values));
+    }
+    Ok(work(&data.try_into_vec_as::<f32>().map_err(|error| error.to_string())?))
 }
 
 /// A segment's weights in the type of computation, for the model.
@@ -287,9 +428,11 @@ fn pieces(whole: Option<Tensor<1>>, lengths: &[usize]) -> Vec<Option<Tensor<1>>>
 }
 
 fn read_back<E: burn::tensor::Element>(tensor: Tensor<1>) -> Result<Vec<E>> {
-    tensor.try_into_vec_as::<E>().map_err(|error| {
-        Error::io("reading gradients or parameters back from the device", io::Error::other(devices::reason(error)))
-    })
+    tensor.try_into_vec_as::<E>().map_err(|error| unreadable(devices::reason(error)))
+}
+
+fn unreadable(detail: String) -> Error {
+    Error::io("reading gradients or parameters back from the device", io::Error::other(detail))
 }
 
 fn length(tensor: &Tensor<1>) -> usize {
@@ -307,7 +450,7 @@ mod tests {
     /// These pieces on a device.
     pub(super) fn device(pieces: &[&[f32]]) -> Flat {
         let parts = pieces.iter().map(|piece| Flat::on_device(piece, &Device::flex()));
-        Flat::concat(parts, 0).unwrap()
+        Flat::concat(parts).unwrap()
     }
 
     #[test]
@@ -328,7 +471,7 @@ mod tests {
         let otherwise_cut = flat.clone().plus(device(&[&[1.0, 1.0, 1.0, 1.0, 1.0]])).unwrap();
         assert_eq!(otherwise_cut.into_host().unwrap(), [2.0, 3.0, 4.0, 5.0, 6.0]);
         assert!(flat.clone().plus(Flat::Host(vec![0.0; 5])).is_err());
-        assert!(Flat::concat([flat.clone(), Flat::Host(vec![0.0])], 6).is_err());
+        assert!(Flat::concat([flat.clone(), Flat::Host(vec![0.0])]).is_err());
         assert!(flat.host().is_err() && Flat::Host(vec![1.0]).into_tensor().is_err());
         assert!(Flat::default().into_tensor().unwrap().is_none());
     }

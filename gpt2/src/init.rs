@@ -3,6 +3,7 @@
 //! Nothing else enters: no generator state, no thread count, no backend and no C library, so every rank of every job starts from the
 //! same bits without exchanging them.
 
+use comm_core::splitmix::SplitMix64;
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
@@ -41,8 +42,8 @@ pub fn normal(seed: u64, path: &str, len: usize, std: f64) -> Vec<f32> {
         for (k, pair) in chunk.chunks_mut(2).enumerate() {
             let word = 2 * (task * PAIRS_PER_TASK + k) as u64;
             // (0, 1], so that the logarithm is finite.
-            let u = ((split_mix(key, word) >> 11) + 1) as f64 / (1u64 << 53) as f64;
-            let turns = (split_mix(key, word + 1) >> 11) as f64 / (1u64 << 53) as f64;
+            let u = ((SplitMix64::at(key, word) >> 11) + 1) as f64 / (1u64 << 53) as f64;
+            let turns = (SplitMix64::at(key, word + 1) >> 11) as f64 / (1u64 << 53) as f64;
             let radius = std * (-2.0 * math::ln(u)).sqrt();
             let (sin, cos) = math::sin_cos_turns(turns);
             for (value, direction) in pair.iter_mut().zip([cos, sin]) {
@@ -60,14 +61,6 @@ fn is_norm_weight(path: &str) -> bool {
 fn stream_key(seed: u64, path: &str) -> u64 {
     let digest = Sha256::new().chain_update(seed.to_le_bytes()).chain_update(path.as_bytes()).finalize();
     digest.iter().take(8).rev().fold(0, |key, byte| key << 8 | u64::from(*byte))
-}
-
-/// Word `index` of the SplitMix64 sequence that starts at `key` (Steele, Lea and Flood 2014).
-fn split_mix(key: u64, index: u64) -> u64 {
-    let mut z = key.wrapping_add(index.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 #[cfg(test)]

@@ -7,8 +7,8 @@
 //!   [`Communicator`](comm_core::Communicator), with the formula of its bytes.
 //! - [`precision`], [`flat`]: the types in which a model computes and values travel, and where they are.
 //! - [`optim`], [`trainer`], [`checkpoint`]: AdamW and LAMB on any shard, schedules, loss scaling, the one training loop, files.
-//! - [`memory`], [`utilization`], [`events`]: what a run takes, and its curves for TensorBoard.
-//! - [`transports`], [`run`]: from the name of a transport to a session, and the ranks of a job.
+//! - [`record`], [`memory`], [`utilization`], [`events`]: what a run takes, by the thread's own account, and its curves for TensorBoard.
+//! - [`run`]: the ranks of a job, over a transport of [`isocomm`].
 //! - [`cli`]: the program `gpt2`.
 //!
 //! Everything that one rank computes depends on the seed, the text and the configuration alone. Strategies differ from one device by the
@@ -26,6 +26,7 @@ mod cube;
 pub mod cuda_memory;
 pub mod devices;
 pub mod env;
+mod error;
 pub mod events;
 pub mod flat;
 mod fused;
@@ -36,12 +37,11 @@ pub mod model;
 pub mod optim;
 pub mod peak;
 pub mod precision;
+pub mod record;
 pub mod run;
 pub mod segments;
-pub mod splitmix;
 pub mod strategy;
 pub mod sys;
 pub mod tokenizer;
 pub mod trainer;
-pub mod transports;
 pub mod utilization;

@@ -89,23 +89,15 @@ impl Precision {
 
     /// A buffer of `count` elements that holds `values`, rounded to this type, from element `start` on, and zeros elsewhere.
     pub(crate) fn pack_into(self, values: &[f32], start: usize, count: usize) -> Buffer {
-        let end = start + values.len();
+        self.pack_parts_into(&[values], start, count)
+    }
+
+    /// As [`pack_into`](Precision::pack_into), of values that come in parts, one after another.
+    pub(crate) fn pack_parts_into(self, parts: &[&[f32]], start: usize, count: usize) -> Buffer {
         match self {
-            Precision::F32 => {
-                let mut whole = vec![0.0f32; count];
-                whole[start..end].copy_from_slice(values);
-                Buffer::from_vec(whole)
-            }
-            Precision::Bf16 => {
-                let mut whole = vec![bf16::ZERO; count];
-                whole[start..end].convert_from_f32_slice(values);
-                Buffer::from_vec(whole)
-            }
-            Precision::F16 => {
-                let mut whole = vec![f16::ZERO; count];
-                whole[start..end].convert_from_f32_slice(values);
-                Buffer::from_vec(whole)
-            }
+            Precision::F32 => placed(parts, start, count, |place, part| place.copy_from_slice(part)),
+            Precision::Bf16 => placed(parts, start, count, <[bf16]>::convert_from_f32_slice),
+            Precision::F16 => placed(parts, start, count, <[f16]>::convert_from_f32_slice),
         }
     }
 
@@ -134,6 +126,23 @@ impl FromStr for Precision {
             .find(|precision| precision.to_string() == name)
             .ok_or_else(|| format!("`{name}` is no floating-point type here; choose one of f32, bf16, f16"))
     }
+}
+
+/// `count` elements, zeros but for those that `write` makes of `parts`, one after another from `start` on.
+fn placed<T: Element + Default>(
+    parts: &[&[f32]],
+    start: usize,
+    count: usize,
+    write: impl Fn(&mut [T], &[f32]),
+) -> Buffer {
+    let mut whole = vec![T::default(); count];
+    let mut rest = &mut whole[start..];
+    for part in parts {
+        let (place, others) = rest.split_at_mut(part.len());
+        write(place, part);
+        rest = others;
+    }
+    Buffer::from_vec(whole)
 }
 
 fn cut<T: Element>(values: Vec<T>, lengths: &[usize]) -> Vec<Buffer> {

@@ -7,22 +7,21 @@ use std::time::Duration;
 
 use burn::tensor::Device;
 use comm_core::control::{MeetingReport, TcpControl};
-use comm_core::{Communicator, Control, Deadline, Error, job::Job, printer};
+use comm_core::{Control, Deadline, Error, job::Job, printer};
+use isocomm::{Connected, Properties, TransportKind, TransportOptions, connect_node};
 
 use crate::corpus::{Corpus, Origin};
 use crate::devices;
 use crate::flat::DeviceCollectives;
 use crate::memory::{self, Category};
-use crate::strategy::StrategyKind;
-use crate::trainer::{Observer, Session, Summary, TrainConfig, TrainError, train};
-use crate::transports::{self, TransportKind, TransportOptions};
+use crate::trainer::{Node, Observer, Session, Summary, TrainConfig, TrainError, train};
 
 /// What a rank needs beside the training configuration.
 #[derive(Clone, Debug)]
 pub struct RankOptions {
     /// Which transport.
     pub transport: TransportKind,
-    /// Its settings.
+    /// Its settings, and those of `node_transport`; each setting is one of at least one of them.
     pub options: TransportOptions,
     /// What connects the ranks of a node, for strategies that tell nodes apart; `None` for the same connections as all ranks'.
     pub node_transport: Option<TransportKind>,
@@ -61,10 +60,12 @@ pub fn run_watched_threads(
 ) -> Result<Summary, TrainError> {
     let per_node = config.options.ranks_per_node;
     let sessions: Vec<Session> = if tells_nodes_apart(config, options) {
-        let sessions = transports::local_sessions_in_nodes(ranks, per_node, &options.options)?;
-        sessions.into_iter().map(|(session, node)| Session { node: Some(node), ..session }).collect()
+        Session::threads_in_nodes(ranks, per_node, &options.options)?
+    } else if ranks == 1 {
+        // Whatever transport was chosen: it has nobody to connect.
+        Session::threads(ranks, &options.options.only_for(TransportKind::LOCAL))?
     } else {
-        transports::local_sessions(ranks, &options.options)
+        Session::threads(ranks, &options.options)?
     };
     if let Some(session) = sessions.first() {
         report_stalls(&*session.control);
@@ -115,8 +116,8 @@ pub fn run_rank(
     device: &Device,
     observer: &mut (dyn Observer + Send),
 ) -> Result<Summary, TrainError> {
-    let of_transport = with_device(&options.options, device);
-    let connect = |control| transports::connect(options.transport, control, &of_transport);
+    let of_transport = options_for(options.transport, config, options, device);
+    let connect = |control| options.transport.connect(control, &of_transport);
     let name = options.transport.name();
     if job.rank == 0 {
         run_rank_over(job, config, corpus, options, (name, &connect), device, observer)
@@ -126,10 +127,9 @@ pub fn run_rank(
 }
 
 /// Connects a rank to the others of its job.
-pub type Connect<'a> = &'a dyn Fn(Arc<dyn Control>) -> Result<Session, Error>;
+pub type Connect<'a> = &'a dyn Fn(Arc<dyn Control>) -> Result<Connected, Error>;
 
-/// As [`run_rank`], over a transport that may be one that is not in the list, with the name on which all ranks must agree, and with an
-/// observer on whichever rank this is.
+/// As [`run_rank`], over what `connect` connects, with the name on which all ranks must agree, and with an observer on whichever rank this is.
 ///
 /// # Errors
 /// See [`TrainError`].
@@ -146,18 +146,16 @@ pub fn run_rank_over(
     if job.rank == 0 {
         report_stalls(&*control);
     }
-    let mut session = connect(control.clone()).inspect_err(|error| control.poison(error))?;
+    let connected = connect(control.clone()).inspect_err(|error| control.poison(error))?;
+    let mut session = Session::new(connected, &options.options);
     if let Some(kind) = options.node_transport.filter(|_| tells_nodes_apart(config, options)) {
         let job: Arc<dyn Control> = control;
-        let of_transport = with_device(&options.options, device);
-        let mut node = transports::connect_node(kind, &job, config.options.ranks_per_node, &of_transport)?;
-        node.native = lender(&*node.comm, &node.facts, device).inspect_err(|error| job.poison(error))?;
-        session.node = Some(node);
+        let of_transport = options_for(kind, config, options, device);
+        let node = connect_node(kind, &job, config.options.ranks_per_node, &of_transport)?;
+        let native = lender(&node.properties, device).inspect_err(|error| job.poison(error))?;
+        session.node = Some(Node { native, ..node.into() });
     }
-    if session.native.is_none() {
-        session.native =
-            lender(&*session.comm, &session.facts, device).inspect_err(|error| session.control.poison(error))?;
-    }
+    session.native = lender(&session.properties, device).inspect_err(|error| session.control.poison(error))?;
     in_pool(config, corpus, &session, options, device, observer)
 }
 
@@ -209,47 +207,39 @@ fn loading(corpus: &Corpus) -> Duration {
     Duration::from_secs(corpus.bytes() / a_second)
 }
 
-/// The options of a transport, which for NCCL name the device that computes.
-fn with_device(options: &TransportOptions, device: &Device) -> TransportOptions {
-    let cuda_device = options.cuda_device.or_else(|| devices::cuda_ordinal(device).map(usize::from));
-    TransportOptions { cuda_device, ..options.clone() }
+/// The options of `kind`, one of the job's transports, with the device that computes, for a transport that works on its memory.
+fn options_for(kind: TransportKind, config: &TrainConfig, options: &RankOptions, device: &Device) -> TransportOptions {
+    let own = if tells_nodes_apart(config, options) { options.options.only_for(kind) } else { options.options.clone() };
+    let cuda_device = own.cuda_device.or_else(|| devices::cuda_ordinal(device).map(usize::from));
+    TransportOptions { cuda_device, ..own }
 }
 
-/// What lends the memory of `device` to `comm`, of which these are the facts, where both are CUDA's. Otherwise gradients are in host memory,
-/// and NCCL copies them.
+/// What lends the memory of `device` to a transport that works on CUDA devices, where `device` is one. Otherwise gradients are in host memory,
+/// and the transport copies them.
 ///
 /// # Errors
-/// `InvalidArgument` where NCCL is of another CUDA device.
-fn lender(
-    comm: &dyn Communicator,
-    facts: &[(String, String)],
-    device: &Device,
-) -> Result<Option<Arc<dyn DeviceCollectives>>, Error> {
+/// `InvalidArgument` where the transport works on another CUDA device.
+fn lender(properties: &Properties, device: &Device) -> Result<Option<Arc<dyn DeviceCollectives>>, Error> {
+    let (Some(mine), Some(theirs)) = (devices::cuda_ordinal(device).map(usize::from), properties.cuda_device) else {
+        return Ok(None);
+    };
+    if theirs != mine {
+        return Err(Error::invalid(format!(
+            "the model is on CUDA device {mine}, and {} on {theirs}; give both the same (TransportOptions::cuda_device)",
+            properties.transport
+        )));
+    }
     #[cfg(all(feature = "cuda", feature = "nccl"))]
-    {
-        let Some(memory) = crate::cuda_memory::CudaMemory::new(device).filter(|_| comm.name() == "nccl") else {
-            return Ok(None);
-        };
-        let mine = devices::cuda_ordinal(device).map(|ordinal| ordinal.to_string()).unwrap_or_default();
-        let theirs = facts.iter().find(|(name, _)| name == comm_nccl::DEVICE_FACT).map(|(_, value)| value);
-        if theirs != Some(&mine) {
-            return Err(Error::invalid(format!(
-                "the model is on CUDA device {mine}, and NCCL on {}; give both the same (TransportOptions::cuda_device)",
-                theirs.map_or("one that it does not name", String::as_str)
-            )));
-        }
-        Ok(Some(Arc::new(memory)))
-    }
+    let lender =
+        crate::cuda_memory::CudaMemory::new(device).map(|memory| Arc::new(memory) as Arc<dyn DeviceCollectives>);
     #[cfg(not(all(feature = "cuda", feature = "nccl")))]
-    {
-        let _ = (comm, facts, device);
-        Ok(None)
-    }
+    let lender = None;
+    Ok(lender)
 }
 
 /// Whether the ranks of a node get a transport of their own.
 fn tells_nodes_apart(config: &TrainConfig, options: &RankOptions) -> bool {
-    config.strategy == StrategyKind::Hierarchical && options.node_transport.is_some()
+    config.strategy.spec().tells_nodes_apart && options.node_transport.is_some()
 }
 
 /// Writes stall reports to standard error, for which the control plane does not wait.

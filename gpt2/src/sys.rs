@@ -409,7 +409,7 @@ impl CudaDriver {
                 self.function::<Uuid>("cuDeviceGetUuid_v2").or_else(|_| self.function::<Uuid>("cuDeviceGetUuid"))?;
             self.check("cuDeviceGetUuid", uuid_of(&raw mut uuid, device))?;
         }
-        let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+        let hex = comm_core::hex(&uuid);
         let (a, b, c, d, e) = (&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]);
         Ok(format!("GPU-{a}-{b}-{c}-{d}-{e}"))
     }

@@ -1,6 +1,6 @@
 //! Text to token ids and back: GPT-2's byte-pair encoding, raw bytes, or the characters of one corpus.
 
-use std::{fmt, str::FromStr};
+use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use tiktoken_rs::CoreBPE;
@@ -45,12 +45,6 @@ enum Inner {
 /// What can go wrong between text and ids.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TokenizerError {
-    /// A name that is no tokenizer.
-    #[error("`{found}` is no tokenizer; try `gpt2`, `bytes` or `chars`")]
-    UnknownKind {
-        /// The name given.
-        found: String,
-    },
     /// Bytes that are not UTF-8, given to a tokenizer that needs text.
     #[error(
         "the text is not UTF-8 at byte {offset}, which the {kind} tokenizer needs; convert it to UTF-8, or use the \
@@ -280,28 +274,7 @@ impl fmt::Debug for Tokenizer {
     }
 }
 
-impl fmt::Display for TokenizerKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Gpt2 => "gpt2",
-            Self::Bytes => "bytes",
-            Self::Chars => "chars",
-        })
-    }
-}
-
-impl FromStr for TokenizerKind {
-    type Err = TokenizerError;
-
-    fn from_str(name: &str) -> Result<Self, Self::Err> {
-        match name {
-            "gpt2" => Ok(Self::Gpt2),
-            "bytes" => Ok(Self::Bytes),
-            "chars" => Ok(Self::Chars),
-            _ => Err(TokenizerError::UnknownKind { found: name.to_owned() }),
-        }
-    }
-}
+comm_core::names!(pub TokenizerKind, "tokenizer": Gpt2 = "gpt2", Bytes = "bytes", Chars = "chars");
 
 /// The ids of `text`, cut before the last character of each very long run of white space.
 ///

@@ -4,7 +4,6 @@
 //! Needs NVRTC and CUDA's headers, as Python's packages (`pip install nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-crt
 //! nvidia-cuda-cccl`); without them the test says that it is skipped, or fails with `GPT2_TEST_NEEDS_NVRTC` set.
 
-#![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod gpu;

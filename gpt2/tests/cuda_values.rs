@@ -6,7 +6,6 @@
 //!
 //! Needs a C++ compiler; without one the tests say that they are skipped, or fail with `TEST_NEEDS_CXX` set.
 
-#![cfg(all(feature = "cuda", feature = "nccl"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod gpu;

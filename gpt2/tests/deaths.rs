@@ -2,13 +2,11 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-mod common;
-
 use std::fs;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use common::{RANKS, is_running, lines, ranks_of, start, wait, wait_for};
+use crate::common::{RANKS, is_running, lines, ranks_of, start, wait, wait_for};
 
 /// A survivor must have named the lost rank by then: long before silence alone would tell it (`--liveness`, 30 s).
 const REPORT: Duration = Duration::from_secs(10);

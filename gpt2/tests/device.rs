@@ -4,9 +4,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-mod local;
-mod native;
-
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -14,16 +11,19 @@ use std::time::Duration;
 use burn::tensor::{Device, Tensor, TensorData};
 use gpt2::batches::LastBatch;
 use gpt2::config::{ModelConfig, Preset};
-use gpt2::flat::Flat;
+use gpt2::flat::{Flat, Weights};
 use gpt2::optim::{LossScaling, OptimizerConfig, OptimizerKind};
 use gpt2::precision::Precision;
-use gpt2::segments::layout;
-use gpt2::strategy::{self, Activity, Clock, Comms, Operation, Span, StrategyKind, StrategyOptions};
-use gpt2::trainer::{Observer, Parts, Session, StepReport, Summary, TrainConfig, train};
-use gpt2::transports::{TransportOptions, local_sessions, local_sessions_in_nodes};
+use gpt2::record::{Activity, Operation, Span, record};
+use gpt2::segments::{SegmentInfo, layout};
+use gpt2::strategy::{
+    self, Built, Channels, Checked, Comms, DuringPass, LocalStep, Ranks, Setup, StrategyKind, StrategyOptions,
+};
+use gpt2::trainer::{Observer, Parts, Session, StepReport, Summary, TrainConfig, TrainError, train};
+use isocomm::TransportOptions;
 
-use local::{TOLERANCE, VARIANTS, assert_close, corpus, run, single, with};
-use native::{Equipped, Lender};
+use crate::local::{TOLERANCE, VARIANTS, assert_close, corpus, run, single, with};
+use crate::native::{Equipped, Lender};
 
 #[derive(Default)]
 struct Seen {
@@ -54,13 +54,12 @@ struct Outcome {
 
 /// Trains on ranks whose communicator works on a device's memory. All must agree on the result.
 fn native(config: &TrainConfig, ranks: usize) -> Outcome {
-    train_all(config, local_sessions(ranks, &options()), (true, false), &Lender::new)
+    train_all(config, Session::threads(ranks, &options()).unwrap(), (true, false), &Lender::new)
 }
 
 /// Two nodes of two.
 fn in_nodes() -> Vec<Session> {
-    let both = local_sessions_in_nodes(4, 2, &options()).unwrap();
-    both.into_iter().map(|(session, node)| Session { node: Some(node), ..session }).collect()
+    Session::threads_in_nodes(4, 2, &options()).unwrap()
 }
 
 fn options() -> TransportOptions {
@@ -223,7 +222,7 @@ fn lamb_skips_and_accumulates_in_device_memory_as_in_host_memory() {
 fn norms_of_tensors_are_communicated_where_they_come_from_a_device() {
     let lamb = TrainConfig { optimizer: OptimizerConfig::of(OptimizerKind::Lamb), ..config(StrategyKind::Ddp, 2) };
     for (on_device, expected) in [(true, 1), (false, 0)] {
-        let outcome = train_all(&lamb, local_sessions(2, &options()), (on_device, false), &Lender::new);
+        let outcome = train_all(&lamb, Session::threads(2, &options()).unwrap(), (on_device, false), &Lender::new);
         for report in &outcome.reports {
             let norms = report.communications.iter().filter(|operation| operation.label == "norms of tensors");
             assert_eq!(norms.count(), expected, "on a device: {on_device}: {:?}", report.communications);
@@ -275,7 +274,8 @@ fn waiting_for_the_device_is_computing_and_not_packing() {
     let busy = Duration::from_millis(5);
     for strategy in [StrategyKind::Ddp, StrategyKind::Ps, StrategyKind::ShardedPs, StrategyKind::Fsdp] {
         let config = TrainConfig { eval_every: 0, ..config(strategy, 2) };
-        let outcome = train_all(&config, local_sessions(2, &options()), (true, false), &|| Lender::slow(busy));
+        let outcome =
+            train_all(&config, Session::threads(2, &options()).unwrap(), (true, false), &|| Lender::slow(busy));
         let mut waits = 0;
         for report in &outcome.reports {
             let spans = |activity: Activity| report.spans.iter().filter(move |span| span.activity == activity);
@@ -310,6 +310,53 @@ struct Passed {
     operations: Vec<Operation>,
 }
 
+/// A rank that computes nothing: its gradients are given, and what a strategy makes of them is kept and not applied.
+struct Given<'a> {
+    segments: &'a [SegmentInfo],
+    rank: usize,
+    on_device: bool,
+    averaged: Vec<Flat>,
+}
+
+impl LocalStep for Given<'_> {
+    fn backward(&mut self, strategy: &mut dyn DuringPass, channels: &mut Channels) -> Result<f64, TrainError> {
+        strategy.begin(true);
+        for (segment, info) in self.segments.iter().enumerate().rev() {
+            let value = |i: usize| ((i * 31 + segment * 7 + self.rank * 1013) % 2003) as f32 / 999.0 - 1.0;
+            let whole: Vec<f32> = (0..info.len).map(value).collect();
+            let tensor = |range: std::ops::Range<usize>| {
+                let data = TensorData::new(whole[range.clone()].to_vec(), [range.len()]);
+                Tensor::<1>::from_data(data, &Device::flex())
+            };
+            let parts = info.params.iter().map(|param| tensor(param.offset..param.offset + param.len));
+            let flat = if self.on_device { Flat::Device(parts.collect()) } else { Flat::Host(whole.clone()) };
+            strategy.gradient(segment, flat.into(), channels)?;
+        }
+        Ok(0.0)
+    }
+
+    fn check(&mut self, loss: f64, grads: Vec<Flat>, ranks: Ranks) -> Result<Checked, TrainError> {
+        self.averaged = grads;
+        Ok(Checked { loss, grad_norm: 0.0, skip: true, grads: Vec::new(), factor: 1.0, ranks })
+    }
+
+    fn update(&mut self, _checked: &mut Checked) -> Result<(), TrainError> {
+        panic!("the step is skipped")
+    }
+
+    fn masters(&self) -> &[Flat] {
+        &[]
+    }
+
+    fn masters_mut(&mut self) -> &mut [Flat] {
+        &mut []
+    }
+
+    fn put(&mut self, _segment: usize, _weights: Weights) -> Result<(), TrainError> {
+        panic!("the step is skipped")
+    }
+}
+
 /// The same, with the time that it took.
 fn timed(
     (kind, wire): (StrategyKind, Precision),
@@ -321,9 +368,6 @@ fn timed(
     let lengths: Vec<usize> = segments.iter().map(|segment| segment.len).collect();
     let base = with(&single(1), (kind, false), sessions.len()).options;
     let options = StrategyOptions { wire, ..base };
-    let values = |rank: usize, segment: usize, len: usize| -> Vec<f32> {
-        (0..len).map(|i| ((i * 31 + segment * 7 + rank * 1013) % 2003) as f32 / 999.0 - 1.0).collect()
-    };
     let average = |mut session: Session| {
         let _equipped = Equipped::new(&mut session, lends, Lender::new());
         let node = session.node.as_ref();
@@ -333,20 +377,14 @@ fn timed(
             native: session.native.clone(),
             node_native: node.and_then(|node| node.native.clone()),
         };
-        let mut strategy = strategy::build(kind, &comms, &lengths, &options, Precision::F32).unwrap();
-        let mut clock = Clock::default();
-        strategy.begin(true);
-        for (segment, info) in segments.iter().enumerate().rev() {
-            let whole = values(session.comm.rank(), segment, info.len);
-            let tensor = |range: std::ops::Range<usize>| {
-                let data = TensorData::new(whole[range.clone()].to_vec(), [range.len()]);
-                Tensor::<1>::from_data(data, &Device::flex())
-            };
-            let parts = info.params.iter().map(|param| tensor(param.offset..param.offset + param.len));
-            let flat = if on_device { Flat::Device(parts.collect()) } else { Flat::Host(whole.clone()) };
-            strategy.gradient(segment, flat, &mut clock).unwrap();
-        }
-        let grads = strategy.synchronise(&mut clock).unwrap();
+        let (options, precision) = (&options, Precision::F32);
+        let setup = Setup { comms: &comms, segments: &lengths, options, precision, accumulation: 1, checked: false };
+        let Built { mut strategy, mut channels, .. } = strategy::build(kind, &setup).unwrap();
+        let rank = session.comm.rank();
+        let mut given = Given { segments: &segments, rank, on_device, averaged: Vec::new() };
+        let (outcome, recording) = record(|| strategy.step(0, &mut given, &mut channels));
+        assert!(outcome.unwrap().skipped);
+        let grads = given.averaged;
         let come_lent = if node.is_some() { lends.1 } else { lends.0 };
         assert!(grads.iter().all(|grads| matches!(grads, Flat::Device(_)) == come_lent), "{kind}");
         if let Some(node) = node {
@@ -354,7 +392,7 @@ fn timed(
         }
         session.comm.finish(Duration::from_secs(60)).unwrap();
         let grads = grads.into_iter().map(|grads| grads.into_host().unwrap()).collect();
-        let (spans, operations) = clock.into_parts();
+        let (spans, operations) = recording.into_parts();
         Passed { grads, spans, operations }
     };
     thread::scope(|scope| {
@@ -367,7 +405,8 @@ fn timed(
 fn packing_on_the_device_for_a_byte_transport_changes_no_bit() {
     for kind in StrategyKind::ALL.into_iter().filter(|kind| *kind != StrategyKind::Single) {
         for wire in Precision::ALL {
-            let from = |on_device| averaged((kind, wire), local_sessions(2, &options()), on_device, (false, false));
+            let from =
+                |on_device| averaged((kind, wire), Session::threads(2, &options()).unwrap(), on_device, (false, false));
             assert_eq!(from(true), from(false), "{kind}, {wire}");
         }
     }
@@ -387,7 +426,7 @@ fn a_device_is_waited_for_once_a_bucket_before_its_bytes_are_sent() {
         let ranks = two_or_nodes(kind);
         for on_device in [true, false] {
             let of = (kind, Precision::F32);
-            for rank in timed(of, local_sessions(ranks, &options()), on_device, (false, false)) {
+            for rank in timed(of, Session::threads(ranks, &options()).unwrap(), on_device, (false, false)) {
                 let Passed { spans, operations, .. } = rank;
                 let buckets = operations.len() / each;
                 assert!(buckets > 1, "{kind}: {operations:?}");
@@ -413,6 +452,10 @@ fn wherever_a_level_works_no_bit_changes() {
             assert_eq!(averaged((kind, wire), in_nodes(), true, lends), host, "{wire}, {lends:?}");
         }
         // Both levels are parts of one communicator.
-        assert_eq!(averaged((kind, wire), local_sessions(4, &options()), true, (true, false)), host, "{wire}");
+        assert_eq!(
+            averaged((kind, wire), Session::threads(4, &options()).unwrap(), true, (true, false)),
+            host,
+            "{wire}"
+        );
     }
 }

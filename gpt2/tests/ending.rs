@@ -2,8 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-mod local;
-
 use std::fs;
 use std::panic::resume_unwind;
 use std::path::PathBuf;
@@ -16,10 +14,10 @@ use burn::tensor::Device;
 use comm_core::{Communicator, Control, Error};
 use gpt2::checkpoint::{Checkpoint, weights_hash};
 use gpt2::strategy::StrategyKind;
-use gpt2::trainer::{Observer, StepReport, Summary, TrainConfig, TrainError, train};
-use gpt2::transports::{TransportOptions, local_sessions};
+use gpt2::trainer::{Observer, Session, StepReport, Summary, TrainConfig, TrainError, train};
+use isocomm::TransportOptions;
 
-use local::{corpus, single, with};
+use crate::local::{corpus, single, with};
 
 /// How long one rank waits for the other.
 const SOON: Duration = Duration::from_secs(60);
@@ -83,7 +81,8 @@ fn run(config: &TrainConfig, checkpoint: Option<PathBuf>, how: Ends) -> Vec<Outc
     let (sender, receiver) = channel();
     let ends = Mutex::new((Some(sender), Some(receiver)));
     thread::scope(|scope| {
-        let threads: Vec<_> = local_sessions(2, &options)
+        let threads: Vec<_> = Session::threads(2, &options)
+            .unwrap()
             .into_iter()
             .enumerate()
             .map(|(rank, session)| {

@@ -1,6 +1,6 @@
 //! Event files, read by TensorBoard itself.
 //!
-//!     ISOCOMM_TENSORBOARD_PYTHON=python3 cargo test -p gpt2 --test events
+//!     ISOCOMM_TENSORBOARD_PYTHON=python3 cargo test -p gpt2 --test all events
 //!
 //! names a Python that has the package `tensorboard`; without it, what needs it is skipped and says so.
 

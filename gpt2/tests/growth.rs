@@ -17,7 +17,7 @@ use gpt2::corpus::Corpus;
 use gpt2::memory::{self, Counting};
 use gpt2::strategy::StrategyKind;
 use gpt2::trainer::{Observer, Session, StepReport, TrainConfig, train};
-use gpt2::transports::{self, TransportKind, TransportOptions};
+use isocomm::{TransportKind, TransportOptions};
 
 use local::{corpus, single, with};
 
@@ -67,13 +67,13 @@ fn config(strategy: StrategyKind, ranks: usize, steps: u64) -> TrainConfig {
 
 fn sessions(transport: TransportKind, ranks: usize) -> Vec<Session> {
     let options = TransportOptions { timeout: Duration::from_secs(60), ..TransportOptions::default() };
-    if transport == TransportKind::Local {
-        return transports::local_sessions(ranks, &options);
+    if transport == TransportKind::LOCAL {
+        return Session::threads(ranks, &options).unwrap();
     }
     thread::scope(|scope| {
         let connecting: Vec<_> = group(ranks, 1)
             .into_iter()
-            .map(|rank| scope.spawn(|| transports::connect(transport, rank.control, &options).unwrap()))
+            .map(|rank| scope.spawn(|| Session::new(transport.connect(rank.control, &options).unwrap(), &options)))
             .collect();
         connecting.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
@@ -114,7 +114,7 @@ fn prove(cases: &[(StrategyKind, TransportKind, usize)], steps: u64) {
 #[test]
 fn memory_does_not_grow_over_any_transport() {
     let over =
-        [TransportKind::Local, TransportKind::Shm, TransportKind::TcpRaw, TransportKind::Tcp, TransportKind::Quic];
+        [TransportKind::LOCAL, TransportKind::SHM, TransportKind::TCP_RAW, TransportKind::TCP, TransportKind::QUIC];
     let cases = over.map(|transport| (StrategyKind::Ddp, transport, 2));
     prove(&cases, 500);
 }
@@ -131,12 +131,12 @@ fn memory_does_not_grow_with_any_strategy() {
         StrategyKind::Hierarchical,
     ];
     // Not between threads of one process, where buffers are kept for the next messages until there are enough.
-    prove(&all.map(|strategy| (strategy, TransportKind::TcpRaw, 2)), 500);
+    prove(&all.map(|strategy| (strategy, TransportKind::TCP_RAW, 2)), 500);
 }
 
 #[test]
 fn memory_is_flat_over_twenty_thousand_steps() {
-    prove(&[(StrategyKind::Single, TransportKind::Local, 1)], 20_000);
+    prove(&[(StrategyKind::Single, TransportKind::LOCAL, 1)], 20_000);
 }
 
 /// `cargo test -p gpt2 --test growth -- --ignored --nocapture`
@@ -144,7 +144,7 @@ fn memory_is_flat_over_twenty_thousand_steps() {
 #[ignore = "takes minutes"]
 fn memory_is_flat_over_twenty_thousand_steps_and_every_transport() {
     let over =
-        [TransportKind::Local, TransportKind::Shm, TransportKind::TcpRaw, TransportKind::Tcp, TransportKind::Quic];
+        [TransportKind::LOCAL, TransportKind::SHM, TransportKind::TCP_RAW, TransportKind::TCP, TransportKind::QUIC];
     let cases = over.map(|transport| (StrategyKind::Ddp, transport, 2));
     prove(&cases, 20_000);
 }

@@ -2,13 +2,11 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-mod local;
-
 use gpt2::batches::{Batches, LastBatch, Share};
 use gpt2::corpus::Corpus;
 use gpt2::trainer::TrainConfig;
 
-use local::{TOLERANCE, VARIANTS, assert_close, assert_counts, corpus, ranks_for, run, single, with};
+use crate::local::{TOLERANCE, VARIANTS, assert_close, assert_counts, corpus, ranks_for, run, single, with};
 
 /// Bytes whose training part has 26 windows of 32 tokens: steps of 12, 12 and 2 rows.
 const BYTES: usize = 970;

@@ -12,7 +12,7 @@ use gpt2::memory::{self, Category, Counting, Usage};
 use gpt2::run::{RankOptions, run_threads};
 use gpt2::segments::{Compute, SegmentedModel, layout};
 use gpt2::strategy::StrategyKind;
-use gpt2::transports::{TransportKind, TransportOptions};
+use isocomm::{TransportKind, TransportOptions};
 
 use local::{corpus, single, with};
 
@@ -38,7 +38,7 @@ fn usage(model: &ModelConfig, strategy: StrategyKind) -> Usage {
     let mut config = with(&single(3), (strategy, false), RANKS);
     config.model = model.clone();
     let options = RankOptions {
-        transport: TransportKind::Local,
+        transport: TransportKind::LOCAL,
         options: TransportOptions { timeout: Duration::from_secs(60), ..TransportOptions::default() },
         node_transport: None,
         threads: 1,

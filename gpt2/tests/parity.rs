@@ -2,14 +2,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-mod local;
-
 use gpt2::optim::{OptimizerConfig, OptimizerKind};
 use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
 use gpt2::trainer::TrainConfig;
 
-use local::{TOLERANCE, VARIANTS, assert_close, assert_counts, corpus, ranks_for, run, single, with};
+use crate::local::{TOLERANCE, VARIANTS, assert_close, assert_counts, corpus, ranks_for, run, single, with};
 
 #[test]
 fn recomputation_changes_no_bit() {
@@ -33,7 +31,7 @@ fn lamb_is_one_device_with_every_strategy() {
     let adamw = run(&single(4), &corpus, 1);
     let config = TrainConfig { optimizer: OptimizerConfig::of(OptimizerKind::Lamb), ..single(4) };
     let reference = run(&config, &corpus, 1);
-    assert!(local::difference(&reference, &adamw) > 100.0 * TOLERANCE, "LAMB takes the steps of AdamW");
+    assert!(crate::local::difference(&reference, &adamw) > 100.0 * TOLERANCE, "LAMB takes the steps of AdamW");
     for variant in VARIANTS {
         let ranks = ranks_for(variant.0);
         let summary = run(&with(&config, variant, ranks), &corpus, ranks);

@@ -2,8 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-mod local;
-
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -14,10 +12,10 @@ use comm_core::{BorrowedCall, Buffer, Call, Communicator, DType, Handle, HostBuf
 use gpt2::optim::{LearningRate, LossScaling, OptimizerConfig, Overflow, ScalingError};
 use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
-use gpt2::trainer::{Observer, StepReport, TrainConfig, TrainError, train};
-use gpt2::transports::{TransportOptions, local_sessions};
+use gpt2::trainer::{Observer, Session, StepReport, TrainConfig, TrainError, train};
+use isocomm::TransportOptions;
 
-use local::{TOLERANCE, VARIANTS, assert_close, assert_counts, corpus, ranks_for, run, run_with, single, with};
+use crate::local::{TOLERANCE, VARIANTS, assert_close, assert_counts, corpus, ranks_for, run, run_with, single, with};
 
 /// A power of two at which no gradient of the small model overflows f16.
 const SCALED: LossScaling = LossScaling::Fixed { scale: 1024.0 };
@@ -248,7 +246,8 @@ fn failure(config: &TrainConfig, ranks: usize) -> TrainError {
     let corpus = corpus(20_000);
     let options = TransportOptions { timeout: Duration::from_secs(60), ..TransportOptions::default() };
     let mut errors: Vec<TrainError> = thread::scope(|scope| {
-        let threads: Vec<_> = local_sessions(ranks, &options)
+        let threads: Vec<_> = Session::threads(ranks, &options)
+            .unwrap()
             .into_iter()
             .map(|session| {
                 let corpus = &corpus;

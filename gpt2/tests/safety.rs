@@ -2,15 +2,13 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-mod common;
-
 use std::fs;
 use std::io::Read;
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use common::{lines, ranks_of, start, wait, wait_for};
+use crate::common::{lines, ranks_of, start, wait, wait_for};
 
 const SOON: Duration = Duration::from_secs(60);
 

@@ -15,11 +15,11 @@ use gpt2::optim::LossScaling;
 use gpt2::precision::Precision;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::tokenizer::TokenizerKind;
-use gpt2::trainer::{Session, Summary, TrainConfig, train};
-use gpt2::transports::{self, Node, TransportKind, TransportOptions};
+use gpt2::trainer::{Node, Session, Summary, TrainConfig, train};
+use isocomm::{TransportKind, TransportOptions};
 
 const TRANSPORTS: [TransportKind; 4] =
-    [TransportKind::Local, TransportKind::TcpRaw, TransportKind::Tcp, TransportKind::Quic];
+    [TransportKind::LOCAL, TransportKind::TCP_RAW, TransportKind::TCP, TransportKind::QUIC];
 
 /// Rounding: the ranks' sums run in another order than one device's.
 const TOLERANCE: f64 = 1e-5;
@@ -45,14 +45,14 @@ fn sessions(transport: TransportKind, ranks: usize) -> Vec<Session> {
 
 fn sessions_with(transport: TransportKind, ranks: usize, options: &TransportOptions) -> Vec<Session> {
     let options = TransportOptions { timeout: Duration::from_secs(60), ..options.clone() };
-    if transport == TransportKind::Local {
-        return transports::local_sessions(ranks, &options);
+    if transport == TransportKind::LOCAL {
+        return Session::threads(ranks, &options).unwrap();
     }
     let connecting: Vec<_> = local::group(ranks, 1)
         .into_iter()
         .map(|rank| {
             let options = options.clone();
-            thread::spawn(move || transports::connect(transport, rank.control, &options).unwrap())
+            thread::spawn(move || Session::new(transport.connect(rank.control, &options).unwrap(), &options))
         })
         .collect();
     connecting.into_iter().map(|rank| rank.join().unwrap()).collect()
@@ -104,7 +104,7 @@ fn with_nodes(config: &TrainConfig, ranks: usize) -> TrainConfig {
 
 fn prove(strategy: StrategyKind) {
     let config = config(strategy);
-    let single = run(&TrainConfig { strategy: StrategyKind::Single, ..config.clone() }, TransportKind::Local, 1);
+    let single = run(&TrainConfig { strategy: StrategyKind::Single, ..config.clone() }, TransportKind::LOCAL, 1);
     for ranks in [3, 4] {
         let config = with_nodes(&config, ranks);
         let mut first: Option<Summary> = None;
@@ -165,10 +165,13 @@ fn where_a_node_counts_nothing_the_rest_is_held_against_the_rest_of_the_formula(
     let config = with_nodes(&config(StrategyKind::Hierarchical), 4);
     let train = |is_counted: bool| {
         let options = TransportOptions { timeout: Duration::from_secs(60), ..TransportOptions::default() };
-        let sessions = transports::local_sessions_in_nodes(4, 2, &options).unwrap();
-        let equip = |(session, node): (Session, Node)| {
-            let counters = node.counters.clone().filter(|_| is_counted);
-            Session { node: Some(Node { counters, ..node }), ..session }
+        let sessions = Session::threads_in_nodes(4, 2, &options).unwrap();
+        let equip = |session: Session| {
+            let node = session.node.map(|node| {
+                let counters = node.counters.clone().filter(|_| is_counted);
+                Node { counters, ..node }
+            });
+            Session { node, ..session }
         };
         train_on(&config, sessions.into_iter().map(equip).collect())
     };
@@ -263,10 +266,10 @@ impl Communicator for Broken {
 #[test]
 fn planted_faults_exceed_the_tolerance() {
     let config = config(StrategyKind::Ddp);
-    let single = run(&TrainConfig { strategy: StrategyKind::Single, ..config.clone() }, TransportKind::Local, 1);
+    let single = run(&TrainConfig { strategy: StrategyKind::Single, ..config.clone() }, TransportKind::LOCAL, 1);
     for fault in [Planted::ForgetsToDivide, Planted::DropsEveryThirdBucket] {
         let corpus = Arc::new(corpus());
-        let ranks: Vec<_> = sessions(TransportKind::Local, 3)
+        let ranks: Vec<_> = sessions(TransportKind::LOCAL, 3)
             .into_iter()
             .map(|mut session| {
                 session.comm = Arc::new(Broken { inner: session.comm, fault, buckets: AtomicU64::new(0) });
@@ -296,8 +299,8 @@ fn planted_faults_exceed_the_tolerance() {
 #[test]
 fn accumulation_changes_nothing_but_rounding_and_sends_once_a_step() {
     let config = config(StrategyKind::Ddp);
-    let plain = run(&config, TransportKind::Local, 2);
-    let accumulated = run(&TrainConfig { accumulation: 3, ..config }, TransportKind::Local, 2);
+    let plain = run(&config, TransportKind::LOCAL, 2);
+    let accumulated = run(&TrainConfig { accumulation: 3, ..config }, TransportKind::LOCAL, 2);
     assert_close(&accumulated.losses, &plain.losses, TOLERANCE, "accumulation");
     assert_close(&accumulated.grad_norms, &plain.grad_norms, TOLERANCE, "accumulation");
     assert_bytes(&accumulated, "accumulation");
@@ -309,8 +312,8 @@ fn a_sixteen_bit_wire_halves_gradients_and_stays_near() {
     for strategy in [StrategyKind::Ring, StrategyKind::Ddp, StrategyKind::Ps, StrategyKind::ShardedPs] {
         let config = config(strategy);
         let options = StrategyOptions { wire: Precision::Bf16, ..config.options.clone() };
-        let wide = run(&config, TransportKind::Local, 3);
-        let narrow = run(&TrainConfig { options, ..config }, TransportKind::Local, 3);
+        let wide = run(&config, TransportKind::LOCAL, 3);
+        let narrow = run(&TrainConfig { options, ..config }, TransportKind::LOCAL, 3);
         assert_close(&narrow.losses, &wide.losses, 1e-2, "bf16 on the wire");
         assert_bytes(&narrow, "bf16 on the wire");
         let bytes = |summary: &Summary| summary.ranks.iter().map(|rank| rank.bytes_expected).sum::<u64>();
@@ -325,16 +328,16 @@ fn a_sixteen_bit_wire_halves_gradients_and_stays_near() {
 
 #[test]
 fn one_rank_of_every_strategy_is_single() {
-    let single = run(&config(StrategyKind::Single), TransportKind::Local, 1);
+    let single = run(&config(StrategyKind::Single), TransportKind::LOCAL, 1);
     for strategy in StrategyKind::ALL {
-        assert_eq!(run(&config(strategy), TransportKind::Local, 1).weights_hash, single.weights_hash, "{strategy}");
+        assert_eq!(run(&config(strategy), TransportKind::LOCAL, 1).weights_hash, single.weights_hash, "{strategy}");
     }
 }
 
 #[test]
 fn single_refuses_company() {
     let corpus = Arc::new(corpus());
-    let outcomes: Vec<_> = sessions(TransportKind::Local, 2)
+    let outcomes: Vec<_> = sessions(TransportKind::LOCAL, 2)
         .into_iter()
         .map(|session| {
             let corpus = corpus.clone();
@@ -353,7 +356,7 @@ fn compared_calls_are_messages_of_the_formula_too() {
     let options = TransportOptions { checked: true, ..TransportOptions::default() };
     for strategy in StrategyKind::ALL.into_iter().filter(|kind| *kind != StrategyKind::Single) {
         let config = TrainConfig { steps: 2, ..with_nodes(&config(strategy), 4) };
-        let summary = train_on(&config, sessions_with(TransportKind::Local, 4, &options));
+        let summary = train_on(&config, sessions_with(TransportKind::LOCAL, 4, &options));
         assert_bytes(&summary, &format!("{strategy} with compared calls"));
     }
 }
@@ -363,7 +366,7 @@ fn the_summary_of_a_run_with_skipped_steps_survives_json() {
     let loss_scaling =
         LossScaling::Dynamic { initial: 1_073_741_824.0, growth: 2.0, backoff: 2f32.powi(-20), interval: 100 };
     let config = TrainConfig { precision: Precision::F16, loss_scaling, ..config(StrategyKind::Zero2) };
-    let mut summary = run(&config, TransportKind::Local, 2);
+    let mut summary = run(&config, TransportKind::LOCAL, 2);
     assert_eq!(summary.skipped_steps, 1);
     // As where the model itself overflows.
     summary.validations[0].1 = f64::NAN;

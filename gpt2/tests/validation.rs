@@ -2,13 +2,11 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-mod local;
-
 use gpt2::optim::LearningRate;
 use gpt2::strategy::StrategyKind;
 use gpt2::trainer::{Summary, TrainConfig};
 
-use local::{TOLERANCE, VARIANTS, corpus, run, single, with};
+use crate::local::{TOLERANCE, VARIANTS, corpus, run, single, with};
 
 /// Bytes of which 260 are held out: 8 windows of 32, which 3 and 6 ranks cannot share evenly, and fewer than one batch of 12.
 const BYTES: usize = 2_600;
@@ -59,8 +57,8 @@ fn validation_between_steps_of_training_is_that_of_one_device() {
     for (config, ranks, what) in variants(&config(), &[3, 6]) {
         let summary = run(&config, &corpus, ranks);
         assert_equal_validations(&summary, &reference, TOLERANCE, &what);
-        local::assert_close(&summary, &reference, TOLERANCE, &what);
-        local::assert_counts(&summary, &what);
+        crate::local::assert_close(&summary, &reference, TOLERANCE, &what);
+        crate::local::assert_counts(&summary, &what);
     }
 }
 

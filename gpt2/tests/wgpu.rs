@@ -2,7 +2,6 @@
 //!
 //! Any adapter will do. Where there is none the tests say that they are skipped, and why; with `GPT2_TEST_NEEDS_WGPU` set they fail.
 
-#![cfg(feature = "wgpu")]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod local;
@@ -16,7 +15,7 @@ use gpt2::run::{RankOptions, run_threads};
 use gpt2::segments::SegmentedModel;
 use gpt2::strategy::StrategyKind;
 use gpt2::trainer::{Summary, TrainConfig};
-use gpt2::transports::{TransportKind, TransportOptions};
+use isocomm::{TransportKind, TransportOptions};
 
 const STEPS: u64 = 4;
 
@@ -36,7 +35,7 @@ const WEIGHTS: f64 = 1e-4;
 fn run(config: &TrainConfig, ranks: usize, device: &Device, folder: &Path) -> (Summary, Vec<f32>) {
     let checkpoint = folder.join("model.safetensors");
     let options = RankOptions {
-        transport: TransportKind::Local,
+        transport: TransportKind::LOCAL,
         options: TransportOptions::default(),
         node_transport: None,
         threads: 1,

@@ -25,7 +25,6 @@ pub mod progress;
 pub mod rank;
 pub mod record;
 pub mod results;
-pub mod rung;
 pub mod samples;
 pub mod signal;
 pub mod stats;

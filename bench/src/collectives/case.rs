@@ -214,7 +214,7 @@ pub(crate) fn parse_dtype(name: &str) -> Result<DType, String> {
         "uint64" => "u64",
         other => other,
     };
-    own.parse().map_err(|error: comm_core::Error| error.to_string())
+    own.parse().map_err(|error: comm_core::UnknownName| error.to_string())
 }
 
 /// An element type as its name.

@@ -8,6 +8,7 @@ use comm_core::table::supports;
 use comm_core::{
     Algorithm, BorrowedCall, Buffer, Call, Communicator, CommunicatorExt, Error, Failed, Op, View, ViewMut, shard_range,
 };
+use isocomm::Connected;
 use rig::samples::{Pattern, Sample, count_wrong, fill};
 use rig::sys::process_cpu_time;
 use rig::with_sample;
@@ -27,24 +28,25 @@ struct Buffers<T> {
     output: Vec<T>,
 }
 
-/// Does what `request` says on `comm`. `is_process` says that this rank has the process to itself, or is the one among its
+/// Does what `request` says on `session`. `is_process` says that this rank has the process to itself, or is the one among its
 /// threads that answers for it.
-pub(crate) fn measure(comm: &dyn Communicator, request: &Measure, memory: &mut Memory, is_process: bool) -> Reply {
+pub(crate) fn measure(session: &Connected, request: &Measure, memory: &mut Memory, is_process: bool) -> Reply {
     let dtype = request.case.dtype;
     let outcome = with_sample!(
         dtype,
-        T => run::<T>(comm, request, memory, is_process),
+        T => run::<T>(session, request, memory, is_process),
         else Err(Trouble::Unsupported(format!("there is no test data of type {dtype}")))
     );
     outcome.unwrap_or_else(|trouble| Reply { error: Some(trouble), ..Reply::default() })
 }
 
 fn run<T: Sample>(
-    comm: &dyn Communicator,
+    session: &Connected,
     request: &Measure,
     memory: &mut Memory,
     is_process: bool,
 ) -> Result<Reply, Trouble> {
+    let (comm, timing_only) = (&*session.comm, session.properties.timing_only);
     let plan = Plan::new(request, comm.world_size(), comm.rank(), comm.lanes())?;
     let mut buffers = memory.take::<T>(plan.input, plan.output);
     // Sums of zeros stay zeros, however often; written, so that every page is there.
@@ -72,9 +74,8 @@ fn run<T: Sample>(
     let elapsed = start.elapsed();
     let cpu = cpu_time(is_process)?.saturating_sub(cpu);
 
-    // Nothing arrives over `null`.
-    let wrong =
-        if request.check && comm.name() != "null" { Some(check(comm, request, &plan, &mut buffers)?) } else { None };
+    // Where nothing arrives everything is wrong.
+    let wrong = if request.check && !timing_only { Some(check(comm, request, &plan, &mut buffers)?) } else { None };
     memory.keep(buffers);
     Ok(Reply { ns: nanos(elapsed), samples, cpu_ns: nanos(cpu), wrong, error: None })
 }

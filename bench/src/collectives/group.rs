@@ -11,10 +11,9 @@ use std::time::Duration;
 
 use comm_core::Deadline;
 use comm_core::launch::{Launch, LaunchOutcome, Output};
-use gpt2::transports::TransportOptions;
+use isocomm::{Rung, TransportOptions};
 use rig::outcome::{complaint, complaint_of_first};
 use rig::rank;
-use rig::rung::Rung;
 use rig::sys::kill_group;
 use tempfile::TempDir;
 
@@ -171,12 +170,18 @@ impl Group {
     pub(crate) fn launch(
         name: &str,
         transports: &[Rung],
-        options: &TransportOptions,
+        (options, quic_congestion): (&TransportOptions, Option<&String>),
         ranks: usize,
     ) -> Result<Self, String> {
         let meeting = Meeting::new()?;
-        let task = Task { socket: meeting.socket(), transports: transports.to_vec(), options: options.clone(), ranks };
-        let processes = if transports == [Rung::LOCAL] { 1 } else { ranks };
+        let task = Task {
+            socket: meeting.socket(),
+            transports: transports.to_vec(),
+            options: options.clone(),
+            quic_congestion: quic_congestion.cloned(),
+            ranks,
+        };
+        let processes = if transports.iter().all(|kind| kind.is_threads()) { 1 } else { ranks };
         let mut launch = Launch::new(rank::this_program()?, processes);
         launch.args = rank::arguments(&task, meeting.folder())?;
         launch.output = Output::Captured;

@@ -5,10 +5,9 @@ use std::time::Duration;
 
 use comm_core::{Algorithm, DType, Waiting};
 use gpt2::cli::MAX_RANKS_HERE;
-use gpt2::transports::TransportOptions;
+use isocomm::{Rung, TransportKind, TransportOptions};
 use rig::BenchError;
 use rig::check::between;
-use rig::rung::Rung;
 use rig::samples::{self, Reduction};
 
 use super::case::{Case, Operation, Place, parse_dtype};
@@ -131,6 +130,8 @@ pub(crate) struct Settings {
     pub(crate) places: Vec<Place>,
     pub(crate) transports: Vec<Rung>,
     pub(crate) options: TransportOptions,
+    /// Congestion control of QUIC; that in `options` is TCP's.
+    pub(crate) quic_congestion: Option<String>,
     pub(crate) ranks: usize,
     pub(crate) iters: Option<u64>,
     pub(crate) warmup: Option<u64>,
@@ -157,6 +158,12 @@ const MAX_ITERS: u64 = 100_000_000;
 /// Message sizes of `--one-way`.
 const ONE_WAY_BYTES: u64 = 1 << 20;
 const ROUND_TRIP_BYTES: u64 = 8;
+
+/// The options of one of the transports: with QUIC's own congestion control, and without the settings that it does not have.
+pub(super) fn options_of(rung: Rung, options: &TransportOptions, quic_congestion: Option<&String>) -> TransportOptions {
+    let congestion = if rung.has_packets() { quic_congestion.cloned() } else { options.congestion.clone() };
+    rung.options(&TransportOptions { congestion, ..options.clone() }.only_for(rung.transport()))
+}
 
 impl CollectivesArgs {
     /// Whether this process shall start itself again in a network namespace first, and with which congestion control.
@@ -207,13 +214,16 @@ impl CollectivesArgs {
             timeout: Duration::from_secs_f64(self.timeout),
             waiting: self.waiting,
             congestion: self.congestion.clone(),
-            quic_congestion: self.quic_congestion.clone(),
             mtu: self.mtu,
             gate: !self.no_gate,
             counted: false,
             ..TransportOptions::default()
         };
         options.check()?;
+        if let Some(name) = &self.quic_congestion {
+            let of_quic = TransportOptions { congestion: Some(name.clone()), ..TransportOptions::default() };
+            TransportKind::QUIC.check(&of_quic).map_err(|error| format!("--quic-congestion {name}: {error}"))?;
+        }
         let transports = match &self.transports[..] {
             [] if self.safety => Rung::of_safety(),
             [] => Rung::all(),
@@ -225,6 +235,7 @@ impl CollectivesArgs {
             places: if self.one_way || self.tune || self.safety { vec![Place::InPlace] } else { Place::BOTH.to_vec() },
             transports,
             options,
+            quic_congestion: self.quic_congestion.clone(),
             ranks: self.ranks,
             iters: self.iters,
             warmup: self.warmup_iters,

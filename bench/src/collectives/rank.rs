@@ -8,14 +8,13 @@ use std::thread;
 use comm_core::control::TcpControl;
 use comm_core::job::{Address, Job};
 use comm_core::{Control, Deadline};
-use gpt2::trainer::Session;
-use gpt2::transports::{self, TransportOptions};
+use isocomm::{Connected, Rung, TransportOptions};
 use rig::BenchError;
 use rig::rank::{Program, of_a_job};
-use rig::rung::Rung;
 use serde::{Deserialize, Serialize};
 
 use super::exec::{self, Memory};
+use super::options::options_of;
 use super::protocol::{Command, Connection, Hello, Opened, Reply, Trouble};
 
 /// What all ranks of a group are told when they start.
@@ -26,13 +25,21 @@ pub(crate) struct Task {
     /// In the order in which they are opened.
     pub(crate) transports: Vec<Rung>,
     pub(crate) options: TransportOptions,
+    /// Congestion control of QUIC; that in `options` is TCP's.
+    pub(crate) quic_congestion: Option<String>,
     pub(crate) ranks: usize,
+}
+
+impl Task {
+    fn options_of(&self, kind: Rung) -> TransportOptions {
+        options_of(kind, &self.options, self.quic_congestion.as_ref())
+    }
 }
 
 /// A transport that this rank has opened, or why not.
 struct Member {
     kind: Rung,
-    session: Result<Session, String>,
+    session: Result<Connected, String>,
 }
 
 impl Program for Task {
@@ -40,27 +47,27 @@ impl Program for Task {
 
     /// The process of one rank, or of all ranks where the transport is `local`.
     fn run(&self, job: Option<&Job>) -> Result<(), BenchError> {
-        if self.transports == [Rung::LOCAL] {
-            return run_threads(self);
+        if let [kind] = self.transports[..]
+            && kind.is_threads()
+        {
+            return run_threads(self, kind);
         }
         let job = of_a_job(job)?;
-        let open = |kind: &Rung| Member {
-            kind: *kind,
-            session: open(job, *kind, &self.options).map_err(|error| error.to_string()),
-        };
+        let open =
+            |kind: &Rung| Member { kind: *kind, session: open(job, *kind, self).map_err(|error| error.to_string()) };
         let members: Vec<Member> = self.transports.iter().map(open).collect();
         serve(self, job.rank, &members, true)
     }
 }
 
-fn run_threads(task: &Task) -> Result<(), BenchError> {
-    let sessions = transports::local_sessions(task.ranks, &task.options);
+fn run_threads(task: &Task, kind: Rung) -> Result<(), BenchError> {
+    let sessions = isocomm::threads(task.ranks, &task.options_of(kind))?;
     let outcomes: Vec<Result<(), BenchError>> = thread::scope(|scope| {
         let threads: Vec<_> = sessions
             .into_iter()
             .enumerate()
             .map(|(rank, session)| {
-                let members = [Member { kind: Rung::LOCAL, session: Ok(session) }];
+                let members = [Member { kind, session: Ok(session) }];
                 scope.spawn(move || serve(task, rank, &members, rank == 0))
             })
             .collect();
@@ -76,14 +83,14 @@ fn run_threads(task: &Task) -> Result<(), BenchError> {
 }
 
 /// Each transport has a control plane of its own, so that the failure of one is not that of the others.
-fn open(job: &Job, kind: Rung, options: &TransportOptions) -> Result<Session, BenchError> {
+fn open(job: &Job, kind: Rung, task: &Task) -> Result<Connected, BenchError> {
     let mut job = job.clone();
     let Address::File(path) = &job.address else {
         return Err(format!("the ranks meet at {}, where only one transport can be opened", job.address).into());
     };
     job.address = Address::File(path.with_file_name(format!("address-{kind}")));
     job.id = format!("{}-{kind}", job.id);
-    let options = kind.options(options);
+    let options = task.options_of(kind);
     let deadline = Deadline::after(options.timeout);
     let control = TcpControl::connect_with(&job, &[("transport", kind.to_string())], options.control(), deadline)?;
     let session = kind.connect(control.clone(), &options).inspect_err(|error| control.poison(error))?;
@@ -102,7 +109,7 @@ fn serve(task: &Task, rank: usize, members: &[Member], is_process: bool) -> Resu
     while let Command::Measure(request) = connection.receive(None).map_err(what)? {
         let member = members.iter().find(|member| member.kind.name() == request.member);
         let reply = match member.map(|member| &member.session) {
-            Some(Ok(session)) => exec::measure(&*session.comm, &request, &mut memory, is_process),
+            Some(Ok(session)) => exec::measure(session, &request, &mut memory, is_process),
             Some(Err(error)) => Reply::failed(error),
             None => Reply::failed(&format!("rank {rank} was not told to open `{}`", request.member)),
         };
@@ -111,7 +118,7 @@ fn serve(task: &Task, rank: usize, members: &[Member], is_process: bool) -> Resu
     for member in members {
         if let Ok(session) = &member.session {
             // A transport that has failed before says so again; that has been reported.
-            let _ = session.comm.finish(session.timeout);
+            let _ = session.comm.finish(task.options.timeout);
         }
     }
     Ok(())
@@ -121,7 +128,7 @@ impl Member {
     fn describe(&self) -> Opened {
         Opened {
             name: self.kind.to_string(),
-            facts: self.session.as_ref().map_or_else(|_| Vec::new(), |session| session.facts.clone()),
+            facts: self.session.as_ref().map_or_else(|_| Vec::new(), |session| session.properties.settings.clone()),
             error: self.session.as_ref().err().cloned(),
         }
     }

@@ -1,7 +1,7 @@
 //! Rows: as the table that nccl-tests prints, and as JSON.
 
 use comm_core::Algorithm;
-use gpt2::transports::TransportOptions;
+use isocomm::TransportOptions;
 use rig::environment::Environment;
 use rig::stats::{Ratio, median, percentile};
 use serde::Serialize;

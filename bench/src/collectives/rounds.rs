@@ -6,16 +6,16 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use comm_core::Algorithm;
 use comm_core::table::{choose, supports};
+use isocomm::{Rung, TransportKind};
 use rig::BenchError;
 use rig::environment::Environment;
-use rig::rung::Rung;
 use rig::signal::Signals;
 use rig::stats::Ratio;
 
 use super::case::{Case, Place};
 use super::congestion;
 use super::group::{Group, Measured};
-use super::options::Settings;
+use super::options::{Settings, options_of};
 use super::peers::{Peer, PeerSettings};
 use super::protocol::{Measure, Trouble};
 use super::report::{Comparison, Outcome, Rounds, Row};
@@ -92,12 +92,12 @@ impl<'a> Bench<'a> {
         for kind in missing {
             bench.missing.push((kind.to_string(), kind.missing().unwrap_or_default()));
         }
-        let (threads, processes): (Vec<Rung>, Vec<Rung>) = there.into_iter().partition(|kind| *kind == Rung::LOCAL);
+        let (threads, processes): (Vec<Rung>, Vec<Rung>) = there.into_iter().partition(|kind| kind.is_threads());
         for (name, kinds) in [("threads", threads), ("processes", processes)] {
             if kinds.is_empty() {
                 continue;
             }
-            match Group::launch(name, &kinds, &settings.options, settings.ranks) {
+            match Group::launch(name, &kinds, (&settings.options, settings.quic_congestion.as_ref()), settings.ranks) {
                 Ok(group) => bench.add(group, None),
                 Err(why) => return Err(why.into()),
             }
@@ -285,7 +285,7 @@ impl<'a> Bench<'a> {
             ratios: if settings.tune { Vec::new() } else { self.comparisons(first.target, runs) },
             transport_facts: target.facts.clone(),
             options: (!target.is_peer).then(|| match target.name.parse::<Rung>() {
-                Ok(rung) => rung.options(&settings.options),
+                Ok(rung) => options_of(rung, &settings.options, settings.quic_congestion.as_ref()),
                 Err(_) => settings.options.clone(),
             }),
             environment: self.environment.clone(),
@@ -303,7 +303,7 @@ impl<'a> Bench<'a> {
         };
         let is_yardstick = |target: &Target| {
             target.is_peer
-                || (self.settings.one_way && target.name == Rung::TCP_RAW.name())
+                || (self.settings.one_way && target.name == TransportKind::TCP_RAW.name())
                 || without.contains(&target.name)
         };
         if self.targets[index].is_peer && !self.settings.one_way {

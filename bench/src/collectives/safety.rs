@@ -4,7 +4,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use comm_core::{Algorithm, DType, HEADER_LEN, Header, OpKind, ReduceOp};
-use rig::rung::Rung;
+use isocomm::Rung;
 use rig::stats::{Ratio, median};
 
 use super::case::Place;

@@ -2,11 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use comm_core::control::TcpControl;
+use comm_core::CommunicatorExt;
 use comm_core::job::{Address, Job};
-use comm_core::{CommunicatorExt, Control, Deadline};
-use comm_quic::QuicTransport;
-use gpt2::transports::{self, TransportKind, TransportOptions};
+use isocomm::{TransportKind, TransportOptions};
 use rig::BenchError;
 use rig::link::Ends;
 
@@ -35,13 +33,7 @@ pub(super) fn quic(place: &Place, job: &Job, ends: Option<&Ends>, from: usize, t
         job.address = Address::Tcp { host: host.to_string(), port };
         options.bind = Some(place.own);
     }
-    let kind = TransportKind::Quic;
-    let deadline = Deadline::after(options.timeout);
-    let control = TcpControl::connect_with(&job, &[("transport", kind.to_string())], options.control(), deadline)?;
-    let connect = || QuicTransport::connect(&*control, &transports::quic_options(&options)?, deadline);
-    let transport = connect().inspect_err(|error| control.poison(error))?;
-    let monitor = transport.monitor();
-    let session = transports::session(transport, control, &options, 1)?;
+    let session = isocomm::connect(TransportKind::QUIC.name(), &job, &options)?;
     let sampler = Sampler::start(&place.interface)?;
     let mut message = vec![0_u8; MESSAGE];
     let mut steady = Steady::new(place, Instant::now());
@@ -58,7 +50,8 @@ pub(super) fn quic(place: &Place, job: &Job, ends: Option<&Ends>, from: usize, t
         }
     }
     // What QUIC declares lost it sends again.
-    let lost = monitor.paths().iter().map(|path| path.lost_packets).sum();
-    session.comm.finish(session.timeout)?;
+    let paths = session.quic.map(|monitor| monitor.paths()).unwrap_or_default();
+    let lost = paths.iter().map(|path| path.lost_packets).sum();
+    session.comm.finish(options.timeout)?;
     Ok(Flow { sent_again: Some(lost), ..steady.flow(sampler, place.header) })
 }

@@ -16,7 +16,7 @@ use gpt2::cli::say;
 use gpt2::precision::Precision;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::trainer::TrainConfig;
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 use rig::BenchError;
 use rig::debug;
 use rig::environment::Environment;
@@ -102,7 +102,7 @@ fn measure(settings: &Settings, case: Case) -> Result<Row, BenchError> {
         },
         ..TrainConfig::of(settings.model.clone(), case.strategy)
     };
-    let transport = (case.ranks > 1).then_some(TransportKind::Shm);
+    let transport = (case.ranks > 1).then_some(TransportKind::SHM);
     let training =
         Training { source: settings.source.clone(), ..Training::new(config, transport, case.ranks, 1, TIMEOUT) };
     let bounds = theory::bounds(&settings.segments, case);

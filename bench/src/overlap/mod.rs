@@ -14,7 +14,7 @@ use gpt2::optim::LearningRate;
 use gpt2::strategy::StrategyOptions;
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::trainer::TrainConfig;
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 use rig::BenchError;
 use rig::debug;
 use rig::environment::Environment;
@@ -156,7 +156,7 @@ impl Bench {
         Training {
             source: settings.data.clone(),
             tokenizer: TOKENIZER,
-            node_transport: self.settings.link.is_some().then_some(TransportKind::Shm),
+            node_transport: self.settings.link.is_some().then_some(TransportKind::SHM),
             ..Training::new(config, Some(transport), settings.ranks, settings.threads, settings.cell_timeout)
         }
     }

@@ -9,7 +9,7 @@ use gpt2::cli::{MAX_RANKS_HERE, MAX_THREADS};
 use gpt2::config::Preset;
 use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
-use gpt2::transports::TransportKind;
+use isocomm::{Medium, TransportKind};
 use rig::BenchError;
 use rig::check::{between, even_batch};
 use rig::link::{LinkOptions, RateLimit};
@@ -132,8 +132,11 @@ impl OverlapArgs {
         if let Some(single) = self.strategies.iter().find(|variant| variant.strategy == StrategyKind::Single) {
             return Err(format!("--strategies {single}: it does not communicate, so nothing can be hidden").into());
         }
-        if self.transports.contains(&TransportKind::Local) {
-            return Err("--transports local: its ranks are threads, which cannot live at two ends of a link".into());
+        if let Some(threads) = self.transports.iter().find(|kind| kind.medium() == Medium::Threads) {
+            return Err(format!(
+                "--transports {threads}: its ranks are threads, which cannot live at two ends of a link"
+            )
+            .into());
         }
         let link = LinkOptions { rate: self.rate.0, mtu: self.mtu, congestion: self.congestion.clone() };
         link.check()?;

@@ -2,7 +2,7 @@
 
 use gpt2::config::ModelConfig;
 use gpt2::strategy::StrategyKind;
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 use rig::environment::Environment;
 use rig::link::{Probe, Rate, World};
 use rig::stats::{Ratio, median};

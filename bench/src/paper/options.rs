@@ -12,7 +12,7 @@ use gpt2::corpus::Corpus;
 use gpt2::optim::LossScaling;
 use gpt2::precision::Precision;
 use gpt2::tokenizer::TokenizerKind;
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 use rig::BenchError;
 use rig::check::{between, even_batch};
 use rig::environment::Environment;
@@ -79,7 +79,7 @@ pub(super) struct CommonArgs {
     #[arg(long)]
     out: Option<PathBuf>,
     /// What connects the ranks: local, shm, tcp-raw, tcp (ZeroMQ), quic.
-    #[arg(long, default_value = "tcp")]
+    #[arg(long, default_value_t)]
     transport: TransportKind,
     /// Ranks that compute; a dedicated parameter server is one more. [default: 2; with --full the paper's devices]
     #[arg(long)]

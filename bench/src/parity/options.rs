@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use gpt2::corpus::Corpus;
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 use rig::BenchError;
 use rig::folder;
 use rig::rank::load_text;

@@ -8,7 +8,7 @@ use burn::tensor::Device;
 use comm_core::Error;
 use gpt2::corpus::Corpus;
 use gpt2::trainer::{Session, Summary, TrainConfig, TrainError, train};
-use gpt2::transports::{TransportOptions, local_sessions};
+use isocomm::TransportOptions;
 
 use super::fault::{Fault, Tampered};
 
@@ -23,7 +23,8 @@ pub(super) fn train_all(
     fault: Option<Fault>,
 ) -> Result<Summary, String> {
     let options = TransportOptions { timeout: TIMEOUT, ..TransportOptions::default() };
-    let sessions = local_sessions(ranks, &options).into_iter().map(|session| match fault {
+    let sessions = Session::threads(ranks, &options).map_err(|error| error.to_string())?;
+    let sessions = sessions.into_iter().map(|session| match fault {
         Some(fault) => Session { comm: Arc::new(Tampered::new(session.comm, fault)), ..session },
         None => session,
     });

@@ -11,13 +11,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use comm_core::splitmix::SplitMix64;
 use gpt2::cli::say;
 use gpt2::optim::LearningRate;
-use gpt2::splitmix::SplitMix64;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::tokenizer::{GPT2_VOCABULARY, TokenizerKind};
 use gpt2::trainer::TrainConfig;
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 use rig::BenchError;
 use rig::debug;
 use rig::environment::Environment;
@@ -219,7 +219,7 @@ impl Bench {
             source: Some(self.tokens.clone()),
             tokenizer: TokenizerKind::Gpt2,
             // The ranks of one end of a link, which share a machine.
-            node_transport: transport.and(self.settings.link.as_ref()).map(|_| TransportKind::Shm),
+            node_transport: transport.and(self.settings.link.as_ref()).map(|_| TransportKind::SHM),
             ..Training::new(config, transport, settings.ranks, settings.threads, settings.cell_timeout)
         }
     }

@@ -7,7 +7,7 @@ use gpt2::cli::{MAX_RANKS_HERE, MAX_THREADS};
 use gpt2::config::ModelConfig;
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::GPT2_VOCABULARY;
-use gpt2::transports::TransportKind;
+use isocomm::{Medium, TransportKind};
 use rig::BenchError;
 use rig::check::{between, even_batch};
 use rig::link::{LinkOptions, RateLimit};
@@ -135,8 +135,11 @@ impl PeersArgs {
         if self.strategies.contains(&StrategyKind::Single) {
             return Err("--strategies single: training without communication is measured anyway".into());
         }
-        if self.transports.contains(&TransportKind::Local) {
-            return Err("--transports local: its ranks are threads of one process; PyTorch's are processes".into());
+        if let Some(threads) = self.transports.iter().find(|kind| kind.medium() == Medium::Threads) {
+            return Err(format!(
+                "--transports {threads}: its ranks are threads of one process; PyTorch's are processes"
+            )
+            .into());
         }
         let model = ModelConfig {
             n_layer: self.layers,

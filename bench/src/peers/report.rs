@@ -4,7 +4,7 @@ use std::fmt;
 
 use gpt2::config::ModelConfig;
 use gpt2::strategy::StrategyKind;
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 use rig::environment::Environment;
 use rig::link::Probe;
 use rig::stats::Ratio;
@@ -232,7 +232,7 @@ mod tests {
     #[test]
     fn a_step_is_compared_with_the_same_round() {
         let ddp = Some(StrategyKind::Ddp);
-        let shm = Side::Ours(TransportKind::Shm);
+        let shm = Side::Ours(TransportKind::SHM);
         let mut table = Table::new(&[(Side::Torch, None), (Side::Alone, None), (Side::Torch, ddp), (shm, ddp)]);
         for (round, factor) in [(1, 1.0), (2, 3.0)] {
             table.add(row(round, Side::Torch, None, 100.0 * factor));

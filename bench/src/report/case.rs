@@ -7,7 +7,7 @@ use rig::record::{Cell, Measured, Rank, Record};
 use rig::stats::median;
 use rig::stats::{CellRuns, Interval, LEVEL, LeftOut, Summary, Why, paired, step_time};
 
-use super::digest::{ROUNDS, STRATEGIES, TRANSPORTS, known};
+use super::digest::{ROUNDS, STRATEGIES, known, transports};
 use super::links::Traits;
 
 /// The parts of a step that wait for the network: for gradients and parameters, and for loss and norm.
@@ -78,7 +78,7 @@ impl<'a> Case<'a> {
 
     /// Strategies, transports and links in the order in which they are told of, everything else by its value.
     pub(super) fn order(&self, other: &Self) -> Ordering {
-        let key = |case: &Self| (known(&STRATEGIES, &case.cell.strategy), known(&TRANSPORTS, &case.cell.transport));
+        let key = |case: &Self| (known(&STRATEGIES, &case.cell.strategy), known(&transports(), &case.cell.transport));
         let links = self.traits.order(&other.traits).then_with(|| self.cell.link.cmp(&other.cell.link));
         links.then_with(|| key(self).cmp(&key(other))).then_with(|| self.cell.cmp(other.cell))
     }

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use isocomm::Rung;
 use rig::flag::Flag;
 use rig::record::{Axis, Cell, Record};
 use rig::results::Results;
@@ -9,6 +10,7 @@ use rig::stats::{CellRuns, Keep, cell_runs};
 
 pub(crate) use super::case::{Case, Comparison, Run};
 use super::links::Traits;
+use rig::record::NOBODY;
 
 /// Rounds that two cells must have in common before one is called faster.
 pub(crate) const ROUNDS: usize = 3;
@@ -202,12 +204,13 @@ pub(crate) const STRATEGIES: [&str; 9] =
     ["single", "ps", "sharded-ps", "ring", "ddp", "zero1", "zero2", "fsdp", "hierarchical"];
 
 /// From what costs least to what does most.
-pub(crate) const TRANSPORTS: [&str; 11] =
-    ["none", "null", "local", "shm", "tcp-raw", "tcp-ipc", "tcp-no-gate", "tcp", "quic-unprotected", "quic", "nccl"];
+pub(crate) fn transports() -> Vec<String> {
+    [NOBODY.to_string()].into_iter().chain(Rung::all_names()).collect()
+}
 
 /// Place in an order that is known; what is not in it comes last.
-pub(crate) fn known(order: &[&str], name: &str) -> usize {
-    order.iter().position(|known| *known == name).unwrap_or(order.len())
+pub(crate) fn known<S: AsRef<str>>(order: &[S], name: &str) -> usize {
+    order.iter().position(|known| known.as_ref() == name).unwrap_or(order.len())
 }
 
 /// Axes whose values mean nothing to a cell: plans give all such cells the same.
@@ -216,7 +219,7 @@ pub(crate) fn meaningless(cell: &Cell) -> Vec<Axis> {
     if is_in_memory(cell) {
         axes.extend([Axis::Link, Axis::Congestion]);
     }
-    if !cell.transport.starts_with("quic") {
+    if !rung(cell).is_some_and(Rung::has_packets) {
         axes.push(Axis::QuicMtu);
     }
     if cell.strategy == SINGLE {
@@ -234,7 +237,16 @@ pub(crate) fn meaningless(cell: &Cell) -> Vec<Axis> {
 
 /// Whether a cell's ranks talk without the kernel's network, or not at all.
 pub(crate) fn is_in_memory(cell: &Cell) -> bool {
-    ["none", "null", "local", "shm", "tcp-ipc"].contains(&cell.transport.as_str())
+    cell.transport == NOBODY || rung(cell).is_some_and(Rung::is_in_memory)
+}
+
+/// Whether no data arrives in a cell, so that only its times mean something.
+pub(crate) fn is_timing_only(cell: &Cell) -> bool {
+    rung(cell).is_some_and(Rung::is_timing_only)
+}
+
+fn rung(cell: &Cell) -> Option<Rung> {
+    cell.transport.parse().ok()
 }
 
 /// The axes on which cells differ to which they mean something. One rank alone differs from all others in ranks and transport, which needs

@@ -2,6 +2,7 @@
 
 use std::cmp::Ordering;
 
+use isocomm::{Medium, Rung};
 use rig::record::{Link, Measured, Record};
 use rig::stats::median;
 use rig::why::Connection;
@@ -42,7 +43,8 @@ const CARRIES: f64 = 0.01;
 
 /// The connections of the transport's own protocol that carry the run's bytes; all of that protocol, where none tells of bytes.
 pub(crate) fn carrying<'m>(transport: &str, measured: &'m Measured) -> Vec<&'m Connection> {
-    let protocol = if transport.starts_with("quic") { "quic" } else { "tcp" };
+    let is_udp = transport.parse().is_ok_and(|rung: Rung| rung.transport().medium() == Medium::Udp);
+    let protocol = if is_udp { "quic" } else { "tcp" };
     let all = measured.ranks.iter().flat_map(|rank| &rank.network.connections);
     let own: Vec<&Connection> = all.filter(|one| one.protocol == protocol).collect();
     let bytes: f64 = own.iter().map(|one| one.bytes_sent as f64).sum();

@@ -4,7 +4,7 @@ use rig::plot::{Labels, Point, Scale, curves};
 use rig::record::{Axis, Measured};
 
 use super::charts::{curve, each_group, titled};
-use super::digest::{Case, Digest, Grouped};
+use super::digest::{Case, Digest, Grouped, is_timing_only};
 use super::html::{Page, Table};
 use super::text::figure;
 
@@ -40,7 +40,7 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
 
 /// What the cell's first run says of losses. Over `null` each rank goes its own way, and its losses mean nothing.
 fn losses<'a>(case: &Case<'a>) -> Option<&'a Measured> {
-    if case.cell.transport == "null" {
+    if is_timing_only(case.cell) {
         return None;
     }
     let measured = case.good.first()?.measured;

@@ -6,7 +6,7 @@ use rig::record::Axis;
 use rig::stats::Interval;
 
 use super::charts::{by_strategy, each_group, titled};
-use super::digest::{Case, Digest, Grouped, SINGLE, distinct};
+use super::digest::{Case, Digest, Grouped, SINGLE, distinct, is_timing_only};
 use super::html::{Page, Table};
 use super::text::bytes;
 
@@ -87,7 +87,7 @@ fn payload(page: &mut Page, digest: &Digest<'_>) {
         let most = |values: Vec<f64>| values.into_iter().max_by(f64::total_cmp);
         let sum = |values: Vec<f64>| Some(values.iter().sum::<f64>());
         // Over `null` nothing arrives, and nothing is counted.
-        let counts = |case: &&Case<'_>| case.step.is_some() && case.cell.transport != "null";
+        let counts = |case: &&Case<'_>| case.step.is_some() && !is_timing_only(case.cell);
         let timed: Vec<&Case<'_>> = cases.into_iter().filter(counts).collect();
         let counted = |case: &&Case<'_>| {
             let counted = case.by_rank(|rank| rank.payload_bytes.map(|bytes| bytes as f64), most);

@@ -1,12 +1,13 @@
 //! In which order cells run.
 
+use comm_core::splitmix::{SplitMix64, mix};
 use rig::record::Cell;
 
 /// The cells of a round, by index. Cells that go over the same link with as many ranks run one after the other, so that they can be
 /// compared in pairs while the machine is the same; among them, and among the links, chance decides, the same in every sweep of the
 /// plan.
 pub(super) fn order(cells: &[Cell], seed: u64, round: u32) -> Vec<usize> {
-    let mut chance = Chance(mix(seed ^ u64::from(round).rotate_left(32)));
+    let mut chance = Chance(SplitMix64::new(mix(seed ^ u64::from(round).rotate_left(32))));
     let mut groups: Vec<((&str, usize), Vec<usize>)> = Vec::new();
     for (index, cell) in cells.iter().enumerate() {
         let key = (cell.link.as_str(), cell.ranks);
@@ -31,26 +32,14 @@ pub(super) fn seed(name: &str) -> u64 {
     name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// Splitmix64 (Steele, Lea and Flood 2014).
-struct Chance(u64);
+struct Chance(SplitMix64);
 
 impl Chance {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        mix(self.0)
-    }
-
     fn shuffle<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {
-            items.swap(last, (self.next() % (last as u64 + 1)) as usize);
+            items.swap(last, (self.0.next_u64() % (last as u64 + 1)) as usize);
         }
     }
-}
-
-fn mix(mut value: u64) -> u64 {
-    value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    value ^ (value >> 31)
 }
 
 #[cfg(test)]

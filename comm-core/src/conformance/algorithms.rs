@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
-use super::data::{Pattern, Sample, fingerprint, mix};
+use super::data::{Pattern, Sample, fingerprint};
 use super::{Case, CaseResult, Step, ensure, exchange_number, failed, run_call};
 use crate::buffer::Buffer;
 use crate::communicator::Communicator;
-use crate::dtype::ReduceOp;
+use crate::dtype::{DType, ReduceOp};
 use crate::error::Error;
 use crate::op::{Algorithm, Call, Mode, Op, OpKind, shard_range};
+use crate::splitmix::mix;
 use crate::table::supports;
 
 pub(super) fn add(cases: &mut Vec<Case>) {
@@ -27,7 +28,9 @@ fn add_type<T: Sample>(cases: &mut Vec<Case>, algorithm: Algorithm) {
             continue;
         }
         let name = format!("algorithm/{algorithm}/{kind}/{}", T::DTYPE);
-        cases.push(Case::shared(name, 1, move |communicator| every_size::<T>(communicator, algorithm, kind)));
+        let case = Case::shared(name, 1, move |communicator| every_size::<T>(communicator, algorithm, kind));
+        // What is reduced element by element, and what is gathered first.
+        cases.push(case.of_type::<T>(&[DType::F32, DType::Bf16]));
     }
 }
 

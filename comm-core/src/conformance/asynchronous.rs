@@ -1,12 +1,16 @@
 //! Operations in flight: several on one lane, on all lanes, beside blocking ones, and what their handles say.
 
+use std::future::Future;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
+use std::task::{Context, Poll, Wake};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use super::data::{Pattern, check};
-use super::{Case, CaseResult, PATIENCE, Way, barrier, call, ensure, exchange_number, failed, need_lanes, run};
+use super::{Case, CaseResult, PATIENCE, Step, Way, barrier, call, ensure, exchange_number, failed, need_lanes, run};
 use crate::buffer::Buffer;
-use crate::communicator::Communicator;
+use crate::communicator::{Communicator, CommunicatorExt};
 use crate::dtype::ReduceOp;
 use crate::handle::Handle;
 use crate::op::{Mode, Op, shard_range};
@@ -21,6 +25,7 @@ pub(super) fn add(cases: &mut Vec<Case>) {
     cases.push(Case::shared("background/dropped_handles_still_run", 1, dropped));
     cases.push(Case::shared("background/polling", 1, polling));
     cases.push(Case::shared("background/large_and_small", 1, large_and_small));
+    cases.push(Case::shared("background/awaited", 1, awaited));
     cases.push(Case::shared("blocking/complete_on_return", 1, complete_on_return));
 }
 
@@ -42,7 +47,7 @@ fn start(communicator: &Arc<dyn Communicator>, seed: u64, count: usize, lane: us
 
 impl Pending {
     /// Waits for it and checks it; when it ended.
-    fn finish(self) -> super::Step<(Instant, Instant)> {
+    fn finish(self) -> Step<(Instant, Instant)> {
         let completed = self.handle.wait()?;
         ensure(completed.began <= completed.ended, || format!("{}: ended before it began", self.what))?;
         ensure(completed.ended <= Instant::now(), || format!("{}: ended in the future", self.what))?;
@@ -202,6 +207,38 @@ fn large_and_small(communicator: &Arc<dyn Communicator>) -> CaseResult {
     let small: Vec<Pending> = (0..10).map(|index| start(communicator, 10 + index, 10, last)).collect();
     small.into_iter().try_for_each(|pending| pending.finish().map(drop))?;
     large.finish().map(drop)
+}
+
+/// Typed results, awaited without a runtime.
+fn awaited(communicator: &Arc<dyn Communicator>) -> CaseResult {
+    let (rank, ranks, last) = (communicator.rank(), communicator.world_size(), communicator.lanes() - 1);
+    let sum = communicator.all_reduce_async(vec![rank as i32; 10_007], ReduceOp::Sum);
+    let all = communicator.on_lane(last).all_gather_async(vec![rank as u16], ranks);
+    let both = pin!(async { (all.await, sum.await) });
+    let (all, sum) = block_on(both)?;
+    check(&all?, &(0..ranks as u16).collect::<Vec<_>>(), format_args!("all-gather"))?;
+    check(&sum?, &vec![(0..ranks as i32).sum(); 10_007], format_args!("all-reduce"))
+}
+
+/// Runs `future` in this thread, which sleeps until it is woken.
+fn block_on<F: Future>(mut future: Pin<&mut F>) -> Step<F::Output> {
+    struct Thread(thread::Thread);
+
+    impl Wake for Thread {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+
+    let (waker, began) = (Arc::new(Thread(thread::current())).into(), Instant::now());
+    loop {
+        if let Poll::Ready(value) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            return Ok(value);
+        }
+        let left = PATIENCE.saturating_sub(began.elapsed());
+        ensure(!left.is_zero(), || "the task was not woken, or its operations did not end".into())?;
+        thread::park_timeout(left);
+    }
 }
 
 /// Nothing is under way on the lane, so a blocking call has ended when `start` returns.

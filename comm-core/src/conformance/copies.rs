@@ -4,12 +4,13 @@ use std::sync::Arc;
 
 use half::{bf16, f16};
 
-use super::data::{Pattern, Sample, check, mix};
+use super::data::{Pattern, Sample, check};
 use super::reductions::{COUNTS, large};
-use super::{Case, CaseResult, WAYS, ensure, run};
+use super::{Case, CaseResult, FEW_TYPES, WAYS, ensure, run};
 use crate::communicator::{Communicator, CommunicatorExt};
 use crate::dtype::ReduceOp;
 use crate::op::{Op, shard_range};
+use crate::splitmix::mix;
 
 pub(super) fn add(cases: &mut Vec<Case>) {
     add_type::<f32>(cases);
@@ -29,10 +30,10 @@ pub(super) fn add(cases: &mut Vec<Case>) {
 
 fn add_type<T: Sample>(cases: &mut Vec<Case>) {
     let dtype = T::DTYPE;
-    cases.push(Case::shared(format!("broadcast/{dtype}"), 1, broadcast::<T>));
-    cases.push(Case::shared(format!("scatter/{dtype}"), 1, scatter::<T>));
-    cases.push(Case::shared(format!("gather/{dtype}"), 1, gather::<T>));
-    cases.push(Case::shared(format!("all_gather/{dtype}"), 1, all_gather::<T>));
+    cases.push(Case::shared(format!("broadcast/{dtype}"), 1, broadcast::<T>).of_type::<T>(&FEW_TYPES));
+    cases.push(Case::shared(format!("scatter/{dtype}"), 1, scatter::<T>).of_type::<T>(&FEW_TYPES));
+    cases.push(Case::shared(format!("gather/{dtype}"), 1, gather::<T>).of_type::<T>(&FEW_TYPES));
+    cases.push(Case::shared(format!("all_gather/{dtype}"), 1, all_gather::<T>).of_type::<T>(&FEW_TYPES));
 }
 
 fn seed<T: Sample>(kind: u64) -> u64 {

@@ -6,6 +6,7 @@ use half::{bf16, f16};
 
 use super::{Step, failed};
 use crate::dtype::{Element, ReduceOp};
+use crate::splitmix::{SplitMix64, mix};
 
 /// Values repeat after this many elements: a prime, so that no segment or shard of a usual size is a multiple of it and a
 /// piece in a wrong place shows.
@@ -129,12 +130,8 @@ impl<T: Sample> Pattern<T> {
     }
 
     fn of_bits(seed: u64, rank: usize, value: impl Fn(u64) -> T) -> Self {
-        let mut state = mix(seed ^ mix(rank as u64 + 1));
-        let mut next = || {
-            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-            mix(state)
-        };
-        Pattern { values: (0..PERIOD).map(|_| value(next())).collect() }
+        let mut bits = SplitMix64::new(mix(seed ^ mix(rank as u64 + 1)));
+        Pattern { values: (0..PERIOD).map(|_| value(bits.next_u64())).collect() }
     }
 
     /// The reduction of what all `ranks` contribute.
@@ -200,13 +197,6 @@ pub(super) fn fingerprint<T: Element>(values: &[T]) -> i64 {
         hash = mix(hash ^ u64::from_le_bytes(word)).wrapping_mul(0x0100_0000_01b3);
     }
     hash as i64
-}
-
-/// A bijection of 64-bit numbers that spreads every bit (the finaliser of splitmix64).
-pub(super) fn mix(mut bits: u64) -> u64 {
-    bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    bits ^ (bits >> 31)
 }
 
 fn bytes<T: Element>(values: &[T]) -> &[u8] {

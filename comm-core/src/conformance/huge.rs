@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::data::mix;
 use super::{Case, CaseResult, ensure};
 use crate::buffer::Buffer;
 use crate::communicator::Communicator;
 use crate::dtype::ReduceOp;
 use crate::op::{Call, Op};
+use crate::splitmix::mix;
 
 pub(super) fn add(cases: &mut Vec<Case>) {
     // One message holds all of it, and then pieces of it go around a ring.

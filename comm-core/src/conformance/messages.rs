@@ -5,13 +5,14 @@ use std::time::{Duration, SystemTime};
 
 use half::{bf16, f16};
 
-use super::data::{Pattern, Sample, check, mix};
+use super::data::{Pattern, Sample, check};
 use super::reductions::{COUNTS, large};
-use super::{Case, CaseResult, Way, barrier, ensure, exchange_number, need_lanes, run};
+use super::{Case, CaseResult, FEW_TYPES, Way, barrier, ensure, exchange_number, need_lanes, run};
 use crate::buffer::Buffer;
 use crate::communicator::Communicator;
 use crate::dtype::ReduceOp;
 use crate::op::{Mode, Op};
+use crate::splitmix::mix;
 
 pub(super) fn add(cases: &mut Vec<Case>) {
     add_type::<f32>(cases);
@@ -38,7 +39,7 @@ pub(super) fn add(cases: &mut Vec<Case>) {
 }
 
 fn add_type<T: Sample>(cases: &mut Vec<Case>) {
-    cases.push(Case::shared(format!("send_recv/ring/{}", T::DTYPE), 2, ring::<T>));
+    cases.push(Case::shared(format!("send_recv/ring/{}", T::DTYPE), 2, ring::<T>).of_type::<T>(&FEW_TYPES));
 }
 
 /// Every rank sends to the next and receives from the one before. Even ranks send first, so nothing depends on buffers.

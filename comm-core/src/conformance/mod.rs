@@ -43,7 +43,7 @@ use std::time::Duration;
 
 use crate::buffer::Buffer;
 use crate::communicator::Communicator;
-use crate::dtype::Element;
+use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::handle::Failed;
 use crate::op::{Call, Mode, Op};
@@ -67,6 +67,8 @@ pub struct Case {
     pub fresh: bool,
     /// It needs many gigabytes or minutes: ignored unless it is asked for, with `--ignored`.
     pub heavy: bool,
+    /// It differs from others only in its element type, which others have the size and the kind of: one group of a suite runs it.
+    pub repeats: bool,
     run: Run,
 }
 
@@ -111,6 +113,11 @@ impl Case {
         (self.run)(communicator)
     }
 
+    /// There is the same case for other types than `T`: every group runs those of `few`.
+    fn of_type<T: Element>(self, few: &[DType]) -> Case {
+        Case { repeats: !few.contains(&T::DTYPE), ..self }
+    }
+
     /// How long it may take where another one may take `usual`.
     fn limit(&self, usual: Duration) -> Duration {
         if self.heavy { 20 * usual } else { usual }
@@ -130,7 +137,7 @@ impl Case {
         run: impl Fn(&Arc<dyn Communicator>) -> CaseResult + Send + Sync + 'static,
     ) -> Case {
         let run: Run = Arc::new(move |communicator| run(communicator).map(|()| String::new()));
-        Case { name: name.into(), min_ranks, fresh: false, heavy: false, run }
+        Case { name: name.into(), min_ranks, fresh: false, heavy: false, repeats: false, run }
     }
 
     /// As [`fresh`](Case::fresh); what `run` returns is compared between the ranks.
@@ -158,6 +165,7 @@ impl fmt::Debug for Case {
             .field("min_ranks", &self.min_ranks)
             .field("fresh", &self.fresh)
             .field("heavy", &self.heavy)
+            .field("repeats", &self.repeats)
             .finish_non_exhaustive()
     }
 }
@@ -176,6 +184,9 @@ impl From<Failed> for Stop {
         failed.error.into()
     }
 }
+
+/// An element type of each size and kind of arithmetic.
+const FEW_TYPES: [DType; 4] = [DType::F32, DType::Bf16, DType::I8, DType::U64];
 
 /// How long an operation that should succeed may take: shorter than the runner's own limit, and otherwise only so that what hangs is
 /// found. The largest, an all-to-all of 64 processes, moves 1.6 GB.

@@ -19,6 +19,7 @@ use super::{Case, cases};
 use crate::control::{Control, TcpControl};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::hex;
 use crate::job::{Address, Job, Secret};
 
 /// The argument that makes this program a rank. The suite's name follows.
@@ -158,7 +159,7 @@ fn meet(folder: &Path, group: usize, ranks: usize) -> Result<Vec<Place>> {
     let mut secret = [0; 32];
     getrandom::fill(&mut secret)
         .map_err(|error| Error::io("random bytes", std::io::Error::other(error.to_string())))?;
-    let secret: String = secret.iter().map(|byte| format!("{byte:02x}")).collect();
+    let secret = hex(&secret);
     let place = |rank| Place {
         rank,
         world_size: ranks,

@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use half::{bf16, f16};
 
-use super::data::{Pattern, Sample, check, fingerprint, mix, reductions};
-use super::{Case, CaseResult, Step, WAYS, Way, ensure, exchange_number, failed, run};
+use super::data::{Pattern, Sample, check, fingerprint, reductions};
+use super::{Case, CaseResult, FEW_TYPES, Step, WAYS, Way, ensure, exchange_number, failed, run};
 use crate::communicator::Communicator;
 use crate::dtype::{Element, ReduceOp};
 use crate::op::{Op, shard_range};
+use crate::splitmix::mix;
 
 /// Element counts around the edges: none, fewer than ranks, odd, prime.
 pub(super) const COUNTS: [usize; 5] = [0, 1, 10, 1000, 10_007];
@@ -57,9 +58,14 @@ pub(super) fn add(cases: &mut Vec<Case>) {
 fn add_type<T: Sample>(cases: &mut Vec<Case>) {
     for op in reductions(0) {
         let name = format!("{}/{}", T::DTYPE, op.to_string().replace(' ', "_"));
-        cases.push(Case::shared(format!("all_reduce/{name}"), 1, move |c| all_reduce::<T>(c, op)));
-        cases.push(Case::shared(format!("reduce/{name}"), 1, move |c| reduce::<T>(c, op)));
-        cases.push(Case::shared(format!("reduce_scatter/{name}"), 1, move |c| reduce_scatter::<T>(c, op)));
+        cases.push(
+            Case::shared(format!("all_reduce/{name}"), 1, move |c| all_reduce::<T>(c, op)).of_type::<T>(&FEW_TYPES),
+        );
+        cases.push(Case::shared(format!("reduce/{name}"), 1, move |c| reduce::<T>(c, op)).of_type::<T>(&FEW_TYPES));
+        cases.push(
+            Case::shared(format!("reduce_scatter/{name}"), 1, move |c| reduce_scatter::<T>(c, op))
+                .of_type::<T>(&FEW_TYPES),
+        );
     }
 }
 

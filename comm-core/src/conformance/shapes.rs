@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
-use super::data::{Pattern, Sample, check, mix};
+use super::data::{Pattern, Sample, check};
 use super::{Case, CaseResult, Way, ensure, exchange_number, failed, run, run_call};
 use crate::buffer::{Buffer, View, ViewMut};
 use crate::communicator::{Communicator, CommunicatorExt};
 use crate::dtype::ReduceOp;
 use crate::error::Error;
 use crate::op::{BorrowedCall, Call, Counts, Mode, Op, shard_range};
+use crate::splitmix::mix;
 
 use super::reductions::COUNTS;
 

@@ -1,8 +1,10 @@
 //! The suite as a test program: one trial for every case, group size and kind of rank.
 
+use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
+use std::thread;
 
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
@@ -32,6 +34,8 @@ pub struct Suite {
     lanes: usize,
     /// As threads, and as processes.
     ranks: [Vec<usize>; 2],
+    /// Whether groups of all sizes run every element type.
+    every_type: bool,
     /// Larger groups, and the cases that they run.
     crowds: Vec<(usize, Vec<String>)>,
     without: Vec<(String, String)>,
@@ -46,7 +50,8 @@ const LANES: usize = 3;
 
 /// Runs the whole suite on one backend, as threads and as processes: the `main` of a test target with `harness = false`.
 ///
-/// Besides the arguments of `cargo test` it takes `--ranks=2,7` for other group sizes than 1, 2, 3 and 7 threads and 2 and 4 processes.
+/// One group runs every element type, the others one type of each size and kind. Besides the arguments of `cargo test` it takes
+/// `--ranks=2,7` for other group sizes than 1, 2, 3 and 7 threads and 2 and 4 processes, all with every type.
 pub fn main(
     name: &str,
     connect: impl Fn(Arc<dyn Control>, usize) -> Result<Arc<dyn Communicator>> + Send + Sync + 'static,
@@ -71,16 +76,20 @@ pub fn main_of(suites: Vec<Suite>) -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let arguments = Arguments::from_iter(arguments);
-    let mut trials = Vec::new();
+    let mut arguments = Arguments::from_iter(arguments);
+    // Most of a group's time is spent waiting for deadlines.
+    arguments.test_threads =
+        arguments.test_threads.or(thread::available_parallelism().ok().map(|cores| 2 * cores.get()));
+    let mut trials = Trials::default();
     for mut suite in suites {
         if let Some(ranks) = &ranks {
             suite.ranks = [ranks.clone(), ranks.clone()];
+            suite.every_type = true;
             suite.crowds.clear();
         }
         suite.add_trials(&arguments, &mut trials);
     }
-    libtest_mimic::run(&arguments, trials).exit_code()
+    libtest_mimic::run(&arguments, trials.in_order()).exit_code()
 }
 
 impl Suite {
@@ -113,6 +122,7 @@ impl Suite {
             transport: None,
             lanes: LANES,
             ranks: RANKS.map(<[usize]>::to_vec),
+            every_type: false,
             crowds: Vec::new(),
             without: Vec::new(),
             options: RunOptions::default(),
@@ -158,20 +168,28 @@ impl Suite {
         self
     }
 
-    fn add_trials(self, arguments: &Arguments, trials: &mut Vec<Trial>) {
+    fn add_trials(self, arguments: &Arguments, trials: &mut Trials) {
         let suite = Arc::new(self);
-        let kinds: &[Kind] = if suite.connect.is_some() { &[Kind::Threads, Kind::Processes] } else { &[Kind::Threads] };
-        for (kind, ranks) in kinds.iter().zip(&suite.ranks) {
-            for ranks in ranks {
-                suite.clone().add_group(*kind, *ranks, None, arguments, trials);
-            }
+        for (kind, ranks) in suite.groups() {
+            suite.clone().add_group(kind, ranks, None, arguments, trials);
         }
         if let Some(connect) = &suite.transport {
-            trials.extend(transports::CASES.iter().map(|case| suite.transport_trial(case, connect.clone())));
+            let cases = transports::CASES.iter().map(|case| suite.transport_trial(case, connect.clone()));
+            trials.others.extend(cases);
         }
         for (ranks, cases) in &suite.crowds {
             suite.clone().add_group(Kind::Processes, *ranks, Some(cases.as_slice()), arguments, trials);
         }
+    }
+
+    fn groups(&self) -> Vec<(Kind, usize)> {
+        let kinds: &[Kind] = if self.connect.is_some() { &[Kind::Threads, Kind::Processes] } else { &[Kind::Threads] };
+        kinds.iter().zip(&self.ranks).flat_map(|(kind, ranks)| ranks.iter().map(|ranks| (*kind, *ranks))).collect()
+    }
+
+    /// The smallest group of threads whose shards are of unequal length, or what comes closest to it.
+    fn group_of_every_type(&self) -> Option<(Kind, usize)> {
+        self.groups().into_iter().min_by_key(|(kind, ranks)| (*kind, ranks.abs_diff(3)))
     }
 
     fn transport_trial(&self, case: &'static TransportCase, connect: Arc<transports::Connect>) -> Trial {
@@ -194,17 +212,22 @@ impl Suite {
         ranks: usize,
         only: Option<&[String]>,
         arguments: &Arguments,
-        trials: &mut Vec<Trial>,
+        trials: &mut Trials,
     ) {
         let mut run = GroupRun { suite: self.clone(), kind, ranks, selected: Vec::new(), outcomes: OnceLock::new() };
         let mut names = Vec::new();
-        let is_due = |case: &Case| only.is_none_or(|only| only.contains(&case.name)) && case.min_ranks <= ranks;
+        let every_type = self.every_type || only.is_some() || self.group_of_every_type() == Some((kind, ranks));
+        let is_due = |case: &Case| {
+            case.min_ranks <= ranks
+                && only.is_none_or(|only| only.contains(&case.name))
+                && (every_type || !case.repeats)
+        };
         for (index, case) in cases().into_iter().enumerate().filter(|(_, case)| is_due(case)) {
             let name = format!("{}/{}/n={ranks}/{}", self.name, kind.name(), case.name);
             let left_out = self.without.iter().find(|(part, _)| case.name.contains(part));
             if let Some((_, reason)) = left_out {
                 let reason = reason.clone();
-                trials.push(Trial::ignorable_test(name, move || Ok(Completion::ignored_with(reason))));
+                trials.others.push(Trial::ignorable_test(name, move || Ok(Completion::ignored_with(reason))));
             } else if !arguments.is_filtered_out(&Trial::test(&name, || Ok(())).with_ignored_flag(case.heavy)) {
                 names.push((name, case.name.clone(), case.heavy));
                 // An ignored trial is listed and not run.
@@ -214,15 +237,31 @@ impl Suite {
             }
         }
         let run = Arc::new(run);
-        for (name, case, is_heavy) in names {
+        let mut group = names.into_iter().map(|(name, case, is_heavy)| {
             let run = run.clone();
-            let trial = Trial::ignorable_test(name, move || run.outcome(&case));
-            trials.push(trial.with_ignored_flag(is_heavy));
-        }
+            Trial::ignorable_test(name, move || run.outcome(&case)).with_ignored_flag(is_heavy)
+        });
+        trials.first.extend(group.next().map(|trial| (kind, ranks, trial)));
+        trials.others.extend(group);
     }
 }
 
-#[derive(Clone, Copy)]
+/// The program's trials. The first of each group runs the whole group: those come first, so that groups run beside each other.
+#[derive(Default)]
+struct Trials {
+    first: Vec<(Kind, usize, Trial)>,
+    others: Vec<Trial>,
+}
+
+impl Trials {
+    /// The groups that take longest first.
+    fn in_order(mut self) -> Vec<Trial> {
+        self.first.sort_by_key(|(kind, ranks, _)| Reverse((*kind, *ranks)));
+        self.first.into_iter().map(|(_, _, trial)| trial).chain(self.others).collect()
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
     Threads,
     Processes,

@@ -1,5 +1,5 @@
-//! What a [`Transport`] promises that no communicator shows, since it ends the job with the first error: a lane on which a message may have
-//! been cut takes no other one.
+//! What a [`Transport`] promises that no communicator shows, since it ends the job with the first error and misuses nothing: a lane on which
+//! a message may have been cut takes no other one, and what makes no sense is refused without harm.
 //!
 //! Both ranks are at hand here, so that a case says in which order they do what.
 
@@ -8,7 +8,6 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::data::mix;
 use super::{CaseResult, PATIENCE, SLACK, Step, ensure, failed};
 use crate::deadline::Deadline;
 use crate::dtype::DType;
@@ -16,6 +15,7 @@ use crate::error::{Error, Result};
 use crate::header::Header;
 use crate::local::{self, LocalControl, LocalRank};
 use crate::op::{Algorithm, OpKind};
+use crate::splitmix::mix;
 use crate::transport::{Incoming, Outgoing, Sink, Transport};
 
 /// Makes one rank's transport, of so many lanes. The rank's own transport is for those that wrap one.
@@ -26,12 +26,14 @@ pub(super) struct TransportCase {
     run: fn(&Two) -> CaseResult,
 }
 
-pub(super) const CASES: [TransportCase; 5] = [
+pub(super) const CASES: [TransportCase; 7] = [
     TransportCase { name: "sender_gives_up_in_a_message", run: sender_gives_up },
     TransportCase { name: "receiver_gives_up", run: receiver_gives_up },
     TransportCase { name: "sink_fails_in_a_message", run: |two| sink_ends_it(two, Ending::Error) },
     TransportCase { name: "sink_panics_in_a_message", run: |two| sink_ends_it(two, Ending::Panic) },
     TransportCase { name: "wrong_arguments_do_no_harm", run: wrong_arguments },
+    TransportCase { name: "a_busy_lane_is_refused", run: busy_lane },
+    TransportCase { name: "after_the_end_nothing_goes", run: closed },
 ];
 
 impl TransportCase {
@@ -230,12 +232,75 @@ fn wrong_arguments(two: &Two) -> CaseResult {
         ("a header that announces another length", LANE, &[Outgoing { header: header(999), ..right }]),
     ];
     for (what, lane, messages) in wrong {
-        match two.transports[0].exchange(lane, messages, &mut [], Deadline::after(PATIENCE)) {
-            Err(Error::InvalidArgument(_)) => {}
-            other => return failed(format!("{what}: {other:?}")),
-        }
+        refused(what, two.transports[0].exchange(lane, messages, &mut [], Deadline::after(PATIENCE)))?;
+    }
+    let wrong: [(&str, &[usize]); 3] = [
+        ("a message from this rank", &[0]),
+        ("a message from a rank that there is not", &[2]),
+        ("two messages from one rank", &[1, 1]),
+    ];
+    for (what, peers) in wrong {
+        let mut sinks: Vec<(usize, Collect)> = peers.iter().map(|peer| (*peer, Collect(Vec::new()))).collect();
+        let mut incoming: Vec<Incoming<'_>> =
+            sinks.iter_mut().map(|(peer, sink)| Incoming { peer: *peer, sink }).collect();
+        refused(what, two.transports[0].exchange(LANE, &[], &mut incoming, Deadline::after(PATIENCE)))?;
     }
     two.send(&payload, PATIENCE)?;
     let got = two.received(PATIENCE)?;
     ensure(got == payload, || format!("after what was refused, {} B came that are not those sent", got.len()))
+}
+
+/// A second exchange on a lane, which is its caller's mistake, is refused at once and does not disturb the first one.
+fn busy_lane(two: &Two) -> CaseResult {
+    let payload = pattern(1000, 6);
+    let received = thread::scope(|scope| -> Step<Result<Vec<u8>>> {
+        let first = scope.spawn(|| {
+            loop {
+                match two.received(PATIENCE) {
+                    // The second one was there.
+                    Err(Error::InvalidArgument(_)) => thread::yield_now(),
+                    other => break other,
+                }
+            }
+        });
+        let began = Instant::now();
+        // Until the first one is under way this has nothing to do and succeeds.
+        while two.transports[1].exchange(LANE, &[], &mut [], Deadline::after(PATIENCE)).is_ok() {
+            ensure(began.elapsed() < PATIENCE, || "two exchanges ran on one lane".into())?;
+            thread::sleep(Duration::from_millis(1));
+        }
+        let asked = Instant::now();
+        refused("a busy lane", two.transports[1].exchange(LANE, &[], &mut [], Deadline::after(PATIENCE)))?;
+        ensure(asked.elapsed() < SLACK, || format!("a busy lane was refused after {:?}", asked.elapsed()))?;
+        two.send(&payload, PATIENCE)?;
+        first.join().or_else(|_| failed("receiving panicked"))
+    })?;
+    let got = received?;
+    ensure(got == payload, || format!("beside what was refused, {} B came that are not those sent", got.len()))
+}
+
+/// Closing twice is no mistake, an exchange on a closed transport is one.
+fn closed(two: &Two) -> CaseResult {
+    for round in 0..2 {
+        let outcomes = thread::scope(|scope| {
+            let closing = two.transports.iter().map(|own| scope.spawn(|| own.close(Deadline::after(PATIENCE))));
+            let closing: Vec<_> = closing.collect();
+            closing.into_iter().map(|thread| thread.join()).collect::<Vec<_>>()
+        });
+        for outcome in outcomes {
+            match outcome {
+                Ok(Ok(())) => {}
+                other => return failed(format!("closing, time {}: {other:?}", round + 1)),
+            }
+        }
+    }
+    refused("a send after the end", two.send(&pattern(10, 7), PATIENCE))?;
+    refused("a receive after the end", two.received(PATIENCE).map(drop))
+}
+
+fn refused(what: &str, outcome: Result<()>) -> CaseResult {
+    match outcome {
+        Err(Error::InvalidArgument(_)) => Ok(()),
+        other => failed(format!("{what}: {other:?}")),
+    }
 }

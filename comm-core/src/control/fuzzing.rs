@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use super::auth::fuzzing::*;
+pub use super::gather::fuzzing::*;
 pub use super::rendezvous::fuzzing::*;
 
 use super::MAX_BLOB;
@@ -27,6 +28,7 @@ pub(crate) fn targets() -> Vec<Target> {
     ]
     .into_iter()
     .chain(super::auth::fuzzing::targets())
+    .chain(super::gather::fuzzing::targets())
     .chain(super::rendezvous::fuzzing::targets())
     .collect()
 }

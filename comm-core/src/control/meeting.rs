@@ -7,6 +7,7 @@ use crate::deadline::Deadline;
 
 /// What a rank still waits for while the ranks of a job meet.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct MeetingReport {
     /// The rank that waits.
     pub rank: usize,

@@ -3,6 +3,7 @@
 mod auth;
 mod door;
 mod event_loop;
+mod gather;
 mod link;
 mod meeting;
 mod rendezvous;
@@ -19,6 +20,9 @@ use std::net::SocketAddr;
 use std::sync::Weak;
 use std::time::Duration;
 
+pub use gather::ControlExt;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) use gather::{Told, decode, encode};
 pub use meeting::{MeetingReport, OnLate};
 pub(crate) use stall::abridged;
 pub use stall::{Activity, Doing, StallReport};

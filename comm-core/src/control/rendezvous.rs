@@ -12,6 +12,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
 
+use rustix::io::Errno;
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::auth::{self, Hello, Rejection, Session};
@@ -92,12 +93,7 @@ fn own_addresses(job: &Job, deadline: Deadline, watch: &mut Watch<'_>) -> Result
         let operation = || format!("not yet listening at {}: {why}", job.address);
         watch.look(&others, operation);
         if !pause_before_next(&mut pause, deadline) {
-            return Err(Error::Timeout {
-                rank: job.rank,
-                operation: operation(),
-                waited: deadline.waited(),
-                waiting_for: Vec::new(),
-            });
+            return Err(Error::timeout(job.rank, operation(), deadline, []));
         }
     }
 }
@@ -176,12 +172,7 @@ pub(super) fn dial(job: &Job, handshake: Duration, deadline: Deadline, watch: &m
         let operation = || format!("dialling rank 0 at {} (last attempt: {tried})", job.address);
         watch.look(&[0], operation);
         if !pause_before_next(&mut pause, deadline) {
-            return Err(Error::Timeout {
-                rank: job.rank,
-                operation: operation(),
-                waited: deadline.waited(),
-                waiting_for: vec![0],
-            });
+            return Err(Error::timeout(job.rank, operation(), deadline, [0]));
         }
     }
 }
@@ -255,7 +246,7 @@ fn attempt(
 
 /// Whether this machine has no way to the address at all: no network of its kind, say.
 fn is_out_of_reach(error: &io::Error) -> bool {
-    let unknown_family = error.raw_os_error() == Some(libc::EAFNOSUPPORT);
+    let unknown_family = Errno::from_io_error(error) == Some(Errno::AFNOSUPPORT);
     unknown_family || matches!(error.kind(), io::ErrorKind::NetworkUnreachable | io::ErrorKind::AddrNotAvailable)
 }
 

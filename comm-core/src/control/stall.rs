@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 /// What one lane of a rank is doing, or did last.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Doing {
     /// The lane.
     pub lane: u32,
@@ -64,6 +65,7 @@ pub trait Activity: Send + Sync {
 
 /// An operation that takes long, the ranks that hold it up, and what all of them are doing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct StallReport {
     /// The rank that noticed.
     pub reported_by: usize,

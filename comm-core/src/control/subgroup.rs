@@ -10,6 +10,7 @@ use sha2::{Digest, Sha256};
 use super::{Activity, Control, StallReport};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::hex;
 
 /// The part of a job's ranks that gave the same color, for a transport of its own: shared memory inside a machine, say, beside a
 /// network among all.
@@ -145,8 +146,7 @@ impl Control for Subgroup {
     }
 
     fn derive_key(&self, label: &str) -> [u8; 32] {
-        let id: String = self.id.iter().map(|byte| format!("{byte:02x}")).collect();
-        self.job.derive_key(&format!("group {id}: {label}"))
+        self.job.derive_key(&format!("group {}: {label}", hex(&self.id)))
     }
 
     /// The whole job fails.

@@ -203,7 +203,7 @@ impl TcpControl {
                 break Err(error.clone());
             }
             if deadline.has_passed() {
-                break Err(Error::Timeout { rank, operation, waited: deadline.waited(), waiting_for });
+                break Err(Error::timeout(rank, operation, deadline, waiting_for));
             }
             watch.look(&waiting_for, || operation);
         };
@@ -248,12 +248,7 @@ impl TcpControl {
             let left = deadline.remaining();
             if left.is_zero() {
                 let strangers = if what == Wait::Start { state.strangers() } else { String::new() };
-                return Err(Error::Timeout {
-                    rank: self.job.rank,
-                    operation: operation() + &strangers,
-                    waited: deadline.waited(),
-                    waiting_for: state.late(what),
-                });
+                return Err(Error::timeout(self.job.rank, operation() + &strangers, deadline, state.late(what)));
             }
             if !asked && left <= margin {
                 asked = true;

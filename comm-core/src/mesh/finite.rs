@@ -4,10 +4,9 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::Io;
 use crate::buffer::View;
 use crate::dtype::{DType, Element};
-use crate::op::{Counts, Op, shard_range};
+use crate::op::Extents;
 
 /// The first NaN or infinity of a contribution.
 pub(super) struct NotFinite {
@@ -17,39 +16,15 @@ pub(super) struct NotFinite {
     pub(super) count: usize,
 }
 
-/// Looks at what `rank` of `ranks` contributes to `op`.
-pub(super) fn find(op: &Op, rank: usize, ranks: usize, io: &Io<'_>) -> Option<NotFinite> {
-    let buffer = View::from(&io.buffer);
-    if !buffer.dtype().is_float() {
-        return None;
-    }
-    let all = |view: View<'_>| 0..view.count();
-    let (view, part) = match (io.input, *op) {
-        (_, Op::Barrier | Op::Recv { .. }) => return None,
-        (_, Op::Broadcast { root } | Op::Scatter { root, .. }) if root != rank => return None,
-        (Some(input), _) => (input, all(input)),
-        // The buffer is as long as the longer of what is sent and what is received.
-        (None, Op::AllToAll) if let Some(counts) = io.counts => (buffer, 0..counts.send().iter().sum()),
-        (None, Op::AllGather) => (buffer, shard(io.counts, buffer.count(), ranks, rank)),
-        (None, Op::Gather { root, total }) if root == rank => (buffer, shard(io.counts, total, ranks, rank)),
-        (None, _) => (buffer, all(buffer)),
-    };
-    match view.dtype() {
-        DType::F32 => scan(view.bytes(), part, |value: f32| !value.is_finite()),
-        DType::F64 => scan(view.bytes(), part, |value: f64| !value.is_finite()),
-        DType::F16 => scan(view.bytes(), part, |value: f16| !value.is_finite()),
-        DType::Bf16 => scan(view.bytes(), part, |value: bf16| !value.is_finite()),
-        _ => None,
-    }
-}
-
-fn shard(counts: Option<&Counts>, whole: usize, ranks: usize, rank: usize) -> Range<usize> {
-    match counts.map(Counts::send) {
-        None => shard_range(whole, ranks, rank),
-        Some(counts) => {
-            let start: usize = counts.iter().take(rank).sum();
-            start..start + counts.get(rank).copied().unwrap_or(0)
-        }
+/// Looks at what this rank contributes, which lies in `contribution`.
+pub(super) fn find(extents: &Extents, contribution: View<'_>) -> Option<NotFinite> {
+    let (bytes, part) = (contribution.bytes(), extents.reads.clone());
+    match extents.dtype {
+        DType::F32 => scan(bytes, part, |value: f32| !value.is_finite()),
+        DType::F64 => scan(bytes, part, |value: f64| !value.is_finite()),
+        DType::F16 => scan(bytes, part, |value: f16| !value.is_finite()),
+        DType::Bf16 => scan(bytes, part, |value: bf16| !value.is_finite()),
+        DType::I8 | DType::I16 | DType::I32 | DType::I64 | DType::U8 | DType::U16 | DType::U32 | DType::U64 => None,
     }
 }
 

@@ -1,26 +1,22 @@
 //! A [`Communicator`] over any [`Transport`].
 
-mod algorithms;
+pub(crate) mod algorithms;
 mod finite;
 mod round;
 mod scratch;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use crate::buffer::{Buffer, HostBuffer, View, ViewMut};
-use crate::communicator::Communicator;
+use crate::buffer::View;
 use crate::control::Control;
 use crate::deadline::Deadline;
+use crate::engine::{Comm, Data, Engine, Group, Operation, Settings, Shared};
 use crate::error::{Error, Result};
-use crate::handle::{Completed, Failed, Handle, Outcome};
-use crate::header::{CHECK, CHECK_RECEIVE, Header};
-use crate::native::{Asked, Backend, Due, Elements, Group, Lane, Owner, Shape, Shared, Started, name, negotiate, pair};
-use crate::op::{Algorithm, BorrowedCall, Call, Counts, Mode, Op};
+use crate::op::{Extents, Op};
 use crate::table::Table;
 use crate::transport::Transport;
 
-use algorithms::Data;
 use round::Rounds;
 use scratch::Scratch;
 
@@ -94,18 +90,11 @@ impl MeshOptions {
 
 /// Collectives over a byte transport.
 ///
-/// Algorithms and their order of reduction are those of [`crate::table`]. Blocking calls run in the caller's thread; each lane
-/// has one progress thread, started at its first asynchronous operation. Operations that are still under way when the last
-/// communicator of a job is dropped end at once, with [`Error::Aborted`].
-pub struct Mesh<T: Transport> {
-    core: Arc<Core<T>>,
-    /// What operations under way do not hold.
-    owner: Arc<Owner<Core<T>>>,
-    group: Arc<Group>,
-}
+/// Algorithms and their order of reduction are those of [`crate::table`].
+pub type Mesh<T> = Comm<MeshEngine<T>>;
 
-/// What all communicators of a job run on, on one rank.
-struct Core<T> {
+/// Performs collectives by messages of a byte transport.
+pub struct MeshEngine<T> {
     transport: T,
     options: MeshOptions,
     shared: Shared<Scratch>,
@@ -137,262 +126,78 @@ impl<T: Transport> Mesh<T> {
     /// As [`new`](Mesh::new), where both are known to be of the same ranks.
     pub(crate) fn over(transport: T, control: Arc<dyn Control>, options: MeshOptions) -> Self {
         let scratch = (0..transport.lanes()).map(|_| Scratch::default()).collect();
-        let shared = Shared::new(control, scratch, options.stall_after, options.verdict_grace);
-        let core = Arc::new(Core { transport, options, shared });
-        core.follow();
-        let group = Group::first(&*core.shared.control);
-        Mesh { owner: Arc::new(Owner(core.clone())), core, group: Arc::new(group) }
+        let MeshOptions { timeout, stall_after, verdict_grace, ref table, .. } = options;
+        let settings = Settings { timeout, stall_after, verdict_grace, table: table.clone() };
+        let shared = Shared::new(control, scratch, settings);
+        Comm::first(Arc::new(MeshEngine { transport, options, shared }), ())
     }
 
     /// The transport.
     pub fn transport(&self) -> &T {
-        &self.core.transport
+        &self.engine().transport
     }
 }
 
-impl<T: Transport> Communicator for Mesh<T> {
+impl<T: Transport> Engine for MeshEngine<T> {
+    type Lane = Scratch;
+    type Part = ();
+
     fn name(&self) -> &str {
-        self.core.transport.name()
+        self.transport.name()
     }
-
-    fn rank(&self) -> usize {
-        self.group.rank
-    }
-
-    fn world_size(&self) -> usize {
-        self.group.members.len()
-    }
-
-    fn lanes(&self) -> usize {
-        self.core.shared.lanes.len()
-    }
-
-    fn id(&self) -> u64 {
-        self.group.id
-    }
-
-    fn start(&self, call: Call) -> Handle {
-        let Call { op, buffer, input, counts, algorithm, lane, timeout, label, mode } = call;
-        let refused = |error, buffer, input| Handle::done(Err(Failed { error, buffer: Some(buffer), input }));
-        let (mut buffer, input) = match (buffer, input) {
-            (Buffer::Host(buffer), None) => (buffer, None),
-            (Buffer::Host(buffer), Some(Buffer::Host(input))) => (buffer, Some(input)),
-            (buffer, input) => {
-                let error = Error::Unsupported {
-                    what: "device memory on a byte transport".into(),
-                    why: "copy the buffer to the host first, or use a communicator that is native to the device".into(),
-                };
-                return refused(error, buffer, input);
-            }
-        };
-        let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
-        let admitted =
-            self.may_block(mode).and_then(|()| self.admit(&asked, buffer.view(), input.as_ref().map(HostBuffer::view)));
-        let (lane_queue, shape, chosen) = match admitted {
-            Ok(admitted) => admitted,
-            Err(error) => return refused(error, Buffer::Host(buffer), input.map(Buffer::Host)),
-        };
-
-        let started = Started::new(&self.group);
-        let deadline = Deadline::after(timeout.unwrap_or(self.core.options.timeout));
-        // The number and the place on the lane are taken together, so that both follow the order of the callers.
-        let mut order = self.group.order();
-        let header = self.group.header(&mut order, &asked, &shape, chosen);
-        let (core, group) = (self.core.clone(), self.group.clone());
-        let run = move |due: Due<'_>| -> Outcome {
-            let began = Instant::now();
-            let outcome = match due {
-                Due::Turn(turn) => {
-                    let (buffer, input) = (buffer.view_mut(), input.as_ref().map(HostBuffer::view));
-                    let io = Io { buffer, input, counts: counts.as_ref() };
-                    let outcome = core.run(&group, lane, &op, header, label, io, deadline);
-                    // Whoever sees the end finds the lane free.
-                    drop(turn);
-                    outcome
-                }
-                without => {
-                    let named = name(&call_of(header, &op), pair(&op, &group), label.as_deref());
-                    Err(core.fail_without_turn(&without, lane, &named, deadline))
-                }
-            };
-            let (buffer, input) = (Buffer::Host(buffer), input.map(Buffer::Host));
-            match outcome {
-                Ok(()) => Ok(Completed { buffer, input, began, ended: Instant::now() }),
-                Err(error) => Err(Failed { error, buffer: Some(buffer), input }),
-            }
-        };
-        if mode == Mode::Blocking
-            && let Some(turn) = lane_queue.try_enter(deadline)
-        {
-            drop(order);
-            return Handle::done(run(Due::Turn(turn)));
-        }
-        let (completer, handle) = Handle::pending();
-        let job = move |due: Due<'_>| {
-            completer.complete(run(due));
-            drop(started);
-        };
-        lane_queue.enqueue(deadline, Box::new(job));
-        drop(order);
-        match mode {
-            Mode::Background => handle,
-            Mode::Blocking => Handle::done(handle.wait()),
-        }
-    }
-
-    fn run_borrowed(&self, call: BorrowedCall<'_>) -> Result<()> {
-        let BorrowedCall { op, buffer, input, counts, algorithm, lane, timeout, label } = call;
-        let asked = Asked { op: &op, counts: counts.as_ref(), algorithm, lane };
-        let lent = View::from(&buffer);
-        self.may_block(Mode::Blocking)?;
-        let (lane_queue, shape, chosen) = self.admit(&asked, lent, input)?;
-        let started = Started::new(&self.group);
-        let deadline = Deadline::after(timeout.unwrap_or(self.core.options.timeout));
-        let mut order = self.group.order();
-        let Some(turn) = lane_queue.try_enter(deadline) else {
-            // The operations before it on its lane run on another thread, which cannot be lent this memory.
-            drop(order);
-            let call = BorrowedCall { op, buffer, input, counts, algorithm, lane, timeout, label };
-            return crate::communicator::run_copied(self, call);
-        };
-        let header = self.group.header(&mut order, &asked, &shape, chosen);
-        drop(order);
-        let io = Io { buffer, input, counts: counts.as_ref() };
-        let outcome = self.core.run(&self.group, lane, &op, header, label, io, deadline);
-        drop(turn);
-        drop(started);
-        outcome
-    }
-
-    fn split(&self, color: Option<u64>, key: i64) -> Result<Option<Arc<dyn Communicator>>> {
-        let part = negotiate(self, &self.group, &*self.core.shared.control, color, key)?;
-        Ok(part.map(|group| -> Arc<dyn Communicator> {
-            let (core, owner) = (self.core.clone(), self.owner.clone());
-            Arc::new(Mesh { core, owner, group: Arc::new(group) })
-        }))
-    }
-
-    fn abort(&self, reason: &str) {
-        self.core.abort(reason);
-    }
-
-    fn finish(&self, timeout: Duration) -> Result<()> {
-        let Core { transport, shared, .. } = &*self.core;
-        self.may_block(Mode::Blocking)?;
-        let close = |deadline| transport.close(deadline).map_err(|error| shared.control.in_job(error));
-        self.core.finish(self, &self.group, timeout, close)
-    }
-}
-
-/// The data of an operation.
-struct Io<'a> {
-    buffer: ViewMut<'a>,
-    input: Option<View<'a>>,
-    counts: Option<&'a Counts>,
-}
-
-/// A header that stands for the operation as such, not for one of its messages.
-fn call_of(header: Header, op: &Op) -> Header {
-    Header { step: if matches!(op, Op::Recv { .. }) { CHECK_RECEIVE } else { CHECK }, ..header }
-}
-
-impl<T: Transport> Mesh<T> {
-    /// Whether the caller's thread may wait for an operation. Looked at before the operation has a number, so that a refusal is that
-    /// call's alone.
-    fn may_block(&self, mode: Mode) -> Result<()> {
-        if mode == Mode::Blocking { self.core.transport.may_block() } else { Ok(()) }
-    }
-
-    /// Checks what was asked for: the lane that it runs on, and by which algorithm.
-    fn admit(
-        &self,
-        asked: &Asked<'_>,
-        buffer: View<'_>,
-        input: Option<View<'_>>,
-    ) -> Result<(&Lane<Scratch>, Shape, Algorithm)> {
-        let Core { shared, options, .. } = &*self.core;
-        let elements = |view: View<'_>| Elements { dtype: view.dtype(), count: view.count() };
-        shared.admit(&self.group, &options.table, asked, elements(buffer), input.map(elements))
-    }
-}
-
-impl<T: Transport> Backend for Core<T> {
-    type Scratch = Scratch;
 
     fn shared(&self) -> &Shared<Scratch> {
         &self.shared
     }
 
+    fn may_block(&self) -> Result<()> {
+        self.transport.may_block()
+    }
+
+    fn accept(&self, _op: &Op, _extents: &Extents, data: &mut Data<'_>) -> Result<()> {
+        if data.is_on_device() { Err(no_device_memory()) } else { Ok(()) }
+    }
+
+    fn perform(&self, operation: &Operation, (): &(), scratch: &mut Scratch, data: Data<'_>) -> Result<()> {
+        let Operation { op, extents, header, lane, deadline, group, .. } = operation;
+        let (mut buffer, input) = data.into_host().ok_or_else(no_device_memory)?;
+        if self.options.check_finite
+            && let Some(found) = finite::find(extents, input.unwrap_or(View::from(&buffer)))
+        {
+            let finite::NotFinite { index, value, count } = found;
+            let (rank, operation) = (self.shared.job_rank(), operation.name());
+            return Err(Error::NotFinite { rank, operation, index, value, count });
+        }
+        let mut rounds = Rounds::new(&self.transport, &group.members, group.rank, *lane, *header, *deadline);
+        let data = algorithms::Data {
+            bytes: buffer.bytes_mut(),
+            input: input.map(|input| input.bytes()),
+            extents,
+            scratch,
+            piece: self.options.table.piece,
+        };
+        let compared = if self.options.checked { rounds.compare(op) } else { Ok(()) };
+        let outcome = compared.and_then(|()| algorithms::run(op, &mut rounds, data));
+        scratch.tidy();
+        outcome.map_err(|error| self.shared.control.in_job(error))
+    }
+
+    fn split(_parent: &Comm<Self>, group: Option<&Group>) -> Result<Option<()>> {
+        Ok(group.map(|_| ()))
+    }
+
     fn end(self: &Arc<Self>, failure: &Error) {
         self.transport.abort(failure);
     }
-}
 
-impl<T: Transport> Core<T> {
-    #[allow(clippy::too_many_arguments, reason = "they are the parts of one call")]
-    fn run(
-        self: &Arc<Self>,
-        group: &Arc<Group>,
-        lane: usize,
-        op: &Op,
-        header: Header,
-        label: Option<Arc<str>>,
-        io: Io<'_>,
-        deadline: Deadline,
-    ) -> Result<()> {
-        let shared = &self.shared;
-        if let Some(error) = shared.failure() {
-            return Err(error.clone());
-        }
-        let call = call_of(header, op);
-        if self.options.check_finite
-            && let Some(found) = finite::find(op, group.rank, group.members.len(), &io)
-        {
-            let error = Error::NotFinite {
-                rank: shared.job_rank(),
-                operation: name(&call, pair(op, group), label.as_deref()),
-                index: found.index,
-                value: found.value,
-                count: found.count,
-            };
-            return Err(self.fail(error, ""));
-        }
-        let note = shared.watch.note(lane, call, op, label.clone(), group, deadline);
-        let Io { mut buffer, input, counts } = io;
-        let mut rounds = Rounds::new(&self.transport, &group.members, group.rank, lane, header, deadline);
-        let mut scratch = shared.lanes[lane].scratch();
-        let data = Data {
-            bytes: buffer.bytes_mut(),
-            input: input.map(|input| input.bytes()),
-            counts,
-            scratch: &mut scratch,
-            piece: self.options.table.piece,
-        };
-        let guard = PanicGuard { core: self, header: &call };
-        let compared = if self.options.checked { rounds.compare(op) } else { Ok(()) };
-        let outcome = compared.and_then(|()| algorithms::run(op, &mut rounds, data));
-        drop(guard);
-        scratch.tidy();
-        drop(note);
-        outcome.map_err(|error| {
-            let error = shared.control.in_job(error);
-            let (error, during) = shared.watch.explain(error, &call, op, label.as_deref(), group);
-            self.fail(error, &during)
-        })
+    fn close(self: &Arc<Self>, (): &(), deadline: Deadline) -> Result<()> {
+        self.transport.close(deadline).map_err(|error| self.shared.control.in_job(error))
     }
 }
 
-/// Tells the other ranks if an operation panics: they would wait for it.
-struct PanicGuard<'a, T: Transport> {
-    core: &'a Arc<Core<T>>,
-    header: &'a Header,
-}
-
-impl<T: Transport> Drop for PanicGuard<'_, T> {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            let error = Error::Internal(format!("{} panicked on rank {}", self.header, self.core.shared.job_rank()));
-            self.core.fail(error, "");
-        }
+fn no_device_memory() -> Error {
+    Error::Unsupported {
+        what: "device memory on a byte transport".into(),
+        why: "copy the buffer to the host first, or use a communicator that is native to the device".into(),
     }
 }

@@ -2,7 +2,7 @@
 
 /// One lane's scratch memory.
 #[derive(Debug, Default)]
-pub(super) struct Scratch {
+pub struct Scratch {
     /// For what comes, and copies of what goes.
     inbox: Room,
     /// For a contribution that is changed while both it and the inbox are needed.

@@ -9,7 +9,6 @@ use std::path::Path;
 use std::sync::Arc;
 
 use hmac::{Hmac, Mac};
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 use subtle::ConstantTimeEq;
@@ -18,14 +17,14 @@ use super::ShmOptions;
 use super::exchange::Shared;
 use super::layout::{Layout, PROOF_LEN};
 use super::sys::{MEMORY_NAME, Segment};
-use crate::control::Control;
+use crate::control::{Control, ControlExt};
 use crate::deadline::Deadline;
 use crate::descriptors;
 use crate::error::{Error, Result};
 use crate::waiting::Waiting;
 
 /// What a rank tells the others: where it is, and where its memory is.
-#[derive(Serialize, Deserialize)]
+#[derive(Clone, Serialize, Deserialize)]
 struct Announcement {
     lanes: usize,
     ring_bytes: usize,
@@ -47,7 +46,7 @@ struct Place {
     pid_namespace: (u64, u64),
 }
 
-/// What a rank says or why it cannot: every rank takes part in every gather, so that none waits for one that gave up.
+/// What a rank has, or why it has none.
 type Said<T> = std::result::Result<T, String>;
 
 /// Makes this rank's memory, opens that of all others, and returns once every rank has done so. From then on the memory belongs to
@@ -56,15 +55,14 @@ pub(super) fn connect(control: &dyn Control, options: &ShmOptions, deadline: Dea
     let (rank, ranks) = (control.rank(), control.world_size());
     let key = control.derive_key("shared memory");
     // Settings that make no sense here may make sense elsewhere: the others must learn of them too.
-    let layout = Layout::new(ranks, options.lanes, options.ring_bytes);
-    let mine = layout.clone().map_err(|error| error.to_string()).and_then(|layout| create(rank, layout, options, &key));
-    let (mine, said) = match mine {
-        Ok((segment, file, announcement)) => (Some((segment, file)), Ok(announcement)),
-        Err(why) => (None, Err(why)),
-    };
-    let said: Vec<Said<Announcement>> = gather(control, "shared memory: made", &said, deadline)?;
-    let layout = layout?;
-    let announced = all_of(said, "shared memory")?;
+    let made = Layout::new(ranks, options.lanes, options.ring_bytes).and_then(|layout| {
+        let (segment, file, announcement) = create(rank, layout, options, &key).map_err(unsupported(MADE))?;
+        Ok((layout, segment, file, announcement))
+    });
+    let announcement = made.as_ref().map(|(.., announcement)| announcement.clone()).map_err(Clone::clone);
+    let announced = control.gather_all("shared memory: made", MADE, announcement, deadline)?;
+    // Others open it by its descriptor, so it is kept until they have.
+    let (layout, own, _file, _) = made?;
 
     let parks = announced.iter().map(|theirs| theirs.parks).collect();
     check_settings(&announced)?;
@@ -78,14 +76,19 @@ pub(super) fn connect(control: &dyn Control, options: &ShmOptions, deadline: Dea
                 .map_err(|why| format!("rank {rank} cannot use the memory of rank {peer}: {why}"))
         })
         .collect();
-    let told: Said<()> = opened.as_ref().map(drop).map_err(Clone::clone);
-    let told = gather(control, "shared memory: opened", &told, deadline)?;
-    all_of(told, "shared memory between all ranks")?;
-    let (Ok(mut segments), Some((own, _file))) = (opened, mine) else {
-        return Err(Error::Internal("shared memory that is there and is not".into()));
-    };
+    let opened = opened.map_err(unsupported(OPENED));
+    control.gather_all("shared memory: opened", OPENED, opened.as_ref().map(drop).map_err(Clone::clone), deadline)?;
+    let mut segments = opened?;
     segments.insert(rank, Arc::new(own));
     Ok(Shared { rank, waiting: options.waiting, segments, parks })
+}
+
+/// What is not supported where a rank cannot have memory, and where it cannot open that of others.
+const MADE: &str = "shared memory";
+const OPENED: &str = "shared memory between all ranks";
+
+fn unsupported(what: &str) -> impl FnOnce(String) -> Error {
+    move |why| Error::Unsupported { what: what.into(), why }
 }
 
 fn create(rank: usize, layout: Layout, options: &ShmOptions, key: &[u8; 32]) -> Said<(Segment, File, Announcement)> {
@@ -184,61 +187,5 @@ fn check_settings(announced: &[Announcement]) -> Result<()> {
              same",
             announced[rank].lanes, announced[rank].ring_bytes, first.lanes, first.ring_bytes
         ))),
-    }
-}
-
-/// What all ranks said, or the reasons of those that could not.
-fn all_of<T>(said: Vec<Said<T>>, what: &str) -> Result<Vec<T>> {
-    let mut good = Vec::with_capacity(said.len());
-    let mut reasons = Vec::new();
-    for said in said {
-        match said {
-            Ok(value) => good.push(value),
-            Err(why) => reasons.push(why),
-        }
-    }
-    match reasons.len() {
-        0 => Ok(good),
-        // The first few say it all.
-        _ => {
-            reasons.truncate(3);
-            Err(Error::Unsupported { what: what.into(), why: reasons.join("; ") })
-        }
-    }
-}
-
-fn gather<T: Serialize + DeserializeOwned>(
-    control: &dyn Control,
-    label: &str,
-    mine: &T,
-    deadline: Deadline,
-) -> Result<Vec<T>> {
-    let blob = postcard::to_stdvec(mine).map_err(|error| Error::Internal(format!("{label}: {error}")))?;
-    let blobs = control.all_gather(label, &blob, deadline)?;
-    let decode = |(rank, blob): (usize, &Vec<u8>)| {
-        decode(blob).map_err(|why| Error::Protocol { who: format!("rank {rank}"), what: format!("{label}: {why}") })
-    };
-    blobs.iter().enumerate().map(decode).collect()
-}
-
-fn decode<T: DeserializeOwned>(blob: &[u8]) -> Said<T> {
-    match postcard::take_from_bytes(blob) {
-        Ok((value, [])) => Ok(value),
-        Ok((_, rest)) => Err(format!("{} bytes after its end", rest.len())),
-        Err(error) => Err(error.to_string()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn bytes_after_an_announcement_are_noticed() {
-        let said: Said<u32> = Ok(300);
-        let mut blob = postcard::to_stdvec(&said).unwrap();
-        assert_eq!(decode::<Said<u32>>(&blob), Ok(said));
-        blob.push(0);
-        assert!(decode::<Said<u32>>(&blob).unwrap_err().contains("1 bytes"));
     }
 }

@@ -283,7 +283,7 @@ impl Lane {
             .zip(&self.receives)
             .filter(|(_, receiving)| !matches!(receiving.at, At::End))
             .map(|(message, _)| message.peer);
-        timeout(shared.rank, "an exchange", deadline, unsent.chain(missing).collect())
+        Error::timeout(shared.rank, "an exchange", deadline, unsent.chain(missing))
     }
 }
 
@@ -399,12 +399,6 @@ impl Drop for Pause<'_> {
             self.bell.get_up();
         }
     }
-}
-
-pub(super) fn timeout(rank: usize, operation: &str, deadline: Deadline, mut waiting_for: Vec<usize>) -> Error {
-    waiting_for.sort_unstable();
-    waiting_for.dedup();
-    Error::Timeout { rank, operation: operation.into(), waited: deadline.waited(), waiting_for }
 }
 
 /// `peer` is no longer there.

@@ -25,7 +25,7 @@ use crate::error::{Error, Result};
 use crate::transport::{self, Incoming, Lanes, Outgoing, Transport};
 use crate::waiting::{Spinner, Waiting};
 
-use exchange::{Lane, Pause, Shared, lost, state, timeout};
+use exchange::{Lane, Pause, Shared, lost, state};
 use layout::Layout;
 
 /// Settings of a [`ShmTransport`]. All ranks use the same lanes and rings.
@@ -72,6 +72,26 @@ impl ShmTransport {
             None => Ok(()),
             Some(error) => Err(error.clone()),
         }
+    }
+
+    /// What was sent lies in the receivers' memory already, so this only waits for the others to close too.
+    fn say_farewell(&self, deadline: Deadline) -> Result<()> {
+        self.leave(state::CLOSED);
+        let mut spinner = Spinner::new(self.options.waiting);
+        let mut pause = Pause::new(&self.shared, self.lanes.count(), &mut spinner);
+        loop {
+            self.check()?;
+            let is_open = |peer: &usize| self.shared.state_of(*peer) == state::OPEN;
+            if !self.shared.peers().any(|peer| is_open(&peer)) {
+                break;
+            }
+            if !pause.once(deadline) {
+                let late = self.shared.peers().filter(is_open);
+                return Err(Error::timeout(self.shared.rank, "closing the connections", deadline, late));
+            }
+        }
+        let ended = self.shared.peers().find(|peer| self.shared.state_of(*peer) != state::CLOSED);
+        ended.map_or(Ok(()), |peer| Err(lost(&self.shared, peer)))
     }
 
     /// Tells the others that nothing follows. A rank that has closed stays closed.
@@ -123,25 +143,8 @@ impl Transport for ShmTransport {
         (0..=self.lanes.count()).for_each(|bell| self.shared.mine().bell(bell).ring_regardless());
     }
 
-    /// What was sent lies in the receivers' memory already, so this only waits for the others to close too.
     fn close(&self, deadline: Deadline) -> Result<()> {
-        self.check()?;
-        self.leave(state::CLOSED);
-        let mut spinner = Spinner::new(self.options.waiting);
-        let mut pause = Pause::new(&self.shared, self.lanes.count(), &mut spinner);
-        loop {
-            self.check()?;
-            let is_open = |peer: &usize| self.shared.state_of(*peer) == state::OPEN;
-            if !self.shared.peers().any(|peer| is_open(&peer)) {
-                break;
-            }
-            if !pause.once(deadline) {
-                let late = self.shared.peers().filter(is_open).collect();
-                return Err(timeout(self.shared.rank, "closing the connections", deadline, late));
-            }
-        }
-        let ended = self.shared.peers().find(|peer| self.shared.state_of(*peer) != state::CLOSED);
-        ended.map_or(Ok(()), |peer| Err(lost(&self.shared, peer)))
+        self.lanes.close(self.shared.rank, deadline, || self.check(), |_| self.say_farewell(deadline))
     }
 
     fn facts(&self) -> Vec<(String, String)> {

@@ -9,19 +9,22 @@
 //! bytes in the first place; it cannot make it read or write anything else. Only processes of the same user that know where
 //! to look can map a segment, and the only ones that are told are the ranks of the job.
 
-use std::ffi::CString;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::Duration;
 
 use memmap2::{MmapOptions, MmapRaw};
+use rustix::event::Timespec;
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals};
+use rustix::io::retry_on_intr;
+use rustix::thread::futex;
 
 use super::layout::{ALIGN, Layout, PROOF_LEN};
 use crate::error::{Error, Result};
+use crate::sys::memory_file;
 
 /// The memory of one rank, as mapped in this process.
 pub(super) struct Segment {
@@ -31,7 +34,7 @@ pub(super) struct Segment {
 }
 
 /// Seals after which a file keeps its size for good.
-const SEALS: libc::c_int = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
 /// What the kernel shows for a segment in /proc; it names nothing in any directory.
 pub(super) const MEMORY_NAME: &str = "comm-core-shm";
@@ -39,35 +42,19 @@ pub(super) const MEMORY_NAME: &str = "comm-core-shm";
 impl Segment {
     /// Anonymous memory of the right size, all zeros, and the file that stands for it until it is closed everywhere.
     pub(super) fn create(layout: Layout) -> io::Result<(Segment, File)> {
-        let file = memory_file()?;
-        let length = layout.total();
-        file.set_len(length as u64)?;
+        let file = memory_file(MEMORY_NAME, MemfdFlags::ALLOW_SEALING)?;
+        let length = layout.total() as u64;
+        file.set_len(length)?;
         // Without this, memory that turns out to be missing later is a SIGBUS.
-        let status = loop {
-            // SAFETY: fallocate takes integers and touches no memory of this process; the descriptor is open.
-            let status = unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, length as libc::off_t) };
-            if status == 0 || io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
-                break status;
-            }
-        };
-        if status != 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: F_ADD_SEALS takes one integer and touches no memory of this process; the descriptor is open.
-        if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, SEALS) } != 0 {
-            return Err(io::Error::last_os_error());
-        }
+        retry_on_intr(|| fallocate(&file, FallocateFlags::empty(), 0, length))?;
+        fcntl_add_seals(&file, SEALS)?;
         Ok((Segment::map(&file, layout)?, file))
     }
 
     /// Maps what another rank has created. Its size and seals are checked.
     pub(super) fn open(file: &File, layout: Layout) -> io::Result<Segment> {
-        // SAFETY: F_GET_SEALS takes no argument and touches no memory of this process; the descriptor is open.
-        let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
-        if seals < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        if seals & SEALS != SEALS || file.metadata()?.len() != layout.total() as u64 {
+        let seals = fcntl_get_seals(file)?;
+        if !seals.contains(SEALS) || file.metadata()?.len() != layout.total() as u64 {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "it has another size, or could still change it"));
         }
         Segment::map(file, layout)
@@ -141,10 +128,9 @@ impl Bell<'_> {
     pub(super) fn sleep(self, longest: Duration) {
         // A day is as good as any longer time, and fits every time_t.
         let longest = longest.min(Duration::from_secs(24 * 3600));
-        let time = libc::timespec { tv_sec: longest.as_secs() as libc::time_t, tv_nsec: longest.subsec_nanos().into() };
-        // SAFETY: the word lies in memory that stays mapped while `self` borrows it, `time` lives for the call, and a futex wait
-        // writes to neither. The futex is not private, because other processes wake it.
-        unsafe { libc::syscall(libc::SYS_futex, self.0.as_ptr(), libc::FUTEX_WAIT, ASLEEP, &raw const time) };
+        let time = Timespec { tv_sec: longest.as_secs() as i64, tv_nsec: longest.subsec_nanos().into() };
+        // Not private, because other processes wake it.
+        let _ = futex::wait(self.0, futex::Flags::empty(), ASLEEP, Some(&time));
     }
 
     /// No ring is needed any more.
@@ -167,8 +153,7 @@ impl Bell<'_> {
     }
 
     fn wake(self) {
-        // SAFETY: the word lies in memory that stays mapped while `self` borrows it, and a futex wake does not write to it.
-        unsafe { libc::syscall(libc::SYS_futex, self.0.as_ptr(), libc::FUTEX_WAKE, libc::c_int::MAX) };
+        let _ = futex::wake(self.0, futex::Flags::empty(), i32::MAX as u32);
     }
 }
 
@@ -352,28 +337,6 @@ impl Ring {
             what: format!("a {what} of {value:#x} in the shared memory of lane {}", self.lane),
         }
     }
-}
-
-/// An anonymous file in memory.
-fn memory_file() -> io::Result<File> {
-    let name = CString::new(MEMORY_NAME)?;
-    // From Linux 6.3 on; refused as an unknown flag before.
-    const NO_EXECUTION: libc::c_uint = 8;
-    let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
-    let mut error = io::Error::from_raw_os_error(libc::EINVAL);
-    for flags in [flags | NO_EXECUTION, flags] {
-        // SAFETY: the name is a C string that outlives the call; the rest is an integer.
-        let fd = unsafe { libc::memfd_create(name.as_ptr(), flags) };
-        if fd >= 0 {
-            // SAFETY: the kernel has just given this descriptor to this call alone.
-            return Ok(File::from(unsafe { OwnedFd::from_raw_fd(fd) }));
-        }
-        error = io::Error::last_os_error();
-        if error.raw_os_error() != Some(libc::EINVAL) {
-            break;
-        }
-    }
-    Err(error)
 }
 
 /// Copies in short blocks, for the reason that [`crate::copy()`] gives.

@@ -194,7 +194,8 @@ fn deadlines_name_who_is_late() {
         }
         let error = send(transport, 1, 1, &[0; 2 * SMALL], Deadline::after(Duration::from_millis(40))).unwrap_err();
         assert!(matches!(&error, Error::Timeout { waiting_for, .. } if *waiting_for == [1]), "{error}");
-        let error = transport.close(Deadline::after(Duration::from_millis(40))).unwrap_err();
+        let three = connected(3, small(waiting));
+        let error = three[0].0.close(Deadline::after(Duration::from_millis(40))).unwrap_err();
         assert!(matches!(&error, Error::Timeout { waiting_for, .. } if *waiting_for == [1, 2]), "{error}");
     }
 }

@@ -122,7 +122,7 @@ impl Drop for Rank {
 
 fn start(rank: usize, terms: Terms, transport: &str, folder: &Path) -> Rank {
     let mut process = Command::new(std::env::current_exe().unwrap())
-        .args(["--ignored", "--exact", "rank_of_a_job", "--nocapture"])
+        .args(["--ignored", "rank_of_a_job", "--nocapture"])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()

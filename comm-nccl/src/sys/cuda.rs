@@ -199,7 +199,7 @@ impl Device {
         self.call("asking for a device's UUID", |table| unsafe {
             (table.device_uuid)(bytes.as_mut_ptr(), self.0.device)
         })?;
-        Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+        Ok(comm_core::hex(&bytes))
     }
 
     /// Its name, as `NVIDIA H100 80GB HBM3`.

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::sync::{Mutex, PoisonError};
 
 use comm_core::driver::may_block;
-use comm_core::place::{Place, bind_address};
+use comm_core::place::{Offer, Place, bind_address};
 use comm_core::{Control, Deadline, Error, Result};
 use tokio::net::{TcpSocket, TcpStream};
 
@@ -36,12 +36,16 @@ pub(super) fn all(
     let congestion = options.congestion.as_deref();
     let need = core.need("tcp-raw", 1, BESIDE);
     need.check()?;
-    let own = bind_address(options.bind, control)?;
-    let listener = socket::listen(own, congestion)?;
-    let address = listener.local_addr().map_err(|error| Error::io(format!("rank {rank}: reading a port"), error))?;
-    let addresses = Addresses::Tcp(vec![address]);
-    let advert = Advert { salt: auth::nonce()?, place: Place::of(control), addresses };
-    let adverts = advert.exchange("tcp-raw", options, control, deadline)?;
+    let opened = bind_address(options.bind, control).and_then(|own| {
+        let listener = socket::listen(own, congestion)?;
+        let address =
+            listener.local_addr().map_err(|error| Error::io(format!("rank {rank}: reading a port"), error))?;
+        let addresses = Addresses::Tcp(vec![Offer(address)]);
+        Ok((own, listener, Advert { salt: auth::nonce()?, place: Place::of(control), addresses }))
+    });
+    let advert = opened.as_ref().map(|(.., advert)| advert.clone()).map_err(Clone::clone);
+    let adverts = Advert::exchange(advert, "tcp-raw", options, control, deadline)?;
+    let (own, listener, _) = opened?;
     let connecting = Connecting::new(core, &adverts, own, need);
     let key = Key(control.derive_key("tcp-raw"));
     runtime::temporary(rank)?.block_on(async {

@@ -8,8 +8,8 @@ mod link;
 mod prelude;
 
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
 
+use comm_core::transport::Lanes;
 use comm_core::waiting::Spinner;
 use comm_core::{Control, Deadline, Error, Incoming, Outgoing, Result, Transport};
 use rustix::event::PollFlags;
@@ -17,7 +17,6 @@ use rustix::event::PollFlags;
 use self::engine::{Alarm, Stage, Work};
 use self::link::Link;
 use crate::core::{Core, describe};
-use crate::lanes::Lanes;
 use crate::options::TcpOptions;
 use crate::socket::SocketFacts;
 
@@ -32,7 +31,6 @@ pub struct RawTcpTransport {
     core: Core,
     alarm: Alarm,
     facts: Vec<(String, String)>,
-    closed: AtomicBool,
 }
 
 impl RawTcpTransport {
@@ -46,14 +44,9 @@ impl RawTcpTransport {
         let core = Core::new(control.rank(), control.world_size(), options.lanes);
         let links = connect::all(&core, control, options, deadline)?;
         let facts = facts(options, links.iter().flatten().flatten().next());
-        let lanes = links.into_iter().map(Wires::new).collect();
-        Ok(RawTcpTransport {
-            lanes: Lanes::new(lanes, &Spinner::new(options.waiting)),
-            core,
-            alarm: Alarm::new()?,
-            facts,
-            closed: AtomicBool::new(false),
-        })
+        let spinner = Spinner::new(options.waiting);
+        let lanes = Lanes::new(links.into_iter().map(|links| Wires::new(links, spinner.clone())));
+        Ok(RawTcpTransport { lanes, core, alarm: Alarm::new()?, facts })
     }
 }
 
@@ -81,14 +74,11 @@ impl Transport for RawTcpTransport {
         incoming: &mut [Incoming<'_>],
         deadline: Deadline,
     ) -> Result<()> {
-        self.core.check(lane, outgoing, incoming)?;
-        let mut guard = self.lanes.lock(&self.core, lane, deadline)?;
-        let open = &mut *guard;
-        let Wires { links, scratch, stages } = &mut open.content;
-        let mut work = Exchange { lane, links, scratch, outgoing, incoming };
-        let outcome = engine::run(&self.core, &self.alarm, &mut work, stages, &mut open.spinner, deadline);
-        open.settle(&outcome);
-        outcome
+        self.core.check_messages(outgoing, incoming)?;
+        self.lanes.run(lane, |Wires { links, scratch, stages, spinner }| {
+            let mut work = Exchange { lane, links, scratch, outgoing, incoming };
+            engine::run(&self.core, &self.alarm, &mut work, stages, spinner, deadline)
+        })
     }
 
     fn abort(&self, error: &Error) {
@@ -97,29 +87,21 @@ impl Transport for RawTcpTransport {
     }
 
     fn close(&self, deadline: Deadline) -> Result<()> {
-        if self.closed.load(Ordering::Acquire) {
-            return Ok(());
-        }
-        if let Some(error) = self.core.aborted() {
-            return Err(error);
-        }
-        let mut lanes = self.lanes.lock_all(&self.core, deadline)?;
-        // Whoever closes has no haste: no core is kept busy for it.
-        let mut spinner = Spinner::new(comm_core::Waiting::Park);
-        let links = lanes.iter_mut().flat_map(|lane| lane.content.links.iter_mut().enumerate());
-        let links = links.filter_map(|(peer, link)| Some((peer, link.as_mut()?))).collect();
-        let mut work = Closing { links, scratch: vec![0; link::SCRATCH] };
-        let outcome = engine::run(&self.core, &self.alarm, &mut work, &mut Vec::new(), &mut spinner, deadline);
-        drop(work);
-        for lane in &mut lanes {
-            lane.settle(&outcome);
-            if outcome.is_ok() {
-                lane.content.links.clear();
-                lane.close();
-            }
-        }
-        self.closed.store(outcome.is_ok(), Ordering::Release);
-        outcome
+        self.lanes.close(
+            self.core.rank,
+            deadline,
+            || self.core.check(),
+            |lanes| {
+                // Whoever closes has no haste: no core is kept busy for it.
+                let mut spinner = Spinner::new(comm_core::Waiting::Park);
+                let links = lanes.iter_mut().flat_map(|wires| wires.links.iter_mut().enumerate());
+                let links = links.filter_map(|(peer, link)| Some((peer, link.as_mut()?))).collect();
+                let mut work = Closing { links, scratch: vec![0; link::SCRATCH] };
+                engine::run(&self.core, &self.alarm, &mut work, &mut Vec::new(), &mut spinner, deadline)?;
+                lanes.iter_mut().for_each(|wires| wires.links.clear());
+                Ok(())
+            },
+        )
     }
 
     fn facts(&self) -> Vec<(String, String)> {
@@ -133,11 +115,13 @@ struct Wires {
     links: Vec<Option<Link>>,
     scratch: Vec<u8>,
     stages: Vec<Stage>,
+    /// How its exchanges wait.
+    spinner: Spinner,
 }
 
 impl Wires {
-    fn new(links: Vec<Option<Link>>) -> Self {
-        Wires { links, scratch: vec![0; link::SCRATCH], stages: Vec::new() }
+    fn new(links: Vec<Option<Link>>, spinner: Spinner) -> Self {
+        Wires { links, scratch: vec![0; link::SCRATCH], stages: Vec::new(), spinner }
     }
 }
 

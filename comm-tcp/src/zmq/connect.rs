@@ -5,7 +5,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use comm_core::driver::{Driver, may_block};
-use comm_core::place::{Place, bind_address};
+use comm_core::place::{Offer, Place, bind_address};
 use comm_core::{Control, Deadline, Error, Result};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc;
@@ -69,12 +69,16 @@ pub(super) fn all(
 ) -> Result<Connected> {
     may_block()?;
     let need = need(core, options);
-    let own = bind_address(options.bind, control)?;
-    let salt = auth::nonce()?;
     let key = Key(control.derive_key("zeromq"));
-    let mut doors = Doors::open(core, options, own, drivers)?;
-    let advert = Advert { salt, place: Place::of(control), addresses: doors.addresses(core, options)? };
-    let adverts = advert.exchange("tcp", options, control, deadline)?;
+    let opened = bind_address(options.bind, control).and_then(|own| {
+        let doors = Doors::open(core, options, own, drivers)?;
+        let advert =
+            Advert { salt: auth::nonce()?, place: Place::of(control), addresses: doors.addresses(core, options)? };
+        Ok((own, doors, advert))
+    });
+    let advert = opened.as_ref().map(|(.., advert)| advert.clone()).map_err(Clone::clone);
+    let adverts = Advert::exchange(advert, "tcp", options, control, deadline)?;
+    let (own, mut doors, Advert { salt, .. }) = opened?;
     let folders: Vec<&Folder> = adverts.iter().filter_map(Advert::folder).collect();
     if options.ipc {
         house::see_all(core.rank, &folders, control, deadline)?;
@@ -217,13 +221,13 @@ impl Doors {
         }
         if let Some(gate) = &self.gate {
             let address = gate.local_addr().map_err(|error| Error::io("reading the gate's port", error))?;
-            return Ok(Addresses::Tcp(vec![address]));
+            return Ok(Addresses::Tcp(vec![Offer(address)]));
         }
         let Some(filler) = self.public.values().next() else { return Ok(Addresses::Tcp(Vec::new())) };
-        let mut addresses = vec![*filler; world_size * lanes];
+        let mut addresses = vec![Offer(*filler); world_size * lanes];
         for (edge, address) in &self.public {
             if let Some(slot) = addresses.get_mut(edge.dialler as usize * lanes + edge.lane as usize) {
-                *slot = *address;
+                *slot = Offer(*address);
             }
         }
         Ok(Addresses::Tcp(addresses))

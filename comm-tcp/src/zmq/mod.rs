@@ -12,11 +12,10 @@ mod zmtp;
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
-use std::sync::MutexGuard;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
 
 use comm_core::driver::Driver;
+use comm_core::transport::Lanes;
 use comm_core::waiting::Spinner;
 use comm_core::{Control, Deadline, Error, Incoming, Outgoing, Result, Sink, Transport, Waiting};
 use tokio::sync::Notify;
@@ -25,7 +24,6 @@ use self::connect::{About, Connected, Relays};
 pub(crate) use self::frame::OVERHEAD;
 use self::link::Link;
 use crate::core::{Core, describe};
-use crate::lanes::{Lane, Lanes};
 use crate::options::TcpOptions;
 use crate::runtime::Join;
 use crate::socket;
@@ -47,7 +45,6 @@ pub struct ZmqTransport {
     bell: Notify,
     facts: Vec<(String, String)>,
     ipc: bool,
-    closed: AtomicBool,
     _relays: Option<Relays>,
 }
 
@@ -56,6 +53,8 @@ struct Sockets {
     /// By peer; this rank's own place is empty.
     links: Vec<Option<Link>>,
     driver: Driver,
+    /// How its exchanges wait.
+    spinner: Spinner,
 }
 
 impl ZmqTransport {
@@ -71,14 +70,14 @@ impl ZmqTransport {
         connect::need(&core, options).check()?;
         let drivers = (0..options.lanes).map(|_| Driver::new("comm-tcp")).collect::<Result<Vec<_>>>()?;
         let Connected { links, relays, sockets: about } = connect::all(&core, control, options, &drivers, deadline)?;
-        let sockets = links.into_iter().zip(drivers).map(|(links, driver)| Sockets { links, driver }).collect();
+        let spinner = Spinner::new(options.waiting);
+        let sockets = |(links, driver)| Sockets { links, driver, spinner: spinner.clone() };
         Ok(ZmqTransport {
-            lanes: Lanes::new(sockets, &Spinner::new(options.waiting)),
+            lanes: Lanes::new(links.into_iter().zip(drivers).map(sockets)),
             core,
             bell: Notify::new(),
             facts: facts(options, about),
             ipc: options.ipc,
-            closed: AtomicBool::new(false),
             _relays: relays,
         })
     }
@@ -137,27 +136,24 @@ impl Transport for ZmqTransport {
         incoming: &mut [Incoming<'_>],
         deadline: Deadline,
     ) -> Result<()> {
-        self.core.check(lane, outgoing, incoming)?;
+        self.core.check_messages(outgoing, incoming)?;
         self.may_block()?;
-        let mut guard = self.lanes.lock(&self.core, lane, deadline)?;
-        let open = &mut *guard;
-        let Sockets { links, driver } = &mut open.content;
-        let operation = || describe(lane, outgoing);
-        let mut sinks = sinks_by_peer(self.core.world_size, incoming).into_iter();
-        let mut join = Join::default();
-        for (peer, link) in links.iter_mut().enumerate() {
-            let sink = sinks.next().flatten();
-            let message = outgoing.iter().find(|message| message.peer == peer);
-            if let (Some(link), true) = (link, sink.is_some() || message.is_some()) {
-                join.push(peer, async move {
-                    link.exchange(message, sink).await.map_err(|fault| fault.blame(peer, operation))
-                });
+        self.lanes.run(lane, |Sockets { links, driver, spinner }| {
+            let operation = || describe(lane, outgoing);
+            let mut sinks = sinks_by_peer(self.core.world_size, incoming).into_iter();
+            let mut join = Join::default();
+            for (peer, link) in links.iter_mut().enumerate() {
+                let sink = sinks.next().flatten();
+                let message = outgoing.iter().find(|message| message.peer == peer);
+                if let (Some(link), true) = (link, sink.is_some() || message.is_some()) {
+                    join.push(peer, async move {
+                        link.exchange(message, sink).await.map_err(|fault| fault.blame(peer, operation))
+                    });
+                }
             }
-        }
-        let leaves_work = outgoing.iter().any(|message| message.payload.len() > LARGE);
-        let outcome = self.run(driver, &mut open.spinner, leaves_work, join, operation, deadline);
-        open.settle(&outcome);
-        outcome
+            let leaves_work = outgoing.iter().any(|message| message.payload.len() > LARGE);
+            self.run(driver, spinner, leaves_work, join, operation, deadline)
+        })
     }
 
     fn may_block(&self) -> Result<()> {
@@ -170,24 +166,13 @@ impl Transport for ZmqTransport {
     }
 
     fn close(&self, deadline: Deadline) -> Result<()> {
-        if self.closed.load(Ordering::Acquire) {
-            return Ok(());
-        }
-        if let Some(error) = self.core.aborted() {
-            return Err(error);
-        }
         self.may_block()?;
-        let mut lanes = self.lanes.lock_all(&self.core, deadline)?;
-        let outcome = self.farewell(&mut lanes, deadline);
-        for lane in &mut lanes {
-            lane.settle(&outcome);
-            if outcome.is_ok() {
-                lane.content.links.clear();
-                lane.close();
-            }
-        }
-        self.closed.store(outcome.is_ok(), Ordering::Release);
-        outcome
+        let farewell = |lanes: &mut [&mut Sockets]| {
+            self.farewell(lanes, deadline)?;
+            lanes.iter_mut().for_each(|sockets| sockets.links.clear());
+            Ok(())
+        };
+        self.lanes.close(self.core.rank, deadline, || self.core.check(), farewell)
     }
 
     fn facts(&self) -> Vec<(String, String)> {
@@ -197,11 +182,10 @@ impl Transport for ZmqTransport {
 
 impl ZmqTransport {
     /// Says farewell to all peers on all lanes at once. The first lane's driver waits; the others have their keepers.
-    fn farewell(&self, lanes: &mut [MutexGuard<'_, Lane<Sockets>>], deadline: Deadline) -> Result<()> {
+    fn farewell(&self, lanes: &mut [&mut Sockets], deadline: Deadline) -> Result<()> {
         let mut join = Join::default();
         let mut first = None;
-        for lane in lanes {
-            let Sockets { links, driver } = &mut lane.content;
+        for Sockets { links, driver, .. } in lanes {
             first.get_or_insert(&*driver);
             for (peer, link) in links.iter_mut().enumerate() {
                 if let Some(link) = link {

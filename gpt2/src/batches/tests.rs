@@ -317,5 +317,5 @@ fn what_a_last_batch_does_is_read_as_it_is_written() {
         assert_eq!(serde_json::to_string(&choice).unwrap(), format!("\"{choice}\""));
     }
     assert_eq!(LastBatch::default(), LastBatch::Drop);
-    assert!("wrap".parse::<LastBatch>().unwrap_err().contains("drop, join"));
+    assert!("wrap".parse::<LastBatch>().unwrap_err().to_string().contains("drop, join"));
 }

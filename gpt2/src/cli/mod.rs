@@ -32,13 +32,14 @@ enum Command {
     Devices(devices::DevicesArgs),
 }
 
-/// Runs the program; errors go to standard error, one line each.
+/// Runs the program; errors go to standard error, one line each. A program with a transport of its own calls [`isocomm::register`] first, and
+/// then this: see `bench/examples/own_transport.rs`.
 pub fn main() -> ExitCode {
     let _printed = printer::at_end();
     process::prepare();
     // Before any other thread; without it each step pays for fresh pages.
     crate::sys::keep_freed_pages();
-    if let Err(error) = crate::transports::prepare() {
+    if let Err(error) = isocomm::prepare() {
         complain(format_args!("error: {error}"));
         return ExitCode::FAILURE;
     }

@@ -10,8 +10,8 @@ use super::train::check_tensors;
 use crate::checkpoint::Checkpoint;
 use crate::devices::{DeviceChoice, Opened};
 use crate::segments::SegmentedModel;
-use crate::splitmix::SplitMix64;
 use crate::tokenizer::Tokenizer;
+use comm_core::splitmix::SplitMix64;
 
 #[derive(Clone, Debug, Args)]
 #[command(allow_negative_numbers = true)]

@@ -12,6 +12,7 @@ use clap::Args;
 use comm_core::Waiting;
 use comm_core::job::{self, Job, Source};
 use comm_core::launch::{Launch, Output};
+use isocomm::{Medium, TransportKind, TransportOptions};
 
 use super::folder;
 use super::loading::LoadProgress;
@@ -22,22 +23,20 @@ use crate::config::{ModelConfig, Preset};
 use crate::corpus::{Corpus, CorpusSource, LoadOptions, TokenCache};
 use crate::devices::{DeviceChoice, Opened, cuda_ordinal};
 use crate::env::default_cargo_home;
-use crate::optim::{LossScaling, OptimizerConfig, OptimizerKind, ScheduleKind};
+use crate::optim::{LearningRate, LossScaling, OptimizerConfig, OptimizerKind, ScheduleKind};
 use crate::precision::Precision;
 use crate::run::{RankOptions, refuse, run_rank, run_threads};
 use crate::strategy::{StrategyKind, StrategyOptions};
 use crate::tokenizer::TokenizerKind;
 use crate::trainer::{TrainConfig, TrainError};
-use crate::transports::{TransportKind, TransportOptions};
 
 #[derive(Clone, Debug, Args)]
 #[command(allow_negative_numbers = true)]
 pub(super) struct TrainArgs {
-    /// Who averages gradients and updates parameters: single, ps, sharded-ps, ring, ddp, zero1, zero2, fsdp, hierarchical.
-    #[arg(long, default_value = "single")]
+    #[arg(long, default_value = "single", help = strategies())]
     strategy: StrategyKind,
-    /// How ranks are connected: local (threads of one process), shm (memory that processes share), tcp-raw, tcp (ZeroMQ), quic, nccl.
-    #[arg(long, default_value = "tcp")]
+    /// How ranks are connected.
+    #[arg(long, default_value_t, help = format!("How ranks are connected: {}", TransportKind::help()))]
     transport: TransportKind,
     /// Ranks to start on this machine. Under a launcher such as srun, mpirun or torchrun nothing is started: it must then be the number of
     /// the launcher's ranks on this machine. With COMM_RANK set by hand it says how many of the ranks share this machine's cores. [default: 1
@@ -154,9 +153,15 @@ pub(super) struct TrainArgs {
     /// What a rank does while it waits for others: park (sleep), adaptive, busy (for ranks with a core each).
     #[arg(long, default_value_t)]
     waiting: Waiting,
-    /// TCP congestion control by its kernel name, for instance cubic. [default: the kernel's]
+    /// Congestion control of TCP, by its kernel name, or of QUIC: cubic, bbr, reno, auto or fixed:BYTES. [default: the kernel's; auto]
     #[arg(long)]
     congestion: Option<String>,
+    /// QUIC's largest datagram, in bytes of UDP payload. [default: what the interface carries]
+    #[arg(long)]
+    quic_mtu: Option<u16>,
+    /// Leave out the gate before ZeroMQ: whoever can reach a port can then end a rank while it connects.
+    #[arg(long)]
+    no_gate: bool,
     /// Address that this rank's listeners bind, where the others reach it. [default: the one by which it reaches rank 0]
     #[arg(long)]
     bind: Option<IpAddr>,
@@ -204,6 +209,11 @@ pub(super) struct TrainArgs {
     /// Replace an earlier run in --out: its files are removed when all ranks are there, before the first step.
     #[arg(long)]
     overwrite: bool,
+}
+
+/// The help text of `--strategy`.
+fn strategies() -> String {
+    format!("Who averages gradients and updates parameters: {}", StrategyKind::names(", "))
 }
 
 /// More lanes than this are of no use to anyone.
@@ -282,7 +292,7 @@ fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
     }
     // What is wrong with the arguments or the text is said once, here, and not by every rank.
     let prepared = Prepared::new(args, ranks, ranks, Voice { speaks: true, warns: true })?;
-    if args.transport == TransportKind::Local || ranks == 1 {
+    if is_threads(args.transport) || ranks == 1 {
         let _lock = folder::take(&args.out, args.overwrite)?;
         let mut progress = Prepared::progress(args, 0);
         say(match args.nproc {
@@ -362,176 +372,51 @@ struct Prepared {
 impl Prepared {
     /// `ranks` in all, of which `ranks_here` share this machine.
     fn new(args: &TrainArgs, ranks: usize, ranks_here: usize, voice: Voice) -> Result<Self, CliError> {
-        if ranks == 0 || ranks_here == 0 {
-            return Err("--nproc 0 leaves nobody to train; give at least 1".into());
-        }
-        if args.strategy == StrategyKind::Single && ranks != 1 {
-            return Err(format!("--strategy single trains on 1 rank, not on {ranks}; choose another strategy").into());
-        }
-        if let Some(missing) = args.transport.missing().filter(|_| ranks > 1) {
-            return Err(format!("--transport {}: {missing}", args.transport).into());
-        }
-        if let Some((kind, missing)) = args.node_transport.and_then(|kind| Some((kind, kind.missing()?))) {
-            return Err(format!("--node-transport {kind}: {missing}").into());
-        }
-        let threads = |kind| kind == TransportKind::Local;
-        if let Some(inside) = args.node_transport.filter(|inside| threads(*inside) != threads(args.transport)) {
-            return Err(format!(
-                "--node-transport {inside} does not go with --transport {}: ranks are threads of one process with both of them local, \
-                 else processes",
-                args.transport
-            )
-            .into());
-        }
-        if args.dedicated_server && (args.strategy != StrategyKind::Ps || ranks == 1) {
-            return Err(format!(
-                "--dedicated-server concerns --strategy ps on at least 2 ranks, not {} on {ranks}",
-                args.strategy
-            )
-            .into());
-        }
-        let positive = [
-            ("--lr", args.lr),
-            ("--timeout", args.timeout),
-            ("--liveness", args.liveness),
-            ("--stall-after", args.stall_after),
-            ("--loss-factor", args.loss_factor),
-        ];
-        for (name, value) in positive {
-            if !(value.is_finite() && value > 0.0) {
-                return Err(format!("{name} {value} must be a positive number").into());
-            }
-        }
-        if !(args.clip.is_finite() && args.clip >= 0.0) {
-            return Err(format!("--clip {} must be zero or a positive number", args.clip).into());
-        }
-        let usual = OptimizerConfig::of(args.optimizer);
-        let optimizer = OptimizerConfig {
-            kind: args.optimizer,
-            beta1: args.beta1.unwrap_or(usual.beta1),
-            beta2: args.beta2.unwrap_or(usual.beta2),
-            epsilon: args.epsilon.unwrap_or(usual.epsilon),
-            weight_decay: args.weight_decay.unwrap_or(usual.weight_decay),
-        };
-        optimizer.validate().map_err(|error| format!("{error}; see --beta1, --beta2, --epsilon, --weight-decay"))?;
-        let wire = args.wire.unwrap_or(args.precision);
-        let loss_scaling = args.loss_scale.unwrap_or(if [wire, args.precision].contains(&Precision::F16) {
-            LossScaling::DYNAMIC
-        } else {
-            LossScaling::Off
-        });
-        loss_scaling.validate().map_err(|error| format!("--loss-scale: {error}"))?;
-        if args.check_finite && loss_scaling != LossScaling::Off {
-            return Err(format!(
-                "--check-finite does not go with --loss-scale {loss_scaling}, by which gradients overflow now and then and steps are \
-                 skipped; leave --check-finite away, or give --loss-scale off"
-            )
-            .into());
-        }
-        for (name, value) in [("--steps", args.steps), ("--lanes", args.lanes as u64)] {
-            if value == 0 {
-                return Err(format!("{name} must be at least 1").into());
-            }
-        }
-        if args.lanes > MAX_LANES {
-            return Err(format!("--lanes {} is more than {MAX_LANES}", args.lanes).into());
-        }
-        if ranks_here > MAX_RANKS_HERE {
-            return Err(format!("{ranks_here} ranks on one machine are more than {MAX_RANKS_HERE}; see --nproc").into());
-        }
-        if args.threads.is_some_and(|threads| threads == 0 || threads > MAX_THREADS) {
-            return Err(format!("--threads must lie between 1 and {MAX_THREADS}").into());
-        }
-        let floor = args.min_lr.unwrap_or(args.lr / 10.0);
-        if !(0.0..=args.lr).contains(&floor) {
-            return Err(format!("--min-lr {floor} must lie between 0 and --lr {}", args.lr).into());
-        }
-        let warmup = args.warmup.unwrap_or_else(|| (args.steps / 20).min(100));
-        if warmup >= args.steps && args.warmup.is_some() {
-            return Err(format!("--warmup {warmup} must be less than --steps {}", args.steps).into());
-        }
-        let transport_options = TransportOptions {
-            lanes: args.lanes,
-            bind: args.bind,
-            timeout: seconds(args.timeout),
-            // Several of them may be late before anybody draws a conclusion.
-            heartbeat: (seconds(args.liveness) / 5).min(TransportOptions::default().heartbeat),
-            liveness: seconds(args.liveness),
-            stall_after: seconds(args.stall_after),
-            checked: args.checked,
-            check_finite: args.check_finite,
-            waiting: args.waiting,
-            congestion: args.congestion.clone(),
-            ..TransportOptions::default()
-        };
-        transport_options.check()?;
+        check_ranks(args, ranks, ranks_here)?;
+        check_numbers(args)?;
+        let optimizer = optimizer(args)?;
+        let (wire, loss_scaling) = types(args)?;
+        check_counts(args, ranks_here)?;
+        let learning_rate = learning_rate(args)?;
+        let of_transport = transport_options(args)?;
 
         let Opened { device, largest_tensor } = args.device.open()?;
         let cuda_device = cuda_ordinal(&device).map(usize::from);
-        let transport_options = TransportOptions { cuda_device, ..transport_options };
         folder::make_writable(&args.out)?;
+        let corpus = load(args, voice)?;
 
-        let source = CorpusSource::from_path(args.data.clone(), default_cargo_home());
-        let cache = TokenCache::of_user().filter(|_| !args.no_token_cache);
-        let load_options = LoadOptions { documents: !args.no_special_tokens, cache };
-        let mut loading = LoadProgress::new(voice.speaks);
-        let corpus = Corpus::load_as(&source, args.tokenizer, &load_options, &mut |now| loading.watch(now))?;
-        loading.finish(load_options.cache.as_ref().map(TokenCache::folder), voice.warns);
         let mut model = args.preset.config(corpus.vocab_size());
         model.block_size = args.block_size.unwrap_or(model.block_size);
         model.validate()?;
-        let eval_every = args.eval_every.unwrap_or_else(|| (args.steps / 4).max(1));
-        let batches = Batches::with_last_batch(&corpus, model.block_size, args.batch, args.seed, args.last_batch)?;
-        let options = StrategyOptions {
-            wire,
-            first_bucket_bytes: args.first_bucket_bytes,
-            bucket_bytes: args.bucket_bytes,
-            fusion_bytes: args.fusion_bytes,
-            overlap: !args.no_overlap,
-            dedicated_server: args.dedicated_server,
-            ranks_per_node: ranks_per_node(args, ranks, ranks_here)?,
+        let config = TrainConfig {
+            model,
+            strategy: args.strategy,
+            options: strategy_options(args, wire, ranks_per_node(args, ranks, ranks_here)?),
+            precision: args.precision,
+            recompute: args.recompute,
+            loss_scaling,
+            loss_factor: args.loss_factor,
+            seed: args.seed,
+            steps: args.steps,
+            global_batch: args.batch,
+            accumulation: args.accumulation,
+            last_batch: args.last_batch,
+            learning_rate,
+            optimizer,
+            clip: args.clip,
+            eval_every: args.eval_every.unwrap_or_else(|| (args.steps / 4).max(1)),
+            eval_batches: args.eval_batches,
         };
-        let workers = options.workers(args.strategy, ranks);
-        let share = Share { rank: 0, world: workers, accumulation: args.accumulation };
-        let rows = batches.rows_per_micro_step(share)?;
-        if let Some(limit) = largest_tensor {
-            check_tensors(args.device, limit, &model, rows)?;
-        }
-        if eval_every > 0 {
-            batches.validation(args.eval_batches, share)?;
-        }
-
+        check_batches(args.device, &config, &corpus, ranks, largest_tensor)?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        Ok(Prepared {
-            config: TrainConfig {
-                model,
-                strategy: args.strategy,
-                options,
-                precision: args.precision,
-                recompute: args.recompute,
-                loss_scaling,
-                loss_factor: args.loss_factor,
-                seed: args.seed,
-                steps: args.steps,
-                global_batch: args.batch,
-                accumulation: args.accumulation,
-                last_batch: args.last_batch,
-                learning_rate: args.schedule.learning_rate(args.lr, floor, warmup, args.steps),
-                optimizer,
-                clip: args.clip,
-                eval_every,
-                eval_batches: args.eval_batches,
-            },
-            corpus,
-            options: RankOptions {
-                transport: args.transport,
-                options: transport_options,
-                node_transport: args.node_transport,
-                threads: args.threads.unwrap_or_else(|| (cores / ranks_here).max(1)),
-                checkpoint: Some(args.out.join(folder::CHECKPOINT)),
-            },
-            device,
-        })
+        let options = RankOptions {
+            transport: args.transport,
+            options: TransportOptions { cuda_device, ..of_transport },
+            node_transport: args.node_transport,
+            threads: args.threads.unwrap_or_else(|| (cores / ranks_here).max(1)),
+            checkpoint: Some(args.out.join(folder::CHECKPOINT)),
+        };
+        Ok(Prepared { config, corpus, options, device })
     }
 
     /// The observer of `rank`: only rank 0 prints and writes.
@@ -559,9 +444,195 @@ impl Prepared {
     }
 }
 
+/// Refuses numbers of ranks, and what does not go with them, of the strategy and the transports.
+fn check_ranks(args: &TrainArgs, ranks: usize, ranks_here: usize) -> Result<(), CliError> {
+    if ranks == 0 || ranks_here == 0 {
+        return Err("--nproc 0 leaves nobody to train; give at least 1".into());
+    }
+    if args.strategy == StrategyKind::Single && ranks != 1 {
+        return Err(format!("--strategy single trains on 1 rank, not on {ranks}; choose another strategy").into());
+    }
+    if let Some(missing) = args.transport.missing().filter(|_| ranks > 1) {
+        return Err(format!("--transport {}: {missing}", args.transport).into());
+    }
+    if let Some((kind, missing)) = args.node_transport.and_then(|kind| Some((kind, kind.missing()?))) {
+        return Err(format!("--node-transport {kind}: {missing}").into());
+    }
+    if let Some(inside) = args.node_transport.filter(|inside| is_threads(*inside) != is_threads(args.transport)) {
+        return Err(format!(
+            "--node-transport {inside} does not go with --transport {}: ranks are threads of one process with both of them {}, \
+             else processes",
+            args.transport,
+            TransportKind::LOCAL
+        )
+        .into());
+    }
+    if args.dedicated_server && (args.strategy != StrategyKind::Ps || ranks == 1) {
+        return Err(format!(
+            "--dedicated-server concerns --strategy ps on at least 2 ranks, not {} on {ranks}",
+            args.strategy
+        )
+        .into());
+    }
+    Ok(())
+}
+
+/// Refuses numbers that are to be positive and are not.
+fn check_numbers(args: &TrainArgs) -> Result<(), CliError> {
+    let positive = [
+        ("--lr", args.lr),
+        ("--timeout", args.timeout),
+        ("--liveness", args.liveness),
+        ("--stall-after", args.stall_after),
+        ("--loss-factor", args.loss_factor),
+    ];
+    for (name, value) in positive {
+        if !(value.is_finite() && value > 0.0) {
+            return Err(format!("{name} {value} must be a positive number").into());
+        }
+    }
+    if !(args.clip.is_finite() && args.clip >= 0.0) {
+        return Err(format!("--clip {} must be zero or a positive number", args.clip).into());
+    }
+    Ok(())
+}
+
+/// Refuses counts that are too small or too large.
+fn check_counts(args: &TrainArgs, ranks_here: usize) -> Result<(), CliError> {
+    for (name, value) in [("--steps", args.steps), ("--lanes", args.lanes as u64)] {
+        if value == 0 {
+            return Err(format!("{name} must be at least 1").into());
+        }
+    }
+    if args.lanes > MAX_LANES {
+        return Err(format!("--lanes {} is more than {MAX_LANES}", args.lanes).into());
+    }
+    if ranks_here > MAX_RANKS_HERE {
+        return Err(format!("{ranks_here} ranks on one machine are more than {MAX_RANKS_HERE}; see --nproc").into());
+    }
+    if args.threads.is_some_and(|threads| threads == 0 || threads > MAX_THREADS) {
+        return Err(format!("--threads must lie between 1 and {MAX_THREADS}").into());
+    }
+    Ok(())
+}
+
+/// The optimizer, with the usual constants where none are given.
+fn optimizer(args: &TrainArgs) -> Result<OptimizerConfig, CliError> {
+    let usual = OptimizerConfig::of(args.optimizer);
+    let optimizer = OptimizerConfig {
+        kind: args.optimizer,
+        beta1: args.beta1.unwrap_or(usual.beta1),
+        beta2: args.beta2.unwrap_or(usual.beta2),
+        epsilon: args.epsilon.unwrap_or(usual.epsilon),
+        weight_decay: args.weight_decay.unwrap_or(usual.weight_decay),
+    };
+    optimizer.validate().map_err(|error| format!("{error}; see --beta1, --beta2, --epsilon, --weight-decay"))?;
+    Ok(optimizer)
+}
+
+/// The type in which gradients travel, and how they are kept from vanishing in it.
+fn types(args: &TrainArgs) -> Result<(Precision, LossScaling), CliError> {
+    let wire = args.wire.unwrap_or(args.precision);
+    let loss_scaling = args.loss_scale.unwrap_or(if [wire, args.precision].contains(&Precision::F16) {
+        LossScaling::DYNAMIC
+    } else {
+        LossScaling::Off
+    });
+    loss_scaling.validate().map_err(|error| format!("--loss-scale: {error}"))?;
+    if args.check_finite && loss_scaling != LossScaling::Off {
+        return Err(format!(
+            "--check-finite does not go with --loss-scale {loss_scaling}, by which gradients overflow now and then and steps are \
+             skipped; leave --check-finite away, or give --loss-scale off"
+        )
+        .into());
+    }
+    Ok((wire, loss_scaling))
+}
+
+/// The learning rate by step.
+fn learning_rate(args: &TrainArgs) -> Result<LearningRate, CliError> {
+    let floor = args.min_lr.unwrap_or(args.lr / 10.0);
+    if !(0.0..=args.lr).contains(&floor) {
+        return Err(format!("--min-lr {floor} must lie between 0 and --lr {}", args.lr).into());
+    }
+    let warmup = args.warmup.unwrap_or_else(|| (args.steps / 20).min(100));
+    if warmup >= args.steps && args.warmup.is_some() {
+        return Err(format!("--warmup {warmup} must be less than --steps {}", args.steps).into());
+    }
+    Ok(args.schedule.learning_rate(args.lr, floor, warmup, args.steps))
+}
+
+/// The settings of the transports, but for the device.
+fn transport_options(args: &TrainArgs) -> Result<TransportOptions, CliError> {
+    let options = TransportOptions {
+        lanes: args.lanes,
+        bind: args.bind,
+        timeout: seconds(args.timeout),
+        // Several of them may be late before anybody draws a conclusion.
+        heartbeat: (seconds(args.liveness) / 5).min(TransportOptions::default().heartbeat),
+        liveness: seconds(args.liveness),
+        stall_after: seconds(args.stall_after),
+        checked: args.checked,
+        check_finite: args.check_finite,
+        waiting: args.waiting,
+        congestion: args.congestion.clone(),
+        mtu: args.quic_mtu,
+        gate: !args.no_gate,
+        ..TransportOptions::default()
+    };
+    let kinds: Vec<TransportKind> = [args.transport].into_iter().chain(args.node_transport).collect();
+    options.check_for(&kinds)?;
+    Ok(options)
+}
+
+fn strategy_options(args: &TrainArgs, wire: Precision, ranks_per_node: usize) -> StrategyOptions {
+    StrategyOptions {
+        wire,
+        first_bucket_bytes: args.first_bucket_bytes,
+        bucket_bytes: args.bucket_bytes,
+        fusion_bytes: args.fusion_bytes,
+        overlap: !args.no_overlap,
+        dedicated_server: args.dedicated_server,
+        ranks_per_node,
+    }
+}
+
+/// The text, as tokens.
+fn load(args: &TrainArgs, voice: Voice) -> Result<Corpus, CliError> {
+    let source = CorpusSource::from_path(args.data.clone(), default_cargo_home());
+    let cache = TokenCache::of_user().filter(|_| !args.no_token_cache);
+    let options = LoadOptions { documents: !args.no_special_tokens, cache };
+    let mut loading = LoadProgress::new(voice.speaks);
+    let corpus = Corpus::load_as(&source, args.tokenizer, &options, &mut |now| loading.watch(now))?;
+    loading.finish(options.cache.as_ref().map(TokenCache::folder), voice.warns);
+    Ok(corpus)
+}
+
+/// Refuses a text that has not enough batches for all ranks, and a model with tensors for which the device has no room.
+fn check_batches(
+    device: DeviceChoice,
+    config: &TrainConfig,
+    corpus: &Corpus,
+    ranks: usize,
+    largest_tensor: Option<u64>,
+) -> Result<(), CliError> {
+    let TrainConfig { model, global_batch, seed, last_batch, accumulation, .. } = config;
+    let batches = Batches::with_last_batch(corpus, model.block_size, *global_batch, *seed, *last_batch)?;
+    let world = config.options.workers(config.strategy, ranks);
+    let share = Share { rank: 0, world, accumulation: *accumulation };
+    let rows = batches.rows_per_micro_step(share)?;
+    if let Some(limit) = largest_tensor {
+        check_tensors(device, limit, model, rows)?;
+    }
+    if config.eval_every > 0 {
+        batches.validation(config.eval_batches, share)?;
+    }
+    Ok(())
+}
+
 /// Ranks of a node, for the strategies that tell nodes apart; 0 for the others.
 fn ranks_per_node(args: &TrainArgs, ranks: usize, ranks_here: usize) -> Result<usize, CliError> {
-    if args.strategy != StrategyKind::Hierarchical {
+    if !args.strategy.spec().tells_nodes_apart {
         return match (args.ranks_per_node, args.node_transport) {
             (None, None) => Ok(0),
             _ => Err(format!(
@@ -576,6 +647,11 @@ fn ranks_per_node(args: &TrainArgs, ranks: usize, ranks_here: usize) -> Result<u
         return Err(format!("--ranks-per-node {size}: {ranks} ranks cannot be divided into nodes of {size}").into());
     }
     Ok(size)
+}
+
+/// Whether all ranks of a job over it live in one process.
+fn is_threads(kind: TransportKind) -> bool {
+    kind.medium() == Medium::Threads
 }
 
 /// A positive number of seconds, at most a few decades.

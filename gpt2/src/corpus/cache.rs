@@ -213,7 +213,7 @@ impl TokenCache {
     }
 
     fn path(&self, key: Key, extension: &str) -> PathBuf {
-        self.folder.join(format!("{}.{extension}", super::hexadecimal(&key.0)))
+        self.folder.join(format!("{}.{extension}", comm_core::hex(&key.0)))
     }
 
     /// Writes a whole file that has yet to get its name.

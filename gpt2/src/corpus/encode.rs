@@ -111,7 +111,7 @@ fn cut_after(text: &str, at: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::splitmix::SplitMix64;
+    use comm_core::splitmix::SplitMix64;
 
     /// Text of pieces that the pattern treats in different ways.
     fn text(seed: u64, pieces: u64) -> String {

@@ -413,7 +413,7 @@ mod tests {
                 assert_eq!(not_ids(&shard[from..]), None, "{:.40} from {from}", text);
             }
         }
-        let mut random = crate::splitmix::SplitMix64::new(3);
+        let mut random = comm_core::splitmix::SplitMix64::new(3);
         for _ in 0..2_000 {
             let length = 1 + random.below(200);
             let shard = ids((0..length).map(|_| random.below(50_257) as u16));

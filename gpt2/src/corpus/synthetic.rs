@@ -1,6 +1,6 @@
 //! Text of known entropy: a seeded Markov source over a small alphabet.
 
-use crate::splitmix::SplitMix64;
+use comm_core::splitmix::SplitMix64;
 
 /// What the source emits.
 const ALPHABET: &[u8; 20] = b"abcdefghijklmnop ,.\n";

@@ -9,7 +9,7 @@ use comm_core::{Buffer, Error, HostBuffer, Result, bf16, f16};
 
 use super::{DeviceCollectives, Flat, Weights, joined, length, misplaced, pieces, read_back, settle, unshared, upload};
 use crate::precision::Precision;
-use crate::strategy::Waits;
+use crate::record::{self, Activity};
 
 /// Takes vectors to a communicator and back, in the type in which they travel.
 #[derive(Clone)]
@@ -31,20 +31,20 @@ impl Packer {
     }
 
     /// A buffer that holds `values`, rounded to the type. Values on the device are rounded and concatenated there; where they cannot
-    /// be lent they are read back, once. What the device takes for it, and for what it was asked before, is added to `waits`.
-    pub(crate) fn pack(&self, values: Flat, waits: &mut Waits) -> Result<Buffer> {
+    /// be lent they are read back, once. Waiting for the device is a span of its own.
+    pub(crate) fn pack(&self, values: Flat) -> Result<Buffer> {
         match (values, &self.native) {
             (Flat::Host(values), _) => Ok(self.precision.pack(values)),
             (Flat::Device(parts), Some(native)) => {
                 let is_single = parts.len() == 1;
                 match joined(parts, self.precision) {
-                    Some(whole) => lend(&**native, if is_single { unshared(whole) } else { whole }, waits),
-                    None => self.empty(0, waits),
+                    Some(whole) => lend(&**native, if is_single { unshared(whole) } else { whole }),
+                    None => self.empty(0),
                 }
             }
             (Flat::Device(parts), None) => {
                 let Some(whole) = joined(parts, self.precision) else { return Ok(self.precision.empty(0)) };
-                waits.during(|| settle(&whole.device()))?;
+                record::span(Activity::Device, || settle(&whole.device()))?;
                 Ok(match self.precision {
                     Precision::F32 => Buffer::from_vec(read_back::<f32>(whole)?),
                     Precision::Bf16 => Buffer::from_vec(read_back::<bf16>(whole)?),
@@ -81,6 +81,7 @@ impl Packer {
     /// The values `range` of such a buffer; the rest is let go of.
     pub(crate) fn unpack_part(&self, buffer: Buffer, range: Range<usize>) -> Result<Flat> {
         match buffer {
+            _ if range == (0..buffer.count()) => self.unpack(buffer),
             Buffer::Host(_) => Ok(Flat::Host(self.precision.unpack_part(buffer, range)?)),
             Buffer::Device(_) => {
                 let whole = self.take_back(buffer)?;
@@ -94,29 +95,35 @@ impl Packer {
         }
     }
 
-    /// A buffer of `count` elements that holds `values`, rounded to the type, from element `start` on, and zeros elsewhere.
-    pub(crate) fn pack_into(&self, values: &Flat, start: usize, count: usize, waits: &mut Waits) -> Result<Buffer> {
-        let parts = match values {
-            Flat::Host(values) => return Ok(self.precision.pack_into(values, start, count)),
-            Flat::Device(parts) => parts,
-        };
+    /// A buffer of `count` elements that holds those of `parts`, rounded to the type, from element `start` on, and zeros elsewhere.
+    pub(crate) fn pack_into<'a>(
+        &self,
+        parts: impl Iterator<Item = &'a Flat> + Clone,
+        start: usize,
+        count: usize,
+    ) -> Result<Buffer> {
+        if !parts.clone().any(|part| matches!(part, Flat::Device(_))) {
+            let parts = parts.map(|part| part.host().map(Vec::as_slice)).collect::<Result<Vec<_>>>()?;
+            return Ok(self.precision.pack_parts_into(&parts, start, count));
+        }
         let native = self.native.as_ref().ok_or_else(misplaced)?;
         let zeros = |count: usize| -> Option<Tensor<1>> {
             let options = (native.device(), self.precision.float().into());
             (count > 0).then(|| Tensor::zeros([count], options))
         };
-        let rest = count - start - values.len();
-        let whole = zeros(start).into_iter().chain(parts.iter().cloned()).chain(zeros(rest)).collect();
-        self.pack(Flat::Device(whole), waits)
+        let rest = count - start - parts.clone().map(Flat::len).sum::<usize>();
+        let pieces = parts.map(Flat::pieces).collect::<Result<Vec<_>>>()?.concat();
+        let whole = zeros(start).into_iter().chain(pieces).chain(zeros(rest)).collect();
+        self.pack(Flat::Device(whole))
     }
 
     /// A buffer for `count` values to come.
-    pub(crate) fn empty(&self, count: usize, waits: &mut Waits) -> Result<Buffer> {
+    pub(crate) fn empty(&self, count: usize) -> Result<Buffer> {
         match &self.native {
             None => Ok(self.precision.empty(count)),
             Some(native) => {
                 let zeros = Tensor::zeros([count], (native.device(), self.precision.float().into()));
-                lend(&**native, zeros, waits)
+                lend(&**native, zeros)
             }
         }
     }
@@ -187,8 +194,8 @@ impl Packer {
 }
 
 /// Lends a tensor that the device has computed.
-fn lend(native: &dyn DeviceCollectives, tensor: Tensor<1>, waits: &mut Waits) -> Result<Buffer> {
-    waits.during(|| native.wait())?;
+fn lend(native: &dyn DeviceCollectives, tensor: Tensor<1>) -> Result<Buffer> {
+    record::span(Activity::Device, || native.wait())?;
     native.lend(tensor)
 }
 
@@ -202,19 +209,18 @@ mod tests {
         let values: Vec<f32> = (0..1000).map(|i| (i as f32 - 500.0).powi(3) * 1.3e-5).collect();
         for precision in Precision::ALL {
             let packer = Packer::new(precision, None);
-            let mut waits = Waits::default();
-            let on_device = packer.pack(device(&[&values[..333], &values[333..]]), &mut waits).unwrap();
-            let on_host = packer.pack(Flat::Host(values.clone()), &mut waits).unwrap();
+            let on_device = packer.pack(device(&[&values[..333], &values[333..]])).unwrap();
+            let on_host = packer.pack(Flat::Host(values.clone())).unwrap();
             let (Buffer::Host(on_device), Buffer::Host(on_host)) = (on_device, on_host) else { panic!("{precision}") };
             assert_eq!(on_device, on_host);
-            assert_eq!(packer.pack(device(&[]), &mut waits).unwrap().count(), 0);
+            assert_eq!(packer.pack(device(&[])).unwrap().count(), 0);
         }
     }
 
     #[test]
     fn weights_that_lie_in_several_buffers_are_cut_into_segments() {
         let packer = Packer::new(Precision::Bf16, None);
-        let pack = |values| packer.pack(Flat::Host(values), &mut Waits::default()).unwrap();
+        let pack = |values| packer.pack(Flat::Host(values)).unwrap();
         let buffers = [vec![1.0, 2.0, 3.0], vec![], vec![4.0]].map(pack);
         let pieces = packer.cut_all(buffers.into(), &[1, 3]).unwrap();
         let pieces: Vec<Vec<bf16>> = pieces

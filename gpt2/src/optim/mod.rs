@@ -3,7 +3,7 @@
 //! An optimizer owns one contiguous range of one segment, with state for that range alone. Scalars follow PyTorch: computed in f64,
 //! applied in f32. [`AdamW`] is element-wise with a fixed order of operations, so a step over a whole segment and steps over its
 //! shards give the same bits. [`Lamb`] needs norms of whole tensors, so its steps have two phases between which shards add theirs.
-//! Both exist a second time, as tensor operations for parameters on a device: [`DeviceOptimizer`].
+//! Both exist a second time, as tensor operations for parameters on a device: [`DeviceAdamW`], [`DeviceLamb`].
 
 mod adamw;
 mod device;
@@ -13,9 +13,7 @@ mod norm;
 mod scaler;
 mod schedule;
 
-use std::fmt;
 use std::ops::Range;
-use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
@@ -24,7 +22,7 @@ pub(crate) use moments::Decay;
 use moments::Moments;
 
 pub use adamw::{AdamW, AdamWConfig};
-pub use device::{DeviceAdamW, DeviceLamb, DeviceNorms, DeviceOptimizer, sum_of_squares_on_device};
+pub use device::{DeviceAdamW, DeviceLamb, DeviceNorms, sum_of_squares_on_device};
 pub use lamb::{Lamb, trust_ratio};
 pub use norm::{clip_factor, sum_of_squares};
 pub use scaler::{LossScaler, LossScaling, Overflow, ScalingError};
@@ -43,39 +41,13 @@ pub enum OptimizerKind {
 }
 
 impl OptimizerKind {
-    /// All of them.
-    pub const ALL: [Self; 2] = [Self::AdamW, Self::Lamb];
-
-    /// The name on the command line and in files.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::AdamW => "adamw",
-            Self::Lamb => "lamb",
-        }
-    }
-
     /// Whether a step needs the norms of whole tensors, and so two halves.
     pub const fn needs_norms(self) -> bool {
         matches!(self, Self::Lamb)
     }
 }
 
-impl fmt::Display for OptimizerKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl FromStr for OptimizerKind {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        Self::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
-            let names = Self::ALL.map(Self::name).join(", ");
-            format!("`{name}` is no optimizer; choose one of {names}")
-        })
-    }
-}
+comm_core::names!(pub OptimizerKind, "optimizer": AdamW = "adamw", Lamb = "lamb");
 
 /// An optimizer and its constants.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -411,7 +383,7 @@ mod tests {
             assert_eq!(serde_json::from_str::<OptimizerConfig>(&text).unwrap(), config);
             assert_eq!(config.validate(), Ok(()));
         }
-        let error = "sgd".parse::<OptimizerKind>().unwrap_err();
+        let error = "sgd".parse::<OptimizerKind>().unwrap_err().to_string();
         assert!(error.contains("adamw, lamb"), "{error}");
         assert_eq!(OptimizerConfig::default().constants(), AdamWConfig::default());
     }

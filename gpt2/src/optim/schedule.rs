@@ -1,8 +1,5 @@
 //! Learning-rate schedules.
 
-use std::fmt;
-use std::str::FromStr;
-
 use serde::{Deserialize, Serialize};
 
 use crate::math;
@@ -88,18 +85,6 @@ pub enum ScheduleKind {
 }
 
 impl ScheduleKind {
-    /// All of them.
-    pub const ALL: [Self; 3] = [Self::Cosine, Self::Linear, Self::Constant];
-
-    /// The name on the command line and in files.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Cosine => "cosine",
-            Self::Linear => "linear",
-            Self::Constant => "constant",
-        }
-    }
-
     /// The schedule of this shape: from 0 to `peak` in `warmup` steps, down to `floor` at step `total`. A constant one has no use
     /// for the floor and the total; a warm-up at least as long as the total is followed by the floor.
     pub const fn learning_rate(self, peak: f64, floor: f64, warmup: u64, total: u64) -> LearningRate {
@@ -112,22 +97,7 @@ impl ScheduleKind {
     }
 }
 
-impl fmt::Display for ScheduleKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl FromStr for ScheduleKind {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        Self::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
-            let names = Self::ALL.map(Self::name).join(", ");
-            format!("`{name}` is no schedule; choose one of {names}")
-        })
-    }
-}
+comm_core::names!(pub ScheduleKind, "schedule": Cosine = "cosine", Linear = "linear", Constant = "constant");
 
 #[cfg(test)]
 mod tests {
@@ -196,7 +166,7 @@ mod tests {
                 assert_eq!(serde_json::from_str::<LearningRate>(&text).unwrap(), schedule, "{text}");
             }
         }
-        let error = "step".parse::<ScheduleKind>().unwrap_err();
+        let error = "step".parse::<ScheduleKind>().unwrap_err().to_string();
         assert!(error.contains("cosine, linear, constant"), "{error}");
     }
 }

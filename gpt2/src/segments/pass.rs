@@ -10,6 +10,7 @@ use super::{ModelError, SegmentedModel, TokenBatch};
 use crate::cross_entropy::{self, Placement};
 #[cfg(all(feature = "cube", not(feature = "fusion")))]
 use crate::cube;
+use crate::flat::with_values;
 use crate::fused::Resident;
 use crate::model::{Kernels, Layer};
 
@@ -80,19 +81,25 @@ impl SegmentGrads {
     /// # Errors
     /// [`ModelError::Device`] if the device fails.
     pub fn into_flat(self) -> Result<Vec<f32>, ModelError> {
-        const WHAT: &str = "reading gradients";
         let segment = self.segment;
         let placement = self.parts.first().map(|part| Placement::of(&part.device()));
-        if self.parts.len() == 1 || placement != Some(Placement::Host) {
-            return read_back(segment, WHAT, self.into_tensor());
+        if placement != Some(Placement::Host) {
+            return read_back(segment, READING, self.into_tensor());
         }
         let mut flat = Vec::with_capacity(self.parts.iter().map(|part| part.dims()[0]).sum());
         for part in self.parts {
-            flat.extend_from_slice(&read_back(segment, WHAT, part)?);
+            with_values(part, |values| flat.extend_from_slice(values)).map_err(|detail| ModelError::Device {
+                segment,
+                what: READING,
+                detail,
+            })?;
         }
         Ok(flat)
     }
 }
+
+/// What fails where gradients cannot be read.
+const READING: &str = "reading gradients";
 
 /// Hooks of a model whose weights stay.
 struct OnReady<'a, E>(&'a mut dyn FnMut(usize, SegmentGrads) -> Result<(), E>);

@@ -1,141 +1,136 @@
 //! Strategies that all-reduce gradients, so that every rank updates every parameter: `ring` and `ddp`.
 
-use std::ops::Range;
-use std::sync::Arc;
+use comm_core::{Algorithm, Op, OpKind, ReduceOp, table};
 
-use comm_core::{Algorithm, Call, Communicator, Op, OpKind, ReduceOp, table};
-
-use super::clock::Started;
-use super::layout::{Bucket, buckets};
-use super::{Clock, Layout, Put, Strategy, StrategyOptions, put_own};
-use crate::flat::{Flat, Packer};
+use super::channels::{Pending, Route};
+use super::formula::{Expected, Run, Tally, units};
+use super::layout::Filling;
+use super::{
+    Built, Channels, DuringPass, LocalStep, Setup, Spec, StepOutcome, Strategy, StrategyKind, Synchronous, put_own,
+    synchronous,
+};
+use crate::error::TrainError;
+use crate::flat::{Flat, Gradients};
 use crate::precision::Precision;
 
+/// Fusion buffers, each reduced around the ring after the backward pass.
+pub(super) const RING: Spec = Spec {
+    name: "ring",
+    about: "Horovod: fusion buffers",
+    tells_nodes_apart: false,
+    build: |setup| {
+        let (options, ranks) = (setup.options, setup.comms.world.world_size());
+        let bytes = (options.fusion_bytes, options.fusion_bytes);
+        Ok(Buckets::build(setup, StrategyKind::Ring, bytes, false, ring(options.wire, ranks)))
+    },
+    expected: |run, layout, rank| {
+        let options = run.options;
+        let units = units(layout, options.fusion_bytes, options.fusion_bytes);
+        all_reduced(run, units, ring(options.wire, run.ranks), rank)
+    },
+};
+
+/// Buckets that leave while the backward pass goes on.
+pub(super) const DDP: Spec = Spec {
+    name: "ddp",
+    about: "DistributedDataParallel: buckets",
+    tells_nodes_apart: false,
+    build: |setup| {
+        let options = setup.options;
+        let bytes = (options.first_bucket_bytes, options.bucket_bytes);
+        Ok(Buckets::build(setup, StrategyKind::Ddp, bytes, options.overlap, None))
+    },
+    expected: |run, layout, rank| {
+        let options = run.options;
+        all_reduced(run, units(layout, options.first_bucket_bytes, options.bucket_bytes), None, rank)
+    },
+};
+
+fn all_reduced(run: &Run<'_>, units: Vec<usize>, algorithm: Option<Algorithm>, rank: usize) -> Expected {
+    let mut tally = Tally::of(run, rank);
+    for count in units {
+        tally.collective(algorithm, Op::AllReduce(ReduceOp::Mean), run.options.wire.dtype(), count);
+    }
+    tally.sum
+}
+
+/// The ring, where it can reduce the wire type: 16-bit gradients meet in one place, so that they are rounded once.
+fn ring(wire: Precision, ranks: usize) -> Option<Algorithm> {
+    table::supports(Algorithm::Ring, OpKind::AllReduce, wire.dtype(), ranks).then_some(Algorithm::Ring)
+}
+
 /// Gradients in buckets of whole segments, each all-reduced once.
-pub(super) struct Buckets {
-    comm: Arc<dyn Communicator>,
-    wire: Packer,
-    weights: Packer,
-    owned: Vec<Range<usize>>,
-    /// In the order in which their gradients come.
-    plan: Vec<Bucket>,
-    /// What each bucket is called in errors.
-    labels: Vec<Arc<str>>,
+struct Buckets {
+    buckets: Filling,
     /// Whether a full bucket's all-reduce starts at once.
     overlap: bool,
     /// `None` for the table's choice.
     algorithm: Option<Algorithm>,
-    /// Gradients that have come but not left.
-    waiting: Vec<Option<Flat>>,
     /// All-reduces under way, by bucket.
-    started: Vec<Started>,
+    started: Vec<Pending>,
+    expected: Expected,
 }
 
 impl Buckets {
-    /// `ring`: fusion buffers, each reduced around the ring after the backward pass.
-    pub(super) fn fused(
-        comm: Arc<dyn Communicator>,
-        layout: Layout,
-        options: &StrategyOptions,
-        wire: Packer,
-        weights: Packer,
-    ) -> Self {
-        let plan = buckets(&layout, options.fusion_bytes, options.fusion_bytes);
-        let algorithm = ring(options.wire, comm.world_size());
-        Buckets { algorithm, ..Buckets::new(comm, layout, false, wire, weights, plan) }
-    }
-
-    /// `ddp`: buckets that leave while the backward pass goes on.
-    pub(super) fn overlapped(
-        comm: Arc<dyn Communicator>,
-        layout: Layout,
-        options: &StrategyOptions,
-        wire: Packer,
-        weights: Packer,
-    ) -> Self {
-        let plan = buckets(&layout, options.first_bucket_bytes, options.bucket_bytes);
-        Buckets::new(comm, layout, options.overlap, wire, weights, plan)
-    }
-
-    fn new(
-        comm: Arc<dyn Communicator>,
-        layout: Layout,
+    fn build(
+        setup: &Setup<'_>,
+        kind: StrategyKind,
+        (first, others): (usize, usize),
         overlap: bool,
-        wire: Packer,
-        weights: Packer,
-        plan: Vec<Bucket>,
-    ) -> Self {
-        Buckets {
-            comm,
-            wire,
-            weights,
-            owned: layout.everything(),
-            labels: labels(&plan),
-            plan,
+        algorithm: Option<Algorithm>,
+    ) -> Built {
+        let layout = setup.layout();
+        let buckets = Buckets {
+            buckets: Filling::new(&layout, first, others),
             overlap,
-            algorithm: None,
-            waiting: vec![None; layout.segments()],
+            algorithm,
             started: Vec::new(),
-        }
+            expected: setup.expected(kind),
+        };
+        Built::new(buckets, setup.channels(), layout.everything())
     }
 
-    /// Starts the buckets, in order, whose gradients have all come.
-    fn start_full(&mut self, clock: &mut Clock) -> comm_core::Result<()> {
-        while let Some(bucket) = self.plan.get(self.started.len()) {
-            let (waiting, wire) = (&mut self.waiting, &self.wire);
-            let packed = clock.pack(|waits| bucket.take(waiting).map(|flat| wire.pack(flat?, waits)));
-            let Some(buffer) = packed.transpose()? else { break };
-            let op = Op::AllReduce(ReduceOp::Mean);
-            let call = if self.overlap {
-                Call::background(op, buffer, self.started.len() % self.comm.lanes())
-            } else {
-                Call::blocking(op, buffer)
-            };
-            let label = self.labels.get(self.started.len()).cloned();
-            let call = Call { algorithm: self.algorithm, label, ..call };
-            self.started.push(clock.start(&*self.comm, call));
+    /// Starts the buckets that are full.
+    fn start_full(&mut self, channels: &Channels) -> comm_core::Result<()> {
+        while let Some((index, grads)) = self.buckets.next_full() {
+            let label = self.buckets.label(index);
+            let route = if self.overlap { Route::lane(label, index) } else { Route::blocking(label) };
+            self.started.push(channels.gradients.all_reduce(grads, route.by(self.algorithm))?);
         }
         Ok(())
     }
 }
 
-impl Strategy for Buckets {
-    fn owned(&self) -> &[Range<usize>] {
-        &self.owned
+impl DuringPass for Buckets {
+    fn gradient(&mut self, segment: usize, grads: Gradients, channels: &mut Channels) -> comm_core::Result<()> {
+        self.buckets.add(segment, grads)?;
+        if self.overlap { self.start_full(channels) } else { Ok(()) }
     }
+}
 
-    fn gradient(&mut self, segment: usize, grads: Flat, clock: &mut Clock) -> comm_core::Result<()> {
-        self.waiting[segment] = Some(grads);
-        if self.overlap { self.start_full(clock) } else { Ok(()) }
-    }
-
-    fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Flat>> {
-        self.start_full(clock)?;
-        let mut grads = vec![Flat::default(); self.owned.len()];
-        for (bucket, handle) in self.plan.iter().zip(std::mem::take(&mut self.started)) {
-            let buffer = clock.wait(handle)?;
-            clock.unpack(|| -> comm_core::Result<()> {
-                bucket.cut_into(self.wire.unpack(buffer)?, &mut grads);
-                Ok(())
-            })?;
+impl Synchronous for Buckets {
+    fn synchronise(&mut self, channels: &mut Channels) -> comm_core::Result<Vec<Flat>> {
+        self.start_full(channels)?;
+        let mut grads = self.buckets.vectors();
+        for (bucket, pending) in self.buckets.restart().iter().zip(std::mem::take(&mut self.started)) {
+            bucket.put_into(pending.finish_split(0..bucket.len(), &bucket.lengths())?, &mut grads);
         }
         Ok(grads)
     }
 
-    fn distribute(&mut self, masters: &[Flat], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
+    fn distribute(&mut self, train: &mut dyn LocalStep, channels: &mut Channels) -> Result<(), TrainError> {
         // Every rank has computed the same.
-        put_own(masters, &self.weights, put, clock);
-        Ok(())
+        put_own(train, channels)
     }
 }
 
-/// What each bucket's gradients are called.
-pub(super) fn labels(plan: &[Bucket]) -> Vec<Arc<str>> {
-    let label = |(index, bucket): (usize, &Bucket)| format!("gradients, bucket {index}: {}", bucket.name).into();
-    plan.iter().enumerate().map(label).collect()
-}
-
-/// The ring, where it can reduce the wire type: 16-bit gradients meet in one place, so that they are rounded once.
-pub(super) fn ring(wire: Precision, ranks: usize) -> Option<Algorithm> {
-    table::supports(Algorithm::Ring, OpKind::AllReduce, wire.dtype(), ranks).then_some(Algorithm::Ring)
+impl Strategy for Buckets {
+    fn step(
+        &mut self,
+        _step: u64,
+        train: &mut dyn LocalStep,
+        channels: &mut Channels,
+    ) -> Result<StepOutcome, TrainError> {
+        synchronous(self, self.expected, train, channels)
+    }
 }

@@ -4,12 +4,32 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use comm_core::{Buffer, Call, Communicator, Op, ReduceOp, shard_range};
+use comm_core::{Op, ReduceOp, shard_range};
 
-use super::clock::Started;
-use super::{Clock, Layout, Put, Strategy, StrategyOptions};
-use crate::flat::{Flat, Packer, Weights};
-use crate::memory::{self, Category};
+use super::channels::{Pending, Route, finish_until};
+use super::formula::{Expected, Run, Tally};
+use super::{
+    Built, Channels, DuringPass, Layout, LocalStep, Setup, Spec, StepOutcome, Strategy, StrategyKind, Synchronous,
+    synchronous,
+};
+use crate::error::TrainError;
+use crate::flat::{Flat, Gradients, Weights};
+
+pub(super) const SPEC: Spec =
+    Spec { name: "fsdp", about: "fully sharded, ZeRO stage 3", tells_nodes_apart: false, build, expected };
+
+fn expected(run: &Run<'_>, layout: &Layout, rank: usize) -> Expected {
+    let mut tally = Tally::of(run, rank);
+    for segment in 0..layout.segments() {
+        let count = layout.len(segment);
+        tally.collective(None, Op::ReduceScatter(ReduceOp::Mean), run.options.wire.dtype(), count);
+        let gathers = if segment == 0 { run.accumulation } else { 2 * run.accumulation };
+        for _ in 0..gathers {
+            tally.collective(None, Op::AllGather, run.precision.dtype(), count);
+        }
+    }
+    tally.sum
+}
 
 /// Segments whose whole gradients are in memory at a time: one that is under way, and the next.
 const WHOLE: usize = 2;
@@ -20,92 +40,75 @@ const WHOLE: usize = 2;
 ///
 /// Whole gradients are in memory where they cannot leave at once: with accumulation, since only the last micro-step communicates them,
 /// and with `overlap` off.
-pub(super) struct Fsdp {
-    comm: Arc<dyn Communicator>,
+struct Fsdp {
     layout: Layout,
-    wire: Packer,
-    packer: Packer,
     overlap: bool,
-    owned: Vec<Range<usize>>,
+    /// This rank's part of each segment.
+    shards: Vec<Range<usize>>,
     /// What each segment's gradients and weights are called in errors.
     labels: Vec<[Arc<str>; 2]>,
     /// The segments that the pass still has to gather.
     to_come: VecDeque<usize>,
     /// The one that has been asked for ahead.
-    coming: Option<(usize, Started)>,
-    started: VecDeque<(usize, Started)>,
+    coming: Option<Pending>,
+    started: VecDeque<(usize, Pending)>,
     /// With `overlap` off: gradients that wait for the end of the pass.
     waiting: Vec<(usize, Flat)>,
     grads: Vec<Flat>,
+    expected: Expected,
+}
+
+fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
+    let (layout, comm) = (setup.layout(), &setup.comms.world);
+    let shard = |len: &usize| shard_range(*len, comm.world_size(), comm.rank());
+    let shards: Vec<_> = layout.lengths().iter().map(shard).collect();
+    let labels = |segment: usize| {
+        let name = layout.name(segment);
+        [format!("gradients of {name}").into(), format!("parameters of {name}").into()]
+    };
+    let fsdp = Fsdp {
+        overlap: setup.options.overlap,
+        shards: shards.clone(),
+        labels: (0..layout.segments()).map(labels).collect(),
+        to_come: VecDeque::new(),
+        coming: None,
+        started: VecDeque::new(),
+        waiting: Vec::new(),
+        grads: layout.vectors(),
+        expected: setup.expected(StrategyKind::Fsdp),
+        layout,
+    };
+    Ok(Built::new(fsdp, setup.channels(), shards))
 }
 
 impl Fsdp {
-    pub(super) fn new(
-        comm: Arc<dyn Communicator>,
-        layout: Layout,
-        options: &StrategyOptions,
-        wire: Packer,
-        packer: Packer,
-    ) -> Self {
-        let owned: Vec<_> =
-            layout.lengths().iter().map(|len| shard_range(*len, comm.world_size(), comm.rank())).collect();
-        let labels = (0..layout.segments())
-            .map(|segment| {
-                let name = layout.name(segment);
-                [format!("gradients of {name}").into(), format!("parameters of {name}").into()]
-            })
-            .collect();
-        Fsdp {
-            wire,
-            packer,
-            overlap: options.overlap,
-            owned,
-            labels,
-            to_come: VecDeque::new(),
-            coming: None,
-            started: VecDeque::new(),
-            waiting: Vec::new(),
-            grads: vec![Flat::default(); layout.segments()],
-            layout,
-            comm,
-        }
+    fn start_gather(&self, segment: usize, masters: &[Flat], channels: &Channels) -> comm_core::Result<Pending> {
+        let place = (self.shards[segment].start, self.layout.len(segment));
+        let route = Route::lane(self.labels[segment][1].clone(), 0);
+        channels.parameters.all_gather([&masters[segment]].into_iter(), place, route)
     }
 
-    fn start_gather(&self, segment: usize, masters: &[Flat], clock: &mut Clock) -> comm_core::Result<Started> {
-        let (start, count) = (self.owned[segment].start, self.layout.len(segment));
-        let buffer = clock.pack(|waits| {
-            memory::within(Category::Parameters, || self.packer.pack_into(&masters[segment], start, count, waits))
-        })?;
-        let call = Call::background(Op::AllGather, buffer, 0);
-        Ok(clock.start(&*self.comm, call.labelled(self.labels[segment][1].clone())))
-    }
-
-    fn start_reduction(&mut self, segment: usize, grads: Flat, clock: &mut Clock) -> comm_core::Result<()> {
-        let buffer = clock.pack(|waits| self.wire.pack(grads, waits))?;
+    fn start_reduction(&mut self, segment: usize, grads: Flat, channels: &Channels) -> comm_core::Result<()> {
+        let buffer = channels.gradients.pack(|| Ok(grads))?;
+        self.finish_until(WHOLE - 1)?;
         // Beside the gathers, where there is a second lane.
-        let call = Call::background(Op::ReduceScatter(ReduceOp::Mean), buffer, 1 % self.comm.lanes());
-        let call = call.labelled(self.labels[segment][0].clone());
-        while self.started.len() + 1 >= WHOLE {
-            self.finish_first(clock)?;
-        }
-        self.started.push_back((segment, clock.start(&*self.comm, call)));
+        let route = Route::lane(self.labels[segment][0].clone(), 1);
+        let op = Op::ReduceScatter(ReduceOp::Mean);
+        self.started.push_back((segment, channels.gradients.start(op, buffer, route)));
         Ok(())
     }
 
-    fn finish_first(&mut self, clock: &mut Clock) -> comm_core::Result<()> {
-        let Some((segment, handle)) = self.started.pop_front() else { return Ok(()) };
-        let buffer = clock.wait(handle)?;
-        let (wire, range) = (&self.wire, self.owned[segment].clone());
-        self.grads[segment] = clock.unpack(|| wire.unpack_part(buffer, range))?;
-        Ok(())
+    /// Waits for the oldest reductions until fewer than `most` are under way.
+    fn finish_until(&mut self, most: usize) -> comm_core::Result<()> {
+        let Fsdp { started, grads, shards, .. } = self;
+        finish_until(most, started, |(segment, pending)| {
+            grads[segment] = pending.finish_part(shards[segment].clone())?;
+            Ok(())
+        })
     }
 }
 
-impl Strategy for Fsdp {
-    fn owned(&self) -> &[Range<usize>] {
-        &self.owned
-    }
-
+impl DuringPass for Fsdp {
     fn brings_weights(&self) -> bool {
         true
     }
@@ -116,51 +119,58 @@ impl Strategy for Fsdp {
             if training { (0..segments).chain((1..segments).rev()).collect() } else { (0..segments).collect() };
     }
 
-    fn weights(&mut self, segment: usize, masters: &[Flat], clock: &mut Clock) -> comm_core::Result<Weights> {
-        let handle = match self.coming.take() {
-            Some((_, handle)) => handle,
+    fn weights(&mut self, segment: usize, masters: &[Flat], channels: &mut Channels) -> comm_core::Result<Weights> {
+        let pending = match self.coming.take() {
+            Some(pending) => pending,
             None => {
                 self.to_come.pop_front();
-                self.start_gather(segment, masters, clock)?
+                self.start_gather(segment, masters, channels)?
             }
         };
-        let buffer = clock.wait(handle)?;
-        match buffer {
-            Buffer::Host(_) => Ok(Weights::Host(buffer)),
-            Buffer::Device(_) => clock.unpack(|| self.packer.whole(buffer)),
-        }
+        pending.finish_whole()
     }
 
-    fn prefetch(&mut self, masters: &[Flat], clock: &mut Clock) -> comm_core::Result<()> {
+    fn prefetch(&mut self, masters: &[Flat], channels: &mut Channels) -> comm_core::Result<()> {
         if self.overlap
             && let Some(next) = self.to_come.pop_front()
         {
-            self.coming = Some((next, self.start_gather(next, masters, clock)?));
+            self.coming = Some(self.start_gather(next, masters, channels)?);
         }
         Ok(())
     }
 
-    fn gradient(&mut self, segment: usize, grads: Flat, clock: &mut Clock) -> comm_core::Result<()> {
+    fn gradient(&mut self, segment: usize, grads: Gradients, channels: &mut Channels) -> comm_core::Result<()> {
+        let grads = grads.into_flat()?;
         if self.overlap {
-            return self.start_reduction(segment, grads, clock);
+            return self.start_reduction(segment, grads, channels);
         }
         self.waiting.push((segment, grads));
         Ok(())
     }
+}
 
-    fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Flat>> {
+impl Synchronous for Fsdp {
+    fn synchronise(&mut self, channels: &mut Channels) -> comm_core::Result<Vec<Flat>> {
         for (segment, grads) in std::mem::take(&mut self.waiting) {
-            self.start_reduction(segment, grads, clock)?;
+            self.start_reduction(segment, grads, channels)?;
         }
-        while !self.started.is_empty() {
-            self.finish_first(clock)?;
-        }
-        let empty = vec![Flat::default(); self.grads.len()];
-        Ok(std::mem::replace(&mut self.grads, empty))
+        self.finish_until(1)?;
+        Ok(self.grads.iter_mut().map(std::mem::take).collect())
     }
 
-    fn distribute(&mut self, _masters: &[Flat], _put: Put<'_>, _clock: &mut Clock) -> comm_core::Result<()> {
+    fn distribute(&mut self, _train: &mut dyn LocalStep, _channels: &mut Channels) -> Result<(), TrainError> {
         // The next pass gathers what it needs.
         Ok(())
+    }
+}
+
+impl Strategy for Fsdp {
+    fn step(
+        &mut self,
+        _step: u64,
+        train: &mut dyn LocalStep,
+        channels: &mut Channels,
+    ) -> Result<StepOutcome, TrainError> {
+        synchronous(self, self.expected, train, channels)
     }
 }

@@ -1,8 +1,13 @@
 //! The model as flat vectors: all of it, and its buckets.
 
+use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
 
-use crate::flat::Flat;
+use comm_core::Error;
+
+use crate::flat::{Flat, Gradients};
+use crate::memory::{self, Category};
 
 /// The model's flat vector: all segments one after another.
 #[derive(Clone, Debug)]
@@ -75,9 +80,9 @@ impl Layout {
             .collect()
     }
 
-    /// The elements `part` of the flat vector.
-    pub(super) fn gather(&self, segments: &[Flat], part: &Range<usize>) -> comm_core::Result<Flat> {
-        Flat::concat_of(segments.iter().zip(self.within(part)))
+    /// A vector for each segment, with nothing in it yet.
+    pub(super) fn vectors(&self) -> Vec<Flat> {
+        vec![Flat::default(); self.segments()]
     }
 
     /// Cuts the elements `part` of the flat vector into their segments.
@@ -130,29 +135,116 @@ impl Bucket {
             .collect()
     }
 
-    /// Cuts the bucket's values into its segments'.
-    pub(super) fn cut_into(&self, flat: Flat, segments: &mut [Flat]) {
-        for (segment, part) in self.segments.iter().zip(flat.split(&self.lengths())) {
+    /// Puts the parts of the bucket's segments in their places.
+    pub(super) fn put_into(&self, parts: Vec<Flat>, segments: &mut [Flat]) {
+        for (segment, part) in self.segments.iter().zip(parts) {
             segments[*segment] = part;
         }
     }
+}
 
-    /// Whether all its segments' gradients have come.
-    pub(super) fn is_complete(&self, waiting: &[Option<Flat>]) -> bool {
-        self.segments.iter().all(|segment| waiting[*segment].is_some())
+/// The buckets of a step: they are filled one after another as the backward pass ends their segments, and leave in that order.
+pub(super) struct Filling {
+    plan: Vec<Bucket>,
+    /// What each bucket's gradients are called.
+    labels: Vec<Arc<str>>,
+    /// The bucket that is being filled, how many of its segments have come, and their gradients.
+    open: (usize, usize),
+    grads: Flat,
+    /// Buckets that are full and have not left.
+    full: VecDeque<(usize, Flat)>,
+}
+
+impl Filling {
+    /// Buckets that are closed once they hold `first` bytes of f32, and after the first `others` bytes.
+    pub(super) fn new(layout: &Layout, first: usize, others: usize) -> Self {
+        let plan = buckets(layout, first, others);
+        let label = |(index, bucket): (usize, &Bucket)| format!("gradients, bucket {index}: {}", bucket.name).into();
+        let labels = plan.iter().enumerate().map(label).collect();
+        Filling { plan, labels, open: (0, 0), grads: Flat::default(), full: VecDeque::new() }
     }
 
-    /// Takes its segments' gradients out of `waiting`, as one vector; `None` while one has not come.
-    pub(super) fn take(&self, waiting: &mut [Option<Flat>]) -> Option<comm_core::Result<Flat>> {
-        if !self.is_complete(waiting) {
-            return None;
+    /// All buckets, in the order in which they leave.
+    pub(super) fn plan(&self) -> &[Bucket] {
+        &self.plan
+    }
+
+    /// A vector for each segment, with nothing in it yet.
+    pub(super) fn vectors(&self) -> Vec<Flat> {
+        vec![Flat::default(); self.plan.iter().map(|bucket| bucket.segments.len()).sum()]
+    }
+
+    /// What a bucket's gradients are called in errors and in the step's times.
+    pub(super) fn label(&self, bucket: usize) -> Arc<str> {
+        self.labels[bucket].clone()
+    }
+
+    /// Copies the gradients of the next segment into its bucket.
+    pub(super) fn add(&mut self, segment: usize, grads: Gradients) -> comm_core::Result<()> {
+        let (index, come) = self.open;
+        let bucket = self.plan.get(index).filter(|bucket| bucket.segments.get(come) == Some(&segment));
+        let bucket =
+            bucket.ok_or_else(|| Error::Internal(format!("gradients of segment {segment} came out of their order")))?;
+        grads.append_to(&mut self.grads, bucket.len())?;
+        self.open = (index, come + 1);
+        if come + 1 == bucket.segments.len() {
+            self.full.push_back((index, std::mem::take(&mut self.grads)));
+            self.open = (index + 1, 0);
         }
-        Some(Flat::concat(self.segments.iter().filter_map(|segment| waiting[*segment].take()), self.len()))
+        Ok(())
+    }
+
+    /// Takes the next bucket that is full and has not left.
+    pub(super) fn next_full(&mut self) -> Option<(usize, Flat)> {
+        self.full.pop_front()
+    }
+
+    /// Begins again with the first bucket. Returns all buckets.
+    pub(super) fn restart(&mut self) -> &[Bucket] {
+        self.open = (0, 0);
+        &self.plan
+    }
+}
+
+/// The gradients of all segments as one vector, in forward order.
+pub(super) struct Whole {
+    ranges: Vec<Range<usize>>,
+    /// In host memory.
+    values: Vec<f32>,
+    /// On a device, of each segment.
+    pieces: Vec<Flat>,
+}
+
+impl Whole {
+    pub(super) fn new(layout: &Layout) -> Self {
+        Whole { ranges: layout.ranges.clone(), values: Vec::new(), pieces: layout.vectors() }
+    }
+
+    /// Copies the gradients of a segment to their place.
+    pub(super) fn add(&mut self, segment: usize, mut grads: Gradients) -> comm_core::Result<()> {
+        if let Some(flat) = grads.take_from_device() {
+            self.pieces[segment] = flat;
+            return Ok(());
+        }
+        if self.values.is_empty() {
+            let zeros = || vec![0.0; self.ranges.last().map_or(0, |range| range.end)];
+            self.values = memory::within(Category::Gradients, zeros);
+        }
+        grads.write_to(&mut self.values[self.ranges[segment].clone()])
+    }
+
+    /// Takes all of them.
+    pub(super) fn take(&mut self) -> comm_core::Result<Flat> {
+        let pieces = self.pieces.iter_mut().map(std::mem::take);
+        match self.values.is_empty() {
+            true => Flat::concat(pieces),
+            false => Ok(Flat::Host(std::mem::take(&mut self.values))),
+        }
     }
 }
 
 /// Segments from last to first, in buckets that are closed once they hold `first` bytes of f32, and after the first `others` bytes.
-pub(super) fn buckets(layout: &Layout, first: usize, others: usize) -> Vec<Bucket> {
+fn buckets(layout: &Layout, first: usize, others: usize) -> Vec<Bucket> {
     let mut plan: Vec<Vec<usize>> = Vec::new();
     let mut open = 0;
     for segment in (0..layout.segments()).rev() {
@@ -191,10 +283,33 @@ mod tests {
         assert_eq!((bucket.len(), bucket.lengths()), (7, vec![4, 3]));
         assert_eq!(bucket.within(&(2..6)), [(2, 2..4), (1, 0..2)]);
         assert_eq!(bucket.within(&(0..3)), [(2, 0..3), (1, 0..0)]);
-        let mut waiting = vec![None, Some(Flat::Host(vec![5.0, 6.0, 7.0])), None];
-        assert!(bucket.take(&mut waiting).is_none());
-        waiting[2] = Some(Flat::Host(vec![1.0, 2.0, 3.0, 4.0]));
-        let whole = bucket.take(&mut waiting).unwrap().unwrap();
-        assert_eq!(whole.into_host().unwrap(), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
+    }
+
+    #[test]
+    fn buckets_are_filled_in_the_order_of_the_backward_pass() {
+        let host = |values: &[f32]| Gradients::from(Flat::Host(values.to_vec()));
+        let mut filling = Filling::new(&Layout::new(&[1, 3, 4]), 28, 28);
+        for _ in 0..2 {
+            filling.add(2, host(&[1.0, 2.0, 3.0, 4.0])).unwrap();
+            assert!(filling.next_full().is_none());
+            assert!(filling.add(0, host(&[0.0])).is_err(), "segment 1 has not come");
+            filling.add(1, host(&[5.0, 6.0, 7.0])).unwrap();
+            filling.add(0, host(&[8.0])).unwrap();
+            let (first, whole) = filling.next_full().unwrap();
+            assert_eq!((first, whole.into_host().unwrap()), (0, vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]));
+            let (second, whole) = filling.next_full().unwrap();
+            assert_eq!((second, whole.into_host().unwrap()), (1, vec![8.0]));
+            assert!(filling.next_full().is_none());
+            filling.restart();
+        }
+    }
+
+    #[test]
+    fn the_whole_is_in_forward_order() {
+        let mut whole = Whole::new(&Layout::new(&[1, 2]));
+        whole.add(1, Flat::Host(vec![2.0, 3.0]).into()).unwrap();
+        whole.add(0, Flat::Host(vec![1.0]).into()).unwrap();
+        assert_eq!(whole.take().unwrap().into_host().unwrap(), [1.0, 2.0, 3.0]);
+        assert!(whole.take().unwrap().is_empty());
     }
 }

@@ -1,44 +1,44 @@
-//! The distributed strategies, each written once against `dyn Communicator`.
+//! The distributed strategies, each written once against [`Channels`].
 //!
 //! All of them train on the same batches with the same arithmetic; they differ in who averages which gradients, who updates which
-//! parameters, where parameters lie, and by which messages. The trainer keeps *masters*, the f32 parameters that this rank's optimizer
-//! updates, apart from the model's own *weights*, which are in the type of computation. A step goes through a [`Strategy`] like this:
+//! parameters, where parameters lie, by which messages, and in which order that happens. The trainer keeps *masters*, the f32 parameters
+//! that this rank's optimizer updates, apart from the model's own *weights*, which are in the type of computation.
 //!
-//! 1. [`begin`](Strategy::begin), then for each micro-step a pass over the model, which a strategy that keeps no whole model feeds with
-//!    [`weights`](Strategy::weights) segment by segment;
-//! 2. in the last micro-step [`gradient`](Strategy::gradient) for each segment, in the order in which the backward pass ends them;
-//! 3. [`synchronise`](Strategy::synchronise): the averaged gradients of the elements that this rank updates;
-//! 4. the trainer clips them and runs the optimizer on the masters, which are [`owned`](Strategy::owned);
-//! 5. [`distribute`](Strategy::distribute): the weights that follow from the masters of all ranks.
+//! A [`Strategy`] owns the order of its [`step`](Strategy::step). What it needs is handed to it: what this rank computes by itself, a
+//! [`LocalStep`], and its channels. It returns a [`StepOutcome`]: what was to be sent, and whether the replicas are equal now. Those that
+//! average gradients in every step share one order, [`synchronous`].
 
 mod buckets;
-mod clock;
+mod channels;
 pub mod formula;
 mod fsdp;
 mod hierarchical;
 mod layout;
+mod local;
 mod ps;
 mod sharded_ps;
 mod single;
+mod synchronous;
 mod zero;
 
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
-use comm_core::{Communicator, Error};
+use comm_core::Communicator;
 use serde::{Deserialize, Serialize};
 
-pub(crate) use clock::Waits;
-pub use clock::{Activity, Clock, Operation, Partner, Span};
+pub use channels::Channels;
 pub use layout::Layout;
+pub use local::{Checked, DuringPass, LocalStep, Ranks, StepOutcome, Strategy};
+pub use synchronous::{Synchronous, put_own, synchronous};
 
-use crate::flat::{DeviceCollectives, Flat, Packer, Weights};
-use crate::memory::{self, Category};
+use crate::flat::DeviceCollectives;
 use crate::precision::Precision;
+use formula::{Expected, Run};
 
-/// Which strategy; written as in [`StrategyKind::name`].
+/// Which strategy; written as in [`Spec::name`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum StrategyKind {
@@ -63,6 +63,41 @@ pub enum StrategyKind {
     Hierarchical,
 }
 
+/// A strategy's entry: what names it, describes it, builds it, and says what it sends. Command lines, help texts and tables read it.
+#[derive(Debug)]
+pub struct Spec {
+    /// Its name on the command line.
+    pub name: &'static str,
+    /// What it is, in a few words.
+    pub about: &'static str,
+    /// Whether the ranks of a node may have a communicator of their own.
+    pub tells_nodes_apart: bool,
+    /// Builds it. All ranks call this together.
+    build: fn(&Setup<'_>) -> comm_core::Result<Built>,
+    /// What a rank sends in one step.
+    expected: fn(&Run<'_>, &Layout, usize) -> Expected,
+}
+
+/// A strategy of one rank, and what belongs to it.
+pub struct Built {
+    /// The strategy.
+    pub strategy: Box<dyn Strategy>,
+    /// What it communicates through.
+    pub channels: Channels,
+    /// The elements of each segment, in forward order, that this rank's optimizer updates; together the ranks' ranges cover every element,
+    /// and where they overlap, all ranks that have it compute the same by the time that [`StepOutcome::replicas_agree`].
+    pub owned: Vec<Range<usize>>,
+    /// Whether this rank computes gradients and keeps a model. One that does not is not given any data.
+    pub computes: bool,
+}
+
+impl Built {
+    /// Of a rank that computes.
+    pub fn new(strategy: impl Strategy + 'static, channels: Channels, owned: Vec<Range<usize>>) -> Self {
+        Built { strategy: Box::new(strategy), channels, owned, computes: true }
+    }
+}
+
 impl StrategyKind {
     /// Every strategy.
     pub const ALL: [StrategyKind; 9] = [
@@ -77,19 +112,35 @@ impl StrategyKind {
         StrategyKind::Hierarchical,
     ];
 
-    /// Its name on the command line.
-    pub fn name(self) -> &'static str {
+    /// Its entry.
+    pub const fn spec(self) -> &'static Spec {
         match self {
-            StrategyKind::Single => "single",
-            StrategyKind::Ps => "ps",
-            StrategyKind::ShardedPs => "sharded-ps",
-            StrategyKind::Ring => "ring",
-            StrategyKind::Ddp => "ddp",
-            StrategyKind::Zero1 => "zero1",
-            StrategyKind::Zero2 => "zero2",
-            StrategyKind::Fsdp => "fsdp",
-            StrategyKind::Hierarchical => "hierarchical",
+            StrategyKind::Single => &single::SPEC,
+            StrategyKind::Ps => &ps::SPEC,
+            StrategyKind::ShardedPs => &sharded_ps::SPEC,
+            StrategyKind::Ring => &buckets::RING,
+            StrategyKind::Ddp => &buckets::DDP,
+            StrategyKind::Zero1 => &zero::ZERO1,
+            StrategyKind::Zero2 => &zero::ZERO2,
+            StrategyKind::Fsdp => &fsdp::SPEC,
+            StrategyKind::Hierarchical => &hierarchical::SPEC,
         }
+    }
+
+    /// Its name on the command line.
+    pub const fn name(self) -> &'static str {
+        self.spec().name
+    }
+
+    /// The names of all strategies, with `separator` between them.
+    pub fn names(separator: &str) -> String {
+        StrategyKind::ALL.map(StrategyKind::name).join(separator)
+    }
+
+    /// The names of all strategies, as a command line takes them.
+    pub fn list() -> &'static str {
+        static LIST: LazyLock<String> = LazyLock::new(|| StrategyKind::names(","));
+        &LIST
     }
 }
 
@@ -103,10 +154,8 @@ impl FromStr for StrategyKind {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
-        StrategyKind::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
-            let names = StrategyKind::ALL.map(StrategyKind::name).join(", ");
-            format!("`{name}` is no strategy; choose one of {names}")
-        })
+        let kind = StrategyKind::ALL.into_iter().find(|kind| kind.name() == name);
+        kind.ok_or_else(|| format!("unknown strategy `{name}`, expected one of {}", StrategyKind::names(", ")))
     }
 }
 
@@ -175,110 +224,79 @@ impl Comms {
     /// Lends memory to the communicator that gradients go through first and come from last with this strategy.
     pub(crate) fn lender(&self, kind: StrategyKind) -> Option<Arc<dyn DeviceCollectives>> {
         match &self.node {
-            Some(_) if kind == StrategyKind::Hierarchical => self.node_native.clone(),
+            Some(_) if kind.spec().tells_nodes_apart => self.node_native.clone(),
             _ => self.native.clone(),
         }
     }
 }
 
-/// Takes the weights of a segment, in the type of computation.
-pub type Put<'a> = &'a mut dyn FnMut(usize, Weights);
-
-/// How gradients become updated parameters on all ranks.
-pub trait Strategy: Send {
-    /// The elements of each segment, in forward order, that this rank's optimizer updates; together the ranks' ranges cover every
-    /// element, and where they overlap all compute the same.
-    fn owned(&self) -> &[Range<usize>];
-
-    /// Whether this rank computes gradients and keeps a model. One that does not is not given any data.
-    fn computes(&self) -> bool {
-        true
-    }
-
-    /// Whether weights are in the model only while a segment uses them.
-    fn brings_weights(&self) -> bool {
-        false
-    }
-
-    /// A pass over the model begins, with gradients or without.
-    fn begin(&mut self, training: bool) {
-        let _ = training;
-    }
-
-    /// The weights of the next segment of the pass, where [`brings_weights`](Strategy::brings_weights): called for each segment that a pass
-    /// enters (see [`PassHooks`](crate::segments::PassHooks)), except segment 0 backward. `masters` are this rank's.
-    ///
-    /// # Errors
-    /// The communicator's.
-    fn weights(&mut self, segment: usize, masters: &[Flat], clock: &mut Clock) -> comm_core::Result<Weights> {
-        let _ = (segment, masters, clock);
-        Err(Error::Internal("a strategy that keeps whole models was asked for weights".into()))
-    }
-
-    /// The weights that [`weights`](Strategy::weights) returned are in the model: the next ones may come.
-    ///
-    /// # Errors
-    /// The communicator's.
-    fn prefetch(&mut self, masters: &[Flat], clock: &mut Clock) -> comm_core::Result<()> {
-        let _ = (masters, clock);
-        Ok(())
-    }
-
-    /// Takes one segment's gradients (already weighed so that the mean over ranks is the global batch's): in f32 in host memory, or on
-    /// the device in the type of computation. Segments come in the order in which the backward pass ends them: last to first.
-    ///
-    /// # Errors
-    /// The communicator's.
-    fn gradient(&mut self, segment: usize, grads: Flat, clock: &mut Clock) -> comm_core::Result<()>;
-
-    /// Returns the gradients, averaged over all ranks that compute, of the owned range of each segment: in host memory where the
-    /// communicator moved bytes. Called after every segment's gradients came.
-    ///
-    /// # Errors
-    /// The communicator's.
-    fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Flat>>;
-
-    /// Puts the weights that follow from all ranks' `masters` (the owned range of each segment) into the model, where it keeps any.
-    ///
-    /// # Errors
-    /// The communicator's.
-    fn distribute(&mut self, masters: &[Flat], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()>;
+/// What a strategy is built for.
+#[derive(Clone, Copy)]
+pub struct Setup<'a> {
+    /// What it communicates with.
+    pub comms: &'a Comms,
+    /// Elements of each segment of the model, in forward order.
+    pub segments: &'a [usize],
+    /// Its options.
+    pub options: &'a StrategyOptions,
+    /// Type of computation.
+    pub precision: Precision,
+    /// Micro-steps a step.
+    pub accumulation: usize,
+    /// Whether ranks compare their calls before every operation.
+    pub checked: bool,
 }
 
-/// The strategy for `segments` (their lengths in elements, forward order) of a model that computes in `precision`.
+impl Setup<'_> {
+    fn layout(&self) -> Layout {
+        Layout::new(self.segments)
+    }
+
+    /// Channels among all ranks.
+    fn channels(&self) -> Channels {
+        Channels::among_all(self.comms, self.options, self.precision)
+    }
+
+    /// What this rank sends in a step of `kind`.
+    pub(crate) fn expected(&self, kind: StrategyKind) -> Expected {
+        let Setup { comms, options, precision, accumulation, checked, .. } = *self;
+        let run = Run { kind, options, precision, accumulation, ranks: comms.world.world_size(), checked };
+        formula::sent(run, &self.layout(), comms.world.rank())
+    }
+}
+
+/// The strategy and its channels.
 ///
 /// # Errors
 /// `InvalidArgument` for `single` on several ranks, for a dedicated server without workers, and for nodes that do not divide the ranks.
-/// For `hierarchical` also those of [`Communicator::split`]: all ranks call this together.
-pub fn build(
-    kind: StrategyKind,
-    comms: &Comms,
-    segments: &[usize],
-    options: &StrategyOptions,
-    precision: Precision,
-) -> comm_core::Result<Box<dyn Strategy>> {
-    let layout = Layout::new(segments);
-    let comm = comms.world.clone();
-    let native = comms.lender(kind);
-    let wire = Packer::new(options.wire, native.clone());
-    let weights = Packer::new(precision, native);
-    Ok(match kind {
-        StrategyKind::Single => Box::new(single::Single::new(&*comm, layout, weights)?),
-        StrategyKind::Ps => Box::new(ps::ParameterServer::new(comm, layout, options, wire, weights)?),
-        StrategyKind::ShardedPs => Box::new(sharded_ps::ShardedServer::new(comm, layout, wire, weights)),
-        StrategyKind::Ring => Box::new(buckets::Buckets::fused(comm, layout, options, wire, weights)),
-        StrategyKind::Ddp => Box::new(buckets::Buckets::overlapped(comm, layout, options, wire, weights)),
-        StrategyKind::Zero1 => Box::new(zero::Zero::new(comm, layout, options, (wire, weights), zero::Stage::One)),
-        StrategyKind::Zero2 => Box::new(zero::Zero::new(comm, layout, options, (wire, weights), zero::Stage::Two)),
-        StrategyKind::Fsdp => Box::new(fsdp::Fsdp::new(comm, layout, options, wire, weights)),
-        StrategyKind::Hierarchical => Box::new(hierarchical::Hierarchical::new(comms, layout, options, wire, weights)?),
-    })
+/// Where nodes are told apart also those of [`Communicator::split`]: all ranks call this together.
+pub fn build(kind: StrategyKind, setup: &Setup<'_>) -> comm_core::Result<Built> {
+    (kind.spec().build)(setup)
 }
 
-/// Puts weights that this rank has the masters of.
-fn put_own(masters: &[Flat], packer: &Packer, put: Put<'_>, clock: &mut Clock) {
-    for (segment, values) in masters.iter().enumerate() {
-        let weights = clock.unpack(|| memory::within(Category::Parameters, || packer.weights(values)));
-        put(segment, weights);
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_strategy_has_one_name_everywhere() {
+        for kind in StrategyKind::ALL {
+            assert_eq!(serde_json::to_value(kind).unwrap(), kind.name());
+            assert_eq!(kind.name().parse(), Ok(kind));
+        }
+        let error = "sgd".parse::<StrategyKind>().unwrap_err();
+        assert!(error.contains("single, ps, ") && error.contains("`sgd`"), "{error}");
+    }
+
+    #[test]
+    fn the_table_for_users_is_that_of_the_entries() {
+        let readme = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../README.md")).unwrap();
+        let mut rows = readme.lines().skip_while(|line| !line.starts_with("| strategy |")).skip(2);
+        for kind in StrategyKind::ALL {
+            let start = format!("| `{kind}` | {}", kind.spec().about);
+            let row = rows.next().unwrap_or_default();
+            assert!(row.starts_with(&start), "the row of `{kind}` is to start with {start:?}: {row}");
+        }
+        assert!(!rows.next().unwrap_or_default().starts_with('|'), "a row of no strategy");
     }
 }

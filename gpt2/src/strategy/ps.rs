@@ -1,15 +1,33 @@
 //! A single parameter server.
 
 use std::collections::VecDeque;
-use std::ops::Range;
-use std::sync::Arc;
 
-use comm_core::{Buffer, Call, Communicator, Error, Op};
+use comm_core::{Error, Op};
 
-use super::clock::{Started, Waits};
-use super::{Clock, Layout, Put, Strategy, StrategyKind, StrategyOptions, put_own};
-use crate::flat::{Flat, Packer};
-use crate::memory::{self, Category};
+use super::channels::{Channel, Pending, Route, finish_until};
+use super::formula::{Expected, Run, Tally};
+use super::layout::Whole;
+use super::{
+    Built, Channels, DuringPass, Layout, LocalStep, Setup, Spec, StepOutcome, Strategy, StrategyKind, Synchronous,
+    put_own, synchronous,
+};
+use crate::error::TrainError;
+use crate::flat::{Flat, Gradients};
+
+pub(super) const SPEC: Spec =
+    Spec { name: "ps", about: "one parameter server", tells_nodes_apart: false, build, expected };
+
+fn expected(run: &Run<'_>, layout: &Layout, rank: usize) -> Expected {
+    let (mut tally, total) = (Tally::of(run, rank), layout.total());
+    if rank == SERVER {
+        tally.receive(run.ranks as u64 - 1);
+        (1..run.ranks).for_each(|to| tally.collective(None, Op::Send { to }, run.precision.dtype(), total));
+    } else {
+        tally.collective(None, Op::Send { to: SERVER }, run.options.wire.dtype(), total);
+        tally.receive(1);
+    }
+    tally.sum
+}
 
 /// The rank that serves.
 const SERVER: usize = 0;
@@ -20,135 +38,121 @@ const PARAMETERS: &str = "the server's parameters";
 
 /// Rank 0 receives every worker's gradients, averages them in rank order, with its own unless it is dedicated, updates all parameters
 /// and sends them to every worker: (N−1)·S each way through one rank.
-pub(super) struct ParameterServer {
-    comm: Arc<dyn Communicator>,
+struct ParameterServer {
+    rank: usize,
+    ranks: usize,
     layout: Layout,
-    wire: Packer,
-    weights: Packer,
+    /// The server does not compute.
     dedicated: bool,
-    owned: Vec<Range<usize>>,
-    grads: Vec<Flat>,
+    grads: Whole,
+    expected: Expected,
+}
+
+fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
+    let (layout, options) = (setup.layout(), setup.options);
+    let (rank, ranks) = (setup.comms.world.rank(), setup.comms.world.world_size());
+    if options.dedicated_server && ranks == 1 {
+        return Err(Error::invalid("a dedicated parameter server needs at least one worker beside it: 2 ranks"));
+    }
+    let owned = if rank == SERVER { layout.everything() } else { layout.nothing() };
+    let dedicated = options.serves_only(StrategyKind::Ps, ranks, SERVER);
+    let server = ParameterServer {
+        rank,
+        ranks,
+        dedicated,
+        grads: Whole::new(&layout),
+        expected: setup.expected(StrategyKind::Ps),
+        layout,
+    };
+    let computes = !(dedicated && rank == SERVER);
+    Ok(Built { computes, ..Built::new(server, setup.channels(), owned) })
 }
 
 impl ParameterServer {
-    pub(super) fn new(
-        comm: Arc<dyn Communicator>,
-        layout: Layout,
-        options: &StrategyOptions,
-        wire: Packer,
-        weights: Packer,
-    ) -> comm_core::Result<Self> {
-        let ranks = comm.world_size();
-        if options.dedicated_server && ranks == 1 {
-            return Err(Error::invalid("a dedicated parameter server needs at least one worker beside it: 2 ranks"));
-        }
-        let owned = if comm.rank() == SERVER { layout.everything() } else { layout.nothing() };
-        let grads = vec![Flat::default(); layout.segments()];
-        let dedicated = options.serves_only(StrategyKind::Ps, ranks, SERVER);
-        Ok(ParameterServer { comm, layout, wire, weights, dedicated, owned, grads })
-    }
-
-    /// Starts `op` with the server's partner `worker`, each worker on a lane of its own as far as lanes go.
-    fn start(&self, worker: usize, op: Op, buffer: Buffer, what: &'static str, clock: &mut Clock) -> Started {
-        let call = Call::background(op, buffer, worker % self.comm.lanes());
-        clock.start(&*self.comm, call.labelled(what))
+    fn serves(&self) -> bool {
+        self.rank == SERVER
     }
 
     /// Starts an operation with each worker and finishes it, in rank order, as many at a time as have a lane to themselves.
     fn with_each_worker(
         &self,
-        clock: &mut Clock,
-        start: impl Fn(usize, &mut Clock) -> comm_core::Result<Started>,
-        mut finish: impl FnMut(Started, &mut Clock) -> comm_core::Result<()>,
+        channel: &Channel,
+        start: impl Fn(usize) -> comm_core::Result<Pending>,
+        mut finish: impl FnMut(Pending) -> comm_core::Result<()>,
     ) -> comm_core::Result<()> {
-        let mut under_way: VecDeque<Started> = VecDeque::new();
-        for worker in 1..self.comm.world_size() {
-            if under_way.len() >= self.comm.lanes() {
-                under_way.pop_front().map_or(Ok(()), |first| finish(first, clock))?;
-            }
-            under_way.push_back(start(worker, clock)?);
+        let mut under_way = VecDeque::new();
+        for worker in 1..self.ranks {
+            finish_until(channel.lanes(), &mut under_way, &mut finish)?;
+            under_way.push_back(start(worker)?);
         }
-        under_way.into_iter().try_for_each(|handle| finish(handle, clock))
+        finish_until(1, &mut under_way, finish)
     }
 
-    fn serves(&self) -> bool {
-        self.comm.rank() == SERVER
-    }
-}
-
-impl Strategy for ParameterServer {
-    fn owned(&self) -> &[Range<usize>] {
-        &self.owned
-    }
-
-    fn computes(&self) -> bool {
-        !(self.dedicated && self.serves())
-    }
-
-    fn gradient(&mut self, segment: usize, grads: Flat, _clock: &mut Clock) -> comm_core::Result<()> {
-        self.grads[segment] = grads;
-        Ok(())
-    }
-
-    fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Flat>> {
-        let whole = 0..self.layout.total();
-        let empty = vec![Flat::default(); self.layout.segments()];
-        let grads = std::mem::replace(&mut self.grads, empty.clone());
-        let pack = |waits: &mut Waits| self.wire.pack(self.layout.gather(&grads, &whole)?, waits);
-        let mine = self.computes().then(|| clock.pack(pack));
-        drop(grads);
-        let mut sum: Option<Flat> = match mine.transpose()? {
-            Some(mine) if !self.serves() => {
-                let sent = self.start(self.comm.rank(), Op::Send { to: SERVER }, mine, GRADIENTS, clock);
-                clock.wait(sent)?;
-                return Ok(empty);
-            }
-            // The server's own gradients are rounded to the wire type like everyone's.
-            Some(mine) => Some(clock.unpack(|| self.wire.unpack(mine))?),
-            None => None,
+    /// The sum of everyone's gradients, in rank order.
+    fn sum_of_all(&mut self, gradients: &Channel) -> comm_core::Result<Flat> {
+        // The server's own are rounded to the wire type like everyone's.
+        let mut sum = match self.dedicated {
+            true => None,
+            false => Some(gradients.rounded(|| self.grads.take())?),
         };
-        let receive = |worker: usize, clock: &mut Clock| {
-            let buffer = clock.pack(|waits| self.wire.empty(whole.len(), waits))?;
-            Ok(self.start(worker, Op::Recv { from: worker }, buffer, GRADIENTS, clock))
-        };
-        let finish = |handle: Started, clock: &mut Clock| {
-            let theirs = clock.wait(handle)?;
-            clock.unpack(|| -> comm_core::Result<()> {
-                let theirs = self.wire.unpack(theirs)?;
+        let receive = |worker: usize| gradients.receive(worker, self.layout.total(), Route::lane(GRADIENTS, worker));
+        self.with_each_worker(gradients, receive, |pending| {
+            let theirs = pending.wait()?;
+            gradients.unpacking(|| {
+                let theirs = gradients.unpack(theirs)?;
                 sum = Some(match sum.take() {
                     Some(sum) => sum.plus(theirs)?,
                     None => theirs,
                 });
                 Ok(())
             })
-        };
-        self.with_each_worker(clock, receive, finish)?;
-        let computing = self.comm.world_size() - usize::from(self.dedicated);
-        let sum = sum.unwrap_or_default();
-        Ok(clock.unpack(|| sum.divided(computing as f32).split(&self.layout.lengths())))
+        })?;
+        Ok(sum.unwrap_or_default())
+    }
+}
+
+impl DuringPass for ParameterServer {
+    fn gradient(&mut self, segment: usize, grads: Gradients, _channels: &mut Channels) -> comm_core::Result<()> {
+        self.grads.add(segment, grads)
+    }
+}
+
+impl Synchronous for ParameterServer {
+    fn synchronise(&mut self, channels: &mut Channels) -> comm_core::Result<Vec<Flat>> {
+        let gradients = &channels.gradients;
+        if !self.serves() {
+            gradients.send(SERVER, || self.grads.take(), Route::lane(GRADIENTS, self.rank))?.wait()?;
+            return Ok(self.layout.vectors());
+        }
+        let sum = self.sum_of_all(gradients)?;
+        let computing = self.ranks - usize::from(self.dedicated);
+        Ok(gradients.unpacking(|| sum.divided(computing as f32).split(&self.layout.lengths())))
     }
 
-    fn distribute(&mut self, masters: &[Flat], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
-        let whole = self.layout.total();
+    fn distribute(&mut self, train: &mut dyn LocalStep, channels: &mut Channels) -> Result<(), TrainError> {
+        let parameters = &channels.parameters;
         if !self.serves() {
-            let empty =
-                clock.pack(|waits| memory::within(Category::Parameters, || self.weights.empty(whole, waits)))?;
-            let arriving = self.start(self.comm.rank(), Op::Recv { from: SERVER }, empty, PARAMETERS, clock);
-            let flat = clock.wait(arriving)?;
-            let parts = clock
-                .unpack(|| memory::within(Category::Parameters, || self.weights.cut(flat, &self.layout.lengths())))?;
-            parts.into_iter().enumerate().for_each(|(segment, part)| put(segment, part));
-            return Ok(());
+            let arriving = parameters.receive(SERVER, self.layout.total(), Route::lane(PARAMETERS, self.rank))?;
+            let parts = arriving.finish_weights(&self.layout.lengths())?;
+            return parts.into_iter().enumerate().try_for_each(|(segment, part)| train.put(segment, part));
         }
-        let send = |worker: usize, clock: &mut Clock| {
-            let pack = |waits: &mut Waits| self.weights.pack(self.layout.gather(masters, &(0..whole))?, waits);
-            let flat = clock.pack(|waits| memory::within(Category::Parameters, || pack(waits)))?;
-            Ok(self.start(worker, Op::Send { to: worker }, flat, PARAMETERS, clock))
+        let masters = train.masters();
+        let send = |worker: usize| {
+            let whole = || Flat::concat_of(masters.iter().map(|values| (values, 0..values.len())));
+            parameters.send(worker, whole, Route::lane(PARAMETERS, worker))
         };
-        self.with_each_worker(clock, send, |handle, clock| clock.wait(handle).map(drop))?;
-        if self.computes() {
-            put_own(masters, &self.weights, put, clock);
-        }
-        Ok(())
+        self.with_each_worker(parameters, send, |pending| pending.wait().map(drop))?;
+        if !self.dedicated { put_own(train, channels) } else { Ok(()) }
+    }
+}
+
+impl Strategy for ParameterServer {
+    fn step(
+        &mut self,
+        _step: u64,
+        train: &mut dyn LocalStep,
+        channels: &mut Channels,
+    ) -> Result<StepOutcome, TrainError> {
+        synchronous(self, self.expected, train, channels)
     }
 }

@@ -1,48 +1,61 @@
 //! One device.
 
-use std::ops::Range;
+use comm_core::Error;
 
-use comm_core::{Communicator, Error};
+use super::formula::Expected;
+use super::{
+    Built, Channels, DuringPass, LocalStep, Setup, Spec, StepOutcome, Strategy, Synchronous, put_own, synchronous,
+};
+use crate::error::TrainError;
+use crate::flat::{Flat, Gradients};
 
-use super::{Clock, Layout, Put, Strategy, put_own};
-use crate::flat::{Flat, Packer};
+pub(super) const SPEC: Spec = Spec {
+    name: "single",
+    about: "one device",
+    tells_nodes_apart: false,
+    build,
+    expected: |_, _, _| Expected::default(),
+};
 
 /// No communication at all.
-pub(super) struct Single {
-    weights: Packer,
-    owned: Vec<Range<usize>>,
+struct Single {
     grads: Vec<Flat>,
 }
 
-impl Single {
-    pub(super) fn new(comm: &dyn Communicator, layout: Layout, weights: Packer) -> comm_core::Result<Self> {
-        if comm.world_size() != 1 {
-            return Err(Error::InvalidArgument(format!(
-                "the strategy `single` trains on one rank, not on {}; use --nproc 1 or another strategy",
-                comm.world_size()
-            )));
-        }
-        Ok(Single { weights, owned: layout.everything(), grads: vec![Flat::default(); layout.segments()] })
+fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
+    let (ranks, layout) = (setup.comms.world.world_size(), setup.layout());
+    if ranks != 1 {
+        return Err(Error::InvalidArgument(format!(
+            "the strategy `single` trains on one rank, not on {ranks}; use --nproc 1 or another strategy"
+        )));
+    }
+    Ok(Built::new(Single { grads: layout.vectors() }, setup.channels(), layout.everything()))
+}
+
+impl DuringPass for Single {
+    fn gradient(&mut self, segment: usize, grads: Gradients, _channels: &mut Channels) -> comm_core::Result<()> {
+        self.grads[segment] = grads.into_flat()?;
+        Ok(())
+    }
+}
+
+impl Synchronous for Single {
+    fn synchronise(&mut self, _channels: &mut Channels) -> comm_core::Result<Vec<Flat>> {
+        Ok(self.grads.iter_mut().map(std::mem::take).collect())
+    }
+
+    fn distribute(&mut self, train: &mut dyn LocalStep, channels: &mut Channels) -> Result<(), TrainError> {
+        put_own(train, channels)
     }
 }
 
 impl Strategy for Single {
-    fn owned(&self) -> &[Range<usize>] {
-        &self.owned
-    }
-
-    fn gradient(&mut self, segment: usize, grads: Flat, _clock: &mut Clock) -> comm_core::Result<()> {
-        self.grads[segment] = grads;
-        Ok(())
-    }
-
-    fn synchronise(&mut self, _clock: &mut Clock) -> comm_core::Result<Vec<Flat>> {
-        let empty = vec![Flat::default(); self.grads.len()];
-        Ok(std::mem::replace(&mut self.grads, empty))
-    }
-
-    fn distribute(&mut self, masters: &[Flat], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
-        put_own(masters, &self.weights, put, clock);
-        Ok(())
+    fn step(
+        &mut self,
+        _step: u64,
+        train: &mut dyn LocalStep,
+        channels: &mut Channels,
+    ) -> Result<StepOutcome, TrainError> {
+        synchronous(self, Expected::default(), train, channels)
     }
 }

@@ -2,20 +2,46 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::Arc;
 
-use comm_core::{Call, Communicator, Op, ReduceOp, shard_range};
+use comm_core::{Op, ReduceOp, shard_range};
 
-use super::buckets::labels;
-use super::clock::Started;
-use super::layout::{Bucket, buckets};
-use super::{Clock, Layout, Put, Strategy, StrategyOptions};
-use crate::flat::{Flat, Packer};
-use crate::memory::{self, Category};
+use super::channels::{Pending, Route, finish_until};
+use super::formula::{Expected, Run, Tally, units};
+use super::layout::{Bucket, Filling, Layout};
+use super::{
+    Built, Channels, DuringPass, LocalStep, Setup, Spec, StepOutcome, Strategy, StrategyKind, Synchronous, synchronous,
+};
+use crate::error::TrainError;
+use crate::flat::{Flat, Gradients};
+
+pub(super) const ZERO1: Spec = Spec {
+    name: "zero1",
+    about: "ZeRO stage 1",
+    tells_nodes_apart: false,
+    build: |setup| Ok(Zero::build(setup, StrategyKind::Zero1, Stage::One)),
+    expected,
+};
+
+pub(super) const ZERO2: Spec = Spec {
+    name: "zero2",
+    about: "ZeRO stage 2",
+    tells_nodes_apart: false,
+    build: |setup| Ok(Zero::build(setup, StrategyKind::Zero2, Stage::Two)),
+    expected,
+};
+
+fn expected(run: &Run<'_>, layout: &Layout, rank: usize) -> Expected {
+    let mut tally = Tally::of(run, rank);
+    for count in units(layout, run.options.first_bucket_bytes, run.options.bucket_bytes) {
+        tally.collective(None, Op::ReduceScatter(ReduceOp::Mean), run.options.wire.dtype(), count);
+        tally.collective(None, Op::AllGather, run.precision.dtype(), count);
+    }
+    tally.sum
+}
 
 /// How much is sharded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Stage {
+enum Stage {
     /// Optimizer state.
     One,
     /// And gradients.
@@ -26,148 +52,106 @@ pub(super) enum Stage {
 const WHOLE: usize = 2;
 
 /// A reduce-scatter for each bucket of gradients, and an all-gather for its parameters: 2S(N−1)/N each way.
-pub(super) struct Zero {
-    comm: Arc<dyn Communicator>,
-    wire: Packer,
-    weights: Packer,
+struct Zero {
     stage: Stage,
     overlap: bool,
-    plan: Vec<Bucket>,
-    labels: Vec<Arc<str>>,
+    buckets: Filling,
     /// This rank's shard of each bucket.
     shards: Vec<Range<usize>>,
-    owned: Vec<Range<usize>>,
-    waiting: Vec<Option<Flat>>,
-    /// Buckets started so far.
-    next: usize,
-    started: VecDeque<(usize, Started)>,
+    started: VecDeque<(usize, Pending)>,
     /// Averaged gradients of the owned ranges that have come.
     grads: Vec<Flat>,
+    expected: Expected,
 }
 
 impl Zero {
-    pub(super) fn new(
-        comm: Arc<dyn Communicator>,
-        layout: Layout,
-        options: &StrategyOptions,
-        (wire, weights): (Packer, Packer),
-        stage: Stage,
-    ) -> Self {
-        let plan = buckets(&layout, options.first_bucket_bytes, options.bucket_bytes);
-        let shards: Vec<_> =
-            plan.iter().map(|bucket| shard_range(bucket.len(), comm.world_size(), comm.rank())).collect();
+    fn build(setup: &Setup<'_>, kind: StrategyKind, stage: Stage) -> Built {
+        let (layout, comm, options) = (setup.layout(), &setup.comms.world, setup.options);
+        let buckets = Filling::new(&layout, options.first_bucket_bytes, options.bucket_bytes);
+        let shard = |bucket: &Bucket| shard_range(bucket.len(), comm.world_size(), comm.rank());
+        let shards: Vec<_> = buckets.plan().iter().map(shard).collect();
         let mut owned = layout.nothing();
-        for (segment, range) in plan.iter().zip(&shards).flat_map(|(bucket, shard)| bucket.within(shard)) {
+        for (segment, range) in buckets.plan().iter().zip(&shards).flat_map(|(bucket, shard)| bucket.within(shard)) {
             owned[segment] = range;
         }
-        Zero {
-            comm,
-            wire,
-            weights,
+        let zero = Zero {
             stage,
             overlap: options.overlap,
-            labels: labels(&plan),
-            plan,
+            buckets,
             shards,
-            owned,
-            waiting: vec![None; layout.segments()],
-            next: 0,
             started: VecDeque::new(),
-            grads: vec![Flat::default(); layout.segments()],
-        }
+            grads: layout.vectors(),
+            expected: setup.expected(kind),
+        };
+        Built::new(zero, setup.channels(), owned)
     }
 
-    /// Starts the buckets, in order, whose gradients have all come.
-    fn start_full(&mut self, clock: &mut Clock) -> comm_core::Result<()> {
-        while let Some(bucket) = self.plan.get(self.next).filter(|bucket| bucket.is_complete(&self.waiting)) {
-            let (waiting, wire) = (&mut self.waiting, &self.wire);
-            let packed = clock.pack(|waits| bucket.take(waiting).map(|flat| wire.pack(flat?, waits)));
-            let Some(buffer) = packed.transpose()? else { break };
-            let call = Call::background(Op::ReduceScatter(ReduceOp::Mean), buffer, self.next % self.comm.lanes());
-            let call = Call { label: self.labels.get(self.next).cloned(), ..call };
+    /// Starts the buckets that are full.
+    fn start_full(&mut self, channels: &Channels) -> comm_core::Result<()> {
+        while let Some((index, grads)) = self.buckets.next_full() {
+            let buffer = channels.gradients.pack(|| Ok(grads))?;
             // Whole buckets are what stage 2 does not keep.
-            while self.stage == Stage::Two && self.started.len() + 1 >= WHOLE {
-                self.finish_first(clock)?;
+            if self.stage == Stage::Two {
+                self.finish_until(WHOLE - 1)?;
             }
-            self.started.push_back((self.next, clock.start(&*self.comm, call)));
-            self.next += 1;
+            let route = Route::lane(self.buckets.label(index), index);
+            let op = Op::ReduceScatter(ReduceOp::Mean);
+            self.started.push_back((index, channels.gradients.start(op, buffer, route)));
         }
         Ok(())
     }
 
-    /// Waits for the oldest reduce-scatter and keeps this rank's shard of it.
-    fn finish_first(&mut self, clock: &mut Clock) -> comm_core::Result<()> {
-        let Some((index, handle)) = self.started.pop_front() else { return Ok(()) };
-        let buffer = clock.wait(handle)?;
-        let (bucket, shard, wire, grads) = (&self.plan[index], &self.shards[index], &self.wire, &mut self.grads);
-        clock.unpack(|| {
-            let parts = bucket.within(shard);
-            match wire.unpack_part(buffer, shard.clone())? {
-                Flat::Host(flat) => {
-                    let mut rest = flat.as_slice();
-                    for (segment, range) in parts {
-                        let (part, others) = rest.split_at(range.len());
-                        grads[segment] = Flat::Host(part.to_vec());
-                        rest = others;
-                    }
-                }
-                flat @ Flat::Device(_) => {
-                    let lengths: Vec<usize> = parts.iter().map(|(_, range)| range.len()).collect();
-                    parts.iter().zip(flat.split(&lengths)).for_each(|((segment, _), part)| grads[*segment] = part);
-                }
-            }
+    /// Waits for the oldest reduce-scatters until fewer than `most` are under way, and keeps this rank's shards of them.
+    fn finish_until(&mut self, most: usize) -> comm_core::Result<()> {
+        let Zero { started, buckets, shards, grads, .. } = self;
+        finish_until(most, started, |(index, pending)| {
+            let (bucket, shard) = (&buckets.plan()[index], &shards[index]);
+            let lengths: Vec<usize> = bucket.within(shard).iter().map(|(_, range)| range.len()).collect();
+            bucket.put_into(pending.finish_split(shard.clone(), &lengths)?, grads);
             Ok(())
         })
     }
 }
 
-impl Strategy for Zero {
-    fn owned(&self) -> &[Range<usize>] {
-        &self.owned
+impl DuringPass for Zero {
+    fn gradient(&mut self, segment: usize, grads: Gradients, channels: &mut Channels) -> comm_core::Result<()> {
+        self.buckets.add(segment, grads)?;
+        if self.overlap { self.start_full(channels) } else { Ok(()) }
+    }
+}
+
+impl Synchronous for Zero {
+    fn synchronise(&mut self, channels: &mut Channels) -> comm_core::Result<Vec<Flat>> {
+        self.start_full(channels)?;
+        self.finish_until(1)?;
+        self.buckets.restart();
+        Ok(self.grads.iter_mut().map(std::mem::take).collect())
     }
 
-    fn gradient(&mut self, segment: usize, grads: Flat, clock: &mut Clock) -> comm_core::Result<()> {
-        self.waiting[segment] = Some(grads);
-        if self.overlap { self.start_full(clock) } else { Ok(()) }
-    }
-
-    fn synchronise(&mut self, clock: &mut Clock) -> comm_core::Result<Vec<Flat>> {
-        self.start_full(clock)?;
-        while !self.started.is_empty() {
-            self.finish_first(clock)?;
-        }
-        self.next = 0;
-        let empty = vec![Flat::default(); self.grads.len()];
-        Ok(std::mem::replace(&mut self.grads, empty))
-    }
-
-    fn distribute(&mut self, masters: &[Flat], put: Put<'_>, clock: &mut Clock) -> comm_core::Result<()> {
-        let mut under_way: VecDeque<(&Bucket, Started)> = VecDeque::new();
-        let mut finish = |(bucket, handle): (&Bucket, Started), clock: &mut Clock| -> comm_core::Result<()> {
-            let whole = clock.wait(handle)?;
-            let parts =
-                clock.unpack(|| memory::within(Category::Parameters, || self.weights.cut(whole, &bucket.lengths())))?;
-            for (segment, part) in bucket.segments.iter().zip(parts) {
-                put(*segment, part);
-            }
-            Ok(())
+    fn distribute(&mut self, train: &mut dyn LocalStep, channels: &mut Channels) -> Result<(), TrainError> {
+        let mut under_way: VecDeque<(&Bucket, Pending)> = VecDeque::new();
+        let finish = |train: &mut dyn LocalStep, (bucket, pending): (&Bucket, Pending)| {
+            let parts = pending.finish_weights(&bucket.lengths())?;
+            bucket.segments.iter().zip(parts).try_for_each(|(segment, part)| train.put(*segment, part))
         };
-        for (index, (bucket, shard)) in self.plan.iter().zip(&self.shards).enumerate() {
-            let buffer = clock.pack(|waits| {
-                memory::within(Category::Parameters, || {
-                    let own = Flat::concat_of(
-                        bucket.segments.iter().map(|segment| (&masters[*segment], 0..masters[*segment].len())),
-                    )?;
-                    self.weights.pack_into(&own, shard.start, bucket.len(), waits)
-                })
-            })?;
-            let call = Call::background(Op::AllGather, buffer, index % self.comm.lanes());
-            let call = call.labelled(format!("parameters, bucket {index}: {}", bucket.name));
-            under_way.push_back((bucket, clock.start(&*self.comm, call)));
-            if under_way.len() >= WHOLE {
-                under_way.pop_front().map_or(Ok(()), |first| finish(first, clock))?;
-            }
+        for (index, (bucket, shard)) in self.buckets.plan().iter().zip(&self.shards).enumerate() {
+            let masters = bucket.segments.iter().map(|segment| &train.masters()[*segment]);
+            let route = Route::lane(format!("parameters, bucket {index}: {}", bucket.name), index);
+            let pending = channels.parameters.all_gather(masters, (shard.start, bucket.len()), route)?;
+            under_way.push_back((bucket, pending));
+            finish_until(WHOLE, &mut under_way, |next| finish(train, next))?;
         }
-        under_way.into_iter().try_for_each(|next| finish(next, clock))
+        finish_until(1, &mut under_way, |next| finish(train, next))
+    }
+}
+
+impl Strategy for Zero {
+    fn step(
+        &mut self,
+        _step: u64,
+        train: &mut dyn LocalStep,
+        channels: &mut Channels,
+    ) -> Result<StepOutcome, TrainError> {
+        synchronous(self, self.expected, train, channels)
     }
 }

@@ -7,13 +7,12 @@ use comm_core::{CommunicatorExt, Deadline};
 
 use super::history::History;
 use super::rank::Trainer;
-use super::{Parts, RankReport, Summary, TrainConfig, TrainError, median};
+use super::{Parts, RankReport, Summary, TrainError, median};
 use crate::checkpoint::{Checkpoint, WeightsHash};
 use crate::corpus::Corpus;
 use crate::flat::Flat;
 use crate::memory::{self, Usage};
 use crate::peak;
-use crate::strategy::{Layout, StrategyOptions, formula};
 
 /// The rank that saves.
 const SAVES: usize = 0;
@@ -30,7 +29,7 @@ impl Trainer<'_> {
         validations: Vec<(u64, f64)>,
     ) -> Result<(Summary, Result<(), TrainError>), TrainError> {
         let steps = self.config.steps;
-        self.scaler.finish(steps).map_err(|error| TrainError::Scaling { step: steps, error })?;
+        self.local.scaler.finish(steps).map_err(|error| TrainError::Scaling { step: steps, error })?;
         let usage = self.memory();
         let (hash, weights) = self.apart(Self::collect)?;
         let mine = self.rank_report(hash.clone(), usage);
@@ -38,7 +37,10 @@ impl Trainer<'_> {
             Ok(ranks) => (ranks, Ok(())),
             Err(error) => (vec![mine.clone()], Err(error)),
         };
-        if !self.session.timing_only && ranks.iter().any(|rank| rank.weights_hash != hash) {
+        if self.replicas_agree
+            && !self.session.properties.timing_only
+            && ranks.iter().any(|rank| rank.weights_hash != hash)
+        {
             let hashes: Vec<String> =
                 ranks.iter().map(|rank| format!("rank {}: {:.12}", rank.rank, rank.weights_hash)).collect();
             return Err(TrainError::Diverged(hashes.join(", ")));
@@ -66,8 +68,8 @@ impl Trainer<'_> {
                  reached together in {} before the run",
                 self.flops_per_token / 1e6,
                 self.peak_flops / 1e9,
-                self.owned_by.len(),
-                peak::yardstick(self.model.device(), self.config.precision)
+                self.local.owned_by.len(),
+                peak::yardstick(self.local.model.device(), self.config.precision)
             ),
             transport: self.facts(),
             checkpoint: self.checkpoint.clone().filter(|_| saved.is_ok()),
@@ -96,8 +98,8 @@ impl Trainer<'_> {
         self.apart(|trainer| {
             let mut weights = Vec::new();
             // Where every rank has everything, there is nothing to bring.
-            if trainer.writes() || !trainer.owns_everything() {
-                for segment in 0..trainer.masters.len() {
+            if trainer.writes() || !trainer.local.owns_everything() {
+                for segment in 0..trainer.local.masters.len() {
                     weights.extend(trainer.masters_on_first(segment)?);
                 }
             }
@@ -121,7 +123,7 @@ impl Trainer<'_> {
 
     /// This rank's masters of one segment, in host memory.
     fn own_masters(&self, segment: usize) -> Result<Cow<'_, [f32]>, TrainError> {
-        Ok(match &self.masters[segment] {
+        Ok(match &self.local.masters[segment] {
             Flat::Host(own) => Cow::Borrowed(own),
             own @ Flat::Device(_) => Cow::Owned(own.clone().into_host()?),
         })
@@ -130,24 +132,24 @@ impl Trainer<'_> {
     /// All masters of one segment, from the ranks that have them.
     fn whole_masters(&self, segment: usize) -> Result<Cow<'_, [f32]>, TrainError> {
         let own = self.own_masters(segment)?;
-        if self.owns_everything() {
+        if self.local.owns_everything() {
             return Ok(own);
         }
-        Ok(Cow::Owned(self.scalars.all_gather_v(&own, &self.counts(segment)?)?))
+        Ok(Cow::Owned(self.local.scalars.all_gather_v(&own, &self.counts(segment)?)?))
     }
 
     /// As [`whole_masters`](Self::whole_masters), on the rank that saves; the others get none.
     fn masters_on_first(&self, segment: usize) -> Result<Option<Vec<f32>>, TrainError> {
         let own = self.own_masters(segment)?;
-        if self.owns_everything() {
+        if self.local.owns_everything() {
             return Ok(self.writes().then(|| own.into_owned()));
         }
-        Ok(self.scalars.gather_v(&own, &self.counts(segment)?, SAVES)?)
+        Ok(self.local.scalars.gather_v(&own, &self.counts(segment)?, SAVES)?)
     }
 
     /// How many of a segment's masters each rank has, which follow one another in the order of ranks.
     fn counts(&self, segment: usize) -> Result<Vec<usize>, TrainError> {
-        let parts: Vec<(usize, usize)> = self.owned_by.iter().map(|rank| rank[segment]).collect();
+        let parts: Vec<(usize, usize)> = self.local.owned_by.iter().map(|rank| rank[segment]).collect();
         let mut end = 0;
         for (start, len) in parts.iter().filter(|(_, len)| *len > 0) {
             if *start != end {
@@ -166,18 +168,18 @@ impl Trainer<'_> {
     fn collect(&mut self) -> Result<(String, Vec<Vec<f32>>), TrainError> {
         let mut hash = WeightsHash::default();
         let mut weights = Vec::new();
-        let keeps_model = self.strategy.computes() && !self.strategy.brings_weights();
-        for segment in 0..self.masters.len() {
+        let keeps_model = self.local.share.is_some() && !self.strategy.brings_weights();
+        for segment in 0..self.local.masters.len() {
             // Where nothing arrives, there are no others' parts.
-            let whole = match self.session.timing_only {
+            let whole = match self.session.properties.timing_only {
                 true => self.own_masters(segment)?,
                 false => self.whole_masters(segment)?,
             };
             hash.add(&whole);
-            if keeps_model && !self.session.timing_only {
+            if keeps_model && !self.session.properties.timing_only {
                 let precision = self.config.precision;
                 let expected = precision.unpack(precision.pack_into(&whole, 0, whole.len()))?;
-                let found = self.model.read_params(segment)?;
+                let found = self.local.model.read_params(segment)?;
                 let equal = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits();
                 if expected.len() != found.len() || !expected.iter().zip(&found).all(equal) {
                     return Err(TrainError::Diverged(format!(
@@ -195,43 +197,34 @@ impl Trainer<'_> {
 
     /// Facts about the transport, and about the nodes' where they have one of their own.
     fn facts(&self) -> Vec<(String, String)> {
-        let mut facts = self.session.facts.clone();
+        let mut facts = self.session.properties.settings.clone();
         if let Some(node) = &self.session.node {
             facts.push(("ranks of a node".into(), node.size.to_string()));
-            facts.extend(node.facts.iter().map(|(name, value)| (format!("inside a node: {name}"), value.clone())));
+            let inside = |(name, value): &(String, String)| (format!("inside a node: {name}"), value.clone());
+            facts.extend(node.properties.settings.iter().map(inside));
         }
         facts
     }
 
     fn rank_report(&self, weights_hash: String, usage: Option<Usage>) -> RankReport {
-        let (rank, ranks) = (self.session.comm.rank(), self.session.comm.world_size());
-        let lengths: Vec<usize> = self.model.segments().iter().map(|segment| segment.len).collect();
-        let TrainConfig { strategy: kind, precision, accumulation, .. } = *self.config;
-        let mut options = self.config.options.clone();
-        if let (0, Some(node)) = (options.ranks_per_node, &self.session.node) {
-            options = StrategyOptions { ranks_per_node: node.size, ..options };
-        }
-        let checked = self.session.checked;
-        let run = formula::Run { kind, options: &options, precision, accumulation, ranks, checked };
-        let expected = formula::sent(run, &Layout::new(&lengths), rank);
-        let between_nodes = self.session.counts_between_nodes();
-        let expected = if between_nodes { expected.between_nodes() } else { expected };
+        let steps = self.local.optimizer.steps();
         let history = &self.history;
         let of_gpu = history.steady().filter_map(|figures| figures.gpu_utilization_percent);
+        let expected = history.expected();
         RankReport {
-            rank,
-            computes: self.strategy.computes(),
+            rank: self.session.comm.rank(),
+            computes: self.local.share.is_some(),
             bytes_counted: history.payload.middle(),
             bytes_expected: expected.payload,
-            bytes_steady: history.payload.is_steady(),
+            bytes_steady: history.is_as_expected,
             scalar_bytes: history.scalars.middle(),
             framing_bytes: history.framing.middle(),
             messages: history.messages.middle(),
             expected,
             node_sent: history.inside_node.middle(),
-            between_nodes,
+            between_nodes: self.session.counts_between_nodes(),
             operations: history.operations.middle().unwrap_or(0),
-            optimizer_steps: self.optimizers.steps(),
+            optimizer_steps: (steps.iter().min().copied().unwrap_or(0), steps.iter().max().copied().unwrap_or(0)),
             parts: median_parts(history),
             cpu_utilization: history.median(|figures| figures.cpu_utilization),
             gpu_utilization: of_gpu.clone().next().map(|_| median(of_gpu)),

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 
 use super::traffic::Sent;
 use super::{Parts, StepReport, median};
+use crate::strategy::StepOutcome;
+use crate::strategy::formula::Expected;
 
 /// Steps whose figures are kept at a time, for medians. Of more steps those of every second are kept, then of every fourth, and so on.
 const MOST_FIGURES: usize = 1 << 14;
@@ -36,6 +38,12 @@ pub(super) struct History {
     pub(super) inside_node: Tally<(u64, u64)>,
     /// Operations on gradients and parameters.
     pub(super) operations: Tally<u64>,
+    /// What each step that was not skipped was to send.
+    expected: Tally<Expected>,
+    /// Payload bytes and messages that were expected so far and not sent, and those of them inside the node.
+    owed: [i128; 4],
+    /// Whether nothing was owed after any step that left nothing under way.
+    pub(super) is_as_expected: bool,
 }
 
 /// What medians are taken of.
@@ -72,11 +80,14 @@ impl History {
             framing: Tally::default(),
             inside_node: Tally::default(),
             operations: Tally::default(),
+            expected: Tally::default(),
+            owed: [0; 4],
+            is_as_expected: true,
         }
     }
 
-    /// Adds a step that ended so many seconds after the first began, and what it sent, where that is counted.
-    pub(super) fn add(&mut self, report: &StepReport, seconds: f64, sent: Option<Sent>) {
+    /// Adds a step that ended so many seconds after the first began, what came of it, and what it sent, where that is counted.
+    pub(super) fn add(&mut self, report: &StepReport, seconds: f64, outcome: &StepOutcome, sent: Option<Sent>) {
         self.losses.push(report.loss);
         self.grad_norms.push(report.grad_norm);
         self.epochs.push(report.epoch);
@@ -99,7 +110,14 @@ impl History {
             self.others.push(figures);
         }
         self.operations.add(report.operations);
+        self.expected.add(outcome.expected);
         let Some(sent) = sent else { return };
+        let Expected { payload, messages, node_payload, node_messages, .. } = outcome.expected;
+        let node = sent.node.unwrap_or((node_payload, node_messages));
+        let expected = [payload, messages, node_payload, node_messages];
+        let sums = self.owed.iter_mut().zip(expected.into_iter().zip([sent.payload, sent.messages, node.0, node.1]));
+        sums.for_each(|(owed, (expected, sent))| *owed += i128::from(expected) - i128::from(sent));
+        self.is_as_expected &= outcome.under_way || self.owed == [0; 4];
         self.payload.add(sent.payload);
         self.messages.add(sent.messages);
         self.scalars.add(sent.scalars);
@@ -114,6 +132,18 @@ impl History {
         let whole = self.first.len() as u64 + self.others.seen;
         let first = if whole > Self::FEW { &[][..] } else { &self.first };
         first.iter().chain(&self.others.kept)
+    }
+
+    /// The median of what steps were to send, of each figure by itself.
+    pub(super) fn expected(&self) -> Expected {
+        let of = |figure: fn(&Expected) -> u64| self.expected.middle_of(figure).unwrap_or(0);
+        Expected {
+            operations: of(|expected| expected.operations),
+            payload: of(|expected| expected.payload),
+            messages: of(|expected| expected.messages),
+            node_payload: of(|expected| expected.node_payload),
+            node_messages: of(|expected| expected.node_messages),
+        }
     }
 
     /// The loss of the last step that has one: where loss scaling skips steps, that of a step may be no number.
@@ -178,26 +208,37 @@ impl<T: Ord + Copy> Tally<T> {
 
     /// The value in the middle, the upper one of two; `None` of nothing.
     pub(super) fn middle(&self) -> Option<T> {
+        self.middle_of(|value| *value)
+    }
+
+    /// That of a figure of the values.
+    fn middle_of<F: Ord>(&self, of: impl Fn(&T) -> F) -> Option<F> {
+        let mut figures: Vec<(F, u64)> = self.0.iter().map(|(value, count)| (of(value), *count)).collect();
+        figures.sort();
         let mut before = self.0.values().sum::<u64>() / 2;
-        for (value, count) in &self.0 {
-            if before < *count {
-                return Some(*value);
+        for (figure, count) in figures {
+            if before < count {
+                return Some(figure);
             }
             before -= count;
         }
         None
-    }
-
-    /// Whether no two values differ.
-    pub(super) fn is_steady(&self) -> bool {
-        self.0.len() <= 1
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::splitmix::SplitMix64;
+    use comm_core::splitmix::SplitMix64;
+
+    const OUTCOME: StepOutcome = StepOutcome {
+        loss: 0.0,
+        grad_norm: 0.0,
+        skipped: false,
+        expected: Expected { operations: 3, payload: 0, messages: 0, node_payload: 0, node_messages: 0 },
+        under_way: false,
+        replicas_agree: true,
+    };
 
     /// A report with figures of its own.
     fn report(step: u64, random: &mut SplitMix64) -> StepReport {
@@ -236,7 +277,7 @@ mod tests {
             reports.iter_mut().for_each(|report| report.skipped = report.step % 7 == 1);
             let mut history = History::of(steps);
             for report in &reports {
-                history.add(report, report.step as f64, None);
+                history.add(report, report.step as f64, &OUTCOME, None);
             }
             let whole: Vec<&StepReport> = reports.iter().filter(|report| !report.skipped).collect();
             let steady = &whole[if whole.len() > 4 { 2 } else { 0 }..];
@@ -286,7 +327,7 @@ mod tests {
         let steps = 5 * MOST_FIGURES as u64;
         for step in 1..=steps {
             report.ms = step as f64;
-            history.add(&report, 0.0, None);
+            history.add(&report, 0.0, &OUTCOME, None);
         }
         assert_eq!(history.others.kept.capacity(), MOST_FIGURES);
         let kept = history.steady().count();
@@ -302,7 +343,6 @@ mod tests {
             let mut values: Vec<u64> = (0..count).map(|_| random.below(5)).collect();
             let mut tally = Tally::default();
             values.iter().for_each(|value| tally.add(*value));
-            assert_eq!(tally.is_steady(), values.windows(2).all(|pair| pair[0] == pair[1]), "{values:?}");
             values.sort_unstable();
             assert_eq!(tally.middle(), values.get(values.len() / 2).copied(), "{values:?}");
         }
@@ -315,8 +355,37 @@ mod tests {
         let mut random = SplitMix64::stream(3, &[]);
         let report = report(1, &mut random);
         for (loss, skipped) in [(3.0, false), (2.0, true), (f64::NAN, true), (f64::INFINITY, true)] {
-            history.add(&StepReport { loss, skipped, ..report.clone() }, 0.0, None);
+            history.add(&StepReport { loss, skipped, ..report.clone() }, 0.0, &OUTCOME, None);
         }
         assert_eq!((history.final_loss(), history.skipped), (2.0, 3));
+    }
+
+    #[test]
+    fn what_is_sent_is_held_against_each_steps_own_expectation() {
+        let mut random = SplitMix64::stream(4, &[]);
+        let report = report(1, &mut random);
+        // Payload that was expected and sent, and whether some of it may still be under way.
+        let add = |steps: &[(u64, u64, bool)]| {
+            let mut history = History::of(8);
+            for (expected, sent, under_way) in steps {
+                let expected = Expected { payload: *expected, ..OUTCOME.expected };
+                let outcome = StepOutcome { expected, under_way: *under_way, ..OUTCOME };
+                history.add(&report, 0.0, &outcome, Some(Sent { payload: *sent, ..Sent::default() }));
+            }
+            history
+        };
+        // Every second step sends; the last one of a round, what others began.
+        let local = add(&[(0, 0, false), (100, 100, false), (0, 0, false), (100, 100, false)]);
+        assert_eq!((local.is_as_expected, local.expected().payload, local.payload.middle()), (true, 100, Some(100)));
+        assert!(add(&[(100, 40, true), (100, 160, false)]).is_as_expected);
+        assert!(!add(&[(100, 40, false), (100, 160, false)]).is_as_expected);
+        assert!(!add(&[(100, 40, true), (100, 150, false)]).is_as_expected);
+        assert!(!add(&[(0, 100, false), (100, 0, false)]).is_as_expected);
+        // Of the same bytes too many inside the node.
+        let mut history = History::of(1);
+        let expected = Expected { payload: 100, node_payload: 60, ..OUTCOME.expected };
+        let sent = Sent { payload: 100, node: Some((70, 0)), ..Sent::default() };
+        history.add(&report, 0.0, &StepOutcome { expected, ..OUTCOME }, Some(sent));
+        assert!(!history.is_as_expected);
     }
 }

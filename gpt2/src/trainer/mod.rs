@@ -2,34 +2,35 @@
 
 mod finish;
 mod history;
+mod local;
 mod number;
 mod optimizers;
 mod rank;
+#[cfg(test)]
+mod tests;
 mod traffic;
-mod update;
 
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use burn::tensor::Device;
-use comm_core::counted::Counters;
-use comm_core::{Communicator, Control};
+use comm_core::{Communicator, Control, Error};
+use isocomm::{Connected, Counters, Medium, Properties, TransportOptions, threads, threads_in_nodes};
 use serde::{Deserialize, Serialize};
 
-use crate::batches::{BatchError, LastBatch};
-use crate::checkpoint::CheckpointError;
+use crate::batches::LastBatch;
 use crate::config::ModelConfig;
 use crate::corpus::Corpus;
+pub use crate::error::TrainError;
 use crate::flat::DeviceCollectives;
 use crate::memory;
-use crate::optim::{LearningRate, LossScaling, OptimError, OptimizerConfig, ScalingError};
+use crate::optim::{LearningRate, LossScaling, OptimizerConfig};
 use crate::precision::Precision;
-use crate::segments::ModelError;
+use crate::record::{Operation, Span};
 use crate::strategy::formula::Expected;
-use crate::strategy::{Operation, Span, StrategyKind, StrategyOptions};
-use crate::transports::Node;
-use rank::Trainer;
+use crate::strategy::{self, StrategyKind, StrategyOptions};
+use rank::{Build, Trainer};
 
 /// Everything that determines a run, apart from the corpus and the transport. Equal on all ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -103,8 +104,8 @@ pub struct Session {
     pub control: Arc<dyn Control>,
     /// Counts what passes, where the transport is one of ours.
     pub counters: Option<Arc<Counters>>,
-    /// The transport's settings, as (name, value).
-    pub facts: Vec<(String, String)>,
+    /// What is known of the transport.
+    pub properties: Properties,
     /// How long to wait for the others at the end.
     pub timeout: Duration,
     /// Ranks that share this process, for figures that are the process's.
@@ -115,11 +116,71 @@ pub struct Session {
     pub node: Option<Node>,
     /// Whether ranks compare their calls before every operation, which takes messages of its own.
     pub checked: bool,
-    /// Whether nothing really arrives, so that ranks may end with different weights and their losses mean nothing.
-    pub timing_only: bool,
+}
+
+/// What connects the ranks of a node.
+pub struct Node {
+    /// Its communicator, in the order of the job.
+    pub comm: Arc<dyn Communicator>,
+    /// Counts what passes inside the node.
+    pub counters: Option<Arc<Counters>>,
+    /// What is known of its transport.
+    pub properties: Properties,
+    /// Number of ranks of the node.
+    pub size: usize,
+    /// Lends the memory of the device that computes, where `comm` works on that instead of on bytes in host memory.
+    pub native: Option<Arc<dyn DeviceCollectives>>,
+}
+
+impl From<isocomm::Node> for Node {
+    fn from(isocomm::Node { comm, counters, properties, size, .. }: isocomm::Node) -> Self {
+        Node { comm, counters, properties, size, native: None }
+    }
 }
 
 impl Session {
+    /// That of a rank that was connected with `options`.
+    pub fn new(connected: Connected, options: &TransportOptions) -> Self {
+        let Connected { comm, control, counters, properties, .. } = connected;
+        let are_threads = properties.transport.medium() == Medium::Threads;
+        Session {
+            ranks_in_process: if are_threads { comm.world_size() } else { 1 },
+            comm,
+            control,
+            counters,
+            properties,
+            timeout: options.timeout,
+            native: None,
+            node: None,
+            checked: options.checked,
+        }
+    }
+
+    /// Those of a job whose ranks are threads of this process, in rank order.
+    ///
+    /// # Errors
+    /// Those of [`isocomm::threads`].
+    pub fn threads(ranks: usize, options: &TransportOptions) -> Result<Vec<Session>, Error> {
+        Ok(threads(ranks, options)?.into_iter().map(|connected| Session::new(connected, options)).collect())
+    }
+
+    /// As [`threads`](Session::threads), in nodes.
+    ///
+    /// # Errors
+    /// Those of [`isocomm::threads_in_nodes`].
+    pub fn threads_in_nodes(
+        ranks: usize,
+        ranks_per_node: usize,
+        options: &TransportOptions,
+    ) -> Result<Vec<Session>, Error> {
+        let ranks = threads_in_nodes(ranks, ranks_per_node, options)?.into_iter();
+        let session = |(connected, node): (Connected, isocomm::Node)| Session {
+            node: Some(node.into()),
+            ..Session::new(connected, options)
+        };
+        Ok(ranks.map(session).collect())
+    }
+
     /// Whether the job's transport counts and that of the node, NCCL, does not: then counts are of what is sent between nodes.
     pub(crate) fn counts_between_nodes(&self) -> bool {
         self.counters.is_some() && self.node.as_ref().is_some_and(|node| node.counters.is_none())
@@ -184,7 +245,7 @@ pub struct Parts {
     /// Reading the batch.
     #[serde(with = "number")]
     pub data: f64,
-    /// Forward and backward pass, and waiting for a device that computes them by itself: see [`Activity`](crate::strategy::Activity).
+    /// Forward and backward pass, and waiting for a device that computes them by itself: see [`Activity`](crate::record::Activity).
     #[serde(with = "number")]
     pub compute: f64,
     /// Casting and concatenating gradients, and reading them back or lending them to the communicator.
@@ -216,8 +277,8 @@ pub struct Parts {
 pub struct Summary {
     /// Optimizer steps taken.
     pub steps: u64,
-    /// SHA-256 of all masters; equal on all ranks, and the weights of each rank's model are these in the type of computation, which
-    /// was checked.
+    /// SHA-256 of all masters; equal on all ranks wherever the strategy has the replicas equal after the last step, and the weights of each
+    /// rank's model are these in the type of computation, which was checked.
     pub weights_hash: String,
     /// Loss of the last training step whose loss is finite, as that of every step is but of some that were skipped.
     #[serde(with = "number")]
@@ -271,9 +332,10 @@ pub struct RankReport {
     pub computes: bool,
     /// Median payload bytes sent a step for gradients and parameters, as counted; `None` where nothing counts.
     pub bytes_counted: Option<u64>,
-    /// The same by the formula of the strategy.
+    /// The same as the strategy expected it, by its formula.
     pub bytes_expected: u64,
-    /// Whether every step sent the same. Skipped steps, which end early, are left out of this and all other figures.
+    /// Whether every step sent what its strategy expected of it: the same in each, or whatever it does in which. Skipped steps, which end
+    /// early, are left out of this and all other figures.
     pub bytes_steady: bool,
     /// Payload bytes of scalars (loss, norms) sent a step.
     pub scalar_bytes: Option<u64>,
@@ -329,50 +391,6 @@ pub trait Observer {
 /// An observer that looks away.
 impl Observer for () {}
 
-/// Why a run ended early.
-#[derive(Debug, thiserror::Error)]
-pub enum TrainError {
-    /// The transport or another rank.
-    #[error(transparent)]
-    Comm(#[from] comm_core::Error),
-    /// The model or the device.
-    #[error(transparent)]
-    Model(#[from] ModelError),
-    /// The batches.
-    #[error(transparent)]
-    Batch(#[from] BatchError),
-    /// The optimizer.
-    #[error(transparent)]
-    Optim(#[from] OptimError),
-    /// The checkpoint.
-    #[error(transparent)]
-    Checkpoint(#[from] CheckpointError),
-    /// Loss scaling ended the run.
-    #[error("step {step}: {error}")]
-    Scaling {
-        /// The step, from 1.
-        step: u64,
-        /// Why.
-        error: ScalingError,
-    },
-    /// A loss or gradient that is not a number.
-    #[error(
-        "step {step}: {what} is {value}; lower the learning rate or clip gradients, or, where --precision or --wire is a 16-bit type, \
-         let --loss-scale be dynamic or take bf16"
-    )]
-    NotFinite {
-        /// The step, from 1.
-        step: u64,
-        /// What is not finite.
-        what: &'static str,
-        /// Its value.
-        value: f64,
-    },
-    /// A bug in a strategy: ranks ended with different weights.
-    #[error("the ranks ended with different weights: {0}")]
-    Diverged(String),
-}
-
 /// Trains, and returns the summary, on every rank of the session. `checkpoint` is where rank 0 saves the result.
 ///
 /// # Errors
@@ -385,7 +403,22 @@ pub fn train(
     checkpoint: Option<PathBuf>,
     observer: &mut dyn Observer,
 ) -> Result<Summary, TrainError> {
-    let result = run(config, corpus, session, device, checkpoint, observer);
+    let build = |setup: &strategy::Setup<'_>| strategy::build(config.strategy, setup);
+    train_by(&build, config, corpus, session, device, checkpoint, observer)
+}
+
+/// As [`train`], by the strategy that `build` gives.
+fn train_by(
+    build: Build<'_>,
+    config: &TrainConfig,
+    corpus: &Corpus,
+    session: &Session,
+    device: &Device,
+    checkpoint: Option<PathBuf>,
+    observer: &mut dyn Observer,
+) -> Result<Summary, TrainError> {
+    let trainer = || Trainer::new(config, corpus, session, device, checkpoint, build);
+    let result = trainer().and_then(|trainer| run(trainer, corpus, observer));
     // The others would wait for this rank until their deadline. Where they know already, the first failure stays.
     match &result {
         Err(TrainError::Comm(error)) => session.control.poison(error),
@@ -400,15 +433,9 @@ pub fn train(
     Ok(summary)
 }
 
-fn run(
-    config: &TrainConfig,
-    corpus: &Corpus,
-    session: &Session,
-    device: &Device,
-    checkpoint: Option<PathBuf>,
-    observer: &mut dyn Observer,
-) -> Result<Summary, TrainError> {
-    let mut trainer = Trainer::new(config, corpus, session, device, checkpoint)?;
+/// All steps, validations and checkpoints.
+fn run(mut trainer: Trainer<'_>, corpus: &Corpus, observer: &mut dyn Observer) -> Result<Summary, TrainError> {
+    let config = trainer.config;
     if let Some(reason) = trainer.no_gpu_figures() {
         observer.warning(&format!("no figures of the GPU: {reason}"));
     }

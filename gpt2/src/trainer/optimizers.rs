@@ -6,21 +6,205 @@ use std::sync::Arc;
 use burn::tensor::Device;
 use comm_core::{Communicator, Error};
 
-use super::{TrainConfig, TrainError};
+use super::{Session, TrainConfig, TrainError};
 use crate::cross_entropy::Placement;
 use crate::devices;
 use crate::flat::{DeviceCollectives, Flat};
+use crate::memory::Category;
 use crate::optim::{
-    DeviceNorms, DeviceOptimizer, OptimError, Optimizer, OptimizerConfig, sum_of_squares, sum_of_squares_on_device,
+    DeviceAdamW, DeviceLamb, DeviceNorms, OptimError, Optimizer, OptimizerConfig, OptimizerKind, sum_of_squares,
+    sum_of_squares_on_device,
 };
 use crate::precision::Precision;
+use crate::record::{self, Activity};
 use crate::segments::SegmentInfo;
-use crate::strategy::{Clock, Comms, StrategyKind};
+use crate::strategy::{Comms, StrategyKind};
 
-/// One for the owned range of each segment.
-pub(super) enum Optimizers {
-    Host(Vec<Optimizer>),
-    Device(Vec<DeviceOptimizer>),
+/// Makes sums over what this rank's optimizers own those of whole tensors.
+pub(super) type AddUp<'a> = &'a mut dyn FnMut(&mut [f64]) -> Result<(), TrainError>;
+
+/// Updates a rank's masters, wherever they are: one optimizer for the owned range of each segment.
+pub(super) trait MasterOptimizer {
+    /// Adds that of the next segment.
+    fn push(&mut self, config: OptimizerConfig, segment: &SegmentInfo, range: Range<usize>) -> Result<(), OptimError>;
+
+    /// The steps taken, over segments.
+    fn steps(&self) -> Vec<u64>;
+
+    /// Gradients where the masters are: read back, if that is in host memory.
+    fn fetch(&self, grads: Vec<Flat>) -> Result<Vec<Flat>, Error> {
+        Ok(grads)
+    }
+
+    /// Sum of squares of all gradients, which are scaled by the inverse of `unscale`.
+    fn sum_of_squares(&self, grads: &[Flat], unscale: f32) -> Result<f64, TrainError>;
+
+    /// A step on `masters`. Gradients are first multiplied by `factor`. Where it needs the norms of whole tensors, `add_up` gets the sums of
+    /// squares of this rank's parts.
+    fn step(
+        &mut self,
+        masters: &mut [Flat],
+        grads: Vec<Flat>,
+        rates: (f64, f32),
+        add_up: AddUp<'_>,
+    ) -> Result<(), TrainError>;
+}
+
+/// In host memory, of either kind.
+#[derive(Default)]
+struct OnHost(Vec<Optimizer>);
+
+/// AdamW on the device.
+#[derive(Default)]
+struct AdamWOnDevice(Vec<DeviceAdamW>);
+
+/// LAMB on the device.
+#[derive(Default)]
+struct LambOnDevice(Vec<DeviceLamb>);
+
+/// The optimizer for masters in these places, of no segment yet.
+pub(super) fn optimizer(kind: OptimizerKind, places: &Places) -> Box<dyn MasterOptimizer> {
+    match (places.masters_on_device, kind) {
+        (false, _) => Box::new(OnHost::default()),
+        (true, OptimizerKind::AdamW) => Box::new(AdamWOnDevice::default()),
+        (true, OptimizerKind::Lamb) => Box::new(LambOnDevice::default()),
+    }
+}
+
+impl MasterOptimizer for OnHost {
+    fn push(&mut self, config: OptimizerConfig, segment: &SegmentInfo, range: Range<usize>) -> Result<(), OptimError> {
+        self.0.push(Optimizer::new(config, segment, range)?);
+        Ok(())
+    }
+
+    fn steps(&self) -> Vec<u64> {
+        self.0.iter().map(Optimizer::steps).collect()
+    }
+
+    fn fetch(&self, grads: Vec<Flat>) -> Result<Vec<Flat>, Error> {
+        let fetch = |grads| match grads {
+            Flat::Host(_) => Ok(grads),
+            // The device has been waited for at the end of the pass.
+            Flat::Device(_) => {
+                let read = || grads.into_host().map(Flat::Host);
+                record::charged(Activity::Pack, Category::Gradients, read)
+            }
+        };
+        grads.into_iter().map(fetch).collect()
+    }
+
+    fn sum_of_squares(&self, grads: &[Flat], _unscale: f32) -> Result<f64, TrainError> {
+        let squares = grads.iter().map(|grads| grads.host().map(|grads| sum_of_squares(grads)));
+        Ok(squares.sum::<Result<f64, Error>>()?)
+    }
+
+    fn step(
+        &mut self,
+        masters: &mut [Flat],
+        grads: Vec<Flat>,
+        (learning_rate, factor): (f64, f32),
+        add_up: AddUp<'_>,
+    ) -> Result<(), TrainError> {
+        let mut norms = Vec::new();
+        for ((optimizer, master), grads) in self.0.iter_mut().zip(&mut *masters).zip(grads) {
+            match optimizer.prepare(master.host()?, grads.host()?, factor)? {
+                Some(of_segment) => norms.push(of_segment),
+                None => optimizer.step(master.host_mut()?, grads.host()?, learning_rate, factor)?,
+            }
+        }
+        whole_tensors(&mut norms, add_up)?;
+        for ((optimizer, master), norms) in self.0.iter_mut().zip(masters).zip(&norms) {
+            optimizer.apply(master.host_mut()?, learning_rate, norms)?;
+        }
+        Ok(())
+    }
+}
+
+impl MasterOptimizer for AdamWOnDevice {
+    fn push(&mut self, config: OptimizerConfig, segment: &SegmentInfo, range: Range<usize>) -> Result<(), OptimError> {
+        config.validate()?;
+        self.0.push(DeviceAdamW::new(config.constants(), segment, range)?);
+        Ok(())
+    }
+
+    fn steps(&self) -> Vec<u64> {
+        self.0.iter().map(DeviceAdamW::steps).collect()
+    }
+
+    fn sum_of_squares(&self, grads: &[Flat], unscale: f32) -> Result<f64, TrainError> {
+        squares_on_device(grads, unscale)
+    }
+
+    fn step(
+        &mut self,
+        masters: &mut [Flat],
+        grads: Vec<Flat>,
+        (learning_rate, factor): (f64, f32),
+        _add_up: AddUp<'_>,
+    ) -> Result<(), TrainError> {
+        for ((optimizer, master), grads) in self.0.iter_mut().zip(masters).zip(grads) {
+            let params = std::mem::take(master).into_tensor()?;
+            let updated = optimizer.step(params, grads.pieces()?, learning_rate, factor)?;
+            *master = Flat::Device(updated.into_iter().collect());
+        }
+        Ok(())
+    }
+}
+
+impl MasterOptimizer for LambOnDevice {
+    fn push(&mut self, config: OptimizerConfig, segment: &SegmentInfo, range: Range<usize>) -> Result<(), OptimError> {
+        config.validate()?;
+        self.0.push(DeviceLamb::new(config.constants(), segment, range)?);
+        Ok(())
+    }
+
+    fn steps(&self) -> Vec<u64> {
+        self.0.iter().map(DeviceLamb::steps).collect()
+    }
+
+    fn sum_of_squares(&self, grads: &[Flat], unscale: f32) -> Result<f64, TrainError> {
+        squares_on_device(grads, unscale)
+    }
+
+    fn step(
+        &mut self,
+        masters: &mut [Flat],
+        grads: Vec<Flat>,
+        (learning_rate, factor): (f64, f32),
+        add_up: AddUp<'_>,
+    ) -> Result<(), TrainError> {
+        let mut norms = Vec::with_capacity(self.0.len());
+        for ((optimizer, master), grads) in self.0.iter_mut().zip(&*masters).zip(grads) {
+            norms.push(optimizer.prepare(master.clone().into_tensor()?, grads.into_tensor()?, factor)?);
+        }
+        // In one transfer.
+        let mut norms = DeviceNorms::read(norms)?;
+        whole_tensors(&mut norms, add_up)?;
+        for ((optimizer, master), norms) in self.0.iter_mut().zip(masters).zip(&norms) {
+            let updated = optimizer.apply(std::mem::take(master).into_tensor()?, learning_rate, norms)?;
+            *master = Flat::Device(updated.into_iter().collect());
+        }
+        Ok(())
+    }
+}
+
+/// Has the sums of squares of each segment's tensors added up, of parameters and of their update.
+fn whole_tensors(norms: &mut [Vec<[f64; 2]>], add_up: AddUp<'_>) -> Result<(), TrainError> {
+    if norms.is_empty() {
+        return Ok(());
+    }
+    let mut flat: Vec<f64> = norms.iter().flatten().flatten().copied().collect();
+    add_up(&mut flat)?;
+    for (pair, whole) in norms.iter_mut().flatten().zip(flat.chunks_exact(2)) {
+        pair.copy_from_slice(whole);
+    }
+    Ok(())
+}
+
+fn squares_on_device(grads: &[Flat], unscale: f32) -> Result<f64, TrainError> {
+    // Piece by piece: joined, they would all be there twice.
+    let pieces = grads.iter().map(Flat::pieces).collect::<Result<Vec<_>, Error>>()?;
+    Ok(sum_of_squares_on_device(pieces.concat(), unscale)?)
 }
 
 /// Where a rank's gradients and masters are.
@@ -40,9 +224,9 @@ impl Places {
     ///
     /// # Errors
     /// `InvalidArgument` where a communicator works on the memory of another device.
-    pub(super) fn new(config: &TrainConfig, comms: &Comms, device: &Device) -> Result<Self, Error> {
+    pub(super) fn new(config: &TrainConfig, comms: &Comms, session: &Session, device: &Device) -> Result<Self, Error> {
         let TrainConfig { strategy, precision, .. } = *config;
-        let node = comms.node.as_ref().filter(|_| strategy == StrategyKind::Hierarchical);
+        let node = comms.node.as_ref().filter(|_| strategy.spec().tells_nodes_apart);
         check_device(&*comms.world, comms.native.as_ref(), device)?;
         if let Some(node) = node {
             check_device(&**node, comms.node_native.as_ref(), device)?;
@@ -53,147 +237,13 @@ impl Places {
         let rounds_alike = precision == Precision::F32 || devices::cuda_ordinal(device).is_some();
         let stays = is_lent || (strategy == StrategyKind::Single && rounds_alike);
         let masters_on_device = gradients_on_device && stays;
-        Ok(Places { staged: staged(comms, node), gradients_on_device, masters_on_device })
+        Ok(Places { staged: staged(comms, session, node), gradients_on_device, masters_on_device })
     }
 
     /// The masters that begin with these values.
     pub(super) fn masters(&self, initial: &[f32], device: &Device) -> Flat {
         if self.masters_on_device { Flat::on_device(initial, device) } else { Flat::Host(initial.to_vec()) }
     }
-}
-
-impl Optimizers {
-    pub(super) fn none(places: &Places) -> Self {
-        if places.masters_on_device { Optimizers::Device(Vec::new()) } else { Optimizers::Host(Vec::new()) }
-    }
-
-    /// Adds that of the next segment.
-    pub(super) fn push(
-        &mut self,
-        config: OptimizerConfig,
-        segment: &SegmentInfo,
-        range: Range<usize>,
-    ) -> Result<(), OptimError> {
-        match self {
-            Optimizers::Host(all) => all.push(Optimizer::new(config, segment, range)?),
-            Optimizers::Device(all) => all.push(DeviceOptimizer::new(config, segment, range)?),
-        }
-        Ok(())
-    }
-
-    /// The fewest and the most steps taken, over segments.
-    pub(super) fn steps(&self) -> (u64, u64) {
-        let steps: Vec<u64> = match self {
-            Optimizers::Host(all) => all.iter().map(Optimizer::steps).collect(),
-            Optimizers::Device(all) => all.iter().map(DeviceOptimizer::steps).collect(),
-        };
-        (steps.iter().min().copied().unwrap_or(0), steps.iter().max().copied().unwrap_or(0))
-    }
-
-    /// Gradients where the optimizers are: read back, if that is in host memory.
-    pub(super) fn fetch(&self, grads: Vec<Flat>, clock: &mut Clock) -> Result<Vec<Flat>, Error> {
-        match self {
-            Optimizers::Device(_) => Ok(grads),
-            Optimizers::Host(_) => grads.into_iter().map(|grads| Ok(Flat::Host(clock.fetch(grads)?))).collect(),
-        }
-    }
-
-    /// Sum of squares of all gradients, which are scaled by the inverse of `unscale`.
-    pub(super) fn sum_of_squares(&self, grads: &[Flat], unscale: f32) -> Result<f64, TrainError> {
-        match self {
-            Optimizers::Host(_) => {
-                let squares = grads.iter().map(|grads| grads.host().map(|grads| sum_of_squares(grads)));
-                Ok(squares.sum::<Result<f64, Error>>()?)
-            }
-            Optimizers::Device(_) => {
-                // Piece by piece: joined, they would all be there twice.
-                let pieces = grads.iter().map(Flat::pieces).collect::<Result<Vec<_>, Error>>()?;
-                Ok(sum_of_squares_on_device(pieces.concat(), unscale)?)
-            }
-        }
-    }
-
-    /// A whole step on `masters` of each, where they need no norms of tensors. Gradients are first multiplied by `factor`.
-    pub(super) fn step(
-        &mut self,
-        masters: &mut [Flat],
-        grads: Vec<Flat>,
-        (learning_rate, factor): (f64, f32),
-    ) -> Result<(), TrainError> {
-        let vectors = masters.iter_mut().zip(grads);
-        match self {
-            Optimizers::Host(all) => {
-                for (optimizer, (master, grads)) in all.iter_mut().zip(vectors) {
-                    optimizer.step(master.host_mut()?, grads.host()?, learning_rate, factor)?;
-                }
-            }
-            Optimizers::Device(all) => {
-                for (optimizer, (master, grads)) in all.iter_mut().zip(vectors) {
-                    let DeviceOptimizer::AdamW(adamw) = optimizer else { return Err(other_kind()) };
-                    let params = std::mem::take(master).into_tensor()?;
-                    let updated = adamw.step(params, grads.pieces()?, learning_rate, factor)?;
-                    *master = Flat::Device(updated.into_iter().collect());
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// The first half of a step that needs norms of tensors: for each segment and each of its tensors the sums of squares of what this
-    /// rank holds of its parameters and of its update. From the device they come in one transfer.
-    pub(super) fn prepare(
-        &mut self,
-        masters: &[Flat],
-        grads: Vec<Flat>,
-        factor: f32,
-    ) -> Result<Vec<Vec<[f64; 2]>>, TrainError> {
-        let vectors = masters.iter().zip(grads);
-        match self {
-            Optimizers::Host(all) => {
-                let prepare = |(optimizer, (master, grads)): (&mut Optimizer, (&Flat, Flat))| {
-                    Ok(optimizer.prepare(master.host()?, grads.host()?, factor)?.unwrap_or_default())
-                };
-                all.iter_mut().zip(vectors).map(prepare).collect()
-            }
-            Optimizers::Device(all) => {
-                let prepare = |(optimizer, (master, grads)): (&mut DeviceOptimizer, (&Flat, Flat))| {
-                    let DeviceOptimizer::Lamb(lamb) = optimizer else { return Err(other_kind()) };
-                    Ok(lamb.prepare(master.clone().into_tensor()?, grads.into_tensor()?, factor)?)
-                };
-                let norms = all.iter_mut().zip(vectors).map(prepare).collect::<Result<Vec<_>, TrainError>>()?;
-                Ok(DeviceNorms::read(norms)?)
-            }
-        }
-    }
-
-    /// The second half, with the norms of whole tensors.
-    pub(super) fn apply(
-        &mut self,
-        masters: &mut [Flat],
-        learning_rate: f64,
-        norms: &[Vec<[f64; 2]>],
-    ) -> Result<(), TrainError> {
-        let vectors = masters.iter_mut().zip(norms);
-        match self {
-            Optimizers::Host(all) => {
-                for (optimizer, (master, norms)) in all.iter_mut().zip(vectors) {
-                    optimizer.apply(master.host_mut()?, learning_rate, norms)?;
-                }
-            }
-            Optimizers::Device(all) => {
-                for (optimizer, (master, norms)) in all.iter_mut().zip(vectors) {
-                    let DeviceOptimizer::Lamb(lamb) = optimizer else { return Err(other_kind()) };
-                    let updated = lamb.apply(std::mem::take(master).into_tensor()?, learning_rate, norms)?;
-                    *master = Flat::Device(updated.into_iter().collect());
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
-fn other_kind() -> TrainError {
-    Error::Internal("an optimizer on the device was asked for a step of the other kind".into()).into()
 }
 
 /// What lends memory to `comm` has to lend that of the model's device.
@@ -214,7 +264,7 @@ fn check_device(
 
 /// Why gradients are not kept on the device although a communicator works on its memory, which is seldom what was wanted. Whoever has
 /// bytes moved between nodes alone has chosen so: no more than shards pass through host memory then.
-fn staged(comms: &Comms, node: Option<&Arc<dyn Communicator>>) -> Option<String> {
+fn staged(comms: &Comms, session: &Session, node: Option<&Arc<dyn Communicator>>) -> Option<String> {
     let world = (&*comms.world, comms.native.is_some());
     let levels = match node {
         Some(node) => {
@@ -222,9 +272,13 @@ fn staged(comms: &Comms, node: Option<&Arc<dyn Communicator>>) -> Option<String>
         }
         None => vec![(world.0, world.1, "")],
     };
-    if let Some((.., place)) = levels.iter().find(|(comm, is_lent, _)| comm.name() == "nccl" && !is_lent) {
+    let of_node = session.node.as_ref().filter(|_| node.is_some()).map(|node| &node.properties);
+    let properties = of_node.into_iter().chain([&session.properties]);
+    let mut works_on_device = levels.iter().zip(properties).filter(|(_, known)| known.cuda_device.is_some());
+    if let Some(((comm, _, place), _)) = works_on_device.find(|((_, is_lent, _), _)| !is_lent) {
         return Some(format!(
-            "gradients travel through host memory{place}: NCCL works on CUDA devices, and the model is on another"
+            "gradients travel through host memory{place}: {} works on CUDA devices, and the model is on another",
+            comm.name()
         ));
     }
     match levels[..] {

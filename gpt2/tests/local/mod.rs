@@ -14,7 +14,7 @@ use gpt2::corpus::{Corpus, CorpusSource};
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::trainer::{Observer, Session, Summary, TrainConfig, train};
-use gpt2::transports::{TransportOptions, local_sessions};
+use isocomm::TransportOptions;
 
 /// Rounding: the ranks' sums run in another order than one device's.
 pub const TOLERANCE: f64 = 1e-5;
@@ -72,7 +72,8 @@ pub fn run_with<O: Observer + Send>(
 ) -> Summary {
     let options = TransportOptions { timeout: Duration::from_secs(60), ..TransportOptions::default() };
     let summaries: Vec<Summary> = thread::scope(|scope| {
-        let threads: Vec<_> = local_sessions(ranks, &options)
+        let threads: Vec<_> = Session::threads(ranks, &options)
+            .unwrap()
             .into_iter()
             .enumerate()
             .map(|(rank, session)| {

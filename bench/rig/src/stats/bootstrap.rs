@@ -4,7 +4,7 @@
 //! length that grows with the root of the series' so that likeness over several steps stays inside. The draws are
 //! seeded: the same series always gives the same figures.
 
-use gpt2::splitmix::SplitMix64;
+use comm_core::splitmix::SplitMix64;
 
 use super::beta::student;
 use super::median::median;

@@ -1,6 +1,6 @@
 //! Runs made up with the noise that real ones have, to see whether intervals hold what they promise.
 
-use gpt2::splitmix::SplitMix64;
+use comm_core::splitmix::SplitMix64;
 
 use super::interval::RunValue;
 use super::{Change, Comparison, Verdict, paired, unpaired};

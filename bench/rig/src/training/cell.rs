@@ -7,7 +7,7 @@ use gpt2::config::{ConfigError, Preset};
 use gpt2::optim::LearningRate;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::trainer::{Summary, TrainConfig};
-use gpt2::transports::{TransportKind, TransportOptions};
+use isocomm::{Rung, TransportKind, TransportOptions};
 
 use super::job::Training;
 use super::skew;
@@ -21,7 +21,6 @@ use crate::link::World;
 use crate::machine::{self, Watch};
 use crate::outcome::RunError;
 use crate::record::{Cell, DEFAULT, Link, Measured, Record, SCHEMA, Status};
-use crate::rung::Rung;
 use crate::signal::{Interrupted, Signals};
 
 /// Everything about a run that its cell does not say.
@@ -122,14 +121,13 @@ impl CellRun<'_> {
         let options = TransportOptions {
             lanes: cell.lanes,
             timeout: self.timeout / 2,
-            quic_congestion: congestion.clone().map(|name| if name == "reno" { "newreno".into() } else { name }),
             congestion,
             mtu: cell.quic_mtu,
             ..TransportOptions::default()
         };
         let node_transport = match cell.strategy.parse()? {
-            StrategyKind::Hierarchical if rung == Some(Rung::LOCAL) => Some(TransportKind::Local),
-            StrategyKind::Hierarchical => Some(TransportKind::Shm),
+            StrategyKind::Hierarchical if rung.is_some_and(Rung::is_threads) => Some(TransportKind::LOCAL),
+            StrategyKind::Hierarchical => Some(TransportKind::SHM),
             _ => None,
         };
         let training = Training::new(config(cell, self.text)?, None, cell.ranks, cell.threads, self.timeout);

@@ -5,14 +5,13 @@ use std::time::Duration;
 
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::trainer::{Summary, TrainConfig};
-use gpt2::transports::{TransportKind, TransportOptions};
+use isocomm::{Rung, TransportKind, TransportOptions};
 
 use super::task::{Network, RankOutput, Task};
 use crate::link::World;
 use crate::outcome::{self, RunError};
 use crate::rank;
 use crate::record::Planted;
-use crate::rung::Rung;
 
 /// What to train, and by whom. The ranks are this executable, started again.
 #[derive(Clone, Debug)]
@@ -53,7 +52,7 @@ impl Training {
     ) -> Self {
         Training {
             config,
-            rung: transport.map(Rung::Trained),
+            rung: transport.map(Rung::from),
             node_transport: None,
             options: TransportOptions { timeout: timeout / 2, ..TransportOptions::default() },
             ranks,
@@ -99,7 +98,7 @@ impl Training {
 
     /// The threads of `local` live in one process, started the same way.
     fn processes(&self) -> usize {
-        if self.rung == Some(Rung::LOCAL) { 1 } else { self.ranks }
+        if self.rung.is_some_and(Rung::is_threads) { 1 } else { self.ranks }
     }
 
     fn task(&self, world: &World, results: &Path) -> Task {

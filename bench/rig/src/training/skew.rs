@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use gpt2::strategy::{Activity, Operation, Span};
+use gpt2::record::{Activity, Operation, Span};
 use serde::{Deserialize, Serialize};
 
 use crate::record;
@@ -288,7 +288,7 @@ fn ms(nanoseconds: u64) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use gpt2::strategy::Partner;
+    use gpt2::record::Partner;
 
     use super::*;
 

@@ -7,13 +7,12 @@ use std::time::Duration;
 
 use burn::tensor::Device;
 use comm_core::job::{Address, Job};
-use comm_core::{Control, Deadline, Error};
-use comm_quic::QuicTransport;
+use comm_core::{Control, Error};
 use gpt2::corpus::Corpus;
 use gpt2::run::{RankOptions, run_rank_over, run_watched_threads};
 use gpt2::tokenizer::TokenizerKind;
-use gpt2::trainer::{Observer, Session, StepReport, Summary, TrainConfig};
-use gpt2::transports::{self, TransportKind, TransportOptions};
+use gpt2::trainer::{Observer, StepReport, Summary, TrainConfig};
+use isocomm::{Connected, Rung, TransportKind, TransportOptions};
 use serde::{Deserialize, Serialize};
 
 use super::skew::Step;
@@ -21,7 +20,6 @@ use crate::BenchError;
 use crate::link::Ends;
 use crate::rank::{self, Program, leave, load_text, of_a_job};
 use crate::record::Planted;
-use crate::rung::Rung;
 use crate::why::{self, Figures, Probe, Scope, quic_figures};
 
 /// What the processes of a job are told.
@@ -77,7 +75,7 @@ impl Program for Task {
         let device = Device::flex();
         let output = match self.rung {
             None => self.threads(1, job.rank, &corpus, &device)?,
-            Some(Rung::LOCAL) => self.threads(self.ranks, 0, &corpus, &device)?,
+            Some(rung) if rung.is_threads() => self.threads(self.ranks, 0, &corpus, &device)?,
             Some(rung) => self.connected(rung, job, &corpus, &device)?,
         };
         leave(&RankOutput::file(&self.results, job.rank), &output)
@@ -119,7 +117,7 @@ impl Task {
     fn rank_options(&self) -> RankOptions {
         RankOptions {
             // What is connected is said elsewhere; this is what there is for one process.
-            transport: TransportKind::Local,
+            transport: TransportKind::LOCAL,
             options: self.options.clone(),
             node_transport: self.node_transport,
             threads: self.threads,
@@ -134,14 +132,12 @@ fn connect(
     control: Arc<dyn Control>,
     options: &TransportOptions,
     figures: &OnceLock<Figures>,
-) -> Result<Session, Error> {
-    if rung != Rung::Trained(TransportKind::Quic) {
-        return rung.connect(control, options);
+) -> Result<Connected, Error> {
+    let connected = rung.connect(control, options)?;
+    if let Some(monitor) = &connected.quic {
+        let _ = figures.set(quic_figures(vec![monitor.clone()]));
     }
-    let deadline = Deadline::after(options.timeout);
-    let transport = QuicTransport::connect(&*control, &transports::quic_options(options)?, deadline)?;
-    let _ = figures.set(quic_figures(vec![transport.monitor()]));
-    transports::session(transport, control, options, 1)
+    Ok(connected)
 }
 
 impl RankOutput {

@@ -2,7 +2,7 @@
 //!
 //! Format: <https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU>, "JSON Object Format", times in microseconds.
 
-use gpt2::strategy::{Activity, Operation};
+use gpt2::record::{Activity, Operation};
 use serde_json::{Value, json};
 
 use super::skew::Step;
@@ -85,7 +85,7 @@ fn place(operations: &[Operation]) -> Vec<usize> {
 
 #[cfg(test)]
 mod tests {
-    use gpt2::strategy::Span;
+    use gpt2::record::Span;
 
     use super::*;
 

@@ -1,16 +1,17 @@
 //! What the network costs each strategy: what a link adds to a step, and what share of it waits.
 
+use isocomm::Rung;
 use rig::record::Axis;
 use rig::stats::Interval;
 
 use super::super::case::{LATE, NETWORK};
-use super::super::digest::{Case, Comparison, Digest, Grouped, ROUNDS, SINGLE};
+use super::super::digest::{Case, Comparison, Digest, Grouped, ROUNDS, SINGLE, is_timing_only};
 use super::super::html::{Mark, Page, Table};
 use super::super::text::{interval, share_interval};
 
 /// A cell that talks over a network, for what is said of it.
 pub(super) fn is_networked(case: &Case<'_>) -> bool {
-    case.cell.strategy != SINGLE && case.cell.transport != "null" && case.step.is_some()
+    case.cell.strategy != SINGLE && !is_timing_only(case.cell) && case.step.is_some()
 }
 
 /// What a cell's link adds to a step: against the same cell over a link that holds nothing up, whose name comes with it.
@@ -126,7 +127,8 @@ fn times(ratio: &Interval) -> String {
 }
 
 fn by_null(digest: &Digest<'_>, case: &Case<'_>) -> Option<Comparison> {
-    let there = digest.over(case.cell, "null").filter(|null| null.cell != case.cell)?;
+    let null = Rung::all().into_iter().find(|rung| rung.is_timing_only())?;
+    let there = digest.over(case.cell, &null.name()).filter(|null| null.cell != case.cell)?;
     case.against(there).filter(|found| found.rounds >= ROUNDS)
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 use rig::signal::Signals;
 use serde::{Deserialize, Serialize};
 

@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 use rig::BenchError;
 use rig::check::between;
 
@@ -110,7 +110,7 @@ impl ChaosArgs {
             .into());
         }
         for transport in &self.transports {
-            if matches!(transport, TransportKind::Local | TransportKind::Nccl) {
+            if !transport.medium().joins_processes() {
                 return Err(format!("--transports {transport}: ranks must be processes with host memory; choose from shm, tcp-raw, tcp, quic").into());
             }
             if let Some(why) = transport.missing() {
@@ -231,7 +231,7 @@ mod tests {
             settings
                 .left_out
                 .iter()
-                .any(|(fault, transport, ..)| (*fault, *transport) == (Fault::Reset, TransportKind::Shm))
+                .any(|(fault, transport, ..)| (*fault, *transport) == (Fault::Reset, TransportKind::SHM))
         );
     }
 

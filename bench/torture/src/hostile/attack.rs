@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use comm_core::job::Job;
-use gpt2::splitmix::SplitMix64;
+use comm_core::splitmix::SplitMix64;
 use quinn::Endpoint;
 use rig::BenchError;
 use tokio::sync::watch;

@@ -12,7 +12,7 @@ use gpt2::config::Preset;
 use gpt2::optim::LearningRate;
 use gpt2::strategy::StrategyKind;
 use gpt2::trainer::{Summary, TrainConfig};
-use gpt2::transports::{TransportKind, TransportOptions};
+use isocomm::{TransportKind, TransportOptions};
 use rig::BenchError;
 use rig::outcome::{self, RunError};
 use rig::rank;

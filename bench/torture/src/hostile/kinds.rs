@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use gpt2::splitmix::SplitMix64;
+use comm_core::splitmix::SplitMix64;
 use rig::BenchError;
 use rustls::pki_types::ServerName;
 

@@ -24,7 +24,7 @@ use std::thread;
 use std::time::Duration;
 
 use gpt2::cli::say;
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 use rig::BenchError;
 use rig::debug;
 use rig::environment::Environment;
@@ -83,7 +83,7 @@ pub(crate) fn run(args: &HostileArgs) -> Result<ExitCode, BenchError> {
 
 /// How many steps last as long as the attack should.
 fn calibrate(settings: &Settings) -> Result<u64, BenchError> {
-    let transport = TransportKind::Shm;
+    let transport = TransportKind::SHM;
     let ended = undisturbed(settings, transport, CALIBRATION)?;
     let step = median(ended.steps.get(2..).unwrap_or_default()).ok_or("the calibration took no steps")?;
     let steps = settings.attack.as_secs_f64() * 1e3 / step;

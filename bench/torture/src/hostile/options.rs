@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use gpt2::corpus::Corpus;
 use gpt2::tokenizer::TokenizerKind;
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 use rig::BenchError;
 use rig::check::between;
 use rig::folder;
@@ -66,10 +66,8 @@ impl HostileArgs {
     }
 
     pub(super) fn check(&self) -> Result<Settings, BenchError> {
-        const OFFERED: [TransportKind; 4] =
-            [TransportKind::Shm, TransportKind::TcpRaw, TransportKind::Tcp, TransportKind::Quic];
         for transport in &self.transports {
-            if !OFFERED.contains(transport) {
+            if !transport.medium().joins_processes() {
                 return Err(format!(
                     "--transports {transport}: a job over it has no ports to attack; choose shm, tcp-raw, tcp or quic"
                 )

@@ -12,8 +12,8 @@ use comm_core::job::Job;
 use comm_core::{Control, Deadline, Error};
 use gpt2::corpus::Corpus;
 use gpt2::tokenizer::TokenizerKind;
-use gpt2::trainer::{Observer, StepReport, TrainConfig, TrainError, train};
-use gpt2::transports::{self, TransportKind, TransportOptions};
+use gpt2::trainer::{Observer, Session, StepReport, TrainConfig, TrainError, train};
+use isocomm::{TransportKind, TransportOptions};
 use rig::BenchError;
 use rig::rank::{Program, load_text, of_a_job};
 use serde::{Deserialize, Serialize};
@@ -84,8 +84,9 @@ fn take_part(task: &Task, job: &Job, corpus: &Corpus) -> Result<(), TrainError> 
     if job.rank + 1 == job.world_size {
         thread::sleep(task.late);
     }
-    let session = transports::connect(task.transport, control.clone(), &task.options)
-        .inspect_err(|error| control.poison(error))?;
+    let connected =
+        task.transport.connect(control.clone(), &task.options).inspect_err(|error| control.poison(error))?;
+    let session = Session::new(connected, &task.options);
     if job.rank != 0 {
         return train(&task.config, corpus, &session, &Device::flex(), None, &mut ()).map(drop);
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use comm_core::Deadline;
 use comm_core::control::TcpControl;
 use comm_core::job::{Address, Job, Secret};
-use gpt2::splitmix::SplitMix64;
+use comm_core::splitmix::SplitMix64;
 use rig::BenchError;
 use rig::interrupts::uninterrupted;
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 use rig::stats::median;
 use serde::Serialize;
 

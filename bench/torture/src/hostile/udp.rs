@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::thread;
 use std::time::Duration;
 
-use gpt2::splitmix::SplitMix64;
+use comm_core::splitmix::SplitMix64;
 use socket2::{Domain, Protocol as SocketProtocol, SockAddr, Socket, Type};
 
 use super::kinds::Kind;

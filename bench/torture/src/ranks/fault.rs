@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-use gpt2::transports::TransportKind;
+use isocomm::{Medium, TransportKind};
 use serde::{Deserialize, Serialize};
 
 use super::protocol::Told;
@@ -107,11 +107,11 @@ impl Fault {
         if matches!(self, Fault::Cut | Fault::HalfOpen) && !may_deafen() {
             return Some("this system lets only root put filters on sockets; run as root");
         }
-        match (self, transport) {
-            (Fault::HalfOpen | Fault::Reset | Fault::Shutdown, TransportKind::Shm) => {
+        match (self, transport.medium()) {
+            (Fault::HalfOpen | Fault::Reset | Fault::Shutdown, Medium::SharedMemory) => {
                 return Some("shared memory has no connections");
             }
-            (Fault::Shutdown, TransportKind::Quic) => return Some("a UDP socket has no end of its stream"),
+            (Fault::Shutdown, Medium::Udp) => return Some("a UDP socket has no end of its stream"),
             _ => {}
         }
         match (self, when) {
@@ -141,7 +141,7 @@ impl Fault {
         match self {
             Fault::Kill | Fault::Exit | Fault::Panic | Fault::Restart | Fault::Abort | Fault::Shutdown => second,
             // A datagram to a closed UDP socket is lost like any other.
-            Fault::Reset if transport == TransportKind::Quic => timeout + second,
+            Fault::Reset if transport.medium() == Medium::Udp => timeout + second,
             Fault::Reset => second,
             Fault::Stop | Fault::Cut => liveness + second,
             Fault::Silent | Fault::HalfOpen => timeout + second,

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
+use comm_core::splitmix::SplitMix64;
 use comm_core::table::supports;
 use comm_core::{Algorithm, Communicator, DType, Error, OpKind};
-use gpt2::splitmix::SplitMix64;
+use isocomm::TransportOptions;
 use rig::samples::Reduction;
 use rig::with_sample;
 
@@ -169,7 +170,7 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
-    use gpt2::transports::{TransportOptions, local_sessions};
+    use isocomm::TransportOptions;
 
     use super::super::work::LANES;
     use super::*;
@@ -179,7 +180,8 @@ mod tests {
         let options = TransportOptions { lanes: LANES, ..Default::default() };
         let shared = Shared::default();
         let works: Vec<Work> = thread::scope(|scope| {
-            let threads: Vec<_> = local_sessions(3, &options)
+            let threads: Vec<_> = isocomm::threads(3, &options)
+                .unwrap()
                 .into_iter()
                 .map(|session| {
                     let shared = &shared;

@@ -108,7 +108,7 @@ pub(crate) fn secret() -> Result<String, String> {
     let mut bytes = [0; 16];
     let read = File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
     read.map_err(|error| format!("/dev/urandom: {error}"))?;
-    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+    Ok(comm_core::hex(&bytes))
 }
 
 /// Has the victim do something to itself; when it did.

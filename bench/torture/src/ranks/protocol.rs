@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use comm_core::Error;
 use comm_core::job::{Address, Job, Secret};
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 use serde::{Deserialize, Serialize};
 
 use super::when::When;

@@ -10,8 +10,7 @@ use std::time::{Duration, Instant};
 
 use comm_core::control::TcpControl;
 use comm_core::{Communicator, Control, Deadline, Error, job};
-use gpt2::trainer::Session;
-use gpt2::transports::{self, TransportOptions};
+use isocomm::{Connected, TransportOptions};
 use rig::BenchError;
 use rig::sys::{now, process_cpu_time};
 
@@ -86,7 +85,7 @@ fn take_part(join: &Join, shared: &Shared, commands: &mpsc::Receiver<Main>, befo
     Ok(())
 }
 
-fn connect(join: &Join, shared: &Shared) -> Result<Session, Error> {
+fn connect(join: &Join, shared: &Shared) -> Result<Connected, Error> {
     *shared.lock() = State::default();
     let options = TransportOptions {
         lanes: LANES,
@@ -107,8 +106,7 @@ fn connect(join: &Join, shared: &Shared) -> Result<Session, Error> {
     }
     // What a rank gives up on while it connects is the failure of all, and what another gave up on first is its own.
     let judge = control.clone();
-    let session =
-        transports::connect(join.transport, control, &options).map_err(|error| judge.verdict(error, Duration::ZERO))?;
+    let session = join.transport.connect(control, &options).map_err(|error| judge.verdict(error, Duration::ZERO))?;
     shared.lock().comm = Some(session.comm.clone());
     Ok(session)
 }

@@ -109,16 +109,13 @@ impl Stream<'_> {
             let values: Vec<u64> = (0..FAREWELL).map(value).collect();
             for peer in (0..comm.world_size()).filter(|peer| *peer != leaver) {
                 // Beside the caller where there is room, so that the rank is on its way out while they still travel.
-                drop(comm.start_vec(comm_core::Op::Send { to: peer }, values.clone(), 1));
+                drop(comm.on_lane(1).send_async(values.clone(), peer));
             }
             return Ok(());
         }
         std::thread::sleep(Duration::from_millis(50));
         let mut values = vec![0u64; FAREWELL];
-        let mut call =
-            comm_core::BorrowedCall::new(comm_core::Op::Recv { from: leaver }, comm_core::ViewMut::of(&mut values));
-        call.lane = 1;
-        comm.run_borrowed(call)?;
+        comm.on_lane(1).recv_into(&mut values, leaver)?;
         work.wrong += values.iter().enumerate().filter(|(index, got)| **got != value(*index)).count() as u64;
         work.checked += FAREWELL as u64;
         work.count("farewell");

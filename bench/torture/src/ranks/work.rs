@@ -319,10 +319,8 @@ mod tests {
 
     fn thread_group(ranks: usize, step: &Step) -> Vec<(u64, u64)> {
         let step = *step;
-        let sessions = gpt2::transports::local_sessions(
-            ranks,
-            &gpt2::transports::TransportOptions { lanes: LANES, ..Default::default() },
-        );
+        let sessions =
+            isocomm::threads(ranks, &isocomm::TransportOptions { lanes: LANES, ..Default::default() }).unwrap();
         std::thread::scope(|scope| {
             let threads: Vec<_> = sessions
                 .into_iter()

@@ -11,9 +11,9 @@ use std::fs;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use comm_core::splitmix::SplitMix64;
 use gpt2::cli::say;
-use gpt2::splitmix::SplitMix64;
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 use rig::BenchError;
 use rig::debug;
 use rig::folder;
@@ -194,7 +194,7 @@ impl Soak {
         episode: &mut Episode,
     ) -> Result<(), BenchError> {
         let times = self.settings.times;
-        let transport = episode.transport.unwrap_or(TransportKind::Tcp);
+        let transport = episode.transport.unwrap_or_default();
         let bound = fault.bound(transport, times.liveness, times.timeout);
         let survivors: Vec<usize> = (0..self.settings.ranks).filter(|rank| *rank != victim).collect();
         let numbers: Vec<Number> = survivors.iter().map(|rank| self.processes[*rank]).collect();

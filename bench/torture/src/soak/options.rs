@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 use rig::BenchError;
 use rig::check::between;
 
@@ -92,7 +92,7 @@ impl SoakArgs {
             return Err(format!("--most-bytes {} must lie between 1 and 1 GiB", self.most_bytes).into());
         }
         for transport in &self.transports {
-            if matches!(transport, TransportKind::Local | TransportKind::Nccl) {
+            if !transport.medium().joins_processes() {
                 return Err(format!("--transports {transport}: choose from shm, tcp-raw, tcp, quic").into());
             }
             if let Some(why) = transport.missing() {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use gpt2::transports::TransportKind;
+use isocomm::TransportKind;
 use serde::Serialize;
 
 use crate::ranks::fault::Fault;

@@ -2,7 +2,8 @@
 
 use std::cell::RefCell;
 
-use super::{Announcement, Said, ShmOptions, check_settings, create, decode, open, proof};
+use super::{Announcement, ShmOptions, check_settings, create, open, proof};
+use crate::control::{Told, decode, encode};
 use crate::fuzzing::{Target, Verdict};
 use crate::shm::layout::Layout;
 
@@ -23,11 +24,9 @@ thread_local! {
 
 /// A rank's announcement, as far as opening the memory that it speaks of.
 pub fn shm_announcement(bytes: &[u8]) -> Verdict {
-    let Ok(said) = decode::<Said<Announcement>>(bytes) else { return Verdict::Rejected };
-    let written = postcard::to_stdvec(&said).expect("an announcement can be written");
-    assert!(written.len() <= bytes.len());
-    let Ok(theirs) = said else { return Verdict::Accepted };
-    let mut mine = decode::<Said<Announcement>>(&announced()).expect("our own").expect("an announcement");
+    let Ok(told) = decode::<Told<Announcement>>(bytes) else { return Verdict::Rejected };
+    let Ok(theirs) = told else { return Verdict::Accepted };
+    let Ok(Ok(mut mine)) = decode::<Told<Announcement>>(&announced()) else { panic!("our own announcement") };
     mine.nonce = theirs.nonce;
     let place = mine.place.clone();
     let announced = [mine, theirs];
@@ -45,14 +44,12 @@ fn announced() -> Vec<u8> {
         let (_, _, announced) = own.get_or_insert_with(|| {
             let layout = Layout::new(2, OPTIONS.lanes, OPTIONS.ring_bytes).expect("a layout");
             let (segment, file, announcement) = create(0, layout, &OPTIONS, &KEY).expect("memory");
-            let said: Said<&Announcement> = Ok(&announcement);
-            (segment, file, postcard::to_stdvec(&said).expect("an announcement can be written"))
+            (segment, file, encode(&Told::Ok(announcement)).expect("an announcement can be written"))
         });
         announced.clone()
     })
 }
 
 fn seeds() -> Vec<Vec<u8>> {
-    let failed: Said<()> = Err("rank 1 cannot have 1 B of memory to share".into());
-    vec![announced(), postcard::to_stdvec(&failed).expect("a text can be written")]
+    vec![announced()]
 }

@@ -8,7 +8,7 @@ use std::ops::Range;
 use burn::tensor::{FloatDType, Tensor};
 
 use super::moments::Decay;
-use super::{OptimError, OptimizerConfig, OptimizerKind, check_range};
+use super::{OptimError, check_range};
 #[cfg(all(feature = "cube", not(feature = "fusion")))]
 use crate::cube;
 use crate::devices;
@@ -16,38 +16,6 @@ use crate::segments::SegmentInfo;
 
 pub use adamw::DeviceAdamW;
 pub use lamb::{DeviceLamb, DeviceNorms};
-
-/// [`Optimizer`](super::Optimizer) with parameters and state on one device. A step is either AdamW's [`step`](DeviceAdamW::step), or
-/// LAMB's [`prepare`](DeviceLamb::prepare) and [`apply`](DeviceLamb::apply).
-#[derive(Debug)]
-pub enum DeviceOptimizer {
-    /// AdamW.
-    AdamW(DeviceAdamW),
-    /// LAMB.
-    Lamb(DeviceLamb),
-}
-
-impl DeviceOptimizer {
-    /// An optimizer for the elements `range` of `segment` (the whole of it: `0..segment.len`; an empty range is fine).
-    ///
-    /// # Errors
-    /// [`OptimError::Constant`] and [`OptimError::RangeOutsideSegment`].
-    pub fn new(config: OptimizerConfig, segment: &SegmentInfo, range: Range<usize>) -> Result<Self, OptimError> {
-        config.validate()?;
-        match config.kind {
-            OptimizerKind::AdamW => DeviceAdamW::new(config.constants(), segment, range).map(Self::AdamW),
-            OptimizerKind::Lamb => DeviceLamb::new(config.constants(), segment, range).map(Self::Lamb),
-        }
-    }
-
-    /// Steps taken so far.
-    pub fn steps(&self) -> u64 {
-        match self {
-            Self::AdamW(adamw) => adamw.steps(),
-            Self::Lamb(lamb) => lamb.steps(),
-        }
-    }
-}
 
 /// Sum of squares of all elements of `grads`, tensors of any floating-point type on one device: sums over parts there, in f32, and one
 /// transfer.

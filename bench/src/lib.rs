@@ -1,0 +1,88 @@
+//! `bench`: what each strategy costs over each transport of this machine.
+//!
+//! Without arguments it runs a quick proof, at 3 and 4 ranks, that all transports compute the same and send what the formulas
+//! say, and then every strategy over every transport on 2 ranks, prints a table, and writes a report. Of the commands, `bench sweep`
+//! runs the cells of a plan over links of all kinds, `bench report` and `bench compare` say what came out, and `bench links` checks
+//! the links; `bench collectives` times collectives alone, beside the libraries that a user would pick instead; `bench parity`
+//! compares every strategy with one device, `bench memory` what each takes with what it should, `bench overlap` shows over a slow
+//! link how much communication hides behind the backward pass, `bench peers` trains beside PyTorch, and `bench paper` repeats
+//! published comparisons. `bench chaos` and `bench soak` show what becomes of a job when ranks fail, `bench hostile` what becomes of
+//! it when strangers attack its ports.
+
+mod args;
+mod collectives;
+mod compare;
+mod links;
+mod matrix;
+mod memory;
+mod overlap;
+mod paper;
+mod parity;
+mod peers;
+mod plan;
+mod prices;
+mod proof;
+mod report;
+mod rounds;
+mod setup;
+mod sweep;
+mod table;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use gpt2::cli::{complain, say};
+use gpt2::memory::{Category, set_thread_default};
+use rig::{BenchError, debug, outcome, rank};
+
+use args::{Args, Command};
+
+/// Runs the program. Ranks are this program again, so a program with a transport of its own calls [`isocomm::register`] first, and then this:
+/// see `bench/examples/own_transport.rs`. Memory is counted where [`Counting`](gpt2::memory::Counting) is the program's allocator.
+pub fn main() -> ExitCode {
+    set_thread_default(Category::Other);
+    let _printed = comm_core::printer::at_end();
+    comm_core::process::prepare();
+    gpt2::sys::keep_freed_pages();
+    if let Err(error) = isocomm::prepare() {
+        complain(format_args!("error: {error}"));
+        return ExitCode::FAILURE;
+    }
+    let mut args = Args::parse();
+    let result = match args.command.take() {
+        Some(Command::Rig(command)) => command.run(),
+        Some(Command::Torture(command)) => command.run(),
+        Some(Command::Collectives(collectives)) => collectives::run(&collectives),
+        Some(Command::CollectivesRank(task)) => rank::main::<collectives::Task>(&task),
+        Some(Command::Overlap(overlap)) => overlap::run(&overlap),
+        Some(Command::Peers(peers)) => peers::run(&peers),
+        Some(Command::Sweep(sweep)) => sweep::run(&sweep),
+        Some(Command::Report(report)) => report::run(&report),
+        Some(Command::Compare(compare)) => compare::run(&compare),
+        Some(Command::Links(links)) => links::run(&links),
+        Some(Command::LinksRank(task)) => rank::main::<links::Task>(&task),
+        Some(Command::Parity(parity)) => parity::run(&parity),
+        Some(Command::Memory(memory)) => memory::run(&memory),
+        Some(Command::Paper(paper)) => paper::run(&paper),
+        None => run(&args),
+    };
+    result.unwrap_or_else(|error| {
+        complain(format_args!("error: {error}"));
+        let signal = outcome::ending_signal(&error).map(|signal| 128 + signal);
+        signal.and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from)
+    })
+}
+
+fn run(args: &Args) -> Result<ExitCode, BenchError> {
+    debug::refuse_timings(args.allow_debug)?;
+    let setup = args.check()?;
+    say(format_args!("text: {}", setup.corpus.describe()));
+    say(format_args!("machine: {}", setup.environment.one_line()));
+    say(format_args!("results: {}", setup.out.display()));
+    let mut sound = true;
+    if !args.skip_proof {
+        sound &= proof::run(&setup)?;
+    }
+    sound &= matrix::run(&setup)?;
+    Ok(if sound { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}

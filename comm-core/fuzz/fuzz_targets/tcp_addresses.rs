@@ -1,5 +1,0 @@
-#![no_main]
-
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    comm_tcp::fuzzing::tcp_addresses(bytes);
-});

@@ -1,0 +1,74 @@
+//! An operation that was let in.
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+
+use super::Group;
+use crate::deadline::Deadline;
+use crate::header::{CHECK, CHECK_RECEIVE, Header};
+use crate::op::{Extents, Op};
+
+/// An operation whose arguments have been checked, with its number and its deadline; its data aside.
+#[derive(Clone, Debug)]
+pub struct Operation {
+    /// What to do.
+    pub op: Op,
+    /// What that means on this rank.
+    pub extents: Extents,
+    /// What its messages begin with; step and payload are those of each message.
+    pub header: Header,
+    /// The lane on which it runs.
+    pub lane: usize,
+    /// By when it has to end.
+    pub deadline: Deadline,
+    /// What its caller calls it.
+    pub label: Option<Arc<str>>,
+    /// The ranks of its communicator.
+    pub group: Arc<Group>,
+}
+
+impl Operation {
+    /// A header that stands for the operation as such, not for one of its messages.
+    pub fn call(&self) -> Header {
+        Header { step: if matches!(self.op, Op::Recv { .. }) { CHECK_RECEIVE } else { CHECK }, ..self.header }
+    }
+
+    /// From which rank of the job to which a message goes; `None` for a collective.
+    pub(super) fn pair(&self) -> Option<(u32, u32)> {
+        let Group { rank: me, job_ranks, .. } = &*self.group;
+        let rank = |rank: usize| job_ranks.get(rank).map(|rank| *rank as u32);
+        match self.op {
+            Op::Send { to } => Some((rank(*me)?, rank(to)?)),
+            Op::Recv { from } => Some((rank(from)?, rank(*me)?)),
+            Op::AllReduce(_)
+            | Op::Broadcast { .. }
+            | Op::Reduce { .. }
+            | Op::Scatter { .. }
+            | Op::Gather { .. }
+            | Op::AllGather
+            | Op::ReduceScatter(_)
+            | Op::AllToAll
+            | Op::Barrier => None,
+        }
+    }
+
+    /// The operation for people: what it is, between whom, and what its caller calls it.
+    pub fn name(&self) -> String {
+        name(&self.call(), self.pair(), self.label.as_deref())
+    }
+}
+
+/// As [`Operation::name`], of an operation with this [`Operation::call`].
+pub(super) fn name(call: &Header, pair: Option<(u32, u32)>, label: Option<&str>) -> String {
+    let mut name = call.to_string();
+    // Writing to a string does not fail.
+    let _ = match pair {
+        None => Ok(()),
+        Some((from, _)) if call.step == CHECK_RECEIVE => write!(name, " from rank {from}"),
+        Some((_, to)) => write!(name, " to rank {to}"),
+    };
+    if let Some(label) = label {
+        let _ = write!(name, " [{label}]");
+    }
+    name
+}

@@ -1,0 +1,197 @@
+//! What the lanes of a rank are doing, for those who ask.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::operation::name;
+use super::{Group, Operation};
+use crate::clock;
+use crate::control::{Activity, Doing, StallReport};
+use crate::error::Error;
+use crate::header::Header;
+
+/// Takes note of what each lane does: one operation at a time.
+#[derive(Debug)]
+pub(super) struct Watch {
+    lanes: Vec<Mutex<Option<Record>>>,
+    stall_after: Duration,
+    /// The last ones, oldest first, and when they came, on the [`clock`].
+    reports: Mutex<VecDeque<(Duration, StallReport)>>,
+}
+
+/// Reports that are kept: operations of different lanes and communicators may stall at the same time.
+const REPORTS: usize = 16;
+
+#[derive(Debug)]
+struct Record {
+    call: Header,
+    /// Of a message: from which rank of the job to which.
+    pair: Option<(u32, u32)>,
+    label: Option<Arc<str>>,
+    group: Arc<Group>,
+    is_running: bool,
+    /// When it began, on the [`clock`]; when it has ended, that moment.
+    since: Duration,
+    /// How long it may run before it is reported (again).
+    patience: Duration,
+    /// When it is reported for the last time before its deadline.
+    last_call: Duration,
+}
+
+/// An operation that is noted as running until this is dropped.
+#[derive(Debug)]
+pub(super) struct Note<'a> {
+    watch: &'a Watch,
+    lane: usize,
+}
+
+impl Watch {
+    /// Nothing has been done on any of so many lanes. An operation is reported after `stall_after`.
+    pub(super) fn new(lanes: usize, stall_after: Duration) -> Self {
+        Watch { lanes: (0..lanes).map(|_| Mutex::default()).collect(), stall_after, reports: Mutex::default() }
+    }
+
+    /// Notes that an operation begins.
+    pub(super) fn note(&self, operation: &Operation) -> Note<'_> {
+        let lane = operation.lane;
+        // Early enough that the answer is there when the deadline comes.
+        let last_call = operation.deadline.remaining() * 3 / 4;
+        let patience = self.stall_after.min(last_call);
+        let since = clock::running();
+        if let Some(slot) = self.lanes.get(lane) {
+            *lock(slot) = Some(Record {
+                call: operation.call(),
+                pair: operation.pair(),
+                label: operation.label.clone(),
+                group: operation.group.clone(),
+                is_running: true,
+                since,
+                patience,
+                last_call,
+            });
+        }
+        Note { watch: self, lane }
+    }
+
+    /// What to call the operation that runs on a lane.
+    pub(super) fn running(&self, lane: usize) -> Option<String> {
+        let slot = lock(self.lanes.get(lane)?);
+        slot.as_ref().filter(|record| record.is_running).map(|record| record.doing(lane).operation)
+    }
+
+    /// An error of an operation on the data path, in ranks of the job, with what has been found out lately of who holds it up; and what to
+    /// call the operation in it.
+    pub(super) fn explain(&self, error: Error, operation: &Operation) -> (Error, String) {
+        let (mut during, culprits) = (operation.name(), |waited| self.culprits(operation, waited));
+        let error = match error {
+            // Who is waited for may itself wait for someone else.
+            Error::Timeout { rank, operation, waited, waiting_for } => {
+                let waiting_for = match culprits(waited) {
+                    None => waiting_for,
+                    Some(culprits) if culprits.is_empty() => {
+                        during
+                            .push_str(", which all its ranks have called (so a connection or a machine is at fault),");
+                        waiting_for
+                    }
+                    Some(culprits) => culprits,
+                };
+                Error::Timeout { rank, operation, waited, waiting_for }
+            }
+            other => other,
+        };
+        (error, during)
+    }
+
+    /// The ranks that hold up an operation that has `waited` so long, as far as that has been found out lately; none if all
+    /// have called it.
+    fn culprits(&self, operation: &Operation, waited: Duration) -> Option<Vec<usize>> {
+        let Header { communicator: id, sequence: number, kind: wanted, .. } = operation.header;
+        let ends = operation.pair();
+        let is_it = |(at, report): &&(Duration, StallReport)| {
+            let Doing { communicator, sequence, kind, pair, .. } = report.stalled;
+            (communicator, sequence, kind, pair) == (id, number, wanted as u8, ends)
+                // Whoever was late then may have come since.
+                && clock::running().saturating_sub(*at) <= waited / 4 + Duration::from_secs(2)
+        };
+        lock(&self.reports).iter().rev().find(is_it).map(|(_, report)| report.culprits.clone())
+    }
+}
+
+impl Activity for Watch {
+    fn overdue(&self) -> Option<Doing> {
+        let is_overdue = |record: &&mut Record| record.is_running && record.elapsed() >= record.patience;
+        // One at a time; the next one is found at the next question.
+        self.lanes.iter().enumerate().find_map(|(lane, slot)| {
+            let mut slot = lock(slot);
+            let record = slot.as_mut().filter(is_overdue)?;
+            let elapsed = record.elapsed();
+            record.patience = elapsed.saturating_mul(2);
+            if elapsed < record.last_call {
+                record.patience = record.patience.min(record.last_call);
+            }
+            Some(record.doing(lane))
+        })
+    }
+
+    fn overdue_in(&self) -> Option<Duration> {
+        let left = |slot: &Mutex<Option<Record>>| {
+            let slot = lock(slot);
+            let record = slot.as_ref().filter(|record| record.is_running)?;
+            Some(record.patience.saturating_sub(record.elapsed()))
+        };
+        self.lanes.iter().filter_map(left).min()
+    }
+
+    fn doing(&self) -> Vec<Doing> {
+        let of_lane =
+            |(lane, slot): (usize, &Mutex<Option<Record>>)| lock(slot).as_ref().map(|record| record.doing(lane));
+        self.lanes.iter().enumerate().filter_map(of_lane).collect()
+    }
+
+    fn on_stall(&self, report: &StallReport) {
+        let mut reports = lock(&self.reports);
+        if reports.len() == REPORTS {
+            reports.pop_front();
+        }
+        reports.push_back((clock::running(), report.clone()));
+    }
+}
+
+impl Record {
+    fn elapsed(&self) -> Duration {
+        clock::running().saturating_sub(self.since)
+    }
+
+    fn doing(&self, lane: usize) -> Doing {
+        Doing {
+            lane: lane as u32,
+            operation: name(&self.call, self.pair, self.label.as_deref()),
+            communicator: self.call.communicator,
+            sequence: self.call.sequence,
+            kind: self.call.kind as u8,
+            pair: self.pair,
+            members: match self.pair {
+                Some((from, to)) => vec![from, to],
+                None => self.group.job_ranks.iter().map(|rank| *rank as u32).collect(),
+            },
+            is_running: self.is_running,
+            since: self.elapsed(),
+        }
+    }
+}
+
+impl Drop for Note<'_> {
+    fn drop(&mut self) {
+        if let Some(slot) = self.watch.lanes.get(self.lane)
+            && let Some(record) = lock(slot).as_mut()
+        {
+            record.is_running = false;
+            record.since = clock::running();
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,11 @@
+//! The tests that need no process of their own, in one program. `decoders` and `door` count what their process has; `launcher` and `subgroups`
+//! start themselves as ranks.
+
+mod common;
+mod control;
+mod decorators;
+mod frozen;
+mod lanes;
+mod networks;
+mod rendezvous;
+mod safety;

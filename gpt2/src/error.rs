@@ -1,0 +1,50 @@
+//! What ends a training run.
+
+use crate::batches::BatchError;
+use crate::checkpoint::CheckpointError;
+use crate::optim::{OptimError, ScalingError};
+use crate::segments::ModelError;
+
+/// Why a run ended early.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainError {
+    /// The transport or another rank.
+    #[error(transparent)]
+    Comm(#[from] comm_core::Error),
+    /// The model or the device.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The batches.
+    #[error(transparent)]
+    Batch(#[from] BatchError),
+    /// The optimizer.
+    #[error(transparent)]
+    Optim(#[from] OptimError),
+    /// The checkpoint.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// Loss scaling ended the run.
+    #[error("step {step}: {error}")]
+    Scaling {
+        /// The step, from 1.
+        step: u64,
+        /// Why.
+        error: ScalingError,
+    },
+    /// A loss or gradient that is not a number.
+    #[error(
+        "step {step}: {what} is {value}; lower the learning rate or clip gradients, or, where --precision or --wire is a 16-bit type, \
+         let --loss-scale be dynamic or take bf16"
+    )]
+    NotFinite {
+        /// The step, from 1.
+        step: u64,
+        /// What is not finite.
+        what: &'static str,
+        /// Its value.
+        value: f64,
+    },
+    /// A bug in a strategy: ranks ended with different weights.
+    #[error("the ranks ended with different weights: {0}")]
+    Diverged(String),
+}

@@ -1,0 +1,340 @@
+//! What strategies communicate through. Here alone is timed, named and charged what moves gradients and parameters.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+
+use comm_core::{Algorithm, Buffer, Call, Communicator, Error, Failed, Handle, HostBuffer, Op, ReduceOp};
+
+use super::{Comms, StrategyOptions};
+use crate::flat::{Flat, Packer, Weights};
+use crate::memory::{self, Category};
+use crate::precision::Precision;
+use crate::record::{self, Activity, EVERYONE, Ticket};
+
+/// The channels of one rank.
+#[derive(Clone, Debug)]
+pub struct Channels {
+    /// For gradients, in the wire type: of all ranks, or of those of a node where a strategy tells nodes apart.
+    pub(super) gradients: Channel,
+    /// For shards of gradients between nodes, in the wire type; where nodes are not told apart, the same as `gradients`.
+    pub(super) between: Channel,
+    /// For parameters, in the type of computation.
+    pub(super) parameters: Channel,
+}
+
+impl Channels {
+    /// Among all ranks.
+    pub(super) fn among_all(comms: &Comms, options: &StrategyOptions, precision: Precision) -> Self {
+        let channel = |wire, category| {
+            Channel::new(comms.world.clone(), EVERYONE, Packer::new(wire, comms.native.clone()), category)
+        };
+        let gradients = channel(options.wire, Category::Gradients);
+        Channels { between: gradients.clone(), gradients, parameters: channel(precision, Category::Parameters) }
+    }
+
+    /// The mean over all ranks of this rank's masters of a segment, in the type in which gradients travel.
+    ///
+    /// # Errors
+    /// The communicator's.
+    pub fn average_masters(&self, own: Flat, label: &str) -> comm_core::Result<Flat> {
+        let len = own.len();
+        let channel = Channel { category: Category::Optimizer, ..self.gradients.clone() };
+        let mut mean = channel.all_reduce(own, Route::blocking(label))?.finish_split(0..len, &[len])?;
+        Ok(mean.pop().unwrap_or_default())
+    }
+}
+
+/// Moves values of one kind, gradients or parameters, between some ranks: a communicator, the type in which they travel, and the memory
+/// that is lent to it. Spans, the names of operations and the category of memory follow from it.
+#[derive(Clone)]
+pub(super) struct Channel {
+    comm: Arc<dyn Communicator>,
+    /// What the ranks are called in the step's times.
+    group: u64,
+    packer: Packer,
+    category: Category,
+}
+
+impl std::fmt::Debug for Channel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Channel").field("group", &self.group).field("packer", &self.packer).finish_non_exhaustive()
+    }
+}
+
+/// How an operation goes.
+#[derive(Clone, Debug)]
+pub(super) struct Route {
+    /// What it is called in errors and in the step's times.
+    label: Arc<str>,
+    /// On which lane beside the training thread, or in it.
+    lane: Option<usize>,
+    /// `None` for the table's choice.
+    algorithm: Option<Algorithm>,
+}
+
+impl Route {
+    /// Beside the training thread, on a lane; of as many as there are, counted on from the first again.
+    pub(super) fn lane(label: impl Into<Arc<str>>, lane: usize) -> Self {
+        Route { label: label.into(), lane: Some(lane), algorithm: None }
+    }
+
+    /// In the training thread.
+    pub(super) fn blocking(label: impl Into<Arc<str>>) -> Self {
+        Route { label: label.into(), lane: None, algorithm: None }
+    }
+
+    /// By this algorithm.
+    pub(super) fn by(self, algorithm: Option<Algorithm>) -> Self {
+        Route { algorithm, ..self }
+    }
+}
+
+impl Channel {
+    pub(super) fn new(comm: Arc<dyn Communicator>, group: u64, packer: Packer, category: Category) -> Self {
+        Channel { comm, group, packer, category }
+    }
+
+    /// This rank among them.
+    pub(super) fn rank(&self) -> usize {
+        self.comm.rank()
+    }
+
+    /// Number of ranks.
+    pub(super) fn ranks(&self) -> usize {
+        self.comm.world_size()
+    }
+
+    /// Independent channels between each pair of ranks.
+    pub(super) fn lanes(&self) -> usize {
+        self.comm.lanes()
+    }
+
+    /// Starts the mean over all ranks of `values`.
+    pub(super) fn all_reduce(&self, values: Flat, route: Route) -> comm_core::Result<Pending> {
+        let buffer = self.pack(|| Ok(values))?;
+        Ok(self.start(Op::AllReduce(ReduceOp::Mean), buffer, route))
+    }
+
+    /// Starts sending `values`.
+    pub(super) fn send(
+        &self,
+        to: usize,
+        values: impl FnOnce() -> comm_core::Result<Flat>,
+        route: Route,
+    ) -> comm_core::Result<Pending> {
+        let buffer = self.pack(values)?;
+        Ok(self.start(Op::Send { to }, buffer, route))
+    }
+
+    /// Starts receiving `count` values.
+    pub(super) fn receive(&self, from: usize, count: usize, route: Route) -> comm_core::Result<Pending> {
+        let buffer = self.packing(|| self.packer.empty(count))?;
+        Ok(self.start(Op::Recv { from }, buffer, route))
+    }
+
+    /// Starts the gathering of `count` values, of which this rank has those of `parts` from `start` on.
+    pub(super) fn all_gather<'a>(
+        &self,
+        parts: impl Iterator<Item = &'a Flat> + Clone,
+        (start, count): (usize, usize),
+        route: Route,
+    ) -> comm_core::Result<Pending> {
+        let buffer = self.packing(|| self.packer.pack_into(parts, start, count))?;
+        Ok(self.start(Op::AllGather, buffer, route))
+    }
+
+    /// Starts an operation in place.
+    pub(super) fn start(&self, op: Op, buffer: Buffer, route: Route) -> Pending {
+        let Route { label, lane, algorithm } = route;
+        let call = match lane {
+            Some(lane) => Call::background(op, buffer, lane % self.comm.lanes()),
+            None => Call::blocking(op, buffer),
+        };
+        let call = Call { algorithm, label: Some(label), ..call };
+        let (handle, ticket) =
+            record::started(call, self.group, |call| memory::within(Category::Communication, || self.comm.start(call)));
+        Pending { channel: self.clone(), handle, ticket }
+    }
+
+    /// A buffer that holds what `values` returns, in the type that travels. Getting the values counts as packing.
+    pub(super) fn pack(&self, values: impl FnOnce() -> comm_core::Result<Flat>) -> comm_core::Result<Buffer> {
+        self.packing(|| self.packer.pack(values()?))
+    }
+
+    /// The values of such a buffer.
+    pub(super) fn unpack(&self, buffer: Buffer) -> comm_core::Result<Flat> {
+        self.unpacking(|| self.packer.unpack(buffer))
+    }
+
+    /// Whether values travel in device memory.
+    pub(super) fn is_native(&self) -> bool {
+        self.packer.is_native()
+    }
+
+    /// The values rounded to the type that travels, as those are that come from another rank.
+    pub(super) fn rounded(&self, values: impl FnOnce() -> comm_core::Result<Flat>) -> comm_core::Result<Flat> {
+        let buffer = self.pack(values)?;
+        self.unpack(buffer)
+    }
+
+    /// The weights that follow from masters of this rank.
+    pub(super) fn weights(&self, masters: &Flat) -> Weights {
+        self.unpacking(|| self.packer.weights(masters))
+    }
+
+    /// What lies one after another in several buffers, cut into pieces of these lengths.
+    pub(super) fn cut_all(&self, buffers: Vec<Buffer>, lengths: &[usize]) -> comm_core::Result<Vec<Weights>> {
+        self.unpacking(|| self.packer.cut_all(buffers, lengths))
+    }
+
+    /// The elements `range` of `whole`, which came from this channel, in a buffer for the channel `other`, and what is to be kept of the
+    /// rest.
+    pub(super) fn take_out(
+        &self,
+        whole: Buffer,
+        range: &Range<usize>,
+        other: &Channel,
+    ) -> comm_core::Result<(Buffer, Kept)> {
+        self.packing(|| match whole {
+            Buffer::Host(whole) => {
+                let part = copy_out(&whole, range);
+                let part = match other.packer.is_native() {
+                    true => other.packer.pack(other.packer.upload(part)?)?,
+                    false => Buffer::Host(part),
+                };
+                Ok((part, Kept::Whole(whole)))
+            }
+            Buffer::Device(_) => {
+                let count = whole.count();
+                let part = self.packer.unpack_part(whole, range.clone())?;
+                Ok((other.packer.pack(part)?, Kept::Count(count)))
+            }
+        })
+    }
+
+    /// The whole buffer again, with the elements `range` as they came from `other`.
+    pub(super) fn put_back(
+        &self,
+        kept: Kept,
+        range: &Range<usize>,
+        part: Buffer,
+        other: &Channel,
+    ) -> comm_core::Result<Buffer> {
+        self.packing(|| match kept {
+            Kept::Whole(mut whole) => {
+                let part = match part {
+                    Buffer::Host(part) => part,
+                    // Inside the node nothing is lent, so this comes in host memory.
+                    Buffer::Device(_) => match self.packer.pack(other.packer.unpack(part)?)? {
+                        Buffer::Host(part) => part,
+                        Buffer::Device(_) => {
+                            return Err(Error::Internal("what was to come to the host was lent".into()));
+                        }
+                    },
+                };
+                copy_in(&mut whole, range, &part);
+                Ok(Buffer::Host(whole))
+            }
+            Kept::Count(count) => {
+                let part = match part {
+                    Buffer::Host(part) => self.packer.upload(part)?,
+                    Buffer::Device(_) => other.packer.unpack(part)?,
+                };
+                self.packer.pack_into([&part].into_iter(), range.start, count)
+            }
+        })
+    }
+
+    fn packing<R>(&self, work: impl FnOnce() -> R) -> R {
+        record::charged(Activity::Pack, self.category, work)
+    }
+
+    /// Runs `work` on what has come.
+    pub(super) fn unpacking<R>(&self, work: impl FnOnce() -> R) -> R {
+        record::charged(Activity::Unpack, self.category, work)
+    }
+}
+
+/// What is kept of a buffer while a part of it is with another channel.
+pub(super) enum Kept {
+    /// All of it, in host memory: the part goes back to its place.
+    Whole(HostBuffer),
+    /// On the device nothing but its number of elements: a buffer is made around the part, whose rest another operation fills.
+    Count(usize),
+}
+
+/// An operation under way. It may be finished in a later step than the one in which it was started.
+pub(super) struct Pending {
+    channel: Channel,
+    handle: Handle,
+    ticket: Ticket,
+}
+
+impl Pending {
+    /// Waits for its end; what has come is still packed.
+    pub(super) fn wait(self) -> comm_core::Result<Buffer> {
+        let Pending { handle, ticket, .. } = self;
+        record::waited(ticket, || match memory::within(Category::Communication, || handle.wait()) {
+            Ok(completed) => (Ok(completed.buffer), Some((completed.began, completed.ended))),
+            Err(failed) => (Err(Failed::into_error(failed)), None),
+        })
+    }
+
+    /// Waits, and returns the values `range`, cut into pieces of these lengths; the rest is let go of.
+    pub(super) fn finish_split(self, range: Range<usize>, lengths: &[usize]) -> comm_core::Result<Vec<Flat>> {
+        let channel = self.channel.clone();
+        let buffer = self.wait()?;
+        channel.unpacking(|| Ok(channel.packer.unpack_part(buffer, range)?.split(lengths)))
+    }
+
+    /// Waits, and returns the values `range`; the rest is let go of.
+    pub(super) fn finish_part(self, range: Range<usize>) -> comm_core::Result<Flat> {
+        let channel = self.channel.clone();
+        let buffer = self.wait()?;
+        channel.unpacking(|| channel.packer.unpack_part(buffer, range))
+    }
+
+    /// Waits, and returns the weights of segments of these lengths.
+    pub(super) fn finish_weights(self, lengths: &[usize]) -> comm_core::Result<Vec<Weights>> {
+        let channel = self.channel.clone();
+        let buffer = self.wait()?;
+        channel.unpacking(|| channel.packer.cut(buffer, lengths))
+    }
+
+    /// Waits, and returns the weights of one segment.
+    pub(super) fn finish_whole(self) -> comm_core::Result<Weights> {
+        let channel = self.channel.clone();
+        let buffer = self.wait()?;
+        match buffer {
+            Buffer::Host(_) => Ok(Weights::Host(buffer)),
+            Buffer::Device(_) => channel.unpacking(|| channel.packer.whole(buffer)),
+        }
+    }
+}
+
+/// Finishes the first of those under way until fewer than `most` are left.
+pub(super) fn finish_until<T, E>(
+    most: usize,
+    under_way: &mut VecDeque<T>,
+    mut finish: impl FnMut(T) -> Result<(), E>,
+) -> Result<(), E> {
+    while under_way.len() >= most.max(1) {
+        under_way.pop_front().map_or(Ok(()), &mut finish)?;
+    }
+    Ok(())
+}
+
+/// The elements `range` of `whole`.
+fn copy_out(whole: &HostBuffer, range: &Range<usize>) -> HostBuffer {
+    let width = whole.dtype().size();
+    let mut part = HostBuffer::zeros(whole.dtype(), range.len());
+    part.bytes_mut().copy_from_slice(&whole.bytes()[range.start * width..range.end * width]);
+    part
+}
+
+/// Writes `part` over the elements `range` of `whole`.
+fn copy_in(whole: &mut HostBuffer, range: &Range<usize>, part: &HostBuffer) {
+    let width = part.dtype().size();
+    whole.bytes_mut()[range.start * width..range.end * width].copy_from_slice(part.bytes());
+}

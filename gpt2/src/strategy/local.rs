@@ -1,0 +1,152 @@
+//! The seam between a strategy and what a rank computes by itself.
+
+use comm_core::Error;
+
+use super::Channels;
+use super::formula::Expected;
+use crate::error::TrainError;
+use crate::flat::{Flat, Gradients, Weights};
+
+/// How gradients become updated parameters on all ranks, and when.
+pub trait Strategy: DuringPass {
+    /// One step of this rank, the `step`th from 0.
+    ///
+    /// # Errors
+    /// What ends the run: the communicator's, the model's, the optimizer's.
+    fn step(
+        &mut self,
+        step: u64,
+        train: &mut dyn LocalStep,
+        channels: &mut Channels,
+    ) -> Result<StepOutcome, TrainError>;
+}
+
+/// A strategy's part in the passes over the model.
+pub trait DuringPass {
+    /// Whether weights are in the model only while a segment uses them.
+    fn brings_weights(&self) -> bool {
+        false
+    }
+
+    /// A pass over the model begins, with gradients or without.
+    fn begin(&mut self, training: bool) {
+        let _ = training;
+    }
+
+    /// The weights of the next segment of the pass, where it [`brings_weights`](DuringPass::brings_weights): called for each segment that a
+    /// pass enters (see [`PassHooks`](crate::segments::PassHooks)), except segment 0 backward. `masters` are this rank's.
+    ///
+    /// # Errors
+    /// The communicator's.
+    fn weights(&mut self, segment: usize, masters: &[Flat], channels: &mut Channels) -> comm_core::Result<Weights> {
+        let _ = (segment, masters, channels);
+        Err(Error::Internal("a strategy that keeps whole models was asked for weights".into()))
+    }
+
+    /// The weights that [`weights`](DuringPass::weights) returned are in the model: the next ones may come.
+    ///
+    /// # Errors
+    /// The communicator's.
+    fn prefetch(&mut self, masters: &[Flat], channels: &mut Channels) -> comm_core::Result<()> {
+        let _ = (masters, channels);
+        Ok(())
+    }
+
+    /// Takes one segment's gradients, summed over the micro-steps, and weighed so that the mean over ranks is the global batch's: in host
+    /// memory, or on the device in the type of computation. Segments come in the order in which the backward pass ends them: last to
+    /// first.
+    ///
+    /// # Errors
+    /// The communicator's.
+    fn gradient(&mut self, segment: usize, grads: Gradients, channels: &mut Channels) -> comm_core::Result<()>;
+}
+
+/// What a rank computes by itself in a step.
+pub trait LocalStep {
+    /// Forward and backward passes over this rank's part of the step's batch, in which `strategy` takes its part: in the last micro-step
+    /// it gets the gradients. Returns this rank's part of the mean loss over the global batch. A rank without data does nothing.
+    ///
+    /// # Errors
+    /// Those of the batches, of the model, and of `strategy`.
+    fn backward(&mut self, strategy: &mut dyn DuringPass, channels: &mut Channels) -> Result<f64, TrainError>;
+
+    /// Looks at the gradients of the owned range of each segment, and decides whether and how they are applied: by their norm, with
+    /// clipping, and by whether they are finite. With [`Ranks::All`] it is the norm of all ranks' parts and the loss of the whole batch, for
+    /// which they communicate, and all decide the same; with [`Ranks::This`] this rank looks at its own gradients and the loss of its own
+    /// rows. `loss` is what [`backward`](LocalStep::backward) returned.
+    ///
+    /// # Errors
+    /// [`TrainError::NotFinite`] without loss scaling, [`TrainError::Scaling`] where it ends the run, and those of the communicator and
+    /// the device.
+    fn check(&mut self, loss: f64, grads: Vec<Flat>, ranks: Ranks) -> Result<Checked, TrainError>;
+
+    /// Has the optimizer take a step on the masters, with the step's learning rate. Takes the gradients out of `checked`.
+    ///
+    /// # Errors
+    /// Those of the optimizer and, where it needs norms of tensors that are spread over ranks, of the communicator.
+    fn update(&mut self, checked: &mut Checked) -> Result<(), TrainError>;
+
+    /// The f32 parameters that this rank's optimizer updates: the owned range of each segment.
+    fn masters(&self) -> &[Flat];
+
+    /// The same, for strategies that average parameters.
+    fn masters_mut(&mut self) -> &mut [Flat];
+
+    /// Puts weights, in the type of computation, into the model.
+    ///
+    /// # Errors
+    /// The model's.
+    fn put(&mut self, segment: usize, weights: Weights) -> Result<(), TrainError>;
+}
+
+/// Whose gradients are looked at together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ranks {
+    /// All ranks': each has averaged those that it updates.
+    All,
+    /// This one's alone.
+    This,
+}
+
+/// Gradients that have been looked at.
+#[derive(Debug)]
+pub struct Checked {
+    /// Mean loss, in nats a token, of the rows of these ranks.
+    pub loss: f64,
+    /// Norm of the gradients before clipping.
+    pub grad_norm: f64,
+    /// Whether they are not to be applied, because something overflowed.
+    pub skip: bool,
+    /// The gradients of the owned range of each segment, where the optimizer is.
+    pub grads: Vec<Flat>,
+    /// What they are to be multiplied by.
+    pub factor: f32,
+    /// Whose they are.
+    pub ranks: Ranks,
+}
+
+/// What came of a step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepOutcome {
+    /// Mean loss in nats a token, before the update.
+    pub loss: f64,
+    /// Norm of the gradients before clipping.
+    pub grad_norm: f64,
+    /// Whether the update was skipped.
+    pub skipped: bool,
+    /// What this rank was to send and to take part in. Not looked at in a skipped step.
+    pub expected: Expected,
+    /// Whether operations were started whose messages count in a later step. What was sent is compared with what was expected in sum, at
+    /// the end of each step after which nothing is under way.
+    pub under_way: bool,
+    /// Whether ranks that have the same parameters have the same values of them now.
+    pub replicas_agree: bool,
+}
+
+impl StepOutcome {
+    /// Of a step after which nothing is under way.
+    pub fn new(checked: &Checked, expected: Expected, replicas_agree: bool) -> Self {
+        let Checked { loss, grad_norm, skip, .. } = *checked;
+        StepOutcome { loss, grad_norm, skipped: skip, expected, under_way: false, replicas_agree }
+    }
+}

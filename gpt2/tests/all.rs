@@ -1,0 +1,21 @@
+//! The tests that need no process and no features of their own, in one program, so that the model and what it computes with are linked once.
+//! `decoders`, `growth`, `memory` and `memory_split` count what their process allocates.
+
+mod cli;
+mod common;
+mod deaths;
+mod device;
+mod ending;
+mod events;
+mod join;
+mod local;
+mod native;
+mod networks;
+mod output;
+mod parity;
+mod precision;
+mod reference;
+mod safety;
+mod segments;
+mod strategies;
+mod validation;

@@ -1,0 +1,287 @@
+//! From a name to a communicator.
+
+use std::fmt;
+use std::sync::Arc;
+
+use comm_core::control::{Subgroup, TcpControl};
+use comm_core::counted::{Counted, Counters};
+use comm_core::local::{self, LocalRank};
+use comm_core::{Communicator, Control, Deadline, Error, Job, Mesh, MeshOptions, Result, Transport};
+
+use crate::options::TransportOptions;
+use crate::registry::TransportKind;
+
+/// What one rank has of a connection to the others.
+#[non_exhaustive]
+pub struct Connected {
+    /// Runs collectives. To be finished ([`Communicator::finish`]) at the end.
+    pub comm: Arc<dyn Communicator>,
+    /// The control plane of its ranks.
+    pub control: Arc<dyn Control>,
+    /// Counts what passes, unless [`TransportOptions::counted`] is off; NCCL and the transport `null` count nothing.
+    pub counters: Option<Arc<Counters>>,
+    /// What decisions depend on.
+    pub properties: Properties,
+    /// Figures of QUIC's connections, where it is QUIC.
+    #[cfg(feature = "quic")]
+    pub quic: Option<comm_quic::QuicMonitor>,
+}
+
+/// What is known of a connection once it is made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Properties {
+    /// What connects.
+    pub transport: TransportKind,
+    /// The CUDA device, by its number in this process, on whose memory the collectives work; `None` where they work on host memory.
+    pub cuda_device: Option<usize>,
+    /// Whether no data arrives, so that only times mean something.
+    pub timing_only: bool,
+    /// What a reader of a measurement wants to know (congestion control, datagram size, encryption, …), as (name, value). For display.
+    pub settings: Vec<(String, String)>,
+}
+
+impl Properties {
+    pub(crate) fn of(transport: TransportKind) -> Self {
+        Properties { transport, cuda_device: None, timing_only: false, settings: Vec::new() }
+    }
+}
+
+impl Connected {
+    pub(crate) fn new(comm: Arc<dyn Communicator>, control: Arc<dyn Control>, properties: Properties) -> Self {
+        Connected {
+            comm,
+            control,
+            counters: None,
+            properties,
+            #[cfg(feature = "quic")]
+            quic: None,
+        }
+    }
+
+    /// Collectives over a byte transport.
+    pub(crate) fn over<T: Transport>(
+        kind: TransportKind,
+        transport: T,
+        control: Arc<dyn Control>,
+        options: &TransportOptions,
+    ) -> Result<Self> {
+        let properties = Properties { settings: transport.facts(), ..Properties::of(kind) };
+        let mesh = MeshOptions::default()
+            .with_timeout(options.timeout)
+            .with_stall_after(options.stall_after)
+            .with_checked(options.checked)
+            .with_check_finite(options.check_finite);
+        let (comm, counters): (Arc<dyn Communicator>, _) = if options.counted {
+            let (transport, counters) = Counted::new(transport);
+            (Arc::new(Mesh::new(transport, control.clone(), mesh)?), Some(counters))
+        } else {
+            (Arc::new(Mesh::new(transport, control.clone(), mesh)?), None)
+        };
+        Ok(Connected { counters, ..Connected::new(comm, control, properties) })
+    }
+
+    /// Connects the same ranks by a second transport. All ranks call this together. The job is one job still: a rank that is lost ends both.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a name that is no transport's; those of [`TransportKind::connect`]. The job has then been told.
+    pub fn beside(&self, name: &str, options: &TransportOptions) -> Result<Connected> {
+        let kind: TransportKind = name.parse().map_err(Error::invalid)?;
+        let part = Subgroup::split(self.control.clone(), kind.name(), 0, Deadline::after(options.timeout));
+        let connect = |part: Arc<Subgroup>| in_part(kind, &part, options);
+        part.and_then(connect).inspect_err(|error| self.control.poison(error))
+    }
+}
+
+/// Connects the ranks of a part of a job, with errors that name ranks of the job.
+pub(crate) fn in_part(kind: TransportKind, part: &Arc<Subgroup>, options: &TransportOptions) -> Result<Connected> {
+    kind.connect(part.clone(), options).map_err(|error| {
+        // What the job has failed with names its ranks already.
+        part.failure().unwrap_or_else(|| part.in_job(error))
+    })
+}
+
+impl fmt::Debug for Connected {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connected")
+            .field("rank", &self.comm.rank())
+            .field("world_size", &self.comm.world_size())
+            .field("properties", &self.properties)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Connects this process, one rank of `job`, to the others by the transport of that name. All ranks call this together, with the same
+/// arguments, and wait for each other [`TransportOptions::timeout`] at most.
+///
+/// # Errors
+/// `InvalidArgument` for a name that is no transport's, or options that it does not have; `Unsupported` for a transport that this build lacks;
+/// `Rendezvous` where ranks disagree; those of the transport. The other ranks fail, too.
+pub fn connect(name: &str, job: &Job, options: &TransportOptions) -> Result<Connected> {
+    let kind: TransportKind = name.parse().map_err(Error::invalid)?;
+    kind.check(options)?;
+    let agreement = [
+        ("transport", kind.to_string()),
+        ("lanes", options.lanes.to_string()),
+        ("checked", options.checked.to_string()),
+    ];
+    let control = TcpControl::connect_with(job, &agreement, options.control(), Deadline::after(options.timeout))?;
+    kind.connect(control.clone(), options).inspect_err(|error| control.poison(error))
+}
+
+/// A job whose ranks are threads of this process: one for each, in rank order.
+///
+/// # Errors
+/// `InvalidArgument` for no ranks, no lanes, or options that [`TransportKind::LOCAL`] does not have.
+pub fn threads(ranks: usize, options: &TransportOptions) -> Result<Vec<Connected>> {
+    TransportKind::LOCAL.check(options)?;
+    if ranks == 0 || options.lanes == 0 {
+        return Err(Error::invalid(format!(
+            "{ranks} ranks with {} lanes; a job has at least one of each",
+            options.lanes
+        )));
+    }
+    let ranks = local::group(ranks, options.lanes).into_iter();
+    ranks
+        .map(|LocalRank { transport, control }| Connected::over(TransportKind::LOCAL, transport, control, options))
+        .collect()
+}
+
+/// Prepares this process for transports that the environment says more of: NCCL on a GPU that ranks share. To be called first thing in
+/// `main`.
+///
+/// # Errors
+/// `InvalidArgument` where other threads run already.
+pub fn prepare() -> Result<()> {
+    #[cfg(feature = "nccl")]
+    comm_nccl::share_gpu()?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::Duration;
+
+    use comm_core::job::{Address, Secret};
+    use comm_core::{CommunicatorExt, ReduceOp};
+
+    use super::*;
+    use crate::registry::Medium;
+
+    fn options() -> TransportOptions {
+        TransportOptions { timeout: Duration::from_secs(20), ..TransportOptions::default() }
+    }
+
+    /// Runs `body` as each rank of a job, in threads that know of each other only what processes would.
+    fn ranks<R: Send>(count: usize, body: impl Fn(Job) -> R + Sync) -> Vec<R> {
+        let folder = tempfile::tempdir().unwrap();
+        let secret = Secret::random().unwrap();
+        let body = &body;
+        thread::scope(|scope| {
+            let threads: Vec<_> = (0..count)
+                .map(|rank| {
+                    let address = Address::File(folder.path().join("address"));
+                    let job = Job::new(rank, count, address, secret.clone()).unwrap();
+                    scope.spawn(move || body(job))
+                })
+                .collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    fn usable() -> impl Iterator<Item = TransportKind> {
+        let is_usable = |kind: &TransportKind| kind.medium().joins_processes() && kind.missing().is_none();
+        TransportKind::all().into_iter().filter(is_usable)
+    }
+
+    #[test]
+    fn every_transport_connects_by_its_name_and_counts_what_it_sends() {
+        for kind in usable() {
+            let sums = ranks(3, |job| {
+                let connected = connect(kind.name(), &job, &options()).unwrap();
+                let Properties { transport, cuda_device, timing_only, .. } = connected.properties;
+                assert_eq!((transport, cuda_device, timing_only), (kind, None, false));
+                let mut values = [job.rank as f32; 100];
+                connected.comm.all_reduce(&mut values, ReduceOp::Sum).unwrap();
+                let sent = connected.counters.as_ref().unwrap().snapshot().payload_sent(Some(connected.comm.id()));
+                assert!(sent > 0, "{kind}");
+                connected.comm.finish(options().timeout).unwrap();
+                values[99]
+            });
+            assert_eq!(sums, [3.0; 3], "{kind}");
+        }
+    }
+
+    #[test]
+    fn a_second_transport_is_of_the_same_job() {
+        for (first, second) in usable().zip(usable().skip(1)) {
+            let errors = ranks(2, |job| {
+                let first = connect(first.name(), &job, &options()).unwrap();
+                let second = first.beside(second.name(), &options()).unwrap();
+                for connected in [&first, &second] {
+                    assert_eq!(connected.comm.all_reduce_scalar(1, ReduceOp::Sum).unwrap(), 2);
+                }
+                // Both have got this far. The word of the end may come to one before it is out of this.
+                let _ = first.comm.barrier();
+                // What ends one ends the other.
+                if job.rank == 0 {
+                    second.comm.abort("had enough");
+                }
+                loop {
+                    if let Err(error) = first.comm.barrier() {
+                        return error;
+                    }
+                }
+            });
+            for error in errors {
+                assert!(matches!(error, Error::Aborted { by: 0, .. }), "{error}");
+            }
+        }
+    }
+
+    #[cfg(feature = "quic")]
+    #[test]
+    fn congestion_control_and_datagrams_of_quic_are_those_that_were_asked_for() {
+        let asked = TransportOptions { congestion: Some("reno".into()), mtu: Some(1400), ..options() };
+        for settings in ranks(2, |job| {
+            let connected = connect("quic", &job, &asked).unwrap();
+            connected.comm.barrier().unwrap();
+            connected.comm.finish(asked.timeout).unwrap();
+            connected.properties.settings
+        }) {
+            let is = |name: &str, value: &str| settings.iter().any(|(n, v)| n == name && v == value);
+            assert!(is("quic.congestion", "newreno") && is("quic.mtu_largest", "1400"), "{settings:?}");
+        }
+    }
+
+    #[test]
+    fn ranks_that_choose_different_transports_learn_of_it() {
+        let names: Vec<&str> = usable().map(TransportKind::name).collect();
+        let [first, .., last] = names[..] else { return };
+        let soon = TransportOptions { timeout: Duration::from_secs(5), ..options() };
+        for error in ranks(2, |job| connect([first, last][job.rank], &job, &soon).unwrap_err()) {
+            let text = error.to_string();
+            assert!(matches!(error, Error::Rendezvous(_)) && text.contains(first) && text.contains(last), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_is_said_before_anyone_waits() {
+        let job = Job::new(0, 2, Address::File("/nowhere/address".into()), Secret::random().unwrap()).unwrap();
+        for (name, options, what) in [
+            ("pigeon", options(), "expected one of"),
+            ("shm", TransportOptions { mtu: Some(1400), ..options() }, "has no option mtu"),
+        ] {
+            let text = connect(name, &job, &options).unwrap_err().to_string();
+            assert!(text.contains(what), "{text}");
+        }
+        let rank = local::group(2, 1).remove(0);
+        let text = TransportKind::LOCAL.connect(rank.control, &options()).unwrap_err().to_string();
+        assert!(text.contains("threads of one process") && text.contains("shm, tcp-raw, tcp, quic"), "{text}");
+        for (ranks, lanes) in [(0, 1), (1, 0)] {
+            assert!(threads(ranks, &TransportOptions { lanes, ..options() }).is_err());
+        }
+        assert_eq!(threads(2, &options()).unwrap()[0].properties.transport.medium(), Medium::Threads);
+    }
+}

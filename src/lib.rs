@@ -1,0 +1,140 @@
+//! Collectives between the ranks of a job, over a transport that is chosen by name: ZeroMQ (`tcp`), QUIC, plain TCP, shared memory, threads,
+//! or NCCL between GPUs. Whatever changes is the network: results are bit-identical on every transport that moves bytes.
+//!
+//! # A job of processes
+//!
+//! A *job* is a number of processes, its *ranks*, that start together. [`Job::from_env`] says which rank this process is; `torchrun`, `mpirun`,
+//! `srun` and [`Launch`] start ranks. [`connect`] gives a rank its [`Connected`], whose [`comm`](Connected::comm) runs collectives
+//! ([`CommunicatorExt`] has all of them):
+//!
+//! ```no_run
+//! use isocomm::{CommunicatorExt, Job, Launch, ReduceOp, TransportOptions, connect};
+//!
+//! fn main() -> Result<(), Box<dyn std::error::Error>> {
+//!     // Started by hand: starts three ranks of this program, and ends when they have ended.
+//!     let Some(job) = Job::from_env()? else {
+//!         std::process::exit(Launch::new(std::env::current_exe()?, 3).run()?.code);
+//!     };
+//!     let options = TransportOptions::default();
+//!     let connected = connect("quic", &job, &options)?;
+//!     let mut values = vec![job.rank as f32; 4];
+//!     connected.comm.all_reduce(&mut values, ReduceOp::Sum)?;
+//!     println!("rank {}: {values:?}", job.rank);
+//!     // Waits for the others, which may still be receiving.
+//!     connected.comm.finish(options.timeout)?;
+//!     Ok(())
+//! }
+//! ```
+//!
+//! `cargo run -p isocomm --example all_reduce -- quic` is this program. Ranks on several machines need an address of rank 0 and a common secret:
+//! see [`Job`].
+//!
+//! # Threads instead of processes
+//!
+//! For a first try and for tests, [`threads`] makes all ranks of a job in one process:
+//!
+//! ```
+//! use isocomm::{CommunicatorExt, ReduceOp, TransportOptions, threads};
+//!
+//! let options = TransportOptions::default();
+//! let ranks = threads(3, &options)?;
+//! std::thread::scope(|scope| {
+//!     for rank in &ranks {
+//!         scope.spawn(|| {
+//!             let mut values = [1.0f32, rank.comm.rank() as f32];
+//!             rank.comm.all_reduce(&mut values, ReduceOp::Sum).unwrap();
+//!             assert_eq!(values, [3.0, 3.0]);
+//!             rank.comm.finish(options.timeout).unwrap();
+//!         });
+//!     }
+//! });
+//! # Ok::<(), isocomm::Error>(())
+//! ```
+//!
+//! # An asynchronous all-reduce
+//!
+//! Every operation can also be started and waited for later. It runs on a *lane*, an independent ordered channel between all ranks: operations
+//! on different lanes run side by side. The vector goes in and comes back:
+//!
+//! ```
+//! use isocomm::{CommunicatorExt, Op, ReduceOp, TransportOptions, threads};
+//!
+//! # let options = TransportOptions::default();
+//! # std::thread::scope(|scope| for rank in threads(2, &options).unwrap() { scope.spawn(move || {
+//! # let run = || -> isocomm::Result<()> {
+//! let comm = &rank.comm;
+//! let sum = comm.start_vec(Op::AllReduce(ReduceOp::Sum), vec![1.0f32; 1000], 0);
+//! let largest = comm.start_vec(Op::AllReduce(ReduceOp::Max), vec![comm.rank() as i64], 1);
+//! // The rank computes meanwhile.
+//! let sum = sum.wait()?.buffer.into_vec::<f32>()?;
+//! let largest = largest.wait()?.buffer.into_vec::<i64>()?;
+//! assert_eq!((sum[999], largest[0]), (2.0, 1));
+//! # comm.finish(TransportOptions::default().timeout) };
+//! # run().unwrap();
+//! # }); });
+//! ```
+//!
+//! # Two transports
+//!
+//! [`Connected::beside`] connects the same ranks once more, for instance small messages by shared memory and large ones by QUIC; a rank that is
+//! lost ends both. [`connect_node`] does so for the ranks of a machine alone.
+//!
+//! ```
+//! use isocomm::{CommunicatorExt, Job, ReduceOp, TransportOptions, connect};
+//! # use isocomm::{Address, Secret};
+//!
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let secret = Secret::random().unwrap();
+//! # std::thread::scope(|scope| for rank in 0..2 {
+//! # let job = Job::new(rank, 2, Address::File(folder.path().join("address")), secret.clone()).unwrap();
+//! # scope.spawn(move || {
+//! # let run = || -> isocomm::Result<()> {
+//! // `job` as above.
+//! let options = TransportOptions::default();
+//! let quic = connect("quic", &job, &options)?;
+//! let shm = quic.beside("shm", &options)?;
+//! for connected in [&quic, &shm] {
+//!     let sum = connected.comm.all_reduce_scalar(1, ReduceOp::Sum)?;
+//!     assert_eq!(sum, 2);
+//!     println!("{}: {:?}", connected.comm.name(), connected.properties.settings);
+//! }
+//! // The first one last: it closes the control plane.
+//! shm.comm.finish(options.timeout)?;
+//! quic.comm.finish(options.timeout)?;
+//! # Ok(()) };
+//! # run().unwrap();
+//! # }); });
+//! ```
+//!
+//! # When something goes wrong
+//!
+//! Every call ends by [`TransportOptions::timeout`] with an [`Error`] that names the rank at fault; after an error all calls on all ranks
+//! fail with the first one. Blocking calls are refused inside a tokio task: use `tokio::task::spawn_blocking`.
+//!
+//! # Which transports there are
+//!
+//! [`TransportKind::all`] lists them, with what each is, whether this machine has what it needs, and the settings that it has;
+//! [`register`] adds one of your own. The features `tcp` (ZeroMQ and plain TCP) and `quic` are on by default, `nccl` is not.
+
+#![forbid(unsafe_code)]
+
+mod builtin;
+mod connected;
+mod node;
+mod options;
+mod registry;
+mod rung;
+
+pub use comm_core::counted::{Counters, Traffic};
+pub use comm_core::job::{Address, Job, Secret};
+pub use comm_core::launch::{Launch, Output};
+pub use comm_core::{
+    Buffer, Call, Communicator, CommunicatorExt, Control, DType, Deadline, Element, Error, Handle, Op, ReduceOp,
+    Result, Transport, Waiting, bf16, f16, local,
+};
+
+pub use connected::{Connected, Properties, connect, prepare, threads};
+pub use node::{Node, connect_node, threads_in_nodes};
+pub use options::{Setting, TransportOptions};
+pub use registry::{Entry, Medium, TransportKind, register};
+pub use rung::{Precaution, Rung};

@@ -1,0 +1,234 @@
+//! Nodes: parts of a job that have a transport of their own.
+
+use std::fmt;
+use std::sync::Arc;
+
+use comm_core::control::Subgroup;
+use comm_core::counted::Counters;
+use comm_core::local::{self, LocalRank};
+use comm_core::{Communicator, Control, Deadline, Error, Result};
+
+use crate::connected::{Connected, Properties, in_part, threads};
+use crate::options::TransportOptions;
+use crate::registry::TransportKind;
+
+/// The ranks of this rank's node, with a transport of their own. The whole job is one job still: a rank that is lost anywhere ends
+/// all nodes, and errors name ranks of the job.
+#[non_exhaustive]
+pub struct Node {
+    /// The communicator of the node's ranks, in the order of the job. To be finished before the job's is.
+    pub comm: Arc<dyn Communicator>,
+    /// Counts what passes inside the node, unless [`TransportOptions::counted`] is off.
+    pub counters: Option<Arc<Counters>>,
+    /// What is known of its transport.
+    pub properties: Properties,
+    /// Number of ranks of the node.
+    pub size: usize,
+}
+
+/// Connects the ranks of this rank's node: ranks 0 to `ranks_per_node` − 1 of the job are the first one, and so on. All ranks of the
+/// job call it together, with the same arguments; where it fails, the job has been told.
+///
+/// # Errors
+/// `InvalidArgument` unless `ranks_per_node` divides the number of ranks; those of [`TransportKind::connect`], whose ranks are ranks of the job.
+pub fn connect_node(
+    kind: TransportKind,
+    control: &Arc<dyn Control>,
+    ranks_per_node: usize,
+    options: &TransportOptions,
+) -> Result<Node> {
+    let connect = || {
+        let colors = colors(control.world_size(), ranks_per_node)?;
+        let color = colors.get(control.rank()).copied().unwrap_or_default();
+        let deadline = Deadline::after(options.timeout);
+        let group = Subgroup::split(control.clone(), &nodes(ranks_per_node), color, deadline)?;
+        Ok(Node::new(in_part(kind, &group, options)?, ranks_per_node))
+    };
+    // The other nodes would wait for this one.
+    connect().inspect_err(|error| control.poison(error))
+}
+
+/// A job whose ranks are threads of this process, in rank order, with the [`Node`] of each, whose ranks are threads too.
+///
+/// # Errors
+/// `InvalidArgument` unless `ranks_per_node` divides the number of ranks; those of [`threads`].
+pub fn threads_in_nodes(
+    ranks: usize,
+    ranks_per_node: usize,
+    options: &TransportOptions,
+) -> Result<Vec<(Connected, Node)>> {
+    let colors = colors(ranks, ranks_per_node)?;
+    let world = threads(ranks, options)?;
+    let groups: Vec<Arc<Subgroup>> = world
+        .iter()
+        .map(|rank| Subgroup::of_colors(rank.control.clone(), &nodes(ranks_per_node), &colors))
+        .collect::<Result<_>>()?;
+    let transports = (0..ranks / ranks_per_node).flat_map(|_| local::group(ranks_per_node, options.lanes));
+    let node = |(group, rank): (Arc<Subgroup>, LocalRank)| {
+        Ok(Node::new(Connected::over(TransportKind::LOCAL, rank.transport, group, options)?, ranks_per_node))
+    };
+    let nodes = groups.into_iter().zip(transports).map(node).collect::<Result<Vec<Node>>>()?;
+    Ok(world.into_iter().zip(nodes).collect())
+}
+
+/// The node of each rank.
+fn colors(ranks: usize, ranks_per_node: usize) -> Result<Vec<u64>> {
+    if ranks_per_node == 0 || !ranks.is_multiple_of(ranks_per_node) {
+        return Err(Error::invalid(format!(
+            "{ranks} ranks do not divide into nodes of {ranks_per_node}; choose a number of ranks per node that divides {ranks}"
+        )));
+    }
+    Ok((0..ranks).map(|rank| (rank / ranks_per_node) as u64).collect())
+}
+
+/// What the division is called. Ranks that divide otherwise fail with both names.
+fn nodes(ranks_per_node: usize) -> String {
+    format!("the nodes of {ranks_per_node}")
+}
+
+impl Node {
+    fn new(Connected { comm, counters, properties, .. }: Connected, size: usize) -> Self {
+        Node { comm, counters, properties, size }
+    }
+}
+
+impl fmt::Debug for Node {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Node { comm, properties, size, .. } = self;
+        f.debug_struct("Node")
+            .field("rank", &comm.rank())
+            .field("size", size)
+            .field("properties", properties)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::Duration;
+
+    use comm_core::{CommunicatorExt, ReduceOp};
+
+    use super::*;
+    use crate::registry::Medium;
+
+    const TIMEOUT: Duration = Duration::from_secs(30);
+
+    fn options() -> TransportOptions {
+        TransportOptions { timeout: TIMEOUT, ..TransportOptions::default() }
+    }
+
+    /// Runs `body` on four ranks in nodes of two, whose node is connected by `kind`.
+    fn in_nodes<R: Send>(kind: TransportKind, body: impl Fn(&Connected, &Node) -> R + Sync) -> Vec<R> {
+        let (mut worlds, mut nodes): (Vec<_>, Vec<_>) = if kind == TransportKind::LOCAL {
+            let both = threads_in_nodes(4, 2, &options()).unwrap();
+            both.into_iter().map(|(world, node)| (world, Some(node))).unzip()
+        } else {
+            threads(4, &options()).unwrap().into_iter().map(|world| (world, None)).unzip()
+        };
+        let body = &body;
+        thread::scope(|scope| {
+            let threads: Vec<_> = worlds
+                .drain(..)
+                .zip(nodes.drain(..))
+                .map(|(world, node)| {
+                    scope.spawn(move || {
+                        let node = node.unwrap_or_else(|| connect_node(kind, &world.control, 2, &options()).unwrap());
+                        body(&world, &node)
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    /// What ends a communicator. The word may be on its way when another one of the job has ended already.
+    fn until_failed(comm: &dyn Communicator) -> Error {
+        let deadline = Deadline::after(TIMEOUT);
+        loop {
+            match comm.barrier() {
+                Err(error) => return error,
+                Ok(()) => assert!(!deadline.has_passed(), "the communicator goes on"),
+            }
+        }
+    }
+
+    fn kinds() -> impl Iterator<Item = TransportKind> {
+        let usable = |kind: &TransportKind| kind.medium() != Medium::Devices && kind.missing().is_none();
+        TransportKind::all().into_iter().filter(usable)
+    }
+
+    #[test]
+    fn nodes_reduce_apart() {
+        for kind in kinds() {
+            let sums = in_nodes(kind, |world, node| {
+                let rank = world.comm.rank();
+                let mut inside = [rank as f32; 1000];
+                node.comm.all_reduce(&mut inside, ReduceOp::Sum).unwrap();
+                let mut among_all = [rank as f32; 1000];
+                world.comm.all_reduce(&mut among_all, ReduceOp::Sum).unwrap();
+                let sent = |counters: &Option<Arc<Counters>>, id: u64| {
+                    counters.as_ref().unwrap().snapshot().payload_sent(Some(id))
+                };
+                assert_eq!(sent(&node.counters, node.comm.id()), 4000, "{kind}");
+                assert_eq!(sent(&world.counters, world.comm.id()), 8000, "{kind}");
+                assert_eq!((node.comm.rank(), node.comm.world_size(), node.size), (rank % 2, 2, 2));
+                node.comm.finish(TIMEOUT).unwrap();
+                world.comm.barrier().unwrap();
+                world.comm.finish(TIMEOUT).unwrap();
+                (inside[999], among_all[999])
+            });
+            assert_eq!(sums, [(1.0, 6.0), (1.0, 6.0), (5.0, 6.0), (5.0, 6.0)], "{kind}");
+        }
+    }
+
+    #[test]
+    fn what_ends_a_node_ends_the_job_and_is_told_in_its_numbers() {
+        for kind in kinds() {
+            let errors = in_nodes(kind, |world, node| {
+                // All have connected. The word of the end may come to some before they are out of this.
+                let _ = world.comm.barrier();
+                if world.comm.rank() == 3 {
+                    node.comm.abort("had enough");
+                }
+                [until_failed(&*world.comm), until_failed(&*node.comm)]
+            });
+            for error in errors.iter().flatten() {
+                assert!(matches!(error, Error::Aborted { by: 3, .. }), "{kind}: {error}");
+            }
+        }
+    }
+
+    #[test]
+    fn ranks_that_make_no_whole_nodes_are_refused() {
+        for per_node in [0, 3, 5] {
+            let Err(error) = threads_in_nodes(4, per_node, &options()) else { panic!("{per_node}") };
+            let text = error.to_string();
+            assert!(text.contains("4 ranks") && text.contains(&format!("nodes of {per_node}")), "{text}");
+            let control: Arc<dyn Control> = local::group(4, 1).remove(0).control;
+            let Err(error) = connect_node(TransportKind::SHM, &control, per_node, &options()) else {
+                panic!("{per_node}")
+            };
+            assert_eq!(error.to_string(), text);
+        }
+    }
+
+    #[test]
+    fn ranks_that_divide_otherwise_learn_of_it() {
+        let threads: Vec<_> = local::group(4, 1)
+            .into_iter()
+            .enumerate()
+            .map(|(number, rank)| {
+                thread::spawn(move || {
+                    let control: Arc<dyn Control> = rank.control;
+                    let per_node = if number == 2 { 4 } else { 2 };
+                    connect_node(TransportKind::SHM, &control, per_node, &options()).err().unwrap().to_string()
+                })
+            })
+            .collect();
+        for text in threads.into_iter().map(|thread| thread.join().unwrap()) {
+            assert!(text.contains("the nodes of 2") && text.contains("the nodes of 4"), "{text}");
+        }
+    }
+}
