@@ -10,7 +10,6 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::dtype::DType;
-use crate::hex;
 use crate::op::{Algorithm, Op, OpKind, shard_range};
 
 /// The name of the fixed table. It changes whenever the table does.
@@ -95,7 +94,7 @@ impl Table {
         for Rule { kind, ranks, bytes, algorithm } in self.rules.iter() {
             hash.update(format!("{kind} {ranks} {bytes} {algorithm} "));
         }
-        hex(&hash.finalize()[..8])
+        hash.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
     }
 
     /// Messages that `rank` of `ranks` sends in an operation over `count` elements in even shards, by the definition of the
