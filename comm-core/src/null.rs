@@ -99,12 +99,15 @@ impl Engine for NullEngine {
     }
 }
 
+/// What is called with the job's failure.
+type Hook = Box<dyn Fn(&Error) + Send + Sync>;
+
 /// The control plane of a rank whose job has no other ranks to tell anything.
 struct NullControl {
     rank: usize,
     world_size: usize,
     failure: OnceLock<Error>,
-    hooks: Mutex<Vec<Box<dyn Fn(&Error) + Send + Sync>>>,
+    hooks: Mutex<Vec<Hook>>,
 }
 
 impl Control for NullControl {
@@ -141,7 +144,7 @@ impl Control for NullControl {
         self.failure().unwrap_or(observed)
     }
 
-    fn on_failure(&self, hook: Box<dyn Fn(&Error) + Send + Sync>) {
+    fn on_failure(&self, hook: Hook) {
         match self.failure.get() {
             Some(error) => hook(error),
             None => self.hooks.lock().unwrap_or_else(PoisonError::into_inner).push(hook),

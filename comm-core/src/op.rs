@@ -120,6 +120,22 @@ impl Op {
         }
     }
 
+    pub(crate) fn partners(&self) -> Partners {
+        match *self {
+            Op::Send { to } => Partners::To(to),
+            Op::Recv { from } => Partners::From(from),
+            Op::AllReduce(_)
+            | Op::Broadcast { .. }
+            | Op::Reduce { .. }
+            | Op::Scatter { .. }
+            | Op::Gather { .. }
+            | Op::AllGather
+            | Op::ReduceScatter(_)
+            | Op::AllToAll
+            | Op::Barrier => Partners::All,
+        }
+    }
+
     /// The root, for those that have one.
     pub fn root(&self) -> Option<usize> {
         match self {
@@ -135,6 +151,16 @@ impl Op {
             | Op::Recv { .. } => None,
         }
     }
+}
+
+/// Who takes part in an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Partners {
+    /// This rank sends to that one.
+    To(usize),
+    /// This rank receives from that one.
+    From(usize),
+    All,
 }
 
 /// The operations without their arguments.

@@ -12,7 +12,7 @@ use crate::control::Control;
 use crate::dtype::ReduceOp;
 use crate::error::{Error, Result};
 use crate::header::Header;
-use crate::op::{Algorithm, Counts, Extents, Op, OpKind, Request};
+use crate::op::{Algorithm, Counts, Extents, Op, OpKind, Partners, Request};
 
 /// One communicator.
 #[derive(Debug)]
@@ -82,18 +82,10 @@ impl Group {
     /// is held.
     pub(super) fn number(&self, request: &Request, extents: &Extents, algorithm: Algorithm) -> Header {
         let op = &request.op;
-        let counter = match *op {
-            Op::Send { to } => &self.numbers.sends[to],
-            Op::Recv { from } => &self.numbers.receives[from],
-            Op::AllReduce(_)
-            | Op::Broadcast { .. }
-            | Op::Reduce { .. }
-            | Op::Scatter { .. }
-            | Op::Gather { .. }
-            | Op::AllGather
-            | Op::ReduceScatter(_)
-            | Op::AllToAll
-            | Op::Barrier => &self.numbers.collectives,
+        let counter = match op.partners() {
+            Partners::To(rank) => &self.numbers.sends[rank],
+            Partners::From(rank) => &self.numbers.receives[rank],
+            Partners::All => &self.numbers.collectives,
         };
         let sequence = counter.fetch_add(1, Ordering::Relaxed);
         Header {

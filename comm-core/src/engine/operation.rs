@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::Group;
 use crate::deadline::Deadline;
 use crate::header::{CHECK, CHECK_RECEIVE, Header};
-use crate::op::{Extents, Op};
+use crate::op::{Extents, Op, Partners};
 
 /// An operation whose arguments have been checked, with its number and its deadline; its data aside.
 #[derive(Clone, Debug)]
@@ -30,25 +30,20 @@ pub struct Operation {
 impl Operation {
     /// A header that stands for the operation as such, not for one of its messages.
     pub fn call(&self) -> Header {
-        Header { step: if matches!(self.op, Op::Recv { .. }) { CHECK_RECEIVE } else { CHECK }, ..self.header }
+        Header {
+            step: if matches!(self.op.partners(), Partners::From(_)) { CHECK_RECEIVE } else { CHECK },
+            ..self.header
+        }
     }
 
     /// From which rank of the job to which a message goes; `None` for a collective.
     pub(super) fn pair(&self) -> Option<(u32, u32)> {
         let Group { rank: me, job_ranks, .. } = &*self.group;
         let rank = |rank: usize| job_ranks.get(rank).map(|rank| *rank as u32);
-        match self.op {
-            Op::Send { to } => Some((rank(*me)?, rank(to)?)),
-            Op::Recv { from } => Some((rank(from)?, rank(*me)?)),
-            Op::AllReduce(_)
-            | Op::Broadcast { .. }
-            | Op::Reduce { .. }
-            | Op::Scatter { .. }
-            | Op::Gather { .. }
-            | Op::AllGather
-            | Op::ReduceScatter(_)
-            | Op::AllToAll
-            | Op::Barrier => None,
+        match self.op.partners() {
+            Partners::To(peer) => Some((rank(*me)?, rank(peer)?)),
+            Partners::From(peer) => Some((rank(peer)?, rank(*me)?)),
+            Partners::All => None,
         }
     }
 

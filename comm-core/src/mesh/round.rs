@@ -4,7 +4,7 @@ use crate::deadline::Deadline;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::header::{CHECK, CHECK_RECEIVE, Header};
-use crate::op::Op;
+use crate::op::{Op, Partners};
 use crate::reduce::combine;
 use crate::transport::{Incoming, Outgoing, Sink, Transport};
 
@@ -84,10 +84,10 @@ impl<'a> Rounds<'a> {
 
     /// Tells everyone who takes part what this rank is about to do, and fails unless they are about to do the same.
     pub(super) fn compare(&mut self, op: &Op) -> Result<()> {
-        let (peers, mine, theirs) = match *op {
-            Op::Send { to } => (to..to + 1, CHECK, CHECK_RECEIVE),
-            Op::Recv { from } => (from..from + 1, CHECK_RECEIVE, CHECK),
-            _ => (0..self.ranks(), CHECK, CHECK),
+        let (peers, mine, theirs) = match op.partners() {
+            Partners::To(peer) => (peer..peer + 1, CHECK, CHECK_RECEIVE),
+            Partners::From(peer) => (peer..peer + 1, CHECK_RECEIVE, CHECK),
+            Partners::All => (0..self.ranks(), CHECK, CHECK),
         };
         let peers: Vec<usize> = peers.filter(|peer| *peer != self.rank).collect();
         if peers.is_empty() {
