@@ -10,7 +10,7 @@ use std::fmt::Write;
 pub const COLOURS: usize = 9;
 
 /// How many shades a heat map has.
-pub const SHADES: usize = 7;
+pub(crate) const SHADES: usize = 7;
 
 /// Name, its colour on light and on dark.
 const NAMES: [(&str, &str, &str); 29] = [

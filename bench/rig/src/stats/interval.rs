@@ -69,7 +69,7 @@ impl RunValue {
 
 /// The level of a cell's runs; `None` without a run. Of a single run the interval covers its steps only, not what
 /// differs from run to run.
-pub fn interval(runs: &[RunValue], level: f64) -> Option<Interval> {
+pub(crate) fn interval(runs: &[RunValue], level: f64) -> Option<Interval> {
     if let [run] = runs {
         return Some(Interval { estimate: run.value, low: run.low, high: run.high, level });
     }

@@ -45,7 +45,7 @@ pub fn warm_up(series: &[f64]) -> WarmUp {
 }
 
 /// The doubt about a run whose steps never settled.
-pub fn unsettled(series: &[f64]) -> Option<Flag> {
+pub(crate) fn unsettled(series: &[f64]) -> Option<Flag> {
     let WarmUp { cut, settled } = warm_up(series);
     let all = series.len();
     let what = match unevenness(&series[cut..]) {

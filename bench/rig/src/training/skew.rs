@@ -38,7 +38,7 @@ struct Waits {
 type Key<'a> = (usize, u64, &'a str, Option<(usize, usize)>, usize);
 
 /// Each rank's figures, but for those that the spans do not show.
-pub fn ranks(steps: &[Vec<Step>]) -> Vec<record::Rank> {
+pub(crate) fn ranks(steps: &[Vec<Step>]) -> Vec<record::Rank> {
     let count = steps.iter().map(Vec::len).min().unwrap_or(0);
     let steps: Vec<&[Step]> = steps.iter().map(|steps| &steps[..count]).collect();
     let waits = waits(&steps);

@@ -11,7 +11,7 @@ use super::skew::Step;
 const TRAINING: usize = 0;
 
 /// A trace of these steps of each rank.
-pub fn trace(name: &str, ranks: &[Vec<Step>]) -> Value {
+pub(crate) fn trace(name: &str, ranks: &[Vec<Step>]) -> Value {
     let begin = ranks.iter().flatten().flat_map(|step| &step.spans).map(|span| span.began).min().unwrap_or(0);
     let microseconds = |ns: u64| ns.saturating_sub(begin) as f64 / 1e3;
     let event = |name: &str, category: &str, (rank, row): (usize, usize), (began, ended): (u64, u64)| {

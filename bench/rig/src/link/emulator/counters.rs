@@ -6,7 +6,7 @@ use super::model::Tally;
 
 /// What has happened since the start or the last reset.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Counters {
+pub(crate) struct Counters {
     /// In the order of the spec.
     pub ends: Vec<EndCounters>,
     /// Processor time of the emulator, and the time that has passed.
@@ -26,7 +26,7 @@ pub struct Counters {
 
 /// Both directions of one end.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct EndCounters {
+pub(crate) struct EndCounters {
     /// What the end sent. Late is how long packets may at most have waited to be fetched, before their time in the pipe began.
     pub up: PipeCounters,
     /// What the end received. Late is how long after their time in the pipe was over packets reached the end.
@@ -34,7 +34,7 @@ pub struct EndCounters {
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct PipeCounters {
+pub(crate) struct PipeCounters {
     /// Packets that came, and their bytes with IP headers. Those that came out are `packets - lost - overflowed + duplicated`, but for
     /// those that are still under way.
     pub packets: u64,
@@ -63,7 +63,7 @@ const SHORTEST_S: f64 = 0.05;
 
 impl Counters {
     /// Why the figures of the link are doubtful, in words: the emulator, not the link that it plays, held packets back or dropped them.
-    pub fn bottleneck(&self) -> Option<String> {
+    pub(crate) fn bottleneck(&self) -> Option<String> {
         let mut why = Vec::new();
         let shortest_up = self.ends.iter().map(|end| end.up.delay_us).fold(f64::INFINITY, f64::min);
         let shortest_down = self.ends.iter().map(|end| end.down.delay_us).fold(f64::INFINITY, f64::min);

@@ -30,9 +30,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use commands::Command;
-pub use counters::{Counters, PipeCounters};
+pub(crate) use counters::{Counters, PipeCounters};
 pub use process::{EmulateArgs, run_emulator};
-pub use spec::{EmulatorSpec, EndSpec, Loss, PipeSpec};
+pub(crate) use spec::{EmulatorSpec, EndSpec};
+pub use spec::{Loss, PipeSpec};
 
 /// What the process says when packets can flow.
 const READY: &str = "ready";
@@ -51,7 +52,7 @@ const MAX_COMPLAINT: u64 = 8 << 10;
 
 /// A running emulator. Dropping it ends it, and takes its devices away.
 #[derive(Debug)]
-pub struct Emulator {
+pub(crate) struct Emulator {
     child: Child,
     input: Option<ChildStdin>,
     answers: Receiver<String>,
@@ -63,7 +64,7 @@ impl Emulator {
     ///
     /// # Errors
     /// What cannot be, or what is missing, for the user.
-    pub fn start(program: &Path, spec: &EmulatorSpec) -> Result<Self, String> {
+    pub(crate) fn start(program: &Path, spec: &EmulatorSpec) -> Result<Self, String> {
         spec.check()?;
         let text = serde_json::to_string(spec).map_err(|error| format!("the link has no text form: {error}"))?;
         let mut child = Program::new(program)
@@ -99,12 +100,12 @@ impl Emulator {
     }
 
     /// Whether it has not ended.
-    pub fn is_alive(&mut self) -> bool {
+    pub(crate) fn is_alive(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }
 
     /// Its process number.
-    pub fn process(&self) -> u32 {
+    pub(crate) fn process(&self) -> u32 {
         self.child.id()
     }
 
@@ -112,7 +113,7 @@ impl Emulator {
     ///
     /// # Errors
     /// Why it does not say.
-    pub fn counters(&mut self) -> Result<Counters, String> {
+    pub(crate) fn counters(&mut self) -> Result<Counters, String> {
         let said = self.command(Command::Counters)?;
         serde_json::from_str(&said).map_err(|error| format!("the link emulator said {said:?}: {error}"))
     }
@@ -121,7 +122,7 @@ impl Emulator {
     ///
     /// # Errors
     /// Why it did not.
-    pub fn reset(&mut self) -> Result<(), String> {
+    pub(crate) fn reset(&mut self) -> Result<(), String> {
         self.command(Command::Reset).map(drop)
     }
 

@@ -11,7 +11,7 @@ use crate::link::MTU;
 /// An emulated link: a network of ends that all reach each other. A packet from one end to another passes the first one's `up` and then
 /// the second one's `down`, so that what several send to one queues in front of its `down`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct EmulatorSpec {
+pub(crate) struct EmulatorSpec {
     /// The same seed makes the same decisions, packet by packet of each pipe.
     pub seed: u64,
     /// Largest packet in bytes, with the IP header.
@@ -21,7 +21,7 @@ pub struct EmulatorSpec {
 
 /// One end: a device in a network namespace.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct EndSpec {
+pub(crate) struct EndSpec {
     /// A name that `ip netns` knows.
     pub namespace: String,
     /// Name of the device that is made there.
@@ -84,7 +84,7 @@ impl EmulatorSpec {
     ///
     /// # Errors
     /// What cannot be, for the user.
-    pub fn check(&self) -> Result<(), String> {
+    pub(crate) fn check(&self) -> Result<(), String> {
         if !MTU.contains(&self.mtu) {
             return Err(format!(
                 "a link's MTU of {} bytes must lie between {} and {}",
@@ -224,7 +224,7 @@ fn probability(name: &str, value: f64) -> Result<(), String> {
 mod tests {
     use super::*;
 
-    pub fn two_ends() -> EmulatorSpec {
+    pub(crate) fn two_ends() -> EmulatorSpec {
         let end = |number: u8| EndSpec {
             namespace: format!("bench-link-1-1-{number}"),
             device: "link0".into(),
