@@ -5,7 +5,6 @@ use std::sync::Arc;
 use comm_core::splitmix::SplitMix64;
 use comm_core::table::supports;
 use comm_core::{Algorithm, Communicator, DType, Error, OpKind};
-use isocomm::TransportOptions;
 use rig::samples::Reduction;
 use rig::with_sample;
 
