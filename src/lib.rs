@@ -54,20 +54,19 @@
 //! # An asynchronous all-reduce
 //!
 //! Every operation can also be started and waited for later. It runs on a *lane*, an independent ordered channel between all ranks: operations
-//! on different lanes run side by side. The vector goes in and comes back:
+//! on different lanes run side by side. The vector goes in, and comes back from the [`Pending`] result, which can be waited for, tested or awaited:
 //!
 //! ```
-//! use isocomm::{CommunicatorExt, Op, ReduceOp, TransportOptions, threads};
+//! use isocomm::{Communicator, CommunicatorExt, ReduceOp, TransportOptions, threads};
 //!
 //! # let options = TransportOptions::default();
 //! # std::thread::scope(|scope| for rank in threads(2, &options).unwrap() { scope.spawn(move || {
 //! # let run = || -> isocomm::Result<()> {
 //! let comm = &rank.comm;
-//! let sum = comm.start_vec(Op::AllReduce(ReduceOp::Sum), vec![1.0f32; 1000], 0);
-//! let largest = comm.start_vec(Op::AllReduce(ReduceOp::Max), vec![comm.rank() as i64], 1);
+//! let sum = comm.all_reduce_async(vec![1.0f32; 1000], ReduceOp::Sum);
+//! let largest = comm.on_lane(1).all_reduce_async(vec![comm.rank() as i64], ReduceOp::Max);
 //! // The rank computes meanwhile.
-//! let sum = sum.wait()?.buffer.into_vec::<f32>()?;
-//! let largest = largest.wait()?.buffer.into_vec::<i64>()?;
+//! let (sum, largest) = (sum.wait()?, largest.wait()?);
 //! assert_eq!((sum[999], largest[0]), (2.0, 1));
 //! # comm.finish(TransportOptions::default().timeout) };
 //! # run().unwrap();
@@ -129,8 +128,8 @@ pub use comm_core::counted::{Counters, Traffic};
 pub use comm_core::job::{Address, Job, Secret};
 pub use comm_core::launch::{Launch, Output};
 pub use comm_core::{
-    Buffer, Call, Communicator, CommunicatorExt, Control, DType, Deadline, Element, Error, Handle, Op, ReduceOp,
-    Result, Transport, Waiting, bf16, f16, local,
+    Buffer, Call, Communicator, CommunicatorExt, Control, DType, Deadline, Element, Error, Handle, Op, Pending,
+    ReduceOp, Result, Transport, Waiting, bf16, f16, local,
 };
 
 pub use connected::{Connected, Properties, connect, prepare, threads};

@@ -11,8 +11,7 @@ use serde::Serialize;
 /// # Errors
 /// Those of `measure`, and that a signal came.
 pub(crate) fn in_rounds<C: Clone, R: Serialize>(
-    cells: &[C],
-    rounds: usize,
+    (cells, rounds): (&[C], usize),
     signals: &Signals,
     file: &mut Lines,
     name: impl Fn(&C) -> String,
@@ -46,7 +45,7 @@ mod tests {
         let path = folder.path().join("rows.jsonl");
         let mut file = Lines::create(&path).unwrap();
         let measure = |round, cell: &char| Ok((round, *cell));
-        let rows = in_rounds(&['a', 'b'], 2, &Signals::default(), &mut file, char::to_string, measure).unwrap();
+        let rows = in_rounds((&['a', 'b'], 2), &Signals::default(), &mut file, char::to_string, measure).unwrap();
         assert_eq!(rows, [(1, 'a'), (1, 'b'), (2, 'b'), (2, 'a')]);
         assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), 4);
     }

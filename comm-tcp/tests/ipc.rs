@@ -6,13 +6,14 @@ use std::fs;
 use std::io::Write;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
 use std::thread;
 
-use comm_core::{Control, Error};
+use comm_core::Error;
+use comm_core::control::ControlExt;
+use comm_core::place::Place;
 use comm_tcp::{TcpOptions, ZmqTransport};
 
-use crate::common::{Kind, controls, job, soon};
+use crate::common::{Addresses, Advert, Kind, Told, controls, job, soon};
 
 #[test]
 fn facts_say_that_there_is_neither_tcp_nor_a_gate() {
@@ -38,18 +39,16 @@ fn a_process_of_the_same_user_that_is_no_rank_ends_the_job_and_nothing_is_left_b
         let listener = scope.spawn(|| ZmqTransport::connect(&*ranks[1], &options, soon()).err());
         let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
         let root = fs::metadata("/").unwrap();
-        let advert = format!(
-            "lanes={lanes} window={window} segment={segment} gate=true ipc=true\n{}\n- -\nunix {} {} {} /",
-            "00".repeat(32),
-            boot.trim(),
-            root.dev(),
-            root.ino()
-        );
-        let adverts = ranks[0].all_gather("tcp addresses", advert.as_bytes(), soon()).unwrap();
-        let theirs = String::from_utf8(adverts[1].clone()).unwrap();
-        let folder = Path::new(theirs.lines().last().unwrap().splitn(5, ' ').last().unwrap());
+        let settings = format!("lanes={lanes} window={window} segment={segment} gate=true ipc=true");
+        let (machine, path) = (boot.trim().to_string(), "/".into());
+        let addresses = Addresses::Unix { machine, device: root.dev(), inode: root.ino(), path };
+        let advert: Told = Ok((settings, Advert { salt: [0; 32], place: Place::default(), addresses }));
+        let told = ranks[0].gather("tcp addresses", &advert, soon()).unwrap();
+        let Ok((_, Advert { addresses: Addresses::Unix { path: folder, .. }, .. })) = &told[1] else {
+            panic!("{told:?}")
+        };
         assert_eq!(fs::metadata(folder).unwrap().permissions().mode() & 0o777, 0o700);
-        ranks[0].all_gather("ipc folders seen", b"", soon()).unwrap();
+        ranks[0].gather_all("ipc folders seen", "", Ok(()), soon()).unwrap();
         // The opening of ZMTP 3.0, with an identity that is no token.
         let mut stream = UnixStream::connect(folder.join("0-0")).unwrap();
         let greeting = [&b"\xff\0\0\0\0\0\0\0\0\x7f\x03\0NULL"[..], &[0; 48]].concat();

@@ -11,12 +11,13 @@ use std::time::Duration;
 
 use comm_core::control::TcpControl;
 use comm_core::job::{Address, Job, Secret};
+use comm_core::place::Offer;
 use comm_core::{Control, Deadline, Error, Result};
 use comm_tcp::TcpOptions;
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
-use crate::common::{Kind, controls, payload, soon, swap};
+use crate::common::{Addresses, Advert, Kind, Told, controls, payload, soon, swap};
 
 type Meddle = dyn Fn(SocketAddr, &[u8; 32]) -> SocketAddr + Send + Sync;
 
@@ -71,16 +72,14 @@ impl Control for Meddling {
     fn all_gather(&self, label: &str, blob: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
         let mut blobs = self.inner.all_gather(label, blob, deadline)?;
         if self.rank() == 0 {
-            // Settings, salt, address, each on its line.
-            let text = String::from_utf8(blobs[1].clone()).unwrap();
-            let (rest, address) = text.rsplit_once('\n').unwrap();
-            let (_, salt) = rest.split_once('\n').unwrap();
-            let mut bytes = [0; 32];
-            for (byte, digits) in bytes.iter_mut().zip(salt.as_bytes().chunks(2)) {
-                *byte = u8::from_str_radix(std::str::from_utf8(digits).unwrap(), 16).unwrap();
+            let mut told: Told = postcard::from_bytes(&blobs[1]).unwrap();
+            let Ok((_, Advert { salt, addresses: Addresses::Tcp(addresses), .. })) = &mut told else {
+                panic!("{told:?}")
+            };
+            for Offer(address) in addresses {
+                *address = (self.meddle)(*address, salt);
             }
-            let address = (self.meddle)(address.parse().unwrap(), &bytes);
-            blobs[1] = format!("{rest}\n{address}").into_bytes();
+            blobs[1] = postcard::to_stdvec(&told).unwrap();
         }
         Ok(blobs)
     }

@@ -86,7 +86,7 @@ impl Bench {
         let cells = self.cells();
         let name = |(transport, variant): &Cell| format!("{variant} over {transport}");
         let row = |round, (transport, variant): &Cell| self.row(round, *transport, *variant);
-        let rows = in_rounds(&cells, self.settings.rounds, &self.signals, file, name, row)?;
+        let rows = in_rounds((&cells, self.settings.rounds), &self.signals, file, name, row)?;
         let mut table = Table::new(&cells);
         rows.into_iter().for_each(|row| table.add(row));
         Ok(table)

@@ -108,7 +108,7 @@ impl Bench {
         let cells = self.cells();
         let name = |(side, strategy): &Cell| format!("{} by {side}", strategy.map_or("alone", StrategyKind::name));
         let row = |round, (side, strategy): &Cell| self.row(round, *side, *strategy);
-        let rows = in_rounds(&cells, self.settings.rounds, &self.signals, file, name, row)?;
+        let rows = in_rounds((&cells, self.settings.rounds), &self.signals, file, name, row)?;
         let mut table = Table::new(&cells);
         rows.into_iter().for_each(|row| table.add(row));
         Ok(table)

@@ -176,7 +176,7 @@ fn dropped(communicator: &Arc<dyn Communicator>) -> CaseResult {
     let lanes = communicator.lanes();
     for index in 0..3 * lanes {
         // Dropping the handle leaves the operation running.
-        let _ = start(communicator, index as u64, 10_007, index % lanes).handle;
+        drop(start(communicator, index as u64, 10_007, index % lanes).handle);
     }
     (0..lanes).try_for_each(|lane| start(communicator, 7, 10, lane).finish().map(drop))
 }

@@ -2,13 +2,32 @@
 #![allow(dead_code, reason = "each test program uses a part")]
 #![allow(clippy::unwrap_used, reason = "only tests come here")]
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
 use comm_core::local::LocalControl;
+use comm_core::place::{Offer, Place};
 use comm_core::{Algorithm, Control, DType, Deadline, Header, Incoming, OpKind, Outgoing, Result, Sink, Transport};
 use comm_tcp::{RawTcpTransport, TcpOptions, ZmqTransport};
+use serde::{Deserialize, Serialize};
+
+/// What a rank tells the others before they connect, after its settings, or why it cannot connect.
+pub(crate) type Told = std::result::Result<(String, Advert), String>;
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Advert {
+    pub(crate) salt: [u8; 32],
+    pub(crate) place: Place,
+    pub(crate) addresses: Addresses,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Addresses {
+    Tcp(Vec<Offer>),
+    Unix { machine: String, device: u64, inode: u64, path: PathBuf },
+}
 
 /// A transport under test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

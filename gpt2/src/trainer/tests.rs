@@ -11,7 +11,6 @@ use crate::corpus::CorpusSource;
 use crate::flat::{Flat, Gradients};
 use crate::strategy::{Built, Channels, Checked, DuringPass, LocalStep, Ranks, Setup, StepOutcome, Strategy, put_own};
 use crate::tokenizer::TokenizerKind;
-use isocomm::TransportOptions;
 
 /// Local training: every rank takes steps of its own, and after every `period` of them the ranks' parameters are averaged.
 struct EveryFew {

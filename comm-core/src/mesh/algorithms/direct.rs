@@ -41,8 +41,8 @@ pub(super) const ENTRY: Entry = Entry {
             kind: OpKind::Scatter,
             ranks: Ranks::Any,
             is_fallback: true,
-            messages: Formula { text: "N−1 from the root", value: |work| work.from_root(work.others()) },
-            payload: Formula { text: "S − cᵣ from the root", value: |work| work.from_root(work.other_shards()) },
+            messages: Formula { text: "N−1 from the root", value: |work| work.on_root(work.others()) },
+            payload: Formula { text: "S − cᵣ from the root", value: |work| work.on_root(work.other_shards()) },
             run: scatter,
         },
         Method {

@@ -16,11 +16,11 @@ pub(super) const ENTRY: Entry = Entry {
         is_fallback: true,
         messages: Formula {
             text: "Σm − mᵣ₊₁, and from the root N−1 more",
-            value: |work| work.ring_messages_without(work.rank + 1) + work.from_root(work.others()),
+            value: |work| work.ring_messages_without(work.rank + 1) + work.on_root(work.others()),
         },
         payload: Formula {
             text: "S − cᵣ₊₁, and from the root S − cᵣ more",
-            value: |work| work.whole() - work.shard(work.rank + 1) + work.from_root(work.other_shards()),
+            value: |work| work.whole() - work.shard(work.rank + 1) + work.on_root(work.other_shards()),
         },
         run: broadcast,
     }],

@@ -49,7 +49,7 @@ impl Workload<'_> {
     }
 
     /// `number` on the root, 0 elsewhere.
-    pub(super) fn from_root(&self, number: u64) -> u64 {
+    pub(super) fn on_root(&self, number: u64) -> u64 {
         if self.is_root() { number } else { 0 }
     }
 
