@@ -1,4 +1,4 @@
-//! A [`Communicator`] over any [`Transport`].
+//! Collectives over any [`Transport`].
 
 pub(crate) mod algorithms;
 mod finite;
