@@ -124,22 +124,14 @@ impl Plan<'_> {
         let bytes = whole * self.size();
         let own = self.shard(self.rank);
         match *self.op {
-            Op::AllReduce(_) => {
-                if whole > 0 {
-                    calls.all_reduce(source, at.buffer, whole, self.reduced(), op);
-                }
-            }
+            Op::AllReduce(_) if whole > 0 => calls.all_reduce(source, at.buffer, whole, self.reduced(), op),
             Op::Reduce { root, .. } => {
                 let into = if root == self.rank { at.buffer } else { DevicePointer::NULL };
                 if whole > 0 {
                     calls.reduce(source, into, whole, self.reduced(), op, root);
                 }
             }
-            Op::Broadcast { root } => {
-                if whole > 0 {
-                    calls.broadcast(source, at.buffer, bytes, MOVED, root);
-                }
-            }
+            Op::Broadcast { root } if whole > 0 => calls.broadcast(source, at.buffer, bytes, MOVED, root),
             Op::Scatter { root, .. } if root == self.rank => {
                 self.others().for_each(|peer| send(calls, source, self.shard(peer), peer));
             }
@@ -160,7 +152,7 @@ impl Plan<'_> {
             Op::Barrier => calls.all_reduce(at.scratch, at.scratch, 1, DataType(2), op),
             Op::Send { to } => calls.send(source, bytes, MOVED, to),
             Op::Recv { from } => calls.recv(at.buffer, bytes, MOVED, from),
-            // None of these is let in.
+            // Nothing to reduce or to broadcast; other operations are not let in.
             _ => {}
         }
     }

@@ -144,7 +144,7 @@ fn compare(ops: &[(usize, Op)], model: &Model, counts: impl Fn(usize) -> Option<
             .collect();
         reads.sort_unstable();
         reads.dedup();
-        assert_eq!(all_of(&[extents.reads.clone()]), reads, "{what}: reads");
+        assert_eq!(extents.reads.clone().collect::<Vec<_>>(), reads, "{what}: reads");
 
         let stays = |element: usize, origin: &Origin| is_in_place && !model.reduces && *origin == [(rank, element)];
         let results = || model.results[rank].iter().enumerate().filter_map(|(at, from)| Some((at, from.as_ref()?)));
