@@ -170,8 +170,9 @@ mod tests {
 
     #[test]
     fn every_number_counts_to_the_last_bit() {
+        type Change<'a> = &'a dyn Fn(&mut Measured);
         let next = f64::from_bits(3.5_f64.to_bits() + 1);
-        let cases: [(&str, &dyn Fn(&mut Measured)); 9] = [
+        let cases: [(&str, Change<'_>); 9] = [
             ("weights: abc and abd", &|measured| measured.weights_hash = "abd".into()),
             ("loss of step 2: Some(3.5) and Some(3.5000000000000004)", &|measured| measured.losses[1] = Some(next)),
             ("gradient norm of step 2: None and Some(3.5)", &|measured| measured.grad_norms[1] = Some(3.5)),
