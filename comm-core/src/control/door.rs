@@ -302,3 +302,48 @@ fn say(mut stream: &TcpStream, bytes: &[u8]) -> io::Result<()> {
 fn late() -> Rejection {
     io::Error::new(io::ErrorKind::TimedOut, "it did not answer in time").into()
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::process::Command;
+
+    use super::*;
+
+    /// With no descriptor left for another, which the system says although there is no other.
+    #[test]
+    fn who_comes_on_the_last_descriptor_stays_for_its_grace() {
+        const NAME: &str = "control::door::tests::who_comes_on_the_last_descriptor_stays_for_its_grace";
+        const INSIDE: &str = "DOOR_TEST";
+        if std::env::var(INSIDE).is_err() {
+            let output = Command::new("sh")
+                .args(["-c", "ulimit -n 64; exec \"$@\"", "sh"])
+                .arg(std::env::current_exe().unwrap())
+                .args(["--exact", NAME, "--nocapture"])
+                .env(INSIDE, NAME)
+                .output()
+                .unwrap();
+            let said = [output.stdout, output.stderr].map(|said| String::from_utf8_lossy(&said).into_owned()).concat();
+            assert!(output.status.success() && said.contains("1 passed"), "{said}");
+            return;
+        }
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let _rank = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let mut hoard: Vec<_> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
+        hoard.pop();
+        let mut door =
+            Door::open(vec![listener], Secret::new("a secret for tests only").unwrap(), Duration::from_secs(60));
+        let (newcomers, strangers) = door.turn(&[true], false);
+        assert_eq!((newcomers.len(), strangers.len(), door.guests.len()), (0, 0, 1));
+        assert!(door.take_trouble().is_none() && door.opens > clock::running());
+        // Longer than a rank takes: somebody else may need the descriptor.
+        door.guests[0].grace = Duration::ZERO;
+        let (_, strangers) = door.turn(&[false, true], false);
+        assert_eq!((strangers.len(), door.guests.len()), (1, 0));
+        hoard.push(File::open("/dev/null").unwrap());
+        door.turn(&[true], false);
+        let trouble = door.take_trouble().unwrap().to_string();
+        assert!(trouble.contains("rank 0") && trouble.contains("ulimit -n"), "{trouble}");
+    }
+}
