@@ -112,6 +112,7 @@ impl<'a, L> Connecting<'a, L> {
         self.need.unmet(&format!("rank {}: {doing}", self.core.rank), error)
     }
 
+    /// What has gone wrong elsewhere, as this rank's error.
     fn told(&self, Trouble { doing, error }: &Trouble) -> Error {
         if ran_out(error) {
             return self.ran_out(doing, error);
@@ -165,12 +166,8 @@ impl<'a, L> Connecting<'a, L> {
                 Err(self.core.timeout(operation, deadline, missing))
             })
         };
-        unless_failed(
-            control,
-            &|| self.trouble.get().map(|trouble| self.told(trouble)).or_else(|| self.starved()),
-            bounded,
-        )
-        .await
+        let trouble = || self.trouble.get().map(|trouble| self.told(trouble)).or_else(|| self.starved());
+        unless_failed(control, &trouble, bounded).await
     }
 
     /// The error, when there have been no descriptors left for a while: `zeromq` keeps it to itself when it cannot accept.
