@@ -30,6 +30,11 @@ impl Deadline {
         Instant::now() + self.remaining()
     }
 
+    /// The moment on the [`clock`], which stays the same once it has passed, unlike [`instant`](Deadline::instant).
+    pub(crate) fn end(&self) -> Duration {
+        self.end
+    }
+
     /// Time left, zero when it has passed.
     pub fn remaining(&self) -> Duration {
         self.end.saturating_sub(clock::running())

@@ -136,6 +136,27 @@ fn a_lane_is_free_before_the_end_is_told() {
     lane.stop();
 }
 
+/// However late the deadlines are looked at: both have passed by then.
+#[test]
+fn who_waits_gets_its_turn_while_the_one_that_runs_is_as_late() {
+    let lane: Lane = Lane::new("test".into(), ());
+    let (told, came) = std::sync::mpsc::channel();
+    let (begun, runs) = std::sync::mpsc::channel();
+    let late = Deadline::after(Duration::ZERO);
+    let first = move |due: Due<'_>| {
+        begun.send(()).unwrap();
+        // Long enough for the thread that watches the deadlines to look.
+        thread::sleep(Duration::from_millis(100));
+        drop(due);
+    };
+    lane.enqueue(late, Box::new(first));
+    runs.recv_timeout(Duration::from_secs(20)).unwrap();
+    let second = move |due: Due<'_>| told.send(matches!(due, Due::Turn(_))).unwrap();
+    lane.enqueue(Deadline::after(Duration::ZERO), Box::new(second));
+    assert_eq!(came.recv_timeout(Duration::from_secs(20)), Ok(true));
+    lane.stop();
+}
+
 #[test]
 fn a_job_that_panics_frees_its_lane() {
     let lane: Lane = Lane::new("test".into(), ());

@@ -32,10 +32,17 @@ pub(crate) struct Connecting<'a, L> {
     /// Of each peer that is being dialled why the last attempt failed, for the error at the deadline.
     complaints: RefCell<BTreeMap<usize, String>>,
     /// What has gone wrong elsewhere, and ends this.
-    trouble: Arc<OnceLock<Error>>,
+    trouble: Arc<OnceLock<Trouble>>,
     /// When it was last looked whether there are descriptors left, and that there were none.
     looked: Cell<Instant>,
     exhausted: Cell<bool>,
+}
+
+/// What goes wrong where somebody is let in, and can be told only by those who wait for it.
+#[derive(Debug)]
+pub(crate) struct Trouble {
+    pub(crate) doing: String,
+    pub(crate) error: io::Error,
 }
 
 /// An attempt to dial that failed.
@@ -95,14 +102,23 @@ impl<'a, L> Connecting<'a, L> {
         self.adverts.get(peer).and_then(|advert| Some((advert, advert.folder()?)))
     }
 
-    /// For what accepts elsewhere: where to put an error that ends this.
-    pub(crate) fn trouble(&self) -> Arc<OnceLock<Error>> {
+    /// For what accepts elsewhere: where to put what ends this.
+    pub(crate) fn trouble(&self) -> Arc<OnceLock<Trouble>> {
         self.trouble.clone()
     }
 
     /// There were no descriptors left for `doing` something.
     pub(crate) fn ran_out(&self, doing: &str, error: &io::Error) -> Error {
         self.need.unmet(&format!("rank {}: {doing}", self.core.rank), error)
+    }
+
+    /// What has gone wrong elsewhere, as this rank's error.
+    fn told(&self, Trouble { doing, error }: &Trouble) -> Error {
+        if ran_out(error) {
+            return self.ran_out(doing, error);
+        }
+        let error = io::Error::new(error.kind(), error.to_string());
+        Error::io(format!("rank {}: {doing}", self.core.rank), error)
     }
 
     /// Attempts to reach `peer` again and again: a listener turns connections away when strangers crowd it. The deadline is the
@@ -150,7 +166,8 @@ impl<'a, L> Connecting<'a, L> {
                 Err(self.core.timeout(operation, deadline, missing))
             })
         };
-        unless_failed(control, &|| self.trouble.get().cloned().or_else(|| self.starved()), bounded).await
+        let trouble = || self.trouble.get().map(|trouble| self.told(trouble)).or_else(|| self.starved());
+        unless_failed(control, &trouble, bounded).await
     }
 
     /// The error, when there have been no descriptors left for a while: `zeromq` keeps it to itself when it cannot accept.

@@ -4,13 +4,14 @@ use std::collections::VecDeque;
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
-use std::task::Poll;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use comm_core::Deadline;
 use comm_core::descriptors::ran_out;
 use comm_core::driver::within;
 use tokio::net::{TcpListener, TcpStream};
+use tokio::time::{Sleep, sleep};
 
 /// A connection that has not proven itself by then is closed.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -21,18 +22,30 @@ const CROWD: usize = 256;
 /// others take to fill the room. It also leaves the rest of what a task of the runtime may do at a time to the handshakes.
 const ACCEPT_TURN: usize = 32;
 
+/// While there are no descriptors left, whoever has been proving itself for so long is turned away for one. A rank needs far less: one
+/// that was turned away sooner would come again, and again take the last descriptor, for ever.
+const GRACE: Duration = Duration::from_secs(1);
+/// Until the next attempt to accept after one that failed.
+const PAUSE: Duration = Duration::from_millis(10);
+
 /// A public listener. Nothing that comes through it is believed before its handshake has succeeded, and what strangers can
 /// cost is bounded: [`CROWD`] sockets for [`PATIENCE`].
 pub(crate) struct Door<'a, T> {
     listener: TcpListener,
     handshakes: VecDeque<Handshake<'a, T>>,
+    /// Nobody is accepted before it ends.
+    pause: Option<Pin<Box<Sleep>>>,
 }
 
-type Handshake<'a, T> = Pin<Box<dyn Future<Output = Option<T>> + Send + 'a>>;
+struct Handshake<'a, T> {
+    /// See [`GRACE`].
+    grace: Deadline,
+    proof: Pin<Box<dyn Future<Output = Option<T>> + Send + 'a>>,
+}
 
 impl<'a, T: Send + 'a> Door<'a, T> {
     pub(crate) fn open(listener: TcpListener) -> Self {
-        Door { listener, handshakes: VecDeque::new() }
+        Door { listener, handshakes: VecDeque::new(), pause: None }
     }
 
     /// The next connection whose `handshake` gave `Some`. A handshake that gives `None` was a stranger's.
@@ -43,54 +56,64 @@ impl<'a, T: Send + 'a> Door<'a, T> {
     where
         F: Future<Output = Option<T>> + Send + 'a,
     {
-        loop {
-            let admitted = std::future::poll_fn(|cx| {
-                let mut came = 0;
-                while came < ACCEPT_TURN
-                    && let Poll::Ready(accepted) = self.listener.poll_accept(cx)
-                {
-                    came += 1;
-                    let stream = match accepted {
-                        Ok((stream, _)) => stream,
-                        // Out of descriptors, or the stranger is gone already: go on after a moment, with one descriptor more.
-                        Err(error) => {
-                            let is_hopeless = ran_out(&error) && self.handshakes.is_empty();
-                            self.handshakes.pop_front();
-                            return Poll::Ready(if is_hopeless { Err(error) } else { Ok(None) });
+        std::future::poll_fn(|cx| {
+            if let Err(error) = self.accept(cx, &handshake) {
+                return Poll::Ready(Err(error));
+            }
+            let mut index = 0;
+            while let Some(handshake) = self.handshakes.get_mut(index) {
+                match handshake.proof.as_mut().poll(cx) {
+                    Poll::Pending => index += 1,
+                    Poll::Ready(outcome) => {
+                        self.handshakes.remove(index);
+                        if let Some(admitted) = outcome {
+                            return Poll::Ready(Ok(admitted));
                         }
-                    };
+                    }
+                }
+            }
+            Poll::Pending
+        })
+        .await
+    }
+
+    /// Accepts those who are waiting, as many as have a turn.
+    fn accept<F>(&mut self, cx: &mut Context<'_>, handshake: impl Fn(TcpStream) -> F) -> io::Result<()>
+    where
+        F: Future<Output = Option<T>> + Send + 'a,
+    {
+        for _ in 0..ACCEPT_TURN {
+            if let Some(pause) = &mut self.pause {
+                if pause.as_mut().poll(cx).is_pending() {
+                    return Ok(());
+                }
+                self.pause = None;
+            }
+            match self.listener.poll_accept(cx) {
+                Poll::Pending => return Ok(()),
+                Poll::Ready(Ok((stream, _))) => {
                     if self.handshakes.len() == CROWD {
                         self.handshakes.pop_front();
                     }
-                    let handshake = handshake(stream);
-                    self.handshakes.push_back(Box::pin(async move {
-                        within(Deadline::after(PATIENCE), handshake).await.flatten()
-                    }));
+                    let proof = within(Deadline::after(PATIENCE), handshake(stream));
+                    let proof = Box::pin(async move { proof.await.flatten() });
+                    self.handshakes.push_back(Handshake { grace: Deadline::after(GRACE), proof });
                 }
-                let mut index = 0;
-                while let Some(handshake) = self.handshakes.get_mut(index) {
-                    match handshake.as_mut().poll(cx) {
-                        Poll::Pending => index += 1,
-                        Poll::Ready(outcome) => {
-                            self.handshakes.remove(index);
-                            if outcome.is_some() {
-                                return Poll::Ready(Ok(outcome));
-                            }
-                        }
+                // The system says so even when nobody is waiting. Those who are there go on meanwhile.
+                Poll::Ready(Err(error)) if ran_out(&error) => {
+                    let Some(oldest) = self.handshakes.front() else { return Err(error) };
+                    if oldest.grace.has_passed() {
+                        self.handshakes.pop_front();
                     }
+                    self.pause = Some(Box::pin(sleep(PAUSE)));
                 }
-                if came == ACCEPT_TURN {
-                    // More may be waiting, and nothing else says so.
-                    cx.waker().wake_by_ref();
-                }
-                Poll::Pending
-            })
-            .await?;
-            match admitted {
-                Some(admitted) => return Ok(admitted),
-                None => tokio::time::sleep(Duration::from_millis(10)).await,
+                // The stranger is gone already.
+                Poll::Ready(Err(_)) => self.pause = Some(Box::pin(sleep(PAUSE))),
             }
         }
+        // More may be waiting, and nothing else says so.
+        cx.waker().wake_by_ref();
+        Ok(())
     }
 }
 
@@ -120,5 +143,46 @@ mod tests {
         });
         let admitted = tokio::time::timeout(Duration::from_secs(30), admitted).await.expect("it was turned away");
         assert_eq!(admitted.unwrap(), *b"rank");
+    }
+
+    /// With no descriptor left for another, which the system says although there is no other.
+    #[test]
+    fn who_comes_on_the_last_descriptor_is_let_in() {
+        const NAME: &str = "door::tests::who_comes_on_the_last_descriptor_is_let_in";
+        const INSIDE: &str = "DOOR_TEST";
+        if std::env::var(INSIDE).is_err() {
+            let output = std::process::Command::new("sh")
+                .args(["-c", "ulimit -n 64; exec \"$@\"", "sh"])
+                .arg(std::env::current_exe().unwrap())
+                .args(["--exact", NAME, "--nocapture"])
+                .env(INSIDE, NAME)
+                .output()
+                .unwrap();
+            let said = [output.stdout, output.stderr].map(|said| String::from_utf8_lossy(&said).into_owned()).concat();
+            assert!(output.status.success() && said.contains("1 passed"), "{said}");
+            return;
+        }
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let listener = crate::socket::listen("127.0.0.1:0".parse().unwrap(), None).unwrap();
+        let mut rank = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let mut hoard: Vec<_> = std::iter::from_fn(|| std::fs::File::open("/dev/null").ok()).collect();
+        hoard.pop();
+        // Its connection may not be closed meanwhile.
+        let late = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(100));
+            rank.write_all(b"rank").map(|()| rank)
+        });
+        let admitted = runtime.block_on(async {
+            let mut door = Door::open(TcpListener::from_std(listener).unwrap());
+            let admitted = door.admit(|mut stream| async move {
+                let mut said = [0; 4];
+                stream.read_exact(&mut said).await.ok()?;
+                Some(said)
+            });
+            tokio::time::timeout(Duration::from_secs(30), admitted).await
+        });
+        let admitted = admitted.expect("it was turned away").unwrap();
+        assert_eq!(admitted, *b"rank");
+        late.join().unwrap().unwrap();
     }
 }

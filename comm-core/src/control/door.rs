@@ -31,6 +31,13 @@ const LATECOMERS: usize = 16;
 /// that others take to fill the room.
 const ACCEPT_TURN: usize = 32;
 
+/// While there are no descriptors left, and ranks are still expected, whoever has been at the door for so long is shown out for one. A
+/// rank needs far less: one that was shown out sooner would come again, and again take the last descriptor, for ever.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// Until the door opens again after there were no descriptors left.
+const PAUSE: Duration = Duration::from_millis(10);
+
 /// How often a running job looks who is at the door. Whoever comes now is late, and what strangers cost counts.
 const CALM: Duration = Duration::from_millis(50);
 
@@ -86,6 +93,8 @@ struct Guest {
     stream: TcpStream,
     addr: SocketAddr,
     answer: Answer,
+    /// See [`GRACE`], on the [`clock`].
+    grace: Duration,
     until: Duration,
 }
 
@@ -148,13 +157,19 @@ impl Door {
             let arrival = match listener.accept() {
                 Ok((stream, addr)) => Guest::new(stream, addr, self.patience),
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
-                Err(e) => {
-                    // The newcomer is gone, or there are no descriptors left: in both cases others must not suffer. A running job
-                    // expects nobody.
-                    if descriptors::ran_out(&e) && self.guests.is_empty() && !is_running {
-                        self.trouble = Some(Error::io("rank 0: accepting a connection of another rank", e));
-                        return;
+                Err(e) if descriptors::ran_out(&e) && !is_running => {
+                    // The system says so even when nobody is waiting. Those who are there go on meanwhile.
+                    let now = clock::running();
+                    match self.guests.front().map(|first| first.grace <= now) {
+                        None => self.trouble = Some(Error::io("rank 0: accepting a connection of another rank", e)),
+                        Some(true) => self.show_out_the_first(strangers),
+                        Some(false) => {}
                     }
+                    self.opens = now + PAUSE;
+                    return;
+                }
+                Err(e) => {
+                    // The newcomer is gone, or a running job has no descriptors left: it expects nobody, and needs them.
                     strangers.push(Stranger { addr: "accepting".into(), why: e.into() });
                     self.show_out_the_first(strangers);
                     thread::sleep(Duration::from_millis(1));
@@ -228,7 +243,8 @@ impl Guest {
         let failed = |why: io::Error| Stranger { addr: addr.to_string(), why: why.into() };
         stream.set_nonblocking(true).map_err(failed)?;
         let answer = Answer::new().map_err(|e| failed(io::Error::other(e.to_string())))?;
-        Ok(Guest { stream, addr, answer, until: clock::running().saturating_add(patience) })
+        let now = clock::running();
+        Ok(Guest { stream, addr, answer, grace: now + GRACE, until: now.saturating_add(patience) })
     }
 
     /// Reads what is there, no further than the handshake goes, and answers.
@@ -285,4 +301,49 @@ fn say(mut stream: &TcpStream, bytes: &[u8]) -> io::Result<()> {
 
 fn late() -> Rejection {
     io::Error::new(io::ErrorKind::TimedOut, "it did not answer in time").into()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::process::Command;
+
+    use super::*;
+
+    /// With no descriptor left for another, which the system says although there is no other.
+    #[test]
+    fn who_comes_on_the_last_descriptor_stays_for_its_grace() {
+        const NAME: &str = "control::door::tests::who_comes_on_the_last_descriptor_stays_for_its_grace";
+        const INSIDE: &str = "DOOR_TEST";
+        if std::env::var(INSIDE).is_err() {
+            let output = Command::new("sh")
+                .args(["-c", "ulimit -n 64; exec \"$@\"", "sh"])
+                .arg(std::env::current_exe().unwrap())
+                .args(["--exact", NAME, "--nocapture"])
+                .env(INSIDE, NAME)
+                .output()
+                .unwrap();
+            let said = [output.stdout, output.stderr].map(|said| String::from_utf8_lossy(&said).into_owned()).concat();
+            assert!(output.status.success() && said.contains("1 passed"), "{said}");
+            return;
+        }
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let _rank = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let mut hoard: Vec<_> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
+        hoard.pop();
+        let mut door =
+            Door::open(vec![listener], Secret::new("a secret for tests only").unwrap(), Duration::from_secs(60));
+        let (newcomers, strangers) = door.turn(&[true], false);
+        assert_eq!((newcomers.len(), strangers.len(), door.guests.len()), (0, 0, 1));
+        assert!(door.take_trouble().is_none() && door.opens > clock::running());
+        // Longer than a rank takes: somebody else may need the descriptor.
+        door.guests[0].grace = Duration::ZERO;
+        let (_, strangers) = door.turn(&[false, true], false);
+        assert_eq!((strangers.len(), door.guests.len()), (1, 0));
+        hoard.push(File::open("/dev/null").unwrap());
+        door.turn(&[true], false);
+        let trouble = door.take_trouble().unwrap().to_string();
+        assert!(trouble.contains("rank 0") && trouble.contains("ulimit -n"), "{trouble}");
+    }
 }

@@ -6,8 +6,9 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use crate::clock;
 use crate::deadline::Deadline;
 
 /// An operation of a queue. It is called once.
@@ -50,8 +51,8 @@ struct State {
     waiters: usize,
     /// There is a thread that watches the deadlines of the queue, …
     is_watched: bool,
-    /// … which looks at them next at this moment; without one, when it is told to.
-    looks_at: Option<Instant>,
+    /// … which looks at them next at this moment of the [`clock`]; without one, when it is told to.
+    looks_at: Option<Duration>,
 }
 
 struct Queued {
@@ -59,8 +60,8 @@ struct Queued {
     job: Job,
 }
 
-/// An operation that began with a deadline no later than that of one behind it ends by itself, and knows better what it waits for. It
-/// gets so long for it.
+/// An operation with a deadline no later than that of one behind it ends by itself, and knows better what it waits for. It gets so long
+/// for it.
 const FIRST_SAY: Duration = Duration::from_millis(500);
 
 /// The right to run on the lane, until dropped.
@@ -117,8 +118,8 @@ impl<S> Lane<S> {
             let spawned = thread::Builder::new().name(format!("{}-time", self.name)).spawn(move || shared.keep_time());
             // Without a thread the operation ends when it has had its turn, as the one before it ends by its own deadline.
             state.is_watched = spawned.is_ok();
-        } else if state.looks_at.is_none_or(|at| deadline.instant() < at) {
-            state.looks_at = Some(deadline.instant());
+        } else if state.looks_at.is_none_or(|at| deadline.end() < at) {
+            state.looks_at = Some(deadline.end());
             self.shared.alarm.notify_one();
         }
     }
@@ -157,11 +158,13 @@ impl State {
         self.running.is_some() || !self.queue.is_empty()
     }
 
-    /// When an operation of the queue with this deadline is given up.
-    fn expires(&self, deadline: Deadline) -> Instant {
-        let at = deadline.instant();
-        match self.running {
-            Some(running) if running.instant() <= at => at + FIRST_SAY,
+    /// When an operation of the queue with this deadline is given up, on the [`clock`]. The first of the queue has the lane next, if
+    /// nothing runs: its thread may only be late.
+    fn expires(&self, deadline: Deadline) -> Duration {
+        let at = deadline.end();
+        let ahead = self.running.or_else(|| self.queue.front().map(|first| first.deadline));
+        match ahead {
+            Some(ahead) if ahead.end() <= at => at + FIRST_SAY,
             _ => at,
         }
     }
@@ -194,9 +197,9 @@ impl Shared {
     fn keep_time(&self) {
         let mut state = self.lock();
         loop {
-            let next = (0..state.queue.len()).min_by_key(|place| state.queue[*place].deadline.instant());
+            let next = (0..state.queue.len()).min_by_key(|place| state.queue[*place].deadline.end());
             let next = next.map(|place| (place, state.expires(state.queue[place].deadline)));
-            let now = Instant::now();
+            let now = clock::running();
             match next {
                 Some((place, at)) if at <= now => {
                     let expired = state.queue.remove(place);

@@ -10,10 +10,10 @@
 pub(crate) mod fuzzing;
 
 use std::collections::{HashMap, HashSet};
-use std::path::PathBuf;
+use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use comm_core::Error;
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream, UnixStream};
@@ -21,6 +21,7 @@ use tokio::net::{TcpListener, TcpStream, UnixStream};
 use super::token;
 use super::zmtp::{GREETING, GREETING_LEN, SHORT_COMMAND, dealer_identity};
 use crate::auth::{Edge, Key, PROOF_LEN};
+use crate::connecting::Trouble;
 use crate::door::Door;
 use crate::socket::{self, SocketFacts};
 
@@ -35,8 +36,8 @@ pub(crate) type Rooms = HashMap<Edge, PathBuf>;
 pub(super) struct News {
     /// What the kernel says of the first connection that was let in.
     pub(super) accepted: Arc<Mutex<Option<SocketFacts>>>,
-    /// Why somebody cannot be let in: no descriptors are left.
-    pub(super) trouble: Arc<OnceLock<Error>>,
+    /// Why somebody cannot be let in.
+    pub(super) trouble: Arc<OnceLock<Trouble>>,
 }
 
 /// Lets every connection of `rooms` in, each once, and leaves a task behind that copies its bytes. Ends when all are in, or when
@@ -60,7 +61,7 @@ pub(super) async fn keep(listener: TcpListener, key: Key, salt: [u8; PROOF_LEN],
         let guest = match guest {
             Ok(guest) => guest,
             Err(error) => {
-                let _ = news.trouble.set(Error::io("accepting a connection at the gate", error));
+                let _ = news.trouble.set(Trouble { doing: "accepting a connection at the gate".into(), error });
                 return;
             }
         };
@@ -102,31 +103,35 @@ async fn identify(mut stream: TcpStream, key: &Key, salt: &[u8; PROOF_LEN]) -> O
     Some(Guest { edge, stream, ready })
 }
 
-/// Connects a guest to its private socket and copies bytes until both sides have ended. What goes wrong here ends both
-/// connections, which both sockets notice.
-async fn escort(guest: Guest, room: PathBuf, trouble: Arc<OnceLock<Error>>) {
-    let mut private = match UnixStream::connect(&room).await {
+/// Connects a guest to its private socket and copies bytes until both sides have ended. What goes wrong before that is `trouble`: the
+/// token is used up, so the connection would never come about, and nobody would know why. What goes wrong later ends both connections,
+/// which both sockets notice.
+async fn escort(guest: Guest, room: PathBuf, trouble: Arc<OnceLock<Trouble>>) {
+    let private = match introduce(&guest, &room).await {
         Ok(private) => private,
         Err(error) => {
-            // This side's connection would never come about, and nobody would know why.
-            let _ = trouble.set(Error::io(format!("connecting the gate with {}", room.display()), error));
+            let _ = trouble.set(Trouble { doing: format!("connecting the gate with {}", room.display()), error });
             return;
         }
     };
-    socket::enlarge_buffers(&SockRef::from(&private));
-    let mut greeting = [0; GREETING_LEN];
-    let opened = async {
-        private.write_all(&GREETING).await?;
-        private.write_all(&guest.ready).await?;
-        private.read_exact(&mut greeting).await
-    };
-    if opened.await.is_err() || greeting != GREETING {
-        return;
-    }
     let (public_read, public_write) = guest.stream.into_split();
     let (private_read, private_write) = private.into_split();
     // One direction may end before the other: its last bytes still arrive.
     tokio::join!(copy(public_read, private_write), copy(private_read, public_write));
+}
+
+/// A connection with the private socket, which has said its greeting and has been told the guest's.
+async fn introduce(guest: &Guest, room: &Path) -> io::Result<UnixStream> {
+    let mut private = UnixStream::connect(room).await?;
+    socket::enlarge_buffers(&SockRef::from(&private));
+    let mut greeting = [0; GREETING_LEN];
+    private.write_all(&GREETING).await?;
+    private.write_all(&guest.ready).await?;
+    private.read_exact(&mut greeting).await?;
+    if greeting != GREETING {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "the socket behind the gate has an unknown greeting"));
+    }
+    Ok(private)
 }
 
 async fn copy(mut from: impl AsyncRead + Unpin, mut to: impl AsyncWrite + Unpin) {
