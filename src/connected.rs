@@ -82,6 +82,8 @@ impl Connected {
     }
 
     /// Connects the same ranks by a second transport. All ranks call this together. The job is one job still: a rank that is lost ends both.
+    /// Finish it before this one, which closes the control plane: afterwards only deadlines notice a lost rank. Settings that the second transport
+    /// lacks are refused: [`TransportOptions::only_for`] leaves them out.
     ///
     /// # Errors
     /// `InvalidArgument` for a name that is no transport's; those of [`TransportKind::connect`]. The job has then been told.

@@ -8,26 +8,35 @@
 //! ([`CommunicatorExt`] has all of them):
 //!
 //! ```no_run
-//! use isocomm::{CommunicatorExt, Job, Launch, ReduceOp, TransportOptions, connect};
+//! use isocomm::{CommunicatorExt, Job, Launch, ReduceOp, Result, TransportOptions, connect, exit_code};
 //!
-//! fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! fn main() -> Result<()> {
 //!     // Started by hand: starts three ranks of this program, and ends when they have ended.
 //!     let Some(job) = Job::from_env()? else {
-//!         std::process::exit(Launch::new(std::env::current_exe()?, 3).run()?.code);
+//!         let program = std::env::current_exe().expect("this program has a path");
+//!         std::process::exit(Launch::new(program, 3).run()?.code);
 //!     };
+//!     if let Err(error) = run(&job) {
+//!         eprintln!("{error}");
+//!         // By this code the launcher tells the rank that is the cause from those that it took with it.
+//!         std::process::exit(exit_code(&error, job.rank));
+//!     }
+//!     Ok(())
+//! }
+//!
+//! fn run(job: &Job) -> Result<()> {
 //!     let options = TransportOptions::default();
-//!     let connected = connect("quic", &job, &options)?;
+//!     let connected = connect("quic", job, &options)?;
 //!     let mut values = vec![job.rank as f32; 4];
 //!     connected.comm.all_reduce(&mut values, ReduceOp::Sum)?;
 //!     println!("rank {}: {values:?}", job.rank);
-//!     // Waits for the others, which may still be receiving.
-//!     connected.comm.finish(options.timeout)?;
-//!     Ok(())
+//!     // Waits for the others, which may still be receiving. A rank that ends without it is lost to those that still work.
+//!     connected.comm.finish(options.timeout)
 //! }
 //! ```
 //!
 //! `cargo run -p isocomm --example all_reduce -- quic` is this program. Ranks on several machines need an address of rank 0 and a common secret:
-//! see [`Job`].
+//! see [`job`].
 //!
 //! # Threads instead of processes
 //!
@@ -54,7 +63,8 @@
 //! # An asynchronous all-reduce
 //!
 //! Every operation can also be started and waited for later. It runs on a *lane*, an independent ordered channel between all ranks: operations
-//! on different lanes run side by side. The vector goes in, and comes back from the [`Pending`] result, which can be waited for, tested or awaited:
+//! on different lanes run side by side. The vector goes in, and comes back from the [`Pending`] result, which can be waited for, tested or awaited.
+//! A thread of the lane carries the operation out meanwhile:
 //!
 //! ```
 //! use isocomm::{Communicator, CommunicatorExt, ReduceOp, TransportOptions, threads};
@@ -76,7 +86,7 @@
 //! # Two transports
 //!
 //! [`Connected::beside`] connects the same ranks once more, for instance small messages by shared memory and large ones by QUIC; a rank that is
-//! lost ends both. [`connect_node`] does so for the ranks of a machine alone.
+//! lost ends both. They share no lanes, and their operations need no common order. [`connect_node`] does so for the ranks of a machine alone.
 //!
 //! ```
 //! use isocomm::{CommunicatorExt, Job, ReduceOp, TransportOptions, connect};
@@ -97,7 +107,7 @@
 //!     assert_eq!(sum, 2);
 //!     println!("{}: {:?}", connected.comm.name(), connected.properties.settings);
 //! }
-//! // The first one last: it closes the control plane.
+//! // The first one last: it closes the control plane, by which a lost rank is noticed.
 //! shm.comm.finish(options.timeout)?;
 //! quic.comm.finish(options.timeout)?;
 //! # Ok(()) };
@@ -107,8 +117,23 @@
 //!
 //! # When something goes wrong
 //!
-//! Every call ends by [`TransportOptions::timeout`] with an [`Error`] that names the rank at fault; after an error all calls on all ranks
-//! fail with the first one. Blocking calls are refused inside a tokio task: use `tokio::task::spawn_blocking`.
+//! Every call ends by [`TransportOptions::timeout`], or that of [`on_lane(0).with_timeout(…)`](Preset::with_timeout), with an [`Error`] that names the
+//! ranks concerned. After an error all calls on all ranks fail with the first one; nothing has to be called any more. Only `InvalidArgument` of an
+//! operation stays with the rank that made it: nothing was sent, and where the others made the call rightly they wait for this one.
+//!
+//! ```
+//! # use isocomm::{Communicator, CommunicatorExt, Error, ReduceOp, Result};
+//! fn sum(comm: &dyn Communicator, values: &mut [f32]) -> Result<()> {
+//!     comm.all_reduce(values, ReduceOp::Sum).inspect_err(|error| match error {
+//!         Error::Timeout { waiting_for, .. } => eprintln!("late: ranks {waiting_for:?}"),
+//!         Error::PeerLost { rank, .. } => eprintln!("rank {rank} is gone"),
+//!         // The text says what happened, where, and what to try.
+//!         other => eprintln!("{other}"),
+//!     })
+//! }
+//! ```
+//!
+//! Blocking calls are refused inside a tokio task: use `tokio::task::spawn_blocking`, or await the asynchronous ones.
 //!
 //! # Which transports there are
 //!
@@ -125,11 +150,11 @@ mod registry;
 mod rung;
 
 pub use comm_core::counted::{Counters, Traffic};
-pub use comm_core::job::{Address, Job, Secret};
-pub use comm_core::launch::{Launch, Output};
+pub use comm_core::job::{self, Address, EXIT_ECHO, Job, Secret, exit_code};
+pub use comm_core::launch::{Launch, LaunchOutcome, Output};
 pub use comm_core::{
-    Buffer, Call, Communicator, CommunicatorExt, Control, DType, Deadline, Element, Error, Handle, Op, Pending,
-    ReduceOp, Result, Transport, Waiting, bf16, f16, local,
+    Algorithm, Buffer, Call, Communicator, CommunicatorExt, Completed, Control, DType, Deadline, Element, Error,
+    Failed, Handle, Op, Outcome, Pending, Preset, ReduceOp, Result, Transport, Waiting, bf16, f16, local, shard_range,
 };
 
 pub use connected::{Connected, Properties, connect, prepare, threads};

@@ -23,12 +23,12 @@ use crate::registry::TransportKind;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct TransportOptions {
-    /// Independent ordered channels between each pair of ranks.
+    /// Independent ordered channels between each pair of ranks, from 0. Default 2.
     pub lanes: usize,
     /// Address that listeners bind; `None` for the one by which this rank reaches rank 0, which routes by itself. A transport without
     /// listeners has no use for it.
     pub bind: Option<IpAddr>,
-    /// Longest time an operation may take.
+    /// Longest time an operation may take. Default 120 s.
     pub timeout: Duration,
     /// What a thread does while it waits inside an exchange.
     pub waiting: Waiting,
@@ -37,17 +37,18 @@ pub struct TransportOptions {
     pub congestion: Option<String>,
     /// QUIC's largest datagram in bytes (UDP payload); `None` leaves the transport's default.
     pub mtu: Option<u16>,
-    /// Whether a gate stands between the network and ZeroMQ's parser.
+    /// Whether a gate stands between the network and ZeroMQ's parser. By default it does.
     pub gate: bool,
-    /// How often ranks give each other a sign of life over the control plane.
+    /// How often ranks give each other a sign of life over the control plane. Default 1 s.
     pub heartbeat: Duration,
-    /// How long a rank may give none before it counts as lost. A process that ends is noticed at once.
+    /// How long a rank may give none before it counts as lost. A process that ends is noticed at once. Default
+    /// 30 s.
     pub liveness: Duration,
-    /// After how long an operation that goes on is reported, with the ranks that hold it up.
+    /// After how long an operation that goes on is reported, with the ranks that hold it up. Default 30 s.
     pub stall_after: Duration,
-    /// Whether ranks compare their calls before every operation.
+    /// Whether ranks compare their calls before every operation. By default not.
     pub checked: bool,
-    /// Whether contributions are searched for NaN and infinities.
+    /// Whether contributions are searched for NaN and infinities. By default not.
     pub check_finite: bool,
     /// Whether messages and bytes are counted, which costs a lock and a look-up an exchange. NCCL's are not.
     pub counted: bool,

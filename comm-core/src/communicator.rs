@@ -88,7 +88,8 @@ pub trait Communicator: Send + Sync {
 
     /// Ends the communicator in an orderly way: waits for its operations and reports errors that none of them has reported.
     /// Collective. On the first communicator of a job it also waits for the operations of those that came out of it, and closes the
-    /// connections; nothing can be started afterwards, and another call of this succeeds at once.
+    /// connections; nothing can be started afterwards, and another call of this succeeds at once. A rank that ends without it counts as lost to
+    /// those that still work. After a failure it need not be called.
     ///
     /// # Errors
     /// The job's failure, or [`Error::Timeout`], which ends the job. Not so where a communicator that came out of a split has operations

@@ -183,7 +183,7 @@ impl Error {
         Error::Timeout { rank, operation: operation.into(), waited: deadline.waited(), waiting_for }
     }
 
-    /// The rank this error blames, if it blames one.
+    /// The rank that this error blames: of `PeerLost`, `NotFinite` and `Aborted`. `None` for others; `Timeout` and `Mismatch` name several in their fields.
     pub fn culprit(&self) -> Option<usize> {
         match self {
             Error::PeerLost { rank, .. } | Error::NotFinite { rank, .. } => Some(*rank),

@@ -101,7 +101,7 @@ impl Handle {
         }
     }
 
-    /// Waits for at most `timeout`.
+    /// Waits for at most `timeout`, after which the operation goes on.
     ///
     /// # Errors
     /// The handle itself when the operation has not ended by then.
@@ -201,7 +201,7 @@ impl<R> Pending<R> {
         result(self.handle.wait(), self.read)
     }
 
-    /// Waits for at most `timeout`.
+    /// Waits for at most `timeout`, after which the operation goes on.
     ///
     /// # Errors
     /// The operation, still pending, when it has not ended by then.
