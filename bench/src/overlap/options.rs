@@ -226,7 +226,7 @@ mod tests {
             (&["--transports", "local"], "threads"),
             (&["--rate", "quick"], "no rate"),
             (&["--mtu", "100"], "--mtu 100"),
-            (&["--strategies", "dpp-no-overlap"], "no strategy"),
+            (&["--strategies", "dpp-no-overlap"], "unknown strategy"),
         ] {
             let why = check(arguments).unwrap_err();
             assert!(why.contains(part), "{arguments:?}: {why}");

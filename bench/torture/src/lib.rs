@@ -1,5 +1,5 @@
-//! Tests of robustness, as commands: what becomes of a job when its ranks fail ([`chaos`], [`soak`]), and when strangers attack its ports
-//! ([`hostile`]).
+//! Tests of robustness, as commands: what becomes of a job when its ranks fail (`chaos`, `soak`), and when strangers attack its ports
+//! (`hostile`).
 
 mod chaos;
 mod command;

@@ -25,7 +25,7 @@ const UNSHARE: [&str; 8] = ["--user", "--map-root-user", "--mount", "--net", "--
 
 /// Lets this program make network namespaces where it may not yet but can get there: it is replaced by itself, with the same arguments,
 /// in a user namespace. To be called by a command that needs links, before it has done anything. Where that is not possible nothing
-/// happens, and [`may_make_namespaces`] says why.
+/// happens, and the command that wants a link says why.
 pub fn gain_namespaces() {
     if missing_capabilities().is_none() || user_namespace().is_err() {
         return;

@@ -51,5 +51,6 @@ fn announced() -> Vec<u8> {
 }
 
 fn seeds() -> Vec<Vec<u8>> {
-    vec![announced()]
+    let failed: Told<()> = Err("rank 1 cannot have 1 B of memory to share".into());
+    vec![announced(), encode(&failed).expect("a text can be written")]
 }
