@@ -155,7 +155,7 @@ impl FromStr for StrategyKind {
 
     fn from_str(name: &str) -> Result<Self, String> {
         let kind = StrategyKind::ALL.into_iter().find(|kind| kind.name() == name);
-        kind.ok_or_else(|| format!("unknown strategy `{name}`, expected one of {}", StrategyKind::names(", ")))
+        kind.ok_or_else(|| format!("unknown strategy '{name}', expected one of {}", StrategyKind::names(", ")))
     }
 }
 
