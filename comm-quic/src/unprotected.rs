@@ -273,8 +273,8 @@ mod tests {
         });
         let tell = Mutex::new(tell);
         let detour = move |mut ranks: Vec<crate::rendezvous::Introduction>| {
-            tell.lock().unwrap().send(ranks[0].address).unwrap();
-            ranks[0].address = address;
+            tell.lock().unwrap().send(ranks[0].address.0).unwrap();
+            ranks[0].address = comm_core::place::Offer(address);
             ranks
         };
         let outcome = two_ranks_with(&small(), protection, PATIENCE, detour, |transport| {
