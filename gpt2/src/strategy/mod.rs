@@ -285,7 +285,7 @@ mod tests {
             assert_eq!(kind.name().parse(), Ok(kind));
         }
         let error = "sgd".parse::<StrategyKind>().unwrap_err();
-        assert!(error.contains("single, ps, ") && error.contains("`sgd`"), "{error}");
+        assert!(error.contains("single, ps, ") && error.contains("'sgd'"), "{error}");
     }
 
     #[test]
