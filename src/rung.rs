@@ -251,6 +251,7 @@ impl From<Rung> for String {
 
 #[cfg(test)]
 mod tests {
+    #[cfg(feature = "tcp")]
     use comm_core::{CommunicatorExt, ReduceOp, local};
 
     use super::*;
