@@ -30,9 +30,13 @@ static ALONE: Mutex<()> = Mutex::new(());
 /// Steps in which everything has found its size.
 const WARM_UP: u64 = 100;
 
-/// What later steps may hold more: what transports happen to have on its way, and the list of validations. Kept reports would be thousands
-/// of bytes a step.
+/// What later steps may hold more: the list of validations, and what happens to be on its way. A report that is kept is thousands of bytes
+/// a step and rank.
 const SLACK: u64 = 16 << 10;
+
+/// The same between threads. Received buffers are kept for the next messages, four at most in each direction of each of two lanes, and their
+/// number grows whenever one rank runs further ahead than before. The largest bucket here is the embedding of 256 tokens, 32 KiB.
+const SLACK_OF_THREADS: u64 = SLACK + 4 * 2 * 2 * (32 << 10);
 
 /// Looks at what the process has allocated after some steps, while all ranks wait between two steps.
 struct Watch<'a> {
@@ -107,7 +111,8 @@ fn prove(cases: &[(StrategyKind, TransportKind, usize)], steps: u64) {
         let config = config(strategy, ranks, steps);
         let grown = growth(&corpus, &config, sessions(transport, ranks), &folder.path().join("model.safetensors"));
         println!("{strategy} over {transport}: {grown} bytes more after {steps} steps");
-        assert!(grown <= SLACK, "{strategy} over {transport}: {grown} bytes more after {steps} steps");
+        let slack = if transport == TransportKind::LOCAL && ranks > 1 { SLACK_OF_THREADS } else { SLACK };
+        assert!(grown <= slack, "{strategy} over {transport}: {grown} bytes more after {steps} steps");
     }
 }
 
@@ -130,7 +135,6 @@ fn memory_does_not_grow_with_any_strategy() {
         StrategyKind::Fsdp,
         StrategyKind::Hierarchical,
     ];
-    // Not between threads of one process, where buffers are kept for the next messages until there are enough.
     prove(&all.map(|strategy| (strategy, TransportKind::TCP_RAW, 2)), 500);
 }
 
