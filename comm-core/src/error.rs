@@ -47,9 +47,10 @@ pub enum Error {
         waiting_for: Vec<usize>,
     },
 
-    /// Two ranks called different operations. A bug in the caller: all ranks must issue the same operations in the same order.
+    /// Two ranks called different operations. A bug in the caller: all ranks must issue the same operations in the same order,
+    /// each on the same lane.
     #[error(
-        "rank {rank} called {ours}, but rank {peer} called {theirs}; all ranks must issue the same operations in the same order"
+        "rank {rank} called {ours}, but rank {peer} called {theirs}; all ranks must issue the same operations in the same order, each on the same lane"
     )]
     Mismatch {
         /// The rank that noticed.

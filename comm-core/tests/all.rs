@@ -6,6 +6,7 @@ mod control;
 mod decorators;
 mod frozen;
 mod lanes;
+mod limits;
 mod networks;
 mod rendezvous;
 mod safety;

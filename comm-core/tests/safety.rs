@@ -292,6 +292,21 @@ fn a_message_that_does_not_come_is_blamed_on_its_sender_alone() {
 }
 
 #[test]
+fn ranks_that_make_one_call_on_different_lanes_are_told_so() {
+    let options = MeshOptions::default().with_stall_after(Duration::from_millis(200));
+    let errors = over_tcp(3, &options, |mesh, _| {
+        let lane = usize::from(mesh.rank() == 2);
+        let call = Call::background(Op::AllReduce(ReduceOp::Sum), Buffer::from_vec(vec![1f32; 10]), lane);
+        mesh.start(call.with_timeout(Duration::from_secs(3))).wait().unwrap_err().error
+    });
+    for error in &errors {
+        let Error::Mismatch { ours, theirs, .. } = error else { panic!("{error}") };
+        assert!(ours != theirs, "{error}");
+    }
+    all_say(&errors, &["all-reduce sum of 10 f32", "on lane 0", "on lane 1", "each on the same lane"]);
+}
+
+#[test]
 fn a_hook_that_panics_harms_nobody() {
     let options = MeshOptions::default().with_stall_after(Duration::from_millis(200));
     over_tcp(2, &options, |mesh, control| {

@@ -99,3 +99,55 @@ pub(crate) fn temporary(rank: usize) -> Result<Runtime> {
         .build()
         .map_err(|error| Error::io(format!("rank {rank}: starting a runtime to connect with"), error))
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
+
+    use std::cell::Cell;
+    use std::future::{pending, ready};
+    use std::time::Instant;
+
+    use comm_core::local;
+
+    use super::*;
+
+    /// The outcome of a wait that would not end by itself, on rank 0 of two, and how long it took.
+    fn wait(trouble: &dyn Fn() -> Option<Error>, reported: Option<&Error>) -> (Error, Duration) {
+        let group = local::group(2, 1);
+        if let Some(error) = reported {
+            group[1].control.poison(error);
+        }
+        let began = Instant::now();
+        let waiting = unless_failed(&*group[0].control, trouble, pending::<Result<()>>());
+        let bounded = async { tokio::time::timeout(Duration::from_secs(20), waiting).await.unwrap() };
+        (temporary(0).unwrap().block_on(bounded).unwrap_err(), began.elapsed())
+    }
+
+    #[test]
+    fn the_failure_of_the_job_ends_a_wait() {
+        let (error, took) = wait(&|| None, Some(&Error::Aborted { by: 1, reason: "enough".into() }));
+        assert!(matches!(&error, Error::Aborted { by: 1, reason } if reason == "enough"), "{error}");
+        assert!(took < Duration::from_secs(10), "{took:?}");
+    }
+
+    #[test]
+    fn trouble_ends_a_wait_however_late_it_comes() {
+        let looked = Cell::new(0);
+        let trouble = || {
+            looked.set(looked.get() + 1);
+            (looked.get() == 5).then(|| Error::invalid("a stranger"))
+        };
+        let (error, took) = wait(&trouble, None);
+        assert!(error.to_string().contains("a stranger") && looked.get() == 5, "{error}");
+        assert!(took < Duration::from_secs(10), "{took:?}");
+    }
+
+    #[test]
+    fn what_is_ready_is_not_held_up() {
+        let group = local::group(1, 1);
+        let trouble = || Some(Error::invalid("never asked"));
+        let done = unless_failed(&*group[0].control, &trouble, ready(Ok(7)));
+        assert_eq!(temporary(0).unwrap().block_on(done).unwrap(), 7);
+    }
+}

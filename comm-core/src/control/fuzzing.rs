@@ -247,6 +247,7 @@ fn messages() -> Vec<Message> {
         late: vec![0],
         more_late: 1,
         culprits: vec![0],
+        on_another_lane: Some((0, Doing { lane: 1, ..doing() })),
         doing: vec![(0, Some(vec![doing()])), (2, None)],
     };
     vec![

@@ -78,7 +78,9 @@ pub struct StallReport {
     /// The ranks to look at first: those that are late and wait for nobody themselves, or that those wait for who do; of many the
     /// first.
     pub culprits: Vec<usize>,
-    /// The first of both, with what each does; `None` for one that did not answer.
+    /// A rank that has called it on another lane, and its call there.
+    pub on_another_lane: Option<(usize, Doing)>,
+    /// The first of the late ranks and the culprits, with what each does; `None` for one that did not answer.
     pub doing: Vec<(usize, Option<Vec<Doing>>)>,
 }
 
@@ -108,9 +110,10 @@ impl StallReport {
         shown.extend(late.iter().filter(|rank| !culprits.contains(rank)));
         shown.truncate(MAX_SHOWN);
         let doing = shown.into_iter().map(|rank| (rank, answers.of(rank).cloned())).collect();
+        let on_another_lane = answers.on_another_lane(&stalled);
         // Not needed any more, and the report goes to everyone.
         stalled.members.clear();
-        StallReport { reported_by, stalled, late, more_late, culprits, doing }
+        StallReport { reported_by, stalled, late, more_late, culprits, on_another_lane, doing }
     }
 }
 
@@ -127,6 +130,15 @@ impl<'a> Answers<'a> {
         let has_called =
             |rank: usize| self.of(rank).is_some_and(|all| all.iter().any(|doing| doing.has_called(stalled)));
         stalled.members.iter().map(|rank| *rank as usize).filter(move |rank| !has_called(*rank))
+    }
+
+    /// The first rank that has called `stalled` on another lane, where the two never meet.
+    fn on_another_lane(&self, stalled: &Doing) -> Option<(usize, Doing)> {
+        stalled.members.iter().map(|rank| *rank as usize).find_map(|rank| {
+            let all = self.of(rank)?;
+            let other = all.iter().find(|doing| doing.is_same(stalled) && doing.lane != stalled.lane)?;
+            Some((rank, other.clone()))
+        })
     }
 
     /// Those of the `late` that wait for nobody; where one waits inside another operation, those that this one waits for.
@@ -193,7 +205,7 @@ fn clip(operation: &mut String) {
 
 impl fmt::Display for StallReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let StallReport { reported_by, stalled, late, more_late, doing, .. } = self;
+        let StallReport { reported_by, stalled, late, more_late, on_another_lane, doing, .. } = self;
         write!(
             f,
             "rank {reported_by} has been in {} on lane {} for {:.1} s; ",
@@ -211,6 +223,9 @@ impl fmt::Display for StallReport {
         }
         if *more_late > 0 {
             write!(f, " and {more_late} more")?;
+        }
+        if let Some((rank, theirs)) = on_another_lane {
+            write!(f, "; rank {rank} has called it on lane {}, where they never meet", theirs.lane)?;
         }
         for (rank, doing) in doing {
             write!(f, "\n  rank {rank}: ")?;
@@ -296,6 +311,16 @@ mod tests {
         assert_eq!(report.late, [3, 2]);
         assert_eq!(report.culprits, [3]);
         assert!(report.stalled.members.is_empty());
+    }
+
+    #[test]
+    fn who_has_called_it_on_another_lane_is_named() {
+        let elsewhere = Doing { lane: 0, ..doing(7, true) };
+        let report = StallReport::new(0, doing(7, true), &[Some(vec![doing(7, true)]), Some(vec![elsewhere.clone()])]);
+        assert_eq!(report.on_another_lane, Some((1, elsewhere)));
+        assert!(report.to_string().contains("rank 1 has called it on lane 0, where they never meet"), "{report}");
+        let same = StallReport::new(0, doing(7, true), &[None, Some(vec![doing(7, true)]), Some(vec![doing(8, true)])]);
+        assert_eq!(same.on_another_lane, None);
     }
 
     #[test]

@@ -83,29 +83,30 @@ impl Watch {
     /// An error of an operation on the data path, in ranks of the job, with what has been found out lately of who holds it up; and what to
     /// call the operation in it.
     pub(super) fn explain(&self, error: Error, operation: &Operation) -> (Error, String) {
-        let (mut during, culprits) = (operation.name(), |waited| self.culprits(operation, waited));
+        let mut during = operation.name();
         let error = match error {
-            // Who is waited for may itself wait for someone else.
-            Error::Timeout { rank, operation, waited, waiting_for } => {
-                let waiting_for = match culprits(waited) {
-                    None => waiting_for,
-                    Some(culprits) if culprits.is_empty() => {
-                        during
-                            .push_str(", which all its ranks have called (so a connection or a machine is at fault),");
-                        waiting_for
-                    }
-                    Some(culprits) => culprits,
-                };
-                Error::Timeout { rank, operation, waited, waiting_for }
-            }
+            Error::Timeout { rank, operation: what, waited, waiting_for } => match self.report(operation, waited) {
+                None => Error::Timeout { rank, operation: what, waited, waiting_for },
+                // Who is waited for may itself wait for someone else.
+                Some(StallReport { culprits, .. }) if !culprits.is_empty() => {
+                    Error::Timeout { rank, operation: what, waited, waiting_for: culprits }
+                }
+                Some(StallReport { reported_by, stalled, on_another_lane: Some((peer, theirs)), .. }) => {
+                    let on_lane = |call: Doing| format!("{} on lane {}", call.operation, call.lane);
+                    Error::Mismatch { rank: reported_by, ours: on_lane(stalled), peer, theirs: on_lane(theirs) }
+                }
+                Some(_) => {
+                    during.push_str(", which all its ranks have called (so a connection or a machine is at fault),");
+                    Error::Timeout { rank, operation: what, waited, waiting_for }
+                }
+            },
             other => other,
         };
         (error, during)
     }
 
-    /// The ranks that hold up an operation that has `waited` so long, as far as that has been found out lately; none if all
-    /// have called it.
-    fn culprits(&self, operation: &Operation, waited: Duration) -> Option<Vec<usize>> {
+    /// What has been found out lately of an operation that has `waited` so long.
+    fn report(&self, operation: &Operation, waited: Duration) -> Option<StallReport> {
         let Header { communicator: id, sequence: number, kind: wanted, .. } = operation.header;
         let ends = operation.pair();
         let is_it = |(at, report): &&(Duration, StallReport)| {
@@ -114,7 +115,7 @@ impl Watch {
                 // Whoever was late then may have come since.
                 && clock::running().saturating_sub(*at) <= waited / 4 + Duration::from_secs(2)
         };
-        lock(&self.reports).iter().rev().find(is_it).map(|(_, report)| report.culprits.clone())
+        lock(&self.reports).iter().rev().find(is_it).map(|(_, report)| report.clone())
     }
 }
 
