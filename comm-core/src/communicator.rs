@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::buffer::{Buffer, HostBuffer, View, ViewMut};
-use crate::dtype::{Element, ReduceOp};
+use crate::buffer::{Buffer, Element, HostBuffer, View, ViewMut};
+use crate::dtype::ReduceOp;
 use crate::error::{Error, Result};
 use crate::handle::{Failed, Handle, Pending};
 use crate::op::{BorrowedCall, Call, Counts, Elements, Op, check, shard_range};

@@ -70,13 +70,13 @@ pub mod threat_model {}
 pub mod transport;
 pub mod waiting;
 
-pub use buffer::{Buffer, DeviceMemory, HostBuffer, View, ViewMut};
+pub use buffer::{Buffer, DeviceMemory, Element, HostBuffer, View, ViewMut};
 pub use communicator::{Communicator, CommunicatorExt};
 pub use control::Control;
 pub use copy::copy;
 pub use counted::{Counted, Counters, Traffic};
 pub use deadline::Deadline;
-pub use dtype::{DType, Element, Factor, ReduceOp};
+pub use dtype::{DType, Factor, ReduceOp};
 pub use error::{Error, Notice, Result};
 pub use faulty::{Fault, FaultKind, Faulty};
 pub use half::{bf16, f16};
