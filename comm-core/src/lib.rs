@@ -28,6 +28,7 @@
 
 pub mod buffer;
 pub mod clock;
+mod collectives;
 pub mod communicator;
 pub mod conformance;
 pub mod control;
@@ -71,7 +72,8 @@ pub mod transport;
 pub mod waiting;
 
 pub use buffer::{Buffer, DeviceMemory, Element, HostBuffer, View, ViewMut};
-pub use communicator::{Communicator, CommunicatorExt};
+pub use collectives::CommunicatorExt;
+pub use communicator::Communicator;
 pub use control::Control;
 pub use copy::copy;
 pub use counted::{Counted, Counters, Traffic};
