@@ -129,11 +129,10 @@ impl TcpControl {
             shared.update(State::start_if_complete);
         } else if job.rank == 0 {
             let others = job.world_size - 1;
-            descriptors::check(
-                others,
-                || format!("a control plane between {} ranks", job.world_size),
-                || "rank 0 has 1 for each other rank".into(),
-            )?;
+            descriptors::check(others, || "rank 0 has 1 for each other rank".into()).map_err(|why| {
+                let what = format!("a control plane between {} ranks", job.world_size);
+                Error::Unsupported { what, why }
+            })?;
             let listeners = rendezvous::listen(job, deadline, &mut watch)?;
             control.listening = listeners.first().and_then(|listener| listener.local_addr().ok());
             address += &rendezvous::where_it_listens(&job.address, &listeners);
