@@ -172,7 +172,7 @@ impl TransportOptions {
             )));
         }
         // Here, so that the other ranks do not wait for one that cannot listen.
-        self.bind.map_or(Ok(()), comm_core::job::check_own_address)
+        self.bind.map_or(Ok(()), comm_core::addresses::check_own_address)
     }
 
     /// Whether the settings make sense to a job of the transports `kinds`: each setting to at least one of them.

@@ -26,13 +26,12 @@
 use std::fmt;
 use std::fs;
 use std::io::{self, Read};
-use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use crate::addresses::check_address;
 use crate::error::{Error, Result};
-use crate::place::with_scope;
-use crate::{descriptors, hex, process, sys};
+use crate::{hex, process, sys};
 
 /// Names of the variables that [`Launch`](crate::launch::Launch) sets.
 pub(crate) mod vars {
@@ -445,52 +444,6 @@ pub fn die_with_parent() -> Result<()> {
         None => Ok(()),
         Some(parent) => sys::die_with_parent(parent)
             .map_err(|e| Error::io(format!("binding this process's life to its launcher's (process {parent})"), e)),
-    }
-}
-
-/// Refuses an address on which to listen means to be reached by everybody or by nobody: every interface, broadcast, multicast.
-///
-/// # Errors
-/// [`Error::InvalidArgument`].
-pub fn check_address(ip: IpAddr) -> Result<()> {
-    let what = match ip.to_canonical() {
-        ip if ip.is_unspecified() => "means every interface",
-        ip if ip.is_multicast() => "is a multicast address, which stands for many machines",
-        IpAddr::V4(ip) if ip.is_broadcast() || ip.octets() == [127, 255, 255, 255] => {
-            "is a broadcast address, which stands for many machines"
-        }
-        _ => return Ok(()),
-    };
-    Err(Error::invalid(format!("{ip} {what}; name the one address of this machine that the other ranks can reach")))
-}
-
-/// As [`check_address`], for one on which this machine is to listen: refuses also those that are not its own, and the broadcast
-/// addresses of its networks. Nothing is sent.
-///
-/// # Errors
-/// [`Error::InvalidArgument`].
-pub fn check_own_address(ip: IpAddr) -> Result<()> {
-    check_own_socket_address(with_scope(ip))
-}
-
-/// As [`check_own_address`], with the interface of a link-local address. The port does not matter.
-pub(crate) fn check_own_socket_address(mut address: SocketAddr) -> Result<()> {
-    let ip = address.ip();
-    check_address(ip)?;
-    address.set_port(0);
-    let socket = UdpSocket::bind(address).map_err(|e| match e {
-        e if descriptors::ran_out(&e) => Error::io(format!("trying out the address {ip}"), e),
-        e => Error::invalid(format!(
-            "cannot listen on {ip}: {e}; name an address of this machine (`ip address` lists them)"
-        )),
-    })?;
-    // The kernel lets a socket be bound to a broadcast address, but not be connected to one.
-    address.set_port(9);
-    match socket.connect(address) {
-        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => Err(Error::invalid(format!(
-            "{ip} is the broadcast address of a network; name the one address of this machine that the other ranks can reach"
-        ))),
-        _ => Ok(()),
     }
 }
 
@@ -918,21 +871,12 @@ mod tests {
     }
 
     #[test]
-    fn addresses_of_everybody_are_refused() {
-        for ip in ["0.0.0.0", "::", "::ffff:0.0.0.0", "255.255.255.255", "127.255.255.255", "224.0.0.1", "ff02::1"] {
-            assert!(check_address(ip.parse().unwrap()).is_err(), "{ip}");
-            assert!(check_own_address(ip.parse().unwrap()).is_err(), "{ip}");
-            let host = if ip.contains(':') { format!("[{ip}]") } else { ip.to_string() };
+    fn addresses_of_everybody_are_no_place_to_meet() {
+        for host in ["0.0.0.0", "[::]", "255.255.255.255", "[ff02::1]"] {
             let vars = [("COMM_RANK", "0"), ("COMM_WORLD_SIZE", "2"), SECRET];
             let error = error(&[&vars[..], &[("COMM_ADDR", &format!("{host}:4000"))]].concat());
             assert!(error.contains("name the one address of this machine"), "{error}");
         }
-        check_own_address("127.0.0.1".parse().unwrap()).unwrap();
-        check_own_address("127.0.0.2".parse().unwrap()).unwrap();
-        // For documentation only (RFC 5737): no machine has it.
-        let error = check_own_address("203.0.113.1".parse().unwrap()).unwrap_err().to_string();
-        assert!(error.contains("203.0.113.1") && error.contains("of this machine"), "{error}");
-        check_address("203.0.113.1".parse().unwrap()).unwrap();
     }
 
     #[test]

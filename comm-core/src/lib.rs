@@ -26,6 +26,7 @@
 
 #![deny(unsafe_code)]
 
+pub mod addresses;
 pub mod buffer;
 pub mod clock;
 mod collectives;

@@ -63,7 +63,7 @@ impl TcpOptions {
     /// # Errors
     /// [`Error::InvalidArgument`] naming the value and what it may be.
     pub(crate) fn validate(&self) -> Result<()> {
-        self.bind.map_or(Ok(()), comm_core::job::check_own_address)?;
+        self.bind.map_or(Ok(()), comm_core::addresses::check_own_address)?;
         if !(1..=MAX_LANES).contains(&self.lanes) {
             return Err(Error::invalid(format!("{} lanes: there must be 1 to {MAX_LANES}", self.lanes)));
         }
