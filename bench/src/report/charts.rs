@@ -3,7 +3,8 @@
 use rig::plot::{COLOURS, Curve, Point};
 use rig::record::Axis;
 
-use super::digest::{Case, Grouped, STRATEGIES, distinct, known};
+use super::digest::{Case, Grouped, distinct};
+use super::order::{STRATEGIES, known};
 use super::html::Page;
 
 /// Groups of cells whose charts are shown before the rest is folded.
