@@ -9,6 +9,7 @@ mod cuda;
 mod failure;
 #[cfg(any(feature = "kernel-cache", test))]
 mod kernel_cache;
+mod placement;
 mod report;
 #[cfg(feature = "wgpu")]
 mod wgpu;
@@ -19,6 +20,7 @@ use std::str::FromStr;
 use burn::tensor::Device;
 
 pub(crate) use failure::reason;
+pub(crate) use placement::Placement;
 pub use report::{Cpu, Cuda, CudaHeaders, CudaInfo, Features, Found, KernelCache, Library, Report, WgpuInfo};
 
 /// A device by its name: `cpu`, `cuda`, `cuda:N`, `wgpu` or `wgpu:N`.
