@@ -121,7 +121,7 @@ impl CudaDriver {
         let library = names
             .iter()
             .find_map(|name| load(name).ok())
-            .ok_or_else(|| format!("no NVIDIA driver: the loader finds none of {}", crate::devices::listed(&names)))?;
+            .ok_or_else(|| format!("no NVIDIA driver: the loader finds none of {}", listed(&names)))?;
         let driver = CudaDriver(library);
         // SAFETY: the type is that of cuda.h. cuInit may be called any number of times, from any thread.
         unsafe {
@@ -298,6 +298,18 @@ impl CudaDriver {
         };
         Err(format!("the NVIDIA driver's {function} fails: {} (CUDA error {code})", said.unwrap_or("unknown".into())))
     }
+}
+
+/// Names of a library for a message: each once, without those that only Windows has.
+#[cfg(any(feature = "cuda", test))]
+pub(crate) fn listed(names: &[String]) -> String {
+    let mut all: Vec<&str> = Vec::new();
+    for name in names.iter().filter(|name| !cfg!(target_os = "linux") || !name.contains("64")) {
+        if !all.contains(&name.as_str()) {
+            all.push(name);
+        }
+    }
+    all.join(", ")
 }
 
 /// The names under which the backend will ask the loader for NVRTC.

@@ -160,18 +160,6 @@ fn lacks_feature(feature: &str) -> Problem {
     Problem::new(format!("this build lacks the feature `{feature}`"), format!("build with --features {feature}"))
 }
 
-/// Names of a library for a message: each once, without those that only Windows has.
-#[cfg(any(feature = "cuda", test))]
-pub(crate) fn listed(names: &[String]) -> String {
-    let mut all: Vec<&str> = Vec::new();
-    for name in names.iter().filter(|name| !cfg!(target_os = "linux") || !name.contains("64")) {
-        if !all.contains(&name.as_str()) {
-            all.push(name);
-        }
-    }
-    all.join(", ")
-}
-
 /// No device has the number that was asked for.
 #[cfg(any(feature = "cuda", feature = "wgpu", test))]
 fn out_of_range(number: usize, count: usize, kind: &str) -> Problem {
