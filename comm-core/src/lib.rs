@@ -63,6 +63,7 @@ pub mod printer;
 pub mod process;
 mod reduce;
 pub mod shm;
+mod small_file;
 pub mod splitmix;
 #[allow(unsafe_code, reason = "system calls that the standard library does not offer")]
 mod sys;
