@@ -114,32 +114,4 @@ mod tests {
         assert_eq!(recharge(vec![1_u64, 2, 3], Category::Gradients), [1, 2, 3]);
         assert_eq!(usage(), None);
     }
-
-    #[test]
-    fn a_ledger_knows_sums_and_peaks() {
-        let ledger = Ledger::new();
-        ledger.charge(Category::Parameters, 100);
-        ledger.charge(Category::Gradients, 30);
-        ledger.credit(Category::Parameters, 60);
-        ledger.transfer(Category::Gradients, Category::Optimizer, 30);
-        let usage = ledger.usage();
-        assert_eq!(usage.parameters, Bytes { current: 40, peak: 100 });
-        assert_eq!(usage.gradients, Bytes { current: 0, peak: 30 });
-        assert_eq!(usage.optimizer, Bytes { current: 30, peak: 30 });
-        assert_eq!(usage.total, Bytes { current: 70, peak: 130 });
-        ledger.reset_peaks();
-        assert_eq!(ledger.usage().parameters, Bytes { current: 40, peak: 40 });
-        assert_eq!(ledger.usage().gradients, Bytes::default());
-        assert_eq!(ledger.usage().total, Bytes { current: 70, peak: 70 });
-    }
-
-    #[test]
-    fn a_category_is_one_byte_and_one_name_everywhere() {
-        let usage = serde_json::to_value(Usage::default()).unwrap();
-        for category in Category::ALL {
-            assert_eq!(Category::of_code(category.code()), category);
-            assert_eq!(serde_json::to_value(category).unwrap(), category.name());
-            assert!(usage.get(category.name()).is_some(), "{}", category.name());
-        }
-    }
 }
