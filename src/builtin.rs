@@ -4,11 +4,10 @@ use std::sync::Arc;
 
 use comm_core::null::NullCommunicator;
 use comm_core::shm::{ShmOptions, ShmTransport};
-use comm_core::{Control, Deadline, Error, Result};
+use comm_core::{Control, Deadline, Result};
 
-use crate::connected::{Connected, Properties};
+use crate::entry::{Connected, Entry, Medium, Properties, TransportKind};
 use crate::options::{Setting, TransportOptions};
-use crate::registry::{Entry, Medium, TransportKind};
 
 /// Those that need nothing first.
 pub(crate) static ENTRIES: [&Entry; 9] =
@@ -22,11 +21,11 @@ static NULL: Entry = Entry {
     only_measured: true,
     missing: &|| None,
     check_values: &|_| Ok(()),
-    connect: &|kind, control, options| {
+    connect: Some(&|kind, control, options| {
         let comm = NullCommunicator::new(control.rank(), control.world_size(), options.lanes)?;
         let properties = Properties { timing_only: true, ..Properties::of(kind) };
         Ok(Connected::new(Arc::new(comm), control, properties))
-    },
+    }),
 };
 
 pub(crate) static LOCAL: Entry = Entry {
@@ -37,14 +36,7 @@ pub(crate) static LOCAL: Entry = Entry {
     only_measured: false,
     missing: &|| None,
     check_values: &|_| Ok(()),
-    connect: &|kind, _, _| {
-        let names = TransportKind::all().into_iter().filter(|kind| kind.medium().joins_processes());
-        let names = names.map(TransportKind::name).collect::<Vec<_>>().join(", ");
-        Err(Error::Unsupported {
-            what: format!("the transport {kind} between processes"),
-            why: format!("its ranks are threads of one process; start no launcher, or choose one of {names}"),
-        })
-    },
+    connect: None,
 };
 
 pub(crate) static SHM: Entry = Entry {
@@ -55,11 +47,11 @@ pub(crate) static SHM: Entry = Entry {
     only_measured: false,
     missing: &|| None,
     check_values: &|_| Ok(()),
-    connect: &|kind, control, options| {
+    connect: Some(&|kind, control, options| {
         let shm = ShmOptions { lanes: options.lanes, waiting: options.waiting, ..ShmOptions::default() };
         let transport = ShmTransport::connect(&*control, &shm, Deadline::after(options.timeout))?;
         Connected::over(kind, transport, control, options)
-    },
+    }),
 };
 
 pub(crate) static TCP_RAW: Entry = Entry {
@@ -70,7 +62,7 @@ pub(crate) static TCP_RAW: Entry = Entry {
     only_measured: false,
     missing: &|| lacks("tcp", cfg!(feature = "tcp")),
     check_values: &|_| Ok(()),
-    connect: &tcp::raw,
+    connect: Some(&tcp::raw),
 };
 
 static TCP_IPC: Entry = Entry {
@@ -81,7 +73,7 @@ static TCP_IPC: Entry = Entry {
     only_measured: true,
     missing: &|| lacks("tcp", cfg!(feature = "tcp")),
     check_values: &|_| Ok(()),
-    connect: &tcp::ipc,
+    connect: Some(&tcp::ipc),
 };
 
 pub(crate) static TCP: Entry = Entry {
@@ -92,7 +84,7 @@ pub(crate) static TCP: Entry = Entry {
     only_measured: false,
     missing: &|| lacks("tcp", cfg!(feature = "tcp")),
     check_values: &|_| Ok(()),
-    connect: &tcp::zmq,
+    connect: Some(&tcp::zmq),
 };
 
 pub(crate) static QUIC: Entry = Entry {
@@ -103,7 +95,7 @@ pub(crate) static QUIC: Entry = Entry {
     only_measured: false,
     missing: &|| lacks("quic", cfg!(feature = "quic")),
     check_values: &quic::check,
-    connect: &quic::protected,
+    connect: Some(&quic::protected),
 };
 
 pub(crate) static NCCL: Entry = Entry {
@@ -114,7 +106,7 @@ pub(crate) static NCCL: Entry = Entry {
     only_measured: false,
     missing: &nccl::missing,
     check_values: &|_| Ok(()),
-    connect: &nccl::connect,
+    connect: Some(&nccl::connect),
 };
 
 static QUIC_UNPROTECTED: Entry = Entry {
@@ -125,7 +117,7 @@ static QUIC_UNPROTECTED: Entry = Entry {
     only_measured: true,
     missing: &|| lacks("unprotected", cfg!(feature = "unprotected")),
     check_values: &quic::check,
-    connect: &quic::unprotected,
+    connect: Some(&quic::unprotected),
 };
 
 fn lacks(feature: &str, is_there: bool) -> Option<String> {
@@ -134,8 +126,8 @@ fn lacks(feature: &str, is_there: bool) -> Option<String> {
 
 /// What comes of connecting in a build without the feature.
 #[cfg(not(all(feature = "tcp", feature = "quic", feature = "nccl", feature = "unprotected")))]
-fn absent(kind: TransportKind) -> Error {
-    Error::Unsupported { what: format!("the transport {kind}"), why: kind.missing().unwrap_or_default() }
+fn absent(kind: TransportKind) -> comm_core::Error {
+    comm_core::Error::Unsupported { what: format!("the transport {kind}"), why: kind.missing().unwrap_or_default() }
 }
 
 #[cfg(feature = "tcp")]

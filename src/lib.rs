@@ -143,7 +143,8 @@
 #![forbid(unsafe_code)]
 
 mod builtin;
-mod connected;
+mod connect;
+mod entry;
 mod node;
 mod options;
 mod registry;
@@ -157,8 +158,9 @@ pub use comm_core::{
     Failed, Handle, Op, Outcome, Pending, Preset, ReduceOp, Result, Transport, Waiting, bf16, f16, local, shard_range,
 };
 
-pub use connected::{Connected, Properties, connect, prepare, threads};
+pub use connect::{connect, prepare, threads};
+pub use entry::{Connected, Entry, Medium, Properties, TransportKind};
 pub use node::{Node, connect_node, threads_in_nodes};
 pub use options::{Setting, TransportOptions};
-pub use registry::{Entry, Medium, TransportKind, register};
+pub use registry::register;
 pub use rung::{Precaution, Rung};

@@ -8,9 +8,9 @@ use comm_core::counted::Counters;
 use comm_core::local::{self, LocalRank};
 use comm_core::{Communicator, Control, Deadline, Error, Result};
 
-use crate::connected::{Connected, Properties, in_part, threads};
+use crate::connect::{in_part, threads};
+use crate::entry::{Connected, Properties, TransportKind};
 use crate::options::TransportOptions;
-use crate::registry::TransportKind;
 
 /// The ranks of this rank's node, with a transport of their own. The whole job is one job still: a rank that is lost anywhere ends
 /// all nodes, and errors name ranks of the job.
@@ -111,7 +111,7 @@ mod tests {
     use comm_core::{CommunicatorExt, ReduceOp};
 
     use super::*;
-    use crate::registry::Medium;
+    use crate::entry::Medium;
 
     const TIMEOUT: Duration = Duration::from_secs(30);
 

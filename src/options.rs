@@ -8,8 +8,6 @@ use comm_core::control::TcpOptions;
 use comm_core::{Error, MeshOptions, Result, Waiting};
 use serde::{Deserialize, Serialize};
 
-use crate::registry::TransportKind;
-
 /// Settings of all transports. Ranks of a job use the same. A transport refuses a [`Setting`] that it does not have.
 ///
 /// ```
@@ -142,24 +140,6 @@ impl TransportOptions {
         .collect()
     }
 
-    /// These options without the settings that `kind` does not have, for a job of several transports to which they are given together.
-    #[must_use]
-    pub fn only_for(&self, kind: TransportKind) -> Self {
-        let mut options = self.clone();
-        let default = TransportOptions::default();
-        for (setting, _) in self.set().into_iter().filter(|(setting, _)| !kind.has(*setting)) {
-            match setting {
-                Setting::Congestion => options.congestion = default.congestion.clone(),
-                Setting::Mtu => options.mtu = default.mtu,
-                Setting::Gate => options.gate = default.gate,
-                Setting::Waiting => options.waiting = default.waiting,
-                Setting::Checked => options.checked = default.checked,
-                Setting::CheckFinite => options.check_finite = default.check_finite,
-            }
-        }
-        options
-    }
-
     /// Whether the settings that all transports have make sense.
     ///
     /// # Errors
@@ -172,96 +152,6 @@ impl TransportOptions {
             )));
         }
         // Here, so that the other ranks do not wait for one that cannot listen.
-        self.bind.map_or(Ok(()), comm_core::job::check_own_address)
-    }
-
-    /// Whether the settings make sense to a job of the transports `kinds`: each setting to at least one of them.
-    ///
-    /// # Errors
-    /// Those of [`check`](Self::check); `InvalidArgument` naming a setting that none of `kinds` has and the transports that have it.
-    pub fn check_for(&self, kinds: &[TransportKind]) -> Result<()> {
-        self.check()?;
-        let is_missing = |setting: &Setting| !kinds.iter().any(|kind| kind.has(*setting));
-        if let Some((setting, value)) = self.set().into_iter().find(|(setting, _)| is_missing(setting)) {
-            let names = kinds.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(" and ");
-            let others: Vec<_> = TransportKind::all().into_iter().filter(|kind| kind.has(setting)).collect();
-            let others = others.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(", ");
-            return Err(Error::invalid(format!(
-                "the transport {names} has no option {setting} (given: {value}); leave it out, or choose one of {others}"
-            )));
-        }
-        kinds.iter().try_for_each(|kind| kind.check_values(&self.only_for(*kind)))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Options that differ from the default in one setting each.
-    fn each() -> Vec<TransportOptions> {
-        let default = TransportOptions::default;
-        vec![
-            TransportOptions { congestion: Some("cubic".into()), ..default() },
-            TransportOptions { mtu: Some(1400), ..default() },
-            TransportOptions { gate: false, ..default() },
-            TransportOptions { waiting: Waiting::Busy, ..default() },
-            TransportOptions { checked: true, ..default() },
-            TransportOptions { check_finite: true, ..default() },
-        ]
-    }
-
-    #[test]
-    fn a_transport_refuses_what_it_does_not_have_and_takes_the_rest() {
-        for options in each() {
-            let [(setting, _)] = options.set()[..] else { panic!("{options:?}") };
-            for kind in TransportKind::all_with_measured() {
-                let refused = kind.check(&options);
-                assert_eq!(refused.is_ok(), kind.has(setting), "{setting} of {kind}");
-                if let Err(error) = refused {
-                    let text = error.to_string();
-                    assert!(text.contains(kind.name()) && text.contains(setting.name()), "{text}");
-                    assert_eq!(options.only_for(kind), TransportOptions::default());
-                } else {
-                    assert_eq!(options.only_for(kind), options);
-                }
-            }
-        }
-        assert_eq!(TransportOptions::default().set(), []);
-    }
-
-    #[test]
-    fn of_two_transports_one_that_has_the_setting_is_enough() {
-        let options = TransportOptions { congestion: Some("cubic".into()), ..TransportOptions::default() };
-        let (shm, quic, nccl) = (TransportKind::SHM, TransportKind::QUIC, TransportKind::NCCL);
-        options.check_for(&[quic, shm]).unwrap();
-        let text = options.check_for(&[nccl, shm]).unwrap_err().to_string();
-        assert!(text.contains("nccl and shm") && text.contains("tcp-raw, tcp, quic"), "{text}");
-    }
-
-    #[cfg(feature = "quic")]
-    #[test]
-    fn quic_knows_what_its_values_may_be() {
-        let named = |name: &str| TransportOptions { congestion: Some(name.into()), ..TransportOptions::default() };
-        for name in ["auto", "cubic", "reno", "bbr", "fixed:1000000"] {
-            TransportKind::QUIC.check(&named(name)).unwrap();
-        }
-        let text = TransportKind::QUIC.check(&named("vegas")).unwrap_err().to_string();
-        assert!(text.contains("vegas") && text.contains("cubic"), "{text}");
-        let small = TransportOptions { mtu: Some(9), ..TransportOptions::default() };
-        let text = TransportKind::QUIC.check(&small).unwrap_err().to_string();
-        assert!(text.contains("quic mtu: 9"), "{text}");
-    }
-
-    #[test]
-    fn times_and_addresses_that_make_no_sense_are_refused() {
-        let default = TransportOptions::default;
-        for wrong in [
-            TransportOptions { heartbeat: Duration::ZERO, ..default() },
-            TransportOptions { liveness: default().heartbeat, ..default() },
-            TransportOptions { bind: Some([192, 0, 2, 1].into()), ..default() },
-        ] {
-            assert!(matches!(TransportKind::SHM.check(&wrong), Err(Error::InvalidArgument(_))), "{wrong:?}");
-        }
+        self.bind.map_or(Ok(()), comm_core::addresses::check_own_address)
     }
 }

@@ -1,137 +1,14 @@
-//! The transports that there are: one [`Entry`] each, and [`TransportKind`], a name that stands for one.
+//! The transports that there are, by their names.
 
-use std::fmt;
-use std::hash::{Hash, Hasher};
 use std::str::FromStr;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use comm_core::{Control, Error, Result, Transport};
+use comm_core::{Control, Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::builtin;
-use crate::connected::Connected;
+use crate::entry::{Connected, Entry, TransportKind};
 use crate::options::{Setting, TransportOptions};
-
-/// What carries the data of a transport.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Medium {
-    /// Nothing: no data arrives, so that only times mean something.
-    Nothing,
-    /// Memory of one process, whose threads the ranks are.
-    Threads,
-    /// Memory that processes of one machine share.
-    SharedMemory,
-    /// Unix sockets, between processes of one machine.
-    UnixSockets,
-    /// TCP connections.
-    Tcp,
-    /// UDP datagrams.
-    Udp,
-    /// Links between GPUs, on whose memory the collectives work.
-    Devices,
-}
-
-impl Medium {
-    /// Whether the network is not used, so that neither a link nor congestion control matters.
-    pub fn is_memory(self) -> bool {
-        matches!(self, Medium::Nothing | Medium::Threads | Medium::SharedMemory | Medium::UnixSockets)
-    }
-
-    /// Whether ranks may be on different machines.
-    pub fn crosses_hosts(self) -> bool {
-        matches!(self, Medium::Tcp | Medium::Udp | Medium::Devices)
-    }
-
-    /// Whether it moves bytes of host memory between processes.
-    pub fn joins_processes(self) -> bool {
-        matches!(self, Medium::SharedMemory | Medium::UnixSockets | Medium::Tcp | Medium::Udp)
-    }
-}
-
-/// Why a transport cannot be used here; `None` if it can.
-type Missing = dyn Fn() -> Option<String> + Send + Sync;
-
-/// Whether values mean something to a transport.
-type CheckValues = dyn Fn(&TransportOptions) -> Result<()> + Send + Sync;
-
-/// Connects this rank to the others of a control plane.
-type Connect = dyn Fn(TransportKind, Arc<dyn Control>, &TransportOptions) -> Result<Connected> + Send + Sync;
-
-/// What the registry knows of a transport.
-///
-/// ```
-/// use isocomm::{Entry, Medium, TransportKind, local, register};
-///
-/// // Any `Transport` will do; this one is the in-process transport of a job of one rank, under another name.
-/// register(Entry::new("alone", "one rank that talks to itself", Medium::Threads, |_, options| {
-///     Ok(local::group(1, options.lanes).remove(0).transport)
-/// }))
-/// .unwrap();
-/// let kind: TransportKind = "alone".parse().unwrap();
-/// assert_eq!(kind.about(), "one rank that talks to itself");
-/// assert!(register(Entry::new("tcp", "", Medium::Tcp, |_, _| Ok(local::group(1, 1).remove(0).transport))).is_err());
-/// ```
-pub struct Entry {
-    pub(crate) name: &'static str,
-    pub(crate) about: &'static str,
-    pub(crate) medium: Medium,
-    pub(crate) settings: &'static [Setting],
-    /// Whether it exists to be measured only, and must not be chosen by name.
-    pub(crate) only_measured: bool,
-    pub(crate) missing: &'static Missing,
-    pub(crate) check_values: &'static CheckValues,
-    pub(crate) connect: &'static Connect,
-}
-
-impl Entry {
-    /// A transport that `connect` connects, with collectives of this library over it. All ranks call `connect` together, which ends by
-    /// [`TransportOptions::timeout`].
-    pub fn new<T: Transport>(
-        name: &'static str,
-        about: &'static str,
-        medium: Medium,
-        connect: impl Fn(&dyn Control, &TransportOptions) -> Result<T> + Send + Sync + 'static,
-    ) -> Self {
-        Entry {
-            name,
-            about,
-            medium,
-            settings: Setting::OF_BYTES,
-            only_measured: false,
-            missing: &|| None,
-            check_values: &|_| Ok(()),
-            connect: Box::leak(Box::new(move |kind, control: Arc<dyn Control>, options: &TransportOptions| {
-                Connected::over(kind, connect(&*control, options)?, control, options)
-            })),
-        }
-    }
-
-    /// The settings of [`TransportOptions`] that it has, instead of [`Setting::OF_BYTES`]; others are refused.
-    #[must_use]
-    pub fn with_settings(self, settings: &'static [Setting]) -> Self {
-        Entry { settings, ..self }
-    }
-
-    /// What says why this machine cannot use it.
-    #[must_use]
-    pub fn with_missing(self, missing: impl Fn() -> Option<String> + Send + Sync + 'static) -> Self {
-        Entry { missing: Box::leak(Box::new(missing)), ..self }
-    }
-}
-
-impl fmt::Debug for Entry {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Entry { name, about, medium, settings, only_measured, .. } = self;
-        f.debug_struct("Entry")
-            .field("name", name)
-            .field("about", about)
-            .field("medium", medium)
-            .field("settings", settings)
-            .field("only_measured", only_measured)
-            .finish_non_exhaustive()
-    }
-}
 
 /// What [`register`] has added.
 static REGISTERED: RwLock<Vec<&'static Entry>> = RwLock::new(Vec::new());
@@ -157,10 +34,6 @@ pub fn register(entry: Entry) -> Result<TransportKind> {
     registered.push(entry);
     Ok(TransportKind(entry))
 }
-
-/// A transport of the registry; read and written by its name.
-#[derive(Clone, Copy)]
-pub struct TransportKind(pub(crate) &'static Entry);
 
 impl TransportKind {
     /// Threads of one process.
@@ -201,46 +74,12 @@ impl TransportKind {
         all.iter().map(|kind| format!("{} ({})", kind.name(), kind.about())).collect::<Vec<_>>().join(", ")
     }
 
-    /// Its name on a command line.
-    pub fn name(self) -> &'static str {
-        self.0.name
-    }
-
-    /// What it is, in a few words.
-    pub fn about(self) -> &'static str {
-        self.0.about
-    }
-
-    /// What carries its data.
-    pub fn medium(self) -> Medium {
-        self.0.medium
-    }
-
-    /// Whether it exists to be measured only: its results are wrong, or its data is not protected as its kind's should be.
-    pub fn is_only_measured(self) -> bool {
-        self.0.only_measured
-    }
-
-    /// Whether it has a setting that not all have.
-    pub fn has(self, setting: Setting) -> bool {
-        self.0.settings.contains(&setting)
-    }
-
-    /// Why this build on this machine cannot use it; `None` if it can.
-    pub fn missing(self) -> Option<String> {
-        (self.0.missing)()
-    }
-
     /// Whether `options` make sense to it.
     ///
     /// # Errors
     /// `InvalidArgument` naming the setting that it does not have, or a value that means nothing to it.
     pub fn check(self, options: &TransportOptions) -> Result<()> {
         options.check_for(&[self])
-    }
-
-    pub(crate) fn check_values(self, options: &TransportOptions) -> Result<()> {
-        (self.0.check_values)(options)
     }
 
     /// Connects this rank to the others of `control`. All ranks of it call this together; whoever fails tells the others by
@@ -251,7 +90,53 @@ impl TransportKind {
     /// those of the transport's own `connect`.
     pub fn connect(self, control: Arc<dyn Control>, options: &TransportOptions) -> Result<Connected> {
         self.check(options)?;
-        (self.0.connect)(self, control, options)
+        let Some(connect) = self.0.connect else {
+            let others = Self::all().into_iter().filter(|kind| kind.medium().joins_processes());
+            let others = others.map(Self::name).collect::<Vec<_>>().join(", ");
+            return Err(Error::Unsupported {
+                what: format!("the transport {self} between processes"),
+                why: format!("its ranks are threads of one process; start no launcher, or choose one of {others}"),
+            });
+        };
+        connect(self, control, options)
+    }
+}
+
+impl TransportOptions {
+    /// These options without the settings that `kind` does not have, for a job of several transports to which they are given together.
+    #[must_use]
+    pub fn only_for(&self, kind: TransportKind) -> Self {
+        let mut options = self.clone();
+        let default = TransportOptions::default();
+        for (setting, _) in self.set().into_iter().filter(|(setting, _)| !kind.has(*setting)) {
+            match setting {
+                Setting::Congestion => options.congestion = default.congestion.clone(),
+                Setting::Mtu => options.mtu = default.mtu,
+                Setting::Gate => options.gate = default.gate,
+                Setting::Waiting => options.waiting = default.waiting,
+                Setting::Checked => options.checked = default.checked,
+                Setting::CheckFinite => options.check_finite = default.check_finite,
+            }
+        }
+        options
+    }
+
+    /// Whether the settings make sense to a job of the transports `kinds`: each setting to at least one of them.
+    ///
+    /// # Errors
+    /// Those of [`check`](Self::check); `InvalidArgument` naming a setting that none of `kinds` has and the transports that have it.
+    pub fn check_for(&self, kinds: &[TransportKind]) -> Result<()> {
+        self.check()?;
+        let is_missing = |setting: &Setting| !kinds.iter().any(|kind| kind.has(*setting));
+        if let Some((setting, value)) = self.set().into_iter().find(|(setting, _)| is_missing(setting)) {
+            let names = kinds.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(" and ");
+            let others: Vec<_> = TransportKind::all().into_iter().filter(|kind| kind.has(setting)).collect();
+            let others = others.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(", ");
+            return Err(Error::invalid(format!(
+                "the transport {names} has no option {setting} (given: {value}); leave it out, or choose one of {others}"
+            )));
+        }
+        kinds.iter().try_for_each(|kind| kind.check_values(&self.only_for(*kind)))
     }
 }
 
@@ -267,32 +152,6 @@ fn choose(name: &str, among: Vec<TransportKind>) -> std::result::Result<Transpor
 impl Default for TransportKind {
     fn default() -> Self {
         TransportKind::TCP
-    }
-}
-
-impl PartialEq for TransportKind {
-    fn eq(&self, other: &Self) -> bool {
-        self.name() == other.name()
-    }
-}
-
-impl Eq for TransportKind {}
-
-impl Hash for TransportKind {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        self.name().hash(state);
-    }
-}
-
-impl fmt::Debug for TransportKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl fmt::Display for TransportKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
     }
 }
 
@@ -320,7 +179,12 @@ impl<'de> Deserialize<'de> for TransportKind {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use comm_core::Waiting;
+
     use super::*;
+    use crate::entry::Medium;
 
     #[test]
     fn names_read_as_they_print_and_what_is_only_measured_is_not_chosen() {
@@ -378,6 +242,73 @@ mod tests {
                 Medium::Devices => assert!(readme.contains(&with_flag), "{kind}"),
                 _ => assert!(sweep.contains(&name) && (kind.is_only_measured() || train.contains(&name)), "{kind}"),
             }
+        }
+    }
+
+    /// Options that differ from the default in one setting each.
+    fn each() -> Vec<TransportOptions> {
+        let default = TransportOptions::default;
+        vec![
+            TransportOptions { congestion: Some("cubic".into()), ..default() },
+            TransportOptions { mtu: Some(1400), ..default() },
+            TransportOptions { gate: false, ..default() },
+            TransportOptions { waiting: Waiting::Busy, ..default() },
+            TransportOptions { checked: true, ..default() },
+            TransportOptions { check_finite: true, ..default() },
+        ]
+    }
+
+    #[test]
+    fn a_transport_refuses_what_it_does_not_have_and_takes_the_rest() {
+        for options in each() {
+            let [(setting, _)] = options.set()[..] else { panic!("{options:?}") };
+            for kind in TransportKind::all_with_measured() {
+                let refused = kind.check(&options);
+                assert_eq!(refused.is_ok(), kind.has(setting), "{setting} of {kind}");
+                if let Err(error) = refused {
+                    let text = error.to_string();
+                    assert!(text.contains(kind.name()) && text.contains(setting.name()), "{text}");
+                    assert_eq!(options.only_for(kind), TransportOptions::default());
+                } else {
+                    assert_eq!(options.only_for(kind), options);
+                }
+            }
+        }
+        assert_eq!(TransportOptions::default().set(), []);
+    }
+
+    #[test]
+    fn of_two_transports_one_that_has_the_setting_is_enough() {
+        let options = TransportOptions { congestion: Some("cubic".into()), ..TransportOptions::default() };
+        let (shm, quic, nccl) = (TransportKind::SHM, TransportKind::QUIC, TransportKind::NCCL);
+        options.check_for(&[quic, shm]).unwrap();
+        let text = options.check_for(&[nccl, shm]).unwrap_err().to_string();
+        assert!(text.contains("nccl and shm") && text.contains("tcp-raw, tcp, quic"), "{text}");
+    }
+
+    #[cfg(feature = "quic")]
+    #[test]
+    fn quic_knows_what_its_values_may_be() {
+        let named = |name: &str| TransportOptions { congestion: Some(name.into()), ..TransportOptions::default() };
+        for name in ["auto", "cubic", "reno", "bbr", "fixed:1000000"] {
+            TransportKind::QUIC.check(&named(name)).unwrap();
+        }
+        let text = TransportKind::QUIC.check(&named("vegas")).unwrap_err().to_string();
+        assert!(text.contains("vegas") && text.contains("cubic"), "{text}");
+        let small = TransportOptions { mtu: Some(9), ..TransportOptions::default() };
+        let text = TransportKind::QUIC.check(&small).unwrap_err().to_string();
+        assert!(text.contains("quic mtu: 9"), "{text}");
+    }
+
+    #[test]
+    fn times_and_addresses_that_make_no_sense_are_refused() {
+        let default = TransportOptions::default;
+        for wrong in [
+            TransportOptions { heartbeat: Duration::ZERO, ..default() },
+            TransportOptions { liveness: default().heartbeat, ..default() },
+            TransportOptions { bind: Some([192, 0, 2, 1].into()), ..default() },
+        ] {
+            assert!(matches!(TransportKind::SHM.check(&wrong), Err(Error::InvalidArgument(_))), "{wrong:?}");
         }
     }
 }

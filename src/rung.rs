@@ -8,9 +8,8 @@ use std::time::Duration;
 use comm_core::{Control, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::connected::Connected;
+use crate::entry::{Connected, Medium, TransportKind};
 use crate::options::{Setting, TransportOptions};
-use crate::registry::{Medium, TransportKind};
 
 /// A transport, and at most one precaution that it has more or less than by itself; read and written by its name, for instance `tcp-no-gate`
 /// or `quic+checked`. Neighbours on the ladder of transports differ in one thing, whose price is the difference of their times.

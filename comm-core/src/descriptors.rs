@@ -5,33 +5,29 @@ use std::io;
 
 use rustix::io::Errno;
 
-use crate::error::{Error, Result};
-use crate::sys;
+use crate::sys::{self, Limits};
 
 /// For what comes and goes while ranks connect: look-ups, newcomers at a listener, files of the program.
 const SPARE: usize = 8;
 
-/// Refuses what this process may not have the file descriptors for: `needed` beside those that it has open. `what` is to be
-/// connected, and `count` says how many each part of it takes.
+/// Whether this process may have the file descriptors for something: `needed` beside those that it has open. `count` says how many each
+/// part of it takes.
 ///
 /// # Errors
-/// [`Error::Unsupported`] with what is needed, what is allowed and what to do.
-pub fn check(needed: usize, what: impl FnOnce() -> String, count: impl FnOnce() -> String) -> Result<()> {
+/// Why not: what is needed, what is allowed and what to do.
+pub fn check(needed: usize, count: impl FnOnce() -> String) -> Result<(), String> {
     let limits = sys::descriptor_limits();
     let open = open();
     let in_all = (needed + SPARE + open) as u64;
     if in_all <= limits.soft {
         return Ok(());
     }
-    Err(Error::Unsupported {
-        what: what(),
-        why: format!(
-            "this rank needs {needed} file descriptors for it ({}), and {} for itself; {}",
-            count(),
-            open + SPARE,
-            limits.advice(in_all)
-        ),
-    })
+    Err(format!(
+        "this rank needs {needed} file descriptors for it ({}), and {} for itself; {}",
+        count(),
+        open + SPARE,
+        limits.advice(in_all)
+    ))
 }
 
 /// Whether `error` says that this process, or the machine, has no file descriptors left.
@@ -75,15 +71,6 @@ fn open() -> usize {
     fs::read_dir("/proc/self/fd").map_or(0, |all| all.count().saturating_sub(1))
 }
 
-/// Limits of a process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Limits {
-    /// The one that counts.
-    pub(crate) soft: u64,
-    /// To which the process itself may raise it.
-    pub(crate) hard: u64,
-}
-
 impl Limits {
     /// What is allowed, and what to do to get `wanted`.
     fn advice(self, wanted: u64) -> String {
@@ -108,15 +95,15 @@ mod tests {
     fn what_fits_is_let_through_and_what_does_not_is_said_with_what_to_do() {
         let limits = sys::descriptor_limits();
         assert!(limits.soft <= limits.hard);
-        check(1, || unreachable!(), || unreachable!()).unwrap();
+        check(1, || unreachable!()).unwrap();
         let needed = usize::try_from(limits.soft.min(1 << 40)).unwrap();
         if needed == 1 << 40 {
             println!("skipped: this process has no limit");
             return;
         }
-        let error = check(needed, || "tcp between 24 ranks".into(), || "2 for each".into()).unwrap_err().to_string();
-        for part in ["tcp between 24 ranks", &format!("needs {needed} file descriptors"), "2 for each", "allowed"] {
-            assert!(error.contains(part), "{part}: {error}");
+        let why = check(needed, || "2 for each".into()).unwrap_err();
+        for part in [&format!("needs {needed} file descriptors"), "2 for each", "allowed"] {
+            assert!(why.contains(part), "{part}: {why}");
         }
     }
 

@@ -2,9 +2,6 @@
 
 use std::fmt;
 
-use half::{bf16, f16};
-
-use crate::buffer::HostBuffer;
 use crate::names;
 
 /// The type of a buffer's elements.
@@ -168,41 +165,3 @@ impl Factor {
         f64::from_bits(self.0)
     }
 }
-
-/// A Rust type that travels in buffers.
-pub trait Element: bytemuck::Pod + Send + Sync + PartialEq + fmt::Debug + private::Sealed {
-    /// Its code.
-    const DTYPE: DType;
-    /// A buffer that owns `values`, without a copy.
-    fn into_buffer(values: Vec<Self>) -> HostBuffer;
-    /// The values of a buffer of this type; the buffer itself when it holds another type.
-    fn from_buffer(buffer: HostBuffer) -> Result<Vec<Self>, HostBuffer>;
-}
-
-mod private {
-    pub trait Sealed {}
-}
-
-macro_rules! element {
-    ($($rust:ty => $variant:ident),* $(,)?) => {$(
-        impl private::Sealed for $rust {}
-        impl Element for $rust {
-            const DTYPE: DType = DType::$variant;
-            fn into_buffer(values: Vec<Self>) -> HostBuffer {
-                HostBuffer::$variant(values)
-            }
-            fn from_buffer(buffer: HostBuffer) -> Result<Vec<Self>, HostBuffer> {
-                match buffer {
-                    HostBuffer::$variant(values) => Ok(values),
-                    other => Err(other),
-                }
-            }
-        }
-    )*};
-}
-
-element!(
-    f32 => F32, f64 => F64, f16 => F16, bf16 => Bf16,
-    i8 => I8, i16 => I16, i32 => I32, i64 => I64,
-    u8 => U8, u16 => U16, u32 => U32, u64 => U64,
-);

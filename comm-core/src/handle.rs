@@ -6,9 +6,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, Element};
 use crate::deadline::Deadline;
-use crate::dtype::Element;
 use crate::error::{Error, Result};
 
 /// An operation that ended well.

@@ -26,8 +26,10 @@
 
 #![deny(unsafe_code)]
 
+pub mod addresses;
 pub mod buffer;
 pub mod clock;
+mod collectives;
 pub mod communicator;
 pub mod conformance;
 pub mod control;
@@ -61,6 +63,7 @@ pub mod printer;
 pub mod process;
 mod reduce;
 pub mod shm;
+mod small_file;
 pub mod splitmix;
 #[allow(unsafe_code, reason = "system calls that the standard library does not offer")]
 mod sys;
@@ -70,13 +73,14 @@ pub mod threat_model {}
 pub mod transport;
 pub mod waiting;
 
-pub use buffer::{Buffer, DeviceMemory, HostBuffer, View, ViewMut};
-pub use communicator::{Communicator, CommunicatorExt};
+pub use buffer::{Buffer, DeviceMemory, Element, HostBuffer, View, ViewMut};
+pub use collectives::CommunicatorExt;
+pub use communicator::Communicator;
 pub use control::Control;
 pub use copy::copy;
 pub use counted::{Counted, Counters, Traffic};
 pub use deadline::Deadline;
-pub use dtype::{DType, Element, Factor, ReduceOp};
+pub use dtype::{DType, Factor, ReduceOp};
 pub use error::{Error, Notice, Result};
 pub use faulty::{Fault, FaultKind, Faulty};
 pub use half::{bf16, f16};

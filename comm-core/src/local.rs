@@ -621,7 +621,8 @@ mod tests {
     use std::time::Instant;
 
     use super::*;
-    use crate::communicator::{Communicator, CommunicatorExt};
+    use crate::collectives::CommunicatorExt;
+    use crate::communicator::Communicator;
     use crate::op::{Call, Op};
     use crate::{Buffer, Failed};
 

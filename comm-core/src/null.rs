@@ -160,7 +160,8 @@ impl Control for NullControl {
 mod tests {
     use super::*;
     use crate::buffer::Buffer;
-    use crate::communicator::{Communicator, CommunicatorExt};
+    use crate::collectives::CommunicatorExt;
+    use crate::communicator::Communicator;
     use crate::dtype::ReduceOp;
     use crate::local;
     use crate::mesh::{Mesh, MeshOptions};

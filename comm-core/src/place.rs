@@ -1,15 +1,15 @@
 //! Where a rank is in the network: which address its listeners take, and whether the others can reach what it offers them.
 
 use std::fs;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6, UdpSocket};
+use std::net::{IpAddr, SocketAddr, SocketAddrV6};
 use std::os::unix::fs::MetadataExt;
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use crate::addresses::{check_address, check_own_socket_address, loopback, with_scope};
 use crate::control::Control;
 use crate::error::{Error, Result};
-use crate::job::{check_address, check_own_socket_address};
 
 /// Where a rank is: what it tells the others beside the addresses that it offers them. By default nothing is known.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -119,31 +119,6 @@ pub fn to_dial(offered: SocketAddr, own: SocketAddr) -> SocketAddr {
     }
 }
 
-/// 127.0.0.1, or ::1 where loopback has no other.
-pub(crate) fn loopback() -> IpAddr {
-    let (v4, v6) = (IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST));
-    let is_there = |ip| UdpSocket::bind((ip, 0)).is_ok();
-    if !is_there(v4) && is_there(v6) { v6 } else { v4 }
-}
-
-/// With the interface that a link-local address belongs to: the same may be used on several, but a machine has its own once.
-pub(crate) fn with_scope(ip: IpAddr) -> SocketAddr {
-    match ip {
-        IpAddr::V6(v6) if v6.is_unicast_link_local() => {
-            let table = fs::read_to_string("/proc/net/if_inet6").unwrap_or_default();
-            SocketAddrV6::new(v6, 0, 0, interface_of(&table, v6).unwrap_or(0)).into()
-        }
-        ip => SocketAddr::new(ip, 0),
-    }
-}
-
-/// The number of the interface that has `ip`, from a kernel's table of IPv6 addresses.
-fn interface_of(table: &str, ip: Ipv6Addr) -> Option<u32> {
-    let hex = format!("{:032x}", u128::from(ip));
-    let line = table.lines().find(|line| line.starts_with(&hex))?;
-    u32::from_str_radix(line.split_whitespace().nth(1)?, 16).ok()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -198,11 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn link_local_addresses_keep_their_interface() {
-        let table = "00000000000000000000000000000001 01 80 10 80       lo\n\
-             fe800000000000000000000000000007 0b 40 20 80     eth0\n";
-        assert_eq!(interface_of(table, "fe80::7".parse().unwrap()), Some(11));
-        assert_eq!(interface_of(table, "fe80::8".parse().unwrap()), None);
+    fn link_local_addresses_are_dialled_by_this_machines_interface() {
         let address = |text: &str| text.parse::<SocketAddr>().unwrap();
         assert_eq!(to_dial(address("[fe80::7%11]:80"), address("[fe80::9%2]:0")), address("[fe80::7%2]:80"));
         assert_eq!(to_dial(address("[fd00::7]:80"), address("[fe80::9%2]:0")), address("[fd00::7]:80"));

@@ -15,8 +15,6 @@ use rustix::process::{
     set_parent_process_death_signal, setrlimit, waitid,
 };
 
-use crate::descriptors::Limits;
-
 /// A file descriptor to wait for with [`poll`], and what was found.
 pub(crate) struct Waiter<'a> {
     fd: BorrowedFd<'a>,
@@ -67,6 +65,15 @@ pub(crate) fn raise_descriptor_limit(most: u64) -> u64 {
     let wanted = limits.hard.min(most);
     let raised = Rlimit { current: Some(wanted), maximum: getrlimit(Resource::Nofile).maximum };
     if limits.soft < wanted && setrlimit(Resource::Nofile, raised).is_ok() { wanted } else { limits.soft }
+}
+
+/// How many of something a process may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Limits {
+    /// The one that counts.
+    pub(crate) soft: u64,
+    /// To which the process itself may raise it.
+    pub(crate) hard: u64,
 }
 
 /// How many file descriptors this process may have.

@@ -9,9 +9,7 @@ use comm_core::{Control, Deadline, Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::engine::{LaneComms, NcclEngine};
-use crate::sys::{
-    Device, Driver, Library, NcclTable, RawComm, UNIQUE_ID_BYTES, UniqueId, check_environment, may_share, version_text,
-};
+use crate::sys::{Device, Driver, Library, check_environment, may_share, version_text};
 use crate::{NcclOptions, unsupported};
 
 /// What a rank has.
@@ -39,7 +37,7 @@ pub(crate) fn connect(
     // A rank that has nothing to offer says so, or the others would wait for it.
     let found = find(options);
     let offer = found.as_ref().map_err(Clone::clone).and_then(|(library, _)| {
-        let names = if rank == 0 { names(library.table(), options.lanes)? } else { Vec::new() };
+        let names = if rank == 0 { LaneComms::names(library.table(), options.lanes)? } else { Vec::new() };
         Ok(Offer { machine: machine(), version: library.version(), lanes: options.lanes, names })
     });
     let offers = control.gather_all("nccl", "NCCL", offer, deadline)?;
@@ -69,7 +67,7 @@ pub(crate) fn connect(
     }
 
     Comm::first_with(engine, |engine| {
-        let comms = join(engine, &first.names, rank, ranks, deadline)
+        let comms = LaneComms::join(engine, &first.names, rank, ranks, deadline)
             .map_err(|error| engine.fail(error, "connecting NCCL's communicators"))?;
         comms.warm_up(rank, ranks, deadline).map_err(|error| engine.fail(error, "warming NCCL up"))?;
         Ok(comms)
@@ -110,40 +108,6 @@ fn refuse_shared(devices: &[String]) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// New names, one for each of so many communicators.
-pub(crate) fn names(table: &'static NcclTable, lanes: usize) -> Result<Vec<u8>> {
-    let names: Vec<[u8; UNIQUE_ID_BYTES]> =
-        (0..lanes).map(|_| RawComm::unique_id(table).map(|id| id.0)).collect::<Result<_>>()?;
-    Ok(names.concat())
-}
-
-/// Joins the communicators of these names, one a lane, as rank `rank` of `ranks`.
-pub(crate) fn join(
-    engine: &Arc<NcclEngine>,
-    names: &[u8],
-    rank: usize,
-    ranks: usize,
-    deadline: Deadline,
-) -> Result<LaneComms> {
-    if names.len() != engine.options.lanes * UNIQUE_ID_BYTES {
-        return Err(Error::Internal(format!("{} bytes of names of communicators", names.len())));
-    }
-    engine.device.make_current()?;
-    let mut comms = Vec::new();
-    for name in names.chunks_exact(UNIQUE_ID_BYTES) {
-        let mut id = UniqueId([0; UNIQUE_ID_BYTES]);
-        id.0.copy_from_slice(name);
-        let (comm, begun) = RawComm::begin(engine.library.table(), id, rank, ranks);
-        let comm = Arc::new(comm);
-        // Whoever fails ends the job, and with it what has been joined so far.
-        engine.keep(&comm);
-        begun?;
-        engine.wait(&comm, deadline, || comm.progress().map_err(|error| engine.or_failure(error)))?;
-        comms.push(comm);
-    }
-    Ok(LaneComms { engine: engine.clone(), comms })
 }
 
 /// What tells this machine from others: containers of one machine share its start, not their names.

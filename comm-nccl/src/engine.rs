@@ -15,11 +15,11 @@ use comm_core::{
 };
 
 use crate::NcclOptions;
-use crate::connect;
+use crate::lane::LaneState;
 use crate::plan::{Places, Plan, is_known};
 use crate::sys::{
-    CudaBuffer, DataType, Device, DevicePointer, Event, GRACE, Library, Memory, RawComm, Reduction, Staging, Stream,
-    UNIQUE_ID_BYTES,
+    CudaBuffer, DataType, Device, DevicePointer, Event, GRACE, Library, NcclTable, RawComm, Reduction, UNIQUE_ID_BYTES,
+    UniqueId,
 };
 
 /// How long a communicator that is dropped may take to flush before it is aborted.
@@ -41,68 +41,6 @@ pub(crate) struct NcclEngine {
 pub(crate) struct LaneComms {
     pub(crate) engine: Arc<NcclEngine>,
     pub(crate) comms: Vec<Arc<RawComm>>,
-}
-
-/// What one lane works with.
-#[derive(Debug)]
-pub(crate) struct LaneState {
-    stream: Stream,
-    event: Event,
-    staging: Staging,
-    buffer: Room,
-    input: Room,
-    scratch: Room,
-}
-
-impl LaneState {
-    fn new(device: &Device) -> Result<Self> {
-        Ok(LaneState {
-            stream: device.stream()?,
-            event: device.event()?,
-            staging: Staging::new(device)?,
-            buffer: Room::default(),
-            input: Room::default(),
-            scratch: Room::default(),
-        })
-    }
-}
-
-/// Memory on the device that grows.
-///
-/// Freeing waits for everything that runs on the device, and what runs there may wait for peers. So what it has outgrown stays until an
-/// operation finds nothing else under way.
-#[derive(Debug, Default)]
-struct Room {
-    memory: Option<Memory>,
-    outgrown: Vec<Memory>,
-}
-
-impl Room {
-    /// At least so many bytes. `quiet` gives something while nothing else runs on the device, and nothing begins there.
-    fn of<Q>(&mut self, device: &Device, bytes: usize, quiet: impl Fn() -> Option<Q>) -> Result<DevicePointer> {
-        if bytes == 0 {
-            return Ok(DevicePointer::NULL);
-        }
-        let held = self.memory.as_ref().map_or(0, Memory::bytes);
-        if held < bytes {
-            self.outgrown.extend(self.memory.take());
-        }
-        if !self.outgrown.is_empty()
-            && let Some(_quiet) = quiet()
-        {
-            self.outgrown.clear();
-        }
-        let memory = match self.memory.take() {
-            Some(memory) => memory,
-            None => {
-                // While nothing can be freed it at least doubles, so that all that is kept is no more than the last.
-                let bytes = if self.outgrown.is_empty() { bytes } else { bytes.max(2 * held) };
-                let step = bytes.next_power_of_two().clamp(4096, 64 << 20);
-                device.allocate(bytes.next_multiple_of(step))?
-            }
-        };
-        Ok(self.memory.insert(memory).pointer())
-    }
 }
 
 impl Engine for NcclEngine {
@@ -151,7 +89,7 @@ impl Engine for NcclEngine {
         let bytes = lanes * UNIQUE_ID_BYTES;
         let mut names = vec![0u8; ranks * bytes];
         if group.is_some_and(|group| group.rank == 0) {
-            let mine = connect::names(engine.library.table(), lanes)
+            let mine = LaneComms::names(engine.library.table(), lanes)
                 .map_err(|error| engine.fail(error, "naming new communicators"))?;
             names[parent.rank() * bytes..][..bytes].copy_from_slice(&mine);
         }
@@ -161,7 +99,7 @@ impl Engine for NcclEngine {
         let names = names.chunks_exact(bytes).nth(first.unwrap_or(0)).unwrap_or_default();
         let deadline = Deadline::after(engine.options.timeout);
         let (rank, ranks) = (group.rank, group.world_size());
-        let part = connect::join(engine, names, rank, ranks, deadline)
+        let part = LaneComms::join(engine, names, rank, ranks, deadline)
             .and_then(|part| part.warm_up(rank, ranks, deadline).map(|()| part));
         let part = part.map_err(|error| engine.fail(error, &format!("splitting communicator {:x}", parent.id())))?;
         Ok(Some(part))
@@ -224,7 +162,7 @@ impl NcclEngine {
     }
 
     /// Has `comm` aborted when the job fails; at once if it has.
-    pub(crate) fn keep(self: &Arc<Self>, comm: &Arc<RawComm>) {
+    fn keep(self: &Arc<Self>, comm: &Arc<RawComm>) {
         let mut comms = lock(&self.comms);
         comms.retain(|comm| !comm.is_gone());
         comms.push(comm.clone());
@@ -339,12 +277,7 @@ impl NcclEngine {
     }
 
     /// Looks again and again until it is so; NCCL and the control plane are watched meanwhile.
-    pub(crate) fn wait(
-        &self,
-        comm: &RawComm,
-        deadline: Deadline,
-        mut is_so: impl FnMut() -> Result<bool>,
-    ) -> Result<()> {
+    fn wait(&self, comm: &RawComm, deadline: Deadline, mut is_so: impl FnMut() -> Result<bool>) -> Result<()> {
         let began = Instant::now();
         for look in 0u64.. {
             let is_so = is_so()?;
@@ -372,7 +305,7 @@ impl NcclEngine {
     }
 
     /// NCCL's error; for a communicator that was aborted, why.
-    pub(crate) fn or_failure(&self, error: Option<Error>) -> Error {
+    fn or_failure(&self, error: Option<Error>) -> Error {
         error
             .or_else(|| self.shared.failure().cloned())
             .unwrap_or_else(|| Error::Internal("NCCL's communicator is gone, though the job has not failed".into()))
@@ -430,6 +363,40 @@ impl Drop for NcclEngine {
 }
 
 impl LaneComms {
+    /// New names, one for each of so many communicators.
+    pub(crate) fn names(table: &'static NcclTable, lanes: usize) -> Result<Vec<u8>> {
+        let names: Vec<[u8; UNIQUE_ID_BYTES]> =
+            (0..lanes).map(|_| RawComm::unique_id(table).map(|id| id.0)).collect::<Result<_>>()?;
+        Ok(names.concat())
+    }
+
+    /// Joins the communicators of these names, one a lane, as rank `rank` of `ranks`.
+    pub(crate) fn join(
+        engine: &Arc<NcclEngine>,
+        names: &[u8],
+        rank: usize,
+        ranks: usize,
+        deadline: Deadline,
+    ) -> Result<LaneComms> {
+        if names.len() != engine.options.lanes * UNIQUE_ID_BYTES {
+            return Err(Error::Internal(format!("{} bytes of names of communicators", names.len())));
+        }
+        engine.device.make_current()?;
+        let mut comms = Vec::new();
+        for name in names.chunks_exact(UNIQUE_ID_BYTES) {
+            let mut id = UniqueId([0; UNIQUE_ID_BYTES]);
+            id.0.copy_from_slice(name);
+            let (comm, begun) = RawComm::begin(engine.library.table(), id, rank, ranks);
+            let comm = Arc::new(comm);
+            // Whoever fails ends the job, and with it what has been joined so far.
+            engine.keep(&comm);
+            begun?;
+            engine.wait(&comm, deadline, || comm.progress().map_err(|error| engine.or_failure(error)))?;
+            comms.push(comm);
+        }
+        Ok(LaneComms { engine: engine.clone(), comms })
+    }
+
     /// Runs each kind of connection once, lane after lane, while nothing else runs: NCCL makes them at their first use, with memory that
     /// it would have to allocate beside other lanes' kernels. Collective over its ranks.
     pub(crate) fn warm_up(&self, rank: usize, ranks: usize, deadline: Deadline) -> Result<()> {
@@ -484,63 +451,4 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 #[cfg(all(test, feature = "stand-in"))]
-mod tests {
-    #![allow(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
-
-    use comm_core::local;
-
-    use super::*;
-    use crate::sys::Behaviour;
-
-    fn soon() -> Deadline {
-        Deadline::after(Duration::from_secs(20))
-    }
-
-    /// The ranks of a job, connected, with their control planes.
-    fn ranks(count: usize, lanes: usize) -> Vec<(Comm<NcclEngine>, Arc<local::LocalControl>)> {
-        let connect = move |rank: local::LocalRank| {
-            let options = NcclOptions::default().on_stand_in().with_lanes(lanes);
-            (connect::connect(rank.control.clone(), &options, soon()).unwrap(), rank.control)
-        };
-        let threads: Vec<_> =
-            local::group(count, lanes).into_iter().map(|rank| thread::spawn(move || connect(rank))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    }
-
-    #[test]
-    fn a_device_on_which_something_runs_for_ever_is_given_up() {
-        for (behaviour, is_given_up) in [(Behaviour::Works, false), (Behaviour::Hangs, true)] {
-            let both = ranks(2, 1);
-            let engine = both[1].0.engine();
-            engine.device.behave(behaviour);
-            assert_eq!(engine.has_settled(&engine.shared.lanes[0].scratch()), !is_given_up, "{behaviour:?}");
-            assert_eq!(engine.device.is_given_up(), is_given_up, "{behaviour:?}");
-        }
-    }
-
-    #[test]
-    fn a_room_gives_back_what_it_has_outgrown_once_nothing_else_runs() {
-        const MIB: usize = 1 << 20;
-        let (comm, _control) = ranks(1, 2).remove(0);
-        let engine = comm.engine();
-        let mut state = engine.shared.lanes[0].scratch();
-        let room = &mut state.buffer;
-        let mut grow = |bytes: usize| -> (usize, usize) {
-            room.of(&engine.device, bytes, || engine.quiet(0)).unwrap();
-            (room.memory.as_ref().unwrap().bytes(), room.outgrown.iter().map(Memory::bytes).sum())
-        };
-        for mib in 1..200 {
-            let (held, outgrown) = grow(mib * MIB);
-            assert!((mib * MIB..=mib * MIB + 64 * MIB).contains(&held) && outgrown == 0, "{mib}: {held}, {outgrown}");
-        }
-        // Another lane is in use: nothing may be freed, and all that is kept is no more than what is used.
-        let turn = engine.shared.lanes[1].try_enter(soon()).unwrap();
-        for mib in (200..1000).step_by(10) {
-            let (held, outgrown) = grow(mib * MIB);
-            assert!(held >= mib * MIB && outgrown <= held && held <= 3 * mib * MIB, "{mib}: {held}, {outgrown}");
-        }
-        assert!(grow(990 * MIB).1 > 0);
-        drop(turn);
-        assert_eq!(grow(990 * MIB).1, 0);
-    }
-}
+mod tests;

@@ -9,6 +9,7 @@
 mod communicator;
 mod connect;
 mod engine;
+mod lane;
 mod options;
 mod plan;
 mod sys;

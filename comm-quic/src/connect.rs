@@ -24,6 +24,18 @@ use crate::transport::{Lane, QuicTransport, Settings};
 /// Most peers of which an error says where they were looked for.
 const MAX_SHOWN: usize = 4;
 
+impl QuicTransport {
+    /// Connects the ranks of `control` with each other. All call it, at the same point of their use of `control`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for options that cannot work, [`Error::Io`] when the socket cannot be bound,
+    /// [`Error::Rendezvous`] when the ranks disagree, [`Error::PeerLost`] when a rank refuses, [`Error::Timeout`] naming the ranks
+    /// that are missing at the deadline, or the job's failure.
+    pub fn connect(control: &dyn Control, options: &QuicOptions, deadline: Deadline) -> Result<QuicTransport> {
+        connect(control, options, Protection::Full, deadline)
+    }
+}
+
 /// Connects the ranks of `control` with each other; see [`QuicTransport::connect`].
 pub(crate) fn connect(
     control: &dyn Control,

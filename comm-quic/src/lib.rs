@@ -44,6 +44,8 @@ pub mod fuzzing;
 mod interface;
 mod message;
 mod monitor;
+#[cfg(feature = "unprotected")]
+mod no_keys;
 mod options;
 mod path;
 mod protection;

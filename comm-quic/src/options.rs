@@ -70,7 +70,7 @@ impl QuicOptions {
     /// [`Error::InvalidArgument`] naming the value and what it may be.
     pub fn check(&self) -> Result<()> {
         let require = |holds: bool, what: String| if holds { Ok(()) } else { Err(Error::invalid(what)) };
-        self.bind.map_or(Ok(()), comm_core::job::check_own_address)?;
+        self.bind.map_or(Ok(()), comm_core::addresses::check_own_address)?;
         require((1..=256).contains(&self.lanes), format!("quic lanes: {} is not from 1 to 256", self.lanes))?;
         if let Some(mtu) = self.mtu {
             require(

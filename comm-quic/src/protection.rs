@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use quinn::crypto::{ClientConfig, ServerConfig};
 
+#[cfg(feature = "unprotected")]
+use crate::no_keys;
 use crate::tls::CIPHER_SUITE;
 
 /// Whether the packets that carry messages are encrypted and authenticated.
@@ -49,7 +51,7 @@ impl Protection {
         match self {
             Protection::Full => crypto,
             #[cfg(feature = "unprotected")]
-            Protection::None => crate::unprotected::client(crypto),
+            Protection::None => no_keys::client(crypto),
         }
     }
 
@@ -58,7 +60,7 @@ impl Protection {
         match self {
             Protection::Full => crypto,
             #[cfg(feature = "unprotected")]
-            Protection::None => crate::unprotected::server(crypto),
+            Protection::None => no_keys::server(crypto),
         }
     }
 }

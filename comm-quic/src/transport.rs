@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use comm_core::driver::{Driver, within};
 use comm_core::transport::{self, Lanes};
-use comm_core::{Control, Deadline, Error, HEADER_LEN, Incoming, Outgoing, Result, Spinner, Transport, Waiting};
+use comm_core::{Deadline, Error, HEADER_LEN, Incoming, Outgoing, Result, Spinner, Transport, Waiting};
 use quinn::{Connection, ConnectionError, Endpoint, ReadError, StoppedError};
 use tokio::sync::watch;
 use tokio::time::sleep;
@@ -67,16 +67,6 @@ pub(crate) struct Lane {
 }
 
 impl QuicTransport {
-    /// Connects the ranks of `control` with each other. All call it, at the same point of their use of `control`.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] for options that cannot work, [`Error::Io`] when the socket cannot be bound,
-    /// [`Error::Rendezvous`] when the ranks disagree, [`Error::PeerLost`] when a rank refuses, [`Error::Timeout`] naming the ranks
-    /// that are missing at the deadline, or the job's failure.
-    pub fn connect(control: &dyn Control, options: &QuicOptions, deadline: Deadline) -> Result<QuicTransport> {
-        crate::connect::connect(control, options, Protection::Full, deadline)
-    }
-
     /// The UDP address of this rank.
     pub fn local_addr(&self) -> SocketAddr {
         self.address

@@ -70,7 +70,8 @@ pub(crate) struct Need {
 impl Need {
     /// Refuses, before anything is opened, what this process may not have the descriptors for.
     pub(crate) fn check(&self) -> Result<()> {
-        descriptors::check(self.descriptors, || self.what.clone(), || self.count.clone())
+        descriptors::check(self.descriptors, || self.count.clone())
+            .map_err(|why| Error::Unsupported { what: self.what.clone(), why })
     }
 
     /// There were none left for `doing` something.

@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use comm_core::{Error, Result, Waiting};
+use comm_core::{Error, HEADER_LEN, Result, Waiting};
 
 /// Settings of both transports of this crate. All ranks must use the same `lanes`, `window`, `segment`, `gate` and `ipc`;
 /// connecting fails with [`Error::Rendezvous`] otherwise.
@@ -52,6 +52,10 @@ impl Default for TcpOptions {
     }
 }
 
+/// Bytes of a ZeroMQ message before its content.
+pub(crate) const KIND_LEN: usize = 8;
+/// Most bytes that a ZeroMQ message has besides its part of the payload.
+pub(crate) const OVERHEAD: usize = KIND_LEN + HEADER_LEN;
 /// More lanes than this are surely a mistake.
 const MAX_LANES: usize = 1024;
 /// With the least charge of a message (4 KiB) this stays below the 100,000 messages that a `zeromq` queue takes at most.
@@ -63,14 +67,14 @@ impl TcpOptions {
     /// # Errors
     /// [`Error::InvalidArgument`] naming the value and what it may be.
     pub(crate) fn validate(&self) -> Result<()> {
-        self.bind.map_or(Ok(()), comm_core::job::check_own_address)?;
+        self.bind.map_or(Ok(()), comm_core::addresses::check_own_address)?;
         if !(1..=MAX_LANES).contains(&self.lanes) {
             return Err(Error::invalid(format!("{} lanes: there must be 1 to {MAX_LANES}", self.lanes)));
         }
         if !(4 << 10..=16 << 20).contains(&self.segment) {
             return Err(Error::invalid(format!("a segment of {} B: it must have 4 KiB to 16 MiB", self.segment)));
         }
-        if !(2 * (self.segment + crate::zmq::OVERHEAD)..=MAX_WINDOW).contains(&self.window) {
+        if !(2 * (self.segment + OVERHEAD)..=MAX_WINDOW).contains(&self.window) {
             return Err(Error::invalid(format!(
                 "a window of {} B: it must hold two segments of {} B with their headers, and have at most {MAX_WINDOW} B",
                 self.window, self.segment

@@ -22,6 +22,9 @@ pub struct ModelConfig {
     pub vocab_size: usize,
 }
 
+/// Epsilon of every layer norm.
+pub const LAYER_NORM_EPSILON: f64 = 1e-5;
+
 /// Why a [`ModelConfig`] or a preset's name is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {

@@ -1,18 +1,17 @@
 //! Tensors of a CUDA device in the hands of NCCL.
 
-use std::any::Any;
-use std::io;
+mod lent;
+mod sys;
 
-use burn::tensor::{DType, Device, Tensor};
-use burn_cubecl::cubecl;
-use burn_cubecl::cubecl::cuda::CudaRuntime;
-use burn_cubecl::tensor::CubeTensor;
+use std::any::Any;
+
+use burn::tensor::{Device, Tensor};
 use comm_core::{Buffer, Error, Result};
 use comm_nccl::CudaBuffer;
-use cubecl_runtime::runtime::Runtime;
 
+use crate::devices;
 use crate::flat::{DeviceCollectives, unshared};
-use crate::{devices, sys};
+use lent::Lent;
 
 /// Lends tensors of one CUDA device to a communicator on NCCL, which has to be of the same device.
 #[derive(Debug)]
@@ -47,51 +46,4 @@ impl DeviceCollectives for CudaMemory {
         let owner = buffer.into_owner().ok_or_else(foreign)?;
         owner.downcast::<Lent>().map(|lent| lent.tensor).map_err(|_| foreign())
     }
-}
-
-/// A tensor that was lent, and what keeps its memory in place meanwhile.
-pub(crate) struct Lent {
-    tensor: Tensor<1>,
-    /// A binding: the backend moves what is only held by a tensor when it tidies its memory.
-    _place: Box<dyn Any + Send>,
-}
-
-/// Where a lent tensor is: its address, and the type of its elements.
-pub(crate) type Address = (u64, comm_core::DType);
-
-/// Where the elements of a tensor are in the device's memory, after everything that computes them has ended: a host thread waits for it,
-/// since NCCL's stream knows nothing of the tensors' ones. They stay there while the result lives.
-pub(crate) fn place(tensor: Tensor<1>) -> Result<(Address, Lent)> {
-    let dtype = match tensor.dtype() {
-        DType::F32 => comm_core::DType::F32,
-        DType::BF16 => comm_core::DType::Bf16,
-        DType::F16 => comm_core::DType::F16,
-        other => return Err(Error::invalid(format!("tensors of {other:?} are not lent to NCCL"))),
-    };
-    let failed = |error: String| Error::io("lending a tensor to NCCL", io::Error::other(error));
-    // All that was put off, by whichever thread of the backend runs it.
-    tensor.device().sync().map_err(|error| failed(devices::reason(error)))?;
-    let cube = cube(tensor.clone())?;
-    if !cube.is_contiguous() {
-        return Err(Error::Internal("a tensor with gaps was to be lent to NCCL".into()));
-    }
-    // First the resource: asking for it makes this thread's stream wait for the one on which the tensor is computed. Then that stream.
-    let resource = cube.client.get_resource::<<CudaRuntime as Runtime>::Server>(cube.handle.clone());
-    let resource = resource.map_err(|error| failed(devices::reason(error)))?;
-    let waited = cubecl::future::block_on(cube.client.sync_buffers([&cube.handle]));
-    waited.map_err(|error| failed(devices::reason(error)))?;
-    Ok(((resource.resource().ptr, dtype), Lent { tensor, _place: Box::new(resource) }))
-}
-
-/// The tensor as the backend has it, once all operations that were put off have been issued.
-fn cube(tensor: Tensor<1>) -> Result<CubeTensor> {
-    let primitive = tensor
-        .try_into_primitive::<burn_cuda::Cuda>()
-        .map_err(|error| Error::invalid(format!("a tensor of no CUDA device: {error:?}")))?;
-    #[cfg(feature = "fusion")]
-    let primitive = {
-        let client = primitive.client.clone();
-        client.resolve_tensor_float::<burn_cubecl::CubeBackend>(primitive)
-    };
-    Ok(primitive)
 }

@@ -24,8 +24,8 @@ use burn::backend::{Autodiff, Flex, TensorMetadata};
 use burn::tensor::{DType, Device, FloatDType, Shape, Tensor, TensorData};
 use rayon::prelude::*;
 
+use crate::config::LAYER_NORM_EPSILON;
 use crate::math;
-use crate::model::LAYER_NORM_EPSILON;
 
 /// Rows a task. Part of the result: partial sums over rows are cut here.
 const ROWS: usize = 32;

@@ -19,7 +19,6 @@ pub mod checkpoint;
 pub mod cli;
 pub mod config;
 pub mod corpus;
-mod cross_entropy;
 #[cfg(all(feature = "cube", not(feature = "fusion")))]
 mod cube;
 #[cfg(all(feature = "cuda", feature = "nccl"))]

@@ -12,139 +12,16 @@
 //! that are threads of one process share them. Counted is what Rust code allocates on the heap, in bytes as asked for, while it is
 //! allocated: memory of a device, memory of C libraries, mapped files, stacks of threads, and what the allocator itself needs are not.
 
-use std::cell::Cell;
+mod ledger;
+mod sys;
+
 use std::marker::PhantomData;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-use serde::{Deserialize, Serialize};
+pub use ledger::{Bytes, Category, Usage};
+pub use sys::Counting;
 
-use crate::sys;
-
-/// The allocator that counts: the system's, with each block charged to the [`Category`] that is current in the thread that
-/// allocates it, and credited to that same category when it is freed, by whatever thread.
-///
-/// A block that grows or shrinks stays in its category. Each block takes 16 bytes more than asked for (its alignment, where that is
-/// larger), which hold the category; zeroed memory and growth are still the system's own, so that pages come when they are touched.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Counting;
-
-/// What memory is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-#[repr(u8)]
-pub enum Category {
-    /// Parameters of the model, in any precision, and the tensors that hold them or stand for them.
-    Parameters,
-    /// Gradients, and what accumulates them.
-    Gradients,
-    /// State of the optimizer: moments, master copies of parameters.
-    Optimizer,
-    /// Outputs of layers that the backward pass needs, and what a computation allocates on its way.
-    Activations,
-    /// Buffers of collectives and transports. Threads that were never told otherwise are those of transports.
-    Communication,
-    /// All else: text, tokenizer, configuration.
-    Other,
-}
-
-impl Category {
-    /// Every category, in the order of declaration.
-    pub const ALL: [Self; 6] =
-        [Self::Parameters, Self::Gradients, Self::Optimizer, Self::Activations, Self::Communication, Self::Other];
-
-    /// Its name as [`Usage`] is written, in lower case.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Parameters => "parameters",
-            Self::Gradients => "gradients",
-            Self::Optimizer => "optimizer",
-            Self::Activations => "activations",
-            Self::Communication => "communication",
-            Self::Other => "other",
-        }
-    }
-
-    /// The byte that stands for it in front of a block.
-    pub(crate) const fn code(self) -> u8 {
-        self as u8
-    }
-
-    /// The category of [`Category::code`].
-    pub(crate) const fn of_code(code: u8) -> Self {
-        match code {
-            0 => Self::Parameters,
-            1 => Self::Gradients,
-            2 => Self::Optimizer,
-            3 => Self::Activations,
-            4 => Self::Communication,
-            _ => Self::Other,
-        }
-    }
-}
-
-/// Bytes of one category.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Bytes {
-    /// Allocated now.
-    pub current: u64,
-    /// The most that was allocated at one time since the start of the process or the last [`reset_peaks`].
-    pub peak: u64,
-}
-
-/// Memory of this process by category. The counters are read one after another while other threads go on, so their sum may miss
-/// `total` by what those threads do meanwhile; the peaks are of different moments, so their sum is no peak.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Usage {
-    /// [`Category::Parameters`].
-    pub parameters: Bytes,
-    /// [`Category::Gradients`].
-    pub gradients: Bytes,
-    /// [`Category::Optimizer`].
-    pub optimizer: Bytes,
-    /// [`Category::Activations`].
-    pub activations: Bytes,
-    /// [`Category::Communication`].
-    pub communication: Bytes,
-    /// [`Category::Other`].
-    pub other: Bytes,
-    /// All categories together; its peak is that of the sum.
-    pub total: Bytes,
-}
-
-impl Usage {
-    /// The same with each peak at least as high as in `earlier`.
-    #[must_use]
-    pub fn with_peaks_of(mut self, earlier: &Usage) -> Self {
-        let pairs = [
-            (&mut self.parameters, earlier.parameters),
-            (&mut self.gradients, earlier.gradients),
-            (&mut self.optimizer, earlier.optimizer),
-            (&mut self.activations, earlier.activations),
-            (&mut self.communication, earlier.communication),
-            (&mut self.other, earlier.other),
-            (&mut self.total, earlier.total),
-        ];
-        for (now, earlier) in pairs {
-            now.peak = now.peak.max(earlier.peak);
-        }
-        self
-    }
-
-    /// The bytes of `category`.
-    #[must_use]
-    pub const fn of(&self, category: Category) -> Bytes {
-        match category {
-            Category::Parameters => self.parameters,
-            Category::Gradients => self.gradients,
-            Category::Optimizer => self.optimizer,
-            Category::Activations => self.activations,
-            Category::Communication => self.communication,
-            Category::Other => self.other,
-        }
-    }
-}
+use ledger::{LEDGER, THREAD, current, take_moving};
 
 /// Memory by category, or `None` where the program was not built with [`Counting`] as its global allocator.
 ///
@@ -210,117 +87,6 @@ pub fn peak_rss_bytes() -> u64 {
     kib.unwrap_or(0) * 1024
 }
 
-/// The category of what this thread allocates now.
-pub(crate) fn current() -> Category {
-    THREAD.with(|thread| thread.scope.get().unwrap_or(thread.default.get()))
-}
-
-/// What [`recharge`] in this thread asks of the block that it is about to reallocate; taken once.
-pub(crate) fn take_moving() -> Option<Category> {
-    THREAD.with(|thread| thread.moving.take())
-}
-
-/// The counters of this process. A global allocator is one for the whole process and reachable from nowhere else, and so are they.
-pub(crate) static LEDGER: Ledger = Ledger::new();
-
-thread_local! {
-    // A constant without a destructor: the allocator uses it, so it must not allocate, and must work while a thread ends.
-    static THREAD: Thread = const {
-        Thread { scope: Cell::new(None), default: Cell::new(Category::Communication), moving: Cell::new(None) }
-    };
-}
-
-struct Thread {
-    scope: Cell<Option<Category>>,
-    default: Cell<Category>,
-    moving: Cell<Option<Category>>,
-}
-
-/// Bytes of every category and of all together.
-pub(crate) struct Ledger {
-    categories: [Counter; Category::ALL.len()],
-    total: Counter,
-}
-
-impl Ledger {
-    const fn new() -> Self {
-        Self { categories: [const { Counter::new() }; Category::ALL.len()], total: Counter::new() }
-    }
-
-    pub(crate) fn charge(&self, category: Category, bytes: usize) {
-        self.categories[category as usize].add(bytes);
-        self.total.add(bytes);
-    }
-
-    pub(crate) fn credit(&self, category: Category, bytes: usize) {
-        self.categories[category as usize].subtract(bytes);
-        self.total.subtract(bytes);
-    }
-
-    /// Moves bytes that are charged to `from`; the total stays.
-    pub(crate) fn transfer(&self, from: Category, to: Category, bytes: usize) {
-        self.categories[to as usize].add(bytes);
-        self.categories[from as usize].subtract(bytes);
-    }
-
-    fn usage(&self) -> Usage {
-        let of = |category: Category| self.categories[category as usize].bytes();
-        Usage {
-            parameters: of(Category::Parameters),
-            gradients: of(Category::Gradients),
-            optimizer: of(Category::Optimizer),
-            activations: of(Category::Activations),
-            communication: of(Category::Communication),
-            other: of(Category::Other),
-            total: self.total.bytes(),
-        }
-    }
-
-    fn reset_peaks(&self) {
-        self.categories.iter().chain([&self.total]).for_each(Counter::reset_peak);
-    }
-}
-
-/// One sum, in a cache line of its own (two, since neighbours are fetched in pairs), so that categories do not slow each other down.
-///
-/// Relaxed suffices: a block is credited after it was charged in the order of this very counter, because whoever frees it got it from
-/// whoever allocated it. So the sum never falls below zero.
-#[repr(align(128))]
-struct Counter {
-    current: AtomicUsize,
-    peak: AtomicUsize,
-}
-
-impl Counter {
-    const fn new() -> Self {
-        Self { current: AtomicUsize::new(0), peak: AtomicUsize::new(0) }
-    }
-
-    fn add(&self, bytes: usize) {
-        let now = self.current.fetch_add(bytes, Relaxed).wrapping_add(bytes);
-        // Reading is cheap while nobody writes; most allocations set no new peak.
-        if now > self.peak.load(Relaxed) {
-            self.peak.fetch_max(now, Relaxed);
-        }
-    }
-
-    fn subtract(&self, bytes: usize) {
-        self.current.fetch_sub(bytes, Relaxed);
-    }
-
-    fn bytes(&self) -> Bytes {
-        let current = self.current.load(Relaxed) as u64;
-        // Between the two steps of `add` the peak lags behind.
-        Bytes { current, peak: current.max(self.peak.load(Relaxed) as u64) }
-    }
-
-    /// In this order, so that a block allocated after the call, or alive through it, always counts.
-    fn reset_peak(&self) {
-        self.peak.store(0, Relaxed);
-        self.peak.fetch_max(self.current.load(Relaxed), Relaxed);
-    }
-}
-
 /// Whether [`Counting`] is this program's global allocator: only then does it see the request of [`recharge`].
 fn is_counted() -> bool {
     static IS_COUNTED: OnceLock<bool> = OnceLock::new();
@@ -347,33 +113,5 @@ mod tests {
         assert_eq!(usage(), None);
         assert_eq!(recharge(vec![1_u64, 2, 3], Category::Gradients), [1, 2, 3]);
         assert_eq!(usage(), None);
-    }
-
-    #[test]
-    fn a_ledger_knows_sums_and_peaks() {
-        let ledger = Ledger::new();
-        ledger.charge(Category::Parameters, 100);
-        ledger.charge(Category::Gradients, 30);
-        ledger.credit(Category::Parameters, 60);
-        ledger.transfer(Category::Gradients, Category::Optimizer, 30);
-        let usage = ledger.usage();
-        assert_eq!(usage.parameters, Bytes { current: 40, peak: 100 });
-        assert_eq!(usage.gradients, Bytes { current: 0, peak: 30 });
-        assert_eq!(usage.optimizer, Bytes { current: 30, peak: 30 });
-        assert_eq!(usage.total, Bytes { current: 70, peak: 130 });
-        ledger.reset_peaks();
-        assert_eq!(ledger.usage().parameters, Bytes { current: 40, peak: 40 });
-        assert_eq!(ledger.usage().gradients, Bytes::default());
-        assert_eq!(ledger.usage().total, Bytes { current: 70, peak: 70 });
-    }
-
-    #[test]
-    fn a_category_is_one_byte_and_one_name_everywhere() {
-        let usage = serde_json::to_value(Usage::default()).unwrap();
-        for category in Category::ALL {
-            assert_eq!(Category::of_code(category.code()), category);
-            assert_eq!(serde_json::to_value(category).unwrap(), category.name());
-            assert!(usage.get(category.name()).is_some(), "{}", category.name());
-        }
     }
 }

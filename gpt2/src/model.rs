@@ -11,7 +11,7 @@ use burn::tensor::activation::softmax;
 use burn::tensor::module::linear;
 use burn::tensor::{Device, FloatDType, Int, Tensor};
 
-use crate::config::ModelConfig;
+use crate::config::{LAYER_NORM_EPSILON, ModelConfig};
 #[cfg(all(feature = "cube", not(feature = "fusion")))]
 use crate::cube;
 use crate::fused::{self, Resident};
@@ -45,9 +45,6 @@ pub(crate) trait Layer: Module {
     /// The residual stream `[b, t, c]` through this layer; `mask_tt` is [`causal_mask`]'s, which composed kernels alone look at.
     fn forward(&self, x_btc: Tensor<3>, mask_tt: &Tensor<4>, kernels: Kernels<'_>) -> Tensor<3>;
 }
-
-/// Epsilon of every layer norm.
-pub const LAYER_NORM_EPSILON: f64 = 1e-5;
 
 /// Affine map `x · weight + bias`; `weight` is `[in, out]`, as in GPT-2's files.
 #[derive(Module, Debug)]

@@ -5,8 +5,7 @@ use std::time::{Duration, Instant};
 
 use burn::tensor::{Device, Tensor};
 
-use crate::cross_entropy::Placement;
-use crate::devices;
+use crate::devices::{self, Placement};
 use crate::precision::Precision;
 use crate::segments::ModelError;
 

@@ -1,16 +1,12 @@
-//! The one place of this crate with `unsafe`: the allocator that counts and settings of the C library's, processor time, what the CUDA
-//! driver says, and files mapped into memory.
+//! What needs `unsafe`: settings of the C library's allocator, clocks and processor time, what the CUDA driver says, and files mapped into
+//! memory.
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::fs::File;
 use std::io;
-use std::mem::ManuallyDrop;
 use std::path::Path;
 use std::time::Duration;
 
 use memmap2::Mmap;
-
-use crate::memory::{self, Category, Counting, LEDGER};
 
 /// Tells glibc's allocator to keep freed memory instead of handing it back to the kernel, and to serve large blocks and all threads
 /// from the one growing heap. A training step frees and allocates the same hundreds of megabytes again and again; touching
@@ -65,137 +61,6 @@ pub(crate) fn terminal_width() -> Option<u16> {
     (status == 0 && size.ws_col > 0).then_some(size.ws_col)
 }
 
-/// Room in front of a block for its category. What the system's allocator aligns to by itself, so that it still serves the longer block
-/// by `malloc`, `calloc` and `realloc`, which know fresh pages and move them without touching them.
-const HEADER: usize = 2 * size_of::<usize>();
-
-/// The block that the system is asked for in place of `layout`: with a header in front as long as the alignment, so that what follows
-/// is aligned too. `None` where it would be longer than any block can be.
-fn with_header(layout: Layout) -> Option<Layout> {
-    let header = header(layout);
-    Layout::from_size_align(layout.size().checked_add(header)?, header).ok()
-}
-
-fn header(layout: Layout) -> usize {
-    layout.align().max(HEADER)
-}
-
-/// Writes `category` in front of a block.
-///
-/// # Safety
-/// `block` comes from [`Counting`] and is not freed, and no other thread uses its header.
-unsafe fn write_category(block: *mut u8, category: Category) {
-    // SAFETY: each block has at least HEADER bytes of its own allocation in front.
-    unsafe { block.sub(HEADER).write(category.code()) }
-}
-
-/// The category that a block is charged to.
-///
-/// # Safety
-/// As for [`write_category`].
-unsafe fn read_category(block: *mut u8) -> Category {
-    // SAFETY: as above, and the byte was written when the block was allocated.
-    Category::of_code(unsafe { block.sub(HEADER).read() })
-}
-
-/// Charges what the system allocated and returns the block after its header; null stays null.
-///
-/// # Safety
-/// `outer` is null or a fresh block of `with_header(layout)`.
-unsafe fn charged(outer: *mut u8, layout: Layout) -> *mut u8 {
-    if outer.is_null() {
-        return outer;
-    }
-    let category = memory::current();
-    // SAFETY: the block is longer than its header, and nobody else has it yet.
-    let block = unsafe { outer.add(header(layout)) };
-    // SAFETY: as above.
-    unsafe { write_category(block, category) };
-    LEDGER.charge(category, layout.size());
-    block
-}
-
-// SAFETY: every block is the tail of one of the system's, which is fresh, long enough and aligned: its header is as long as its own
-// alignment, which is at least the block's. Blocks are given back to the system by the same start and layout. Nothing here
-// allocates or panics: the thread-local values are constants without destructors, and the counters are atomic integers.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        let Some(outer) = with_header(layout) else { return std::ptr::null_mut() };
-        // SAFETY: the size is not zero, since the header's is not; the result is for this layout.
-        unsafe { charged(System.alloc(outer), layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        let Some(outer) = with_header(layout) else { return std::ptr::null_mut() };
-        // SAFETY: as in `alloc`; writing the header leaves the block itself zeroed.
-        unsafe { charged(System.alloc_zeroed(outer), layout) }
-    }
-
-    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
-        // SAFETY: the caller owns the block, which came from here.
-        let category = unsafe { read_category(block) };
-        LEDGER.credit(category, layout.size());
-        let header = header(layout);
-        // SAFETY: `with_header` accepted this very layout when the block was allocated, and it began one header earlier.
-        unsafe {
-            let outer = Layout::from_size_align_unchecked(layout.size() + header, header);
-            System.dealloc(block.sub(header), outer);
-        }
-    }
-
-    unsafe fn realloc(&self, block: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
-        // SAFETY: the caller owns the block, which came from here.
-        let category = unsafe { read_category(block) };
-        if new_size == layout.size() {
-            // How `memory::recharge` reaches the header: by the allocator's own interface.
-            if let Some(to) = memory::take_moving() {
-                LEDGER.transfer(category, to, new_size);
-                // SAFETY: as above.
-                unsafe { write_category(block, to) };
-            }
-            return block;
-        }
-        let header = header(layout);
-        let Some(new) = Layout::from_size_align(new_size, layout.align()).ok().and_then(with_header) else {
-            return std::ptr::null_mut();
-        };
-        // SAFETY: as in `dealloc`; the new size is not zero and not too large, which was just checked.
-        let outer = unsafe {
-            let old = Layout::from_size_align_unchecked(layout.size() + header, header);
-            System.realloc(block.sub(header), old, new.size())
-        };
-        if outer.is_null() {
-            return outer;
-        }
-        // The header came along with the contents.
-        if new_size > layout.size() {
-            LEDGER.charge(category, new_size - layout.size());
-        } else {
-            LEDGER.credit(category, layout.size() - new_size);
-        }
-        // SAFETY: the new block is longer than its header.
-        unsafe { outer.add(header) }
-    }
-}
-
-/// Asks the global allocator for as much memory for `buffer` as it has, which changes nothing, except where [`memory::recharge`] has
-/// told [`Counting`] to move it to another category.
-pub(crate) fn reallocate<T>(buffer: Vec<T>) -> Vec<T> {
-    let mut buffer = ManuallyDrop::new(buffer);
-    let (start, length, capacity) = (buffer.as_mut_ptr(), buffer.len(), buffer.capacity());
-    if let Ok(layout) = Layout::array::<T>(capacity)
-        && layout.size() > 0
-    {
-        // SAFETY: a vector with room got it from the global allocator with this layout, and the size is not zero.
-        let moved = unsafe { std::alloc::realloc(start.cast(), layout, layout.size()) };
-        if !moved.is_null() {
-            // SAFETY: the new block has the same layout and contents, the old one is gone, and the old vector is never dropped.
-            return unsafe { Vec::from_raw_parts(moved.cast(), length, capacity) };
-        }
-    }
-    ManuallyDrop::into_inner(buffer)
-}
-
 /// Processor time that all threads of this process have used, in user and in kernel mode; zero where the system does not say.
 pub fn processor_time() -> Duration {
     #[cfg(unix)]
@@ -228,21 +93,6 @@ pub fn cuda_device_uuid(ordinal: i32) -> Result<String, String> {
     CudaDriver::load()?.uuid(ordinal)
 }
 
-/// The memory of a CUDA tensor as NCCL takes it, which keeps the tensor; its values are there when this returns.
-///
-/// # Errors
-/// `InvalidArgument` for a tensor of another type or device; `Io` where the device fails.
-#[cfg(all(feature = "cuda", feature = "nccl"))]
-pub(crate) fn cuda_buffer(tensor: burn::tensor::Tensor<1>) -> comm_core::Result<comm_nccl::CudaBuffer> {
-    let [count] = tensor.dims();
-    let ((address, dtype), lent) = crate::cuda_memory::place(tensor)?;
-    // SAFETY: the address is that of `count` contiguous elements of `dtype` in memory that the compute backend allocated in the primary
-    // context of the tensor's device, aligned for any type, and all work on it has ended. What was lent goes into the buffer: the tensor,
-    // so that nobody computes with it meanwhile, and the binding, with which the backend neither frees nor moves nor hands out that
-    // memory. The caller has made sure that no other tensor shares it, and that the communicator is of the tensor's device.
-    Ok(unsafe { comm_nccl::CudaBuffer::from_raw(address, dtype, count, Box::new(lent)) })
-}
-
 /// A device of the CUDA driver.
 #[cfg(feature = "cuda")]
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -271,7 +121,7 @@ impl CudaDriver {
         let library = names
             .iter()
             .find_map(|name| load(name).ok())
-            .ok_or_else(|| format!("no NVIDIA driver: the loader finds none of {}", crate::devices::listed(&names)))?;
+            .ok_or_else(|| format!("no NVIDIA driver: the loader finds none of {}", listed(&names)))?;
         let driver = CudaDriver(library);
         // SAFETY: the type is that of cuda.h. cuInit may be called any number of times, from any thread.
         unsafe {
@@ -450,6 +300,18 @@ impl CudaDriver {
     }
 }
 
+/// Names of a library for a message: each once, without those that only Windows has.
+#[cfg(any(feature = "cuda", test))]
+pub(crate) fn listed(names: &[String]) -> String {
+    let mut all: Vec<&str> = Vec::new();
+    for name in names.iter().filter(|name| !cfg!(target_os = "linux") || !name.contains("64")) {
+        if !all.contains(&name.as_str()) {
+            all.push(name);
+        }
+    }
+    all.join(", ")
+}
+
 /// The names under which the backend will ask the loader for NVRTC.
 #[cfg(feature = "cuda")]
 pub fn nvrtc_names() -> Vec<String> {
@@ -552,16 +414,6 @@ mod tests {
             assert!(start.elapsed() < Duration::from_secs(20), "20 ms of work count for nothing");
             std::hint::black_box((0..1000_u64).sum::<u64>());
         }
-    }
-
-    #[test]
-    fn a_header_keeps_alignment_and_refuses_what_is_too_long() {
-        for align in [1, 2, 8, 16, 64, 4096] {
-            let outer = with_header(Layout::from_size_align(5, align).unwrap()).unwrap();
-            assert_eq!(outer.align(), align.max(HEADER));
-            assert_eq!(outer.size(), 5 + outer.align());
-        }
-        assert_eq!(with_header(Layout::from_size_align(isize::MAX as usize - 8, 8).unwrap()), None);
     }
 
     #[test]

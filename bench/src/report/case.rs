@@ -7,8 +7,11 @@ use rig::record::{Cell, Measured, Rank, Record};
 use rig::stats::median;
 use rig::stats::{CellRuns, Interval, LEVEL, LeftOut, Summary, Why, paired, step_time};
 
-use super::digest::{ROUNDS, STRATEGIES, known, transports};
 use super::links::Traits;
+use super::order::{STRATEGIES, known, transports};
+
+/// Rounds that two cells must have in common before one is called faster.
+pub(crate) const ROUNDS: usize = 3;
 
 /// The parts of a step that wait for the network: for gradients and parameters, and for loss and norm.
 pub(crate) const NETWORK: [&str; 2] = ["exposed", "scalars"];

@@ -3,8 +3,9 @@
 use rig::plot::{COLOURS, Curve, Point};
 use rig::record::Axis;
 
-use super::digest::{Case, Grouped, STRATEGIES, distinct, known};
+use super::digest::{Case, Grouped, distinct};
 use super::html::Page;
+use super::order::{STRATEGIES, known};
 
 /// Groups of cells whose charts are shown before the rest is folded.
 const SHOWN: usize = 2;

@@ -6,8 +6,9 @@ use std::path::Path;
 use rig::plot::{Curve, Labels, Point, Scale, curves};
 use serde_json::Value;
 
-use super::digest::{self, distinct, known};
+use super::digest::distinct;
 use super::html::{Page, Table};
+use super::order::{self, known};
 use super::text::{bytes, figure};
 
 /// Its rows.
@@ -67,7 +68,7 @@ fn row(value: &Value) -> Option<Row> {
 
 fn charts(page: &mut Page, what: &str, rows: &[&Row]) {
     let mut transports = distinct(rows.iter().map(|row| row.transport.as_str()));
-    transports.sort_by_key(|name| known(&digest::transports(), name));
+    transports.sort_by_key(|name| known(&order::transports(), name));
     let lines = |point: &dyn Fn(&Row) -> Option<Point>| -> Vec<Curve> {
         let line = |(number, transport): (usize, &&str)| {
             let mine = rows.iter().filter(|row| row.transport == **transport);

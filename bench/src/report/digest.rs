@@ -12,9 +12,6 @@ pub(crate) use super::case::{Case, Comparison, Run};
 use super::links::Traits;
 use rig::record::NOBODY;
 
-/// Rounds that two cells must have in common before one is called faster.
-pub(crate) const ROUNDS: usize = 3;
-
 /// Links that hold nothing up, the one most like the others first.
 pub(crate) const UNHINDERED: [&str; 2] = ["unlimited", rig::record::LOOPBACK];
 
@@ -198,19 +195,6 @@ impl<'a> Digest<'a> {
     pub(crate) fn holes(&self) -> impl Iterator<Item = &Case<'a>> {
         self.cases.iter().filter(|case| case.step.is_none())
     }
-}
-
-pub(crate) const STRATEGIES: [&str; 9] =
-    ["single", "ps", "sharded-ps", "ring", "ddp", "zero1", "zero2", "fsdp", "hierarchical"];
-
-/// From what costs least to what does most.
-pub(crate) fn transports() -> Vec<String> {
-    [NOBODY.to_string()].into_iter().chain(Rung::all_names()).collect()
-}
-
-/// Place in an order that is known; what is not in it comes last.
-pub(crate) fn known<S: AsRef<str>>(order: &[S], name: &str) -> usize {
-    order.iter().position(|known| known.as_ref() == name).unwrap_or(order.len())
 }
 
 /// Axes whose values mean nothing to a cell: plans give all such cells the same.

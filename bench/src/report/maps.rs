@@ -44,7 +44,7 @@ fn map(page: &mut Page, title: &str, cases: &[&Case<'_>], across: Axis) {
     let strategies = distinct(cases.iter().map(|case| case.cell.strategy.clone()));
     let mut columns: Vec<String> = distinct(cases.iter().map(|case| case.cell.value(across)));
     if across == Axis::Transport {
-        columns.sort_by_key(|name| super::digest::known(&super::digest::transports(), name));
+        columns.sort_by_key(|name| super::order::known(&super::order::transports(), name));
     }
     let down = across == Axis::Link || slow(cases);
     let at = |strategy: &str, column: &str| {

@@ -13,6 +13,7 @@ mod html;
 mod links;
 mod loss;
 mod maps;
+mod order;
 mod parts;
 mod scaling;
 mod setup;

@@ -55,7 +55,7 @@ fn decomposition(page: &mut Page, label: &str, cases: &[&Case<'_>]) {
     let parts = SHOWN.map(|(_, called, colour, hatched)| (called.to_string(), colour, hatched)).to_vec();
     let transports = several_transports(cases);
     let mut sorted: Vec<&&Case<'_>> = cases.iter().filter(|case| case.step.is_some()).collect();
-    sorted.sort_by_key(|case| super::digest::known(&super::digest::STRATEGIES, &case.cell.strategy));
+    sorted.sort_by_key(|case| super::order::known(&super::order::STRATEGIES, &case.cell.strategy));
     let group = |case: &&&Case<'_>| Group {
         name: name(case, transports),
         values: names.iter().map(|part| case.mean(part).unwrap_or(0.0)).collect(),

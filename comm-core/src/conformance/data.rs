@@ -5,7 +5,8 @@ use std::fmt;
 use half::{bf16, f16};
 
 use super::{Step, failed};
-use crate::dtype::{Element, ReduceOp};
+use crate::buffer::Element;
+use crate::dtype::ReduceOp;
 use crate::splitmix::{SplitMix64, mix};
 
 /// Values repeat after this many elements: a prime, so that no segment or shard of a usual size is a multiple of it and a

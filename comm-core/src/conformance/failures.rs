@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use super::data::{Pattern, check};
 use super::{Case, CaseResult, PATIENCE, SLACK, Step, Way, barrier, call, ensure, failed, need_lanes, run};
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, Element};
 use crate::communicator::Communicator;
-use crate::dtype::{Element, ReduceOp};
+use crate::dtype::ReduceOp;
 use crate::error::Error;
 use crate::handle::{Completed, Failed, Outcome};
 use crate::op::{BorrowedCall, Call, Mode, Op};

@@ -41,9 +41,9 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, Element};
 use crate::communicator::Communicator;
-use crate::dtype::{DType, Element};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::handle::Failed;
 use crate::op::{Call, Mode, Op};

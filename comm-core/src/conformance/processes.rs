@@ -14,8 +14,8 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::driver::{CaseOutcome, Command, Fleet, Link, Reply, RunOptions, serve};
-use super::suite::Connect;
 use super::{Case, cases};
+use crate::communicator::Communicator;
 use crate::control::{Control, TcpControl};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -33,6 +33,9 @@ const MAX_LINE: u64 = 1 << 20;
 
 /// A process that has lost its driver, or was told to end, has this long to do so.
 const FAREWELL: Duration = Duration::from_secs(5);
+
+/// Makes a communicator of a control plane and a number of lanes. Called once on every rank of a group.
+pub(super) type Connect = dyn Fn(Arc<dyn Control>, usize) -> Result<Arc<dyn Communicator>> + Send + Sync;
 
 /// Where a rank meets the others of its group.
 #[derive(Serialize, Deserialize)]

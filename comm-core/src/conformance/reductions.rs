@@ -6,8 +6,9 @@ use half::{bf16, f16};
 
 use super::data::{Pattern, Sample, check, fingerprint, reductions};
 use super::{Case, CaseResult, FEW_TYPES, Step, WAYS, Way, ensure, exchange_number, failed, run};
+use crate::buffer::Element;
 use crate::communicator::Communicator;
-use crate::dtype::{Element, ReduceOp};
+use crate::dtype::ReduceOp;
 use crate::op::{Op, shard_range};
 use crate::splitmix::mix;
 

@@ -9,7 +9,7 @@ use std::thread;
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
 use super::driver::{CaseOutcome, Connector, Ended, RunOptions, run_threads, within};
-use super::processes::{self, WORKER};
+use super::processes::{self, Connect, WORKER};
 use super::transports::{self, TransportCase};
 use super::{Case, Stop, cases};
 use crate::communicator::Communicator;
@@ -17,9 +17,6 @@ use crate::control::Control;
 use crate::error::{Error, Result};
 use crate::local::{self, LocalRank};
 use crate::transport::Transport;
-
-/// Makes a communicator of a control plane and a number of lanes. Called once on every rank of a group.
-pub(super) type Connect = dyn Fn(Arc<dyn Control>, usize) -> Result<Arc<dyn Communicator>> + Send + Sync;
 
 type Group = dyn Fn(usize) -> Result<Vec<Connector>> + Send + Sync;
 

@@ -13,10 +13,10 @@ use super::MAX_BLOB;
 use super::link::Link;
 use super::stall::{Doing, StallReport};
 use super::state::State;
-use super::tcp::MAX_LABEL;
-use super::wire::{Blob, Failure, MAX_PAYLOAD, Message, Opener, Sealer, Wait};
+use super::wire::{Blob, Failure, MAX_LABEL, MAX_PAYLOAD, Message, Opener, Sealer, Wait};
 use crate::error::{Error, Notice};
-use crate::fuzzing::{Target, Verdict, cuttings};
+use crate::fuzzing::stream::cuttings;
+use crate::fuzzing::target::{Target, Verdict};
 use crate::job::{Address, Job, Secret};
 
 pub(crate) fn targets() -> Vec<Target> {

@@ -6,7 +6,9 @@ mod event_loop;
 mod gather;
 mod link;
 mod meeting;
+mod options;
 mod rendezvous;
+mod shared;
 mod stall;
 mod state;
 mod subgroup;
@@ -24,10 +26,11 @@ pub use gather::ControlExt;
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) use gather::{Told, decode, encode};
 pub use meeting::{MeetingReport, OnLate};
+pub use options::TcpOptions;
 pub(crate) use stall::abridged;
 pub use stall::{Activity, Doing, StallReport};
 pub use subgroup::Subgroup;
-pub use tcp::{TcpControl, TcpOptions};
+pub use tcp::TcpControl;
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};

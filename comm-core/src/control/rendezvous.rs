@@ -17,11 +17,12 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use super::auth::{self, Hello, Rejection, Session};
 use super::meeting::Watch;
+use crate::addresses::{check_address, check_own_socket_address, loopback};
 use crate::deadline::Deadline;
 use crate::descriptors;
 use crate::error::{Error, Result};
-use crate::job::{Address, Job, check_address, check_own_socket_address, read_small_file};
-use crate::place::loopback;
+use crate::job::{Address, Job};
+use crate::small_file::read_small_file;
 
 /// Pauses between attempts to dial grow from the first of these to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(200));

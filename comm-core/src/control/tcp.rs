@@ -1,11 +1,10 @@
 //! The control plane over plain TCP: a star through rank 0, authenticated, for the life of the job.
 
-use std::io::Write;
 use std::net::SocketAddr;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -14,9 +13,11 @@ use super::door::Door;
 use super::event_loop::{Connection, EventLoop};
 use super::link::Link;
 use super::meeting::{OnLate, Watch};
+use super::options::TcpOptions;
 use super::rendezvous;
+use super::shared::Shared;
 use super::state::State;
-use super::wire::{MAX_PAYLOAD, Message, Wait};
+use super::wire::{MAX_LABEL, Message, Wait};
 use super::{Activity, Control, MAX_BLOB, StallReport};
 use crate::clock;
 use crate::deadline::Deadline;
@@ -24,33 +25,8 @@ use crate::descriptors;
 use crate::error::{Error, Result};
 use crate::job::{Address, Job};
 
-/// Most bytes of the label of a gathering.
-pub(super) const MAX_LABEL: usize = 1024;
-
 /// How long rank 0 waits for the others to close their connections after all have left.
 const FAREWELL: Duration = Duration::from_secs(1);
-
-/// Intervals of the control plane, the same on all ranks. The defaults suit any job.
-#[derive(Clone, Copy, Debug)]
-pub struct TcpOptions {
-    /// How often each side gives a sign of life. A thread of its own does, so that no computation delays it.
-    pub heartbeat: Duration,
-    /// How long a rank may give none before it counts as lost. This is for stopped processes and dead networks; a process that
-    /// ends is noticed at once. Time in which this rank did not listen, because it was stopped itself, does not count.
-    pub liveness: Duration,
-    /// How long a newcomer may take to prove that it belongs to the job.
-    pub handshake: Duration,
-}
-
-impl Default for TcpOptions {
-    fn default() -> Self {
-        TcpOptions {
-            heartbeat: Duration::from_secs(1),
-            liveness: Duration::from_secs(30),
-            handshake: Duration::from_secs(5),
-        }
-    }
-}
 
 /// One rank's end of the control plane.
 ///
@@ -138,13 +114,7 @@ impl TcpControl {
         for end in [&waker, &woken] {
             end.set_nonblocking(true).map_err(|e| Error::io("making a socket pair non-blocking", e))?;
         }
-        let shared = Arc::new(Shared {
-            state: Mutex::new(State::new(job, config)),
-            changed: Condvar::new(),
-            is_failing: AtomicBool::new(false),
-            waker,
-            stop: AtomicBool::new(false),
-        });
+        let shared = Arc::new(Shared::new(State::new(job, config), waker));
         let mut control = TcpControl {
             job: job.clone(),
             shared: Arc::clone(&shared),
@@ -159,11 +129,10 @@ impl TcpControl {
             shared.update(State::start_if_complete);
         } else if job.rank == 0 {
             let others = job.world_size - 1;
-            descriptors::check(
-                others,
-                || format!("a control plane between {} ranks", job.world_size),
-                || "rank 0 has 1 for each other rank".into(),
-            )?;
+            descriptors::check(others, || "rank 0 has 1 for each other rank".into()).map_err(|why| {
+                let what = format!("a control plane between {} ranks", job.world_size);
+                Error::Unsupported { what, why }
+            })?;
             let listeners = rendezvous::listen(job, deadline, &mut watch)?;
             control.listening = listeners.first().and_then(|listener| listener.local_addr().ok());
             address += &rendezvous::where_it_listens(&job.address, &listeners);
@@ -405,90 +374,3 @@ impl std::fmt::Debug for TcpControl {
         f.debug_struct("TcpControl").field("job", &self.job).finish_non_exhaustive()
     }
 }
-
-/// What the thread of the control plane and the callers share.
-pub(super) struct Shared {
-    state: Mutex<State>,
-    changed: Condvar,
-    /// The job has failed, or this rank has reported that it has.
-    is_failing: AtomicBool,
-    waker: UnixStream,
-    pub(super) stop: AtomicBool,
-}
-
-impl Shared {
-    /// Changes the state, lets those who wait look at it, and calls the failure hooks that have become due.
-    pub(super) fn update<R>(&self, change: impl FnOnce(&mut State) -> R) -> R {
-        let (result, due, stall, is_reported) = {
-            let mut state = self.lock();
-            let settled_before = state.settles_at();
-            let result = change(&mut state);
-            state.settle();
-            let is_reported = state.settles_at().is_some() && settled_before.is_none();
-            self.is_failing.fetch_or(state.failure().is_some(), Ordering::Release);
-            (result, state.due_hooks(), state.due_stall(), is_reported)
-        };
-        self.changed.notify_all();
-        if is_reported {
-            // The thread keeps the time within which rank 0 has to answer.
-            self.wake();
-        }
-        if let Some(stall) = stall {
-            stall.tell();
-        }
-        if let Some((hooks, error)) = due {
-            hooks.iter().for_each(|hook| super::guarded(|| hook(&error)));
-        }
-        result
-    }
-
-    /// The job's failure, for which it waits: up to `grace` for one to come, and once there is one until it is settled.
-    fn settled_within(&self, grace: Duration) -> Option<Error> {
-        let deadline = Deadline::after(grace);
-        let mut state = self.lock();
-        loop {
-            if let Some(error) = state.settled_failure() {
-                return Some(error.clone());
-            }
-            let left = match state.settles_at() {
-                Some(settles_at) => settles_at.saturating_sub(clock::running()),
-                None => deadline.remaining(),
-            };
-            if !left.is_zero() {
-                state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
-                continue;
-            }
-            state.settles_at()?;
-            drop(state);
-            self.update(State::settle);
-            state = self.lock();
-        }
-    }
-
-    /// When the event loop has something to do though nothing comes: to look for operations that take too long, and to settle a
-    /// failure.
-    pub(super) fn timers(&self) -> (Option<Duration>, Option<Duration>) {
-        let state = self.lock();
-        (state.stall_check_at(clock::running()), state.settles_at())
-    }
-
-    /// Has the thread send what the sockets did not take at once.
-    fn send_rest(&self) {
-        let waiting = self.lock().is_sending();
-        if waiting {
-            self.wake();
-        }
-    }
-
-    /// Makes the thread look around.
-    fn wake(&self) {
-        // A full socket wakes it as well.
-        let _ = (&self.waker).write(&[0]);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-const _: () = assert!(MAX_BLOB + MAX_LABEL + 64 <= MAX_PAYLOAD, "a gathering's message fits into a frame");

@@ -18,6 +18,11 @@ use crate::error::{Error, Notice};
 /// Most bytes of a frame's payload.
 pub(super) const MAX_PAYLOAD: usize = MAX_BLOB + 4096;
 
+/// Most bytes of the label of a gathering.
+pub(super) const MAX_LABEL: usize = 1024;
+
+const _: () = assert!(MAX_BLOB + MAX_LABEL + 64 <= MAX_PAYLOAD, "a gathering's message fits into a frame");
+
 /// Most bytes of a text inside a failure that is told to others.
 const MAX_TEXT: usize = 16 << 10;
 

@@ -7,7 +7,8 @@ use std::time::Duration;
 use sha2::{Digest, Sha256};
 
 use super::outstanding::Outstanding;
-use crate::communicator::{Communicator, CommunicatorExt};
+use crate::collectives::CommunicatorExt;
+use crate::communicator::Communicator;
 use crate::control::Control;
 use crate::dtype::ReduceOp;
 use crate::error::{Error, Result};

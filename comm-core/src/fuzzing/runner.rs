@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use proptest::test_runner::{Config, TestCaseError, TestError, TestRunner};
 
 use super::mutation::plans;
-use super::{Target, Verdict, peak_of};
+use super::sys::peak_of;
+use super::target::{Target, Verdict};
 
 /// A decoder that takes longer for one input, of at most 16 KiB, than this does not get on.
 const PATIENCE: Duration = Duration::from_secs(10);

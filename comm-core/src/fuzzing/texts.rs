@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::str::FromStr;
 
-use super::{Target, Verdict};
+use super::target::{Target, Verdict};
 use crate::job::{self, Address, Job, Secret};
 use crate::{Algorithm, DType, OpKind, Table, Waiting};
 

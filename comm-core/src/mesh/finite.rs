@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use crate::buffer::View;
-use crate::dtype::{DType, Element};
+use crate::buffer::{Element, View};
+use crate::dtype::DType;
 use crate::op::Extents;
 
 /// The first NaN or infinity of a contribution.

@@ -8,7 +8,9 @@ use super::exchange::{Lane, Shared};
 use super::layout::Layout;
 use super::sys::Segment;
 use crate::deadline::Deadline;
-use crate::fuzzing::{Kept, Target, Verdict, some_header};
+use crate::fuzzing::header::some_header;
+use crate::fuzzing::stream::Kept;
+use crate::fuzzing::target::{Target, Verdict};
 use crate::transport::{Incoming, Outgoing};
 use crate::waiting::Waiting;
 

@@ -12,7 +12,6 @@ use tokio::sync::mpsc;
 use zeromq::util::PeerIdentity;
 use zeromq::{DealerSocket, Listener, Socket, SocketOptions, ZmqError};
 
-use super::frame::OVERHEAD;
 use super::gate::{self, News, Rooms};
 use super::link::{Link, PeerEvent, watch};
 use super::pool::Pool;
@@ -21,7 +20,7 @@ use crate::auth::{self, Edge, Key, PROOF_LEN};
 use crate::connecting::{Attempt, Connecting};
 use crate::core::{Core, Need};
 use crate::house::{self, Folder, House};
-use crate::options::TcpOptions;
+use crate::options::{OVERHEAD, TcpOptions};
 use crate::rendezvous::{Addresses, Advert, edge, expected_edges};
 use crate::runtime::Join;
 use crate::socket::{self, SocketFacts};

@@ -4,10 +4,8 @@ use bytes::Bytes;
 use comm_core::{HEADER_LEN, Header};
 use zeromq::ZmqMessage;
 
-/// Bytes before the content of a message.
-const KIND_LEN: usize = 8;
-/// Most bytes that a message has besides its part of the payload.
-pub(crate) const OVERHEAD: usize = KIND_LEN + HEADER_LEN;
+use crate::options::{KIND_LEN, OVERHEAD};
+
 /// A message uses up at least this much of the window, so that the window bounds the number of messages too.
 const LEAST_CHARGE: usize = 4 << 10;
 

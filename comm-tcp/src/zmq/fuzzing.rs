@@ -1,16 +1,17 @@
 //! What comes over ZeroMQ and before it, for fuzzing. ZMTP itself is parsed by the crate `zeromq`.
 
 use bytes::Bytes;
-use comm_core::fuzzing::{Target, Verdict, some_header};
+use comm_core::fuzzing::{Target, Verdict};
 use zeromq::ZmqMessage;
 
 pub use super::gate::fuzzing::*;
 pub use super::link::fuzzing::*;
 
 use super::frame::{self, Frame};
+use super::samples::{EDGE, KEY, SALT, SEGMENT, frame_seeds, ready};
 use super::token;
 use super::zmtp::dealer_identity;
-use crate::auth::{Edge, Key, PROOF_LEN};
+use crate::auth::Edge;
 
 pub(crate) fn targets() -> Vec<Target> {
     let own = [
@@ -20,12 +21,6 @@ pub(crate) fn targets() -> Vec<Target> {
     ];
     own.into_iter().chain(super::link::fuzzing::targets()).chain(super::gate::fuzzing::targets()).collect()
 }
-
-pub(super) const KEY: Key = Key([1; 32]);
-pub(super) const SALT: [u8; PROOF_LEN] = [9; PROOF_LEN];
-pub(super) const EDGE: Edge = Edge { dialler: 3, listener: 0, lane: 1 };
-/// Most payload bytes of a frame.
-pub(super) const SEGMENT: usize = 64;
 
 /// [`Frame::decode`] on a message of one frame, and on one of two.
 pub fn zmq_frame(bytes: &[u8]) -> Verdict {
@@ -78,32 +73,4 @@ pub fn zmq_token(bytes: &[u8]) -> Verdict {
 fn edge_of(bytes: &[u8]) -> Option<Edge> {
     let number = |at: usize| bytes.get(at..)?.first_chunk().map(|number| u32::from_le_bytes(*number));
     Some(Edge { dialler: number(8)?, listener: number(12)?, lane: number(16)? })
-}
-
-/// The body of a READY command, with the type of the socket first or last.
-pub(super) fn ready(type_first: bool, identity: &[u8]) -> Vec<u8> {
-    let property = |name: &[u8], value: &[u8]| {
-        [&[name.len() as u8][..], name, &(value.len() as u32).to_be_bytes(), value].concat()
-    };
-    let (kind, identity) = (property(b"Socket-Type", b"DEALER"), property(b"Identity", identity));
-    let (first, last) = if type_first { (kind, identity) } else { (identity, kind) };
-    [&b"\x05READY"[..], &first, &last].concat()
-}
-
-/// Every kind of frame.
-pub(super) fn frame_seeds() -> Vec<Vec<u8>> {
-    let part = |payload_len: Option<u64>, payload: &[u8]| {
-        let mut bytes = Vec::new();
-        frame::encode_part(&mut bytes, payload_len.map(some_header).as_ref(), payload);
-        bytes
-    };
-    vec![
-        part(Some(3), b"abc"),
-        part(Some(100), &[5; SEGMENT]),
-        part(None, &[6; 36]),
-        part(Some(0), b""),
-        frame::credit(4096).to_vec(),
-        frame::bye().to_vec(),
-        frame::bye_seen().to_vec(),
-    ]
 }

@@ -7,6 +7,8 @@ pub(crate) mod fuzzing;
 mod gate;
 mod link;
 mod pool;
+#[cfg(feature = "fuzzing")]
+mod samples;
 mod token;
 mod zmtp;
 
@@ -21,7 +23,6 @@ use comm_core::{Control, Deadline, Error, Incoming, Outgoing, Result, Sink, Tran
 use tokio::sync::Notify;
 
 use self::connect::{About, Connected, Relays};
-pub(crate) use self::frame::OVERHEAD;
 use self::link::Link;
 use crate::core::{Core, describe};
 use crate::options::TcpOptions;

@@ -26,7 +26,7 @@ use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
 
-use crate::model::LAYER_NORM_EPSILON;
+use crate::config::LAYER_NORM_EPSILON;
 use kernels::UNITS;
 
 /// Most partial sums over rows that a backward pass of layer norm leaves. Part of the result.

@@ -7,12 +7,13 @@ use burn::tensor::{FloatDType, TensorData};
 
 use super::*;
 use crate::config::Preset;
-use crate::cross_entropy::{Placement, loss_and_gradient, mean_loss};
 use crate::devices::DeviceChoice;
+use crate::devices::Placement;
 use crate::fused;
 use crate::init;
 use crate::model::{Kernels, LayerNorm};
 use crate::optim::{AdamW, AdamWConfig, DeviceAdamW, sum_of_squares, sum_of_squares_on_device};
+use crate::segments::cross_entropy::{loss_and_gradient, mean_loss};
 use crate::segments::layout;
 
 /// Differences relative to the largest value, or to 1, the size of what goes in, where results nearly cancel: sums of up to a few thousand

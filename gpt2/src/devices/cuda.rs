@@ -102,7 +102,7 @@ impl Places {
             },
         };
         Problem::new(
-            format!("no NVRTC, which compiles the kernels: the loader finds none of {}", crate::devices::listed(names)),
+            format!("no NVRTC, which compiles the kernels: the loader finds none of {}", crate::sys::listed(names)),
             remedy,
         )
     }

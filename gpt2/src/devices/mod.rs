@@ -9,6 +9,7 @@ mod cuda;
 mod failure;
 #[cfg(any(feature = "kernel-cache", test))]
 mod kernel_cache;
+mod placement;
 mod report;
 #[cfg(feature = "wgpu")]
 mod wgpu;
@@ -19,6 +20,7 @@ use std::str::FromStr;
 use burn::tensor::Device;
 
 pub(crate) use failure::reason;
+pub(crate) use placement::Placement;
 pub use report::{Cpu, Cuda, CudaHeaders, CudaInfo, Features, Found, KernelCache, Library, Report, WgpuInfo};
 
 /// A device by its name: `cpu`, `cuda`, `cuda:N`, `wgpu` or `wgpu:N`.
@@ -156,18 +158,6 @@ impl Problem {
 
 fn lacks_feature(feature: &str) -> Problem {
     Problem::new(format!("this build lacks the feature `{feature}`"), format!("build with --features {feature}"))
-}
-
-/// Names of a library for a message: each once, without those that only Windows has.
-#[cfg(any(feature = "cuda", test))]
-pub(crate) fn listed(names: &[String]) -> String {
-    let mut all: Vec<&str> = Vec::new();
-    for name in names.iter().filter(|name| !cfg!(target_os = "linux") || !name.contains("64")) {
-        if !all.contains(&name.as_str()) {
-            all.push(name);
-        }
-    }
-    all.join(", ")
 }
 
 /// No device has the number that was asked for.

@@ -1,6 +1,6 @@
 //! Which tensors make up which segment.
 
-use super::ModelError;
+use super::error::ModelError;
 use crate::config::ModelConfig;
 use crate::init::initial_values;
 

@@ -5,11 +5,12 @@ use std::sync::Arc;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{FloatDType, Gradients, IndexingUpdateOp, Int, Tensor};
 
+use super::error::ModelError;
 use super::weights::{haunt, read_back, refill};
-use super::{ModelError, SegmentedModel, TokenBatch};
-use crate::cross_entropy::{self, Placement};
+use super::{SegmentedModel, TokenBatch, cross_entropy};
 #[cfg(all(feature = "cube", not(feature = "fusion")))]
 use crate::cube;
+use crate::devices::Placement;
 use crate::flat::with_values;
 use crate::fused::Resident;
 use crate::model::{Kernels, Layer};

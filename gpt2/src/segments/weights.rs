@@ -7,9 +7,9 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Device, FloatDType, Shape, Tensor, TensorData};
 use comm_core::{Buffer, Element, bf16, f16};
 
-use super::{ModelError, SegmentInfo};
-use crate::cross_entropy::Placement;
-use crate::devices;
+use super::error::ModelError;
+use super::layout::SegmentInfo;
+use crate::devices::{self, Placement};
 use crate::flat::upload;
 use crate::fused::{self, Resident};
 use crate::precision::{Precision, split};

@@ -7,8 +7,7 @@ use burn::tensor::Device;
 use comm_core::{Communicator, Error};
 
 use super::{Session, TrainConfig, TrainError};
-use crate::cross_entropy::Placement;
-use crate::devices;
+use crate::devices::{self, Placement};
 use crate::flat::{DeviceCollectives, Flat};
 use crate::memory::Category;
 use crate::optim::{

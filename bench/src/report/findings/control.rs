@@ -2,7 +2,8 @@
 
 use rig::record::{Axis, Cell, Planted};
 
-use super::super::digest::{Case, Comparison, Digest, Grouped, ROUNDS};
+use super::super::case::ROUNDS;
+use super::super::digest::{Case, Comparison, Digest, Grouped};
 use super::super::html::Mark;
 use super::super::text::{count, figure, interval};
 use super::statements::Statements;

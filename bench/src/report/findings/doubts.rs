@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 
 use rig::flag::FlagKind;
 
-use super::super::digest::{Case, Digest, ROUNDS, distinct};
+use super::super::case::ROUNDS;
+use super::super::digest::{Case, Digest, distinct};
 use super::super::html::Mark;
 use super::super::text::{count, listed};
 use super::congestion::others;

@@ -16,7 +16,8 @@ mod statements;
 pub(super) use congestion::congestion;
 pub(super) use late::table as late_table;
 
-use super::digest::{Digest, ROUNDS};
+use super::case::ROUNDS;
+use super::digest::Digest;
 use super::html::Page;
 use statements::said;
 

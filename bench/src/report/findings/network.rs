@@ -4,8 +4,8 @@ use isocomm::Rung;
 use rig::record::Axis;
 use rig::stats::Interval;
 
-use super::super::case::{LATE, NETWORK};
-use super::super::digest::{Case, Comparison, Digest, Grouped, ROUNDS, SINGLE, is_timing_only};
+use super::super::case::{LATE, NETWORK, ROUNDS};
+use super::super::digest::{Case, Comparison, Digest, Grouped, SINGLE, is_timing_only};
 use super::super::html::{Mark, Page, Table};
 use super::super::text::{interval, share_interval};
 

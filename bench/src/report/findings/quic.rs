@@ -2,7 +2,8 @@
 
 use rig::record::Axis;
 
-use super::super::digest::{Case, Comparison, Digest, ROUNDS, distinct};
+use super::super::case::ROUNDS;
+use super::super::digest::{Case, Comparison, Digest, distinct};
 use super::super::html::{Mark, Page, Table};
 use super::congestion::Control;
 

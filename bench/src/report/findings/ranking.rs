@@ -3,7 +3,8 @@
 use rig::record::Axis;
 use rig::stats::Interval;
 
-use super::super::digest::{Case, Comparison, Digest, Grouped, ROUNDS};
+use super::super::case::ROUNDS;
+use super::super::digest::{Case, Comparison, Digest, Grouped};
 use super::super::html::{Page, Table};
 use super::super::text::{interval, listed};
 

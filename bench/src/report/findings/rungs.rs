@@ -3,7 +3,8 @@
 use rig::record::{Axis, Cell};
 use rig::stats::{Metric, Verdict};
 
-use super::super::digest::{Digest, ROUNDS};
+use super::super::case::ROUNDS;
+use super::super::digest::Digest;
 use super::super::html::Mark;
 use super::statements::Statements;
 use crate::prices::{Price, PriceList, price_list};

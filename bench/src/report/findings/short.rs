@@ -3,8 +3,8 @@
 use rig::record::Axis;
 use rig::stats::Interval;
 
-use super::super::case::{LATE, NETWORK};
-use super::super::digest::{Case, Digest, ROUNDS, distinct};
+use super::super::case::{LATE, NETWORK, ROUNDS};
+use super::super::digest::{Case, Digest, distinct};
 use super::super::html::Mark;
 use super::super::text::{interval, share_interval};
 use super::network::{added, ends, is_networked};

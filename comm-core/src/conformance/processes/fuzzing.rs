@@ -5,7 +5,7 @@ use std::sync::mpsc::channel;
 
 use super::{Command, MARK, Place, Reply, read_replies, reply_in};
 use crate::conformance::CaseOutcome;
-use crate::fuzzing::{Target, Verdict};
+use crate::fuzzing::target::{Target, Verdict};
 
 pub(crate) fn targets() -> Vec<Target> {
     vec![

@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use super::{Answer, HEAD, HELLO, Hello, NONCE, PROOF, REPLY, Step, Transcript, dial, version_notice};
 use crate::deadline::Deadline;
-use crate::fuzzing::{Target, Verdict, cuttings};
+use crate::fuzzing::stream::cuttings;
+use crate::fuzzing::target::{Target, Verdict};
 use crate::job::Secret;
 
 pub(crate) fn targets() -> Vec<Target> {

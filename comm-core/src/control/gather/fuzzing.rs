@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{Told, decode, encode};
-use crate::fuzzing::{Target, Verdict};
+use crate::fuzzing::target::{Target, Verdict};
 use crate::place::{Offer, Place};
 
 pub(crate) fn targets() -> Vec<Target> {

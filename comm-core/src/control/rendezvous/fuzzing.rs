@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use super::read_address_file;
-use crate::fuzzing::{Target, Verdict};
+use crate::fuzzing::target::{Target, Verdict};
 
 pub(crate) fn targets() -> Vec<Target> {
     vec![Target::new("address file", address_file, seeds).inputs_per_case(4)]

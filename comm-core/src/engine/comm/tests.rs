@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use super::*;
 use crate::buffer::DeviceMemory;
-use crate::communicator::CommunicatorExt;
+use crate::collectives::CommunicatorExt;
 use crate::control::Control;
 use crate::dtype::{DType, ReduceOp};
 use crate::engine::Settings;

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 
 use super::{Announcement, ShmOptions, check_settings, create, open, proof};
 use crate::control::{Told, decode, encode};
-use crate::fuzzing::{Target, Verdict};
+use crate::fuzzing::target::{Target, Verdict};
 use crate::shm::layout::Layout;
 
 pub(crate) fn targets() -> Vec<Target> {

@@ -4,22 +4,20 @@ use std::ffi::c_int;
 
 use half::{bf16, f16};
 
-use super::world::{Kind, Shape};
-
-/// What the parts of all ranks come to.
-pub(super) fn reduced(shape: &Shape, parts: &[&[u8]]) -> Vec<u8> {
+/// What the parts of all ranks come to, of type `dtype` by `op`, both in NCCL's numbers.
+pub(super) fn reduced(dtype: c_int, op: c_int, parts: &[&[u8]]) -> Vec<u8> {
     macro_rules! integers {
         ($type:ty, $wide:ty) => {
             fold::<$type, $type>(
                 parts,
                 |part| part,
-                |a, b| match shape.op {
+                |a, b| match op {
                     1 => a.wrapping_mul(b),
                     2 => a.max(b),
                     3 => a.min(b),
                     _ => a.wrapping_add(b),
                 },
-                |sum, ranks| if shape.op == 4 { ((sum as $wide) / (ranks as $wide)) as $type } else { sum },
+                |sum, ranks| if op == 4 { ((sum as $wide) / (ranks as $wide)) as $type } else { sum },
             )
         };
     }
@@ -28,7 +26,7 @@ pub(super) fn reduced(shape: &Shape, parts: &[&[u8]]) -> Vec<u8> {
             fold::<$type, $wide>(
                 parts,
                 $widen,
-                |a, b| match shape.op {
+                |a, b| match op {
                     1 => a * b,
                     2 => {
                         if a.is_nan() || a > b {
@@ -46,11 +44,11 @@ pub(super) fn reduced(shape: &Shape, parts: &[&[u8]]) -> Vec<u8> {
                     }
                     _ => a + b,
                 },
-                |sum, ranks| $round(if shape.op == 4 { sum / ranks as $wide } else { sum }),
+                |sum, ranks| $round(if op == 4 { sum / ranks as $wide } else { sum }),
             )
         };
     }
-    match shape.dtype {
+    match dtype {
         0 => integers!(i8, i64),
         1 => integers!(u8, u64),
         2 => integers!(i32, i64),
@@ -107,10 +105,9 @@ from_bytes!(i8, u8, i32, u32, i64, u64, f16, bf16, f32, f64);
 
 /// Multiplies what a rank gives by its factor, a value of the type.
 pub(super) fn scale(dtype: c_int, bytes: &mut Vec<u8>, factor: [u8; 8]) {
-    let op = 1;
-    let shape = Shape { kind: Kind::AllReduce, count: 0, dtype, op, root: 0 };
+    let product = 1;
     let factors = factor[..size(dtype)].repeat(bytes.len() / size(dtype));
-    *bytes = reduced(&shape, &[bytes, &factors]);
+    *bytes = reduced(dtype, product, &[bytes, &factors]);
 }
 
 pub(super) fn size(dtype: c_int) -> usize {

@@ -177,11 +177,12 @@ fn finish(shape: &Shape, own: &Own, meeting: &Meeting, to: usize) {
         (0..own.ranks).filter_map(|rank| meeting.parts.get(&rank)).map(|(_, bytes)| bytes.as_slice()).collect();
     let bytes = shape.count * size(shape.dtype);
     let shards = |start: usize| parts.iter().map(|part| &part[start..start + bytes]).collect::<Vec<_>>();
+    let reduced = |start: usize| reduced(shape.dtype, shape.op, &shards(start));
     match shape.kind {
-        Kind::AllReduce => write(to, &reduced(shape, &shards(0))),
-        Kind::Reduce if shape.root as usize == own.rank => write(to, &reduced(shape, &shards(0))),
+        Kind::AllReduce => write(to, &reduced(0)),
+        Kind::Reduce if shape.root as usize == own.rank => write(to, &reduced(0)),
         Kind::Reduce => {}
-        Kind::ReduceScatter => write(to, &reduced(shape, &shards(own.rank * bytes))),
+        Kind::ReduceScatter => write(to, &reduced(own.rank * bytes)),
         Kind::Broadcast => write(to, parts[shape.root as usize]),
         Kind::AllGather => write(to, &parts.concat()),
     }

@@ -9,7 +9,7 @@ use tokio::net::TcpStream;
 use tokio::runtime::Builder;
 
 use super::{GREETING, SHORT_COMMAND, identify};
-use crate::zmq::fuzzing::{EDGE, KEY, SALT, ready};
+use crate::zmq::samples::{EDGE, KEY, SALT, ready};
 use crate::zmq::token;
 
 pub(in crate::zmq) fn targets() -> Vec<Target> {

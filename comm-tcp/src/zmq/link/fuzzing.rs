@@ -5,7 +5,7 @@ use comm_core::fuzzing::{Kept, Target, Verdict};
 use zeromq::ZmqMessage;
 
 use super::{Frame, Receiving, Window};
-use crate::zmq::fuzzing::{SEGMENT, frame_seeds};
+use crate::zmq::samples::{SEGMENT, frame_seeds};
 
 pub(in crate::zmq) fn targets() -> Vec<Target> {
     // Each byte of the input may begin a frame of its own, of two allocations.

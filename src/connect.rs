@@ -1,86 +1,15 @@
 //! From a name to a communicator.
 
-use std::fmt;
 use std::sync::Arc;
 
 use comm_core::control::{Subgroup, TcpControl};
-use comm_core::counted::{Counted, Counters};
 use comm_core::local::{self, LocalRank};
-use comm_core::{Communicator, Control, Deadline, Error, Job, Mesh, MeshOptions, Result, Transport};
+use comm_core::{Control, Deadline, Error, Job, Result};
 
+use crate::entry::{Connected, TransportKind};
 use crate::options::TransportOptions;
-use crate::registry::TransportKind;
-
-/// What one rank has of a connection to the others.
-#[non_exhaustive]
-pub struct Connected {
-    /// Runs collectives. To be finished ([`Communicator::finish`]) at the end.
-    pub comm: Arc<dyn Communicator>,
-    /// The control plane of its ranks.
-    pub control: Arc<dyn Control>,
-    /// Counts what passes, unless [`TransportOptions::counted`] is off; NCCL and the transport `null` count nothing.
-    pub counters: Option<Arc<Counters>>,
-    /// What decisions depend on.
-    pub properties: Properties,
-    /// Figures of QUIC's connections, where it is QUIC.
-    #[cfg(feature = "quic")]
-    pub quic: Option<comm_quic::QuicMonitor>,
-}
-
-/// What is known of a connection once it is made.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Properties {
-    /// What connects.
-    pub transport: TransportKind,
-    /// The CUDA device, by its number in this process, on whose memory the collectives work; `None` where they work on host memory.
-    pub cuda_device: Option<usize>,
-    /// Whether no data arrives, so that only times mean something.
-    pub timing_only: bool,
-    /// What a reader of a measurement wants to know (congestion control, datagram size, encryption, …), as (name, value). For display.
-    pub settings: Vec<(String, String)>,
-}
-
-impl Properties {
-    pub(crate) fn of(transport: TransportKind) -> Self {
-        Properties { transport, cuda_device: None, timing_only: false, settings: Vec::new() }
-    }
-}
 
 impl Connected {
-    pub(crate) fn new(comm: Arc<dyn Communicator>, control: Arc<dyn Control>, properties: Properties) -> Self {
-        Connected {
-            comm,
-            control,
-            counters: None,
-            properties,
-            #[cfg(feature = "quic")]
-            quic: None,
-        }
-    }
-
-    /// Collectives over a byte transport.
-    pub(crate) fn over<T: Transport>(
-        kind: TransportKind,
-        transport: T,
-        control: Arc<dyn Control>,
-        options: &TransportOptions,
-    ) -> Result<Self> {
-        let properties = Properties { settings: transport.facts(), ..Properties::of(kind) };
-        let mesh = MeshOptions::default()
-            .with_timeout(options.timeout)
-            .with_stall_after(options.stall_after)
-            .with_checked(options.checked)
-            .with_check_finite(options.check_finite);
-        let (comm, counters): (Arc<dyn Communicator>, _) = if options.counted {
-            let (transport, counters) = Counted::new(transport);
-            (Arc::new(Mesh::new(transport, control.clone(), mesh)?), Some(counters))
-        } else {
-            (Arc::new(Mesh::new(transport, control.clone(), mesh)?), None)
-        };
-        Ok(Connected { counters, ..Connected::new(comm, control, properties) })
-    }
-
     /// Connects the same ranks by a second transport. All ranks call this together. The job is one job still: a rank that is lost ends both.
     /// Finish it before this one, which closes the control plane: afterwards only deadlines notice a lost rank. Settings that the second transport
     /// lacks are refused: [`TransportOptions::only_for`] leaves them out.
@@ -101,16 +30,6 @@ pub(crate) fn in_part(kind: TransportKind, part: &Arc<Subgroup>, options: &Trans
         // What the job has failed with names its ranks already.
         part.failure().unwrap_or_else(|| part.in_job(error))
     })
-}
-
-impl fmt::Debug for Connected {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Connected")
-            .field("rank", &self.comm.rank())
-            .field("world_size", &self.comm.world_size())
-            .field("properties", &self.properties)
-            .finish_non_exhaustive()
-    }
 }
 
 /// Connects this process, one rank of `job`, to the others by the transport of that name. All ranks call this together, with the same
@@ -169,7 +88,7 @@ mod tests {
     use comm_core::{CommunicatorExt, ReduceOp};
 
     use super::*;
-    use crate::registry::Medium;
+    use crate::entry::{Medium, Properties};
 
     fn options() -> TransportOptions {
         TransportOptions { timeout: Duration::from_secs(20), ..TransportOptions::default() }

@@ -9,26 +9,11 @@
 use burn::tensor::{Device, FloatDType, IndexingUpdateOp, Int, Tensor, TensorData};
 use rayon::prelude::*;
 
+use super::error::ModelError;
 #[cfg(all(feature = "cube", not(feature = "fusion")))]
 use crate::cube;
-use crate::devices;
+use crate::devices::{self, Placement};
 use crate::math;
-use crate::segments::ModelError;
-
-/// Where tensors of a device live.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Placement {
-    /// In this process's memory, handed over without a copy.
-    Host,
-    /// Elsewhere.
-    Device,
-}
-
-impl Placement {
-    pub(crate) fn of(device: &Device) -> Self {
-        if *device == Device::flex() { Self::Host } else { Self::Device }
-    }
-}
 
 /// A mean loss, in nats.
 pub(crate) enum Loss {

@@ -1,0 +1,25 @@
+//! What a caller can choose of the control plane.
+
+use std::time::Duration;
+
+/// Intervals of the control plane, the same on all ranks. The defaults suit any job.
+#[derive(Clone, Copy, Debug)]
+pub struct TcpOptions {
+    /// How often each side gives a sign of life. A thread of its own does, so that no computation delays it.
+    pub heartbeat: Duration,
+    /// How long a rank may give none before it counts as lost. This is for stopped processes and dead networks; a process that
+    /// ends is noticed at once. Time in which this rank did not listen, because it was stopped itself, does not count.
+    pub liveness: Duration,
+    /// How long a newcomer may take to prove that it belongs to the job.
+    pub handshake: Duration,
+}
+
+impl Default for TcpOptions {
+    fn default() -> Self {
+        TcpOptions {
+            heartbeat: Duration::from_secs(1),
+            liveness: Duration::from_secs(30),
+            handshake: Duration::from_secs(5),
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! How ranks come in, and how the job starts.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{State, not, set};
+use crate::clock;
+use crate::control::auth::{Hello, fresh_session};
+use crate::control::door::Stranger;
+use crate::control::link::Link;
+use crate::control::wire::Message;
+use crate::error::Error;
+
+/// How long a rendezvous that has gone wrong waits for the ranks that are still to come, to tell them too.
+const TELL: Duration = Duration::from_secs(2);
+
+/// What rank 0 does with a connection that has passed the handshake.
+pub(in crate::control) enum Admission {
+    /// Its messages are those of this rank.
+    Admitted(usize),
+    /// It has been told why not.
+    Refused,
+}
+
+impl State {
+    pub(in crate::control) fn session(&self) -> Option<&[u8; 32]> {
+        self.session.as_ref()
+    }
+
+    /// At rank 0: what the rendezvous fails with, once everyone who can be told is there or has had time to come.
+    pub(in crate::control) fn ripe_trouble(&self) -> Option<Error> {
+        let (error, until) = self.trouble.as_ref()?;
+        let all_there = (1..self.world_size).all(|rank| self.link(rank).is_some());
+        (all_there || clock::running() >= *until).then(|| error.clone())
+    }
+
+    /// When [`ripe_trouble`](State::ripe_trouble) has something at the latest.
+    pub(in crate::control) fn trouble_ripens_at(&self) -> Option<Duration> {
+        self.trouble.as_ref().map(|(_, until)| *until)
+    }
+
+    /// A connection came to nothing.
+    pub(in crate::control) fn note_stranger(&mut self, stranger: &Stranger) {
+        self.strangers.note(stranger);
+    }
+
+    /// For an error's text: what came instead of the ranks that are missing.
+    pub(in crate::control) fn strangers(&self) -> String {
+        self.strangers.to_string()
+    }
+
+    /// At rank 0: takes `link`, whose other end knows the secret and says `hello`, into the job, or tells it why not.
+    pub(in crate::control) fn admit(&mut self, link: Arc<Link>, hello: &Hello) -> Admission {
+        let rank = hello.rank as usize;
+        let why = if hello.job != self.job_id {
+            Some(format!("rank {rank} belongs to job {:?}, but this is job {:?}", hello.job, self.job_id))
+        } else if hello.epoch != self.epoch {
+            Some(format!("rank {rank} is of epoch {}, but this job is at epoch {}", hello.epoch, self.epoch))
+        } else if let Some(error) = &self.decided {
+            Some(format!("rank {rank} came after the job had failed: {error}"))
+        } else if hello.world_size as usize != self.world_size {
+            let why = format!("rank {rank} was started for {} ranks, rank 0 for {}", hello.world_size, self.world_size);
+            self.trouble(&why);
+            Some(why)
+        } else if rank == 0 || rank >= self.world_size || self.link(rank).is_some() {
+            let why = format!("there are two processes with rank {rank}");
+            // One that comes to a running job harms nobody.
+            if self.session.is_none() {
+                self.trouble(&why);
+            }
+            Some(why)
+        } else {
+            None
+        };
+        if let Some(why) = why {
+            self.strangers.note_refusal(&link, &why);
+            link.send(&Message::Refused { why });
+            link.finish();
+            return Admission::Refused;
+        }
+        if let Some(slot) = self.links.get_mut(rank) {
+            *slot = Some(link);
+        }
+        Admission::Admitted(rank)
+    }
+
+    /// At rank 0: everyone who has not sent its settings yet.
+    pub(in crate::control) fn missing(&self) -> Vec<usize> {
+        not(&self.joined)
+    }
+
+    pub(super) fn join(&mut self, rank: usize, config: &[(String, String)]) {
+        set(&mut self.joined, rank);
+        if let Some(why) = difference(&self.config, config, rank) {
+            self.trouble(&why);
+        }
+        self.start_if_complete();
+    }
+
+    /// At rank 0: starts the job when all ranks are there and agree.
+    pub(in crate::control) fn start_if_complete(&mut self) {
+        if self.session.is_some() || self.trouble.is_some() || self.decided.is_some() || !self.missing().is_empty() {
+            return;
+        }
+        match fresh_session() {
+            Ok(session) => {
+                self.session = Some(session);
+                self.broadcast(&Message::Start { session });
+            }
+            Err(error) => self.fail(&error),
+        }
+    }
+
+    fn trouble(&mut self, why: &str) {
+        if self.trouble.is_none() {
+            self.trouble = Some((Error::Rendezvous(why.to_string()), clock::running() + TELL));
+        }
+    }
+}
+
+/// The first item in which `theirs`, of `rank`, differs from `ours`, of rank 0.
+fn difference(ours: &[(String, String)], theirs: &[(String, String)], rank: usize) -> Option<String> {
+    let find = |items: &[(String, String)], name: &str| items.iter().find(|(n, _)| n == name).map(|(_, v)| v.clone());
+    let names = ours.iter().chain(theirs).map(|(name, _)| name);
+    for name in names {
+        match (find(ours, name), find(theirs, name)) {
+            (Some(a), Some(b)) if a == b => {}
+            (Some(a), Some(b)) => return Some(format!("rank {rank} has {name} = {b}, rank 0 has {name} = {a}")),
+            (Some(a), None) => return Some(format!("rank {rank} has no {name}, rank 0 has {name} = {a}")),
+            (None, Some(b)) => return Some(format!("rank {rank} has {name} = {b}, rank 0 has no {name}")),
+            (None, None) => {}
+        }
+    }
+    None
+}

@@ -1,0 +1,177 @@
+//! What the ranks of a job trust each other by.
+
+use std::fmt;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use crate::error::{Error, Result};
+use crate::hex;
+use crate::small_file::read_small;
+
+/// What the ranks of a job know and strangers do not. Its text form tells nothing of it.
+#[derive(Clone)]
+pub struct Secret(Vec<u8>);
+
+impl Secret {
+    /// Fewest bytes of a secret: a peer that is not one of ours gets to see what an off-line guess can be checked against, so
+    /// it must not be guessable.
+    pub const MIN_LEN: usize = 16;
+
+    const MAX_LEN: usize = 4096;
+
+    /// A secret of the given bytes.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] when there are fewer than [`MIN_LEN`](Secret::MIN_LEN).
+    pub fn new(bytes: impl Into<Vec<u8>>) -> Result<Self> {
+        let bytes = bytes.into();
+        if bytes.len() < Self::MIN_LEN || bytes.len() > Self::MAX_LEN {
+            return Err(Error::invalid(format!(
+                "a secret needs {} to {} bytes, this one has {}; use for instance 32 random bytes in hexadecimal",
+                Self::MIN_LEN,
+                Self::MAX_LEN,
+                bytes.len()
+            )));
+        }
+        Ok(Secret(bytes))
+    }
+
+    /// 64 random hexadecimal digits.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when the system has no randomness.
+    pub fn random() -> Result<Self> {
+        let mut bytes = [0; 32];
+        fill_random(&mut bytes)?;
+        Ok(Secret(hex(&bytes).into_bytes()))
+    }
+
+    /// Reads a secret from a file; white space around it is not part of it. Never waits, whatever is there.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] when the file belongs to another user than this one and root (unless this one is root), when others than
+    /// the owner may read it, when it is no ordinary file, or when what it holds is no text of fitting length; [`Error::Io`].
+    pub fn read(path: &Path) -> Result<Self> {
+        // Owner and mode are looked at in the file that was opened, not in one that has taken its place since.
+        let (bytes, metadata) = read_small(path, Self::MAX_LEN as u64, "the file of the secret")?;
+        let (owner, user, mode) = (metadata.uid(), rustix::process::geteuid().as_raw(), metadata.mode());
+        if !is_trusted(owner, user) {
+            return Err(refused_owner(path, owner, user));
+        }
+        if mode & 0o077 != 0 {
+            return Err(Error::invalid(format!(
+                "{} may be read by others (mode {:o}), so it is no secret: chmod 600 it",
+                path.display(),
+                mode & 0o777
+            )));
+        }
+        let text = str::from_utf8(&bytes).ok().map(str::trim_ascii);
+        let Some(text) = text.filter(|text| !text.chars().any(char::is_control)) else {
+            return Err(Error::invalid(format!(
+                "the secret in {} is no line of text; use for instance 32 random bytes in hexadecimal",
+                path.display()
+            )));
+        };
+        Self::new(text).map_err(|error| Error::invalid(format!("{}: {error}", path.display())))
+    }
+
+    /// Its bytes.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(..)")
+    }
+}
+
+/// Whether a process of `user` believes that nobody else knows what is in a file of `owner`. Root can read everyone's, and reads what it is told to.
+fn is_trusted(owner: u32, user: u32) -> bool {
+    owner == user || owner == 0 || user == 0
+}
+
+fn refused_owner(path: &Path, owner: u32, user: u32) -> Error {
+    Error::invalid(format!(
+        "{} belongs to user {owner}, who knows what is in it, and this process runs as user {user}: name a file that belongs to user {user} \
+         or to root, or chown it",
+        path.display()
+    ))
+}
+
+/// Fills `bytes` with randomness of the system.
+pub(crate) fn fill_random(bytes: &mut [u8]) -> Result<()> {
+    getrandom::fill(bytes).map_err(|e| Error::io("getting random bytes", io::Error::other(e.to_string())))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn a_secret_that_others_can_read_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("secret");
+        fs::write(&path, "0123456789abcdef\n").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o640)).unwrap();
+        assert!(Secret::read(&path).unwrap_err().to_string().contains("chmod 600"));
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+        let secret = Secret::read(&path).unwrap();
+        assert_eq!(secret.bytes(), b"0123456789abcdef");
+        assert_eq!(format!("{secret:?}"), "Secret(..)");
+        assert!(Secret::read(&dir.path().join("none")).unwrap_err().to_string().contains("none"));
+    }
+
+    #[test]
+    fn a_secret_file_of_another_user_is_refused() {
+        assert!(is_trusted(1000, 1000) && is_trusted(0, 1000) && is_trusted(1000, 0));
+        assert!(!is_trusted(1000, 1001));
+        let (error, path) = (refused_owner(Path::new("/there/secret"), 1000, 1001).to_string(), "/there/secret");
+        assert!(error.contains("belongs to user 1000") && error.contains(path), "{error}");
+    }
+
+    #[test]
+    fn a_secret_file_of_any_other_kind_is_an_error_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        let file = |name: &str, bytes: &[u8]| {
+            fs::write(path(name), bytes).unwrap();
+            fs::set_permissions(path(name), fs::Permissions::from_mode(0o600)).unwrap();
+            path(name)
+        };
+        assert!(std::process::Command::new("mkfifo").arg(path("fifo")).status().unwrap().success());
+        std::os::unix::fs::symlink(path("nothing"), path("dangling")).unwrap();
+        let socket = std::os::unix::net::UnixListener::bind(path("socket")).unwrap();
+        let start = std::time::Instant::now();
+        for (path, what) in [
+            (path("fifo"), "is a FIFO"),
+            (dir.path().to_path_buf(), "is a directory"),
+            ("/dev/zero".into(), "is a device"),
+            ("/dev/null".into(), "is a device"),
+            (path("socket"), "No such device"),
+            (path("dangling"), "No such file"),
+            (file("empty", b""), "has 0"),
+            (file("blank", b" \n\n"), "has 0"),
+            (file("short", b"short\n"), "has 5"),
+            (file("huge", &vec![b'a'; 1 << 20]), "has 1048576 bytes"),
+            (file("binary", &[0xff; 32]), "is no line of text"),
+            (file("two lines", b"0123456789abcdef\n0123456789abcdef"), "is no line of text"),
+        ] {
+            let error = Secret::read(&path).unwrap_err().to_string();
+            assert!(error.contains(what) && error.contains(&path.display().to_string()), "{what}: {error}");
+        }
+        assert!(start.elapsed() < std::time::Duration::from_secs(20), "it waited for something");
+        drop(socket);
+        // What makes a file unreadable does not stop root.
+        let closed = file("closed", b"0123456789abcdef");
+        fs::set_permissions(&closed, fs::Permissions::from_mode(0o000)).unwrap();
+        if let Err(error) = Secret::read(&closed) {
+            assert!(error.to_string().contains("Permission denied"), "{error}");
+        }
+    }
+}
