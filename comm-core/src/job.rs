@@ -80,6 +80,15 @@ impl Job {
         Ok(Job { rank, world_size, address, secret, id: String::new(), epoch: 0, source: Source::Program })
     }
 
+    /// Whether its parts make sense, which are public.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`].
+    pub(crate) fn check(&self) -> Result<()> {
+        check_ranks(self.rank, self.world_size, "rank", "world size")?;
+        if self.id.len() > MAX_JOB_ID { Err(too_long(&self.id)) } else { Ok(()) }
+    }
+
     /// Reads this process's environment; `None` when no launcher has left its variables there. Readies this process for a job
     /// ([`process::prepare`]).
     ///
@@ -128,7 +137,7 @@ impl Job {
 
         let id = vars.text(vars::JOB_ID).unwrap_or_else(|| launcher.job_id(vars));
         if id.len() > MAX_JOB_ID {
-            return Err(Error::invalid(format!("the job id has {} bytes; at most {MAX_JOB_ID} fit", id.len())));
+            return Err(too_long(&id));
         }
         let epoch = match vars.number(vars::EPOCH)? {
             Some(epoch) => epoch,
@@ -229,6 +238,10 @@ impl Vars<'_> {
         }
         Ok(None)
     }
+}
+
+fn too_long(id: &str) -> Error {
+    Error::invalid(format!("the job id has {} bytes; at most {MAX_JOB_ID} fit", id.len()))
 }
 
 fn check_ranks(rank: usize, world_size: usize, rank_name: &str, world_name: &str) -> Result<()> {

@@ -48,22 +48,11 @@ pub(crate) fn connect(
     let (rank, world_size) = (control.rank(), control.world_size());
     let driver = Driver::new(&format!("comm-quic-{rank}"))?;
 
-    let opened = bind_address(options.bind, control).and_then(|own| {
-        let socket = BoundSocket::bind(own)?;
-        let identity = Identity::generate()?;
-        let introduction = Introduction {
-            protection: protection.code(),
-            address: Offer(socket.address),
-            place: Place::of(control),
-            fingerprint: identity.fingerprint(),
-            lanes: u32::try_from(options.lanes).unwrap_or(u32::MAX),
-            receive_buffer: socket.receive_buffer as u64,
-        };
-        Ok((own, socket, identity, introduction))
-    });
-    let introduction = opened.as_ref().map(|(.., introduction)| *introduction).map_err(Clone::clone);
+    let opened = Opened::new(control, options, protection);
+    let introduction = opened.as_ref().map(|opened| opened.introduction).map_err(Clone::clone);
     let ranks = Introduction::exchange(introduction, protection, options.lanes, control, deadline)?;
-    let (own, BoundSocket { socket, address, receive_buffer, send_buffer }, identity, _) = opened?;
+    let Opened { own, socket, identity, .. } = opened?;
+    let BoundSocket { socket, address, receive_buffer, send_buffer } = socket;
 
     let sizes = DatagramSizes::choose(options, own.ip());
     let smallest_buffer = ranks.iter().map(|rank| rank.receive_buffer).min().unwrap_or_default();
@@ -71,45 +60,26 @@ pub(crate) fn connect(
 
     // The higher rank dials, so that each pair has one connection.
     let pins = Pins::new(ranks.iter().map(|other| other.fingerprint).enumerate().skip(rank + 1));
-    let expected =
-        ranks.iter().skip(rank + 1).map(|other| (other.address.0.ip(), other.address.0.port())).collect::<HashSet<_>>();
+    let expected: HashSet<_> =
+        ranks.iter().skip(rank + 1).map(|other| (other.address.0.ip(), other.address.0.port())).collect();
     let server = server_config(
         protection.server(identity.server_config(&pins)?),
         transport_config(options, congestion, sizes, options.lanes)?,
     );
     let outgoing = transport_config(options, congestion, sizes, 0)?;
     let complaints = Complaints::default();
-    let appointments = ranks
-        .iter()
-        .enumerate()
-        .take(rank)
-        .map(|(peer, other)| {
-            let crypto = protection.client(identity.client_config(peer, other.fingerprint)?);
-            let mut config = quinn::ClientConfig::new(crypto);
-            config.transport_config(Arc::clone(&outgoing));
-            Ok(Appointment {
-                peer,
-                address: to_dial(other.address.0, own),
-                config,
-                complaints: Arc::clone(&complaints),
-            })
-        })
-        .collect::<Result<Vec<_>>>()?;
+    let dial = |(peer, other): (usize, &Introduction)| {
+        let crypto = protection.client(identity.client_config(peer, other.fingerprint)?);
+        let mut config = quinn::ClientConfig::new(crypto);
+        config.transport_config(Arc::clone(&outgoing));
+        let address = to_dial(other.address.0, own);
+        Ok(Appointment { peer, address, config, complaints: Arc::clone(&complaints) })
+    };
+    let appointments = ranks.iter().enumerate().take(rank).map(dial).collect::<Result<Vec<_>>>()?;
 
     let failed = failure_of(control);
-    let inside = driver.handle()?.enter();
-    let quinn_socket =
-        RunningTime.wrap_udp_socket(socket).map_err(|error| Error::io("preparing the UDP socket for QUIC", error))?;
-    let socket = Arc::new(CountingSocket::new(quinn_socket, sizes.largest));
+    let (endpoint, socket) = endpoint(&driver, socket, sizes, (rank + 1 < world_size).then_some(server))?;
     let segments = quinn::AsyncUdpSocket::max_transmit_segments(&*socket).min(10);
-    let endpoint = Endpoint::new_with_abstract_socket(
-        endpoint_config()?,
-        (rank + 1 < world_size).then_some(server),
-        Arc::clone(&socket) as Arc<dyn quinn::AsyncUdpSocket>,
-        Arc::new(RunningTime),
-    )
-    .map_err(|error| Error::io("starting QUIC on the UDP socket", error))?;
-    drop(inside);
 
     let mut links: Vec<Option<Link>> = (0..world_size).map(|_| None).collect();
     let outcome = driver.block_on(async {
@@ -122,31 +92,10 @@ pub(crate) fn connect(
     outcome.unwrap_or_else(|| {
         let missing = links.iter().enumerate().filter(|(peer, link)| *peer != rank && link.is_none());
         let missing: Vec<usize> = missing.map(|(peer, _)| peer).collect();
-        let addresses: Vec<SocketAddr> = ranks.iter().map(|other| other.address.0).collect();
-        let looked_for = where_looked_for(control, &missing, &addresses, &complaints);
-        let operation = format!("connecting over QUIC{looked_for}{}", descriptors::shortage());
-        Err(Error::timeout(rank, operation, deadline, missing))
+        Err(timeout(control, missing, &ranks, &complaints, deadline))
     })?;
 
-    let mut lanes: Vec<Lane> = (0..options.lanes)
-        .map(|lane| Lane {
-            operation: format!("an exchange on QUIC lane {lane}"),
-            channels: Vec::with_capacity(world_size),
-            spinner: Spinner::new(options.waiting),
-        })
-        .collect();
-    let mut connections = Vec::with_capacity(world_size);
-    for link in links {
-        let (connection, channels) = match link {
-            Some(link) => (Some(link.connection), link.channels),
-            None => (None, Vec::new()),
-        };
-        connections.push(connection);
-        let mut channels = channels.into_iter();
-        for lane in &mut lanes {
-            lane.channels.push(channels.next());
-        }
-    }
+    let (connections, lanes) = by_lane(links, options);
     let send_window = send_window(options, congestion);
     Ok(QuicTransport {
         rank,
@@ -169,6 +118,88 @@ pub(crate) fn connect(
         },
         driver,
     })
+}
+
+/// What a rank has before it knows of the others.
+struct Opened {
+    /// The address that its socket takes.
+    own: SocketAddr,
+    socket: BoundSocket,
+    identity: Identity,
+    /// What it tells the others.
+    introduction: Introduction,
+}
+
+impl Opened {
+    fn new(control: &dyn Control, options: &QuicOptions, protection: Protection) -> Result<Self> {
+        let own = bind_address(options.bind, control)?;
+        let socket = BoundSocket::bind(own)?;
+        let identity = Identity::generate()?;
+        let introduction = Introduction {
+            protection: protection.code(),
+            address: Offer(socket.address),
+            place: Place::of(control),
+            fingerprint: identity.fingerprint(),
+            lanes: u32::try_from(options.lanes).unwrap_or(u32::MAX),
+            receive_buffer: socket.receive_buffer as u64,
+        };
+        Ok(Opened { own, socket, identity, introduction })
+    }
+}
+
+/// QUIC on `socket`, driven by `driver`, for connections to others and, with a `server`, from others.
+fn endpoint(
+    driver: &Driver,
+    socket: std::net::UdpSocket,
+    sizes: DatagramSizes,
+    server: Option<quinn::ServerConfig>,
+) -> Result<(Endpoint, Arc<CountingSocket>)> {
+    let _inside = driver.handle()?.enter();
+    let socket =
+        RunningTime.wrap_udp_socket(socket).map_err(|error| Error::io("preparing the UDP socket for QUIC", error))?;
+    let socket = Arc::new(CountingSocket::new(socket, sizes.largest));
+    let abstracted: Arc<dyn quinn::AsyncUdpSocket> = socket.clone();
+    let endpoint = Endpoint::new_with_abstract_socket(endpoint_config()?, server, abstracted, Arc::new(RunningTime))
+        .map_err(|error| Error::io("starting QUIC on the UDP socket", error))?;
+    Ok((endpoint, socket))
+}
+
+/// The connections to all ranks, and the channels that they carry, by lane.
+fn by_lane(links: Vec<Option<Link>>, options: &QuicOptions) -> (Vec<Option<quinn::Connection>>, Vec<Lane>) {
+    let mut lanes: Vec<Lane> = (0..options.lanes)
+        .map(|lane| Lane {
+            operation: format!("an exchange on QUIC lane {lane}"),
+            channels: Vec::with_capacity(links.len()),
+            spinner: Spinner::new(options.waiting),
+        })
+        .collect();
+    let mut connections = Vec::with_capacity(links.len());
+    for link in links {
+        let (connection, channels) = match link {
+            Some(link) => (Some(link.connection), link.channels),
+            None => (None, Vec::new()),
+        };
+        connections.push(connection);
+        let mut channels = channels.into_iter();
+        for lane in &mut lanes {
+            lane.channels.push(channels.next());
+        }
+    }
+    (connections, lanes)
+}
+
+/// The error when the `missing` ranks have not been met by the `deadline`.
+fn timeout(
+    control: &dyn Control,
+    missing: Vec<usize>,
+    ranks: &[Introduction],
+    complaints: &Complaints,
+    deadline: Deadline,
+) -> Error {
+    let addresses: Vec<SocketAddr> = ranks.iter().map(|other| other.address.0).collect();
+    let looked_for = where_looked_for(control, &missing, &addresses, complaints);
+    let operation = format!("connecting over QUIC{looked_for}{}", descriptors::shortage());
+    Error::timeout(control.rank(), operation, deadline, missing)
 }
 
 /// Where the `missing` ranks were dialled or expected, by their number in the job.

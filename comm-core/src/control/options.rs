@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use crate::error::{Error, Result};
+
 /// Intervals of the control plane, the same on all ranks. The defaults suit any job.
 #[derive(Clone, Copy, Debug)]
 pub struct TcpOptions {
@@ -12,6 +14,25 @@ pub struct TcpOptions {
     pub liveness: Duration,
     /// How long a newcomer may take to prove that it belongs to the job.
     pub handshake: Duration,
+}
+
+impl TcpOptions {
+    /// # Errors
+    /// [`Error::InvalidArgument`] for intervals that cannot work.
+    pub(super) fn check(&self) -> Result<()> {
+        if self.heartbeat.is_zero() || self.liveness <= self.heartbeat {
+            return Err(Error::invalid(format!(
+                "a liveness bound of {:?} needs a shorter heartbeat than {:?}, above zero",
+                self.liveness, self.heartbeat
+            )));
+        }
+        if self.handshake.is_zero() {
+            return Err(Error::invalid(
+                "newcomers need some time to prove that they belong to the job: a handshake of 0 s",
+            ));
+        }
+        Ok(())
+    }
 }
 
 impl Default for TcpOptions {

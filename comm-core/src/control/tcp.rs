@@ -82,22 +82,9 @@ impl TcpControl {
         deadline: Deadline,
         (stall_after, report): OnLate<'_>,
     ) -> Result<Arc<Self>> {
-        // The fields are public, so this is where they are checked.
-        Job::new(job.rank, job.world_size, job.address.clone(), job.secret.clone())?;
-        if job.id.len() > crate::job::MAX_JOB_ID {
-            return Err(Error::invalid(format!("the job id has {} bytes", job.id.len())));
-        }
-        if options.heartbeat.is_zero() || options.liveness <= options.heartbeat {
-            return Err(Error::invalid(format!(
-                "a liveness bound of {:?} needs a shorter heartbeat than {:?}, above zero",
-                options.liveness, options.heartbeat
-            )));
-        }
-        if options.handshake.is_zero() {
-            return Err(Error::invalid(
-                "newcomers need some time to prove that they belong to the job: a handshake of 0 s",
-            ));
-        }
+        // The fields of both are public, so this is where they are checked.
+        job.check()?;
+        options.check()?;
         let own = [
             ("control heartbeat", format!("{:?}", options.heartbeat)),
             ("control liveness bound", format!("{:?}", options.liveness)),
@@ -157,30 +144,35 @@ impl TcpControl {
         let thread = thread::Builder::new().name(name).spawn(move || event_loop.run());
         control.thread = Some(thread.map_err(|e| Error::io("starting the thread of the control plane", e))?);
 
-        let operation = || format!("meeting {} ranks at {address}", job.world_size);
-        let met = loop {
-            // A wait that ends early names who is missing.
-            let until = watch.until(deadline);
-            let met = control.wait(Wait::Start, until, &operation, |state| {
-                if let Some(trouble) = state.ripe_trouble() {
-                    state.fail(&trouble);
-                }
-                state.session().copied()
-            });
-            let Err(Error::Timeout { rank, operation, waiting_for, .. }) = met else { break met };
-            if let Some(error) = shared.lock().settled_failure() {
-                break Err(error.clone());
-            }
-            if deadline.has_passed() {
-                break Err(Error::timeout(rank, operation, deadline, waiting_for));
-            }
-            watch.look(&waiting_for, || operation);
-        };
+        let met = control.meet(&address, &mut watch, deadline);
         control.session = met.inspect_err(|error| {
             // The others learn what this rank has given up on, rather than that it is gone.
             shared.update(|state| state.fail(error));
         })?;
         Ok(Arc::new(control))
+    }
+
+    /// Waits until all ranks are there, at `address`: the session, in which they are.
+    fn meet(&self, address: &str, watch: &mut Watch<'_>, deadline: Deadline) -> Result<[u8; 32]> {
+        let operation = || format!("meeting {} ranks at {address}", self.job.world_size);
+        loop {
+            // A wait that ends early names who is missing.
+            let until = watch.until(deadline);
+            let met = self.wait(Wait::Start, until, &operation, |state| {
+                if let Some(trouble) = state.ripe_trouble() {
+                    state.fail(&trouble);
+                }
+                state.session().copied()
+            });
+            let Err(Error::Timeout { rank, operation, waiting_for, .. }) = met else { return met };
+            if let Some(error) = self.shared.lock().settled_failure() {
+                return Err(error.clone());
+            }
+            if deadline.has_passed() {
+                return Err(Error::timeout(rank, operation, deadline, waiting_for));
+            }
+            watch.look(&waiting_for, || operation);
+        }
     }
 
     /// Where rank 0 listens, at rank 0 of more than one.
@@ -320,10 +312,7 @@ impl Control for TcpControl {
             Some((local, !local.ip().is_loopback() && local.ip() != peer.ip()))
         };
         let ours: Vec<(SocketAddr, bool)> = state.links.iter().flatten().filter_map(ends).collect();
-        let uses = |address: &SocketAddr| ours.iter().filter(|(other, _)| other.ip() == address.ip()).count();
-        // What other machines reach; then what is not loopback; then what most use, of several that of the first rank.
-        let best = |(address, is_apart): &&(SocketAddr, bool)| (*is_apart, !address.ip().is_loopback(), uses(address));
-        ours.iter().rev().max_by_key(best).map(|(address, _)| *address)
+        best_reached(&ours)
     }
 
     fn leave(&self, deadline: Deadline) -> Result<()> {
@@ -372,5 +361,38 @@ impl Drop for TcpControl {
 impl std::fmt::Debug for TcpControl {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("TcpControl").field("job", &self.job).finish_non_exhaustive()
+    }
+}
+
+/// Of a rank's own addresses, each with whether the other end is on another machine, the one that the other ranks reach best.
+fn best_reached(ours: &[(SocketAddr, bool)]) -> Option<SocketAddr> {
+    let uses = |address: &SocketAddr| ours.iter().filter(|(other, _)| other.ip() == address.ip()).count();
+    // What other machines reach; then what is not loopback; then what most use, of several that of the first rank.
+    let best = |(address, is_apart): &&(SocketAddr, bool)| (*is_apart, !address.ip().is_loopback(), uses(address));
+    ours.iter().rev().max_by_key(best).map(|(address, _)| *address)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
+
+    use super::*;
+
+    #[test]
+    fn listeners_are_best_where_other_machines_and_most_ranks_come_in() {
+        let of = |ends: &[(&str, bool)]| {
+            let ends: Vec<(SocketAddr, bool)> =
+                ends.iter().map(|(ip, is_apart)| (SocketAddr::new(ip.parse().unwrap(), 1), *is_apart)).collect();
+            best_reached(&ends).map(|address| address.ip().to_string())
+        };
+        assert_eq!(of(&[]), None);
+        assert_eq!(of(&[("127.0.0.1", false)]).as_deref(), Some("127.0.0.1"));
+        assert_eq!(of(&[("127.0.0.1", false), ("127.0.0.1", false), ("10.0.0.1", false)]).as_deref(), Some("10.0.0.1"));
+        // One rank on another machine counts for more than many on this one.
+        let mixed = [("10.0.0.1", false), ("10.0.0.1", false), ("192.168.0.1", true), ("127.0.0.1", false)];
+        assert_eq!(of(&mixed).as_deref(), Some("192.168.0.1"));
+        let most = [("10.0.0.1", true), ("10.0.0.2", true), ("10.0.0.2", true)];
+        assert_eq!(of(&most).as_deref(), Some("10.0.0.2"));
+        assert_eq!(of(&most[..2]).as_deref(), Some("10.0.0.1"));
     }
 }
