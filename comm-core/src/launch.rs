@@ -667,4 +667,19 @@ mod tests {
         assert_eq!((steps.due(Duration::ZERO), steps.remaining()), (None, None));
         assert_eq!(Steps::default().remaining(), None);
     }
+
+    #[test]
+    fn who_ends_the_job_does_not_wait_for_output_that_goes_on() {
+        let (moved, began) = (AtomicU64::new(0), std::time::Instant::now());
+        // A process that has left its rank's group holds the stream open and prints.
+        let (_open, ends) = mpsc::channel();
+        let mut asked = 0;
+        wait_for_output(&ends, 1, &moved, &mut || {
+            moved.fetch_add(1, Ordering::Relaxed);
+            asked += 1;
+            asked == 5
+        });
+        assert_eq!(asked, 5);
+        assert!(began.elapsed() < LONGEST_DRAIN / 2, "{:?}", began.elapsed());
+    }
 }
