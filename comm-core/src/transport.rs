@@ -44,7 +44,7 @@ pub trait Transport: Send + Sync + 'static {
     /// After an error, or a sink's panic, messages may have been cut anywhere. So the lane is of no use any more: every later exchange on it
     /// fails, rather than take the rest of one message for the next. The caller aborts the transport.
     ///
-    /// [`Error::InvalidArgument`] says what was refused before anything moved, and changes nothing: messages that make no sense ([`check`]),
+    /// [`Error::InvalidArgument`] says what was refused before anything moved, and changes nothing: messages that make no sense ([`check_messages`](crate::lanes::check_messages)),
     /// a lane that there is not, one on which another exchange runs, any lane after [`close`](Transport::close).
     fn exchange(
         &self,
