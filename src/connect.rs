@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use comm_core::control::{Subgroup, TcpControl};
+use comm_core::job::Job;
 use comm_core::local::{self, LocalRank};
-use comm_core::{Control, Deadline, Error, Job, Result};
+use comm_core::{Control, Deadline, Error, Result};
 
 use crate::entry::{Connected, TransportKind};
 use crate::options::TransportOptions;

@@ -4,8 +4,8 @@ use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-use comm_core::counted::{Counted, Counters};
 use comm_core::{Communicator, Control, Mesh, MeshOptions, Result, Transport};
+use comm_core::{Counted, Counters};
 
 use crate::options::{Setting, TransportOptions};
 

@@ -150,13 +150,13 @@ mod options;
 mod registry;
 mod rung;
 
-pub use comm_core::counted::{Counters, Traffic};
 pub use comm_core::job::{self, Address, EXIT_ECHO, Job, Secret, exit_code};
 pub use comm_core::launch::{Launch, LaunchOutcome, Output};
 pub use comm_core::{
     Algorithm, Buffer, Call, Communicator, CommunicatorExt, Completed, Control, DType, Deadline, Element, Error,
     Failed, Handle, Op, Outcome, Pending, Preset, ReduceOp, Result, Transport, Waiting, bf16, f16, local, shard_range,
 };
+pub use comm_core::{Counters, Traffic};
 
 pub use connect::{connect, prepare, threads};
 pub use entry::{Connected, Entry, Medium, Properties, TransportKind};

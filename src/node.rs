@@ -3,8 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
+use comm_core::Counters;
 use comm_core::control::Subgroup;
-use comm_core::counted::Counters;
 use comm_core::local::{self, LocalRank};
 use comm_core::{Communicator, Control, Deadline, Error, Result};
 

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use comm_core::conformance::{Suite, main_of};
 use comm_core::control::ControlExt;
-use comm_core::transport::{self, Lanes};
+use comm_core::lanes::{Lanes, check_messages};
 use comm_core::{
     Control, Deadline, Error, HEADER_LEN, Header, Incoming, Mesh, MeshOptions, Outgoing, Result, Transport,
 };
@@ -99,7 +99,7 @@ impl Transport for Sockets {
     }
 
     fn exchange(&self, lane: usize, out: &[Outgoing<'_>], into: &mut [Incoming<'_>], deadline: Deadline) -> Result<()> {
-        transport::check(self.rank, self.streams.len(), out, into)?;
+        check_messages(self.rank, self.streams.len(), out, into)?;
         self.states.run(lane, |()| self.exchange_on(lane, out, into, deadline))
     }
 

@@ -8,11 +8,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use comm_core::control::TcpControl;
+use comm_core::job::Job;
 use comm_core::launch::{Launch, Output};
-use comm_core::op::{Algorithm, OpKind};
 use comm_core::shm::{ShmOptions, ShmTransport};
+use comm_core::{Algorithm, OpKind};
 use comm_core::{
-    Buffer, CommunicatorExt, Control, DType, Deadline, Error, Header, Incoming, Job, Mesh, MeshOptions, Op, Outgoing,
+    Buffer, CommunicatorExt, Control, DType, Deadline, Error, Header, Incoming, Mesh, MeshOptions, Op, Outgoing,
     ReduceOp, Result, Sink, Transport, Waiting,
 };
 

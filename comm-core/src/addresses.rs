@@ -23,8 +23,8 @@ pub(crate) fn check_address(ip: IpAddr) -> Result<()> {
     Err(Error::invalid(format!("{ip} {what}; name the one address of this machine that the other ranks can reach")))
 }
 
-/// As [`check_address`], for one on which this machine is to listen: refuses also those that are not its own, and the broadcast
-/// addresses of its networks. Nothing is sent.
+/// Refuses an address on which this machine cannot listen so that others reach it: every interface, broadcast, multicast, those that are not
+/// its own, and the broadcast addresses of its networks. Nothing is sent.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`].

@@ -99,7 +99,7 @@ pub trait Communicator: Send + Sync {
 ///
 /// # Errors
 /// Those of the call.
-pub fn run_copied<C: Communicator + ?Sized>(communicator: &C, call: BorrowedCall<'_>) -> Result<()> {
+pub(crate) fn run_copied<C: Communicator + ?Sized>(communicator: &C, call: BorrowedCall<'_>) -> Result<()> {
     let input = call.input.map(|input| Buffer::Host(HostBuffer::copy_of(input)));
     let copy = Buffer::Host(HostBuffer::copy_of(View::from(&call.buffer)));
     let (owned, mut buffer, _) = call.replace_data(copy, input);

@@ -19,7 +19,7 @@ use tokio::task::coop;
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::waiting::{Next, Spinner};
+use crate::spinner::{Next, Spinner};
 
 /// How long the runtime stays undriven after a call before the keeper takes over. Calls that follow each other closely never
 /// meet it.

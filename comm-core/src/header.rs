@@ -61,10 +61,10 @@ struct Wire {
 const _: () = assert!(size_of::<Wire>() == HEADER_LEN);
 
 /// The step of the message by which a rank tells, in checked mode, what it is about to do.
-pub const CHECK: u32 = u32::MAX;
+pub(crate) const CHECK: u32 = u32::MAX;
 
 /// As [`CHECK`], of the receiver of a send.
-pub const CHECK_RECEIVE: u32 = u32::MAX - 1;
+pub(crate) const CHECK_RECEIVE: u32 = u32::MAX - 1;
 
 impl Header {
     /// The header as it travels: little-endian, fixed layout.

@@ -63,7 +63,7 @@ const LOOK: Duration = Duration::from_secs(1);
 
 /// A job of processes on this machine, one a rank.
 ///
-/// The ranks find each other through [`Job::from_env`](crate::Job::from_env): they get an address file in a directory that only
+/// The ranks find each other through [`Job::from_env`](crate::job::Job::from_env): they get an address file in a directory that only
 /// this user can enter and that is removed at the end, and a fresh secret that lies in the launcher's memory and on no disk:
 /// their `COMM_SECRET_FILE` is a file below `/proc` that only processes of this user can open and that is gone when the launcher is,
 /// however that ends.

@@ -27,36 +27,37 @@
 #![deny(unsafe_code)]
 
 pub mod addresses;
-pub mod buffer;
+mod buffer;
 pub mod clock;
 mod collectives;
-pub mod communicator;
+mod communicator;
 pub mod conformance;
 pub mod control;
 mod copy;
-pub mod counted;
-pub mod deadline;
+mod counted;
+mod deadline;
 pub mod descriptors;
 #[cfg(feature = "tokio")]
 pub mod driver;
-pub mod dtype;
+mod dtype;
 pub mod engine;
-pub mod error;
-pub mod faulty;
+mod error;
+mod faulty;
 pub mod folder;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
-pub mod handle;
-pub mod header;
+mod handle;
+mod header;
 mod hex;
 pub mod job;
+pub mod lanes;
 pub mod launch;
 pub mod local;
-pub mod mesh;
+mod mesh;
 mod names;
 pub mod null;
-pub mod op;
+mod op;
 pub mod place;
 mod preset;
 pub mod printer;
@@ -64,21 +65,22 @@ pub mod process;
 mod reduce;
 pub mod shm;
 mod small_file;
+pub mod spinner;
 pub mod splitmix;
 #[allow(unsafe_code, reason = "system calls that the standard library does not offer")]
 mod sys;
 pub mod table;
 #[doc = include_str!("../docs/threat-model.md")]
 pub mod threat_model {}
-pub mod transport;
-pub mod waiting;
+mod transport;
+mod waiting;
 
 pub use buffer::{Buffer, DeviceMemory, Element, HostBuffer, View, ViewMut};
 pub use collectives::CommunicatorExt;
 pub use communicator::Communicator;
-pub use control::Control;
+pub use control::plane::Control;
 pub use copy::copy;
-pub use counted::{Counted, Counters, Traffic};
+pub use counted::{Counted, Counters, Exchanges, Flow, Traffic, Volume};
 pub use deadline::Deadline;
 pub use dtype::{DType, Factor, ReduceOp};
 pub use error::{Error, Notice, Result};
@@ -87,11 +89,9 @@ pub use half::{bf16, f16};
 pub use handle::{Completed, Completer, Failed, Handle, Outcome, Pending};
 pub use header::{HEADER_LEN, Header};
 pub use hex::hex;
-pub use job::Job;
 pub use mesh::{Mesh, MeshOptions};
 pub use names::UnknownName;
 pub use op::{Algorithm, BorrowedCall, Call, Counts, Mode, Op, OpKind, shard_range};
 pub use preset::Preset;
-pub use table::Table;
 pub use transport::{Incoming, Outgoing, Sink, Transport};
-pub use waiting::{Spinner, Wait, Waiting};
+pub use waiting::Waiting;

@@ -14,8 +14,9 @@ use crate::control::{Activity, Control, MAX_BLOB, StallReport, abridged, guarded
 use crate::deadline::Deadline;
 use crate::error::{Error, Result, text_of};
 use crate::header::Header;
+use crate::lanes::{Lanes, check_messages};
 use crate::mesh::{Mesh, MeshOptions};
-use crate::transport::{self, Incoming, Lanes, Outgoing, Transport};
+use crate::transport::{Incoming, Outgoing, Transport};
 
 /// What one rank of a local job needs.
 pub struct LocalRank {
@@ -306,7 +307,7 @@ impl Transport for LocalTransport {
         deadline: Deadline,
     ) -> Result<()> {
         self.check()?;
-        transport::check(self.rank, self.fabric.ranks, outgoing, incoming)?;
+        check_messages(self.rank, self.fabric.ranks, outgoing, incoming)?;
         self.lanes.run(lane, |progress| self.exchange_on(lane, progress, outgoing, incoming, deadline))
     }
 

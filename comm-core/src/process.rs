@@ -11,7 +11,7 @@ use crate::sys;
 /// Readies this process for a job: raises the limit of open files ([`raise_descriptor_limit`]), and makes a write beyond the largest file that
 /// this process may have (`ulimit -f`) an error like a full disk's, EFBIG, instead of the process's end by SIGXFSZ.
 ///
-/// [`Launch::run`](crate::launch::Launch::run) and [`Job::from_env`](crate::Job::from_env) do this; a program that has neither calls it first
+/// [`Launch::run`](crate::launch::Launch::run) and [`Job::from_env`](crate::job::Job::from_env) do this; a program that has neither calls it first
 /// thing. Programs that this process starts get the limit, but not the signal's handler.
 pub fn prepare() {
     raise_descriptor_limit();

@@ -22,7 +22,8 @@ pub const TABLE: &str = "2: recursive doubling, halving-doubling, ring; 16-bit t
 /// Rules by which algorithms are chosen.
 ///
 /// ```
-/// use comm_core::{Algorithm, DType, MeshOptions, OpKind, Table, table};
+/// use comm_core::table::{self, Table};
+/// use comm_core::{Algorithm, DType, MeshOptions, OpKind};
 ///
 /// let mut table = Table::fixed();
 /// assert_eq!(table.choose(OpKind::AllReduce, DType::F32, 1 << 22, 4), Algorithm::Ring);

@@ -8,12 +8,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use comm_core::conformance::{CaseOutcome, Connector, RunOptions, cases, run_threads};
-use comm_core::counted::{Counters, Traffic};
 use comm_core::local::{self, LocalTransport};
 use comm_core::{
     Algorithm, Buffer, Call, Communicator, CommunicatorExt, Counted, DType, Error, Fault, FaultKind, Faulty,
     HEADER_LEN, Mesh, MeshOptions, Mode, Op, ReduceOp, Transport, bf16, shard_range, table,
 };
+use comm_core::{Counters, Traffic};
 
 const SUM: ReduceOp = ReduceOp::Sum;
 const PATIENCE: Duration = Duration::from_secs(20);

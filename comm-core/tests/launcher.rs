@@ -15,8 +15,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use comm_core::control::{TcpControl, TcpOptions};
+use comm_core::job::Job;
 use comm_core::launch::{Launch, LaunchOutcome, Output};
-use comm_core::{Control, Deadline, Error, Job};
+use comm_core::{Control, Deadline, Error};
 use libtest_mimic::{Arguments, Failed, Trial};
 
 /// What a process of this executable does, when it is not the test itself.

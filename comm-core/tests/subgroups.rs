@@ -12,11 +12,12 @@ use std::thread;
 use std::time::Duration;
 
 use comm_core::control::{StallReport, Subgroup, TcpControl};
+use comm_core::job::Job;
 use comm_core::launch::{Launch, LaunchOutcome, Output};
 use comm_core::local::{self, LocalTransport};
 use comm_core::shm::{ShmOptions, ShmTransport};
 use comm_core::{
-    Buffer, Call, Communicator, CommunicatorExt, Control, Deadline, Error, Job, Mesh, MeshOptions, Op, ReduceOp,
+    Buffer, Call, Communicator, CommunicatorExt, Control, Deadline, Error, Mesh, MeshOptions, Op, ReduceOp,
 };
 use libtest_mimic::{Arguments, Trial};
 

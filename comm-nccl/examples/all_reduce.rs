@@ -17,8 +17,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use comm_core::control::TcpControl;
+use comm_core::job::Job;
 use comm_core::launch::{Launch, Output};
-use comm_core::{Buffer, Call, Communicator, CommunicatorExt, Control, DType, Deadline, Job, Op, ReduceOp};
+use comm_core::{Buffer, Call, Communicator, CommunicatorExt, Control, DType, Deadline, Op, ReduceOp};
 use comm_nccl::{Behaviour, CudaBuffer, NcclCommunicator, NcclOptions};
 
 type Failure = Box<dyn std::error::Error>;

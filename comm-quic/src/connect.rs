@@ -5,9 +5,10 @@ use std::net::SocketAddr;
 use std::sync::{Arc, PoisonError};
 
 use comm_core::driver::{Driver, may_block, passed};
+use comm_core::lanes::Lanes;
 use comm_core::place::{Offer, Place, bind_address, to_dial};
-use comm_core::transport::Lanes;
-use comm_core::{Control, Deadline, Error, Result, Spinner, descriptors};
+use comm_core::spinner::Spinner;
+use comm_core::{Control, Deadline, Error, Result, descriptors};
 use quinn::{Endpoint, Runtime as _};
 use tokio::sync::watch;
 

@@ -5,8 +5,8 @@ use std::pin::pin;
 use std::task::{Context as Waker, Poll};
 
 use comm_core::driver::passed;
-use comm_core::waiting::Next;
-use comm_core::{Deadline, Error, Result, Spinner};
+use comm_core::spinner::{Next, Spinner};
+use comm_core::{Deadline, Error, Result};
 use tokio::sync::watch;
 
 use crate::message::{Channel, Context, Receiving, Sending, Step};

@@ -9,8 +9,9 @@ use std::task::{Context as Waker, Poll};
 use std::time::Duration;
 
 use comm_core::driver::{Driver, within};
-use comm_core::transport::{self, Lanes};
-use comm_core::{Deadline, Error, HEADER_LEN, Incoming, Outgoing, Result, Spinner, Transport, Waiting};
+use comm_core::lanes::{Lanes, check_messages};
+use comm_core::spinner::Spinner;
+use comm_core::{Deadline, Error, HEADER_LEN, Incoming, Outgoing, Result, Transport, Waiting};
 use quinn::{Connection, ConnectionError, Endpoint, ReadError, StoppedError};
 use tokio::sync::watch;
 use tokio::time::sleep;
@@ -182,7 +183,7 @@ impl Transport for QuicTransport {
     ) -> Result<()> {
         self.may_block()?;
         self.check()?;
-        transport::check(self.rank, self.world_size, outgoing, incoming)?;
+        check_messages(self.rank, self.world_size, outgoing, incoming)?;
         self.lanes.run(lane, |lane| self.exchange_on(lane, outgoing, incoming, deadline))
     }
 

@@ -2,7 +2,8 @@
 
 use std::sync::OnceLock;
 
-use comm_core::{Deadline, Error, Incoming, Outgoing, Result, descriptors, transport};
+use comm_core::lanes::check_messages;
+use comm_core::{Deadline, Error, Incoming, Outgoing, Result, descriptors};
 
 use crate::rendezvous::listens;
 
@@ -56,7 +57,7 @@ impl Core {
     /// Refuses an exchange that makes no sense.
     pub(crate) fn check_messages(&self, outgoing: &[Outgoing<'_>], incoming: &[Incoming<'_>]) -> Result<()> {
         self.check()?;
-        transport::check(self.rank, self.world_size, outgoing, incoming)
+        check_messages(self.rank, self.world_size, outgoing, incoming)
     }
 }
 

@@ -263,7 +263,7 @@ fn agreement(
     };
     let mut items: Vec<(String, String)> = [
         ("program", format!("gpt2 {}", env!("CARGO_PKG_VERSION"))),
-        ("algorithms", format!("{} ({})", comm_core::table::TABLE, comm_core::Table::fixed().fingerprint())),
+        ("algorithms", format!("{} ({})", comm_core::table::TABLE, comm_core::table::Table::fixed().fingerprint())),
         ("transport", transport.to_string()),
         ("device", device.to_string()),
         ("transport inside a node", options.node_transport.map_or("the same".into(), |kind| kind.to_string())),

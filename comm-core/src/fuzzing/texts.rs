@@ -8,7 +8,8 @@ use std::str::FromStr;
 
 use super::target::{Target, Verdict};
 use crate::job::{self, Address, Job, Secret};
-use crate::{Algorithm, DType, OpKind, Table, Waiting};
+use crate::table::Table;
+use crate::{Algorithm, DType, OpKind, Waiting};
 
 pub(super) fn targets() -> Vec<Target> {
     vec![

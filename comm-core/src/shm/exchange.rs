@@ -9,8 +9,9 @@ use std::time::Duration;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::header::{HEADER_LEN, Header};
+use crate::spinner::{Next, Spinner, Wait};
 use crate::transport::{Incoming, Outgoing};
-use crate::waiting::{Next, Spinner, Wait, Waiting};
+use crate::waiting::Waiting;
 
 /// What a rank says of itself in the segment of each peer.
 pub(super) mod state {

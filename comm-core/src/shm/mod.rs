@@ -22,8 +22,10 @@ use std::sync::atomic::Ordering;
 use crate::control::Control;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::transport::{self, Incoming, Lanes, Outgoing, Transport};
-use crate::waiting::{Spinner, Waiting};
+use crate::lanes::{Lanes, check_messages};
+use crate::spinner::Spinner;
+use crate::transport::{Incoming, Outgoing, Transport};
+use crate::waiting::Waiting;
 
 use exchange::{Lane, Pause, Shared, lost, state};
 use layout::Layout;
@@ -133,7 +135,7 @@ impl Transport for ShmTransport {
         deadline: Deadline,
     ) -> Result<()> {
         self.check()?;
-        transport::check(self.shared.rank, self.world_size(), outgoing, incoming)?;
+        check_messages(self.shared.rank, self.world_size(), outgoing, incoming)?;
         self.lanes.run(lane, |lane| lane.exchange(&self.shared, outgoing, incoming, deadline, || self.check()))
     }
 

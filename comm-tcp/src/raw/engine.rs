@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use comm_core::waiting::{Next, Spinner};
+use comm_core::spinner::{Next, Spinner};
 use comm_core::{Deadline, Error, Result};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;

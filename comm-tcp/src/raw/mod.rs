@@ -9,8 +9,8 @@ mod prelude;
 
 use std::os::fd::{AsFd, BorrowedFd};
 
-use comm_core::transport::Lanes;
-use comm_core::waiting::Spinner;
+use comm_core::lanes::Lanes;
+use comm_core::spinner::Spinner;
 use comm_core::{Control, Deadline, Error, Incoming, Outgoing, Result, Transport};
 use rustix::event::PollFlags;
 

@@ -17,8 +17,8 @@ use std::pin::{Pin, pin};
 use std::task::Poll;
 
 use comm_core::driver::Driver;
-use comm_core::transport::Lanes;
-use comm_core::waiting::Spinner;
+use comm_core::lanes::Lanes;
+use comm_core::spinner::Spinner;
 use comm_core::{Control, Deadline, Error, Incoming, Outgoing, Result, Sink, Transport, Waiting};
 use tokio::sync::Notify;
 

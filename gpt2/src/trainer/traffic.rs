@@ -1,7 +1,7 @@
 //! What each step of a rank sent.
 
 use comm_core::Communicator;
-use comm_core::counted::Traffic;
+use comm_core::Traffic;
 
 use super::Session;
 
