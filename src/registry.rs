@@ -28,7 +28,7 @@ pub fn register(entry: Entry) -> Result<TransportKind> {
     }
     let mut registered = REGISTERED.write().unwrap_or_else(PoisonError::into_inner);
     if builtin::ENTRIES.iter().chain(&*registered).any(|entry| entry.name == name) {
-        return Err(Error::invalid(format!("there is a transport {name} already; choose another name")));
+        return Err(Error::invalid(format!("a transport named {name} is registered already; choose another name")));
     }
     let entry: &'static Entry = Box::leak(Box::new(entry));
     registered.push(entry);
@@ -82,7 +82,7 @@ impl TransportKind {
         options.check_for(&[self])
     }
 
-    /// Connects this rank to the others of `control`. All ranks of it call this together; whoever fails tells the others by
+    /// Connects this rank to the others of `control`. All ranks of it call this together; a rank that fails tells the others by
     /// [`Control::poison`].
     ///
     /// # Errors
@@ -95,7 +95,9 @@ impl TransportKind {
             let others = others.map(Self::name).collect::<Vec<_>>().join(", ");
             return Err(Error::Unsupported {
                 what: format!("the transport {self} between processes"),
-                why: format!("its ranks are threads of one process; start no launcher, or choose one of {others}"),
+                why: format!(
+                    "its ranks are threads of one process; start it without a launcher, or choose one of {others}"
+                ),
             });
         };
         connect(self, control, options)

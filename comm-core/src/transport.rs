@@ -47,7 +47,7 @@ pub trait Transport: Send + Sync + 'static {
     /// fails, rather than take the rest of one message for the next. The caller aborts the transport.
     ///
     /// [`Error::InvalidArgument`] says what was refused before anything moved, and changes nothing: messages that make no sense ([`check`]),
-    /// a lane that there is not, one on which another exchange runs, any lane after [`close`](Transport::close).
+    /// a lane that does not exist, one on which another exchange runs, any lane after [`close`](Transport::close).
     fn exchange(
         &self,
         lane: usize,
@@ -163,7 +163,7 @@ struct LaneState<C> {
 enum End {
     /// It has not come.
     Open,
-    /// What the first exchange that failed has failed with.
+    /// The error of the first exchange that failed.
     Failed(Error),
     Closed,
 }
@@ -186,7 +186,7 @@ impl<C> Lanes<C> {
     /// Runs an exchange on a lane, with what the lane keeps.
     ///
     /// # Errors
-    /// `InvalidArgument`, which changes nothing, for a lane that there is not, while another exchange runs there, and after the end;
+    /// `InvalidArgument`, which changes nothing, for a lane that does not exist, while another exchange runs there, and after the end;
     /// `Internal` after an exchange that panicked, the error of the first one that failed, or its own.
     pub fn run(&self, lane: usize, exchange: impl FnOnce(&mut C) -> Result<()>) -> Result<()> {
         let Some(place) = self.0.get(lane) else {

@@ -16,32 +16,32 @@ use crate::names;
 pub enum Waiting {
     /// Sleeps at once; the kernel wakes it.
     Park,
-    /// Looks for up to [`LONGEST_SPIN`] first, where that has lately found something, then sleeps.
+    /// Spins for up to [`LONGEST_SPIN`] first, where that has lately found something, then sleeps.
     #[default]
     Adaptive,
     /// Never sleeps inside an exchange. For ranks that have a core each.
     Busy,
 }
 
-/// Most time that [`Waiting::Adaptive`] spends looking.
+/// Longest time that [`Waiting::Adaptive`] spins.
 pub const LONGEST_SPIN: Duration = Duration::from_micros(50);
 
-/// After so many waits in a row in which looking found nothing, [`Waiting::Adaptive`] stops looking: waits are long, or whoever
-/// is waited for needs this core.
+/// After so many waits in a row in which spinning found nothing, [`Waiting::Adaptive`] stops spinning: waits are long, or the peer needs
+/// this core.
 const MISSES: u32 = 4;
 
-/// For so many waits, then it tries again.
+/// Waits that park at once, before spinning is tried again.
 const RESTS: u32 = 64;
 
 names!(pub Waiting, "way to wait": Park = "park", Adaptive = "adaptive", Busy = "busy");
 
-/// What one lane has learnt about its waits. Kept from exchange to exchange.
+/// Decides how one lane waits, from how its last waits went. Kept from exchange to exchange.
 #[derive(Clone, Debug)]
 pub struct Spinner {
     waiting: Waiting,
-    /// Waits in a row in which looking found nothing.
+    /// Waits in a row in which spinning found nothing.
     misses: u32,
-    /// Waits that go without looking.
+    /// Waits that still park at once.
     rests: u32,
 }
 
@@ -66,12 +66,12 @@ pub enum Next {
 }
 
 impl Spinner {
-    /// Has learnt nothing yet.
+    /// Without a history.
     pub fn new(waiting: Waiting) -> Self {
         Spinner { waiting, misses: 0, rests: 0 }
     }
 
-    /// Begins a wait. Dropping it, when something has come, is what the spinner learns from.
+    /// Begins a wait. Drop it when something has come: its outcome goes into the history.
     pub fn wait(&mut self) -> Wait<'_> {
         Wait { spinner: self, began: None, looks: 0, parked: false }
     }

@@ -399,7 +399,7 @@ fn a_launcher_that_contradicts_nproc_is_named() {
         let said = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{variables:?}: {said}");
         assert_eq!(said.matches("error:").count(), 1, "{said}");
-        for part in ["--nproc 2 ", "leave --nproc out"].iter().chain(*parts) {
+        for part in ["--nproc 2 ", "leave out --nproc"].iter().chain(*parts) {
             assert!(said.contains(part), "{variables:?}: no {part:?} in {said}");
         }
         assert!(!folder.path().join("out").exists(), "something was written");
