@@ -134,8 +134,9 @@ impl TransportOptions {
             let names = kinds.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(" and ");
             let others: Vec<_> = TransportKind::all().into_iter().filter(|kind| kind.has(setting)).collect();
             let others = others.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(", ");
+            let flag = setting.flag();
             return Err(Error::invalid(format!(
-                "the transport {names} has no option {setting} (given: {value}); leave it out, or choose one of {others}"
+                "the transport {names} has no option {setting} ({flag} of gpt2 train; given: {value}); leave it out, or choose one of {others}"
             )));
         }
         kinds.iter().try_for_each(|kind| kind.check_values(&self.only_for(*kind)))
@@ -299,7 +300,7 @@ mod tests {
         assert!(text.contains("vegas") && text.contains("cubic"), "{text}");
         let small = TransportOptions { mtu: Some(9), ..TransportOptions::default() };
         let text = TransportKind::QUIC.check(&small).unwrap_err().to_string();
-        assert!(text.contains("quic mtu: 9"), "{text}");
+        assert!(text.contains("quic mtu (--quic-mtu): 9"), "{text}");
     }
 
     #[test]

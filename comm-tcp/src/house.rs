@@ -217,7 +217,7 @@ mod tests {
         assert_eq!(theirs.is_out_of_reach(&own), None);
         let cases = [
             (Folder { machine: "another".into(), ..theirs.clone() }, "another machine"),
-            (Folder { inode: own.inode, ..theirs.clone() }, "another folder"),
+            (Folder { inode: own.inode, ..theirs.clone() }, "a different folder"),
             (Folder { path: theirs.path[1..].to_string(), ..theirs.clone() }, "not an absolute path"),
             (Folder { path: format!("{}-gone", theirs.path), ..theirs }, "No such file"),
         ];
