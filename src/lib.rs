@@ -1,5 +1,5 @@
 //! Collectives between the ranks of a job, over a transport that is chosen by name: ZeroMQ (`tcp`), QUIC, plain TCP, shared memory, threads,
-//! or NCCL between GPUs. Whatever changes is the network: results are bit-identical on every transport that moves bytes.
+//! or NCCL between GPUs. Results are bit-identical on every transport that moves bytes.
 //!
 //! # A job of processes
 //!
@@ -18,7 +18,7 @@
 //!     };
 //!     if let Err(error) = run(&job) {
 //!         eprintln!("{error}");
-//!         // By this code the launcher tells the rank that is the cause from those that it took with it.
+//!         // From this code the launcher tells the rank that failed first from those that failed because of it.
 //!         std::process::exit(exit_code(&error, job.rank));
 //!     }
 //!     Ok(())
@@ -30,7 +30,7 @@
 //!     let mut values = vec![job.rank as f32; 4];
 //!     connected.comm.all_reduce(&mut values, ReduceOp::Sum)?;
 //!     println!("rank {}: {values:?}", job.rank);
-//!     // Waits for the others, which may still be receiving. A rank that ends without it is lost to those that still work.
+//!     // Waits for the others, which may still be receiving. A rank that ends without it counts as lost.
 //!     connected.comm.finish(options.timeout)
 //! }
 //! ```

@@ -109,6 +109,18 @@ impl Setting {
             Setting::CheckFinite => "check-finite",
         }
     }
+
+    /// Its option on the command line of `gpt2 train`.
+    pub(crate) fn flag(self) -> &'static str {
+        match self {
+            Setting::Congestion => "--congestion",
+            Setting::Mtu => "--quic-mtu",
+            Setting::Gate => "--no-gate",
+            Setting::Waiting => "--waiting",
+            Setting::Checked => "--checked",
+            Setting::CheckFinite => "--check-finite",
+        }
+    }
 }
 
 impl fmt::Display for Setting {

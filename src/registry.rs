@@ -28,7 +28,7 @@ pub fn register(entry: Entry) -> Result<TransportKind> {
     }
     let mut registered = REGISTERED.write().unwrap_or_else(PoisonError::into_inner);
     if builtin::ENTRIES.iter().chain(&*registered).any(|entry| entry.name == name) {
-        return Err(Error::invalid(format!("there is a transport {name} already; choose another name")));
+        return Err(Error::invalid(format!("a transport named {name} is registered already; choose another name")));
     }
     let entry: &'static Entry = Box::leak(Box::new(entry));
     registered.push(entry);
@@ -82,7 +82,7 @@ impl TransportKind {
         options.check_for(&[self])
     }
 
-    /// Connects this rank to the others of `control`. All ranks of it call this together; whoever fails tells the others by
+    /// Connects this rank to the others of `control`. All ranks of it call this together; a rank that fails tells the others by
     /// [`Control::poison`].
     ///
     /// # Errors
@@ -95,7 +95,9 @@ impl TransportKind {
             let others = others.map(Self::name).collect::<Vec<_>>().join(", ");
             return Err(Error::Unsupported {
                 what: format!("the transport {self} between processes"),
-                why: format!("its ranks are threads of one process; start no launcher, or choose one of {others}"),
+                why: format!(
+                    "its ranks are threads of one process; start it without a launcher, or choose one of {others}"
+                ),
             });
         };
         connect(self, control, options)
@@ -132,8 +134,9 @@ impl TransportOptions {
             let names = kinds.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(" and ");
             let others: Vec<_> = TransportKind::all().into_iter().filter(|kind| kind.has(setting)).collect();
             let others = others.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(", ");
+            let flag = setting.flag();
             return Err(Error::invalid(format!(
-                "the transport {names} has no option {setting} (given: {value}); leave it out, or choose one of {others}"
+                "the transport {names} has no option {setting} ({flag} of gpt2 train; given: {value}); leave it out, or choose one of {others}"
             )));
         }
         kinds.iter().try_for_each(|kind| kind.check_values(&self.only_for(*kind)))
@@ -297,7 +300,7 @@ mod tests {
         assert!(text.contains("vegas") && text.contains("cubic"), "{text}");
         let small = TransportOptions { mtu: Some(9), ..TransportOptions::default() };
         let text = TransportKind::QUIC.check(&small).unwrap_err().to_string();
-        assert!(text.contains("quic mtu: 9"), "{text}");
+        assert!(text.contains("quic mtu (--quic-mtu): 9"), "{text}");
     }
 
     #[test]

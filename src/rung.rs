@@ -33,7 +33,7 @@ pub struct Rung {
 pub enum Precaution {
     /// ZeroMQ without the gate that is in front of it by default.
     NoGate,
-    /// Without signs of life: nobody would notice a rank that is stopped.
+    /// Without heartbeats: a rank that is stopped would not be noticed.
     NoHeartbeat,
     /// Calls are compared before every operation.
     Checked,

@@ -373,7 +373,7 @@ fn multiply<T>(
 /// The cell, if all its values mean something, with those that mean nothing to it set to what they are by default.
 fn checked(mut cell: Cell) -> Result<Cell, String> {
     let of = |axis: Axis| move |why: String| format!("axis {axis}: {why}");
-    let strategy: StrategyKind = cell.strategy.parse().map_err(of(Axis::Strategy))?;
+    let strategy = cell.strategy.parse::<StrategyKind>().map_err(String::from).map_err(of(Axis::Strategy))?;
     let alone = strategy == StrategyKind::Single;
     if alone {
         (cell.ranks, cell.transport) = (1, NOBODY.into());
@@ -382,8 +382,8 @@ fn checked(mut cell: Cell) -> Result<Cell, String> {
         cell.transport = rung.to_string();
     }
     let profile = Profile::find(&cell.link).map_err(of(Axis::Link))?;
-    let _: Precision = cell.precision.parse().map_err(of(Axis::Precision))?;
-    let _: Precision = cell.wire.parse().map_err(of(Axis::Wire))?;
+    cell.precision.parse::<Precision>().map_err(String::from).map_err(of(Axis::Precision))?;
+    cell.wire.parse::<Precision>().map_err(String::from).map_err(of(Axis::Wire))?;
     let _: Preset = cell.preset.parse().map_err(|why| of(Axis::Preset)(format!("{why}")))?;
     let positive = [
         (Axis::Ranks, cell.ranks, MAX_WORLD_SIZE),

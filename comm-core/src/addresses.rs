@@ -7,7 +7,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6, UdpSocket};
 use crate::descriptors;
 use crate::error::{Error, Result};
 
-/// Refuses an address on which to listen means to be reached by everybody or by nobody: every interface, broadcast, multicast.
+/// Refuses addresses that do not name one interface: the unspecified one (every interface), broadcast, multicast.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`].

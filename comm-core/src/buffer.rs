@@ -170,14 +170,14 @@ impl HostBuffer {
     }
 }
 
-/// Elements that somebody lends, of a type that is known at run time.
+/// Lent elements, of a type that is known at run time.
 #[derive(Clone, Copy, Debug)]
 pub struct View<'a> {
     dtype: DType,
     bytes: &'a [u8],
 }
 
-/// Elements that somebody lends to be written.
+/// Lent elements to be written.
 #[derive(Debug)]
 pub struct ViewMut<'a> {
     dtype: DType,

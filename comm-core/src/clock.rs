@@ -3,7 +3,7 @@
 //! A process that was stopped (SIGSTOP, a frozen container, a virtual machine that was paused) finds on waking that time has passed
 //! in which it neither worked nor listened. If that time counted, it would accuse others of its own silence. A thread that does
 //! nothing else looks at the system's clock ten times a second; what lies between two looks beyond [`MOST`] is time in which this
-//! process did not run. Whoever reads the clock before that thread has got its turn finds the gap itself.
+//! process did not run. A thread that reads the clock before finds the gap itself.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,7 +17,7 @@ const LOOK: Duration = Duration::from_millis(100);
 /// gets no turn for longer makes deadlines later by what is beyond it.
 pub const MOST: Duration = Duration::from_millis(250);
 
-/// For how long this process has run since somebody asked first, without the time in which it was stopped.
+/// How long this process has run since the first call, without the time in which it was stopped.
 ///
 /// Never runs backwards by more than [`MOST`], and that only while a standstill is being taken note of.
 pub fn running() -> Duration {
@@ -55,7 +55,7 @@ impl Clock {
     }
 }
 
-/// What the last look found, in one number, so that it is read and written as a whole.
+/// The last reading of the clock, in one number, so that it is read and written as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Looked {
     /// When it was, since the epoch, in [`UNIT`]s.
@@ -78,7 +78,7 @@ impl Looked {
         (self.at << LOST_BITS) | self.lost.min((1 << LOST_BITS) - 1)
     }
 
-    /// What the next look finds.
+    /// The next reading.
     fn again(self, now: Duration) -> Self {
         Looked { at: units(now), lost: units(self.lost(now)) }
     }

@@ -342,15 +342,15 @@ fn failed<T: Element>(error: Error) -> Pending<Vec<T>> {
 /// So many zeros.
 fn zeros<T: Element>(count: usize) -> Result<Vec<T>> {
     // A failure to allocate cannot be caught, but it can be seen coming.
-    Vec::<T>::new().try_reserve_exact(count).map_err(|_| {
-        Error::invalid(format!("a result of {count} elements of {}: there is not so much memory", T::DTYPE))
-    })?;
+    Vec::<T>::new()
+        .try_reserve_exact(count)
+        .map_err(|_| Error::invalid(format!("not enough memory for a result of {count} elements of {}", T::DTYPE)))?;
     Ok(vec![T::zeroed(); count])
 }
 
 fn total_of(counts: &[usize]) -> Result<usize> {
     let total = counts.iter().try_fold(0usize, |sum, count| sum.checked_add(*count));
-    total.ok_or_else(|| Error::invalid("the counts add up to more elements than there can be"))
+    total.ok_or_else(|| Error::invalid("the counts add up to more elements than memory can hold"))
 }
 
 fn count_of(counts: &[usize], rank: usize) -> Result<usize> {

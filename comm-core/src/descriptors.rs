@@ -7,7 +7,7 @@ use rustix::io::Errno;
 
 use crate::sys::{self, Limits};
 
-/// For what comes and goes while ranks connect: look-ups, newcomers at a listener, files of the program.
+/// For what comes and goes while ranks connect: look-ups, handshakes at a listener, files of the program.
 const SPARE: usize = 8;
 
 /// Whether this process may have the file descriptors for something: `needed` beside those that it has open. `count` says how many each

@@ -48,7 +48,7 @@ pub fn may_block() -> Result<()> {
 fn polls_tasks() -> bool {
     /// More than tokio lets a task do before it must give way (128 in its version 1).
     const MORE_THAN_A_TURN: usize = 1024;
-    // Whoever is polled has a budget that ends; whoever may block has none.
+    // A polled task has a budget that ends; a thread that may block has none.
     let mut context = Context::from_waker(Waker::noop());
     for _ in 0..MORE_THAN_A_TURN {
         match coop::poll_proceed(&mut context) {
@@ -63,7 +63,7 @@ fn polls_tasks() -> bool {
     !bell.0.load(Ordering::Acquire)
 }
 
-/// Whether it has been rung.
+/// Notes that it was woken.
 #[derive(Default)]
 struct Bell(AtomicBool);
 
@@ -73,7 +73,7 @@ impl Wake for Bell {
     }
 }
 
-/// A runtime driven by whoever waits in it, else by a thread of its own.
+/// A runtime driven by the threads that wait in it, else by a thread of its own.
 pub struct Driver {
     inner: Arc<Inner>,
 }
@@ -89,9 +89,9 @@ struct Inner {
     kick: Notify,
     state: Mutex<State>,
     changed: Condvar,
-    /// The keeper has lain down for longer than [`GRACE`].
+    /// The keeper sleeps for longer than [`GRACE`].
     keeper_naps: AtomicBool,
-    /// Somebody who left while others stayed has left work behind.
+    /// A thread that left while others stayed has left work behind.
     is_owed: AtomicBool,
 }
 
@@ -193,7 +193,7 @@ pub async fn passed(deadline: Deadline) {
     }
 }
 
-/// What `future` comes to; `None` at the deadline.
+/// The output of `future`; `None` at the deadline.
 pub async fn within<T>(deadline: Deadline, future: impl Future<Output = T>) -> Option<T> {
     tokio::select! {
         biased;
@@ -289,7 +289,7 @@ impl Inner {
             } else {
                 drop(state);
                 self.is_kept.store(true, Ordering::SeqCst);
-                // Whoever entered before that has not kicked.
+                // A thread that entered before that has not woken it.
                 if self.inside.load(Ordering::SeqCst) == 0
                     && let Ok(runtime) = self.runtime()
                 {

@@ -1,4 +1,4 @@
-//! What can go wrong, by what a caller can do about it.
+//! Errors, grouped by what a caller can do about them.
 
 use std::any::Any;
 use std::io;
@@ -63,7 +63,7 @@ pub enum Error {
         theirs: String,
     },
 
-    /// A rank contributed a number that is none: NaN or an infinity. Found only where it is looked for
+    /// A rank contributed NaN or an infinity. Found only where it is looked for
     /// ([`MeshOptions::check_finite`](crate::MeshOptions::check_finite)).
     #[error("rank {rank} contributed {value} to {operation}, at index {index}{}; look at what computed it", of_many(*count))]
     NotFinite {
@@ -129,7 +129,7 @@ pub enum Error {
     },
 }
 
-/// What a panic says.
+/// The message of a panic.
 pub(crate) fn text_of(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "without a message".into())

@@ -16,7 +16,7 @@ pub struct Faulty<T> {
     aborted: Condvar,
 }
 
-/// What goes wrong, and when.
+/// A fault to inject, and when.
 ///
 /// Messages that match `peer` and `lane` are counted in the order in which exchanges name them. When several lanes are in use
 /// at the same time, name one: their order among each other is not determined.

@@ -13,7 +13,7 @@ pub const HEADER_LEN: usize = 64;
 
 const MAGIC: u32 = 0x314f_5349; // "ISO1" in memory order
 
-/// What a message belongs to. All fields but `step` and `payload_len` are equal on all ranks of an operation.
+/// Identifies the operation that a message belongs to. All fields but `step` and `payload_len` are equal on all ranks of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// The communicator.

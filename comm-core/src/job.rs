@@ -1,4 +1,4 @@
-//! What this process is part of: its rank, the number of ranks, where they meet and what they trust each other by.
+//! The job of this process: its rank, the number of ranks, the address where they meet, and their secret.
 //!
 //! This is the only module that reads environment variables. A launcher sets them; these are understood, the first that is there
 //! decides about rank and world size:
@@ -60,13 +60,13 @@ pub struct Job {
     pub world_size: usize,
     /// Where rank 0 listens.
     pub address: Address,
-    /// What the ranks know and strangers do not.
+    /// The secret that authenticates the ranks.
     pub secret: Secret,
     /// Name of the job, at most [`MAX_JOB_ID`] bytes. Ranks of different jobs refuse each other.
     pub id: String,
     /// Which start of the job this is: ranks left over from an earlier one are refused.
     pub epoch: u64,
-    /// Who says which rank this is, and of how many.
+    /// Where rank and world size come from.
     pub source: Source,
 }
 
@@ -145,7 +145,7 @@ impl Job {
         };
         let (address, secret) = match (vars.address()?, vars.secret(&id, insecure)?) {
             (Some(address), Some(secret)) => (address, secret),
-            // A single rank meets nobody.
+            // A single rank has no others to meet.
             (address, secret) if world_size == 1 => (
                 address.unwrap_or_else(|| Address::Tcp { host: "127.0.0.1".into(), port: 0 }),
                 match secret {
@@ -162,7 +162,7 @@ impl Job {
             }
             (Some(address), None) => {
                 return Err(Error::invalid(format!(
-                    "rank {rank} has no secret by which to know the others at {address}: set COMM_SECRET_FILE to a file \
+                    "rank {rank} has no secret with which to authenticate the others at {address}: set COMM_SECRET_FILE to a file \
                      (mode 600) with the same random text for all ranks, or COMM_SECRET to that text; --insecure or \
                      COMM_INSECURE=1 goes without, and then anyone who can connect to that address can join or end the job"
                 )));
@@ -221,7 +221,7 @@ impl Vars<'_> {
             (None, None) => return Err(Error::invalid("MASTER_ADDR is set but neither COMM_PORT nor MASTER_PORT is")),
         };
         if port == 0 {
-            return Err(Error::invalid("port 0 is no port at which ranks could meet; set COMM_PORT"));
+            return Err(Error::invalid("ranks cannot meet at port 0; set COMM_PORT"));
         }
         Address::tcp(&host, port).map(Some)
     }

@@ -38,7 +38,7 @@ struct LaneState<C> {
 enum End {
     /// It has not come.
     Open,
-    /// What the first exchange that failed has failed with.
+    /// The error of the first exchange that failed.
     Failed(Error),
     Closed,
 }
@@ -61,7 +61,7 @@ impl<C> Lanes<C> {
     /// Runs an exchange on a lane, with what the lane keeps.
     ///
     /// # Errors
-    /// `InvalidArgument`, which changes nothing, for a lane that there is not, while another exchange runs there, and after the end;
+    /// `InvalidArgument`, which changes nothing, for a lane that does not exist, while another exchange runs there, and after the end;
     /// `Internal` after an exchange that panicked, the error of the first one that failed, or its own.
     pub fn run(&self, lane: usize, exchange: impl FnOnce(&mut C) -> Result<()>) -> Result<()> {
         let Some(place) = self.0.get(lane) else {
@@ -144,7 +144,7 @@ fn panicked(lane: usize) -> Error {
 /// Refuses what no exchange of `rank` of `ranks` can do, before anything moves.
 ///
 /// # Errors
-/// `InvalidArgument` for a message to or from this rank or one that there is not, for two of them one way, and for a header that announces
+/// `InvalidArgument` for a message to or from this rank or one that does not exist, for two of them one way, and for a header that announces
 /// another length than its payload has.
 pub fn check_messages(rank: usize, ranks: usize, outgoing: &[Outgoing<'_>], incoming: &[Incoming<'_>]) -> Result<()> {
     if let Some(message) = outgoing.iter().find(|message| message.header.payload_len != message.payload.len() as u64) {

@@ -91,12 +91,12 @@ pub struct Launch {
     pub grace: Duration,
     /// When to end the job if it has not ended by itself; `None` for never.
     pub timeout: Option<Duration>,
-    /// How long, at the end, to wait for whoever reads the launcher's own output while he takes nothing of it. As long as he goes on reading,
+    /// How long, at the end, to wait for the reader of the launcher's own output while it takes nothing. As long as it goes on reading,
     /// however slowly, all of it is written.
     pub patience: Duration,
 }
 
-/// Where the output of ranks goes. No rank ever waits for whoever reads the launcher's: up to 16 MiB wait for him, then the oldest lines are
+/// Where the output of ranks goes. No rank ever waits for the reader of the launcher's: up to 16 MiB are kept for it, then the oldest lines are
 /// left out, which is said in their place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Output {
@@ -194,7 +194,7 @@ impl Launch {
             again.is_some()
         };
         wait_for_output(&ends, open_streams, &moved, &mut stop);
-        // Whoever has ended the job does not want to wait long for the rest of what it said, nor at all when he says so again.
+        // After a signal the rest of the output is waited for only shortly, and not at all after a second one.
         let patience = if interrupted_by.is_some() { self.patience.min(DRAIN) } else { self.patience };
         for printer in [printer::stdout(), printer::stderr()] {
             printer.finish_unless(patience, &mut stop);
@@ -277,7 +277,7 @@ impl Launch {
                     outcome = Some((128 + signal, format!("the launcher got {}", name_of(signal))));
                     running.signal(signal);
                 } else {
-                    // Someone is impatient.
+                    // A second signal: do not wait any longer.
                     running.signal(SIGKILL);
                 }
                 suspicion = None;
@@ -346,10 +346,10 @@ struct Ending {
     interrupted_by: Option<i32>,
 }
 
-/// How much speaks for a rank that has failed being the cause of what the others say, least first.
+/// How likely a failed rank is the cause of the other ranks' errors, least first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Blame {
-    /// It says itself that it is not.
+    /// Its exit code says that it is not.
     Echo,
     /// It has exited.
     Exit,
@@ -388,7 +388,7 @@ struct Running {
 struct Rank {
     child: Child,
     status: Option<ExitStatus>,
-    /// It was told to end because it did not by itself.
+    /// It did not end by itself and was killed.
     given_up: bool,
 }
 
@@ -401,12 +401,12 @@ impl Running {
         self.ranks.iter().filter(|r| r.status.is_none()).for_each(|r| sys::signal_group(r.child.id(), signal));
     }
 
-    /// Notes who had to be told to end.
+    /// Notes which ranks have to be killed.
     fn give_up(&mut self) {
         self.ranks.iter_mut().filter(|r| r.status.is_none()).for_each(|r| r.given_up = true);
     }
 
-    /// Who had to be told to end, and how that ended.
+    /// The ranks that had to be killed, and their exit statuses.
     fn given_up(&self) -> Vec<(usize, ExitStatus)> {
         let given_up = self.ranks.iter().enumerate().filter(|(_, rank)| rank.given_up);
         given_up.filter_map(|(number, rank)| Some((number, rank.status?))).collect()
@@ -421,7 +421,7 @@ impl Running {
             if rank.status.is_some() || !sys::has_ended(pid).map_err(|e| Error::io(what(), e))? {
                 continue;
             }
-            // Its number is still its own, so this cannot hit anyone else.
+            // The process id has not been reused yet, so this cannot hit another process.
             sys::signal_group(pid, SIGKILL);
             let status = rank.child.wait().map_err(|e| Error::io(what(), e))?;
             rank.status = Some(status);
@@ -443,7 +443,7 @@ impl Drop for Running {
     }
 }
 
-/// The job's secret, and a directory with room for the address of rank 0, which is removed when this is dropped.
+/// The job's secret, and a directory for the address file of rank 0, which is removed when this is dropped.
 struct MeetingPoint {
     directory: PrivateFolder,
     /// In memory: a launcher that is killed leaves no secret behind.

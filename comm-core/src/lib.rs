@@ -5,12 +5,12 @@
 //!   machine); others live in crates of their own.
 //! - [`Mesh`] turns any transport into a [`Communicator`]. Algorithm and order of reduction follow from (operation, type,
 //!   size, ranks), so results are bit-identical on every transport and on every rank.
-//! - [`control`] is the rendezvous, and the side channel over which ranks learn that one of them is gone. A
+//! - [`control`] is the rendezvous, and the side channel over which ranks learn that one of them was lost. A
 //!   [`Subgroup`](control::Subgroup) is one over some of the ranks, for a transport of their own.
-//! - [`launch`] starts one process a rank on this machine; [`printer`] is output that never holds up a rank.
+//! - [`launch`] starts one process per rank on this machine; [`printer`] is output that never holds up a rank.
 //! - [`Counted`] and [`Faulty`] wrap a transport: one counts what passes, one breaks it on purpose.
-//! - [`engine`] is the life of a call, once for all communicators: one over a library with collectives of its own is an
-//!   [`Engine`](engine::Engine) too.
+//! - [`engine`] runs a call from its start to its end, once for all communicators: one over a library with collectives of its own is
+//!   an [`Engine`](engine::Engine) too.
 //! - [`conformance`] is the suite that every transport passes.
 //!
 //! ```

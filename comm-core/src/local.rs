@@ -87,7 +87,7 @@ pub fn run<R: Send>(ranks: usize, work: impl Fn(&Mesh<LocalTransport>) -> R + Sy
     if let Some(panic) = lock(first_panic).take() {
         resume_unwind(panic);
     }
-    // Whoever has not returned has panicked.
+    // A rank that has not returned has panicked.
     outcomes.into_iter().filter_map(Result::ok).collect()
 }
 
@@ -146,7 +146,7 @@ struct Event {
 #[derive(Default)]
 struct Seen {
     count: u64,
-    /// Somebody sleeps: without this, every signal would be a system call.
+    /// A thread sleeps: without this, every signal would be a system call.
     is_awaited: bool,
 }
 
@@ -316,7 +316,7 @@ impl Transport for LocalTransport {
         self.signal_all();
     }
 
-    /// What was sent lies in the receiver's memory already.
+    /// There is nothing to flush: what was sent is in the receiver's memory already.
     fn close(&self, deadline: Deadline) -> Result<()> {
         self.lanes.close(self.rank, deadline, || self.check(), |_| Ok(()))
     }
@@ -385,7 +385,7 @@ struct Round {
 impl Hub {
     fn new(ranks: usize) -> Self {
         let mut key = [0; 32];
-        // Without randomness the keys are the same in every process, which tells nobody outside it anything.
+        // Without randomness the keys are the same in every process, which does no harm: they stay inside it.
         let _ = getrandom::fill(&mut key);
         Hub {
             ranks,

@@ -21,17 +21,48 @@ use crate::error::Error;
 /// let error = "oval".parse::<Shape>().unwrap_err();
 /// assert_eq!(error.to_string(), "unknown shape 'oval', expected one of round, flat");
 /// ```
+///
+/// Where the names are kept elsewhere, `by` says what gives them: a `const fn` of one variant.
+///
+/// ```
+/// #[derive(Clone, Copy, Debug, PartialEq)]
+/// enum Shape {
+///     Round,
+///     Flat,
+/// }
+///
+/// const fn word(shape: Shape) -> &'static str {
+///     match shape {
+///         Shape::Round => "round",
+///         Shape::Flat => "flat",
+///     }
+/// }
+///
+/// comm_core::names!(Shape, "shape" by word: Round, Flat);
+///
+/// assert_eq!("round".parse(), Ok(Shape::Round));
+/// ```
 #[macro_export]
 macro_rules! names {
     ($vis:vis $type:ident, $what:literal: $($variant:ident = $name:literal),+ $(,)?) => {
+        $crate::names!(@ $vis $type, $what, |variant| match variant { $($type::$variant => $name),+ }; $($variant),+);
+    };
+    ($vis:vis $type:ident, $what:literal by $of:path: $($variant:ident),+ $(,)?) => {
+        $crate::names!(@ $vis $type, $what, |variant| $of(variant); $($variant),+);
+    };
+    (@ $vis:vis $type:ident, $what:literal, |$self:ident| $name:expr; $($variant:ident),+) => {
+        // A variant that is missing from the list does not compile.
+        const _: fn($type) = |one| match one { $($type::$variant => ()),+ };
+
         impl $type {
             /// All of them, in the order in which users see them.
-            $vis const ALL: [Self; [$($name),+].len()] = [$(Self::$variant),+];
+            $vis const ALL: [Self; [$(stringify!($variant)),+].len()] = [$(Self::$variant),+];
 
             /// Its name on a command line and in files.
             #[must_use]
             $vis const fn name(self) -> &'static str {
-                match self { $(Self::$variant => $name),+ }
+                let $self = self;
+                $name
             }
         }
 
@@ -45,10 +76,9 @@ macro_rules! names {
             type Err = $crate::UnknownName;
 
             fn from_str(name: &str) -> ::std::result::Result<Self, Self::Err> {
-                match name {
-                    $($name => Ok(Self::$variant),)+
-                    _ => Err($crate::UnknownName { what: $what, name: name.into(), expected: &[$($name),+] }),
-                }
+                const NAMES: &[&str] = &[$($type::$variant.name()),+];
+                let found = $type::ALL.into_iter().find(|one| one.name() == name);
+                found.ok_or_else(|| $crate::UnknownName { what: $what, name: name.into(), expected: NAMES })
             }
         }
     };
@@ -73,6 +103,12 @@ impl fmt::Display for UnknownName {
 }
 
 impl std::error::Error for UnknownName {}
+
+impl From<UnknownName> for String {
+    fn from(unknown: UnknownName) -> String {
+        unknown.to_string()
+    }
+}
 
 impl From<UnknownName> for Error {
     fn from(unknown: UnknownName) -> Error {

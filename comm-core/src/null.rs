@@ -84,8 +84,7 @@ impl Engine for NullEngine {
         if parent.world_size() > 1 {
             return Err(Error::Unsupported {
                 what: format!("splitting a null communicator of {} ranks", parent.world_size()),
-                why: "the other ranks are not there, so their colors are not known; make a NullCommunicator of the size that \
-                      the part would have"
+                why: "it has no other ranks, so their colors are unknown; make a NullCommunicator of the size of the part"
                     .into(),
             });
         }

@@ -1,6 +1,5 @@
 //! Operations and how they are cut into messages.
 
-use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::buffer::{Buffer, View, ViewMut};
 use crate::dtype::ReduceOp;
+use crate::names;
 
 mod extents;
 
@@ -153,7 +153,7 @@ impl Op {
     }
 }
 
-/// Who takes part in an operation.
+/// The ranks that take part in an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Partners {
     /// This rank sends to that one.
@@ -184,22 +184,22 @@ pub enum OpKind {
     AllToAll = 11,
 }
 
-impl OpKind {
-    /// Every operation.
-    pub const ALL: [OpKind; 11] = [
-        OpKind::AllReduce,
-        OpKind::Broadcast,
-        OpKind::Reduce,
-        OpKind::Scatter,
-        OpKind::Gather,
-        OpKind::AllGather,
-        OpKind::ReduceScatter,
-        OpKind::AllToAll,
-        OpKind::Barrier,
-        OpKind::Send,
-        OpKind::Recv,
-    ];
+names!(
+    pub OpKind, "operation":
+    AllReduce = "all-reduce",
+    Broadcast = "broadcast",
+    Reduce = "reduce",
+    Scatter = "scatter",
+    Gather = "gather",
+    AllGather = "all-gather",
+    ReduceScatter = "reduce-scatter",
+    AllToAll = "all-to-all",
+    Barrier = "barrier",
+    Send = "send",
+    Recv = "receive",
+);
 
+impl OpKind {
     /// The operation with this code in a header.
     pub fn from_code(code: u8) -> Option<OpKind> {
         OpKind::ALL.into_iter().find(|kind| *kind as u8 == code)
@@ -208,24 +208,6 @@ impl OpKind {
     /// Whether one rank is special.
     pub fn has_root(self) -> bool {
         matches!(self, OpKind::Broadcast | OpKind::Reduce | OpKind::Scatter | OpKind::Gather)
-    }
-}
-
-impl fmt::Display for OpKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            OpKind::AllReduce => "all-reduce",
-            OpKind::Broadcast => "broadcast",
-            OpKind::Reduce => "reduce",
-            OpKind::Scatter => "scatter",
-            OpKind::Gather => "gather",
-            OpKind::AllGather => "all-gather",
-            OpKind::ReduceScatter => "reduce-scatter",
-            OpKind::AllToAll => "all-to-all",
-            OpKind::Barrier => "barrier",
-            OpKind::Send => "send",
-            OpKind::Recv => "receive",
-        })
     }
 }
 

@@ -50,7 +50,7 @@ impl TryFrom<String> for Offer {
 
     fn try_from(text: String) -> Result<Self, String> {
         let address = text.parse::<SocketAddr>().ok().filter(|address| address.to_string() == text);
-        address.map(Offer).ok_or_else(|| format!("'{text}' is no address with a port"))
+        address.map(Offer).ok_or_else(|| format!("'{text}' is not an address with a port"))
     }
 }
 
@@ -78,7 +78,7 @@ pub fn check_reachable(ranks: &[(&Place, Vec<IpAddr>)]) -> Result<()> {
         };
         return Err(Error::Rendezvous(format!(
             "rank {rank} {came_from}offers {loopback}, which only its own machine reaches, and rank {other} runs on another machine or \
-             in another container; leave --bind (the option `bind`) out, or give rank {rank} an address of its machine that the others \
+             in another container; leave out --bind (in the library: `bind`), or give rank {rank} an address of its machine that the others \
              reach"
         )));
     }

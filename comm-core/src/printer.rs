@@ -1,6 +1,6 @@
-//! Output that never holds up whoever prints: text goes into a bounded queue, and a thread of its own writes it out.
+//! Output that never holds up the thread that prints: text goes into a bounded queue, and a thread of its own writes it out.
 //!
-//! A pipe that nobody empties and a terminal that is stopped (Ctrl-S) block whoever writes to them. In a rank that would be a failure of the
+//! A pipe that is not read and a terminal that is stopped (Ctrl-S) block a thread that writes to them. In a rank that would be a failure of the
 //! job: the others wait for it, and time out. Here only the writing thread waits. When the queue is full, the oldest text is dropped, and
 //! how many lines that were is said in their place.
 //!
@@ -198,9 +198,9 @@ struct State {
     why: String,
     /// Bytes written so far.
     taken: u64,
-    /// Nobody will ever read this.
+    /// The reader is gone for good.
     gone: bool,
-    /// Whoever waited for the reader has given up, and the queue was never empty since.
+    /// A wait for the reader was given up, and the queue has not been empty since.
     given_up: bool,
     has_writer: bool,
 }
@@ -238,7 +238,7 @@ impl Queue {
         while state.bytes > self.capacity && state.waiting.len() > 1 {
             let Some(oldest) = state.waiting.pop_front() else { break };
             state.bytes -= oldest.size();
-            state.leave_out(oldest.lines(), "nobody reads this output");
+            state.leave_out(oldest.lines(), "its reader was too slow");
         }
         drop(state);
         self.filled.notify_one();
@@ -309,7 +309,7 @@ fn write_pieces<'a>(
                 bytes = &bytes[count..];
             }
             Err(Errno::INTR) => {}
-            // Whoever shares this file with us has made it so.
+            // Another process that shares this file has made it non-blocking.
             Err(Errno::AGAIN) => {
                 sys::wait_until_writable(to, Duration::from_secs(1)).map_err(|error| (bytes, error))?;
             }
@@ -367,7 +367,7 @@ mod tests {
         let (mut next, mut left_out) = (0, 0);
         for line in BufReader::new(reader).lines() {
             let line = line.unwrap();
-            if let Some(gap) = line.strip_suffix(" lines left out: nobody reads this output") {
+            if let Some(gap) = line.strip_suffix(" lines left out: its reader was too slow") {
                 // Where the writer gets little time, some lines come out between two gaps.
                 let gap: usize = gap.parse().unwrap();
                 left_out += gap;
@@ -408,7 +408,7 @@ mod tests {
         printer.print([&[b'x'; 300_000][..], b"\n"].concat());
         wait_until_stuck(&printer);
         let start = Instant::now();
-        assert!(!printer.finish(Duration::from_millis(200)), "nobody reads");
+        assert!(!printer.finish(Duration::from_millis(200)), "reader was too slow");
         assert!(start.elapsed() >= Duration::from_millis(200));
         assert!(!printer.finish(LONG));
         assert!(start.elapsed() < LONG / 2, "given up once and for all");

@@ -29,7 +29,7 @@ pub(crate) fn read_small(path: &Path, most: u64, what: &str) -> Result<(Vec<u8>,
             () if kind.is_socket() => "a socket",
             () => "a device",
         };
-        return Err(Error::invalid(format!("{what}, {}, is {kind}; name an ordinary file", path.display())));
+        return Err(Error::invalid(format!("{what}, {}, is {kind}; name a regular file", path.display())));
     }
     let mut bytes = Vec::new();
     // A file may grow, and not all tell their length.

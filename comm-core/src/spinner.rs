@@ -5,20 +5,20 @@ use std::time::Instant;
 use crate::deadline::Deadline;
 use crate::waiting::Waiting;
 
-/// After so many waits in a row in which looking found nothing, [`Waiting::Adaptive`] stops looking: waits are long, or whoever
+/// After so many waits in a row in which spinning found nothing, [`Waiting::Adaptive`] stops spinning: waits are long, or whoever
 /// is waited for needs this core.
 const MISSES: u32 = 4;
 
-/// For so many waits, then it tries again.
+/// Waits that park at once, before spinning is tried again.
 const RESTS: u32 = 64;
 
-/// What one lane has learnt about its waits. Kept from exchange to exchange.
+/// Decides how one lane waits, from how its last waits went. Kept from exchange to exchange.
 #[derive(Clone, Debug)]
 pub struct Spinner {
     waiting: Waiting,
-    /// Waits in a row in which looking found nothing.
+    /// Waits in a row in which spinning found nothing.
     misses: u32,
-    /// Waits that go without looking.
+    /// Waits that still park at once.
     rests: u32,
 }
 
@@ -43,12 +43,12 @@ pub enum Next {
 }
 
 impl Spinner {
-    /// Has learnt nothing yet.
+    /// Without a history.
     pub fn new(waiting: Waiting) -> Self {
         Spinner { waiting, misses: 0, rests: 0 }
     }
 
-    /// Begins a wait. Dropping it, when something has come, is what the spinner learns from.
+    /// Begins a wait. Drop it when something has come: its outcome goes into the history.
     pub fn wait(&mut self) -> Wait<'_> {
         Wait { spinner: self, began: None, looks: 0, parked: false }
     }

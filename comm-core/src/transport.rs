@@ -45,7 +45,7 @@ pub trait Transport: Send + Sync + 'static {
     /// fails, rather than take the rest of one message for the next. The caller aborts the transport.
     ///
     /// [`Error::InvalidArgument`] says what was refused before anything moved, and changes nothing: messages that make no sense ([`check_messages`](crate::lanes::check_messages)),
-    /// a lane that there is not, one on which another exchange runs, any lane after [`close`](Transport::close).
+    /// a lane that does not exist, one on which another exchange runs, any lane after [`close`](Transport::close).
     fn exchange(
         &self,
         lane: usize,

@@ -8,14 +8,14 @@ use crate::names;
 
 /// What a thread does while it waits inside an exchange.
 ///
-/// Waking a thread whose core has gone idle takes tens of microseconds, more than a small message takes to travel; looking
+/// Waking a thread whose core has gone idle takes tens of microseconds, more than a small message takes to travel; spinning
 /// again and again instead keeps the core busy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Waiting {
     /// Sleeps at once; the kernel wakes it.
     Park,
-    /// Looks for up to [`LONGEST_SPIN`](Waiting::LONGEST_SPIN) first, where that has lately found something, then sleeps.
+    /// Spins for up to [`LONGEST_SPIN`](Waiting::LONGEST_SPIN) first, where that has lately found something, then sleeps.
     #[default]
     Adaptive,
     /// Never sleeps inside an exchange. For ranks that have a core each.
@@ -25,7 +25,7 @@ pub enum Waiting {
 names!(pub Waiting, "way to wait": Park = "park", Adaptive = "adaptive", Busy = "busy");
 
 impl Waiting {
-    /// Most time that [`Adaptive`](Waiting::Adaptive) spends looking.
+    /// Longest time that [`Adaptive`](Waiting::Adaptive) spins.
     pub const LONGEST_SPIN: Duration = Duration::from_micros(50);
 }
 

@@ -1,4 +1,4 @@
-//! A crowd of strangers at rank 0's door, in a process of its own: it counts this process's threads and descriptors.
+//! Many unauthenticated connections to rank 0's port, in a process of its own: it counts this process's threads and descriptors.
 
 #![allow(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
 
@@ -102,7 +102,7 @@ fn a_crowd_at_the_door_delays_no_rank_and_costs_a_bounded_amount() {
             }
             (descriptors, threads)
         });
-        // Until the room is full many times over.
+        // Until the limit has been reached many times over.
         thread::sleep(Duration::from_millis(500));
         let start = Instant::now();
         let others = [1, 2].map(|rank| {

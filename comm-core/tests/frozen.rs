@@ -55,7 +55,7 @@ fn any_one_rank_for_a_while() {
 #[test]
 fn one_rank_for_longer_than_liveness() {
     for (rank, told) in
-        [(0, "rank 0 was lost: it does not answer"), (2, "rank 2 was lost: it gave no sign of life for 3.0 s")]
+        [(0, "rank 0 was lost: it does not answer"), (2, "rank 2 was lost: it sent no heartbeat for 3.0 s")]
     {
         let job = Frozen::start(Terms { ranks: 3, liveness: SHORT, timeout: LONG }, "shm");
         all_blame(&job, rank, told);

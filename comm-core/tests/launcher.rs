@@ -304,7 +304,7 @@ fn survivors_name_the_dead() {
 fn silent(victim: usize) -> &'static str {
     match victim {
         0 => "rank 0 was lost: it does not answer",
-        _ => "rank 1 was lost: it gave no sign of life for 0.5 s",
+        _ => "rank 1 was lost: it sent no heartbeat for 0.5 s",
     }
 }
 

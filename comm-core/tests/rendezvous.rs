@@ -1,4 +1,4 @@
-//! How ranks meet over real sockets, and who is not let in.
+//! How ranks meet over real sockets, and which connections are refused.
 
 #![allow(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
 
@@ -219,7 +219,7 @@ fn rubbish_and_silence_at_the_door_keep_nobody_out() {
             strangers.extend((0..80).map(|_| TcpStream::connect(addr).unwrap()));
             for rubbish in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 4096], b"ISOCTRL\0\x02\x00", b"ISOCTRL\0\x09\x00"] {
                 let mut stream = TcpStream::connect(addr).unwrap();
-                // The other end may have had enough already.
+                // The other end may have closed the connection already.
                 let _ = stream.write_all(rubbish);
                 strangers.push(stream);
             }
@@ -241,7 +241,7 @@ fn strangers_are_mentioned_when_ranks_are_missing() {
     });
     let error = TcpControl::connect_with(&absent, &[], options(), after(500)).unwrap_err().to_string();
     stranger.join().unwrap();
-    assert!(error.contains("1 connection came to nothing") && error.contains("does not speak"), "{error}");
+    assert!(error.contains("1 connection was rejected") && error.contains("does not speak"), "{error}");
 }
 
 #[test]
@@ -270,7 +270,7 @@ fn rank_0_says_whom_it_refused_and_no_rubbish_hides_it() {
             result
         }));
         let (there, here) = (errors.pop().unwrap(), errors.pop().unwrap());
-        assert!(here.contains("4 connections came to nothing") && here.contains(text), "{here}");
+        assert!(here.contains("4 connections were rejected") && here.contains(text), "{here}");
         if text.contains("secret") {
             assert!(there.contains(&addr.to_string()) && there.contains("COMM_SECRET_FILE"), "{there}");
         } else {
@@ -464,7 +464,7 @@ fn an_address_file_that_is_something_else_is_left_alone_and_nobody_waits_for_it(
         assert!(error.contains(what) && error.contains(&path.display().to_string()), "{error}");
         if path != big {
             let error = connect(&job(0, 2, &Address::File(path.clone()))).unwrap_err().to_string();
-            assert!(error.contains("left alone"), "{error}");
+            assert!(error.contains("not overwritten"), "{error}");
             assert!(path.exists());
         }
         assert!(start.elapsed() < Duration::from_secs(5));

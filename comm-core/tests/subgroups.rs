@@ -233,7 +233,7 @@ fn errors() {
     };
     check("abort", |rank| rank.inner.abort("had enough"), |error| matches!(error, Error::Aborted { by: 3, .. }));
     check(
-        "a number that is none",
+        "a number that is not finite",
         |rank| assert!(rank.inner.all_reduce(&mut [f32::NAN; 100], SUM).is_err()),
         |error| matches!(error, Error::NotFinite { rank: 3, .. }),
     );

@@ -12,10 +12,10 @@ use crate::engine::{LaneComms, NcclEngine};
 use crate::sys::{Device, Driver, Library, check_environment, may_share, version_text};
 use crate::{NcclOptions, unsupported};
 
-/// What a rank has.
+/// What each rank tells the others before they connect.
 #[derive(Debug, Serialize, Deserialize)]
 struct Offer {
-    /// What tells its machine from others.
+    /// Identifies its machine.
     machine: String,
     /// NCCL's code of the version.
     version: i32,
@@ -91,7 +91,9 @@ fn open(driver: Driver, options: &NcclOptions, before: usize) -> Result<Device> 
     let count = driver.device_count()?;
     let ordinal = options.device.unwrap_or(before % count.max(1));
     if ordinal >= count {
-        return Err(Error::invalid(format!("there is no CUDA device {ordinal}: this process sees {count}, from 0")));
+        return Err(Error::invalid(format!(
+            "CUDA device {ordinal} does not exist: this process sees {count}, numbered from 0"
+        )));
     }
     driver.device(ordinal)
 }
@@ -101,8 +103,7 @@ fn refuse_shared(devices: &[String]) -> Result<()> {
     for (rank, device) in devices.iter().enumerate() {
         if let Some(other) = devices[..rank].iter().position(|other| other == device) {
             return Err(unsupported(format!(
-                "ranks {other} and {rank} have the same GPU ({device}), and NCCL takes one rank a GPU; start fewer ranks, or for a \
-                 test set {}=1",
+                "ranks {other} and {rank} have the same GPU ({device}), and NCCL allows one rank per GPU; start fewer ranks, or for a test set {}=1",
                 crate::SHARE_VARIABLE
             )));
         }
@@ -110,7 +111,7 @@ fn refuse_shared(devices: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// What tells this machine from others: containers of one machine share its start, not their names.
+/// Identifies this machine: containers of one machine share its boot id, not their names.
 fn machine() -> String {
     let read = |path| fs::read_to_string(path).ok().filter(|text: &String| !text.trim().is_empty());
     let name = read("/proc/sys/kernel/random/boot_id").or_else(|| read("/proc/sys/kernel/hostname"));

@@ -308,7 +308,7 @@ impl NcclEngine {
     fn or_failure(&self, error: Option<Error>) -> Error {
         error
             .or_else(|| self.shared.failure().cloned())
-            .unwrap_or_else(|| Error::Internal("NCCL's communicator is gone, though the job has not failed".into()))
+            .unwrap_or_else(|| Error::Internal("NCCL's communicator was aborted, though the job has not failed".into()))
     }
 
     /// Whether everything that a lane has begun on the device has ended, for which it waits. If not, the device is given up.
@@ -388,7 +388,7 @@ impl LaneComms {
             id.0.copy_from_slice(name);
             let (comm, begun) = RawComm::begin(engine.library.table(), id, rank, ranks);
             let comm = Arc::new(comm);
-            // Whoever fails ends the job, and with it what has been joined so far.
+            // A rank that fails ends the job, and with it what has been joined so far.
             engine.keep(&comm);
             begun?;
             engine.wait(&comm, deadline, || comm.progress().map_err(|error| engine.or_failure(error)))?;

@@ -4,7 +4,7 @@ use comm_core::Result;
 
 use crate::sys::{Device, DevicePointer, Event, Memory, Staging, Stream};
 
-/// What one lane works with.
+/// The stream and the memory of one lane.
 #[derive(Debug)]
 pub(crate) struct LaneState {
     pub(crate) stream: Stream,

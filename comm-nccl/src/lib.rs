@@ -1,10 +1,11 @@
 //! NCCL for `comm-core`, found at run time.
 //!
 //! [`NcclCommunicator`] runs every collective by NCCL, on buffers in the memory of a GPU ([`CudaBuffer`]) or, through a copy there, in
-//! host memory. Nothing here links to NCCL or CUDA: both are looked up when they are asked for, and their absence is an ordinary error
+//! host memory. Nothing here links to NCCL or CUDA: both are loaded at run time, and their absence is an ordinary error
 //! that says where they were searched.
 //!
-//! Ranks meet over the job's control plane ([`comm_core::Control`]), which also brings the news of a rank that died.
+//! Ranks meet over the job's control plane ([`comm_core::Control`]), which also reports a rank that was lost. NCCL's own connections are
+//! neither encrypted nor authenticated beyond its unique id (see [`comm_core::threat_model`]).
 
 mod communicator;
 mod connect;

@@ -97,7 +97,7 @@ impl NcclOptions {
     }
 }
 
-/// What is not there itself.
+/// Which parts of the GPU software are replaced by stand-ins.
 #[cfg(feature = "stand-in")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum StandIn {

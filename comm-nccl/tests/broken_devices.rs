@@ -125,7 +125,7 @@ fn a_buffer_is_not_read_for_ever_from_a_device_that_hangs() {
         let buffer = comm.device().buffer(DType::F32, &[0; 4000]).unwrap();
         comm.device().behave(Behaviour::Hangs);
         let error = comm.device().read(&buffer).unwrap_err().to_string();
-        assert!(error.contains("CUDA device 0") && error.contains("nothing happened"), "{error}");
+        assert!(error.contains("CUDA device 0") && error.contains("no progress"), "{error}");
         let began = Instant::now();
         drop(buffer);
         assert!(began.elapsed() < SOON, "{:?}", began.elapsed());

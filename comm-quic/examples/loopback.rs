@@ -109,7 +109,7 @@ impl Setting {
         let mut options = QuicOptions::default();
         let mut is_protected = true;
         for part in text.split(',').filter(|part| *part != "default") {
-            let (key, value) = part.split_once('=').ok_or_else(|| format!("'{part}' is no setting"))?;
+            let (key, value) = part.split_once('=').ok_or_else(|| format!("'{part}' is not a setting"))?;
             match key {
                 "bind" => options.bind = Some(value.parse()?),
                 "congestion" => options.congestion = value.parse()?,
@@ -119,7 +119,7 @@ impl Setting {
                 "stream_window" => options.stream_window = value.parse()?,
                 "waiting" => options.waiting = value.parse()?,
                 "protection" if value == "none" && cfg!(feature = "unprotected") => is_protected = false,
-                _ => return Err(format!("'{part}' is no setting of this build").into()),
+                _ => return Err(format!("'{part}' is not a setting of this build").into()),
             }
         }
         Ok(Setting { name: text.to_string(), options, is_protected })

@@ -84,7 +84,7 @@ impl FromStr for Congestion {
                 .map(Congestion::FixedWindow)
                 .ok_or_else(|| {
                     Error::invalid(format!(
-                        "congestion control {other:?}: use auto, cubic, newreno, bbr or fixed:BYTES"
+                        "unknown congestion control '{other}', expected one of auto, cubic, newreno (or reno), bbr, fixed:BYTES"
                     ))
                 }),
         }

@@ -18,7 +18,7 @@ pub(crate) struct Job<'a> {
     pub(crate) is_done: bool,
 }
 
-/// What a job does.
+/// Its direction.
 pub(crate) enum Work<'a> {
     Send(Sending<'a>),
     Receive(Receiving<'a>),
@@ -120,7 +120,7 @@ pub(crate) async fn told(mut channel: watch::Receiver<Option<Error>>) -> Error {
     let announced = channel.wait_for(Option::is_some).await.ok().and_then(|error| error.clone());
     match announced {
         Some(error) => error,
-        // Nobody is left who could announce one.
+        // The sender is gone, so none will come.
         None => std::future::pending().await,
     }
 }

@@ -1,18 +1,18 @@
 //! QUIC [transport](comm_core::Transport) on [`quinn`]: one UDP socket a rank, one connection a pair of ranks, one
 //! bidirectional stream a lane, TLS 1.3 with certificates that live as long as the job.
 //!
-//! # Who is kept out
+//! # Security
 //! Every rank makes a key and a self-signed certificate when it connects, and tells its SHA-256 fingerprint to the other ranks
 //! over the [control plane](comm_core::control), which is authenticated already. Both sides of a handshake accept exactly the
-//! fingerprint of the rank they expect and check that the other side owns its key, so somebody who can send, read or alter
-//! datagrams can neither take part, nor read, nor change a message; there is no certificate authority, no file and no name to
-//! get wrong. Only TLS 1.3 with AES-128-GCM is offered, no session is resumed and no early data is taken.
+//! fingerprint of the rank they expect and check that the other side owns its key, so an attacker who can send, read or alter
+//! datagrams can neither take part nor read or change a message; no certificate authority, file or name has to be
+//! configured. Only TLS 1.3 with AES-128-GCM is offered, no session is resumed and no early data is taken.
 //!
 //! A stranger has to show first that it receives at the address it sends from (a stateless retry), shares a bounded number of
 //! handshakes of bounded length with all other strangers while ranks are still connecting, and once all have gets nothing but
-//! stateless resets, each shorter than what came and at most one in 20 ms. A rank dials from the address that it told the others, so no crowd of strangers holds it up. What remains is what
-//! any UDP socket is open to: filling the link or the receive buffer, which slows a job but does not change what it computes.
-//! Somebody *on the path* can also drop what he likes. Other users of this machine can read the memory of a process only if the
+//! stateless resets, each shorter than what came and at most one in 20 ms. A rank dials from the
+//! address that it announced, so strangers do not hold it up. What remains is possible with any UDP socket: filling the link or the
+//! receive buffer, which slows a job but does not change what it computes. An attacker *on the path* can also drop packets. Other users of this machine can read the memory of a process only if the
 //! system lets them; keys are never written anywhere.
 //!
 //! # Settings that differ from quinn's own, and why
@@ -22,8 +22,8 @@
 //!   one UDP payload can be, the kernel refuses them and quinn takes them for sent, so the number is capped here.
 //! - *Congestion control*: see [`Congestion`]. A window smaller than two datagrams would stall a connection without an error, so
 //!   it is refused, and initial windows follow the datagram size.
-//! - *Flow control*: windows are per stream, and the connection's is at least lanes times as large, so that a lane nobody reads
-//!   cannot hold up another.
+//! - *Flow control*: windows are per stream, and the connection's is at least lanes times as large, so that a lane that
+//!   is not read cannot hold up another.
 //! - *Liveness*: a keep-alive packet every few seconds, answered by the transport's own thread, so that a compute step of
 //!   minutes does not end the connection. A process that dies is noticed through the control plane, long before the idle timeout.
 //! - *Closing*: dropping a QUIC endpoint discards what is still under way; [`Transport::close`](comm_core::Transport::close)

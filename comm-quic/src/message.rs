@@ -44,7 +44,7 @@ impl Channel {
     }
 }
 
-/// What a look at some work has led to.
+/// The progress that a poll has made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Step {
     /// It is complete.
@@ -57,7 +57,7 @@ pub(crate) enum Step {
     Turn,
 }
 
-/// Whom an error is about.
+/// The peer and the operation that an error names.
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a> {
     pub(crate) peer: usize,
@@ -207,13 +207,13 @@ impl<'a> Receiving<'a> {
 
 const WITHOUT_CLOSING: &str = "it dropped its transport without closing it";
 
-/// What happened to a connection, in words.
+/// Describes why a connection ended.
 pub(crate) fn describe(error: &ConnectionError) -> String {
     match error {
         ConnectionError::ApplicationClosed(close) if close.error_code == DONE => "it has closed its connections".into(),
         ConnectionError::ApplicationClosed(close) if close.error_code == DROPPED => WITHOUT_CLOSING.into(),
         ConnectionError::ApplicationClosed(close) => format!("it ended the connection: {close}"),
-        ConnectionError::TimedOut => "nothing came from it for the whole idle timeout".into(),
+        ConnectionError::TimedOut => "nothing arrived from it within the idle timeout".into(),
         ConnectionError::Reset => "it no longer knows the connection".into(),
         ConnectionError::LocallyClosed => "this rank has closed the connection".into(),
         other => format!("the QUIC connection failed: {other}"),

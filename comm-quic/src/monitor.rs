@@ -1,4 +1,4 @@
-//! What can be asked of the connections while somebody else has the transport.
+//! Statistics of the connections, independent of who owns the transport.
 
 use std::sync::Weak;
 

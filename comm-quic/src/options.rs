@@ -71,11 +71,11 @@ impl QuicOptions {
     pub fn check(&self) -> Result<()> {
         let require = |holds: bool, what: String| if holds { Ok(()) } else { Err(Error::invalid(what)) };
         self.bind.map_or(Ok(()), comm_core::addresses::check_own_address)?;
-        require((1..=256).contains(&self.lanes), format!("quic lanes: {} is not from 1 to 256", self.lanes))?;
+        require((1..=256).contains(&self.lanes), format!("quic lanes (--lanes): {} is not from 1 to 256", self.lanes))?;
         if let Some(mtu) = self.mtu {
             require(
                 (SMALLEST_MTU..=LARGEST_MTU).contains(&mtu),
-                format!("quic mtu: {mtu} is not from {SMALLEST_MTU} to {LARGEST_MTU}"),
+                format!("quic mtu (--quic-mtu): {mtu} is not from {SMALLEST_MTU} to {LARGEST_MTU}"),
             )?;
         }
         for (name, window) in [

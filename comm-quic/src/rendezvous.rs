@@ -25,7 +25,7 @@ use crate::message::{Channel, describe};
 use crate::protection::Protection;
 use crate::tls::{Fingerprint, Pins, SERVER_NAME};
 
-/// What each rank tells the others.
+/// What each rank tells the others before they connect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Introduction {
     /// [`Protection::code`].
@@ -53,7 +53,7 @@ impl Introduction {
         let found = |differs: &dyn Fn(&Introduction) -> bool| introductions.iter().position(differs);
         if let Some(rank) = found(&|other| other.protection != protection.code()) {
             return Err(Error::Rendezvous(format!(
-                "rank {rank} protects its QUIC packets otherwise than rank {} ({}); start all ranks with the same transport",
+                "rank {rank} uses another packet protection for QUIC than rank {} ({}); start all ranks with the same transport",
                 control.rank(),
                 protection.cipher_suite()
             )));
@@ -91,21 +91,21 @@ pub(crate) struct Appointment {
 /// By peer that is being dialled: why the last attempt failed.
 pub(crate) type Complaints = Arc<Mutex<BTreeMap<usize, String>>>;
 
-/// At most this many handshakes that strangers began are under way at once.
+/// Most handshakes under way from addresses that no rank announced.
 const STRANGERS: usize = 64;
 
-/// A stranger's handshake is given up for another one's after so long, so that those who only sit there do not keep out a rank
-/// whose address is not the one that it told. Sooner would let a flood make and drop connections without end.
+/// Such a handshake may be dropped for a new one once it is this old, so that idle ones do not keep out a rank whose address differs from
+/// the one that it announced. With a shorter time a flood could make and drop connections without end.
 const STRANGERS_TURN: Duration = Duration::from_millis(500);
 
-/// A guest who has not said which lanes it wants by then is shown out.
+/// An accepted connection that has not opened its lanes by then is closed.
 const GUEST_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Pause before a peer that was too busy is dialled again.
 const DIAL_AGAIN: Duration = Duration::from_millis(20);
 
-/// A rank that broke the protocol is told so with this code. A connection that is given up for another one's sake ends with 0, and
-/// its rank dials again.
+/// A rank that broke the protocol is told so with this code. A connection that is dropped for a new one ends with 0,
+/// and its rank dials again.
 const REFUSED: VarInt = VarInt::from_u32(3);
 
 enum Arrival {
@@ -113,12 +113,12 @@ enum Arrival {
     Guest(Result<(usize, Link), String>),
 }
 
-/// Handshakes that were begun at addresses where no rank is, in the order in which they came.
+/// Handshakes from addresses that no rank announced, the oldest first.
 #[derive(Default)]
 struct Lobby(VecDeque<(AbortHandle, Instant)>);
 
 impl Lobby {
-    /// Whether there is room for one more, which may end the oldest.
+    /// Whether one more may begin, which may end the oldest.
     fn has_room(&mut self) -> bool {
         self.0.retain(|(handshake, _)| !handshake.is_finished());
         if self.0.len() < STRANGERS {
@@ -136,9 +136,8 @@ impl Lobby {
     }
 }
 
-/// Connects with every rank that has an appointment or a pin, and puts the links in place as they come about. A rank dials from
-/// the address that it told, one of `expected`, and is let in at once; whoever comes from elsewhere has to share what little there
-/// is for [`STRANGERS`].
+/// Dials the ranks of `appointments`, accepts those that are pinned, and stores the connections as they are made. A rank dials from the
+/// address that it announced, one of `expected`, and is served at once; handshakes from elsewhere share the few that [`STRANGERS`] allows.
 ///
 /// # Errors
 /// `PeerLost` when a dialled rank refuses for good.
@@ -166,7 +165,7 @@ pub(crate) async fn meet(
             Some(arrival) = tasks.join_next() => match arrival {
                 Ok(Arrival::Dialled(peer, link)) => place(links, peer, link?),
                 Ok(Arrival::Guest(guest)) => {
-                    // A stranger who is turned away is no failure of the job.
+                    // A refused connection from outside is not a failure of the job.
                     if let Ok((peer, link)) = guest {
                         place(links, peer, link);
                     }
@@ -192,7 +191,7 @@ pub(crate) async fn meet(
                 let pins = pins.clone();
                 let handshake = tasks.spawn(async move {
                     let guest = within(Deadline::after(GUEST_PATIENCE), admit(incoming, &pins, lanes)).await;
-                    Arrival::Guest(guest.unwrap_or_else(|| Err("it took too long".into())))
+                    Arrival::Guest(guest.unwrap_or_else(|| Err("it did not finish in time".into())))
                 });
                 if !is_expected {
                     lobby.enter(handshake);
@@ -211,7 +210,7 @@ fn place(links: &mut [Option<Link>], peer: usize, link: Link) {
     }
 }
 
-/// No further connection is wanted.
+/// Refuses further connections.
 async fn turn_away(endpoint: &Endpoint) {
     endpoint.set_server_config(None);
     loop {
@@ -401,7 +400,7 @@ mod tests {
         }
         for heard in exchange([introduction, Introduction { protection: 9, ..other }]) {
             let error = heard.unwrap_err().to_string();
-            assert!(error.contains("rank 1 protects its QUIC packets otherwise"), "{error}");
+            assert!(error.contains("rank 1 uses another packet protection"), "{error}");
         }
     }
 }

@@ -17,7 +17,7 @@ use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::{CertificateError, DigitallySignedStruct, DistinguishedName, SignatureScheme};
 use sha2::{Digest, Sha256};
 
-/// The name in every certificate. Nobody checks it: fingerprints say who is who.
+/// The name in every certificate. It is not checked: ranks are identified by fingerprints.
 pub(crate) const SERVER_NAME: &str = "isocomm";
 
 /// The only application protocol that is spoken; another version of this crate names another.
@@ -223,7 +223,7 @@ fn provider() -> Arc<CryptoProvider> {
 }
 
 fn only_tls13() -> rustls::Error {
-    rustls::Error::General("only TLS 1.3 is spoken here".into())
+    rustls::Error::General("only TLS 1.3 is supported".into())
 }
 
 fn unsupported(error: &dyn std::error::Error) -> Error {

@@ -46,7 +46,7 @@ pub struct QuicTransport {
     pub(crate) driver: Driver,
 }
 
-/// What [`Transport::facts`] tells.
+/// What [`Transport::facts`] reports.
 pub(crate) struct Settings {
     pub(crate) options: QuicOptions,
     pub(crate) protection: Protection,
@@ -59,7 +59,7 @@ pub(crate) struct Settings {
 }
 
 pub(crate) struct Lane {
-    /// What an exchange on it is called in errors.
+    /// The name of an exchange on it, for errors.
     pub(crate) operation: String,
     /// By rank, `None` for this one.
     pub(crate) channels: Vec<Option<Channel>>,
@@ -78,7 +78,7 @@ impl QuicTransport {
         self.monitor().paths()
     }
 
-    /// What shows the same after this transport has been moved elsewhere.
+    /// Reads the same statistics after this transport has been moved elsewhere.
     pub fn monitor(&self) -> QuicMonitor {
         let most = match self.settings.congestion {
             Congestion::FixedWindow(_) => self.settings.send_window,
@@ -124,7 +124,7 @@ impl QuicTransport {
         }
     }
 
-    /// Says goodbye on each lane.
+    /// Closes each lane.
     fn say_goodbye(&self, lanes: &mut [&mut Lane], deadline: Deadline) -> Result<()> {
         let operation = "closing the QUIC transport";
         let mut jobs = Vec::new();
@@ -137,7 +137,7 @@ impl QuicTransport {
                 let stopped = send.stopped();
                 jobs.push(Farewell::new(peer, async move { acknowledged(stopped.await, context) }));
                 jobs.push(Farewell::new(peer, async move {
-                    // What nobody asked for is not kept.
+                    // Unexpected data is dropped.
                     while receive.read_chunk(usize::MAX, true).await.map(|chunk| chunk.is_some()).or_else(|error| {
                         match &error {
                             ReadError::ConnectionLost(lost) if is_done(lost) => Ok(false),
@@ -326,7 +326,7 @@ const FAREWELL: Duration = Duration::from_secs(3);
 /// Most time that dropping spends on each of its two last packets.
 const LAST_WORDS: Duration = Duration::from_millis(100);
 
-/// Asks again and again; quinn does not announce what it has sent.
+/// Polls: quinn does not announce what it has sent.
 async fn until(holds: impl Fn() -> bool) {
     while !holds() {
         sleep(Duration::from_millis(1)).await;

@@ -99,7 +99,7 @@ mod tests {
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         });
         for error in errors {
-            assert!(matches!(&error, Error::Rendezvous(what) if what.contains("protects")), "{error}");
+            assert!(matches!(&error, Error::Rendezvous(what) if what.contains("packet protection")), "{error}");
         }
     }
 

@@ -41,7 +41,7 @@ fn main() -> Result<()> {
     let segments = std::env::args().nth(3).unwrap_or(TcpOptions::default().segment.to_string());
     let segments: Vec<usize> = segments
         .split(',')
-        .map(|bytes| bytes.parse().map_err(|_| Error::invalid(format!("'{bytes}' is no segment size in bytes"))))
+        .map(|bytes| bytes.parse().map_err(|_| Error::invalid(format!("'{bytes}' is not a segment size in bytes"))))
         .collect::<Result<_>>()?;
     if cfg!(debug_assertions) {
         println!("This is a debug build: the figures mean nothing.");

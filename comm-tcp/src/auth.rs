@@ -1,4 +1,4 @@
-//! Proofs that whoever connects belongs to the job.
+//! Proofs that a connection belongs to the job.
 
 use comm_core::{Error, Result};
 use hmac::{Hmac, Mac};

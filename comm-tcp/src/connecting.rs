@@ -1,4 +1,4 @@
-//! What connecting the pairs of ranks has in common, whatever the protocol.
+//! Connecting the pairs of ranks, the part that is common to both protocols.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -19,10 +19,10 @@ use crate::house::Folder;
 use crate::rendezvous::{Advert, listens};
 use crate::runtime::{Join, unless_failed};
 
-/// The links of one rank while they are being made.
+/// The connections of one rank while they are being made.
 pub(crate) struct Connecting<'a, L> {
     core: &'a Core,
-    /// What all ranks have told.
+    /// Of all ranks, in order.
     adverts: &'a [Advert],
     /// Where this rank's listeners are.
     own: SocketAddr,
@@ -31,14 +31,14 @@ pub(crate) struct Connecting<'a, L> {
     links: RefCell<Vec<Vec<Option<L>>>>,
     /// Of each peer that is being dialled why the last attempt failed, for the error at the deadline.
     complaints: RefCell<BTreeMap<usize, String>>,
-    /// What has gone wrong elsewhere, and ends this.
+    /// What went wrong in a task that accepts, and ends connecting.
     trouble: Arc<OnceLock<Trouble>>,
     /// When it was last looked whether there are descriptors left, and that there were none.
     looked: Cell<Instant>,
     exhausted: Cell<bool>,
 }
 
-/// What goes wrong where somebody is let in, and can be told only by those who wait for it.
+/// What went wrong in a task that accepts connections. Those who wait for the connections report it.
 #[derive(Debug)]
 pub(crate) struct Trouble {
     pub(crate) doing: String,
@@ -60,7 +60,7 @@ impl From<io::Error> for Attempt {
     }
 }
 
-/// Whoever still connects when there have been no descriptors left for so long will not get any further.
+/// Once the process has been out of descriptors for so long, connecting is given up.
 const STARVED: Duration = Duration::from_secs(1);
 
 /// Most peers of which an error says where they were looked for.
@@ -112,7 +112,7 @@ impl<'a, L> Connecting<'a, L> {
         self.need.unmet(&format!("rank {}: {doing}", self.core.rank), error)
     }
 
-    /// What has gone wrong elsewhere, as this rank's error.
+    /// An error of a task that accepts, as this rank's error.
     fn told(&self, Trouble { doing, error }: &Trouble) -> Error {
         if ran_out(error) {
             return self.ran_out(doing, error);

@@ -1,4 +1,4 @@
-//! What both transports share besides their connections: who takes part, the first abort, and the checks of a call.
+//! Common to both transports: ranks and lanes, the first abort, and the checks of a call.
 
 use std::sync::OnceLock;
 
@@ -83,7 +83,7 @@ impl Need {
     }
 }
 
-/// What an error says was going on. Made when there is an error, not before: it takes longer than sending a small message.
+/// The name of the operation, for errors. Made when there is an error, not before: it takes longer than sending a small message.
 pub(crate) fn describe(lane: usize, outgoing: &[Outgoing<'_>]) -> String {
     match outgoing {
         [message, ..] => format!("{} on lane {lane}", message.header),

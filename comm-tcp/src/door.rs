@@ -1,4 +1,4 @@
-//! Letting in those who prove that they belong to the job, and nobody else.
+//! Accepts connections, and admits those whose handshake proves that they belong to the job.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -13,27 +13,27 @@ use comm_core::driver::within;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Sleep, sleep};
 
-/// A connection that has not proven itself by then is closed.
+/// A connection that has not authenticated by then is closed.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Connections that may be proving themselves at the same time. With one more the oldest is closed, so that silent strangers
-/// cannot keep the others out; a rank turned away that way dials again.
+/// Most handshakes at a time. One more closes the oldest, so that silent connections cannot keep ranks out; a rank whose connection was
+/// closed that way dials again.
 const CROWD: usize = 256;
-/// Most connections accepted before those that are there get their turn: a rank must get through its handshake in the time that
-/// others take to fill the room. It also leaves the rest of what a task of the runtime may do at a time to the handshakes.
+/// Most connections accepted before the handshakes under way are served: a rank must get through its handshake in the time that others
+/// take to reach the limit. It also leaves the rest of what a task of the runtime may do at a time to the handshakes.
 const ACCEPT_TURN: usize = 32;
 
-/// While there are no descriptors left, whoever has been proving itself for so long is turned away for one. A rank needs far less: one
-/// that was turned away sooner would come again, and again take the last descriptor, for ever.
+/// While the process is out of descriptors, a connection whose handshake has taken this long is closed to free one. A rank needs far less
+/// time; with a shorter one it would dial again and take the last descriptor again, for ever.
 const GRACE: Duration = Duration::from_secs(1);
 /// Until the next attempt to accept after one that failed.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// A public listener. Nothing that comes through it is believed before its handshake has succeeded, and what strangers can
-/// cost is bounded: [`CROWD`] sockets for [`PATIENCE`].
+/// A public listener. Nothing that comes through it is trusted before its handshake has succeeded, and what connections from outside the
+/// job can cost is bounded: [`CROWD`] sockets for [`PATIENCE`].
 pub(crate) struct Door<'a, T> {
     listener: TcpListener,
     handshakes: VecDeque<Handshake<'a, T>>,
-    /// Nobody is accepted before it ends.
+    /// Nothing is accepted before it ends.
     pause: Option<Pin<Box<Sleep>>>,
 }
 
@@ -48,10 +48,10 @@ impl<'a, T: Send + 'a> Door<'a, T> {
         Door { listener, handshakes: VecDeque::new(), pause: None }
     }
 
-    /// The next connection whose `handshake` gave `Some`. A handshake that gives `None` was a stranger's.
+    /// The next connection whose `handshake` gave `Some`. A handshake that gives `None` failed, and its connection is closed.
     ///
     /// # Errors
-    /// The system's, when there are no descriptors left and nobody is there who could be turned away for one.
+    /// The system's, when the process is out of descriptors and no handshake holds one that could be freed.
     pub(crate) async fn admit<F>(&mut self, handshake: impl Fn(TcpStream) -> F) -> io::Result<T>
     where
         F: Future<Output = Option<T>> + Send + 'a,
@@ -77,7 +77,7 @@ impl<'a, T: Send + 'a> Door<'a, T> {
         .await
     }
 
-    /// Accepts those who are waiting, as many as have a turn.
+    /// Accepts waiting connections, at most [`ACCEPT_TURN`].
     fn accept<F>(&mut self, cx: &mut Context<'_>, handshake: impl Fn(TcpStream) -> F) -> io::Result<()>
     where
         F: Future<Output = Option<T>> + Send + 'a,
@@ -99,7 +99,7 @@ impl<'a, T: Send + 'a> Door<'a, T> {
                     let proof = Box::pin(async move { proof.await.flatten() });
                     self.handshakes.push_back(Handshake { grace: Deadline::after(GRACE), proof });
                 }
-                // The system says so even when nobody is waiting. Those who are there go on meanwhile.
+                // The system says so even when no connection waits. Handshakes go on meanwhile.
                 Poll::Ready(Err(error)) if ran_out(&error) => {
                     let Some(oldest) = self.handshakes.front() else { return Err(error) };
                     if oldest.grace.has_passed() {
@@ -107,7 +107,7 @@ impl<'a, T: Send + 'a> Door<'a, T> {
                     }
                     self.pause = Some(Box::pin(sleep(PAUSE)));
                 }
-                // The stranger is gone already.
+                // The connection is gone already.
                 Poll::Ready(Err(_)) => self.pause = Some(Box::pin(sleep(PAUSE))),
             }
         }
@@ -125,7 +125,7 @@ mod tests {
 
     use super::*;
 
-    /// Who was first and has said everything is let in, however many others have come before anybody looked.
+    /// A connection that was first and has sent its handshake is admitted, however many others came before the handshakes were served.
     #[tokio::test]
     async fn a_flood_at_the_door_turns_no_rank_away() {
         let listener = crate::socket::listen("127.0.0.1:0".parse().unwrap(), None).unwrap();

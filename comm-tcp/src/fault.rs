@@ -1,4 +1,4 @@
-//! What a link says when it cannot go on. The operation is named later, by those who know it.
+//! The error of a connection. The operation is added later, where it is known.
 
 use comm_core::Error;
 

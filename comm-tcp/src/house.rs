@@ -20,10 +20,10 @@ use crate::socket::{self, SocketFacts};
 /// The kernel's number of this start of the machine.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
-/// What ranks that cannot reach each other's sockets fail with.
+/// What is not available where ranks cannot reach each other's sockets.
 const IPC: &str = "ZeroMQ over Unix sockets between all ranks";
 
-/// A fresh folder, removed with this value.
+/// A fresh folder for Unix sockets that only this user may enter, removed with this value.
 pub(crate) struct House {
     folder: PrivateFolder,
 }
@@ -45,7 +45,7 @@ impl House {
             Err(error) if error.kind() == ErrorKind::InvalidInput => Err(Error::Unsupported {
                 what: format!("rank {rank}: the Unix socket {}", path.display()),
                 why: format!(
-                    "a path of {} B is more than an address of a socket holds; set TMPDIR to a folder with a shorter path",
+                    "a path of {} B is too long for the address of a socket; set TMPDIR to a folder with a shorter path",
                     path.as_os_str().len()
                 ),
             }),
@@ -55,13 +55,13 @@ impl House {
         }
     }
 
-    /// What the other ranks are told.
+    /// What the other ranks need to find and check the folder.
     pub(crate) fn announce(&self, rank: usize) -> Result<Folder> {
         let unsupported = |why: String| Error::Unsupported { what: format!("rank {rank}: ZeroMQ over IPC"), why };
         let path = self.folder.path();
         let spelled = path.to_str().filter(|path| !path.chars().any(char::is_control)).ok_or_else(|| {
             unsupported(format!(
-                "the path {} is no plain text, so that it cannot be told to others; set TMPDIR to another folder",
+                "the path {} is not plain text, so it cannot be sent to the other ranks; set TMPDIR to another folder",
                 path.display()
             ))
         })?;
@@ -72,10 +72,10 @@ impl House {
     }
 }
 
-/// Where a rank's house is.
+/// Where a rank's folder of sockets is, and what identifies it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Folder {
-    /// Of this start of its machine.
+    /// The boot id of its machine.
     pub(crate) machine: String,
     pub(crate) device: u64,
     pub(crate) inode: u64,
@@ -97,11 +97,11 @@ impl Folder {
         }
         let path = Path::new(&self.path);
         if !path.is_absolute() {
-            return Some(format!("{} is no whole path", path.display()));
+            return Some(format!("{} is not an absolute path", path.display()));
         }
         match identity(path) {
             Ok(found) if found == (self.device, self.inode) => None,
-            Ok(_) => Some(format!("{} is another folder here than there, as in another container", self.path)),
+            Ok(_) => Some(format!("{} is a different folder on that rank, as in another container", self.path)),
             Err(error) => Some(format!("{}: {error}; start all ranks in the same container", self.path)),
         }
     }
@@ -116,7 +116,7 @@ pub(crate) fn see_all(rank: usize, folders: &[&Folder], control: &dyn Control, d
         Some(format!("rank {rank} cannot reach the sockets of rank {peer}: {why}"))
     });
     let seen = complaint.map_or(Ok(()), |why| Err(Error::Unsupported { what: IPC.into(), why }));
-    // Nobody leaves, and takes its folder along, before all have looked.
+    // No rank removes its folder before all have looked.
     control.gather_all("ipc folders seen", IPC, seen, deadline).map(drop)
 }
 
@@ -165,7 +165,7 @@ fn room(edge: Edge) -> String {
     format!("{}-{}", edge.dialler, edge.lane)
 }
 
-/// What a folder is known by on one machine, whatever its name.
+/// What identifies a folder on one machine, whatever its path.
 fn identity(path: &Path) -> std::io::Result<(u64, u64)> {
     let metadata = fs::metadata(path)?;
     Ok((metadata.dev(), metadata.ino()))
@@ -182,7 +182,7 @@ mod tests {
     const EDGE: Edge = Edge { dialler: 3, listener: 0, lane: 1 };
 
     #[test]
-    fn a_house_lets_this_user_alone_in_and_goes_with_its_value() {
+    fn only_this_user_may_enter_the_folder_and_it_goes_with_its_value() {
         let house = House::build(0).unwrap();
         let folder = house.announce(0).unwrap();
         let mode = fs::metadata(&folder.path).unwrap().permissions().mode();
@@ -199,7 +199,7 @@ mod tests {
         let base = tempfile::tempdir().unwrap();
         let house = House { folder: PrivateFolder::new_in(base.path(), &"x".repeat(100)).unwrap() };
         let error = house.listen(0, EDGE).unwrap_err().to_string();
-        assert!(error.contains("TMPDIR") && error.contains("B is more than"), "{error}");
+        assert!(error.contains("TMPDIR") && error.contains("B is too long"), "{error}");
     }
 
     #[test]
@@ -217,8 +217,8 @@ mod tests {
         assert_eq!(theirs.is_out_of_reach(&own), None);
         let cases = [
             (Folder { machine: "another".into(), ..theirs.clone() }, "another machine"),
-            (Folder { inode: own.inode, ..theirs.clone() }, "another folder"),
-            (Folder { path: theirs.path[1..].to_string(), ..theirs.clone() }, "no whole path"),
+            (Folder { inode: own.inode, ..theirs.clone() }, "a different folder"),
+            (Folder { path: theirs.path[1..].to_string(), ..theirs.clone() }, "not an absolute path"),
             (Folder { path: format!("{}-gone", theirs.path), ..theirs }, "No such file"),
         ];
         for (folder, word) in cases {

@@ -47,12 +47,12 @@
 //! - **Window.** Payloads travel in segments ([`TcpOptions::segment`]). At most [`TcpOptions::window`] bytes are on their way
 //!   to a peer on a lane; the receiver returns credit as its sinks use the bytes up. A peer that sends more, or a longer
 //!   segment, or credit that it does not have, gets [`Error::Protocol`](comm_core::Error::Protocol).
-//! - **Death.** The socket's monitor is watched during every exchange; a connection that ends without a farewell is
+//! - **Death.** The socket's monitor is watched during every exchange; a connection that ends without a close message is
 //!   [`Error::PeerLost`](comm_core::Error::PeerLost). A host that vanishes without a word shows on neither transport before
 //!   the deadline: that is what the control plane's heartbeats are for, which end in
 //!   [`abort`](comm_core::Transport::abort).
-//! - **Close.** Each side sends a farewell after its last message, answers the other's, and leaves once it has the other's
-//!   farewell and either the answer to its own or the end of the connection. So nothing is dropped that the peer still waits
+//! - **Close.** Each side sends a close message after its last one, acknowledges the other's, and closes once it has the other's
+//!   close message and either the acknowledgement of its own or the end of the connection. So nothing is dropped that the peer still waits
 //!   for.
 //!
 //! # The gate
@@ -62,7 +62,7 @@
 //! Unix sockets in a fresh directory that only this user may enter (below the system's directory for temporary files), and
 //! one public TCP listener stands in front of all of them. It speaks the opening of ZMTP itself: exactly 64 bytes of greeting,
 //! then one READY command of at most 255 bytes, within 5 seconds, from at most 256 connections at a time (with one more the
-//! oldest is turned away, so that silent ones cannot keep ranks out). The READY command's identity must be the token that the
+//! oldest is closed, so that silent ones cannot keep ranks out). The READY command's identity must be the token that the
 //! control plane's key yields for this connection: HMAC-SHA256 over a nonce of the listener, both ranks and the lane,
 //! compared in constant time and good for one use. Only then are the bytes relayed. When every rank is in, the
 //! listener closes.
@@ -78,7 +78,7 @@
 //!
 //! The gate costs a relay through a Unix socket: every byte between two ranks passes it once, at the rank that listens. Which
 //! one that is alternates from pair to pair, so that every rank relays for about half of the others. [`TcpOptions::gate`] turns it off, to measure that or on a network where nobody else is: then the DEALER sockets
-//! themselves are public until their rank has connected, and a wrong identity ends the job instead of being turned away.
+//! themselves are public until their rank has connected, and a wrong identity ends the job instead of being refused.
 //!
 //! # ZeroMQ over IPC
 //!

@@ -25,7 +25,7 @@ pub struct TcpOptions {
     /// What a rank does while an exchange waits. Ranks may differ in it. Default: [`Waiting::Adaptive`].
     pub waiting: Waiting,
     /// ZeroMQ only: whether a gate stands between the network and the crate's parser (see the [crate](crate)
-    /// documentation). Without it anybody who can reach the port can end this process while it connects. Default: true.
+    /// documentation). Without it (`--no-gate`) anyone who can reach the port can end this process while it connects. Default: true.
     pub gate: bool,
     /// ZeroMQ only: whether ranks connect over Unix sockets instead of TCP, which takes ranks of one machine and one user
     /// (see the [crate](crate) documentation). `bind`, `congestion` and `gate` have no meaning then. Default: false.
@@ -69,14 +69,14 @@ impl TcpOptions {
     pub(crate) fn validate(&self) -> Result<()> {
         self.bind.map_or(Ok(()), comm_core::addresses::check_own_address)?;
         if !(1..=MAX_LANES).contains(&self.lanes) {
-            return Err(Error::invalid(format!("{} lanes: there must be 1 to {MAX_LANES}", self.lanes)));
+            return Err(Error::invalid(format!("tcp lanes (--lanes): {} is not from 1 to {MAX_LANES}", self.lanes)));
         }
         if !(4 << 10..=16 << 20).contains(&self.segment) {
-            return Err(Error::invalid(format!("a segment of {} B: it must have 4 KiB to 16 MiB", self.segment)));
+            return Err(Error::invalid(format!("tcp segment: {} B is not from 4 KiB to 16 MiB", self.segment)));
         }
         if !(2 * (self.segment + OVERHEAD)..=MAX_WINDOW).contains(&self.window) {
             return Err(Error::invalid(format!(
-                "a window of {} B: it must hold two segments of {} B with their headers, and have at most {MAX_WINDOW} B",
+                "tcp window: {} B must hold two segments of {} B with their headers, and be at most {MAX_WINDOW} B",
                 self.window, self.segment
             )));
         }

@@ -1,4 +1,4 @@
-//! Who listens for whom, and where.
+//! Which rank of a pair listens, and where.
 
 use std::collections::HashSet;
 use std::net::{IpAddr, SocketAddr};

@@ -10,7 +10,7 @@ use socket2::{Domain, Protocol, SockRef, Socket, Type};
 pub(crate) const SOCKET_BUFFER: usize = 4 << 20;
 
 /// Connections that may wait to be accepted; the kernel grants less where `net.core.somaxconn` says so. When there is no room a
-/// dialler tries again after a second, so a stranger's connections must not fill it while the door is busy.
+/// dialler tries again after a second, so connections from outside the job must not fill it while handshakes are served.
 const BACKLOG: i32 = 4096;
 
 /// A listener on a free port of `address`, whose port is 0, non-blocking; accepted sockets inherit the congestion control.
@@ -69,7 +69,7 @@ impl SocketFacts {
     }
 }
 
-/// The congestion control of sockets that nobody set otherwise, as far as the kernel tells. A route can override it.
+/// The congestion control of sockets by default, as far as the kernel tells. A route can override it.
 pub(crate) fn default_congestion() -> String {
     std::fs::read_to_string("/proc/sys/net/ipv4/tcp_congestion_control")
         .map_or_else(|_| "unknown".to_string(), |name| name.trim().to_string())

@@ -195,7 +195,7 @@ fn strangers_during_a_job_find_no_open_door() {
         stop.store(true, Ordering::Relaxed);
         for attacker in attackers.lock().unwrap().drain(..) {
             let (heard, refused) = attacker.join().unwrap();
-            assert!(heard > 0, "{kind:?}: the door was open while the job connected");
+            assert!(heard > 0, "{kind:?}: the port was open while the job connected");
             assert!(refused > 0, "{kind:?}: and closed once everybody was in");
         }
     }
@@ -430,7 +430,7 @@ fn ready(identity: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// What a stranger is answered until it is turned away, which must happen within two seconds.
+/// What a stranger is answered until its connection is closed, which must happen within two seconds.
 fn say(address: SocketAddr, bytes: &[u8]) -> Vec<u8> {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
@@ -443,7 +443,7 @@ fn say(address: SocketAddr, bytes: &[u8]) -> Vec<u8> {
             Ok(0) => return answer,
             Ok(read) => answer.extend_from_slice(&buffer[..read]),
             Err(error) if error.kind() == ErrorKind::ConnectionReset => return answer,
-            Err(error) => panic!("not turned away: {error}"),
+            Err(error) => panic!("not closed: {error}"),
         }
     }
 }

@@ -141,7 +141,7 @@ impl Checkpoint {
         let cannot_read = |source| io(path, "cannot read it", source);
         // A pipe or a device would be read for ever.
         if !fs::metadata(path).map_err(cannot_read)?.is_file() {
-            return Err(CheckpointError::Format { path: path.into(), detail: "it is no ordinary file".into() });
+            return Err(CheckpointError::Format { path: path.into(), detail: "it is not a regular file".into() });
         }
         let bytes = fs::read(path).map_err(cannot_read)?;
         let format = |error: safetensors::SafeTensorError| CheckpointError::Format {

@@ -49,7 +49,7 @@ pub enum ConfigError {
         n_head: usize,
     },
     /// No preset has this name.
-    #[error("there is no model preset named {name:?}; presets are {}", Preset::names())]
+    #[error("unknown model preset '{name}', expected one of {}", Preset::names())]
     UnknownPreset {
         /// The name that was asked for.
         name: String,

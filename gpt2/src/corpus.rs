@@ -70,7 +70,7 @@ pub struct LoadOptions {
     pub cache: Option<TokenCache>,
 }
 
-/// How far loading has come, for whoever shows it.
+/// How far loading has come, for display.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Loading {
     /// What is being done.
@@ -104,7 +104,7 @@ pub enum Stage {
 enum Documents {
     /// Its tokenizer, or its shards, say nothing of them.
     Unknown,
-    /// They could be told apart, and nobody wants to.
+    /// They could be told apart, and need not be.
     PlainText,
     /// Texts with something in them between two ends of documents.
     Number(u64),
@@ -163,7 +163,7 @@ pub enum CorpusError {
         source: std::io::Error,
     },
     /// A pipe, a device or the like.
-    #[error("{} is no ordinary file; copy its contents to one first", path.display())]
+    #[error("{} is not a regular file; copy its contents to one first", path.display())]
     NotAFile {
         /// The path.
         path: PathBuf,
@@ -278,7 +278,7 @@ pub enum CorpusError {
         vocab: usize,
     },
     /// A read past the end of a stream.
-    #[error("tokens {start} and {count} more were asked of a stream of {len}; ask for tokens within it")]
+    #[error("{count} tokens from number {start} on reach beyond the stream of {len} tokens")]
     PastTheEnd {
         /// First token asked for.
         start: usize,
@@ -464,7 +464,7 @@ impl fmt::Display for Origin {
                      bytes tokenizer"
                 )?;
                 match instead {
-                    Some(why) => write!(f, "; there is no documentation to read: {why})"),
+                    Some(why) => write!(f, "; no documentation was found: {why})"),
                     None => f.write_str(")"),
                 }
             }

@@ -49,7 +49,7 @@ pub trait DeviceCollectives: Send + Sync {
     /// ended.
     ///
     /// # Errors
-    /// `InvalidArgument` for a buffer of somebody else's.
+    /// `InvalidArgument` for a buffer that does not belong here.
     fn take_back(&self, buffer: Buffer) -> Result<Tensor<1>>;
 }
 

@@ -151,7 +151,7 @@ pub(crate) fn attention(qkv: Tensor<3>, n_head: usize) -> Tensor<3> {
     Tensor::from_primitive::<Autodiff<Flex>>(mixed)
 }
 
-/// Where a backward pass finds a weight.
+/// Where a backward pass finds a weight: the resident weights, and its key there.
 type Late = (Arc<Resident>, NodeId);
 
 #[derive(Debug)]

@@ -3,11 +3,11 @@
 //! - [`config`], [`init`], [`model`]: GPT-2 exactly, its presets, and weights that depend on (seed, tensor path) alone.
 //! - [`segments`]: the model as a chain of segments whose gradients are handed out while the backward pass still runs.
 //! - [`tokenizer`], [`corpus`], [`batches`]: text to tokens, and the order of batches as a function of (seed, step, row).
-//! - [`strategy`]: who averages which gradients and updates which parameters, each written once against
+//! - [`strategy`]: the distributed strategies, each written once against
 //!   [`Communicator`](comm_core::Communicator), with the formula of its bytes.
 //! - [`precision`], [`flat`]: the types in which a model computes and values travel, and where they are.
 //! - [`optim`], [`trainer`], [`checkpoint`]: AdamW and LAMB on any shard, schedules, loss scaling, the one training loop, files.
-//! - [`record`], [`memory`], [`utilization`], [`events`]: what a run takes, by the thread's own account, and its curves for TensorBoard.
+//! - [`record`], [`memory`], [`utilization`], [`events`]: time, memory and utilisation of a run, and its curves for TensorBoard.
 //! - [`run`]: the ranks of a job, over a transport of [`isocomm`].
 //! - [`cli`]: the program `gpt2`.
 //!

@@ -19,7 +19,7 @@ use crate::fused::{self, Resident};
 /// Which form of the layers runs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Kernels<'a> {
-    /// The CPU's fused operations (see [`fused`]); host tensors only. For a pass with gradients the module's tensors are ghosts, and the
+    /// The CPU's fused operations (see [`fused`]); host tensors only. For a pass with gradients the module's tensors are empty leaves, and the
     /// weights are in here.
     Fused(Option<&'a Arc<Resident>>),
     /// Composed of tensor operations, on any device.

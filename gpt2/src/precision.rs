@@ -1,8 +1,6 @@
 //! The floating-point types in which a model computes and values travel.
 
-use std::fmt;
 use std::ops::Range;
-use std::str::FromStr;
 
 use burn::tensor::FloatDType;
 use comm_core::{Buffer, DType, Element, bf16, f16};
@@ -23,10 +21,9 @@ pub enum Precision {
     F16,
 }
 
-impl Precision {
-    /// Every type.
-    pub const ALL: [Precision; 3] = [Precision::F32, Precision::Bf16, Precision::F16];
+comm_core::names!(pub Precision, "floating-point type": F32 = "f32", Bf16 = "bf16", F16 = "f16");
 
+impl Precision {
     /// The element type of its buffers.
     pub fn dtype(self) -> DType {
         match self {
@@ -108,23 +105,6 @@ impl Precision {
             Precision::Bf16 => cut(buffer.into_vec::<bf16>()?, lengths),
             Precision::F16 => cut(buffer.into_vec::<f16>()?, lengths),
         })
-    }
-}
-
-impl fmt::Display for Precision {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.dtype().fmt(f)
-    }
-}
-
-impl FromStr for Precision {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        Precision::ALL
-            .into_iter()
-            .find(|precision| precision.to_string() == name)
-            .ok_or_else(|| format!("`{name}` is no floating-point type here; choose one of f32, bf16, f16"))
     }
 }
 

@@ -1,6 +1,6 @@
 //! Where the time of a step goes: what the training thread did, span by span, and which operations were under way meanwhile.
 //!
-//! A [`record`]ing is the thread's own, as its memory [scopes](crate::memory) are: whoever does something that is to be timed says so with
+//! A [`record`]ing is the thread's own, as its memory [scopes](crate::memory) are: code that is to be timed says so with
 //! [`span`], and no signature carries a clock. Spans nest, and each counts its own time alone: a span that begins within another one
 //! interrupts it. Outside of a recording nothing is kept.
 

@@ -177,7 +177,7 @@ impl CudaDriver {
             ),
             UNAVAILABLE => (
                 why,
-                "another process may have it alone (`nvidia-smi -q -d COMPUTE`); wait for its end, or choose another one with --device cuda:N",
+                "another process may hold it exclusively (`nvidia-smi -q -d COMPUTE`); wait for its end, or choose another one with --device cuda:N",
             ),
             // The driver is not whole.
             0 => (why, "install a newer NVIDIA driver"),
@@ -343,7 +343,7 @@ impl Nvrtc {
         Some(match (code, u32::try_from(major), u32::try_from(minor)) {
             (Ok(0), Ok(major), Ok(minor)) => Ok(Nvrtc { name: name.clone(), version: (major, minor) }),
             (Ok(code), ..) => Err(format!("{name}: nvrtcVersion fails with error {code}")),
-            (Err(error), ..) => Err(format!("{name} is no NVRTC: {error}")),
+            (Err(error), ..) => Err(format!("{name} is not NVRTC: {error}")),
         })
     }
 }

@@ -91,7 +91,7 @@ pub enum TokenizerError {
         found: usize,
     },
     /// A stored description that no tokenizer writes.
-    #[error("this is no description of a {kind} tokenizer ({reason}); it was damaged or written by another version")]
+    #[error("this is not a description of a {kind} tokenizer ({reason}); it was damaged or written by another version")]
     BadDescription {
         /// The kind described.
         kind: TokenizerKind,

@@ -157,7 +157,7 @@ mod watch {
                         sums.add(sample);
                     }
                     if let Ok(reply) = request {
-                        // Whoever asked may have lost patience.
+                        // The requester may have given up.
                         let _ = reply.send(std::mem::take(&mut sums).mean());
                     }
                     next = Instant::now() + PERIOD;

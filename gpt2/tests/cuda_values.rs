@@ -233,7 +233,7 @@ fn too_little_memory_and_a_lost_device_are_one_clear_error_on_every_rank() {
         for (fault, value, cause) in [
             ("STAND_IN_MEMORY", "3000000", "out of device memory"),
             ("STAND_IN_CONTEXT", "2", "which processes take its memory"),
-            ("STAND_IN_CONTEXT", "46", "another process may have it alone"),
+            ("STAND_IN_CONTEXT", "46", "another process may hold it exclusively"),
             ("STAND_IN_LOST_AT", "0", "a GPU that was lost comes back with"),
             ("STAND_IN_LOST_AT", "10", "the GPU is lost"),
             ("STAND_IN_LOST_AT", "300", "the GPU is lost"),

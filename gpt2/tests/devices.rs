@@ -183,6 +183,6 @@ mod stand_in {
         library(folder.path(), "libnvrtc.so", NVRTC, "-DMAJOR=12");
         train(&["cuda_fp16.h is not below /nowhere/cuda/include", "which CUDA_PATH names"]);
         library(folder.path(), "libnvrtc.so", "int nothing;", "-DMAJOR=12");
-        train(&["libnvrtc.so is no NVRTC"]);
+        train(&["libnvrtc.so is not NVRTC"]);
     }
 }

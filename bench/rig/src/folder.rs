@@ -43,7 +43,7 @@ pub fn read_small(path: &Path) -> Result<String, String> {
     let told = |error: std::io::Error| format!("{}: {error}", path.display());
     // A pipe would be waited for, and a device has no end.
     if !fs::metadata(path).map_err(told)?.is_file() {
-        return Err(format!("{} is no ordinary file; give the path of a text file", path.display()));
+        return Err(format!("{} is not a regular file; give the path of a text file", path.display()));
     }
     let mut text = String::new();
     File::open(path).and_then(|file| file.take(LARGEST + 1).read_to_string(&mut text)).map_err(told)?;

@@ -1,12 +1,12 @@
-//! What benchmarks stand on: ranks that are this executable started again, links between them, and what was measured of both.
+//! The library of the benchmarks: jobs whose ranks are this executable started again, links between them, and measurements of both.
 //!
-//! [`rank`] is the frame of a rank's program, [`outcome`] runs a job to its end and says how it ended, [`training`] is the job that
-//! trains. [`link`] has the networks that ranks live in, [`why`] and [`machine`] watch connections and the machine meanwhile, [`record`]
-//! is what a run leaves, and [`stats`] and [`plot`] are what is made of records. A program that uses it has [`Command`] among its
+//! [`rank`] is the program of a rank, [`outcome`] runs a job to its end and reports how it ended, [`training`] is the job that
+//! trains. [`link`] makes the networks that ranks run in, [`why`] and [`machine`] monitor connections and the machine, [`record`]
+//! is the result of a run, and [`stats`] and [`plot`] evaluate records. A program that uses it has [`Command`] among its
 //! commands.
 #![allow(
     missing_docs,
-    reason = "a library for the programs of this folder, whose fields and methods mostly say in their names what they are"
+    reason = "a library for the programs of this folder, most of whose fields and methods need no description"
 )]
 
 pub mod check;

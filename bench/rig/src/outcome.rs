@@ -24,7 +24,7 @@ impl From<String> for RunError {
     }
 }
 
-/// A job's result, or why it has none; a signal ends whoever asks.
+/// A job's result, or why it has none. A signal ends the caller too.
 ///
 /// # Errors
 /// [`Interrupted`] when a signal came.
@@ -63,7 +63,7 @@ pub fn captured(outcome: LaunchOutcome) -> Result<Vec<Captured>, RunError> {
     if outcome.code == EXIT_TIMED_OUT {
         return Err(RunError::TimedOut(cause));
     }
-    let said = complaint_of_first(&outcome).unwrap_or_else(|| "it said nothing".into());
+    let said = complaint_of_first(&outcome).unwrap_or_else(|| "it printed nothing".into());
     Err(RunError::Failed(format!("{cause}: {said}")))
 }
 

@@ -66,7 +66,7 @@ pub fn main<P: Program>(args: &TaskArgs) -> Result<ExitCode, BenchError> {
 /// # Errors
 /// No launcher started it.
 pub fn of_a_job(job: Option<&Job>) -> Result<&Job, BenchError> {
-    job.ok_or_else(|| "this command is started by a launcher, as one rank of its job".into())
+    job.ok_or_else(|| "this is an internal command: a launcher starts it as one rank of its job".into())
 }
 
 /// Writes the task for ranks to read; the arguments that have this executable run it.

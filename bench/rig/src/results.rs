@@ -57,7 +57,7 @@ pub fn read_records(path: &Path) -> Result<Results, String> {
         }
         if read == LONGEST_LINE && line.last() != Some(&b'\n') {
             return Err(format!(
-                "{name}: line {number} is longer than {} MiB; this is no file of results",
+                "{name}: line {number} is longer than {} MiB; this is not a file of results",
                 LONGEST_LINE >> 20
             ));
         }
@@ -103,7 +103,7 @@ fn locate(path: &Path) -> Result<PathBuf, String> {
     let file = if given.is_dir() { path.join(FILE) } else { path.to_path_buf() };
     match about(&file) {
         Ok(about) if about.is_file() => Ok(file),
-        Ok(_) => Err(format!("{} is no regular file; give the folder of a sweep, or its {FILE}", file.display())),
+        Ok(_) => Err(format!("{} is not a regular file; give the folder of a sweep, or its {FILE}", file.display())),
         Err(error) => {
             Err(format!("{} holds no {FILE}: {error}; give the folder that `bench sweep` wrote to", path.display()))
         }
@@ -243,6 +243,6 @@ mod tests {
         let said = |path: &Path| read_records(path).unwrap_err();
         assert!(said(folder.path()).contains("holds no results.jsonl"), "{}", said(folder.path()));
         assert!(said(&folder.path().join("nowhere")).contains("give the folder of a sweep"));
-        assert!(said(Path::new("/dev/zero")).contains("is no regular file"));
+        assert!(said(Path::new("/dev/zero")).contains("is not a regular file"));
     }
 }

@@ -55,7 +55,7 @@ impl FromStr for Reduction {
         let name = if name == "mean" { "avg" } else { name };
         Reduction::ALL.into_iter().find(|reduction| reduction.name() == name).ok_or_else(|| {
             let names = Reduction::ALL.map(Reduction::name).join(", ");
-            format!("`{name}` is no reduction; choose one of {names}, all")
+            format!("unknown reduction '{name}', expected one of {names}, all")
         })
     }
 }

@@ -104,7 +104,7 @@ impl FromStr for Operation {
     fn from_str(name: &str) -> Result<Self, String> {
         Operation::OFFERED.into_iter().find(|operation| operation.name() == name).ok_or_else(|| {
             let names = Operation::OFFERED.map(Operation::name).join(", ");
-            format!("`{name}` is no collective; choose one of {names}")
+            format!("unknown collective '{name}', expected one of {names}")
         })
     }
 }

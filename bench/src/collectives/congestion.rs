@@ -31,7 +31,7 @@ pub(crate) fn check(name: &str) -> Result<(), String> {
     let socket = Socket::new(Domain::IPV4, Type::STREAM, None).map_err(|error| format!("no socket: {error}"))?;
     socket.set_tcp_congestion(name.as_bytes()).map_err(|error| {
         let known = std::fs::read_to_string("/proc/sys/net/ipv4/tcp_available_congestion_control").unwrap_or_default();
-        format!("the kernel does not have it or does not let us ({error}); it has: {}", known.trim())
+        format!("the kernel does not have it or does not allow it ({error}); it has: {}", known.trim())
     })
 }
 
@@ -58,7 +58,7 @@ pub(crate) fn enter(name: &str) -> String {
     }
     let program = match std::env::current_exe() {
         Ok(program) => program,
-        Err(error) => return format!("where is this program? {error}"),
+        Err(error) => return format!("the path of this program is unknown: {error}"),
     };
     let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
     let error = Command::new("unshare").args(["--net", "--"]).arg(program).args(arguments).arg("--in-namespace").exec();
@@ -91,7 +91,7 @@ pub(crate) fn set_up_namespace(name: &str) -> Result<(), String> {
 
 fn last_line(said: &[u8]) -> String {
     let said = String::from_utf8_lossy(said);
-    said.lines().map(str::trim).rfind(|line| !line.is_empty()).unwrap_or("it said nothing").to_string()
+    said.lines().map(str::trim).rfind(|line| !line.is_empty()).unwrap_or("it printed nothing").to_string()
 }
 
 #[cfg(test)]

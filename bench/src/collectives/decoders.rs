@@ -49,7 +49,7 @@ fn received<M: DeserializeOwned + Serialize>(bytes: &[u8], size: usize) -> (Vec<
     std::thread::scope(|scope| {
         scope.spawn(move || {
             for piece in bytes.chunks(size) {
-                // The other end may have had enough.
+                // The other end may have closed the connection.
                 if near.write_all(piece).is_err() {
                     return;
                 }

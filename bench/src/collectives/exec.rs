@@ -35,7 +35,7 @@ pub(crate) fn measure(session: &Connected, request: &Measure, memory: &mut Memor
     let outcome = with_sample!(
         dtype,
         T => run::<T>(session, request, memory, is_process),
-        else Err(Trouble::Unsupported(format!("there is no test data of type {dtype}")))
+        else Err(Trouble::Unsupported(format!("no test data of type {dtype}")))
     );
     outcome.unwrap_or_else(|trouble| Reply { error: Some(trouble), ..Reply::default() })
 }

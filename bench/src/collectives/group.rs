@@ -266,14 +266,14 @@ impl Life {
                 Some(match thread.take().map(JoinHandle::join) {
                     Some(Ok(Ok(outcome))) => describe(&outcome),
                     Some(Ok(Err(error))) => error.to_string(),
-                    Some(Err(_)) => "the thread that looks after the ranks panicked".into(),
+                    Some(Err(_)) => "the thread that watches the ranks panicked".into(),
                     None => "the ranks have ended".into(),
                 })
             }
             Life::Programs { children, complaints } => {
                 let status = children.iter_mut().find_map(|child| child.try_wait().ok().flatten())?;
                 let said = fs::read(complaints).unwrap_or_default();
-                let line = complaint(&String::from_utf8_lossy(&said)).unwrap_or_else(|| "it said nothing".into());
+                let line = complaint(&String::from_utf8_lossy(&said)).unwrap_or_else(|| "it printed nothing".into());
                 Some(format!("{line} ({status})"))
             }
         }
@@ -311,7 +311,7 @@ impl Drop for Life {
 
 fn describe(outcome: &LaunchOutcome) -> String {
     let said = complaint_of_first(outcome);
-    let cause = outcome.cause.clone().unwrap_or_else(|| "the ranks ended of their own accord".into());
+    let cause = outcome.cause.clone().unwrap_or_else(|| "the ranks ended by themselves".into());
     match said {
         Some(said) => format!("{cause}: {said}"),
         None => cause,

@@ -294,10 +294,10 @@ impl CollectivesArgs {
             return Err(format!("--minbytes {min} must not be more than --maxbytes {max}").into());
         }
         if self.stepbytes == Some(0) {
-            return Err("--stepbytes 0 leads nowhere; give at least 1".into());
+            return Err("--stepbytes must be at least 1".into());
         }
         if self.stepfactor < 2 {
-            return Err(format!("--stepfactor {} leads nowhere; give at least 2", self.stepfactor).into());
+            return Err(format!("--stepfactor {} must be at least 2", self.stepfactor).into());
         }
         let next = |size: &u64| match self.stepbytes {
             Some(step) => size.checked_add(step),
@@ -366,7 +366,7 @@ fn parse_size(text: &str) -> Result<u64, String> {
         None => (text, 1),
     };
     let size = number.parse::<u64>().ok().and_then(|number| number.checked_mul(factor));
-    size.ok_or_else(|| format!("`{text}` is no size; write a number of bytes, or one with K, M or G"))
+    size.ok_or_else(|| format!("`{text}` is not a size; write a number of bytes, or one with K, M or G"))
 }
 
 #[cfg(test)]
@@ -396,7 +396,7 @@ mod tests {
         assert_eq!(parse_size("64m"), Ok(64 << 20));
         assert_eq!(parse_size("1G"), Ok(1 << 30));
         for wrong in ["", "K", "4X", "-1", "1.5M", "99999999999G", "4 K", "4é"] {
-            assert!(parse_size(wrong).unwrap_err().contains("is no size"), "{wrong}");
+            assert!(parse_size(wrong).unwrap_err().contains("is not a size"), "{wrong}");
         }
     }
 

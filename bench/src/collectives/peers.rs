@@ -128,7 +128,7 @@ fn find(program: &Path) -> Result<(), String> {
 
 fn not_started(program: &OsStr, error: &io::Error) -> String {
     if error.kind() == io::ErrorKind::NotFound {
-        format!("there is no program `{}`", program.display())
+        format!("program `{}` not found", program.display())
     } else {
         format!("`{}` does not start: {error}", program.display())
     }

@@ -99,7 +99,7 @@ fn open(job: &Job, kind: Rung, task: &Task) -> Result<Connected, BenchError> {
 
 /// Answers until it is told to quit or the program is gone.
 fn serve(task: &Task, rank: usize, members: &[Member], is_process: bool) -> Result<(), BenchError> {
-    let what = |error: io::Error| format!("rank {rank}: the connection to the program that started it: {error}");
+    let what = |error: io::Error| format!("rank {rank}: its connection to the parent program: {error}");
     let mut connection = Connection::new(UnixStream::connect(&task.socket).map_err(what)?);
     let soon = || Deadline::after(task.options.timeout);
     let hello = Hello { rank, members: members.iter().map(Member::describe).collect() };
@@ -111,7 +111,7 @@ fn serve(task: &Task, rank: usize, members: &[Member], is_process: bool) -> Resu
         let reply = match member.map(|member| &member.session) {
             Some(Ok(session)) => exec::measure(session, &request, &mut memory, is_process),
             Some(Err(error)) => Reply::failed(error),
-            None => Reply::failed(&format!("rank {rank} was not told to open `{}`", request.member)),
+            None => Reply::failed(&format!("rank {rank} was not asked to open `{}`", request.member)),
         };
         connection.send(&reply, soon()).map_err(what)?;
     }

@@ -64,7 +64,7 @@ impl FromStr for Threshold {
         share
             .filter(|share| (0.0..=1.0).contains(share))
             .map(Threshold)
-            .ok_or_else(|| format!("{text} is no share between 0 and 1; write 5% or 0.05"))
+            .ok_or_else(|| format!("{text} is not a share between 0 and 1; write 5% or 0.05"))
     }
 }
 

@@ -83,7 +83,7 @@ fn received(interface: &str) -> io::Result<Received> {
     let mut numbers = line.into_iter().flat_map(str::split_whitespace).map_while(|number| number.parse::<u64>().ok());
     match (numbers.next(), numbers.next()) {
         (Some(bytes), Some(packets)) => Ok(Received { at: Instant::now(), bytes, packets }),
-        _ => Err(io::Error::other(format!("there is no interface {interface} here"))),
+        _ => Err(io::Error::other(format!("this machine has no interface {interface}"))),
     }
 }
 

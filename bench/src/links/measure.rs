@@ -44,7 +44,7 @@ const FRAME_HEADER: u64 = 14;
 
 impl Bench<'_> {
     /// # Errors
-    /// What went wrong, or that the user has had enough.
+    /// What went wrong, or that the user interrupted it.
     pub(super) fn rows(&self, measure: &Measure) -> Result<Vec<Row>, RunError> {
         match measure {
             Measure::Rate { from, to } => self.rate(from, *to),
@@ -298,5 +298,5 @@ fn nothing(row: &Row) -> RunError {
 /// What a rank has measured.
 fn said<T: for<'a> Deserialize<'a>>(captured: &[Captured], rank: usize) -> Result<T, RunError> {
     let text = captured.get(rank).map_or("", |rank| rank.stdout.trim());
-    serde_json::from_str(text).map_err(|error| format!("rank {rank} of a measurement said {text:?}: {error}").into())
+    serde_json::from_str(text).map_err(|error| format!("rank {rank} of a measurement printed {text:?}: {error}").into())
 }

@@ -111,7 +111,7 @@ pub(super) fn listen(place: &Place, senders: &[Sender]) -> io::Result<Heard> {
             Err(error) => return Err(error),
         }
         if Instant::now() > patience {
-            let text = "those that send did not come to an end".to_string();
+            let text = "the senders did not finish".to_string();
             return Err(io::Error::new(ErrorKind::TimedOut, text));
         }
     }

@@ -224,7 +224,7 @@ mod tests {
             (&["--threads", "0"], "--threads 0"),
             (&["--strategies", "single"], "does not communicate"),
             (&["--transports", "local"], "threads"),
-            (&["--rate", "quick"], "no rate"),
+            (&["--rate", "quick"], "not a rate"),
             (&["--mtu", "100"], "--mtu 100"),
             (&["--strategies", "dpp-no-overlap"], "unknown strategy"),
         ] {

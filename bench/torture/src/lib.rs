@@ -1,5 +1,4 @@
-//! Tests of robustness, as commands: what becomes of a job when its ranks fail (`chaos`, `soak`), and when strangers attack its ports
-//! (`hostile`).
+//! Tests of robustness, as commands: jobs whose ranks fail (`chaos`, `soak`), and jobs whose ports are attacked by strangers (`hostile`).
 
 mod chaos;
 mod command;

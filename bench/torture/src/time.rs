@@ -4,7 +4,7 @@ use std::time::Duration;
 
 /// A time from `500ms`, `30s`, `5m`, `2h`, or a number of seconds.
 pub(crate) fn parse_time(text: &str) -> Result<Duration, String> {
-    let wrong = || format!("`{text}` is no time; write 500ms, 30s, 5m or 2h");
+    let wrong = || format!("`{text}` is not a time; write for example 500ms, 30s, 5m or 2h");
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let number: f64 = digits.parse().map_err(|_| wrong())?;
     let seconds = match text.get(digits.len()..).unwrap_or_default() {

@@ -104,7 +104,7 @@ fn refused(communicator: &Arc<dyn Communicator>, op: Op, count: usize, lane: usi
                 let text = error.error.to_string();
                 let is_invalid = matches!(error.error, Error::InvalidArgument(_));
                 ensure(is_invalid, || format!("{what}: expected InvalidArgument, got: {text}"))?;
-                ensure(!text.is_empty(), || format!("{what}: refused without a word"))?;
+                ensure(!text.is_empty(), || format!("{what}: refused without a message"))?;
                 match error.buffer {
                     None => return failed(format!("{what}: the buffer was not given back")),
                     Some(buffer) => check(&buffer.into_vec::<i32>()?, &values, format_args!("{what}: the buffer"))?,

@@ -300,7 +300,7 @@ pub(super) fn serve<J: Send + 'static>(
             Command::Run(index) => {
                 let (outcome, said) = match (cases.get(index), &communicator) {
                     (Some(case), Some(communicator)) => run_case(case, communicator, options),
-                    (None, _) => wrong(format!("there is no case number {index}")),
+                    (None, _) => wrong(format!("no case has the number {index}")),
                     (_, None) => wrong("not connected".into()),
                 };
                 Reply::Ran(outcome, said)

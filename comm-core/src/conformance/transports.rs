@@ -225,9 +225,9 @@ fn wrong_arguments(two: &Two) -> CaseResult {
     let payload = pattern(1000, 5);
     let right = Outgoing { peer: 1, header: header(1000), payload: &payload };
     let wrong: [(&str, usize, &[Outgoing<'_>]); 5] = [
-        ("a lane that there is not", 1000, &[right]),
+        ("a lane that does not exist", 1000, &[right]),
         ("a message to this rank", LANE, &[Outgoing { peer: 0, ..right }]),
-        ("a message to a rank that there is not", LANE, &[Outgoing { peer: 2, ..right }]),
+        ("a message to a rank that does not exist", LANE, &[Outgoing { peer: 2, ..right }]),
         ("two messages to one rank", LANE, &[right, right]),
         ("a header that announces another length", LANE, &[Outgoing { header: header(999), ..right }]),
     ];
@@ -236,7 +236,7 @@ fn wrong_arguments(two: &Two) -> CaseResult {
     }
     let wrong: [(&str, &[usize]); 3] = [
         ("a message from this rank", &[0]),
-        ("a message from a rank that there is not", &[2]),
+        ("a message from a rank that does not exist", &[2]),
         ("two messages from one rank", &[1, 1]),
     ];
     for (what, peers) in wrong {

@@ -4,7 +4,7 @@
 //! rank k → rank 0   hello: magic, version, rank, world size, epoch, nonce, job id
 //! rank 0 → rank k   reply: magic, version, nonce, proof of rank 0
 //! rank k → rank 0   proof of rank k
-//! rank 0 → rank k   word that it has been let in
+//! rank 0 → rank k   confirmation
 //! ```
 //!
 //! A proof is HMAC-SHA256 under the secret over (role, version, everything the hello claims, both nonces). The roles differ, so
@@ -12,12 +12,12 @@
 //! hello's claims as part of what is proved and only then compares them with its own, so that a rank of ours with
 //! wrong settings gets a true answer and a stranger gets none. The keys of both directions come from the same transcript.
 //!
-//! The last word, a code like the proofs, tells rank k that rank 0 has read its proof. Without it a rank that was shown out by a
-//! crowd of strangers at that moment would believe that it is in, and take the end of its connection for rank 0's death.
+//! The confirmation, a code like the proofs, tells rank k that rank 0 has read its proof. Without it a rank whose connection was closed at
+//! that moment, to make place for others, would believe that it is admitted and take the end of its connection for the loss of rank 0.
 //!
-//! What the ranks use later for their data connections are keys of [`derive_key`]: they follow from the secret, the job's id, its
+//! Data connections are authenticated later with keys of [`derive_key`]. They follow from the secret, the job's id, its
 //! epoch, its number of ranks, the settings that all ranks agreed on, and randomness of this start. A data connection also proves
-//! which two ranks it connects, so whoever shows a proof of another job, rank, start or configuration knows another key.
+//! which two ranks it connects, so a proof made for another job, rank, start or configuration does not fit.
 
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
@@ -45,7 +45,7 @@ const HELLO: usize = HEAD + 4 + 4 + 8 + NONCE + 2;
 const HEAD: usize = 8 + 2;
 const REPLY: usize = 8 + 2 + NONCE + PROOF;
 
-/// What a rank says of itself.
+/// What a rank claims to be.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) rank: u32,
@@ -93,12 +93,12 @@ pub(super) struct Session {
     pub(super) opener: Opener,
 }
 
-/// Why a handshake came to nothing.
+/// Why a handshake failed.
 #[derive(Debug)]
 pub(super) enum Rejection {
     /// The connection failed or was silent for too long: trying again may help.
     Io(io::Error),
-    /// What is there does not speak this protocol.
+    /// The other end does not speak this protocol.
     Foreign(String),
     /// It speaks another version of the protocol.
     Version(u16),
@@ -116,7 +116,9 @@ impl std::fmt::Display for Rejection {
             Rejection::Version(version) => {
                 write!(f, "it speaks version {version} of the control protocol, this program {VERSION}")
             }
-            Rejection::Left => f.write_str("it went away on seeing rank 0's proof, as a rank with another secret does"),
+            Rejection::Left => {
+                f.write_str("it closed the connection after rank 0's proof, as a rank with another secret does")
+            }
             Rejection::Stranger => f.write_str("it does not know this job's secret"),
         }
     }
@@ -178,7 +180,7 @@ pub(super) struct Answer {
     hello_len: usize,
 }
 
-/// What follows from the bytes that have come.
+/// The next step of a handshake, after the bytes received so far.
 pub(super) enum Step {
     /// Nothing yet.
     More,
@@ -188,9 +190,9 @@ pub(super) enum Step {
     Proven(Box<Proven>),
 }
 
-/// Somebody who knows the secret.
+/// A peer that has proved that it knows the secret.
 pub(super) struct Proven {
-    /// What it claims is proved to come from a holder of the secret, but not yet to be right.
+    /// The claims are proved to come from a holder of the secret, and are still to be compared with the job.
     pub(super) hello: Hello,
     pub(super) session: Session,
     /// The word that it is in, to be sent before anything else.
@@ -275,7 +277,7 @@ impl Answer {
     }
 }
 
-/// What every reply begins with. Sent alone to an end of another version, so that it can say what the matter is.
+/// The beginning of every reply. Sent alone to an end of another version, so that it can report that.
 pub(super) fn version_notice() -> [u8; HEAD] {
     let mut head = [0; HEAD];
     let (magic, version) = head.split_at_mut(MAGIC.len());
@@ -462,7 +464,7 @@ mod tests {
                 match answer.take(piece, &secret) {
                     Ok(Step::More) => {}
                     Ok(Step::Reply(_)) => replies += 1,
-                    Ok(Step::Proven(_)) => prop_assert!(false, "a stranger was let in"),
+                    Ok(Step::Proven(_)) => prop_assert!(false, "a connection without the secret was admitted"),
                     Err(_) => break,
                 }
                 prop_assert!(answer.wanted() > 0 && answer.hello.len() <= HELLO + MAX_JOB_ID);
@@ -535,7 +537,7 @@ mod tests {
     fn a_rank_is_in_when_it_is_told_so_and_not_before() {
         let (near, far) = pair();
         let there = thread::spawn(move || {
-            // Shown out just when its proof comes.
+            // Its connection is closed just when its proof comes.
             let (secret, mut answer) = (secret("0123456789abcdef"), Answer::new().unwrap());
             while !answer.has_replied() {
                 let mut bytes = vec![0; answer.wanted()];

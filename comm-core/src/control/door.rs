@@ -1,9 +1,9 @@
-//! Rank 0's listener, and those who are proving there that they belong to the job.
+//! Rank 0's listener, and the handshakes that are under way on its connections.
 //!
-//! What strangers can cost is bounded: [`CROWD`] sockets with a few hundred bytes each, for the length of a handshake, and no thread;
-//! [`LATECOMERS`] once the job is running.
-//! When one more comes than fit, the one that has been there for longest is shown out, so that those who only sit there keep
-//! nobody out for longer than it takes to fill the room again; a rank that is shown out dials again.
+//! What connections from outside the job can cost is bounded: [`CROWD`] sockets with a few hundred bytes each, for the length of a
+//! handshake, and no thread; [`LATECOMERS`] once the job is running.
+//! One connection above the limit closes the oldest, so that idle ones keep a rank out for no longer than it takes to reach the limit
+//! again; a rank whose connection was closed dials again.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -21,37 +21,37 @@ use crate::error::Error;
 use crate::job::Secret;
 use crate::sys::Waiter;
 
-/// Most handshakes at once.
+/// Most handshakes at a time.
 const CROWD: usize = 256;
 
-/// The same once all ranks are there: whoever comes now is refused anyway, and the job needs its descriptors.
+/// The same once all ranks are connected: a connection is refused then in any case, and the job needs its descriptors.
 const LATECOMERS: usize = 16;
 
-/// Most connections accepted before those that are there get their turn: a rank must get through its handshake in the time
-/// that others take to fill the room.
+/// Most connections accepted before the handshakes under way are served: a rank must get through its handshake in the time that others
+/// take to reach the limit.
 const ACCEPT_TURN: usize = 32;
 
-/// While there are no descriptors left, and ranks are still expected, whoever has been at the door for so long is shown out for one. A
-/// rank needs far less: one that was shown out sooner would come again, and again take the last descriptor, for ever.
+/// While the process is out of descriptors and ranks are still expected, a connection whose handshake has taken this long is closed to free
+/// one. A rank needs far less time; with a shorter one it would dial again and take the last descriptor again, for ever.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// Until the door opens again after there were no descriptors left.
+/// Pause of accepting after the process ran out of descriptors.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// How often a running job looks who is at the door. Whoever comes now is late, and what strangers cost counts.
+/// Pause between two rounds of accepting in a running job, which expects no connection: what others cost it counts more than their wait.
 const CALM: Duration = Duration::from_millis(50);
 
-/// An open door.
+/// Accepts connections and authenticates them.
 pub(super) struct Door {
     listeners: Vec<TcpListener>,
     secret: Secret,
-    /// How long a newcomer may take.
+    /// How long a handshake may take.
     patience: Duration,
-    /// In the order in which they came.
+    /// Handshakes under way, the oldest first.
     guests: VecDeque<Guest>,
-    /// Nobody is let in before this, on the [`clock`].
+    /// Nothing is accepted before this, on the [`clock`].
     opens: Duration,
-    /// Why nobody will ever get in.
+    /// Why nothing can be accepted any more.
     trouble: Option<Error>,
 }
 
@@ -61,20 +61,20 @@ pub(super) struct Newcomer {
     pub(super) proven: Box<Proven>,
 }
 
-/// A connection that came to nothing.
+/// A connection that was not admitted.
 pub(super) struct Stranger {
     pub(super) addr: String,
     pub(super) why: Rejection,
 }
 
-/// All connections that came to nothing: how many, and the reason that says most.
+/// All connections that were not admitted: how many, and the most telling reason.
 #[derive(Default)]
 pub(super) struct Strangers {
     count: usize,
     reason: Option<(Telling, String)>,
 }
 
-/// How much a reason says about a rank that is missing. What anybody can cause says least, so that rubbish does not hide it.
+/// How much a reason says about a missing rank, least first. What any program can cause says least, so that it does not hide the rest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Telling {
     /// It was silent, slow, or its connection failed.
@@ -103,12 +103,12 @@ impl Door {
         Door { listeners, secret, patience, guests: VecDeque::new(), opens: clock::running(), trouble: None }
     }
 
-    /// Why nobody will ever get in, once: there are no descriptors left, and nobody at the door who has one.
+    /// The error that ends accepting, once: the process is out of descriptors, and no handshake holds one that could be freed.
     pub(super) fn take_trouble(&mut self) -> Option<Error> {
         self.trouble.take()
     }
 
-    /// What to wait for: that somebody says something, in the order of their coming, and then that somebody comes.
+    /// The sockets to wait for: those of the handshakes in their order, then the listeners.
     pub(super) fn waiters(&self) -> impl Iterator<Item = Waiter<'_>> {
         let is_open = self.opens <= clock::running();
         let listeners =
@@ -116,14 +116,14 @@ impl Door {
         self.guests.iter().map(|guest| Waiter::new(guest.stream.as_fd(), false)).chain(listeners)
     }
 
-    /// When there is something to do though nothing comes.
+    /// When there is something to do even if no socket becomes ready.
     pub(super) fn next_turn(&self) -> Option<Duration> {
         let closed = (self.opens > clock::running()).then_some(self.opens);
         self.guests.front().map(|guest| guest.until).into_iter().chain(closed).min()
     }
 
-    /// Serves those of the [waiters](Door::waiters) that are `ready`; who has got in, and who has not. The job is running when
-    /// nobody is expected any more.
+    /// Serves those of the [waiters](Door::waiters) that are `ready`. Returns the connections that were admitted, and those
+    /// that were not. The job is running when no rank is expected any more.
     pub(super) fn turn(&mut self, ready: &[bool], is_running: bool) -> (Vec<Newcomer>, Vec<Stranger>) {
         let (mut newcomers, mut strangers) = (Vec::new(), Vec::new());
         let there = self.guests.len();
@@ -149,7 +149,7 @@ impl Door {
         (newcomers, strangers)
     }
 
-    /// Lets in who waits at one of the listeners.
+    /// Accepts what waits at one of the listeners.
     fn accept(&mut self, listener: usize, is_running: bool, strangers: &mut Vec<Stranger>) {
         let room = if is_running { LATECOMERS } else { CROWD };
         for _ in 0..ACCEPT_TURN {
@@ -158,7 +158,7 @@ impl Door {
                 Ok((stream, addr)) => Guest::new(stream, addr, self.patience),
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
                 Err(e) if descriptors::ran_out(&e) && !is_running => {
-                    // The system says so even when nobody is waiting. Those who are there go on meanwhile.
+                    // The system says so even when no connection waits. Handshakes go on meanwhile.
                     let now = clock::running();
                     match self.guests.front().map(|first| first.grace <= now) {
                         None => self.trouble = Some(Error::io("rank 0: accepting a connection of another rank", e)),
@@ -169,7 +169,7 @@ impl Door {
                     return;
                 }
                 Err(e) => {
-                    // The newcomer is gone, or a running job has no descriptors left: it expects nobody, and needs them.
+                    // The connection is gone already, or a running job is out of descriptors: it expects no connection, and needs them.
                     strangers.push(Stranger { addr: "accepting".into(), why: e.into() });
                     self.show_out_the_first(strangers);
                     thread::sleep(Duration::from_millis(1));
@@ -190,7 +190,10 @@ impl Door {
 
     fn show_out_the_first(&mut self, strangers: &mut Vec<Stranger>) {
         if let Some(guest) = self.guests.pop_front() {
-            let why = io::Error::new(io::ErrorKind::TimedOut, "it said too little while others came");
+            let why = io::Error::new(
+                io::ErrorKind::TimedOut,
+                "it did not finish its handshake before others needed its place",
+            );
             strangers.push(guest.leave(why.into()));
         }
     }
@@ -209,7 +212,8 @@ impl Strangers {
 
     /// The other end of `link` knows the secret, but has been refused.
     pub(super) fn note_refusal(&mut self, link: &Link, why: &str) {
-        let addr = link.stream().peer_addr().map_or_else(|_| "gone already".to_string(), |addr| addr.to_string());
+        let addr =
+            link.stream().peer_addr().map_or_else(|_| "an address that is gone".to_string(), |addr| addr.to_string());
         self.add(Telling::Refusal, || format!("{addr}: {why}"));
     }
 
@@ -226,8 +230,8 @@ impl fmt::Display for Strangers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.reason {
             None => Ok(()),
-            Some((_, reason)) if self.count == 1 => write!(f, " (1 connection came to nothing: {reason})"),
-            Some((_, reason)) => write!(f, " ({} connections came to nothing; of one {reason})", self.count),
+            Some((_, reason)) if self.count == 1 => write!(f, " (1 connection was rejected: {reason})"),
+            Some((_, reason)) => write!(f, " ({} connections were rejected; one of them: {reason})", self.count),
         }
     }
 }
@@ -295,7 +299,7 @@ impl Guest {
 fn say(mut stream: &TcpStream, bytes: &[u8]) -> io::Result<()> {
     match stream.write(bytes)? {
         count if count == bytes.len() => Ok(()),
-        _ => Err(io::Error::new(io::ErrorKind::WriteZero, "it does not take what is sent to it")),
+        _ => Err(io::Error::new(io::ErrorKind::WriteZero, "it does not read what is sent to it")),
     }
 }
 
@@ -310,7 +314,7 @@ mod tests {
 
     use super::*;
 
-    /// With no descriptor left for another, which the system says although there is no other.
+    /// The system reports that it is out of descriptors even though no other connection waits.
     #[test]
     fn who_comes_on_the_last_descriptor_stays_for_its_grace() {
         const NAME: &str = "control::door::tests::who_comes_on_the_last_descriptor_stays_for_its_grace";
@@ -337,7 +341,7 @@ mod tests {
         let (newcomers, strangers) = door.turn(&[true], false);
         assert_eq!((newcomers.len(), strangers.len(), door.guests.len()), (0, 0, 1));
         assert!(door.take_trouble().is_none() && door.opens > clock::running());
-        // Longer than a rank takes: somebody else may need the descriptor.
+        // Longer than a rank takes: another one may need the descriptor.
         door.guests[0].grace = Duration::ZERO;
         let (_, strangers) = door.turn(&[false, true], false);
         assert_eq!((strangers.len(), door.guests.len()), (1, 0));

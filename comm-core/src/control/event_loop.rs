@@ -1,5 +1,5 @@
 //! The one thread of a rank's control plane: it reads, sends what could not be sent at once, keeps the heartbeat, notices who
-//! is gone, and at rank 0 lets others in.
+//! is gone, and at rank 0 admits others.
 
 use std::io::{self, Read};
 use std::os::fd::AsFd;
@@ -77,7 +77,7 @@ impl EventLoop {
                 Error::Internal(format!("the thread of the control plane panicked: {text}"))
             }
         };
-        // Nobody listens for rank 0's word any more.
+        // Nothing reads rank 0's answer any more.
         self.shared.update(|state| state.decide_alone(&error));
     }
 
@@ -128,7 +128,7 @@ impl EventLoop {
         self.looked = now;
     }
 
-    /// Waits for something to do; which connections are readable, and which of those at the door.
+    /// Waits for something to do; which connections are readable, and which sockets of the listeners and handshakes are.
     fn wait(&self, until: Duration) -> io::Result<(Vec<bool>, Vec<bool>)> {
         let mut waiters: Vec<Waiter<'_>> =
             self.connections.iter().map(|c| Waiter::new(c.link.stream().as_fd(), c.link.is_waiting())).collect();
@@ -192,7 +192,7 @@ impl EventLoop {
                     rank_0_is_silent()
                 } else {
                     let detail = format!(
-                        "it gave no sign of life for {:.1} s; its process is stopped, or the network to it is down",
+                        "it sent no heartbeat for {:.1} s; its process is stopped, or the network to it is down",
                         bound.as_secs_f64()
                     );
                     Error::PeerLost { rank: peer, operation: String::new(), detail }

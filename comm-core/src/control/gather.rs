@@ -1,4 +1,4 @@
-//! What ranks tell each other as values, over the bytes of [`Control::all_gather`].
+//! Gathers typed values from all ranks, over the bytes of [`Control::all_gather`].
 
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
@@ -66,7 +66,7 @@ pub trait ControlExt: Control {
 
 impl<C: Control + ?Sized> ControlExt for C {}
 
-/// What a rank has, or why it has none.
+/// A rank's value, or why it has none.
 pub(crate) type Told<T> = Result<T, String>;
 
 /// The first few reasons, which say it all, with the ranks whose they are; a single one that `all` ranks have stands for itself.
@@ -93,7 +93,7 @@ pub(crate) fn encode<T: Serialize>(value: &T) -> postcard::Result<Vec<u8>> {
 pub(crate) fn decode<T: DeserializeOwned>(blob: &[u8]) -> Result<T, String> {
     match postcard::take_from_bytes(blob) {
         Ok((value, [])) => Ok(value),
-        Ok((_, rest)) => Err(format!("{} bytes after its end", rest.len())),
+        Ok((_, rest)) => Err(format!("{} bytes follow its end", rest.len())),
         Err(error) => Err(error.to_string()),
     }
 }

@@ -1,11 +1,11 @@
-//! What is said of ranks that do not come while a job meets.
+//! Reports of ranks that are missing while a job meets.
 
 use std::fmt;
 use std::time::{Duration, Instant};
 
 use crate::deadline::Deadline;
 
-/// What a rank still waits for while the ranks of a job meet.
+/// The ranks that a rank still waits for while the job meets.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MeetingReport {
@@ -21,7 +21,7 @@ pub struct MeetingReport {
     pub operation: String,
 }
 
-/// After how long ranks that do not come are reported, `None` for never, and who is told.
+/// After how long missing ranks are reported (`None`: never), and the function that gets the report.
 pub type OnLate<'a> = (Option<Duration>, &'a dyn Fn(&MeetingReport));
 
 /// Most ranks that a report names.
@@ -43,7 +43,7 @@ impl fmt::Display for MeetingReport {
     }
 }
 
-/// Who is told of ranks that do not come, and when.
+/// Reports missing ranks from time to time.
 pub(super) struct Watch<'a> {
     rank: usize,
     began: Instant,
@@ -53,9 +53,9 @@ pub(super) struct Watch<'a> {
 }
 
 impl<'a> Watch<'a> {
-    /// Without `after` nobody is told.
+    /// Without `after` nothing is reported.
     pub(super) fn new(rank: usize, after: Option<Duration>, report: &'a dyn Fn(&MeetingReport)) -> Self {
-        // Reports without end help nobody.
+        // At least 1 ms, so that reports do not flood.
         let next = after.map(|after| after.max(Duration::from_millis(1)));
         Watch { rank, began: Instant::now(), next, report }
     }

@@ -12,7 +12,7 @@ pub struct TcpOptions {
     /// How long a rank may give none before it counts as lost. This is for stopped processes and dead networks; a process that
     /// ends is noticed at once. Time in which this rank did not listen, because it was stopped itself, does not count.
     pub liveness: Duration,
-    /// How long a newcomer may take to prove that it belongs to the job.
+    /// How long a new connection may take to authenticate.
     pub handshake: Duration,
 }
 
@@ -27,9 +27,7 @@ impl TcpOptions {
             )));
         }
         if self.handshake.is_zero() {
-            return Err(Error::invalid(
-                "newcomers need some time to prove that they belong to the job: a handshake of 0 s",
-            ));
+            return Err(Error::invalid("a handshake time of 0 s: connections need some time to authenticate"));
         }
         Ok(())
     }

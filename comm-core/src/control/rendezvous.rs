@@ -1,4 +1,4 @@
-//! How ranks find rank 0: listening, the address file, and dialling until someone is there.
+//! How ranks find rank 0: listening, the address file, and dialling until rank 0 answers.
 
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
@@ -31,7 +31,7 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_m
 const ATTEMPT: Duration = Duration::from_secs(3);
 
 /// Connections that may wait to be accepted; the kernel grants less where `net.core.somaxconn` says so. When there is no room, a
-/// dialler tries again after a second, so strangers must not fill it while the door is busy.
+/// dialler tries again after a second, so others must not fill it while rank 0 is busy with handshakes.
 const BACKLOG: i32 = 4096;
 
 /// Most bytes of an address file.
@@ -121,7 +121,7 @@ fn bind_all(address: &Address, addrs: &[SocketAddr]) -> Result<Vec<TcpListener>>
         if !bound.is_empty() {
             return Ok(bound);
         }
-        // This machine's own address, which somebody else has: nobody would look for the job on loopback.
+        // This machine's own address, whose port another process has: no rank would look for the job on loopback.
         if failures.iter().any(|(_, error)| error.kind() == io::ErrorKind::AddrInUse) {
             break;
         }
@@ -145,7 +145,7 @@ fn remove_old(path: &Path) -> Result<()> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(e) => Err(failed(e)),
         Ok(found) if !found.is_file() => Err(Error::invalid(format!(
-            "{} is no address file but something else, and is left alone; name a file that does not exist yet",
+            "{} exists and is not an address file, so it is not overwritten; name a file that does not exist yet",
             path.display()
         ))),
         Ok(_) => fs::remove_file(path).map_err(failed),
@@ -219,13 +219,13 @@ fn attempt(
                 continue;
             }
         };
-        // While nobody listens on a port of the ephemeral range, the kernel may connect a dialler to itself.
+        // While nothing listens there on a port of the ephemeral range, the kernel may connect a dialler to itself.
         if stream.local_addr().is_ok_and(|local| local == addr) {
             may_change = true;
-            tried.push(format!("{addr}: nobody listens"));
+            tried.push(format!("{addr}: nothing listens there"));
             continue;
         }
-        // Small messages that somebody waits for.
+        // Small messages that a rank waits for.
         let _ = stream.set_nodelay(true);
         match auth::dial(&stream, &job.secret, hello, deadline.at_most(handshake), deadline) {
             Ok(session) => return Ok(Dialled { stream, addr, session }),
@@ -334,11 +334,11 @@ fn read_address_file(path: &Path) -> std::result::Result<Vec<SocketAddr>, Attemp
     };
     match str::from_utf8(&text).ok().and_then(|text| text.trim().parse::<SocketAddr>().ok()) {
         Some(addr) if addr.ip().is_loopback() => Ok(vec![addr]),
-        _ => Err(Attempt::Again(format!("{} holds no address of this machine", path.display()))),
+        _ => Err(Attempt::Again(format!("{} does not hold an address of this machine", path.display()))),
     }
 }
 
-/// Writes `addr` into the file at `path` so that nobody ever sees half of it.
+/// Writes `addr` into the file at `path` so that a reader never sees half of it.
 fn publish(path: &Path, addr: SocketAddr) -> io::Result<()> {
     let directory = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let mut file = tempfile::NamedTempFile::new_in(directory)?;
@@ -359,7 +359,7 @@ fn cannot_listen(address: &Address, failures: &[(SocketAddr, io::Error)]) -> Err
             "another process listens there: end it, or set COMM_ADDR or COMM_PORT to another port"
         }
         io::ErrorKind::AddrNotAvailable => {
-            "this is no address of this machine: rank 0 must run on the machine that COMM_ADDR or MASTER_ADDR names"
+            "this is not an address of this machine: rank 0 must run on the machine that COMM_ADDR or MASTER_ADDR names"
         }
         io::ErrorKind::PermissionDenied => "ports below 1024 are reserved: choose a higher one",
         _ => "set COMM_ADDR to an address of rank 0's machine and a free port",

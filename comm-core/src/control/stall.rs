@@ -1,4 +1,4 @@
-//! Who holds up an operation, and what that rank does instead.
+//! Stall reports: which ranks hold up an operation, and what they are doing.
 
 use std::fmt;
 use std::time::Duration;
@@ -117,7 +117,7 @@ impl StallReport {
     }
 }
 
-/// What all ranks do, by rank.
+/// The activities of all ranks, by rank.
 struct Answers<'a>(&'a [Option<Vec<Doing>>]);
 
 impl<'a> Answers<'a> {
@@ -172,7 +172,7 @@ impl<'a> Answers<'a> {
     }
 }
 
-/// What of `doing` is told to others: bounded; what has been running for longest first, and then what has ended last.
+/// The part of `doing` that is sent to others, bounded: first the operations that have been running for longest, then those that ended last.
 pub(crate) fn abridged(mut doing: Vec<Doing>) -> Vec<Doing> {
     doing.sort_by_key(|doing| match doing.is_running {
         true => (false, Duration::MAX.saturating_sub(doing.since)),

@@ -1,7 +1,7 @@
-//! What one rank knows of its job, and how messages and events change it. No waiting and no reading happens here.
+//! One rank's state of the control plane, and how messages and events change it. Nothing here waits or reads.
 //!
 //! Rank 0 decides: the first failure that it sees or is told becomes the job's, and it tells all. A rank that reports a failure
-//! holds it as provisional until rank 0's word is there, and hands it to nobody: so all ranks end with the same error. Where
+//! holds it as provisional until rank 0's answer is there, and does not report it before: so all ranks end with the same error. Where
 //! rank 0 is gone or does not answer, that is the job's failure, which every rank finds out by itself and words alike.
 //!
 //! Times are those of [`clock::running`](crate::clock::running).
@@ -44,7 +44,7 @@ pub(super) struct State {
     session: Option<[u8; 32]>,
     /// At rank 0: what is wrong with the rendezvous, and until when it waits for those who are to be told.
     trouble: Option<(Error, Duration)>,
-    /// At rank 0: the connections that came to nothing.
+    /// At rank 0: the connections that were not admitted.
     strangers: Strangers,
     /// What this rank has reported to rank 0, and until when it waits for the answer.
     provisional: Option<(Error, Duration)>,
@@ -172,7 +172,7 @@ impl State {
     /// Takes a message of `peer`.
     ///
     /// # Errors
-    /// What the message has to do with nothing; the connection cannot be trusted any further.
+    /// Describes a message that does not fit the state; the connection cannot be trusted any further.
     pub(super) fn on_message(&mut self, peer: usize, message: Message) -> Result<(), String> {
         if self.rank == 0 { self.on_message_up(peer, message) } else { self.on_message_down(message) }
     }

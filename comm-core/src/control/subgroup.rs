@@ -87,7 +87,7 @@ impl Subgroup {
         &self.job
     }
 
-    /// What this rank and the others of its group gave.
+    /// The color that this rank and the others of its group gave.
     pub fn color(&self) -> u64 {
         self.color
     }

@@ -29,7 +29,7 @@ const MAX_TEXT: usize = 16 << 10;
 const LENGTH: usize = 4;
 const TAG: usize = 16;
 
-/// What ranks tell each other. "Up" is to rank 0, "down" from it.
+/// The messages of the control plane. "Up" is to rank 0, "down" from it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Message {
     /// Up: this rank is there, with these settings that must be the same on all ranks.
@@ -241,7 +241,7 @@ impl Opener {
     /// The payload of the next frame, if it is complete.
     ///
     /// # Errors
-    /// What is wrong with it. The connection cannot be used any further.
+    /// Describes a frame that is not valid. The connection cannot be used any further.
     pub(super) fn next(&mut self) -> Result<Option<Vec<u8>>, String> {
         let rest = self.buffer.get(self.start..).unwrap_or_default();
         let Some((length, rest)) = rest.split_first_chunk::<LENGTH>() else { return Ok(None) };

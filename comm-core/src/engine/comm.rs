@@ -25,7 +25,7 @@ use crate::table::supports;
 /// that are still under way when the last communicator of a job is dropped end at once, with [`Error::Aborted`].
 pub struct Comm<E: Engine> {
     engine: Arc<E>,
-    /// What operations under way do not hold.
+    /// Not held by operations under way.
     owner: Arc<Owner<E>>,
     group: Arc<Group>,
     part: Arc<E::Part>,
@@ -53,7 +53,7 @@ impl<E: Engine> Comm<E> {
         Comm { owner: Arc::new(Owner(engine.clone())), engine, group: Arc::new(group), part: Arc::new(part) }
     }
 
-    /// What performs its operations.
+    /// The engine that performs its operations.
     pub fn engine(&self) -> &Arc<E> {
         &self.engine
     }
@@ -160,7 +160,7 @@ impl<E: Engine> Communicator for Comm<E> {
         let (completer, handle) = Handle::pending();
         let job = move |due: Due<'_>| {
             let outcome = running.run_owned(buffer, input, due);
-            // Whoever sees the end finds that it holds nothing any more.
+            // Before its end is announced, so that a waiter finds that it holds nothing any more.
             let in_flight = running.let_go();
             completer.complete(outcome);
             drop(in_flight);
@@ -280,7 +280,7 @@ impl<E: Engine> Running<E> {
         let outcome = match due {
             Due::Turn(turn) => {
                 let outcome = self.run(Data::of(&mut buffer, input.as_mut()));
-                // Whoever sees the end finds the lane free.
+                // Before its end is announced, so that a waiter finds the lane free.
                 drop(turn);
                 outcome
             }
@@ -291,7 +291,7 @@ impl<E: Engine> Running<E> {
         };
         let keep = |buffer: Buffer| match buffer {
             Buffer::Device(device) if is_lost => {
-                // Nobody gets it, and it is not freed.
+                // It is neither returned nor freed.
                 mem::forget(device);
                 None
             }
@@ -337,7 +337,7 @@ impl<E: Engine> Running<E> {
         let Operation { lane, deadline, .. } = self.operation;
         let (shared, named) = (self.engine.shared(), self.operation.name());
         match why {
-            Due::Turn(_) => Error::Internal(format!("{named} had its turn and was not run")),
+            Due::Turn(_) => Error::Internal(format!("{named} reached the head of its lane and was not run")),
             Due::Expired => {
                 let ahead = shared.watch.running(lane);
                 let ahead = ahead.map_or_else(String::new, |operation| format!(", behind {operation}"));

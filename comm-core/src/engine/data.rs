@@ -8,7 +8,7 @@ use crate::op::Elements;
 pub struct Data<'a> {
     /// The buffer.
     pub buffer: Place<'a>,
-    /// What goes in, out of place.
+    /// The input, out of place.
     pub input: Option<Source<'a>>,
 }
 

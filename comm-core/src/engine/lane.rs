@@ -1,4 +1,4 @@
-//! One lane's queue of operations, the thread that runs those that nobody waits in, and the one that watches their deadlines.
+//! One lane's queue of operations, the thread that runs asynchronous ones, and the one that watches their deadlines.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -11,17 +11,17 @@ use std::time::Duration;
 use crate::clock;
 use crate::deadline::Deadline;
 
-/// An operation of a queue. It is called once.
+/// A queued operation. It is called once.
 pub type Job = Box<dyn FnOnce(Due<'_>) + Send>;
 
-/// Why an operation leaves the queue.
+/// How an operation leaves the queue.
 #[derive(Debug)]
 pub enum Due<'a> {
-    /// The lane is its own until it drops this, which it does before it tells anyone of its end.
+    /// It has the lane until it drops this, which it does before it announces its end.
     Turn(Turn<'a>),
     /// Its deadline passed while others had the lane.
     Expired,
-    /// The system gives the lane no thread to run it on.
+    /// The system gave no thread to run it on.
     NoThread(io::Error),
 }
 
@@ -60,8 +60,8 @@ struct Queued {
     job: Job,
 }
 
-/// An operation with a deadline no later than that of one behind it ends by itself, and knows better what it waits for. It gets so long
-/// for it.
+/// How long an operation whose deadline has passed gets to report its own timeout, before those queued behind it with the same deadline expire:
+/// it knows which ranks it waits for.
 const FIRST_SAY: Duration = Duration::from_millis(500);
 
 /// The right to run on the lane, until dropped.

@@ -31,10 +31,10 @@ use group::verdict;
 
 /// Performs the operations of a [`Comm`], on one rank.
 pub trait Engine: Send + Sync + Sized + 'static {
-    /// What an operation may use of its lane, alone.
+    /// The lane's own state, for the one operation that runs on it.
     type Lane: Send + 'static;
 
-    /// What one communicator has of its own, beside its ranks.
+    /// State of one communicator beside its ranks.
     type Part: Send + Sync + 'static;
 
     /// Whether operations end at once, so that those which may run beside their caller run in its thread too.
@@ -64,7 +64,7 @@ pub trait Engine: Send + Sync + Sized + 'static {
     /// Performs an operation, in its turn on its lane.
     ///
     /// # Errors
-    /// What was seen, in ranks of the job. It becomes the job's failure, unless that is another one already.
+    /// The cause, in ranks of the job. It becomes the job's failure, unless there is one already.
     fn perform(&self, operation: &Operation, part: &Self::Part, lane: &mut Self::Lane, data: Data<'_>) -> Result<()>;
 
     /// Waits, after an operation on device memory failed or panicked, until nothing of it runs any more. False where something may go

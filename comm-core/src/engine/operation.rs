@@ -1,4 +1,4 @@
-//! An operation that was let in.
+//! An operation that was admitted: its arguments are checked, and it has its number.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -13,15 +13,15 @@ use crate::op::{Extents, Op, Partners};
 pub struct Operation {
     /// What to do.
     pub op: Op,
-    /// What that means on this rank.
+    /// What it reads, writes and copies on this rank.
     pub extents: Extents,
-    /// What its messages begin with; step and payload are those of each message.
+    /// The header of its messages; step and payload are set for each message.
     pub header: Header,
     /// The lane on which it runs.
     pub lane: usize,
     /// By when it has to end.
     pub deadline: Deadline,
-    /// What its caller calls it.
+    /// Its caller's name for it.
     pub label: Option<Arc<str>>,
     /// The ranks of its communicator.
     pub group: Arc<Group>,

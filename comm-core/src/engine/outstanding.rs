@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use super::Group;
 use crate::deadline::Deadline;
 
-/// Counts operations from their start until whoever waits for them has been told of their end.
+/// Counts operations from their start until their waiters have been woken at their end.
 #[derive(Debug, Default)]
 pub(super) struct Outstanding {
     count: AtomicUsize,

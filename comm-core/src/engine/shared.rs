@@ -1,4 +1,4 @@
-//! What the communicators of a job share on one rank, and how they end.
+//! The state that the communicators of a job share on one rank, and how they end.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -24,14 +24,14 @@ pub struct Settings {
     pub table: Table,
 }
 
-/// What the communicators of a job share on one rank, whatever they run on. `S` is what an operation may use of its lane.
+/// The state that the communicators of a job share on one rank, for every engine. `S` is a lane's own state ([`Engine::Lane`]).
 pub struct Shared<S> {
     /// The job's control plane, or that of a part of it.
     pub control: Arc<dyn Control>,
     /// On which operations run.
     pub lanes: Vec<Lane<S>>,
     pub(super) settings: Settings,
-    /// What runs there. It knows nothing else of this, so that whoever drops it last drops nothing else.
+    /// What runs on the lanes. Shared with the control plane, which may drop it last; it therefore holds no reference to the rest.
     pub(super) watch: Arc<Watch>,
     starting: Mutex<()>,
     failure: OnceLock<Error>,
@@ -62,8 +62,8 @@ impl<S> Shared<S> {
         }
     }
 
-    /// Nobody else starts an operation while this lives. An operation is let in, numbered and put on its lane under one guard, so that
-    /// numbers and places follow the order of the callers, and whoever was let in has its place.
+    /// Nobody else starts an operation while this lives. An operation is admitted, numbered and put on its lane under one guard, so
+    /// that numbers and places follow the order of the callers, and every admitted operation has its place.
     pub fn starting(&self) -> MutexGuard<'_, ()> {
         self.starting.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -97,7 +97,7 @@ impl<S> Shared<S> {
         Ok(())
     }
 
-    /// Lets nobody in any more. Whoever was still let in has its place on a lane.
+    /// Admits no more operations. Those admitted before have their place on a lane.
     pub(super) fn finish(&self) {
         self.is_finished.store(true, Ordering::Release);
         drop(self.starting());

@@ -1,4 +1,4 @@
-//! What the lanes of a rank are doing, for those who ask.
+//! Keeps track of what the lanes of a rank are doing.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,7 +11,7 @@ use crate::control::{Activity, Doing, StallReport};
 use crate::error::Error;
 use crate::header::Header;
 
-/// Takes note of what each lane does: one operation at a time.
+/// The current or last operation of each lane.
 #[derive(Debug)]
 pub(super) struct Watch {
     lanes: Vec<Mutex<Option<Record>>>,
@@ -112,7 +112,7 @@ impl Watch {
         let is_it = |(at, report): &&(Duration, StallReport)| {
             let Doing { communicator, sequence, kind, pair, .. } = report.stalled;
             (communicator, sequence, kind, pair) == (id, number, wanted as u8, ends)
-                // Whoever was late then may have come since.
+                // A rank that was late then may have called it since.
                 && clock::running().saturating_sub(*at) <= waited / 4 + Duration::from_secs(2)
         };
         lock(&self.reports).iter().rev().find(is_it).map(|(_, report)| report.clone())

@@ -17,16 +17,16 @@ pub(crate) mod vars {
     pub(crate) const LAUNCHER_PID: &str = "COMM_LAUNCHER_PID";
 }
 
-/// Who says which rank a process is, and of how many.
+/// Where a process's rank and world size come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
     /// The program itself, by [`Job::new`](super::Job::new).
     Program,
     /// [`Launch`](crate::launch::Launch), by `COMM_RANK` and `COMM_WORLD_SIZE`.
     Launch,
-    /// Whoever has set `COMM_RANK` and `COMM_WORLD_SIZE`.
+    /// `COMM_RANK` and `COMM_WORLD_SIZE`, set by the user or a launcher.
     Hand,
-    /// torchrun, or whoever else has set `RANK` and `WORLD_SIZE`.
+    /// torchrun, or another launcher that sets `RANK` and `WORLD_SIZE`.
     Torchrun,
     /// Open MPI's `mpirun`.
     OpenMpi,
@@ -192,7 +192,7 @@ const SLURM_STEP: &str = "SLURM_STEP_ID";
 /// Steps of Slurm from this number on are none that `srun` starts tasks in: the batch script, the shell of `salloc`, what is adopted by `ssh`.
 const SLURM_FIRST_SPECIAL_STEP: u32 = 0xffff_fff0;
 
-/// What launchers other than [`Launch`](crate::launch::Launch) tell a process about its rank.
+/// The variables by which launchers other than [`Launch`](crate::launch::Launch) tell a process its rank.
 pub(crate) fn other_launchers_variables() -> impl Iterator<Item = &'static str> {
     let others = LAUNCHERS.iter().filter(|launcher| launcher.source != Source::Hand);
     others.flat_map(|l| [l.rank, l.world_size].into_iter().chain(l.local_size.iter().copied()).chain(l.local_rank))

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::hex;
 use crate::small_file::read_small;
 
-/// What the ranks of a job know and strangers do not. Its text form tells nothing of it.
+/// The secret that authenticates the ranks of a job. Its text form does not show it.
 #[derive(Clone)]
 pub struct Secret(Vec<u8>);
 
@@ -51,17 +51,17 @@ impl Secret {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] when the file belongs to another user than this one and root (unless this one is root), when others than
-    /// the owner may read it, when it is no ordinary file, or when what it holds is no text of fitting length; [`Error::Io`].
+    /// the owner may read it, when it is not a regular file, or when what it holds is no text of fitting length; [`Error::Io`].
     pub fn read(path: &Path) -> Result<Self> {
         // Owner and mode are looked at in the file that was opened, not in one that has taken its place since.
-        let (bytes, metadata) = read_small(path, Self::MAX_LEN as u64, "the file of the secret")?;
+        let (bytes, metadata) = read_small(path, Self::MAX_LEN as u64, "the secret's file")?;
         let (owner, user, mode) = (metadata.uid(), rustix::process::geteuid().as_raw(), metadata.mode());
         if !is_trusted(owner, user) {
             return Err(refused_owner(path, owner, user));
         }
         if mode & 0o077 != 0 {
             return Err(Error::invalid(format!(
-                "{} may be read by others (mode {:o}), so it is no secret: chmod 600 it",
+                "{} may be read by others (mode {:o}), so it is not secret: chmod 600 it",
                 path.display(),
                 mode & 0o777
             )));
@@ -69,7 +69,7 @@ impl Secret {
         let text = str::from_utf8(&bytes).ok().map(str::trim_ascii);
         let Some(text) = text.filter(|text| !text.chars().any(char::is_control)) else {
             return Err(Error::invalid(format!(
-                "the secret in {} is no line of text; use for instance 32 random bytes in hexadecimal",
+                "the secret in {} is not a line of text; use for instance 32 random bytes in hexadecimal",
                 path.display()
             )));
         };
@@ -88,7 +88,7 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// Whether a process of `user` believes that nobody else knows what is in a file of `owner`. Root can read everyone's, and reads what it is told to.
+/// Whether a process of `user` trusts a file of `owner` to be secret. Root can read every file, and reads the one that it is given.
 fn is_trusted(owner: u32, user: u32) -> bool {
     owner == user || owner == 0 || user == 0
 }
@@ -159,8 +159,8 @@ mod tests {
             (file("blank", b" \n\n"), "has 0"),
             (file("short", b"short\n"), "has 5"),
             (file("huge", &vec![b'a'; 1 << 20]), "has 1048576 bytes"),
-            (file("binary", &[0xff; 32]), "is no line of text"),
-            (file("two lines", b"0123456789abcdef\n0123456789abcdef"), "is no line of text"),
+            (file("binary", &[0xff; 32]), "is not a line of text"),
+            (file("two lines", b"0123456789abcdef\n0123456789abcdef"), "is not a line of text"),
         ] {
             let error = Secret::read(&path).unwrap_err().to_string();
             assert!(error.contains(what) && error.contains(&path.display().to_string()), "{what}: {error}");

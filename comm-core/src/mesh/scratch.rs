@@ -9,7 +9,7 @@ pub struct Scratch {
     copy: Room,
 }
 
-/// Memory that grows.
+/// Memory that grows to what operations need, and is given back when they need much less.
 #[derive(Debug, Default)]
 pub(super) struct Room {
     /// Of eight-byte words, so that it is aligned for every element type.
@@ -20,7 +20,7 @@ pub(super) struct Room {
     unused_for: usize,
 }
 
-/// What a room keeps, whatever is used of it.
+/// Bytes that are kept in any case.
 const KEPT: usize = 256 << 20;
 
 /// A larger one is given back after so many operations in a row that had no use for half of it.
@@ -81,7 +81,7 @@ impl Room {
 mod tests {
     use super::*;
 
-    /// Bytes that a room holds after operations that use so many.
+    /// Bytes that are held after operations that use so many.
     fn held_after(uses: &[usize]) -> usize {
         let mut scratch = Scratch::default();
         for bytes in uses {

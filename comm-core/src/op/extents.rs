@@ -196,7 +196,7 @@ struct Division {
 impl Division {
     fn of(op: &Op, ranks: usize, buffer: usize, input: Option<usize>, counts: Option<&Counts>) -> Result<Self> {
         let too_many =
-            || Error::invalid(format!("{}: the counts add up to more elements than there can be", op.kind()));
+            || Error::invalid(format!("{}: the counts add up to more elements than memory can hold", op.kind()));
         if let Some(counts) = counts {
             let shards = Shards::of(counts.send()).ok_or_else(too_many)?;
             return Ok(match &counts.receive {
@@ -237,9 +237,7 @@ pub fn check(
         check_counts(kind, ranks, counts)?;
     }
     if input.is_some() && !takes_input(op, rank) {
-        return Err(Error::invalid(format!(
-            "{kind} on rank {rank} takes no input: there is nothing that it would read"
-        )));
+        return Err(Error::invalid(format!("{kind} on rank {rank} takes no input, since it reads none")));
     }
     let input = input.map(|input| input.count);
     let division = Division::of(op, ranks, buffer.count, input, counts)?;

@@ -133,7 +133,7 @@ fn open(theirs: &Announcement, here: &Place, layout: Layout, proof: &[u8; PROOF_
     // Opening something else, a device for instance, could have consequences of its own.
     let name = fs::read_link(&path).map_err(unreachable)?;
     if !name.to_string_lossy().starts_with(&format!("/memfd:{MEMORY_NAME}")) {
-        return Err(format!("{path} is {} and no shared memory", name.display()));
+        return Err(format!("{path} is {}, not shared memory", name.display()));
     }
     let file = OpenOptions::new()
         .read(true)
@@ -167,7 +167,7 @@ impl Place {
     }
 }
 
-/// What the memory of `rank` begins with: nobody outside the job can know it.
+/// The proof at the beginning of the memory of `rank`, which only ranks of the job can compute.
 fn proof(key: &[u8; 32], rank: usize, nonce: &[u8; PROOF_LEN]) -> [u8; PROOF_LEN] {
     // HMAC takes keys of any length, so this cannot fail; if it did, no proof would match.
     let Ok(mut mac) = Hmac::<Sha256>::new_from_slice(key) else { return [0; PROOF_LEN] };

@@ -363,7 +363,7 @@ impl<'a> Pause<'a> {
         Pause { bell: shared.mine().bell(bell), wait: spinner.wait(), looks: 0, most_looks, is_lying: false }
     }
 
-    /// Waits a little, or until somebody rings, and returns whether to look again; false at the deadline.
+    /// Waits a little, or until a peer wakes it, and returns whether to look again; false at the deadline.
     pub(super) fn once(&mut self, deadline: Deadline) -> bool {
         if self.is_lying {
             self.is_lying = false;

@@ -2,7 +2,7 @@
 //!
 //! For every ordered pair of ranks and every lane there is a ring of bytes with one writer and one reader, in anonymous memory that
 //! both map. A message is copied into the ring by its sender and reduced, or copied, out of it by its receiver, piece by piece
-//! if it is longer than the ring; no system call takes part unless somebody sleeps.
+//! if it is longer than the ring; no system call is made unless a peer sleeps.
 //!
 //! Each rank makes the memory into which all others write: a `memfd` that cannot change its size any more. The others find it
 //! through the control plane and open it as `/proc/PID/fd/N`. It has no name in any directory, so whenever and however the

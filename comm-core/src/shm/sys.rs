@@ -109,7 +109,7 @@ impl Segment {
     }
 }
 
-/// A word on which one thread of its owner sleeps and that others ring when they have done something that it may wait for.
+/// A futex: one thread of its owner sleeps on the word, and others wake it when they have done something that it may wait for.
 #[derive(Clone, Copy)]
 pub(super) struct Bell<'a>(&'a AtomicU32);
 
@@ -124,7 +124,7 @@ impl Bell<'_> {
         fence(Ordering::SeqCst);
     }
 
-    /// Sleeps until somebody has rung since [`lie_down`](Bell::lie_down), at most `longest`; may end early for no reason.
+    /// Sleeps until a peer has woken it since [`lie_down`](Bell::lie_down), at most `longest`; may end early for no reason.
     pub(super) fn sleep(self, longest: Duration) {
         // A day is as good as any longer time, and fits every time_t.
         let longest = longest.min(Duration::from_secs(24 * 3600));
@@ -138,7 +138,7 @@ impl Bell<'_> {
         self.0.store(AWAKE, Ordering::Relaxed);
     }
 
-    /// Wakes whoever sleeps. What it shall see has been stored before, and [`after_stores`] was called.
+    /// Wakes the sleeping thread. What it shall see has been stored before, and [`after_stores`] was called.
     pub(super) fn ring(self) {
         if self.0.load(Ordering::Relaxed) != AWAKE && self.0.swap(AWAKE, Ordering::Relaxed) != AWAKE {
             self.wake();

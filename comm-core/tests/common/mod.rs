@@ -14,7 +14,7 @@ use comm_core::{Control, Deadline, Error, Result};
 
 pub(crate) const SECRET: &str = "a secret for tests only";
 
-/// An address where nobody listens yet.
+/// An address where nothing listens there yet.
 pub(crate) fn free_address() -> (Address, SocketAddr) {
     let addr = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     (Address::Tcp { host: "127.0.0.1".into(), port: addr.port() }, addr)

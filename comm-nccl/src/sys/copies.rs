@@ -16,10 +16,10 @@ impl Device {
     /// A buffer with what `bytes` hold: whole elements of `dtype`.
     ///
     /// # Errors
-    /// `InvalidArgument` for a part of an element, `Io` where the device has not so much memory or does not answer.
+    /// `InvalidArgument` for a part of an element, `Io` where the device has not enough memory or does not answer.
     pub fn buffer(&self, dtype: DType, bytes: &[u8]) -> Result<CudaBuffer> {
         if !bytes.len().is_multiple_of(dtype.size()) {
-            return Err(Error::invalid(format!("{} bytes are no whole elements of {dtype}", bytes.len())));
+            return Err(Error::invalid(format!("{} bytes are not a whole number of elements of {dtype}", bytes.len())));
         }
         let memory = self.allocate(bytes.len())?;
         self.copy_now(|staging, stream, passed| staging.upload(memory.pointer(), bytes, stream, passed))?;
@@ -46,7 +46,7 @@ impl Device {
                 if deadline.has_passed() {
                     // The copy may still be made, so that nothing of it can be freed.
                     self.give_up();
-                    let waited = format!("nothing happened for {} s", PATIENCE.as_secs());
+                    let waited = format!("it made no progress for {} s", PATIENCE.as_secs());
                     let source = io::Error::new(io::ErrorKind::TimedOut, waited);
                     return Err(Error::io(format!("copying to or from CUDA device {}", self.ordinal()), source));
                 }
@@ -79,7 +79,7 @@ impl Device {
     }
 }
 
-/// What a copy needs that has nothing to do with a communicator.
+/// Staging memory, stream and event for copies outside a communicator.
 pub(super) struct Copying {
     staging: Staging,
     stream: Stream,

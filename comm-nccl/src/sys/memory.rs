@@ -43,7 +43,7 @@ impl Drop for Memory {
 /// Bytes that are copied at a time: the host fills one half while the device empties the other.
 const HALF: usize = 512 << 10;
 
-/// How the caller waits until an event has passed.
+/// The caller's function that waits until an event has passed.
 pub(crate) type Passed<'a> = &'a mut dyn FnMut(&Event) -> Result<()>;
 
 /// Through which what is in the host's memory goes to the device and back.

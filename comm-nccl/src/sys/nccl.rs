@@ -49,7 +49,7 @@ pub(crate) const IN_PROGRESS: c_int = 7;
 
 pub(crate) const UNIQUE_ID_BYTES: usize = 128;
 
-/// By which the ranks of a communicator find each other. It holds an address and a random number: whoever has it can join.
+/// NCCL's unique id, with which the ranks of a communicator find each other: an address and a random number. A process that has it can join.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct UniqueId(pub(crate) [u8; UNIQUE_ID_BYTES]);
@@ -220,7 +220,10 @@ impl RawComm {
             ReduceOp::Mean => return Ok((RedOp(4), false)),
             ReduceOp::ScaledSum(factor) => factor,
             other => {
-                return Err(Error::Unsupported { what: format!("the reduction {other}"), why: "NCCL has none".into() });
+                return Err(Error::Unsupported {
+                    what: format!("the reduction {other}"),
+                    why: "NCCL does not have it".into(),
+                });
             }
         };
         let Some(DataType(code)) = DataType::of(reduction.dtype) else {
@@ -454,9 +457,7 @@ pub(crate) fn check_environment() -> Result<()> {
         )));
     }
     if set("NCCL_COMM_ID").is_some() {
-        return Err(Error::invalid(
-            "NCCL_COMM_ID is set, by which all communicators would take each other for one; unset it",
-        ));
+        return Err(Error::invalid("NCCL_COMM_ID is set, so all communicators would have the same id; unset it"));
     }
     Ok(())
 }

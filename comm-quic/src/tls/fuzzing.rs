@@ -1,4 +1,4 @@
-//! TLS handshakes on whose way bytes were changed, for fuzzing. TLS itself is rustls's; who is let in is ours.
+//! TLS handshakes on whose way bytes were changed, for fuzzing. TLS itself is rustls's; which certificates are accepted is ours.
 
 use std::cell::RefCell;
 use std::sync::Arc;

@@ -85,7 +85,7 @@ async fn accept(
                 async move {
                     socket::tune(&stream).ok()?;
                     let admitted = prelude::accept(stream, key, rank, auth::nonce().ok()?).await?;
-                    // Each connection is let in once: a second proof for it is not another connection.
+                    // Each connection is admitted once: a second proof for it is not another connection.
                     missing().remove(&admitted.0).then_some(admitted)
                 }
             })
@@ -108,9 +108,9 @@ async fn dial(
         let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
         socket::set_congestion(&socket, congestion).map_err(Attempt::Hopeless)?;
         let mut stream = socket.connect(address).await?;
-        // While nobody listens on a port of the ephemeral range, the kernel may connect a dialler to itself.
+        // While nothing listens there on a port of the ephemeral range, the kernel may connect a dialler to itself.
         if stream.local_addr()? == address {
-            return Err(Attempt::Failed("nobody listens".into()));
+            return Err(Attempt::Failed("nothing listens there".into()));
         }
         socket::tune(&stream)?;
         let nonce = auth::nonce().map_err(Attempt::Hopeless)?;

@@ -14,10 +14,10 @@ const PASSES: u32 = 16;
 
 const NOT_AT_ALL: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
-/// Where a part stands.
+/// How far a part is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
-    /// Trying may get it on.
+    /// A call may make progress.
     Ready,
     /// Its socket has to become ready first.
     Blocked,
@@ -38,11 +38,11 @@ pub(crate) trait Work {
     /// The peer that a part waits for.
     fn peer(&self, part: usize) -> Option<usize>;
 
-    /// What an error says was going on.
+    /// Its name, for errors.
     fn operation(&self) -> String;
 }
 
-/// Wakes whoever sleeps in [`run`], now and for ever after.
+/// Ends every sleep in [`run`], now and later.
 pub(crate) struct Alarm(OwnedFd);
 
 impl Alarm {

@@ -18,7 +18,7 @@ const INBOX: usize = 16 << 10;
 /// stay in cache.
 pub(crate) const SCRATCH: usize = 128 << 10;
 
-/// Stands where a header would: nothing follows it.
+/// The close message. It stands where a header would: nothing follows it.
 const BYE: [u8; HEADER_LEN] = *b"isocomm bye: this rank has sent all that it will ever send here.";
 
 /// A connection to one peer on one lane.
@@ -29,12 +29,12 @@ pub(crate) struct Link<S = TcpStream> {
     inbox: Inbox,
     /// Payload bytes of the message being received that are still to come; `None` before its header.
     remaining: Option<u64>,
-    /// The peer's farewell has come.
+    /// The peer's close message has come.
     parted: bool,
 }
 
 impl Link {
-    /// Says that nothing follows, and ends this direction.
+    /// Sends the close message, and ends this direction.
     pub(crate) fn part(&mut self) -> Result<Stage, Fault> {
         let rest = BYE.get(self.sent..).unwrap_or_default();
         let Some(wrote) = moved(self.stream.write(rest))? else { return Ok(Stage::Blocked) };
@@ -183,7 +183,7 @@ fn moved(outcome: std::io::Result<usize>) -> Result<Option<usize>, Fault> {
 /// Nothing read is the end of the connection.
 fn some(read: Option<usize>) -> Result<Option<usize>, Fault> {
     match read {
-        Some(0) => Err(Fault::Lost("it closed the connection without a farewell".into())),
+        Some(0) => Err(Fault::Lost("it closed the connection without a close message".into())),
         read => Ok(read),
     }
 }
@@ -223,7 +223,7 @@ impl Inbox {
     }
 }
 
-/// Takes what nobody asked for.
+/// Drops what it gets.
 struct Ignore;
 
 impl Sink for Ignore {

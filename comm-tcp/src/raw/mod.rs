@@ -22,7 +22,7 @@ use crate::socket::SocketFacts;
 
 /// Messages over plain TCP connections, one for each (pair of ranks, lane): a 64-byte header, then the payload.
 ///
-/// It has no thread: whoever calls [`exchange`](Transport::exchange) reads and writes the sockets, and waits as
+/// It has no thread: the caller of [`exchange`](Transport::exchange) reads and writes the sockets, and waits as
 /// [`TcpOptions::waiting`] says. Sends go from the caller's slice to the kernel without a copy. Received payload goes straight
 /// into the memory that a sink lends, else through one buffer of 128 KiB a lane; a small message takes one call of the kernel
 /// on each side. Socket settings and authentication match [`ZmqTransport`](crate::ZmqTransport).
@@ -92,7 +92,7 @@ impl Transport for RawTcpTransport {
             deadline,
             || self.core.check(),
             |lanes| {
-                // Whoever closes has no haste: no core is kept busy for it.
+                // Closing may take its time: it parks instead of spinning.
                 let mut spinner = Spinner::new(comm_core::Waiting::Park);
                 let links = lanes.iter_mut().flat_map(|wires| wires.links.iter_mut().enumerate());
                 let links = links.filter_map(|(peer, link)| Some((peer, link.as_mut()?))).collect();
@@ -170,7 +170,7 @@ impl Work for Exchange<'_, '_, '_> {
     }
 }
 
-/// The farewells of all connections: even parts say ours, odd ones wait for the peer's.
+/// The close messages of all connections: even parts send ours, odd ones wait for the peer's.
 struct Closing<'l> {
     links: Vec<(usize, &'l mut Link)>,
     scratch: Vec<u8>,

@@ -6,8 +6,8 @@
 //! | 52 + 32 | dialler | magic, dialler, listener, lane, nonce; proof over all of it and the listener's nonce |
 //! | 32 | listener | proof over the same |
 //!
-//! What follows is neither encrypted nor authenticated: the handshake keeps strangers and mistaken ranks out, not somebody
-//! who can alter packets on the way.
+//! What follows is neither encrypted nor authenticated: the handshake keeps strangers and mistaken ranks out, not an
+//! attacker who can alter packets on the way.
 
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
@@ -24,7 +24,7 @@ const DIAL: &[u8; 8] = b"raw dial";
 const ACCEPT: &[u8; 8] = b"raw acpt";
 const HELLO_LEN: usize = 8 + 3 * 4 + 2 * PROOF_LEN;
 
-/// The listener's side. `None` for whoever does not prove to be the dialler of a connection to `listener` (this rank).
+/// The listener's side. `None` for a connection that does not prove to be from a dialler of `listener` (this rank).
 pub(crate) async fn accept(
     mut stream: TcpStream,
     key: &Key,

@@ -36,7 +36,7 @@ pub(super) struct Connected {
 
 /// What the kernel says of the sockets.
 pub(super) enum About {
-    /// Of a connection that the gate let in.
+    /// Of a connection that came through the gate.
     Tcp(Option<SocketFacts>),
     Unix {
         buffers: String,
@@ -134,7 +134,7 @@ impl Relays {
         Ok(Relays { runtime: Some(runtime) })
     }
 
-    /// Opens the gate before these rooms.
+    /// Opens the gate in front of these sockets.
     fn keep(&self, listener: TcpListener, key: Key, salt: [u8; PROOF_LEN], rooms: Rooms, news: News) -> Result<()> {
         let Some(runtime) = &self.runtime else { return Err(Error::Internal("the gate is being dropped".into())) };
         let _context = runtime.enter();
@@ -252,8 +252,8 @@ impl Joining<'_> {
             Some(PeerEvent::Accepted(identity)) if token::verify(&identity, &self.key, &self.salt) == Some(edge) => {}
             Some(PeerEvent::Accepted(_)) => {
                 return Err(Error::Protocol {
-                    who: format!("somebody who connected in place of rank {}", edge.dialler),
-                    what: "a ZMTP identity that is no token of this job".into(),
+                    who: format!("the process that connected in place of rank {}", edge.dialler),
+                    what: "a ZMTP identity that is not a token of this job".into(),
                 });
             }
             Some(PeerEvent::Disconnected) | None => {

@@ -1,4 +1,4 @@
-//! What travels in the ZeroMQ messages of a link: one frame each, 8 bytes of kind before the rest.
+//! The frames of a connection: one in each ZeroMQ message, 8 bytes of kind before the rest.
 
 use bytes::Bytes;
 use comm_core::{HEADER_LEN, Header};
@@ -26,7 +26,7 @@ pub(crate) enum Frame {
     Credit(u64),
     /// Nothing follows but [`Frame::ByeSeen`].
     Bye,
-    /// The answer to a farewell.
+    /// The acknowledgement of a close message.
     ByeSeen,
 }
 
@@ -75,7 +75,7 @@ impl Frame {
     }
 }
 
-/// What a part with so much payload uses up.
+/// The credit that a part with so much payload uses.
 pub(crate) fn charge(first: bool, payload: usize) -> usize {
     (payload + if first { OVERHEAD } else { KIND_LEN }).max(LEAST_CHARGE)
 }

@@ -31,17 +31,17 @@ const RELAY_BUFFER: usize = 256 << 10;
 /// Where the private sockets listen.
 pub(crate) type Rooms = HashMap<Edge, PathBuf>;
 
-/// What the gate has to tell while the ranks connect.
+/// What the gate reports while the ranks connect.
 #[derive(Clone)]
 pub(super) struct News {
-    /// What the kernel says of the first connection that was let in.
+    /// What the kernel says of the first connection that was admitted.
     pub(super) accepted: Arc<Mutex<Option<SocketFacts>>>,
-    /// Why somebody cannot be let in.
+    /// Why a connection cannot be accepted.
     pub(super) trouble: Arc<OnceLock<Trouble>>,
 }
 
-/// Lets every connection of `rooms` in, each once, and leaves a task behind that copies its bytes. Ends when all are in, or when
-/// none can be, closing the listener.
+/// Admits every connection of `rooms` once, and spawns a task that relays its bytes. Ends when all are admitted, or when no more can be,
+/// closing the listener.
 pub(super) async fn keep(listener: TcpListener, key: Key, salt: [u8; PROOF_LEN], rooms: Rooms, news: News) {
     let waiting: Mutex<HashSet<Edge>> = Mutex::new(rooms.keys().copied().collect());
     let missing = || waiting.lock().unwrap_or_else(PoisonError::into_inner);
@@ -73,7 +73,7 @@ pub(super) async fn keep(listener: TcpListener, key: Key, salt: [u8; PROOF_LEN],
     }
 }
 
-/// Somebody whose token is good.
+/// A connection whose token was verified.
 struct Guest {
     edge: Edge,
     stream: TcpStream,
@@ -103,9 +103,8 @@ async fn identify(mut stream: TcpStream, key: &Key, salt: &[u8; PROOF_LEN]) -> O
     Some(Guest { edge, stream, ready })
 }
 
-/// Connects a guest to its private socket and copies bytes until both sides have ended. What goes wrong before that is `trouble`: the
-/// token is used up, so the connection would never come about, and nobody would know why. What goes wrong later ends both connections,
-/// which both sockets notice.
+/// Connects a verified connection to its private socket and copies bytes until both sides have ended. What goes wrong before that is stored
+/// in `trouble`: the token is used up, so the peer cannot try again. What goes wrong later ends both connections, which both sockets notice.
 async fn escort(guest: Guest, room: PathBuf, trouble: Arc<OnceLock<Trouble>>) {
     let private = match introduce(&guest, &room).await {
         Ok(private) => private,
@@ -120,7 +119,7 @@ async fn escort(guest: Guest, room: PathBuf, trouble: Arc<OnceLock<Trouble>>) {
     tokio::join!(copy(public_read, private_write), copy(private_read, public_write));
 }
 
-/// A connection with the private socket, which has said its greeting and has been told the guest's.
+/// Opens the connection to the private socket, after both greetings and the peer's READY command.
 async fn introduce(guest: &Guest, room: &Path) -> io::Result<UnixStream> {
     let mut private = UnixStream::connect(room).await?;
     socket::enlarge_buffers(&SockRef::from(&private));

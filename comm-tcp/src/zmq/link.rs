@@ -37,7 +37,7 @@ pub(crate) struct Link {
     pool: Pool,
 }
 
-/// What the monitor of a socket with a single peer has to say.
+/// An event of the monitor of a socket with a single peer.
 #[derive(Debug)]
 pub(crate) enum PeerEvent {
     /// The peer connected, with this identity.
@@ -131,9 +131,9 @@ impl Link {
         }
     }
 
-    /// Says farewell and waits for the peer's: first everything sent before arrives there, then its word that it did.
+    /// Sends the close message and waits for the peer's, and for the acknowledgement that everything sent before has arrived there.
     ///
-    /// The connection may end once the peer's farewell is here: the peer leaves only after it has seen ours.
+    /// The connection may end once the peer's close message is here: the peer closes only after it has ours.
     pub(crate) async fn close(&mut self) -> Result<(), Fault> {
         self.post(frame::bye()).await?;
         let mut seen = false;
@@ -253,7 +253,7 @@ impl Link {
 }
 
 fn ended() -> Fault {
-    Fault::Lost("its connection ended without a farewell".into())
+    Fault::Lost("its connection ended without a close message".into())
 }
 
 /// How much is on its way in each direction, in charged bytes.

@@ -42,7 +42,7 @@ const LARGE: usize = 256 << 10;
 pub struct ZmqTransport {
     lanes: Lanes<Sockets>,
     core: Core,
-    /// Wakes whoever waits when the transport is aborted.
+    /// Wakes waiting exchanges when the transport is aborted.
     bell: Notify,
     facts: Vec<(String, String)>,
     ipc: bool,
@@ -182,7 +182,7 @@ impl Transport for ZmqTransport {
 }
 
 impl ZmqTransport {
-    /// Says farewell to all peers on all lanes at once. The first lane's driver waits; the others have their keepers.
+    /// Exchanges close messages with all peers on all lanes at once. The first lane's driver waits; the others have their keepers.
     fn farewell(&self, lanes: &mut [&mut Sockets], deadline: Deadline) -> Result<()> {
         let mut join = Join::default();
         let mut first = None;
@@ -197,7 +197,7 @@ impl ZmqTransport {
             }
         }
         let Some(driver) = first else { return Ok(()) };
-        // Whoever closes has no haste: no core is kept busy for it.
+        // Closing may take its time: it parks instead of spinning.
         let mut spinner = Spinner::new(Waiting::Park);
         self.run(driver, &mut spinner, true, join, || "closing".to_string(), deadline)
     }
@@ -218,7 +218,7 @@ fn facts(options: &TcpOptions, about: About) -> Vec<(String, String)> {
     let fact = |name: &str, value: String| (name.to_string(), value);
     let over = if options.ipc { " over a Unix socket" } else { "" };
     let gate = match (options.ipc, options.gate) {
-        (true, _) => "none: the sockets' directory lets this user alone in",
+        (true, _) => "none: only this user may enter the sockets' directory",
         (false, true) => "on",
         (false, false) => "off",
     };

@@ -102,7 +102,7 @@ fn start(
     several_documents: bool,
 ) -> Result<(String, Vec<u16>), CliError> {
     if prompt == Some("") {
-        return Err("--prompt is empty; give at least one character to start from, or leave it away".into());
+        return Err("--prompt is empty; give at least one character to start from, or leave it out".into());
     }
     Ok(match (prompt, end_of_text) {
         (Some(prompt), Some(_)) => (prompt.to_owned(), tokenizer.encode_documents(prompt)?),

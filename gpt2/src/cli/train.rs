@@ -159,7 +159,7 @@ pub(super) struct TrainArgs {
     /// QUIC's largest datagram, in bytes of UDP payload. [default: what the interface carries]
     #[arg(long)]
     quic_mtu: Option<u16>,
-    /// Leave out the gate before ZeroMQ: whoever can reach a port can then end a rank while it connects.
+    /// Leave out the gate before ZeroMQ: anyone who can reach a port can then end a rank while it connects.
     #[arg(long)]
     no_gate: bool,
     /// Address that this rank's listeners bind, where the others reach it. [default: the one by which it reaches rank 0]
@@ -275,7 +275,7 @@ fn refuse_for_all(
         return Err(why);
     }
     complain(format_args!("error: {why}"));
-    // What goes wrong from here on is no news to whoever has read this.
+    // The user has been told; later errors are not reported.
     let prepared = prepared
         .map_or_else(|| Prepared::new(args, job.world_size, ranks_here, Voice { speaks: false, warns: false }), Ok);
     if let Ok(Prepared { config, corpus, options, device }) = &prepared {
@@ -338,7 +338,7 @@ fn check_nproc(nproc: usize, job: &Job, ranks_here: Option<usize>) -> Result<(),
         _ => String::new(),
     };
     Err(format!(
-        "--nproc {nproc} contradicts the environment: {} say that this is rank {} of {}{here}. To start {nproc} rank(s) here, take the variables away: env -u {rank} gpt2 train ...; to be that rank, leave --nproc out.{hint}",
+        "--nproc {nproc} contradicts the environment: {} say that this is rank {} of {}{here}. To start {nproc} rank(s) here, unset these variables: env -u {rank} gpt2 train ...; to be that rank, leave out --nproc.{hint}",
         job.source, job.rank, job.world_size
     )
     .into())
@@ -447,7 +447,7 @@ impl Prepared {
 /// Refuses numbers of ranks, and what does not go with them, of the strategy and the transports.
 fn check_ranks(args: &TrainArgs, ranks: usize, ranks_here: usize) -> Result<(), CliError> {
     if ranks == 0 || ranks_here == 0 {
-        return Err("--nproc 0 leaves nobody to train; give at least 1".into());
+        return Err("--nproc 0: at least 1 rank must train".into());
     }
     if args.strategy == StrategyKind::Single && ranks != 1 {
         return Err(format!("--strategy single trains on 1 rank, not on {ranks}; choose another strategy").into());
@@ -542,7 +542,7 @@ fn types(args: &TrainArgs) -> Result<(Precision, LossScaling), CliError> {
     if args.check_finite && loss_scaling != LossScaling::Off {
         return Err(format!(
             "--check-finite does not go with --loss-scale {loss_scaling}, by which gradients overflow now and then and steps are \
-             skipped; leave --check-finite away, or give --loss-scale off"
+             skipped; leave out --check-finite, or give --loss-scale off"
         )
         .into());
     }
@@ -568,7 +568,7 @@ fn transport_options(args: &TrainArgs) -> Result<TransportOptions, CliError> {
         lanes: args.lanes,
         bind: args.bind,
         timeout: seconds(args.timeout),
-        // Several of them may be late before anybody draws a conclusion.
+        // Several of them may be late without a consequence.
         heartbeat: (seconds(args.liveness) / 5).min(TransportOptions::default().heartbeat),
         liveness: seconds(args.liveness),
         stall_after: seconds(args.stall_after),
@@ -680,7 +680,7 @@ pub(super) fn check_tensors(
     let bytes = values as u64 * 4;
     if bytes > limit {
         return Err(format!(
-            "--device {device}: the {what} need {:.0} MiB in one piece, and this device allows {:.0}; choose another device, or \
+            "--device {device}: the {what} need {:.0} MiB in one buffer, and this device allows {:.0}; choose another device, or \
              train with a smaller --preset, --block-size or --batch, or a larger --accumulation",
             bytes as f64 / (1 << 20) as f64,
             limit as f64 / (1 << 20) as f64

@@ -136,7 +136,7 @@ impl TokenCache {
         Some(entry)
     }
 
-    /// The file at `path`, if it belongs to somebody whose ids may be trusted.
+    /// The file at `path`, if it belongs to a user whose ids are trusted.
     fn open_trusted(&self, path: &Path) -> Option<File> {
         // A pipe would be waited for.
         let file = path.metadata().ok().filter(fs::Metadata::is_file).and_then(|_| File::open(path).ok())?;
@@ -314,7 +314,7 @@ impl Turn {
     pub(super) fn beat(&mut self) {
         if let Some((file, _)) = &mut self.held {
             self.beats += 1;
-            // Whoever cannot see it waits for a minute at most.
+            // A process that cannot see it waits for a minute at most.
             let _ = file.rewind().and_then(|()| file.write_all(&self.beats.to_le_bytes()));
         }
     }

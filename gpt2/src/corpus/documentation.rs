@@ -62,7 +62,7 @@ fn find_crates(cargo_home: Option<&Path>, crates: &[(&str, &str)]) -> Result<Doc
     };
     let sources = cargo_home.join("registry").join("src");
     let Ok(entries) = fs::read_dir(&sources) else {
-        return Ok(Documentation::Unavailable(format!("there is no {}", sources.display())));
+        return Ok(Documentation::Unavailable(format!("{} does not exist", sources.display())));
     };
     // One folder for each registry in use. Which of them holds a crate does not matter: a version's contents never
     // change.

@@ -24,7 +24,7 @@ const SIGNATURES: [(&[u8], &str, &str); 28] = [
     (b"ARROW1\0\0", "an Arrow file", TEXT_COLUMN),
     (b"\xff\xff\xff\xff", "a stream of Arrow", TEXT_COLUMN),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file", TEXT_COLUMN),
-    (b"SQLite format 3\0", "an SQLite data base", TEXT_COLUMN),
+    (b"SQLite format 3\0", "an SQLite database", TEXT_COLUMN),
     (b"MMIDIDX\0\0", "an index of Megatron (.idx)", "give the .bin file beside it"),
     (b"TNTIDX\0\0", "an index of fairseq (.idx)", "give the text itself"),
     (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", "a file of torch.save", NO_DATA),
@@ -137,7 +137,7 @@ fn by_structure(bytes: &[u8]) -> Option<(&'static str, &'static str)> {
         return Some(("a program (ELF)", NO_DATA));
     }
     if starts(b"RIFF") && matches!(bytes.get(8..12), Some(b"WAVE" | b"AVI " | b"WEBP")) {
-        return Some(("a sound, film or image file (RIFF)", NO_DATA));
+        return Some(("an audio, video or image file (RIFF)", NO_DATA));
     }
     // Its header's length, then JSON of that length.
     let safetensors = u64_at(0).and_then(|length| usize::try_from(length).ok()).is_some_and(|length| {
@@ -336,7 +336,7 @@ mod tests {
             (b"%!PS-Adobe-3.0\n%%Pages: 1\nshowpage\n".to_vec(), "a PostScript document"),
             (b"{\\rtf1\\ansi Hello}".to_vec(), "a document in RTF"),
             (with(b"GIF89a\x01\0\x01\0\x80\0\0\xff\xff\xff", 40), "a GIF image"),
-            (with(b"RIFF\x24\0\0\0WAVEfmt ", 40), "a sound, film or image file (RIFF)"),
+            (with(b"RIFF\x24\0\0\0WAVEfmt ", 40), "an audio, video or image file (RIFF)"),
             ("\u{feff}text".encode_utf16().flat_map(u16::to_le_bytes).collect(), "UTF-16 text"),
             ("\u{feff}text".encode_utf16().flat_map(u16::to_be_bytes).collect(), "UTF-16 text"),
             (b"\xff\xfe\0\0t\0\0\0".to_vec(), "UTF-32 text"),

@@ -176,7 +176,7 @@ fn without_the_documentation_synthetic_text_stands_in_and_says_so() {
     let rate = corpus.entropy_rate().unwrap();
     let described = corpus.describe();
     assert!(described.contains(&format!("entropy rate {rate:.4} nats per token")), "{described}");
-    assert!(described.contains("there is no documentation to read"), "{described}");
+    assert!(described.contains("no documentation was found"), "{described}");
 
     let asked = CorpusSource::Synthetic { seed: FALLBACK_SEED, bytes: FALLBACK_BYTES };
     let asked = Corpus::load(&asked, TokenizerKind::Bytes).unwrap();

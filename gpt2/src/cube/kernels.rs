@@ -32,7 +32,7 @@ fn together(value: f32, scratch: &mut Shared<[f32]>, #[comptime] largest: bool) 
         sync_cube();
     }
     let all = scratch[0];
-    // Nobody writes before everybody has read.
+    // No unit writes before all have read.
     sync_cube();
     all
 }
@@ -195,7 +195,7 @@ pub(super) fn layer_norm_backward<F: Float>(
     let (dw_start, db_start) = (cube * c, (cubes + cube) * c);
     let mut scratch = Shared::<[f32]>::new_slice(UNITS);
 
-    // Each element is one unit's alone, so nobody has to wait for anybody. At least one, since no memory can be of no elements.
+    // Each element is one unit's alone, so no barrier is needed. At least one, since no memory can be of no elements.
     let mut dw = Shared::<[f32]>::new_slice(comptime!(held.max(1)));
     let mut db = Shared::<[f32]>::new_slice(comptime!(held.max(1)));
 

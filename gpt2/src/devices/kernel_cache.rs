@@ -9,14 +9,14 @@ use std::path::{Path, PathBuf};
 const FILES: [&str; 2] = ["cubecl.toml", "CubeCL.toml"];
 const FILES_WITH_SECTION: [&str; 2] = ["burn.toml", "Burn.toml"];
 
-/// Who decides where kernels are kept.
+/// Where compiled kernels are kept, and what decides it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Place {
     /// The user's file with settings.
     Settings(PathBuf),
-    /// Nobody else; then this folder.
+    /// The default folder.
     Folder(PathBuf),
-    /// Nobody, and there is no folder of the user's, either.
+    /// Nowhere: there is no default folder, since the user has no home folder.
     Nowhere,
 }
 

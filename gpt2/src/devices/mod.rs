@@ -124,9 +124,7 @@ impl fmt::Display for DeviceChoice {
 
 /// A name that is no device's.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "no device is called '{name}'; choose cpu, cuda, cuda:N, wgpu or wgpu:N, where `gpt2 devices` lists the numbers N"
-)]
+#[error("unknown device '{name}', expected one of cpu, cuda, cuda:N, wgpu, wgpu:N; `gpt2 devices` lists the numbers N")]
 pub struct UnknownDevice {
     name: String,
 }
@@ -164,8 +162,8 @@ fn lacks_feature(feature: &str) -> Problem {
 #[cfg(any(feature = "cuda", feature = "wgpu", test))]
 fn out_of_range(number: usize, count: usize, kind: &str) -> Problem {
     let there = match count {
-        1 => format!("there is 1 {kind}, number 0"),
-        count => format!("there are {count} {kind}s, numbers 0 to {}", count.saturating_sub(1)),
+        1 => format!("this machine has 1 {kind}, number 0"),
+        count => format!("this machine has {count} {kind}s, numbers 0 to {}", count.saturating_sub(1)),
     };
     Problem::new(format!("no {kind} has the number {number}: {there}"), "`gpt2 devices` lists them")
 }

@@ -268,7 +268,7 @@ impl fmt::Display for Library {
 impl fmt::Display for KernelCache {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            KernelCache::Settings(file) => write!(f, "kept as {} says", file.display()),
+            KernelCache::Settings(file) => write!(f, "kept where {} says", file.display()),
             KernelCache::Folder(folder) => write!(f, "kept in {}", folder.display()),
         }
     }
@@ -339,7 +339,7 @@ fn version_text((major, minor): (u32, u32)) -> String {
 fn nccl() -> Result<Library, Problem> {
     match comm_nccl::Library::load() {
         Ok(library) => Ok(Library { path: library.path().display().to_string(), version: library.version_text() }),
-        Err(error) => Err(Problem::new(error.to_string(), "the other transports do without it")),
+        Err(error) => Err(Problem::new(error.to_string(), "the other transports do not need it")),
     }
 }
 

@@ -188,7 +188,7 @@ impl Packer {
     fn take_back(&self, buffer: Buffer) -> Result<Tensor<1>> {
         let native = self.native.as_ref();
         native
-            .ok_or_else(|| Error::Internal("a buffer came back in device memory that nobody lent".into()))?
+            .ok_or_else(|| Error::Internal("a buffer came back in device memory that was not lent".into()))?
             .take_back(buffer)
     }
 }

@@ -279,9 +279,7 @@ pub enum OptimError {
         segment: String,
     },
     /// `apply` came without `prepare`.
-    #[error(
-        "optimizer of segment {segment}: there is no prepared step to apply; prepare it first, or take a whole step"
-    )]
+    #[error("optimizer of segment {segment}: no step has been prepared; prepare one first, or call the whole step")]
     NotPrepared {
         /// The segment's name.
         segment: String,

@@ -98,9 +98,9 @@ impl FromStr for LossScaling {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        const CHOICES: &str = "choose `off`, `dynamic` (or, say, `dynamic:initial=1024,growth=2,backoff=0.5,interval=100`) or a \
-                               number that is a power of two";
-        let unknown = |what: &str| format!("`{what}` is no loss scaling; {CHOICES}");
+        const CHOICES: &str = "one of off, dynamic (with constants: \
+                               dynamic:initial=1024,growth=2,backoff=0.5,interval=100) or a power of two";
+        let unknown = |what: &str| format!("unknown loss scaling '{what}', expected {CHOICES}");
         let number = |text: &str| text.parse::<f32>().map_err(|_| unknown(text));
         let scaling = match text.split_once(':') {
             None if text == "off" => Self::Off,
@@ -526,7 +526,7 @@ mod tests {
             ["", "on", "dynamic:", "dynamic:initial", "dynamic:speed=2", "static:8", "1024x", "dynamic:interval=-1"]
         {
             let error = bad.parse::<LossScaling>().unwrap_err();
-            assert!(error.contains("choose `off`"), "{bad}: {error}");
+            assert!(error.contains("one of off"), "{bad}: {error}");
         }
         for (bad, rule) in [
             ("0", "a power of two"),

@@ -50,7 +50,7 @@ pub enum ModelError {
         vocab_size: usize,
     },
     /// There is no segment with this index.
-    #[error("there is no segment {segment}: the model has segments 0..{segments}")]
+    #[error("segment {segment} does not exist: the model has segments 0..{segments}")]
     NoSuchSegment {
         /// The index that was asked for.
         segment: usize,
@@ -68,9 +68,7 @@ pub enum ModelError {
         len: usize,
     },
     /// A pass needs weights that are not in memory.
-    #[error(
-        "the weights of segment {name} are not in memory; a pass over a model whose weights come and go needs hooks that bring them"
-    )]
+    #[error("the weights of segment {name} are not in memory; a pass over a sharded model needs hooks that bring them")]
     Absent {
         /// The segment's name.
         name: String,

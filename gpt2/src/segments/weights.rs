@@ -111,7 +111,7 @@ impl ModuleMapper for Upload<'_> {
     }
 }
 
-/// Replaces tensors by such as take no memory.
+/// Replaces tensors by ones that take no memory.
 pub(super) struct Release<'a>(pub(super) &'a Device);
 
 impl ModuleMapper for Release<'_> {
@@ -142,7 +142,7 @@ pub(super) fn haunt<M: Module>(module: M, device: &Device) -> (M, Arc<Resident>)
     (ghosts, resident)
 }
 
-/// Puts the weights of `module` back under the leaves of `ghosts`.
+/// Stores the weights of `module` again under the leaves of `ghosts`.
 pub(super) fn refill<M: Module>(ghosts: &M, module: &M, resident: &Resident) {
     let mut leaves = Leaves::default();
     ghosts.visit(&mut leaves);

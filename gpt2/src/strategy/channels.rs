@@ -256,7 +256,7 @@ impl Channel {
     }
 }
 
-/// What is kept of a buffer while a part of it is with another channel.
+/// The rest of a buffer while a part of it is with another channel.
 pub(super) enum Kept {
     /// All of it, in host memory: the part goes back to its place.
     Whole(HostBuffer),

@@ -184,7 +184,7 @@ impl Filling {
         let (index, come) = self.open;
         let bucket = self.plan.get(index).filter(|bucket| bucket.segments.get(come) == Some(&segment));
         let bucket =
-            bucket.ok_or_else(|| Error::Internal(format!("gradients of segment {segment} came out of their order")))?;
+            bucket.ok_or_else(|| Error::Internal(format!("gradients of segment {segment} came out of order")))?;
         grads.append_to(&mut self.grads, bucket.len())?;
         self.open = (index, come + 1);
         if come + 1 == bucket.segments.len() {

@@ -99,7 +99,7 @@ pub trait LocalStep {
     fn put(&mut self, segment: usize, weights: Weights) -> Result<(), TrainError>;
 }
 
-/// Whose gradients are looked at together.
+/// Over which ranks loss and norm are formed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ranks {
     /// All ranks': each has averaged those that it updates.
@@ -108,7 +108,7 @@ pub enum Ranks {
     This,
 }
 
-/// Gradients that have been looked at.
+/// A step's gradients, after loss, norm and overflow were checked.
 #[derive(Debug)]
 pub struct Checked {
     /// Mean loss, in nats a token, of the rows of these ranks.
@@ -125,7 +125,7 @@ pub struct Checked {
     pub ranks: Ranks,
 }
 
-/// What came of a step.
+/// The outcome of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepOutcome {
     /// Mean loss in nats a token, before the update.

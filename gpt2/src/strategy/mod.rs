@@ -21,9 +21,7 @@ mod single;
 mod synchronous;
 mod zero;
 
-use std::fmt;
 use std::ops::Range;
-use std::str::FromStr;
 use std::sync::{Arc, LazyLock};
 
 use comm_core::Communicator;
@@ -98,20 +96,12 @@ impl Built {
     }
 }
 
-impl StrategyKind {
-    /// Every strategy.
-    pub const ALL: [StrategyKind; 9] = [
-        StrategyKind::Single,
-        StrategyKind::Ps,
-        StrategyKind::ShardedPs,
-        StrategyKind::Ring,
-        StrategyKind::Ddp,
-        StrategyKind::Zero1,
-        StrategyKind::Zero2,
-        StrategyKind::Fsdp,
-        StrategyKind::Hierarchical,
-    ];
+comm_core::names!(
+    pub StrategyKind, "strategy" by StrategyKind::spec_name:
+    Single, Ps, ShardedPs, Ring, Ddp, Zero1, Zero2, Fsdp, Hierarchical,
+);
 
+impl StrategyKind {
     /// Its entry.
     pub const fn spec(self) -> &'static Spec {
         match self {
@@ -127,8 +117,7 @@ impl StrategyKind {
         }
     }
 
-    /// Its name on the command line.
-    pub const fn name(self) -> &'static str {
+    const fn spec_name(self) -> &'static str {
         self.spec().name
     }
 
@@ -141,21 +130,6 @@ impl StrategyKind {
     pub fn list() -> &'static str {
         static LIST: LazyLock<String> = LazyLock::new(|| StrategyKind::names(","));
         &LIST
-    }
-}
-
-impl fmt::Display for StrategyKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl FromStr for StrategyKind {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        let kind = StrategyKind::ALL.into_iter().find(|kind| kind.name() == name);
-        kind.ok_or_else(|| format!("unknown strategy '{name}', expected one of {}", StrategyKind::names(", ")))
     }
 }
 
@@ -284,7 +258,7 @@ mod tests {
             assert_eq!(serde_json::to_value(kind).unwrap(), kind.name());
             assert_eq!(kind.name().parse(), Ok(kind));
         }
-        let error = "sgd".parse::<StrategyKind>().unwrap_err();
+        let error = "sgd".parse::<StrategyKind>().unwrap_err().to_string();
         assert!(error.contains("single, ps, ") && error.contains("'sgd'"), "{error}");
     }
 

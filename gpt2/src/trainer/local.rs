@@ -195,7 +195,7 @@ struct Hooks<'a> {
     gradients: Option<Collecting<'a>>,
 }
 
-/// What becomes of a pass's gradients.
+/// Where a pass's gradients go.
 struct Collecting<'a> {
     /// Those of earlier micro-steps.
     sums: &'a mut [Option<Flat>],

@@ -23,7 +23,8 @@ pub struct EnterArgs {
 /// launcher. (`ip` also shows it a `/sys` of that namespace, where transports look for their interface.)
 pub fn enter(args: &EnterArgs) -> Result<ExitCode, BenchError> {
     job::die_with_parent()?;
-    let job = Job::from_env()?.ok_or("link-enter is started by a launcher, as one rank of its job")?;
+    let job =
+        Job::from_env()?.ok_or("link-enter is an internal command: a launcher starts it as one rank of its job")?;
     let end = end_of(job.rank, job.world_size, args.namespaces.len());
     let namespace = args.namespaces.get(end).ok_or("there are more ranks than ends")?;
     let error = Command::new("ip").args(["netns", "exec", namespace]).args(&args.command).exec();

@@ -35,7 +35,7 @@ impl Profile {
         }
         let text = BUILT_IN.iter().find_map(|(known, text)| (*known == name).then_some(text)).ok_or_else(|| {
             let names = Profile::names().collect::<Vec<_>>().join(", ");
-            format!("`{name}` is no link; choose one of {names}, or give the path of a file, which ends with .toml")
+            format!("unknown link '{name}', expected one of {names}, or the path of a file that ends with .toml")
         })?;
         profile_file::parse(name, &format!("{name}.toml"), text)
     }

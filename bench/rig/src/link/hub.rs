@@ -124,7 +124,7 @@ impl Hub {
             let (place, device) = end.map_or((&self.namespace, port.as_str()), |end| (end, INTERFACE));
             let said = place.tc(&["-s", "-j", "qdisc", "show", "dev", device, "root"])?;
             let mut counts: Vec<Counts> = serde_json::from_slice(&said)
-                .map_err(|error| format!("`tc -s -j qdisc show dev {device}` said something unexpected: {error}"))?;
+                .map_err(|error| format!("`tc -s -j qdisc show dev {device}` printed something unexpected: {error}"))?;
             counts.pop().ok_or_else(|| format!("the filter of end {} is gone", filter.end))
         };
         self.filters.iter().map(count).collect()

@@ -48,7 +48,7 @@ impl Probe {
     /// Measures what is between the first two ends of a link; `None` on loopback.
     ///
     /// # Errors
-    /// Why it cannot be, or that the user has had enough.
+    /// Why it cannot be, or that the user interrupted it.
     pub fn of(world: &World) -> Result<Option<Probe>, RunError> {
         let Some(ends) = world.addresses() else { return Ok(None) };
         let (host, port) = ends.meeting();
@@ -57,7 +57,7 @@ impl Probe {
         let captured = outcome::run(&launch)?;
         let said = captured.first().map_or("", |rank| rank.stdout.trim());
         let probe =
-            serde_json::from_str(said).map_err(|error| format!("the probe of the link said {said:?}: {error}"))?;
+            serde_json::from_str(said).map_err(|error| format!("the probe of the link printed {said:?}: {error}"))?;
         Ok(Some(probe))
     }
 }
@@ -65,7 +65,8 @@ impl Probe {
 /// One end of the measurement.
 pub fn run_probe(args: &ProbeArgs) -> Result<ExitCode, BenchError> {
     job::die_with_parent()?;
-    let job = Job::from_env()?.ok_or("link-probe is started by a launcher, as one rank of its job")?;
+    let job =
+        Job::from_env()?.ok_or("link-probe is an internal command: a launcher starts it as one rank of its job")?;
     if job.rank == 0 {
         println!("{}", serde_json::to_string(&listen(args.address)?)?);
     } else {

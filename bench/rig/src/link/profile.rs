@@ -52,7 +52,7 @@ pub struct Pipes {
     pub down: PipeSpec,
 }
 
-/// How long a packet waits at most for its turn, where nobody says: then it is dropped.
+/// The default queue of a pipe, as the time that a packet waits at most: a packet that would wait longer is dropped.
 const QUEUE_MS: u64 = 50;
 
 /// More than the kernel's filters can count.
@@ -96,7 +96,7 @@ impl Profile {
     }
 }
 
-/// Bytes that may wait for a rate, where nobody says.
+/// The default queue of a pipe with a rate, in bytes.
 pub(super) fn usual_queue(rate: Rate, mtu: u32) -> u64 {
     rate.bytes_in(QUEUE_MS).clamp(2 * u64::from(mtu), MOST_QUEUED)
 }

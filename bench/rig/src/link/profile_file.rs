@@ -122,7 +122,7 @@ impl FileText {
             }
             let these = pipes(&end.up.or(&self.up), &end.down.or(&self.down), &place)?;
             if unusual.insert(end.rank, these).is_some() {
-                return Err(format!("{place}it is there twice"));
+                return Err(format!("{place}it is given twice"));
             }
         }
         if self.carrier == Carrier::None && !unusual.is_empty() {
@@ -197,7 +197,7 @@ impl PipeText {
             pipe.reorder_probability = share(&reorder.share).map_err(|why| format!("{key}.reorder.share: {why}"))?;
             pipe.reorder_by = time(&reorder.by).map_err(|why| format!("{key}.reorder.by: {why}"))?;
             if pipe.reorder_by.is_zero() {
-                return Err(format!("{key}.reorder.by: packets that are late by nothing keep their order"));
+                return Err(format!("{key}.reorder.by: packets that are late by 0 keep their order"));
             }
         }
         Ok(pipe)
@@ -206,7 +206,9 @@ impl PipeText {
     fn queue(&self, rate: Option<Rate>, mtu: u32, key: &str) -> Result<Option<u64>, String> {
         let Some(rate) = rate else {
             return match self.queue {
-                Some(_) => Err(format!("{key}.queue: nothing waits where there is no rate; give one or leave it out")),
+                Some(_) => {
+                    Err(format!("{key}.queue: without a rate nothing is queued; give a rate, or leave out the queue"))
+                }
                 None => Ok(None),
             };
         };
@@ -336,7 +338,7 @@ mod tests {
             ("carrier = \"emulated\"\n[up]\nloss = { enter = \"1%\" }", &["leave"]),
             ("carrier = \"emulated\"\n[up]\nloss = { enter = \"0%\", leave = \"1%\", lost = \"1%\" }", &["up.loss"]),
             ("carrier = \"emulated\"\n[up]\ndelay = \"1ms\"\njitter = \"2ms\"", &["up.jitter"]),
-            ("carrier = \"emulated\"\n[up]\nqueue = \"9kB\"", &["up.queue", "no rate"]),
+            ("carrier = \"emulated\"\n[up]\nqueue = \"9kB\"", &["up.queue", "without a rate"]),
             ("carrier = \"emulated\"\n[up]\nrate = \"1mbit\"\nqueue = \"1kB\"", &["up.queue", "two packets"]),
             ("carrier = \"emulated\"\n[up]\nreorder = { share = \"1%\", by = \"0ms\" }", &["up.reorder.by"]),
             ("carrier = \"emulated\"\n[[end]]\nrank = 1\n[[end]]\nrank = 1", &["rank 1", "twice"]),

@@ -46,7 +46,7 @@ impl FromStr for Rate {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let refused = || format!("`{text}` is no rate; write 1gbit, 100mbit, 1.5gbit or the like");
+        let refused = || format!("`{text}` is not a rate; write for example 1gbit, 100mbit or 1.5gbit");
         let lower = text.to_ascii_lowercase();
         let (number, unit) =
             UNITS.iter().find_map(|(name, unit)| Some((lower.strip_suffix(name)?, *unit))).ok_or_else(refused)?;

@@ -42,12 +42,12 @@ pub(super) fn run(program: &str, arguments: &[&str]) -> Result<Vec<u8>, String> 
     match said {
         Err(error) if error.kind() == ErrorKind::NotFound => {
             let package = if program == "unshare" { "util-linux" } else { "iproute2" };
-            Err(format!("there is no program `{program}`; install {package}"))
+            Err(format!("program `{program}` not found; install {package}"))
         }
         Err(error) => Err(format!("the program `{program}` does not start: {error}")),
         Ok(output) if !output.status.success() => {
             let text = String::from_utf8_lossy(&output.stderr);
-            let why = text.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or("it said nothing");
+            let why = text.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or("it printed nothing");
             Err(format!("`{program} {}`: {why}", arguments.join(" ")))
         }
         Ok(output) => Ok(output.stdout),
@@ -82,7 +82,7 @@ impl Namespace {
                 Err(why) => return Err(why),
             }
         }
-        Err(format!("no name is free for a network namespace: {why}"))
+        Err(format!("no free name for a network namespace: {why}"))
     }
 
     pub(super) fn name(&self) -> &str {

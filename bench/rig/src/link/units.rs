@@ -17,8 +17,8 @@ const MOST_SECONDS: f64 = 60.0;
 /// # Errors
 /// What cannot be, for the user.
 pub(super) fn bytes(text: &str) -> Result<u64, String> {
-    let bytes =
-        number(text, &SIZES).ok_or_else(|| format!("`{text}` is no size; write 1500B, 625kB, 64KiB or the like"))?;
+    let bytes = number(text, &SIZES)
+        .ok_or_else(|| format!("`{text}` is not a size; write for example 1500B, 625kB or 64KiB"))?;
     if !(0.0..=MOST_BYTES).contains(&bytes) {
         return Err(format!("`{text}` is out of range; 0B to 4GB are possible"));
     }
@@ -30,7 +30,8 @@ pub(super) fn bytes(text: &str) -> Result<u64, String> {
 /// # Errors
 /// What cannot be, for the user.
 pub(super) fn time(text: &str) -> Result<Duration, String> {
-    let seconds = number(text, &TIMES).ok_or_else(|| format!("`{text}` is no time; write 250us, 25ms or 1.5s"))?;
+    let seconds =
+        number(text, &TIMES).ok_or_else(|| format!("`{text}` is not a time; write for example 250us, 25ms or 1.5s"))?;
     if !(0.0..=MOST_SECONDS).contains(&seconds) {
         return Err(format!("`{text}` is out of range; 0ms to 60s are possible"));
     }
@@ -42,7 +43,8 @@ pub(super) fn time(text: &str) -> Result<Duration, String> {
 /// # Errors
 /// What cannot be, for the user.
 pub(super) fn share(text: &str) -> Result<f64, String> {
-    let percent = number(text, &[("%", 1.0)]).ok_or_else(|| format!("`{text}` is no share; write 0.5% or the like"))?;
+    let percent =
+        number(text, &[("%", 1.0)]).ok_or_else(|| format!("`{text}` is not a percentage; write for example 0.5%"))?;
     if !(0.0..=100.0).contains(&percent) {
         return Err(format!("`{text}` is out of range; 0% to 100% are possible"));
     }

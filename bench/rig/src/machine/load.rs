@@ -80,7 +80,7 @@ impl Load {
         if (user + system + stolen) / capacity > limit {
             let percent = 100.0 * (user + system + stolen) / capacity;
             found.push(format!(
-                "others took {percent:.0} % of {cores} cores during {wall:.1} s: {:.1} s by other \
+                "other processes and virtual machines took {percent:.0} % of {cores} cores during {wall:.1} s: {:.1} s by other \
                  processes, {stolen:.1} s by other virtual machines",
                 user + system
             ));
@@ -89,7 +89,7 @@ impl Load {
             let held = after.saturating_sub(before).as_secs_f64();
             if held / capacity > BUSY {
                 found.push(format!(
-                    "the quota of the control group held threads back for {held:.1} s during {wall:.1} s"
+                    "the control group's CPU quota throttled threads for {held:.1} s during {wall:.1} s"
                 ));
             }
         }
@@ -197,10 +197,7 @@ mod tests {
         // All of it was ours; then 2 of 20 core-seconds were not; then the host took them.
         assert_eq!(found(load(10.0, 112.0, 53.0, 1.0, (22.0, 8.0))), Vec::<String>::new());
         let busy = found(load(10.0, 114.0, 53.0, 1.0, (22.0, 8.0)));
-        assert!(
-            busy[0].starts_with("others took 10 % of 2 cores during 10.0 s: 2.0 s by other processes, 0.0 s by"),
-            "{busy:?}"
-        );
+        assert!(busy[0].contains("took 10 % of 2 cores during 10.0 s: 2.0 s by other processes, 0.0 s by"), "{busy:?}");
         let stolen = found(load(10.0, 112.0, 53.0, 3.0, (22.0, 8.0)));
         assert!(stolen[0].contains("0.0 s by other processes, 2.0 s by other virtual machines"), "{stolen:?}");
         // Interrupts charged to us, 4 s, do not hide user time of others, nor are they strangers' where they are not
@@ -242,6 +239,6 @@ mod tests {
         assert!(std::process::Command::new("sh").args(["-c", start]).status().unwrap().success());
         std::thread::sleep(Duration::from_millis(900));
         let found = before.strangers_until(&Load::read(Path::new("/"), &[]).unwrap());
-        assert!(found.iter().any(|what| what.starts_with("others took")), "{found:?}");
+        assert!(found.iter().any(|what| what.starts_with("other processes")), "{found:?}");
     }
 }

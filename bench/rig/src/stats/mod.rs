@@ -33,5 +33,5 @@ pub use summary::{
 };
 pub use warm_up::warm_up;
 
-/// Level of all intervals that nobody asked otherwise of.
+/// The level of intervals by default.
 pub const LEVEL: f64 = 0.95;

@@ -48,7 +48,7 @@ impl CellRun<'_> {
     /// Runs the cell over `world`. A run that fails is a record that says why.
     ///
     /// # Errors
-    /// [`Interrupted`] when the user has had enough.
+    /// [`Interrupted`] when the user interrupts it.
     pub fn run(&self, cell: &Cell, world: Result<&World, Status>) -> Result<Record, Interrupted> {
         let started_unix_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
         let began = Instant::now();
@@ -99,7 +99,7 @@ impl CellRun<'_> {
             },
         };
         let no_nodes = rung.is_some_and(Rung::is_timing_only) && cell.strategy == "hierarchical";
-        let no_nodes = no_nodes.then(|| format!("{} has no nodes: nobody is there to be one", cell.transport));
+        let no_nodes = no_nodes.then(|| format!("{} does not support nodes", cell.transport));
         if let Some(why) = rung.and_then(Rung::missing).or(no_nodes) {
             return Ok(Ended::Badly(Status::NotAvailable(why)));
         }

@@ -39,7 +39,7 @@ pub(super) fn connections(control_port: Option<u16>) -> Result<Vec<(String, Conn
     }
     let mut found = Vec::new();
     for family in families() {
-        for response in ask(family).map_err(|why| format!("the kernel does not tell of TCP connections: {why}"))? {
+        for response in ask(family).map_err(|why| format!("the kernel does not report TCP connections: {why}"))? {
             let id = &response.header.socket_id;
             let is_control = control_port.is_some_and(|port| [id.source_port, id.destination_port].contains(&port));
             if own.contains(&response.header.inode) && !is_control {
@@ -83,12 +83,12 @@ fn ask(family: u8) -> Result<Vec<InetResponse>, String> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         socket.set_read_timeout(Some(left)).map_err(failed("a time limit for sock_diag"))?;
-        let length = uninterrupted(|| socket.read(&mut datagram)).map_err(failed("no answer of sock_diag"))?;
+        let length = uninterrupted(|| socket.read(&mut datagram)).map_err(failed("no answer from sock_diag"))?;
         if take(datagram.get(..length).unwrap_or_default(), &mut responses)? {
             return Ok(responses);
         }
         if Instant::now() >= deadline {
-            return Err(format!("sock_diag is not through after {PATIENCE:?}; are there very many connections?"));
+            return Err(format!("sock_diag did not finish within {PATIENCE:?}; are there very many connections?"));
         }
     }
 }
@@ -120,7 +120,7 @@ fn request(family: u8) -> Vec<u8> {
 fn take(mut datagram: &[u8], responses: &mut Vec<InetResponse>) -> Result<bool, String> {
     while !datagram.is_empty() {
         let message = NetlinkMessage::<SockDiagMessage>::deserialize(datagram)
-            .map_err(|error| format!("an answer of sock_diag makes no sense (a kernel older than 5.4?): {error}"))?;
+            .map_err(|error| format!("sock_diag's answer cannot be decoded (a kernel older than 5.4?): {error}"))?;
         match message.payload {
             NetlinkPayload::Done(done) if done.code < 0 => {
                 return Err(refused(done.code));

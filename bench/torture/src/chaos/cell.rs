@@ -148,7 +148,7 @@ impl Cell {
                 let underway = |event: &Event| matches!(event, Event::Underway { .. }).then_some(());
                 let who = if self.when == When::Connect { &[self.victim][..] } else { &all[..] };
                 if group.hear_each(who, start, underway).iter().any(Option::is_none) {
-                    return Err(format!("the operations did not get under way: {}", complaints(&mut group, &all)));
+                    return Err(format!("the operations did not start: {}", complaints(&mut group, &all)));
                 }
                 std::thread::sleep(Duration::from_millis(seed % 37));
             }

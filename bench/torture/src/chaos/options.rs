@@ -91,7 +91,7 @@ impl ChaosArgs {
     pub(crate) fn check(&self) -> Result<Settings, BenchError> {
         between("--ranks", &self.ranks, 2..=MAX_RANKS)?;
         if let Some(victim) = self.victim.filter(|victim| *victim >= self.ranks) {
-            return Err(format!("--victim {victim} is no rank of {}", self.ranks).into());
+            return Err(format!("--victim {victim} is not a rank of {}", self.ranks).into());
         }
         let times = Times {
             heartbeat: Duration::from_millis(100),
@@ -133,7 +133,7 @@ impl ChaosArgs {
         self.list(&mut settings);
         if settings.cells.is_empty() {
             let why = settings.left_out.first().map_or("nothing was chosen", |(.., why)| why);
-            return Err(format!("there is no cell to run: {why}").into());
+            return Err(format!("no cell to run: {why}").into());
         }
         Ok(settings)
     }

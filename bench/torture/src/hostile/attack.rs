@@ -28,7 +28,7 @@ const AT_ONCE: usize = 48;
 /// Strangers that hold a connection to each port of a job that waits for its ranks.
 const EARLY_CROWD: usize = 300;
 
-/// How long one waits who comes while the job waits for its ranks: there, he may be behind a crowd.
+/// How long a stranger waits while the job waits for its ranks: many others may be ahead of it.
 const EARLY_PATIENCE: Duration = Duration::from_secs(7);
 
 /// QUIC clients of one kind that come to each port of a job that waits for its ranks.
@@ -37,7 +37,7 @@ const EARLY_CLIENTS: usize = 4;
 /// What is sent to UDP ports of such a job.
 const DATAGRAMS: [Kind; 4] = [Kind::Datagrams, Kind::Versions, Kind::Initials, Kind::Resets];
 
-/// The attack ends after so many times the time that it should take, whoever is still to come.
+/// The attack ends after so many times the time that it should take, finished or not.
 const LIMIT: u32 = 3;
 
 /// The same for all but the slow kinds, which come last.
@@ -49,7 +49,7 @@ const SLOW_PART: f64 = 0.3;
 /// The least that a stranger waits when the attack is about to end.
 const SHORTEST: Duration = Duration::from_millis(300);
 
-/// How long somebody waits who comes with a a control handshake or as a QUIC client, whom nobody has to answer.
+/// How long a stranger waits that starts a control handshake or is a QUIC client: these need not be answered.
 const CLIENT_PATIENCE: Duration = Duration::from_millis(500);
 
 /// How many hold a connection to a job that trains, where the attack is [`LONG`] and this process may have as many descriptors.
@@ -119,7 +119,7 @@ pub(super) async fn attack(
             _ => since + OTHERS_LIMIT * settings.attack,
         };
         if Instant::now() >= end {
-            left_out.push((*kind, "the time was up".into()));
+            left_out.push((*kind, "no time was left".into()));
             continue;
         }
         job.watch.begin();

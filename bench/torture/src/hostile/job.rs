@@ -132,7 +132,7 @@ impl RunningJob {
             Some(Ok(Ok(outcome))) => outcome,
             Some(Ok(Err(error))) => return Err(RunError::Failed(error.to_string())),
             Some(Err(_)) | None => {
-                return Err(RunError::Failed("the thread that looks after the ranks panicked".into()));
+                return Err(RunError::Failed("the thread that watches the ranks panicked".into()));
             }
         };
         outcome::captured(outcome)?;

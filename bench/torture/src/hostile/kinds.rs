@@ -55,7 +55,7 @@ pub(super) enum Means {
 }
 
 impl Kind {
-    /// In the order in which they come to a running job. The slow ones are last, so that nobody waits behind them.
+    /// In the order in which they come to a running job. The slow ones are last, so that none waits for them.
     pub(super) const ALL: [Kind; 28] = [
         Kind::Scan,
         Kind::Http,
@@ -93,7 +93,7 @@ impl Kind {
             Kind::Http => "HTTP request",
             Kind::Tls => "TLS ClientHello",
             Kind::Ssh => "SSH banner",
-            Kind::Rubbish => "rubbish, 1 B to 64 KiB",
+            Kind::Rubbish => "random bytes, 1 B to 64 KiB",
             Kind::CutControl => "control hello cut at every byte",
             Kind::CutZmtp => "ZMTP opening cut at every byte",
             Kind::CutRaw => "raw prelude cut at every byte",
@@ -167,7 +167,7 @@ pub(super) enum Act {
     Echo(usize),
     /// Ends its direction.
     Finish,
-    /// Closes at once; without it the stranger waits until it is shown out.
+    /// Closes at once; without it the stranger waits until the job disconnects it.
     Leave,
 }
 

@@ -91,7 +91,7 @@ fn calibrate(settings: &Settings) -> Result<u64, BenchError> {
     Ok((steps.ceil() as u64).max(CALIBRATION))
 }
 
-/// A job that nobody attacks.
+/// The job without an attack.
 fn undisturbed(settings: &Settings, transport: TransportKind, steps: u64) -> Result<Ended, BenchError> {
     let job = RunningJob::start(settings, transport, steps, false)?;
     while job.watch.seen().training_since.is_none() && !job.is_over() {

@@ -12,7 +12,7 @@ use rustls::crypto::ring;
 use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer, ServerName, UnixTime};
 use rustls::{DigitallySignedStruct, SignatureScheme};
 
-/// As what a client comes.
+/// What a client presents itself as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Disguise {
     NoCertificate,
@@ -20,12 +20,12 @@ pub(super) enum Disguise {
     OtherProtocol,
 }
 
-/// What became of a client.
+/// The outcome of a client's attempt to connect.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Knock {
     /// It got the answer that only ranks get.
     LetIn,
-    /// It was told to go away, in these words.
+    /// It was refused, with this message.
     TurnedAway(String),
     /// Nothing came back.
     Ignored,
@@ -97,7 +97,7 @@ pub(super) fn knock_once(address: SocketAddr, disguise: Disguise, patience: Dura
     })
 }
 
-/// Believes every server, as somebody does who only wants to get in.
+/// Accepts every server certificate, as an attacker does.
 #[derive(Debug)]
 struct Credulous;
 

@@ -97,7 +97,7 @@ pub(super) fn judge(
         }
         // Those who only hold a connection may wait in the kernel's queue, where they cost the job nothing.
         if row.tally.overdue > 0 && row.kind != Kind::Hold.name() {
-            complain(format!("{} of \"{}\" were not shown out in time", row.tally.overdue, row.kind));
+            complain(format!("{} of \"{}\" were not disconnected in time", row.tally.overdue, row.kind));
         }
         if row.memory_rise.is_some_and(|rise| rise > MEMORY_BOUND) {
             let rise = row.memory_rise.unwrap_or(0) >> 20;

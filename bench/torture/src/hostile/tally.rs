@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-/// What became of one stranger, or of one datagram.
+/// The outcome of one connection attempt, or of one datagram.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Fate {
     pub(super) end: End,
@@ -37,7 +37,7 @@ pub(super) enum End {
     LetIn,
 }
 
-/// The fates of many.
+/// The outcomes of many attempts, counted.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(super) struct Tally {
     /// Attempts, those at ports that had been closed included.
@@ -58,7 +58,7 @@ pub(super) struct Tally {
     pub(super) heard_most: usize,
     /// Longest time until the job closed a connection.
     pub(super) longest_ms: f64,
-    /// The last words with which one was refused.
+    /// The last message with which one was refused.
     pub(super) words: Option<String>,
 }
 

@@ -21,10 +21,10 @@ const CONNECT: Duration = Duration::from_millis(800);
 /// How long a stranger waits for what the protocol says comes first.
 const HEAR: Duration = Duration::from_millis(200);
 
-/// How long a stranger waits to be shown out. The job's own bound is 5 s.
+/// How long a stranger waits to be disconnected. The job's own bound is 5 s.
 pub(super) const PATIENCE: Duration = Duration::from_secs(8);
 
-/// Plays a script at `address` and waits up to `patience` to be shown out.
+/// Plays a script at `address` and waits up to `patience` to be disconnected.
 pub(super) async fn play(address: SocketAddr, acts: &[Act], patience: Duration) -> Fate {
     let mut stream = match timeout(CONNECT, TcpStream::connect(address)).await {
         Ok(Ok(stream)) => stream,
@@ -52,7 +52,7 @@ async fn perform(stream: &mut TcpStream, acts: &[Act], heard: &mut Vec<u8>) -> i
             Act::Say(bytes) => stream.write_all(bytes).await?,
             Act::Drip(bytes) => {
                 for byte in bytes {
-                    // Whoever is shown out stops dripping.
+                    // Stops once it is disconnected.
                     if hear(stream, heard, Duration::from_millis(100)).await? {
                         return Ok(End::Closed);
                     }
@@ -102,7 +102,7 @@ async fn read(stream: &mut TcpStream, heard: &mut Vec<u8>) -> io::Result<usize> 
     Ok(count)
 }
 
-/// The control plane's own handshake, by somebody who is not the rank that he says he is. Blocks.
+/// The control plane's own handshake, with the claim to be a rank that it is not. Blocks.
 pub(super) fn shake_hands(kind: Kind, control: SocketAddr, job: &Job, patience: Duration) -> Fate {
     let since = Instant::now();
     let outcome = disguised(kind, control, job).and_then(|job| {

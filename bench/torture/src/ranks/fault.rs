@@ -1,7 +1,5 @@
 //! What can happen to a rank, and what the others must make of it.
 
-use std::fmt;
-use std::str::FromStr;
 use std::time::Duration;
 
 use isocomm::{Medium, TransportKind};
@@ -45,43 +43,25 @@ pub(crate) enum Fault {
     Leave,
 }
 
+comm_core::names!(
+    pub(crate) Fault, "fault":
+    Kill = "kill",
+    Stop = "stop",
+    Exit = "exit",
+    Panic = "panic",
+    Silent = "silent",
+    Cut = "cut",
+    HalfOpen = "half-open",
+    Reset = "reset",
+    Shutdown = "shutdown",
+    Abort = "abort",
+    Restart = "restart",
+    Late = "late",
+    Busy = "busy",
+    Leave = "leave",
+);
+
 impl Fault {
-    pub(crate) const ALL: [Fault; 14] = [
-        Fault::Kill,
-        Fault::Stop,
-        Fault::Exit,
-        Fault::Panic,
-        Fault::Silent,
-        Fault::Cut,
-        Fault::HalfOpen,
-        Fault::Reset,
-        Fault::Shutdown,
-        Fault::Abort,
-        Fault::Restart,
-        Fault::Late,
-        Fault::Busy,
-        Fault::Leave,
-    ];
-
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Fault::Kill => "kill",
-            Fault::Stop => "stop",
-            Fault::Exit => "exit",
-            Fault::Panic => "panic",
-            Fault::Silent => "silent",
-            Fault::Cut => "cut",
-            Fault::HalfOpen => "half-open",
-            Fault::Reset => "reset",
-            Fault::Shutdown => "shutdown",
-            Fault::Abort => "abort",
-            Fault::Restart => "restart",
-            Fault::Late => "late",
-            Fault::Busy => "busy",
-            Fault::Leave => "leave",
-        }
-    }
-
     /// Whether it is also played on rank 0, over which the ranks learn of each other.
     pub(crate) fn concerns_rank_zero(self) -> bool {
         matches!(self, Fault::Kill | Fault::Stop | Fault::Exit | Fault::Cut)
@@ -105,7 +85,7 @@ impl Fault {
     /// Why it makes no sense there; `None` where it does.
     pub(crate) fn not_applicable(self, transport: TransportKind, when: When) -> Option<&'static str> {
         if matches!(self, Fault::Cut | Fault::HalfOpen) && !may_deafen() {
-            return Some("this system lets only root put filters on sockets; run as root");
+            return Some("only root may put filters on sockets on this system; run as root");
         }
         match (self, transport.medium()) {
             (Fault::HalfOpen | Fault::Reset | Fault::Shutdown, Medium::SharedMemory) => {
@@ -116,14 +96,14 @@ impl Fault {
         }
         match (self, when) {
             (Fault::HalfOpen | Fault::Reset | Fault::Shutdown, When::Connect) => {
-                Some("there are no data connections yet")
+                Some("data connections do not exist yet")
             }
-            (Fault::Abort, When::Connect) => Some("there is no communicator yet"),
+            (Fault::Abort, When::Connect) => Some("the communicator does not exist yet"),
             (Fault::Restart, When::Connect) => {
-                Some("the others end at once, and nobody is there to refuse the newcomer")
+                Some("the others end at once, so no rank is left to refuse the late process")
             }
             (Fault::Late, When::Connect | When::Before | When::Last) => {
-                Some("who is refused does not see what the others do; during only")
+                Some("a refused process does not see what the others do; during only")
             }
             (Fault::Busy, When::Connect | When::Before | When::Last) => {
                 Some("the same as during, which comes between two operations")
@@ -185,23 +165,6 @@ impl Fault {
     }
 }
 
-impl fmt::Display for Fault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl FromStr for Fault {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        Fault::ALL.into_iter().find(|fault| fault.name() == name).ok_or_else(|| {
-            let names = Fault::ALL.map(Fault::name).join(", ");
-            format!("`{name}` is no fault; choose one of {names}")
-        })
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -218,7 +181,7 @@ mod tests {
         for when in When::ALL {
             assert_eq!(when.to_string().parse::<When>(), Ok(when));
         }
-        assert!("hiccup".parse::<Fault>().unwrap_err().contains("half-open"));
+        assert!("hiccup".parse::<Fault>().unwrap_err().to_string().contains("half-open"));
     }
 
     #[test]

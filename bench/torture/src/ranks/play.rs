@@ -62,7 +62,7 @@ pub(crate) fn fault(
         Fault::HalfOpen => played.at = deafen(group, victim, others, false)?,
         Fault::Restart => {
             sys::signal(group.process_id(victim), libc::SIGKILL);
-            // Nobody waits for what comes of the newcomer.
+            // The outcome of the late process is not waited for.
             others.iter().for_each(|other| group.tell(*other, &Command::Go));
             played.meet(group, std::slice::from_ref(like))?;
         }
@@ -89,11 +89,11 @@ impl Played {
             match error {
                 Some(told) => {
                     if told.kind != "rendezvous" {
-                        self.wrong_newcomer = Some(format!("who came late was not refused clearly: {}", told.text));
+                        self.wrong_newcomer = Some(format!("the late process was not refused clearly: {}", told.text));
                     }
                     self.refused.push(told);
                 }
-                None => self.wrong_newcomer = Some("who came late was let in, or told nothing".into()),
+                None => self.wrong_newcomer = Some("the late process was admitted, or got no answer".into()),
             }
         }
         Ok(())
@@ -120,7 +120,7 @@ fn inflict(group: &mut Group, victim: Number, what: Inflict) -> Result<u64, Stri
     });
     match said.into_iter().flatten().next() {
         Some((at, None)) => Ok(at),
-        Some((_, Some(why))) => Err(format!("the fault could not be played: {why}")),
+        Some((_, Some(why))) => Err(format!("the fault could not be injected: {why}")),
         None => Err(format!("the victim did not say that it has done it: {}", group.complaint(victim))),
     }
 }
@@ -132,7 +132,7 @@ fn deafen(group: &mut Group, victim: Number, others: &[Number], with_control: bo
         Event::Sockets { control, data, udp } => Some((control.clone(), data.clone(), udp.clone())),
         _ => None,
     });
-    let (control, data, ports) = said.into_iter().flatten().next().ok_or("the victim does not tell its sockets")?;
+    let (control, data, ports) = said.into_iter().flatten().next().ok_or("the victim does not report its sockets")?;
     if !with_control && data.is_empty() && ports.is_empty() {
         return Err("the victim has no data sockets".into());
     }
@@ -154,6 +154,6 @@ fn deafen(group: &mut Group, victim: Number, others: &[Number], with_control: bo
     });
     match said.into_iter().find(|said| !matches!(said, Some(None))) {
         None => Ok(at),
-        Some(why) => Err(format!("the fault could not be played: {}", why.flatten().unwrap_or_default())),
+        Some(why) => Err(format!("the fault could not be injected: {}", why.flatten().unwrap_or_default())),
     }
 }

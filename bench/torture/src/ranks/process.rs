@@ -22,7 +22,7 @@ const MAX_COMPLAINT: usize = 8 << 10;
 /// How often a process that should end is looked at.
 const TICK: Duration = Duration::from_millis(2);
 
-/// How often a wait looks whether the user has had enough.
+/// How often a wait looks whether the user has interrupted.
 const GLANCE: Duration = Duration::from_millis(100);
 
 /// Processes that belong together. Dropping kills those that are left.
@@ -58,7 +58,8 @@ impl Group {
         let folder = tempfile::Builder::new().prefix("chaos-").permissions(fs::Permissions::from_mode(0o700)).tempdir();
         let folder = folder.map_err(|error| format!("no temporary folder: {error}"))?;
         fs::create_dir(folder.path().join("tmp")).map_err(|error| format!("no temporary folder: {error}"))?;
-        let program = std::env::current_exe().map_err(|error| format!("this program cannot find itself: {error}"))?;
+        let program =
+            std::env::current_exe().map_err(|error| format!("the path of this program is unknown: {error}"))?;
         let (sender, events) = mpsc::channel();
         Ok(Group { program, folder, members: Vec::new(), events, sender, heard: Vec::new(), signals })
     }
@@ -166,7 +167,7 @@ impl Group {
         found
     }
 
-    /// Whether the user has had enough.
+    /// Whether the user has interrupted.
     pub(crate) fn is_interrupted(&self) -> bool {
         self.signals.came()
     }

@@ -23,7 +23,7 @@ pub(crate) enum Command {
     Go,
     /// Say which sockets there are.
     Sockets,
-    /// Hear nothing any more from these.
+    /// Receive nothing any more on these.
     Deafen(Deafen),
     /// Do this to yourself.
     Inflict(Inflict),
@@ -78,7 +78,7 @@ pub(crate) enum Plan {
     Mix { seed: u64, most_bytes: usize },
 }
 
-/// Sockets that shall hear nothing any more.
+/// Sockets that shall receive nothing any more.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Deafen {
     /// Every data socket.
@@ -148,7 +148,7 @@ pub(crate) enum Event {
 /// How long a rank that has ended does nothing, to see whether it does.
 pub(crate) const IDLE: Duration = Duration::from_millis(200);
 
-/// How a rank's part of a job came out.
+/// How a rank's part of a job ended.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Ended {
     pub(crate) at: u64,
@@ -234,7 +234,7 @@ impl Told {
     }
 }
 
-/// What a rank holds after it has dropped everything, and what it held before it connected.
+/// The resources that a rank holds after it has dropped everything, and those that it held before it connected.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Dropped {
     pub(crate) before: Holds,

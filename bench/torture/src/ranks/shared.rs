@@ -138,7 +138,7 @@ impl Shared {
                 let comm = self.lock().comm.clone();
                 let at = now();
                 if let Some(comm) = comm {
-                    comm.abort("asked to by the chaos table");
+                    comm.abort("requested by the chaos table");
                 }
                 say(&Event::Inflicted { at, error: None });
             }

@@ -1,8 +1,5 @@
 //! Moments of a job.
 
-use std::fmt;
-use std::str::FromStr;
-
 use serde::{Deserialize, Serialize};
 
 /// At which moment of the job.
@@ -19,32 +16,10 @@ pub(crate) enum When {
     Last,
 }
 
-impl When {
-    pub(crate) const ALL: [When; 4] = [When::Connect, When::Before, When::During, When::Last];
-
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            When::Connect => "connect",
-            When::Before => "before",
-            When::During => "during",
-            When::Last => "last",
-        }
-    }
-}
-
-impl fmt::Display for When {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl FromStr for When {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        When::ALL.into_iter().find(|when| when.name() == name).ok_or_else(|| {
-            let names = When::ALL.map(When::name).join(", ");
-            format!("`{name}` is no moment; choose one of {names}")
-        })
-    }
-}
+comm_core::names!(
+    pub(crate) When, "moment":
+    Connect = "connect",
+    Before = "before",
+    During = "during",
+    Last = "last",
+);

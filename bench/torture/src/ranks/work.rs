@@ -1,8 +1,6 @@
 //! Operations whose every result is known beforehand.
 
-use std::fmt;
 use std::mem;
-use std::str::FromStr;
 
 use comm_core::{
     Algorithm, BorrowedCall, Buffer, Call, Communicator, CommunicatorExt, Error, Failed, Handle, Op, ViewMut,
@@ -29,52 +27,19 @@ pub(crate) enum Collective {
     Barrier,
 }
 
-impl Collective {
-    pub(crate) const ALL: [Collective; 10] = [
-        Collective::AllReduce,
-        Collective::Broadcast,
-        Collective::Reduce,
-        Collective::Scatter,
-        Collective::Gather,
-        Collective::AllGather,
-        Collective::ReduceScatter,
-        Collective::AllToAll,
-        Collective::SendRecv,
-        Collective::Barrier,
-    ];
-
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Collective::AllReduce => "all-reduce",
-            Collective::Broadcast => "broadcast",
-            Collective::Reduce => "reduce",
-            Collective::Scatter => "scatter",
-            Collective::Gather => "gather",
-            Collective::AllGather => "all-gather",
-            Collective::ReduceScatter => "reduce-scatter",
-            Collective::AllToAll => "all-to-all",
-            Collective::SendRecv => "send-recv",
-            Collective::Barrier => "barrier",
-        }
-    }
-}
-
-impl fmt::Display for Collective {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl FromStr for Collective {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        Collective::ALL.into_iter().find(|collective| collective.name() == name).ok_or_else(|| {
-            let names = Collective::ALL.map(Collective::name).join(", ");
-            format!("`{name}` is no collective; choose one of {names}")
-        })
-    }
-}
+comm_core::names!(
+    pub(crate) Collective, "collective":
+    AllReduce = "all-reduce",
+    Broadcast = "broadcast",
+    Reduce = "reduce",
+    Scatter = "scatter",
+    Gather = "gather",
+    AllGather = "all-gather",
+    ReduceScatter = "reduce-scatter",
+    AllToAll = "all-to-all",
+    SendRecv = "send-recv",
+    Barrier = "barrier",
+);
 
 /// How a call is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -253,7 +218,7 @@ impl<T: Sample> Started<T> {
             (None, Some(handle)) => {
                 handle.wait().map_err(Failed::into_error).and_then(|completed| completed.buffer.into_vec())
             }
-            (None, None) => Err(Error::Internal("an operation without an outcome".into())),
+            (None, None) => Err(Error::Internal("an operation without a result".into())),
         };
         // Both halves of a shift have to end before either's error is told: the buffers belong to them.
         let sent = mem::take(&mut self.sent).map(|handle| handle.wait().map_err(Failed::into_error));

@@ -2,7 +2,7 @@
 //!
 //! Rank processes join the job at one epoch after another and run a random mix of operations, each of whose results is checked.
 //! Every few seconds something happens to one of them; the others must say what, in time, drop everything and meet again at the
-//! next epoch, in the same process. Whoever was killed is started anew.
+//! next epoch, in the same process. A process that was killed is started again.
 
 mod options;
 mod report;
@@ -109,7 +109,7 @@ impl Soak {
                 return Ok(());
             }
             if self.report.complaints() >= MOST_COMPLAINTS {
-                return Err("too much is wrong to go on".into());
+                return Err("too many errors to go on".into());
             }
             if Instant::now() >= next_report {
                 say(self.report.text(&format!("{:.0} s", self.began.elapsed().as_secs_f64())));

@@ -115,7 +115,7 @@ impl Report {
                         "{fault:10} {count:>4} times, noticed after {median:.1} ms (median), {most:.1} ms (most)"
                     )
                 }
-                _ => writeln!(text, "{fault:10} {count:>4} times, nobody was troubled"),
+                _ => writeln!(text, "{fault:10} {count:>4} times, no rank noticed"),
             };
         }
         let _ = write!(text, "rank {}, which is never killed: {}", self.ranks - 1, self.growth());

@@ -67,7 +67,7 @@ fn answer(bytes: &[u8], ends: &[usize]) -> Result<Option<Hello>, String> {
     Ok(None)
 }
 
-/// Rank k's side, with somebody who answers with `bytes`: a reply and a last word, whose codes are put right if they are there.
+/// Rank k's side, with a peer that answers `bytes`: a reply and a confirmation, whose codes are put right if they are there.
 pub fn control_reply(bytes: &[u8]) -> Verdict {
     let secret = secret();
     let (near, far) = UnixStream::pair().expect("a pair of sockets");

@@ -102,7 +102,7 @@ impl State {
     }
 }
 
-/// What every rank says of a rank 0 that is stopped or cut off, whether it has asked it something or only listened.
+/// The error of every rank when rank 0 is stopped or cut off.
 pub(in crate::control) fn rank_0_is_silent() -> Error {
     let detail = "it does not answer; its process is stopped, or the network to it is down".into();
     Error::PeerLost { rank: 0, operation: String::new(), detail }

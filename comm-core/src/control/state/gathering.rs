@@ -9,7 +9,7 @@ const MAX_ROUNDS: usize = 64;
 
 pub(super) struct Round {
     label: String,
-    /// Who was first to name the label.
+    /// The rank that named the label first.
     first: usize,
     pub(super) blobs: Vec<Option<Vec<u8>>>,
 }

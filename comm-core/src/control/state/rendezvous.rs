@@ -39,7 +39,7 @@ impl State {
         self.trouble.as_ref().map(|(_, until)| *until)
     }
 
-    /// A connection came to nothing.
+    /// Notes a connection that was not admitted.
     pub(in crate::control) fn note_stranger(&mut self, stranger: &Stranger) {
         self.strangers.note(stranger);
     }
@@ -64,7 +64,7 @@ impl State {
             Some(why)
         } else if rank == 0 || rank >= self.world_size || self.link(rank).is_some() {
             let why = format!("there are two processes with rank {rank}");
-            // One that comes to a running job harms nobody.
+            // It does no harm to a running job.
             if self.session.is_none() {
                 self.trouble(&why);
             }

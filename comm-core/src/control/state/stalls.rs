@@ -45,7 +45,7 @@ impl DueStall {
     }
 }
 
-/// A question to all ranks: what are you doing?
+/// A query to all ranks for what each of their lanes is doing.
 pub(super) struct Survey {
     reported_by: usize,
     stalled: Doing,

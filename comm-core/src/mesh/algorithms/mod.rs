@@ -15,13 +15,11 @@ mod task;
 mod tree;
 mod workload;
 
-use std::fmt;
-use std::str::FromStr;
-
 use super::round::Rounds;
 use super::scratch::Scratch;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::names;
 use crate::op::{Algorithm, Extents, Op, OpKind};
 use layout::Layout;
 use task::Task;
@@ -30,11 +28,10 @@ use workload::Workload;
 /// Lists the algorithms, each with the file of its entry.
 macro_rules! entries {
     ($($algorithm:ident => $file:ident,)*) => {
-        impl Algorithm {
-            /// Every algorithm.
-            pub const ALL: [Algorithm; [$(stringify!($file)),*].len()] = [$(Algorithm::$algorithm),*];
+        names!(pub Algorithm, "algorithm" by Algorithm::entry_name: $($algorithm),*);
 
-            fn entry(self) -> &'static Entry {
+        impl Algorithm {
+            const fn entry(self) -> &'static Entry {
                 match self {
                     $(Algorithm::$algorithm => &$file::ENTRY,)*
                 }
@@ -112,8 +109,7 @@ impl Algorithm {
         Algorithm::ALL.into_iter().find(|algorithm| *algorithm as u8 == code)
     }
 
-    /// Its name.
-    pub fn name(self) -> &'static str {
+    const fn entry_name(self) -> &'static str {
         self.entry().name
     }
 
@@ -122,23 +118,6 @@ impl Algorithm {
     pub fn formulas(self, kind: OpKind) -> Option<(&'static str, &'static str)> {
         let method = self.entry().methods.iter().find(|method| method.kind == kind)?;
         Some((method.messages.text, method.payload.text))
-    }
-}
-
-impl fmt::Display for Algorithm {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl FromStr for Algorithm {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self> {
-        Algorithm::ALL.into_iter().find(|algorithm| algorithm.name() == name).ok_or_else(|| {
-            let names = Algorithm::ALL.map(Algorithm::name).join(", ");
-            Error::invalid(format!("'{name}' is no algorithm; choose one of {names}"))
-        })
     }
 }
 
@@ -153,7 +132,7 @@ pub(crate) fn is_eligible(algorithm: Algorithm, kind: OpKind, dtype: DType, rank
     method.is_some_and(|method| method.ranks != Ranks::AnyOnRequest || ranks.is_power_of_two())
 }
 
-/// What runs where no rule of a table says otherwise, the preferred one first.
+/// The algorithms that run where a table has no rule, the preferred one first.
 pub(crate) fn fallbacks(kind: OpKind) -> impl Iterator<Item = Algorithm> {
     let is_fallback = move |algorithm: &Algorithm| {
         algorithm.entry().methods.iter().any(|method| method.kind == kind && method.is_fallback)
@@ -188,11 +167,11 @@ pub(crate) fn volume(
     }
 }
 
-/// What an operation works on, and with.
+/// The buffers that an operation works on and with.
 pub(super) struct Data<'a> {
     /// The buffer; in place, it holds what goes in.
     pub(super) bytes: &'a mut [u8],
-    /// What goes in, out of place.
+    /// The input, out of place.
     pub(super) input: Option<&'a [u8]>,
     pub(super) extents: &'a Extents,
     pub(super) scratch: &'a mut Scratch,

@@ -25,7 +25,7 @@ impl Command {
 
     fn parse(line: &str) -> Result<Self, String> {
         let known = [Command::Counters, Command::Reset];
-        known.into_iter().find(|command| command.text() == line).ok_or(format!("{line:?} is no command"))
+        known.into_iter().find(|command| command.text() == line).ok_or(format!("{line:?} is not a command"))
     }
 }
 
@@ -72,7 +72,7 @@ impl Commands {
     pub(super) fn line(&mut self) -> Result<Option<String>, String> {
         let Some(end) = self.buffer.iter().position(|byte| *byte == b'\n') else { return Ok(None) };
         let line = self.buffer.drain(..=end).take(end).collect();
-        String::from_utf8(line).map(Some).map_err(|_| "a command that is no text".into())
+        String::from_utf8(line).map(Some).map_err(|_| "a command that is not text".into())
     }
 
     /// The next command, if all of it has come.

@@ -95,7 +95,7 @@ impl Emulator {
         let patience = PATIENCE * u32::try_from(spec.ends.len()).unwrap_or(1);
         match emulator.ask(&text, "start", patience)? {
             said if said == READY => Ok(emulator),
-            said => Err(format!("the link emulator said {said:?} where it should be {READY}")),
+            said => Err(format!("the link emulator printed {said:?} instead of {READY}")),
         }
     }
 
@@ -115,7 +115,7 @@ impl Emulator {
     /// Why it does not say.
     pub(crate) fn counters(&mut self) -> Result<Counters, String> {
         let said = self.command(Command::Counters)?;
-        serde_json::from_str(&said).map_err(|error| format!("the link emulator said {said:?}: {error}"))
+        serde_json::from_str(&said).map_err(|error| format!("the link emulator printed {said:?}: {error}"))
     }
 
     /// Sets all counters to 0 and begins its decisions from the seed again. Packets that are under way stay so.
@@ -150,7 +150,7 @@ impl Emulator {
         match said.lines().map(str::trim).find(|line| !line.is_empty()) {
             Some(line) => format!("the link emulator ended: {}", line.strip_prefix("error: ").unwrap_or(line)),
             None => match self.ended(FAREWELL) {
-                Some(status) => format!("the link emulator ended without a word ({status})"),
+                Some(status) => format!("the link emulator ended without a message ({status})"),
                 None => "the link emulator has closed its output, and says nothing".into(),
             },
         }

@@ -35,7 +35,7 @@ pub(super) fn serve(commands: &mut Commands, answers: &mut dyn Write) -> Result<
             break line;
         }
         if !commands.fill()? {
-            return Err("link-emulate is started by another command of this program, and told by it what to do".into());
+            return Err("link-emulate is an internal command: other commands of this program start it".into());
         }
     };
     let spec: EmulatorSpec =

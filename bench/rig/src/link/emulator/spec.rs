@@ -126,21 +126,21 @@ impl EndSpec {
             name.starts_with(|c: char| c.is_ascii_alphanumeric()) && name.chars().all(fits)
         };
         if !is_name(&self.namespace) || self.namespace.len() > 255 {
-            return Err(format!("{:?} is no name of a network namespace", self.namespace));
+            return Err(format!("{:?} is not a name of a network namespace", self.namespace));
         }
         if !is_name(&self.device) || self.device.len() > LONGEST_DEVICE_NAME {
             return Err(format!(
-                "{:?} is no name of a device: 1 to {LONGEST_DEVICE_NAME} letters or digits",
+                "{:?} is not a name of a device, which has 1 to {LONGEST_DEVICE_NAME} letters or digits",
                 self.device
             ));
         }
         if !(1..=30).contains(&self.prefix) {
-            return Err(format!("a prefix of {} bits leaves no network; it has 1 to 30", self.prefix));
+            return Err(format!("a prefix of {} bits is not from 1 to 30", self.prefix));
         }
         let special = self.address.is_unspecified() || self.address.is_loopback() || self.address.is_multicast();
         let host = self.address.to_bits() & (u32::MAX >> self.prefix);
         if special || self.address.is_broadcast() || host == 0 || host == u32::MAX >> self.prefix {
-            return Err(format!("{}/{} is no address of a machine", self.address, self.prefix));
+            return Err(format!("{}/{} is not an address of a host", self.address, self.prefix));
         }
         self.up.check(mtu).map_err(|why| format!("what it sends: {why}"))?;
         self.down.check(mtu).map_err(|why| format!("what it receives: {why}"))
@@ -177,7 +177,7 @@ impl PipeSpec {
         }
         match (self.queue_bytes, self.rate_bits_per_s) {
             (Some(_), None) => {
-                return Err("queue_bytes without a rate: nothing waits where there is no limit".into());
+                return Err("queue_bytes needs a rate: without one nothing is queued".into());
             }
             (Some(bytes), _) if bytes < u64::from(mtu) => {
                 return Err(format!("a queue of {bytes} bytes holds not even one packet of {mtu}"));
@@ -217,7 +217,7 @@ impl Loss {
 }
 
 fn probability(name: &str, value: f64) -> Result<(), String> {
-    if (0.0..=1.0).contains(&value) { Ok(()) } else { Err(format!("{name}: {value} is no probability from 0 to 1")) }
+    if (0.0..=1.0).contains(&value) { Ok(()) } else { Err(format!("{name}: {value} is not a probability from 0 to 1")) }
 }
 
 #[cfg(test)]
@@ -278,11 +278,11 @@ mod tests {
         assert!(refused(|spec| spec.ends[1].prefix = 25).contains("not in the network"));
         assert!(refused(|spec| spec.ends[0].prefix = 32).contains("prefix of 32"));
         for address in [[10, 77, 0, 0], [10, 77, 0, 255], [127, 0, 0, 1], [224, 0, 0, 1], [0, 0, 0, 0]] {
-            assert!(refused(|spec| spec.ends[0].address = address.into()).contains("no address of a machine"));
+            assert!(refused(|spec| spec.ends[0].address = address.into()).contains("not an address of a host"));
         }
         for name in ["", "../x", "a/b", "-a", "a b", ".."] {
-            assert!(refused(|spec| spec.ends[0].namespace = name.into()).contains("no name of a network"), "{name}");
-            assert!(refused(|spec| spec.ends[0].device = name.into()).contains("no name of a device"), "{name}");
+            assert!(refused(|spec| spec.ends[0].namespace = name.into()).contains("not a name of a network"), "{name}");
+            assert!(refused(|spec| spec.ends[0].device = name.into()).contains("not a name of a device"), "{name}");
         }
         assert!(refused(|spec| spec.ends[0].device = "sixteen-letters-".into()).contains("1 to 15"));
     }
@@ -300,11 +300,11 @@ mod tests {
         let small = PipeSpec { rate_bits_per_s: Some(8_000), queue_bytes: Some(1499), ..pipe() };
         assert!(refused_pipe(small).contains("not even one packet"));
         for bad in [-0.1, 1.1, f64::NAN, f64::INFINITY] {
-            assert!(refused_pipe(PipeSpec { duplicate_probability: bad, ..pipe() }).contains("no probability"));
+            assert!(refused_pipe(PipeSpec { duplicate_probability: bad, ..pipe() }).contains("not a probability"));
             let loss = Loss::Random { probability: bad };
-            assert!(refused_pipe(PipeSpec { loss, ..pipe() }).contains("no probability"));
+            assert!(refused_pipe(PipeSpec { loss, ..pipe() }).contains("not a probability"));
             let loss = Loss::Bursty { enter: 0.1, leave: bad, loss_in_burst: 1.0 };
-            assert!(refused_pipe(PipeSpec { loss, ..pipe() }).contains("no probability"));
+            assert!(refused_pipe(PipeSpec { loss, ..pipe() }).contains("not a probability"));
         }
         let endless = Loss::Bursty { enter: 0.1, leave: 0.0, loss_in_burst: 1.0 };
         assert!(refused_pipe(PipeSpec { loss: endless, ..pipe() }).contains("never end"));
