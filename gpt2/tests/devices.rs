@@ -71,7 +71,7 @@ fn names_that_are_no_devices_are_refused_with_those_that_are() {
         for name in ["gpu", "cpu:1", "cuda:x", "wgpu:-1"] {
             let output = gpt2(&[command, "--device", name], &[]);
             let said = String::from_utf8_lossy(&output.stderr).into_owned();
-            assert!(!output.status.success() && said.contains(&format!("no device is called '{name}'")), "{said}");
+            assert!(!output.status.success() && said.contains(&format!("unknown device '{name}'")), "{said}");
             assert!(said.contains("cuda:N") && said.contains("`gpt2 devices`"), "{said}");
         }
     }

@@ -211,7 +211,7 @@ mod tests {
     fn a_quota_that_held_us_back_is_said() {
         let before = load(0.0, 0.0, 0.0, 0.0, (0.0, 0.0));
         let later = Load { throttled: Some(Duration::from_secs(3)), ..load(10.0, 0.0, 0.0, 0.0, (0.0, 0.0)) };
-        assert!(before.strangers_until(&later)[0].contains("held threads back for 3.0 s"));
+        assert!(before.strangers_until(&later)[0].contains("throttled threads for 3.0 s"));
         let other = Load { all: Cores { count: 3, ..later.all }, ..later };
         assert_eq!(before.strangers_until(&other), Vec::<String>::new());
     }

@@ -296,7 +296,7 @@ mod tests {
         assert!(refused_pipe(PipeSpec { delay: ms(1), jitter: ms(2), ..pipe() }).contains("more than the delay"));
         assert!(refused_pipe(PipeSpec { reorder_probability: 0.1, ..pipe() }).contains("both"));
         assert!(refused_pipe(PipeSpec { reorder_by: ms(1), ..pipe() }).contains("both"));
-        assert!(refused_pipe(PipeSpec { queue_bytes: Some(9000), ..pipe() }).contains("without a rate"));
+        assert!(refused_pipe(PipeSpec { queue_bytes: Some(9000), ..pipe() }).contains("needs a rate"));
         let small = PipeSpec { rate_bits_per_s: Some(8_000), queue_bytes: Some(1499), ..pipe() };
         assert!(refused_pipe(small).contains("not even one packet"));
         for bad in [-0.1, 1.1, f64::NAN, f64::INFINITY] {

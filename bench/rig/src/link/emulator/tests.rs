@@ -297,7 +297,7 @@ fn complaint(script: &str) -> String {
 fn an_emulator_that_fails_says_why() {
     let why = complaint("read line; echo 'error: no luck' >&2; echo more >&2; exit 1");
     assert_eq!(why, "the link emulator ended: no luck");
-    assert!(complaint("exit 3").contains("without a word (exit status: 3)"));
+    assert!(complaint("exit 3").contains("without a message (exit status: 3)"));
     assert!(complaint("read line; echo hello; read line").contains("\"hello\""));
     let why = Emulator::start(Path::new("/nowhere"), &spec()).unwrap_err();
     assert!(why.contains("starting /nowhere"), "{why}");
