@@ -236,7 +236,11 @@ mod tests {
 
     #[test]
     fn a_number_out_of_range_says_how_many_there_are() {
-        assert!(out_of_range(4, 1, "CUDA device").to_string().contains("number 4: this machine has 1 CUDA device, number 0"));
+        assert!(
+            out_of_range(4, 1, "CUDA device")
+                .to_string()
+                .contains("number 4: this machine has 1 CUDA device, number 0")
+        );
         assert!(out_of_range(4, 3, "adapter").to_string().contains("this machine has 3 adapters, numbers 0 to 2"));
     }
 
