@@ -7,8 +7,7 @@ use burn::tensor::{FloatDType, TensorData};
 
 use super::*;
 use crate::config::Preset;
-use crate::devices::DeviceChoice;
-use crate::devices::Placement;
+use crate::devices::{DeviceChoice, Placement};
 use crate::fused;
 use crate::init;
 use crate::model::{Kernels, LayerNorm};
