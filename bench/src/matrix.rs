@@ -4,13 +4,12 @@ use std::collections::BTreeSet;
 use std::process::ExitCode;
 
 use gpt2::cli::say;
-use gpt2::precision::Precision;
-use gpt2::strategy::{StrategyKind, StrategyOptions};
+use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
-use isocomm::{TransportKind, TransportOptions};
+use isocomm::TransportKind;
 use rig::BenchError;
-use rig::record::{Cell, DEFAULT, LOOPBACK, NOBODY};
-use rig::results::{self, TRACES};
+use rig::record::{Cell, NOBODY};
+use rig::results;
 use rig::training::TextSource;
 
 use crate::plan::Plan;
@@ -45,9 +44,8 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
         out: setup.out.clone(),
         environment: setup.environment.clone(),
         signals: setup.signals.clone(),
+        torch: Err("the matrix has no cell for it".into()),
     };
-    std::fs::create_dir_all(setup.out.join(TRACES))
-        .map_err(|error| format!("{}: {error}", setup.out.join(TRACES).display()))?;
     let sound = sweep.run(&BTreeSet::new())? == ExitCode::SUCCESS;
     let results = results::read_records(&setup.out)?;
     say(format_args!("{}", table::render(&sweep.plan.cells, &results.records)));
@@ -64,24 +62,14 @@ fn plan(setup: &Setup) -> Plan {
     let cell = |strategy: StrategyKind, transport: String, ranks: usize| Cell {
         strategy: strategy.to_string(),
         transport,
-        link: LOOPBACK.into(),
         ranks,
-        precision: Precision::F32.to_string(),
         wire: setup.wire.to_string(),
-        bucket_bytes: StrategyOptions::default().bucket_bytes,
-        overlap: true,
-        lanes: TransportOptions::default().lanes,
-        congestion: DEFAULT.into(),
-        quic_mtu: None,
         seed: setup.seed,
         preset: setup.preset.to_string(),
         batch: setup.batch,
-        accumulation: 1,
-        recompute: false,
         steps: setup.steps,
         threads: setup.threads,
-        planted: None,
-        variant: String::new(),
+        ..Cell::default()
     };
     let mut cells = Vec::new();
     for strategy in &setup.strategies {
@@ -101,6 +89,9 @@ fn plan(setup: &Setup) -> Plan {
         about: "every strategy over every transport of this machine".into(),
         rounds: setup.rounds,
         timeout: setup.cell_timeout,
+        watched: true,
+        probe: false,
+        tokens: false,
         cells,
     }
 }

@@ -3,21 +3,25 @@
 //! A plan names values for axes; its cells are their product, less what `exclude` takes out. What means nothing to a cell (congestion
 //! control in shared memory, a link for a single rank) is set to one value, and cells that are then the same are one.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Display;
 use std::path::Path;
 use std::time::Duration;
 
 use comm_core::job::MAX_WORLD_SIZE;
 use gpt2::cli::MAX_THREADS;
 use gpt2::config::Preset;
+use gpt2::optim::LossScaling;
 use gpt2::precision::Precision;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use isocomm::Rung;
 use rig::folder::read_small;
 use rig::link::{Carrier, MAX_ENDS, Profile};
-use rig::record::{Axis, Cell, DEFAULT, LOOPBACK, NOBODY, Planted};
-use serde::de::{DeserializeOwned, Error as _};
-use serde::{Deserialize, Deserializer};
+use rig::record::{Axis, Cell, DEFAULT, GLOO, LOOPBACK, NOBODY, Planted, Trainer, Validation};
+use rig::training::{model, schedule};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
+use toml::Value;
 
 /// A checked plan.
 #[derive(Clone, Debug, PartialEq)]
@@ -29,12 +33,18 @@ pub(crate) struct Plan {
     pub(crate) rounds: u32,
     /// The longest that one run may take.
     pub(crate) timeout: Duration,
+    /// Whether ranks keep what every step did.
+    pub(crate) watched: bool,
+    /// Whether links are measured by one connection first.
+    pub(crate) probe: bool,
+    /// Whether the text is random tokens of GPT-2's vocabulary.
+    pub(crate) tokens: bool,
     /// In the order of the plan.
     pub(crate) cells: Vec<Cell>,
 }
 
 /// The plans that come with this program.
-pub(crate) const READY: [(&str, &str); 7] = [
+pub(crate) const READY: [(&str, &str); 14] = [
     ("quick", include_str!("../plans/quick.toml")),
     ("links", include_str!("../plans/links.toml")),
     ("ladder", include_str!("../plans/ladder.toml")),
@@ -42,7 +52,20 @@ pub(crate) const READY: [(&str, &str); 7] = [
     ("options", include_str!("../plans/options.toml")),
     ("control", include_str!("../plans/control.toml")),
     ("identity", include_str!("../plans/identity.toml")),
+    ("proof", include_str!("../plans/proof.toml")),
+    ("parity", include_str!("../plans/parity.toml")),
+    ("memory", include_str!("../plans/memory.toml")),
+    ("overlap", include_str!("../plans/overlap.toml")),
+    ("peers", include_str!("../plans/peers.toml")),
+    ("bai", include_str!("../plans/bai.toml")),
+    ("patwardhan", include_str!("../plans/patwardhan.toml")),
 ];
+
+/// What a ready plan gives an axis, for the default of an option: values separated by commas.
+pub(crate) fn default(plan: &str, axis: Axis) -> &'static str {
+    // A plan that cannot be read fails a test. What is kept of it is a few bytes for each option: ranks count their memory.
+    Draft::ready(plan).map(|draft| draft.values(axis)).unwrap_or_default().join(",").leak()
+}
 
 /// Most cells of a plan. A product of many axes is quickly larger than anyone means.
 const MAX_CELLS: usize = 100_000;
@@ -50,88 +73,92 @@ const MAX_CELLS: usize = 100_000;
 /// Most values of one axis.
 const MAX_VALUES: usize = 1000;
 
-#[derive(Debug, Deserialize)]
+/// A plan as its file has it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-struct File {
+pub(crate) struct Draft {
     name: String,
     #[serde(default)]
     about: String,
-    rounds: u32,
+    pub(crate) rounds: u32,
     #[serde(default = "two_minutes")]
-    timeout_s: u64,
-    axes: Axes,
+    pub(crate) timeout_s: u64,
+    /// Whether ranks keep what every step did. Those that do not have no parts of a step, but what the trainer itself says.
+    #[serde(default = "on")]
+    watch: bool,
+    /// Whether links are measured by one connection first.
+    #[serde(default)]
+    probe: bool,
+    /// Whether the text is random tokens of GPT-2's vocabulary.
+    #[serde(default)]
+    tokens: bool,
+    /// Whether strategies run on one rank too, which then talks to nobody.
+    #[serde(default)]
+    one_rank: bool,
+    axes: Table,
+    /// More cells: each table takes the place of the same axes in `axes`.
+    #[serde(default)]
+    also: Vec<Table>,
     #[serde(default)]
     exclude: Vec<Exclusion>,
 }
 
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
-struct Axes {
-    strategy: Values<String>,
-    transport: Values<String>,
-    link: Values<String>,
-    ranks: Values<usize>,
-    precision: Values<String>,
-    wire: Values<String>,
-    bucket: Values<Size>,
-    overlap: Values<bool>,
-    lanes: Values<usize>,
-    congestion: Values<String>,
-    quic_mtu: Values<Mtu>,
-    seed: Values<u64>,
-    preset: Values<String>,
-    batch: Values<usize>,
-    accumulation: Values<usize>,
-    recompute: Values<bool>,
-    steps: Values<u64>,
-    threads: Values<usize>,
-    planted: Values<Delay>,
-    variant: Values<String>,
-}
-
-impl Default for Axes {
-    fn default() -> Self {
-        let one = |text: &str| Values(vec![text.to_string()]);
-        Axes {
-            strategy: one("ddp"),
-            transport: one("tcp"),
-            link: one(LOOPBACK),
-            ranks: Values(vec![2]),
-            precision: one("f32"),
-            wire: one("f32"),
-            bucket: Values(vec![Size(StrategyOptions::default().bucket_bytes)]),
-            overlap: Values(vec![true]),
-            lanes: Values(vec![2]),
-            congestion: one(DEFAULT),
-            quic_mtu: Values(vec![Mtu(None)]),
-            seed: Values(vec![1337]),
-            preset: one("tiny"),
-            batch: Values(vec![12]),
-            accumulation: Values(vec![1]),
-            recompute: Values(vec![false]),
-            steps: Values(vec![20]),
-            threads: Values(vec![1]),
-            planted: Values(vec![Delay(None)]),
-            variant: one(""),
-        }
-    }
-}
+/// Values of axes, by axis.
+type Table = BTreeMap<Axis, Values>;
 
 /// The values of an axis: one, or a list.
-#[derive(Debug)]
-struct Values<T>(Vec<T>);
+#[derive(Clone, Debug, Serialize)]
+struct Values(Vec<Value>);
 
-impl<'de, T: DeserializeOwned> Deserialize<'de> for Values<T> {
+impl<'de> Deserialize<'de> for Values {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let values = match toml::Value::deserialize(deserializer)? {
-            toml::Value::Array(values) => values,
-            one => vec![one],
-        };
-        let values: Result<Vec<T>, _> = values.into_iter().map(T::deserialize).collect();
-        // The place is added by whoever reads the file.
-        values.map(Values).map_err(|error| D::Error::custom(error.to_string().trim_end()))
+        Ok(match Value::deserialize(deserializer)? {
+            Value::Array(values) => Values(values),
+            one => Values(vec![one]),
+        })
     }
 }
+
+/// The axes in the order in which a plan's cells vary, slowest first.
+const ORDER: [Axis; Axis::ALL.len()] = [
+    Axis::Preset,
+    Axis::Layers,
+    Axis::Heads,
+    Axis::Width,
+    Axis::Block,
+    Axis::Link,
+    Axis::Ends,
+    Axis::Ranks,
+    Axis::Transport,
+    Axis::Strategy,
+    Axis::Program,
+    Axis::Alone,
+    Axis::DedicatedServer,
+    Axis::RanksPerNode,
+    Axis::OneTransport,
+    Axis::Precision,
+    Axis::Wire,
+    Axis::LossScaling,
+    Axis::Bucket,
+    Axis::FirstBucket,
+    Axis::Fusion,
+    Axis::Overlap,
+    Axis::Lanes,
+    Axis::Congestion,
+    Axis::QuicMtu,
+    Axis::Seed,
+    Axis::Schedule,
+    Axis::Clip,
+    Axis::Batch,
+    Axis::Accumulation,
+    Axis::Recompute,
+    Axis::Steps,
+    Axis::ValidateEvery,
+    Axis::ValidationBatches,
+    Axis::Threads,
+    Axis::Planted,
+    Axis::Variant,
+];
 
 /// Bytes: a number, or one with a unit.
 #[derive(Clone, Copy, Debug, Deserialize)]
@@ -221,9 +248,9 @@ impl TryFrom<WrittenDelay> for Delay {
 }
 
 /// What is left out: cells with these values, of all axes that are named.
-#[derive(Debug, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(transparent)]
-struct Exclusion(std::collections::BTreeMap<Axis, Values<toml::Value>>);
+struct Exclusion(Table);
 
 impl Exclusion {
     fn takes(&self, cell: &Cell) -> bool {
@@ -232,16 +259,20 @@ impl Exclusion {
 }
 
 /// A value as [`Cell::value`] writes it.
-fn written(value: &toml::Value) -> String {
+fn written(value: &Value) -> String {
     match value {
-        toml::Value::String(text) => text.clone(),
-        toml::Value::Boolean(on) => if *on { "on" } else { "off" }.into(),
+        Value::String(text) => text.clone(),
+        Value::Boolean(on) => if *on { "on" } else { "off" }.into(),
         other => other.to_string(),
     }
 }
 
 fn two_minutes() -> u64 {
     120
+}
+
+fn on() -> bool {
+    true
 }
 
 impl Plan {
@@ -265,17 +296,107 @@ impl Plan {
     /// # Errors
     /// What is wrong with it and where, for the user.
     pub(crate) fn parse(text: &str) -> Result<Plan, String> {
-        let file: File = toml::from_str(text).map_err(|error| error.to_string().trim_end().to_string())?;
+        Draft::parse(text)?.plan()
+    }
+}
+
+impl Draft {
+    fn parse(text: &str) -> Result<Draft, String> {
+        toml::from_str(text).map_err(|error| error.to_string().trim_end().to_string())
+    }
+
+    /// A ready plan, to be changed.
+    ///
+    /// # Errors
+    /// There is none of this name.
+    pub(crate) fn ready(name: &str) -> Result<Draft, String> {
+        let (_, text) = READY.iter().find(|(known, _)| *known == name).ok_or_else(|| format!("no plan {name}"))?;
+        Draft::parse(text)
+    }
+
+    /// Gives an axis these values instead of those of the plan, in `axes`.
+    pub(crate) fn set<T: Display>(&mut self, axis: Axis, values: &[T]) -> &mut Self {
+        set(&mut self.axes, axis, values);
+        self
+    }
+
+    /// As [`set`](Draft::set), in the tables of `also` that name the axis.
+    pub(crate) fn set_also<T: Display>(&mut self, axis: Axis, values: &[T]) -> &mut Self {
+        let named = self.also.iter_mut().filter(|table| table.contains_key(&axis));
+        named.for_each(|table| set(table, axis, values));
+        self
+    }
+
+    /// As [`set_also`](Draft::set_also), in tables where `axis` has the one value `value`.
+    pub(crate) fn set_also_where<T: Display>(
+        &mut self,
+        axis: Axis,
+        value: &str,
+        changed: Axis,
+        values: &[T],
+    ) -> &mut Self {
+        let is = |table: &&mut Table| {
+            table.get(&axis).is_some_and(|Values(values)| values.len() == 1 && written(&values[0]) == value)
+        };
+        self.also.iter_mut().filter(is).for_each(|table| set(table, changed, values));
+        self
+    }
+
+    /// Leaves the tables of `also` away.
+    pub(crate) fn without_also(&mut self) -> &mut Self {
+        self.also.clear();
+        self
+    }
+
+    /// The value of an axis in the last table of `also`.
+    pub(crate) fn last_also(&self, axis: Axis) -> Option<String> {
+        self.also.last()?.get(&axis)?.0.first().map(written)
+    }
+
+    /// Keeps of an axis' values, wherever it is named, those that `keeps` says yes to. Tables of `also` with none left go.
+    pub(crate) fn retain(&mut self, axis: Axis, keeps: impl Fn(&str) -> bool) -> &mut Self {
+        for table in self.also.iter_mut().chain([&mut self.axes]) {
+            if let Some(Values(values)) = table.get_mut(&axis) {
+                values.retain(|value| keeps(&written(value)));
+            }
+        }
+        self.also.retain(|table| table.get(&axis).is_none_or(|Values(values)| !values.is_empty()));
+        self
+    }
+
+    /// The values of an axis in `axes`, as written; none where the plan does not name it.
+    pub(crate) fn values(&self, axis: Axis) -> Vec<String> {
+        self.axes.get(&axis).into_iter().flat_map(|Values(values)| values).map(written).collect()
+    }
+
+    /// The plan as a file has it.
+    ///
+    /// # Errors
+    /// It cannot be written, for the user.
+    pub(crate) fn text(&self) -> Result<String, String> {
+        toml::to_string(self).map_err(|error| format!("the plan {}: {error}", self.name))
+    }
+
+    /// # Errors
+    /// What is wrong with it and where, for the user.
+    pub(crate) fn plan(&self) -> Result<Plan, String> {
         let is_name = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-        if !file.name.chars().all(is_name) || file.name.starts_with('.') || file.about.chars().any(char::is_control) {
+        if !self.name.chars().all(is_name) || self.name.starts_with('.') || self.about.chars().any(char::is_control) {
             return Err("name: a plan's name has letters, digits, `-`, `_` and `.`; `about` is one line".into());
         }
-        if file.name.is_empty() || file.rounds == 0 || file.timeout_s == 0 {
+        if self.name.is_empty() || self.rounds == 0 || self.timeout_s == 0 {
             return Err("a plan has a name, at least 1 round, and a timeout-s of at least 1".into());
         }
-        let cells = file.axes.cells()?;
-        let wanted: Vec<Cell> =
-            cells.into_iter().filter(|cell| !file.exclude.iter().any(|exclusion| exclusion.takes(cell))).collect();
+        // An axis without a value leaves the cells to the other tables.
+        let only_also = !self.also.is_empty() && self.axes.values().any(|Values(values)| values.is_empty());
+        let mut all = if only_also { Vec::new() } else { self.cells(&self.axes)? };
+        for more in &self.also {
+            let mut table = self.axes.clone();
+            table.extend(more.iter().map(|(axis, values)| (*axis, values.clone())));
+            all.extend(self.cells(&table)?);
+        }
+        let mut wanted = all;
+        wanted.retain(|cell| !self.exclude.iter().any(|exclusion| exclusion.takes(cell)));
         // The same cell may come from several values that mean nothing to it.
         let mut seen = BTreeSet::new();
         let cells: Vec<Cell> = wanted.into_iter().filter(|cell| seen.insert(cell.clone())).collect();
@@ -283,100 +404,129 @@ impl Plan {
             return Err("nothing is left of the plan: `exclude` takes out every cell".into());
         }
         Ok(Plan {
-            name: file.name,
-            about: file.about,
-            rounds: file.rounds,
-            timeout: Duration::from_secs(file.timeout_s),
+            name: self.name.clone(),
+            about: self.about.clone(),
+            rounds: self.rounds,
+            timeout: Duration::from_secs(self.timeout_s),
+            watched: self.watch,
+            probe: self.probe,
+            tokens: self.tokens,
             cells,
         })
     }
-}
 
-impl Axes {
     /// The product of all axes.
-    fn cells(&self) -> Result<Vec<Cell>, String> {
-        let first = Cell {
-            strategy: String::new(),
-            transport: String::new(),
-            link: String::new(),
-            ranks: 0,
-            precision: String::new(),
-            wire: String::new(),
-            bucket_bytes: 0,
-            overlap: true,
-            lanes: 0,
-            congestion: String::new(),
-            quic_mtu: None,
-            seed: 0,
-            preset: String::new(),
-            batch: 0,
-            accumulation: 0,
-            recompute: false,
-            steps: 0,
-            threads: 0,
-            planted: None,
-            variant: String::new(),
-        };
-        let mut cells = vec![first];
-        multiply(&mut cells, Axis::Preset, &self.preset, |cell, value| cell.preset.clone_from(value))?;
-        multiply(&mut cells, Axis::Link, &self.link, |cell, value| cell.link.clone_from(value))?;
-        multiply(&mut cells, Axis::Ranks, &self.ranks, |cell, value| cell.ranks = *value)?;
-        multiply(&mut cells, Axis::Transport, &self.transport, |cell, value| cell.transport.clone_from(value))?;
-        multiply(&mut cells, Axis::Strategy, &self.strategy, |cell, value| cell.strategy.clone_from(value))?;
-        multiply(&mut cells, Axis::Precision, &self.precision, |cell, value| cell.precision.clone_from(value))?;
-        multiply(&mut cells, Axis::Wire, &self.wire, |cell, value| cell.wire.clone_from(value))?;
-        multiply(&mut cells, Axis::Bucket, &self.bucket, |cell, value| cell.bucket_bytes = value.0)?;
-        multiply(&mut cells, Axis::Overlap, &self.overlap, |cell, value| cell.overlap = *value)?;
-        multiply(&mut cells, Axis::Lanes, &self.lanes, |cell, value| cell.lanes = *value)?;
-        multiply(&mut cells, Axis::Congestion, &self.congestion, |cell, value| cell.congestion.clone_from(value))?;
-        multiply(&mut cells, Axis::QuicMtu, &self.quic_mtu, |cell, value| cell.quic_mtu = value.0)?;
-        multiply(&mut cells, Axis::Seed, &self.seed, |cell, value| cell.seed = *value)?;
-        multiply(&mut cells, Axis::Batch, &self.batch, |cell, value| cell.batch = *value)?;
-        multiply(&mut cells, Axis::Accumulation, &self.accumulation, |cell, value| cell.accumulation = *value)?;
-        multiply(&mut cells, Axis::Recompute, &self.recompute, |cell, value| cell.recompute = *value)?;
-        multiply(&mut cells, Axis::Steps, &self.steps, |cell, value| cell.steps = *value)?;
-        multiply(&mut cells, Axis::Threads, &self.threads, |cell, value| cell.threads = *value)?;
-        multiply(&mut cells, Axis::Planted, &self.planted, |cell, value| cell.planted.clone_from(&value.0))?;
-        multiply(&mut cells, Axis::Variant, &self.variant, |cell, value| cell.variant.clone_from(value))?;
-        cells.into_iter().map(checked).collect()
+    fn cells(&self, table: &Table) -> Result<Vec<Cell>, String> {
+        let mut cells = vec![Cell::default()];
+        for axis in ORDER {
+            if let Some(values) = table.get(&axis) {
+                cells = product(&cells, axis, values)?;
+            }
+        }
+        cells.into_iter().map(|cell| checked(cell, self.one_rank)).collect()
     }
 }
 
+fn set<T: Display>(table: &mut Table, axis: Axis, values: &[T]) {
+    // What is a number or a switch is written as one.
+    let value = |value: &T| {
+        let text = value.to_string();
+        let number = text.parse::<i64>().ok().map(Value::Integer);
+        let switch = || text.parse::<bool>().ok().map(Value::Boolean);
+        number.or_else(switch).unwrap_or(Value::String(text))
+    };
+    table.insert(axis, Values(values.iter().map(value).collect()));
+}
+
 /// Each cell once with each value.
-fn multiply<T>(
-    cells: &mut Vec<Cell>,
-    axis: Axis,
-    values: &Values<T>,
-    set: impl Fn(&mut Cell, &T),
-) -> Result<(), String> {
-    let Values(values) = values;
+fn product(cells: &[Cell], axis: Axis, Values(values): &Values) -> Result<Vec<Cell>, String> {
     if values.is_empty() || values.len() > MAX_VALUES || cells.len() * values.len() > MAX_CELLS {
         return Err(format!(
             "axis {axis} has {} values: an axis has 1 to {MAX_VALUES}, and a plan at most {MAX_CELLS} cells; split the plan",
             values.len()
         ));
     }
-    *cells = std::mem::take(cells)
-        .into_iter()
-        .flat_map(|cell| {
-            let set = &set;
-            values.iter().map(move |value| {
-                let mut cell = cell.clone();
-                set(&mut cell, value);
-                cell
-            })
-        })
-        .collect();
+    let each = cells.iter().flat_map(|cell| values.iter().map(move |value| (cell.clone(), value)));
+    each.map(|(mut cell, value)| {
+        put(&mut cell, axis, value.clone()).map_err(|error| format!("axis {axis}: {}", error.message().trim_end()))?;
+        Ok(cell)
+    })
+    .collect()
+}
+
+/// Gives the cell this value of an axis.
+fn put(cell: &mut Cell, axis: Axis, value: Value) -> Result<(), toml::de::Error> {
+    match axis {
+        Axis::Strategy => cell.strategy = value.try_into()?,
+        Axis::Transport => cell.transport = value.try_into()?,
+        Axis::Link => cell.link = value.try_into()?,
+        Axis::Ranks => cell.ranks = value.try_into()?,
+        Axis::Precision => cell.precision = value.try_into()?,
+        Axis::Wire => cell.wire = value.try_into()?,
+        Axis::Bucket => cell.bucket_bytes = value.try_into::<Size>()?.0,
+        Axis::Overlap => cell.overlap = value.try_into()?,
+        Axis::Lanes => cell.lanes = value.try_into()?,
+        Axis::Congestion => cell.congestion = value.try_into()?,
+        Axis::QuicMtu => cell.quic_mtu = value.try_into::<Mtu>()?.0,
+        // Beyond what a file's numbers hold, as a text.
+        Axis::Seed => cell.seed = written(&value).parse().map_err(toml::de::Error::custom)?,
+        Axis::Preset => cell.preset = value.try_into()?,
+        Axis::Batch => cell.batch = value.try_into()?,
+        Axis::Accumulation => cell.accumulation = value.try_into()?,
+        Axis::Recompute => cell.recompute = value.try_into()?,
+        Axis::Steps => cell.steps = value.try_into()?,
+        Axis::Threads => cell.threads = value.try_into()?,
+        Axis::Planted => cell.planted = value.try_into::<Delay>()?.0,
+        Axis::Variant => cell.variant = value.try_into()?,
+        Axis::Program => cell.program = value.try_into()?,
+        Axis::Alone => cell.alone = value.try_into()?,
+        Axis::Layers => cell.model.layers = Some(value.try_into()?),
+        Axis::Heads => cell.model.heads = Some(value.try_into()?),
+        Axis::Width => cell.model.width = Some(value.try_into()?),
+        Axis::Block => cell.model.block = Some(value.try_into()?),
+        Axis::FirstBucket => cell.first_bucket_bytes = Some(value.try_into::<Size>()?.0),
+        Axis::Fusion => cell.fusion_bytes = Some(value.try_into::<Size>()?.0),
+        Axis::DedicatedServer => cell.dedicated_server = value.try_into()?,
+        // Two nodes, where the ranks can be divided so.
+        Axis::RanksPerNode if value.as_str() == Some("half") => {
+            cell.ranks_per_node = Some(if cell.ranks.is_multiple_of(2) { cell.ranks / 2 } else { cell.ranks });
+        }
+        Axis::RanksPerNode => cell.ranks_per_node = Some(value.try_into()?),
+        Axis::OneTransport => cell.one_transport = value.try_into()?,
+        Axis::Ends => cell.ends = Some(value.try_into()?),
+        Axis::Schedule => cell.schedule = Some(value.try_into()?),
+        Axis::Clip => cell.clip = Some(written(&value)),
+        Axis::LossScaling => cell.loss_scaling = Some(written(&value)).filter(|scaling| scaling != "off"),
+        Axis::ValidateEvery => {
+            let batches = cell.validation.map_or(1, |validation| validation.batches);
+            let every: u64 = value.try_into()?;
+            cell.validation = (every > 0).then_some(Validation { every, batches });
+        }
+        Axis::ValidationBatches => {
+            let batches = value.try_into()?;
+            cell.validation = cell.validation.map(|validation| Validation { batches, ..validation });
+        }
+    }
     Ok(())
 }
 
 /// The cell, if all its values mean something, with those that mean nothing to it set to what they are by default.
-fn checked(mut cell: Cell) -> Result<Cell, String> {
+fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
     let of = |axis: Axis| move |why: String| format!("axis {axis}: {why}");
     let strategy = cell.strategy.parse::<StrategyKind>().map_err(String::from).map_err(of(Axis::Strategy))?;
-    let alone = strategy == StrategyKind::Single;
+    let single = strategy == StrategyKind::Single;
+    cell.alone &= single && cell.ranks > 1;
+    if single && !cell.alone {
+        cell.ranks = 1;
+    }
+    let alone = single || cell.ranks == 1 && one_rank;
     if alone {
-        (cell.ranks, cell.transport) = (1, NOBODY.into());
+        cell.transport = NOBODY.into();
+    } else if cell.program == Trainer::Pytorch {
+        if ![StrategyKind::Ddp, StrategyKind::Fsdp, StrategyKind::Zero2].contains(&strategy) {
+            return Err(format!("axis program: PyTorch has ddp, fsdp and zero2, not {strategy}"));
+        }
+        cell.transport = GLOO.into();
     } else {
         let rung: Rung = cell.transport.parse().map_err(of(Axis::Transport))?;
         cell.transport = rung.to_string();
@@ -385,6 +535,17 @@ fn checked(mut cell: Cell) -> Result<Cell, String> {
     cell.precision.parse::<Precision>().map_err(String::from).map_err(of(Axis::Precision))?;
     cell.wire.parse::<Precision>().map_err(String::from).map_err(of(Axis::Wire))?;
     let _: Preset = cell.preset.parse().map_err(|why| of(Axis::Preset)(format!("{why}")))?;
+    // With any vocabulary.
+    model(&cell, 256)?;
+    cell.schedule.as_deref().map(schedule).transpose().map_err(of(Axis::Schedule))?;
+    if let Some(scaling) = &cell.loss_scaling {
+        let _: LossScaling = scaling.parse().map_err(of(Axis::LossScaling))?;
+    }
+    if let Some(clip) = &cell.clip
+        && !clip.parse().is_ok_and(|norm: f64| norm.is_finite() && norm >= 0.0)
+    {
+        return Err(format!("axis clip: `{clip}` is no norm; 0 turns clipping off"));
+    }
     let positive = [
         (Axis::Ranks, cell.ranks, MAX_WORLD_SIZE),
         (Axis::Lanes, cell.lanes, 64),
@@ -402,10 +563,13 @@ fn checked(mut cell: Cell) -> Result<Cell, String> {
             cell.strategy
         ));
     }
-    if !cell.batch.is_multiple_of(cell.ranks * cell.accumulation) {
+    cell.dedicated_server &= strategy == StrategyKind::Ps && cell.ranks > 1;
+    if !cell.batch.is_multiple_of(cell.workers() * cell.accumulation) {
         return Err(format!(
             "axis batch: {} sequences cannot be divided evenly among {} ranks and {} micro-steps",
-            cell.batch, cell.ranks, cell.accumulation
+            cell.batch,
+            cell.workers(),
+            cell.accumulation
         ));
     }
     if let Some(rank) = cell.planted.as_ref().and_then(|planted| planted.rank).filter(|rank| *rank >= cell.ranks) {
@@ -415,7 +579,14 @@ fn checked(mut cell: Cell) -> Result<Cell, String> {
     if cell.variant.chars().any(char::is_control) {
         return Err("axis variant: a variant is a name without control characters".into());
     }
-    let ends = cell.ranks.div_ceil(cell.ranks_per_end());
+    let ends = cell.ends();
+    if ends == 0 || ends > cell.ranks || cell.ranks_per_node() == 0 {
+        return Err(format!(
+            "axis ends: {ends} ends cannot have {} ranks and nodes of {}",
+            cell.ranks,
+            cell.ranks_per_node()
+        ));
+    }
     if profile.carrier != Carrier::None && ends > MAX_ENDS {
         return Err(format!("axis ranks: the link {} has at most {MAX_ENDS} ends, not {ends}", cell.link));
     }
@@ -426,20 +597,29 @@ fn checked(mut cell: Cell) -> Result<Cell, String> {
         ));
     }
     let rung = cell.transport.parse::<Rung>().ok();
-    if alone || rung.is_some_and(Rung::is_in_memory) {
+    if alone && !cell.alone || rung.is_some_and(Rung::is_in_memory) {
         (cell.link, cell.congestion) = (LOOPBACK.into(), DEFAULT.into());
+    }
+    if cell.link == LOOPBACK {
+        cell.ends = None;
     }
     if !rung.is_some_and(Rung::has_packets) {
         cell.quic_mtu = None;
     }
-    if alone {
+    if single {
         let wire = cell.precision.clone();
         (cell.wire, cell.lanes) = (wire, 2);
     }
     let in_buckets =
         matches!(strategy, StrategyKind::Ddp | StrategyKind::Zero1 | StrategyKind::Zero2 | StrategyKind::Hierarchical);
     if !in_buckets {
-        cell.bucket_bytes = StrategyOptions::default().bucket_bytes;
+        (cell.bucket_bytes, cell.first_bucket_bytes) = (StrategyOptions::default().bucket_bytes, None);
+    }
+    if strategy != StrategyKind::Ring {
+        cell.fusion_bytes = None;
+    }
+    if strategy != StrategyKind::Hierarchical {
+        (cell.ranks_per_node, cell.one_transport) = (None, false);
     }
     if !in_buckets && strategy != StrategyKind::Fsdp {
         cell.overlap = true;

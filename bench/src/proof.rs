@@ -1,29 +1,19 @@
 //! That the matrix compares like with like: the same weights on every transport, the bytes of the formula, the losses of one device.
 
 use gpt2::cli::say;
-use gpt2::config::Preset;
-use gpt2::optim::LearningRate;
-use gpt2::strategy::{StrategyKind, StrategyOptions};
-use gpt2::trainer::{Summary, TrainConfig};
-use isocomm::TransportKind;
+use gpt2::strategy::StrategyKind;
 use rig::BenchError;
-use rig::formula::off_the_formula;
+use rig::flag::FlagKind;
 use rig::lines::Lines;
-use rig::outcome;
-use rig::progress::bar;
-use rig::signal::Interrupted;
+use rig::record::{Axis, Measured, Record, numbers};
 use rig::stats::difference;
-use rig::training::Training;
+use rig::training::{TextSource, outcome};
 use serde::Serialize;
 
 use crate::parity::formula::{self, Count};
+use crate::plan::{Draft, default};
 use crate::setup::Setup;
-
-/// Steps of a run.
-const STEPS: u64 = 4;
-
-/// Sequences a step, over all ranks.
-const BATCH: usize = 12;
+use crate::sweep::Job;
 
 /// Largest relative difference between a loss and `single`'s. The sums run in another order, each within f32's rounding (6e-8).
 pub(crate) const TOLERANCE: f64 = 1e-5;
@@ -60,55 +50,40 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
         return Ok(true);
     }
     let mut file = Lines::create(&setup.out.join("proof.jsonl"))?;
-    let bar = bar(1 + formula::RANKS.len() * strategies.len() * transports.len());
-    bar.set_message("proof");
-    let single = train(setup, StrategyKind::Single, None, 1)?
-        .and_then(|single| single.ranks.iter().find_map(off_the_formula).map_or(Ok(single), Err))
+    let mut draft = Draft::ready("proof")?;
+    draft.timeout_s = setup.cell_timeout.as_secs();
+    draft
+        .set(Axis::Strategy, &strategies)
+        .set(Axis::Transport, &transports)
+        .set(Axis::Wire, &[setup.wire])
+        .set(Axis::Seed, &[setup.seed]);
+    let job = Job {
+        draft: &draft,
+        out: None,
+        text: TextSource::bytes(setup.source.clone())?,
+        signals: setup.signals.clone(),
+        torch: Err("not asked for".into()),
+    };
+    let records = job.records()?;
+    let (alone, others): (Vec<&Record>, Vec<&Record>) =
+        records.iter().partition(|record| record.cell.strategy == "single");
+    let single = alone.first().ok_or("the proof's plan has no single")?;
+    let off = single.flags.iter().find(|flag| flag.kind == FlagKind::OffTheFormula).map(|off| off.what.clone());
+    let single = outcome(single)
+        .and_then(|measured| off.map_or(Ok(measured), Err))
         .map_err(|why| format!("the proof's yardstick, single on one rank: {why}"))?;
-    bar.inc(1);
     let tolerance = if setup.wire == gpt2::precision::Precision::F32 { TOLERANCE } else { TOLERANCE_16_BIT };
+    let order = |name: &str| strategies.iter().position(|strategy| strategy.name() == name);
+    let counts = formula::counts(&others, order)?;
     let mut proofs = Vec::new();
-    let mut counts = Vec::new();
-    for ranks in formula::RANKS {
-        for strategy in &strategies {
-            let mut first: Option<String> = None;
-            for transport in &transports {
-                setup.signals.check()?;
-                let outcome = train(setup, *strategy, Some(*transport), ranks)?;
-                let count = Count::of(strategy.to_string(), transport.name(), ranks, outcome.as_ref(), &mut first);
-                let proof = Proof::new(&count, outcome.as_ref().ok(), &single, tolerance);
-                counts.push(count);
-                file.write(&proof)?;
-                proofs.push(proof);
-                bar.inc(1);
-            }
-        }
+    for (count, record) in &counts {
+        let proof = Proof::new(count, outcome(record).ok(), single, tolerance);
+        file.write(&proof)?;
+        proofs.push(proof);
     }
-    bar.finish_and_clear();
+    let counts: Vec<Count> = counts.into_iter().map(|(count, _)| count).collect();
     say(format_args!("\n{}", formula::table(&counts)));
     Ok(report(&proofs, setup))
-}
-
-/// A run of the smallest model, or why there is none.
-fn train(
-    setup: &Setup,
-    strategy: StrategyKind,
-    transport: Option<TransportKind>,
-    ranks: usize,
-) -> Result<Result<Summary, String>, Interrupted> {
-    // Two nodes, where the ranks can be divided so.
-    let ranks_per_node = if ranks.is_multiple_of(2) { ranks / 2 } else { ranks };
-    let config = TrainConfig {
-        options: StrategyOptions { wire: setup.wire, ranks_per_node, ..StrategyOptions::default() },
-        seed: setup.seed,
-        steps: STEPS,
-        global_batch: BATCH,
-        learning_rate: LearningRate::WarmupCosine { peak: 1e-3, floor: 1e-4, warmup: 5, total: STEPS.max(10) },
-        ..TrainConfig::of(Preset::Micro.config(setup.corpus.vocab_size()), strategy)
-    };
-    let training = Training::new(config, transport, ranks, 1, setup.cell_timeout);
-    let outcome = Training { source: setup.source.clone(), ..training }.summary();
-    Ok(outcome::settled(outcome)?.map_err(|why| format!("failed: {why}")))
 }
 
 fn report(proofs: &[Proof], setup: &Setup) -> bool {
@@ -127,10 +102,11 @@ fn report(proofs: &[Proof], setup: &Setup) -> bool {
     }
     let largest = proofs.iter().map(Proof::difference).fold(0.0, f64::max);
     say(format_args!(
-        "proof: {} of {} runs (micro, {STEPS} steps, 3 and 4 ranks) gave bit-identical weights on all ranks and transports, payload equal \
+        "proof: {} of {} runs (micro, {} steps, 3 and 4 ranks) gave bit-identical weights on all ranks and transports, payload equal \
          to the formula and losses and gradient norms within {:.0e} of single's (largest difference {largest:.1e}): {}",
         proofs.len() - wrong.len(),
         proofs.len(),
+        default("proof", Axis::Steps),
         proofs.first().map_or(TOLERANCE, |proof| proof.tolerance),
         setup.out.join("proof.jsonl").display()
     ));
@@ -138,10 +114,12 @@ fn report(proofs: &[Proof], setup: &Setup) -> bool {
 }
 
 impl Proof {
-    /// Of a run whose bytes are counted in `count` and that left `summary`, beside `single`'s.
-    fn new(count: &Count, summary: Option<&Summary>, single: &Summary, tolerance: f64) -> Self {
+    /// Of a run whose bytes are counted in `count` and that left `measured`, beside `single`'s.
+    fn new(count: &Count, measured: Option<&Measured>, single: &Measured, tolerance: f64) -> Self {
         let expected: Vec<Option<u64>> = count.bytes_expected_by_rank.iter().copied().map(Some).collect();
-        let apart = |of: fn(&Summary) -> &[f64]| difference(summary.map(of).unwrap_or_default(), of(single));
+        let apart = |of: fn(&Measured) -> &[Option<f64>]| {
+            difference(&numbers(measured.map(of).unwrap_or_default()), &numbers(of(single)))
+        };
         Proof {
             strategy: count.strategy.clone(),
             transport: count.transport.clone(),
@@ -151,8 +129,8 @@ impl Proof {
             bytes_by_rank: count.bytes_by_rank.clone(),
             bytes_equal_formula: !expected.is_empty() && count.bytes_by_rank == expected && count.status == "ok",
             bytes_expected_by_rank: count.bytes_expected_by_rank.clone(),
-            loss_difference: apart(|summary| &summary.losses),
-            norm_difference: apart(|summary| &summary.grad_norms),
+            loss_difference: apart(|measured| &measured.losses),
+            norm_difference: apart(|measured| &measured.grad_norms),
             tolerance,
             status: count.status.clone(),
         }

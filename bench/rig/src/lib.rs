@@ -31,6 +31,7 @@ pub mod stats;
 pub mod sys;
 pub mod text;
 pub mod training;
+pub mod transports;
 pub mod why;
 
 mod command;

@@ -4,11 +4,15 @@
 
 use std::fmt;
 
+use gpt2::memory::Usage;
+use gpt2::strategy::StrategyOptions;
+use gpt2::trainer::Parts;
+use isocomm::TransportOptions;
 use serde::{Deserialize, Serialize};
 
 use crate::environment::Environment;
 use crate::flag::Flag;
-use crate::link::Pipe;
+use crate::link::{Pipe, Probe};
 use crate::why::Network;
 
 /// Version of these lines; raised when their meaning changes.
@@ -22,6 +26,9 @@ pub const LOOPBACK: &str = "loopback";
 
 /// Leaves a setting to the kernel or the transport.
 pub const DEFAULT: &str = "default";
+
+/// What PyTorch's ranks talk through.
+pub const GLOO: &str = "gloo";
 
 /// One run of one cell.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -92,6 +99,83 @@ pub struct Cell {
     pub planted: Option<Planted>,
     /// Sets cells apart that are otherwise the same, for A/A comparisons; empty for all others.
     pub variant: String,
+    /// Who trains.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub program: Trainer,
+    /// With `single`: every rank trains by itself on its share of the batch, all at the same time.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub alone: bool,
+    /// What differs from the preset's model.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub model: Shape,
+    /// Bytes of the first bucket; `None` for training's own, or those of the others where these are fewer.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub first_bucket_bytes: Option<usize>,
+    /// Bytes of the fusion buffer of `ring`; `None` for training's own.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub fusion_bytes: Option<usize>,
+    /// Whether the server of `ps` only serves.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub dedicated_server: bool,
+    /// Ranks of a node of `hierarchical`; `None` for those of an end of the link.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub ranks_per_node: Option<usize>,
+    /// Whether the ranks of a node of `hierarchical` talk through the same transport as all ranks, not through shared memory.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub one_transport: bool,
+    /// Ends of the link, which the ranks share evenly; `None` for one end for each node.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub ends: Option<usize>,
+    /// Learning rate by step: see [`training::schedule`](crate::training::schedule); `None` for that of sweeps.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub schedule: Option<String>,
+    /// Largest global gradient norm, as a number; `None` for 1.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub clip: Option<String>,
+    /// How gradients are kept from vanishing, as the trainer writes it; `None` for nothing.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub loss_scaling: Option<String>,
+    /// When the trainer validates; `None` for never.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub validation: Option<Validation>,
+}
+
+/// Who trains.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Trainer {
+    #[default]
+    Ours,
+    /// PyTorch over Gloo, with the same model and text.
+    Pytorch,
+}
+
+/// What replaces a preset's values of the model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Shape {
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub layers: Option<usize>,
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub heads: Option<usize>,
+    /// Of the residual stream.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub width: Option<usize>,
+    /// Tokens of a sequence.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub block: Option<usize>,
+}
+
+/// When the trainer validates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Validation {
+    /// Every so many steps, and at the end.
+    pub every: u64,
+    /// Batches, at most.
+    pub batches: usize,
+}
+
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 /// A delay put into every step, where the batch is read.
@@ -102,30 +186,66 @@ pub struct Planted {
     pub rank: Option<usize>,
 }
 
-/// An axis of a plan.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Axis {
-    Strategy,
-    Transport,
-    Link,
-    Ranks,
-    Precision,
-    Wire,
-    Bucket,
-    Overlap,
-    Lanes,
-    Congestion,
-    QuicMtu,
-    Seed,
-    Preset,
-    Batch,
-    Accumulation,
-    Recompute,
-    Steps,
-    Threads,
-    Planted,
-    Variant,
+macro_rules! axes {
+    ($($axis:ident = $name:literal),* $(,)?) => {
+        /// An axis of a plan.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        pub enum Axis {
+            $(#[serde(rename = $name)] $axis,)*
+        }
+
+        impl Axis {
+            pub const ALL: [Axis; [$($name),*].len()] = [$(Axis::$axis),*];
+        }
+
+        impl fmt::Display for Axis {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.pad(match self {
+                    $(Axis::$axis => $name,)*
+                })
+            }
+        }
+    };
+}
+
+axes! {
+    Strategy = "strategy",
+    Transport = "transport",
+    Link = "link",
+    Ranks = "ranks",
+    Precision = "precision",
+    Wire = "wire",
+    Bucket = "bucket",
+    Overlap = "overlap",
+    Lanes = "lanes",
+    Congestion = "congestion",
+    QuicMtu = "quic-mtu",
+    Seed = "seed",
+    Preset = "preset",
+    Batch = "batch",
+    Accumulation = "accumulation",
+    Recompute = "recompute",
+    Steps = "steps",
+    Threads = "threads",
+    Planted = "planted",
+    Variant = "variant",
+    Program = "program",
+    Alone = "alone",
+    Layers = "layers",
+    Heads = "heads",
+    Width = "width",
+    Block = "block",
+    FirstBucket = "first-bucket",
+    Fusion = "fusion",
+    DedicatedServer = "dedicated-server",
+    RanksPerNode = "ranks-per-node",
+    OneTransport = "one-transport",
+    Ends = "ends",
+    Schedule = "schedule",
+    Clip = "clip",
+    LossScaling = "loss-scaling",
+    ValidateEvery = "validate-every",
+    ValidationBatches = "validation-batches",
 }
 
 /// What a run measured.
@@ -146,6 +266,24 @@ pub struct Measured {
     /// Settings of the transport, as (name, value).
     pub transport_facts: Vec<(String, String)>,
     pub link: Link,
+    /// What the trainer itself says at the end, where nobody watched the steps.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub trained: Option<Trained>,
+}
+
+/// What the trainer says of a run at its end. Medians are those over steps that it takes itself, without the first two.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Trained {
+    /// Median step; of the slowest rank, where each trained by itself.
+    pub step_ms: Option<f64>,
+    /// Of all ranks together.
+    pub tokens_per_s: Option<f64>,
+    /// Epoch of each step, from 1.
+    pub epochs: Vec<u64>,
+    /// Validation loss after so many steps.
+    pub validations: Vec<(u64, Option<f64>)>,
+    /// Steps without an update, because gradients had overflowed.
+    pub skipped_steps: u64,
 }
 
 /// One rank's figures.
@@ -168,6 +306,29 @@ pub struct Rank {
     pub framing_bytes: Option<u64>,
     pub peak_rss_bytes: u64,
     pub network: Network,
+    /// What the trainer itself says of the rank at the end, where nobody watched the steps.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub trained: Option<TrainedRank>,
+}
+
+/// What the trainer says of a rank at the end of a run.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct TrainedRank {
+    /// Whether it computes; a dedicated server does not.
+    pub computes: bool,
+    /// Operations on gradients and parameters a step, as counted and by formula.
+    pub operations: u64,
+    pub operations_expected: u64,
+    /// Steps that its optimizers took: the fewest and the most over segments.
+    pub optimizer_steps: (u64, u64),
+    /// Medians over steps.
+    pub parts: Parts,
+    /// Processor time over wall time and threads.
+    pub cpu_utilization: Option<f64>,
+    /// In percent.
+    pub gpu_utilization: Option<f64>,
+    /// From the first step to the last, by what it is for, of the whole process; `None` where nothing counts.
+    pub memory: Option<Usage>,
 }
 
 /// Each step's parts on one rank, a column for each: all have one entry a step. The parts from `data` to `other` follow one another, were
@@ -213,68 +374,77 @@ pub struct Link {
     pub description: String,
     /// Counters of the emulator, for each rank's two directions, where there was one.
     pub emulator: Vec<Pipe>,
+    /// What one connection saw of it before the first run, where the plan asks for that.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub probe: Option<Probe>,
 }
 
-impl fmt::Display for Axis {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Axis::Strategy => "strategy",
-            Axis::Transport => "transport",
-            Axis::Link => "link",
-            Axis::Ranks => "ranks",
-            Axis::Precision => "precision",
-            Axis::Wire => "wire",
-            Axis::Bucket => "bucket",
-            Axis::Overlap => "overlap",
-            Axis::Lanes => "lanes",
-            Axis::Congestion => "congestion",
-            Axis::QuicMtu => "quic-mtu",
-            Axis::Seed => "seed",
-            Axis::Preset => "preset",
-            Axis::Batch => "batch",
-            Axis::Accumulation => "accumulation",
-            Axis::Recompute => "recompute",
-            Axis::Steps => "steps",
-            Axis::Threads => "threads",
-            Axis::Planted => "planted",
-            Axis::Variant => "variant",
-        })
+impl Default for Cell {
+    /// What a plan leaves out.
+    fn default() -> Self {
+        Cell {
+            strategy: "ddp".into(),
+            transport: "tcp".into(),
+            link: LOOPBACK.into(),
+            ranks: 2,
+            precision: "f32".into(),
+            wire: "f32".into(),
+            bucket_bytes: StrategyOptions::default().bucket_bytes,
+            overlap: true,
+            lanes: TransportOptions::default().lanes,
+            congestion: DEFAULT.into(),
+            quic_mtu: None,
+            seed: 1337,
+            preset: "tiny".into(),
+            batch: 12,
+            accumulation: 1,
+            recompute: false,
+            steps: 20,
+            threads: 1,
+            planted: None,
+            variant: String::new(),
+            program: Trainer::Ours,
+            alone: false,
+            model: Shape::default(),
+            first_bucket_bytes: None,
+            fusion_bytes: None,
+            dedicated_server: false,
+            ranks_per_node: None,
+            one_transport: false,
+            ends: None,
+            schedule: None,
+            clip: None,
+            loss_scaling: None,
+            validation: None,
+        }
     }
 }
 
-impl Axis {
-    pub const ALL: [Axis; 20] = [
-        Axis::Strategy,
-        Axis::Transport,
-        Axis::Link,
-        Axis::Ranks,
-        Axis::Precision,
-        Axis::Wire,
-        Axis::Bucket,
-        Axis::Overlap,
-        Axis::Lanes,
-        Axis::Congestion,
-        Axis::QuicMtu,
-        Axis::Seed,
-        Axis::Preset,
-        Axis::Batch,
-        Axis::Accumulation,
-        Axis::Recompute,
-        Axis::Steps,
-        Axis::Threads,
-        Axis::Planted,
-        Axis::Variant,
-    ];
-}
-
 impl Cell {
-    /// Ranks that share an end of the link: a node, where the strategy tells nodes apart, of which there are then two.
-    pub fn ranks_per_end(&self) -> usize {
+    /// Ends of the link; as many as nodes, of which there are two where the strategy tells nodes apart.
+    pub fn ends(&self) -> usize {
+        self.ends.unwrap_or_else(|| self.ranks.div_ceil(self.ranks_per_end()))
+    }
+
+    /// Ranks of a node, where the strategy tells nodes apart.
+    pub fn ranks_per_node(&self) -> usize {
+        self.ranks_per_node.unwrap_or_else(|| self.ranks_per_end())
+    }
+
+    fn ranks_per_end(&self) -> usize {
         if self.strategy == "hierarchical" && self.ranks.is_multiple_of(2) { self.ranks / 2 } else { 1 }
+    }
+
+    /// Ranks that take part of the batch.
+    pub fn workers(&self) -> usize {
+        if self.dedicated_server && self.ranks > 1 { self.ranks - 1 } else { self.ranks }
     }
 
     /// The value of an axis, as a plan writes it.
     pub fn value(&self, axis: Axis) -> String {
+        let number = |value: Option<usize>| value.map_or(DEFAULT.into(), |value| value.to_string());
+        let text = |value: &Option<String>| value.clone().unwrap_or_else(|| DEFAULT.into());
+        let switch = |on: bool| if on { "on" } else { "off" }.to_string();
         match axis {
             Axis::Strategy => self.strategy.clone(),
             Axis::Transport => self.transport.clone(),
@@ -283,7 +453,7 @@ impl Cell {
             Axis::Precision => self.precision.clone(),
             Axis::Wire => self.wire.clone(),
             Axis::Bucket => self.bucket_bytes.to_string(),
-            Axis::Overlap => if self.overlap { "on" } else { "off" }.into(),
+            Axis::Overlap => switch(self.overlap),
             Axis::Lanes => self.lanes.to_string(),
             Axis::Congestion => self.congestion.clone(),
             Axis::QuicMtu => self.quic_mtu.map_or("default".into(), |mtu| mtu.to_string()),
@@ -291,7 +461,7 @@ impl Cell {
             Axis::Preset => self.preset.clone(),
             Axis::Batch => self.batch.to_string(),
             Axis::Accumulation => self.accumulation.to_string(),
-            Axis::Recompute => if self.recompute { "on" } else { "off" }.into(),
+            Axis::Recompute => switch(self.recompute),
             Axis::Steps => self.steps.to_string(),
             Axis::Threads => self.threads.to_string(),
             Axis::Planted => self.planted.as_ref().map_or("none".into(), |planted| {
@@ -299,6 +469,27 @@ impl Cell {
                 planted.rank.map_or(format!("{ms} ms"), |rank| format!("{ms} ms on rank {rank}"))
             }),
             Axis::Variant => self.variant.clone(),
+            Axis::Program => match self.program {
+                Trainer::Ours => "ours",
+                Trainer::Pytorch => "pytorch",
+            }
+            .into(),
+            Axis::Alone => switch(self.alone),
+            Axis::Layers => number(self.model.layers),
+            Axis::Heads => number(self.model.heads),
+            Axis::Width => number(self.model.width),
+            Axis::Block => number(self.model.block),
+            Axis::FirstBucket => number(self.first_bucket_bytes),
+            Axis::Fusion => number(self.fusion_bytes),
+            Axis::DedicatedServer => switch(self.dedicated_server),
+            Axis::RanksPerNode => number(self.ranks_per_node),
+            Axis::OneTransport => switch(self.one_transport),
+            Axis::Ends => number(self.ends),
+            Axis::Schedule => text(&self.schedule),
+            Axis::Clip => text(&self.clip),
+            Axis::LossScaling => text(&self.loss_scaling),
+            Axis::ValidateEvery => self.validation.map_or("never".into(), |validation| validation.every.to_string()),
+            Axis::ValidationBatches => number(self.validation.map(|validation| validation.batches)),
         }
     }
 
@@ -324,6 +515,11 @@ impl Cell {
         };
         Axis::ALL.into_iter().filter(differs).collect()
     }
+}
+
+/// Values that were no finite numbers as what is none.
+pub fn numbers(values: &[Option<f64>]) -> Vec<f64> {
+    values.iter().map(|value| value.unwrap_or(f64::NAN)).collect()
 }
 
 impl Record {

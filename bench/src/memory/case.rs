@@ -2,6 +2,7 @@
 
 use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
+use rig::record::Cell;
 
 /// What is run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,8 +14,15 @@ pub(super) struct Case {
 }
 
 impl Case {
-    pub(super) fn name(self) -> String {
-        format!("{} on {} ranks, {}", self.strategy, self.ranks, self.how())
+    /// # Errors
+    /// The cell names what there is not.
+    pub(super) fn of(cell: &Cell) -> Result<Self, String> {
+        Ok(Case {
+            strategy: cell.strategy.parse()?,
+            ranks: cell.ranks,
+            precision: cell.precision.parse()?,
+            recompute: cell.recompute,
+        })
     }
 
     pub(super) fn how(self) -> &'static str {

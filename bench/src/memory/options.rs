@@ -5,11 +5,13 @@ use std::path::PathBuf;
 use gpt2::config::{ModelConfig, Preset};
 use gpt2::segments::{SegmentInfo, layout};
 use gpt2::strategy::StrategyKind;
-use gpt2::tokenizer::TokenizerKind;
 use rig::BenchError;
 use rig::check::even_batch;
 use rig::folder;
-use rig::rank::load_text;
+use rig::record::Axis;
+use rig::training::TextSource;
+
+use crate::plan::{Draft, default};
 
 /// The largest part of the parameters that the embedding may be: it is held as a whole by every strategy.
 const MOST_EMBEDDING: f64 = 0.35;
@@ -21,22 +23,22 @@ const MOST_EMBEDDING: f64 = 0.35;
 #[derive(Debug, clap::Args)]
 pub(crate) struct MemoryArgs {
     /// Strategies, separated by commas: single, ddp, zero1, zero2, fsdp.
-    #[arg(long, value_delimiter = ',', default_value = "single,ddp,zero1,zero2,fsdp")]
+    #[arg(long, value_delimiter = ',', default_value = default("memory", Axis::Strategy))]
     strategies: Vec<StrategyKind>,
     /// Numbers of ranks, separated by commas.
-    #[arg(long, value_delimiter = ',', default_value = "1,2,4")]
+    #[arg(long, value_delimiter = ',', default_value = default("memory", Axis::Ranks))]
     ranks: Vec<usize>,
     /// Model size.
-    #[arg(long, default_value = "mini")]
+    #[arg(long, default_value = default("memory", Axis::Preset))]
     preset: Preset,
     /// Blocks of the model, instead of the preset's: the more, the smaller a segment's part.
-    #[arg(long, default_value_t = 12)]
+    #[arg(long, default_value = default("memory", Axis::Layers))]
     layers: usize,
     /// Optimizer steps of a run.
-    #[arg(long, default_value_t = 3)]
+    #[arg(long, default_value = default("memory", Axis::Steps))]
     steps: u64,
     /// Sequences a step, over all ranks; a multiple of every number of ranks.
-    #[arg(long, default_value_t = 4)]
+    #[arg(long, default_value = default("memory", Axis::Batch))]
     batch: usize,
     /// A text file, a folder of text files, or token shards. [default: documentation of this program's own dependencies]
     #[arg(long)]
@@ -51,7 +53,6 @@ pub(crate) struct MemoryArgs {
 
 /// What the command line means.
 pub(crate) struct Settings {
-    pub(super) strategies: Vec<StrategyKind>,
     pub(super) ranks: Vec<usize>,
     pub(super) preset: Preset,
     pub(super) model: ModelConfig,
@@ -59,7 +60,6 @@ pub(crate) struct Settings {
     pub(super) segments: Vec<SegmentInfo>,
     pub(super) steps: u64,
     pub(super) batch: usize,
-    pub(super) source: Option<PathBuf>,
     pub(super) out: Option<PathBuf>,
 }
 
@@ -68,7 +68,8 @@ impl MemoryArgs {
         self.allow_debug
     }
 
-    pub(super) fn check(&self) -> Result<Settings, BenchError> {
+    /// What the command line means, the plan that it makes of the ready one, and the text.
+    pub(super) fn check(&self) -> Result<(Settings, Draft, TextSource), BenchError> {
         const OFFERED: [StrategyKind; 5] =
             [StrategyKind::Single, StrategyKind::Ddp, StrategyKind::Zero1, StrategyKind::Zero2, StrategyKind::Fsdp];
         if let Some(strategy) = self.strategies.iter().find(|strategy| !OFFERED.contains(strategy)) {
@@ -81,8 +82,8 @@ impl MemoryArgs {
             return Err("--steps must be at least 1".into());
         }
         self.ranks.iter().try_for_each(|ranks| even_batch(self.batch, *ranks))?;
-        let corpus = load_text(self.data.as_deref(), TokenizerKind::Bytes)?;
-        let model = ModelConfig { n_layer: self.layers, ..self.preset.config(corpus.vocab_size()) };
+        let text = TextSource::bytes(self.data.clone())?;
+        let model = ModelConfig { n_layer: self.layers, ..self.preset.config(text.vocabulary) };
         let segments = layout(&model)?;
         let share = embedding_share(&segments);
         if share >= MOST_EMBEDDING {
@@ -95,17 +96,34 @@ impl MemoryArgs {
         if let Some(out) = &self.out {
             folder::make(out)?;
         }
-        Ok(Settings {
-            strategies: self.strategies.clone(),
+        let settings = Settings {
             ranks: self.ranks.clone(),
             preset: self.preset,
             model,
             segments,
             steps: self.steps,
             batch: self.batch,
-            source: self.data.clone(),
             out: self.out.clone(),
-        })
+        };
+        Ok((settings, self.draft()?, text))
+    }
+
+    fn draft(&self) -> Result<Draft, String> {
+        let mut draft = Draft::ready("memory")?;
+        let most = self.ranks.iter().copied().max().unwrap_or(1);
+        // One device is one rank.
+        let asked = |strategy: &StrategyKind| *strategy != StrategyKind::Single || self.ranks.contains(&1);
+        let strategies: Vec<StrategyKind> = self.strategies.iter().copied().filter(asked).collect();
+        draft
+            .set(Axis::Strategy, &strategies)
+            .set(Axis::Ranks, &self.ranks)
+            .set_also(Axis::Ranks, &[most])
+            .set(Axis::Preset, &[self.preset])
+            .set(Axis::Layers, &[self.layers])
+            .set(Axis::Steps, &[self.steps])
+            .set(Axis::Batch, &[self.batch])
+            .retain(Axis::Strategy, |name| strategies.iter().any(|strategy| strategy.name() == name));
+        Ok(draft)
     }
 }
 

@@ -3,8 +3,9 @@
 use gpt2::memory::{Category, Usage};
 use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
-use gpt2::trainer::Summary;
+use rig::record::Record;
 use rig::text::columns;
+use rig::training::outcome;
 use serde::Serialize;
 
 use super::case::Case;
@@ -50,10 +51,21 @@ struct Peak {
 }
 
 impl Row {
-    pub(super) fn new(case: Case, bounds: &Bounds, summary: &Summary) -> Self {
-        let usages: Vec<Usage> = summary.ranks.iter().filter_map(|rank| rank.memory).collect();
+    /// The line of a record.
+    ///
+    /// # Errors
+    /// Its cell names what there is not.
+    pub(super) fn of(record: &Record, settings: &Settings) -> Result<Self, String> {
+        let case = Case::of(&record.cell)?;
+        let bounds = theory::bounds(&settings.segments, case);
+        // What was sent is no matter of memory.
+        let measured = match outcome(record) {
+            Ok(measured) => measured,
+            Err(why) => return Ok(Row::failed(case, &bounds, why)),
+        };
+        let usages: Vec<Usage> = measured.ranks.iter().filter_map(|rank| rank.trained.as_ref()?.memory).collect();
         if usages.len() != case.ranks {
-            return Row::failed(case, bounds, "not every rank counted its memory".into());
+            return Ok(Row::failed(case, &bounds, "not every rank counted its memory".into()));
         }
         let most = |of: &dyn Fn(&Usage) -> u64| usages.iter().map(of).max().unwrap_or(0);
         let peak = |category: Category| Peak {
@@ -62,17 +74,17 @@ impl Row {
             bound: bounds.of(category),
         };
         let peaks = Category::ALL.map(peak).to_vec();
-        Row {
+        Ok(Row {
             holds: peaks.iter().all(|peak| peak.bound.is_none_or(|bound| peak.bytes <= bound)),
             peaks,
             total: Some(most(&|usage| usage.total.peak)),
-            peak_rss_bytes: summary.ranks.iter().map(|rank| rank.peak_rss_bytes).max(),
-            weights_hash: Some(summary.weights_hash.clone()),
-            ..Row::failed(case, bounds, "ok".into())
-        }
+            peak_rss_bytes: measured.ranks.iter().map(|rank| rank.peak_rss_bytes).max(),
+            weights_hash: Some(measured.weights_hash.clone()),
+            ..Row::failed(case, &bounds, "ok".into())
+        })
     }
 
-    pub(super) fn failed(case: Case, bounds: &Bounds, status: String) -> Self {
+    fn failed(case: Case, bounds: &Bounds, status: String) -> Self {
         let peak = |category: Category| Peak { category, bytes: 0, bound: bounds.of(category) };
         Row {
             kind: "memory",
@@ -114,6 +126,20 @@ pub(super) struct Verdict {
 
 fn mib(bytes: u64) -> String {
     format!("{:.2}", bytes as f64 / f64::from(1 << 20))
+}
+
+/// Strategies one after the other, in the order in which they come first; then recomputation and 16-bit computation.
+pub(super) fn sort(rows: &mut [Row]) {
+    let mut strategies: Vec<StrategyKind> = Vec::new();
+    for row in rows.iter() {
+        if !strategies.contains(&row.case.strategy) {
+            strategies.push(row.case.strategy);
+        }
+    }
+    rows.sort_by_key(|row| {
+        let plain = !row.recompute && row.precision == Precision::F32;
+        (!plain, strategies.iter().position(|strategy| *strategy == row.case.strategy))
+    });
 }
 
 /// A line for each run.

@@ -3,7 +3,6 @@
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
-use std::time::Duration;
 
 use gpt2::cli::{MAX_RANKS_HERE, MAX_THREADS};
 use gpt2::config::Preset;
@@ -13,7 +12,11 @@ use isocomm::{Medium, TransportKind};
 use rig::BenchError;
 use rig::check::{between, even_batch};
 use rig::link::{LinkOptions, RateLimit};
+use rig::record::{Axis, Cell, LOOPBACK};
+use rig::transports;
 use serde::{Serialize, Serializer};
+
+use crate::plan::{Draft, default};
 
 /// Shows how much communication hides behind the backward pass, over a slow link.
 ///
@@ -35,28 +38,28 @@ pub(crate) struct OverlapArgs {
     congestion: Option<String>,
     /// Strategies, separated by commas; NAME-no-overlap starts no communication before the backward pass has ended.
     #[arg(long, value_delimiter = ',', default_value = "ddp,ddp-no-overlap,ring")]
-    strategies: Vec<Variant>,
+    pub(super) strategies: Vec<Variant>,
     /// Transports, separated by commas.
-    #[arg(long, value_delimiter = ',', default_value = "tcp-raw,tcp,quic")]
+    #[arg(long, value_delimiter = ',', default_values_t = transports::over_networks())]
     transports: Vec<TransportKind>,
     /// Ranks; the first half lives at one end of the link.
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value = default("overlap", Axis::Ranks))]
     ranks: usize,
     /// Threads that compute, in each rank.
     #[arg(long, default_value_t = 1)]
     threads: usize,
     /// Model size.
-    #[arg(long, default_value = "mini")]
+    #[arg(long, default_value = default("overlap", Axis::Preset))]
     preset: Preset,
     /// Sequences a step, over all ranks; a multiple of --ranks.
-    #[arg(long, default_value_t = 8)]
+    #[arg(long, default_value = default("overlap", Axis::Batch))]
     batch: usize,
     /// Steps of a job; the first two count for nothing.
-    #[arg(long, default_value_t = 12)]
+    #[arg(long, default_value = default("overlap", Axis::Steps))]
     steps: u64,
     /// Rounds.
     #[arg(long, default_value_t = 5)]
-    rounds: usize,
+    rounds: u32,
     /// A bucket of `ddp` is closed once it holds this many bytes of f32 gradients. [default: as in training]
     #[arg(long)]
     bucket_bytes: Option<usize>,
@@ -68,13 +71,13 @@ pub(crate) struct OverlapArgs {
     seed: u64,
     /// A text file, a folder of text files, or token shards. [default: documentation of this program's own dependencies]
     #[arg(long)]
-    data: Option<PathBuf>,
+    pub(super) data: Option<PathBuf>,
     /// Seconds that a job may take.
     #[arg(long, default_value_t = 120)]
     cell_timeout: u64,
     /// Folder for overlap.jsonl. [default: a new folder under bench-results/]
     #[arg(long)]
-    out: Option<PathBuf>,
+    pub(super) out: Option<PathBuf>,
     /// Run although this is a debug build.
     #[arg(long)]
     pub(super) allow_debug: bool,
@@ -87,38 +90,19 @@ pub(crate) struct Variant {
     pub(crate) overlap: bool,
 }
 
-/// What to measure.
-#[derive(Clone, Debug)]
-pub(crate) struct Settings {
-    /// `None` for loopback.
-    pub(crate) link: Option<LinkOptions>,
-    pub(crate) variants: Vec<Variant>,
-    pub(crate) transports: Vec<TransportKind>,
-    pub(crate) ranks: usize,
-    pub(crate) threads: usize,
-    pub(crate) preset: Preset,
-    pub(crate) batch: usize,
-    pub(crate) steps: u64,
-    pub(crate) rounds: usize,
-    pub(crate) bucket_bytes: Option<usize>,
-    pub(crate) wire: Precision,
-    pub(crate) seed: u64,
-    pub(crate) data: Option<PathBuf>,
-    pub(crate) cell_timeout: Duration,
-    pub(crate) out: Option<PathBuf>,
-}
-
 /// Fewest steps: two for nothing, and a few of which the median says something.
 const MIN_STEPS: u64 = 5;
 
-const MAX_ROUNDS: usize = 10_000;
+const MAX_ROUNDS: u32 = 10_000;
 
 const WITHOUT: &str = "-no-overlap";
 
 impl OverlapArgs {
+    /// The plan that the command line makes of the ready one.
+    ///
     /// # Errors
     /// The first argument that cannot be, for the user.
-    pub(super) fn check(&self) -> Result<Settings, BenchError> {
+    pub(super) fn check(&self) -> Result<Draft, BenchError> {
         between("--ranks", &self.ranks, 2..=MAX_RANKS_HERE)?;
         between("--threads", &self.threads, 1..=MAX_THREADS)?;
         even_batch(self.batch, self.ranks)?;
@@ -140,23 +124,51 @@ impl OverlapArgs {
         }
         let link = LinkOptions { rate: self.rate.0, mtu: self.mtu, congestion: self.congestion.clone() };
         link.check()?;
-        Ok(Settings {
-            link: (!self.loopback).then_some(link),
-            variants: self.strategies.clone(),
-            transports: self.transports.clone(),
-            ranks: self.ranks,
-            threads: self.threads,
-            preset: self.preset,
-            batch: self.batch,
-            steps: self.steps,
-            rounds: self.rounds,
-            bucket_bytes: self.bucket_bytes,
-            wire: self.wire,
-            seed: self.seed,
-            data: self.data.clone(),
-            cell_timeout: Duration::from_secs(self.cell_timeout),
-            out: self.out.clone(),
-        })
+        let mut draft = Draft::ready("overlap")?;
+        draft.rounds = self.rounds;
+        draft.timeout_s = self.cell_timeout;
+        let of = |overlap: bool| -> Vec<StrategyKind> {
+            self.strategies
+                .iter()
+                .filter(|variant| variant.overlap == overlap)
+                .map(|variant| variant.strategy)
+                .collect()
+        };
+        draft
+            .set(Axis::Strategy, &of(true))
+            .set_also(Axis::Strategy, &of(false))
+            .retain(Axis::Strategy, |_| true)
+            .set(Axis::Transport, &self.transports)
+            .set(Axis::Link, &[if self.loopback { LOOPBACK.into() } else { link.to_string() }])
+            .set(Axis::Ranks, &[self.ranks])
+            // A node at each end of the link; on loopback nodes have no transport of their own.
+            .set(Axis::RanksPerNode, &[self.ranks.div_ceil(2)])
+            .set(Axis::OneTransport, &[self.loopback])
+            .set(Axis::Threads, &[self.threads])
+            .set(Axis::Preset, &[self.preset])
+            .set(Axis::Batch, &[self.batch])
+            .set(Axis::Steps, &[self.steps])
+            .set(Axis::Wire, &[self.wire])
+            .set(Axis::Seed, &[self.seed]);
+        if let Some(bytes) = self.bucket_bytes {
+            draft.set(Axis::Bucket, &[bytes]);
+        }
+        Ok(draft)
+    }
+
+    /// Whether a link is asked for, which takes network namespaces.
+    pub(super) fn has_link(&self) -> bool {
+        !self.loopback
+    }
+}
+
+impl Variant {
+    /// What a cell trains by.
+    ///
+    /// # Errors
+    /// There is no such strategy.
+    pub(super) fn of(cell: &Cell) -> Result<Self, String> {
+        Ok(Variant { strategy: cell.strategy.parse()?, overlap: cell.overlap })
     }
 }
 
@@ -193,24 +205,31 @@ mod tests {
         args: OverlapArgs,
     }
 
-    fn check(arguments: &[&str]) -> Result<Settings, String> {
+    fn check(arguments: &[&str]) -> Result<Vec<Cell>, String> {
         let program = Program::try_parse_from([&["bench"], arguments].concat()).map_err(|error| error.to_string())?;
-        program.args.check().map_err(|error| error.to_string())
+        let draft = program.args.check().map_err(|error| error.to_string())?;
+        draft.plan().map(|plan| plan.cells)
     }
 
     #[test]
     fn a_strategy_may_leave_overlap_away() {
-        let settings = check(&[]).unwrap();
-        let names: Vec<String> = settings.variants.iter().map(Variant::to_string).collect();
-        assert_eq!(names, ["ddp", "ddp-no-overlap", "ring"]);
-        assert_eq!(settings.variants.iter().map(|variant| variant.overlap).collect::<Vec<_>>(), [true, false, true]);
-        assert!(settings.link.unwrap().rate.is_some());
+        let cells = check(&[]).unwrap();
+        assert_eq!(cells.len(), 3 * 3);
+        assert_eq!(
+            cells,
+            Draft::ready("overlap").unwrap().plan().unwrap().cells,
+            "the plan is the command without options"
+        );
+        let names: Vec<String> = cells.iter().map(|cell| Variant::of(cell).unwrap().to_string()).collect();
+        assert_eq!(names.iter().filter(|name| *name == "ddp-no-overlap").count(), 3);
+        let without = check(&["--strategies", "fsdp-no-overlap"]).unwrap();
+        assert!(without.len() == 3 && without.iter().all(|cell| cell.strategy == "fsdp" && !cell.overlap));
     }
 
     #[test]
     fn loopback_has_no_link_and_none_no_rate() {
-        assert!(check(&["--loopback"]).unwrap().link.is_none());
-        assert_eq!(check(&["--rate", "none"]).unwrap().link.unwrap().rate, None);
+        assert_eq!(check(&["--loopback"]).unwrap()[0].link, LOOPBACK);
+        assert_eq!(check(&["--rate", "none", "--congestion", "bbr"]).unwrap()[0].link, "none,mtu=1500,congestion=bbr");
         assert!(check(&["--loopback", "--rate", "1gbit"]).is_err());
     }
 

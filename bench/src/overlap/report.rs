@@ -2,9 +2,9 @@
 
 use gpt2::config::ModelConfig;
 use gpt2::strategy::StrategyKind;
-use isocomm::TransportKind;
 use rig::environment::Environment;
-use rig::link::{Probe, Rate, World};
+use rig::link::{LinkOptions, Probe, Rate};
+use rig::record::Record;
 use rig::stats::{Ratio, median};
 use rig::text::{columns, middle, ratio, spread};
 use rig::training::Figures;
@@ -13,14 +13,14 @@ use serde::Serialize;
 use super::options::Variant;
 
 /// A strategy over a transport.
-pub(super) type Cell = (TransportKind, Variant);
+type Cell = (String, Variant);
 
 /// One job of one round: a line of `overlap.jsonl`.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Row {
-    pub(crate) round: usize,
+    pub(crate) round: u32,
     pub(crate) strategy: Variant,
-    pub(crate) transport: TransportKind,
+    pub(crate) transport: String,
     pub(crate) network: String,
     pub(crate) rate: Option<Rate>,
     pub(crate) mtu: Option<u32>,
@@ -38,6 +38,39 @@ pub(crate) struct Row {
     #[serde(flatten)]
     pub(crate) figures: Option<Figures>,
     pub(crate) environment: Environment,
+}
+
+impl Row {
+    /// The line of a record of a run that trained `model`.
+    ///
+    /// # Errors
+    /// Its cell names what there is not.
+    pub(super) fn of(record: &Record, model: &ModelConfig) -> Result<Self, String> {
+        let cell = &record.cell;
+        let figures = Figures::of(record);
+        let link = record.measured.as_ref().map(|measured| measured.link.clone()).unwrap_or_default();
+        let options: Option<LinkOptions> = cell.link.parse().ok();
+        Ok(Row {
+            round: record.round,
+            strategy: Variant::of(cell)?,
+            transport: cell.transport.clone(),
+            network: link.description,
+            rate: options.as_ref().and_then(|link| link.rate),
+            mtu: options.map(|link| link.mtu),
+            probe: link.probe,
+            ranks: cell.ranks,
+            threads_per_rank: cell.threads,
+            model: model.clone(),
+            global_batch: cell.batch,
+            steps: cell.steps,
+            bucket_bytes: cell.bucket_bytes,
+            wire: cell.wire.clone(),
+            seed: cell.seed,
+            status: figures.as_ref().err().cloned().unwrap_or_else(|| "ok".into()),
+            figures: figures.ok(),
+            environment: record.environment.clone(),
+        })
+    }
 }
 
 /// All rounds of all cells.
@@ -60,15 +93,22 @@ const HEADER: [&str; 11] = [
 ];
 
 impl Table {
-    pub(crate) fn new(cells: &[Cell]) -> Self {
-        Table { cells: cells.iter().map(|cell| (*cell, Vec::new())).collect() }
-    }
-
-    pub(crate) fn add(&mut self, row: Row) {
-        let cell = (row.transport, row.strategy);
-        if let Some((_, rows)) = self.cells.iter_mut().find(|(known, _)| *known == cell) {
-            rows.push(row);
+    /// Strategies of one transport beside one another, in the order of `variants`.
+    pub(crate) fn new(rows: Vec<Row>, variants: &[Variant]) -> Self {
+        let mut cells: Vec<(Cell, Vec<Row>)> = Vec::new();
+        for row in rows {
+            let cell = (row.transport.clone(), row.strategy);
+            match cells.iter_mut().find(|(known, _)| *known == cell) {
+                Some((_, rows)) => rows.push(row),
+                None => cells.push((cell, vec![row])),
+            }
         }
+        let mut transports: Vec<String> = cells.iter().map(|((transport, _), _)| transport.clone()).collect();
+        transports.dedup();
+        cells.sort_by_key(|((transport, variant), _)| {
+            (transports.iter().position(|name| name == transport), variants.iter().position(|known| known == variant))
+        });
+        Table { cells }
     }
 
     /// Whether everything that this build has did run, and each strategy came to the same weights over every transport.
@@ -79,9 +119,9 @@ impl Table {
     }
 
     /// The table as text.
-    pub(crate) fn render(&self, place: &World) -> String {
-        let lines: Vec<[String; 11]> = self.cells.iter().map(|(cell, rows)| self.line(*cell, rows)).collect();
-        let mut text = format!("\n{}", columns(&HEADER, &lines, 2));
+    pub(crate) fn render(&self) -> String {
+        let lines: Vec<[String; 11]> = self.cells.iter().map(|(cell, rows)| self.line(cell, rows)).collect();
+        let mut text = format!("{}\n\n{}", self.networks(), columns(&HEADER, &lines, 2));
         for ((transport, variant), rows) in &self.cells {
             let mut said: Vec<&str> =
                 rows.iter().filter(|row| row.figures.is_none()).map(|row| row.status.as_str()).collect();
@@ -92,7 +132,8 @@ impl Table {
         }
         let most =
             self.cells.iter().flat_map(|(_, rows)| rows).filter_map(|row| row.figures.as_ref()?.payload_bytes).max();
-        if let Some((bytes, ms)) = most.and_then(|bytes| Some((bytes, place.ms_of(bytes)?))) {
+        let rate = self.cells.iter().flat_map(|(_, rows)| rows).find_map(|row| row.rate);
+        if let Some((bytes, ms)) = most.and_then(|bytes| Some((bytes, rate?.ms_of(bytes)))) {
             text.push_str(&format!(
                 "\n{:.2} MB take {ms:.1} ms at the link's rate, without any header",
                 bytes as f64 / 1e6
@@ -105,7 +146,20 @@ impl Table {
         text
     }
 
-    fn line(&self, (transport, variant): Cell, rows: &[Row]) -> [String; 11] {
+    /// The networks that runs went over, and what was measured of them.
+    fn networks(&self) -> String {
+        let mut lines: Vec<String> = Vec::new();
+        for row in self.cells.iter().flat_map(|(_, rows)| rows).filter(|row| row.figures.is_some()) {
+            let measured = row.probe.map_or(String::new(), |probe| format!("; measured {probe}"));
+            let line = format!("network: {}{measured}", row.network);
+            if !lines.contains(&line) {
+                lines.push(line);
+            }
+        }
+        lines.join("\n")
+    }
+
+    fn line(&self, (transport, variant): &Cell, rows: &[Row]) -> [String; 11] {
         let all = |of: fn(&Figures) -> f64| -> Vec<f64> {
             rows.iter().filter_map(|row| row.figures.as_ref()).map(of).collect()
         };
@@ -126,8 +180,8 @@ impl Table {
     }
 
     /// Step time as a multiple of that of `ring` over the same transport, round by round.
-    fn to_ring(&self, transport: TransportKind, rows: &[Row]) -> Option<Ratio> {
-        let ring = |(kind, variant): &Cell| *kind == transport && variant.strategy == StrategyKind::Ring;
+    fn to_ring(&self, transport: &str, rows: &[Row]) -> Option<Ratio> {
+        let ring = |(name, variant): &Cell| name == transport && variant.strategy == StrategyKind::Ring;
         let (_, rings) = self.cells.iter().find(|(cell, _)| ring(cell))?;
         let step_ms = |row: &Row| row.figures.as_ref().map(|figures| figures.step_ms);
         let pairs: Vec<(f64, f64)> = rows

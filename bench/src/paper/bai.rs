@@ -7,18 +7,18 @@
 use gpt2::cli::say;
 use gpt2::config::Preset;
 use gpt2::memory::Category;
-use gpt2::optim::LearningRate;
 use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
-use gpt2::trainer::{RankReport, Summary, TrainConfig};
 use rig::BenchError;
 use rig::plot::{self, Bars, Labels, Line};
+use rig::record::Axis;
 
 use super::options::{BaiArgs, Mixed, Settings, Size};
-use super::row::{Row, Variant, by_purpose};
+use super::row::{RankRun, Row, Run, Variant, by_purpose};
 use super::rows::{measure, measured, picture, say_files};
 use super::text::{by_rank, number, paragraph, table, times, verdict};
+use crate::plan::Draft;
 
 /// Four devices, 512 tokens, four sequences a device: the code's runs on one node with Apex.
 const FULL: Size = Size {
@@ -29,9 +29,6 @@ const FULL: Size = Size {
     tokenizer: TokenizerKind::Gpt2,
     row_timeout: 7 * 24 * 3600,
 };
-
-/// Batches of validation at the end.
-const EVAL_BATCHES: usize = 8;
 
 /// Training losses that a point of the curve is the mean of.
 const SMOOTHED: usize = 10;
@@ -73,12 +70,12 @@ pub(super) fn run(args: &BaiArgs) -> Result<Vec<Row>, BenchError> {
         return Err("--steps must be at least 1".into());
     }
     let settings = args.common.check(if full { &FULL } else { &Size::SMALL })?;
-    settings.batches(EVAL_BATCHES)?;
-    let base = base(&settings, steps);
+    let draft = draft(&settings, steps, args.mixed)?;
+    settings.batches(&draft)?;
     settings
         .introduce("Bai 2022 (HP3C; arXiv 2206.06356), run again under equal conditions", &format!("{steps} steps"));
     say_stated(full);
-    let rows = measure(&settings, &base, &variants(args.mixed))?;
+    let rows = measure(&settings, &draft, &variants(args.mixed))?;
     say_tables(&rows);
     say(format_args!("\n{}", paragraph(UNFAIR)));
     say(format_args!("\n{}", table(&ORIGINAL_HEADER, &ORIGINAL.map(|line| line.map(String::from).to_vec()), 2)));
@@ -86,27 +83,29 @@ pub(super) fn run(args: &BaiArgs) -> Result<Vec<Row>, BenchError> {
     say_findings(&rows);
     say(format_args!("\n{}", paragraph(&caveats(&settings, args.mixed))));
     let pictures = draw(&rows, &settings)?;
-    say_files(&settings, &["results.jsonl (rows, with every step and rank)"], &pictures);
+    say_files(&settings, &["rows.jsonl", "results.jsonl (records, with every step and rank)"], &pictures);
     Ok(rows)
 }
 
-fn base(settings: &Settings, steps: u64) -> TrainConfig {
-    let learning_rate = if settings.full {
+fn draft(settings: &Settings, steps: u64, mixed: Mixed) -> Result<Draft, String> {
+    let schedule = if settings.full {
         // The code warms up for 2000 steps, which would be all of a short run.
-        LearningRate::WarmupLinear { peak: 1.5e-4, floor: 0.0, warmup: (steps / 20).min(2000), total: steps }
+        format!("linear 0.00015 0 {} {steps}", (steps / 20).min(2000))
     } else {
-        LearningRate::WarmupCosine { peak: 1e-3, floor: 1e-4, warmup: (steps / 20).min(5), total: steps.max(10) }
+        format!("cosine 0.001 0.0001 {} {}", (steps / 20).min(5), steps.max(10))
     };
-    TrainConfig {
-        seed: settings.seed,
-        steps,
-        global_batch: settings.batch,
-        learning_rate,
-        clip: 1.0,
-        eval_every: steps,
-        eval_batches: EVAL_BATCHES,
-        ..TrainConfig::of(settings.model.clone(), StrategyKind::Single)
-    }
+    let mut draft = Draft::ready("bai")?;
+    settings.put(&mut draft);
+    draft
+        .set(Axis::Steps, &[steps])
+        .set(Axis::ValidateEvery, &[steps])
+        .set(Axis::Schedule, &[schedule])
+        // A dedicated server is one more rank.
+        .set_also(Axis::Ranks, &[settings.ranks + 1])
+        .set_also(Axis::Precision, &[mixed.precision()])
+        .set_also(Axis::Wire, &[mixed.precision()])
+        .set_also(Axis::LossScaling, &[mixed.loss_scaling()]);
+    Ok(draft)
 }
 
 /// The paper's six, the dedicated server, and what the paper's code runs under the name of a distributed server.
@@ -114,7 +113,6 @@ fn variants(mixed: Mixed) -> Vec<Variant> {
     let in_mixed = |variant: Variant| Variant {
         name: format!("{}, {}", variant.name, mixed.precision()),
         precision: mixed.precision(),
-        loss_scaling: mixed.loss_scaling(),
         ..variant
     };
     let ddp = Variant::new(StrategyKind::Ddp, "(as its code has it)");
@@ -228,11 +226,11 @@ fn say_tables(rows: &[Row]) {
     ];
     let work: Vec<Vec<String>> = measured(rows)
         .map(|(row, summary)| {
-            let of = |each: &dyn Fn(&RankReport) -> String| by_rank(summary.ranks.iter().map(each));
+            let of = |each: &dyn Fn(&RankRun) -> String| by_rank(summary.ranks.iter().map(each));
             vec![
                 row.name.clone(),
                 of(&|rank| rank.operations.to_string()),
-                of(&|rank| rank.expected.operations.to_string()),
+                of(&|rank| rank.operations_expected.to_string()),
                 of(&|rank| number(rank.bytes_counted.map(|bytes| bytes as f64 / 1e6), 3)),
                 of(&|rank| number(Some(rank.bytes_expected as f64 / 1e6), 3)),
                 of(&|rank| optimizer_steps(rank)),
@@ -258,7 +256,7 @@ fn say_tables(rows: &[Row]) {
     }
 }
 
-fn optimizer_steps(rank: &RankReport) -> String {
+fn optimizer_steps(rank: &RankRun) -> String {
     let (fewest, most) = rank.optimizer_steps;
     if fewest == most { most.to_string() } else { format!("{fewest}..{most}") }
 }
@@ -386,7 +384,7 @@ fn say_findings(rows: &[Row]) {
              {mixed_high:.4} in mixed precision; where a comparison shows different losses by step, other conditions differ."
         ));
     }
-    let busiest = |summary: &Summary| summary.ranks.iter().map(|rank| rank.bytes_expected).max();
+    let busiest = |summary: &Run| summary.ranks.iter().map(|rank| rank.bytes_expected).max();
     if let (Some((_, ps)), Some((_, sharded))) = (ps, sharded)
         && let (Some(one), Some(many)) = (busiest(ps), busiest(sharded))
     {
@@ -454,7 +452,7 @@ fn draw(rows: &[Row], settings: &Settings) -> Result<Vec<String>, BenchError> {
     };
     picture(out, "loss-against-time.svg", plot::lines(&labels, &curves, false), &mut written)?;
 
-    let one = |title, value, of: &dyn Fn(&Row, &Summary) -> Option<f64>| {
+    let one = |title, value, of: &dyn Fn(&Row, &Run) -> Option<f64>| {
         let groups = measured(rows).map(|(row, summary)| (row.name.clone(), vec![of(row, summary)])).collect();
         plot::bars(&Bars { title, value, parts: vec![String::new()], groups, stacked: false })
     };
@@ -462,7 +460,7 @@ fn draw(rows: &[Row], settings: &Settings) -> Result<Vec<String>, BenchError> {
     picture(out, "throughput.svg", speed, &mut written)?;
 
     let most_ranks = rows.iter().map(|row| row.ranks).max().unwrap_or(0);
-    let of_ranks = |of: &dyn Fn(&RankReport) -> Option<f64>| -> Vec<(String, Vec<Option<f64>>)> {
+    let of_ranks = |of: &dyn Fn(&RankRun) -> Option<f64>| -> Vec<(String, Vec<Option<f64>>)> {
         measured(rows).map(|(row, summary)| (row.name.clone(), summary.ranks.iter().map(of).collect())).collect()
     };
     let on_gpu = measured(rows).flat_map(|(_, summary)| &summary.ranks).any(|rank| rank.gpu_utilization.is_some());
@@ -490,8 +488,7 @@ fn draw(rows: &[Row], settings: &Settings) -> Result<Vec<String>, BenchError> {
     };
     picture(out, "memory.svg", plot::bars(&memory), &mut written)?;
 
-    let busiest =
-        |summary: &Summary, of: fn(&RankReport) -> u64| summary.ranks.iter().map(of).max().map(|most| most as f64);
+    let busiest = |summary: &Run, of: fn(&RankRun) -> u64| summary.ranks.iter().map(of).max().map(|most| most as f64);
     let operations = Bars {
         title: "Operations on gradients and parameters",
         value: "operations a step, on the rank with most",
@@ -499,7 +496,7 @@ fn draw(rows: &[Row], settings: &Settings) -> Result<Vec<String>, BenchError> {
         groups: measured(rows)
             .map(|(row, summary)| {
                 let counted = busiest(summary, |rank| rank.operations);
-                (row.name.clone(), vec![counted, busiest(summary, |rank| rank.expected.operations)])
+                (row.name.clone(), vec![counted, busiest(summary, |rank| rank.operations_expected)])
             })
             .collect(),
         stacked: false,
@@ -525,7 +522,7 @@ fn draw(rows: &[Row], settings: &Settings) -> Result<Vec<String>, BenchError> {
 }
 
 /// Losses over time, each the mean of the last few.
-fn smoothed(summary: &Summary) -> Vec<(f64, f64)> {
+fn smoothed(summary: &Run) -> Vec<(f64, f64)> {
     let mean = |end: usize| {
         let last = &summary.losses[(end + 1).saturating_sub(SMOOTHED)..=end];
         last.iter().sum::<f64>() / last.len() as f64

@@ -18,7 +18,10 @@ use rig::check::{between, even_batch};
 use rig::environment::Environment;
 use rig::folder::results_folder;
 use rig::rank::load_text;
+use rig::record::Axis;
 use rig::signal::Signals;
+
+use crate::plan::Draft;
 
 /// Runs the comparison of a published paper again, with equal conditions for all strategies.
 ///
@@ -252,8 +255,22 @@ impl CommonArgs {
 }
 
 impl Settings {
+    /// Gives a plan what all rows share.
+    pub(super) fn put(&self, draft: &mut Draft) {
+        draft.timeout_s = self.row_timeout.as_secs();
+        draft
+            .set(Axis::Transport, &[self.transport])
+            .set(Axis::Ranks, &[self.ranks])
+            .set(Axis::Preset, &[self.preset])
+            .set(Axis::Block, &[self.model.block_size])
+            .set(Axis::Batch, &[self.batch])
+            .set(Axis::Seed, &[self.seed])
+            .set(Axis::Threads, &[self.threads.min(MAX_THREADS)]);
+    }
+
     /// The batches of the text, which are enough for training and for validation.
-    pub(super) fn batches(&self, eval_batches: usize) -> Result<Batches, BenchError> {
+    pub(super) fn batches(&self, draft: &Draft) -> Result<Batches, BenchError> {
+        let eval_batches = draft.values(Axis::ValidationBatches).first().map_or(Ok(1), |text| text.parse())?;
         let batches = Batches::new(&self.corpus, self.model.block_size, self.batch, self.seed)?;
         batches.validation(eval_batches, Share { rank: 0, world: self.ranks, accumulation: 1 })?;
         Ok(batches)

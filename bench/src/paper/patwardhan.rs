@@ -6,19 +6,19 @@
 use gpt2::cli::say;
 use gpt2::config::Preset;
 use gpt2::memory::Category;
-use gpt2::optim::LearningRate;
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
-use gpt2::trainer::{Summary, TrainConfig};
 use rig::BenchError;
 use rig::lines::Lines;
 use rig::plot::{self, Bars, Labels, Line};
+use rig::record::Axis;
 use serde::Serialize;
 
 use super::options::{PatwardhanArgs, Settings, Size};
-use super::row::{Row, Variant, by_purpose};
+use super::row::{Row, Run, Variant, by_purpose};
 use super::rows::{measure, measured, picture, say_files};
 use super::text::{number, paragraph, table, times, verdict};
+use crate::plan::Draft;
 
 /// Two devices; sequence length and batch are this program's, for want of the paper's.
 const FULL: Size = Size {
@@ -29,9 +29,6 @@ const FULL: Size = Size {
     tokenizer: TokenizerKind::Gpt2,
     row_timeout: 7 * 24 * 3600,
 };
-
-/// Most batches of validation after an epoch.
-const EVAL_BATCHES: usize = 10;
 
 /// Most steps of an epoch in the small size.
 const SMALL_EPOCH: u64 = 100;
@@ -66,9 +63,15 @@ pub(super) fn run(args: &PatwardhanArgs) -> Result<Vec<Row>, BenchError> {
     if let Some(most) = args.steps.or((!full).then_some(SMALL_EPOCH)) {
         settings.cut_text(most)?;
     }
-    let an_epoch = settings.batches(EVAL_BATCHES)?.steps_per_epoch() as u64;
+    let mut draft = Draft::ready("patwardhan")?;
+    settings.put(&mut draft);
+    let an_epoch = settings.batches(&draft)?.steps_per_epoch() as u64;
     let steps = an_epoch.checked_mul(args.epochs).ok_or("--epochs is too large")?;
-    let base = base(&settings, steps, an_epoch);
+    let rates = if full { "0.0006 0.00006" } else { "0.001 0.0001" };
+    draft
+        .set(Axis::Steps, &[steps])
+        .set(Axis::ValidateEvery, &[an_epoch])
+        .set(Axis::Schedule, &[format!("cosine {rates} {} {}", (steps / 20).min(100), steps.max(10))]);
     settings.introduce(
         "Patwardhan et al. 2024 (arXiv 2405.15628), run again under equal conditions",
         &format!("{} epochs of {an_epoch} steps", args.epochs),
@@ -78,7 +81,7 @@ pub(super) fn run(args: &PatwardhanArgs) -> Result<Vec<Row>, BenchError> {
         say(format_args!("{}\n", paragraph(STATED_FULL)));
     }
     let mut file = Lines::create(&settings.out.join("epochs.jsonl"))?;
-    let rows = measure(&settings, &base, &variants())?;
+    let rows = measure(&settings, &draft, &variants())?;
     let epochs: Vec<Epoch> = measured(&rows).flat_map(|(row, summary)| epochs(row, summary)).collect();
     for epoch in &epochs {
         file.write(epoch)?;
@@ -88,22 +91,12 @@ pub(super) fn run(args: &PatwardhanArgs) -> Result<Vec<Row>, BenchError> {
     say(format_args!("\n{}", paragraph(&findings(&rows, &epochs))));
     say(format_args!("\n{}", paragraph(&caveats(&settings))));
     let pictures = draw(&rows, &epochs, &settings)?;
-    say_files(&settings, &["results.jsonl (rows, with every step and rank)", "epochs.jsonl"], &pictures);
+    say_files(
+        &settings,
+        &["rows.jsonl", "results.jsonl (records, with every step and rank)", "epochs.jsonl"],
+        &pictures,
+    );
     Ok(rows)
-}
-
-fn base(settings: &Settings, steps: u64, an_epoch: u64) -> TrainConfig {
-    let (peak, floor) = if settings.full { (6e-4, 6e-5) } else { (1e-3, 1e-4) };
-    TrainConfig {
-        seed: settings.seed,
-        steps,
-        global_batch: settings.batch,
-        learning_rate: LearningRate::WarmupCosine { peak, floor, warmup: (steps / 20).min(100), total: steps.max(10) },
-        clip: 1.0,
-        eval_every: an_epoch,
-        eval_batches: EVAL_BATCHES,
-        ..TrainConfig::of(settings.model.clone(), StrategyKind::Single)
-    }
 }
 
 fn variants() -> Vec<Variant> {
@@ -128,7 +121,7 @@ const UNKNOWN: &str = "What is equal here: all rows train in one loop, with the 
     device, as PyTorch's samplers have it, two devices take half the steps an epoch, and losses by epoch compare numbers of updates rather \
     than strategies.";
 
-fn epochs(row: &Row, summary: &Summary) -> Vec<Epoch> {
+fn epochs(row: &Row, summary: &Run) -> Vec<Epoch> {
     let known = [summary.epochs.len(), summary.losses.len(), summary.grad_norms.len(), summary.seconds.len()];
     let known = known.into_iter().min().unwrap_or(0);
     let tokens = (row.config.global_batch * row.config.model.block_size) as f64;
@@ -187,7 +180,7 @@ fn say_tables(rows: &[Row], epochs: &[Epoch]) {
         .map(|(row, summary)| {
             let ranks = &summary.ranks;
             let exposed = ranks.iter().map(|rank| rank.parts.exposed + rank.parts.scalars).fold(0.0, f64::max);
-            let most = |of: fn(&gpt2::trainer::RankReport) -> u64| ranks.iter().map(of).max().unwrap_or(0);
+            let most = |of: fn(&super::row::RankRun) -> u64| ranks.iter().map(of).max().unwrap_or(0);
             let mut line = vec![
                 row.name.clone(),
                 format!("{:.0}", summary.tokens_per_s),
@@ -202,7 +195,7 @@ fn say_tables(rows: &[Row], epochs: &[Epoch]) {
             let parts = usage.map(|usage| by_purpose(&usage));
             line.extend((0..Category::ALL.len()).map(|part| number(parts.map(|parts| parts[part] / 1e6), 1)));
             line.push(number(Some(most(|rank| rank.peak_rss_bytes) as f64 / 1e6), 0));
-            line.push(format!("{} of {}", most(|rank| rank.operations), most(|rank| rank.expected.operations)));
+            line.push(format!("{} of {}", most(|rank| rank.operations), most(|rank| rank.operations_expected)));
             line.push(format!("{:.2}", most(|rank| rank.bytes_expected) as f64 / 1e6));
             line.push(format!("{} of {}", most(|rank| rank.optimizer_steps.1), summary.steps));
             line.push(row.status.clone());
@@ -237,9 +230,9 @@ fn findings(rows: &[Row], epochs: &[Epoch]) -> String {
             times(kept(fsdp) / kept(ddp))
         ));
     }
-    let quartiles = |row: Option<(&Row, &Summary)>| row?.0.quartiles();
+    let quartiles = |row: Option<(&Row, &Run)>| row?.0.quartiles();
     let of_both = quartiles(fsdp).zip(quartiles(ddp));
-    let speed = |row: Option<(&Row, &Summary)>| row.map(|(row, summary)| (summary.tokens_per_s, row.ranks as f64));
+    let speed = |row: Option<(&Row, &Run)>| row.map(|(row, summary)| (summary.tokens_per_s, row.ranks as f64));
     if let (Some((one, _)), Some((ddp, ranks)), Some((fsdp, _))) = (speed(single), speed(ddp), speed(fsdp)) {
         let told = of_both.map_or("of too few steps to tell", |(of, over)| verdict(fsdp / ddp, of, over));
         said.push(format!(
@@ -341,16 +334,23 @@ fn draw(rows: &[Row], epochs: &[Epoch], settings: &Settings) -> Result<Vec<Strin
 
 #[cfg(test)]
 mod tests {
+    use gpt2::trainer::TrainConfig;
+
     use super::*;
 
     /// A row of four steps in two epochs, of which the second has a validation before it.
-    fn row() -> (Row, Summary) {
-        let summary = serde_json::json!({
-            "steps": 4, "weights_hash": "", "final_loss": 2.0, "validation_loss": 2.5, "validations": [[2, 3.5], [4, 2.5]],
-            "losses": [5.0, 4.0, 3.0, 2.0], "grad_norms": [1.0, 3.0, 2.0, 2.0], "epochs": [1, 1, 2, 2], "seconds": [1.0, 2.0, 9.0, 10.0],
-            "skipped_steps": 0, "tokens_per_s": 1.0, "step_ms": 1.0, "parts": gpt2::trainer::Parts::default(), "ranks": [], "mfu": 0.1,
-            "mfu_formula": "", "transport": [], "checkpoint": null
-        });
+    fn row() -> (Row, Run) {
+        let run = Run {
+            steps: 4,
+            final_loss: 2.0,
+            validation_loss: Some(2.5),
+            validations: vec![(2, 3.5), (4, 2.5)],
+            losses: vec![5.0, 4.0, 3.0, 2.0],
+            grad_norms: vec![1.0, 3.0, 2.0, 2.0],
+            epochs: vec![1, 1, 2, 2],
+            seconds: vec![1.0, 2.0, 9.0, 10.0],
+            ..Run::default()
+        };
         let config =
             TrainConfig { global_batch: 4, ..TrainConfig::of(Preset::Micro.config(256), StrategyKind::Single) };
         let row = Row {
@@ -366,9 +366,8 @@ mod tests {
             loss_difference: None,
             norm_difference: None,
             summary: None,
-            environment: rig::environment::Environment::read(),
         };
-        (row, serde_json::from_value(summary).unwrap())
+        (row, run)
     }
 
     #[test]

@@ -1,19 +1,14 @@
 //! One row: a strategy in one precision, and whether it did what was asked of it.
 
-use gpt2::cli::MAX_THREADS;
 use gpt2::memory::{Category, Usage};
 use gpt2::optim::LossScaling;
 use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
-use gpt2::trainer::{RankReport, Summary, TrainConfig};
-use rig::environment::Environment;
-use rig::formula::off_the_formula;
-use rig::outcome;
-use rig::signal::Interrupted;
-use rig::training::Training;
+use gpt2::trainer::{Parts, TrainConfig};
+use rig::flag::FlagKind;
+use rig::record::{Cell, Measured, Record, numbers};
+use rig::training::{config, outcome};
 use serde::Serialize;
-
-use super::options::Settings;
 
 /// First steps whose loss and gradient norm are compared with the reference's. Later ones are not: training amplifies differences of
 /// rounding.
@@ -36,7 +31,6 @@ pub(super) struct Variant {
     pub(super) strategy: StrategyKind,
     /// Of computation and of gradients on their way.
     pub(super) precision: Precision,
-    pub(super) loss_scaling: LossScaling,
     /// Whether the parameter server only serves, as one more rank.
     pub(super) dedicated: bool,
 }
@@ -44,33 +38,14 @@ pub(super) struct Variant {
 impl Variant {
     /// A row in f32.
     pub(super) fn new(strategy: StrategyKind, paper: &'static str) -> Self {
-        Variant {
-            name: strategy.to_string(),
-            paper,
-            strategy,
-            precision: Precision::F32,
-            loss_scaling: LossScaling::Off,
-            dedicated: false,
-        }
+        Variant { name: strategy.to_string(), paper, strategy, precision: Precision::F32, dedicated: false }
     }
 
-    /// The run that `base` describes, with this strategy.
-    fn config(&self, base: &TrainConfig) -> TrainConfig {
-        let mut config = base.clone();
-        config.strategy = self.strategy;
-        config.precision = self.precision;
-        config.loss_scaling = self.loss_scaling;
-        config.options.wire = self.precision;
-        config.options.dedicated_server = self.dedicated;
-        config
-    }
-
-    /// Processes of the row, where `computing` ranks compute in all rows but `single`.
-    fn ranks(&self, computing: usize) -> usize {
-        match self.strategy {
-            StrategyKind::Single => 1,
-            _ => computing + usize::from(self.dedicated),
-        }
+    /// Whether a cell is this row's.
+    pub(super) fn is(&self, cell: &Cell) -> bool {
+        cell.strategy == self.strategy.name()
+            && cell.precision == self.precision.to_string()
+            && cell.dedicated_server == self.dedicated
     }
 
     /// Parameter servers, where the strategy has any.
@@ -83,7 +58,7 @@ impl Variant {
     }
 }
 
-/// A row's line in `results.jsonl`.
+/// A row's line in `rows.jsonl`.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Row {
     pub(super) name: String,
@@ -103,45 +78,118 @@ pub(super) struct Row {
     pub(super) loss_difference: Option<f64>,
     /// Likewise of the gradient norms.
     pub(super) norm_difference: Option<f64>,
-    /// Everything that was measured, step by step and rank by rank.
-    pub(super) summary: Option<Summary>,
-    pub(super) environment: Environment,
+    /// What was measured, which is in `results.jsonl`.
+    #[serde(skip)]
+    pub(super) summary: Option<Run>,
+}
+
+/// What a run came to.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Run {
+    pub(super) tokens_per_s: f64,
+    pub(super) step_ms: f64,
+    /// Steps taken.
+    pub(super) steps: u64,
+    pub(super) skipped_steps: u64,
+    pub(super) final_loss: f64,
+    pub(super) validation_loss: Option<f64>,
+    pub(super) validations: Vec<(u64, f64)>,
+    pub(super) losses: Vec<f64>,
+    pub(super) grad_norms: Vec<f64>,
+    pub(super) epochs: Vec<u64>,
+    pub(super) seconds: Vec<f64>,
+    pub(super) ranks: Vec<RankRun>,
+}
+
+/// What one rank of it did.
+#[derive(Clone, Debug, Default)]
+pub(super) struct RankRun {
+    pub(super) rank: usize,
+    pub(super) operations: u64,
+    pub(super) operations_expected: u64,
+    pub(super) bytes_counted: Option<u64>,
+    pub(super) bytes_expected: u64,
+    pub(super) optimizer_steps: (u64, u64),
+    pub(super) parts: Parts,
+    pub(super) cpu_utilization: f64,
+    pub(super) gpu_utilization: Option<f64>,
+    pub(super) peak_rss_bytes: u64,
+    pub(super) memory: Option<Usage>,
+}
+
+impl Run {
+    fn of(measured: &Measured) -> Self {
+        let trained = measured.trained.clone().unwrap_or_default();
+        let number = |value: Option<f64>| value.unwrap_or(f64::NAN);
+        let ranks = measured.ranks.iter().map(|rank| {
+            let own = rank.trained.clone().unwrap_or_default();
+            RankRun {
+                rank: rank.rank,
+                operations: own.operations,
+                operations_expected: own.operations_expected,
+                bytes_counted: rank.payload_bytes,
+                bytes_expected: rank.payload_expected,
+                optimizer_steps: own.optimizer_steps,
+                parts: own.parts,
+                cpu_utilization: number(own.cpu_utilization),
+                gpu_utilization: own.gpu_utilization,
+                peak_rss_bytes: rank.peak_rss_bytes,
+                memory: own.memory,
+            }
+        });
+        let validations: Vec<(u64, f64)> =
+            trained.validations.iter().map(|(step, loss)| (*step, number(*loss))).collect();
+        Run {
+            tokens_per_s: number(trained.tokens_per_s),
+            step_ms: number(trained.step_ms),
+            steps: measured.losses.len() as u64,
+            skipped_steps: trained.skipped_steps,
+            final_loss: measured.losses.iter().copied().flatten().last().unwrap_or(f64::NAN),
+            validation_loss: validations.last().map(|(_, loss)| *loss),
+            validations,
+            losses: numbers(&measured.losses),
+            grad_norms: numbers(&measured.grad_norms),
+            epochs: trained.epochs,
+            seconds: measured.seconds.clone(),
+            ranks: ranks.collect(),
+        }
+    }
 }
 
 impl Row {
-    /// Runs the row. One that fails says why.
+    /// The row of a record, judged beside the reference; `base` is the configuration that all rows share but for strategy and precision.
     ///
     /// # Errors
-    /// [`Interrupted`] when the user has had enough.
-    pub(super) fn measure(
+    /// The record's cell names what there is not.
+    pub(super) fn of(
         variant: &Variant,
-        base: &TrainConfig,
-        settings: &Settings,
-        reference: Option<&Summary>,
-    ) -> Result<Self, Interrupted> {
-        let ranks = variant.ranks(settings.ranks);
-        let transport = (ranks > 1).then_some(settings.transport);
-        let config = variant.config(base);
-        let training =
-            Training::new(config.clone(), transport, ranks, settings.threads.min(MAX_THREADS), settings.row_timeout);
-        let training = Training { source: settings.source.clone(), tokenizer: settings.tokenizer, ..training };
+        record: &Record,
+        vocabulary: usize,
+        base: Option<&TrainConfig>,
+        reference: Option<&Run>,
+    ) -> Result<Self, String> {
+        let cell = &record.cell;
+        let config = config(cell, vocabulary)?;
+        let base = base.cloned().unwrap_or_else(|| config.clone());
         let mut row = Row {
             name: variant.name.clone(),
             paper: variant.paper,
-            transport: transport.map_or("none".into(), |transport| transport.to_string()),
-            ranks,
-            threads_per_rank: settings.threads,
-            parameter_servers: variant.servers(settings.ranks),
+            transport: cell.transport.clone(),
+            ranks: cell.ranks,
+            threads_per_rank: cell.threads,
+            parameter_servers: variant.servers(cell.workers()),
             config,
             status: "ok".into(),
             problems: Vec::new(),
             loss_difference: None,
             norm_difference: None,
             summary: None,
-            environment: settings.environment.clone(),
         };
-        match outcome::settled(training.summary())? {
-            Ok(summary) => row.judge(base, summary, reference),
+        match outcome(record) {
+            Ok(measured) => {
+                let off = record.flags.iter().find(|flag| flag.kind == FlagKind::OffTheFormula);
+                row.judge(&base, Run::of(measured), off.map(|off| off.what.clone()), reference);
+            }
             Err(why) => row.status = format!("failed: {why}"),
         }
         Ok(row)
@@ -153,7 +201,7 @@ impl Row {
     }
 
     /// The rank whose process held most.
-    pub(super) fn fullest(&self) -> Option<(&RankReport, Usage)> {
+    pub(super) fn fullest(&self) -> Option<(&RankRun, Usage)> {
         let ranks = self.summary.iter().flat_map(|summary| &summary.ranks);
         ranks.filter_map(|rank| Some((rank, rank.memory?))).max_by_key(|(_, usage)| usage.total.peak)
     }
@@ -180,11 +228,11 @@ impl Row {
         self.summary.as_ref()?.seconds.last().copied()
     }
 
-    fn judge(&mut self, base: &TrainConfig, summary: Summary, reference: Option<&Summary>) {
-        self.problems = problems(&self.config, base, &summary);
+    fn judge(&mut self, base: &TrainConfig, summary: Run, off: Option<String>, reference: Option<&Run>) {
+        self.problems = problems(&self.config, base, &summary, off);
         if let Some(reference) = reference {
             let first = |values: &[f64]| values[..values.len().min(COMPARED)].to_vec();
-            let difference = |of: fn(&Summary) -> &[f64]| difference(&first(of(&summary)), &first(of(reference)));
+            let difference = |of: fn(&Run) -> &[f64]| difference(&first(of(&summary)), &first(of(reference)));
             let loss = difference(|summary| &summary.losses);
             let norm = difference(|summary| &summary.grad_norms);
             let exact = self.config.precision == Precision::F32;
@@ -217,7 +265,7 @@ pub(super) fn by_purpose(usage: &Usage) -> [f64; Category::ALL.len()] {
 }
 
 /// Everything in which a run is not what its configuration and the definition of its strategy say.
-fn problems(config: &TrainConfig, base: &TrainConfig, summary: &Summary) -> Vec<String> {
+fn problems(config: &TrainConfig, base: &TrainConfig, summary: &Run, off: Option<String>) -> Vec<String> {
     let mut problems = Vec::new();
     let alike = TrainConfig {
         strategy: base.strategy,
@@ -229,7 +277,7 @@ fn problems(config: &TrainConfig, base: &TrainConfig, summary: &Summary) -> Vec<
     if alike != *base {
         problems.push("its configuration differs from the other rows' in more than strategy and precision".into());
     }
-    problems.extend(summary.ranks.iter().find_map(off_the_formula));
+    problems.extend(off);
     let steps = config.steps;
     let lengths = [summary.losses.len(), summary.grad_norms.len(), summary.seconds.len(), summary.epochs.len()];
     if summary.steps != steps || lengths.iter().any(|length| *length as u64 != steps) {
@@ -239,7 +287,7 @@ fn problems(config: &TrainConfig, base: &TrainConfig, summary: &Summary) -> Vec<
         problems.push(format!("{} steps were skipped without loss scaling", summary.skipped_steps));
     }
     let updates = steps.saturating_sub(summary.skipped_steps);
-    for RankReport { rank, optimizer_steps: (fewest, most), .. } in &summary.ranks {
+    for RankRun { rank, optimizer_steps: (fewest, most), .. } in &summary.ranks {
         if (*fewest, *most) != (updates, updates) {
             problems.push(format!(
                 "rank {rank} took {fewest} to {most} optimizer steps in {steps} steps, of which {} were skipped: not one a step",
@@ -264,99 +312,65 @@ fn difference(values: &[f64], reference: &[f64]) -> f64 {
 mod tests {
     use super::*;
     use gpt2::config::Preset;
-    use gpt2::strategy::formula::Expected;
-    use gpt2::trainer::Parts;
 
     fn base() -> TrainConfig {
         TrainConfig { steps: 3, ..TrainConfig::of(Preset::Micro.config(256), StrategyKind::Single) }
     }
 
-    fn summary() -> Summary {
-        let expected = Expected { operations: 4, payload: 100, messages: 8, ..Expected::default() };
-        let rank = |rank| RankReport {
-            rank,
-            computes: true,
-            bytes_counted: Some(100),
-            bytes_expected: 100,
-            bytes_steady: true,
-            scalar_bytes: None,
-            framing_bytes: None,
-            messages: Some(8),
-            expected,
-            node_sent: None,
-            between_nodes: false,
-            operations: 4,
-            optimizer_steps: (3, 3),
-            parts: Parts::default(),
-            cpu_utilization: 1.0,
-            gpu_utilization: None,
-            peak_rss_bytes: 0,
-            memory: None,
-            weights_hash: String::new(),
-        };
-        Summary {
+    fn summary() -> Run {
+        let rank = |rank| RankRun { rank, optimizer_steps: (3, 3), ..RankRun::default() };
+        Run {
             steps: 3,
-            weights_hash: String::new(),
-            final_loss: 3.0,
-            validation_loss: None,
-            validations: Vec::new(),
             losses: vec![5.0, 4.0, 3.0],
             grad_norms: vec![1.0, 1.0, 1.0],
             epochs: vec![1, 1, 1],
             seconds: vec![0.1, 0.2, 0.3],
-            skipped_steps: 0,
-            tokens_per_s: 1.0,
-            step_ms: 1.0,
-            parts: Parts::default(),
             ranks: vec![rank(0), rank(1)],
-            mfu: 0.1,
-            mfu_formula: String::new(),
-            transport: Vec::new(),
-            checkpoint: None,
+            ..Run::default()
         }
+    }
+
+    fn found(config: &TrainConfig, base: &TrainConfig, summary: &Run) -> Vec<String> {
+        problems(config, base, summary, None)
     }
 
     #[test]
     fn a_run_as_it_should_be_has_no_problems() {
-        assert_eq!(problems(&base(), &base(), &summary()), [""; 0]);
+        assert_eq!(found(&base(), &base(), &summary()), [""; 0]);
     }
 
     #[test]
     fn an_optimizer_that_steps_twice_is_noticed() {
         let mut doubled = summary();
         doubled.ranks[1].optimizer_steps = (6, 6);
-        let found = problems(&base(), &base(), &doubled);
-        assert!(found.len() == 1 && found[0].contains("rank 1 took 6 to 6 optimizer steps in 3"), "{found:?}");
+        let wrong = found(&base(), &base(), &doubled);
+        assert!(wrong.len() == 1 && wrong[0].contains("rank 1 took 6 to 6 optimizer steps in 3"), "{wrong:?}");
         let mut uneven = summary();
         uneven.ranks[0].optimizer_steps = (2, 3);
-        assert_eq!(problems(&base(), &base(), &uneven).len(), 1);
+        assert_eq!(found(&base(), &base(), &uneven).len(), 1);
     }
 
     #[test]
-    fn an_operation_too_many_is_noticed() {
-        let mut more = summary();
-        more.ranks[0].operations = 5;
-        let found = problems(&base(), &base(), &more);
-        assert!(found.len() == 1 && found[0].contains("5 operations a step, not 4"), "{found:?}");
+    fn what_is_off_the_formula_is_noticed() {
+        assert_eq!(problems(&base(), &base(), &summary(), Some("off".into())), ["off"]);
     }
 
     #[test]
     fn a_row_with_another_batch_or_rate_is_noticed() {
         let other = TrainConfig { global_batch: 24, ..base() };
-        assert_eq!(problems(&other, &base(), &summary()).len(), 1);
-        let allowed =
-            Variant { precision: Precision::Bf16, ..Variant::new(StrategyKind::Ring, "Horovod") }.config(&base());
-        assert_eq!(problems(&allowed, &base(), &summary()), [""; 0]);
+        assert_eq!(found(&other, &base(), &summary()).len(), 1);
+        let allowed = TrainConfig { precision: Precision::Bf16, strategy: StrategyKind::Ring, ..base() };
+        assert_eq!(found(&allowed, &base(), &summary()), [""; 0]);
     }
 
     #[test]
     fn skipped_steps_need_a_reason() {
-        let skipped = Summary { skipped_steps: 1, ..summary() };
-        assert_eq!(problems(&base(), &base(), &skipped).len(), 3, "the skip itself, and on two ranks a step too many");
+        let skipped = Run { skipped_steps: 1, ..summary() };
+        assert_eq!(found(&base(), &base(), &skipped).len(), 3, "the skip itself, and on two ranks a step too many");
         let mut scaled = skipped;
         scaled.ranks.iter_mut().for_each(|rank| rank.optimizer_steps = (2, 2));
         let config = TrainConfig { loss_scaling: LossScaling::DYNAMIC, ..base() };
-        assert_eq!(problems(&config, &base(), &scaled), [""; 0]);
+        assert_eq!(found(&config, &base(), &scaled), [""; 0]);
     }
 
     #[test]

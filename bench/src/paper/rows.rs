@@ -1,50 +1,47 @@
 //! Rows one after the other, and the files that are made of them.
 
 use std::path::Path;
-use std::time::Instant;
 
 use gpt2::cli::say;
-use gpt2::trainer::{Summary, TrainConfig};
 use rig::BenchError;
 use rig::lines::Lines;
 use rig::plot;
-use rig::progress::bar;
+use rig::record::Record;
+use rig::training::TextSource;
 
 use super::options::Settings;
-use super::row::{Row, Variant};
+use super::row::{Row, Run, Variant};
+use crate::plan::Draft;
+use crate::sweep::Job;
 
-/// Runs the variants one after the other; the first is the reference that the others are compared with. Rows are in `results.jsonl` as
-/// soon as they are known.
-pub(super) fn measure(settings: &Settings, base: &TrainConfig, variants: &[Variant]) -> Result<Vec<Row>, BenchError> {
-    let mut file = Lines::create(&settings.out.join("results.jsonl"))?;
-    let bar = bar(variants.len());
+/// Runs the plan; a row for each of the variants, of which the first is the reference that the others are compared with. Records are in
+/// `results.jsonl` as soon as they are known, rows in `rows.jsonl` at the end.
+pub(super) fn measure(settings: &Settings, draft: &Draft, variants: &[Variant]) -> Result<Vec<Row>, BenchError> {
+    let mut file = Lines::create(&settings.out.join("rows.jsonl"))?;
+    let vocabulary = settings.corpus.vocab_size();
+    let text = TextSource {
+        source: settings.source.clone(),
+        tokenizer: settings.tokenizer,
+        vocabulary,
+        description: settings.corpus.describe(),
+    };
+    let torch = Err("not asked for".into());
+    let records = Job { draft, out: Some(&settings.out), text, signals: settings.signals.clone(), torch }.records()?;
     let mut rows: Vec<Row> = Vec::new();
     for variant in variants {
-        settings.signals.check()?;
-        bar.set_message(variant.name.clone());
-        let began = Instant::now();
-        let reference = rows.first().and_then(|row| row.summary.as_ref());
-        let row = Row::measure(variant, base, settings, reference)?;
+        let is = |record: &&Record| variant.is(&record.cell);
+        let record = records.iter().find(is).ok_or_else(|| format!("the plan has no cell of {}", variant.name))?;
+        let first = rows.first();
+        let reference = first.and_then(|row| row.summary.as_ref());
+        let row = Row::of(variant, record, vocabulary, first.map(|row| &row.config), reference)?;
         file.write(&row)?;
-        bar.inc(1);
-        let took = began.elapsed().as_secs_f64();
-        bar.suspend(|| match &row.summary {
-            Some(summary) => {
-                say(format_args!(
-                    "  {}: {:.0} tokens/s ({took:.0} s with start and end)",
-                    row.name, summary.tokens_per_s
-                ));
-            }
-            None => say(format_args!("  {}: {}", row.name, row.status)),
-        });
         rows.push(row);
     }
-    bar.finish_and_clear();
     Ok(rows)
 }
 
 /// Rows that have figures, with these.
-pub(super) fn measured(rows: &[Row]) -> impl Iterator<Item = (&Row, &Summary)> + Clone {
+pub(super) fn measured(rows: &[Row]) -> impl Iterator<Item = (&Row, &Run)> + Clone {
     rows.iter().filter_map(|row| Some((row, row.summary.as_ref()?)))
 }
 

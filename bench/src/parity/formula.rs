@@ -1,26 +1,12 @@
 //! Payload bytes and messages, counted and by the formula, over every transport.
 
-use std::time::Duration;
-
-use gpt2::trainer::{Summary, TrainConfig};
-use rig::BenchError;
-use rig::formula::off_the_formula;
-use rig::outcome;
-use rig::progress::bar;
+use rig::flag::FlagKind;
+use rig::record::{Rank, Record};
 use rig::text::columns;
-use rig::training::Training;
+use rig::training::outcome;
 use serde::Serialize;
 
-use super::options::Settings;
-
-/// Numbers of ranks that are counted.
-pub(crate) const RANKS: [usize; 2] = [3, 4];
-
-/// Steps of a run.
-const STEPS: u64 = 3;
-
-/// A run must end within this time.
-const TIMEOUT: Duration = Duration::from_secs(60);
+use super::plan::Variant;
 
 /// What a strategy's ranks sent in a step over a transport.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -55,54 +41,65 @@ impl Count {
         Count { kind: "formula", holds, ..self }
     }
 
-    /// Of what came of a run; `first` is the hash of the weights over the first transport, once there is one.
-    pub(crate) fn of(
-        strategy: String,
-        transport: &str,
-        ranks: usize,
-        outcome: Result<&Summary, &String>,
-        first: &mut Option<String>,
-    ) -> Self {
-        let count = Count { strategy, transport: transport.into(), ranks, ..Count::default() };
-        let summary = match outcome {
-            Ok(summary) => summary,
-            Err(status) => return Count { status: status.clone(), ..count }.judged(),
+    /// Of a run; `first` is the hash of the weights over the first transport, once there is one.
+    ///
+    /// # Errors
+    /// Its cell names what there is not.
+    fn of(record: &Record, first: &mut Option<String>) -> Result<Self, String> {
+        let cell = &record.cell;
+        let count = Count {
+            strategy: Variant::in_cell(cell)?.name(),
+            transport: cell.transport.clone(),
+            ranks: cell.ranks,
+            ..Count::default()
         };
-        let hash = summary.weights_hash.clone();
-        let by = &summary.ranks;
-        Count {
-            bytes_by_rank: by.iter().map(|rank| rank.bytes_counted).collect(),
-            bytes_expected_by_rank: by.iter().map(|rank| rank.bytes_expected).collect(),
-            messages_by_rank: by.iter().map(|rank| rank.messages).collect(),
-            messages_expected_by_rank: by.iter().map(|rank| rank.expected.messages).collect(),
+        let measured = match outcome(record) {
+            Ok(measured) => measured,
+            Err(status) => return Ok(Count { status, ..count }.judged()),
+        };
+        let hash = measured.weights_hash.clone();
+        let off = record.flags.iter().find(|flag| flag.kind == FlagKind::OffTheFormula);
+        fn by<T>(ranks: &[Rank], of: fn(&Rank) -> T) -> Vec<T> {
+            ranks.iter().map(of).collect()
+        }
+        Ok(Count {
+            bytes_by_rank: by(&measured.ranks, |rank| rank.payload_bytes),
+            bytes_expected_by_rank: by(&measured.ranks, |rank| rank.payload_expected),
+            messages_by_rank: by(&measured.ranks, |rank| rank.messages),
+            messages_expected_by_rank: by(&measured.ranks, |rank| rank.messages_expected),
             weights_identical: *first.get_or_insert_with(|| hash.clone()) == hash,
             weights_hash: Some(hash),
-            status: by.iter().find_map(off_the_formula).unwrap_or_else(|| "ok".into()),
+            status: off.map_or("ok".into(), |off| off.what.clone()),
             ..count
         }
-        .judged()
+        .judged())
     }
 }
 
-/// Runs each variant on 3 and 4 ranks over each transport.
-pub(super) fn count(settings: &Settings) -> Result<Vec<Count>, BenchError> {
-    let bar = bar(RANKS.len() * settings.variants.len() * settings.transports.len());
-    let mut counts = Vec::new();
-    for ranks in RANKS {
-        for variant in &settings.variants {
-            let mut first = None;
-            for transport in &settings.transports {
-                bar.set_message(format!("{} over {transport} on {ranks} ranks", variant.name()));
-                let config = TrainConfig { steps: STEPS, ..variant.config(settings.base, ranks) };
-                let training = Training::new(config, Some(*transport), ranks, 1, TIMEOUT);
-                let training = Training { source: settings.source.clone(), ..training };
-                let outcome = outcome::settled(training.summary())?;
-                counts.push(Count::of(variant.name(), transport.name(), ranks, outcome.as_ref(), &mut first));
-                bar.inc(1);
-            }
-        }
+/// Counts of runs, sorted so that those of one strategy on as many ranks follow one another, in the order of `order`: what has one place there
+/// and one number of ranks has the same weights over every transport.
+///
+/// # Errors
+/// As [`Count::of`].
+pub(crate) fn counts<'a>(
+    records: &[&'a Record],
+    order: impl Fn(&str) -> Option<usize>,
+) -> Result<Vec<(Count, &'a Record)>, String> {
+    let mut sorted: Vec<(&Record, String)> = Vec::new();
+    for record in records {
+        sorted.push((record, Variant::in_cell(&record.cell)?.name()));
     }
-    bar.finish_and_clear();
+    sorted.sort_by_key(|(record, name)| (record.cell.ranks, order(name)));
+    let mut first = None;
+    let mut last: Option<(usize, &str)> = None;
+    let mut counts = Vec::new();
+    for (record, name) in &sorted {
+        let key = Some((record.cell.ranks, name.as_str()));
+        if key != last {
+            (first, last) = (None, key);
+        }
+        counts.push((Count::of(record, &mut first)?, *record));
+    }
     Ok(counts)
 }
 

@@ -16,16 +16,19 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use gpt2::cli::say;
-use gpt2::trainer::Summary;
 use rig::BenchError;
 use rig::debug;
 use rig::environment::Environment;
 use rig::lines::Lines;
 use rig::progress::bar;
+use rig::record::{Axis, Cell, Measured, Record, numbers};
+use rig::signal::Signals;
 use rig::stats::difference;
+use rig::training::{TextSource, config, outcome};
 
 pub(crate) use options::ParityArgs;
 
+use crate::sweep::Job;
 use fault::Fault;
 use options::Settings;
 use plan::{Column, FAULT_RANKS, Variant};
@@ -36,22 +39,26 @@ pub(crate) fn run(args: &ParityArgs) -> Result<ExitCode, BenchError> {
     debug::refuse(args.allows_debug(), "which takes minutes")?;
     let start = Instant::now();
     let settings = args.check()?;
+    let Settings { draft, out, .. } = &settings;
     say(format_args!("text: {}", settings.corpus.describe()));
     say(format_args!("machine: {}", Environment::read().one_line()));
-    let mut file = settings.out.as_ref().map(|out| Lines::create(&out.join("parity.jsonl"))).transpose()?;
-    let yardsticks = Yardsticks::train(&settings)?;
+    let mut file = out.as_ref().map(|out| Lines::create(&out.join("parity.jsonl"))).transpose()?;
+    let text = TextSource::bytes(settings.source.clone())?;
+    let torch = Err("not asked for".into());
+    let records = Job { draft, out: out.as_deref(), text, signals: Signals::catch()?, torch }.records()?;
+    let yardsticks = Yardsticks::of(&records)?;
 
-    let compared = compare(&settings, &yardsticks)?;
-    say(format_args!("\n{}", report::comparison(&settings, &compared)));
+    let compared = compare(&settings, &records, &yardsticks)?;
+    say(format_args!("\n{}", report::comparison(&settings.variants, yardsticks.cell, &compared)));
     write(&mut file, &compared)?;
     let noticed = plant(&settings, &yardsticks)?;
     say(format_args!("\n{}", report::faults(&noticed)));
     write(&mut file, &noticed)?;
-    let counted = formula::count(&settings)?;
+    let counted = counted(&settings, &records)?;
     say(format_args!("\n{}", formula::table(&counted)));
     write(&mut file, &counted)?;
 
-    if let Some(out) = &settings.out {
+    if let Some(out) = out {
         say(format_args!("rows: {}", out.join("parity.jsonl").display()));
     }
     let wrong = compared.iter().filter(|row| !row.within).count()
@@ -71,79 +78,111 @@ fn write<T: serde::Serialize>(file: &mut Option<Lines>, rows: &[T]) -> Result<()
     file.as_mut().map_or(Ok(()), |file| rows.iter().try_for_each(|row| file.write(row)))
 }
 
+/// Losses and gradient norms by step.
+struct Curves {
+    losses: Vec<f64>,
+    norms: Vec<f64>,
+}
+
+impl Curves {
+    fn of(measured: &Measured) -> Self {
+        Curves { losses: numbers(&measured.losses), norms: numbers(&measured.grad_norms) }
+    }
+}
+
 /// What one device computes, in f32.
-struct Yardsticks {
-    clipped: Summary,
-    unclipped: Summary,
+struct Yardsticks<'a> {
+    clipped: Curves,
+    unclipped: Curves,
+    /// Of the clipped one.
+    cell: &'a Cell,
 }
 
-impl Yardsticks {
-    fn train(settings: &Settings) -> Result<Self, BenchError> {
+impl<'a> Yardsticks<'a> {
+    fn of(records: &'a [Record]) -> Result<Self, BenchError> {
         let single = |column: Column| {
-            let config = column.config(settings.base, Variant::SINGLE, 1);
-            threads::train_all(&config, &settings.corpus, 1, None)
-                .map_err(|error| format!("the yardstick, single on one rank: {error}"))
+            let is = |record: &&Record| record.cell.strategy == "single" && Column::of(&record.cell) == Some(column);
+            let record = records.iter().find(is).ok_or_else(|| format!("no run of single, {}", column.name()))?;
+            let measured = outcome(record).map_err(|why| format!("the yardstick, single on one rank: {why}"))?;
+            Ok::<_, String>((Curves::of(measured), &record.cell))
         };
-        let yardsticks = Yardsticks { clipped: single(Column::F32)?, unclipped: single(Column::Unclipped)? };
-        if !yardsticks.clipped.grad_norms.iter().any(|norm| *norm > plan::CLIP) {
-            return Err(format!(
-                "no gradient of the yardstick is longer than {}: clipping would not be compared",
-                plan::CLIP
-            )
-            .into());
+        let (clipped, cell) = single(Column::F32)?;
+        let clip: f64 = cell.clip.as_deref().unwrap_or("1").parse()?;
+        if !clipped.norms.iter().any(|norm| *norm > clip) {
+            return Err(
+                format!("no gradient of the yardstick is longer than {clip}: clipping would not be compared").into()
+            );
         }
-        Ok(yardsticks)
+        Ok(Yardsticks { clipped, unclipped: single(Column::Unclipped)?.0, cell })
     }
 
-    fn of(&self, column: Column) -> &Summary {
-        if column == Column::Unclipped { &self.unclipped } else { &self.clipped }
+    /// The largest relative differences to the yardstick of a column, of losses and of gradient norms.
+    fn differences(&self, column: Column, curves: Option<Curves>) -> (f64, f64) {
+        let yardstick = if column == Column::Unclipped { &self.unclipped } else { &self.clipped };
+        curves.map_or((f64::INFINITY, f64::INFINITY), |curves| {
+            (difference(&curves.losses, &yardstick.losses), difference(&curves.norms, &yardstick.norms))
+        })
     }
 }
 
-/// The largest relative differences to the yardstick, of losses and of gradient norms.
-fn differences(outcome: &Result<Summary, String>, yardstick: &Summary) -> (f64, f64) {
-    match outcome {
-        Ok(summary) => {
-            (difference(&summary.losses, &yardstick.losses), difference(&summary.grad_norms, &yardstick.grad_norms))
-        }
-        Err(_) => (f64::INFINITY, f64::INFINITY),
-    }
-}
-
-fn compare(settings: &Settings, yardsticks: &Yardsticks) -> Result<Vec<Compared>, BenchError> {
-    let bar = bar(settings.variants.len() * settings.ranks.len() * Column::ALL.len());
+/// Runs as threads beside one device.
+fn compare(settings: &Settings, records: &[Record], yardsticks: &Yardsticks<'_>) -> Result<Vec<Compared>, BenchError> {
     let mut rows = Vec::new();
     for variant in &settings.variants {
         for ranks in &settings.ranks {
             for column in Column::ALL {
-                bar.set_message(format!("{} on {ranks} ranks, {}", variant.name(), column.name()));
-                if variant.runs_on(*ranks) {
-                    let config = column.config(settings.base, *variant, *ranks);
-                    let outcome = threads::train_all(&config, &settings.corpus, *ranks, None);
-                    let found = differences(&outcome, yardsticks.of(column));
-                    rows.push(Compared::new(*variant, *ranks, column, found, &outcome));
-                }
-                bar.inc(1);
+                let is = |cell: &Cell| {
+                    Variant::in_cell(cell).is_ok_and(|other| other == *variant)
+                        && (cell.ranks, cell.steps) == (*ranks, yardsticks.cell.steps)
+                        && Column::of(cell) == Some(column)
+                        && ["none", "local"].contains(&cell.transport.as_str())
+                };
+                let Some(record) = records.iter().find(|record| is(&record.cell)) else { continue };
+                let outcome = outcome(record);
+                let found = yardsticks.differences(column, outcome.as_ref().ok().map(|measured| Curves::of(measured)));
+                rows.push(Compared::new(*variant, *ranks, column, found, &outcome));
             }
         }
     }
-    bar.finish_and_clear();
     Ok(rows)
 }
 
-fn plant(settings: &Settings, yardsticks: &Yardsticks) -> Result<Vec<Noticed>, BenchError> {
-    let bar = bar(settings.variants.len() * Fault::ALL.len());
+/// Faults are planted in communicators, which only threads of this process can be given: no run of a plan has one.
+fn plant(settings: &Settings, yardsticks: &Yardsticks<'_>) -> Result<Vec<Noticed>, BenchError> {
+    let plan = settings.draft.clone().set(Axis::Ranks, &[FAULT_RANKS]).without_also().plan()?;
+    let bar = bar(plan.cells.len() * Fault::ALL.len());
     let mut rows = Vec::new();
     for variant in &settings.variants {
+        let is = |cell: &&Cell| Variant::in_cell(cell).is_ok_and(|other| other == *variant);
+        let cell = plan.cells.iter().find(is).ok_or_else(|| format!("no cell of {}", variant.name()))?;
+        let config = config(cell, settings.corpus.vocab_size())?;
         for fault in Fault::ALL {
             bar.set_message(format!("{}: {}", variant.name(), fault.name()));
-            let config = Column::F32.config(settings.base, *variant, FAULT_RANKS);
             let outcome = threads::train_all(&config, &settings.corpus, FAULT_RANKS, Some(fault));
-            let found = differences(&outcome, yardsticks.of(Column::F32));
-            rows.push(Noticed::new(*variant, fault, found, &outcome));
+            let curves = outcome
+                .as_ref()
+                .ok()
+                .map(|summary| Curves { losses: summary.losses.clone(), norms: summary.grad_norms.clone() });
+            rows.push(Noticed::new(*variant, fault, yardsticks.differences(Column::F32, curves), &outcome));
             bar.inc(1);
         }
     }
     bar.finish_and_clear();
     Ok(rows)
+}
+
+/// Each variant on 3 and 4 ranks over each transport.
+fn counted(settings: &Settings, records: &[Record]) -> Result<Vec<formula::Count>, BenchError> {
+    let steps = settings.draft.last_also(Axis::Steps);
+    let transports: Vec<String> = settings.transports.iter().map(ToString::to_string).collect();
+    let is = |record: &&Record| {
+        let cell = &record.cell;
+        cell.ranks >= 3
+            && Column::of(cell) == Some(Column::F32)
+            && Some(cell.steps.to_string()) == steps
+            && transports.contains(&cell.transport)
+    };
+    let counted: Vec<&Record> = records.iter().filter(is).collect();
+    let order = |name: &str| settings.variants.iter().position(|variant| variant.name() == name);
+    Ok(formula::counts(&counted, order)?.into_iter().map(|(count, _)| count).collect())
 }

@@ -9,8 +9,11 @@ use isocomm::TransportKind;
 use rig::BenchError;
 use rig::folder;
 use rig::rank::load_text;
+use rig::record::Axis;
+use rig::transports;
 
-use super::plan::{BATCH, Base, Variant};
+use super::plan::Variant;
+use crate::plan::{Draft, default};
 
 /// Compares every strategy with one device, with faults planted as a control, and its messages with its formula.
 ///
@@ -19,16 +22,16 @@ use super::plan::{BATCH, Base, Variant};
 #[derive(Debug, clap::Args)]
 pub(crate) struct ParityArgs {
     /// Strategies, separated by commas; ps also with a dedicated server.
-    #[arg(long, value_delimiter = ',', default_value = "ps,sharded-ps,ring,ddp,zero1,zero2,fsdp,hierarchical")]
+    #[arg(long, value_delimiter = ',', default_value = default("parity", Axis::Strategy))]
     strategies: Vec<StrategyKind>,
     /// Numbers of ranks of the comparison, separated by commas.
-    #[arg(long, value_delimiter = ',', default_value = "1,2,3,4")]
+    #[arg(long, value_delimiter = ',', default_value = default("parity", Axis::Ranks))]
     ranks: Vec<usize>,
     /// Transports of the count, separated by commas.
-    #[arg(long, value_delimiter = ',', default_value = "local,shm,tcp-raw,tcp,quic")]
+    #[arg(long, value_delimiter = ',', default_values_t = transports::of_bytes())]
     transports: Vec<TransportKind>,
     /// Optimizer steps of a run of the comparison.
-    #[arg(long, default_value_t = 20)]
+    #[arg(long, default_value = default("parity", Axis::Steps))]
     steps: u64,
     /// Seed of weights and data order.
     #[arg(long, default_value_t = 1337)]
@@ -49,7 +52,7 @@ pub(crate) struct Settings {
     pub(super) variants: Vec<Variant>,
     pub(super) ranks: Vec<usize>,
     pub(super) transports: Vec<TransportKind>,
-    pub(super) base: Base,
+    pub(super) draft: Draft,
     pub(super) corpus: Corpus,
     pub(super) source: Option<PathBuf>,
     pub(super) out: Option<PathBuf>,
@@ -70,7 +73,8 @@ impl ParityArgs {
         }
         // Up to so many ranks every share of the batch is even, with one worker less too.
         if let Some(ranks) = self.ranks.iter().find(|ranks| !(1..=4).contains(*ranks)) {
-            return Err(format!("--ranks {ranks} must lie between 1 and 4: a step has {BATCH} sequences").into());
+            let batch = default("parity", Axis::Batch);
+            return Err(format!("--ranks {ranks} must lie between 1 and 4: a step has {batch} sequences").into());
         }
         if let Some(why) = self.transports.iter().find_map(|transport| transport.missing()) {
             return Err(why.into());
@@ -79,11 +83,20 @@ impl ParityArgs {
             folder::make(out)?;
         }
         let corpus = load_text(self.data.as_deref(), TokenizerKind::Bytes)?;
+        let strategies: Vec<StrategyKind> =
+            self.strategies.iter().copied().filter(|strategy| *strategy != StrategyKind::Single).collect();
+        let mut draft = Draft::ready("parity")?;
+        draft
+            .set(Axis::Strategy, &strategies)
+            .set(Axis::Ranks, &self.ranks)
+            .set(Axis::Steps, &[self.steps])
+            .set(Axis::Seed, &[self.seed])
+            .set_also(Axis::Transport, &self.transports);
         Ok(Settings {
             variants,
             ranks: self.ranks.clone(),
             transports: self.transports.clone(),
-            base: Base { seed: self.seed, steps: self.steps, vocabulary: corpus.vocab_size() },
+            draft,
             corpus,
             source: self.data.clone(),
             out: self.out.clone(),

@@ -1,37 +1,11 @@
 //! What is compared with one device, and the bounds.
 
-use gpt2::config::Preset;
-use gpt2::optim::LossScaling;
 use gpt2::precision::Precision;
-use gpt2::strategy::{StrategyKind, StrategyOptions};
-use gpt2::trainer::TrainConfig;
-
-/// The model: small, so that all runs take minutes.
-pub(super) const PRESET: Preset = Preset::Micro;
-
-/// Sequences a step: divided evenly by up to 4 ranks, each in 3 micro-steps.
-pub(super) const BATCH: usize = 36;
-
-/// Gradients are clipped to this norm where clipping is on: shorter than those of the first steps.
-pub(super) const CLIP: f64 = 0.5;
+use gpt2::strategy::StrategyKind;
+use rig::record::Cell;
 
 /// Ranks on which faults are planted: two nodes of two.
 pub(super) const FAULT_RANKS: usize = 4;
-
-/// So that the small model has three buckets.
-const BUCKET_BYTES: usize = 20_000;
-
-/// By what a loss in f16 is multiplied: a power of two at which no gradient of this model overflows.
-const F16_SCALE: f32 = 1024.0;
-
-/// What all runs of the comparison share.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Base {
-    pub(super) seed: u64,
-    /// Optimizer steps of a run.
-    pub(super) steps: u64,
-    pub(super) vocabulary: usize,
-}
 
 /// A strategy, or a variant of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,7 +16,13 @@ pub(crate) struct Variant {
 }
 
 impl Variant {
-    pub(super) const SINGLE: Self = Variant { strategy: StrategyKind::Single, dedicated: false };
+    /// What a cell trains by.
+    ///
+    /// # Errors
+    /// There is no such strategy.
+    pub(crate) fn in_cell(cell: &Cell) -> Result<Self, String> {
+        Ok(Variant { strategy: cell.strategy.parse()?, dedicated: cell.dedicated_server })
+    }
 
     /// The variants of each of these strategies that communicate.
     pub(super) fn of(strategies: &[StrategyKind]) -> Vec<Self> {
@@ -56,31 +36,6 @@ impl Variant {
 
     pub(crate) fn name(self) -> String {
         if self.dedicated { format!("{}, dedicated", self.strategy) } else { self.strategy.to_string() }
-    }
-
-    pub(super) fn runs_on(self, ranks: usize) -> bool {
-        ranks > 1 || !self.dedicated
-    }
-
-    /// A run in f32 with clipping on.
-    pub(super) fn config(self, base: Base, ranks: usize) -> TrainConfig {
-        // Two nodes, where the ranks can be divided so.
-        let ranks_per_node = if ranks.is_multiple_of(2) { ranks / 2 } else { ranks };
-        TrainConfig {
-            options: StrategyOptions {
-                first_bucket_bytes: BUCKET_BYTES,
-                bucket_bytes: BUCKET_BYTES,
-                fusion_bytes: BUCKET_BYTES,
-                dedicated_server: self.dedicated,
-                ranks_per_node,
-                ..StrategyOptions::default()
-            },
-            seed: base.seed,
-            steps: base.steps,
-            global_batch: BATCH,
-            clip: CLIP,
-            ..TrainConfig::of(PRESET.config(base.vocabulary), self.strategy)
-        }
     }
 }
 
@@ -132,23 +87,18 @@ impl Column {
         matches!(self, Self::F32 | Self::Unclipped | Self::Accumulated | Self::Recomputed)
     }
 
-    pub(super) fn config(self, base: Base, variant: Variant, ranks: usize) -> TrainConfig {
-        let config = variant.config(base, ranks);
-        match self {
-            Self::F32 => config,
-            Self::Unclipped => TrainConfig { clip: 0.0, ..config },
-            Self::Accumulated => TrainConfig { accumulation: 3, ..config },
-            Self::Recomputed => TrainConfig { recompute: true, ..config },
-            Self::WireBf16 => {
-                let options = StrategyOptions { wire: Precision::Bf16, ..config.options.clone() };
-                TrainConfig { options, ..config }
-            }
-            Self::Bf16 => TrainConfig { precision: Precision::Bf16, ..config },
-            Self::F16 => TrainConfig {
-                precision: Precision::F16,
-                loss_scaling: LossScaling::Fixed { scale: F16_SCALE },
-                ..config
-            },
+    /// The option that a cell has; `None` where it has several, or others.
+    pub(super) fn of(cell: &Cell) -> Option<Self> {
+        let unclipped = cell.clip.as_deref() == Some("0");
+        match (cell.precision.parse().ok()?, cell.wire.parse().ok()?, cell.accumulation, cell.recompute, unclipped) {
+            (Precision::F32, Precision::F32, 1, false, false) => Some(Self::F32),
+            (Precision::F32, Precision::F32, 1, false, true) => Some(Self::Unclipped),
+            (Precision::F32, Precision::F32, 3, false, false) => Some(Self::Accumulated),
+            (Precision::F32, Precision::F32, 1, true, false) => Some(Self::Recomputed),
+            (Precision::F32, Precision::Bf16, 1, false, false) => Some(Self::WireBf16),
+            (Precision::Bf16, Precision::F32, 1, false, false) => Some(Self::Bf16),
+            (Precision::F16, Precision::F32, 1, false, false) => Some(Self::F16),
+            _ => None,
         }
     }
 }

@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 
 use gpt2::trainer::Summary;
+use rig::record::{Cell, Measured};
 use rig::text::columns;
 use serde::Serialize;
 
 use super::fault::Fault;
-use super::options::Settings;
-use super::plan::{BATCH, CLIP, Column, FAULT_RANKS, PRESET, Variant};
+use super::plan::{Column, FAULT_RANKS, Variant};
 
 /// Strategy, ranks and the options.
 const COLUMNS: usize = 2 + Column::ALL.len();
@@ -39,9 +39,10 @@ impl Compared {
         ranks: usize,
         column: Column,
         (loss, norm): (f64, f64),
-        outcome: &Result<Summary, String>,
+        outcome: &Result<&Measured, String>,
     ) -> Self {
-        let skipped = outcome.as_ref().map_or(0, |summary| summary.skipped_steps);
+        let trained = outcome.as_ref().ok().and_then(|measured| measured.trained.as_ref());
+        let skipped = trained.map_or(0, |trained| trained.skipped_steps);
         let status = match outcome {
             Ok(_) if skipped > 0 => format!("{skipped} steps were skipped"),
             Ok(_) => "ok".into(),
@@ -56,7 +57,7 @@ impl Compared {
             norm_difference: Some(norm).filter(|norm| norm.is_finite()),
             bound: column.bound(),
             within: status == "ok" && loss.max(norm) <= column.bound(),
-            weights_hash: outcome.as_ref().ok().map(|summary| summary.weights_hash.clone()),
+            weights_hash: outcome.as_ref().ok().map(|measured| measured.weights_hash.clone()),
             status,
             column,
         }
@@ -106,10 +107,10 @@ impl Noticed {
     }
 }
 
-/// Strategy × ranks by option.
-pub(super) fn comparison(settings: &Settings, rows: &[Compared]) -> String {
+/// Strategy × ranks by option; `cell` has what all runs share.
+pub(super) fn comparison(variants: &[Variant], cell: &Cell, rows: &[Compared]) -> String {
     let mut by_place: BTreeMap<(usize, usize), Vec<&Compared>> = BTreeMap::new();
-    let order: Vec<String> = settings.variants.iter().map(|variant| variant.name()).collect();
+    let order: Vec<String> = variants.iter().map(|variant| variant.name()).collect();
     for row in rows {
         let place = order.iter().position(|name| *name == row.strategy).unwrap_or(order.len());
         by_place.entry((place, row.ranks)).or_default().push(row);
@@ -154,9 +155,12 @@ pub(super) fn comparison(settings: &Settings, rows: &[Compared]) -> String {
         .collect();
     format!(
         "parity: the largest relative difference of any step's loss or gradient norm to single in f32 on the same global batch\n\
-         ({PRESET}, {BATCH} sequences, {} steps, gradients clipped to {CLIP}, ranks are threads, one option at a time)\n\n{}\n\n\
+         ({}, {} sequences, {} steps, gradients clipped to {}, ranks are threads, one option at a time)\n\n{}\n\n\
          largest in f32 {:.1e}, with a 16-bit type {:.1e}; {} of {} runs within their bound{}",
-        settings.base.steps,
+        cell.preset,
+        cell.batch,
+        cell.steps,
+        cell.clip.as_deref().unwrap_or("1"),
         columns(&header.each_ref().map(String::as_str), &lines, 1),
         largest(true),
         largest(false),

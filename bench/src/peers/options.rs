@@ -1,16 +1,18 @@
 //! The command line of `bench peers`, checked.
 
-use std::path::PathBuf;
-use std::time::Duration;
+use std::path::{Path, PathBuf};
 
 use gpt2::cli::{MAX_RANKS_HERE, MAX_THREADS};
-use gpt2::config::ModelConfig;
 use gpt2::strategy::StrategyKind;
-use gpt2::tokenizer::GPT2_VOCABULARY;
 use isocomm::{Medium, TransportKind};
 use rig::BenchError;
 use rig::check::{between, even_batch};
 use rig::link::{LinkOptions, RateLimit};
+use rig::record::{Axis, LOOPBACK};
+use rig::transports;
+
+use crate::plan::{Draft, default};
+use crate::pytorch::{SKIPPED, Torch};
 
 /// Trains the same model as PyTorch does over Gloo, side by side, by the strategies that both have.
 ///
@@ -25,10 +27,10 @@ pub(crate) struct PeersArgs {
     #[arg(long)]
     no_peer: bool,
     /// Strategies, separated by commas; PyTorch has ddp, fsdp and zero2.
-    #[arg(long, value_delimiter = ',', default_value = "ddp,fsdp,zero2")]
-    strategies: Vec<StrategyKind>,
+    #[arg(long, value_delimiter = ',', default_value = default("peers", Axis::Strategy))]
+    pub(super) strategies: Vec<StrategyKind>,
     /// Transports of ours, separated by commas.
-    #[arg(long, value_delimiter = ',', default_value = "shm,tcp-raw,tcp,quic")]
+    #[arg(long, value_delimiter = ',', default_values_t = transports::between_processes())]
     transports: Vec<TransportKind>,
     /// Put a link of this rate between the first and the second half of the ranks: 1gbit, 250mbit or the like, or none for as fast
     /// as the kernel copies. Needs root, or a user namespace. [default: loopback]
@@ -41,32 +43,32 @@ pub(crate) struct PeersArgs {
     #[arg(long, requires = "rate")]
     congestion: Option<String>,
     /// Ranks.
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value = default("peers", Axis::Ranks))]
     ranks: usize,
     /// Threads that compute, in each rank.
     #[arg(long, default_value_t = 1)]
     threads: usize,
     /// Transformer blocks of the model.
-    #[arg(long, default_value_t = 4)]
+    #[arg(long, default_value = default("peers", Axis::Layers))]
     layers: usize,
     /// Attention heads.
-    #[arg(long, default_value_t = 4)]
+    #[arg(long, default_value = default("peers", Axis::Heads))]
     heads: usize,
     /// Width of the residual stream.
-    #[arg(long, default_value_t = 128)]
+    #[arg(long, default_value = default("peers", Axis::Width))]
     width: usize,
     /// Tokens of a sequence.
-    #[arg(long, default_value_t = 128)]
+    #[arg(long, default_value = default("peers", Axis::Block))]
     block: usize,
     /// Sequences a step, over all ranks; a multiple of --ranks.
-    #[arg(long, default_value_t = 8)]
+    #[arg(long, default_value = default("peers", Axis::Batch))]
     batch: usize,
     /// Timed steps of a job, after two more.
     #[arg(long, default_value_t = 8)]
     steps: u64,
     /// Rounds.
     #[arg(long, default_value_t = 3)]
-    rounds: usize,
+    rounds: u32,
     /// A bucket of our ddp is closed once it holds this many bytes. [default: as in training]
     #[arg(long)]
     bucket_bytes: Option<usize>,
@@ -81,46 +83,22 @@ pub(crate) struct PeersArgs {
     cell_timeout: u64,
     /// Folder for peers.jsonl. [default: a new folder under bench-results/]
     #[arg(long)]
-    out: Option<PathBuf>,
+    pub(super) out: Option<PathBuf>,
     /// Run although this is a debug build.
     #[arg(long)]
     pub(super) allow_debug: bool,
 }
 
-/// What to measure.
-#[derive(Clone, Debug)]
-pub(super) struct Settings {
-    /// `None` to leave PyTorch out.
-    pub(super) python: Option<PathBuf>,
-    pub(super) strategies: Vec<StrategyKind>,
-    pub(super) transports: Vec<TransportKind>,
-    /// `None` for loopback.
-    pub(super) link: Option<LinkOptions>,
-    pub(super) ranks: usize,
-    pub(super) threads: usize,
-    pub(super) model: ModelConfig,
-    pub(super) batch: usize,
-    /// Those that count for nothing included.
-    pub(super) steps: u64,
-    pub(super) rounds: usize,
-    pub(super) bucket_bytes: Option<usize>,
-    pub(super) peer_bucket_mb: f64,
-    pub(super) seed: u64,
-    pub(super) cell_timeout: Duration,
-    pub(super) out: Option<PathBuf>,
-}
-
-/// Steps at the start that count for nothing: our trainer leaves the first two out once there are more than four.
-pub(super) const SKIPPED: u64 = 2;
-
 const MIN_STEPS: u64 = 3;
 const MAX_STEPS: u64 = 10_000;
-const MAX_ROUNDS: usize = 10_000;
+const MAX_ROUNDS: u32 = 10_000;
 
 impl PeersArgs {
+    /// The plan that the command line makes of the ready one, PyTorch included.
+    ///
     /// # Errors
     /// The first argument that cannot be, for the user.
-    pub(super) fn check(&self) -> Result<Settings, BenchError> {
+    pub(super) fn check(&self) -> Result<Draft, BenchError> {
         between("--ranks", &self.ranks, 2..=MAX_RANKS_HERE)?;
         between("--threads", &self.threads, 1..=MAX_THREADS)?;
         even_batch(self.batch, self.ranks)?;
@@ -141,40 +119,60 @@ impl PeersArgs {
             )
             .into());
         }
-        let model = ModelConfig {
-            n_layer: self.layers,
-            n_head: self.heads,
-            n_embd: self.width,
-            block_size: self.block,
-            vocab_size: GPT2_VOCABULARY,
-        };
-        model.validate()?;
         let link =
             self.rate.map(|RateLimit(rate)| LinkOptions { rate, mtu: self.mtu, congestion: self.congestion.clone() });
         link.as_ref().map_or(Ok(()), LinkOptions::check)?;
-        Ok(Settings {
-            python: (!self.no_peer).then(|| self.peer_python.clone()),
-            strategies: self.strategies.clone(),
-            transports: self.transports.clone(),
-            link,
-            ranks: self.ranks,
-            threads: self.threads,
-            model,
-            batch: self.batch,
-            steps: self.steps + SKIPPED,
-            rounds: self.rounds,
-            bucket_bytes: self.bucket_bytes,
-            peer_bucket_mb: self.peer_bucket_mb,
-            seed: self.seed,
-            cell_timeout: Duration::from_secs(self.cell_timeout),
-            out: self.out.clone(),
-        })
+        let mut draft = Draft::ready("peers")?;
+        draft.rounds = self.rounds;
+        draft.timeout_s = self.cell_timeout;
+        let both: Vec<StrategyKind> =
+            self.strategies.iter().copied().filter(|strategy| Torch::has(*strategy)).collect();
+        // Rounded to whole bytes.
+        let peer_bucket = (self.peer_bucket_mb * f64::from(1 << 20)).round().max(1.0) as u64;
+        draft
+            .set_also_where(Axis::Program, "pytorch", Axis::Strategy, &both)
+            .retain(Axis::Strategy, |_| true)
+            .set(Axis::Strategy, &self.strategies)
+            .set_also(Axis::Bucket, &[peer_bucket])
+            .set(Axis::Transport, &self.transports)
+            .set(Axis::Link, &[link.as_ref().map_or(LOOPBACK.into(), LinkOptions::to_string)])
+            .set(Axis::Ranks, &[self.ranks])
+            // A node at each end of the link; on loopback nodes have no transport of their own.
+            .set(Axis::RanksPerNode, &[self.ranks.div_ceil(2)])
+            .set(Axis::OneTransport, &[link.is_none()])
+            .set(Axis::Threads, &[self.threads])
+            .set(Axis::Layers, &[self.layers])
+            .set(Axis::Heads, &[self.heads])
+            .set(Axis::Width, &[self.width])
+            .set(Axis::Block, &[self.block])
+            .set(Axis::Batch, &[self.batch])
+            .set(Axis::Steps, &[self.steps + SKIPPED])
+            .set(Axis::Seed, &[self.seed]);
+        if let Some(bytes) = self.bucket_bytes {
+            draft.set(Axis::Bucket, &[bytes]);
+        }
+        // The model is one that there is.
+        draft.plan()?;
+        Ok(draft)
+    }
+
+    /// The Python that PyTorch is asked of; `None` to leave it out.
+    pub(super) fn python(&self) -> Option<&Path> {
+        (!self.no_peer).then_some(&self.peer_python)
+    }
+
+    /// Whether a link is asked for, which takes network namespaces.
+    pub(super) fn has_link(&self) -> bool {
+        self.rate.is_some()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use clap::Parser;
+    use gpt2::tokenizer::GPT2_VOCABULARY;
+    use rig::record::{Cell, Trainer};
+    use rig::training::model;
 
     use super::*;
 
@@ -184,19 +182,21 @@ mod tests {
         args: PeersArgs,
     }
 
-    fn check(arguments: &[&str]) -> Result<Settings, String> {
+    fn check(arguments: &[&str]) -> Result<Vec<Cell>, String> {
         let program = Program::try_parse_from([&["bench"], arguments].concat()).map_err(|error| error.to_string())?;
-        program.args.check().map_err(|error| error.to_string())
+        let draft = program.args.check().map_err(|error| error.to_string())?;
+        draft.plan().map(|plan| plan.cells)
     }
 
     #[test]
     fn the_model_is_a_small_gpt2_with_its_whole_vocabulary() {
-        let settings = check(&[]).unwrap();
-        assert_eq!(settings.model.parameter_count(), 7_242_624);
-        assert!(settings.link.is_none() && settings.python.is_some());
-        assert_eq!(settings.steps, 10);
-        assert!(check(&["--rate", "1gbit"]).unwrap().link.unwrap().rate.is_some());
-        assert!(check(&["--no-peer"]).unwrap().python.is_none());
+        let cells = check(&[]).unwrap();
+        assert_eq!(model(&cells[0], GPT2_VOCABULARY).unwrap().parameter_count(), 7_242_624);
+        assert_eq!((cells.len(), cells[0].steps, cells[0].link.as_str()), (3 * 4 + 2 + 3, 10, LOOPBACK));
+        let tcp = |cells: Vec<Cell>| cells.into_iter().find(|cell| cell.transport == "tcp").unwrap();
+        assert_eq!(tcp(check(&["--rate", "1gbit"]).unwrap()).link, "1gbit,mtu=1500");
+        let ring = check(&["--strategies", "ring"]).unwrap();
+        assert!(ring.iter().all(|cell| cell.alone || cell.program == Trainer::Ours), "PyTorch has no ring");
     }
 
     #[test]

@@ -7,8 +7,10 @@ use gpt2::strategy::StrategyKind;
 use isocomm::TransportKind;
 use rig::environment::Environment;
 use rig::link::Probe;
+use rig::record::{Record, Trainer};
 use rig::stats::Ratio;
 use rig::text::{columns, middle, ratio, spread};
+use rig::training::Figures;
 use serde::{Serialize, Serializer};
 
 /// Who trains, and by which strategy; `None` for no communication.
@@ -44,7 +46,7 @@ pub(super) struct Outcome {
 /// One job of one round: a line of `peers.jsonl`.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Row {
-    pub(super) round: usize,
+    pub(super) round: u32,
     pub(super) side: Side,
     /// `None` for no communication.
     pub(super) strategy: Option<StrategyKind>,
@@ -65,7 +67,57 @@ pub(super) struct Row {
     pub(super) environment: Environment,
 }
 
-/// All rounds of all cells.
+impl Row {
+    /// The line of a record of a run that trained `model`.
+    ///
+    /// # Errors
+    /// Its cell names what there is not.
+    pub(super) fn of(record: &Record, model: &ModelConfig, torch: Option<&str>) -> Result<Self, String> {
+        let cell = &record.cell;
+        let side = match cell.program {
+            Trainer::Pytorch => Side::Torch,
+            Trainer::Ours if cell.alone => Side::Alone,
+            Trainer::Ours => Side::Ours(TransportKind::find(&cell.transport)?),
+        };
+        let communicates = matches!(side, Side::Ours(_));
+        let figures = Figures::of(record);
+        let link = record.measured.as_ref().map(|measured| measured.link.clone()).unwrap_or_default();
+        Ok(Row {
+            round: record.round,
+            side,
+            strategy: if cell.alone { None } else { Some(cell.strategy.parse()?) },
+            torch: torch.filter(|_| side == Side::Torch).map(String::from),
+            network: link.description,
+            probe: link.probe,
+            ranks: cell.ranks,
+            threads_per_rank: cell.threads,
+            model: model.clone(),
+            global_batch: cell.batch,
+            steps: cell.steps,
+            status: figures.as_ref().err().cloned().unwrap_or_else(|| "ok".into()),
+            outcome: figures.ok().map(|figures| Outcome {
+                step_ms: figures.step_ms,
+                tokens_per_s: figures.tokens_per_s,
+                waiting_ms: communicates.then_some(figures.exposed_ms),
+                scalars_ms: communicates.then_some(figures.scalars_ms),
+                first_loss: figures.first_loss,
+                final_loss: figures.final_loss,
+                payload_bytes: figures.payload_bytes,
+            }),
+            environment: record.environment.clone(),
+        })
+    }
+}
+
+/// Round by round: first both sides without communication, then each strategy, PyTorch's beside ours.
+pub(super) fn sort(rows: &mut [Row], strategies: &[StrategyKind]) {
+    rows.sort_by_key(|row| {
+        let place = row.strategy.map(|strategy| strategies.iter().position(|known| *known == strategy));
+        (row.round, place, row.side != Side::Torch)
+    });
+}
+
+/// All rounds of all cells, in the order of their rows.
 pub(super) struct Table {
     cells: Vec<(Cell, Vec<Row>)>,
 }
@@ -84,15 +136,16 @@ const HEADER: [&str; 10] = [
 ];
 
 impl Table {
-    pub(super) fn new(cells: &[Cell]) -> Self {
-        Table { cells: cells.iter().map(|cell| (*cell, Vec::new())).collect() }
-    }
-
-    pub(super) fn add(&mut self, row: Row) {
-        let cell = (row.side, row.strategy);
-        if let Some((_, rows)) = self.cells.iter_mut().find(|(known, _)| *known == cell) {
-            rows.push(row);
+    pub(super) fn new(rows: Vec<Row>) -> Self {
+        let mut cells: Vec<(Cell, Vec<Row>)> = Vec::new();
+        for row in rows {
+            let cell = (row.side, row.strategy);
+            match cells.iter_mut().find(|(known, _)| *known == cell) {
+                Some((_, rows)) => rows.push(row),
+                None => cells.push((cell, vec![row])),
+            }
         }
+        Table { cells }
     }
 
     /// Whether everything that this machine has did run.
@@ -104,7 +157,7 @@ impl Table {
     /// The table as text.
     pub(super) fn render(&self) -> String {
         let lines: Vec<[String; 10]> = self.cells.iter().map(|(cell, rows)| self.line(*cell, rows)).collect();
-        let mut text = format!("\n{}", columns(&HEADER, &lines, 2));
+        let mut text = format!("{}\n\n{}", self.networks(), columns(&HEADER, &lines, 2));
         for ((side, strategy), rows) in &self.cells {
             let mut said: Vec<&str> =
                 rows.iter().filter(|row| row.outcome.is_none()).map(|row| row.status.as_str()).collect();
@@ -114,6 +167,19 @@ impl Table {
             }
         }
         text + LEGEND
+    }
+
+    /// The networks that runs went over, and what was measured of them.
+    fn networks(&self) -> String {
+        let mut lines: Vec<String> = Vec::new();
+        for row in self.cells.iter().flat_map(|(_, rows)| rows).filter(|row| row.outcome.is_some()) {
+            let measured = row.probe.map_or(String::new(), |probe| format!("; measured {probe}"));
+            let line = format!("network: {}{measured}", row.network);
+            if !lines.contains(&line) {
+                lines.push(line);
+            }
+        }
+        lines.join("\n")
     }
 
     fn line(&self, (side, strategy): Cell, rows: &[Row]) -> [String; 10] {
@@ -159,7 +225,7 @@ impl Table {
         Ratio::of(&ours, &theirs)
     }
 
-    fn find(&self, cell: Cell, round: usize) -> Option<&Row> {
+    fn find(&self, cell: Cell, round: u32) -> Option<&Row> {
         let (_, rows) = self.cells.iter().find(|(known, _)| *known == cell)?;
         rows.iter().find(|row| row.round == round)
     }
@@ -201,7 +267,7 @@ const LEGEND: &str = "\n\
 mod tests {
     use super::*;
 
-    fn row(round: usize, side: Side, strategy: Option<StrategyKind>, step_ms: f64) -> Row {
+    fn row(round: u32, side: Side, strategy: Option<StrategyKind>, step_ms: f64) -> Row {
         let outcome = Outcome {
             step_ms,
             tokens_per_s: 1e6 / step_ms,
@@ -233,13 +299,15 @@ mod tests {
     fn a_step_is_compared_with_the_same_round() {
         let ddp = Some(StrategyKind::Ddp);
         let shm = Side::Ours(TransportKind::SHM);
-        let mut table = Table::new(&[(Side::Torch, None), (Side::Alone, None), (Side::Torch, ddp), (shm, ddp)]);
+        let mut rows = Vec::new();
         for (round, factor) in [(1, 1.0), (2, 3.0)] {
-            table.add(row(round, Side::Torch, None, 100.0 * factor));
-            table.add(row(round, Side::Alone, None, 50.0 * factor));
-            table.add(row(round, Side::Torch, ddp, 120.0 * factor));
-            table.add(row(round, shm, ddp, 60.0 * factor));
+            rows.push(row(round, shm, ddp, 60.0 * factor));
+            rows.push(row(round, Side::Torch, ddp, 120.0 * factor));
+            rows.push(row(round, Side::Torch, None, 100.0 * factor));
+            rows.push(row(round, Side::Alone, None, 50.0 * factor));
         }
+        sort(&mut rows, &[StrategyKind::Ddp]);
+        let table = Table::new(rows.clone());
         let lines: Vec<[String; 10]> = table.cells.iter().map(|(cell, rows)| table.line(*cell, rows)).collect();
         assert_eq!(lines[3][3], "20.0 (10.0-30.0)", "exposed");
         assert_eq!(lines[3][7], "83.3%", "speed kept");
@@ -249,7 +317,8 @@ mod tests {
         assert_eq!((lines[2][8].as_str(), lines[1][3].as_str()), ("-", "-"));
         assert!(table.is_sound());
         let failed = Row { status: "failed: x".into(), outcome: None, ..row(3, shm, ddp, 1.0) };
-        table.add(failed);
+        rows.push(failed);
+        let table = Table::new(rows);
         assert!(!table.is_sound() && table.render().contains("ddp by shm: failed: x"));
     }
 }

@@ -55,22 +55,10 @@ pub(crate) fn cell(strategy: &str, transport: &str, link: &str, ranks: usize) ->
         transport: if strategy == "single" { "none" } else { transport }.into(),
         link: if in_memory { "loopback" } else { link }.into(),
         ranks,
-        precision: "f32".into(),
-        wire: "f32".into(),
-        bucket_bytes: 1 << 20,
-        overlap: true,
         lanes: 1,
         congestion: if in_memory { "default" } else { "cubic" }.into(),
-        quic_mtu: None,
-        seed: 1337,
-        preset: "tiny".into(),
-        batch: 12,
-        accumulation: 1,
-        recompute: false,
         steps: STEPS as u64,
-        threads: 1,
-        planted: None,
-        variant: String::new(),
+        ..Cell::default()
     }
 }
 
@@ -186,7 +174,7 @@ fn measured(cell: &Cell, drift: f64, random: &mut Random) -> Measured {
         ..Pipe::default()
     };
     let link = match cell.link.as_str() {
-        "loopback" => Link { description: "loopback".into(), emulator: Vec::new() },
+        "loopback" => Link { description: "loopback".into(), ..Link::default() },
         _ => Link {
             description: format!(
                 "{name}: {n} network namespaces, emulated through TUN; MTU 1500, up ({rate}mbit, queue 1 MB, delay {} ms, loss {} %), \
@@ -195,6 +183,7 @@ fn measured(cell: &Cell, drift: f64, random: &mut Random) -> Measured {
                 loss_share * 100.0
             ),
             emulator: (0..n).flat_map(|end| [pipe(end, "up"), pipe(end, "down")]).collect(),
+            probe: None,
         },
     };
     Measured {
@@ -207,6 +196,7 @@ fn measured(cell: &Cell, drift: f64, random: &mut Random) -> Measured {
         ranks,
         transport_facts: vec![("lanes".into(), "1".into())],
         link,
+        trained: None,
     }
 }
 
@@ -287,6 +277,7 @@ fn rank(cell: &Cell, rank: usize, model: (f64, f64, bool, usize), random: &mut R
             cpu_s: BTreeMap::from([("training".to_string(), 2.1), ("network".into(), if quic { 0.62 } else { 0.21 })]),
             missing: (!connected).then(|| format!("{} has no connections", cell.transport)),
         },
+        trained: None,
     }
 }
 

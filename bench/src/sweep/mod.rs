@@ -1,6 +1,7 @@
 //! `bench sweep`: the cells of a plan, interleaved and repeated, each run a line of results with everything that was measured.
 
 mod order;
+mod tokens;
 mod worlds;
 
 use std::collections::BTreeSet;
@@ -15,16 +16,18 @@ use rig::debug;
 use rig::environment::Environment;
 use rig::folder::{read_small, results_folder};
 use rig::link::{World, gain_namespaces};
+use rig::outcome;
 use rig::progress::bar;
-use rig::record::{Cell, Record, Status};
+use rig::record::{Cell, Record, Status, Trainer};
 use rig::results::{self, HEADER, PLAN, Results, TRACES};
 use rig::signal::Signals;
 use rig::stats::Metric;
 use rig::training::{CellRun, FOLDER, TextSource};
 use serde::{Deserialize, Serialize};
 
-use crate::plan::{Plan, READY};
+use crate::plan::{Draft, Plan, READY};
 use crate::prices::price_list;
+use crate::pytorch::Torch;
 use worlds::Worlds;
 
 /// Runs the cells of a plan, and writes a report of what they cost.
@@ -65,6 +68,8 @@ pub(crate) struct Sweep {
     pub(crate) out: PathBuf,
     pub(crate) environment: Environment,
     pub(crate) signals: Signals,
+    /// PyTorch, for cells that it trains, or why there is none.
+    pub(crate) torch: Result<Torch, String>,
 }
 
 /// Name of the file that keeps other sweeps out of a folder.
@@ -96,11 +101,16 @@ pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
         }
     }
     let signals = Signals::catch()?;
-    let source = TextSource::bytes(args.data.clone())?;
-    let environment = Environment::read();
-    let header = Header { plan: text, rounds: plan.rounds, text: source.description.clone() };
     let out = results_folder(args.out.clone(), &plan.name)?;
     let _alone = alone_in(&out)?;
+    let source = source(&plan, args.data.clone(), &out)?;
+    let environment = Environment::read();
+    let header = Header { plan: text, rounds: plan.rounds, text: source.description.clone() };
+    let torch = if plan.cells.iter().any(|cell| cell.program == Trainer::Pytorch) {
+        outcome::settled(Torch::find(Path::new("python3")))?
+    } else {
+        Err("the plan has no cell for it".into())
+    };
     if args.resume {
         let earlier = header.of(&out)?;
         plan.rounds = args.rounds.unwrap_or(earlier.rounds);
@@ -108,7 +118,7 @@ pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
         begin(&out)?;
     }
     Header { rounds: plan.rounds, ..header }.write(&out)?;
-    let sweep = Sweep { plan, text: source, out, environment, signals };
+    let sweep = Sweep { plan, text: source, out, environment, signals, torch };
     sweep.introduce();
     let earlier = if args.resume { sweep.earlier(args.retry)? } else { BTreeSet::new() };
     let outcome = sweep.run(&earlier);
@@ -121,6 +131,47 @@ pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
             }
             Err(error)
         }
+    }
+}
+
+/// The text that a plan asks for: that of `data`, or random tokens, in the folder of results.
+pub(crate) fn source(plan: &Plan, data: Option<PathBuf>, out: &Path) -> Result<TextSource, BenchError> {
+    match plan.cells.first() {
+        Some(cell) if plan.tokens => Ok(tokens::write(&out.join(tokens::FILE), cell)?),
+        _ => TextSource::bytes(data),
+    }
+}
+
+/// What a command measures, and where.
+pub(crate) struct Job<'a> {
+    pub(crate) draft: &'a Draft,
+    /// Where the results lie, or none, if nobody is to keep them.
+    pub(crate) out: Option<&'a Path>,
+    pub(crate) text: TextSource,
+    pub(crate) signals: Signals,
+    pub(crate) torch: Result<Torch, String>,
+}
+
+impl Job<'_> {
+    /// Runs the plan; the records in the order of its cells, round by round.
+    ///
+    /// # Errors
+    /// Files that cannot be written, and that the user has had enough.
+    pub(crate) fn records(self) -> Result<Vec<Record>, BenchError> {
+        let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
+        let out = self.out.unwrap_or(folder.path()).to_owned();
+        let plan = self.draft.plan()?;
+        let _alone = alone_in(&out)?;
+        begin(&out)?;
+        let header = Header { plan: self.draft.text()?, rounds: plan.rounds, text: self.text.description.clone() };
+        header.write(&out)?;
+        let Job { text, signals, torch, .. } = self;
+        let sweep = Sweep { plan, text, out, environment: Environment::read(), signals, torch };
+        sweep.run(&BTreeSet::new())?;
+        let mut records = results::read_records(&sweep.out)?.records;
+        let place = |record: &Record| sweep.plan.cells.iter().position(|cell| *cell == record.cell);
+        records.sort_by_key(|record| (place(record), record.round));
+        Ok(records)
     }
 }
 
@@ -195,8 +246,6 @@ impl Header {
     }
 
     fn write(&self, out: &Path) -> Result<(), BenchError> {
-        let traces = out.join(TRACES);
-        fs::create_dir_all(&traces).map_err(|error| format!("{}: {error}", traces.display()))?;
         for (name, text) in [(PLAN, self.plan.clone()), (HEADER, serde_json::to_string(self)?)] {
             fs::write(out.join(name), text).map_err(|error| format!("{}: {error}", out.join(name).display()))?;
         }
@@ -245,9 +294,13 @@ impl Sweep {
 
     /// Runs what has not been run; false in the exit code if a cell that could have run did not, or sent what no formula says.
     pub(crate) fn run(&self, earlier: &BTreeSet<(Cell, u32)>) -> Result<ExitCode, BenchError> {
-        let Plan { name, rounds, timeout, cells, .. } = &self.plan;
+        let Plan { name, rounds, timeout, watched, cells, .. } = &self.plan;
+        if *watched {
+            let traces = self.out.join(TRACES);
+            fs::create_dir_all(&traces).map_err(|error| format!("{}: {error}", traces.display()))?;
+        }
         let mut file = Appending::open(&self.out.join(results::FILE))?;
-        let mut worlds = Worlds::default();
+        let mut worlds = Worlds::new(self.plan.probe);
         let bar = bar(cells.len() * *rounds as usize);
         let axes = Cell::varied(cells.iter());
         let (mut position, mut sound) = (0, true);
@@ -267,13 +320,27 @@ impl Sweep {
                     round,
                     position: position - 1,
                     timeout: *timeout,
+                    watched: *watched,
                     text: &self.text,
                     environment: &self.environment,
                     out: &self.out,
                     signals: &self.signals,
-                    trace: (round == 1).then(|| self.out.join(TRACES).join(trace_name(index))),
+                    trace: (*watched && round == 1).then(|| self.out.join(TRACES).join(trace_name(index))),
                 };
-                let record = job.run(cell, worlds.of(cell))?;
+                let (world, probe) = match worlds.of(cell)? {
+                    Ok((world, probe)) => (Ok(world), probe),
+                    Err(status) => (Err(status), None),
+                };
+                let mut record = match cell.program {
+                    Trainer::Ours => job.run(cell, world)?,
+                    Trainer::Pytorch => job.run_by(cell, world, |world| match &self.torch {
+                        Ok(torch) => torch.train(&job, cell, world),
+                        Err(why) => Ok(Err(Status::NotAvailable(why.clone()))),
+                    })?,
+                };
+                if let Some(measured) = &mut record.measured {
+                    measured.link.probe = probe;
+                }
                 sound &= is_sound(&record);
                 file.append(&record)?;
                 if let Status::Failed(why) | Status::TimedOut(why) = &record.status {

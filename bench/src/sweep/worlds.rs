@@ -3,8 +3,11 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
-use rig::link::{Profile, World};
+use rig::link::{LinkOptions, Probe, Profile, World};
+use rig::outcome::RunError;
 use rig::record::{Cell, DEFAULT, LOOPBACK, Status};
+use rig::signal::Interrupted;
+use rig::training::status;
 
 /// Most networks that exist at a time: each is some namespaces, and maybe a process.
 const MOST: usize = 8;
@@ -12,46 +15,56 @@ const MOST: usize = 8;
 /// What makes a network another one: its profile, its ends, and its congestion control.
 type Key = (String, usize, String);
 
-#[derive(Default)]
 pub(super) struct Worlds {
-    worlds: HashMap<Key, World>,
+    /// Whether each is measured when it is made.
+    probe: bool,
+    worlds: HashMap<Key, (World, Option<Probe>)>,
 }
 
 impl Worlds {
-    /// The network that a cell goes over. One whose emulator has died is made anew.
+    pub(super) fn new(probe: bool) -> Self {
+        Worlds { probe, worlds: HashMap::new() }
+    }
+
+    /// The network that a cell goes over, with what was measured of it. One whose emulator has died is made anew. Where there is none, the
+    /// status says why: `NotAvailable` where this machine cannot have it, `Failed` where something went wrong this time.
     ///
     /// # Errors
-    /// Why there is none: `NotAvailable` where this machine cannot have it, `Failed` where something went wrong this time.
-    pub(super) fn of(&mut self, cell: &Cell) -> Result<&World, Status> {
+    /// The user has had enough.
+    pub(super) fn of(&mut self, cell: &Cell) -> Result<Result<(&World, Option<Probe>), Status>, Interrupted> {
         let key = key(cell);
-        if self.worlds.get(&key).is_some_and(|world| !world.is_alive()) {
+        if self.worlds.get(&key).is_some_and(|(world, _)| !world.is_alive()) {
             self.worlds.remove(&key);
         }
         if self.worlds.len() >= MOST && !self.worlds.contains_key(&key) {
             // Whose turn is over, as cells of a link follow one another.
             self.worlds.clear();
         }
-        match self.worlds.entry(key) {
-            Entry::Occupied(old) => Ok(old.into_mut()),
-            Entry::Vacant(new) => {
-                let world = make(new.key()).map_err(|why| match World::unavailable() {
-                    Some(_) => Status::NotAvailable(why),
-                    None => Status::Failed(why),
-                })?;
-                Ok(new.insert(world))
-            }
-        }
+        let (world, probe) = match self.worlds.entry(key) {
+            Entry::Occupied(old) => old.into_mut(),
+            Entry::Vacant(new) => match make(new.key(), self.probe) {
+                Ok(made) => new.insert(made),
+                Err(RunError::Failed(why)) if World::unavailable().is_some() => {
+                    return Ok(Err(Status::NotAvailable(why)));
+                }
+                Err(error) => return Ok(Err(status(error)?)),
+            },
+        };
+        Ok(Ok((world, *probe)))
     }
 }
 
 fn key(cell: &Cell) -> Key {
-    let ends = if cell.link == LOOPBACK { 0 } else { cell.ranks.div_ceil(cell.ranks_per_end()) };
+    let ends = if cell.link == LOOPBACK { 0 } else { cell.ends() };
     (cell.link.clone(), ends, cell.congestion.clone())
 }
 
-fn make((link, ends, congestion): &Key) -> Result<World, String> {
-    let congestion = (congestion != DEFAULT).then_some(congestion.as_str());
-    World::new(&Profile::find(link)?, *ends, congestion)
+fn make((link, ends, congestion): &Key, probe: bool) -> Result<(World, Option<Probe>), RunError> {
+    let own = if LinkOptions::is_one(link) { link.parse::<LinkOptions>()?.congestion } else { None };
+    let congestion = own.or_else(|| (congestion != DEFAULT).then(|| congestion.clone()));
+    let world = World::new(&Profile::find(link)?, *ends, congestion.as_deref())?;
+    let probe = if probe { Probe::of(&world)? } else { None };
+    Ok((world, probe))
 }
 
 /// Whether a cell's ranks are to live in namespaces.

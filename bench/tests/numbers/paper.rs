@@ -28,21 +28,39 @@ fn said(output: &Output) -> String {
     format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
-/// What must hold for every row that ran.
-fn assert_sound(row: &Value, steps: u64) {
+/// What must hold for every row that ran, and for the record of its run.
+fn assert_sound(row: &Value, record: &Value, steps: u64) {
     let name = &row["name"];
     assert_eq!(row["status"], "ok", "{name}");
     assert_eq!(row["problems"].as_array().unwrap().len(), 0, "{name}");
-    let summary = &row["summary"];
-    assert_eq!(summary["losses"].as_array().unwrap().len() as u64, steps, "{name}");
-    let skipped = summary["skipped_steps"].as_u64().unwrap();
-    for rank in summary["ranks"].as_array().unwrap() {
-        assert_eq!(rank["operations"], rank["expected"]["operations"], "{name}");
-        assert_eq!(rank["bytes_counted"].as_u64().unwrap_or(0), rank["bytes_expected"].as_u64().unwrap(), "{name}");
-        assert_eq!(rank["optimizer_steps"], serde_json::json!([steps - skipped, steps - skipped]), "{name}");
-        assert!(rank["memory"]["total"]["peak"].as_u64().unwrap() > 0, "{name}");
-        assert!(rank["cpu_utilization"].as_f64().is_some(), "{name}");
+    let measured = &record["measured"];
+    assert_eq!(measured["losses"].as_array().unwrap().len() as u64, steps, "{name}");
+    let skipped = measured["trained"]["skipped_steps"].as_u64().unwrap();
+    for rank in measured["ranks"].as_array().unwrap() {
+        let trained = &rank["trained"];
+        assert_eq!(trained["operations"], trained["operations_expected"], "{name}");
+        assert_eq!(rank["payload_bytes"].as_u64().unwrap_or(0), rank["payload_expected"].as_u64().unwrap(), "{name}");
+        assert_eq!(trained["optimizer_steps"], serde_json::json!([steps - skipped, steps - skipped]), "{name}");
+        assert!(trained["memory"]["total"]["peak"].as_u64().unwrap() > 0, "{name}");
+        assert!(trained["cpu_utilization"].as_f64().is_some(), "{name}");
     }
+}
+
+/// The record of each row's run, in the order of the rows.
+fn records_of(rows: &[Value], out: &Path) -> Vec<Value> {
+    let all = self::rows(&out.join("results.jsonl"));
+    assert_eq!(all.len(), rows.len());
+    let of = |row: &Value| {
+        let config = &row["config"];
+        let is = |record: &&Value| {
+            let cell = &record["cell"];
+            let dedicated = cell["dedicated_server"].as_bool().unwrap_or(false);
+            (&cell["strategy"], &cell["precision"]) == (&config["strategy"], &config["precision"])
+                && config["options"]["dedicated_server"] == dedicated
+        };
+        all.iter().find(is).unwrap().clone()
+    };
+    rows.iter().map(of).collect()
 }
 
 fn assert_pictures(out: &Path, names: &[&str], words: &[&str]) {
@@ -84,17 +102,18 @@ fn bai_runs_every_strategy_under_equal_conditions() {
     let text = said(&output);
     assert!(output.status.success(), "{text}");
     let out = folder.path().join("out");
-    let rows = rows(&out.join("results.jsonl"));
+    let rows = rows(&out.join("rows.jsonl"));
+    let records = records_of(&rows, &out);
     let names: Vec<&str> = rows.iter().map(|row| row["name"].as_str().unwrap()).collect();
     let expected =
         ["single", "ps", "ps, dedicated", "sharded-ps", "ddp", "ring", "sharded-ps, f16", "ddp, f16", "ring, f16"];
     assert_eq!(names, expected);
-    for row in &rows {
-        assert_sound(row, 6);
+    for (row, record) in rows.iter().zip(&records) {
+        assert_sound(row, record, 6);
     }
     // Two ranks compute; a server that does not is a third.
     assert_eq!(rows[2]["ranks"], 3);
-    assert_eq!(rows[2]["summary"]["ranks"][0]["computes"], false);
+    assert_eq!(records[2]["measured"]["ranks"][0]["trained"]["computes"], false);
     assert_eq!(rows[1]["parameter_servers"], 1);
     assert_eq!(rows[3]["parameter_servers"], 2);
     // In f32 all learn the same from the same data.
@@ -148,13 +167,14 @@ fn patwardhan_counts_epochs() {
     let text = said(&output);
     assert!(output.status.success(), "{text}");
     let out = folder.path().join("out");
-    let measured = rows(&out.join("results.jsonl"));
+    let measured = rows(&out.join("rows.jsonl"));
+    let records = records_of(&measured, &out);
     let names: Vec<&str> = measured.iter().map(|row| row["name"].as_str().unwrap()).collect();
     assert_eq!(names, ["single", "ddp", "fsdp"]);
-    for row in &measured {
-        assert_sound(row, 24);
+    for (row, record) in measured.iter().zip(&records) {
+        assert_sound(row, record, 24);
         assert_eq!(row["transport"], if row["name"] == "single" { "none" } else { "shm" });
-        assert_eq!(row["summary"]["validations"].as_array().unwrap().len(), 2);
+        assert_eq!(record["measured"]["trained"]["validations"].as_array().unwrap().len(), 2);
     }
     let epochs = rows(&out.join("epochs.jsonl"));
     assert_eq!(epochs.len(), 3 * 2);
@@ -165,8 +185,9 @@ fn patwardhan_counts_epochs() {
         }
     }
     // Each rank keeps the parameters' masters and moments of half the model.
-    let optimizer = |row: &Value| row["summary"]["ranks"][0]["memory"]["optimizer"]["peak"].as_u64().unwrap();
-    assert!(optimizer(&measured[2]) < optimizer(&measured[1]), "fsdp keeps as much as ddp");
+    let optimizer =
+        |record: &Value| record["measured"]["ranks"][0]["trained"]["memory"]["optimizer"]["peak"].as_u64().unwrap();
+    assert!(optimizer(&records[2]) < optimizer(&records[1]), "fsdp keeps as much as ddp");
     for part in ["epoch by epoch", "mean norm", "val. loss", "every assertion held"] {
         assert!(text.contains(part), "{part} is missing: {text}");
     }

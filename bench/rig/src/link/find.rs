@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use super::options::LinkOptions;
 use super::profile::Profile;
 use super::profile_file;
 use crate::folder::read_small;
@@ -22,7 +23,8 @@ const BUILT_IN: [(&str, &str); 11] = [
 ];
 
 impl Profile {
-    /// The profile of this name, or in the file at this path: what holds a slash or ends with `.toml` is a path.
+    /// The profile of this name, or in the file at this path: what holds a slash or ends with `.toml` is a path. A rate with an MTU is the
+    /// name of a link of its own: see [`LinkOptions`].
     ///
     /// # Errors
     /// What is wrong with it, with file and key, for the user.
@@ -32,6 +34,9 @@ impl Profile {
             let text = read_small(path).map_err(|why| format!("the profile {why}"))?;
             let stem = path.file_stem().map_or(name.into(), |stem| stem.to_string_lossy());
             return profile_file::parse(&stem, name, &text);
+        }
+        if LinkOptions::is_one(name) {
+            return Ok(name.parse::<LinkOptions>()?.profile());
         }
         let text = BUILT_IN.iter().find_map(|(known, text)| (*known == name).then_some(text)).ok_or_else(|| {
             let names = Profile::names().collect::<Vec<_>>().join(", ");

@@ -1,11 +1,13 @@
 //! A link of two equal ends, as command lines ask for it.
 
 use std::collections::BTreeMap;
+use std::fmt;
+use std::str::FromStr;
 
 use super::MTU;
 use super::emulator::PipeSpec;
 use super::profile::{Carrier, Pipes, Profile, usual_queue};
-use super::rate::Rate;
+use super::rate::{Rate, RateLimit};
 
 /// What a link is like.
 #[derive(Clone, Debug, PartialEq)]
@@ -33,6 +35,11 @@ impl LinkOptions {
         Ok(())
     }
 
+    /// Whether a link's name is that of such a link: see [`Display`](fmt::Display).
+    pub fn is_one(name: &str) -> bool {
+        name.contains(MTU_IS)
+    }
+
     /// Ends that are held to the rate where they send.
     pub(super) fn profile(&self) -> Profile {
         let up = PipeSpec {
@@ -52,12 +59,55 @@ impl LinkOptions {
     }
 }
 
+const MTU_IS: &str = ",mtu=";
+const CONGESTION_IS: &str = ",congestion=";
+
+/// The link's name, by which [`Profile::find`] finds it: `1gbit,mtu=1500`, or `none,mtu=9000,congestion=bbr`.
+impl fmt::Display for LinkOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.rate {
+            Some(rate) => write!(f, "{rate}{MTU_IS}{}", self.mtu)?,
+            None => write!(f, "none{MTU_IS}{}", self.mtu)?,
+        }
+        self.congestion.as_ref().map_or(Ok(()), |name| write!(f, "{CONGESTION_IS}{name}"))
+    }
+}
+
+impl FromStr for LinkOptions {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let (link, congestion) = match name.split_once(CONGESTION_IS) {
+            Some((link, congestion)) => (link, Some(congestion.to_string())),
+            None => (name, None),
+        };
+        let (rate, mtu) = link.split_once(MTU_IS).ok_or_else(|| format!("`{name}` is no rate with an MTU"))?;
+        let RateLimit(rate) = rate.parse()?;
+        let mtu = mtu.parse().map_err(|_| format!("`{name}`: `{mtu}` is no size of a packet"))?;
+        let options = LinkOptions { rate, mtu, congestion };
+        options.check()?;
+        Ok(options)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn options() -> LinkOptions {
         LinkOptions { rate: Some("1gbit".parse().unwrap()), mtu: 1500, congestion: None }
+    }
+
+    #[test]
+    fn a_link_is_found_by_its_name() {
+        let bbr = LinkOptions { rate: None, mtu: 9000, congestion: Some("bbr".into()) };
+        for (options, name) in [(options(), "1gbit,mtu=1500"), (bbr, "none,mtu=9000,congestion=bbr")] {
+            assert_eq!((options.to_string().as_str(), name.parse().as_ref()), (name, Ok(&options)));
+            assert_eq!(Profile::find(name).unwrap().usual, options.profile().usual);
+        }
+        for wrong in ["1gbit", "fast,mtu=1500", "1gbit,mtu=big", "1gbit,mtu=100"] {
+            assert!(wrong.parse::<LinkOptions>().is_err(), "{wrong}");
+        }
     }
 
     #[test]

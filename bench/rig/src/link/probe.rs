@@ -22,7 +22,7 @@ pub struct ProbeArgs {
 }
 
 /// What was measured.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Probe {
     /// What one TCP connection delivers in one direction.
     pub mbit_per_s: f64,

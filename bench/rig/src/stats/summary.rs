@@ -172,28 +172,7 @@ pub mod made_up {
     use crate::record::{Cell, Measured, Rank, Record, SCHEMA, Status, Steps};
 
     pub fn cell(strategy: &str) -> Cell {
-        Cell {
-            strategy: strategy.into(),
-            transport: "tcp".into(),
-            link: "loopback".into(),
-            ranks: 2,
-            precision: "f32".into(),
-            wire: "f32".into(),
-            bucket_bytes: 1 << 20,
-            overlap: true,
-            lanes: 1,
-            congestion: "default".into(),
-            quic_mtu: None,
-            seed: 1,
-            preset: "tiny".into(),
-            batch: 4,
-            accumulation: 1,
-            recompute: false,
-            steps: 8,
-            threads: 1,
-            planted: None,
-            variant: String::new(),
-        }
+        Cell { strategy: strategy.into(), lanes: 1, seed: 1, batch: 4, steps: 8, ..Cell::default() }
     }
 
     /// A run whose slower rank, the second, takes `step_ms`.

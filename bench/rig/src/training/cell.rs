@@ -3,13 +3,14 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use gpt2::config::{ConfigError, Preset};
-use gpt2::optim::LearningRate;
+use gpt2::config::{ConfigError, ModelConfig, Preset};
+use gpt2::optim::{LearningRate, LossScaling};
 use gpt2::strategy::{StrategyKind, StrategyOptions};
-use gpt2::trainer::{Summary, TrainConfig};
+use gpt2::trainer::{RankReport, Summary, TrainConfig};
 use isocomm::{Rung, TransportKind, TransportOptions};
 
 use super::job::Training;
+use super::schedule::schedule;
 use super::skew;
 use super::task::RankOutput;
 use super::text::TextSource;
@@ -20,7 +21,7 @@ use crate::formula::off_the_formula;
 use crate::link::World;
 use crate::machine::{self, Watch};
 use crate::outcome::RunError;
-use crate::record::{Cell, DEFAULT, Link, Measured, Record, SCHEMA, Status};
+use crate::record::{Cell, DEFAULT, Link, Measured, Rank, Record, SCHEMA, Status, Trained, TrainedRank};
 use crate::signal::{Interrupted, Signals};
 
 /// Everything about a run that its cell does not say.
@@ -29,6 +30,8 @@ pub struct CellRun<'a> {
     pub round: u32,
     pub position: u64,
     pub timeout: Duration,
+    /// Whether each rank keeps what every step did, which takes memory. Without it the record has what the trainer itself says.
+    pub watched: bool,
     pub text: &'a TextSource,
     pub environment: &'a Environment,
     /// Where runs have their own folders while they last.
@@ -38,41 +41,59 @@ pub struct CellRun<'a> {
     pub trace: Option<PathBuf>,
 }
 
-/// How a run's processes ended.
-enum Ended {
-    Well(Vec<RankOutput>),
-    Badly(Status),
+/// What a run's processes came to, with doubts about it, or how they ended instead.
+pub type Ended = Result<(Measured, Vec<Flag>), Status>;
+
+/// How a run ended that this error ended.
+///
+/// # Errors
+/// [`Interrupted`] when a signal came.
+pub fn status(error: RunError) -> Result<Status, Interrupted> {
+    match error {
+        RunError::Failed(why) => Ok(Status::Failed(why)),
+        RunError::TimedOut(why) => Ok(Status::TimedOut(why)),
+        RunError::Interrupted(interrupted) => Err(interrupted),
+    }
 }
 
 impl CellRun<'_> {
-    /// Runs the cell over `world`. A run that fails is a record that says why.
+    /// Trains as the cell says, over `world`. A run that fails is a record that says why.
     ///
     /// # Errors
     /// [`Interrupted`] when the user interrupts it.
     pub fn run(&self, cell: &Cell, world: Result<&World, Status>) -> Result<Record, Interrupted> {
+        self.run_by(cell, world, |world| self.train(cell, world))
+    }
+
+    /// The record of what `train` does over `world`.
+    ///
+    /// # Errors
+    /// As [`run`](CellRun::run).
+    pub fn run_by(
+        &self,
+        cell: &Cell,
+        world: Result<&World, Status>,
+        train: impl FnOnce(&World) -> Result<Ended, Interrupted>,
+    ) -> Result<Record, Interrupted> {
         let started_unix_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
         let began = Instant::now();
         let player = world.as_ref().ok().and_then(|world| world.process());
         let watch = Watch::start(player.into_iter().collect());
         let ended = match &world {
-            Ok(world) => self.processes(cell, world)?,
-            Err(status) => Ended::Badly(status.clone()),
+            Ok(world) => train(world)?,
+            Err(status) => Err(status.clone()),
         };
         let wall_s = began.elapsed().as_secs_f64();
         let mut flags = watch.finish();
-        flags.extend(machine::shared_cores(cell.ranks, cell.threads).filter(|_| matches!(ended, Ended::Well(_))));
-        let (status, measured) = match ended {
-            Ended::Badly(status) => (status, None),
-            Ended::Well(outputs) => match self.measured(cell, outputs, &mut flags) {
-                Ok(measured) => {
-                    let link = world.map_or_else(|_| Ok(Link::default()), |world| link(world, &mut flags));
-                    match link {
-                        Ok(link) => (Status::Ok, Some(Measured { link, ..measured })),
-                        Err(why) => (Status::Failed(why), None),
-                    }
-                }
-                Err(why) => (Status::Failed(why), None),
-            },
+        flags.extend(machine::shared_cores(cell.ranks, cell.threads).filter(|_| ended.is_ok()));
+        let outcome = ended.and_then(|(measured, doubts)| {
+            flags.extend(doubts);
+            let link = world.map_or_else(|_| Ok(Link::default()), |world| link(world, &mut flags));
+            Ok(Measured { link: link.map_err(Status::Failed)?, ..measured })
+        });
+        let (status, measured) = match outcome {
+            Ok(measured) => (Status::Ok, Some(measured)),
+            Err(status) => (status, None),
         };
         Ok(Record {
             schema: SCHEMA,
@@ -89,10 +110,12 @@ impl CellRun<'_> {
         })
     }
 
-    fn processes(&self, cell: &Cell, world: &World) -> Result<Ended, Interrupted> {
-        let failed = |why: String| Ok(Ended::Badly(Status::Failed(why)));
+    fn train(&self, cell: &Cell, world: &World) -> Result<Ended, Interrupted> {
+        let failed = |why: String| Ok(Err(Status::Failed(why)));
+        // Who is alone has nobody to talk to.
         let rung: Option<Rung> = match cell.strategy.as_str() {
             "single" => None,
+            _ if cell.ranks == 1 => None,
             _ => match cell.transport.parse() {
                 Ok(rung) => Some(rung),
                 Err(why) => return failed(why),
@@ -101,7 +124,7 @@ impl CellRun<'_> {
         let no_nodes = rung.is_some_and(Rung::is_timing_only) && cell.strategy == "hierarchical";
         let no_nodes = no_nodes.then(|| format!("{} does not support nodes", cell.transport));
         if let Some(why) = rung.and_then(Rung::missing).or(no_nodes) {
-            return Ok(Ended::Badly(Status::NotAvailable(why)));
+            return Ok(Err(Status::NotAvailable(why)));
         }
         let training = match self.training(cell, rung) {
             Ok(training) => training,
@@ -109,10 +132,8 @@ impl CellRun<'_> {
         };
         self.signals.check()?;
         match training.run(world) {
-            Ok(outputs) => Ok(Ended::Well(outputs)),
-            Err(RunError::TimedOut(why)) => Ok(Ended::Badly(Status::TimedOut(why))),
-            Err(RunError::Failed(why)) => failed(why),
-            Err(RunError::Interrupted(interrupted)) => Err(interrupted),
+            Ok(outputs) => Ok(self.measured(cell, outputs).map_err(Status::Failed)),
+            Err(error) => Ok(Err(status(error)?)),
         }
     }
 
@@ -126,18 +147,19 @@ impl CellRun<'_> {
             ..TransportOptions::default()
         };
         let node_transport = match cell.strategy.parse()? {
+            _ if cell.one_transport => None,
             StrategyKind::Hierarchical if rung.is_some_and(Rung::is_threads) => Some(TransportKind::LOCAL),
             StrategyKind::Hierarchical => Some(TransportKind::SHM),
             _ => None,
         };
-        let training = Training::new(config(cell, self.text)?, None, cell.ranks, cell.threads, self.timeout);
+        let training = Training::new(config(cell, self.text.vocabulary)?, None, cell.ranks, cell.threads, self.timeout);
         Ok(Training {
             rung,
             options,
             node_transport,
             source: self.text.source.clone(),
             tokenizer: self.text.tokenizer,
-            watched: true,
+            watched: self.watched,
             planted: cell.planted.clone(),
             within: Some(self.out.to_owned()),
             ..training
@@ -145,18 +167,18 @@ impl CellRun<'_> {
     }
 
     /// What the ranks' figures say together. A trace is written on the way.
-    fn measured(&self, cell: &Cell, outputs: Vec<RankOutput>, flags: &mut Vec<Flag>) -> Result<Measured, String> {
-        let mut summary = None;
+    fn measured(&self, cell: &Cell, outputs: Vec<RankOutput>) -> Result<(Measured, Vec<Flag>), String> {
+        let mut summaries = Vec::new();
         let mut networks = Vec::new();
         let mut steps = Vec::new();
         for process in outputs {
             networks.push(process.network);
             steps.extend(process.steps);
-            summary = summary.or(process.summary);
+            summaries.extend(process.summary);
         }
-        let summary = summary.ok_or("rank 0 has left no summary")?;
-        let mut ranks = skew::ranks(&steps);
-        for (rank, report) in ranks.iter_mut().zip(&summary.ranks) {
+        let reports: Vec<&RankReport> = summaries.iter().flat_map(|summary| &summary.ranks).collect();
+        let mut ranks = if self.watched { skew::ranks(&steps) } else { unwatched(&reports) };
+        for (rank, report) in ranks.iter_mut().zip(&reports) {
             rank.payload_bytes = report.bytes_counted;
             rank.payload_expected = report.bytes_expected;
             rank.messages = report.messages;
@@ -170,24 +192,58 @@ impl CellRun<'_> {
         }
         // Nothing arrives over `null`, and nothing is counted.
         let timing_only = cell.transport.parse().is_ok_and(Rung::is_timing_only);
-        let off = summary.ranks.iter().find_map(off_the_formula);
-        if let Some(what) = off.filter(|_| !timing_only) {
-            flags.push(Flag { kind: FlagKind::OffTheFormula, what });
-        }
+        let off = reports.iter().find_map(|report| off_the_formula(report)).filter(|_| !timing_only);
+        let flags = off.map(|what| Flag { kind: FlagKind::OffTheFormula, what }).into_iter().collect();
         if let Some(path) = &self.trace
             && let Err(why) = write_trace(path, cell, &steps)
         {
             // The figures are what counts.
             eprintln!("warning: no trace of a run: {why}");
         }
-        Ok(measured(cell, self.text, ranks, summary))
+        let trained = (!self.watched).then(|| trained(&summaries));
+        let summary = summaries.into_iter().next().ok_or("rank 0 has left no summary")?;
+        Ok((Measured { trained, ..measured(cell, self.text, ranks, summary) }, flags))
+    }
+}
+
+/// Ranks with what the trainer says of them.
+fn unwatched(reports: &[&RankReport]) -> Vec<Rank> {
+    let one = |(rank, report): (usize, &&RankReport)| Rank {
+        rank,
+        trained: Some(TrainedRank {
+            computes: report.computes,
+            operations: report.operations,
+            operations_expected: report.expected.operations,
+            optimizer_steps: report.optimizer_steps,
+            parts: report.parts,
+            cpu_utilization: Some(report.cpu_utilization).filter(|share| share.is_finite()),
+            gpu_utilization: report.gpu_utilization,
+            memory: report.memory,
+        }),
+        ..Rank::default()
+    };
+    reports.iter().enumerate().map(one).collect()
+}
+
+/// What the trainer says of a job, or of ranks that each trained by themselves.
+fn trained(summaries: &[Summary]) -> Trained {
+    let finite = |value: f64| Some(value).filter(|value| value.is_finite());
+    let first = summaries.first();
+    Trained {
+        step_ms: finite(summaries.iter().map(|summary| summary.step_ms).fold(0.0, f64::max)),
+        tokens_per_s: finite(summaries.iter().map(|summary| summary.tokens_per_s).sum()),
+        epochs: first.map_or(Vec::new(), |summary| summary.epochs.clone()),
+        validations: first.map_or(Vec::new(), |summary| {
+            summary.validations.iter().map(|(step, loss)| (*step, finite(*loss))).collect()
+        }),
+        skipped_steps: summaries.iter().map(|summary| summary.skipped_steps).max().unwrap_or(0),
     }
 }
 
 /// What the link did, with a doubt where it was not itself.
 fn link(world: &World, flags: &mut Vec<Flag>) -> Result<Link, String> {
     flags.extend(world.bottleneck()?.map(|what| Flag { kind: FlagKind::EmulatorBehind, what }));
-    Ok(Link { description: world.describe(), emulator: world.pipes()? })
+    Ok(Link { description: world.describe(), emulator: world.pipes()?, probe: None })
 }
 
 /// The last steps of a run, which are as steady as any.
@@ -201,8 +257,8 @@ fn write_trace(path: &Path, cell: &Cell, steps: &[Vec<skew::Step>]) -> Result<()
     std::fs::write(path, bytes).map_err(|error| format!("{}: {error}", path.display()))
 }
 
-fn measured(cell: &Cell, text: &TextSource, ranks: Vec<crate::record::Rank>, summary: Summary) -> Measured {
-    let model = cell.preset.parse::<Preset>().map(|preset| preset.config(text.vocabulary)).ok();
+fn measured(cell: &Cell, text: &TextSource, ranks: Vec<Rank>, summary: Summary) -> Measured {
+    let model = model(cell, text.vocabulary).ok();
     Measured {
         tokens_per_step: model.as_ref().map_or(0, |model| (cell.batch * model.block_size) as u64),
         parameters: model.map_or(0, |model| model.parameter_count() as u64),
@@ -212,7 +268,7 @@ fn measured(cell: &Cell, text: &TextSource, ranks: Vec<crate::record::Rank>, sum
         weights_hash: summary.weights_hash,
         ranks,
         transport_facts: summary.transport,
-        link: Link::default(),
+        ..Measured::default()
     }
 }
 
@@ -220,27 +276,59 @@ fn finite(values: &[f64]) -> Vec<Option<f64>> {
     values.iter().map(|value| Some(*value).filter(|value| value.is_finite())).collect()
 }
 
-/// The training that a cell means.
-fn config(cell: &Cell, text: &TextSource) -> Result<TrainConfig, String> {
+/// The model of a cell, for a text with so many tokens.
+///
+/// # Errors
+/// There is no such preset, or no model of that shape.
+pub fn model(cell: &Cell, vocabulary: usize) -> Result<ModelConfig, String> {
     let preset: Preset = cell.preset.parse().map_err(|why: ConfigError| why.to_string())?;
+    let usual = preset.config(vocabulary);
+    let model = ModelConfig {
+        n_layer: cell.model.layers.unwrap_or(usual.n_layer),
+        n_head: cell.model.heads.unwrap_or(usual.n_head),
+        n_embd: cell.model.width.unwrap_or(usual.n_embd),
+        block_size: cell.model.block.unwrap_or(usual.block_size),
+        ..usual
+    };
+    model.validate().map_err(|why| why.to_string())?;
+    Ok(model)
+}
+
+/// The training that a cell means.
+///
+/// # Errors
+/// A value that means nothing.
+pub fn config(cell: &Cell, vocabulary: usize) -> Result<TrainConfig, String> {
     let defaults = StrategyOptions::default();
     let options = StrategyOptions {
         wire: cell.wire.parse()?,
         bucket_bytes: cell.bucket_bytes,
-        first_bucket_bytes: defaults.first_bucket_bytes.min(cell.bucket_bytes),
+        first_bucket_bytes: cell.first_bucket_bytes.unwrap_or(defaults.first_bucket_bytes.min(cell.bucket_bytes)),
+        fusion_bytes: cell.fusion_bytes.unwrap_or(defaults.fusion_bytes),
         overlap: cell.overlap,
-        ranks_per_node: cell.ranks_per_end(),
-        ..defaults
+        dedicated_server: cell.dedicated_server,
+        ranks_per_node: cell.ranks_per_node(),
     };
+    let usual = TrainConfig::of(model(cell, vocabulary)?, cell.strategy.parse()?);
+    let clip = cell.clip.as_ref().map(|clip| clip.parse().map_err(|_| format!("`{clip}` is no norm")));
+    let scaling = cell.loss_scaling.as_ref().map(|scaling| scaling.parse::<LossScaling>());
+    let loss_scaling = scaling.transpose()?;
     Ok(TrainConfig {
         options,
         precision: cell.precision.parse()?,
         seed: cell.seed,
         steps: cell.steps,
-        global_batch: cell.batch,
+        global_batch: if cell.alone { cell.batch / cell.ranks } else { cell.batch },
         accumulation: cell.accumulation,
         recompute: cell.recompute,
-        learning_rate: LearningRate::WarmupCosine { peak: 1e-3, floor: 1e-4, warmup: 5, total: cell.steps.max(10) },
-        ..TrainConfig::of(preset.config(text.vocabulary), cell.strategy.parse()?)
+        learning_rate: match &cell.schedule {
+            Some(text) => schedule(text)?,
+            None => LearningRate::WarmupCosine { peak: 1e-3, floor: 1e-4, warmup: 5, total: cell.steps.max(10) },
+        },
+        clip: clip.transpose()?.unwrap_or(usual.clip),
+        loss_scaling: loss_scaling.unwrap_or(usual.loss_scaling),
+        eval_every: cell.validation.map_or(0, |validation| validation.every),
+        eval_batches: cell.validation.map_or(usual.eval_batches, |validation| validation.batches),
+        ..usual
     })
 }

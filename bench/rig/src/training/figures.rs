@@ -1,12 +1,11 @@
-//! A job's figures in one line.
+//! A run's figures in one line.
 
-use gpt2::trainer::{RankReport, Summary};
 use serde::Serialize;
 
-use super::task::RankOutput;
-use crate::formula::off_the_formula;
+use crate::flag::FlagKind;
+use crate::record::{Measured, Record, Status};
 
-/// The figures of a job: medians over its steps but the first two.
+/// The figures of a run that nobody watched: medians over its steps but the first two.
 #[derive(Clone, Debug, Serialize)]
 pub struct Figures {
     /// Of the slowest rank, where each has its own.
@@ -32,33 +31,54 @@ pub struct Figures {
 }
 
 impl Figures {
-    /// Of a job's ranks, which trained together or each alone.
+    /// Of a run's record.
     ///
     /// # Errors
-    /// Something was sent that the strategy's formula does not know.
-    pub fn of(outputs: &[RankOutput]) -> Result<Self, String> {
-        let summaries: Vec<&Summary> = outputs.iter().filter_map(|output| output.summary.as_ref()).collect();
-        let first = summaries.first().ok_or("no rank has left a summary")?;
-        let ranks: Vec<&RankReport> = summaries.iter().flat_map(|summary| &summary.ranks).collect();
-        if let Some(off) = ranks.iter().find_map(|rank| off_the_formula(rank)) {
-            return Err(off);
-        }
-        let most = |of: fn(&RankReport) -> f64| ranks.iter().map(|rank| of(rank)).fold(0.0, f64::max);
-        let waiting =
-            ranks.iter().max_by(|a, b| a.parts.exposed.total_cmp(&b.parts.exposed)).ok_or("no rank has reported")?;
+    /// It has none: how it ended instead, or what it sent that the strategy's formula does not know.
+    pub fn of(record: &Record) -> Result<Self, String> {
+        let measured = sound(record)?;
+        let parts = || measured.ranks.iter().filter_map(|rank| Some(rank.trained.as_ref()?.parts));
+        let waiting = parts().max_by(|a, b| a.exposed.total_cmp(&b.exposed)).unwrap_or_default();
+        let trained = measured.trained.clone().unwrap_or_default();
+        let known = || measured.losses.iter().copied().flatten();
         Ok(Figures {
-            step_ms: summaries.iter().map(|summary| summary.step_ms).fold(0.0, f64::max),
-            tokens_per_s: summaries.iter().map(|summary| summary.tokens_per_s).sum(),
-            exposed_ms: waiting.parts.exposed,
-            scalars_ms: most(|rank| rank.parts.scalars),
-            communication_ms: waiting.parts.communication,
-            hidden_ms: waiting.parts.hidden,
-            compute_ms: most(|rank| rank.parts.compute),
-            payload_bytes: ranks.iter().filter_map(|rank| rank.bytes_counted).max(),
-            first_loss: first.losses.first().copied().unwrap_or(f64::NAN),
-            final_loss: first.final_loss,
-            weights_hash: first.weights_hash.clone(),
-            transport_facts: first.transport.clone(),
+            step_ms: trained.step_ms.unwrap_or(f64::NAN),
+            tokens_per_s: trained.tokens_per_s.unwrap_or(f64::NAN),
+            exposed_ms: waiting.exposed,
+            scalars_ms: parts().map(|parts| parts.scalars).fold(0.0, f64::max),
+            communication_ms: waiting.communication,
+            hidden_ms: waiting.hidden,
+            compute_ms: parts().map(|parts| parts.compute).fold(0.0, f64::max),
+            payload_bytes: measured.ranks.iter().filter_map(|rank| rank.payload_bytes).max(),
+            first_loss: measured.losses.first().copied().flatten().unwrap_or(f64::NAN),
+            final_loss: known().last().unwrap_or(f64::NAN),
+            weights_hash: measured.weights_hash.clone(),
+            transport_facts: measured.transport_facts.clone(),
         })
+    }
+}
+
+/// What was measured in a run that ended well and sent what its strategy's formula says.
+///
+/// # Errors
+/// How it ended instead, as tables say it.
+pub fn sound(record: &Record) -> Result<&Measured, String> {
+    let off = record.flags.iter().find(|flag| flag.kind == FlagKind::OffTheFormula);
+    match (&record.status, off) {
+        (Status::NotAvailable(why), _) => Err(format!("not available: {why}")),
+        (Status::Ok, Some(off)) => Err(format!("failed: {}", off.what)),
+        _ => outcome(record).map_err(|why| format!("failed: {why}")),
+    }
+}
+
+/// What was measured in a run that ended well.
+///
+/// # Errors
+/// Why it did not.
+pub fn outcome(record: &Record) -> Result<&Measured, String> {
+    match (&record.status, &record.measured) {
+        (Status::Ok, Some(measured)) => Ok(measured),
+        (Status::Ok, None) => Err("it left no figures".into()),
+        (Status::Failed(why) | Status::TimedOut(why) | Status::NotAvailable(why), _) => Err(why.clone()),
     }
 }

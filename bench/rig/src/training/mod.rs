@@ -5,13 +5,15 @@
 mod cell;
 mod figures;
 mod job;
+mod schedule;
 mod skew;
 mod task;
 mod text;
 mod trace;
 
-pub use cell::CellRun;
-pub use figures::Figures;
+pub use cell::{CellRun, Ended, config, model, status};
+pub use figures::{Figures, outcome, sound};
 pub use job::{FOLDER, Training};
+pub use schedule::schedule;
 pub use task::{RankOutput, Task};
 pub use text::TextSource;

@@ -7,6 +7,7 @@ use std::time::Duration;
 use isocomm::TransportKind;
 use rig::BenchError;
 use rig::check::between;
+use rig::transports;
 
 use super::cell::Cell;
 use crate::ranks::fault::Fault;
@@ -31,7 +32,7 @@ pub struct ChaosArgs {
     #[arg(long, value_delimiter = ',')]
     collectives: Option<Vec<Collective>>,
     /// Transports, separated by commas.
-    #[arg(long, value_delimiter = ',', default_value = "shm,tcp-raw,tcp,quic")]
+    #[arg(long, value_delimiter = ',', default_values_t = transports::between_processes())]
     transports: Vec<TransportKind>,
     /// Moments, separated by commas: connect (the transport), before the first operation, during operations, last (after the last
     /// one). [default: all]

@@ -11,6 +11,7 @@ use rig::check::between;
 use rig::folder;
 use rig::rank::load_text;
 use rig::signal::Signals;
+use rig::transports;
 
 /// Trains while strangers attack every port of the job, and checks that the weights come out the same.
 ///
@@ -20,7 +21,7 @@ use rig::signal::Signals;
 #[derive(Clone, Debug, clap::Args)]
 pub struct HostileArgs {
     /// Transports, separated by commas: shm (whose only port is the control plane's), tcp-raw, tcp, quic.
-    #[arg(long, value_delimiter = ',', default_value = "shm,tcp-raw,tcp,quic")]
+    #[arg(long, value_delimiter = ',', default_values_t = transports::between_processes())]
     transports: Vec<TransportKind>,
     /// Strangers and datagrams on open ports, over all transports, at least. [default: 16000; 1000 with --quick]
     #[arg(long)]

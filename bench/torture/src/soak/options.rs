@@ -6,6 +6,7 @@ use std::time::Duration;
 use isocomm::TransportKind;
 use rig::BenchError;
 use rig::check::between;
+use rig::transports;
 
 use crate::ranks::fault::Fault;
 use crate::ranks::judge::Times;
@@ -24,7 +25,7 @@ pub struct SoakArgs {
     #[arg(long = "for", default_value = "5m", value_parser = parse_time)]
     length: Duration,
     /// Transports, one after the other from epoch to epoch, separated by commas.
-    #[arg(long, value_delimiter = ',', default_value = "shm,tcp-raw,tcp,quic")]
+    #[arg(long, value_delimiter = ',', default_values_t = transports::between_processes())]
     transports: Vec<TransportKind>,
     /// Ranks of the job.
     #[arg(long, default_value_t = 3)]
