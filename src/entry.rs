@@ -5,7 +5,7 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use comm_core::{Communicator, Control, Mesh, MeshOptions, Result, Transport};
-use comm_core::{Counted, Counters};
+use comm_core::{Counters, CountingTransport};
 
 use crate::options::{Setting, TransportOptions};
 
@@ -259,7 +259,7 @@ impl Connected {
             .with_checked(options.checked)
             .with_check_finite(options.check_finite);
         let (comm, counters): (Arc<dyn Communicator>, _) = if options.counted {
-            let (transport, counters) = Counted::new(transport);
+            let (transport, counters) = CountingTransport::new(transport);
             (Arc::new(Mesh::new(transport, control.clone(), mesh)?), Some(counters))
         } else {
             (Arc::new(Mesh::new(transport, control.clone(), mesh)?), None)

@@ -7,7 +7,7 @@
 
 use std::process::ExitCode;
 
-use gpt2::memory::Counting;
+use gpt2::memory::CountingAllocator;
 use isocomm::{Entry, Medium, register};
 
 #[path = "../../comm-core/examples/own_transport.rs"]
@@ -15,7 +15,7 @@ use isocomm::{Entry, Medium, register};
 mod own_transport;
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 /// `gpt2` where the first argument is its command, else `bench`.
 pub(crate) fn main() -> ExitCode {

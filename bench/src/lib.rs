@@ -38,7 +38,7 @@ use rig::{BenchError, debug, outcome, rank};
 use args::{Args, Command};
 
 /// Runs the program. Ranks are this program again, so a program with a transport of its own calls [`isocomm::register`] first, and then this:
-/// see `bench/examples/own_transport.rs`. Memory is counted where [`Counting`](gpt2::memory::Counting) is the program's allocator.
+/// see `bench/examples/own_transport.rs`. Memory is counted where [`CountingAllocator`](gpt2::memory::CountingAllocator) is the program's allocator.
 pub fn main() -> ExitCode {
     set_thread_default(Category::Other);
     let _printed = comm_core::printer::at_end();

@@ -17,7 +17,7 @@ use gpt2::strategy::{StrategyKind, StrategyOptions};
 use isocomm::Rung;
 use rig::folder::read_small;
 use rig::link::{Carrier, MAX_ENDS, Profile};
-use rig::record::{Axis, Cell, DEFAULT, GLOO, LOOPBACK, NOBODY, Planted, Trainer, Validation};
+use rig::record::{Axis, Cell, DEFAULT, GLOO, InjectedDelay, LOOPBACK, NOBODY, Trainer, Validation};
 use rig::training::{model, schedule};
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -214,7 +214,7 @@ impl TryFrom<Written> for Mtu {
 /// A delay to be planted, or `none`.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(try_from = "WrittenDelay")]
-struct Delay(Option<Planted>);
+struct Delay(Option<InjectedDelay>);
 
 #[derive(Deserialize)]
 #[serde(untagged, expecting = "\"none\" or { ms = 5, rank = 1 }")]
@@ -238,7 +238,7 @@ impl TryFrom<WrittenDelay> for Delay {
             WrittenDelay::Text(text) if text == "none" => Ok(Delay(None)),
             WrittenDelay::Text(text) => Err(format!("`{text}` is no delay; write \"none\" or {{ ms = 5, rank = 1 }}")),
             WrittenDelay::Delay(DelayTable { ms, rank }) if ms > 0.0 && ms <= 60_000.0 => {
-                Ok(Delay(Some(Planted { microseconds: (ms * 1e3).round() as u64, rank })))
+                Ok(Delay(Some(InjectedDelay { microseconds: (ms * 1e3).round() as u64, rank })))
             }
             WrittenDelay::Delay(DelayTable { ms, .. }) => {
                 Err(format!("a planted delay of {ms} ms must lie above 0 and up to 60000"))

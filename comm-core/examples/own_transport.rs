@@ -108,14 +108,14 @@ impl Transport for Sockets {
     }
 
     fn close(&self, deadline: Deadline) -> Result<()> {
-        let farewell = |_: &mut [&mut ()]| {
+        let close_handshake = |_: &mut [&mut ()]| {
             for stream in self.streams.iter().flatten().flatten() {
                 // The peer may have closed first.
                 let _ = stream.shutdown(Shutdown::Write);
             }
             Ok(())
         };
-        self.states.close(self.rank, deadline, || self.check(), farewell)
+        self.states.close(self.rank, deadline, || self.check(), close_handshake)
     }
 }
 

@@ -38,7 +38,7 @@ impl Clock {
         let look = move || {
             loop {
                 thread::sleep(LOOK);
-                let looked = Looked::from_bits(LOOKS.load(Ordering::Acquire)).again(epoch.elapsed());
+                let looked = LastReading::from_bits(LOOKS.load(Ordering::Acquire)).again(epoch.elapsed());
                 LOOKS.store(looked.to_bits(), Ordering::Release);
             }
         };
@@ -49,7 +49,7 @@ impl Clock {
     fn running(&self) -> Duration {
         let Some(looks) = self.looks else { return self.epoch.elapsed() };
         // In this order: with a time from before a standstill and a look from after it, the standstill would be taken off twice.
-        let looked = Looked::from_bits(looks.load(Ordering::Acquire));
+        let looked = LastReading::from_bits(looks.load(Ordering::Acquire));
         let now = self.epoch.elapsed();
         now.saturating_sub(looked.lost(now))
     }
@@ -57,7 +57,7 @@ impl Clock {
 
 /// The last reading of the clock, in one number, so that it is read and written as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Looked {
+struct LastReading {
     /// When it was, since the epoch, in [`UNIT`]s.
     at: u64,
     /// How much had been lost by then, in the same.
@@ -69,9 +69,9 @@ const UNIT: u128 = 16_000_000;
 
 const LOST_BITS: u32 = 28;
 
-impl Looked {
+impl LastReading {
     fn from_bits(bits: u64) -> Self {
-        Looked { at: bits >> LOST_BITS, lost: bits & ((1 << LOST_BITS) - 1) }
+        LastReading { at: bits >> LOST_BITS, lost: bits & ((1 << LOST_BITS) - 1) }
     }
 
     fn to_bits(self) -> u64 {
@@ -80,7 +80,7 @@ impl Looked {
 
     /// The next reading.
     fn again(self, now: Duration) -> Self {
-        Looked { at: units(now), lost: units(self.lost(now)) }
+        LastReading { at: units(now), lost: units(self.lost(now)) }
     }
 
     /// How much of the time since the epoch this process has not been running.
@@ -103,8 +103,8 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    fn looked_at(times: &[f64]) -> Looked {
-        times.iter().fold(Looked::from_bits(0), |looked, time| looked.again(Duration::from_secs_f64(*time)))
+    fn looked_at(times: &[f64]) -> LastReading {
+        times.iter().fold(LastReading::from_bits(0), |looked, time| looked.again(Duration::from_secs_f64(*time)))
     }
 
     #[test]
@@ -118,14 +118,14 @@ mod tests {
         // A reader that comes before the thread finds the same.
         let early = looked_at(&[0.1, 0.2]).lost(30 * SECOND + SECOND / 5).as_secs_f64();
         assert!((early - lost).abs() < 0.05, "{early} and {lost}");
-        assert_eq!(Looked::from_bits(frozen.to_bits()), frozen);
+        assert_eq!(LastReading::from_bits(frozen.to_bits()), frozen);
     }
 
     #[test]
     fn what_does_not_fit_counts() {
         let years = looked_at(&[0.1, 1e9]);
         assert!(years.lost > 1 << LOST_BITS);
-        let kept = Looked::from_bits(years.to_bits());
+        let kept = LastReading::from_bits(years.to_bits());
         assert_eq!((kept.at, kept.lost), (years.at, (1 << LOST_BITS) - 1));
     }
 

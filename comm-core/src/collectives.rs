@@ -178,7 +178,7 @@ pub trait CommunicatorExt: Communicator {
     /// The operation's; `Mismatch` when a rank sends another number than is expected of it.
     fn all_to_all_v<T: Element>(&self, blocks: &[T], send: &[usize], receive: &[usize]) -> Result<Vec<T>> {
         let counts = Counts::all_to_all(send, receive);
-        let mut received = self.room(Op::AllToAll, Some(blocks), Some(&counts), total_of(receive)?)?;
+        let mut received = self.output_buffer(Op::AllToAll, Some(blocks), Some(&counts), total_of(receive)?)?;
         let call = BorrowedCall::new(Op::AllToAll, ViewMut::of(&mut received))
             .out_of_place(View::of(blocks))
             .with_counts(counts);
@@ -257,7 +257,7 @@ pub trait CommunicatorExt: Communicator {
     fn divide<T: Element>(&self, op: Op, input: &[T], counts: Option<&[usize]>, length: usize) -> Result<Vec<T>> {
         let input = (!matches!(op, Op::Scatter { root, .. } if root != self.rank())).then_some(input);
         let counts = counts.map(Counts::new);
-        let mut output = self.room(op, input, counts.as_ref(), length)?;
+        let mut output = self.output_buffer(op, input, counts.as_ref(), length)?;
         let mut call = BorrowedCall::new(op, ViewMut::of(&mut output));
         call.input = input.map(View::of);
         call.counts = counts;
@@ -267,7 +267,13 @@ pub trait CommunicatorExt: Communicator {
 
     /// Memory for the result of an operation whose arguments make sense.
     #[doc(hidden)]
-    fn room<T: Element>(&self, op: Op, input: Option<&[T]>, counts: Option<&Counts>, length: usize) -> Result<Vec<T>> {
+    fn output_buffer<T: Element>(
+        &self,
+        op: Op,
+        input: Option<&[T]>,
+        counts: Option<&Counts>,
+        length: usize,
+    ) -> Result<Vec<T>> {
         let elements = |count: usize| Elements { dtype: T::DTYPE, count };
         let input = input.map(|input| elements(input.len()));
         check(&op, self.rank(), self.world_size(), elements(length), input, counts)?;
@@ -325,7 +331,7 @@ fn begin_into<T: Element>(
     length: usize,
 ) -> Pending<Vec<T>> {
     let input = (!matches!(op, Op::Scatter { root, .. } if root != communicator.rank())).then_some(input);
-    let output = match communicator.room(op, input.as_deref(), None, length) {
+    let output = match communicator.output_buffer(op, input.as_deref(), None, length) {
         Ok(output) => output,
         Err(error) => return failed(error),
     };

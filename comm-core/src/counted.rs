@@ -13,12 +13,12 @@ use crate::transport::{Incoming, Outgoing, Sink, Transport};
 ///
 /// What is counted is what the algorithms asked for: headers and payloads, not what the transport adds on the wire. Counting
 /// changes nothing else: every call and every error passes through as it is.
-pub struct Counted<T> {
+pub struct CountingTransport<T> {
     inner: T,
     counters: Arc<Counters>,
 }
 
-/// The counters of one [`Counted`] transport, to be read while it runs.
+/// The counters of one [`CountingTransport`] transport, to be read while it runs.
 #[derive(Debug, Default)]
 pub struct Counters {
     traffic: Mutex<Traffic>,
@@ -61,11 +61,11 @@ pub struct Exchanges {
     pub time: Duration,
 }
 
-impl<T: Transport> Counted<T> {
+impl<T: Transport> CountingTransport<T> {
     /// Wraps `inner`; the counters start at zero.
     pub fn new(inner: T) -> (Self, Arc<Counters>) {
         let counters = Arc::new(Counters::default());
-        (Counted { inner, counters: counters.clone() }, counters)
+        (CountingTransport { inner, counters: counters.clone() }, counters)
     }
 
     /// The transport inside.
@@ -80,7 +80,7 @@ impl Counters {
         self.traffic.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn add(&self, outgoing: &[Outgoing<'_>], sinks: &[Counting<'_>], is_sent: bool, time: Duration) {
+    fn add(&self, outgoing: &[Outgoing<'_>], sinks: &[CountingSink<'_>], is_sent: bool, time: Duration) {
         let mut traffic = self.traffic.lock().unwrap_or_else(PoisonError::into_inner);
         if is_sent {
             for message in outgoing {
@@ -179,7 +179,7 @@ impl Volume {
 }
 
 #[deny(clippy::missing_trait_methods)]
-impl<T: Transport> Transport for Counted<T> {
+impl<T: Transport> Transport for CountingTransport<T> {
     fn name(&self) -> &str {
         self.inner.name()
     }
@@ -204,9 +204,14 @@ impl<T: Transport> Transport for Counted<T> {
         deadline: Deadline,
     ) -> Result<()> {
         let began = Instant::now();
-        let mut sinks: Vec<Counting<'_>> = incoming
+        let mut sinks: Vec<CountingSink<'_>> = incoming
             .iter_mut()
-            .map(|message| Counting { peer: message.peer, inner: &mut *message.sink, header: None, payload_bytes: 0 })
+            .map(|message| CountingSink {
+                peer: message.peer,
+                inner: &mut *message.sink,
+                header: None,
+                payload_bytes: 0,
+            })
             .collect();
         let mut counted: Vec<Incoming<'_>> =
             sinks.iter_mut().map(|sink| Incoming { peer: sink.peer, sink: sink as &mut dyn Sink }).collect();
@@ -233,7 +238,7 @@ impl<T: Transport> Transport for Counted<T> {
 }
 
 /// Counts what its sink is given.
-struct Counting<'a> {
+struct CountingSink<'a> {
     peer: usize,
     inner: &'a mut dyn Sink,
     header: Option<Header>,
@@ -241,7 +246,7 @@ struct Counting<'a> {
 }
 
 #[deny(clippy::missing_trait_methods)]
-impl Sink for Counting<'_> {
+impl Sink for CountingSink<'_> {
     fn begin(&mut self, header: &Header) -> Result<()> {
         self.header = Some(*header);
         self.inner.begin(header)

@@ -57,7 +57,7 @@ fn polls_tasks() -> bool {
         }
     }
     // Unless it has been released from it (`unconstrained`): a scheduler then keeps what gives way, while without one it is woken at once.
-    let bell = Arc::new(Bell::default());
+    let bell = Arc::new(WakeFlag::default());
     let waker = Waker::from(bell.clone());
     let _ = pin!(tokio::task::yield_now()).poll(&mut Context::from_waker(&waker));
     !bell.0.load(Ordering::Acquire)
@@ -65,9 +65,9 @@ fn polls_tasks() -> bool {
 
 /// Notes that it was woken.
 #[derive(Default)]
-struct Bell(AtomicBool);
+struct WakeFlag(AtomicBool);
 
-impl Wake for Bell {
+impl Wake for WakeFlag {
     fn wake(self: Arc<Self>) {
         self.0.store(true, Ordering::Release);
     }
@@ -145,7 +145,7 @@ impl Driver {
     /// The future's; `InvalidArgument` from within an asynchronous task, where waiting would stop the task's own runtime.
     pub fn block_on<T>(&self, future: impl Future<Output = Result<T>>) -> Result<T> {
         may_block()?;
-        let inside = Inside::enter(&self.inner, false);
+        let inside = DriverGuard::enter(&self.inner, false);
         let outcome = self.inner.runtime()?.block_on(future);
         drop(inside);
         outcome
@@ -166,7 +166,7 @@ impl Driver {
     ) -> Result<Option<T>> {
         may_block()?;
         let runtime = self.inner.runtime()?;
-        let inside = Inside::enter(&self.inner, leaves_work);
+        let inside = DriverGuard::enter(&self.inner, leaves_work);
         let outcome = runtime.block_on(async {
             let mut future = pin!(future);
             let outcome = bounded(spinner, deadline, |cx| future.as_mut().poll(cx)).await;
@@ -231,22 +231,22 @@ async fn bounded<T>(
 }
 
 /// A thread inside, until dropped.
-struct Inside<'a> {
+struct DriverGuard<'a> {
     inner: &'a Inner,
     leaves_work: bool,
 }
 
-impl<'a> Inside<'a> {
+impl<'a> DriverGuard<'a> {
     fn enter(inner: &'a Inner, leaves_work: bool) -> Self {
         inner.inside.fetch_add(1, Ordering::SeqCst);
         if inner.is_kept.load(Ordering::SeqCst) {
             inner.kick.notify_one();
         }
-        Inside { inner, leaves_work }
+        DriverGuard { inner, leaves_work }
     }
 }
 
-impl Drop for Inside<'_> {
+impl Drop for DriverGuard<'_> {
     fn drop(&mut self) {
         let inner = self.inner;
         if self.leaves_work {

@@ -48,7 +48,7 @@ const MAX_CAPTURED: usize = 16 << 20;
 
 /// How long after a rank has exited with an error another one that a signal killed is still taken for the cause: the kernel
 /// closes a dying process's connections some time before its parent can see that it is dead, and the others may be quicker.
-const LATE_NEWS: Duration = Duration::from_millis(200);
+const BLAME_WINDOW: Duration = Duration::from_millis(200);
 
 /// How long output is still waited for when all ranks have ended and nothing has come, and how long at most. The first also bounds the wait for
 /// a reader that takes nothing once a signal has ended the job.
@@ -167,7 +167,7 @@ impl Launch {
         process::prepare();
         // Before the first process, so that no signal finds some of them unguarded.
         let signals = Signals::catch()?;
-        let meeting = MeetingPoint::create()?;
+        let meeting = RendezvousFolder::create()?;
         let (streams, ends) = mpsc::channel();
         let moved = Arc::new(AtomicU64::new(0));
         let mut running = Running { ranks: Vec::with_capacity(self.ranks) };
@@ -187,7 +187,7 @@ impl Launch {
                 open_streams += 1;
             }
         }
-        let Ending { code, cause, interrupted_by } = self.watch(&mut running, &signals)?;
+        let JobEnd { code, cause, interrupted_by } = self.watch(&mut running, &signals)?;
         let mut again = None;
         let mut stop = || {
             again = again.or(signals.take().first().copied());
@@ -208,7 +208,7 @@ impl Launch {
         Ok(LaunchOutcome { code, cause, codes, captured, interrupted_by })
     }
 
-    fn start(&self, rank: usize, meeting: &MeetingPoint) -> Result<Child> {
+    fn start(&self, rank: usize, meeting: &RendezvousFolder) -> Result<Child> {
         let mut command = Command::new(&self.program);
         for name in other_launchers_variables() {
             command.env_remove(name);
@@ -241,7 +241,7 @@ impl Launch {
     }
 
     /// Waits until all ranks have ended, and ends them when one has failed, a signal has come or the time is up.
-    fn watch(&self, running: &mut Running, signals: &Signals) -> Result<Ending> {
+    fn watch(&self, running: &mut Running, signals: &Signals) -> Result<JobEnd> {
         let deadline = Deadline::after(self.timeout.unwrap_or(Duration::MAX));
         let mut outcome: Option<(i32, String)> = None;
         let mut interrupted_by = None;
@@ -309,7 +309,7 @@ impl Launch {
             };
         }
         let (code, cause) = outcome.map_or((0, None), |(code, cause)| (code, Some(cause)));
-        Ok(Ending { code, cause, interrupted_by })
+        Ok(JobEnd { code, cause, interrupted_by })
     }
 }
 
@@ -340,7 +340,7 @@ impl Steps {
 }
 
 /// Why and how a job ended.
-struct Ending {
+struct JobEnd {
     code: i32,
     cause: Option<String>,
     interrupted_by: Option<i32>,
@@ -368,7 +368,7 @@ impl Blame {
 
     /// Whether this, seen `later` than `other`, shows that `other` was not the cause. An echo never is one, if there is anything else.
     fn outweighs(self, other: Blame, later: Duration) -> bool {
-        self > other && (other == Blame::Echo || later < LATE_NEWS)
+        self > other && (other == Blame::Echo || later < BLAME_WINDOW)
     }
 
     fn describe(self, rank: usize, status: ExitStatus) -> String {
@@ -412,7 +412,7 @@ impl Running {
         given_up.filter_map(|(number, rank)| Some((number, rank.status?))).collect()
     }
 
-    /// Buries who has ended; those among them that failed.
+    /// Reaps the processes that have exited. Returns those that failed.
     fn reap(&mut self) -> Result<Vec<(usize, ExitStatus)>> {
         let mut failed = Vec::new();
         for (number, rank) in self.ranks.iter_mut().enumerate() {
@@ -444,14 +444,14 @@ impl Drop for Running {
 }
 
 /// The job's secret, and a directory for the address file of rank 0, which is removed when this is dropped.
-struct MeetingPoint {
+struct RendezvousFolder {
     directory: PrivateFolder,
     /// In memory: a launcher that is killed leaves no secret behind.
     secret: fs::File,
     job_id: String,
 }
 
-impl MeetingPoint {
+impl RendezvousFolder {
     fn create() -> Result<Self> {
         let directory = PrivateFolder::new("comm-launch-")
             .map_err(|e| Error::io("making a directory for the address of rank 0", e))?;
@@ -465,7 +465,7 @@ impl MeetingPoint {
                 Ok(file)
             })
             .map_err(|e| Error::io("keeping the job's secret in a file in memory", e))?;
-        Ok(MeetingPoint { directory, secret, job_id: hex(&id) })
+        Ok(RendezvousFolder { directory, secret, job_id: hex(&id) })
     }
 
     /// Where the ranks find the secret while this process lives.

@@ -8,7 +8,7 @@
 //! - [`control`] is the rendezvous, and the side channel over which ranks learn that one of them was lost. A
 //!   [`Subgroup`](control::Subgroup) is one over some of the ranks, for a transport of their own.
 //! - [`launch`] starts one process per rank on this machine; [`printer`] is output that never holds up a rank.
-//! - [`Counted`] and [`Faulty`] wrap a transport: one counts what passes, one breaks it on purpose.
+//! - [`CountingTransport`] and [`Faulty`] wrap a transport: one counts what passes, one breaks it on purpose.
 //! - [`engine`] runs a call from its start to its end, once for all communicators: one over a library with collectives of its own is
 //!   an [`Engine`](engine::Engine) too.
 //! - [`conformance`] is the suite that every transport passes.
@@ -54,11 +54,11 @@ pub mod job;
 pub mod lanes;
 pub mod launch;
 pub mod local;
+pub mod location;
 mod mesh;
 mod names;
 pub mod null;
 mod op;
-pub mod place;
 mod preset;
 pub mod printer;
 pub mod process;
@@ -80,7 +80,7 @@ pub use collectives::CommunicatorExt;
 pub use communicator::Communicator;
 pub use control::plane::Control;
 pub use copy::copy;
-pub use counted::{Counted, Counters, Exchanges, Flow, Traffic, Volume};
+pub use counted::{Counters, CountingTransport, Exchanges, Flow, Traffic, Volume};
 pub use deadline::Deadline;
 pub use dtype::{DType, Factor, ReduceOp};
 pub use error::{Error, Notice, Result};

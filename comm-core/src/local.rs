@@ -139,12 +139,12 @@ struct Channel {
 
 #[derive(Default)]
 struct Event {
-    seen: Mutex<Seen>,
+    seen: Mutex<EventState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct Seen {
+struct EventState {
     count: u64,
     /// A thread sleeps: without this, every signal would be a system call.
     is_awaited: bool,

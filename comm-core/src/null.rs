@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::communicator::Communicator as _;
 use crate::control::Control;
 use crate::deadline::Deadline;
-use crate::engine::{Comm, Data, Engine, Group, Operation, Settings, Shared};
+use crate::engine::{Comm, Data, Engine, Group, JobState, Operation, Settings};
 use crate::error::{Error, Result};
 use crate::op::{Extents, Op};
 use crate::table::Table;
@@ -24,7 +24,7 @@ pub type NullCommunicator = Comm<NullEngine>;
 
 /// Performs operations by leaving out what other ranks would do.
 pub struct NullEngine {
-    shared: Shared<()>,
+    shared: JobState<()>,
 }
 
 impl NullCommunicator {
@@ -40,14 +40,14 @@ impl NullCommunicator {
         let never = Duration::MAX;
         let settings =
             Settings { timeout: never, stall_after: never, verdict_grace: Duration::ZERO, table: Table::fixed() };
-        let shared = Shared::new(Arc::new(control), vec![(); lanes], settings);
+        let shared = JobState::new(Arc::new(control), vec![(); lanes], settings);
         Ok(Comm::first(Arc::new(NullEngine { shared }), ()))
     }
 }
 
 impl Engine for NullEngine {
     type Lane = ();
-    type Part = ();
+    type GroupState = ();
 
     const IS_INSTANT: bool = true;
 
@@ -55,7 +55,7 @@ impl Engine for NullEngine {
         "null"
     }
 
-    fn shared(&self) -> &Shared<()> {
+    fn shared(&self) -> &JobState<()> {
         &self.shared
     }
 

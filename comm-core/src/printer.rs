@@ -63,15 +63,15 @@ pub fn finish(patience: Duration) {
 
 /// [`finish`] with the usual [patience](PATIENCE) when the result is dropped. The first thing that a program's `main` calls.
 #[must_use = "what is printed is waited for when this is dropped"]
-pub fn at_end() -> AtEnd {
-    AtEnd(())
+pub fn at_end() -> FlushAtEnd {
+    FlushAtEnd(())
 }
 
 /// See [`at_end`].
 #[derive(Debug)]
-pub struct AtEnd(());
+pub struct FlushAtEnd(());
 
-impl Drop for AtEnd {
+impl Drop for FlushAtEnd {
     fn drop(&mut self) {
         finish(PATIENCE);
     }

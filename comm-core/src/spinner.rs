@@ -7,10 +7,10 @@ use crate::waiting::Waiting;
 
 /// After so many waits in a row in which spinning found nothing, [`Waiting::Adaptive`] stops spinning: waits are long, or whoever
 /// is waited for needs this core.
-const MISSES: u32 = 4;
+const MAX_MISSES: u32 = 4;
 
 /// Waits that park at once, before spinning is tried again.
-const RESTS: u32 = 64;
+const PARKS_BEFORE_RETRY: u32 = 64;
 
 /// Decides how one lane waits, from how its last waits went. Kept from exchange to exchange.
 #[derive(Clone, Debug)]
@@ -19,7 +19,7 @@ pub struct Spinner {
     /// Waits in a row in which spinning found nothing.
     misses: u32,
     /// Waits that still park at once.
-    rests: u32,
+    parks_left: u32,
 }
 
 /// One wait: from when nothing was there to when something came.
@@ -45,7 +45,7 @@ pub enum Next {
 impl Spinner {
     /// Without a history.
     pub fn new(waiting: Waiting) -> Self {
-        Spinner { waiting, misses: 0, rests: 0 }
+        Spinner { waiting, misses: 0, parks_left: 0 }
     }
 
     /// Begins a wait. Drop it when something has come: its outcome goes into the history.
@@ -57,7 +57,7 @@ impl Spinner {
 impl Wait<'_> {
     /// Nothing was there: what now? Takes a fraction of a microsecond, or the time of a `sched_yield` now and then.
     pub fn next(&mut self, deadline: Deadline) -> Next {
-        if self.parked || self.spinner.waiting == Waiting::Park || self.spinner.rests > 0 {
+        if self.parked || self.spinner.waiting == Waiting::Park || self.spinner.parks_left > 0 {
             self.parked = true;
             return Next::Park;
         }
@@ -83,20 +83,20 @@ impl Wait<'_> {
 
 impl Drop for Wait<'_> {
     fn drop(&mut self) {
-        let Spinner { waiting, misses, rests } = &mut *self.spinner;
+        let Spinner { waiting, misses, parks_left } = &mut *self.spinner;
         if *waiting != Waiting::Adaptive {
             return;
         }
         match (self.parked, self.began.is_some()) {
             (false, true) => *misses = 0,
             (false, false) => {}
-            (true, false) => *rests = rests.saturating_sub(1),
+            (true, false) => *parks_left = parks_left.saturating_sub(1),
             (true, true) => {
                 *misses += 1;
-                if *misses >= MISSES {
+                if *misses >= MAX_MISSES {
                     // The next attempt is the only one if it fails.
-                    *misses = MISSES - 1;
-                    *rests = RESTS;
+                    *misses = MAX_MISSES - 1;
+                    *parks_left = PARKS_BEFORE_RETRY;
                 }
             }
         }
@@ -124,21 +124,21 @@ mod tests {
     #[test]
     fn looking_in_vain_is_given_up_and_tried_again() {
         let mut spinner = Spinner::new(Waiting::Adaptive);
-        for _ in 0..MISSES {
+        for _ in 0..MAX_MISSES {
             assert!(look(&mut spinner, false));
         }
         for round in 0..3 {
-            for _ in 0..RESTS {
+            for _ in 0..PARKS_BEFORE_RETRY {
                 assert!(!look(&mut spinner, false), "round {round}");
             }
             assert!(look(&mut spinner, false), "round {round}");
         }
-        for _ in 0..RESTS {
+        for _ in 0..PARKS_BEFORE_RETRY {
             assert!(!look(&mut spinner, true));
         }
         // Once it has found something it may fail again a few times.
         assert!(look(&mut spinner, true));
-        for _ in 0..MISSES {
+        for _ in 0..MAX_MISSES {
             assert!(look(&mut spinner, false));
         }
         assert!(!look(&mut spinner, false));

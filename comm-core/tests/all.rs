@@ -1,4 +1,4 @@
-//! The tests that need no process of their own, in one program. `decoders` and `door` count what their process has; `launcher` and `subgroups`
+//! The tests that need no process of their own, in one program. `decoders` and `acceptor` count what their process has; `launcher` and `subgroups`
 //! start themselves as ranks.
 
 mod common;

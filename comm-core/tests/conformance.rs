@@ -15,7 +15,7 @@ use comm_core::conformance::{Connector, Suite, main_of};
 use comm_core::local::{self, LocalRank, LocalTransport};
 use comm_core::shm::{ShmOptions, ShmTransport};
 use comm_core::{
-    Communicator, Control, Counted, Deadline, Fault, FaultKind, Faulty, Mesh, MeshOptions, Transport, Waiting,
+    Communicator, Control, CountingTransport, Deadline, Fault, FaultKind, Faulty, Mesh, MeshOptions, Transport, Waiting,
 };
 
 fn main() -> ExitCode {
@@ -23,7 +23,7 @@ fn main() -> ExitCode {
     let never = Fault { at_message: u64::MAX, peer: None, lane: None, kind: FaultKind::Cut };
     main_of(vec![
         suite("local", |transport| transport),
-        suite("counted-local", |transport| Counted::new(transport).0).with_ranks(&[1, 3], &[]),
+        suite("counted-local", |transport| CountingTransport::new(transport).0).with_ranks(&[1, 3], &[]),
         suite("faulty-local", move |transport| Faulty::new(transport, Some(never))).with_ranks(&[1, 3], &[]),
         shared_memory("shm", |_| ShmOptions::default()),
         // Nearly every message is longer than the ring; ranks that always sleep beside some that never do.

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use comm_core::conformance::Barrier;
-use comm_core::control::{Activity, Doing, MAX_BLOB, StallReport, TcpControl, TcpOptions};
+use comm_core::control::{Activity, LaneActivity, MAX_BLOB, StallReport, TcpControl, TcpOptions};
 use comm_core::{Control, Deadline, Error};
 
 use crate::common::{
@@ -155,11 +155,11 @@ fn what_hooks_and_verdicts_are_told_is_what_stays() {
 struct Broken;
 
 impl Activity for Broken {
-    fn overdue(&self) -> Option<Doing> {
+    fn overdue(&self) -> Option<LaneActivity> {
         panic!("on purpose");
     }
 
-    fn doing(&self) -> Vec<Doing> {
+    fn doing(&self) -> Vec<LaneActivity> {
         Vec::new()
     }
 

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use comm_core::conformance::{CaseOutcome, Connector, RunOptions, cases, run_threads};
 use comm_core::local::{self, LocalTransport};
 use comm_core::{
-    Algorithm, Buffer, Call, Communicator, CommunicatorExt, Counted, DType, Error, Fault, FaultKind, Faulty,
+    Algorithm, Buffer, Call, Communicator, CommunicatorExt, CountingTransport, DType, Error, Fault, FaultKind, Faulty,
     HEADER_LEN, Mesh, MeshOptions, Mode, Op, ReduceOp, Transport, bf16, shard_range, table,
 };
 use comm_core::{Counters, Traffic};
@@ -45,21 +45,21 @@ fn on_ranks_with<T: Transport, R: Send>(
 }
 
 /// What each rank's counters say of `body`.
-fn traffic(ranks: usize, body: impl Fn(&Mesh<Counted<LocalTransport>>) + Sync) -> Vec<Traffic> {
+fn traffic(ranks: usize, body: impl Fn(&Mesh<CountingTransport<LocalTransport>>) + Sync) -> Vec<Traffic> {
     traffic_with(ranks, &MeshOptions::default(), body)
 }
 
 fn traffic_with(
     ranks: usize,
     options: &MeshOptions,
-    body: impl Fn(&Mesh<Counted<LocalTransport>>) + Sync,
+    body: impl Fn(&Mesh<CountingTransport<LocalTransport>>) + Sync,
 ) -> Vec<Traffic> {
     let counters: std::sync::Mutex<Vec<Arc<Counters>>> = std::sync::Mutex::default();
     on_ranks_with(
         ranks,
         options,
         |transport| {
-            let (counted, its) = Counted::new(transport);
+            let (counted, its) = CountingTransport::new(transport);
             counters.lock().unwrap().push(its);
             counted
         },
@@ -175,7 +175,13 @@ fn a_message_from_rank_to_rank_is_one() {
     }
 }
 
-fn run(mesh: &Mesh<Counted<LocalTransport>>, op: Op, dtype: DType, count: usize, algorithm: Option<Algorithm>) {
+fn run(
+    mesh: &Mesh<CountingTransport<LocalTransport>>,
+    op: Op,
+    dtype: DType,
+    count: usize,
+    algorithm: Option<Algorithm>,
+) {
     let length = match op {
         Op::Scatter { root, .. } | Op::Gather { root, .. } if root != mesh.rank() => {
             shard_range(count, mesh.world_size(), mesh.rank()).len()
@@ -204,7 +210,7 @@ fn communicators_and_spans_are_counted_apart() {
     let outcome = std::sync::Mutex::new(Vec::new());
     let counters: std::sync::Mutex<Vec<Arc<Counters>>> = std::sync::Mutex::default();
     let wrap = |transport| {
-        let (counted, its) = Counted::new(transport);
+        let (counted, its) = CountingTransport::new(transport);
         counters.lock().unwrap().push(its);
         counted
     };

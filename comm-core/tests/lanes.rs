@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use comm_core::control::Subgroup;
-use comm_core::engine::{Due, Lane};
+use comm_core::engine::{Dequeued, Lane};
 use comm_core::local::{self, LocalControl, LocalTransport};
 use comm_core::{Buffer, Call, Communicator, Control, Deadline, Error, Mesh, MeshOptions, Op, ReduceOp};
 
@@ -125,8 +125,8 @@ fn a_lane_is_free_before_the_end_is_told() {
     let (told, ended) = std::sync::mpsc::channel();
     let soon = Deadline::after(Duration::from_secs(20));
     let free = lane.clone();
-    let job = move |due: Due<'_>| {
-        let Due::Turn(turn) = due else { panic!("{due:?}") };
+    let job = move |due: Dequeued<'_>| {
+        let Dequeued::Granted(turn) = due else { panic!("{due:?}") };
         let before = free.is_idle();
         drop(turn);
         told.send((before, free.is_idle())).unwrap();
@@ -143,7 +143,7 @@ fn who_waits_gets_its_turn_while_the_one_that_runs_is_as_late() {
     let (told, came) = std::sync::mpsc::channel();
     let (begun, runs) = std::sync::mpsc::channel();
     let late = Deadline::after(Duration::ZERO);
-    let first = move |due: Due<'_>| {
+    let first = move |due: Dequeued<'_>| {
         begun.send(()).unwrap();
         // Long enough for the thread that watches the deadlines to look.
         thread::sleep(Duration::from_millis(100));
@@ -151,7 +151,7 @@ fn who_waits_gets_its_turn_while_the_one_that_runs_is_as_late() {
     };
     lane.enqueue(late, Box::new(first));
     runs.recv_timeout(Duration::from_secs(20)).unwrap();
-    let second = move |due: Due<'_>| told.send(matches!(due, Due::Turn(_))).unwrap();
+    let second = move |due: Dequeued<'_>| told.send(matches!(due, Dequeued::Granted(_))).unwrap();
     lane.enqueue(Deadline::after(Duration::ZERO), Box::new(second));
     assert_eq!(came.recv_timeout(Duration::from_secs(20)), Ok(true));
     lane.stop();

@@ -12,7 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use comm_core::Control;
-use comm_core::control::{MeetingReport, TcpControl};
+use comm_core::control::{MissingRanksReport, TcpControl};
 use comm_core::job::{Address, Job};
 
 use crate::common::{after, job, options, texts};
@@ -83,7 +83,7 @@ fn named(host: &str, port: u16) -> Address {
 }
 
 /// Connects and leaves again; the addresses of rank 0's end.
-fn meet(job: &Job, report: &dyn Fn(&MeetingReport)) -> Option<SocketAddr> {
+fn meet(job: &Job, report: &dyn Fn(&MissingRanksReport)) -> Option<SocketAddr> {
     let stall_after = Some(Duration::from_millis(50));
     let control = TcpControl::connect_watched(job, &[], options(), after(30_000), (stall_after, report)).unwrap();
     let listening = control.listening();
@@ -228,13 +228,13 @@ fn a_machine_without_ipv4_has_a_loopback_too() {
     let own = crate::common::run(&jobs, |job| {
         let control = TcpControl::connect_with(job, &[], options(), after(20_000)).unwrap();
         let own = control.local_address().unwrap().ip();
-        assert_eq!(comm_core::place::bind_address(None, &*control).unwrap(), SocketAddr::new(own, 0));
+        assert_eq!(comm_core::location::bind_address(None, &*control).unwrap(), SocketAddr::new(own, 0));
         control.leave(after(10_000)).unwrap();
         own.to_string()
     });
     assert_eq!(own, ["::1", "::1"]);
     let alone = comm_core::local::group(1, 1);
-    assert_eq!(comm_core::place::bind_address(None, &*alone[0].control).unwrap().to_string(), "[::1]:0");
+    assert_eq!(comm_core::location::bind_address(None, &*alone[0].control).unwrap().to_string(), "[::1]:0");
 }
 
 #[test]
@@ -245,7 +245,7 @@ fn link_local_addresses_can_be_listened_on() {
         return;
     }
     let control = &comm_core::local::group(1, 1)[0].control;
-    let own = comm_core::place::bind_address(Some("fe80::7".parse().unwrap()), &**control).unwrap();
+    let own = comm_core::location::bind_address(Some("fe80::7".parse().unwrap()), &**control).unwrap();
     let SocketAddr::V6(v6) = own else { panic!("{own}") };
     assert_ne!(v6.scope_id(), 0);
     TcpListener::bind(own).unwrap();

@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use comm_core::conformance::Barrier;
-use comm_core::control::{MeetingReport, TcpControl, TcpOptions};
+use comm_core::control::{MissingRanksReport, TcpControl, TcpOptions};
 use comm_core::job::{Address, Job, Secret};
 use comm_core::{Control, Error};
 
@@ -96,15 +96,19 @@ fn ranks_that_never_come_are_named_on_all() {
 }
 
 /// Meets, and tells of every report.
-fn meet_watched(job: &Job, tell: &mpsc::Sender<MeetingReport>) {
-    let report = |report: &MeetingReport| tell.send(report.clone()).unwrap();
-    let watch = (Some(Duration::from_millis(50)), &report as &dyn Fn(&MeetingReport));
+fn meet_watched(job: &Job, tell: &mpsc::Sender<MissingRanksReport>) {
+    let report = |report: &MissingRanksReport| tell.send(report.clone()).unwrap();
+    let watch = (Some(Duration::from_millis(50)), &report as &dyn Fn(&MissingRanksReport));
     let control = TcpControl::connect_watched(job, &[], options(), after(30_000), watch).unwrap();
     control.leave(after(20_000)).unwrap();
 }
 
 /// The next report of `rank` that `fits`.
-fn report_of(told: &mpsc::Receiver<MeetingReport>, rank: usize, fits: impl Fn(&MeetingReport) -> bool) -> String {
+fn report_of(
+    told: &mpsc::Receiver<MissingRanksReport>,
+    rank: usize,
+    fits: impl Fn(&MissingRanksReport) -> bool,
+) -> String {
     loop {
         let report = told.recv_timeout(Duration::from_secs(20)).unwrap();
         if report.rank == rank && fits(&report) {

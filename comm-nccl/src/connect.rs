@@ -14,7 +14,7 @@ use crate::{NcclOptions, unsupported};
 
 /// What each rank tells the others before they connect.
 #[derive(Debug, Serialize, Deserialize)]
-struct Offer {
+struct PeerInfo {
     /// Identifies its machine.
     machine: String,
     /// NCCL's code of the version.
@@ -38,7 +38,7 @@ pub(crate) fn connect(
     let found = find(options);
     let offer = found.as_ref().map_err(Clone::clone).and_then(|(library, _)| {
         let names = if rank == 0 { LaneComms::names(library.table(), options.lanes)? } else { Vec::new() };
-        Ok(Offer { machine: machine(), version: library.version(), lanes: options.lanes, names })
+        Ok(PeerInfo { machine: machine(), version: library.version(), lanes: options.lanes, names })
     });
     let offers = control.gather_all("nccl", "NCCL", offer, deadline)?;
     let (library, driver) = found?;

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use comm_core::engine::{
-    Comm, Data, Elements, Engine, Extents, Group, Operation, Place, Settings, Shared, Source, check,
+    BufferLocation, Comm, Data, Elements, Engine, Extents, Group, JobState, Operation, Settings, Source, check,
 };
 use comm_core::table::Table;
 use comm_core::{
@@ -16,7 +16,7 @@ use comm_core::{
 
 use crate::NcclOptions;
 use crate::lane::LaneState;
-use crate::plan::{Places, Plan, is_known};
+use crate::plan::{DataPointers, Plan, is_known};
 use crate::sys::{
     CudaBuffer, DataType, Device, DevicePointer, Event, GRACE, Library, NcclTable, RawComm, Reduction, UNIQUE_ID_BYTES,
     UniqueId,
@@ -30,7 +30,7 @@ pub(crate) struct NcclEngine {
     pub(crate) device: Device,
     pub(crate) library: Library,
     pub(crate) options: NcclOptions,
-    pub(crate) shared: Shared<LaneState>,
+    pub(crate) shared: JobState<LaneState>,
     /// NCCL's communicators of this rank, to be aborted when the job fails.
     comms: Mutex<Vec<Arc<RawComm>>>,
     /// Threads that end some of them.
@@ -45,13 +45,13 @@ pub(crate) struct LaneComms {
 
 impl Engine for NcclEngine {
     type Lane = LaneState;
-    type Part = LaneComms;
+    type GroupState = LaneComms;
 
     fn name(&self) -> &str {
         "nccl"
     }
 
-    fn shared(&self) -> &Shared<LaneState> {
+    fn shared(&self) -> &JobState<LaneState> {
         &self.shared
     }
 
@@ -62,7 +62,7 @@ impl Engine for NcclEngine {
         if op.reduce_op().is_some() && DataType::of(extents.dtype).is_none() {
             return Err(crate::no_such_type(extents.dtype));
         }
-        if let Place::Device(memory) = &mut data.buffer {
+        if let BufferLocation::Device(memory) = &mut data.buffer {
             pointer(&mut **memory)?;
         }
         if let Some(Source::Device(memory)) = &mut data.input {
@@ -143,7 +143,7 @@ impl NcclEngine {
         // NCCL chooses algorithms itself: by this table what a call asks for is checked and named.
         let table = Table::fixed();
         let NcclOptions { timeout, stall_after, verdict_grace, .. } = *options;
-        let shared = Shared::new(control, states, Settings { timeout, stall_after, verdict_grace, table });
+        let shared = JobState::new(control, states, Settings { timeout, stall_after, verdict_grace, table });
         Ok(Arc::new(NcclEngine {
             device,
             library,
@@ -232,16 +232,16 @@ impl NcclEngine {
         data: Data<'_>,
         deadline: Deadline,
     ) -> Result<()> {
-        let LaneState { stream, event, staging, buffer: room, input: input_room, scratch } = lane;
+        let LaneState { stream, event, staging, buffer: buffer_memory, input: input_memory, scratch } = lane;
         let (device, extents) = (&self.device, plan.extents);
         let Data { mut buffer, input } = data;
         let quiet = || self.quiet(number);
         let passed = &mut |event: &Event| self.wait(comm, deadline, || event.has_passed());
 
         let at_buffer = match &mut buffer {
-            Place::Device(memory) => pointer(&mut **memory)?,
-            Place::Host(host) => {
-                let pointer = room.of(device, host.bytes().len(), quiet)?;
+            BufferLocation::Device(memory) => pointer(&mut **memory)?,
+            BufferLocation::Host(host) => {
+                let pointer = buffer_memory.of(device, host.bytes().len(), quiet)?;
                 let read = if plan.has_input { 0..0 } else { extents.bytes(extents.reads.clone()) };
                 staging.upload(pointer.at(read.start), &host.bytes()[read], stream, passed)?;
                 pointer
@@ -251,13 +251,16 @@ impl NcclEngine {
             None => None,
             Some(Source::Device(memory)) => Some(pointer(memory)?),
             Some(Source::Host(host)) => {
-                let pointer = input_room.of(device, host.bytes().len(), quiet)?;
+                let pointer = input_memory.of(device, host.bytes().len(), quiet)?;
                 staging.upload(pointer, host.bytes(), stream, passed)?;
                 Some(pointer)
             }
         };
-        let at =
-            Places { buffer: at_buffer, input: at_input, scratch: scratch.of(device, plan.scratch_bytes(), quiet)? };
+        let at = DataPointers {
+            buffer: at_buffer,
+            input: at_input,
+            scratch: scratch.of(device, plan.scratch_bytes(), quiet)?,
+        };
 
         device.make_current()?;
         for copy in plan.copies(at) {
@@ -266,7 +269,7 @@ impl NcclEngine {
         let reduction = plan.op.reduce_op().map(|op| Reduction { op, dtype: extents.dtype });
         comm.group(stream, reduction, |calls, op| plan.call(at, calls, op)).map_err(|error| self.or_failure(error))?;
         self.wait(comm, deadline, || comm.progress().map_err(|error| self.or_failure(error)))?;
-        if let Place::Host(mut host) = buffer {
+        if let BufferLocation::Host(mut host) = buffer {
             for written in extents.writes.clone() {
                 let written = extents.bytes(written);
                 staging.download(at.buffer.at(written.start), &mut host.bytes_mut()[written], stream, passed)?;

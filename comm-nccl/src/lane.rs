@@ -10,9 +10,9 @@ pub(crate) struct LaneState {
     pub(crate) stream: Stream,
     pub(crate) event: Event,
     pub(crate) staging: Staging,
-    pub(crate) buffer: Room,
-    pub(crate) input: Room,
-    pub(crate) scratch: Room,
+    pub(crate) buffer: GrowableMemory,
+    pub(crate) input: GrowableMemory,
+    pub(crate) scratch: GrowableMemory,
 }
 
 impl LaneState {
@@ -21,9 +21,9 @@ impl LaneState {
             stream: device.stream()?,
             event: device.event()?,
             staging: Staging::new(device)?,
-            buffer: Room::default(),
-            input: Room::default(),
-            scratch: Room::default(),
+            buffer: GrowableMemory::default(),
+            input: GrowableMemory::default(),
+            scratch: GrowableMemory::default(),
         })
     }
 }
@@ -33,12 +33,12 @@ impl LaneState {
 /// Freeing waits for everything that runs on the device, and what runs there may wait for peers. So what it has outgrown stays until an
 /// operation finds nothing else under way.
 #[derive(Debug, Default)]
-pub(crate) struct Room {
+pub(crate) struct GrowableMemory {
     pub(crate) memory: Option<Memory>,
     pub(crate) outgrown: Vec<Memory>,
 }
 
-impl Room {
+impl GrowableMemory {
     /// At least so many bytes. `quiet` gives something while nothing else runs on the device, and nothing begins there.
     pub(crate) fn of<Q>(
         &mut self,

@@ -35,7 +35,7 @@ pub(crate) fn is_known(op: &Op) -> bool {
 
 /// Where an operation's data are on the device.
 #[derive(Clone, Copy)]
-pub(crate) struct Places {
+pub(crate) struct DataPointers {
     pub(crate) buffer: DevicePointer,
     /// The same as the buffer in place.
     pub(crate) input: Option<DevicePointer>,
@@ -97,7 +97,7 @@ impl Plan<'_> {
     }
 
     /// What is copied on the device before the calls.
-    pub(crate) fn copies(&self, at: Places) -> Vec<Copy> {
+    pub(crate) fn copies(&self, at: DataPointers) -> Vec<Copy> {
         let size = self.size();
         let mut copies = Vec::new();
         if self.is_all_to_all_in_place() {
@@ -119,7 +119,7 @@ impl Plan<'_> {
     }
 
     /// The calls of one group. What NCCL says of them is kept by `calls`.
-    pub(crate) fn call(&self, at: Places, calls: &mut Calls<'_>, op: RedOp) {
+    pub(crate) fn call(&self, at: DataPointers, calls: &mut Calls<'_>, op: RedOp) {
         let (source, whole) = (at.input.unwrap_or(at.buffer), self.whole());
         let bytes = whole * self.size();
         let own = self.shard(self.rank);
@@ -158,7 +158,7 @@ impl Plan<'_> {
     }
 
     /// NCCL's own operation where shards are equal, else a broadcast of each.
-    fn all_gather(&self, at: Places, calls: &mut Calls<'_>) {
+    fn all_gather(&self, at: DataPointers, calls: &mut Calls<'_>) {
         let mine = self.shard(self.rank);
         let own = at.input.unwrap_or(at.buffer.at(mine.start));
         if self.extents.shards.are_equal() {
@@ -178,7 +178,7 @@ impl Plan<'_> {
     }
 
     /// NCCL's own operation where shards are equal, else a reduction of each.
-    fn reduce_scatter(&self, at: Places, calls: &mut Calls<'_>, op: RedOp) {
+    fn reduce_scatter(&self, at: DataPointers, calls: &mut Calls<'_>, op: RedOp) {
         let (shards, reduced) = (&self.extents.shards, self.reduced());
         let source = at.input.unwrap_or(at.buffer);
         let into = if self.has_input { at.buffer } else { at.buffer.at(self.shard(self.rank).start) };

@@ -6,7 +6,7 @@ use std::sync::{Arc, PoisonError};
 
 use comm_core::driver::{Driver, may_block, passed};
 use comm_core::lanes::Lanes;
-use comm_core::place::{Offer, Place, bind_address, to_dial};
+use comm_core::location::{NetworkLocation, OfferedAddress, bind_address, to_dial};
 use comm_core::spinner::Spinner;
 use comm_core::{Control, Deadline, Error, Result, descriptors};
 use quinn::{Endpoint, Runtime as _};
@@ -14,13 +14,13 @@ use tokio::sync::watch;
 
 use crate::clock::RunningTime;
 use crate::config::{DatagramSizes, effective_congestion, endpoint_config, send_window, transport_config};
-use crate::exchange::told;
+use crate::exchange::announced_error;
 use crate::options::QuicOptions;
 use crate::protection::Protection;
-use crate::rendezvous::{Appointment, Complaints, Introduction, Link, meet, server_config};
+use crate::rendezvous::{DialErrors, DialTarget, PeerConnection, PeerInfo, connect_peers, server_config};
 use crate::socket::{BoundSocket, CountingSocket};
 use crate::tls::{Identity, Pins};
-use crate::transport::{Lane, QuicTransport, Settings};
+use crate::transport::{QuicLane, QuicTransport, Settings};
 
 /// Most peers of which an error says where they were looked for.
 const MAX_SHOWN: usize = 4;
@@ -50,8 +50,8 @@ pub(crate) fn connect(
     let driver = Driver::new(&format!("comm-quic-{rank}"))?;
 
     let opened = Opened::new(control, options, protection);
-    let introduction = opened.as_ref().map(|opened| opened.introduction).map_err(Clone::clone);
-    let ranks = Introduction::exchange(introduction, protection, options.lanes, control, deadline)?;
+    let peer_info = opened.as_ref().map(|opened| opened.peer_info).map_err(Clone::clone);
+    let ranks = PeerInfo::exchange(peer_info, protection, options.lanes, control, deadline)?;
     let Opened { own, socket, identity, .. } = opened?;
     let BoundSocket { socket, address, receive_buffer, send_buffer } = socket;
 
@@ -68,32 +68,32 @@ pub(crate) fn connect(
         transport_config(options, congestion, sizes, options.lanes)?,
     );
     let outgoing = transport_config(options, congestion, sizes, 0)?;
-    let complaints = Complaints::default();
-    let dial = |(peer, other): (usize, &Introduction)| {
+    let dial_errors = DialErrors::default();
+    let dial = |(peer, other): (usize, &PeerInfo)| {
         let crypto = protection.client(identity.client_config(peer, other.fingerprint)?);
         let mut config = quinn::ClientConfig::new(crypto);
         config.transport_config(Arc::clone(&outgoing));
         let address = to_dial(other.address.0, own);
-        Ok(Appointment { peer, address, config, complaints: Arc::clone(&complaints) })
+        Ok(DialTarget { peer, address, config, dial_errors: Arc::clone(&dial_errors) })
     };
-    let appointments = ranks.iter().enumerate().take(rank).map(dial).collect::<Result<Vec<_>>>()?;
+    let dial_targets = ranks.iter().enumerate().take(rank).map(dial).collect::<Result<Vec<_>>>()?;
 
     let failed = failure_of(control);
     let (endpoint, socket) = endpoint(&driver, socket, sizes, (rank + 1 < world_size).then_some(server))?;
     let segments = quinn::AsyncUdpSocket::max_transmit_segments(&*socket).min(10);
 
-    let mut links: Vec<Option<Link>> = (0..world_size).map(|_| None).collect();
+    let mut links: Vec<Option<PeerConnection>> = (0..world_size).map(|_| None).collect();
     let outcome = driver.block_on(async {
         Ok(tokio::select! {
-            met = meet(&endpoint, appointments, &pins, &expected, rank, options.lanes, &mut links) => Some(met),
-            error = told(failed) => Some(Err(error)),
+            met = connect_peers(&endpoint, dial_targets, &pins, &expected, rank, options.lanes, &mut links) => Some(met),
+            error = announced_error(failed) => Some(Err(error)),
             () = passed(deadline) => None,
         })
     })?;
     outcome.unwrap_or_else(|| {
         let missing = links.iter().enumerate().filter(|(peer, link)| *peer != rank && link.is_none());
         let missing: Vec<usize> = missing.map(|(peer, _)| peer).collect();
-        Err(timeout(control, missing, &ranks, &complaints, deadline))
+        Err(timeout(control, missing, &ranks, &dial_errors, deadline))
     })?;
 
     let (connections, lanes) = by_lane(links, options);
@@ -128,7 +128,7 @@ struct Opened {
     socket: BoundSocket,
     identity: Identity,
     /// What it tells the others.
-    introduction: Introduction,
+    peer_info: PeerInfo,
 }
 
 impl Opened {
@@ -136,15 +136,15 @@ impl Opened {
         let own = bind_address(options.bind, control)?;
         let socket = BoundSocket::bind(own)?;
         let identity = Identity::generate()?;
-        let introduction = Introduction {
+        let peer_info = PeerInfo {
             protection: protection.code(),
-            address: Offer(socket.address),
-            place: Place::of(control),
+            address: OfferedAddress(socket.address),
+            place: NetworkLocation::of(control),
             fingerprint: identity.fingerprint(),
             lanes: u32::try_from(options.lanes).unwrap_or(u32::MAX),
             receive_buffer: socket.receive_buffer as u64,
         };
-        Ok(Opened { own, socket, identity, introduction })
+        Ok(Opened { own, socket, identity, peer_info })
     }
 }
 
@@ -166,9 +166,12 @@ fn endpoint(
 }
 
 /// The connections to all ranks, and the channels that they carry, by lane.
-fn by_lane(links: Vec<Option<Link>>, options: &QuicOptions) -> (Vec<Option<quinn::Connection>>, Vec<Lane>) {
-    let mut lanes: Vec<Lane> = (0..options.lanes)
-        .map(|lane| Lane {
+fn by_lane(
+    links: Vec<Option<PeerConnection>>,
+    options: &QuicOptions,
+) -> (Vec<Option<quinn::Connection>>, Vec<QuicLane>) {
+    let mut lanes: Vec<QuicLane> = (0..options.lanes)
+        .map(|lane| QuicLane {
             operation: format!("an exchange on QUIC lane {lane}"),
             channels: Vec::with_capacity(links.len()),
             spinner: Spinner::new(options.waiting),
@@ -193,12 +196,12 @@ fn by_lane(links: Vec<Option<Link>>, options: &QuicOptions) -> (Vec<Option<quinn
 fn timeout(
     control: &dyn Control,
     missing: Vec<usize>,
-    ranks: &[Introduction],
-    complaints: &Complaints,
+    ranks: &[PeerInfo],
+    dial_errors: &DialErrors,
     deadline: Deadline,
 ) -> Error {
     let addresses: Vec<SocketAddr> = ranks.iter().map(|other| other.address.0).collect();
-    let looked_for = where_looked_for(control, &missing, &addresses, complaints);
+    let looked_for = where_looked_for(control, &missing, &addresses, dial_errors);
     let operation = format!("connecting over QUIC{looked_for}{}", descriptors::shortage());
     Error::timeout(control.rank(), operation, deadline, missing)
 }
@@ -208,9 +211,9 @@ fn where_looked_for(
     control: &dyn Control,
     missing: &[usize],
     addresses: &[SocketAddr],
-    complaints: &Complaints,
+    dial_errors: &DialErrors,
 ) -> String {
-    let complaints = complaints.lock().unwrap_or_else(PoisonError::into_inner);
+    let dial_errors = dial_errors.lock().unwrap_or_else(PoisonError::into_inner);
     let of = |rank: usize| addresses.get(rank).map_or("no address".into(), SocketAddr::to_string);
     let mut parts: Vec<String> = (missing.iter().take(MAX_SHOWN))
         .map(|peer| {
@@ -218,7 +221,7 @@ fn where_looked_for(
             if *peer > control.rank() {
                 return format!("rank {number} has not come to {}", of(control.rank()));
             }
-            let why = complaints.get(peer).map_or("no answer", String::as_str);
+            let why = dial_errors.get(peer).map_or("no answer", String::as_str);
             format!("rank {number} at {}: {why}", of(*peer))
         })
         .collect();

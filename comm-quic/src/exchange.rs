@@ -12,28 +12,28 @@ use tokio::sync::watch;
 use crate::message::{Channel, Context, Receiving, Sending, Step};
 
 /// One direction of an exchange with one peer.
-pub(crate) struct Job<'a> {
+pub(crate) struct Transfer<'a> {
     pub(crate) peer: usize,
-    pub(crate) work: Work<'a>,
+    pub(crate) work: Direction<'a>,
     pub(crate) is_done: bool,
 }
 
 /// Its direction.
-pub(crate) enum Work<'a> {
+pub(crate) enum Direction<'a> {
     Send(Sending<'a>),
     Receive(Receiving<'a>),
 }
 
-impl<'a> Job<'a> {
-    pub(crate) fn new(peer: usize, work: Work<'a>) -> Self {
-        Job { peer, work, is_done: false }
+impl<'a> Transfer<'a> {
+    pub(crate) fn new(peer: usize, work: Direction<'a>) -> Self {
+        Transfer { peer, work, is_done: false }
     }
 
     /// Bytes that it has received so far.
     pub(crate) fn received(&self) -> u64 {
         match &self.work {
-            Work::Send(_) => 0,
-            Work::Receive(receiving) => receiving.received(),
+            Direction::Send(_) => 0,
+            Direction::Receive(receiving) => receiving.received(),
         }
     }
 
@@ -43,8 +43,8 @@ impl<'a> Job<'a> {
             return Err(Error::Internal(format!("{operation}: there is no channel to rank {}", self.peer)));
         };
         let step = match &mut self.work {
-            Work::Send(sending) => sending.poll(cx, channel, context),
-            Work::Receive(receiving) => receiving.poll(cx, channel, context),
+            Direction::Send(sending) => sending.poll(cx, channel, context),
+            Direction::Receive(receiving) => receiving.poll(cx, channel, context),
         }?;
         self.is_done = step == Step::Done;
         Ok(step)
@@ -53,7 +53,7 @@ impl<'a> Job<'a> {
 
 /// Gives every job that is left its turn.
 pub(crate) fn poll_all(
-    jobs: &mut [Job<'_>],
+    jobs: &mut [Transfer<'_>],
     cx: &mut Waker<'_>,
     channels: &mut [Option<Channel>],
     operation: &str,
@@ -79,7 +79,7 @@ pub(crate) async fn complete(
     aborted: watch::Receiver<Option<Error>>,
     mut poll: impl FnMut(&mut Waker<'_>) -> Result<Step>,
 ) -> Result<bool> {
-    let mut aborted = pin!(told(aborted));
+    let mut aborted = pin!(announced_error(aborted));
     // Made when the thread is about to sleep for the first time: many exchanges never do.
     let mut alarm = None;
     loop {
@@ -116,7 +116,7 @@ pub(crate) async fn complete(
 }
 
 /// The error that is announced on `channel`, when it is.
-pub(crate) async fn told(mut channel: watch::Receiver<Option<Error>>) -> Error {
+pub(crate) async fn announced_error(mut channel: watch::Receiver<Option<Error>>) -> Error {
     let announced = channel.wait_for(Option::is_some).await.ok().and_then(|error| error.clone());
     match announced {
         Some(error) => error,

@@ -35,13 +35,13 @@ mod clock;
 mod config;
 mod congestion;
 mod connect;
-#[cfg(test)]
-mod crowd_tests;
 mod exchange;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
 mod interface;
+#[cfg(test)]
+mod many_connections_tests;
 mod message;
 mod monitor;
 #[cfg(feature = "unprotected")]
@@ -51,10 +51,10 @@ mod path;
 mod protection;
 mod rendezvous;
 mod socket;
-#[cfg(test)]
-mod stranger_tests;
 mod tls;
 mod transport;
+#[cfg(test)]
+mod unauthenticated_tests;
 #[cfg(feature = "unprotected")]
 mod unprotected;
 

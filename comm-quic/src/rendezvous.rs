@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use comm_core::control::ControlExt;
 use comm_core::driver::within;
-use comm_core::place::{Offer, Place, check_reachable};
+use comm_core::location::{NetworkLocation, OfferedAddress, check_reachable};
 use comm_core::{Control, Deadline, Error, Result};
 use quinn::{Connection, ConnectionError, Endpoint, Incoming, RecvStream, SendStream, TransportErrorCode, VarInt};
 use serde::{Deserialize, Serialize};
@@ -27,30 +27,30 @@ use crate::tls::{Fingerprint, Pins, SERVER_NAME};
 
 /// What each rank tells the others before they connect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Introduction {
+pub(crate) struct PeerInfo {
     /// [`Protection::code`].
     pub(crate) protection: u8,
-    pub(crate) address: Offer,
+    pub(crate) address: OfferedAddress,
     /// Where the rank is.
-    pub(crate) place: Place,
+    pub(crate) place: NetworkLocation,
     pub(crate) fingerprint: Fingerprint,
     pub(crate) lanes: u32,
     /// Bytes that its UDP receive buffer holds.
     pub(crate) receive_buffer: u64,
 }
 
-impl Introduction {
+impl PeerInfo {
     /// Tells every rank of this one, whose introduction is `mine`, and hears of every rank, in order. If a rank has none, which is an error
     /// there, all fail.
     pub(crate) fn exchange(
-        mine: Result<Introduction>,
+        mine: Result<PeerInfo>,
         protection: Protection,
         lanes: usize,
         control: &dyn Control,
         deadline: Deadline,
-    ) -> Result<Vec<Introduction>> {
-        let introductions = control.gather_all("quic introduction", protection.transport_name(), mine, deadline)?;
-        let found = |differs: &dyn Fn(&Introduction) -> bool| introductions.iter().position(differs);
+    ) -> Result<Vec<PeerInfo>> {
+        let peer_infos = control.gather_all("quic introduction", protection.transport_name(), mine, deadline)?;
+        let found = |differs: &dyn Fn(&PeerInfo) -> bool| peer_infos.iter().position(differs);
         if let Some(rank) = found(&|other| other.protection != protection.code()) {
             return Err(Error::Rendezvous(format!(
                 "rank {rank} uses another packet protection for QUIC than rank {} ({}); start all ranks with the same transport",
@@ -62,44 +62,44 @@ impl Introduction {
             return Err(Error::Rendezvous(format!(
                 "rank {} has {lanes} QUIC lanes, but rank {rank} has {}; start all ranks with the same number",
                 control.rank(),
-                introductions[rank].lanes
+                peer_infos[rank].lanes
             )));
         }
-        let offers: Vec<_> = introductions.iter().map(|other| (&other.place, vec![other.address.0.ip()])).collect();
+        let offers: Vec<_> = peer_infos.iter().map(|other| (&other.place, vec![other.address.0.ip()])).collect();
         check_reachable(&offers)?;
-        Ok(introductions)
+        Ok(peer_infos)
     }
 }
 
 /// A peer with which this rank is connected.
-pub(crate) struct Link {
+pub(crate) struct PeerConnection {
     pub(crate) connection: Connection,
     /// In lane order.
     pub(crate) channels: Vec<Channel>,
 }
 
 /// A rank to dial.
-pub(crate) struct Appointment {
+pub(crate) struct DialTarget {
     pub(crate) peer: usize,
     pub(crate) address: SocketAddr,
     /// Accepts this peer's certificate only.
     pub(crate) config: quinn::ClientConfig,
     /// Takes why an attempt failed.
-    pub(crate) complaints: Complaints,
+    pub(crate) dial_errors: DialErrors,
 }
 
 /// By peer that is being dialled: why the last attempt failed.
-pub(crate) type Complaints = Arc<Mutex<BTreeMap<usize, String>>>;
+pub(crate) type DialErrors = Arc<Mutex<BTreeMap<usize, String>>>;
 
 /// Most handshakes under way from addresses that no rank announced.
-const STRANGERS: usize = 64;
+const MAX_UNVERIFIED: usize = 64;
 
 /// Such a handshake may be dropped for a new one once it is this old, so that idle ones do not keep out a rank whose address differs from
 /// the one that it announced. With a shorter time a flood could make and drop connections without end.
-const STRANGERS_TURN: Duration = Duration::from_millis(500);
+const UNVERIFIED_GRACE: Duration = Duration::from_millis(500);
 
 /// An accepted connection that has not opened its lanes by then is closed.
-const GUEST_PATIENCE: Duration = Duration::from_secs(10);
+const ACCEPT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Pause before a peer that was too busy is dialled again.
 const DIAL_AGAIN: Duration = Duration::from_millis(20);
@@ -108,23 +108,23 @@ const DIAL_AGAIN: Duration = Duration::from_millis(20);
 /// and its rank dials again.
 const REFUSED: VarInt = VarInt::from_u32(3);
 
-enum Arrival {
-    Dialled(usize, Result<Link>),
-    Guest(Result<(usize, Link), String>),
+enum ConnectOutcome {
+    Dialled(usize, Result<PeerConnection>),
+    Accepted(Result<(usize, PeerConnection), String>),
 }
 
 /// Handshakes from addresses that no rank announced, the oldest first.
 #[derive(Default)]
-struct Lobby(VecDeque<(AbortHandle, Instant)>);
+struct UnverifiedHandshakes(VecDeque<(AbortHandle, Instant)>);
 
-impl Lobby {
+impl UnverifiedHandshakes {
     /// Whether one more may begin, which may end the oldest.
-    fn has_room(&mut self) -> bool {
+    fn make_room(&mut self) -> bool {
         self.0.retain(|(handshake, _)| !handshake.is_finished());
-        if self.0.len() < STRANGERS {
+        if self.0.len() < MAX_UNVERIFIED {
             return true;
         }
-        let is_over = self.0.front().is_some_and(|(_, since)| since.elapsed() >= STRANGERS_TURN);
+        let is_over = self.0.front().is_some_and(|(_, since)| since.elapsed() >= UNVERIFIED_GRACE);
         if is_over && let Some((handshake, _)) = self.0.pop_front() {
             handshake.abort();
         }
@@ -136,37 +136,37 @@ impl Lobby {
     }
 }
 
-/// Dials the ranks of `appointments`, accepts those that are pinned, and stores the connections as they are made. A rank dials from the
-/// address that it announced, one of `expected`, and is served at once; handshakes from elsewhere share the few that [`STRANGERS`] allows.
+/// Dials the ranks of `dial_targets`, accepts those that are pinned, and stores the connections as they are made. A rank dials from the
+/// address that it announced, one of `expected`, and is served at once; handshakes from elsewhere share the few that [`MAX_UNVERIFIED`] allows.
 ///
 /// # Errors
 /// `PeerLost` when a dialled rank refuses for good.
-pub(crate) async fn meet(
+pub(crate) async fn connect_peers(
     endpoint: &Endpoint,
-    appointments: Vec<Appointment>,
+    dial_targets: Vec<DialTarget>,
     pins: &Pins,
     expected: &HashSet<(IpAddr, u16)>,
     rank: usize,
     lanes: usize,
-    links: &mut [Option<Link>],
+    links: &mut [Option<PeerConnection>],
 ) -> Result<()> {
-    let (mut tasks, mut lobby) = (JoinSet::new(), Lobby::default());
-    for Appointment { peer, address, config, complaints } in appointments {
+    let (mut tasks, mut unverified) = (JoinSet::new(), UnverifiedHandshakes::default());
+    for DialTarget { peer, address, config, dial_errors } in dial_targets {
         let endpoint = endpoint.clone();
         tasks.spawn(async move {
             let complain = |why: &ConnectionError| {
-                complaints.lock().unwrap_or_else(PoisonError::into_inner).insert(peer, describe(why));
+                dial_errors.lock().unwrap_or_else(PoisonError::into_inner).insert(peer, describe(why));
             };
-            Arrival::Dialled(peer, dial(&endpoint, config, address, rank, peer, lanes, &complain).await)
+            ConnectOutcome::Dialled(peer, dial(&endpoint, config, address, rank, peer, lanes, &complain).await)
         });
     }
     while links.iter().enumerate().any(|(peer, link)| peer != rank && link.is_none()) {
         tokio::select! {
             Some(arrival) = tasks.join_next() => match arrival {
-                Ok(Arrival::Dialled(peer, link)) => place(links, peer, link?),
-                Ok(Arrival::Guest(guest)) => {
+                Ok(ConnectOutcome::Dialled(peer, link)) => place(links, peer, link?),
+                Ok(ConnectOutcome::Accepted(accepted)) => {
                     // A refused connection from outside is not a failure of the job.
-                    if let Ok((peer, link)) = guest {
+                    if let Ok((peer, link)) = accepted {
                         place(links, peer, link);
                     }
                 }
@@ -184,34 +184,34 @@ pub(crate) async fn meet(
                 }
                 let from = incoming.remote_address();
                 let is_expected = expected.contains(&(from.ip(), from.port()));
-                if !is_expected && !lobby.has_room() {
+                if !is_expected && !unverified.make_room() {
                     incoming.ignore();
                     continue;
                 }
                 let pins = pins.clone();
                 let handshake = tasks.spawn(async move {
-                    let guest = within(Deadline::after(GUEST_PATIENCE), admit(incoming, &pins, lanes)).await;
-                    Arrival::Guest(guest.unwrap_or_else(|| Err("it did not finish in time".into())))
+                    let accepted = within(Deadline::after(ACCEPT_TIMEOUT), admit(incoming, &pins, lanes)).await;
+                    ConnectOutcome::Accepted(accepted.unwrap_or_else(|| Err("it did not finish in time".into())))
                 });
                 if !is_expected {
-                    lobby.enter(handshake);
+                    unverified.enter(handshake);
                 }
             }
         }
     }
-    turn_away(endpoint).await;
+    refuse_new(endpoint).await;
     Ok(())
 }
 
 /// The first link with a peer stays.
-fn place(links: &mut [Option<Link>], peer: usize, link: Link) {
+fn place(links: &mut [Option<PeerConnection>], peer: usize, link: PeerConnection) {
     if let Some(place @ None) = links.get_mut(peer) {
         *place = Some(link);
     }
 }
 
 /// Refuses further connections.
-async fn turn_away(endpoint: &Endpoint) {
+async fn refuse_new(endpoint: &Endpoint) {
     endpoint.set_server_config(None);
     loop {
         tokio::select! {
@@ -230,7 +230,7 @@ async fn dial(
     peer: usize,
     lanes: usize,
     complain: &(dyn Fn(&ConnectionError) + Sync),
-) -> Result<Link> {
+) -> Result<PeerConnection> {
     let lost = |why: String| Error::PeerLost {
         rank: peer,
         operation: "connecting over QUIC".into(),
@@ -241,7 +241,7 @@ async fn dial(
             endpoint.connect_with(config.clone(), address, SERVER_NAME).map_err(|error| lost(error.to_string()))?;
         match connecting.await {
             Ok(connection) => match (open_lanes(&connection, rank, peer, lanes).await, connection.close_reason()) {
-                (Ok(channels), _) => return Ok(Link { connection, channels }),
+                (Ok(channels), _) => return Ok(PeerConnection { connection, channels }),
                 (Err(_), Some(reason)) if is_passing(&reason) => complain(&reason),
                 (Err(why), _) => return Err(lost(why)),
             },
@@ -283,7 +283,7 @@ async fn open_lanes(connection: &Connection, rank: usize, peer: usize, lanes: us
 }
 
 /// The accepting side's half.
-async fn admit(incoming: Incoming, pins: &Pins, lanes: usize) -> Result<(usize, Link), String> {
+async fn admit(incoming: Incoming, pins: &Pins, lanes: usize) -> Result<(usize, PeerConnection), String> {
     let lost = |error: ConnectionError| describe(&error);
     let connection = incoming.accept().map_err(lost)?.await.map_err(lost)?;
     let admitted = match pins.rank_of(&connection) {
@@ -291,7 +291,7 @@ async fn admit(incoming: Incoming, pins: &Pins, lanes: usize) -> Result<(usize, 
         None => Err("its certificate is not pinned".into()),
     };
     match admitted {
-        Ok((peer, channels)) => Ok((peer, Link { connection, channels })),
+        Ok((peer, channels)) => Ok((peer, PeerConnection { connection, channels })),
         Err(why) => {
             connection.close(REFUSED, why.as_bytes());
             Err(why)
@@ -365,40 +365,40 @@ mod tests {
 
     #[test]
     fn ranks_with_other_lanes_or_protection_are_refused_by_all() {
-        let exchange = |introductions: [Introduction; 2]| {
+        let exchange = |peer_infos: [PeerInfo; 2]| {
             let ranks = comm_core::local::group(2, 1);
             std::thread::scope(|scope| {
                 let threads: Vec<_> = ranks
                     .iter()
-                    .zip(introductions)
+                    .zip(peer_infos)
                     .map(|(rank, mine)| {
                         let deadline = Deadline::after(Duration::from_secs(30));
                         let lanes = mine.lanes as usize;
                         scope.spawn(move || {
-                            Introduction::exchange(Ok(mine), Protection::Full, lanes, &*rank.control, deadline)
+                            PeerInfo::exchange(Ok(mine), Protection::Full, lanes, &*rank.control, deadline)
                         })
                     })
                     .collect();
                 threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
             })
         };
-        let introduction = Introduction {
+        let peer_info = PeerInfo {
             protection: Protection::Full.code(),
-            address: Offer("127.0.0.1:4433".parse().unwrap()),
-            place: Place::default(),
+            address: OfferedAddress("127.0.0.1:4433".parse().unwrap()),
+            place: NetworkLocation::default(),
             fingerprint: [7; 32],
             lanes: 2,
             receive_buffer: 1 << 23,
         };
-        let other = Introduction { fingerprint: [8; 32], ..introduction };
-        for heard in exchange([introduction, other]) {
-            assert_eq!(heard.unwrap(), [introduction, other]);
+        let other = PeerInfo { fingerprint: [8; 32], ..peer_info };
+        for heard in exchange([peer_info, other]) {
+            assert_eq!(heard.unwrap(), [peer_info, other]);
         }
-        for heard in exchange([introduction, Introduction { lanes: 3, ..other }]) {
+        for heard in exchange([peer_info, PeerInfo { lanes: 3, ..other }]) {
             let error = heard.unwrap_err().to_string();
             assert!(error.contains("QUIC lanes, but rank"), "{error}");
         }
-        for heard in exchange([introduction, Introduction { protection: 9, ..other }]) {
+        for heard in exchange([peer_info, PeerInfo { protection: 9, ..other }]) {
             let error = heard.unwrap_err().to_string();
             assert!(error.contains("rank 1 uses another packet protection"), "{error}");
         }

@@ -18,7 +18,7 @@ use tokio::time::sleep;
 
 use crate::config::{DatagramSizes, receive_window};
 use crate::congestion::Congestion;
-use crate::exchange::{Job, Work, complete, poll_all};
+use crate::exchange::{Direction, Transfer, complete, poll_all};
 use crate::message::{Channel, Context, DONE, DROPPED, Receiving, Sending, Step, is_done};
 use crate::monitor::QuicMonitor;
 use crate::options::QuicOptions;
@@ -34,7 +34,7 @@ use crate::socket::CountingSocket;
 pub struct QuicTransport {
     pub(crate) rank: usize,
     pub(crate) world_size: usize,
-    pub(crate) lanes: Lanes<Lane>,
+    pub(crate) lanes: Lanes<QuicLane>,
     /// By rank, `None` for this one.
     pub(crate) connections: Arc<[Option<Connection>]>,
     pub(crate) endpoint: Endpoint,
@@ -58,7 +58,7 @@ pub(crate) struct Settings {
     pub(crate) send_buffer: usize,
 }
 
-pub(crate) struct Lane {
+pub(crate) struct QuicLane {
     /// The name of an exchange on it, for errors.
     pub(crate) operation: String,
     /// By rank, `None` for this one.
@@ -125,7 +125,7 @@ impl QuicTransport {
     }
 
     /// Closes each lane.
-    fn say_goodbye(&self, lanes: &mut [&mut Lane], deadline: Deadline) -> Result<()> {
+    fn close_lanes(&self, lanes: &mut [&mut QuicLane], deadline: Deadline) -> Result<()> {
         let operation = "closing the QUIC transport";
         let mut jobs = Vec::new();
         for lane in lanes {
@@ -135,8 +135,8 @@ impl QuicTransport {
                 // An error says that it was finished before.
                 let _ = send.finish();
                 let stopped = send.stopped();
-                jobs.push(Farewell::new(peer, async move { acknowledged(stopped.await, context) }));
-                jobs.push(Farewell::new(peer, async move {
+                jobs.push(LaneClose::new(peer, async move { acknowledged(stopped.await, context) }));
+                jobs.push(LaneClose::new(peer, async move {
                     // Unexpected data is dropped.
                     while receive.read_chunk(usize::MAX, true).await.map(|chunk| chunk.is_some()).or_else(|error| {
                         match &error {
@@ -149,7 +149,7 @@ impl QuicTransport {
             }
         }
         let mut spinner = Spinner::new(Waiting::Park);
-        if self.drive(&mut spinner, deadline, &Cell::new(0), false, |cx| poll_farewells(&mut jobs, cx))? {
+        if self.drive(&mut spinner, deadline, &Cell::new(0), false, |cx| poll_closes(&mut jobs, cx))? {
             return Ok(());
         }
         let silent = jobs.iter().filter(|job| !job.is_done).map(|job| job.peer);
@@ -203,17 +203,17 @@ impl Transport for QuicTransport {
 
     fn close(&self, deadline: Deadline) -> Result<()> {
         self.may_block()?;
-        let farewell = |lanes: &mut [&mut Lane]| {
-            self.say_goodbye(lanes, deadline)?;
+        let close_handshake = |lanes: &mut [&mut QuicLane]| {
+            self.close_lanes(lanes, deadline)?;
             self.endpoint.close(DONE, b"done");
             // Until then a peer that missed the last packets is told again. Nothing depends on it but the peer's speed.
-            let patience = deadline.at_most(FAREWELL);
+            let patience = deadline.at_most(CLOSE_TIMEOUT);
             self.driver.block_on(async {
                 let _ = within(patience, self.endpoint.wait_idle()).await;
                 Ok(())
             })
         };
-        self.lanes.close(self.rank, deadline, || self.check(), farewell)
+        self.lanes.close(self.rank, deadline, || self.check(), close_handshake)
     }
 
     fn facts(&self) -> Vec<(String, String)> {
@@ -272,9 +272,9 @@ impl Drop for QuicTransport {
             })
         };
         let _ = self.driver.block_on(async {
-            let _ = within(Deadline::after(LAST_WORDS), until(streams_are_reset)).await;
+            let _ = within(Deadline::after(LAST_PACKETS_TIMEOUT), until(streams_are_reset)).await;
             self.endpoint.close(DROPPED, b"dropped");
-            let _ = within(Deadline::after(LAST_WORDS), until(peers_are_told)).await;
+            let _ = within(Deadline::after(LAST_PACKETS_TIMEOUT), until(peers_are_told)).await;
             Ok(())
         });
     }
@@ -283,22 +283,22 @@ impl Drop for QuicTransport {
 impl QuicTransport {
     fn exchange_on(
         &self,
-        lane: &mut Lane,
+        lane: &mut QuicLane,
         outgoing: &[Outgoing<'_>],
         incoming: &mut [Incoming<'_>],
         deadline: Deadline,
     ) -> Result<()> {
-        let Lane { operation, channels, spinner } = lane;
+        let QuicLane { operation, channels, spinner } = lane;
         // A fixed window is all that quinn takes over, and may leave at once.
         let leaves_work = !outgoing.is_empty() && !matches!(self.settings.congestion, Congestion::FixedWindow(_));
         let written: u64 = outgoing.iter().map(|message| HEADER_LEN as u64 + message.header.payload_len).sum();
         let unsent = Cell::new(written);
-        let mut jobs: Vec<Job<'_>> = Vec::with_capacity(outgoing.len() + incoming.len());
-        jobs.extend(outgoing.iter().map(|message| Job::new(message.peer, Work::Send(Sending::new(message)))));
+        let mut jobs: Vec<Transfer<'_>> = Vec::with_capacity(outgoing.len() + incoming.len());
+        jobs.extend(outgoing.iter().map(|message| Transfer::new(message.peer, Direction::Send(Sending::new(message)))));
         jobs.extend(
             incoming
                 .iter_mut()
-                .map(|Incoming { peer, sink }| Job::new(*peer, Work::Receive(Receiving::new(&mut **sink)))),
+                .map(|Incoming { peer, sink }| Transfer::new(*peer, Direction::Receive(Receiving::new(&mut **sink)))),
         );
         // Long before the window is used up quinn grants more, which should not wait for the next exchange.
         let credit = u64::from(self.settings.options.stream_window) / 16;
@@ -321,10 +321,10 @@ impl QuicTransport {
 const BURST: u64 = 20;
 
 /// Most time that closing spends on repeating its last packet.
-const FAREWELL: Duration = Duration::from_secs(3);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Most time that dropping spends on each of its two last packets.
-const LAST_WORDS: Duration = Duration::from_millis(100);
+const LAST_PACKETS_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Polls: quinn does not announce what it has sent.
 async fn until(holds: impl Fn() -> bool) {
@@ -334,19 +334,19 @@ async fn until(holds: impl Fn() -> bool) {
 }
 
 /// One direction of closing a lane with one peer.
-struct Farewell<'a> {
+struct LaneClose<'a> {
     peer: usize,
     future: Pin<Box<dyn Future<Output = Result<()>> + 'a>>,
     is_done: bool,
 }
 
-impl<'a> Farewell<'a> {
+impl<'a> LaneClose<'a> {
     fn new(peer: usize, future: impl Future<Output = Result<()>> + 'a) -> Self {
-        Farewell { peer, future: Box::pin(future), is_done: false }
+        LaneClose { peer, future: Box::pin(future), is_done: false }
     }
 }
 
-fn poll_farewells(jobs: &mut [Farewell<'_>], cx: &mut Waker<'_>) -> Result<Step> {
+fn poll_closes(jobs: &mut [LaneClose<'_>], cx: &mut Waker<'_>) -> Result<Step> {
     let mut step = Step::Done;
     for job in jobs.iter_mut().filter(|job| !job.is_done) {
         match job.future.as_mut().poll(cx) {
@@ -373,7 +373,7 @@ mod tests {
     use comm_core::{Header, Sink};
 
     use super::*;
-    use crate::stranger_tests::two_ranks;
+    use crate::unauthenticated_tests::two_ranks;
 
     struct Nothing;
 
@@ -394,7 +394,7 @@ mod tests {
             |transport| {
                 let deadline = Deadline::after(Duration::from_secs(10));
                 if transport.rank() == 0 {
-                    let write = |lane: &mut Lane| {
+                    let write = |lane: &mut QuicLane| {
                         let channel = lane.channels[1].as_mut().unwrap();
                         transport.driver.block_on(async {
                             channel.send.write_all(&[0xab; 200]).await.unwrap();

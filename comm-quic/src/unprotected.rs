@@ -37,7 +37,7 @@ mod tests {
     use comm_core::{Error, Transport};
 
     use super::*;
-    use crate::stranger_tests::{swap_bytes, two_ranks_with};
+    use crate::unauthenticated_tests::{swap_bytes, two_ranks_with};
 
     const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -124,9 +124,9 @@ mod tests {
             seen
         });
         let tell = Mutex::new(tell);
-        let detour = move |mut ranks: Vec<crate::rendezvous::Introduction>| {
+        let detour = move |mut ranks: Vec<crate::rendezvous::PeerInfo>| {
             tell.lock().unwrap().send(ranks[0].address.0).unwrap();
-            ranks[0].address = comm_core::place::Offer(address);
+            ranks[0].address = comm_core::location::OfferedAddress(address);
             ranks
         };
         let outcome = two_ranks_with(&small(), protection, PATIENCE, detour, |transport| {

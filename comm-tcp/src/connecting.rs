@@ -11,28 +11,28 @@ use std::time::{Duration, Instant};
 
 use comm_core::descriptors::{self, ran_out};
 use comm_core::driver::within;
-use comm_core::place::to_dial;
+use comm_core::location::to_dial;
 use comm_core::{Control, Deadline, Error, Result};
 
-use crate::core::{Core, Need};
-use crate::house::Folder;
-use crate::rendezvous::{Advert, listens};
+use crate::core::{Core, DescriptorNeed};
+use crate::rendezvous::{PeerInfo, listens};
 use crate::runtime::{Join, unless_failed};
+use crate::socket_folder::FolderInfo;
 
 /// The connections of one rank while they are being made.
-pub(crate) struct Connecting<'a, L> {
+pub(crate) struct PendingConnections<'a, L> {
     core: &'a Core,
     /// Of all ranks, in order.
-    adverts: &'a [Advert],
+    peer_infos: &'a [PeerInfo],
     /// Where this rank's listeners are.
     own: SocketAddr,
-    need: Need,
+    need: DescriptorNeed,
     /// `[lane][peer]`.
-    links: RefCell<Vec<Vec<Option<L>>>>,
+    connections: RefCell<Vec<Vec<Option<L>>>>,
     /// Of each peer that is being dialled why the last attempt failed, for the error at the deadline.
     complaints: RefCell<BTreeMap<usize, String>>,
     /// What went wrong in a task that accepts, and ends connecting.
-    trouble: Arc<OnceLock<Trouble>>,
+    accept_error: Arc<OnceLock<AcceptError>>,
     /// When it was last looked whether there are descriptors left, and that there were none.
     looked: Cell<Instant>,
     exhausted: Cell<bool>,
@@ -40,13 +40,13 @@ pub(crate) struct Connecting<'a, L> {
 
 /// What went wrong in a task that accepts connections. Those who wait for the connections report it.
 #[derive(Debug)]
-pub(crate) struct Trouble {
+pub(crate) struct AcceptError {
     pub(crate) doing: String,
     pub(crate) error: io::Error,
 }
 
 /// An attempt to dial that failed.
-pub(crate) enum Attempt {
+pub(crate) enum DialError {
     /// Another one may succeed.
     Failed(String),
     /// There are no descriptors left.
@@ -54,9 +54,9 @@ pub(crate) enum Attempt {
     Hopeless(Error),
 }
 
-impl From<io::Error> for Attempt {
+impl From<io::Error> for DialError {
     fn from(error: io::Error) -> Self {
-        if ran_out(&error) { Attempt::RanOut(error) } else { Attempt::Failed(error.to_string()) }
+        if ran_out(&error) { DialError::RanOut(error) } else { DialError::Failed(error.to_string()) }
     }
 }
 
@@ -66,18 +66,18 @@ const STARVED: Duration = Duration::from_secs(1);
 /// Most peers of which an error says where they were looked for.
 const MAX_SHOWN: usize = 4;
 
-impl<'a, L> Connecting<'a, L> {
-    pub(crate) fn new(core: &'a Core, adverts: &'a [Advert], own: SocketAddr, need: Need) -> Self {
+impl<'a, L> PendingConnections<'a, L> {
+    pub(crate) fn new(core: &'a Core, peer_infos: &'a [PeerInfo], own: SocketAddr, need: DescriptorNeed) -> Self {
         let none = || (0..core.world_size).map(|_| None).collect();
-        let links = RefCell::new((0..core.lanes).map(|_| none()).collect());
-        Connecting {
+        let connections = RefCell::new((0..core.lanes).map(|_| none()).collect());
+        PendingConnections {
             core,
-            adverts,
+            peer_infos,
             own,
             need,
-            links,
+            connections,
             complaints: RefCell::default(),
-            trouble: Arc::default(),
+            accept_error: Arc::default(),
             looked: Cell::new(Instant::now()),
             exhausted: Cell::new(false),
         }
@@ -90,21 +90,21 @@ impl<'a, L> Connecting<'a, L> {
     }
 
     /// Where `peer` listens for this rank on `lane`.
-    pub(crate) fn address(&self, peer: usize, lane: usize) -> Result<(&'a Advert, SocketAddr)> {
+    pub(crate) fn address(&self, peer: usize, lane: usize) -> Result<(&'a PeerInfo, SocketAddr)> {
         let Core { rank, lanes, .. } = *self.core;
-        (self.adverts.get(peer))
-            .and_then(|advert| Some((advert, to_dial(advert.address(rank, lane, lanes)?, self.own))))
+        (self.peer_infos.get(peer))
+            .and_then(|peer_info| Some((peer_info, to_dial(peer_info.address(rank, lane, lanes)?, self.own))))
             .ok_or_else(|| Error::Rendezvous(format!("rank {peer} gave no address for rank {rank} on lane {lane}")))
     }
 
     /// The folder in which `peer` listens, if it does in one.
-    pub(crate) fn folder(&self, peer: usize) -> Option<(&'a Advert, &'a Folder)> {
-        self.adverts.get(peer).and_then(|advert| Some((advert, advert.folder()?)))
+    pub(crate) fn folder(&self, peer: usize) -> Option<(&'a PeerInfo, &'a FolderInfo)> {
+        self.peer_infos.get(peer).and_then(|peer_info| Some((peer_info, peer_info.folder()?)))
     }
 
     /// For what accepts elsewhere: where to put what ends this.
-    pub(crate) fn trouble(&self) -> Arc<OnceLock<Trouble>> {
-        self.trouble.clone()
+    pub(crate) fn accept_error(&self) -> Arc<OnceLock<AcceptError>> {
+        self.accept_error.clone()
     }
 
     /// There were no descriptors left for `doing` something.
@@ -113,7 +113,7 @@ impl<'a, L> Connecting<'a, L> {
     }
 
     /// An error of a task that accepts, as this rank's error.
-    fn told(&self, Trouble { doing, error }: &Trouble) -> Error {
+    fn told(&self, AcceptError { doing, error }: &AcceptError) -> Error {
         if ran_out(error) {
             return self.ran_out(doing, error);
         }
@@ -125,14 +125,14 @@ impl<'a, L> Connecting<'a, L> {
     /// caller's.
     pub(crate) async fn dial<F>(&self, peer: u32, address: impl Display, mut attempt: impl FnMut() -> F) -> Result<L>
     where
-        F: Future<Output = std::result::Result<L, Attempt>>,
+        F: Future<Output = std::result::Result<L, DialError>>,
     {
         loop {
             match attempt().await {
-                Ok(link) => return Ok(link),
-                Err(Attempt::Hopeless(error)) => return Err(error),
-                Err(Attempt::RanOut(error)) => return Err(self.ran_out(&format!("dialling {address}"), &error)),
-                Err(Attempt::Failed(error)) => {
+                Ok(connection) => return Ok(connection),
+                Err(DialError::Hopeless(error)) => return Err(error),
+                Err(DialError::RanOut(error)) => return Err(self.ran_out(&format!("dialling {address}"), &error)),
+                Err(DialError::Failed(error)) => {
                     self.complaints.borrow_mut().insert(peer as usize, error);
                     tokio::time::sleep(Duration::from_millis(20)).await;
                 }
@@ -140,10 +140,10 @@ impl<'a, L> Connecting<'a, L> {
         }
     }
 
-    pub(crate) fn store(&self, lane: u32, peer: u32, link: L) {
-        let mut links = self.links.borrow_mut();
-        if let Some(slot) = links.get_mut(lane as usize).and_then(|lane| lane.get_mut(peer as usize)) {
-            *slot = Some(link);
+    pub(crate) fn store(&self, lane: u32, peer: u32, connection: L) {
+        let mut connections = self.connections.borrow_mut();
+        if let Some(slot) = connections.get_mut(lane as usize).and_then(|lane| lane.get_mut(peer as usize)) {
+            *slot = Some(connection);
         }
     }
 
@@ -166,8 +166,9 @@ impl<'a, L> Connecting<'a, L> {
                 Err(self.core.timeout(operation, deadline, missing))
             })
         };
-        let trouble = || self.trouble.get().map(|trouble| self.told(trouble)).or_else(|| self.starved());
-        unless_failed(control, &trouble, bounded).await
+        let accept_error =
+            || self.accept_error.get().map(|accept_error| self.told(accept_error)).or_else(|| self.starved());
+        unless_failed(control, &accept_error, bounded).await
     }
 
     /// The error, when there have been no descriptors left for a while: `zeromq` keeps it to itself when it cannot accept.
@@ -186,7 +187,9 @@ impl<'a, L> Connecting<'a, L> {
         let Core { rank, lanes, .. } = *self.core;
         let complaints = self.complaints.borrow();
         let told = |listener: usize, dialler: usize| {
-            self.adverts.get(listener).map_or("no address".into(), |advert| advert.describe(dialler, lane, lanes))
+            self.peer_infos
+                .get(listener)
+                .map_or("no address".into(), |peer_info| peer_info.describe(dialler, lane, lanes))
         };
         let mut parts: Vec<String> = (missing.iter().take(MAX_SHOWN))
             .map(|peer| {
@@ -207,33 +210,34 @@ impl<'a, L> Connecting<'a, L> {
     }
 
     /// `[lane][peer]`.
-    pub(crate) fn into_links(self) -> Vec<Vec<Option<L>>> {
-        self.links.into_inner()
+    pub(crate) fn into_connections(self) -> Vec<Vec<Option<L>>> {
+        self.connections.into_inner()
     }
 
     /// The first lane on which peers are missing, and these: the lanes after it may not have begun.
     fn missing(&self) -> (usize, Vec<usize>) {
-        let links = self.links.borrow();
+        let connections = self.connections.borrow();
         let of_lane = |lane: &Vec<Option<L>>| -> Vec<usize> {
-            let holes = lane.iter().enumerate().filter(|(_, link)| link.is_none());
+            let holes = lane.iter().enumerate().filter(|(_, connection)| connection.is_none());
             holes.map(|(peer, _)| peer).filter(|peer| *peer != self.core.rank).collect()
         };
-        links.iter().map(of_lane).enumerate().find(|(_, missing)| !missing.is_empty()).unwrap_or_default()
+        connections.iter().map(of_lane).enumerate().find(|(_, missing)| !missing.is_empty()).unwrap_or_default()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use comm_core::place::{Offer, Place};
+    use comm_core::location::{NetworkLocation, OfferedAddress};
 
     use super::*;
     use crate::rendezvous::Addresses;
 
-    fn adverts() -> Vec<Advert> {
+    fn peer_infos() -> Vec<PeerInfo> {
         (0..4)
             .map(|rank| {
-                let addresses = Addresses::Tcp(vec![Offer(format!("10.9.0.{rank}:40{rank}0").parse().unwrap())]);
-                Advert { salt: [0; 32], place: Place::default(), addresses }
+                let addresses =
+                    Addresses::Tcp(vec![OfferedAddress(format!("10.9.0.{rank}:40{rank}0").parse().unwrap())]);
+                PeerInfo { salt: [0; 32], place: NetworkLocation::default(), addresses }
             })
             .collect()
     }
@@ -241,9 +245,9 @@ mod tests {
     #[test]
     fn whoever_is_connected_on_the_lane_under_way_is_not_missing() {
         let core = Core::new(2, 4, 2);
-        let adverts = adverts();
+        let peer_infos = peer_infos();
         let own = "10.9.0.2:0".parse().unwrap();
-        let connecting = Connecting::new(&core, &adverts, own, core.need("tcp-raw", 1, 0));
+        let connecting = PendingConnections::new(&core, &peer_infos, own, core.need("tcp-raw", 1, 0));
         connecting.store(0, 0, ());
         assert_eq!(connecting.missing(), (0, vec![1, 3]));
         connecting.store(0, 1, ());
@@ -256,9 +260,10 @@ mod tests {
     fn who_is_missing_is_named_with_the_address_and_how_it_was_tried() {
         let ranks = comm_core::local::group(4, 1);
         let core = Core::new(2, 4, 2);
-        let adverts = adverts();
+        let peer_infos = peer_infos();
         let own = "10.9.0.2:0".parse().unwrap();
-        let connecting: Connecting<'_, ()> = Connecting::new(&core, &adverts, own, core.need("tcp-raw", 1, 0));
+        let connecting: PendingConnections<'_, ()> =
+            PendingConnections::new(&core, &peer_infos, own, core.need("tcp-raw", 1, 0));
         connecting.complaints.borrow_mut().insert(3, "Connection refused".into());
         assert_eq!(connecting.dialled().collect::<Vec<_>>(), [0, 3]);
         let text = connecting.where_looked_for(&*ranks[2].control, 0, &[0, 1, 3]);

@@ -32,11 +32,11 @@ impl Core {
 
     /// The file descriptors that connecting takes: one for each connection that this rank dials, `accepted` for each that it
     /// listens for, at most, and what it takes `beside`.
-    pub(crate) fn need(&self, transport: &'static str, accepted: usize, beside: usize) -> Need {
+    pub(crate) fn need(&self, transport: &'static str, accepted: usize, beside: usize) -> DescriptorNeed {
         let Core { rank, world_size, lanes, .. } = *self;
         let listening = (0..world_size).filter(|peer| *peer != rank && listens(rank, *peer)).count();
         let dialling = world_size.saturating_sub(listening + 1);
-        Need {
+        DescriptorNeed {
             what: format!("{transport} between {world_size} ranks with {lanes} lane(s)"),
             descriptors: lanes * (dialling + accepted * listening) + beside,
             count: format!(
@@ -62,13 +62,13 @@ impl Core {
 }
 
 /// How many file descriptors connecting takes.
-pub(crate) struct Need {
+pub(crate) struct DescriptorNeed {
     what: String,
     descriptors: usize,
     count: String,
 }
 
-impl Need {
+impl DescriptorNeed {
     /// Refuses, before anything is opened, what this process may not have the descriptors for.
     pub(crate) fn check(&self) -> Result<()> {
         descriptors::check(self.descriptors, || self.count.clone())

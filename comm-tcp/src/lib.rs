@@ -109,20 +109,20 @@
 
 #![forbid(unsafe_code)]
 
+mod acceptor;
 mod auth;
 mod connecting;
 mod core;
-mod door;
 mod fault;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
-mod house;
 mod options;
 mod raw;
 mod rendezvous;
 mod runtime;
 mod socket;
+mod socket_folder;
 mod zmq;
 
 pub use options::TcpOptions;

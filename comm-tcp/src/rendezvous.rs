@@ -4,13 +4,13 @@ use std::collections::HashSet;
 use std::net::{IpAddr, SocketAddr};
 
 use comm_core::control::ControlExt;
-use comm_core::place::{Offer, Place, check_reachable};
+use comm_core::location::{NetworkLocation, OfferedAddress, check_reachable};
 use comm_core::{Control, Deadline, Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::auth::{Edge, PROOF_LEN};
-use crate::house::Folder;
 use crate::options::TcpOptions;
+use crate::socket_folder::FolderInfo;
 
 /// Whether `rank` listens for `peer` (else it dials). Every rank listens for about half of the others, so that no rank
 /// carries the relays of all.
@@ -34,24 +34,24 @@ pub(crate) fn expected_edges(rank: usize, world_size: usize, lanes: usize) -> Re
 
 /// What every rank tells every other one over the control plane before they connect.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Advert {
+pub(crate) struct PeerInfo {
     /// Goes into every proof towards this rank, so that a proof is of no use elsewhere.
     pub(crate) salt: [u8; PROOF_LEN],
     /// Where the rank is.
-    pub(crate) place: Place,
+    pub(crate) place: NetworkLocation,
     pub(crate) addresses: Addresses,
 }
 
 /// Where a rank listens.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Addresses {
-    /// One address for all, or one for each peer and lane (see [`Advert::address`]).
-    Tcp(Vec<Offer>),
+    /// One address for all, or one for each peer and lane (see [`PeerInfo::address`]).
+    Tcp(Vec<OfferedAddress>),
     /// A folder with a Unix socket for each peer and lane.
-    Unix(Folder),
+    Unix(FolderInfo),
 }
 
-impl Advert {
+impl PeerInfo {
     /// Where the rank with this advert listens for the dialler `peer` on `lane`.
     pub(crate) fn address(&self, peer: usize, lane: usize, lanes: usize) -> Option<SocketAddr> {
         match &self.addresses {
@@ -64,7 +64,7 @@ impl Advert {
     }
 
     /// The folder with this rank's Unix sockets.
-    pub(crate) fn folder(&self) -> Option<&Folder> {
+    pub(crate) fn folder(&self) -> Option<&FolderInfo> {
         match &self.addresses {
             Addresses::Unix(folder) => Some(folder),
             Addresses::Tcp(_) => None,
@@ -82,27 +82,27 @@ impl Advert {
     /// Exchanges adverts, of which this rank's is `mine`; checks that all ranks were given the same settings, and that none offers loopback
     /// to other machines. If a rank has none, which is an error there, all fail.
     pub(crate) fn exchange(
-        mine: Result<Advert>,
+        mine: Result<PeerInfo>,
         transport: &str,
         options: &TcpOptions,
         control: &dyn Control,
         deadline: Deadline,
-    ) -> Result<Vec<Advert>> {
+    ) -> Result<Vec<PeerInfo>> {
         let settings = format!(
             "lanes={} window={} segment={} gate={} ipc={}",
             options.lanes, options.window, options.segment, options.gate, options.ipc
         );
-        let mine = mine.map(|advert| (settings.clone(), advert));
+        let mine = mine.map(|peer_info| (settings.clone(), peer_info));
         let told = control.gather_all(&format!("{transport} addresses"), transport, mine, deadline)?;
         if let Some((rank, (theirs, _))) = told.iter().enumerate().find(|(_, (theirs, _))| *theirs != settings) {
             return Err(Error::Rendezvous(format!(
                 "the ranks were started with different settings: here {settings}, on rank {rank} {theirs}"
             )));
         }
-        let adverts: Vec<Advert> = told.into_iter().map(|(_, advert)| advert).collect();
-        let offers: Vec<_> = adverts.iter().map(|advert| (&advert.place, advert.ips())).collect();
+        let peer_infos: Vec<PeerInfo> = told.into_iter().map(|(_, peer_info)| peer_info).collect();
+        let offers: Vec<_> = peer_infos.iter().map(|peer_info| (&peer_info.place, peer_info.ips())).collect();
         check_reachable(&offers)?;
-        Ok(adverts)
+        Ok(peer_infos)
     }
 
     /// The addresses that it has, each once.
@@ -138,12 +138,12 @@ mod tests {
 
     #[test]
     fn adverts_are_told_and_settings_compared() {
-        let advert = |rank: usize| Advert {
+        let peer_info = |rank: usize| PeerInfo {
             salt: [rank as u8; 32],
-            place: Place::default(),
-            addresses: Addresses::Tcp(vec![Offer(format!("127.0.0.1:400{rank}").parse().unwrap())]),
+            place: NetworkLocation::default(),
+            addresses: Addresses::Tcp(vec![OfferedAddress(format!("127.0.0.1:400{rank}").parse().unwrap())]),
         };
-        let exchange = |lanes: [usize; 2], mine: &(dyn Fn(usize) -> Result<Advert> + Sync)| {
+        let exchange = |lanes: [usize; 2], mine: &(dyn Fn(usize) -> Result<PeerInfo> + Sync)| {
             let ranks = comm_core::local::group(2, 1);
             std::thread::scope(|scope| {
                 let threads: Vec<_> = ranks
@@ -152,22 +152,22 @@ mod tests {
                         let options = TcpOptions { lanes: lanes[control.rank()], ..TcpOptions::default() };
                         let deadline = Deadline::after(Duration::from_secs(30));
                         let mine = mine(control.rank());
-                        scope.spawn(move || Advert::exchange(mine, "tcp", &options, &**control, deadline))
+                        scope.spawn(move || PeerInfo::exchange(mine, "tcp", &options, &**control, deadline))
                     })
                     .collect();
                 threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
             })
         };
-        for told in exchange([2, 2], &|rank| Ok(advert(rank))) {
-            assert_eq!(told.unwrap(), [advert(0), advert(1)]);
+        for told in exchange([2, 2], &|rank| Ok(peer_info(rank))) {
+            assert_eq!(told.unwrap(), [peer_info(0), peer_info(1)]);
         }
-        for told in exchange([2, 3], &|rank| Ok(advert(rank))) {
+        for told in exchange([2, 3], &|rank| Ok(peer_info(rank))) {
             let error = told.unwrap_err().to_string();
             assert!(error.contains("lanes=2") && error.contains("lanes=3"), "{error}");
         }
         // Who cannot listen says so to those who would dial it.
         let told =
-            exchange([2, 2], &|rank| if rank == 0 { Ok(advert(0)) } else { Err(Error::invalid("no such port")) });
+            exchange([2, 2], &|rank| if rank == 0 { Ok(peer_info(0)) } else { Err(Error::invalid("no such port")) });
         assert!(matches!(told[1], Err(Error::InvalidArgument(_))), "{told:?}");
         let error = told[0].as_ref().unwrap_err().to_string();
         assert!(error.contains("rank 1: ") && error.contains("no such port"), "{error}");

@@ -10,10 +10,10 @@ use std::thread;
 
 use comm_core::Error;
 use comm_core::control::ControlExt;
-use comm_core::place::Place;
+use comm_core::location::NetworkLocation;
 use comm_tcp::{TcpOptions, ZmqTransport};
 
-use crate::common::{Addresses, Advert, Kind, Told, controls, job, soon};
+use crate::common::{Addresses, Kind, PeerInfo, RankResult, controls, job, soon};
 
 #[test]
 fn facts_say_that_there_is_neither_tcp_nor_a_gate() {
@@ -42,9 +42,10 @@ fn a_process_of_the_same_user_that_is_no_rank_ends_the_job_and_nothing_is_left_b
         let settings = format!("lanes={lanes} window={window} segment={segment} gate=true ipc=true");
         let (machine, path) = (boot.trim().to_string(), "/".into());
         let addresses = Addresses::Unix { machine, device: root.dev(), inode: root.ino(), path };
-        let advert: Told = Ok((settings, Advert { salt: [0; 32], place: Place::default(), addresses }));
+        let advert: RankResult =
+            Ok((settings, PeerInfo { salt: [0; 32], place: NetworkLocation::default(), addresses }));
         let told = ranks[0].gather("tcp addresses", &advert, soon()).unwrap();
-        let Ok((_, Advert { addresses: Addresses::Unix { path: folder, .. }, .. })) = &told[1] else {
+        let Ok((_, PeerInfo { addresses: Addresses::Unix { path: folder, .. }, .. })) = &told[1] else {
             panic!("{told:?}")
         };
         assert_eq!(fs::metadata(folder).unwrap().permissions().mode() & 0o777, 0o700);

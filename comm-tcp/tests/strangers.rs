@@ -11,13 +11,13 @@ use std::time::Duration;
 
 use comm_core::control::TcpControl;
 use comm_core::job::{Address, Job, Secret};
-use comm_core::place::Offer;
+use comm_core::location::OfferedAddress;
 use comm_core::{Control, Deadline, Error, Result};
 use comm_tcp::TcpOptions;
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
-use crate::common::{Addresses, Advert, Kind, Told, controls, payload, soon, swap};
+use crate::common::{Addresses, Kind, PeerInfo, RankResult, controls, payload, soon, swap};
 
 type Meddle = dyn Fn(SocketAddr, &[u8; 32]) -> SocketAddr + Send + Sync;
 
@@ -72,11 +72,11 @@ impl Control for Meddling {
     fn all_gather(&self, label: &str, blob: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
         let mut blobs = self.inner.all_gather(label, blob, deadline)?;
         if self.rank() == 0 {
-            let mut told: Told = postcard::from_bytes(&blobs[1]).unwrap();
-            let Ok((_, Advert { salt, addresses: Addresses::Tcp(addresses), .. })) = &mut told else {
+            let mut told: RankResult = postcard::from_bytes(&blobs[1]).unwrap();
+            let Ok((_, PeerInfo { salt, addresses: Addresses::Tcp(addresses), .. })) = &mut told else {
                 panic!("{told:?}")
             };
-            for Offer(address) in addresses {
+            for OfferedAddress(address) in addresses {
                 *address = (self.meddle)(*address, salt);
             }
             blobs[1] = postcard::to_stdvec(&told).unwrap();

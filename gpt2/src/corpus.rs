@@ -72,7 +72,7 @@ pub struct LoadOptions {
 
 /// How far loading has come, for display.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Loading {
+pub struct LoadStatus {
     /// What is being done.
     pub stage: Stage,
     /// Bytes of that which are done.
@@ -314,7 +314,7 @@ impl Corpus {
         source: &CorpusSource,
         kind: TokenizerKind,
         options: &LoadOptions,
-        watch: &mut dyn FnMut(Loading),
+        watch: &mut dyn FnMut(LoadStatus),
     ) -> Result<Self, CorpusError> {
         Loader { kind, given: None, options, watch }.load(source)
     }

@@ -11,7 +11,7 @@ use comm_nccl::CudaBuffer;
 
 use crate::devices;
 use crate::flat::{DeviceCollectives, unshared};
-use lent::Lent;
+use lent::LentTensor;
 
 /// Lends tensors of one CUDA device to a communicator on NCCL, which has to be of the same device.
 #[derive(Debug)]
@@ -44,6 +44,6 @@ impl DeviceCollectives for CudaMemory {
         let memory: Box<dyn Any> = memory;
         let buffer = memory.downcast::<CudaBuffer>().map_err(|_| foreign())?;
         let owner = buffer.into_owner().ok_or_else(foreign)?;
-        owner.downcast::<Lent>().map(|lent| lent.tensor).map_err(|_| foreign())
+        owner.downcast::<LentTensor>().map(|lent| lent.tensor).map_err(|_| foreign())
     }
 }

@@ -5,7 +5,7 @@
 //! over a row does all of it while the row is in cache. Other devices run the composed forms in [`model`](crate::model).
 //!
 //! Weights are looked up in a [`Resident`] at the moment of use, forward and backward, and are not kept by the graph of operations. So
-//! they can leave memory in between, while what the graph tracks are [`ghost`] leaves without contents.
+//! they can leave memory in between, while what the graph tracks are [`empty_leaf`] leaves without contents.
 //!
 //! Tensors may be of a 16-bit type. Products of matrices run in it; layer norm, softmax and GELU run in f32, and so do sums over rows.
 //!
@@ -57,7 +57,7 @@ impl Resident {
 }
 
 /// A leaf without contents that collects the gradient of a weight.
-pub(crate) fn ghost<const D: usize>(device: &Device) -> Tensor<D> {
+pub(crate) fn empty_leaf<const D: usize>(device: &Device) -> Tensor<D> {
     Tensor::zeros([1; D], device).autodiff().require_grad()
 }
 
@@ -152,14 +152,14 @@ pub(crate) fn attention(qkv: Tensor<3>, n_head: usize) -> Tensor<3> {
 }
 
 /// Where a backward pass finds a weight: the resident weights, and its key there.
-type Late = (Arc<Resident>, NodeId);
+type WeightRef = (Arc<Resident>, NodeId);
 
 #[derive(Debug)]
 struct LinearBackward;
 
 impl Backward<Flex, 3> for LinearBackward {
     /// Input, and the weight.
-    type State = (FlexTensor, Late);
+    type State = (FlexTensor, WeightRef);
 
     fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
         let dy: Tensor<3> = Tensor::from_primitive::<Flex>(contiguous(grads.consume::<Flex>(&ops.node)));
@@ -185,7 +185,7 @@ struct LayerNormBackward;
 
 impl Backward<Flex, 3> for LayerNormBackward {
     /// Input, gain, and each row's mean and inverse standard deviation.
-    type State = (FlexTensor, Late, Vec<[f32; 2]>);
+    type State = (FlexTensor, WeightRef, Vec<[f32; 2]>);
 
     fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
         let dy = contiguous(grads.consume::<Flex>(&ops.node));

@@ -4,7 +4,7 @@
 //!
 //! ```
 //! #[global_allocator]
-//! static ALLOCATOR: gpt2::memory::Counting = gpt2::memory::Counting;
+//! static ALLOCATOR: gpt2::memory::CountingAllocator = gpt2::memory::CountingAllocator;
 //! # fn main() {}
 //! ```
 //!
@@ -19,11 +19,11 @@ use std::marker::PhantomData;
 use std::sync::OnceLock;
 
 pub use ledger::{Bytes, Category, Usage};
-pub use sys::Counting;
+pub use sys::CountingAllocator;
 
 use ledger::{LEDGER, THREAD, current, take_moving};
 
-/// Memory by category, or `None` where the program was not built with [`Counting`] as its global allocator.
+/// Memory by category, or `None` where the program was not built with [`CountingAllocator`] as its global allocator.
 ///
 /// Peaks are exact under concurrency: they are taken from the sum that each allocation itself produced.
 #[must_use]
@@ -54,7 +54,7 @@ pub fn set_thread_default(category: Category) {
     THREAD.with(|thread| thread.default.set(category));
 }
 
-/// Moves the memory of `buffer` to `category`, whoever allocated it; the elements stay where they are. Without [`Counting`] as the
+/// Moves the memory of `buffer` to `category`, whoever allocated it; the elements stay where they are. Without [`CountingAllocator`] as the
 /// global allocator nothing changes.
 #[must_use = "the buffer comes back"]
 pub fn recharge<T>(buffer: Vec<T>, category: Category) -> Vec<T> {
@@ -87,7 +87,7 @@ pub fn peak_rss_bytes() -> u64 {
     kib.unwrap_or(0) * 1024
 }
 
-/// Whether [`Counting`] is this program's global allocator: only then does it see the request of [`recharge`].
+/// Whether [`CountingAllocator`] is this program's global allocator: only then does it see the request of [`recharge`].
 fn is_counted() -> bool {
     static IS_COUNTED: OnceLock<bool> = OnceLock::new();
     *IS_COUNTED.get_or_init(|| {

@@ -117,7 +117,7 @@ pub(crate) struct Ticket {
 
 /// A span that has not ended.
 #[derive(Clone, Copy)]
-struct Open {
+struct OpenSpan {
     activity: Activity,
     operation: Option<usize>,
     since: Instant,
@@ -129,7 +129,7 @@ struct Recorder {
     number: u64,
     recording: Option<Recording>,
     /// The innermost last.
-    open: Vec<Open>,
+    open: Vec<OpenSpan>,
 }
 
 thread_local! {
@@ -242,7 +242,7 @@ fn span_of<R>(activity: Activity, operation: Option<usize>, work: impl FnOnce() 
     with(|recorder| {
         let now = Instant::now();
         recorder.interrupt(now);
-        recorder.open.push(Open { activity, operation, since: now });
+        recorder.open.push(OpenSpan { activity, operation, since: now });
     });
     let result = work();
     with(|recorder| {

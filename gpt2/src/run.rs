@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use burn::tensor::Device;
-use comm_core::control::{MeetingReport, TcpControl};
+use comm_core::control::{MissingRanksReport, TcpControl};
 use comm_core::{Control, Deadline, Error, job::Job, printer};
 use isocomm::{Connected, Properties, TransportKind, TransportOptions, connect_node};
 
@@ -191,8 +191,8 @@ fn meet(
     let agreement = agreement(config, corpus, options, transport, device);
     let agreement: Vec<(&str, String)> = agreement.iter().map(|(name, value)| (name.as_str(), value.clone())).collect();
     let deadline = Deadline::after(options.options.timeout.saturating_add(loading(corpus)));
-    let late = |report: &MeetingReport| printer::stderr().line(format_args!("stall: {report}"));
-    let watch = (Some(options.options.stall_after), &late as &dyn Fn(&MeetingReport));
+    let late = |report: &MissingRanksReport| printer::stderr().line(format_args!("stall: {report}"));
+    let watch = (Some(options.options.stall_after), &late as &dyn Fn(&MissingRanksReport));
     TcpControl::connect_watched(job, &agreement, options.options.control(), deadline, watch)
 }
 

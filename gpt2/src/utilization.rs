@@ -14,7 +14,7 @@ pub struct Meter {
 
 /// What this process used in one lap.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Lap {
+pub struct Interval {
     /// Processor time of all threads of this process, in user and kernel mode, in seconds. Ranks that are threads of one process share it.
     pub cpu_seconds: f64,
     /// Length of the lap in seconds.
@@ -62,9 +62,9 @@ impl Meter {
     }
 
     /// Ends a lap and starts the next.
-    pub fn lap(&mut self) -> Lap {
+    pub fn lap(&mut self) -> Interval {
         let (now, processor_time) = (Instant::now(), sys::processor_time());
-        let lap = Lap {
+        let lap = Interval {
             cpu_seconds: processor_time.saturating_sub(self.processor_time).as_secs_f64(),
             wall: now.duration_since(self.since).as_secs_f64(),
             gpu: self.gpu.as_ref().ok().and_then(watch::Watch::lap),
@@ -74,7 +74,7 @@ impl Meter {
     }
 }
 
-impl Lap {
+impl Interval {
     /// Part of `threads` processors that this process used, from 0 to 1: processor time over wall time times threads. More than 1
     /// where other threads than those that compute (transports, say) work too. 0 for a lap without length.
     #[must_use]
@@ -243,7 +243,7 @@ mod tests {
 
     #[test]
     fn a_lap_without_length_has_no_utilization() {
-        assert_eq!(Lap { cpu_seconds: 0.1, wall: 0.0, gpu: None }.cpu_utilization(1), 0.0);
+        assert_eq!(Interval { cpu_seconds: 0.1, wall: 0.0, gpu: None }.cpu_utilization(1), 0.0);
     }
 
     #[test]

@@ -17,7 +17,7 @@ use gpt2::precision::Precision;
 use gpt2::record::{Activity, Operation, Span, record};
 use gpt2::segments::{SegmentInfo, layout};
 use gpt2::strategy::{
-    self, Built, Channels, Checked, Comms, DuringPass, LocalStep, Ranks, Setup, StrategyKind, StrategyOptions,
+    self, Built, Channels, CheckedGradients, Comms, DuringPass, LocalStep, Ranks, Setup, StrategyKind, StrategyOptions,
 };
 use gpt2::trainer::{Observer, Parts, Session, StepReport, Summary, TrainConfig, TrainError, train};
 use isocomm::TransportOptions;
@@ -335,12 +335,12 @@ impl LocalStep for Given<'_> {
         Ok(0.0)
     }
 
-    fn check(&mut self, loss: f64, grads: Vec<Flat>, ranks: Ranks) -> Result<Checked, TrainError> {
+    fn check(&mut self, loss: f64, grads: Vec<Flat>, ranks: Ranks) -> Result<CheckedGradients, TrainError> {
         self.averaged = grads;
-        Ok(Checked { loss, grad_norm: 0.0, skip: true, grads: Vec::new(), factor: 1.0, ranks })
+        Ok(CheckedGradients { loss, grad_norm: 0.0, skip: true, grads: Vec::new(), factor: 1.0, ranks })
     }
 
-    fn update(&mut self, _checked: &mut Checked) -> Result<(), TrainError> {
+    fn update(&mut self, _checked: &mut CheckedGradients) -> Result<(), TrainError> {
         panic!("the step is skipped")
     }
 

@@ -14,7 +14,7 @@ use comm_core::conformance::Barrier;
 use comm_core::local::group;
 use gpt2::config::ModelConfig;
 use gpt2::corpus::Corpus;
-use gpt2::memory::{self, Counting};
+use gpt2::memory::{self, CountingAllocator};
 use gpt2::strategy::StrategyKind;
 use gpt2::trainer::{Observer, Session, StepReport, TrainConfig, train};
 use isocomm::{TransportKind, TransportOptions};
@@ -22,7 +22,7 @@ use isocomm::{TransportKind, TransportOptions};
 use local::{corpus, single, with};
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 /// The figures are the process's, so that one test at a time may run.
 static ALONE: Mutex<()> = Mutex::new(());

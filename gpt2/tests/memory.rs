@@ -12,10 +12,10 @@ use std::time::Instant;
 
 use comm_core::conformance::Barrier;
 
-use gpt2::memory::{self, Bytes, Category, Counting, Usage};
+use gpt2::memory::{self, Bytes, Category, CountingAllocator, Usage};
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 const MIB: usize = 1 << 20;
 
@@ -366,7 +366,8 @@ fn cost_of_a_pair_of_calls() {
         for size in [32, 256, 4096] {
             let mut best = [f64::INFINITY; 2];
             for _ in 0..5 {
-                for (best, allocator) in best.iter_mut().zip([&System as &(dyn GlobalAlloc + Sync), &Counting]) {
+                for (best, allocator) in best.iter_mut().zip([&System as &(dyn GlobalAlloc + Sync), &CountingAllocator])
+                {
                     let slowest = thread::scope(|scope| {
                         let all: Vec<_> = (0..threads).map(|_| scope.spawn(|| pairs(allocator, size))).collect();
                         all.into_iter().map(|thread| thread.join().unwrap()).fold(0.0, f64::max)

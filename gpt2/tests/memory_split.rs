@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use burn::tensor::Device;
 use gpt2::config::{ModelConfig, Preset};
-use gpt2::memory::{self, Category, Counting, Usage};
+use gpt2::memory::{self, Category, CountingAllocator, Usage};
 use gpt2::run::{RankOptions, run_threads};
 use gpt2::segments::{Compute, SegmentedModel, layout};
 use gpt2::strategy::StrategyKind;
@@ -17,7 +17,7 @@ use isocomm::{TransportKind, TransportOptions};
 use local::{corpus, single, with};
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 const RANKS: usize = 4;
 

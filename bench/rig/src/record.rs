@@ -96,7 +96,7 @@ pub struct Cell {
     /// Threads that compute, in each rank.
     pub threads: usize,
     /// A delay that was put in on purpose, to see whether it is found.
-    pub planted: Option<Planted>,
+    pub planted: Option<InjectedDelay>,
     /// Sets cells apart that are otherwise the same, for A/A comparisons; empty for all others.
     pub variant: String,
     /// Who trains.
@@ -180,7 +180,7 @@ fn is_default<T: Default + PartialEq>(value: &T) -> bool {
 
 /// A delay put into every step, where the batch is read.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct Planted {
+pub struct InjectedDelay {
     pub microseconds: u64,
     /// `None` for all ranks.
     pub rank: Option<usize>,

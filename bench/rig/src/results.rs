@@ -64,7 +64,7 @@ pub fn read_records(path: &Path) -> Result<Results, String> {
         match parse(&line) {
             Ok(record) => results.records.extend(record),
             // Only the last line can lack its end: the sweep was interrupted while it wrote.
-            Err(Bad::Syntax(_)) if line.last() != Some(&b'\n') => {
+            Err(LineError::Syntax(_)) if line.last() != Some(&b'\n') => {
                 results.warnings.push(format!(
                     "{name}: line {number}, the last, is cut off (its sweep was interrupted); it is left out"
                 ));
@@ -111,24 +111,24 @@ fn locate(path: &Path) -> Result<PathBuf, String> {
 }
 
 /// What is wrong with a line.
-enum Bad {
+enum LineError {
     /// It is not an object of JSON.
     Syntax(String),
     /// It is not a record, or one of another version.
     Content(String),
 }
 
-impl Bad {
+impl LineError {
     fn what(self) -> String {
         match self {
-            Bad::Syntax(what) => format!("it is not an object of JSON: {what}"),
-            Bad::Content(what) => what,
+            LineError::Syntax(what) => format!("it is not an object of JSON: {what}"),
+            LineError::Content(what) => what,
         }
     }
 }
 
 /// A record; nothing on a blank line.
-fn parse(line: &[u8]) -> Result<Option<Record>, Bad> {
+fn parse(line: &[u8]) -> Result<Option<Record>, LineError> {
     /// What all versions have.
     #[derive(Deserialize)]
     struct Version {
@@ -139,26 +139,26 @@ fn parse(line: &[u8]) -> Result<Option<Record>, Bad> {
     }
     // As a list it could pass for a structure.
     if !line.trim_ascii_start().starts_with(b"{") {
-        return Err(Bad::Syntax("it does not begin with a brace".into()));
+        return Err(LineError::Syntax("it does not begin with a brace".into()));
     }
     let version = match serde_json::from_slice::<Version>(line) {
         Ok(version) => version.schema,
-        Err(error) if error.is_data() => return Err(Bad::Content(not_a_record(&error.to_string()))),
-        Err(error) => return Err(Bad::Syntax(error.to_string())),
+        Err(error) if error.is_data() => return Err(LineError::Content(not_a_record(&error.to_string()))),
+        Err(error) => return Err(LineError::Syntax(error.to_string())),
     };
     match version {
         Some(SCHEMA) => {
             let record =
-                serde_json::from_slice(line).map_err(|error| Bad::Content(not_a_record(&error.to_string())))?;
+                serde_json::from_slice(line).map_err(|error| LineError::Content(not_a_record(&error.to_string())))?;
             Ok(Some(record))
         }
-        Some(other) => Err(Bad::Content(format!(
+        Some(other) => Err(LineError::Content(format!(
             "it was written in version {other} of this format, and this program reads version {SCHEMA}; read it with \
              the program that wrote it, or run the sweep again"
         ))),
-        None => {
-            Err(Bad::Content("it names no version; is this the file of another command than `bench sweep`?".into()))
-        }
+        None => Err(LineError::Content(
+            "it names no version; is this the file of another command than `bench sweep`?".into(),
+        )),
     }
 }
 

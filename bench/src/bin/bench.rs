@@ -2,10 +2,10 @@
 
 use std::process::ExitCode;
 
-use gpt2::memory::Counting;
+use gpt2::memory::CountingAllocator;
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 fn main() -> ExitCode {
     bench::main()

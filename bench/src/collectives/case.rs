@@ -112,29 +112,29 @@ impl FromStr for Operation {
 /// Where the result goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Place {
+pub(crate) enum ResultPlacement {
     /// Into memory of its own.
     OutOfPlace,
     /// Where the input was.
     InPlace,
 }
 
-impl Place {
-    pub(crate) const BOTH: [Place; 2] = [Place::OutOfPlace, Place::InPlace];
+impl ResultPlacement {
+    pub(crate) const BOTH: [ResultPlacement; 2] = [ResultPlacement::OutOfPlace, ResultPlacement::InPlace];
 
     pub(crate) fn other(self) -> Self {
         match self {
-            Place::OutOfPlace => Place::InPlace,
-            Place::InPlace => Place::OutOfPlace,
+            ResultPlacement::OutOfPlace => ResultPlacement::InPlace,
+            ResultPlacement::InPlace => ResultPlacement::OutOfPlace,
         }
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for ResultPlacement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
-            Place::OutOfPlace => "out of place",
-            Place::InPlace => "in place",
+            ResultPlacement::OutOfPlace => "out of place",
+            ResultPlacement::InPlace => "in place",
         })
     }
 }

@@ -10,8 +10,8 @@ use comm_core::{Algorithm, DType, Deadline};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::case::{Case, Operation, Place};
-use super::protocol::{Command, Connection, Hello, Measure, Opened, Reply, Trouble};
+use super::case::{Case, Operation, ResultPlacement};
+use super::protocol::{Command, Connection, Hello, Measure, MeasureError, OpenedTransport, Reply};
 
 #[test]
 fn first_lines() {
@@ -75,7 +75,7 @@ fn line(message: &impl Serialize) -> Vec<u8> {
 }
 
 fn hellos() -> Vec<Vec<u8>> {
-    let opened = |name: &str, error: Option<&str>| Opened {
+    let opened = |name: &str, error: Option<&str>| OpenedTransport {
         name: name.into(),
         facts: vec![("lanes".into(), "2".into())],
         error: error.map(str::to_string),
@@ -87,7 +87,7 @@ fn command_lines() -> Vec<Vec<u8>> {
     let measure = Measure {
         member: "tcp".into(),
         case: Case::new(Operation::Broadcast, DType::F32, None, 1, 1024, 2),
-        place: Place::InPlace,
+        place: ResultPlacement::InPlace,
         algorithm: Some(Algorithm::ScatterAllGather),
         warmup: 1,
         iters: 20,
@@ -100,6 +100,6 @@ fn command_lines() -> Vec<Vec<u8>> {
 
 fn reply_lines() -> Vec<Vec<u8>> {
     let good = Reply { ns: 12, samples: vec![1, 2], cpu_ns: 3, wrong: Some(0), error: None };
-    let bad = Reply { error: Some(Trouble::Failed("no".into())), ..Reply::default() };
+    let bad = Reply { error: Some(MeasureError::Failed("no".into())), ..Reply::default() };
     vec![line(&good), [line(&bad), line(&good)].concat()]
 }

@@ -13,8 +13,8 @@ use rig::samples::{Pattern, Sample, count_wrong, fill};
 use rig::sys::process_cpu_time;
 use rig::with_sample;
 
-use super::case::{Case, Operation, Place};
-use super::protocol::{MAX_SAMPLES, Measure, Reply, Trouble};
+use super::case::{Case, Operation, ResultPlacement};
+use super::protocol::{MAX_SAMPLES, Measure, MeasureError, Reply};
 
 /// A rank's buffers, kept from one command to the next so that each measures memory that is already there.
 #[derive(Default)]
@@ -35,7 +35,7 @@ pub(crate) fn measure(session: &Connected, request: &Measure, memory: &mut Memor
     let outcome = with_sample!(
         dtype,
         T => run::<T>(session, request, memory, is_process),
-        else Err(Trouble::Unsupported(format!("no test data of type {dtype}")))
+        else Err(MeasureError::Unsupported(format!("no test data of type {dtype}")))
     );
     outcome.unwrap_or_else(|trouble| Reply { error: Some(trouble), ..Reply::default() })
 }
@@ -45,7 +45,7 @@ fn run<T: Sample>(
     request: &Measure,
     memory: &mut Memory,
     is_process: bool,
-) -> Result<Reply, Trouble> {
+) -> Result<Reply, MeasureError> {
     let (comm, timing_only) = (&*session.comm, session.properties.timing_only);
     let plan = Plan::new(request, comm.world_size(), comm.rank(), comm.lanes())?;
     let mut buffers = memory.take::<T>(plan.input, plan.output);
@@ -86,7 +86,7 @@ fn check<T: Sample>(
     request: &Measure,
     plan: &Plan,
     buffers: &mut Buffers<T>,
-) -> Result<u64, Trouble> {
+) -> Result<u64, MeasureError> {
     let (case, ranks, rank) = (&request.case, comm.world_size(), comm.rank());
     let pattern = Pattern::new::<T>(request.seed, ranks, case.reduction);
     // Where something is to come, something else is first.
@@ -102,7 +102,7 @@ fn check<T: Sample>(
         let start = if is_shard(values) { mine.start } else { 0 };
         fill(values, &pattern, rank, start);
     };
-    let out_of_place = !buffers.input.is_empty() && request.place == Place::OutOfPlace;
+    let out_of_place = !buffers.input.is_empty() && request.place == ResultPlacement::OutOfPlace;
     contribute(&mut buffers.input);
     match case.operation {
         Operation::Gather | Operation::AllGather if !out_of_place && !is_shard(&buffers.output) => {
@@ -183,9 +183,9 @@ enum Step {
 }
 
 impl Plan {
-    fn new(request: &Measure, ranks: usize, rank: usize, lanes: usize) -> Result<Self, Trouble> {
+    fn new(request: &Measure, ranks: usize, rank: usize, lanes: usize) -> Result<Self, MeasureError> {
         let case = &request.case;
-        let unsupported = |why: String| Err(Trouble::Unsupported(why));
+        let unsupported = |why: String| Err(MeasureError::Unsupported(why));
         if matches!(case.operation, Operation::SendRecv | Operation::OneWay | Operation::RoundTrip) {
             return Self::of_messages(case, ranks, rank, lanes);
         }
@@ -201,7 +201,7 @@ impl Plan {
         }
         let (whole, shard) = (case.count, shard_range(case.count, ranks, rank).len());
         let at_root = op.root() == Some(rank);
-        let (step, input, output) = if request.place == Place::InPlace {
+        let (step, input, output) = if request.place == ResultPlacement::InPlace {
             let is_whole = at_root || !matches!(op, Op::Scatter { .. } | Op::Gather { .. });
             (Step::Inside(op), 0, if is_whole { whole } else { shard })
         } else {
@@ -222,8 +222,8 @@ impl Plan {
         Ok(Plan { step, algorithm: request.algorithm, receipt: None, input, output })
     }
 
-    fn of_messages(case: &Case, ranks: usize, rank: usize, lanes: usize) -> Result<Self, Trouble> {
-        let unsupported = |why: String| Err(Trouble::Unsupported(why));
+    fn of_messages(case: &Case, ranks: usize, rank: usize, lanes: usize) -> Result<Self, MeasureError> {
+        let unsupported = |why: String| Err(MeasureError::Unsupported(why));
         let count = case.count;
         let plan = |step, receipt, input| Ok(Plan { step, algorithm: None, receipt, input, output: count });
         if case.operation == Operation::SendRecv {
@@ -249,7 +249,7 @@ impl Plan {
         }
     }
 
-    fn step<T: Sample>(&self, comm: &dyn Communicator, buffers: &mut Buffers<T>) -> Result<(), Trouble> {
+    fn step<T: Sample>(&self, comm: &dyn Communicator, buffers: &mut Buffers<T>) -> Result<(), MeasureError> {
         let Buffers { input, output } = buffers;
         match &self.step {
             Step::Inside(op) => self.call(comm, *op, output),
@@ -278,14 +278,14 @@ impl Plan {
     }
 
     /// After the last iteration: the receiver's word that everything has come.
-    fn receipt<T: Sample>(&self, comm: &dyn Communicator, buffers: &mut Buffers<T>) -> Result<(), Trouble> {
+    fn receipt<T: Sample>(&self, comm: &dyn Communicator, buffers: &mut Buffers<T>) -> Result<(), MeasureError> {
         match self.receipt {
             Some(op) => self.call(comm, op, &mut buffers.input),
             None => Ok(()),
         }
     }
 
-    fn call<T: Sample>(&self, comm: &dyn Communicator, op: Op, values: &mut [T]) -> Result<(), Trouble> {
+    fn call<T: Sample>(&self, comm: &dyn Communicator, op: Op, values: &mut [T]) -> Result<(), MeasureError> {
         let call = BorrowedCall::new(op, ViewMut::of(values));
         comm.run_borrowed(BorrowedCall { algorithm: self.algorithm, ..call }).map_err(trouble)
     }
@@ -312,18 +312,18 @@ fn shift_lane(sender: usize, ranks: usize) -> usize {
     if !ranks.is_multiple_of(2) && sender == ranks - 1 { 2 } else { sender % 2 }
 }
 
-fn trouble(error: Error) -> Trouble {
+fn trouble(error: Error) -> MeasureError {
     match error {
-        Error::Unsupported { .. } => Trouble::Unsupported(error.to_string()),
-        error => Trouble::Failed(error.to_string()),
+        Error::Unsupported { .. } => MeasureError::Unsupported(error.to_string()),
+        error => MeasureError::Failed(error.to_string()),
     }
 }
 
-fn cpu_time(is_process: bool) -> Result<Duration, Trouble> {
+fn cpu_time(is_process: bool) -> Result<Duration, MeasureError> {
     if !is_process {
         return Ok(Duration::ZERO);
     }
-    process_cpu_time().map_err(|error| Trouble::Failed(format!("reading this process's clock: {error}")))
+    process_cpu_time().map_err(|error| MeasureError::Failed(format!("reading this process's clock: {error}")))
 }
 
 fn nanos(time: Duration) -> u64 {

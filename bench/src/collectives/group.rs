@@ -17,7 +17,7 @@ use rig::rank;
 use rig::sys::kill_group;
 use tempfile::TempDir;
 
-use super::protocol::{Command, Connection, Hello, Measure, Opened, Reply, Trouble};
+use super::protocol::{Command, Connection, Hello, Measure, MeasureError, OpenedTransport, Reply};
 use super::rank::Task;
 
 /// How long ranks of ours may take to start and to connect all transports; libraries of the peers take seconds to load.
@@ -35,8 +35,8 @@ pub(crate) struct Group {
     /// By rank.
     connections: Vec<Connection>,
     /// What can be measured on them.
-    members: Vec<Opened>,
-    life: Life,
+    members: Vec<OpenedTransport>,
+    life: GroupProcesses,
     /// How long a command may take.
     timeout: Duration,
     /// Why nothing can be measured any more.
@@ -46,7 +46,7 @@ pub(crate) struct Group {
 }
 
 /// The processes behind a group.
-enum Life {
+enum GroupProcesses {
     /// Ours: the thread that looks after them.
     Launched(Option<JoinHandle<Result<LaunchOutcome, comm_core::Error>>>),
     /// Other programs, and the file that has what they complained about.
@@ -67,12 +67,12 @@ pub(crate) struct Measured {
 }
 
 /// A place for a group's socket, before its ranks run.
-pub(crate) struct Meeting {
+pub(crate) struct GroupListener {
     folder: TempDir,
     listener: UnixListener,
 }
 
-impl Meeting {
+impl GroupListener {
     /// # Errors
     /// Why there can be none.
     pub(crate) fn new() -> Result<Self, String> {
@@ -81,7 +81,7 @@ impl Meeting {
         let path = folder.path().join("socket");
         let listener = UnixListener::bind(&path).map_err(|error| format!("{}: {error}", path.display()))?;
         listener.set_nonblocking(true).map_err(|error| format!("{}: {error}", path.display()))?;
-        Ok(Meeting { folder, listener })
+        Ok(GroupListener { folder, listener })
     }
 
     /// A folder that only this user can enter, removed with the group.
@@ -106,10 +106,10 @@ impl Meeting {
         ranks: usize,
         timeout: Duration,
     ) -> Result<Group, String> {
-        self.gather(name, Life::Programs { children, complaints }, ranks, timeout)
+        self.gather(name, GroupProcesses::Programs { children, complaints }, ranks, timeout)
     }
 
-    fn gather(self, name: &str, life: Life, ranks: usize, timeout: Duration) -> Result<Group, String> {
+    fn gather(self, name: &str, life: GroupProcesses, ranks: usize, timeout: Duration) -> Result<Group, String> {
         let mut group = Group {
             name: name.to_string(),
             connections: Vec::new(),
@@ -173,7 +173,7 @@ impl Group {
         (options, quic_congestion): (&TransportOptions, Option<&String>),
         ranks: usize,
     ) -> Result<Self, String> {
-        let meeting = Meeting::new()?;
+        let meeting = GroupListener::new()?;
         let task = Task {
             socket: meeting.socket(),
             transports: transports.to_vec(),
@@ -189,11 +189,11 @@ impl Group {
             .name(format!("launch-{name}"))
             .spawn(move || launch.run())
             .map_err(|error| format!("starting a thread: {error}"))?;
-        meeting.gather(name, Life::Launched(Some(thread)), ranks, options.timeout)
+        meeting.gather(name, GroupProcesses::Launched(Some(thread)), ranks, options.timeout)
     }
 
     /// Transports or libraries of this group.
-    pub(crate) fn members(&self) -> &[Opened] {
+    pub(crate) fn members(&self) -> &[OpenedTransport] {
         &self.members
     }
 
@@ -201,9 +201,9 @@ impl Group {
     ///
     /// # Errors
     /// Why there is no figure. After the loss of a process the group says so for ever.
-    pub(crate) fn measure(&mut self, request: &Measure) -> Result<Measured, Trouble> {
+    pub(crate) fn measure(&mut self, request: &Measure) -> Result<Measured, MeasureError> {
         if let Some(why) = &self.dead {
-            return Err(Trouble::Failed(why.clone()));
+            return Err(MeasureError::Failed(why.clone()));
         }
         let deadline = Deadline::after(self.timeout.saturating_add(GRACE));
         let command = Command::Measure(request.clone());
@@ -220,7 +220,7 @@ impl Group {
                 // would take the cores from those that are still measured.
                 self.connections.clear();
                 self.life.kill_programs();
-                Err(Trouble::Failed(why))
+                Err(MeasureError::Failed(why))
             }
         }
     }
@@ -255,11 +255,11 @@ impl Group {
     }
 }
 
-impl Life {
+impl GroupProcesses {
     /// Why processes have ended too early; `None` while all run.
     fn ended(&mut self) -> Option<String> {
         match self {
-            Life::Launched(thread) => {
+            GroupProcesses::Launched(thread) => {
                 if !thread.as_ref().is_none_or(|thread| thread.is_finished()) {
                     return None;
                 }
@@ -270,7 +270,7 @@ impl Life {
                     None => "the ranks have ended".into(),
                 })
             }
-            Life::Programs { children, complaints } => {
+            GroupProcesses::Programs { children, complaints } => {
                 let status = children.iter_mut().find_map(|child| child.try_wait().ok().flatten())?;
                 let said = fs::read(complaints).unwrap_or_default();
                 let line = complaint(&String::from_utf8_lossy(&said)).unwrap_or_else(|| "it printed nothing".into());
@@ -281,18 +281,18 @@ impl Life {
 
     fn is_over(&mut self) -> bool {
         match self {
-            Life::Launched(thread) => thread.as_ref().is_none_or(JoinHandle::is_finished),
-            Life::Programs { children, .. } => {
+            GroupProcesses::Launched(thread) => thread.as_ref().is_none_or(JoinHandle::is_finished),
+            GroupProcesses::Programs { children, .. } => {
                 children.iter_mut().all(|child| matches!(child.try_wait(), Ok(Some(_)) | Err(_)))
             }
         }
     }
 }
 
-impl Life {
+impl GroupProcesses {
     /// Ranks of ours die with this process.
     fn kill_programs(&mut self) {
-        if let Life::Programs { children, .. } = self {
+        if let GroupProcesses::Programs { children, .. } = self {
             for child in children {
                 if matches!(child.try_wait(), Ok(None)) {
                     kill_group(child.id());
@@ -303,7 +303,7 @@ impl Life {
     }
 }
 
-impl Drop for Life {
+impl Drop for GroupProcesses {
     fn drop(&mut self) {
         self.kill_programs();
     }
@@ -319,10 +319,10 @@ fn describe(outcome: &LaunchOutcome) -> String {
 }
 
 /// One result from those of all ranks.
-fn combine(replies: Vec<Reply>) -> Result<Measured, Trouble> {
+fn combine(replies: Vec<Reply>) -> Result<Measured, MeasureError> {
     let troubles = || replies.iter().filter_map(|reply| reply.error.clone());
     if let Some(trouble) =
-        troubles().find(|trouble| matches!(trouble, Trouble::Failed(_))).or_else(|| troubles().next())
+        troubles().find(|trouble| matches!(trouble, MeasureError::Failed(_))).or_else(|| troubles().next())
     {
         return Err(trouble);
     }
@@ -353,9 +353,9 @@ mod tests {
             |ns, samples: &[u64], wrong| Reply { ns, samples: samples.to_vec(), cpu_ns: 10, wrong, error: None };
         let measured = combine(vec![reply(5, &[1, 4], Some(0)), reply(7, &[3, 2], Some(2))]).unwrap();
         assert_eq!(measured, Measured { ns: 7, samples: vec![3, 4], cpu_ns: 20, wrong: Some(2) });
-        let unsupported = Trouble::Unsupported("no".into());
-        let failed = Trouble::Failed("lost".into());
-        let with = |trouble: &Trouble| Reply { error: Some(trouble.clone()), ..reply(1, &[], None) };
+        let unsupported = MeasureError::Unsupported("no".into());
+        let failed = MeasureError::Failed("lost".into());
+        let with = |trouble: &MeasureError| Reply { error: Some(trouble.clone()), ..reply(1, &[], None) };
         assert_eq!(combine(vec![with(&unsupported), with(&failed)]).unwrap_err(), failed);
         assert_eq!(combine(vec![with(&unsupported), reply(1, &[], None)]).unwrap_err(), unsupported);
     }

@@ -125,7 +125,7 @@ fn conclude(settings: &Settings, rows: &[Row], note: &dyn Fn(&str)) -> ExitCode 
     if let Some(out) = &settings.out {
         note(&format!("# rows: {}", out.join("collectives.jsonl").display()));
     }
-    let failed = |row: &&Row| case::Place::BOTH.iter().any(|place| row.outcome(*place).has_failed());
+    let failed = |row: &&Row| case::ResultPlacement::BOTH.iter().any(|place| row.outcome(*place).has_failed());
     let failures = rows.iter().filter(failed).count();
     if failures > 0 {
         note(&format!("# {failures} rows FAILED"));

@@ -10,7 +10,7 @@ use rig::BenchError;
 use rig::check::between;
 use rig::samples::{self, Reduction};
 
-use super::case::{Case, Operation, Place, parse_dtype};
+use super::case::{Case, Operation, ResultPlacement, parse_dtype};
 use super::congestion;
 
 /// Times collectives over each transport, in the manner of nccl-tests.
@@ -127,7 +127,7 @@ pub(crate) struct CollectivesArgs {
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
     pub(crate) cases: Vec<Case>,
-    pub(crate) places: Vec<Place>,
+    pub(crate) places: Vec<ResultPlacement>,
     pub(crate) transports: Vec<Rung>,
     pub(crate) options: TransportOptions,
     /// Congestion control of QUIC; that in `options` is TCP's.
@@ -232,7 +232,11 @@ impl CollectivesArgs {
         Ok(Settings {
             cases: if self.one_way { self.messages() } else { self.collectives()? },
             // A message is in place or not as one likes to see it.
-            places: if self.one_way || self.tune || self.safety { vec![Place::InPlace] } else { Place::BOTH.to_vec() },
+            places: if self.one_way || self.tune || self.safety {
+                vec![ResultPlacement::InPlace]
+            } else {
+                ResultPlacement::BOTH.to_vec()
+            },
             transports,
             options,
             quic_congestion: self.quic_congestion.clone(),

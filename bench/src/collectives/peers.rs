@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use super::group::{Group, Meeting};
+use super::group::{Group, GroupListener};
 
 /// A rank of any peer, in Python. Part of this program, so that the program can be moved.
 const RANK: &str = include_str!("../../peers/rank.py");
@@ -50,7 +50,7 @@ impl Peer {
     /// # Errors
     /// What is missing, for the user.
     pub(crate) fn start(self, settings: &PeerSettings) -> Result<Group, String> {
-        let meeting = Meeting::new()?;
+        let meeting = GroupListener::new()?;
         let script = meeting.folder().join("rank.py");
         let complaints = meeting.folder().join("stderr");
         let file = fs::write(&script, RANK).and_then(|()| File::create(&complaints));

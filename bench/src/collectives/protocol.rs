@@ -10,19 +10,19 @@ use comm_core::{Algorithm, Deadline};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::case::{Case, Place};
+use super::case::{Case, ResultPlacement};
 
 /// A rank's first line.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Hello {
     pub(crate) rank: usize,
     /// What it can be measured on.
-    pub(crate) members: Vec<Opened>,
+    pub(crate) members: Vec<OpenedTransport>,
 }
 
 /// One transport, or one library, as a rank has opened it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Opened {
+pub(crate) struct OpenedTransport {
     pub(crate) name: String,
     /// Its settings, as (name, value).
     pub(crate) facts: Vec<(String, String)>,
@@ -45,7 +45,7 @@ pub(crate) struct Measure {
     pub(crate) member: String,
     #[serde(flatten)]
     pub(crate) case: Case,
-    pub(crate) place: Place,
+    pub(crate) place: ResultPlacement,
     /// Instead of the one that the library would choose.
     pub(crate) algorithm: Option<Algorithm>,
     /// Iterations before the clock starts.
@@ -73,13 +73,13 @@ pub(crate) struct Reply {
     pub(crate) wrong: Option<u64>,
     /// Why there is nothing of the above.
     #[serde(default)]
-    pub(crate) error: Option<Trouble>,
+    pub(crate) error: Option<MeasureError>,
 }
 
 /// Why there are no figures.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", content = "why", rename_all = "kebab-case")]
-pub(crate) enum Trouble {
+pub(crate) enum MeasureError {
     /// This member does not have it; everything else goes on.
     Unsupported(String),
     /// It should have worked; the member is not used any more.
@@ -168,7 +168,7 @@ mod tests {
         let measure = Measure {
             member: "tcp".into(),
             case: Case::new(Operation::Broadcast, DType::F32, None, 1, 1024, 2),
-            place: Place::InPlace,
+            place: ResultPlacement::InPlace,
             algorithm: Some(Algorithm::ScatterAllGather),
             warmup: 1,
             iters: 20,

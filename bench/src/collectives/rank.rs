@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::exec::{self, Memory};
 use super::options::options_of;
-use super::protocol::{Command, Connection, Hello, Opened, Reply, Trouble};
+use super::protocol::{Command, Connection, Hello, MeasureError, OpenedTransport, Reply};
 
 /// What all ranks of a group are told when they start.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -125,8 +125,8 @@ fn serve(task: &Task, rank: usize, members: &[Member], is_process: bool) -> Resu
 }
 
 impl Member {
-    fn describe(&self) -> Opened {
-        Opened {
+    fn describe(&self) -> OpenedTransport {
+        OpenedTransport {
             name: self.kind.to_string(),
             facts: self.session.as_ref().map_or_else(|_| Vec::new(), |session| session.properties.settings.clone()),
             error: self.session.as_ref().err().cloned(),
@@ -136,6 +136,6 @@ impl Member {
 
 impl Reply {
     fn failed(why: &str) -> Self {
-        Reply { error: Some(Trouble::Failed(why.to_string())), ..Reply::default() }
+        Reply { error: Some(MeasureError::Failed(why.to_string())), ..Reply::default() }
     }
 }

@@ -6,7 +6,7 @@ use rig::environment::Environment;
 use rig::stats::{Ratio, median, percentile};
 use serde::Serialize;
 
-use super::case::{Case, Operation, Place};
+use super::case::{Case, Operation, ResultPlacement};
 
 /// One case on one transport or peer.
 #[derive(Clone, Debug, Serialize)]
@@ -79,9 +79,9 @@ pub(crate) struct Figures {
 pub(crate) struct Comparison {
     /// With whom.
     pub(crate) with: String,
-    pub(crate) place: Place,
+    pub(crate) place: ResultPlacement,
     /// Where the other's result goes, which may be elsewhere because it offers nothing else.
-    pub(crate) place_there: Place,
+    pub(crate) place_there: ResultPlacement,
     #[serde(flatten)]
     pub(crate) ratio: Ratio,
 }
@@ -139,17 +139,17 @@ impl Outcome {
 }
 
 impl Row {
-    pub(crate) fn outcome(&self, place: Place) -> &Outcome {
+    pub(crate) fn outcome(&self, place: ResultPlacement) -> &Outcome {
         match place {
-            Place::OutOfPlace => &self.out_of_place,
-            Place::InPlace => &self.in_place,
+            ResultPlacement::OutOfPlace => &self.out_of_place,
+            ResultPlacement::InPlace => &self.in_place,
         }
     }
 
     /// Wrong elements, in place and out of place.
     pub(crate) fn wrong(&self) -> u64 {
         let wrong = |place| self.outcome(place).figures().and_then(|figures| figures.wrong).unwrap_or(0);
-        Place::BOTH.into_iter().map(wrong).sum()
+        ResultPlacement::BOTH.into_iter().map(wrong).sum()
     }
 }
 
@@ -196,7 +196,7 @@ pub(crate) fn line(row: &Row) -> String {
         side(&row.out_of_place),
         side(&row.in_place)
     );
-    let failure = Place::BOTH.into_iter().find_map(|place| match row.outcome(place) {
+    let failure = ResultPlacement::BOTH.into_iter().find_map(|place| match row.outcome(place) {
         Outcome::Missing { missing, failed: true } => Some(missing),
         _ => None,
     });
@@ -232,10 +232,13 @@ pub(crate) fn ratios(rows: &[Row]) -> Option<String> {
             .map(|name| {
                 let of = |place| row.ratios.iter().find(|ratio| ratio.with == *name && ratio.place == place);
                 // What is written over its own input is what the transports here do best.
-                let text = of(Place::InPlace).or_else(|| of(Place::OutOfPlace)).map_or("N/A".into(), |comparison| {
-                    let Ratio { median, min, max } = comparison.ratio;
-                    format!("{median:.2} ({min:.2}-{max:.2})")
-                });
+                let text = of(ResultPlacement::InPlace).or_else(|| of(ResultPlacement::OutOfPlace)).map_or(
+                    "N/A".into(),
+                    |comparison| {
+                        let Ratio { median, min, max } = comparison.ratio;
+                        format!("{median:.2} ({min:.2}-{max:.2})")
+                    },
+                );
                 format!(" {text:>24}")
             })
             .collect();
@@ -361,7 +364,12 @@ mod tests {
     fn ratios_have_their_spread() {
         let mut ours = row("tcp", &[2.0, 3.0, 4.0]);
         let ratio = Ratio::of(&[2.0, 3.0, 4.0], &[1.0, 1.0, 1.0]).unwrap();
-        ours.ratios.push(Comparison { with: "gloo".into(), place: Place::InPlace, place_there: Place::InPlace, ratio });
+        ours.ratios.push(Comparison {
+            with: "gloo".into(),
+            place: ResultPlacement::InPlace,
+            place_there: ResultPlacement::InPlace,
+            ratio,
+        });
         let text = ratios(&[ours, row("gloo", &[1.0])]).unwrap();
         assert!(text.contains("/ gloo") && text.contains("3.00 (2.00-4.00)"), "{text}");
         assert_eq!(text.lines().count(), 2);

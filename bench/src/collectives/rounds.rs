@@ -12,12 +12,12 @@ use rig::environment::Environment;
 use rig::signal::Signals;
 use rig::stats::Ratio;
 
-use super::case::{Case, Place};
+use super::case::{Case, ResultPlacement};
 use super::congestion;
 use super::group::{Group, Measured};
 use super::options::{Settings, options_of};
 use super::peers::{Peer, PeerSettings};
-use super::protocol::{Measure, Trouble};
+use super::protocol::{Measure, MeasureError};
 use super::report::{Comparison, Outcome, Rounds, Row};
 
 /// How long a batch of iterations shall take where the user does not say how many.
@@ -58,11 +58,11 @@ struct Target {
 /// One target in one place, in the rounds of one case.
 struct Run {
     target: usize,
-    place: Place,
+    place: ResultPlacement,
     /// Instead of the table's choice.
     algorithm: Option<Algorithm>,
     rounds: Rounds,
-    trouble: Option<Trouble>,
+    trouble: Option<MeasureError>,
 }
 
 impl<'a> Bench<'a> {
@@ -222,7 +222,7 @@ impl<'a> Bench<'a> {
     }
 
     /// Finds how many iterations a batch has.
-    fn calibrate(&mut self, case: &Case, run: &mut Run) -> Result<(), Trouble> {
+    fn calibrate(&mut self, case: &Case, run: &mut Run) -> Result<(), MeasureError> {
         let iters = match self.settings.iters {
             Some(iters) => {
                 self.batch(case, run, 1, 1, false)?;
@@ -240,16 +240,23 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    fn batch(&mut self, case: &Case, run: &Run, warmup: u64, iters: u64, check: bool) -> Result<Measured, Trouble> {
+    fn batch(
+        &mut self,
+        case: &Case,
+        run: &Run,
+        warmup: u64,
+        iters: u64,
+        check: bool,
+    ) -> Result<Measured, MeasureError> {
         let target = &mut self.targets[run.target];
         if let Some(why) = &target.failed {
-            return Err(Trouble::Failed(why.clone()));
+            return Err(MeasureError::Failed(why.clone()));
         }
         let member = target.member.clone();
         let (place, algorithm, seed) = (run.place, run.algorithm, self.seed);
         let request = Measure { member, case: *case, place, algorithm, warmup, iters, check, seed };
         let measured = self.groups[target.group].measure(&request);
-        if let Err(Trouble::Failed(why)) = &measured {
+        if let Err(MeasureError::Failed(why)) = &measured {
             target.failed = Some(why.clone());
         }
         measured
@@ -280,8 +287,8 @@ impl<'a> Bench<'a> {
             root: case.root,
             ranks: settings.ranks,
             algorithm: (!target.is_peer).then(|| first.algorithm.unwrap_or_else(chosen)),
-            out_of_place: outcome(Place::OutOfPlace),
-            in_place: outcome(Place::InPlace),
+            out_of_place: outcome(ResultPlacement::OutOfPlace),
+            in_place: outcome(ResultPlacement::InPlace),
             ratios: if settings.tune { Vec::new() } else { self.comparisons(first.target, runs) },
             transport_facts: target.facts.clone(),
             options: (!target.is_peer).then(|| match target.name.parse::<Rung>() {
@@ -309,12 +316,12 @@ impl<'a> Bench<'a> {
         if self.targets[index].is_peer && !self.settings.one_way {
             return Vec::new();
         }
-        let of = |target: usize, place: Place| {
+        let of = |target: usize, place: ResultPlacement| {
             runs.iter().find(|run| run.target == target && run.place == place && run.trouble.is_none())
         };
         let mut comparisons = Vec::new();
         for (other, target) in self.targets.iter().enumerate().filter(|(_, target)| is_yardstick(target)) {
-            for place in Place::BOTH {
+            for place in ResultPlacement::BOTH {
                 let theirs = [place, place.other()].into_iter().find_map(|place| of(other, place));
                 let ratio = of(index, place)
                     .zip(theirs)
@@ -338,8 +345,8 @@ impl Run {
 
     fn outcome(&self, case: &Case, ranks: usize) -> Outcome {
         match &self.trouble {
-            Some(Trouble::Unsupported(why)) => Outcome::Missing { missing: why.clone(), failed: false },
-            Some(Trouble::Failed(why)) => Outcome::Missing { missing: why.clone(), failed: true },
+            Some(MeasureError::Unsupported(why)) => Outcome::Missing { missing: why.clone(), failed: false },
+            Some(MeasureError::Failed(why)) => Outcome::Missing { missing: why.clone(), failed: true },
             None => match self.rounds.figures(case, ranks) {
                 Some(figures) => Outcome::Figures(figures),
                 None => Outcome::Missing { missing: "no round".into(), failed: true },

@@ -7,7 +7,7 @@ use comm_core::{Algorithm, DType, HEADER_LEN, Header, OpKind, ReduceOp};
 use isocomm::Rung;
 use rig::stats::{Ratio, median};
 
-use super::case::Place;
+use super::case::ResultPlacement;
 use super::report::Row;
 
 /// The price of each precaution on each transport: one line each, one column a size.
@@ -23,7 +23,7 @@ pub(super) fn prices(rows: &[Row]) -> String {
             let of = |size: usize| {
                 let mut rows = rows.iter().filter(|row| row.transport == with && row.size == size);
                 let ratio = rows.find_map(|row| {
-                    row.ratios.iter().find(|ratio| ratio.with == without && ratio.place == Place::InPlace)
+                    row.ratios.iter().find(|ratio| ratio.with == without && ratio.place == ResultPlacement::InPlace)
                 });
                 ratio.map_or("N/A".into(), |comparison| {
                     let Ratio { median, min, max } = comparison.ratio;

@@ -2,7 +2,7 @@
 
 use comm_core::{Algorithm, OpKind};
 
-use super::case::Place;
+use super::case::ResultPlacement;
 use super::report::Row;
 
 /// An algorithm must be this much faster than the one that was best at the size before to take over: less is noise.
@@ -58,7 +58,9 @@ fn is_same(a: &Row, b: &Row) -> bool {
 fn points<'a>(rows: impl Iterator<Item = &'a Row>) -> Vec<Point> {
     let mut points: Vec<Point> = Vec::new();
     for row in rows {
-        let (Some(algorithm), Some(figures)) = (row.algorithm, row.outcome(Place::InPlace).figures()) else { continue };
+        let (Some(algorithm), Some(figures)) = (row.algorithm, row.outcome(ResultPlacement::InPlace).figures()) else {
+            continue;
+        };
         let time = (algorithm, figures.time_us);
         match points.iter_mut().find(|point| point.size == row.size) {
             Some(point) => point.times.push(time),

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 /// Something that was different.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub(crate) struct Changed {
+pub(crate) struct Difference {
     pub(crate) what: String,
     pub(crate) before: String,
     pub(crate) after: String,
@@ -17,11 +17,11 @@ pub(crate) struct Changed {
 }
 
 /// Machine, kernel, code: whatever the environments of all runs say.
-pub(super) fn environments_changed(a: &[Record], b: &[Record]) -> Vec<Changed> {
+pub(super) fn environments_changed(a: &[Record], b: &[Record]) -> Vec<Difference> {
     let (before, after) = (environment(a), environment(b));
     let mut names: Vec<&String> = before.iter().chain(&after).map(|(name, _)| name).collect();
     names.dedup();
-    let mut changes: Vec<Changed> = Vec::new();
+    let mut changes: Vec<Difference> = Vec::new();
     for name in names {
         let values = |of: &[(String, BTreeSet<String>)]| {
             of.iter().find(|(other, _)| other == name).map(|(_, values)| values.clone()).unwrap_or_default()
@@ -29,7 +29,12 @@ pub(super) fn environments_changed(a: &[Record], b: &[Record]) -> Vec<Changed> {
         let (before, after) = (values(&before), values(&after));
         if changes.iter().all(|change| change.what != *name) && before != after && !nearly(&before, &after) {
             let text = |values: BTreeSet<String>| values.into_iter().collect::<Vec<_>>().join(", ");
-            changes.push(Changed { what: name.clone(), before: text(before), after: text(after), cells: Vec::new() });
+            changes.push(Difference {
+                what: name.clone(),
+                before: text(before),
+                after: text(after),
+                cells: Vec::new(),
+            });
         }
     }
     changes
@@ -71,13 +76,13 @@ fn nearly(before: &BTreeSet<String>, after: &BTreeSet<String>) -> bool {
 /// What cells did, each beside its namesake: only what was the same in all runs of a sweep.
 pub(super) fn cells_changed<'a>(
     pairs: impl Iterator<Item = (&'a str, &'a CellRuns<'a>, &'a CellRuns<'a>)>,
-) -> Vec<Changed> {
-    let mut changes: Vec<Changed> = Vec::new();
+) -> Vec<Difference> {
+    let mut changes: Vec<Difference> = Vec::new();
     let mut add = |what: String, before: String, after: String, cell: &str| {
-        let same = |change: &&mut Changed| change.what == what && change.before == before && change.after == after;
+        let same = |change: &&mut Difference| change.what == what && change.before == before && change.after == after;
         match changes.iter_mut().find(same) {
             Some(change) => change.cells.push(cell.into()),
-            None => changes.push(Changed { what, before, after, cells: vec![cell.into()] }),
+            None => changes.push(Difference { what, before, after, cells: vec![cell.into()] }),
         }
     };
     for (label, a, b) in pairs {
@@ -141,7 +146,7 @@ mod tests {
     use rig::stats::made_up::{cell, record};
     use rig::stats::{Keep, cell_runs};
 
-    fn changed(change: impl Fn(&mut Measured)) -> Vec<Changed> {
+    fn changed(change: impl Fn(&mut Measured)) -> Vec<Difference> {
         let a: Vec<Record> = (1..=2).map(|round| record(cell("ddp"), round, &[1.0; 8])).collect();
         let mut b = a.clone();
         b.iter_mut().for_each(|run| change(run.measured.as_mut().unwrap()));

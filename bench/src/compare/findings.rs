@@ -3,11 +3,13 @@
 use rig::flag::FlagKind;
 use rig::record::{Axis, Cell};
 use rig::results::Results;
-use rig::stats::{CellRuns, Change, Comparison, Interval, Keep, Metric, Over, Summary, Verdict, Why, cell_runs};
+use rig::stats::{
+    CellRuns, Change, Comparison, ExclusionReason, Interval, Keep, Metric, Over, Summary, Verdict, cell_runs,
+};
 use rig::stats::{compare_unpaired, summary};
 use serde::Serialize;
 
-use super::changes::{Changed, cells_changed, environments_changed};
+use super::changes::{Difference, cells_changed, environments_changed};
 
 /// All that is to be said.
 #[derive(Debug, Serialize)]
@@ -17,7 +19,7 @@ pub(crate) struct Findings {
     pub(crate) threshold: f64,
     pub(crate) warnings: Vec<String>,
     /// What differs besides figures, and may be why they do.
-    pub(crate) changes: Vec<Changed>,
+    pub(crate) changes: Vec<Difference>,
     /// Cells of one sweep only.
     pub(crate) only_a: Vec<String>,
     pub(crate) only_b: Vec<String>,
@@ -163,7 +165,9 @@ impl Pair<'_> {
         let figure = |summary: &Summary| Figure { interval: summary.interval, runs: summary.runs.len() };
         let outcome = match (&a, &b, &comparison) {
             (Some(a), Some(_), Some(comparison)) => judge(metric, a.interval.estimate, comparison, threshold),
-            (Some(_), None, _) if !self.b.left_out.iter().all(|out| out.why == Why::NotAvailable) => Outcome::Gone,
+            (Some(_), None, _) if !self.b.left_out.iter().all(|out| out.why == ExclusionReason::NotAvailable) => {
+                Outcome::Gone
+            }
             // All its runs ended well, but without this figure: a loss that is no number.
             (Some(_), None, _) if !self.b.runs.is_empty() => Outcome::Gone,
             _ => Outcome::Nothing,

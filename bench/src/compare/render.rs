@@ -3,7 +3,7 @@
 use rig::stats::{LEVEL, Metric, Verdict};
 use rig::text::columns;
 
-use super::changes::Changed;
+use super::changes::Difference;
 use super::findings::{Figure, Findings, Outcome, Row, Sweep, Table};
 
 /// Names that are listed before the rest is only counted.
@@ -32,12 +32,12 @@ fn sweep(sweep: &Sweep) -> String {
     format!("{} ({}: {} cells, {} runs{left_out})", sweep.file, sweep.plans.join(", "), sweep.cells, sweep.runs)
 }
 
-fn changes(changes: &[Changed]) -> String {
+fn changes(changes: &[Difference]) -> String {
     if changes.is_empty() {
         return "Besides figures nothing changed: same machine, code, settings, payload and weights.".into();
     }
-    let line = |change: &Changed| {
-        let Changed { what, before, after, cells } = change;
+    let line = |change: &Difference| {
+        let Difference { what, before, after, cells } = change;
         let values = match (before.as_str(), after.as_str()) {
             ("", "") => "differ".into(),
             (before, after) => format!("{} → {}", or_nothing(before), or_nothing(after)),

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use rig::interrupts::uninterrupted;
 use serde::{Deserialize, Serialize};
 
+use super::endpoint::ProcessSetup;
 use super::interface::{self, Sampler, counter};
-use super::place::Place;
 
 /// What became of a flow, as one end saw it.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
@@ -39,7 +39,7 @@ pub(super) struct Steady {
 }
 
 impl Steady {
-    pub(super) fn new(place: &Place, first: Instant) -> Self {
+    pub(super) fn new(place: &ProcessSetup, first: Instant) -> Self {
         let (from, to) = place.steady(first);
         Steady { from, to, bytes: 0, began: None, ended: from }
     }
@@ -71,7 +71,7 @@ impl Steady {
 }
 
 /// Receives until the other end has sent all.
-pub(super) fn listen(place: &Place) -> io::Result<Flow> {
+pub(super) fn listen(place: &ProcessSetup) -> io::Result<Flow> {
     let listener = TcpListener::bind((place.own, PORT))?;
     listener.set_nonblocking(true)?;
     let sampler = Sampler::start(&place.interface)?;
@@ -101,7 +101,7 @@ pub(super) fn listen(place: &Place) -> io::Result<Flow> {
 }
 
 /// Sends for as long as the measurement takes.
-pub(super) fn send(place: &Place, to: IpAddr) -> io::Result<Flow> {
+pub(super) fn send(place: &ProcessSetup, to: IpAddr) -> io::Result<Flow> {
     place.wait_for("ready")?;
     // On loopback the whole machine's are counted.
     let again = || counter("Tcp", "RetransSegs").filter(|_| !place.own.is_loopback());
@@ -124,7 +124,7 @@ mod tests {
     #[test]
     fn a_flow_is_counted_where_it_arrives() {
         let folder = tempfile::tempdir().unwrap();
-        let place = Place {
+        let place = ProcessSetup {
             own: [127, 0, 0, 1].into(),
             interface: "lo".into(),
             header: 14,

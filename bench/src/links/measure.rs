@@ -4,22 +4,22 @@ use std::time::Duration;
 
 use comm_core::launch::Captured;
 use rig::link::Pipe;
-use rig::link::{Carrier, World};
+use rig::link::{Carrier, TestNetwork};
 use rig::machine::Watch;
 use rig::outcome::{self, RunError};
 use rig::rank;
 use serde::Deserialize;
 
-use super::asked::{self, Measure, Way};
+use super::expected::{self, LinkPath, Measure};
 use super::flow::Flow;
 use super::judge::{self, Range, spread};
-use super::rank::{Task, Work};
+use super::rank::{MeasureTask, Task};
 use super::report::{Row, Unit, Verdict};
-use super::udp::{HEADERS, Heard, LEAST, Sender, Sent, Times};
+use super::udp::{HEADERS, LEAST, ReceiveStats, SendStats, Sender, Times};
 
 /// A world to be measured.
 pub(super) struct Bench<'a> {
-    pub(super) world: &'a World,
+    pub(super) world: &'a TestNetwork,
     /// How long each measurement takes.
     pub(super) seconds: Duration,
 }
@@ -51,14 +51,14 @@ impl Bench<'_> {
             Measure::Delay { from, to } => self.delay(*from, *to),
             Measure::RoundTrip { from, to } => self.round_trip(*from, *to),
             Measure::Harm { from, to } => self.harm(*from, *to),
-            Measure::Tcp { from, to } => self.flow("tcp", Work::Tcp { from: *from, to: *to }, *from, *to),
-            Measure::Quic { from, to } => self.flow("quic", Work::Quic { from: *from, to: *to }, *from, *to),
+            Measure::Tcp { from, to } => self.flow("tcp", MeasureTask::Tcp { from: *from, to: *to }, *from, *to),
+            Measure::Quic { from, to } => self.flow("quic", MeasureTask::Quic { from: *from, to: *to }, *from, *to),
         }
     }
 
     fn rate(&self, from: &[usize], to: usize) -> Result<Vec<Row>, RunError> {
         let profile = self.world.profile();
-        let Some(asked) = asked::rate(profile, from, to) else { return Ok(Vec::new()) };
+        let Some(asked) = expected::rate(profile, from, to) else { return Ok(Vec::new()) };
         let bits = 8.0 * f64::from(profile.mtu);
         let pressure = |rank: usize| {
             let up = profile.pipes(rank).up.rate_bits_per_s.map_or(asked, |bits| bits as f64);
@@ -66,7 +66,7 @@ impl Bench<'_> {
         };
         let senders: Vec<Sender> = from.iter().map(|rank| pressure(*rank)).collect();
         let payload = profile.mtu as usize - HEADERS;
-        let work = Work::Datagrams { senders: senders.clone(), to, payload };
+        let work = MeasureTask::Datagrams { senders: senders.clone(), to, payload };
         let (heard, sent, note) = self.datagrams(work, &senders, to)?;
         let mut row = Row {
             way: if let [one] = from { way(*one, to) } else { format!("all > {to}") },
@@ -89,11 +89,11 @@ impl Bench<'_> {
 
     fn delay(&self, from: usize, to: usize) -> Result<Vec<Row>, RunError> {
         let profile = self.world.profile();
-        let asked = Way::new(profile, from, to);
+        let asked = LinkPath::new(profile, from, to);
         let jitter = asked.jitter().as_secs_f64();
         let packets_per_s = idle_pace(jitter);
         let senders = vec![Sender { rank: from, packets_per_s }];
-        let work = Work::Datagrams { senders: senders.clone(), to, payload: LEAST };
+        let work = MeasureTask::Datagrams { senders: senders.clone(), to, payload: LEAST };
         let (heard, _, note) = self.datagrams(work, &senders, to)?;
         let is_link = profile.carrier != Carrier::None;
         let ms = asked.delay(LEAST + HEADERS).as_secs_f64() * 1e3;
@@ -119,10 +119,10 @@ impl Bench<'_> {
 
     fn round_trip(&self, from: usize, to: usize) -> Result<Vec<Row>, RunError> {
         let profile = self.world.profile();
-        let both = [Way::new(profile, from, to), Way::new(profile, to, from)];
+        let both = [LinkPath::new(profile, from, to), LinkPath::new(profile, to, from)];
         let ms: f64 = both.iter().map(|way| way.delay(LEAST + HEADERS).as_secs_f64() * 1e3).sum();
         let jitter: f64 = both.iter().map(|way| way.jitter().as_secs_f64()).sum();
-        let work = Work::RoundTrip { from, to, packets_per_s: idle_pace(jitter) };
+        let work = MeasureTask::RoundTrip { from, to, packets_per_s: idle_pace(jitter) };
         let (captured, doubts) = self.run(work)?;
         let times: Option<Times> = said(&captured, from)?;
         let mut row = Row { way: format!("{from} > {to} > {from}"), ..self.row("round trip", Unit::Ms) };
@@ -138,11 +138,11 @@ impl Bench<'_> {
     /// Loss, and what else an emulator does to packets, while nothing overflows.
     fn harm(&self, from: usize, to: usize) -> Result<Vec<Row>, RunError> {
         let profile = self.world.profile();
-        let asked = Way::new(profile, from, to);
+        let asked = LinkPath::new(profile, from, to);
         let bits = 8.0 * (LEAST + HEADERS) as f64;
         let packets_per_s = asked.rate().map_or(COUNTED_PER_S, |rate| COUNTED_PER_S.min(0.4 * rate as f64 / bits));
         let senders = vec![Sender { rank: from, packets_per_s }];
-        let work = Work::Datagrams { senders: senders.clone(), to, payload: LEAST };
+        let work = MeasureTask::Datagrams { senders: senders.clone(), to, payload: LEAST };
         let (heard, sent, note) = self.datagrams(work, &senders, to)?;
         let pipes = self.world.pipes()?;
         let pipe = |end, direction: &str| pipes.iter().find(|pipe| pipe.end == end && pipe.direction == direction);
@@ -189,9 +189,9 @@ impl Bench<'_> {
         Ok(rows)
     }
 
-    fn flow(&self, protocol: &str, work: Work, from: usize, to: usize) -> Result<Vec<Row>, RunError> {
+    fn flow(&self, protocol: &str, work: MeasureTask, from: usize, to: usize) -> Result<Vec<Row>, RunError> {
         let profile = self.world.profile();
-        let asked = Way::new(profile, from, to).rate();
+        let asked = LinkPath::new(profile, from, to).rate();
         let mut row = Row { way: way(from, to), by: protocol.into(), ..self.row("flow", Unit::Mbit) };
         row.asked = asked.map(|bits| bits as f64 / 1e6);
         row.range = row.asked.map(Range::up_to_rate);
@@ -220,15 +220,20 @@ impl Bench<'_> {
     }
 
     /// What was heard and sent, and what is doubtful about it.
-    fn datagrams(&self, work: Work, senders: &[Sender], to: usize) -> Result<(Heard, Vec<Sent>, String), RunError> {
+    fn datagrams(
+        &self,
+        work: MeasureTask,
+        senders: &[Sender],
+        to: usize,
+    ) -> Result<(ReceiveStats, Vec<SendStats>, String), RunError> {
         let (captured, doubts) = self.run(work)?;
-        let heard: Heard = said(&captured, to)?;
+        let heard: ReceiveStats = said(&captured, to)?;
         let sent = senders.iter().map(|sender| said(&captured, sender.rank)).collect::<Result<_, _>>()?;
         Ok((heard, sent, doubts.join(", ")))
     }
 
     /// What the processes said, and why it may be doubtful.
-    fn run(&self, work: Work) -> Result<(Vec<Captured>, Vec<String>), RunError> {
+    fn run(&self, work: MeasureTask) -> Result<(Vec<Captured>, Vec<String>), RunError> {
         let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
         let task = Task {
             work,

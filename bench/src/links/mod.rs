@@ -4,13 +4,13 @@
 //! interface counts; delays on the idle link, by the clock that all processes of a machine share; loss, by the emulator's counters
 //! and by what arrives; and what one flow over TCP and one over QUIC make of it.
 
-mod asked;
+mod endpoint;
+mod expected;
 mod flow;
 mod interface;
 mod judge;
 mod measure;
 mod options;
-mod place;
 mod rank;
 mod report;
 mod transport;
@@ -22,7 +22,7 @@ use gpt2::cli::say;
 use rig::BenchError;
 use rig::debug;
 use rig::lines::Lines;
-use rig::link::{self, Profile, World};
+use rig::link::{self, Profile, TestNetwork};
 use rig::signal::Signals;
 
 pub(crate) use options::LinksArgs;
@@ -44,12 +44,12 @@ pub(crate) fn run(args: &LinksArgs) -> Result<ExitCode, BenchError> {
     let mut rows: Vec<Row> = Vec::new();
     for profile in &settings.profiles {
         signals.check()?;
-        let world = World::new(profile, asked::ends(profile), settings.congestion.as_deref())?;
+        let world = TestNetwork::new(profile, expected::ends(profile), settings.congestion.as_deref())?;
         if !settings.json {
             say(format_args!("{}", world.describe()));
         }
         let bench = Bench { world: &world, seconds: settings.seconds };
-        for measure in asked::measures(profile, settings.flows) {
+        for measure in expected::measures(profile, settings.flows) {
             signals.check()?;
             for row in bench.rows(&measure)? {
                 tell(&row, settings.json, file.as_mut())?;

@@ -6,21 +6,21 @@ use std::time::Duration;
 
 use comm_core::job::Job;
 use rig::BenchError;
-use rig::link::Ends;
+use rig::link::JobEndpoints;
 use rig::rank::{Program, of_a_job};
 use serde::{Deserialize, Serialize};
 
+use super::endpoint::{self, ProcessSetup};
 use super::flow;
-use super::place::{self, Place};
 use super::transport;
 use super::udp::{self, Sender};
 
 /// What all processes of a measurement are told.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Task {
-    pub(super) work: Work,
+    pub(super) work: MeasureTask,
     /// `None` on loopback.
-    pub(super) ends: Option<Ends>,
+    pub(super) ends: Option<JobEndpoints>,
     pub(super) interface: String,
     /// Bytes of each packet that the interface counts and that are not of its IP packet.
     pub(super) header: u64,
@@ -32,7 +32,7 @@ pub(crate) struct Task {
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) enum Work {
+pub(super) enum MeasureTask {
     Datagrams { senders: Vec<Sender>, to: usize, payload: usize },
     RoundTrip { from: usize, to: usize, packets_per_s: f64 },
     Tcp { from: usize, to: usize },
@@ -42,14 +42,18 @@ pub(super) enum Work {
 impl Task {
     /// The longest that all of it can take.
     pub(super) fn timeout(&self) -> Duration {
-        self.length + 3 * place::PATIENCE
+        self.length + 3 * endpoint::PATIENCE
     }
 
     /// Number of processes: the first ones of the world that take part.
     pub(super) fn ranks(&self) -> usize {
         let last = match &self.work {
-            Work::Datagrams { senders, to, .. } => senders.iter().map(|sender| sender.rank).max().unwrap_or(0).max(*to),
-            Work::RoundTrip { from, to, .. } | Work::Tcp { from, to } | Work::Quic { from, to } => *from.max(to),
+            MeasureTask::Datagrams { senders, to, .. } => {
+                senders.iter().map(|sender| sender.rank).max().unwrap_or(0).max(*to)
+            }
+            MeasureTask::RoundTrip { from, to, .. }
+            | MeasureTask::Tcp { from, to }
+            | MeasureTask::Quic { from, to } => *from.max(to),
         };
         last + 1
     }
@@ -67,7 +71,7 @@ impl Program for Task {
     fn run(&self, job: Option<&Job>) -> Result<(), BenchError> {
         let job = of_a_job(job)?;
         let rank = job.rank;
-        let place = Place {
+        let place = ProcessSetup {
             own: self.address(rank),
             interface: self.interface.clone(),
             header: self.header,
@@ -76,28 +80,28 @@ impl Program for Task {
             folder: self.folder.clone(),
         };
         match &self.work {
-            Work::Datagrams { senders, to, payload } => {
+            MeasureTask::Datagrams { senders, to, payload } => {
                 if rank == *to {
                     say(&udp::listen(&place, senders)?)?;
                 } else if let Some(sender) = senders.iter().find(|sender| sender.rank == rank) {
                     say(&udp::send(&place, self.address(*to), *sender, *payload)?)?;
                 }
             }
-            Work::RoundTrip { from, to, packets_per_s } => {
+            MeasureTask::RoundTrip { from, to, packets_per_s } => {
                 if rank == *to {
                     udp::answer(&place)?;
                 } else if rank == *from {
                     say(&udp::ask(&place, self.address(*to), *packets_per_s)?)?;
                 }
             }
-            Work::Tcp { from, to } => {
+            MeasureTask::Tcp { from, to } => {
                 if rank == *to {
                     say(&flow::listen(&place)?)?;
                 } else if rank == *from {
                     say(&flow::send(&place, self.address(*to))?)?;
                 }
             }
-            Work::Quic { from, to } => say(&transport::quic(&place, job, self.ends.as_ref(), *from, *to)?)?,
+            MeasureTask::Quic { from, to } => say(&transport::quic(&place, job, self.ends.as_ref(), *from, *to)?)?,
         }
         Ok(())
     }

@@ -6,11 +6,11 @@ use comm_core::CommunicatorExt;
 use comm_core::job::{Address, Job};
 use isocomm::{TransportKind, TransportOptions};
 use rig::BenchError;
-use rig::link::Ends;
+use rig::link::JobEndpoints;
 
+use super::endpoint::ProcessSetup;
 use super::flow::{Flow, Steady};
 use super::interface::Sampler;
-use super::place::Place;
 
 /// A message: that of a bucket of gradients, in parts.
 const MESSAGE: usize = 1 << 18;
@@ -25,7 +25,13 @@ const PATIENCE: Duration = Duration::from_secs(30);
 ///
 /// # Errors
 /// The transport's.
-pub(super) fn quic(place: &Place, job: &Job, ends: Option<&Ends>, from: usize, to: usize) -> Result<Flow, BenchError> {
+pub(super) fn quic(
+    place: &ProcessSetup,
+    job: &Job,
+    ends: Option<&JobEndpoints>,
+    from: usize,
+    to: usize,
+) -> Result<Flow, BenchError> {
     let mut job = job.clone();
     let mut options = TransportOptions { timeout: place.length + PATIENCE, ..TransportOptions::default() };
     if let Some(ends) = ends {

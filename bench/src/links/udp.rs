@@ -10,8 +10,8 @@ use rig::sys::now;
 use serde::{Deserialize, Serialize};
 use socket2::SockRef;
 
+use super::endpoint::ProcessSetup;
 use super::interface::{self, Sampler, counter};
-use super::place::Place;
 
 /// What one end sends.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -22,7 +22,7 @@ pub(super) struct Sender {
 
 /// What has come.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub(super) struct Heard {
+pub(super) struct ReceiveStats {
     /// Median over samples of what the interface received, in bits of IP packets.
     pub(super) bits_per_s: Option<f64>,
     /// Different datagrams.
@@ -50,7 +50,7 @@ pub(super) struct Times {
 
 /// What was sent.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
-pub(super) struct Sent {
+pub(super) struct SendStats {
     pub(super) packets: u64,
     pub(super) seconds: f64,
     /// How often the kernel would not take more: the link was what held packets back.
@@ -76,7 +76,7 @@ const TICK: Duration = Duration::from_millis(1);
 const BUFFER: usize = 8 << 20;
 
 /// Receives from `senders` until all have ended and nothing comes any more.
-pub(super) fn listen(place: &Place, senders: &[Sender]) -> io::Result<Heard> {
+pub(super) fn listen(place: &ProcessSetup, senders: &[Sender]) -> io::Result<ReceiveStats> {
     let socket = UdpSocket::bind((place.own, PORT))?;
     SockRef::from(&socket).set_recv_buffer_size(BUFFER)?;
     socket.set_read_timeout(Some(Duration::from_millis(50)))?;
@@ -84,7 +84,7 @@ pub(super) fn listen(place: &Place, senders: &[Sender]) -> io::Result<Heard> {
     let unread = || counter("Udp", "RcvbufErrors").unwrap_or(0);
     let unread_before = unread();
     place.signal("ready")?;
-    let mut seen: Vec<Seen> = senders.iter().map(|sender| Seen::new(sender.rank)).collect();
+    let mut seen: Vec<SenderStats> = senders.iter().map(|sender| SenderStats::new(sender.rank)).collect();
     let mut delays = Vec::new();
     let (mut first, mut last) = (None, Instant::now());
     let mut bytes = vec![0; 1 << 16];
@@ -117,8 +117,8 @@ pub(super) fn listen(place: &Place, senders: &[Sender]) -> io::Result<Heard> {
     }
     let samples = sampler.stop();
     let (from, to) = place.steady(first.unwrap_or(last));
-    let sum = |of: fn(&Seen) -> u64| seen.iter().map(of).sum();
-    Ok(Heard {
+    let sum = |of: fn(&SenderStats) -> u64| seen.iter().map(of).sum();
+    Ok(ReceiveStats {
         bits_per_s: interface::rate(&samples, from, to, place.header),
         packets: sum(|seen| seen.packets),
         twice: sum(|seen| seen.twice),
@@ -129,14 +129,14 @@ pub(super) fn listen(place: &Place, senders: &[Sender]) -> io::Result<Heard> {
 }
 
 /// Sends datagrams with `payload` bytes.
-pub(super) fn send(place: &Place, to: IpAddr, sender: Sender, payload: usize) -> io::Result<Sent> {
+pub(super) fn send(place: &ProcessSetup, to: IpAddr, sender: Sender, payload: usize) -> io::Result<SendStats> {
     place.wait_for("ready")?;
     let socket = UdpSocket::bind((place.own, 0))?;
     SockRef::from(&socket).set_send_buffer_size(BUFFER)?;
     socket.connect(SocketAddr::from((to, PORT)))?;
     socket.set_nonblocking(true)?;
     let mut bytes = vec![0; payload.max(LEAST)];
-    let mut sent = Sent::default();
+    let mut sent = SendStats::default();
     let (began, mut due, mut number) = (Instant::now(), 0.0, 0);
     let mut tick = began;
     // Several ends must not send in step.
@@ -180,7 +180,7 @@ pub(super) fn send(place: &Place, to: IpAddr, sender: Sender, payload: usize) ->
 }
 
 /// Answers until the other end, which measures, is done.
-pub(super) fn answer(place: &Place) -> io::Result<()> {
+pub(super) fn answer(place: &ProcessSetup) -> io::Result<()> {
     let socket = UdpSocket::bind((place.own, PORT))?;
     socket.set_read_timeout(Some(Duration::from_millis(50)))?;
     place.signal("ready")?;
@@ -197,12 +197,12 @@ pub(super) fn answer(place: &Place) -> io::Result<()> {
 }
 
 /// Measures round trips at a pace of their own, so that a burst of losses costs no more than those it takes.
-pub(super) fn ask(place: &Place, to: IpAddr, packets_per_s: f64) -> io::Result<Option<Times>> {
+pub(super) fn ask(place: &ProcessSetup, to: IpAddr, packets_per_s: f64) -> io::Result<Option<Times>> {
     place.wait_for("ready")?;
     let socket = UdpSocket::bind((place.own, 0))?;
     socket.connect(SocketAddr::from((to, PORT)))?;
     let step = Duration::from_secs_f64(1.0 / packets_per_s.max(0.1));
-    let (mut times, mut seen) = (Vec::new(), Seen::new(0));
+    let (mut times, mut seen) = (Vec::new(), SenderStats::new(0));
     let mut bytes = [0; LEAST];
     let (end, mut due, mut number) = (Instant::now() + place.length, Instant::now(), 0);
     // There and back.
@@ -268,7 +268,7 @@ impl Times {
 }
 
 /// Which datagrams of a sender have come.
-struct Seen {
+struct SenderStats {
     rank: usize,
     /// A bit for each.
     bits: Vec<u64>,
@@ -278,9 +278,9 @@ struct Seen {
     overtaken: u64,
 }
 
-impl Seen {
+impl SenderStats {
     fn new(rank: usize) -> Self {
-        Seen { rank, bits: Vec::new(), highest: 0, packets: 0, twice: 0, overtaken: 0 }
+        SenderStats { rank, bits: Vec::new(), highest: 0, packets: 0, twice: 0, overtaken: 0 }
     }
 
     /// Whether it is new.
@@ -316,7 +316,7 @@ mod tests {
         assert_eq!((rank, number), (3, 77));
         assert!(now() >= sent);
         assert!(unpack(&bytes[..19]).is_none());
-        let mut seen = Seen::new(0);
+        let mut seen = SenderStats::new(0);
         assert_eq!([0, 2, 1, 2, 500].map(|number| seen.add(number)), [true, true, true, false, true]);
         assert_eq!((seen.packets, seen.twice, seen.overtaken), (4, 1, 1));
         assert!(!seen.add(u64::MAX), "nonsense takes no memory");
@@ -329,8 +329,8 @@ mod tests {
         assert_eq!(Times::of(&[3.0, 1.0, 2.0]), Some(times));
     }
 
-    fn place(folder: &tempfile::TempDir) -> Place {
-        Place {
+    fn place(folder: &tempfile::TempDir) -> ProcessSetup {
+        ProcessSetup {
             own: [127, 0, 0, 1].into(),
             interface: "lo".into(),
             header: 14,
@@ -341,7 +341,7 @@ mod tests {
     }
 
     /// An end that answers all but the numbers from 1 to `lost`, as a burst would have it.
-    fn answer_after(place: &Place, lost: u64) {
+    fn answer_after(place: &ProcessSetup, lost: u64) {
         let socket = UdpSocket::bind((place.own, PORT)).unwrap();
         socket.set_read_timeout(Some(Duration::from_millis(10))).unwrap();
         place.signal("ready").unwrap();

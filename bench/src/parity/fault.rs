@@ -28,16 +28,16 @@ impl Fault {
 }
 
 /// A communicator with a [`Fault`]. Operations other than those on gradients pass unchanged.
-pub(super) struct Tampered {
+pub(super) struct TamperedCommunicator {
     inner: Arc<dyn Communicator>,
     fault: Fault,
     /// Operations on gradients so far.
     buckets: AtomicU64,
 }
 
-impl Tampered {
+impl TamperedCommunicator {
     pub(super) fn new(inner: Arc<dyn Communicator>, fault: Fault) -> Self {
-        Tampered { inner, fault, buckets: AtomicU64::new(0) }
+        TamperedCommunicator { inner, fault, buckets: AtomicU64::new(0) }
     }
 
     fn without_every_third(&self, call: Call) -> Handle {
@@ -70,7 +70,7 @@ impl Tampered {
 }
 
 #[deny(clippy::missing_trait_methods)]
-impl Communicator for Tampered {
+impl Communicator for TamperedCommunicator {
     fn name(&self) -> &str {
         self.inner.name()
     }
@@ -104,7 +104,7 @@ impl Communicator for Tampered {
 
     fn split(&self, color: Option<u64>, key: i64) -> comm_core::Result<Option<Arc<dyn Communicator>>> {
         let part = self.inner.split(color, key)?;
-        Ok(part.map(|part| Arc::new(Tampered::new(part, self.fault)) as Arc<dyn Communicator>))
+        Ok(part.map(|part| Arc::new(TamperedCommunicator::new(part, self.fault)) as Arc<dyn Communicator>))
     }
 
     fn abort(&self, reason: &str) {

@@ -32,7 +32,7 @@ use crate::sweep::Job;
 use fault::Fault;
 use options::Settings;
 use plan::{Column, FAULT_RANKS, Variant};
-use report::{Compared, Noticed};
+use report::{Compared, FaultDetection};
 
 /// Makes the comparisons; fails when a run differs by more than its bound, a fault goes unnoticed, or a count is off the formula.
 pub(crate) fn run(args: &ParityArgs) -> Result<ExitCode, BenchError> {
@@ -46,7 +46,7 @@ pub(crate) fn run(args: &ParityArgs) -> Result<ExitCode, BenchError> {
     let text = TextSource::bytes(settings.source.clone())?;
     let torch = Err("not asked for".into());
     let records = Job { draft, out: out.as_deref(), text, signals: Signals::catch()?, torch }.records()?;
-    let yardsticks = Yardsticks::of(&records)?;
+    let yardsticks = Baselines::of(&records)?;
 
     let compared = compare(&settings, &records, &yardsticks)?;
     say(format_args!("\n{}", report::comparison(&settings.variants, yardsticks.cell, &compared)));
@@ -91,14 +91,14 @@ impl Curves {
 }
 
 /// What one device computes, in f32.
-struct Yardsticks<'a> {
+struct Baselines<'a> {
     clipped: Curves,
     unclipped: Curves,
     /// Of the clipped one.
     cell: &'a Cell,
 }
 
-impl<'a> Yardsticks<'a> {
+impl<'a> Baselines<'a> {
     fn of(records: &'a [Record]) -> Result<Self, BenchError> {
         let single = |column: Column| {
             let is = |record: &&Record| record.cell.strategy == "single" && Column::of(&record.cell) == Some(column);
@@ -113,7 +113,7 @@ impl<'a> Yardsticks<'a> {
                 format!("no gradient of the yardstick is longer than {clip}: clipping would not be compared").into()
             );
         }
-        Ok(Yardsticks { clipped, unclipped: single(Column::Unclipped)?.0, cell })
+        Ok(Baselines { clipped, unclipped: single(Column::Unclipped)?.0, cell })
     }
 
     /// The largest relative differences to the yardstick of a column, of losses and of gradient norms.
@@ -126,7 +126,7 @@ impl<'a> Yardsticks<'a> {
 }
 
 /// Runs as threads beside one device.
-fn compare(settings: &Settings, records: &[Record], yardsticks: &Yardsticks<'_>) -> Result<Vec<Compared>, BenchError> {
+fn compare(settings: &Settings, records: &[Record], yardsticks: &Baselines<'_>) -> Result<Vec<Compared>, BenchError> {
     let mut rows = Vec::new();
     for variant in &settings.variants {
         for ranks in &settings.ranks {
@@ -148,7 +148,7 @@ fn compare(settings: &Settings, records: &[Record], yardsticks: &Yardsticks<'_>)
 }
 
 /// Faults are planted in communicators, which only threads of this process can be given: no run of a plan has one.
-fn plant(settings: &Settings, yardsticks: &Yardsticks<'_>) -> Result<Vec<Noticed>, BenchError> {
+fn plant(settings: &Settings, yardsticks: &Baselines<'_>) -> Result<Vec<FaultDetection>, BenchError> {
     let plan = settings.draft.clone().set(Axis::Ranks, &[FAULT_RANKS]).without_also().plan()?;
     let bar = bar(plan.cells.len() * Fault::ALL.len());
     let mut rows = Vec::new();
@@ -163,7 +163,7 @@ fn plant(settings: &Settings, yardsticks: &Yardsticks<'_>) -> Result<Vec<Noticed
                 .as_ref()
                 .ok()
                 .map(|summary| Curves { losses: summary.losses.clone(), norms: summary.grad_norms.clone() });
-            rows.push(Noticed::new(*variant, fault, yardsticks.differences(Column::F32, curves), &outcome));
+            rows.push(FaultDetection::new(*variant, fault, yardsticks.differences(Column::F32, curves), &outcome));
             bar.inc(1);
         }
     }

@@ -72,7 +72,7 @@ impl Compared {
 
 /// A run with a planted fault beside `single`'s.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Noticed {
+pub(super) struct FaultDetection {
     kind: &'static str,
     strategy: String,
     ranks: usize,
@@ -85,7 +85,7 @@ pub(super) struct Noticed {
     status: String,
 }
 
-impl Noticed {
+impl FaultDetection {
     pub(super) fn new(
         variant: Variant,
         fault: Fault,
@@ -93,7 +93,7 @@ impl Noticed {
         outcome: &Result<Summary, String>,
     ) -> Self {
         let bound = Column::F32.bound();
-        Noticed {
+        FaultDetection {
             kind: "fault",
             strategy: variant.name(),
             ranks: FAULT_RANKS,
@@ -171,7 +171,7 @@ pub(super) fn comparison(variants: &[Variant], cell: &Cell, rows: &[Compared]) -
 }
 
 /// Strategy by fault.
-pub(super) fn faults(rows: &[Noticed]) -> String {
+pub(super) fn faults(rows: &[FaultDetection]) -> String {
     const HEADER: [&str; 6] = ["strategy", "fault", "loss", "gradient norm", "bound", "noticed"];
     let number = |value: Option<f64>| value.map_or("-".into(), |value| format!("{value:.1e}"));
     let lines: Vec<[String; 6]> = rows

@@ -10,7 +10,7 @@ use gpt2::corpus::Corpus;
 use gpt2::trainer::{Session, Summary, TrainConfig, TrainError, train};
 use isocomm::TransportOptions;
 
-use super::fault::{Fault, Tampered};
+use super::fault::{Fault, TamperedCommunicator};
 
 /// Longest time of an operation; a run takes seconds.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -25,7 +25,7 @@ pub(super) fn train_all(
     let options = TransportOptions { timeout: TIMEOUT, ..TransportOptions::default() };
     let sessions = Session::threads(ranks, &options).map_err(|error| error.to_string())?;
     let sessions = sessions.into_iter().map(|session| match fault {
-        Some(fault) => Session { comm: Arc::new(Tampered::new(session.comm, fault)), ..session },
+        Some(fault) => Session { comm: Arc::new(TamperedCommunicator::new(session.comm, fault)), ..session },
         None => session,
     });
     let outcomes: Vec<Result<Summary, TrainError>> = thread::scope(|scope| {

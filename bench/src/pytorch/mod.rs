@@ -8,11 +8,11 @@ use std::time::Duration;
 use comm_core::launch::Captured;
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
-use rig::link::World;
+use rig::link::TestNetwork;
 use rig::outcome::{self, RunError};
 use rig::record::{Cell, Measured, Rank, Status, Trained};
 use rig::signal::Interrupted;
-use rig::training::{CellRun, Ended, model, status};
+use rig::training::{CellOutcome, CellRun, model, status};
 use serde::Deserialize;
 use tempfile::TempDir;
 
@@ -36,14 +36,14 @@ pub(crate) struct Torch {
 
 /// What a rank says at its end.
 #[derive(Debug, Deserialize)]
-struct Said {
+struct TorchReport {
     step_ms: f64,
     losses: Vec<f64>,
     parameters: usize,
 }
 
 #[derive(Debug, Deserialize)]
-struct Found {
+struct TorchVersion {
     torch: String,
 }
 
@@ -63,8 +63,8 @@ impl Torch {
         let script = folder.path().join("gpt2_torch.py");
         fs::write(&script, RANK).map_err(|error| format!("{}: {error}", script.display()))?;
         let mut torch = Torch { python: python.to_owned(), folder, version: String::new() };
-        let said = torch.start(&World::loopback(), vec!["probe".into()], 1, 1, IMPORT)?;
-        torch.version = parse::<Found>(said.first())?.torch;
+        let said = torch.start(&TestNetwork::loopback(), vec!["probe".into()], 1, 1, IMPORT)?;
+        torch.version = parse::<TorchVersion>(said.first())?.torch;
         Ok(torch)
     }
 
@@ -72,7 +72,12 @@ impl Torch {
     ///
     /// # Errors
     /// [`Interrupted`] when the user has had enough.
-    pub(crate) fn train(&self, job: &CellRun<'_>, cell: &Cell, place: &World) -> Result<Ended, Interrupted> {
+    pub(crate) fn train(
+        &self,
+        job: &CellRun<'_>,
+        cell: &Cell,
+        place: &TestNetwork,
+    ) -> Result<CellOutcome, Interrupted> {
         if job.text.tokenizer != TokenizerKind::Gpt2 {
             return Ok(Err(Status::NotAvailable(
                 "PyTorch reads GPT-2's tokens, which a plan has with tokens = true".into(),
@@ -84,7 +89,7 @@ impl Torch {
         }
     }
 
-    fn measured(&self, job: &CellRun<'_>, cell: &Cell, place: &World) -> Result<Measured, RunError> {
+    fn measured(&self, job: &CellRun<'_>, cell: &Cell, place: &TestNetwork) -> Result<Measured, RunError> {
         let model = model(cell, job.text.vocabulary)?;
         let tokens = job.text.source.clone().ok_or_else(|| "PyTorch needs a file of tokens".to_string())?;
         // What is alone is our `single`.
@@ -107,14 +112,14 @@ impl Torch {
         }
         arguments.extend(["--tokens".into(), tokens.into()]);
         let captured = self.start(place, arguments, cell.ranks, cell.threads, job.timeout)?;
-        let said = captured.iter().map(|rank| parse(Some(rank))).collect::<Result<Vec<Said>, _>>()?;
+        let said = captured.iter().map(|rank| parse(Some(rank))).collect::<Result<Vec<TorchReport>, _>>()?;
         let tokens_per_step = (cell.batch * model.block_size) as u64;
         Ok(measured(said, model.parameter_count(), tokens_per_step)?)
     }
 
     fn start(
         &self,
-        place: &World,
+        place: &TestNetwork,
         arguments: Vec<OsString>,
         ranks: usize,
         threads: usize,
@@ -131,7 +136,7 @@ impl Torch {
     }
 }
 
-fn measured(said: Vec<Said>, parameters: usize, tokens_per_step: u64) -> Result<Measured, String> {
+fn measured(said: Vec<TorchReport>, parameters: usize, tokens_per_step: u64) -> Result<Measured, String> {
     if let Some(other) = said.iter().find(|rank| rank.parameters != parameters) {
         return Err(format!("PyTorch's model has {} parameters and ours {parameters}", other.parameters));
     }
@@ -174,7 +179,7 @@ mod tests {
 
     #[test]
     fn the_slowest_rank_decides_and_models_of_another_size_are_refused() {
-        let rank = |step_ms, parameters| Said { step_ms, losses: vec![3.0, 2.0, 1.0], parameters };
+        let rank = |step_ms, parameters| TorchReport { step_ms, losses: vec![3.0, 2.0, 1.0], parameters };
         let both = measured(vec![rank(10.0, 7), rank(20.0, 7)], 7, 40).unwrap();
         let trained = both.trained.unwrap();
         assert_eq!((trained.step_ms, trained.tokens_per_s), (Some(20.0), Some(2000.0)));

@@ -5,7 +5,7 @@ use std::cmp::Ordering;
 use rig::flag::{Flag, FlagKind};
 use rig::record::{Cell, Measured, Rank, Record};
 use rig::stats::median;
-use rig::stats::{CellRuns, Interval, LEVEL, LeftOut, Summary, Why, paired, step_time};
+use rig::stats::{CellRuns, ExcludedRun, ExclusionReason, Interval, LEVEL, Summary, paired, step_time};
 
 use super::links::Traits;
 use super::order::{STRATEGIES, known, transports};
@@ -24,7 +24,7 @@ pub(crate) struct Case<'a> {
     pub(crate) cell: &'a Cell,
     /// Those that count, by round.
     pub(crate) good: Vec<Run<'a>>,
-    pub(crate) left_out: Vec<LeftOut>,
+    pub(crate) left_out: Vec<ExcludedRun>,
     /// What is doubted in any of its runs, by round.
     pub(crate) flags: Vec<(u32, Flag)>,
     /// `4 ranks on 2 cores`, where ranks share cores.
@@ -184,15 +184,16 @@ impl<'a> Case<'a> {
         if self.good.is_empty() && self.left_out.is_empty() {
             return ("not reached".into(), "the sweep ended before it".into());
         }
-        let Some(LeftOut { why, what, .. }) = self.left_out.iter().find(|out| out.why != Why::Repeated) else {
+        let Some(ExcludedRun { why, what, .. }) = self.left_out.iter().find(|out| out.why != ExclusionReason::Repeated)
+        else {
             return ("no figures".into(), "it ended well, but its steps have no times".into());
         };
         let word = match why {
-            Why::Failed => "failed",
-            Why::TimedOut => "timed out",
-            Why::NotAvailable => "not available",
-            Why::Unsound => "not sound",
-            Why::Repeated => "run again",
+            ExclusionReason::Failed => "failed",
+            ExclusionReason::TimedOut => "timed out",
+            ExclusionReason::NotAvailable => "not available",
+            ExclusionReason::Unsound => "not sound",
+            ExclusionReason::Repeated => "run again",
         };
         (word.into(), what.clone())
     }

@@ -98,18 +98,18 @@ fn write_to(results: &Results, folder: &Path, out: &Path) -> Result<PathBuf, Str
 }
 
 /// The plan that a sweep leaves in its folder; nothing is planned where there is none. And why one that is there cannot be read.
-fn planned(folder: &Path) -> (Planned, Option<String>) {
-    let Ok(text) = fs::read_to_string(folder.join(PLAN)) else { return (Planned::default(), None) };
+fn planned(folder: &Path) -> (PlannedRuns, Option<String>) {
+    let Ok(text) = fs::read_to_string(folder.join(PLAN)) else { return (PlannedRuns::default(), None) };
     match Plan::parse(&text) {
         Ok(plan) => {
             // As many rounds as the sweep was told, where it was told.
             let header = fs::read(folder.join(HEADER)).ok();
             let header = header.and_then(|bytes| serde_json::from_slice::<serde_json::Value>(&bytes).ok());
             let told = header.and_then(|header| u32::try_from(header.get("rounds")?.as_u64()?).ok());
-            (Planned { rounds: told.unwrap_or(plan.rounds), cells: plan.cells }, None)
+            (PlannedRuns { rounds: told.unwrap_or(plan.rounds), cells: plan.cells }, None)
         }
         Err(why) => (
-            Planned::default(),
+            PlannedRuns::default(),
             Some(format!("{PLAN} cannot be read, so cells that were not reached are not shown: {why}")),
         ),
     }
@@ -117,13 +117,13 @@ fn planned(folder: &Path) -> (Planned, Option<String>) {
 
 /// What was to be run.
 #[derive(Debug, Default)]
-struct Planned {
+struct PlannedRuns {
     rounds: u32,
     cells: Vec<Cell>,
 }
 
 /// All sections, of results in `folder`, for a page that lies in `beside`.
-fn page(results: &Results, planned: &Planned, folder: &Path, beside: &Path, unplanned: Option<&str>) -> Page {
+fn page(results: &Results, planned: &PlannedRuns, folder: &Path, beside: &Path, unplanned: Option<&str>) -> Page {
     let digest = Digest::of(results, &planned.cells);
     let mut page = Page::default();
     setup::beware(&mut page, &digest);

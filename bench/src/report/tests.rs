@@ -5,7 +5,7 @@ mod judging;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use rig::record::{Planted, Record, Status};
+use rig::record::{InjectedDelay, Record, Status};
 
 use super::synthetic::{cell, sweep};
 use super::*;
@@ -91,7 +91,7 @@ fn cells_of_the_plan_that_were_not_reached_are_shown() {
     let mut records = sweep(&["tcp", "quic"], &[2], 3);
     let cells: Vec<Cell> = records.iter().map(|record| record.cell.clone()).collect();
     records.retain(|record| record.round == 1 && (record.cell.link != "mobile" || record.cell.transport != "quic"));
-    let planned = Planned { rounds: 5, cells };
+    let planned = PlannedRuns { rounds: 5, cells };
     let folder = Path::new("nowhere");
     let page = page(&results(records), &planned, folder, folder, None).finish("title");
     well_formed(&page);
@@ -150,7 +150,7 @@ fn cells_that_are_the_same_and_delays_that_were_planted_tell_of_the_method() {
     }
     for (microseconds, slower) in [(5_000, 5.0), (9_000, 2.0)] {
         for mut record in again.clone() {
-            record.cell.planted = Some(Planted { microseconds, rank: Some(1) });
+            record.cell.planted = Some(InjectedDelay { microseconds, rank: Some(1) });
             let ranks = record.measured.iter_mut().flat_map(|measured| &mut measured.ranks);
             ranks.for_each(|rank| rank.steps.total.iter_mut().for_each(|ms| *ms += slower));
             records.push(record);

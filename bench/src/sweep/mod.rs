@@ -1,8 +1,8 @@
 //! `bench sweep`: the cells of a plan, interleaved and repeated, each run a line of results with everything that was measured.
 
+mod networks;
 mod order;
 mod tokens;
-mod worlds;
 
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -15,7 +15,7 @@ use rig::BenchError;
 use rig::debug;
 use rig::environment::Environment;
 use rig::folder::{read_small, results_folder};
-use rig::link::{World, gain_namespaces};
+use rig::link::{TestNetwork, gain_namespaces};
 use rig::outcome;
 use rig::progress::bar;
 use rig::record::{Cell, Record, Status, Trainer};
@@ -28,7 +28,7 @@ use serde::{Deserialize, Serialize};
 use crate::plan::{Draft, Plan, READY};
 use crate::prices::price_list;
 use crate::pytorch::Torch;
-use worlds::Worlds;
+use networks::TestNetworks;
 
 /// Runs the cells of a plan, and writes a report of what they cost.
 #[derive(Debug, clap::Args)]
@@ -94,9 +94,9 @@ pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
         return Ok(ExitCode::SUCCESS);
     }
     debug::refuse_timings(args.allow_debug)?;
-    if plan.cells.iter().any(worlds::needs_namespaces) {
+    if plan.cells.iter().any(networks::needs_namespaces) {
         gain_namespaces();
-        if let Some(why) = World::unavailable() {
+        if let Some(why) = TestNetwork::unavailable() {
             say(format_args!("no links but loopback here, so that cells over others are holes: {why}"));
         }
     }
@@ -300,7 +300,7 @@ impl Sweep {
             fs::create_dir_all(&traces).map_err(|error| format!("{}: {error}", traces.display()))?;
         }
         let mut file = Appending::open(&self.out.join(results::FILE))?;
-        let mut worlds = Worlds::new(self.plan.probe);
+        let mut worlds = TestNetworks::new(self.plan.probe);
         let bar = bar(cells.len() * *rounds as usize);
         let axes = Cell::varied(cells.iter());
         let (mut position, mut sound) = (0, true);

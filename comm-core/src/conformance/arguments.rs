@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::data::check;
-use super::{Case, CaseResult, Way, call, ensure, failed, run};
+use super::{CallMode, Case, CaseResult, call, ensure, failed, run};
 use crate::buffer::Buffer;
 use crate::collectives::CommunicatorExt;
 use crate::communicator::Communicator;
@@ -19,7 +19,7 @@ pub(super) fn add(cases: &mut Vec<Case>) {
             refused(communicator)?;
             // All ranks made the same mistake at the same place, and nothing of it went anywhere.
             let ranks = communicator.world_size() as i32;
-            let got = run(communicator, Op::AllReduce(SUM), vec![1i32; 1000], Way::Blocking)?;
+            let got = run(communicator, Op::AllReduce(SUM), vec![1i32; 1000], CallMode::Blocking)?;
             check(&got, &[ranks; 1000], format_args!("all-reduce afterwards"))
         }));
     };

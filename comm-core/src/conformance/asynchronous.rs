@@ -8,7 +8,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::data::{Pattern, check};
-use super::{Case, CaseResult, PATIENCE, Step, Way, barrier, call, ensure, exchange_number, failed, need_lanes, run};
+use super::{
+    CallMode, Case, CaseResult, PATIENCE, Step, barrier, call, ensure, exchange_number, failed, need_lanes, run,
+};
 use crate::buffer::Buffer;
 use crate::collectives::CommunicatorExt;
 use crate::communicator::Communicator;
@@ -251,6 +253,6 @@ fn complete_on_return(communicator: &Arc<dyn Communicator>) -> CaseResult {
         let got = handle.wait()?.buffer.into_vec::<i32>()?;
         check(&got, &[communicator.world_size() as i32; 1000], format_args!("lane {lane}"))?;
     }
-    let got = run(communicator, Op::AllReduce(ReduceOp::Max), vec![communicator.rank() as i32], Way::Blocking)?;
+    let got = run(communicator, Op::AllReduce(ReduceOp::Max), vec![communicator.rank() as i32], CallMode::Blocking)?;
     check(&got, &[communicator.world_size() as i32 - 1], format_args!("all-reduce afterwards"))
 }

@@ -73,7 +73,7 @@ pub fn run_threads(
                     );
                 });
                 let tell = move |command| commands.send(command).map_err(|_| "its thread has ended".to_string());
-                Link { tell: Box::new(tell), replies }
+                RankHandle { tell: Box::new(tell), replies }
             })
             .collect(),
         options,
@@ -105,12 +105,12 @@ pub(super) enum Reply {
 
 /// The driver's end of all ranks.
 pub(super) struct Fleet<J> {
-    pub(super) ranks: Vec<Link<J>>,
+    pub(super) ranks: Vec<RankHandle<J>>,
     pub(super) options: RunOptions,
 }
 
 /// The driver's end of one rank.
-pub(super) struct Link<J> {
+pub(super) struct RankHandle<J> {
     pub(super) tell: Box<dyn FnMut(Command<J>) -> Result<(), String>>,
     pub(super) replies: Receiver<Reply>,
 }
@@ -291,9 +291,11 @@ pub(super) fn serve<J: Send + 'static>(
             Command::Connect(job) => {
                 let connect = connect.clone();
                 let connected = match within(options.case_limit, "connect", move || connect(job)) {
-                    Ended::Value(result) => result.map_err(|error| error.to_string()),
-                    Ended::Panicked(why) => Err(format!("connecting panicked: {why}")),
-                    Ended::Hung => Err(format!("connecting hung for {:.0} s", options.case_limit.as_secs_f64())),
+                    BoundedResult::Value(result) => result.map_err(|error| error.to_string()),
+                    BoundedResult::Panicked(why) => Err(format!("connecting panicked: {why}")),
+                    BoundedResult::Hung => {
+                        Err(format!("connecting hung for {:.0} s", options.case_limit.as_secs_f64()))
+                    }
                 };
                 Reply::Done(connected.map(|connected| communicator = Some(connected)))
             }
@@ -310,18 +312,18 @@ pub(super) fn serve<J: Send + 'static>(
                 Some(ending) => {
                     let patience = options.case_limit / 2;
                     match within(options.case_limit, "finish", move || ending.finish(patience)) {
-                        Ended::Value(result) => result.map_err(|error| error.to_string()),
-                        Ended::Panicked(why) => Err(format!("finish panicked: {why}")),
-                        Ended::Hung => Err("finish hung".into()),
+                        BoundedResult::Value(result) => result.map_err(|error| error.to_string()),
+                        BoundedResult::Panicked(why) => Err(format!("finish panicked: {why}")),
+                        BoundedResult::Hung => Err("finish hung".into()),
                     }
                 }
             }),
             Command::Drop => {
                 let dropped = communicator.take();
                 Reply::Done(match within(options.case_limit, "drop", move || drop(dropped)) {
-                    Ended::Value(()) => Ok(()),
-                    Ended::Panicked(why) => Err(format!("dropping the communicator panicked: {why}")),
-                    Ended::Hung => Err("dropping the communicator hung".into()),
+                    BoundedResult::Value(()) => Ok(()),
+                    BoundedResult::Panicked(why) => Err(format!("dropping the communicator panicked: {why}")),
+                    BoundedResult::Hung => Err("dropping the communicator hung".into()),
                 })
             }
         };
@@ -338,18 +340,18 @@ fn run_case(case: &Case, communicator: &Arc<dyn Communicator>, options: RunOptio
         within(limit, &case.name.clone(), move || case.run(&communicator))
     };
     let why = match outcome {
-        Ended::Value(Ok(said)) => return (CaseOutcome::Passed, said),
-        Ended::Value(Err(Stop::Skipped(why))) => return (CaseOutcome::Skipped(why), String::new()),
-        Ended::Value(Err(Stop::Failed(why))) => why,
-        Ended::Panicked(why) => format!("panicked: {why}"),
-        Ended::Hung => format!("hung: still running after {:.0} s", limit.as_secs_f64()),
+        BoundedResult::Value(Ok(said)) => return (CaseOutcome::Passed, said),
+        BoundedResult::Value(Err(Stop::Skipped(why))) => return (CaseOutcome::Skipped(why), String::new()),
+        BoundedResult::Value(Err(Stop::Failed(why))) => why,
+        BoundedResult::Panicked(why) => format!("panicked: {why}"),
+        BoundedResult::Hung => format!("hung: still running after {:.0} s", limit.as_secs_f64()),
     };
     // The other ranks may be waiting for this one.
     communicator.abort(&format!("{GAVE_UP}: {} failed on rank {}", case.name, communicator.rank()));
     wrong(why)
 }
 
-pub(super) enum Ended<R> {
+pub(super) enum BoundedResult<R> {
     Value(R),
     Panicked(String),
     Hung,
@@ -360,20 +362,20 @@ pub(super) fn within<R: Send + 'static>(
     limit: Duration,
     name: &str,
     work: impl FnOnce() -> R + Send + 'static,
-) -> Ended<R> {
+) -> BoundedResult<R> {
     let (sender, receiver) = sync_channel(1);
     let spawned = thread::Builder::new().name(name.into()).spawn(move || {
         let result = catch_unwind(AssertUnwindSafe(work));
         let _ = sender.send(result);
     });
     if let Err(error) = spawned {
-        return Ended::Panicked(format!("no thread for it: {error}"));
+        return BoundedResult::Panicked(format!("no thread for it: {error}"));
     }
     match receiver.recv_timeout(limit) {
-        Ok(Ok(value)) => Ended::Value(value),
-        Ok(Err(panic)) => Ended::Panicked(text_of(&*panic)),
-        Err(RecvTimeoutError::Timeout) => Ended::Hung,
-        Err(RecvTimeoutError::Disconnected) => Ended::Panicked("the thread ended without a result".into()),
+        Ok(Ok(value)) => BoundedResult::Value(value),
+        Ok(Err(panic)) => BoundedResult::Panicked(text_of(&*panic)),
+        Err(RecvTimeoutError::Timeout) => BoundedResult::Hung,
+        Err(RecvTimeoutError::Disconnected) => BoundedResult::Panicked("the thread ended without a result".into()),
     }
 }
 
@@ -476,8 +478,8 @@ mod tests {
     #[test]
     fn work_that_hangs_or_panics_is_told_apart() {
         let hung = within(Duration::from_millis(20), "sleeper", || thread::sleep(Duration::from_secs(2)));
-        assert!(matches!(hung, Ended::Hung));
+        assert!(matches!(hung, BoundedResult::Hung));
         let panicked = within(Duration::from_secs(5), "thrower", || panic!("on purpose"));
-        assert!(matches!(panicked, Ended::<()>::Panicked(why) if why == "on purpose"));
+        assert!(matches!(panicked, BoundedResult::<()>::Panicked(why) if why == "on purpose"));
     }
 }

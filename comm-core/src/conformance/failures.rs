@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::data::{Pattern, check};
-use super::{Case, CaseResult, PATIENCE, SLACK, Step, Way, barrier, call, ensure, failed, need_lanes, run};
+use super::{CallMode, Case, CaseResult, PATIENCE, SLACK, Step, barrier, call, ensure, failed, need_lanes, run};
 use crate::buffer::{Buffer, Element};
 use crate::communicator::Communicator;
 use crate::dtype::ReduceOp;
@@ -32,14 +32,14 @@ pub(super) fn add(cases: &mut Vec<Case>) {
 // ---------------------------------------------------------------------------------------------------------------- mismatches
 
 /// What a rank calls in a mismatch, on lane 0.
-enum Wrong {
+enum MismatchedCall {
     F32(Op, usize),
     I32(Op, usize),
 }
 
 fn add_mismatches(cases: &mut Vec<Case>) {
-    use Wrong::{F32, I32};
-    let mut add = |name: &str, calls: fn(usize, usize) -> Vec<Wrong>| {
+    use MismatchedCall::{F32, I32};
+    let mut add = |name: &str, calls: fn(usize, usize) -> Vec<MismatchedCall>| {
         for mode in [Mode::Blocking, Mode::Background] {
             let way = if mode == Mode::Blocking { "blocking" } else { "background" };
             cases.push(Case::fresh(format!("mismatch/{name}/{way}"), 2, move |communicator| {
@@ -104,7 +104,7 @@ fn add_mismatches(cases: &mut Vec<Case>) {
     }));
 }
 
-fn mismatch(communicator: &Arc<dyn Communicator>, calls: Vec<Wrong>, mode: Mode) -> CaseResult {
+fn mismatch(communicator: &Arc<dyn Communicator>, calls: Vec<MismatchedCall>, mode: Mode) -> CaseResult {
     mismatch_within(communicator, communicator, calls, mode)
 }
 
@@ -112,15 +112,15 @@ fn mismatch(communicator: &Arc<dyn Communicator>, calls: Vec<Wrong>, mode: Mode)
 fn mismatch_within(
     communicator: &Arc<dyn Communicator>,
     within: &Arc<dyn Communicator>,
-    calls: Vec<Wrong>,
+    calls: Vec<MismatchedCall>,
     mode: Mode,
 ) -> CaseResult {
     let began = Instant::now();
     let mut handles = Vec::new();
     for wrong in calls {
         let (op, buffer) = match wrong {
-            Wrong::F32(op, count) => (op, Buffer::from_vec(vec![1f32; count])),
-            Wrong::I32(op, count) => (op, Buffer::from_vec(vec![1i32; count])),
+            MismatchedCall::F32(op, count) => (op, Buffer::from_vec(vec![1f32; count])),
+            MismatchedCall::I32(op, count) => (op, Buffer::from_vec(vec![1i32; count])),
         };
         handles.push(within.start(call(op, buffer, 0, mode)));
     }
@@ -548,11 +548,11 @@ fn delivers(communicator: &Arc<dyn Communicator>) -> CaseResult {
     let pattern = Pattern::<f32>::of_rank(41, 0, ranks);
     if rank == 0 {
         for to in 1..ranks {
-            run(communicator, Op::Send { to }, pattern.take(to, count), Way::Blocking)?;
+            run(communicator, Op::Send { to }, pattern.take(to, count), CallMode::Blocking)?;
         }
     } else {
         thread::sleep(SHORT);
-        let got = run(communicator, Op::Recv { from: 0 }, vec![0f32; count], Way::Blocking)?;
+        let got = run(communicator, Op::Recv { from: 0 }, vec![0f32; count], CallMode::Blocking)?;
         pattern.check(&got, rank, format_args!("the message"))?;
     }
     communicator.finish(PATIENCE)?;

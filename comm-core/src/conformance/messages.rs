@@ -7,7 +7,7 @@ use half::{bf16, f16};
 
 use super::data::{Pattern, Sample, check};
 use super::reductions::{COUNTS, large};
-use super::{Case, CaseResult, FEW_TYPES, Way, barrier, ensure, exchange_number, need_lanes, run};
+use super::{CallMode, Case, CaseResult, FEW_TYPES, barrier, ensure, exchange_number, need_lanes, run};
 use crate::buffer::Buffer;
 use crate::communicator::Communicator;
 use crate::dtype::ReduceOp;
@@ -106,19 +106,19 @@ fn many_in_order(communicator: &Arc<dyn Communicator>) -> CaseResult {
     if rank == 0 {
         for (index, size) in sizes {
             if index % 2 == 0 {
-                run(communicator, Op::Send { to: last }, vec![index as i32; size], Way::Blocking)?;
+                run(communicator, Op::Send { to: last }, vec![index as i32; size], CallMode::Blocking)?;
             } else {
-                run(communicator, Op::Send { to: last }, vec![index as u8; size], Way::Blocking)?;
+                run(communicator, Op::Send { to: last }, vec![index as u8; size], CallMode::Blocking)?;
             }
         }
     } else if rank == last {
         std::thread::sleep(Duration::from_millis(5));
         for (index, size) in sizes {
             if index % 2 == 0 {
-                let got = run(communicator, Op::Recv { from: 0 }, vec![-1i32; size], Way::Blocking)?;
+                let got = run(communicator, Op::Recv { from: 0 }, vec![-1i32; size], CallMode::Blocking)?;
                 check(&got, &vec![index as i32; size], format_args!("message {index}"))?;
             } else {
-                let got = run(communicator, Op::Recv { from: 0 }, vec![0u8; size], Way::Blocking)?;
+                let got = run(communicator, Op::Recv { from: 0 }, vec![0u8; size], CallMode::Blocking)?;
                 check(&got, &vec![index as u8; size], format_args!("message {index}"))?;
             }
         }
@@ -131,11 +131,11 @@ fn all_to_one(communicator: &Arc<dyn Communicator>) -> CaseResult {
     let (rank, ranks, count) = (communicator.rank(), communicator.world_size(), 50_021);
     if rank > 0 {
         let mine = Pattern::<f32>::of_rank(6, rank, ranks).take(0, count);
-        run(communicator, Op::Send { to: 0 }, mine, Way::Blocking)?;
+        run(communicator, Op::Send { to: 0 }, mine, CallMode::Blocking)?;
         return Ok(());
     }
     for from in (1..ranks).rev() {
-        let got = run(communicator, Op::Recv { from }, vec![0f32; count], Way::Blocking)?;
+        let got = run(communicator, Op::Recv { from }, vec![0f32; count], CallMode::Blocking)?;
         Pattern::of_rank(6, from, ranks).check(&got, 0, format_args!("from {from}"))?;
     }
     Ok(())
@@ -145,16 +145,16 @@ fn all_to_one(communicator: &Arc<dyn Communicator>) -> CaseResult {
 fn between_collectives(communicator: &Arc<dyn Communicator>) -> CaseResult {
     let (rank, ranks) = (communicator.rank(), communicator.world_size());
     for round in 0..5i64 {
-        let sum = run(communicator, Op::AllReduce(ReduceOp::Sum), vec![round; 10], Way::Blocking)?;
+        let sum = run(communicator, Op::AllReduce(ReduceOp::Sum), vec![round; 10], CallMode::Blocking)?;
         check(&sum, &[round * ranks as i64; 10], format_args!("round {round}, all-reduce"))?;
         if rank == 0 {
-            run(communicator, Op::Send { to: 1 }, vec![round; 3], Way::Blocking)?;
+            run(communicator, Op::Send { to: 1 }, vec![round; 3], CallMode::Blocking)?;
         } else if rank == 1 {
-            let got = run(communicator, Op::Recv { from: 0 }, vec![0i64; 3], Way::Blocking)?;
+            let got = run(communicator, Op::Recv { from: 0 }, vec![0i64; 3], CallMode::Blocking)?;
             check(&got, &[round; 3], format_args!("round {round}, receive"))?;
         }
         let root = round as usize % ranks;
-        let got = run(communicator, Op::Broadcast { root }, vec![rank as i64; 4], Way::Blocking)?;
+        let got = run(communicator, Op::Broadcast { root }, vec![rank as i64; 4], CallMode::Blocking)?;
         check(&got, &[root as i64; 4], format_args!("round {round}, broadcast"))?;
     }
     Ok(())
@@ -166,13 +166,13 @@ fn one_pair(communicator: &Arc<dyn Communicator>) -> CaseResult {
     let last = ranks - 1;
     for turn in 0..10i32 {
         if rank == 0 {
-            run(communicator, Op::Send { to: last }, vec![turn], Way::Blocking)?;
-            let got = run(communicator, Op::Recv { from: last }, vec![0i32], Way::Blocking)?;
+            run(communicator, Op::Send { to: last }, vec![turn], CallMode::Blocking)?;
+            let got = run(communicator, Op::Recv { from: last }, vec![0i32], CallMode::Blocking)?;
             check(&got, &[turn + 1], format_args!("turn {turn}, answer"))?;
         } else if rank == last {
-            let got = run(communicator, Op::Recv { from: 0 }, vec![0i32], Way::Blocking)?;
+            let got = run(communicator, Op::Recv { from: 0 }, vec![0i32], CallMode::Blocking)?;
             check(&got, &[turn], format_args!("turn {turn}, question"))?;
-            run(communicator, Op::Send { to: 0 }, vec![turn + 1], Way::Blocking)?;
+            run(communicator, Op::Send { to: 0 }, vec![turn + 1], CallMode::Blocking)?;
         }
     }
     barrier(communicator)

@@ -197,22 +197,22 @@ const SLACK: Duration = Duration::from_secs(3);
 
 /// The two ways to run an operation: in the caller's thread, and beside it on the last lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum CallMode {
     Blocking,
     Background,
 }
 
-const WAYS: [Way; 2] = [Way::Blocking, Way::Background];
+const WAYS: [CallMode; 2] = [CallMode::Blocking, CallMode::Background];
 
 fn call(op: Op, buffer: Buffer, lane: usize, mode: Mode) -> Call {
     Call { mode, ..Call::blocking(op, buffer).on_lane(lane).with_timeout(PATIENCE) }
 }
 
 /// Runs `op` to its end.
-fn run<T: Element>(communicator: &Arc<dyn Communicator>, op: Op, values: Vec<T>, way: Way) -> Step<Vec<T>> {
+fn run<T: Element>(communicator: &Arc<dyn Communicator>, op: Op, values: Vec<T>, way: CallMode) -> Step<Vec<T>> {
     let call = match way {
-        Way::Blocking => call(op, Buffer::from_vec(values), 0, Mode::Blocking),
-        Way::Background => call(op, Buffer::from_vec(values), communicator.lanes() - 1, Mode::Background),
+        CallMode::Blocking => call(op, Buffer::from_vec(values), 0, Mode::Blocking),
+        CallMode::Background => call(op, Buffer::from_vec(values), communicator.lanes() - 1, Mode::Background),
     };
     Ok(communicator.start(call).wait()?.buffer.into_vec()?)
 }
@@ -227,14 +227,14 @@ fn run_call<T: Element>(communicator: &Arc<dyn Communicator>, call: Call) -> Ste
 type Step<T> = Result<T, Stop>;
 
 fn barrier(communicator: &Arc<dyn Communicator>) -> CaseResult {
-    run::<u8>(communicator, Op::Barrier, Vec::new(), Way::Blocking).map(drop)
+    run::<u8>(communicator, Op::Barrier, Vec::new(), CallMode::Blocking).map(drop)
 }
 
 /// Gathers one number of every rank on every rank.
 fn exchange_number(communicator: &Arc<dyn Communicator>, number: i64) -> Step<Vec<i64>> {
     let mut numbers = vec![0; communicator.world_size()];
     numbers[communicator.rank()] = number;
-    run(communicator, Op::AllGather, numbers, Way::Blocking)
+    run(communicator, Op::AllGather, numbers, CallMode::Blocking)
 }
 
 fn failed<T>(what: impl Into<String>) -> Step<T> {

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::driver::{CaseOutcome, Command, Fleet, Link, Reply, RunOptions, serve};
+use super::driver::{CaseOutcome, Command, Fleet, RankHandle, Reply, RunOptions, serve};
 use super::{Case, cases};
 use crate::communicator::Communicator;
 use crate::control::{Control, TcpControl};
@@ -32,14 +32,14 @@ const MARK: &str = "conformance-reply ";
 const MAX_LINE: u64 = 1 << 20;
 
 /// A process that has lost its driver, or was told to end, has this long to do so.
-const FAREWELL: Duration = Duration::from_secs(5);
+const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Makes a communicator of a control plane and a number of lanes. Called once on every rank of a group.
 pub(super) type Connect = dyn Fn(Arc<dyn Control>, usize) -> Result<Arc<dyn Communicator>> + Send + Sync;
 
 /// Where a rank meets the others of its group.
 #[derive(Serialize, Deserialize)]
-struct Place {
+struct MemberSetup {
     rank: usize,
     world_size: usize,
     meeting: PathBuf,
@@ -71,7 +71,7 @@ fn start(
     ranks: usize,
     places: &[usize],
     options: RunOptions,
-) -> Result<(Fleet<Place>, tempfile::TempDir)> {
+) -> Result<(Fleet<MemberSetup>, tempfile::TempDir)> {
     let folder = tempfile::tempdir().map_err(|error| Error::io("a folder where ranks meet", error))?;
     let program = std::env::current_exe().map_err(|error| Error::io("the path of this program", error))?;
     let links = (0..ranks).map(|rank| link(&program, suite, rank, places)).collect::<Result<_>>()?;
@@ -79,7 +79,7 @@ fn start(
 }
 
 /// Starts one rank.
-fn link(program: &Path, suite: &str, rank: usize, places: &[usize]) -> Result<Link<Place>> {
+fn link(program: &Path, suite: &str, rank: usize, places: &[usize]) -> Result<RankHandle<MemberSetup>> {
     let mut child = Program::new(program)
         .args([WORKER, suite])
         .stdin(Stdio::piped())
@@ -93,7 +93,7 @@ fn link(program: &Path, suite: &str, rank: usize, places: &[usize]) -> Result<Li
         thread::spawn(move || read_replies(BufReader::new(output), rank, &sender));
     }
     let places = places.to_vec();
-    let tell = move |command: Command<Place>| {
+    let tell = move |command: Command<MemberSetup>| {
         // The driver counts the selected cases, the process those of the whole table.
         let command = match command {
             Command::Run(index) => Command::Run(places[index]),
@@ -101,7 +101,7 @@ fn link(program: &Path, suite: &str, rank: usize, places: &[usize]) -> Result<Li
         };
         process.tell(&command)
     };
-    Ok(Link { tell: Box::new(tell), replies })
+    Ok(RankHandle { tell: Box::new(tell), replies })
 }
 
 /// Hands on the answers among what a rank prints; everything else is the backend's own.
@@ -133,7 +133,7 @@ struct Process {
 }
 
 impl Process {
-    fn tell(&mut self, command: &Command<Place>) -> Result<(), String> {
+    fn tell(&mut self, command: &Command<MemberSetup>) -> Result<(), String> {
         let mut line = serde_json::to_string(command).map_err(|error| error.to_string())?;
         line.push('\n');
         let input = self.input.as_mut().ok_or("its input is closed")?;
@@ -144,7 +144,7 @@ impl Process {
 impl Drop for Process {
     fn drop(&mut self) {
         drop(self.input.take());
-        let deadline = Deadline::after(FAREWELL);
+        let deadline = Deadline::after(EXIT_TIMEOUT);
         while !deadline.has_passed() {
             if !matches!(self.child.try_wait(), Ok(None)) {
                 return;
@@ -158,12 +158,12 @@ impl Drop for Process {
 }
 
 /// The places of a new group's ranks, which meet through a file of their own.
-fn meet(folder: &Path, group: usize, ranks: usize) -> Result<Vec<Place>> {
+fn meet(folder: &Path, group: usize, ranks: usize) -> Result<Vec<MemberSetup>> {
     let mut secret = [0; 32];
     getrandom::fill(&mut secret)
         .map_err(|error| Error::io("random bytes", std::io::Error::other(error.to_string())))?;
     let secret = hex(&secret);
-    let place = |rank| Place {
+    let place = |rank| MemberSetup {
         rank,
         world_size: ranks,
         meeting: folder.join(format!("group-{group}")),
@@ -174,7 +174,7 @@ fn meet(folder: &Path, group: usize, ranks: usize) -> Result<Vec<Place>> {
 
 /// A rank's side: obeys its standard input until that ends.
 pub(super) fn worker(connect: Arc<Connect>, lanes: usize, options: RunOptions) -> ExitCode {
-    let connect = move |place: Place| {
+    let connect = move |place: MemberSetup| {
         let secret = Secret::new(place.secret)?;
         let job = Job::new(place.rank, place.world_size, Address::File(place.meeting), secret)?;
         let control: Arc<dyn Control> = TcpControl::connect(&job, &[], Deadline::after(options.case_limit / 2))?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use half::{bf16, f16};
 
 use super::data::{Pattern, Sample, check, fingerprint, reductions};
-use super::{Case, CaseResult, FEW_TYPES, Step, WAYS, Way, ensure, exchange_number, failed, run};
+use super::{CallMode, Case, CaseResult, FEW_TYPES, Step, WAYS, ensure, exchange_number, failed, run};
 use crate::buffer::Element;
 use crate::communicator::Communicator;
 use crate::dtype::ReduceOp;
@@ -95,7 +95,7 @@ fn counts<T>(op: ReduceOp) -> Vec<usize> {
 }
 
 /// Both, but the large one once.
-fn ways(count: usize) -> &'static [Way] {
+fn ways(count: usize) -> &'static [CallMode] {
     if count > 100_000 { &WAYS[1..] } else { &WAYS }
 }
 
@@ -182,8 +182,8 @@ fn identical<T: Float>(communicator: &Arc<dyn Communicator>) -> CaseResult {
         let base = mix(count as u64) ^ mix(communicator.rank() as u64 + 1);
         let values: Vec<T> = (0..count as u64).map(|index| T::rough(mix(base.wrapping_add(index)))).collect();
         for op in [ReduceOp::Sum, ReduceOp::Mean] {
-            let once = run(communicator, Op::AllReduce(op), values.clone(), Way::Blocking)?;
-            let again = run(communicator, Op::AllReduce(op), values.clone(), Way::Background)?;
+            let once = run(communicator, Op::AllReduce(op), values.clone(), CallMode::Blocking)?;
+            let again = run(communicator, Op::AllReduce(op), values.clone(), CallMode::Background)?;
             check(&again, &once, format_args!("count {count}, {op}: the second run"))?;
             let hashes = exchange_number(communicator, fingerprint(&once))?;
             if let Some(other) = hashes.iter().position(|hash| *hash != hashes[0]) {
@@ -207,12 +207,12 @@ fn nan_wins<T: Float>(communicator: &Arc<dyn Communicator>) -> CaseResult {
             };
             let values = poisoned(&Pattern::of_rank(seed, rank, ranks), &|index| nan_of(index) == rank);
             let expected = poisoned(&Pattern::reduction(seed, op, ranks), &|index| nan_of(index) < ranks);
-            let got = run(communicator, Op::AllReduce(op), values.clone(), Way::Blocking)?;
+            let got = run(communicator, Op::AllReduce(op), values.clone(), CallMode::Blocking)?;
             check(&got, &expected, format_args!("all-reduce, {op}, count {count}"))?;
-            let got = run(communicator, Op::ReduceScatter(op), values.clone(), Way::Blocking)?;
+            let got = run(communicator, Op::ReduceScatter(op), values.clone(), CallMode::Blocking)?;
             let shard = shard_range(count, ranks, rank);
             check(&got[shard.clone()], &expected[shard], format_args!("reduce-scatter, {op}, count {count}"))?;
-            let got = run(communicator, Op::Reduce { root: ranks - 1, op }, values, Way::Blocking)?;
+            let got = run(communicator, Op::Reduce { root: ranks - 1, op }, values, CallMode::Blocking)?;
             if rank == ranks - 1 {
                 check(&got, &expected, format_args!("reduce, {op}, count {count}"))?;
             }
@@ -230,13 +230,13 @@ fn rounds_once<T: Sample>(communicator: &Arc<dyn Communicator>, big: f32, round:
         let values: Vec<T> = (0..count).map(|index| round(if index % ranks == rank { big } else { 1.0 })).collect();
         for (op, exact) in [(ReduceOp::Sum, total), (ReduceOp::Mean, total / ranks as f32)] {
             let expected = vec![round(exact); count];
-            let got = run(communicator, Op::AllReduce(op), values.clone(), Way::Blocking)?;
+            let got = run(communicator, Op::AllReduce(op), values.clone(), CallMode::Blocking)?;
             check(&got, &expected, format_args!("all-reduce, {op}, count {count}"))?;
-            let got = run(communicator, Op::Reduce { root: 0, op }, values.clone(), Way::Blocking)?;
+            let got = run(communicator, Op::Reduce { root: 0, op }, values.clone(), CallMode::Blocking)?;
             if rank == 0 {
                 check(&got, &expected, format_args!("reduce, {op}, count {count}"))?;
             }
-            let got = run(communicator, Op::ReduceScatter(op), values.clone(), Way::Blocking)?;
+            let got = run(communicator, Op::ReduceScatter(op), values.clone(), CallMode::Blocking)?;
             let shard = shard_range(count, ranks, rank);
             check(&got[shard.clone()], &expected[shard], format_args!("reduce-scatter, {op}, count {count}"))?;
         }
@@ -253,7 +253,7 @@ fn wraps<T: Sample>(communicator: &Arc<dyn Communicator>, greatest: T, least: T)
             1 => one,
             _ => T::zeroed(),
         };
-        let got = run(communicator, Op::AllReduce(ReduceOp::Sum), vec![value; count], Way::Blocking)?;
+        let got = run(communicator, Op::AllReduce(ReduceOp::Sum), vec![value; count], CallMode::Blocking)?;
         check(&got, &vec![least; count], format_args!("{}, count {count}", T::DTYPE))?;
     }
     Ok(())
@@ -270,7 +270,7 @@ fn mean_truncates<T: Sample>(
         let whole: Vec<T> = sums.into_iter().cycle().take(count).collect();
         let mine = if communicator.rank() == 0 { whole.clone() } else { vec![T::zeroed(); count] };
         let expected: Vec<T> = whole.into_iter().map(|sum| divide(sum, ranks)).collect();
-        let got = run(communicator, Op::AllReduce(ReduceOp::Mean), mine, Way::Blocking)?;
+        let got = run(communicator, Op::AllReduce(ReduceOp::Mean), mine, CallMode::Blocking)?;
         check(&got, &expected, format_args!("{}, count {count}", T::DTYPE))?;
     }
     Ok(())

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::data::{Pattern, Sample, check};
-use super::{Case, CaseResult, Way, ensure, exchange_number, failed, run, run_call};
+use super::{CallMode, Case, CaseResult, ensure, exchange_number, failed, run, run_call};
 use crate::buffer::{Buffer, View, ViewMut};
 use crate::collectives::CommunicatorExt;
 use crate::communicator::Communicator;
@@ -271,7 +271,7 @@ fn refused(communicator: &Arc<dyn Communicator>) -> CaseResult {
             }
         }
     }
-    let sum = run(communicator, Op::AllReduce(ReduceOp::Sum), vec![1i32; 10], Way::Blocking)?;
+    let sum = run(communicator, Op::AllReduce(ReduceOp::Sum), vec![1i32; 10], CallMode::Blocking)?;
     check(&sum, &[ranks as i32; 10], format_args!("all-reduce afterwards"))
 }
 

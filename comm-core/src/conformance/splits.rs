@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::data::{Pattern, check};
 use super::{
-    Case, CaseResult, PATIENCE, Step, WAYS, Way, barrier, call, ensure, exchange_number, failed, need_lanes, run,
+    CallMode, Case, CaseResult, PATIENCE, Step, WAYS, barrier, call, ensure, exchange_number, failed, need_lanes, run,
 };
 use crate::buffer::Buffer;
 use crate::communicator::Communicator;
@@ -67,7 +67,7 @@ fn reversed(communicator: &Arc<dyn Communicator>) -> CaseResult {
     // Shards, too, go by the child's ranks.
     let count = 10_007;
     let values = Pattern::<i32>::of_rank(31, rank, ranks).take(0, count);
-    let got = run(&child, Op::ReduceScatter(ReduceOp::Sum), values, Way::Blocking)?;
+    let got = run(&child, Op::ReduceScatter(ReduceOp::Sum), values, CallMode::Blocking)?;
     let shard = crate::op::shard_range(count, ranks, child.rank());
     let sum = Pattern::<i32>::reduction(31, ReduceOp::Sum, ranks);
     sum.check(&got[shard.clone()], shard.start, format_args!("reduce-scatter in the reversed child"))
@@ -175,13 +175,13 @@ fn roots_and_messages(communicator: &Arc<dyn Communicator>) -> CaseResult {
     let child = split(communicator, 1, -(rank as i64))?;
     let mine = ranks - 1 - rank;
     for root in 0..ranks {
-        let got = run(&child, Op::Broadcast { root }, vec![rank as i32; 10], Way::Blocking)?;
+        let got = run(&child, Op::Broadcast { root }, vec![rank as i32; 10], CallMode::Blocking)?;
         check(&got, &[(ranks - 1 - root) as i32; 10], format_args!("broadcast from {root} of the child"))?;
     }
     if mine == 0 {
-        run(&child, Op::Send { to: ranks - 1 }, vec![rank as i32], Way::Background)?;
+        run(&child, Op::Send { to: ranks - 1 }, vec![rank as i32], CallMode::Background)?;
     } else if mine == ranks - 1 {
-        let got = run(&child, Op::Recv { from: 0 }, vec![-1i32], Way::Background)?;
+        let got = run(&child, Op::Recv { from: 0 }, vec![-1i32], CallMode::Background)?;
         check(&got, &[ranks as i32 - 1], format_args!("the message from rank 0 of the child"))?;
     }
     Ok(())

@@ -8,7 +8,7 @@ use std::thread;
 
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
-use super::driver::{CaseOutcome, Connector, Ended, RunOptions, run_threads, within};
+use super::driver::{BoundedResult, CaseOutcome, Connector, RunOptions, run_threads, within};
 use super::processes::{self, Connect, WORKER};
 use super::transports::{self, TransportCase};
 use super::{Case, Stop, cases};
@@ -193,11 +193,11 @@ impl Suite {
         let (lanes, limit) = (self.lanes, self.options.case_limit);
         let name = format!("{}/transport/{}", self.name, case.name);
         Trial::ignorable_test(name, move || match within(limit, case.name, move || case.run(&*connect, lanes)) {
-            Ended::Value(Ok(())) => Ok(Completion::Completed),
-            Ended::Value(Err(Stop::Skipped(why))) => Ok(Completion::ignored_with(why)),
-            Ended::Value(Err(Stop::Failed(why))) => Err(why.into()),
-            Ended::Panicked(why) => Err(format!("panicked: {why}").into()),
-            Ended::Hung => Err(format!("hung: still running after {:.0} s", limit.as_secs_f64()).into()),
+            BoundedResult::Value(Ok(())) => Ok(Completion::Completed),
+            BoundedResult::Value(Err(Stop::Skipped(why))) => Ok(Completion::ignored_with(why)),
+            BoundedResult::Value(Err(Stop::Failed(why))) => Err(why.into()),
+            BoundedResult::Panicked(why) => Err(format!("panicked: {why}").into()),
+            BoundedResult::Hung => Err(format!("hung: still running after {:.0} s", limit.as_secs_f64()).into()),
         })
     }
 

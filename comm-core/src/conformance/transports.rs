@@ -23,14 +23,14 @@ pub(super) type Connect = dyn Fn(LocalRank, usize) -> Result<Arc<dyn Transport>>
 
 pub(super) struct TransportCase {
     pub(super) name: &'static str,
-    run: fn(&Two) -> CaseResult,
+    run: fn(&TransportPair) -> CaseResult,
 }
 
 pub(super) const CASES: [TransportCase; 7] = [
     TransportCase { name: "sender_gives_up_in_a_message", run: sender_gives_up },
     TransportCase { name: "receiver_gives_up", run: receiver_gives_up },
-    TransportCase { name: "sink_fails_in_a_message", run: |two| sink_ends_it(two, Ending::Error) },
-    TransportCase { name: "sink_panics_in_a_message", run: |two| sink_ends_it(two, Ending::Panic) },
+    TransportCase { name: "sink_fails_in_a_message", run: |two| sink_ends_it(two, SinkFailure::Error) },
+    TransportCase { name: "sink_panics_in_a_message", run: |two| sink_ends_it(two, SinkFailure::Panic) },
     TransportCase { name: "wrong_arguments_do_no_harm", run: wrong_arguments },
     TransportCase { name: "a_busy_lane_is_refused", run: busy_lane },
     TransportCase { name: "after_the_end_nothing_goes", run: closed },
@@ -47,14 +47,14 @@ impl TransportCase {
             let panicked = |_| Err(Error::Internal("connecting panicked".into()));
             threads.into_iter().map(|thread| thread.join().unwrap_or_else(panicked)).collect()
         });
-        let outcome = (self.run)(&Two { transports: transports? });
+        let outcome = (self.run)(&TransportPair { transports: transports? });
         drop(controls);
         outcome
     }
 }
 
 /// The transports of two ranks.
-struct Two {
+struct TransportPair {
     transports: Vec<Arc<dyn Transport>>,
 }
 
@@ -67,7 +67,7 @@ const SHORT: Duration = Duration::from_millis(150);
 /// More than any transport takes over while nobody receives, unless it takes over everything.
 const LONG: usize = 32 << 20;
 
-impl Two {
+impl TransportPair {
     /// Rank 0 sends to rank 1.
     fn send(&self, payload: &[u8], wait: Duration) -> Result<()> {
         let message = Outgoing { peer: 1, header: header(payload.len()), payload };
@@ -133,7 +133,7 @@ impl Sink for Collect {
 
 /// Nobody receives until rank 0 has given up; from then on there would be room for its next message. If it did not have to give up, both
 /// messages come, each as a whole.
-fn sender_gives_up(two: &Two) -> CaseResult {
+fn sender_gives_up(two: &TransportPair) -> CaseResult {
     let (first, second) = (pattern(LONG, 1), pattern(1000, 2));
     let (gave_up, wait) = match two.send(&first, SHORT) {
         Ok(()) => (false, PATIENCE),
@@ -163,7 +163,7 @@ fn sender_gives_up(two: &Two) -> CaseResult {
 }
 
 /// Rank 1 waits for a message that is sent after its deadline.
-fn receiver_gives_up(two: &Two) -> CaseResult {
+fn receiver_gives_up(two: &TransportPair) -> CaseResult {
     match two.received(SHORT) {
         Err(Error::Timeout { waiting_for, .. }) => {
             ensure(waiting_for == [0], || format!("a timeout that names {waiting_for:?} instead of rank 0"))?;
@@ -177,26 +177,26 @@ fn receiver_gives_up(two: &Two) -> CaseResult {
 
 /// How a sink ends an exchange.
 #[derive(Clone, Copy)]
-enum Ending {
+enum SinkFailure {
     Error,
     Panic,
 }
 
-impl Sink for Ending {
+impl Sink for SinkFailure {
     fn begin(&mut self, _header: &Header) -> Result<()> {
         Ok(())
     }
 
     fn piece(&mut self, _bytes: &[u8]) -> Result<()> {
         match self {
-            Ending::Error => Err(Error::NotFinite {
+            SinkFailure::Error => Err(Error::NotFinite {
                 rank: 1,
                 operation: "on purpose".into(),
                 index: 0,
                 value: "NaN".into(),
                 count: 1,
             }),
-            Ending::Panic => {
+            SinkFailure::Panic => {
                 // Without the message that a panic prints, which would look like a failure.
                 std::panic::resume_unwind(Box::new("on purpose"))
             }
@@ -204,24 +204,24 @@ impl Sink for Ending {
     }
 }
 
-fn sink_ends_it(two: &Two, mut ending: Ending) -> CaseResult {
+fn sink_ends_it(two: &TransportPair, mut ending: SinkFailure) -> CaseResult {
     let payload = pattern(1 << 20, 4);
     thread::scope(|scope| -> Step<()> {
         // How it ends for the sender is the transport's matter; it ends at its deadline.
         scope.spawn(|| two.send(&payload, 4 * SHORT));
         let outcome = catch_unwind(AssertUnwindSafe(|| two.receive(&mut ending, PATIENCE)));
         match (ending, outcome) {
-            (Ending::Error, Ok(Err(Error::NotFinite { .. }))) | (Ending::Panic, Err(_) | Ok(Err(_))) => {}
-            (Ending::Error, Ok(outcome)) => return failed(format!("expected the sink's error, got: {outcome:?}")),
-            (Ending::Error, Err(_)) => return failed("a sink's error became a panic"),
-            (Ending::Panic, Ok(Ok(()))) => return failed("a sink's panic became a success"),
+            (SinkFailure::Error, Ok(Err(Error::NotFinite { .. }))) | (SinkFailure::Panic, Err(_) | Ok(Err(_))) => {}
+            (SinkFailure::Error, Ok(outcome)) => return failed(format!("expected the sink's error, got: {outcome:?}")),
+            (SinkFailure::Error, Err(_)) => return failed("a sink's error became a panic"),
+            (SinkFailure::Panic, Ok(Ok(()))) => return failed("a sink's panic became a success"),
         }
         two.receives_no_more()
     })
 }
 
 /// What is refused before anything moves leaves the lane as it was.
-fn wrong_arguments(two: &Two) -> CaseResult {
+fn wrong_arguments(two: &TransportPair) -> CaseResult {
     let payload = pattern(1000, 5);
     let right = Outgoing { peer: 1, header: header(1000), payload: &payload };
     let wrong: [(&str, usize, &[Outgoing<'_>]); 5] = [
@@ -251,7 +251,7 @@ fn wrong_arguments(two: &Two) -> CaseResult {
 }
 
 /// A second exchange on a lane, which is its caller's mistake, is refused at once and does not disturb the first one.
-fn busy_lane(two: &Two) -> CaseResult {
+fn busy_lane(two: &TransportPair) -> CaseResult {
     let payload = pattern(1000, 6);
     let received = thread::scope(|scope| -> Step<Result<Vec<u8>>> {
         let first = scope.spawn(|| {
@@ -280,7 +280,7 @@ fn busy_lane(two: &Two) -> CaseResult {
 }
 
 /// Closing twice is no mistake, an exchange on a closed transport is one.
-fn closed(two: &Two) -> CaseResult {
+fn closed(two: &TransportPair) -> CaseResult {
     for round in 0..2 {
         let outcomes = thread::scope(|scope| {
             let closing = two.transports.iter().map(|own| scope.spawn(|| own.close(Deadline::after(PATIENCE))));

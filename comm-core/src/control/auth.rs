@@ -169,8 +169,8 @@ pub(super) fn dial(
 }
 
 /// Rank 0's side of one handshake. It neither reads nor waits: it is given what comes, never more than it
-/// [wants](Answer::wanted), and says what to send.
-pub(super) struct Answer {
+/// [wants](ServerHandshake::wanted), and says what to send.
+pub(super) struct ServerHandshake {
     /// The hello, as far as it has come.
     hello: Vec<u8>,
     /// Rank k's proof, as far as it has come.
@@ -187,11 +187,11 @@ pub(super) enum Step {
     /// Send this.
     Reply(Vec<u8>),
     /// The other end knows the secret.
-    Proven(Box<Proven>),
+    Proven(Box<Authenticated>),
 }
 
 /// A peer that has proved that it knows the secret.
-pub(super) struct Proven {
+pub(super) struct Authenticated {
     /// The claims are proved to come from a holder of the secret, and are still to be compared with the job.
     pub(super) hello: Hello,
     pub(super) session: Session,
@@ -199,13 +199,13 @@ pub(super) struct Proven {
     pub(super) word: [u8; PROOF],
 }
 
-impl Answer {
+impl ServerHandshake {
     /// # Errors
     /// When the system has no randomness.
     pub(super) fn new() -> Result<Self> {
         let mut nonce = [0; NONCE];
         fill_random(&mut nonce)?;
-        Ok(Answer { hello: Vec::new(), proof: Vec::new(), nonce, hello_len: HEAD })
+        Ok(ServerHandshake { hello: Vec::new(), proof: Vec::new(), nonce, hello_len: HEAD })
     }
 
     /// Bytes that are still missing of the part of the handshake under way. What follows them may be no part of it.
@@ -221,7 +221,7 @@ impl Answer {
         self.hello.len() == self.hello_len
     }
 
-    /// Takes bytes as they come, at most as many as are [wanted](Answer::wanted).
+    /// Takes bytes as they come, at most as many as are [wanted](ServerHandshake::wanted).
     ///
     /// # Errors
     /// Why this is no rank of the job.
@@ -269,7 +269,7 @@ impl Answer {
             sealer: Sealer::new(&transcript.code("frames down")),
             opener: Opener::new(&transcript.code("frames up")),
         };
-        Ok(Step::Proven(Box::new(Proven { hello, session, word: transcript.code("rank k is in") })))
+        Ok(Step::Proven(Box::new(Authenticated { hello, session, word: transcript.code("rank k is in") })))
     }
 
     fn transcript<'a>(&'a self, secret: &'a Secret) -> Transcript<'a> {
@@ -431,7 +431,7 @@ mod tests {
         secret: &Secret,
         deadline: Deadline,
     ) -> std::result::Result<(Hello, Session), Rejection> {
-        let mut answer = Answer::new().unwrap();
+        let mut answer = ServerHandshake::new().unwrap();
         loop {
             let mut bytes = vec![0; answer.wanted()];
             read_by(stream, &mut bytes, deadline)?;
@@ -457,7 +457,7 @@ mod tests {
             let mut bytes = hello().encode(&[1; NONCE]);
             bytes.truncate(honest);
             bytes.extend(rest);
-            let (mut answer, mut bytes, mut replies) = (Answer::new().unwrap(), &bytes[..], 0);
+            let (mut answer, mut bytes, mut replies) = (ServerHandshake::new().unwrap(), &bytes[..], 0);
             for size in sizes {
                 let (piece, rest) = bytes.split_at(size.min(answer.wanted()).min(bytes.len()));
                 bytes = rest;
@@ -538,7 +538,7 @@ mod tests {
         let (near, far) = pair();
         let there = thread::spawn(move || {
             // Its connection is closed just when its proof comes.
-            let (secret, mut answer) = (secret("0123456789abcdef"), Answer::new().unwrap());
+            let (secret, mut answer) = (secret("0123456789abcdef"), ServerHandshake::new().unwrap());
             while !answer.has_replied() {
                 let mut bytes = vec![0; answer.wanted()];
                 read_by(&far, &mut bytes, soon()).unwrap();

@@ -9,11 +9,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::auth::Proven;
-use super::door::{Door, Newcomer};
-use super::link::Link;
+use super::acceptor::{Acceptor, AuthenticatedConnection};
+use super::auth::Authenticated;
 use super::options::TcpOptions;
-use super::shared::Shared;
+use super::send_half::SendHalf;
+use super::shared::SharedState;
 use super::state::{Admission, State, rank_0_is_silent};
 use super::wire::{Message, Opener};
 use crate::clock;
@@ -27,10 +27,10 @@ const REFUSED: Duration = Duration::from_secs(2);
 const READ_TURN: usize = 4 << 20;
 
 pub(super) struct EventLoop {
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<SharedState>,
     pub(super) options: TcpOptions,
     /// At rank 0.
-    pub(super) door: Option<Door>,
+    pub(super) acceptor: Option<Acceptor>,
     /// Readable when another thread wants attention.
     pub(super) waker: UnixStream,
     pub(super) connections: Vec<Connection>,
@@ -42,7 +42,7 @@ pub(super) struct EventLoop {
 
 /// The receiving side of a connection.
 pub(super) struct Connection {
-    link: Arc<Link>,
+    link: Arc<SendHalf>,
     opener: Opener,
     /// `Err`: refused, to be closed at this time.
     peer: std::result::Result<usize, Duration>,
@@ -54,15 +54,15 @@ pub(super) struct Connection {
 
 impl Connection {
     /// To a loop that has not begun.
-    pub(super) fn new(link: Arc<Link>, opener: Opener, peer: usize) -> Self {
+    pub(super) fn new(link: Arc<SendHalf>, opener: Opener, peer: usize) -> Self {
         Connection { link, opener, peer: Ok(peer), last_heard: Duration::ZERO, silent: false }
     }
 }
 
 impl EventLoop {
-    pub(super) fn new(shared: Arc<Shared>, options: TcpOptions, waker: UnixStream) -> Self {
-        let (door, connections, attended) = (None, Vec::new(), Duration::ZERO);
-        EventLoop { shared, options, door, waker, connections, attended, looked: clock::running() }
+    pub(super) fn new(shared: Arc<SharedState>, options: TcpOptions, waker: UnixStream) -> Self {
+        let (acceptor, connections, attended) = (None, Vec::new(), Duration::ZERO);
+        EventLoop { shared, options, acceptor, waker, connections, attended, looked: clock::running() }
     }
 
     /// Runs until the control is dropped.
@@ -133,8 +133,8 @@ impl EventLoop {
         let mut waiters: Vec<Waiter<'_>> =
             self.connections.iter().map(|c| Waiter::new(c.link.stream().as_fd(), c.link.is_waiting())).collect();
         waiters.push(Waiter::new(self.waker.as_fd(), false));
-        waiters.extend(self.door.iter().flat_map(Door::waiters));
-        let next = self.door.as_ref().and_then(Door::next_turn).map_or(until, |turn| turn.min(until));
+        waiters.extend(self.acceptor.iter().flat_map(Acceptor::waiters));
+        let next = self.acceptor.as_ref().and_then(Acceptor::next_turn).map_or(until, |turn| turn.min(until));
         sys::poll(&mut waiters, next.saturating_sub(clock::running()))?;
         let mut found: Vec<bool> = waiters.iter().map(|w| w.readable).collect();
         drop(waiters);
@@ -148,18 +148,18 @@ impl EventLoop {
 
     /// Lets in who proves that it belongs to the job, and remembers why others do not.
     fn answer_the_door(&mut self, ready: &[bool]) {
-        let Some(door) = &mut self.door else { return };
+        let Some(acceptor) = &mut self.acceptor else { return };
         let is_running = self.shared.update(|state| state.session().is_some());
-        let (newcomers, strangers) = door.turn(ready, is_running);
-        if let Some(error) = door.take_trouble() {
+        let (authenticated, rejected) = acceptor.turn(ready, is_running);
+        if let Some(error) = acceptor.take_trouble() {
             self.shared.update(|state| state.fail(&error));
         }
-        if !strangers.is_empty() {
-            self.shared.update(|state| strangers.iter().for_each(|stranger| state.note_stranger(stranger)));
+        if !rejected.is_empty() {
+            self.shared.update(|state| rejected.iter().for_each(|connection| state.note_stranger(connection)));
         }
-        for Newcomer { stream, proven } in newcomers {
-            let Proven { hello, session, .. } = *proven;
-            let Ok(link) = Link::new(stream, session.sealer) else { continue };
+        for AuthenticatedConnection { stream, proven } in authenticated {
+            let Authenticated { hello, session, .. } = *proven;
+            let Ok(link) = SendHalf::new(stream, session.sealer) else { continue };
             let link = Arc::new(link);
             let admission = self.shared.update(|state| state.admit(Arc::clone(&link), &hello));
             let mut connection = Connection::new(link, session.opener, 0);
@@ -213,7 +213,7 @@ impl EventLoop {
 
 impl Connection {
     /// Reads what is there; false when the connection is at its end.
-    fn read(&mut self, shared: &Shared, attended: Duration, buffer: &mut [u8]) -> bool {
+    fn read(&mut self, shared: &SharedState, attended: Duration, buffer: &mut [u8]) -> bool {
         let mut total = 0;
         while total < READ_TURN {
             let count = match self.link.stream().read(buffer) {
@@ -250,7 +250,7 @@ impl Connection {
         true
     }
 
-    fn lost(&self, shared: &Shared, detail: &str) -> bool {
+    fn lost(&self, shared: &SharedState, detail: &str) -> bool {
         // The end of this rank's own connections, when it drops the control, says nothing of others.
         if let Ok(peer) = self.peer
             && !shared.stop.load(Ordering::Acquire)

@@ -10,8 +10,8 @@ pub use super::gather::fuzzing::*;
 pub use super::rendezvous::fuzzing::*;
 
 use super::MAX_BLOB;
-use super::link::Link;
-use super::stall::{Doing, StallReport};
+use super::send_half::SendHalf;
+use super::stall::{LaneActivity, StallReport};
 use super::state::State;
 use super::wire::{Blob, Failure, MAX_LABEL, MAX_PAYLOAD, Message, Opener, Sealer, Wait};
 use crate::error::{Error, Notice};
@@ -137,7 +137,7 @@ pub fn control_state(bytes: &[u8]) -> Verdict {
                 state.late(Wait::Gather(u64::from(input.byte().unwrap_or(0))));
                 continue;
             }
-            _ => Ok(Message::Stalled(Doing { members: vec![u32::MAX; sized(&mut input)], ..doing() })),
+            _ => Ok(Message::Stalled(LaneActivity { members: vec![u32::MAX; sized(&mut input)], ..doing() })),
         };
         // What does not fit into a frame cannot come.
         let message = match message {
@@ -174,7 +174,7 @@ fn connect(state: &mut State, own: usize) {
         });
         near.try_clone().expect("a descriptor")
     });
-    let link = Arc::new(Link::new(stream, Sealer::new(&KEY)).expect("a link"));
+    let link = Arc::new(SendHalf::new(stream, Sealer::new(&KEY)).expect("a link"));
     for (rank, slot) in state.links.iter_mut().enumerate() {
         if rank != own && (own == 0 || rank == 0) {
             *slot = Some(Arc::clone(&link));
@@ -217,8 +217,8 @@ fn sized_gather(input: &mut Input<'_>) -> Message {
     Message::Gather { sequence, label: "l".repeat(sized(input)), blob: Blob(vec![1; sized(input)]) }
 }
 
-fn doing() -> Doing {
-    Doing {
+fn doing() -> LaneActivity {
+    LaneActivity {
         lane: 0,
         operation: "all-reduce".into(),
         communicator: 1,
@@ -247,7 +247,7 @@ fn messages() -> Vec<Message> {
         late: vec![0],
         more_late: 1,
         culprits: vec![0],
-        on_another_lane: Some((0, Doing { lane: 1, ..doing() })),
+        on_another_lane: Some((0, LaneActivity { lane: 1, ..doing() })),
         doing: vec![(0, Some(vec![doing()])), (2, None)],
     };
     vec![

@@ -44,9 +44,9 @@ pub trait ControlExt: Control {
         deadline: Deadline,
     ) -> Result<Vec<T>> {
         let (mine, own) = match mine {
-            Ok(value) => (Told::Ok(value), None),
-            Err(Error::Unsupported { what: of, why }) if of == what => (Told::Err(why), None),
-            Err(error) => (Told::Err(error.to_string()), Some(error)),
+            Ok(value) => (RankResult::Ok(value), None),
+            Err(Error::Unsupported { what: of, why }) if of == what => (RankResult::Err(why), None),
+            Err(error) => (RankResult::Err(error.to_string()), Some(error)),
         };
         let told = self.gather(label, &mine, deadline)?;
         let (mut values, mut reasons) = (Vec::with_capacity(told.len()), Vec::new());
@@ -67,7 +67,7 @@ pub trait ControlExt: Control {
 impl<C: Control + ?Sized> ControlExt for C {}
 
 /// A rank's value, or why it has none.
-pub(crate) type Told<T> = Result<T, String>;
+pub(crate) type RankResult<T> = Result<T, String>;
 
 /// The first few reasons, which say it all, with the ranks whose they are; a single one that `all` ranks have stands for itself.
 fn summary(reasons: &[(usize, String)], all: bool) -> String {

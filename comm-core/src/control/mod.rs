@@ -1,14 +1,14 @@
 //! The control plane: how ranks find each other, agree, and learn that one of them is gone.
 
+mod acceptor;
 mod auth;
-mod door;
 mod event_loop;
 mod gather;
-mod link;
-mod meeting;
+mod missing;
 mod options;
 pub(crate) mod plane;
 mod rendezvous;
+mod send_half;
 mod shared;
 mod stall;
 mod state;
@@ -21,12 +21,12 @@ pub(crate) mod fuzzing;
 
 pub use gather::ControlExt;
 #[cfg(any(test, feature = "fuzzing"))]
-pub(crate) use gather::{Told, decode, encode};
-pub use meeting::{MeetingReport, OnLate};
+pub(crate) use gather::{RankResult, decode, encode};
+pub use missing::{MissingRanksHook, MissingRanksReport};
 pub use options::TcpOptions;
 pub(crate) use plane::Control;
 pub(crate) use stall::abridged;
-pub use stall::{Activity, Doing, StallReport};
+pub use stall::{Activity, LaneActivity, StallReport};
 pub use subgroup::Subgroup;
 pub use tcp::TcpControl;
 

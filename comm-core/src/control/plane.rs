@@ -69,7 +69,7 @@ pub trait Control: Send + Sync + 'static {
     }
 
     /// The address by which this rank reaches rank 0 of the job, with its port there; at rank 0 the one by which most others reach
-    /// it. It routes, so it is where listeners for the others are best ([`place::bind_address`](crate::place::bind_address)). `None`
+    /// it. It routes, so it is where listeners for the others are best ([`location::bind_address`](crate::location::bind_address)). `None`
     /// where no network is in between.
     fn local_address(&self) -> Option<SocketAddr> {
         None

@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::auth::{self, Hello, Rejection, Session};
-use super::meeting::Watch;
+use super::missing::MissingRanks;
 use crate::addresses::{check_address, check_own_socket_address, loopback};
 use crate::deadline::Deadline;
 use crate::descriptors;
@@ -38,7 +38,7 @@ const BACKLOG: i32 = 4096;
 const MAX_ADDRESS_FILE: u64 = 256;
 
 /// Rank 0's non-blocking listeners, on exactly the addresses that were asked for; at least one.
-pub(super) fn listen(job: &Job, deadline: Deadline, watch: &mut Watch<'_>) -> Result<Vec<TcpListener>> {
+pub(super) fn listen(job: &Job, deadline: Deadline, watch: &mut MissingRanks<'_>) -> Result<Vec<TcpListener>> {
     let listeners = match &job.address {
         Address::File(path) => {
             remove_old(path)?;
@@ -81,14 +81,14 @@ fn listen_on_loopback() -> Result<TcpListener> {
 }
 
 /// The addresses that the name of rank 0's machine has there. It may not have any for a while.
-fn own_addresses(job: &Job, deadline: Deadline, watch: &mut Watch<'_>) -> Result<Vec<SocketAddr>> {
-    let mut look_up = LookUp::new(&job.address);
+fn own_addresses(job: &Job, deadline: Deadline, watch: &mut MissingRanks<'_>) -> Result<Vec<SocketAddr>> {
+    let mut look_up = AddressLookup::new(&job.address);
     let mut pause = PAUSES.0;
     loop {
         let why = match look_up.ask(watch.until(deadline)) {
             Ok(addrs) => return Ok(addrs),
-            Err(Attempt::Final(error)) => return Err(error),
-            Err(Attempt::Again(why)) => why,
+            Err(DialError::Final(error)) => return Err(error),
+            Err(DialError::Again(why)) => why,
         };
         let others: Vec<usize> = (1..job.world_size).collect();
         let operation = || format!("not yet listening at {}: {why}", job.address);
@@ -153,22 +153,27 @@ fn remove_old(path: &Path) -> Result<()> {
 }
 
 /// A connection to rank 0 that has passed the handshake.
-pub(super) struct Dialled {
+pub(super) struct AuthenticatedStream {
     pub(super) stream: TcpStream,
     pub(super) addr: SocketAddr,
     pub(super) session: Session,
 }
 
 /// Dials rank 0, again and again until the deadline.
-pub(super) fn dial(job: &Job, handshake: Duration, deadline: Deadline, watch: &mut Watch<'_>) -> Result<Dialled> {
+pub(super) fn dial(
+    job: &Job,
+    handshake: Duration,
+    deadline: Deadline,
+    watch: &mut MissingRanks<'_>,
+) -> Result<AuthenticatedStream> {
     let hello = Hello::of(job);
-    let mut look_up = LookUp::new(&job.address);
+    let mut look_up = AddressLookup::new(&job.address);
     let mut pause = PAUSES.0;
     loop {
         let tried = match attempt(job, &hello, look_up.ask(watch.until(deadline)), handshake, deadline) {
             Ok(dialled) => return Ok(dialled),
-            Err(Attempt::Final(error)) => return Err(error),
-            Err(Attempt::Again(tried)) => tried,
+            Err(DialError::Final(error)) => return Err(error),
+            Err(DialError::Again(tried)) => tried,
         };
         let operation = || format!("dialling rank 0 at {} (last attempt: {tried})", job.address);
         watch.look(&[0], operation);
@@ -189,7 +194,7 @@ fn pause_before_next(pause: &mut Duration, deadline: Deadline) -> bool {
     true
 }
 
-enum Attempt {
+enum DialError {
     /// Not now, and why.
     Again(String),
     /// It will not get better.
@@ -200,10 +205,10 @@ enum Attempt {
 fn attempt(
     job: &Job,
     hello: &Hello,
-    addrs: std::result::Result<Vec<SocketAddr>, Attempt>,
+    addrs: std::result::Result<Vec<SocketAddr>, DialError>,
     handshake: Duration,
     deadline: Deadline,
-) -> std::result::Result<Dialled, Attempt> {
+) -> std::result::Result<AuthenticatedStream, DialError> {
     let (mut tried, mut refusal, mut may_change) = (Vec::new(), None, false);
     for addr in addrs? {
         // A zero time-out is an error of its own.
@@ -211,7 +216,7 @@ fn attempt(
         let stream = match TcpStream::connect_timeout(&addr, time) {
             Ok(stream) => stream,
             Err(e) if descriptors::ran_out(&e) => {
-                return Err(Attempt::Final(Error::io(format!("rank {}: dialling rank 0 at {addr}", job.rank), e)));
+                return Err(DialError::Final(Error::io(format!("rank {}: dialling rank 0 at {addr}", job.rank), e)));
             }
             Err(e) => {
                 may_change |= !is_out_of_reach(&e);
@@ -228,7 +233,7 @@ fn attempt(
         // Small messages that a rank waits for.
         let _ = stream.set_nodelay(true);
         match auth::dial(&stream, &job.secret, hello, deadline.at_most(handshake), deadline) {
-            Ok(session) => return Ok(Dialled { stream, addr, session }),
+            Ok(session) => return Ok(AuthenticatedStream { stream, addr, session }),
             Err(why) => {
                 tried.push(format!("{addr}: {why}"));
                 match why {
@@ -239,9 +244,9 @@ fn attempt(
         }
     }
     match refusal {
-        Some(error) if !may_change => Err(Attempt::Final(error)),
-        _ if tried.is_empty() => Err(Attempt::Again("the name has no address".into())),
-        _ => Err(Attempt::Again(tried.join("; "))),
+        Some(error) if !may_change => Err(DialError::Final(error)),
+        _ if tried.is_empty() => Err(DialError::Again("the name has no address".into())),
+        _ => Err(DialError::Again(tried.join("; "))),
     }
 }
 
@@ -266,48 +271,48 @@ fn refused(rank: usize, addr: SocketAddr, why: &Rejection) -> Error {
 
 /// Finds the addresses behind [`Address`], again at each call. A name is looked up in a thread of its own: the system's look-up has no
 /// deadline, and may go on while this is asked again.
-struct LookUp<'a> {
+struct AddressLookup<'a> {
     address: &'a Address,
     under_way: Option<Receiver<io::Result<Vec<SocketAddr>>>>,
 }
 
-impl<'a> LookUp<'a> {
+impl<'a> AddressLookup<'a> {
     fn new(address: &'a Address) -> Self {
-        LookUp { address, under_way: None }
+        AddressLookup { address, under_way: None }
     }
 
     /// The addresses as they are now, those that other machines can reach first; waits no longer than `until`.
-    fn ask(&mut self, until: Deadline) -> std::result::Result<Vec<SocketAddr>, Attempt> {
+    fn ask(&mut self, until: Deadline) -> std::result::Result<Vec<SocketAddr>, DialError> {
         let (host, port) = match self.address {
             Address::File(path) => return read_address_file(path),
             Address::Tcp { host, port } => (host, *port),
         };
         if let Ok(ip) = host.parse::<IpAddr>() {
-            check_address(ip).map_err(Attempt::Final)?;
+            check_address(ip).map_err(DialError::Final)?;
             return Ok(vec![SocketAddr::new(ip, port)]);
         }
         let answer = match self.under_way.take() {
             Some(answer) => answer,
-            None => look_up(host.clone(), port).map_err(Attempt::Final)?,
+            None => look_up(host.clone(), port).map_err(DialError::Final)?,
         };
         match answer.recv_timeout(until.remaining()) {
             Ok(Ok(mut addrs)) => {
                 // A name may stand for what no text of an address may be: `0` for every interface.
-                addrs.iter().try_for_each(|addr| check_address(addr.ip())).map_err(Attempt::Final)?;
+                addrs.iter().try_for_each(|addr| check_address(addr.ip())).map_err(DialError::Final)?;
                 let mut seen = HashSet::new();
                 addrs.retain(|addr| seen.insert(*addr));
                 addrs.sort_by_key(|addr| addr.ip().is_loopback());
                 Ok(addrs)
             }
             // Names may appear late, for instance those of a cluster's pods.
-            Ok(Err(e)) => Err(Attempt::Again(format!("looking up {host}: {}", descriptors::explain(&e)))),
+            Ok(Err(e)) => Err(DialError::Again(format!("looking up {host}: {}", descriptors::explain(&e)))),
             Err(RecvTimeoutError::Timeout) => {
                 self.under_way = Some(answer);
-                Err(Attempt::Again(format!(
+                Err(DialError::Again(format!(
                     "looking up {host}: no answer yet; the name servers are in /etc/resolv.conf"
                 )))
             }
-            Err(RecvTimeoutError::Disconnected) => Err(Attempt::Again(format!("looking up {host}: no answer"))),
+            Err(RecvTimeoutError::Disconnected) => Err(DialError::Again(format!("looking up {host}: no answer"))),
         }
     }
 }
@@ -324,17 +329,17 @@ fn look_up(host: String, port: u16) -> Result<Receiver<io::Result<Vec<SocketAddr
     Ok(answer)
 }
 
-fn read_address_file(path: &Path) -> std::result::Result<Vec<SocketAddr>, Attempt> {
+fn read_address_file(path: &Path) -> std::result::Result<Vec<SocketAddr>, DialError> {
     let text = match read_small_file(path, MAX_ADDRESS_FILE, "the address file") {
         Ok(text) => text,
         Err(Error::Io { source, .. }) => {
-            return Err(Attempt::Again(format!("rank 0 has not written {}: {source}", path.display())));
+            return Err(DialError::Again(format!("rank 0 has not written {}: {source}", path.display())));
         }
-        Err(error) => return Err(Attempt::Final(error)),
+        Err(error) => return Err(DialError::Final(error)),
     };
     match str::from_utf8(&text).ok().and_then(|text| text.trim().parse::<SocketAddr>().ok()) {
         Some(addr) if addr.ip().is_loopback() => Ok(vec![addr]),
-        _ => Err(Attempt::Again(format!("{} does not hold an address of this machine", path.display()))),
+        _ => Err(DialError::Again(format!("{} does not hold an address of this machine", path.display()))),
     }
 }
 

@@ -13,7 +13,7 @@ use crate::deadline::Deadline;
 use crate::error::Error;
 
 /// What the thread of the control plane and the callers share.
-pub(super) struct Shared {
+pub(super) struct SharedState {
     state: Mutex<State>,
     pub(super) changed: Condvar,
     /// The job has failed, or this rank has reported that it has.
@@ -22,10 +22,10 @@ pub(super) struct Shared {
     pub(super) stop: AtomicBool,
 }
 
-impl Shared {
+impl SharedState {
     /// Around `state`; what is written to `waker` wakes the thread.
     pub(super) fn new(state: State, waker: UnixStream) -> Self {
-        Shared {
+        SharedState {
             state: Mutex::new(state),
             changed: Condvar::new(),
             is_failing: AtomicBool::new(false),

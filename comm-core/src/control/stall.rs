@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 /// What one lane of a rank is doing, or did last.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
-pub struct Doing {
+pub struct LaneActivity {
     /// The lane.
     pub lane: u32,
     /// The operation, with the label that its caller gave it.
@@ -29,18 +29,18 @@ pub struct Doing {
     pub since: Duration,
 }
 
-impl Doing {
+impl LaneActivity {
     /// Whether both are the same operation, maybe on different ranks.
-    pub fn is_same(&self, other: &Doing) -> bool {
+    pub fn is_same(&self, other: &LaneActivity) -> bool {
         self.is_numbered_with(other) && (self.sequence, self.kind) == (other.sequence, other.kind)
     }
 
     /// Whether a rank that does this has called `other`, because it comes after it or is the same.
-    fn has_called(&self, other: &Doing) -> bool {
+    fn has_called(&self, other: &LaneActivity) -> bool {
         self.is_same(other) || (self.is_numbered_with(other) && self.sequence > other.sequence)
     }
 
-    fn is_numbered_with(&self, other: &Doing) -> bool {
+    fn is_numbered_with(&self, other: &LaneActivity) -> bool {
         (self.communicator, self.pair) == (other.communicator, other.pair)
     }
 }
@@ -49,7 +49,7 @@ impl Doing {
 /// the control plane.
 pub trait Activity: Send + Sync {
     /// An operation that has been running for longer than it should, once; again when it has taken twice as long.
-    fn overdue(&self) -> Option<Doing>;
+    fn overdue(&self) -> Option<LaneActivity>;
 
     /// In how long one that is running will be [`overdue`](Activity::overdue), if none is before.
     fn overdue_in(&self) -> Option<Duration> {
@@ -57,7 +57,7 @@ pub trait Activity: Send + Sync {
     }
 
     /// What each lane does, or did last; lanes that have never done anything are left out.
-    fn doing(&self) -> Vec<Doing>;
+    fn doing(&self) -> Vec<LaneActivity>;
 
     /// The answer to an overdue operation.
     fn on_stall(&self, report: &StallReport);
@@ -70,7 +70,7 @@ pub struct StallReport {
     /// The rank that noticed.
     pub reported_by: usize,
     /// Its operation.
-    pub stalled: Doing,
+    pub stalled: LaneActivity,
     /// The ranks that take part in it and have not called it, or were not heard; of many the first.
     pub late: Vec<usize>,
     /// How many more there are.
@@ -79,9 +79,9 @@ pub struct StallReport {
     /// first.
     pub culprits: Vec<usize>,
     /// A rank that has called it on another lane, and its call there.
-    pub on_another_lane: Option<(usize, Doing)>,
+    pub on_another_lane: Option<(usize, LaneActivity)>,
     /// The first of the late ranks and the culprits, with what each does; `None` for one that did not answer.
-    pub doing: Vec<(usize, Option<Vec<Doing>>)>,
+    pub doing: Vec<(usize, Option<Vec<LaneActivity>>)>,
 }
 
 /// Most late ranks of which a report says what they do.
@@ -98,8 +98,8 @@ const MAX_NAME: usize = 300;
 
 impl StallReport {
     /// From the answers of all ranks, by rank.
-    pub(crate) fn new(reported_by: usize, mut stalled: Doing, ranks: &[Option<Vec<Doing>>]) -> Self {
-        let answers = Answers(ranks);
+    pub(crate) fn new(reported_by: usize, mut stalled: LaneActivity, ranks: &[Option<Vec<LaneActivity>>]) -> Self {
+        let answers = AllActivities(ranks);
         let mut late: Vec<usize> = answers.late(&stalled).filter(|rank| *rank != reported_by).collect();
         let culprits = answers.culprits(&stalled, &late);
         // What those who are to blame do is said in any case.
@@ -118,22 +118,22 @@ impl StallReport {
 }
 
 /// The activities of all ranks, by rank.
-struct Answers<'a>(&'a [Option<Vec<Doing>>]);
+struct AllActivities<'a>(&'a [Option<Vec<LaneActivity>>]);
 
-impl<'a> Answers<'a> {
-    fn of(&self, rank: usize) -> Option<&'a Vec<Doing>> {
+impl<'a> AllActivities<'a> {
+    fn of(&self, rank: usize) -> Option<&'a Vec<LaneActivity>> {
         self.0.get(rank).and_then(Option::as_ref)
     }
 
     /// The ranks that take part in `stalled` and have not called it.
-    fn late(&self, stalled: &Doing) -> impl Iterator<Item = usize> {
+    fn late(&self, stalled: &LaneActivity) -> impl Iterator<Item = usize> {
         let has_called =
             |rank: usize| self.of(rank).is_some_and(|all| all.iter().any(|doing| doing.has_called(stalled)));
         stalled.members.iter().map(|rank| *rank as usize).filter(move |rank| !has_called(*rank))
     }
 
     /// The first rank that has called `stalled` on another lane, where the two never meet.
-    fn on_another_lane(&self, stalled: &Doing) -> Option<(usize, Doing)> {
+    fn on_another_lane(&self, stalled: &LaneActivity) -> Option<(usize, LaneActivity)> {
         stalled.members.iter().map(|rank| *rank as usize).find_map(|rank| {
             let all = self.of(rank)?;
             let other = all.iter().find(|doing| doing.is_same(stalled) && doing.lane != stalled.lane)?;
@@ -142,7 +142,7 @@ impl<'a> Answers<'a> {
     }
 
     /// Those of the `late` that wait for nobody; where one waits inside another operation, those that this one waits for.
-    fn culprits(&self, stalled: &Doing, late: &[usize]) -> Vec<usize> {
+    fn culprits(&self, stalled: &LaneActivity, late: &[usize]) -> Vec<usize> {
         let mut culprits = Vec::new();
         let mut seen = late.to_vec();
         let mut next = 0;
@@ -158,7 +158,7 @@ impl<'a> Answers<'a> {
                     None if doing.communicator == stalled.communicator => stalled.members.clone(),
                     None => Vec::new(),
                 };
-                let others = Doing { members, ..doing.clone() };
+                let others = LaneActivity { members, ..doing.clone() };
                 let others: Vec<usize> = self.late(&others).filter(|other| !seen.contains(other)).collect();
                 seen.extend(others);
             }
@@ -173,7 +173,7 @@ impl<'a> Answers<'a> {
 }
 
 /// The part of `doing` that is sent to others, bounded: first the operations that have been running for longest, then those that ended last.
-pub(crate) fn abridged(mut doing: Vec<Doing>) -> Vec<Doing> {
+pub(crate) fn abridged(mut doing: Vec<LaneActivity>) -> Vec<LaneActivity> {
     doing.sort_by_key(|doing| match doing.is_running {
         true => (false, Duration::MAX.saturating_sub(doing.since)),
         false => (true, doing.since),
@@ -187,7 +187,7 @@ pub(crate) fn abridged(mut doing: Vec<Doing>) -> Vec<Doing> {
 }
 
 /// An operation as another rank tells it, bounded: with members of a job of `ranks`, each once.
-pub(crate) fn within(mut doing: Doing, ranks: usize) -> Doing {
+pub(crate) fn within(mut doing: LaneActivity, ranks: usize) -> LaneActivity {
     clip(&mut doing.operation);
     doing.members.retain(|member| (*member as usize) < ranks);
     doing.members.sort_unstable();
@@ -238,8 +238,8 @@ impl fmt::Display for StallReport {
     }
 }
 
-fn describe(f: &mut fmt::Formatter<'_>, doing: &[Doing]) -> fmt::Result {
-    let running: Vec<&Doing> = doing.iter().filter(|doing| doing.is_running).collect();
+fn describe(f: &mut fmt::Formatter<'_>, doing: &[LaneActivity]) -> fmt::Result {
+    let running: Vec<&LaneActivity> = doing.iter().filter(|doing| doing.is_running).collect();
     if running.is_empty() {
         return match doing.iter().min_by_key(|doing| doing.since) {
             None => write!(f, "has not called anything yet"),
@@ -263,8 +263,8 @@ fn describe(f: &mut fmt::Formatter<'_>, doing: &[Doing]) -> fmt::Result {
 mod tests {
     use super::*;
 
-    fn doing(sequence: u64, is_running: bool) -> Doing {
-        Doing {
+    fn doing(sequence: u64, is_running: bool) -> LaneActivity {
+        LaneActivity {
             lane: 1,
             operation: format!("all-reduce number {sequence}"),
             communicator: 1,
@@ -300,8 +300,8 @@ mod tests {
 
     #[test]
     fn who_is_ahead_is_not_late_and_who_waits_himself_is_no_culprit() {
-        let ahead = Doing { kind: 2, ..doing(9, true) };
-        let other = Doing { kind: 2, ..doing(7, true) };
+        let ahead = LaneActivity { kind: 2, ..doing(9, true) };
+        let other = LaneActivity { kind: 2, ..doing(7, true) };
         let report = StallReport::new(
             0,
             doing(7, true),
@@ -315,7 +315,7 @@ mod tests {
 
     #[test]
     fn who_has_called_it_on_another_lane_is_named() {
-        let elsewhere = Doing { lane: 0, ..doing(7, true) };
+        let elsewhere = LaneActivity { lane: 0, ..doing(7, true) };
         let report = StallReport::new(0, doing(7, true), &[Some(vec![doing(7, true)]), Some(vec![elsewhere.clone()])]);
         assert_eq!(report.on_another_lane, Some((1, elsewhere)));
         assert!(report.to_string().contains("rank 1 has called it on lane 0, where they never meet"), "{report}");
@@ -325,7 +325,7 @@ mod tests {
 
     #[test]
     fn messages_of_other_pairs_are_other_operations() {
-        let message = |from: u32, to: u32, sequence: u64, is_running: bool| Doing {
+        let message = |from: u32, to: u32, sequence: u64, is_running: bool| LaneActivity {
             pair: Some((from, to)),
             members: vec![from, to],
             ..doing(sequence, is_running)
@@ -344,7 +344,7 @@ mod tests {
 
     #[test]
     fn reports_about_thousands_of_ranks_stay_small() {
-        let stalled = Doing { members: (0..10_000).collect(), ..doing(7, true) };
+        let stalled = LaneActivity { members: (0..10_000).collect(), ..doing(7, true) };
         let report = StallReport::new(0, stalled, &vec![None; 10_000]);
         assert_eq!((report.late.len(), report.more_late, report.doing.len()), (MAX_LATE, 9_999 - MAX_LATE, MAX_SHOWN));
         assert!(report.to_string().contains(&format!("and {} more", 9_999 - MAX_LATE)));
@@ -352,7 +352,7 @@ mod tests {
 
     #[test]
     fn what_is_told_is_bounded() {
-        let mut many: Vec<Doing> = (0..100).map(|sequence| doing(sequence, sequence == 50)).collect();
+        let mut many: Vec<LaneActivity> = (0..100).map(|sequence| doing(sequence, sequence == 50)).collect();
         many[50].operation = "é".repeat(1000);
         let told = abridged(many);
         assert_eq!(told.len(), MAX_LANES);

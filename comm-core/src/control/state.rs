@@ -19,16 +19,16 @@ pub(super) use failure::rank_0_is_silent;
 pub(super) use rendezvous::Admission;
 
 use super::MAX_BLOB;
-use super::door::Strangers;
-use super::link::Link;
-use super::stall::{Activity, Doing, StallReport, abridged, within};
+use super::acceptor::RejectedConnections;
+use super::send_half::SendHalf;
+use super::stall::{Activity, LaneActivity, StallReport, abridged, within};
 use super::wire::{Failure, MAX_LABEL, Message, Wait};
 use crate::clock;
 use crate::error::{Error, Result};
 use crate::job::Job;
 use failure::Hook;
 use gathering::Round;
-use stalls::{StallHook, Survey};
+use stalls::{StallHook, StallQuery};
 
 pub(super) struct State {
     rank: usize,
@@ -37,7 +37,7 @@ pub(super) struct State {
     epoch: u64,
     config: Vec<(String, String)>,
     /// By rank: at rank 0 those of all others, elsewhere only rank 0's.
-    pub(super) links: Vec<Option<Arc<Link>>>,
+    pub(super) links: Vec<Option<Arc<SendHalf>>>,
     /// By rank, at rank 0: has sent its settings.
     joined: Vec<bool>,
     /// The randomness of this start, once all ranks are there.
@@ -45,7 +45,7 @@ pub(super) struct State {
     /// At rank 0: what is wrong with the rendezvous, and until when it waits for those who are to be told.
     trouble: Option<(Error, Duration)>,
     /// At rank 0: the connections that were not admitted.
-    strangers: Strangers,
+    rejected: RejectedConnections,
     /// What this rank has reported to rank 0, and until when it waits for the answer.
     provisional: Option<(Error, Duration)>,
     /// At rank 0: what it was told in this turn of its event loop.
@@ -65,10 +65,10 @@ pub(super) struct State {
     activities: Vec<Weak<dyn Activity>>,
     stall_hooks: Vec<StallHook>,
     /// At rank 0: the survey that is under way, and what is to be looked at after it.
-    survey: Option<Survey>,
-    stalled: VecDeque<(usize, Doing)>,
+    survey: Option<StallQuery>,
+    stalled: VecDeque<(usize, LaneActivity)>,
     /// At rank 0: what has been looked at, so that not every rank of an operation causes a survey of its own.
-    surveyed: VecDeque<(Doing, Duration)>,
+    surveyed: VecDeque<(LaneActivity, Duration)>,
     surveys: u64,
     /// To be handed to the hooks.
     stall: Vec<StallReport>,
@@ -87,7 +87,7 @@ impl State {
             joined: vec![false; n],
             session: None,
             trouble: None,
-            strangers: Strangers::default(),
+            rejected: RejectedConnections::default(),
             provisional: None,
             reported: Vec::new(),
             decided: None,
@@ -281,7 +281,7 @@ impl State {
         }
     }
 
-    fn link(&self, rank: usize) -> Option<&Arc<Link>> {
+    fn link(&self, rank: usize) -> Option<&Arc<SendHalf>> {
         self.links.get(rank).and_then(Option::as_ref)
     }
 
@@ -290,7 +290,7 @@ impl State {
     }
 }
 
-fn broadcast(links: &[Option<Arc<Link>>], message: &Message) {
+fn broadcast(links: &[Option<Arc<SendHalf>>], message: &Message) {
     match message.encode() {
         Ok(payload) => {
             links.iter().flatten().for_each(|link| {

@@ -8,14 +8,14 @@ use std::sync::{Arc, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use super::acceptor::Acceptor;
 use super::auth;
-use super::door::Door;
 use super::event_loop::{Connection, EventLoop};
-use super::link::Link;
-use super::meeting::{OnLate, Watch};
+use super::missing::{MissingRanks, MissingRanksHook};
 use super::options::TcpOptions;
 use super::rendezvous;
-use super::shared::Shared;
+use super::send_half::SendHalf;
+use super::shared::SharedState;
 use super::state::State;
 use super::wire::{MAX_LABEL, Message, Wait};
 use super::{Activity, Control, MAX_BLOB, StallReport};
@@ -26,7 +26,7 @@ use crate::error::{Error, Result};
 use crate::job::{Address, Job};
 
 /// How long rank 0 waits for the others to close their connections after all have left.
-const FAREWELL: Duration = Duration::from_secs(1);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// One rank's end of the control plane.
 ///
@@ -34,7 +34,7 @@ const FAREWELL: Duration = Duration::from_secs(1);
 /// Dropping it without [`leave`](Control::leave) is this rank's death to the others.
 pub struct TcpControl {
     job: Job,
-    shared: Arc<Shared>,
+    shared: Arc<SharedState>,
     /// The fingerprint of the settings that all ranks have in common.
     settings: [u8; 32],
     session: [u8; 32],
@@ -80,7 +80,7 @@ impl TcpControl {
         config: &[(&str, String)],
         options: TcpOptions,
         deadline: Deadline,
-        (stall_after, report): OnLate<'_>,
+        (stall_after, report): MissingRanksHook<'_>,
     ) -> Result<Arc<Self>> {
         // The fields of both are public, so this is where they are checked.
         job.check()?;
@@ -95,13 +95,13 @@ impl TcpControl {
         join.encode().map_err(|why| Error::invalid(format!("the settings to compare do not fit: {why}")))?;
 
         let settings = auth::fingerprint(&config);
-        let mut watch = Watch::new(job.rank, stall_after, report);
+        let mut watch = MissingRanks::new(job.rank, stall_after, report);
         let mut address = job.address.to_string();
         let (waker, woken) = UnixStream::pair().map_err(|e| Error::io("making a socket pair", e))?;
         for end in [&waker, &woken] {
             end.set_nonblocking(true).map_err(|e| Error::io("making a socket pair non-blocking", e))?;
         }
-        let shared = Arc::new(Shared::new(State::new(job, config), waker));
+        let shared = Arc::new(SharedState::new(State::new(job, config), waker));
         let mut control = TcpControl {
             job: job.clone(),
             shared: Arc::clone(&shared),
@@ -126,10 +126,10 @@ impl TcpControl {
             if let Address::File(path) = &job.address {
                 control.address_file = Some(path.clone());
             }
-            event_loop.door = Some(Door::open(listeners, job.secret.clone(), options.handshake));
+            event_loop.acceptor = Some(Acceptor::open(listeners, job.secret.clone(), options.handshake));
         } else {
             let dialled = rendezvous::dial(job, options.handshake, deadline, &mut watch)?;
-            let link = Link::new(dialled.stream, dialled.session.sealer)
+            let link = SendHalf::new(dialled.stream, dialled.session.sealer)
                 .map_err(|e| Error::io(format!("setting up the connection to rank 0 at {}", dialled.addr), e))?;
             let link = Arc::new(link);
             event_loop.connections.push(Connection::new(Arc::clone(&link), dialled.session.opener, 0));
@@ -153,7 +153,7 @@ impl TcpControl {
     }
 
     /// Waits until all ranks are there, at `address`: the session, in which they are.
-    fn meet(&self, address: &str, watch: &mut Watch<'_>, deadline: Deadline) -> Result<[u8; 32]> {
+    fn meet(&self, address: &str, watch: &mut MissingRanks<'_>, deadline: Deadline) -> Result<[u8; 32]> {
         let operation = || format!("meeting {} ranks at {address}", self.job.world_size);
         loop {
             // A wait that ends early names who is missing.
@@ -208,8 +208,8 @@ impl TcpControl {
             }
             let left = deadline.remaining();
             if left.is_zero() {
-                let strangers = if what == Wait::Start { state.strangers() } else { String::new() };
-                return Err(Error::timeout(self.job.rank, operation() + &strangers, deadline, state.late(what)));
+                let rejected = if what == Wait::Start { state.rejected() } else { String::new() };
+                return Err(Error::timeout(self.job.rank, operation() + &rejected, deadline, state.late(what)));
             }
             if !asked && left <= margin {
                 asked = true;
@@ -307,7 +307,7 @@ impl Control for TcpControl {
     fn local_address(&self) -> Option<SocketAddr> {
         let state = self.shared.lock();
         // With whether the other end is another machine: within one both ends have the same address.
-        let ends = |link: &Arc<Link>| {
+        let ends = |link: &Arc<SendHalf>| {
             let (local, peer) = (link.stream().local_addr().ok()?, link.stream().peer_addr().ok()?);
             Some((local, !local.ip().is_loopback() && local.ip() != peer.ip()))
         };
@@ -327,10 +327,10 @@ impl Control for TcpControl {
         self.wait(Wait::Leave, deadline, &|| "leaving the job".to_string(), |state| state.all_left().then_some(()))?;
         if self.job.rank == 0 {
             // The others close their connections when the word has reached them. One that is slow to do so is no failure.
-            let farewell = deadline.at_most(FAREWELL);
+            let close_handshake = deadline.at_most(CLOSE_TIMEOUT);
             let mut state = self.shared.lock();
-            while state.links.iter().any(Option::is_some) && !farewell.has_passed() {
-                let left = farewell.remaining();
+            while state.links.iter().any(Option::is_some) && !close_handshake.has_passed() {
+                let left = close_handshake.remaining();
                 state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
             }
         }

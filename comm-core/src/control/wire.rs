@@ -12,7 +12,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use sha2::Sha256;
 
 use super::MAX_BLOB;
-use super::stall::{Doing, StallReport};
+use super::stall::{LaneActivity, StallReport};
 use crate::error::{Error, Notice};
 
 /// Most bytes of a frame's payload.
@@ -49,11 +49,11 @@ pub(super) enum Message {
     /// Down: these.
     Late { wait: Wait, ranks: Vec<u32> },
     /// Up: this operation takes too long here.
-    Stalled(Doing),
+    Stalled(LaneActivity),
     /// Down: what are you doing?
     Survey { number: u64 },
     /// Up: this.
-    Doing { number: u64, doing: Vec<Doing> },
+    Doing { number: u64, doing: Vec<LaneActivity> },
     /// Down: who holds up whom.
     Stall(StallReport),
     /// Up: this has gone wrong here.

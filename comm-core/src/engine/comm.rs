@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::group::{header_kind, negotiate};
+use super::job_state::Owner;
 use super::outstanding::InFlight;
-use super::shared::Owner;
-use super::{Data, Due, Engine, Group, Lane, Operation, Shared, abort, follow};
+use super::{Data, Dequeued, Engine, Group, JobState, Lane, Operation, abort, follow};
 use crate::buffer::Buffer;
 use crate::communicator::{Communicator, run_copied};
 use crate::deadline::Deadline;
@@ -28,12 +28,12 @@ pub struct Comm<E: Engine> {
     /// Not held by operations under way.
     owner: Arc<Owner<E>>,
     group: Arc<Group>,
-    part: Arc<E::Part>,
+    part: Arc<E::GroupState>,
 }
 
 impl<E: Engine> Comm<E> {
     /// The first communicator of a job, over all ranks of the engine's control plane.
-    pub fn first(engine: Arc<E>, part: E::Part) -> Self {
+    pub fn first(engine: Arc<E>, part: E::GroupState) -> Self {
         follow(&engine);
         Self::with_part(engine, part)
     }
@@ -42,13 +42,13 @@ impl<E: Engine> Comm<E> {
     ///
     /// # Errors
     /// Those of `part`.
-    pub fn first_with(engine: Arc<E>, part: impl FnOnce(&Arc<E>) -> Result<E::Part>) -> Result<Self> {
+    pub fn first_with(engine: Arc<E>, part: impl FnOnce(&Arc<E>) -> Result<E::GroupState>) -> Result<Self> {
         follow(&engine);
         let part = part(&engine)?;
         Ok(Self::with_part(engine, part))
     }
 
-    fn with_part(engine: Arc<E>, part: E::Part) -> Self {
+    fn with_part(engine: Arc<E>, part: E::GroupState) -> Self {
         let group = Group::first(&*engine.shared().control);
         Comm { owner: Arc::new(Owner(engine.clone())), engine, group: Arc::new(group), part: Arc::new(part) }
     }
@@ -63,7 +63,7 @@ impl<E: Engine> Comm<E> {
         &self.group
     }
 
-    fn shared(&self) -> &Shared<E::Lane> {
+    fn shared(&self) -> &JobState<E::Lane> {
         self.engine.shared()
     }
 
@@ -155,10 +155,10 @@ impl<E: Engine> Communicator for Comm<E> {
             && let Some(turn) = lane.try_enter(deadline)
         {
             drop(starting);
-            return Handle::done(running.run_owned(buffer, input, Due::Turn(turn)));
+            return Handle::done(running.run_owned(buffer, input, Dequeued::Granted(turn)));
         }
         let (completer, handle) = Handle::pending();
-        let job = move |due: Due<'_>| {
+        let job = move |due: Dequeued<'_>| {
             let outcome = running.run_owned(buffer, input, due);
             // Before its end is announced, so that a waiter finds that it holds nothing any more.
             let in_flight = running.let_go();
@@ -248,13 +248,13 @@ impl<E: Engine> fmt::Debug for Comm<E> {
 /// An operation with what it runs on.
 struct Running<E: Engine> {
     engine: Arc<E>,
-    part: Arc<E::Part>,
+    part: Arc<E::GroupState>,
     operation: Operation,
     in_flight: InFlight,
 }
 
 /// A failed operation.
-struct Ended {
+struct FailedRun {
     error: Error,
     /// Something may still use the device memory that it was lent.
     is_lost: bool,
@@ -262,9 +262,9 @@ struct Ended {
     panic: Option<Box<dyn Any + Send>>,
 }
 
-impl From<Error> for Ended {
+impl From<Error> for FailedRun {
     fn from(error: Error) -> Self {
-        Ended { error, is_lost: false, panic: None }
+        FailedRun { error, is_lost: false, panic: None }
     }
 }
 
@@ -275,18 +275,18 @@ impl<E: Engine> Running<E> {
     }
 
     /// Runs it on buffers that it owns.
-    fn run_owned(&self, mut buffer: Buffer, mut input: Option<Buffer>, due: Due<'_>) -> Outcome {
+    fn run_owned(&self, mut buffer: Buffer, mut input: Option<Buffer>, due: Dequeued<'_>) -> Outcome {
         let began = Instant::now();
         let outcome = match due {
-            Due::Turn(turn) => {
+            Dequeued::Granted(turn) => {
                 let outcome = self.run(Data::of(&mut buffer, input.as_mut()));
                 // Before its end is announced, so that a waiter finds the lane free.
                 drop(turn);
                 outcome
             }
-            without_turn => Err(self.fail_without_turn(&without_turn).into()),
+            not_run => Err(self.fail_without_lane(&not_run).into()),
         };
-        let Err(Ended { error, is_lost, panic }) = outcome else {
+        let Err(FailedRun { error, is_lost, panic }) = outcome else {
             return Ok(Completed { buffer, input, began, ended: Instant::now() });
         };
         let keep = |buffer: Buffer| match buffer {
@@ -306,7 +306,7 @@ impl<E: Engine> Running<E> {
     }
 
     /// Runs it, in its turn.
-    fn run(&self, data: Data<'_>) -> Result<(), Ended> {
+    fn run(&self, data: Data<'_>) -> Result<(), FailedRun> {
         let Running { engine, part, operation, .. } = self;
         let shared = engine.shared();
         if let Some(error) = shared.failure() {
@@ -329,22 +329,22 @@ impl<E: Engine> Running<E> {
                 (engine.fail(Error::Internal(what), ""), Some(panic))
             }
         };
-        Err(Ended { error, is_lost: is_on_device && !engine.has_settled(&lane), panic })
+        Err(FailedRun { error, is_lost: is_on_device && !engine.has_settled(&lane), panic })
     }
 
     /// Fails the job because the operation has left the queue of its lane without its turn. Gives the error.
-    fn fail_without_turn(&self, why: &Due<'_>) -> Error {
+    fn fail_without_lane(&self, why: &Dequeued<'_>) -> Error {
         let Operation { lane, deadline, .. } = self.operation;
         let (shared, named) = (self.engine.shared(), self.operation.name());
         match why {
-            Due::Turn(_) => Error::Internal(format!("{named} reached the head of its lane and was not run")),
-            Due::Expired => {
+            Dequeued::Granted(_) => Error::Internal(format!("{named} reached the head of its lane and was not run")),
+            Dequeued::Expired => {
                 let ahead = shared.watch.running(lane);
                 let ahead = ahead.map_or_else(String::new, |operation| format!(", behind {operation}"));
                 let during = format!("{named}, waiting for its turn on lane {lane}{ahead},");
                 self.engine.fail(shared.timeout(deadline), &during)
             }
-            Due::NoThread(error) => {
+            Dequeued::NoThread(error) => {
                 let what = format!("rank {}, {named}: starting the thread of lane {lane}", shared.job_rank());
                 let error = Error::io(what, std::io::Error::new(error.kind(), error.to_string()));
                 self.engine.fail(error, &named)

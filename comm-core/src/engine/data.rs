@@ -7,14 +7,14 @@ use crate::op::Elements;
 #[derive(Debug)]
 pub struct Data<'a> {
     /// The buffer.
-    pub buffer: Place<'a>,
+    pub buffer: BufferLocation<'a>,
     /// The input, out of place.
     pub input: Option<Source<'a>>,
 }
 
 /// Where a buffer is.
 #[derive(Debug)]
-pub enum Place<'a> {
+pub enum BufferLocation<'a> {
     /// In host memory.
     Host(ViewMut<'a>),
     /// On a device.
@@ -34,8 +34,8 @@ impl<'a> Data<'a> {
     /// That of owned buffers.
     pub(super) fn of(buffer: &'a mut Buffer, input: Option<&'a mut Buffer>) -> Self {
         let buffer = match buffer {
-            Buffer::Host(host) => Place::Host(host.view_mut()),
-            Buffer::Device(device) => Place::Device(&mut **device),
+            Buffer::Host(host) => BufferLocation::Host(host.view_mut()),
+            Buffer::Device(device) => BufferLocation::Device(&mut **device),
         };
         let input = input.map(|input| match input {
             Buffer::Host(host) => Source::Host(host.view()),
@@ -46,14 +46,14 @@ impl<'a> Data<'a> {
 
     /// That of a caller who lends it.
     pub fn lent(buffer: ViewMut<'a>, input: Option<View<'a>>) -> Self {
-        Data { buffer: Place::Host(buffer), input: input.map(Source::Host) }
+        Data { buffer: BufferLocation::Host(buffer), input: input.map(Source::Host) }
     }
 
     /// Elements of the buffer and of the input.
     pub(super) fn elements(&self) -> (Elements, Option<Elements>) {
         let buffer = match &self.buffer {
-            Place::Host(view) => Elements { dtype: view.dtype(), count: view.count() },
-            Place::Device(device) => Elements { dtype: device.dtype(), count: device.count() },
+            BufferLocation::Host(view) => Elements { dtype: view.dtype(), count: view.count() },
+            BufferLocation::Device(device) => Elements { dtype: device.dtype(), count: device.count() },
         };
         let input = self.input.as_ref().map(|input| match input {
             Source::Host(view) => Elements { dtype: view.dtype(), count: view.count() },
@@ -64,15 +64,15 @@ impl<'a> Data<'a> {
 
     /// Whether any of it is on a device.
     pub fn is_on_device(&self) -> bool {
-        matches!(self.buffer, Place::Device(_)) || matches!(self.input, Some(Source::Device(_)))
+        matches!(self.buffer, BufferLocation::Device(_)) || matches!(self.input, Some(Source::Device(_)))
     }
 
     /// Buffer and input in host memory; `None` if any of it is on a device.
     pub fn into_host(self) -> Option<(ViewMut<'a>, Option<View<'a>>)> {
         match (self.buffer, self.input) {
-            (Place::Host(buffer), None) => Some((buffer, None)),
-            (Place::Host(buffer), Some(Source::Host(input))) => Some((buffer, Some(input))),
-            (Place::Device(_), _) | (_, Some(Source::Device(_))) => None,
+            (BufferLocation::Host(buffer), None) => Some((buffer, None)),
+            (BufferLocation::Host(buffer), Some(Source::Host(input))) => Some((buffer, Some(input))),
+            (BufferLocation::Device(_), _) | (_, Some(Source::Device(_))) => None,
         }
     }
 }

@@ -34,7 +34,7 @@ pub struct Group {
     pub(super) all: Arc<Outstanding>,
 }
 
-/// Numbers given out so far, those of messages by peer. Their order is that of [`Shared::starting`](super::Shared::starting).
+/// Numbers given out so far, those of messages by peer. Their order is that of [`JobState::starting`](super::JobState::starting).
 #[derive(Debug)]
 struct Numbers {
     collectives: AtomicU64,
@@ -79,7 +79,7 @@ impl Group {
         self.members.len()
     }
 
-    /// Numbers an operation whose arguments have been checked, and describes it. Called while [`Shared::starting`](super::Shared::starting)
+    /// Numbers an operation whose arguments have been checked, and describes it. Called while [`JobState::starting`](super::JobState::starting)
     /// is held.
     pub(super) fn number(&self, request: &Request, extents: &Extents, algorithm: Algorithm) -> Header {
         let op = &request.op;

@@ -12,13 +12,13 @@ use crate::clock;
 use crate::deadline::Deadline;
 
 /// A queued operation. It is called once.
-pub type Job = Box<dyn FnOnce(Due<'_>) + Send>;
+pub type Job = Box<dyn FnOnce(Dequeued<'_>) + Send>;
 
 /// How an operation leaves the queue.
 #[derive(Debug)]
-pub enum Due<'a> {
+pub enum Dequeued<'a> {
     /// It has the lane until it drops this, which it does before it announces its end.
-    Turn(Turn<'a>),
+    Granted(LaneGuard<'a>),
     /// Its deadline passed while others had the lane.
     Expired,
     /// The system gave no thread to run it on.
@@ -27,13 +27,13 @@ pub enum Due<'a> {
 
 /// Operations of one lane, one at a time, in the order in which they came. `S` is what the one that runs may use.
 pub struct Lane<S = ()> {
-    shared: Arc<Shared>,
+    shared: Arc<LaneShared>,
     name: String,
     /// Of the operation that runs.
     scratch: Mutex<S>,
 }
 
-struct Shared {
+struct LaneShared {
     state: Mutex<State>,
     changed: Condvar,
     /// For the thread that watches the deadlines.
@@ -62,26 +62,26 @@ struct Queued {
 
 /// How long an operation whose deadline has passed gets to report its own timeout, before those queued behind it with the same deadline expire:
 /// it knows which ranks it waits for.
-const FIRST_SAY: Duration = Duration::from_millis(500);
+const EXPIRY_GRACE: Duration = Duration::from_millis(500);
 
 /// The right to run on the lane, until dropped.
-pub struct Turn<'a>(&'a Shared);
+pub struct LaneGuard<'a>(&'a LaneShared);
 
 impl<S> Lane<S> {
     /// A lane whose progress thread, once there is one, is called `name`.
     pub fn new(name: String, scratch: S) -> Self {
-        let shared = Shared { state: Mutex::default(), changed: Condvar::new(), alarm: Condvar::new() };
+        let shared = LaneShared { state: Mutex::default(), changed: Condvar::new(), alarm: Condvar::new() };
         Lane { shared: Arc::new(shared), name, scratch: Mutex::new(scratch) }
     }
 
     /// Takes the lane for an operation with this deadline, if nothing runs or waits there.
-    pub fn try_enter(&self, deadline: Deadline) -> Option<Turn<'_>> {
+    pub fn try_enter(&self, deadline: Deadline) -> Option<LaneGuard<'_>> {
         let mut state = self.shared.lock();
         if state.is_busy() {
             return None;
         }
         state.running = Some(deadline);
-        Some(Turn(&self.shared))
+        Some(LaneGuard(&self.shared))
     }
 
     /// The lane's memory, for the one operation that runs on it.
@@ -100,7 +100,7 @@ impl<S> Lane<S> {
                 Ok(_) => state.has_thread = true,
                 Err(error) => {
                     drop(state);
-                    return job(Due::NoThread(error));
+                    return job(Dequeued::NoThread(error));
                 }
             }
         }
@@ -164,13 +164,13 @@ impl State {
         let at = deadline.end();
         let ahead = self.running.or_else(|| self.queue.front().map(|first| first.deadline));
         match ahead {
-            Some(ahead) if ahead.end() <= at => at + FIRST_SAY,
+            Some(ahead) if ahead.end() <= at => at + EXPIRY_GRACE,
             _ => at,
         }
     }
 }
 
-impl Shared {
+impl LaneShared {
     fn work(&self) {
         let mut state = self.lock();
         loop {
@@ -179,9 +179,9 @@ impl Shared {
             {
                 state.running = Some(deadline);
                 drop(state);
-                let turn = Turn(self);
+                let turn = LaneGuard(self);
                 // A panicking job has dropped its completer, which its waiter sees; the lane goes on.
-                let _ = catch_unwind(AssertUnwindSafe(|| job(Due::Turn(turn))));
+                let _ = catch_unwind(AssertUnwindSafe(|| job(Dequeued::Granted(turn))));
                 state = self.lock();
             } else if state.stopped && state.queue.is_empty() {
                 return;
@@ -205,7 +205,7 @@ impl Shared {
                     let expired = state.queue.remove(place);
                     self.announce(state);
                     if let Some(Queued { job, .. }) = expired {
-                        let _ = catch_unwind(AssertUnwindSafe(|| job(Due::Expired)));
+                        let _ = catch_unwind(AssertUnwindSafe(|| job(Dequeued::Expired)));
                     }
                     state = self.lock();
                 }
@@ -235,7 +235,7 @@ impl Shared {
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for LaneGuard<'_> {
     fn drop(&mut self) {
         let mut state = self.0.lock();
         state.running = None;
@@ -249,7 +249,7 @@ impl<S> fmt::Debug for Lane<S> {
     }
 }
 
-impl fmt::Debug for Turn<'_> {
+impl fmt::Debug for LaneGuard<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Turn")
     }

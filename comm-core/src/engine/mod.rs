@@ -8,21 +8,21 @@
 mod comm;
 mod data;
 mod group;
+mod job_state;
 mod lane;
 mod operation;
 mod outstanding;
-mod shared;
 mod watch;
 
 use std::sync::Arc;
 
 pub use crate::op::{Elements, Extents, OwnCopy, Shards, check};
 pub use comm::Comm;
-pub use data::{Data, Place, Source};
+pub use data::{BufferLocation, Data, Source};
 pub use group::Group;
-pub use lane::{Due, Job, Lane, Turn};
+pub use job_state::{JobState, Settings};
+pub use lane::{Dequeued, Job, Lane, LaneGuard};
 pub use operation::Operation;
-pub use shared::{Settings, Shared};
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -35,7 +35,7 @@ pub trait Engine: Send + Sync + Sized + 'static {
     type Lane: Send + 'static;
 
     /// State of one communicator beside its ranks.
-    type Part: Send + Sync + 'static;
+    type GroupState: Send + Sync + 'static;
 
     /// Whether operations end at once, so that those which may run beside their caller run in its thread too.
     const IS_INSTANT: bool = false;
@@ -44,7 +44,7 @@ pub trait Engine: Send + Sync + Sized + 'static {
     fn name(&self) -> &str;
 
     /// What the communicators of the job share.
-    fn shared(&self) -> &Shared<Self::Lane>;
+    fn shared(&self) -> &JobState<Self::Lane>;
 
     /// Whether the calling thread may wait for an operation.
     ///
@@ -65,7 +65,13 @@ pub trait Engine: Send + Sync + Sized + 'static {
     ///
     /// # Errors
     /// The cause, in ranks of the job. It becomes the job's failure, unless there is one already.
-    fn perform(&self, operation: &Operation, part: &Self::Part, lane: &mut Self::Lane, data: Data<'_>) -> Result<()>;
+    fn perform(
+        &self,
+        operation: &Operation,
+        part: &Self::GroupState,
+        lane: &mut Self::Lane,
+        data: Data<'_>,
+    ) -> Result<()>;
 
     /// Waits, after an operation on device memory failed or panicked, until nothing of it runs any more. False where something may go
     /// on: the memory is then neither given back nor freed.
@@ -79,7 +85,7 @@ pub trait Engine: Send + Sync + Sized + 'static {
     ///
     /// # Errors
     /// As any collective.
-    fn split(parent: &Comm<Self>, group: Option<&Group>) -> Result<Option<Self::Part>>;
+    fn split(parent: &Comm<Self>, group: Option<&Group>) -> Result<Option<Self::GroupState>>;
 
     /// Ends whatever runs, since the job has failed. Called once. Must not wait.
     fn end(self: &Arc<Self>, failure: &Error);
@@ -88,7 +94,7 @@ pub trait Engine: Send + Sync + Sized + 'static {
     ///
     /// # Errors
     /// In ranks of the job.
-    fn close(self: &Arc<Self>, part: &Self::Part, deadline: Deadline) -> Result<()>;
+    fn close(self: &Arc<Self>, part: &Self::GroupState, deadline: Deadline) -> Result<()>;
 
     /// Turns an error that was seen `during` an operation, in ranks of the job, into the job's failure.
     fn fail(self: &Arc<Self>, observed: Error, during: &str) -> Error {

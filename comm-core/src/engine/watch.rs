@@ -7,14 +7,14 @@ use std::time::Duration;
 use super::operation::name;
 use super::{Group, Operation};
 use crate::clock;
-use crate::control::{Activity, Doing, StallReport};
+use crate::control::{Activity, LaneActivity, StallReport};
 use crate::error::Error;
 use crate::header::Header;
 
 /// The current or last operation of each lane.
 #[derive(Debug)]
 pub(super) struct Watch {
-    lanes: Vec<Mutex<Option<Record>>>,
+    lanes: Vec<Mutex<Option<RunningOperation>>>,
     stall_after: Duration,
     /// The last ones, oldest first, and when they came, on the [`clock`].
     reports: Mutex<VecDeque<(Duration, StallReport)>>,
@@ -24,7 +24,7 @@ pub(super) struct Watch {
 const REPORTS: usize = 16;
 
 #[derive(Debug)]
-struct Record {
+struct RunningOperation {
     call: Header,
     /// Of a message: from which rank of the job to which.
     pair: Option<(u32, u32)>,
@@ -41,7 +41,7 @@ struct Record {
 
 /// An operation that is noted as running until this is dropped.
 #[derive(Debug)]
-pub(super) struct Note<'a> {
+pub(super) struct RunningGuard<'a> {
     watch: &'a Watch,
     lane: usize,
 }
@@ -53,14 +53,14 @@ impl Watch {
     }
 
     /// Notes that an operation begins.
-    pub(super) fn note(&self, operation: &Operation) -> Note<'_> {
+    pub(super) fn note(&self, operation: &Operation) -> RunningGuard<'_> {
         let lane = operation.lane;
         // Early enough that the answer is there when the deadline comes.
         let last_call = operation.deadline.remaining() * 3 / 4;
         let patience = self.stall_after.min(last_call);
         let since = clock::running();
         if let Some(slot) = self.lanes.get(lane) {
-            *lock(slot) = Some(Record {
+            *lock(slot) = Some(RunningOperation {
                 call: operation.call(),
                 pair: operation.pair(),
                 label: operation.label.clone(),
@@ -71,7 +71,7 @@ impl Watch {
                 last_call,
             });
         }
-        Note { watch: self, lane }
+        RunningGuard { watch: self, lane }
     }
 
     /// What to call the operation that runs on a lane.
@@ -92,7 +92,7 @@ impl Watch {
                     Error::Timeout { rank, operation: what, waited, waiting_for: culprits }
                 }
                 Some(StallReport { reported_by, stalled, on_another_lane: Some((peer, theirs)), .. }) => {
-                    let on_lane = |call: Doing| format!("{} on lane {}", call.operation, call.lane);
+                    let on_lane = |call: LaneActivity| format!("{} on lane {}", call.operation, call.lane);
                     Error::Mismatch { rank: reported_by, ours: on_lane(stalled), peer, theirs: on_lane(theirs) }
                 }
                 Some(_) => {
@@ -110,7 +110,7 @@ impl Watch {
         let Header { communicator: id, sequence: number, kind: wanted, .. } = operation.header;
         let ends = operation.pair();
         let is_it = |(at, report): &&(Duration, StallReport)| {
-            let Doing { communicator, sequence, kind, pair, .. } = report.stalled;
+            let LaneActivity { communicator, sequence, kind, pair, .. } = report.stalled;
             (communicator, sequence, kind, pair) == (id, number, wanted as u8, ends)
                 // A rank that was late then may have called it since.
                 && clock::running().saturating_sub(*at) <= waited / 4 + Duration::from_secs(2)
@@ -120,8 +120,8 @@ impl Watch {
 }
 
 impl Activity for Watch {
-    fn overdue(&self) -> Option<Doing> {
-        let is_overdue = |record: &&mut Record| record.is_running && record.elapsed() >= record.patience;
+    fn overdue(&self) -> Option<LaneActivity> {
+        let is_overdue = |record: &&mut RunningOperation| record.is_running && record.elapsed() >= record.patience;
         // One at a time; the next one is found at the next question.
         self.lanes.iter().enumerate().find_map(|(lane, slot)| {
             let mut slot = lock(slot);
@@ -136,7 +136,7 @@ impl Activity for Watch {
     }
 
     fn overdue_in(&self) -> Option<Duration> {
-        let left = |slot: &Mutex<Option<Record>>| {
+        let left = |slot: &Mutex<Option<RunningOperation>>| {
             let slot = lock(slot);
             let record = slot.as_ref().filter(|record| record.is_running)?;
             Some(record.patience.saturating_sub(record.elapsed()))
@@ -144,9 +144,10 @@ impl Activity for Watch {
         self.lanes.iter().filter_map(left).min()
     }
 
-    fn doing(&self) -> Vec<Doing> {
-        let of_lane =
-            |(lane, slot): (usize, &Mutex<Option<Record>>)| lock(slot).as_ref().map(|record| record.doing(lane));
+    fn doing(&self) -> Vec<LaneActivity> {
+        let of_lane = |(lane, slot): (usize, &Mutex<Option<RunningOperation>>)| {
+            lock(slot).as_ref().map(|record| record.doing(lane))
+        };
         self.lanes.iter().enumerate().filter_map(of_lane).collect()
     }
 
@@ -159,13 +160,13 @@ impl Activity for Watch {
     }
 }
 
-impl Record {
+impl RunningOperation {
     fn elapsed(&self) -> Duration {
         clock::running().saturating_sub(self.since)
     }
 
-    fn doing(&self, lane: usize) -> Doing {
-        Doing {
+    fn doing(&self, lane: usize) -> LaneActivity {
+        LaneActivity {
             lane: lane as u32,
             operation: name(&self.call, self.pair, self.label.as_deref()),
             communicator: self.call.communicator,
@@ -182,7 +183,7 @@ impl Record {
     }
 }
 
-impl Drop for Note<'_> {
+impl Drop for RunningGuard<'_> {
     fn drop(&mut self) {
         if let Some(slot) = self.watch.lanes.get(self.lane)
             && let Some(record) = lock(slot).as_mut()

@@ -11,7 +11,7 @@ use std::time::Duration;
 use crate::buffer::View;
 use crate::control::Control;
 use crate::deadline::Deadline;
-use crate::engine::{Comm, Data, Engine, Group, Operation, Settings, Shared};
+use crate::engine::{Comm, Data, Engine, Group, JobState, Operation, Settings};
 use crate::error::{Error, Result};
 use crate::op::{Extents, Op};
 use crate::table::Table;
@@ -97,7 +97,7 @@ pub type Mesh<T> = Comm<MeshEngine<T>>;
 pub struct MeshEngine<T> {
     transport: T,
     options: MeshOptions,
-    shared: Shared<Scratch>,
+    shared: JobState<Scratch>,
 }
 
 impl<T: Transport> Mesh<T> {
@@ -128,7 +128,7 @@ impl<T: Transport> Mesh<T> {
         let scratch = (0..transport.lanes()).map(|_| Scratch::default()).collect();
         let MeshOptions { timeout, stall_after, verdict_grace, ref table, .. } = options;
         let settings = Settings { timeout, stall_after, verdict_grace, table: table.clone() };
-        let shared = Shared::new(control, scratch, settings);
+        let shared = JobState::new(control, scratch, settings);
         Comm::first(Arc::new(MeshEngine { transport, options, shared }), ())
     }
 
@@ -140,13 +140,13 @@ impl<T: Transport> Mesh<T> {
 
 impl<T: Transport> Engine for MeshEngine<T> {
     type Lane = Scratch;
-    type Part = ();
+    type GroupState = ();
 
     fn name(&self) -> &str {
         self.transport.name()
     }
 
-    fn shared(&self) -> &Shared<Scratch> {
+    fn shared(&self) -> &JobState<Scratch> {
         &self.shared
     }
 

@@ -4,14 +4,14 @@
 #[derive(Debug, Default)]
 pub struct Scratch {
     /// For what comes, and copies of what goes.
-    inbox: Room,
+    inbox: ScratchBuffer,
     /// For a contribution that is changed while both it and the inbox are needed.
-    copy: Room,
+    copy: ScratchBuffer,
 }
 
 /// Memory that grows to what operations need, and is given back when they need much less.
 #[derive(Debug, Default)]
-pub(super) struct Room {
+pub(super) struct ScratchBuffer {
     /// Of eight-byte words, so that it is aligned for every element type.
     words: Vec<u64>,
     /// How many of them the current operation uses.
@@ -34,17 +34,17 @@ impl Scratch {
     }
 
     /// The memory of an operation that needs one.
-    pub(super) fn inbox(&mut self) -> &mut Room {
+    pub(super) fn inbox(&mut self) -> &mut ScratchBuffer {
         &mut self.inbox
     }
 
     /// A copy of `bytes`, and memory beside it.
-    pub(super) fn copy_and_inbox(&mut self, bytes: &[u8]) -> (&mut [u8], &mut Room) {
+    pub(super) fn copy_and_inbox(&mut self, bytes: &[u8]) -> (&mut [u8], &mut ScratchBuffer) {
         (self.copy.copy_of(bytes), &mut self.inbox)
     }
 }
 
-impl Room {
+impl ScratchBuffer {
     fn tidy(&mut self) {
         let used = std::mem::take(&mut self.used);
         if self.words.len() * size_of::<u64>() <= KEPT || used > self.words.len() / 2 {
@@ -53,7 +53,7 @@ impl Room {
         }
         self.unused_for += 1;
         if self.unused_for >= PATIENCE {
-            *self = Room::default();
+            *self = ScratchBuffer::default();
         }
     }
 

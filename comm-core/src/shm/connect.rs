@@ -14,7 +14,7 @@ use sha2::Sha256;
 use subtle::ConstantTimeEq;
 
 use super::ShmOptions;
-use super::exchange::Shared;
+use super::exchange::TransportState;
 use super::layout::{Layout, PROOF_LEN};
 use super::sys::{MEMORY_NAME, Segment};
 use crate::control::{Control, ControlExt};
@@ -25,11 +25,11 @@ use crate::waiting::Waiting;
 
 /// What a rank tells the others: where it is, and where its memory is.
 #[derive(Clone, Serialize, Deserialize)]
-struct Announcement {
+struct PeerInfo {
     lanes: usize,
     ring_bytes: usize,
     parks: bool,
-    place: Place,
+    place: MachineId,
     process: u32,
     descriptor: i32,
     device: u64,
@@ -39,7 +39,7 @@ struct Announcement {
 
 /// Two ranks can reach each other's memory if these are equal.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct Place {
+struct MachineId {
     /// Of this run of the kernel.
     boot: String,
     /// The processes that see each other's numbers.
@@ -47,11 +47,11 @@ struct Place {
 }
 
 /// What a rank has, or why it has none.
-type Said<T> = std::result::Result<T, String>;
+type RankResult<T> = std::result::Result<T, String>;
 
 /// Makes this rank's memory, opens that of all others, and returns once every rank has done so. From then on the memory belongs to
 /// the ranks alone and goes with the last of them.
-pub(super) fn connect(control: &dyn Control, options: &ShmOptions, deadline: Deadline) -> Result<Shared> {
+pub(super) fn connect(control: &dyn Control, options: &ShmOptions, deadline: Deadline) -> Result<TransportState> {
     let (rank, ranks) = (control.rank(), control.world_size());
     let key = control.derive_key("shared memory");
     // Settings that make no sense here may make sense elsewhere: the others must learn of them too.
@@ -66,7 +66,7 @@ pub(super) fn connect(control: &dyn Control, options: &ShmOptions, deadline: Dea
 
     let parks = announced.iter().map(|theirs| theirs.parks).collect();
     check_settings(&announced)?;
-    let opened: Said<Vec<Arc<Segment>>> = announced
+    let opened: RankResult<Vec<Arc<Segment>>> = announced
         .iter()
         .enumerate()
         .filter(|(peer, _)| *peer != rank)
@@ -80,7 +80,7 @@ pub(super) fn connect(control: &dyn Control, options: &ShmOptions, deadline: Dea
     control.gather_all("shared memory: opened", OPENED, opened.as_ref().map(drop).map_err(Clone::clone), deadline)?;
     let mut segments = opened?;
     segments.insert(rank, Arc::new(own));
-    Ok(Shared { rank, waiting: options.waiting, segments, parks })
+    Ok(TransportState { rank, waiting: options.waiting, segments, parks })
 }
 
 /// What is not supported where a rank cannot have memory, and where it cannot open that of others.
@@ -91,8 +91,8 @@ fn unsupported(what: &str) -> impl FnOnce(String) -> Error {
     move |why| Error::Unsupported { what: what.into(), why }
 }
 
-fn create(rank: usize, layout: Layout, options: &ShmOptions, key: &[u8; 32]) -> Said<(Segment, File, Announcement)> {
-    let place = Place::here()?;
+fn create(rank: usize, layout: Layout, options: &ShmOptions, key: &[u8; 32]) -> RankResult<(Segment, File, PeerInfo)> {
+    let place = MachineId::here()?;
     let make = || {
         let (segment, file) = Segment::create(layout)?;
         let metadata = file.metadata()?;
@@ -104,7 +104,7 @@ fn create(rank: usize, layout: Layout, options: &ShmOptions, key: &[u8; 32]) -> 
     let mut nonce = [0; PROOF_LEN];
     getrandom::fill(&mut nonce).map_err(|error| format!("rank {rank} has no randomness: {error}"))?;
     segment.write_proof(&proof(key, rank, &nonce));
-    let announcement = Announcement {
+    let announcement = PeerInfo {
         lanes: options.lanes,
         ring_bytes: options.ring_bytes,
         parks: options.waiting != Waiting::Busy,
@@ -118,7 +118,7 @@ fn create(rank: usize, layout: Layout, options: &ShmOptions, key: &[u8; 32]) -> 
     Ok((segment, file, announcement))
 }
 
-fn open(theirs: &Announcement, here: &Place, layout: Layout, proof: &[u8; PROOF_LEN]) -> Said<Segment> {
+fn open(theirs: &PeerInfo, here: &MachineId, layout: Layout, proof: &[u8; PROOF_LEN]) -> RankResult<Segment> {
     if theirs.place.boot != here.boot {
         return Err("it runs on another machine; choose a transport that crosses machines, like tcp or quic".into());
     }
@@ -152,8 +152,8 @@ fn open(theirs: &Announcement, here: &Place, layout: Layout, proof: &[u8; PROOF_
     Ok(segment)
 }
 
-impl Place {
-    fn here() -> Said<Place> {
+impl MachineId {
+    fn here() -> RankResult<MachineId> {
         let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id")
             .map_err(|error| format!("/proc is needed to share memory: boot_id: {error}"))?;
         // Where /proc shows another namespace than this process is in, its numbers mean other processes.
@@ -163,7 +163,7 @@ impl Place {
         }
         let namespace =
             fs::metadata("/proc/self/ns/pid").map_err(|error| format!("this process's PID namespace: {error}"))?;
-        Ok(Place { boot: boot.trim().into(), pid_namespace: (namespace.dev(), namespace.ino()) })
+        Ok(MachineId { boot: boot.trim().into(), pid_namespace: (namespace.dev(), namespace.ino()) })
     }
 }
 
@@ -177,9 +177,9 @@ fn proof(key: &[u8; 32], rank: usize, nonce: &[u8; PROOF_LEN]) -> [u8; PROOF_LEN
 }
 
 /// All ranks see the same announcements, so all come to the same answer.
-fn check_settings(announced: &[Announcement]) -> Result<()> {
+fn check_settings(announced: &[PeerInfo]) -> Result<()> {
     let Some(first) = announced.first() else { return Ok(()) };
-    let differs = |theirs: &Announcement| (theirs.lanes, theirs.ring_bytes) != (first.lanes, first.ring_bytes);
+    let differs = |theirs: &PeerInfo| (theirs.lanes, theirs.ring_bytes) != (first.lanes, first.ring_bytes);
     match announced.iter().position(differs) {
         None => Ok(()),
         Some(rank) => Err(Error::Rendezvous(format!(

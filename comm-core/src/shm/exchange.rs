@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::layout::{ALIGN, Layout};
-use super::sys::{Bell, Consumer, Producer, Segment, after_stores};
+use super::sys::{Consumer, FutexWaker, Producer, Segment, after_stores};
 use std::time::Duration;
 
 use crate::deadline::Deadline;
@@ -35,16 +35,16 @@ const LOOKS: u32 = 16;
 const LONGEST_SLEEP: Duration = Duration::from_millis(100);
 
 /// What all lanes of a transport share.
-pub(super) struct Shared {
+pub(super) struct TransportState {
     pub(super) rank: usize,
     pub(super) waiting: Waiting,
     /// By rank; this rank's own is that into which the others write.
     pub(super) segments: Vec<Arc<Segment>>,
-    /// By rank: whether its threads ever sleep inside an exchange, and so must be rung for.
+    /// By rank: whether its threads ever sleep inside an exchange, and so must be notified.
     pub(super) parks: Vec<bool>,
 }
 
-impl Shared {
+impl TransportState {
     pub(super) fn mine(&self) -> &Segment {
         &self.segments[self.rank]
     }
@@ -61,7 +61,7 @@ impl Shared {
 }
 
 /// One lane: its rings, and what an exchange needs to know, kept so that an exchange allocates nothing.
-pub(super) struct Lane {
+pub(super) struct ShmLane {
     number: usize,
     spinner: Spinner,
     /// By rank; none for this one.
@@ -81,19 +81,19 @@ struct Sending {
 
 /// How far an incoming message is.
 struct Receiving {
-    at: At,
+    at: ReceivePhase,
     moved: bool,
 }
 
-enum At {
+enum ReceivePhase {
     Header,
     /// So many bytes of the payload are missing.
     Payload(u64),
     End,
 }
 
-impl Lane {
-    pub(super) fn new(number: usize, shared: &Shared) -> Self {
+impl ShmLane {
+    pub(super) fn new(number: usize, shared: &TransportState) -> Self {
         let (me, ranks) = (shared.rank, shared.segments.len());
         let producer = |peer: usize| {
             let segment = shared.segments[peer].clone();
@@ -103,7 +103,7 @@ impl Lane {
             let segment = shared.segments[me].clone();
             (peer != me).then(|| Consumer::new(segment, Layout::slot(me, peer), number, peer))
         };
-        Lane {
+        ShmLane {
             number,
             spinner: Spinner::new(shared.waiting),
             producers: (0..ranks).map(producer).collect(),
@@ -117,7 +117,7 @@ impl Lane {
     /// once the transport was aborted.
     pub(super) fn exchange(
         &mut self,
-        shared: &Shared,
+        shared: &TransportState,
         outgoing: &[Outgoing<'_>],
         incoming: &mut [Incoming<'_>],
         deadline: Deadline,
@@ -130,7 +130,7 @@ impl Lane {
             moved: false,
         }));
         self.receives.clear();
-        self.receives.extend(incoming.iter().map(|_| Receiving { at: At::Header, moved: false }));
+        self.receives.extend(incoming.iter().map(|_| Receiving { at: ReceivePhase::Header, moved: false }));
 
         // Apart from the rest, because a wait borrows it.
         let mut spinner = std::mem::replace(&mut self.spinner, Spinner::new(shared.waiting));
@@ -142,7 +142,7 @@ impl Lane {
     fn run(
         &mut self,
         spinner: &mut Spinner,
-        shared: &Shared,
+        shared: &TransportState,
         outgoing: &[Outgoing<'_>],
         incoming: &mut [Incoming<'_>],
         deadline: Deadline,
@@ -155,7 +155,7 @@ impl Lane {
                 return Ok(());
             }
             if !step.has_moved {
-                let mut pause = Pause::new(shared, self.number, spinner);
+                let mut pause = IdleWait::new(shared, self.number, spinner);
                 while !step.has_moved {
                     if !pause.once(deadline) {
                         return Err(self.timeout(shared, outgoing, incoming, deadline));
@@ -175,13 +175,18 @@ impl Lane {
     }
 
     /// One turn of all messages.
-    fn turn(&mut self, shared: &Shared, outgoing: &[Outgoing<'_>], incoming: &mut [Incoming<'_>]) -> Result<Step> {
+    fn turn(
+        &mut self,
+        shared: &TransportState,
+        outgoing: &[Outgoing<'_>],
+        incoming: &mut [Incoming<'_>],
+    ) -> Result<Step> {
         let (sent, received) = (self.send(shared, outgoing)?, self.receive(shared, incoming)?);
         Ok(Step { is_done: sent.is_done && received.is_done, has_moved: sent.has_moved || received.has_moved })
     }
 
     /// Puts as much into the rings as fits, at most [`LONGEST_STEP`] a message.
-    fn send(&mut self, shared: &Shared, outgoing: &[Outgoing<'_>]) -> Result<Step> {
+    fn send(&mut self, shared: &TransportState, outgoing: &[Outgoing<'_>]) -> Result<Step> {
         let mut step = Step { is_done: true, has_moved: false };
         for (message, sending) in outgoing.iter().zip(&mut self.sends) {
             sending.moved = false;
@@ -199,13 +204,13 @@ impl Lane {
                 step.is_done = false;
                 continue;
             }
-            let mut room = free.min(LONGEST_STEP);
+            let mut space = free.min(LONGEST_STEP);
             if sending.done == 0 {
                 sending.done += producer.write(&sending.header);
-                room -= HEADER_LEN;
+                space -= HEADER_LEN;
             }
             let rest = &message.payload[sending.done - HEADER_LEN..];
-            sending.done += producer.write(&rest[..rest.len().min(room)]);
+            sending.done += producer.write(&rest[..rest.len().min(space)]);
             if sending.done == whole {
                 producer.align();
             } else {
@@ -217,17 +222,17 @@ impl Lane {
         }
         if step.has_moved {
             let moved = outgoing.iter().zip(&self.sends).filter(|(_, sending)| sending.moved);
-            self.ring(shared, moved.map(|(message, _)| message.peer));
+            self.notify(shared, moved.map(|(message, _)| message.peer));
         }
         Ok(step)
     }
 
     /// Hands on what is in the rings, at most [`LONGEST_STEP`] a message.
-    fn receive(&mut self, shared: &Shared, incoming: &mut [Incoming<'_>]) -> Result<Step> {
+    fn receive(&mut self, shared: &TransportState, incoming: &mut [Incoming<'_>]) -> Result<Step> {
         let mut step = Step { is_done: true, has_moved: false };
         for (message, receiving) in incoming.iter_mut().zip(&mut self.receives) {
             receiving.moved = false;
-            if matches!(receiving.at, At::End) {
+            if matches!(receiving.at, ReceivePhase::End) {
                 continue;
             }
             let Some(consumer) = self.consumers.get_mut(message.peer).and_then(Option::as_mut) else { continue };
@@ -244,32 +249,32 @@ impl Lane {
             }
             receiving.take(consumer, message)?;
             consumer.release();
-            step.is_done &= matches!(receiving.at, At::End);
+            step.is_done &= matches!(receiving.at, ReceivePhase::End);
             step.has_moved = true;
             receiving.moved = true;
         }
         if step.has_moved {
             let moved = incoming.iter().zip(&self.receives).filter(|(_, receiving)| receiving.moved);
-            self.ring(shared, moved.map(|(message, _)| message.peer));
+            self.notify(shared, moved.map(|(message, _)| message.peer));
         }
         Ok(step)
     }
 
     /// Wakes those of `peers` that sleep.
-    fn ring(&self, shared: &Shared, peers: impl Iterator<Item = usize>) {
+    fn notify(&self, shared: &TransportState, peers: impl Iterator<Item = usize>) {
         let mut is_ordered = false;
         for peer in peers.filter(|peer| shared.parks[*peer]) {
             if !is_ordered {
                 after_stores();
                 is_ordered = true;
             }
-            shared.segments[peer].bell(self.number).ring();
+            shared.segments[peer].futex(self.number).notify();
         }
     }
 
     fn timeout(
         &self,
-        shared: &Shared,
+        shared: &TransportState,
         outgoing: &[Outgoing<'_>],
         incoming: &[Incoming<'_>],
         deadline: Deadline,
@@ -282,7 +287,7 @@ impl Lane {
         let missing = incoming
             .iter()
             .zip(&self.receives)
-            .filter(|(_, receiving)| !matches!(receiving.at, At::End))
+            .filter(|(_, receiving)| !matches!(receiving.at, ReceivePhase::End))
             .map(|(message, _)| message.peer);
         Error::timeout(shared.rank, "an exchange", deadline, unsent.chain(missing))
     }
@@ -298,7 +303,7 @@ impl Receiving {
     /// Takes what has come of this message.
     fn take(&mut self, consumer: &mut Consumer, message: &mut Incoming<'_>) -> Result<()> {
         let mut budget = LONGEST_STEP;
-        if matches!(self.at, At::Header) {
+        if matches!(self.at, ReceivePhase::Header) {
             let bytes: &[u8; HEADER_LEN] =
                 consumer.peek(HEADER_LEN).try_into().map_err(|_| Error::Internal("a header in two pieces".into()))?;
             // Copied first, so that what is checked is what is used.
@@ -313,9 +318,9 @@ impl Receiving {
             message.sink.begin(&header)?;
             consumer.skip(HEADER_LEN);
             budget -= HEADER_LEN;
-            self.at = At::Payload(header.payload_len);
+            self.at = ReceivePhase::Payload(header.payload_len);
         }
-        let At::Payload(missing) = &mut self.at else { return Ok(()) };
+        let ReceivePhase::Payload(missing) = &mut self.at else { return Ok(()) };
         // Twice where the ring's end lies within.
         while *missing > 0 && budget > 0 {
             let most = usize::try_from(*missing).unwrap_or(usize::MAX).min(budget);
@@ -341,38 +346,38 @@ impl Receiving {
         }
         if *missing == 0 {
             consumer.align();
-            self.at = At::End;
+            self.at = ReceivePhase::End;
         }
         Ok(())
     }
 }
 
 /// The time in which nothing moves: what to do between two looks.
-pub(super) struct Pause<'a> {
-    bell: Bell<'a>,
+pub(super) struct IdleWait<'a> {
+    futex: FutexWaker<'a>,
     wait: Wait<'a>,
     looks: u32,
     most_looks: u32,
-    is_lying: bool,
+    will_sleep: bool,
 }
 
-impl<'a> Pause<'a> {
-    /// The bell is one of this rank's own, on which only the caller sleeps.
-    pub(super) fn new(shared: &'a Shared, bell: usize, spinner: &'a mut Spinner) -> Self {
+impl<'a> IdleWait<'a> {
+    /// The futex is one of this rank's own, on which only the caller sleeps.
+    pub(super) fn new(shared: &'a TransportState, futex: usize, spinner: &'a mut Spinner) -> Self {
         let most_looks = if shared.waiting == Waiting::Park { 0 } else { LOOKS };
-        Pause { bell: shared.mine().bell(bell), wait: spinner.wait(), looks: 0, most_looks, is_lying: false }
+        IdleWait { futex: shared.mine().futex(futex), wait: spinner.wait(), looks: 0, most_looks, will_sleep: false }
     }
 
     /// Waits a little, or until a peer wakes it, and returns whether to look again; false at the deadline.
     pub(super) fn once(&mut self, deadline: Deadline) -> bool {
-        if self.is_lying {
-            self.is_lying = false;
+        if self.will_sleep {
+            self.will_sleep = false;
             let left = deadline.remaining();
             if !left.is_zero() {
-                // A peer interrupted between its message and its ring must not keep another's message waiting.
-                self.bell.sleep(left.min(LONGEST_SLEEP));
+                // A peer interrupted between its message and its notification must not keep another's message waiting.
+                self.futex.sleep(left.min(LONGEST_SLEEP));
             }
-            self.bell.get_up();
+            self.futex.cancel_sleep();
             return !left.is_zero();
         }
         if self.looks < self.most_looks {
@@ -386,24 +391,24 @@ impl<'a> Pause<'a> {
             Next::Expired => false,
             Next::Park => {
                 // Sleeps the next time, if there is still nothing then.
-                self.bell.lie_down();
-                self.is_lying = true;
+                self.futex.announce_sleep();
+                self.will_sleep = true;
                 true
             }
         }
     }
 }
 
-impl Drop for Pause<'_> {
+impl Drop for IdleWait<'_> {
     fn drop(&mut self) {
-        if self.is_lying {
-            self.bell.get_up();
+        if self.will_sleep {
+            self.futex.cancel_sleep();
         }
     }
 }
 
 /// `peer` is no longer there.
-pub(super) fn lost(shared: &Shared, peer: usize) -> Error {
+pub(super) fn lost(shared: &TransportState, peer: usize) -> Error {
     let detail =
         if shared.state_of(peer) == state::CLOSED { "it has closed its connections" } else { "its transport ended" };
     Error::PeerLost { rank: peer, operation: String::new(), detail: detail.into() }

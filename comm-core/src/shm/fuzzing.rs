@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 pub use super::connect::fuzzing::*;
 
-use super::exchange::{Lane, Shared};
+use super::exchange::{ShmLane, TransportState};
 use super::layout::Layout;
 use super::sys::Segment;
 use crate::deadline::Deadline;
@@ -27,9 +27,13 @@ const RING: usize = 4096;
 pub fn shm_rings(bytes: &[u8]) -> Verdict {
     let layout = Layout::new(2, 1, RING).expect("a layout");
     let segment = || Arc::new(Segment::create(layout).expect("memory").0);
-    let shared =
-        Shared { rank: 0, waiting: Waiting::Park, segments: vec![segment(), segment()], parks: vec![true, true] };
-    let mut lane = Lane::new(0, &shared);
+    let shared = TransportState {
+        rank: 0,
+        waiting: Waiting::Park,
+        segments: vec![segment(), segment()],
+        parks: vec![true, true],
+    };
+    let mut lane = ShmLane::new(0, &shared);
     let mut input = Input(bytes);
     let mut accepted = false;
     while let Some(step) = input.byte() {

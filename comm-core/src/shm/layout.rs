@@ -18,7 +18,7 @@ pub(super) const RING_BYTES: (usize, usize) = (4 << 10, 1 << 30);
 /// Offsets in the segment of one rank, into which all others write. Each of the others has a *slot*, in rank order.
 ///
 /// ```text
-/// proof | state of each slot | a bell a lane, and one for closing | head and tail of each ring | bytes of each ring
+/// proof | state of each slot | a futex for each lane, and one for closing | head and tail of each ring | bytes of each ring
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
@@ -78,8 +78,8 @@ impl Layout {
         APART * (1 + slot)
     }
 
-    /// The bell of a lane; that of closing is number [`lanes`](Layout::lanes).
-    pub(super) fn bell(&self, number: usize) -> usize {
+    /// The futex of a lane; that of closing is number [`lanes`](Layout::lanes).
+    pub(super) fn futex(&self, number: usize) -> usize {
         APART * (1 + self.slots + number)
     }
 
@@ -116,7 +116,7 @@ mod tests {
             for lanes in 1..4 {
                 let layout = Layout::new(ranks, lanes, 4096).unwrap();
                 let mut places = vec![(0, PROOF_LEN)];
-                places.extend((0..=lanes).map(|bell| (layout.bell(bell), 4)));
+                places.extend((0..=lanes).map(|futex| (layout.futex(futex), 4)));
                 for slot in 0..ranks - 1 {
                     places.push((layout.state(slot), 4));
                     for lane in 0..lanes {

@@ -27,7 +27,7 @@ use crate::spinner::Spinner;
 use crate::transport::{Incoming, Outgoing, Transport};
 use crate::waiting::Waiting;
 
-use exchange::{Lane, Pause, Shared, lost, state};
+use exchange::{IdleWait, ShmLane, TransportState, lost, state};
 use layout::Layout;
 
 /// Settings of a [`ShmTransport`]. All ranks use the same lanes and rings.
@@ -51,8 +51,8 @@ impl Default for ShmOptions {
 /// Moves messages through memory that the ranks' processes share.
 pub struct ShmTransport {
     options: ShmOptions,
-    shared: Shared,
-    lanes: Lanes<Lane>,
+    shared: TransportState,
+    lanes: Lanes<ShmLane>,
     aborted: OnceLock<Error>,
 }
 
@@ -65,7 +65,7 @@ impl ShmTransport {
     /// differ; [`Error::InvalidArgument`] for settings that make no sense; and those of [`Control::all_gather`].
     pub fn connect(control: &dyn Control, options: &ShmOptions, deadline: Deadline) -> Result<Self> {
         let shared = connect::connect(control, options, deadline)?;
-        let lanes = Lanes::new((0..options.lanes).map(|number| Lane::new(number, &shared)));
+        let lanes = Lanes::new((0..options.lanes).map(|number| ShmLane::new(number, &shared)));
         Ok(ShmTransport { options: *options, shared, lanes, aborted: OnceLock::new() })
     }
 
@@ -77,10 +77,10 @@ impl ShmTransport {
     }
 
     /// What was sent lies in the receivers' memory already, so this only waits for the others to close too.
-    fn say_farewell(&self, deadline: Deadline) -> Result<()> {
+    fn close_handshake(&self, deadline: Deadline) -> Result<()> {
         self.leave(state::CLOSED);
         let mut spinner = Spinner::new(self.options.waiting);
-        let mut pause = Pause::new(&self.shared, self.lanes.count(), &mut spinner);
+        let mut pause = IdleWait::new(&self.shared, self.lanes.count(), &mut spinner);
         loop {
             self.check()?;
             let is_open = |peer: &usize| self.shared.state_of(*peer) == state::OPEN;
@@ -105,7 +105,7 @@ impl ShmTransport {
         }
         sys::after_stores();
         for peer in self.shared.peers() {
-            (0..=self.lanes.count()).for_each(|bell| self.shared.segments[peer].bell(bell).ring_regardless());
+            (0..=self.lanes.count()).for_each(|futex| self.shared.segments[peer].futex(futex).notify_always());
         }
     }
 }
@@ -142,11 +142,11 @@ impl Transport for ShmTransport {
     fn abort(&self, error: &Error) {
         let _ = self.aborted.set(error.clone());
         sys::after_stores();
-        (0..=self.lanes.count()).for_each(|bell| self.shared.mine().bell(bell).ring_regardless());
+        (0..=self.lanes.count()).for_each(|futex| self.shared.mine().futex(futex).notify_always());
     }
 
     fn close(&self, deadline: Deadline) -> Result<()> {
-        self.lanes.close(self.shared.rank, deadline, || self.check(), |_| self.say_farewell(deadline))
+        self.lanes.close(self.shared.rank, deadline, || self.check(), |_| self.close_handshake(deadline))
     }
 
     fn facts(&self) -> Vec<(String, String)> {

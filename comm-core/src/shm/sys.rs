@@ -1,7 +1,7 @@
 //! Memory that several processes map, behind types that cannot reach outside of it.
 //!
 //! What lies in shared memory can change at any time, whatever the type system says of this process. Therefore
-//! - indexes, states and bells are only touched as atomics, and every index is checked before it is used;
+//! - indexes, states and futexes are only touched as atomics, and every index is checked before it is used;
 //! - the bytes of a ring are copied or lent only where the protocol gives them to this side: what lies between tail and head
 //!   belongs to the consumer until it moves the tail, the rest to the producer until it moves the head.
 //!
@@ -88,10 +88,10 @@ impl Segment {
         self.word(self.layout.state(slot))
     }
 
-    /// The bell of a lane, or that of closing (number `lanes`).
-    pub(super) fn bell(&self, number: usize) -> Bell<'_> {
-        assert!(number <= self.layout.lanes(), "bell {number}");
-        Bell(self.word(self.layout.bell(number)))
+    /// The futex of a lane, or that of closing (number `lanes`).
+    pub(super) fn futex(&self, number: usize) -> FutexWaker<'_> {
+        assert!(number <= self.layout.lanes(), "futex {number}");
+        FutexWaker(self.word(self.layout.futex(number)))
     }
 
     /// Does what a broken peer could do: writes any value over an index.
@@ -111,20 +111,20 @@ impl Segment {
 
 /// A futex: one thread of its owner sleeps on the word, and others wake it when they have done something that it may wait for.
 #[derive(Clone, Copy)]
-pub(super) struct Bell<'a>(&'a AtomicU32);
+pub(super) struct FutexWaker<'a>(&'a AtomicU32);
 
 const AWAKE: u32 = 0;
 const ASLEEP: u32 = 1;
 
-impl Bell<'_> {
-    /// From now on a ring ends [`sleep`](Bell::sleep). The caller looks again between this and that.
-    pub(super) fn lie_down(self) {
+impl FutexWaker<'_> {
+    /// From now on a notification ends [`sleep`](FutexWaker::sleep). The caller looks again between this and that.
+    pub(super) fn announce_sleep(self) {
         self.0.store(ASLEEP, Ordering::Relaxed);
         // Orders the store before the looks that follow; see `ring_after`.
         fence(Ordering::SeqCst);
     }
 
-    /// Sleeps until a peer has woken it since [`lie_down`](Bell::lie_down), at most `longest`; may end early for no reason.
+    /// Sleeps until a peer has woken it since [`announce_sleep`](FutexWaker::lie_down), at most `longest`; may end early for no reason.
     pub(super) fn sleep(self, longest: Duration) {
         // A day is as good as any longer time, and fits every time_t.
         let longest = longest.min(Duration::from_secs(24 * 3600));
@@ -133,21 +133,21 @@ impl Bell<'_> {
         let _ = futex::wait(self.0, futex::Flags::empty(), ASLEEP, Some(&time));
     }
 
-    /// No ring is needed any more.
-    pub(super) fn get_up(self) {
+    /// No notification is needed any more.
+    pub(super) fn cancel_sleep(self) {
         self.0.store(AWAKE, Ordering::Relaxed);
     }
 
     /// Wakes the sleeping thread. What it shall see has been stored before, and [`after_stores`] was called.
-    pub(super) fn ring(self) {
+    pub(super) fn notify(self) {
         if self.0.load(Ordering::Relaxed) != AWAKE && self.0.swap(AWAKE, Ordering::Relaxed) != AWAKE {
             self.wake();
         }
     }
 
-    /// As [`ring`](Bell::ring), whatever the bell says: a rank that was killed, or interrupted, within a ring of its own has left
+    /// As [`ring`](FutexWaker::notify), whatever the word says: a rank that was killed, or interrupted, within a notification of its own has left
     /// it as if the sleeper were awake.
-    pub(super) fn ring_regardless(self) {
+    pub(super) fn notify_always(self) {
         self.0.store(AWAKE, Ordering::Relaxed);
         self.wake();
     }
@@ -157,8 +157,8 @@ impl Bell<'_> {
     }
 }
 
-/// Between the stores that a sleeper shall see and a look at its bell: either this rank sees that the other lies down, or the
-/// other, which looks once more after lying down, sees the stores.
+/// Between the stores that a sleeper shall see and a look at its word: either this rank sees that the other is going to sleep, or the
+/// other, which looks once more before it sleeps, sees the stores.
 pub(super) fn after_stores() {
     fence(Ordering::SeqCst);
 }

@@ -40,10 +40,10 @@ fn a_room_gives_back_what_it_has_outgrown_once_nothing_else_runs() {
     let (comm, _control) = ranks(1, 2).remove(0);
     let engine = comm.engine();
     let mut state = engine.shared.lanes[0].scratch();
-    let room = &mut state.buffer;
+    let buffer_memory = &mut state.buffer;
     let mut grow = |bytes: usize| -> (usize, usize) {
-        room.of(&engine.device, bytes, || engine.quiet(0)).unwrap();
-        (room.memory.as_ref().unwrap().bytes(), room.outgrown.iter().map(Memory::bytes).sum())
+        buffer_memory.of(&engine.device, bytes, || engine.quiet(0)).unwrap();
+        (buffer_memory.memory.as_ref().unwrap().bytes(), buffer_memory.outgrown.iter().map(Memory::bytes).sum())
     };
     for mib in 1..200 {
         let (held, outgrown) = grow(mib * MIB);

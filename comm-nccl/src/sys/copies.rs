@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use comm_core::{DType, Deadline, DeviceMemory as _, Error, Result};
 
-use super::memory::Passed;
+use super::memory::WaitForEvent;
 use super::{CudaBuffer, Device, Event, Staging, Stream};
 
 /// How long a piece of a copy that depends on nobody may take.
@@ -37,7 +37,7 @@ impl Device {
     }
 
     /// Copies, and waits for it: nothing else is in the stream, so that it ends whatever peers do.
-    fn copy_now(&self, copy: impl FnOnce(&mut Staging, &Stream, Passed<'_>) -> Result<()>) -> Result<()> {
+    fn copy_now(&self, copy: impl FnOnce(&mut Staging, &Stream, WaitForEvent<'_>) -> Result<()>) -> Result<()> {
         let idle = self.lock_idle().pop();
         let mut own = idle.map_or_else(|| Copying::new(self), Ok)?;
         let mut passed = |event: &Event| {

@@ -44,7 +44,7 @@ impl Drop for Memory {
 const HALF: usize = 512 << 10;
 
 /// The caller's function that waits until an event has passed.
-pub(crate) type Passed<'a> = &'a mut dyn FnMut(&Event) -> Result<()>;
+pub(crate) type WaitForEvent<'a> = &'a mut dyn FnMut(&Event) -> Result<()>;
 
 /// Through which what is in the host's memory goes to the device and back.
 ///
@@ -53,11 +53,11 @@ pub(crate) type Passed<'a> = &'a mut dyn FnMut(&Event) -> Result<()>;
 /// a deadline, and it is our own: a copy that never ends costs the job, and this memory, which is then never freed.
 #[derive(Debug)]
 pub(crate) struct Staging {
-    halves: [Half; 2],
+    halves: [StagingHalf; 2],
 }
 
 #[derive(Debug)]
-struct Half {
+struct StagingHalf {
     device: Device,
     memory: *mut c_void,
     /// After the last copy from it or to it.
@@ -65,15 +65,21 @@ struct Half {
 }
 
 // SAFETY: page-locked memory may be used by any thread.
-unsafe impl Send for Half {}
+unsafe impl Send for StagingHalf {}
 
 impl Staging {
     pub(crate) fn new(device: &Device) -> Result<Self> {
-        Ok(Staging { halves: [Half::new(device)?, Half::new(device)?] })
+        Ok(Staging { halves: [StagingHalf::new(device)?, StagingHalf::new(device)?] })
     }
 
     /// Copies to the device in the order of `stream`; what does not fit is waited for by `passed`, the rest not at all.
-    pub(crate) fn upload(&mut self, to: DevicePointer, from: &[u8], stream: &Stream, passed: Passed<'_>) -> Result<()> {
+    pub(crate) fn upload(
+        &mut self,
+        to: DevicePointer,
+        from: &[u8],
+        stream: &Stream,
+        passed: WaitForEvent<'_>,
+    ) -> Result<()> {
         for (number, piece) in from.chunks(HALF).enumerate() {
             let half = &mut self.halves[number % 2];
             let pinned = half.ours(piece.len(), passed)?;
@@ -89,7 +95,7 @@ impl Staging {
         from: DevicePointer,
         to: &mut [u8],
         stream: &Stream,
-        passed: Passed<'_>,
+        passed: WaitForEvent<'_>,
     ) -> Result<()> {
         let mut pieces: Vec<&mut [u8]> = to.chunks_mut(HALF).collect();
         for number in 0..=pieces.len() {
@@ -108,7 +114,7 @@ impl Staging {
     }
 }
 
-impl Half {
+impl StagingHalf {
     fn new(device: &Device) -> Result<Self> {
         let mut memory = ptr::null_mut();
         let at = &raw mut memory;
@@ -117,7 +123,7 @@ impl Half {
         // Freed with this if there is no event for it.
         let copied = device.event();
         match copied {
-            Ok(copied) => Ok(Half { device: device.clone(), memory, copied }),
+            Ok(copied) => Ok(StagingHalf { device: device.clone(), memory, copied }),
             Err(error) => {
                 free(device, memory);
                 Err(error)
@@ -126,7 +132,7 @@ impl Half {
     }
 
     /// The first `bytes` of it, at most [`HALF`], once the device has done with them.
-    fn ours(&mut self, bytes: usize, passed: Passed<'_>) -> Result<&mut [u8]> {
+    fn ours(&mut self, bytes: usize, passed: WaitForEvent<'_>) -> Result<&mut [u8]> {
         passed(&self.copied)?;
         // SAFETY: so many bytes at least were allocated, the driver has filled them with something, and the device does not use them
         // until the next copy, for which this half must not be borrowed.
@@ -152,7 +158,7 @@ impl Half {
     }
 }
 
-impl Drop for Half {
+impl Drop for StagingHalf {
     fn drop(&mut self) {
         free(&self.device, self.memory);
     }

@@ -5,18 +5,18 @@ use std::net::SocketAddr;
 use std::sync::{Mutex, PoisonError};
 
 use comm_core::driver::may_block;
-use comm_core::place::{Offer, Place, bind_address};
+use comm_core::location::{NetworkLocation, OfferedAddress, bind_address};
 use comm_core::{Control, Deadline, Error, Result};
 use tokio::net::{TcpSocket, TcpStream};
 
-use super::link::Link;
+use super::connection::Connection;
 use super::prelude;
+use crate::acceptor::Acceptor;
 use crate::auth::{self, Edge, Key};
-use crate::connecting::{Attempt, Connecting};
+use crate::connecting::{DialError, PendingConnections};
 use crate::core::Core;
-use crate::door::Door;
 use crate::options::TcpOptions;
-use crate::rendezvous::{Addresses, Advert, edge, expected_edges};
+use crate::rendezvous::{Addresses, PeerInfo, edge, expected_edges};
 use crate::runtime::{self, Join};
 use crate::socket;
 
@@ -29,7 +29,7 @@ pub(super) fn all(
     control: &dyn Control,
     options: &TcpOptions,
     deadline: Deadline,
-) -> Result<Vec<Vec<Option<Link>>>> {
+) -> Result<Vec<Vec<Option<Connection>>>> {
     // Connecting waits in a runtime, though what follows has none.
     may_block()?;
     let Core { rank, world_size, lanes, .. } = *core;
@@ -40,13 +40,13 @@ pub(super) fn all(
         let listener = socket::listen(own, congestion)?;
         let address =
             listener.local_addr().map_err(|error| Error::io(format!("rank {rank}: reading a port"), error))?;
-        let addresses = Addresses::Tcp(vec![Offer(address)]);
-        Ok((own, listener, Advert { salt: auth::nonce()?, place: Place::of(control), addresses }))
+        let addresses = Addresses::Tcp(vec![OfferedAddress(address)]);
+        Ok((own, listener, PeerInfo { salt: auth::nonce()?, place: NetworkLocation::of(control), addresses }))
     });
-    let advert = opened.as_ref().map(|(.., advert)| advert.clone()).map_err(Clone::clone);
-    let adverts = Advert::exchange(advert, "tcp-raw", options, control, deadline)?;
+    let peer_info = opened.as_ref().map(|(.., peer_info)| peer_info.clone()).map_err(Clone::clone);
+    let peer_infos = PeerInfo::exchange(peer_info, "tcp-raw", options, control, deadline)?;
     let (own, listener, _) = opened?;
-    let connecting = Connecting::new(core, &adverts, own, need);
+    let connecting = PendingConnections::new(core, &peer_infos, own, need);
     let key = Key(control.derive_key("tcp-raw"));
     runtime::temporary(rank)?.block_on(async {
         let mut join = Join::default();
@@ -63,11 +63,11 @@ pub(super) fn all(
         }
         connecting.run(control, "raw TCP", deadline, join).await
     })?;
-    Ok(connecting.into_links())
+    Ok(connecting.into_connections())
 }
 
 async fn accept(
-    connecting: &Connecting<'_, Link>,
+    connecting: &PendingConnections<'_, Connection>,
     key: &Key,
     listener: std::net::TcpListener,
     rank: u32,
@@ -77,9 +77,9 @@ async fn accept(
     let missing = || expected.lock().unwrap_or_else(PoisonError::into_inner);
     let listener = tokio::net::TcpListener::from_std(listener)
         .map_err(|error| Error::io("registering a listener with the runtime", error))?;
-    let mut door = Door::open(listener);
+    let mut acceptor = Acceptor::open(listener);
     while !missing().is_empty() {
-        let (edge, stream) = door
+        let (edge, stream) = acceptor
             .admit(|stream| {
                 let missing = &missing;
                 async move {
@@ -98,7 +98,7 @@ async fn accept(
 }
 
 async fn dial(
-    connecting: &Connecting<'_, Link>,
+    connecting: &PendingConnections<'_, Connection>,
     key: &Key,
     edge: Edge,
     address: SocketAddr,
@@ -106,23 +106,23 @@ async fn dial(
 ) -> Result<()> {
     let attempt = || async {
         let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-        socket::set_congestion(&socket, congestion).map_err(Attempt::Hopeless)?;
+        socket::set_congestion(&socket, congestion).map_err(DialError::Hopeless)?;
         let mut stream = socket.connect(address).await?;
         // While nothing listens there on a port of the ephemeral range, the kernel may connect a dialler to itself.
         if stream.local_addr()? == address {
-            return Err(Attempt::Failed("nothing listens there".into()));
+            return Err(DialError::Failed("nothing listens there".into()));
         }
         socket::tune(&stream)?;
-        let nonce = auth::nonce().map_err(Attempt::Hopeless)?;
+        let nonce = auth::nonce().map_err(DialError::Hopeless)?;
         prelude::dial(&mut stream, key, edge, nonce).await?;
         Ok(leave_runtime(stream)?)
     };
-    let link = connecting.dial(edge.listener, address, attempt).await?;
-    connecting.store(edge.lane, edge.listener, link);
+    let connection = connecting.dial(edge.listener, address, attempt).await?;
+    connecting.store(edge.lane, edge.listener, connection);
     Ok(())
 }
 
 /// The socket itself, still non-blocking.
-fn leave_runtime(stream: TcpStream) -> std::io::Result<Link> {
-    stream.into_std().map(Link::new)
+fn leave_runtime(stream: TcpStream) -> std::io::Result<Connection> {
+    stream.into_std().map(Connection::new)
 }

@@ -16,7 +16,7 @@ const NOT_AT_ALL: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 /// How far a part is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Stage {
+pub(crate) enum PartState {
     /// A call may make progress.
     Ready,
     /// Its socket has to become ready first.
@@ -25,12 +25,12 @@ pub(crate) enum Stage {
 }
 
 /// An operation in parts that progress independently of each other. Each is one direction of one socket.
-pub(crate) trait Work {
+pub(crate) trait PolledOperation {
     /// Number of parts.
     fn parts(&self) -> usize;
 
     /// Gets a part on as far as one call of the kernel does, or one each for a header and its payload.
-    fn advance(&mut self, part: usize) -> Result<Stage>;
+    fn advance(&mut self, part: usize) -> Result<PartState>;
 
     /// The socket of a part, and what to wait for there.
     fn interest(&self, part: usize) -> Result<(BorrowedFd<'_>, PollFlags)>;
@@ -43,12 +43,12 @@ pub(crate) trait Work {
 }
 
 /// Ends every sleep in [`run`], now and later.
-pub(crate) struct Alarm(OwnedFd);
+pub(crate) struct AbortSignal(OwnedFd);
 
-impl Alarm {
+impl AbortSignal {
     pub(crate) fn new() -> Result<Self> {
         eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map(Alarm)
+            .map(AbortSignal)
             .map_err(|error| Error::io("making an event descriptor", error.into()))
     }
 
@@ -64,22 +64,22 @@ impl Alarm {
 /// Those of a part, `Timeout` naming the peers of the parts that are left, or the error of an abort.
 pub(crate) fn run(
     core: &Core,
-    alarm: &Alarm,
-    work: &mut impl Work,
-    stages: &mut Vec<Stage>,
+    alarm: &AbortSignal,
+    work: &mut impl PolledOperation,
+    stages: &mut Vec<PartState>,
     spinner: &mut Spinner,
     deadline: Deadline,
 ) -> Result<()> {
     stages.clear();
-    stages.resize(work.parts(), Stage::Ready);
+    stages.resize(work.parts(), PartState::Ready);
     for pass in 1_u32.. {
         let (mut left, mut waiting) = (0, true);
         for (part, stage) in stages.iter_mut().enumerate() {
-            if *stage == Stage::Ready {
+            if *stage == PartState::Ready {
                 *stage = work.advance(part)?;
-                waiting &= *stage != Stage::Ready;
+                waiting &= *stage != PartState::Ready;
             }
-            left += usize::from(*stage != Stage::Done);
+            left += usize::from(*stage != PartState::Done);
         }
         if left == 0 {
             return Ok(());
@@ -102,9 +102,9 @@ pub(crate) fn run(
 /// Returns once a part that was blocked is worth a try, or has got on by one.
 fn wait(
     core: &Core,
-    alarm: &Alarm,
-    work: &mut impl Work,
-    stages: &mut [Stage],
+    alarm: &AbortSignal,
+    work: &mut impl PolledOperation,
+    stages: &mut [PartState],
     spinner: &mut Spinner,
     deadline: Deadline,
 ) -> Result<()> {
@@ -115,7 +115,7 @@ fn wait(
             // Reading is the quickest way to see whether there is something to read.
             (Next::Look, Some(part)) => {
                 let stage = work.advance(part)?;
-                if stage != Stage::Blocked {
+                if stage != PartState::Blocked {
                     if let Some(slot) = stages.get_mut(part) {
                         *slot = stage;
                     }
@@ -146,8 +146,8 @@ fn wait(
 }
 
 /// The part that is left, if it is a single one and reads.
-fn only_read(work: &impl Work, stages: &[Stage]) -> Result<Option<usize>> {
-    let mut left = stages.iter().enumerate().filter(|(_, stage)| **stage != Stage::Done).map(|(part, _)| part);
+fn only_read(work: &impl PolledOperation, stages: &[PartState]) -> Result<Option<usize>> {
+    let mut left = stages.iter().enumerate().filter(|(_, stage)| **stage != PartState::Done).map(|(part, _)| part);
     match (left.next(), left.next()) {
         (Some(part), None) => Ok((work.interest(part)?.1 == PollFlags::IN).then_some(part)),
         _ => Ok(None),
@@ -155,9 +155,14 @@ fn only_read(work: &impl Work, stages: &[Stage]) -> Result<Option<usize>> {
 }
 
 /// Asks the kernel which blocked parts may get on, waiting for one until `timeout`. Whether there is one.
-fn look(work: &impl Work, stages: &mut [Stage], alarm: &Alarm, timeout: Option<Timespec>) -> Result<bool> {
+fn look(
+    work: &impl PolledOperation,
+    stages: &mut [PartState],
+    alarm: &AbortSignal,
+    timeout: Option<Timespec>,
+) -> Result<bool> {
     let mut descriptors = Vec::with_capacity(stages.len() + 1);
-    for (part, _) in stages.iter().enumerate().filter(|(_, stage)| **stage == Stage::Blocked) {
+    for (part, _) in stages.iter().enumerate().filter(|(_, stage)| **stage == PartState::Blocked) {
         let (socket, events) = work.interest(part)?;
         descriptors.push(PollFd::from_borrowed_fd(socket, events));
     }
@@ -168,19 +173,19 @@ fn look(work: &impl Work, stages: &mut [Stage], alarm: &Alarm, timeout: Option<T
         Err(error) => return Err(Error::io("waiting for sockets", error.into())),
     }
     let mut found = false;
-    let blocked = stages.iter_mut().filter(|stage| **stage == Stage::Blocked);
+    let blocked = stages.iter_mut().filter(|stage| **stage == PartState::Blocked);
     for (stage, descriptor) in blocked.zip(&descriptors) {
         // Errors and hang-ups too: trying says what it is.
         if !descriptor.revents().is_empty() {
-            *stage = Stage::Ready;
+            *stage = PartState::Ready;
             found = true;
         }
     }
     Ok(found)
 }
 
-fn expired(core: &Core, work: &impl Work, stages: &[Stage], deadline: Deadline) -> Error {
-    let left = stages.iter().enumerate().filter(|(_, stage)| **stage != Stage::Done);
+fn expired(core: &Core, work: &impl PolledOperation, stages: &[PartState], deadline: Deadline) -> Error {
+    let left = stages.iter().enumerate().filter(|(_, stage)| **stage != PartState::Done);
     let mut peers: Vec<usize> = left.filter_map(|(part, _)| work.peer(part)).collect();
     peers.sort_unstable();
     peers.dedup();

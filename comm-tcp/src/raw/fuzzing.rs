@@ -2,9 +2,9 @@
 
 use comm_core::fuzzing::Target;
 
-pub use super::link::fuzzing::*;
+pub use super::connection::fuzzing::*;
 pub use super::prelude::fuzzing::*;
 
 pub(crate) fn targets() -> Vec<Target> {
-    super::prelude::fuzzing::targets().into_iter().chain(super::link::fuzzing::targets()).collect()
+    super::prelude::fuzzing::targets().into_iter().chain(super::connection::fuzzing::targets()).collect()
 }

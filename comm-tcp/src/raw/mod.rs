@@ -1,10 +1,10 @@
 //! Raw TCP: the control beside ZeroMQ.
 
 mod connect;
+mod connection;
 mod engine;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
-mod link;
 mod prelude;
 
 use std::os::fd::{AsFd, BorrowedFd};
@@ -14,8 +14,8 @@ use comm_core::spinner::Spinner;
 use comm_core::{Control, Deadline, Error, Incoming, Outgoing, Result, Transport};
 use rustix::event::PollFlags;
 
-use self::engine::{Alarm, Stage, Work};
-use self::link::Link;
+use self::connection::Connection;
+use self::engine::{AbortSignal, PartState, PolledOperation};
 use crate::core::{Core, describe};
 use crate::options::TcpOptions;
 use crate::socket::SocketFacts;
@@ -27,9 +27,9 @@ use crate::socket::SocketFacts;
 /// into the memory that a sink lends, else through one buffer of 128 KiB a lane; a small message takes one call of the kernel
 /// on each side. Socket settings and authentication match [`ZmqTransport`](crate::ZmqTransport).
 pub struct RawTcpTransport {
-    lanes: Lanes<Wires>,
+    lanes: Lanes<LaneConnections>,
     core: Core,
-    alarm: Alarm,
+    alarm: AbortSignal,
     facts: Vec<(String, String)>,
 }
 
@@ -42,11 +42,12 @@ impl RawTcpTransport {
     pub fn connect(control: &dyn Control, options: &TcpOptions, deadline: Deadline) -> Result<Self> {
         options.validate()?;
         let core = Core::new(control.rank(), control.world_size(), options.lanes);
-        let links = connect::all(&core, control, options, deadline)?;
-        let facts = facts(options, links.iter().flatten().flatten().next());
+        let connections = connect::all(&core, control, options, deadline)?;
+        let facts = facts(options, connections.iter().flatten().flatten().next());
         let spinner = Spinner::new(options.waiting);
-        let lanes = Lanes::new(links.into_iter().map(|links| Wires::new(links, spinner.clone())));
-        Ok(RawTcpTransport { lanes, core, alarm: Alarm::new()?, facts })
+        let lanes =
+            Lanes::new(connections.into_iter().map(|connections| LaneConnections::new(connections, spinner.clone())));
+        Ok(RawTcpTransport { lanes, core, alarm: AbortSignal::new()?, facts })
     }
 }
 
@@ -75,8 +76,8 @@ impl Transport for RawTcpTransport {
         deadline: Deadline,
     ) -> Result<()> {
         self.core.check_messages(outgoing, incoming)?;
-        self.lanes.run(lane, |Wires { links, scratch, stages, spinner }| {
-            let mut work = Exchange { lane, links, scratch, outgoing, incoming };
+        self.lanes.run(lane, |LaneConnections { connections, scratch, stages, spinner }| {
+            let mut work = Exchange { lane, connections, scratch, outgoing, incoming };
             engine::run(&self.core, &self.alarm, &mut work, stages, spinner, deadline)
         })
     }
@@ -94,11 +95,12 @@ impl Transport for RawTcpTransport {
             |lanes| {
                 // Closing may take its time: it parks instead of spinning.
                 let mut spinner = Spinner::new(comm_core::Waiting::Park);
-                let links = lanes.iter_mut().flat_map(|wires| wires.links.iter_mut().enumerate());
-                let links = links.filter_map(|(peer, link)| Some((peer, link.as_mut()?))).collect();
-                let mut work = Closing { links, scratch: vec![0; link::SCRATCH] };
+                let connections = lanes.iter_mut().flat_map(|lane| lane.connections.iter_mut().enumerate());
+                let connections =
+                    connections.filter_map(|(peer, connection)| Some((peer, connection.as_mut()?))).collect();
+                let mut work = CloseHandshake { connections, scratch: vec![0; connection::SCRATCH] };
                 engine::run(&self.core, &self.alarm, &mut work, &mut Vec::new(), &mut spinner, deadline)?;
-                lanes.iter_mut().for_each(|wires| wires.links.clear());
+                lanes.iter_mut().for_each(|lane| lane.connections.clear());
                 Ok(())
             },
         )
@@ -110,42 +112,42 @@ impl Transport for RawTcpTransport {
 }
 
 /// The connections of one lane, and memory that its exchanges use again.
-struct Wires {
+struct LaneConnections {
     /// By peer; this rank's own place is empty.
-    links: Vec<Option<Link>>,
+    connections: Vec<Option<Connection>>,
     scratch: Vec<u8>,
-    stages: Vec<Stage>,
+    stages: Vec<PartState>,
     /// How its exchanges wait.
     spinner: Spinner,
 }
 
-impl Wires {
-    fn new(links: Vec<Option<Link>>, spinner: Spinner) -> Self {
-        Wires { links, scratch: vec![0; link::SCRATCH], stages: Vec::new(), spinner }
+impl LaneConnections {
+    fn new(connections: Vec<Option<Connection>>, spinner: Spinner) -> Self {
+        LaneConnections { connections, scratch: vec![0; connection::SCRATCH], stages: Vec::new(), spinner }
     }
 }
 
 /// The messages of one exchange: first those that go out, then those that come in.
 struct Exchange<'e, 'o, 'i> {
     lane: usize,
-    links: &'e mut [Option<Link>],
+    connections: &'e mut [Option<Connection>],
     scratch: &'e mut [u8],
     outgoing: &'e [Outgoing<'o>],
     incoming: &'e mut [Incoming<'i>],
 }
 
-impl Work for Exchange<'_, '_, '_> {
+impl PolledOperation for Exchange<'_, '_, '_> {
     fn parts(&self) -> usize {
         self.outgoing.len() + self.incoming.len()
     }
 
-    fn advance(&mut self, part: usize) -> Result<Stage> {
+    fn advance(&mut self, part: usize) -> Result<PartState> {
         let peer = self.peer(part).ok_or_else(no_such)?;
-        let link = self.links.get_mut(peer).and_then(Option::as_mut).ok_or_else(no_such)?;
+        let connection = self.connections.get_mut(peer).and_then(Option::as_mut).ok_or_else(no_such)?;
         let outcome = match self.outgoing.get(part) {
-            Some(message) => link.send(message),
+            Some(message) => connection.send(message),
             None => match self.incoming.get_mut(part - self.outgoing.len()) {
-                Some(message) => link.receive(peer, message.sink, self.scratch),
+                Some(message) => connection.receive(peer, message.sink, self.scratch),
                 None => return Err(no_such()),
             },
         };
@@ -153,9 +155,9 @@ impl Work for Exchange<'_, '_, '_> {
     }
 
     fn interest(&self, part: usize) -> Result<(BorrowedFd<'_>, PollFlags)> {
-        let link = self.peer(part).and_then(|peer| self.links.get(peer)?.as_ref()).ok_or_else(no_such)?;
+        let connection = self.peer(part).and_then(|peer| self.connections.get(peer)?.as_ref()).ok_or_else(no_such)?;
         let events = if part < self.outgoing.len() { PollFlags::OUT } else { PollFlags::IN };
-        Ok((link.stream.as_fd(), events))
+        Ok((connection.stream.as_fd(), events))
     }
 
     fn peer(&self, part: usize) -> Option<usize> {
@@ -171,29 +173,30 @@ impl Work for Exchange<'_, '_, '_> {
 }
 
 /// The close messages of all connections: even parts send ours, odd ones wait for the peer's.
-struct Closing<'l> {
-    links: Vec<(usize, &'l mut Link)>,
+struct CloseHandshake<'l> {
+    connections: Vec<(usize, &'l mut Connection)>,
     scratch: Vec<u8>,
 }
 
-impl Work for Closing<'_> {
+impl PolledOperation for CloseHandshake<'_> {
     fn parts(&self) -> usize {
-        2 * self.links.len()
+        2 * self.connections.len()
     }
 
-    fn advance(&mut self, part: usize) -> Result<Stage> {
-        let (peer, link) = self.links.get_mut(part / 2).ok_or_else(no_such)?;
-        let outcome = if part.is_multiple_of(2) { link.part() } else { link.drain(*peer, &mut self.scratch) };
+    fn advance(&mut self, part: usize) -> Result<PartState> {
+        let (peer, connection) = self.connections.get_mut(part / 2).ok_or_else(no_such)?;
+        let outcome =
+            if part.is_multiple_of(2) { connection.part() } else { connection.drain(*peer, &mut self.scratch) };
         outcome.map_err(|fault| fault.blame(*peer, || "closing".into()))
     }
 
     fn interest(&self, part: usize) -> Result<(BorrowedFd<'_>, PollFlags)> {
-        let (_, link) = self.links.get(part / 2).ok_or_else(no_such)?;
-        Ok((link.stream.as_fd(), if part.is_multiple_of(2) { PollFlags::OUT } else { PollFlags::IN }))
+        let (_, connection) = self.connections.get(part / 2).ok_or_else(no_such)?;
+        Ok((connection.stream.as_fd(), if part.is_multiple_of(2) { PollFlags::OUT } else { PollFlags::IN }))
     }
 
     fn peer(&self, part: usize) -> Option<usize> {
-        self.links.get(part / 2).map(|(peer, _)| *peer)
+        self.connections.get(part / 2).map(|(peer, _)| *peer)
     }
 
     fn operation(&self) -> String {
@@ -205,13 +208,13 @@ fn no_such() -> Error {
     Error::Internal("a message of an exchange has no connection".into())
 }
 
-fn facts(options: &TcpOptions, link: Option<&Link>) -> Vec<(String, String)> {
+fn facts(options: &TcpOptions, connection: Option<&Connection>) -> Vec<(String, String)> {
     let mut facts = vec![
         ("connections".to_string(), format!("one TCP connection a pair and lane, {} lanes", options.lanes)),
         ("waiting".to_string(), options.waiting.to_string()),
     ];
-    if let Some(link) = link {
-        let socket = SocketFacts::read(&link.stream);
+    if let Some(connection) = connection {
+        let socket = SocketFacts::read(&connection.stream);
         facts.push(("congestion control".to_string(), socket.congestion));
         facts.push(("socket buffers (B)".to_string(), socket.buffers));
     }

@@ -5,37 +5,37 @@ use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use comm_core::driver::{Driver, may_block};
-use comm_core::place::{Offer, Place, bind_address};
+use comm_core::location::{NetworkLocation, OfferedAddress, bind_address};
 use comm_core::{Control, Deadline, Error, Result};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc;
 use zeromq::util::PeerIdentity;
 use zeromq::{DealerSocket, Listener, Socket, SocketOptions, ZmqError};
 
-use super::gate::{self, News, Rooms};
-use super::link::{Link, PeerEvent, watch};
+use super::connection::{Connection, PeerEvent, watch};
+use super::gate::{self, GateReport, PrivateSockets};
 use super::pool::Pool;
 use super::token;
 use crate::auth::{self, Edge, Key, PROOF_LEN};
-use crate::connecting::{Attempt, Connecting};
-use crate::core::{Core, Need};
-use crate::house::{self, Folder, House};
+use crate::connecting::{DialError, PendingConnections};
+use crate::core::{Core, DescriptorNeed};
 use crate::options::{OVERHEAD, TcpOptions};
-use crate::rendezvous::{Addresses, Advert, edge, expected_edges};
+use crate::rendezvous::{Addresses, PeerInfo, edge, expected_edges};
 use crate::runtime::Join;
 use crate::socket::{self, SocketFacts};
+use crate::socket_folder::{self, FolderInfo, SocketFolder};
 
 /// All connections of this rank.
 pub(super) struct Connected {
     /// `[lane][peer]`.
-    pub(super) links: Vec<Vec<Option<Link>>>,
+    pub(super) connections: Vec<Vec<Option<Connection>>>,
     /// What runs the gate's relays, if there are any.
     pub(super) relays: Option<Relays>,
-    pub(super) sockets: About,
+    pub(super) sockets: SocketInfo,
 }
 
 /// What the kernel says of the sockets.
-pub(super) enum About {
+pub(super) enum SocketInfo {
     /// Of a connection that came through the gate.
     Tcp(Option<SocketFacts>),
     Unix {
@@ -50,7 +50,7 @@ const BESIDE: usize = 8;
 const DRIVER: usize = 4;
 
 /// What [`all`] and the drivers take.
-pub(super) fn need(core: &Core, options: &TcpOptions) -> Need {
+pub(super) fn need(core: &Core, options: &TcpOptions) -> DescriptorNeed {
     // Of a connection behind the gate the public end, both ends of the private one, and the listener that waits for it.
     let accepted = if options.gate && !options.ipc { 4 } else { 2 };
     core.need(if options.ipc { "tcp-ipc" } else { "tcp" }, accepted, BESIDE + DRIVER * core.lanes)
@@ -70,33 +70,36 @@ pub(super) fn all(
     let need = need(core, options);
     let key = Key(control.derive_key("zeromq"));
     let opened = bind_address(options.bind, control).and_then(|own| {
-        let doors = Doors::open(core, options, own, drivers)?;
-        let advert =
-            Advert { salt: auth::nonce()?, place: Place::of(control), addresses: doors.addresses(core, options)? };
-        Ok((own, doors, advert))
+        let listeners = Listeners::open(core, options, own, drivers)?;
+        let peer_info = PeerInfo {
+            salt: auth::nonce()?,
+            place: NetworkLocation::of(control),
+            addresses: listeners.addresses(core, options)?,
+        };
+        Ok((own, listeners, peer_info))
     });
-    let advert = opened.as_ref().map(|(.., advert)| advert.clone()).map_err(Clone::clone);
-    let adverts = Advert::exchange(advert, "tcp", options, control, deadline)?;
-    let (own, mut doors, Advert { salt, .. }) = opened?;
-    let folders: Vec<&Folder> = adverts.iter().filter_map(Advert::folder).collect();
+    let peer_info = opened.as_ref().map(|(.., peer_info)| peer_info.clone()).map_err(Clone::clone);
+    let peer_infos = PeerInfo::exchange(peer_info, "tcp", options, control, deadline)?;
+    let (own, mut listeners, PeerInfo { salt, .. }) = opened?;
+    let folders: Vec<&FolderInfo> = peer_infos.iter().filter_map(PeerInfo::folder).collect();
     if options.ipc {
-        house::see_all(core.rank, &folders, control, deadline)?;
+        socket_folder::check_all_reachable(core.rank, &folders, control, deadline)?;
     }
     let accepted = Arc::new(Mutex::new(None));
-    let connecting = Connecting::new(core, &adverts, own, need);
+    let connecting = PendingConnections::new(core, &peer_infos, own, need);
     let mut relays = None;
-    if let Some(listener) = doors.gate.take() {
+    if let Some(listener) = listeners.gate.take() {
         let started = Relays::start(core.rank)?;
-        let news = News { accepted: accepted.clone(), trouble: connecting.trouble() };
-        started.keep(listener, key.clone(), salt, std::mem::take(&mut doors.rooms), news)?;
+        let report = GateReport { accepted: accepted.clone(), accept_error: connecting.accept_error() };
+        started.keep(listener, key.clone(), salt, std::mem::take(&mut listeners.private_sockets), report)?;
         relays = Some(started);
     }
-    let joining = Joining { core, options, key, salt, deadline, connecting, pool: pool(options) };
+    let joining = PeerConnector { core, options, key, salt, deadline, connecting, pool: pool(options) };
     for (lane, driver) in drivers.iter().enumerate() {
         driver.block_on(async {
             let mut join = Join::default();
-            for (edge, bound) in doors.bound.extract_if(|edge, _| edge.lane as usize == lane) {
-                join.push(edge.dialler as usize, joining.welcome(edge, bound));
+            for (edge, bound) in listeners.bound.extract_if(|edge, _| edge.lane as usize == lane) {
+                join.push(edge.dialler as usize, joining.accept_peer(edge, bound));
             }
             for peer in joining.connecting.dialled() {
                 let edge = edge(core.rank, peer, lane)?;
@@ -107,11 +110,11 @@ pub(super) fn all(
         })?;
     }
     let sockets = if options.ipc {
-        About::Unix { buffers: house::enlarge_buffers(&folders) }
+        SocketInfo::Unix { buffers: socket_folder::enlarge_buffers(&folders) }
     } else {
-        About::Tcp(accepted.lock().unwrap_or_else(PoisonError::into_inner).take())
+        SocketInfo::Tcp(accepted.lock().unwrap_or_else(PoisonError::into_inner).take())
     };
-    Ok(Connected { links: joining.connecting.into_links(), relays, sockets })
+    Ok(Connected { connections: joining.connecting.into_connections(), relays, sockets })
 }
 
 fn pool(options: &TcpOptions) -> Pool {
@@ -135,12 +138,19 @@ impl Relays {
     }
 
     /// Opens the gate in front of these sockets.
-    fn keep(&self, listener: TcpListener, key: Key, salt: [u8; PROOF_LEN], rooms: Rooms, news: News) -> Result<()> {
+    fn keep(
+        &self,
+        listener: TcpListener,
+        key: Key,
+        salt: [u8; PROOF_LEN],
+        private_sockets: PrivateSockets,
+        report: GateReport,
+    ) -> Result<()> {
         let Some(runtime) = &self.runtime else { return Err(Error::Internal("the gate is being dropped".into())) };
         let _context = runtime.enter();
         let listener = tokio::net::TcpListener::from_std(listener)
             .map_err(|error| Error::io("registering the gate's listener with the runtime", error))?;
-        runtime.spawn(gate::keep(listener, key, salt, rooms, news));
+        runtime.spawn(gate::keep(listener, key, salt, private_sockets, report));
         Ok(())
     }
 }
@@ -155,53 +165,54 @@ impl Drop for Relays {
 }
 
 /// A socket that waits for its only peer.
-struct Bound {
+struct BoundSocket {
     socket: DealerSocket,
     events: mpsc::Receiver<PeerEvent>,
 }
 
 /// Everything that listens while a transport connects.
-struct Doors {
-    bound: HashMap<Edge, Bound>,
+struct Listeners {
+    bound: HashMap<Edge, BoundSocket>,
     /// Over TCP without a gate: where each socket listens.
     public: HashMap<Edge, SocketAddr>,
     /// With a gate: its listener, and where each socket listens behind it.
     gate: Option<TcpListener>,
-    rooms: Rooms,
+    private_sockets: PrivateSockets,
     /// Holds the Unix sockets: those behind the gate, or those that the peers dial themselves.
-    house: Option<House>,
+    socket_folder: Option<SocketFolder>,
 }
 
-impl Doors {
+impl Listeners {
     fn open(core: &Core, options: &TcpOptions, own: SocketAddr, drivers: &[Driver]) -> Result<Self> {
         let edges = expected_edges(core.rank, core.world_size, core.lanes)?;
         let (bound, public) = (HashMap::new(), HashMap::new());
-        let mut doors = Doors { bound, public, gate: None, rooms: Rooms::new(), house: None };
+        let mut listeners =
+            Listeners { bound, public, gate: None, private_sockets: PrivateSockets::new(), socket_folder: None };
         if options.ipc {
-            doors.house = Some(House::build(core.rank)?);
+            listeners.socket_folder = Some(SocketFolder::create(core.rank)?);
         } else if options.gate && !edges.is_empty() {
-            doors.gate = Some(socket::listen(own, options.congestion.as_deref())?);
-            doors.house = Some(House::build(core.rank)?);
+            listeners.gate = Some(socket::listen(own, options.congestion.as_deref())?);
+            listeners.socket_folder = Some(SocketFolder::create(core.rank)?);
         }
         for edge in edges {
             let driver =
                 drivers.get(edge.lane as usize).ok_or_else(|| Error::Internal("a lane has no driver".into()))?;
-            let listener = doors.listen(core.rank, edge, options, own)?;
+            let listener = listeners.listen(core.rank, edge, options, own)?;
             let bound = driver.block_on(async {
                 let mut socket = DealerSocket::new();
                 let events = watch(&mut socket);
                 socket.bind_listener(listener).await.map_err(|error| failed(core.rank, "binding", &error))?;
-                Ok(Bound { socket, events })
+                Ok(BoundSocket { socket, events })
             })?;
-            doors.bound.insert(edge, bound);
+            listeners.bound.insert(edge, bound);
         }
-        Ok(doors)
+        Ok(listeners)
     }
 
     fn listen(&mut self, rank: usize, edge: Edge, options: &TcpOptions, own: SocketAddr) -> Result<Listener> {
-        if let Some(house) = &self.house {
-            let (listener, path) = house.listen(rank, edge)?;
-            self.rooms.insert(edge, path);
+        if let Some(socket_folder) = &self.socket_folder {
+            let (listener, path) = socket_folder.listen(rank, edge)?;
+            self.private_sockets.insert(edge, path);
             return Ok(Listener::Ipc(listener));
         }
         let listener = socket::listen(own, options.congestion.as_deref())?;
@@ -215,38 +226,38 @@ impl Doors {
     /// of all.
     fn addresses(&self, core: &Core, options: &TcpOptions) -> Result<Addresses> {
         let Core { rank, world_size, lanes, .. } = *core;
-        if let Some(house) = self.house.as_ref().filter(|_| options.ipc) {
-            return Ok(Addresses::Unix(house.announce(rank)?));
+        if let Some(socket_folder) = self.socket_folder.as_ref().filter(|_| options.ipc) {
+            return Ok(Addresses::Unix(socket_folder.announce(rank)?));
         }
         if let Some(gate) = &self.gate {
             let address = gate.local_addr().map_err(|error| Error::io("reading the gate's port", error))?;
-            return Ok(Addresses::Tcp(vec![Offer(address)]));
+            return Ok(Addresses::Tcp(vec![OfferedAddress(address)]));
         }
         let Some(filler) = self.public.values().next() else { return Ok(Addresses::Tcp(Vec::new())) };
-        let mut addresses = vec![Offer(*filler); world_size * lanes];
+        let mut addresses = vec![OfferedAddress(*filler); world_size * lanes];
         for (edge, address) in &self.public {
             if let Some(slot) = addresses.get_mut(edge.dialler as usize * lanes + edge.lane as usize) {
-                *slot = Offer(*address);
+                *slot = OfferedAddress(*address);
             }
         }
         Ok(Addresses::Tcp(addresses))
     }
 }
 
-struct Joining<'a> {
+struct PeerConnector<'a> {
     core: &'a Core,
     options: &'a TcpOptions,
     key: Key,
     salt: [u8; PROOF_LEN],
     deadline: Deadline,
-    connecting: Connecting<'a, Link>,
+    connecting: PendingConnections<'a, Connection>,
     pool: Pool,
 }
 
-impl Joining<'_> {
+impl PeerConnector<'_> {
     /// Waits for the peer of a bound socket, then stops listening.
-    async fn welcome(&self, edge: Edge, bound: Bound) -> Result<()> {
-        let Bound { mut socket, mut events } = bound;
+    async fn accept_peer(&self, edge: Edge, bound: BoundSocket) -> Result<()> {
+        let BoundSocket { mut socket, mut events } = bound;
         match events.recv().await {
             // The gate has checked it already; without a gate this is the only check.
             Some(PeerEvent::Accepted(identity)) if token::verify(&identity, &self.key, &self.salt) == Some(edge) => {}
@@ -267,43 +278,43 @@ impl Joining<'_> {
         if let Some(error) = socket.unbind_all().await.first() {
             return Err(failed(self.core.rank, "unbinding", error));
         }
-        self.connecting.store(edge.lane, edge.dialler, self.link(edge.dialler, socket, events));
+        self.connecting.store(edge.lane, edge.dialler, self.connection(edge.dialler, socket, events));
         Ok(())
     }
 
     /// Where to dial for a connection, as `zeromq` writes it, and the salt of the token.
     fn endpoint(&self, edge: Edge) -> Result<(&[u8; PROOF_LEN], String)> {
         let (peer, lane) = (edge.listener as usize, edge.lane as usize);
-        if let Some((advert, folder)) = self.connecting.folder(peer) {
-            return Ok((&advert.salt, format!("ipc://{}", folder.socket(edge).display())));
+        if let Some((peer_info, folder)) = self.connecting.folder(peer) {
+            return Ok((&peer_info.salt, format!("ipc://{}", folder.socket(edge).display())));
         }
-        let (advert, address) = self.connecting.address(peer, lane)?;
-        Ok((&advert.salt, format!("tcp://{address}")))
+        let (peer_info, address) = self.connecting.address(peer, lane)?;
+        Ok((&peer_info.salt, format!("tcp://{address}")))
     }
 
     async fn dial(&self, edge: Edge, endpoint: String, salt: &[u8; PROOF_LEN]) -> Result<()> {
         let attempt = || async {
             let token = token::issue(&self.key, edge, salt);
             let identity = PeerIdentity::try_from(token)
-                .map_err(|error| Attempt::Hopeless(failed(self.core.rank, "making an identity", &error)))?;
+                .map_err(|error| DialError::Hopeless(failed(self.core.rank, "making an identity", &error)))?;
             let mut options = SocketOptions::default();
             options.peer_identity(identity).connect_timeout(self.deadline.remaining());
             let mut socket = DealerSocket::with_options(options);
             let events = watch(&mut socket);
             match socket.connect(&endpoint).await {
-                Ok(()) => Ok(self.link(edge.listener, socket, events)),
+                Ok(()) => Ok(self.connection(edge.listener, socket, events)),
                 Err(ZmqError::Network(error)) => Err(error.into()),
-                Err(error) => Err(Attempt::Failed(error.to_string())),
+                Err(error) => Err(DialError::Failed(error.to_string())),
             }
         };
-        let link = self.connecting.dial(edge.listener, &endpoint, attempt).await?;
-        self.connecting.store(edge.lane, edge.listener, link);
+        let connection = self.connecting.dial(edge.listener, &endpoint, attempt).await?;
+        self.connecting.store(edge.lane, edge.listener, connection);
         Ok(())
     }
 
-    fn link(&self, peer: u32, socket: DealerSocket, events: mpsc::Receiver<PeerEvent>) -> Link {
+    fn connection(&self, peer: u32, socket: DealerSocket, events: mpsc::Receiver<PeerEvent>) -> Connection {
         let TcpOptions { segment, window, .. } = *self.options;
-        Link::new(peer as usize, socket, events, segment, window, self.pool.clone())
+        Connection::new(peer as usize, socket, events, segment, window, self.pool.clone())
     }
 }
 

@@ -12,8 +12,8 @@ const LEAST_CHARGE: usize = 4 << 10;
 const FIRST: u8 = 1;
 const MORE: u8 = 2;
 const CREDIT: u8 = 3;
-const BYE: u8 = 4;
-const BYE_SEEN: u8 = 5;
+const CLOSE: u8 = 4;
+const CLOSE_ACK: u8 = 5;
 
 /// A received message.
 #[derive(Debug, PartialEq, Eq)]
@@ -24,10 +24,10 @@ pub(crate) enum Frame {
     More(Bytes),
     /// So many charged bytes have been used; they may be sent again.
     Credit(u64),
-    /// Nothing follows but [`Frame::ByeSeen`].
-    Bye,
+    /// Nothing follows but [`Frame::CloseAck`].
+    Close,
     /// The acknowledgement of a close message.
-    ByeSeen,
+    CloseAck,
 }
 
 impl Frame {
@@ -59,8 +59,8 @@ impl Frame {
                 Ok(bytes) => Ok(Frame::Credit(u64::from_le_bytes(bytes))),
                 Err(_) => Err(format!("a credit of {} B", frame.len())),
             },
-            BYE if frame.is_empty() => Ok(Frame::Bye),
-            BYE_SEEN if frame.is_empty() => Ok(Frame::ByeSeen),
+            CLOSE if frame.is_empty() => Ok(Frame::Close),
+            CLOSE_ACK if frame.is_empty() => Ok(Frame::CloseAck),
             kind => Err(format!("a message of kind {kind} with {} B", frame.len())),
         }
     }
@@ -70,7 +70,7 @@ impl Frame {
         match self {
             Frame::First(_, payload) => charge(true, payload.len()),
             Frame::More(payload) => charge(false, payload.len()),
-            Frame::Credit(_) | Frame::Bye | Frame::ByeSeen => 0,
+            Frame::Credit(_) | Frame::Close | Frame::CloseAck => 0,
         }
     }
 }
@@ -102,12 +102,12 @@ pub(crate) fn credit(bytes: u64) -> Bytes {
     buffer.into()
 }
 
-pub(crate) fn bye() -> Bytes {
-    Bytes::copy_from_slice(&kind(BYE))
+pub(crate) fn close() -> Bytes {
+    Bytes::copy_from_slice(&kind(CLOSE))
 }
 
-pub(crate) fn bye_seen() -> Bytes {
-    Bytes::copy_from_slice(&kind(BYE_SEEN))
+pub(crate) fn close_ack() -> Bytes {
+    Bytes::copy_from_slice(&kind(CLOSE_ACK))
 }
 
 fn kind(kind: u8) -> [u8; KIND_LEN] {
@@ -150,8 +150,8 @@ mod tests {
         encode_part(&mut buffer, None, b"de");
         assert_eq!(decode(buffer).unwrap(), Frame::More(Bytes::from_static(b"de")));
         assert_eq!(decode(credit(77)).unwrap(), Frame::Credit(77));
-        assert_eq!(decode(bye()).unwrap(), Frame::Bye);
-        assert_eq!(decode(bye_seen()).unwrap(), Frame::ByeSeen);
+        assert_eq!(decode(close()).unwrap(), Frame::Close);
+        assert_eq!(decode(close_ack()).unwrap(), Frame::CloseAck);
     }
 
     #[test]
@@ -170,8 +170,8 @@ mod tests {
             (MORE, 17),
             (CREDIT, 7),
             (CREDIT, 9),
-            (BYE, 1),
-            (BYE_SEEN, 1),
+            (CLOSE, 1),
+            (CLOSE_ACK, 1),
             (0, 0),
             (6, 0),
         ] {
@@ -179,8 +179,8 @@ mod tests {
         }
         assert!(decode(&b"short"[..]).is_err());
         assert!(decode(&b"\x04\0\0\0\0\0\0\x01"[..]).is_err());
-        let mut two = ZmqMessage::from(bye());
-        two.push_back(bye());
+        let mut two = ZmqMessage::from(close());
+        two.push_back(close());
         assert!(Frame::decode(two, 16).is_err());
     }
 

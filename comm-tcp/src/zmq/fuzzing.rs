@@ -4,8 +4,8 @@ use bytes::Bytes;
 use comm_core::fuzzing::{Target, Verdict};
 use zeromq::ZmqMessage;
 
+pub use super::connection::fuzzing::*;
 pub use super::gate::fuzzing::*;
-pub use super::link::fuzzing::*;
 
 use super::frame::{self, Frame};
 use super::samples::{EDGE, KEY, SALT, SEGMENT, frame_seeds, ready};
@@ -19,7 +19,7 @@ pub(crate) fn targets() -> Vec<Target> {
         Target::new("zmq READY command", zmq_ready, || vec![ready(true, b"abc"), ready(false, &[7; 52])]),
         Target::new("zmq token", zmq_token, || vec![token::issue(&KEY, EDGE, &SALT)]),
     ];
-    own.into_iter().chain(super::link::fuzzing::targets()).chain(super::gate::fuzzing::targets()).collect()
+    own.into_iter().chain(super::connection::fuzzing::targets()).chain(super::gate::fuzzing::targets()).collect()
 }
 
 /// [`Frame::decode`] on a message of one frame, and on one of two.
@@ -39,8 +39,8 @@ pub fn zmq_frame(bytes: &[u8]) -> Verdict {
             part.into()
         }
         Frame::Credit(bytes) => frame::credit(*bytes),
-        Frame::Bye => frame::bye(),
-        Frame::ByeSeen => frame::bye_seen(),
+        Frame::Close => frame::close(),
+        Frame::CloseAck => frame::close_ack(),
     };
     assert_eq!(again, bytes, "a frame has one encoding");
     Verdict::Accepted

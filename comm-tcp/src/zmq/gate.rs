@@ -20,61 +20,68 @@ use tokio::net::{TcpListener, TcpStream, UnixStream};
 
 use super::token;
 use super::zmtp::{GREETING, GREETING_LEN, SHORT_COMMAND, dealer_identity};
+use crate::acceptor::Acceptor;
 use crate::auth::{Edge, Key, PROOF_LEN};
-use crate::connecting::Trouble;
-use crate::door::Door;
+use crate::connecting::AcceptError;
 use crate::socket::{self, SocketFacts};
 
 /// Bytes copied at a time, in each direction.
 const RELAY_BUFFER: usize = 256 << 10;
 
 /// Where the private sockets listen.
-pub(crate) type Rooms = HashMap<Edge, PathBuf>;
+pub(crate) type PrivateSockets = HashMap<Edge, PathBuf>;
 
 /// What the gate reports while the ranks connect.
 #[derive(Clone)]
-pub(super) struct News {
+pub(super) struct GateReport {
     /// What the kernel says of the first connection that was admitted.
     pub(super) accepted: Arc<Mutex<Option<SocketFacts>>>,
     /// Why a connection cannot be accepted.
-    pub(super) trouble: Arc<OnceLock<Trouble>>,
+    pub(super) accept_error: Arc<OnceLock<AcceptError>>,
 }
 
-/// Admits every connection of `rooms` once, and spawns a task that relays its bytes. Ends when all are admitted, or when no more can be,
+/// Admits every connection of `private_sockets` once, and spawns a task that relays its bytes. Ends when all are admitted, or when no more can be,
 /// closing the listener.
-pub(super) async fn keep(listener: TcpListener, key: Key, salt: [u8; PROOF_LEN], rooms: Rooms, news: News) {
-    let waiting: Mutex<HashSet<Edge>> = Mutex::new(rooms.keys().copied().collect());
+pub(super) async fn keep(
+    listener: TcpListener,
+    key: Key,
+    salt: [u8; PROOF_LEN],
+    private_sockets: PrivateSockets,
+    report: GateReport,
+) {
+    let waiting: Mutex<HashSet<Edge>> = Mutex::new(private_sockets.keys().copied().collect());
     let missing = || waiting.lock().unwrap_or_else(PoisonError::into_inner);
-    let mut door = Door::open(listener);
+    let mut acceptor = Acceptor::open(listener);
     while !missing().is_empty() {
-        let guest = door
+        let verified = acceptor
             .admit(|stream| {
                 let (missing, key, salt) = (&missing, &key, &salt);
                 async move {
                     socket::tune(&stream).ok()?;
-                    let guest = identify(stream, key, salt).await?;
+                    let verified = identify(stream, key, salt).await?;
                     // The token is used up here.
-                    missing().remove(&guest.edge).then_some(guest)
+                    missing().remove(&verified.edge).then_some(verified)
                 }
             })
             .await;
-        let guest = match guest {
-            Ok(guest) => guest,
+        let verified = match verified {
+            Ok(verified) => verified,
             Err(error) => {
-                let _ = news.trouble.set(Trouble { doing: "accepting a connection at the gate".into(), error });
+                let _ =
+                    report.accept_error.set(AcceptError { doing: "accepting a connection at the gate".into(), error });
                 return;
             }
         };
-        let read = || SocketFacts::read(&guest.stream);
-        news.accepted.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(read);
-        if let Some(room) = rooms.get(&guest.edge) {
-            tokio::spawn(escort(guest, room.clone(), news.trouble.clone()));
+        let read = || SocketFacts::read(&verified.stream);
+        report.accepted.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(read);
+        if let Some(path) = private_sockets.get(&verified.edge) {
+            tokio::spawn(relay(verified, path.clone(), report.accept_error.clone()));
         }
     }
 }
 
 /// A connection whose token was verified.
-struct Guest {
+struct VerifiedPeer {
     edge: Edge,
     stream: TcpStream,
     /// The READY command as it came, with its frame.
@@ -82,7 +89,7 @@ struct Guest {
 }
 
 /// The opening of ZMTP, up to and including the peer's READY.
-async fn identify(mut stream: TcpStream, key: &Key, salt: &[u8; PROOF_LEN]) -> Option<Guest> {
+async fn identify(mut stream: TcpStream, key: &Key, salt: &[u8; PROOF_LEN]) -> Option<VerifiedPeer> {
     let mut greeting = [0; GREETING_LEN];
     stream.read_exact(&mut greeting).await.ok()?;
     if greeting != GREETING {
@@ -100,32 +107,33 @@ async fn identify(mut stream: TcpStream, key: &Key, salt: &[u8; PROOF_LEN]) -> O
     head.copy_from_slice(&frame);
     stream.read_exact(body).await.ok()?;
     let edge = token::verify(dealer_identity(body)?, key, salt)?;
-    Some(Guest { edge, stream, ready })
+    Some(VerifiedPeer { edge, stream, ready })
 }
 
 /// Connects a verified connection to its private socket and copies bytes until both sides have ended. What goes wrong before that is stored
-/// in `trouble`: the token is used up, so the peer cannot try again. What goes wrong later ends both connections, which both sockets notice.
-async fn escort(guest: Guest, room: PathBuf, trouble: Arc<OnceLock<Trouble>>) {
-    let private = match introduce(&guest, &room).await {
+/// in `accept_error`: the token is used up, so the peer cannot try again. What goes wrong later ends both connections, which both sockets notice.
+async fn relay(verified: VerifiedPeer, path: PathBuf, accept_error: Arc<OnceLock<AcceptError>>) {
+    let private = match connect_private(&verified, &path).await {
         Ok(private) => private,
         Err(error) => {
-            let _ = trouble.set(Trouble { doing: format!("connecting the gate with {}", room.display()), error });
+            let _ =
+                accept_error.set(AcceptError { doing: format!("connecting the gate with {}", path.display()), error });
             return;
         }
     };
-    let (public_read, public_write) = guest.stream.into_split();
+    let (public_read, public_write) = verified.stream.into_split();
     let (private_read, private_write) = private.into_split();
     // One direction may end before the other: its last bytes still arrive.
     tokio::join!(copy(public_read, private_write), copy(private_read, public_write));
 }
 
 /// Opens the connection to the private socket, after both greetings and the peer's READY command.
-async fn introduce(guest: &Guest, room: &Path) -> io::Result<UnixStream> {
-    let mut private = UnixStream::connect(room).await?;
+async fn connect_private(verified: &VerifiedPeer, path: &Path) -> io::Result<UnixStream> {
+    let mut private = UnixStream::connect(path).await?;
     socket::enlarge_buffers(&SockRef::from(&private));
     let mut greeting = [0; GREETING_LEN];
     private.write_all(&GREETING).await?;
-    private.write_all(&guest.ready).await?;
+    private.write_all(&verified.ready).await?;
     private.read_exact(&mut greeting).await?;
     if greeting != GREETING {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "the socket behind the gate has an unknown greeting"));

@@ -1,11 +1,11 @@
 //! ZeroMQ.
 
 mod connect;
+mod connection;
 mod frame;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod gate;
-mod link;
 mod pool;
 #[cfg(feature = "fuzzing")]
 mod samples;
@@ -22,8 +22,8 @@ use comm_core::spinner::Spinner;
 use comm_core::{Control, Deadline, Error, Incoming, Outgoing, Result, Sink, Transport, Waiting};
 use tokio::sync::Notify;
 
-use self::connect::{About, Connected, Relays};
-use self::link::Link;
+use self::connect::{Connected, Relays, SocketInfo};
+use self::connection::Connection;
 use crate::core::{Core, describe};
 use crate::options::TcpOptions;
 use crate::runtime::Join;
@@ -52,7 +52,7 @@ pub struct ZmqTransport {
 /// The sockets of one lane and what drives them.
 struct Sockets {
     /// By peer; this rank's own place is empty.
-    links: Vec<Option<Link>>,
+    connections: Vec<Option<Connection>>,
     driver: Driver,
     /// How its exchanges wait.
     spinner: Spinner,
@@ -70,11 +70,12 @@ impl ZmqTransport {
         let core = Core::new(control.rank(), control.world_size(), options.lanes);
         connect::need(&core, options).check()?;
         let drivers = (0..options.lanes).map(|_| Driver::new("comm-tcp")).collect::<Result<Vec<_>>>()?;
-        let Connected { links, relays, sockets: about } = connect::all(&core, control, options, &drivers, deadline)?;
+        let Connected { connections, relays, sockets: about } =
+            connect::all(&core, control, options, &drivers, deadline)?;
         let spinner = Spinner::new(options.waiting);
-        let sockets = |(links, driver)| Sockets { links, driver, spinner: spinner.clone() };
+        let sockets = |(connections, driver)| Sockets { connections, driver, spinner: spinner.clone() };
         Ok(ZmqTransport {
-            lanes: Lanes::new(links.into_iter().zip(drivers).map(sockets)),
+            lanes: Lanes::new(connections.into_iter().zip(drivers).map(sockets)),
             core,
             bell: Notify::new(),
             facts: facts(options, about),
@@ -139,16 +140,16 @@ impl Transport for ZmqTransport {
     ) -> Result<()> {
         self.core.check_messages(outgoing, incoming)?;
         self.may_block()?;
-        self.lanes.run(lane, |Sockets { links, driver, spinner }| {
+        self.lanes.run(lane, |Sockets { connections, driver, spinner }| {
             let operation = || describe(lane, outgoing);
             let mut sinks = sinks_by_peer(self.core.world_size, incoming).into_iter();
             let mut join = Join::default();
-            for (peer, link) in links.iter_mut().enumerate() {
+            for (peer, connection) in connections.iter_mut().enumerate() {
                 let sink = sinks.next().flatten();
                 let message = outgoing.iter().find(|message| message.peer == peer);
-                if let (Some(link), true) = (link, sink.is_some() || message.is_some()) {
+                if let (Some(connection), true) = (connection, sink.is_some() || message.is_some()) {
                     join.push(peer, async move {
-                        link.exchange(message, sink).await.map_err(|fault| fault.blame(peer, operation))
+                        connection.exchange(message, sink).await.map_err(|fault| fault.blame(peer, operation))
                     });
                 }
             }
@@ -168,12 +169,12 @@ impl Transport for ZmqTransport {
 
     fn close(&self, deadline: Deadline) -> Result<()> {
         self.may_block()?;
-        let farewell = |lanes: &mut [&mut Sockets]| {
-            self.farewell(lanes, deadline)?;
-            lanes.iter_mut().for_each(|sockets| sockets.links.clear());
+        let close_handshake = |lanes: &mut [&mut Sockets]| {
+            self.close_handshake(lanes, deadline)?;
+            lanes.iter_mut().for_each(|sockets| sockets.connections.clear());
             Ok(())
         };
-        self.lanes.close(self.core.rank, deadline, || self.core.check(), farewell)
+        self.lanes.close(self.core.rank, deadline, || self.core.check(), close_handshake)
     }
 
     fn facts(&self) -> Vec<(String, String)> {
@@ -183,15 +184,15 @@ impl Transport for ZmqTransport {
 
 impl ZmqTransport {
     /// Exchanges close messages with all peers on all lanes at once. The first lane's driver waits; the others have their keepers.
-    fn farewell(&self, lanes: &mut [&mut Sockets], deadline: Deadline) -> Result<()> {
+    fn close_handshake(&self, lanes: &mut [&mut Sockets], deadline: Deadline) -> Result<()> {
         let mut join = Join::default();
         let mut first = None;
-        for Sockets { links, driver, .. } in lanes {
+        for Sockets { connections, driver, .. } in lanes {
             first.get_or_insert(&*driver);
-            for (peer, link) in links.iter_mut().enumerate() {
-                if let Some(link) = link {
+            for (peer, connection) in connections.iter_mut().enumerate() {
+                if let Some(connection) = connection {
                     join.push(peer, async move {
-                        link.close().await.map_err(|fault| fault.blame(peer, || "closing".into()))
+                        connection.close().await.map_err(|fault| fault.blame(peer, || "closing".into()))
                     });
                 }
             }
@@ -214,7 +215,7 @@ fn sinks_by_peer<'s>(world_size: usize, incoming: &'s mut [Incoming<'_>]) -> Vec
     sinks
 }
 
-fn facts(options: &TcpOptions, about: About) -> Vec<(String, String)> {
+fn facts(options: &TcpOptions, about: SocketInfo) -> Vec<(String, String)> {
     let fact = |name: &str, value: String| (name.to_string(), value);
     let over = if options.ipc { " over a Unix socket" } else { "" };
     let gate = match (options.ipc, options.gate) {
@@ -232,11 +233,11 @@ fn facts(options: &TcpOptions, about: About) -> Vec<(String, String)> {
     let congestion = "congestion control (accepted side)";
     let buffers = "socket buffers (B)";
     match about {
-        About::Unix { buffers: granted } => {
+        SocketInfo::Unix { buffers: granted } => {
             facts.push(fact("congestion control", "none: Unix sockets".to_string()));
             facts.push(fact(buffers, granted));
         }
-        About::Tcp(accepted) => {
+        SocketInfo::Tcp(accepted) => {
             let (used, granted) = accepted.map_or_else(
                 || {
                     let asked = options.congestion.as_deref().unwrap_or("the kernel's default");

@@ -12,10 +12,10 @@ const OFFSET: usize = 2 << 10;
 /// Buffers of one transport, handed out as [`Bytes`] and taken back when the last of those is dropped.
 #[derive(Clone)]
 pub(crate) struct Pool {
-    shelf: Arc<Shelf>,
+    free_list: Arc<FreeList>,
 }
 
-struct Shelf {
+struct FreeList {
     buffers: Mutex<Vec<Vec<u8>>>,
     capacity: usize,
     keep: usize,
@@ -24,35 +24,35 @@ struct Shelf {
 impl Pool {
     /// A pool of buffers of `capacity` bytes that keeps at most `keep` of them.
     pub(crate) fn new(capacity: usize, keep: usize) -> Self {
-        Pool { shelf: Arc::new(Shelf { buffers: Mutex::new(Vec::new()), capacity, keep }) }
+        Pool { free_list: Arc::new(FreeList { buffers: Mutex::new(Vec::new()), capacity, keep }) }
     }
 
     /// What `write` appends to a buffer.
     pub(crate) fn fill(&self, write: impl FnOnce(&mut Vec<u8>)) -> Bytes {
-        let kept = self.shelf.buffers.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let mut buffer = kept.unwrap_or_else(|| Vec::with_capacity(OFFSET + self.shelf.capacity));
+        let kept = self.free_list.buffers.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let mut buffer = kept.unwrap_or_else(|| Vec::with_capacity(OFFSET + self.free_list.capacity));
         buffer.clear();
         buffer.resize(OFFSET, 0);
         write(&mut buffer);
-        Bytes::from_owner(Lent { buffer, shelf: self.shelf.clone() })
+        Bytes::from_owner(PooledBuffer { buffer, free_list: self.free_list.clone() })
     }
 }
 
-struct Lent {
+struct PooledBuffer {
     buffer: Vec<u8>,
-    shelf: Arc<Shelf>,
+    free_list: Arc<FreeList>,
 }
 
-impl AsRef<[u8]> for Lent {
+impl AsRef<[u8]> for PooledBuffer {
     fn as_ref(&self) -> &[u8] {
         self.buffer.get(OFFSET..).unwrap_or_default()
     }
 }
 
-impl Drop for Lent {
+impl Drop for PooledBuffer {
     fn drop(&mut self) {
-        let mut buffers = self.shelf.buffers.lock().unwrap_or_else(PoisonError::into_inner);
-        if buffers.len() < self.shelf.keep {
+        let mut buffers = self.free_list.buffers.lock().unwrap_or_else(PoisonError::into_inner);
+        if buffers.len() < self.free_list.keep {
             buffers.push(std::mem::take(&mut self.buffer));
         }
     }
@@ -69,7 +69,7 @@ mod tests {
         let address = first.as_ptr();
         drop(first);
         drop(second);
-        assert_eq!(pool.shelf.buffers.lock().unwrap().len(), 1);
+        assert_eq!(pool.free_list.buffers.lock().unwrap().len(), 1);
         let again = pool.fill(|b| b.extend_from_slice(b"xyz"));
         assert_eq!((again.as_ptr(), &again[..]), (address, &b"xyz"[..]));
     }

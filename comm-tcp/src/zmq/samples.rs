@@ -34,7 +34,7 @@ pub(super) fn frame_seeds() -> Vec<Vec<u8>> {
         part(None, &[6; 36]),
         part(Some(0), b""),
         frame::credit(4096).to_vec(),
-        frame::bye().to_vec(),
-        frame::bye_seen().to_vec(),
+        frame::close().to_vec(),
+        frame::close_ack().to_vec(),
     ]
 }

@@ -8,24 +8,24 @@ use std::thread;
 use std::time::Duration;
 
 use comm_core::local::LocalControl;
-use comm_core::place::{Offer, Place};
+use comm_core::location::{NetworkLocation, OfferedAddress};
 use comm_core::{Algorithm, Control, DType, Deadline, Header, Incoming, OpKind, Outgoing, Result, Sink, Transport};
 use comm_tcp::{RawTcpTransport, TcpOptions, ZmqTransport};
 use serde::{Deserialize, Serialize};
 
 /// What a rank tells the others before they connect, after its settings, or why it cannot connect.
-pub(crate) type Told = std::result::Result<(String, Advert), String>;
+pub(crate) type RankResult = std::result::Result<(String, PeerInfo), String>;
 
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Advert {
+pub(crate) struct PeerInfo {
     pub(crate) salt: [u8; 32],
-    pub(crate) place: Place,
+    pub(crate) place: NetworkLocation,
     pub(crate) addresses: Addresses,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Addresses {
-    Tcp(Vec<Offer>),
+    Tcp(Vec<OfferedAddress>),
     Unix { machine: String, device: u64, inode: u64, path: PathBuf },
 }
 

@@ -2,10 +2,10 @@
 
 use std::process::ExitCode;
 
-use gpt2::memory::{self, Category, Counting};
+use gpt2::memory::{self, Category, CountingAllocator};
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 fn main() -> ExitCode {
     memory::set_thread_default(Category::Other);

@@ -8,7 +8,7 @@ use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 
 use super::progress::terminal;
 use super::{complain, say};
-use crate::corpus::{Loading, Stage};
+use crate::corpus::{LoadStatus, Stage};
 
 /// A progress bar on a terminal, else a line now and then; nothing for what is done at once.
 pub(super) struct LoadProgress {
@@ -36,8 +36,8 @@ impl LoadProgress {
         LoadProgress { speaks, current: None, kept: None }
     }
 
-    pub(super) fn watch(&mut self, loading: Loading) {
-        let Loading { stage, done, total } = loading;
+    pub(super) fn watch(&mut self, loading: LoadStatus) {
+        let LoadStatus { stage, done, total } = loading;
         let (what, least) = match stage {
             Stage::Encoding => ("encoding", 2 << 20),
             // These are a hundred times as fast.

@@ -8,7 +8,7 @@ use clap::Args;
 use super::CliError;
 use super::train::check_tensors;
 use crate::checkpoint::Checkpoint;
-use crate::devices::{DeviceChoice, Opened};
+use crate::devices::{CheckedDevice, DeviceChoice};
 use crate::segments::SegmentedModel;
 use crate::tokenizer::Tokenizer;
 use comm_core::splitmix::SplitMix64;
@@ -53,7 +53,7 @@ pub(super) fn run(args: &SampleArgs) -> Result<(), CliError> {
     let checkpoint = Checkpoint::load(&args.checkpoint)?;
     let tokenizer: Tokenizer = serde_json::from_value(checkpoint.tokenizer.clone())
         .map_err(|error| format!("checkpoint {}: its tokenizer: {error}", args.checkpoint.display()))?;
-    let Opened { device, largest_tensor } = args.device.open()?;
+    let CheckedDevice { device, largest_tensor } = args.device.open()?;
     if let Some(limit) = largest_tensor {
         check_tensors(args.device, limit, &checkpoint.config, 1)?;
     }

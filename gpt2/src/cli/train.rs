@@ -21,7 +21,7 @@ use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, complain, say};
 use crate::batches::{Batches, LastBatch, Share};
 use crate::config::{ModelConfig, Preset};
 use crate::corpus::{Corpus, CorpusSource, LoadOptions, TokenCache};
-use crate::devices::{DeviceChoice, Opened, cuda_ordinal};
+use crate::devices::{CheckedDevice, DeviceChoice, cuda_ordinal};
 use crate::env::default_cargo_home;
 use crate::optim::{LearningRate, LossScaling, OptimizerConfig, OptimizerKind, ScheduleKind};
 use crate::precision::Precision;
@@ -232,7 +232,7 @@ pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
                 // Before the text is loaded, which may take long.
                 return refuse_for_all(&args, &job, ranks_here, None, why);
             }
-            let prepared = Prepared::new(&args, job.world_size, ranks_here, Voice::of(&job))?;
+            let prepared = Prepared::new(&args, job.world_size, ranks_here, Verbosity::of(&job))?;
             let _lock = match (job.rank == 0).then(|| folder::take(&args.out, args.overwrite)).transpose() {
                 Ok(lock) => lock,
                 Err(why) => return refuse_for_all(&args, &job, ranks_here, Some(prepared), why),
@@ -277,7 +277,7 @@ fn refuse_for_all(
     complain(format_args!("error: {why}"));
     // The user has been told; later errors are not reported.
     let prepared = prepared
-        .map_or_else(|| Prepared::new(args, job.world_size, ranks_here, Voice { speaks: false, warns: false }), Ok);
+        .map_or_else(|| Prepared::new(args, job.world_size, ranks_here, Verbosity { speaks: false, warns: false }), Ok);
     if let Ok(Prepared { config, corpus, options, device }) = &prepared {
         let _ = refuse(job, config, corpus, options, device, &why.to_string());
     }
@@ -291,7 +291,7 @@ fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
         folder::refuse_earlier_run(&args.out)?;
     }
     // What is wrong with the arguments or the text is said once, here, and not by every rank.
-    let prepared = Prepared::new(args, ranks, ranks, Voice { speaks: true, warns: true })?;
+    let prepared = Prepared::new(args, ranks, ranks, Verbosity { speaks: true, warns: true })?;
     if is_threads(args.transport) || ranks == 1 {
         let _lock = folder::take(&args.out, args.overwrite)?;
         let mut progress = Prepared::progress(args, 0);
@@ -346,18 +346,18 @@ fn check_nproc(nproc: usize, job: &Job, ranks_here: Option<usize>) -> Result<(),
 
 /// What a process says while it prepares for the job.
 #[derive(Clone, Copy)]
-struct Voice {
+struct Verbosity {
     /// What all ranks do.
     speaks: bool,
     /// What goes wrong and does not matter much.
     warns: bool,
 }
 
-impl Voice {
+impl Verbosity {
     fn of(job: &Job) -> Self {
         let speaks = job.rank == 0;
         // Our own launcher has prepared, too, and said it.
-        Voice { speaks, warns: speaks && job.source != Source::Launch }
+        Verbosity { speaks, warns: speaks && job.source != Source::Launch }
     }
 }
 
@@ -371,7 +371,7 @@ struct Prepared {
 
 impl Prepared {
     /// `ranks` in all, of which `ranks_here` share this machine.
-    fn new(args: &TrainArgs, ranks: usize, ranks_here: usize, voice: Voice) -> Result<Self, CliError> {
+    fn new(args: &TrainArgs, ranks: usize, ranks_here: usize, voice: Verbosity) -> Result<Self, CliError> {
         check_ranks(args, ranks, ranks_here)?;
         check_numbers(args)?;
         let optimizer = optimizer(args)?;
@@ -380,7 +380,7 @@ impl Prepared {
         let learning_rate = learning_rate(args)?;
         let of_transport = transport_options(args)?;
 
-        let Opened { device, largest_tensor } = args.device.open()?;
+        let CheckedDevice { device, largest_tensor } = args.device.open()?;
         let cuda_device = cuda_ordinal(&device).map(usize::from);
         folder::make_writable(&args.out)?;
         let corpus = load(args, voice)?;
@@ -598,7 +598,7 @@ fn strategy_options(args: &TrainArgs, wire: Precision, ranks_per_node: usize) ->
 }
 
 /// The text, as tokens.
-fn load(args: &TrainArgs, voice: Voice) -> Result<Corpus, CliError> {
+fn load(args: &TrainArgs, voice: Verbosity) -> Result<Corpus, CliError> {
     let source = CorpusSource::from_path(args.data.clone(), default_cargo_home());
     let cache = TokenCache::of_user().filter(|_| !args.no_token_cache);
     let options = LoadOptions { documents: !args.no_special_tokens, cache };

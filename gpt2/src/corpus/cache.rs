@@ -181,13 +181,13 @@ impl TokenCache {
 
     /// Waits until no other process makes what belongs to `key`, and says so to them in turn. `waiting` is called now and then meanwhile.
     /// Where files cannot be locked, or the other makes no progress, it goes on without.
-    pub(super) fn turn(&self, key: Key, waiting: &mut dyn FnMut()) -> Turn {
+    pub(super) fn turn(&self, key: Key, waiting: &mut dyn FnMut()) -> CacheLock {
         self.turn_within(key, PATIENCE, waiting)
     }
 
-    fn turn_within(&self, key: Key, patience: Duration, waiting: &mut dyn FnMut()) -> Turn {
+    fn turn_within(&self, key: Key, patience: Duration, waiting: &mut dyn FnMut()) -> CacheLock {
         let path = self.path(key, LOCK);
-        let nobody = Turn { held: None, beats: 0 };
+        let nobody = CacheLock { held: None, beats: 0 };
         let open = || {
             fs::create_dir_all(&self.folder)?;
             File::options().read(true).write(true).create(true).truncate(false).open(&path)
@@ -196,7 +196,7 @@ impl TokenCache {
         let (mut seen, mut since) = (None, Instant::now());
         loop {
             match file.try_lock() {
-                Ok(()) => return Turn { held: Some((file, path)), beats: 0 },
+                Ok(()) => return CacheLock { held: Some((file, path)), beats: 0 },
                 Err(TryLockError::WouldBlock) => {}
                 Err(TryLockError::Error(_)) => return nobody,
             }
@@ -304,12 +304,12 @@ fn read_entry(key: Key, path: PathBuf, file: MappedFile) -> Option<Entry> {
 }
 
 /// The right to make what belongs to a key, until dropped.
-pub(super) struct Turn {
+pub(super) struct CacheLock {
     held: Option<(File, PathBuf)>,
     beats: u64,
 }
 
-impl Turn {
+impl CacheLock {
     /// Shows others that this process gets on.
     pub(super) fn beat(&mut self) {
         if let Some((file, _)) = &mut self.held {
@@ -320,7 +320,7 @@ impl Turn {
     }
 }
 
-impl Drop for Turn {
+impl Drop for CacheLock {
     fn drop(&mut self) {
         if let Some((_, path)) = &self.held {
             // Those who wait have it open; who gets the lock looks into the cache before anything else.

@@ -5,13 +5,13 @@ use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 
-use super::cache::{Entry, Identity, Key, Turn};
+use super::cache::{CacheLock, Entry, Identity, Key};
 use super::documentation::{self, Documentation};
 use super::shards::ShardSet;
 use super::synthetic::MarkovSource;
 use super::{
-    Corpus, CorpusError, CorpusSource, Documents, FALLBACK_BYTES, FALLBACK_SEED, LoadOptions, Loading, Origin, Stage,
-    TokenCache, TokenStream, encode, formats, shards, text,
+    Corpus, CorpusError, CorpusSource, Documents, FALLBACK_BYTES, FALLBACK_SEED, LoadOptions, LoadStatus, Origin,
+    Stage, TokenCache, TokenStream, encode, formats, shards, text,
 };
 use crate::sys::MappedFile;
 use crate::tokenizer::{END_OF_TEXT, Tokenizer, TokenizerError, TokenizerKind};
@@ -22,7 +22,7 @@ pub(super) struct Loader<'a> {
     /// The tokenizer, of that kind, where it is given and not made for the text.
     pub(super) given: Option<&'a Tokenizer>,
     pub(super) options: &'a LoadOptions,
-    pub(super) watch: &'a mut dyn FnMut(Loading),
+    pub(super) watch: &'a mut dyn FnMut(LoadStatus),
 }
 
 /// Bytes that are hashed between two signs of life.
@@ -90,7 +90,7 @@ impl<'a> Loader<'a> {
             return Ok(entry);
         }
         let total = identity.bytes;
-        let mut turn = cache.turn(source, &mut || (self.watch)(Loading { stage: Stage::Waiting, done: 0, total }));
+        let mut turn = cache.turn(source, &mut || (self.watch)(LoadStatus { stage: Stage::Waiting, done: 0, total }));
         // Who made it while this process waited has kept it.
         if let Some(entry) = known() {
             return Ok(entry);
@@ -109,12 +109,12 @@ impl<'a> Loader<'a> {
                 match cache.keep(key, &entry) {
                     Ok(()) => {
                         let total = entry.bytes;
-                        (self.watch)(Loading { stage: Stage::Kept, done: total, total });
+                        (self.watch)(LoadStatus { stage: Stage::Kept, done: total, total });
                         // In the file they are shared with other ranks.
                         cache.entry(key).unwrap_or(entry)
                     }
                     Err(error) => {
-                        (self.watch)(Loading { stage: Stage::NotKept(error.kind()), done: 0, total });
+                        (self.watch)(LoadStatus { stage: Stage::NotKept(error.kind()), done: 0, total });
                         entry
                     }
                 }
@@ -147,7 +147,7 @@ impl<'a> Loader<'a> {
         let text = text::read_joined(files, self.kind, self.documents(), &mut |more| {
             done += more;
             alive();
-            (self.watch)(Loading { stage: Stage::Reading, done, total });
+            (self.watch)(LoadStatus { stage: Stage::Reading, done, total });
         })?;
         if let (Origin::Text { path, .. }, true) = (origin, text.is_empty()) {
             return Err(CorpusError::Empty { path: path.clone() });
@@ -189,7 +189,7 @@ impl<'a> Loader<'a> {
         let mut watch = |more: usize| {
             done += more as u64;
             alive();
-            (self.watch)(Loading { stage: Stage::Encoding, done, total });
+            (self.watch)(LoadStatus { stage: Stage::Encoding, done, total });
         };
         watch(0);
         let train = encode::encode(&tokenizer, &text[..at], 0, documents, &mut watch)?;
@@ -235,9 +235,9 @@ impl<'a> Loader<'a> {
     ) -> Result<[u8; 32], CorpusError> {
         let total = 2 * (train.len() + validation.len()) as u64;
         let mut done = 0;
-        let mut checking = |more: usize, watch: &mut dyn FnMut(Loading)| {
+        let mut checking = |more: usize, watch: &mut dyn FnMut(LoadStatus)| {
             done += more as u64;
-            watch(Loading { stage: Stage::Checking, done, total });
+            watch(LoadStatus { stage: Stage::Checking, done, total });
         };
         let identified = self.cached(files);
         let Some((cache, identity)) = identified else {
@@ -250,19 +250,19 @@ impl<'a> Loader<'a> {
         }
         // What cannot be noted need not be waited for.
         let settled = identity.is_settled();
-        let mut turn =
-            settled.then(|| cache.turn(key, &mut || (self.watch)(Loading { stage: Stage::Waiting, done: 0, total })));
+        let mut turn = settled
+            .then(|| cache.turn(key, &mut || (self.watch)(LoadStatus { stage: Stage::Waiting, done: 0, total })));
         if let Some(hash) = cache.source(key) {
             return Ok(hash);
         }
         let hash = hash(tokenizer, train, validation, &mut |more| {
-            turn.iter_mut().for_each(Turn::beat);
+            turn.iter_mut().for_each(CacheLock::beat);
             checking(more, &mut self.watch);
         })?;
         if settled && Identity::of(files).is_ok_and(|now| now == identity) {
             let kept = cache.keep_source(key, &hash);
             if let Err(error) = kept {
-                (self.watch)(Loading { stage: Stage::NotKept(error.kind()), done: 0, total });
+                (self.watch)(LoadStatus { stage: Stage::NotKept(error.kind()), done: 0, total });
             }
         }
         Ok(hash)

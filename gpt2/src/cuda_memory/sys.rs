@@ -4,7 +4,7 @@ use burn::tensor::Tensor;
 use comm_core::Result;
 use comm_nccl::CudaBuffer;
 
-use super::lent::place;
+use super::lent::location;
 
 /// The memory of a CUDA tensor as NCCL takes it, which keeps the tensor; its values are there when this returns.
 ///

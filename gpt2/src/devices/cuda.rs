@@ -19,10 +19,10 @@ const TOOLKIT_IN_PACKAGES: [&str; 1] = ["nvidia/cu13"];
 /// Where they put NVRTC.
 const NVRTC_IN_PACKAGES: [&str; 2] = ["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"];
 
-/// Folders in which parts of a toolkit may lie. What the backend searches is [`toolkit`](Places::toolkit) alone; the others serve for
+/// Folders in which parts of a toolkit may lie. What the backend searches is [`toolkit`](ToolkitPaths::toolkit) alone; the others serve for
 /// advice.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Places {
+pub(super) struct ToolkitPaths {
     /// The toolkit that the backend will take, and what made it so.
     pub(super) toolkit: Option<PathBuf>,
     /// Whether `CUDA_PATH` named it.
@@ -31,11 +31,11 @@ pub(super) struct Places {
     pub(super) packages: Vec<PathBuf>,
 }
 
-impl Places {
+impl ToolkitPaths {
     /// Those of this process.
     #[cfg(feature = "cuda")]
     pub(super) fn here() -> Self {
-        Places {
+        ToolkitPaths {
             toolkit: cubecl_cuda::install::cuda_path(),
             by_variable: crate::env::cuda_path().is_some(),
             packages: crate::env::python_roots().iter().flat_map(|root| package_folders(root)).collect(),
@@ -195,7 +195,7 @@ pub(super) fn probe(number: Option<usize>) -> Result<(usize, (u32, u32)), Proble
     }
     let nvrtc = nvrtc()?;
     fits(nvrtc.version, driver.version().ok())?;
-    Places::here().headers()?;
+    ToolkitPaths::here().headers()?;
     driver.try_out(number).map_err(|(why, remedy)| Problem::new(why, remedy))?;
     Ok((number, nvrtc.version))
 }
@@ -236,7 +236,7 @@ pub(super) fn nvrtc() -> Result<crate::sys::Nvrtc, Problem> {
     match crate::sys::Nvrtc::find(&names) {
         Some(Ok(nvrtc)) => Ok(nvrtc),
         Some(Err(why)) => Err(Problem::new(why, "install NVRTC again")),
-        None => Err(Places::here().no_nvrtc(&names)),
+        None => Err(ToolkitPaths::here().no_nvrtc(&names)),
     }
 }
 
@@ -258,13 +258,13 @@ mod tests {
     fn headers_are_found_in_the_toolkit() {
         let folder = tempfile::tempdir().unwrap();
         toolkit(folder.path());
-        let places = Places { toolkit: Some(folder.path().into()), ..Places::default() };
+        let places = ToolkitPaths { toolkit: Some(folder.path().into()), ..ToolkitPaths::default() };
         assert_eq!(places.headers().unwrap().path, folder.path().join("include"));
     }
 
     #[test]
     fn without_a_toolkit_every_place_searched_is_named() {
-        let said = Places::default().headers().unwrap_err().to_string();
+        let said = ToolkitPaths::default().headers().unwrap_err().to_string();
         for part in ["CUDA_PATH", "/usr/local/cuda", "/opt/cuda", "/usr/bin/nvcc", "pip install"] {
             assert!(said.contains(part), "{part}: {said}");
         }
@@ -275,7 +275,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         toolkit(folder.path());
         fs::remove_file(folder.path().join("include/crt/mma.h")).unwrap();
-        let places = Places { toolkit: Some(folder.path().into()), by_variable: true, packages: Vec::new() };
+        let places = ToolkitPaths { toolkit: Some(folder.path().into()), by_variable: true, packages: Vec::new() };
         let said = places.headers().unwrap_err().to_string();
         assert!(said.contains("crt/mma.h is not below") && said.contains("which CUDA_PATH names"), "{said}");
     }
@@ -287,7 +287,7 @@ mod tests {
         toolkit(&packages.join("nvidia/cu13"));
         let found = package_folders(root.path());
         assert_eq!(found, std::slice::from_ref(&packages));
-        let said = Places { packages: found, ..Places::default() }.headers().unwrap_err().to_string();
+        let said = ToolkitPaths { packages: found, ..ToolkitPaths::default() }.headers().unwrap_err().to_string();
         let advice = format!("set CUDA_PATH={}", packages.join("nvidia/cu13").display());
         assert!(said.contains(&advice), "{said}");
     }
@@ -299,7 +299,7 @@ mod tests {
         let packages = root.path().join("lib/python3.12/site-packages");
         let lib = packages.join("nvidia/cu13/lib");
         fs::create_dir_all(&lib).unwrap();
-        let places = Places { packages: vec![packages], ..Places::default() };
+        let places = ToolkitPaths { packages: vec![packages], ..ToolkitPaths::default() };
         let said = places.no_nvrtc(&names).to_string();
         assert!(
             said.contains("libnvrtc.so, libnvrtc.so.12") && said.contains("pip install nvidia-cuda-nvrtc"),
@@ -316,7 +316,7 @@ mod tests {
         let toolkit = root.path().join("cuda");
         fs::create_dir_all(toolkit.join("lib64")).unwrap();
         fs::write(toolkit.join("lib64/libnvrtc.so"), "").unwrap();
-        let said = Places { toolkit: Some(toolkit.clone()), ..places }.no_nvrtc(&names).to_string();
+        let said = ToolkitPaths { toolkit: Some(toolkit.clone()), ..places }.no_nvrtc(&names).to_string();
         assert!(said.contains(&format!("{}/lib64", toolkit.display())), "{said}");
     }
 

@@ -11,7 +11,7 @@ const FILES_WITH_SECTION: [&str; 2] = ["burn.toml", "Burn.toml"];
 
 /// Where compiled kernels are kept, and what decides it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum CacheLocation {
     /// The user's file with settings.
     Settings(PathBuf),
     /// The default folder.
@@ -20,13 +20,13 @@ pub(super) enum Place {
     Nowhere,
 }
 
-impl Place {
+impl CacheLocation {
     /// `start` and the folders above it are searched for a file with settings; `cache` is the user's cache folder.
     pub(super) fn find(start: Option<&Path>, cache: Option<PathBuf>) -> Self {
         if let Some(file) = start.and_then(settings_file) {
-            return Place::Settings(file);
+            return CacheLocation::Settings(file);
         }
-        cache.map_or(Place::Nowhere, |cache| Place::Folder(cache.join("isocomm")))
+        cache.map_or(CacheLocation::Nowhere, |cache| CacheLocation::Folder(cache.join("isocomm")))
     }
 
     /// The place for this process.
@@ -56,14 +56,14 @@ pub(super) fn settle(compiler: &str) {
     use burn::cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
 
     let mut config = CubeClRuntimeConfig::default();
-    match Place::here() {
+    match CacheLocation::here() {
         // Read by the compiler itself.
-        Place::Settings(_) => return,
-        Place::Folder(folder) => {
+        CacheLocation::Settings(_) => return,
+        CacheLocation::Folder(folder) => {
             config.compilation.cache = true;
             config.environment.path = CacheConfig::Directory(folder.join(compiler));
         }
-        Place::Nowhere => config.autotune.disable_cache = true,
+        CacheLocation::Nowhere => config.autotune.disable_cache = true,
     }
     CubeClRuntimeConfig::try_set(config.override_from_env());
 }
@@ -77,9 +77,9 @@ mod tests {
     #[test]
     fn kernels_are_kept_in_the_users_cache_folder() {
         let start = tempfile::tempdir().unwrap();
-        let place = Place::find(Some(start.path()), Some("/home/me/.cache".into()));
-        assert_eq!(place, Place::Folder("/home/me/.cache/isocomm".into()));
-        assert_eq!(Place::find(None, None), Place::Nowhere);
+        let place = CacheLocation::find(Some(start.path()), Some("/home/me/.cache".into()));
+        assert_eq!(place, CacheLocation::Folder("/home/me/.cache/isocomm".into()));
+        assert_eq!(CacheLocation::find(None, None), CacheLocation::Nowhere);
     }
 
     #[test]
@@ -87,13 +87,13 @@ mod tests {
         let start = tempfile::tempdir().unwrap();
         let below = start.path().join("a/b");
         fs::create_dir_all(&below).unwrap();
-        let find = || Place::find(Some(&below), Some("/cache".into()));
+        let find = || CacheLocation::find(Some(&below), Some("/cache".into()));
 
         fs::write(start.path().join("burn.toml"), "[fusion]\n").unwrap();
-        assert_eq!(find(), Place::Folder("/cache/isocomm".into()));
+        assert_eq!(find(), CacheLocation::Folder("/cache/isocomm".into()));
         fs::write(start.path().join("burn.toml"), "[cubecl.autotune]\nlevel = \"minimal\"\n").unwrap();
-        assert_eq!(find(), Place::Settings(start.path().join("burn.toml")));
+        assert_eq!(find(), CacheLocation::Settings(start.path().join("burn.toml")));
         fs::write(below.join("cubecl.toml"), "").unwrap();
-        assert_eq!(find(), Place::Settings(below.join("cubecl.toml")));
+        assert_eq!(find(), CacheLocation::Settings(below.join("cubecl.toml")));
     }
 }

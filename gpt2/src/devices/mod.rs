@@ -41,18 +41,18 @@ impl DeviceChoice {
     ///
     /// # Errors
     /// What is missing on this machine or in this build, and what to try.
-    pub fn open(self) -> Result<Opened, DeviceError> {
+    pub fn open(self) -> Result<CheckedDevice, DeviceError> {
         self.probe().map_err(|problem| DeviceError { choice: self, problem })
     }
 
-    fn probe(self) -> Result<Opened, Problem> {
+    fn probe(self) -> Result<CheckedDevice, Problem> {
         match self {
-            DeviceChoice::Cpu => Ok(Opened { device: Device::flex(), largest_tensor: None }),
+            DeviceChoice::Cpu => Ok(CheckedDevice { device: Device::flex(), largest_tensor: None }),
             #[cfg(feature = "cuda")]
             DeviceChoice::Cuda(number) => {
                 let (ordinal, (major, minor)) = cuda::probe(number)?;
                 kernel_cache::settle(&format!("nvrtc-{major}.{minor}"));
-                Ok(Opened { device: Device::cuda(ordinal), largest_tensor: None })
+                Ok(CheckedDevice { device: Device::cuda(ordinal), largest_tensor: None })
             }
             #[cfg(feature = "wgpu")]
             DeviceChoice::Wgpu(number) => {
@@ -60,7 +60,7 @@ impl DeviceChoice {
                 adapter.probe()?;
                 #[cfg(feature = "kernel-cache")]
                 kernel_cache::settle("wgpu");
-                Ok(Opened { device: adapter.device(), largest_tensor: Some(adapter.largest_tensor()) })
+                Ok(CheckedDevice { device: adapter.device(), largest_tensor: Some(adapter.largest_tensor()) })
             }
             #[allow(unreachable_patterns, reason = "a build with every feature")]
             lacking => {
@@ -82,7 +82,7 @@ impl DeviceChoice {
 
 /// A device that was looked at and found fit.
 #[derive(Clone, Debug)]
-pub struct Opened {
+pub struct CheckedDevice {
     /// The device.
     pub device: Device,
     /// Bytes that one tensor may have at most, where the device sets a limit by itself.

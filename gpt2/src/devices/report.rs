@@ -322,7 +322,7 @@ fn nvrtc() -> Result<Library, Problem> {
 
 #[cfg(feature = "cuda")]
 fn cuda_headers() -> Result<CudaHeaders, Problem> {
-    super::cuda::Places::here().headers()
+    super::cuda::ToolkitPaths::here().headers()
 }
 
 #[cfg(not(feature = "cuda"))]
@@ -350,11 +350,11 @@ fn nccl() -> Result<Library, Problem> {
 
 #[cfg(feature = "kernel-cache")]
 fn kernel_cache() -> Result<KernelCache, Problem> {
-    use super::kernel_cache::Place;
-    match Place::here() {
-        Place::Settings(file) => Ok(KernelCache::Settings(file)),
-        Place::Folder(folder) => Ok(KernelCache::Folder(folder)),
-        Place::Nowhere => Err(Problem::new(
+    use super::kernel_cache::CacheLocation;
+    match CacheLocation::here() {
+        CacheLocation::Settings(file) => Ok(KernelCache::Settings(file)),
+        CacheLocation::Folder(folder) => Ok(KernelCache::Folder(folder)),
+        CacheLocation::Nowhere => Err(Problem::new(
             "compiled kernels are not kept: the user has no home folder",
             "set XDG_CACHE_HOME to an absolute path",
         )),

@@ -11,7 +11,7 @@ use super::ledger::{Category, LEDGER, current, take_moving};
 /// A block that grows or shrinks stays in its category. Each block takes 16 bytes more than asked for (its alignment, where that is
 /// larger), which hold the category; zeroed memory and growth are still the system's own, so that pages come when they are touched.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Counting;
+pub struct CountingAllocator;
 
 /// Room in front of a block for its category. What the system's allocator aligns to by itself, so that it still serves the longer block
 /// by `malloc`, `calloc` and `realloc`, which know fresh pages and move them without touching them.
@@ -31,7 +31,7 @@ fn header(layout: Layout) -> usize {
 /// Writes `category` in front of a block.
 ///
 /// # Safety
-/// `block` comes from [`Counting`] and is not freed, and no other thread uses its header.
+/// `block` comes from [`CountingAllocator`] and is not freed, and no other thread uses its header.
 unsafe fn write_category(block: *mut u8, category: Category) {
     // SAFETY: each block has at least HEADER bytes of its own allocation in front.
     unsafe { block.sub(HEADER).write(category.code()) }
@@ -66,7 +66,7 @@ unsafe fn charged(outer: *mut u8, layout: Layout) -> *mut u8 {
 // SAFETY: every block is the tail of one of the system's, which is fresh, long enough and aligned: its header is as long as its own
 // alignment, which is at least the block's. Blocks are given back to the system by the same start and layout. Nothing here
 // allocates or panics: the thread-local values are constants without destructors, and the counters are atomic integers.
-unsafe impl GlobalAlloc for Counting {
+unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let Some(outer) = with_header(layout) else { return std::ptr::null_mut() };
         // SAFETY: the size is not zero, since the header's is not; the result is for this layout.
@@ -127,7 +127,7 @@ unsafe impl GlobalAlloc for Counting {
 }
 
 /// Asks the global allocator for as much memory for `buffer` as it has, which changes nothing, except where [`recharge`] has
-/// told [`Counting`] to move it to another category.
+/// told [`CountingAllocator`] to move it to another category.
 pub(super) fn reallocate<T>(buffer: Vec<T>) -> Vec<T> {
     let mut buffer = ManuallyDrop::new(buffer);
     let (start, length, capacity) = (buffer.as_mut_ptr(), buffer.len(), buffer.capacity());

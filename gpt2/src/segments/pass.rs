@@ -6,7 +6,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{FloatDType, Gradients, IndexingUpdateOp, Int, Tensor};
 
 use super::error::ModelError;
-use super::weights::{haunt, read_back, refill};
+use super::weights::{detach_weights, read_back, refill};
 use super::{SegmentedModel, TokenBatch, cross_entropy};
 #[cfg(all(feature = "cube", not(feature = "fusion")))]
 use crate::cube;
@@ -122,7 +122,7 @@ struct Graph<M> {
 }
 
 /// What a segment keeps between its forward and its backward pass.
-enum Kept<M> {
+enum SavedInput<M> {
     Graph(Box<Graph<M>>),
     /// For another forward pass.
     Input(Box<Tensor<3>>),
@@ -173,14 +173,14 @@ impl SegmentedModel {
             let block = &self.blocks[segment - 1];
             if self.compute.recompute {
                 let output_btc = block.forward(x_btc.clone(), &mask_tt, self.kernels());
-                kept.push(Kept::Input(Box::new(std::mem::replace(&mut x_btc, output_btc))));
+                kept.push(SavedInput::Input(Box::new(std::mem::replace(&mut x_btc, output_btc))));
             } else {
                 let graph = self.graph(block.clone(), x_btc, &mask_tt);
                 x_btc = graph.output_btc.clone().inner();
-                kept.push(Kept::Graph(Box::new(graph)));
+                kept.push(SavedInput::Graph(Box::new(graph)));
             }
             hooks.leave(self, Pass::Forward, segment)?;
-            if let (false, Some(Kept::Graph(graph))) = (self.present[segment], kept.last()) {
+            if let (false, Some(SavedInput::Graph(graph))) = (self.present[segment], kept.last()) {
                 graph.forget();
             }
         }
@@ -213,11 +213,11 @@ impl SegmentedModel {
             self.enter(hooks, Pass::Backward, segment)?;
             let block = &self.blocks[segment - 1];
             let graph = match entry {
-                Kept::Graph(graph) => {
+                SavedInput::Graph(graph) => {
                     graph.remember(block);
                     graph
                 }
-                Kept::Input(input_btc) => Box::new(self.graph(block.clone(), *input_btc, &mask_tt)),
+                SavedInput::Input(input_btc) => Box::new(self.graph(block.clone(), *input_btc, &mask_tt)),
             };
             let (grads, below_btc) = graph.backward(segment, upstream_btc)?;
             upstream_btc = below_btc;
@@ -294,8 +294,8 @@ impl SegmentedModel {
         let input_btc = x_btc.autodiff().require_grad();
         let (leaves, resident) = match self.placement() {
             Placement::Host => {
-                let (ghosts, resident) = haunt(layer, &self.device);
-                (ghosts, Some(resident))
+                let (leaves_only, resident) = detach_weights(layer, &self.device);
+                (leaves_only, Some(resident))
             }
             Placement::Device => (layer.train(), None),
         };

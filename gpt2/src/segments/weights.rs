@@ -122,30 +122,30 @@ impl ModuleMapper for Release<'_> {
 }
 
 /// Replaces weights by leaves that stand for them, and keeps them in `resident`.
-struct Ghosts<'a> {
+struct ReplaceByLeaves<'a> {
     device: &'a Device,
     resident: &'a Resident,
 }
 
-impl ModuleMapper for Ghosts<'_> {
+impl ModuleMapper for ReplaceByLeaves<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let leaf = fused::ghost::<D>(self.device);
+        let leaf = fused::empty_leaf::<D>(self.device);
         self.resident.insert(fused::leaf_id(leaf.clone()), param.val());
         Param::initialized(param.id, leaf)
     }
 }
 
 /// `module` with leaves without contents instead of its weights, and the weights.
-pub(super) fn haunt<M: Module>(module: M, device: &Device) -> (M, Arc<Resident>) {
+pub(super) fn detach_weights<M: Module>(module: M, device: &Device) -> (M, Arc<Resident>) {
     let resident = Arc::new(Resident::default());
-    let ghosts = module.map(&mut Ghosts { device, resident: &resident });
-    (ghosts, resident)
+    let leaves_only = module.map(&mut ReplaceByLeaves { device, resident: &resident });
+    (leaves_only, resident)
 }
 
-/// Stores the weights of `module` again under the leaves of `ghosts`.
-pub(super) fn refill<M: Module>(ghosts: &M, module: &M, resident: &Resident) {
+/// Stores the weights of `module` again under the leaves of `leaves_only`.
+pub(super) fn refill<M: Module>(leaves_only: &M, module: &M, resident: &Resident) {
     let mut leaves = Leaves::default();
-    ghosts.visit(&mut leaves);
+    leaves_only.visit(&mut leaves);
     module.visit(&mut Refill { leaves: leaves.0.into_iter(), resident });
 }
 

@@ -4,7 +4,7 @@ use comm_core::{Algorithm, Op, OpKind, ReduceOp, table};
 
 use super::channels::{Pending, Route};
 use super::formula::{Expected, Run, Tally, units};
-use super::layout::Filling;
+use super::layout::BucketFiller;
 use super::{
     Built, Channels, DuringPass, LocalStep, Setup, Spec, StepOutcome, Strategy, StrategyKind, Synchronous, put_own,
     synchronous,
@@ -61,7 +61,7 @@ fn ring(wire: Precision, ranks: usize) -> Option<Algorithm> {
 
 /// Gradients in buckets of whole segments, each all-reduced once.
 struct Buckets {
-    buckets: Filling,
+    buckets: BucketFiller,
     /// Whether a full bucket's all-reduce starts at once.
     overlap: bool,
     /// `None` for the table's choice.
@@ -81,7 +81,7 @@ impl Buckets {
     ) -> Built {
         let layout = setup.layout();
         let buckets = Buckets {
-            buckets: Filling::new(&layout, first, others),
+            buckets: BucketFiller::new(&layout, first, others),
             overlap,
             algorithm,
             started: Vec::new(),

@@ -195,7 +195,7 @@ impl Channel {
         whole: Buffer,
         range: &Range<usize>,
         other: &Channel,
-    ) -> comm_core::Result<(Buffer, Kept)> {
+    ) -> comm_core::Result<(Buffer, HostRemainder)> {
         self.packing(|| match whole {
             Buffer::Host(whole) => {
                 let part = copy_out(&whole, range);
@@ -203,12 +203,12 @@ impl Channel {
                     true => other.packer.pack(other.packer.upload(part)?)?,
                     false => Buffer::Host(part),
                 };
-                Ok((part, Kept::Whole(whole)))
+                Ok((part, HostRemainder::Whole(whole)))
             }
             Buffer::Device(_) => {
                 let count = whole.count();
                 let part = self.packer.unpack_part(whole, range.clone())?;
-                Ok((other.packer.pack(part)?, Kept::Count(count)))
+                Ok((other.packer.pack(part)?, HostRemainder::Count(count)))
             }
         })
     }
@@ -216,13 +216,13 @@ impl Channel {
     /// The whole buffer again, with the elements `range` as they came from `other`.
     pub(super) fn put_back(
         &self,
-        kept: Kept,
+        kept: HostRemainder,
         range: &Range<usize>,
         part: Buffer,
         other: &Channel,
     ) -> comm_core::Result<Buffer> {
         self.packing(|| match kept {
-            Kept::Whole(mut whole) => {
+            HostRemainder::Whole(mut whole) => {
                 let part = match part {
                     Buffer::Host(part) => part,
                     // Inside the node nothing is lent, so this comes in host memory.
@@ -236,7 +236,7 @@ impl Channel {
                 copy_in(&mut whole, range, &part);
                 Ok(Buffer::Host(whole))
             }
-            Kept::Count(count) => {
+            HostRemainder::Count(count) => {
                 let part = match part {
                     Buffer::Host(part) => self.packer.upload(part)?,
                     Buffer::Device(_) => other.packer.unpack(part)?,
@@ -257,7 +257,7 @@ impl Channel {
 }
 
 /// The rest of a buffer while a part of it is with another channel.
-pub(super) enum Kept {
+pub(super) enum HostRemainder {
     /// All of it, in host memory: the part goes back to its place.
     Whole(HostBuffer),
     /// On the device nothing but its number of elements: a buffer is made around the part, whose rest another operation fills.

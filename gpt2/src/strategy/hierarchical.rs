@@ -5,9 +5,9 @@ use std::ops::Range;
 
 use comm_core::{Error, Op, ReduceOp, shard_range};
 
-use super::channels::{Channel, Kept, Pending, Route};
+use super::channels::{Channel, HostRemainder, Pending, Route};
 use super::formula::{Expected, Run, Tally, units};
-use super::layout::Filling;
+use super::layout::BucketFiller;
 use super::{
     Built, Channels, Comms, DuringPass, Layout, LocalStep, Setup, Spec, StepOutcome, Strategy, StrategyKind,
     StrategyOptions, Synchronous, put_own, synchronous,
@@ -49,13 +49,13 @@ fn expected(run: &Run<'_>, layout: &Layout, rank: usize) -> Expected {
 /// only the shards that change places in between.
 struct Hierarchical {
     overlap: bool,
-    buckets: Filling,
+    buckets: BucketFiller,
     /// This rank's shard of each bucket, inside its node.
     shards: Vec<Range<usize>>,
     /// Three stages of a pipeline: a bucket enters the first as it leaves, and moves on one place with each bucket that follows. All
     /// ranks therefore start their operations in one order.
     scattering: VecDeque<(usize, Pending)>,
-    reducing: VecDeque<(usize, Kept, Pending)>,
+    reducing: VecDeque<(usize, HostRemainder, Pending)>,
     gathering: VecDeque<Pending>,
     expected: Expected,
 }
@@ -121,7 +121,7 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
         between: Channel::new(between, groups.between, wire(comms.native.clone()), Category::Gradients),
         parameters: Channel::new(world.clone(), EVERYONE, Packer::new(precision, native), Category::Parameters),
     };
-    let buckets = Filling::new(&layout, options.first_bucket_bytes, options.bucket_bytes);
+    let buckets = BucketFiller::new(&layout, options.first_bucket_bytes, options.bucket_bytes);
     let shard = |len: usize| shard_range(len, node.world_size(), node.rank());
     let options = StrategyOptions { ranks_per_node: size, ..options.clone() };
     let hierarchical = Hierarchical {

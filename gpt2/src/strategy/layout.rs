@@ -144,7 +144,7 @@ impl Bucket {
 }
 
 /// The buckets of a step: they are filled one after another as the backward pass ends their segments, and leave in that order.
-pub(super) struct Filling {
+pub(super) struct BucketFiller {
     plan: Vec<Bucket>,
     /// What each bucket's gradients are called.
     labels: Vec<Arc<str>>,
@@ -155,13 +155,13 @@ pub(super) struct Filling {
     full: VecDeque<(usize, Flat)>,
 }
 
-impl Filling {
+impl BucketFiller {
     /// Buckets that are closed once they hold `first` bytes of f32, and after the first `others` bytes.
     pub(super) fn new(layout: &Layout, first: usize, others: usize) -> Self {
         let plan = buckets(layout, first, others);
         let label = |(index, bucket): (usize, &Bucket)| format!("gradients, bucket {index}: {}", bucket.name).into();
         let labels = plan.iter().enumerate().map(label).collect();
-        Filling { plan, labels, open: (0, 0), grads: Flat::default(), full: VecDeque::new() }
+        BucketFiller { plan, labels, open: (0, 0), grads: Flat::default(), full: VecDeque::new() }
     }
 
     /// All buckets, in the order in which they leave.
@@ -207,7 +207,7 @@ impl Filling {
 }
 
 /// The gradients of all segments as one vector, in forward order.
-pub(super) struct Whole {
+pub(super) struct FullGradient {
     ranges: Vec<Range<usize>>,
     /// In host memory.
     values: Vec<f32>,
@@ -215,9 +215,9 @@ pub(super) struct Whole {
     pieces: Vec<Flat>,
 }
 
-impl Whole {
+impl FullGradient {
     pub(super) fn new(layout: &Layout) -> Self {
-        Whole { ranges: layout.ranges.clone(), values: Vec::new(), pieces: layout.vectors() }
+        FullGradient { ranges: layout.ranges.clone(), values: Vec::new(), pieces: layout.vectors() }
     }
 
     /// Copies the gradients of a segment to their place.
@@ -288,7 +288,7 @@ mod tests {
     #[test]
     fn buckets_are_filled_in_the_order_of_the_backward_pass() {
         let host = |values: &[f32]| Gradients::from(Flat::Host(values.to_vec()));
-        let mut filling = Filling::new(&Layout::new(&[1, 3, 4]), 28, 28);
+        let mut filling = BucketFiller::new(&Layout::new(&[1, 3, 4]), 28, 28);
         for _ in 0..2 {
             filling.add(2, host(&[1.0, 2.0, 3.0, 4.0])).unwrap();
             assert!(filling.next_full().is_none());
@@ -306,7 +306,7 @@ mod tests {
 
     #[test]
     fn the_whole_is_in_forward_order() {
-        let mut whole = Whole::new(&Layout::new(&[1, 2]));
+        let mut whole = FullGradient::new(&Layout::new(&[1, 2]));
         whole.add(1, Flat::Host(vec![2.0, 3.0]).into()).unwrap();
         whole.add(0, Flat::Host(vec![1.0]).into()).unwrap();
         assert_eq!(whole.take().unwrap().into_host().unwrap(), [1.0, 2.0, 3.0]);

@@ -78,13 +78,13 @@ pub trait LocalStep {
     /// # Errors
     /// [`TrainError::NotFinite`] without loss scaling, [`TrainError::Scaling`] where it ends the run, and those of the communicator and
     /// the device.
-    fn check(&mut self, loss: f64, grads: Vec<Flat>, ranks: Ranks) -> Result<Checked, TrainError>;
+    fn check(&mut self, loss: f64, grads: Vec<Flat>, ranks: Ranks) -> Result<CheckedGradients, TrainError>;
 
     /// Has the optimizer take a step on the masters, with the step's learning rate. Takes the gradients out of `checked`.
     ///
     /// # Errors
     /// Those of the optimizer and, where it needs norms of tensors that are spread over ranks, of the communicator.
-    fn update(&mut self, checked: &mut Checked) -> Result<(), TrainError>;
+    fn update(&mut self, checked: &mut CheckedGradients) -> Result<(), TrainError>;
 
     /// The f32 parameters that this rank's optimizer updates: the owned range of each segment.
     fn masters(&self) -> &[Flat];
@@ -110,7 +110,7 @@ pub enum Ranks {
 
 /// A step's gradients, after loss, norm and overflow were checked.
 #[derive(Debug)]
-pub struct Checked {
+pub struct CheckedGradients {
     /// Mean loss, in nats a token, of the rows of these ranks.
     pub loss: f64,
     /// Norm of the gradients before clipping.
@@ -145,8 +145,8 @@ pub struct StepOutcome {
 
 impl StepOutcome {
     /// Of a step after which nothing is under way.
-    pub fn new(checked: &Checked, expected: Expected, replicas_agree: bool) -> Self {
-        let Checked { loss, grad_norm, skip, .. } = *checked;
+    pub fn new(checked: &CheckedGradients, expected: Expected, replicas_agree: bool) -> Self {
+        let CheckedGradients { loss, grad_norm, skip, .. } = *checked;
         StepOutcome { loss, grad_norm, skipped: skip, expected, under_way: false, replicas_agree }
     }
 }

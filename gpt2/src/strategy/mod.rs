@@ -29,7 +29,7 @@ use serde::{Deserialize, Serialize};
 
 pub use channels::Channels;
 pub use layout::Layout;
-pub use local::{Checked, DuringPass, LocalStep, Ranks, StepOutcome, Strategy};
+pub use local::{CheckedGradients, DuringPass, LocalStep, Ranks, StepOutcome, Strategy};
 pub use synchronous::{Synchronous, put_own, synchronous};
 
 use crate::flat::DeviceCollectives;

@@ -6,7 +6,7 @@ use comm_core::{Error, Op};
 
 use super::channels::{Channel, Pending, Route, finish_until};
 use super::formula::{Expected, Run, Tally};
-use super::layout::Whole;
+use super::layout::FullGradient;
 use super::{
     Built, Channels, DuringPass, Layout, LocalStep, Setup, Spec, StepOutcome, Strategy, StrategyKind, Synchronous,
     put_own, synchronous,
@@ -44,7 +44,7 @@ struct ParameterServer {
     layout: Layout,
     /// The server does not compute.
     dedicated: bool,
-    grads: Whole,
+    grads: FullGradient,
     expected: Expected,
 }
 
@@ -60,7 +60,7 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
         rank,
         ranks,
         dedicated,
-        grads: Whole::new(&layout),
+        grads: FullGradient::new(&layout),
         expected: setup.expected(StrategyKind::Ps),
         layout,
     };

@@ -6,7 +6,7 @@ use comm_core::{Buffer, Op, shard_range};
 
 use super::channels::{Channel, Pending, Route};
 use super::formula::{Expected, Run, Tally};
-use super::layout::Whole;
+use super::layout::FullGradient;
 use super::{
     Built, Channels, DuringPass, Layout, LocalStep, Setup, Spec, StepOutcome, Strategy, StrategyKind, Synchronous,
     synchronous,
@@ -41,7 +41,7 @@ struct ShardedServer {
     layout: Layout,
     /// The shard of each rank, in the flat vector.
     shards: Vec<Range<usize>>,
-    grads: Whole,
+    grads: FullGradient,
     expected: Expected,
 }
 
@@ -53,7 +53,7 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
     let server = ShardedServer {
         rank,
         shards,
-        grads: Whole::new(&layout),
+        grads: FullGradient::new(&layout),
         expected: setup.expected(StrategyKind::ShardedPs),
         layout,
     };

@@ -7,7 +7,7 @@ use comm_core::{Op, ReduceOp, shard_range};
 
 use super::channels::{Pending, Route, finish_until};
 use super::formula::{Expected, Run, Tally, units};
-use super::layout::{Bucket, Filling, Layout};
+use super::layout::{Bucket, BucketFiller, Layout};
 use super::{
     Built, Channels, DuringPass, LocalStep, Setup, Spec, StepOutcome, Strategy, StrategyKind, Synchronous, synchronous,
 };
@@ -55,7 +55,7 @@ const WHOLE: usize = 2;
 struct Zero {
     stage: Stage,
     overlap: bool,
-    buckets: Filling,
+    buckets: BucketFiller,
     /// This rank's shard of each bucket.
     shards: Vec<Range<usize>>,
     started: VecDeque<(usize, Pending)>,
@@ -67,7 +67,7 @@ struct Zero {
 impl Zero {
     fn build(setup: &Setup<'_>, kind: StrategyKind, stage: Stage) -> Built {
         let (layout, comm, options) = (setup.layout(), &setup.comms.world, setup.options);
-        let buckets = Filling::new(&layout, options.first_bucket_bytes, options.bucket_bytes);
+        let buckets = BucketFiller::new(&layout, options.first_bucket_bytes, options.bucket_bytes);
         let shard = |bucket: &Bucket| shard_range(bucket.len(), comm.world_size(), comm.rank());
         let shards: Vec<_> = buckets.plan().iter().map(shard).collect();
         let mut owned = layout.nothing();

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::traffic::Sent;
+use super::traffic::StepTraffic;
 use super::{Parts, StepReport, median};
 use crate::strategy::StepOutcome;
 use crate::strategy::formula::Expected;
@@ -28,7 +28,7 @@ pub(super) struct History {
     /// Of the first steps that were not skipped, which no median counts where there are enough others.
     first: Vec<Figures>,
     /// Of the others.
-    others: Thinned<Figures>,
+    others: Downsampled<Figures>,
     /// What each step sent that was not skipped.
     pub(super) payload: Tally<u64>,
     pub(super) messages: Tally<u64>,
@@ -73,7 +73,7 @@ impl History {
             seconds: Vec::with_capacity(list),
             skipped: 0,
             first: Vec::with_capacity(Self::FIRST),
-            others: Thinned::of(room, MOST_FIGURES),
+            others: Downsampled::of(room, MOST_FIGURES),
             payload: Tally::default(),
             messages: Tally::default(),
             scalars: Tally::default(),
@@ -87,7 +87,7 @@ impl History {
     }
 
     /// Adds a step that ended so many seconds after the first began, what came of it, and what it sent, where that is counted.
-    pub(super) fn add(&mut self, report: &StepReport, seconds: f64, outcome: &StepOutcome, sent: Option<Sent>) {
+    pub(super) fn add(&mut self, report: &StepReport, seconds: f64, outcome: &StepOutcome, sent: Option<StepTraffic>) {
         self.losses.push(report.loss);
         self.grad_norms.push(report.grad_norm);
         self.epochs.push(report.epoch);
@@ -159,7 +159,7 @@ impl History {
 
 /// Some of the values that were added, evenly spread over them.
 #[derive(Debug)]
-struct Thinned<T> {
+struct Downsampled<T> {
     kept: Vec<T>,
     /// Most that are kept.
     most: usize,
@@ -168,10 +168,10 @@ struct Thinned<T> {
     seen: u64,
 }
 
-impl<T> Thinned<T> {
+impl<T> Downsampled<T> {
     /// Of about `count` values to come, at most `most`, an even number, are kept at a time.
     fn of(count: usize, most: usize) -> Self {
-        Thinned { kept: Vec::with_capacity(count.min(most)), most, stride: 1, seen: 0 }
+        Downsampled { kept: Vec::with_capacity(count.min(most)), most, stride: 1, seen: 0 }
     }
 
     fn push(&mut self, value: T) {
@@ -301,7 +301,7 @@ mod tests {
 
     #[test]
     fn figures_of_many_steps_are_spread_over_them_and_take_no_more_room() {
-        let mut thinned = Thinned::of(usize::MAX, 8);
+        let mut thinned = Downsampled::of(usize::MAX, 8);
         let room = thinned.kept.capacity();
         let mut next = 0;
         for (count, kept) in [
@@ -370,7 +370,7 @@ mod tests {
             for (expected, sent, under_way) in steps {
                 let expected = Expected { payload: *expected, ..OUTCOME.expected };
                 let outcome = StepOutcome { expected, under_way: *under_way, ..OUTCOME };
-                history.add(&report, 0.0, &outcome, Some(Sent { payload: *sent, ..Sent::default() }));
+                history.add(&report, 0.0, &outcome, Some(StepTraffic { payload: *sent, ..StepTraffic::default() }));
             }
             history
         };
@@ -384,7 +384,7 @@ mod tests {
         // Of the same bytes too many inside the node.
         let mut history = History::of(1);
         let expected = Expected { payload: 100, node_payload: 60, ..OUTCOME.expected };
-        let sent = Sent { payload: 100, node: Some((70, 0)), ..Sent::default() };
+        let sent = StepTraffic { payload: 100, node: Some((70, 0)), ..StepTraffic::default() };
         history.add(&report, 0.0, &StepOutcome { expected, ..OUTCOME }, Some(sent));
         assert!(!history.is_as_expected);
     }

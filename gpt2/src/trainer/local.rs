@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use comm_core::{Communicator, CommunicatorExt, ReduceOp};
 
-use super::optimizers::{MasterOptimizer, Places};
+use super::optimizers::{MasterOptimizer, MemoryPlacement};
 use super::{TrainConfig, TrainError};
 use crate::batches::{Batches, Share};
 use crate::flat::{Flat, Gradients, Weights};
@@ -13,7 +13,7 @@ use crate::memory::{self, Category};
 use crate::optim::{LossScaler, LossScaling, Overflow, clip_factor};
 use crate::record::{self, Activity};
 use crate::segments::{Pass, PassHooks, SegmentGrads, SegmentedModel, TokenBatch};
-use crate::strategy::{Channels, Checked, DuringPass, LocalStep, Ranks};
+use crate::strategy::{Channels, CheckedGradients, DuringPass, LocalStep, Ranks};
 
 /// A rank's model, data and optimizer.
 pub(super) struct Local<'a> {
@@ -29,7 +29,7 @@ pub(super) struct Local<'a> {
     /// The f32 parameters that this rank's optimizer updates: the owned range of each segment.
     pub(super) masters: Vec<Flat>,
     pub(super) optimizer: Box<dyn MasterOptimizer>,
-    pub(super) places: Places,
+    pub(super) places: MemoryPlacement,
     pub(super) scaler: LossScaler,
     /// Where each rank's owned range of each segment begins, and its length: `[rank][segment]`.
     pub(super) owned_by: Vec<Vec<(usize, usize)>>,
@@ -91,7 +91,7 @@ impl LocalStep for Local<'_> {
             strategy.begin(true);
             let is_last = micro_step + 1 == self.config.accumulation;
             let on_device = self.places.gradients_on_device;
-            let gradients = Some(Collecting { sums: &mut sums, is_last, on_device });
+            let gradients = Some(GradientSink { sums: &mut sums, is_last, on_device });
             let mut hooks = Hooks { strategy: &mut *strategy, channels, masters: &self.masters, gradients };
             let mean = record::charged(Activity::Forward, Category::Activations, || {
                 let mean = self.model.train::<TrainError>(&batch, scale, &mut hooks)?;
@@ -107,7 +107,7 @@ impl LocalStep for Local<'_> {
         Ok(loss)
     }
 
-    fn check(&mut self, loss: f64, grads: Vec<Flat>, ranks: Ranks) -> Result<Checked, TrainError> {
+    fn check(&mut self, loss: f64, grads: Vec<Flat>, ranks: Ranks) -> Result<CheckedGradients, TrainError> {
         let grads = self.optimizer.fetch(grads)?;
         let (unscale, loss_scale) = (self.scaler.unscale(), f64::from(self.scaler.scale()));
         let own = record::span(Activity::Optimizer, || self.optimizer.sum_of_squares(&grads, unscale))?;
@@ -138,10 +138,10 @@ impl LocalStep for Local<'_> {
         let skip = self.scaler.update(overflow);
         let skip = skip.map_err(|error| TrainError::Scaling { step: self.step + 1, error })?;
         let clip = if self.config.clip > 0.0 { clip_factor(grad_norm, self.config.clip) } else { 1.0 };
-        Ok(Checked { loss, grad_norm, skip, grads, factor: clip * unscale, ranks })
+        Ok(CheckedGradients { loss, grad_norm, skip, grads, factor: clip * unscale, ranks })
     }
 
-    fn update(&mut self, checked: &mut Checked) -> Result<(), TrainError> {
+    fn update(&mut self, checked: &mut CheckedGradients) -> Result<(), TrainError> {
         let grads = std::mem::take(&mut checked.grads);
         let (rates, sums) = ((self.learning_rate(), checked.factor), self.sums(checked.ranks));
         let scalars = &self.scalars;
@@ -192,11 +192,11 @@ struct Hooks<'a> {
     channels: &'a mut Channels,
     masters: &'a [Flat],
     /// In a pass with gradients.
-    gradients: Option<Collecting<'a>>,
+    gradients: Option<GradientSink<'a>>,
 }
 
 /// Where a pass's gradients go.
-struct Collecting<'a> {
+struct GradientSink<'a> {
     /// Those of earlier micro-steps.
     sums: &'a mut [Option<Flat>],
     /// Whether this is the micro-step after which gradients are communicated.
@@ -238,7 +238,7 @@ impl PassHooks<TrainError> for Hooks<'_> {
     }
 
     fn gradients(&mut self, grads: SegmentGrads) -> Result<(), TrainError> {
-        let Some(Collecting { sums, is_last, on_device }) = &mut self.gradients else { return Ok(()) };
+        let Some(GradientSink { sums, is_last, on_device }) = &mut self.gradients else { return Ok(()) };
         let segment = grads.segment();
         let mut grads = Gradients::of_tensors(grads.into_parts(), *on_device);
         let sum = &mut sums[segment];

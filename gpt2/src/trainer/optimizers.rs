@@ -62,7 +62,7 @@ struct AdamWOnDevice(Vec<DeviceAdamW>);
 struct LambOnDevice(Vec<DeviceLamb>);
 
 /// The optimizer for masters in these places, of no segment yet.
-pub(super) fn optimizer(kind: OptimizerKind, places: &Places) -> Box<dyn MasterOptimizer> {
+pub(super) fn optimizer(kind: OptimizerKind, places: &MemoryPlacement) -> Box<dyn MasterOptimizer> {
     match (places.masters_on_device, kind) {
         (false, _) => Box::new(OnHost::default()),
         (true, OptimizerKind::AdamW) => Box::new(AdamWOnDevice::default()),
@@ -208,7 +208,7 @@ fn squares_on_device(grads: &[Flat], unscale: f32) -> Result<f64, TrainError> {
 
 /// Where a rank's gradients and masters are.
 #[derive(Clone)]
-pub(super) struct Places {
+pub(super) struct MemoryPlacement {
     /// What keeps gradients from staying in the device's memory although a communicator works on that, where it may not be wanted.
     pub(super) staged: Option<String>,
     /// Whether the strategy gets gradients on the device.
@@ -217,7 +217,7 @@ pub(super) struct Places {
     pub(super) masters_on_device: bool,
 }
 
-impl Places {
+impl MemoryPlacement {
     /// Gradients stay on the device that computes until the strategy packs them. What comes back from a communicator in device memory, and
     /// what nobody has to average, is applied there as well; what travelled as bytes is in host memory anyway.
     ///
@@ -236,7 +236,7 @@ impl Places {
         let rounds_alike = precision == Precision::F32 || devices::cuda_ordinal(device).is_some();
         let stays = is_lent || (strategy == StrategyKind::Single && rounds_alike);
         let masters_on_device = gradients_on_device && stays;
-        Ok(Places { staged: staged(comms, session, node), gradients_on_device, masters_on_device })
+        Ok(MemoryPlacement { staged: staged(comms, session, node), gradients_on_device, masters_on_device })
     }
 
     /// The masters that begin with these values.

@@ -9,8 +9,8 @@ use comm_core::{Communicator, CommunicatorExt, ReduceOp};
 
 use super::history::History;
 use super::local::{Local, who_owns_what};
-use super::optimizers::{self, Places};
-use super::traffic::{Counted, Sent};
+use super::optimizers::{self, MemoryPlacement};
+use super::traffic::{StepTraffic, TrafficTotals};
 use super::{Observer, Parts, Session, StepReport, TrainConfig, TrainError, ms};
 use crate::batches::{Batches, Share};
 use crate::corpus::Corpus;
@@ -61,7 +61,7 @@ impl<'a> Trainer<'a> {
         build: Build<'_>,
     ) -> Result<Self, TrainError> {
         let comms = comms(session);
-        let places = Places::new(config, &comms, session, device)?;
+        let places = MemoryPlacement::new(config, &comms, session, device)?;
         let lengths: Vec<usize> = layout(&config.model)?.iter().map(|segment| segment.len).collect();
         let TrainConfig { precision, accumulation, .. } = *config;
         let (options, checked) = (&config.options, session.checked);
@@ -99,7 +99,7 @@ impl<'a> Trainer<'a> {
         }
         // What was done since the last step is none of this one's.
         self.meter.lap();
-        let before = Counted::now(self.session);
+        let before = TrafficTotals::now(self.session);
         let loss_scale = f64::from(self.local.scaler.scale());
         let start = Instant::now();
         let (outcome, recording) = record::record(|| {
@@ -112,9 +112,9 @@ impl<'a> Trainer<'a> {
         if self.session.counts_between_nodes() {
             outcome.expected = outcome.expected.between_nodes();
         }
-        let sent = Counted::now(self.session).zip(before);
+        let sent = TrafficTotals::now(self.session).zip(before);
         let sent = sent.map(|(now, before)| now.since(&before, &*self.local.scalars));
-        let report = self.report(&outcome, Measured { loss_scale, elapsed, sent, recording });
+        let report = self.report(&outcome, StepMeasurements { loss_scale, elapsed, sent, recording });
         self.replicas_agree = outcome.replicas_agree;
         let seconds = self.started.elapsed().as_secs_f64();
         memory::within(Category::Other, || self.history.add(&report, seconds, &outcome, sent));
@@ -122,9 +122,9 @@ impl<'a> Trainer<'a> {
     }
 
     /// What is reported of a step.
-    fn report(&mut self, outcome: &StepOutcome, measured: Measured) -> StepReport {
+    fn report(&mut self, outcome: &StepOutcome, measured: StepMeasurements) -> StepReport {
         let StepOutcome { loss, grad_norm, skipped, .. } = *outcome;
-        let Measured { loss_scale, elapsed, sent, recording } = measured;
+        let StepMeasurements { loss_scale, elapsed, sent, recording } = measured;
         let step = self.local.step;
         let batches = &self.local.batches;
         let tokens = batches.rows_in_step(step) as f64 * self.config.model.block_size as f64;
@@ -207,11 +207,11 @@ impl<'a> Trainer<'a> {
 }
 
 /// What was measured of a step.
-struct Measured {
+struct StepMeasurements {
     /// What the loss was multiplied by.
     loss_scale: f64,
     elapsed: Duration,
-    sent: Option<Sent>,
+    sent: Option<StepTraffic>,
     recording: Recording,
 }
 
@@ -233,7 +233,7 @@ fn local<'a>(
     session: &Session,
     device: &Device,
     built: &Built,
-    places: Places,
+    places: MemoryPlacement,
 ) -> Result<(Local<'a>, Vec<TokenBatch>), TrainError> {
     // A device's graphs keep the weights that they have used, and those are to go.
     let recompute = config.recompute || (built.strategy.brings_weights() && Placement::of(device) == Placement::Device);

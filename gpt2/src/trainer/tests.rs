@@ -9,7 +9,9 @@ use super::*;
 use crate::config::Preset;
 use crate::corpus::CorpusSource;
 use crate::flat::{Flat, Gradients};
-use crate::strategy::{Built, Channels, Checked, DuringPass, LocalStep, Ranks, Setup, StepOutcome, Strategy, put_own};
+use crate::strategy::{
+    Built, Channels, CheckedGradients, DuringPass, LocalStep, Ranks, Setup, StepOutcome, Strategy, put_own,
+};
 use crate::tokenizer::TokenizerKind;
 
 /// Local training: every rank takes steps of its own, and after every `period` of them the ranks' parameters are averaged.
@@ -58,7 +60,7 @@ impl Strategy for EveryFew {
     ) -> Result<StepOutcome, TrainError> {
         let loss = train.backward(self, channels)?;
         let grads = self.grads.iter_mut().map(std::mem::take).collect();
-        let mut checked: Checked = train.check(loss, grads, Ranks::This)?;
+        let mut checked: CheckedGradients = train.check(loss, grads, Ranks::This)?;
         train.update(&mut checked)?;
         let averages = (step + 1).is_multiple_of(self.period);
         if averages {

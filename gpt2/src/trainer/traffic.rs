@@ -7,7 +7,7 @@ use super::Session;
 
 /// What one rank sent in one step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Sent {
+pub(super) struct StepTraffic {
     /// Payload bytes of gradients and parameters; between nodes only, where the node's own transport counts nothing.
     pub(super) payload: u64,
     pub(super) messages: u64,
@@ -19,28 +19,28 @@ pub(super) struct Sent {
 }
 
 /// Everything sent so far.
-pub(super) struct Counted {
+pub(super) struct TrafficTotals {
     all: Traffic,
     node: Option<Traffic>,
 }
 
-impl Counted {
+impl TrafficTotals {
     /// `None` where nothing counts.
     pub(super) fn now(session: &Session) -> Option<Self> {
         let all = session.counters.as_ref()?.snapshot();
         let node = session.node.as_ref().and_then(|node| Some(node.counters.as_ref()?.snapshot()));
-        Some(Counted { all, node })
+        Some(TrafficTotals { all, node })
     }
 
     /// What was sent since `earlier`; what went over the communicator `scalars` is not counted as work.
-    pub(super) fn since(&self, earlier: &Counted, scalars: &dyn Communicator) -> Sent {
+    pub(super) fn since(&self, earlier: &TrafficTotals, scalars: &dyn Communicator) -> StepTraffic {
         let all = self.all.since(&earlier.all);
         let of_scalars = Some(scalars.id());
         let node = self.node.as_ref().zip(earlier.node.as_ref()).map(|(now, earlier)| now.since(earlier));
         let node_sent = node.as_ref().map(|node| (node.payload_sent(None), node.messages_sent(None)));
         let (node_payload, node_messages) = node_sent.unwrap_or_default();
         let framing = |traffic: &Traffic| -> u64 { traffic.flows.values().map(|flow| flow.sent.header_bytes()).sum() };
-        Sent {
+        StepTraffic {
             payload: all.payload_sent(None) - all.payload_sent(of_scalars) + node_payload,
             messages: all.messages_sent(None) - all.messages_sent(of_scalars) + node_messages,
             node: node_sent,

@@ -1,12 +1,13 @@
 //! Links between ranks: network namespaces joined by virtual cables or by an emulator, and jobs whose ranks live in them.
 //!
-//! A [`Profile`] says what a link is like, a [`World`] is one. Its namespaces are made by `ip` and `tc`, which takes root or a user
+//! A [`Profile`] says what a link is like, a [`TestNetwork`] is one. Its namespaces are made by `ip` and `tc`, which takes root or a user
 //! namespace ([`gain_namespaces`]), and are taken away when it is dropped; what a killed run has left behind, the next one takes away.
 
 mod emulator;
 mod enter;
 mod find;
 mod hub;
+mod network;
 mod options;
 mod pipe;
 mod place;
@@ -17,20 +18,19 @@ mod profile_file;
 mod rate;
 mod tools;
 mod units;
-mod world;
 
 use std::net::Ipv4Addr;
 
 pub use emulator::{EmulateArgs, Loss, PipeSpec, run_emulator};
 pub use enter::{EnterArgs, enter};
+pub use network::TestNetwork;
 pub use options::LinkOptions;
 pub use pipe::Pipe;
-pub use place::Ends;
+pub use place::JobEndpoints;
 pub use privileges::gain_namespaces;
 pub use probe::{Probe, ProbeArgs, run_probe};
 pub use profile::{Carrier, Profile};
 pub use rate::{Rate, RateLimit};
-pub use world::World;
 
 /// The interface at each end.
 pub const INTERFACE: &str = "link0";

@@ -8,12 +8,12 @@ use std::time::Duration;
 use comm_core::launch::{Launch, Output};
 use serde::{Deserialize, Serialize};
 
-use super::{INTERFACE, World, address};
+use super::{INTERFACE, TestNetwork, address};
 use crate::rank::this_program;
 
 /// Where a rank listens and where all meet.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Ends {
+pub struct JobEndpoints {
     /// By end.
     addresses: Vec<Ipv4Addr>,
     /// Where rank 0 waits for the others, at its own end.
@@ -23,7 +23,7 @@ pub struct Ends {
 /// The same for every job: there is one at a time on a link, and nobody else in its namespaces.
 const MEETING_PORT: u16 = 29_400;
 
-impl World {
+impl TestNetwork {
     /// A job of `ranks` processes here, with its output captured. Ranks fill the ends in order, as evenly as can be: as many ranks as
     /// ends live one at each, twice as many two at each.
     ///
@@ -51,9 +51,9 @@ impl World {
     }
 
     /// What a rank has to know about its network; `None` on loopback, where it needs nothing.
-    pub fn addresses(&self) -> Option<Ends> {
+    pub fn addresses(&self) -> Option<JobEndpoints> {
         let addresses: Vec<Ipv4Addr> = (0..self.ends()).map(address).collect();
-        (!self.is_loopback()).then_some(Ends { addresses, port: MEETING_PORT })
+        (!self.is_loopback()).then_some(JobEndpoints { addresses, port: MEETING_PORT })
     }
 
     /// The network interface that ranks talk through.
@@ -62,7 +62,7 @@ impl World {
     }
 }
 
-impl Ends {
+impl JobEndpoints {
     /// The address of a rank's own end.
     pub fn own(&self, rank: usize, ranks: usize) -> IpAddr {
         let end = end_of(rank, ranks, self.addresses.len());
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
     use crate::outcome::{RunError, run};
 
-    fn shell(place: &World, script: &str, timeout: u64) -> Result<Vec<Captured>, RunError> {
+    fn shell(place: &TestNetwork, script: &str, timeout: u64) -> Result<Vec<Captured>, RunError> {
         let arguments = vec!["-c".into(), script.into()];
         run(&place.launch(Path::new("sh"), arguments, 2, Duration::from_secs(timeout)).unwrap())
     }
@@ -123,14 +123,14 @@ mod tests {
         let began = Instant::now();
         let script =
             "if [ $COMM_RANK = 1 ]; then echo 'noise' >&2; echo 'error: the disk is full' >&2; exit 3; fi; sleep 60";
-        let why = failure(shell(&World::loopback(), script, 50));
+        let why = failure(shell(&TestNetwork::loopback(), script, 50));
         assert!(why.contains("rank 1") && why.contains("the disk is full"), "{why}");
         assert!(began.elapsed() < Duration::from_secs(20), "the other rank was waited for");
     }
 
     #[test]
     fn a_job_that_does_not_end_is_ended() {
-        let why = failure(shell(&World::loopback(), "sleep 60", 1));
+        let why = failure(shell(&TestNetwork::loopback(), "sleep 60", 1));
         assert!(why.contains("did not end within"), "{why}");
     }
 }

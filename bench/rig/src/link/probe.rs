@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use comm_core::job::{self, Job};
 use serde::{Deserialize, Serialize};
 
-use super::World;
+use super::TestNetwork;
 use crate::BenchError;
 use crate::interrupts::uninterrupted;
 use crate::outcome::{self, RunError};
@@ -49,7 +49,7 @@ impl Probe {
     ///
     /// # Errors
     /// Why it cannot be, or that the user interrupted it.
-    pub fn of(world: &World) -> Result<Option<Probe>, RunError> {
+    pub fn of(world: &TestNetwork) -> Result<Option<Probe>, RunError> {
         let Some(ends) = world.addresses() else { return Ok(None) };
         let (host, port) = ends.meeting();
         let arguments = vec!["link-probe".into(), format!("{host}:{port}").into()];

@@ -20,7 +20,7 @@ const SEED: u64 = 0x626f_6f74;
 
 /// What chance inside a run does to the median of its steps.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Chance {
+pub(super) struct MedianError {
     /// Standard error.
     pub(super) error: f64,
     /// Between which the truth lies with a probability of the level asked for: percentiles of the resamples, or as many
@@ -30,9 +30,9 @@ pub(super) struct Chance {
     pub(super) high: f64,
 }
 
-impl Chance {
+impl MedianError {
     /// `None` of nothing.
-    pub(super) fn of_median(series: &[f64], level: f64) -> Option<Chance> {
+    pub(super) fn of_median(series: &[f64], level: f64) -> Option<MedianError> {
         let centre = median(series)?;
         let mut medians = medians(series, DRAWS);
         medians.sort_by(f64::total_cmp);
@@ -45,7 +45,7 @@ impl Chance {
         let blocks = series.len() as f64 / block(series.len()) as f64;
         let half = if error > 0.0 { student(level, (blocks - 1.0).max(1.0)) * error } else { 0.0 };
         let (low, high) = (at((1.0 - level) / 2.0)?, at((1.0 + level) / 2.0)?);
-        Some(Chance { error, low: low.min(centre - half), high: high.max(centre + half) })
+        Some(MedianError { error, low: low.min(centre - half), high: high.max(centre + half) })
     }
 }
 
@@ -93,7 +93,7 @@ mod tests {
     use crate::stats::simulate::{Noise, Random};
 
     fn error(series: &[f64]) -> f64 {
-        Chance::of_median(series, 0.95).unwrap().error
+        MedianError::of_median(series, 0.95).unwrap().error
     }
 
     #[test]
@@ -126,7 +126,7 @@ mod tests {
         let mut random = Random::new(3);
         let covered = (0..100).filter(|_| {
             let series: Vec<f64> = (0..60).map(|_| 40.0 + random.draw(Noise::HeavyTail)).collect();
-            Chance::of_median(&series, 0.95).is_some_and(|chance| chance.low <= 40.0 && chance.high >= 40.0)
+            MedianError::of_median(&series, 0.95).is_some_and(|chance| chance.low <= 40.0 && chance.high >= 40.0)
         });
         let covered = covered.count();
         println!("single run: {covered} %");
@@ -136,8 +136,8 @@ mod tests {
     #[test]
     fn the_same_series_always_gives_the_same_and_tiny_ones_do_no_harm() {
         let series: Vec<f64> = (0..37).map(|step| f64::from(step * 7 % 11)).collect();
-        assert_eq!(Chance::of_median(&series, 0.95), Chance::of_median(&series, 0.95));
-        assert_eq!(Chance::of_median(&[], 0.95), None);
-        assert_eq!(Chance::of_median(&[0.1], 0.95), Some(Chance { error: 0.0, low: 0.1, high: 0.1 }));
+        assert_eq!(MedianError::of_median(&series, 0.95), MedianError::of_median(&series, 0.95));
+        assert_eq!(MedianError::of_median(&[], 0.95), None);
+        assert_eq!(MedianError::of_median(&[0.1], 0.95), Some(MedianError { error: 0.0, low: 0.1, high: 0.1 }));
     }
 }

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::beta::student;
-use super::bootstrap::Chance;
+use super::bootstrap::MedianError;
 use super::median::median;
 
 /// An estimate, and between which values the truth lies with a probability of `level`.
@@ -57,7 +57,7 @@ impl RunValue {
     /// The median of `steps`, which have settled; `None` of nothing.
     pub fn of_steps(round: u32, steps: &[f64]) -> Option<RunValue> {
         let value = median(steps).filter(|value| value.is_finite())?;
-        let Chance { error, low, high } = Chance::of_median(steps, super::LEVEL)?;
+        let MedianError { error, low, high } = MedianError::of_median(steps, super::LEVEL)?;
         Some(RunValue { round, value, error, low, high })
     }
 

@@ -29,7 +29,8 @@ pub use metric::{Metric, Over};
 #[cfg(any(test, feature = "made-up"))]
 pub use summary::made_up;
 pub use summary::{
-    CellRuns, Keep, LeftOut, Summary, Why, cell_runs, compare_paired, compare_unpaired, step_time, summary,
+    CellRuns, ExcludedRun, ExclusionReason, Keep, Summary, cell_runs, compare_paired, compare_unpaired, step_time,
+    summary,
 };
 pub use warm_up::warm_up;
 

@@ -45,7 +45,7 @@ impl Random {
 
 /// What a cell of made-up runs is like.
 #[derive(Clone, Copy)]
-struct Made {
+struct SyntheticCell {
     ms: f64,
     noise: Noise,
     /// Of the level of runs, in percent of `ms`, from the first round to the last.
@@ -61,7 +61,7 @@ const STEP_SD: f64 = 0.05;
 const SLOW: f64 = 0.03;
 const SLOWER: f64 = 0.5;
 
-impl Made {
+impl SyntheticCell {
     /// Median steps of runs. Drift is around the middle round, so that `ms` stays the truth, but for slow steps.
     fn runs(&self, random: &mut Random) -> Vec<RunValue> {
         let run = |round: u32| {
@@ -86,12 +86,12 @@ impl Made {
         random: &mut Random,
         compare: fn(&[RunValue], &[RunValue]) -> Option<Comparison>,
     ) -> Comparison {
-        let (a, b) = (self.runs(random), Made { ms: self.ms + planted, ..self }.runs(random));
+        let (a, b) = (self.runs(random), SyntheticCell { ms: self.ms + planted, ..self }.runs(random));
         compare(&a, &b).unwrap()
     }
 }
 
-const REALISTIC: Made = Made { ms: 40.0, noise: Noise::HeavyTail, drift: 3.0, rounds: 5, steps: 30 };
+const REALISTIC: SyntheticCell = SyntheticCell { ms: 40.0, noise: Noise::HeavyTail, drift: 3.0, rounds: 5, steps: 30 };
 const PAIRED: fn(&[RunValue], &[RunValue]) -> Option<Comparison> = |a, b| paired(a, b, 0.95);
 const UNPAIRED: fn(&[RunValue], &[RunValue]) -> Option<Comparison> = |a, b| unpaired(a, b, 0.95);
 
@@ -102,10 +102,10 @@ fn count(tries: usize, seed: u64, mut holds: impl FnMut(&mut Random) -> bool) ->
 }
 
 /// All settings in which intervals must hold.
-fn settings() -> impl Iterator<Item = Made> {
+fn settings() -> impl Iterator<Item = SyntheticCell> {
     let noises = [Noise::Normal, Noise::HeavyTail];
     let all = noises.into_iter().flat_map(|noise| [3, 5, 7, 9].map(|rounds| (noise, rounds)));
-    all.map(|(noise, rounds)| Made { noise, rounds, steps: 20, ..REALISTIC })
+    all.map(|(noise, rounds)| SyntheticCell { noise, rounds, steps: 20, ..REALISTIC })
 }
 
 #[test]
@@ -135,7 +135,7 @@ fn intervals_of_differences_cover_the_truth() {
 #[test]
 fn the_same_against_itself_is_no_difference() {
     for (rounds, seed) in [(5, 3), (7, 4)] {
-        let made = Made { rounds, ..REALISTIC };
+        let made = SyntheticCell { rounds, ..REALISTIC };
         let same =
             |random: &mut Random| made.comparison(0.0, random, PAIRED).verdict == Verdict::NoSignificantDifference;
         let few = count(20, seed, same);
@@ -149,7 +149,7 @@ fn the_same_against_itself_is_no_difference() {
 #[test]
 fn five_planted_milliseconds_are_found() {
     for (rounds, seed) in [(5, 5), (7, 6)] {
-        let made = Made { rounds, ..REALISTIC };
+        let made = SyntheticCell { rounds, ..REALISTIC };
         let (mut found, mut held, mut narrow) = (0, 0, 0);
         let mut random = Random::new(seed);
         for _ in 0..100 {
@@ -165,11 +165,11 @@ fn five_planted_milliseconds_are_found() {
 
 #[test]
 fn one_disturbed_round_of_seven_does_not_hide_a_difference() {
-    let made = Made { rounds: 7, ..REALISTIC };
+    let made = SyntheticCell { rounds: 7, ..REALISTIC };
     let mut random = Random::new(8);
     let (mut found, mut held) = (0, 0);
     for _ in 0..60 {
-        let (a, mut b) = (made.runs(&mut random), Made { ms: 45.0, ..made }.runs(&mut random));
+        let (a, mut b) = (made.runs(&mut random), SyntheticCell { ms: 45.0, ..made }.runs(&mut random));
         b[2].value += 30.0;
         let comparison = paired(&a, &b, 0.95).unwrap();
         found += usize::from(comparison.verdict == Verdict::Difference(Change::Higher));
@@ -181,7 +181,7 @@ fn one_disturbed_round_of_seven_does_not_hide_a_difference() {
 /// Why rounds are not resampled: the percentiles of so few promise too much.
 #[test]
 fn resampling_five_rounds_covers_less_than_students_interval() {
-    let made = Made { noise: Noise::Normal, drift: 0.0, steps: 20, ..REALISTIC };
+    let made = SyntheticCell { noise: Noise::Normal, drift: 0.0, steps: 20, ..REALISTIC };
     let truth = made.ms * (1.0 + STEP_SD * 1.25 * SLOW / 2.0);
     let covered = count(200, 9, |random| {
         let values: Vec<f64> = made.runs(random).iter().map(|run| run.value).collect();

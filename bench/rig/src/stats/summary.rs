@@ -27,21 +27,21 @@ pub struct CellRuns<'a> {
     pub cell: &'a Cell,
     /// One a round.
     pub runs: Vec<&'a Record>,
-    pub left_out: Vec<LeftOut>,
+    pub left_out: Vec<ExcludedRun>,
 }
 
 /// A run that does not count.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct LeftOut {
+pub struct ExcludedRun {
     pub round: u32,
-    pub why: Why,
+    pub why: ExclusionReason,
     /// In words, of the run itself.
     pub what: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Why {
+pub enum ExclusionReason {
     Failed,
     TimedOut,
     NotAvailable,
@@ -123,14 +123,14 @@ fn judged(metric: Metric, comparison: Comparison) -> Comparison {
 impl<'a> CellRuns<'a> {
     fn add(&mut self, record: &'a Record, keep: Keep) {
         match doubt(record, keep) {
-            Some((why, what)) => self.left_out.push(LeftOut { round: record.round, why, what }),
+            Some((why, what)) => self.left_out.push(ExcludedRun { round: record.round, why, what }),
             None => {
                 // Of a round that was run twice the later run counts.
                 let earlier = self.runs.iter().position(|run| run.round == record.round);
                 if let Some(earlier) = earlier {
                     self.runs.remove(earlier);
                     let what = "the round was run again".into();
-                    self.left_out.push(LeftOut { round: record.round, why: Why::Repeated, what });
+                    self.left_out.push(ExcludedRun { round: record.round, why: ExclusionReason::Repeated, what });
                 }
                 self.runs.push(record);
             }
@@ -139,28 +139,28 @@ impl<'a> CellRuns<'a> {
 }
 
 /// Why a run does not count.
-fn doubt(record: &Record, keep: Keep) -> Option<(Why, String)> {
+fn doubt(record: &Record, keep: Keep) -> Option<(ExclusionReason, String)> {
     let spoils = |flag: &&Flag| matches!(flag.kind, FlagKind::OffTheFormula | FlagKind::EmulatorBehind);
     match &record.status {
         Status::Ok if record.measured.is_none() => {
-            Some((Why::Failed, "it says that it ended well but holds no figures".into()))
+            Some((ExclusionReason::Failed, "it says that it ended well but holds no figures".into()))
         }
         Status::Ok if keep == Keep::All => None,
-        Status::Ok => record.flags.iter().find(spoils).map(|flag| (Why::Unsound, flag.what.clone())),
-        Status::Failed(what) => Some((Why::Failed, what.clone())),
-        Status::TimedOut(what) => Some((Why::TimedOut, what.clone())),
-        Status::NotAvailable(what) => Some((Why::NotAvailable, what.clone())),
+        Status::Ok => record.flags.iter().find(spoils).map(|flag| (ExclusionReason::Unsound, flag.what.clone())),
+        Status::Failed(what) => Some((ExclusionReason::Failed, what.clone())),
+        Status::TimedOut(what) => Some((ExclusionReason::TimedOut, what.clone())),
+        Status::NotAvailable(what) => Some((ExclusionReason::NotAvailable, what.clone())),
     }
 }
 
-impl fmt::Display for Why {
+impl fmt::Display for ExclusionReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
-            Why::Failed => "failed",
-            Why::TimedOut => "timed out",
-            Why::NotAvailable => "not available",
-            Why::Unsound => "left out by its flags",
-            Why::Repeated => "repeated",
+            ExclusionReason::Failed => "failed",
+            ExclusionReason::TimedOut => "timed out",
+            ExclusionReason::NotAvailable => "not available",
+            ExclusionReason::Unsound => "left out by its flags",
+            ExclusionReason::Repeated => "repeated",
         })
     }
 }
@@ -254,8 +254,16 @@ mod tests {
             cells[0].runs.iter().map(|run| (run.round, run.step_ms()[2])).collect::<Vec<_>>(),
             [(1, 41.4), (3, 42.4), (5, 41.4)]
         );
-        let why: Vec<(u32, Why)> = cells[0].left_out.iter().map(|out| (out.round, out.why)).collect();
-        assert_eq!(why, [(2, Why::Failed), (4, Why::Unsound), (3, Why::Repeated), (6, Why::Failed)]);
+        let why: Vec<(u32, ExclusionReason)> = cells[0].left_out.iter().map(|out| (out.round, out.why)).collect();
+        assert_eq!(
+            why,
+            [
+                (2, ExclusionReason::Failed),
+                (4, ExclusionReason::Unsound),
+                (3, ExclusionReason::Repeated),
+                (6, ExclusionReason::Failed)
+            ]
+        );
         assert_eq!(cell_runs(&records, Keep::All)[0].runs.len(), 4);
 
         let found = step_time(&cells[0].runs).unwrap();

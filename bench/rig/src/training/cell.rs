@@ -18,7 +18,7 @@ use super::trace::trace;
 use crate::environment::Environment;
 use crate::flag::{Flag, FlagKind};
 use crate::formula::off_the_formula;
-use crate::link::World;
+use crate::link::TestNetwork;
 use crate::machine::{self, Watch};
 use crate::outcome::RunError;
 use crate::record::{Cell, DEFAULT, Link, Measured, Rank, Record, SCHEMA, Status, Trained, TrainedRank};
@@ -42,7 +42,7 @@ pub struct CellRun<'a> {
 }
 
 /// What a run's processes came to, with doubts about it, or how they ended instead.
-pub type Ended = Result<(Measured, Vec<Flag>), Status>;
+pub type CellOutcome = Result<(Measured, Vec<Flag>), Status>;
 
 /// How a run ended that this error ended.
 ///
@@ -61,7 +61,7 @@ impl CellRun<'_> {
     ///
     /// # Errors
     /// [`Interrupted`] when the user interrupts it.
-    pub fn run(&self, cell: &Cell, world: Result<&World, Status>) -> Result<Record, Interrupted> {
+    pub fn run(&self, cell: &Cell, world: Result<&TestNetwork, Status>) -> Result<Record, Interrupted> {
         self.run_by(cell, world, |world| self.train(cell, world))
     }
 
@@ -72,8 +72,8 @@ impl CellRun<'_> {
     pub fn run_by(
         &self,
         cell: &Cell,
-        world: Result<&World, Status>,
-        train: impl FnOnce(&World) -> Result<Ended, Interrupted>,
+        world: Result<&TestNetwork, Status>,
+        train: impl FnOnce(&TestNetwork) -> Result<CellOutcome, Interrupted>,
     ) -> Result<Record, Interrupted> {
         let started_unix_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
         let began = Instant::now();
@@ -110,7 +110,7 @@ impl CellRun<'_> {
         })
     }
 
-    fn train(&self, cell: &Cell, world: &World) -> Result<Ended, Interrupted> {
+    fn train(&self, cell: &Cell, world: &TestNetwork) -> Result<CellOutcome, Interrupted> {
         let failed = |why: String| Ok(Err(Status::Failed(why)));
         // Who is alone has nobody to talk to.
         let rung: Option<Rung> = match cell.strategy.as_str() {
@@ -241,7 +241,7 @@ fn trained(summaries: &[Summary]) -> Trained {
 }
 
 /// What the link did, with a doubt where it was not itself.
-fn link(world: &World, flags: &mut Vec<Flag>) -> Result<Link, String> {
+fn link(world: &TestNetwork, flags: &mut Vec<Flag>) -> Result<Link, String> {
     flags.extend(world.bottleneck()?.map(|what| Flag { kind: FlagKind::EmulatorBehind, what }));
     Ok(Link { description: world.describe(), emulator: world.pipes()?, probe: None })
 }

@@ -8,10 +8,10 @@ use gpt2::trainer::{Summary, TrainConfig};
 use isocomm::{Rung, TransportKind, TransportOptions};
 
 use super::task::{Network, RankOutput, Task};
-use crate::link::World;
+use crate::link::TestNetwork;
 use crate::outcome::{self, RunError};
 use crate::rank;
-use crate::record::Planted;
+use crate::record::InjectedDelay;
 
 /// What to train, and by whom. The ranks are this executable, started again.
 #[derive(Clone, Debug)]
@@ -31,7 +31,7 @@ pub struct Training {
     /// Whether each rank keeps what every step did, and what the network did meanwhile. It takes memory that grows with the steps.
     pub watched: bool,
     /// A delay in each step, in jobs that are watched.
-    pub planted: Option<Planted>,
+    pub planted: Option<InjectedDelay>,
     /// The job must end within this time.
     pub timeout: Duration,
     /// Where its temporary folder is made; `None` for the system's place for such.
@@ -70,7 +70,7 @@ impl Training {
     ///
     /// # Errors
     /// The first thing that went wrong, that the time was up, or that a signal came.
-    pub fn run(&self, world: &World) -> Result<Vec<RankOutput>, RunError> {
+    pub fn run(&self, world: &TestNetwork) -> Result<Vec<RankOutput>, RunError> {
         let mut builder = tempfile::Builder::new();
         builder.prefix(FOLDER);
         let folder = match &self.within {
@@ -91,7 +91,7 @@ impl Training {
     /// # Errors
     /// As [`run`](Training::run).
     pub fn summary(&self) -> Result<Summary, RunError> {
-        let outputs = self.run(&World::loopback())?;
+        let outputs = self.run(&TestNetwork::loopback())?;
         let summary = outputs.into_iter().find_map(|output| output.summary);
         Ok(summary.ok_or_else(|| "rank 0 left no summary".to_string())?)
     }
@@ -101,7 +101,7 @@ impl Training {
         if self.rung.is_some_and(Rung::is_threads) { 1 } else { self.ranks }
     }
 
-    fn task(&self, world: &World, results: &Path) -> Task {
+    fn task(&self, world: &TestNetwork, results: &Path) -> Task {
         Task {
             config: self.config.clone(),
             rung: self.rung,

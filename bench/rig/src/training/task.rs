@@ -17,9 +17,9 @@ use serde::{Deserialize, Serialize};
 
 use super::skew::Step;
 use crate::BenchError;
-use crate::link::Ends;
+use crate::link::JobEndpoints;
 use crate::rank::{self, Program, leave, load_text, of_a_job};
-use crate::record::Planted;
+use crate::record::InjectedDelay;
 use crate::why::{self, Figures, Probe, Scope, quic_figures};
 
 /// What the processes of a job are told.
@@ -40,7 +40,7 @@ pub struct Task {
     pub network: Network,
     /// Whether each rank keeps what every step did.
     pub watched: bool,
-    pub planted: Option<Planted>,
+    pub planted: Option<InjectedDelay>,
     /// Where each process leaves its [`RankOutput`].
     pub results: PathBuf,
 }
@@ -49,7 +49,7 @@ pub struct Task {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Network {
     /// The address of each rank and where all meet; `None` on loopback.
-    pub addresses: Option<Ends>,
+    pub addresses: Option<JobEndpoints>,
     /// The network interface that ranks talk through.
     pub interface: String,
     /// Whether several ranks have the same one.

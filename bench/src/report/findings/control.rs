@@ -1,6 +1,6 @@
 //! Whether the method finds what is there and nothing else: cells that are the same, and delays that were put in on purpose.
 
-use rig::record::{Axis, Cell, Planted};
+use rig::record::{Axis, Cell, InjectedDelay};
 
 use super::super::case::ROUNDS;
 use super::super::digest::{Case, Comparison, Digest, Grouped};
@@ -43,7 +43,7 @@ fn planted(digest: &Digest<'_>) -> Statements {
     delayed.filter_map(|(case, planted)| recovered(digest, case, planted)).collect()
 }
 
-fn recovered(digest: &Digest<'_>, case: &Case<'_>, planted: &Planted) -> Option<(Mark, String)> {
+fn recovered(digest: &Digest<'_>, case: &Case<'_>, planted: &InjectedDelay) -> Option<(Mark, String)> {
     let without = digest.case(&Cell { planted: None, ..case.cell.clone() })?;
     let found = case.against(without).filter(|found| found.rounds >= ROUNDS)?;
     let put = planted.microseconds as f64 / 1e3;

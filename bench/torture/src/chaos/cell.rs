@@ -8,9 +8,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::ranks::fault::Fault;
 use crate::ranks::judge::{Times, ended, judge};
-use crate::ranks::play::{self, Played};
+use crate::ranks::play::{self, FaultReport};
 use crate::ranks::process::{Group, Number, describe};
-use crate::ranks::protocol::{Command, Dropped, Ended, Event, IDLE, Join, Plan, Told};
+use crate::ranks::protocol::{Command, DropReport, ErrorReport, Event, IDLE, Join, Plan, RankEnd};
 use crate::ranks::sys::signal;
 use crate::ranks::when::When;
 use crate::ranks::work::Collective;
@@ -57,9 +57,9 @@ pub(crate) struct Row {
     pub(crate) detection_ms: Vec<f64>,
     pub(crate) survivors: Vec<Survivor>,
     /// The victim's own error, where it lives.
-    pub(crate) victim_error: Option<Told>,
+    pub(crate) victim_error: Option<ErrorReport>,
     /// What processes that came late were told.
-    pub(crate) refused: Vec<Told>,
+    pub(crate) refused: Vec<ErrorReport>,
     /// Whether all survivors said the same.
     pub(crate) same_text: bool,
     /// Length of the whole cell.
@@ -70,12 +70,12 @@ pub(crate) struct Row {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Survivor {
     pub(crate) rank: usize,
-    pub(crate) error: Option<Told>,
+    pub(crate) error: Option<ErrorReport>,
     pub(crate) operations: u64,
     pub(crate) checked: u64,
     pub(crate) wrong_elements: u64,
     pub(crate) idle_cpu_ms: Option<f64>,
-    pub(crate) dropped: Option<Dropped>,
+    pub(crate) dropped: Option<DropReport>,
 }
 
 impl Cell {
@@ -204,7 +204,7 @@ impl Cell {
     }
 
     /// Lets those go on who wait for the fault.
-    fn go_on(&self, group: &mut Group, survivors: &[Number], played: &Played) {
+    fn go_on(&self, group: &mut Group, survivors: &[Number], played: &FaultReport) {
         let lives = !self.fault.ends_process() && !matches!(self.fault, Fault::Stop | Fault::Silent);
         match self.when {
             When::Before => survivors.iter().for_each(|rank| group.tell(*rank, &Command::Go)),
@@ -224,7 +224,7 @@ impl Cell {
     }
 
     /// What the survivors make of it.
-    fn observe(&self, group: &mut Group, survivors: &[Number], played: &Played, row: &mut Row) {
+    fn observe(&self, group: &mut Group, survivors: &[Number], played: &FaultReport, row: &mut Row) {
         let bound = Duration::from_millis(row.bound_ms);
         let ended = group.hear_each(survivors, Instant::now() + bound + PATIENCE, ended);
         for (rank, ended) in survivors.iter().zip(ended) {
@@ -299,7 +299,7 @@ impl Cell {
             }
             match dropped {
                 None => row.wrong.push(format!("rank {rank} did not drop everything within {TIDY:?}")),
-                Some(Dropped { before, after, .. }) => {
+                Some(DropReport { before, after, .. }) => {
                     if after.descriptors > before.descriptors {
                         let (held, had) = (after.descriptors, before.descriptors);
                         row.wrong.push(format!("rank {rank} holds {held} descriptors; it had {had} before connecting"));
@@ -346,7 +346,7 @@ fn meet(group: &mut Group, all: &[Number], deadline: Instant) -> Result<(), Stri
     Ok(())
 }
 
-fn connected(event: &Event) -> Option<Option<Told>> {
+fn connected(event: &Event) -> Option<Option<ErrorReport>> {
     match event {
         Event::Connected { .. } => Some(None),
         Event::Ended(ended) if !ended.was_connected => Some(ended.error.clone()),
@@ -357,7 +357,7 @@ fn connected(event: &Event) -> Option<Option<Told>> {
 /// What the ranks complain about, and what those say that have ended.
 fn complaints(group: &mut Group, ranks: &[Number]) -> String {
     let said = group.hear_each(ranks, Instant::now(), ended);
-    let of = |(rank, said): (&Number, Option<Ended>)| {
+    let of = |(rank, said): (&Number, Option<RankEnd>)| {
         let told = said.and_then(|ended| ended.error).map_or(String::new(), |told| told.text);
         format!("rank {rank}: {told} {}", group.complaint(*rank))
     };

@@ -6,7 +6,7 @@ use std::fmt::Write;
 use super::cell::Row;
 use super::options::Settings;
 use crate::ranks::fault::Fault;
-use crate::ranks::protocol::{Dropped, IDLE, Told};
+use crate::ranks::protocol::{DropReport, ErrorReport, IDLE};
 
 /// Everything about a cell that is not as it should be.
 pub(crate) fn exception(row: &Row) -> String {
@@ -103,7 +103,7 @@ fn afterwards(rows: &[Row]) -> String {
     let cpu = survivors().filter_map(|survivor| survivor.idle_cpu_ms).fold(0.0, f64::max);
     let dropped = || survivors().filter_map(|survivor| survivor.dropped.as_ref());
     let slowest = dropped().map(|dropped| dropped.took_ns).max().unwrap_or(0) as f64 / 1e6;
-    let clean = |dropped: &&Dropped| {
+    let clean = |dropped: &&DropReport| {
         dropped.after.descriptors <= dropped.before.descriptors && dropped.after.threads <= dropped.before.threads
     };
     format!(
@@ -131,7 +131,7 @@ fn said(rows: &[&Row]) -> String {
 }
 
 /// Kind and ranks, as seen from the victim.
-fn short(told: &Told, victim: usize) -> String {
+fn short(told: &ErrorReport, victim: usize) -> String {
     let who = |rank: usize| if rank == victim { "victim".to_string() } else { "another".to_string() };
     let names = told.names();
     let named = if names.contains(&victim) { "the victim" } else { "others" };

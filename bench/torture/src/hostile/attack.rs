@@ -13,13 +13,13 @@ use tokio::task::JoinSet;
 use tokio::time::sleep;
 
 use super::job::RunningJob;
-use super::kinds::{Kind, Means, script};
+use super::kinds::{AttackMethod, Kind, script};
 use super::options::Settings;
-use super::quic::{self, Disguise, Knock};
+use super::quic::{self, ClientIdentity, ConnectResult};
 use super::recipes::Recipes;
-use super::tally::{End, Fate, Tally};
+use super::tally::{AttackOutcome, End, Tally};
 use super::tcp::PATIENCE;
-use super::watch::{Protocol, Use};
+use super::watch::{Protocol, ResourcePeak};
 use super::{tcp, udp};
 
 /// Strangers of one kind that are under way at once.
@@ -64,7 +64,7 @@ pub(super) struct Outcome {
     /// While the job waited for its ranks.
     pub(super) early: BTreeMap<Kind, Tally>,
     /// While it trained, with what each rank used at most meanwhile.
-    pub(super) running: Vec<(Kind, Tally, Vec<Use>)>,
+    pub(super) running: Vec<(Kind, Tally, Vec<ResourcePeak>)>,
     /// What was left out, and why.
     pub(super) left_out: Vec<(Kind, String)>,
     /// Step times while the attack on the training was under way, in milliseconds.
@@ -159,7 +159,7 @@ impl Attack<'_> {
     /// Everybody at once, on whatever port is open, until the job trains.
     async fn early(&mut self) -> Result<BTreeMap<Kind, Tally>, BenchError> {
         let mut tallies: BTreeMap<Kind, Tally> = BTreeMap::new();
-        let mut under_way: JoinSet<(Kind, Fate)> = JoinSet::new();
+        let mut under_way: JoinSet<(Kind, AttackOutcome)> = JoinSet::new();
         let mut holding: BTreeMap<SocketAddr, usize> = BTreeMap::new();
         let kinds: Vec<Kind> = Kind::ALL
             .into_iter()
@@ -228,13 +228,13 @@ impl Attack<'_> {
 
     fn dispatch(
         &mut self,
-        under_way: &mut JoinSet<(Kind, Fate)>,
+        under_way: &mut JoinSet<(Kind, AttackOutcome)>,
         kind: Kind,
         address: SocketAddr,
         n: u64,
         patience: Duration,
     ) -> Result<(), BenchError> {
-        if kind.means() == Means::Handshake {
+        if kind.means() == AttackMethod::Handshake {
             if let (Some(control), Some(job)) = (self.control, self.stolen.clone())
                 && control == address
             {
@@ -249,7 +249,7 @@ impl Attack<'_> {
             let fate = tokio::select! {
                 fate = tcp::play(address, &acts, patience) => fate,
                 _ = over.wait_for(|over| *over) => {
-                    Fate { end: End::StillThere, lasted: since.elapsed(), ..Fate::default() }
+                    AttackOutcome { end: End::StillThere, lasted: since.elapsed(), ..AttackOutcome::default() }
                 }
             };
             (kind, fate)
@@ -260,14 +260,14 @@ impl Attack<'_> {
     /// `count` strangers of one kind, or as many as come until `end`.
     async fn running(&mut self, kind: Kind, count: u64, end: Instant) -> Result<Tally, BenchError> {
         match kind.means() {
-            Means::Script if kind == Kind::Hold => self.hold(count, end).await,
-            Means::Script | Means::Handshake => self.many(kind, count, end).await,
-            Means::Datagram => {
+            AttackMethod::Script if kind == Kind::Hold => self.hold(count, end).await,
+            AttackMethod::Script | AttackMethod::Handshake => self.many(kind, count, end).await,
+            AttackMethod::Datagram => {
                 let targets = self.addresses(Protocol::Udp);
                 let go_on = || Instant::now() < end && !self.job.is_over();
                 Ok(udp::send(kind, &targets, count, self.recipes, &mut self.random, &go_on)?)
             }
-            Means::Client => self.clients(kind, count, end).await,
+            AttackMethod::Client => self.clients(kind, count, end).await,
         }
     }
 
@@ -279,7 +279,7 @@ impl Attack<'_> {
                 break;
             }
             let ports = match (kind.means(), self.control) {
-                (Means::Handshake, Some(control)) => vec![control],
+                (AttackMethod::Handshake, Some(control)) => vec![control],
                 _ => self.addresses(Protocol::Tcp),
             };
             let Some(address) = ports.get(usize::try_from(n).unwrap_or(0) % ports.len().max(1)) else { break };
@@ -333,7 +333,7 @@ impl Attack<'_> {
             let ports = self.addresses(Protocol::Udp);
             let Some(address) = ports.get(usize::try_from(n).unwrap_or(0) % ports.len().max(1)).copied() else { break };
             let (endpoint, config) = (endpoint.clone(), config.clone());
-            under_way.spawn(async move { knock(&endpoint, config, address).await });
+            under_way.spawn(async move { try_connect(&endpoint, config, address).await });
             if under_way.len() >= AT_ONCE
                 && let Some(done) = under_way.join_next().await
             {
@@ -350,15 +350,20 @@ impl Attack<'_> {
     }
 
     /// Some QUIC clients to a port of a job that waits for its ranks.
-    fn call(&self, under_way: &mut JoinSet<(Kind, Fate)>, kind: Kind, address: SocketAddr) -> Result<(), BenchError> {
+    fn call(
+        &self,
+        under_way: &mut JoinSet<(Kind, AttackOutcome)>,
+        kind: Kind,
+        address: SocketAddr,
+    ) -> Result<(), BenchError> {
         let config = quic::client(disguise(kind), EARLY_PATIENCE)?;
         let endpoint = Endpoint::client("127.0.0.1:0".parse()?)?;
         for _ in 0..EARLY_CLIENTS {
             let (endpoint, config, mut over) = (endpoint.clone(), config.clone(), self.over.subscribe());
             under_way.spawn(async move {
                 let fate = tokio::select! {
-                    fate = knock(&endpoint, config, address) => fate,
-                    _ = over.wait_for(|over| *over) => Fate { end: End::Ignored, ..Fate::default() },
+                    fate = try_connect(&endpoint, config, address) => fate,
+                    _ = over.wait_for(|over| *over) => AttackOutcome { end: End::Ignored, ..AttackOutcome::default() },
                 };
                 (kind, fate)
             });
@@ -367,20 +372,20 @@ impl Attack<'_> {
     }
 }
 
-fn disguise(kind: Kind) -> Disguise {
+fn disguise(kind: Kind) -> ClientIdentity {
     match kind {
-        Kind::NoCertificate => Disguise::NoCertificate,
-        Kind::ForeignCertificate => Disguise::OwnCertificate,
-        _ => Disguise::OtherProtocol,
+        Kind::NoCertificate => ClientIdentity::NoCertificate,
+        Kind::ForeignCertificate => ClientIdentity::OwnCertificate,
+        _ => ClientIdentity::OtherProtocol,
     }
 }
 
-async fn knock(endpoint: &Endpoint, config: quinn::ClientConfig, address: SocketAddr) -> Fate {
+async fn try_connect(endpoint: &Endpoint, config: quinn::ClientConfig, address: SocketAddr) -> AttackOutcome {
     let since = Instant::now();
-    let end = match quic::knock(endpoint, config, address).await {
-        Knock::LetIn => End::LetIn,
-        Knock::TurnedAway(why) => End::Refused(why),
-        Knock::Ignored => End::Ignored,
+    let end = match quic::try_connect(endpoint, config, address).await {
+        ConnectResult::LetIn => End::LetIn,
+        ConnectResult::TurnedAway(why) => End::Refused(why),
+        ConnectResult::Ignored => End::Ignored,
     };
-    Fate { end, lasted: since.elapsed(), ..Fate::default() }
+    AttackOutcome { end, lasted: since.elapsed(), ..AttackOutcome::default() }
 }

@@ -20,7 +20,7 @@ use tempfile::TempDir;
 
 use super::options::Settings;
 use super::rank::Task;
-use super::watch::{Seen, Watch};
+use super::watch::{JobObservation, Watch};
 
 /// Ranks of the job.
 pub(super) const RANKS: usize = 3;
@@ -40,11 +40,11 @@ pub(super) struct RunningJob {
 }
 
 /// How a job has ended.
-pub(super) struct Ended {
+pub(super) struct JobResult {
     pub(super) summary: Summary,
     /// Milliseconds that each step took.
     pub(super) steps: Vec<f64>,
-    pub(super) seen: Seen,
+    pub(super) seen: JobObservation,
     /// From the start of its processes to the end of the first step.
     pub(super) start: Duration,
 }
@@ -127,7 +127,7 @@ impl RunningJob {
     ///
     /// # Errors
     /// Why it failed, in the words of the rank that failed first.
-    pub(super) fn finish(mut self) -> Result<Ended, RunError> {
+    pub(super) fn finish(mut self) -> Result<JobResult, RunError> {
         let outcome = match self.launcher.take().map(JoinHandle::join) {
             Some(Ok(Ok(outcome))) => outcome,
             Some(Ok(Err(error))) => return Err(RunError::Failed(error.to_string())),
@@ -139,7 +139,7 @@ impl RunningJob {
         let summary = rank::left(&Task::summary_file(self.folder.path()), 0)?;
         let seen = self.watch.seen().clone();
         let start = seen.training_since.map_or(Duration::ZERO, |training| training - self.since);
-        Ok(Ended { summary, steps: self.steps(), seen, start })
+        Ok(JobResult { summary, steps: self.steps(), seen, start })
     }
 }
 

@@ -44,7 +44,7 @@ pub(super) enum Kind {
 
 /// How a kind of stranger is brought to the job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Means {
+pub(super) enum AttackMethod {
     /// A TCP connection with a script.
     Script,
     /// The control plane's own handshake.
@@ -122,17 +122,19 @@ impl Kind {
 
     pub(super) fn protocol(self) -> Protocol {
         match self.means() {
-            Means::Script | Means::Handshake => Protocol::Tcp,
-            Means::Datagram | Means::Client => Protocol::Udp,
+            AttackMethod::Script | AttackMethod::Handshake => Protocol::Tcp,
+            AttackMethod::Datagram | AttackMethod::Client => Protocol::Udp,
         }
     }
 
-    pub(super) fn means(self) -> Means {
+    pub(super) fn means(self) -> AttackMethod {
         match self {
-            Kind::WrongSecret | Kind::OldEpoch | Kind::OtherJob | Kind::Double | Kind::WorldSize => Means::Handshake,
-            Kind::Datagrams | Kind::Versions | Kind::Initials | Kind::Resets | Kind::Spoofed => Means::Datagram,
-            Kind::NoCertificate | Kind::ForeignCertificate | Kind::OtherProtocol => Means::Client,
-            _ => Means::Script,
+            Kind::WrongSecret | Kind::OldEpoch | Kind::OtherJob | Kind::Double | Kind::WorldSize => {
+                AttackMethod::Handshake
+            }
+            Kind::Datagrams | Kind::Versions | Kind::Initials | Kind::Resets | Kind::Spoofed => AttackMethod::Datagram,
+            Kind::NoCertificate | Kind::ForeignCertificate | Kind::OtherProtocol => AttackMethod::Client,
+            _ => AttackMethod::Script,
         }
     }
 
@@ -157,7 +159,7 @@ impl Kind {
 
 /// What a stranger does on its TCP connection, one after the other.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Act {
+pub(super) enum ScriptStep {
     Say(Vec<u8>),
     /// Says it a byte each 100 ms.
     Drip(Vec<u8>),
@@ -175,27 +177,36 @@ pub(super) enum Act {
 ///
 /// # Errors
 /// Where no TLS ClientHello can be made.
-pub(super) fn script(kind: Kind, n: u64, recipes: &Recipes, random: &mut SplitMix64) -> Result<Vec<Act>, BenchError> {
+pub(super) fn script(
+    kind: Kind,
+    n: u64,
+    recipes: &Recipes,
+    random: &mut SplitMix64,
+) -> Result<Vec<ScriptStep>, BenchError> {
     let cut = |whole: &[u8]| {
         let end = usize::try_from(n % whole.len() as u64).unwrap_or(0);
         whole.get(..end).unwrap_or_default().to_vec()
     };
     let greeted = |rest: &[u8]| [&recipes.greeting[..], rest].concat();
     Ok(match kind {
-        Kind::Scan => vec![Act::Leave],
+        Kind::Scan => vec![ScriptStep::Leave],
         Kind::Hold => vec![],
-        Kind::Http => vec![Act::Say(b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: stranger\r\n\r\n".to_vec())],
-        Kind::Tls => vec![Act::Say(client_hello()?)],
-        Kind::Ssh => vec![Act::Say(b"SSH-2.0-OpenSSH_9.9\r\n".to_vec())],
+        Kind::Http => {
+            vec![ScriptStep::Say(b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: stranger\r\n\r\n".to_vec())]
+        }
+        Kind::Tls => vec![ScriptStep::Say(client_hello()?)],
+        Kind::Ssh => vec![ScriptStep::Say(b"SSH-2.0-OpenSSH_9.9\r\n".to_vec())],
         Kind::Rubbish => {
             let len = 1 << random.below(17);
             let len = len / 2 + random.below(len / 2 + 1);
-            vec![Act::Say(rubbish(random, usize::try_from(len.max(1)).unwrap_or(1))), Act::Finish]
+            vec![ScriptStep::Say(rubbish(random, usize::try_from(len.max(1)).unwrap_or(1))), ScriptStep::Finish]
         }
-        Kind::CutControl => vec![Act::Say(cut(&recipes.hello)), Act::Finish],
-        Kind::CutZmtp => vec![Act::Say(cut(&greeted(&recipes.ready(&recipes.token(random))))), Act::Finish],
-        Kind::CutRaw => vec![Act::Say(cut(&recipes.raw_hello(random))), Act::Finish],
-        Kind::HugeLengths => vec![Act::Say(match n % 5 {
+        Kind::CutControl => vec![ScriptStep::Say(cut(&recipes.hello)), ScriptStep::Finish],
+        Kind::CutZmtp => {
+            vec![ScriptStep::Say(cut(&greeted(&recipes.ready(&recipes.token(random))))), ScriptStep::Finish]
+        }
+        Kind::CutRaw => vec![ScriptStep::Say(cut(&recipes.raw_hello(random))), ScriptStep::Finish],
+        Kind::HugeLengths => vec![ScriptStep::Say(match n % 5 {
             // A job id of 65,535 bytes.
             0 => {
                 let mut hello = recipes.hello.clone();
@@ -217,30 +228,30 @@ pub(super) fn script(kind: Kind, n: u64, recipes: &Recipes, random: &mut SplitMi
             }
         })],
         Kind::WrongProof => {
-            let proof = if n.is_multiple_of(2) { Act::Say(rubbish(random, 32)) } else { Act::Echo(32) };
-            vec![Act::Say(recipes.hello.clone()), Act::Hear(CONTROL_REPLY), proof]
+            let proof = if n.is_multiple_of(2) { ScriptStep::Say(rubbish(random, 32)) } else { ScriptStep::Echo(32) };
+            vec![ScriptStep::Say(recipes.hello.clone()), ScriptStep::Hear(CONTROL_REPLY), proof]
         }
-        Kind::BadRawProof => vec![Act::Hear(RAW_NONCE), Act::Say(recipes.raw_hello(random))],
+        Kind::BadRawProof => vec![ScriptStep::Hear(RAW_NONCE), ScriptStep::Say(recipes.raw_hello(random))],
         Kind::BadToken => vec![
-            Act::Say(recipes.greeting.to_vec()),
-            Act::Hear(GREETING_LEN),
-            Act::Say(recipes.ready(&recipes.token(random))),
+            ScriptStep::Say(recipes.greeting.to_vec()),
+            ScriptStep::Hear(GREETING_LEN),
+            ScriptStep::Say(recipes.ready(&recipes.token(random))),
         ],
         Kind::HugeFrame => {
             let flags = if n.is_multiple_of(2) { 0x02 } else { 0x06 };
             vec![
-                Act::Say(recipes.greeting.to_vec()),
-                Act::Hear(GREETING_LEN),
-                Act::Say([&[flags][..], &(64u64 << 30).to_be_bytes()].concat()),
+                ScriptStep::Say(recipes.greeting.to_vec()),
+                ScriptStep::Hear(GREETING_LEN),
+                ScriptStep::Say([&[flags][..], &(64u64 << 30).to_be_bytes()].concat()),
             ]
         }
-        Kind::Dribble => vec![Act::Drip(match n % 3 {
+        Kind::Dribble => vec![ScriptStep::Drip(match n % 3 {
             0 => recipes.hello.clone(),
             1 => recipes.greeting.to_vec(),
             _ => recipes.raw_hello(random),
         })],
         // Not by script.
-        _ => vec![Act::Leave],
+        _ => vec![ScriptStep::Leave],
     })
 }
 
@@ -272,7 +283,7 @@ mod tests {
     fn scripts_of_a_kind_differ_where_they_should() {
         let recipes = Recipes::collect().unwrap();
         let mut random = SplitMix64::new(1);
-        for kind in Kind::ALL.into_iter().filter(|kind| kind.means() == Means::Script) {
+        for kind in Kind::ALL.into_iter().filter(|kind| kind.means() == AttackMethod::Script) {
             for n in 0..200 {
                 let acts = script(kind, n, &recipes, &mut random).unwrap();
                 match kind {
@@ -283,7 +294,7 @@ mod tests {
         }
         let lengths: std::collections::HashSet<usize> = (0..200)
             .map(|n| match &script(Kind::CutControl, n, &recipes, &mut random).unwrap()[0] {
-                Act::Say(bytes) => bytes.len(),
+                ScriptStep::Say(bytes) => bytes.len(),
                 other => panic!("{other:?}"),
             })
             .collect();

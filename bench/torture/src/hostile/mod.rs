@@ -35,7 +35,7 @@ use rig::stats::median;
 pub(crate) use options::HostileArgs;
 pub(crate) use rank::Task;
 
-use job::{Ended, RunningJob};
+use job::{JobResult, RunningJob};
 use options::Settings;
 use recipes::Recipes;
 use report::{KindRow, Verdict};
@@ -92,7 +92,7 @@ fn calibrate(settings: &Settings) -> Result<u64, BenchError> {
 }
 
 /// The job without an attack.
-fn undisturbed(settings: &Settings, transport: TransportKind, steps: u64) -> Result<Ended, BenchError> {
+fn undisturbed(settings: &Settings, transport: TransportKind, steps: u64) -> Result<JobResult, BenchError> {
     let job = RunningJob::start(settings, transport, steps, false)?;
     while job.watch.seen().training_since.is_none() && !job.is_over() {
         thread::sleep(Duration::from_millis(2));

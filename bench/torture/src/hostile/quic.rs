@@ -14,7 +14,7 @@ use rustls::{DigitallySignedStruct, SignatureScheme};
 
 /// What a client presents itself as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Disguise {
+pub(super) enum ClientIdentity {
     NoCertificate,
     OwnCertificate,
     OtherProtocol,
@@ -22,7 +22,7 @@ pub(super) enum Disguise {
 
 /// The outcome of a client's attempt to connect.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Knock {
+pub(super) enum ConnectResult {
     /// It got the answer that only ranks get.
     LetIn,
     /// It was refused, with this message.
@@ -39,12 +39,12 @@ const ALPN: &[u8] = b"isocomm/1";
 ///
 /// # Errors
 /// Where no certificate can be made.
-pub(super) fn client(disguise: Disguise, patience: Duration) -> Result<ClientConfig, BenchError> {
+pub(super) fn client(disguise: ClientIdentity, patience: Duration) -> Result<ClientConfig, BenchError> {
     let builder = rustls::ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
         .with_protocol_versions(&[&rustls::version::TLS13])?
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(Credulous));
-    let mut crypto = if disguise == Disguise::NoCertificate {
+        .with_custom_certificate_verifier(Arc::new(AcceptAnyServer));
+    let mut crypto = if disguise == ClientIdentity::NoCertificate {
         builder.with_no_client_auth()
     } else {
         let key = rcgen::KeyPair::generate()?;
@@ -52,7 +52,8 @@ pub(super) fn client(disguise: Disguise, patience: Duration) -> Result<ClientCon
         let key = PrivatePkcs8KeyDer::from(key.serialize_der()).into();
         builder.with_client_auth_cert(vec![certificate.der().clone()], key)?
     };
-    crypto.alpn_protocols = vec![if disguise == Disguise::OtherProtocol { b"h3".to_vec() } else { ALPN.to_vec() }];
+    crypto.alpn_protocols =
+        vec![if disguise == ClientIdentity::OtherProtocol { b"h3".to_vec() } else { ALPN.to_vec() }];
     let mut transport = TransportConfig::default();
     // The idle timeout is at least three probe timeouts.
     transport.initial_rtt(Duration::from_millis(20));
@@ -64,7 +65,7 @@ pub(super) fn client(disguise: Disguise, patience: Duration) -> Result<ClientCon
 }
 
 /// Dials, opens a stream as a rank would, and waits for the answer that only ranks get.
-pub(super) async fn knock(endpoint: &Endpoint, config: ClientConfig, address: SocketAddr) -> Knock {
+pub(super) async fn try_connect(endpoint: &Endpoint, config: ClientConfig, address: SocketAddr) -> ConnectResult {
     let attempt = async {
         let connection = endpoint.connect_with(config, address, NAME).map_err(|error| error.to_string())?;
         let connection = connection.await.map_err(|error| describe(&error))?;
@@ -74,9 +75,9 @@ pub(super) async fn knock(endpoint: &Endpoint, config: ClientConfig, address: So
         receive.read_exact(&mut answer).await.map_err(|error| error.to_string())
     };
     match attempt.await {
-        Ok(()) => Knock::LetIn,
-        Err(why) if why.contains("timed out") => Knock::Ignored,
-        Err(why) => Knock::TurnedAway(why),
+        Ok(()) => ConnectResult::LetIn,
+        Err(why) if why.contains("timed out") => ConnectResult::Ignored,
+        Err(why) => ConnectResult::TurnedAway(why),
     }
 }
 
@@ -88,20 +89,24 @@ fn describe(error: &quinn::ConnectionError) -> String {
 ///
 /// # Errors
 /// Where sockets cannot be had.
-pub(super) fn knock_once(address: SocketAddr, disguise: Disguise, patience: Duration) -> Result<Knock, BenchError> {
+pub(super) fn connect_once(
+    address: SocketAddr,
+    disguise: ClientIdentity,
+    patience: Duration,
+) -> Result<ConnectResult, BenchError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let endpoint = Endpoint::client("127.0.0.1:0".parse()?)?;
         let config = client(disguise, patience)?;
-        Ok(knock(&endpoint, config, address).await)
+        Ok(try_connect(&endpoint, config, address).await)
     })
 }
 
 /// Accepts every server certificate, as an attacker does.
 #[derive(Debug)]
-struct Credulous;
+struct AcceptAnyServer;
 
-impl ServerCertVerifier for Credulous {
+impl ServerCertVerifier for AcceptAnyServer {
     fn verify_server_cert(
         &self,
         _end_entity: &CertificateDer<'_>,

@@ -12,7 +12,7 @@ use comm_core::splitmix::SplitMix64;
 use rig::BenchError;
 use rig::interrupts::uninterrupted;
 
-use super::quic::{self, Disguise};
+use super::quic::{self, ClientIdentity};
 
 /// Bytes with which rank 0 answers a hello: magic, version, nonce, proof.
 pub(super) const CONTROL_REPLY: usize = 8 + 2 + 32 + 32;
@@ -107,7 +107,8 @@ fn record_initial() -> Result<Vec<u8>, BenchError> {
     let socket = UdpSocket::bind("127.0.0.1:0")?;
     socket.set_read_timeout(Some(PATIENCE))?;
     let address: SocketAddr = socket.local_addr()?;
-    let client = thread::spawn(move || quic::knock_once(address, Disguise::NoCertificate, Duration::from_millis(200)));
+    let client =
+        thread::spawn(move || quic::connect_once(address, ClientIdentity::NoCertificate, Duration::from_millis(200)));
     let mut initial = vec![0; 4096];
     let len = uninterrupted(|| socket.recv(&mut initial))?;
     initial.truncate(len);

@@ -7,11 +7,11 @@ use rig::stats::median;
 use serde::Serialize;
 
 use super::attack::Outcome;
-use super::job::Ended;
+use super::job::JobResult;
 use super::kinds::Kind;
 use super::options::Settings;
 use super::tally::Tally;
-use super::watch::{Port, Protocol, Use};
+use super::watch::{Port, Protocol, ResourcePeak};
 
 /// By how much the peak memory of a rank may rise, in bytes. The job bounds what strangers may cost by the number of handshakes and the
 /// length of what it reads from each.
@@ -54,8 +54,8 @@ pub(super) struct Verdict {
     /// From the start of the processes to the end of the first step.
     start_ms_undisturbed: f64,
     start_ms_attacked: Option<f64>,
-    peak_undisturbed: Vec<Use>,
-    peak_attacked: Vec<Use>,
+    peak_undisturbed: Vec<ResourcePeak>,
+    peak_attacked: Vec<ResourcePeak>,
     attack_s: f64,
     ports: Vec<PortRow>,
     pub(super) broken: Vec<String>,
@@ -73,8 +73,8 @@ struct PortRow {
 pub(super) fn judge(
     settings: &Settings,
     transport: TransportKind,
-    quiet: &Ended,
-    attacked: Result<Ended, String>,
+    quiet: &JobResult,
+    attacked: Result<JobResult, String>,
     outcome: Outcome,
     ports: Vec<Port>,
 ) -> (Vec<KindRow>, Verdict) {
@@ -114,7 +114,7 @@ pub(super) fn judge(
         ));
     }
     let milliseconds = |time: Duration| time.as_secs_f64() * 1e3;
-    let cpu = |ended: &Ended| {
+    let cpu = |ended: &JobResult| {
         let seconds: f64 = ended.seen.peak.iter().map(|rank| rank.cpu).sum();
         1e3 * seconds / ended.summary.steps.max(1) as f64
     };
@@ -143,7 +143,7 @@ pub(super) fn judge(
     (rows, verdict)
 }
 
-fn rows(transport: TransportKind, quiet: &Ended, outcome: &Outcome) -> Vec<KindRow> {
+fn rows(transport: TransportKind, quiet: &JobResult, outcome: &Outcome) -> Vec<KindRow> {
     let row = |phase, kind: Kind, tally: &Tally| KindRow {
         transport: transport.to_string(),
         phase,
@@ -238,8 +238,8 @@ fn line(row: &KindRow) -> [String; 9] {
 /// The verdict in sentences.
 pub(super) fn sentences(verdict: &Verdict) -> String {
     let number = |value: Option<f64>| value.map_or("?".into(), |value| format!("{value:.2}"));
-    let peak = |ranks: &[Use]| {
-        let most = |value: fn(&Use) -> u64| ranks.iter().map(value).max().unwrap_or(0);
+    let peak = |ranks: &[ResourcePeak]| {
+        let most = |value: fn(&ResourcePeak) -> u64| ranks.iter().map(value).max().unwrap_or(0);
         format!(
             "{:.0} MB, {} descriptors, {} threads",
             most(|rank| rank.memory) as f64 / 1e6,

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 /// The outcome of one connection attempt, or of one datagram.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Fate {
+pub(super) struct AttackOutcome {
     pub(super) end: End,
     /// Bytes that the job said to it.
     pub(super) heard: usize,
@@ -63,7 +63,7 @@ pub(super) struct Tally {
 }
 
 impl Tally {
-    pub(super) fn add(&mut self, fate: Fate) {
+    pub(super) fn add(&mut self, fate: AttackOutcome) {
         let lasted = fate.lasted.as_secs_f64() * 1e3;
         self.tried += 1;
         self.answered += u64::from(fate.heard > 0);
@@ -152,7 +152,7 @@ mod tests {
             End::LetIn,
         ];
         for (n, end) in ends.into_iter().enumerate() {
-            tally.add(Fate { end, heard: n, lasted: Duration::from_millis(n as u64), is_overdue: n == 6 });
+            tally.add(AttackOutcome { end, heard: n, lasted: Duration::from_millis(n as u64), is_overdue: n == 6 });
         }
         assert_eq!((tally.tried, tally.live(), tally.answered, tally.heard_most), (8, 6, 7, 7));
         assert_eq!((tally.longest_ms, tally.overdue), (4.0, 1));

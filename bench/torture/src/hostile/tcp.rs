@@ -12,8 +12,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use super::kinds::{Act, Kind};
-use super::tally::{End, Fate};
+use super::kinds::{Kind, ScriptStep};
+use super::tally::{AttackOutcome, End};
 
 /// How long the kernel may take to connect. On loopback only a full queue takes longer than a moment.
 const CONNECT: Duration = Duration::from_millis(800);
@@ -25,12 +25,12 @@ const HEAR: Duration = Duration::from_millis(200);
 pub(super) const PATIENCE: Duration = Duration::from_secs(8);
 
 /// Plays a script at `address` and waits up to `patience` to be disconnected.
-pub(super) async fn play(address: SocketAddr, acts: &[Act], patience: Duration) -> Fate {
+pub(super) async fn play(address: SocketAddr, acts: &[ScriptStep], patience: Duration) -> AttackOutcome {
     let mut stream = match timeout(CONNECT, TcpStream::connect(address)).await {
         Ok(Ok(stream)) => stream,
-        Ok(Err(error)) if error.kind() == ErrorKind::ConnectionRefused => return Fate::default(),
+        Ok(Err(error)) if error.kind() == ErrorKind::ConnectionRefused => return AttackOutcome::default(),
         // A full queue, or no descriptor or port left on this side.
-        Ok(Err(_)) | Err(_) => return Fate { end: End::NotConnected, ..Fate::default() },
+        Ok(Err(_)) | Err(_) => return AttackOutcome { end: End::NotConnected, ..AttackOutcome::default() },
     };
     // A connection that this side closes is reset, and leaves no trace that uses up this machine's ports.
     let _ = SockRef::from(&stream).set_linger(Some(Duration::ZERO));
@@ -43,14 +43,14 @@ pub(super) async fn play(address: SocketAddr, acts: &[Act], patience: Duration) 
         Err(_) => End::StillThere,
     };
     let is_overdue = end == End::StillThere && patience >= PATIENCE;
-    Fate { end, heard: heard.len(), lasted: since.elapsed(), is_overdue }
+    AttackOutcome { end, heard: heard.len(), lasted: since.elapsed(), is_overdue }
 }
 
-async fn perform(stream: &mut TcpStream, acts: &[Act], heard: &mut Vec<u8>) -> io::Result<End> {
+async fn perform(stream: &mut TcpStream, acts: &[ScriptStep], heard: &mut Vec<u8>) -> io::Result<End> {
     for act in acts {
         match act {
-            Act::Say(bytes) => stream.write_all(bytes).await?,
-            Act::Drip(bytes) => {
+            ScriptStep::Say(bytes) => stream.write_all(bytes).await?,
+            ScriptStep::Drip(bytes) => {
                 for byte in bytes {
                     // Stops once it is disconnected.
                     if hear(stream, heard, Duration::from_millis(100)).await? {
@@ -59,7 +59,7 @@ async fn perform(stream: &mut TcpStream, acts: &[Act], heard: &mut Vec<u8>) -> i
                     stream.write_all(std::slice::from_ref(byte)).await?;
                 }
             }
-            Act::Hear(count) => {
+            ScriptStep::Hear(count) => {
                 // A port of another protocol may wait to be spoken to.
                 let end = Instant::now() + HEAR;
                 while heard.len() < *count {
@@ -71,12 +71,12 @@ async fn perform(stream: &mut TcpStream, acts: &[Act], heard: &mut Vec<u8>) -> i
                     }
                 }
             }
-            Act::Echo(count) => {
+            ScriptStep::Echo(count) => {
                 let from = heard.len().saturating_sub(*count);
                 stream.write_all(heard.get(from..).unwrap_or_default()).await?;
             }
-            Act::Finish => stream.shutdown().await?,
-            Act::Leave => return Ok(End::Left),
+            ScriptStep::Finish => stream.shutdown().await?,
+            ScriptStep::Leave => return Ok(End::Left),
         }
     }
     while read(stream, heard).await? != 0 {}
@@ -103,7 +103,7 @@ async fn read(stream: &mut TcpStream, heard: &mut Vec<u8>) -> io::Result<usize> 
 }
 
 /// The control plane's own handshake, with the claim to be a rank that it is not. Blocks.
-pub(super) fn shake_hands(kind: Kind, control: SocketAddr, job: &Job, patience: Duration) -> Fate {
+pub(super) fn shake_hands(kind: Kind, control: SocketAddr, job: &Job, patience: Duration) -> AttackOutcome {
     let since = Instant::now();
     let outcome = disguised(kind, control, job).and_then(|job| {
         TcpControl::connect_with(&job, &[], TcpOptions::default(), Deadline::after(patience)).map(drop)
@@ -115,7 +115,7 @@ pub(super) fn shake_hands(kind: Kind, control: SocketAddr, job: &Job, patience: 
         Err(Error::PeerLost { .. }) => End::Closed,
         Err(_) => End::Ignored,
     };
-    Fate { end, lasted: since.elapsed(), ..Fate::default() }
+    AttackOutcome { end, lasted: since.elapsed(), ..AttackOutcome::default() }
 }
 
 fn disguised(kind: Kind, control: SocketAddr, job: &Job) -> Result<Job, Error> {
@@ -138,7 +138,7 @@ mod tests {
 
     use super::*;
 
-    fn outcome(acts: &[Act], answer: impl FnOnce(std::net::TcpStream) + Send + 'static) -> Fate {
+    fn outcome(acts: &[ScriptStep], answer: impl FnOnce(std::net::TcpStream) + Send + 'static) -> AttackOutcome {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let job = thread::spawn(move || answer(listener.accept().unwrap().0));
@@ -151,7 +151,7 @@ mod tests {
     #[test]
     fn the_fates_are_told_apart() {
         use std::io::{Read, Write};
-        let closed = outcome(&[Act::Say(b"hello".to_vec())], |mut stream| {
+        let closed = outcome(&[ScriptStep::Say(b"hello".to_vec())], |mut stream| {
             let _ = stream.read(&mut [0; 5]);
         });
         assert_eq!((closed.end, closed.heard), (End::Closed, 0));
@@ -160,8 +160,8 @@ mod tests {
             drop(stream);
         });
         assert_eq!(held.end, End::StillThere);
-        assert_eq!(outcome(&[Act::Leave], drop).end, End::Left);
-        let echoed = outcome(&[Act::Hear(4), Act::Echo(2)], |mut stream| {
+        assert_eq!(outcome(&[ScriptStep::Leave], drop).end, End::Left);
+        let echoed = outcome(&[ScriptStep::Hear(4), ScriptStep::Echo(2)], |mut stream| {
             stream.write_all(b"abcd").unwrap();
             let mut back = [0; 2];
             stream.read_exact(&mut back).unwrap();

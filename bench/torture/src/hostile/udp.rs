@@ -10,7 +10,7 @@ use socket2::{Domain, Protocol as SocketProtocol, SockAddr, Socket, Type};
 
 use super::kinds::Kind;
 use super::recipes::{Recipes, rubbish};
-use super::tally::{End, Fate, Tally};
+use super::tally::{AttackOutcome, End, Tally};
 
 /// Largest payload of a UDP datagram over IPv4.
 const LARGEST: u64 = 65_507;
@@ -53,7 +53,7 @@ pub(super) fn send(
             Err(error) if error.kind() == ErrorKind::ConnectionRefused => End::NoPort,
             Err(_) => End::NotConnected,
         };
-        tally.add(Fate { end, ..Fate::default() });
+        tally.add(AttackOutcome { end, ..AttackOutcome::default() });
         if (n + 1).is_multiple_of(BURST) {
             thread::sleep(PAUSE);
             senders.listen(&mut tally);

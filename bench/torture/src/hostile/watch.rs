@@ -44,7 +44,7 @@ pub(super) struct Port {
 
 /// What one rank has used at most.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
-pub(super) struct Use {
+pub(super) struct ResourcePeak {
     /// Peak of resident memory in bytes.
     pub(super) memory: u64,
     pub(super) descriptors: usize,
@@ -53,8 +53,8 @@ pub(super) struct Use {
     pub(super) cpu: f64,
 }
 
-impl Use {
-    fn rise(&mut self, now: Use) {
+impl ResourcePeak {
+    fn rise(&mut self, now: ResourcePeak) {
         self.memory = self.memory.max(now.memory);
         self.descriptors = self.descriptors.max(now.descriptors);
         self.threads = self.threads.max(now.threads);
@@ -64,21 +64,21 @@ impl Use {
 
 /// What has been seen so far.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Seen {
+pub(super) struct JobObservation {
     /// By rank, once they have started.
     pub(super) processes: Vec<Option<u32>>,
     pub(super) ports: Vec<Port>,
     /// By rank: over the whole run.
-    pub(super) peak: Vec<Use>,
+    pub(super) peak: Vec<ResourcePeak>,
     /// By rank: since the last [`Watch::begin`].
-    pub(super) recent: Vec<Use>,
+    pub(super) recent: Vec<ResourcePeak>,
     /// When the first step had been taken.
     pub(super) training_since: Option<Instant>,
 }
 
 /// A thread that looks at a job from outside.
 pub(super) struct Watch {
-    seen: Arc<Mutex<Seen>>,
+    seen: Arc<Mutex<JobObservation>>,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
@@ -86,19 +86,19 @@ pub(super) struct Watch {
 impl Watch {
     /// Looks for the processes that leave their ids in `folder`.
     pub(super) fn start(folder: &Path, ranks: usize) -> std::io::Result<Self> {
-        let seen = Seen {
+        let seen = JobObservation {
             processes: vec![None; ranks],
-            peak: vec![Use::default(); ranks],
-            recent: vec![Use::default(); ranks],
-            ..Seen::default()
+            peak: vec![ResourcePeak::default(); ranks],
+            recent: vec![ResourcePeak::default(); ranks],
+            ..JobObservation::default()
         };
         let (seen, stop) = (Arc::new(Mutex::new(seen)), Arc::new(AtomicBool::new(false)));
-        let looker = Looker { seen: seen.clone(), stop: stop.clone(), folder: folder.to_path_buf() };
+        let looker = JobSampler { seen: seen.clone(), stop: stop.clone(), folder: folder.to_path_buf() };
         let thread = thread::Builder::new().name("hostile-watch".into()).spawn(move || looker.run())?;
         Ok(Watch { seen, stop, thread: Some(thread) })
     }
 
-    pub(super) fn seen(&self) -> MutexGuard<'_, Seen> {
+    pub(super) fn seen(&self) -> MutexGuard<'_, JobObservation> {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -114,14 +114,14 @@ impl Watch {
         note_use(&mut seen, used);
     }
 
-    /// Starts the peaks of [`Seen::recent`] anew, so that they are those of what is done next.
+    /// Starts the peaks of [`JobObservation::recent`] anew, so that they are those of what is done next.
     pub(super) fn begin(&self) {
         let mut seen = self.seen();
         for process in seen.processes.clone().into_iter().flatten() {
             // The kernel forgets the peak of resident memory. Where it refuses, the peaks are those since the start.
             let _ = fs::write(format!("/proc/{process}/clear_refs"), b"5");
         }
-        seen.recent.iter_mut().for_each(|peak| *peak = Use::default());
+        seen.recent.iter_mut().for_each(|peak| *peak = ResourcePeak::default());
     }
 }
 
@@ -134,13 +134,13 @@ impl Drop for Watch {
     }
 }
 
-struct Looker {
-    seen: Arc<Mutex<Seen>>,
+struct JobSampler {
+    seen: Arc<Mutex<JobObservation>>,
     stop: Arc<AtomicBool>,
     folder: PathBuf,
 }
 
-impl Looker {
+impl JobSampler {
     fn run(self) {
         let mut next_measure = Instant::now();
         while !self.stop.load(Ordering::Relaxed) {
@@ -165,7 +165,7 @@ impl Looker {
         }
     }
 
-    fn find_processes(&self, seen: &mut Seen) {
+    fn find_processes(&self, seen: &mut JobObservation) {
         for (rank, process) in seen.processes.iter_mut().enumerate() {
             if process.is_none() {
                 *process =
@@ -177,13 +177,13 @@ impl Looker {
         }
     }
 
-    fn seen(&self) -> MutexGuard<'_, Seen> {
+    fn seen(&self) -> MutexGuard<'_, JobObservation> {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// What a process uses now, with the kernel's own peak of its memory; `None` once it is gone.
-fn read_use(process: u32) -> Option<Use> {
+fn read_use(process: u32) -> Option<ResourcePeak> {
     let status = fs::read_to_string(format!("/proc/{process}/status")).ok()?;
     let field = |name: &str| -> Option<u64> {
         let line = status.lines().find(|line| line.starts_with(name))?;
@@ -193,7 +193,7 @@ fn read_use(process: u32) -> Option<Use> {
     // After the name, which may hold anything, the 12th and 13th fields are the ticks in user and system mode.
     let times = stat.rsplit_once(')')?.1.split_ascii_whitespace();
     let ticks: u64 = times.skip(11).take(2).filter_map(|ticks| ticks.parse::<u64>().ok()).sum();
-    Some(Use {
+    Some(ResourcePeak {
         memory: field("VmHWM:")? * 1024,
         descriptors: fs::read_dir(format!("/proc/{process}/fd")).ok()?.count(),
         threads: usize::try_from(field("Threads:")?).ok()?,
@@ -274,8 +274,8 @@ fn parse_address(text: &str) -> Option<SocketAddr> {
     Some(SocketAddr::new(ip, u16::from_str_radix(port, 16).ok()?))
 }
 
-fn note_use(seen: &mut Seen, used: Vec<Option<Use>>) {
-    let Seen { peak, recent, .. } = seen;
+fn note_use(seen: &mut JobObservation, used: Vec<Option<ResourcePeak>>) {
+    let JobObservation { peak, recent, .. } = seen;
     for (rank, used) in used.into_iter().enumerate() {
         let Some(used) = used else { continue };
         peak.get_mut(rank).into_iter().chain(recent.get_mut(rank)).for_each(|peak| peak.rise(used));

@@ -5,7 +5,7 @@ use std::time::Duration;
 use isocomm::{Medium, TransportKind};
 use serde::{Deserialize, Serialize};
 
-use super::protocol::Told;
+use super::protocol::ErrorReport;
 use super::sys::may_deafen;
 use super::when::When;
 
@@ -132,7 +132,7 @@ impl Fault {
     }
 
     /// What is wrong with what a survivor says of a fault of `victim`; `None` if it is right.
-    pub(crate) fn objection(self, victim: usize, said: Option<&Told>) -> Option<String> {
+    pub(crate) fn objection(self, victim: usize, said: Option<&ErrorReport>) -> Option<String> {
         let Some(told) = said else {
             return (!self.is_harmless()).then(|| "ended without an error".to_string());
         };
@@ -153,7 +153,7 @@ impl Fault {
 
     /// Where connections broke: what a survivor says that names neither the victim nor comes from it. Every rank is an end of a
     /// connection that broke, so this is not wrong, but it points at two ranks between which all is well.
-    pub(crate) fn remark(self, victim: usize, said: Option<&Told>) -> Option<String> {
+    pub(crate) fn remark(self, victim: usize, said: Option<&ErrorReport>) -> Option<String> {
         let told = said.filter(|_| self.breaks_pairs())?;
         let may_come_from_it = told.kind == "peer-lost" || told.by == Some(victim);
         (!told.names().contains(&victim) && !may_come_from_it).then(|| told.text.clone())
@@ -169,8 +169,8 @@ impl Fault {
 mod tests {
     use super::*;
 
-    fn told(kind: &str, culprit: Option<usize>, by: Option<usize>, waiting_for: &[usize]) -> Told {
-        Told { kind: kind.into(), culprit, by, waiting_for: waiting_for.to_vec(), text: "text".into() }
+    fn told(kind: &str, culprit: Option<usize>, by: Option<usize>, waiting_for: &[usize]) -> ErrorReport {
+        ErrorReport { kind: kind.into(), culprit, by, waiting_for: waiting_for.to_vec(), text: "text".into() }
     }
 
     #[test]

@@ -5,23 +5,25 @@ use std::net::SocketAddr;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::protocol::{Deafen, Event};
+use super::protocol::{BlockSockets, Event};
 use super::sys::Socket;
 
 /// The connections of the control plane, by both their ends.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Known {
+pub(crate) struct ControlConnections {
     connections: Vec<(SocketAddr, SocketAddr)>,
 }
 
-impl Known {
+impl ControlConnections {
     /// Those that there are now.
     ///
     /// # Errors
     /// `/proc` cannot be read.
     pub(crate) fn now() -> io::Result<Self> {
         let sockets = Socket::all()?;
-        Ok(Known { connections: sockets.iter().filter_map(|socket| Some((socket.local, socket.peer?))).collect() })
+        Ok(ControlConnections {
+            connections: sockets.iter().filter_map(|socket| Some((socket.local, socket.peer?))).collect(),
+        })
     }
 
     fn has(&self, socket: &Socket) -> bool {
@@ -33,7 +35,7 @@ impl Known {
 ///
 /// # Errors
 /// `/proc` cannot be read.
-pub(crate) fn sockets(control: &Known) -> io::Result<Event> {
+pub(crate) fn sockets(control: &ControlConnections) -> io::Result<Event> {
     let (udp, tcp): (Vec<Socket>, Vec<Socket>) = Socket::all()?.into_iter().partition(Socket::is_udp);
     let of = |is_control: bool| tcp.iter().filter(|s| control.has(s) == is_control).map(|s| s.local).collect();
     Ok(Event::Sockets { control: of(true), data: of(false), udp: udp.iter().map(|s| s.local.port()).collect() })
@@ -43,7 +45,7 @@ pub(crate) fn sockets(control: &Known) -> io::Result<Event> {
 ///
 /// # Errors
 /// The kernel's.
-pub(crate) fn deafen(whom: &Deafen, control: &Known) -> io::Result<()> {
+pub(crate) fn deafen(whom: &BlockSockets, control: &ControlConnections) -> io::Result<()> {
     for socket in Socket::all()? {
         let is_control = control.has(&socket);
         let is_meant = if is_control { whom.control } else { whom.data };
@@ -60,7 +62,7 @@ pub(crate) fn deafen(whom: &Deafen, control: &Known) -> io::Result<()> {
 ///
 /// # Errors
 /// The kernel's, and that there is no such socket.
-pub(crate) fn break_data(control: &Known, resets: bool) -> io::Result<()> {
+pub(crate) fn break_data(control: &ControlConnections, resets: bool) -> io::Result<()> {
     let mut found = 0;
     for socket in Socket::all()? {
         if control.has(&socket) {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::fault::Fault;
-use super::protocol::{Ended, Event};
+use super::protocol::{Event, RankEnd};
 
 /// Settings of the job that all cells share.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -18,7 +18,7 @@ pub(crate) struct Times {
 }
 
 /// How a rank's work in a job has ended.
-pub(crate) fn ended(event: &Event) -> Option<Ended> {
+pub(crate) fn ended(event: &Event) -> Option<RankEnd> {
     if let Event::Ended(ended) = event { Some((**ended).clone()) } else { None }
 }
 
@@ -29,7 +29,7 @@ pub(crate) fn judge(
     bound: Duration,
     since: u64,
     rank: usize,
-    ended: &Ended,
+    ended: &RankEnd,
 ) -> (Duration, Vec<String>) {
     let mut wrong = Vec::new();
     let detection = Duration::from_nanos(ended.at.saturating_sub(since));
@@ -49,7 +49,7 @@ pub(crate) fn judge(
 
 #[cfg(test)]
 mod tests {
-    use super::super::protocol::{Told, Work};
+    use super::super::protocol::{ErrorReport, WorkReport};
     use super::*;
 
     #[test]
@@ -57,15 +57,15 @@ mod tests {
         let second = Duration::from_secs(1);
         let lost = |rank: usize| {
             let text = format!("rank {rank} was lost");
-            Told { kind: "peer-lost".into(), culprit: Some(rank), by: None, waiting_for: Vec::new(), text }
+            ErrorReport { kind: "peer-lost".into(), culprit: Some(rank), by: None, waiting_for: Vec::new(), text }
         };
-        let ended = |at: u64, error: Option<Told>, wrong: u64| Ended {
+        let ended = |at: u64, error: Option<ErrorReport>, wrong: u64| RankEnd {
             at: at * 1_000_000,
             was_connected: true,
             error,
-            work: Work { wrong, ..Work::default() },
+            work: WorkReport { wrong, ..WorkReport::default() },
         };
-        let complaints = |ended: &Ended| judge(Fault::Kill, 1, second, 1_000_000, 0, ended);
+        let complaints = |ended: &RankEnd| judge(Fault::Kill, 1, second, 1_000_000, 0, ended);
         assert_eq!(complaints(&ended(1001, Some(lost(1)), 0)), (second, Vec::new()));
         let late = complaints(&ended(1002, Some(lost(1)), 0)).1;
         assert!(late.len() == 1 && late[0].contains("the bound is 1s"), "{late:?}");

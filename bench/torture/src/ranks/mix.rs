@@ -8,9 +8,9 @@ use comm_core::{Algorithm, Communicator, DType, Error, OpKind};
 use rig::samples::Reduction;
 use rig::with_sample;
 
-use super::protocol::Work;
+use super::protocol::WorkReport;
 use super::shared::Shared;
-use super::work::{Collective, Prepared, Step, Way, any};
+use super::work::{CallMode, Collective, Prepared, Step, any};
 
 /// After so many turns the ranks agree on whether to go on.
 const TURN: u64 = 16;
@@ -27,9 +27,9 @@ pub(crate) fn run(
     seed: u64,
     most_bytes: usize,
     shared: &Shared,
-    work: &mut Work,
+    work: &mut WorkReport,
 ) -> Result<(), Error> {
-    let mut draw = Draw(SplitMix64::stream(seed, &[0]));
+    let mut draw = RandomOperations(SplitMix64::stream(seed, &[0]));
     let mut parts: Vec<Option<Arc<dyn Communicator>>> = Vec::new();
     for turn in 1u64.. {
         shared.checkpoint();
@@ -47,7 +47,8 @@ pub(crate) fn run(
         // Everything is drawn on every rank, whoever takes part.
         let chosen = draw.below(parts.len() + 2).checked_sub(2).and_then(|part| parts.get(part));
         let together = if draw.one_in(3) { 1 + draw.below(3) } else { 1 };
-        let plans: Vec<Drawn> = (0..together).map(|_| draw.plan(comm.lanes(), most_bytes, together > 1)).collect();
+        let plans: Vec<RandomOperation> =
+            (0..together).map(|_| draw.plan(comm.lanes(), most_bytes, together > 1)).collect();
         match chosen {
             None => perform(comm, &plans, work)?,
             Some(Some(part)) => perform(&**part, &plans, work)?,
@@ -61,14 +62,14 @@ pub(crate) fn run(
 }
 
 /// An operation as it was drawn, before it is known who takes part.
-struct Drawn {
+struct RandomOperation {
     collective: Collective,
     reduction: Reduction,
     dtype: DType,
     root: u64,
     count: usize,
     lane: usize,
-    way: Way,
+    way: CallMode,
     algorithm: Option<Algorithm>,
     seed: u64,
 }
@@ -77,7 +78,7 @@ struct Drawn {
 type Outcome<'a> = Box<dyn FnOnce() -> Result<(u64, u64), Error> + 'a>;
 
 /// Starts all, and then waits for each.
-fn perform(comm: &dyn Communicator, plans: &[Drawn], work: &mut Work) -> Result<(), Error> {
+fn perform(comm: &dyn Communicator, plans: &[RandomOperation], work: &mut WorkReport) -> Result<(), Error> {
     let (rank, ranks) = (comm.rank(), comm.world_size());
     let mut outcomes: Vec<(&'static str, Outcome<'_>)> = Vec::new();
     for drawn in plans {
@@ -128,9 +129,9 @@ fn kind_of(collective: Collective) -> OpKind {
     }
 }
 
-struct Draw(SplitMix64);
+struct RandomOperations(SplitMix64);
 
-impl Draw {
+impl RandomOperations {
     fn below(&mut self, bound: usize) -> usize {
         (self.0.next_u64() % bound.max(1) as u64) as usize
     }
@@ -143,21 +144,21 @@ impl Draw {
         choices[self.below(choices.len())]
     }
 
-    fn plan(&mut self, lanes: usize, most_bytes: usize, together: bool) -> Drawn {
+    fn plan(&mut self, lanes: usize, most_bytes: usize, together: bool) -> RandomOperation {
         let dtype = self.of(&DType::ALL);
         // As many small sizes as large ones, octave by octave.
         let octaves = (most_bytes.max(1) as f64).log2();
         let bytes = (octaves * self.0.unit()).exp2() as usize;
-        let ways = [Way::Borrowed, Way::Blocking, Way::Background];
+        let ways = [CallMode::Borrowed, CallMode::Blocking, CallMode::Background];
         let drawn = self.of(&ways);
-        Drawn {
+        RandomOperation {
             collective: self.of(&Collective::ALL),
             reduction: self.of(&Reduction::ALL),
             dtype,
             root: self.0.next_u64(),
             count: (bytes / dtype.size()).max(1),
             lane: self.below(lanes),
-            way: if together { Way::Background } else { drawn },
+            way: if together { CallMode::Background } else { drawn },
             algorithm: self.one_in(3).then(|| self.of(&Algorithm::ALL)),
             seed: self.0.next_u64(),
         }
@@ -178,14 +179,14 @@ mod tests {
     fn the_mix_is_right_on_threads_and_ends_together() {
         let options = TransportOptions { lanes: LANES, ..Default::default() };
         let shared = Shared::default();
-        let works: Vec<Work> = thread::scope(|scope| {
+        let works: Vec<WorkReport> = thread::scope(|scope| {
             let threads: Vec<_> = isocomm::threads(3, &options)
                 .unwrap()
                 .into_iter()
                 .map(|session| {
                     let shared = &shared;
                     scope.spawn(move || {
-                        let mut work = Work::default();
+                        let mut work = WorkReport::default();
                         run(&*session.comm, 3, 20_000, shared, &mut work).unwrap();
                         session.comm.finish(Duration::from_secs(20)).unwrap();
                         work

@@ -10,7 +10,7 @@ use rig::sys::now;
 use super::fault::Fault;
 use super::judge::{Times, ended};
 use super::process::{Group, Number};
-use super::protocol::{Command, Deafen, Event, Inflict, Join, Told};
+use super::protocol::{BlockSockets, Command, ErrorReport, Event, Join, SelfFault};
 use super::sys;
 
 /// How long a rank may take to say that it has done what it was told.
@@ -21,11 +21,11 @@ const LATE: Duration = Duration::from_secs(5);
 
 /// A fault that has happened.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Played {
+pub(crate) struct FaultReport {
     /// When.
     pub(crate) at: u64,
     /// What processes that came late were told.
-    pub(crate) refused: Vec<Told>,
+    pub(crate) refused: Vec<ErrorReport>,
     /// What is wrong with that.
     pub(crate) wrong_newcomer: Option<String>,
     /// How long the victim computes.
@@ -43,20 +43,20 @@ pub(crate) fn fault(
     others: &[Number],
     like: &Join,
     times: &Times,
-) -> Result<Played, String> {
-    let mut played = Played { at: now(), ..Played::default() };
+) -> Result<FaultReport, String> {
+    let mut played = FaultReport { at: now(), ..FaultReport::default() };
     match fault {
         Fault::Kill => sys::signal(group.process_id(victim), libc::SIGKILL),
         Fault::Stop => sys::signal(group.process_id(victim), libc::SIGSTOP),
-        Fault::Exit => played.at = inflict(group, victim, Inflict::Exit)?,
-        Fault::Panic => played.at = inflict(group, victim, Inflict::Panic)?,
-        Fault::Silent => played.at = inflict(group, victim, Inflict::Silent)?,
-        Fault::Abort => played.at = inflict(group, victim, Inflict::Abort)?,
-        Fault::Reset => played.at = inflict(group, victim, Inflict::Reset)?,
-        Fault::Shutdown => played.at = inflict(group, victim, Inflict::Shutdown)?,
+        Fault::Exit => played.at = inflict(group, victim, SelfFault::Exit)?,
+        Fault::Panic => played.at = inflict(group, victim, SelfFault::Panic)?,
+        Fault::Silent => played.at = inflict(group, victim, SelfFault::Silent)?,
+        Fault::Abort => played.at = inflict(group, victim, SelfFault::Abort)?,
+        Fault::Reset => played.at = inflict(group, victim, SelfFault::Reset)?,
+        Fault::Shutdown => played.at = inflict(group, victim, SelfFault::Shutdown)?,
         Fault::Busy => {
             played.busy_ms = u64::try_from((times.liveness + Duration::from_millis(700)).as_millis()).unwrap_or(0);
-            played.at = inflict(group, victim, Inflict::Busy(played.busy_ms))?;
+            played.at = inflict(group, victim, SelfFault::Busy(played.busy_ms))?;
         }
         Fault::Cut => played.at = deafen(group, victim, others, true)?,
         Fault::HalfOpen => played.at = deafen(group, victim, others, false)?,
@@ -77,7 +77,7 @@ pub(crate) fn fault(
     Ok(played)
 }
 
-impl Played {
+impl FaultReport {
     /// Has other processes come as these ranks, one after the other; all must be refused.
     fn meet(&mut self, group: &mut Group, newcomers: &[Join]) -> Result<(), String> {
         for newcomer in newcomers {
@@ -112,7 +112,7 @@ pub(crate) fn secret() -> Result<String, String> {
 }
 
 /// Has the victim do something to itself; when it did.
-fn inflict(group: &mut Group, victim: Number, what: Inflict) -> Result<u64, String> {
+fn inflict(group: &mut Group, victim: Number, what: SelfFault) -> Result<u64, String> {
     group.tell(victim, &Command::Inflict(what));
     let said = group.hear_each(&[victim], Instant::now() + SOON, |event| match event {
         Event::Inflicted { at, error } => Some((*at, error.clone())),
@@ -141,9 +141,9 @@ fn deafen(group: &mut Group, victim: Number, others: &[Number], with_control: bo
         peers.extend(control);
     }
     let at = now();
-    group.tell(victim, &Command::Deafen(Deafen { data: true, control: with_control, ..Deafen::default() }));
+    group.tell(victim, &Command::Deafen(BlockSockets { data: true, control: with_control, ..BlockSockets::default() }));
     for other in others {
-        let deafen = Deafen { peers: peers.clone(), ports: ports.clone(), ..Deafen::default() };
+        let deafen = BlockSockets { peers: peers.clone(), ports: ports.clone(), ..BlockSockets::default() };
         group.tell(*other, &Command::Deafen(deafen));
     }
     let mut all = others.to_vec();

@@ -24,10 +24,10 @@ pub(crate) enum Command {
     /// Say which sockets there are.
     Sockets,
     /// Receive nothing any more on these.
-    Deafen(Deafen),
+    Deafen(BlockSockets),
     /// Do this to yourself.
-    Inflict(Inflict),
-    /// After [`Inflict::Silent`]: go on.
+    Inflict(SelfFault),
+    /// After [`SelfFault::Silent`]: go on.
     Resume,
     /// Have all ranks end the stream of operations at the same place.
     Stop,
@@ -80,7 +80,7 @@ pub(crate) enum Plan {
 
 /// Sockets that shall receive nothing any more.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub(crate) struct Deafen {
+pub(crate) struct BlockSockets {
     /// Every data socket.
     pub(crate) data: bool,
     /// Every control socket.
@@ -94,7 +94,7 @@ pub(crate) struct Deafen {
 /// What a rank does to itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Inflict {
+pub(crate) enum SelfFault {
     Exit,
     Panic,
     Silent,
@@ -137,12 +137,12 @@ pub(crate) enum Event {
     Recovered {
         at: u64,
     },
-    Ended(Box<Ended>),
+    Ended(Box<RankEnd>),
     /// Processor time during [`IDLE`] after the end.
     Idle {
         cpu_ns: u64,
     },
-    Dropped(Dropped),
+    Dropped(DropReport),
 }
 
 /// How long a rank that has ended does nothing, to see whether it does.
@@ -150,18 +150,18 @@ pub(crate) const IDLE: Duration = Duration::from_millis(200);
 
 /// How a rank's part of a job ended.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Ended {
+pub(crate) struct RankEnd {
     pub(crate) at: u64,
     /// Whether it ever was connected.
     pub(crate) was_connected: bool,
     /// `None` if all went well.
-    pub(crate) error: Option<Told>,
-    pub(crate) work: Work,
+    pub(crate) error: Option<ErrorReport>,
+    pub(crate) work: WorkReport,
 }
 
 /// What a rank has done.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub(crate) struct Work {
+pub(crate) struct WorkReport {
     /// By name of the operation.
     pub(crate) operations: Vec<(String, u64)>,
     /// Elements that were compared with what they should be.
@@ -170,7 +170,7 @@ pub(crate) struct Work {
     pub(crate) wrong: u64,
 }
 
-impl Work {
+impl WorkReport {
     pub(crate) fn count(&mut self, name: &str) {
         match self.operations.iter_mut().find(|(known, _)| known == name) {
             Some((_, count)) => *count += 1,
@@ -178,7 +178,7 @@ impl Work {
         }
     }
 
-    pub(crate) fn add(&mut self, other: &Work) {
+    pub(crate) fn add(&mut self, other: &WorkReport) {
         for (name, count) in &other.operations {
             match self.operations.iter_mut().find(|(known, _)| known == name) {
                 Some((_, ours)) => *ours += count,
@@ -196,7 +196,7 @@ impl Work {
 
 /// An error as it is passed on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Told {
+pub(crate) struct ErrorReport {
     /// The variant's name.
     pub(crate) kind: String,
     /// The rank that it blames.
@@ -207,7 +207,7 @@ pub(crate) struct Told {
     pub(crate) text: String,
 }
 
-impl Told {
+impl ErrorReport {
     pub(crate) fn of(error: &Error) -> Self {
         let (kind, by, waiting_for) = match error {
             Error::PeerLost { .. } => ("peer-lost", None, Vec::new()),
@@ -222,7 +222,7 @@ impl Told {
             Error::Io { .. } => ("io", None, Vec::new()),
             _ => ("other", None, Vec::new()),
         };
-        Told { kind: kind.into(), culprit: error.culprit(), by, waiting_for, text: error.to_string() }
+        ErrorReport { kind: kind.into(), culprit: error.culprit(), by, waiting_for, text: error.to_string() }
     }
 
     /// The ranks that the error is about.
@@ -236,15 +236,15 @@ impl Told {
 
 /// The resources that a rank holds after it has dropped everything, and those that it held before it connected.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
-pub(crate) struct Dropped {
-    pub(crate) before: Holds,
-    pub(crate) after: Holds,
+pub(crate) struct DropReport {
+    pub(crate) before: ResourceUsage,
+    pub(crate) after: ResourceUsage,
     /// How long dropping took.
     pub(crate) took_ns: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Holds {
+pub(crate) struct ResourceUsage {
     pub(crate) descriptors: usize,
     pub(crate) threads: usize,
     pub(crate) resident: u64,

@@ -14,8 +14,8 @@ use isocomm::{Connected, TransportOptions};
 use rig::BenchError;
 use rig::sys::{now, process_cpu_time};
 
-use super::inflict::Known;
-use super::protocol::{Dropped, Ended, Event, Holds, IDLE, Join, Plan, Told, Work};
+use super::inflict::ControlConnections;
+use super::protocol::{DropReport, ErrorReport, Event, IDLE, Join, Plan, RankEnd, ResourceUsage, WorkReport};
 use super::shared::{Main, Shared, State, say};
 use super::when::When;
 use super::work::LANES;
@@ -48,8 +48,13 @@ pub(crate) fn run_rank(_: &ChaosRankArgs) -> Result<ExitCode, BenchError> {
 }
 
 /// One job, from the rendezvous until everything is dropped.
-fn take_part(join: &Join, shared: &Shared, commands: &mpsc::Receiver<Main>, before: Holds) -> Result<(), BenchError> {
-    let mut work = Work::default();
+fn take_part(
+    join: &Join,
+    shared: &Shared,
+    commands: &mpsc::Receiver<Main>,
+    before: ResourceUsage,
+) -> Result<(), BenchError> {
+    let mut work = WorkReport::default();
     let mut session = None;
     let mut was_connected = false;
     let outcome = connect(join, shared).and_then(|connected| {
@@ -58,8 +63,8 @@ fn take_part(join: &Join, shared: &Shared, commands: &mpsc::Receiver<Main>, befo
         let comm = session.insert(connected).comm.clone();
         follow(join, &*comm, shared, &mut work)
     });
-    let error = outcome.as_ref().err().map(Told::of);
-    say(&Event::Ended(Box::new(Ended { at: now(), was_connected, error, work })));
+    let error = outcome.as_ref().err().map(ErrorReport::of);
+    say(&Event::Ended(Box::new(RankEnd { at: now(), was_connected, error, work })));
     let cpu = process_cpu_time()?;
     thread::sleep(IDLE);
     let cpu = process_cpu_time()?.saturating_sub(cpu);
@@ -78,7 +83,7 @@ fn take_part(join: &Join, shared: &Shared, commands: &mpsc::Receiver<Main>, befo
         after = holds();
     }
     let took_ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
-    say(&Event::Dropped(Dropped { before, after, took_ns }));
+    say(&Event::Dropped(DropReport { before, after, took_ns }));
     if is_over {
         std::process::exit(0);
     }
@@ -99,7 +104,8 @@ fn connect(join: &Join, shared: &Shared) -> Result<Connected, Error> {
     let patience = Deadline::after(join.patience);
     let control = TcpControl::connect_with(&join.job()?, &config, options.control(), patience)?;
     // Whatever is connected now belongs to the control plane, what comes later to the transport.
-    shared.lock().control = Some(Known::now().map_err(|error| Error::io("listing the control sockets", error))?);
+    shared.lock().control =
+        Some(ControlConnections::now().map_err(|error| Error::io("listing the control sockets", error))?);
     if matches!(join.plan, Plan::One { when: When::Connect, waits: true, .. }) {
         say(&Event::Underway { at: now() });
         shared.gate();
@@ -111,7 +117,7 @@ fn connect(join: &Join, shared: &Shared) -> Result<Connected, Error> {
     Ok(session)
 }
 
-fn follow(join: &Join, comm: &dyn Communicator, shared: &Shared, work: &mut Work) -> Result<(), Error> {
+fn follow(join: &Join, comm: &dyn Communicator, shared: &Shared, work: &mut WorkReport) -> Result<(), Error> {
     match &join.plan {
         Plan::One { collective, when, waits, ends, leaves } => {
             let stream = stream::Stream { collective: *collective, ends: *ends, shared, timeout: join.timeout };
@@ -124,8 +130,8 @@ fn follow(join: &Join, comm: &dyn Communicator, shared: &Shared, work: &mut Work
     }
 }
 
-fn holds() -> Holds {
+fn holds() -> ResourceUsage {
     // The thread of the process's clock stays as long as the process: it is there before the first look.
     comm_core::clock::running();
-    Holds { descriptors: sys::entries("fd"), threads: sys::entries("task"), resident: sys::resident_bytes() }
+    ResourceUsage { descriptors: sys::entries("fd"), threads: sys::entries("task"), resident: sys::resident_bytes() }
 }

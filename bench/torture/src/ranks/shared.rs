@@ -7,8 +7,8 @@ use std::time::Duration;
 use comm_core::Communicator;
 use rig::sys::now;
 
-use super::inflict::{self, Known};
-use super::protocol::{Command, Event, Inflict, Join};
+use super::inflict::{self, ControlConnections};
+use super::protocol::{Command, Event, Join, SelfFault};
 
 /// What the reader of commands and the main thread share.
 #[derive(Default)]
@@ -23,9 +23,9 @@ pub(super) struct State {
     pub(super) resumes: bool,
     pub(super) stops: bool,
     /// What the main thread shall do to itself before the next operation.
-    pub(super) due: Option<Inflict>,
+    pub(super) due: Option<SelfFault>,
     pub(super) comm: Option<Arc<dyn Communicator>>,
-    pub(super) control: Option<Known>,
+    pub(super) control: Option<ControlConnections>,
 }
 
 /// Commands of the main thread.
@@ -69,20 +69,20 @@ impl Shared {
         self.set(|state| state.stops = true);
     }
 
-    fn suffer(&self, due: Option<Inflict>) {
+    fn suffer(&self, due: Option<SelfFault>) {
         match due {
-            Some(Inflict::Panic) => {
+            Some(SelfFault::Panic) => {
                 say(&Event::Inflicted { at: now(), error: None });
                 panic!("on purpose");
             }
-            Some(Inflict::Silent) => {
+            Some(SelfFault::Silent) => {
                 say(&Event::Inflicted { at: now(), error: None });
                 let mut state = self.lock();
                 while !state.resumes {
                     state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 }
             }
-            Some(Inflict::Busy(millis)) => {
+            Some(SelfFault::Busy(millis)) => {
                 say(&Event::Inflicted { at: now(), error: None });
                 inflict::compute(Duration::from_millis(millis));
                 say(&Event::Recovered { at: now() });
@@ -127,14 +127,14 @@ impl Shared {
         std::process::exit(1);
     }
 
-    fn inflict(&self, fault: Inflict) {
+    fn inflict(&self, fault: SelfFault) {
         match fault {
-            Inflict::Panic | Inflict::Silent | Inflict::Busy(_) => self.set(|state| state.due = Some(fault)),
-            Inflict::Exit => {
+            SelfFault::Panic | SelfFault::Silent | SelfFault::Busy(_) => self.set(|state| state.due = Some(fault)),
+            SelfFault::Exit => {
                 say(&Event::Inflicted { at: now(), error: None });
                 std::process::exit(0);
             }
-            Inflict::Abort => {
+            SelfFault::Abort => {
                 let comm = self.lock().comm.clone();
                 let at = now();
                 if let Some(comm) = comm {
@@ -142,10 +142,10 @@ impl Shared {
                 }
                 say(&Event::Inflicted { at, error: None });
             }
-            Inflict::Reset | Inflict::Shutdown => {
+            SelfFault::Reset | SelfFault::Shutdown => {
                 let known = self.lock().control.clone().unwrap_or_default();
                 let at = now();
-                let error = inflict::break_data(&known, fault == Inflict::Reset).err().map(|error| error.to_string());
+                let error = inflict::break_data(&known, fault == SelfFault::Reset).err().map(|error| error.to_string());
                 say(&Event::Inflicted { at, error });
             }
         }

@@ -6,10 +6,10 @@ use comm_core::{Communicator, CommunicatorExt, Error};
 use rig::samples::Reduction;
 use rig::sys::now;
 
-use super::protocol::{Event, Work};
+use super::protocol::{Event, WorkReport};
 use super::shared::{Shared, say};
 use super::when::When;
-use super::work::{Collective, Prepared, Step, Way, any};
+use super::work::{CallMode, Collective, Prepared, Step, any};
 
 /// Elements of the operations, in turn: most messages are short, most time goes into the long ones.
 const COUNTS: [usize; 4] = [512, 8 << 10, 512, if cfg!(debug_assertions) { 64 << 10 } else { 512 << 10 }];
@@ -21,7 +21,7 @@ const WARM: u64 = 4;
 const FEW: usize = 4;
 
 /// The message that the rank that leaves sends last.
-const FAREWELL: usize = 256 << 10;
+const LAST_MESSAGE_LEN: usize = 256 << 10;
 
 pub(crate) struct Stream<'a> {
     pub(crate) collective: Collective,
@@ -42,7 +42,7 @@ impl Stream<'_> {
         when: When,
         waits: bool,
         leaves: Option<usize>,
-        work: &mut Work,
+        work: &mut WorkReport,
     ) -> Result<(), Error> {
         let operations = self.operations(comm);
         if when == When::Last {
@@ -50,7 +50,7 @@ impl Stream<'_> {
                 self.step(comm, operation, work)?;
             }
             if let Some(leaver) = leaves {
-                self.farewell(comm, leaver, work)?;
+                self.last_message(comm, leaver, work)?;
             }
             say(&Event::LastDone { at: now() });
         }
@@ -76,7 +76,7 @@ impl Stream<'_> {
         comm.finish(self.timeout)
     }
 
-    fn step(&self, comm: &dyn Communicator, operation: &Prepared<f64>, work: &mut Work) -> Result<(), Error> {
+    fn step(&self, comm: &dyn Communicator, operation: &Prepared<f64>, work: &mut WorkReport) -> Result<(), Error> {
         let values = operation.run(comm)?;
         let (wrong, checked) = operation.check(&values);
         work.wrong += wrong;
@@ -94,7 +94,7 @@ impl Stream<'_> {
             root: number % ranks,
             count: COUNTS[number % COUNTS.len()],
             lane: 0,
-            way: Way::Borrowed,
+            way: CallMode::Borrowed,
             algorithm: None,
         };
         // So many that every root meets every length.
@@ -103,10 +103,10 @@ impl Stream<'_> {
     }
 
     /// The last message of the rank that leaves, which the others receive when it may have left already.
-    fn farewell(&self, comm: &dyn Communicator, leaver: usize, work: &mut Work) -> Result<(), Error> {
+    fn last_message(&self, comm: &dyn Communicator, leaver: usize, work: &mut WorkReport) -> Result<(), Error> {
         let value = |index: usize| (index as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ leaver as u64;
         if comm.rank() == leaver {
-            let values: Vec<u64> = (0..FAREWELL).map(value).collect();
+            let values: Vec<u64> = (0..LAST_MESSAGE_LEN).map(value).collect();
             for peer in (0..comm.world_size()).filter(|peer| *peer != leaver) {
                 // Beside the caller where there is room, so that the rank is on its way out while they still travel.
                 drop(comm.on_lane(1).send_async(values.clone(), peer));
@@ -114,10 +114,10 @@ impl Stream<'_> {
             return Ok(());
         }
         std::thread::sleep(Duration::from_millis(50));
-        let mut values = vec![0u64; FAREWELL];
+        let mut values = vec![0u64; LAST_MESSAGE_LEN];
         comm.on_lane(1).recv_into(&mut values, leaver)?;
         work.wrong += values.iter().enumerate().filter(|(index, got)| **got != value(*index)).count() as u64;
-        work.checked += FAREWELL as u64;
+        work.checked += LAST_MESSAGE_LEN as u64;
         work.count("farewell");
         Ok(())
     }

@@ -43,7 +43,7 @@ comm_core::names!(
 
 /// How a call is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum CallMode {
     /// On the caller's memory.
     Borrowed,
     /// On an owned buffer, in the caller's thread.
@@ -61,7 +61,7 @@ pub(crate) struct Step {
     /// Elements, rounded up to a whole block for each rank by an all-to-all.
     pub(crate) count: usize,
     pub(crate) lane: usize,
-    pub(crate) way: Way,
+    pub(crate) way: CallMode,
     pub(crate) algorithm: Option<Algorithm>,
 }
 
@@ -159,7 +159,7 @@ impl<T: Sample> Prepared<T> {
             return self.shift(comm, values);
         }
         match self.step.way {
-            Way::Borrowed => {
+            CallMode::Borrowed => {
                 let mut call = BorrowedCall::new(self.op, ViewMut::of(&mut values));
                 call.algorithm = self.step.algorithm;
                 call.lane = self.step.lane;
@@ -168,7 +168,7 @@ impl<T: Sample> Prepared<T> {
             }
             way => {
                 let mut call = Call::background(self.op, Buffer::from_vec(values), self.step.lane);
-                if way == Way::Blocking {
+                if way == CallMode::Blocking {
                     call.mode = comm_core::Mode::Blocking;
                 }
                 call.algorithm = self.step.algorithm;
@@ -196,7 +196,7 @@ impl<T: Sample> Prepared<T> {
         let sent = comm.start(send);
         let receive = Op::Recv { from: previous };
         let lane = shift_lane(previous, ranks);
-        if self.step.way == Way::Background {
+        if self.step.way == CallMode::Background {
             let call = Call::background(receive, Buffer::from_vec(received), lane);
             return Started { handle: Some(comm.start(call)), done: None, sent: Some(sent) };
         }
@@ -252,7 +252,7 @@ mod tests {
     fn every_collective_leaves_what_was_foreseen_and_a_wrong_element_shows() {
         for ranks in [1, 2, 3, 4] {
             for collective in Collective::ALL {
-                for way in [Way::Borrowed, Way::Blocking, Way::Background] {
+                for way in [CallMode::Borrowed, CallMode::Blocking, CallMode::Background] {
                     for count in [1, 7, 1000] {
                         let root = ranks - 1;
                         let reduction = Reduction::Sum;
@@ -272,7 +272,7 @@ mod tests {
             root: 0,
             count: 9,
             lane: 0,
-            way: Way::Borrowed,
+            way: CallMode::Borrowed,
             algorithm: None,
         };
         let prepared = Prepared::<f32>::new(step, 1, 1, 0);

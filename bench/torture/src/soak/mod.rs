@@ -24,9 +24,9 @@ pub(crate) use options::SoakArgs;
 
 use crate::ranks::fault::Fault;
 use crate::ranks::judge::{ended, judge};
-use crate::ranks::play::{self, Played};
+use crate::ranks::play::{self, FaultReport};
 use crate::ranks::process::{Group, Number};
-use crate::ranks::protocol::{Command, Dropped, Event, Join, Plan};
+use crate::ranks::protocol::{Command, DropReport, Event, Join, Plan};
 use crate::ranks::sys::signal;
 use crate::ranks::when::When;
 use options::Settings;
@@ -190,7 +190,7 @@ impl Soak {
         &mut self,
         fault: Fault,
         victim: usize,
-        played: &Played,
+        played: &FaultReport,
         episode: &mut Episode,
     ) -> Result<(), BenchError> {
         let times = self.settings.times;
@@ -249,7 +249,7 @@ impl Soak {
         for (rank, dropped) in alive.iter().zip(dropped) {
             match dropped {
                 None => episode.complaints.push(format!("rank {rank} HANGS while it drops everything")),
-                Some(Dropped { before, after, .. }) => {
+                Some(DropReport { before, after, .. }) => {
                     if after.descriptors > before.descriptors || after.threads > before.threads {
                         episode.complaints.push(format!(
                             "rank {rank} holds {} descriptors and {} threads; it had {} and {} at its start",

@@ -7,7 +7,7 @@ use isocomm::TransportKind;
 use serde::Serialize;
 
 use crate::ranks::fault::Fault;
-use crate::ranks::protocol::{Holds, Work};
+use crate::ranks::protocol::{ResourceUsage, WorkReport};
 
 /// What is known of one epoch.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -21,13 +21,13 @@ pub(super) struct Episode {
     pub(super) detection_ms: Vec<f64>,
     pub(super) said: Vec<String>,
     pub(super) complaints: Vec<String>,
-    pub(super) work: Work,
+    pub(super) work: WorkReport,
     /// After everything was dropped, by rank, where the rank lives.
-    pub(super) holds: BTreeMap<usize, Holds>,
+    pub(super) holds: BTreeMap<usize, ResourceUsage>,
 }
 
 impl Episode {
-    pub(super) fn add(&mut self, work: &Work, rank: usize) {
+    pub(super) fn add(&mut self, work: &WorkReport, rank: usize) {
         self.work.add(work);
         if work.wrong > 0 {
             self.complaints.push(format!("rank {rank} got {} WRONG ELEMENTS", work.wrong));
@@ -39,14 +39,14 @@ impl Episode {
 pub(crate) struct Report {
     ranks: usize,
     epochs: u64,
-    work: Work,
+    work: WorkReport,
     /// By fault: how often, and the detection times in ms.
     faults: BTreeMap<Fault, (u64, Vec<f64>)>,
     restarts: u64,
     complaints: usize,
     hangs: usize,
     /// Of the rank that is never killed: seconds since the start, and what it held.
-    watched: Vec<(f64, Holds)>,
+    watched: Vec<(f64, ResourceUsage)>,
 }
 
 impl Report {
@@ -54,7 +54,7 @@ impl Report {
         Report {
             ranks,
             epochs: 0,
-            work: Work::default(),
+            work: WorkReport::default(),
             faults: BTreeMap::new(),
             restarts: 0,
             complaints: 0,
@@ -128,7 +128,7 @@ impl Report {
             return "no epoch has ended yet".into();
         };
         let middle = self.watched[self.watched.len() / 2];
-        let show = |(seconds, holds): &(f64, Holds)| {
+        let show = |(seconds, holds): &(f64, ResourceUsage)| {
             let mib = holds.resident as f64 / (1 << 20) as f64;
             format!("{mib:.1} MiB, {} descriptors, {} threads at {seconds:.0} s", holds.descriptors, holds.threads)
         };

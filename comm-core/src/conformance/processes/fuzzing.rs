@@ -3,7 +3,7 @@
 use std::io::BufReader;
 use std::sync::mpsc::channel;
 
-use super::{Command, MARK, Place, Reply, read_replies, reply_in};
+use super::{Command, MARK, MemberSetup, Reply, read_replies, reply_in};
 use crate::conformance::CaseOutcome;
 use crate::fuzzing::target::{Target, Verdict};
 
@@ -37,9 +37,9 @@ pub fn conformance_answers(bytes: &[u8]) -> Verdict {
 
 /// What a rank reads.
 pub fn conformance_commands(bytes: &[u8]) -> Verdict {
-    let Ok(command) = serde_json::from_slice::<Command<Place>>(bytes) else { return Verdict::Rejected };
+    let Ok(command) = serde_json::from_slice::<Command<MemberSetup>>(bytes) else { return Verdict::Rejected };
     let text = serde_json::to_string(&command).expect("a command can be written");
-    let again: Command<Place> = serde_json::from_str(&text).expect("and read");
+    let again: Command<MemberSetup> = serde_json::from_str(&text).expect("and read");
     assert_eq!(serde_json::to_string(&again).expect("and written"), text);
     Verdict::Accepted
 }
@@ -59,7 +59,8 @@ fn answer_seeds() -> Vec<Vec<u8>> {
 }
 
 fn command_seeds() -> Vec<Vec<u8>> {
-    let place = Place { rank: 1, world_size: 2, meeting: "/tmp/group-1".into(), secret: "0123456789abcdef".into() };
+    let place =
+        MemberSetup { rank: 1, world_size: 2, meeting: "/tmp/group-1".into(), secret: "0123456789abcdef".into() };
     [Command::Connect(place), Command::Run(17), Command::Finish, Command::Drop]
         .iter()
         .map(|command| serde_json::to_vec(command).expect("a command can be written"))

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::Duration;
 
-use super::{Answer, HEAD, HELLO, Hello, NONCE, PROOF, REPLY, Step, Transcript, dial, version_notice};
+use super::{HEAD, HELLO, Hello, NONCE, PROOF, REPLY, ServerHandshake, Step, Transcript, dial, version_notice};
 use crate::deadline::Deadline;
 use crate::fuzzing::stream::cuttings;
 use crate::fuzzing::target::{Target, Verdict};
@@ -38,7 +38,7 @@ pub fn control_hello(bytes: &[u8]) -> Verdict {
 /// Who came, if the bytes were enough.
 fn answer(bytes: &[u8], ends: &[usize]) -> Result<Option<Hello>, String> {
     let secret = secret();
-    let mut answer = Answer::new().expect("randomness");
+    let mut answer = ServerHandshake::new().expect("randomness");
     answer.nonce = [9; NONCE];
     let mut start = 0;
     for end in ends {
@@ -90,8 +90,8 @@ pub fn control_reply(bytes: &[u8]) -> Verdict {
     };
     let outcome = thread::scope(|scope| {
         let listener = scope.spawn(listener);
-        let patience = Deadline::after(Duration::from_secs(5));
-        let outcome = dial(&near, &secret, &hello, patience, patience);
+        let timeout = Deadline::after(Duration::from_secs(5));
+        let outcome = dial(&near, &secret, &hello, timeout, timeout);
         let _ = near.shutdown(Shutdown::Both);
         let _ = listener.join();
         outcome

@@ -2,9 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Told, decode, encode};
+use super::{RankResult, decode, encode};
 use crate::fuzzing::target::{Target, Verdict};
-use crate::place::{Offer, Place};
+use crate::location::{NetworkLocation, OfferedAddress};
 
 pub(crate) fn targets() -> Vec<Target> {
     // serde makes room for what a vector's length announces, up to 1 MiB ahead of what has come.
@@ -16,23 +16,23 @@ pub(crate) fn targets() -> Vec<Target> {
 struct Sample {
     settings: String,
     salt: [u8; 32],
-    place: Place,
+    place: NetworkLocation,
     numbers: (u8, u32, u64, i32, bool),
     addresses: Addresses,
 }
 
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 enum Addresses {
-    Tcp(Vec<Offer>),
+    Tcp(Vec<OfferedAddress>),
     Unix { device: u64, path: String },
 }
 
 /// The one decoder of gathered values: what it takes it gives back, and nothing is longer than it came.
 pub fn gathered_value(bytes: &[u8]) -> Verdict {
-    let Ok(told) = decode::<Told<Sample>>(bytes) else { return Verdict::Rejected };
+    let Ok(told) = decode::<RankResult<Sample>>(bytes) else { return Verdict::Rejected };
     let written = encode(&told).expect("what was read can be written");
     assert!(written.len() <= bytes.len(), "{told:?} came as {} B", bytes.len());
-    assert_eq!(decode::<Told<Sample>>(&written).as_ref(), Ok(&told));
+    assert_eq!(decode::<RankResult<Sample>>(&written).as_ref(), Ok(&told));
     Verdict::Accepted
 }
 
@@ -40,18 +40,18 @@ fn seeds() -> Vec<Vec<u8>> {
     let sample = |addresses| Sample {
         settings: "lanes=2 gate=true".into(),
         salt: [0xa5; 32],
-        place: Place::default(),
+        place: NetworkLocation::default(),
         numbers: (1, 2, 1 << 40, -3, true),
         addresses,
     };
-    let offer = |address: &str| Offer(address.parse().expect("an address"));
+    let offer = |address: &str| OfferedAddress(address.parse().expect("an address"));
     let tcp = |addresses: &[&str]| Addresses::Tcp(addresses.iter().map(|address| offer(address)).collect());
     [
-        Told::Ok(sample(tcp(&["127.0.0.1:4000"]))),
-        Told::Ok(sample(tcp(&["10.0.0.1:1", "[fe80::1%2]:65535", "[::1]:80"]))),
-        Told::Ok(sample(tcp(&[]))),
-        Told::Ok(sample(Addresses::Unix { device: 64, path: "/tmp/comm-tcp-Ab1".into() })),
-        Told::Err("rank 1 cannot listen".into()),
+        RankResult::Ok(sample(tcp(&["127.0.0.1:4000"]))),
+        RankResult::Ok(sample(tcp(&["10.0.0.1:1", "[fe80::1%2]:65535", "[::1]:80"]))),
+        RankResult::Ok(sample(tcp(&[]))),
+        RankResult::Ok(sample(Addresses::Unix { device: 64, path: "/tmp/comm-tcp-Ab1".into() })),
+        RankResult::Err("rank 1 cannot listen".into()),
     ]
     .iter()
     .map(|told| encode(told).expect("a sample can be written"))

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use super::{State, not, set};
 use crate::clock;
+use crate::control::acceptor::RejectedConnection;
 use crate::control::auth::{Hello, fresh_session};
-use crate::control::door::Stranger;
-use crate::control::link::Link;
+use crate::control::send_half::SendHalf;
 use crate::control::wire::Message;
 use crate::error::Error;
 
@@ -40,17 +40,17 @@ impl State {
     }
 
     /// Notes a connection that was not admitted.
-    pub(in crate::control) fn note_stranger(&mut self, stranger: &Stranger) {
-        self.strangers.note(stranger);
+    pub(in crate::control) fn note_stranger(&mut self, connection: &RejectedConnection) {
+        self.rejected.note(connection);
     }
 
     /// For an error's text: what came instead of the ranks that are missing.
-    pub(in crate::control) fn strangers(&self) -> String {
-        self.strangers.to_string()
+    pub(in crate::control) fn rejected(&self) -> String {
+        self.rejected.to_string()
     }
 
     /// At rank 0: takes `link`, whose other end knows the secret and says `hello`, into the job, or tells it why not.
-    pub(in crate::control) fn admit(&mut self, link: Arc<Link>, hello: &Hello) -> Admission {
+    pub(in crate::control) fn admit(&mut self, link: Arc<SendHalf>, hello: &Hello) -> Admission {
         let rank = hello.rank as usize;
         let why = if hello.job != self.job_id {
             Some(format!("rank {rank} belongs to job {:?}, but this is job {:?}", hello.job, self.job_id))
@@ -73,7 +73,7 @@ impl State {
             None
         };
         if let Some(why) = why {
-            self.strangers.note_refusal(&link, &why);
+            self.rejected.note_refusal(&link, &why);
             link.send(&Message::Refused { why });
             link.finish();
             return Admission::Refused;

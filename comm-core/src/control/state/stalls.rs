@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::State;
 use crate::clock;
 use crate::control::guarded;
-use crate::control::stall::{Activity, Doing, StallReport, abridged, within};
+use crate::control::stall::{Activity, LaneActivity, StallReport, abridged, within};
 use crate::control::wire::Message;
 
 /// How often a rank looks for operations that have begun, so that those with a deadline of half a second or more are reported before
@@ -46,10 +46,10 @@ impl DueStall {
 }
 
 /// A query to all ranks for what each of their lanes is doing.
-pub(super) struct Survey {
+pub(super) struct StallQuery {
     reported_by: usize,
-    stalled: Doing,
-    pub(super) answers: Vec<Option<Vec<Doing>>>,
+    stalled: LaneActivity,
+    pub(super) answers: Vec<Option<Vec<LaneActivity>>>,
     ends: Duration,
 }
 
@@ -118,12 +118,12 @@ impl State {
     }
 
     /// What this rank does, for the others.
-    pub(super) fn doing(&self) -> Vec<Doing> {
+    pub(super) fn doing(&self) -> Vec<LaneActivity> {
         abridged(self.activities().flat_map(|activity| activity.doing()).collect())
     }
 
     /// At rank 0: has everyone asked what they are doing, now or after the survey under way.
-    pub(super) fn begin_survey(&mut self, reported_by: usize, stalled: Doing, now: Duration) {
+    pub(super) fn begin_survey(&mut self, reported_by: usize, stalled: LaneActivity, now: Duration) {
         if self.failure().is_some() {
             return;
         }
@@ -147,7 +147,7 @@ impl State {
             *mine = Some(doing);
         }
         self.surveyed.push_back((stalled.clone(), now));
-        self.survey = Some(Survey { reported_by, stalled, answers, ends: now + SURVEY });
+        self.survey = Some(StallQuery { reported_by, stalled, answers, ends: now + SURVEY });
         self.surveys += 1;
         self.broadcast(&Message::Survey { number: self.surveys });
         self.end_survey_if_complete();
@@ -160,7 +160,7 @@ impl State {
     }
 
     fn end_survey(&mut self) {
-        if let Some(Survey { reported_by, stalled, answers, .. }) = self.survey.take() {
+        if let Some(StallQuery { reported_by, stalled, answers, .. }) = self.survey.take() {
             let report = StallReport::new(reported_by, stalled, &answers);
             self.broadcast(&Message::Stall(report.clone()));
             self.stall.push(report);

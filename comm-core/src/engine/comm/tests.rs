@@ -13,19 +13,19 @@ use crate::table::Table;
 
 /// Panics in every all-reduce. What it has begun ends only if `settles`.
 struct Panicking {
-    shared: Shared<()>,
+    shared: JobState<()>,
     settles: AtomicBool,
 }
 
 impl Engine for Panicking {
     type Lane = ();
-    type Part = ();
+    type GroupState = ();
 
     fn name(&self) -> &str {
         "panicking"
     }
 
-    fn shared(&self) -> &Shared<()> {
+    fn shared(&self) -> &JobState<()> {
         &self.shared
     }
 
@@ -86,7 +86,7 @@ fn ranks(settles: bool) -> Vec<(Comm<Panicking>, Arc<LocalControl>)> {
         let second = Duration::from_secs(1);
         let settings =
             Settings { timeout: 20 * second, stall_after: 20 * second, verdict_grace: second, table: Table::fixed() };
-        let shared = Shared::new(rank.control.clone(), vec![()], settings);
+        let shared = JobState::new(rank.control.clone(), vec![()], settings);
         (Comm::first(Arc::new(Panicking { shared, settles: AtomicBool::new(settles) }), ()), rank.control)
     };
     local::group(2, 1).into_iter().map(comm).collect()

@@ -9,7 +9,7 @@ use super::{Entry, Formula, Method, Ranks};
 use crate::dtype::ReduceOp;
 use crate::error::Result;
 use crate::mesh::round::{Receive, Rounds, Send};
-use crate::mesh::scratch::Room;
+use crate::mesh::scratch::ScratchBuffer;
 use crate::op::OpKind;
 use crate::reduce::finish_mean;
 
@@ -78,7 +78,7 @@ fn reduce_scatter(
     layout: Layout<'_>,
     op: ReduceOp,
     bytes: &mut [u8],
-    _: &mut Room,
+    _: &mut ScratchBuffer,
 ) -> Result<()> {
     travel(rounds, layout, Some(op), Phases::Reduce, 0, bytes)
 }

@@ -9,7 +9,7 @@ use crate::copy::copy;
 use crate::dtype::ReduceOp;
 use crate::error::Result;
 use crate::mesh::round::{Rounds, Send};
-use crate::mesh::scratch::Room;
+use crate::mesh::scratch::ScratchBuffer;
 use crate::op::OpKind;
 
 pub(super) const ENTRY: Entry = Entry {
@@ -100,9 +100,9 @@ fn reduce_in_place(
     layout: Layout<'_>,
     op: ReduceOp,
     bytes: &mut [u8],
-    room: &mut Room,
+    memory: &mut ScratchBuffer,
 ) -> Result<()> {
-    let inbox = exchange_shards(rounds, layout, bytes, room)?;
+    let inbox = exchange_shards(rounds, layout, bytes, memory)?;
     reduce_with_inbox(layout, op, rounds.rank, inbox, &mut bytes[layout.shard(rounds.rank)]);
     Ok(())
 }
@@ -114,9 +114,9 @@ fn reduce_shard(
     op: ReduceOp,
     whole: &[u8],
     own: &mut [u8],
-    room: &mut Room,
+    memory: &mut ScratchBuffer,
 ) -> Result<()> {
-    let inbox = exchange_shards(rounds, layout, whole, room)?;
+    let inbox = exchange_shards(rounds, layout, whole, memory)?;
     reduce_with_inbox(layout, op, rounds.rank, inbox, own);
     Ok(())
 }
@@ -126,11 +126,11 @@ fn exchange_shards<'s>(
     rounds: &mut Rounds<'_>,
     layout: Layout<'_>,
     whole: &[u8],
-    room: &'s mut Room,
+    memory: &'s mut ScratchBuffer,
 ) -> Result<&'s [u8]> {
     let rank = rounds.rank;
     let length = layout.shard(rank).len();
-    let inbox = room.bytes(length * (layout.ranks - 1));
+    let inbox = memory.bytes(length * (layout.ranks - 1));
     let sends: Vec<Send<'_>> = layout.others(rank).map(|to| Send { to, bytes: &whole[layout.shard(to)] }).collect();
     rounds.exchange(0, &sends, &mut receives(inbox, layout.others(rank).map(|from| (from, length))))?;
     Ok(inbox)

@@ -7,7 +7,7 @@ use crate::copy::copy;
 use crate::dtype::ReduceOp;
 use crate::error::{Error, Result};
 use crate::mesh::round::{Receive, Rounds, Send};
-use crate::mesh::scratch::{Room, Scratch};
+use crate::mesh::scratch::{Scratch, ScratchBuffer};
 use crate::op::{Extents, Op};
 use crate::reduce::{reduce_in_rank_order, scale};
 
@@ -92,7 +92,7 @@ impl<'t> Task<'t, '_> {
 }
 
 /// Reduces contributions in place, so that this rank's shard is complete; the last argument is memory for what comes.
-pub(super) type ReduceScatter = fn(&mut Rounds<'_>, Layout<'_>, ReduceOp, &mut [u8], &mut Room) -> Result<()>;
+pub(super) type ReduceScatter = fn(&mut Rounds<'_>, Layout<'_>, ReduceOp, &mut [u8], &mut ScratchBuffer) -> Result<()>;
 
 /// Multiplies this rank's contribution by its factor, if it has one, which leaves a sum.
 pub(super) fn scaled(layout: Layout<'_>, op: ReduceOp, contribution: &mut [u8]) -> ReduceOp {

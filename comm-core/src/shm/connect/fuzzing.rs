@@ -2,8 +2,8 @@
 
 use std::cell::RefCell;
 
-use super::{Announcement, ShmOptions, check_settings, create, open, proof};
-use crate::control::{Told, decode, encode};
+use super::{PeerInfo, ShmOptions, check_settings, create, open, proof};
+use crate::control::{RankResult, decode, encode};
 use crate::fuzzing::target::{Target, Verdict};
 use crate::shm::layout::Layout;
 
@@ -24,9 +24,9 @@ thread_local! {
 
 /// A rank's announcement, as far as opening the memory that it speaks of.
 pub fn shm_announcement(bytes: &[u8]) -> Verdict {
-    let Ok(told) = decode::<Told<Announcement>>(bytes) else { return Verdict::Rejected };
+    let Ok(told) = decode::<RankResult<PeerInfo>>(bytes) else { return Verdict::Rejected };
     let Ok(theirs) = told else { return Verdict::Accepted };
-    let Ok(Ok(mut mine)) = decode::<Told<Announcement>>(&announced()) else { panic!("our own announcement") };
+    let Ok(Ok(mut mine)) = decode::<RankResult<PeerInfo>>(&announced()) else { panic!("our own announcement") };
     mine.nonce = theirs.nonce;
     let place = mine.place.clone();
     let announced = [mine, theirs];
@@ -44,13 +44,13 @@ fn announced() -> Vec<u8> {
         let (_, _, announced) = own.get_or_insert_with(|| {
             let layout = Layout::new(2, OPTIONS.lanes, OPTIONS.ring_bytes).expect("a layout");
             let (segment, file, announcement) = create(0, layout, &OPTIONS, &KEY).expect("memory");
-            (segment, file, encode(&Told::Ok(announcement)).expect("an announcement can be written"))
+            (segment, file, encode(&RankResult::Ok(announcement)).expect("an announcement can be written"))
         });
         announced.clone()
     })
 }
 
 fn seeds() -> Vec<Vec<u8>> {
-    let failed: Told<()> = Err("rank 1 cannot have 1 B of memory to share".into());
+    let failed: RankResult<()> = Err("rank 1 cannot have 1 B of memory to share".into());
     vec![announced(), encode(&failed).expect("a text can be written")]
 }

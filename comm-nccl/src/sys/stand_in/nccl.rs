@@ -10,7 +10,7 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
 use super::super::{Config, IN_PROGRESS, NcclTable, SUCCESS, UniqueId};
 use super::reduce::size;
 use super::stream::{Context, Stream, lock};
-use super::world::{Kind, Own, Shape, Work, World, run};
+use super::world::{CommGroup, GroupedCall, Kind, RankComm, Shape, run};
 
 type Comm = *mut c_void;
 type CudaStream = *mut c_void;
@@ -40,7 +40,7 @@ pub(super) static TABLE: NcclTable = NcclTable {
     last_error,
 };
 
-static WORLDS: LazyLock<Mutex<HashMap<[u8; 128], Weak<World>>>> = LazyLock::new(Mutex::default);
+static WORLDS: LazyLock<Mutex<HashMap<[u8; 128], Weak<CommGroup>>>> = LazyLock::new(Mutex::default);
 
 thread_local! {
     /// Calls of the group that this thread has started, with the communicator and the stream of each.
@@ -48,7 +48,7 @@ thread_local! {
 }
 
 /// A call of a group: whose, into which stream, and what.
-type Added = (Arc<Own>, usize, Work);
+type Added = (Arc<RankComm>, usize, GroupedCall);
 
 unsafe extern "C" fn unique_id(id: *mut UniqueId) -> c_int {
     static NEXT: AtomicU64 = AtomicU64::new(1);
@@ -77,7 +77,7 @@ unsafe extern "C" fn init(comm: *mut Comm, ranks: c_int, id: UniqueId, rank: c_i
     state.ranks = ranks as usize;
     state.joined += 1;
     drop(state);
-    let own = Own {
+    let own = RankComm {
         context,
         world,
         rank: rank as usize,
@@ -95,11 +95,11 @@ unsafe extern "C" fn init(comm: *mut Comm, ranks: c_int, id: UniqueId, rank: c_i
 ///
 /// # Safety
 /// It came from `init`, and was neither destroyed nor aborted.
-unsafe fn own(comm: Comm) -> Arc<Own> {
+unsafe fn own(comm: Comm) -> Arc<RankComm> {
     // SAFETY: as the caller says.
     unsafe {
-        Arc::increment_strong_count(comm.cast::<Own>());
-        Arc::from_raw(comm.cast::<Own>())
+        Arc::increment_strong_count(comm.cast::<RankComm>());
+        Arc::from_raw(comm.cast::<RankComm>())
     }
 }
 
@@ -122,7 +122,7 @@ extern "C" fn finalize(_comm: Comm) -> c_int {
 
 unsafe extern "C" fn destroy(comm: Comm) -> c_int {
     // SAFETY: see `unique_id`; given back once.
-    let own = unsafe { Arc::from_raw(comm.cast::<Own>()) };
+    let own = unsafe { Arc::from_raw(comm.cast::<RankComm>()) };
     let mut state = lock(&own.world.state);
     state.leaving += 1;
     own.world.changed.notify_all();
@@ -134,7 +134,7 @@ unsafe extern "C" fn destroy(comm: Comm) -> c_int {
 
 unsafe extern "C" fn abort(comm: Comm) -> c_int {
     // SAFETY: see `unique_id`; given back once.
-    let own = unsafe { Arc::from_raw(comm.cast::<Own>()) };
+    let own = unsafe { Arc::from_raw(comm.cast::<RankComm>()) };
     own.is_aborted.store(true, Ordering::SeqCst);
     {
         // Under the lock, so that nobody looks just before and waits just after.
@@ -163,7 +163,7 @@ extern "C" fn group_end() -> c_int {
     let mut numbered = Vec::new();
     for (_, _, work) in calls {
         let number = match work {
-            Work::Collective { .. } => own.numbers.fetch_add(1, Ordering::Relaxed),
+            GroupedCall::Collective { .. } => own.numbers.fetch_add(1, Ordering::Relaxed),
             _ => 0,
         };
         numbered.push((number, work));
@@ -174,7 +174,7 @@ extern "C" fn group_end() -> c_int {
 }
 
 /// Adds a call to the group of this thread: this crate makes none outside of one.
-unsafe fn add(comm: Comm, stream: CudaStream, work: impl FnOnce(&Own) -> Work) -> c_int {
+unsafe fn add(comm: Comm, stream: CudaStream, work: impl FnOnce(&RankComm) -> GroupedCall) -> c_int {
     // SAFETY: see `unique_id`.
     let own = unsafe { own(comm) };
     let work = work(&own);
@@ -189,12 +189,12 @@ unsafe fn add(comm: Comm, stream: CudaStream, work: impl FnOnce(&Own) -> Work) -
 
 unsafe fn collective(comm: Comm, stream: CudaStream, mut shape: Shape, from: *const c_void, to: *mut c_void) -> c_int {
     let (from, to) = (from.expose_provenance(), to.expose_provenance());
-    let work = |own: &Own| {
+    let work = |own: &RankComm| {
         let factor = lock(&own.factors).get(&shape.op).copied();
         if factor.is_some() {
             shape.op = 5;
         }
-        Work::Collective { shape, factor, from, to }
+        GroupedCall::Collective { shape, factor, from, to }
     };
     // SAFETY: as the caller says.
     unsafe { add(comm, stream, work) }
@@ -273,7 +273,7 @@ unsafe extern "C" fn send(
     comm: Comm,
     stream: CudaStream,
 ) -> c_int {
-    let work = Work::Send { from: from.expose_provenance(), bytes: count * size(dtype), peer: peer as usize };
+    let work = GroupedCall::Send { from: from.expose_provenance(), bytes: count * size(dtype), peer: peer as usize };
     // SAFETY: see `unique_id`.
     unsafe { add(comm, stream, |_| work) }
 }
@@ -286,7 +286,7 @@ unsafe extern "C" fn recv(
     comm: Comm,
     stream: CudaStream,
 ) -> c_int {
-    let work = Work::Recv { to: to.expose_provenance(), bytes: count * size(dtype), peer: peer as usize };
+    let work = GroupedCall::Recv { to: to.expose_provenance(), bytes: count * size(dtype), peer: peer as usize };
     // SAFETY: see `unique_id`.
     unsafe { add(comm, stream, |_| work) }
 }

@@ -12,7 +12,7 @@ use super::stream::{Context, lock};
 
 /// The ranks of one communicator.
 #[derive(Default)]
-pub(super) struct World {
+pub(super) struct CommGroup {
     pub(super) state: Mutex<State>,
     pub(super) changed: Condvar,
 }
@@ -24,13 +24,13 @@ pub(super) struct State {
     /// Ranks that destroy it or have aborted it.
     pub(super) leaving: usize,
     /// Collectives that not all ranks have been through, by number.
-    collectives: HashMap<u64, Meeting>,
+    collectives: HashMap<u64, PendingCall>,
     /// Messages from one rank to another.
     messages: HashMap<(usize, usize), VecDeque<Arc<Message>>>,
 }
 
 #[derive(Default)]
-struct Meeting {
+struct PendingCall {
     parts: HashMap<usize, (Shape, Vec<u8>)>,
     done: usize,
 }
@@ -61,9 +61,9 @@ pub(super) enum Kind {
 }
 
 /// One rank's communicator.
-pub(super) struct Own {
+pub(super) struct RankComm {
     pub(super) context: &'static Context,
-    pub(super) world: Arc<World>,
+    pub(super) world: Arc<CommGroup>,
     pub(super) rank: usize,
     pub(super) ranks: usize,
     pub(super) is_aborted: AtomicBool,
@@ -73,38 +73,38 @@ pub(super) struct Own {
 }
 
 /// A call within a group.
-pub(super) enum Work {
+pub(super) enum GroupedCall {
     Collective { shape: Shape, factor: Option<[u8; 8]>, from: usize, to: usize },
     Send { from: usize, bytes: usize, peer: usize },
     Recv { to: usize, bytes: usize, peer: usize },
 }
 
 /// All calls of a group at once: whatever this rank gives is there before it waits for anything.
-pub(super) fn run(own: &Own, calls: &[(u64, Work)]) {
+pub(super) fn run(own: &RankComm, calls: &[(u64, GroupedCall)]) {
     let world = &*own.world;
     let mut sent = Vec::new();
     let mut state = lock(&world.state);
     for (number, work) in calls {
         match *work {
-            Work::Collective { shape, factor, from, .. } => {
+            GroupedCall::Collective { shape, factor, from, .. } => {
                 let mut bytes = read(from, contribution(&shape, own.rank, own.ranks));
                 if let Some(factor) = factor {
                     scale(shape.dtype, &mut bytes, factor);
                 }
                 state.collectives.entry(*number).or_default().parts.insert(own.rank, (shape, bytes));
             }
-            Work::Send { from, bytes, peer } => {
+            GroupedCall::Send { from, bytes, peer } => {
                 let message = Arc::new(Message { bytes: read(from, bytes), is_taken: AtomicBool::new(false) });
                 state.messages.entry((own.rank, peer)).or_default().push_back(message.clone());
                 sent.push(message);
             }
-            Work::Recv { .. } => {}
+            GroupedCall::Recv { .. } => {}
         }
     }
     world.changed.notify_all();
     for (number, work) in calls {
         match *work {
-            Work::Recv { to, bytes, peer } => {
+            GroupedCall::Recv { to, bytes, peer } => {
                 let key = (peer, own.rank);
                 // One of another length is never taken, as NCCL may hang.
                 let fits = |state: &State| {
@@ -122,7 +122,7 @@ pub(super) fn run(own: &Own, calls: &[(u64, Work)]) {
                 world.changed.notify_all();
                 state = there;
             }
-            Work::Collective { shape, to, .. } => {
+            GroupedCall::Collective { shape, to, .. } => {
                 let agreed = |state: &State| {
                     state.collectives.get(number).is_some_and(|meeting| {
                         meeting.parts.len() == own.ranks && meeting.parts.values().all(|(theirs, _)| *theirs == shape)
@@ -138,7 +138,7 @@ pub(super) fn run(own: &Own, calls: &[(u64, Work)]) {
                 }
                 state = there;
             }
-            Work::Send { .. } => {}
+            GroupedCall::Send { .. } => {}
         }
     }
     let all_taken = |_: &State| sent.iter().all(|message| message.is_taken.load(Ordering::SeqCst));
@@ -147,7 +147,7 @@ pub(super) fn run(own: &Own, calls: &[(u64, Work)]) {
 
 /// Waits until it is so; `None` once this rank's communicator is aborted, or its device lost.
 fn wait<'a>(
-    own: &'a Own,
+    own: &'a RankComm,
     mut state: MutexGuard<'a, State>,
     is_so: &dyn Fn(&State) -> bool,
 ) -> Option<MutexGuard<'a, State>> {
@@ -172,7 +172,7 @@ fn contribution(shape: &Shape, rank: usize, ranks: usize) -> usize {
 }
 
 /// Writes what a rank gets.
-fn finish(shape: &Shape, own: &Own, meeting: &Meeting, to: usize) {
+fn finish(shape: &Shape, own: &RankComm, meeting: &PendingCall, to: usize) {
     let parts: Vec<&[u8]> =
         (0..own.ranks).filter_map(|rank| meeting.parts.get(&rank)).map(|(_, bytes)| bytes.as_slice()).collect();
     let bytes = shape.count * size(shape.dtype);

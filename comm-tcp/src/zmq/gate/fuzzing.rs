@@ -19,7 +19,7 @@ pub(in crate::zmq) fn targets() -> Vec<Target> {
 /// The opening of ZMTP, up to the token.
 pub fn zmq_gate(bytes: &[u8]) -> Verdict {
     let runtime = Builder::new_current_thread().enable_io().build().expect("a runtime");
-    let guest = runtime.block_on(async {
+    let verified = runtime.block_on(async {
         let (near, far) = UnixStream::pair().expect("a pair of sockets");
         let stream = |end: UnixStream| {
             end.set_nonblocking(true).expect("a socket");
@@ -31,9 +31,9 @@ pub fn zmq_gate(bytes: &[u8]) -> Verdict {
         near.shutdown().await.expect("a socket");
         identify(far, &KEY, &SALT).await
     });
-    let Some(guest) = guest else { return Verdict::Rejected };
-    assert_eq!(guest.edge, EDGE);
-    assert_eq!(bytes.get(GREETING.len()..GREETING.len() + guest.ready.len()), Some(&guest.ready[..]));
+    let Some(verified) = verified else { return Verdict::Rejected };
+    assert_eq!(verified.edge, EDGE);
+    assert_eq!(bytes.get(GREETING.len()..GREETING.len() + verified.ready.len()), Some(&verified.ready[..]));
     Verdict::Accepted
 }
 

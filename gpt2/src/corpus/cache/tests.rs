@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use comm_core::conformance::Barrier;
 
 use super::*;
-use crate::corpus::{Corpus, CorpusSource, LoadOptions, Loading, Stage};
+use crate::corpus::{Corpus, CorpusSource, LoadOptions, LoadStatus, Stage};
 use crate::tokenizer::TokenizerKind;
 
 /// A text, a folder for a cache, and what it takes to load the one with the other.
@@ -47,7 +47,7 @@ impl Bench {
     /// The corpus and the stages of loading it.
     fn load_as(&self, kind: TokenizerKind, options: &LoadOptions) -> (Corpus, Vec<Stage>) {
         let mut stages = Vec::new();
-        let mut watch = |loading: Loading| {
+        let mut watch = |loading: LoadStatus| {
             assert!(loading.done <= loading.total);
             stages.push(loading.stage);
         };

@@ -45,7 +45,7 @@ const COMMAND: &str = "link-emulate";
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// How long it may take to end once it is told to.
-const FAREWELL: Duration = Duration::from_secs(1);
+const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Most that is kept of what it complains about.
 const MAX_COMPLAINT: u64 = 8 << 10;
@@ -146,10 +146,10 @@ impl Emulator {
 
     /// Why it has ended.
     fn last_words(&mut self) -> String {
-        let said = self.complaint.recv_timeout(FAREWELL).unwrap_or_default();
+        let said = self.complaint.recv_timeout(EXIT_TIMEOUT).unwrap_or_default();
         match said.lines().map(str::trim).find(|line| !line.is_empty()) {
             Some(line) => format!("the link emulator ended: {}", line.strip_prefix("error: ").unwrap_or(line)),
-            None => match self.ended(FAREWELL) {
+            None => match self.ended(EXIT_TIMEOUT) {
                 Some(status) => format!("the link emulator ended without a message ({status})"),
                 None => "the link emulator has closed its output, and says nothing".into(),
             },
@@ -172,7 +172,7 @@ impl Drop for Emulator {
     fn drop(&mut self) {
         // The end of its input.
         self.input = None;
-        if self.ended(FAREWELL).is_none() {
+        if self.ended(EXIT_TIMEOUT).is_none() {
             // Either fails only where there is no such process any more.
             drop(self.child.kill());
             drop(self.child.wait());

@@ -18,7 +18,7 @@ pub(super) struct Pipe {
     waiting_bytes: u64,
     /// When the packet before this one arrives, unless it is held back.
     last_arrival: u64,
-    chance: Chance,
+    chance: RandomStreams,
     in_burst: bool,
     tally: Tally,
 }
@@ -50,7 +50,7 @@ pub(super) struct Tally {
 
 /// One stream of random numbers for each question, so that the answers to one do not depend on whether another is asked.
 #[derive(Debug)]
-struct Chance {
+struct RandomStreams {
     burst: Random,
     loss: Random,
     jitter: Random,
@@ -68,7 +68,7 @@ impl Pipe {
             waiting: VecDeque::new(),
             waiting_bytes: 0,
             last_arrival: 0,
-            chance: Chance::new(seed, number),
+            chance: RandomStreams::new(seed, number),
             in_burst: false,
             tally: Tally::default(),
         }
@@ -76,7 +76,7 @@ impl Pipe {
 
     /// Begins to count and to decide from the start. What is under way stays so.
     pub(super) fn reset(&mut self, seed: u64, number: u64) {
-        self.chance = Chance::new(seed, number);
+        self.chance = RandomStreams::new(seed, number);
         self.in_burst = false;
         self.tally = Tally::default();
     }
@@ -157,10 +157,10 @@ impl Pipe {
     }
 }
 
-impl Chance {
+impl RandomStreams {
     fn new(seed: u64, number: u64) -> Self {
         let stream = |question| Random::new(seed, [number, question]);
-        Chance { burst: stream(0), loss: stream(1), jitter: stream(2), reorder: stream(3), duplicate: stream(4) }
+        RandomStreams { burst: stream(0), loss: stream(1), jitter: stream(2), reorder: stream(3), duplicate: stream(4) }
     }
 }
 

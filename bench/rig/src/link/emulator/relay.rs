@@ -59,18 +59,18 @@ pub(super) struct Relay {
     scratch: Box<[u8]>,
     /// What is counted for all ends together.
     totals: Totals,
-    began: Began,
+    began: CounterBaseline,
 }
 
 struct End {
     device: Device,
-    up: Way,
-    down: Way,
+    up: Direction,
+    down: Direction,
     /// When there was last nothing to fetch.
     empty_at: u64,
 }
 
-struct Way {
+struct Direction {
     pipe: Pipe,
     late: Lateness,
     delay: u64,
@@ -85,7 +85,7 @@ struct Totals {
 
 /// What other counters were at the last reset.
 #[derive(Default)]
-struct Began {
+struct CounterBaseline {
     at: u64,
     cpu_s: f64,
     starved_s: f64,
@@ -95,7 +95,7 @@ struct Began {
 impl Relay {
     /// `devices` are those of the spec's ends, in order.
     pub(super) fn new(spec: &EmulatorSpec, devices: Vec<Device>) -> Self {
-        let way = |pipe: &PipeSpec, number: usize| Way {
+        let way = |pipe: &PipeSpec, number: usize| Direction {
             pipe: Pipe::new(pipe.clone(), spec.seed, number as u64),
             late: Lateness::default(),
             delay: nanos(pipe.delay),
@@ -121,7 +121,7 @@ impl Relay {
             // More than any packet has, so that none is cut.
             scratch: vec![0; 1 << 16].into(),
             totals: Totals::default(),
-            began: Began::default(),
+            began: CounterBaseline::default(),
         };
         relay.reset();
         relay
@@ -291,7 +291,7 @@ impl Relay {
     }
 
     fn counters(&mut self) -> Counters {
-        let of = |way: &Way| PipeCounters::new(way.pipe.tally(), &way.late, way.delay);
+        let of = |way: &Direction| PipeCounters::new(way.pipe.tally(), &way.late, way.delay);
         let dropped = self.dropped();
         Counters {
             ends: self.ends.iter().map(|end| EndCounters { up: of(&end.up), down: of(&end.down) }).collect(),
@@ -314,7 +314,7 @@ impl Relay {
             }
         }
         self.totals = Totals::default();
-        self.began = Began { at: now(), cpu_s: cpu_s(), starved_s: starved_s(), dropped: self.dropped() };
+        self.began = CounterBaseline { at: now(), cpu_s: cpu_s(), starved_s: starved_s(), dropped: self.dropped() };
     }
 
     fn dropped(&mut self) -> u64 {

@@ -325,5 +325,5 @@ fn an_emulator_that_does_not_end_is_ended() {
     let emulator = Emulator::start(&path, &spec()).unwrap();
     let began = Instant::now();
     drop(emulator);
-    assert!(began.elapsed() < FAREWELL + PATIENT);
+    assert!(began.elapsed() < EXIT_TIMEOUT + PATIENT);
 }

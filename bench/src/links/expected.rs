@@ -40,7 +40,7 @@ pub(super) enum Measure {
 
 /// The way from one end to another.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Way<'a> {
+pub(super) struct LinkPath<'a> {
     pub(super) up: &'a PipeSpec,
     pub(super) down: &'a PipeSpec,
 }
@@ -92,9 +92,9 @@ fn partner(profile: &Profile, end: usize, ends: usize) -> usize {
     others().find(|other| !profile.unusual.contains_key(other)).or_else(|| others().next()).unwrap_or(0)
 }
 
-impl<'a> Way<'a> {
+impl<'a> LinkPath<'a> {
     pub(super) fn new(profile: &'a Profile, from: usize, to: usize) -> Self {
-        Way { up: &profile.pipes(from).up, down: &profile.pipes(to).down }
+        LinkPath { up: &profile.pipes(from).up, down: &profile.pipes(to).down }
     }
 
     /// Bits a second, where there is a limit.
@@ -160,7 +160,7 @@ mod tests {
     #[test]
     fn what_a_way_asks_for() {
         let wan = profile("wan");
-        let way = Way::new(&wan, 0, 1);
+        let way = LinkPath::new(&wan, 0, 1);
         assert_eq!(way.rate(), Some(100_000_000));
         // Sent twice at 100 Mbit/s.
         assert_eq!(way.delay(1250), Duration::from_micros(25_200));

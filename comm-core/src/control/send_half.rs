@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use super::wire::{Message, Sealer};
 
 /// The sending side of a connection, and its socket.
-pub(super) struct Link {
+pub(super) struct SendHalf {
     /// Non-blocking.
     stream: TcpStream,
     writer: Mutex<Writer>,
@@ -23,19 +23,19 @@ struct Writer {
     finishing: bool,
 }
 
-impl Link {
+impl SendHalf {
     pub(super) fn new(stream: TcpStream, sealer: Sealer) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
         let writer = Writer { sealer, queue: Vec::new(), closed: false, finishing: false };
-        Ok(Link { stream, writer: Mutex::new(writer) })
+        Ok(SendHalf { stream, writer: Mutex::new(writer) })
     }
 
     pub(super) fn stream(&self) -> &TcpStream {
         &self.stream
     }
 
-    /// Sends `message` as far as the socket takes it; true when a rest waits for [`flush`](Link::flush). A broken connection
+    /// Sends `message` as far as the socket takes it; true when a rest waits for [`flush`](SendHalf::flush). A broken connection
     /// is no error here: the reading side notices it.
     pub(super) fn send(&self, message: &Message) -> bool {
         match message.encode() {
@@ -47,7 +47,7 @@ impl Link {
         }
     }
 
-    /// As [`send`](Link::send), for one message to many.
+    /// As [`send`](SendHalf::send), for one message to many.
     pub(super) fn send_encoded(&self, payload: &[u8]) -> bool {
         let mut writer = self.writer();
         if writer.closed || writer.finishing {

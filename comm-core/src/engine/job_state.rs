@@ -25,7 +25,7 @@ pub struct Settings {
 }
 
 /// The state that the communicators of a job share on one rank, for every engine. `S` is a lane's own state ([`Engine::Lane`]).
-pub struct Shared<S> {
+pub struct JobState<S> {
     /// The job's control plane, or that of a part of it.
     pub control: Arc<dyn Control>,
     /// On which operations run.
@@ -41,7 +41,7 @@ pub struct Shared<S> {
     has_left: AtomicBool,
 }
 
-impl<S> Shared<S> {
+impl<S> JobState<S> {
     /// With a lane for each `scratch`.
     pub fn new(control: Arc<dyn Control>, scratch: Vec<S>, settings: Settings) -> Self {
         let lane = |(number, scratch)| Lane::new(format!("comm-lane-{number}"), scratch);
@@ -50,7 +50,7 @@ impl<S> Shared<S> {
         // Two steps, since a `Weak` of a trait object is made from one of the type itself.
         let activity: Arc<dyn Activity> = watch.clone();
         control.watch(Arc::downgrade(&activity));
-        Shared {
+        JobState {
             control,
             lanes,
             settings,
@@ -122,7 +122,7 @@ impl<S> Shared<S> {
     }
 }
 
-impl<S> Drop for Shared<S> {
+impl<S> Drop for JobState<S> {
     fn drop(&mut self) {
         self.lanes.iter().for_each(Lane::stop);
     }

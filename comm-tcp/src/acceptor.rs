@@ -14,10 +14,10 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Sleep, sleep};
 
 /// A connection that has not authenticated by then is closed.
-const PATIENCE: Duration = Duration::from_secs(5);
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Most handshakes at a time. One more closes the oldest, so that silent connections cannot keep ranks out; a rank whose connection was
 /// closed that way dials again.
-const CROWD: usize = 256;
+const MAX_HANDSHAKES: usize = 256;
 /// Most connections accepted before the handshakes under way are served: a rank must get through its handshake in the time that others
 /// take to reach the limit. It also leaves the rest of what a task of the runtime may do at a time to the handshakes.
 const ACCEPT_TURN: usize = 32;
@@ -29,8 +29,8 @@ const GRACE: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(10);
 
 /// A public listener. Nothing that comes through it is trusted before its handshake has succeeded, and what connections from outside the
-/// job can cost is bounded: [`CROWD`] sockets for [`PATIENCE`].
-pub(crate) struct Door<'a, T> {
+/// job can cost is bounded: [`MAX_HANDSHAKES`] sockets for [`HANDSHAKE_TIMEOUT`].
+pub(crate) struct Acceptor<'a, T> {
     listener: TcpListener,
     handshakes: VecDeque<Handshake<'a, T>>,
     /// Nothing is accepted before it ends.
@@ -43,9 +43,9 @@ struct Handshake<'a, T> {
     proof: Pin<Box<dyn Future<Output = Option<T>> + Send + 'a>>,
 }
 
-impl<'a, T: Send + 'a> Door<'a, T> {
+impl<'a, T: Send + 'a> Acceptor<'a, T> {
     pub(crate) fn open(listener: TcpListener) -> Self {
-        Door { listener, handshakes: VecDeque::new(), pause: None }
+        Acceptor { listener, handshakes: VecDeque::new(), pause: None }
     }
 
     /// The next connection whose `handshake` gave `Some`. A handshake that gives `None` failed, and its connection is closed.
@@ -92,10 +92,10 @@ impl<'a, T: Send + 'a> Door<'a, T> {
             match self.listener.poll_accept(cx) {
                 Poll::Pending => return Ok(()),
                 Poll::Ready(Ok((stream, _))) => {
-                    if self.handshakes.len() == CROWD {
+                    if self.handshakes.len() == MAX_HANDSHAKES {
                         self.handshakes.pop_front();
                     }
-                    let proof = within(Deadline::after(PATIENCE), handshake(stream));
+                    let proof = within(Deadline::after(HANDSHAKE_TIMEOUT), handshake(stream));
                     let proof = Box::pin(async move { proof.await.flatten() });
                     self.handshakes.push_back(Handshake { grace: Deadline::after(GRACE), proof });
                 }
@@ -134,9 +134,9 @@ mod tests {
         let mut rank = dial();
         rank.write_all(b"rank").unwrap();
         // All in the backlog.
-        let _silent: Vec<_> = (0..CROWD + 64).map(|_| dial()).collect();
-        let mut door = Door::open(TcpListener::from_std(listener).unwrap());
-        let admitted = door.admit(|mut stream| async move {
+        let _silent: Vec<_> = (0..MAX_HANDSHAKES + 64).map(|_| dial()).collect();
+        let mut acceptor = Acceptor::open(TcpListener::from_std(listener).unwrap());
+        let admitted = acceptor.admit(|mut stream| async move {
             let mut said = [0; 4];
             stream.read_exact(&mut said).await.ok()?;
             Some(said)
@@ -148,7 +148,7 @@ mod tests {
     /// With no descriptor left for another, which the system says although there is no other.
     #[test]
     fn who_comes_on_the_last_descriptor_is_let_in() {
-        const NAME: &str = "door::tests::who_comes_on_the_last_descriptor_is_let_in";
+        const NAME: &str = "acceptor::tests::who_comes_on_the_last_descriptor_is_let_in";
         const INSIDE: &str = "DOOR_TEST";
         if std::env::var(INSIDE).is_err() {
             let output = std::process::Command::new("sh")
@@ -173,8 +173,8 @@ mod tests {
             rank.write_all(b"rank").map(|()| rank)
         });
         let admitted = runtime.block_on(async {
-            let mut door = Door::open(TcpListener::from_std(listener).unwrap());
-            let admitted = door.admit(|mut stream| async move {
+            let mut acceptor = Acceptor::open(TcpListener::from_std(listener).unwrap());
+            let admitted = acceptor.admit(|mut stream| async move {
                 let mut said = [0; 4];
                 stream.read_exact(&mut said).await.ok()?;
                 Some(said)

@@ -30,7 +30,7 @@ pub fn zmq_link(bytes: &[u8]) -> Verdict {
             break;
         }
         assert!(window.in_flight <= 8 << 10 && window.held <= window.size);
-        if matches!(frame, Frame::Credit(_) | Frame::Bye | Frame::ByeSeen) {
+        if matches!(frame, Frame::Credit(_) | Frame::Close | Frame::CloseAck) {
             accepted = true;
             continue;
         }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
-use rig::link::{LinkOptions, Probe, Profile, World};
+use rig::link::{LinkOptions, Probe, Profile, TestNetwork};
 use rig::outcome::RunError;
 use rig::record::{Cell, DEFAULT, LOOPBACK, Status};
 use rig::signal::Interrupted;
@@ -15,15 +15,15 @@ const MOST: usize = 8;
 /// What makes a network another one: its profile, its ends, and its congestion control.
 type Key = (String, usize, String);
 
-pub(super) struct Worlds {
+pub(super) struct TestNetworks {
     /// Whether each is measured when it is made.
     probe: bool,
-    worlds: HashMap<Key, (World, Option<Probe>)>,
+    worlds: HashMap<Key, (TestNetwork, Option<Probe>)>,
 }
 
-impl Worlds {
+impl TestNetworks {
     pub(super) fn new(probe: bool) -> Self {
-        Worlds { probe, worlds: HashMap::new() }
+        TestNetworks { probe, worlds: HashMap::new() }
     }
 
     /// The network that a cell goes over, with what was measured of it. One whose emulator has died is made anew. Where there is none, the
@@ -31,7 +31,7 @@ impl Worlds {
     ///
     /// # Errors
     /// The user has had enough.
-    pub(super) fn of(&mut self, cell: &Cell) -> Result<Result<(&World, Option<Probe>), Status>, Interrupted> {
+    pub(super) fn of(&mut self, cell: &Cell) -> Result<Result<(&TestNetwork, Option<Probe>), Status>, Interrupted> {
         let key = key(cell);
         if self.worlds.get(&key).is_some_and(|(world, _)| !world.is_alive()) {
             self.worlds.remove(&key);
@@ -44,7 +44,7 @@ impl Worlds {
             Entry::Occupied(old) => old.into_mut(),
             Entry::Vacant(new) => match make(new.key(), self.probe) {
                 Ok(made) => new.insert(made),
-                Err(RunError::Failed(why)) if World::unavailable().is_some() => {
+                Err(RunError::Failed(why)) if TestNetwork::unavailable().is_some() => {
                     return Ok(Err(Status::NotAvailable(why)));
                 }
                 Err(error) => return Ok(Err(status(error)?)),
@@ -59,10 +59,10 @@ fn key(cell: &Cell) -> Key {
     (cell.link.clone(), ends, cell.congestion.clone())
 }
 
-fn make((link, ends, congestion): &Key, probe: bool) -> Result<(World, Option<Probe>), RunError> {
+fn make((link, ends, congestion): &Key, probe: bool) -> Result<(TestNetwork, Option<Probe>), RunError> {
     let own = if LinkOptions::is_one(link) { link.parse::<LinkOptions>()?.congestion } else { None };
     let congestion = own.or_else(|| (congestion != DEFAULT).then(|| congestion.clone()));
-    let world = World::new(&Profile::find(link)?, *ends, congestion.as_deref())?;
+    let world = TestNetwork::new(&Profile::find(link)?, *ends, congestion.as_deref())?;
     let probe = if probe { Probe::of(&world)? } else { None };
     Ok((world, probe))
 }

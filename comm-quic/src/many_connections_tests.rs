@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use comm_core::{Deadline, Transport};
 use quinn::Endpoint;
 
-use crate::stranger_tests::{stranger, swap, two_ranks};
 use crate::tls::{ALPN, SERVER_NAME};
+use crate::unauthenticated_tests::{stranger, swap, two_ranks};
 
 #[test]
 fn thousands_of_first_packets_delay_nobody() {

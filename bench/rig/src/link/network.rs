@@ -15,24 +15,24 @@ use crate::rank::this_program;
 
 /// Where jobs run: on loopback, or in namespaces, one for each end of a link. All of it is gone when this is dropped.
 #[derive(Debug)]
-pub struct World {
+pub struct TestNetwork {
     profile: Profile,
     congestion: Option<String>,
     /// Whether this kernel could emulate by itself; known where our emulator does it.
     has_netem: Option<bool>,
     // In this order they are dropped: first what uses the namespaces.
-    carried: Carried,
+    carried: NetworkKind,
     ends: Vec<Namespace>,
 }
 
 #[derive(Debug)]
-enum Carried {
+enum NetworkKind {
     Loopback,
     Veth(Hub),
     Emulated(Mutex<Emulator>),
 }
 
-impl World {
+impl TestNetwork {
     /// Takes away what dead runs have left, and makes a world of `ends` ends, for jobs of as many ranks or of a multiple. `congestion` is the
     /// TCP congestion control of everybody, by its kernel name; `None` for the kernel's default. On loopback there are no ends; with a
     /// congestion control it is that of a namespace, where there may be one, and else transports set what they can.
@@ -42,7 +42,7 @@ impl World {
     pub fn new(profile: &Profile, ends: usize, congestion: Option<&str>) -> Result<Self, String> {
         if profile.carrier == Carrier::None {
             let congestion = congestion.filter(|_| may_make_namespaces().is_ok());
-            return congestion.map_or_else(|| Ok(World::loopback()), World::loopback_with);
+            return congestion.map_or_else(|| Ok(TestNetwork::loopback()), TestNetwork::loopback_with);
         }
         if !(2..=MAX_ENDS).contains(&ends) {
             return Err(format!("the link {}: it has 2 to {MAX_ENDS} ends, not {ends}", profile.name));
@@ -64,16 +64,21 @@ impl World {
         }
         let (mut has_netem, of_profile) = (None, |why: String| format!("the link {}: {why}", profile.name));
         let carried = match profile.carrier {
-            Carrier::None => Carried::Loopback,
-            Carrier::Veth => Carried::Veth(Hub::new(profile, &ends).map_err(of_profile)?),
+            Carrier::None => NetworkKind::Loopback,
+            Carrier::Veth => NetworkKind::Veth(Hub::new(profile, &ends).map_err(of_profile)?),
             Carrier::Emulated => {
                 has_netem = ends.first().map(kernel_has_netem);
                 let emulator = Emulator::start(&this_program()?, &spec(profile, &ends)).map_err(of_profile)?;
-                Carried::Emulated(Mutex::new(emulator))
+                NetworkKind::Emulated(Mutex::new(emulator))
             }
         };
-        let world =
-            World { profile: profile.clone(), congestion: congestion.map(String::from), has_netem, carried, ends };
+        let world = TestNetwork {
+            profile: profile.clone(),
+            congestion: congestion.map(String::from),
+            has_netem,
+            carried,
+            ends,
+        };
         world.set_congestion()?;
         Ok(world)
     }
@@ -85,16 +90,16 @@ impl World {
         namespace.ip(&["link", "set", "lo", "up"])?;
         let route = ["route", "replace", "local", "127.0.0.1", "dev", "lo", "table", "local", "congctl", congestion];
         namespace.ip(&route).map_err(|why| format!("congestion control {congestion}: {why}"))?;
-        Ok(World { congestion: Some(congestion.into()), ends: vec![namespace], ..World::loopback() })
+        Ok(TestNetwork { congestion: Some(congestion.into()), ends: vec![namespace], ..TestNetwork::loopback() })
     }
 
     /// Loopback.
     pub fn loopback() -> Self {
-        World {
+        TestNetwork {
             profile: Profile::loopback(),
             congestion: None,
             has_netem: None,
-            carried: Carried::Loopback,
+            carried: NetworkKind::Loopback,
             ends: Vec::new(),
         }
     }
@@ -102,11 +107,11 @@ impl World {
     /// Two ends of the link that a command line asks for, or loopback if it asks for none.
     ///
     /// # Errors
-    /// Those of [`new`](World::new).
+    /// Those of [`new`](TestNetwork::new).
     pub fn of(link: Option<&LinkOptions>) -> Result<Self, String> {
-        let Some(options) = link else { return Ok(World::loopback()) };
+        let Some(options) = link else { return Ok(TestNetwork::loopback()) };
         options.check()?;
-        World::new(&options.profile(), 2, options.congestion.as_deref())
+        TestNetwork::new(&options.profile(), 2, options.congestion.as_deref())
     }
 
     /// Why there can be nothing but loopback here, if so.
@@ -143,32 +148,32 @@ impl World {
     /// Whether jobs can run over it: whether an emulator that plays it lives.
     pub fn is_alive(&self) -> bool {
         match &self.carried {
-            Carried::Loopback | Carried::Veth(_) => true,
-            Carried::Emulated(emulator) => lock(emulator).is_alive(),
+            NetworkKind::Loopback | NetworkKind::Veth(_) => true,
+            NetworkKind::Emulated(emulator) => lock(emulator).is_alive(),
         }
     }
 
     /// Whether ranks talk over loopback, in whichever namespace.
     pub fn is_loopback(&self) -> bool {
-        matches!(self.carried, Carried::Loopback)
+        matches!(self.carried, NetworkKind::Loopback)
     }
 
     /// The process that plays the link, where one does.
     pub fn process(&self) -> Option<u32> {
         match &self.carried {
-            Carried::Loopback | Carried::Veth(_) => None,
-            Carried::Emulated(emulator) => Some(lock(emulator).process()),
+            NetworkKind::Loopback | NetworkKind::Veth(_) => None,
+            NetworkKind::Emulated(emulator) => Some(lock(emulator).process()),
         }
     }
 
     /// One line about the link.
     pub fn describe(&self) -> String {
         let how = match &self.carried {
-            Carried::Loopback => {
+            NetworkKind::Loopback => {
                 let in_namespace = |name: &String| format!(", in a namespace; TCP congestion control {name}");
                 return format!("loopback{}", self.congestion.as_ref().map_or(String::new(), in_namespace));
             }
-            Carried::Veth(_) => {
+            NetworkKind::Veth(_) => {
                 let Pipes { up, down } = &self.profile.usual;
                 let limited = [up, down].into_iter().find(|pipe| pipe.rate_bits_per_s.is_some());
                 let filter = limited.map_or(String::new(), |pipe| {
@@ -176,7 +181,7 @@ impl World {
                 });
                 format!("veth{filter}")
             }
-            Carried::Emulated(_) => {
+            NetworkKind::Emulated(_) => {
                 let netem = if self.has_netem == Some(true) { "is there, too, but unused" } else { "is not there" };
                 format!("emulated through TUN; the kernel's netem {netem}")
             }
@@ -196,15 +201,15 @@ impl World {
         Some(Rate::of_bits(least).ms_of(bytes))
     }
 
-    /// What passed each pipe since [`reset_counters`](World::reset_counters), by the emulator or, for pipes with a rate, the kernel.
+    /// What passed each pipe since [`reset_counters`](TestNetwork::reset_counters), by the emulator or, for pipes with a rate, the kernel.
     ///
     /// # Errors
     /// Why it is not known.
     pub fn pipes(&self) -> Result<Vec<Pipe>, String> {
         match &self.carried {
-            Carried::Loopback => Ok(Vec::new()),
-            Carried::Veth(hub) => hub.pipes(&self.ends),
-            Carried::Emulated(emulator) => {
+            NetworkKind::Loopback => Ok(Vec::new()),
+            NetworkKind::Veth(hub) => hub.pipes(&self.ends),
+            NetworkKind::Emulated(emulator) => {
                 let ends = lock(emulator).counters()?.ends.into_iter().enumerate();
                 let both = ends.flat_map(|(end, both)| [(end, "up", both.up), (end, "down", both.down)]);
                 let pipe = |(end, direction, counted): (usize, &str, PipeCounters)| Pipe {
@@ -230,9 +235,9 @@ impl World {
     /// Why they do not.
     pub fn reset_counters(&self) -> Result<(), String> {
         match &self.carried {
-            Carried::Loopback => Ok(()),
-            Carried::Veth(hub) => hub.reset(&self.ends),
-            Carried::Emulated(emulator) => lock(emulator).reset(),
+            NetworkKind::Loopback => Ok(()),
+            NetworkKind::Veth(hub) => hub.reset(&self.ends),
+            NetworkKind::Emulated(emulator) => lock(emulator).reset(),
         }
     }
 
@@ -242,8 +247,8 @@ impl World {
     /// Why it is not known.
     pub fn bottleneck(&self) -> Result<Option<String>, String> {
         match &self.carried {
-            Carried::Loopback | Carried::Veth(_) => Ok(None),
-            Carried::Emulated(emulator) => Ok(lock(emulator).counters()?.bottleneck()),
+            NetworkKind::Loopback | NetworkKind::Veth(_) => Ok(None),
+            NetworkKind::Emulated(emulator) => Ok(lock(emulator).counters()?.bottleneck()),
         }
     }
 }
@@ -284,12 +289,12 @@ mod tests {
     use super::*;
 
     /// A world, or why not, which is said.
-    fn world(profile: &Profile, ends: usize) -> Option<World> {
-        if let Some(why) = World::unavailable() {
+    fn world(profile: &Profile, ends: usize) -> Option<TestNetwork> {
+        if let Some(why) = TestNetwork::unavailable() {
             eprintln!("skipped: {why}");
             return None;
         }
-        match World::new(profile, ends, None) {
+        match TestNetwork::new(profile, ends, None) {
             Ok(world) => Some(world),
             // Named, and only where it is the reason.
             Err(why) => {
@@ -304,9 +309,9 @@ mod tests {
         names.iter().all(|name| Path::new(tools::NAMESPACES).join(name).exists())
     }
 
-    fn names(world: &World) -> Vec<String> {
+    fn names(world: &TestNetwork) -> Vec<String> {
         let mut names: Vec<String> = world.namespaces().map(String::from).collect();
-        if let Carried::Veth(hub) = &world.carried {
+        if let NetworkKind::Veth(hub) = &world.carried {
             names.push(hub.name().into());
         }
         names
@@ -318,7 +323,7 @@ mod tests {
         let first = names(&world);
         assert!(first.len() == 4 && all_exist(&first));
         assert!(world.describe().contains("1gbit") && world.describe().contains("3 network namespaces"));
-        let other = World::of(Some(&LinkOptions { rate: None, mtu: 9000, congestion: None })).unwrap();
+        let other = TestNetwork::of(Some(&LinkOptions { rate: None, mtu: 9000, congestion: None })).unwrap();
         assert!(names(&other).iter().all(|name| !first.contains(name)), "they share no namespace");
         assert_eq!((world.ms_of(1_250_000), other.ms_of(1_250_000)), (Some(10.0), None));
         drop(world);
@@ -327,26 +332,26 @@ mod tests {
 
     #[test]
     fn a_congestion_control_that_is_not_there_leaves_no_namespace() {
-        if let Some(why) = World::unavailable() {
+        if let Some(why) = TestNetwork::unavailable() {
             eprintln!("skipped: {why}");
             return;
         }
-        let why = World::new(&Profile::find("lan-1g").unwrap(), 2, Some("pigeon")).unwrap_err();
+        let why = TestNetwork::new(&Profile::find("lan-1g").unwrap(), 2, Some("pigeon")).unwrap_err();
         // What `ip` does with a name that the kernel does not know is its own affair; it must not pass in silence.
         assert!(why.contains("pigeon") || why.contains("tbf"), "{why}");
     }
 
     #[test]
     fn loopback_takes_nothing() {
-        let world = World::new(&Profile::find("loopback").unwrap(), 4, None).unwrap();
+        let world = TestNetwork::new(&Profile::find("loopback").unwrap(), 4, None).unwrap();
         assert_eq!((world.ends(), world.interface(), world.describe().as_str()), (0, "lo", "loopback"));
         assert!(world.addresses().is_none() && world.pipes().unwrap().is_empty() && world.ms_of(1).is_none());
     }
 
     #[test]
     fn loopback_with_a_congestion_control_is_in_a_namespace_where_there_may_be_one() {
-        let world = World::new(&Profile::find("loopback").unwrap(), 4, Some("reno")).unwrap();
-        let expected = usize::from(World::unavailable().is_none());
+        let world = TestNetwork::new(&Profile::find("loopback").unwrap(), 4, Some("reno")).unwrap();
+        let expected = usize::from(TestNetwork::unavailable().is_none());
         assert_eq!((world.ends(), world.interface()), (expected, "lo"));
         assert_eq!(world.describe().contains("reno"), expected == 1, "{}", world.describe());
         assert!(world.addresses().is_none() && world.pipes().unwrap().is_empty() && world.ms_of(1).is_none());
@@ -356,13 +361,13 @@ mod tests {
     fn an_end_that_is_described_must_be_there() {
         let mut profile = Profile::find("slow-rank").unwrap();
         profile.unusual.insert(2, Pipes::default());
-        let why = World::new(&profile, 2, None).unwrap_err();
+        let why = TestNetwork::new(&profile, 2, None).unwrap_err();
         assert!(why.contains("slow-rank") && why.contains("rank 2"), "{why}");
     }
 
     #[test]
     fn a_link_has_two_ends_at_least() {
-        let why = World::new(&Profile::find("wan").unwrap(), 1, None).unwrap_err();
+        let why = TestNetwork::new(&Profile::find("wan").unwrap(), 1, None).unwrap_err();
         assert!(why.contains("wan") && why.contains("not 1"), "{why}");
     }
 }

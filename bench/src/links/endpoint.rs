@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 /// What a process knows of its end and of the measurement.
 #[derive(Clone, Debug)]
-pub(super) struct Place {
+pub(super) struct ProcessSetup {
     pub(super) own: IpAddr,
     pub(super) interface: String,
     pub(super) header: u64,
@@ -27,7 +27,7 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(20);
 /// How often signs are looked for.
 const LOOK: Duration = Duration::from_millis(2);
 
-impl Place {
+impl ProcessSetup {
     /// Says something to the other processes.
     pub(super) fn signal(&self, name: &str) -> io::Result<()> {
         fs::write(self.folder.join(name), b"")

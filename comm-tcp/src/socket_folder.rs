@@ -24,21 +24,21 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 const IPC: &str = "ZeroMQ over Unix sockets between all ranks";
 
 /// A fresh folder for Unix sockets that only this user may enter, removed with this value.
-pub(crate) struct House {
+pub(crate) struct SocketFolder {
     folder: PrivateFolder,
 }
 
-impl House {
+impl SocketFolder {
     /// Below the system's folder for temporary files.
-    pub(crate) fn build(rank: usize) -> Result<Self> {
+    pub(crate) fn create(rank: usize) -> Result<Self> {
         let folder = PrivateFolder::new("comm-ipc-")
             .map_err(|error| Error::io(format!("rank {rank}: making a private directory for Unix sockets"), error))?;
-        Ok(House { folder })
+        Ok(SocketFolder { folder })
     }
 
     /// A listener for one connection, and where it is.
     pub(crate) fn listen(&self, rank: usize, edge: Edge) -> Result<(UnixListener, PathBuf)> {
-        let path = self.folder.path().join(room(edge));
+        let path = self.folder.path().join(socket_name(edge));
         match UnixListener::bind(&path) {
             Ok(listener) => Ok((listener, path)),
             // What is left of the reasons for this kind: the name has no zero byte.
@@ -56,7 +56,7 @@ impl House {
     }
 
     /// What the other ranks need to find and check the folder.
-    pub(crate) fn announce(&self, rank: usize) -> Result<Folder> {
+    pub(crate) fn announce(&self, rank: usize) -> Result<FolderInfo> {
         let unsupported = |why: String| Error::Unsupported { what: format!("rank {rank}: ZeroMQ over IPC"), why };
         let path = self.folder.path();
         let spelled = path.to_str().filter(|path| !path.chars().any(char::is_control)).ok_or_else(|| {
@@ -68,13 +68,13 @@ impl House {
         let machine = fs::read_to_string(BOOT_ID)
             .map_err(|error| unsupported(format!("{BOOT_ID} is needed to tell machines apart: {error}")))?;
         let (device, inode) = identity(path).map_err(|error| unsupported(format!("{spelled}: {error}")))?;
-        Ok(Folder { machine: machine.trim().to_string(), device, inode, path: spelled.to_string() })
+        Ok(FolderInfo { machine: machine.trim().to_string(), device, inode, path: spelled.to_string() })
     }
 }
 
 /// Where a rank's folder of sockets is, and what identifies it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Folder {
+pub(crate) struct FolderInfo {
     /// The boot id of its machine.
     pub(crate) machine: String,
     pub(crate) device: u64,
@@ -82,14 +82,14 @@ pub(crate) struct Folder {
     pub(crate) path: String,
 }
 
-impl Folder {
+impl FolderInfo {
     /// Where it has the socket for a connection.
     pub(crate) fn socket(&self, edge: Edge) -> PathBuf {
-        Path::new(&self.path).join(room(edge))
+        Path::new(&self.path).join(socket_name(edge))
     }
 
     /// Why the rank of the folder `own` cannot reach this one's sockets; `None` if it can.
-    fn is_out_of_reach(&self, own: &Folder) -> Option<String> {
+    fn is_out_of_reach(&self, own: &FolderInfo) -> Option<String> {
         if self.machine != own.machine {
             return Some(
                 "it runs on another machine; choose a transport that crosses machines, like tcp or quic".into(),
@@ -109,7 +109,12 @@ impl Folder {
 
 /// Returns once every rank has seen the folders of all others, which are `folders` in order; fails on all ranks alike if one
 /// has not.
-pub(crate) fn see_all(rank: usize, folders: &[&Folder], control: &dyn Control, deadline: Deadline) -> Result<()> {
+pub(crate) fn check_all_reachable(
+    rank: usize,
+    folders: &[&FolderInfo],
+    control: &dyn Control,
+    deadline: Deadline,
+) -> Result<()> {
     let Some(own) = folders.get(rank) else { return Err(Error::Internal("a rank without a folder".into())) };
     let complaint = folders.iter().enumerate().find_map(|(peer, folder)| {
         let why = folder.is_out_of_reach(own)?;
@@ -123,7 +128,7 @@ pub(crate) fn see_all(rank: usize, folders: &[&Folder], control: &dyn Control, d
 /// Asks for the same buffers as on TCP for all sockets of this process that are connected within `folders`, and says what the
 /// kernel granted. `zeromq` keeps its sockets to itself, so they are found among this process's own; where the system does not
 /// allow that they keep the kernel's default, and this says so.
-pub(crate) fn enlarge_buffers(folders: &[&Folder]) -> String {
+pub(crate) fn enlarge_buffers(folders: &[&FolderInfo]) -> String {
     let folders: HashSet<&Path> = folders.iter().map(|folder| Path::new(&folder.path)).collect();
     let own = match pidfd_open(getpid(), PidfdFlags::empty()) {
         Ok(own) => own,
@@ -161,7 +166,7 @@ pub(crate) fn enlarge_buffers(folders: &[&Folder]) -> String {
 }
 
 /// What the socket for a connection is called in its listener's folder.
-fn room(edge: Edge) -> String {
+fn socket_name(edge: Edge) -> String {
     format!("{}-{}", edge.dialler, edge.lane)
 }
 
@@ -183,43 +188,43 @@ mod tests {
 
     #[test]
     fn only_this_user_may_enter_the_folder_and_it_goes_with_its_value() {
-        let house = House::build(0).unwrap();
-        let folder = house.announce(0).unwrap();
+        let socket_folder = SocketFolder::create(0).unwrap();
+        let folder = socket_folder.announce(0).unwrap();
         let mode = fs::metadata(&folder.path).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o700);
-        let (_listener, path) = house.listen(0, EDGE).unwrap();
+        let (_listener, path) = socket_folder.listen(0, EDGE).unwrap();
         assert_eq!(folder.socket(EDGE), path);
         UnixStream::connect(&path).unwrap();
-        drop(house);
+        drop(socket_folder);
         assert!(!Path::new(&folder.path).exists());
     }
 
     #[test]
     fn a_path_that_is_too_long_is_an_error_that_says_what_to_do() {
         let base = tempfile::tempdir().unwrap();
-        let house = House { folder: PrivateFolder::new_in(base.path(), &"x".repeat(100)).unwrap() };
-        let error = house.listen(0, EDGE).unwrap_err().to_string();
+        let socket_folder = SocketFolder { folder: PrivateFolder::new_in(base.path(), &"x".repeat(100)).unwrap() };
+        let error = socket_folder.listen(0, EDGE).unwrap_err().to_string();
         assert!(error.contains("TMPDIR") && error.contains("B is too long"), "{error}");
     }
 
     #[test]
     fn a_path_that_is_no_line_of_text_is_not_told() {
         let base = tempfile::tempdir().unwrap();
-        let house = House { folder: PrivateFolder::new_in(base.path(), "a\nb").unwrap() };
-        let error = house.announce(0).unwrap_err().to_string();
+        let socket_folder = SocketFolder { folder: PrivateFolder::new_in(base.path(), "a\nb").unwrap() };
+        let error = socket_folder.announce(0).unwrap_err().to_string();
         assert!(error.contains("TMPDIR"), "{error}");
     }
 
     #[test]
     fn other_machines_and_other_containers_are_out_of_reach() {
-        let (here, there) = (House::build(0).unwrap(), House::build(1).unwrap());
+        let (here, there) = (SocketFolder::create(0).unwrap(), SocketFolder::create(1).unwrap());
         let (own, theirs) = (here.announce(0).unwrap(), there.announce(1).unwrap());
         assert_eq!(theirs.is_out_of_reach(&own), None);
         let cases = [
-            (Folder { machine: "another".into(), ..theirs.clone() }, "another machine"),
-            (Folder { inode: own.inode, ..theirs.clone() }, "a different folder"),
-            (Folder { path: theirs.path[1..].to_string(), ..theirs.clone() }, "not an absolute path"),
-            (Folder { path: format!("{}-gone", theirs.path), ..theirs }, "No such file"),
+            (FolderInfo { machine: "another".into(), ..theirs.clone() }, "another machine"),
+            (FolderInfo { inode: own.inode, ..theirs.clone() }, "a different folder"),
+            (FolderInfo { path: theirs.path[1..].to_string(), ..theirs.clone() }, "not an absolute path"),
+            (FolderInfo { path: format!("{}-gone", theirs.path), ..theirs }, "No such file"),
         ];
         for (folder, word) in cases {
             let why = folder.is_out_of_reach(&own).unwrap();
@@ -229,34 +234,35 @@ mod tests {
 
     #[test]
     fn what_one_rank_cannot_reach_fails_all_ranks_alike() {
-        let houses = [0, 1, 2].map(|rank| House::build(rank).unwrap());
-        let mut folders = [0, 1, 2].map(|rank| houses[rank].announce(rank).unwrap());
-        let see_all = |folders: &[Folder; 3]| -> Vec<Result<()>> {
-            let folders: Vec<&Folder> = folders.iter().collect();
+        let socket_folders = [0, 1, 2].map(|rank| SocketFolder::create(rank).unwrap());
+        let mut folders = [0, 1, 2].map(|rank| socket_folders[rank].announce(rank).unwrap());
+        let check_all_reachable = |folders: &[FolderInfo; 3]| -> Vec<Result<()>> {
+            let folders: Vec<&FolderInfo> = folders.iter().collect();
             let ranks = comm_core::local::group(3, 1);
             std::thread::scope(|scope| {
                 let look = |control: &dyn Control| {
-                    see_all(control.rank(), &folders, control, Deadline::after(Duration::from_secs(30)))
+                    check_all_reachable(control.rank(), &folders, control, Deadline::after(Duration::from_secs(30)))
                 };
                 let looks: Vec<_> = ranks.iter().map(|rank| scope.spawn(move || look(&*rank.control))).collect();
                 looks.into_iter().map(|look| look.join().unwrap()).collect()
             })
         };
-        assert!(see_all(&folders).iter().all(Result::is_ok));
+        assert!(check_all_reachable(&folders).iter().all(Result::is_ok));
         folders[2].machine = "another".into();
-        let said: Vec<String> = see_all(&folders).into_iter().map(|seen| seen.unwrap_err().to_string()).collect();
+        let said: Vec<String> =
+            check_all_reachable(&folders).into_iter().map(|seen| seen.unwrap_err().to_string()).collect();
         assert!(said[0].contains("rank 0 cannot reach the sockets of rank 2: it runs on another machine"), "{said:?}");
         assert!(said.iter().all(|text| *text == said[0]));
     }
 
     #[test]
     fn the_buffers_of_sockets_that_others_keep_are_found() {
-        let house = House::build(0).unwrap();
-        let (listener, path) = house.listen(0, EDGE).unwrap();
+        let socket_folder = SocketFolder::create(0).unwrap();
+        let (listener, path) = socket_folder.listen(0, EDGE).unwrap();
         let dialler = UnixStream::connect(path).unwrap();
         let (accepted, _) = listener.accept().unwrap();
         let default = SockRef::from(&UnixStream::pair().unwrap().0).send_buffer_size().unwrap();
-        let said = enlarge_buffers(&[&house.announce(0).unwrap()]);
+        let said = enlarge_buffers(&[&socket_folder.announce(0).unwrap()]);
         if said.contains("default") {
             println!("skipped: {said}");
             return;

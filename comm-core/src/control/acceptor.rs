@@ -1,7 +1,7 @@
 //! Rank 0's listener, and the handshakes that are under way on its connections.
 //!
-//! What connections from outside the job can cost is bounded: [`CROWD`] sockets with a few hundred bytes each, for the length of a
-//! handshake, and no thread; [`LATECOMERS`] once the job is running.
+//! What connections from outside the job can cost is bounded: [`MAX_HANDSHAKES`] sockets with a few hundred bytes each, for the length of a
+//! handshake, and no thread; [`MAX_LATE_HANDSHAKES`] once the job is running.
 //! One connection above the limit closes the oldest, so that idle ones keep a rank out for no longer than it takes to reach the limit
 //! again; a rank whose connection was closed dials again.
 
@@ -13,8 +13,8 @@ use std::os::fd::AsFd;
 use std::thread;
 use std::time::Duration;
 
-use super::auth::{Answer, Proven, Rejection, Step, version_notice};
-use super::link::Link;
+use super::auth::{Authenticated, Rejection, ServerHandshake, Step, version_notice};
+use super::send_half::SendHalf;
 use crate::clock;
 use crate::descriptors;
 use crate::error::Error;
@@ -22,10 +22,10 @@ use crate::job::Secret;
 use crate::sys::Waiter;
 
 /// Most handshakes at a time.
-const CROWD: usize = 256;
+const MAX_HANDSHAKES: usize = 256;
 
 /// The same once all ranks are connected: a connection is refused then in any case, and the job needs its descriptors.
-const LATECOMERS: usize = 16;
+const MAX_LATE_HANDSHAKES: usize = 16;
 
 /// Most connections accepted before the handshakes under way are served: a rank must get through its handshake in the time that others
 /// take to reach the limit.
@@ -39,16 +39,16 @@ const GRACE: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(10);
 
 /// Pause between two rounds of accepting in a running job, which expects no connection: what others cost it counts more than their wait.
-const CALM: Duration = Duration::from_millis(50);
+const ACCEPT_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Accepts connections and authenticates them.
-pub(super) struct Door {
+pub(super) struct Acceptor {
     listeners: Vec<TcpListener>,
     secret: Secret,
     /// How long a handshake may take.
-    patience: Duration,
+    timeout: Duration,
     /// Handshakes under way, the oldest first.
-    guests: VecDeque<Guest>,
+    pending: VecDeque<PendingHandshake>,
     /// Nothing is accepted before this, on the [`clock`].
     opens: Duration,
     /// Why nothing can be accepted any more.
@@ -56,27 +56,27 @@ pub(super) struct Door {
 }
 
 /// A connection that has passed the handshake.
-pub(super) struct Newcomer {
+pub(super) struct AuthenticatedConnection {
     pub(super) stream: TcpStream,
-    pub(super) proven: Box<Proven>,
+    pub(super) proven: Box<Authenticated>,
 }
 
 /// A connection that was not admitted.
-pub(super) struct Stranger {
+pub(super) struct RejectedConnection {
     pub(super) addr: String,
     pub(super) why: Rejection,
 }
 
 /// All connections that were not admitted: how many, and the most telling reason.
 #[derive(Default)]
-pub(super) struct Strangers {
+pub(super) struct RejectedConnections {
     count: usize,
-    reason: Option<(Telling, String)>,
+    reason: Option<(ReasonRank, String)>,
 }
 
 /// How much a reason says about a missing rank, least first. What any program can cause says least, so that it does not hide the rest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Telling {
+enum ReasonRank {
     /// It was silent, slow, or its connection failed.
     Silence,
     /// It speaks another protocol.
@@ -89,18 +89,18 @@ enum Telling {
     Refusal,
 }
 
-struct Guest {
+struct PendingHandshake {
     stream: TcpStream,
     addr: SocketAddr,
-    answer: Answer,
+    answer: ServerHandshake,
     /// See [`GRACE`], on the [`clock`].
     grace: Duration,
     until: Duration,
 }
 
-impl Door {
-    pub(super) fn open(listeners: Vec<TcpListener>, secret: Secret, patience: Duration) -> Self {
-        Door { listeners, secret, patience, guests: VecDeque::new(), opens: clock::running(), trouble: None }
+impl Acceptor {
+    pub(super) fn open(listeners: Vec<TcpListener>, secret: Secret, timeout: Duration) -> Self {
+        Acceptor { listeners, secret, timeout, pending: VecDeque::new(), opens: clock::running(), trouble: None }
     }
 
     /// The error that ends accepting, once: the process is out of descriptors, and no handshake holds one that could be freed.
@@ -113,56 +113,64 @@ impl Door {
         let is_open = self.opens <= clock::running();
         let listeners =
             self.listeners.iter().filter(move |_| is_open).map(|listener| Waiter::new(listener.as_fd(), false));
-        self.guests.iter().map(|guest| Waiter::new(guest.stream.as_fd(), false)).chain(listeners)
+        self.pending.iter().map(|handshake| Waiter::new(handshake.stream.as_fd(), false)).chain(listeners)
     }
 
     /// When there is something to do even if no socket becomes ready.
     pub(super) fn next_turn(&self) -> Option<Duration> {
         let closed = (self.opens > clock::running()).then_some(self.opens);
-        self.guests.front().map(|guest| guest.until).into_iter().chain(closed).min()
+        self.pending.front().map(|handshake| handshake.until).into_iter().chain(closed).min()
     }
 
-    /// Serves those of the [waiters](Door::waiters) that are `ready`. Returns the connections that were admitted, and those
+    /// Serves those of the [waiters](Acceptor::waiters) that are `ready`. Returns the connections that were admitted, and those
     /// that were not. The job is running when no rank is expected any more.
-    pub(super) fn turn(&mut self, ready: &[bool], is_running: bool) -> (Vec<Newcomer>, Vec<Stranger>) {
-        let (mut newcomers, mut strangers) = (Vec::new(), Vec::new());
-        let there = self.guests.len();
-        let guests = std::mem::take(&mut self.guests);
+    pub(super) fn turn(
+        &mut self,
+        ready: &[bool],
+        is_running: bool,
+    ) -> (Vec<AuthenticatedConnection>, Vec<RejectedConnection>) {
+        let (mut authenticated, mut rejected) = (Vec::new(), Vec::new());
+        let there = self.pending.len();
+        let pending = std::mem::take(&mut self.pending);
         let now = clock::running();
-        for (at, guest) in guests.into_iter().enumerate() {
-            let outcome = if ready.get(at) == Some(&true) { guest.serve(&self.secret) } else { Outcome::Stays(guest) };
+        for (at, handshake) in pending.into_iter().enumerate() {
+            let outcome = if ready.get(at) == Some(&true) {
+                handshake.serve(&self.secret)
+            } else {
+                HandshakeOutcome::Stays(handshake)
+            };
             match outcome {
-                Outcome::Stays(guest) if now >= guest.until => strangers.push(guest.leave(late())),
-                Outcome::Stays(guest) => self.guests.push_back(guest),
-                Outcome::In(newcomer) => newcomers.push(newcomer),
-                Outcome::Out(stranger) => strangers.push(stranger),
+                HandshakeOutcome::Stays(handshake) if now >= handshake.until => rejected.push(handshake.leave(late())),
+                HandshakeOutcome::Stays(handshake) => self.pending.push_back(handshake),
+                HandshakeOutcome::In(connection) => authenticated.push(connection),
+                HandshakeOutcome::Out(connection) => rejected.push(connection),
             }
         }
         for at in 0..self.listeners.len() {
             if ready.get(there + at) == Some(&true) {
-                self.accept(at, is_running, &mut strangers);
+                self.accept(at, is_running, &mut rejected);
                 if is_running {
-                    self.opens = clock::running() + CALM;
+                    self.opens = clock::running() + ACCEPT_INTERVAL;
                 }
             }
         }
-        (newcomers, strangers)
+        (authenticated, rejected)
     }
 
     /// Accepts what waits at one of the listeners.
-    fn accept(&mut self, listener: usize, is_running: bool, strangers: &mut Vec<Stranger>) {
-        let room = if is_running { LATECOMERS } else { CROWD };
+    fn accept(&mut self, listener: usize, is_running: bool, rejected: &mut Vec<RejectedConnection>) {
+        let limit = if is_running { MAX_LATE_HANDSHAKES } else { MAX_HANDSHAKES };
         for _ in 0..ACCEPT_TURN {
             let Some(listener) = self.listeners.get(listener) else { return };
             let arrival = match listener.accept() {
-                Ok((stream, addr)) => Guest::new(stream, addr, self.patience),
+                Ok((stream, addr)) => PendingHandshake::new(stream, addr, self.timeout),
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
                 Err(e) if descriptors::ran_out(&e) && !is_running => {
                     // The system says so even when no connection waits. Handshakes go on meanwhile.
                     let now = clock::running();
-                    match self.guests.front().map(|first| first.grace <= now) {
+                    match self.pending.front().map(|first| first.grace <= now) {
                         None => self.trouble = Some(Error::io("rank 0: accepting a connection of another rank", e)),
-                        Some(true) => self.show_out_the_first(strangers),
+                        Some(true) => self.drop_oldest(rejected),
                         Some(false) => {}
                     }
                     self.opens = now + PAUSE;
@@ -170,63 +178,63 @@ impl Door {
                 }
                 Err(e) => {
                     // The connection is gone already, or a running job is out of descriptors: it expects no connection, and needs them.
-                    strangers.push(Stranger { addr: "accepting".into(), why: e.into() });
-                    self.show_out_the_first(strangers);
+                    rejected.push(RejectedConnection { addr: "accepting".into(), why: e.into() });
+                    self.drop_oldest(rejected);
                     thread::sleep(Duration::from_millis(1));
                     return;
                 }
             };
             match arrival {
-                Ok(guest) => {
-                    while self.guests.len() >= room {
-                        self.show_out_the_first(strangers);
+                Ok(handshake) => {
+                    while self.pending.len() >= limit {
+                        self.drop_oldest(rejected);
                     }
-                    self.guests.push_back(guest);
+                    self.pending.push_back(handshake);
                 }
-                Err(stranger) => strangers.push(stranger),
+                Err(connection) => rejected.push(connection),
             }
         }
     }
 
-    fn show_out_the_first(&mut self, strangers: &mut Vec<Stranger>) {
-        if let Some(guest) = self.guests.pop_front() {
+    fn drop_oldest(&mut self, rejected: &mut Vec<RejectedConnection>) {
+        if let Some(handshake) = self.pending.pop_front() {
             let why = io::Error::new(
                 io::ErrorKind::TimedOut,
                 "it did not finish its handshake before others needed its place",
             );
-            strangers.push(guest.leave(why.into()));
+            rejected.push(handshake.leave(why.into()));
         }
     }
 }
 
-impl Strangers {
-    pub(super) fn note(&mut self, stranger: &Stranger) {
-        let telling = match &stranger.why {
-            Rejection::Io(_) => Telling::Silence,
-            Rejection::Foreign(_) => Telling::Rubbish,
-            Rejection::Version(_) => Telling::OtherVersion,
-            Rejection::Left | Rejection::Stranger => Telling::OtherSecret,
+impl RejectedConnections {
+    pub(super) fn note(&mut self, connection: &RejectedConnection) {
+        let rank = match &connection.why {
+            Rejection::Io(_) => ReasonRank::Silence,
+            Rejection::Foreign(_) => ReasonRank::Rubbish,
+            Rejection::Version(_) => ReasonRank::OtherVersion,
+            Rejection::Left | Rejection::Stranger => ReasonRank::OtherSecret,
         };
-        self.add(telling, || format!("{}: {}", stranger.addr, stranger.why));
+        self.add(rank, || format!("{}: {}", connection.addr, connection.why));
     }
 
     /// The other end of `link` knows the secret, but has been refused.
-    pub(super) fn note_refusal(&mut self, link: &Link, why: &str) {
+    pub(super) fn note_refusal(&mut self, link: &SendHalf, why: &str) {
         let addr =
             link.stream().peer_addr().map_or_else(|_| "an address that is gone".to_string(), |addr| addr.to_string());
-        self.add(Telling::Refusal, || format!("{addr}: {why}"));
+        self.add(ReasonRank::Refusal, || format!("{addr}: {why}"));
     }
 
-    fn add(&mut self, telling: Telling, text: impl FnOnce() -> String) {
+    fn add(&mut self, rank: ReasonRank, text: impl FnOnce() -> String) {
         self.count += 1;
-        if self.reason.as_ref().is_none_or(|(most, _)| telling >= *most) {
-            self.reason = Some((telling, text()));
+        if self.reason.as_ref().is_none_or(|(most, _)| rank >= *most) {
+            self.reason = Some((rank, text()));
         }
     }
 }
 
 /// For the end of an error's text; empty if there were none.
-impl fmt::Display for Strangers {
+impl fmt::Display for RejectedConnections {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.reason {
             None => Ok(()),
@@ -236,44 +244,44 @@ impl fmt::Display for Strangers {
     }
 }
 
-enum Outcome {
-    Stays(Guest),
-    In(Newcomer),
-    Out(Stranger),
+enum HandshakeOutcome {
+    Stays(PendingHandshake),
+    In(AuthenticatedConnection),
+    Out(RejectedConnection),
 }
 
-impl Guest {
-    fn new(stream: TcpStream, addr: SocketAddr, patience: Duration) -> Result<Self, Stranger> {
-        let failed = |why: io::Error| Stranger { addr: addr.to_string(), why: why.into() };
+impl PendingHandshake {
+    fn new(stream: TcpStream, addr: SocketAddr, timeout: Duration) -> Result<Self, RejectedConnection> {
+        let failed = |why: io::Error| RejectedConnection { addr: addr.to_string(), why: why.into() };
         stream.set_nonblocking(true).map_err(failed)?;
-        let answer = Answer::new().map_err(|e| failed(io::Error::other(e.to_string())))?;
+        let answer = ServerHandshake::new().map_err(|e| failed(io::Error::other(e.to_string())))?;
         let now = clock::running();
-        Ok(Guest { stream, addr, answer, grace: now + GRACE, until: now.saturating_add(patience) })
+        Ok(PendingHandshake { stream, addr, answer, grace: now + GRACE, until: now.saturating_add(timeout) })
     }
 
     /// Reads what is there, no further than the handshake goes, and answers.
-    fn serve(mut self, secret: &Secret) -> Outcome {
+    fn serve(mut self, secret: &Secret) -> HandshakeOutcome {
         let mut buffer = [0; 512];
         loop {
             let wanted = self.answer.wanted().min(buffer.len());
             let bytes = match (&self.stream).read(buffer.get_mut(..wanted).unwrap_or_default()) {
-                Ok(0) if self.answer.has_replied() => return Outcome::Out(self.leave(Rejection::Left)),
+                Ok(0) if self.answer.has_replied() => return HandshakeOutcome::Out(self.leave(Rejection::Left)),
                 Ok(0) => {
                     let why = io::Error::new(io::ErrorKind::UnexpectedEof, "it closed the connection");
-                    return Outcome::Out(self.leave(why.into()));
+                    return HandshakeOutcome::Out(self.leave(why.into()));
                 }
                 Ok(count) => buffer.get(..count).unwrap_or_default(),
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Outcome::Stays(self),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return HandshakeOutcome::Stays(self),
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
-                Err(_) if self.answer.has_replied() => return Outcome::Out(self.leave(Rejection::Left)),
-                Err(e) => return Outcome::Out(self.leave(e.into())),
+                Err(_) if self.answer.has_replied() => return HandshakeOutcome::Out(self.leave(Rejection::Left)),
+                Err(e) => return HandshakeOutcome::Out(self.leave(e.into())),
             };
             let step = self.answer.take(bytes, secret);
             let said = match step {
                 Ok(Step::More) => Ok(()),
                 Ok(Step::Reply(reply)) => say(&self.stream, &reply),
                 Ok(Step::Proven(proven)) => match say(&self.stream, &proven.word) {
-                    Ok(()) => return Outcome::In(Newcomer { stream: self.stream, proven }),
+                    Ok(()) => return HandshakeOutcome::In(AuthenticatedConnection { stream: self.stream, proven }),
                     Err(e) => Err(e),
                 },
                 Err(why) => {
@@ -281,17 +289,17 @@ impl Guest {
                         // It can say so; the rest of a reply would mean nothing to it.
                         let _ = say(&self.stream, &version_notice());
                     }
-                    return Outcome::Out(self.leave(why));
+                    return HandshakeOutcome::Out(self.leave(why));
                 }
             };
             if let Err(e) = said {
-                return Outcome::Out(self.leave(e.into()));
+                return HandshakeOutcome::Out(self.leave(e.into()));
             }
         }
     }
 
-    fn leave(self, why: Rejection) -> Stranger {
-        Stranger { addr: self.addr.to_string(), why }
+    fn leave(self, why: Rejection) -> RejectedConnection {
+        RejectedConnection { addr: self.addr.to_string(), why }
     }
 }
 
@@ -317,7 +325,7 @@ mod tests {
     /// The system reports that it is out of descriptors even though no other connection waits.
     #[test]
     fn who_comes_on_the_last_descriptor_stays_for_its_grace() {
-        const NAME: &str = "control::door::tests::who_comes_on_the_last_descriptor_stays_for_its_grace";
+        const NAME: &str = "control::acceptor::tests::who_comes_on_the_last_descriptor_stays_for_its_grace";
         const INSIDE: &str = "DOOR_TEST";
         if std::env::var(INSIDE).is_err() {
             let output = Command::new("sh")
@@ -336,18 +344,18 @@ mod tests {
         let _rank = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let mut hoard: Vec<_> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
         hoard.pop();
-        let mut door =
-            Door::open(vec![listener], Secret::new("a secret for tests only").unwrap(), Duration::from_secs(60));
-        let (newcomers, strangers) = door.turn(&[true], false);
-        assert_eq!((newcomers.len(), strangers.len(), door.guests.len()), (0, 0, 1));
-        assert!(door.take_trouble().is_none() && door.opens > clock::running());
+        let mut acceptor =
+            Acceptor::open(vec![listener], Secret::new("a secret for tests only").unwrap(), Duration::from_secs(60));
+        let (authenticated, rejected) = acceptor.turn(&[true], false);
+        assert_eq!((authenticated.len(), rejected.len(), acceptor.pending.len()), (0, 0, 1));
+        assert!(acceptor.take_trouble().is_none() && acceptor.opens > clock::running());
         // Longer than a rank takes: another one may need the descriptor.
-        door.guests[0].grace = Duration::ZERO;
-        let (_, strangers) = door.turn(&[false, true], false);
-        assert_eq!((strangers.len(), door.guests.len()), (1, 0));
+        acceptor.pending[0].grace = Duration::ZERO;
+        let (_, rejected) = acceptor.turn(&[false, true], false);
+        assert_eq!((rejected.len(), acceptor.pending.len()), (1, 0));
         hoard.push(File::open("/dev/null").unwrap());
-        door.turn(&[true], false);
-        let trouble = door.take_trouble().unwrap().to_string();
+        acceptor.turn(&[true], false);
+        let trouble = acceptor.take_trouble().unwrap().to_string();
         assert!(trouble.contains("rank 0") && trouble.contains("ulimit -n"), "{trouble}");
     }
 }

@@ -8,7 +8,7 @@ use crate::deadline::Deadline;
 /// The ranks that a rank still waits for while the job meets.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct MeetingReport {
+pub struct MissingRanksReport {
     /// The rank that waits.
     pub rank: usize,
     /// For how long it has.
@@ -22,12 +22,12 @@ pub struct MeetingReport {
 }
 
 /// After how long missing ranks are reported (`None`: never), and the function that gets the report.
-pub type OnLate<'a> = (Option<Duration>, &'a dyn Fn(&MeetingReport));
+pub type MissingRanksHook<'a> = (Option<Duration>, &'a dyn Fn(&MissingRanksReport));
 
 /// Most ranks that a report names.
 const MAX_MISSING: usize = 64;
 
-impl fmt::Display for MeetingReport {
+impl fmt::Display for MissingRanksReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ranks: Vec<String> = self.missing.iter().map(usize::to_string).collect();
         let ranks = match ranks.as_slice() {
@@ -44,20 +44,20 @@ impl fmt::Display for MeetingReport {
 }
 
 /// Reports missing ranks from time to time.
-pub(super) struct Watch<'a> {
+pub(super) struct MissingRanks<'a> {
     rank: usize,
     began: Instant,
     /// After this, and again each time it has taken twice as long.
     next: Option<Duration>,
-    report: &'a dyn Fn(&MeetingReport),
+    report: &'a dyn Fn(&MissingRanksReport),
 }
 
-impl<'a> Watch<'a> {
+impl<'a> MissingRanks<'a> {
     /// Without `after` nothing is reported.
-    pub(super) fn new(rank: usize, after: Option<Duration>, report: &'a dyn Fn(&MeetingReport)) -> Self {
+    pub(super) fn new(rank: usize, after: Option<Duration>, report: &'a dyn Fn(&MissingRanksReport)) -> Self {
         // At least 1 ms, so that reports do not flood.
         let next = after.map(|after| after.max(Duration::from_millis(1)));
-        Watch { rank, began: Instant::now(), next, report }
+        MissingRanks { rank, began: Instant::now(), next, report }
     }
 
     /// `deadline`, or the time of the next report if that is earlier.
@@ -73,7 +73,7 @@ impl<'a> Watch<'a> {
         let waited = self.began.elapsed();
         let Some(next) = self.next.filter(|next| waited >= *next) else { return };
         self.next = Some(next.max(waited / 2) * 2);
-        let report = MeetingReport {
+        let report = MissingRanksReport {
             rank: self.rank,
             waited,
             missing: missing.iter().take(MAX_MISSING).copied().collect(),
@@ -90,7 +90,7 @@ mod tests {
 
     #[test]
     fn a_report_names_who_is_missing_within_bounds() {
-        let report = |missing: Vec<usize>, more_missing| MeetingReport {
+        let report = |missing: Vec<usize>, more_missing| MissingRanksReport {
             rank: 0,
             waited: Duration::from_secs(30),
             missing,
@@ -106,8 +106,8 @@ mod tests {
     #[test]
     fn reports_come_at_twice_the_time_each() {
         let told = std::cell::RefCell::new(Vec::new());
-        let report = |report: &MeetingReport| told.borrow_mut().push(report.waited);
-        let mut watch = Watch::new(1, Some(Duration::from_millis(20)), &report);
+        let report = |report: &MissingRanksReport| told.borrow_mut().push(report.waited);
+        let mut watch = MissingRanks::new(1, Some(Duration::from_millis(20)), &report);
         let deadline = Deadline::after(Duration::from_secs(60));
         for _ in 0..3 {
             let step = watch.until(deadline);

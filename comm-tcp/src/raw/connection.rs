@@ -8,7 +8,7 @@ use std::net::{Shutdown, TcpStream};
 
 use comm_core::{Error, HEADER_LEN, Header, Outgoing, Result, Sink};
 
-use super::engine::Stage;
+use super::engine::PartState;
 use crate::fault::Fault;
 
 /// Bytes read at once where a header is due: a small message comes whole, and little of a large one has to be copied.
@@ -19,10 +19,10 @@ const INBOX: usize = 16 << 10;
 pub(crate) const SCRATCH: usize = 128 << 10;
 
 /// The close message. It stands where a header would: nothing follows it.
-const BYE: [u8; HEADER_LEN] = *b"isocomm bye: this rank has sent all that it will ever send here.";
+const CLOSE: [u8; HEADER_LEN] = *b"isocomm bye: this rank has sent all that it will ever send here.";
 
 /// A connection to one peer on one lane.
-pub(crate) struct Link<S = TcpStream> {
+pub(crate) struct Connection<S = TcpStream> {
     pub(crate) stream: S,
     /// Bytes of the message being sent that the kernel has.
     sent: usize,
@@ -30,32 +30,32 @@ pub(crate) struct Link<S = TcpStream> {
     /// Payload bytes of the message being received that are still to come; `None` before its header.
     remaining: Option<u64>,
     /// The peer's close message has come.
-    parted: bool,
+    peer_closed: bool,
 }
 
-impl Link {
+impl Connection {
     /// Sends the close message, and ends this direction.
-    pub(crate) fn part(&mut self) -> Result<Stage, Fault> {
-        let rest = BYE.get(self.sent..).unwrap_or_default();
-        let Some(wrote) = moved(self.stream.write(rest))? else { return Ok(Stage::Blocked) };
+    pub(crate) fn part(&mut self) -> Result<PartState, Fault> {
+        let rest = CLOSE.get(self.sent..).unwrap_or_default();
+        let Some(wrote) = moved(self.stream.write(rest))? else { return Ok(PartState::Blocked) };
         self.sent += wrote;
-        if self.sent < BYE.len() {
-            return Ok(Stage::Ready);
+        if self.sent < CLOSE.len() {
+            return Ok(PartState::Ready);
         }
         self.stream.shutdown(Shutdown::Write).map_err(|error| Fault::Lost(error.to_string()))?;
-        Ok(Stage::Done)
+        Ok(PartState::Done)
     }
 }
 
-impl<S: Read + Write> Link<S> {
+impl<S: Read + Write> Connection<S> {
     /// Takes a non-blocking socket.
     pub(crate) fn new(stream: S) -> Self {
         let inbox = Inbox { buffer: vec![0; INBOX], start: 0, end: 0 };
-        Link { stream, sent: 0, inbox, remaining: None, parted: false }
+        Connection { stream, sent: 0, inbox, remaining: None, peer_closed: false }
     }
 
     /// Hands more of a message to the kernel, without a copy of its own.
-    pub(crate) fn send(&mut self, message: &Outgoing<'_>) -> Result<Stage, Fault> {
+    pub(crate) fn send(&mut self, message: &Outgoing<'_>) -> Result<PartState, Fault> {
         let total = HEADER_LEN + message.payload.len();
         let wrote = match message.payload.get(self.sent.wrapping_sub(HEADER_LEN)..) {
             Some(rest) if self.sent >= HEADER_LEN => self.stream.write(rest),
@@ -68,24 +68,24 @@ impl<S: Read + Write> Link<S> {
         self.sent += match moved(wrote)? {
             Some(0) => return Err(Fault::Lost("the connection takes no more bytes".into())),
             Some(wrote) => wrote,
-            None => return Ok(Stage::Blocked),
+            None => return Ok(PartState::Blocked),
         };
         if self.sent < total {
-            return Ok(Stage::Ready);
+            return Ok(PartState::Ready);
         }
         self.sent = 0;
-        Ok(Stage::Done)
+        Ok(PartState::Done)
     }
 
     /// Receives more of the next message into `sink`; what is read beyond it waits in the inbox. `scratch` is memory for
     /// payload that the sink wants to look at.
-    pub(crate) fn receive(&mut self, peer: usize, sink: &mut dyn Sink, scratch: &mut [u8]) -> Result<Stage, Fault> {
+    pub(crate) fn receive(&mut self, peer: usize, sink: &mut dyn Sink, scratch: &mut [u8]) -> Result<PartState, Fault> {
         let mut remaining = match self.remaining {
             Some(remaining) => remaining,
             None => {
                 let header = match self.header(peer)? {
                     Some(header) => header,
-                    None => return Ok(Stage::Blocked),
+                    None => return Ok(PartState::Blocked),
                 };
                 sink.begin(&header)?;
                 header.payload_len
@@ -105,25 +105,25 @@ impl<S: Read + Write> Link<S> {
         }
         self.remaining = (remaining > 0).then_some(remaining);
         Ok(match remaining {
-            0 => Stage::Done,
-            _ if blocked => Stage::Blocked,
-            _ => Stage::Ready,
+            0 => PartState::Done,
+            _ if blocked => PartState::Blocked,
+            _ => PartState::Ready,
         })
     }
 
     /// Reads on to the peer's end, dropping messages that nobody asked for.
-    pub(crate) fn drain(&mut self, peer: usize, scratch: &mut [u8]) -> Result<Stage, Fault> {
-        if !self.parted {
-            return match self.receive(peer, &mut Ignore, scratch) {
-                Ok(Stage::Done) => Ok(Stage::Ready),
-                Err(Fault::Lost(_)) if self.parted => Ok(Stage::Ready),
+    pub(crate) fn drain(&mut self, peer: usize, scratch: &mut [u8]) -> Result<PartState, Fault> {
+        if !self.peer_closed {
+            return match self.receive(peer, &mut DiscardSink, scratch) {
+                Ok(PartState::Done) => Ok(PartState::Ready),
+                Err(Fault::Lost(_)) if self.peer_closed => Ok(PartState::Ready),
                 outcome => outcome,
             };
         }
         match moved(self.stream.read(&mut [0; 1]))? {
-            Some(0) if self.inbox.bytes().is_empty() => Ok(Stage::Done),
+            Some(0) if self.inbox.bytes().is_empty() => Ok(PartState::Done),
             Some(_) => Err(protocol(peer, "bytes after its last message".into()).into()),
-            None => Ok(Stage::Blocked),
+            None => Ok(PartState::Blocked),
         }
     }
 
@@ -135,8 +135,8 @@ impl<S: Read + Write> Link<S> {
             }
         }
         let Some(bytes) = self.inbox.take(HEADER_LEN as u64).first_chunk::<HEADER_LEN>() else { return Ok(None) };
-        if *bytes == BYE {
-            self.parted = true;
+        if *bytes == CLOSE {
+            self.peer_closed = true;
             return Err(Fault::Lost("it closed its transport".into()));
         }
         Ok(Some(Header::decode(bytes, &format!("rank {peer}"))?))
@@ -224,9 +224,9 @@ impl Inbox {
 }
 
 /// Drops what it gets.
-struct Ignore;
+struct DiscardSink;
 
-impl Sink for Ignore {
+impl Sink for DiscardSink {
     fn begin(&mut self, _: &Header) -> Result<()> {
         Ok(())
     }

@@ -18,7 +18,7 @@ use rustls::{DigitallySignedStruct, SignatureScheme};
 
 use crate::connect::connect;
 use crate::protection::Protection;
-use crate::rendezvous::Introduction;
+use crate::rendezvous::PeerInfo;
 use crate::tls::{ALPN, SERVER_NAME};
 use crate::{QuicOptions, QuicTransport};
 
@@ -27,7 +27,7 @@ fn strangers_get_nowhere_while_ranks_connect() {
     let outcome = two_ranks(
         |ranks| {
             for (stranger, config) in strangers() {
-                assert!(knock(ranks[0].address.0, config, Duration::from_secs(5)).is_err(), "{stranger} got in");
+                assert!(try_connect(ranks[0].address.0, config, Duration::from_secs(5)).is_err(), "{stranger} got in");
             }
             throw_rubbish(ranks[0].address.0);
             ranks
@@ -52,7 +52,7 @@ fn strangers_do_not_disturb_an_exchange() {
                 let outside = scope.spawn(move || {
                     throw_rubbish(address);
                     for (stranger, config) in strangers() {
-                        assert!(knock(address, config, Duration::from_millis(300)).is_err(), "{stranger} got in");
+                        assert!(try_connect(address, config, Duration::from_millis(300)).is_err(), "{stranger} got in");
                     }
                 });
                 swap(&transport, 1 << 20);
@@ -105,7 +105,7 @@ fn a_certificate_of_an_earlier_start_is_refused() {
             // What a rank of an earlier start of the same job has: all that is right, but a key that is pinned no more.
             let old = crate::tls::Identity::generate().unwrap();
             let config = quinn::ClientConfig::new(old.client_config(0, ranks[0].fingerprint).unwrap());
-            assert!(knock(ranks[0].address.0, config, Duration::from_secs(5)).is_err(), "it got in");
+            assert!(try_connect(ranks[0].address.0, config, Duration::from_secs(5)).is_err(), "it got in");
             ranks
         },
         |transport| {
@@ -145,11 +145,11 @@ fn only_the_address_that_was_asked_for_is_bound() {
     }
 }
 
-type Meddle = Arc<dyn Fn(Vec<Introduction>) -> Vec<Introduction> + Send + Sync>;
+type Meddle = Arc<dyn Fn(Vec<PeerInfo>) -> Vec<PeerInfo> + Send + Sync>;
 
 /// Runs two ranks. `between` sees what both told each other before rank 1 does, and may change it.
 pub(crate) fn two_ranks<R: Send>(
-    between: impl Fn(Vec<Introduction>) -> Vec<Introduction> + Send + Sync + 'static,
+    between: impl Fn(Vec<PeerInfo>) -> Vec<PeerInfo> + Send + Sync + 'static,
     body: impl Fn(QuicTransport) -> R + Sync,
 ) -> Vec<Result<R>> {
     two_ranks_until(Duration::from_secs(60), between, body)
@@ -157,7 +157,7 @@ pub(crate) fn two_ranks<R: Send>(
 
 fn two_ranks_until<R: Send>(
     patience: Duration,
-    between: impl Fn(Vec<Introduction>) -> Vec<Introduction> + Send + Sync + 'static,
+    between: impl Fn(Vec<PeerInfo>) -> Vec<PeerInfo> + Send + Sync + 'static,
     body: impl Fn(QuicTransport) -> R + Sync,
 ) -> Vec<Result<R>> {
     two_ranks_with(&QuicOptions::default(), Protection::Full, patience, between, body)
@@ -167,7 +167,7 @@ pub(crate) fn two_ranks_with<R: Send>(
     options: &QuicOptions,
     protection: Protection,
     patience: Duration,
-    between: impl Fn(Vec<Introduction>) -> Vec<Introduction> + Send + Sync + 'static,
+    between: impl Fn(Vec<PeerInfo>) -> Vec<PeerInfo> + Send + Sync + 'static,
     body: impl Fn(QuicTransport) -> R + Sync,
 ) -> Vec<Result<R>> {
     let between: Meddle = Arc::new(between);
@@ -188,7 +188,7 @@ pub(crate) fn two_ranks_with<R: Send>(
 }
 
 /// What a rank tells the others.
-type Told = std::result::Result<Introduction, String>;
+type RankResult = std::result::Result<PeerInfo, String>;
 
 /// A control plane that lets a test act between the introduction and the dialling of rank 1.
 struct Between {
@@ -210,8 +210,8 @@ impl Control for Between {
         if self.rank() == 0 {
             return Ok(blobs);
         }
-        let ranks = blobs.iter().map(|blob| postcard::from_bytes::<Told>(blob).unwrap().unwrap()).collect();
-        Ok((self.between)(ranks).into_iter().map(|rank| postcard::to_stdvec(&Told::Ok(rank)).unwrap()).collect())
+        let ranks = blobs.iter().map(|blob| postcard::from_bytes::<RankResult>(blob).unwrap().unwrap()).collect();
+        Ok((self.between)(ranks).into_iter().map(|rank| postcard::to_stdvec(&RankResult::Ok(rank)).unwrap()).collect())
     }
 
     fn derive_key(&self, label: &str) -> [u8; 32] {
@@ -339,7 +339,7 @@ pub(crate) fn stranger(alpn: &[u8], with_certificate: bool) -> quinn::ClientConf
 }
 
 /// Dials, opens a stream as a rank would and waits for the answer that only ranks get.
-fn knock(address: SocketAddr, mut config: quinn::ClientConfig, patience: Duration) -> Result<(), String> {
+fn try_connect(address: SocketAddr, mut config: quinn::ClientConfig, patience: Duration) -> Result<(), String> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let mut transport = quinn::TransportConfig::default();
     // The idle timeout is at least three probe timeouts.

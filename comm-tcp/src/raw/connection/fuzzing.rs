@@ -5,7 +5,7 @@ use std::io::{self, ErrorKind, Read, Write};
 use comm_core::Header;
 use comm_core::fuzzing::{Kept, Target, Verdict, cuttings, some_header};
 
-use super::{BYE, INBOX, Link, Stage};
+use super::{CLOSE, Connection, INBOX, PartState};
 use crate::fault::Fault;
 
 pub(in crate::raw) fn targets() -> Vec<Target> {
@@ -33,7 +33,7 @@ pub fn raw_messages(bytes: &[u8]) -> Verdict {
 }
 
 fn received(bytes: &[u8], ends: &[usize], lends: usize) -> Outcome {
-    let mut link = Link::new(Pieces { bytes, ends, at: 0, ready: true });
+    let mut connection = Connection::new(Pieces { bytes, ends, at: 0, ready: true });
     let (mut messages, mut scratch) = (Vec::new(), [0; 96]);
     let mut calls = 0;
     loop {
@@ -41,8 +41,8 @@ fn received(bytes: &[u8], ends: &[usize], lends: usize) -> Outcome {
         let stage = loop {
             calls += 1;
             assert!(calls <= 2 * bytes.len() + 4 * ends.len() + 16, "no progress");
-            match link.receive(1, &mut sink, &mut scratch) {
-                Ok(Stage::Ready | Stage::Blocked) => {}
+            match connection.receive(1, &mut sink, &mut scratch) {
+                Ok(PartState::Ready | PartState::Blocked) => {}
                 stage => break stage,
             }
         };
@@ -57,11 +57,11 @@ fn received(bytes: &[u8], ends: &[usize], lends: usize) -> Outcome {
 
 /// How reading to the end ended.
 fn drained(bytes: &[u8], ends: &[usize]) -> Result<(), String> {
-    let mut link = Link::new(Pieces { bytes, ends, at: 0, ready: true });
+    let mut connection = Connection::new(Pieces { bytes, ends, at: 0, ready: true });
     let mut scratch = [0; 96];
     for _ in 0..2 * bytes.len() + 4 * ends.len() + 16 {
-        match link.drain(1, &mut scratch) {
-            Ok(Stage::Done) => return Ok(()),
+        match connection.drain(1, &mut scratch) {
+            Ok(PartState::Done) => return Ok(()),
             Ok(_) => {}
             Err(fault) => return Err(describe(fault)),
         }
@@ -120,5 +120,5 @@ fn seeds() -> Vec<Vec<u8>> {
         let payload: Vec<u8> = (0..payload).map(|index| index as u8).collect();
         [&some_header(payload.len() as u64).encode()[..], &payload].concat()
     };
-    vec![message(0), message(5), [message(300), message(0), message(17)].concat(), [&message(9)[..], &BYE].concat()]
+    vec![message(0), message(5), [message(300), message(0), message(17)].concat(), [&message(9)[..], &CLOSE].concat()]
 }

@@ -22,7 +22,7 @@ const BURST: usize = 4;
 
 /// A connection to one peer on one lane. It is driven by the exchanges that use it; between them its queues are bounded by
 /// the window.
-pub(crate) struct Link {
+pub(crate) struct Connection {
     peer: usize,
     send: DealerSendHalf,
     recv: DealerRecvHalf,
@@ -33,7 +33,7 @@ pub(crate) struct Link {
     window: Window,
     /// Data that came before anybody asked for it.
     early: VecDeque<Frame>,
-    bye: bool,
+    peer_closed: bool,
     pool: Pool,
 }
 
@@ -66,7 +66,7 @@ pub(crate) fn watch(socket: &mut DealerSocket) -> mpsc::Receiver<PeerEvent> {
     receiver
 }
 
-impl Link {
+impl Connection {
     pub(crate) fn new(
         peer: usize,
         socket: DealerSocket,
@@ -76,7 +76,7 @@ impl Link {
         pool: Pool,
     ) -> Self {
         let (send, recv) = socket.split();
-        Link {
+        Connection {
             peer,
             send,
             recv,
@@ -85,7 +85,7 @@ impl Link {
             segment,
             window: Window::new(window),
             early: VecDeque::new(),
-            bye: false,
+            peer_closed: false,
             pool,
         }
     }
@@ -126,7 +126,7 @@ impl Link {
                     }
                     None => self.early.push_back(data),
                 },
-                Some(Frame::Bye | Frame::ByeSeen) => return Err(Fault::Lost("it closed its transport".into())),
+                Some(Frame::Close | Frame::CloseAck) => return Err(Fault::Lost("it closed its transport".into())),
             }
         }
     }
@@ -135,22 +135,22 @@ impl Link {
     ///
     /// The connection may end once the peer's close message is here: the peer closes only after it has ours.
     pub(crate) async fn close(&mut self) -> Result<(), Fault> {
-        self.post(frame::bye()).await?;
+        self.post(frame::close()).await?;
         let mut seen = false;
         loop {
-            if self.bye && (seen || self.ended) {
+            if self.peer_closed && (seen || self.ended) {
                 return Ok(());
             }
             match self.next().await {
-                Ok(Frame::Bye) => {
-                    self.bye = true;
+                Ok(Frame::Close) => {
+                    self.peer_closed = true;
                     // If the peer is gone already, it has seen ours.
-                    let _ = self.post(frame::bye_seen()).await;
+                    let _ = self.post(frame::close_ack()).await;
                 }
-                Ok(Frame::ByeSeen) => seen = true,
+                Ok(Frame::CloseAck) => seen = true,
                 // Messages that nobody will ask for.
                 Ok(Frame::First(..) | Frame::More(_) | Frame::Credit(_)) => {}
-                Err(Fault::Lost(_)) if self.bye => return Ok(()),
+                Err(Fault::Lost(_)) if self.peer_closed => return Ok(()),
                 Err(fault) => return Err(fault),
             }
         }

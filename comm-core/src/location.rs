@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 
 /// Where a rank is: what it tells the others beside the addresses that it offers them. By default nothing is known.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Place {
+pub struct NetworkLocation {
     /// Stands for the network of the process: addresses of loopback lead to the same place in processes that have the same. `None`
     /// where the system does not tell.
     network: Option<u128>,
@@ -21,14 +21,14 @@ pub struct Place {
     came_from: Option<IpAddr>,
 }
 
-impl Place {
+impl NetworkLocation {
     /// Of this process, as a rank of `control`.
-    pub fn of(control: &dyn Control) -> Place {
-        Place { network: network(), came_from: control.local_address().map(|address| address.ip()) }
+    pub fn of(control: &dyn Control) -> NetworkLocation {
+        NetworkLocation { network: network(), came_from: control.local_address().map(|address| address.ip()) }
     }
 
     /// Whether both are known to be in different networks.
-    fn is_apart_from(&self, other: &Place) -> bool {
+    fn is_apart_from(&self, other: &NetworkLocation) -> bool {
         matches!((self.network, other.network), (Some(one), Some(other)) if one != other)
     }
 }
@@ -36,21 +36,21 @@ impl Place {
 /// An address that a rank offers to others, which travels as text, with the interface of a link-local one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
-pub struct Offer(pub SocketAddr);
+pub struct OfferedAddress(pub SocketAddr);
 
-impl From<Offer> for String {
-    fn from(offer: Offer) -> String {
+impl From<OfferedAddress> for String {
+    fn from(offer: OfferedAddress) -> String {
         offer.0.to_string()
     }
 }
 
 /// Takes what [`String::from`] gives, and no other way to write an address.
-impl TryFrom<String> for Offer {
+impl TryFrom<String> for OfferedAddress {
     type Error = String;
 
     fn try_from(text: String) -> Result<Self, String> {
         let address = text.parse::<SocketAddr>().ok().filter(|address| address.to_string() == text);
-        address.map(Offer).ok_or_else(|| format!("'{text}' is not an address with a port"))
+        address.map(OfferedAddress).ok_or_else(|| format!("'{text}' is not an address with a port"))
     }
 }
 
@@ -67,7 +67,7 @@ fn network() -> Option<u128> {
 ///
 /// # Errors
 /// [`Error::Rendezvous`] with both ranks, the addresses and what to do.
-pub fn check_reachable(ranks: &[(&Place, Vec<IpAddr>)]) -> Result<()> {
+pub fn check_reachable(ranks: &[(&NetworkLocation, Vec<IpAddr>)]) -> Result<()> {
     for (rank, (place, offers)) in ranks.iter().enumerate() {
         let Some(loopback) = offers.iter().find(|ip| ip.to_canonical().is_loopback()) else { continue };
         let Some(other) = ranks.iter().position(|(other, _)| place.is_apart_from(other)) else { continue };
@@ -124,20 +124,20 @@ mod tests {
     use super::*;
     use crate::control::{decode, encode};
 
-    fn place(network: u128, came_from: &str) -> Place {
-        Place { network: Some(network), came_from: Some(came_from.parse().unwrap()) }
+    fn place(network: u128, came_from: &str) -> NetworkLocation {
+        NetworkLocation { network: Some(network), came_from: Some(came_from.parse().unwrap()) }
     }
 
     #[test]
     fn what_is_offered_survives_the_control_plane() {
-        let here = Place { network: network(), came_from: Some("10.9.0.2".parse().unwrap()) };
+        let here = NetworkLocation { network: network(), came_from: Some("10.9.0.2".parse().unwrap()) };
         assert!(here.network.is_some());
         for address in ["127.0.0.1:4000", "[fe80::1%2]:65535", "[::1]:80"] {
-            let told = (here, Place::default(), Offer(address.parse().unwrap()));
-            assert_eq!(decode::<(Place, Place, Offer)>(&encode(&told).unwrap()), Ok(told));
+            let told = (here, NetworkLocation::default(), OfferedAddress(address.parse().unwrap()));
+            assert_eq!(decode::<(NetworkLocation, NetworkLocation, OfferedAddress)>(&encode(&told).unwrap()), Ok(told));
         }
         for other in ["localhost:80", "127.0.0.1", "127.0.0.1:080", "[0:0:0:0:0:0:0:1]:80", " 127.0.0.1:80"] {
-            assert!(decode::<Offer>(&encode(&other).unwrap()).is_err(), "{other}");
+            assert!(decode::<OfferedAddress>(&encode(&other).unwrap()).is_err(), "{other}");
         }
     }
 
@@ -145,7 +145,7 @@ mod tests {
     fn loopback_is_refused_between_machines_and_only_there() {
         let ip = |text: &str| text.parse::<IpAddr>().unwrap();
         let (here, there) = (place(1, "10.9.0.1"), place(2, "10.9.0.2"));
-        let check = |offers: [(&Place, &str); 3]| {
+        let check = |offers: [(&NetworkLocation, &str); 3]| {
             check_reachable(&offers.map(|(place, offer)| (place, vec![ip(offer)]))).map_err(|error| error.to_string())
         };
         check([(&here, "127.0.0.1"), (&here, "127.0.0.1"), (&here, "::1")]).unwrap();
@@ -157,7 +157,7 @@ mod tests {
         let error = check([(&here, "::1"), (&here, "10.9.0.1"), (&there, "10.9.0.2")]).unwrap_err();
         assert!(error.contains("rank 0 is reached at 10.9.0.1 but offers ::1"), "{error}");
         // Where the system does not tell, nothing is concluded.
-        let unknown = Place { network: None, came_from: None };
+        let unknown = NetworkLocation { network: None, came_from: None };
         check([(&here, "127.0.0.1"), (&unknown, "127.0.0.1"), (&unknown, "127.0.0.1")]).unwrap();
     }
 
