@@ -126,7 +126,7 @@ pub struct Cell {
     /// Ends of the link, which the ranks share evenly; `None` for one end for each node.
     #[serde(default, skip_serializing_if = "is_default")]
     pub ends: Option<usize>,
-    /// Learning rate by step: see [`training::schedule`](crate::training::schedule); `None` for that of sweeps.
+    /// Learning rate by step: see [`training::schedule`](fn@crate::training::schedule); `None` for that of sweeps.
     #[serde(default, skip_serializing_if = "is_default")]
     pub schedule: Option<String>,
     /// Largest global gradient norm, as a number; `None` for 1.
