@@ -532,31 +532,8 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
         cell.transport = rung.to_string();
     }
     let profile = Profile::find(&cell.link).map_err(of(Axis::Link))?;
-    cell.precision.parse::<Precision>().map_err(String::from).map_err(of(Axis::Precision))?;
-    cell.wire.parse::<Precision>().map_err(String::from).map_err(of(Axis::Wire))?;
-    let _: Preset = cell.preset.parse().map_err(|why| of(Axis::Preset)(format!("{why}")))?;
-    // With any vocabulary.
-    model(&cell, 256)?;
-    cell.schedule.as_deref().map(schedule).transpose().map_err(of(Axis::Schedule))?;
-    if let Some(scaling) = &cell.loss_scaling {
-        let _: LossScaling = scaling.parse().map_err(of(Axis::LossScaling))?;
-    }
-    if let Some(clip) = &cell.clip
-        && !clip.parse().is_ok_and(|norm: f64| norm.is_finite() && norm >= 0.0)
-    {
-        return Err(format!("axis clip: `{clip}` is no norm; 0 turns clipping off"));
-    }
-    let positive = [
-        (Axis::Ranks, cell.ranks, MAX_WORLD_SIZE),
-        (Axis::Lanes, cell.lanes, 64),
-        (Axis::Batch, cell.batch, 1 << 20),
-        (Axis::Accumulation, cell.accumulation, 1 << 20),
-        (Axis::Steps, usize::try_from(cell.steps).unwrap_or(usize::MAX), 1_000_000),
-        (Axis::Threads, cell.threads, MAX_THREADS),
-    ];
-    if let Some((axis, value, most)) = positive.into_iter().find(|(_, value, most)| *value == 0 || value > most) {
-        return Err(format!("axis {axis}: {value} must lie between 1 and {most}"));
-    }
+    check_names(&cell)?;
+    check_counts(&cell)?;
     if !alone && cell.ranks < 2 {
         return Err(format!(
             "axis ranks: {} needs at least 2 ranks; one rank alone is the strategy `single`",
@@ -575,27 +552,7 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
     if let Some(rank) = cell.planted.as_ref().and_then(|planted| planted.rank).filter(|rank| *rank >= cell.ranks) {
         return Err(format!("axis planted: there is no rank {rank} of {}", cell.ranks));
     }
-    check_congestion(&cell.congestion)?;
-    if cell.variant.chars().any(char::is_control) {
-        return Err("axis variant: a variant is a name without control characters".into());
-    }
-    let ends = cell.ends();
-    if ends == 0 || ends > cell.ranks || cell.ranks_per_node() == 0 {
-        return Err(format!(
-            "axis ends: {ends} ends cannot have {} ranks and nodes of {}",
-            cell.ranks,
-            cell.ranks_per_node()
-        ));
-    }
-    if profile.carrier != Carrier::None && ends > MAX_ENDS {
-        return Err(format!("axis ranks: the link {} has at most {MAX_ENDS} ends, not {ends}", cell.link));
-    }
-    if let Some(last) = profile.unusual.keys().max().filter(|last| profile.carrier != Carrier::None && **last >= ends) {
-        return Err(format!(
-            "axis ranks: the link {} describes the end of rank {last}, and there are {ends}",
-            cell.link
-        ));
-    }
+    check_ends(&cell, &profile)?;
     let rung = cell.transport.parse::<Rung>().ok();
     if alone && !cell.alone || rung.is_some_and(Rung::is_in_memory) {
         (cell.link, cell.congestion) = (LOOPBACK.into(), DEFAULT.into());
@@ -625,6 +582,68 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
         cell.overlap = true;
     }
     Ok(cell)
+}
+
+/// Whether its names and texts mean something.
+fn check_names(cell: &Cell) -> Result<(), String> {
+    let of = |axis: Axis| move |why: String| format!("axis {axis}: {why}");
+    cell.precision.parse::<Precision>().map_err(String::from).map_err(of(Axis::Precision))?;
+    cell.wire.parse::<Precision>().map_err(String::from).map_err(of(Axis::Wire))?;
+    let _: Preset = cell.preset.parse().map_err(|why| of(Axis::Preset)(format!("{why}")))?;
+    // With any vocabulary.
+    model(cell, 256)?;
+    cell.schedule.as_deref().map(schedule).transpose().map_err(of(Axis::Schedule))?;
+    if let Some(scaling) = &cell.loss_scaling {
+        let _: LossScaling = scaling.parse().map_err(of(Axis::LossScaling))?;
+    }
+    if let Some(clip) = &cell.clip
+        && !clip.parse().is_ok_and(|norm: f64| norm.is_finite() && norm >= 0.0)
+    {
+        return Err(format!("axis clip: `{clip}` is no norm; 0 turns clipping off"));
+    }
+    check_congestion(&cell.congestion)?;
+    if cell.variant.chars().any(char::is_control) {
+        return Err("axis variant: a variant is a name without control characters".into());
+    }
+    Ok(())
+}
+
+/// Whether its numbers lie within their bounds.
+fn check_counts(cell: &Cell) -> Result<(), String> {
+    let positive = [
+        (Axis::Ranks, cell.ranks, MAX_WORLD_SIZE),
+        (Axis::Lanes, cell.lanes, 64),
+        (Axis::Batch, cell.batch, 1 << 20),
+        (Axis::Accumulation, cell.accumulation, 1 << 20),
+        (Axis::Steps, usize::try_from(cell.steps).unwrap_or(usize::MAX), 1_000_000),
+        (Axis::Threads, cell.threads, MAX_THREADS),
+    ];
+    if let Some((axis, value, most)) = positive.into_iter().find(|(_, value, most)| *value == 0 || value > most) {
+        return Err(format!("axis {axis}: {value} must lie between 1 and {most}"));
+    }
+    Ok(())
+}
+
+/// Whether its ranks can be placed on the ends of its link.
+fn check_ends(cell: &Cell, profile: &Profile) -> Result<(), String> {
+    let ends = cell.ends();
+    if ends == 0 || ends > cell.ranks || cell.ranks_per_node() == 0 {
+        return Err(format!(
+            "axis ends: {ends} ends cannot have {} ranks and nodes of {}",
+            cell.ranks,
+            cell.ranks_per_node()
+        ));
+    }
+    if profile.carrier != Carrier::None && ends > MAX_ENDS {
+        return Err(format!("axis ranks: the link {} has at most {MAX_ENDS} ends, not {ends}", cell.link));
+    }
+    if let Some(last) = profile.unusual.keys().max().filter(|last| profile.carrier != Carrier::None && **last >= ends) {
+        return Err(format!(
+            "axis ranks: the link {} describes the end of rank {last}, and there are {ends}",
+            cell.link
+        ));
+    }
+    Ok(())
 }
 
 /// Whether there is such a congestion control for TCP and QUIC alike.

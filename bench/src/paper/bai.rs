@@ -151,6 +151,12 @@ fn say_stated(full: bool) {
 }
 
 fn say_tables(rows: &[Row]) {
+    say_speed(rows);
+    say_memory(rows);
+    say_work(rows);
+}
+
+fn say_speed(rows: &[Row]) {
     let single = rows.first().and_then(|row| row.summary.as_ref());
     let speed: Vec<Vec<String>> = measured(rows)
         .map(|(row, summary)| {
@@ -191,7 +197,9 @@ fn say_tables(rows: &[Row]) {
     say(
         "exposed: how long a step waits for other ranks, on the rank where that is longest; CPU %: processor time over wall time and threads",
     );
+}
 
+fn say_memory(rows: &[Row]) {
     let mut header = vec!["row", "in the paper", "all"];
     header.extend(Category::ALL.map(Category::name));
     header.push("RSS");
@@ -212,7 +220,10 @@ fn say_tables(rows: &[Row]) {
     say(
         "each purpose at its own peak, so they add up to more than `all`; RSS: the process with program, text and start",
     );
+}
 
+/// Operations, bytes and optimizer steps, counted and by formula.
+fn say_work(rows: &[Row]) {
     let header = [
         "row",
         "operations/step",
@@ -309,14 +320,7 @@ fn say_findings(rows: &[Row]) {
              node, and that Horovod with Apex is the most robust on one or several nodes. Here, by tokens a second:"
         )
     ));
-    let find = |kind: StrategyKind, dedicated: bool, mixed: bool| {
-        measured(rows).find(|(Row { config, .. }, _)| {
-            config.strategy == kind
-                && config.options.dedicated_server == dedicated
-                && (config.precision != Precision::F32) == mixed
-        })
-    };
-    let of = |kind, mixed| find(kind, false, mixed);
+    let of = |kind, mixed| find(rows, kind, false, mixed);
     let (single, ps) = (of(StrategyKind::Single, false), of(StrategyKind::Ps, false));
     let (sharded, ring, ddp) =
         (of(StrategyKind::ShardedPs, false), of(StrategyKind::Ring, false), of(StrategyKind::Ddp, false));
@@ -327,7 +331,7 @@ fn say_findings(rows: &[Row]) {
         ("ddp (what the paper's code calls a distributed server) over sharded-ps", ddp, sharded),
         (
             "a dedicated server, which is a process more, over one that computes",
-            find(StrategyKind::Ps, true, false),
+            find(rows, StrategyKind::Ps, true, false),
             ps,
         ),
         ("sharded-ps in mixed precision over f32", of(StrategyKind::ShardedPs, true), sharded),
@@ -350,40 +354,9 @@ fn say_findings(rows: &[Row]) {
         })
         .collect();
     say(table(&["", "speed"], &lines, 2));
-    let mut said = Vec::new();
-    let fastest = measured(rows).max_by(|(_, a), (_, b)| a.tokens_per_s.total_cmp(&b.tokens_per_s));
-    if let (Some((row, summary)), Some((concluded, its_summary))) = (fastest, of(StrategyKind::ShardedPs, true)) {
-        let ratio = summary.tokens_per_s / its_summary.tokens_per_s;
-        let told = row.quartiles().zip(concluded.quartiles()).map(|(of, over)| verdict(ratio, of, over));
-        said.push(if row.name == concluded.name {
-            format!("Fastest here is {}, as the paper concludes for a single node.", row.name)
-        } else {
-            format!(
-                "Fastest here is {} with {:.0} tokens/s; {}, which the paper concludes is best on a single node, has {:.0} (the other over it: {}, \
-                 {}).",
-                row.name,
-                summary.tokens_per_s,
-                concluded.name,
-                its_summary.tokens_per_s,
-                times(ratio),
-                told.unwrap_or("of too few steps to tell")
-            )
-        });
-    }
-    let finals = |mixed: bool| {
-        let losses = measured(rows)
-            .filter(move |(row, _)| (row.config.precision != Precision::F32) == mixed)
-            .map(|(_, summary)| summary.final_loss);
-        let low = losses.clone().fold(f64::INFINITY, f64::min);
-        let high = losses.fold(f64::NEG_INFINITY, f64::max);
-        (low <= high).then_some((low, high))
-    };
-    if let (Some((low, high)), Some((mixed_low, mixed_high))) = (finals(false), finals(true)) {
-        said.push(format!(
-            "Under equal conditions the strategies learn alike: final losses are {low:.4} to {high:.4} in f32 and {mixed_low:.4} to \
-             {mixed_high:.4} in mixed precision; where a comparison shows different losses by step, other conditions differ."
-        ));
-    }
+    let mut said: Vec<String> = Vec::new();
+    said.extend(fastest_and_concluded(rows));
+    said.extend(final_losses(rows));
     let busiest = |summary: &Run| summary.ranks.iter().map(|rank| rank.bytes_expected).max();
     if let (Some((_, ps)), Some((_, sharded))) = (ps, sharded)
         && let (Some(one), Some(many)) = (busiest(ps), busiest(sharded))
@@ -396,6 +369,53 @@ fn say_findings(rows: &[Row]) {
         ));
     }
     say(format_args!("\n{}", paragraph(&said.join(" "))));
+}
+
+/// The row of a strategy, with a dedicated server or without, in mixed precision or in f32.
+fn find(rows: &[Row], kind: StrategyKind, dedicated: bool, mixed: bool) -> Option<(&Row, &Run)> {
+    measured(rows).find(|(Row { config, .. }, _)| {
+        config.strategy == kind
+            && config.options.dedicated_server == dedicated
+            && (config.precision != Precision::F32) == mixed
+    })
+}
+
+/// The fastest row beside the one that the paper concludes is best on a single node.
+fn fastest_and_concluded(rows: &[Row]) -> Option<String> {
+    let fastest = measured(rows).max_by(|(_, a), (_, b)| a.tokens_per_s.total_cmp(&b.tokens_per_s));
+    let ((row, summary), (concluded, its_summary)) = (fastest?, find(rows, StrategyKind::ShardedPs, false, true)?);
+    if row.name == concluded.name {
+        return Some(format!("Fastest here is {}, as the paper concludes for a single node.", row.name));
+    }
+    let ratio = summary.tokens_per_s / its_summary.tokens_per_s;
+    let told = row.quartiles().zip(concluded.quartiles()).map(|(of, over)| verdict(ratio, of, over));
+    Some(format!(
+        "Fastest here is {} with {:.0} tokens/s; {}, which the paper concludes is best on a single node, has {:.0} (the other over it: {}, \
+                 {}).",
+        row.name,
+        summary.tokens_per_s,
+        concluded.name,
+        its_summary.tokens_per_s,
+        times(ratio),
+        told.unwrap_or("of too few steps to tell")
+    ))
+}
+
+/// Whether strategies learn alike.
+fn final_losses(rows: &[Row]) -> Option<String> {
+    let finals = |mixed: bool| {
+        let losses = measured(rows)
+            .filter(move |(row, _)| (row.config.precision != Precision::F32) == mixed)
+            .map(|(_, summary)| summary.final_loss);
+        let low = losses.clone().fold(f64::INFINITY, f64::min);
+        let high = losses.fold(f64::NEG_INFINITY, f64::max);
+        (low <= high).then_some((low, high))
+    };
+    let ((low, high), (mixed_low, mixed_high)) = (finals(false)?, finals(true)?);
+    Some(format!(
+        "Under equal conditions the strategies learn alike: final losses are {low:.4} to {high:.4} in f32 and {mixed_low:.4} to \
+             {mixed_high:.4} in mixed precision; where a comparison shows different losses by step, other conditions differ."
+    ))
 }
 
 fn caveats(settings: &Settings, mixed: Mixed) -> String {
@@ -430,8 +450,26 @@ fn caveats(settings: &Settings, mixed: Mixed) -> String {
 }
 
 fn draw(rows: &[Row], settings: &Settings) -> Result<Vec<String>, BenchError> {
-    let out = &settings.out;
+    let one = |title, value, of: &dyn Fn(&Row, &Run) -> Option<f64>| {
+        let groups = measured(rows).map(|(row, summary)| (row.name.clone(), vec![of(row, summary)])).collect();
+        plot::bars(&Bars { title, value, parts: vec![String::new()], groups, stacked: false })
+    };
+    let speed = one("Throughput", "tokens a second, all ranks", &|_, summary| Some(summary.tokens_per_s));
     let mut written = Vec::new();
+    for (name, drawn) in [
+        ("loss-against-time.svg", loss_against_time(rows)),
+        ("throughput.svg", speed),
+        ("utilisation.svg", utilisation(rows)),
+        ("memory.svg", memory(rows)),
+        ("operations.svg", operations(rows)),
+        ("parameter-servers.svg", parameter_servers(rows)),
+    ] {
+        picture(&settings.out, name, drawn, &mut written)?;
+    }
+    Ok(written)
+}
+
+fn loss_against_time(rows: &[Row]) -> String {
     // A row in mixed precision has the colour of its strategy, dashed.
     let mut colours: Vec<(&str, bool)> = Vec::new();
     let curves: Vec<Line> = measured(rows)
@@ -450,30 +488,26 @@ fn draw(rows: &[Row], settings: &Settings) -> Result<Vec<String>, BenchError> {
         x: "time since the first step (s)",
         y: "training loss, mean of 10 steps (nats a token)",
     };
-    picture(out, "loss-against-time.svg", plot::lines(&labels, &curves, false), &mut written)?;
+    plot::lines(&labels, &curves, false)
+}
 
-    let one = |title, value, of: &dyn Fn(&Row, &Run) -> Option<f64>| {
-        let groups = measured(rows).map(|(row, summary)| (row.name.clone(), vec![of(row, summary)])).collect();
-        plot::bars(&Bars { title, value, parts: vec![String::new()], groups, stacked: false })
-    };
-    let speed = one("Throughput", "tokens a second, all ranks", &|_, summary| Some(summary.tokens_per_s));
-    picture(out, "throughput.svg", speed, &mut written)?;
-
+fn utilisation(rows: &[Row]) -> String {
     let most_ranks = rows.iter().map(|row| row.ranks).max().unwrap_or(0);
     let of_ranks = |of: &dyn Fn(&RankRun) -> Option<f64>| -> Vec<(String, Vec<Option<f64>>)> {
         measured(rows).map(|(row, summary)| (row.name.clone(), summary.ranks.iter().map(of).collect())).collect()
     };
     let on_gpu = measured(rows).flat_map(|(_, summary)| &summary.ranks).any(|rank| rank.gpu_utilization.is_some());
-    let utilisation = Bars {
+    plot::bars(&Bars {
         title: "Utilisation by rank",
         value: if on_gpu { "GPU utilisation (%)" } else { "CPU utilisation (% of the rank's threads)" },
         parts: (0..most_ranks).map(|rank| format!("rank {rank}")).collect(),
         groups: of_ranks(&|rank| if on_gpu { rank.gpu_utilization } else { Some(100.0 * rank.cpu_utilization) }),
         stacked: false,
-    };
-    picture(out, "utilisation.svg", plot::bars(&utilisation), &mut written)?;
+    })
+}
 
-    let memory = Bars {
+fn memory(rows: &[Row]) -> String {
+    plot::bars(&Bars {
         title: "Memory of the rank that holds most",
         value: "MB, each purpose at its own peak",
         parts: Category::ALL.map(|category| category.name().to_string()).to_vec(),
@@ -485,11 +519,12 @@ fn draw(rows: &[Row], settings: &Settings) -> Result<Vec<String>, BenchError> {
             })
             .collect(),
         stacked: true,
-    };
-    picture(out, "memory.svg", plot::bars(&memory), &mut written)?;
+    })
+}
 
+fn operations(rows: &[Row]) -> String {
     let busiest = |summary: &Run, of: fn(&RankRun) -> u64| summary.ranks.iter().map(of).max().map(|most| most as f64);
-    let operations = Bars {
+    plot::bars(&Bars {
         title: "Operations on gradients and parameters",
         value: "operations a step, on the rank with most",
         parts: vec!["counted".into(), "formula".into()],
@@ -500,9 +535,10 @@ fn draw(rows: &[Row], settings: &Settings) -> Result<Vec<String>, BenchError> {
             })
             .collect(),
         stacked: false,
-    };
-    picture(out, "operations.svg", plot::bars(&operations), &mut written)?;
+    })
+}
 
+fn parameter_servers(rows: &[Row]) -> String {
     let with_servers = measured(rows).filter_map(|(row, summary)| {
         let servers = row.parameter_servers?;
         let kind = if row.config.options.dedicated_server { ", dedicated" } else { "" };
@@ -510,15 +546,13 @@ fn draw(rows: &[Row], settings: &Settings) -> Result<Vec<String>, BenchError> {
             if row.config.precision == Precision::F32 { String::new() } else { format!(", {}", row.config.precision) };
         Some((format!("{servers} server(s){kind}{of_precision}"), vec![Some(summary.tokens_per_s)]))
     });
-    let servers = Bars {
+    plot::bars(&Bars {
         title: "Number of parameter servers",
         value: "tokens a second, all ranks",
         parts: vec![String::new()],
         groups: with_servers.collect(),
         stacked: false,
-    };
-    picture(out, "parameter-servers.svg", plot::bars(&servers), &mut written)?;
-    Ok(written)
+    })
 }
 
 /// Losses over time, each the mean of the last few.
