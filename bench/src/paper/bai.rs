@@ -469,7 +469,7 @@ fn draw(rows: &[Row], settings: &Settings) -> Result<Vec<String>, BenchError> {
     Ok(written)
 }
 
-fn loss_against_time(rows: &[Row]) -> String {
+fn loss_against_time(rows: &[Row]) -> Result<String, String> {
     // A row in mixed precision has the colour of its strategy, dashed.
     let mut colours: Vec<(&str, bool)> = Vec::new();
     let curves: Vec<Line> = measured(rows)
@@ -491,7 +491,7 @@ fn loss_against_time(rows: &[Row]) -> String {
     plot::lines(&labels, &curves, false)
 }
 
-fn utilisation(rows: &[Row]) -> String {
+fn utilisation(rows: &[Row]) -> Result<String, String> {
     let most_ranks = rows.iter().map(|row| row.ranks).max().unwrap_or(0);
     let of_ranks = |of: &dyn Fn(&RankRun) -> Option<f64>| -> Vec<(String, Vec<Option<f64>>)> {
         measured(rows).map(|(row, summary)| (row.name.clone(), summary.ranks.iter().map(of).collect())).collect()
@@ -506,7 +506,7 @@ fn utilisation(rows: &[Row]) -> String {
     })
 }
 
-fn memory(rows: &[Row]) -> String {
+fn memory(rows: &[Row]) -> Result<String, String> {
     plot::bars(&Bars {
         title: "Memory of the rank that holds most",
         value: "MB, each purpose at its own peak",
@@ -522,7 +522,7 @@ fn memory(rows: &[Row]) -> String {
     })
 }
 
-fn operations(rows: &[Row]) -> String {
+fn operations(rows: &[Row]) -> Result<String, String> {
     let busiest = |summary: &Run, of: fn(&RankRun) -> u64| summary.ranks.iter().map(of).max().map(|most| most as f64);
     plot::bars(&Bars {
         title: "Operations on gradients and parameters",
@@ -538,7 +538,7 @@ fn operations(rows: &[Row]) -> String {
     })
 }
 
-fn parameter_servers(rows: &[Row]) -> String {
+fn parameter_servers(rows: &[Row]) -> Result<String, String> {
     let with_servers = measured(rows).filter_map(|(row, summary)| {
         let servers = row.parameter_servers?;
         let kind = if row.config.options.dedicated_server { ", dedicated" } else { "" };
