@@ -16,12 +16,14 @@ use gpt2::precision::Precision;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use isocomm::Rung;
 use rig::folder::read_small;
-use rig::link::{Carrier, MAX_ENDS, Profile};
+use rig::link::{Carrier, LinkOptions, MAX_ENDS, Profile};
 use rig::record::{Axis, Cell, DEFAULT, GLOO, InjectedDelay, LOOPBACK, NOBODY, Trainer, Validation};
 use rig::training::{model, schedule};
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use toml::Value;
+
+use crate::pytorch::Torch;
 
 /// A checked plan.
 #[derive(Clone, Debug, PartialEq)]
@@ -254,8 +256,20 @@ struct Exclusion(Table);
 
 impl Exclusion {
     fn takes(&self, cell: &Cell) -> bool {
-        self.0.iter().all(|(axis, values)| values.0.iter().any(|value| written(value) == cell.value(*axis)))
+        self.0.iter().all(|(axis, values)| values.0.iter().any(|value| has(cell, *axis, value)))
     }
+}
+
+/// Whether the cell has this value of an axis, however it is written: `25MiB` is 26214400.
+fn has(cell: &Cell, axis: Axis, value: &Value) -> bool {
+    if written(value) == cell.value(axis) {
+        return true;
+    }
+    // What cannot be put beside `validate-every` changes nothing.
+    let mut other = cell.clone();
+    axis != Axis::ValidationBatches
+        && put(&mut other, axis, value.clone()).is_ok()
+        && other.value(axis) == cell.value(axis)
 }
 
 /// A value as [`Cell::value`] writes it.
@@ -394,6 +408,9 @@ impl Draft {
             let mut table = self.axes.clone();
             table.extend(more.iter().map(|(axis, values)| (*axis, values.clone())));
             all.extend(self.cells(&table)?);
+            if all.len() > MAX_CELLS {
+                return Err(format!("the tables of `also` come to more than {MAX_CELLS} cells; split the plan"));
+            }
         }
         let mut wanted = all;
         wanted.retain(|cell| !self.exclude.iter().any(|exclusion| exclusion.takes(cell)));
@@ -402,6 +419,9 @@ impl Draft {
         let cells: Vec<Cell> = wanted.into_iter().filter(|cell| seen.insert(cell.clone())).collect();
         if cells.is_empty() {
             return Err("nothing is left of the plan: `exclude` takes out every cell".into());
+        }
+        if !self.watch && cells.iter().any(|cell| cell.planted.is_some()) {
+            return Err("axis planted: a delay is put in where steps are watched; leave `watch = false` away".into());
         }
         Ok(Plan {
             name: self.name.clone(),
@@ -417,6 +437,10 @@ impl Draft {
 
     /// The product of all axes.
     fn cells(&self, table: &Table) -> Result<Vec<Cell>, String> {
+        let (batches, every) = (Axis::ValidationBatches, Axis::ValidateEvery);
+        if table.contains_key(&batches) && !table.contains_key(&every) {
+            return Err(format!("axis {batches}: nothing is validated without {every}"));
+        }
         let mut cells = vec![Cell::default()];
         for axis in ORDER {
             if let Some(values) = table.get(&axis) {
@@ -495,7 +519,12 @@ fn put(cell: &mut Cell, axis: Axis, value: Value) -> Result<(), toml::de::Error>
         Axis::OneTransport => cell.one_transport = value.try_into()?,
         Axis::Ends => cell.ends = Some(value.try_into()?),
         Axis::Schedule => cell.schedule = Some(value.try_into()?),
-        Axis::Clip => cell.clip = Some(written(&value)),
+        // 1.0 and 1 are the same norm.
+        Axis::Clip => {
+            let text = written(&value);
+            let norm = text.parse::<f64>();
+            cell.clip = Some(norm.map_or(text, |norm| norm.to_string()));
+        }
         Axis::LossScaling => cell.loss_scaling = Some(written(&value)).filter(|scaling| scaling != "off"),
         Axis::ValidateEvery => {
             let batches = cell.validation.map_or(1, |validation| validation.batches);
@@ -520,12 +549,12 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
         cell.ranks = 1;
     }
     let alone = single || cell.ranks == 1 && one_rank;
+    if cell.program == Trainer::Pytorch && !single && !Torch::has(strategy) {
+        return Err(format!("axis program: PyTorch has ddp, fsdp and zero2, not {strategy}"));
+    }
     if alone {
         cell.transport = NOBODY.into();
     } else if cell.program == Trainer::Pytorch {
-        if ![StrategyKind::Ddp, StrategyKind::Fsdp, StrategyKind::Zero2].contains(&strategy) {
-            return Err(format!("axis program: PyTorch has ddp, fsdp and zero2, not {strategy}"));
-        }
         cell.transport = GLOO.into();
     } else {
         let rung: Rung = cell.transport.parse().map_err(of(Axis::Transport))?;
@@ -560,6 +589,7 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
     if cell.link == LOOPBACK {
         cell.ends = None;
     }
+    check_link(&cell, &profile)?;
     if !rung.is_some_and(Rung::has_packets) {
         cell.quic_mtu = None;
     }
@@ -567,9 +597,7 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
         let wire = cell.precision.clone();
         (cell.wire, cell.lanes) = (wire, 2);
     }
-    let in_buckets =
-        matches!(strategy, StrategyKind::Ddp | StrategyKind::Zero1 | StrategyKind::Zero2 | StrategyKind::Hierarchical);
-    if !in_buckets {
+    if !in_buckets(strategy) {
         (cell.bucket_bytes, cell.first_bucket_bytes) = (StrategyOptions::default().bucket_bytes, None);
     }
     if strategy != StrategyKind::Ring {
@@ -578,10 +606,63 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
     if strategy != StrategyKind::Hierarchical {
         (cell.ranks_per_node, cell.one_transport) = (None, false);
     }
-    if !in_buckets && strategy != StrategyKind::Fsdp {
+    if !overlaps(strategy) {
         cell.overlap = true;
     }
+    if cell.program == Trainer::Pytorch {
+        check_pytorch(&cell)?;
+    }
     Ok(cell)
+}
+
+fn in_buckets(strategy: StrategyKind) -> bool {
+    matches!(strategy, StrategyKind::Ddp | StrategyKind::Zero1 | StrategyKind::Zero2 | StrategyKind::Hierarchical)
+}
+
+/// Whether a strategy communicates while others of its steps go on, unless it is told not to.
+pub(crate) fn overlaps(strategy: StrategyKind) -> bool {
+    in_buckets(strategy) || strategy == StrategyKind::Fsdp
+}
+
+/// Whether there can be such a link for its ranks: two ends, and one congestion control.
+fn check_link(cell: &Cell, profile: &Profile) -> Result<(), String> {
+    if cell.link == LOOPBACK || profile.carrier == Carrier::None {
+        return Ok(());
+    }
+    if cell.ends() < 2 {
+        return Err(format!("axis ends: the link {} has at least 2 ends, not {}", cell.link, cell.ends()));
+    }
+    let own = if LinkOptions::is_one(&cell.link) { cell.link.parse::<LinkOptions>()?.congestion } else { None };
+    match own {
+        Some(own) if cell.congestion != DEFAULT => Err(format!(
+            "axis congestion: the link {} says {own}, and the plan {}; leave one of them away",
+            cell.link, cell.congestion
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Whether PyTorch's side does what the cell says: it trains in f32 by one schedule, without any of our trainer's options.
+fn check_pytorch(cell: &Cell) -> Result<(), String> {
+    let cannot = [
+        (Axis::Precision, cell.precision != "f32"),
+        (Axis::Wire, cell.wire != "f32"),
+        (Axis::Accumulation, cell.accumulation != 1),
+        (Axis::Recompute, cell.recompute),
+        (Axis::Overlap, !cell.overlap),
+        (Axis::Planted, cell.planted.is_some()),
+        (Axis::LossScaling, cell.loss_scaling.is_some()),
+        (Axis::ValidateEvery, cell.validation.is_some()),
+        (Axis::Clip, cell.clip.as_deref() != Some("0")),
+        (Axis::Schedule, cell.schedule.as_deref() != Some("constant 0.0003")),
+    ];
+    match cannot.into_iter().find(|(_, cannot)| *cannot) {
+        Some((axis, _)) => Err(format!(
+            "axis {axis}: PyTorch trains in f32 with clip = 0, schedule = \"constant 0.0003\" and defaults, not with {}",
+            cell.value(axis)
+        )),
+        None => Ok(()),
+    }
 }
 
 /// Whether its names and texts mean something.
@@ -620,6 +701,9 @@ fn check_counts(cell: &Cell) -> Result<(), String> {
     ];
     if let Some((axis, value, most)) = positive.into_iter().find(|(_, value, most)| *value == 0 || value > most) {
         return Err(format!("axis {axis}: {value} must lie between 1 and {most}"));
+    }
+    if cell.validation.is_some_and(|validation| validation.batches == 0) {
+        return Err(format!("axis {}: 0 must be at least 1", Axis::ValidationBatches));
     }
     Ok(())
 }
@@ -693,6 +777,33 @@ mod tests {
     }
 
     #[test]
+    fn exclusions_know_a_value_however_it_is_written() {
+        let left = |axes: &str, exclude: &str| plan(&format!("{axes}\n[[exclude]]\n{exclude}")).unwrap().cells;
+        let sizes = left("bucket = [\"25MiB\", 65536]", "bucket = \"64KiB\"");
+        assert_eq!(sizes.iter().map(|cell| cell.bucket_bytes).collect::<Vec<_>>(), [25 << 20]);
+        let validated = left("validate-every = [0, 5]", "validate-every = 0");
+        assert_eq!(validated.iter().map(|cell| cell.validation.unwrap().every).collect::<Vec<_>>(), [5]);
+        let axes = "validate-every = [0, 5]\nvalidation-batches = 3";
+        assert_eq!(left(axes, "validation-batches = 4").len(), 2);
+        assert_eq!(left(axes, "validation-batches = 3").len(), 1);
+        let scaled = left("loss-scaling = [\"off\", 1024]", "loss-scaling = \"off\"");
+        assert_eq!(scaled.iter().map(|cell| cell.loss_scaling.as_deref()).collect::<Vec<_>>(), [Some("1024")]);
+    }
+
+    #[test]
+    fn a_norm_is_one_however_it_is_written() {
+        let cells = plan("clip = [1, 1.0, \"1.00\", 0.0, 0.5]").unwrap().cells;
+        let norms: Vec<Option<&str>> = cells.iter().map(|cell| cell.clip.as_deref()).collect();
+        assert_eq!(norms, [Some("1"), Some("0"), Some("0.5")]);
+    }
+
+    #[test]
+    fn delays_are_not_planted_where_nobody_watches() {
+        let text = "name = \"x\"\nrounds = 1\nwatch = false\n[axes]\nplanted = { ms = 5 }\n";
+        assert!(Plan::parse(text).unwrap_err().contains("axis planted"));
+    }
+
+    #[test]
     fn what_is_wrong_is_named_with_its_place() {
         let cases = [
             ("strategy = \"telepathy\"", "telepathy"),
@@ -713,6 +824,12 @@ mod tests {
             ("planted = { ms = 5, rank = 7 }", "no rank 7"),
             ("steps = []", "axis steps"),
             ("wire = \"f64\"", "axis wire"),
+            ("link = \"wan\"\nends = 1", "axis ends"),
+            ("link = \"1gbit,mtu=1500,congestion=bbr\"\ncongestion = \"cubic\"", "says bbr, and the plan cubic"),
+            ("validation-batches = 4", "without validate-every"),
+            ("validate-every = 5\nvalidation-batches = 0", "axis validation-batches"),
+            ("program = \"pytorch\"\nclip = 0", "axis schedule"),
+            ("program = \"pytorch\"\nprecision = \"bf16\"", "axis precision"),
             ("strategy = \"ddp\"\n[[exclude]]\nstrategy = \"ddp\"", "nothing is left"),
             ("strategy = \"ddp\"\n[[exclude]]\nstrtegy = \"ddp\"", "strtegy"),
         ];

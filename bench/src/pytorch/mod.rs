@@ -93,7 +93,7 @@ impl Torch {
         let model = model(cell, job.text.vocabulary)?;
         let tokens = job.text.source.clone().ok_or_else(|| "PyTorch needs a file of tokens".to_string())?;
         // What is alone is our `single`.
-        let mode = if cell.alone { "alone" } else { &cell.strategy };
+        let mode = if cell.strategy == "single" { "alone" } else { &cell.strategy };
         let mut arguments: Vec<OsString> = vec![mode.into()];
         for (name, value) in [
             ("--layers", model.n_layer.to_string()),
