@@ -14,7 +14,7 @@ use rig::debug;
 use rig::environment::Environment;
 use rig::folder::results_folder;
 use rig::lines::Lines;
-use rig::link::gain_namespaces;
+use rig::link::{TestNetwork, gain_namespaces};
 use rig::signal::Signals;
 use rig::training::{TextSource, model};
 
@@ -29,6 +29,9 @@ pub(crate) fn run(args: &OverlapArgs) -> Result<ExitCode, BenchError> {
     let draft = args.check()?;
     if args.has_link() {
         gain_namespaces();
+        if let Some(why) = TestNetwork::unavailable() {
+            return Err(format!("{why}; --loopback stays without a link").into());
+        }
     }
     // Before the link: from here on a signal ends this program in good order.
     let signals = Signals::catch()?;

@@ -16,7 +16,7 @@ use rig::record::{Axis, Cell, LOOPBACK};
 use rig::transports;
 use serde::{Serialize, Serializer};
 
-use crate::plan::{Draft, default};
+use crate::plan::{Draft, default, overlaps};
 
 /// Shows how much communication hides behind the backward pass, over a slow link.
 ///
@@ -115,6 +115,11 @@ impl OverlapArgs {
         }
         if let Some(single) = self.strategies.iter().find(|variant| variant.strategy == StrategyKind::Single) {
             return Err(format!("--strategies {single}: it does not communicate, so nothing can be hidden").into());
+        }
+        if let Some(Variant { strategy, .. }) =
+            self.strategies.iter().find(|variant| !variant.overlap && !overlaps(variant.strategy))
+        {
+            return Err(format!("--strategies {strategy}{WITHOUT}: {strategy} never overlaps; write {strategy}").into());
         }
         if let Some(threads) = self.transports.iter().find(|kind| kind.medium() == Medium::Threads) {
             return Err(format!(
@@ -242,6 +247,7 @@ mod tests {
             (&["--rounds", "0"], "--rounds 0"),
             (&["--threads", "0"], "--threads 0"),
             (&["--strategies", "single"], "does not communicate"),
+            (&["--strategies", "ddp,ring-no-overlap"], "ring never overlaps"),
             (&["--transports", "local"], "threads"),
             (&["--rate", "quick"], "not a rate"),
             (&["--mtu", "100"], "--mtu 100"),

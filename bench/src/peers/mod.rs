@@ -14,7 +14,7 @@ use rig::debug;
 use rig::environment::Environment;
 use rig::folder::results_folder;
 use rig::lines::Lines;
-use rig::link::gain_namespaces;
+use rig::link::{TestNetwork, gain_namespaces};
 use rig::outcome;
 use rig::record::Axis;
 use rig::signal::Signals;
@@ -32,6 +32,9 @@ pub(crate) fn run(args: &PeersArgs) -> Result<ExitCode, BenchError> {
     let mut draft = args.check()?;
     if args.has_link() {
         gain_namespaces();
+        if let Some(why) = TestNetwork::unavailable() {
+            return Err(format!("{why}; without --rate there is no link").into());
+        }
     }
     // Before the link: from here on a signal ends this program in good order.
     let signals = Signals::catch()?;
