@@ -45,13 +45,14 @@ pub(crate) fn run(args: &ParityArgs) -> Result<ExitCode, BenchError> {
     let mut file = out.as_ref().map(|out| Lines::create(&out.join("parity.jsonl"))).transpose()?;
     let text = TextSource::bytes(settings.source.clone())?;
     let torch = Err("not asked for".into());
-    let records = Job { draft, out: out.as_deref(), text, signals: Signals::catch()?, torch }.records()?;
+    let signals = Signals::catch()?;
+    let records = Job { draft, out: out.as_deref(), text, signals: signals.clone(), torch }.records()?;
     let yardsticks = Baselines::of(&records)?;
 
     let compared = compare(&settings, &records, &yardsticks)?;
     say(format_args!("\n{}", report::comparison(&settings.variants, yardsticks.cell, &compared)));
     write(&mut file, &compared)?;
-    let noticed = plant(&settings, &yardsticks)?;
+    let noticed = plant(&settings, &yardsticks, &signals)?;
     say(format_args!("\n{}", report::faults(&noticed)));
     write(&mut file, &noticed)?;
     let counted = counted(&settings, &records)?;
@@ -148,7 +149,11 @@ fn compare(settings: &Settings, records: &[Record], yardsticks: &Baselines<'_>) 
 }
 
 /// Faults are planted in communicators, which only threads of this process can be given: no run of a plan has one.
-fn plant(settings: &Settings, yardsticks: &Baselines<'_>) -> Result<Vec<FaultDetection>, BenchError> {
+fn plant(
+    settings: &Settings,
+    yardsticks: &Baselines<'_>,
+    signals: &Signals,
+) -> Result<Vec<FaultDetection>, BenchError> {
     let plan = settings.draft.clone().set(Axis::Ranks, &[FAULT_RANKS]).without_also().plan()?;
     let bar = bar(plan.cells.len() * Fault::ALL.len());
     let mut rows = Vec::new();
@@ -157,6 +162,7 @@ fn plant(settings: &Settings, yardsticks: &Baselines<'_>) -> Result<Vec<FaultDet
         let cell = plan.cells.iter().find(is).ok_or_else(|| format!("no cell of {}", variant.name()))?;
         let config = config(cell, settings.corpus.vocab_size())?;
         for fault in Fault::ALL {
+            signals.check()?;
             bar.set_message(format!("{}: {}", variant.name(), fault.name()));
             let outcome = threads::train_all(&config, &settings.corpus, FAULT_RANKS, Some(fault));
             let curves = outcome

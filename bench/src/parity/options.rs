@@ -17,8 +17,8 @@ use crate::plan::{Draft, default};
 
 /// Compares every strategy with one device, with faults planted as a control, and its messages with its formula.
 ///
-/// Ranks are threads of this process for the comparison, and processes over each transport for the count. The program exits with 1
-/// when a run differs by more than the bound of its column, a planted fault stays within the bound, or a count is off the formula.
+/// Ranks are threads of one process for the comparison, and processes over each transport but `local` for the count. The program exits
+/// with 1 when a run differs by more than the bound of its column, a planted fault stays within the bound, or a count is off the formula.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ParityArgs {
     /// Strategies, separated by commas; ps also with a dedicated server.
@@ -92,6 +92,8 @@ impl ParityArgs {
             .set(Axis::Steps, &[self.steps])
             .set(Axis::Seed, &[self.seed])
             .set_also(Axis::Transport, &self.transports);
+        // Before there is any file.
+        draft.plan()?;
         Ok(Settings {
             variants,
             ranks: self.ranks.clone(),
