@@ -93,6 +93,9 @@ impl MemoryArgs {
             )
             .into());
         }
+        let draft = self.draft()?;
+        // Before there is any file.
+        draft.plan()?;
         if let Some(out) = &self.out {
             folder::make(out)?;
         }
@@ -105,7 +108,7 @@ impl MemoryArgs {
             batch: self.batch,
             out: self.out.clone(),
         };
-        Ok((settings, self.draft()?, text))
+        Ok((settings, draft, text))
     }
 
     fn draft(&self) -> Result<Draft, String> {
@@ -114,6 +117,9 @@ impl MemoryArgs {
         // One device is one rank.
         let asked = |strategy: &StrategyKind| *strategy != StrategyKind::Single || self.ranks.contains(&1);
         let strategies: Vec<StrategyKind> = self.strategies.iter().copied().filter(asked).collect();
+        if strategies.is_empty() {
+            return Err("--strategies single is one device: add 1 to --ranks, or another strategy".into());
+        }
         draft
             .set(Axis::Strategy, &strategies)
             .set(Axis::Ranks, &self.ranks)
@@ -131,4 +137,39 @@ impl MemoryArgs {
 pub(super) fn embedding_share(segments: &[SegmentInfo]) -> f64 {
     let total: usize = segments.iter().map(|segment| segment.len).sum();
     segments.first().map_or(0.0, |embedding| embedding.len as f64 / total as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Program {
+        #[command(flatten)]
+        args: MemoryArgs,
+    }
+
+    fn draft(arguments: &[&str]) -> Result<Draft, String> {
+        Program::try_parse_from([&["bench"], arguments].concat()).map_err(|error| error.to_string())?.args.draft()
+    }
+
+    #[test]
+    fn the_plan_is_the_command_without_options() {
+        let cells = |draft: Draft| draft.plan().unwrap().cells;
+        assert_eq!(cells(draft(&[]).unwrap()), cells(Draft::ready("memory").unwrap()));
+        let some = cells(draft(&["--strategies", "single,fsdp", "--ranks", "2"]).unwrap());
+        let found: Vec<(&str, usize, bool, &str)> = some
+            .iter()
+            .map(|cell| (cell.strategy.as_str(), cell.ranks, cell.recompute, cell.precision.as_str()))
+            .collect();
+        assert_eq!(found, [("fsdp", 2, false, "f32"), ("fsdp", 2, true, "f32"), ("fsdp", 2, false, "bf16")]);
+    }
+
+    #[test]
+    fn one_device_is_one_rank() {
+        let why = draft(&["--strategies", "single", "--ranks", "2,4"]).unwrap_err();
+        assert!(why.contains("add 1 to --ranks"), "{why}");
+    }
 }

@@ -17,6 +17,8 @@ use crate::sweep::Job;
 /// Runs the plan; a row for each of the variants, of which the first is the reference that the others are compared with. Records are in
 /// `results.jsonl` as soon as they are known, rows in `rows.jsonl` at the end.
 pub(super) fn measure(settings: &Settings, draft: &Draft, variants: &[Variant]) -> Result<Vec<Row>, BenchError> {
+    // Before there is any file.
+    draft.plan()?;
     let mut file = Lines::create(&settings.out.join("rows.jsonl"))?;
     let vocabulary = settings.corpus.vocab_size();
     let text = TextSource {
