@@ -93,6 +93,9 @@ pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
         print_cells(&plan);
         return Ok(ExitCode::SUCCESS);
     }
+    if plan.tokens && args.data.is_some() {
+        return Err("--data: the text of this plan is random tokens (tokens = true)".into());
+    }
     debug::refuse_timings(args.allow_debug)?;
     if plan.cells.iter().any(networks::needs_namespaces) {
         gain_namespaces();
@@ -115,7 +118,7 @@ pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
         let earlier = header.of(&out)?;
         plan.rounds = args.rounds.unwrap_or(earlier.rounds);
     } else {
-        begin(&out)?;
+        begin(&out, ", or go on with it with --resume")?;
     }
     Header { rounds: plan.rounds, ..header }.write(&out)?;
     let sweep = Sweep { plan, text: source, out, environment, signals, torch };
@@ -162,7 +165,7 @@ impl Job<'_> {
         let out = self.out.unwrap_or(folder.path()).to_owned();
         let plan = self.draft.plan()?;
         let _alone = alone_in(&out)?;
-        begin(&out)?;
+        begin(&out, "")?;
         let header = Header { plan: self.draft.text()?, rounds: plan.rounds, text: self.text.description.clone() };
         header.write(&out)?;
         let Job { text, signals, torch, .. } = self;
@@ -183,15 +186,11 @@ fn print_cells(plan: &Plan) {
     }
 }
 
-/// Makes a folder ready for a new sweep.
-fn begin(out: &Path) -> Result<(), BenchError> {
+/// Sees that a folder is ready for a new sweep; `instead` is what else there is to do.
+fn begin(out: &Path, instead: &str) -> Result<(), BenchError> {
     // Rows of an earlier run are hours of somebody's time.
     if let Some(old) = [results::FILE, PLAN, HEADER].map(|name| out.join(name)).into_iter().find(|path| path.exists()) {
-        return Err(format!(
-            "{} holds an earlier run; give a new folder with --out, or go on with it with --resume",
-            old.display()
-        )
-        .into());
+        return Err(format!("{} holds an earlier run; give a new folder with --out{instead}", old.display()).into());
     }
     Ok(())
 }
