@@ -71,7 +71,7 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
     let off = single.flags.iter().find(|flag| flag.kind == FlagKind::OffTheFormula).map(|off| off.what.clone());
     let single = outcome(single)
         .and_then(|measured| off.map_or(Ok(measured), Err))
-        .map_err(|why| format!("the proof's yardstick, single on one rank: {why}"))?;
+        .map_err(|why| format!("the proof's baseline, single on one rank: {why}"))?;
     let tolerance = if setup.wire == gpt2::precision::Precision::F32 { TOLERANCE } else { TOLERANCE_16_BIT };
     let order = |name: &str| strategies.iter().position(|strategy| strategy.name() == name);
     let counts = formula::counts(&others, order)?;

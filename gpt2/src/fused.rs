@@ -85,10 +85,10 @@ pub(crate) fn linear(
         Tensor::from_primitive::<Flex>(weight),
         Some(Tensor::from_primitive::<Flex>(bias)),
     );
-    let late = (resident.clone(), weight_node.id());
+    let weight_ref = (resident.clone(), weight_node.id());
     let y = match LinearBackward.prepare::<NoCheckpointing>([x_node, weight_node, bias_node]).compute_bound().stateful()
     {
-        OpsKind::Tracked(prep) => prep.finish((x, late), plain(y)),
+        OpsKind::Tracked(prep) => prep.finish((x, weight_ref), plain(y)),
         OpsKind::UnTracked(prep) => prep.finish(plain(y)),
     };
     Tensor::from_primitive::<Autodiff<Flex>>(y)
@@ -112,10 +112,10 @@ pub(crate) fn layer_norm(
     let (weight, bias) = (wide_flex::<1>(resident.get(weight_node.id())), wide_flex::<1>(resident.get(bias_node.id())));
     let (y, stats) = layer_norm_forward(&wide_flex::<3>(x.clone()), &weight, &bias);
     let y = narrow_flex::<3>(y, dtype);
-    let late = (resident.clone(), weight_node.id());
+    let weight_ref = (resident.clone(), weight_node.id());
     let nodes = [x_node, weight_node, bias_node];
     let y = match LayerNormBackward.prepare::<NoCheckpointing>(nodes).compute_bound().stateful() {
-        OpsKind::Tracked(prep) => prep.finish((x, late, stats), y),
+        OpsKind::Tracked(prep) => prep.finish((x, weight_ref, stats), y),
         OpsKind::UnTracked(prep) => prep.finish(y),
     };
     Tensor::from_primitive::<Autodiff<Flex>>(y)

@@ -12,22 +12,22 @@ pub struct Meter {
     gpu: Result<watch::Watch, String>,
 }
 
-/// What this process used in one lap.
+/// What this process used in one interval.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Interval {
     /// Processor time of all threads of this process, in user and kernel mode, in seconds. Ranks that are threads of one process share it.
     pub cpu_seconds: f64,
-    /// Length of the lap in seconds.
+    /// Length of the interval in seconds.
     pub wall: f64,
     /// The GPU, where one was asked for and NVML knows it; else see [`Meter::no_gpu`].
     pub gpu: Option<Gpu>,
 }
 
-/// One GPU during a lap, with all that runs on it, this process or another.
+/// One GPU during an interval, with all that runs on it, this process or another.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gpu {
     /// Part of the time in which a kernel ran, in percent: the mean of the driver's own figures, each over its last sixth of a second to
-    /// second, so a lap should be longer than that. It says nothing of how much of the GPU such a kernel fills.
+    /// second, so an interval should be longer than that. It says nothing of how much of the GPU such a kernel fills.
     pub utilization_percent: f64,
     /// The most memory in use when it was looked at, in bytes.
     pub peak_memory_bytes: u64,
@@ -38,13 +38,13 @@ pub struct Gpu {
 }
 
 impl Meter {
-    /// Starts the first lap, of the CPU alone.
+    /// Starts the first interval, of the CPU alone.
     #[must_use]
     pub fn start() -> Self {
         Self::new(Err("not asked for".into()))
     }
 
-    /// Starts the first lap, with the GPU that CUDA gives the number `ordinal` in this process. Where NVML is not there or does not
+    /// Starts the first interval, with the GPU that CUDA gives the number `ordinal` in this process. Where NVML is not there or does not
     /// know it, [`Meter::no_gpu`] says why, and the CPU is measured all the same.
     #[must_use]
     pub fn start_with_cuda(ordinal: u16) -> Self {
@@ -55,28 +55,28 @@ impl Meter {
         Self { since: Instant::now(), processor_time: sys::processor_time(), gpu }
     }
 
-    /// Why laps have no GPU; `None` where they have.
+    /// Why intervals have no GPU; `None` where they have.
     #[must_use]
     pub fn no_gpu(&self) -> Option<&str> {
         self.gpu.as_ref().err().map(String::as_str)
     }
 
-    /// Ends a lap and starts the next.
+    /// Ends an interval and starts the next.
     pub fn lap(&mut self) -> Interval {
         let (now, processor_time) = (Instant::now(), sys::processor_time());
-        let lap = Interval {
+        let interval = Interval {
             cpu_seconds: processor_time.saturating_sub(self.processor_time).as_secs_f64(),
             wall: now.duration_since(self.since).as_secs_f64(),
             gpu: self.gpu.as_ref().ok().and_then(watch::Watch::lap),
         };
         (self.since, self.processor_time) = (now, processor_time);
-        lap
+        interval
     }
 }
 
 impl Interval {
     /// Part of `threads` processors that this process used, from 0 to 1: processor time over wall time times threads. More than 1
-    /// where other threads than those that compute (transports, say) work too. 0 for a lap without length.
+    /// where other threads than those that compute (transports, say) work too. 0 for an interval without length.
     #[must_use]
     pub fn cpu_utilization(&self, threads: usize) -> f64 {
         let available = self.wall * threads as f64;
@@ -121,7 +121,7 @@ mod watch {
     /// Shorter than any driver's own period, and too long to cost anything.
     const PERIOD: Duration = Duration::from_millis(100);
 
-    /// How long a lap waits for a driver that does not answer.
+    /// How long the end of an interval waits for a driver that does not answer.
     const PATIENCE: Duration = Duration::from_secs(2);
 
     /// What the driver says at one time.
@@ -152,7 +152,7 @@ mod watch {
                     if matches!(request, Err(RecvTimeoutError::Disconnected)) {
                         return;
                     }
-                    // A lap shorter than the period has this one; a sample that fails is left out.
+                    // An interval shorter than the period has this one; a sample that fails is left out.
                     if let Ok(sample) = sample() {
                         sums.add(sample);
                     }
@@ -167,7 +167,7 @@ mod watch {
             Ok(Self { requests })
         }
 
-        /// The samples since the last lap; `None` where none succeeded.
+        /// The samples since the last interval; `None` where none succeeded.
         pub(super) fn lap(&self) -> Option<Gpu> {
             let (reply, answer) = mpsc::channel();
             self.requests.send(reply).ok()?;

@@ -37,7 +37,7 @@ pub(crate) fn measure(session: &Connected, request: &Measure, memory: &mut Memor
         T => run::<T>(session, request, memory, is_process),
         else Err(MeasureError::Unsupported(format!("no test data of type {dtype}")))
     );
-    outcome.unwrap_or_else(|trouble| Reply { error: Some(trouble), ..Reply::default() })
+    outcome.unwrap_or_else(|error| Reply { error: Some(error), ..Reply::default() })
 }
 
 fn run<T: Sample>(
@@ -55,7 +55,7 @@ fn run<T: Sample>(
     for _ in 0..request.warmup {
         plan.step(comm, &mut buffers)?;
     }
-    comm.barrier().map_err(trouble)?;
+    comm.barrier().map_err(failure)?;
 
     let stride = request.iters.div_ceil(MAX_SAMPLES).max(1);
     let mut samples = Vec::with_capacity(usize::try_from(request.iters / stride).unwrap_or(0) + 1);
@@ -255,7 +255,7 @@ impl Plan {
             Step::Inside(op) => self.call(comm, *op, output),
             Step::Across(op) => {
                 let call = BorrowedCall::new(*op, ViewMut::of(output)).out_of_place(View::of(input));
-                comm.run_borrowed(BorrowedCall { algorithm: self.algorithm, ..call }).map_err(trouble)
+                comm.run_borrowed(BorrowedCall { algorithm: self.algorithm, ..call }).map_err(failure)
             }
             Step::ThereAndBack { send, receive } => {
                 self.call(comm, *send, input)?;
@@ -271,8 +271,8 @@ impl Plan {
                 let call = BorrowedCall::new(*receive, ViewMut::of(output));
                 let received = comm.run_borrowed(BorrowedCall { lane: *receive_lane, ..call });
                 let sent = sending.wait().map_err(Failed::into_error).and_then(|sent| sent.buffer.into_vec());
-                *input = sent.map_err(trouble)?;
-                received.map_err(trouble)
+                *input = sent.map_err(failure)?;
+                received.map_err(failure)
             }
         }
     }
@@ -287,7 +287,7 @@ impl Plan {
 
     fn call<T: Sample>(&self, comm: &dyn Communicator, op: Op, values: &mut [T]) -> Result<(), MeasureError> {
         let call = BorrowedCall::new(op, ViewMut::of(values));
-        comm.run_borrowed(BorrowedCall { algorithm: self.algorithm, ..call }).map_err(trouble)
+        comm.run_borrowed(BorrowedCall { algorithm: self.algorithm, ..call }).map_err(failure)
     }
 }
 
@@ -312,7 +312,7 @@ fn shift_lane(sender: usize, ranks: usize) -> usize {
     if !ranks.is_multiple_of(2) && sender == ranks - 1 { 2 } else { sender % 2 }
 }
 
-fn trouble(error: Error) -> MeasureError {
+fn failure(error: Error) -> MeasureError {
     match error {
         Error::Unsupported { .. } => MeasureError::Unsupported(error.to_string()),
         error => MeasureError::Failed(error.to_string()),

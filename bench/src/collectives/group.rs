@@ -36,7 +36,7 @@ pub(crate) struct Group {
     connections: Vec<Connection>,
     /// What can be measured on them.
     members: Vec<OpenedTransport>,
-    life: GroupProcesses,
+    processes: GroupProcesses,
     /// How long a command may take.
     timeout: Duration,
     /// Why nothing can be measured any more.
@@ -66,7 +66,7 @@ pub(crate) struct Measured {
     pub(crate) wrong: Option<u64>,
 }
 
-/// A place for a group's socket, before its ranks run.
+/// The socket of a group, before its ranks run.
 pub(crate) struct GroupListener {
     folder: TempDir,
     listener: UnixListener,
@@ -109,12 +109,12 @@ impl GroupListener {
         self.gather(name, GroupProcesses::Programs { children, complaints }, ranks, timeout)
     }
 
-    fn gather(self, name: &str, life: GroupProcesses, ranks: usize, timeout: Duration) -> Result<Group, String> {
+    fn gather(self, name: &str, processes: GroupProcesses, ranks: usize, timeout: Duration) -> Result<Group, String> {
         let mut group = Group {
             name: name.to_string(),
             connections: Vec::new(),
             members: Vec::new(),
-            life,
+            processes,
             timeout,
             dead: None,
             _folder: self.folder,
@@ -134,7 +134,7 @@ impl GroupListener {
                     arrived.push((hello, connection));
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    if let Some(why) = group.life.ended() {
+                    if let Some(why) = group.processes.ended() {
                         return Err(why);
                     }
                     if deadline.has_passed() {
@@ -173,9 +173,9 @@ impl Group {
         (options, quic_congestion): (&TransportOptions, Option<&String>),
         ranks: usize,
     ) -> Result<Self, String> {
-        let meeting = GroupListener::new()?;
+        let listener = GroupListener::new()?;
         let task = Task {
-            socket: meeting.socket(),
+            socket: listener.socket(),
             transports: transports.to_vec(),
             options: options.clone(),
             quic_congestion: quic_congestion.cloned(),
@@ -183,13 +183,13 @@ impl Group {
         };
         let processes = if transports.iter().all(|kind| kind.is_threads()) { 1 } else { ranks };
         let mut launch = Launch::new(rank::this_program()?, processes);
-        launch.args = rank::arguments(&task, meeting.folder())?;
+        launch.args = rank::arguments(&task, listener.folder())?;
         launch.output = Output::Captured;
         let thread = thread::Builder::new()
             .name(format!("launch-{name}"))
             .spawn(move || launch.run())
             .map_err(|error| format!("starting a thread: {error}"))?;
-        meeting.gather(name, GroupProcesses::Launched(Some(thread)), ranks, options.timeout)
+        listener.gather(name, GroupProcesses::Launched(Some(thread)), ranks, options.timeout)
     }
 
     /// Transports or libraries of this group.
@@ -219,7 +219,7 @@ impl Group {
                 // Whoever is left of ours reads the end of the connection and ends. Peers may poll in an operation for ever, and
                 // would take the cores from those that are still measured.
                 self.connections.clear();
-                self.life.kill_programs();
+                self.processes.kill_programs();
                 Err(MeasureError::Failed(why))
             }
         }
@@ -232,7 +232,7 @@ impl Group {
             // One that is gone has ended already.
             let _ = connection.send(&Command::Quit, deadline);
         }
-        while !deadline.has_passed() && !self.life.is_over() {
+        while !deadline.has_passed() && !self.processes.is_over() {
             thread::sleep(TICK);
         }
     }
@@ -246,7 +246,7 @@ impl Group {
         // The end of a connection comes a moment before the end of the process.
         let soon = Deadline::after(GRACE);
         while !soon.has_passed() {
-            if let Some(why) = self.life.ended() {
+            if let Some(why) = self.processes.ended() {
                 return format!("{what}: {why}");
             }
             thread::sleep(TICK);
@@ -320,11 +320,9 @@ fn describe(outcome: &LaunchOutcome) -> String {
 
 /// One result from those of all ranks.
 fn combine(replies: Vec<Reply>) -> Result<Measured, MeasureError> {
-    let troubles = || replies.iter().filter_map(|reply| reply.error.clone());
-    if let Some(trouble) =
-        troubles().find(|trouble| matches!(trouble, MeasureError::Failed(_))).or_else(|| troubles().next())
-    {
-        return Err(trouble);
+    let errors = || replies.iter().filter_map(|reply| reply.error.clone());
+    if let Some(error) = errors().find(|error| matches!(error, MeasureError::Failed(_))).or_else(|| errors().next()) {
+        return Err(error);
     }
     let mut measured = Measured::default();
     for reply in replies {
@@ -355,7 +353,7 @@ mod tests {
         assert_eq!(measured, Measured { ns: 7, samples: vec![3, 4], cpu_ns: 20, wrong: Some(2) });
         let unsupported = MeasureError::Unsupported("no".into());
         let failed = MeasureError::Failed("lost".into());
-        let with = |trouble: &MeasureError| Reply { error: Some(trouble.clone()), ..reply(1, &[], None) };
+        let with = |error: &MeasureError| Reply { error: Some(error.clone()), ..reply(1, &[], None) };
         assert_eq!(combine(vec![with(&unsupported), with(&failed)]).unwrap_err(), failed);
         assert_eq!(combine(vec![with(&unsupported), reply(1, &[], None)]).unwrap_err(), unsupported);
     }

@@ -50,11 +50,11 @@ impl Peer {
     /// # Errors
     /// What is missing, for the user.
     pub(crate) fn start(self, settings: &PeerSettings) -> Result<Group, String> {
-        let meeting = GroupListener::new()?;
-        let script = meeting.folder().join("rank.py");
-        let complaints = meeting.folder().join("stderr");
+        let listener = GroupListener::new()?;
+        let script = listener.folder().join("rank.py");
+        let complaints = listener.folder().join("stderr");
         let file = fs::write(&script, RANK).and_then(|()| File::create(&complaints));
-        let file = file.map_err(|error| format!("{}: {error}", meeting.folder().display()))?;
+        let file = file.map_err(|error| format!("{}: {error}", listener.folder().display()))?;
         let mut children = Children(Vec::new());
         let ranks = settings.ranks.to_string();
         match self {
@@ -62,9 +62,9 @@ impl Peer {
                 for rank in 0..settings.ranks {
                     let mut command = Command::new(&settings.python);
                     command.arg(&script).args(["gloo", "--rank", &rank.to_string(), "--world", &ranks]);
-                    command.arg("--rendezvous").arg(meeting.folder().join("rendezvous"));
+                    command.arg("--rendezvous").arg(listener.folder().join("rendezvous"));
                     command.args(["--timeout", &settings.timeout.as_secs_f64().to_string()]);
-                    command.arg(meeting.socket());
+                    command.arg(listener.socket());
                     children.0.push(spawn(command, &file, &settings.python)?);
                 }
             }
@@ -79,12 +79,12 @@ impl Peer {
                 } else {
                     command.args(["tcp,self", "--mca", "btl_tcp_if_include", "lo"]);
                 }
-                command.arg(&settings.python).arg(&script).arg("mpi").arg(meeting.socket());
+                command.arg(&settings.python).arg(&script).arg("mpi").arg(listener.socket());
                 children.0.push(spawn(command, &file, Path::new("mpirun"))?);
             }
         }
         let children = std::mem::take(&mut children.0);
-        meeting.programs(self.name(), children, complaints, settings.ranks, settings.timeout)
+        listener.programs(self.name(), children, complaints, settings.ranks, settings.timeout)
     }
 }
 

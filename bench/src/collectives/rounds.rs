@@ -62,7 +62,7 @@ struct Run {
     /// Instead of the table's choice.
     algorithm: Option<Algorithm>,
     rounds: Rounds,
-    trouble: Option<MeasureError>,
+    error: Option<MeasureError>,
 }
 
 impl<'a> Bench<'a> {
@@ -167,7 +167,7 @@ impl<'a> Bench<'a> {
         self.seed = self.seed.wrapping_add(1);
         let mut runs = self.runs(case);
         for run in &mut runs {
-            run.trouble = self.calibrate(case, run).err();
+            run.error = self.calibrate(case, run).err();
             self.signals.check()?;
         }
         for round in 0..self.settings.rounds {
@@ -176,14 +176,14 @@ impl<'a> Bench<'a> {
                 if round % 2 == 0 { (0..runs.len()).collect() } else { (0..runs.len()).rev().collect() };
             for index in order {
                 let run = &mut runs[index];
-                if run.trouble.is_some() {
+                if run.error.is_some() {
                     continue;
                 }
                 let is_last = round + 1 == self.settings.rounds;
                 let (warmup, iters) = (run.rounds.warmup, run.rounds.iters);
                 match self.batch(case, run, warmup, iters, is_last && self.settings.check) {
                     Ok(measured) => run.take(measured),
-                    Err(trouble) => run.trouble = Some(trouble),
+                    Err(error) => run.error = Some(error),
                 }
                 self.signals.check()?;
             }
@@ -204,7 +204,7 @@ impl<'a> Bench<'a> {
             };
             for algorithm in algorithms {
                 for place in &self.settings.places {
-                    runs.push(Run { target, place: *place, algorithm, rounds: Rounds::default(), trouble: None });
+                    runs.push(Run { target, place: *place, algorithm, rounds: Rounds::default(), error: None });
                 }
             }
         }
@@ -308,7 +308,7 @@ impl<'a> Bench<'a> {
             Ok(rung) if self.settings.safety => rung.precautions().iter().map(|(_, without)| without.name()).collect(),
             _ => Vec::new(),
         };
-        let is_yardstick = |target: &Target| {
+        let is_baseline = |target: &Target| {
             target.is_peer
                 || (self.settings.one_way && target.name == TransportKind::TCP_RAW.name())
                 || without.contains(&target.name)
@@ -317,10 +317,10 @@ impl<'a> Bench<'a> {
             return Vec::new();
         }
         let of = |target: usize, place: ResultPlacement| {
-            runs.iter().find(|run| run.target == target && run.place == place && run.trouble.is_none())
+            runs.iter().find(|run| run.target == target && run.place == place && run.error.is_none())
         };
         let mut comparisons = Vec::new();
-        for (other, target) in self.targets.iter().enumerate().filter(|(_, target)| is_yardstick(target)) {
+        for (other, target) in self.targets.iter().enumerate().filter(|(_, target)| is_baseline(target)) {
             for place in ResultPlacement::BOTH {
                 let theirs = [place, place.other()].into_iter().find_map(|place| of(other, place));
                 let ratio = of(index, place)
@@ -344,7 +344,7 @@ impl Run {
     }
 
     fn outcome(&self, case: &Case, ranks: usize) -> Outcome {
-        match &self.trouble {
+        match &self.error {
             Some(MeasureError::Unsupported(why)) => Outcome::Missing { missing: why.clone(), failed: false },
             Some(MeasureError::Failed(why)) => Outcome::Missing { missing: why.clone(), failed: true },
             None => match self.rounds.figures(case, ranks) {

@@ -38,7 +38,7 @@ pub(super) enum Measure {
     },
 }
 
-/// The way from one end to another.
+/// The path from one end to another.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LinkPath<'a> {
     pub(super) up: &'a PipeSpec,
@@ -158,12 +158,12 @@ mod tests {
     }
 
     #[test]
-    fn what_a_way_asks_for() {
+    fn what_a_path_should_do() {
         let wan = profile("wan");
-        let way = LinkPath::new(&wan, 0, 1);
-        assert_eq!(way.rate(), Some(100_000_000));
+        let path = LinkPath::new(&wan, 0, 1);
+        assert_eq!(path.rate(), Some(100_000_000));
         // Sent twice at 100 Mbit/s.
-        assert_eq!(way.delay(1250), Duration::from_micros(25_200));
+        assert_eq!(path.delay(1250), Duration::from_micros(25_200));
         let home = profile("home");
         assert_eq!((rate(&home, &[1], 0), rate(&home, &[1, 2, 3, 4, 5, 6], 0)), (Some(20e6), Some(100e6)));
         assert_eq!(rate(&profile("wan-lossy"), &[1], 0), Some(99.5e6));

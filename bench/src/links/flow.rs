@@ -39,8 +39,8 @@ pub(super) struct Steady {
 }
 
 impl Steady {
-    pub(super) fn new(place: &ProcessSetup, first: Instant) -> Self {
-        let (from, to) = place.steady(first);
+    pub(super) fn new(setup: &ProcessSetup, first: Instant) -> Self {
+        let (from, to) = setup.steady(first);
         Steady { from, to, bytes: 0, began: None, ended: from }
     }
 
@@ -71,12 +71,12 @@ impl Steady {
 }
 
 /// Receives until the other end has sent all.
-pub(super) fn listen(place: &ProcessSetup) -> io::Result<Flow> {
-    let listener = TcpListener::bind((place.own, PORT))?;
+pub(super) fn listen(setup: &ProcessSetup) -> io::Result<Flow> {
+    let listener = TcpListener::bind((setup.own, PORT))?;
     listener.set_nonblocking(true)?;
-    let sampler = Sampler::start(&place.interface)?;
-    place.signal("ready")?;
-    let patience = Instant::now() + place.patience();
+    let sampler = Sampler::start(&setup.interface)?;
+    setup.signal("ready")?;
+    let patience = Instant::now() + setup.patience();
     let mut stream = loop {
         match listener.accept() {
             Ok((stream, _)) => break stream,
@@ -87,9 +87,9 @@ pub(super) fn listen(place: &ProcessSetup) -> io::Result<Flow> {
         }
     };
     stream.set_nonblocking(false)?;
-    stream.set_read_timeout(Some(place.patience()))?;
+    stream.set_read_timeout(Some(setup.patience()))?;
     let mut bytes = vec![0; PIECE];
-    let mut steady = Steady::new(place, Instant::now());
+    let mut steady = Steady::new(setup, Instant::now());
     loop {
         let count = uninterrupted(|| stream.read(&mut bytes))?;
         if count == 0 || Instant::now() > patience {
@@ -97,20 +97,20 @@ pub(super) fn listen(place: &ProcessSetup) -> io::Result<Flow> {
         }
         steady.add(count);
     }
-    Ok(steady.flow(sampler, place.header))
+    Ok(steady.flow(sampler, setup.header))
 }
 
 /// Sends for as long as the measurement takes.
-pub(super) fn send(place: &ProcessSetup, to: IpAddr) -> io::Result<Flow> {
-    place.wait_for("ready")?;
+pub(super) fn send(setup: &ProcessSetup, to: IpAddr) -> io::Result<Flow> {
+    setup.wait_for("ready")?;
     // On loopback the whole machine's are counted.
-    let again = || counter("Tcp", "RetransSegs").filter(|_| !place.own.is_loopback());
+    let again = || counter("Tcp", "RetransSegs").filter(|_| !setup.own.is_loopback());
     let before = again();
-    let mut stream = TcpStream::connect_timeout(&SocketAddr::from((to, PORT)), place.patience())?;
-    stream.set_write_timeout(Some(place.patience()))?;
+    let mut stream = TcpStream::connect_timeout(&SocketAddr::from((to, PORT)), setup.patience())?;
+    stream.set_write_timeout(Some(setup.patience()))?;
     let bytes = vec![0; PIECE];
     let began = Instant::now();
-    while began.elapsed() < place.length {
+    while began.elapsed() < setup.length {
         stream.write_all(&bytes)?;
     }
     let sent_again = again().zip(before).map(|(after, before)| after.saturating_sub(before));
@@ -124,7 +124,7 @@ mod tests {
     #[test]
     fn a_flow_is_counted_where_it_arrives() {
         let folder = tempfile::tempdir().unwrap();
-        let place = ProcessSetup {
+        let setup = ProcessSetup {
             own: [127, 0, 0, 1].into(),
             interface: "lo".into(),
             header: 14,
@@ -132,9 +132,9 @@ mod tests {
             quiet: Duration::from_millis(100),
             folder: folder.path().to_owned(),
         };
-        let other = place.clone();
+        let other = setup.clone();
         let sending = thread::spawn(move || send(&other, other.own).unwrap());
-        let flow = listen(&place).unwrap();
+        let flow = listen(&setup).unwrap();
         assert!(flow.payload_bits_per_s.unwrap() > 1e7, "{flow:?}");
         assert_eq!(sending.join().unwrap().sent_again, None, "on loopback nobody knows");
     }

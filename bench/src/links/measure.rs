@@ -1,4 +1,4 @@
-//! Runs one measurement in a world, and says what came of it.
+//! Runs one measurement over a network, and says what came of it.
 
 use std::time::Duration;
 
@@ -17,9 +17,9 @@ use super::rank::{MeasureTask, Task};
 use super::report::{Row, Unit, Verdict};
 use super::udp::{HEADERS, LEAST, ReceiveStats, SendStats, Sender, Times};
 
-/// A world to be measured.
+/// A network to be measured.
 pub(super) struct Bench<'a> {
-    pub(super) world: &'a TestNetwork,
+    pub(super) network: &'a TestNetwork,
     /// How long each measurement takes.
     pub(super) seconds: Duration,
 }
@@ -57,7 +57,7 @@ impl Bench<'_> {
     }
 
     fn rate(&self, from: &[usize], to: usize) -> Result<Vec<Row>, RunError> {
-        let profile = self.world.profile();
+        let profile = self.network.profile();
         let Some(asked) = expected::rate(profile, from, to) else { return Ok(Vec::new()) };
         let bits = 8.0 * f64::from(profile.mtu);
         let pressure = |rank: usize| {
@@ -88,7 +88,7 @@ impl Bench<'_> {
     }
 
     fn delay(&self, from: usize, to: usize) -> Result<Vec<Row>, RunError> {
-        let profile = self.world.profile();
+        let profile = self.network.profile();
         let asked = LinkPath::new(profile, from, to);
         let jitter = asked.jitter().as_secs_f64();
         let packets_per_s = idle_pace(jitter);
@@ -118,10 +118,10 @@ impl Bench<'_> {
     }
 
     fn round_trip(&self, from: usize, to: usize) -> Result<Vec<Row>, RunError> {
-        let profile = self.world.profile();
+        let profile = self.network.profile();
         let both = [LinkPath::new(profile, from, to), LinkPath::new(profile, to, from)];
-        let ms: f64 = both.iter().map(|way| way.delay(LEAST + HEADERS).as_secs_f64() * 1e3).sum();
-        let jitter: f64 = both.iter().map(|way| way.jitter().as_secs_f64()).sum();
+        let ms: f64 = both.iter().map(|path| path.delay(LEAST + HEADERS).as_secs_f64() * 1e3).sum();
+        let jitter: f64 = both.iter().map(|path| path.jitter().as_secs_f64()).sum();
         let work = MeasureTask::RoundTrip { from, to, packets_per_s: idle_pace(jitter) };
         let (captured, doubts) = self.run(work)?;
         let times: Option<Times> = said(&captured, from)?;
@@ -137,14 +137,14 @@ impl Bench<'_> {
 
     /// Loss, and what else an emulator does to packets, while nothing overflows.
     fn harm(&self, from: usize, to: usize) -> Result<Vec<Row>, RunError> {
-        let profile = self.world.profile();
+        let profile = self.network.profile();
         let asked = LinkPath::new(profile, from, to);
         let bits = 8.0 * (LEAST + HEADERS) as f64;
         let packets_per_s = asked.rate().map_or(COUNTED_PER_S, |rate| COUNTED_PER_S.min(0.4 * rate as f64 / bits));
         let senders = vec![Sender { rank: from, packets_per_s }];
         let work = MeasureTask::Datagrams { senders: senders.clone(), to, payload: LEAST };
         let (heard, sent, note) = self.datagrams(work, &senders, to)?;
-        let pipes = self.world.pipes()?;
+        let pipes = self.network.pipes()?;
         let pipe = |end, direction: &str| pipes.iter().find(|pipe| pipe.end == end && pipe.direction == direction);
         let (Some(up), Some(down)) = (pipe(from, "up"), pipe(to, "down")) else { return Ok(Vec::new()) };
         let mut rows = Vec::new();
@@ -190,7 +190,7 @@ impl Bench<'_> {
     }
 
     fn flow(&self, protocol: &str, work: MeasureTask, from: usize, to: usize) -> Result<Vec<Row>, RunError> {
-        let profile = self.world.profile();
+        let profile = self.network.profile();
         let asked = LinkPath::new(profile, from, to).rate();
         let mut row = Row { way: way(from, to), by: protocol.into(), ..self.row("flow", Unit::Mbit) };
         row.asked = asked.map(|bits| bits as f64 / 1e6);
@@ -206,7 +206,7 @@ impl Bench<'_> {
         let mut notes: Vec<String> = payload.into_iter().collect();
         notes.extend(row.asked.map(|asked| format!("{:.0} % of the link", 100.0 * row.measured / asked)));
         notes.extend(sender.sent_again.map(|packets| format!("{packets} packets sent again")));
-        let pipes = self.world.pipes()?;
+        let pipes = self.network.pipes()?;
         let on_the_way =
             |pipe: &&Pipe| (pipe.end == from && pipe.direction == "up") || (pipe.end == to && pipe.direction == "down");
         let sum = |of: fn(&Pipe) -> u64| pipes.iter().filter(on_the_way).map(of).sum::<u64>();
@@ -237,26 +237,26 @@ impl Bench<'_> {
         let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
         let task = Task {
             work,
-            ends: self.world.addresses(),
-            interface: self.world.interface().into(),
-            header: if self.world.profile().carrier == Carrier::Emulated { 0 } else { FRAME_HEADER },
+            ends: self.network.addresses(),
+            interface: self.network.interface().into(),
+            header: if self.network.profile().carrier == Carrier::Emulated { 0 } else { FRAME_HEADER },
             length: self.seconds,
             quiet: self.quiet(),
             folder: folder.path().to_owned(),
         };
         let arguments = rank::arguments(&task, folder.path())?;
-        let launch = self.world.launch(&rank::this_program()?, arguments, task.ranks(), task.timeout())?;
+        let launch = self.network.launch(&rank::this_program()?, arguments, task.ranks(), task.timeout())?;
         // What plays the link is part of the measurement.
-        let watch = Watch::start(self.world.process().into_iter().collect());
-        self.world.reset_counters()?;
+        let watch = Watch::start(self.network.process().into_iter().collect());
+        self.network.reset_counters()?;
         let captured = outcome::run(&launch)?;
         let disturbed = watch.finish().into_iter().map(|flag| flag.what);
-        Ok((captured, self.world.bottleneck()?.into_iter().chain(disturbed).collect()))
+        Ok((captured, self.network.bottleneck()?.into_iter().chain(disturbed).collect()))
     }
 
     /// Longer than a packet that follows another one can be on its way.
     fn quiet(&self) -> Duration {
-        let profile = self.world.profile();
+        let profile = self.network.profile();
         let pipes = profile.unusual.values().chain([&profile.usual]);
         let longest = pipes.flat_map(|pipes| [&pipes.up, &pipes.down]).map(|pipe| pipe.delay + pipe.jitter).max();
         SHORTEST_QUIET + 2 * longest.unwrap_or_default()
@@ -264,7 +264,7 @@ impl Bench<'_> {
 
     fn row(&self, what: &str, unit: Unit) -> Row {
         Row {
-            profile: self.world.profile().name.clone(),
+            profile: self.network.profile().name.clone(),
             what: what.into(),
             way: String::new(),
             by: "udp".into(),

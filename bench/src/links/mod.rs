@@ -44,11 +44,11 @@ pub(crate) fn run(args: &LinksArgs) -> Result<ExitCode, BenchError> {
     let mut rows: Vec<Row> = Vec::new();
     for profile in &settings.profiles {
         signals.check()?;
-        let world = TestNetwork::new(profile, expected::ends(profile), settings.congestion.as_deref())?;
+        let network = TestNetwork::new(profile, expected::ends(profile), settings.congestion.as_deref())?;
         if !settings.json {
-            say(format_args!("{}", world.describe()));
+            say(format_args!("{}", network.describe()));
         }
-        let bench = Bench { world: &world, seconds: settings.seconds };
+        let bench = Bench { network: &network, seconds: settings.seconds };
         for measure in expected::measures(profile, settings.flows) {
             signals.check()?;
             for row in bench.rows(&measure)? {

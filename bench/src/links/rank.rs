@@ -45,7 +45,7 @@ impl Task {
         self.length + 3 * endpoint::PATIENCE
     }
 
-    /// Number of processes: the first ones of the world that take part.
+    /// Number of processes: the first ones of the network that take part.
     pub(super) fn ranks(&self) -> usize {
         let last = match &self.work {
             MeasureTask::Datagrams { senders, to, .. } => {
@@ -71,7 +71,7 @@ impl Program for Task {
     fn run(&self, job: Option<&Job>) -> Result<(), BenchError> {
         let job = of_a_job(job)?;
         let rank = job.rank;
-        let place = ProcessSetup {
+        let setup = ProcessSetup {
             own: self.address(rank),
             interface: self.interface.clone(),
             header: self.header,
@@ -82,26 +82,26 @@ impl Program for Task {
         match &self.work {
             MeasureTask::Datagrams { senders, to, payload } => {
                 if rank == *to {
-                    say(&udp::listen(&place, senders)?)?;
+                    say(&udp::listen(&setup, senders)?)?;
                 } else if let Some(sender) = senders.iter().find(|sender| sender.rank == rank) {
-                    say(&udp::send(&place, self.address(*to), *sender, *payload)?)?;
+                    say(&udp::send(&setup, self.address(*to), *sender, *payload)?)?;
                 }
             }
             MeasureTask::RoundTrip { from, to, packets_per_s } => {
                 if rank == *to {
-                    udp::answer(&place)?;
+                    udp::answer(&setup)?;
                 } else if rank == *from {
-                    say(&udp::ask(&place, self.address(*to), *packets_per_s)?)?;
+                    say(&udp::ask(&setup, self.address(*to), *packets_per_s)?)?;
                 }
             }
             MeasureTask::Tcp { from, to } => {
                 if rank == *to {
-                    say(&flow::listen(&place)?)?;
+                    say(&flow::listen(&setup)?)?;
                 } else if rank == *from {
-                    say(&flow::send(&place, self.address(*to))?)?;
+                    say(&flow::send(&setup, self.address(*to))?)?;
                 }
             }
-            MeasureTask::Quic { from, to } => say(&transport::quic(&place, job, self.ends.as_ref(), *from, *to)?)?,
+            MeasureTask::Quic { from, to } => say(&transport::quic(&setup, job, self.ends.as_ref(), *from, *to)?)?,
         }
         Ok(())
     }

@@ -26,27 +26,27 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// # Errors
 /// The transport's.
 pub(super) fn quic(
-    place: &ProcessSetup,
+    setup: &ProcessSetup,
     job: &Job,
     ends: Option<&JobEndpoints>,
     from: usize,
     to: usize,
 ) -> Result<Flow, BenchError> {
     let mut job = job.clone();
-    let mut options = TransportOptions { timeout: place.length + PATIENCE, ..TransportOptions::default() };
+    let mut options = TransportOptions { timeout: setup.length + PATIENCE, ..TransportOptions::default() };
     if let Some(ends) = ends {
         let (host, port) = ends.meeting();
         job.address = Address::Tcp { host: host.to_string(), port };
-        options.bind = Some(place.own);
+        options.bind = Some(setup.own);
     }
     let session = isocomm::connect(TransportKind::QUIC.name(), &job, &options)?;
-    let sampler = Sampler::start(&place.interface)?;
+    let sampler = Sampler::start(&setup.interface)?;
     let mut message = vec![0_u8; MESSAGE];
-    let mut steady = Steady::new(place, Instant::now());
+    let mut steady = Steady::new(setup, Instant::now());
     if job.rank == from {
         let began = Instant::now();
         while message[0] != LAST {
-            message[0] = if began.elapsed() < place.length { 0 } else { LAST };
+            message[0] = if began.elapsed() < setup.length { 0 } else { LAST };
             session.comm.send(&message, to)?;
         }
     } else if job.rank == to {
@@ -59,5 +59,5 @@ pub(super) fn quic(
     let paths = session.quic.map(|monitor| monitor.paths()).unwrap_or_default();
     let lost = paths.iter().map(|path| path.lost_packets).sum();
     session.comm.finish(options.timeout)?;
-    Ok(Flow { sent_again: Some(lost), ..steady.flow(sampler, place.header) })
+    Ok(Flow { sent_again: Some(lost), ..steady.flow(sampler, setup.header) })
 }

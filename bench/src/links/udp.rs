@@ -76,19 +76,19 @@ const TICK: Duration = Duration::from_millis(1);
 const BUFFER: usize = 8 << 20;
 
 /// Receives from `senders` until all have ended and nothing comes any more.
-pub(super) fn listen(place: &ProcessSetup, senders: &[Sender]) -> io::Result<ReceiveStats> {
-    let socket = UdpSocket::bind((place.own, PORT))?;
+pub(super) fn listen(setup: &ProcessSetup, senders: &[Sender]) -> io::Result<ReceiveStats> {
+    let socket = UdpSocket::bind((setup.own, PORT))?;
     SockRef::from(&socket).set_recv_buffer_size(BUFFER)?;
     socket.set_read_timeout(Some(Duration::from_millis(50)))?;
-    let sampler = Sampler::start(&place.interface)?;
+    let sampler = Sampler::start(&setup.interface)?;
     let unread = || counter("Udp", "RcvbufErrors").unwrap_or(0);
     let unread_before = unread();
-    place.signal("ready")?;
+    setup.signal("ready")?;
     let mut seen: Vec<SenderStats> = senders.iter().map(|sender| SenderStats::new(sender.rank)).collect();
     let mut delays = Vec::new();
     let (mut first, mut last) = (None, Instant::now());
     let mut bytes = vec![0; 1 << 16];
-    let patience = Instant::now() + place.patience();
+    let patience = Instant::now() + setup.patience();
     loop {
         match uninterrupted(|| socket.recv(&mut bytes)) {
             Ok(count) => {
@@ -103,8 +103,8 @@ pub(super) fn listen(place: &ProcessSetup, senders: &[Sender]) -> io::Result<Rec
                 }
             }
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
-                let all_done = || senders.iter().all(|sender| place.has_signal(&done(sender.rank)));
-                if last.elapsed() >= place.quiet && all_done() {
+                let all_done = || senders.iter().all(|sender| setup.has_signal(&done(sender.rank)));
+                if last.elapsed() >= setup.quiet && all_done() {
                     break;
                 }
             }
@@ -116,10 +116,10 @@ pub(super) fn listen(place: &ProcessSetup, senders: &[Sender]) -> io::Result<Rec
         }
     }
     let samples = sampler.stop();
-    let (from, to) = place.steady(first.unwrap_or(last));
+    let (from, to) = setup.steady(first.unwrap_or(last));
     let sum = |of: fn(&SenderStats) -> u64| seen.iter().map(of).sum();
     Ok(ReceiveStats {
-        bits_per_s: interface::rate(&samples, from, to, place.header),
+        bits_per_s: interface::rate(&samples, from, to, setup.header),
         packets: sum(|seen| seen.packets),
         twice: sum(|seen| seen.twice),
         overtaken: sum(|seen| seen.overtaken),
@@ -129,9 +129,9 @@ pub(super) fn listen(place: &ProcessSetup, senders: &[Sender]) -> io::Result<Rec
 }
 
 /// Sends datagrams with `payload` bytes.
-pub(super) fn send(place: &ProcessSetup, to: IpAddr, sender: Sender, payload: usize) -> io::Result<SendStats> {
-    place.wait_for("ready")?;
-    let socket = UdpSocket::bind((place.own, 0))?;
+pub(super) fn send(setup: &ProcessSetup, to: IpAddr, sender: Sender, payload: usize) -> io::Result<SendStats> {
+    setup.wait_for("ready")?;
+    let socket = UdpSocket::bind((setup.own, 0))?;
     SockRef::from(&socket).set_send_buffer_size(BUFFER)?;
     socket.connect(SocketAddr::from((to, PORT)))?;
     socket.set_nonblocking(true)?;
@@ -142,10 +142,10 @@ pub(super) fn send(place: &ProcessSetup, to: IpAddr, sender: Sender, payload: us
     // Several ends must not send in step.
     thread::sleep(TICK.mul_f64(sender.rank as f64 / 16.0).min(TICK));
     let step = TICK.max(Duration::from_secs_f64(1.0 / sender.packets_per_s.max(0.1)));
-    while began.elapsed() < place.length {
+    while began.elapsed() < setup.length {
         due += sender.packets_per_s * step.as_secs_f64();
         tick += step;
-        while due >= 1.0 && began.elapsed() < place.length {
+        while due >= 1.0 && began.elapsed() < setup.length {
             pack(&mut bytes, sender.rank, number);
             match socket.send(&bytes) {
                 Ok(_) => {
@@ -175,18 +175,18 @@ pub(super) fn send(place: &ProcessSetup, to: IpAddr, sender: Sender, payload: us
         }
     }
     sent.seconds = began.elapsed().as_secs_f64();
-    place.signal(&done(sender.rank))?;
+    setup.signal(&done(sender.rank))?;
     Ok(sent)
 }
 
 /// Answers until the other end, which measures, is done.
-pub(super) fn answer(place: &ProcessSetup) -> io::Result<()> {
-    let socket = UdpSocket::bind((place.own, PORT))?;
+pub(super) fn answer(setup: &ProcessSetup) -> io::Result<()> {
+    let socket = UdpSocket::bind((setup.own, PORT))?;
     socket.set_read_timeout(Some(Duration::from_millis(50)))?;
-    place.signal("ready")?;
-    let patience = Instant::now() + place.patience();
+    setup.signal("ready")?;
+    let patience = Instant::now() + setup.patience();
     let mut bytes = [0; LEAST];
-    while !place.has_signal("done") && Instant::now() < patience {
+    while !setup.has_signal("done") && Instant::now() < patience {
         match uninterrupted(|| socket.recv_from(&mut bytes)) {
             Ok((count, from)) => drop(socket.send_to(&bytes[..count], from)?),
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
@@ -197,16 +197,16 @@ pub(super) fn answer(place: &ProcessSetup) -> io::Result<()> {
 }
 
 /// Measures round trips at a pace of their own, so that a burst of losses costs no more than those it takes.
-pub(super) fn ask(place: &ProcessSetup, to: IpAddr, packets_per_s: f64) -> io::Result<Option<Times>> {
-    place.wait_for("ready")?;
-    let socket = UdpSocket::bind((place.own, 0))?;
+pub(super) fn ask(setup: &ProcessSetup, to: IpAddr, packets_per_s: f64) -> io::Result<Option<Times>> {
+    setup.wait_for("ready")?;
+    let socket = UdpSocket::bind((setup.own, 0))?;
     socket.connect(SocketAddr::from((to, PORT)))?;
     let step = Duration::from_secs_f64(1.0 / packets_per_s.max(0.1));
     let (mut times, mut seen) = (Vec::new(), SenderStats::new(0));
     let mut bytes = [0; LEAST];
-    let (end, mut due, mut number) = (Instant::now() + place.length, Instant::now(), 0);
+    let (end, mut due, mut number) = (Instant::now() + setup.length, Instant::now(), 0);
     // There and back.
-    let patience = end + 2 * place.quiet;
+    let patience = end + 2 * setup.quiet;
     while Instant::now() < patience {
         let is_sending = due < end;
         if is_sending && Instant::now() >= due {
@@ -232,7 +232,7 @@ pub(super) fn ask(place: &ProcessSetup, to: IpAddr, packets_per_s: f64) -> io::R
             Err(error) => return Err(error),
         }
     }
-    place.signal("done")?;
+    setup.signal("done")?;
     Ok(Times::of(&times))
 }
 
@@ -329,7 +329,7 @@ mod tests {
         assert_eq!(Times::of(&[3.0, 1.0, 2.0]), Some(times));
     }
 
-    fn place(folder: &tempfile::TempDir) -> ProcessSetup {
+    fn setup(folder: &tempfile::TempDir) -> ProcessSetup {
         ProcessSetup {
             own: [127, 0, 0, 1].into(),
             interface: "lo".into(),
@@ -341,12 +341,12 @@ mod tests {
     }
 
     /// An end that answers all but the numbers from 1 to `lost`, as a burst would have it.
-    fn answer_after(place: &ProcessSetup, lost: u64) {
-        let socket = UdpSocket::bind((place.own, PORT)).unwrap();
+    fn answer_after(setup: &ProcessSetup, lost: u64) {
+        let socket = UdpSocket::bind((setup.own, PORT)).unwrap();
         socket.set_read_timeout(Some(Duration::from_millis(10))).unwrap();
-        place.signal("ready").unwrap();
+        setup.signal("ready").unwrap();
         let mut bytes = [0; LEAST];
-        while !place.has_signal("done") {
+        while !setup.has_signal("done") {
             let Ok((count, from)) = socket.recv_from(&mut bytes) else { continue };
             let (_, number, _) = unpack(&bytes[..count]).unwrap();
             if number == 0 || number > lost {
@@ -359,18 +359,18 @@ mod tests {
     #[test]
     fn what_is_sent_is_heard_and_a_burst_of_losses_ends_no_measurement() {
         let folder = tempfile::tempdir().unwrap();
-        let place = place(&folder);
+        let setup = setup(&folder);
         let sender = Sender { rank: 1, packets_per_s: 1000.0 };
-        let other = place.clone();
+        let other = setup.clone();
         let sending = thread::spawn(move || send(&other, other.own, sender, 100).unwrap());
-        let heard = listen(&place, &[sender]).unwrap();
+        let heard = listen(&setup, &[sender]).unwrap();
         let sent = sending.join().unwrap();
         assert!(sent.packets > 100 && sent.packets <= 310, "{sent:?}");
         assert_eq!((heard.packets + heard.unread, heard.twice), (sent.packets, 0), "{heard:?}");
         let median = heard.delays.unwrap().median;
         assert!(median > 0.0 && median < 1e5, "{heard:?}");
         let folder = tempfile::tempdir().unwrap();
-        let other = self::place(&folder);
+        let other = self::setup(&folder);
         let asking = other.clone();
         let times = thread::spawn(move || ask(&asking, asking.own, 100.0).unwrap());
         answer_after(&other, 10);

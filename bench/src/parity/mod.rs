@@ -47,12 +47,12 @@ pub(crate) fn run(args: &ParityArgs) -> Result<ExitCode, BenchError> {
     let torch = Err("not asked for".into());
     let signals = Signals::catch()?;
     let records = Job { draft, out: out.as_deref(), text, signals: signals.clone(), torch }.records()?;
-    let yardsticks = Baselines::of(&records)?;
+    let baselines = Baselines::of(&records)?;
 
-    let compared = compare(&settings, &records, &yardsticks)?;
-    say(format_args!("\n{}", report::comparison(&settings.variants, yardsticks.cell, &compared)));
+    let compared = compare(&settings, &records, &baselines)?;
+    say(format_args!("\n{}", report::comparison(&settings.variants, baselines.cell, &compared)));
     write(&mut file, &compared)?;
-    let noticed = plant(&settings, &yardsticks, &signals)?;
+    let noticed = plant(&settings, &baselines, &signals)?;
     say(format_args!("\n{}", report::faults(&noticed)));
     write(&mut file, &noticed)?;
     let counted = counted(&settings, &records)?;
@@ -104,43 +104,43 @@ impl<'a> Baselines<'a> {
         let single = |column: Column| {
             let is = |record: &&Record| record.cell.strategy == "single" && Column::of(&record.cell) == Some(column);
             let record = records.iter().find(is).ok_or_else(|| format!("no run of single, {}", column.name()))?;
-            let measured = outcome(record).map_err(|why| format!("the yardstick, single on one rank: {why}"))?;
+            let measured = outcome(record).map_err(|why| format!("the baseline, single on one rank: {why}"))?;
             Ok::<_, String>((Curves::of(measured), &record.cell))
         };
         let (clipped, cell) = single(Column::F32)?;
         let clip: f64 = cell.clip.as_deref().unwrap_or("1").parse()?;
         if !clipped.norms.iter().any(|norm| *norm > clip) {
             return Err(
-                format!("no gradient of the yardstick is longer than {clip}: clipping would not be compared").into()
+                format!("no gradient of the baseline is longer than {clip}: clipping would not be compared").into()
             );
         }
         Ok(Baselines { clipped, unclipped: single(Column::Unclipped)?.0, cell })
     }
 
-    /// The largest relative differences to the yardstick of a column, of losses and of gradient norms.
+    /// The largest relative differences to the baseline of a column, of losses and of gradient norms.
     fn differences(&self, column: Column, curves: Option<Curves>) -> (f64, f64) {
-        let yardstick = if column == Column::Unclipped { &self.unclipped } else { &self.clipped };
+        let baseline = if column == Column::Unclipped { &self.unclipped } else { &self.clipped };
         curves.map_or((f64::INFINITY, f64::INFINITY), |curves| {
-            (difference(&curves.losses, &yardstick.losses), difference(&curves.norms, &yardstick.norms))
+            (difference(&curves.losses, &baseline.losses), difference(&curves.norms, &baseline.norms))
         })
     }
 }
 
 /// Runs as threads beside one device.
-fn compare(settings: &Settings, records: &[Record], yardsticks: &Baselines<'_>) -> Result<Vec<Compared>, BenchError> {
+fn compare(settings: &Settings, records: &[Record], baselines: &Baselines<'_>) -> Result<Vec<Compared>, BenchError> {
     let mut rows = Vec::new();
     for variant in &settings.variants {
         for ranks in &settings.ranks {
             for column in Column::ALL {
                 let is = |cell: &Cell| {
                     Variant::in_cell(cell).is_ok_and(|other| other == *variant)
-                        && (cell.ranks, cell.steps) == (*ranks, yardsticks.cell.steps)
+                        && (cell.ranks, cell.steps) == (*ranks, baselines.cell.steps)
                         && Column::of(cell) == Some(column)
                         && ["none", "local"].contains(&cell.transport.as_str())
                 };
                 let Some(record) = records.iter().find(|record| is(&record.cell)) else { continue };
                 let outcome = outcome(record);
-                let found = yardsticks.differences(column, outcome.as_ref().ok().map(|measured| Curves::of(measured)));
+                let found = baselines.differences(column, outcome.as_ref().ok().map(|measured| Curves::of(measured)));
                 rows.push(Compared::new(*variant, *ranks, column, found, &outcome));
             }
         }
@@ -149,11 +149,7 @@ fn compare(settings: &Settings, records: &[Record], yardsticks: &Baselines<'_>) 
 }
 
 /// Faults are planted in communicators, which only threads of this process can be given: no run of a plan has one.
-fn plant(
-    settings: &Settings,
-    yardsticks: &Baselines<'_>,
-    signals: &Signals,
-) -> Result<Vec<FaultDetection>, BenchError> {
+fn plant(settings: &Settings, baselines: &Baselines<'_>, signals: &Signals) -> Result<Vec<FaultDetection>, BenchError> {
     let plan = settings.draft.clone().set(Axis::Ranks, &[FAULT_RANKS]).without_also().plan()?;
     let bar = bar(plan.cells.len() * Fault::ALL.len());
     let mut rows = Vec::new();
@@ -169,7 +165,7 @@ fn plant(
                 .as_ref()
                 .ok()
                 .map(|summary| Curves { losses: summary.losses.clone(), norms: summary.grad_norms.clone() });
-            rows.push(FaultDetection::new(*variant, fault, yardsticks.differences(Column::F32, curves), &outcome));
+            rows.push(FaultDetection::new(*variant, fault, baselines.differences(Column::F32, curves), &outcome));
             bar.inc(1);
         }
     }

@@ -76,20 +76,20 @@ impl Torch {
         &self,
         job: &CellRun<'_>,
         cell: &Cell,
-        place: &TestNetwork,
+        network: &TestNetwork,
     ) -> Result<CellOutcome, Interrupted> {
         if job.text.tokenizer != TokenizerKind::Gpt2 {
             return Ok(Err(Status::NotAvailable(
                 "PyTorch reads GPT-2's tokens, which a plan has with tokens = true".into(),
             )));
         }
-        match self.measured(job, cell, place) {
+        match self.measured(job, cell, network) {
             Ok(measured) => Ok(Ok((measured, Vec::new()))),
             Err(error) => Ok(Err(status(error)?)),
         }
     }
 
-    fn measured(&self, job: &CellRun<'_>, cell: &Cell, place: &TestNetwork) -> Result<Measured, RunError> {
+    fn measured(&self, job: &CellRun<'_>, cell: &Cell, network: &TestNetwork) -> Result<Measured, RunError> {
         let model = model(cell, job.text.vocabulary)?;
         let tokens = job.text.source.clone().ok_or_else(|| "PyTorch needs a file of tokens".to_string())?;
         // What is alone is our `single`.
@@ -111,7 +111,7 @@ impl Torch {
             arguments.extend([name.into(), value.into()]);
         }
         arguments.extend(["--tokens".into(), tokens.into()]);
-        let captured = self.start(place, arguments, cell.ranks, cell.threads, job.timeout)?;
+        let captured = self.start(network, arguments, cell.ranks, cell.threads, job.timeout)?;
         let said = captured.iter().map(|rank| parse(Some(rank))).collect::<Result<Vec<TorchReport>, _>>()?;
         let tokens_per_step = (cell.batch * model.block_size) as u64;
         Ok(measured(said, model.parameter_count(), tokens_per_step)?)
@@ -119,7 +119,7 @@ impl Torch {
 
     fn start(
         &self,
-        place: &TestNetwork,
+        network: &TestNetwork,
         arguments: Vec<OsString>,
         ranks: usize,
         threads: usize,
@@ -127,10 +127,10 @@ impl Torch {
     ) -> Result<Vec<Captured>, RunError> {
         let script = self.folder.path().join("gpt2_torch.py");
         let arguments = [vec![script.into()], arguments].concat();
-        let mut launch = place.launch(&self.python, arguments, ranks, timeout)?;
+        let mut launch = network.launch(&self.python, arguments, ranks, timeout)?;
         launch.env = vec![
             ("OMP_NUM_THREADS".into(), threads.to_string()),
-            ("GLOO_SOCKET_IFNAME".into(), place.interface().into()),
+            ("GLOO_SOCKET_IFNAME".into(), network.interface().into()),
         ];
         outcome::run(&launch)
     }

@@ -299,7 +299,7 @@ impl Sweep {
             fs::create_dir_all(&traces).map_err(|error| format!("{}: {error}", traces.display()))?;
         }
         let mut file = Appending::open(&self.out.join(results::FILE))?;
-        let mut worlds = TestNetworks::new(self.plan.probe);
+        let mut networks = TestNetworks::new(self.plan.probe);
         let bar = bar(cells.len() * *rounds as usize);
         let axes = Cell::varied(cells.iter());
         let (mut position, mut sound) = (0, true);
@@ -326,14 +326,14 @@ impl Sweep {
                     signals: &self.signals,
                     trace: (*watched && round == 1).then(|| self.out.join(TRACES).join(trace_name(index))),
                 };
-                let (world, probe) = match worlds.of(cell)? {
-                    Ok((world, probe)) => (Ok(world), probe),
+                let (network, probe) = match networks.of(cell)? {
+                    Ok((network, probe)) => (Ok(network), probe),
                     Err(status) => (Err(status), None),
                 };
                 let mut record = match cell.program {
-                    Trainer::Ours => job.run(cell, world)?,
-                    Trainer::Pytorch => job.run_by(cell, world, |world| match &self.torch {
-                        Ok(torch) => torch.train(&job, cell, world),
+                    Trainer::Ours => job.run(cell, network)?,
+                    Trainer::Pytorch => job.run_by(cell, network, |network| match &self.torch {
+                        Ok(torch) => torch.train(&job, cell, network),
                         Err(why) => Ok(Err(Status::NotAvailable(why.clone()))),
                     })?,
                 };

@@ -18,12 +18,12 @@ type Key = (String, usize, String);
 pub(super) struct TestNetworks {
     /// Whether each is measured when it is made.
     probe: bool,
-    worlds: HashMap<Key, (TestNetwork, Option<Probe>)>,
+    networks: HashMap<Key, (TestNetwork, Option<Probe>)>,
 }
 
 impl TestNetworks {
     pub(super) fn new(probe: bool) -> Self {
-        TestNetworks { probe, worlds: HashMap::new() }
+        TestNetworks { probe, networks: HashMap::new() }
     }
 
     /// The network that a cell goes over, with what was measured of it. One whose emulator has died is made anew. Where there is none, the
@@ -33,14 +33,14 @@ impl TestNetworks {
     /// The user has had enough.
     pub(super) fn of(&mut self, cell: &Cell) -> Result<Result<(&TestNetwork, Option<Probe>), Status>, Interrupted> {
         let key = key(cell);
-        if self.worlds.get(&key).is_some_and(|(world, _)| !world.is_alive()) {
-            self.worlds.remove(&key);
+        if self.networks.get(&key).is_some_and(|(network, _)| !network.is_alive()) {
+            self.networks.remove(&key);
         }
-        if self.worlds.len() >= MOST && !self.worlds.contains_key(&key) {
+        if self.networks.len() >= MOST && !self.networks.contains_key(&key) {
             // Whose turn is over, as cells of a link follow one another.
-            self.worlds.clear();
+            self.networks.clear();
         }
-        let (world, probe) = match self.worlds.entry(key) {
+        let (network, probe) = match self.networks.entry(key) {
             Entry::Occupied(old) => old.into_mut(),
             Entry::Vacant(new) => match make(new.key(), self.probe) {
                 Ok(made) => new.insert(made),
@@ -50,7 +50,7 @@ impl TestNetworks {
                 Err(error) => return Ok(Err(status(error)?)),
             },
         };
-        Ok(Ok((world, *probe)))
+        Ok(Ok((network, *probe)))
     }
 }
 
@@ -62,9 +62,9 @@ fn key(cell: &Cell) -> Key {
 fn make((link, ends, congestion): &Key, probe: bool) -> Result<(TestNetwork, Option<Probe>), RunError> {
     let own = if LinkOptions::is_one(link) { link.parse::<LinkOptions>()?.congestion } else { None };
     let congestion = own.or_else(|| (congestion != DEFAULT).then(|| congestion.clone()));
-    let world = TestNetwork::new(&Profile::find(link)?, *ends, congestion.as_deref())?;
-    let probe = if probe { Probe::of(&world)? } else { None };
-    Ok((world, probe))
+    let network = TestNetwork::new(&Profile::find(link)?, *ends, congestion.as_deref())?;
+    let probe = if probe { Probe::of(&network)? } else { None };
+    Ok((network, probe))
 }
 
 /// Whether a cell's ranks are to live in namespaces.

@@ -371,7 +371,7 @@ struct Prepared {
 
 impl Prepared {
     /// `ranks` in all, of which `ranks_here` share this machine.
-    fn new(args: &TrainArgs, ranks: usize, ranks_here: usize, voice: Verbosity) -> Result<Self, CliError> {
+    fn new(args: &TrainArgs, ranks: usize, ranks_here: usize, verbosity: Verbosity) -> Result<Self, CliError> {
         check_ranks(args, ranks, ranks_here)?;
         check_numbers(args)?;
         let optimizer = optimizer(args)?;
@@ -383,7 +383,7 @@ impl Prepared {
         let CheckedDevice { device, largest_tensor } = args.device.open()?;
         let cuda_device = cuda_ordinal(&device).map(usize::from);
         folder::make_writable(&args.out)?;
-        let corpus = load(args, voice)?;
+        let corpus = load(args, verbosity)?;
 
         let mut model = args.preset.config(corpus.vocab_size());
         model.block_size = args.block_size.unwrap_or(model.block_size);
@@ -598,13 +598,13 @@ fn strategy_options(args: &TrainArgs, wire: Precision, ranks_per_node: usize) ->
 }
 
 /// The text, as tokens.
-fn load(args: &TrainArgs, voice: Verbosity) -> Result<Corpus, CliError> {
+fn load(args: &TrainArgs, verbosity: Verbosity) -> Result<Corpus, CliError> {
     let source = CorpusSource::from_path(args.data.clone(), default_cargo_home());
     let cache = TokenCache::of_user().filter(|_| !args.no_token_cache);
     let options = LoadOptions { documents: !args.no_special_tokens, cache };
-    let mut loading = LoadProgress::new(voice.speaks);
+    let mut loading = LoadProgress::new(verbosity.speaks);
     let corpus = Corpus::load_as(&source, args.tokenizer, &options, &mut |now| loading.watch(now))?;
-    loading.finish(options.cache.as_ref().map(TokenCache::folder), voice.warns);
+    loading.finish(options.cache.as_ref().map(TokenCache::folder), verbosity.warns);
     Ok(corpus)
 }
 

@@ -181,11 +181,11 @@ impl TokenCache {
 
     /// Waits until no other process makes what belongs to `key`, and says so to them in turn. `waiting` is called now and then meanwhile.
     /// Where files cannot be locked, or the other makes no progress, it goes on without.
-    pub(super) fn turn(&self, key: Key, waiting: &mut dyn FnMut()) -> CacheLock {
-        self.turn_within(key, PATIENCE, waiting)
+    pub(super) fn lock(&self, key: Key, waiting: &mut dyn FnMut()) -> CacheLock {
+        self.lock_within(key, PATIENCE, waiting)
     }
 
-    fn turn_within(&self, key: Key, patience: Duration, waiting: &mut dyn FnMut()) -> CacheLock {
+    fn lock_within(&self, key: Key, patience: Duration, waiting: &mut dyn FnMut()) -> CacheLock {
         let path = self.path(key, LOCK);
         let nobody = CacheLock { held: None, beats: 0 };
         let open = || {

@@ -90,22 +90,22 @@ impl<'a> Loader<'a> {
             return Ok(entry);
         }
         let total = identity.bytes;
-        let mut turn = cache.turn(source, &mut || (self.watch)(LoadStatus { stage: Stage::Waiting, done: 0, total }));
+        let mut lock = cache.lock(source, &mut || (self.watch)(LoadStatus { stage: Stage::Waiting, done: 0, total }));
         // Who made it while this process waited has kept it.
         if let Some(entry) = known() {
             return Ok(entry);
         }
-        let text = self.read(files, origin, &mut || turn.beat())?;
+        let text = self.read(files, origin, &mut || lock.beat())?;
         let mut hasher = Sha256::new();
         for block in text.chunks(BLOCK) {
             hasher.update(block);
-            turn.beat();
+            lock.beat();
         }
         let key = Key::of(&[&self.how(), &hasher.finalize()]);
         let entry = match cache.entry(key) {
             Some(entry) => entry,
             None => {
-                let entry = self.encode(&text, origin, &mut || turn.beat())?;
+                let entry = self.encode(&text, origin, &mut || lock.beat())?;
                 match cache.keep(key, &entry) {
                     Ok(()) => {
                         let total = entry.bytes;
@@ -250,13 +250,13 @@ impl<'a> Loader<'a> {
         }
         // What cannot be noted need not be waited for.
         let settled = identity.is_settled();
-        let mut turn = settled
-            .then(|| cache.turn(key, &mut || (self.watch)(LoadStatus { stage: Stage::Waiting, done: 0, total })));
+        let mut lock = settled
+            .then(|| cache.lock(key, &mut || (self.watch)(LoadStatus { stage: Stage::Waiting, done: 0, total })));
         if let Some(hash) = cache.source(key) {
             return Ok(hash);
         }
         let hash = hash(tokenizer, train, validation, &mut |more| {
-            turn.iter_mut().for_each(CacheLock::beat);
+            lock.iter_mut().for_each(CacheLock::beat);
             checking(more, &mut self.watch);
         })?;
         if settled && Identity::of(files).is_ok_and(|now| now == identity) {

@@ -130,7 +130,7 @@ impl<'a> Trainer<'a> {
         let tokens = batches.rows_in_step(step) as f64 * self.config.model.block_size as f64;
         let tokens_per_s = tokens / elapsed.as_secs_f64();
         let ranks_here = self.session.ranks_in_process;
-        let lap = self.meter.lap();
+        let interval = self.meter.lap();
         let memory = self.memory();
         let (parts, operations) = (parts(&recording), recording.started);
         let (spans, communications) = recording.into_parts();
@@ -149,9 +149,9 @@ impl<'a> Trainer<'a> {
             bytes_sent: sent.map(|sent| sent.payload),
             messages_sent: sent.map(|sent| sent.messages),
             operations,
-            cpu_utilization: lap.cpu_utilization(rayon::current_num_threads() * ranks_here),
-            gpu_utilization_percent: lap.gpu.as_ref().map(|gpu| gpu.utilization_percent),
-            gpu_memory_bytes: lap.gpu.as_ref().map(|gpu| gpu.peak_memory_bytes),
+            cpu_utilization: interval.cpu_utilization(rayon::current_num_threads() * ranks_here),
+            gpu_utilization_percent: interval.gpu.as_ref().map(|gpu| gpu.utilization_percent),
+            gpu_memory_bytes: interval.gpu.as_ref().map(|gpu| gpu.peak_memory_bytes),
             peak_memory_bytes: memory.map(|usage| usage.total.peak / ranks_here as u64),
             memory,
             spans,

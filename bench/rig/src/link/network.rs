@@ -33,7 +33,7 @@ enum NetworkKind {
 }
 
 impl TestNetwork {
-    /// Takes away what dead runs have left, and makes a world of `ends` ends, for jobs of as many ranks or of a multiple. `congestion` is the
+    /// Takes away what dead runs have left, and makes a network of `ends` ends, for jobs of as many ranks or of a multiple. `congestion` is the
     /// TCP congestion control of everybody, by its kernel name; `None` for the kernel's default. On loopback there are no ends; with a
     /// congestion control it is that of a namespace, where there may be one, and else transports set what they can.
     ///
@@ -72,15 +72,15 @@ impl TestNetwork {
                 NetworkKind::Emulated(Mutex::new(emulator))
             }
         };
-        let world = TestNetwork {
+        let network = TestNetwork {
             profile: profile.clone(),
             congestion: congestion.map(String::from),
             has_netem,
             carried,
             ends,
         };
-        world.set_congestion()?;
-        Ok(world)
+        network.set_congestion()?;
+        Ok(network)
     }
 
     /// Loopback, in a namespace of its own: a route gives everything that goes over it the same congestion control, also what only a
@@ -288,14 +288,14 @@ mod tests {
 
     use super::*;
 
-    /// A world, or why not, which is said.
-    fn world(profile: &Profile, ends: usize) -> Option<TestNetwork> {
+    /// A network, or why not, which is said.
+    fn network(profile: &Profile, ends: usize) -> Option<TestNetwork> {
         if let Some(why) = TestNetwork::unavailable() {
             eprintln!("skipped: {why}");
             return None;
         }
         match TestNetwork::new(profile, ends, None) {
-            Ok(world) => Some(world),
+            Ok(network) => Some(network),
             // Named, and only where it is the reason.
             Err(why) => {
                 assert!(why.contains("tbf") || why.contains("/dev/net/tun"), "{why}");
@@ -309,24 +309,24 @@ mod tests {
         names.iter().all(|name| Path::new(tools::NAMESPACES).join(name).exists())
     }
 
-    fn names(world: &TestNetwork) -> Vec<String> {
-        let mut names: Vec<String> = world.namespaces().map(String::from).collect();
-        if let NetworkKind::Veth(hub) = &world.carried {
+    fn names(network: &TestNetwork) -> Vec<String> {
+        let mut names: Vec<String> = network.namespaces().map(String::from).collect();
+        if let NetworkKind::Veth(hub) = &network.carried {
             names.push(hub.name().into());
         }
         names
     }
 
     #[test]
-    fn a_world_is_gone_when_it_is_dropped() {
-        let Some(world) = world(&Profile::find("lan-1g").unwrap(), 3) else { return };
-        let first = names(&world);
+    fn a_network_is_gone_when_it_is_dropped() {
+        let Some(network) = network(&Profile::find("lan-1g").unwrap(), 3) else { return };
+        let first = names(&network);
         assert!(first.len() == 4 && all_exist(&first));
-        assert!(world.describe().contains("1gbit") && world.describe().contains("3 network namespaces"));
+        assert!(network.describe().contains("1gbit") && network.describe().contains("3 network namespaces"));
         let other = TestNetwork::of(Some(&LinkOptions { rate: None, mtu: 9000, congestion: None })).unwrap();
         assert!(names(&other).iter().all(|name| !first.contains(name)), "they share no namespace");
-        assert_eq!((world.ms_of(1_250_000), other.ms_of(1_250_000)), (Some(10.0), None));
-        drop(world);
+        assert_eq!((network.ms_of(1_250_000), other.ms_of(1_250_000)), (Some(10.0), None));
+        drop(network);
         assert!(first.iter().all(|name| !all_exist(std::slice::from_ref(name))));
     }
 
@@ -343,18 +343,18 @@ mod tests {
 
     #[test]
     fn loopback_takes_nothing() {
-        let world = TestNetwork::new(&Profile::find("loopback").unwrap(), 4, None).unwrap();
-        assert_eq!((world.ends(), world.interface(), world.describe().as_str()), (0, "lo", "loopback"));
-        assert!(world.addresses().is_none() && world.pipes().unwrap().is_empty() && world.ms_of(1).is_none());
+        let network = TestNetwork::new(&Profile::find("loopback").unwrap(), 4, None).unwrap();
+        assert_eq!((network.ends(), network.interface(), network.describe().as_str()), (0, "lo", "loopback"));
+        assert!(network.addresses().is_none() && network.pipes().unwrap().is_empty() && network.ms_of(1).is_none());
     }
 
     #[test]
     fn loopback_with_a_congestion_control_is_in_a_namespace_where_there_may_be_one() {
-        let world = TestNetwork::new(&Profile::find("loopback").unwrap(), 4, Some("reno")).unwrap();
+        let network = TestNetwork::new(&Profile::find("loopback").unwrap(), 4, Some("reno")).unwrap();
         let expected = usize::from(TestNetwork::unavailable().is_none());
-        assert_eq!((world.ends(), world.interface()), (expected, "lo"));
-        assert_eq!(world.describe().contains("reno"), expected == 1, "{}", world.describe());
-        assert!(world.addresses().is_none() && world.pipes().unwrap().is_empty() && world.ms_of(1).is_none());
+        assert_eq!((network.ends(), network.interface()), (expected, "lo"));
+        assert_eq!(network.describe().contains("reno"), expected == 1, "{}", network.describe());
+        assert!(network.addresses().is_none() && network.pipes().unwrap().is_empty() && network.ms_of(1).is_none());
     }
 
     #[test]

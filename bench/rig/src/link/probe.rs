@@ -49,11 +49,11 @@ impl Probe {
     ///
     /// # Errors
     /// Why it cannot be, or that the user interrupted it.
-    pub fn of(world: &TestNetwork) -> Result<Option<Probe>, RunError> {
-        let Some(ends) = world.addresses() else { return Ok(None) };
+    pub fn of(network: &TestNetwork) -> Result<Option<Probe>, RunError> {
+        let Some(ends) = network.addresses() else { return Ok(None) };
         let (host, port) = ends.meeting();
         let arguments = vec!["link-probe".into(), format!("{host}:{port}").into()];
-        let launch = world.launch(&this_program()?, arguments, 2, 3 * PATIENCE)?;
+        let launch = network.launch(&this_program()?, arguments, 2, 3 * PATIENCE)?;
         let captured = outcome::run(&launch)?;
         let said = captured.first().map_or("", |rank| rank.stdout.trim());
         let probe =

@@ -57,30 +57,30 @@ pub fn status(error: RunError) -> Result<Status, Interrupted> {
 }
 
 impl CellRun<'_> {
-    /// Trains as the cell says, over `world`. A run that fails is a record that says why.
+    /// Trains as the cell says, over `network`. A run that fails is a record that says why.
     ///
     /// # Errors
     /// [`Interrupted`] when the user interrupts it.
-    pub fn run(&self, cell: &Cell, world: Result<&TestNetwork, Status>) -> Result<Record, Interrupted> {
-        self.run_by(cell, world, |world| self.train(cell, world))
+    pub fn run(&self, cell: &Cell, network: Result<&TestNetwork, Status>) -> Result<Record, Interrupted> {
+        self.run_by(cell, network, |network| self.train(cell, network))
     }
 
-    /// The record of what `train` does over `world`.
+    /// The record of what `train` does over `network`.
     ///
     /// # Errors
     /// As [`run`](CellRun::run).
     pub fn run_by(
         &self,
         cell: &Cell,
-        world: Result<&TestNetwork, Status>,
+        network: Result<&TestNetwork, Status>,
         train: impl FnOnce(&TestNetwork) -> Result<CellOutcome, Interrupted>,
     ) -> Result<Record, Interrupted> {
         let started_unix_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
         let began = Instant::now();
-        let player = world.as_ref().ok().and_then(|world| world.process());
+        let player = network.as_ref().ok().and_then(|network| network.process());
         let watch = Watch::start(player.into_iter().collect());
-        let ended = match &world {
-            Ok(world) => train(world)?,
+        let ended = match &network {
+            Ok(network) => train(network)?,
             Err(status) => Err(status.clone()),
         };
         let wall_s = began.elapsed().as_secs_f64();
@@ -88,7 +88,7 @@ impl CellRun<'_> {
         flags.extend(machine::shared_cores(cell.ranks, cell.threads).filter(|_| ended.is_ok()));
         let outcome = ended.and_then(|(measured, doubts)| {
             flags.extend(doubts);
-            let link = world.map_or_else(|_| Ok(Link::default()), |world| link(world, &mut flags));
+            let link = network.map_or_else(|_| Ok(Link::default()), |network| link(network, &mut flags));
             Ok(Measured { link: link.map_err(Status::Failed)?, ..measured })
         });
         let (status, measured) = match outcome {
@@ -110,7 +110,7 @@ impl CellRun<'_> {
         })
     }
 
-    fn train(&self, cell: &Cell, world: &TestNetwork) -> Result<CellOutcome, Interrupted> {
+    fn train(&self, cell: &Cell, network: &TestNetwork) -> Result<CellOutcome, Interrupted> {
         let failed = |why: String| Ok(Err(Status::Failed(why)));
         // Who is alone has nobody to talk to.
         let rung: Option<Rung> = match cell.strategy.as_str() {
@@ -131,7 +131,7 @@ impl CellRun<'_> {
             Err(why) => return failed(why),
         };
         self.signals.check()?;
-        match training.run(world) {
+        match training.run(network) {
             Ok(outputs) => Ok(self.measured(cell, outputs).map_err(Status::Failed)),
             Err(error) => Ok(Err(status(error)?)),
         }
@@ -241,9 +241,9 @@ fn trained(summaries: &[Summary]) -> Trained {
 }
 
 /// What the link did, with a doubt where it was not itself.
-fn link(world: &TestNetwork, flags: &mut Vec<Flag>) -> Result<Link, String> {
-    flags.extend(world.bottleneck()?.map(|what| Flag { kind: FlagKind::EmulatorBehind, what }));
-    Ok(Link { description: world.describe(), emulator: world.pipes()?, probe: None })
+fn link(network: &TestNetwork, flags: &mut Vec<Flag>) -> Result<Link, String> {
+    flags.extend(network.bottleneck()?.map(|what| Flag { kind: FlagKind::EmulatorBehind, what }));
+    Ok(Link { description: network.describe(), emulator: network.pipes()?, probe: None })
 }
 
 /// The last steps of a run, which are as steady as any.

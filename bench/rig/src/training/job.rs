@@ -66,11 +66,11 @@ impl Training {
         }
     }
 
-    /// Runs it over `world`, whose counters begin anew; what each process leaves, in order.
+    /// Runs it over `network`, whose counters begin anew; what each process leaves, in order.
     ///
     /// # Errors
     /// The first thing that went wrong, that the time was up, or that a signal came.
-    pub fn run(&self, world: &TestNetwork) -> Result<Vec<RankOutput>, RunError> {
+    pub fn run(&self, network: &TestNetwork) -> Result<Vec<RankOutput>, RunError> {
         let mut builder = tempfile::Builder::new();
         builder.prefix(FOLDER);
         let folder = match &self.within {
@@ -78,10 +78,10 @@ impl Training {
             None => builder.tempdir(),
         };
         let folder = folder.map_err(|error| format!("no temporary folder: {error}"))?;
-        let arguments = rank::arguments(&self.task(world, folder.path()), folder.path())?;
+        let arguments = rank::arguments(&self.task(network, folder.path()), folder.path())?;
         let processes = self.processes();
-        let launch = world.launch(&rank::this_program()?, arguments, processes, self.timeout)?;
-        world.reset_counters()?;
+        let launch = network.launch(&rank::this_program()?, arguments, processes, self.timeout)?;
+        network.reset_counters()?;
         outcome::run(&launch)?;
         Ok((0..processes).map(|rank| RankOutput::of(folder.path(), rank)).collect::<Result<_, _>>()?)
     }
@@ -101,7 +101,7 @@ impl Training {
         if self.rung.is_some_and(Rung::is_threads) { 1 } else { self.ranks }
     }
 
-    fn task(&self, world: &TestNetwork, results: &Path) -> Task {
+    fn task(&self, network: &TestNetwork, results: &Path) -> Task {
         Task {
             config: self.config.clone(),
             rung: self.rung,
@@ -112,9 +112,9 @@ impl Training {
             source: self.source.clone(),
             tokenizer: self.tokenizer,
             network: Network {
-                addresses: world.addresses(),
-                interface: world.interface().into(),
-                shared: world.ends() < self.ranks,
+                addresses: network.addresses(),
+                interface: network.interface().into(),
+                shared: network.ends() < self.ranks,
             },
             watched: self.watched,
             planted: self.planted.clone(),

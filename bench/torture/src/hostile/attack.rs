@@ -199,16 +199,16 @@ impl Attack<'_> {
                 tallies.entry(*kind).or_default().merge(&tally);
             }
             while let Some(done) = under_way.try_join_next() {
-                let Ok((kind, fate)) = done else { continue };
-                tallies.entry(kind).or_default().add(fate);
+                let Ok((kind, outcome)) = done else { continue };
+                tallies.entry(kind).or_default().add(outcome);
             }
             sleep(Duration::from_millis(1)).await;
         }
         // Those who are still there leave now.
         self.over.send_replace(true);
         while let Some(done) = under_way.join_next().await {
-            if let Ok((kind, fate)) = done {
-                tallies.entry(kind).or_default().add(fate);
+            if let Ok((kind, outcome)) = done {
+                tallies.entry(kind).or_default().add(outcome);
             }
         }
         self.over.send_replace(false);
@@ -234,7 +234,7 @@ impl Attack<'_> {
         n: u64,
         patience: Duration,
     ) -> Result<(), BenchError> {
-        if kind.means() == AttackMethod::Handshake {
+        if kind.method() == AttackMethod::Handshake {
             if let (Some(control), Some(job)) = (self.control, self.stolen.clone())
                 && control == address
             {
@@ -246,20 +246,20 @@ impl Attack<'_> {
         let mut over = self.over.subscribe();
         under_way.spawn(async move {
             let since = Instant::now();
-            let fate = tokio::select! {
-                fate = tcp::play(address, &acts, patience) => fate,
+            let outcome = tokio::select! {
+                outcome = tcp::play(address, &acts, patience) => outcome,
                 _ = over.wait_for(|over| *over) => {
                     AttackOutcome { end: End::StillThere, lasted: since.elapsed(), ..AttackOutcome::default() }
                 }
             };
-            (kind, fate)
+            (kind, outcome)
         });
         Ok(())
     }
 
     /// `count` strangers of one kind, or as many as come until `end`.
     async fn running(&mut self, kind: Kind, count: u64, end: Instant) -> Result<Tally, BenchError> {
-        match kind.means() {
+        match kind.method() {
             AttackMethod::Script if kind == Kind::Hold => self.hold(count, end).await,
             AttackMethod::Script | AttackMethod::Handshake => self.many(kind, count, end).await,
             AttackMethod::Datagram => {
@@ -278,7 +278,7 @@ impl Attack<'_> {
             if Instant::now() >= end || self.job.is_over() {
                 break;
             }
-            let ports = match (kind.means(), self.control) {
+            let ports = match (kind.method(), self.control) {
                 (AttackMethod::Handshake, Some(control)) => vec![control],
                 _ => self.addresses(Protocol::Tcp),
             };
@@ -286,14 +286,14 @@ impl Attack<'_> {
             let patience = end.saturating_duration_since(Instant::now()).clamp(SHORTEST, PATIENCE);
             self.dispatch(&mut under_way, kind, *address, n, patience)?;
             if under_way.len() >= AT_ONCE
-                && let Some(Ok((_, fate))) = under_way.join_next().await
+                && let Some(Ok((_, outcome))) = under_way.join_next().await
             {
-                tally.add(fate);
+                tally.add(outcome);
             }
         }
         while let Some(done) = under_way.join_next().await {
-            if let Ok((_, fate)) = done {
-                tally.add(fate);
+            if let Ok((_, outcome)) = done {
+                tally.add(outcome);
             }
         }
         Ok(tally)
@@ -325,7 +325,7 @@ impl Attack<'_> {
     }
 
     async fn clients(&mut self, kind: Kind, count: u64, end: Instant) -> Result<Tally, BenchError> {
-        let config = quic::client(disguise(kind), CLIENT_PATIENCE)?;
+        let config = quic::client(identity(kind), CLIENT_PATIENCE)?;
         let endpoint = Endpoint::client("127.0.0.1:0".parse()?)?;
         let mut tally = Tally::default();
         let mut under_way = JoinSet::new();
@@ -356,23 +356,23 @@ impl Attack<'_> {
         kind: Kind,
         address: SocketAddr,
     ) -> Result<(), BenchError> {
-        let config = quic::client(disguise(kind), EARLY_PATIENCE)?;
+        let config = quic::client(identity(kind), EARLY_PATIENCE)?;
         let endpoint = Endpoint::client("127.0.0.1:0".parse()?)?;
         for _ in 0..EARLY_CLIENTS {
             let (endpoint, config, mut over) = (endpoint.clone(), config.clone(), self.over.subscribe());
             under_way.spawn(async move {
-                let fate = tokio::select! {
-                    fate = try_connect(&endpoint, config, address) => fate,
+                let outcome = tokio::select! {
+                    outcome = try_connect(&endpoint, config, address) => outcome,
                     _ = over.wait_for(|over| *over) => AttackOutcome { end: End::Ignored, ..AttackOutcome::default() },
                 };
-                (kind, fate)
+                (kind, outcome)
             });
         }
         Ok(())
     }
 }
 
-fn disguise(kind: Kind) -> ClientIdentity {
+fn identity(kind: Kind) -> ClientIdentity {
     match kind {
         Kind::NoCertificate => ClientIdentity::NoCertificate,
         Kind::ForeignCertificate => ClientIdentity::OwnCertificate,

@@ -121,13 +121,13 @@ impl Kind {
     }
 
     pub(super) fn protocol(self) -> Protocol {
-        match self.means() {
+        match self.method() {
             AttackMethod::Script | AttackMethod::Handshake => Protocol::Tcp,
             AttackMethod::Datagram | AttackMethod::Client => Protocol::Udp,
         }
     }
 
-    pub(super) fn means(self) -> AttackMethod {
+    pub(super) fn method(self) -> AttackMethod {
         match self {
             Kind::WrongSecret | Kind::OldEpoch | Kind::OtherJob | Kind::Double | Kind::WorldSize => {
                 AttackMethod::Handshake
@@ -283,7 +283,7 @@ mod tests {
     fn scripts_of_a_kind_differ_where_they_should() {
         let recipes = Recipes::collect().unwrap();
         let mut random = SplitMix64::new(1);
-        for kind in Kind::ALL.into_iter().filter(|kind| kind.means() == AttackMethod::Script) {
+        for kind in Kind::ALL.into_iter().filter(|kind| kind.method() == AttackMethod::Script) {
             for n in 0..200 {
                 let acts = script(kind, n, &recipes, &mut random).unwrap();
                 match kind {

@@ -39,12 +39,12 @@ const ALPN: &[u8] = b"isocomm/1";
 ///
 /// # Errors
 /// Where no certificate can be made.
-pub(super) fn client(disguise: ClientIdentity, patience: Duration) -> Result<ClientConfig, BenchError> {
+pub(super) fn client(identity: ClientIdentity, patience: Duration) -> Result<ClientConfig, BenchError> {
     let builder = rustls::ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
         .with_protocol_versions(&[&rustls::version::TLS13])?
         .dangerous()
         .with_custom_certificate_verifier(Arc::new(AcceptAnyServer));
-    let mut crypto = if disguise == ClientIdentity::NoCertificate {
+    let mut crypto = if identity == ClientIdentity::NoCertificate {
         builder.with_no_client_auth()
     } else {
         let key = rcgen::KeyPair::generate()?;
@@ -53,7 +53,7 @@ pub(super) fn client(disguise: ClientIdentity, patience: Duration) -> Result<Cli
         builder.with_client_auth_cert(vec![certificate.der().clone()], key)?
     };
     crypto.alpn_protocols =
-        vec![if disguise == ClientIdentity::OtherProtocol { b"h3".to_vec() } else { ALPN.to_vec() }];
+        vec![if identity == ClientIdentity::OtherProtocol { b"h3".to_vec() } else { ALPN.to_vec() }];
     let mut transport = TransportConfig::default();
     // The idle timeout is at least three probe timeouts.
     transport.initial_rtt(Duration::from_millis(20));
@@ -91,13 +91,13 @@ fn describe(error: &quinn::ConnectionError) -> String {
 /// Where sockets cannot be had.
 pub(super) fn connect_once(
     address: SocketAddr,
-    disguise: ClientIdentity,
+    identity: ClientIdentity,
     patience: Duration,
 ) -> Result<ConnectResult, BenchError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let endpoint = Endpoint::client("127.0.0.1:0".parse()?)?;
-        let config = client(disguise, patience)?;
+        let config = client(identity, patience)?;
         Ok(try_connect(&endpoint, config, address).await)
     })
 }

@@ -215,7 +215,7 @@ pub(super) fn table(rows: &[KindRow]) -> String {
 
 fn line(row: &KindRow) -> [String; 9] {
     let rise = |value: Option<String>| value.map_or("-".into(), |value| format!("+{value}"));
-    let fate = match &row.left_out {
+    let ends = match &row.left_out {
         Some(why) => format!("left out: {why}"),
         None if row.tally.answered > 0 => {
             format!("{} ({} heard something, at most {} B)", row.tally.ends(), row.tally.answered, row.tally.heard_most)
@@ -231,7 +231,7 @@ fn line(row: &KindRow) -> [String; 9] {
         rise(row.descriptors_rise.map(|count| count.to_string())),
         rise(row.threads_rise.map(|count| count.to_string())),
         if row.tally.closed + row.tally.refused > 0 { format!("{:.0}", row.tally.longest_ms) } else { "-".into() },
-        fate,
+        ends,
     ]
 }
 

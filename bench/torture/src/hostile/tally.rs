@@ -63,13 +63,13 @@ pub(super) struct Tally {
 }
 
 impl Tally {
-    pub(super) fn add(&mut self, fate: AttackOutcome) {
-        let lasted = fate.lasted.as_secs_f64() * 1e3;
+    pub(super) fn add(&mut self, outcome: AttackOutcome) {
+        let lasted = outcome.lasted.as_secs_f64() * 1e3;
         self.tried += 1;
-        self.answered += u64::from(fate.heard > 0);
-        self.heard_most = self.heard_most.max(fate.heard);
-        self.overdue += u64::from(fate.is_overdue);
-        match fate.end {
+        self.answered += u64::from(outcome.heard > 0);
+        self.heard_most = self.heard_most.max(outcome.heard);
+        self.overdue += u64::from(outcome.is_overdue);
+        match outcome.end {
             End::NoPort => self.no_port += 1,
             End::NotConnected => self.not_connected += 1,
             End::Left => self.left += 1,

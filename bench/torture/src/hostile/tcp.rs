@@ -143,9 +143,9 @@ mod tests {
         let address = listener.local_addr().unwrap();
         let job = thread::spawn(move || answer(listener.accept().unwrap().0));
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        let fate = runtime.block_on(play(address, acts, Duration::from_millis(400)));
+        let outcome = runtime.block_on(play(address, acts, Duration::from_millis(400)));
         job.join().unwrap();
-        fate
+        outcome
     }
 
     #[test]

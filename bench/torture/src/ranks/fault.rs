@@ -6,7 +6,7 @@ use isocomm::{Medium, TransportKind};
 use serde::{Deserialize, Serialize};
 
 use super::protocol::ErrorReport;
-use super::sys::may_deafen;
+use super::sys::may_filter_sockets;
 use super::when::When;
 
 /// What happens to the victim.
@@ -84,7 +84,7 @@ impl Fault {
 
     /// Why it makes no sense there; `None` where it does.
     pub(crate) fn not_applicable(self, transport: TransportKind, when: When) -> Option<&'static str> {
-        if matches!(self, Fault::Cut | Fault::HalfOpen) && !may_deafen() {
+        if matches!(self, Fault::Cut | Fault::HalfOpen) && !may_filter_sockets() {
             return Some("only root may put filters on sockets on this system; run as root");
         }
         match (self, transport.medium()) {

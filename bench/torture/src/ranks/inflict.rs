@@ -45,14 +45,14 @@ pub(crate) fn sockets(control: &ControlConnections) -> io::Result<Event> {
 ///
 /// # Errors
 /// The kernel's.
-pub(crate) fn deafen(whom: &BlockSockets, control: &ControlConnections) -> io::Result<()> {
+pub(crate) fn block_sockets(whom: &BlockSockets, control: &ControlConnections) -> io::Result<()> {
     for socket in Socket::all()? {
         let is_control = control.has(&socket);
         let is_meant = if is_control { whom.control } else { whom.data };
         if is_meant || socket.peer.is_some_and(|peer| whom.peers.contains(&peer)) {
-            socket.deafen()?;
+            socket.block()?;
         } else if socket.is_udp() && !whom.ports.is_empty() {
-            socket.deafen_to(&whom.ports)?;
+            socket.block_from(&whom.ports)?;
         }
     }
     Ok(())

@@ -69,7 +69,7 @@ struct RandomOperation {
     root: u64,
     count: usize,
     lane: usize,
-    way: CallMode,
+    mode: CallMode,
     algorithm: Option<Algorithm>,
     seed: u64,
 }
@@ -89,7 +89,7 @@ fn perform(comm: &dyn Communicator, plans: &[RandomOperation], work: &mut WorkRe
             root: (drawn.root % ranks as u64) as usize,
             count: drawn.count,
             lane: drawn.lane,
-            way: drawn.way,
+            mode: drawn.mode,
             algorithm: drawn.algorithm.filter(|algorithm| supports(*algorithm, kind, drawn.dtype, ranks)),
         };
         let outcome: Outcome<'_> = with_sample!(
@@ -149,8 +149,8 @@ impl RandomOperations {
         // As many small sizes as large ones, octave by octave.
         let octaves = (most_bytes.max(1) as f64).log2();
         let bytes = (octaves * self.0.unit()).exp2() as usize;
-        let ways = [CallMode::Borrowed, CallMode::Blocking, CallMode::Background];
-        let drawn = self.of(&ways);
+        let modes = [CallMode::Borrowed, CallMode::Blocking, CallMode::Background];
+        let drawn = self.of(&modes);
         RandomOperation {
             collective: self.of(&Collective::ALL),
             reduction: self.of(&Reduction::ALL),
@@ -158,7 +158,7 @@ impl RandomOperations {
             root: self.0.next_u64(),
             count: (bytes / dtype.size()).max(1),
             lane: self.below(lanes),
-            way: if together { CallMode::Background } else { drawn },
+            mode: if together { CallMode::Background } else { drawn },
             algorithm: self.one_in(3).then(|| self.of(&Algorithm::ALL)),
             seed: self.0.next_u64(),
         }

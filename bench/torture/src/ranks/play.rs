@@ -58,8 +58,8 @@ pub(crate) fn fault(
             played.busy_ms = u64::try_from((times.liveness + Duration::from_millis(700)).as_millis()).unwrap_or(0);
             played.at = inflict(group, victim, SelfFault::Busy(played.busy_ms))?;
         }
-        Fault::Cut => played.at = deafen(group, victim, others, true)?,
-        Fault::HalfOpen => played.at = deafen(group, victim, others, false)?,
+        Fault::Cut => played.at = block(group, victim, others, true)?,
+        Fault::HalfOpen => played.at = block(group, victim, others, false)?,
         Fault::Restart => {
             sys::signal(group.process_id(victim), libc::SIGKILL);
             // The outcome of the late process is not waited for.
@@ -126,7 +126,7 @@ fn inflict(group: &mut Group, victim: Number, what: SelfFault) -> Result<u64, St
 }
 
 /// Cuts what the victim hears and what the others hear from it; when that began.
-fn deafen(group: &mut Group, victim: Number, others: &[Number], with_control: bool) -> Result<u64, String> {
+fn block(group: &mut Group, victim: Number, others: &[Number], with_control: bool) -> Result<u64, String> {
     group.tell(victim, &Command::Sockets);
     let said = group.hear_each(&[victim], Instant::now() + SOON, |event| match event {
         Event::Sockets { control, data, udp } => Some((control.clone(), data.clone(), udp.clone())),
@@ -141,15 +141,18 @@ fn deafen(group: &mut Group, victim: Number, others: &[Number], with_control: bo
         peers.extend(control);
     }
     let at = now();
-    group.tell(victim, &Command::Deafen(BlockSockets { data: true, control: with_control, ..BlockSockets::default() }));
+    group.tell(
+        victim,
+        &Command::BlockSockets(BlockSockets { data: true, control: with_control, ..BlockSockets::default() }),
+    );
     for other in others {
-        let deafen = BlockSockets { peers: peers.clone(), ports: ports.clone(), ..BlockSockets::default() };
-        group.tell(*other, &Command::Deafen(deafen));
+        let blocked = BlockSockets { peers: peers.clone(), ports: ports.clone(), ..BlockSockets::default() };
+        group.tell(*other, &Command::BlockSockets(blocked));
     }
     let mut all = others.to_vec();
     all.push(victim);
     let said = group.hear_each(&all, Instant::now() + SOON, |event| match event {
-        Event::Deafened { error } => Some(error.clone()),
+        Event::SocketsBlocked { error } => Some(error.clone()),
         _ => None,
     });
     match said.into_iter().find(|said| !matches!(said, Some(None))) {

@@ -24,7 +24,7 @@ pub(crate) enum Command {
     /// Say which sockets there are.
     Sockets,
     /// Receive nothing any more on these.
-    Deafen(BlockSockets),
+    BlockSockets(BlockSockets),
     /// Do this to yourself.
     Inflict(SelfFault),
     /// After [`SelfFault::Silent`]: go on.
@@ -125,7 +125,7 @@ pub(crate) enum Event {
         data: Vec<SocketAddr>,
         udp: Vec<u16>,
     },
-    Deafened {
+    SocketsBlocked {
         error: Option<String>,
     },
     /// The fault that was asked for begins.

@@ -115,10 +115,10 @@ impl Shared {
                 Command::Resume => self.set(|state| state.resumes = true),
                 Command::Stop => self.stop(),
                 Command::Sockets => say(&self.sockets()),
-                Command::Deafen(whom) => {
+                Command::BlockSockets(whom) => {
                     let known = self.lock().control.clone().unwrap_or_default();
-                    let error = inflict::deafen(&whom, &known).err().map(|error| error.to_string());
-                    say(&Event::Deafened { error });
+                    let error = inflict::block_sockets(&whom, &known).err().map(|error| error.to_string());
+                    say(&Event::SocketsBlocked { error });
                 }
                 Command::Inflict(fault) => self.inflict(fault),
             }

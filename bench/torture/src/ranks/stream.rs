@@ -94,7 +94,7 @@ impl Stream<'_> {
             root: number % ranks,
             count: COUNTS[number % COUNTS.len()],
             lane: 0,
-            way: CallMode::Borrowed,
+            mode: CallMode::Borrowed,
             algorithm: None,
         };
         // So many that every root meets every length.

@@ -88,15 +88,15 @@ impl Socket {
     ///
     /// # Errors
     /// The kernel's.
-    pub(crate) fn deafen(&self) -> io::Result<()> {
+    pub(crate) fn block(&self) -> io::Result<()> {
         SockRef::from(&self.own).attach_filter(&[SockFilter::new(RETURN, 0, 0, 0)])
     }
 
-    /// From now on no datagram that was sent from `port` reaches this UDP socket.
+    /// From now on no datagram that was sent from one of `ports` reaches this UDP socket.
     ///
     /// # Errors
     /// The kernel's.
-    pub(crate) fn deafen_to(&self, ports: &[u16]) -> io::Result<()> {
+    pub(crate) fn block_from(&self, ports: &[u16]) -> io::Result<()> {
         // A filter of a UDP socket sees the UDP header first: the source port is its first half-word.
         let mut program = vec![SockFilter::new(LOAD_HALF, 0, 0, 0)];
         for port in ports {
@@ -136,7 +136,7 @@ impl Socket {
 }
 
 /// Whether this user may put filters on sockets, which some systems keep for root, of some kinds of socket or of filter.
-pub(crate) fn may_deafen() -> bool {
+pub(crate) fn may_filter_sockets() -> bool {
     let nothing = [SockFilter::new(RETURN, 0, 0, 0)];
     let takes = |kind| socket2::Socket::new(Domain::IPV4, kind, None).and_then(|socket| socket.attach_filter(&nothing));
     [Type::STREAM, Type::DGRAM].into_iter().all(|kind| takes(kind).is_ok())
@@ -165,13 +165,13 @@ mod tests {
     }
 
     #[test]
-    fn a_deaf_socket_hears_nothing_and_the_other_end_sees_no_end() {
-        if !may_deafen() {
+    fn a_blocked_socket_receives_nothing_and_the_other_end_sees_no_end() {
+        if !may_filter_sockets() {
             eprintln!("skipped: this system lets only root put filters on sockets");
             return;
         }
         let (near, mut far) = pair();
-        socket_of(near.local_addr().unwrap()).deafen().unwrap();
+        socket_of(near.local_addr().unwrap()).block().unwrap();
         far.write_all(b"hello").unwrap();
         near.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
         assert_eq!((&near).read(&mut [0; 8]).unwrap_err().kind(), io::ErrorKind::WouldBlock);
@@ -196,7 +196,7 @@ mod tests {
 
     #[test]
     fn datagrams_are_told_apart_by_where_they_come_from() {
-        if !may_deafen() {
+        if !may_filter_sockets() {
             eprintln!("skipped: this system lets only root put filters on sockets");
             return;
         }
@@ -204,13 +204,13 @@ mod tests {
         let (hearer, one, other) = (bind(), bind(), bind());
         let address = hearer.local_addr().unwrap();
         let socket = Socket::all().unwrap().into_iter().find(|socket| socket.local == address).unwrap();
-        socket.deafen_to(&[7, one.local_addr().unwrap().port()]).unwrap();
+        socket.block_from(&[7, one.local_addr().unwrap().port()]).unwrap();
         one.send_to(b"one", address).unwrap();
         other.send_to(b"other", address).unwrap();
         hearer.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
         let mut bytes = [0; 8];
         assert_eq!(hearer.recv(&mut bytes).unwrap(), 5);
-        socket.deafen().unwrap();
+        socket.block().unwrap();
         other.send_to(b"other", address).unwrap();
         hearer.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
         assert!(hearer.recv(&mut bytes).is_err());

@@ -61,7 +61,7 @@ pub(crate) struct Step {
     /// Elements, rounded up to a whole block for each rank by an all-to-all.
     pub(crate) count: usize,
     pub(crate) lane: usize,
-    pub(crate) way: CallMode,
+    pub(crate) mode: CallMode,
     pub(crate) algorithm: Option<Algorithm>,
 }
 
@@ -158,7 +158,7 @@ impl<T: Sample> Prepared<T> {
         if self.step.collective == Collective::SendRecv {
             return self.shift(comm, values);
         }
-        match self.step.way {
+        match self.step.mode {
             CallMode::Borrowed => {
                 let mut call = BorrowedCall::new(self.op, ViewMut::of(&mut values));
                 call.algorithm = self.step.algorithm;
@@ -166,9 +166,9 @@ impl<T: Sample> Prepared<T> {
                 let done = comm.run_borrowed(call).map(|()| values);
                 Started { handle: None, done: Some(done), sent: None }
             }
-            way => {
+            mode => {
                 let mut call = Call::background(self.op, Buffer::from_vec(values), self.step.lane);
-                if way == CallMode::Blocking {
+                if mode == CallMode::Blocking {
                     call.mode = comm_core::Mode::Blocking;
                 }
                 call.algorithm = self.step.algorithm;
@@ -196,7 +196,7 @@ impl<T: Sample> Prepared<T> {
         let sent = comm.start(send);
         let receive = Op::Recv { from: previous };
         let lane = shift_lane(previous, ranks);
-        if self.step.way == CallMode::Background {
+        if self.step.mode == CallMode::Background {
             let call = Call::background(receive, Buffer::from_vec(received), lane);
             return Started { handle: Some(comm.start(call)), done: None, sent: Some(sent) };
         }
@@ -252,14 +252,14 @@ mod tests {
     fn every_collective_leaves_what_was_foreseen_and_a_wrong_element_shows() {
         for ranks in [1, 2, 3, 4] {
             for collective in Collective::ALL {
-                for way in [CallMode::Borrowed, CallMode::Blocking, CallMode::Background] {
+                for mode in [CallMode::Borrowed, CallMode::Blocking, CallMode::Background] {
                     for count in [1, 7, 1000] {
                         let root = ranks - 1;
                         let reduction = Reduction::Sum;
-                        let step = Step { collective, reduction, root, count, lane: 0, way, algorithm: None };
+                        let step = Step { collective, reduction, root, count, lane: 0, mode, algorithm: None };
                         let outcomes = thread_group(ranks, &step);
                         for (wrong, checked) in outcomes {
-                            assert_eq!(wrong, 0, "{collective} {way:?} {count} {ranks}");
+                            assert_eq!(wrong, 0, "{collective} {mode:?} {count} {ranks}");
                             assert!(checked > 0 || collective == Collective::Barrier || count < ranks);
                         }
                     }
@@ -272,7 +272,7 @@ mod tests {
             root: 0,
             count: 9,
             lane: 0,
-            way: CallMode::Borrowed,
+            mode: CallMode::Borrowed,
             algorithm: None,
         };
         let prepared = Prepared::<f32>::new(step, 1, 1, 0);

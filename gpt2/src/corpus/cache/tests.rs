@@ -349,23 +349,23 @@ fn who_waits_goes_on_when_the_other_stops_getting_on() {
     let folder = tempfile::tempdir().unwrap();
     let cache = TokenCache::new(folder.path().to_owned());
     let key = Key::of(&[b"a"]);
-    let mut held = cache.turn(key, &mut || panic!("nobody has it"));
+    let mut held = cache.lock(key, &mut || panic!("nobody has it"));
     assert!(held.held.is_some());
     // As long as the other shows that it lives, it is waited for.
     let (mut waits, patience) = (0, Duration::from_millis(500));
     let since = Instant::now();
-    let turn = cache.turn_within(key, patience, &mut || {
+    let lock = cache.lock_within(key, patience, &mut || {
         waits += 1;
         if waits <= 50 {
             held.beat();
         }
     });
-    assert!(turn.held.is_none() && waits > 50, "{waits}");
+    assert!(lock.held.is_none() && waits > 50, "{waits}");
     assert!(since.elapsed() > patience);
     // Another key is another matter, and the next in turn has it at once.
-    assert!(cache.turn(Key::of(&[b"b"]), &mut || panic!("nobody has it")).held.is_some());
+    assert!(cache.lock(Key::of(&[b"b"]), &mut || panic!("nobody has it")).held.is_some());
     drop(held);
-    assert!(cache.turn(key, &mut || panic!("nobody has it")).held.is_some());
+    assert!(cache.lock(key, &mut || panic!("nobody has it")).held.is_some());
 }
 
 #[test]

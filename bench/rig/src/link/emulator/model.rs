@@ -18,7 +18,7 @@ pub(super) struct Pipe {
     waiting_bytes: u64,
     /// When the packet before this one arrives, unless it is held back.
     last_arrival: u64,
-    chance: RandomStreams,
+    random: RandomStreams,
     in_burst: bool,
     tally: Tally,
 }
@@ -59,7 +59,7 @@ struct RandomStreams {
 }
 
 impl Pipe {
-    /// `number` is different for each pipe of a link, so that they have chances of their own.
+    /// `number` is different for each pipe of a link, so that they have random numbers of their own.
     pub(super) fn new(spec: PipeSpec, seed: u64, number: u64) -> Self {
         Pipe {
             spec,
@@ -68,7 +68,7 @@ impl Pipe {
             waiting: VecDeque::new(),
             waiting_bytes: 0,
             last_arrival: 0,
-            chance: RandomStreams::new(seed, number),
+            random: RandomStreams::new(seed, number),
             in_burst: false,
             tally: Tally::default(),
         }
@@ -76,7 +76,7 @@ impl Pipe {
 
     /// Begins to count and to decide from the start. What is under way stays so.
     pub(super) fn reset(&mut self, seed: u64, number: u64) {
-        self.chance = RandomStreams::new(seed, number);
+        self.random = RandomStreams::new(seed, number);
         self.in_burst = false;
         self.tally = Tally::default();
     }
@@ -101,8 +101,8 @@ impl Pipe {
         // In order, even if the delay of this one is shorter.
         let in_order = self.last_arrival.max(sent.saturating_add(self.delay()));
         self.last_arrival = in_order;
-        let held_back = self.chance.reorder.happens(self.spec.reorder_probability);
-        let twice = self.chance.duplicate.happens(self.spec.duplicate_probability);
+        let held_back = self.random.reorder.happens(self.spec.reorder_probability);
+        let twice = self.random.duplicate.happens(self.spec.duplicate_probability);
         self.tally.reordered += u64::from(held_back);
         self.tally.duplicated += u64::from(twice);
         let at = if held_back { in_order.saturating_add(nanos(self.spec.reorder_by)) } else { in_order };
@@ -141,19 +141,19 @@ impl Pipe {
     fn gets_lost(&mut self) -> bool {
         match self.spec.loss {
             Loss::None => false,
-            Loss::Random { probability } => self.chance.loss.happens(probability),
+            Loss::Random { probability } => self.random.loss.happens(probability),
             Loss::Bursty { enter, leave, loss_in_burst } => {
                 let turns = if self.in_burst { leave } else { enter };
-                self.in_burst ^= self.chance.burst.happens(turns);
-                // Asked in any case: the k-th packet has the k-th chance.
-                self.chance.loss.happens(loss_in_burst) && self.in_burst
+                self.in_burst ^= self.random.burst.happens(turns);
+                // Asked in any case: the k-th packet has the k-th random number.
+                self.random.loss.happens(loss_in_burst) && self.in_burst
             }
         }
     }
 
     fn delay(&mut self) -> u64 {
         let (delay, jitter) = (nanos(self.spec.delay), nanos(self.spec.jitter));
-        delay.saturating_sub(jitter) + self.chance.jitter.up_to(2 * jitter)
+        delay.saturating_sub(jitter) + self.random.jitter.up_to(2 * jitter)
     }
 }
 
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn one_chance_does_not_disturb_another() {
+    fn one_random_stream_does_not_disturb_another() {
         let loss = Loss::Random { probability: 0.1 };
         let lost = |spec: PipeSpec| {
             let mut pipe = pipe(spec);

@@ -95,15 +95,15 @@ struct CounterBaseline {
 impl Relay {
     /// `devices` are those of the spec's ends, in order.
     pub(super) fn new(spec: &EmulatorSpec, devices: Vec<Device>) -> Self {
-        let way = |pipe: &PipeSpec, number: usize| Direction {
+        let direction = |pipe: &PipeSpec, number: usize| Direction {
             pipe: Pipe::new(pipe.clone(), spec.seed, number as u64),
             late: Lateness::default(),
             delay: nanos(pipe.delay),
         };
         let ends = devices.into_iter().zip(&spec.ends).enumerate().map(|(number, (device, end))| End {
             device,
-            up: way(&end.up, 2 * number),
-            down: way(&end.down, 2 * number + 1),
+            up: direction(&end.up, 2 * number),
+            down: direction(&end.down, 2 * number + 1),
             empty_at: now(),
         });
         let mut relay = Relay {
@@ -291,7 +291,7 @@ impl Relay {
     }
 
     fn counters(&mut self) -> Counters {
-        let of = |way: &Direction| PipeCounters::new(way.pipe.tally(), &way.late, way.delay);
+        let of = |direction: &Direction| PipeCounters::new(direction.pipe.tally(), &direction.late, direction.delay);
         let dropped = self.dropped();
         Counters {
             ends: self.ends.iter().map(|end| EndCounters { up: of(&end.up), down: of(&end.down) }).collect(),
@@ -308,9 +308,9 @@ impl Relay {
     /// Counts and decides from the start. Packets that are under way go on.
     fn reset(&mut self) {
         for (number, end) in self.ends.iter_mut().enumerate() {
-            for (way, number) in [(&mut end.up, 2 * number), (&mut end.down, 2 * number + 1)] {
-                way.pipe.reset(self.seed, number as u64);
-                way.late = Lateness::default();
+            for (direction, number) in [(&mut end.up, 2 * number), (&mut end.down, 2 * number + 1)] {
+                direction.pipe.reset(self.seed, number as u64);
+                direction.late = Lateness::default();
             }
         }
         self.totals = Totals::default();
@@ -322,7 +322,7 @@ impl Relay {
     }
 }
 
-/// A hundredth of the delay of the shortest way, or less.
+/// A hundredth of the delay of the fastest direction, or less.
 fn slack(spec: &EmulatorSpec) -> u64 {
     let shortest = |delay: fn(&EndSpec) -> Duration| spec.ends.iter().map(|end| nanos(delay(end))).min().unwrap_or(0);
     ((shortest(|end| end.up.delay) + shortest(|end| end.down.delay)) / 100).min(LONGEST_SLACK_NS)
