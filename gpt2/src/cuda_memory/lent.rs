@@ -16,7 +16,7 @@ use crate::devices;
 pub(super) struct LentTensor {
     pub(super) tensor: Tensor<1>,
     /// A binding: the backend moves what is only held by a tensor when it tidies its memory.
-    _place: Box<dyn Any + Send>,
+    _resource: Box<dyn Any + Send>,
 }
 
 /// Where a lent tensor is: its address, and the type of its elements.
@@ -24,7 +24,7 @@ pub(super) type Address = (u64, comm_core::DType);
 
 /// Where the elements of a tensor are in the device's memory, after everything that computes them has ended: a host thread waits for it,
 /// since NCCL's stream knows nothing of the tensors' ones. They stay there while the result lives.
-pub(super) fn place(tensor: Tensor<1>) -> Result<(Address, LentTensor)> {
+pub(super) fn location(tensor: Tensor<1>) -> Result<(Address, LentTensor)> {
     let dtype = match tensor.dtype() {
         DType::F32 => comm_core::DType::F32,
         DType::BF16 => comm_core::DType::Bf16,
@@ -43,7 +43,7 @@ pub(super) fn place(tensor: Tensor<1>) -> Result<(Address, LentTensor)> {
     let resource = resource.map_err(|error| failed(devices::reason(error)))?;
     let waited = cubecl::future::block_on(cube.client.sync_buffers([&cube.handle]));
     waited.map_err(|error| failed(devices::reason(error)))?;
-    Ok(((resource.resource().ptr, dtype), LentTensor { tensor, _place: Box::new(resource) }))
+    Ok(((resource.resource().ptr, dtype), LentTensor { tensor, _resource: Box::new(resource) }))
 }
 
 /// The tensor as the backend has it, once all operations that were put off have been issued.

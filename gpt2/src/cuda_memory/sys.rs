@@ -12,7 +12,7 @@ use super::lent::location;
 /// `InvalidArgument` for a tensor of another type or device; `Io` where the device fails.
 pub(super) fn cuda_buffer(tensor: Tensor<1>) -> Result<CudaBuffer> {
     let [count] = tensor.dims();
-    let ((address, dtype), lent) = place(tensor)?;
+    let ((address, dtype), lent) = location(tensor)?;
     // SAFETY: the address is that of `count` contiguous elements of `dtype` in memory that the compute backend allocated in the primary
     // context of the tensor's device, aligned for any type, and all work on it has ended. What was lent goes into the buffer: the tensor,
     // so that nobody computes with it meanwhile, and the binding, with which the backend neither frees nor moves nor hands out that
