@@ -567,18 +567,17 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
         let wire = cell.precision.clone();
         (cell.wire, cell.lanes) = (wire, 2);
     }
-    let in_buckets =
-        matches!(strategy, StrategyKind::Ddp | StrategyKind::Zero1 | StrategyKind::Zero2 | StrategyKind::Hierarchical);
-    if !in_buckets {
+    let spec = strategy.spec();
+    if !spec.in_buckets {
         (cell.bucket_bytes, cell.first_bucket_bytes) = (StrategyOptions::default().bucket_bytes, None);
     }
     if strategy != StrategyKind::Ring {
         cell.fusion_bytes = None;
     }
-    if strategy != StrategyKind::Hierarchical {
+    if !spec.tells_nodes_apart {
         (cell.ranks_per_node, cell.one_transport) = (None, false);
     }
-    if !in_buckets && strategy != StrategyKind::Fsdp {
+    if !spec.overlaps {
         cell.overlap = true;
     }
     Ok(cell)
