@@ -85,8 +85,8 @@ impl State {
         if let Some(stalled) = overdue {
             if self.rank == 0 {
                 self.begin_survey(0, within(stalled, self.world_size), now);
-            } else if let Some(link) = self.link(0) {
-                link.send(&Message::Stalled(within(stalled, self.world_size)));
+            } else if let Some(send_half) = self.send_half(0) {
+                send_half.send(&Message::Stalled(within(stalled, self.world_size)));
             }
         }
         if self.survey.as_ref().is_some_and(|survey| now >= survey.ends) {
