@@ -57,10 +57,10 @@ fn polls_tasks() -> bool {
         }
     }
     // Unless it has been released from it (`unconstrained`): a scheduler then keeps what gives way, while without one it is woken at once.
-    let bell = Arc::new(WakeFlag::default());
-    let waker = Waker::from(bell.clone());
+    let wake_flag = Arc::new(WakeFlag::default());
+    let waker = Waker::from(wake_flag.clone());
     let _ = pin!(tokio::task::yield_now()).poll(&mut Context::from_waker(&waker));
-    !bell.0.load(Ordering::Acquire)
+    !wake_flag.0.load(Ordering::Acquire)
 }
 
 /// Notes that it was woken.
@@ -145,15 +145,15 @@ impl Driver {
     /// The future's; `InvalidArgument` from within an asynchronous task, where waiting would stop the task's own runtime.
     pub fn block_on<T>(&self, future: impl Future<Output = Result<T>>) -> Result<T> {
         may_block()?;
-        let inside = DriverGuard::enter(&self.inner, false);
+        let guard = DriverGuard::enter(&self.inner, false);
         let outcome = self.inner.runtime()?.block_on(future);
-        drop(inside);
+        drop(guard);
         outcome
     }
 
     /// Runs `future` in this thread until it is ready, waiting as `spinner` says; `None` at the deadline. The tasks that it has
     /// woken get a turn before this returns. `leaves_work` says that they may need more than that, so that the keeper takes over
-    /// soon even if it has lain down.
+    /// soon even if it sleeps.
     ///
     /// # Errors
     /// As [`block_on`](Driver::block_on).
@@ -166,14 +166,14 @@ impl Driver {
     ) -> Result<Option<T>> {
         may_block()?;
         let runtime = self.inner.runtime()?;
-        let inside = DriverGuard::enter(&self.inner, leaves_work);
+        let guard = DriverGuard::enter(&self.inner, leaves_work);
         let outcome = runtime.block_on(async {
             let mut future = pin!(future);
             let outcome = bounded(spinner, deadline, |cx| future.as_mut().poll(cx)).await;
             tokio::task::yield_now().await;
             outcome
         });
-        drop(inside);
+        drop(guard);
         outcome.transpose()
     }
 }

@@ -71,10 +71,16 @@ impl Engine for NcclEngine {
         Ok(())
     }
 
-    fn perform(&self, operation: &Operation, part: &LaneComms, lane: &mut LaneState, data: Data<'_>) -> Result<()> {
+    fn perform(
+        &self,
+        operation: &Operation,
+        group_state: &LaneComms,
+        lane: &mut LaneState,
+        data: Data<'_>,
+    ) -> Result<()> {
         let Operation { op, extents, lane: number, deadline, group, .. } = operation;
         let plan = Plan { op, rank: group.rank, extents, has_input: data.input.is_some() };
-        let outcome = self.run(&plan, &part.comms[*number], *number, lane, data, *deadline);
+        let outcome = self.run(&plan, &group_state.comms[*number], *number, lane, data, *deadline);
         outcome.map_err(|error| self.own_error(error, lane, operation))
     }
 
@@ -99,10 +105,11 @@ impl Engine for NcclEngine {
         let names = names.chunks_exact(bytes).nth(first.unwrap_or(0)).unwrap_or_default();
         let deadline = Deadline::after(engine.options.timeout);
         let (rank, ranks) = (group.rank, group.world_size());
-        let part = LaneComms::join(engine, names, rank, ranks, deadline)
-            .and_then(|part| part.warm_up(rank, ranks, deadline).map(|()| part));
-        let part = part.map_err(|error| engine.fail(error, &format!("splitting communicator {:x}", parent.id())))?;
-        Ok(Some(part))
+        let group_state = LaneComms::join(engine, names, rank, ranks, deadline)
+            .and_then(|state| state.warm_up(rank, ranks, deadline).map(|()| state));
+        let group_state =
+            group_state.map_err(|error| engine.fail(error, &format!("splitting communicator {:x}", parent.id())))?;
+        Ok(Some(group_state))
     }
 
     fn end(self: &Arc<Self>, _failure: &Error) {
@@ -117,13 +124,13 @@ impl Engine for NcclEngine {
     }
 
     /// It also waits for those communicators that were dropped.
-    fn close(self: &Arc<Self>, part: &LaneComms, deadline: Deadline) -> Result<()> {
+    fn close(self: &Arc<Self>, group_state: &LaneComms, deadline: Deadline) -> Result<()> {
         self.device.make_current()?;
-        for comm in &part.comms {
+        for comm in &group_state.comms {
             comm.finalize();
             self.wait(comm, deadline, || comm.progress().map_err(|error| self.or_failure(error)))?;
         }
-        for comm in &part.comms {
+        for comm in &group_state.comms {
             let comm = comm.clone();
             self.beside("comm-nccl-end", move || comm.destroy());
         }

@@ -202,15 +202,15 @@ enum CallMode {
     Background,
 }
 
-const WAYS: [CallMode; 2] = [CallMode::Blocking, CallMode::Background];
+const CALL_MODES: [CallMode; 2] = [CallMode::Blocking, CallMode::Background];
 
 fn call(op: Op, buffer: Buffer, lane: usize, mode: Mode) -> Call {
     Call { mode, ..Call::blocking(op, buffer).on_lane(lane).with_timeout(PATIENCE) }
 }
 
 /// Runs `op` to its end.
-fn run<T: Element>(communicator: &Arc<dyn Communicator>, op: Op, values: Vec<T>, way: CallMode) -> Step<Vec<T>> {
-    let call = match way {
+fn run<T: Element>(communicator: &Arc<dyn Communicator>, op: Op, values: Vec<T>, call_mode: CallMode) -> Step<Vec<T>> {
+    let call = match call_mode {
         CallMode::Blocking => call(op, Buffer::from_vec(values), 0, Mode::Blocking),
         CallMode::Background => call(op, Buffer::from_vec(values), communicator.lanes() - 1, Mode::Background),
     };

@@ -37,7 +37,7 @@ struct LaneShared {
     state: Mutex<State>,
     changed: Condvar,
     /// For the thread that watches the deadlines.
-    alarm: Condvar,
+    deadline_changed: Condvar,
 }
 
 #[derive(Default)]
@@ -70,7 +70,7 @@ pub struct LaneGuard<'a>(&'a LaneShared);
 impl<S> Lane<S> {
     /// A lane whose progress thread, once there is one, is called `name`.
     pub fn new(name: String, scratch: S) -> Self {
-        let shared = LaneShared { state: Mutex::default(), changed: Condvar::new(), alarm: Condvar::new() };
+        let shared = LaneShared { state: Mutex::default(), changed: Condvar::new(), deadline_changed: Condvar::new() };
         Lane { shared: Arc::new(shared), name, scratch: Mutex::new(scratch) }
     }
 
@@ -120,7 +120,7 @@ impl<S> Lane<S> {
             state.is_watched = spawned.is_ok();
         } else if state.looks_at.is_none_or(|at| deadline.end() < at) {
             state.looks_at = Some(deadline.end());
-            self.shared.alarm.notify_one();
+            self.shared.deadline_changed.notify_one();
         }
     }
 
@@ -148,7 +148,7 @@ impl<S> Lane<S> {
     pub fn stop(&self) {
         let mut state = self.shared.lock();
         state.stopped = true;
-        self.shared.alarm.notify_one();
+        self.shared.deadline_changed.notify_one();
         self.shared.announce(state);
     }
 }
@@ -211,12 +211,13 @@ impl LaneShared {
                 }
                 Some((_, at)) => {
                     state.looks_at = Some(at);
-                    state = self.alarm.wait_timeout(state, at - now).unwrap_or_else(PoisonError::into_inner).0;
+                    state =
+                        self.deadline_changed.wait_timeout(state, at - now).unwrap_or_else(PoisonError::into_inner).0;
                 }
                 None if state.stopped => return,
                 None => {
                     state.looks_at = None;
-                    state = self.alarm.wait(state).unwrap_or_else(PoisonError::into_inner);
+                    state = self.deadline_changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 }
             }
         }
@@ -251,6 +252,6 @@ impl<S> fmt::Debug for Lane<S> {
 
 impl fmt::Debug for LaneGuard<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Turn")
+        f.write_str("LaneGuard")
     }
 }
