@@ -243,14 +243,14 @@ impl NcclEngine {
         let (device, extents) = (&self.device, plan.extents);
         let Data { mut buffer, input } = data;
         let quiet = || self.quiet(number);
-        let passed = &mut |event: &Event| self.wait(comm, deadline, || event.has_passed());
+        let wait_for = &mut |event: &Event| self.wait(comm, deadline, || event.has_passed());
 
         let at_buffer = match &mut buffer {
             BufferLocation::Device(memory) => pointer(&mut **memory)?,
             BufferLocation::Host(host) => {
                 let pointer = buffer_memory.of(device, host.bytes().len(), quiet)?;
                 let read = if plan.has_input { 0..0 } else { extents.bytes(extents.reads.clone()) };
-                staging.upload(pointer.at(read.start), &host.bytes()[read], stream, passed)?;
+                staging.upload(pointer.at(read.start), &host.bytes()[read], stream, wait_for)?;
                 pointer
             }
         };
@@ -259,31 +259,37 @@ impl NcclEngine {
             Some(Source::Device(memory)) => Some(pointer(memory)?),
             Some(Source::Host(host)) => {
                 let pointer = input_memory.of(device, host.bytes().len(), quiet)?;
-                staging.upload(pointer, host.bytes(), stream, passed)?;
+                staging.upload(pointer, host.bytes(), stream, wait_for)?;
                 Some(pointer)
             }
         };
-        let at = DataPointers {
+        let pointers = DataPointers {
             buffer: at_buffer,
             input: at_input,
             scratch: scratch.of(device, plan.scratch_bytes(), quiet)?,
         };
 
         device.make_current()?;
-        for copy in plan.copies(at) {
+        for copy in plan.copies(pointers) {
             device.copy(copy.from, copy.to, copy.bytes, stream)?;
         }
         let reduction = plan.op.reduce_op().map(|op| Reduction { op, dtype: extents.dtype });
-        comm.group(stream, reduction, |calls, op| plan.call(at, calls, op)).map_err(|error| self.or_failure(error))?;
+        comm.group(stream, reduction, |calls, op| plan.call(pointers, calls, op))
+            .map_err(|error| self.or_failure(error))?;
         self.wait(comm, deadline, || comm.progress().map_err(|error| self.or_failure(error)))?;
         if let BufferLocation::Host(mut host) = buffer {
             for written in extents.writes.clone() {
                 let written = extents.bytes(written);
-                staging.download(at.buffer.at(written.start), &mut host.bytes_mut()[written], stream, passed)?;
+                staging.download(
+                    pointers.buffer.at(written.start),
+                    &mut host.bytes_mut()[written],
+                    stream,
+                    wait_for,
+                )?;
             }
         }
         event.record(stream)?;
-        passed(event)
+        wait_for(event)
     }
 
     /// Looks again and again until it is so; NCCL and the control plane are watched meanwhile.
@@ -356,7 +362,7 @@ impl NcclEngine {
 fn pointer(memory: &mut dyn DeviceMemory) -> Result<DevicePointer> {
     let any: &mut dyn Any = memory.as_any_mut();
     if let Some(cuda) = any.downcast_ref::<CudaBuffer>() {
-        return Ok(cuda.place());
+        return Ok(cuda.device_pointer());
     }
     Err(Error::Unsupported {
         what: format!("{memory:?} on NCCL"),
