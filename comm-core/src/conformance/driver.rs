@@ -214,9 +214,9 @@ impl<J> Fleet<J> {
     }
 
     fn answer(&mut self, rank: usize, limit: Duration) -> Result<Reply, String> {
-        let patience = limit + ANSWER;
-        self.ranks[rank].replies.recv_timeout(patience).map_err(|error| match error {
-            RecvTimeoutError::Timeout => format!("no answer for {:.0} s", patience.as_secs_f64()),
+        let timeout = limit + ANSWER;
+        self.ranks[rank].replies.recv_timeout(timeout).map_err(|error| match error {
+            RecvTimeoutError::Timeout => format!("no answer for {:.0} s", timeout.as_secs_f64()),
             RecvTimeoutError::Disconnected => "it has ended".to_string(),
         })
     }
@@ -310,8 +310,8 @@ pub(super) fn serve<J: Send + 'static>(
             Command::Finish => Reply::Done(match communicator.clone() {
                 None => Ok(()),
                 Some(ending) => {
-                    let patience = options.case_limit / 2;
-                    match within(options.case_limit, "finish", move || ending.finish(patience)) {
+                    let timeout = options.case_limit / 2;
+                    match within(options.case_limit, "finish", move || ending.finish(timeout)) {
                         BoundedResult::Value(result) => result.map_err(|error| error.to_string()),
                         BoundedResult::Panicked(why) => Err(format!("finish panicked: {why}")),
                         BoundedResult::Hung => Err("finish hung".into()),

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::data::{Pattern, check};
 use super::{
-    CALL_MODES, CallMode, Case, CaseResult, PATIENCE, Step, barrier, call, ensure, exchange_number, failed, need_lanes,
+    CALL_MODES, CallMode, Case, CaseResult, Step, TIMEOUT, barrier, call, ensure, exchange_number, failed, need_lanes,
     run,
 };
 use crate::buffer::Buffer;
@@ -195,7 +195,7 @@ fn finish_beside_the_parent(communicator: &Arc<dyn Communicator>) -> CaseResult 
     let child = split(communicator, 0, 0)?;
     let message = |op| call(op, Buffer::from_vec(vec![rank as i32 + 7]), last, Mode::Background);
     let waiting = (rank == 1).then(|| communicator.start(message(Op::Recv { from: 0 })));
-    child.finish(PATIENCE)?;
+    child.finish(TIMEOUT)?;
     match waiting {
         Some(mut waiting) => {
             // Which the sender knows only after this.
@@ -239,7 +239,7 @@ fn finish_gives_up(communicator: &Arc<dyn Communicator>) -> CaseResult {
             _ => {}
         }
     }
-    child.finish(PATIENCE)?;
+    child.finish(TIMEOUT)?;
     barrier(communicator)
 }
 
@@ -248,7 +248,7 @@ fn finish(communicator: &Arc<dyn Communicator>) -> CaseResult {
     let rank = communicator.rank();
     let child = split(communicator, rank as u64 % 2, 0)?;
     barrier(&child)?;
-    child.finish(PATIENCE)?;
+    child.finish(TIMEOUT)?;
     drop(child);
     std::thread::sleep(Duration::from_millis(1));
     check_members(communicator, rank, &(0..communicator.world_size()).collect::<Vec<_>>())

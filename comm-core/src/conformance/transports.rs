@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{CaseResult, PATIENCE, SLACK, Step, ensure, failed};
+use super::{CaseResult, SLACK, Step, TIMEOUT, ensure, failed};
 use crate::deadline::Deadline;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -88,7 +88,7 @@ impl TransportPair {
     /// That rank 1 gets nothing more on the lane, and learns so at once.
     fn receives_no_more(&self) -> CaseResult {
         let began = Instant::now();
-        if let Ok(bytes) = self.received(PATIENCE) {
+        if let Ok(bytes) = self.received(TIMEOUT) {
             return failed(format!("after an exchange that failed the next one received {} B", bytes.len()));
         }
         let took = began.elapsed();
@@ -131,12 +131,12 @@ impl Sink for Collect {
     }
 }
 
-/// Nobody receives until rank 0 has given up; from then on there would be room for its next message. If it did not have to give up, both
+/// Nobody receives until rank 0 has given up; from then on there would be space for its next message. If it did not have to give up, both
 /// messages come, each as a whole.
 fn sender_gives_up(pair: &TransportPair) -> CaseResult {
     let (first, second) = (pattern(LONG, 1), pattern(1000, 2));
     let (gave_up, wait) = match pair.send(&first, SHORT) {
-        Ok(()) => (false, PATIENCE),
+        Ok(()) => (false, TIMEOUT),
         Err(Error::Timeout { .. }) => (true, 4 * SHORT),
         Err(other) => return failed(format!("expected a timeout, got: {other}")),
     };
@@ -209,7 +209,7 @@ fn sink_ends_it(pair: &TransportPair, mut failure: SinkFailure) -> CaseResult {
     thread::scope(|scope| -> Step<()> {
         // How it ends for the sender is the transport's matter; it ends at its deadline.
         scope.spawn(|| pair.send(&payload, 4 * SHORT));
-        let outcome = catch_unwind(AssertUnwindSafe(|| pair.receive(&mut failure, PATIENCE)));
+        let outcome = catch_unwind(AssertUnwindSafe(|| pair.receive(&mut failure, TIMEOUT)));
         match (failure, outcome) {
             (SinkFailure::Error, Ok(Err(Error::NotFinite { .. }))) | (SinkFailure::Panic, Err(_) | Ok(Err(_))) => {}
             (SinkFailure::Error, Ok(outcome)) => return failed(format!("expected the sink's error, got: {outcome:?}")),
@@ -232,7 +232,7 @@ fn wrong_arguments(pair: &TransportPair) -> CaseResult {
         ("a header that announces another length", LANE, &[Outgoing { header: header(999), ..right }]),
     ];
     for (what, lane, messages) in wrong {
-        refused(what, pair.transports[0].exchange(lane, messages, &mut [], Deadline::after(PATIENCE)))?;
+        refused(what, pair.transports[0].exchange(lane, messages, &mut [], Deadline::after(TIMEOUT)))?;
     }
     let wrong: [(&str, &[usize]); 3] = [
         ("a message from this rank", &[0]),
@@ -243,10 +243,10 @@ fn wrong_arguments(pair: &TransportPair) -> CaseResult {
         let mut sinks: Vec<(usize, Collect)> = peers.iter().map(|peer| (*peer, Collect(Vec::new()))).collect();
         let mut incoming: Vec<Incoming<'_>> =
             sinks.iter_mut().map(|(peer, sink)| Incoming { peer: *peer, sink }).collect();
-        refused(what, pair.transports[0].exchange(LANE, &[], &mut incoming, Deadline::after(PATIENCE)))?;
+        refused(what, pair.transports[0].exchange(LANE, &[], &mut incoming, Deadline::after(TIMEOUT)))?;
     }
-    pair.send(&payload, PATIENCE)?;
-    let got = pair.received(PATIENCE)?;
+    pair.send(&payload, TIMEOUT)?;
+    let got = pair.received(TIMEOUT)?;
     ensure(got == payload, || format!("after what was refused, {} B came that are not those sent", got.len()))
 }
 
@@ -256,7 +256,7 @@ fn busy_lane(pair: &TransportPair) -> CaseResult {
     let received = thread::scope(|scope| -> Step<Result<Vec<u8>>> {
         let first = scope.spawn(|| {
             loop {
-                match pair.received(PATIENCE) {
+                match pair.received(TIMEOUT) {
                     // The second one was there.
                     Err(Error::InvalidArgument(_)) => thread::yield_now(),
                     other => break other,
@@ -265,14 +265,14 @@ fn busy_lane(pair: &TransportPair) -> CaseResult {
         });
         let began = Instant::now();
         // Until the first one is under way this has nothing to do and succeeds.
-        while pair.transports[1].exchange(LANE, &[], &mut [], Deadline::after(PATIENCE)).is_ok() {
-            ensure(began.elapsed() < PATIENCE, || "two exchanges ran on one lane".into())?;
+        while pair.transports[1].exchange(LANE, &[], &mut [], Deadline::after(TIMEOUT)).is_ok() {
+            ensure(began.elapsed() < TIMEOUT, || "two exchanges ran on one lane".into())?;
             thread::sleep(Duration::from_millis(1));
         }
         let asked = Instant::now();
-        refused("a busy lane", pair.transports[1].exchange(LANE, &[], &mut [], Deadline::after(PATIENCE)))?;
+        refused("a busy lane", pair.transports[1].exchange(LANE, &[], &mut [], Deadline::after(TIMEOUT)))?;
         ensure(asked.elapsed() < SLACK, || format!("a busy lane was refused after {:?}", asked.elapsed()))?;
-        pair.send(&payload, PATIENCE)?;
+        pair.send(&payload, TIMEOUT)?;
         first.join().or_else(|_| failed("receiving panicked"))
     })?;
     let got = received?;
@@ -283,7 +283,7 @@ fn busy_lane(pair: &TransportPair) -> CaseResult {
 fn closed(pair: &TransportPair) -> CaseResult {
     for round in 0..2 {
         let outcomes = thread::scope(|scope| {
-            let closing = pair.transports.iter().map(|own| scope.spawn(|| own.close(Deadline::after(PATIENCE))));
+            let closing = pair.transports.iter().map(|own| scope.spawn(|| own.close(Deadline::after(TIMEOUT))));
             let closing: Vec<_> = closing.collect();
             closing.into_iter().map(|thread| thread.join()).collect::<Vec<_>>()
         });
@@ -294,8 +294,8 @@ fn closed(pair: &TransportPair) -> CaseResult {
             }
         }
     }
-    refused("a send after the end", pair.send(&pattern(10, 7), PATIENCE))?;
-    refused("a receive after the end", pair.received(PATIENCE).map(drop))
+    refused("a send after the end", pair.send(&pattern(10, 7), TIMEOUT))?;
+    refused("a receive after the end", pair.received(TIMEOUT).map(drop))
 }
 
 fn refused(what: &str, outcome: Result<()>) -> CaseResult {

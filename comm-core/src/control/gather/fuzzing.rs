@@ -7,7 +7,7 @@ use crate::fuzzing::target::{Target, Verdict};
 use crate::location::{NetworkLocation, OfferedAddress};
 
 pub(crate) fn targets() -> Vec<Target> {
-    // serde makes room for what a vector's length announces, up to 1 MiB ahead of what has come.
+    // serde allocates memory for what a vector's length announces, up to 1 MiB ahead of what has come.
     vec![Target::new("gathered value", gathered_value, seeds).memory(4 << 20, 64)]
 }
 
