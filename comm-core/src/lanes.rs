@@ -64,7 +64,7 @@ impl<C> Lanes<C> {
     /// `InvalidArgument`, which changes nothing, for a lane that does not exist, while another exchange runs there, and after the end;
     /// `Internal` after an exchange that panicked, the error of the first one that failed, or its own.
     pub fn run(&self, lane: usize, exchange: impl FnOnce(&mut C) -> Result<()>) -> Result<()> {
-        let Some(place) = self.0.get(lane) else {
+        let Some(slot) = self.0.get(lane) else {
             return Err(Error::invalid(format!("lane {lane} of a transport that has {} lanes", self.0.len())));
         };
         let mut state = slot.try_lock().map_err(|error| match error {
