@@ -179,9 +179,9 @@ impl<J> Fleet<J> {
             return Err(format!("a group of {} ranks instead of {}", jobs.len(), self.ranks.len()));
         }
         let mut missing = Vec::new();
-        for (rank, (link, job)) in self.ranks.iter_mut().zip(&mut jobs).enumerate() {
+        for (rank, (handle, job)) in self.ranks.iter_mut().zip(&mut jobs).enumerate() {
             if let Some(job) = job.take()
-                && let Err(why) = (link.tell)(Command::Connect(job))
+                && let Err(why) = (handle.tell)(Command::Connect(job))
             {
                 missing.push(format!("rank {rank}: {why}"));
             }
@@ -194,9 +194,9 @@ impl<J> Fleet<J> {
 
     /// Tells all ranks the same and waits for all of them.
     fn all(&mut self, command: impl Fn(usize) -> Command<J>) -> Result<(), String> {
-        for (rank, link) in self.ranks.iter_mut().enumerate() {
+        for (rank, handle) in self.ranks.iter_mut().enumerate() {
             // A rank that is gone says so by its missing answer.
-            let _ = (link.tell)(command(rank));
+            let _ = (handle.tell)(command(rank));
         }
         self.answers()
     }
@@ -222,8 +222,8 @@ impl<J> Fleet<J> {
     }
 
     fn run(&mut self, index: usize, case: &Case) -> CaseOutcome {
-        for link in &mut self.ranks {
-            let _ = (link.tell)(Command::Run(index));
+        for handle in &mut self.ranks {
+            let _ = (handle.tell)(Command::Run(index));
         }
         let limit = case.limit(self.options.case_limit);
         let outcomes = (0..self.ranks.len()).map(|rank| match self.answer(rank, limit) {

@@ -157,10 +157,10 @@ impl<E: Engine> Communicator for Comm<E> {
         let (mode, lane, deadline) = (request.mode, self.lane(&request), self.deadline(&request));
         let running = self.number(request, admitted, deadline);
         if (mode == Mode::Blocking || E::IS_INSTANT)
-            && let Some(turn) = lane.try_enter(deadline)
+            && let Some(guard) = lane.try_enter(deadline)
         {
             drop(starting);
-            return Handle::done(running.run_owned(buffer, input, Dequeued::Granted(turn)));
+            return Handle::done(running.run_owned(buffer, input, Dequeued::Granted(guard)));
         }
         let (completer, handle) = Handle::pending();
         let job = move |due: Dequeued<'_>| {
@@ -183,7 +183,7 @@ impl<E: Engine> Communicator for Comm<E> {
         let starting = self.shared().starting();
         let admitted = self.admit(&request, &mut Data::lent(buffer.reborrow(), input))?;
         let deadline = self.deadline(&request);
-        let Some(turn) = self.lane(&request).try_enter(deadline) else {
+        let Some(guard) = self.lane(&request).try_enter(deadline) else {
             drop(starting);
             // The operations before it on its lane run on another thread, which cannot be lent this memory.
             return run_copied(self, request.replace_data(buffer, input).0);
@@ -191,10 +191,10 @@ impl<E: Engine> Communicator for Comm<E> {
         let running = self.number(request, admitted, deadline);
         drop(starting);
         let outcome = running.run(Data::lent(buffer, input));
-        drop(turn);
-        outcome.map_err(|ended| match ended.panic {
+        drop(guard);
+        outcome.map_err(|failed| match failed.panic {
             Some(panic) => resume_unwind(panic),
-            None => ended.error,
+            None => failed.error,
         })
     }
 
@@ -283,10 +283,10 @@ impl<E: Engine> Running<E> {
     fn run_owned(&self, mut buffer: Buffer, mut input: Option<Buffer>, due: Dequeued<'_>) -> Outcome {
         let began = Instant::now();
         let outcome = match due {
-            Dequeued::Granted(turn) => {
+            Dequeued::Granted(guard) => {
                 let outcome = self.run(Data::of(&mut buffer, input.as_mut()));
                 // Before its end is announced, so that a waiter finds the lane free.
-                drop(turn);
+                drop(guard);
                 outcome
             }
             not_run => Err(self.fail_without_lane(&not_run).into()),
@@ -318,10 +318,10 @@ impl<E: Engine> Running<E> {
             return Err(error.clone().into());
         }
         let is_on_device = data.is_on_device();
-        let note = shared.watch.note(operation);
+        let running_guard = shared.watch.note(operation);
         let mut lane = shared.lanes[operation.lane].scratch();
         let outcome = catch_unwind(AssertUnwindSafe(|| engine.perform(operation, group_state, &mut lane, data)));
-        drop(note);
+        drop(running_guard);
         let (error, panic) = match outcome {
             Ok(Ok(())) => return Ok(()),
             Ok(Err(error)) => {

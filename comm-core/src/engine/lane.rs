@@ -179,9 +179,9 @@ impl LaneShared {
             {
                 state.running = Some(deadline);
                 drop(state);
-                let turn = LaneGuard(self);
+                let guard = LaneGuard(self);
                 // A panicking job has dropped its completer, which its waiter sees; the lane goes on.
-                let _ = catch_unwind(AssertUnwindSafe(|| job(Dequeued::Granted(turn))));
+                let _ = catch_unwind(AssertUnwindSafe(|| job(Dequeued::Granted(guard))));
                 state = self.lock();
             } else if state.stopped && state.queue.is_empty() {
                 return;
@@ -197,12 +197,12 @@ impl LaneShared {
     fn keep_time(&self) {
         let mut state = self.lock();
         loop {
-            let next = (0..state.queue.len()).min_by_key(|place| state.queue[*place].deadline.end());
-            let next = next.map(|place| (place, state.expires(state.queue[place].deadline)));
+            let next = (0..state.queue.len()).min_by_key(|index| state.queue[*index].deadline.end());
+            let next = next.map(|index| (index, state.expires(state.queue[index].deadline)));
             let now = clock::running();
             match next {
-                Some((place, at)) if at <= now => {
-                    let expired = state.queue.remove(place);
+                Some((index, at)) if at <= now => {
+                    let expired = state.queue.remove(index);
                     self.announce(state);
                     if let Some(Queued { job, .. }) = expired {
                         let _ = catch_unwind(AssertUnwindSafe(|| job(Dequeued::Expired)));
