@@ -260,7 +260,7 @@ fn messages() -> Vec<Message> {
         Message::WhoIsLate(Wait::Gather(0)),
         Message::Late { wait: Wait::Start, ranks: vec![1, 2] },
         Message::Stalled(doing()),
-        Message::Survey { number: 1 },
+        Message::StallQuery { number: 1 },
         Message::Doing { number: 1, doing: vec![doing()] },
         Message::Stall(report),
         Message::Report(Failure::Notice(lost)),

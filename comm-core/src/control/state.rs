@@ -64,12 +64,12 @@ pub(super) struct State {
     all_left: bool,
     activities: Vec<Weak<dyn Activity>>,
     stall_hooks: Vec<StallHook>,
-    /// At rank 0: the survey that is under way, and what is to be looked at after it.
-    survey: Option<StallQuery>,
+    /// At rank 0: the query that is under way, and what is to be looked at after it.
+    query: Option<StallQuery>,
     stalled: VecDeque<(usize, LaneActivity)>,
-    /// At rank 0: what has been looked at, so that not every rank of an operation causes a survey of its own.
-    surveyed: VecDeque<(LaneActivity, Duration)>,
-    surveys: u64,
+    /// At rank 0: what has been looked at, so that not every rank of an operation causes a query of its own.
+    queried: VecDeque<(LaneActivity, Duration)>,
+    queries: u64,
     /// To be handed to the hooks.
     stall: Vec<StallReport>,
 }
@@ -100,10 +100,10 @@ impl State {
             all_left: false,
             activities: Vec::new(),
             stall_hooks: Vec::new(),
-            survey: None,
+            query: None,
             stalled: VecDeque::new(),
-            surveyed: VecDeque::new(),
-            surveys: 0,
+            queried: VecDeque::new(),
+            queries: 0,
             stall: Vec::new(),
         };
         set(&mut state.joined, job.rank);
@@ -200,13 +200,13 @@ impl State {
                     send_half.send(&Message::Late { wait, ranks });
                 }
             }
-            Message::Stalled(stalled) => self.begin_survey(peer, within(stalled, self.world_size), clock::running()),
+            Message::Stalled(stalled) => self.begin_query(peer, within(stalled, self.world_size), clock::running()),
             Message::Doing { number, doing } => {
-                if let Some(survey) = self.survey.as_mut().filter(|_| number == self.surveys)
-                    && let Some(answer) = survey.answers.get_mut(peer)
+                if let Some(query) = self.query.as_mut().filter(|_| number == self.queries)
+                    && let Some(answer) = query.answers.get_mut(peer)
                 {
                     *answer = Some(abridged(doing));
-                    self.end_survey_if_complete();
+                    self.end_query_if_complete();
                 }
             }
             Message::Report(failure) => {
@@ -233,7 +233,7 @@ impl State {
             Message::Late { wait, ranks } => {
                 self.late = Some((wait, ranks.into_iter().map(|rank| rank as usize).collect()));
             }
-            Message::Survey { number } => {
+            Message::StallQuery { number } => {
                 let doing = self.doing();
                 if let Some(send_half) = self.send_half(0) {
                     send_half.send(&Message::Doing { number, doing });

@@ -51,7 +51,7 @@ pub(super) enum Message {
     /// Up: this operation takes too long here.
     Stalled(LaneActivity),
     /// Down: what are you doing?
-    Survey { number: u64 },
+    StallQuery { number: u64 },
     /// Up: this.
     Doing { number: u64, doing: Vec<LaneActivity> },
     /// Down: who holds up whom.
