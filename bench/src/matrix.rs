@@ -79,7 +79,9 @@ fn plan(setup: &Setup) -> Plan {
                 continue;
             }
             // Two nodes of two ranks are the least that has two levels.
-            StrategyKind::Hierarchical if setup.batch.is_multiple_of(setup.ranks.max(4)) => setup.ranks.max(4),
+            kind if kind.spec().tells_nodes_apart && setup.batch.is_multiple_of(setup.ranks.max(4)) => {
+                setup.ranks.max(4)
+            }
             _ => setup.ranks,
         };
         cells.extend(setup.transports.iter().map(transport).map(|transport| cell(*strategy, transport, ranks)));

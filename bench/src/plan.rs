@@ -597,31 +597,23 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
         let wire = cell.precision.clone();
         (cell.wire, cell.lanes) = (wire, 2);
     }
-    if !in_buckets(strategy) {
+    let spec = strategy.spec();
+    if !spec.in_buckets {
         (cell.bucket_bytes, cell.first_bucket_bytes) = (StrategyOptions::default().bucket_bytes, None);
     }
     if strategy != StrategyKind::Ring {
         cell.fusion_bytes = None;
     }
-    if strategy != StrategyKind::Hierarchical {
+    if !spec.tells_nodes_apart {
         (cell.ranks_per_node, cell.one_transport) = (None, false);
     }
-    if !overlaps(strategy) {
+    if !spec.overlaps {
         cell.overlap = true;
     }
     if cell.program == Trainer::Pytorch {
         check_pytorch(&cell)?;
     }
     Ok(cell)
-}
-
-fn in_buckets(strategy: StrategyKind) -> bool {
-    matches!(strategy, StrategyKind::Ddp | StrategyKind::Zero1 | StrategyKind::Zero2 | StrategyKind::Hierarchical)
-}
-
-/// Whether a strategy communicates while others of its steps go on, unless it is told not to.
-pub(crate) fn overlaps(strategy: StrategyKind) -> bool {
-    in_buckets(strategy) || strategy == StrategyKind::Fsdp
 }
 
 /// Whether there can be such a link for its ranks: two ends, and one congestion control.

@@ -6,6 +6,8 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
 
+use gpt2::strategy::StrategyKind;
+use isocomm::TransportKind;
 use serde_json::Value;
 
 fn bench(arguments: &[&str], folder: &Path) -> Output {
@@ -55,8 +57,9 @@ fn every_strategy_over_every_transport_gives_a_row() {
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
     let rows = rows(&folder.path().join("results/results.jsonl"));
-    // `single` once, eight strategies over six transports.
-    assert_eq!(rows.len(), 1 + 8 * 6, "{said}");
+    // `single` once, every other strategy over every transport.
+    let (strategies, transports) = (StrategyKind::ALL.len() - 1, TransportKind::all().len());
+    assert_eq!(rows.len(), 1 + strategies * transports, "{said}");
     for row in &rows {
         let name = format!("{} over {}", row["cell"]["strategy"], row["cell"]["transport"]);
         let status = &row["status"]["kind"];

@@ -18,7 +18,7 @@ use comm_core::{
 };
 
 /// No exchange here takes longer unless something is broken.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 fn main() -> ExitCode {
     match Job::from_env() {
@@ -90,11 +90,11 @@ fn measure(job: &Job) -> Result<()> {
     let rounds = std::env::args().nth(1).and_then(|text| text.parse().ok()).unwrap_or(15);
     let ring_bytes =
         std::env::args().nth(2).and_then(|text| text.parse().ok()).unwrap_or(ShmOptions::default().ring_bytes);
-    let control = TcpControl::connect(job, &[], Deadline::after(PATIENCE))?;
+    let control = TcpControl::connect(job, &[], Deadline::after(TIMEOUT))?;
     let mut subjects = Vec::new();
     for waiting in Waiting::ALL {
         let options = ShmOptions { lanes: 1, waiting, ring_bytes };
-        let transport = Arc::new(ShmTransport::connect(&*control, &options, Deadline::after(PATIENCE))?);
+        let transport = Arc::new(ShmTransport::connect(&*control, &options, Deadline::after(TIMEOUT))?);
         let mesh = Mesh::new(transport.clone(), control.clone(), MeshOptions::default())?;
         subjects.push(Subject { waiting, mesh, transport, results: vec![Vec::new(); QUANTITIES.len()] });
     }
@@ -125,9 +125,9 @@ fn measure(job: &Job) -> Result<()> {
         }
     }
     for subject in &subjects {
-        subject.transport.close(Deadline::after(PATIENCE))?;
+        subject.transport.close(Deadline::after(TIMEOUT))?;
     }
-    control.leave(Deadline::after(PATIENCE))
+    control.leave(Deadline::after(TIMEOUT))
 }
 
 impl Subject {
@@ -150,7 +150,7 @@ impl Subject {
             payload_len: payload.len() as u64,
         };
         let peer = self.peer();
-        let deadline = Deadline::after(PATIENCE);
+        let deadline = Deadline::after(TIMEOUT);
         let outgoing = send.map(|payload| Outgoing { peer, header: header(payload), payload });
         let mut sink = receive.map(|into| Copy { into, filled: 0 });
         let mut incoming = sink.as_mut().map(|sink| Incoming { peer, sink });

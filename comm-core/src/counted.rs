@@ -18,7 +18,7 @@ pub struct CountingTransport<T> {
     counters: Arc<Counters>,
 }
 
-/// The counters of one [`CountingTransport`] transport, to be read while it runs.
+/// The counters of one [`CountingTransport`], to be read while it runs.
 #[derive(Debug, Default)]
 pub struct Counters {
     traffic: Mutex<Traffic>,

@@ -26,7 +26,7 @@ use crate::spinner::{Next, Spinner};
 const GRACE: Duration = Duration::from_micros(300);
 
 /// How long the keeper sleeps at most while a call takes long. Whoever leaves work behind wakes it.
-const LONGEST_NAP: Duration = Duration::from_millis(10);
+const LONGEST_SLEEP: Duration = Duration::from_millis(10);
 
 /// Whether the calling thread may wait in a runtime of its own: not where it polls the tasks of a tokio runtime, which would all stand still,
 /// and where tokio panics. It may in tokio's `spawn_blocking` and `block_in_place`, which are made for that, and under a guard of
@@ -57,10 +57,10 @@ fn polls_tasks() -> bool {
         }
     }
     // Unless it has been released from it (`unconstrained`): a scheduler then keeps what gives way, while without one it is woken at once.
-    let bell = Arc::new(WakeFlag::default());
-    let waker = Waker::from(bell.clone());
+    let wake_flag = Arc::new(WakeFlag::default());
+    let waker = Waker::from(wake_flag.clone());
     let _ = pin!(tokio::task::yield_now()).poll(&mut Context::from_waker(&waker));
-    !bell.0.load(Ordering::Acquire)
+    !wake_flag.0.load(Ordering::Acquire)
 }
 
 /// Notes that it was woken.
@@ -86,11 +86,11 @@ struct Inner {
     /// The keeper drives.
     is_kept: AtomicBool,
     /// Ends the keeper's turn.
-    kick: Notify,
+    end_turn: Notify,
     state: Mutex<State>,
     changed: Condvar,
     /// The keeper sleeps for longer than [`GRACE`].
-    keeper_naps: AtomicBool,
+    keeper_sleeps_long: AtomicBool,
     /// A thread that left while others stayed has left work behind.
     is_owed: AtomicBool,
 }
@@ -120,10 +120,10 @@ impl Driver {
             runtime: Some(runtime),
             inside: AtomicUsize::new(0),
             is_kept: AtomicBool::new(false),
-            kick: Notify::new(),
+            end_turn: Notify::new(),
             state: Mutex::new(State { left: Instant::now(), departures: 0, stopped: false }),
             changed: Condvar::new(),
-            keeper_naps: AtomicBool::new(false),
+            keeper_sleeps_long: AtomicBool::new(false),
             is_owed: AtomicBool::new(false),
         });
         let keeper = inner.clone();
@@ -145,15 +145,15 @@ impl Driver {
     /// The future's; `InvalidArgument` from within an asynchronous task, where waiting would stop the task's own runtime.
     pub fn block_on<T>(&self, future: impl Future<Output = Result<T>>) -> Result<T> {
         may_block()?;
-        let inside = DriverGuard::enter(&self.inner, false);
+        let guard = DriverGuard::enter(&self.inner, false);
         let outcome = self.inner.runtime()?.block_on(future);
-        drop(inside);
+        drop(guard);
         outcome
     }
 
     /// Runs `future` in this thread until it is ready, waiting as `spinner` says; `None` at the deadline. The tasks that it has
     /// woken get a turn before this returns. `leaves_work` says that they may need more than that, so that the keeper takes over
-    /// soon even if it has lain down.
+    /// soon even if it sleeps.
     ///
     /// # Errors
     /// As [`block_on`](Driver::block_on).
@@ -166,14 +166,14 @@ impl Driver {
     ) -> Result<Option<T>> {
         may_block()?;
         let runtime = self.inner.runtime()?;
-        let inside = DriverGuard::enter(&self.inner, leaves_work);
+        let guard = DriverGuard::enter(&self.inner, leaves_work);
         let outcome = runtime.block_on(async {
             let mut future = pin!(future);
             let outcome = bounded(spinner, deadline, |cx| future.as_mut().poll(cx)).await;
             tokio::task::yield_now().await;
             outcome
         });
-        drop(inside);
+        drop(guard);
         outcome.transpose()
     }
 }
@@ -182,7 +182,7 @@ impl Drop for Driver {
     fn drop(&mut self) {
         self.inner.state.lock().unwrap_or_else(PoisonError::into_inner).stopped = true;
         self.inner.changed.notify_all();
-        self.inner.kick.notify_one();
+        self.inner.end_turn.notify_one();
     }
 }
 
@@ -240,7 +240,7 @@ impl<'a> DriverGuard<'a> {
     fn enter(inner: &'a Inner, leaves_work: bool) -> Self {
         inner.inside.fetch_add(1, Ordering::SeqCst);
         if inner.is_kept.load(Ordering::SeqCst) {
-            inner.kick.notify_one();
+            inner.end_turn.notify_one();
         }
         DriverGuard { inner, leaves_work }
     }
@@ -260,7 +260,7 @@ impl Drop for DriverGuard<'_> {
         state.departures += 1;
         drop(state);
         // A call to the kernel, so only where it may matter.
-        if inner.is_owed.swap(false, Ordering::SeqCst) && inner.keeper_naps.load(Ordering::SeqCst) {
+        if inner.is_owed.swap(false, Ordering::SeqCst) && inner.keeper_sleeps_long.load(Ordering::SeqCst) {
             inner.changed.notify_one();
         }
     }
@@ -274,16 +274,16 @@ impl Inner {
     fn keep(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let mut seen = state.departures;
-        let mut nap = GRACE;
+        let mut sleep = GRACE;
         while !state.stopped {
             let quiet = state.left.elapsed();
             if self.inside.load(Ordering::SeqCst) > 0 {
                 // The longer the same call takes, the longer it is left alone.
-                nap = if state.departures == seen { LONGEST_NAP.min(2 * nap) } else { GRACE };
+                sleep = if state.departures == seen { LONGEST_SLEEP.min(2 * sleep) } else { GRACE };
                 seen = state.departures;
-                self.keeper_naps.store(nap > GRACE, Ordering::SeqCst);
-                state = self.changed.wait_timeout(state, nap).unwrap_or_else(PoisonError::into_inner).0;
-                self.keeper_naps.store(false, Ordering::SeqCst);
+                self.keeper_sleeps_long.store(sleep > GRACE, Ordering::SeqCst);
+                state = self.changed.wait_timeout(state, sleep).unwrap_or_else(PoisonError::into_inner).0;
+                self.keeper_sleeps_long.store(false, Ordering::SeqCst);
             } else if quiet < GRACE {
                 state = self.changed.wait_timeout(state, GRACE - quiet).unwrap_or_else(PoisonError::into_inner).0;
             } else {
@@ -293,10 +293,10 @@ impl Inner {
                 if self.inside.load(Ordering::SeqCst) == 0
                     && let Ok(runtime) = self.runtime()
                 {
-                    runtime.block_on(self.kick.notified());
+                    runtime.block_on(self.end_turn.notified());
                 }
                 self.is_kept.store(false, Ordering::SeqCst);
-                nap = GRACE;
+                sleep = GRACE;
                 state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
             }
         }
@@ -409,11 +409,11 @@ mod tests {
                 let driver = &driver;
                 scope.spawn(move || {
                     for _ in 0..20 {
-                        let nap = async {
+                        let sleep = async {
                             tokio::time::sleep(Duration::from_millis(millis)).await;
                             Ok(millis)
                         };
-                        let slept = driver.run(&mut Spinner::new(Waiting::Adaptive), soon(), millis % 2 == 0, nap);
+                        let slept = driver.run(&mut Spinner::new(Waiting::Adaptive), soon(), millis % 2 == 0, sleep);
                         assert_eq!(slept.unwrap(), Some(millis));
                     }
                 });

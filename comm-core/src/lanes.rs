@@ -64,10 +64,10 @@ impl<C> Lanes<C> {
     /// `InvalidArgument`, which changes nothing, for a lane that does not exist, while another exchange runs there, and after the end;
     /// `Internal` after an exchange that panicked, the error of the first one that failed, or its own.
     pub fn run(&self, lane: usize, exchange: impl FnOnce(&mut C) -> Result<()>) -> Result<()> {
-        let Some(place) = self.0.get(lane) else {
+        let Some(slot) = self.0.get(lane) else {
             return Err(Error::invalid(format!("lane {lane} of a transport that has {} lanes", self.0.len())));
         };
-        let mut state = place.try_lock().map_err(|error| match error {
+        let mut state = slot.try_lock().map_err(|error| match error {
             TryLockError::Poisoned(_) => panicked(lane),
             TryLockError::WouldBlock => Error::invalid(format!("two exchanges at the same time on lane {lane}")),
         })?;
@@ -83,22 +83,22 @@ impl<C> Lanes<C> {
         outcome
     }
 
-    /// Ends all lanes of `rank` by `farewell`, when the exchanges that run have ended; it gets what the lanes keep. Once that has
+    /// Ends all lanes of `rank` by `close_handshake`, when the exchanges that run have ended; it gets what the lanes keep. Once that has
     /// succeeded, doing so again does nothing. `check` fails once the transport was aborted.
     ///
     /// # Errors
-    /// `Timeout` when an exchange still runs at the deadline, those of `check`, of an exchange that failed, and of `farewell`.
+    /// `Timeout` when an exchange still runs at the deadline, those of `check`, of an exchange that failed, and of `close_handshake`.
     pub fn close(
         &self,
         rank: usize,
         deadline: Deadline,
         check: impl Fn() -> Result<()>,
-        farewell: impl FnOnce(&mut [&mut C]) -> Result<()>,
+        close_handshake: impl FnOnce(&mut [&mut C]) -> Result<()>,
     ) -> Result<()> {
         let mut states = Vec::with_capacity(self.0.len());
-        for (lane, place) in self.0.iter().enumerate() {
+        for (lane, slot) in self.0.iter().enumerate() {
             states.push(loop {
-                match place.try_lock() {
+                match slot.try_lock() {
                     Ok(state) => break state,
                     Err(TryLockError::Poisoned(_)) => return Err(panicked(lane)),
                     Err(TryLockError::WouldBlock) => {}
@@ -121,7 +121,7 @@ impl<C> Lanes<C> {
             }
         }
         let mut contents: Vec<&mut C> = states.iter_mut().map(|state| &mut state.content).collect();
-        let outcome = farewell(&mut contents);
+        let outcome = close_handshake(&mut contents);
         for state in &mut states {
             state.end = match &outcome {
                 Ok(()) => End::Closed,

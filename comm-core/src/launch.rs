@@ -167,14 +167,14 @@ impl Launch {
         process::prepare();
         // Before the first process, so that no signal finds some of them unguarded.
         let signals = Signals::catch()?;
-        let meeting = RendezvousFolder::create()?;
+        let rendezvous = RendezvousFolder::create()?;
         let (streams, ends) = mpsc::channel();
         let moved = Arc::new(AtomicU64::new(0));
         let mut running = Running { ranks: Vec::with_capacity(self.ranks) };
         let sinks: Vec<Sinks> = (0..self.ranks).map(|rank| Sinks::new(self.output, rank)).collect();
         let mut open_streams = 0;
         for (rank, sinks) in sinks.iter().enumerate() {
-            let mut child = self.start(rank, &meeting)?;
+            let mut child = self.start(rank, &rendezvous)?;
             let pipes = (child.stdout.take(), child.stderr.take());
             // Guarded from here on: an error below kills it.
             running.ranks.push(Rank { child, status: None, given_up: false });
@@ -208,7 +208,7 @@ impl Launch {
         Ok(LaunchOutcome { code, cause, codes, captured, interrupted_by })
     }
 
-    fn start(&self, rank: usize, meeting: &RendezvousFolder) -> Result<Child> {
+    fn start(&self, rank: usize, rendezvous: &RendezvousFolder) -> Result<Child> {
         let mut command = Command::new(&self.program);
         for name in other_launchers_variables() {
             command.env_remove(name);
@@ -223,11 +223,11 @@ impl Launch {
             .env(vars::WORLD_SIZE, self.ranks.to_string())
             .env(vars::ADDR, {
                 let mut address = OsString::from("file:");
-                address.push(meeting.address_file());
+                address.push(rendezvous.address_file());
                 address
             })
-            .env(vars::SECRET_FILE, meeting.secret_file())
-            .env(vars::JOB_ID, &meeting.job_id)
+            .env(vars::SECRET_FILE, rendezvous.secret_file())
+            .env(vars::JOB_ID, &rendezvous.job_id)
             .env(vars::EPOCH, "0")
             .env(vars::LAUNCHER_PID, std::process::id().to_string())
             .stdin(Stdio::null())

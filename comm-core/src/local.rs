@@ -675,7 +675,7 @@ mod tests {
     fn a_message_to_a_rank_that_has_returned_waits_for_no_room() {
         let began = Instant::now();
         let outcomes = run(2, |comm| {
-            // Twice what a channel holds: the second waits for room that nobody makes.
+            // Twice what a channel holds: the second waits for space that nobody frees.
             let send = || comm.send(&vec![0u8; CHANNEL_BYTES / 2 + 1], 1);
             if comm.rank() == 0 { send().and_then(|()| send()) } else { Ok(()) }
         });

@@ -68,10 +68,10 @@ fn network() -> Option<u128> {
 /// # Errors
 /// [`Error::Rendezvous`] with both ranks, the addresses and what to do.
 pub fn check_reachable(ranks: &[(&NetworkLocation, Vec<IpAddr>)]) -> Result<()> {
-    for (rank, (place, offers)) in ranks.iter().enumerate() {
+    for (rank, (location, offers)) in ranks.iter().enumerate() {
         let Some(loopback) = offers.iter().find(|ip| ip.to_canonical().is_loopback()) else { continue };
-        let Some(other) = ranks.iter().position(|(other, _)| place.is_apart_from(other)) else { continue };
-        let came_from = match place.came_from {
+        let Some(other) = ranks.iter().position(|(other, _)| location.is_apart_from(other)) else { continue };
+        let came_from = match location.came_from {
             Some(ip) if !ip.is_loopback() && rank == 0 => format!("is reached at {ip} but "),
             Some(ip) if !ip.is_loopback() => format!("came from {ip} but "),
             _ => String::new(),
@@ -124,7 +124,7 @@ mod tests {
     use super::*;
     use crate::control::{decode, encode};
 
-    fn place(network: u128, came_from: &str) -> NetworkLocation {
+    fn location(network: u128, came_from: &str) -> NetworkLocation {
         NetworkLocation { network: Some(network), came_from: Some(came_from.parse().unwrap()) }
     }
 
@@ -144,9 +144,10 @@ mod tests {
     #[test]
     fn loopback_is_refused_between_machines_and_only_there() {
         let ip = |text: &str| text.parse::<IpAddr>().unwrap();
-        let (here, there) = (place(1, "10.9.0.1"), place(2, "10.9.0.2"));
+        let (here, there) = (location(1, "10.9.0.1"), location(2, "10.9.0.2"));
         let check = |offers: [(&NetworkLocation, &str); 3]| {
-            check_reachable(&offers.map(|(place, offer)| (place, vec![ip(offer)]))).map_err(|error| error.to_string())
+            check_reachable(&offers.map(|(location, offer)| (location, vec![ip(offer)])))
+                .map_err(|error| error.to_string())
         };
         check([(&here, "127.0.0.1"), (&here, "127.0.0.1"), (&here, "::1")]).unwrap();
         check([(&here, "10.9.0.1"), (&there, "10.9.0.2"), (&here, "10.9.0.1")]).unwrap();

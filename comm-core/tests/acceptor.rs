@@ -12,13 +12,13 @@ use comm_core::control::TcpControl;
 use comm_core::job::{Address, Job, Secret};
 use comm_core::{Control, Deadline};
 
-/// More than rank 0 has room for at its door, by far.
+/// Many more connections than rank 0 serves at a time.
 const SILENT: usize = 2000;
 const DRIPPING: usize = 50;
-/// Connections that one stranger after the other makes while the ranks meet.
+/// Connections that are made one after the other while the ranks connect.
 const COMING: usize = 500;
 
-/// What rank 0 may hold for strangers, and a little for the ranks and this test.
+/// What rank 0 may hold for unauthenticated connections, and a little for the ranks and this test.
 const DESCRIPTORS: usize = 256 + 64;
 
 fn count(directory: &str) -> usize {
@@ -52,7 +52,7 @@ fn drip(addr: SocketAddr, stop: &AtomicBool) -> usize {
     shut
 }
 
-/// Ends the strangers, whatever becomes of the test.
+/// Ends the connections, whatever becomes of the test.
 struct Ending<'a>(&'a AtomicBool);
 
 impl Drop for Ending<'_> {
@@ -62,7 +62,7 @@ impl Drop for Ending<'_> {
 }
 
 #[test]
-fn a_crowd_at_the_door_delays_no_rank_and_costs_a_bounded_amount() {
+fn many_connections_delay_no_rank_and_cost_a_bounded_amount() {
     let addr = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let address = Address::Tcp { host: "127.0.0.1".into(), port: addr.port() };
     let secret = Secret::new("a secret for tests only").unwrap();
@@ -82,13 +82,13 @@ fn a_crowd_at_the_door_delays_no_rank_and_costs_a_bounded_amount() {
         }
         let threads = count("/proc/self/task");
         let silent = SILENT.min(limit().saturating_sub(DESCRIPTORS + DRIPPING + COMING + 100));
-        let _strangers: Vec<TcpStream> = (0..silent).map(|_| TcpStream::connect(addr).unwrap()).collect();
+        let _silent: Vec<TcpStream> = (0..silent).map(|_| TcpStream::connect(addr).unwrap()).collect();
         let dripping = scope.spawn(|| drip(addr, stop));
         let coming = scope.spawn(|| {
             let mut came = 0;
             while !stop.load(Ordering::Relaxed) {
-                let crowd: Vec<_> = (0..COMING).map_while(|_| TcpStream::connect(addr).ok()).collect();
-                came += crowd.len();
+                let connections: Vec<_> = (0..COMING).map_while(|_| TcpStream::connect(addr).ok()).collect();
+                came += connections.len();
                 thread::sleep(Duration::from_millis(10));
             }
             came
@@ -108,17 +108,17 @@ fn a_crowd_at_the_door_delays_no_rank_and_costs_a_bounded_amount() {
         let others = [1, 2].map(|rank| {
             scope.spawn(move || {
                 let control = connect(rank);
-                let met = start.elapsed();
+                let took = start.elapsed();
                 control.all_gather("there", b"", Deadline::after(Duration::from_secs(60))).unwrap();
-                (control, met)
+                (control, took)
             })
         });
         let mut controls = vec![first.join().unwrap()];
         for (rank, other) in others.into_iter().enumerate() {
-            let (control, met) = other.join().unwrap();
-            println!("rank {} was in after {met:?}", rank + 1);
-            // Waiting for the strangers' time to run out would take minutes.
-            assert!(met < Duration::from_secs(4), "{met:?}");
+            let (control, took) = other.join().unwrap();
+            println!("rank {} was in after {took:?}", rank + 1);
+            // Waiting for the silent connections to time out would take minutes.
+            assert!(took < Duration::from_secs(4), "{took:?}");
             controls.push(control);
         }
         thread::sleep(Duration::from_millis(200));

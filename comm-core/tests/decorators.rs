@@ -16,7 +16,7 @@ use comm_core::{
 use comm_core::{Counters, Traffic};
 
 const SUM: ReduceOp = ReduceOp::Sum;
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Runs `body` on every rank of a group, in a thread each, with what `wrap` makes of its transport.
 fn on_ranks<T: Transport, R: Send>(
@@ -285,7 +285,7 @@ fn a_cut_is_a_lost_peer_on_every_rank_at_once() {
     for (ranks, message) in [(2, 0), (3, 0), (3, 2), (4, 1)] {
         for mode in [Mode::Blocking, Mode::Background] {
             for (rank, (result, took)) in
-                suffer(ranks, at(message, FaultKind::Cut), PATIENCE, mode).into_iter().enumerate()
+                suffer(ranks, at(message, FaultKind::Cut), TIMEOUT, mode).into_iter().enumerate()
             {
                 let error = result.expect_err("the cut went unnoticed");
                 let Error::PeerLost { rank: lost, operation, .. } = &error else {
@@ -293,7 +293,7 @@ fn a_cut_is_a_lost_peer_on_every_rank_at_once() {
                 };
                 assert_eq!(*lost, 2 % ranks, "rank 1 sends to its neighbour: {error}");
                 assert!(operation.contains("all-reduce"), "{error}");
-                assert!(took < PATIENCE / 4, "rank {rank} took {took:?}");
+                assert!(took < TIMEOUT / 4, "rank {rank} took {took:?}");
             }
         }
     }
@@ -322,7 +322,7 @@ fn an_abort_ends_a_stall() {
     on_ranks(2, wrap, |mesh| {
         let began = Instant::now();
         let buffer = Buffer::from_vec(vec![1f32; 10]);
-        let call = Call { timeout: Some(PATIENCE), ..Call::background(Op::AllReduce(SUM), buffer, 1) };
+        let call = Call { timeout: Some(TIMEOUT), ..Call::background(Op::AllReduce(SUM), buffer, 1) };
         let handle = mesh.start(call);
         if mesh.rank() == 0 {
             thread::sleep(Duration::from_millis(50));
@@ -330,7 +330,7 @@ fn an_abort_ends_a_stall() {
         }
         let error = handle.wait().expect_err("the stall ended well").into_error();
         assert!(matches!(error, Error::Aborted { by: 0, .. }), "{error}");
-        assert!(began.elapsed() < PATIENCE / 4);
+        assert!(began.elapsed() < TIMEOUT / 4);
     });
 }
 
@@ -339,7 +339,7 @@ fn a_corrupted_byte_changes_exactly_one_bit_of_one_message() {
     // Byte 22 holds the mantissa's highest bits and the exponent's lowest of element 5 of the message.
     let fault = at(0, FaultKind::Corrupt { byte: 22 });
     for ranks in [2, 3] {
-        let results = suffer(ranks, fault, PATIENCE, Mode::Blocking);
+        let results = suffer(ranks, fault, TIMEOUT, Mode::Blocking);
         let right = ranks as f32;
         let wrong: Vec<Vec<(usize, f32)>> = results
             .into_iter()
@@ -356,12 +356,12 @@ fn a_corrupted_byte_changes_exactly_one_bit_of_one_message() {
 #[test]
 fn a_delay_is_only_late() {
     let delay = Duration::from_millis(100);
-    for (result, took) in suffer(3, at(1, FaultKind::Delay(delay)), PATIENCE, Mode::Blocking) {
+    for (result, took) in suffer(3, at(1, FaultKind::Delay(delay)), TIMEOUT, Mode::Blocking) {
         assert_eq!(result.unwrap(), vec![3f32; 10_007]);
         assert!(took >= delay / 2 && took < delay + Duration::from_secs(3), "{took:?}");
     }
     let timeout = Duration::from_millis(150);
-    for (result, took) in suffer(3, at(1, FaultKind::Delay(PATIENCE)), timeout, Mode::Blocking) {
+    for (result, took) in suffer(3, at(1, FaultKind::Delay(TIMEOUT)), timeout, Mode::Blocking) {
         assert!(matches!(result, Err(Error::Timeout { .. })));
         assert!(took < timeout + Duration::from_secs(3), "{took:?}");
     }
@@ -375,7 +375,7 @@ fn a_fault_waits_for_its_message() {
         Fault { at_message: 1000, peer: None, lane: Some(1), kind: FaultKind::Cut },
         Fault { at_message: 0, peer: None, lane: Some(7), kind: FaultKind::Stall },
     ] {
-        for (result, _) in suffer(3, fault, PATIENCE, Mode::Background) {
+        for (result, _) in suffer(3, fault, TIMEOUT, Mode::Background) {
             assert_eq!(result.unwrap(), vec![3f32; 10_007]);
         }
     }

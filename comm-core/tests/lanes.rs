@@ -126,9 +126,9 @@ fn a_lane_is_free_before_the_end_is_told() {
     let soon = Deadline::after(Duration::from_secs(20));
     let free = lane.clone();
     let job = move |due: Dequeued<'_>| {
-        let Dequeued::Granted(turn) = due else { panic!("{due:?}") };
+        let Dequeued::Granted(guard) = due else { panic!("{due:?}") };
         let before = free.is_idle();
-        drop(turn);
+        drop(guard);
         told.send((before, free.is_idle())).unwrap();
     };
     lane.enqueue(soon, Box::new(job));

@@ -56,11 +56,11 @@ fn run() -> Result<ExitCode, Failure> {
             Launch { args, output: Output::RankZeroPlain, ..Launch::new(std::env::current_exe()?, settings.ranks) };
         return Ok(ExitCode::from(launch.run()?.code as u8));
     };
-    let patience = Deadline::after(Duration::from_secs(30));
-    let control: Arc<dyn Control> = TcpControl::connect(&job, &[], patience)?;
+    let deadline = Deadline::after(Duration::from_secs(30));
+    let control: Arc<dyn Control> = TcpControl::connect(&job, &[], deadline)?;
     let options = NcclOptions::default();
     let options = if settings.is_stand_in { options.on_stand_in() } else { options };
-    let comm = NcclCommunicator::connect(control, &options, patience)?;
+    let comm = NcclCommunicator::connect(control, &options, deadline)?;
     if settings.is_stand_in {
         comm.device().behave(Behaviour::AtOnce);
     }

@@ -34,28 +34,28 @@ pub(crate) fn connect(
         return Err(Error::invalid("a communicator needs at least one lane"));
     }
     let (rank, ranks) = (control.rank(), control.world_size());
-    // A rank that has nothing to offer says so, or the others would wait for it.
+    // A rank that has no NCCL says so, or the others would wait for it.
     let found = find(options);
-    let offer = found.as_ref().map_err(Clone::clone).and_then(|(library, _)| {
+    let peer_info = found.as_ref().map_err(Clone::clone).and_then(|(library, _)| {
         let names = if rank == 0 { LaneComms::names(library.table(), options.lanes)? } else { Vec::new() };
         Ok(PeerInfo { machine: machine(), version: library.version(), lanes: options.lanes, names })
     });
-    let offers = control.gather_all("nccl", "NCCL", offer, deadline)?;
+    let peer_infos = control.gather_all("nccl", "NCCL", peer_info, deadline)?;
     let (library, driver) = found?;
-    let Some(first) = offers.first() else { return Err(Error::Internal("a job without ranks".into())) };
-    for (other, offer) in offers.iter().enumerate() {
-        if (offer.version, offer.lanes) != (first.version, first.lanes) {
+    let Some(first) = peer_infos.first() else { return Err(Error::Internal("a job without ranks".into())) };
+    for (other, theirs) in peer_infos.iter().enumerate() {
+        if (theirs.version, theirs.lanes) != (first.version, first.lanes) {
             return Err(Error::Rendezvous(format!(
                 "rank 0 has NCCL {} with {} lanes, rank {other} has NCCL {} with {}; all ranks need the same",
                 version_text(first.version),
                 first.lanes,
-                version_text(offer.version),
-                offer.lanes
+                version_text(theirs.version),
+                theirs.lanes
             )));
         }
     }
-    let mine = &offers[rank].machine;
-    let before = offers[..rank].iter().filter(|offer| offer.machine == *mine).count();
+    let mine = &peer_infos[rank].machine;
+    let before = peer_infos[..rank].iter().filter(|theirs| theirs.machine == *mine).count();
     // With all that a rank needs of its own, so that what is missing is known before NCCL waits for it.
     let engine =
         open(driver, options, before).and_then(|device| NcclEngine::new(device, library, control.clone(), options));

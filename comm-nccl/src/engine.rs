@@ -71,10 +71,16 @@ impl Engine for NcclEngine {
         Ok(())
     }
 
-    fn perform(&self, operation: &Operation, part: &LaneComms, lane: &mut LaneState, data: Data<'_>) -> Result<()> {
+    fn perform(
+        &self,
+        operation: &Operation,
+        group_state: &LaneComms,
+        lane: &mut LaneState,
+        data: Data<'_>,
+    ) -> Result<()> {
         let Operation { op, extents, lane: number, deadline, group, .. } = operation;
         let plan = Plan { op, rank: group.rank, extents, has_input: data.input.is_some() };
-        let outcome = self.run(&plan, &part.comms[*number], *number, lane, data, *deadline);
+        let outcome = self.run(&plan, &group_state.comms[*number], *number, lane, data, *deadline);
         outcome.map_err(|error| self.own_error(error, lane, operation))
     }
 
@@ -99,10 +105,11 @@ impl Engine for NcclEngine {
         let names = names.chunks_exact(bytes).nth(first.unwrap_or(0)).unwrap_or_default();
         let deadline = Deadline::after(engine.options.timeout);
         let (rank, ranks) = (group.rank, group.world_size());
-        let part = LaneComms::join(engine, names, rank, ranks, deadline)
-            .and_then(|part| part.warm_up(rank, ranks, deadline).map(|()| part));
-        let part = part.map_err(|error| engine.fail(error, &format!("splitting communicator {:x}", parent.id())))?;
-        Ok(Some(part))
+        let group_state = LaneComms::join(engine, names, rank, ranks, deadline)
+            .and_then(|state| state.warm_up(rank, ranks, deadline).map(|()| state));
+        let group_state =
+            group_state.map_err(|error| engine.fail(error, &format!("splitting communicator {:x}", parent.id())))?;
+        Ok(Some(group_state))
     }
 
     fn end(self: &Arc<Self>, _failure: &Error) {
@@ -117,13 +124,13 @@ impl Engine for NcclEngine {
     }
 
     /// It also waits for those communicators that were dropped.
-    fn close(self: &Arc<Self>, part: &LaneComms, deadline: Deadline) -> Result<()> {
+    fn close(self: &Arc<Self>, group_state: &LaneComms, deadline: Deadline) -> Result<()> {
         self.device.make_current()?;
-        for comm in &part.comms {
+        for comm in &group_state.comms {
             comm.finalize();
             self.wait(comm, deadline, || comm.progress().map_err(|error| self.or_failure(error)))?;
         }
-        for comm in &part.comms {
+        for comm in &group_state.comms {
             let comm = comm.clone();
             self.beside("comm-nccl-end", move || comm.destroy());
         }
@@ -236,14 +243,14 @@ impl NcclEngine {
         let (device, extents) = (&self.device, plan.extents);
         let Data { mut buffer, input } = data;
         let quiet = || self.quiet(number);
-        let passed = &mut |event: &Event| self.wait(comm, deadline, || event.has_passed());
+        let wait_for = &mut |event: &Event| self.wait(comm, deadline, || event.has_passed());
 
         let at_buffer = match &mut buffer {
             BufferLocation::Device(memory) => pointer(&mut **memory)?,
             BufferLocation::Host(host) => {
                 let pointer = buffer_memory.of(device, host.bytes().len(), quiet)?;
                 let read = if plan.has_input { 0..0 } else { extents.bytes(extents.reads.clone()) };
-                staging.upload(pointer.at(read.start), &host.bytes()[read], stream, passed)?;
+                staging.upload(pointer.at(read.start), &host.bytes()[read], stream, wait_for)?;
                 pointer
             }
         };
@@ -252,31 +259,37 @@ impl NcclEngine {
             Some(Source::Device(memory)) => Some(pointer(memory)?),
             Some(Source::Host(host)) => {
                 let pointer = input_memory.of(device, host.bytes().len(), quiet)?;
-                staging.upload(pointer, host.bytes(), stream, passed)?;
+                staging.upload(pointer, host.bytes(), stream, wait_for)?;
                 Some(pointer)
             }
         };
-        let at = DataPointers {
+        let pointers = DataPointers {
             buffer: at_buffer,
             input: at_input,
             scratch: scratch.of(device, plan.scratch_bytes(), quiet)?,
         };
 
         device.make_current()?;
-        for copy in plan.copies(at) {
+        for copy in plan.copies(pointers) {
             device.copy(copy.from, copy.to, copy.bytes, stream)?;
         }
         let reduction = plan.op.reduce_op().map(|op| Reduction { op, dtype: extents.dtype });
-        comm.group(stream, reduction, |calls, op| plan.call(at, calls, op)).map_err(|error| self.or_failure(error))?;
+        comm.group(stream, reduction, |calls, op| plan.call(pointers, calls, op))
+            .map_err(|error| self.or_failure(error))?;
         self.wait(comm, deadline, || comm.progress().map_err(|error| self.or_failure(error)))?;
         if let BufferLocation::Host(mut host) = buffer {
             for written in extents.writes.clone() {
                 let written = extents.bytes(written);
-                staging.download(at.buffer.at(written.start), &mut host.bytes_mut()[written], stream, passed)?;
+                staging.download(
+                    pointers.buffer.at(written.start),
+                    &mut host.bytes_mut()[written],
+                    stream,
+                    wait_for,
+                )?;
             }
         }
         event.record(stream)?;
-        passed(event)
+        wait_for(event)
     }
 
     /// Looks again and again until it is so; NCCL and the control plane are watched meanwhile.
@@ -349,7 +362,7 @@ impl NcclEngine {
 fn pointer(memory: &mut dyn DeviceMemory) -> Result<DevicePointer> {
     let any: &mut dyn Any = memory.as_any_mut();
     if let Some(cuda) = any.downcast_ref::<CudaBuffer>() {
-        return Ok(cuda.place());
+        return Ok(cuda.device_pointer());
     }
     Err(Error::Unsupported {
         what: format!("{memory:?} on NCCL"),

@@ -97,21 +97,21 @@ impl Plan<'_> {
     }
 
     /// What is copied on the device before the calls.
-    pub(crate) fn copies(&self, at: DataPointers) -> Vec<Copy> {
+    pub(crate) fn copies(&self, pointers: DataPointers) -> Vec<Copy> {
         let size = self.size();
         let mut copies = Vec::new();
         if self.is_all_to_all_in_place() {
-            copies.push(Copy { from: at.buffer, to: at.scratch, bytes: self.whole() * size });
+            copies.push(Copy { from: pointers.buffer, to: pointers.scratch, bytes: self.whole() * size });
         }
         // NCCL's own operations copy a rank's own part themselves.
         let is_made_of_messages = matches!(*self.op, Op::Scatter { .. } | Op::Gather { .. } | Op::AllToAll);
         if let Some(OwnCopy { from, to }) = &self.extents.own_copy
             && is_made_of_messages
         {
-            let source = at.input.unwrap_or(at.scratch);
+            let source = pointers.input.unwrap_or(pointers.scratch);
             copies.push(Copy {
                 from: source.at(from.start * size),
-                to: at.buffer.at(to * size),
+                to: pointers.buffer.at(to * size),
                 bytes: from.len() * size,
             });
         }
@@ -119,57 +119,57 @@ impl Plan<'_> {
     }
 
     /// The calls of one group. What NCCL says of them is kept by `calls`.
-    pub(crate) fn call(&self, at: DataPointers, calls: &mut Calls<'_>, op: RedOp) {
-        let (source, whole) = (at.input.unwrap_or(at.buffer), self.whole());
+    pub(crate) fn call(&self, pointers: DataPointers, calls: &mut Calls<'_>, op: RedOp) {
+        let (source, whole) = (pointers.input.unwrap_or(pointers.buffer), self.whole());
         let bytes = whole * self.size();
         let own = self.shard(self.rank);
         match *self.op {
-            Op::AllReduce(_) if whole > 0 => calls.all_reduce(source, at.buffer, whole, self.reduced(), op),
+            Op::AllReduce(_) if whole > 0 => calls.all_reduce(source, pointers.buffer, whole, self.reduced(), op),
             Op::Reduce { root, .. } => {
-                let into = if root == self.rank { at.buffer } else { DevicePointer::NULL };
+                let into = if root == self.rank { pointers.buffer } else { DevicePointer::NULL };
                 if whole > 0 {
                     calls.reduce(source, into, whole, self.reduced(), op, root);
                 }
             }
-            Op::Broadcast { root } if whole > 0 => calls.broadcast(source, at.buffer, bytes, MOVED, root),
+            Op::Broadcast { root } if whole > 0 => calls.broadcast(source, pointers.buffer, bytes, MOVED, root),
             Op::Scatter { root, .. } if root == self.rank => {
                 self.others().for_each(|peer| send(calls, source, self.shard(peer), peer));
             }
-            Op::Scatter { root, .. } => receive(calls, at.buffer, 0..own.len(), root),
+            Op::Scatter { root, .. } => receive(calls, pointers.buffer, 0..own.len(), root),
             Op::Gather { root, .. } if root == self.rank => {
-                self.others().for_each(|peer| receive(calls, at.buffer, self.shard(peer), peer));
+                self.others().for_each(|peer| receive(calls, pointers.buffer, self.shard(peer), peer));
             }
             Op::Gather { root, .. } => send(calls, source, 0..own.len(), root),
-            Op::AllGather => self.all_gather(at, calls),
-            Op::ReduceScatter(_) => self.reduce_scatter(at, calls, op),
+            Op::AllGather => self.all_gather(pointers, calls),
+            Op::ReduceScatter(_) => self.reduce_scatter(pointers, calls, op),
             Op::AllToAll => {
-                let source = at.input.unwrap_or(at.scratch);
+                let source = pointers.input.unwrap_or(pointers.scratch);
                 for peer in self.others() {
                     send(calls, source, self.shard(peer), peer);
-                    receive(calls, at.buffer, self.received(peer), peer);
+                    receive(calls, pointers.buffer, self.received(peer), peer);
                 }
             }
-            Op::Barrier => calls.all_reduce(at.scratch, at.scratch, 1, DataType(2), op),
+            Op::Barrier => calls.all_reduce(pointers.scratch, pointers.scratch, 1, DataType(2), op),
             Op::Send { to } => calls.send(source, bytes, MOVED, to),
-            Op::Recv { from } => calls.recv(at.buffer, bytes, MOVED, from),
+            Op::Recv { from } => calls.recv(pointers.buffer, bytes, MOVED, from),
             // Nothing to reduce or to broadcast; other operations are not let in.
             _ => {}
         }
     }
 
     /// NCCL's own operation where shards are equal, else a broadcast of each.
-    fn all_gather(&self, at: DataPointers, calls: &mut Calls<'_>) {
+    fn all_gather(&self, pointers: DataPointers, calls: &mut Calls<'_>) {
         let mine = self.shard(self.rank);
-        let own = at.input.unwrap_or(at.buffer.at(mine.start));
+        let own = pointers.input.unwrap_or(pointers.buffer.at(mine.start));
         if self.extents.shards.are_equal() {
             if !mine.is_empty() {
-                calls.all_gather(own, at.buffer, mine.len(), MOVED);
+                calls.all_gather(own, pointers.buffer, mine.len(), MOVED);
             }
             return;
         }
         for root in 0..self.extents.shards.ranks() {
             let shard = self.shard(root);
-            let into = at.buffer.at(shard.start);
+            let into = pointers.buffer.at(shard.start);
             let from = if root == self.rank { own } else { into };
             if !shard.is_empty() {
                 calls.broadcast(from, into, shard.len(), MOVED, root);
@@ -178,10 +178,10 @@ impl Plan<'_> {
     }
 
     /// NCCL's own operation where shards are equal, else a reduction of each.
-    fn reduce_scatter(&self, at: DataPointers, calls: &mut Calls<'_>, op: RedOp) {
+    fn reduce_scatter(&self, pointers: DataPointers, calls: &mut Calls<'_>, op: RedOp) {
         let (shards, reduced) = (&self.extents.shards, self.reduced());
-        let source = at.input.unwrap_or(at.buffer);
-        let into = if self.has_input { at.buffer } else { at.buffer.at(self.shard(self.rank).start) };
+        let source = pointers.input.unwrap_or(pointers.buffer);
+        let into = if self.has_input { pointers.buffer } else { pointers.buffer.at(self.shard(self.rank).start) };
         let elements = |rank: usize| shards.range(rank).len();
         if shards.are_equal() {
             if elements(self.rank) > 0 {

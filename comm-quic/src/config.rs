@@ -19,7 +19,7 @@ const ETHERNET_MTU: u16 = 1452;
 const LARGEST_FIRST: u16 = 16_000;
 
 /// What the round trip is taken to be before one has been seen. A third of the usual: a first packet that was lost among those of
-/// strangers is sent again after 0.3 s, not after 1 s.
+/// unauthenticated peers is sent again after 0.3 s, not after 1 s.
 const FIRST_RTT: Duration = Duration::from_millis(100);
 
 /// The window of [`Congestion::Auto`] on loopback, in bytes: two messages of 1 MiB, and half of what a receive buffer of 8 MiB has

@@ -82,21 +82,22 @@ pub(crate) fn connect(
     let (endpoint, socket) = endpoint(&driver, socket, sizes, (rank + 1 < world_size).then_some(server))?;
     let segments = quinn::AsyncUdpSocket::max_transmit_segments(&*socket).min(10);
 
-    let mut links: Vec<Option<PeerConnection>> = (0..world_size).map(|_| None).collect();
+    let mut peers: Vec<Option<PeerConnection>> = (0..world_size).map(|_| None).collect();
     let outcome = driver.block_on(async {
         Ok(tokio::select! {
-            met = connect_peers(&endpoint, dial_targets, &pins, &expected, rank, options.lanes, &mut links) => Some(met),
+            connected = connect_peers(&endpoint, dial_targets, &pins, &expected, rank, options.lanes, &mut peers) => Some(connected),
             error = announced_error(failed) => Some(Err(error)),
             () = passed(deadline) => None,
         })
     })?;
     outcome.unwrap_or_else(|| {
-        let missing = links.iter().enumerate().filter(|(peer, link)| *peer != rank && link.is_none());
+        let missing =
+            peers.iter().enumerate().filter(|(peer, peer_connection)| *peer != rank && peer_connection.is_none());
         let missing: Vec<usize> = missing.map(|(peer, _)| peer).collect();
         Err(timeout(control, missing, &ranks, &dial_errors, deadline))
     })?;
 
-    let (connections, lanes) = by_lane(links, options);
+    let (connections, lanes) = by_lane(peers, options);
     let send_window = send_window(options, congestion);
     Ok(QuicTransport {
         rank,
@@ -139,7 +140,7 @@ impl Opened {
         let peer_info = PeerInfo {
             protection: protection.code(),
             address: OfferedAddress(socket.address),
-            place: NetworkLocation::of(control),
+            location: NetworkLocation::of(control),
             fingerprint: identity.fingerprint(),
             lanes: u32::try_from(options.lanes).unwrap_or(u32::MAX),
             receive_buffer: socket.receive_buffer as u64,
@@ -167,20 +168,20 @@ fn endpoint(
 
 /// The connections to all ranks, and the channels that they carry, by lane.
 fn by_lane(
-    links: Vec<Option<PeerConnection>>,
+    peers: Vec<Option<PeerConnection>>,
     options: &QuicOptions,
 ) -> (Vec<Option<quinn::Connection>>, Vec<QuicLane>) {
     let mut lanes: Vec<QuicLane> = (0..options.lanes)
         .map(|lane| QuicLane {
             operation: format!("an exchange on QUIC lane {lane}"),
-            channels: Vec::with_capacity(links.len()),
+            channels: Vec::with_capacity(peers.len()),
             spinner: Spinner::new(options.waiting),
         })
         .collect();
-    let mut connections = Vec::with_capacity(links.len());
-    for link in links {
-        let (connection, channels) = match link {
-            Some(link) => (Some(link.connection), link.channels),
+    let mut connections = Vec::with_capacity(peers.len());
+    for peer_connection in peers {
+        let (connection, channels) = match peer_connection {
+            Some(peer_connection) => (Some(peer_connection.connection), peer_connection.channels),
             None => (None, Vec::new()),
         };
         connections.push(connection);
@@ -192,7 +193,7 @@ fn by_lane(
     (connections, lanes)
 }
 
-/// The error when the `missing` ranks have not been met by the `deadline`.
+/// The error when the `missing` ranks have not connected by the `deadline`.
 fn timeout(
     control: &dyn Control,
     missing: Vec<usize>,

@@ -14,24 +14,24 @@ use crate::message::{Channel, Context, Receiving, Sending, Step};
 /// One direction of an exchange with one peer.
 pub(crate) struct Transfer<'a> {
     pub(crate) peer: usize,
-    pub(crate) work: Direction<'a>,
+    pub(crate) direction: Direction<'a>,
     pub(crate) is_done: bool,
 }
 
-/// Its direction.
+/// What a transfer does: it sends or receives.
 pub(crate) enum Direction<'a> {
     Send(Sending<'a>),
     Receive(Receiving<'a>),
 }
 
 impl<'a> Transfer<'a> {
-    pub(crate) fn new(peer: usize, work: Direction<'a>) -> Self {
-        Transfer { peer, work, is_done: false }
+    pub(crate) fn new(peer: usize, direction: Direction<'a>) -> Self {
+        Transfer { peer, direction, is_done: false }
     }
 
     /// Bytes that it has received so far.
     pub(crate) fn received(&self) -> u64 {
-        match &self.work {
+        match &self.direction {
             Direction::Send(_) => 0,
             Direction::Receive(receiving) => receiving.received(),
         }
@@ -42,7 +42,7 @@ impl<'a> Transfer<'a> {
         let Some(Some(channel)) = channels.get_mut(self.peer) else {
             return Err(Error::Internal(format!("{operation}: there is no channel to rank {}", self.peer)));
         };
-        let step = match &mut self.work {
+        let step = match &mut self.direction {
             Direction::Send(sending) => sending.poll(cx, channel, context),
             Direction::Receive(receiving) => receiving.poll(cx, channel, context),
         }?;
@@ -51,16 +51,16 @@ impl<'a> Transfer<'a> {
     }
 }
 
-/// Gives every job that is left its turn.
+/// Polls every transfer that is not done.
 pub(crate) fn poll_all(
-    jobs: &mut [Transfer<'_>],
+    transfers: &mut [Transfer<'_>],
     cx: &mut Waker<'_>,
     channels: &mut [Option<Channel>],
     operation: &str,
 ) -> Result<Step> {
     let (mut is_done, mut furthest) = (true, Step::Blocked);
-    for job in jobs.iter_mut().filter(|job| !job.is_done) {
-        match job.poll(cx, channels, operation)? {
+    for transfer in transfers.iter_mut().filter(|transfer| !transfer.is_done) {
+        match transfer.poll(cx, channels, operation)? {
             Step::Done => furthest = furthest.max(Step::Moved),
             step => {
                 is_done = false;
@@ -81,7 +81,7 @@ pub(crate) async fn complete(
 ) -> Result<bool> {
     let mut aborted = pin!(announced_error(aborted));
     // Made when the thread is about to sleep for the first time: many exchanges never do.
-    let mut alarm = None;
+    let mut timer = None;
     loop {
         // Each wait ends when something moves, so that the spinner learns how long nothing did.
         let mut wait = spinner.wait();
@@ -100,8 +100,8 @@ pub(crate) async fn complete(
                 }
                 Next::Expired => Poll::Ready(Ok(None)),
                 Next::Park => {
-                    let alarm = alarm.get_or_insert_with(|| Box::pin(passed(deadline)));
-                    alarm.as_mut().poll(cx).map(|()| Ok(None))
+                    let timer = timer.get_or_insert_with(|| Box::pin(passed(deadline)));
+                    timer.as_mut().poll(cx).map(|()| Ok(None))
                 }
             }
         });

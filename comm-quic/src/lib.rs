@@ -8,12 +8,12 @@
 //! datagrams can neither take part nor read or change a message; no certificate authority, file or name has to be
 //! configured. Only TLS 1.3 with AES-128-GCM is offered, no session is resumed and no early data is taken.
 //!
-//! A stranger has to show first that it receives at the address it sends from (a stateless retry), shares a bounded number of
-//! handshakes of bounded length with all other strangers while ranks are still connecting, and once all have gets nothing but
-//! stateless resets, each shorter than what came and at most one in 20 ms. A rank dials from the
-//! address that it announced, so strangers do not hold it up. What remains is possible with any UDP socket: filling the link or the
-//! receive buffer, which slows a job but does not change what it computes. An attacker *on the path* can also drop packets. Other users of this machine can read the memory of a process only if the
-//! system lets them; keys are never written anywhere.
+//! An unauthenticated peer has to show first that it receives at the address it sends from (a stateless retry), shares a bounded
+//! number of handshakes of bounded length with all others while ranks are still connecting, and once all have gets nothing but
+//! stateless resets, each shorter than what came and at most one in 20 ms. A rank dials from the address that it announced, so
+//! unauthenticated peers do not delay it. What remains is possible with any UDP socket: filling the link or the receive buffer,
+//! which slows a job but does not change what it computes. An attacker *on the path* can also drop packets. Other users of this
+//! machine can read the memory of a process only if the system lets them; keys are never written anywhere.
 //!
 //! # Settings that differ from quinn's own, and why
 //! - *Datagrams*: a datagram costs about the same whatever its size, so on loopback they are as large as the interface takes.

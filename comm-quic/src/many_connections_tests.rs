@@ -1,4 +1,4 @@
-//! Crowds of strangers at the socket of a job while its ranks connect.
+//! Many unauthenticated connections to the socket of a job while its ranks connect.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::sync::Arc;
@@ -34,23 +34,23 @@ fn thousands_of_first_packets_delay_nobody() {
 }
 
 #[test]
-fn a_crowd_of_silent_guests_delays_nobody() {
+fn many_silent_connections_delay_nobody() {
     delay_of(|address, stop| {
-        send_silent_guests(address, stop);
+        open_silent_connections(address, stop);
         address
     });
 }
 
 #[test]
-fn a_rank_from_another_address_than_it_told_gets_past_a_crowd_too() {
+fn a_rank_from_another_address_than_it_announced_gets_past_many_connections_too() {
     delay_of(|address, stop| {
-        send_silent_guests(address, Arc::clone(&stop));
+        open_silent_connections(address, Arc::clone(&stop));
         relay(address, stop, |_| true)
     });
 }
 
-/// More than there is room for, with addresses that are really theirs, who do not go on after that is proven.
-fn send_silent_guests(address: SocketAddr, stop: Arc<AtomicBool>) {
+/// Opens more connections than are served at a time. Their addresses are validated, and then they send nothing more.
+fn open_silent_connections(address: SocketAddr, stop: Arc<AtomicBool>) {
     // Of the answers only Retry packets get through.
     let relay = relay(address, Arc::clone(&stop), |answer| answer[0] & 0xf0 == 0xf0);
     thread::spawn(move || dial_many(relay, 400, &stop));
@@ -70,18 +70,18 @@ fn delay_of(attack: impl Fn(SocketAddr, Arc<AtomicBool>) -> SocketAddr + Send + 
             ranks
         },
         |transport| {
-            let met = began.lock().unwrap().unwrap().elapsed();
+            let waited = began.lock().unwrap().unwrap().elapsed();
             swap(&transport, 1 << 20);
             transport.close(Deadline::after(Duration::from_secs(30))).unwrap();
-            (transport.rank(), met)
+            (transport.rank(), waited)
         },
     );
     stop.store(true, Ordering::Relaxed);
     let grown = resident().saturating_sub(before);
     for outcome in outcome {
-        let (rank, met) = outcome.unwrap();
-        println!("rank {rank} was connected after {met:?}; {grown} KiB more in memory, the strangers' included");
-        assert!(met < Duration::from_secs(4), "rank {rank}: {met:?}");
+        let (rank, waited) = outcome.unwrap();
+        println!("rank {rank} was connected after {waited:?}; {grown} KiB more in memory, the strangers' included");
+        assert!(waited < Duration::from_secs(4), "rank {rank}: {waited:?}");
     }
     assert!(grown < 300 << 10, "{grown} KiB");
 }

@@ -32,7 +32,7 @@ pub(crate) struct PeerInfo {
     pub(crate) protection: u8,
     pub(crate) address: OfferedAddress,
     /// Where the rank is.
-    pub(crate) place: NetworkLocation,
+    pub(crate) location: NetworkLocation,
     pub(crate) fingerprint: Fingerprint,
     pub(crate) lanes: u32,
     /// Bytes that its UDP receive buffer holds.
@@ -40,8 +40,8 @@ pub(crate) struct PeerInfo {
 }
 
 impl PeerInfo {
-    /// Tells every rank of this one, whose introduction is `mine`, and hears of every rank, in order. If a rank has none, which is an error
-    /// there, all fail.
+    /// Exchanges the information of all ranks, of which this rank's is `mine`, and returns it in order. If a rank has none, which is an
+    /// error there, all fail.
     pub(crate) fn exchange(
         mine: Result<PeerInfo>,
         protection: Protection,
@@ -65,7 +65,7 @@ impl PeerInfo {
                 peer_infos[rank].lanes
             )));
         }
-        let offers: Vec<_> = peer_infos.iter().map(|other| (&other.place, vec![other.address.0.ip()])).collect();
+        let offers: Vec<_> = peer_infos.iter().map(|other| (&other.location, vec![other.address.0.ip()])).collect();
         check_reachable(&offers)?;
         Ok(peer_infos)
     }
@@ -104,7 +104,7 @@ const ACCEPT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Pause before a peer that was too busy is dialled again.
 const DIAL_AGAIN: Duration = Duration::from_millis(20);
 
-/// A rank that broke the protocol is told so with this code. A connection that is dropped for a new one ends with 0,
+/// A connection of a rank that broke the protocol is closed with this code. A connection that is dropped for a new one ends with 0,
 /// and its rank dials again.
 const REFUSED: VarInt = VarInt::from_u32(3);
 
@@ -119,7 +119,7 @@ struct UnverifiedHandshakes(VecDeque<(AbortHandle, Instant)>);
 
 impl UnverifiedHandshakes {
     /// Whether one more may begin, which may end the oldest.
-    fn make_room(&mut self) -> bool {
+    fn make_space(&mut self) -> bool {
         self.0.retain(|(handshake, _)| !handshake.is_finished());
         if self.0.len() < MAX_UNVERIFIED {
             return true;
@@ -148,26 +148,26 @@ pub(crate) async fn connect_peers(
     expected: &HashSet<(IpAddr, u16)>,
     rank: usize,
     lanes: usize,
-    links: &mut [Option<PeerConnection>],
+    peers: &mut [Option<PeerConnection>],
 ) -> Result<()> {
     let (mut tasks, mut unverified) = (JoinSet::new(), UnverifiedHandshakes::default());
     for DialTarget { peer, address, config, dial_errors } in dial_targets {
         let endpoint = endpoint.clone();
         tasks.spawn(async move {
-            let complain = |why: &ConnectionError| {
+            let note_error = |why: &ConnectionError| {
                 dial_errors.lock().unwrap_or_else(PoisonError::into_inner).insert(peer, describe(why));
             };
-            ConnectOutcome::Dialled(peer, dial(&endpoint, config, address, rank, peer, lanes, &complain).await)
+            ConnectOutcome::Dialled(peer, dial(&endpoint, config, address, rank, peer, lanes, &note_error).await)
         });
     }
-    while links.iter().enumerate().any(|(peer, link)| peer != rank && link.is_none()) {
+    while peers.iter().enumerate().any(|(peer, peer_connection)| peer != rank && peer_connection.is_none()) {
         tokio::select! {
-            Some(arrival) = tasks.join_next() => match arrival {
-                Ok(ConnectOutcome::Dialled(peer, link)) => place(links, peer, link?),
+            Some(outcome) = tasks.join_next() => match outcome {
+                Ok(ConnectOutcome::Dialled(peer, peer_connection)) => store(peers, peer, peer_connection?),
                 Ok(ConnectOutcome::Accepted(accepted)) => {
                     // A refused connection from outside is not a failure of the job.
-                    if let Ok((peer, link)) = accepted {
-                        place(links, peer, link);
+                    if let Ok((peer, peer_connection)) = accepted {
+                        store(peers, peer, peer_connection);
                     }
                 }
                 Err(error) if error.is_cancelled() => {}
@@ -184,7 +184,7 @@ pub(crate) async fn connect_peers(
                 }
                 let from = incoming.remote_address();
                 let is_expected = expected.contains(&(from.ip(), from.port()));
-                if !is_expected && !unverified.make_room() {
+                if !is_expected && !unverified.make_space() {
                     incoming.ignore();
                     continue;
                 }
@@ -203,10 +203,10 @@ pub(crate) async fn connect_peers(
     Ok(())
 }
 
-/// The first link with a peer stays.
-fn place(links: &mut [Option<PeerConnection>], peer: usize, link: PeerConnection) {
-    if let Some(place @ None) = links.get_mut(peer) {
-        *place = Some(link);
+/// Keeps the first connection with a peer.
+fn store(peers: &mut [Option<PeerConnection>], peer: usize, peer_connection: PeerConnection) {
+    if let Some(slot @ None) = peers.get_mut(peer) {
+        *slot = Some(peer_connection);
     }
 }
 
@@ -229,7 +229,7 @@ async fn dial(
     rank: usize,
     peer: usize,
     lanes: usize,
-    complain: &(dyn Fn(&ConnectionError) + Sync),
+    note_error: &(dyn Fn(&ConnectionError) + Sync),
 ) -> Result<PeerConnection> {
     let lost = |why: String| Error::PeerLost {
         rank: peer,
@@ -242,17 +242,17 @@ async fn dial(
         match connecting.await {
             Ok(connection) => match (open_lanes(&connection, rank, peer, lanes).await, connection.close_reason()) {
                 (Ok(channels), _) => return Ok(PeerConnection { connection, channels }),
-                (Err(_), Some(reason)) if is_passing(&reason) => complain(&reason),
+                (Err(_), Some(reason)) if is_passing(&reason) => note_error(&reason),
                 (Err(why), _) => return Err(lost(why)),
             },
-            Err(error) if is_passing(&error) => complain(&error),
+            Err(error) if is_passing(&error) => note_error(&error),
             Err(error) => return Err(lost(describe(&error))),
         }
         sleep(DIAL_AGAIN).await;
     }
 }
 
-/// Whether dialling again may help: the peer was busy with strangers, or packets were lost.
+/// Whether dialling again may help: the peer was busy with other connections, or packets were lost.
 fn is_passing(error: &ConnectionError) -> bool {
     match error {
         ConnectionError::ConnectionClosed(close) => {
@@ -344,7 +344,7 @@ fn read_greeting(bytes: [u8; GREETING_LEN]) -> Result<(usize, usize), String> {
     Ok((u32::from_le_bytes([l0, l1, l2, l3]) as usize, u32::from_le_bytes([r0, r1, r2, r3]) as usize))
 }
 
-/// The settings with which strangers and ranks are received.
+/// The settings for all incoming connections.
 pub(crate) fn server_config(
     crypto: Arc<dyn quinn::crypto::ServerConfig>,
     transport: Arc<quinn::TransportConfig>,
@@ -385,21 +385,21 @@ mod tests {
         let peer_info = PeerInfo {
             protection: Protection::Full.code(),
             address: OfferedAddress("127.0.0.1:4433".parse().unwrap()),
-            place: NetworkLocation::default(),
+            location: NetworkLocation::default(),
             fingerprint: [7; 32],
             lanes: 2,
             receive_buffer: 1 << 23,
         };
         let other = PeerInfo { fingerprint: [8; 32], ..peer_info };
-        for heard in exchange([peer_info, other]) {
-            assert_eq!(heard.unwrap(), [peer_info, other]);
+        for outcome in exchange([peer_info, other]) {
+            assert_eq!(outcome.unwrap(), [peer_info, other]);
         }
-        for heard in exchange([peer_info, PeerInfo { lanes: 3, ..other }]) {
-            let error = heard.unwrap_err().to_string();
+        for outcome in exchange([peer_info, PeerInfo { lanes: 3, ..other }]) {
+            let error = outcome.unwrap_err().to_string();
             assert!(error.contains("QUIC lanes, but rank"), "{error}");
         }
-        for heard in exchange([peer_info, PeerInfo { protection: 9, ..other }]) {
-            let error = heard.unwrap_err().to_string();
+        for outcome in exchange([peer_info, PeerInfo { protection: 9, ..other }]) {
+            let error = outcome.unwrap_err().to_string();
             assert!(error.contains("rank 1 uses another packet protection"), "{error}");
         }
     }

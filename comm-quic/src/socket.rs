@@ -105,7 +105,7 @@ impl AsyncUdpSocket for CountingSocket {
     }
 
     fn max_receive_segments(&self) -> usize {
-        // The endpoint accepts datagrams of every size, so room for one is room for all that the kernel merges into one.
+        // The endpoint accepts datagrams of every size, so space for one is space for all that the kernel merges into one.
         1
     }
 

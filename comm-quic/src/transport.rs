@@ -127,7 +127,7 @@ impl QuicTransport {
     /// Closes each lane.
     fn close_lanes(&self, lanes: &mut [&mut QuicLane], deadline: Deadline) -> Result<()> {
         let operation = "closing the QUIC transport";
-        let mut jobs = Vec::new();
+        let mut closes = Vec::new();
         for lane in lanes {
             for (peer, channel) in lane.channels.iter_mut().enumerate() {
                 let Some(Channel { send, receive, .. }) = channel else { continue };
@@ -135,8 +135,8 @@ impl QuicTransport {
                 // An error says that it was finished before.
                 let _ = send.finish();
                 let stopped = send.stopped();
-                jobs.push(LaneClose::new(peer, async move { acknowledged(stopped.await, context) }));
-                jobs.push(LaneClose::new(peer, async move {
+                closes.push(LaneClose::new(peer, async move { acknowledged(stopped.await, context) }));
+                closes.push(LaneClose::new(peer, async move {
                     // Unexpected data is dropped.
                     while receive.read_chunk(usize::MAX, true).await.map(|chunk| chunk.is_some()).or_else(|error| {
                         match &error {
@@ -149,10 +149,10 @@ impl QuicTransport {
             }
         }
         let mut spinner = Spinner::new(Waiting::Park);
-        if self.drive(&mut spinner, deadline, &Cell::new(0), false, |cx| poll_closes(&mut jobs, cx))? {
+        if self.drive(&mut spinner, deadline, &Cell::new(0), false, |cx| poll_closes(&mut closes, cx))? {
             return Ok(());
         }
-        let silent = jobs.iter().filter(|job| !job.is_done).map(|job| job.peer);
+        let silent = closes.iter().filter(|close| !close.is_done).map(|close| close.peer);
         Err(Error::timeout(self.rank, operation, deadline, silent))
     }
 }
@@ -207,9 +207,9 @@ impl Transport for QuicTransport {
             self.close_lanes(lanes, deadline)?;
             self.endpoint.close(DONE, b"done");
             // Until then a peer that missed the last packets is told again. Nothing depends on it but the peer's speed.
-            let patience = deadline.at_most(CLOSE_TIMEOUT);
+            let close_deadline = deadline.at_most(CLOSE_TIMEOUT);
             self.driver.block_on(async {
-                let _ = within(patience, self.endpoint.wait_idle()).await;
+                let _ = within(close_deadline, self.endpoint.wait_idle()).await;
                 Ok(())
             })
         };
@@ -293,9 +293,10 @@ impl QuicTransport {
         let leaves_work = !outgoing.is_empty() && !matches!(self.settings.congestion, Congestion::FixedWindow(_));
         let written: u64 = outgoing.iter().map(|message| HEADER_LEN as u64 + message.header.payload_len).sum();
         let unsent = Cell::new(written);
-        let mut jobs: Vec<Transfer<'_>> = Vec::with_capacity(outgoing.len() + incoming.len());
-        jobs.extend(outgoing.iter().map(|message| Transfer::new(message.peer, Direction::Send(Sending::new(message)))));
-        jobs.extend(
+        let mut transfers: Vec<Transfer<'_>> = Vec::with_capacity(outgoing.len() + incoming.len());
+        transfers
+            .extend(outgoing.iter().map(|message| Transfer::new(message.peer, Direction::Send(Sending::new(message)))));
+        transfers.extend(
             incoming
                 .iter_mut()
                 .map(|Incoming { peer, sink }| Transfer::new(*peer, Direction::Receive(Receiving::new(&mut **sink)))),
@@ -303,8 +304,8 @@ impl QuicTransport {
         // Long before the window is used up quinn grants more, which should not wait for the next exchange.
         let credit = u64::from(self.settings.options.stream_window) / 16;
         let is_done = self.drive(spinner, deadline, &unsent, leaves_work, |cx| {
-            let step = poll_all(&mut jobs, cx, channels, operation)?;
-            if step == Step::Done && jobs.iter().any(|job| job.received() >= credit) {
+            let step = poll_all(&mut transfers, cx, channels, operation)?;
+            if step == Step::Done && transfers.iter().any(|transfer| transfer.received() >= credit) {
                 unsent.set(written + 1);
             }
             Ok(step)
@@ -312,7 +313,7 @@ impl QuicTransport {
         if is_done {
             return Ok(());
         }
-        let waiting_for = jobs.iter().filter(|job| !job.is_done).map(|job| job.peer);
+        let waiting_for = transfers.iter().filter(|transfer| !transfer.is_done).map(|transfer| transfer.peer);
         Err(Error::timeout(self.rank, operation.as_str(), deadline, waiting_for))
     }
 }
@@ -346,11 +347,11 @@ impl<'a> LaneClose<'a> {
     }
 }
 
-fn poll_closes(jobs: &mut [LaneClose<'_>], cx: &mut Waker<'_>) -> Result<Step> {
+fn poll_closes(closes: &mut [LaneClose<'_>], cx: &mut Waker<'_>) -> Result<Step> {
     let mut step = Step::Done;
-    for job in jobs.iter_mut().filter(|job| !job.is_done) {
-        match job.future.as_mut().poll(cx) {
-            Poll::Ready(outcome) => outcome.map(|()| job.is_done = true)?,
+    for close in closes.iter_mut().filter(|close| !close.is_done) {
+        match close.future.as_mut().poll(cx) {
+            Poll::Ready(outcome) => outcome.map(|()| close.is_done = true)?,
             Poll::Pending => step = Step::Blocked,
         }
     }

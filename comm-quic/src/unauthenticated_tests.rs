@@ -122,11 +122,11 @@ fn a_certificate_of_an_earlier_start_is_refused() {
 fn only_the_address_that_was_asked_for_is_bound() {
     let bind = std::net::Ipv4Addr::new(127, 0, 0, 2);
     let options = QuicOptions { bind: Some(bind.into()), ..QuicOptions::default() };
-    let patience = Duration::from_secs(60);
+    let timeout = Duration::from_secs(60);
     let outcome = two_ranks_with(
         &options,
         Protection::Full,
-        patience,
+        timeout,
         |ranks| ranks,
         |transport| {
             assert_eq!(transport.local_addr().ip(), bind);
@@ -156,17 +156,17 @@ pub(crate) fn two_ranks<R: Send>(
 }
 
 fn two_ranks_until<R: Send>(
-    patience: Duration,
+    timeout: Duration,
     between: impl Fn(Vec<PeerInfo>) -> Vec<PeerInfo> + Send + Sync + 'static,
     body: impl Fn(QuicTransport) -> R + Sync,
 ) -> Vec<Result<R>> {
-    two_ranks_with(&QuicOptions::default(), Protection::Full, patience, between, body)
+    two_ranks_with(&QuicOptions::default(), Protection::Full, timeout, between, body)
 }
 
 pub(crate) fn two_ranks_with<R: Send>(
     options: &QuicOptions,
     protection: Protection,
-    patience: Duration,
+    timeout: Duration,
     between: impl Fn(Vec<PeerInfo>) -> Vec<PeerInfo> + Send + Sync + 'static,
     body: impl Fn(QuicTransport) -> R + Sync,
 ) -> Vec<Result<R>> {
@@ -178,7 +178,7 @@ pub(crate) fn two_ranks_with<R: Send>(
                 let (between, body) = (Arc::clone(&between), &body);
                 scope.spawn(move || {
                     let control = Between { inner: rank.control, between };
-                    let transport = connect(&control, options, protection, Deadline::after(patience))?;
+                    let transport = connect(&control, options, protection, Deadline::after(timeout))?;
                     Ok(body(transport))
                 })
             })
@@ -190,7 +190,7 @@ pub(crate) fn two_ranks_with<R: Send>(
 /// What a rank tells the others.
 type RankResult = std::result::Result<PeerInfo, String>;
 
-/// A control plane that lets a test act between the introduction and the dialling of rank 1.
+/// A control plane that lets a test act between the exchange of addresses and the dialling of rank 1.
 struct Between {
     inner: Arc<LocalControl>,
     between: Meddle,
@@ -339,12 +339,12 @@ pub(crate) fn stranger(alpn: &[u8], with_certificate: bool) -> quinn::ClientConf
 }
 
 /// Dials, opens a stream as a rank would and waits for the answer that only ranks get.
-fn try_connect(address: SocketAddr, mut config: quinn::ClientConfig, patience: Duration) -> Result<(), String> {
+fn try_connect(address: SocketAddr, mut config: quinn::ClientConfig, timeout: Duration) -> Result<(), String> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let mut transport = quinn::TransportConfig::default();
     // The idle timeout is at least three probe timeouts.
     transport.initial_rtt(Duration::from_millis(10));
-    transport.max_idle_timeout(Some(IdleTimeout::from(VarInt::from_u32(patience.as_millis() as u32))));
+    transport.max_idle_timeout(Some(IdleTimeout::from(VarInt::from_u32(timeout.as_millis() as u32))));
     config.transport_config(Arc::new(transport));
     runtime.block_on(async {
         let endpoint = Endpoint::client("127.0.0.1:0".parse().unwrap()).unwrap();

@@ -39,10 +39,10 @@ mod tests {
     use super::*;
     use crate::unauthenticated_tests::{swap_bytes, two_ranks_with};
 
-    const PATIENCE: Duration = Duration::from_secs(30);
+    const TIMEOUT: Duration = Duration::from_secs(30);
 
     fn soon() -> Deadline {
-        Deadline::after(PATIENCE)
+        Deadline::after(TIMEOUT)
     }
 
     /// Small datagrams. Both sides renew their keys, which happens first after at most a thousand packets.
@@ -55,7 +55,7 @@ mod tests {
         let outcome = two_ranks_with(
             &small(),
             Protection::None,
-            PATIENCE,
+            TIMEOUT,
             |ranks| ranks,
             |transport| {
                 assert_eq!(transport.name(), "quic-unprotected");
@@ -129,7 +129,7 @@ mod tests {
             ranks[0].address = comm_core::location::OfferedAddress(address);
             ranks
         };
-        let outcome = two_ranks_with(&small(), protection, PATIENCE, detour, |transport| {
+        let outcome = two_ranks_with(&small(), protection, TIMEOUT, detour, |transport| {
             assert!(swap_bytes(&transport, payload) == payload);
             transport.close(soon()).unwrap();
         });

@@ -175,20 +175,20 @@ fn calls_that_make_no_sense_are_refused_and_harmless() {
 
 #[test]
 fn a_communicator_works_in_spawn_blocking_and_refuses_a_task_without_ending_the_job() {
-    let patience = Duration::from_secs(60);
+    let timeout = Duration::from_secs(60);
     job(2, &QuicOptions::default(), |transport, control| {
         let control: Arc<dyn Control> = control.clone();
         let mesh = Arc::new(Mesh::new(transport, control.clone(), MeshOptions::default()).unwrap());
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {
-            for outcome in [mesh.barrier(), mesh.finish(patience)] {
+            for outcome in [mesh.barrier(), mesh.finish(timeout)] {
                 assert!(matches!(outcome, Err(Error::InvalidArgument(_))), "{outcome:?}");
             }
             assert!(control.failure().is_none());
             let sum = |mesh: &Mesh<QuicTransport>| mesh.all_reduce_scalar(1u32, ReduceOp::Sum);
             let work = mesh.clone();
             assert_eq!(tokio::task::spawn_blocking(move || sum(&work)).await.unwrap().unwrap(), 2);
-            tokio::task::spawn_blocking(move || mesh.finish(patience)).await.unwrap().unwrap();
+            tokio::task::spawn_blocking(move || mesh.finish(timeout)).await.unwrap().unwrap();
         });
     });
 }

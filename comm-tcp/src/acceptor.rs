@@ -127,7 +127,7 @@ mod tests {
 
     /// A connection that was first and has sent its handshake is admitted, however many others came before the handshakes were served.
     #[tokio::test]
-    async fn a_flood_at_the_door_turns_no_rank_away() {
+    async fn a_flood_of_connections_turns_no_rank_away() {
         let listener = crate::socket::listen("127.0.0.1:0".parse().unwrap(), None).unwrap();
         let address = listener.local_addr().unwrap();
         let dial = || std::net::TcpStream::connect(address).unwrap();
@@ -149,7 +149,7 @@ mod tests {
     #[test]
     fn who_comes_on_the_last_descriptor_is_let_in() {
         const NAME: &str = "acceptor::tests::who_comes_on_the_last_descriptor_is_let_in";
-        const INSIDE: &str = "DOOR_TEST";
+        const INSIDE: &str = "ACCEPTOR_TEST";
         if std::env::var(INSIDE).is_err() {
             let output = std::process::Command::new("sh")
                 .args(["-c", "ulimit -n 64; exec \"$@\"", "sh"])

@@ -30,7 +30,7 @@ pub(crate) struct PendingConnections<'a, L> {
     /// `[lane][peer]`.
     connections: RefCell<Vec<Vec<Option<L>>>>,
     /// Of each peer that is being dialled why the last attempt failed, for the error at the deadline.
-    complaints: RefCell<BTreeMap<usize, String>>,
+    dial_errors: RefCell<BTreeMap<usize, String>>,
     /// What went wrong in a task that accepts, and ends connecting.
     accept_error: Arc<OnceLock<AcceptError>>,
     /// When it was last looked whether there are descriptors left, and that there were none.
@@ -76,7 +76,7 @@ impl<'a, L> PendingConnections<'a, L> {
             own,
             need,
             connections,
-            complaints: RefCell::default(),
+            dial_errors: RefCell::default(),
             accept_error: Arc::default(),
             looked: Cell::new(Instant::now()),
             exhausted: Cell::new(false),
@@ -113,7 +113,7 @@ impl<'a, L> PendingConnections<'a, L> {
     }
 
     /// An error of a task that accepts, as this rank's error.
-    fn told(&self, AcceptError { doing, error }: &AcceptError) -> Error {
+    fn own_error(&self, AcceptError { doing, error }: &AcceptError) -> Error {
         if ran_out(error) {
             return self.ran_out(doing, error);
         }
@@ -121,7 +121,7 @@ impl<'a, L> PendingConnections<'a, L> {
         Error::io(format!("rank {}: {doing}", self.core.rank), error)
     }
 
-    /// Attempts to reach `peer` again and again: a listener turns connections away when strangers crowd it. The deadline is the
+    /// Attempts to reach `peer` again and again: a listener drops connections when it has too many handshakes. The deadline is the
     /// caller's.
     pub(crate) async fn dial<F>(&self, peer: u32, address: impl Display, mut attempt: impl FnMut() -> F) -> Result<L>
     where
@@ -133,7 +133,7 @@ impl<'a, L> PendingConnections<'a, L> {
                 Err(DialError::Hopeless(error)) => return Err(error),
                 Err(DialError::RanOut(error)) => return Err(self.ran_out(&format!("dialling {address}"), &error)),
                 Err(DialError::Failed(error)) => {
-                    self.complaints.borrow_mut().insert(peer as usize, error);
+                    self.dial_errors.borrow_mut().insert(peer as usize, error);
                     tokio::time::sleep(Duration::from_millis(20)).await;
                 }
             }
@@ -166,9 +166,9 @@ impl<'a, L> PendingConnections<'a, L> {
                 Err(self.core.timeout(operation, deadline, missing))
             })
         };
-        let accept_error =
-            || self.accept_error.get().map(|accept_error| self.told(accept_error)).or_else(|| self.starved());
-        unless_failed(control, &accept_error, bounded).await
+        let own_error =
+            || self.accept_error.get().map(|accept_error| self.own_error(accept_error)).or_else(|| self.starved());
+        unless_failed(control, &own_error, bounded).await
     }
 
     /// The error, when there have been no descriptors left for a while: `zeromq` keeps it to itself when it cannot accept.
@@ -185,8 +185,8 @@ impl<'a, L> PendingConnections<'a, L> {
     /// Where those who are missing on `lane` were dialled or expected, by their number in the job.
     fn where_looked_for(&self, control: &dyn Control, lane: usize, missing: &[usize]) -> String {
         let Core { rank, lanes, .. } = *self.core;
-        let complaints = self.complaints.borrow();
-        let told = |listener: usize, dialler: usize| {
+        let dial_errors = self.dial_errors.borrow();
+        let address_of = |listener: usize, dialler: usize| {
             self.peer_infos
                 .get(listener)
                 .map_or("no address".into(), |peer_info| peer_info.describe(dialler, lane, lanes))
@@ -195,10 +195,10 @@ impl<'a, L> PendingConnections<'a, L> {
             .map(|peer| {
                 let number = control.job_rank(*peer);
                 if listens(rank, *peer) {
-                    return format!("rank {number} has not come to {}", told(rank, *peer));
+                    return format!("rank {number} has not come to {}", address_of(rank, *peer));
                 }
-                let why = complaints.get(peer).map_or("no answer", String::as_str);
-                format!("rank {number} at {}: {why}", told(*peer, rank))
+                let why = dial_errors.get(peer).map_or("no answer", String::as_str);
+                format!("rank {number} at {}: {why}", address_of(*peer, rank))
             })
             .collect();
         match (parts.len(), missing.len() - parts.len()) {
@@ -237,7 +237,7 @@ mod tests {
             .map(|rank| {
                 let addresses =
                     Addresses::Tcp(vec![OfferedAddress(format!("10.9.0.{rank}:40{rank}0").parse().unwrap())]);
-                PeerInfo { salt: [0; 32], place: NetworkLocation::default(), addresses }
+                PeerInfo { salt: [0; 32], location: NetworkLocation::default(), addresses }
             })
             .collect()
     }
@@ -247,13 +247,13 @@ mod tests {
         let core = Core::new(2, 4, 2);
         let peer_infos = peer_infos();
         let own = "10.9.0.2:0".parse().unwrap();
-        let connecting = PendingConnections::new(&core, &peer_infos, own, core.need("tcp-raw", 1, 0));
-        connecting.store(0, 0, ());
-        assert_eq!(connecting.missing(), (0, vec![1, 3]));
-        connecting.store(0, 1, ());
-        connecting.store(0, 3, ());
-        connecting.store(1, 1, ());
-        assert_eq!(connecting.missing(), (1, vec![0, 3]));
+        let pending = PendingConnections::new(&core, &peer_infos, own, core.need("tcp-raw", 1, 0));
+        pending.store(0, 0, ());
+        assert_eq!(pending.missing(), (0, vec![1, 3]));
+        pending.store(0, 1, ());
+        pending.store(0, 3, ());
+        pending.store(1, 1, ());
+        assert_eq!(pending.missing(), (1, vec![0, 3]));
     }
 
     #[test]
@@ -262,16 +262,16 @@ mod tests {
         let core = Core::new(2, 4, 2);
         let peer_infos = peer_infos();
         let own = "10.9.0.2:0".parse().unwrap();
-        let connecting: PendingConnections<'_, ()> =
+        let pending: PendingConnections<'_, ()> =
             PendingConnections::new(&core, &peer_infos, own, core.need("tcp-raw", 1, 0));
-        connecting.complaints.borrow_mut().insert(3, "Connection refused".into());
-        assert_eq!(connecting.dialled().collect::<Vec<_>>(), [0, 3]);
-        let text = connecting.where_looked_for(&*ranks[2].control, 0, &[0, 1, 3]);
+        pending.dial_errors.borrow_mut().insert(3, "Connection refused".into());
+        assert_eq!(pending.dialled().collect::<Vec<_>>(), [0, 3]);
+        let text = pending.where_looked_for(&*ranks[2].control, 0, &[0, 1, 3]);
         assert_eq!(
             text,
             " (rank 0 at 10.9.0.0:4000: no answer; rank 1 has not come to 10.9.0.2:4020; rank 3 at 10.9.0.3:4030: Connection refused)"
         );
         let all: Vec<usize> = (0..7).collect();
-        assert!(connecting.where_looked_for(&*ranks[2].control, 0, &all).contains("and 3 more"));
+        assert!(pending.where_looked_for(&*ranks[2].control, 0, &all).contains("and 3 more"));
     }
 }

@@ -2,7 +2,7 @@
 
 use comm_core::Error;
 
-/// Why a link cannot go on.
+/// Why a connection cannot go on.
 #[derive(Debug)]
 pub(crate) enum Fault {
     /// The connection has ended, with what was seen.

@@ -58,8 +58,8 @@
 //! # The gate
 //!
 //! A single connection that announces a frame of 64 GiB would abort the process, because an allocation that fails cannot be
-//! caught. So nothing that a stranger sends may reach `zeromq`'s parser. The DEALER sockets that accept connections listen on
-//! Unix sockets in a fresh directory that only this user may enter (below the system's directory for temporary files), and
+//! caught. So nothing that an unauthenticated peer sends may reach `zeromq`'s parser. The DEALER sockets that accept connections
+//! listen on Unix sockets in a fresh directory that only this user may enter (below the system's directory for temporary files), and
 //! one public TCP listener stands in front of all of them. It speaks the opening of ZMTP itself: exactly 64 bytes of greeting,
 //! then one READY command of at most 255 bytes, within 5 seconds, from at most 256 connections at a time (with one more the
 //! oldest is closed, so that silent ones cannot keep ranks out). The READY command's identity must be the token that the
@@ -67,8 +67,8 @@
 //! compared in constant time and good for one use. Only then are the bytes relayed. When every rank is in, the
 //! listener closes.
 //!
-//! *What this protects against:* strangers, scanners, ranks of other jobs and stale processes on the same network, before and
-//! after they connect; a token that was overheard and is replayed.
+//! *What this protects against:* scanners, ranks of other jobs, stale processes and other unauthenticated peers on the same
+//! network, before and after the ranks connect; a token that was overheard and is replayed.
 //!
 //! *What it does not:* the traffic is in the clear and is not authenticated after the opening. Whoever can read packets can
 //! read it, whoever can alter them or take over a connection can inject; use QUIC or a network of your own where that matters.

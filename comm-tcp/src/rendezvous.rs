@@ -38,7 +38,7 @@ pub(crate) struct PeerInfo {
     /// Goes into every proof towards this rank, so that a proof is of no use elsewhere.
     pub(crate) salt: [u8; PROOF_LEN],
     /// Where the rank is.
-    pub(crate) place: NetworkLocation,
+    pub(crate) location: NetworkLocation,
     pub(crate) addresses: Addresses,
 }
 
@@ -52,7 +52,7 @@ pub(crate) enum Addresses {
 }
 
 impl PeerInfo {
-    /// Where the rank with this advert listens for the dialler `peer` on `lane`.
+    /// Where the rank with this information listens for the dialler `peer` on `lane`.
     pub(crate) fn address(&self, peer: usize, lane: usize, lanes: usize) -> Option<SocketAddr> {
         match &self.addresses {
             Addresses::Tcp(addresses) => match addresses[..] {
@@ -79,8 +79,8 @@ impl PeerInfo {
         }
     }
 
-    /// Exchanges adverts, of which this rank's is `mine`; checks that all ranks were given the same settings, and that none offers loopback
-    /// to other machines. If a rank has none, which is an error there, all fail.
+    /// Exchanges the information of all ranks, of which this rank's is `mine`; checks that all ranks were given the same settings, and that
+    /// none offers loopback to other machines. If a rank has none, which is an error there, all fail.
     pub(crate) fn exchange(
         mine: Result<PeerInfo>,
         transport: &str,
@@ -93,14 +93,14 @@ impl PeerInfo {
             options.lanes, options.window, options.segment, options.gate, options.ipc
         );
         let mine = mine.map(|peer_info| (settings.clone(), peer_info));
-        let told = control.gather_all(&format!("{transport} addresses"), transport, mine, deadline)?;
-        if let Some((rank, (theirs, _))) = told.iter().enumerate().find(|(_, (theirs, _))| *theirs != settings) {
+        let gathered = control.gather_all(&format!("{transport} addresses"), transport, mine, deadline)?;
+        if let Some((rank, (theirs, _))) = gathered.iter().enumerate().find(|(_, (theirs, _))| *theirs != settings) {
             return Err(Error::Rendezvous(format!(
                 "the ranks were started with different settings: here {settings}, on rank {rank} {theirs}"
             )));
         }
-        let peer_infos: Vec<PeerInfo> = told.into_iter().map(|(_, peer_info)| peer_info).collect();
-        let offers: Vec<_> = peer_infos.iter().map(|peer_info| (&peer_info.place, peer_info.ips())).collect();
+        let peer_infos: Vec<PeerInfo> = gathered.into_iter().map(|(_, peer_info)| peer_info).collect();
+        let offers: Vec<_> = peer_infos.iter().map(|peer_info| (&peer_info.location, peer_info.ips())).collect();
         check_reachable(&offers)?;
         Ok(peer_infos)
     }
@@ -137,10 +137,10 @@ mod tests {
     }
 
     #[test]
-    fn adverts_are_told_and_settings_compared() {
+    fn peer_infos_are_exchanged_and_settings_compared() {
         let peer_info = |rank: usize| PeerInfo {
             salt: [rank as u8; 32],
-            place: NetworkLocation::default(),
+            location: NetworkLocation::default(),
             addresses: Addresses::Tcp(vec![OfferedAddress(format!("127.0.0.1:400{rank}").parse().unwrap())]),
         };
         let exchange = |lanes: [usize; 2], mine: &(dyn Fn(usize) -> Result<PeerInfo> + Sync)| {
@@ -158,18 +158,18 @@ mod tests {
                 threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
             })
         };
-        for told in exchange([2, 2], &|rank| Ok(peer_info(rank))) {
-            assert_eq!(told.unwrap(), [peer_info(0), peer_info(1)]);
+        for outcome in exchange([2, 2], &|rank| Ok(peer_info(rank))) {
+            assert_eq!(outcome.unwrap(), [peer_info(0), peer_info(1)]);
         }
-        for told in exchange([2, 3], &|rank| Ok(peer_info(rank))) {
-            let error = told.unwrap_err().to_string();
+        for outcome in exchange([2, 3], &|rank| Ok(peer_info(rank))) {
+            let error = outcome.unwrap_err().to_string();
             assert!(error.contains("lanes=2") && error.contains("lanes=3"), "{error}");
         }
         // Who cannot listen says so to those who would dial it.
-        let told =
+        let outcomes =
             exchange([2, 2], &|rank| if rank == 0 { Ok(peer_info(0)) } else { Err(Error::invalid("no such port")) });
-        assert!(matches!(told[1], Err(Error::InvalidArgument(_))), "{told:?}");
-        let error = told[0].as_ref().unwrap_err().to_string();
+        assert!(matches!(outcomes[1], Err(Error::InvalidArgument(_))), "{outcomes:?}");
+        let error = outcomes[0].as_ref().unwrap_err().to_string();
         assert!(error.contains("rank 1: ") && error.contains("no such port"), "{error}");
     }
 }

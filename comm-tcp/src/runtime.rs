@@ -8,11 +8,11 @@ use std::time::Duration;
 use comm_core::{Control, Error, Result};
 use tokio::runtime::{Builder, Runtime};
 
-/// Waits for `future` while the job lives: its failure ends the wait, and so does `accept_error`. Used while connecting, when nobody can
+/// Waits for `future` while the job lives: its failure ends the wait, and so does `own_error`. Used while connecting, when nobody can
 /// abort yet.
 pub(crate) async fn unless_failed<T>(
     control: &dyn Control,
-    accept_error: &dyn Fn() -> Option<Error>,
+    own_error: &dyn Fn() -> Option<Error>,
     future: impl Future<Output = Result<T>>,
 ) -> Result<T> {
     let mut future = pin!(future);
@@ -23,7 +23,7 @@ pub(crate) async fn unless_failed<T>(
         }
         while tick.poll_tick(cx).is_ready() {
             // Not one that may still turn out to be another's.
-            if let Some(error) = accept_error().or_else(|| control.failure().and_then(|_| control.settled_failure())) {
+            if let Some(error) = own_error().or_else(|| control.failure().and_then(|_| control.settled_failure())) {
                 return Poll::Ready(Err(error));
             }
         }
@@ -113,13 +113,13 @@ mod tests {
     use super::*;
 
     /// The outcome of a wait that would not end by itself, on rank 0 of two, and how long it took.
-    fn wait(accept_error: &dyn Fn() -> Option<Error>, reported: Option<&Error>) -> (Error, Duration) {
+    fn wait(own_error: &dyn Fn() -> Option<Error>, reported: Option<&Error>) -> (Error, Duration) {
         let group = local::group(2, 1);
         if let Some(error) = reported {
             group[1].control.poison(error);
         }
         let began = Instant::now();
-        let waiting = unless_failed(&*group[0].control, accept_error, pending::<Result<()>>());
+        let waiting = unless_failed(&*group[0].control, own_error, pending::<Result<()>>());
         let bounded = async { tokio::time::timeout(Duration::from_secs(20), waiting).await.unwrap() };
         (temporary(0).unwrap().block_on(bounded).unwrap_err(), began.elapsed())
     }
@@ -132,13 +132,13 @@ mod tests {
     }
 
     #[test]
-    fn trouble_ends_a_wait_however_late_it_comes() {
+    fn an_own_error_ends_a_wait_however_late_it_comes() {
         let looked = Cell::new(0);
-        let accept_error = || {
+        let own_error = || {
             looked.set(looked.get() + 1);
             (looked.get() == 5).then(|| Error::invalid("a stranger"))
         };
-        let (error, took) = wait(&accept_error, None);
+        let (error, took) = wait(&own_error, None);
         assert!(error.to_string().contains("a stranger") && looked.get() == 5, "{error}");
         assert!(took < Duration::from_secs(10), "{took:?}");
     }
@@ -146,8 +146,8 @@ mod tests {
     #[test]
     fn what_is_ready_is_not_held_up() {
         let group = local::group(1, 1);
-        let accept_error = || Some(Error::invalid("never asked"));
-        let done = unless_failed(&*group[0].control, &accept_error, ready(Ok(7)));
+        let own_error = || Some(Error::invalid("never asked"));
+        let done = unless_failed(&*group[0].control, &own_error, ready(Ok(7)));
         assert_eq!(temporary(0).unwrap().block_on(done).unwrap(), 7);
     }
 }

@@ -9,7 +9,7 @@ use socket2::{Domain, Protocol, SockRef, Socket, Type};
 /// What `zeromq` asks for on its TCP sockets, in both directions; raw TCP asks for the same.
 pub(crate) const SOCKET_BUFFER: usize = 4 << 20;
 
-/// Connections that may wait to be accepted; the kernel grants less where `net.core.somaxconn` says so. When there is no room a
+/// Connections that may wait to be accepted; the kernel grants less where `net.core.somaxconn` says so. When it is full, a
 /// dialler tries again after a second, so connections from outside the job must not fill it while handshakes are served.
 const BACKLOG: i32 = 4096;
 

@@ -42,9 +42,9 @@ fn a_process_of_the_same_user_that_is_no_rank_ends_the_job_and_nothing_is_left_b
         let settings = format!("lanes={lanes} window={window} segment={segment} gate=true ipc=true");
         let (machine, path) = (boot.trim().to_string(), "/".into());
         let addresses = Addresses::Unix { machine, device: root.dev(), inode: root.ino(), path };
-        let advert: RankResult =
-            Ok((settings, PeerInfo { salt: [0; 32], place: NetworkLocation::default(), addresses }));
-        let told = ranks[0].gather("tcp addresses", &advert, soon()).unwrap();
+        let peer_info: RankResult =
+            Ok((settings, PeerInfo { salt: [0; 32], location: NetworkLocation::default(), addresses }));
+        let told = ranks[0].gather("tcp addresses", &peer_info, soon()).unwrap();
         let Ok((_, PeerInfo { addresses: Addresses::Unix { path: folder, .. }, .. })) = &told[1] else {
             panic!("{told:?}")
         };

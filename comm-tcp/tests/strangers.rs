@@ -143,31 +143,31 @@ fn rubbish_at_the_gate_is_turned_away_and_harms_nobody() {
 }
 
 #[test]
-fn a_crowd_of_silent_strangers_does_not_keep_the_ranks_out() {
+fn many_silent_connections_do_not_keep_the_ranks_out() {
     for kind in [Kind::Zmq, Kind::Raw] {
-        let crowd = Arc::new(std::sync::Mutex::new(Vec::new()));
-        let (inside, stop) = (crowd.clone(), Arc::new(AtomicBool::new(false)));
+        let silent = Arc::new(std::sync::Mutex::new(Vec::new()));
+        let (inside, stop) = (silent.clone(), Arc::new(AtomicBool::new(false)));
         let stops = stop.clone();
         job_with(kind, move |address| {
             // More than may prove themselves at the same time; they stay until the job has ended, and others keep coming.
-            let strangers = (0..400).map(|_| TcpStream::connect(address).unwrap());
-            inside.lock().unwrap().extend(strangers);
+            let connections = (0..400).map(|_| TcpStream::connect(address).unwrap());
+            inside.lock().unwrap().extend(connections);
             let stop = stops.clone();
             thread::spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
-                    let _crowd: Vec<_> = (0..100).map_while(|_| TcpStream::connect(address).ok()).collect();
+                    let _short: Vec<_> = (0..100).map_while(|_| TcpStream::connect(address).ok()).collect();
                     thread::sleep(Duration::from_millis(5));
                 }
             });
             address
         });
         stop.store(true, Ordering::Relaxed);
-        assert_eq!(crowd.lock().unwrap().len(), 400);
+        assert_eq!(silent.lock().unwrap().len(), 400);
     }
 }
 
 #[test]
-fn strangers_during_a_job_find_no_open_door() {
+fn strangers_during_a_job_find_no_open_port() {
     for kind in [Kind::Zmq, Kind::Raw] {
         let stop = Arc::new(AtomicBool::new(false));
         let (attacking, attackers) = (stop.clone(), Arc::new(std::sync::Mutex::new(Vec::new())));

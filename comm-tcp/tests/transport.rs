@@ -405,7 +405,7 @@ fn blocking_inside_an_asynchronous_task_is_an_error_and_dropping_there_is_fine()
 
 #[test]
 fn a_communicator_works_in_spawn_blocking_and_refuses_a_task_without_ending_the_job() {
-    const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(60);
+    const FINISH_TIMEOUT: Duration = Duration::from_secs(60);
     for kind in Kind::ALL {
         let controls = controls(2);
         thread::scope(|scope| {
@@ -417,8 +417,7 @@ fn a_communicator_works_in_spawn_blocking_and_refuses_a_task_without_ending_the_
                     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
                     runtime.block_on(async {
                         if kind != Kind::Raw {
-                            for outcome in
-                                [mesh.barrier(), mesh.finish(HANDSHAKE_TIMEOUT), mesh.split(None, 0).map(drop)]
+                            for outcome in [mesh.barrier(), mesh.finish(FINISH_TIMEOUT), mesh.split(None, 0).map(drop)]
                             {
                                 assert!(matches!(outcome, Err(Error::InvalidArgument(_))), "{kind:?}: {outcome:?}");
                             }
@@ -434,7 +433,7 @@ fn a_communicator_works_in_spawn_blocking_and_refuses_a_task_without_ending_the_
                             tokio::task::yield_now().await;
                         }
                         assert_eq!(handle.wait().unwrap().buffer.into_vec::<u32>().unwrap(), [2]);
-                        tokio::task::spawn_blocking(move || mesh.finish(HANDSHAKE_TIMEOUT)).await.unwrap().unwrap();
+                        tokio::task::spawn_blocking(move || mesh.finish(FINISH_TIMEOUT)).await.unwrap().unwrap();
                     });
                 });
             }

@@ -17,6 +17,11 @@ pub fn over_networks() -> Vec<TransportKind> {
     of_bytes().into_iter().filter(|kind| kind.medium().crosses_hosts()).collect()
 }
 
+/// Their names, for people.
+pub fn names(kinds: &[TransportKind]) -> String {
+    kinds.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(", ")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -16,7 +16,7 @@ use rig::record::{Axis, Cell, LOOPBACK};
 use rig::transports;
 use serde::{Serialize, Serializer};
 
-use crate::plan::{Draft, default, overlaps};
+use crate::plan::{Draft, default};
 
 /// Shows how much communication hides behind the backward pass, over a slow link.
 ///
@@ -117,7 +117,7 @@ impl OverlapArgs {
             return Err(format!("--strategies {single}: it does not communicate, so nothing can be hidden").into());
         }
         if let Some(Variant { strategy, .. }) =
-            self.strategies.iter().find(|variant| !variant.overlap && !overlaps(variant.strategy))
+            self.strategies.iter().find(|variant| !variant.overlap && !variant.strategy.spec().overlaps)
         {
             return Err(format!("--strategies {strategy}{WITHOUT}: {strategy} never overlaps; write {strategy}").into());
         }

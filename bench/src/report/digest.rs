@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use gpt2::strategy::StrategyKind;
 use isocomm::Rung;
 use rig::flag::Flag;
 use rig::record::{Axis, Cell, Record};
@@ -209,12 +210,14 @@ pub(crate) fn meaningless(cell: &Cell) -> Vec<Axis> {
     if cell.strategy == SINGLE {
         axes.extend([Axis::Wire, Axis::Lanes]);
     }
-    let in_buckets = ["ddp", "zero1", "zero2", "hierarchical"].contains(&cell.strategy.as_str());
-    if !in_buckets {
-        axes.push(Axis::Bucket);
-    }
-    if !in_buckets && cell.strategy != "fsdp" {
-        axes.push(Axis::Overlap);
+    // Records of a strategy that this build does not know keep all axes.
+    if let Ok(spec) = cell.strategy.parse::<StrategyKind>().map(StrategyKind::spec) {
+        if !spec.in_buckets {
+            axes.push(Axis::Bucket);
+        }
+        if !spec.overlaps {
+            axes.push(Axis::Overlap);
+        }
     }
     axes
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::data::{Pattern, check};
 use super::{
-    CallMode, Case, CaseResult, PATIENCE, Step, barrier, call, ensure, exchange_number, failed, need_lanes, run,
+    CallMode, Case, CaseResult, Step, TIMEOUT, barrier, call, ensure, exchange_number, failed, need_lanes, run,
 };
 use crate::buffer::Buffer;
 use crate::collectives::CommunicatorExt;
@@ -188,14 +188,14 @@ fn polling(communicator: &Arc<dyn Communicator>) -> CaseResult {
     let mut pending = start(communicator, 1, 100_003, 0);
     let began = Instant::now();
     while !pending.handle.test() {
-        ensure(began.elapsed() < PATIENCE, || "test() never became true".into())?;
+        ensure(began.elapsed() < TIMEOUT, || "test() never became true".into())?;
         std::thread::sleep(Duration::from_micros(200));
     }
     ensure(pending.handle.test(), || "test() became false again".into())?;
     pending.finish()?;
 
     let mut pending = start(communicator, 2, 100_003, 0);
-    while began.elapsed() < 2 * PATIENCE {
+    while began.elapsed() < 2 * TIMEOUT {
         match pending.handle.wait_timeout(Duration::from_micros(300)) {
             Ok(outcome) => return check(&outcome?.buffer.into_vec::<f32>()?, &pending.reduced, format_args!("result")),
             Err(handle) => pending.handle = handle,
@@ -238,7 +238,7 @@ fn block_on<F: Future>(mut future: Pin<&mut F>) -> Step<F::Output> {
         if let Poll::Ready(value) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
             return Ok(value);
         }
-        let left = PATIENCE.saturating_sub(began.elapsed());
+        let left = TIMEOUT.saturating_sub(began.elapsed());
         ensure(!left.is_zero(), || "the task was not woken, or its operations did not end".into())?;
         thread::park_timeout(left);
     }

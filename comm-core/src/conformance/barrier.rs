@@ -3,14 +3,14 @@
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::PATIENCE;
+use super::TIMEOUT;
 
 /// As [`std::sync::Barrier`], with a deadline: where one of the threads panics or returns early, the others panic too, after a minute,
 /// instead of waiting for ever.
 #[derive(Debug)]
 pub struct Barrier {
     threads: usize,
-    patience: Duration,
+    timeout: Duration,
     state: Mutex<State>,
     all_came: Condvar,
 }
@@ -25,11 +25,11 @@ impl Barrier {
     /// For `threads` threads.
     #[must_use]
     pub fn new(threads: usize) -> Self {
-        Self::with_patience(threads, PATIENCE)
+        Self::with_timeout(threads, TIMEOUT)
     }
 
-    fn with_patience(threads: usize, patience: Duration) -> Self {
-        Self { threads, patience, state: Mutex::default(), all_came: Condvar::new() }
+    fn with_timeout(threads: usize, timeout: Duration) -> Self {
+        Self { threads, timeout, state: Mutex::default(), all_came: Condvar::new() }
     }
 
     /// Waits until all threads have called this as often as this one.
@@ -49,11 +49,11 @@ impl Barrier {
         let round = state.rounds;
         let (state, late) = self
             .all_came
-            .wait_timeout_while(state, self.patience, |state| state.rounds == round)
+            .wait_timeout_while(state, self.timeout, |state| state.rounds == round)
             .unwrap_or_else(PoisonError::into_inner);
         let (came, threads) = (state.waiting, self.threads);
         drop(state);
-        assert!(!late.timed_out(), "{came} of {threads} threads came to the barrier within {:?}", self.patience);
+        assert!(!late.timed_out(), "{came} of {threads} threads came to the barrier within {:?}", self.timeout);
     }
 }
 
@@ -82,7 +82,7 @@ mod tests {
 
     #[test]
     fn a_thread_that_is_gone_ends_the_wait_of_the_others() {
-        let barrier = Barrier::with_patience(3, Duration::from_millis(50));
+        let barrier = Barrier::with_timeout(3, Duration::from_millis(50));
         std::thread::scope(|scope| {
             let waiting = [(); 2].map(|()| scope.spawn(|| barrier.wait()));
             assert!(waiting.into_iter().all(|thread| thread.join().is_err()));

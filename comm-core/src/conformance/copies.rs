@@ -6,7 +6,7 @@ use half::{bf16, f16};
 
 use super::data::{Pattern, Sample, check};
 use super::reductions::{COUNTS, large};
-use super::{Case, CaseResult, FEW_TYPES, WAYS, ensure, run};
+use super::{CALL_MODES, Case, CaseResult, FEW_TYPES, ensure, run};
 use crate::collectives::CommunicatorExt;
 use crate::communicator::Communicator;
 use crate::dtype::ReduceOp;
@@ -50,11 +50,11 @@ fn broadcast<T: Sample>(communicator: &Arc<dyn Communicator>) -> CaseResult {
     let mine = Pattern::<T>::of_rank(seed, rank, ranks);
     for (index, count) in counts::<T>() {
         for root in 0..ranks {
-            let way = WAYS[(index + root) % 2];
-            let got = run(communicator, Op::Broadcast { root }, mine.take(root, count), way)?;
+            let call_mode = CALL_MODES[(index + root) % 2];
+            let got = run(communicator, Op::Broadcast { root }, mine.take(root, count), call_mode)?;
             ensure(got.len() == count, || format!("count {count}: came back with {}", got.len()))?;
             let expected = Pattern::<T>::of_rank(seed, root, ranks);
-            expected.check(&got, root, format_args!("count {count}, root {root}, {way:?}"))?;
+            expected.check(&got, root, format_args!("count {count}, root {root}, {call_mode:?}"))?;
         }
     }
     Ok(())
@@ -64,16 +64,16 @@ fn scatter<T: Sample>(communicator: &Arc<dyn Communicator>) -> CaseResult {
     let (rank, ranks, seed) = (communicator.rank(), communicator.world_size(), seed::<T>(12));
     for (index, total) in counts::<T>() {
         for root in 0..ranks {
-            let way = WAYS[(index + root) % 2];
+            let call_mode = CALL_MODES[(index + root) % 2];
             let whole = Pattern::<T>::of_rank(seed, root, ranks);
             let shard = shard_range(total, ranks, rank);
-            let what = format_args!("total {total}, root {root}, {way:?}");
+            let what = format_args!("total {total}, root {root}, {call_mode:?}");
             if rank == root {
-                let got = run(communicator, Op::Scatter { root, total }, whole.take(0, total), way)?;
+                let got = run(communicator, Op::Scatter { root, total }, whole.take(0, total), call_mode)?;
                 check(&got, &whole.take(0, total), format_args!("{what}: the root's whole changed"))?;
             } else {
                 let empty = vec![T::zeroed(); shard.len()];
-                let got = run(communicator, Op::Scatter { root, total }, empty, way)?;
+                let got = run(communicator, Op::Scatter { root, total }, empty, call_mode)?;
                 check(&got, &whole.take(shard.start, shard.len()), what)?;
             }
         }
@@ -86,17 +86,17 @@ fn gather<T: Sample>(communicator: &Arc<dyn Communicator>) -> CaseResult {
     let whole = Pattern::<T>::of_rank(seed, 0, ranks);
     for (index, total) in counts::<T>() {
         for root in 0..ranks {
-            let way = WAYS[(index + root) % 2];
+            let call_mode = CALL_MODES[(index + root) % 2];
             let shard = shard_range(total, ranks, rank);
             let mine = whole.take(root + shard.start, shard.len());
-            let what = format_args!("total {total}, root {root}, {way:?}");
+            let what = format_args!("total {total}, root {root}, {call_mode:?}");
             if rank == root {
                 let mut values = vec![T::zeroed(); total];
                 values[shard].copy_from_slice(&mine);
-                let got = run(communicator, Op::Gather { root, total }, values, way)?;
+                let got = run(communicator, Op::Gather { root, total }, values, call_mode)?;
                 check(&got, &whole.take(root, total), what)?;
             } else {
-                let got = run(communicator, Op::Gather { root, total }, mine.clone(), way)?;
+                let got = run(communicator, Op::Gather { root, total }, mine.clone(), call_mode)?;
                 check(&got, &mine, format_args!("{what}: own shard changed"))?;
             }
         }
@@ -108,12 +108,12 @@ fn all_gather<T: Sample>(communicator: &Arc<dyn Communicator>) -> CaseResult {
     let (rank, ranks, seed) = (communicator.rank(), communicator.world_size(), seed::<T>(14));
     let whole = Pattern::<T>::of_rank(seed, 0, ranks);
     for (index, total) in counts::<T>() {
-        for way in WAYS {
+        for call_mode in CALL_MODES {
             let shard = shard_range(total, ranks, rank);
             let mut values = vec![T::zeroed(); total];
             values[shard.clone()].copy_from_slice(&whole.take(index + shard.start, shard.len()));
-            let got = run(communicator, Op::AllGather, values, way)?;
-            check(&got, &whole.take(index, total), format_args!("total {total}, {way:?}"))?;
+            let got = run(communicator, Op::AllGather, values, call_mode)?;
+            check(&got, &whole.take(index, total), format_args!("total {total}, {call_mode:?}"))?;
         }
     }
     Ok(())

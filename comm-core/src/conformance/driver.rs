@@ -179,9 +179,9 @@ impl<J> Fleet<J> {
             return Err(format!("a group of {} ranks instead of {}", jobs.len(), self.ranks.len()));
         }
         let mut missing = Vec::new();
-        for (rank, (link, job)) in self.ranks.iter_mut().zip(&mut jobs).enumerate() {
+        for (rank, (handle, job)) in self.ranks.iter_mut().zip(&mut jobs).enumerate() {
             if let Some(job) = job.take()
-                && let Err(why) = (link.tell)(Command::Connect(job))
+                && let Err(why) = (handle.tell)(Command::Connect(job))
             {
                 missing.push(format!("rank {rank}: {why}"));
             }
@@ -194,9 +194,9 @@ impl<J> Fleet<J> {
 
     /// Tells all ranks the same and waits for all of them.
     fn all(&mut self, command: impl Fn(usize) -> Command<J>) -> Result<(), String> {
-        for (rank, link) in self.ranks.iter_mut().enumerate() {
+        for (rank, handle) in self.ranks.iter_mut().enumerate() {
             // A rank that is gone says so by its missing answer.
-            let _ = (link.tell)(command(rank));
+            let _ = (handle.tell)(command(rank));
         }
         self.answers()
     }
@@ -214,16 +214,16 @@ impl<J> Fleet<J> {
     }
 
     fn answer(&mut self, rank: usize, limit: Duration) -> Result<Reply, String> {
-        let patience = limit + ANSWER;
-        self.ranks[rank].replies.recv_timeout(patience).map_err(|error| match error {
-            RecvTimeoutError::Timeout => format!("no answer for {:.0} s", patience.as_secs_f64()),
+        let timeout = limit + ANSWER;
+        self.ranks[rank].replies.recv_timeout(timeout).map_err(|error| match error {
+            RecvTimeoutError::Timeout => format!("no answer for {:.0} s", timeout.as_secs_f64()),
             RecvTimeoutError::Disconnected => "it has ended".to_string(),
         })
     }
 
     fn run(&mut self, index: usize, case: &Case) -> CaseOutcome {
-        for link in &mut self.ranks {
-            let _ = (link.tell)(Command::Run(index));
+        for handle in &mut self.ranks {
+            let _ = (handle.tell)(Command::Run(index));
         }
         let limit = case.limit(self.options.case_limit);
         let outcomes = (0..self.ranks.len()).map(|rank| match self.answer(rank, limit) {
@@ -310,8 +310,8 @@ pub(super) fn serve<J: Send + 'static>(
             Command::Finish => Reply::Done(match communicator.clone() {
                 None => Ok(()),
                 Some(ending) => {
-                    let patience = options.case_limit / 2;
-                    match within(options.case_limit, "finish", move || ending.finish(patience)) {
+                    let timeout = options.case_limit / 2;
+                    match within(options.case_limit, "finish", move || ending.finish(timeout)) {
                         BoundedResult::Value(result) => result.map_err(|error| error.to_string()),
                         BoundedResult::Panicked(why) => Err(format!("finish panicked: {why}")),
                         BoundedResult::Hung => Err("finish hung".into()),

@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::data::{Pattern, check};
-use super::{CallMode, Case, CaseResult, PATIENCE, SLACK, Step, barrier, call, ensure, failed, need_lanes, run};
+use super::{CallMode, Case, CaseResult, SLACK, Step, TIMEOUT, barrier, call, ensure, failed, need_lanes, run};
 use crate::buffer::{Buffer, Element};
 use crate::communicator::Communicator;
 use crate::dtype::ReduceOp;
@@ -128,7 +128,7 @@ fn mismatch_within(
     // A call that needs nothing from the others may have ended well: then the next one reports it.
     let error = match first {
         Some(error) => error,
-        None => failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), PATIENCE))?,
+        None => failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), TIMEOUT))?,
     };
     check_mismatch(&error)?;
     on_time(began)
@@ -225,7 +225,7 @@ fn late(communicator: &Arc<dyn Communicator>) -> CaseResult {
             check_timeout(&failure(communicator.start(never_sent).wait())?, Duration::ZERO)?;
         }
     }
-    let error = failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), PATIENCE))?;
+    let error = failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), TIMEOUT))?;
     check_timeout(&error, Duration::ZERO)?;
     on_time(began)
 }
@@ -239,7 +239,7 @@ fn queued(communicator: &Arc<dyn Communicator>) -> CaseResult {
     let mut handles = Vec::new();
     for index in 0..5 {
         let buffer = Buffer::from_vec(vec![1f32; 10_007]);
-        let timeout = if index == 0 { SHORT } else { PATIENCE };
+        let timeout = if index == 0 { SHORT } else { TIMEOUT };
         handles.push(communicator.start(Call::background(Op::AllReduce(SUM), buffer, 0).with_timeout(timeout)));
     }
     for handle in handles {
@@ -289,19 +289,19 @@ fn add_aborts(cases: &mut Vec<Case>) {
         if communicator.rank() == last {
             aborts_at_once(communicator, "no more")?;
         }
-        let error = failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), PATIENCE))?;
+        let error = failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), TIMEOUT))?;
         check_aborted(&error, last, "no more")
     }));
     cases.push(Case::fresh("abort/everything_later_fails", 1, everything_later_fails));
     cases.push(Case::fresh("abort/the_first_reason_stays", 1, |communicator| {
         if communicator.rank() > 0 {
-            let error = failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), PATIENCE))?;
+            let error = failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), TIMEOUT))?;
             check_aborted(&error, 0, "the first")?;
         } else {
             aborts_at_once(communicator, "the first")?;
         }
         communicator.abort("the second");
-        let error = failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), PATIENCE))?;
+        let error = failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), TIMEOUT))?;
         check_aborted(&error, 0, "the first")
     }));
     cases.push(Case::fresh("abort/of_a_child_ends_the_job", 1, |communicator| {
@@ -314,14 +314,14 @@ fn add_aborts(cases: &mut Vec<Case>) {
         if communicator.rank() == 0 {
             aborts_at_once(&child, "in the child")?;
         }
-        let error = failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), PATIENCE))?;
+        let error = failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), TIMEOUT))?;
         check_aborted(&error, 0, "in the child")
     }));
     cases.push(Case::fresh("abort/two_communicators_in_flight", 2, two_in_flight));
     cases.push(Case::fresh("abort/by_all_at_once", 1, |communicator| {
         let began = Instant::now();
         aborts_at_once(communicator, "everyone")?;
-        let error = failure(finished(communicator, Op::AllReduce(SUM), vec![1f32; 10], PATIENCE))?;
+        let error = failure(finished(communicator, Op::AllReduce(SUM), vec![1f32; 10], TIMEOUT))?;
         match &error {
             Error::Aborted { reason, .. } if reason == "everyone" => on_time(began),
             other => failed(format!("expected the abort, got: {other}")),
@@ -359,7 +359,7 @@ fn everything_later_fails(communicator: &Arc<dyn Communicator>) -> CaseResult {
     if rank == 0 {
         aborts_at_once(communicator, "over")?;
     }
-    let error = failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), PATIENCE))?;
+    let error = failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), TIMEOUT))?;
     check_aborted(&error, 0, "over")?;
     let began = Instant::now();
     for mode in [Mode::Blocking, Mode::Background] {
@@ -382,7 +382,7 @@ fn everything_later_fails(communicator: &Arc<dyn Communicator>) -> CaseResult {
         Ok(_) => return failed("split went on after the abort"),
         Err(error) => check_aborted(&error, 0, "over")?,
     }
-    match communicator.finish(PATIENCE) {
+    match communicator.finish(TIMEOUT) {
         Ok(()) => return failed("finish reported nothing of the abort"),
         Err(error) => check_aborted(&error, 0, "over")?,
     }
@@ -437,7 +437,7 @@ fn add_agreements(cases: &mut Vec<Case>) {
     cases.push(Case::agreed("abort/by_all_at_once_with_a_reason_each", 1, |communicator| {
         let rank = communicator.rank();
         aborts_at_once(communicator, &format!("the reason of rank {rank}"))?;
-        let first = failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), PATIENCE))?;
+        let first = failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), TIMEOUT))?;
         match &first {
             Error::Aborted { by, reason } if *reason == format!("the reason of rank {by}") => {}
             other => return failed(format!("expected one of the aborts, got: {other}")),
@@ -458,7 +458,7 @@ fn add_agreements(cases: &mut Vec<Case>) {
         } else {
             failure(waiting.wait())?;
         }
-        let first = failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), PATIENCE))?;
+        let first = failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), TIMEOUT))?;
         check_mismatch(&first)?;
         one_answer(communicator, &first)
     }));
@@ -466,7 +466,7 @@ fn add_agreements(cases: &mut Vec<Case>) {
         let (rank, ranks) = (communicator.rank(), communicator.world_size());
         let first = if rank + 1 == ranks {
             thread::sleep(4 * SHORT);
-            failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), PATIENCE))?
+            failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), TIMEOUT))?
         } else {
             failure(finished(communicator, Op::AllReduce(SUM), vec![1f32; 10], SHORT))?
         };
@@ -477,7 +477,7 @@ fn add_agreements(cases: &mut Vec<Case>) {
         let first = if communicator.rank() == 0 {
             thread::sleep(SHORT);
             aborts_at_once(communicator, "at the deadline of the others")?;
-            failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), PATIENCE))?
+            failure(finished(communicator, Op::Barrier, Vec::<u8>::new(), TIMEOUT))?
         } else {
             failure(finished(communicator, Op::AllReduce(SUM), vec![1f32; 10], SHORT))?
         };
@@ -503,7 +503,7 @@ fn one_answer(communicator: &Arc<dyn Communicator>, first: &Error) -> Step<Strin
         Ok(_) => return failed("split went on after the failure"),
         Err(error) => one_text(first, &error)?,
     }
-    match communicator.finish(PATIENCE) {
+    match communicator.finish(TIMEOUT) {
         Ok(()) => return failed("finish reported nothing of the failure"),
         Err(error) => one_text(first, &error)?,
     }
@@ -517,13 +517,13 @@ fn one_text(first: &Error, later: &Error) -> CaseResult {
 // ------------------------------------------------------------------------------------------------------------------ finishes
 
 fn add_finishes(cases: &mut Vec<Case>) {
-    cases.push(Case::fresh("finish/nothing_was_done", 1, |communicator| Ok(communicator.finish(PATIENCE)?)));
+    cases.push(Case::fresh("finish/nothing_was_done", 1, |communicator| Ok(communicator.finish(TIMEOUT)?)));
     cases.push(Case::fresh("finish/nothing_starts_afterwards", 1, |communicator| {
         barrier(communicator)?;
-        communicator.finish(PATIENCE)?;
+        communicator.finish(TIMEOUT)?;
         let began = Instant::now();
-        failure(finished(communicator, Op::AllReduce(SUM), vec![1f32; 10], PATIENCE))?;
-        communicator.finish(PATIENCE)?;
+        failure(finished(communicator, Op::AllReduce(SUM), vec![1f32; 10], TIMEOUT))?;
+        communicator.finish(TIMEOUT)?;
         on_time(began)
     }));
     cases.push(Case::fresh("finish/delivers_what_was_sent", 2, delivers));
@@ -555,7 +555,7 @@ fn delivers(communicator: &Arc<dyn Communicator>) -> CaseResult {
         let got = run(communicator, Op::Recv { from: 0 }, vec![0f32; count], CallMode::Blocking)?;
         pattern.check(&got, rank, format_args!("the message"))?;
     }
-    communicator.finish(PATIENCE)?;
+    communicator.finish(TIMEOUT)?;
     Ok(())
 }
 
@@ -567,7 +567,7 @@ fn waits_for_background(communicator: &Arc<dyn Communicator>) -> CaseResult {
         let buffer = Buffer::from_vec(Pattern::<i64>::of_rank(42, rank, ranks).take(index, 20_011));
         handles.push(communicator.start(call(Op::AllReduce(SUM), buffer, index % lanes, Mode::Background)));
     }
-    communicator.finish(PATIENCE)?;
+    communicator.finish(TIMEOUT)?;
     for (index, mut handle) in handles.into_iter().enumerate() {
         ensure(handle.test(), || format!("operation {index} was still running after finish"))?;
         let got = handle.wait()?.buffer.into_vec::<i64>()?;
@@ -580,17 +580,17 @@ fn waits_for_background(communicator: &Arc<dyn Communicator>) -> CaseResult {
 fn reports(communicator: &Arc<dyn Communicator>) -> CaseResult {
     match communicator.rank() {
         0 => {
-            let sent = finished(communicator, Op::Send { to: 1 }, vec![1f32; 10], PATIENCE);
+            let sent = finished(communicator, Op::Send { to: 1 }, vec![1f32; 10], TIMEOUT);
             // Unless the receiver was so fast that the send learns of it.
             sent.err().map_or(Ok(()), |early| check_mismatch(&early.error))?;
         }
         1 => {
-            let error = failure(finished(communicator, Op::Recv { from: 0 }, vec![0f32; 5], PATIENCE))?;
+            let error = failure(finished(communicator, Op::Recv { from: 0 }, vec![0f32; 5], TIMEOUT))?;
             check_mismatch(&error)?;
         }
         _ => {}
     }
-    match communicator.finish(PATIENCE) {
+    match communicator.finish(TIMEOUT) {
         Ok(()) => failed("finish reported nothing"),
         Err(Error::Mismatch { .. }) => Ok(()),
         Err(other) => failed(format!("expected finish to report the mismatch, got: {other}")),
@@ -616,7 +616,7 @@ fn failure(outcome: Outcome) -> Step<Error> {
 /// The job's failure is the answer to everything that follows.
 fn afterwards(communicator: &Arc<dyn Communicator>, first: &Error) -> CaseResult {
     let began = Instant::now();
-    let error = failure(finished(communicator, Op::AllReduce(SUM), vec![1f32; 10], PATIENCE))?;
+    let error = failure(finished(communicator, Op::AllReduce(SUM), vec![1f32; 10], TIMEOUT))?;
     ensure(std::mem::discriminant(&error) == std::mem::discriminant(first), || {
         format!("after \"{first}\" the next operation failed with \"{error}\"")
     })?;

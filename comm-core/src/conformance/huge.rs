@@ -30,7 +30,7 @@ pub(super) fn add(cases: &mut Vec<Case>) {
 /// Bytes, a little more than 32 bits count.
 const COUNT: u64 = (4 << 30) + 12_345;
 
-const PATIENCE: Duration = Duration::from_secs(300);
+const TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Differs from place to place, also between places that are 2³² apart.
 fn pattern(index: u64, rank: usize) -> u8 {
@@ -44,7 +44,7 @@ fn run(
     expected: Option<&dyn Fn(u64) -> u8>,
 ) -> CaseResult {
     let values: Vec<u8> = (0..COUNT).map(values).collect();
-    let done = communicator.start(Call::blocking(op, Buffer::from_vec(values)).with_timeout(PATIENCE)).wait()?;
+    let done = communicator.start(Call::blocking(op, Buffer::from_vec(values)).with_timeout(TIMEOUT)).wait()?;
     let got = done.buffer.into_vec::<u8>()?;
     ensure(got.len() as u64 == COUNT, || format!("came back with {} B", got.len()))?;
     let Some(expected) = expected else { return Ok(()) };

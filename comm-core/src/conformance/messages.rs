@@ -49,17 +49,17 @@ fn ring<T: Sample>(communicator: &Arc<dyn Communicator>) -> CaseResult {
     let mine = Pattern::<T>::of_rank(seed, rank, ranks);
     let theirs = Pattern::<T>::of_rank(seed, from, ranks);
     for count in COUNTS.into_iter().chain([large::<T>()]) {
-        for (index, way) in super::WAYS.into_iter().enumerate() {
+        for (index, call_mode) in super::CALL_MODES.into_iter().enumerate() {
             let send = || -> CaseResult {
-                let back = run(communicator, Op::Send { to }, mine.take(index, count), way)?;
-                mine.check(&back, index, format_args!("count {count}, {way:?}: the sent buffer changed"))
+                let back = run(communicator, Op::Send { to }, mine.take(index, count), call_mode)?;
+                mine.check(&back, index, format_args!("count {count}, {call_mode:?}: the sent buffer changed"))
             };
             if rank % 2 == 0 {
                 send()?;
             }
-            let got = run(communicator, Op::Recv { from }, vec![T::zeroed(); count], way)?;
+            let got = run(communicator, Op::Recv { from }, vec![T::zeroed(); count], call_mode)?;
             ensure(got.len() == count, || format!("count {count}: came back with {}", got.len()))?;
-            theirs.check(&got, index, format_args!("count {count}, {way:?}, from {from}"))?;
+            theirs.check(&got, index, format_args!("count {count}, {call_mode:?}, from {from}"))?;
             if rank % 2 == 1 {
                 send()?;
             }

@@ -190,7 +190,7 @@ const FEW_TYPES: [DType; 4] = [DType::F32, DType::Bf16, DType::I8, DType::U64];
 
 /// How long an operation that should succeed may take: shorter than the runner's own limit, and otherwise only so that what hangs is
 /// found. The largest, an all-to-all of 64 processes, moves 1.6 GB.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How much later than it should something may come on a loaded machine.
 const SLACK: Duration = Duration::from_secs(3);
@@ -202,15 +202,15 @@ enum CallMode {
     Background,
 }
 
-const WAYS: [CallMode; 2] = [CallMode::Blocking, CallMode::Background];
+const CALL_MODES: [CallMode; 2] = [CallMode::Blocking, CallMode::Background];
 
 fn call(op: Op, buffer: Buffer, lane: usize, mode: Mode) -> Call {
-    Call { mode, ..Call::blocking(op, buffer).on_lane(lane).with_timeout(PATIENCE) }
+    Call { mode, ..Call::blocking(op, buffer).on_lane(lane).with_timeout(TIMEOUT) }
 }
 
 /// Runs `op` to its end.
-fn run<T: Element>(communicator: &Arc<dyn Communicator>, op: Op, values: Vec<T>, way: CallMode) -> Step<Vec<T>> {
-    let call = match way {
+fn run<T: Element>(communicator: &Arc<dyn Communicator>, op: Op, values: Vec<T>, call_mode: CallMode) -> Step<Vec<T>> {
+    let call = match call_mode {
         CallMode::Blocking => call(op, Buffer::from_vec(values), 0, Mode::Blocking),
         CallMode::Background => call(op, Buffer::from_vec(values), communicator.lanes() - 1, Mode::Background),
     };
@@ -219,7 +219,7 @@ fn run<T: Element>(communicator: &Arc<dyn Communicator>, op: Op, values: Vec<T>,
 
 /// Runs a call to its end, both buffers given back.
 fn run_call<T: Element>(communicator: &Arc<dyn Communicator>, call: Call) -> Step<(Vec<T>, Option<Vec<T>>)> {
-    let done = communicator.start(call.with_timeout(PATIENCE)).wait()?;
+    let done = communicator.start(call.with_timeout(TIMEOUT)).wait()?;
     let input = done.input.map(Buffer::into_vec::<T>).transpose()?;
     Ok((done.buffer.into_vec()?, input))
 }

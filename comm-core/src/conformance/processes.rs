@@ -37,12 +37,12 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Makes a communicator of a control plane and a number of lanes. Called once on every rank of a group.
 pub(super) type Connect = dyn Fn(Arc<dyn Control>, usize) -> Result<Arc<dyn Communicator>> + Send + Sync;
 
-/// Where a rank meets the others of its group.
+/// How a rank finds the others of its group.
 #[derive(Serialize, Deserialize)]
 struct MemberSetup {
     rank: usize,
     world_size: usize,
-    meeting: PathBuf,
+    address_file: PathBuf,
     secret: String,
 }
 
@@ -59,7 +59,7 @@ pub(super) fn run(
             let mut groups = 0;
             fleet.drive(selected, &mut || {
                 groups += 1;
-                meet(folder.path(), groups, ranks).map_err(|error| error.to_string())
+                setups(folder.path(), groups, ranks).map_err(|error| error.to_string())
             })
         }
         Err(error) => vec![CaseOutcome::Failed(error.to_string()); selected.len()],
@@ -74,12 +74,12 @@ fn start(
 ) -> Result<(Fleet<MemberSetup>, tempfile::TempDir)> {
     let folder = tempfile::tempdir().map_err(|error| Error::io("a folder where ranks meet", error))?;
     let program = std::env::current_exe().map_err(|error| Error::io("the path of this program", error))?;
-    let links = (0..ranks).map(|rank| link(&program, suite, rank, places)).collect::<Result<_>>()?;
-    Ok((Fleet { ranks: links, options }, folder))
+    let handles = (0..ranks).map(|rank| start_rank(&program, suite, rank, places)).collect::<Result<_>>()?;
+    Ok((Fleet { ranks: handles, options }, folder))
 }
 
 /// Starts one rank.
-fn link(program: &Path, suite: &str, rank: usize, places: &[usize]) -> Result<RankHandle<MemberSetup>> {
+fn start_rank(program: &Path, suite: &str, rank: usize, places: &[usize]) -> Result<RankHandle<MemberSetup>> {
     let mut child = Program::new(program)
         .args([WORKER, suite])
         .stdin(Stdio::piped())
@@ -157,26 +157,26 @@ impl Drop for Process {
     }
 }
 
-/// The places of a new group's ranks, which meet through a file of their own.
-fn meet(folder: &Path, group: usize, ranks: usize) -> Result<Vec<MemberSetup>> {
+/// What a new group's ranks need to find each other through an address file of their own.
+fn setups(folder: &Path, group: usize, ranks: usize) -> Result<Vec<MemberSetup>> {
     let mut secret = [0; 32];
     getrandom::fill(&mut secret)
         .map_err(|error| Error::io("random bytes", std::io::Error::other(error.to_string())))?;
     let secret = hex(&secret);
-    let place = |rank| MemberSetup {
+    let setup = |rank| MemberSetup {
         rank,
         world_size: ranks,
-        meeting: folder.join(format!("group-{group}")),
+        address_file: folder.join(format!("group-{group}")),
         secret: secret.clone(),
     };
-    Ok((0..ranks).map(place).collect())
+    Ok((0..ranks).map(setup).collect())
 }
 
 /// A rank's side: obeys its standard input until that ends.
 pub(super) fn worker(connect: Arc<Connect>, lanes: usize, options: RunOptions) -> ExitCode {
-    let connect = move |place: MemberSetup| {
-        let secret = Secret::new(place.secret)?;
-        let job = Job::new(place.rank, place.world_size, Address::File(place.meeting), secret)?;
+    let connect = move |setup: MemberSetup| {
+        let secret = Secret::new(setup.secret)?;
+        let job = Job::new(setup.rank, setup.world_size, Address::File(setup.address_file), secret)?;
         let control: Arc<dyn Control> = TcpControl::connect(&job, &[], Deadline::after(options.case_limit / 2))?;
         connect(control, lanes)
     };

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use half::{bf16, f16};
 
 use super::data::{Pattern, Sample, check, fingerprint, reductions};
-use super::{CallMode, Case, CaseResult, FEW_TYPES, Step, WAYS, ensure, exchange_number, failed, run};
+use super::{CALL_MODES, CallMode, Case, CaseResult, FEW_TYPES, Step, ensure, exchange_number, failed, run};
 use crate::buffer::Element;
 use crate::communicator::Communicator;
 use crate::dtype::ReduceOp;
@@ -95,8 +95,8 @@ fn counts<T>(op: ReduceOp) -> Vec<usize> {
 }
 
 /// Both, but the large one once.
-fn ways(count: usize) -> &'static [CallMode] {
-    if count > 100_000 { &WAYS[1..] } else { &WAYS }
+fn call_modes(count: usize) -> &'static [CallMode] {
+    if count > 100_000 { &CALL_MODES[1..] } else { &CALL_MODES }
 }
 
 fn all_reduce<T: Sample>(communicator: &Arc<dyn Communicator>, op: ReduceOp) -> CaseResult {
@@ -104,11 +104,11 @@ fn all_reduce<T: Sample>(communicator: &Arc<dyn Communicator>, op: ReduceOp) -> 
     let (mine, op) = (Pattern::<T>::contribution(seed, op, rank, ranks), own(op, rank));
     let reduced = Pattern::<T>::reduction(seed, op, ranks);
     for (index, count) in counts::<T>(op).into_iter().enumerate() {
-        for way in ways(count).iter().copied() {
-            let start = 31 * index + way as usize;
-            let got = run(communicator, Op::AllReduce(op), mine.take(start, count), way)?;
+        for call_mode in call_modes(count).iter().copied() {
+            let start = 31 * index + call_mode as usize;
+            let got = run(communicator, Op::AllReduce(op), mine.take(start, count), call_mode)?;
             ensure(got.len() == count, || format!("count {count}: came back with {}", got.len()))?;
-            reduced.check(&got, start, format_args!("count {count}, {way:?}"))?;
+            reduced.check(&got, start, format_args!("count {count}, {call_mode:?}"))?;
         }
     }
     Ok(())
@@ -121,14 +121,14 @@ fn reduce<T: Sample>(communicator: &Arc<dyn Communicator>, op: ReduceOp) -> Case
     for (index, count) in counts::<T>(op).into_iter().enumerate() {
         let roots = if count == large::<T>() { ranks - 1..ranks } else { 0..ranks };
         for root in roots {
-            let way = WAYS[(index + root) % 2];
+            let call_mode = CALL_MODES[(index + root) % 2];
             let start = 31 * index + root;
-            let got = run(communicator, Op::Reduce { root, op }, mine.take(start, count), way)?;
+            let got = run(communicator, Op::Reduce { root, op }, mine.take(start, count), call_mode)?;
             ensure(got.len() == count, || format!("count {count}: came back with {}", got.len()))?;
             if rank == root {
-                reduced.check(&got, start, format_args!("count {count}, root {root} (this rank), {way:?}"))?;
+                reduced.check(&got, start, format_args!("count {count}, root {root} (this rank), {call_mode:?}"))?;
             } else {
-                mine.check(&got, start, format_args!("count {count}, root {root}, {way:?}: own buffer changed"))?;
+                mine.check(&got, start, format_args!("count {count}, root {root}, {call_mode:?}: own buffer changed"))?;
             }
         }
     }
@@ -140,12 +140,12 @@ fn reduce_scatter<T: Sample>(communicator: &Arc<dyn Communicator>, op: ReduceOp)
     let (mine, op) = (Pattern::<T>::contribution(seed, op, rank, ranks), own(op, rank));
     let reduced = Pattern::<T>::reduction(seed, op, ranks);
     for (index, count) in counts::<T>(op).into_iter().enumerate() {
-        for way in ways(count).iter().copied() {
-            let start = 31 * index + way as usize;
-            let got = run(communicator, Op::ReduceScatter(op), mine.take(start, count), way)?;
+        for call_mode in call_modes(count).iter().copied() {
+            let start = 31 * index + call_mode as usize;
+            let got = run(communicator, Op::ReduceScatter(op), mine.take(start, count), call_mode)?;
             ensure(got.len() == count, || format!("count {count}: came back with {}", got.len()))?;
             let shard = shard_range(count, ranks, rank);
-            let what = format_args!("count {count}, {way:?}, shard {rank}");
+            let what = format_args!("count {count}, {call_mode:?}, shard {rank}");
             reduced.check(&got[shard.clone()], start + shard.start, what)?;
         }
     }

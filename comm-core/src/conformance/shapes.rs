@@ -119,11 +119,11 @@ fn borrowed<T: Sample>(communicator: &Arc<dyn Communicator>) -> CaseResult {
 fn all_to_all<T: Sample>(communicator: &Arc<dyn Communicator>) -> CaseResult {
     let (rank, ranks) = (communicator.rank(), communicator.world_size());
     for block in [0, 1, 10, 1000, 10_007, 100_003] {
-        for way in super::WAYS {
+        for call_mode in super::CALL_MODES {
             let of = |rank: usize| Pattern::<T>::of_rank(mix(block as u64), rank, ranks);
-            let got = run(communicator, Op::AllToAll, of(rank).take(0, block * ranks), way)?;
+            let got = run(communicator, Op::AllToAll, of(rank).take(0, block * ranks), call_mode)?;
             for from in 0..ranks {
-                let what = format_args!("blocks of {block}, {way:?}, from rank {from}");
+                let what = format_args!("blocks of {block}, {call_mode:?}, from rank {from}");
                 of(from).check(&got[from * block..(from + 1) * block], rank * block, what)?;
             }
         }

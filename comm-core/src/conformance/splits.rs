@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use super::data::{Pattern, check};
 use super::{
-    CallMode, Case, CaseResult, PATIENCE, Step, WAYS, barrier, call, ensure, exchange_number, failed, need_lanes, run,
+    CALL_MODES, CallMode, Case, CaseResult, Step, TIMEOUT, barrier, call, ensure, exchange_number, failed, need_lanes,
+    run,
 };
 use crate::buffer::Buffer;
 use crate::communicator::Communicator;
@@ -45,9 +46,9 @@ fn check_members(child: &Arc<dyn Communicator>, parent_rank: usize, members: &[u
     ensure(Some(child.rank()) == place, || format!("rank {} in the child, expected {place:?}", child.rank()))?;
     let expected: Vec<i64> = members.iter().map(|member| *member as i64).collect();
     check(&exchange_number(child, parent_rank as i64)?, &expected, format_args!("members"))?;
-    for way in WAYS {
-        let sum = run(child, Op::AllReduce(ReduceOp::Sum), vec![parent_rank as i64; 10_007], way)?;
-        check(&sum, &vec![expected.iter().sum::<i64>(); 10_007], format_args!("sum over the child, {way:?}"))?;
+    for call_mode in CALL_MODES {
+        let sum = run(child, Op::AllReduce(ReduceOp::Sum), vec![parent_rank as i64; 10_007], call_mode)?;
+        check(&sum, &vec![expected.iter().sum::<i64>(); 10_007], format_args!("sum over the child, {call_mode:?}"))?;
     }
     Ok(())
 }
@@ -141,9 +142,9 @@ fn in_turn(communicator: &Arc<dyn Communicator>) -> CaseResult {
     let child = split(communicator, rank as u64 % 2, 0)?;
     let siblings = child.world_size() as i64;
     for round in 1..6 {
-        for way in WAYS {
+        for call_mode in CALL_MODES {
             for (within, members) in [(communicator, ranks as i64), (&child, siblings)] {
-                let got = run(within, Op::AllReduce(ReduceOp::Sum), vec![round; 1000], way)?;
+                let got = run(within, Op::AllReduce(ReduceOp::Sum), vec![round; 1000], call_mode)?;
                 check(&got, &[round * members; 1000], format_args!("round {round} over {members} ranks"))?;
             }
         }
@@ -194,7 +195,7 @@ fn finish_beside_the_parent(communicator: &Arc<dyn Communicator>) -> CaseResult 
     let child = split(communicator, 0, 0)?;
     let message = |op| call(op, Buffer::from_vec(vec![rank as i32 + 7]), last, Mode::Background);
     let waiting = (rank == 1).then(|| communicator.start(message(Op::Recv { from: 0 })));
-    child.finish(PATIENCE)?;
+    child.finish(TIMEOUT)?;
     match waiting {
         Some(mut waiting) => {
             // Which the sender knows only after this.
@@ -238,7 +239,7 @@ fn finish_gives_up(communicator: &Arc<dyn Communicator>) -> CaseResult {
             _ => {}
         }
     }
-    child.finish(PATIENCE)?;
+    child.finish(TIMEOUT)?;
     barrier(communicator)
 }
 
@@ -247,7 +248,7 @@ fn finish(communicator: &Arc<dyn Communicator>) -> CaseResult {
     let rank = communicator.rank();
     let child = split(communicator, rank as u64 % 2, 0)?;
     barrier(&child)?;
-    child.finish(PATIENCE)?;
+    child.finish(TIMEOUT)?;
     drop(child);
     std::thread::sleep(Duration::from_millis(1));
     check_members(communicator, rank, &(0..communicator.world_size()).collect::<Vec<_>>())

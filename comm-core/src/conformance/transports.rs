@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{CaseResult, PATIENCE, SLACK, Step, ensure, failed};
+use super::{CaseResult, SLACK, Step, TIMEOUT, ensure, failed};
 use crate::deadline::Deadline;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -29,8 +29,8 @@ pub(super) struct TransportCase {
 pub(super) const CASES: [TransportCase; 7] = [
     TransportCase { name: "sender_gives_up_in_a_message", run: sender_gives_up },
     TransportCase { name: "receiver_gives_up", run: receiver_gives_up },
-    TransportCase { name: "sink_fails_in_a_message", run: |two| sink_ends_it(two, SinkFailure::Error) },
-    TransportCase { name: "sink_panics_in_a_message", run: |two| sink_ends_it(two, SinkFailure::Panic) },
+    TransportCase { name: "sink_fails_in_a_message", run: |pair| sink_ends_it(pair, SinkFailure::Error) },
+    TransportCase { name: "sink_panics_in_a_message", run: |pair| sink_ends_it(pair, SinkFailure::Panic) },
     TransportCase { name: "wrong_arguments_do_no_harm", run: wrong_arguments },
     TransportCase { name: "a_busy_lane_is_refused", run: busy_lane },
     TransportCase { name: "after_the_end_nothing_goes", run: closed },
@@ -88,7 +88,7 @@ impl TransportPair {
     /// That rank 1 gets nothing more on the lane, and learns so at once.
     fn receives_no_more(&self) -> CaseResult {
         let began = Instant::now();
-        if let Ok(bytes) = self.received(PATIENCE) {
+        if let Ok(bytes) = self.received(TIMEOUT) {
             return failed(format!("after an exchange that failed the next one received {} B", bytes.len()));
         }
         let took = began.elapsed();
@@ -131,18 +131,18 @@ impl Sink for Collect {
     }
 }
 
-/// Nobody receives until rank 0 has given up; from then on there would be room for its next message. If it did not have to give up, both
+/// Nobody receives until rank 0 has given up; from then on there would be space for its next message. If it did not have to give up, both
 /// messages come, each as a whole.
-fn sender_gives_up(two: &TransportPair) -> CaseResult {
+fn sender_gives_up(pair: &TransportPair) -> CaseResult {
     let (first, second) = (pattern(LONG, 1), pattern(1000, 2));
-    let (gave_up, wait) = match two.send(&first, SHORT) {
-        Ok(()) => (false, PATIENCE),
+    let (gave_up, wait) = match pair.send(&first, SHORT) {
+        Ok(()) => (false, TIMEOUT),
         Err(Error::Timeout { .. }) => (true, 4 * SHORT),
         Err(other) => return failed(format!("expected a timeout, got: {other}")),
     };
     let (sent, received) = thread::scope(|scope| {
-        let received = scope.spawn(|| [two.received(wait), two.received(wait)]);
-        (two.send(&second, wait), received.join())
+        let received = scope.spawn(|| [pair.received(wait), pair.received(wait)]);
+        (pair.send(&second, wait), received.join())
     });
     ensure(sent.is_err() == gave_up, || {
         format!("a message {} sent: the next one: {sent:?}", if gave_up { "was partly" } else { "was" })
@@ -163,16 +163,16 @@ fn sender_gives_up(two: &TransportPair) -> CaseResult {
 }
 
 /// Rank 1 waits for a message that is sent after its deadline.
-fn receiver_gives_up(two: &TransportPair) -> CaseResult {
-    match two.received(SHORT) {
+fn receiver_gives_up(pair: &TransportPair) -> CaseResult {
+    match pair.received(SHORT) {
         Err(Error::Timeout { waiting_for, .. }) => {
             ensure(waiting_for == [0], || format!("a timeout that names {waiting_for:?} instead of rank 0"))?;
         }
         other => return failed(format!("expected a timeout, got: {:?}", other.map(|bytes| bytes.len()))),
     }
     // Rank 0 has done nothing wrong, and may not know yet.
-    let _ = two.send(&pattern(1000, 3), SHORT);
-    two.receives_no_more()
+    let _ = pair.send(&pattern(1000, 3), SHORT);
+    pair.receives_no_more()
 }
 
 /// How a sink ends an exchange.
@@ -204,24 +204,24 @@ impl Sink for SinkFailure {
     }
 }
 
-fn sink_ends_it(two: &TransportPair, mut ending: SinkFailure) -> CaseResult {
+fn sink_ends_it(pair: &TransportPair, mut failure: SinkFailure) -> CaseResult {
     let payload = pattern(1 << 20, 4);
     thread::scope(|scope| -> Step<()> {
         // How it ends for the sender is the transport's matter; it ends at its deadline.
-        scope.spawn(|| two.send(&payload, 4 * SHORT));
-        let outcome = catch_unwind(AssertUnwindSafe(|| two.receive(&mut ending, PATIENCE)));
-        match (ending, outcome) {
+        scope.spawn(|| pair.send(&payload, 4 * SHORT));
+        let outcome = catch_unwind(AssertUnwindSafe(|| pair.receive(&mut failure, TIMEOUT)));
+        match (failure, outcome) {
             (SinkFailure::Error, Ok(Err(Error::NotFinite { .. }))) | (SinkFailure::Panic, Err(_) | Ok(Err(_))) => {}
             (SinkFailure::Error, Ok(outcome)) => return failed(format!("expected the sink's error, got: {outcome:?}")),
             (SinkFailure::Error, Err(_)) => return failed("a sink's error became a panic"),
             (SinkFailure::Panic, Ok(Ok(()))) => return failed("a sink's panic became a success"),
         }
-        two.receives_no_more()
+        pair.receives_no_more()
     })
 }
 
 /// What is refused before anything moves leaves the lane as it was.
-fn wrong_arguments(two: &TransportPair) -> CaseResult {
+fn wrong_arguments(pair: &TransportPair) -> CaseResult {
     let payload = pattern(1000, 5);
     let right = Outgoing { peer: 1, header: header(1000), payload: &payload };
     let wrong: [(&str, usize, &[Outgoing<'_>]); 5] = [
@@ -232,7 +232,7 @@ fn wrong_arguments(two: &TransportPair) -> CaseResult {
         ("a header that announces another length", LANE, &[Outgoing { header: header(999), ..right }]),
     ];
     for (what, lane, messages) in wrong {
-        refused(what, two.transports[0].exchange(lane, messages, &mut [], Deadline::after(PATIENCE)))?;
+        refused(what, pair.transports[0].exchange(lane, messages, &mut [], Deadline::after(TIMEOUT)))?;
     }
     let wrong: [(&str, &[usize]); 3] = [
         ("a message from this rank", &[0]),
@@ -243,20 +243,20 @@ fn wrong_arguments(two: &TransportPair) -> CaseResult {
         let mut sinks: Vec<(usize, Collect)> = peers.iter().map(|peer| (*peer, Collect(Vec::new()))).collect();
         let mut incoming: Vec<Incoming<'_>> =
             sinks.iter_mut().map(|(peer, sink)| Incoming { peer: *peer, sink }).collect();
-        refused(what, two.transports[0].exchange(LANE, &[], &mut incoming, Deadline::after(PATIENCE)))?;
+        refused(what, pair.transports[0].exchange(LANE, &[], &mut incoming, Deadline::after(TIMEOUT)))?;
     }
-    two.send(&payload, PATIENCE)?;
-    let got = two.received(PATIENCE)?;
+    pair.send(&payload, TIMEOUT)?;
+    let got = pair.received(TIMEOUT)?;
     ensure(got == payload, || format!("after what was refused, {} B came that are not those sent", got.len()))
 }
 
 /// A second exchange on a lane, which is its caller's mistake, is refused at once and does not disturb the first one.
-fn busy_lane(two: &TransportPair) -> CaseResult {
+fn busy_lane(pair: &TransportPair) -> CaseResult {
     let payload = pattern(1000, 6);
     let received = thread::scope(|scope| -> Step<Result<Vec<u8>>> {
         let first = scope.spawn(|| {
             loop {
-                match two.received(PATIENCE) {
+                match pair.received(TIMEOUT) {
                     // The second one was there.
                     Err(Error::InvalidArgument(_)) => thread::yield_now(),
                     other => break other,
@@ -265,14 +265,14 @@ fn busy_lane(two: &TransportPair) -> CaseResult {
         });
         let began = Instant::now();
         // Until the first one is under way this has nothing to do and succeeds.
-        while two.transports[1].exchange(LANE, &[], &mut [], Deadline::after(PATIENCE)).is_ok() {
-            ensure(began.elapsed() < PATIENCE, || "two exchanges ran on one lane".into())?;
+        while pair.transports[1].exchange(LANE, &[], &mut [], Deadline::after(TIMEOUT)).is_ok() {
+            ensure(began.elapsed() < TIMEOUT, || "two exchanges ran on one lane".into())?;
             thread::sleep(Duration::from_millis(1));
         }
         let asked = Instant::now();
-        refused("a busy lane", two.transports[1].exchange(LANE, &[], &mut [], Deadline::after(PATIENCE)))?;
+        refused("a busy lane", pair.transports[1].exchange(LANE, &[], &mut [], Deadline::after(TIMEOUT)))?;
         ensure(asked.elapsed() < SLACK, || format!("a busy lane was refused after {:?}", asked.elapsed()))?;
-        two.send(&payload, PATIENCE)?;
+        pair.send(&payload, TIMEOUT)?;
         first.join().or_else(|_| failed("receiving panicked"))
     })?;
     let got = received?;
@@ -280,10 +280,10 @@ fn busy_lane(two: &TransportPair) -> CaseResult {
 }
 
 /// Closing twice is no mistake, an exchange on a closed transport is one.
-fn closed(two: &TransportPair) -> CaseResult {
+fn closed(pair: &TransportPair) -> CaseResult {
     for round in 0..2 {
         let outcomes = thread::scope(|scope| {
-            let closing = two.transports.iter().map(|own| scope.spawn(|| own.close(Deadline::after(PATIENCE))));
+            let closing = pair.transports.iter().map(|own| scope.spawn(|| own.close(Deadline::after(TIMEOUT))));
             let closing: Vec<_> = closing.collect();
             closing.into_iter().map(|thread| thread.join()).collect::<Vec<_>>()
         });
@@ -294,8 +294,8 @@ fn closed(two: &TransportPair) -> CaseResult {
             }
         }
     }
-    refused("a send after the end", two.send(&pattern(10, 7), PATIENCE))?;
-    refused("a receive after the end", two.received(PATIENCE).map(drop))
+    refused("a send after the end", pair.send(&pattern(10, 7), TIMEOUT))?;
+    refused("a receive after the end", pair.received(TIMEOUT).map(drop))
 }
 
 fn refused(what: &str, outcome: Result<()>) -> CaseResult {

@@ -50,15 +50,15 @@ pub(super) struct Acceptor {
     /// Handshakes under way, the oldest first.
     pending: VecDeque<PendingHandshake>,
     /// Nothing is accepted before this, on the [`clock`].
-    opens: Duration,
+    accepts_from: Duration,
     /// Why nothing can be accepted any more.
-    trouble: Option<Error>,
+    accept_error: Option<Error>,
 }
 
 /// A connection that has passed the handshake.
 pub(super) struct AuthenticatedConnection {
     pub(super) stream: TcpStream,
-    pub(super) proven: Box<Authenticated>,
+    pub(super) peer: Box<Authenticated>,
 }
 
 /// A connection that was not admitted.
@@ -92,7 +92,7 @@ enum ReasonRank {
 struct PendingHandshake {
     stream: TcpStream,
     addr: SocketAddr,
-    answer: ServerHandshake,
+    server: ServerHandshake,
     /// See [`GRACE`], on the [`clock`].
     grace: Duration,
     until: Duration,
@@ -100,17 +100,24 @@ struct PendingHandshake {
 
 impl Acceptor {
     pub(super) fn open(listeners: Vec<TcpListener>, secret: Secret, timeout: Duration) -> Self {
-        Acceptor { listeners, secret, timeout, pending: VecDeque::new(), opens: clock::running(), trouble: None }
+        Acceptor {
+            listeners,
+            secret,
+            timeout,
+            pending: VecDeque::new(),
+            accepts_from: clock::running(),
+            accept_error: None,
+        }
     }
 
     /// The error that ends accepting, once: the process is out of descriptors, and no handshake holds one that could be freed.
-    pub(super) fn take_trouble(&mut self) -> Option<Error> {
-        self.trouble.take()
+    pub(super) fn take_accept_error(&mut self) -> Option<Error> {
+        self.accept_error.take()
     }
 
     /// The sockets to wait for: those of the handshakes in their order, then the listeners.
     pub(super) fn waiters(&self) -> impl Iterator<Item = Waiter<'_>> {
-        let is_open = self.opens <= clock::running();
+        let is_open = self.accepts_from <= clock::running();
         let listeners =
             self.listeners.iter().filter(move |_| is_open).map(|listener| Waiter::new(listener.as_fd(), false));
         self.pending.iter().map(|handshake| Waiter::new(handshake.stream.as_fd(), false)).chain(listeners)
@@ -118,8 +125,8 @@ impl Acceptor {
 
     /// When there is something to do even if no socket becomes ready.
     pub(super) fn next_turn(&self) -> Option<Duration> {
-        let closed = (self.opens > clock::running()).then_some(self.opens);
-        self.pending.front().map(|handshake| handshake.until).into_iter().chain(closed).min()
+        let paused = (self.accepts_from > clock::running()).then_some(self.accepts_from);
+        self.pending.front().map(|handshake| handshake.until).into_iter().chain(paused).min()
     }
 
     /// Serves those of the [waiters](Acceptor::waiters) that are `ready`. Returns the connections that were admitted, and those
@@ -137,20 +144,22 @@ impl Acceptor {
             let outcome = if ready.get(at) == Some(&true) {
                 handshake.serve(&self.secret)
             } else {
-                HandshakeOutcome::Stays(handshake)
+                HandshakeOutcome::Pending(handshake)
             };
             match outcome {
-                HandshakeOutcome::Stays(handshake) if now >= handshake.until => rejected.push(handshake.leave(late())),
-                HandshakeOutcome::Stays(handshake) => self.pending.push_back(handshake),
-                HandshakeOutcome::In(connection) => authenticated.push(connection),
-                HandshakeOutcome::Out(connection) => rejected.push(connection),
+                HandshakeOutcome::Pending(handshake) if now >= handshake.until => {
+                    rejected.push(handshake.reject(late()))
+                }
+                HandshakeOutcome::Pending(handshake) => self.pending.push_back(handshake),
+                HandshakeOutcome::Authenticated(connection) => authenticated.push(connection),
+                HandshakeOutcome::Rejected(connection) => rejected.push(connection),
             }
         }
         for at in 0..self.listeners.len() {
             if ready.get(there + at) == Some(&true) {
                 self.accept(at, is_running, &mut rejected);
                 if is_running {
-                    self.opens = clock::running() + ACCEPT_INTERVAL;
+                    self.accepts_from = clock::running() + ACCEPT_INTERVAL;
                 }
             }
         }
@@ -162,18 +171,20 @@ impl Acceptor {
         let limit = if is_running { MAX_LATE_HANDSHAKES } else { MAX_HANDSHAKES };
         for _ in 0..ACCEPT_TURN {
             let Some(listener) = self.listeners.get(listener) else { return };
-            let arrival = match listener.accept() {
+            let accepted = match listener.accept() {
                 Ok((stream, addr)) => PendingHandshake::new(stream, addr, self.timeout),
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
                 Err(e) if descriptors::ran_out(&e) && !is_running => {
                     // The system says so even when no connection waits. Handshakes go on meanwhile.
                     let now = clock::running();
                     match self.pending.front().map(|first| first.grace <= now) {
-                        None => self.trouble = Some(Error::io("rank 0: accepting a connection of another rank", e)),
+                        None => {
+                            self.accept_error = Some(Error::io("rank 0: accepting a connection of another rank", e))
+                        }
                         Some(true) => self.drop_oldest(rejected),
                         Some(false) => {}
                     }
-                    self.opens = now + PAUSE;
+                    self.accepts_from = now + PAUSE;
                     return;
                 }
                 Err(e) => {
@@ -184,7 +195,7 @@ impl Acceptor {
                     return;
                 }
             };
-            match arrival {
+            match accepted {
                 Ok(handshake) => {
                     while self.pending.len() >= limit {
                         self.drop_oldest(rejected);
@@ -202,7 +213,7 @@ impl Acceptor {
                 io::ErrorKind::TimedOut,
                 "it did not finish its handshake before others needed its place",
             );
-            rejected.push(handshake.leave(why.into()));
+            rejected.push(handshake.reject(why.into()));
         }
     }
 }
@@ -213,15 +224,17 @@ impl RejectedConnections {
             Rejection::Io(_) => ReasonRank::Silence,
             Rejection::Foreign(_) => ReasonRank::Rubbish,
             Rejection::Version(_) => ReasonRank::OtherVersion,
-            Rejection::Left | Rejection::Stranger => ReasonRank::OtherSecret,
+            Rejection::Left | Rejection::WrongSecret => ReasonRank::OtherSecret,
         };
         self.add(rank, || format!("{}: {}", connection.addr, connection.why));
     }
 
-    /// The other end of `link` knows the secret, but has been refused.
-    pub(super) fn note_refusal(&mut self, link: &SendHalf, why: &str) {
-        let addr =
-            link.stream().peer_addr().map_or_else(|_| "an address that is gone".to_string(), |addr| addr.to_string());
+    /// The other end of `send_half` knows the secret, but has been refused.
+    pub(super) fn note_refusal(&mut self, send_half: &SendHalf, why: &str) {
+        let addr = send_half
+            .stream()
+            .peer_addr()
+            .map_or_else(|_| "an address that is gone".to_string(), |addr| addr.to_string());
         self.add(ReasonRank::Refusal, || format!("{addr}: {why}"));
     }
 
@@ -245,43 +258,45 @@ impl fmt::Display for RejectedConnections {
 }
 
 enum HandshakeOutcome {
-    Stays(PendingHandshake),
-    In(AuthenticatedConnection),
-    Out(RejectedConnection),
+    Pending(PendingHandshake),
+    Authenticated(AuthenticatedConnection),
+    Rejected(RejectedConnection),
 }
 
 impl PendingHandshake {
     fn new(stream: TcpStream, addr: SocketAddr, timeout: Duration) -> Result<Self, RejectedConnection> {
         let failed = |why: io::Error| RejectedConnection { addr: addr.to_string(), why: why.into() };
         stream.set_nonblocking(true).map_err(failed)?;
-        let answer = ServerHandshake::new().map_err(|e| failed(io::Error::other(e.to_string())))?;
+        let server = ServerHandshake::new().map_err(|e| failed(io::Error::other(e.to_string())))?;
         let now = clock::running();
-        Ok(PendingHandshake { stream, addr, answer, grace: now + GRACE, until: now.saturating_add(timeout) })
+        Ok(PendingHandshake { stream, addr, server, grace: now + GRACE, until: now.saturating_add(timeout) })
     }
 
     /// Reads what is there, no further than the handshake goes, and answers.
     fn serve(mut self, secret: &Secret) -> HandshakeOutcome {
         let mut buffer = [0; 512];
         loop {
-            let wanted = self.answer.wanted().min(buffer.len());
+            let wanted = self.server.wanted().min(buffer.len());
             let bytes = match (&self.stream).read(buffer.get_mut(..wanted).unwrap_or_default()) {
-                Ok(0) if self.answer.has_replied() => return HandshakeOutcome::Out(self.leave(Rejection::Left)),
+                Ok(0) if self.server.has_replied() => return HandshakeOutcome::Rejected(self.reject(Rejection::Left)),
                 Ok(0) => {
                     let why = io::Error::new(io::ErrorKind::UnexpectedEof, "it closed the connection");
-                    return HandshakeOutcome::Out(self.leave(why.into()));
+                    return HandshakeOutcome::Rejected(self.reject(why.into()));
                 }
                 Ok(count) => buffer.get(..count).unwrap_or_default(),
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return HandshakeOutcome::Stays(self),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return HandshakeOutcome::Pending(self),
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
-                Err(_) if self.answer.has_replied() => return HandshakeOutcome::Out(self.leave(Rejection::Left)),
-                Err(e) => return HandshakeOutcome::Out(self.leave(e.into())),
+                Err(_) if self.server.has_replied() => return HandshakeOutcome::Rejected(self.reject(Rejection::Left)),
+                Err(e) => return HandshakeOutcome::Rejected(self.reject(e.into())),
             };
-            let step = self.answer.take(bytes, secret);
+            let step = self.server.take(bytes, secret);
             let said = match step {
                 Ok(Step::More) => Ok(()),
                 Ok(Step::Reply(reply)) => say(&self.stream, &reply),
-                Ok(Step::Proven(proven)) => match say(&self.stream, &proven.word) {
-                    Ok(()) => return HandshakeOutcome::In(AuthenticatedConnection { stream: self.stream, proven }),
+                Ok(Step::Proven(peer)) => match say(&self.stream, &peer.confirmation) {
+                    Ok(()) => {
+                        return HandshakeOutcome::Authenticated(AuthenticatedConnection { stream: self.stream, peer });
+                    }
                     Err(e) => Err(e),
                 },
                 Err(why) => {
@@ -289,21 +304,21 @@ impl PendingHandshake {
                         // It can say so; the rest of a reply would mean nothing to it.
                         let _ = say(&self.stream, &version_notice());
                     }
-                    return HandshakeOutcome::Out(self.leave(why));
+                    return HandshakeOutcome::Rejected(self.reject(why));
                 }
             };
             if let Err(e) = said {
-                return HandshakeOutcome::Out(self.leave(e.into()));
+                return HandshakeOutcome::Rejected(self.reject(e.into()));
             }
         }
     }
 
-    fn leave(self, why: Rejection) -> RejectedConnection {
+    fn reject(self, why: Rejection) -> RejectedConnection {
         RejectedConnection { addr: self.addr.to_string(), why }
     }
 }
 
-/// Sends a few hundred bytes at most, which the buffer of a new socket has room for.
+/// Sends a few hundred bytes at most, which fit in the buffer of a new socket.
 fn say(mut stream: &TcpStream, bytes: &[u8]) -> io::Result<()> {
     match stream.write(bytes)? {
         count if count == bytes.len() => Ok(()),
@@ -326,7 +341,7 @@ mod tests {
     #[test]
     fn who_comes_on_the_last_descriptor_stays_for_its_grace() {
         const NAME: &str = "control::acceptor::tests::who_comes_on_the_last_descriptor_stays_for_its_grace";
-        const INSIDE: &str = "DOOR_TEST";
+        const INSIDE: &str = "ACCEPTOR_TEST";
         if std::env::var(INSIDE).is_err() {
             let output = Command::new("sh")
                 .args(["-c", "ulimit -n 64; exec \"$@\"", "sh"])
@@ -348,14 +363,14 @@ mod tests {
             Acceptor::open(vec![listener], Secret::new("a secret for tests only").unwrap(), Duration::from_secs(60));
         let (authenticated, rejected) = acceptor.turn(&[true], false);
         assert_eq!((authenticated.len(), rejected.len(), acceptor.pending.len()), (0, 0, 1));
-        assert!(acceptor.take_trouble().is_none() && acceptor.opens > clock::running());
+        assert!(acceptor.take_accept_error().is_none() && acceptor.accepts_from > clock::running());
         // Longer than a rank takes: another one may need the descriptor.
         acceptor.pending[0].grace = Duration::ZERO;
         let (_, rejected) = acceptor.turn(&[false, true], false);
         assert_eq!((rejected.len(), acceptor.pending.len()), (1, 0));
         hoard.push(File::open("/dev/null").unwrap());
         acceptor.turn(&[true], false);
-        let trouble = acceptor.take_trouble().unwrap().to_string();
-        assert!(trouble.contains("rank 0") && trouble.contains("ulimit -n"), "{trouble}");
+        let accept_error = acceptor.take_accept_error().unwrap().to_string();
+        assert!(accept_error.contains("rank 0") && accept_error.contains("ulimit -n"), "{accept_error}");
     }
 }

@@ -10,10 +10,10 @@
 //! A proof is HMAC-SHA256 under the secret over (role, version, everything the hello claims, both nonces). The roles differ, so
 //! a proof that is sent back proves nothing; the nonces are fresh, so one that was recorded proves nothing. Rank 0 takes the
 //! hello's claims as part of what is proved and only then compares them with its own, so that a rank of ours with
-//! wrong settings gets a true answer and a stranger gets none. The keys of both directions come from the same transcript.
+//! wrong settings gets a true answer and a process outside the job gets none. The keys of both directions come from the same transcript.
 //!
 //! The confirmation, a code like the proofs, tells rank k that rank 0 has read its proof. Without it a rank whose connection was closed at
-//! that moment, to make place for others, would believe that it is admitted and take the end of its connection for the loss of rank 0.
+//! that moment, to free its slot for others, would believe that it is admitted and take the end of its connection for the loss of rank 0.
 //!
 //! Data connections are authenticated later with keys of [`derive_key`]. They follow from the secret, the job's id, its
 //! epoch, its number of ranks, the settings that all ranks agreed on, and randomness of this start. A data connection also proves
@@ -105,7 +105,7 @@ pub(super) enum Rejection {
     /// It ended the connection when it had seen this end's proof.
     Left,
     /// It speaks the protocol, but does not know the secret.
-    Stranger,
+    WrongSecret,
 }
 
 impl std::fmt::Display for Rejection {
@@ -119,7 +119,7 @@ impl std::fmt::Display for Rejection {
             Rejection::Left => {
                 f.write_str("it closed the connection after rank 0's proof, as a rank with another secret does")
             }
-            Rejection::Stranger => f.write_str("it does not know this job's secret"),
+            Rejection::WrongSecret => f.write_str("it does not know this job's secret"),
         }
     }
 }
@@ -131,7 +131,7 @@ impl From<io::Error> for Rejection {
 }
 
 /// Rank k's side. A proof that does not come within `handshake` makes the connection one to give up; once this rank has proven
-/// itself, it waits for rank 0's word until `deadline`, for rank 0 may count on it from then on.
+/// itself, it waits for rank 0's confirmation until `deadline`, for rank 0 may count on it from then on.
 pub(super) fn dial(
     stream: &TcpStream,
     secret: &Secret,
@@ -154,13 +154,13 @@ pub(super) fn dial(
 
     let transcript = Transcript { secret, hello: &hello_bytes, reply_nonce: &theirs };
     if !same(&transcript.code("rank 0 proves"), &proof) {
-        return Err(Rejection::Stranger);
+        return Err(Rejection::WrongSecret);
     }
     write_by(stream, &transcript.code("rank k proves"), handshake)?;
-    let mut word = [0; PROOF];
-    read_by(stream, &mut word, deadline)?;
-    if !same(&transcript.code("rank k is in"), &word) {
-        return Err(Rejection::Stranger);
+    let mut confirmation = [0; PROOF];
+    read_by(stream, &mut confirmation, deadline)?;
+    if !same(&transcript.code("rank k is in"), &confirmation) {
+        return Err(Rejection::WrongSecret);
     }
     Ok(Session {
         sealer: Sealer::new(&transcript.code("frames up")),
@@ -195,8 +195,8 @@ pub(super) struct Authenticated {
     /// The claims are proved to come from a holder of the secret, and are still to be compared with the job.
     pub(super) hello: Hello,
     pub(super) session: Session,
-    /// The word that it is in, to be sent before anything else.
-    pub(super) word: [u8; PROOF],
+    /// The confirmation that it is admitted, to be sent before anything else.
+    pub(super) confirmation: [u8; PROOF],
 }
 
 impl ServerHandshake {
@@ -262,14 +262,14 @@ impl ServerHandshake {
         }
         let transcript = self.transcript(secret);
         if !same(&transcript.code("rank k proves"), &self.proof) {
-            return Err(Rejection::Stranger);
+            return Err(Rejection::WrongSecret);
         }
         let hello = Hello::decode(&self.hello).ok_or_else(|| Rejection::Foreign("its job id is not text".into()))?;
         let session = Session {
             sealer: Sealer::new(&transcript.code("frames down")),
             opener: Opener::new(&transcript.code("frames up")),
         };
-        Ok(Step::Proven(Box::new(Authenticated { hello, session, word: transcript.code("rank k is in") })))
+        Ok(Step::Proven(Box::new(Authenticated { hello, session, confirmation: transcript.code("rank k is in") })))
     }
 
     fn transcript<'a>(&'a self, secret: &'a Secret) -> Transcript<'a> {
@@ -431,16 +431,16 @@ mod tests {
         secret: &Secret,
         deadline: Deadline,
     ) -> std::result::Result<(Hello, Session), Rejection> {
-        let mut answer = ServerHandshake::new().unwrap();
+        let mut handshake = ServerHandshake::new().unwrap();
         loop {
-            let mut bytes = vec![0; answer.wanted()];
+            let mut bytes = vec![0; handshake.wanted()];
             read_by(stream, &mut bytes, deadline)?;
-            match answer.take(&bytes, secret)? {
+            match handshake.take(&bytes, secret)? {
                 Step::More => {}
                 Step::Reply(reply) => write_by(stream, &reply, deadline)?,
-                Step::Proven(proven) => {
-                    write_by(stream, &proven.word, deadline)?;
-                    return Ok((proven.hello, proven.session));
+                Step::Proven(peer) => {
+                    write_by(stream, &peer.confirmation, deadline)?;
+                    return Ok((peer.hello, peer.session));
                 }
             }
         }
@@ -457,17 +457,17 @@ mod tests {
             let mut bytes = hello().encode(&[1; NONCE]);
             bytes.truncate(honest);
             bytes.extend(rest);
-            let (mut answer, mut bytes, mut replies) = (ServerHandshake::new().unwrap(), &bytes[..], 0);
+            let (mut handshake, mut bytes, mut replies) = (ServerHandshake::new().unwrap(), &bytes[..], 0);
             for size in sizes {
-                let (piece, rest) = bytes.split_at(size.min(answer.wanted()).min(bytes.len()));
+                let (piece, rest) = bytes.split_at(size.min(handshake.wanted()).min(bytes.len()));
                 bytes = rest;
-                match answer.take(piece, &secret) {
+                match handshake.take(piece, &secret) {
                     Ok(Step::More) => {}
                     Ok(Step::Reply(_)) => replies += 1,
                     Ok(Step::Proven(_)) => prop_assert!(false, "a connection without the secret was admitted"),
                     Err(_) => break,
                 }
-                prop_assert!(answer.wanted() > 0 && answer.hello.len() <= HELLO + MAX_JOB_ID);
+                prop_assert!(handshake.wanted() > 0 && handshake.hello.len() <= HELLO + MAX_JOB_ID);
             }
             prop_assert!(replies <= 1);
         }
@@ -529,7 +529,7 @@ mod tests {
         let (near, far) = pair();
         let dialler = thread::spawn(move || dial(&near, &secret("0123456789abcdef")).err().unwrap());
         let there = answer(&far, &secret("0123456789abcdeF"), soon()).err().unwrap();
-        assert!(matches!(dialler.join().unwrap(), Rejection::Stranger));
+        assert!(matches!(dialler.join().unwrap(), Rejection::WrongSecret));
         assert!(matches!(there, Rejection::Io(_)), "the dialler goes away without a proof: {there}");
     }
 
@@ -538,11 +538,11 @@ mod tests {
         let (near, far) = pair();
         let there = thread::spawn(move || {
             // Its connection is closed just when its proof comes.
-            let (secret, mut answer) = (secret("0123456789abcdef"), ServerHandshake::new().unwrap());
-            while !answer.has_replied() {
-                let mut bytes = vec![0; answer.wanted()];
+            let (secret, mut handshake) = (secret("0123456789abcdef"), ServerHandshake::new().unwrap());
+            while !handshake.has_replied() {
+                let mut bytes = vec![0; handshake.wanted()];
                 read_by(&far, &mut bytes, soon()).unwrap();
-                if let Step::Reply(reply) = answer.take(&bytes, &secret).unwrap() {
+                if let Step::Reply(reply) = handshake.take(&bytes, &secret).unwrap() {
                     write_by(&far, &reply, soon()).unwrap();
                 }
             }
@@ -562,7 +562,7 @@ mod tests {
         read_by(&near, &mut reply, soon()).unwrap();
         // Rank 0's own proof, sent back to it.
         write_by(&near, &reply[REPLY - PROOF..], soon()).unwrap();
-        assert!(matches!(there.join().unwrap(), Rejection::Stranger));
+        assert!(matches!(there.join().unwrap(), Rejection::WrongSecret));
     }
 
     #[test]
@@ -585,7 +585,7 @@ mod tests {
         let there = thread::spawn(move || answer(&far, &secret(secret_text), soon()).err().unwrap());
         write_by(&near, &hello_bytes, soon()).unwrap();
         write_by(&near, &proof, soon()).unwrap();
-        assert!(matches!(there.join().unwrap(), Rejection::Stranger));
+        assert!(matches!(there.join().unwrap(), Rejection::WrongSecret));
     }
 
     #[test]
@@ -598,7 +598,7 @@ mod tests {
         let n = stream.read(&mut bytes).unwrap();
         stream.write_all(&bytes[..n]).unwrap();
         stream.write_all(&bytes[..n]).unwrap();
-        assert!(matches!(dialler.join().unwrap(), Rejection::Stranger));
+        assert!(matches!(dialler.join().unwrap(), Rejection::WrongSecret));
     }
 
     #[test]

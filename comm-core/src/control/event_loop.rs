@@ -42,7 +42,7 @@ pub(super) struct EventLoop {
 
 /// The receiving side of a connection.
 pub(super) struct Connection {
-    link: Arc<SendHalf>,
+    send_half: Arc<SendHalf>,
     opener: Opener,
     /// `Err`: refused, to be closed at this time.
     peer: std::result::Result<usize, Duration>,
@@ -54,8 +54,8 @@ pub(super) struct Connection {
 
 impl Connection {
     /// To a loop that has not begun.
-    pub(super) fn new(link: Arc<SendHalf>, opener: Opener, peer: usize) -> Self {
-        Connection { link, opener, peer: Ok(peer), last_heard: Duration::ZERO, silent: false }
+    pub(super) fn new(send_half: Arc<SendHalf>, opener: Opener, peer: usize) -> Self {
+        Connection { send_half, opener, peer: Ok(peer), last_heard: Duration::ZERO, silent: false }
     }
 }
 
@@ -88,17 +88,17 @@ impl EventLoop {
         let mut buffer = vec![0; 64 << 10];
         while !self.shared.stop.load(Ordering::Acquire) {
             let until = [stall_check_at, settles_at].into_iter().flatten().fold(next_beat, Duration::min);
-            let (ready, at_door) =
+            let (ready, acceptor_ready) =
                 self.wait(until).map_err(|error| Error::io("waiting for control connections", error))?;
             self.attend();
-            self.answer_the_door(&at_door);
+            self.serve_acceptor(&acceptor_ready);
             // Everything that has come is read before anyone is declared silent: the others' signs of life may be waiting.
             for (at, readable) in ready.into_iter().enumerate().rev() {
                 let Some(connection) = self.connections.get_mut(at) else { continue };
-                connection.link.flush();
+                connection.send_half.flush();
                 if readable && !connection.read(&self.shared, self.attended, &mut buffer) {
                     let gone = self.connections.swap_remove(at);
-                    gone.link.close();
+                    gone.send_half.close();
                 }
             }
             self.shared.update(State::decide_reported);
@@ -130,8 +130,11 @@ impl EventLoop {
 
     /// Waits for something to do; which connections are readable, and which sockets of the listeners and handshakes are.
     fn wait(&self, until: Duration) -> io::Result<(Vec<bool>, Vec<bool>)> {
-        let mut waiters: Vec<Waiter<'_>> =
-            self.connections.iter().map(|c| Waiter::new(c.link.stream().as_fd(), c.link.is_waiting())).collect();
+        let mut waiters: Vec<Waiter<'_>> = self
+            .connections
+            .iter()
+            .map(|c| Waiter::new(c.send_half.stream().as_fd(), c.send_half.is_waiting()))
+            .collect();
         waiters.push(Waiter::new(self.waker.as_fd(), false));
         waiters.extend(self.acceptor.iter().flat_map(Acceptor::waiters));
         let next = self.acceptor.as_ref().and_then(Acceptor::next_turn).map_or(until, |turn| turn.min(until));
@@ -141,28 +144,28 @@ impl EventLoop {
         // Wake-ups are not counted; any number of bytes is one.
         let mut bytes = [0; 64];
         while matches!((&self.waker).read(&mut bytes), Ok(n) if n == bytes.len()) {}
-        let at_door = found.split_off(self.connections.len() + 1);
+        let acceptor_ready = found.split_off(self.connections.len() + 1);
         found.pop();
-        Ok((found, at_door))
+        Ok((found, acceptor_ready))
     }
 
-    /// Lets in who proves that it belongs to the job, and remembers why others do not.
-    fn answer_the_door(&mut self, ready: &[bool]) {
+    /// Admits connections that prove that they belong to the job, and notes why others are rejected.
+    fn serve_acceptor(&mut self, ready: &[bool]) {
         let Some(acceptor) = &mut self.acceptor else { return };
         let is_running = self.shared.update(|state| state.session().is_some());
         let (authenticated, rejected) = acceptor.turn(ready, is_running);
-        if let Some(error) = acceptor.take_trouble() {
+        if let Some(error) = acceptor.take_accept_error() {
             self.shared.update(|state| state.fail(&error));
         }
         if !rejected.is_empty() {
-            self.shared.update(|state| rejected.iter().for_each(|connection| state.note_stranger(connection)));
+            self.shared.update(|state| rejected.iter().for_each(|connection| state.note_rejected(connection)));
         }
-        for AuthenticatedConnection { stream, proven } in authenticated {
-            let Authenticated { hello, session, .. } = *proven;
-            let Ok(link) = SendHalf::new(stream, session.sealer) else { continue };
-            let link = Arc::new(link);
-            let admission = self.shared.update(|state| state.admit(Arc::clone(&link), &hello));
-            let mut connection = Connection::new(link, session.opener, 0);
+        for AuthenticatedConnection { stream, peer } in authenticated {
+            let Authenticated { hello, session, .. } = *peer;
+            let Ok(send_half) = SendHalf::new(stream, session.sealer) else { continue };
+            let send_half = Arc::new(send_half);
+            let admission = self.shared.update(|state| state.admit(Arc::clone(&send_half), &hello));
+            let mut connection = Connection::new(send_half, session.opener, 0);
             connection.last_heard = self.attended;
             connection.peer = match admission {
                 Admission::Admitted(rank) => Ok(rank),
@@ -176,8 +179,8 @@ impl EventLoop {
         let Ok(beat) = Message::Heartbeat.encode() else { return };
         for connection in &self.connections {
             // Whatever waits to be sent is a sign of life too.
-            if connection.peer.is_ok() && !connection.link.is_waiting() {
-                connection.link.send_encoded(&beat);
+            if connection.peer.is_ok() && !connection.send_half.is_waiting() {
+                connection.send_half.send_encoded(&beat);
             }
         }
     }
@@ -203,7 +206,7 @@ impl EventLoop {
         let now = clock::running();
         self.connections.retain(|connection| match connection.peer {
             Err(until) if now >= until => {
-                connection.link.close();
+                connection.send_half.close();
                 false
             }
             _ => true,
@@ -216,7 +219,7 @@ impl Connection {
     fn read(&mut self, shared: &SharedState, attended: Duration, buffer: &mut [u8]) -> bool {
         let mut total = 0;
         while total < READ_TURN {
-            let count = match self.link.stream().read(buffer) {
+            let count = match self.send_half.stream().read(buffer) {
                 Ok(0) => return self.lost(shared, "its control connection was closed"),
                 Ok(count) => count,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
@@ -241,7 +244,7 @@ impl Connection {
                 if let Err(what) = taken {
                     shared.update(|state| {
                         state.on_nonsense(peer, &what);
-                        state.remove_link(peer);
+                        state.remove_send_half(peer);
                     });
                     return false;
                 }
@@ -258,7 +261,7 @@ impl Connection {
             let error = Error::PeerLost { rank: peer, operation: String::new(), detail: detail.to_string() };
             shared.update(|state: &mut State| {
                 state.on_lost(peer, &error);
-                state.remove_link(peer);
+                state.remove_send_half(peer);
             });
         }
         false

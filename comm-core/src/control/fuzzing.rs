@@ -150,7 +150,7 @@ pub fn control_state(bytes: &[u8]) -> Verdict {
             Ok(()) => accepted = true,
             Err(why) => {
                 state.on_nonsense(peer, &why);
-                state.remove_link(peer);
+                state.remove_send_half(peer);
             }
         }
     }
@@ -174,10 +174,10 @@ fn connect(state: &mut State, own: usize) {
         });
         near.try_clone().expect("a descriptor")
     });
-    let link = Arc::new(SendHalf::new(stream, Sealer::new(&KEY)).expect("a link"));
-    for (rank, slot) in state.links.iter_mut().enumerate() {
+    let send_half = Arc::new(SendHalf::new(stream, Sealer::new(&KEY)).expect("a socket"));
+    for (rank, slot) in state.send_halves.iter_mut().enumerate() {
         if rank != own && (own == 0 || rank == 0) {
-            *slot = Some(Arc::clone(&link));
+            *slot = Some(Arc::clone(&send_half));
         }
     }
 }
@@ -260,7 +260,7 @@ fn messages() -> Vec<Message> {
         Message::WhoIsLate(Wait::Gather(0)),
         Message::Late { wait: Wait::Start, ranks: vec![1, 2] },
         Message::Stalled(doing()),
-        Message::Survey { number: 1 },
+        Message::StallQuery { number: 1 },
         Message::Doing { number: 1, doing: vec![doing()] },
         Message::Stall(report),
         Message::Report(Failure::Notice(lost)),

@@ -1,11 +1,11 @@
-//! Reports of ranks that are missing while a job meets.
+//! Reports of ranks that are missing while the ranks of a job connect.
 
 use std::fmt;
 use std::time::{Duration, Instant};
 
 use crate::deadline::Deadline;
 
-/// The ranks that a rank still waits for while the job meets.
+/// The ranks that a rank still waits for while the ranks of a job connect.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MissingRanksReport {
@@ -69,7 +69,7 @@ impl<'a> MissingRanks<'a> {
     }
 
     /// Reports, if it is time to, that `missing` are waited for in `operation`.
-    pub(super) fn look(&mut self, missing: &[usize], operation: impl FnOnce() -> String) {
+    pub(super) fn report_if_due(&mut self, missing: &[usize], operation: impl FnOnce() -> String) {
         let waited = self.began.elapsed();
         let Some(next) = self.next.filter(|next| waited >= *next) else { return };
         self.next = Some(next.max(waited / 2) * 2);
@@ -107,15 +107,15 @@ mod tests {
     fn reports_come_at_twice_the_time_each() {
         let told = std::cell::RefCell::new(Vec::new());
         let report = |report: &MissingRanksReport| told.borrow_mut().push(report.waited);
-        let mut watch = MissingRanks::new(1, Some(Duration::from_millis(20)), &report);
+        let mut missing_ranks = MissingRanks::new(1, Some(Duration::from_millis(20)), &report);
         let deadline = Deadline::after(Duration::from_secs(60));
         for _ in 0..3 {
-            let step = watch.until(deadline);
+            let step = missing_ranks.until(deadline);
             while !step.has_passed() {
                 std::thread::sleep(step.remaining());
             }
-            watch.look(&(0..100).collect::<Vec<_>>(), || "meeting".into());
-            watch.look(&[], || unreachable!());
+            missing_ranks.report_if_due(&(0..100).collect::<Vec<_>>(), || "meeting".into());
+            missing_ranks.report_if_due(&[], || unreachable!());
         }
         let told = told.borrow();
         assert_eq!(told.len(), 3);

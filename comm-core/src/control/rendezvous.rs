@@ -30,7 +30,7 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_m
 /// Longest wait for one connection attempt.
 const ATTEMPT: Duration = Duration::from_secs(3);
 
-/// Connections that may wait to be accepted; the kernel grants less where `net.core.somaxconn` says so. When there is no room, a
+/// Connections that may wait to be accepted; the kernel grants less where `net.core.somaxconn` says so. When it is full, a
 /// dialler tries again after a second, so others must not fill it while rank 0 is busy with handshakes.
 const BACKLOG: i32 = 4096;
 
@@ -38,7 +38,7 @@ const BACKLOG: i32 = 4096;
 const MAX_ADDRESS_FILE: u64 = 256;
 
 /// Rank 0's non-blocking listeners, on exactly the addresses that were asked for; at least one.
-pub(super) fn listen(job: &Job, deadline: Deadline, watch: &mut MissingRanks<'_>) -> Result<Vec<TcpListener>> {
+pub(super) fn listen(job: &Job, deadline: Deadline, missing_ranks: &mut MissingRanks<'_>) -> Result<Vec<TcpListener>> {
     let listeners = match &job.address {
         Address::File(path) => {
             remove_old(path)?;
@@ -47,7 +47,7 @@ pub(super) fn listen(job: &Job, deadline: Deadline, watch: &mut MissingRanks<'_>
             publish(path, addr).map_err(|e| Error::io(format!("writing the address file {}", path.display()), e))?;
             vec![listener]
         }
-        address @ Address::Tcp { .. } => bind_all(address, &own_addresses(job, deadline, watch)?)?,
+        address @ Address::Tcp { .. } => bind_all(address, &own_addresses(job, deadline, missing_ranks)?)?,
     };
     for listener in &listeners {
         listener.set_nonblocking(true).map_err(|e| Error::io("making the listener non-blocking", e))?;
@@ -81,18 +81,18 @@ fn listen_on_loopback() -> Result<TcpListener> {
 }
 
 /// The addresses that the name of rank 0's machine has there. It may not have any for a while.
-fn own_addresses(job: &Job, deadline: Deadline, watch: &mut MissingRanks<'_>) -> Result<Vec<SocketAddr>> {
+fn own_addresses(job: &Job, deadline: Deadline, missing_ranks: &mut MissingRanks<'_>) -> Result<Vec<SocketAddr>> {
     let mut look_up = AddressLookup::new(&job.address);
     let mut pause = PAUSES.0;
     loop {
-        let why = match look_up.ask(watch.until(deadline)) {
+        let why = match look_up.ask(missing_ranks.until(deadline)) {
             Ok(addrs) => return Ok(addrs),
             Err(DialError::Final(error)) => return Err(error),
             Err(DialError::Again(why)) => why,
         };
         let others: Vec<usize> = (1..job.world_size).collect();
         let operation = || format!("not yet listening at {}: {why}", job.address);
-        watch.look(&others, operation);
+        missing_ranks.report_if_due(&others, operation);
         if !pause_before_next(&mut pause, deadline) {
             return Err(Error::timeout(job.rank, operation(), deadline, []));
         }
@@ -164,19 +164,19 @@ pub(super) fn dial(
     job: &Job,
     handshake: Duration,
     deadline: Deadline,
-    watch: &mut MissingRanks<'_>,
+    missing_ranks: &mut MissingRanks<'_>,
 ) -> Result<AuthenticatedStream> {
     let hello = Hello::of(job);
     let mut look_up = AddressLookup::new(&job.address);
     let mut pause = PAUSES.0;
     loop {
-        let tried = match attempt(job, &hello, look_up.ask(watch.until(deadline)), handshake, deadline) {
+        let tried = match attempt(job, &hello, look_up.ask(missing_ranks.until(deadline)), handshake, deadline) {
             Ok(dialled) => return Ok(dialled),
             Err(DialError::Final(error)) => return Err(error),
             Err(DialError::Again(tried)) => tried,
         };
         let operation = || format!("dialling rank 0 at {} (last attempt: {tried})", job.address);
-        watch.look(&[0], operation);
+        missing_ranks.report_if_due(&[0], operation);
         if !pause_before_next(&mut pause, deadline) {
             return Err(Error::timeout(job.rank, operation(), deadline, [0]));
         }
@@ -258,7 +258,7 @@ fn is_out_of_reach(error: &io::Error) -> bool {
 
 fn refused(rank: usize, addr: SocketAddr, why: &Rejection) -> Error {
     Error::Rendezvous(match why {
-        Rejection::Stranger => format!(
+        Rejection::WrongSecret => format!(
             "rank {rank}: the process that listens at {addr} does not know this job's secret; give all ranks the same COMM_SECRET_FILE, \
              or, if another job uses that address, set COMM_ADDR or COMM_PORT to a port of your own"
         ),

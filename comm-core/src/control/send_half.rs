@@ -1,4 +1,4 @@
-//! One authenticated connection: any thread may send on it, without ever blocking.
+//! The sending half of an authenticated connection: any thread may send on it, without ever blocking.
 
 use std::io::{self, Write};
 use std::net::{Shutdown, TcpStream};

@@ -36,14 +36,14 @@ pub(super) struct State {
     job_id: String,
     epoch: u64,
     config: Vec<(String, String)>,
-    /// By rank: at rank 0 those of all others, elsewhere only rank 0's.
-    pub(super) links: Vec<Option<Arc<SendHalf>>>,
+    /// The connections, by rank: at rank 0 those of all others, elsewhere only rank 0's.
+    pub(super) send_halves: Vec<Option<Arc<SendHalf>>>,
     /// By rank, at rank 0: has sent its settings.
     joined: Vec<bool>,
     /// The randomness of this start, once all ranks are there.
     session: Option<[u8; 32]>,
     /// At rank 0: what is wrong with the rendezvous, and until when it waits for those who are to be told.
-    trouble: Option<(Error, Duration)>,
+    rendezvous_error: Option<(Error, Duration)>,
     /// At rank 0: the connections that were not admitted.
     rejected: RejectedConnections,
     /// What this rank has reported to rank 0, and until when it waits for the answer.
@@ -64,12 +64,12 @@ pub(super) struct State {
     all_left: bool,
     activities: Vec<Weak<dyn Activity>>,
     stall_hooks: Vec<StallHook>,
-    /// At rank 0: the survey that is under way, and what is to be looked at after it.
-    survey: Option<StallQuery>,
+    /// At rank 0: the query that is under way, and what is to be looked at after it.
+    query: Option<StallQuery>,
     stalled: VecDeque<(usize, LaneActivity)>,
-    /// At rank 0: what has been looked at, so that not every rank of an operation causes a survey of its own.
-    surveyed: VecDeque<(LaneActivity, Duration)>,
-    surveys: u64,
+    /// At rank 0: what has been looked at, so that not every rank of an operation causes a query of its own.
+    queried: VecDeque<(LaneActivity, Duration)>,
+    queries: u64,
     /// To be handed to the hooks.
     stall: Vec<StallReport>,
 }
@@ -83,10 +83,10 @@ impl State {
             job_id: job.id.clone(),
             epoch: job.epoch,
             config,
-            links: vec![None; n],
+            send_halves: vec![None; n],
             joined: vec![false; n],
             session: None,
-            trouble: None,
+            rendezvous_error: None,
             rejected: RejectedConnections::default(),
             provisional: None,
             reported: Vec::new(),
@@ -100,10 +100,10 @@ impl State {
             all_left: false,
             activities: Vec::new(),
             stall_hooks: Vec::new(),
-            survey: None,
+            query: None,
             stalled: VecDeque::new(),
-            surveyed: VecDeque::new(),
-            surveys: 0,
+            queried: VecDeque::new(),
+            queries: 0,
             stall: Vec::new(),
         };
         set(&mut state.joined, job.rank);
@@ -119,8 +119,8 @@ impl State {
         set(&mut self.leaving, self.rank);
         if self.rank == 0 {
             self.end_if_all_leave();
-        } else if let Some(link) = self.link(0) {
-            link.send(&Message::Leave);
+        } else if let Some(send_half) = self.send_half(0) {
+            send_half.send(&Message::Leave);
         }
     }
 
@@ -162,8 +162,8 @@ impl State {
 
     /// Asks rank 0 who holds up `wait`.
     pub(super) fn ask_who_is_late(&self, wait: Wait) {
-        if let Some(link) = self.link(0) {
-            link.send(&Message::WhoIsLate(wait));
+        if let Some(send_half) = self.send_half(0) {
+            send_half.send(&Message::WhoIsLate(wait));
         }
     }
 
@@ -196,17 +196,17 @@ impl State {
             }
             Message::WhoIsLate(wait) => {
                 let ranks = self.late(wait).into_iter().map(|rank| rank as u32).collect();
-                if let Some(link) = self.link(peer) {
-                    link.send(&Message::Late { wait, ranks });
+                if let Some(send_half) = self.send_half(peer) {
+                    send_half.send(&Message::Late { wait, ranks });
                 }
             }
-            Message::Stalled(stalled) => self.begin_survey(peer, within(stalled, self.world_size), clock::running()),
+            Message::Stalled(stalled) => self.begin_query(peer, within(stalled, self.world_size), clock::running()),
             Message::Doing { number, doing } => {
-                if let Some(survey) = self.survey.as_mut().filter(|_| number == self.surveys)
-                    && let Some(answer) = survey.answers.get_mut(peer)
+                if let Some(query) = self.query.as_mut().filter(|_| number == self.queries)
+                    && let Some(answer) = query.answers.get_mut(peer)
                 {
                     *answer = Some(abridged(doing));
-                    self.end_survey_if_complete();
+                    self.end_query_if_complete();
                 }
             }
             Message::Report(failure) => {
@@ -233,18 +233,18 @@ impl State {
             Message::Late { wait, ranks } => {
                 self.late = Some((wait, ranks.into_iter().map(|rank| rank as usize).collect()));
             }
-            Message::Survey { number } => {
+            Message::StallQuery { number } => {
                 let doing = self.doing();
-                if let Some(link) = self.link(0) {
-                    link.send(&Message::Doing { number, doing });
+                if let Some(send_half) = self.send_half(0) {
+                    send_half.send(&Message::Doing { number, doing });
                 }
             }
             Message::Stall(report) => self.stall.push(report),
             Message::Failed(failure) => self.decide(failure.into_error()),
             Message::AllLeft => {
                 self.all_left = true;
-                if let Some(link) = self.link(0) {
-                    link.finish();
+                if let Some(send_half) = self.send_half(0) {
+                    send_half.finish();
                 }
             }
             other => return Err(format!("a message for rank 0: {other:?}")),
@@ -271,30 +271,30 @@ impl State {
 
     /// Whether a connection has not taken all that was sent on it.
     pub(super) fn is_sending(&self) -> bool {
-        self.links.iter().flatten().any(|link| link.is_waiting())
+        self.send_halves.iter().flatten().any(|send_half| send_half.is_waiting())
     }
 
     /// Forgets the connection to `peer`.
-    pub(super) fn remove_link(&mut self, peer: usize) {
-        if let Some(slot) = self.links.get_mut(peer) {
+    pub(super) fn remove_send_half(&mut self, peer: usize) {
+        if let Some(slot) = self.send_halves.get_mut(peer) {
             *slot = None;
         }
     }
 
-    fn link(&self, rank: usize) -> Option<&Arc<SendHalf>> {
-        self.links.get(rank).and_then(Option::as_ref)
+    fn send_half(&self, rank: usize) -> Option<&Arc<SendHalf>> {
+        self.send_halves.get(rank).and_then(Option::as_ref)
     }
 
     fn broadcast(&self, message: &Message) {
-        broadcast(&self.links, message);
+        broadcast(&self.send_halves, message);
     }
 }
 
-fn broadcast(links: &[Option<Arc<SendHalf>>], message: &Message) {
+fn broadcast(send_halves: &[Option<Arc<SendHalf>>], message: &Message) {
     match message.encode() {
         Ok(payload) => {
-            links.iter().flatten().for_each(|link| {
-                link.send_encoded(&payload);
+            send_halves.iter().flatten().for_each(|send_half| {
+                send_half.send_encoded(&payload);
             });
         }
         Err(why) => debug_assert!(false, "{why}: what callers pass in is checked before it gets here"),

@@ -46,12 +46,12 @@ pub struct TcpControl {
 }
 
 impl TcpControl {
-    /// Meets the other ranks of `job`: returns when all are there and agree on `config`, a list of (name, value) of whatever must
+    /// Connects with the other ranks of `job`: returns when all are there and agree on `config`, a list of (name, value) of whatever must
     /// be the same on all ranks.
     ///
     /// # Errors
     /// [`Error::Timeout`] naming the ranks that did not come, [`Error::Rendezvous`] when ranks disagree or have the same number,
-    /// when the address cannot be used or a stranger listens there, [`Error::PeerLost`] when a rank ends meanwhile,
+    /// when the address cannot be used or another program listens there, [`Error::PeerLost`] when a rank ends meanwhile,
     /// [`Error::InvalidArgument`].
     pub fn connect(job: &Job, config: &[(&str, String)], deadline: Deadline) -> Result<Arc<Self>> {
         Self::connect_with(job, config, TcpOptions::default(), deadline)
@@ -95,7 +95,7 @@ impl TcpControl {
         join.encode().map_err(|why| Error::invalid(format!("the settings to compare do not fit: {why}")))?;
 
         let settings = auth::fingerprint(&config);
-        let mut watch = MissingRanks::new(job.rank, stall_after, report);
+        let mut missing_ranks = MissingRanks::new(job.rank, stall_after, report);
         let mut address = job.address.to_string();
         let (waker, woken) = UnixStream::pair().map_err(|e| Error::io("making a socket pair", e))?;
         for end in [&waker, &woken] {
@@ -120,7 +120,7 @@ impl TcpControl {
                 let what = format!("a control plane between {} ranks", job.world_size);
                 Error::Unsupported { what, why }
             })?;
-            let listeners = rendezvous::listen(job, deadline, &mut watch)?;
+            let listeners = rendezvous::listen(job, deadline, &mut missing_ranks)?;
             control.listening = listeners.first().and_then(|listener| listener.local_addr().ok());
             address += &rendezvous::where_it_listens(&job.address, &listeners);
             if let Address::File(path) = &job.address {
@@ -128,15 +128,15 @@ impl TcpControl {
             }
             event_loop.acceptor = Some(Acceptor::open(listeners, job.secret.clone(), options.handshake));
         } else {
-            let dialled = rendezvous::dial(job, options.handshake, deadline, &mut watch)?;
-            let link = SendHalf::new(dialled.stream, dialled.session.sealer)
+            let dialled = rendezvous::dial(job, options.handshake, deadline, &mut missing_ranks)?;
+            let send_half = SendHalf::new(dialled.stream, dialled.session.sealer)
                 .map_err(|e| Error::io(format!("setting up the connection to rank 0 at {}", dialled.addr), e))?;
-            let link = Arc::new(link);
-            event_loop.connections.push(Connection::new(Arc::clone(&link), dialled.session.opener, 0));
-            link.send(&join);
+            let send_half = Arc::new(send_half);
+            event_loop.connections.push(Connection::new(Arc::clone(&send_half), dialled.session.opener, 0));
+            send_half.send(&join);
             shared.update(|state| {
-                if let Some(slot) = state.links.first_mut() {
-                    *slot = Some(link);
+                if let Some(slot) = state.send_halves.first_mut() {
+                    *slot = Some(send_half);
                 }
             });
         }
@@ -144,8 +144,8 @@ impl TcpControl {
         let thread = thread::Builder::new().name(name).spawn(move || event_loop.run());
         control.thread = Some(thread.map_err(|e| Error::io("starting the thread of the control plane", e))?);
 
-        let met = control.meet(&address, &mut watch, deadline);
-        control.session = met.inspect_err(|error| {
+        let started = control.wait_for_start(&address, &mut missing_ranks, deadline);
+        control.session = started.inspect_err(|error| {
             // The others learn what this rank has given up on, rather than that it is gone.
             shared.update(|state| state.fail(error));
         })?;
@@ -153,25 +153,30 @@ impl TcpControl {
     }
 
     /// Waits until all ranks are there, at `address`: the session, in which they are.
-    fn meet(&self, address: &str, watch: &mut MissingRanks<'_>, deadline: Deadline) -> Result<[u8; 32]> {
+    fn wait_for_start(
+        &self,
+        address: &str,
+        missing_ranks: &mut MissingRanks<'_>,
+        deadline: Deadline,
+    ) -> Result<[u8; 32]> {
         let operation = || format!("meeting {} ranks at {address}", self.job.world_size);
         loop {
             // A wait that ends early names who is missing.
-            let until = watch.until(deadline);
-            let met = self.wait(Wait::Start, until, &operation, |state| {
-                if let Some(trouble) = state.ripe_trouble() {
-                    state.fail(&trouble);
+            let until = missing_ranks.until(deadline);
+            let started = self.wait(Wait::Start, until, &operation, |state| {
+                if let Some(error) = state.due_rendezvous_error() {
+                    state.fail(&error);
                 }
                 state.session().copied()
             });
-            let Err(Error::Timeout { rank, operation, waiting_for, .. }) = met else { return met };
+            let Err(Error::Timeout { rank, operation, waiting_for, .. }) = started else { return started };
             if let Some(error) = self.shared.lock().settled_failure() {
                 return Err(error.clone());
             }
             if deadline.has_passed() {
                 return Err(Error::timeout(rank, operation, deadline, waiting_for));
             }
-            watch.look(&waiting_for, || operation);
+            missing_ranks.report_if_due(&waiting_for, || operation);
         }
     }
 
@@ -216,7 +221,7 @@ impl TcpControl {
                 state.ask_who_is_late(what);
             }
             let now = clock::running();
-            let times = [state.settles_at(), state.trouble_ripens_at()].into_iter().flatten();
+            let times = [state.settles_at(), state.rendezvous_error_due_at()].into_iter().flatten();
             let until_asked = (!asked).then(|| left - margin);
             let times = times.filter(|time| *time > now).map(|time| time - now);
             let left = times.chain(until_asked).fold(left, Duration::min);
@@ -307,11 +312,11 @@ impl Control for TcpControl {
     fn local_address(&self) -> Option<SocketAddr> {
         let state = self.shared.lock();
         // With whether the other end is another machine: within one both ends have the same address.
-        let ends = |link: &Arc<SendHalf>| {
-            let (local, peer) = (link.stream().local_addr().ok()?, link.stream().peer_addr().ok()?);
+        let ends = |send_half: &Arc<SendHalf>| {
+            let (local, peer) = (send_half.stream().local_addr().ok()?, send_half.stream().peer_addr().ok()?);
             Some((local, !local.ip().is_loopback() && local.ip() != peer.ip()))
         };
-        let ours: Vec<(SocketAddr, bool)> = state.links.iter().flatten().filter_map(ends).collect();
+        let ours: Vec<(SocketAddr, bool)> = state.send_halves.iter().flatten().filter_map(ends).collect();
         best_reached(&ours)
     }
 
@@ -327,10 +332,10 @@ impl Control for TcpControl {
         self.wait(Wait::Leave, deadline, &|| "leaving the job".to_string(), |state| state.all_left().then_some(()))?;
         if self.job.rank == 0 {
             // The others close their connections when the word has reached them. One that is slow to do so is no failure.
-            let close_handshake = deadline.at_most(CLOSE_TIMEOUT);
+            let close_deadline = deadline.at_most(CLOSE_TIMEOUT);
             let mut state = self.shared.lock();
-            while state.links.iter().any(Option::is_some) && !close_handshake.has_passed() {
-                let left = close_handshake.remaining();
+            while state.send_halves.iter().any(Option::is_some) && !close_deadline.has_passed() {
+                let left = close_deadline.remaining();
                 state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
             }
         }
@@ -341,8 +346,8 @@ impl Control for TcpControl {
 impl Drop for TcpControl {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
-        for link in self.shared.lock().links.iter().flatten() {
-            link.close();
+        for send_half in self.shared.lock().send_halves.iter().flatten() {
+            send_half.close();
         }
         self.shared.wake();
         if let Some(thread) = self.thread.take()

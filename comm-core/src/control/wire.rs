@@ -51,7 +51,7 @@ pub(super) enum Message {
     /// Up: this operation takes too long here.
     Stalled(LaneActivity),
     /// Down: what are you doing?
-    Survey { number: u64 },
+    StallQuery { number: u64 },
     /// Up: this.
     Doing { number: u64, doing: Vec<LaneActivity> },
     /// Down: who holds up whom.
@@ -88,14 +88,14 @@ impl Message {
 pub(super) fn gathered(sequence: u64, blobs: &[Vec<u8>]) -> Vec<Message> {
     // Of a part beside its bytes: its rank and its length.
     const OVERHEAD: usize = 16;
-    const ROOM: usize = MAX_PAYLOAD - 64;
+    const SPACE: usize = MAX_PAYLOAD - 64;
     let mut groups: Vec<Vec<(u32, Blob)>> = Vec::new();
-    let mut size = ROOM;
+    let mut size = SPACE;
     for (rank, blob) in blobs.iter().enumerate() {
         size += blob.len() + OVERHEAD;
         let part = (rank as u32, Blob(blob.clone()));
         match groups.last_mut() {
-            Some(group) if size <= ROOM => group.push(part),
+            Some(group) if size <= SPACE => group.push(part),
             _ => {
                 size = blob.len() + OVERHEAD;
                 groups.push(vec![part]);

@@ -28,29 +28,34 @@ pub struct Comm<E: Engine> {
     /// Not held by operations under way.
     owner: Arc<Owner<E>>,
     group: Arc<Group>,
-    part: Arc<E::GroupState>,
+    group_state: Arc<E::GroupState>,
 }
 
 impl<E: Engine> Comm<E> {
     /// The first communicator of a job, over all ranks of the engine's control plane.
-    pub fn first(engine: Arc<E>, part: E::GroupState) -> Self {
+    pub fn first(engine: Arc<E>, group_state: E::GroupState) -> Self {
         follow(&engine);
-        Self::with_part(engine, part)
+        Self::with_group_state(engine, group_state)
     }
 
-    /// The same where `part` has to be made by all ranks together: the job's failure reaches the engine meanwhile.
+    /// The same where `group_state` has to be made by all ranks together: the job's failure reaches the engine meanwhile.
     ///
     /// # Errors
-    /// Those of `part`.
-    pub fn first_with(engine: Arc<E>, part: impl FnOnce(&Arc<E>) -> Result<E::GroupState>) -> Result<Self> {
+    /// Those of `group_state`.
+    pub fn first_with(engine: Arc<E>, group_state: impl FnOnce(&Arc<E>) -> Result<E::GroupState>) -> Result<Self> {
         follow(&engine);
-        let part = part(&engine)?;
-        Ok(Self::with_part(engine, part))
+        let group_state = group_state(&engine)?;
+        Ok(Self::with_group_state(engine, group_state))
     }
 
-    fn with_part(engine: Arc<E>, part: E::GroupState) -> Self {
+    fn with_group_state(engine: Arc<E>, group_state: E::GroupState) -> Self {
         let group = Group::first(&*engine.shared().control);
-        Comm { owner: Arc::new(Owner(engine.clone())), engine, group: Arc::new(group), part: Arc::new(part) }
+        Comm {
+            owner: Arc::new(Owner(engine.clone())),
+            engine,
+            group: Arc::new(group),
+            group_state: Arc::new(group_state),
+        }
     }
 
     /// The engine that performs its operations.
@@ -108,8 +113,8 @@ impl<E: Engine> Comm<E> {
         let header = self.group.number(&request, &extents, algorithm);
         let Request { op, lane, label, .. } = request;
         let operation = Operation { op, extents, header, lane, deadline, label, group: self.group.clone() };
-        let (engine, part) = (self.engine.clone(), self.part.clone());
-        Running { engine, part, operation, in_flight: InFlight::new(&self.group) }
+        let (engine, group_state) = (self.engine.clone(), self.group_state.clone());
+        Running { engine, group_state, operation, in_flight: InFlight::new(&self.group) }
     }
 
     fn deadline(&self, request: &Request) -> Deadline {
@@ -152,10 +157,10 @@ impl<E: Engine> Communicator for Comm<E> {
         let (mode, lane, deadline) = (request.mode, self.lane(&request), self.deadline(&request));
         let running = self.number(request, admitted, deadline);
         if (mode == Mode::Blocking || E::IS_INSTANT)
-            && let Some(turn) = lane.try_enter(deadline)
+            && let Some(guard) = lane.try_enter(deadline)
         {
             drop(starting);
-            return Handle::done(running.run_owned(buffer, input, Dequeued::Granted(turn)));
+            return Handle::done(running.run_owned(buffer, input, Dequeued::Granted(guard)));
         }
         let (completer, handle) = Handle::pending();
         let job = move |due: Dequeued<'_>| {
@@ -178,7 +183,7 @@ impl<E: Engine> Communicator for Comm<E> {
         let starting = self.shared().starting();
         let admitted = self.admit(&request, &mut Data::lent(buffer.reborrow(), input))?;
         let deadline = self.deadline(&request);
-        let Some(turn) = self.lane(&request).try_enter(deadline) else {
+        let Some(guard) = self.lane(&request).try_enter(deadline) else {
             drop(starting);
             // The operations before it on its lane run on another thread, which cannot be lent this memory.
             return run_copied(self, request.replace_data(buffer, input).0);
@@ -186,19 +191,19 @@ impl<E: Engine> Communicator for Comm<E> {
         let running = self.number(request, admitted, deadline);
         drop(starting);
         let outcome = running.run(Data::lent(buffer, input));
-        drop(turn);
-        outcome.map_err(|ended| match ended.panic {
+        drop(guard);
+        outcome.map_err(|failed| match failed.panic {
             Some(panic) => resume_unwind(panic),
-            None => ended.error,
+            None => failed.error,
         })
     }
 
     fn split(&self, color: Option<u64>, key: i64) -> Result<Option<Arc<dyn Communicator>>> {
         let group = negotiate(self, &self.group, &*self.shared().control, color, key)?;
-        let part = E::split(self, group.as_ref())?;
-        Ok(group.zip(part).map(|(group, part)| -> Arc<dyn Communicator> {
+        let group_state = E::split(self, group.as_ref())?;
+        Ok(group.zip(group_state).map(|(group, group_state)| -> Arc<dyn Communicator> {
             let (engine, owner) = (self.engine.clone(), self.owner.clone());
-            Arc::new(Comm { engine, owner, group: Arc::new(group), part: Arc::new(part) })
+            Arc::new(Comm { engine, owner, group: Arc::new(group), group_state: Arc::new(group_state) })
         }))
     }
 
@@ -230,7 +235,7 @@ impl<E: Engine> Communicator for Comm<E> {
         self.start(barrier.with_timeout(deadline.remaining())).wait().map_err(Failed::into_error)?;
         if group.is_first {
             shared.finish();
-            let closed = self.engine.close(&self.part, deadline);
+            let closed = self.engine.close(&self.group_state, deadline);
             closed.map_err(|error| self.engine.fail(error, "closing the connections"))?;
             shared.control.leave(deadline)?;
             shared.leave();
@@ -248,7 +253,7 @@ impl<E: Engine> fmt::Debug for Comm<E> {
 /// An operation with what it runs on.
 struct Running<E: Engine> {
     engine: Arc<E>,
-    part: Arc<E::GroupState>,
+    group_state: Arc<E::GroupState>,
     operation: Operation,
     in_flight: InFlight,
 }
@@ -278,10 +283,10 @@ impl<E: Engine> Running<E> {
     fn run_owned(&self, mut buffer: Buffer, mut input: Option<Buffer>, due: Dequeued<'_>) -> Outcome {
         let began = Instant::now();
         let outcome = match due {
-            Dequeued::Granted(turn) => {
+            Dequeued::Granted(guard) => {
                 let outcome = self.run(Data::of(&mut buffer, input.as_mut()));
                 // Before its end is announced, so that a waiter finds the lane free.
-                drop(turn);
+                drop(guard);
                 outcome
             }
             not_run => Err(self.fail_without_lane(&not_run).into()),
@@ -307,16 +312,16 @@ impl<E: Engine> Running<E> {
 
     /// Runs it, in its turn.
     fn run(&self, data: Data<'_>) -> Result<(), FailedRun> {
-        let Running { engine, part, operation, .. } = self;
+        let Running { engine, group_state, operation, .. } = self;
         let shared = engine.shared();
         if let Some(error) = shared.failure() {
             return Err(error.clone().into());
         }
         let is_on_device = data.is_on_device();
-        let note = shared.watch.note(operation);
+        let running_guard = shared.watch.note(operation);
         let mut lane = shared.lanes[operation.lane].scratch();
-        let outcome = catch_unwind(AssertUnwindSafe(|| engine.perform(operation, part, &mut lane, data)));
-        drop(note);
+        let outcome = catch_unwind(AssertUnwindSafe(|| engine.perform(operation, group_state, &mut lane, data)));
+        drop(running_guard);
         let (error, panic) = match outcome {
             Ok(Ok(())) => return Ok(()),
             Ok(Err(error)) => {

@@ -37,7 +37,7 @@ struct LaneShared {
     state: Mutex<State>,
     changed: Condvar,
     /// For the thread that watches the deadlines.
-    alarm: Condvar,
+    deadline_changed: Condvar,
 }
 
 #[derive(Default)]
@@ -70,7 +70,7 @@ pub struct LaneGuard<'a>(&'a LaneShared);
 impl<S> Lane<S> {
     /// A lane whose progress thread, once there is one, is called `name`.
     pub fn new(name: String, scratch: S) -> Self {
-        let shared = LaneShared { state: Mutex::default(), changed: Condvar::new(), alarm: Condvar::new() };
+        let shared = LaneShared { state: Mutex::default(), changed: Condvar::new(), deadline_changed: Condvar::new() };
         Lane { shared: Arc::new(shared), name, scratch: Mutex::new(scratch) }
     }
 
@@ -120,7 +120,7 @@ impl<S> Lane<S> {
             state.is_watched = spawned.is_ok();
         } else if state.looks_at.is_none_or(|at| deadline.end() < at) {
             state.looks_at = Some(deadline.end());
-            self.shared.alarm.notify_one();
+            self.shared.deadline_changed.notify_one();
         }
     }
 
@@ -148,7 +148,7 @@ impl<S> Lane<S> {
     pub fn stop(&self) {
         let mut state = self.shared.lock();
         state.stopped = true;
-        self.shared.alarm.notify_one();
+        self.shared.deadline_changed.notify_one();
         self.shared.announce(state);
     }
 }
@@ -179,9 +179,9 @@ impl LaneShared {
             {
                 state.running = Some(deadline);
                 drop(state);
-                let turn = LaneGuard(self);
+                let guard = LaneGuard(self);
                 // A panicking job has dropped its completer, which its waiter sees; the lane goes on.
-                let _ = catch_unwind(AssertUnwindSafe(|| job(Dequeued::Granted(turn))));
+                let _ = catch_unwind(AssertUnwindSafe(|| job(Dequeued::Granted(guard))));
                 state = self.lock();
             } else if state.stopped && state.queue.is_empty() {
                 return;
@@ -197,12 +197,12 @@ impl LaneShared {
     fn keep_time(&self) {
         let mut state = self.lock();
         loop {
-            let next = (0..state.queue.len()).min_by_key(|place| state.queue[*place].deadline.end());
-            let next = next.map(|place| (place, state.expires(state.queue[place].deadline)));
+            let next = (0..state.queue.len()).min_by_key(|index| state.queue[*index].deadline.end());
+            let next = next.map(|index| (index, state.expires(state.queue[index].deadline)));
             let now = clock::running();
             match next {
-                Some((place, at)) if at <= now => {
-                    let expired = state.queue.remove(place);
+                Some((index, at)) if at <= now => {
+                    let expired = state.queue.remove(index);
                     self.announce(state);
                     if let Some(Queued { job, .. }) = expired {
                         let _ = catch_unwind(AssertUnwindSafe(|| job(Dequeued::Expired)));
@@ -211,12 +211,13 @@ impl LaneShared {
                 }
                 Some((_, at)) => {
                     state.looks_at = Some(at);
-                    state = self.alarm.wait_timeout(state, at - now).unwrap_or_else(PoisonError::into_inner).0;
+                    state =
+                        self.deadline_changed.wait_timeout(state, at - now).unwrap_or_else(PoisonError::into_inner).0;
                 }
                 None if state.stopped => return,
                 None => {
                     state.looks_at = None;
-                    state = self.alarm.wait(state).unwrap_or_else(PoisonError::into_inner);
+                    state = self.deadline_changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 }
             }
         }
@@ -251,6 +252,6 @@ impl<S> fmt::Debug for Lane<S> {
 
 impl fmt::Debug for LaneGuard<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Turn")
+        f.write_str("LaneGuard")
     }
 }

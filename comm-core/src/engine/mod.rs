@@ -68,7 +68,7 @@ pub trait Engine: Send + Sync + Sized + 'static {
     fn perform(
         &self,
         operation: &Operation,
-        part: &Self::GroupState,
+        group_state: &Self::GroupState,
         lane: &mut Self::Lane,
         data: Data<'_>,
     ) -> Result<()>;
@@ -90,11 +90,11 @@ pub trait Engine: Send + Sync + Sized + 'static {
     /// Ends whatever runs, since the job has failed. Called once. Must not wait.
     fn end(self: &Arc<Self>, failure: &Error);
 
-    /// Closes the connections, when no rank runs anything any more. `part` is the first communicator's.
+    /// Closes the connections, when no rank runs anything any more. `group_state` is the first communicator's.
     ///
     /// # Errors
     /// In ranks of the job.
-    fn close(self: &Arc<Self>, part: &Self::GroupState, deadline: Deadline) -> Result<()>;
+    fn close(self: &Arc<Self>, group_state: &Self::GroupState, deadline: Deadline) -> Result<()>;
 
     /// Turns an error that was seen `during` an operation, in ranks of the job, into the job's failure.
     fn fail(self: &Arc<Self>, observed: Error, during: &str) -> Error {

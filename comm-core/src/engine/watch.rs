@@ -34,7 +34,7 @@ struct RunningOperation {
     /// When it began, on the [`clock`]; when it has ended, that moment.
     since: Duration,
     /// How long it may run before it is reported (again).
-    patience: Duration,
+    report_after: Duration,
     /// When it is reported for the last time before its deadline.
     last_call: Duration,
 }
@@ -57,7 +57,7 @@ impl Watch {
         let lane = operation.lane;
         // Early enough that the answer is there when the deadline comes.
         let last_call = operation.deadline.remaining() * 3 / 4;
-        let patience = self.stall_after.min(last_call);
+        let report_after = self.stall_after.min(last_call);
         let since = clock::running();
         if let Some(slot) = self.lanes.get(lane) {
             *lock(slot) = Some(RunningOperation {
@@ -67,7 +67,7 @@ impl Watch {
                 group: operation.group.clone(),
                 is_running: true,
                 since,
-                patience,
+                report_after,
                 last_call,
             });
         }
@@ -77,7 +77,7 @@ impl Watch {
     /// What to call the operation that runs on a lane.
     pub(super) fn running(&self, lane: usize) -> Option<String> {
         let slot = lock(self.lanes.get(lane)?);
-        slot.as_ref().filter(|record| record.is_running).map(|record| record.doing(lane).operation)
+        slot.as_ref().filter(|running| running.is_running).map(|running| running.doing(lane).operation)
     }
 
     /// An error of an operation on the data path, in ranks of the job, with what has been found out lately of who holds it up; and what to
@@ -121,32 +121,33 @@ impl Watch {
 
 impl Activity for Watch {
     fn overdue(&self) -> Option<LaneActivity> {
-        let is_overdue = |record: &&mut RunningOperation| record.is_running && record.elapsed() >= record.patience;
+        let is_overdue =
+            |running: &&mut RunningOperation| running.is_running && running.elapsed() >= running.report_after;
         // One at a time; the next one is found at the next question.
         self.lanes.iter().enumerate().find_map(|(lane, slot)| {
             let mut slot = lock(slot);
-            let record = slot.as_mut().filter(is_overdue)?;
-            let elapsed = record.elapsed();
-            record.patience = elapsed.saturating_mul(2);
-            if elapsed < record.last_call {
-                record.patience = record.patience.min(record.last_call);
+            let running = slot.as_mut().filter(is_overdue)?;
+            let elapsed = running.elapsed();
+            running.report_after = elapsed.saturating_mul(2);
+            if elapsed < running.last_call {
+                running.report_after = running.report_after.min(running.last_call);
             }
-            Some(record.doing(lane))
+            Some(running.doing(lane))
         })
     }
 
     fn overdue_in(&self) -> Option<Duration> {
         let left = |slot: &Mutex<Option<RunningOperation>>| {
             let slot = lock(slot);
-            let record = slot.as_ref().filter(|record| record.is_running)?;
-            Some(record.patience.saturating_sub(record.elapsed()))
+            let running = slot.as_ref().filter(|running| running.is_running)?;
+            Some(running.report_after.saturating_sub(running.elapsed()))
         };
         self.lanes.iter().filter_map(left).min()
     }
 
     fn doing(&self) -> Vec<LaneActivity> {
         let of_lane = |(lane, slot): (usize, &Mutex<Option<RunningOperation>>)| {
-            lock(slot).as_ref().map(|record| record.doing(lane))
+            lock(slot).as_ref().map(|running| running.doing(lane))
         };
         self.lanes.iter().enumerate().filter_map(of_lane).collect()
     }
@@ -186,10 +187,10 @@ impl RunningOperation {
 impl Drop for RunningGuard<'_> {
     fn drop(&mut self) {
         if let Some(slot) = self.watch.lanes.get(self.lane)
-            && let Some(record) = lock(slot).as_mut()
+            && let Some(running) = lock(slot).as_mut()
         {
-            record.is_running = false;
-            record.since = clock::running();
+            running.is_running = false;
+            running.since = clock::running();
         }
     }
 }

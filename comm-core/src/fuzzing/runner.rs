@@ -13,7 +13,7 @@ use super::sys::peak_of;
 use super::target::{Target, Verdict};
 
 /// A decoder that takes longer for one input, of at most 16 KiB, than this does not get on.
-const PATIENCE: Duration = Duration::from_secs(10);
+const MAX_TIME: Duration = Duration::from_secs(10);
 
 /// What a test program was asked for.
 struct Arguments {
@@ -102,7 +102,7 @@ fn attempt(target: &Target, inputs: Option<u32>) -> Result<Row, String> {
         if peak > fixed + factor * bytes.len() {
             return Err(format!("{peak} B were allocated for {} B: more than {fixed} + {factor} a byte", bytes.len()));
         }
-        if took > PATIENCE {
+        if took > MAX_TIME {
             return Err(format!("{:.1} s went by for {} B", took.as_secs_f64(), bytes.len()));
         }
         Ok(verdict)

@@ -24,7 +24,7 @@ pub(super) struct ScratchBuffer {
 const KEPT: usize = 256 << 20;
 
 /// A larger one is given back after so many operations in a row that had no use for half of it.
-const PATIENCE: usize = 16;
+const MAX_UNUSED: usize = 16;
 
 impl Scratch {
     /// Ends an operation: gives back what has not been needed for some time.
@@ -52,7 +52,7 @@ impl ScratchBuffer {
             return;
         }
         self.unused_for += 1;
-        if self.unused_for >= PATIENCE {
+        if self.unused_for >= MAX_UNUSED {
             *self = ScratchBuffer::default();
         }
     }
@@ -96,16 +96,16 @@ mod tests {
     fn what_is_used_again_and_again_is_kept_whatever_its_size() {
         assert_eq!(held_after(&[2 * KEPT, 2 * KEPT]), 2 * KEPT);
         // As a training step has it: one large operation among small ones.
-        let step = [&[2 * KEPT][..], &[0; PATIENCE - 1]].concat();
+        let step = [&[2 * KEPT][..], &[0; MAX_UNUSED - 1]].concat();
         assert_eq!(held_after(&step.repeat(3)), 2 * KEPT);
     }
 
     #[test]
     fn what_is_not_used_any_more_is_given_back() {
-        assert_eq!(held_after(&[&[2 * KEPT][..], &[KEPT; PATIENCE - 1]].concat()), 2 * KEPT);
-        assert_eq!(held_after(&[&[2 * KEPT][..], &[KEPT; PATIENCE]].concat()), 0);
+        assert_eq!(held_after(&[&[2 * KEPT][..], &[KEPT; MAX_UNUSED - 1]].concat()), 2 * KEPT);
+        assert_eq!(held_after(&[&[2 * KEPT][..], &[KEPT; MAX_UNUSED]].concat()), 0);
         // Little is kept for good.
-        assert_eq!(held_after(&[&[KEPT][..], &[0; 2 * PATIENCE]].concat()), KEPT);
+        assert_eq!(held_after(&[&[KEPT][..], &[0; 2 * MAX_UNUSED]].concat()), KEPT);
     }
 
     #[test]

@@ -29,7 +29,7 @@ struct PeerInfo {
     lanes: usize,
     ring_bytes: usize,
     parks: bool,
-    place: MachineId,
+    machine: MachineId,
     process: u32,
     descriptor: i32,
     device: u64,
@@ -56,22 +56,22 @@ pub(super) fn connect(control: &dyn Control, options: &ShmOptions, deadline: Dea
     let key = control.derive_key("shared memory");
     // Settings that make no sense here may make sense elsewhere: the others must learn of them too.
     let made = Layout::new(ranks, options.lanes, options.ring_bytes).and_then(|layout| {
-        let (segment, file, announcement) = create(rank, layout, options, &key).map_err(unsupported(MADE))?;
-        Ok((layout, segment, file, announcement))
+        let (segment, file, peer_info) = create(rank, layout, options, &key).map_err(unsupported(MADE))?;
+        Ok((layout, segment, file, peer_info))
     });
-    let announcement = made.as_ref().map(|(.., announcement)| announcement.clone()).map_err(Clone::clone);
-    let announced = control.gather_all("shared memory: made", MADE, announcement, deadline)?;
+    let peer_info = made.as_ref().map(|(.., peer_info)| peer_info.clone()).map_err(Clone::clone);
+    let peer_infos = control.gather_all("shared memory: made", MADE, peer_info, deadline)?;
     // Others open it by its descriptor, so it is kept until they have.
     let (layout, own, _file, _) = made?;
 
-    let parks = announced.iter().map(|theirs| theirs.parks).collect();
-    check_settings(&announced)?;
-    let opened: RankResult<Vec<Arc<Segment>>> = announced
+    let parks = peer_infos.iter().map(|theirs| theirs.parks).collect();
+    check_settings(&peer_infos)?;
+    let opened: RankResult<Vec<Arc<Segment>>> = peer_infos
         .iter()
         .enumerate()
         .filter(|(peer, _)| *peer != rank)
         .map(|(peer, theirs)| {
-            open(theirs, &announced[rank].place, layout, &proof(&key, peer, &theirs.nonce))
+            open(theirs, &peer_infos[rank].machine, layout, &proof(&key, peer, &theirs.nonce))
                 .map(Arc::new)
                 .map_err(|why| format!("rank {rank} cannot use the memory of rank {peer}: {why}"))
         })
@@ -92,7 +92,7 @@ fn unsupported(what: &str) -> impl FnOnce(String) -> Error {
 }
 
 fn create(rank: usize, layout: Layout, options: &ShmOptions, key: &[u8; 32]) -> RankResult<(Segment, File, PeerInfo)> {
-    let place = MachineId::here()?;
+    let machine = MachineId::here()?;
     let make = || {
         let (segment, file) = Segment::create(layout)?;
         let metadata = file.metadata()?;
@@ -104,25 +104,25 @@ fn create(rank: usize, layout: Layout, options: &ShmOptions, key: &[u8; 32]) -> 
     let mut nonce = [0; PROOF_LEN];
     getrandom::fill(&mut nonce).map_err(|error| format!("rank {rank} has no randomness: {error}"))?;
     segment.write_proof(&proof(key, rank, &nonce));
-    let announcement = PeerInfo {
+    let peer_info = PeerInfo {
         lanes: options.lanes,
         ring_bytes: options.ring_bytes,
         parks: options.waiting != Waiting::Busy,
-        place,
+        machine,
         process: std::process::id(),
         descriptor: std::os::fd::AsRawFd::as_raw_fd(&file),
         device: metadata.dev(),
         inode: metadata.ino(),
         nonce,
     };
-    Ok((segment, file, announcement))
+    Ok((segment, file, peer_info))
 }
 
 fn open(theirs: &PeerInfo, here: &MachineId, layout: Layout, proof: &[u8; PROOF_LEN]) -> RankResult<Segment> {
-    if theirs.place.boot != here.boot {
+    if theirs.machine.boot != here.boot {
         return Err("it runs on another machine; choose a transport that crosses machines, like tcp or quic".into());
     }
-    if theirs.place.pid_namespace != here.pid_namespace {
+    if theirs.machine.pid_namespace != here.pid_namespace {
         return Err("it runs in another PID namespace, as in another container; start all ranks in the same one".into());
     }
     let path = format!("/proc/{}/fd/{}", theirs.process, theirs.descriptor);
@@ -176,16 +176,16 @@ fn proof(key: &[u8; 32], rank: usize, nonce: &[u8; PROOF_LEN]) -> [u8; PROOF_LEN
     mac.finalize().into_bytes().into()
 }
 
-/// All ranks see the same announcements, so all come to the same answer.
-fn check_settings(announced: &[PeerInfo]) -> Result<()> {
-    let Some(first) = announced.first() else { return Ok(()) };
+/// All ranks have the same information, so all come to the same answer.
+fn check_settings(peer_infos: &[PeerInfo]) -> Result<()> {
+    let Some(first) = peer_infos.first() else { return Ok(()) };
     let differs = |theirs: &PeerInfo| (theirs.lanes, theirs.ring_bytes) != (first.lanes, first.ring_bytes);
-    match announced.iter().position(differs) {
+    match peer_infos.iter().position(differs) {
         None => Ok(()),
         Some(rank) => Err(Error::Rendezvous(format!(
             "shared memory: rank {rank} has {} lanes and rings of {} B, but rank 0 has {} lanes and rings of {} B; all ranks must use the \
              same",
-            announced[rank].lanes, announced[rank].ring_bytes, first.lanes, first.ring_bytes
+            peer_infos[rank].lanes, peer_infos[rank].ring_bytes, first.lanes, first.ring_bytes
         ))),
     }
 }

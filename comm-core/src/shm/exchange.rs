@@ -155,9 +155,9 @@ impl ShmLane {
                 return Ok(());
             }
             if !step.has_moved {
-                let mut pause = IdleWait::new(shared, self.number, spinner);
+                let mut idle_wait = IdleWait::new(shared, self.number, spinner);
                 while !step.has_moved {
-                    if !pause.once(deadline) {
+                    if !idle_wait.once(deadline) {
                         return Err(self.timeout(shared, outgoing, incoming, deadline));
                     }
                     check()?;

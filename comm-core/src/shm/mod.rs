@@ -80,14 +80,14 @@ impl ShmTransport {
     fn close_handshake(&self, deadline: Deadline) -> Result<()> {
         self.leave(state::CLOSED);
         let mut spinner = Spinner::new(self.options.waiting);
-        let mut pause = IdleWait::new(&self.shared, self.lanes.count(), &mut spinner);
+        let mut wait = IdleWait::new(&self.shared, self.lanes.count(), &mut spinner);
         loop {
             self.check()?;
             let is_open = |peer: &usize| self.shared.state_of(*peer) == state::OPEN;
             if !self.shared.peers().any(|peer| is_open(&peer)) {
                 break;
             }
-            if !pause.once(deadline) {
+            if !wait.once(deadline) {
                 let late = self.shared.peers().filter(is_open);
                 return Err(Error::timeout(self.shared.rank, "closing the connections", deadline, late));
             }

@@ -71,18 +71,18 @@ impl Segment {
 
     /// Writes what the others compare. Before any of them has been told of the segment.
     pub(super) fn write_proof(&self, proof: &[u8; PROOF_LEN]) {
-        // SAFETY: the segment begins with the place of the proof, and nobody else looks at it yet.
+        // SAFETY: the segment begins with the proof, and nobody else looks at it yet.
         unsafe { ptr::copy_nonoverlapping(proof.as_ptr(), self.map.as_mut_ptr(), PROOF_LEN) };
     }
 
     pub(super) fn proof(&self) -> [u8; PROOF_LEN] {
         let mut proof = [0; PROOF_LEN];
-        // SAFETY: the segment begins with the place of the proof, which was written before this rank was told of the segment.
+        // SAFETY: the segment begins with the proof, which was written before this rank was told of the segment.
         unsafe { ptr::copy_nonoverlapping(self.map.as_ptr(), proof.as_mut_ptr(), PROOF_LEN) };
         proof
     }
 
-    /// What the rank of `slot` says of itself: see [`State`](super::exchange::State).
+    /// What the rank of `slot` says of itself: see [`state`](super::exchange::state).
     pub(super) fn state(&self, slot: usize) -> &AtomicU32 {
         assert!(slot < self.layout.slots(), "slot {slot}");
         self.word(self.layout.state(slot))
@@ -120,11 +120,11 @@ impl FutexWaker<'_> {
     /// From now on a notification ends [`sleep`](FutexWaker::sleep). The caller looks again between this and that.
     pub(super) fn announce_sleep(self) {
         self.0.store(ASLEEP, Ordering::Relaxed);
-        // Orders the store before the looks that follow; see `ring_after`.
+        // Orders the store before the looks that follow; see `after_stores`.
         fence(Ordering::SeqCst);
     }
 
-    /// Sleeps until a peer has woken it since [`announce_sleep`](FutexWaker::lie_down), at most `longest`; may end early for no reason.
+    /// Sleeps until a peer has woken it since [`announce_sleep`](FutexWaker::announce_sleep), at most `longest`; may end early for no reason.
     pub(super) fn sleep(self, longest: Duration) {
         // A day is as good as any longer time, and fits every time_t.
         let longest = longest.min(Duration::from_secs(24 * 3600));
@@ -145,7 +145,7 @@ impl FutexWaker<'_> {
         }
     }
 
-    /// As [`ring`](FutexWaker::notify), whatever the word says: a rank that was killed, or interrupted, within a notification of its own has left
+    /// As [`notify`](FutexWaker::notify), whatever the word says: a rank that was killed, or interrupted, within a notification of its own has left
     /// it as if the sleeper were awake.
     pub(super) fn notify_always(self) {
         self.0.store(AWAKE, Ordering::Relaxed);
@@ -181,7 +181,7 @@ pub(super) struct Consumer {
     tail: u64,
 }
 
-/// A ring's place in a segment, and who is at its other end.
+/// Where a ring is in a segment, and who is at its other end.
 struct Ring {
     segment: Arc<Segment>,
     slot: usize,

@@ -12,11 +12,11 @@ use crate::op::{Algorithm, OpKind};
 use crate::transport::Sink;
 use std::time::Duration;
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 const SMALL: usize = 4 << 10;
 
 fn soon() -> Deadline {
-    Deadline::after(PATIENCE)
+    Deadline::after(TIMEOUT)
 }
 
 /// Runs `rank` on so many threads, each with its control.

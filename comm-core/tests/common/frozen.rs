@@ -17,7 +17,7 @@ use comm_core::job::{Address, Job, Secret};
 use comm_core::{Buffer, Call, Communicator, Control, Deadline, Op, ReduceOp};
 
 /// How long anything may take that must happen.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Before what a rank says to the test.
 const MARK: &str = "rank says: ";
@@ -105,7 +105,7 @@ impl Rank {
             if let Some(found) = find(&said) {
                 return found;
             }
-            let is_late = began.elapsed() > PATIENCE || said.last().is_some_and(|text| text == "the end");
+            let is_late = began.elapsed() > TIMEOUT || said.last().is_some_and(|text| text == "the end");
             assert!(!is_late, "a rank did not say what it should: {said:?}");
             said = changed.wait_timeout(said, Duration::from_millis(100)).unwrap().0;
         }
@@ -165,7 +165,7 @@ pub(crate) fn serve(connect: impl Fn(&str, Arc<dyn Control>) -> Arc<dyn Communic
         liveness: Duration::from_millis(number(liveness)),
         ..TcpOptions::default()
     };
-    let control = TcpControl::connect_with(&job.unwrap(), &[], options, Deadline::after(PATIENCE)).unwrap();
+    let control = TcpControl::connect_with(&job.unwrap(), &[], options, Deadline::after(TIMEOUT)).unwrap();
     let communicator = connect(transport, control.clone());
     let timeout = Duration::from_millis(number(timeout));
     for step in 0.. {
@@ -190,6 +190,6 @@ pub(crate) fn serve(connect: impl Fn(&str, Arc<dyn Control>) -> Arc<dyn Communic
         }
         thread::sleep(Duration::from_millis(2));
     }
-    communicator.finish(PATIENCE).unwrap();
+    communicator.finish(TIMEOUT).unwrap();
     println!("{MARK}done");
 }

@@ -35,7 +35,7 @@ fn a_device_on_which_something_runs_for_ever_is_given_up() {
 }
 
 #[test]
-fn a_room_gives_back_what_it_has_outgrown_once_nothing_else_runs() {
+fn growable_memory_gives_back_what_it_has_outgrown_once_nothing_else_runs() {
     const MIB: usize = 1 << 20;
     let (comm, _control) = ranks(1, 2).remove(0);
     let engine = comm.engine();

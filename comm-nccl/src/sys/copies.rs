@@ -10,7 +10,7 @@ use super::memory::WaitForEvent;
 use super::{CudaBuffer, Device, Event, Staging, Stream};
 
 /// How long a piece of a copy that depends on nobody may take.
-const PATIENCE: Duration = Duration::from_secs(10);
+const COPY_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Device {
     /// A buffer with what `bytes` hold: whole elements of `dtype`.
@@ -22,7 +22,7 @@ impl Device {
             return Err(Error::invalid(format!("{} bytes are not a whole number of elements of {dtype}", bytes.len())));
         }
         let memory = self.allocate(bytes.len())?;
-        self.copy_now(|staging, stream, passed| staging.upload(memory.pointer(), bytes, stream, passed))?;
+        self.copy_now(|staging, stream, wait_for| staging.upload(memory.pointer(), bytes, stream, wait_for))?;
         Ok(CudaBuffer::owned(memory, dtype, bytes.len() / dtype.size()))
     }
 
@@ -32,7 +32,9 @@ impl Device {
     /// `Io`.
     pub fn read(&self, buffer: &CudaBuffer) -> Result<Vec<u8>> {
         let mut bytes = vec![0; buffer.count() * buffer.dtype().size()];
-        self.copy_now(|staging, stream, passed| staging.download(buffer.place(), &mut bytes, stream, passed))?;
+        self.copy_now(|staging, stream, wait_for| {
+            staging.download(buffer.device_pointer(), &mut bytes, stream, wait_for)
+        })?;
         Ok(bytes)
     }
 
@@ -40,13 +42,13 @@ impl Device {
     fn copy_now(&self, copy: impl FnOnce(&mut Staging, &Stream, WaitForEvent<'_>) -> Result<()>) -> Result<()> {
         let idle = self.lock_idle().pop();
         let mut own = idle.map_or_else(|| Copying::new(self), Ok)?;
-        let mut passed = |event: &Event| {
-            let deadline = Deadline::after(PATIENCE);
+        let mut wait_for = |event: &Event| {
+            let deadline = Deadline::after(COPY_TIMEOUT);
             while !event.has_passed()? {
                 if deadline.has_passed() {
                     // The copy may still be made, so that nothing of it can be freed.
                     self.give_up();
-                    let waited = format!("it made no progress for {} s", PATIENCE.as_secs());
+                    let waited = format!("it made no progress for {} s", COPY_TIMEOUT.as_secs());
                     let source = io::Error::new(io::ErrorKind::TimedOut, waited);
                     return Err(Error::io(format!("copying to or from CUDA device {}", self.ordinal()), source));
                 }
@@ -54,9 +56,9 @@ impl Device {
             }
             Ok(())
         };
-        copy(&mut own.staging, &own.stream, &mut passed)?;
+        copy(&mut own.staging, &own.stream, &mut wait_for)?;
         own.end.record(&own.stream)?;
-        passed(&own.end)?;
+        wait_for(&own.end)?;
         self.lock_idle().push(own);
         Ok(())
     }

@@ -72,42 +72,42 @@ impl Staging {
         Ok(Staging { halves: [StagingHalf::new(device)?, StagingHalf::new(device)?] })
     }
 
-    /// Copies to the device in the order of `stream`; what does not fit is waited for by `passed`, the rest not at all.
+    /// Copies to the device in the order of `stream`; what does not fit is waited for by `wait_for`, the rest not at all.
     pub(crate) fn upload(
         &mut self,
         to: DevicePointer,
         from: &[u8],
         stream: &Stream,
-        passed: WaitForEvent<'_>,
+        wait_for: WaitForEvent<'_>,
     ) -> Result<()> {
         for (number, piece) in from.chunks(HALF).enumerate() {
             let half = &mut self.halves[number % 2];
-            let pinned = half.ours(piece.len(), passed)?;
+            let pinned = half.ours(piece.len(), wait_for)?;
             comm_core::copy(pinned, piece);
             half.send(to.at(number * HALF), piece.len(), stream)?;
         }
         Ok(())
     }
 
-    /// Copies to the host what is there once `stream` has come so far, and waits for it by `passed`.
+    /// Copies to the host what is there once `stream` has come so far, and waits for it by `wait_for`.
     pub(crate) fn download(
         &mut self,
         from: DevicePointer,
         to: &mut [u8],
         stream: &Stream,
-        passed: WaitForEvent<'_>,
+        wait_for: WaitForEvent<'_>,
     ) -> Result<()> {
         let mut pieces: Vec<&mut [u8]> = to.chunks_mut(HALF).collect();
         for number in 0..=pieces.len() {
             if let Some(piece) = pieces.get(number) {
                 let (half, bytes) = (&mut self.halves[number % 2], piece.len());
-                half.ours(bytes, passed)?;
+                half.ours(bytes, wait_for)?;
                 half.fetch(from.at(number * HALF), bytes, stream)?;
             }
             // The one before, while the device copies this one.
             if let Some(before) = number.checked_sub(1) {
                 let (half, piece) = (&mut self.halves[before % 2], &mut pieces[before]);
-                comm_core::copy(piece, half.ours(piece.len(), passed)?);
+                comm_core::copy(piece, half.ours(piece.len(), wait_for)?);
             }
         }
         Ok(())
@@ -132,8 +132,8 @@ impl StagingHalf {
     }
 
     /// The first `bytes` of it, at most [`HALF`], once the device has done with them.
-    fn ours(&mut self, bytes: usize, passed: WaitForEvent<'_>) -> Result<&mut [u8]> {
-        passed(&self.copied)?;
+    fn ours(&mut self, bytes: usize, wait_for: WaitForEvent<'_>) -> Result<&mut [u8]> {
+        wait_for(&self.copied)?;
         // SAFETY: so many bytes at least were allocated, the driver has filled them with something, and the device does not use them
         // until the next copy, for which this half must not be borrowed.
         Ok(unsafe { slice::from_raw_parts_mut(self.memory.cast(), bytes.min(HALF)) })

@@ -98,7 +98,7 @@ impl CudaBuffer {
         self.owner.take()
     }
 
-    pub(crate) fn place(&self) -> DevicePointer {
+    pub(crate) fn device_pointer(&self) -> DevicePointer {
         DevicePointer::new(self.pointer)
     }
 }

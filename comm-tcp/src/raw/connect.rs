@@ -20,7 +20,7 @@ use crate::rendezvous::{Addresses, PeerInfo, edge, expected_edges};
 use crate::runtime::{self, Join};
 use crate::socket;
 
-/// Descriptors beside those of the connections: the listener, the runtime's, the alarm.
+/// Descriptors beside those of the connections: the listener, the runtime's, the abort signal.
 const BESIDE: usize = 8;
 
 /// Connects this rank with all others: `[lane][peer]`. The runtime lives only as long as this takes.
@@ -41,33 +41,33 @@ pub(super) fn all(
         let address =
             listener.local_addr().map_err(|error| Error::io(format!("rank {rank}: reading a port"), error))?;
         let addresses = Addresses::Tcp(vec![OfferedAddress(address)]);
-        Ok((own, listener, PeerInfo { salt: auth::nonce()?, place: NetworkLocation::of(control), addresses }))
+        Ok((own, listener, PeerInfo { salt: auth::nonce()?, location: NetworkLocation::of(control), addresses }))
     });
     let peer_info = opened.as_ref().map(|(.., peer_info)| peer_info.clone()).map_err(Clone::clone);
     let peer_infos = PeerInfo::exchange(peer_info, "tcp-raw", options, control, deadline)?;
     let (own, listener, _) = opened?;
-    let connecting = PendingConnections::new(core, &peer_infos, own, need);
+    let pending = PendingConnections::new(core, &peer_infos, own, need);
     let key = Key(control.derive_key("tcp-raw"));
     runtime::temporary(rank)?.block_on(async {
         let mut join = Join::default();
-        for peer in connecting.dialled() {
+        for peer in pending.dialled() {
             for lane in 0..lanes {
-                let (_, address) = connecting.address(peer, lane)?;
+                let (_, address) = pending.address(peer, lane)?;
                 let edge = edge(rank, peer, lane)?;
-                join.push(peer, dial(&connecting, &key, edge, address, congestion));
+                join.push(peer, dial(&pending, &key, edge, address, congestion));
             }
         }
         let expected = expected_edges(rank, world_size, lanes)?;
         if !expected.is_empty() {
-            join.push(rank, accept(&connecting, &key, listener, edge(0, rank, 0)?.listener, expected));
+            join.push(rank, accept(&pending, &key, listener, edge(0, rank, 0)?.listener, expected));
         }
-        connecting.run(control, "raw TCP", deadline, join).await
+        pending.run(control, "raw TCP", deadline, join).await
     })?;
-    Ok(connecting.into_connections())
+    Ok(pending.into_connections())
 }
 
 async fn accept(
-    connecting: &PendingConnections<'_, Connection>,
+    pending: &PendingConnections<'_, Connection>,
     key: &Key,
     listener: std::net::TcpListener,
     rank: u32,
@@ -90,15 +90,15 @@ async fn accept(
                 }
             })
             .await
-            .map_err(|error| connecting.ran_out("accepting a connection", &error))?;
+            .map_err(|error| pending.ran_out("accepting a connection", &error))?;
         let leave = |error| Error::io("taking a connection out of the runtime", error);
-        connecting.store(edge.lane, edge.dialler, leave_runtime(stream).map_err(leave)?);
+        pending.store(edge.lane, edge.dialler, leave_runtime(stream).map_err(leave)?);
     }
     Ok(())
 }
 
 async fn dial(
-    connecting: &PendingConnections<'_, Connection>,
+    pending: &PendingConnections<'_, Connection>,
     key: &Key,
     edge: Edge,
     address: SocketAddr,
@@ -117,8 +117,8 @@ async fn dial(
         prelude::dial(&mut stream, key, edge, nonce).await?;
         Ok(leave_runtime(stream)?)
     };
-    let connection = connecting.dial(edge.listener, address, attempt).await?;
-    connecting.store(edge.lane, edge.listener, connection);
+    let connection = pending.dial(edge.listener, address, attempt).await?;
+    pending.store(edge.lane, edge.listener, connection);
     Ok(())
 }
 

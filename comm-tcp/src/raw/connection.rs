@@ -35,7 +35,7 @@ pub(crate) struct Connection<S = TcpStream> {
 
 impl Connection {
     /// Sends the close message, and ends this direction.
-    pub(crate) fn part(&mut self) -> Result<PartState, Fault> {
+    pub(crate) fn send_close(&mut self) -> Result<PartState, Fault> {
         let rest = CLOSE.get(self.sent..).unwrap_or_default();
         let Some(wrote) = moved(self.stream.write(rest))? else { return Ok(PartState::Blocked) };
         self.sent += wrote;
@@ -212,7 +212,7 @@ impl Inbox {
         &self.buffer[start..start + length]
     }
 
-    /// Reads once. What is there is less than a header, so there is room.
+    /// Reads once. What is there is less than a header, so the buffer has space.
     fn fill(&mut self, stream: &mut impl Read) -> Result<Option<usize>, Fault> {
         self.buffer.copy_within(self.start..self.end, 0);
         self.end -= self.start;

@@ -52,34 +52,34 @@ impl AbortSignal {
             .map_err(|error| Error::io("making an event descriptor", error.into()))
     }
 
-    pub(crate) fn ring(&self) {
-        // It can fail only where it has been rung very often already.
+    pub(crate) fn raise(&self) {
+        // It can fail only where it has been raised very often already.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
     }
 }
 
-/// Runs `work` to its end. `stages` is memory that is used again.
+/// Runs `work` to its end. `states` is memory that is used again.
 ///
 /// # Errors
 /// Those of a part, `Timeout` naming the peers of the parts that are left, or the error of an abort.
 pub(crate) fn run(
     core: &Core,
-    alarm: &AbortSignal,
+    abort_signal: &AbortSignal,
     work: &mut impl PolledOperation,
-    stages: &mut Vec<PartState>,
+    states: &mut Vec<PartState>,
     spinner: &mut Spinner,
     deadline: Deadline,
 ) -> Result<()> {
-    stages.clear();
-    stages.resize(work.parts(), PartState::Ready);
+    states.clear();
+    states.resize(work.parts(), PartState::Ready);
     for pass in 1_u32.. {
         let (mut left, mut waiting) = (0, true);
-        for (part, stage) in stages.iter_mut().enumerate() {
-            if *stage == PartState::Ready {
-                *stage = work.advance(part)?;
-                waiting &= *stage != PartState::Ready;
+        for (part, state) in states.iter_mut().enumerate() {
+            if *state == PartState::Ready {
+                *state = work.advance(part)?;
+                waiting &= *state != PartState::Ready;
             }
-            left += usize::from(*stage != PartState::Done);
+            left += usize::from(*state != PartState::Done);
         }
         if left == 0 {
             return Ok(());
@@ -88,12 +88,12 @@ pub(crate) fn run(
             return Err(error);
         }
         if waiting {
-            wait(core, alarm, work, stages, spinner, deadline)?;
+            wait(core, abort_signal, work, states, spinner, deadline)?;
         } else if pass.is_multiple_of(PASSES) {
             if deadline.has_passed() {
-                return Err(expired(core, work, stages, deadline));
+                return Err(expired(core, work, states, deadline));
             }
-            look(work, stages, alarm, Some(NOT_AT_ALL))?;
+            look(work, states, abort_signal, Some(NOT_AT_ALL))?;
         }
     }
     Ok(())
@@ -102,42 +102,42 @@ pub(crate) fn run(
 /// Returns once a part that was blocked is worth a try, or has got on by one.
 fn wait(
     core: &Core,
-    alarm: &AbortSignal,
+    abort_signal: &AbortSignal,
     work: &mut impl PolledOperation,
-    stages: &mut [PartState],
+    states: &mut [PartState],
     spinner: &mut Spinner,
     deadline: Deadline,
 ) -> Result<()> {
-    let only_read = only_read(work, stages)?;
+    let only_read = only_read(work, states)?;
     let mut wait = spinner.wait();
     loop {
         match (wait.next(deadline), only_read) {
             // Reading is the quickest way to see whether there is something to read.
             (Next::Look, Some(part)) => {
-                let stage = work.advance(part)?;
-                if stage != PartState::Blocked {
-                    if let Some(slot) = stages.get_mut(part) {
-                        *slot = stage;
+                let state = work.advance(part)?;
+                if state != PartState::Blocked {
+                    if let Some(slot) = states.get_mut(part) {
+                        *slot = state;
                     }
                     return Ok(());
                 }
             }
             (Next::Look, None) => {
-                if look(work, stages, alarm, Some(NOT_AT_ALL))? {
+                if look(work, states, abort_signal, Some(NOT_AT_ALL))? {
                     return Ok(());
                 }
             }
             (Next::Park, _) => {
                 let left = deadline.remaining();
                 if left.is_zero() {
-                    return Err(expired(core, work, stages, deadline));
+                    return Err(expired(core, work, states, deadline));
                 }
                 // `None` stands for a wait that is longer than the kernel can count.
-                if look(work, stages, alarm, Timespec::try_from(left).ok())? {
+                if look(work, states, abort_signal, Timespec::try_from(left).ok())? {
                     return Ok(());
                 }
             }
-            (Next::Expired, _) => return Err(expired(core, work, stages, deadline)),
+            (Next::Expired, _) => return Err(expired(core, work, states, deadline)),
         }
         if let Some(error) = core.aborted() {
             return Err(error);
@@ -146,8 +146,8 @@ fn wait(
 }
 
 /// The part that is left, if it is a single one and reads.
-fn only_read(work: &impl PolledOperation, stages: &[PartState]) -> Result<Option<usize>> {
-    let mut left = stages.iter().enumerate().filter(|(_, stage)| **stage != PartState::Done).map(|(part, _)| part);
+fn only_read(work: &impl PolledOperation, states: &[PartState]) -> Result<Option<usize>> {
+    let mut left = states.iter().enumerate().filter(|(_, state)| **state != PartState::Done).map(|(part, _)| part);
     match (left.next(), left.next()) {
         (Some(part), None) => Ok((work.interest(part)?.1 == PollFlags::IN).then_some(part)),
         _ => Ok(None),
@@ -157,35 +157,35 @@ fn only_read(work: &impl PolledOperation, stages: &[PartState]) -> Result<Option
 /// Asks the kernel which blocked parts may get on, waiting for one until `timeout`. Whether there is one.
 fn look(
     work: &impl PolledOperation,
-    stages: &mut [PartState],
-    alarm: &AbortSignal,
+    states: &mut [PartState],
+    abort_signal: &AbortSignal,
     timeout: Option<Timespec>,
 ) -> Result<bool> {
-    let mut descriptors = Vec::with_capacity(stages.len() + 1);
-    for (part, _) in stages.iter().enumerate().filter(|(_, stage)| **stage == PartState::Blocked) {
+    let mut descriptors = Vec::with_capacity(states.len() + 1);
+    for (part, _) in states.iter().enumerate().filter(|(_, state)| **state == PartState::Blocked) {
         let (socket, events) = work.interest(part)?;
         descriptors.push(PollFd::from_borrowed_fd(socket, events));
     }
-    descriptors.push(PollFd::from_borrowed_fd(alarm.0.as_fd(), PollFlags::IN));
+    descriptors.push(PollFd::from_borrowed_fd(abort_signal.0.as_fd(), PollFlags::IN));
     match poll(&mut descriptors, timeout.as_ref()) {
         Ok(_) => {}
         Err(Errno::INTR) => return Ok(false),
         Err(error) => return Err(Error::io("waiting for sockets", error.into())),
     }
     let mut found = false;
-    let blocked = stages.iter_mut().filter(|stage| **stage == PartState::Blocked);
-    for (stage, descriptor) in blocked.zip(&descriptors) {
+    let blocked = states.iter_mut().filter(|state| **state == PartState::Blocked);
+    for (state, descriptor) in blocked.zip(&descriptors) {
         // Errors and hang-ups too: trying says what it is.
         if !descriptor.revents().is_empty() {
-            *stage = PartState::Ready;
+            *state = PartState::Ready;
             found = true;
         }
     }
     Ok(found)
 }
 
-fn expired(core: &Core, work: &impl PolledOperation, stages: &[PartState], deadline: Deadline) -> Error {
-    let left = stages.iter().enumerate().filter(|(_, stage)| **stage != PartState::Done);
+fn expired(core: &Core, work: &impl PolledOperation, states: &[PartState], deadline: Deadline) -> Error {
+    let left = states.iter().enumerate().filter(|(_, state)| **state != PartState::Done);
     let mut peers: Vec<usize> = left.filter_map(|(part, _)| work.peer(part)).collect();
     peers.sort_unstable();
     peers.dedup();

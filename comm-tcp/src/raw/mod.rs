@@ -29,7 +29,7 @@ use crate::socket::SocketFacts;
 pub struct RawTcpTransport {
     lanes: Lanes<LaneConnections>,
     core: Core,
-    alarm: AbortSignal,
+    abort_signal: AbortSignal,
     facts: Vec<(String, String)>,
 }
 
@@ -47,7 +47,7 @@ impl RawTcpTransport {
         let spinner = Spinner::new(options.waiting);
         let lanes =
             Lanes::new(connections.into_iter().map(|connections| LaneConnections::new(connections, spinner.clone())));
-        Ok(RawTcpTransport { lanes, core, alarm: AbortSignal::new()?, facts })
+        Ok(RawTcpTransport { lanes, core, abort_signal: AbortSignal::new()?, facts })
     }
 }
 
@@ -76,15 +76,15 @@ impl Transport for RawTcpTransport {
         deadline: Deadline,
     ) -> Result<()> {
         self.core.check_messages(outgoing, incoming)?;
-        self.lanes.run(lane, |LaneConnections { connections, scratch, stages, spinner }| {
+        self.lanes.run(lane, |LaneConnections { connections, scratch, states, spinner }| {
             let mut work = Exchange { lane, connections, scratch, outgoing, incoming };
-            engine::run(&self.core, &self.alarm, &mut work, stages, spinner, deadline)
+            engine::run(&self.core, &self.abort_signal, &mut work, states, spinner, deadline)
         })
     }
 
     fn abort(&self, error: &Error) {
         self.core.abort(error);
-        self.alarm.ring();
+        self.abort_signal.raise();
     }
 
     fn close(&self, deadline: Deadline) -> Result<()> {
@@ -99,7 +99,7 @@ impl Transport for RawTcpTransport {
                 let connections =
                     connections.filter_map(|(peer, connection)| Some((peer, connection.as_mut()?))).collect();
                 let mut work = CloseHandshake { connections, scratch: vec![0; connection::SCRATCH] };
-                engine::run(&self.core, &self.alarm, &mut work, &mut Vec::new(), &mut spinner, deadline)?;
+                engine::run(&self.core, &self.abort_signal, &mut work, &mut Vec::new(), &mut spinner, deadline)?;
                 lanes.iter_mut().for_each(|lane| lane.connections.clear());
                 Ok(())
             },
@@ -113,17 +113,17 @@ impl Transport for RawTcpTransport {
 
 /// The connections of one lane, and memory that its exchanges use again.
 struct LaneConnections {
-    /// By peer; this rank's own place is empty.
+    /// By peer; `None` for this rank.
     connections: Vec<Option<Connection>>,
     scratch: Vec<u8>,
-    stages: Vec<PartState>,
+    states: Vec<PartState>,
     /// How its exchanges wait.
     spinner: Spinner,
 }
 
 impl LaneConnections {
     fn new(connections: Vec<Option<Connection>>, spinner: Spinner) -> Self {
-        LaneConnections { connections, scratch: vec![0; connection::SCRATCH], stages: Vec::new(), spinner }
+        LaneConnections { connections, scratch: vec![0; connection::SCRATCH], states: Vec::new(), spinner }
     }
 }
 
@@ -186,7 +186,7 @@ impl PolledOperation for CloseHandshake<'_> {
     fn advance(&mut self, part: usize) -> Result<PartState> {
         let (peer, connection) = self.connections.get_mut(part / 2).ok_or_else(no_such)?;
         let outcome =
-            if part.is_multiple_of(2) { connection.part() } else { connection.drain(*peer, &mut self.scratch) };
+            if part.is_multiple_of(2) { connection.send_close() } else { connection.drain(*peer, &mut self.scratch) };
         outcome.map_err(|fault| fault.blame(*peer, || "closing".into()))
     }
 

@@ -49,7 +49,7 @@ pub(crate) async fn accept(
         return None;
     }
     // Without a wait, so that nothing can come between the check and the caller's note that this connection is taken. The
-    // send buffer of a new connection has room.
+    // send buffer of a new connection is large enough.
     let ours = key.proof(ACCEPT, edge, &[&our_nonce, &their_nonce]);
     matches!(stream.try_write(&ours), Ok(PROOF_LEN)).then_some((edge, stream))
 }

@@ -73,7 +73,7 @@ pub(super) fn all(
         let listeners = Listeners::open(core, options, own, drivers)?;
         let peer_info = PeerInfo {
             salt: auth::nonce()?,
-            place: NetworkLocation::of(control),
+            location: NetworkLocation::of(control),
             addresses: listeners.addresses(core, options)?,
         };
         Ok((own, listeners, peer_info))
@@ -86,27 +86,27 @@ pub(super) fn all(
         socket_folder::check_all_reachable(core.rank, &folders, control, deadline)?;
     }
     let accepted = Arc::new(Mutex::new(None));
-    let connecting = PendingConnections::new(core, &peer_infos, own, need);
+    let pending = PendingConnections::new(core, &peer_infos, own, need);
     let mut relays = None;
     if let Some(listener) = listeners.gate.take() {
         let started = Relays::start(core.rank)?;
-        let report = GateReport { accepted: accepted.clone(), accept_error: connecting.accept_error() };
-        started.keep(listener, key.clone(), salt, std::mem::take(&mut listeners.private_sockets), report)?;
+        let report = GateReport { accepted: accepted.clone(), accept_error: pending.accept_error() };
+        started.open_gate(listener, key.clone(), salt, std::mem::take(&mut listeners.private_sockets), report)?;
         relays = Some(started);
     }
-    let joining = PeerConnector { core, options, key, salt, deadline, connecting, pool: pool(options) };
+    let connector = PeerConnector { core, options, key, salt, deadline, pending, pool: pool(options) };
     for (lane, driver) in drivers.iter().enumerate() {
         driver.block_on(async {
             let mut join = Join::default();
             for (edge, bound) in listeners.bound.extract_if(|edge, _| edge.lane as usize == lane) {
-                join.push(edge.dialler as usize, joining.accept_peer(edge, bound));
+                join.push(edge.dialler as usize, connector.accept_peer(edge, bound));
             }
-            for peer in joining.connecting.dialled() {
+            for peer in connector.pending.dialled() {
                 let edge = edge(core.rank, peer, lane)?;
-                let (salt, endpoint) = joining.endpoint(edge)?;
-                join.push(peer, joining.dial(edge, endpoint, salt));
+                let (salt, endpoint) = connector.endpoint(edge)?;
+                join.push(peer, connector.dial(edge, endpoint, salt));
             }
-            joining.connecting.run(control, "ZeroMQ", deadline, join).await
+            connector.pending.run(control, "ZeroMQ", deadline, join).await
         })?;
     }
     let sockets = if options.ipc {
@@ -114,7 +114,7 @@ pub(super) fn all(
     } else {
         SocketInfo::Tcp(accepted.lock().unwrap_or_else(PoisonError::into_inner).take())
     };
-    Ok(Connected { connections: joining.connecting.into_connections(), relays, sockets })
+    Ok(Connected { connections: connector.pending.into_connections(), relays, sockets })
 }
 
 fn pool(options: &TcpOptions) -> Pool {
@@ -138,7 +138,7 @@ impl Relays {
     }
 
     /// Opens the gate in front of these sockets.
-    fn keep(
+    fn open_gate(
         &self,
         listener: TcpListener,
         key: Key,
@@ -150,7 +150,7 @@ impl Relays {
         let _context = runtime.enter();
         let listener = tokio::net::TcpListener::from_std(listener)
             .map_err(|error| Error::io("registering the gate's listener with the runtime", error))?;
-        runtime.spawn(gate::keep(listener, key, salt, private_sockets, report));
+        runtime.spawn(gate::serve(listener, key, salt, private_sockets, report));
         Ok(())
     }
 }
@@ -250,7 +250,7 @@ struct PeerConnector<'a> {
     key: Key,
     salt: [u8; PROOF_LEN],
     deadline: Deadline,
-    connecting: PendingConnections<'a, Connection>,
+    pending: PendingConnections<'a, Connection>,
     pool: Pool,
 }
 
@@ -278,17 +278,17 @@ impl PeerConnector<'_> {
         if let Some(error) = socket.unbind_all().await.first() {
             return Err(failed(self.core.rank, "unbinding", error));
         }
-        self.connecting.store(edge.lane, edge.dialler, self.connection(edge.dialler, socket, events));
+        self.pending.store(edge.lane, edge.dialler, self.connection(edge.dialler, socket, events));
         Ok(())
     }
 
     /// Where to dial for a connection, as `zeromq` writes it, and the salt of the token.
     fn endpoint(&self, edge: Edge) -> Result<(&[u8; PROOF_LEN], String)> {
         let (peer, lane) = (edge.listener as usize, edge.lane as usize);
-        if let Some((peer_info, folder)) = self.connecting.folder(peer) {
+        if let Some((peer_info, folder)) = self.pending.folder(peer) {
             return Ok((&peer_info.salt, format!("ipc://{}", folder.socket(edge).display())));
         }
-        let (peer_info, address) = self.connecting.address(peer, lane)?;
+        let (peer_info, address) = self.pending.address(peer, lane)?;
         Ok((&peer_info.salt, format!("tcp://{address}")))
     }
 
@@ -307,8 +307,8 @@ impl PeerConnector<'_> {
                 Err(error) => Err(DialError::Failed(error.to_string())),
             }
         };
-        let connection = self.connecting.dial(edge.listener, &endpoint, attempt).await?;
-        self.connecting.store(edge.lane, edge.listener, connection);
+        let connection = self.pending.dial(edge.listener, &endpoint, attempt).await?;
+        self.pending.store(edge.lane, edge.listener, connection);
         Ok(())
     }
 

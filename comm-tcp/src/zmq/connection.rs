@@ -156,13 +156,13 @@ impl Connection {
         }
     }
 
-    /// Sends segments while the window has room, at most [`BURST`]. Whether it is the window that stopped it.
+    /// Sends segments while the window has space, at most [`BURST`]. Whether it is the window that stopped it.
     async fn send_burst(&mut self, sending: &mut Option<Sending<'_>>) -> Result<bool, Fault> {
         for _ in 0..BURST {
             let Some(message) = sending else { return Ok(false) };
             let length = message.rest.len().min(self.segment);
             let charge = frame::charge(message.header.is_some(), length);
-            if !self.window.has_room(charge) {
+            if !self.window.has_space(charge) {
                 return Ok(true);
             }
             let (part, rest) = message.rest.split_at(length);
@@ -241,7 +241,7 @@ impl Connection {
         Ok(frame)
     }
 
-    /// Queues a message; the queue has room, for the window bounds what is in it.
+    /// Queues a message; the queue has space, for the window bounds what is in it.
     async fn post(&mut self, bytes: Bytes) -> Result<(), Fault> {
         let sent = self.send.send(ZmqMessage::from(bytes)).await;
         sent.map_err(|error| Fault::Lost(error.to_string()))
@@ -271,7 +271,7 @@ impl Window {
         Window { size, in_flight: 0, held: 0, owed: 0 }
     }
 
-    fn has_room(&self, charge: usize) -> bool {
+    fn has_space(&self, charge: usize) -> bool {
         self.in_flight + charge <= self.size
     }
 
@@ -293,7 +293,7 @@ impl Window {
     /// Received data has been used up; how much is to be given back to the peer now.
     fn use_up(&mut self, charge: usize) -> Option<u64> {
         self.owed += charge;
-        // With less than a quarter owed, a sender always has room for a segment once everything was used up.
+        // With less than a quarter owed, a sender always has space for a segment once everything was used up.
         if self.owed < self.size / 4 {
             return None;
         }

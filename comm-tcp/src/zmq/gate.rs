@@ -2,7 +2,7 @@
 //!
 //! A connection first has to get through the opening of ZMTP with the gate itself, which reads a fixed number of bytes at
 //! each step. Only after its token has been found good is it connected to the private socket it is meant for, over a Unix
-//! socket in a directory that nobody else may enter: the gate repeats there what it has read, swallows the private side's
+//! socket in a directory that nobody else may enter: the gate repeats there what it has read, drops the private side's
 //! greeting, since it has given an equal one already, and from then on only copies bytes. The private side's READY is the first
 //! thing that the dialler reads from it.
 
@@ -40,9 +40,9 @@ pub(super) struct GateReport {
     pub(super) accept_error: Arc<OnceLock<AcceptError>>,
 }
 
-/// Admits every connection of `private_sockets` once, and spawns a task that relays its bytes. Ends when all are admitted, or when no more can be,
-/// closing the listener.
-pub(super) async fn keep(
+/// Admits every connection of `private_sockets` once, and spawns a task that relays its bytes. Ends when all are admitted, or when no
+/// more can be, closing the listener.
+pub(super) async fn serve(
     listener: TcpListener,
     key: Key,
     salt: [u8; PROOF_LEN],
@@ -110,8 +110,9 @@ async fn identify(mut stream: TcpStream, key: &Key, salt: &[u8; PROOF_LEN]) -> O
     Some(VerifiedPeer { edge, stream, ready })
 }
 
-/// Connects a verified connection to its private socket and copies bytes until both sides have ended. What goes wrong before that is stored
-/// in `accept_error`: the token is used up, so the peer cannot try again. What goes wrong later ends both connections, which both sockets notice.
+/// Connects a verified connection to its private socket and copies bytes until both sides have ended. What goes wrong before that is
+/// stored in `accept_error`: the token is used up, so the peer cannot try again. What goes wrong later ends both connections, which both
+/// sockets notice.
 async fn relay(verified: VerifiedPeer, path: PathBuf, accept_error: Arc<OnceLock<AcceptError>>) {
     let private = match connect_private(&verified, &path).await {
         Ok(private) => private,

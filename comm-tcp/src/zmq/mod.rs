@@ -43,7 +43,7 @@ pub struct ZmqTransport {
     lanes: Lanes<Sockets>,
     core: Core,
     /// Wakes waiting exchanges when the transport is aborted.
-    bell: Notify,
+    abort_notify: Notify,
     facts: Vec<(String, String)>,
     ipc: bool,
     _relays: Option<Relays>,
@@ -51,7 +51,7 @@ pub struct ZmqTransport {
 
 /// The sockets of one lane and what drives them.
 struct Sockets {
-    /// By peer; this rank's own place is empty.
+    /// By peer; `None` for this rank.
     connections: Vec<Option<Connection>>,
     driver: Driver,
     /// How its exchanges wait.
@@ -70,15 +70,15 @@ impl ZmqTransport {
         let core = Core::new(control.rank(), control.world_size(), options.lanes);
         connect::need(&core, options).check()?;
         let drivers = (0..options.lanes).map(|_| Driver::new("comm-tcp")).collect::<Result<Vec<_>>>()?;
-        let Connected { connections, relays, sockets: about } =
+        let Connected { connections, relays, sockets: socket_info } =
             connect::all(&core, control, options, &drivers, deadline)?;
         let spinner = Spinner::new(options.waiting);
         let sockets = |(connections, driver)| Sockets { connections, driver, spinner: spinner.clone() };
         Ok(ZmqTransport {
             lanes: Lanes::new(connections.into_iter().zip(drivers).map(sockets)),
             core,
-            bell: Notify::new(),
-            facts: facts(options, about),
+            abort_notify: Notify::new(),
+            facts: facts(options, socket_info),
             ipc: options.ipc,
             _relays: relays,
         })
@@ -95,14 +95,14 @@ impl ZmqTransport {
         deadline: Deadline,
     ) -> Result<()> {
         let unless_aborted = async {
-            let mut rung = pin!(self.bell.notified());
-            // From here on no ring is missed.
-            rung.as_mut().enable();
+            let mut aborted = pin!(self.abort_notify.notified());
+            // From here on no notification is missed.
+            aborted.as_mut().enable();
             poll_fn(|cx| {
                 if let Poll::Ready(outcome) = Pin::new(&mut join).poll(cx) {
                     return Poll::Ready(outcome);
                 }
-                let _ = rung.as_mut().poll(cx);
+                let _ = aborted.as_mut().poll(cx);
                 self.core.aborted().map_or(Poll::Pending, |error| Poll::Ready(Err(error)))
             })
             .await
@@ -164,7 +164,7 @@ impl Transport for ZmqTransport {
 
     fn abort(&self, error: &Error) {
         self.core.abort(error);
-        self.bell.notify_waiters();
+        self.abort_notify.notify_waiters();
     }
 
     fn close(&self, deadline: Deadline) -> Result<()> {
@@ -215,7 +215,7 @@ fn sinks_by_peer<'s>(world_size: usize, incoming: &'s mut [Incoming<'_>]) -> Vec
     sinks
 }
 
-fn facts(options: &TcpOptions, about: SocketInfo) -> Vec<(String, String)> {
+fn facts(options: &TcpOptions, socket_info: SocketInfo) -> Vec<(String, String)> {
     let fact = |name: &str, value: String| (name.to_string(), value);
     let over = if options.ipc { " over a Unix socket" } else { "" };
     let gate = match (options.ipc, options.gate) {
@@ -232,7 +232,7 @@ fn facts(options: &TcpOptions, about: SocketInfo) -> Vec<(String, String)> {
     ];
     let congestion = "congestion control (accepted side)";
     let buffers = "socket buffers (B)";
-    match about {
+    match socket_info {
         SocketInfo::Unix { buffers: granted } => {
             facts.push(fact("congestion control", "none: Unix sockets".to_string()));
             facts.push(fact(buffers, granted));

@@ -19,7 +19,7 @@ pub(crate) type RankResult = std::result::Result<(String, PeerInfo), String>;
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct PeerInfo {
     pub(crate) salt: [u8; 32],
-    pub(crate) place: NetworkLocation,
+    pub(crate) location: NetworkLocation,
     pub(crate) addresses: Addresses,
 }
 

@@ -18,6 +18,8 @@ pub(super) const RING: Spec = Spec {
     name: "ring",
     about: "Horovod: fusion buffers",
     tells_nodes_apart: false,
+    in_buckets: false,
+    overlaps: false,
     build: |setup| {
         let (options, ranks) = (setup.options, setup.comms.world.world_size());
         let bytes = (options.fusion_bytes, options.fusion_bytes);
@@ -35,6 +37,8 @@ pub(super) const DDP: Spec = Spec {
     name: "ddp",
     about: "DistributedDataParallel: buckets",
     tells_nodes_apart: false,
+    in_buckets: true,
+    overlaps: true,
     build: |setup| {
         let options = setup.options;
         let bytes = (options.first_bucket_bytes, options.bucket_bytes);

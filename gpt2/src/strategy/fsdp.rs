@@ -15,8 +15,15 @@ use super::{
 use crate::error::TrainError;
 use crate::flat::{Flat, Gradients, Weights};
 
-pub(super) const SPEC: Spec =
-    Spec { name: "fsdp", about: "fully sharded, ZeRO stage 3", tells_nodes_apart: false, build, expected };
+pub(super) const SPEC: Spec = Spec {
+    name: "fsdp",
+    about: "fully sharded, ZeRO stage 3",
+    tells_nodes_apart: false,
+    in_buckets: false,
+    overlaps: true,
+    build,
+    expected,
+};
 
 fn expected(run: &Run<'_>, layout: &Layout, rank: usize) -> Expected {
     let mut tally = Tally::of(run, rank);

@@ -21,6 +21,8 @@ pub(super) const SPEC: Spec = Spec {
     name: "hierarchical",
     about: "reduced inside each node, then between nodes",
     tells_nodes_apart: true,
+    in_buckets: true,
+    overlaps: true,
     build,
     expected,
 };

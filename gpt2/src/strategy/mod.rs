@@ -70,6 +70,10 @@ pub struct Spec {
     pub about: &'static str,
     /// Whether the ranks of a node may have a communicator of their own.
     pub tells_nodes_apart: bool,
+    /// Whether gradients leave in buckets of [`StrategyOptions::bucket_bytes`].
+    pub in_buckets: bool,
+    /// Whether communication runs beside the backward pass, unless [`StrategyOptions::overlap`] is off.
+    pub overlaps: bool,
     /// Builds it. All ranks call this together.
     build: fn(&Setup<'_>) -> comm_core::Result<Built>,
     /// What a rank sends in one step.

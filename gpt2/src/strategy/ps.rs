@@ -14,8 +14,15 @@ use super::{
 use crate::error::TrainError;
 use crate::flat::{Flat, Gradients};
 
-pub(super) const SPEC: Spec =
-    Spec { name: "ps", about: "one parameter server", tells_nodes_apart: false, build, expected };
+pub(super) const SPEC: Spec = Spec {
+    name: "ps",
+    about: "one parameter server",
+    tells_nodes_apart: false,
+    in_buckets: false,
+    overlaps: false,
+    build,
+    expected,
+};
 
 fn expected(run: &Run<'_>, layout: &Layout, rank: usize) -> Expected {
     let (mut tally, total) = (Tally::of(run, rank), layout.total());

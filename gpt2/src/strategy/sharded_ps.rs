@@ -18,6 +18,8 @@ pub(super) const SPEC: Spec = Spec {
     name: "sharded-ps",
     about: "every rank computes, and serves a shard",
     tells_nodes_apart: false,
+    in_buckets: false,
+    overlaps: false,
     build,
     expected,
 };

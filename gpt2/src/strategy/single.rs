@@ -13,6 +13,8 @@ pub(super) const SPEC: Spec = Spec {
     name: "single",
     about: "one device",
     tells_nodes_apart: false,
+    in_buckets: false,
+    overlaps: false,
     build,
     expected: |_, _, _| Expected::default(),
 };

@@ -18,6 +18,8 @@ pub(super) const ZERO1: Spec = Spec {
     name: "zero1",
     about: "ZeRO stage 1",
     tells_nodes_apart: false,
+    in_buckets: true,
+    overlaps: true,
     build: |setup| Ok(Zero::build(setup, StrategyKind::Zero1, Stage::One)),
     expected,
 };
@@ -26,6 +28,8 @@ pub(super) const ZERO2: Spec = Spec {
     name: "zero2",
     about: "ZeRO stage 2",
     tells_nodes_apart: false,
+    in_buckets: true,
+    overlaps: true,
     build: |setup| Ok(Zero::build(setup, StrategyKind::Zero2, Stage::Two)),
     expected,
 };

@@ -121,7 +121,8 @@ impl CellRun<'_> {
                 Err(why) => return failed(why),
             },
         };
-        let no_nodes = rung.is_some_and(Rung::is_timing_only) && cell.strategy == "hierarchical";
+        let has_nodes = cell.strategy.parse::<StrategyKind>().is_ok_and(|kind| kind.spec().tells_nodes_apart);
+        let no_nodes = rung.is_some_and(Rung::is_timing_only) && has_nodes;
         let no_nodes = no_nodes.then(|| format!("{} does not support nodes", cell.transport));
         if let Some(why) = rung.and_then(Rung::missing).or(no_nodes) {
             return Ok(Err(Status::NotAvailable(why)));
@@ -146,12 +147,9 @@ impl CellRun<'_> {
             mtu: cell.quic_mtu,
             ..TransportOptions::default()
         };
-        let node_transport = match cell.strategy.parse()? {
-            _ if cell.one_transport => None,
-            StrategyKind::Hierarchical if rung.is_some_and(Rung::is_threads) => Some(TransportKind::LOCAL),
-            StrategyKind::Hierarchical => Some(TransportKind::SHM),
-            _ => None,
-        };
+        let of_its_own = cell.strategy.parse::<StrategyKind>()?.spec().tells_nodes_apart && !cell.one_transport;
+        let of_memory = if rung.is_some_and(Rung::is_threads) { TransportKind::LOCAL } else { TransportKind::SHM };
+        let node_transport = of_its_own.then_some(of_memory);
         let training = Training::new(config(cell, self.text.vocabulary)?, None, cell.ranks, cell.threads, self.timeout);
         Ok(Training {
             rung,

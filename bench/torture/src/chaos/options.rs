@@ -112,7 +112,11 @@ impl ChaosArgs {
         }
         for transport in &self.transports {
             if !transport.medium().joins_processes() {
-                return Err(format!("--transports {transport}: ranks must be processes with host memory; choose from shm, tcp-raw, tcp, quic").into());
+                return Err(format!(
+                    "--transports {transport}: ranks must be processes with host memory, expected one of {}",
+                    transports::names(&transports::between_processes())
+                )
+                .into());
             }
             if let Some(why) = transport.missing() {
                 return Err(format!("--transports {transport}: {why}").into());

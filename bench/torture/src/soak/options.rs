@@ -94,7 +94,8 @@ impl SoakArgs {
         }
         for transport in &self.transports {
             if !transport.medium().joins_processes() {
-                return Err(format!("--transports {transport}: choose from shm, tcp-raw, tcp, quic").into());
+                let offered = transports::names(&transports::between_processes());
+                return Err(format!("--transports {transport}: expected one of {offered}").into());
             }
             if let Some(why) = transport.missing() {
                 return Err(format!("--transports {transport}: {why}").into());

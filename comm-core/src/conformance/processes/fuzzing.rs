@@ -59,9 +59,9 @@ fn answer_seeds() -> Vec<Vec<u8>> {
 }
 
 fn command_seeds() -> Vec<Vec<u8>> {
-    let place =
-        MemberSetup { rank: 1, world_size: 2, meeting: "/tmp/group-1".into(), secret: "0123456789abcdef".into() };
-    [Command::Connect(place), Command::Run(17), Command::Finish, Command::Drop]
+    let setup =
+        MemberSetup { rank: 1, world_size: 2, address_file: "/tmp/group-1".into(), secret: "0123456789abcdef".into() };
+    [Command::Connect(setup), Command::Run(17), Command::Finish, Command::Drop]
         .iter()
         .map(|command| serde_json::to_vec(command).expect("a command can be written"))
         .collect()

@@ -38,26 +38,26 @@ pub fn control_hello(bytes: &[u8]) -> Verdict {
 /// Who came, if the bytes were enough.
 fn answer(bytes: &[u8], ends: &[usize]) -> Result<Option<Hello>, String> {
     let secret = secret();
-    let mut answer = ServerHandshake::new().expect("randomness");
-    answer.nonce = [9; NONCE];
+    let mut handshake = ServerHandshake::new().expect("randomness");
+    handshake.nonce = [9; NONCE];
     let mut start = 0;
     for end in ends {
         while start < *end {
-            let count = answer.wanted().min(end - start);
+            let count = handshake.wanted().min(end - start);
             assert!(count > 0, "a handshake that goes on wants something");
-            let step = answer.take(&bytes[start..start + count], &secret).map_err(|why| why.to_string())?;
+            let step = handshake.take(&bytes[start..start + count], &secret).map_err(|why| why.to_string())?;
             start += count;
             match step {
                 Step::More => {}
                 Step::Proven(_) => panic!("a proof out of nothing"),
                 Step::Reply(reply) => {
                     assert_eq!(reply.len(), REPLY);
-                    let proof = answer.transcript(&secret).code("rank k proves");
+                    let proof = handshake.transcript(&secret).code("rank k proves");
                     let (some, rest) = proof.split_at(usize::from(bytes[0]) % PROOF);
-                    let early = answer.take(some, &secret).map_err(|why| why.to_string())?;
+                    let early = handshake.take(some, &secret).map_err(|why| why.to_string())?;
                     assert!(matches!(early, Step::More), "a proof that is not complete");
-                    return match answer.take(rest, &secret).map_err(|why| why.to_string())? {
-                        Step::Proven(proven) => Ok(Some(proven.hello)),
+                    return match handshake.take(rest, &secret).map_err(|why| why.to_string())? {
+                        Step::Proven(peer) => Ok(Some(peer.hello)),
                         _ => panic!("a good proof leads to nothing"),
                     };
                 }
@@ -82,8 +82,8 @@ pub fn control_reply(bytes: &[u8]) -> Verdict {
             let transcript = Transcript { secret: &secret, hello: &said, reply_nonce };
             let proof = reply.iter_mut().skip(HEAD + NONCE).zip(transcript.code("rank 0 proves"));
             proof.for_each(|(byte, right)| *byte = right);
-            let word = reply.iter_mut().skip(REPLY).zip(transcript.code("rank k is in"));
-            word.for_each(|(byte, right)| *byte = right);
+            let confirmation = reply.iter_mut().skip(REPLY).zip(transcript.code("rank k is in"));
+            confirmation.for_each(|(byte, right)| *byte = right);
         }
         (&far).write_all(&reply)?;
         far.shutdown(Shutdown::Write)

@@ -7,7 +7,7 @@ use crate::fuzzing::target::{Target, Verdict};
 use crate::location::{NetworkLocation, OfferedAddress};
 
 pub(crate) fn targets() -> Vec<Target> {
-    // serde makes room for what a vector's length announces, up to 1 MiB ahead of what has come.
+    // serde allocates memory for what a vector's length announces, up to 1 MiB ahead of what has come.
     vec![Target::new("gathered value", gathered_value, seeds).memory(4 << 20, 64)]
 }
 
@@ -16,7 +16,7 @@ pub(crate) fn targets() -> Vec<Target> {
 struct Sample {
     settings: String,
     salt: [u8; 32],
-    place: NetworkLocation,
+    location: NetworkLocation,
     numbers: (u8, u32, u64, i32, bool),
     addresses: Addresses,
 }
@@ -40,7 +40,7 @@ fn seeds() -> Vec<Vec<u8>> {
     let sample = |addresses| Sample {
         settings: "lanes=2 gate=true".into(),
         salt: [0xa5; 32],
-        place: NetworkLocation::default(),
+        location: NetworkLocation::default(),
         numbers: (1, 2, 1 << 40, -3, true),
         addresses,
     };

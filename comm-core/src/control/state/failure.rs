@@ -42,8 +42,8 @@ impl State {
         if self.failure().is_some() {
             return;
         }
-        if let Some(link) = self.link(0).filter(|_| self.rank != 0) {
-            link.send(&Message::Report(Failure::new(error, self.rank)));
+        if let Some(send_half) = self.send_half(0).filter(|_| self.rank != 0) {
+            send_half.send(&Message::Report(Failure::new(error, self.rank)));
             self.provisional = Some((error.clone(), clock::running() + SETTLE));
         } else {
             self.decide_alone(error);
@@ -60,8 +60,8 @@ impl State {
         let failure = Failure::new(error, self.rank);
         if self.rank == 0 {
             self.broadcast(&Message::Failed(failure.clone()));
-        } else if let Some(link) = self.link(0) {
-            link.send(&Message::Report(failure.clone()));
+        } else if let Some(send_half) = self.send_half(0) {
+            send_half.send(&Message::Report(failure.clone()));
         }
         // As everyone else gets it.
         self.decide(failure.into_error());

@@ -21,8 +21,8 @@ impl State {
         self.gatherings += 1;
         if self.rank == 0 {
             self.contribute(0, sequence, label.to_string(), blob.to_vec());
-        } else if let Some(link) = self.link(0) {
-            link.send(&Message::Gather { sequence, label: label.to_string(), blob: Blob(blob.to_vec()) });
+        } else if let Some(send_half) = self.send_half(0) {
+            send_half.send(&Message::Gather { sequence, label: label.to_string(), blob: Blob(blob.to_vec()) });
         }
         sequence
     }

@@ -28,19 +28,19 @@ impl State {
     }
 
     /// At rank 0: what the rendezvous fails with, once everyone who can be told is there or has had time to come.
-    pub(in crate::control) fn ripe_trouble(&self) -> Option<Error> {
-        let (error, until) = self.trouble.as_ref()?;
-        let all_there = (1..self.world_size).all(|rank| self.link(rank).is_some());
+    pub(in crate::control) fn due_rendezvous_error(&self) -> Option<Error> {
+        let (error, until) = self.rendezvous_error.as_ref()?;
+        let all_there = (1..self.world_size).all(|rank| self.send_half(rank).is_some());
         (all_there || clock::running() >= *until).then(|| error.clone())
     }
 
-    /// When [`ripe_trouble`](State::ripe_trouble) has something at the latest.
-    pub(in crate::control) fn trouble_ripens_at(&self) -> Option<Duration> {
-        self.trouble.as_ref().map(|(_, until)| *until)
+    /// When [`due_rendezvous_error`](State::due_rendezvous_error) has something at the latest.
+    pub(in crate::control) fn rendezvous_error_due_at(&self) -> Option<Duration> {
+        self.rendezvous_error.as_ref().map(|(_, until)| *until)
     }
 
     /// Notes a connection that was not admitted.
-    pub(in crate::control) fn note_stranger(&mut self, connection: &RejectedConnection) {
+    pub(in crate::control) fn note_rejected(&mut self, connection: &RejectedConnection) {
         self.rejected.note(connection);
     }
 
@@ -49,8 +49,8 @@ impl State {
         self.rejected.to_string()
     }
 
-    /// At rank 0: takes `link`, whose other end knows the secret and says `hello`, into the job, or tells it why not.
-    pub(in crate::control) fn admit(&mut self, link: Arc<SendHalf>, hello: &Hello) -> Admission {
+    /// At rank 0: takes `send_half`, whose other end knows the secret and says `hello`, into the job, or tells it why not.
+    pub(in crate::control) fn admit(&mut self, send_half: Arc<SendHalf>, hello: &Hello) -> Admission {
         let rank = hello.rank as usize;
         let why = if hello.job != self.job_id {
             Some(format!("rank {rank} belongs to job {:?}, but this is job {:?}", hello.job, self.job_id))
@@ -60,26 +60,26 @@ impl State {
             Some(format!("rank {rank} came after the job had failed: {error}"))
         } else if hello.world_size as usize != self.world_size {
             let why = format!("rank {rank} was started for {} ranks, rank 0 for {}", hello.world_size, self.world_size);
-            self.trouble(&why);
+            self.fail_rendezvous(&why);
             Some(why)
-        } else if rank == 0 || rank >= self.world_size || self.link(rank).is_some() {
+        } else if rank == 0 || rank >= self.world_size || self.send_half(rank).is_some() {
             let why = format!("there are two processes with rank {rank}");
             // It does no harm to a running job.
             if self.session.is_none() {
-                self.trouble(&why);
+                self.fail_rendezvous(&why);
             }
             Some(why)
         } else {
             None
         };
         if let Some(why) = why {
-            self.rejected.note_refusal(&link, &why);
-            link.send(&Message::Refused { why });
-            link.finish();
+            self.rejected.note_refusal(&send_half, &why);
+            send_half.send(&Message::Refused { why });
+            send_half.finish();
             return Admission::Refused;
         }
-        if let Some(slot) = self.links.get_mut(rank) {
-            *slot = Some(link);
+        if let Some(slot) = self.send_halves.get_mut(rank) {
+            *slot = Some(send_half);
         }
         Admission::Admitted(rank)
     }
@@ -92,14 +92,18 @@ impl State {
     pub(super) fn join(&mut self, rank: usize, config: &[(String, String)]) {
         set(&mut self.joined, rank);
         if let Some(why) = difference(&self.config, config, rank) {
-            self.trouble(&why);
+            self.fail_rendezvous(&why);
         }
         self.start_if_complete();
     }
 
     /// At rank 0: starts the job when all ranks are there and agree.
     pub(in crate::control) fn start_if_complete(&mut self) {
-        if self.session.is_some() || self.trouble.is_some() || self.decided.is_some() || !self.missing().is_empty() {
+        if self.session.is_some()
+            || self.rendezvous_error.is_some()
+            || self.decided.is_some()
+            || !self.missing().is_empty()
+        {
             return;
         }
         match fresh_session() {
@@ -111,9 +115,9 @@ impl State {
         }
     }
 
-    fn trouble(&mut self, why: &str) {
-        if self.trouble.is_none() {
-            self.trouble = Some((Error::Rendezvous(why.to_string()), clock::running() + TELL));
+    fn fail_rendezvous(&mut self, why: &str) {
+        if self.rendezvous_error.is_none() {
+            self.rendezvous_error = Some((Error::Rendezvous(why.to_string()), clock::running() + TELL));
         }
     }
 }

@@ -14,7 +14,7 @@ use crate::control::wire::Message;
 const LOOK: Duration = Duration::from_millis(250);
 
 /// How long ranks have to say what they are doing.
-const SURVEY: Duration = Duration::from_millis(500);
+const QUERY_TIME: Duration = Duration::from_millis(500);
 
 /// An operation that has been looked at is not looked at again, for another of its ranks, within this time.
 const RECENT: Duration = Duration::from_secs(1);
@@ -74,27 +74,27 @@ impl State {
         })
     }
 
-    /// Looks whether an operation of this rank takes too long, and at rank 0 whether a survey is at its end.
+    /// Looks whether an operation of this rank takes too long, and at rank 0 whether a query is at its end.
     pub(in crate::control) fn check_stall(&mut self, now: Duration) {
         if self.failure().is_some() || self.is_leaving() {
-            self.survey = None;
+            self.query = None;
             self.stalled.clear();
             return;
         }
         let overdue = self.activities().find_map(|activity| activity.overdue());
         if let Some(stalled) = overdue {
             if self.rank == 0 {
-                self.begin_survey(0, within(stalled, self.world_size), now);
-            } else if let Some(link) = self.link(0) {
-                link.send(&Message::Stalled(within(stalled, self.world_size)));
+                self.begin_query(0, within(stalled, self.world_size), now);
+            } else if let Some(send_half) = self.send_half(0) {
+                send_half.send(&Message::Stalled(within(stalled, self.world_size)));
             }
         }
-        if self.survey.as_ref().is_some_and(|survey| now >= survey.ends) {
-            self.end_survey();
+        if self.query.as_ref().is_some_and(|query| now >= query.ends) {
+            self.end_query();
         }
     }
 
-    /// When there is something to [check](State::check_stall) at the latest, as far as is known `now`: at the end of the survey under
+    /// When there is something to [check](State::check_stall) at the latest, as far as is known `now`: at the end of the query under
     /// way, and when an operation of this rank takes too long.
     pub(in crate::control) fn stall_check_at(&self, now: Duration) -> Option<Duration> {
         // After a failure nobody looks at it any more.
@@ -103,10 +103,10 @@ impl State {
         }
         let overdue = self.activities().filter_map(|activity| activity.overdue_in()).min();
         let overdue = overdue.map(|left| now.saturating_add(left));
-        let survey = self.survey.as_ref().map(|survey| survey.ends);
+        let query = self.query.as_ref().map(|query| query.ends);
         // What begins after this is found at the next look.
         let next_look = self.has_activities().then_some(now + LOOK);
-        [overdue, survey, next_look].into_iter().flatten().min()
+        [overdue, query, next_look].into_iter().flatten().min()
     }
 
     fn has_activities(&self) -> bool {
@@ -122,22 +122,22 @@ impl State {
         abridged(self.activities().flat_map(|activity| activity.doing()).collect())
     }
 
-    /// At rank 0: has everyone asked what they are doing, now or after the survey under way.
-    pub(super) fn begin_survey(&mut self, reported_by: usize, stalled: LaneActivity, now: Duration) {
+    /// At rank 0: has everyone asked what they are doing, now or after the query under way.
+    pub(super) fn begin_query(&mut self, reported_by: usize, stalled: LaneActivity, now: Duration) {
         if self.failure().is_some() {
             return;
         }
-        self.surveyed.retain(|(_, at)| now.saturating_sub(*at) < RECENT);
-        let mut known = self.stalled.iter().map(|(_, other)| other).chain(self.surveyed.iter().map(|(other, _)| other));
+        self.queried.retain(|(_, at)| now.saturating_sub(*at) < RECENT);
+        let mut known = self.stalled.iter().map(|(_, other)| other).chain(self.queried.iter().map(|(other, _)| other));
         if known.any(|other| other.is_same(&stalled)) || self.stalled.len() == MAX_STALLED {
             return;
         }
         self.stalled.push_back((reported_by, stalled));
-        self.next_survey(now);
+        self.next_query(now);
     }
 
-    fn next_survey(&mut self, now: Duration) {
-        if self.survey.is_some() {
+    fn next_query(&mut self, now: Duration) {
+        if self.query.is_some() {
             return;
         }
         let Some((reported_by, stalled)) = self.stalled.pop_front() else { return };
@@ -146,25 +146,25 @@ impl State {
         if let Some(mine) = answers.first_mut() {
             *mine = Some(doing);
         }
-        self.surveyed.push_back((stalled.clone(), now));
-        self.survey = Some(StallQuery { reported_by, stalled, answers, ends: now + SURVEY });
-        self.surveys += 1;
-        self.broadcast(&Message::Survey { number: self.surveys });
-        self.end_survey_if_complete();
+        self.queried.push_back((stalled.clone(), now));
+        self.query = Some(StallQuery { reported_by, stalled, answers, ends: now + QUERY_TIME });
+        self.queries += 1;
+        self.broadcast(&Message::StallQuery { number: self.queries });
+        self.end_query_if_complete();
     }
 
-    pub(super) fn end_survey_if_complete(&mut self) {
-        if self.survey.as_ref().is_some_and(|survey| survey.answers.iter().all(Option::is_some)) {
-            self.end_survey();
+    pub(super) fn end_query_if_complete(&mut self) {
+        if self.query.as_ref().is_some_and(|query| query.answers.iter().all(Option::is_some)) {
+            self.end_query();
         }
     }
 
-    fn end_survey(&mut self) {
-        if let Some(StallQuery { reported_by, stalled, answers, .. }) = self.survey.take() {
+    fn end_query(&mut self) {
+        if let Some(StallQuery { reported_by, stalled, answers, .. }) = self.query.take() {
             let report = StallReport::new(reported_by, stalled, &answers);
             self.broadcast(&Message::Stall(report.clone()));
             self.stall.push(report);
-            self.next_survey(clock::running());
+            self.next_query(clock::running());
         }
     }
 }

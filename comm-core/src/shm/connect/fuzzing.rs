@@ -28,13 +28,13 @@ pub fn shm_announcement(bytes: &[u8]) -> Verdict {
     let Ok(theirs) = told else { return Verdict::Accepted };
     let Ok(Ok(mut mine)) = decode::<RankResult<PeerInfo>>(&announced()) else { panic!("our own announcement") };
     mine.nonce = theirs.nonce;
-    let place = mine.place.clone();
-    let announced = [mine, theirs];
-    let [_, theirs] = &announced;
+    let machine = mine.machine.clone();
+    let peer_infos = [mine, theirs];
+    let [_, theirs] = &peer_infos;
     let layout = Layout::new(2, OPTIONS.lanes, OPTIONS.ring_bytes).expect("a layout");
-    let settings = check_settings(&announced);
+    let settings = check_settings(&peer_infos);
     assert_eq!(settings.is_ok(), (theirs.lanes, theirs.ring_bytes) == (OPTIONS.lanes, OPTIONS.ring_bytes));
-    let opened = open(theirs, &place, layout, &proof(&KEY, 0, &theirs.nonce));
+    let opened = open(theirs, &machine, layout, &proof(&KEY, 0, &theirs.nonce));
     (settings.is_ok() && opened.is_ok()).into()
 }
 
@@ -43,8 +43,8 @@ fn announced() -> Vec<u8> {
     OWN.with_borrow_mut(|own| {
         let (_, _, announced) = own.get_or_insert_with(|| {
             let layout = Layout::new(2, OPTIONS.lanes, OPTIONS.ring_bytes).expect("a layout");
-            let (segment, file, announcement) = create(0, layout, &OPTIONS, &KEY).expect("memory");
-            (segment, file, encode(&RankResult::Ok(announcement)).expect("an announcement can be written"))
+            let (segment, file, peer_info) = create(0, layout, &OPTIONS, &KEY).expect("memory");
+            (segment, file, encode(&RankResult::Ok(peer_info)).expect("an announcement can be written"))
         });
         announced.clone()
     })

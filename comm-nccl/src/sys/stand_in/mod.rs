@@ -5,11 +5,11 @@
 //! never end, an abort ends those of the one communicator only and then waits for everything else on its device, and destroying a
 //! communicator waits for the other ranks to do the same. Each rank has a context, as processes have, which calls need.
 
+mod comm_group;
 mod cuda;
 mod nccl;
 mod reduce;
 mod stream;
-mod world;
 
 use std::ffi::c_void;
 

@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
 
 use super::super::{Config, IN_PROGRESS, NcclTable, SUCCESS, UniqueId};
+use super::comm_group::{CommGroup, GroupedCall, Kind, RankComm, Shape, run};
 use super::reduce::size;
 use super::stream::{Context, Stream, lock};
-use super::world::{CommGroup, GroupedCall, Kind, RankComm, Shape, run};
 
 type Comm = *mut c_void;
 type CudaStream = *mut c_void;
@@ -40,7 +40,7 @@ pub(super) static TABLE: NcclTable = NcclTable {
     last_error,
 };
 
-static WORLDS: LazyLock<Mutex<HashMap<[u8; 128], Weak<CommGroup>>>> = LazyLock::new(Mutex::default);
+static COMM_GROUPS: LazyLock<Mutex<HashMap<[u8; 128], Weak<CommGroup>>>> = LazyLock::new(Mutex::default);
 
 thread_local! {
     /// Calls of the group that this thread has started, with the communicator and the stream of each.
@@ -66,20 +66,20 @@ unsafe extern "C" fn init(comm: *mut Comm, ranks: c_int, id: UniqueId, rank: c_i
     if (config.magic, config.blocking) != (0xcafe_beef, 0) || rank < 0 || rank >= ranks {
         return INVALID;
     }
-    let world = {
-        let mut worlds = lock(&WORLDS);
-        worlds.retain(|_, world| world.strong_count() > 0);
-        let world = worlds.get(&id.0).and_then(Weak::upgrade).unwrap_or_default();
-        worlds.insert(id.0, Arc::downgrade(&world));
-        world
+    let comm_group = {
+        let mut comm_groups = lock(&COMM_GROUPS);
+        comm_groups.retain(|_, comm_group| comm_group.strong_count() > 0);
+        let comm_group = comm_groups.get(&id.0).and_then(Weak::upgrade).unwrap_or_default();
+        comm_groups.insert(id.0, Arc::downgrade(&comm_group));
+        comm_group
     };
-    let mut state = lock(&world.state);
+    let mut state = lock(&comm_group.state);
     state.ranks = ranks as usize;
     state.joined += 1;
     drop(state);
     let own = RankComm {
         context,
-        world,
+        comm_group,
         rank: rank as usize,
         ranks: ranks as usize,
         is_aborted: AtomicBool::new(false),
@@ -106,7 +106,7 @@ unsafe fn own(comm: Comm) -> Arc<RankComm> {
 unsafe extern "C" fn async_error(comm: Comm, state: *mut c_int) -> c_int {
     // SAFETY: see `unique_id`.
     let own = unsafe { own(comm) };
-    let reached = match lock(&own.world.state).joined >= own.ranks {
+    let reached = match lock(&own.comm_group.state).joined >= own.ranks {
         _ if own.context.is_lost() => UNHANDLED_CUDA_ERROR,
         true => SUCCESS,
         false => IN_PROGRESS,
@@ -123,11 +123,11 @@ extern "C" fn finalize(_comm: Comm) -> c_int {
 unsafe extern "C" fn destroy(comm: Comm) -> c_int {
     // SAFETY: see `unique_id`; given back once.
     let own = unsafe { Arc::from_raw(comm.cast::<RankComm>()) };
-    let mut state = lock(&own.world.state);
+    let mut state = lock(&own.comm_group.state);
     state.leaving += 1;
-    own.world.changed.notify_all();
+    own.comm_group.changed.notify_all();
     while state.leaving < own.ranks {
-        state = own.world.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        state = own.comm_group.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
     }
     SUCCESS
 }
@@ -138,9 +138,9 @@ unsafe extern "C" fn abort(comm: Comm) -> c_int {
     own.is_aborted.store(true, Ordering::SeqCst);
     {
         // Under the lock, so that nobody looks just before and waits just after.
-        let mut state = lock(&own.world.state);
+        let mut state = lock(&own.comm_group.state);
         state.leaving += 1;
-        own.world.changed.notify_all();
+        own.comm_group.changed.notify_all();
     }
     let Some(context) = Context::current() else { return INVALID };
     context.synchronise();

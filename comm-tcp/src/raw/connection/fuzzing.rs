@@ -38,18 +38,18 @@ fn received(bytes: &[u8], ends: &[usize], lends: usize) -> Outcome {
     let mut calls = 0;
     loop {
         let mut sink = Kept::lending(lends);
-        let stage = loop {
+        let state = loop {
             calls += 1;
             assert!(calls <= 2 * bytes.len() + 4 * ends.len() + 16, "no progress");
             match connection.receive(1, &mut sink, &mut scratch) {
                 Ok(PartState::Ready | PartState::Blocked) => {}
-                stage => break stage,
+                state => break state,
             }
         };
         if let Some(header) = sink.header {
             messages.push((Some(header), sink.payload));
         }
-        if let Err(fault) = stage {
+        if let Err(fault) = state {
             return (messages, describe(fault));
         }
     }

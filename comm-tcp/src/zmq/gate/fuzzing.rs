@@ -1,4 +1,4 @@
-//! What a stranger says at the gate, for fuzzing.
+//! What an unauthenticated peer sends to the gate, for fuzzing.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;

@@ -63,7 +63,7 @@ pub(super) enum Kind {
 /// One rank's communicator.
 pub(super) struct RankComm {
     pub(super) context: &'static Context,
-    pub(super) world: Arc<CommGroup>,
+    pub(super) comm_group: Arc<CommGroup>,
     pub(super) rank: usize,
     pub(super) ranks: usize,
     pub(super) is_aborted: AtomicBool,
@@ -81,9 +81,9 @@ pub(super) enum GroupedCall {
 
 /// All calls of a group at once: whatever this rank gives is there before it waits for anything.
 pub(super) fn run(own: &RankComm, calls: &[(u64, GroupedCall)]) {
-    let world = &*own.world;
+    let comm_group = &*own.comm_group;
     let mut sent = Vec::new();
-    let mut state = lock(&world.state);
+    let mut state = lock(&comm_group.state);
     for (number, work) in calls {
         match *work {
             GroupedCall::Collective { shape, factor, from, .. } => {
@@ -101,7 +101,7 @@ pub(super) fn run(own: &RankComm, calls: &[(u64, GroupedCall)]) {
             GroupedCall::Recv { .. } => {}
         }
     }
-    world.changed.notify_all();
+    comm_group.changed.notify_all();
     for (number, work) in calls {
         match *work {
             GroupedCall::Recv { to, bytes, peer } => {
@@ -119,20 +119,20 @@ pub(super) fn run(own: &RankComm, calls: &[(u64, GroupedCall)]) {
                     write(to, &message.bytes);
                     message.is_taken.store(true, Ordering::SeqCst);
                 }
-                world.changed.notify_all();
+                comm_group.changed.notify_all();
                 state = there;
             }
             GroupedCall::Collective { shape, to, .. } => {
                 let agreed = |state: &State| {
-                    state.collectives.get(number).is_some_and(|meeting| {
-                        meeting.parts.len() == own.ranks && meeting.parts.values().all(|(theirs, _)| *theirs == shape)
+                    state.collectives.get(number).is_some_and(|pending| {
+                        pending.parts.len() == own.ranks && pending.parts.values().all(|(theirs, _)| *theirs == shape)
                     })
                 };
                 let Some(mut there) = wait(own, state, &agreed) else { return };
-                if let Some(meeting) = there.collectives.get_mut(number) {
-                    finish(&shape, own, meeting, to);
-                    meeting.done += 1;
-                    if meeting.done == own.ranks {
+                if let Some(pending) = there.collectives.get_mut(number) {
+                    finish(&shape, own, pending, to);
+                    pending.done += 1;
+                    if pending.done == own.ranks {
                         there.collectives.remove(number);
                     }
                 }
@@ -155,7 +155,7 @@ fn wait<'a>(
         if own.is_aborted.load(Ordering::SeqCst) || own.context.is_lost() {
             return None;
         }
-        let waited = own.world.changed.wait_timeout(state, Duration::from_millis(20));
+        let waited = own.comm_group.changed.wait_timeout(state, Duration::from_millis(20));
         state = waited.unwrap_or_else(PoisonError::into_inner).0;
     }
     Some(state)
@@ -172,9 +172,9 @@ fn contribution(shape: &Shape, rank: usize, ranks: usize) -> usize {
 }
 
 /// Writes what a rank gets.
-fn finish(shape: &Shape, own: &RankComm, meeting: &PendingCall, to: usize) {
+fn finish(shape: &Shape, own: &RankComm, pending: &PendingCall, to: usize) {
     let parts: Vec<&[u8]> =
-        (0..own.ranks).filter_map(|rank| meeting.parts.get(&rank)).map(|(_, bytes)| bytes.as_slice()).collect();
+        (0..own.ranks).filter_map(|rank| pending.parts.get(&rank)).map(|(_, bytes)| bytes.as_slice()).collect();
     let bytes = shape.count * size(shape.dtype);
     let shards = |start: usize| parts.iter().map(|part| &part[start..start + bytes]).collect::<Vec<_>>();
     let reduced = |start: usize| reduced(shape.dtype, shape.op, &shards(start));
