@@ -202,7 +202,7 @@ impl<'a> Digest<'a> {
 pub(crate) fn meaningless(cell: &Cell) -> Vec<Axis> {
     let mut axes = Vec::new();
     if is_in_memory(cell) {
-        axes.extend([Axis::Link, Axis::Congestion]);
+        axes.extend([Axis::Link, Axis::Congestion, Axis::Ends]);
     }
     if !rung(cell).is_some_and(Rung::has_packets) {
         axes.push(Axis::QuicMtu);
@@ -213,7 +213,16 @@ pub(crate) fn meaningless(cell: &Cell) -> Vec<Axis> {
     // Records of a strategy that this build does not know keep all axes.
     if let Ok(spec) = cell.strategy.parse::<StrategyKind>().map(StrategyKind::spec) {
         if !spec.in_buckets {
-            axes.push(Axis::Bucket);
+            axes.extend([Axis::Bucket, Axis::FirstBucket]);
+        }
+        if !spec.tells_nodes_apart {
+            axes.extend([Axis::RanksPerNode, Axis::OneTransport]);
+        }
+        if spec.name != "ring" {
+            axes.push(Axis::Fusion);
+        }
+        if spec.name != "ps" {
+            axes.push(Axis::DedicatedServer);
         }
         if !spec.overlaps {
             axes.push(Axis::Overlap);

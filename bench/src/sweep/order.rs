@@ -7,7 +7,7 @@ use rig::record::Cell;
 /// compared in pairs while the machine is the same; among them, and among the links, chance decides, the same in every sweep of the
 /// plan.
 pub(super) fn order(cells: &[Cell], seed: u64, round: u32) -> Vec<usize> {
-    let mut chance = Chance(SplitMix64::new(mix(seed ^ u64::from(round).rotate_left(32))));
+    let mut shuffler = Shuffler(SplitMix64::new(mix(seed ^ u64::from(round).rotate_left(32))));
     let mut groups: Vec<((&str, usize), Vec<usize>)> = Vec::new();
     for (index, cell) in cells.iter().enumerate() {
         let key = (cell.link.as_str(), cell.ranks);
@@ -16,11 +16,11 @@ pub(super) fn order(cells: &[Cell], seed: u64, round: u32) -> Vec<usize> {
             None => groups.push((key, vec![index])),
         }
     }
-    chance.shuffle(&mut groups);
+    shuffler.shuffle(&mut groups);
     groups
         .into_iter()
         .flat_map(|(_, mut members)| {
-            chance.shuffle(&mut members);
+            shuffler.shuffle(&mut members);
             members
         })
         .collect()
@@ -32,9 +32,9 @@ pub(super) fn seed(name: &str) -> u64 {
     name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
-struct Chance(SplitMix64);
+struct Shuffler(SplitMix64);
 
-impl Chance {
+impl Shuffler {
     fn shuffle<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {
             items.swap(last, (self.0.next_u64() % (last as u64 + 1)) as usize);
