@@ -30,7 +30,7 @@ pub struct Training {
     pub tokenizer: TokenizerKind,
     /// Whether each rank keeps what every step did, and what the network did meanwhile. It takes memory that grows with the steps.
     pub watched: bool,
-    /// A delay in each step, in jobs that are watched.
+    /// A delay in each step.
     pub planted: Option<InjectedDelay>,
     /// The job must end within this time.
     pub timeout: Duration,
