@@ -160,7 +160,7 @@ fn plant(settings: &Settings, baselines: &Baselines<'_>, signals: &Signals) -> R
         for fault in Fault::ALL {
             signals.check()?;
             bar.set_message(format!("{}: {}", variant.name(), fault.name()));
-            let outcome = threads::train_all(&config, &settings.corpus, FAULT_RANKS, Some(fault));
+            let outcome = threads::train_all(&config, &settings.corpus, FAULT_RANKS, fault);
             let curves = outcome
                 .as_ref()
                 .ok()

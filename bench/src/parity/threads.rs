@@ -1,4 +1,4 @@
-//! Training with all ranks as threads of this process, over communicators that may be tampered with.
+//! Training with all ranks as threads of this process, over communicators with a fault.
 
 use std::sync::Arc;
 use std::thread;
@@ -16,18 +16,12 @@ use super::fault::{Fault, TamperedCommunicator};
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Trains on `ranks` threads; the summary is equal on all of them, or the trainer says that it is not.
-pub(super) fn train_all(
-    config: &TrainConfig,
-    corpus: &Corpus,
-    ranks: usize,
-    fault: Option<Fault>,
-) -> Result<Summary, String> {
+pub(super) fn train_all(config: &TrainConfig, corpus: &Corpus, ranks: usize, fault: Fault) -> Result<Summary, String> {
     let options = TransportOptions { timeout: TIMEOUT, ..TransportOptions::default() };
     let sessions = Session::threads(ranks, &options).map_err(|error| error.to_string())?;
-    let sessions = sessions.into_iter().map(|session| match fault {
-        Some(fault) => Session { comm: Arc::new(TamperedCommunicator::new(session.comm, fault)), ..session },
-        None => session,
-    });
+    let sessions = sessions
+        .into_iter()
+        .map(|session| Session { comm: Arc::new(TamperedCommunicator::new(session.comm, fault)), ..session });
     let outcomes: Vec<Result<Summary, TrainError>> = thread::scope(|scope| {
         let threads: Vec<_> = sessions
             .map(|session| scope.spawn(move || train(config, corpus, &session, &Device::flex(), None, &mut ())))
