@@ -98,7 +98,8 @@ pub fn summary(metric: Metric, over: Over, runs: &[&Record]) -> Option<Summary> 
         summary.runs.push(value);
         summary.warm_up.push((record.round, found));
         let known = record.flags.iter().any(|flag| flag.kind == FlagKind::NoSteadyState);
-        let new = unsettled(&steps).filter(|_| !known);
+        // Of steps that nobody watched nothing is known.
+        let new = unsettled(&steps).filter(|_| !known && !steps.is_empty());
         summary.flags.extend(record.flags.iter().cloned().chain(new).map(|flag| (record.round, flag)));
     }
     summary.interval = interval(&summary.runs, LEVEL)?;
@@ -232,6 +233,13 @@ mod tests {
     fn flagged(mut record: Record, kind: FlagKind) -> Record {
         record.flags.push(Flag { kind, what: "seen".into() });
         record
+    }
+
+    #[test]
+    fn steps_that_nobody_watched_are_not_doubted() {
+        let flags =
+            |steps: &[f64]| summary(Metric::Bytes, Over::Mean, &[&record(cell("ddp"), 1, steps)]).unwrap().flags;
+        assert_eq!((flags(&[]).len(), flags(&[10.0; 3]).len()), (0, 1));
     }
 
     #[test]
