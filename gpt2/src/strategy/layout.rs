@@ -288,19 +288,19 @@ mod tests {
     #[test]
     fn buckets_are_filled_in_the_order_of_the_backward_pass() {
         let host = |values: &[f32]| Gradients::from(Flat::Host(values.to_vec()));
-        let mut filling = BucketFiller::new(&Layout::new(&[1, 3, 4]), 28, 28);
+        let mut filler = BucketFiller::new(&Layout::new(&[1, 3, 4]), 28, 28);
         for _ in 0..2 {
-            filling.add(2, host(&[1.0, 2.0, 3.0, 4.0])).unwrap();
-            assert!(filling.next_full().is_none());
-            assert!(filling.add(0, host(&[0.0])).is_err(), "segment 1 has not come");
-            filling.add(1, host(&[5.0, 6.0, 7.0])).unwrap();
-            filling.add(0, host(&[8.0])).unwrap();
-            let (first, whole) = filling.next_full().unwrap();
+            filler.add(2, host(&[1.0, 2.0, 3.0, 4.0])).unwrap();
+            assert!(filler.next_full().is_none());
+            assert!(filler.add(0, host(&[0.0])).is_err(), "segment 1 has not come");
+            filler.add(1, host(&[5.0, 6.0, 7.0])).unwrap();
+            filler.add(0, host(&[8.0])).unwrap();
+            let (first, whole) = filler.next_full().unwrap();
             assert_eq!((first, whole.into_host().unwrap()), (0, vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]));
-            let (second, whole) = filling.next_full().unwrap();
+            let (second, whole) = filler.next_full().unwrap();
             assert_eq!((second, whole.into_host().unwrap()), (1, vec![8.0]));
-            assert!(filling.next_full().is_none());
-            filling.restart();
+            assert!(filler.next_full().is_none());
+            filler.restart();
         }
     }
 

@@ -301,8 +301,8 @@ mod tests {
 
     #[test]
     fn figures_of_many_steps_are_spread_over_them_and_take_no_more_room() {
-        let mut thinned = Downsampled::of(usize::MAX, 8);
-        let room = thinned.kept.capacity();
+        let mut sample = Downsampled::of(usize::MAX, 8);
+        let room = sample.kept.capacity();
         let mut next = 0;
         for (count, kept) in [
             (3, vec![0, 1, 2]),
@@ -314,12 +314,12 @@ mod tests {
             (33, vec![0, 8, 16, 24, 32]),
         ] {
             while next < count {
-                thinned.push(next);
+                sample.push(next);
                 next += 1;
             }
-            assert_eq!(thinned.kept, kept, "{count}");
+            assert_eq!(sample.kept, kept, "{count}");
         }
-        assert_eq!((thinned.kept.capacity(), thinned.seen), (room, 33));
+        assert_eq!((sample.kept.capacity(), sample.seen), (room, 33));
 
         let mut history = History::of(u64::MAX);
         let mut random = SplitMix64::stream(1, &[]);

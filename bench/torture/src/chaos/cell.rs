@@ -159,16 +159,16 @@ impl Cell {
                 }
             }
         }
-        let played = play::fault(self.fault, &mut group, self.victim, &survivors, &joins[self.victim], times)?;
-        if let Some(newcomer) = played.wrong_newcomer.clone() {
+        let injected = play::fault(self.fault, &mut group, self.victim, &survivors, &joins[self.victim], times)?;
+        if let Some(newcomer) = injected.wrong_newcomer.clone() {
             row.wrong.push(newcomer);
         }
-        row.refused = played.refused.clone();
-        self.go_on(&mut group, &survivors, &played);
+        row.refused = injected.refused.clone();
+        self.go_on(&mut group, &survivors, &injected);
         if self.fault.is_slow() {
             rest();
         }
-        self.observe(&mut group, &survivors, &played, row);
+        self.observe(&mut group, &survivors, &injected, row);
         self.wake_victim(&mut group, row);
         self.tidy(&mut group, &survivors, row)?;
         Ok(())
@@ -204,13 +204,13 @@ impl Cell {
     }
 
     /// Lets those go on who wait for the fault.
-    fn go_on(&self, group: &mut Group, survivors: &[Number], played: &FaultReport) {
+    fn go_on(&self, group: &mut Group, survivors: &[Number], injected: &FaultReport) {
         let lives = !self.fault.ends_process() && !matches!(self.fault, Fault::Stop | Fault::Silent);
         match self.when {
             When::Before => survivors.iter().for_each(|rank| group.tell(*rank, &Command::Go)),
             When::During if self.fault.is_harmless() => {
                 if self.fault == Fault::Busy {
-                    let limit = Instant::now() + Duration::from_millis(played.busy_ms) + START;
+                    let limit = Instant::now() + Duration::from_millis(injected.busy_ms) + START;
                     let recovered = |event: &Event| matches!(event, Event::Recovered { .. }).then_some(());
                     group.hear_each(&[self.victim], limit, recovered);
                 }
@@ -224,7 +224,7 @@ impl Cell {
     }
 
     /// What the survivors make of it.
-    fn observe(&self, group: &mut Group, survivors: &[Number], played: &FaultReport, row: &mut Row) {
+    fn observe(&self, group: &mut Group, survivors: &[Number], injected: &FaultReport, row: &mut Row) {
         let bound = Duration::from_millis(row.bound_ms);
         let ended = group.hear_each(survivors, Instant::now() + bound + PATIENCE, ended);
         for (rank, ended) in survivors.iter().zip(ended) {
@@ -232,7 +232,7 @@ impl Cell {
                 row.wrong.push(format!("rank {rank} HANGS: no end {:?} after the fault", bound + PATIENCE));
                 continue;
             };
-            let (detection, wrong) = judge(self.fault, self.victim, bound, played.at, *rank, &ended);
+            let (detection, wrong) = judge(self.fault, self.victim, bound, injected.at, *rank, &ended);
             row.detection_ms.push(detection.as_secs_f64() * 1e3);
             row.wrong.extend(wrong);
             row.remarks.extend(self.fault.remark(self.victim, ended.error.as_ref()));

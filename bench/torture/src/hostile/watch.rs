@@ -93,8 +93,8 @@ impl Watch {
             ..JobObservation::default()
         };
         let (seen, stop) = (Arc::new(Mutex::new(seen)), Arc::new(AtomicBool::new(false)));
-        let looker = JobSampler { seen: seen.clone(), stop: stop.clone(), folder: folder.to_path_buf() };
-        let thread = thread::Builder::new().name("hostile-watch".into()).spawn(move || looker.run())?;
+        let sampler = JobSampler { seen: seen.clone(), stop: stop.clone(), folder: folder.to_path_buf() };
+        let thread = thread::Builder::new().name("hostile-watch".into()).spawn(move || sampler.run())?;
         Ok(Watch { seen, stop, thread: Some(thread) })
     }
 

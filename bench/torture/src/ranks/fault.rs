@@ -62,7 +62,7 @@ comm_core::names!(
 );
 
 impl Fault {
-    /// Whether it is also played on rank 0, over which the ranks learn of each other.
+    /// Whether it is also injected on rank 0, over which the ranks learn of each other.
     pub(crate) fn concerns_rank_zero(self) -> bool {
         matches!(self, Fault::Kill | Fault::Stop | Fault::Exit | Fault::Cut)
     }

@@ -44,37 +44,37 @@ pub(crate) fn fault(
     like: &Join,
     times: &Times,
 ) -> Result<FaultReport, String> {
-    let mut played = FaultReport { at: now(), ..FaultReport::default() };
+    let mut injected = FaultReport { at: now(), ..FaultReport::default() };
     match fault {
         Fault::Kill => sys::signal(group.process_id(victim), libc::SIGKILL),
         Fault::Stop => sys::signal(group.process_id(victim), libc::SIGSTOP),
-        Fault::Exit => played.at = inflict(group, victim, SelfFault::Exit)?,
-        Fault::Panic => played.at = inflict(group, victim, SelfFault::Panic)?,
-        Fault::Silent => played.at = inflict(group, victim, SelfFault::Silent)?,
-        Fault::Abort => played.at = inflict(group, victim, SelfFault::Abort)?,
-        Fault::Reset => played.at = inflict(group, victim, SelfFault::Reset)?,
-        Fault::Shutdown => played.at = inflict(group, victim, SelfFault::Shutdown)?,
+        Fault::Exit => injected.at = inflict(group, victim, SelfFault::Exit)?,
+        Fault::Panic => injected.at = inflict(group, victim, SelfFault::Panic)?,
+        Fault::Silent => injected.at = inflict(group, victim, SelfFault::Silent)?,
+        Fault::Abort => injected.at = inflict(group, victim, SelfFault::Abort)?,
+        Fault::Reset => injected.at = inflict(group, victim, SelfFault::Reset)?,
+        Fault::Shutdown => injected.at = inflict(group, victim, SelfFault::Shutdown)?,
         Fault::Busy => {
-            played.busy_ms = u64::try_from((times.liveness + Duration::from_millis(700)).as_millis()).unwrap_or(0);
-            played.at = inflict(group, victim, SelfFault::Busy(played.busy_ms))?;
+            injected.busy_ms = u64::try_from((times.liveness + Duration::from_millis(700)).as_millis()).unwrap_or(0);
+            injected.at = inflict(group, victim, SelfFault::Busy(injected.busy_ms))?;
         }
-        Fault::Cut => played.at = block(group, victim, others, true)?,
-        Fault::HalfOpen => played.at = block(group, victim, others, false)?,
+        Fault::Cut => injected.at = block(group, victim, others, true)?,
+        Fault::HalfOpen => injected.at = block(group, victim, others, false)?,
         Fault::Restart => {
             sys::signal(group.process_id(victim), libc::SIGKILL);
             // The outcome of the late process is not waited for.
             others.iter().for_each(|other| group.tell(*other, &Command::Go));
-            played.meet(group, std::slice::from_ref(like))?;
+            injected.meet(group, std::slice::from_ref(like))?;
         }
         Fault::Late => {
             let earlier = Join { epoch: like.epoch.saturating_sub(1), ..like.clone() };
             let foreign = Join { job: "another".into(), ..like.clone() };
             let stranger = Join { secret: secret()?, ..like.clone() };
-            played.meet(group, &[earlier, foreign, stranger])?;
+            injected.meet(group, &[earlier, foreign, stranger])?;
         }
         Fault::Leave => {}
     }
-    Ok(played)
+    Ok(injected)
 }
 
 impl FaultReport {

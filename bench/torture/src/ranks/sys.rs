@@ -127,7 +127,7 @@ impl Socket {
         let Socket { own, number, .. } = self;
         drop(own);
         // SAFETY: dup3 takes integers. It replaces the socket under its number by /dev/null, which its user then reads and writes
-        // instead: that is the fault to be played. Memory is not concerned.
+        // instead: that is the fault to be injected. Memory is not concerned.
         if unsafe { libc::dup3(nothing.as_raw_fd(), number, libc::O_CLOEXEC) } < 0 {
             return Err(io::Error::last_os_error());
         }

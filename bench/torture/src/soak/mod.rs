@@ -166,8 +166,8 @@ impl Soak {
             let (fault, victim) = self.choose(transport);
             let process = self.processes[victim];
             let others: Vec<Number> = self.processes.iter().copied().filter(|other| *other != process).collect();
-            let played = play::fault(fault, &mut self.group, process, &others, &joins[victim], &self.settings.times)?;
-            if let Some(why) = played.wrong_newcomer.clone() {
+            let injected = play::fault(fault, &mut self.group, process, &others, &joins[victim], &self.settings.times)?;
+            if let Some(why) = injected.wrong_newcomer.clone() {
                 episode.complaints.push(why);
             }
             if fault.is_harmless() {
@@ -180,7 +180,7 @@ impl Soak {
             }
             episode.fault = Some(fault);
             episode.victim = Some(victim);
-            self.observe(fault, victim, &played, episode)?;
+            self.observe(fault, victim, &injected, episode)?;
             return Ok(Instant::now() >= end);
         }
     }
@@ -190,7 +190,7 @@ impl Soak {
         &mut self,
         fault: Fault,
         victim: usize,
-        played: &FaultReport,
+        injected: &FaultReport,
         episode: &mut Episode,
     ) -> Result<(), BenchError> {
         let times = self.settings.times;
@@ -206,7 +206,7 @@ impl Soak {
                 lost.push(*rank);
                 continue;
             };
-            let (detection, wrong) = judge(fault, victim, bound, played.at, *rank, &ended);
+            let (detection, wrong) = judge(fault, victim, bound, injected.at, *rank, &ended);
             episode.detection_ms.push(detection.as_secs_f64() * 1e3);
             episode.complaints.extend(wrong);
             episode.said.extend(ended.error.map(|told| told.text));
