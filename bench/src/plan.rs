@@ -578,7 +578,6 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
     if let Some(rank) = cell.planted.as_ref().and_then(|planted| planted.rank).filter(|rank| *rank >= cell.ranks) {
         return Err(format!("axis planted: there is no rank {rank} of {}", cell.ranks));
     }
-    check_ends(&cell, &profile)?;
     let rung = cell.transport.parse::<Rung>().ok();
     if alone && !cell.alone || rung.is_some_and(Rung::is_in_memory) {
         (cell.link, cell.congestion) = (LOOPBACK.into(), DEFAULT.into());
@@ -586,7 +585,8 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
     if cell.link == LOOPBACK {
         cell.ends = None;
     }
-    check_link(&cell, &profile)?;
+    check_ends(&cell, &profile)?;
+    check_link(&cell)?;
     if !rung.is_some_and(Rung::has_packets) {
         cell.quic_mtu = None;
     }
@@ -613,14 +613,8 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
     Ok(cell)
 }
 
-/// Whether there can be such a link for its ranks: two ends, and one congestion control.
-fn check_link(cell: &Cell, profile: &Profile) -> Result<(), String> {
-    if cell.link == LOOPBACK || profile.carrier == Carrier::None {
-        return Ok(());
-    }
-    if cell.ends() < 2 {
-        return Err(format!("axis ends: the link {} has at least 2 ends, not {}", cell.link, cell.ends()));
-    }
+/// Whether its link has one congestion control.
+fn check_link(cell: &Cell) -> Result<(), String> {
     let own = if LinkOptions::is_one(&cell.link) { cell.link.parse::<LinkOptions>()?.congestion } else { None };
     match own {
         Some(own) if cell.congestion != DEFAULT => Err(format!(
@@ -708,10 +702,20 @@ fn check_ends(cell: &Cell, profile: &Profile) -> Result<(), String> {
             cell.ranks_per_node()
         ));
     }
-    if profile.carrier != Carrier::None && ends > MAX_ENDS {
+    if cell.link == LOOPBACK || profile.carrier == Carrier::None {
+        return Ok(());
+    }
+    if ends < 2 {
+        return Err(format!("axis ends: the link {} has at least 2 ends, not {ends}", cell.link));
+    }
+    if ends > MAX_ENDS {
         return Err(format!("axis ranks: the link {} has at most {MAX_ENDS} ends, not {ends}", cell.link));
     }
-    if let Some(last) = profile.unusual.keys().max().filter(|last| profile.carrier != Carrier::None && **last >= ends) {
+    let taken = cell.ranks.div_ceil(cell.ranks.div_ceil(ends));
+    if taken < ends {
+        return Err(format!("axis ends: {} ranks on {ends} ends leave {} without a rank", cell.ranks, ends - taken));
+    }
+    if let Some(last) = profile.unusual.keys().max().filter(|last| **last >= ends) {
         return Err(format!(
             "axis ranks: the link {} describes the end of rank {last}, and there are {ends}",
             cell.link
@@ -756,6 +760,16 @@ mod tests {
         };
         assert_eq!((count("single", NOBODY), count("ps", "shm")), (1, 1));
         assert_eq!((count("ps", "tcp"), count("ps", "quic")), (4, 8));
+    }
+
+    #[test]
+    fn one_device_beside_ranks_on_a_link_takes_none() {
+        let axes = "strategy = [\"single\", \"ddp\"]\nlink = [\"slow-rank\", \"1gbit,mtu=1500\"]\nends = 2\nranks = 4";
+        let cells = plan(axes).unwrap().cells;
+        let found: Vec<(&str, &str, Option<usize>)> =
+            cells.iter().map(|cell| (cell.strategy.as_str(), cell.link.as_str(), cell.ends)).collect();
+        let expected = [("single", LOOPBACK, None), ("ddp", "slow-rank", Some(2)), ("ddp", "1gbit,mtu=1500", Some(2))];
+        assert_eq!(found, expected);
     }
 
     #[test]
@@ -808,7 +822,10 @@ mod tests {
             ("planted = { ms = 5, rank = 7 }", "no rank 7"),
             ("steps = []", "axis steps"),
             ("wire = \"f64\"", "axis wire"),
+            ("link = \"wan\"\nends = 0", "axis ends"),
             ("link = \"wan\"\nends = 1", "axis ends"),
+            ("link = \"wan\"\nranks = 5\nends = 4\nbatch = 5", "leave 1 without a rank"),
+            ("link = \"slow-rank\"\nranks = 4\nends = 1", "axis ends"),
             ("link = \"1gbit,mtu=1500,congestion=bbr\"\ncongestion = \"cubic\"", "says bbr, and the plan cubic"),
             ("validation-batches = 4", "without validate-every"),
             ("validate-every = 5\nvalidation-batches = 0", "axis validation-batches"),
