@@ -412,6 +412,15 @@ impl Draft {
                 return Err(format!("the tables of `also` come to more than {MAX_CELLS} cells; split the plan"));
             }
         }
+        if let Some(Exclusion(table)) =
+            self.exclude.iter().find(|exclusion| !all.iter().any(|cell| exclusion.takes(cell)))
+        {
+            let one = |(axis, Values(values)): (&Axis, &Values)| {
+                format!("{axis} {}", values.iter().map(written).collect::<Vec<_>>().join(" or "))
+            };
+            let what = table.iter().map(one).collect::<Vec<_>>().join(", ");
+            return Err(format!("exclude: no cell has {what}; correct it, or leave it away"));
+        }
         let mut wanted = all;
         wanted.retain(|cell| !self.exclude.iter().any(|exclusion| exclusion.takes(cell)));
         // The same cell may come from several values that mean nothing to it.
@@ -788,8 +797,7 @@ mod tests {
         let validated = left("validate-every = [0, 5]", "validate-every = 0");
         assert_eq!(validated.iter().map(|cell| cell.validation.unwrap().every).collect::<Vec<_>>(), [5]);
         let axes = "validate-every = [0, 5]\nvalidation-batches = 3";
-        assert_eq!(left(axes, "validation-batches = 4").len(), 2);
-        assert_eq!(left(axes, "validation-batches = 3").len(), 1);
+        assert_eq!(left(axes, "validation-batches = [3, 4]").len(), 1);
         let scaled = left("loss-scaling = [\"off\", 1024]", "loss-scaling = \"off\"");
         assert_eq!(scaled.iter().map(|cell| cell.loss_scaling.as_deref()).collect::<Vec<_>>(), [Some("1024")]);
     }
@@ -833,6 +841,8 @@ mod tests {
             ("program = \"pytorch\"\nprecision = \"bf16\"", "axis precision"),
             ("strategy = \"ddp\"\n[[exclude]]\nstrategy = \"ddp\"", "nothing is left"),
             ("strategy = \"ddp\"\n[[exclude]]\nstrtegy = \"ddp\"", "strtegy"),
+            ("ranks = [2, 4]\n[[exclude]]\nranks = 4\nstrategy = \"dpp\"", "no cell has strategy dpp, ranks 4"),
+            ("validate-every = [0, 5]\n[[exclude]]\nvalidation-batches = 4", "no cell has validation-batches 4"),
         ];
         for (axes, expected) in cases {
             let why = plan(axes).unwrap_err();
