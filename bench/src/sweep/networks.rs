@@ -30,7 +30,7 @@ impl TestNetworks {
     /// status says why: `NotAvailable` where this machine cannot have it, `Failed` where something went wrong this time.
     ///
     /// # Errors
-    /// The user has had enough.
+    /// A signal asked to end.
     pub(super) fn of(&mut self, cell: &Cell) -> Result<Result<(&TestNetwork, Option<Probe>), Status>, Interrupted> {
         let key = key(cell);
         if self.networks.get(&key).is_some_and(|(network, _)| !network.is_alive()) {
