@@ -57,7 +57,7 @@ impl Torch {
     /// Looks whether `python` has what it takes.
     ///
     /// # Errors
-    /// What is missing, for the user, or that the user has had enough.
+    /// What is missing, for the user, or an end by a signal.
     pub(crate) fn find(python: &Path) -> Result<Self, RunError> {
         let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
         let script = folder.path().join("gpt2_torch.py");
@@ -71,7 +71,7 @@ impl Torch {
     /// Trains as the cell says, in processes of its own.
     ///
     /// # Errors
-    /// [`Interrupted`] when the user has had enough.
+    /// [`Interrupted`] when a signal asked to end.
     pub(crate) fn train(
         &self,
         job: &CellRun<'_>,

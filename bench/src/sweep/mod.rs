@@ -159,7 +159,7 @@ impl Job<'_> {
     /// Runs the plan; the records in the order of its cells, round by round.
     ///
     /// # Errors
-    /// Files that cannot be written, and that the user has had enough.
+    /// Files that cannot be written, and an end by a signal.
     pub(crate) fn records(self) -> Result<Vec<Record>, BenchError> {
         let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
         let out = self.out.unwrap_or(folder.path()).to_owned();
