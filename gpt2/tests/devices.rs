@@ -159,7 +159,10 @@ mod stand_in {
         assert_eq!(cuda["devices"][1]["compute_capability"], "9.0");
         assert_eq!(json["nvrtc"]["found"]["version"], "12.8");
         let said = refused(&["train", "--device", "cuda:2"], &[("LD_LIBRARY_PATH", path)]);
-        assert!(said.contains("--device cuda:2: no CUDA device has the number 2: this machine has 2 CUDA devices"), "{said}");
+        assert!(
+            said.contains("--device cuda:2: no CUDA device has the number 2: this machine has 2 CUDA devices"),
+            "{said}"
+        );
     }
 
     #[test]
