@@ -25,7 +25,7 @@ use crate::error::{Error, Result};
 use crate::folder::PrivateFolder;
 use crate::hex;
 use crate::job::{EXIT_ECHO, MAX_WORLD_SIZE, Secret, fill_random, other_launchers_variables, vars};
-use crate::printer::{self, PATIENCE, Printer};
+use crate::printer::{self, DRAIN_TIMEOUT, Printer};
 use crate::process;
 use crate::sys::{self, Waiter};
 
@@ -93,7 +93,7 @@ pub struct Launch {
     pub timeout: Option<Duration>,
     /// How long, at the end, to wait for the reader of the launcher's own output while it takes nothing. As long as it goes on reading,
     /// however slowly, all of it is written.
-    pub patience: Duration,
+    pub drain_timeout: Duration,
 }
 
 /// Where the output of ranks goes. No rank ever waits for the reader of the launcher's: up to 16 MiB are kept for it, then the oldest lines are
@@ -144,7 +144,7 @@ impl Launch {
             output: Output::Prefixed,
             grace: Duration::from_secs(3),
             timeout: None,
-            patience: PATIENCE,
+            drain_timeout: DRAIN_TIMEOUT,
         }
     }
 
@@ -195,9 +195,9 @@ impl Launch {
         };
         wait_for_output(&ends, open_streams, &moved, &mut stop);
         // After a signal the rest of the output is waited for only shortly, and not at all after a second one.
-        let patience = if interrupted_by.is_some() { self.patience.min(DRAIN) } else { self.patience };
+        let drain_timeout = if interrupted_by.is_some() { self.drain_timeout.min(DRAIN) } else { self.drain_timeout };
         for printer in [printer::stdout(), printer::stderr()] {
-            printer.finish_unless(patience, &mut stop);
+            printer.finish_unless(drain_timeout, &mut stop);
         }
         let interrupted_by = interrupted_by.or(again);
         let codes = running.ranks.iter().map(|rank| rank.status.map_or(0, code_of)).collect();

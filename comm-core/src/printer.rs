@@ -22,7 +22,7 @@ use rustix::io::Errno;
 use crate::sys;
 
 /// How long a program's end may wait for a reader that takes nothing.
-pub const PATIENCE: Duration = Duration::from_secs(10);
+pub const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Most bytes that wait for their reader.
 const CAPACITY: usize = 16 << 20;
@@ -56,12 +56,12 @@ pub fn stderr() -> &'static Printer {
 }
 
 /// [`Printer::finish`] for standard output and standard error. A program's end.
-pub fn finish(patience: Duration) {
-    stdout().finish(patience);
-    stderr().finish(patience);
+pub fn finish(drain_timeout: Duration) {
+    stdout().finish(drain_timeout);
+    stderr().finish(drain_timeout);
 }
 
-/// [`finish`] with the usual [patience](PATIENCE) when the result is dropped. The first thing that a program's `main` calls.
+/// [`finish`] with the usual [timeout](DRAIN_TIMEOUT) when the result is dropped. The first thing that a program's `main` calls.
 #[must_use = "what is printed is waited for when this is dropped"]
 pub fn at_end() -> FlushAtEnd {
     FlushAtEnd(())
@@ -73,7 +73,7 @@ pub struct FlushAtEnd(());
 
 impl Drop for FlushAtEnd {
     fn drop(&mut self) {
-        finish(PATIENCE);
+        finish(DRAIN_TIMEOUT);
     }
 }
 
@@ -127,23 +127,23 @@ impl Printer {
     }
 
     /// Waits until all that was printed is written, as long as the reader goes on taking some of it. Gives up, and returns false, when he has
-    /// taken nothing for `patience`; what is left may still be written later, if the program goes on.
-    pub fn finish(&self, patience: Duration) -> bool {
-        self.finish_unless(patience, &mut || false)
+    /// taken nothing for `drain_timeout`; what is left may still be written later, if the program goes on.
+    pub fn finish(&self, drain_timeout: Duration) -> bool {
+        self.finish_unless(drain_timeout, &mut || false)
     }
 
     /// As [`finish`](Printer::finish), and gives up at once when `stop` says so.
-    pub(crate) fn finish_unless(&self, patience: Duration, stop: &mut dyn FnMut() -> bool) -> bool {
+    pub(crate) fn finish_unless(&self, drain_timeout: Duration, stop: &mut dyn FnMut() -> bool) -> bool {
         let mut state = self.queue.lock();
         let mut taken = state.taken;
         let mut quiet = Duration::ZERO;
         while state.writing || !state.waiting.is_empty() {
-            if state.given_up || quiet >= patience || stop() {
+            if state.given_up || quiet >= drain_timeout || stop() {
                 state.given_up = true;
                 return false;
             }
             let look = Instant::now();
-            let wait = TICK.min(patience - quiet);
+            let wait = TICK.min(drain_timeout - quiet);
             state = self.queue.taken.wait_timeout(state, wait).unwrap_or_else(PoisonError::into_inner).0;
             // Time in which this process was stopped does not count: the reader was perhaps stopped with it.
             quiet += look.elapsed().min(2 * TICK);
@@ -388,7 +388,7 @@ mod tests {
     fn the_end_waits_for_a_slow_reader() {
         let (printer, mut reader) = pipe(CAPACITY);
         printer.print([&[b'x'; 300_000][..], b"\n"].concat());
-        // Its pauses are shorter than our patience, but all of it takes longer.
+        // Its pauses are shorter than our limit, but all of it takes longer.
         let slow = thread::spawn(move || {
             let (mut got, mut piece) = (0, [0; 4096]);
             while got < 300_001 {

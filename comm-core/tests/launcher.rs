@@ -25,7 +25,7 @@ const ROLE: &str = "LAUNCHER_TEST_ROLE";
 /// Which rank it happens to.
 const VICTIM: &str = "LAUNCHER_TEST_VICTIM";
 /// How long the launcher waits for its reader, in milliseconds.
-const PATIENCE: &str = "LAUNCHER_TEST_PATIENCE";
+const DRAIN_TIMEOUT: &str = "LAUNCHER_TEST_DRAIN_TIMEOUT";
 
 fn main() {
     if let Ok(role) = std::env::var(ROLE) {
@@ -33,8 +33,8 @@ fn main() {
             let plain = rank_role.strip_prefix("plain ");
             let mut launch = ranks(plain.unwrap_or(rank_role), 3);
             launch.output = if plain.is_some() { Output::RankZeroPlain } else { Output::Prefixed };
-            if let Ok(patience) = std::env::var(PATIENCE) {
-                launch.patience = Duration::from_millis(patience.parse().unwrap());
+            if let Ok(drain_timeout) = std::env::var(DRAIN_TIMEOUT) {
+                launch.drain_timeout = Duration::from_millis(drain_timeout.parse().unwrap());
             }
             let outcome = launch.run().unwrap();
             eprintln!("cause: {}", outcome.cause.unwrap_or_default());
@@ -411,8 +411,8 @@ fn plain_rank_zero() {
 }
 
 fn slow_reader() {
-    // The reader's pauses are shorter than the launcher's patience, but all of it takes longer.
-    let mut child = launcher("print much").env(PATIENCE, "800").spawn().unwrap();
+    // The reader's pauses are shorter than the launcher's limit, but all of it takes longer.
+    let mut child = launcher("print much").env(DRAIN_TIMEOUT, "800").spawn().unwrap();
     let mut stdout = child.stdout.take().unwrap();
     let (mut got, mut piece) = (Vec::new(), [0; 4096]);
     loop {
@@ -435,7 +435,7 @@ fn slow_reader() {
 }
 
 fn no_reader() {
-    let mut child = launcher("print much").env(PATIENCE, "300").spawn().unwrap();
+    let mut child = launcher("print much").env(DRAIN_TIMEOUT, "300").spawn().unwrap();
     assert_eq!(ended(&mut child), Some(0), "with 300 kB that nobody reads");
     let mut got = Vec::new();
     child.stdout.take().unwrap().read_to_end(&mut got).unwrap();
@@ -455,7 +455,7 @@ fn blocked_stdout() {
 }
 
 fn signal_while_printing() {
-    let mut child = launcher("print and say so").env(PATIENCE, "600000").spawn().unwrap();
+    let mut child = launcher("print and say so").env(DRAIN_TIMEOUT, "600000").spawn().unwrap();
     let mut stderr = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
     assert_eq!(stderr.by_ref().take(3).count(), 3);
     // The first may still have come to the ranks.
@@ -547,7 +547,7 @@ fn echo_of_who_does_not_end() {
 
 fn longest_times() {
     let mut launch = ranks("exit 3", 3);
-    (launch.grace, launch.timeout, launch.patience) = (Duration::MAX, Some(Duration::MAX), Duration::MAX);
+    (launch.grace, launch.timeout, launch.drain_timeout) = (Duration::MAX, Some(Duration::MAX), Duration::MAX);
     let outcome = launch.run().unwrap();
     assert_eq!((outcome.code, outcome.codes), (3, vec![0, 3, 0]));
 }

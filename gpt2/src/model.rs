@@ -243,7 +243,11 @@ impl Projection {
     fn forward(&self, x: Tensor<3>, kernels: Kernels<'_>) -> Tensor<3> {
         match kernels {
             Kernels::Fused(resident) => fused::linear(x, self.weight.val(), self.bias.val(), resident),
-            _ => linear(x, self.weight.val(), Some(self.bias.val())),
+            // In two dimensions: else the weight's gradient is first made for each row of the batch, and these are summed.
+            _ => {
+                let ([b, t, i], [_, o]) = (x.dims(), self.weight.dims());
+                linear(x.reshape([b * t, i]), self.weight.val(), Some(self.bias.val())).reshape([b, t, o])
+            }
         }
     }
 }

@@ -9,7 +9,9 @@ use crate::BenchError;
 
 /// A signal ended the run.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
-#[error("interrupted by signal {signal}; what was measured before is in the results")]
+#[error(
+    "interrupted by signal {signal}; the folder of results, if the command keeps one, holds what was measured before"
+)]
 pub struct Interrupted {
     pub signal: i32,
 }

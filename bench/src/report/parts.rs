@@ -27,7 +27,7 @@ const SHOWN: [(&str, &str, usize, bool); 9] = [
 const LEFT_OVER: f64 = 0.05;
 
 pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
-    if digest.cases.iter().all(|case| case.step.is_none()) {
+    if !digest.cases.iter().any(has_parts) {
         return;
     }
     page.section("parts", "Parts of a step", "What a step consists of");
@@ -39,11 +39,16 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     );
     unattributed(page, digest);
     super::findings::late_table(page, digest);
-    let timed = |cases: &[&Case<'_>]| cases.iter().any(|case| case.step.is_some());
+    let timed = |cases: &[&Case<'_>]| cases.iter().any(|case| has_parts(case));
     each_group(page, digest.groups_and_single(&[Axis::Strategy, Axis::Transport]), timed, |page, label, cases| {
         decomposition(page, label, cases);
         operations(page, cases);
     });
+}
+
+/// Whether its steps were watched, so that their parts are known.
+fn has_parts(case: &Case<'_>) -> bool {
+    case.mean("total").is_some()
 }
 
 fn several_transports(cases: &[&Case<'_>]) -> bool {
@@ -54,7 +59,7 @@ fn decomposition(page: &mut Page, label: &str, cases: &[&Case<'_>]) {
     let names = SHOWN.map(|(name, ..)| name);
     let parts = SHOWN.map(|(_, called, colour, hatched)| (called.to_string(), colour, hatched)).to_vec();
     let transports = several_transports(cases);
-    let mut sorted: Vec<&&Case<'_>> = cases.iter().filter(|case| case.step.is_some()).collect();
+    let mut sorted: Vec<&&Case<'_>> = cases.iter().filter(|case| has_parts(case)).collect();
     sorted.sort_by_key(|case| super::order::known(&super::order::STRATEGIES, &case.cell.strategy));
     let group = |case: &&&Case<'_>| Group {
         name: name(case, transports),

@@ -19,11 +19,13 @@ pub(super) struct TestNetworks {
     /// Whether each is measured when it is made.
     probe: bool,
     networks: HashMap<Key, (TestNetwork, Option<Probe>)>,
+    /// Those that this machine cannot have, and why.
+    unavailable: HashMap<Key, String>,
 }
 
 impl TestNetworks {
     pub(super) fn new(probe: bool) -> Self {
-        TestNetworks { probe, networks: HashMap::new() }
+        TestNetworks { probe, networks: HashMap::new(), unavailable: HashMap::new() }
     }
 
     /// The network that a cell goes over, with what was measured of it. One whose emulator has died is made anew. Where there is none, the
@@ -33,6 +35,9 @@ impl TestNetworks {
     /// A signal asked to end.
     pub(super) fn of(&mut self, cell: &Cell) -> Result<Result<(&TestNetwork, Option<Probe>), Status>, Interrupted> {
         let key = key(cell);
+        if let Some(why) = self.unavailable.get(&key) {
+            return Ok(Err(Status::NotAvailable(why.clone())));
+        }
         if self.networks.get(&key).is_some_and(|(network, _)| !network.is_alive()) {
             self.networks.remove(&key);
         }
@@ -45,6 +50,7 @@ impl TestNetworks {
             Entry::Vacant(new) => match make(new.key(), self.probe) {
                 Ok(made) => new.insert(made),
                 Err(RunError::Failed(why)) if TestNetwork::unavailable().is_some() => {
+                    self.unavailable.insert(new.key().clone(), why.clone());
                     return Ok(Err(Status::NotAvailable(why)));
                 }
                 Err(error) => return Ok(Err(status(error)?)),

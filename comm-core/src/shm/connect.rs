@@ -17,7 +17,7 @@ use super::ShmOptions;
 use super::exchange::TransportState;
 use super::layout::{Layout, PROOF_LEN};
 use super::sys::{MEMORY_NAME, Segment};
-use crate::control::{Control, ControlExt};
+use crate::control::{Control, ControlExt, RankResult};
 use crate::deadline::Deadline;
 use crate::descriptors;
 use crate::error::{Error, Result};
@@ -45,9 +45,6 @@ struct MachineId {
     /// The processes that see each other's numbers.
     pid_namespace: (u64, u64),
 }
-
-/// What a rank has, or why it has none.
-type RankResult<T> = std::result::Result<T, String>;
 
 /// Makes this rank's memory, opens that of all others, and returns once every rank has done so. From then on the memory belongs to
 /// the ranks alone and goes with the last of them.

@@ -112,7 +112,8 @@ impl Metric {
         }
     }
 
-    /// The run's figure, from the steps after the first `cut`; `None` where it has none.
+    /// The run's figure, from the steps after the first `cut`; `None` where it has none. Of a run whose steps nobody watched, step time and
+    /// throughput are the medians that the trainer itself gives.
     pub fn of(self, record: &Record, over: Over, cut: usize) -> Option<RunValue> {
         let measured = record.measured.as_ref()?;
         let counted = |value: f64| value.is_finite().then(|| RunValue::counted(record.round, value));
@@ -121,11 +122,15 @@ impl Metric {
             Metric::Bytes => counted(measured.ranks.iter().filter_map(|rank| rank.payload_bytes).max()? as f64),
             Metric::Loss => counted((*measured.losses.last()?)?),
             Metric::Memory => counted(measured.ranks.iter().map(|rank| rank.peak_rss_bytes).max()? as f64 / 1e6),
-            Metric::Step => settled(&record.step_ms()),
+            Metric::Step => {
+                let trainer = || counted(measured.trained.as_ref()?.step_ms?);
+                settled(&record.step_ms()).or_else(trainer)
+            }
             Metric::Tokens => {
                 let tokens = measured.tokens_per_step as f64;
                 let a_second = |ms: &f64| (*ms > 0.0).then(|| tokens / ms * 1e3);
-                settled(&record.step_ms().iter().map(a_second).collect::<Option<Vec<_>>>()?)
+                let trainer = || counted(measured.trained.as_ref()?.tokens_per_s?);
+                settled(&record.step_ms().iter().map(a_second).collect::<Option<Vec<_>>>()?).or_else(trainer)
             }
             part => settled(&part.over(&measured.ranks, over, cut)?),
         }
@@ -179,6 +184,7 @@ impl fmt::Display for Metric {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::record::Trained;
     use crate::stats::summary::made_up::{cell, record};
 
     #[test]
@@ -198,6 +204,16 @@ mod tests {
         assert_eq!(Metric::Waits.over(&opposed, Over::Longest, 0), Some(vec![27.0; 8]));
         assert_eq!(value(Metric::Bytes, Over::Mean), Some(1000.0));
         assert_eq!(value(Metric::Loss, Over::Mean), Some(3.5));
+        // Of steps that nobody watched the trainer's own medians.
+        let mut unwatched = record.clone();
+        let measured = unwatched.measured.as_mut().unwrap();
+        measured.ranks.iter_mut().for_each(|rank| rank.steps = Steps::default());
+        assert_eq!(Metric::Step.of(&unwatched, Over::Mean, 0), None);
+        let measured = unwatched.measured.as_mut().unwrap();
+        measured.trained = Some(Trained { step_ms: Some(12.0), tokens_per_s: Some(99.0), ..Trained::default() });
+        let told = |metric: Metric| metric.of(&unwatched, Over::Mean, 0).map(|run| (run.value, run.error));
+        assert_eq!((told(Metric::Step), told(Metric::Tokens)), (Some((12.0, 0.0)), Some((99.0, 0.0))));
+        assert_eq!(told(Metric::Exposed), None);
         assert_eq!(value(Metric::Memory, Over::Mean), Some(8.0));
     }
 
