@@ -14,7 +14,9 @@ use rig::BenchError;
 use rig::check::{between, even_batch};
 use rig::environment::Environment;
 use rig::folder::results_folder;
+use rig::link::Profile;
 use rig::rank::{TaskArgs, load_text};
+use rig::record::LOOPBACK;
 use rig::signal::Signals;
 
 use crate::collectives::CollectivesArgs;
@@ -28,6 +30,9 @@ use crate::peers::PeersArgs;
 use crate::report::ReportArgs;
 use crate::setup::Setup;
 use crate::sweep::SweepArgs;
+
+/// Rounds without which nothing is told apart.
+const ROUNDS: u32 = 3;
 
 /// Measures each training strategy over each transport of this machine.
 #[derive(Debug, Parser)]
@@ -59,9 +64,19 @@ pub(crate) struct Args {
     /// Optimizer steps of a run.
     #[arg(long, default_value_t = 12)]
     steps: u64,
-    /// How often each cell of the matrix runs; differences are told from chance from 3 rounds on.
-    #[arg(long, default_value_t = 3)]
-    rounds: u32,
+    /// Links, separated by commas: names of profiles or files of one (see `bench links --help`). Transports through memory go over none.
+    #[arg(long, value_delimiter = ',', default_value = "loopback,lan-1g,wan")]
+    links: Vec<String>,
+    /// How often each cell of the matrix runs. [default: 3 times, and then as often as --budget allows]
+    #[arg(long, conflicts_with = "budget")]
+    rounds: Option<u32>,
+    /// Time for the matrix, such as 90s or 5m: what is left after 3 rounds goes to cells that are not told apart yet. The first round is
+    /// always finished.
+    #[arg(long, default_value = "3m", value_parser = budget)]
+    budget: Duration,
+    /// Print a line for each cell, with throughput, payload, loss and memory.
+    #[arg(long)]
+    table: bool,
     /// Sequences a step, over all ranks; a multiple of --ranks.
     #[arg(long, default_value_t = 12)]
     batch: usize,
@@ -107,10 +122,16 @@ pub(crate) enum Command {
 }
 
 impl Args {
+    /// Whether any cell goes over more than loopback.
+    pub(crate) fn goes_over_links(&self) -> bool {
+        self.links.iter().any(|link| link != LOOPBACK)
+    }
+
     pub(crate) fn check(&self) -> Result<Setup, BenchError> {
         between("--ranks", &self.ranks, 1..=MAX_RANKS_HERE)?;
+        let rounds = self.rounds.unwrap_or(ROUNDS);
         let at_least_one =
-            [("--steps", self.steps), ("--rounds", self.rounds.into()), ("--cell-timeout", self.cell_timeout)];
+            [("--steps", self.steps), ("--rounds", rounds.into()), ("--cell-timeout", self.cell_timeout)];
         for (name, value) in at_least_one {
             if value == 0 {
                 return Err(format!("{name} must be at least 1").into());
@@ -120,6 +141,8 @@ impl Args {
         if let Some(threads) = &self.threads {
             between("--threads", threads, 1..=MAX_THREADS)?;
         }
+        let links = self.links.iter().map(|name| Profile::find(name).map(|_| name.clone()));
+        let links = links.collect::<Result<Vec<_>, _>>().map_err(|why| format!("--links: {why}"))?;
         let out = results_folder(self.out.clone(), "run")?;
         // Rows of an earlier run are hours of somebody's time.
         if let Some(old) = ["results.jsonl", "proof.jsonl"].iter().map(|name| out.join(name)).find(|path| path.exists())
@@ -137,7 +160,10 @@ impl Args {
             ranks: self.ranks,
             preset: self.preset,
             steps: self.steps,
-            rounds: self.rounds,
+            rounds,
+            budget: self.rounds.is_none().then_some(self.budget),
+            links,
+            table: self.table,
             batch: self.batch,
             seed: self.seed,
             wire: self.wire,
@@ -146,5 +172,33 @@ impl Args {
             environment: Environment::read(),
             signals: Signals::catch()?,
         })
+    }
+}
+
+/// A time from `90s`, `5m` or a plain number of seconds.
+fn budget(text: &str) -> Result<Duration, String> {
+    const UNITS: [(&str, f64); 4] = [("h", 3600.0), ("m", 60.0), ("s", 1.0), ("", 1.0)];
+    let of = |(unit, seconds): (&str, f64)| Some(text.strip_suffix(unit)?.trim().parse::<f64>().ok()? * seconds);
+    let seconds = UNITS.into_iter().find_map(of).ok_or_else(|| "write for example 90s or 5m".to_string())?;
+    if !(0.0..=86_400.0).contains(&seconds) {
+        return Err("0s to 24h are possible".into());
+    }
+    Ok(Duration::from_secs_f64(seconds))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_budget_has_a_unit_or_is_in_seconds() {
+        let seconds = |text: &str| budget(text).map(|budget| budget.as_secs_f64());
+        assert_eq!(
+            [seconds("90s"), seconds("1.5m"), seconds("1h"), seconds("7")],
+            [Ok(90.0), Ok(90.0), Ok(3600.0), Ok(7.0)]
+        );
+        for wrong in ["", "m", "-1s", "5 days", "nan", "25h"] {
+            assert!(seconds(wrong).is_err(), "{wrong}");
+        }
     }
 }

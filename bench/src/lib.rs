@@ -33,7 +33,9 @@ use std::process::ExitCode;
 use clap::Parser;
 use gpt2::cli::{complain, say};
 use gpt2::memory::{Category, set_thread_default};
-use rig::{BenchError, debug, outcome, rank};
+use rig::link::{TestNetwork, gain_namespaces};
+use rig::record::LOOPBACK;
+use rig::{BenchError, debug, machine, outcome, rank};
 
 use args::{Args, Command};
 
@@ -75,7 +77,24 @@ pub fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<ExitCode, BenchError> {
     debug::refuse_timings(args.allow_debug)?;
-    let setup = args.check()?;
+    if args.goes_over_links() {
+        gain_namespaces();
+    }
+    let mut setup = args.check()?;
+    if args.goes_over_links()
+        && let Some(why) = TestNetwork::unavailable()
+    {
+        setup.links.retain(|link| link == LOOPBACK);
+        if setup.links.is_empty() {
+            return Err(format!("--links: {why}").into());
+        }
+        say(format_args!("over loopback alone, since there can be no emulated links here: {why}"));
+    }
+    if let Some(busy) = machine::busy() {
+        say(format_args!(
+            "note: {busy}; on a busy machine times are longer and small differences cannot be seen: stop what runs beside"
+        ));
+    }
     say(format_args!("text: {}", setup.corpus.describe()));
     say(format_args!("machine: {}", setup.environment.one_line()));
     say(format_args!("results: {}", setup.out.display()));

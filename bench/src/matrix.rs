@@ -1,4 +1,4 @@
-//! Every strategy over every transport.
+//! Every strategy over every transport and link.
 
 use std::collections::BTreeSet;
 use std::process::ExitCode;
@@ -6,9 +6,9 @@ use std::process::ExitCode;
 use gpt2::cli::say;
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
-use isocomm::TransportKind;
+use isocomm::{Rung, TransportKind};
 use rig::BenchError;
-use rig::record::{Cell, NOBODY};
+use rig::record::{Cell, LOOPBACK, NOBODY};
 use rig::results;
 use rig::training::TextSource;
 
@@ -22,7 +22,7 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
     let model = setup.preset.config(setup.corpus.vocab_size());
     say(format_args!(
         "\nmatrix: {} ({:.2} M parameters, bytes), {} ranks × {} thread(s), {} sequences of {} tokens a step, {} steps, \
-         {} round(s), wire {}",
+         {} round(s){}, wire {}; links: {}",
         setup.preset,
         model.parameter_count() as f64 / 1e6,
         setup.ranks,
@@ -31,7 +31,9 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
         model.block_size,
         setup.steps,
         setup.rounds,
-        setup.wire
+        setup.budget.map_or(String::new(), |budget| format!(" and more within {} s", budget.as_secs())),
+        setup.wire,
+        setup.links.join(", ")
     ));
     let sweep = Sweep {
         plan: plan(setup),
@@ -45,23 +47,26 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
         environment: setup.environment.clone(),
         signals: setup.signals.clone(),
         torch: Err("the matrix has no cell for it".into()),
+        budget: setup.budget,
     };
     let sound = sweep.run(&BTreeSet::new())? == ExitCode::SUCCESS;
-    let results = results::read_records(&setup.out)?;
-    say(format_args!("{}", table::render(&sweep.plan.cells, &results.records)));
-    say(format_args!(
-        "step and exposed: medians over steps and rounds; exposed: how long a step waits for communication, late ranks and the scalars \
-         of loss and norm included, on the rank where it is longest"
-    ));
+    if setup.table {
+        let results = results::read_records(&setup.out)?;
+        say(format_args!("\n{}", table::render(&sweep.plan.cells, &results.records)));
+        say(format_args!(
+            "step and exposed: medians over steps and rounds; exposed: how long a step waits for communication, late ranks and the \
+             scalars of loss and norm included, on the rank where it is longest"
+        ));
+    }
     sweep.report()?;
     Ok(sound)
 }
 
 fn plan(setup: &Setup) -> Plan {
-    let transport = |transport: &TransportKind| transport.to_string();
-    let cell = |strategy: StrategyKind, transport: String, ranks: usize| Cell {
+    let cell = |strategy: StrategyKind, transport: String, link: &str, ranks: usize| Cell {
         strategy: strategy.to_string(),
         transport,
+        link: link.into(),
         ranks,
         wire: setup.wire.to_string(),
         seed: setup.seed,
@@ -75,7 +80,7 @@ fn plan(setup: &Setup) -> Plan {
     for strategy in &setup.strategies {
         let ranks = match strategy {
             StrategyKind::Single => {
-                cells.push(cell(*strategy, NOBODY.into(), 1));
+                cells.push(cell(*strategy, NOBODY.into(), LOOPBACK, 1));
                 continue;
             }
             // Two nodes of two ranks are the least that has two levels.
@@ -84,7 +89,10 @@ fn plan(setup: &Setup) -> Plan {
             }
             _ => setup.ranks,
         };
-        cells.extend(setup.transports.iter().map(transport).map(|transport| cell(*strategy, transport, ranks)));
+        for transport in &setup.transports {
+            let links = setup.links.iter().filter(|link| *link == LOOPBACK || !Rung::from(*transport).is_in_memory());
+            cells.extend(links.map(|link| cell(*strategy, transport.to_string(), link, ranks)));
+        }
     }
     Plan {
         name: "matrix".into(),

@@ -22,6 +22,12 @@ pub(crate) struct Setup {
     pub(crate) preset: Preset,
     pub(crate) steps: u64,
     pub(crate) rounds: u32,
+    /// Time for rounds beyond these, in cells that are not told apart.
+    pub(crate) budget: Option<Duration>,
+    /// Links whose cells are measured, by name.
+    pub(crate) links: Vec<String>,
+    /// Whether each cell gets a line of the last table.
+    pub(crate) table: bool,
     pub(crate) batch: usize,
     pub(crate) seed: u64,
     pub(crate) wire: Precision,

@@ -40,6 +40,8 @@ fn every_strategy_over_every_transport_gives_a_row() {
     let arguments = [
         "--allow-debug",
         "--skip-proof",
+        "--links",
+        "loopback",
         "--preset",
         "micro",
         "--rounds",
@@ -93,6 +95,49 @@ fn every_strategy_over_every_transport_gives_a_row() {
 }
 
 #[test]
+fn links_are_measured_where_there_can_be_some_and_the_answer_fits_the_screen() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    let arguments = [
+        "--allow-debug",
+        "--skip-proof",
+        "--preset",
+        "micro",
+        "--steps",
+        "6",
+        "--batch",
+        "4",
+        "--data",
+        &data,
+        "--out",
+        "results",
+        "--links",
+        "loopback,lan-1g",
+        "--strategies",
+        "ddp,ring",
+        "--transports",
+        "shm,tcp-raw",
+        "--budget",
+        "0s",
+    ];
+    let output = bench(&arguments, folder.path());
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    let rows = rows(&folder.path().join("results/results.jsonl"));
+    let alone = said.contains("over loopback alone, since");
+    // Memory goes over no link, and without time there is one round.
+    assert_eq!(rows.len(), if alone { 4 } else { 6 }, "{said}");
+    assert!(rows.iter().all(|row| row["round"] == 1 && row["status"]["kind"] == "ok"), "{said}");
+    let answer = &said[said.find("On loopback").unwrap()..said.find("\nrows: ").unwrap()];
+    assert!(answer.lines().all(|line| line.chars().count() <= 80), "{answer}");
+    assert!(answer.contains("the shortest step is") && answer.contains("3 are needed"), "{answer}");
+    assert_eq!(answer.contains("On lan-1g (1 Gbit/s"), !alone, "{answer}");
+    for name in ["\nddp ", "\nring "] {
+        assert!(answer.contains(name), "{answer}");
+    }
+}
+
+#[test]
 fn the_proof_is_written_and_holds() {
     let folder = tempfile::tempdir().unwrap();
     let data = text(folder.path());
@@ -110,6 +155,8 @@ fn the_proof_is_written_and_holds() {
         &data,
         "--out",
         "results",
+        "--links",
+        "loopback",
         "--strategies",
         "single,ring",
         "--transports",
@@ -137,6 +184,9 @@ fn wrong_arguments_are_one_clear_error_each() {
     fs::write(folder.path().join("earlier/results.jsonl"), "{}\n").unwrap();
     let cases: &[(&[&str], &str)] = &[
         (&["--no-such-flag"], "--no-such-flag"),
+        (&["--links", "moon"], "moon"),
+        (&["--budget", "soon"], "90s or 5m"),
+        (&["--budget", "5m", "--rounds", "3"], "--rounds"),
         (&["--strategies", "telepathy"], "telepathy"),
         (&["--transports", "pigeon"], "pigeon"),
         (&["--ranks", "0"], "--ranks 0"),

@@ -66,7 +66,8 @@ fn gpt2_trains_over_it() {
 fn bench_measures_it() {
     let folder = tempfile::tempdir().unwrap();
     let data = text(folder.path());
-    let arguments = ["--allow-debug", "--skip-proof", "--rounds", "1", "--steps", "3", "--preset", "micro"];
+    let arguments =
+        ["--allow-debug", "--skip-proof", "--links", "loopback", "--rounds", "1", "--steps", "3", "--preset", "micro"];
     let run =
         ["--batch", "4", "--strategies", "ddp", "--transports", "sockets,tcp", "--data", &data, "--out", "results"];
     let output = program(folder.path(), &[&arguments[..], &run].concat());

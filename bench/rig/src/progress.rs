@@ -1,6 +1,7 @@
 //! Progress on the terminal.
 
-use indicatif::{ProgressBar, ProgressFinish, ProgressStyle};
+pub use indicatif::ProgressBar;
+use indicatif::{ProgressFinish, ProgressStyle};
 
 /// A bar on a terminal; elsewhere nothing.
 pub fn bar(len: usize) -> ProgressBar {

@@ -20,6 +20,36 @@ pub fn columns<const N: usize>(header: &[&str; N], lines: &[[String; N]], names:
     std::iter::once(&header).chain(lines).map(join).collect::<Vec<_>>().join("\n")
 }
 
+/// Lines under a header, of any number of columns; the first is a name, to the left, the others are figures, to the right.
+pub fn grid(header: &[String], lines: &[Vec<String>]) -> String {
+    let all = || std::iter::once(header).chain(lines.iter().map(Vec::as_slice));
+    let width = |column: usize| all().filter_map(|line| line.get(column)).map(|cell| cell.chars().count()).max();
+    let widths: Vec<usize> = (0..header.len()).map(|column| width(column).unwrap_or(0)).collect();
+    let join = |line: &[String]| {
+        let cells = line.iter().zip(&widths).enumerate().map(|(index, (cell, width))| match index {
+            0 => format!("{cell:<width$}"),
+            _ => format!("{cell:>width$}"),
+        });
+        cells.collect::<Vec<_>>().join("  ").trim_end().to_string()
+    };
+    all().map(join).collect::<Vec<_>>().join("\n")
+}
+
+/// The text with a new line wherever the next word would go beyond this many columns.
+pub fn wrapped(text: &str, width: usize) -> String {
+    let mut lines: Vec<String> = Vec::new();
+    for word in text.split_whitespace() {
+        match lines.last_mut() {
+            Some(line) if line.chars().count() + 1 + word.chars().count() <= width => {
+                line.push(' ');
+                line.push_str(word);
+            }
+            _ => lines.push(word.to_string()),
+        }
+    }
+    lines.join("\n")
+}
+
 /// `12.3 (11.9-13.0)`: the median, the least and the most.
 pub fn spread(values: &[f64], digits: usize) -> String {
     let least = values.iter().copied().min_by(f64::total_cmp);
@@ -48,6 +78,15 @@ mod tests {
     fn names_stand_left_and_figures_right() {
         let lines = [["a".to_string(), "1.0".into()], ["long".into(), "10.0".into()]];
         assert_eq!(columns(&["name", "ms"], &lines, 1), "name    ms\na      1.0\nlong  10.0");
+    }
+
+    #[test]
+    fn long_texts_are_wrapped_between_words_and_grids_take_any_number_of_columns() {
+        assert_eq!(wrapped("one two  three four", 9), "one two\nthree\nfour");
+        assert_eq!((wrapped("", 9).as_str(), wrapped("incomparably", 4).as_str()), ("", "incomparably"));
+        let line = |cells: &[&str]| cells.iter().map(|cell| (*cell).to_string()).collect::<Vec<_>>();
+        let lines = [line(&["ddp", "1.0", "20"]), line(&["fsdp", "10.0", "-"])];
+        assert_eq!(grid(&line(&["", "lan", "wan"]), &lines), "       lan  wan\nddp    1.0   20\nfsdp  10.0    -");
     }
 
     #[test]

@@ -16,6 +16,7 @@ mod maps;
 mod order;
 mod parts;
 mod scaling;
+mod screen;
 mod setup;
 #[cfg(test)]
 mod synthetic;
@@ -64,8 +65,14 @@ pub(crate) fn run(args: &ReportArgs) -> Result<ExitCode, BenchError> {
         Some(out) => write_to(&results, &folder, out)?,
         None => write(&results, &folder)?,
     };
+    say(format_args!("{}\n", screen(&results, &planned(&folder).0.cells)));
     say(format_args!("report: {}", page.display()));
     Ok(ExitCode::SUCCESS)
+}
+
+/// The answer in a few lines for a terminal.
+pub(crate) fn screen(results: &Results, planned: &[Cell]) -> String {
+    screen::text(&Digest::of(results, planned))
 }
 
 /// Writes the page of the results that lie in `folder` into it, and returns its path.

@@ -87,6 +87,19 @@ fn a_sweep_becomes_a_page_with_all_sections() {
 }
 
 #[test]
+fn the_answer_on_a_terminal_is_sentences_and_a_table() {
+    let text = screen(&results(sweep(&["tcp", "quic"], &[2], 3)), &[]);
+    assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
+    assert!(text.contains("a step of ddp over tcp takes") && text.contains("times as long."), "{text}");
+    assert!(text.contains("QUIC beside ZeroMQ over TCP: on "), "{text}");
+    assert!(text.contains("Step in ms over tcp, and the share of it that waits for the network:"), "{text}");
+    assert!(text.contains("Without figures: 1 cell"), "{text}");
+    let few = screen(&results(sweep(&["tcp"], &[2], 1)), &[]);
+    assert!(few.contains("after 1 round it is not known whether that is chance"), "{few}");
+    assert_eq!(screen(&results(Vec::new()), &[]), "No cell has figures.");
+}
+
+#[test]
 fn cells_of_the_plan_that_were_not_reached_are_shown() {
     let mut records = sweep(&["tcp", "quic"], &[2], 3);
     let cells: Vec<Cell> = records.iter().map(|record| record.cell.clone()).collect();

@@ -3,12 +3,14 @@
 mod networks;
 mod order;
 mod tokens;
+mod undecided;
 
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 use gpt2::cli::say;
 use rig::BenchError;
@@ -17,8 +19,8 @@ use rig::environment::Environment;
 use rig::folder::{read_small, results_folder};
 use rig::link::{TestNetwork, gain_namespaces};
 use rig::outcome;
-use rig::progress::bar;
-use rig::record::{Cell, Record, Status, Trainer};
+use rig::progress::{ProgressBar, bar};
+use rig::record::{Axis, Cell, Record, Status, Trainer};
 use rig::results::{self, HEADER, PLAN, Results, TRACES};
 use rig::signal::Signals;
 use rig::stats::Metric;
@@ -70,7 +72,12 @@ pub(crate) struct Sweep {
     pub(crate) signals: Signals,
     /// PyTorch, for cells that it trains, or why there is none.
     pub(crate) torch: Result<Torch, String>,
+    /// Until when cells that are not told apart get further rounds, beyond those of the plan. From the second round on it ends those, too.
+    pub(crate) budget: Option<Duration>,
 }
+
+/// Most rounds of a cell.
+const MOST_ROUNDS: u32 = 30;
 
 /// Name of the file that keeps other sweeps out of a folder.
 const LOCK: &str = "lock";
@@ -121,7 +128,7 @@ pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
         begin(&out, ", or go on with it with --resume")?;
     }
     Header { rounds: plan.rounds, ..header }.write(&out)?;
-    let sweep = Sweep { plan, text: source, out, environment, signals, torch };
+    let sweep = Sweep { plan, text: source, out, environment, signals, torch, budget: None };
     sweep.introduce();
     let earlier = if args.resume { sweep.earlier(args.retry)? } else { BTreeSet::new() };
     let outcome = sweep.run(&earlier);
@@ -169,7 +176,7 @@ impl Job<'_> {
         let header = Header { plan: self.draft.text()?, rounds: plan.rounds, text: self.text.description.clone() };
         header.write(&out)?;
         let Job { text, signals, torch, .. } = self;
-        let sweep = Sweep { plan, text, out, environment: Environment::read(), signals, torch };
+        let sweep = Sweep { plan, text, out, environment: Environment::read(), signals, torch, budget: None };
         sweep.run(&BTreeSet::new())?;
         let mut records = results::read_records(&sweep.out)?.records;
         let place = |record: &Record| sweep.plan.cells.iter().position(|cell| *cell == record.cell);
@@ -293,81 +300,140 @@ impl Sweep {
 
     /// Runs what has not been run; false in the exit code if a cell that could have run did not, or sent what no formula says.
     pub(crate) fn run(&self, earlier: &BTreeSet<(Cell, u32)>) -> Result<ExitCode, BenchError> {
-        let Plan { name, rounds, timeout, watched, cells, .. } = &self.plan;
+        let Plan { name, rounds, watched, cells, .. } = &self.plan;
         if *watched {
             let traces = self.out.join(TRACES);
             fs::create_dir_all(&traces).map_err(|error| format!("{}: {error}", traces.display()))?;
         }
-        let mut file = Appending::open(&self.out.join(results::FILE))?;
-        let mut networks = TestNetworks::new(self.plan.probe);
         let bar = bar(cells.len() * *rounds as usize);
-        let axes = Cell::varied(cells.iter());
-        let (mut position, mut sound) = (0, true);
+        let mut course = Course {
+            sweep: self,
+            file: Appending::open(&self.out.join(results::FILE))?,
+            networks: TestNetworks::new(self.plan.probe),
+            axes: Cell::varied(cells.iter()),
+            end: self.budget.map(|budget| Instant::now() + budget),
+            bar,
+            position: 0,
+            sound: true,
+        };
         let seed = order::seed(name);
         for round in 1..=*rounds {
-            for index in order::order(cells, seed, round) {
-                let cell = &cells[index];
-                bar.set_message(format!("round {round}: {}", cell.label(&axes)));
-                position += 1;
-                if earlier.contains(&(cell.clone(), round)) {
-                    bar.inc(1);
-                    continue;
-                }
-                self.signals.check()?;
-                let job = CellRun {
-                    plan: name,
-                    round,
-                    position: position - 1,
-                    timeout: *timeout,
-                    watched: *watched,
-                    text: &self.text,
-                    environment: &self.environment,
-                    out: &self.out,
-                    signals: &self.signals,
-                    trace: (*watched && round == 1).then(|| self.out.join(TRACES).join(trace_name(index))),
-                };
-                let (network, probe) = match networks.of(cell)? {
-                    Ok((network, probe)) => (Ok(network), probe),
-                    Err(status) => (Err(status), None),
-                };
-                let mut record = match cell.program {
-                    Trainer::Ours => job.run(cell, network)?,
-                    Trainer::Pytorch => job.run_by(cell, network, |network| match &self.torch {
-                        Ok(torch) => torch.train(&job, cell, network),
-                        Err(why) => Ok(Err(Status::NotAvailable(why.clone()))),
-                    })?,
-                };
-                if let Some(measured) = &mut record.measured {
-                    measured.link.probe = probe;
-                }
-                sound &= is_sound(&record);
-                file.append(&record)?;
-                if let Status::Failed(why) | Status::TimedOut(why) = &record.status {
-                    bar.suspend(|| say(format_args!("round {round}: {}: {why}", cell.label(&axes))));
-                }
-                bar.inc(1);
-            }
+            course.round(round, &order::order(cells, seed, round), earlier)?;
         }
-        bar.finish_and_clear();
+        for round in rounds + 1..=MOST_ROUNDS {
+            if !course.has_time(round) {
+                break;
+            }
+            let records = results::read_records(&self.out)?.records;
+            let undecided = undecided::undecided(&records);
+            let mut order = order::order(cells, seed, round);
+            order.retain(|index| undecided.contains(&cells[*index]));
+            if order.is_empty() {
+                break;
+            }
+            course.bar.inc_length(order.len() as u64);
+            course.round(round, &order, earlier)?;
+        }
+        course.bar.finish_and_clear();
         self.signals.check()?;
-        Ok(if sound { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+        Ok(if course.sound { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
 
     /// Says what came out, and writes the report.
     fn tell(&self) -> Result<(), BenchError> {
         let results = results::read_records(&self.out)?;
         if let Some(prices) = price_list(&results.records, Metric::Step).render() {
-            say(format_args!("\n{prices}\n"));
+            say(format_args!("\n{prices}"));
         }
         self.report()
     }
 
-    /// Writes the report of what there is.
+    /// Says the answer, and writes the report of what there is.
     pub(crate) fn report(&self) -> Result<(), BenchError> {
         let results = results::read_records(&self.out)?;
+        say(format_args!("\n{}\n", crate::report::screen(&results, &self.plan.cells)));
         let path = crate::report::write(&results, &self.out)?;
         say(format_args!("rows: {}", self.out.join(results::FILE).display()));
         say(format_args!("report: {}", path.display()));
+        Ok(())
+    }
+}
+
+/// A sweep under way.
+struct Course<'s> {
+    sweep: &'s Sweep,
+    file: Appending,
+    networks: TestNetworks,
+    /// What tells the cells apart.
+    axes: Vec<Axis>,
+    /// When the budget is spent, if there is one.
+    end: Option<Instant>,
+    bar: ProgressBar,
+    position: u64,
+    sound: bool,
+}
+
+impl Course<'_> {
+    /// Whether a cell may still be begun: in the first round always, and further rounds than those of the plan need a budget.
+    fn has_time(&self, round: u32) -> bool {
+        match self.end {
+            Some(end) => round == 1 || Instant::now() < end,
+            None => round <= self.sweep.plan.rounds,
+        }
+    }
+
+    /// Runs the cells of a round in this order, but for those that have been run earlier.
+    fn round(&mut self, round: u32, order: &[usize], earlier: &BTreeSet<(Cell, u32)>) -> Result<(), BenchError> {
+        for index in order {
+            if !self.has_time(round) {
+                return Ok(());
+            }
+            let cell = &self.sweep.plan.cells[*index];
+            self.bar.set_message(format!("round {round}: {}", cell.label(&self.axes)));
+            self.position += 1;
+            if !earlier.contains(&(cell.clone(), round)) {
+                self.sweep.signals.check()?;
+                self.cell(round, *index, cell)?;
+            }
+            self.bar.inc(1);
+        }
+        Ok(())
+    }
+
+    fn cell(&mut self, round: u32, index: usize, cell: &Cell) -> Result<(), BenchError> {
+        let Sweep { plan, text, out, environment, signals, torch, .. } = self.sweep;
+        let job = CellRun {
+            plan: &plan.name,
+            round,
+            position: self.position - 1,
+            timeout: plan.timeout,
+            watched: plan.watched,
+            text,
+            environment,
+            out,
+            signals,
+            trace: (plan.watched && round == 1).then(|| out.join(TRACES).join(trace_name(index))),
+        };
+        let (network, probe) = match self.networks.of(cell)? {
+            Ok((network, probe)) => (Ok(network), probe),
+            Err(status) => (Err(status), None),
+        };
+        let mut record = match cell.program {
+            Trainer::Ours => job.run(cell, network)?,
+            Trainer::Pytorch => job.run_by(cell, network, |network| match torch {
+                Ok(torch) => torch.train(&job, cell, network),
+                Err(why) => Ok(Err(Status::NotAvailable(why.clone()))),
+            })?,
+        };
+        if let Some(measured) = &mut record.measured {
+            measured.link.probe = probe;
+        }
+        self.sound &= is_sound(&record);
+        self.file.append(&record)?;
+        if let Status::Failed(why) | Status::TimedOut(why) = &record.status {
+            let label = cell.label(&self.axes);
+            self.bar.suspend(|| say(format_args!("round {round}: {label}: {why}")));
+        }
         Ok(())
     }
 }

@@ -7,6 +7,7 @@ mod load;
 mod sys;
 
 use std::path::Path;
+use std::time::Duration;
 
 use crate::flag::{Flag, FlagKind};
 use clock::Clock;
@@ -40,6 +41,16 @@ impl Watch {
     }
 }
 
+/// How long [`busy`] looks.
+const LOOK: Duration = Duration::from_millis(400);
+
+/// What others do with the processor at this moment, if it is enough to disturb; takes half a second.
+pub fn busy() -> Option<String> {
+    let watch = Watch::start(Vec::new());
+    std::thread::sleep(LOOK);
+    watch.finish().into_iter().find(|flag| flag.kind == FlagKind::MachineBusy).map(|flag| flag.what)
+}
+
 /// The doubt about a run of more computing threads than cores.
 pub fn shared_cores(ranks: usize, threads: usize) -> Option<Flag> {
     shared_among(ranks, threads, std::thread::available_parallelism().ok()?.get())
@@ -53,7 +64,7 @@ fn shared_among(ranks: usize, threads: usize, cores: usize) -> Option<Flag> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::{Duration, Instant};
+    use std::time::Instant;
 
     use super::*;
 

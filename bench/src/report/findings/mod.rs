@@ -15,6 +15,8 @@ mod statements;
 
 pub(super) use congestion::congestion;
 pub(super) use late::table as late_table;
+pub(super) use network::{added, is_networked};
+pub(super) use quic::{Pair, pairs};
 
 use super::case::ROUNDS;
 use super::digest::Digest;

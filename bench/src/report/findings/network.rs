@@ -10,12 +10,12 @@ use super::super::html::{Mark, Page, Table};
 use super::super::text::{interval, share_interval};
 
 /// A cell that talks over a network, for what is said of it.
-pub(super) fn is_networked(case: &Case<'_>) -> bool {
+pub(in super::super) fn is_networked(case: &Case<'_>) -> bool {
     case.cell.strategy != SINGLE && !is_timing_only(case.cell) && case.step.is_some()
 }
 
 /// What a cell's link adds to a step: against the same cell over a link that holds nothing up, whose name comes with it.
-pub(super) fn added<'d>(digest: &'d Digest<'_>, case: &Case<'_>) -> Option<(Comparison, &'d str)> {
+pub(in super::super) fn added<'d>(digest: &'d Digest<'_>, case: &Case<'_>) -> Option<(Comparison, &'d str)> {
     let there = digest.unhindered(case.cell)?;
     let found = case.against(there).filter(|found| found.rounds >= ROUNDS)?;
     Some((found, there.cell.link.as_str()))

@@ -8,10 +8,10 @@ use super::super::html::{Mark, Page, Table};
 use super::congestion::Control;
 
 /// A cell over QUIC, the same over TCP, and the first by the second.
-pub(super) type Pair<'d, 'a> = (&'d Case<'a>, &'d Case<'a>, Comparison);
+pub(in super::super) type Pair<'d, 'a> = (&'d Case<'a>, &'d Case<'a>, Comparison);
 
 /// All pairs with enough rounds in common.
-pub(super) fn pairs<'d, 'a>(digest: &'d Digest<'a>) -> Vec<Pair<'d, 'a>> {
+pub(in super::super) fn pairs<'d, 'a>(digest: &'d Digest<'a>) -> Vec<Pair<'d, 'a>> {
     let quic = digest.cases.iter().filter(|case| case.cell.transport == "quic");
     let pairs = quic.filter_map(|case| {
         let tcp = digest.over(case.cell, "tcp")?;
