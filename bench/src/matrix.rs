@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use gpt2::cli::say;
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
-use isocomm::{Rung, TransportKind};
+use isocomm::Rung;
 use rig::BenchError;
 use rig::record::{Cell, LOOPBACK, NOBODY};
 use rig::results;

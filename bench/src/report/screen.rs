@@ -131,7 +131,8 @@ fn quic(digest: &Digest<'_>, links: &[&str]) -> Option<String> {
                     of(verdict).fold((f64::INFINITY, 0.0_f64), |(l, m), ratio| (l.min(ratio), m.max(ratio)));
                 let number = of(verdict).count();
                 let range = if number == 1 { format!("{least:.2}") } else { format!("{least:.2} to {most:.2}") };
-                (number > 0).then(|| format!("{word} in {number} of {} strategies ({range} of its time)", here.len()))
+                (number > 0)
+                    .then(|| format!("{word} in {number} of {} strategies ({range} times its time)", here.len()))
             };
             let parts: Vec<String> = one(1, "slower").into_iter().chain(one(-1, "faster")).collect();
             match (here.is_empty(), parts.is_empty()) {

@@ -92,8 +92,9 @@ fn the_answer_on_a_terminal_is_sentences_and_a_table() {
     assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
     assert!(text.contains("a step of ddp over tcp takes") && text.contains("times as long."), "{text}");
     assert!(text.contains("QUIC beside ZeroMQ over TCP: on "), "{text}");
-    assert!(text.contains("Step in ms over tcp, and the share of it that waits for the network:"), "{text}");
-    assert!(text.contains("Without figures: 1 cell"), "{text}");
+    assert!(text.contains("Step in ms over quic, and the share of it that waits for the network:"), "{text}");
+    let holes = screen(&results(sweep(&["tcp", "quic"], &[2, 4], 3)), &[]);
+    assert!(holes.contains("Without figures: 1 cell"), "{holes}");
     let few = screen(&results(sweep(&["tcp"], &[2], 1)), &[]);
     assert!(few.contains("after 1 round it is not known whether that is chance"), "{few}");
     assert_eq!(screen(&results(Vec::new()), &[]), "No cell has figures.");
