@@ -20,8 +20,9 @@ mod wire;
 pub(crate) mod fuzzing;
 
 pub use gather::ControlExt;
+pub(crate) use gather::RankResult;
 #[cfg(any(test, feature = "fuzzing"))]
-pub(crate) use gather::{RankResult, decode, encode};
+pub(crate) use gather::{decode, encode};
 pub use missing::{MissingRanksHook, MissingRanksReport};
 pub use options::TcpOptions;
 pub(crate) use plane::Control;
