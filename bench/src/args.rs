@@ -59,13 +59,13 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 2)]
     ranks: usize,
     /// Model size.
-    #[arg(long, default_value = "tiny")]
+    #[arg(long, default_value = "micro")]
     preset: Preset,
     /// Optimizer steps of a run.
     #[arg(long, default_value_t = 12)]
     steps: u64,
     /// Links, separated by commas: names of profiles or files of one (see `bench links --help`). Transports through memory go over none.
-    #[arg(long, value_delimiter = ',', default_value = "loopback,lan-1g,wan")]
+    #[arg(long, value_delimiter = ',', default_value = "loopback,lan-1g,wan-near")]
     links: Vec<String>,
     /// How often each cell of the matrix runs. [default: 3 times, and then as often as --budget allows]
     #[arg(long, conflicts_with = "budget")]

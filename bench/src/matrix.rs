@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use gpt2::cli::say;
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::TokenizerKind;
-use isocomm::Rung;
+use isocomm::Medium;
 use rig::BenchError;
 use rig::record::{Cell, LOOPBACK, NOBODY};
 use rig::results;
@@ -90,7 +90,9 @@ fn plan(setup: &Setup) -> Plan {
             _ => setup.ranks,
         };
         for transport in &setup.transports {
-            let links = setup.links.iter().filter(|link| *link == LOOPBACK || !Rung::from(*transport).is_in_memory());
+            // Memory goes over no link, and neither do links between the GPUs of one machine.
+            let over_links = matches!(transport.medium(), Medium::Tcp | Medium::Udp);
+            let links = setup.links.iter().filter(|link| *link == LOOPBACK || over_links);
             cells.extend(links.map(|link| cell(*strategy, transport.to_string(), link, ranks)));
         }
     }
