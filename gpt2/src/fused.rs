@@ -1,4 +1,4 @@
-//! Affine maps, layer norm, GELU, causal attention as single operations of the CPU backend, with their own backward passes.
+//! Affine maps, layer norm, GELU, causal attention and the head as single operations of the CPU backend, with their own backward passes.
 //!
 //! Automatic differentiation composes each from half a dozen element-wise operations, and each of those reads and writes a whole tensor
 //! and keeps it for the backward pass: on a CPU that, not the products of matrices, is what a small model's step costs. Here a pass
@@ -7,7 +7,7 @@
 //! Weights are looked up in a [`Resident`] at the moment of use, forward and backward, and are not kept by the graph of operations. So
 //! they can leave memory in between, while what the graph tracks are [`empty_leaf`] leaves without contents.
 //!
-//! Tensors may be of a 16-bit type. The products of affine maps run in it; layer norm, GELU and attention run in f32 and round
+//! Tensors may be of a 16-bit type. The products of affine maps run in it; layer norm, GELU, attention and the head run in f32 and round
 //! their results, and so do sums over rows.
 //!
 //! Work is cut into tasks of fixed size and partial sums are added in order, so no bit depends on the number of threads. Loops are
@@ -17,6 +17,7 @@ mod attention;
 #[cfg(test)]
 mod checks;
 mod gelu;
+mod head;
 mod lanes;
 mod layer_norm;
 mod sys;
@@ -37,6 +38,7 @@ use rayon::prelude::*;
 
 pub(crate) use attention::attention;
 pub(crate) use gelu::gelu;
+pub(crate) use head::{HeadGrads, head_gradients, head_loss};
 pub(crate) use layer_norm::layer_norm;
 
 /// The weights of one segment while they are in memory, by the leaf that stands for them in a graph.

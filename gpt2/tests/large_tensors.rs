@@ -1,4 +1,4 @@
-//! The largest tensors that a training step could have, and does not: squares of positions.
+//! The largest tensors that a training step could have, and does not: squares of positions, and all logits.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -51,5 +51,15 @@ fn no_square_of_positions() {
     let square = (positions * positions * 4) as u64;
     for growth in growth(config, 1, positions) {
         assert!(growth < square / 2, "{growth} bytes, and a square has {square}");
+    }
+}
+
+#[test]
+fn no_tensor_of_all_logits() {
+    let (rows, cols, vocabulary) = (4, 512, 10_000);
+    let config = ModelConfig { n_layer: 1, n_head: 2, n_embd: 16, block_size: cols, vocab_size: vocabulary };
+    let logits = (rows * cols * vocabulary * 4) as u64;
+    for growth in growth(config, rows, cols) {
+        assert!(growth < logits / 2, "{growth} bytes, and all logits have {logits}");
     }
 }

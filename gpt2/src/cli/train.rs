@@ -622,7 +622,7 @@ fn check_batches(
     let share = Share { rank: 0, world, accumulation: *accumulation };
     let rows = batches.rows_per_micro_step(share)?;
     if let Some(limit) = largest_tensor {
-        check_tensors(device, limit, model, rows)?;
+        check_tensors(device, limit, model, Pass::Training { rows })?;
     }
     if config.eval_every > 0 {
         batches.validation(config.eval_batches, share)?;
@@ -659,17 +659,29 @@ fn seconds(seconds: f64) -> Duration {
     Duration::from_secs_f64(seconds.min(1e9))
 }
 
-/// Refuses a model with a tensor of more than `limit` bytes, which the device has no room for in one buffer: parameters, or what `rows`
-/// sequences at once make of them.
-pub(super) fn check_tensors(
-    device: DeviceChoice,
-    limit: u64,
-    model: &ModelConfig,
-    rows: usize,
-) -> Result<(), CliError> {
+/// What a model is to do.
+#[derive(Clone, Copy)]
+pub(super) enum Pass {
+    /// Training, with so many sequences at once.
+    Training { rows: usize },
+    /// The logits of what follows one sequence.
+    Sampling,
+}
+
+/// Refuses a model with a tensor of more than `limit` bytes, which the device has no room for in one buffer: parameters, or what a pass
+/// makes of them.
+pub(super) fn check_tensors(device: DeviceChoice, limit: u64, model: &ModelConfig, pass: Pass) -> Result<(), CliError> {
+    let (rows, logits, advice) = match pass {
+        Pass::Training { rows } => (
+            rows,
+            rows * model.block_size,
+            ", or train with a smaller --preset, --block-size or --batch, or a larger --accumulation",
+        ),
+        Pass::Sampling => (1, 1, ""),
+    };
     let tokens = rows * model.block_size;
     let tensors = [
-        ("logits", tokens * model.vocab_size),
+        ("logits", logits * model.vocab_size),
         ("attention scores", tokens * model.block_size * model.n_head),
         ("activations", tokens * model.n_embd * 4),
         // Read back in one piece.
@@ -680,8 +692,8 @@ pub(super) fn check_tensors(
     let bytes = values as u64 * 4;
     if bytes > limit {
         return Err(format!(
-            "--device {device}: the {what} need {:.0} MiB in one buffer, and this device allows {:.0}; choose another device, or \
-             train with a smaller --preset, --block-size or --batch, or a larger --accumulation",
+            "--device {device}: the {what} need {:.0} MiB in one buffer, and this device allows {:.0}; choose another \
+             device{advice}",
             bytes as f64 / (1 << 20) as f64,
             limit as f64 / (1 << 20) as f64
         )

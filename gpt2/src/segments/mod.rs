@@ -6,7 +6,7 @@
 //! and feeds each graph the gradient from above. This folder is the only place that knows it.
 //!
 //! The head's backward (softmax minus one-hot) is written by hand, outside the graphs, because each pass over the logits costs as much
-//! as a block of a small model. The tied token embedding receives its head's part early and its lookup's part last, and is handed out
+//! as a block of a small model; on the processor it never has them all. The tied token embedding receives its head's part early and its lookup's part last, and is handed out
 //! once, last, with both summed.
 //!
 //! Weights may be in memory only while a segment uses them: a pass tells its [`PassHooks`] before and after. On the CPU the graphs do not
@@ -14,6 +14,7 @@
 
 pub(crate) mod cross_entropy;
 mod error;
+mod head;
 mod layout;
 mod pass;
 mod weights;
@@ -249,8 +250,7 @@ impl SegmentedModel {
     /// Those of a bad batch (see [`ModelError`]), [`ModelError::Absent`].
     pub fn loss(&self, batch: &TokenBatch) -> Result<f64, ModelError> {
         let tokens_bt = self.check_batch(batch)?;
-        let logits_nv = self.head(self.hidden_nc(tokens_bt)?);
-        cross_entropy::mean_loss(logits_nv, &batch.targets, self.placement())
+        self.head_loss(self.hidden_nc(self.stream_btc(tokens_bt)?), &batch.targets)
     }
 
     /// Logits `[rows, cols, vocab_size]`, row-major, of token ids `[rows, cols]`, without gradients.
@@ -259,8 +259,16 @@ impl SegmentedModel {
     /// Those of a bad batch (see [`ModelError`]), [`ModelError::Absent`], [`ModelError::Device`].
     pub fn logits(&self, inputs: &[i32], rows: usize, cols: usize) -> Result<Vec<f32>, ModelError> {
         let tokens_bt = self.check_tokens("inputs", inputs, rows, cols)?;
-        let logits_nv = self.head(self.hidden_nc(tokens_bt)?);
-        read_back(self.config.n_layer + 1, "reading logits", logits_nv.cast(FloatDType::F32))
+        self.read_logits(self.stream_btc(tokens_bt)?)
+    }
+
+    /// Logits `[rows, vocab_size]`, row-major, of what follows each row of token ids `[rows, cols]`, without gradients.
+    ///
+    /// # Errors
+    /// As [`logits`](Self::logits).
+    pub fn last_logits(&self, inputs: &[i32], rows: usize, cols: usize) -> Result<Vec<f32>, ModelError> {
+        let tokens_bt = self.check_tokens("inputs", inputs, rows, cols)?;
+        self.read_logits(self.stream_btc(tokens_bt)?.narrow(1, cols - 1, 1))
     }
 
     /// Loss and all segments' gradients (in forward order) of `scale` times it from one backward pass over the whole model, with
@@ -298,21 +306,26 @@ impl SegmentedModel {
         Ok((value.first().copied().map_or(f64::NAN, f64::from), all))
     }
 
-    /// Everything before the head, without gradients: `[n, c]`.
-    fn hidden_nc(&self, tokens_bt: Tensor<2, Int>) -> Result<Tensor<2>, ModelError> {
+    /// Everything before the final norm, without gradients.
+    fn stream_btc(&self, tokens_bt: Tensor<2, Int>) -> Result<Tensor<3>, ModelError> {
         (0..self.infos.len()).try_for_each(|segment| self.require(segment))?;
-        let [b, t] = tokens_bt.dims();
+        let [_, t] = tokens_bt.dims();
         let mask_tt = self.mask_tt(t);
-        let x_btc = self
-            .blocks
-            .iter()
-            .fold(self.embedding.forward(tokens_bt), |x_btc, block| block.forward(x_btc, &mask_tt, self.kernels()));
-        Ok(self.norm.forward(x_btc, &mask_tt, self.kernels()).reshape([b * t, self.config.n_embd]))
+        let blocks = self.blocks.iter();
+        Ok(blocks
+            .fold(self.embedding.forward(tokens_bt), |x_btc, block| block.forward(x_btc, &mask_tt, self.kernels())))
     }
 
-    /// Logits `[n, v]`, in the type of computation.
-    fn head(&self, hidden_nc: Tensor<2>) -> Tensor<2> {
-        hidden_nc.matmul(self.embedding.wte.weight.val().transpose())
+    /// The final norm, without gradients: `[n, c]`.
+    fn hidden_nc(&self, x_btc: Tensor<3>) -> Tensor<2> {
+        let [b, t, c] = x_btc.dims();
+        self.norm.ln_f.forward(x_btc, self.kernels()).reshape([b * t, c])
+    }
+
+    /// The logits of the residual stream before the final norm, in f32.
+    fn read_logits(&self, x_btc: Tensor<3>) -> Result<Vec<f32>, ModelError> {
+        let logits_nv = self.logits_nv(self.hidden_nc(x_btc));
+        read_back(self.config.n_layer + 1, "reading logits", logits_nv.cast(FloatDType::F32))
     }
 
     fn info(&self, segment: usize) -> Result<&SegmentInfo, ModelError> {

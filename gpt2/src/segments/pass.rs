@@ -7,7 +7,7 @@ use burn::tensor::{FloatDType, Gradients, IndexingUpdateOp, Int, Tensor};
 
 use super::error::ModelError;
 use super::weights::{detach_weights, read_back, refill};
-use super::{SegmentedModel, TokenBatch, cross_entropy};
+use super::{SegmentedModel, TokenBatch};
 #[cfg(all(feature = "cube", not(feature = "fusion")))]
 use crate::cube;
 use crate::devices::Placement;
@@ -194,14 +194,10 @@ impl SegmentedModel {
         // The head, forward and backward in one go. Its table belongs to segment 0, which has not been left.
         self.require(0)?;
         let hidden_nc: Tensor<2> = norm.output_btc.clone().inner().reshape([b * t, c]);
-        let logits_nv = self.head(hidden_nc.clone());
-        let (loss, dlogits_nv) = cross_entropy::loss_and_gradient(logits_nv, &batch.targets, scale, self.placement())?;
-        let dlogits_nv = dlogits_nv.cast(self.compute.precision.float());
-        let dhidden_nc = dlogits_nv.clone().matmul(self.embedding.wte.weight.val());
-        let dwte_vc = dlogits_nv.transpose().matmul(hidden_nc);
+        let head = self.head_gradients(hidden_nc, &batch.targets, scale);
 
         // Backward, from the last segment to the first.
-        let mut upstream_btc = dhidden_nc.reshape([b, t, c]);
+        let mut upstream_btc: Tensor<3> = head.dhidden_nc.reshape([b, t, c]);
         self.enter(hooks, Pass::Backward, last)?;
         norm.remember(&self.norm);
         let (grads, below_btc) = norm.backward(last, upstream_btc)?;
@@ -225,11 +221,11 @@ impl SegmentedModel {
             hooks.gradients(grads)?;
         }
         self.enter(hooks, Pass::Backward, 0)?;
-        let grads = self.embedding_grads(tokens_bt, upstream_btc, dwte_vc);
+        let grads = self.embedding_grads(tokens_bt, upstream_btc, head.dwte_vc);
         hooks.leave(self, Pass::Backward, 0)?;
         hooks.gradients(grads)?;
         // Not before: it would have kept the host from asking for the backward pass.
-        Ok(loss.read()?)
+        Ok(head.loss.read()?)
     }
 
     /// Mean cross entropy of the batch in nats, without gradients; of no rows, 0.
@@ -254,12 +250,10 @@ impl SegmentedModel {
             });
             hooks.leave(self, Pass::Forward, segment)?;
         }
-        let logits_nv = x_btc.map(|x_btc| self.head(x_btc.reshape([batch.rows * batch.cols, self.config.n_embd])));
+        let (n, c) = (batch.rows * batch.cols, self.config.n_embd);
+        let loss = x_btc.map_or(Ok(0.0), |x_btc| self.head_loss(x_btc.reshape([n, c]), &batch.targets))?;
         hooks.leave(self, Pass::Forward, 0)?;
-        match logits_nv {
-            Some(logits_nv) => Ok(cross_entropy::mean_loss(logits_nv, &batch.targets, self.placement())?),
-            None => Ok(0.0),
-        }
+        Ok(loss)
     }
 
     /// A training pass without any data.
