@@ -20,17 +20,15 @@ mod gelu;
 mod head;
 mod lanes;
 mod layer_norm;
+mod linear;
 mod sys;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::backend::autodiff::NodeId;
-use burn::backend::autodiff::checkpoint::base::Checkpointer;
-use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
-use burn::backend::autodiff::grads::Gradients;
-use burn::backend::autodiff::ops::{Backward, NodeGuard, Ops, OpsKind};
-use burn::backend::flex::FlexTensor;
+use burn::backend::autodiff::ops::NodeGuard;
+use burn::backend::flex::{FlexTensor, Layout};
 use burn::backend::{Autodiff, Flex, TensorMetadata};
 use burn::tensor::{DType, Device, FloatDType, Shape, Tensor, TensorData};
 use comm_core::{Float16, bf16, f16};
@@ -40,32 +38,89 @@ pub(crate) use attention::attention;
 pub(crate) use gelu::gelu;
 pub(crate) use head::{HeadGrads, head_gradients, head_loss};
 pub(crate) use layer_norm::layer_norm;
+pub(crate) use linear::linear;
+pub(crate) use sys::PartSums;
 
-/// The weights of one segment while they are in memory, by the leaf that stands for them in a graph.
+use lanes::add;
+
+/// The weights of one segment while they are in memory, by the leaf that stands for them in a graph; and in a backward pass their gradients,
+/// one after another in one vector, in the order in which the leaves came.
 #[derive(Debug, Default)]
-pub(crate) struct Resident(Mutex<HashMap<NodeId, FlexTensor>>);
+pub(crate) struct Resident(Mutex<Contents>);
+
+#[derive(Debug, Default)]
+struct Contents {
+    leaves: HashMap<NodeId, Leaf>,
+    /// Elements of each, in the order in which they came.
+    lengths: Vec<usize>,
+    gradients: Option<PartSums>,
+}
+
+#[derive(Debug)]
+struct Leaf {
+    /// Its part of the gradients.
+    part: usize,
+    /// `None` while it is not in memory.
+    weight: Option<FlexTensor>,
+}
 
 impl Resident {
     /// Puts `weight` where operations on `leaf` will look for it.
     pub(crate) fn insert<const D: usize>(&self, leaf: NodeId, weight: Tensor<D>) {
-        self.lock().insert(leaf, plain(weight));
+        let (len, weight) = (weight.shape().num_elements(), Some(plain(weight)));
+        let contents = &mut *self.lock();
+        match contents.leaves.get_mut(&leaf) {
+            Some(known) => known.weight = weight,
+            None => {
+                contents.leaves.insert(leaf, Leaf { part: contents.lengths.len(), weight });
+                contents.lengths.push(len);
+            }
+        }
     }
 
     /// Lets go of all weights.
     pub(crate) fn clear(&self) {
-        self.lock().clear();
+        self.lock().leaves.values_mut().for_each(|leaf| leaf.weight = None);
+    }
+
+    /// Elements of each weight, in the order in which they came first.
+    pub(crate) fn lengths(&self) -> std::vec::IntoIter<usize> {
+        self.lock().lengths.clone().into_iter()
+    }
+
+    /// Has the backward pass add gradients to `gradients`, of which each leaf has a part.
+    pub(crate) fn collect_in(&self, gradients: PartSums) {
+        self.lock().gradients = Some(gradients);
+    }
+
+    /// The gradients; `None` where some did not come.
+    pub(crate) fn collected(&self) -> Option<Vec<f32>> {
+        self.lock().gradients.take()?.finish()
     }
 
     fn get(&self, leaf: NodeId) -> FlexTensor {
-        self.lock().get(&leaf).cloned().expect("a segment's weights are in memory while its pass runs")
+        let weight = self.lock().leaves.get(&leaf).and_then(|leaf| leaf.weight.clone());
+        weight.expect("a segment's weights are in memory while its pass runs")
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<NodeId, FlexTensor>> {
+    /// Has `add` add to a leaf's part of the gradients.
+    fn add_gradient(&self, leaf: NodeId, add: impl FnOnce(&mut PartSums, usize)) {
+        let taken = {
+            let mut contents = self.lock();
+            contents.leaves.get(&leaf).map(|leaf| leaf.part).zip(contents.gradients.take())
+        };
+        let (part, mut gradients) = taken.expect("a backward pass has a place for the gradients of its weights");
+        // Not with the lock held: threads share the work.
+        add(&mut gradients, part);
+        self.lock().gradients = Some(gradients);
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Contents> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A leaf without contents that collects the gradient of a weight.
+/// A leaf without contents that stands for a weight.
 pub(crate) fn empty_leaf<const D: usize>(device: &Device) -> Tensor<D> {
     Tensor::zeros([1; D], device).autodiff().require_grad()
 }
@@ -75,62 +130,42 @@ pub(crate) fn leaf_id<const D: usize>(leaf: Tensor<D>) -> NodeId {
     leaf.try_into_primitive::<Autodiff<Flex>>().expect("leaves are tracked host tensors").id()
 }
 
-/// `x_bti · weight_io + bias_o`, both weights by their leaves in `resident`; host tensors only.
-pub(crate) fn linear(
-    x_bti: Tensor<3>,
-    weight_io: Tensor<2>,
-    bias_o: Tensor<1>,
-    resident: Option<&Arc<Resident>>,
-) -> Tensor<3> {
-    let Some(resident) = resident else {
-        return burn::tensor::module::linear(x_bti, weight_io, Some(bias_o));
-    };
-    let (x, x_node) = tracked(x_bti);
-    let (_, weight_node) = tracked(weight_io);
-    let (_, bias_node) = tracked(bias_o);
-    let (weight, bias) = (resident.get(weight_node.id()), resident.get(bias_node.id()));
-    let y = burn::tensor::module::linear(
-        Tensor::<3>::from_primitive::<Flex>(x.clone()),
-        Tensor::from_primitive::<Flex>(weight),
-        Some(Tensor::from_primitive::<Flex>(bias)),
-    );
-    let weight_ref = (resident.clone(), weight_node.id());
-    let y = match LinearBackward.prepare::<NoCheckpointing>([x_node, weight_node, bias_node]).compute_bound().stateful()
-    {
-        OpsKind::Tracked(prep) => prep.finish((x, weight_ref), plain(y)),
-        OpsKind::UnTracked(prep) => prep.finish(plain(y)),
-    };
-    Tensor::from_primitive::<Autodiff<Flex>>(y)
+/// The elements of a tensor of this shape within a flat one of f32, without a copy.
+pub(crate) fn view<const D: usize>(flat: &FlexTensor, shape: Shape, start: usize) -> Tensor<D> {
+    let strides = Layout::contiguous(shape.clone()).strides().to_vec();
+    let layout = Layout::new(shape, strides, start);
+    Tensor::from_primitive::<Flex>(FlexTensor::from_arc(flat.data_arc(), layout, DType::F32))
+}
+
+/// The vectors of `tokens`, `[b, t]`, in the table `wte_vc`, and of their positions in `wpe_tc`; host tensors of f32 only.
+pub(crate) fn embedding(wte_vc: Tensor<2>, wpe_tc: Tensor<2>, tokens: &[i32], [b, t]: [usize; 2]) -> Tensor<3> {
+    let (wte, wpe) = (plain(wte_vc), plain(wpe_tc));
+    let c = wte.shape()[1];
+    let (wte, wpe) = (values(&wte), values(&wpe));
+    let mut out = Vec::with_capacity(b * t * c);
+    for (index, token) in tokens.iter().enumerate() {
+        let (token, position) = (&wte[*token as usize * c..][..c], &wpe[index % t * c..][..c]);
+        out.extend(token.iter().zip(position).map(|(token, position)| token + position));
+    }
+    Tensor::from_primitive::<Flex>(tensor(out, Shape::new([b, t, c])))
+}
+
+/// Adds the gradient of the token table's lookup to the first part of `sums`, and that of the position table's to the second; `dx_btc` is a
+/// host tensor in f32.
+pub(crate) fn add_embedding_gradient(sums: &mut PartSums, tokens: &[i32], dx_btc: Tensor<3>) {
+    let [_, t, c] = dx_btc.dims();
+    let dx = plain(dx_btc);
+    sums.add_by(0, |table| {
+        for (token, row) in tokens.iter().zip(values(&dx).chunks_exact(c)) {
+            let start = *token as usize * c;
+            add(&mut table[start..start + c], row);
+        }
+    });
+    sums.add_by(1, |table| values(&dx).chunks_exact(t * c).for_each(|rows| add(&mut table[..t * c], rows)));
 }
 
 /// Where a backward pass finds a weight: the resident weights, and its key there.
 type WeightRef = (Arc<Resident>, NodeId);
-
-#[derive(Debug)]
-struct LinearBackward;
-
-impl Backward<Flex, 3> for LinearBackward {
-    /// Input, and the weight.
-    type State = (FlexTensor, WeightRef);
-
-    fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
-        let dy: Tensor<3> = Tensor::from_primitive::<Flex>(contiguous(grads.consume::<Flex>(&ops.node)));
-        let (x, (resident, weight)) = ops.state;
-        let weight_io: Tensor<2> = Tensor::from_primitive::<Flex>(resident.get(weight));
-        let x: Tensor<3> = Tensor::from_primitive::<Flex>(x);
-        let [b, t, o] = dy.dims();
-        let i = x.dims()[2];
-        let (dy_no, x_ni): (Tensor<2>, Tensor<2>) = (dy.reshape([b * t, o]), x.reshape([b * t, i]));
-        let dx_bti: Tensor<3> = dy_no.clone().matmul(weight_io.transpose()).reshape([b, t, i]);
-        let dweight_io = x_ni.transpose().matmul(dy_no.clone());
-        let dbias_o: Tensor<1> = wide(dy_no).sum_dim(0).reshape([o]);
-        register(
-            grads,
-            ops.parents.map(|parent| parent.map(|parent| parent.id)),
-            [plain(dx_bti), plain(dweight_io), plain(dbias_o)],
-        );
-    }
-}
 
 /// The tensor in f32.
 fn wide<const D: usize>(tensor: Tensor<D>) -> Tensor<D> {
@@ -160,14 +195,6 @@ fn narrow_flex(tensor: FlexTensor, dtype: DType) -> FlexTensor {
     }
 }
 
-fn register(grads: &mut Gradients, parents: [Option<NodeId>; 3], values: [FlexTensor; 3]) {
-    for (parent, grad) in parents.into_iter().zip(values) {
-        if let Some(parent) = parent {
-            grads.register::<Flex>(parent, grad);
-        }
-    }
-}
-
 fn plain<const D: usize>(tensor: Tensor<D>) -> FlexTensor {
     let tensor = tensor.try_into_primitive::<Flex>().expect("fused operations are called for host tensors only");
     contiguous(tensor)
@@ -180,19 +207,23 @@ fn tracked<const D: usize>(tensor: Tensor<D>) -> (FlexTensor, NodeGuard) {
     (contiguous(tensor), node)
 }
 
+/// Without a copy where it already is, wherever in its memory it begins.
 fn contiguous(tensor: FlexTensor) -> FlexTensor {
-    // Without a copy where it already is.
-    tensor.to_contiguous()
+    if tensor.is_contiguous() { tensor } else { tensor.to_contiguous() }
 }
 
 fn values(tensor: &FlexTensor) -> &[f32] {
-    &tensor.storage::<f32>()[..tensor.shape().num_elements()]
+    elements(tensor)
+}
+
+fn elements<T: burn::tensor::Element + bytemuck::Pod>(tensor: &FlexTensor) -> &[T] {
+    tensor.as_slice().expect("fused operations know the types of their tensors, which are in one piece")
 }
 
 /// To be changed in place, or in a copy where others share them.
 fn values_mut(tensor: &mut FlexTensor) -> &mut [f32] {
-    let count = tensor.shape().num_elements();
-    &mut tensor.storage_mut::<f32>()[..count]
+    let (start, count) = (tensor.layout().start_offset(), tensor.shape().num_elements());
+    &mut tensor.storage_mut::<f32>()[start..start + count]
 }
 
 fn tensor(values: Vec<f32>, shape: Shape) -> FlexTensor {
@@ -204,7 +235,7 @@ const CONVERTED: usize = 1 << 14;
 
 fn widened<T: Float16 + burn::tensor::Element>(narrow: &FlexTensor) -> FlexTensor {
     let shape = narrow.shape();
-    let narrow = &narrow.storage::<T>()[..shape.num_elements()];
+    let narrow = elements::<T>(narrow);
     let mut wide = vec![0.0; narrow.len()];
     let tasks = wide.par_chunks_mut(CONVERTED).zip(narrow.par_chunks(CONVERTED));
     tasks.for_each(|(wide, narrow)| T::widen(narrow, wide));

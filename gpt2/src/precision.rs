@@ -83,9 +83,9 @@ impl Precision {
     /// As [`pack_into`](Precision::pack_into), of values that come in parts, one after another.
     pub(crate) fn pack_parts_into(self, parts: &[&[f32]], start: usize, count: usize) -> Buffer {
         match self {
-            Precision::F32 => placed(parts, start, count, |place, part| place.copy_from_slice(part)),
-            Precision::Bf16 => placed(parts, start, count, |place, part| bf16::narrow(part, place)),
-            Precision::F16 => placed(parts, start, count, |place, part| f16::narrow(part, place)),
+            Precision::F32 => placed(parts, start, count, |whole, part| whole.extend_from_slice(part)),
+            Precision::Bf16 => placed(parts, start, count, append_rounded::<bf16>),
+            Precision::F16 => placed(parts, start, count, append_rounded::<f16>),
         }
     }
 
@@ -99,21 +99,24 @@ impl Precision {
     }
 }
 
-/// `count` elements, zeros but for those that `write` makes of `parts`, one after another from `start` on.
+/// `count` elements, zeros but for those that `append` makes of `parts`, one after another from `start` on.
 fn placed<T: Element + Default>(
     parts: &[&[f32]],
     start: usize,
     count: usize,
-    write: impl Fn(&mut [T], &[f32]),
+    append: impl Fn(&mut Vec<T>, &[f32]),
 ) -> Buffer {
-    let mut whole = vec![T::default(); count];
-    let mut rest = &mut whole[start..];
-    for part in parts {
-        let (place, others) = rest.split_at_mut(part.len());
-        write(place, part);
-        rest = others;
-    }
+    let mut whole = Vec::with_capacity(count);
+    whole.resize(start, T::default());
+    parts.iter().for_each(|part| append(&mut whole, part));
+    whole.resize(count, T::default());
     Buffer::from_vec(whole)
+}
+
+fn append_rounded<T: Float16>(whole: &mut Vec<T>, part: &[f32]) {
+    let start = whole.len();
+    whole.resize(start + part.len(), T::zeroed());
+    T::narrow(part, &mut whole[start..]);
 }
 
 fn cut<T: Element>(values: Vec<T>, lengths: &[usize]) -> Vec<Buffer> {

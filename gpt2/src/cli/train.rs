@@ -23,6 +23,7 @@ use crate::config::{ModelConfig, Preset};
 use crate::corpus::{Corpus, CorpusSource, LoadOptions, TokenCache};
 use crate::devices::{CheckedDevice, DeviceChoice, cuda_ordinal};
 use crate::env::default_cargo_home;
+use crate::model::KernelChoice;
 use crate::optim::{LearningRate, LossScaling, OptimizerConfig, OptimizerKind, ScheduleKind};
 use crate::precision::Precision;
 use crate::run::{RankOptions, refuse, run_rank, run_threads};
@@ -90,6 +91,10 @@ pub(super) struct TrainArgs {
     /// Compute activations again in the backward pass instead of keeping them.
     #[arg(long)]
     recompute: bool,
+    /// By which kernels layers and loss are computed: fused (a layer's work in as few passes over memory as there can be) or composed (the
+    /// backend's single operations: slower, with more memory; to measure what fused kernels gain).
+    #[arg(long, default_value_t)]
+    kernels: KernelChoice,
     /// Optimizer: adamw, lamb.
     #[arg(long, default_value_t)]
     optimizer: OptimizerKind,
@@ -394,6 +399,7 @@ impl Prepared {
             options: strategy_options(args, wire, ranks_per_node(args, ranks, ranks_here)?),
             precision: args.precision,
             recompute: args.recompute,
+            kernels: args.kernels,
             loss_scaling,
             loss_factor: args.loss_factor,
             seed: args.seed,

@@ -7,7 +7,7 @@ use comm_core::{Float16, Kernel, bf16, f16, vectorised};
 use rayon::prelude::*;
 
 use super::lanes::{map_and_sum, max, sum};
-use super::sys::{Matrix, MatrixMut, Threads, product_into};
+use super::sys::{Matrix, MatrixMut, PartSums, Threads, product_into};
 use super::{narrow_flex, plain, tensor, values, wide_flex};
 use crate::math;
 
@@ -20,20 +20,24 @@ pub(crate) struct HeadGrads {
     pub(crate) loss: f64,
     /// Gradient of what went into the head, in its type.
     pub(crate) dhidden_nc: Tensor<2>,
-    /// Gradient of the table, in f32.
-    pub(crate) dwte_vc: Tensor<2>,
 }
 
-/// The mean loss of the logits `hidden_nc · wte_vcᵀ`, and the gradients of `scale` times it; host tensors only. `targets` are as many as
-/// rows and lie in the vocabulary.
+/// The mean loss of the logits `hidden_nc · wte_vcᵀ`, and the gradients of `scale` times it; host tensors only. That of the table is added
+/// to the first part of `sums`. `targets` are as many as rows and lie in the vocabulary.
 ///
 /// Logits are in f32 whatever the type of the tensors, and their gradient is rounded to it.
-pub(crate) fn head_gradients(hidden_nc: Tensor<2>, wte_vc: Tensor<2>, targets: &[i32], scale: f32) -> HeadGrads {
+pub(crate) fn head_gradients(
+    hidden_nc: Tensor<2>,
+    wte_vc: Tensor<2>,
+    targets: &[i32],
+    scale: f32,
+    sums: &mut PartSums,
+) -> HeadGrads {
     let ([n, c], [v, _], dtype) = (hidden_nc.dims(), wte_vc.dims(), hidden_nc.dtype());
     let (hidden, wte) = (wide_flex(plain(hidden_nc)), wide_flex(plain(wte_vc)));
     let wte = Matrix::new(values(&wte), v, c);
     let row_scale = scale / n as f32;
-    let (mut dhidden, mut dwte, mut logits) = (vec![0.0; n * c], Vec::new(), Vec::new());
+    let (mut dhidden, mut logits) = (vec![0.0; n * c], Vec::new());
     let mut losses = Vec::with_capacity(n);
     let chunks = values(&hidden).chunks(ROWS * c).zip(dhidden.chunks_mut(ROWS * c)).zip(targets.chunks(ROWS));
     for ((hidden, dhidden), targets) in chunks {
@@ -47,16 +51,11 @@ pub(crate) fn head_gradients(hidden_nc: Tensor<2>, wte_vc: Tensor<2>, targets: &
         }));
         let dlogits = Matrix::new(&logits, rows, v);
         MatrixMut::new(dhidden, rows, c).set_product(dlogits, wte, Threads::Pool);
-        if dwte.is_empty() {
-            product_into(&mut dwte, dlogits.transposed(), hidden, Threads::Pool);
-        } else {
-            MatrixMut::new(&mut dwte, v, c).add_product(dlogits.transposed(), hidden, Threads::Pool);
-        }
+        sums.add_product(0, dlogits.transposed(), hidden);
     }
     HeadGrads {
         loss: mean(&losses),
         dhidden_nc: Tensor::from_primitive::<Flex>(narrow_flex(tensor(dhidden, Shape::new([n, c])), dtype)),
-        dwte_vc: Tensor::from_primitive::<Flex>(tensor(dwte, Shape::new([v, c]))),
     }
 }
 
@@ -186,6 +185,13 @@ mod tests {
         (loss, dhidden, dwte)
     }
 
+    /// With the gradient of the table.
+    fn gradients(hidden_nc: Tensor<2>, wte_vc: Tensor<2>, targets: &[i32], scale: f32) -> (HeadGrads, Vec<f32>) {
+        let mut sums = PartSums::behind(Vec::new(), [wte_vc.shape().num_elements()].into_iter());
+        let found = head_gradients(hidden_nc, wte_vc, targets, scale, &mut sums);
+        (found, sums.finish().unwrap())
+    }
+
     /// One row, one token; less than a chunk, a whole one, and more; vocabularies that end within a vector.
     const CASES: [[usize; 3]; 6] = [[1, 1, 1], [1, 4, 61], [5, 8, 16], [256, 4, 15], [257, 16, 33], [600, 3, 70]];
 
@@ -193,7 +199,8 @@ mod tests {
     fn loss_and_gradients_are_those_of_the_definition() {
         for sizes @ [n, c, v] in CASES {
             let (hidden, wte) = (pseudo(n * c, 1, 2.0), pseudo(v * c, 2, 2.0));
-            let found = head_gradients(tensor_of(&hidden, [n, c]), tensor_of(&wte, [v, c]), &targets(n, v), 3.0);
+            let (found, dwte_found) =
+                gradients(tensor_of(&hidden, [n, c]), tensor_of(&wte, [v, c]), &targets(n, v), 3.0);
             let (loss, dhidden, dwte) = expected(&hidden, &wte, sizes, 3.0);
             assert!((found.loss - loss).abs() <= 1e-6 * loss.max(1.0), "{sizes:?}: {} {loss}", found.loss);
             let alone = head_loss(tensor_of(&hidden, [n, c]), tensor_of(&wte, [v, c]), &targets(n, v));
@@ -201,9 +208,9 @@ mod tests {
             // With one token all vanishes.
             if v > 1 {
                 assert_close(&format!("dhidden of {sizes:?}"), &read(found.dhidden_nc), &dhidden, 4e-6);
-                assert_close(&format!("dwte of {sizes:?}"), &read(found.dwte_vc), &dwte, 4e-6);
+                assert_close(&format!("dwte of {sizes:?}"), &dwte_found, &dwte, 4e-6);
             } else {
-                assert_eq!([read(found.dhidden_nc), read(found.dwte_vc)].concat(), [0.0; 2]);
+                assert_eq!([read(found.dhidden_nc), dwte_found].concat(), [0.0; 2]);
             }
         }
     }
@@ -212,7 +219,7 @@ mod tests {
     fn tensor_operations_and_chunks_agree() {
         for [n, c, v] in CASES {
             let (hidden, wte) = (tensor_of(&pseudo(n * c, 1, 2.0), [n, c]), tensor_of(&pseudo(v * c, 2, 2.0), [v, c]));
-            let found = head_gradients(hidden.clone(), wte.clone(), &targets(n, v), 3.0);
+            let (found, dwte) = gradients(hidden.clone(), wte.clone(), &targets(n, v), 3.0);
             let logits = hidden.clone().matmul(wte.clone().transpose());
             let alone = cross_entropy::mean_loss(logits.clone(), &targets(n, v)).unwrap();
             let (loss, dlogits) = cross_entropy::loss_and_gradient(logits, &targets(n, v), 3.0);
@@ -220,8 +227,8 @@ mod tests {
                 assert!((found.loss - loss).abs() < 1e-5, "{} {loss}", found.loss);
             }
             let pairs =
-                [(found.dhidden_nc, dlogits.clone().matmul(wte)), (found.dwte_vc, dlogits.transpose().matmul(hidden))];
-            for (found, expected) in pairs.map(|(a, b)| (read(a), read(b))) {
+                [(read(found.dhidden_nc), dlogits.clone().matmul(wte)), (dwte, dlogits.transpose().matmul(hidden))];
+            for (found, expected) in pairs.map(|(a, b)| (a, read(b))) {
                 assert!(found.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-5), "{n} {c} {v}");
             }
         }
@@ -232,11 +239,11 @@ mod tests {
         for [n, c, v] in [[257, 16, 33], [600, 3, 70], [300, 64, 500]] {
             let (hidden, wte) = (tensor_of(&pseudo(n * c, 1, 2.0), [n, c]), tensor_of(&pseudo(v * c, 2, 2.0), [v, c]));
             on_threads(|| {
-                let found = head_gradients(hidden.clone(), wte.clone(), &targets(n, v), 1.0);
+                let (found, dwte) = gradients(hidden.clone(), wte.clone(), &targets(n, v), 1.0);
                 let alone = head_loss(hidden.clone(), wte.clone(), &targets(n, v));
                 let losses = [found.loss, alone].map(f64::to_bits).map(u64::to_ne_bytes).concat();
                 let losses = losses.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)).collect();
-                [losses, read(found.dhidden_nc), read(found.dwte_vc)].concat()
+                [losses, read(found.dhidden_nc), dwte].concat()
             });
         }
     }
@@ -262,9 +269,9 @@ mod tests {
         let (hidden, wte) = (tensor_of(&pseudo(16, 1, 2.0), [2, 8]), tensor_of(&pseudo(64, 2, 2.0), [8, 8]));
         let half = |tensor: &Tensor<2>| tensor.clone().cast(FloatDType::F16);
         let all = |scale| {
-            let HeadGrads { dhidden_nc, dwte_vc, .. } = head_gradients(half(&hidden), half(&wte), &[1, 2], scale);
-            assert_eq!([dhidden_nc.dtype(), dwte_vc.dtype()], [DType::F16, DType::F32]);
-            [read(dhidden_nc), read(dwte_vc)].concat()
+            let (HeadGrads { dhidden_nc, .. }, dwte) = gradients(half(&hidden), half(&wte), &[1, 2], scale);
+            assert_eq!(dhidden_nc.dtype(), DType::F16);
+            [read(dhidden_nc), dwte].concat()
         };
         assert!(all(1e-9).iter().all(|x| *x == 0.0));
         assert!(all(1.0).iter().any(|x| *x != 0.0));
@@ -274,9 +281,9 @@ mod tests {
     fn a_diverged_model_has_no_finite_loss() {
         for bad in [f32::NAN, f32::INFINITY] {
             let (hidden, wte) = (tensor_of(&[bad, 1.0], [1, 2]), tensor_of(&pseudo(6, 2, 2.0), [3, 2]));
-            let found = head_gradients(hidden.clone(), wte.clone(), &[1], 1.0);
+            let (found, dwte) = gradients(hidden.clone(), wte.clone(), &[1], 1.0);
             assert!(!found.loss.is_finite() && !head_loss(hidden, wte, &[1]).is_finite(), "{bad}");
-            assert!(read(found.dwte_vc).iter().any(|x| !x.is_finite()), "{bad}");
+            assert!(dwte.iter().any(|x| !x.is_finite()), "{bad}");
         }
     }
 }

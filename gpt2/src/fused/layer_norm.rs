@@ -8,12 +8,12 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::flex::FlexTensor;
 use burn::backend::{Autodiff, Flex, TensorMetadata};
-use burn::tensor::{Shape, Tensor};
+use burn::tensor::Tensor;
 use comm_core::{Kernel, vectorised};
 use rayon::prelude::*;
 
 use super::lanes::{add, sum, two_sums};
-use super::{Resident, WeightRef, contiguous, narrow_flex, plain, register, tensor, tracked, values, wide_flex};
+use super::{Resident, WeightRef, contiguous, narrow_flex, plain, tensor, tracked, values, wide_flex};
 use crate::config::LAYER_NORM_EPSILON;
 
 /// Rows a task. Part of the result: partial sums over rows are cut here.
@@ -60,11 +60,13 @@ impl Backward<Flex, 3> for LayerNormBackward {
         let (x, (resident, weight), stats) = ops.state;
         let (dy, x, weight) = (wide_flex(dy), wide_flex(x), wide_flex(resident.get(weight)));
         let (dx, dweight, dbias) = backward(&dy, &x, &weight, &stats);
-        register(
-            grads,
-            ops.parents.map(|parent| parent.map(|parent| parent.id)),
-            [narrow_flex(dx, dtype), dweight, dbias],
-        );
+        let [input, weight, bias] = ops.parents.map(|parent| parent.map(|parent| parent.id));
+        for (leaf, gradient) in weight.zip(Some(&dweight)).into_iter().chain(bias.zip(Some(&dbias))) {
+            resident.add_gradient(leaf, |gradients, part| gradients.add(part, gradient));
+        }
+        if let Some(input) = input {
+            grads.register::<Flex>(input, narrow_flex(dx, dtype));
+        }
     }
 }
 
@@ -113,7 +115,7 @@ fn backward(
     x: &FlexTensor,
     weight: &FlexTensor,
     stats: &[[f32; 2]],
-) -> (FlexTensor, FlexTensor, FlexTensor) {
+) -> (FlexTensor, Vec<f32>, Vec<f32>) {
     let (dys, xs, w) = (values(dy), values(x), values(weight));
     let c = w.len();
     let mut dxs = vec![0.0; xs.len()];
@@ -133,7 +135,7 @@ fn backward(
         add(&mut dw, task_dw);
         add(&mut db, task_db);
     }
-    (tensor(dxs, x.shape()), tensor(dw, Shape::new([c])), tensor(db, Shape::new([c])))
+    (tensor(dxs, x.shape()), dw, db)
 }
 
 struct Backwards<'a> {
@@ -172,6 +174,8 @@ impl Kernel for Backwards<'_> {
 
 #[cfg(test)]
 mod tests {
+    use burn::tensor::Shape;
+
     use super::*;
     use crate::fused::checks::{assert_close, on_threads, pseudo};
 
@@ -182,7 +186,8 @@ mod tests {
         let [weight, bias] = [3, 4].map(|salt| tensor(pseudo(c, salt, 1.0), Shape::new([c])));
         let (y, stats) = forward(&x, &weight, &bias);
         let (dx, dw, db) = backward(&dy, &x, &weight, &stats);
-        [y, dx, dw, db].map(|tensor| values(&tensor).to_vec())
+        let [y, dx] = [y, dx].map(|tensor| values(&tensor).to_vec());
+        [y, dx, dw, db]
     }
 
     /// The same by the definition, in f64.

@@ -1,9 +1,11 @@
-//! Products of matrices by the crate `gemm`, behind types that say where the elements lie.
+//! Products of matrices by the crate `gemm`, behind types that say where the elements lie; and memory that is written before it is read.
 
 use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use gemm::Parallelism;
+use rayon::prelude::*;
 
 /// Who computes a product. No bit depends on it.
 #[derive(Clone, Copy, Debug)]
@@ -179,6 +181,183 @@ pub(crate) fn product_into(out: &mut Vec<f32>, a: Matrix<'_>, b: Matrix<'_>, thr
     }
 }
 
+/// `a · b` with `row` added to each of its rows, one after another.
+///
+/// # Panics
+/// If the shapes do not fit.
+pub(crate) fn product_plus_row(a: Matrix<'_>, b: Matrix<'_>, row: &[f32]) -> Vec<f32> {
+    assert_eq!(row.len(), b.cols, "what is added to each row of a product");
+    let count = a.rows.checked_mul(b.cols).expect("a product that fits memory");
+    let mut out = Vec::with_capacity(count);
+    fill(&mut out.spare_capacity_mut()[..count], |place| repeat(place, row));
+    // SAFETY: `fill` has seen to it that these elements, which are in the vector's capacity, are initialised.
+    unsafe { out.set_len(count) }
+    MatrixMut::new(&mut out, a.rows, b.cols).add_product(a, b, Threads::Pool);
+    out
+}
+
+/// Writes the rows of `a · b`, one after another.
+///
+/// # Panics
+/// If the shapes do not fit.
+fn write<'a>(out: &'a mut [MaybeUninit<f32>], a: Matrix<'_>, b: Matrix<'_>) -> &'a mut [f32] {
+    assert_eq!(Some(out.len()), a.rows.checked_mul(b.cols), "the shape of a product");
+    // SAFETY: `out` has these elements for itself, and nothing is read of them. Every one is written, so that all are initialised after the
+    // call.
+    unsafe {
+        multiply(out.as_mut_ptr().cast(), b.cols, a, b, false, Threads::Pool);
+        out.assume_init_mut()
+    }
+}
+
+/// Fills `out` with copies of `row`.
+///
+/// # Panics
+/// Where `out` is not a number of rows.
+fn repeat<'a>(out: &'a mut [MaybeUninit<f32>], row: &[f32]) -> &'a mut [f32] {
+    /// Elements of a task.
+    const TASK: usize = 1 << 15;
+    let len = row.len().max(1);
+    assert!(out.len().is_multiple_of(len), "{} elements in rows of {len}", out.len());
+    out.par_chunks_mut((TASK / len).max(1) * len).for_each(|rows| {
+        for place in rows.chunks_exact_mut(len) {
+            place.write_copy_of_slice(row);
+        }
+    });
+    // SAFETY: the tasks are a whole number of rows each, which together are `out`, and each row was written. Where `row` is empty, so
+    // is `out`: nobody writes to rows of one element then, or the copy has panicked.
+    unsafe { out.assume_init_mut() }
+}
+
+/// A vector in parts, each of which is zero until something is added to it. None is filled with zeros for that: what comes first is
+/// written over what was in the memory.
+#[derive(Debug)]
+pub(crate) struct PartSums {
+    /// The parts lie behind its elements, in its capacity.
+    values: Vec<f32>,
+    parts: Vec<Part>,
+}
+
+#[derive(Debug)]
+struct Part {
+    /// Counted from the first part's start.
+    range: Range<usize>,
+    /// Whether all of it is initialised.
+    written: bool,
+}
+
+impl PartSums {
+    /// Parts of these lengths behind the elements of `values`.
+    pub(crate) fn behind(mut values: Vec<f32>, lengths: impl Iterator<Item = usize>) -> Self {
+        let (parts, len) = parts(lengths, false);
+        values.reserve_exact(len);
+        PartSums { values, parts }
+    }
+
+    /// Parts of these lengths that begin with the elements of `values`.
+    ///
+    /// # Panics
+    /// Where `values` is not as long.
+    pub(crate) fn of(mut values: Vec<f32>, lengths: impl Iterator<Item = usize>) -> Self {
+        let (parts, len) = parts(lengths, true);
+        assert_eq!(values.len(), len, "elements of parts");
+        // They stay initialised in the vector's capacity.
+        values.clear();
+        PartSums { values, parts }
+    }
+
+    /// Adds `a · b`, row by row.
+    ///
+    /// # Panics
+    /// Where there is no such part, or it is not as long.
+    pub(crate) fn add_product(&mut self, part: usize, a: Matrix<'_>, b: Matrix<'_>) {
+        self.with(
+            part,
+            |sum| MatrixMut::new(sum, a.rows, b.cols).add_product(a, b, Threads::Pool),
+            |place| write(place, a, b),
+        );
+    }
+
+    /// Adds `values`.
+    ///
+    /// # Panics
+    /// As [`add_product`](Self::add_product).
+    pub(crate) fn add(&mut self, part: usize, values: &[f32]) {
+        let add = |sum: &mut [f32]| {
+            assert_eq!(sum.len(), values.len(), "what is added to part {part}");
+            sum.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
+        };
+        self.with(part, add, |place| place.write_copy_of_slice(values));
+    }
+
+    /// Has `work` add to a part, which has been filled with zeros where nothing had been added to it.
+    ///
+    /// # Panics
+    /// Where there is no such part.
+    pub(crate) fn add_by(&mut self, part: usize, work: impl FnOnce(&mut [f32])) {
+        self.with(part, |_| (), zero);
+        self.with(part, work, zero);
+    }
+
+    /// What was given, and the parts behind it; `None` where nothing was added to a part.
+    pub(crate) fn finish(self) -> Option<Vec<f32>> {
+        let PartSums { mut values, parts } = self;
+        let len = parts.last().map_or(0, |part| part.range.end);
+        if !parts.iter().all(|part| part.written) {
+            return None;
+        }
+        // SAFETY: the parts are `len` elements without gaps behind the vector's and in its capacity, and all of them are written.
+        unsafe { values.set_len(values.len() + len) }
+        Some(values)
+    }
+
+    fn with(
+        &mut self,
+        part: usize,
+        written: impl FnOnce(&mut [f32]),
+        unwritten: impl FnOnce(&mut [MaybeUninit<f32>]) -> &mut [f32],
+    ) {
+        let part = &mut self.parts[part];
+        let place = &mut self.values.spare_capacity_mut()[part.range.clone()];
+        if part.written {
+            // SAFETY: a part is marked as written once all of it is initialised.
+            return written(unsafe { place.assume_init_mut() });
+        }
+        fill(place, unwritten);
+        part.written = true;
+    }
+}
+
+/// Parts of these lengths, one after another, and their length together.
+fn parts(lengths: impl Iterator<Item = usize>, written: bool) -> (Vec<Part>, usize) {
+    let mut end = 0;
+    let part = |len: usize| {
+        let start = end;
+        end += len;
+        Part { range: start..end, written }
+    };
+    let parts = lengths.map(part).collect();
+    (parts, end)
+}
+
+fn zero(out: &mut [MaybeUninit<f32>]) -> &mut [f32] {
+    out.iter_mut().for_each(|place| {
+        place.write(0.0);
+    });
+    // SAFETY: every element has just been written.
+    unsafe { out.assume_init_mut() }
+}
+
+/// Has `fill` write to all of `place`, which it returns as proof.
+///
+/// # Panics
+/// Where it returns other memory.
+fn fill(place: &mut [MaybeUninit<f32>], fill: impl FnOnce(&mut [MaybeUninit<f32>]) -> &mut [f32]) {
+    let (start, count) = (place.as_ptr().cast::<f32>(), place.len());
+    let written = fill(place);
+    assert!(written.as_ptr() == start && written.len() == count, "other memory was written than what was to be");
+}
+
 /// Writes `a · b`, or adds it where `add`, to rows of `b.cols` elements that begin `stride` elements after one another.
 ///
 /// # Safety
@@ -299,5 +478,66 @@ mod tests {
         let matrix = Matrix::strided(&values, 3, 3, 4);
         assert!(std::panic::catch_unwind(|| matrix.rows(2..4)).is_err());
         assert!(std::panic::catch_unwind(|| matrix.row(3)).is_err());
+    }
+
+    #[test]
+    fn a_row_is_added_to_each_row_of_a_product() {
+        for [m, n, k] in [[1, 1, 1], [3, 5, 0], [300, 7, 20], [40, 1000, 600]] {
+            let (left, right, row) = (values(m * k, 1), values(k * n, 2), values(n, 3));
+            let (a, b) = (Matrix::new(&left, m, k), Matrix::new(&right, k, n));
+            let out = product_plus_row(a, b, &row);
+            assert_eq!(out.len(), m * n);
+            for (index, found) in out.into_iter().enumerate() {
+                let expected = expected(a, b, index / n, index % n) + f64::from(row[index % n]);
+                assert!((f64::from(found) - expected).abs() <= 1e-6 * (4.0 * k as f64 + 2.0), "{m} {n} {k}: {index}");
+            }
+        }
+        assert!(product_plus_row(Matrix::new(&[], 0, 3), Matrix::new(&values(6, 1), 3, 2), &[1.0, 2.0]).is_empty());
+    }
+
+    #[test]
+    fn no_bit_depends_on_the_number_of_threads() {
+        // Beyond the size from which threads share a product.
+        for [m, k, n] in [[300, 1100, 260], [1024, 130, 100], [70, 3000, 70]] {
+            let (a, b, row) = (values(m * k, 4), values(k * n, 5), values(n, 6));
+            let run = |threads: usize| {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                pool.install(|| {
+                    let (a, b) = (Matrix::new(&a, m, k), Matrix::new(&b, k, n));
+                    product_plus_row(a, b, &row).iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+                })
+            };
+            let one = run(1);
+            assert!([2, 3, 8].into_iter().all(|threads| run(threads) == one), "{m} {k} {n}");
+        }
+    }
+
+    #[test]
+    fn sums_of_parts_need_no_zeros_and_come_in_any_order() {
+        let (a, b) = (values(12, 7), values(20, 8));
+        let (left, right) = (Matrix::new(&a, 3, 4), Matrix::new(&b, 4, 5));
+        let mut once = Vec::new();
+        product_into(&mut once, left, right, Threads::One);
+        let twice: Vec<f32> = once.iter().map(|x| x + x).collect();
+        let lengths = || [2, 15, 0, 3].into_iter();
+        let expected = [vec![9.0, 3.0, 4.0], twice, vec![1.0, 1.0, 0.0]].concat();
+        let add_all = |mut sums: PartSums| {
+            sums.add_product(1, left, right);
+            sums.add_by(3, |part| part[0] += 1.0);
+            sums.add(0, &[1.0, 2.0]);
+            sums.add(2, &[]);
+            sums
+        };
+        let mut sums = add_all(PartSums::behind(vec![9.0], lengths()));
+        sums.add_product(1, left, right);
+        sums.add(0, &[2.0, 2.0]);
+        sums.add_by(3, |part| part[1] = 1.0);
+        assert_eq!(sums.finish().unwrap(), expected);
+        // Onto what is there already.
+        let before = [vec![2.0, 2.0], once, vec![0.0, 1.0, 0.0]].concat();
+        assert_eq!(add_all(PartSums::of(before, lengths())).finish().unwrap(), expected[1..]);
+        let mut unfinished = PartSums::behind(Vec::new(), lengths());
+        unfinished.add(0, &[1.0, 2.0]);
+        assert_eq!(unfinished.finish(), None);
     }
 }
