@@ -11,6 +11,7 @@ use std::time::Duration;
 use comm_core::job::MAX_WORLD_SIZE;
 use gpt2::cli::MAX_THREADS;
 use gpt2::config::Preset;
+use gpt2::model::KernelChoice;
 use gpt2::optim::{LearningRate, LossScaling};
 use gpt2::precision::Precision;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
@@ -154,6 +155,7 @@ const ORDER: [Axis; Axis::ALL.len()] = [
     Axis::Batch,
     Axis::Accumulation,
     Axis::Recompute,
+    Axis::Kernels,
     Axis::Steps,
     Axis::ValidateEvery,
     Axis::ValidationBatches,
@@ -504,6 +506,7 @@ fn put(cell: &mut Cell, axis: Axis, value: Value) -> Result<(), toml::de::Error>
         Axis::Batch => cell.batch = value.try_into()?,
         Axis::Accumulation => cell.accumulation = value.try_into()?,
         Axis::Recompute => cell.recompute = value.try_into()?,
+        Axis::Kernels => cell.kernels = value.try_into()?,
         Axis::Steps => cell.steps = value.try_into()?,
         Axis::Threads => cell.threads = value.try_into()?,
         Axis::Planted => cell.planted = value.try_into::<Delay>()?.0,
@@ -642,6 +645,7 @@ fn check_pytorch(cell: &Cell) -> Result<(), String> {
         (Axis::Wire, cell.wire != "f32"),
         (Axis::Accumulation, cell.accumulation != 1),
         (Axis::Recompute, cell.recompute),
+        (Axis::Kernels, cell.kernels != KernelChoice::default().name()),
         (Axis::Overlap, !cell.overlap),
         (Axis::Planted, cell.planted.is_some()),
         (Axis::LossScaling, cell.loss_scaling.is_some()),
@@ -663,6 +667,7 @@ fn check_names(cell: &Cell) -> Result<(), String> {
     let of = |axis: Axis| move |why: String| format!("axis {axis}: {why}");
     cell.precision.parse::<Precision>().map_err(String::from).map_err(of(Axis::Precision))?;
     cell.wire.parse::<Precision>().map_err(String::from).map_err(of(Axis::Wire))?;
+    cell.kernels.parse::<KernelChoice>().map_err(String::from).map_err(of(Axis::Kernels))?;
     let _: Preset = cell.preset.parse().map_err(|why| of(Axis::Preset)(format!("{why}")))?;
     // With any vocabulary.
     model(cell, 256)?;

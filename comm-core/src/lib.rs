@@ -11,6 +11,8 @@
 //! - [`CountingTransport`] and [`Faulty`] wrap a transport: one counts what passes, one breaks it on purpose.
 //! - [`engine`] runs a call from its start to its end, once for all communicators: one over a library with collectives of its own is
 //!   an [`Engine`](engine::Engine) too.
+//! - [`vectorised`] runs a loop compiled for the widest vectors that the machine has: this crate's reductions, and whatever computes
+//!   beside them.
 //! - [`conformance`] is the suite that every transport passes.
 //!
 //! ```
@@ -43,6 +45,7 @@ mod dtype;
 pub mod engine;
 mod error;
 mod faulty;
+mod float16;
 pub mod folder;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
@@ -85,6 +88,7 @@ pub use deadline::Deadline;
 pub use dtype::{DType, Factor, ReduceOp};
 pub use error::{Error, Notice, Result};
 pub use faulty::{Fault, FaultKind, Faulty};
+pub use float16::Float16;
 pub use half::{bf16, f16};
 pub use handle::{Completed, Completer, Failed, Handle, Outcome, Pending};
 pub use header::{HEADER_LEN, Header};
@@ -93,5 +97,6 @@ pub use mesh::{Mesh, MeshOptions};
 pub use names::UnknownName;
 pub use op::{Algorithm, BorrowedCall, Call, Counts, Mode, Op, OpKind, shard_range};
 pub use preset::Preset;
+pub use sys::{Kernel, vectorised};
 pub use transport::{Incoming, Outgoing, Sink, Transport};
 pub use waiting::Waiting;

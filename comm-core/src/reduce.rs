@@ -4,10 +4,10 @@
 //! the machine has is taken at run time; no extension changes a result, because each element is computed by itself.
 
 use bytemuck::{AnyBitPattern, NoUninit};
-use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::dtype::{DType, Factor, ReduceOp};
+use crate::float16::Float16;
 use crate::sys::{Kernel, vectorised};
 
 /// `accumulator[i] = accumulator[i] ∘ incoming[i]`, element by element. `incoming` may have any alignment; both hold whole
@@ -103,7 +103,7 @@ struct Aligned<const N: usize>([u8; N]);
 const LANES: usize = 1024;
 
 /// One block: `out` is at most 16 KiB.
-fn in_f32<'a, T: Half>(op: ReduceOp, ranks: usize, contribution: impl Fn(usize) -> &'a [u8], out: &mut [u8]) {
+fn in_f32<'a, T: Float16>(op: ReduceOp, ranks: usize, contribution: impl Fn(usize) -> &'a [u8], out: &mut [u8]) {
     let mut sums = [0f32; LANES];
     let mut next = [0f32; LANES];
     let mut raw = [T::zeroed(); LANES];
@@ -130,32 +130,6 @@ fn in_f32<'a, T: Half>(op: ReduceOp, ranks: usize, contribution: impl Fn(usize) 
     }
 }
 
-/// A 16-bit float.
-trait Half: AnyBitPattern + NoUninit {
-    fn widen(values: &[Self], into: &mut [f32]);
-    fn narrow(values: &[f32], into: &mut [Self]);
-}
-
-impl Half for f16 {
-    fn widen(values: &[Self], into: &mut [f32]) {
-        values.convert_to_f32_slice(into);
-    }
-
-    fn narrow(values: &[f32], into: &mut [Self]) {
-        into.convert_from_f32_slice(values);
-    }
-}
-
-impl Half for bf16 {
-    fn widen(values: &[Self], into: &mut [f32]) {
-        values.convert_to_f32_slice(into);
-    }
-
-    fn narrow(values: &[f32], into: &mut [Self]) {
-        into.convert_from_f32_slice(values);
-    }
-}
-
 /// The loops of [`combine`].
 struct Combine<'a> {
     dtype: DType,
@@ -165,6 +139,8 @@ struct Combine<'a> {
 }
 
 impl Kernel for Combine<'_> {
+    type Output = ();
+
     #[inline(always)]
     fn run(self) {
         let Combine { dtype, op, accumulator, incoming } = self;
@@ -186,7 +162,7 @@ impl Kernel for Combine<'_> {
 }
 
 /// Two contributions of a 16-bit float. Callers that sum more keep the sum in f32: see [`reduce_in_rank_order`].
-fn pair_in_f32<T: Half>(op: ReduceOp, accumulator: &mut [u8], incoming: &[u8]) {
+fn pair_in_f32<T: Float16>(op: ReduceOp, accumulator: &mut [u8], incoming: &[u8]) {
     let mut sums = [0f32; LANES];
     let mut next = [0f32; LANES];
     let mut raw = [T::zeroed(); LANES];

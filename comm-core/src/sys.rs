@@ -148,15 +148,21 @@ fn process(pid: u32) -> Option<Pid> {
     Pid::from_raw(pid.try_into().ok()?)
 }
 
-/// A loop over elements that the compiler can vectorise. `run` and all that it calls must be `#[inline(always)]`, or it is
+/// A loop over elements that the compiler can vectorise, for [`vectorised`]. `run` and all that it calls must be `#[inline(always)]`, or it is
 /// compiled for the machine's least.
-pub(crate) trait Kernel {
+pub trait Kernel {
+    /// What the loop finds.
+    type Output;
+
     /// The loop.
-    fn run(self);
+    fn run(self) -> Self::Output;
 }
 
 /// Runs the kernel compiled for the widest vectors that this machine has. (On aarch64 the least has NEON already.)
+///
+/// Products and sums are never contracted to one operation, so a kernel whose order of additions is fixed has the same bits on every
+/// machine.
 #[multiversion::multiversion(targets("x86_64+avx512f+avx512bw+avx512vl+avx512dq", "x86_64+avx2"))]
-pub(crate) fn vectorised<K: Kernel>(kernel: K) {
-    kernel.run();
+pub fn vectorised<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run()
 }

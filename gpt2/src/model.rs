@@ -10,11 +10,26 @@ use burn::module::{Module, Param};
 use burn::tensor::activation::softmax;
 use burn::tensor::module::linear;
 use burn::tensor::{Device, FloatDType, Int, Tensor};
+use serde::{Deserialize, Serialize};
 
 use crate::config::{LAYER_NORM_EPSILON, ModelConfig};
 #[cfg(all(feature = "cube", not(feature = "fusion")))]
 use crate::cube;
 use crate::fused::{self, Resident};
+
+/// By which kernels a model computes its layers and its loss; written as in [`KernelChoice::name`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KernelChoice {
+    /// Our own, each of which does a layer's work in as few passes over memory as there can be, where there are any for the device; on
+    /// others as [`Composed`](Self::Composed).
+    #[default]
+    Fused,
+    /// The backend's single operations, to measure what the fused ones gain.
+    Composed,
+}
+
+comm_core::names!(pub KernelChoice, "choice of kernels": Fused = "fused", Composed = "composed");
 
 /// Which form of the layers runs.
 #[derive(Clone, Copy, Debug)]

@@ -3,8 +3,7 @@
 use std::ops::Range;
 
 use burn::tensor::FloatDType;
-use comm_core::{Buffer, DType, Element, bf16, f16};
-use half::slice::HalfFloatSliceExt;
+use comm_core::{Buffer, DType, Element, Float16, bf16, f16};
 use serde::{Deserialize, Serialize};
 
 /// A floating-point type of computation, or of values on their way between ranks. Sums of 16-bit values that travel are formed in f32
@@ -46,16 +45,8 @@ impl Precision {
     pub(crate) fn pack(self, values: Vec<f32>) -> Buffer {
         match self {
             Precision::F32 => Buffer::from_vec(values),
-            Precision::Bf16 => {
-                let mut packed = vec![bf16::ZERO; values.len()];
-                packed.convert_from_f32_slice(&values);
-                Buffer::from_vec(packed)
-            }
-            Precision::F16 => {
-                let mut packed = vec![f16::ZERO; values.len()];
-                packed.convert_from_f32_slice(&values);
-                Buffer::from_vec(packed)
-            }
+            Precision::Bf16 => Buffer::from_vec(narrow::<bf16>(&values)),
+            Precision::F16 => Buffer::from_vec(narrow::<f16>(&values)),
         }
     }
 
@@ -92,9 +83,9 @@ impl Precision {
     /// As [`pack_into`](Precision::pack_into), of values that come in parts, one after another.
     pub(crate) fn pack_parts_into(self, parts: &[&[f32]], start: usize, count: usize) -> Buffer {
         match self {
-            Precision::F32 => placed(parts, start, count, |place, part| place.copy_from_slice(part)),
-            Precision::Bf16 => placed(parts, start, count, <[bf16]>::convert_from_f32_slice),
-            Precision::F16 => placed(parts, start, count, <[f16]>::convert_from_f32_slice),
+            Precision::F32 => placed(parts, start, count, |whole, part| whole.extend_from_slice(part)),
+            Precision::Bf16 => placed(parts, start, count, append_rounded::<bf16>),
+            Precision::F16 => placed(parts, start, count, append_rounded::<f16>),
         }
     }
 
@@ -108,21 +99,24 @@ impl Precision {
     }
 }
 
-/// `count` elements, zeros but for those that `write` makes of `parts`, one after another from `start` on.
+/// `count` elements, zeros but for those that `append` makes of `parts`, one after another from `start` on.
 fn placed<T: Element + Default>(
     parts: &[&[f32]],
     start: usize,
     count: usize,
-    write: impl Fn(&mut [T], &[f32]),
+    append: impl Fn(&mut Vec<T>, &[f32]),
 ) -> Buffer {
-    let mut whole = vec![T::default(); count];
-    let mut rest = &mut whole[start..];
-    for part in parts {
-        let (place, others) = rest.split_at_mut(part.len());
-        write(place, part);
-        rest = others;
-    }
+    let mut whole = Vec::with_capacity(count);
+    whole.resize(start, T::default());
+    parts.iter().for_each(|part| append(&mut whole, part));
+    whole.resize(count, T::default());
     Buffer::from_vec(whole)
+}
+
+fn append_rounded<T: Float16>(whole: &mut Vec<T>, part: &[f32]) {
+    let start = whole.len();
+    whole.resize(start + part.len(), T::zeroed());
+    T::narrow(part, &mut whole[start..]);
 }
 
 fn cut<T: Element>(values: Vec<T>, lengths: &[usize]) -> Vec<Buffer> {
@@ -145,12 +139,15 @@ pub(crate) fn split<T>(mut values: Vec<T>, lengths: &[usize]) -> Vec<Vec<T>> {
     pieces
 }
 
-fn widen<T>(values: &[T]) -> Vec<f32>
-where
-    [T]: HalfFloatSliceExt,
-{
+fn narrow<T: Float16>(values: &[f32]) -> Vec<T> {
+    let mut narrow = vec![T::zeroed(); values.len()];
+    T::narrow(values, &mut narrow);
+    narrow
+}
+
+fn widen<T: Float16>(values: &[T]) -> Vec<f32> {
     let mut wide = vec![0.0; values.len()];
-    values.convert_to_f32_slice(&mut wide);
+    T::widen(values, &mut wide);
     wide
 }
 

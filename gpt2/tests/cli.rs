@@ -476,6 +476,7 @@ fn options_that_do_not_go_together_are_refused() {
     refuse(&["--strategy", "ring", "--dedicated-server"], &["--dedicated-server", "ps", "ring"]);
     refuse(&["--strategy", "ps", "--nproc", "1", "--dedicated-server"], &["--dedicated-server", "2 ranks"]);
     refuse(&["--precision", "f8"], &["f8", "f32, bf16, f16"]);
+    refuse(&["--kernels", "flash"], &["flash", "fused, composed"]);
     refuse(&["--loss-scale", "-3"], &["--loss-scale"]);
     refuse(&["--loss-scale", "sometimes"], &["--loss-scale", "sometimes"]);
     refuse(&["--loss-factor", "0"], &["--loss-factor 0"]);

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+use gpt2::model::KernelChoice;
 use gpt2::optim::{OptimizerConfig, OptimizerKind};
 use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
@@ -22,6 +23,19 @@ fn recomputation_changes_no_bit() {
             assert_eq!(kept.grad_norms, recomputed.grad_norms, "{what}");
             assert_eq!(kept.weights_hash, recomputed.weights_hash, "{what}");
         }
+    }
+}
+
+#[test]
+fn kernels_change_last_bits_alone() {
+    let corpus = corpus(20_000);
+    for (strategy, ranks) in [(StrategyKind::Single, 1), (StrategyKind::Ddp, 2), (StrategyKind::Fsdp, 3)] {
+        let fused = with(&single(4), (strategy, false), ranks);
+        let composed = TrainConfig { kernels: KernelChoice::Composed, ..fused.clone() };
+        let (fused, composed) = (run(&fused, &corpus, ranks), run(&composed, &corpus, ranks));
+        assert_ne!(fused.weights_hash, composed.weights_hash, "{strategy}: one and the same kernels ran twice");
+        assert_close(&composed, &fused, TOLERANCE, strategy.name());
+        assert_counts(&composed, strategy.name());
     }
 }
 

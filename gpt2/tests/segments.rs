@@ -3,9 +3,11 @@
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 use burn::tensor::Device;
+use comm_core::Buffer;
 use gpt2::config::{ModelConfig, Preset};
 use gpt2::init::initial_values;
-use gpt2::segments::{ModelError, SegmentedModel, TokenBatch};
+use gpt2::model::KernelChoice;
+use gpt2::segments::{Compute, Destination, ModelError, PassHooks, SegmentGrads, SegmentedModel, TokenBatch};
 
 const SEED: u64 = 1337;
 
@@ -35,6 +37,85 @@ fn gradients(model: &mut SegmentedModel, batch: &TokenBatch, scale: f32) -> (f64
 
 fn bits(all: &[Vec<f32>]) -> Vec<u32> {
     all.iter().flatten().map(|x| x.to_bits()).collect()
+}
+
+#[test]
+fn composed_kernels_give_what_fused_ones_give() {
+    let mut fused = model();
+    let compute = Compute { kernels: KernelChoice::Composed, ..Compute::default() };
+    let mut composed = SegmentedModel::absent(config(), compute, &Device::flex()).unwrap();
+    for segment in 0..fused.segments().len() {
+        let weights = fused.read_params(segment).unwrap();
+        composed.write_params(segment, &weights).unwrap();
+    }
+    let batch = batch(3, 32);
+    let ((loss, all), (composed_loss, others)) =
+        (gradients(&mut fused, &batch, 1.0), gradients(&mut composed, &batch, 1.0));
+    assert!((loss - composed_loss).abs() < 1e-6, "{loss} {composed_loss}");
+    assert!((fused.loss(&batch).unwrap() - composed.loss(&batch).unwrap()).abs() < 1e-6);
+    assert_ne!(bits(&all), bits(&others), "one and the same kernels ran twice");
+    for (info, (a, b)) in fused.segments().iter().zip(all.iter().zip(&others)) {
+        let bound = 1e-5 * b.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+        assert!(a.iter().zip(b).all(|(a, b)| (a - b).abs() <= bound), "{}", info.name);
+    }
+}
+
+#[test]
+fn weights_are_taken_and_put_back_without_a_copy() {
+    let mut model = model();
+    for segment in 0..model.segments().len() {
+        let read = model.read_params(segment).unwrap();
+        assert_eq!(model.params(segment).unwrap(), read);
+        let start = model.params(segment).unwrap().as_ptr();
+        let mut taken = model.take_params(segment).unwrap().unwrap();
+        assert_eq!((taken.as_ptr(), &taken), (start, &read));
+        assert!(matches!(model.read_params(segment), Err(ModelError::Absent { .. })));
+        assert!(model.take_params(segment).unwrap().is_none());
+        taken[0] += 1.0;
+        model.put_params(segment, Buffer::from_vec(taken)).unwrap();
+        assert_eq!(model.params(segment).unwrap().as_ptr(), start);
+        assert_eq!(model.read_params(segment).unwrap()[0], read[0] + 1.0);
+    }
+    // A pass leaves nobody else with the weights.
+    let (start, batch) = (model.params(1).unwrap().as_ptr(), batch(2, 8));
+    gradients(&mut model, &batch, 1.0);
+    let taken = model.take_params(1).unwrap().unwrap();
+    assert_eq!(taken.as_ptr(), start);
+}
+
+#[test]
+fn gradients_are_added_where_they_are_wanted() {
+    /// Wants each segment's behind two values, and then onto what came.
+    struct Wants {
+        onto: bool,
+        all: Vec<Vec<f32>>,
+    }
+    impl PassHooks<ModelError> for Wants {
+        fn destination(&mut self, segment: usize) -> Destination {
+            let before = std::mem::take(&mut self.all[segment]);
+            if self.onto { Destination::Onto(before) } else { Destination::Behind(vec![7.0, 8.0]) }
+        }
+
+        fn gradients(&mut self, grads: SegmentGrads) -> Result<(), ModelError> {
+            let segment = grads.segment();
+            self.all[segment] = grads.into_flat()?;
+            if !self.onto {
+                assert_eq!(self.all[segment].drain(..2).collect::<Vec<_>>(), [7.0, 8.0]);
+            }
+            Ok(())
+        }
+    }
+    let mut model = model();
+    let batches = [batch(2, 8), batch(3, 32)];
+    let [(_, first), (_, second)] = batches.clone().map(|batch| gradients(&mut model, &batch, 1.0));
+    let mut wants = Wants { onto: false, all: vec![Vec::new(); model.segments().len()] };
+    model.train(&batches[0], 1.0, &mut wants).unwrap();
+    assert_eq!(bits(&wants.all), bits(&first));
+    wants.onto = true;
+    model.train(&batches[1], 1.0, &mut wants).unwrap();
+    for (sum, (first, second)) in wants.all.iter().flatten().zip(first.iter().flatten().zip(second.iter().flatten())) {
+        assert!((sum - (first + second)).abs() <= 1e-6 * (first.abs() + second.abs()) + 1e-7, "{sum} {first} {second}");
+    }
 }
 
 #[test]
@@ -165,6 +246,22 @@ fn attention_sees_no_later_token() {
     assert_eq!(before[..10 * 61], after[..10 * 61]);
     assert_ne!(before[10 * 61..11 * 61], after[10 * 61..11 * 61]);
     assert_ne!(before[15 * 61..], after[15 * 61..]);
+}
+
+#[test]
+fn the_last_logits_are_those_of_the_last_positions() {
+    let model = model();
+    for (rows, cols) in [(1, 1), (1, 16), (3, 5)] {
+        let tokens = batch(rows, cols).inputs;
+        let all = model.logits(&tokens, rows, cols).unwrap();
+        let last = model.last_logits(&tokens, rows, cols).unwrap();
+        assert_eq!(last.len(), rows * 61);
+        for (last, all) in last.chunks(61).zip(all.chunks(cols * 61)) {
+            let expected = &all[(cols - 1) * 61..];
+            assert!(last.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-5), "{rows} {cols}");
+        }
+    }
+    assert!(model.last_logits(&[], 1, 0).is_err());
 }
 
 #[test]

@@ -5,6 +5,7 @@
 use std::fmt;
 
 use gpt2::memory::Usage;
+use gpt2::model::KernelChoice;
 use gpt2::strategy::StrategyOptions;
 use gpt2::trainer::Parts;
 use isocomm::TransportOptions;
@@ -92,6 +93,9 @@ pub struct Cell {
     /// Whether the backward pass computes a block's forward pass again instead of keeping it in memory.
     #[serde(default)]
     pub recompute: bool,
+    /// By which kernels layers and loss are computed: `fused` or `composed`.
+    #[serde(default = "fused")]
+    pub kernels: String,
     pub steps: u64,
     /// Threads that compute, in each rank.
     pub threads: usize,
@@ -174,6 +178,11 @@ pub struct Validation {
     pub batches: usize,
 }
 
+/// In records of versions that had no others.
+fn fused() -> String {
+    KernelChoice::Fused.to_string()
+}
+
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
 }
@@ -225,6 +234,7 @@ axes! {
     Batch = "batch",
     Accumulation = "accumulation",
     Recompute = "recompute",
+    Kernels = "kernels",
     Steps = "steps",
     Threads = "threads",
     Planted = "planted",
@@ -399,6 +409,7 @@ impl Default for Cell {
             batch: 12,
             accumulation: 1,
             recompute: false,
+            kernels: fused(),
             steps: 20,
             threads: 1,
             planted: None,
@@ -462,6 +473,7 @@ impl Cell {
             Axis::Batch => self.batch.to_string(),
             Axis::Accumulation => self.accumulation.to_string(),
             Axis::Recompute => switch(self.recompute),
+            Axis::Kernels => self.kernels.clone(),
             Axis::Steps => self.steps.to_string(),
             Axis::Threads => self.threads.to_string(),
             Axis::Planted => self.planted.as_ref().map_or("none".into(), |planted| {

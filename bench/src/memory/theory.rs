@@ -1,6 +1,7 @@
 //! What parameters, gradients and optimizer of each strategy should take.
 
 use gpt2::memory::Category;
+use gpt2::precision::Precision;
 use gpt2::segments::SegmentInfo;
 use gpt2::strategy::StrategyKind;
 
@@ -86,11 +87,11 @@ pub(super) fn bounds(segments: &[SegmentInfo], case: Case) -> Bounds {
             gradients: sharded,
             optimizer: F32 * 2.0 * shard,
         },
-        _ => Bounds {
-            parameters: w * (all + segment + tensor),
-            gradients: F32 * (all + tensor),
-            optimizer: F32 * 3.0 * all,
-        },
+        // The masters are the weights.
+        _ if case.precision == Precision::F32 => {
+            Bounds { parameters: w * all, gradients: F32 * all, optimizer: F32 * 2.0 * all }
+        }
+        _ => Bounds { parameters: w * (all + segment + tensor), gradients: F32 * all, optimizer: F32 * 3.0 * all },
     };
     bounds.parameters += TENSOR_BYTES * tensors;
     bounds
@@ -122,14 +123,15 @@ pub(super) fn introduction(settings: &Settings) -> String {
 pub(super) fn formulas() -> String {
     format!(
         "bounds (sizes in f32; N ranks; w is 1, or 1/2 where weights are of 16 bits; on top {:.0} % and {:.0} KiB, and for parameters {} KiB a tensor):\n\
-         parameters  single, ddp    w(P + S + T)              all weights, and the segment that replaces one, which is cut tensor by tensor\n\
+         parameters  single, ddp    P                         all weights in f32, which are the optimizer's masters\n\
+         \x20           the same       w(P + S + T)              in 16 bits, and the segment that replaces one, which is cut tensor by tensor\n\
          \x20           zero1, zero2   w(P + 2S + max(T, S/N))  all weights, two segments being gathered, and a tensor of one or this rank's shard\n\
          \x20           fsdp           P/N + w(2S + E)           masters, the segment in use and the one to come, the embedding from its \
          forward to its backward pass\n\
-         gradients   single, ddp    P + T                     all of them, and a tensor that is read back\n\
+         gradients   single, ddp    P                         all of them\n\
          \x20           zero1          P + S                     all of them until the end of the pass, then this rank's shards\n\
          \x20           zero2, fsdp    P/N + 2S                  this rank's shards, the segment on its way and the one that is put together\n\
-         optimizer   single, ddp    3P                        masters and two moments\n\
+         optimizer   single, ddp    2P                        two moments; 3P in 16 bits, with the masters\n\
          \x20           zero1, zero2   3P/N\n\
          \x20           fsdp           2P/N                      two moments",
         100.0 * SLACK_SHARE,

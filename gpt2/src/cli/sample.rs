@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::CliError;
-use super::train::check_tensors;
+use super::train::{Pass, check_tensors};
 use crate::checkpoint::Checkpoint;
 use crate::devices::{CheckedDevice, DeviceChoice};
 use crate::segments::SegmentedModel;
@@ -55,7 +55,7 @@ pub(super) fn run(args: &SampleArgs) -> Result<(), CliError> {
         .map_err(|error| format!("checkpoint {}: its tokenizer: {error}", args.checkpoint.display()))?;
     let CheckedDevice { device, largest_tensor } = args.device.open()?;
     if let Some(limit) = largest_tensor {
-        check_tensors(args.device, limit, &checkpoint.config, 1)?;
+        check_tensors(args.device, limit, &checkpoint.config, Pass::Sampling)?;
     }
     let model = checkpoint.model(&device)?;
     let (known, has) = (tokenizer.vocab_size(), model.config().vocab_size);
@@ -125,8 +125,7 @@ fn next_token(
 ) -> Result<u16, CliError> {
     let context = &ids[ids.len().saturating_sub(model.config().block_size)..];
     let inputs: Vec<i32> = context.iter().map(|id| i32::from(*id)).collect();
-    let logits = model.logits(&inputs, 1, inputs.len())?;
-    let last = &logits[logits.len() - model.config().vocab_size..];
+    let last = model.last_logits(&inputs, 1, inputs.len())?;
     if last.iter().any(|logit| !logit.is_finite()) {
         return Err("the model's output is not finite: its training has diverged".into());
     }

@@ -23,6 +23,7 @@ use crate::config::{ModelConfig, Preset};
 use crate::corpus::{Corpus, CorpusSource, LoadOptions, TokenCache};
 use crate::devices::{CheckedDevice, DeviceChoice, cuda_ordinal};
 use crate::env::default_cargo_home;
+use crate::model::KernelChoice;
 use crate::optim::{LearningRate, LossScaling, OptimizerConfig, OptimizerKind, ScheduleKind};
 use crate::precision::Precision;
 use crate::run::{RankOptions, refuse, run_rank, run_threads};
@@ -90,6 +91,10 @@ pub(super) struct TrainArgs {
     /// Compute activations again in the backward pass instead of keeping them.
     #[arg(long)]
     recompute: bool,
+    /// By which kernels layers and loss are computed: fused (a layer's work in as few passes over memory as there can be) or composed (the
+    /// backend's single operations: slower, with more memory; to measure what fused kernels gain).
+    #[arg(long, default_value_t)]
+    kernels: KernelChoice,
     /// Optimizer: adamw, lamb.
     #[arg(long, default_value_t)]
     optimizer: OptimizerKind,
@@ -394,6 +399,7 @@ impl Prepared {
             options: strategy_options(args, wire, ranks_per_node(args, ranks, ranks_here)?),
             precision: args.precision,
             recompute: args.recompute,
+            kernels: args.kernels,
             loss_scaling,
             loss_factor: args.loss_factor,
             seed: args.seed,
@@ -622,7 +628,7 @@ fn check_batches(
     let share = Share { rank: 0, world, accumulation: *accumulation };
     let rows = batches.rows_per_micro_step(share)?;
     if let Some(limit) = largest_tensor {
-        check_tensors(device, limit, model, rows)?;
+        check_tensors(device, limit, model, Pass::Training { rows })?;
     }
     if config.eval_every > 0 {
         batches.validation(config.eval_batches, share)?;
@@ -659,17 +665,29 @@ fn seconds(seconds: f64) -> Duration {
     Duration::from_secs_f64(seconds.min(1e9))
 }
 
-/// Refuses a model with a tensor of more than `limit` bytes, which the device has no room for in one buffer: parameters, or what `rows`
-/// sequences at once make of them.
-pub(super) fn check_tensors(
-    device: DeviceChoice,
-    limit: u64,
-    model: &ModelConfig,
-    rows: usize,
-) -> Result<(), CliError> {
+/// What a model is to do.
+#[derive(Clone, Copy)]
+pub(super) enum Pass {
+    /// Training, with so many sequences at once.
+    Training { rows: usize },
+    /// The logits of what follows one sequence.
+    Sampling,
+}
+
+/// Refuses a model with a tensor of more than `limit` bytes, which the device has no room for in one buffer: parameters, or what a pass
+/// makes of them.
+pub(super) fn check_tensors(device: DeviceChoice, limit: u64, model: &ModelConfig, pass: Pass) -> Result<(), CliError> {
+    let (rows, logits, advice) = match pass {
+        Pass::Training { rows } => (
+            rows,
+            rows * model.block_size,
+            ", or train with a smaller --preset, --block-size or --batch, or a larger --accumulation",
+        ),
+        Pass::Sampling => (1, 1, ""),
+    };
     let tokens = rows * model.block_size;
     let tensors = [
-        ("logits", tokens * model.vocab_size),
+        ("logits", logits * model.vocab_size),
         ("attention scores", tokens * model.block_size * model.n_head),
         ("activations", tokens * model.n_embd * 4),
         // Read back in one piece.
@@ -680,8 +698,8 @@ pub(super) fn check_tensors(
     let bytes = values as u64 * 4;
     if bytes > limit {
         return Err(format!(
-            "--device {device}: the {what} need {:.0} MiB in one buffer, and this device allows {:.0}; choose another device, or \
-             train with a smaller --preset, --block-size or --batch, or a larger --accumulation",
+            "--device {device}: the {what} need {:.0} MiB in one buffer, and this device allows {:.0}; choose another \
+             device{advice}",
             bytes as f64 / (1 << 20) as f64,
             limit as f64 / (1 << 20) as f64
         )

@@ -7,7 +7,7 @@ use burn::tensor::{FloatDType, TensorData};
 
 use super::*;
 use crate::config::Preset;
-use crate::devices::{DeviceChoice, Placement};
+use crate::devices::DeviceChoice;
 use crate::fused;
 use crate::init;
 use crate::model::{Kernels, LayerNorm};
@@ -145,15 +145,14 @@ fn cross_entropy_is_the_processors() {
     let Some(device) = device() else { return };
     for (n, v) in [(1, 1), (5, 61), (3, 128), (2, 1001), (40_000, 3)] {
         let targets: Vec<i32> = (0..n).map(|row| (row * 11 % v) as i32).collect();
-        compare(&format!("cross entropy {n}x{v}"), &device, BOUND, |device, generated| {
-            let placement = if generated { Placement::Device } else { Placement::Host };
+        compare(&format!("cross entropy {n}x{v}"), &device, BOUND, |device, _| {
             let logits =
                 || with_gaps(leaf([n * (v + 2 * GAP)], 6, device).inner() * 4.0, [1, n, v]).squeeze_dim::<2>(0);
             let kept = logits();
-            let alone = mean_loss(kept.clone(), &targets, placement).unwrap() as f32;
+            let alone = mean_loss(kept.clone(), &targets).unwrap() as f32;
             // Once somebody else has the logits, which stay as they are, and once nobody.
-            let (loss, gradient) = loss_and_gradient(kept.clone(), &targets, n as f32, placement).unwrap();
-            let (again, in_place) = loss_and_gradient(logits(), &targets, n as f32, placement).unwrap();
+            let (loss, gradient) = loss_and_gradient(kept.clone(), &targets, n as f32);
+            let (again, in_place) = loss_and_gradient(logits(), &targets, n as f32);
             let read = |tensor: Tensor<2>| tensor.into_data().try_into_vec_as::<f32>().unwrap();
             let losses = vec![alone, loss.read().unwrap() as f32, again.read().unwrap() as f32];
             vec![losses, read(gradient), read(in_place), read(kept)]
@@ -185,10 +184,9 @@ fn tensors_may_be_of_sixteen_bits() {
         let kernels = if generated { Kernels::Generated } else { Kernels::Composed };
         passes(std::slice::from_ref(&x), wide(layer.forward(half(x.clone().reshape([2, 3, 70])), kernels)))
     });
-    compare("cross entropy in f16", &device, F16_BOUND, |device, generated| {
+    compare("cross entropy in f16", &device, F16_BOUND, |device, _| {
         let logits = half(leaf([2 * 200], 6, device).inner().reshape([1, 2, 200])).squeeze_dim::<2>(0);
-        let placement = if generated { Placement::Device } else { Placement::Host };
-        let (loss, gradient) = loss_and_gradient(logits, &[3, 199], 2.0, placement).unwrap();
+        let (loss, gradient) = loss_and_gradient(logits, &[3, 199], 2.0);
         vec![vec![loss.read().unwrap() as f32], gradient.into_data().try_into_vec_as::<f32>().unwrap()]
     });
 }
@@ -201,8 +199,8 @@ fn a_diverged_model_has_no_finite_loss() {
             let mut values = vec![1.0; 301];
             values[at] = bad;
             let logits: Tensor<2> = Tensor::from_data(TensorData::new(values, [1, 301]), &device);
-            let alone = mean_loss(logits.clone(), &[1], Placement::Device).unwrap();
-            let (loss, gradient) = loss_and_gradient(logits, &[1], 1.0, Placement::Device).unwrap();
+            let alone = mean_loss(logits.clone(), &[1]).unwrap();
+            let (loss, gradient) = loss_and_gradient(logits, &[1], 1.0);
             let gradient = gradient.into_data().try_into_vec_as::<f32>().unwrap();
             assert!(!alone.is_finite() && !loss.read().unwrap().is_finite(), "{bad} at {at}");
             assert!(gradient.iter().any(|value| !value.is_finite()), "{bad} at {at}");

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use comm_core::{Kernel, vectorised};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -154,13 +155,30 @@ impl Scalars {
         (1.0 - learning_rate * config.weight_decay) as f32
     }
 
-    /// Never inlined: only as arguments are the slices known not to overlap, without which the loop may not become vector code.
-    #[inline(never)]
-    fn apply(&self, params: &mut [f32], grads: &[f32], mean: &mut [f32], square: &mut [f32]) {
+    fn apply(self, params: &mut [f32], grads: &[f32], mean: &mut [f32], square: &mut [f32]) {
+        vectorised(Step { scalars: self, params, grads, mean, square });
+    }
+}
+
+/// The one pass of a step over some elements.
+struct Step<'a> {
+    scalars: Scalars,
+    params: &'a mut [f32],
+    grads: &'a [f32],
+    mean: &'a mut [f32],
+    square: &'a mut [f32],
+}
+
+impl Kernel for Step<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let Self { scalars, params, grads, mean, square } = self;
         for (((p, g), m), v) in params.iter_mut().zip(grads).zip(mean).zip(square) {
-            self.decay.advance_one(*g, m, v);
-            let denominator = v.sqrt() / self.root_correction + self.epsilon;
-            *p = *p * self.keep - self.step_size * (*m / denominator);
+            scalars.decay.advance_one(*g, m, v);
+            let denominator = v.sqrt() / scalars.root_correction + scalars.epsilon;
+            *p = *p * scalars.keep - scalars.step_size * (*m / denominator);
         }
     }
 }

@@ -13,6 +13,7 @@
 
 use std::ops::Range;
 
+use comm_core::{Kernel, vectorised};
 use rayon::prelude::*;
 
 use super::{AdamWConfig, Decay, Moments, OptimError, TASK, integer_power, tiles};
@@ -119,9 +120,8 @@ impl Lamb {
                 .zip(grads[range.clone()].par_chunks(TASK))
                 .zip(self.moments.mean[range.clone()].par_chunks_mut(TASK))
                 .zip(self.moments.square[range.clone()].par_chunks_mut(TASK))
-                .map(|(((p, g), m), v)| {
-                    advance(decay, g, m, v);
-                    update.squared_norms(p, m, v)
+                .map(|(((params, grads), mean), square)| {
+                    vectorised(Prepare { decay, update, params, grads, mean, square })
                 })
                 .collect();
             norms[*tensor] = partial.iter().fold([0.0; 2], |sum, part| [sum[0] + part[0], sum[1] + part[1]]);
@@ -152,7 +152,7 @@ impl Lamb {
                 .par_chunks_mut(TASK)
                 .zip(self.moments.mean[range.clone()].par_chunks(TASK))
                 .zip(self.moments.square[range.clone()].par_chunks(TASK))
-                .for_each(|((p, m), v)| update.apply(step_size, p, m, v));
+                .for_each(|((params, mean), square)| vectorised(Apply { update, step_size, params, mean, square }));
         }
         self.prepared = false;
         Ok(())
@@ -225,9 +225,6 @@ pub fn trust_ratio([params, update]: [f64; 2]) -> f64 {
     if params > 0.0 && update > 0.0 { params.sqrt() / update.sqrt() } else { 1.0 }
 }
 
-// The loops below are functions of their own, never inlined: only as arguments are slices known not to overlap, without which their
-// loops may not become vector code.
-
 /// Sums that are taken side by side.
 const LANES: usize = 8;
 
@@ -235,6 +232,7 @@ const LANES: usize = 8;
 const BLOCK: usize = 64 * LANES;
 
 /// Adds the squares of `values` to the sums, in turn.
+#[inline(always)]
 fn add_squares(sums: &mut [f64; LANES], values: &[f32]) {
     let (chunks, rest) = values.as_chunks::<LANES>();
     let mut lanes = *sums;
@@ -247,13 +245,6 @@ fn add_squares(sums: &mut [f64; LANES], values: &[f32]) {
         *lane += f64::from(*value) * f64::from(*value);
     }
     *sums = lanes;
-}
-
-#[inline(never)]
-fn advance(decay: Decay, grads: &[f32], mean: &mut [f32], square: &mut [f32]) {
-    for ((g, m), v) in grads.iter().zip(mean).zip(square) {
-        decay.advance_one(*g, m, v);
-    }
 }
 
 /// How the update follows from parameters and moments, in the type it is computed in.
@@ -281,15 +272,32 @@ impl Update {
     fn at(&self, p: f32, m: f32, v: f32) -> f32 {
         m / self.mean_correction / (v.sqrt() / self.root_correction + self.epsilon) + self.weight_decay * p
     }
+}
 
-    /// The sums of squares of `params` and of their update, in an order that depends on the length alone.
-    #[inline(never)]
-    fn squared_norms(&self, params: &[f32], mean: &[f32], square: &[f32]) -> [f64; 2] {
+/// The pass of the first half of a step over some elements: moments, and the sums of squares of parameters and of their update, in an
+/// order that depends on the length alone.
+struct Prepare<'a> {
+    decay: Decay,
+    update: Update,
+    params: &'a [f32],
+    grads: &'a [f32],
+    mean: &'a mut [f32],
+    square: &'a mut [f32],
+}
+
+impl Kernel for Prepare<'_> {
+    type Output = [f64; 2];
+
+    #[inline(always)]
+    fn run(self) -> [f64; 2] {
+        let Self { decay, update, params, grads, mean, square } = self;
         let mut sums = [[0.0; LANES]; 2];
         let mut updates = [0.0; BLOCK];
-        for ((params, mean), square) in params.chunks(BLOCK).zip(mean.chunks(BLOCK)).zip(square.chunks(BLOCK)) {
-            for (((u, p), m), v) in updates.iter_mut().zip(params).zip(mean).zip(square) {
-                *u = self.at(*p, *m, *v);
+        let moments = mean.chunks_mut(BLOCK).zip(square.chunks_mut(BLOCK));
+        for ((params, grads), (mean, square)) in params.chunks(BLOCK).zip(grads.chunks(BLOCK)).zip(moments) {
+            for ((((u, p), g), m), v) in updates.iter_mut().zip(params).zip(grads).zip(mean).zip(square) {
+                decay.advance_one(*g, m, v);
+                *u = update.at(*p, *m, *v);
             }
             let updates = updates.get(..params.len()).unwrap_or(&updates);
             add_squares(&mut sums[0], params);
@@ -297,11 +305,25 @@ impl Update {
         }
         sums.map(|lanes| lanes.iter().sum())
     }
+}
 
-    #[inline(never)]
-    fn apply(&self, step_size: f32, params: &mut [f32], mean: &[f32], square: &[f32]) {
+/// The pass of the second half of a step over some elements.
+struct Apply<'a> {
+    update: Update,
+    step_size: f32,
+    params: &'a mut [f32],
+    mean: &'a [f32],
+    square: &'a [f32],
+}
+
+impl Kernel for Apply<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let Self { update, step_size, params, mean, square } = self;
         for ((p, m), v) in params.iter_mut().zip(mean).zip(square) {
-            *p -= step_size * self.at(*p, *m, *v);
+            *p -= step_size * update.at(*p, *m, *v);
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Gradient norms and clipping.
 
+use comm_core::{Kernel, vectorised};
 use rayon::prelude::*;
 
 /// Sum of squares in f64, in an order that depends on the length alone. Sums of several pieces (segments, shards) are added in the
@@ -7,23 +8,31 @@ use rayon::prelude::*;
 ///
 /// The square of an f32 fits f64 by far, so the sum is finite exactly where every value is.
 pub fn sum_of_squares(values: &[f32]) -> f64 {
-    const LANES: usize = 8;
     const TASK: usize = 1 << 16;
-    let partial: Vec<f64> = values
-        .par_chunks(TASK)
-        .map(|task| {
-            let mut lanes = [0.0f64; LANES];
-            let (chunks, rest) = task.as_chunks::<LANES>();
-            for chunk in chunks {
-                for (lane, x) in lanes.iter_mut().zip(chunk) {
-                    *lane += f64::from(*x) * f64::from(*x);
-                }
-            }
-            let tail: f64 = rest.iter().map(|x| f64::from(*x) * f64::from(*x)).sum();
-            lanes.iter().sum::<f64>() + tail
-        })
-        .collect();
+    let partial: Vec<f64> = values.par_chunks(TASK).map(|task| vectorised(Squares(task))).collect();
     partial.iter().sum()
+}
+
+/// The sum of squares of one task.
+struct Squares<'a>(&'a [f32]);
+
+impl Kernel for Squares<'_> {
+    type Output = f64;
+
+    #[inline(always)]
+    fn run(self) -> f64 {
+        /// Sums that are taken side by side: several vectors of them, since an addition waits for the one before.
+        const LANES: usize = 32;
+        let mut lanes = [0.0f64; LANES];
+        let (chunks, rest) = self.0.as_chunks::<LANES>();
+        for chunk in chunks {
+            for (lane, x) in lanes.iter_mut().zip(chunk) {
+                *lane += f64::from(*x) * f64::from(*x);
+            }
+        }
+        let tail: f64 = rest.iter().map(|x| f64::from(*x) * f64::from(*x)).sum();
+        lanes.iter().sum::<f64>() + tail
+    }
 }
 
 /// What gradients of global norm `norm` are multiplied by so that it becomes at most `max`: `min(1, max / (norm + 1e-6))`, as PyTorch's

@@ -6,7 +6,7 @@
 //! and feeds each graph the gradient from above. This folder is the only place that knows it.
 //!
 //! The head's backward (softmax minus one-hot) is written by hand, outside the graphs, because each pass over the logits costs as much
-//! as a block of a small model. The tied token embedding receives its head's part early and its lookup's part last, and is handed out
+//! as a block of a small model; on the processor it never has them all. The tied token embedding receives its head's part early and its lookup's part last, and is handed out
 //! once, last, with both summed.
 //!
 //! Weights may be in memory only while a segment uses them: a pass tells its [`PassHooks`] before and after. On the CPU the graphs do not
@@ -14,22 +14,25 @@
 
 pub(crate) mod cross_entropy;
 mod error;
+mod head;
 mod layout;
 mod pass;
 mod weights;
 
+use burn::backend::flex::FlexTensor;
 use burn::module::Module;
 use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
 use comm_core::Buffer;
 
 pub use error::ModelError;
 pub use layout::{ParamInfo, SegmentInfo, layout};
-pub use pass::{Pass, PassHooks, SegmentGrads};
+pub use pass::{Destination, Pass, PassHooks, SegmentGrads};
 
 use crate::config::ModelConfig;
 use crate::devices::{self, Placement};
 use crate::flat::Weights;
-use crate::model::{Block, Embedding, FinalNorm, Kernels, Layer, causal_mask};
+use crate::fused;
+use crate::model::{Block, Embedding, FinalNorm, KernelChoice, Kernels, Layer, causal_mask};
 use crate::precision::Precision;
 use weights::{Flatten, Release, Upload, read_back};
 
@@ -61,6 +64,8 @@ pub struct Compute {
     /// Whether a block's activations are computed again in the backward pass instead of being kept from the forward pass. Costs a
     /// third more products, changes no bit.
     pub recompute: bool,
+    /// By which kernels. Changes last bits alone.
+    pub kernels: KernelChoice,
 }
 
 /// GPT-2 with its weights on one device.
@@ -72,6 +77,8 @@ pub struct SegmentedModel {
     infos: Vec<SegmentInfo>,
     /// Whether each segment's weights are in memory.
     present: Vec<bool>,
+    /// Each segment's weights where they are f32 in host memory: the tensors are views of them.
+    flats: Vec<Option<FlexTensor>>,
     embedding: Embedding,
     blocks: Vec<Block>,
     norm: FinalNorm,
@@ -117,6 +124,7 @@ impl SegmentedModel {
             blocks: (0..config.n_layer).map(|_| Block::zeros(&config, &device).map(&mut release)).collect(),
             norm: FinalNorm::zeros(&config, &device).map(&mut release),
             present: vec![false; infos.len()],
+            flats: vec![None; infos.len()],
             config,
             compute,
             device,
@@ -176,7 +184,31 @@ impl SegmentedModel {
         self.put_params(segment, self.compute.precision.pack_into(flat, 0, flat.len()))
     }
 
-    /// Replaces a segment's weights by a buffer of the model's precision, in the memory of which the tensors stay as far as possible.
+    /// A segment's weights, where they are f32 in host memory.
+    pub fn params(&self, segment: usize) -> Option<&[f32]> {
+        self.flats.get(segment)?.as_ref()?.as_slice::<f32>()
+    }
+
+    /// Takes a segment's weights out of the model, without a copy, where they are f32 in host memory; `None` elsewhere.
+    /// [`put_params`](Self::put_params) puts them back.
+    ///
+    /// # Errors
+    /// [`ModelError::NoSuchSegment`], [`ModelError::Device`].
+    pub fn take_params(&mut self, segment: usize) -> Result<Option<Vec<f32>>, ModelError> {
+        self.info(segment)?;
+        let Some(flat) = self.flats[segment].take() else { return Ok(None) };
+        // Without the tensors nobody else has the vector.
+        self.release_params(segment)?;
+        let values = flat.into_data().try_into_vec::<f32>().map_err(|error| ModelError::Device {
+            segment,
+            what: "taking weights",
+            detail: error.to_string(),
+        })?;
+        Ok(Some(values))
+    }
+
+    /// Replaces a segment's weights by a buffer of the model's precision, in the memory of which the tensors stay as far as possible: f32 in
+    /// host memory is not copied.
     ///
     /// # Errors
     /// [`ModelError::NoSuchSegment`], [`ModelError::SegmentLength`], [`ModelError::SegmentType`].
@@ -186,10 +218,18 @@ impl SegmentedModel {
         if flat.count() != info.len {
             return Err(ModelError::SegmentLength { name: name(), expected: info.len, len: flat.count() });
         }
-        let upload = Upload::new(flat, self.compute.precision, info, &self.device)
-            .map_err(|error| ModelError::SegmentType { name: name(), detail: error.to_string() })?;
+        let wrong_type = |error: comm_core::Error| ModelError::SegmentType { name: name(), detail: error.to_string() };
+        let views = self.placement() == Placement::Host && self.compute.precision == Precision::F32;
+        let (upload, flat) = if views {
+            let values = flat.into_vec::<f32>().map_err(wrong_type)?;
+            let flat = FlexTensor::from_data(TensorData::new(values, [info.len]));
+            (Upload::views(flat.clone(), info, &self.device), Some(flat))
+        } else {
+            (Upload::new(flat, self.compute.precision, info, &self.device).map_err(wrong_type)?, None)
+        };
         replace(&mut self.embedding, &mut self.blocks, &mut self.norm, segment, upload);
         self.present[segment] = true;
+        self.flats[segment] = flat;
         Ok(())
     }
 
@@ -211,6 +251,7 @@ impl SegmentedModel {
         let upload = Upload::cut(flat, self.compute.precision, info, &self.device);
         replace(&mut self.embedding, &mut self.blocks, &mut self.norm, segment, upload);
         self.present[segment] = true;
+        self.flats[segment] = None;
         Ok(())
     }
 
@@ -240,6 +281,7 @@ impl SegmentedModel {
             },
         }
         self.present[segment] = false;
+        self.flats[segment] = None;
         Ok(())
     }
 
@@ -249,8 +291,7 @@ impl SegmentedModel {
     /// Those of a bad batch (see [`ModelError`]), [`ModelError::Absent`].
     pub fn loss(&self, batch: &TokenBatch) -> Result<f64, ModelError> {
         let tokens_bt = self.check_batch(batch)?;
-        let logits_nv = self.head(self.hidden_nc(tokens_bt)?);
-        cross_entropy::mean_loss(logits_nv, &batch.targets, self.placement())
+        self.head_loss(self.hidden_nc(self.stream_btc(tokens_bt, &batch.inputs)?), &batch.targets)
     }
 
     /// Logits `[rows, cols, vocab_size]`, row-major, of token ids `[rows, cols]`, without gradients.
@@ -259,8 +300,16 @@ impl SegmentedModel {
     /// Those of a bad batch (see [`ModelError`]), [`ModelError::Absent`], [`ModelError::Device`].
     pub fn logits(&self, inputs: &[i32], rows: usize, cols: usize) -> Result<Vec<f32>, ModelError> {
         let tokens_bt = self.check_tokens("inputs", inputs, rows, cols)?;
-        let logits_nv = self.head(self.hidden_nc(tokens_bt)?);
-        read_back(self.config.n_layer + 1, "reading logits", logits_nv.cast(FloatDType::F32))
+        self.read_logits(self.stream_btc(tokens_bt, inputs)?)
+    }
+
+    /// Logits `[rows, vocab_size]`, row-major, of what follows each row of token ids `[rows, cols]`, without gradients.
+    ///
+    /// # Errors
+    /// As [`logits`](Self::logits).
+    pub fn last_logits(&self, inputs: &[i32], rows: usize, cols: usize) -> Result<Vec<f32>, ModelError> {
+        let tokens_bt = self.check_tokens("inputs", inputs, rows, cols)?;
+        self.read_logits(self.stream_btc(tokens_bt, inputs)?.narrow(1, cols - 1, 1))
     }
 
     /// Loss and all segments' gradients (in forward order) of `scale` times it from one backward pass over the whole model, with
@@ -298,21 +347,35 @@ impl SegmentedModel {
         Ok((value.first().copied().map_or(f64::NAN, f64::from), all))
     }
 
-    /// Everything before the head, without gradients: `[n, c]`.
-    fn hidden_nc(&self, tokens_bt: Tensor<2, Int>) -> Result<Tensor<2>, ModelError> {
+    /// Everything before the final norm, without gradients.
+    fn stream_btc(&self, tokens_bt: Tensor<2, Int>, tokens: &[i32]) -> Result<Tensor<3>, ModelError> {
         (0..self.infos.len()).try_for_each(|segment| self.require(segment))?;
-        let [b, t] = tokens_bt.dims();
+        let [_, t] = tokens_bt.dims();
         let mask_tt = self.mask_tt(t);
-        let x_btc = self
-            .blocks
-            .iter()
-            .fold(self.embedding.forward(tokens_bt), |x_btc, block| block.forward(x_btc, &mask_tt, self.kernels()));
-        Ok(self.norm.forward(x_btc, &mask_tt, self.kernels()).reshape([b * t, self.config.n_embd]))
+        let blocks = self.blocks.iter();
+        Ok(blocks.fold(self.embed(tokens_bt, tokens), |x_btc, block| block.forward(x_btc, &mask_tt, self.kernels())))
     }
 
-    /// Logits `[n, v]`, in the type of computation.
-    fn head(&self, hidden_nc: Tensor<2>) -> Tensor<2> {
-        hidden_nc.matmul(self.embedding.wte.weight.val().transpose())
+    /// Token ids, which `tokens` are too, to the residual stream.
+    fn embed(&self, tokens_bt: Tensor<2, Int>, tokens: &[i32]) -> Tensor<3> {
+        // The backend's lookup copies a table that is a view.
+        if self.flats[0].is_some() {
+            let Embedding { wte, wpe } = &self.embedding;
+            return fused::embedding(wte.weight.val(), wpe.weight.val(), tokens, tokens_bt.dims());
+        }
+        self.embedding.forward(tokens_bt)
+    }
+
+    /// The final norm, without gradients: `[n, c]`.
+    fn hidden_nc(&self, x_btc: Tensor<3>) -> Tensor<2> {
+        let [b, t, c] = x_btc.dims();
+        self.norm.ln_f.forward(x_btc, self.kernels()).reshape([b * t, c])
+    }
+
+    /// The logits of the residual stream before the final norm, in f32.
+    fn read_logits(&self, x_btc: Tensor<3>) -> Result<Vec<f32>, ModelError> {
+        let logits_nv = self.logits_nv(self.hidden_nc(x_btc));
+        read_back(self.config.n_layer + 1, "reading logits", logits_nv.cast(FloatDType::F32))
     }
 
     fn info(&self, segment: usize) -> Result<&SegmentInfo, ModelError> {
@@ -325,9 +388,10 @@ impl SegmentedModel {
 
     /// For passes without gradients.
     fn kernels(&self) -> Kernels<'static> {
-        match self.placement() {
-            Placement::Host => Kernels::Fused(None),
-            Placement::Device => Kernels::of_device(&self.device),
+        match (self.compute.kernels, self.placement()) {
+            (KernelChoice::Composed, _) => Kernels::Composed,
+            (KernelChoice::Fused, Placement::Host) => Kernels::Fused(None),
+            (KernelChoice::Fused, Placement::Device) => Kernels::of_device(&self.device),
         }
     }
 

@@ -3,16 +3,18 @@
 use std::sync::Arc;
 
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::tensor::{FloatDType, Gradients, IndexingUpdateOp, Int, Tensor};
+use burn::tensor::{Device, FloatDType, Gradients as TensorGradients, IndexingUpdateOp, Int, Tensor};
 
 use super::error::ModelError;
+use super::head::TableGradient;
 use super::weights::{detach_weights, read_back, refill};
-use super::{SegmentedModel, TokenBatch, cross_entropy};
+use super::{SegmentedModel, TokenBatch};
 #[cfg(all(feature = "cube", not(feature = "fusion")))]
 use crate::cube;
 use crate::devices::Placement;
-use crate::flat::with_values;
-use crate::fused::Resident;
+use crate::flat::{Flat, Gradients, with_values};
+use crate::fused::{self, PartSums, Resident};
+use crate::memory::{self, Category};
 use crate::model::{Kernels, Layer};
 
 /// The direction of a pass.
@@ -46,6 +48,12 @@ pub trait PassHooks<E: From<ModelError>> {
         Ok(())
     }
 
+    /// Where the gradients of `segment` are wanted. Asked for before they are computed, by passes that write them to one vector: it comes back
+    /// with them.
+    fn destination(&mut self, _segment: usize) -> Destination {
+        Destination::default()
+    }
+
     /// Takes one segment's gradients.
     ///
     /// # Errors
@@ -53,11 +61,34 @@ pub trait PassHooks<E: From<ModelError>> {
     fn gradients(&mut self, grads: SegmentGrads) -> Result<(), E>;
 }
 
-/// The gradients of one segment, still on the device, in order of its [`ParamInfo`](super::ParamInfo)s.
+/// Where a segment's gradients are wanted, in host memory.
+#[derive(Debug)]
+pub enum Destination {
+    /// Behind these values, of which they become the rest.
+    Behind(Vec<f32>),
+    /// Added to these, which are as many.
+    Onto(Vec<f32>),
+}
+
+impl Default for Destination {
+    fn default() -> Self {
+        Destination::Behind(Vec::new())
+    }
+}
+
+/// The gradients of one segment, in order of its [`ParamInfo`](super::ParamInfo)s, where the backward pass has left them.
 #[derive(Debug)]
 pub struct SegmentGrads {
     segment: usize,
-    parts: Vec<Tensor<1>>,
+    values: Values,
+}
+
+#[derive(Debug)]
+enum Values {
+    /// In the [`Destination`], with what was there.
+    Vector(Vec<f32>),
+    /// On the device, those of one tensor after another.
+    Tensors(Vec<Tensor<1>>),
 }
 
 impl SegmentGrads {
@@ -66,30 +97,34 @@ impl SegmentGrads {
         self.segment
     }
 
-    /// All gradients as one vector of f32 on the device.
-    pub fn into_tensor(self) -> Tensor<1> {
-        Tensor::cat(self.parts.into_iter().map(|part| part.cast(FloatDType::F32)).collect(), 0)
-    }
-
-    /// Each tensor's gradients as one vector on the device, in the type in which they were computed.
-    pub fn into_parts(self) -> Vec<Tensor<1>> {
-        self.parts
+    /// For a strategy: on the device, where they `stay_on_device`, in the type in which they were computed.
+    pub fn into_gradients(self, stay_on_device: bool) -> Gradients {
+        match self.values {
+            Values::Tensors(tensors) => Gradients::of_tensors(tensors, stay_on_device),
+            Values::Vector(values) if stay_on_device => Flat::on_device(&values, &Device::flex()).into(),
+            Values::Vector(values) => Flat::Host(values).into(),
+        }
     }
 
     /// All gradients as one vector of the host. From device memory they come concatenated, in one transfer; in host memory tensor by
-    /// tensor, each let go of before the next is widened.
+    /// tensor, each let go of before the next is widened; without a copy where they are in a vector.
     ///
     /// # Errors
     /// [`ModelError::Device`] if the device fails.
     pub fn into_flat(self) -> Result<Vec<f32>, ModelError> {
         let segment = self.segment;
-        let placement = self.parts.first().map(|part| Placement::of(&part.device()));
+        let tensors = match self.values {
+            Values::Vector(values) => return Ok(values),
+            Values::Tensors(tensors) => tensors,
+        };
+        let placement = tensors.first().map(|tensor| Placement::of(&tensor.device()));
         if placement != Some(Placement::Host) {
-            return read_back(segment, READING, self.into_tensor());
+            let whole = Tensor::cat(tensors.into_iter().map(|part| part.cast(FloatDType::F32)).collect(), 0);
+            return read_back(segment, READING, whole);
         }
-        let mut flat = Vec::with_capacity(self.parts.iter().map(|part| part.dims()[0]).sum());
-        for part in self.parts {
-            with_values(part, |values| flat.extend_from_slice(values)).map_err(|detail| ModelError::Device {
+        let mut flat = Vec::with_capacity(tensors.iter().map(|tensor| tensor.dims()[0]).sum());
+        for tensor in tensors {
+            with_values(tensor, |values| flat.extend_from_slice(values)).map_err(|detail| ModelError::Device {
                 segment,
                 what: READING,
                 detail,
@@ -166,7 +201,7 @@ impl SegmentedModel {
         // Forward: each entry is one segment's own graph.
         let mask_tt = self.mask_tt(t);
         self.enter(hooks, Pass::Forward, 0)?;
-        let mut x_btc = self.embedding.forward(tokens_bt.clone());
+        let mut x_btc = self.embed(tokens_bt.clone(), &batch.inputs);
         let mut kept = Vec::with_capacity(self.blocks.len());
         for segment in 1..last {
             self.enter(hooks, Pass::Forward, segment)?;
@@ -194,17 +229,13 @@ impl SegmentedModel {
         // The head, forward and backward in one go. Its table belongs to segment 0, which has not been left.
         self.require(0)?;
         let hidden_nc: Tensor<2> = norm.output_btc.clone().inner().reshape([b * t, c]);
-        let logits_nv = self.head(hidden_nc.clone());
-        let (loss, dlogits_nv) = cross_entropy::loss_and_gradient(logits_nv, &batch.targets, scale, self.placement())?;
-        let dlogits_nv = dlogits_nv.cast(self.compute.precision.float());
-        let dhidden_nc = dlogits_nv.clone().matmul(self.embedding.wte.weight.val());
-        let dwte_vc = dlogits_nv.transpose().matmul(hidden_nc);
+        let head = self.head_gradients(hidden_nc, &batch.targets, scale, || hooks.destination(0));
 
         // Backward, from the last segment to the first.
-        let mut upstream_btc = dhidden_nc.reshape([b, t, c]);
+        let mut upstream_btc: Tensor<3> = head.dhidden_nc.reshape([b, t, c]);
         self.enter(hooks, Pass::Backward, last)?;
         norm.remember(&self.norm);
-        let (grads, below_btc) = norm.backward(last, upstream_btc)?;
+        let (grads, below_btc) = norm.backward(last, upstream_btc, |segment| hooks.destination(segment))?;
         upstream_btc = below_btc;
         hooks.leave(self, Pass::Backward, last)?;
         hooks.gradients(grads)?;
@@ -219,17 +250,17 @@ impl SegmentedModel {
                 }
                 SavedInput::Input(input_btc) => Box::new(self.graph(block.clone(), *input_btc, &mask_tt)),
             };
-            let (grads, below_btc) = graph.backward(segment, upstream_btc)?;
+            let (grads, below_btc) = graph.backward(segment, upstream_btc, |segment| hooks.destination(segment))?;
             upstream_btc = below_btc;
             hooks.leave(self, Pass::Backward, segment)?;
             hooks.gradients(grads)?;
         }
         self.enter(hooks, Pass::Backward, 0)?;
-        let grads = self.embedding_grads(tokens_bt, upstream_btc, dwte_vc);
+        let grads = self.embedding_grads((tokens_bt, batch), upstream_btc, head.table)?;
         hooks.leave(self, Pass::Backward, 0)?;
         hooks.gradients(grads)?;
         // Not before: it would have kept the host from asking for the backward pass.
-        Ok(loss.read()?)
+        Ok(head.loss.read()?)
     }
 
     /// Mean cross entropy of the batch in nats, without gradients; of no rows, 0.
@@ -245,7 +276,7 @@ impl SegmentedModel {
         let tokens_bt = if *batch == TokenBatch::none(batch.cols) { None } else { Some(self.check_batch(batch)?) };
         let mask_tt = self.mask_tt(batch.cols);
         self.enter(hooks, Pass::Forward, 0)?;
-        let mut x_btc = tokens_bt.map(|tokens_bt| self.embedding.forward(tokens_bt));
+        let mut x_btc = tokens_bt.map(|tokens_bt| self.embed(tokens_bt, &batch.inputs));
         for segment in 1..=last {
             self.enter(hooks, Pass::Forward, segment)?;
             x_btc = x_btc.map(|x_btc| match self.blocks.get(segment - 1) {
@@ -254,12 +285,10 @@ impl SegmentedModel {
             });
             hooks.leave(self, Pass::Forward, segment)?;
         }
-        let logits_nv = x_btc.map(|x_btc| self.head(x_btc.reshape([batch.rows * batch.cols, self.config.n_embd])));
+        let (n, c) = (batch.rows * batch.cols, self.config.n_embd);
+        let loss = x_btc.map_or(Ok(0.0), |x_btc| self.head_loss(x_btc.reshape([n, c]), &batch.targets))?;
         hooks.leave(self, Pass::Forward, 0)?;
-        match logits_nv {
-            Some(logits_nv) => Ok(cross_entropy::mean_loss(logits_nv, &batch.targets, self.placement())?),
-            None => Ok(0.0),
-        }
+        Ok(loss)
     }
 
     /// A training pass without any data.
@@ -274,7 +303,7 @@ impl SegmentedModel {
             self.enter(hooks, Pass::Backward, segment)?;
             hooks.leave(self, Pass::Backward, segment)?;
             let zeros = Tensor::zeros([self.infos[segment].len], &self.device);
-            hooks.gradients(SegmentGrads { segment, parts: vec![zeros] })?;
+            hooks.gradients(SegmentGrads { segment, values: Values::Tensors(vec![zeros]) })?;
         }
         Ok(0.0)
     }
@@ -292,26 +321,39 @@ impl SegmentedModel {
     /// The forward pass of one layer, ready for its backward pass.
     fn graph<M: Layer>(&self, layer: M, x_btc: Tensor<3>, mask_tt: &Tensor<4>) -> Graph<M> {
         let input_btc = x_btc.autodiff().require_grad();
-        let (leaves, resident) = match self.placement() {
-            Placement::Host => {
+        let (leaves, resident) = match self.kernels() {
+            Kernels::Fused(_) => {
                 let (leaves_only, resident) = detach_weights(layer, &self.device);
                 (leaves_only, Some(resident))
             }
-            Placement::Device => (layer.train(), None),
+            _ => (layer.train(), None),
         };
         let kernels = match &resident {
             Some(resident) => Kernels::Fused(Some(resident)),
-            None => Kernels::of_device(&self.device),
+            None => self.kernels(),
         };
         let output_btc = leaves.forward(input_btc.clone(), mask_tt, kernels);
         Graph { leaves, resident, input_btc, output_btc }
     }
 
     /// The lookup's gradient is a sum of rows, added onto the head's part of the same table; in f32.
-    fn embedding_grads(&self, tokens_bt: Tensor<2, Int>, dx_btc: Tensor<3>, dwte_vc: Tensor<2>) -> SegmentGrads {
+    fn embedding_grads(
+        &self,
+        (tokens_bt, batch): (Tensor<2, Int>, &TokenBatch),
+        dx_btc: Tensor<3>,
+        table: TableGradient,
+    ) -> Result<SegmentGrads, ModelError> {
         let [b, t, c] = dx_btc.dims();
+        let dx_btc = dx_btc.cast(FloatDType::F32);
+        let dwte_vc = match table {
+            TableGradient::Sums(mut sums) => {
+                fused::add_embedding_gradient(&mut sums, &batch.inputs, dx_btc);
+                let values = Values::Vector(sums.finish().ok_or_else(|| missing(0))?);
+                return Ok(SegmentGrads { segment: 0, values });
+            }
+            TableGradient::Tensor(dwte_vc) => dwte_vc.cast(FloatDType::F32),
+        };
         let unused = self.config.block_size - t;
-        let (dx_btc, dwte_vc) = (dx_btc.cast(FloatDType::F32), dwte_vc.cast(FloatDType::F32));
         let mut parts = vec![
             dwte_vc
                 .select_assign(0, tokens_bt.reshape([b * t]), dx_btc.clone().reshape([b * t, c]), IndexingUpdateOp::Add)
@@ -321,8 +363,16 @@ impl SegmentedModel {
         if unused > 0 {
             parts.push(Tensor::zeros([unused * c], &self.device));
         }
-        SegmentGrads { segment: 0, parts }
+        Ok(SegmentGrads { segment: 0, values: Values::Tensors(parts) })
     }
+}
+
+/// The sums of gradients of tensors of these lengths, at their destination.
+pub(super) fn part_sums(destination: Destination, lengths: impl Iterator<Item = usize>) -> PartSums {
+    memory::within(Category::Gradients, || match destination {
+        Destination::Behind(values) => PartSums::behind(values, lengths),
+        Destination::Onto(values) => PartSums::of(values, lengths),
+    })
 }
 
 impl<M: Layer> Graph<M> {
@@ -341,7 +391,15 @@ impl<M: Layer> Graph<M> {
     }
 
     /// The gradients of the segment's weights, and that of its input.
-    fn backward(self, segment: usize, upstream_btc: Tensor<3>) -> Result<(SegmentGrads, Tensor<3>), ModelError> {
+    fn backward(
+        self,
+        segment: usize,
+        upstream_btc: Tensor<3>,
+        destination: impl FnOnce(usize) -> Destination,
+    ) -> Result<(SegmentGrads, Tensor<3>), ModelError> {
+        if let Some(resident) = &self.resident {
+            resident.collect_in(part_sums(destination(segment), resident.lengths()));
+        }
         let mut grads = match Kernels::of_device(&upstream_btc.device()) {
             #[cfg(all(feature = "cube", not(feature = "fusion")))]
             Kernels::Generated => cube::backward(self.output_btc, upstream_btc),
@@ -349,19 +407,26 @@ impl<M: Layer> Graph<M> {
             _ => (self.output_btc * upstream_btc).sum().backward(),
         };
         let below_btc = self.input_btc.grad_remove(&mut grads).ok_or_else(|| missing(segment))?;
-        Ok((collect(segment, &self.leaves, &mut grads)?, below_btc))
+        let grads = match &self.resident {
+            Some(resident) => {
+                let values = Values::Vector(resident.collected().ok_or_else(|| missing(segment))?);
+                SegmentGrads { segment, values }
+            }
+            None => collect(segment, &self.leaves, &mut grads)?,
+        };
+        Ok((grads, below_btc))
     }
 }
 
 pub(super) fn collect<M: Module>(
     segment: usize,
     module: &M,
-    grads: &mut Gradients,
+    grads: &mut TensorGradients,
 ) -> Result<SegmentGrads, ModelError> {
     let mut collector = CollectGrads { grads, parts: Vec::new(), complete: true };
     module.visit(&mut collector);
     match collector {
-        CollectGrads { complete: true, parts, .. } => Ok(SegmentGrads { segment, parts }),
+        CollectGrads { complete: true, parts, .. } => Ok(SegmentGrads { segment, values: Values::Tensors(parts) }),
         _ => Err(missing(segment)),
     }
 }
@@ -371,7 +436,7 @@ fn missing(segment: usize) -> ModelError {
 }
 
 struct CollectGrads<'a> {
-    grads: &'a mut Gradients,
+    grads: &'a mut TensorGradients,
     parts: Vec<Tensor<1>>,
     complete: bool,
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use burn::backend::autodiff::NodeId;
+use burn::backend::flex::FlexTensor;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Device, FloatDType, Shape, Tensor, TensorData};
 use comm_core::{Buffer, Element, bf16, f16};
@@ -44,7 +45,9 @@ pub(super) struct Upload<'a> {
 }
 
 enum Tensors {
-    /// In host memory each tensor gets its own piece, since kernels copy views that do not start at zero.
+    /// In host memory tensors of f32 are views of the one vector that the optimizer updates.
+    Views { flat: Box<FlexTensor>, shapes: std::vec::IntoIter<Shape>, next: usize },
+    /// In host memory each tensor of 16 bits gets its own piece, since the backend's kernels copy views that do not start at zero.
     Pieces(std::vec::IntoIter<TensorData>),
     /// Device memory takes one transfer and is cut apart there.
     Transferred { flat: Box<Tensor<1>>, shapes: std::vec::IntoIter<Shape>, next: usize },
@@ -56,6 +59,12 @@ impl<'a> Upload<'a> {
         let shapes: Vec<Shape> = info.params.iter().map(|param| Shape::from(param.shape.clone())).collect();
         let flat = Box::new(flat.cast(precision.float()));
         Self { device, tensors: Tensors::Transferred { flat, shapes: shapes.into_iter(), next: 0 } }
+    }
+
+    /// Views of `flat`, which holds f32 in host memory and is as long as the segment.
+    pub(super) fn views(flat: FlexTensor, info: &SegmentInfo, device: &'a Device) -> Self {
+        let shapes: Vec<Shape> = info.params.iter().map(|param| Shape::from(param.shape.clone())).collect();
+        Self { device, tensors: Tensors::Views { flat: Box::new(flat), shapes: shapes.into_iter(), next: 0 } }
     }
 
     /// `flat` is of type `precision` and as long as the segment, which the caller has checked. At no time are more than the segment
@@ -93,6 +102,11 @@ fn pieces<T: Element + burn::tensor::Element>(flat: Vec<T>, lengths: &[usize], s
 impl ModuleMapper for Upload<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let value = match &mut self.tensors {
+            Tensors::Views { flat, shapes, next } => shapes.next().map(|shape| {
+                let start = *next;
+                *next += shape.num_elements();
+                fused::view(flat, shape, start)
+            }),
             Tensors::Pieces(pieces) => pieces.next().map(|data| {
                 let dtype = data.dtype();
                 Tensor::from_data(data, (self.device, dtype))

@@ -151,6 +151,8 @@ pub(super) struct BucketFiller {
     /// The bucket that is being filled, how many of its segments have come, and their gradients.
     open: (usize, usize),
     grads: Flat,
+    /// Whether they are where the next segment's gradients are being computed.
+    lent: bool,
     /// Buckets that are full and have not left.
     full: VecDeque<(usize, Flat)>,
 }
@@ -161,7 +163,7 @@ impl BucketFiller {
         let plan = buckets(layout, first, others);
         let label = |(index, bucket): (usize, &Bucket)| format!("gradients, bucket {index}: {}", bucket.name).into();
         let labels = plan.iter().enumerate().map(label).collect();
-        BucketFiller { plan, labels, open: (0, 0), grads: Flat::default(), full: VecDeque::new() }
+        BucketFiller { plan, labels, open: (0, 0), grads: Flat::default(), lent: false, full: VecDeque::new() }
     }
 
     /// All buckets, in the order in which they leave.
@@ -179,15 +181,42 @@ impl BucketFiller {
         self.labels[bucket].clone()
     }
 
-    /// Copies the gradients of the next segment into its bucket.
+    /// The open bucket's gradients, for those of `segment` to be computed behind them; nothing where another segment's are next.
+    pub(super) fn room(&mut self, segment: usize) -> Vec<f32> {
+        let Some(bucket) = self.next(segment) else { return Vec::new() };
+        let len = bucket.len();
+        self.lent = true;
+        match std::mem::take(&mut self.grads) {
+            Flat::Host(values) if !values.is_empty() => values,
+            _ => memory::within(Category::Gradients, || Vec::with_capacity(len)),
+        }
+    }
+
+    /// The open bucket, where `segment` is its next.
+    fn next(&self, segment: usize) -> Option<&Bucket> {
+        let (index, come) = self.open;
+        self.plan.get(index).filter(|bucket| bucket.segments.get(come) == Some(&segment))
+    }
+
+    /// Copies the gradients of the next segment into its bucket, unless they have been computed there.
     pub(super) fn add(&mut self, segment: usize, grads: Gradients) -> comm_core::Result<()> {
         let (index, come) = self.open;
-        let bucket = self.plan.get(index).filter(|bucket| bucket.segments.get(come) == Some(&segment));
+        let bucket = self.next(segment);
         let bucket =
             bucket.ok_or_else(|| Error::Internal(format!("gradients of segment {segment} came out of order")))?;
-        grads.append_to(&mut self.grads, bucket.len())?;
+        let (len, end, is_last) = (bucket.len(), bucket.starts[come + 1], come + 1 == bucket.segments.len());
+        if std::mem::take(&mut self.lent) {
+            self.grads = grads.into_flat()?;
+            if self.grads.len() != end {
+                return Err(Error::Internal(format!(
+                    "what was lent for the gradients of segment {segment} did not come back"
+                )));
+            }
+        } else {
+            grads.append_to(&mut self.grads, len)?;
+        }
         self.open = (index, come + 1);
-        if come + 1 == bucket.segments.len() {
+        if is_last {
             self.full.push_back((index, std::mem::take(&mut self.grads)));
             self.open = (index + 1, 0);
         }
@@ -302,6 +331,24 @@ mod tests {
             assert!(filler.next_full().is_none());
             filler.restart();
         }
+    }
+
+    #[test]
+    fn gradients_computed_in_their_bucket_are_not_copied() {
+        let mut filler = BucketFiller::new(&Layout::new(&[1, 3, 4]), 28, 28);
+        assert_eq!(filler.room(1).capacity(), 0, "segment 2 is next");
+        let mut start = None;
+        for (segment, own) in [(2, vec![1.0, 2.0, 3.0, 4.0]), (1, vec![5.0, 6.0, 7.0])] {
+            let mut values = filler.room(segment);
+            assert!(values.capacity() >= 7);
+            values.extend(own);
+            assert_eq!(*start.get_or_insert(values.as_ptr()), values.as_ptr());
+            filler.add(segment, Flat::Host(values).into()).unwrap();
+        }
+        let (_, whole) = filler.next_full().unwrap();
+        assert_eq!(whole.into_host().unwrap(), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
+        filler.room(0);
+        assert!(filler.add(0, Flat::Host(vec![1.0, 2.0]).into()).is_err(), "one gradient was to come behind nothing");
     }
 
     #[test]

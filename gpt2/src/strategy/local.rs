@@ -52,6 +52,14 @@ pub trait DuringPass {
         Ok(())
     }
 
+    /// The values behind which the gradients of `segment` are wanted in host memory, with room for them where there is to be no copy; empty
+    /// where they are wanted alone. Asked for before they are computed, and not always: what was returned then comes back in front of
+    /// them.
+    fn room(&mut self, segment: usize) -> Vec<f32> {
+        let _ = segment;
+        Vec::new()
+    }
+
     /// Takes one segment's gradients, summed over the micro-steps, and weighed so that the mean over ranks is the global batch's: in host
     /// memory, or on the device in the type of computation. Segments come in the order in which the backward pass ends them: last to
     /// first.
@@ -86,11 +94,22 @@ pub trait LocalStep {
     /// Those of the optimizer and, where it needs norms of tensors that are spread over ranks, of the communicator.
     fn update(&mut self, checked: &mut CheckedGradients) -> Result<(), TrainError>;
 
-    /// The f32 parameters that this rank's optimizer updates: the owned range of each segment.
+    /// The f32 parameters that this rank's optimizer updates: the owned range of each segment. From an update until they are
+    /// [lent](LocalStep::lend).
     fn masters(&self) -> &[Flat];
 
     /// The same, for strategies that average parameters.
     fn masters_mut(&mut self) -> &mut [Flat];
+
+    /// Makes this rank's masters of a segment the model's weights, where the two need not be apart: all of a segment in f32 in host memory, in
+    /// a rank that keeps a model. They are there until the next update. Elsewhere false, and nothing is done.
+    ///
+    /// # Errors
+    /// The model's.
+    fn lend(&mut self, segment: usize) -> Result<bool, TrainError> {
+        let _ = segment;
+        Ok(false)
+    }
 
     /// Puts weights, in the type of computation, into the model.
     ///

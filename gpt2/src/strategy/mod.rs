@@ -2,7 +2,8 @@
 //!
 //! All of them train on the same batches with the same arithmetic; they differ in who averages which gradients, who updates which
 //! parameters, where parameters lie, by which messages, and in which order that happens. The trainer keeps *masters*, the f32 parameters
-//! that this rank's optimizer updates, apart from the model's own *weights*, which are in the type of computation.
+//! that this rank's optimizer updates, apart from the model's own *weights*, which are in the type of computation; where both are all of the
+//! model in f32 in host memory, they are one, which the trainer [lends](LocalStep::lend) to the model between updates.
 //!
 //! A [`Strategy`] owns the order of its [`step`](Strategy::step). What it needs is handed to it: what this rank computes by itself, a
 //! [`LocalStep`], and its channels. It returns a [`StepOutcome`]: what was to be sent, and whether the replicas are equal now. Those that

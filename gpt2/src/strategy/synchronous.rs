@@ -45,6 +45,9 @@ pub fn synchronous<S: Synchronous>(
 /// Puts the weights that follow from this rank's masters into the model, where it has all of them.
 pub fn put_own(train: &mut dyn LocalStep, channels: &Channels) -> Result<(), TrainError> {
     for segment in 0..train.masters().len() {
+        if train.lend(segment)? {
+            continue;
+        }
         let weights = channels.parameters.weights(&train.masters()[segment]);
         train.put(segment, weights)?;
     }

@@ -118,6 +118,10 @@ impl Zero {
 }
 
 impl DuringPass for Zero {
+    fn room(&mut self, segment: usize) -> Vec<f32> {
+        self.buckets.room(segment)
+    }
+
     fn gradient(&mut self, segment: usize, grads: Gradients, channels: &mut Channels) -> comm_core::Result<()> {
         self.buckets.add(segment, grads)?;
         if self.overlap { self.start_full(channels) } else { Ok(()) }

@@ -123,6 +123,9 @@ impl Trainer<'_> {
 
     /// This rank's masters of one segment, in host memory.
     fn own_masters(&self, segment: usize) -> Result<Cow<'_, [f32]>, TrainError> {
+        if let Some(weights) = self.local.model.params(segment).filter(|_| self.local.lends_masters) {
+            return Ok(Cow::Borrowed(weights));
+        }
         Ok(match &self.local.masters[segment] {
             Flat::Host(own) => Cow::Borrowed(own),
             own @ Flat::Device(_) => Cow::Owned(own.clone().into_host()?),

@@ -3,16 +3,16 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use comm_core::{Communicator, CommunicatorExt, ReduceOp};
+use comm_core::{Buffer, Communicator, CommunicatorExt, ReduceOp};
 
 use super::optimizers::{MasterOptimizer, MemoryPlacement};
 use super::{TrainConfig, TrainError};
 use crate::batches::{Batches, Share};
-use crate::flat::{Flat, Gradients, Weights};
+use crate::flat::{Flat, Weights};
 use crate::memory::{self, Category};
 use crate::optim::{LossScaler, LossScaling, Overflow, clip_factor};
 use crate::record::{self, Activity};
-use crate::segments::{Pass, PassHooks, SegmentGrads, SegmentedModel, TokenBatch};
+use crate::segments::{Destination, Pass, PassHooks, SegmentGrads, SegmentedModel, TokenBatch};
 use crate::strategy::{Channels, CheckedGradients, DuringPass, LocalStep, Ranks};
 
 /// A rank's model, data and optimizer.
@@ -28,6 +28,8 @@ pub(super) struct Local<'a> {
     pub(super) workers: usize,
     /// The f32 parameters that this rank's optimizer updates: the owned range of each segment.
     pub(super) masters: Vec<Flat>,
+    /// Whether the model has them, from the end of a step to the next update: they are its weights.
+    pub(super) lends_masters: bool,
     pub(super) optimizer: Box<dyn MasterOptimizer>,
     pub(super) places: MemoryPlacement,
     pub(super) scaler: LossScaler,
@@ -51,6 +53,18 @@ impl Local<'_> {
             owned.iter().zip(self.model.segments()).all(|((_, len), info)| *len == info.len)
         };
         self.owned_by.iter().all(whole)
+    }
+
+    /// Takes the masters that the model has.
+    fn take_back(&mut self) -> Result<(), TrainError> {
+        if self.lends_masters {
+            for (segment, masters) in self.masters.iter_mut().enumerate() {
+                if let Some(weights) = self.model.take_params(segment)? {
+                    *masters = Flat::Host(weights);
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Mean loss of a batch without gradients.
@@ -144,7 +158,7 @@ impl LocalStep for Local<'_> {
     fn update(&mut self, checked: &mut CheckedGradients) -> Result<(), TrainError> {
         let grads = std::mem::take(&mut checked.grads);
         let (rates, sums) = ((self.learning_rate(), checked.factor), self.sums(checked.ranks));
-        let scalars = &self.scalars;
+        let scalars = self.scalars.clone();
         let mut add_up = |squares: &mut [f64]| {
             if sums == Sums::Known {
                 return Ok(());
@@ -153,6 +167,7 @@ impl LocalStep for Local<'_> {
             Ok(record::scalars("norms of tensors", || scalars.all_reduce(squares, ReduceOp::Sum))?)
         };
         record::charged(Activity::Optimizer, Category::Optimizer, || {
+            self.take_back()?;
             self.optimizer.step(&mut self.masters, grads, rates, &mut add_up)?;
             if self.places.masters_on_device {
                 self.model.wait()?;
@@ -167,6 +182,14 @@ impl LocalStep for Local<'_> {
 
     fn masters_mut(&mut self) -> &mut [Flat] {
         &mut self.masters
+    }
+
+    fn lend(&mut self, segment: usize) -> Result<bool, TrainError> {
+        if self.lends_masters {
+            let masters = std::mem::take(&mut self.masters[segment]).into_host()?;
+            self.put(segment, Weights::Host(Buffer::from_vec(masters)))?;
+        }
+        Ok(self.lends_masters)
     }
 
     fn put(&mut self, segment: usize, weights: Weights) -> Result<(), TrainError> {
@@ -237,10 +260,24 @@ impl PassHooks<TrainError> for Hooks<'_> {
         Ok(())
     }
 
+    fn destination(&mut self, segment: usize) -> Destination {
+        match &mut self.gradients {
+            Some(GradientSink { sums, on_device: false, is_last }) => match sums[segment].take() {
+                Some(Flat::Host(sum)) => Destination::Onto(sum),
+                None if *is_last => Destination::Behind(self.strategy.room(segment)),
+                other => {
+                    sums[segment] = other;
+                    Destination::default()
+                }
+            },
+            _ => Destination::default(),
+        }
+    }
+
     fn gradients(&mut self, grads: SegmentGrads) -> Result<(), TrainError> {
         let Some(GradientSink { sums, is_last, on_device }) = &mut self.gradients else { return Ok(()) };
         let segment = grads.segment();
-        let mut grads = Gradients::of_tensors(grads.into_parts(), *on_device);
+        let mut grads = grads.into_gradients(*on_device);
         let sum = &mut sums[segment];
         if sum.is_some() || !*is_last {
             let flat = match sum.take() {

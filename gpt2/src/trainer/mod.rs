@@ -25,6 +25,7 @@ use crate::corpus::Corpus;
 pub use crate::error::TrainError;
 use crate::flat::DeviceCollectives;
 use crate::memory;
+use crate::model::KernelChoice;
 use crate::optim::{LearningRate, LossScaling, OptimizerConfig};
 use crate::precision::Precision;
 use crate::record::{Operation, Span};
@@ -45,6 +46,8 @@ pub struct TrainConfig {
     pub precision: Precision,
     /// Whether activations are computed again in the backward pass instead of being kept.
     pub recompute: bool,
+    /// By which kernels layers and loss are computed.
+    pub kernels: KernelChoice,
     /// How gradients are kept from vanishing in a 16-bit type.
     pub loss_scaling: LossScaling,
     /// Multiplies the loss that is differentiated, not the one that is reported: 1, except to study what small gradients do.
@@ -80,6 +83,7 @@ impl TrainConfig {
             options: StrategyOptions::default(),
             precision: Precision::F32,
             recompute: false,
+            kernels: KernelChoice::default(),
             loss_scaling: LossScaling::Off,
             loss_factor: 1.0,
             seed: 1337,

@@ -1,11 +1,12 @@
 //! One rank of a training run.
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use burn::tensor::Device;
-use comm_core::{Communicator, CommunicatorExt, ReduceOp};
+use comm_core::{Buffer, Communicator, CommunicatorExt, ReduceOp};
 
 use super::history::History;
 use super::local::{Local, who_owns_what};
@@ -15,11 +16,14 @@ use super::{Observer, Parts, Session, StepReport, TrainConfig, TrainError, ms};
 use crate::batches::{Batches, Share};
 use crate::corpus::Corpus;
 use crate::devices::{self, Placement};
+use crate::flat::Flat;
 use crate::memory::{self, Category, Usage};
+use crate::model::KernelChoice;
 use crate::optim::LossScaler;
 use crate::peak;
+use crate::precision::Precision;
 use crate::record::{self, Activity, Recording};
-use crate::segments::{Compute, SegmentedModel, TokenBatch, layout};
+use crate::segments::{Compute, SegmentInfo, SegmentedModel, TokenBatch, layout};
 use crate::strategy::{Built, Channels, Comms, Setup, StepOutcome, Strategy};
 use crate::utilization::Meter;
 
@@ -235,9 +239,10 @@ fn local<'a>(
     built: &Built,
     places: MemoryPlacement,
 ) -> Result<(Local<'a>, Vec<TokenBatch>), TrainError> {
-    // A device's graphs keep the weights that they have used, and those are to go.
-    let recompute = config.recompute || (built.strategy.brings_weights() && Placement::of(device) == Placement::Device);
-    let compute = Compute { precision: config.precision, recompute };
+    // Graphs of composed operations, and those of a device, keep the weights that they have used, and those are to go.
+    let keeps = Placement::of(device) == Placement::Device || config.kernels == KernelChoice::Composed;
+    let recompute = config.recompute || (built.strategy.brings_weights() && keeps);
+    let compute = Compute { precision: config.precision, recompute, kernels: config.kernels };
     let absent = || SegmentedModel::absent(config.model.clone(), compute, device);
     let model = memory::within(Category::Parameters, absent)?;
 
@@ -262,6 +267,13 @@ fn local<'a>(
     let scaler = LossScaler::new(config.loss_scaling).map_err(|error| TrainError::Scaling { step: 0, error })?;
     let scalars = scalars(session)?;
     let (masters, owned_by) = (Vec::new(), Vec::new());
+    let is_whole = |(info, owned): (&SegmentInfo, &Range<usize>)| *owned == (0..info.len);
+    let lends_masters = built.computes
+        && !built.strategy.brings_weights()
+        && config.precision == Precision::F32
+        && Placement::of(device) == Placement::Host
+        && !places.masters_on_device
+        && model.segments().iter().zip(&built.owned).all(is_whole);
     let mut local = Local {
         config,
         scalars,
@@ -270,6 +282,7 @@ fn local<'a>(
         share,
         workers,
         masters,
+        lends_masters,
         optimizer,
         places,
         scaler,
@@ -295,11 +308,18 @@ fn initialise(local: &mut Local<'_>, built: &Built) -> Result<(), TrainError> {
     let brings_weights = built.strategy.brings_weights();
     let keeps_model = built.computes && !brings_weights;
     let category = if brings_weights { Category::Parameters } else { Category::Optimizer };
-    let Local { config, model, masters, optimizer, places, .. } = local;
+    let Local { config, model, masters, lends_masters, optimizer, places, .. } = local;
     let infos = model.segments().to_vec();
     masters.reserve_exact(infos.len());
     for (segment, (info, range)) in infos.iter().zip(&built.owned).enumerate() {
         let initial = info.initial(&config.model, config.seed);
+        if *lends_masters {
+            let weights = Buffer::from_vec(memory::recharge(initial, Category::Parameters));
+            memory::within(Category::Parameters, || model.put_params(segment, weights))?;
+            memory::within(Category::Optimizer, || optimizer.push(config.optimizer, info, range.clone()))?;
+            masters.push(Flat::default());
+            continue;
+        }
         masters.push(memory::within(category, || places.masters(&initial[range.clone()], model.device())));
         memory::within(Category::Optimizer, || optimizer.push(config.optimizer, info, range.clone()))?;
         if keeps_model {

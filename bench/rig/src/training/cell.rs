@@ -319,6 +319,7 @@ pub fn config(cell: &Cell, vocabulary: usize) -> Result<TrainConfig, String> {
         global_batch: if cell.alone { cell.batch / cell.ranks } else { cell.batch },
         accumulation: cell.accumulation,
         recompute: cell.recompute,
+        kernels: cell.kernels.parse()?,
         learning_rate: match &cell.schedule {
             Some(text) => schedule(text)?,
             None => LearningRate::WarmupCosine { peak: 1e-3, floor: 1e-4, warmup: 5, total: cell.steps.max(10) },
