@@ -119,7 +119,7 @@ mod tests {
 
     #[test]
     fn values_and_slopes_are_those_of_the_definition() {
-        for count in [3, 17, 40_000] {
+        for count in [100, 40_000] {
             let (x, dy) = (pseudo(count, 1, 6.0), pseudo(count, 2, 1.0));
             let root = (2.0 / std::f64::consts::PI).sqrt();
             let tanh = |x: f64| (root * (x + 0.044_715 * x.powi(3))).tanh();
