@@ -14,6 +14,7 @@
 
 pub(crate) mod cross_entropy;
 mod error;
+mod layers;
 mod layout;
 mod pass;
 mod weights;
@@ -23,6 +24,7 @@ use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
 use comm_core::Buffer;
 
 pub use error::ModelError;
+pub use layers::{BlockLayer, LayerRun};
 pub use layout::{ParamInfo, SegmentInfo, layout};
 pub use pass::{Pass, PassHooks, SegmentGrads};
 
