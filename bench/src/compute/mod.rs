@@ -1,8 +1,8 @@
 //! `bench compute`: how fast one device computes, the whole training step and each layer of it, beside PyTorch.
 //!
 //! Steps are cells of a plan, trained by the strategy `single` in processes of their own, in turns with PyTorch's. Layers are then run by
-//! themselves, forward and backward, in this process, in turns with PyTorch's in another. All are held against the same two peaks, which are
-//! measured or looked up once at the start.
+//! themselves, forward and backward, in this process, in turns with PyTorch's in another. All are held against the same two peaks: the theoretical
+//! one, and the best that was measured before and after the steps.
 
 mod layers;
 mod options;
@@ -45,7 +45,7 @@ pub(crate) fn run(args: &ComputeArgs) -> Result<ExitCode, BenchError> {
     }
     let plan = draft.plan()?;
     let text = source(&plan, None, &out)?;
-    let yardsticks = Yardsticks::measure(args.threads())?;
+    let mut yardsticks = Yardsticks::measure(args.threads())?;
     say(format_args!("machine: {}", Environment::read().one_line()));
     match &torch {
         Ok(torch) => say(format_args!("peer: PyTorch {}", torch.version)),
@@ -54,12 +54,13 @@ pub(crate) fn run(args: &ComputeArgs) -> Result<ExitCode, BenchError> {
         }
         Err(_) => {}
     }
-    say(yardsticks.introduction());
     say(format_args!("{} steps a run, the first two for nothing; {} rounds", args.steps(), plan.rounds));
 
     let job =
         Job { draft: &draft, out: Some(&out), text: text.clone(), signals: signals.clone(), torch: torch.clone() };
     let records = job.records()?;
+    yardsticks.measure_again()?;
+    say(yardsticks.introduction());
     let of = |record| StepRow::of(record, &yardsticks, text.vocabulary);
     let steps: Vec<StepRow> = records.iter().map(of).collect::<Result<_, _>>()?;
     steps.iter().try_for_each(|row| file.write(row))?;
