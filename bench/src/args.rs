@@ -21,6 +21,7 @@ use rig::signal::Signals;
 
 use crate::collectives::CollectivesArgs;
 use crate::compare::CompareArgs;
+use crate::compute::ComputeArgs;
 use crate::links::LinksArgs;
 use crate::memory::MemoryArgs;
 use crate::overlap::OverlapArgs;
@@ -112,6 +113,7 @@ pub(crate) enum Command {
     Paper(Box<PaperArgs>),
     Overlap(Box<OverlapArgs>),
     Peers(Box<PeersArgs>),
+    Compute(Box<ComputeArgs>),
     Sweep(SweepArgs),
     Report(ReportArgs),
     Compare(CompareArgs),

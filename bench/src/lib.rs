@@ -5,13 +5,14 @@
 //! runs the cells of a plan over links of all kinds, `bench report` and `bench compare` say what came out, and `bench links` checks
 //! the links; `bench collectives` times collectives alone, beside the libraries that a user would pick instead; `bench parity`
 //! compares every strategy with one device, `bench memory` what each takes with what it should, `bench overlap` shows over a slow
-//! link how much communication hides behind the backward pass, `bench peers` trains beside PyTorch, and `bench paper` repeats
-//! published comparisons. `bench chaos` and `bench soak` show what becomes of a job when ranks fail, `bench hostile` what becomes of
+//! link how much communication hides behind the backward pass, `bench peers` trains beside PyTorch, `bench compute` shows how fast
+//! one device computes, layer by layer, and `bench paper` repeats published comparisons. `bench chaos` and `bench soak` show what becomes of a job when ranks fail, `bench hostile` what becomes of
 //! it when strangers attack its ports.
 
 mod args;
 mod collectives;
 mod compare;
+mod compute;
 mod links;
 mod matrix;
 mod memory;
@@ -58,6 +59,7 @@ pub fn main() -> ExitCode {
         Some(Command::CollectivesRank(task)) => rank::main::<collectives::Task>(&task),
         Some(Command::Overlap(overlap)) => overlap::run(&overlap),
         Some(Command::Peers(peers)) => peers::run(&peers),
+        Some(Command::Compute(compute)) => compute::run(&compute),
         Some(Command::Sweep(sweep)) => sweep::run(&sweep),
         Some(Command::Report(report)) => report::run(&report),
         Some(Command::Compare(compare)) => compare::run(&compare),

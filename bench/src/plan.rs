@@ -47,7 +47,7 @@ pub(crate) struct Plan {
 }
 
 /// The plans that come with this program.
-pub(crate) const READY: [(&str, &str); 14] = [
+pub(crate) const READY: [(&str, &str); 15] = [
     ("quick", include_str!("../plans/quick.toml")),
     ("links", include_str!("../plans/links.toml")),
     ("ladder", include_str!("../plans/ladder.toml")),
@@ -60,6 +60,7 @@ pub(crate) const READY: [(&str, &str); 14] = [
     ("memory", include_str!("../plans/memory.toml")),
     ("overlap", include_str!("../plans/overlap.toml")),
     ("peers", include_str!("../plans/peers.toml")),
+    ("compute", include_str!("../plans/compute.toml")),
     ("bai", include_str!("../plans/bai.toml")),
     ("patwardhan", include_str!("../plans/patwardhan.toml")),
 ];
@@ -358,6 +359,14 @@ impl Draft {
         self
     }
 
+    /// Adds cells: those of `axes` with these values in the place of its own.
+    pub(crate) fn also(&mut self, values: &[(Axis, String)]) -> &mut Self {
+        let mut table = Table::new();
+        values.iter().for_each(|(axis, value)| set(&mut table, *axis, std::slice::from_ref(value)));
+        self.also.push(table);
+        self
+    }
+
     /// Leaves the tables of `also` away.
     pub(crate) fn without_also(&mut self) -> &mut Self {
         self.also.clear();
@@ -558,12 +567,17 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
         cell.ranks = 1;
     }
     let alone = single || cell.ranks == 1 && one_rank;
-    if cell.program == Trainer::Pytorch && !single && !Torch::has(strategy) {
+    if cell.program.is_pytorch() && !single && !Torch::has(strategy) {
         return Err(format!("axis program: PyTorch has ddp, fsdp and zero2, not {strategy}"));
+    }
+    if cell.program == Trainer::PytorchCompiled && !single {
+        return Err(format!(
+            "axis program: pytorch-compiled trains on one device, by the strategy single, not {strategy}"
+        ));
     }
     if alone {
         cell.transport = NOBODY.into();
-    } else if cell.program == Trainer::Pytorch {
+    } else if cell.program.is_pytorch() {
         cell.transport = GLOO.into();
     } else {
         let rung: Rung = cell.transport.parse().map_err(of(Axis::Transport))?;
@@ -619,7 +633,7 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
     if !spec.overlaps {
         cell.overlap = true;
     }
-    if cell.program == Trainer::Pytorch {
+    if cell.program.is_pytorch() {
         check_pytorch(&cell)?;
     }
     Ok(cell)
@@ -843,6 +857,7 @@ mod tests {
             ("validation-batches = 4", "without validate-every"),
             ("validate-every = 5\nvalidation-batches = 0", "axis validation-batches"),
             ("program = \"pytorch\"\nclip = 0", "axis schedule"),
+            ("strategy = \"ddp\"\nprogram = \"pytorch-compiled\"", "by the strategy single"),
             ("program = \"pytorch\"\nprecision = \"bf16\"", "axis precision"),
             ("strategy = \"ddp\"\n[[exclude]]\nstrategy = \"ddp\"", "nothing is left"),
             ("strategy = \"ddp\"\n[[exclude]]\nstrtegy = \"ddp\"", "strtegy"),

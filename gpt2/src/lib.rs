@@ -11,8 +11,11 @@
 //! - [`run`]: the ranks of a job, over a transport of [`isocomm`].
 //! - [`cli`]: the program `gpt2`.
 //!
-//! Everything that one rank computes depends on the seed, the text and the configuration alone. Strategies differ from one device by the
-//! rounding of sums in another order; over different byte transports, one strategy gives the same bits.
+//! Everything that one rank computes depends on the seed, the text, the configuration, this program and the kind of processor (or GPU, and its
+//! driver) alone: not on time, threads or chance. The kind of processor, because the crate that multiplies matrices takes its kernels by the
+//! instruction sets that it finds and cuts products into blocks by the sizes of the caches, so that sums are rounded in another order:
+//! `gpt2 devices` names the kernels. Strategies differ from one device by the rounding of sums in another order; over different byte
+//! transports, one strategy gives the same bits.
 
 pub mod batches;
 pub mod checkpoint;

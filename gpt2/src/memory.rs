@@ -18,7 +18,7 @@ mod sys;
 use std::marker::PhantomData;
 use std::sync::OnceLock;
 
-pub use ledger::{Bytes, Category, Usage};
+pub use ledger::{Allocations, Bytes, Category, Usage};
 pub use sys::CountingAllocator;
 
 use ledger::{LEDGER, THREAD, current, take_moving};
@@ -29,6 +29,13 @@ use ledger::{LEDGER, THREAD, current, take_moving};
 #[must_use]
 pub fn usage() -> Option<Usage> {
     is_counted().then(|| LEDGER.usage())
+}
+
+/// What all threads of this process have asked for so far, or `None` where the program was not built with [`CountingAllocator`] as its global
+/// allocator.
+#[must_use]
+pub fn allocations() -> Option<Allocations> {
+    is_counted().then(|| LEDGER.allocations())
 }
 
 /// Makes the peaks what is allocated now. Allocations that other threads make and free while this call runs may count or not.
@@ -110,7 +117,7 @@ mod tests {
 
     #[test]
     fn without_the_allocator_there_are_no_figures() {
-        assert_eq!(usage(), None);
+        assert_eq!((usage(), allocations()), (None, None));
         assert_eq!(recharge(vec![1_u64, 2, 3], Category::Gradients), [1, 2, 3]);
         assert_eq!(usage(), None);
     }

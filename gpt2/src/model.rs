@@ -96,6 +96,12 @@ pub struct Attention {
     n_head: usize,
 }
 
+/// The part of attention that has no weights: scores, softmax, and the values that they mix.
+#[derive(Module, Debug)]
+pub(crate) struct Mixing {
+    n_head: usize,
+}
+
 /// Feed-forward layer, four times as wide inside.
 #[derive(Module, Debug)]
 pub struct Mlp {
@@ -170,7 +176,7 @@ impl Block {
 impl Layer for Block {
     fn forward(&self, x_btc: Tensor<3>, mask_tt: &Tensor<4>, kernels: Kernels<'_>) -> Tensor<3> {
         let x_btc = x_btc.clone() + self.attn.forward(self.ln_1.forward(x_btc, kernels), mask_tt, kernels);
-        x_btc.clone() + self.mlp.forward(self.ln_2.forward(x_btc, kernels), kernels)
+        x_btc.clone() + self.mlp.forward(self.ln_2.forward(x_btc, kernels), mask_tt, kernels)
     }
 }
 
@@ -189,13 +195,27 @@ impl Layer for FinalNorm {
 
 impl Attention {
     fn forward(&self, x_btc: Tensor<3>, mask_tt: &Tensor<4>, kernels: Kernels<'_>) -> Tensor<3> {
-        let ([b, t, c], dtype) = (x_btc.dims(), FloatDType::from(x_btc.dtype()));
-        let q = c / self.n_head;
         let qkv_btc3 = self.c_attn.forward(x_btc, kernels);
+        let mixed_btc = self.mixing().forward(qkv_btc3, mask_tt, kernels);
+        self.c_proj.forward(mixed_btc, kernels)
+    }
+
+    /// What is between its two projections.
+    pub(crate) fn mixing(&self) -> Mixing {
+        Mixing { n_head: self.n_head }
+    }
+}
+
+impl Layer for Mixing {
+    /// `[b, t, 3c]` of queries, keys and values to `[b, t, c]`.
+    fn forward(&self, qkv_btc3: Tensor<3>, mask_tt: &Tensor<4>, kernels: Kernels<'_>) -> Tensor<3> {
+        let ([b, t, c3], dtype) = (qkv_btc3.dims(), FloatDType::from(qkv_btc3.dtype()));
+        let c = c3 / 3;
+        let q = c / self.n_head;
         match kernels {
-            Kernels::Fused(_) => return self.c_proj.forward(fused::attention(qkv_btc3, self.n_head), kernels),
+            Kernels::Fused(_) => return fused::attention(qkv_btc3, self.n_head),
             #[cfg(all(feature = "cube", not(feature = "fusion")))]
-            Kernels::Generated => return self.c_proj.forward(cube::attention(qkv_btc3, self.n_head), kernels),
+            Kernels::Generated => return cube::attention(qkv_btc3, self.n_head),
             Kernels::Composed => (),
         }
         let heads_bhtq = |part: usize| -> Tensor<4> {
@@ -205,12 +225,12 @@ impl Attention {
         let scores_bhtt = query_bhtq.matmul(key_bhtq.transpose()).cast(FloatDType::F32);
         let scores_bhtt = scores_bhtt / (q as f64).sqrt() + mask_tt.clone();
         let mixed_bhtq = softmax(scores_bhtt, 3).cast(dtype).matmul(value_bhtq);
-        self.c_proj.forward(mixed_bhtq.swap_dims(1, 2).reshape([b, t, c]), kernels)
+        mixed_bhtq.swap_dims(1, 2).reshape([b, t, c])
     }
 }
 
-impl Mlp {
-    fn forward(&self, x_btc: Tensor<3>, kernels: Kernels<'_>) -> Tensor<3> {
+impl Layer for Mlp {
+    fn forward(&self, x_btc: Tensor<3>, _mask_tt: &Tensor<4>, kernels: Kernels<'_>) -> Tensor<3> {
         let inner = self.c_fc.forward(x_btc, kernels);
         let inner = match kernels {
             Kernels::Fused(_) => fused::gelu(inner),
@@ -244,6 +264,18 @@ impl LayerNorm {
             #[cfg(all(feature = "cube", not(feature = "fusion")))]
             Kernels::Generated => cube::layer_norm(x_btc, weight_c, bias_c),
         }
+    }
+}
+
+impl Layer for LayerNorm {
+    fn forward(&self, x_btc: Tensor<3>, _mask_tt: &Tensor<4>, kernels: Kernels<'_>) -> Tensor<3> {
+        self.forward(x_btc, kernels)
+    }
+}
+
+impl Layer for Projection {
+    fn forward(&self, x_btc: Tensor<3>, _mask_tt: &Tensor<4>, kernels: Kernels<'_>) -> Tensor<3> {
+        self.forward(x_btc, kernels)
     }
 }
 

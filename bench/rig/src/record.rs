@@ -4,7 +4,7 @@
 
 use std::fmt;
 
-use gpt2::memory::Usage;
+use gpt2::memory::{Allocations, Usage};
 use gpt2::model::KernelChoice;
 use gpt2::strategy::StrategyOptions;
 use gpt2::trainer::Parts;
@@ -152,6 +152,15 @@ pub enum Trainer {
     Ours,
     /// PyTorch over Gloo, with the same model and text.
     Pytorch,
+    /// The same on one device, with the model compiled by `torch.compile`.
+    PytorchCompiled,
+}
+
+impl Trainer {
+    /// Whether it is PyTorch, in whatever form.
+    pub fn is_pytorch(self) -> bool {
+        self != Trainer::Ours
+    }
 }
 
 /// What replaces a preset's values of the model.
@@ -339,6 +348,9 @@ pub struct TrainedRank {
     pub gpu_utilization: Option<f64>,
     /// From the first step to the last, by what it is for, of the whole process; `None` where nothing counts.
     pub memory: Option<Usage>,
+    /// What the whole process asks for in a step; `None` where nothing counts.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub allocations: Option<Allocations>,
 }
 
 /// Each step's parts on one rank, a column for each: all have one entry a step. The parts from `data` to `other` follow one another, were
@@ -484,6 +496,7 @@ impl Cell {
             Axis::Program => match self.program {
                 Trainer::Ours => "ours",
                 Trainer::Pytorch => "pytorch",
+                Trainer::PytorchCompiled => "pytorch-compiled",
             }
             .into(),
             Axis::Alone => switch(self.alone),

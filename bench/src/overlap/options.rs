@@ -8,7 +8,7 @@ use gpt2::cli::{MAX_RANKS_HERE, MAX_THREADS};
 use gpt2::config::Preset;
 use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
-use isocomm::{Medium, TransportKind};
+use isocomm::{Medium, Rung, TransportKind};
 use rig::BenchError;
 use rig::check::{between, even_batch};
 use rig::link::{LinkOptions, RateLimit};
@@ -143,7 +143,7 @@ impl OverlapArgs {
             .set(Axis::Strategy, &of(true))
             .set_also(Axis::Strategy, &of(false))
             .retain(Axis::Strategy, |_| true)
-            .set(Axis::Transport, &self.transports)
+            .set(Axis::Transport, &[self.transports.iter().copied().map(Rung::from).collect(), nothing()].concat())
             .set(Axis::Link, &[if self.loopback { LOOPBACK.into() } else { link.to_string() }])
             .set(Axis::Ranks, &[self.ranks])
             // A node at each end of the link; on loopback nodes have no transport of their own.
@@ -165,6 +165,11 @@ impl OverlapArgs {
     pub(super) fn has_link(&self) -> bool {
         !self.loopback
     }
+}
+
+/// The transport that moves nothing: over it the passes take what they take by themselves.
+fn nothing() -> Vec<Rung> {
+    Rung::all().into_iter().filter(|rung| rung.is_timing_only()).collect()
 }
 
 impl Variant {
@@ -219,16 +224,17 @@ mod tests {
     #[test]
     fn a_strategy_may_leave_overlap_away() {
         let cells = check(&[]).unwrap();
-        assert_eq!(cells.len(), 3 * 3);
+        // Each of three over three transports, and over the one that moves nothing.
+        assert_eq!(cells.len(), 3 * (3 + 1));
         assert_eq!(
             cells,
             Draft::ready("overlap").unwrap().plan().unwrap().cells,
             "the plan is the command without options"
         );
         let names: Vec<String> = cells.iter().map(|cell| Variant::of(cell).unwrap().to_string()).collect();
-        assert_eq!(names.iter().filter(|name| *name == "ddp-no-overlap").count(), 3);
+        assert_eq!(names.iter().filter(|name| *name == "ddp-no-overlap").count(), 4);
         let without = check(&["--strategies", "fsdp-no-overlap"]).unwrap();
-        assert!(without.len() == 3 && without.iter().all(|cell| cell.strategy == "fsdp" && !cell.overlap));
+        assert!(without.len() == 4 && without.iter().all(|cell| cell.strategy == "fsdp" && !cell.overlap));
     }
 
     #[test]

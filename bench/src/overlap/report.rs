@@ -2,6 +2,7 @@
 
 use gpt2::config::ModelConfig;
 use gpt2::strategy::StrategyKind;
+use isocomm::Rung;
 use rig::environment::Environment;
 use rig::link::{LinkOptions, Probe, Rate};
 use rig::record::Record;
@@ -78,7 +79,9 @@ pub(crate) struct Table {
     cells: Vec<(Cell, Vec<Row>)>,
 }
 
-const HEADER: [&str; 11] = [
+const COLUMNS: usize = 12;
+
+const HEADER: [&str; COLUMNS] = [
     "transport",
     "strategy",
     "step ms",
@@ -88,6 +91,7 @@ const HEADER: [&str; 11] = [
     "comm. ms",
     "hidden ms",
     "hidden",
+    "slowed ms",
     "step / ring",
     "payload/step",
 ];
@@ -120,7 +124,7 @@ impl Table {
 
     /// The table as text.
     pub(crate) fn render(&self) -> String {
-        let lines: Vec<[String; 11]> = self.cells.iter().map(|(cell, rows)| self.line(cell, rows)).collect();
+        let lines: Vec<[String; COLUMNS]> = self.cells.iter().map(|(cell, rows)| self.line(cell, rows)).collect();
         let mut text = format!("{}\n\n{}", self.networks(), columns(&HEADER, &lines, 2));
         for ((transport, variant), rows) in &self.cells {
             let mut said: Vec<&str> =
@@ -159,7 +163,7 @@ impl Table {
         lines.join("\n")
     }
 
-    fn line(&self, (transport, variant): &Cell, rows: &[Row]) -> [String; 11] {
+    fn line(&self, (transport, variant): &Cell, rows: &[Row]) -> [String; COLUMNS] {
         let all = |of: fn(&Figures) -> f64| -> Vec<f64> {
             rows.iter().filter_map(|row| row.figures.as_ref()).map(of).collect()
         };
@@ -174,9 +178,22 @@ impl Table {
             middle(&all(|figures| figures.communication_ms), 1),
             middle(&all(|figures| figures.hidden_ms), 1),
             share(median(&all(|figures| figures.hidden_ms)), median(&all(|figures| figures.communication_ms))),
+            spread(&self.slowed_ms(rows), 1),
             ratio(self.to_ring(transport, rows)),
             bytes.map_or("-".into(), |bytes| format!("{:.2} MB", bytes as f64 / 1e6)),
         ]
+    }
+
+    /// How much longer the passes take than by the same strategy over the transport that moves nothing, round by round.
+    fn slowed_ms(&self, rows: &[Row]) -> Vec<f64> {
+        let compute_ms = |row: &Row| row.figures.as_ref().map(|figures| figures.compute_ms);
+        let undisturbed = |row: &Row| {
+            let cells = self.cells.iter().filter(|((_, variant), _)| *variant == row.strategy);
+            let mut rows = cells.flat_map(|(_, rows)| rows);
+            rows.find(|other| moves_nothing(other) && other.round == row.round).and_then(compute_ms)
+        };
+        let moving = rows.iter().filter(|row| !moves_nothing(row));
+        moving.filter_map(|row| Some(compute_ms(row)? - undisturbed(row)?)).collect()
     }
 
     /// Step time as a multiple of that of `ring` over the same transport, round by round.
@@ -199,7 +216,8 @@ impl Table {
     fn disagreements(&self) -> Vec<String> {
         let mut found = Vec::new();
         let mut first: Vec<(Variant, &Row, &str)> = Vec::new();
-        for row in self.cells.iter().flat_map(|(_, rows)| rows) {
+        // Where nothing arrives weights are nobody's.
+        for row in self.cells.iter().flat_map(|(_, rows)| rows).filter(|row| !moves_nothing(row)) {
             let Some(figures) = &row.figures else { continue };
             let name = |row: &Row| format!("round {} over {}", row.round, row.transport);
             match first.iter().find(|(variant, ..)| *variant == row.strategy) {
@@ -214,10 +232,17 @@ impl Table {
     }
 }
 
+/// Whether its transport moves nothing.
+fn moves_nothing(row: &Row) -> bool {
+    row.transport.parse().is_ok_and(Rung::is_timing_only)
+}
+
 const LEGEND: &str = "\n\
     step: median over rounds (least-most). exposed: how long a step waits for gradients and parameters, on the rank that waits longest; \
     scalars: for loss and norm.\n\
-    compute: forward and backward pass, on the slowest rank; where ranks have no cores to spare, communication behind it makes it longer.\n\
+    compute: forward and backward pass, on the slowest rank.\n\
+    slowed: compute less compute over `null`, which moves nothing, by the same strategy in the same round, median (least-most): what communication \
+    costs the passes. What overlap saves is hidden less slowed.\n\
     comm.: how long at least one operation is under way, waiting for the other rank included; hidden: what of it is not exposed.\n\
     step / ring: round by round, median (least-most); below 1 a step is faster than that of ring over the same transport.";
 
@@ -225,4 +250,62 @@ const LEGEND: &str = "\n\
 fn share(part: Option<f64>, whole: Option<f64>) -> String {
     let percent = part.zip(whole).filter(|(_, whole)| *whole > 0.0).map(|(part, whole)| 100.0 * part / whole);
     percent.map_or("-".into(), |percent| format!("{percent:.0}%"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(round: u32, transport: &str, compute_ms: f64, weights: &str) -> Row {
+        let figures = Figures {
+            step_ms: 100.0,
+            tokens_per_s: 1.0,
+            exposed_ms: 5.0,
+            scalars_ms: 0.0,
+            communication_ms: 40.0,
+            hidden_ms: 35.0,
+            compute_ms,
+            payload_bytes: None,
+            first_loss: 1.0,
+            final_loss: 1.0,
+            weights_hash: weights.into(),
+            transport_facts: Vec::new(),
+        };
+        Row {
+            round,
+            strategy: Variant { strategy: StrategyKind::Ddp, overlap: true },
+            transport: transport.into(),
+            network: String::new(),
+            rate: None,
+            mtu: None,
+            probe: None,
+            ranks: 2,
+            threads_per_rank: 1,
+            model: ModelConfig { n_layer: 1, n_head: 1, n_embd: 1, block_size: 1, vocab_size: 1 },
+            global_batch: 2,
+            steps: 5,
+            bucket_bytes: 1,
+            wire: "f32".into(),
+            seed: 1,
+            status: "ok".into(),
+            figures: Some(figures),
+            environment: Environment::read(),
+        }
+    }
+
+    #[test]
+    fn hidden_communication_is_charged_what_it_costs_the_passes() {
+        let rows = vec![
+            row(1, "tcp-raw", 70.0, "a"),
+            row(2, "tcp-raw", 90.0, "a"),
+            row(1, "null", 60.0, "b"),
+            row(2, "null", 61.0, "c"),
+        ];
+        let table = Table::new(rows, &[Variant { strategy: StrategyKind::Ddp, overlap: true }]);
+        let slowed = HEADER.iter().position(|name| *name == "slowed ms").unwrap();
+        let lines: Vec<String> =
+            table.cells.iter().map(|(cell, rows)| table.line(cell, rows)[slowed].clone()).collect();
+        assert_eq!(lines, ["19.5 (10.0-29.0)", "-"]);
+        assert!(table.is_sound(), "weights over null are nobody's: {:?}", table.disagreements());
+    }
 }

@@ -75,7 +75,7 @@ impl Row {
     pub(super) fn of(record: &Record, model: &ModelConfig, torch: Option<&str>) -> Result<Self, String> {
         let cell = &record.cell;
         let side = match cell.program {
-            Trainer::Pytorch => Side::Torch,
+            Trainer::Pytorch | Trainer::PytorchCompiled => Side::Torch,
             Trainer::Ours if cell.alone => Side::Alone,
             Trainer::Ours => Side::Ours(TransportKind::find(&cell.transport)?),
         };
@@ -261,6 +261,7 @@ const LEGEND: &str = "\n\
     step: of the slowest rank, median over rounds (least-most). alone: all ranks at once, each by itself, on its share of the batch.\n\
     exposed: step less the step alone of the same side in the same round. waits, scalars: how long our trainer itself sees a step wait \
     for gradients and parameters, and for loss and norm.\n\
+    Both sides compute the norm of the gradient and all-reduce loss and norm in every step.\n\
     speed kept: step alone / step. Ratios: ours / PyTorch's with the same strategy, round by round; below 1 ours takes less.";
 
 #[cfg(test)]

@@ -1,13 +1,14 @@
 """One rank of GPT-2 training in PyTorch over Gloo, for `bench peers`: a line of JSON on standard output.
 
 The program that starts it says by COMM_RANK and COMM_WORLD_SIZE which rank it is, and by COMM_ADDR in which folder ranks can meet.
-A mode is `alone` (no communication at all), `ddp`, `fsdp` or `zero2`."""
+A mode is `alone` (no communication at all), `ddp`, `fsdp` or `zero2`; `layers` times the layers of the model by themselves."""
 
 import argparse
 import array
 import datetime
 import json
 import os
+import resource
 import statistics
 import sys
 import time
@@ -15,12 +16,13 @@ import time
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mode", choices=["alone", "ddp", "fsdp", "zero2", "probe"])
+    parser.add_argument("mode", choices=["alone", "ddp", "fsdp", "zero2", "layers", "probe"])
     for name in ("layers", "heads", "width", "block", "vocabulary", "rows", "steps", "skip", "threads"):
         parser.add_argument("--" + name, type=int, default=1)
     parser.add_argument("--tokens", help="16-bit token ids, little-endian")
     parser.add_argument("--bucket-mb", type=float, default=25.0)
     parser.add_argument("--timeout", type=float, default=60.0)
+    parser.add_argument("--compile", action="store_true", help="compile the model")
     return parser.parse_args()
 
 
@@ -35,13 +37,19 @@ def build(torch, args):
             self.qkv, self.out = nn.Linear(c, 3 * c), nn.Linear(c, c)
             self.up, self.down = nn.Linear(c, 4 * c), nn.Linear(4 * c, c)
 
-        def forward(self, x):
-            rows, length, width = x.shape
-            heads = self.qkv(self.norm_attention(x)).view(rows, length, 3, args.heads, width // args.heads)
+        def attention(self, qkv):
+            rows, length, width = qkv.shape
+            heads = qkv.view(rows, length, 3, args.heads, width // 3 // args.heads)
             q, k, v = heads.permute(2, 0, 3, 1, 4)
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-            return x + self.down(F.gelu(self.up(self.norm_mlp(x)), approximate="tanh"))
+            return mixed.transpose(1, 2).reshape(rows, length, width // 3)
+
+        def mlp(self, x):
+            return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+        def forward(self, x):
+            x = x + self.out(self.attention(self.qkv(self.norm_attention(x))))
+            return x + self.mlp(self.norm_mlp(x))
 
     class Model(nn.Module):
         def __init__(self):
@@ -56,13 +64,19 @@ def build(torch, args):
                 if isinstance(module, nn.Linear):
                     nn.init.zeros_(module.bias)
 
+        def embed(self, tokens):
+            return self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
+
+        def head(self, x, targets):
+            # Tied to the token embedding.
+            logits = F.linear(x, self.token.weight)
+            return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
+
         def forward(self, tokens, targets):
-            x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
+            x = self.embed(tokens)
             for block in self.blocks:
                 x = block(x)
-            # The head is tied to the token embedding.
-            logits = F.linear(self.norm(x), self.token.weight)
-            return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
+            return self.head(self.norm(x), targets)
 
     return Model()
 
@@ -102,6 +116,70 @@ def batches(torch, args, rank, world):
         step += 1
 
 
+def global_norm(torch, parameters):
+    """The norm of all gradients, as the trainer that this one is compared with has it in every step."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if hasattr(torch.nn.utils, "get_total_norm"):
+        norm = torch.nn.utils.get_total_norm(gradients)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_(parameters, float("inf"))
+    # Of shards the norm is one of each rank until it is asked for as a whole.
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def layers(torch, model, args, optimizer, tokens, targets):
+    """Median milliseconds of each layer, forward and backward; of a block, the first one's."""
+    block, width = model.blocks[0], args.width
+
+    def values(*shape):
+        return torch.rand(shape) * 2 - 1
+
+    def timed(run, seconds=0.15, least=4):
+        times, began = [], time.perf_counter()
+        while len(times) < least + 1 or time.perf_counter() - began < seconds:
+            for parameter in model.parameters():
+                parameter.grad = None
+            start = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - start) * 1e3)
+        return statistics.median(times[1:])
+
+    def passes(layer, inside, outside):
+        x, upstream = values(args.rows, args.block, inside).requires_grad_(), values(args.rows, args.block, outside)
+
+        def run():
+            x.grad = None
+            layer(x).backward(upstream)
+
+        return timed(run)
+
+    upstream, hidden = values(args.rows, args.block, width), values(args.rows, args.block, width).requires_grad_()
+
+    def head():
+        hidden.grad = None
+        model.head(hidden, targets).backward()
+
+    found = {
+        "embedding": timed(lambda: model.embed(tokens).backward(upstream)),
+        "layer norm": passes(block.norm_mlp, width, width),
+        "qkv": passes(block.qkv, width, 3 * width),
+        "attention": passes(block.attention, 3 * width, width),
+        "proj": passes(block.out, width, width),
+        "mlp": passes(block.mlp, width, width),
+        "block": passes(block, width, width),
+        "head and loss": timed(head),
+    }
+    times = []
+    for _ in range(4):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        start = time.perf_counter()
+        global_norm(torch, list(model.parameters()))
+        optimizer.step()
+        times.append((time.perf_counter() - start) * 1e3)
+    return {**found, "optimizer": statistics.median(times[1:])}
+
+
 def main():
     args = arguments()
     # Settings that some images make for another library's threads and caches.
@@ -122,26 +200,40 @@ def main():
     torch.manual_seed(1)
     model = build(torch, args)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    trained = model
-    if args.mode != "alone":
+    trained = torch.compile(model) if args.compile else model
+    alone = args.mode in ("alone", "layers")
+    if not alone:
         meeting = os.environ["COMM_ADDR"].removeprefix("file:") + ".torch"
         patience = datetime.timedelta(seconds=args.timeout)
         dist.init_process_group("gloo", init_method="file://" + meeting, rank=rank, world_size=world, timeout=patience)
         trained = distribute(torch, model, args, world)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     data = batches(torch, args, rank, world)
+    if args.mode == "layers":
+        print(json.dumps({"layers": layers(torch, model, args, optimizer, *next(data))}))
+        return
     times, losses = [], []
+    weights = list(trained.parameters())
     for _ in range(args.steps):
         began = time.perf_counter()
         tokens, targets = next(data)
         loss = trained(tokens, targets)
         loss.backward()
+        # A trainer says loss and norm in every step, of all ranks: ours does, and so does this one.
+        norm = global_norm(torch, weights)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        own, whole = loss.item(), torch.stack([loss.detach(), norm.detach()])
+        if not alone:
+            dist.all_reduce(whole)
+        whole.tolist()
+        losses.append(own)
         times.append((time.perf_counter() - began) * 1e3)
-    print(json.dumps({"step_ms": statistics.median(times[args.skip :]), "losses": losses, "parameters": parameters}))
-    if args.mode != "alone":
+    said = {"step_ms": statistics.median(times[args.skip :]), "losses": losses, "parameters": parameters}
+    # In units of 1024 bytes, on Linux.
+    said["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps(said))
+    if not alone:
         dist.destroy_process_group()
 
 

@@ -184,6 +184,12 @@ impl<'a> Digest<'a> {
         })
     }
 
+    /// The cell that is as that of `case` but over the transport that moves nothing, if that is another one.
+    pub(crate) fn over_nothing(&self, case: &Case<'_>) -> Option<&Case<'a>> {
+        let null = Rung::all().into_iter().find(|rung| rung.is_timing_only())?;
+        self.over(case.cell, &null.name()).filter(|null| null.cell != case.cell)
+    }
+
     /// The same cell over a link that holds nothing up, and that link's name.
     pub(crate) fn unhindered(&self, cell: &Cell) -> Option<&Case<'a>> {
         let there =

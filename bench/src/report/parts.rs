@@ -41,7 +41,7 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     super::findings::late_table(page, digest);
     let timed = |cases: &[&Case<'_>]| cases.iter().any(|case| has_parts(case));
     each_group(page, digest.groups_and_single(&[Axis::Strategy, Axis::Transport]), timed, |page, label, cases| {
-        decomposition(page, label, cases);
+        decomposition(page, digest, label, cases);
         operations(page, cases);
     });
 }
@@ -55,7 +55,7 @@ fn several_transports(cases: &[&Case<'_>]) -> bool {
     super::charts::varies(cases, Axis::Transport)
 }
 
-fn decomposition(page: &mut Page, label: &str, cases: &[&Case<'_>]) {
+fn decomposition(page: &mut Page, digest: &Digest<'_>, label: &str, cases: &[&Case<'_>]) {
     let names = SHOWN.map(|(name, ..)| name);
     let parts = SHOWN.map(|(_, called, colour, hatched)| (called.to_string(), colour, hatched)).to_vec();
     let transports = several_transports(cases);
@@ -72,21 +72,27 @@ fn decomposition(page: &mut Page, label: &str, cases: &[&Case<'_>]) {
     page.figure(
         &title,
         picture,
-        "Each bar is one cell's mean step; the thin bar is what was hidden behind other work.",
+        "Each bar is one cell's mean step; the thin bar is what was hidden behind other work. Where ranks have no cores to spare, that makes \
+         compute longer: the table has the difference to the same cell over null, which moves nothing, where the plan has that.",
     );
     let mut head = vec!["cell", "step"];
     head.extend(names);
-    head.extend(["communication", "hidden", "left over: median", "left over: worst"]);
+    head.extend(["communication", "hidden", "compute less that over null", "left over: median", "left over: worst"]);
     let mut table = Table::new(&head, 1);
     for case in sorted {
         let (median, worst) = left_over(case);
         let mut row = vec![name(case, transports), maybe(case.mean("total"))];
         row.extend(names.iter().map(|part| maybe(case.mean(part))));
-        row.extend([maybe(case.mean("communication")), maybe(case.mean("hidden"))]);
+        row.extend([maybe(case.mean("communication")), maybe(case.mean("hidden")), maybe(slowed(digest, case))]);
         row.extend([median, worst].map(|value| value.map_or("–".into(), share)));
         table.row(row);
     }
     page.folded_table("The same as a table (milliseconds)", &table);
+}
+
+/// How much longer the passes take than over the transport that moves nothing: what communication behind them costs.
+fn slowed(digest: &Digest<'_>, case: &Case<'_>) -> Option<f64> {
+    Some(case.mean("compute")? - digest.over_nothing(case)?.mean("compute")?)
 }
 
 /// What share of a step nothing accounts for: the median over settled steps and ranks, and the worst.
@@ -161,8 +167,30 @@ fn operations(page: &mut Page, cases: &[&Case<'_>]) {
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
+    use super::super::synthetic::sweep;
     use super::*;
     use rig::record::Steps;
+    use rig::results::Results;
+
+    #[test]
+    fn the_passes_are_held_against_those_over_nothing() {
+        let mut records = sweep(&["null", "tcp"], &[2], 3);
+        for record in &mut records {
+            let ms = if record.cell.transport == "null" { 50.0 } else { 62.0 };
+            let ranks = record.measured.iter_mut().flat_map(|measured| &mut measured.ranks);
+            ranks.for_each(|rank| rank.steps.compute.fill(ms));
+        }
+        let results = Results { file: PathBuf::new(), records, warnings: Vec::new(), whole_bytes: 0 };
+        let digest = Digest::of(&results, &[]);
+        let of = |transport: &'static str| {
+            let cases = digest.cases.iter().filter(move |case| case.cell.transport == transport);
+            cases.map(|case| slowed(&digest, case).map(|ms| (1e6 * ms).round() / 1e6)).collect::<Vec<_>>()
+        };
+        assert!(!of("tcp").is_empty() && of("tcp").iter().all(|slowed| *slowed == Some(12.0)), "{:?}", of("tcp"));
+        assert!(!of("null").is_empty() && of("null").iter().all(Option::is_none), "{:?}", of("null"));
+    }
 
     #[test]
     fn every_part_is_shown_once_and_waiting_last() {

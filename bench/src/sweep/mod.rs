@@ -116,7 +116,7 @@ pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
     let source = source(&plan, args.data.clone(), &out)?;
     let environment = Environment::read();
     let header = Header { plan: text, rounds: plan.rounds, text: source.description.clone() };
-    let torch = if plan.cells.iter().any(|cell| cell.program == Trainer::Pytorch) {
+    let torch = if plan.cells.iter().any(|cell| cell.program.is_pytorch()) {
         outcome::settled(Torch::find(Path::new("python3")))?
     } else {
         Err("the plan has no cell for it".into())
@@ -420,7 +420,7 @@ impl Course<'_> {
         };
         let mut record = match cell.program {
             Trainer::Ours => job.run(cell, network)?,
-            Trainer::Pytorch => job.run_by(cell, network, |network| match torch {
+            Trainer::Pytorch | Trainer::PytorchCompiled => job.run_by(cell, network, |network| match torch {
                 Ok(torch) => torch.train(&job, cell, network),
                 Err(why) => Ok(Err(Status::NotAvailable(why.clone()))),
             })?,

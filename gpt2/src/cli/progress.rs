@@ -115,7 +115,8 @@ impl Observer for Progress {
                 ("learning_rate", Some(report.learning_rate)),
                 ("speed/tokens_per_s", Some(report.tokens_per_s)),
                 ("speed/step_ms", Some(report.ms)),
-                ("speed/mfu", Some(report.mfu)),
+                ("speed/mfu", report.mfu),
+                ("speed/matrix_share", Some(report.matrix_share)),
                 ("step_ms/compute", Some(parts.compute)),
                 ("step_ms/exposed", Some(parts.exposed)),
                 ("step_ms/scalars", Some(parts.scalars)),
@@ -135,7 +136,7 @@ impl Observer for Progress {
         );
         if report.step == 1 || report.step == self.steps || report.step.is_multiple_of(self.log_every) {
             self.line(&format!(
-                "step {:>5}/{} | loss {:.4} | norm {:.3} | lr {:.2e} | {:.1} ms | {:.0} tok/s | mfu {:.1}% | cpu {:.0}% | exposed {:.1}, \
+                "step {:>5}/{} | loss {:.4} | norm {:.3} | lr {:.2e} | {:.1} ms | {:.0} tok/s | mfu {}, {:.1}% of matrix peak | cpu {:.0}% | exposed {:.1}, \
                  scalars {:.1}, hidden {:.1} ms{}{}",
                 report.step,
                 self.steps,
@@ -144,7 +145,8 @@ impl Observer for Progress {
                 report.learning_rate,
                 report.ms,
                 report.tokens_per_s,
-                100.0 * report.mfu,
+                summary::percent(report.mfu),
+                100.0 * report.matrix_share,
                 100.0 * report.cpu_utilization,
                 parts.exposed,
                 parts.scalars,

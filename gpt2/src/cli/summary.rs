@@ -9,13 +9,14 @@ pub(super) fn print(summary: &Summary) {
     let first = summary.ranks.iter().position(|rank| rank.computes).unwrap_or(0);
     let parts = summary.ranks.get(first).map_or(&summary.parts, |rank| &rank.parts);
     say(format!(
-        "done: {} steps, final loss {:.4}{}, {:.0} tok/s, {:.1} ms a step, mfu {:.1}%",
+        "done: {} steps, final loss {:.4}{}, {:.0} tok/s, {:.1} ms a step, mfu {}, {:.1}% of the measured matrix peak",
         summary.steps,
         summary.final_loss,
         summary.validation_loss.map_or(String::new(), |loss| format!(", validation loss {loss:.4}")),
         summary.tokens_per_s,
         summary.step_ms,
-        100.0 * summary.mfu
+        percent(summary.mfu),
+        100.0 * summary.matrix_share
     ));
     say(format!(
         "a step of rank {first}, ms: compute {:.2}, pack {:.2}, exposed communication {:.2} (hidden {:.2}), scalars {:.2}, unpack {:.2}, \
@@ -29,10 +30,16 @@ pub(super) fn print(summary: &Summary) {
         print_rank(rank);
     }
     say(format!("mfu: {}", summary.mfu_formula));
+    say(format!("share of the measured matrix peak: {}", summary.matrix_formula));
     if let Some(path) = &summary.checkpoint {
         say(format!("checkpoint: {}", path.display()));
     }
     say(format!("weights: sha256 {}", summary.weights_hash));
+}
+
+/// A share in percent, if it is known.
+pub(super) fn percent(share: Option<f64>) -> String {
+    share.map_or("unknown".into(), |share| format!("{:.1}%", 100.0 * share))
 }
 
 fn print_rank(rank: &RankReport) {

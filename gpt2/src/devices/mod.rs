@@ -10,6 +10,7 @@ mod failure;
 #[cfg(any(feature = "kernel-cache", test))]
 mod kernel_cache;
 mod placement;
+mod products;
 mod report;
 #[cfg(feature = "wgpu")]
 mod wgpu;
@@ -21,6 +22,7 @@ use burn::tensor::Device;
 
 pub(crate) use failure::reason;
 pub(crate) use placement::Placement;
+pub use products::{MatrixKernels, MatrixProducts};
 pub use report::{Cpu, Cuda, CudaHeaders, CudaInfo, Features, Found, KernelCache, Library, Report, WgpuInfo};
 
 /// A device by its name: `cpu`, `cuda`, `cuda:N`, `wgpu` or `wgpu:N`.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-use super::Problem;
+use super::{MatrixProducts, Problem};
 
 /// The devices of this machine, as this build sees them.
 #[derive(Clone, Debug, Serialize)]
@@ -65,6 +65,8 @@ pub struct Cpu {
     pub cores: usize,
     /// Instruction sets that matter to kernels.
     pub features: Vec<&'static str>,
+    /// The kernels that multiply matrices.
+    pub products: MatrixProducts,
 }
 
 /// A wgpu adapter.
@@ -157,6 +159,7 @@ impl Report {
                 name: cpu_name(),
                 cores: std::thread::available_parallelism().map_or(1, usize::from),
                 features: cpu_features(),
+                products: MatrixProducts::here(),
             },
             wgpu: wgpu().into(),
             cuda: cuda().into(),
@@ -200,6 +203,7 @@ impl fmt::Display for Report {
         let name = cpu.name.as_deref().unwrap_or("processor");
         let features = if cpu.features.is_empty() { String::new() } else { format!(", {}", cpu.features.join(" ")) };
         line(f, "cpu", format!("{name}, {} core(s){features}", cpu.cores))?;
+        line(f, "cpu", cpu.products)?;
         part(f, "wgpu", &self.wgpu, |adapters| adapters.iter().map(|a| (Some(a.number), a.to_string())).collect())?;
         part(f, "cuda", &self.cuda, |cuda| {
             let driver = (None, format!("driver for CUDA {} and older", cuda.driver_version));
@@ -228,7 +232,7 @@ fn part<T>(
     }
 }
 
-fn line(f: &mut fmt::Formatter<'_>, name: &str, text: String) -> fmt::Result {
+fn line(f: &mut fmt::Formatter<'_>, name: &str, text: impl fmt::Display) -> fmt::Result {
     writeln!(f, "{name:<8} {text}")
 }
 
@@ -407,6 +411,10 @@ mod tests {
         }
         let json = serde_json::to_value(&report).unwrap();
         assert!(json["cpu"]["cores"].as_u64().unwrap() >= 1);
+        assert!(
+            text.contains("cpu      matrix products by ") && json["cpu"]["products"]["in_use"].is_string(),
+            "{text}"
+        );
         for (part, has) in [("wgpu", cfg!(feature = "wgpu")), ("cuda", cfg!(feature = "cuda"))] {
             let fields = json[part].as_object().unwrap();
             assert!(fields.contains_key("found") || fields["missing"]["remedy"].is_string(), "{json}");

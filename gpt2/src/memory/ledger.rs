@@ -122,6 +122,32 @@ impl Usage {
     }
 }
 
+/// How often memory was asked for, since the start of the process; differences of two are what happened between them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Allocations {
+    /// Blocks. One that grows counts again, as one of its new length, since it may have been moved.
+    pub count: u64,
+    /// Their bytes, as asked for.
+    pub bytes: u64,
+    /// Of the blocks, those of [`LARGE`](Self::LARGE) bytes and more: the ones whose pages cost more than the search for a place.
+    pub large: u64,
+}
+
+impl Allocations {
+    /// Bytes of a large block.
+    pub const LARGE: usize = 1 << 20;
+
+    /// What was asked for after `earlier`.
+    #[must_use]
+    pub const fn since(self, earlier: Self) -> Self {
+        Allocations {
+            count: self.count - earlier.count,
+            bytes: self.bytes - earlier.bytes,
+            large: self.large - earlier.large,
+        }
+    }
+}
+
 /// The category of what this thread allocates now.
 pub(super) fn current() -> Category {
     THREAD.with(|thread| thread.scope.get().unwrap_or(thread.default.get()))
@@ -152,11 +178,25 @@ pub(super) struct Thread {
 pub(super) struct Ledger {
     categories: [Counter; Category::ALL.len()],
     total: Counter,
+    requests: Requests,
 }
 
 impl Ledger {
     const fn new() -> Self {
-        Self { categories: [const { Counter::new() }; Category::ALL.len()], total: Counter::new() }
+        Self {
+            categories: [const { Counter::new() }; Category::ALL.len()],
+            total: Counter::new(),
+            requests: Requests::new(),
+        }
+    }
+
+    /// Counts a block of so many bytes that was asked for.
+    pub(super) fn request(&self, bytes: usize) {
+        self.requests.add(bytes);
+    }
+
+    pub(super) fn allocations(&self) -> Allocations {
+        self.requests.read()
     }
 
     pub(super) fn charge(&self, category: Category, bytes: usize) {
@@ -190,6 +230,33 @@ impl Ledger {
 
     pub(super) fn reset_peaks(&self) {
         self.categories.iter().chain([&self.total]).for_each(Counter::reset_peak);
+    }
+}
+
+/// What was asked for. Written together, so in one cache line.
+#[repr(align(128))]
+struct Requests {
+    count: AtomicUsize,
+    bytes: AtomicUsize,
+    large: AtomicUsize,
+}
+
+impl Requests {
+    const fn new() -> Self {
+        Self { count: AtomicUsize::new(0), bytes: AtomicUsize::new(0), large: AtomicUsize::new(0) }
+    }
+
+    fn add(&self, bytes: usize) {
+        self.count.fetch_add(1, Relaxed);
+        self.bytes.fetch_add(bytes, Relaxed);
+        if bytes >= Allocations::LARGE {
+            self.large.fetch_add(1, Relaxed);
+        }
+    }
+
+    fn read(&self) -> Allocations {
+        let of = |counter: &AtomicUsize| counter.load(Relaxed) as u64;
+        Allocations { count: of(&self.count), bytes: of(&self.bytes), large: of(&self.large) }
     }
 }
 
@@ -253,6 +320,17 @@ mod tests {
         assert_eq!(ledger.usage().parameters, Bytes { current: 40, peak: 40 });
         assert_eq!(ledger.usage().gradients, Bytes::default());
         assert_eq!(ledger.usage().total, Bytes { current: 70, peak: 70 });
+    }
+
+    #[test]
+    fn blocks_that_are_asked_for_are_counted_and_large_ones_apart() {
+        let ledger = Ledger::new();
+        let before = ledger.allocations();
+        for bytes in [8, Allocations::LARGE - 1, Allocations::LARGE] {
+            ledger.request(bytes);
+        }
+        let bytes = 7 + 2 * Allocations::LARGE as u64;
+        assert_eq!(ledger.allocations().since(before), Allocations { count: 3, bytes, large: 1 });
     }
 
     #[test]

@@ -60,6 +60,7 @@ unsafe fn charged(outer: *mut u8, layout: Layout) -> *mut u8 {
     // SAFETY: as above.
     unsafe { write_category(block, category) };
     LEDGER.charge(category, layout.size());
+    LEDGER.request(layout.size());
     block
 }
 
@@ -118,6 +119,7 @@ unsafe impl GlobalAlloc for CountingAllocator {
         // The header came along with the contents.
         if new_size > layout.size() {
             LEDGER.charge(category, new_size - layout.size());
+            LEDGER.request(new_size);
         } else {
             LEDGER.credit(category, layout.size() - new_size);
         }

@@ -15,6 +15,7 @@
 pub(crate) mod cross_entropy;
 mod error;
 mod head;
+mod layers;
 mod layout;
 mod pass;
 mod weights;
@@ -25,6 +26,7 @@ use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
 use comm_core::Buffer;
 
 pub use error::ModelError;
+pub use layers::{BlockLayer, LayerRun};
 pub use layout::{ParamInfo, SegmentInfo, layout};
 pub use pass::{Destination, Pass, PassHooks, SegmentGrads};
 

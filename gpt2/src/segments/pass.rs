@@ -318,6 +318,17 @@ impl SegmentedModel {
         Ok(self.require(segment)?)
     }
 
+    /// One layer by itself, forward and backward, as a training pass runs it.
+    pub(super) fn layer_pass<M: Layer>(
+        &self,
+        layer: M,
+        x_btc: Tensor<3>,
+        mask_tt: &Tensor<4>,
+        upstream_btc: Tensor<3>,
+    ) -> Result<(SegmentGrads, Tensor<3>), ModelError> {
+        self.graph(layer, x_btc, mask_tt).backward(0, upstream_btc)
+    }
+
     /// The forward pass of one layer, ready for its backward pass.
     fn graph<M: Layer>(&self, layer: M, x_btc: Tensor<3>, mask_tt: &Tensor<4>) -> Graph<M> {
         let input_btc = x_btc.autodiff().require_grad();

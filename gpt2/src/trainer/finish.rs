@@ -12,7 +12,6 @@ use crate::checkpoint::{Checkpoint, WeightsHash};
 use crate::corpus::Corpus;
 use crate::flat::Flat;
 use crate::memory::{self, Usage};
-use crate::peak;
 
 /// The rank that saves.
 const SAVES: usize = 0;
@@ -58,19 +57,14 @@ impl Trainer<'_> {
             step_ms: history.median(|figures| figures.ms),
             parts: mine.parts,
             ranks,
-            mfu: history.median(|figures| figures.mfu),
+            matrix_share: history.median(|figures| figures.matrix_share),
+            mfu: self.peaks_of_devices.mfu(history.median(|figures| figures.tokens_per_s)),
             losses: mem::take(&mut history.losses),
             grad_norms: mem::take(&mut history.grad_norms),
             epochs: mem::take(&mut history.epochs),
             seconds: mem::take(&mut history.seconds),
-            mfu_formula: format!(
-                "tokens/s × {:.1} MFLOP a token (6N + 12·L·H·Q·T, N without positions) over {:.1} GFLOP/s, what the {} rank(s) \
-                 reached together in {} before the run",
-                self.flops_per_token / 1e6,
-                self.peak_flops / 1e9,
-                self.local.owned_by.len(),
-                peak::yardstick(self.local.model.device(), self.config.precision)
-            ),
+            matrix_formula: self.peaks_of_devices.matrix_formula(self.local.model.device(), self.config.precision),
+            mfu_formula: self.peaks_of_devices.mfu_formula(),
             transport: self.facts(),
             checkpoint: self.checkpoint.clone().filter(|_| saved.is_ok()),
         };
@@ -233,6 +227,7 @@ impl Trainer<'_> {
             gpu_utilization: of_gpu.clone().next().map(|_| median(of_gpu)),
             peak_rss_bytes: memory::peak_rss_bytes() / self.session.ranks_in_process as u64,
             memory: usage,
+            allocations: history.allocations(),
             weights_hash,
         }
     }

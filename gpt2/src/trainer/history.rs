@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use super::traffic::StepTraffic;
 use super::{Parts, StepReport, median};
+use crate::memory::Allocations;
 use crate::strategy::StepOutcome;
 use crate::strategy::formula::Expected;
 
@@ -51,10 +52,11 @@ pub(super) struct History {
 pub(super) struct Figures {
     pub(super) tokens_per_s: f64,
     pub(super) ms: f64,
-    pub(super) mfu: f64,
+    pub(super) matrix_share: f64,
     pub(super) parts: Parts,
     pub(super) cpu_utilization: f64,
     pub(super) gpu_utilization_percent: Option<f64>,
+    pub(super) allocations: Option<Allocations>,
 }
 
 impl History {
@@ -99,10 +101,11 @@ impl History {
         let figures = Figures {
             tokens_per_s: report.tokens_per_s,
             ms: report.ms,
-            mfu: report.mfu,
+            matrix_share: report.matrix_share,
             parts: report.parts,
             cpu_utilization: report.cpu_utilization,
             gpu_utilization_percent: report.gpu_utilization_percent,
+            allocations: report.allocations,
         };
         if self.first.len() < Self::FIRST {
             self.first.push(figures);
@@ -149,6 +152,14 @@ impl History {
     /// The loss of the last step that has one: where loss scaling skips steps, that of a step may be no number.
     pub(super) fn final_loss(&self) -> f64 {
         self.losses.iter().rev().copied().find(|loss| loss.is_finite()).unwrap_or(f64::NAN)
+    }
+
+    /// The median of each count of the [`steady`](Self::steady) steps, where they are counted.
+    pub(super) fn allocations(&self) -> Option<Allocations> {
+        let counted = || self.steady().filter_map(|figures| figures.allocations);
+        counted().next()?;
+        let of = |count: fn(Allocations) -> u64| median(counted().map(|step| count(step) as f64)).round() as u64;
+        Some(Allocations { count: of(|step| step.count), bytes: of(|step| step.bytes), large: of(|step| step.large) })
     }
 
     /// The median of one figure of the [`steady`](Self::steady) steps.
@@ -253,7 +264,8 @@ mod tests {
             learning_rate: 0.0,
             ms: figure(),
             tokens_per_s: figure(),
-            mfu: figure(),
+            matrix_share: figure(),
+            mfu: None,
             parts: Parts { compute: figure(), hidden: figure(), ..Parts::default() },
             bytes_sent: None,
             messages_sent: None,
@@ -263,6 +275,7 @@ mod tests {
             gpu_memory_bytes: None,
             peak_memory_bytes: None,
             memory: None,
+            allocations: None,
             spans: Vec::new(),
             communications: Vec::new(),
         }
@@ -287,7 +300,7 @@ mod tests {
             };
             check(|report| report.ms, |figures| figures.ms);
             check(|report| report.tokens_per_s, |figures| figures.tokens_per_s);
-            check(|report| report.mfu, |figures| figures.mfu);
+            check(|report| report.matrix_share, |figures| figures.matrix_share);
             check(|report| report.parts.hidden, |figures| figures.parts.hidden);
             check(|report| report.cpu_utilization, |figures| figures.cpu_utilization);
             let of_gpu: Vec<f64> = steady.iter().filter_map(|report| report.gpu_utilization_percent).collect();

@@ -5,6 +5,7 @@ mod history;
 mod local;
 mod number;
 mod optimizers;
+mod peaks;
 mod rank;
 #[cfg(test)]
 mod tests;
@@ -214,8 +215,10 @@ pub struct StepReport {
     pub ms: f64,
     /// Tokens of all ranks a second.
     pub tokens_per_s: f64,
-    /// Model FLOP/s utilisation: see [`Summary::mfu_formula`].
-    pub mfu: f64,
+    /// FLOP/s as a share of what the ranks' matrix products reach by themselves: see [`Summary::matrix_formula`].
+    pub matrix_share: f64,
+    /// Model FLOP/s utilisation, a share of what the devices can do on paper: see [`Summary::mfu_formula`]; `None` where that is not known.
+    pub mfu: Option<f64>,
     /// The step's parts, in milliseconds.
     pub parts: Parts,
     /// Payload bytes that this rank sent for gradients and parameters; what it leaves out: see [`RankReport::between_nodes`].
@@ -234,6 +237,8 @@ pub struct StepReport {
     pub peak_memory_bytes: Option<u64>,
     /// The same by what it is for, of the whole process, with what is allocated now.
     pub memory: Option<memory::Usage>,
+    /// Memory that the whole process asked for during the step; `None` without the counting allocator.
+    pub allocations: Option<memory::Allocations>,
     /// What the training thread did, in order. Not written out.
     #[serde(skip)]
     pub spans: Vec<Span>,
@@ -316,10 +321,14 @@ pub struct Summary {
     pub parts: Parts,
     /// Each rank's own figures.
     pub ranks: Vec<RankReport>,
-    /// Median model FLOP/s utilisation.
+    /// Median FLOP/s as a share of what the ranks' matrix products reach by themselves.
     #[serde(with = "number")]
-    pub mfu: f64,
-    /// How `mfu` was computed.
+    pub matrix_share: f64,
+    /// How `matrix_share` was computed.
+    pub matrix_formula: String,
+    /// Median model FLOP/s utilisation, a share of what the devices can do on paper; `None` where that is not known.
+    pub mfu: Option<f64>,
+    /// How `mfu` was computed, or why it is not known.
     pub mfu_formula: String,
     /// Facts about the transport, from rank 0.
     pub transport: Vec<(String, String)>,
@@ -371,6 +380,8 @@ pub struct RankReport {
     /// Memory of this process from the first step to the last, by what it is for; all ranks in it together. `None` without the counting
     /// allocator.
     pub memory: Option<memory::Usage>,
+    /// Memory that this process asked for in a step, all ranks in it together: medians of each figure. `None` without the counting allocator.
+    pub allocations: Option<memory::Allocations>,
     /// Hash of this rank's masters, all put together.
     pub weights_hash: String,
 }

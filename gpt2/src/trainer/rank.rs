@@ -11,13 +11,14 @@ use comm_core::{Buffer, Communicator, CommunicatorExt, ReduceOp};
 use super::history::History;
 use super::local::{Local, who_owns_what};
 use super::optimizers::{self, MemoryPlacement};
+use super::peaks::Peaks;
 use super::traffic::{StepTraffic, TrafficTotals};
 use super::{Observer, Parts, Session, StepReport, TrainConfig, TrainError, ms};
 use crate::batches::{Batches, Share};
 use crate::corpus::Corpus;
 use crate::devices::{self, Placement};
 use crate::flat::Flat;
-use crate::memory::{self, Category, Usage};
+use crate::memory::{self, Allocations, Category, Usage};
 use crate::model::KernelChoice;
 use crate::optim::LossScaler;
 use crate::peak;
@@ -38,9 +39,7 @@ pub(super) struct Trainer<'a> {
     channels: Channels,
     pub(super) local: Local<'a>,
     validation: Vec<TokenBatch>,
-    pub(super) flops_per_token: f64,
-    /// FLOP/s of a large matrix product on this rank, times the ranks.
-    pub(super) peak_flops: f64,
+    pub(super) peaks_of_devices: Peaks,
     meter: Meter,
     /// Memory peaks of the training so far, where they had to be put aside for something else.
     peaks: Option<Usage>,
@@ -71,9 +70,9 @@ impl<'a> Trainer<'a> {
         let (options, checked) = (&config.options, session.checked);
         let built = build(&Setup { comms: &comms, segments: &lengths, options, precision, accumulation, checked })?;
         let (local, validation) = local(config, corpus, session, device, &built, places)?;
-        // Ranks measure at the same time, since that is how they will compute.
-        local.scalars.barrier()?;
-        let peak_flops = local.scalars.all_reduce_scalar(peak::flops(device, precision)?, ReduceOp::Sum)?;
+        let flops_per_token = config.model.flops_per_token(config.model.block_size);
+        let all = (session, &*local.scalars);
+        let peaks_of_devices = Peaks::measure(flops_per_token, built.computes, device, precision, all)?;
         let owned_by = who_owns_what(&*local.scalars, &built.owned)?;
         let saves = local.scalars.all_reduce_scalar(i64::from(checkpoint.is_some()), ReduceOp::Max)? == 1;
         memory::reset_peaks();
@@ -84,8 +83,7 @@ impl<'a> Trainer<'a> {
             channels: built.channels,
             local: Local { owned_by, ..local },
             validation,
-            flops_per_token: config.model.flops_per_token(config.model.block_size),
-            peak_flops,
+            peaks_of_devices,
             meter: devices::cuda_ordinal(device).map_or_else(Meter::start, Meter::start_with_cuda),
             peaks: None,
             history: memory::within(Category::Other, || History::of(config.steps)),
@@ -104,6 +102,7 @@ impl<'a> Trainer<'a> {
         // What was done since the last step is none of this one's.
         self.meter.lap();
         let before = TrafficTotals::now(self.session);
+        let asked_before = memory::allocations();
         let loss_scale = f64::from(self.local.scaler.scale());
         let start = Instant::now();
         let (outcome, recording) = record::record(|| {
@@ -112,13 +111,14 @@ impl<'a> Trainer<'a> {
             self.strategy.step(step, &mut self.local, &mut self.channels)
         });
         let elapsed = start.elapsed();
+        let allocations = memory::allocations().zip(asked_before).map(|(now, before)| now.since(before));
         let mut outcome = outcome?;
         if self.session.counts_between_nodes() {
             outcome.expected = outcome.expected.between_nodes();
         }
         let sent = TrafficTotals::now(self.session).zip(before);
         let sent = sent.map(|(now, before)| now.since(&before, &*self.local.scalars));
-        let report = self.report(&outcome, StepMeasurements { loss_scale, elapsed, sent, recording });
+        let report = self.report(&outcome, StepMeasurements { loss_scale, elapsed, sent, allocations, recording });
         self.replicas_agree = outcome.replicas_agree;
         let seconds = self.started.elapsed().as_secs_f64();
         memory::within(Category::Other, || self.history.add(&report, seconds, &outcome, sent));
@@ -128,7 +128,7 @@ impl<'a> Trainer<'a> {
     /// What is reported of a step.
     fn report(&mut self, outcome: &StepOutcome, measured: StepMeasurements) -> StepReport {
         let StepOutcome { loss, grad_norm, skipped, .. } = *outcome;
-        let StepMeasurements { loss_scale, elapsed, sent, recording } = measured;
+        let StepMeasurements { loss_scale, elapsed, sent, allocations, recording } = measured;
         let step = self.local.step;
         let batches = &self.local.batches;
         let tokens = batches.rows_in_step(step) as f64 * self.config.model.block_size as f64;
@@ -148,7 +148,8 @@ impl<'a> Trainer<'a> {
             learning_rate: self.local.learning_rate(),
             ms: ms(elapsed),
             tokens_per_s,
-            mfu: tokens_per_s * self.flops_per_token / self.peak_flops,
+            matrix_share: self.peaks_of_devices.matrix_share(tokens_per_s),
+            mfu: self.peaks_of_devices.mfu(tokens_per_s),
             parts,
             bytes_sent: sent.map(|sent| sent.payload),
             messages_sent: sent.map(|sent| sent.messages),
@@ -158,6 +159,7 @@ impl<'a> Trainer<'a> {
             gpu_memory_bytes: interval.gpu.as_ref().map(|gpu| gpu.peak_memory_bytes),
             peak_memory_bytes: memory.map(|usage| usage.total.peak / ranks_here as u64),
             memory,
+            allocations,
             spans,
             communications,
         }
@@ -216,6 +218,8 @@ struct StepMeasurements {
     loss_scale: f64,
     elapsed: Duration,
     sent: Option<StepTraffic>,
+    /// What this process asked for.
+    allocations: Option<Allocations>,
     recording: Recording,
 }
 

@@ -217,6 +217,7 @@ fn unwatched(reports: &[&RankReport]) -> Vec<Rank> {
             cpu_utilization: Some(report.cpu_utilization).filter(|share| share.is_finite()),
             gpu_utilization: report.gpu_utilization,
             memory: report.memory,
+            allocations: report.allocations,
         }),
         ..Rank::default()
     };

@@ -8,6 +8,7 @@ use crate::BenchError;
 use crate::rank::load_text;
 
 /// Where the text is, and what the plan's cells have to know about it.
+#[derive(Clone, Debug)]
 pub struct TextSource {
     /// The path given with `--data`; `None` for the documentation of this program's own dependencies.
     pub source: Option<PathBuf>,

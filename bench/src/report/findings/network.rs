@@ -1,6 +1,5 @@
 //! What the network costs each strategy: what a link adds to a step, and what share of it waits.
 
-use isocomm::Rung;
 use rig::record::Axis;
 use rig::stats::Interval;
 
@@ -127,9 +126,7 @@ fn times(ratio: &Interval) -> String {
 }
 
 fn by_null(digest: &Digest<'_>, case: &Case<'_>) -> Option<Comparison> {
-    let null = Rung::all().into_iter().find(|rung| rung.is_timing_only())?;
-    let there = digest.over(case.cell, &null.name()).filter(|null| null.cell != case.cell)?;
-    case.against(there).filter(|found| found.rounds >= ROUNDS)
+    case.against(digest.over_nothing(case)?).filter(|found| found.rounds >= ROUNDS)
 }
 
 fn by_single(digest: &Digest<'_>, case: &Case<'_>) -> Option<Comparison> {
