@@ -15,9 +15,19 @@ const BACKLOG: i32 = 4096;
 
 /// A listener on a free port of `address`, whose port is 0, non-blocking; accepted sockets inherit the congestion control.
 pub(crate) fn listen(address: SocketAddr, congestion: Option<&str>) -> Result<std::net::TcpListener> {
+    listen_prepared(address, congestion, |_| ())
+}
+
+/// As [`listen`], with a socket on which `prepare` may set more before it listens.
+pub(crate) fn listen_prepared(
+    address: SocketAddr,
+    congestion: Option<&str>,
+    prepare: impl FnOnce(&Socket),
+) -> Result<std::net::TcpListener> {
     let failed = |error| Error::io(format!("listening on {}", address.ip()), error);
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP)).map_err(failed)?;
     set_congestion(&socket, congestion)?;
+    prepare(&socket);
     socket.bind(&address.into()).map_err(failed)?;
     socket.listen(BACKLOG).map_err(failed)?;
     socket.set_nonblocking(true).map_err(failed)?;
