@@ -98,6 +98,17 @@
 //! The side that dials also parses what it is answered, but it dials only addresses that came over the authenticated control plane.
 //! Processes of the same user can reach the relay's Unix sockets while a job connects.
 //!
+//! # Copies
+//!
+//! The crate `zeromq` 0.7 leaves no way around those in the table above.
+//!
+//! - It sends `Bytes` from a queue, in its own time, also after an exchange has ended at its deadline. Payloads are lent for the length
+//!   of an exchange, so they are copied into segments, whose memory is used again.
+//! - Its encoder appends every frame to one buffer a connection and writes that; there are no vectored writes.
+//! - It reads into initialised memory, so it zeroes what it is about to read into, at most `SocketOptions::read_buffer` bytes a read
+//!   (64 KiB): each byte once, and what a short read has left once more. A larger maximum saves system calls and zeroes more for reads
+//!   that come up short; it stays as it is.
+//!
 //! # ZeroMQ over IPC
 //!
 //! With [`TcpOptions::ipc`] ranks of one machine connect over Unix sockets instead, which shows what TCP costs below ZeroMQ. Each

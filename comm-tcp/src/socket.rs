@@ -7,7 +7,7 @@ use comm_core::{Error, Result};
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 
 /// What `zeromq` asks for on its TCP sockets, in both directions; raw TCP asks for the same.
-pub(crate) const SOCKET_BUFFER: usize = 4 << 20;
+const SOCKET_BUFFER: usize = 4 << 20;
 
 /// Connections that may wait to be accepted; the kernel grants less where `net.core.somaxconn` says so. When it is full, a
 /// dialler tries again after a second, so connections from outside the job must not fill it while handshakes are served.
@@ -49,6 +49,11 @@ pub(crate) fn tune(socket: &impl AsFd) -> std::io::Result<()> {
     socket.set_tcp_nodelay(true)?;
     enlarge_buffers(&socket);
     Ok(())
+}
+
+/// Of sockets that `zeromq` keeps to itself.
+pub(crate) fn buffers_asked_for() -> String {
+    format!("asked for {SOCKET_BUFFER} each way")
 }
 
 /// Asks for the same buffers on a Unix socket.

@@ -49,7 +49,7 @@ pub(super) enum GateInUse {
 
 /// What the kernel says of the sockets.
 pub(super) enum SocketInfo {
-    /// Of a connection that a peer made, or of the listener that it inherits them from.
+    /// Of a connection that a peer made, or what it inherits from its listener.
     Tcp(Option<SocketFacts>),
     Unix {
         buffers: String,
@@ -210,16 +210,11 @@ pub(super) struct BoundSocket {
 impl BoundSocket {
     /// A socket that accepts connections of `listener`. To be called within the runtime of its driver.
     pub(super) async fn adopt(rank: usize, listener: Listener) -> Result<BoundSocket> {
-        let mut socket = DealerSocket::with_options(socket_options());
+        let mut socket = DealerSocket::new();
         let events = watch(&mut socket);
         socket.bind_listener(listener).await.map_err(|error| failed(rank, "binding", &error))?;
         Ok(BoundSocket { socket, events })
     }
-}
-
-/// The options that all sockets have.
-fn socket_options() -> SocketOptions {
-    SocketOptions::default()
 }
 
 /// Everything that listens while a transport connects.
@@ -332,7 +327,7 @@ impl PeerConnector<'_> {
         let token = token::issue(&self.key, edge, salt);
         let identity =
             PeerIdentity::try_from(token).map_err(|error| failed(self.core.rank, "making an identity", &error))?;
-        let mut options = socket_options();
+        let mut options = SocketOptions::default();
         options.peer_identity(identity).connect_timeout(self.deadline.remaining());
         let mut socket = DealerSocket::with_options(options);
         let events = watch(&mut socket);

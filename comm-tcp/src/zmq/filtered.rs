@@ -100,7 +100,11 @@ pub(super) fn connect(
         return Ok(Err(why));
     }
     let Ok(mut dials) = dials else { return Err(Error::Internal("the ranks agreed on what one lacks".into())) };
-    let facts = doors.doors.first().map(|door| SocketFacts::read(&door.listener));
+    // What accepted sockets inherit; `zeromq` asks for the buffers itself.
+    let facts = doors
+        .doors
+        .first()
+        .map(|door| SocketFacts { buffers: socket::buffers_asked_for(), ..SocketFacts::read(&door.listener) });
     for (lane, driver) in drivers.iter().enumerate() {
         let mut join = Join::default();
         for Door { edge, listener, .. } in doors.doors.extract_if(.., |door| door.edge.lane as usize == lane) {
@@ -154,8 +158,6 @@ impl Doors {
         let mut doors = Vec::new();
         for edge in expected_edges(core.rank, core.world_size, core.lanes)? {
             let listener = socket::listen_prepared(own, options.congestion.as_deref(), |socket| {
-                // Accepted sockets inherit them.
-                socket::enlarge_buffers(&socket.into());
                 if let Err(error) = filter::close_to_all(socket) {
                     refused.get_or_insert_with(|| format!("the system refuses it ({error})"));
                 }

@@ -245,7 +245,7 @@ fn facts(options: &TcpOptions, socket_info: SocketInfo, gate: GateInUse) -> Vec<
             let (used, granted) = accepted.map_or_else(
                 || {
                     let asked = options.congestion.as_deref().unwrap_or("the kernel's default");
-                    (format!("asked for {asked}"), format!("asked for {} each way", socket::SOCKET_BUFFER))
+                    (format!("asked for {asked}"), socket::buffers_asked_for())
                 },
                 |socket| (socket.congestion, socket.buffers),
             );
