@@ -233,7 +233,7 @@ struct Dial {
     asking: Asking,
     /// From where it has asked, once it was answered.
     source: Option<SocketAddr>,
-    /// How many times its socket was looked for in vain.
+    /// How many times its socket was not found, or not alone.
     missed: usize,
 }
 
@@ -289,10 +289,11 @@ impl Dials {
                     [] if dial.missed < LOOKS => dial.missed += 1,
                     [_] | [] => return Ok(Err(format!("nothing answers at {}", dial.address))),
                     // Another part of this program has connected there at the same time. It is not known which one is whose.
-                    [..] if patience.has_passed() => {
+                    [..] if dial.missed == LOOKS => {
                         return Ok(Err(format!("this process connects to {} again and again", dial.address)));
                     }
                     [..] => {
+                        dial.missed += 1;
                         known.extend(sockets.iter().map(|row| row.inode));
                         let driver = drivers.get(dial.edge.lane as usize);
                         let driver = driver.ok_or_else(|| Error::Internal("a lane has no driver".into()))?;
