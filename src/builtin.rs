@@ -132,7 +132,7 @@ fn absent(kind: TransportKind) -> comm_core::Error {
 
 #[cfg(feature = "tcp")]
 mod tcp {
-    use comm_tcp::{RawTcpTransport, TcpOptions, ZmqTransport};
+    use comm_tcp::{Gate, RawTcpTransport, TcpOptions, ZmqTransport};
 
     use super::*;
 
@@ -141,7 +141,7 @@ mod tcp {
             lanes: options.lanes,
             bind: options.bind,
             congestion: options.congestion.clone(),
-            gate: options.gate,
+            gate: if options.gate { Gate::Filter } else { Gate::Off },
             waiting: options.waiting,
             ..TcpOptions::default()
         }

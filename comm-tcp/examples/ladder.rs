@@ -1,5 +1,5 @@
-//! What each layer costs: raw TCP, ZeroMQ over Unix sockets, over TCP without its gate, and with it, in each way of waiting, between two ranks that
-//! are threads of this process.
+//! What each layer costs: raw TCP, ZeroMQ over Unix sockets, over TCP without its gate, behind its packet filter and behind its relay,
+//! in each way of waiting, between two ranks that are threads of this process.
 //!
 //! ```text
 //! cargo run --release -p comm-tcp --example ladder [-- CONGESTION_CONTROL [ROWS [SEGMENTS]]]
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use comm_core::{
     Algorithm, Control, DType, Deadline, Error, Header, Incoming, OpKind, Outgoing, Result, Sink, Transport, Waiting,
 };
-use comm_tcp::{RawTcpTransport, TcpOptions, ZmqTransport};
+use comm_tcp::{Gate, RawTcpTransport, TcpOptions, ZmqTransport};
 
 const ROUNDS: usize = 9;
 const MESSAGES: usize = 250;
@@ -62,7 +62,7 @@ fn main() -> Result<()> {
 
 fn measure(control: &dyn Control, congestion: Option<String>, wanted: &str, segments: &[usize]) -> Result<()> {
     let mut rows = Vec::new();
-    for layer in ["tcp-raw", "tcp, ipc", "tcp, no gate", "tcp"] {
+    for layer in ["tcp-raw", "tcp, ipc", "tcp, no gate", "tcp", "tcp, relay"] {
         // Plain TCP has none.
         let segments = if layer == "tcp-raw" { &segments[..1] } else { segments };
         for (waiting, segment) in
@@ -75,7 +75,12 @@ fn measure(control: &dyn Control, congestion: Option<String>, wanted: &str, segm
             if !name.contains(wanted) {
                 continue;
             }
-            let (gate, ipc) = (layer == "tcp", layer == "tcp, ipc");
+            let gate = match layer {
+                "tcp, no gate" => Gate::Off,
+                "tcp, relay" => Gate::Relay,
+                _ => Gate::Filter,
+            };
+            let ipc = layer == "tcp, ipc";
             let congestion = congestion.clone();
             let options = TcpOptions { lanes: 1, waiting, gate, ipc, congestion, segment, ..TcpOptions::default() };
             let transport: Arc<dyn Transport> = match layer {

@@ -235,8 +235,7 @@ mod tests {
     fn peer_infos() -> Vec<PeerInfo> {
         (0..4)
             .map(|rank| {
-                let addresses =
-                    Addresses::Tcp(vec![OfferedAddress(format!("10.9.0.{rank}:40{rank}0").parse().unwrap())]);
+                let addresses = Addresses::One(OfferedAddress(format!("10.9.0.{rank}:40{rank}0").parse().unwrap()));
                 PeerInfo { salt: [0; 32], location: NetworkLocation::default(), addresses }
             })
             .collect()

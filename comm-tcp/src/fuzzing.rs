@@ -3,9 +3,11 @@
 pub use comm_core::fuzzing::{Target, Verdict};
 
 pub use crate::raw::fuzzing::*;
+pub use crate::socket_table::fuzzing::*;
 pub use crate::zmq::fuzzing::*;
 
 /// The decoders of this crate.
 pub fn targets() -> Vec<Target> {
-    crate::zmq::fuzzing::targets().into_iter().chain(crate::raw::fuzzing::targets()).collect()
+    let raw = crate::raw::fuzzing::targets();
+    crate::zmq::fuzzing::targets().into_iter().chain(raw).chain(crate::socket_table::fuzzing::targets()).collect()
 }

@@ -7,9 +7,9 @@
 //! | connections | one for each pair of ranks and lane | the same |
 //! | copies by the sender | two: into a segment, and by `zeromq`'s encoder | none before the kernel's |
 //! | copies by the receiver | one, from `zeromq`'s buffer | none where a sink lends its memory |
-//! | threads | one a lane, one for the gate | none |
+//! | threads | one a lane, one for the relay if there is one | none |
 //! | flow control | a byte window with credits, over TCP's | TCP's |
-//! | who may connect | a one-time token, checked by a gate | a mutual handshake |
+//! | who may connect | one connection each, past a packet filter, with a token | a mutual handshake |
 //! | sockets | no delay, 4 MiB buffers | the same |
 //!
 //! ```no_run
@@ -32,7 +32,7 @@
 //! [`exchange`](comm_core::Transport::exchange), and so does waiting for sockets, in the way that [`TcpOptions::waiting`] says:
 //! a hand-over between threads takes longer than a small message travels. Raw TCP therefore has no thread at all. ZeroMQ
 //! has a thread for each lane, which sleeps while an exchange runs there and drives `zeromq` between exchanges (see
-//! [`Driver`](comm_core::driver::Driver)), and a rank that listens behind a gate has one more, which relays. The number of
+//! [`Driver`](comm_core::driver::Driver)), and a rank that listens behind a [relay](Gate::Relay) has one more. The number of
 //! threads does not depend on that of peers. Between exchanges nothing is polled, whatever the way of waiting.
 //!
 //! An exchange blocks. Over ZeroMQ, which needs a runtime of its own for it, it is refused on a thread that polls the tasks of a tokio
@@ -58,32 +58,61 @@
 //! # The gate
 //!
 //! A single connection that announces a frame of 64 GiB would abort the process, because an allocation that fails cannot be
-//! caught. So nothing that an unauthenticated peer sends may reach `zeromq`'s parser. The DEALER sockets that accept connections
-//! listen on Unix sockets in a fresh directory that only this user may enter (below the system's directory for temporary files), and
-//! one public TCP listener stands in front of all of them. It speaks the opening of ZMTP itself: exactly 64 bytes of greeting,
+//! caught. So nothing that an unauthenticated peer sends may reach `zeromq`'s parser. [`TcpOptions::gate`] says how.
+//!
+//! **[`Gate::Filter`]**, the default. Each connection has a listener of its own, with a filter that the kernel runs on every TCP segment
+//! for it (classic BPF, `SO_ATTACH_FILTER`; it takes no privilege). At first the filter passes requests for connections and nothing else:
+//! the kernel answers a request, and the segment that would complete the connection is dropped, so none comes about. `zeromq` dials, and
+//! the dialling rank lets it go no further than that. It finds in the kernel's table of sockets (`/proc`) from which address its
+//! connection comes, and tells the listening rank over the authenticated control plane. That one sets its filter to pass what comes from
+//! this address and port and is no new request, looks whether the kernel knows the request, and hands the listener to `zeromq`. When all
+//! ranks have done so, the dialling ranks go on: the first bytes complete the connection. The accepted socket has the same filter. The
+//! identity that it shows in its READY command must be the token that the control plane's key yields for this connection: HMAC-SHA256
+//! over a nonce of the listener, both ranks and the lane. Then the listener closes. `zeromq`'s sockets carry the payload themselves:
+//! no thread, no copy and no descriptor more than without a gate.
+//!
+//! **[`Gate::Relay`]**, which all ranks use as well where one of them cannot have the filter: on another system than Linux, where the
+//! kernel or a sandbox refuses the filter or the table of sockets, or where an address is translated between two ranks.
+//! [`facts`](comm_core::Transport::facts) say which gate is in use, and why it is not the filter. The DEALER sockets that accept
+//! connections listen on Unix sockets in a fresh directory that only this user may enter (below the system's directory for temporary
+//! files), and one public TCP listener stands in front of all of them. It speaks the opening of ZMTP itself: exactly 64 bytes of greeting,
 //! then one READY command of at most 255 bytes, within 5 seconds, from at most 256 connections at a time (with one more the
-//! oldest is closed, so that silent ones cannot keep ranks out). The READY command's identity must be the token that the
-//! control plane's key yields for this connection: HMAC-SHA256 over a nonce of the listener, both ranks and the lane,
-//! compared in constant time and good for one use. Only then are the bytes relayed. When every rank is in, the
-//! listener closes.
+//! oldest is closed, so that silent ones cannot keep ranks out). Only after the token has been found good, which it is once, are the bytes
+//! relayed. When every rank is in, the listener closes. Every byte between two ranks passes a Unix socket and a thread once more, at the
+//! rank that listens. Which one that is alternates from pair to pair, so that every rank relays for about half of the others.
 //!
-//! *What this protects against:* scanners, ranks of other jobs, stale processes and other unauthenticated peers on the same
-//! network, before and after the ranks connect; a token that was overheard and is replayed.
+//! **[`Gate::Off`]**, to measure the others: the DEALER sockets themselves are public until their rank has connected, and a wrong
+//! identity ends the job instead of being refused.
 //!
-//! *What it does not:* the traffic is in the clear and is not authenticated after the opening. Whoever can read packets can
-//! read it, whoever can alter them or take over a connection can inject; use QUIC or a network of your own where that matters.
-//! Ranks trust each other: a rank of the job can still make another one allocate. The side that dials also parses what it is
-//! answered, but it dials only addresses that came over the authenticated control plane. Processes of the same user can
-//! reach the Unix sockets while a job connects.
+//! *What the gates protect against:* scanners, ranks of other jobs, stale processes and other unauthenticated peers on the same
+//! network and on the same machine, before and after the ranks connect. Behind the filter a stranger costs what a connection that was
+//! asked for and not completed costs the kernel, at most 4,096 a listener, and no memory, descriptor or time of the process; who asks for
+//! so many that the kernel keeps no more in mind can make the ranks use the relay. With the relay also against a token that was overheard
+//! and is replayed; behind the filter no second connection could show it.
 //!
-//! The gate costs a relay through a Unix socket: every byte between two ranks passes it once, at the rank that listens. Which
-//! one that is alternates from pair to pair, so that every rank relays for about half of the others. [`TcpOptions::gate`] turns it off, to measure that or on a network where nobody else is: then the DEALER sockets
-//! themselves are public until their rank has connected, and a wrong identity ends the job instead of being refused.
+//! *What they do not:* the traffic is in the clear and is not authenticated after the opening. Whoever can read packets can
+//! read it, whoever can alter them or take over a connection can inject; use QUIC or a network of your own where that matters. To send
+//! something in the name of the address that the filter admits, one must be able to send packets with a foreign address and to guess two
+//! numbers of 32 bits, or see them: as for every TCP connection. Another process cannot get the port while the rank has it, and the filter
+//! passes no new request from there once it has lost it. Ranks trust each other: a rank of the job can still make another one allocate.
+//! The side that dials also parses what it is answered, but it dials only addresses that came over the authenticated control plane.
+//! Processes of the same user can reach the relay's Unix sockets while a job connects.
+//!
+//! # Copies
+//!
+//! The crate `zeromq` 0.7 leaves no way around those in the table above.
+//!
+//! - It sends `Bytes` from a queue, in its own time, also after an exchange has ended at its deadline. Payloads are lent for the length
+//!   of an exchange, so they are copied into segments, whose memory is used again.
+//! - Its encoder appends every frame to one buffer a connection and writes that; there are no vectored writes.
+//! - It reads into initialised memory, so it zeroes what it is about to read into, at most `SocketOptions::read_buffer` bytes a read
+//!   (64 KiB): each byte once, and what a short read has left once more. A larger maximum saves system calls and zeroes more for reads
+//!   that come up short; it stays as it is.
 //!
 //! # ZeroMQ over IPC
 //!
 //! With [`TcpOptions::ipc`] ranks of one machine connect over Unix sockets instead, which shows what TCP costs below ZeroMQ. Each
-//! rank's DEALER sockets listen in a fresh directory, as they do behind the gate, and the others dial them there; the paths
+//! rank's DEALER sockets listen in a fresh directory, as they do behind the relay, and the others dial them there; the paths
 //! travel over the authenticated control plane. The directory is removed when the rank has connected. Ranks on different
 //! machines, or in containers that do not share the directory, all fail alike with
 //! [`Error::Unsupported`](comm_core::Error::Unsupported).
@@ -98,12 +127,12 @@
 //! # Raw TCP
 //!
 //! Both sides prove to each other that they know the control plane's key, over a nonce of each, before the first message;
-//! limits and what it does and does not protect against are those of the gate, except that the dialling side also checks
+//! limits and what it does and does not protect against are those of the relay, except that the dialling side also checks
 //! whom it has reached.
 //!
 //! # Congestion control
 //!
-//! [`TcpOptions::congestion`] is set on every raw TCP socket, and on those that ZeroMQ's gate or listener accepts. The sockets
+//! [`TcpOptions::congestion`] is set on every raw TCP socket, and on those that ZeroMQ's listeners accept. The sockets
 //! that `zeromq` dials are out of reach and use the kernel's default or what the route says (`ip route … congctl`).
 //! [`facts`](comm_core::Transport::facts) reads back what each side really uses.
 
@@ -123,8 +152,9 @@ mod rendezvous;
 mod runtime;
 mod socket;
 mod socket_folder;
+mod socket_table;
 mod zmq;
 
-pub use options::TcpOptions;
+pub use options::{Gate, TcpOptions};
 pub use raw::RawTcpTransport;
 pub use zmq::ZmqTransport;

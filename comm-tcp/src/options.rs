@@ -24,9 +24,9 @@ pub struct TcpOptions {
     pub congestion: Option<String>,
     /// What a rank does while an exchange waits. Ranks may differ in it. Default: [`Waiting::Adaptive`].
     pub waiting: Waiting,
-    /// ZeroMQ only: whether a gate stands between the network and the crate's parser (see the [crate](crate)
-    /// documentation). Without it (`--no-gate`) anyone who can reach the port can end this process while it connects. Default: true.
-    pub gate: bool,
+    /// ZeroMQ only: what stands between the network and the crate's parser (see the [crate](crate) documentation). Default:
+    /// [`Gate::Filter`].
+    pub gate: Gate,
     /// ZeroMQ only: whether ranks connect over Unix sockets instead of TCP, which takes ranks of one machine and one user
     /// (see the [crate](crate) documentation). `bind`, `congestion` and `gate` have no meaning then. Default: false.
     pub ipc: bool,
@@ -37,6 +37,20 @@ pub struct TcpOptions {
     pub segment: usize,
 }
 
+/// What keeps strangers from the parser of the crate `zeromq`: see the [crate](crate) documentation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gate {
+    /// A packet filter in the kernel, which admits one connection to each listener and costs nothing a message. Where a rank cannot have
+    /// it, or a connection's address is translated on its way, all ranks use the relay, and the transport's facts say why.
+    Filter,
+    /// A listener of this crate's own that relays what belongs to the job through Unix sockets.
+    Relay,
+    /// Nothing (`--no-gate`): anyone who can reach a port can end this process while it connects.
+    Off,
+}
+
+comm_core::names!(pub Gate, "gate": Filter = "filter", Relay = "relay", Off = "off");
+
 impl Default for TcpOptions {
     fn default() -> Self {
         TcpOptions {
@@ -44,7 +58,7 @@ impl Default for TcpOptions {
             lanes: 2,
             congestion: None,
             waiting: Waiting::default(),
-            gate: true,
+            gate: Gate::Filter,
             ipc: false,
             window: 8 << 20,
             segment: 256 << 10,

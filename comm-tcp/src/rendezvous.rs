@@ -45,21 +45,46 @@ pub(crate) struct PeerInfo {
 /// Where a rank listens.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Addresses {
-    /// One address for all, or one for each peer and lane (see [`PeerInfo::address`]).
-    Tcp(Vec<OfferedAddress>),
+    /// Nowhere.
+    None,
+    /// One address for all.
+    One(OfferedAddress),
+    /// The IP address of this one, with a port for each peer and lane (see [`PeerInfo::address`]), 0 for those that are not listened for.
+    Each(OfferedAddress, Vec<u16>),
     /// A folder with a Unix socket for each peer and lane.
     Unix(FolderInfo),
+}
+
+impl Addresses {
+    /// Of a rank with one listener for each connection, all on the same IP address.
+    pub(crate) fn each<'l>(
+        world_size: usize,
+        lanes: usize,
+        listeners: impl Iterator<Item = (&'l Edge, &'l SocketAddr)>,
+    ) -> Addresses {
+        let mut ports = vec![0; world_size * lanes];
+        let mut one = None;
+        for (edge, address) in listeners {
+            one = Some(*address);
+            if let Some(slot) = ports.get_mut(edge.dialler as usize * lanes + edge.lane as usize) {
+                *slot = address.port();
+            }
+        }
+        one.map_or(Addresses::None, |address| Addresses::Each(OfferedAddress(address), ports))
+    }
 }
 
 impl PeerInfo {
     /// Where the rank with this information listens for the dialler `peer` on `lane`.
     pub(crate) fn address(&self, peer: usize, lane: usize, lanes: usize) -> Option<SocketAddr> {
         match &self.addresses {
-            Addresses::Tcp(addresses) => match addresses[..] {
-                [only] => Some(only.0),
-                _ => addresses.get(peer * lanes + lane).map(|offer| offer.0),
-            },
-            Addresses::Unix(_) => None,
+            Addresses::One(only) => Some(only.0),
+            Addresses::Each(offer, ports) => {
+                let mut address = offer.0;
+                address.set_port(*ports.get(peer * lanes + lane).filter(|port| **port != 0)?);
+                Some(address)
+            }
+            Addresses::None | Addresses::Unix(_) => None,
         }
     }
 
@@ -67,7 +92,7 @@ impl PeerInfo {
     pub(crate) fn folder(&self) -> Option<&FolderInfo> {
         match &self.addresses {
             Addresses::Unix(folder) => Some(folder),
-            Addresses::Tcp(_) => None,
+            Addresses::None | Addresses::One(_) | Addresses::Each(..) => None,
         }
     }
 
@@ -100,17 +125,18 @@ impl PeerInfo {
             )));
         }
         let peer_infos: Vec<PeerInfo> = gathered.into_iter().map(|(_, peer_info)| peer_info).collect();
-        let offers: Vec<_> = peer_infos.iter().map(|peer_info| (&peer_info.location, peer_info.ips())).collect();
+        let offers: Vec<_> =
+            peer_infos.iter().map(|peer_info| (&peer_info.location, peer_info.ip().into_iter().collect())).collect();
         check_reachable(&offers)?;
         Ok(peer_infos)
     }
 
-    /// The addresses that it has, each once.
-    fn ips(&self) -> Vec<IpAddr> {
-        let Addresses::Tcp(addresses) = &self.addresses else { return Vec::new() };
-        let mut ips: Vec<IpAddr> = addresses.iter().map(|offer| offer.0.ip()).collect();
-        ips.dedup();
-        ips
+    /// The IP address that it offers.
+    fn ip(&self) -> Option<IpAddr> {
+        match &self.addresses {
+            Addresses::One(offer) | Addresses::Each(offer, _) => Some(offer.0.ip()),
+            Addresses::None | Addresses::Unix(_) => None,
+        }
     }
 }
 
@@ -137,11 +163,24 @@ mod tests {
     }
 
     #[test]
+    fn each_peer_and_lane_may_have_a_port_of_its_own() {
+        let address = OfferedAddress("[fe80::1%2]:7".parse().unwrap());
+        let peer_info = PeerInfo {
+            salt: [0; 32],
+            location: NetworkLocation::default(),
+            addresses: Addresses::Each(address, vec![1, 2, 0, 4]),
+        };
+        let port = |peer, lane| peer_info.address(peer, lane, 2).map(|address| address.to_string());
+        assert_eq!(port(0, 1).unwrap(), "[fe80::1%2]:2");
+        assert_eq!((port(1, 0), port(1, 1).is_some(), port(2, 0)), (None, true, None));
+    }
+
+    #[test]
     fn peer_infos_are_exchanged_and_settings_compared() {
         let peer_info = |rank: usize| PeerInfo {
             salt: [rank as u8; 32],
             location: NetworkLocation::default(),
-            addresses: Addresses::Tcp(vec![OfferedAddress(format!("127.0.0.1:400{rank}").parse().unwrap())]),
+            addresses: Addresses::One(OfferedAddress(format!("127.0.0.1:400{rank}").parse().unwrap())),
         };
         let exchange = |lanes: [usize; 2], mine: &(dyn Fn(usize) -> Result<PeerInfo> + Sync)| {
             let ranks = comm_core::local::group(2, 1);

@@ -7,7 +7,7 @@ use comm_core::{Error, Result};
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 
 /// What `zeromq` asks for on its TCP sockets, in both directions; raw TCP asks for the same.
-pub(crate) const SOCKET_BUFFER: usize = 4 << 20;
+const SOCKET_BUFFER: usize = 4 << 20;
 
 /// Connections that may wait to be accepted; the kernel grants less where `net.core.somaxconn` says so. When it is full, a
 /// dialler tries again after a second, so connections from outside the job must not fill it while handshakes are served.
@@ -15,9 +15,19 @@ const BACKLOG: i32 = 4096;
 
 /// A listener on a free port of `address`, whose port is 0, non-blocking; accepted sockets inherit the congestion control.
 pub(crate) fn listen(address: SocketAddr, congestion: Option<&str>) -> Result<std::net::TcpListener> {
+    listen_prepared(address, congestion, |_| ())
+}
+
+/// As [`listen`], with a socket on which `prepare` may set more before it listens.
+pub(crate) fn listen_prepared(
+    address: SocketAddr,
+    congestion: Option<&str>,
+    prepare: impl FnOnce(&Socket),
+) -> Result<std::net::TcpListener> {
     let failed = |error| Error::io(format!("listening on {}", address.ip()), error);
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP)).map_err(failed)?;
     set_congestion(&socket, congestion)?;
+    prepare(&socket);
     socket.bind(&address.into()).map_err(failed)?;
     socket.listen(BACKLOG).map_err(failed)?;
     socket.set_nonblocking(true).map_err(failed)?;
@@ -39,6 +49,11 @@ pub(crate) fn tune(socket: &impl AsFd) -> std::io::Result<()> {
     socket.set_tcp_nodelay(true)?;
     enlarge_buffers(&socket);
     Ok(())
+}
+
+/// Of sockets that `zeromq` keeps to itself.
+pub(crate) fn buffers_asked_for() -> String {
+    format!("asked for {SOCKET_BUFFER} each way")
 }
 
 /// Asks for the same buffers on a Unix socket.

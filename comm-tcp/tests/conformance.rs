@@ -1,4 +1,4 @@
-//! The conformance suite on both transports, ZeroMQ with and without its gate and over IPC.
+//! The conformance suite on both transports, ZeroMQ behind each gate, without one, and over IPC.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -6,13 +6,17 @@ use std::time::Duration;
 
 use comm_core::conformance::{Suite, main_of};
 use comm_core::{Communicator, Control, Deadline, Mesh, MeshOptions, Result, Transport};
-use comm_tcp::{RawTcpTransport, TcpOptions, ZmqTransport};
+use comm_tcp::{Gate, RawTcpTransport, TcpOptions, ZmqTransport};
 
 fn main() -> ExitCode {
     main_of(vec![
         suite("tcp", |control, options| ZmqTransport::connect(control, &options, soon())),
+        suite("tcp-behind-relay", |control, options| {
+            ZmqTransport::connect(control, &TcpOptions { gate: Gate::Relay, ..options }, soon())
+        })
+        .with_ranks(&[2, 3], &[2]),
         suite("tcp-without-gate", |control, options| {
-            ZmqTransport::connect(control, &TcpOptions { gate: false, ..options }, soon())
+            ZmqTransport::connect(control, &TcpOptions { gate: Gate::Off, ..options }, soon())
         })
         .with_ranks(&[2, 3], &[2]),
         suite("tcp-ipc", |control, options| {

@@ -116,7 +116,7 @@ fn what_cannot_fit_is_refused_before_anything_is_opened() {
     if !is_inside("what_cannot_fit_is_refused_before_anything_is_opened", 64) {
         return;
     }
-    for kind in [Kind::Raw, Kind::Zmq, Kind::ZmqWithoutGate, Kind::ZmqOverIpc] {
+    for kind in Kind::ALL {
         let began = Instant::now();
         let errors: Vec<String> =
             connect(kind, 24, None).into_iter().map(|outcome| outcome.err().expect("an error").to_string()).collect();
@@ -158,5 +158,12 @@ fn whoever_runs_out_over_raw_tcp_says_so_at_once() {
 fn whoever_runs_out_over_zeromq_says_so_at_once() {
     if is_inside("whoever_runs_out_over_zeromq_says_so_at_once", LIMIT) {
         (0..24).step_by(2).for_each(|left| run_out(Kind::Zmq, left));
+    }
+}
+
+#[test]
+fn whoever_runs_out_behind_the_relay_says_so_at_once() {
+    if is_inside("whoever_runs_out_behind_the_relay_says_so_at_once", LIMIT) {
+        (0..24).step_by(2).for_each(|left| run_out(Kind::ZmqBehindRelay, left));
     }
 }

@@ -39,7 +39,7 @@ fn a_process_of_the_same_user_that_is_no_rank_ends_the_job_and_nothing_is_left_b
         let listener = scope.spawn(|| ZmqTransport::connect(&*ranks[1], &options, soon()).err());
         let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
         let root = fs::metadata("/").unwrap();
-        let settings = format!("lanes={lanes} window={window} segment={segment} gate=true ipc=true");
+        let settings = format!("lanes={lanes} window={window} segment={segment} gate=filter ipc=true");
         let (machine, path) = (boot.trim().to_string(), "/".into());
         let addresses = Addresses::Unix { machine, device: root.dev(), inode: root.ino(), path };
         let peer_info: RankResult =

@@ -4,8 +4,8 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
@@ -21,6 +21,15 @@ use crate::common::{Addresses, Kind, PeerInfo, RankResult, controls, payload, so
 
 type Meddle = dyn Fn(SocketAddr, &[u8; 32]) -> SocketAddr + Send + Sync;
 
+/// Is told of each step of rank 0 over the control plane, before and after it.
+type Steps = dyn Fn(Step<'_>) + Send + Sync;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step<'l> {
+    Before(&'l str),
+    After(&'l str),
+}
+
 /// Runs a job of two ranks, of which rank 1 listens, and has it carry some traffic. Rank 0 gets to `meddle` with rank 1's
 /// address before it dials: what that returns is dialled instead.
 fn job_with(kind: Kind, meddle: impl Fn(SocketAddr) -> SocketAddr + Send + Sync + 'static) {
@@ -35,12 +44,24 @@ fn job_over(
     options: &TcpOptions,
     meddle: impl Fn(SocketAddr, &[u8; 32]) -> SocketAddr + Send + Sync + 'static,
 ) {
-    let meddle: Arc<Meddle> = Arc::new(meddle);
+    watched_job(kind, controls, options, Arc::new(meddle), Arc::new(|_| ()), &|_| ());
+}
+
+/// As [`job_over`]; rank 0's steps over the control plane are told to `steps`, the facts of each rank's transport to `facts`.
+fn watched_job(
+    kind: Kind,
+    controls: Vec<Arc<dyn Control>>,
+    options: &TcpOptions,
+    meddle: Arc<Meddle>,
+    steps: Arc<Steps>,
+    facts: &(dyn Fn(Vec<(String, String)>) + Sync),
+) {
     thread::scope(|scope| {
         for inner in &controls {
-            let control = Meddling { inner: inner.clone(), meddle: meddle.clone() };
+            let control = Meddling { inner: inner.clone(), meddle: meddle.clone(), steps: steps.clone() };
             scope.spawn(move || {
                 let transport = kind.connect(&control, options, soon()).unwrap();
+                facts(transport.facts());
                 let (rank, peer) = (transport.rank(), 1 - transport.rank());
                 for lane in 0..2 {
                     for round in 0..4 {
@@ -58,6 +79,7 @@ fn job_over(
 struct Meddling {
     inner: Arc<dyn Control>,
     meddle: Arc<Meddle>,
+    steps: Arc<Steps>,
 }
 
 impl Control for Meddling {
@@ -70,17 +92,30 @@ impl Control for Meddling {
     }
 
     fn all_gather(&self, label: &str, blob: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+        let steps = |step| {
+            if self.rank() == 0 {
+                (self.steps)(step)
+            }
+        };
+        steps(Step::Before(label));
         let mut blobs = self.inner.all_gather(label, blob, deadline)?;
-        if self.rank() == 0 {
+        if self.rank() == 0 && label.ends_with(" addresses") {
             let mut told: RankResult = postcard::from_bytes(&blobs[1]).unwrap();
-            let Ok((_, PeerInfo { salt, addresses: Addresses::Tcp(addresses), .. })) = &mut told else {
-                panic!("{told:?}")
-            };
-            for OfferedAddress(address) in addresses {
-                *address = (self.meddle)(*address, salt);
+            match &mut told {
+                Ok((_, PeerInfo { salt, addresses: Addresses::One(OfferedAddress(address)), .. })) => {
+                    *address = (self.meddle)(*address, salt);
+                }
+                // Rank 0's are the first ports, one for each lane.
+                Ok((_, PeerInfo { salt, addresses: Addresses::Each(OfferedAddress(address), ports), .. })) => {
+                    for port in ports.iter_mut().filter(|port| **port != 0) {
+                        *port = (self.meddle)(SocketAddr::new(address.ip(), *port), salt).port();
+                    }
+                }
+                _ => panic!("{told:?}"),
             }
             blobs[1] = postcard::to_stdvec(&told).unwrap();
         }
+        steps(Step::After(label));
         Ok(blobs)
     }
 
@@ -109,31 +144,156 @@ impl Control for Meddling {
     }
 }
 
+/// What strangers say, with what it is.
+fn rubbish() -> Vec<(&'static str, Vec<u8>)> {
+    let greeted = |rest: &[u8]| [&greeting()[..], rest].concat();
+    let huge = |flags: u8| [&[flags][..], &(64_u64 << 30).to_be_bytes()].concat();
+    let mut other_mechanism = greeting();
+    other_mechanism[12..17].copy_from_slice(b"PLAIN");
+    let wrong_socket = String::from_utf8_lossy(&ready(b"x")).replace("DEALER", "ROUTER").into_bytes();
+    vec![
+        ("nothing", vec![]),
+        ("random bytes", payload(3, 100_000)),
+        ("HTTP", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n".repeat(10)),
+        ("half a greeting", greeting()[..40].to_vec()),
+        ("a greeting with another mechanism", other_mechanism),
+        ("a command that announces 64 GiB", greeted(&huge(0x06))),
+        ("a message that announces 64 GiB", greeted(&huge(0x02))),
+        ("a message before READY", greeted(b"\0\x05hello")),
+        ("READY of another socket type", greeted(&wrong_socket)),
+        ("READY without a token", greeted(&ready(b""))),
+        ("a token of rubbish", greeted(&ready(&payload(4, 52)))),
+        ("the longest identity", greeted(&ready(&[7; 200]))),
+    ]
+}
+
+/// How long a stranger waits for a connection that the kernel grants at once or never.
+const NO_ANSWER: Duration = Duration::from_millis(20);
+
+/// Strangers at the ports of a job, and when they came.
+#[derive(Default)]
+struct Crowd(Mutex<Vec<(String, TcpStream)>>);
+
+impl Crowd {
+    /// One of every kind comes to `address`.
+    fn come(&self, when: &str, address: SocketAddr) {
+        for (what, bytes) in rubbish() {
+            // Where the filter lets one address in, others are not even answered.
+            if let Ok(stream) = TcpStream::connect_timeout(&address, NO_ANSWER) {
+                self.add(format!("{what}, {when}"), stream, &bytes);
+            }
+        }
+    }
+
+    fn add(&self, what: String, mut stream: TcpStream, bytes: &[u8]) {
+        stream.set_nonblocking(true).unwrap();
+        // Nobody takes it, so that the kernel may not have room for all.
+        let _ = stream.write(bytes);
+        self.0.lock().unwrap().push((what, stream));
+    }
+
+    /// After the job: nobody has said anything to anyone of them, not even the greeting that `zeromq` has for whoever it accepts.
+    fn has_heard_nothing(&self, least: usize) {
+        let crowd = self.0.lock().unwrap();
+        assert!(crowd.len() >= least, "only {} came", crowd.len());
+        for (what, mut stream) in crowd.iter().map(|(what, stream)| (what, stream)) {
+            let heard = stream.read(&mut [0; 64]);
+            // The port is closed, which shows as a reset, or not at all to one whose segments were all dropped.
+            let is_nothing = matches!(&heard, Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::ConnectionReset));
+            assert!(is_nothing, "{what}: {heard:?}");
+        }
+    }
+}
+
+#[test]
+fn zeromq_accepts_no_stranger_whenever_one_comes() {
+    let (crowd, doors) = (Arc::new(Crowd::default()), Arc::new(Mutex::new(Vec::new())));
+    let (seen, known) = (doors.clone(), doors.clone());
+    let came = crowd.clone();
+    let meddle = move |address: SocketAddr, _: &[u8; 32]| {
+        seen.lock().unwrap().push(address);
+        address
+    };
+    let steps = move |step: Step<'_>| {
+        // Doors closed to all; the rank's connection asked for; its address told, and the doors opened to it; and the same once more
+        // when all ranks know that, and rank 0 has not said anything yet.
+        let when = format!("{step:?}");
+        let addresses = known.lock().unwrap().clone();
+        for address in addresses {
+            came.come(&when, address);
+            for (what, stream) in from_the_ports_of_those_who_dial(address) {
+                came.add(format!("{what}, {when}"), stream, &[&greeting()[..], &ready(&[7; 52])].concat());
+            }
+        }
+    };
+    let controls = controls(2).into_iter().map(|control| control as Arc<dyn Control>).collect();
+    let filtered = AtomicUsize::new(0);
+    watched_job(Kind::Zmq, controls, &TcpOptions::default(), Arc::new(meddle), Arc::new(steps), &|facts| {
+        let uses_filter = facts.contains(&("gate".into(), "packet filter".into()));
+        assert!(uses_filter, "{facts:?}");
+        filtered.fetch_add(1, Ordering::Relaxed);
+    });
+    assert_eq!((filtered.into_inner(), doors.lock().unwrap().len()), (2, 2));
+    // At least those who came to the listeners of two lanes after the addresses were told, and before rank 0 told from where it dials.
+    crowd.has_heard_nothing(2 * 2 * rubbish().len());
+}
+
+/// Connections to `address` from the ports that others connect there from, but from another address of this machine.
+fn from_the_ports_of_those_who_dial(address: SocketAddr) -> Vec<(String, TcpStream)> {
+    let remote = format!("0100007F:{:04X}", address.port());
+    let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
+    let rows = table.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let ports = rows
+        .filter(|row| row[2] == remote && row[1].starts_with("0100007F"))
+        .map(|row| u16::from_str_radix(row[1].split_once(':').unwrap().1, 16).unwrap());
+    let dial = |port: u16| {
+        let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).ok()?;
+        socket.bind(&SocketAddr::from(([127, 0, 0, 9], port)).into()).ok()?;
+        socket.connect_timeout(&address.into(), NO_ANSWER).ok()?;
+        Some((format!("from port {port}"), TcpStream::from(socket)))
+    };
+    ports.take(8).filter_map(dial).collect()
+}
+
+#[test]
+fn a_translated_address_is_noticed_and_the_relay_takes_over() {
+    let meddle = |address: SocketAddr, _: &[u8; 32]| {
+        // Stands between the dialler and the listener, which sees another port.
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let between = listener.local_addr().unwrap();
+        thread::spawn(move || {
+            while let Ok((dialler, _)) = listener.accept() {
+                let Ok(far) = TcpStream::connect(address) else { continue };
+                pump(&dialler, &far);
+            }
+        });
+        between
+    };
+    let controls = controls(2).into_iter().map(|control| control as Arc<dyn Control>).collect();
+    watched_job(Kind::Zmq, controls, &TcpOptions::default(), Arc::new(meddle), Arc::new(|_| ()), &|facts| {
+        let (_, gate) = facts.iter().find(|(name, _)| name == "gate").unwrap();
+        assert!(gate.starts_with("relay") && gate.contains("translated") && gate.contains("rank 1"), "{gate}");
+    });
+}
+
+/// Copies in both directions, in threads that end with the connections.
+fn pump(one: &TcpStream, other: &TcpStream) {
+    let end = |stream: &TcpStream| stream.try_clone().unwrap();
+    for (mut from, mut to) in [(end(one), end(other)), (end(other), end(one))] {
+        thread::spawn(move || {
+            let _ = std::io::copy(&mut from, &mut to);
+            let _ = to.shutdown(Shutdown::Write);
+        });
+    }
+}
+
 #[test]
 fn rubbish_at_the_gate_is_turned_away_and_harms_nobody() {
-    for kind in [Kind::Zmq, Kind::Raw] {
+    for kind in [Kind::ZmqBehindRelay, Kind::Raw] {
         job_with(kind, move |address| {
-            let greeted = |rest: &[u8]| [&greeting()[..], rest].concat();
-            let huge = |flags: u8| [&[flags][..], &(64_u64 << 30).to_be_bytes()].concat();
-            let mut other_mechanism = greeting();
-            other_mechanism[12..17].copy_from_slice(b"PLAIN");
-            let wrong_socket = String::from_utf8_lossy(&ready(b"x")).replace("DEALER", "ROUTER").into_bytes();
-            for (what, bytes) in [
-                ("nothing", vec![]),
-                ("random bytes", payload(3, 100_000)),
-                ("HTTP", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n".repeat(10)),
-                ("half a greeting", greeting()[..40].to_vec()),
-                ("a greeting with another mechanism", other_mechanism),
-                ("a command that announces 64 GiB", greeted(&huge(0x06))),
-                ("a message that announces 64 GiB", greeted(&huge(0x02))),
-                ("a message before READY", greeted(b"\0\x05hello")),
-                ("READY of another socket type", greeted(&wrong_socket)),
-                ("READY without a token", greeted(&ready(b""))),
-                ("a token of rubbish", greeted(&ready(&payload(4, 52)))),
-                ("the longest identity", greeted(&ready(&[7; 200]))),
-            ] {
+            for (what, bytes) in rubbish() {
                 let answer = say(address, &bytes);
-                // The gate gives its own greeting to whoever greets it, raw TCP a nonce to everybody; no more.
+                // The relay gives its own greeting to whoever greets it, raw TCP a nonce to everybody; no more.
                 let most = if kind == Kind::Raw { 32 } else { 64 };
                 assert!(answer.len() <= most, "{kind:?}, {what}: answered {} B", answer.len());
             }
@@ -144,8 +304,8 @@ fn rubbish_at_the_gate_is_turned_away_and_harms_nobody() {
 
 #[test]
 fn many_silent_connections_do_not_keep_the_ranks_out() {
-    for kind in [Kind::Zmq, Kind::Raw] {
-        let silent = Arc::new(std::sync::Mutex::new(Vec::new()));
+    for kind in [Kind::Zmq, Kind::ZmqBehindRelay, Kind::Raw] {
+        let silent = Arc::new(Mutex::new(Vec::new()));
         let (inside, stop) = (silent.clone(), Arc::new(AtomicBool::new(false)));
         let stops = stop.clone();
         job_with(kind, move |address| {
@@ -162,15 +322,17 @@ fn many_silent_connections_do_not_keep_the_ranks_out() {
             address
         });
         stop.store(true, Ordering::Relaxed);
-        assert_eq!(silent.lock().unwrap().len(), 400);
+        // At each listener. Behind the filter each lane has one, and so many requests may make the ranks use the relay, which has another.
+        let came = silent.lock().unwrap().len();
+        assert!(if kind == Kind::Zmq { [800, 1200].contains(&came) } else { came == 400 }, "{kind:?}: {came}");
     }
 }
 
 #[test]
 fn strangers_during_a_job_find_no_open_port() {
-    for kind in [Kind::Zmq, Kind::Raw] {
+    for kind in [Kind::Zmq, Kind::ZmqBehindRelay, Kind::Raw] {
         let stop = Arc::new(AtomicBool::new(false));
-        let (attacking, attackers) = (stop.clone(), Arc::new(std::sync::Mutex::new(Vec::new())));
+        let (attacking, attackers) = (stop.clone(), Arc::new(Mutex::new(Vec::new())));
         let spawned = attackers.clone();
         job_with(kind, move |address| {
             let stop = attacking.clone();
@@ -205,7 +367,7 @@ fn strangers_during_a_job_find_no_open_port() {
 fn a_token_seen_on_the_wire_does_not_open_the_gate_again() {
     let replayed = Arc::new(AtomicBool::new(false));
     let done = replayed.clone();
-    job_with(Kind::Zmq, move |gate| {
+    job_with(Kind::ZmqBehindRelay, move |gate| {
         let (listener, done) = (TcpListener::bind("127.0.0.1:0").unwrap(), done.clone());
         let address = listener.local_addr().unwrap();
         // Stands between the dialler and the gate. The second lane has to wait until the first one's token was replayed, so
@@ -235,14 +397,7 @@ fn a_token_seen_on_the_wire_does_not_open_the_gate_again() {
                     assert_eq!(answer, greeting(), "a replayed token was answered with more than a greeting");
                     done.store(true, Ordering::Relaxed);
                 }
-                for (mut from, mut to) in
-                    [(dialler.try_clone().unwrap(), gate_side.try_clone().unwrap()), (gate_side, dialler)]
-                {
-                    thread::spawn(move || {
-                        let _ = std::io::copy(&mut from, &mut to);
-                        let _ = to.shutdown(Shutdown::Write);
-                    });
-                }
+                pump(&dialler, &gate_side);
             }
         });
         address
@@ -252,7 +407,7 @@ fn a_token_seen_on_the_wire_does_not_open_the_gate_again() {
 
 #[test]
 fn a_key_of_an_earlier_start_opens_no_door() {
-    for kind in [Kind::Zmq, Kind::Raw] {
+    for kind in [Kind::ZmqBehindRelay, Kind::Raw] {
         // Another epoch, and the same one once more.
         for epoch in [1, 0] {
             let key = earlier_key(kind);
@@ -272,7 +427,7 @@ fn a_key_of_an_earlier_start_opens_no_door() {
 
 #[test]
 fn the_key_of_this_start_would_open_the_door() {
-    for kind in [Kind::Zmq, Kind::Raw] {
+    for kind in [Kind::ZmqBehindRelay, Kind::Raw] {
         let (controls, answered) = (tcp_controls(0), Arc::new(AtomicBool::new(false)));
         let key = controls[0].derive_key(label(kind));
         thread::scope(|scope| {
@@ -283,7 +438,7 @@ fn the_key_of_this_start_would_open_the_door() {
                     done.store(answer.len() > if kind == Kind::Raw { 31 } else { 64 }, Ordering::Relaxed);
                     address
                 };
-                let control = Meddling { inner: inner.clone(), meddle: Arc::new(meddle) };
+                let control = Meddling { inner: inner.clone(), meddle: Arc::new(meddle), steps: Arc::new(|_| ()) };
                 // The connection of the rank itself is taken.
                 scope.spawn(move || {
                     kind.connect(&control, &TcpOptions::default(), Deadline::after(Duration::from_secs(3))).err()
@@ -355,7 +510,7 @@ fn show_key(kind: Kind, address: SocketAddr, key: &[u8; 32], salt: &[u8; 32]) ->
 
 #[test]
 fn only_the_address_that_was_asked_for_is_listened_on() {
-    for kind in [Kind::Zmq, Kind::Raw] {
+    for kind in [Kind::Zmq, Kind::ZmqBehindRelay, Kind::Raw] {
         let options = TcpOptions { bind: Some("127.0.0.2".parse().unwrap()), ..TcpOptions::default() };
         let controls = controls(2).into_iter().map(|control| control as Arc<dyn Control>).collect();
         job_over(kind, controls, &options, move |address, _| {
@@ -394,7 +549,7 @@ fn a_listener_that_does_not_know_the_key_is_not_taken_for_a_rank() {
                     });
                     address
                 };
-                let control = Meddling { inner: inner.clone(), meddle: Arc::new(impostor) };
+                let control = Meddling { inner: inner.clone(), meddle: Arc::new(impostor), steps: Arc::new(|_| ()) };
                 let deadline = Deadline::after(Duration::from_millis(500));
                 let rank = control.rank();
                 match Kind::Raw.connect(&control, &TcpOptions::default(), deadline) {

@@ -15,12 +15,12 @@ use common::{Kind, job, soon};
 #[test]
 fn the_number_of_threads_does_not_grow_with_peers() {
     for kind in Kind::ALL {
-        // With two ranks only one of them listens, and has a gate.
+        // With two ranks only one of them listens, and has a relay.
         for (ranks, lanes, gates) in [(2, 1, 1), (2, 3, 1), (5, 3, 5)] {
             let expected = match kind {
                 Kind::Raw => 0,
-                Kind::ZmqWithoutGate | Kind::ZmqOverIpc => ranks * lanes,
-                Kind::Zmq => ranks * lanes + gates,
+                Kind::Zmq | Kind::ZmqWithoutGate | Kind::ZmqOverIpc => ranks * lanes,
+                Kind::ZmqBehindRelay => ranks * lanes + gates,
             };
             let (connected, counted) = (Barrier::new(ranks), Barrier::new(ranks));
             job(kind, ranks, &TcpOptions { lanes, ..TcpOptions::default() }, |transport| {

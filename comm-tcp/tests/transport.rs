@@ -487,6 +487,24 @@ fn congestion_control_is_applied_and_reported() {
 }
 
 #[test]
+fn the_facts_say_which_gate_is_in_use() {
+    let gates = [(Kind::Zmq, "packet filter"), (Kind::ZmqBehindRelay, "relay"), (Kind::ZmqWithoutGate, "off")];
+    for (kind, gate) in gates {
+        for bind in ["127.0.0.1", "::1"] {
+            if std::net::TcpListener::bind((bind, 0)).is_err() {
+                println!("skipped: no {bind}");
+                continue;
+            }
+            job(kind, 2, &TcpOptions { bind: Some(bind.parse().unwrap()), ..TcpOptions::default() }, |transport| {
+                let facts = transport.facts();
+                assert!(facts.contains(&("gate".into(), gate.into())), "{kind:?} on {bind}: {facts:?}");
+                transport.close(soon()).unwrap();
+            });
+        }
+    }
+}
+
+#[test]
 fn a_job_of_one_rank_needs_no_network() {
     for kind in Kind::ALL {
         job(kind, 1, &TcpOptions::default(), |transport| {

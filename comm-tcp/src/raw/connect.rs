@@ -40,7 +40,7 @@ pub(super) fn all(
         let listener = socket::listen(own, congestion)?;
         let address =
             listener.local_addr().map_err(|error| Error::io(format!("rank {rank}: reading a port"), error))?;
-        let addresses = Addresses::Tcp(vec![OfferedAddress(address)]);
+        let addresses = Addresses::One(OfferedAddress(address));
         Ok((own, listener, PeerInfo { salt: auth::nonce()?, location: NetworkLocation::of(control), addresses }))
     });
     let peer_info = opened.as_ref().map(|(.., peer_info)| peer_info.clone()).map_err(Clone::clone);

@@ -1,4 +1,4 @@
-//! How the DEALER sockets of a transport find their peers.
+//! How the DEALER sockets of a transport find their peers: behind a packet filter or a relay, or without a gate.
 
 use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener};
@@ -13,13 +13,14 @@ use zeromq::util::PeerIdentity;
 use zeromq::{DealerSocket, Listener, Socket, SocketOptions, ZmqError};
 
 use super::connection::{Connection, PeerEvent, watch};
+use super::filtered;
 use super::gate::{self, GateReport, PrivateSockets};
 use super::pool::Pool;
 use super::token;
 use crate::auth::{self, Edge, Key, PROOF_LEN};
 use crate::connecting::{DialError, PendingConnections};
 use crate::core::{Core, DescriptorNeed};
-use crate::options::{OVERHEAD, TcpOptions};
+use crate::options::{Gate, OVERHEAD, TcpOptions};
 use crate::rendezvous::{Addresses, PeerInfo, edge, expected_edges};
 use crate::runtime::Join;
 use crate::socket::{self, SocketFacts};
@@ -32,11 +33,23 @@ pub(super) struct Connected {
     /// What runs the gate's relays, if there are any.
     pub(super) relays: Option<Relays>,
     pub(super) sockets: SocketInfo,
+    pub(super) gate: GateInUse,
+}
+
+/// What keeps strangers from the sockets.
+pub(super) enum GateInUse {
+    Filter,
+    /// `because` the filter, which was asked for, is not to be had.
+    Relay {
+        because: Option<String>,
+    },
+    Off,
+    Folder,
 }
 
 /// What the kernel says of the sockets.
 pub(super) enum SocketInfo {
-    /// Of a connection that came through the gate.
+    /// Of a connection that a peer made, or what it inherits from its listener.
     Tcp(Option<SocketFacts>),
     Unix {
         buffers: String,
@@ -52,13 +65,11 @@ const DRIVER: usize = 4;
 /// What [`all`] and the drivers take.
 pub(super) fn need(core: &Core, options: &TcpOptions) -> DescriptorNeed {
     // Of a connection behind the gate the public end, both ends of the private one, and the listener that waits for it.
-    let accepted = if options.gate && !options.ipc { 4 } else { 2 };
+    let accepted = if options.gate == Gate::Relay && !options.ipc { 4 } else { 2 };
     core.need(if options.ipc { "tcp-ipc" } else { "tcp" }, accepted, BESIDE + DRIVER * core.lanes)
 }
 
-/// Connects this rank with all others, lane after lane. The sockets of a lane belong to that lane's driver.
-///
-/// Listening sockets are served all the time, by a driver's keeper if nobody else, so it does not matter how far the others are.
+/// Connects this rank with all others. The sockets of a lane belong to that lane's driver.
 pub(super) fn all(
     core: &Core,
     control: &dyn Control,
@@ -67,7 +78,28 @@ pub(super) fn all(
     deadline: Deadline,
 ) -> Result<Connected> {
     may_block()?;
+    if options.ipc || options.gate != Gate::Filter {
+        return unfiltered(core, control, options, drivers, deadline);
+    }
+    filtered::connect(core, control, options, drivers, deadline)?.or_else(|why| {
+        let options = TcpOptions { gate: Gate::Relay, ..options.clone() };
+        let connected = unfiltered(core, control, &options, drivers, deadline)?;
+        Ok(Connected { gate: GateInUse::Relay { because: Some(why) }, ..connected })
+    })
+}
+
+/// Connects lane after lane, without a packet filter.
+///
+/// Listening sockets are served all the time, by a driver's keeper if nobody else, so it does not matter how far the others are.
+fn unfiltered(
+    core: &Core,
+    control: &dyn Control,
+    options: &TcpOptions,
+    drivers: &[Driver],
+    deadline: Deadline,
+) -> Result<Connected> {
     let need = need(core, options);
+    need.check()?;
     let key = Key(control.derive_key("zeromq"));
     let opened = bind_address(options.bind, control).and_then(|own| {
         let listeners = Listeners::open(core, options, own, drivers)?;
@@ -114,10 +146,15 @@ pub(super) fn all(
     } else {
         SocketInfo::Tcp(accepted.lock().unwrap_or_else(PoisonError::into_inner).take())
     };
-    Ok(Connected { connections: connector.pending.into_connections(), relays, sockets })
+    let gate = match options.gate {
+        _ if options.ipc => GateInUse::Folder,
+        Gate::Off => GateInUse::Off,
+        Gate::Relay | Gate::Filter => GateInUse::Relay { because: None },
+    };
+    Ok(Connected { connections: connector.pending.into_connections(), relays, sockets, gate })
 }
 
-fn pool(options: &TcpOptions) -> Pool {
+pub(super) fn pool(options: &TcpOptions) -> Pool {
     Pool::new(options.segment + OVERHEAD, 2 * options.window / options.segment)
 }
 
@@ -165,9 +202,19 @@ impl Drop for Relays {
 }
 
 /// A socket that waits for its only peer.
-struct BoundSocket {
+pub(super) struct BoundSocket {
     socket: DealerSocket,
     events: mpsc::Receiver<PeerEvent>,
+}
+
+impl BoundSocket {
+    /// A socket that accepts connections of `listener`. To be called within the runtime of its driver.
+    pub(super) async fn adopt(rank: usize, listener: Listener) -> Result<BoundSocket> {
+        let mut socket = DealerSocket::new();
+        let events = watch(&mut socket);
+        socket.bind_listener(listener).await.map_err(|error| failed(rank, "binding", &error))?;
+        Ok(BoundSocket { socket, events })
+    }
 }
 
 /// Everything that listens while a transport connects.
@@ -190,7 +237,7 @@ impl Listeners {
             Listeners { bound, public, gate: None, private_sockets: PrivateSockets::new(), socket_folder: None };
         if options.ipc {
             listeners.socket_folder = Some(SocketFolder::create(core.rank)?);
-        } else if options.gate && !edges.is_empty() {
+        } else if options.gate != Gate::Off && !edges.is_empty() {
             listeners.gate = Some(socket::listen(own, options.congestion.as_deref())?);
             listeners.socket_folder = Some(SocketFolder::create(core.rank)?);
         }
@@ -198,12 +245,7 @@ impl Listeners {
             let driver =
                 drivers.get(edge.lane as usize).ok_or_else(|| Error::Internal("a lane has no driver".into()))?;
             let listener = listeners.listen(core.rank, edge, options, own)?;
-            let bound = driver.block_on(async {
-                let mut socket = DealerSocket::new();
-                let events = watch(&mut socket);
-                socket.bind_listener(listener).await.map_err(|error| failed(core.rank, "binding", &error))?;
-                Ok(BoundSocket { socket, events })
-            })?;
+            let bound = driver.block_on(BoundSocket::adopt(core.rank, listener))?;
             listeners.bound.insert(edge, bound);
         }
         Ok(listeners)
@@ -216,50 +258,44 @@ impl Listeners {
             return Ok(Listener::Ipc(listener));
         }
         let listener = socket::listen(own, options.congestion.as_deref())?;
-        let address =
-            listener.local_addr().map_err(|error| Error::io(format!("rank {rank}: reading a port"), error))?;
-        self.public.insert(edge, address);
+        self.public.insert(edge, port_of(&listener, rank)?);
         Ok(Listener::Tcp(listener))
     }
 
-    /// The folder of the Unix sockets; or one address, or one for each rank and lane where ranks that do not dial get the first
-    /// of all.
+    /// The folder of the Unix sockets; or one address, or a port for each connection.
     fn addresses(&self, core: &Core, options: &TcpOptions) -> Result<Addresses> {
         let Core { rank, world_size, lanes, .. } = *core;
         if let Some(socket_folder) = self.socket_folder.as_ref().filter(|_| options.ipc) {
             return Ok(Addresses::Unix(socket_folder.announce(rank)?));
         }
         if let Some(gate) = &self.gate {
-            let address = gate.local_addr().map_err(|error| Error::io("reading the gate's port", error))?;
-            return Ok(Addresses::Tcp(vec![OfferedAddress(address)]));
+            return Ok(Addresses::One(OfferedAddress(port_of(gate, rank)?)));
         }
-        let Some(filler) = self.public.values().next() else { return Ok(Addresses::Tcp(Vec::new())) };
-        let mut addresses = vec![OfferedAddress(*filler); world_size * lanes];
-        for (edge, address) in &self.public {
-            if let Some(slot) = addresses.get_mut(edge.dialler as usize * lanes + edge.lane as usize) {
-                *slot = OfferedAddress(*address);
-            }
-        }
-        Ok(Addresses::Tcp(addresses))
+        Ok(Addresses::each(world_size, lanes, self.public.iter()))
     }
 }
 
-struct PeerConnector<'a> {
-    core: &'a Core,
-    options: &'a TcpOptions,
-    key: Key,
-    salt: [u8; PROOF_LEN],
-    deadline: Deadline,
-    pending: PendingConnections<'a, Connection>,
-    pool: Pool,
+/// The address of a listener, with its port.
+pub(super) fn port_of(listener: &TcpListener, rank: usize) -> Result<SocketAddr> {
+    listener.local_addr().map_err(|error| Error::io(format!("rank {rank}: reading a port"), error))
+}
+
+pub(super) struct PeerConnector<'a> {
+    pub(super) core: &'a Core,
+    pub(super) options: &'a TcpOptions,
+    pub(super) key: Key,
+    pub(super) salt: [u8; PROOF_LEN],
+    pub(super) deadline: Deadline,
+    pub(super) pending: PendingConnections<'a, Connection>,
+    pub(super) pool: Pool,
 }
 
 impl PeerConnector<'_> {
     /// Waits for the peer of a bound socket, then stops listening.
-    async fn accept_peer(&self, edge: Edge, bound: BoundSocket) -> Result<()> {
+    pub(super) async fn accept_peer(&self, edge: Edge, bound: BoundSocket) -> Result<()> {
         let BoundSocket { mut socket, mut events } = bound;
         match events.recv().await {
-            // The gate has checked it already; without a gate this is the only check.
+            // The relay has checked it already, and the filter has let only the peer's connection in; without a gate this is the only check.
             Some(PeerEvent::Accepted(identity)) if token::verify(&identity, &self.key, &self.salt) == Some(edge) => {}
             Some(PeerEvent::Accepted(_)) => {
                 return Err(Error::Protocol {
@@ -282,6 +318,22 @@ impl PeerConnector<'_> {
         Ok(())
     }
 
+    /// A socket for the connection `edge` to the rank that announced `salt`, and its events. To be made within the runtime of its driver.
+    pub(super) fn dealer(
+        &self,
+        edge: Edge,
+        salt: &[u8; PROOF_LEN],
+    ) -> Result<(DealerSocket, mpsc::Receiver<PeerEvent>)> {
+        let token = token::issue(&self.key, edge, salt);
+        let identity =
+            PeerIdentity::try_from(token).map_err(|error| failed(self.core.rank, "making an identity", &error))?;
+        let mut options = SocketOptions::default();
+        options.peer_identity(identity).connect_timeout(self.deadline.remaining());
+        let mut socket = DealerSocket::with_options(options);
+        let events = watch(&mut socket);
+        Ok((socket, events))
+    }
+
     /// Where to dial for a connection, as `zeromq` writes it, and the salt of the token.
     fn endpoint(&self, edge: Edge) -> Result<(&[u8; PROOF_LEN], String)> {
         let (peer, lane) = (edge.listener as usize, edge.lane as usize);
@@ -294,13 +346,7 @@ impl PeerConnector<'_> {
 
     async fn dial(&self, edge: Edge, endpoint: String, salt: &[u8; PROOF_LEN]) -> Result<()> {
         let attempt = || async {
-            let token = token::issue(&self.key, edge, salt);
-            let identity = PeerIdentity::try_from(token)
-                .map_err(|error| DialError::Hopeless(failed(self.core.rank, "making an identity", &error)))?;
-            let mut options = SocketOptions::default();
-            options.peer_identity(identity).connect_timeout(self.deadline.remaining());
-            let mut socket = DealerSocket::with_options(options);
-            let events = watch(&mut socket);
+            let (mut socket, events) = self.dealer(edge, salt).map_err(DialError::Hopeless)?;
             match socket.connect(&endpoint).await {
                 Ok(()) => Ok(self.connection(edge.listener, socket, events)),
                 Err(ZmqError::Network(error)) => Err(error.into()),
@@ -312,7 +358,7 @@ impl PeerConnector<'_> {
         Ok(())
     }
 
-    fn connection(&self, peer: u32, socket: DealerSocket, events: mpsc::Receiver<PeerEvent>) -> Connection {
+    pub(super) fn connection(&self, peer: u32, socket: DealerSocket, events: mpsc::Receiver<PeerEvent>) -> Connection {
         let TcpOptions { segment, window, .. } = *self.options;
         Connection::new(peer as usize, socket, events, segment, window, self.pool.clone())
     }

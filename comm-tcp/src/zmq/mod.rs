@@ -2,6 +2,8 @@
 
 mod connect;
 mod connection;
+mod filter;
+mod filtered;
 mod frame;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
@@ -22,7 +24,7 @@ use comm_core::spinner::Spinner;
 use comm_core::{Control, Deadline, Error, Incoming, Outgoing, Result, Sink, Transport, Waiting};
 use tokio::sync::Notify;
 
-use self::connect::{Connected, Relays, SocketInfo};
+use self::connect::{Connected, GateInUse, Relays, SocketInfo};
 use self::connection::Connection;
 use crate::core::{Core, describe};
 use crate::options::TcpOptions;
@@ -70,7 +72,7 @@ impl ZmqTransport {
         let core = Core::new(control.rank(), control.world_size(), options.lanes);
         connect::need(&core, options).check()?;
         let drivers = (0..options.lanes).map(|_| Driver::new("comm-tcp")).collect::<Result<Vec<_>>>()?;
-        let Connected { connections, relays, sockets: socket_info } =
+        let Connected { connections, relays, sockets: socket_info, gate } =
             connect::all(&core, control, options, &drivers, deadline)?;
         let spinner = Spinner::new(options.waiting);
         let sockets = |(connections, driver)| Sockets { connections, driver, spinner: spinner.clone() };
@@ -78,7 +80,7 @@ impl ZmqTransport {
             lanes: Lanes::new(connections.into_iter().zip(drivers).map(sockets)),
             core,
             abort_notify: Notify::new(),
-            facts: facts(options, socket_info),
+            facts: facts(options, socket_info, gate),
             ipc: options.ipc,
             _relays: relays,
         })
@@ -215,18 +217,20 @@ fn sinks_by_peer<'s>(world_size: usize, incoming: &'s mut [Incoming<'_>]) -> Vec
     sinks
 }
 
-fn facts(options: &TcpOptions, socket_info: SocketInfo) -> Vec<(String, String)> {
+fn facts(options: &TcpOptions, socket_info: SocketInfo, gate: GateInUse) -> Vec<(String, String)> {
     let fact = |name: &str, value: String| (name.to_string(), value);
     let over = if options.ipc { " over a Unix socket" } else { "" };
-    let gate = match (options.ipc, options.gate) {
-        (true, _) => "none: only this user may enter the sockets' directory",
-        (false, true) => "on",
-        (false, false) => "off",
+    let gate = match gate {
+        GateInUse::Folder => "none: only this user may enter the sockets' directory".into(),
+        GateInUse::Filter => "packet filter".into(),
+        GateInUse::Relay { because: None } => "relay".into(),
+        GateInUse::Relay { because: Some(why) } => format!("relay, for a packet filter is not to be had: {why}"),
+        GateInUse::Off => "off".into(),
     };
     let mut facts = vec![
         fact("connections", format!("one DEALER pair{over} a pair of ranks and lane, {} lanes", options.lanes)),
         fact("waiting", options.waiting.to_string()),
-        fact("gate", gate.to_string()),
+        fact("gate", gate),
         fact("window (B)", options.window.to_string()),
         fact("segment (B)", options.segment.to_string()),
     ];
@@ -241,7 +245,7 @@ fn facts(options: &TcpOptions, socket_info: SocketInfo) -> Vec<(String, String)>
             let (used, granted) = accepted.map_or_else(
                 || {
                     let asked = options.congestion.as_deref().unwrap_or("the kernel's default");
-                    (format!("asked for {asked}"), format!("asked for {} each way", socket::SOCKET_BUFFER))
+                    (format!("asked for {asked}"), socket::buffers_asked_for())
                 },
                 |socket| (socket.congestion, socket.buffers),
             );

@@ -10,7 +10,7 @@ use std::time::Duration;
 use comm_core::local::LocalControl;
 use comm_core::location::{NetworkLocation, OfferedAddress};
 use comm_core::{Algorithm, Control, DType, Deadline, Header, Incoming, OpKind, Outgoing, Result, Sink, Transport};
-use comm_tcp::{RawTcpTransport, TcpOptions, ZmqTransport};
+use comm_tcp::{Gate, RawTcpTransport, TcpOptions, ZmqTransport};
 use serde::{Deserialize, Serialize};
 
 /// What a rank tells the others before they connect, after its settings, or why it cannot connect.
@@ -25,7 +25,9 @@ pub(crate) struct PeerInfo {
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Addresses {
-    Tcp(Vec<OfferedAddress>),
+    None,
+    One(OfferedAddress),
+    Each(OfferedAddress, Vec<u16>),
     Unix { machine: String, device: u64, inode: u64, path: PathBuf },
 }
 
@@ -33,13 +35,15 @@ pub(crate) enum Addresses {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Zmq,
+    ZmqBehindRelay,
     ZmqWithoutGate,
     ZmqOverIpc,
     Raw,
 }
 
 impl Kind {
-    pub(crate) const ALL: [Kind; 4] = [Kind::Zmq, Kind::ZmqWithoutGate, Kind::ZmqOverIpc, Kind::Raw];
+    pub(crate) const ALL: [Kind; 5] =
+        [Kind::Zmq, Kind::ZmqBehindRelay, Kind::ZmqWithoutGate, Kind::ZmqOverIpc, Kind::Raw];
 
     pub(crate) fn connect(
         self,
@@ -47,7 +51,12 @@ impl Kind {
         options: &TcpOptions,
         deadline: Deadline,
     ) -> Result<Arc<dyn Transport>> {
-        let options = TcpOptions { gate: self == Kind::Zmq, ipc: self == Kind::ZmqOverIpc, ..options.clone() };
+        let gate = match self {
+            Kind::Zmq | Kind::ZmqOverIpc | Kind::Raw => Gate::Filter,
+            Kind::ZmqBehindRelay => Gate::Relay,
+            Kind::ZmqWithoutGate => Gate::Off,
+        };
+        let options = TcpOptions { gate, ipc: self == Kind::ZmqOverIpc, ..options.clone() };
         Ok(match self {
             Kind::Raw => Arc::new(RawTcpTransport::connect(control, &options, deadline)?),
             _ => Arc::new(ZmqTransport::connect(control, &options, deadline)?),

@@ -21,7 +21,6 @@ use crate::flat::Flat;
 use crate::memory::{self, Allocations, Category, Usage};
 use crate::model::KernelChoice;
 use crate::optim::LossScaler;
-use crate::peak;
 use crate::precision::Precision;
 use crate::record::{self, Activity, Recording};
 use crate::segments::{Compute, SegmentInfo, SegmentedModel, TokenBatch, layout};

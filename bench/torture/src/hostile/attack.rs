@@ -243,11 +243,12 @@ impl Attack<'_> {
             return Ok(());
         }
         let acts = script(kind, n, self.recipes, &mut self.random)?;
+        let source = if kind == Kind::PeerPort { self.beside_a_rank(address) } else { None };
         let mut over = self.over.subscribe();
         under_way.spawn(async move {
             let since = Instant::now();
             let outcome = tokio::select! {
-                outcome = tcp::play(address, &acts, patience) => outcome,
+                outcome = tcp::play(address, &acts, patience, source) => outcome,
                 _ = over.wait_for(|over| *over) => {
                     AttackOutcome { end: End::StillThere, lasted: since.elapsed(), ..AttackOutcome::default() }
                 }
@@ -255,6 +256,14 @@ impl Attack<'_> {
             (kind, outcome)
         });
         Ok(())
+    }
+
+    /// The port from which a rank connects to `address`, or to another port while none does, on another address of this machine.
+    fn beside_a_rank(&mut self, address: SocketAddr) -> Option<SocketAddr> {
+        let ports = self.job.watch.dialling(address);
+        let count = ports.len() as u64;
+        let port = if count == 0 { 0 } else { *ports.get(self.random.below(count) as usize)? };
+        address.is_ipv4().then(|| SocketAddr::from(([127, 0, 0, 9], port)))
     }
 
     /// `count` strangers of one kind, or as many as come until `end`.
@@ -309,7 +318,7 @@ impl Attack<'_> {
             let ports = self.addresses(Protocol::Tcp);
             let Some(address) = ports.get(usize::try_from(n).unwrap_or(0) % ports.len().max(1)).copied() else { break };
             let patience = end.saturating_duration_since(Instant::now());
-            under_way.spawn(async move { tcp::play(address, &[], patience).await });
+            under_way.spawn(async move { tcp::play(address, &[], patience, None).await });
             // A connection needs a moment of this thread.
             if n.is_multiple_of(16) {
                 sleep(Duration::from_millis(1)).await;

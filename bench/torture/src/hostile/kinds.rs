@@ -25,6 +25,7 @@ pub(super) enum Kind {
     BadRawProof,
     BadToken,
     HugeFrame,
+    PeerPort,
     WrongSecret,
     OldEpoch,
     OtherJob,
@@ -56,7 +57,7 @@ pub(super) enum AttackMethod {
 
 impl Kind {
     /// In the order in which they come to a running job. The slow ones are last, so that none waits for them.
-    pub(super) const ALL: [Kind; 28] = [
+    pub(super) const ALL: [Kind; 29] = [
         Kind::Scan,
         Kind::Http,
         Kind::Tls,
@@ -70,6 +71,7 @@ impl Kind {
         Kind::BadRawProof,
         Kind::BadToken,
         Kind::HugeFrame,
+        Kind::PeerPort,
         Kind::WrongSecret,
         Kind::OldEpoch,
         Kind::OtherJob,
@@ -102,6 +104,7 @@ impl Kind {
             Kind::BadRawProof => "raw prelude, bad proof",
             Kind::BadToken => "ZMTP opening, bad token",
             Kind::HugeFrame => "ZMTP frame of 64 GiB",
+            Kind::PeerPort => "ZMTP from a rank's port",
             Kind::WrongSecret => "control handshake, wrong secret",
             Kind::OldEpoch => "right secret, old epoch",
             Kind::OtherJob => "right secret, other job",
@@ -245,6 +248,8 @@ pub(super) fn script(
                 ScriptStep::Say([&[flags][..], &(64u64 << 30).to_be_bytes()].concat()),
             ]
         }
+        // Without waiting for the greeting.
+        Kind::PeerPort => vec![ScriptStep::Say(greeted(&[&[2][..], &(64u64 << 30).to_be_bytes()].concat()))],
         Kind::Dribble => vec![ScriptStep::Drip(match n % 3 {
             0 => recipes.hello.clone(),
             1 => recipes.greeting.to_vec(),

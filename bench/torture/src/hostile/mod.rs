@@ -3,7 +3,8 @@
 //! For each transport a job of three processes runs twice: undisturbed, and under attack on every port that the kernel says it
 //! has. The job comes in late on purpose, so that strangers are there first: rank 0 waits for the others, and the data listeners wait
 //! for the last rank. `tcp` without its gate is not attacked: `zeromq` allocates what a stranger's frame announces, and aborts
-//! the process; the gate is what the product has against that.
+//! the process; the gate is what the product has against that. Strangers come to the listeners behind its packet filter while the last rank
+//! is late, and while addresses are told and connections admitted, from ports of their own and from those of ranks that dial.
 
 mod attack;
 mod job;

@@ -9,7 +9,7 @@ use comm_core::job::{Address, Job, Secret};
 use comm_core::{Deadline, Error};
 use socket2::SockRef;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
+use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::timeout;
 
 use super::kinds::{Kind, ScriptStep};
@@ -24,9 +24,14 @@ const HEAR: Duration = Duration::from_millis(200);
 /// How long a stranger waits to be disconnected. The job's own bound is 5 s.
 pub(super) const PATIENCE: Duration = Duration::from_secs(8);
 
-/// Plays a script at `address` and waits up to `patience` to be disconnected.
-pub(super) async fn play(address: SocketAddr, acts: &[ScriptStep], patience: Duration) -> AttackOutcome {
-    let mut stream = match timeout(CONNECT, TcpStream::connect(address)).await {
+/// Plays a script at `address` and waits up to `patience` to be disconnected. It comes from the address `source`, if there is one.
+pub(super) async fn play(
+    address: SocketAddr,
+    acts: &[ScriptStep],
+    patience: Duration,
+    source: Option<SocketAddr>,
+) -> AttackOutcome {
+    let mut stream = match timeout(CONNECT, connect(address, source)).await {
         Ok(Ok(stream)) => stream,
         Ok(Err(error)) if error.kind() == ErrorKind::ConnectionRefused => return AttackOutcome::default(),
         // A full queue, or no descriptor or port left on this side.
@@ -44,6 +49,14 @@ pub(super) async fn play(address: SocketAddr, acts: &[ScriptStep], patience: Dur
     };
     let is_overdue = end == End::StillThere && patience >= PATIENCE;
     AttackOutcome { end, heard: heard.len(), lasted: since.elapsed(), is_overdue }
+}
+
+async fn connect(address: SocketAddr, source: Option<SocketAddr>) -> io::Result<TcpStream> {
+    let Some(source) = source else { return TcpStream::connect(address).await };
+    let socket = TcpSocket::new_v4()?;
+    socket.set_reuseaddr(true)?;
+    socket.bind(source)?;
+    socket.connect(address).await
 }
 
 async fn perform(stream: &mut TcpStream, acts: &[ScriptStep], heard: &mut Vec<u8>) -> io::Result<End> {
@@ -143,7 +156,7 @@ mod tests {
         let address = listener.local_addr().unwrap();
         let job = thread::spawn(move || answer(listener.accept().unwrap().0));
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        let outcome = runtime.block_on(play(address, acts, Duration::from_millis(400)));
+        let outcome = runtime.block_on(play(address, acts, Duration::from_millis(400), None));
         job.join().unwrap();
         outcome
     }
@@ -170,6 +183,6 @@ mod tests {
         assert_eq!((echoed.end, echoed.heard), (End::Closed, 4));
         let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        assert_eq!(runtime.block_on(play(nobody, &[], Duration::from_millis(100))).end, End::NoPort);
+        assert_eq!(runtime.block_on(play(nobody, &[], Duration::from_millis(100), None)).end, End::NoPort);
     }
 }

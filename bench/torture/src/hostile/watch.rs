@@ -107,6 +107,18 @@ impl Watch {
         self.seen().ports.iter().filter(|port| port.is_open && port.protocol == protocol).cloned().collect()
     }
 
+    /// The ports from which processes of the job connect to `address`.
+    pub(super) fn dialling(&self, address: SocketAddr) -> Vec<u16> {
+        let processes = self.seen().processes.clone();
+        let inodes: HashSet<u64> = processes.into_iter().flatten().flat_map(socket_inodes).collect();
+        let table = fs::read_to_string("/proc/net/tcp").unwrap_or_default();
+        let connections = table.lines().skip(1).filter_map(parse_connection);
+        connections
+            .filter(|(_, remote, inode)| *remote == address && inodes.contains(inode))
+            .map(|(local, ..)| local.port())
+            .collect()
+    }
+
     /// Looks at what the processes use now, between the times at which that is done anyhow.
     pub(super) fn measure(&self) {
         let mut seen = self.seen();
@@ -254,6 +266,13 @@ fn parse_socket(protocol: Protocol, line: &str) -> Option<(Protocol, SocketAddr,
     Some((protocol, parse_address(local)?, inode))
 }
 
+/// A line of the kernel's tables: both addresses and the inode.
+fn parse_connection(line: &str) -> Option<(SocketAddr, SocketAddr, u64)> {
+    let mut fields = line.split_ascii_whitespace().skip(1);
+    let (local, remote) = (parse_address(fields.next()?)?, parse_address(fields.next()?)?);
+    Some((local, remote, fields.nth(6)?.parse().ok()?))
+}
+
 /// `0100007F:1F90`: each 32 bits of the address as this machine's processor would print them.
 fn parse_address(text: &str) -> Option<SocketAddr> {
     let (ip, port) = text.split_once(':')?;
@@ -328,6 +347,8 @@ mod tests {
     fn a_connected_socket_is_no_port() {
         let line = "   1: 0100007F:A3B4 0100007F:1F90 01 00000000:00000000 00:00000000 00000000     0        0 77 1";
         assert_eq!(parse_socket(Protocol::Tcp, line), None);
+        let (local, remote, inode) = parse_connection(line).unwrap();
+        assert_eq!((local.port(), remote.port(), inode), (41908, 8080, 77));
         let line = line.replace(" 01 ", " 0A ");
         assert_eq!(parse_socket(Protocol::Tcp, &line), Some((Protocol::Tcp, "127.0.0.1:41908".parse().unwrap(), 77)));
     }
