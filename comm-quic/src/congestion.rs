@@ -9,6 +9,8 @@ use std::time::Instant;
 use comm_core::Error;
 use quinn::congestion::{BbrConfig, Controller, ControllerFactory, CubicConfig, NewRenoConfig};
 
+use crate::paced::PacedFactory;
+
 /// How much a connection may have under way.
 ///
 /// CUBIC, NewReno and BBR probe for the capacity of a path by filling it; on loopback that is the receiver's socket buffer,
@@ -18,9 +20,9 @@ use quinn::congestion::{BbrConfig, Controller, ControllerFactory, CubicConfig, N
 pub enum Congestion {
     /// A fixed window on loopback, CUBIC elsewhere.
     Auto,
-    /// CUBIC (RFC 9438), the usual one of TCP.
+    /// CUBIC (RFC 9438), the usual one of TCP. It grows as the kernel's does, and paces by what the path has shown to carry.
     Cubic,
-    /// NewReno (RFC 9002, section 7).
+    /// NewReno (RFC 9002, section 7), with the same.
     NewReno,
     /// BBR version 1; quinn calls its own experimental.
     Bbr,
@@ -39,12 +41,12 @@ impl Congestion {
             Congestion::Auto | Congestion::Cubic => {
                 let mut config = CubicConfig::default();
                 config.initial_window(initial);
-                Arc::new(config)
+                Arc::new(PacedFactory(Arc::new(config)))
             }
             Congestion::NewReno => {
                 let mut config = NewRenoConfig::default();
                 config.initial_window(initial);
-                Arc::new(config)
+                Arc::new(PacedFactory(Arc::new(config)))
             }
             Congestion::Bbr => {
                 let mut config = BbrConfig::default();

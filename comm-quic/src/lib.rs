@@ -21,7 +21,11 @@
 //!   to what the interface carries (1,452 bytes where that is not known: Ethernet with IPv6). quinn hands up to ten datagrams to the kernel in one call (GSO); if together they are longer than
 //!   one UDP payload can be, the kernel refuses them and quinn takes them for sent, so the number is capped here.
 //! - *Congestion control*: see [`Congestion`]. A window smaller than two datagrams would stall a connection without an error, so
-//!   it is refused, and initial windows follow the datagram size.
+//!   it is refused, and initial windows follow the datagram size: ten datagrams, as TCP's. CUBIC and NewReno are quinn's with two rules of
+//!   the kernel's TCP. Windows grow by all packets that were on their way while the window was in use, not only by those whose
+//!   acknowledgement comes before the message has left. And a message leaves at up to twice the rate at which acknowledgements have
+//!   shown the path to carry, not spread over four fifths of a round trip. A window is kept while nothing is sent; the kernel's TCP lets go of
+//!   its after a while, if the system says so (`net.ipv4.tcp_slow_start_after_idle`).
 //! - *Flow control*: windows are per stream, and the connection's is at least lanes times as large, so that a lane that
 //!   is not read cannot hold up another.
 //! - *Liveness*: a keep-alive packet every few seconds, answered by the transport's own thread, so that a compute step of
@@ -47,6 +51,9 @@ mod monitor;
 #[cfg(feature = "unprotected")]
 mod no_keys;
 mod options;
+mod paced;
+#[cfg(test)]
+mod paced_tests;
 mod path;
 mod protection;
 mod rendezvous;

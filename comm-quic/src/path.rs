@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use serde::Serialize;
 
+use crate::paced::Paced;
+
 /// State and counters of the connection to one peer, since it was made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct PeerPath {
@@ -42,12 +44,14 @@ impl PeerPath {
     /// `most`: bytes that may be under way whatever the congestion controller says.
     pub(crate) fn of(peer: usize, connection: &quinn::Connection, most: u64) -> Self {
         let stats = connection.stats();
+        let paced = connection.congestion_state().into_any().downcast::<Paced>();
+        let congestion_window = paced.map_or(stats.path.cwnd, |controller| controller.congestion_window());
         PeerPath {
             peer,
             address: connection.remote_address(),
             rtt: stats.path.rtt,
             min_rtt: stats.path.min_rtt,
-            congestion_window: stats.path.cwnd.min(most),
+            congestion_window: congestion_window.min(most),
             congestion_events: stats.path.congestion_events,
             sent_packets: stats.path.sent_packets,
             lost_packets: stats.path.lost_packets,

@@ -66,6 +66,11 @@ impl CountingSocket {
         CountingSocket { inner, send_segments, sends: AtomicU64::new(0) }
     }
 
+    /// Datagrams that the kernel may hand over merged into one (GRO); 1 where it merges none.
+    pub(crate) fn receive_segments(&self) -> usize {
+        self.inner.max_receive_segments()
+    }
+
     /// Calls that have sent something.
     pub(crate) fn sends(&self) -> u64 {
         self.sends.load(Ordering::Relaxed)

@@ -226,6 +226,7 @@ impl Transport for QuicTransport {
             ("quic.mtu_initial".to_string(), sizes.initial.to_string()),
             ("quic.mtu_largest".to_string(), sizes.largest.to_string()),
             ("quic.datagrams_per_call".to_string(), segments.to_string()),
+            ("quic.datagrams_per_receive".to_string(), self.socket.receive_segments().to_string()),
             ("quic.cipher_suite".to_string(), protection.cipher_suite().to_string()),
             ("quic.stream_window".to_string(), options.stream_window.to_string()),
             ("quic.receive_window".to_string(), receive_window(options).to_string()),

@@ -326,7 +326,7 @@ impl SegmentedModel {
         mask_tt: &Tensor<4>,
         upstream_btc: Tensor<3>,
     ) -> Result<(SegmentGrads, Tensor<3>), ModelError> {
-        self.graph(layer, x_btc, mask_tt).backward(0, upstream_btc)
+        self.graph(layer, x_btc, mask_tt).backward(0, upstream_btc, |_| Destination::default())
     }
 
     /// The forward pass of one layer, ready for its backward pass.

@@ -1,0 +1,249 @@
+//! Messages over a link of which the clock, the rate and the losses are the test's own.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::BytesMut;
+use quinn::congestion::{ControllerFactory, CubicConfig};
+use quinn::{Dir, EndpointConfig, StreamId};
+use quinn_proto::{Connection, ConnectionHandle, DatagramEvent, Endpoint, Event};
+
+use crate::config::{DatagramSizes, transport_config};
+use crate::congestion::Congestion;
+use crate::options::QuicOptions;
+use crate::rendezvous::server_config;
+use crate::tls::{Identity, Pins, SERVER_NAME};
+
+/// A round trip of 50 ms.
+const DELAY: Duration = Duration::from_millis(25);
+
+/// 100 Mbit/s.
+const BYTES_PER_S: f64 = 12.5e6;
+
+/// Bytes that wait before the link at most: as many as it carries in a round trip.
+const QUEUE: f64 = 625e3;
+
+/// IP and UDP headers.
+const HEADERS: usize = 28;
+
+/// The clock of the runtime's timers.
+const TICK: Duration = Duration::from_millis(1);
+
+/// What half of a training step of a small model sends.
+const MESSAGE: usize = 70_000;
+
+#[test]
+fn a_message_takes_as_long_as_the_link_does() {
+    let floor = DELAY + Duration::from_secs_f64(MESSAGE as f64 / BYTES_PER_S);
+    let last = |congestion: Congestion| {
+        let mut link = Link::with(congestion.factory(1452), None);
+        (0..10).map(|turn| link.transfer(turn % 2, MESSAGE)).last().unwrap()
+    };
+    for congestion in [Congestion::Cubic, Congestion::NewReno] {
+        let took = last(congestion);
+        assert!(took > floor && took < floor * 5 / 4, "{congestion}: {took:?}, and {floor:?} is the least");
+    }
+    // What this is about: quinn's own takes most of a round trip more.
+    let mut link = Link::with(Arc::new(CubicConfig::default()), None);
+    let took = (0..10).map(|turn| link.transfer(turn % 2, MESSAGE)).last().unwrap();
+    assert!(took > floor + DELAY / 2, "{took:?}");
+}
+
+#[test]
+fn long_messages_lose_no_more_than_with_quinns_pacing() {
+    let lost = |factory| {
+        let mut link = Link::with(factory, None);
+        let took: Vec<_> = (0..6).map(|turn| link.transfer(turn % 2, 4 << 20)).collect();
+        (link.dropped, took.iter().sum::<Duration>())
+    };
+    let (ours, our_time) = lost(Congestion::Cubic.factory(1452));
+    let (theirs, their_time) = lost(Arc::new(CubicConfig::default()));
+    println!("4 MiB: {ours} dropped in {our_time:?}, with quinn's own {theirs} in {their_time:?}");
+    assert!(ours <= theirs * 5 / 4 + 10, "{ours} datagrams dropped, with quinn's own {theirs}");
+    assert!(our_time < their_time * 11 / 10, "{our_time:?}, with quinn's own {their_time:?}");
+}
+
+#[test]
+fn losses_at_random_are_made_up_for() {
+    let time = |factory| {
+        let mut link = Link::with(factory, Some(200));
+        (0..60).map(|turn| link.transfer(turn % 2, MESSAGE)).sum::<Duration>()
+    };
+    let (ours, theirs) = (time(Congestion::Cubic.factory(1452)), time(Arc::new(CubicConfig::default())));
+    println!("0.5 % lost: {ours:?}, with quinn's own {theirs:?}");
+    assert!(ours < theirs, "{ours:?}, with quinn's own {theirs:?}");
+}
+
+/// One end of the connection.
+struct End {
+    endpoint: Endpoint,
+    connection: Option<(ConnectionHandle, Connection)>,
+    stream: Option<StreamId>,
+    /// Bytes that are left to write, and that have been read.
+    unwritten: usize,
+    read: usize,
+    is_connected: bool,
+    /// When the link has sent all that this end gave to it.
+    is_free_at: Instant,
+}
+
+/// When a datagram arrives, its number, the end that it comes to and its bytes.
+type Arrival = Reverse<(Instant, u64, usize, Vec<u8>)>;
+
+struct Link {
+    now: Instant,
+    ends: [End; 2],
+    on_the_way: BinaryHeap<Arrival>,
+    sent: u64,
+    /// Every such datagram is lost, in an order without a pattern.
+    lose_one_in: Option<u64>,
+    dropped: u64,
+}
+
+fn address(end: usize) -> SocketAddr {
+    (Ipv4Addr::LOCALHOST, 1000 + end as u16).into()
+}
+
+impl Link {
+    /// A connection with controllers of `factory`.
+    fn with(factory: Arc<dyn ControllerFactory + Send + Sync>, lose_one_in: Option<u64>) -> Self {
+        let options = QuicOptions::default();
+        let sizes = DatagramSizes { initial: 1200, largest: 1452 };
+        let identities = [Identity::generate().unwrap(), Identity::generate().unwrap()];
+        let settings = || {
+            let mut settings =
+                Arc::into_inner(transport_config(&options, Congestion::Cubic, sizes, 1).unwrap()).unwrap();
+            settings.congestion_controller_factory(factory.clone());
+            Arc::new(settings)
+        };
+        let pins = Pins::new(std::iter::once((1, identities[1].fingerprint())));
+        let server = server_config(identities[0].server_config(&pins).unwrap(), settings());
+        let mut client = quinn::ClientConfig::new(identities[1].client_config(0, identities[0].fingerprint()).unwrap());
+        client.transport_config(settings());
+
+        let now = Instant::now();
+        let end = |server| End {
+            endpoint: Endpoint::new(Arc::new(EndpointConfig::default()), server, true, Some([7; 32])),
+            connection: None,
+            stream: None,
+            unwritten: 0,
+            read: 0,
+            is_connected: false,
+            is_free_at: now,
+        };
+        let mut ends = [end(Some(Arc::new(server))), end(None)];
+        ends[1].connection = Some(ends[1].endpoint.connect(now, client, address(0), SERVER_NAME).unwrap());
+        let mut link = Link { now, ends, on_the_way: BinaryHeap::new(), sent: 0, lose_one_in: None, dropped: 0 };
+        link.run_until(|link| link.ends.iter().all(|end| end.is_connected));
+        let client = &mut link.ends[1];
+        client.stream = client.connection.as_mut().unwrap().1.streams().open(Dir::Bi);
+        link.transfer(1, 1);
+        link.lose_one_in = lose_one_in;
+        link
+    }
+
+    /// How long a message of `bytes` takes from the end `from` to the other.
+    fn transfer(&mut self, from: usize, bytes: usize) -> Duration {
+        let began = self.now;
+        let to = 1 - from;
+        let whole = self.ends[to].read + bytes;
+        self.ends[from].unwritten = bytes;
+        self.run_until(|link| link.ends[to].read == whole);
+        self.now - began
+    }
+
+    fn run_until(&mut self, is_done: impl Fn(&Link) -> bool) {
+        let last = self.now + Duration::from_secs(60);
+        loop {
+            (0..2).for_each(|end| self.drive(end));
+            if is_done(self) {
+                return;
+            }
+            assert!(self.now < last, "nothing comes any more");
+            let timers = self.ends.iter_mut().filter_map(|end| end.connection.as_mut()?.1.poll_timeout());
+            let timer = timers.min().map(|due| due.max(self.now) + TICK);
+            let arrival = self.on_the_way.peek().map(|Reverse((at, ..))| *at);
+            self.now = [timer, arrival].into_iter().flatten().min().unwrap();
+            while self.on_the_way.peek().is_some_and(|Reverse((at, ..))| *at <= self.now) {
+                let Reverse((_, _, end, datagram)) = self.on_the_way.pop().unwrap();
+                self.arrive(end, &datagram);
+            }
+        }
+    }
+
+    fn arrive(&mut self, end: usize, datagram: &[u8]) {
+        let (now, End { endpoint, connection, .. }) = (self.now, &mut self.ends[end]);
+        let mut answer = Vec::new();
+        match endpoint.handle(now, address(1 - end), None, None, BytesMut::from(datagram), &mut answer) {
+            Some(DatagramEvent::NewConnection(incoming)) => {
+                *connection =
+                    Some(endpoint.accept(incoming, now, &mut answer, None).map_err(|error| error.cause).unwrap());
+            }
+            Some(DatagramEvent::ConnectionEvent(_, event)) => connection.as_mut().unwrap().1.handle_event(event),
+            _ => {}
+        }
+    }
+
+    /// Lets an end do what it can at this moment.
+    fn drive(&mut self, number: usize) {
+        let End { endpoint, connection, stream, unwritten, read, is_connected, .. } = &mut self.ends[number];
+        let Some((handle, connection)) = connection else { return };
+        if connection.poll_timeout().is_some_and(|due| due <= self.now) {
+            connection.handle_timeout(self.now);
+        }
+        while let Some(event) = connection.poll() {
+            match event {
+                Event::Connected => *is_connected = true,
+                Event::ConnectionLost { reason } => panic!("{reason}"),
+                _ => {}
+            }
+        }
+        *stream = stream.or_else(|| connection.streams().accept(Dir::Bi));
+        if let Some(id) = *stream {
+            while *unwritten > 0
+                && let Ok(count) = connection.send_stream(id).write(&vec![1; (*unwritten).min(65_536)])
+            {
+                *unwritten -= count;
+            }
+            let mut incoming = connection.recv_stream(id);
+            if let Ok(mut chunks) = incoming.read(true) {
+                while let Ok(Some(chunk)) = chunks.next(usize::MAX) {
+                    *read += chunk.bytes.len();
+                }
+                let _ = chunks.finalize();
+            }
+        }
+        while let Some(event) = connection.poll_endpoint_events() {
+            if let Some(event) = endpoint.handle_event(*handle, event) {
+                connection.handle_event(event);
+            }
+        }
+        let mut datagrams = Vec::new();
+        loop {
+            let mut bytes = Vec::new();
+            let Some(sent) = connection.poll_transmit(self.now, 10, &mut bytes) else { break };
+            datagrams.extend(bytes.chunks(sent.segment_size.unwrap_or(sent.size)).map(<[u8]>::to_vec));
+        }
+        datagrams.into_iter().for_each(|datagram| self.send(number, datagram));
+    }
+
+    fn send(&mut self, from: usize, datagram: Vec<u8>) {
+        self.sent += 1;
+        let is_free_at = self.ends[from].is_free_at.max(self.now);
+        let waiting = (is_free_at - self.now).as_secs_f64() * BYTES_PER_S;
+        // Knuth's multiplicative hash.
+        let is_lost = self
+            .lose_one_in
+            .is_some_and(|one_in| (self.sent.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 33).is_multiple_of(one_in));
+        if waiting > QUEUE || is_lost {
+            self.dropped += 1;
+            return;
+        }
+        let leaves = is_free_at + Duration::from_secs_f64((datagram.len() + HEADERS) as f64 / BYTES_PER_S);
+        self.ends[from].is_free_at = leaves;
+        self.on_the_way.push(Reverse((leaves + DELAY, self.sent, 1 - from, datagram)));
+    }
+}
