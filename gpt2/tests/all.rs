@@ -15,6 +15,7 @@ mod output;
 mod parity;
 mod precision;
 mod reference;
+mod replicas;
 mod safety;
 mod segments;
 mod strategies;

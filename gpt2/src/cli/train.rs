@@ -27,7 +27,7 @@ use crate::model::KernelChoice;
 use crate::optim::{LearningRate, LossScaling, OptimizerConfig, OptimizerKind, ScheduleKind};
 use crate::precision::Precision;
 use crate::run::{RankOptions, refuse, run_rank, run_threads};
-use crate::strategy::{StrategyKind, StrategyOptions};
+use crate::strategy::{LocalOptions, Setting, StrategyKind, StrategyOptions};
 use crate::tokenizer::TokenizerKind;
 use crate::trainer::{TrainConfig, TrainError};
 
@@ -95,7 +95,7 @@ pub(super) struct TrainArgs {
     /// backend's single operations: slower, with more memory; to measure what fused kernels gain).
     #[arg(long, default_value_t)]
     kernels: KernelChoice,
-    /// Optimizer: adamw, lamb.
+    /// Optimizer: adamw, lamb, sgd (plain, without momentum).
     #[arg(long, default_value_t)]
     optimizer: OptimizerKind,
     /// How the learning rate falls after the warm-up: cosine, linear, constant.
@@ -110,7 +110,7 @@ pub(super) struct TrainArgs {
     /// Steps of linear warm-up. [default: a twentieth of --steps, at most 100]
     #[arg(long)]
     warmup: Option<u64>,
-    /// Decoupled weight decay of two-dimensional tensors. [default: 0.1 for adamw, 0.01 for lamb]
+    /// Decoupled weight decay of two-dimensional tensors. [default: 0.1 for adamw, 0.01 for lamb, 0 for sgd]
     #[arg(long)]
     weight_decay: Option<f64>,
     /// Decay rate of the mean of gradients. [default: 0.9]
@@ -128,10 +128,10 @@ pub(super) struct TrainArgs {
     /// Type in which gradients travel: f32, bf16, f16. [default: that of --precision]
     #[arg(long)]
     wire: Option<Precision>,
-    /// Bytes of f32 gradients at which the first bucket of ddp, zero1, zero2 and hierarchical is closed.
+    /// Bytes of f32 at which the first bucket is closed, of strategies that have buckets of gradients or parameters.
     #[arg(long, default_value_t = StrategyOptions::default().first_bucket_bytes)]
     first_bucket_bytes: usize,
-    /// Bytes of f32 gradients at which any further bucket is closed.
+    /// Bytes of f32 at which any further bucket is closed.
     #[arg(long, default_value_t = StrategyOptions::default().bucket_bytes)]
     bucket_bytes: usize,
     /// Bytes of f32 gradients at which the fusion buffer of ring leaves.
@@ -149,6 +149,20 @@ pub(super) struct TrainArgs {
     /// How the ranks of a node are connected, for hierarchical: a transport as in --transport. [default: that of --transport]
     #[arg(long)]
     node_transport: Option<TransportKind>,
+    #[arg(long, value_name = "STEPS", help = setting(Setting::SyncEvery, "Steps between two synchronisations of the same parameters"))]
+    sync_every: Option<u64>,
+    #[arg(long, help = setting(Setting::OuterRate, "Learning rate of the outer optimizer"))]
+    outer_rate: Option<f64>,
+    #[arg(long, help = setting(Setting::OuterMomentum, "Momentum of the outer optimizer, which is Nesterov's"))]
+    outer_momentum: Option<f64>,
+    #[arg(long, help = setting(Setting::Fragments, "Parts of the model that are synchronised in turn"))]
+    fragments: Option<usize>,
+    #[arg(long, value_name = "STEPS", help = setting(Setting::OverlapSteps, "Steps from the start of a fragment's average until it is applied"))]
+    overlap_steps: Option<u64>,
+    #[arg(long, value_name = "SHARE", help = setting(Setting::Mixing, "Share of a rank's own parameters in what it goes on with"))]
+    mixing: Option<f64>,
+    #[arg(long, value_name = "SHARE", help = setting(Setting::SpartaShare, "Share of all parameters that are averaged in a step"))]
+    sparta_share: Option<f64>,
     /// Multiplies the loss before the backward pass, to study what small gradients do.
     #[arg(long, default_value_t = 1.0)]
     loss_factor: f64,
@@ -219,6 +233,11 @@ pub(super) struct TrainArgs {
 /// The help text of `--strategy`.
 fn strategies() -> String {
     format!("Who averages gradients and updates parameters: {}", StrategyKind::names(", "))
+}
+
+/// The help text of an option that some strategies have.
+fn setting(setting: Setting, what: &str) -> String {
+    format!("{what}, for {}. [default: {}]", setting.strategies(), LocalOptions::default().value(setting))
 }
 
 /// More lanes than this are of no use to anyone.
@@ -379,6 +398,7 @@ impl Prepared {
     fn new(args: &TrainArgs, ranks: usize, ranks_here: usize, verbosity: Verbosity) -> Result<Self, CliError> {
         check_ranks(args, ranks, ranks_here)?;
         check_numbers(args)?;
+        let local = local_options(args)?;
         let optimizer = optimizer(args)?;
         let (wire, loss_scaling) = types(args)?;
         check_counts(args, ranks_here)?;
@@ -396,7 +416,10 @@ impl Prepared {
         let config = TrainConfig {
             model,
             strategy: args.strategy,
-            options: strategy_options(args, wire, ranks_per_node(args, ranks, ranks_here)?),
+            options: StrategyOptions {
+                local,
+                ..strategy_options(args, wire, ranks_per_node(args, ranks, ranks_here)?)
+            },
             precision: args.precision,
             recompute: args.recompute,
             kernels: args.kernels,
@@ -524,6 +547,11 @@ fn check_counts(args: &TrainArgs, ranks_here: usize) -> Result<(), CliError> {
 
 /// The optimizer, with the usual constants where none are given.
 fn optimizer(args: &TrainArgs) -> Result<OptimizerConfig, CliError> {
+    let of_moments =
+        [("--beta1", args.beta1.is_some()), ("--beta2", args.beta2.is_some()), ("--epsilon", args.epsilon.is_some())];
+    if let Some((name, _)) = of_moments.iter().find(|(_, given)| *given && !args.optimizer.has_moments()) {
+        return Err(format!("{name} concerns optimizers that keep moments, not --optimizer {}", args.optimizer).into());
+    }
     let usual = OptimizerConfig::of(args.optimizer);
     let optimizer = OptimizerConfig {
         kind: args.optimizer,
@@ -600,7 +628,43 @@ fn strategy_options(args: &TrainArgs, wire: Precision, ranks_per_node: usize) ->
         overlap: !args.no_overlap,
         dedicated_server: args.dedicated_server,
         ranks_per_node,
+        local: LocalOptions::default(),
     }
+}
+
+/// The settings that only some strategies have; those that the chosen one has no use for are refused.
+fn local_options(args: &TrainArgs) -> Result<LocalOptions, CliError> {
+    let usual = LocalOptions::default();
+    let given = [
+        (Setting::SyncEvery, args.sync_every.is_some()),
+        (Setting::OuterRate, args.outer_rate.is_some()),
+        (Setting::OuterMomentum, args.outer_momentum.is_some()),
+        (Setting::Fragments, args.fragments.is_some()),
+        (Setting::OverlapSteps, args.overlap_steps.is_some()),
+        (Setting::Mixing, args.mixing.is_some()),
+        (Setting::SpartaShare, args.sparta_share.is_some()),
+    ];
+    if let Some((setting, _)) = given.into_iter().find(|(setting, given)| *given && !args.strategy.has(*setting)) {
+        return Err(format!("--{setting} concerns --strategy {}, not {}", setting.strategies(), args.strategy).into());
+    }
+    if args.no_overlap && !args.strategy.spec().is_one_device {
+        return Err(format!(
+            "--no-overlap concerns communication beside the backward pass, of which --strategy {} has none; see --overlap-steps",
+            args.strategy
+        )
+        .into());
+    }
+    let local = LocalOptions {
+        sync_every: args.sync_every.unwrap_or(usual.sync_every),
+        outer_rate: args.outer_rate.unwrap_or(usual.outer_rate),
+        outer_momentum: args.outer_momentum.unwrap_or(usual.outer_momentum),
+        fragments: args.fragments.unwrap_or(usual.fragments),
+        overlap_steps: args.overlap_steps.unwrap_or(usual.overlap_steps),
+        mixing: args.mixing.unwrap_or(usual.mixing),
+        sparta_share: args.sparta_share.unwrap_or(usual.sparta_share),
+    };
+    local.check(args.strategy)?;
+    Ok(local)
 }
 
 /// The text, as tokens.

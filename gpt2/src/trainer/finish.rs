@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::mem;
 
-use comm_core::{CommunicatorExt, Deadline};
+use comm_core::{CommunicatorExt, Deadline, ReduceOp};
 
 use super::history::History;
 use super::rank::Trainer;
@@ -53,12 +53,12 @@ impl Trainer<'_> {
             validation_loss: validations.last().map(|(_, loss)| *loss),
             validations,
             skipped_steps: history.skipped,
-            tokens_per_s: history.median(|figures| figures.tokens_per_s),
-            step_ms: history.median(|figures| figures.ms),
+            tokens_per_s: history.rate(|figures| figures.tokens_per_s),
+            step_ms: history.time(|figures| figures.ms),
             parts: mine.parts,
             ranks,
-            matrix_share: history.median(|figures| figures.matrix_share),
-            mfu: self.peaks_of_devices.mfu(history.median(|figures| figures.tokens_per_s)),
+            matrix_share: history.rate(|figures| figures.matrix_share),
+            mfu: self.peaks_of_devices.mfu(history.rate(|figures| figures.tokens_per_s)),
             losses: mem::take(&mut history.losses),
             grad_norms: mem::take(&mut history.grad_norms),
             epochs: mem::take(&mut history.epochs),
@@ -91,8 +91,8 @@ impl Trainer<'_> {
         }
         self.apart(|trainer| {
             let mut weights = Vec::new();
-            // Where every rank has everything, there is nothing to bring.
-            if trainer.writes() || !trainer.local.owns_everything() {
+            // Where every rank has everything, and all the same, there is nothing to bring.
+            if trainer.writes() || !trainer.local.owns_everything() || !trainer.replicas_agree {
                 for segment in 0..trainer.local.masters.len() {
                     weights.extend(trainer.masters_on_first(segment)?);
                 }
@@ -135,11 +135,17 @@ impl Trainer<'_> {
         Ok(Cow::Owned(self.local.scalars.all_gather_v(&own, &self.counts(segment)?)?))
     }
 
-    /// As [`whole_masters`](Self::whole_masters), on the rank that saves; the others get none.
+    /// As [`whole_masters`](Self::whole_masters), on the rank that saves; the others get none. Where ranks have different values of the same
+    /// parameters, their mean.
     fn masters_on_first(&self, segment: usize) -> Result<Option<Vec<f32>>, TrainError> {
         let own = self.own_masters(segment)?;
         if self.local.owns_everything() {
-            return Ok(self.writes().then(|| own.into_owned()));
+            if self.replicas_agree {
+                return Ok(self.writes().then(|| own.into_owned()));
+            }
+            let mut mean = own.into_owned();
+            self.local.scalars.reduce(&mut mean, SAVES, ReduceOp::Mean)?;
+            return Ok(self.writes().then_some(mean));
         }
         Ok(self.local.scalars.gather_v(&own, &self.counts(segment)?, SAVES)?)
     }
@@ -211,19 +217,19 @@ impl Trainer<'_> {
         RankReport {
             rank: self.session.comm.rank(),
             computes: self.local.share.is_some(),
-            bytes_counted: history.payload.middle(),
+            bytes_counted: history.payload.mean(),
             bytes_expected: expected.payload,
             bytes_steady: history.is_as_expected,
-            scalar_bytes: history.scalars.middle(),
-            framing_bytes: history.framing.middle(),
-            messages: history.messages.middle(),
+            scalar_bytes: history.scalars.mean(),
+            framing_bytes: history.framing.mean(),
+            messages: history.messages.mean(),
             expected,
-            node_sent: history.inside_node.middle(),
+            node_sent: history.node_payload.mean().zip(history.node_messages.mean()),
             between_nodes: self.session.counts_between_nodes(),
-            operations: history.operations.middle().unwrap_or(0),
+            operations: history.operations.mean().unwrap_or(0),
             optimizer_steps: (steps.iter().min().copied().unwrap_or(0), steps.iter().max().copied().unwrap_or(0)),
-            parts: median_parts(history),
-            cpu_utilization: history.median(|figures| figures.cpu_utilization),
+            parts: typical_parts(history),
+            cpu_utilization: history.rate(|figures| figures.cpu_utilization),
             gpu_utilization: of_gpu.clone().next().map(|_| median(of_gpu)),
             peak_rss_bytes: memory::peak_rss_bytes() / self.session.ranks_in_process as u64,
             memory: usage,
@@ -233,8 +239,8 @@ impl Trainer<'_> {
     }
 }
 
-fn median_parts(history: &History) -> Parts {
-    let of = |part: fn(&Parts) -> f64| history.median(|figures| part(&figures.parts));
+fn typical_parts(history: &History) -> Parts {
+    let of = |part: fn(&Parts) -> f64| history.time(|figures| part(&figures.parts));
     Parts {
         data: of(|parts| parts.data),
         compute: of(|parts| parts.compute),

@@ -192,6 +192,10 @@ impl LocalStep for Local<'_> {
         Ok(self.lends_masters)
     }
 
+    fn is_last(&self) -> bool {
+        self.step + 1 == self.config.steps
+    }
+
     fn put(&mut self, segment: usize, weights: Weights) -> Result<(), TrainError> {
         let put = || self.model.put_weights(segment, weights);
         Ok(record::charged(Activity::Unpack, Category::Parameters, put)?)

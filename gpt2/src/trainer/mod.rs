@@ -197,13 +197,14 @@ impl Session {
 pub struct StepReport {
     /// Number of the step, from 1.
     pub step: u64,
-    /// Mean training loss over the global batch, in nats a token, before the update; a skipped step's may not be finite.
+    /// Mean training loss over the global batch, in nats a token, before the update; a skipped step's may not be finite. Of this rank's rows
+    /// where each rank takes steps of its own.
     #[serde(with = "number")]
     pub loss: f64,
-    /// Global norm of the averaged gradient, before clipping; not finite in a skipped step.
+    /// Global norm of the averaged gradient, or of this rank's own, before clipping; not finite in a skipped step.
     #[serde(with = "number")]
     pub grad_norm: f64,
-    /// Whether all ranks skipped the update, because gradients or the loss had overflowed.
+    /// Whether all ranks skipped the update, or this one its own, because gradients or the loss had overflowed.
     pub skipped: bool,
     /// What the loss was multiplied by before the backward pass.
     pub loss_scale: f64,
@@ -281,7 +282,8 @@ pub struct Parts {
     pub hidden: f64,
 }
 
-/// The whole run, equal on all ranks but for the parts that say otherwise.
+/// The whole run, equal on all ranks but for the parts that say otherwise; where each rank takes steps of its own, so do loss, gradient norm
+/// and skipped steps.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Summary {
     /// Optimizer steps taken.
@@ -311,6 +313,7 @@ pub struct Summary {
     /// Steps skipped because gradients or the loss had overflowed.
     pub skipped_steps: u64,
     /// Median tokens a second of all ranks, over the steps that were not skipped, without the first two where there are more than four.
+    /// Where each rank takes steps of its own and only some synchronise, this and all other medians are means.
     /// Of a run of more than 16,384 steps this and all other medians of times are those of at least half as many, evenly spread over it.
     #[serde(with = "number")]
     pub tokens_per_s: f64,
@@ -343,12 +346,12 @@ pub struct RankReport {
     pub rank: usize,
     /// Whether it computes; a dedicated parameter server does not.
     pub computes: bool,
-    /// Median payload bytes sent a step for gradients and parameters, as counted; `None` where nothing counts.
+    /// Mean payload bytes sent a step for gradients and parameters, as counted, without fraction; `None` where nothing counts.
     pub bytes_counted: Option<u64>,
     /// The same as the strategy expected it, by its formula.
     pub bytes_expected: u64,
     /// Whether every step sent what its strategy expected of it: the same in each, or whatever it does in which. Skipped steps, which end
-    /// early, are left out of this and all other figures.
+    /// early, are left out of this and all other figures, unless they sent all the same.
     pub bytes_steady: bool,
     /// Payload bytes of scalars (loss, norms) sent a step.
     pub scalar_bytes: Option<u64>,
@@ -363,7 +366,7 @@ pub struct RankReport {
     /// Whether bytes and messages, as counted and by the formula, are those sent between nodes only, because the node's own transport,
     /// NCCL, counts nothing.
     pub between_nodes: bool,
-    /// Median operations on gradients and parameters a step; by the formula in [`expected`](Self::expected).
+    /// Mean operations on gradients and parameters a step; by the formula in [`expected`](Self::expected).
     pub operations: u64,
     /// Steps that this rank's optimizers took in the whole run, by their own count: the fewest and the most over segments. Both are the
     /// steps of the run, less those that were skipped.
@@ -469,7 +472,7 @@ fn run(mut trainer: Trainer<'_>, corpus: &Corpus, observer: &mut dyn Observer) -
             let loss = trainer.validate()?;
             observer.validation(step + 1, loss);
             validations.push((step + 1, loss));
-            if !is_last && trainer.has_stepped() {
+            if !is_last && trainer.has_stepped()? {
                 // What a death or an impatient user would otherwise cost.
                 match trainer.save(corpus, step + 1) {
                     Err(error @ TrainError::Checkpoint(_)) => observer

@@ -1,5 +1,7 @@
 //! A rank's optimizers, where the parameters are that they update: in host memory, or on the device.
 
+mod sgd;
+
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -18,6 +20,7 @@ use crate::precision::Precision;
 use crate::record::{self, Activity};
 use crate::segments::SegmentInfo;
 use crate::strategy::{Comms, StrategyKind};
+use sgd::SgdOnDevice;
 
 /// Makes sums over what this rank's optimizers own those of whole tensors.
 pub(super) type AddUp<'a> = &'a mut dyn FnMut(&mut [f64]) -> Result<(), TrainError>;
@@ -49,7 +52,7 @@ pub(super) trait MasterOptimizer {
     ) -> Result<(), TrainError>;
 }
 
-/// In host memory, of either kind.
+/// In host memory, of any kind.
 #[derive(Default)]
 struct OnHost(Vec<Optimizer>);
 
@@ -67,6 +70,7 @@ pub(super) fn optimizer(kind: OptimizerKind, places: &MemoryPlacement) -> Box<dy
         (false, _) => Box::new(OnHost::default()),
         (true, OptimizerKind::AdamW) => Box::new(AdamWOnDevice::default()),
         (true, OptimizerKind::Lamb) => Box::new(LambOnDevice::default()),
+        (true, OptimizerKind::Sgd) => Box::new(SgdOnDevice::default()),
     }
 }
 

@@ -24,6 +24,7 @@ use crate::optim::LossScaler;
 use crate::precision::Precision;
 use crate::record::{self, Activity, Recording};
 use crate::segments::{Compute, SegmentInfo, SegmentedModel, TokenBatch, layout};
+use crate::strategy::formula::Expected;
 use crate::strategy::{Built, Channels, Comms, Setup, StepOutcome, Strategy};
 use crate::utilization::Meter;
 
@@ -44,6 +45,8 @@ pub(super) struct Trainer<'a> {
     peaks: Option<Usage>,
     /// What is kept of the steps so far.
     pub(super) history: History,
+    /// What was sent until the end of the last step, where something was still under way then.
+    sent_before: Option<TrafficTotals>,
     /// Whether ranks that have the same parameters have the same values of them after the last step.
     pub(super) replicas_agree: bool,
     /// Where rank 0 saves.
@@ -65,9 +68,10 @@ impl<'a> Trainer<'a> {
         let comms = comms(session);
         let places = MemoryPlacement::new(config, &comms, session, device)?;
         let lengths: Vec<usize> = layout(&config.model)?.iter().map(|segment| segment.len).collect();
-        let TrainConfig { precision, accumulation, .. } = *config;
+        let TrainConfig { precision, accumulation, seed, .. } = *config;
         let (options, checked) = (&config.options, session.checked);
-        let built = build(&Setup { comms: &comms, segments: &lengths, options, precision, accumulation, checked })?;
+        let built =
+            build(&Setup { comms: &comms, segments: &lengths, options, precision, accumulation, seed, checked })?;
         let (local, validation) = local(config, corpus, session, device, &built, places)?;
         let flops_per_token = config.model.flops_per_token(config.model.block_size);
         let all = (session, &*local.scalars);
@@ -85,7 +89,11 @@ impl<'a> Trainer<'a> {
             peaks_of_devices,
             meter: devices::cuda_ordinal(device).map_or_else(Meter::start, Meter::start_with_cuda),
             peaks: None,
-            history: memory::within(Category::Other, || History::of(config.steps)),
+            history: memory::within(Category::Other, || {
+                History::of(config.steps).where_steps_differ(!config.strategy.spec().is_one_device)
+            }),
+            sent_before: None,
+            // All begin with the same.
             replicas_agree: true,
             checkpoint,
             saves,
@@ -100,7 +108,7 @@ impl<'a> Trainer<'a> {
         }
         // What was done since the last step is none of this one's.
         self.meter.lap();
-        let before = TrafficTotals::now(self.session);
+        let before = self.sent_before.take().or_else(|| TrafficTotals::now(self.session));
         let asked_before = memory::allocations();
         let loss_scale = f64::from(self.local.scaler.scale());
         let start = Instant::now();
@@ -113,10 +121,11 @@ impl<'a> Trainer<'a> {
         let allocations = memory::allocations().zip(asked_before).map(|(now, before)| now.since(before));
         let mut outcome = outcome?;
         if self.session.counts_between_nodes() {
-            outcome.expected = outcome.expected.between_nodes();
+            outcome.expected = outcome.expected.map(Expected::between_nodes);
         }
-        let sent = TrafficTotals::now(self.session).zip(before);
-        let sent = sent.map(|(now, before)| now.since(&before, &*self.local.scalars));
+        let now = TrafficTotals::now(self.session);
+        let sent = now.as_ref().zip(before).map(|(now, before)| now.since(&before, &*self.local.scalars));
+        self.sent_before = now.filter(|_| outcome.under_way);
         let report = self.report(&outcome, StepMeasurements { loss_scale, elapsed, sent, allocations, recording });
         self.replicas_agree = outcome.replicas_agree;
         let seconds = self.started.elapsed().as_secs_f64();
@@ -164,9 +173,14 @@ impl<'a> Trainer<'a> {
         }
     }
 
-    /// Whether any step was not skipped, so that the weights are not those of the start.
-    pub(super) fn has_stepped(&self) -> bool {
-        self.local.scaler.finish(self.history.losses.len() as u64).is_ok()
+    /// Whether any step was not skipped, on any rank, so that the weights are not those of the start. All ranks call it together.
+    pub(super) fn has_stepped(&self) -> comm_core::Result<bool> {
+        let own = self.local.scaler.finish(self.history.losses.len() as u64).is_ok();
+        if self.config.strategy.spec().is_one_device {
+            return Ok(own);
+        }
+        // Each rank skips steps by itself.
+        Ok(self.local.scalars.all_reduce_scalar(i64::from(own), ReduceOp::Max)? == 1)
     }
 
     /// Mean validation loss over all ranks. They pass through the model equally often, since weights may have to be gathered for it, and
@@ -271,7 +285,9 @@ fn local<'a>(
     let scalars = scalars(session)?;
     let (masters, owned_by) = (Vec::new(), Vec::new());
     let is_whole = |(info, owned): (&SegmentInfo, &Range<usize>)| *owned == (0..info.len);
-    let lends_masters = built.computes
+    // Ranks that train by themselves look at their masters between two updates.
+    let lends_masters = config.strategy.spec().is_one_device
+        && built.computes
         && !built.strategy.brings_weights()
         && config.precision == Precision::F32
         && Placement::of(device) == Placement::Host

@@ -2,6 +2,7 @@
 
 mod adamw;
 mod lamb;
+mod sgd;
 
 use std::ops::Range;
 
@@ -16,6 +17,7 @@ use crate::segments::SegmentInfo;
 
 pub use adamw::DeviceAdamW;
 pub use lamb::{DeviceLamb, DeviceNorms};
+pub use sgd::DeviceSgd;
 
 /// Sum of squares of all elements of `grads`, tensors of any floating-point type on one device: sums over parts there, in f32, and one
 /// transfer.
