@@ -15,6 +15,7 @@ mod output;
 mod parity;
 mod precision;
 mod reference;
+mod resume;
 mod safety;
 mod segments;
 mod strategies;

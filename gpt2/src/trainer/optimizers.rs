@@ -1,11 +1,13 @@
 //! A rank's optimizers, where the parameters are that they update: in host memory, or on the device.
 
+use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
 use burn::tensor::Device;
 use comm_core::{Communicator, Error};
 
+use super::save::Means;
 use super::{Session, TrainConfig, TrainError};
 use crate::devices::{self, Placement};
 use crate::flat::{DeviceCollectives, Flat};
@@ -29,6 +31,12 @@ pub(super) trait MasterOptimizer {
 
     /// The steps taken, over segments.
     fn steps(&self) -> Vec<u64>;
+
+    /// The moments of a segment's optimizer.
+    fn state(&self, segment: usize) -> Result<Means<'_>, TrainError>;
+
+    /// Has a segment's optimizer go on with these moments, after so many steps, on `device` if it is there.
+    fn restore(&mut self, segment: usize, means: [Vec<f32>; 2], steps: u64, device: &Device) -> Result<(), TrainError>;
 
     /// Gradients where the masters are: read back, if that is in host memory.
     fn fetch(&self, grads: Vec<Flat>) -> Result<Vec<Flat>, Error> {
@@ -78,6 +86,16 @@ impl MasterOptimizer for OnHost {
 
     fn steps(&self) -> Vec<u64> {
         self.0.iter().map(Optimizer::steps).collect()
+    }
+
+    fn state(&self, segment: usize) -> Result<Means<'_>, TrainError> {
+        let (mean, square, _) = self.0[segment].state();
+        Ok([Cow::Borrowed(mean), Cow::Borrowed(square)])
+    }
+
+    fn restore(&mut self, segment: usize, means: [Vec<f32>; 2], steps: u64, _: &Device) -> Result<(), TrainError> {
+        let [mean, square] = means;
+        Ok(self.0[segment].restore(mean, square, steps)?)
     }
 
     fn fetch(&self, grads: Vec<Flat>) -> Result<Vec<Flat>, Error> {
@@ -130,6 +148,14 @@ impl MasterOptimizer for AdamWOnDevice {
         self.0.iter().map(DeviceAdamW::steps).collect()
     }
 
+    fn state(&self, segment: usize) -> Result<Means<'_>, TrainError> {
+        Ok(self.0[segment].state()?.0.map(Cow::Owned))
+    }
+
+    fn restore(&mut self, segment: usize, means: [Vec<f32>; 2], steps: u64, device: &Device) -> Result<(), TrainError> {
+        Ok(self.0[segment].restore(means, steps, device)?)
+    }
+
     fn sum_of_squares(&self, grads: &[Flat], unscale: f32) -> Result<f64, TrainError> {
         squares_on_device(grads, unscale)
     }
@@ -159,6 +185,14 @@ impl MasterOptimizer for LambOnDevice {
 
     fn steps(&self) -> Vec<u64> {
         self.0.iter().map(DeviceLamb::steps).collect()
+    }
+
+    fn state(&self, segment: usize) -> Result<Means<'_>, TrainError> {
+        Ok(self.0[segment].state()?.0.map(Cow::Owned))
+    }
+
+    fn restore(&mut self, segment: usize, means: [Vec<f32>; 2], steps: u64, device: &Device) -> Result<(), TrainError> {
+        Ok(self.0[segment].restore(means, steps, device)?)
     }
 
     fn sum_of_squares(&self, grads: &[Flat], unscale: f32) -> Result<f64, TrainError> {

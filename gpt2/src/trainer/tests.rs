@@ -89,7 +89,7 @@ fn run(every: (u64, bool), steps: u64, ranks: usize) -> Vec<(Vec<StepReport>, Re
     let train = |session: Session| {
         let mut kept = Kept::default();
         let build = |setup: &Setup<'_>| EveryFew::build(every, setup);
-        let summary = train_by(&build, &config, &corpus, &session, &Device::flex(), None, &mut kept);
+        let summary = train_by(&build, &config, &corpus, &session, &Device::flex(), &Keep::default(), &mut kept);
         (kept.0, summary)
     };
     thread::scope(|scope| {
