@@ -98,11 +98,12 @@ fn each_stage_shards_one_more_kind() {
     within("optimizers of fsdp", fsdp.optimizer.peak, 2 * all, 2 * all);
     within("gradients of fsdp", fsdp.gradients.peak, all, all + 2 * ranks * block);
 
-    // Of the masters and both moments, which lie where they are written from, nothing is copied.
+    // Of the masters and both moments, which lie where they are written from, nothing is copied: names and tables are little beside a block.
+    assert!(3 * SLACK < block);
     for strategy in [StrategyKind::Ddp, StrategyKind::Zero2, StrategyKind::Fsdp] {
         let report = save(&model, strategy);
         assert!(report.bytes > 3 * all, "{strategy}: {report:?}");
-        within("saving", report.extra_bytes.unwrap(), 1, 0);
+        within("saving", report.extra_bytes.unwrap(), 1, 2 * SLACK);
     }
 }
 
