@@ -143,7 +143,10 @@ pub(super) fn take(folder: &Path, earlier: Earlier) -> Result<fs::File, CliError
     earlier.check(folder)?;
     for path in left_by_the_killed(folder) {
         // What cannot be removed is in nobody's way until it is to be written, and then that says why.
-        let _ = if path.is_dir() { fs::remove_dir_all(&path) } else { remove(&path) };
+        let _ = remove(&path);
+    }
+    for path in checkpoints(folder).left_behind() {
+        let _ = fs::remove_dir_all(&path);
     }
     Ok(lock)
 }
@@ -244,7 +247,6 @@ fn earlier_files(folder: &Path) -> Vec<PathBuf> {
 fn left_by_the_killed(folder: &Path) -> Vec<PathBuf> {
     let mut files = named(folder, PROBE);
     files.extend([CHECKPOINT, BEST].map(|name| checkpoint::temporary(&folder.join(name))));
-    files.extend(checkpoints(folder).left_behind());
     files
 }
 
