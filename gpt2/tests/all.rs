@@ -16,6 +16,7 @@ mod parity;
 mod precision;
 mod reference;
 mod replicas;
+mod resume;
 mod safety;
 mod segments;
 mod strategies;

@@ -5,6 +5,7 @@ use std::io::IsTerminal;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use burn::tensor::Device;
@@ -12,13 +13,16 @@ use clap::Args;
 use comm_core::Waiting;
 use comm_core::job::{self, Job, Source};
 use comm_core::launch::{Launch, Output};
+use comm_core::process::StopRequest;
 use isocomm::{Medium, TransportKind, TransportOptions};
 
-use super::folder;
+use super::attempts::Attempts;
+use super::folder::{self, Earlier};
 use super::loading::LoadProgress;
 use super::progress::Progress;
 use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, complain, say};
 use crate::batches::{Batches, LastBatch, Share};
+use crate::checkpoint::sharded::Saved;
 use crate::config::{ModelConfig, Preset};
 use crate::corpus::{Corpus, CorpusSource, LoadOptions, TokenCache};
 use crate::devices::{CheckedDevice, DeviceChoice, cuda_ordinal};
@@ -29,7 +33,7 @@ use crate::precision::Precision;
 use crate::run::{RankOptions, refuse, run_rank, run_threads};
 use crate::strategy::{LocalOptions, Setting, StrategyKind, StrategyOptions};
 use crate::tokenizer::TokenizerKind;
-use crate::trainer::{TrainConfig, TrainError};
+use crate::trainer::{Checkpoints, Keep, Restarts, TrainConfig, TrainError};
 
 #[derive(Clone, Debug, Args)]
 #[command(allow_negative_numbers = true)]
@@ -221,13 +225,36 @@ pub(super) struct TrainArgs {
     /// Print every so many steps.
     #[arg(long, default_value_t = 10)]
     log_every: u64,
-    /// Folder for the checkpoint (model.safetensors), the steps (steps.jsonl) and TensorBoard's event file. One that holds an earlier run
-    /// is refused.
+    /// Folder for the weights (model.safetensors, and best.safetensors of the best validation), the steps (steps.jsonl), TensorBoard's event
+    /// file and the checkpoints of --save-every. One that holds an earlier run is refused, unless that goes on by --resume.
     #[arg(long, default_value = "out")]
     out: PathBuf,
     /// Replace an earlier run in --out: its files are removed when all ranks are there, before the first step.
-    #[arg(long)]
+    #[arg(long, overrides_with = "overwrite")]
     overwrite: bool,
+    /// Save the whole state of the run every so many steps, from which --resume goes on; 0 for never. It goes to checkpoints/step-N in --out,
+    /// which all ranks must share. In any case SIGTERM and SIGUSR1 have all ranks finish their step, save it, and end with exit code 85.
+    #[arg(long, default_value_t = 0)]
+    save_every: u64,
+    /// Checkpoints of the whole state that are kept: the newest.
+    #[arg(long, default_value_t = 2)]
+    keep: usize,
+    /// Go on from a checkpoint of the whole state: its folder, the folder of a run, or latest for the newest in --out. All else is given
+    /// as for the run that it is of. Others may be: ranks, --strategy and its options, --transport and what concerns it, --wire,
+    /// --precision, --loss-scale, --accumulation, --recompute, --threads, --device, --out, --eval-every, --eval-batches, --save-every, --keep.
+    /// With the same ranks, strategy and types the result is that of a run which was never interrupted, to the last bit.
+    #[arg(long, value_name = "DIR|latest", overrides_with = "resume")]
+    resume: Option<PathBuf>,
+    /// When a rank dies, start all ranks again from the last checkpoint, or from the beginning where there is none, at most so often.
+    /// For processes that this program starts; a launcher such as srun has to do that itself.
+    #[arg(long, default_value_t = 0)]
+    max_restarts: u64,
+    /// Restarts before this one, for the summary.
+    #[arg(long, hide = true, default_value_t = 0)]
+    restarts: u64,
+    /// Steps that were lost in them.
+    #[arg(long, hide = true, default_value_t = 0)]
+    steps_lost: u64,
 }
 
 /// The help text of `--strategy`.
@@ -250,38 +277,79 @@ pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
             if let Some(nproc) = args.nproc {
                 check_nproc(nproc, &job, job::ranks_on_this_machine())?;
             }
-            let ranks_here = args.nproc.or_else(job::ranks_on_this_machine).unwrap_or(job.world_size);
-            let refused = if job.rank == 0 && !args.overwrite { folder::refuse_earlier_run(&args.out) } else { Ok(()) };
-            if let Err(why) = refused {
-                // Before the text is loaded, which may take long.
-                return refuse_for_all(&args, &job, ranks_here, None, why);
+            if args.max_restarts > 0 && job.source != Source::Launch {
+                return Err(format!(
+                    "--max-restarts concerns ranks that this program starts, and these are started by {}: let that start them again, with \
+                     --resume latest",
+                    job.source
+                )
+                .into());
             }
-            let prepared = Prepared::new(&args, job.world_size, ranks_here, Verbosity::of(&job))?;
-            let _lock = match (job.rank == 0).then(|| folder::take(&args.out, args.overwrite)).transpose() {
-                Ok(lock) => lock,
-                Err(why) => return refuse_for_all(&args, &job, ranks_here, Some(prepared), why),
-            };
-            let mut progress = Prepared::progress(&args, job.rank);
-            if job.rank == 0 {
-                say(format_args!("ranks: {}, by {}", job.world_size, job.source));
-                // Our own launcher has said the rest.
-                if job.source != Source::Launch {
-                    say(prepared.describe(&args, job.world_size));
-                }
-            }
-            let Prepared { config, corpus, options, device } = &prepared;
-            match run_rank(&job, config, corpus, options, device, &mut progress) {
-                Ok(_) => Ok(ExitCode::SUCCESS),
-                Err(TrainError::Comm(error)) => {
-                    complain(format_args!("error: {error}"));
-                    // Whoever started the ranks looks for the one that is the cause.
-                    let code = u8::try_from(job::exit_code(&error, job.rank));
-                    Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
-                }
-                Err(error) => Err(error.into()),
-            }
+            run_one(&args, &job)
         }
         None => start(&args),
+    }
+}
+
+/// This process's rank of a job that a launcher has started.
+fn run_one(args: &TrainArgs, job: &Job) -> Result<ExitCode, CliError> {
+    let ranks_here = args.nproc.or_else(job::ranks_on_this_machine).unwrap_or(job.world_size);
+    check_saving(args)?;
+    let earlier = EarlierRun::find(args)?;
+    let refused = if job.rank == 0 { earlier.fate.check(&args.out) } else { Ok(()) };
+    if let Err(why) = refused {
+        // Before the text is loaded, which may take long.
+        return refuse_for_all(args, job, (ranks_here, &earlier), None, why);
+    }
+    let prepared = Prepared::new(args, job.world_size, ranks_here, &earlier, Verbosity::of(job))?;
+    let _lock = match (job.rank == 0).then(|| folder::take(&args.out, earlier.fate)).transpose() {
+        Ok(lock) => lock,
+        Err(why) => return refuse_for_all(args, job, (ranks_here, &earlier), Some(prepared), why),
+    };
+    let mut progress = Prepared::progress(args, &earlier, job.rank);
+    if job.rank == 0 {
+        say(format_args!("ranks: {}, by {}", job.world_size, job.source));
+        // Our own launcher has said the rest.
+        if job.source != Source::Launch {
+            say(prepared.describe(args, job.world_size));
+        }
+    }
+    let Prepared { config, corpus, options, device } = &prepared;
+    match run_rank(job, config, corpus, options, device, &mut progress) {
+        Ok(_) => Ok(ExitCode::SUCCESS),
+        Err(TrainError::Comm(error)) => {
+            complain(format_args!("error: {error}"));
+            // Whoever started the ranks looks for the one that is the cause.
+            let code = u8::try_from(job::exit_code(&error, job.rank));
+            Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
+        }
+        Err(error @ TrainError::Stopped { .. }) => Ok(stopped(&error, job.rank)),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The exit code of a rank that was asked to leave, and has saved the state of the run.
+fn stopped(error: &TrainError, rank: usize) -> ExitCode {
+    if rank == 0 {
+        say(error);
+    }
+    u8::try_from(job::EXIT_STOPPED).map_or(ExitCode::FAILURE, ExitCode::from)
+}
+
+/// An earlier run, or an earlier part of this one.
+struct EarlierRun {
+    /// The checkpoint from which this run goes on.
+    resume: Option<PathBuf>,
+    /// What becomes of what lies in `--out`.
+    fate: Earlier,
+}
+
+impl EarlierRun {
+    fn find(args: &TrainArgs) -> Result<Self, CliError> {
+        let find = |given: &PathBuf| folder::find_checkpoint(&args.out, given);
+        let resume = args.resume.as_ref().map(find).transpose()?;
+        let fate = Earlier::of(&args.out, resume.as_deref(), args.overwrite);
+        Ok(EarlierRun { resume, fate })
     }
 }
 
@@ -290,7 +358,7 @@ pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
 fn refuse_for_all(
     args: &TrainArgs,
     job: &Job,
-    ranks_here: usize,
+    (ranks_here, earlier): (usize, &EarlierRun),
     prepared: Option<Prepared>,
     why: CliError,
 ) -> Result<ExitCode, CliError> {
@@ -300,8 +368,8 @@ fn refuse_for_all(
     }
     complain(format_args!("error: {why}"));
     // The user has been told; later errors are not reported.
-    let prepared = prepared
-        .map_or_else(|| Prepared::new(args, job.world_size, ranks_here, Verbosity { speaks: false, warns: false }), Ok);
+    let silent = Verbosity { speaks: false, warns: false };
+    let prepared = prepared.map_or_else(|| Prepared::new(args, job.world_size, ranks_here, earlier, silent), Ok);
     if let Ok(Prepared { config, corpus, options, device }) = &prepared {
         let _ = refuse(job, config, corpus, options, device, &why.to_string());
     }
@@ -311,38 +379,55 @@ fn refuse_for_all(
 /// No launcher started this process: it is one itself, unless all ranks fit in it.
 fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
     let ranks = args.nproc.unwrap_or(if args.strategy == StrategyKind::Single { 1 } else { 2 });
-    if !args.overwrite {
-        folder::refuse_earlier_run(&args.out)?;
+    check_saving(args)?;
+    let earlier = EarlierRun::find(args)?;
+    earlier.fate.check(&args.out)?;
+    if is_threads(args.transport) && args.max_restarts > 0 {
+        return Err(format!(
+            "--max-restarts concerns ranks that are processes, not the threads of --transport {}; choose another transport",
+            args.transport
+        )
+        .into());
     }
     // What is wrong with the arguments or the text is said once, here, and not by every rank.
-    let prepared = Prepared::new(args, ranks, ranks, Verbosity { speaks: true, warns: true })?;
-    if is_threads(args.transport) || ranks == 1 {
-        let _lock = folder::take(&args.out, args.overwrite)?;
-        let mut progress = Prepared::progress(args, 0);
+    let prepared = Prepared::new(args, ranks, ranks, &earlier, Verbosity { speaks: true, warns: true })?;
+    if is_threads(args.transport) || (ranks == 1 && args.max_restarts == 0) {
+        let _lock = folder::take(&args.out, earlier.fate)?;
+        let mut progress = Prepared::progress(args, &earlier, 0);
         say(match args.nproc {
             Some(_) => format!("ranks: {ranks}, by --nproc"),
             None => format!("ranks: {ranks}, the default for --strategy {}; see --nproc", args.strategy),
         });
         say(prepared.describe(args, ranks));
-        run_threads(&prepared.config, &prepared.corpus, ranks, &prepared.options, &prepared.device, &mut progress)?;
-        return Ok(ExitCode::SUCCESS);
+        let Prepared { config, corpus, options, device } = &prepared;
+        return match run_threads(config, corpus, ranks, options, device, &mut progress) {
+            Ok(_) => Ok(ExitCode::SUCCESS),
+            Err(error @ TrainError::Stopped { .. }) => Ok(stopped(&error, 0)),
+            Err(error) => Err(error.into()),
+        };
     }
     say(prepared.describe(args, ranks));
+    let resume = prepared.options.keep.resume.clone();
     drop(prepared);
     let mut command: Vec<OsString> = std::env::args_os().skip(1).collect();
     if args.nproc.is_none() {
         command.extend(["--nproc".into(), ranks.to_string().into()]);
     }
     let mut launch = Launch::new(std::env::current_exe()?, ranks);
-    launch.args = command;
+    launch.args.clone_from(&command);
+    launch.stop = saves_state(args).then_some(LEAVING);
     // On a terminal rank 0 has it to itself, for its progress bar.
     launch.output = if std::io::stdout().is_terminal() { Output::RankZeroPlain } else { Output::Prefixed };
-    let outcome = launch.run()?;
+    let mut attempts = Attempts::new(&args.out, args.max_restarts, resume.as_deref(), command);
+    let outcome = launch.run_again(&mut |outcome| attempts.next(outcome))?;
     if let Some(cause) = outcome.cause {
         complain(format_args!("error: {cause}"));
     }
     Ok(u8::try_from(outcome.code).map_or(ExitCode::FAILURE, ExitCode::from))
 }
+
+/// How long ranks that were asked to leave may take for it.
+const LEAVING: Duration = Duration::from_secs(30);
 
 /// Refuses `--nproc` where a launcher has left another number of ranks of this machine, `ranks_here`, in the environment: whoever gives it means
 /// to start that many, or is mistaken about the launcher.
@@ -395,7 +480,13 @@ struct Prepared {
 
 impl Prepared {
     /// `ranks` in all, of which `ranks_here` share this machine.
-    fn new(args: &TrainArgs, ranks: usize, ranks_here: usize, verbosity: Verbosity) -> Result<Self, CliError> {
+    fn new(
+        args: &TrainArgs,
+        ranks: usize,
+        ranks_here: usize,
+        earlier: &EarlierRun,
+        verbosity: Verbosity,
+    ) -> Result<Self, CliError> {
         check_ranks(args, ranks, ranks_here)?;
         check_numbers(args)?;
         let local = local_options(args)?;
@@ -405,6 +496,8 @@ impl Prepared {
         let learning_rate = learning_rate(args)?;
         let of_transport = transport_options(args)?;
 
+        // Before the text is loaded, which may take long.
+        let resume = earlier.resume.as_deref().map(Saved::open).transpose()?;
         let CheckedDevice { device, largest_tensor } = args.device.open()?;
         let cuda_device = cuda_ordinal(&device).map(usize::from);
         folder::make_writable(&args.out)?;
@@ -437,20 +530,23 @@ impl Prepared {
             eval_batches: args.eval_batches,
         };
         check_batches(args.device, &config, &corpus, ranks, largest_tensor)?;
+        if let Some(saved) = &resume {
+            saved.check(&serde_json::to_value(&config)?, &corpus.hash_hex())?;
+        }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let options = RankOptions {
             transport: args.transport,
             options: TransportOptions { cuda_device, ..of_transport },
             node_transport: args.node_transport,
             threads: args.threads.unwrap_or_else(|| (cores / ranks_here).max(1)),
-            checkpoint: Some(args.out.join(folder::CHECKPOINT)),
+            keep: keep(args, resume),
         };
         Ok(Prepared { config, corpus, options, device })
     }
 
     /// The observer of `rank`: only rank 0 prints and writes.
-    fn progress(args: &TrainArgs, rank: usize) -> Progress {
-        Progress::new(args.log_every, (rank == 0).then(|| args.out.clone()))
+    fn progress(args: &TrainArgs, earlier: &EarlierRun, rank: usize) -> Progress {
+        Progress::new(args.log_every, (rank == 0).then(|| (args.out.clone(), earlier.fate)))
     }
 
     fn describe(&self, args: &TrainArgs, ranks: usize) -> String {
@@ -458,7 +554,7 @@ impl Prepared {
         let over = if ranks == 1 { String::new() } else { format!(" over {}", args.transport) };
         format!(
             "text: {}\nmodel: {} ({} layers, {} heads, {} wide, {} tokens a sequence, {:.2} M parameters)\nstrategy: {} on {ranks} \
-             rank(s){over}, {} thread(s) each, {} sequences a step",
+             rank(s){over}, {} thread(s) each, {} sequences a step{}",
             self.corpus.describe(),
             args.preset,
             model.n_layer,
@@ -469,7 +565,62 @@ impl Prepared {
             args.strategy,
             self.options.threads,
             args.batch,
+            self.options.keep.resume.as_ref().map_or(String::new(), |saved| self.describe_resume(saved, ranks)),
         )
+    }
+
+    /// From where the run goes on, and whether its result is that of one that was never interrupted.
+    fn describe_resume(&self, saved: &Saved, ranks: usize) -> String {
+        let step = saved.state().step;
+        let changes =
+            serde_json::to_value(&self.config).map_or_else(|_| Vec::new(), |now| saved.state().changes(&now, ranks));
+        let how = if changes.is_empty() {
+            "to the last bit as if nothing had been".to_owned()
+        } else {
+            format!("resharded, and equal within rounding ({})", changes.join("; "))
+        };
+        format!("\nresume: {} after step {step} of {}, {how}", saved.folder().display(), self.config.steps)
+    }
+}
+
+/// Whether a run like this saves its whole state. What ranks that train by themselves for a time keep beside masters and moments is in no
+/// checkpoint, and neither is an optimizer without moments.
+fn saves_state(args: &TrainArgs) -> bool {
+    args.strategy.spec().is_one_device && args.optimizer != OptimizerKind::Sgd
+}
+
+/// Refuses what asks for checkpoints of a run that has none.
+fn check_saving(args: &TrainArgs) -> Result<(), CliError> {
+    let given = [
+        ("--save-every", args.save_every > 0),
+        ("--resume", args.resume.is_some()),
+        ("--max-restarts", args.max_restarts > 0),
+    ];
+    match given.into_iter().find(|(_, given)| *given) {
+        Some((option, _)) if !saves_state(args) => {
+            let (what, name) = match args.strategy.spec().is_one_device {
+                true => ("--optimizer", args.optimizer.to_string()),
+                false => ("--strategy", args.strategy.to_string()),
+            };
+            Err(format!(
+                "{option}: a run with {what} {name} has no checkpoints from which it could go on; leave it out"
+            )
+            .into())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// What is saved, and from what the run goes on.
+fn keep(args: &TrainArgs, resume: Option<Saved>) -> Keep {
+    let store = folder::checkpoints(&args.out);
+    Keep {
+        model: Some(args.out.join(folder::CHECKPOINT)),
+        best: Some(args.out.join(folder::BEST)),
+        checkpoints: saves_state(args).then_some(Checkpoints { store, every: args.save_every, keep: args.keep }),
+        resume: resume.map(Arc::new),
+        stop: StopRequest::default(),
+        restarts: Restarts { count: args.restarts, steps_lost: args.steps_lost },
     }
 }
 
@@ -528,7 +679,7 @@ fn check_numbers(args: &TrainArgs) -> Result<(), CliError> {
 
 /// Refuses counts that are too small or too large.
 fn check_counts(args: &TrainArgs, ranks_here: usize) -> Result<(), CliError> {
-    for (name, value) in [("--steps", args.steps), ("--lanes", args.lanes as u64)] {
+    for (name, value) in [("--steps", args.steps), ("--lanes", args.lanes as u64), ("--keep", args.keep as u64)] {
         if value == 0 {
             return Err(format!("{name} must be at least 1").into());
         }

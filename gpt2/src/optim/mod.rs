@@ -26,7 +26,7 @@ pub use adamw::{AdamW, AdamWConfig};
 pub use device::{DeviceAdamW, DeviceLamb, DeviceNorms, DeviceSgd, sum_of_squares_on_device};
 pub use lamb::{Lamb, trust_ratio};
 pub use norm::{clip_factor, sum_of_squares};
-pub use scaler::{LossScaler, LossScaling, Overflow, ScalingError};
+pub use scaler::{LossScaler, LossScaling, Overflow, ScalerState, ScalingError};
 pub use schedule::{LearningRate, ScheduleKind};
 pub use sgd::Sgd;
 

@@ -73,7 +73,7 @@ impl Sgd {
     ///
     /// # Errors
     /// [`OptimError::Length`] where there is something in them.
-    pub(super) fn restore(&mut self, mean: &[f32], square: &[f32], steps: u64) -> Result<(), OptimError> {
+    pub(in crate::optim) fn restore(&mut self, mean: &[f32], square: &[f32], steps: u64) -> Result<(), OptimError> {
         for (what, saved) in [("the saved first moment", mean), ("the saved second moment", square)] {
             if !saved.is_empty() {
                 return Err(OptimError::Length { segment: self.segment.clone(), what, len: saved.len(), expected: 0 });

@@ -8,7 +8,7 @@ use comm_core::{CommunicatorExt, Deadline, ReduceOp};
 use super::history::History;
 use super::rank::Trainer;
 use super::{Parts, RankReport, Summary, TrainError, median};
-use crate::checkpoint::{Checkpoint, WeightsHash};
+use crate::checkpoint::{self, Checkpoint, CheckpointError, WeightsHash};
 use crate::corpus::Corpus;
 use crate::flat::Flat;
 use crate::memory::{self, Usage};
@@ -66,7 +66,9 @@ impl Trainer<'_> {
             matrix_formula: self.peaks_of_devices.matrix_formula(self.local.model.device(), self.config.precision),
             mfu_formula: self.peaks_of_devices.mfu_formula(),
             transport: self.facts(),
-            checkpoint: self.checkpoint.clone().filter(|_| saved.is_ok()),
+            checkpoint: self.keep.model.clone().filter(|_| saved.is_ok()),
+            resumed_at: self.keep.resume.as_ref().map(|saved| saved.state().step),
+            restarts: self.keep.restarts,
         };
         // A rank that is lost is the cause of the job's end, whatever else went wrong.
         Ok((summary, heard.and(saved)))
@@ -101,14 +103,25 @@ impl Trainer<'_> {
         })
     }
 
+    /// Keeps the weights that were saved last under the name of the best, on the rank that saves.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Io`](crate::checkpoint::CheckpointError::Io).
+    pub(super) fn keep_best(&self) -> Result<(), CheckpointError> {
+        match (&self.keep.model, &self.keep.best) {
+            (Some(model), Some(best)) if self.writes() => checkpoint::keep_as(model, best),
+            _ => Ok(()),
+        }
+    }
+
     /// Whether this rank saves.
     fn writes(&self) -> bool {
-        self.checkpoint.is_some() && self.session.comm.rank() == SAVES
+        self.keep.model.is_some() && self.session.comm.rank() == SAVES
     }
 
     /// Writes a checkpoint of these weights, on the rank that saves.
     fn write(&self, weights: Vec<Vec<f32>>, corpus: &Corpus, step: u64) -> Result<(), TrainError> {
-        let Some(path) = self.checkpoint.as_ref().filter(|_| self.writes()) else { return Ok(()) };
+        let Some(path) = self.keep.model.as_ref().filter(|_| self.writes()) else { return Ok(()) };
         let tokenizer = serde_json::to_value(corpus.tokenizer())
             .map_err(|error| comm_core::Error::Internal(format!("the tokenizer's description: {error}")))?;
         let (config, several_documents) = (self.config.model.clone(), corpus.has_several_documents());
@@ -116,7 +129,7 @@ impl Trainer<'_> {
     }
 
     /// This rank's masters of one segment, in host memory.
-    fn own_masters(&self, segment: usize) -> Result<Cow<'_, [f32]>, TrainError> {
+    pub(super) fn own_masters(&self, segment: usize) -> Result<Cow<'_, [f32]>, TrainError> {
         if let Some(weights) = self.local.model.params(segment).filter(|_| self.local.lends_masters) {
             return Ok(Cow::Borrowed(weights));
         }

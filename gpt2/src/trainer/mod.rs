@@ -7,6 +7,7 @@ mod number;
 mod optimizers;
 mod peaks;
 mod rank;
+mod save;
 #[cfg(test)]
 mod tests;
 mod traffic;
@@ -21,6 +22,7 @@ use isocomm::{Connected, Counters, Medium, Properties, TransportOptions, threads
 use serde::{Deserialize, Serialize};
 
 use crate::batches::LastBatch;
+use crate::checkpoint::sharded::Best;
 use crate::config::ModelConfig;
 use crate::corpus::Corpus;
 pub use crate::error::TrainError;
@@ -33,6 +35,7 @@ use crate::record::{Operation, Span};
 use crate::strategy::formula::Expected;
 use crate::strategy::{self, StrategyKind, StrategyOptions};
 use rank::{Build, Trainer};
+pub use save::{Checkpoints, Keep, Restarts, SaveReport};
 
 /// Everything that determines a run, apart from the corpus and the transport. Equal on all ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -337,6 +340,10 @@ pub struct Summary {
     pub transport: Vec<(String, String)>,
     /// Where the checkpoint is; `None` where none was to be saved, or could be.
     pub checkpoint: Option<PathBuf>,
+    /// Steps that an earlier run had taken, from whose checkpoint this one went on. Lists of steps and all figures are of the others.
+    pub resumed_at: Option<u64>,
+    /// How often the ranks were started again before this run came to its end.
+    pub restarts: Restarts,
 }
 
 /// One rank's own figures.
@@ -401,6 +408,8 @@ pub trait Observer {
     fn warning(&mut self, _text: &str) {}
     /// After each validation.
     fn validation(&mut self, _step: u64, _loss: f64) {}
+    /// The whole state was saved.
+    fn saved(&mut self, _report: &SaveReport) {}
     /// After the last step and the last attempt to save: what the run came to, even where an error follows, because the weights could not be
     /// saved, or not all ranks came to the end.
     fn ended(&mut self, _summary: &Summary) {}
@@ -421,8 +430,23 @@ pub fn train(
     checkpoint: Option<PathBuf>,
     observer: &mut dyn Observer,
 ) -> Result<Summary, TrainError> {
+    train_keeping(config, corpus, session, device, &Keep { model: checkpoint, ..Keep::default() }, observer)
+}
+
+/// As [`train`], with all that can be saved, and from where an earlier run has come to.
+///
+/// # Errors
+/// See [`TrainError`]: [`TrainError::Stopped`] on all ranks where the run was asked to leave, which is no failure.
+pub fn train_keeping(
+    config: &TrainConfig,
+    corpus: &Corpus,
+    session: &Session,
+    device: &Device,
+    keep: &Keep,
+    observer: &mut dyn Observer,
+) -> Result<Summary, TrainError> {
     let build = |setup: &strategy::Setup<'_>| strategy::build(config.strategy, setup);
-    train_by(&build, config, corpus, session, device, checkpoint, observer)
+    train_by(&build, config, corpus, session, device, keep, observer)
 }
 
 /// As [`train`], by the strategy that `build` gives.
@@ -432,23 +456,27 @@ fn train_by(
     corpus: &Corpus,
     session: &Session,
     device: &Device,
-    checkpoint: Option<PathBuf>,
+    keep: &Keep,
     observer: &mut dyn Observer,
 ) -> Result<Summary, TrainError> {
-    let trainer = || Trainer::new(config, corpus, session, device, checkpoint, build);
+    let trainer = || Trainer::new(config, corpus, session, device, keep, build);
     let result = trainer().and_then(|trainer| run(trainer, corpus, observer));
     // The others would wait for this rank until their deadline. Where they know already, the first failure stays.
     match &result {
         Err(TrainError::Comm(error)) => session.control.poison(error),
+        // All leave together.
+        Ok(_) | Err(TrainError::Stopped { .. }) => {}
         Err(error) => session.comm.abort(&error.to_string()),
-        Ok(_) => {}
     }
-    let summary = result?;
+    let summary = match result {
+        Err(error) if !matches!(error, TrainError::Stopped { .. }) => return Err(error),
+        other => other,
+    };
     if let Some(node) = &session.node {
         node.comm.finish(session.timeout)?;
     }
     session.comm.finish(session.timeout)?;
-    Ok(summary)
+    summary
 }
 
 /// All steps, validations and checkpoints.
@@ -460,9 +488,12 @@ fn run(mut trainer: Trainer<'_>, corpus: &Corpus, observer: &mut dyn Observer) -
     if let Some(reason) = trainer.staged() {
         observer.warning(reason);
     }
+    if trainer.keep.checkpoints.is_some() {
+        trainer.keep.stop.heed_signals()?;
+    }
     observer.started(config.steps);
-    let mut validations = Vec::new();
-    for step in 0..config.steps {
+    let (mut validations, mut best, mut leaves, mut is_due) = (Vec::new(), None, false, false);
+    for step in trainer.first_step()..config.steps {
         let report = trainer.step(step, observer)?;
         observer.step(&report);
         // Its spans are not kept: a run may take any number of steps.
@@ -472,19 +503,62 @@ fn run(mut trainer: Trainer<'_>, corpus: &Corpus, observer: &mut dyn Observer) -
             let loss = trainer.validate()?;
             observer.validation(step + 1, loss);
             validations.push((step + 1, loss));
+            best = trainer.if_best(step + 1, loss);
             if !is_last && trainer.has_stepped()? {
-                // What a death or an impatient user would otherwise cost.
-                match trainer.save(corpus, step + 1) {
-                    Err(error @ TrainError::Checkpoint(_)) => observer
-                        .warning(&format!("step {}: the run goes on without a new checkpoint: {error}", step + 1)),
-                    other => other?,
+                save_weights(&mut trainer, corpus, (step + 1, best), observer)?;
+            }
+        }
+        leaves |= trainer.leaves()?;
+        let Some(checkpoints) = trainer.keep.checkpoints.as_ref().filter(|_| !is_last) else { continue };
+        is_due |= leaves || (checkpoints.every > 0 && (step + 1).is_multiple_of(checkpoints.every));
+        if is_due && trainer.replicas_agree {
+            is_due = false;
+            match trainer.save_state(checkpoints, corpus, step + 1) {
+                Ok(report) => {
+                    observer.saved(&report);
+                    if leaves {
+                        return Err(save::stopped(&report));
+                    }
                 }
+                Err(error @ TrainError::Saved(_)) if !leaves => {
+                    observer.warning(&format!("step {}: the run goes on without a new checkpoint: {error}", step + 1))
+                }
+                Err(error) => return Err(error),
             }
         }
     }
     let (summary, outcome) = trainer.summary(corpus, validations)?;
+    if outcome.is_ok() {
+        keep_best(&mut trainer, best, observer);
+    }
     observer.ended(&summary);
     outcome.map(|()| summary)
+}
+
+/// Saves the weights after a validation: what a death or an impatient user would otherwise cost.
+fn save_weights(
+    trainer: &mut Trainer<'_>,
+    corpus: &Corpus,
+    (step, best): (u64, Option<Best>),
+    observer: &mut dyn Observer,
+) -> Result<(), TrainError> {
+    match trainer.save(corpus, step) {
+        Err(error @ TrainError::Checkpoint(_)) => {
+            observer.warning(&format!("step {step}: the run goes on without a new checkpoint: {error}"));
+        }
+        Err(error) => return Err(error),
+        Ok(()) => keep_best(trainer, best, observer),
+    }
+    Ok(())
+}
+
+/// Keeps the weights that were saved last as the best, if they are.
+fn keep_best(trainer: &mut Trainer<'_>, best: Option<Best>, observer: &mut dyn Observer) {
+    let Some(best) = best else { return };
+    match trainer.keep_best() {
+        Ok(()) => trainer.best = Some(best),
+        Err(error) => observer.warning(&format!("step {}: the best weights are not kept: {error}", best.step)),
+    }
 }
 
 /// The median; NaN of nothing.

@@ -2,12 +2,14 @@
 
 mod sgd;
 
+use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
 use burn::tensor::Device;
 use comm_core::{Communicator, Error};
 
+use super::save::Means;
 use super::{Session, TrainConfig, TrainError};
 use crate::devices::{self, Placement};
 use crate::flat::{DeviceCollectives, Flat};
@@ -32,6 +34,12 @@ pub(super) trait MasterOptimizer {
 
     /// The steps taken, over segments.
     fn steps(&self) -> Vec<u64>;
+
+    /// The moments of a segment's optimizer.
+    fn state(&self, segment: usize) -> Result<Means<'_>, TrainError>;
+
+    /// Has a segment's optimizer go on with these moments, after so many steps, on `device` if it is there.
+    fn restore(&mut self, segment: usize, means: [Vec<f32>; 2], steps: u64, device: &Device) -> Result<(), TrainError>;
 
     /// Gradients where the masters are: read back, if that is in host memory.
     fn fetch(&self, grads: Vec<Flat>) -> Result<Vec<Flat>, Error> {
@@ -84,6 +92,16 @@ impl MasterOptimizer for OnHost {
         self.0.iter().map(Optimizer::steps).collect()
     }
 
+    fn state(&self, segment: usize) -> Result<Means<'_>, TrainError> {
+        let (mean, square, _) = self.0[segment].state();
+        Ok([Cow::Borrowed(mean), Cow::Borrowed(square)])
+    }
+
+    fn restore(&mut self, segment: usize, means: [Vec<f32>; 2], steps: u64, _: &Device) -> Result<(), TrainError> {
+        let [mean, square] = means;
+        Ok(self.0[segment].restore(mean, square, steps)?)
+    }
+
     fn fetch(&self, grads: Vec<Flat>) -> Result<Vec<Flat>, Error> {
         let fetch = |grads| match grads {
             Flat::Host(_) => Ok(grads),
@@ -134,6 +152,14 @@ impl MasterOptimizer for AdamWOnDevice {
         self.0.iter().map(DeviceAdamW::steps).collect()
     }
 
+    fn state(&self, segment: usize) -> Result<Means<'_>, TrainError> {
+        Ok(self.0[segment].state()?.0.map(Cow::Owned))
+    }
+
+    fn restore(&mut self, segment: usize, means: [Vec<f32>; 2], steps: u64, device: &Device) -> Result<(), TrainError> {
+        Ok(self.0[segment].restore(means, steps, device)?)
+    }
+
     fn sum_of_squares(&self, grads: &[Flat], unscale: f32) -> Result<f64, TrainError> {
         squares_on_device(grads, unscale)
     }
@@ -163,6 +189,14 @@ impl MasterOptimizer for LambOnDevice {
 
     fn steps(&self) -> Vec<u64> {
         self.0.iter().map(DeviceLamb::steps).collect()
+    }
+
+    fn state(&self, segment: usize) -> Result<Means<'_>, TrainError> {
+        Ok(self.0[segment].state()?.0.map(Cow::Owned))
+    }
+
+    fn restore(&mut self, segment: usize, means: [Vec<f32>; 2], steps: u64, device: &Device) -> Result<(), TrainError> {
+        Ok(self.0[segment].restore(means, steps, device)?)
     }
 
     fn sum_of_squares(&self, grads: &[Flat], unscale: f32) -> Result<f64, TrainError> {

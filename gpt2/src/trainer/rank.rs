@@ -1,7 +1,6 @@
 //! One rank of a training run.
 
 use std::ops::Range;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -12,9 +11,11 @@ use super::history::History;
 use super::local::{Local, who_owns_what};
 use super::optimizers::{self, MemoryPlacement};
 use super::peaks::Peaks;
+use super::save::{Keep, Start, restore_rest};
 use super::traffic::{StepTraffic, TrafficTotals};
 use super::{Observer, Parts, Session, StepReport, TrainConfig, TrainError, ms};
 use crate::batches::{Batches, Share};
+use crate::checkpoint::sharded::{Best, Kind};
 use crate::corpus::Corpus;
 use crate::devices::{self, Placement};
 use crate::flat::Flat;
@@ -49,9 +50,11 @@ pub(super) struct Trainer<'a> {
     sent_before: Option<TrafficTotals>,
     /// Whether ranks that have the same parameters have the same values of them after the last step.
     pub(super) replicas_agree: bool,
-    /// Where rank 0 saves.
-    pub(super) checkpoint: Option<PathBuf>,
-    /// Whether anyone saves: all ranks bring their masters for it.
+    /// What is saved.
+    pub(super) keep: &'a Keep,
+    /// The best validation so far.
+    pub(super) best: Option<Best>,
+    /// Whether anyone saves weights: all ranks bring their masters for it.
     pub(super) saves: bool,
     started: Instant,
 }
@@ -62,7 +65,7 @@ impl<'a> Trainer<'a> {
         corpus: &Corpus,
         session: &'a Session,
         device: &Device,
-        checkpoint: Option<PathBuf>,
+        keep: &'a Keep,
         build: Build<'_>,
     ) -> Result<Self, TrainError> {
         let comms = comms(session);
@@ -72,12 +75,15 @@ impl<'a> Trainer<'a> {
         let (options, checked) = (&config.options, session.checked);
         let built =
             build(&Setup { comms: &comms, segments: &lengths, options, precision, accumulation, seed, checked })?;
-        let (local, validation) = local(config, corpus, session, device, &built, places)?;
+        if let Some(saved) = &keep.resume {
+            saved.verify(comms.world.rank(), comms.world.world_size())?;
+        }
+        let (local, validation) = local((config, keep), corpus, session, device, &built, places)?;
         let flops_per_token = config.model.flops_per_token(config.model.block_size);
         let all = (session, &*local.scalars);
         let peaks_of_devices = Peaks::measure(flops_per_token, built.computes, device, precision, all)?;
         let owned_by = who_owns_what(&*local.scalars, &built.owned)?;
-        let saves = local.scalars.all_reduce_scalar(i64::from(checkpoint.is_some()), ReduceOp::Max)? == 1;
+        let saves = local.scalars.all_reduce_scalar(i64::from(keep.model.is_some()), ReduceOp::Max)? == 1;
         memory::reset_peaks();
         Ok(Trainer {
             config,
@@ -95,7 +101,8 @@ impl<'a> Trainer<'a> {
             sent_before: None,
             // All begin with the same.
             replicas_agree: true,
-            checkpoint,
+            best: keep.resume.as_ref().and_then(|saved| saved.state().best),
+            keep,
             saves,
             started: Instant::now(),
         })
@@ -103,7 +110,7 @@ impl<'a> Trainer<'a> {
 
     /// One step: what it does and in which order is the strategy's.
     pub(super) fn step(&mut self, step: u64, observer: &mut dyn Observer) -> Result<StepReport, TrainError> {
-        if step == 0 {
+        if step == self.first_step() {
             self.started = Instant::now();
         }
         // What was done since the last step is none of this one's.
@@ -131,6 +138,11 @@ impl<'a> Trainer<'a> {
         let seconds = self.started.elapsed().as_secs_f64();
         memory::within(Category::Other, || self.history.add(&report, seconds, &outcome, sent));
         Ok(report)
+    }
+
+    /// Steps that were taken before this run: its first one, counted from 0.
+    pub(super) fn first_step(&self) -> u64 {
+        self.keep.resume.as_ref().map_or(0, |saved| saved.state().step)
     }
 
     /// What is reported of a step.
@@ -175,7 +187,7 @@ impl<'a> Trainer<'a> {
 
     /// Whether any step was not skipped, on any rank, so that the weights are not those of the start. All ranks call it together.
     pub(super) fn has_stepped(&self) -> comm_core::Result<bool> {
-        let own = self.local.scaler.finish(self.history.losses.len() as u64).is_ok();
+        let own = self.local.scaler.finish(self.local.step + 1).is_ok();
         if self.config.strategy.spec().is_one_device {
             return Ok(own);
         }
@@ -249,7 +261,7 @@ fn comms(session: &Session) -> Comms {
 
 /// The model, the data and the optimizer of this rank, and its batches for validation.
 fn local<'a>(
-    config: &'a TrainConfig,
+    (config, keep): (&'a TrainConfig, &Keep),
     corpus: &Corpus,
     session: &Session,
     device: &Device,
@@ -308,8 +320,13 @@ fn local<'a>(
         owned_by,
         step: 0,
         rows: 0,
+        stop: keep.stop.clone(),
+        leaving: None,
     };
-    initialise(&mut local, built)?;
+    initialise(&mut local, built, Start::of(keep.resume.as_deref()))?;
+    if let Some(saved) = &keep.resume {
+        restore_rest(&mut local, saved)?;
+    }
     Ok((local, validation))
 }
 
@@ -321,9 +338,9 @@ fn scalars(session: &Session) -> comm_core::Result<Arc<dyn Communicator>> {
     part.ok_or_else(|| comm_core::Error::InvalidArgument("the communicator of scalars has no ranks".into()))
 }
 
-/// Makes the initial weights and masters, and an optimizer for each segment. A whole segment at a time, so that a sharded model is never
-/// whole in memory.
-fn initialise(local: &mut Local<'_>, built: &Built) -> Result<(), TrainError> {
+/// Makes the weights and masters that the run begins with, and an optimizer for each segment. A whole segment at a time, so that a sharded
+/// model is never whole in memory; of a checkpoint no more than is needed.
+fn initialise(local: &mut Local<'_>, built: &Built, mut start: Start<'_>) -> Result<(), TrainError> {
     let brings_weights = built.strategy.brings_weights();
     let keeps_model = built.computes && !brings_weights;
     let category = if brings_weights { Category::Parameters } else { Category::Optimizer };
@@ -331,18 +348,29 @@ fn initialise(local: &mut Local<'_>, built: &Built) -> Result<(), TrainError> {
     let infos = model.segments().to_vec();
     masters.reserve_exact(infos.len());
     for (segment, (info, range)) in infos.iter().zip(&built.owned).enumerate() {
-        let initial = info.initial(&config.model, config.seed);
+        let (values, own) = match &mut start {
+            Start::Seed => (info.initial(&config.model, config.seed), range.clone()),
+            Start::Saved(_, reader) if keeps_model => (reader.read(segment, Kind::Master, 0..info.len)?, range.clone()),
+            Start::Saved(_, reader) => (reader.read(segment, Kind::Master, range.clone())?, 0..range.len()),
+        };
+        memory::within(Category::Optimizer, || {
+            optimizer.push(config.optimizer, info, range.clone())?;
+            if let Start::Saved(saved, reader) = &mut start {
+                let mean = reader.read(segment, Kind::Mean, range.clone())?;
+                let square = reader.read(segment, Kind::Square, range.clone())?;
+                optimizer.restore(segment, [mean, square], saved.optimizer_steps(segment), model.device())?;
+            }
+            Ok::<(), TrainError>(())
+        })?;
         if *lends_masters {
-            let weights = Buffer::from_vec(memory::recharge(initial, Category::Parameters));
+            let weights = Buffer::from_vec(memory::recharge(values, Category::Parameters));
             memory::within(Category::Parameters, || model.put_params(segment, weights))?;
-            memory::within(Category::Optimizer, || optimizer.push(config.optimizer, info, range.clone()))?;
             masters.push(Flat::default());
             continue;
         }
-        masters.push(memory::within(category, || places.masters(&initial[range.clone()], model.device())));
-        memory::within(Category::Optimizer, || optimizer.push(config.optimizer, info, range.clone()))?;
+        masters.push(memory::within(category, || places.masters(&values[own], model.device())));
         if keeps_model {
-            memory::within(Category::Parameters, || model.write_params(segment, &initial))?;
+            memory::within(Category::Parameters, || model.write_params(segment, &values))?;
         }
     }
     Ok(())

@@ -75,7 +75,7 @@ fn run(
     let options = TransportOptions { timeout: Duration::from_secs(60), ..TransportOptions::default() };
     let train = |session: Session| {
         let mut kept = Kept::default();
-        let summary = train_by(&build, &config, &corpus, &session, &Device::flex(), None, &mut kept);
+        let summary = train_by(&build, &config, &corpus, &session, &Device::flex(), &Keep::default(), &mut kept);
         (kept.0, summary)
     };
     thread::scope(|scope| {

@@ -29,6 +29,14 @@ impl DeviceSgd {
         self.0.steps()
     }
 
+    /// As [`Optimizer::restore`](crate::optim::Optimizer::restore).
+    ///
+    /// # Errors
+    /// [`OptimError::Length`] where there is something in the moments, of which it has none.
+    pub fn restore(&mut self, mean: &[f32], square: &[f32], steps: u64) -> Result<(), OptimError> {
+        self.0.restore(mean, square, steps)
+    }
+
     /// One step on the shard: see [`Sgd::step`]. `params` are its elements in f32, or `None` where there are none; returns the new ones.
     /// `grads` follow one another, each of any floating-point type, on the same device.
     ///

@@ -1,7 +1,11 @@
 //! Plain SGD on the device.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
+use burn::tensor::Device;
+
+use super::super::save::Means;
 use super::{AddUp, MasterOptimizer, squares_on_device};
 use crate::error::TrainError;
 use crate::flat::Flat;
@@ -21,6 +25,15 @@ impl MasterOptimizer for SgdOnDevice {
 
     fn steps(&self) -> Vec<u64> {
         self.0.iter().map(DeviceSgd::steps).collect()
+    }
+
+    fn state(&self, _segment: usize) -> Result<Means<'_>, TrainError> {
+        Ok([Cow::Borrowed(&[]), Cow::Borrowed(&[])])
+    }
+
+    fn restore(&mut self, segment: usize, means: [Vec<f32>; 2], steps: u64, _: &Device) -> Result<(), TrainError> {
+        let [mean, square] = &means;
+        Ok(self.0[segment].restore(mean, square, steps)?)
     }
 
     fn sum_of_squares(&self, grads: &[Flat], unscale: f32) -> Result<f64, TrainError> {
