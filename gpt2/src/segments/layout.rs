@@ -33,7 +33,9 @@ pub struct SegmentInfo {
 impl SegmentInfo {
     /// GPT-2's initial weights of this segment (see [`init`](crate::init)), in order of their offsets.
     pub fn initial(&self, config: &ModelConfig, seed: u64) -> Vec<f32> {
-        self.params.iter().flat_map(|param| initial_values(config, seed, &param.path, param.len)).collect()
+        let mut values = Vec::with_capacity(self.len);
+        values.extend(self.params.iter().flat_map(|param| initial_values(config, seed, &param.path, param.len)));
+        values
     }
 }
 

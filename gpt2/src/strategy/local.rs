@@ -28,6 +28,11 @@ pub trait DuringPass {
         false
     }
 
+    /// Whether weights come from all ranks after an update, so that a rank keeps its masters apart from them, however many they are.
+    fn gathers_weights(&self) -> bool {
+        false
+    }
+
     /// A pass over the model begins, with gradients or without.
     fn begin(&mut self, training: bool) {
         let _ = training;

@@ -92,6 +92,10 @@ fn everyone_to_everyone(
 }
 
 impl DuringPass for ShardedServer {
+    fn gathers_weights(&self) -> bool {
+        true
+    }
+
     fn gradient(&mut self, segment: usize, grads: Gradients, _channels: &mut Channels) -> comm_core::Result<()> {
         self.grads.add(segment, grads)
     }

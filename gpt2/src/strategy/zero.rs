@@ -122,6 +122,10 @@ impl Zero {
 }
 
 impl DuringPass for Zero {
+    fn gathers_weights(&self) -> bool {
+        true
+    }
+
     fn room(&mut self, segment: usize) -> Vec<f32> {
         self.buckets.room(segment)
     }

@@ -301,6 +301,7 @@ fn local<'a>(
     let lends_masters = config.strategy.spec().is_one_device
         && built.computes
         && !built.strategy.brings_weights()
+        && !built.strategy.gathers_weights()
         && config.precision == Precision::F32
         && Placement::of(device) == Placement::Host
         && !places.masters_on_device
@@ -348,7 +349,7 @@ fn initialise(local: &mut Local<'_>, built: &Built, mut start: Start<'_>) -> Res
     let infos = model.segments().to_vec();
     masters.reserve_exact(infos.len());
     for (segment, (info, range)) in infos.iter().zip(&built.owned).enumerate() {
-        let (values, own) = match &mut start {
+        let (mut values, own) = match &mut start {
             Start::Seed => (info.initial(&config.model, config.seed), range.clone()),
             Start::Saved(_, reader) if keeps_model => (reader.read(segment, Kind::Master, 0..info.len)?, range.clone()),
             Start::Saved(_, reader) => (reader.read(segment, Kind::Master, range.clone())?, 0..range.len()),
@@ -363,6 +364,8 @@ fn initialise(local: &mut Local<'_>, built: &Built, mut start: Start<'_>) -> Res
             Ok::<(), TrainError>(())
         })?;
         if *lends_masters {
+            // They stay for the whole run.
+            values.shrink_to_fit();
             let weights = Buffer::from_vec(memory::recharge(values, Category::Parameters));
             memory::within(Category::Parameters, || model.put_params(segment, weights))?;
             masters.push(Flat::default());
