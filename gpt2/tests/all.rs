@@ -7,6 +7,7 @@ mod deaths;
 mod device;
 mod ending;
 mod events;
+mod hugging_face;
 mod join;
 mod local;
 mod native;

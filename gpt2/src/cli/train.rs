@@ -16,9 +16,11 @@ use isocomm::{Medium, TransportKind, TransportOptions};
 
 use super::folder;
 use super::loading::LoadProgress;
+use super::model::check_vocabulary;
 use super::progress::Progress;
 use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, complain, say};
 use crate::batches::{Batches, LastBatch, Share};
+use crate::checkpoint::{InitialWeights, StoredWeights};
 use crate::config::{ModelConfig, Preset};
 use crate::corpus::{Corpus, CorpusSource, LoadOptions, TokenCache};
 use crate::devices::{CheckedDevice, DeviceChoice, cuda_ordinal};
@@ -28,7 +30,7 @@ use crate::optim::{LearningRate, LossScaling, OptimizerConfig, OptimizerKind, Sc
 use crate::precision::Precision;
 use crate::run::{RankOptions, refuse, run_rank, run_threads};
 use crate::strategy::{StrategyKind, StrategyOptions};
-use crate::tokenizer::TokenizerKind;
+use crate::tokenizer::{Tokenizer, TokenizerKind};
 use crate::trainer::{TrainConfig, TrainError};
 
 #[derive(Clone, Debug, Args)]
@@ -44,10 +46,18 @@ pub(super) struct TrainArgs {
     /// for single, else 2]
     #[arg(long)]
     nproc: Option<usize>,
-    /// Model size: micro, tiny, mini, small, 124m, 350m, 774m, 1558m.
-    #[arg(long, default_value = "tiny")]
-    preset: Preset,
-    /// Tokens a sequence, instead of the preset's.
+    /// TOML file of settings under the names of these options, such as `strategy = "ddp"`; what the command line gives wins, and a switch that
+    /// the file turns on is turned off by `--switch=false`. Paths in it are relative to the current folder.
+    #[arg(long)]
+    pub(super) config: Option<PathBuf>,
+    /// Model size: micro, tiny, mini, small, 124m, 350m, 774m, 1558m. [default: tiny, or that of --init-from]
+    #[arg(long)]
+    preset: Option<Preset>,
+    /// Weights to start from: a checkpoint of this program, or a GPT-2 of Hugging Face's transformers as safetensors: the file beside its
+    /// config.json, the index of several, or the folder. Size and tokenizer come from it. Optimizer and data order begin anew.
+    #[arg(long)]
+    init_from: Option<PathBuf>,
+    /// Tokens a sequence, instead of the preset's or at most as many as --init-from has positions.
     #[arg(long)]
     block_size: Option<usize>,
     /// A text file, a folder of text files, or token shards (.bin). [default: documentation of this program's own dependencies]
@@ -62,9 +72,9 @@ pub(super) struct TrainArgs {
     /// may be removed when no run uses it.
     #[arg(long)]
     no_token_cache: bool,
-    /// gpt2 (byte-pair encoding), bytes or chars.
-    #[arg(long, default_value = "gpt2")]
-    tokenizer: TokenizerKind,
+    /// gpt2 (byte-pair encoding), bytes or chars. [default: gpt2, or that of --init-from]
+    #[arg(long)]
+    tokenizer: Option<TokenizerKind>,
     /// Optimizer steps.
     #[arg(long, default_value_t = 100)]
     steps: u64,
@@ -207,8 +217,8 @@ pub(super) struct TrainArgs {
     /// Print every so many steps.
     #[arg(long, default_value_t = 10)]
     log_every: u64,
-    /// Folder for the checkpoint (model.safetensors), the steps (steps.jsonl) and TensorBoard's event file. One that holds an earlier run
-    /// is refused.
+    /// Folder for the checkpoint (model.safetensors, and the files by which Hugging Face's transformers open it), the steps (steps.jsonl) and
+    /// TensorBoard's event file. One that holds an earlier run is refused.
     #[arg(long, default_value = "out")]
     out: PathBuf,
     /// Replace an earlier run in --out: its files are removed when all ranks are there, before the first step.
@@ -224,7 +234,8 @@ fn strategies() -> String {
 /// More lanes than this are of no use to anyone.
 const MAX_LANES: usize = 256;
 
-pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
+/// `arguments` are those of the program, by which ranks are started.
+pub(super) fn run(args: TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliError> {
     job::die_with_parent()?;
     match Job::from_env_with(args.insecure)? {
         Some(job) => {
@@ -250,7 +261,7 @@ pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
                     say(prepared.describe(&args, job.world_size));
                 }
             }
-            let Prepared { config, corpus, options, device } = &prepared;
+            let Prepared { config, corpus, options, device, .. } = &prepared;
             match run_rank(&job, config, corpus, options, device, &mut progress) {
                 Ok(_) => Ok(ExitCode::SUCCESS),
                 Err(TrainError::Comm(error)) => {
@@ -262,7 +273,7 @@ pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
                 Err(error) => Err(error.into()),
             }
         }
-        None => start(&args),
+        None => start(&args, arguments),
     }
 }
 
@@ -283,14 +294,14 @@ fn refuse_for_all(
     // The user has been told; later errors are not reported.
     let prepared = prepared
         .map_or_else(|| Prepared::new(args, job.world_size, ranks_here, Verbosity { speaks: false, warns: false }), Ok);
-    if let Ok(Prepared { config, corpus, options, device }) = &prepared {
+    if let Ok(Prepared { config, corpus, options, device, .. }) = &prepared {
         let _ = refuse(job, config, corpus, options, device, &why.to_string());
     }
     Ok(ExitCode::FAILURE)
 }
 
 /// No launcher started this process: it is one itself, unless all ranks fit in it.
-fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
+fn start(args: &TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliError> {
     let ranks = args.nproc.unwrap_or(if args.strategy == StrategyKind::Single { 1 } else { 2 });
     if !args.overwrite {
         folder::refuse_earlier_run(&args.out)?;
@@ -310,7 +321,7 @@ fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
     }
     say(prepared.describe(args, ranks));
     drop(prepared);
-    let mut command: Vec<OsString> = std::env::args_os().skip(1).collect();
+    let mut command = arguments;
     if args.nproc.is_none() {
         command.extend(["--nproc".into(), ranks.to_string().into()]);
     }
@@ -372,6 +383,8 @@ struct Prepared {
     corpus: Corpus,
     options: RankOptions,
     device: Device,
+    /// What the model's size comes from, for people.
+    model: String,
 }
 
 impl Prepared {
@@ -387,12 +400,10 @@ impl Prepared {
 
         let CheckedDevice { device, largest_tensor } = args.device.open()?;
         let cuda_device = cuda_ordinal(&device).map(usize::from);
-        folder::make_writable(&args.out)?;
-        let corpus = load(args, verbosity)?;
-
-        let mut model = args.preset.config(corpus.vocab_size());
-        model.block_size = args.block_size.unwrap_or(model.block_size);
-        model.validate()?;
+        folder::make_writable(&args.out, "--out ")?;
+        let start = Start::new(args)?;
+        let corpus = load(args, start.tokenizer()?, verbosity)?;
+        let (model, initial) = start.model(args, &corpus)?;
         let config = TrainConfig {
             model,
             strategy: args.strategy,
@@ -403,6 +414,7 @@ impl Prepared {
             loss_scaling,
             loss_factor: args.loss_factor,
             seed: args.seed,
+            initial,
             steps: args.steps,
             global_batch: args.batch,
             accumulation: args.accumulation,
@@ -422,7 +434,7 @@ impl Prepared {
             threads: args.threads.unwrap_or_else(|| (cores / ranks_here).max(1)),
             checkpoint: Some(args.out.join(folder::CHECKPOINT)),
         };
-        Ok(Prepared { config, corpus, options, device })
+        Ok(Prepared { config, corpus, options, device, model: start.describe() })
     }
 
     /// The observer of `rank`: only rank 0 prints and writes.
@@ -437,7 +449,7 @@ impl Prepared {
             "text: {}\nmodel: {} ({} layers, {} heads, {} wide, {} tokens a sequence, {:.2} M parameters)\nstrategy: {} on {ranks} \
              rank(s){over}, {} thread(s) each, {} sequences a step",
             self.corpus.describe(),
-            args.preset,
+            self.model,
             model.n_layer,
             model.n_head,
             model.n_embd,
@@ -447,6 +459,72 @@ impl Prepared {
             self.options.threads,
             args.batch,
         )
+    }
+}
+
+/// What a run's model and tokenizer come from.
+enum Start {
+    /// A size, and random weights.
+    Preset(Preset),
+    /// A checkpoint.
+    Stored(Box<StoredWeights>),
+}
+
+impl Start {
+    fn new(args: &TrainArgs) -> Result<Self, CliError> {
+        let Some(path) = &args.init_from else { return Ok(Start::Preset(args.preset.unwrap_or(Preset::Tiny))) };
+        let stored = StoredWeights::open(path)?;
+        if let Some(preset) = args.preset {
+            let wanted =
+                ModelConfig { block_size: stored.config().block_size, ..preset.config(stored.config().vocab_size) };
+            if wanted != *stored.config() {
+                return Err(format!(
+                    "--preset {preset} is another size than that of --init-from {}; leave out --preset",
+                    path.display()
+                )
+                .into());
+            }
+        }
+        Ok(Start::Stored(Box::new(match args.block_size {
+            Some(size) => stored.with_block_size(size)?,
+            None => stored,
+        })))
+    }
+
+    /// The tokenizer that the weights belong to, where it is known.
+    fn tokenizer(&self) -> Result<Option<Tokenizer>, CliError> {
+        match self {
+            Start::Preset(_) => Ok(None),
+            Start::Stored(stored) => Ok(stored.tokenizer()?),
+        }
+    }
+
+    /// The model's shape for the text's tokens, and its weights where there are any.
+    fn model(&self, args: &TrainArgs, corpus: &Corpus) -> Result<(ModelConfig, Option<InitialWeights>), CliError> {
+        match self {
+            Start::Preset(preset) => {
+                let mut model = preset.config(corpus.vocab_size());
+                model.block_size = args.block_size.unwrap_or(model.block_size);
+                model.validate()?;
+                Ok((model, None))
+            }
+            Start::Stored(stored) => {
+                check_vocabulary(stored, corpus.tokenizer())?;
+                // Its ranks open it for themselves.
+                let path = args.init_from.clone().unwrap_or_default();
+                Ok((stored.config().clone(), Some(InitialWeights { path, hash: stored.hash()? })))
+            }
+        }
+    }
+
+    fn describe(&self) -> String {
+        match self {
+            Start::Preset(preset) => preset.to_string(),
+            Start::Stored(stored) if stored.step() > 0 => {
+                format!("from {} after {} steps", stored.path().display(), stored.step())
+            }
+            Start::Stored(stored) => format!("from {}", stored.path().display()),
+        }
     }
 }
 
@@ -603,13 +681,35 @@ fn strategy_options(args: &TrainArgs, wire: Precision, ranks_per_node: usize) ->
     }
 }
 
-/// The text, as tokens.
-fn load(args: &TrainArgs, verbosity: Verbosity) -> Result<Corpus, CliError> {
+/// The text, as tokens: of `tokenizer`, where the weights belong to one.
+fn load(args: &TrainArgs, tokenizer: Option<Tokenizer>, verbosity: Verbosity) -> Result<Corpus, CliError> {
+    let tokenizer = match (tokenizer, args.tokenizer, &args.init_from) {
+        (Some(own), Some(asked), Some(path)) if own.kind() != asked => {
+            return Err(format!(
+                "--tokenizer {asked}: the weights of --init-from {} belong to the tokenizer {}; leave out --tokenizer",
+                path.display(),
+                own.kind()
+            )
+            .into());
+        }
+        (None, None, Some(path)) => {
+            return Err(format!(
+                "--init-from {}: nothing there says which tokenizer its model has; name it (--tokenizer)",
+                path.display()
+            )
+            .into());
+        }
+        (own, ..) => own,
+    };
     let source = CorpusSource::from_path(args.data.clone(), default_cargo_home());
     let cache = TokenCache::of_user().filter(|_| !args.no_token_cache);
-    let options = LoadOptions { documents: !args.no_special_tokens, cache };
+    let options = LoadOptions { documents: !args.no_special_tokens, cache, ..LoadOptions::default() };
     let mut loading = LoadProgress::new(verbosity.speaks);
-    let corpus = Corpus::load_as(&source, args.tokenizer, &options, &mut |now| loading.watch(now))?;
+    let watch = &mut |now| loading.watch(now);
+    let corpus = match &tokenizer {
+        Some(tokenizer) => Corpus::load_with(&source, tokenizer, &options, watch)?,
+        None => Corpus::load_as(&source, args.tokenizer.unwrap_or_default(), &options, watch)?,
+    };
     loading.finish(options.cache.as_ref().map(TokenCache::folder), verbosity.warns);
     Ok(corpus)
 }

@@ -21,6 +21,7 @@ use isocomm::{Connected, Counters, Medium, Properties, TransportOptions, threads
 use serde::{Deserialize, Serialize};
 
 use crate::batches::LastBatch;
+use crate::checkpoint::InitialWeights;
 use crate::config::ModelConfig;
 use crate::corpus::Corpus;
 pub use crate::error::TrainError;
@@ -55,6 +56,9 @@ pub struct TrainConfig {
     pub loss_factor: f64,
     /// Seed of weights and data order.
     pub seed: u64,
+    /// Weights to start from, instead of those that the seed gives.
+    #[serde(default)]
+    pub initial: Option<InitialWeights>,
     /// Optimizer steps.
     pub steps: u64,
     /// Sequences a step, over all ranks and micro-steps.
@@ -88,6 +92,7 @@ impl TrainConfig {
             loss_scaling: LossScaling::Off,
             loss_factor: 1.0,
             seed: 1337,
+            initial: None,
             steps: 10,
             global_batch: 12,
             accumulation: 1,

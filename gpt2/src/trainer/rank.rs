@@ -15,6 +15,7 @@ use super::peaks::Peaks;
 use super::traffic::{StepTraffic, TrafficTotals};
 use super::{Observer, Parts, Session, StepReport, TrainConfig, TrainError, ms};
 use crate::batches::{Batches, Share};
+use crate::checkpoint::{InitialWeights, StoredWeights};
 use crate::corpus::Corpus;
 use crate::devices::{self, Placement};
 use crate::flat::Flat;
@@ -48,6 +49,8 @@ pub(super) struct Trainer<'a> {
     pub(super) replicas_agree: bool,
     /// Where rank 0 saves.
     pub(super) checkpoint: Option<PathBuf>,
+    /// Whether what lies beside the checkpoint, which stays the same, has been saved.
+    pub(super) has_companions: bool,
     /// Whether anyone saves: all ranks bring their masters for it.
     pub(super) saves: bool,
     started: Instant,
@@ -88,6 +91,7 @@ impl<'a> Trainer<'a> {
             history: memory::within(Category::Other, || History::of(config.steps)),
             replicas_agree: true,
             checkpoint,
+            has_companions: false,
             saves,
             started: Instant::now(),
         })
@@ -313,9 +317,13 @@ fn initialise(local: &mut Local<'_>, built: &Built) -> Result<(), TrainError> {
     let category = if brings_weights { Category::Parameters } else { Category::Optimizer };
     let Local { config, model, masters, lends_masters, optimizer, places, .. } = local;
     let infos = model.segments().to_vec();
+    let stored = config.initial.as_ref().map(|initial| stored(config, initial)).transpose()?;
     masters.reserve_exact(infos.len());
     for (segment, (info, range)) in infos.iter().zip(&built.owned).enumerate() {
-        let initial = info.initial(&config.model, config.seed);
+        let initial = match &stored {
+            Some(stored) => stored.segment(segment)?,
+            None => info.initial(&config.model, config.seed),
+        };
         if *lends_masters {
             let weights = Buffer::from_vec(memory::recharge(initial, Category::Parameters));
             memory::within(Category::Parameters, || model.put_params(segment, weights))?;
@@ -330,6 +338,21 @@ fn initialise(local: &mut Local<'_>, built: &Built) -> Result<(), TrainError> {
         }
     }
     Ok(())
+}
+
+/// The weights to start from, which are to be of the run's model.
+fn stored(config: &TrainConfig, initial: &InitialWeights) -> Result<StoredWeights, TrainError> {
+    let stored = StoredWeights::open(&initial.path)?.with_block_size(config.model.block_size)?;
+    if *stored.config() != config.model {
+        return Err(comm_core::Error::invalid(format!(
+            "the weights in {} are of a model of another shape: {:?} instead of {:?}",
+            initial.path.display(),
+            stored.config(),
+            config.model
+        ))
+        .into());
+    }
+    Ok(stored)
 }
 
 /// A step's parts.
