@@ -2,6 +2,7 @@
 //! `decoders`, `growth`, `memory` and `memory_split` count what their process allocates.
 
 mod cli;
+mod commands;
 mod common;
 mod deaths;
 mod device;

@@ -198,36 +198,43 @@ fn checkpoint_seeds() -> Vec<Vec<u8>> {
 /// The name of an index of tensors.
 const INDEX: &str = "model.safetensors.index.json";
 
-/// A model that transformers saved, as files by name; with an index for [`INDEX`].
-fn model_files(spoilt: &str) -> Vec<(&'static str, Vec<u8>)> {
+/// The files of a model, by name.
+type Files = Vec<(&'static str, Vec<u8>)>;
+
+/// A model that transformers saved in one file, and the same with an index. Saved once: that waits for the disk.
+static MODELS: LazyLock<[Files; 2]> = LazyLock::new(|| {
     let weights = checkpoint_seeds().swap_remove(1);
     let tensors = safetensors::SafeTensors::deserialize(&weights).expect("a right file");
     let plain = safetensors::serialize(tensors.iter(), None).expect("a right model");
-    let config = serde_json::json!({
+    let json = |value: serde_json::Value| serde_json::to_vec(&value).expect("JSON");
+    let config = json(serde_json::json!({
         "n_layer": 2, "n_head": 1, "n_embd": 2, "n_positions": 3, "vocab_size": 3, "activation_function": "gelu_new",
-    });
-    let tokenizer = serde_json::json!({"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "c": 2}}});
-    let map: serde_json::Map<_, _> =
-        tensors.names().into_iter().map(|name| (name.to_owned(), "one.safetensors".into())).collect();
-    let json = |value: &serde_json::Value| serde_json::to_vec(value).expect("JSON");
-    let mut files = vec![("config.json", json(&config)), ("tokenizer.json", json(&tokenizer))];
-    if spoilt == INDEX {
-        files.extend([("one.safetensors", plain), (INDEX, json(&serde_json::json!({"weight_map": map})))]);
-    } else {
-        files.push(("model.safetensors", plain));
-    }
-    files
+    }));
+    let tokenizer = json(serde_json::json!({"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "c": 2}}}));
+    let names = tensors.names().into_iter();
+    let map: serde_json::Map<_, _> = names.map(|name| (name.to_owned(), "one.safetensors".into())).collect();
+    let index = json(serde_json::json!({"weight_map": map}));
+    let described = vec![("config.json", config), ("tokenizer.json", tokenizer)];
+    [
+        [described.clone(), vec![("model.safetensors", plain.clone())]].concat(),
+        [described, vec![("one.safetensors", plain), (INDEX, index)]].concat(),
+    ]
+});
+
+/// That of the two which has the file `name`.
+fn model_files(name: &str) -> &'static Files {
+    &MODELS[usize::from(name == INDEX)]
 }
 
 fn model_seeds(name: &str) -> Vec<Vec<u8>> {
-    model_files(name).into_iter().filter(|(other, _)| *other == name).map(|(_, bytes)| bytes).collect()
+    model_files(name).iter().filter(|(other, _)| *other == name).map(|(_, bytes)| bytes.clone()).collect()
 }
 
 /// A folder with a model of which the file `name` is these bytes.
 fn described(name: &str, bytes: &[u8]) -> Verdict {
     let folder = tempfile::tempdir().expect("a temporary folder");
     for (other, right) in model_files(name) {
-        let bytes = if other == name { bytes } else { &right };
+        let bytes = if *other == name { bytes } else { right };
         fs::write(folder.path().join(other), bytes).expect("a short file");
     }
     let Ok(stored) = StoredWeights::open(folder.path()) else { return Verdict::Rejected };
