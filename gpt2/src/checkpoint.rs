@@ -78,8 +78,8 @@ pub enum CheckpointError {
         /// What is missing or unexpected.
         detail: String,
     },
-    /// A GPT-2 that computes something that this program's model does not.
-    #[error("checkpoint {}: {detail}, which this program's GPT-2 does not do", path.display())]
+    /// A GPT-2 with something that this program's does not have.
+    #[error("checkpoint {}: {detail}; this program does not have that", path.display())]
     Unsupported {
         /// The file.
         path: PathBuf,
