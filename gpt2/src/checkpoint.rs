@@ -1,6 +1,6 @@
 //! Checkpoints: one file in the safetensors format with Hugging Face's tensor names, so that other tools read the weights. The config, the
 //! tokenizer's description and the step lie in the file's metadata. Beside it lie the files by which Hugging Face's libraries open its folder
-//! ([`companions`]). What is opened may also be Hugging Face's own: see [`StoredWeights`].
+//! ([`companions()`]). What is opened may also be Hugging Face's own: see [`StoredWeights`].
 
 mod companions;
 mod config_json;

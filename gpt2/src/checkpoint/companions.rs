@@ -43,7 +43,7 @@ pub fn companions(
     Ok(files)
 }
 
-/// Writes [`companions`] into `folder`, each under its name only when it is whole.
+/// Writes [`companions()`] into `folder`, each under its name only when it is whole.
 ///
 /// # Errors
 /// [`CheckpointError::Io`].
