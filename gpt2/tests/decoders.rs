@@ -31,13 +31,17 @@ fn main() -> ExitCode {
             .memory(128 << 10, 64),
         Target::new("checkpoint", checkpoint, checkpoint_seeds).inputs_per_case(4).memory(4 << 20, 64),
         Target::new("model of transformers", transformers, || model_seeds("model.safetensors"))
-            .inputs_per_case(4)
+            .inputs_per_case(2)
             .memory(4 << 20, 64),
         Target::new("config.json", |bytes| described("config.json", bytes), || model_seeds("config.json"))
+            .inputs_per_case(2)
             .memory(4 << 20, 64),
         Target::new("tokenizer.json", |bytes| described("tokenizer.json", bytes), || model_seeds("tokenizer.json"))
+            .inputs_per_case(2)
             .memory(4 << 20, 64),
-        Target::new("index of tensors", |bytes| described(INDEX, bytes), || model_seeds(INDEX)).memory(4 << 20, 64),
+        Target::new("index of tensors", |bytes| described(INDEX, bytes), || model_seeds(INDEX))
+            .inputs_per_case(2)
+            .memory(4 << 20, 64),
         Target::new("multiple choice", choices, choices_seeds).memory(128 << 10, 64),
         Target::new("model config", model_config, config_seeds).memory(4 << 20, 16),
         Target::new("tokenizer description", description, description_seeds).memory(128 << 10, 64),
