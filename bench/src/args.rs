@@ -50,8 +50,7 @@ pub(crate) struct Args {
     /// Leave out the proof at 3 and 4 ranks.
     #[arg(long)]
     pub(crate) skip_proof: bool,
-    /// Strategies, separated by commas.
-    #[arg(long, value_delimiter = ',', default_value = StrategyKind::list())]
+    #[arg(long, value_delimiter = ',', default_value = StrategyKind::list_of_one_device(), help = strategies())]
     strategies: Vec<StrategyKind>,
     /// Transports, separated by commas.
     #[arg(long, value_delimiter = ',', default_values_t = TransportKind::all())]
@@ -121,6 +120,13 @@ pub(crate) enum Command {
     /// One end of a check of a link.
     #[command(hide = true)]
     LinksRank(TaskArgs),
+}
+
+/// The help text of `--strategies`.
+fn strategies() -> String {
+    let others: Vec<&str> =
+        StrategyKind::ALL.into_iter().filter(|kind| !kind.spec().is_one_device).map(StrategyKind::name).collect();
+    format!("Strategies, separated by commas; also {}, whose ranks train by themselves for a time", others.join(", "))
 }
 
 impl Args {

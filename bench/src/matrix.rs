@@ -58,6 +58,15 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
              scalars of loss and norm included, on the rank where it is longest"
         ));
     }
+    let apart: Vec<&str> =
+        setup.strategies.iter().filter(|kind| !kind.spec().is_one_device).map(|kind| kind.name()).collect();
+    if !apart.is_empty() {
+        say(format_args!(
+            "{}: ranks train by themselves for a time, which is not what one device computes. Their times are means over the steps between \
+             two synchronisations, bytes means over the run, and the loss is that of rank 0's rows",
+            apart.join(", ")
+        ));
+    }
     sweep.report()?;
     Ok(sound)
 }

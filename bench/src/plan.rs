@@ -14,7 +14,7 @@ use gpt2::config::Preset;
 use gpt2::model::KernelChoice;
 use gpt2::optim::{LearningRate, LossScaling};
 use gpt2::precision::Precision;
-use gpt2::strategy::{StrategyKind, StrategyOptions};
+use gpt2::strategy::{LocalOptions, Setting, StrategyKind, StrategyOptions};
 use isocomm::Rung;
 use rig::folder::read_small;
 use rig::link::{Carrier, LinkOptions, MAX_ENDS, Profile};
@@ -140,6 +140,7 @@ const ORDER: [Axis; Axis::ALL.len()] = [
     Axis::DedicatedServer,
     Axis::RanksPerNode,
     Axis::OneTransport,
+    Axis::SyncEvery,
     Axis::Precision,
     Axis::Wire,
     Axis::LossScaling,
@@ -535,6 +536,7 @@ fn put(cell: &mut Cell, axis: Axis, value: Value) -> Result<(), toml::de::Error>
         }
         Axis::RanksPerNode => cell.ranks_per_node = Some(value.try_into()?),
         Axis::OneTransport => cell.one_transport = value.try_into()?,
+        Axis::SyncEvery => cell.sync_every = Some(value.try_into()?),
         Axis::Ends => cell.ends = Some(value.try_into()?),
         Axis::Schedule => cell.schedule = Some(value.try_into()?),
         // 1.0 and 1 are the same norm.
@@ -633,10 +635,19 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
     if !spec.overlaps {
         cell.overlap = true;
     }
+    cell.sync_every = sync_every(&cell, strategy)?;
     if cell.program.is_pytorch() {
         check_pytorch(&cell)?;
     }
     Ok(cell)
+}
+
+/// Steps between two synchronisations, where the strategy has them.
+fn sync_every(cell: &Cell, strategy: StrategyKind) -> Result<Option<u64>, String> {
+    let Some(sync_every) = cell.sync_every.filter(|_| strategy.has(Setting::SyncEvery)) else { return Ok(None) };
+    let local = LocalOptions { sync_every, ..LocalOptions::default() };
+    local.check(strategy).map_err(|why| format!("axis {}: {why}", Axis::SyncEvery))?;
+    Ok(Some(sync_every))
 }
 
 /// Whether its link has one congestion control.

@@ -1,4 +1,5 @@
-//! That the matrix compares like with like: the same weights on every transport, the bytes of the formula, the losses of one device.
+//! That the matrix compares like with like: the same weights on every transport, the bytes of the formula, and the losses of one device, where
+//! ranks average gradients in every step.
 
 use gpt2::cli::say;
 use gpt2::strategy::StrategyKind;
@@ -32,6 +33,8 @@ struct Proof {
     bytes_by_rank: Vec<Option<u64>>,
     bytes_expected_by_rank: Vec<u64>,
     bytes_equal_formula: bool,
+    /// Whether the strategy computes what one device computes.
+    is_one_device: bool,
     /// Largest relative difference between this run's training losses and `single`'s.
     loss_difference: f64,
     /// The same of the gradient norms, which show a wrong scale that AdamW would hide.
@@ -100,10 +103,15 @@ fn report(proofs: &[Proof], setup: &Setup) -> bool {
             proof.status
         ));
     }
-    let largest = proofs.iter().map(Proof::difference).fold(0.0, f64::max);
+    let near = proofs.iter().filter(|proof| proof.is_one_device).map(Proof::difference);
+    let largest = near.fold(0.0, f64::max);
+    let others = match proofs.iter().all(|proof| proof.is_one_device) {
+        true => "",
+        false => ", those of strategies aside whose ranks train by themselves for a time",
+    };
     say(format_args!(
         "proof: {} of {} runs (micro, {} steps, 3 and 4 ranks) gave bit-identical weights on all ranks and transports, payload equal \
-         to the formula and losses and gradient norms within {:.0e} of single's (largest difference {largest:.1e}): {}",
+         to the formula and losses and gradient norms within {:.0e} of single's (largest difference {largest:.1e}{others}): {}",
         proofs.len() - wrong.len(),
         proofs.len(),
         default("proof", Axis::Steps),
@@ -129,6 +137,7 @@ impl Proof {
             bytes_by_rank: count.bytes_by_rank.clone(),
             bytes_equal_formula: !expected.is_empty() && count.bytes_by_rank == expected && count.status == "ok",
             bytes_expected_by_rank: count.bytes_expected_by_rank.clone(),
+            is_one_device: StrategyKind::of_one_device().any(|kind| count.strategy.starts_with(kind.name())),
             loss_difference: apart(|measured| &measured.losses),
             norm_difference: apart(|measured| &measured.grad_norms),
             tolerance,
@@ -142,6 +151,7 @@ impl Proof {
     }
 
     fn holds(&self) -> bool {
-        self.weights_identical && self.bytes_equal_formula && self.difference() <= self.tolerance
+        let is_near = !self.is_one_device || self.difference() <= self.tolerance;
+        self.weights_identical && self.bytes_equal_formula && is_near
     }
 }

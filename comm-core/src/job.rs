@@ -48,6 +48,10 @@ pub const MAX_JOB_ID: usize = 200;
 /// (It is `EX_TEMPFAIL` of `sysexits.h`: nothing is wrong here, try again.)
 pub const EXIT_ECHO: i32 = 75;
 
+/// The exit code by which a rank says that it has saved its state and left because it was asked to: see
+/// [`StopRequest`](crate::process::StopRequest). (The code that HTCondor gives to a job which saves and leaves.)
+pub const EXIT_STOPPED: i32 = 85;
+
 /// Most ranks of a job.
 pub const MAX_WORLD_SIZE: usize = 1 << 16;
 

@@ -24,9 +24,9 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::folder::PrivateFolder;
 use crate::hex;
-use crate::job::{EXIT_ECHO, MAX_WORLD_SIZE, Secret, fill_random, other_launchers_variables, vars};
+use crate::job::{EXIT_ECHO, EXIT_STOPPED, MAX_WORLD_SIZE, Secret, fill_random, other_launchers_variables, vars};
 use crate::printer::{self, DRAIN_TIMEOUT, Printer};
-use crate::process;
+use crate::process::{self, STOP_SIGNALS, not_ignored};
 use crate::sys::{self, Waiter};
 
 /// Signals that end the launcher, and so the ranks.
@@ -35,9 +35,7 @@ const ENDING: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
 /// The signals by which a user ends a job: SIGINT, SIGTERM and SIGHUP, without those that this process was started to ignore (by `nohup`,
 /// or by a script in the background).
 pub fn ending_signals() -> Vec<i32> {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let ignored = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("SigIgn:")?.trim(), 16).ok());
-    ENDING.into_iter().filter(|signal| ignored.unwrap_or(0) >> (signal - 1) & 1 == 0).collect()
+    not_ignored(&ENDING)
 }
 
 /// Longest line that is kept in one piece.
@@ -89,6 +87,10 @@ pub struct Launch {
     /// How long the others may go on after a rank has failed or the launcher got a signal, before they get SIGTERM, and then
     /// again before they get SIGKILL.
     pub grace: Duration,
+    /// For ranks that save their state and leave at [`STOP_SIGNALS`] (see [`StopRequest`](crate::process::StopRequest)): those signals are
+    /// handed on to them, and they have this time to leave instead of [`grace`](Launch::grace). More of these signals change nothing then.
+    /// `None` for ranks that do not: SIGTERM ends the job as SIGINT does, and SIGUSR1 is not caught.
+    pub stop: Option<Duration>,
     /// When to end the job if it has not ended by itself; `None` for never.
     pub timeout: Option<Duration>,
     /// How long, at the end, to wait for the reader of the launcher's own output while it takes nothing. As long as it goes on reading,
@@ -112,7 +114,7 @@ pub enum Output {
 #[derive(Clone, Debug)]
 pub struct LaunchOutcome {
     /// The exit code of the rank that is the cause of the failure, 128 + n if signal n ended it, or 128 + n if the launcher got signal n; 0
-    /// if all went well; 124 if the time was up.
+    /// if all went well; [`EXIT_STOPPED`] if all ranks saved and left; 124 if the time was up.
     pub code: i32,
     /// What made the job fail, for people: the first rank that failed by itself, or was killed at about that time.
     pub cause: Option<String>,
@@ -143,6 +145,7 @@ impl Launch {
             env: Vec::new(),
             output: Output::Prefixed,
             grace: Duration::from_secs(3),
+            stop: None,
             timeout: None,
             drain_timeout: DRAIN_TIMEOUT,
         }
@@ -158,6 +161,34 @@ impl Launch {
     /// [`Error::InvalidArgument`] for 0 ranks or too many, [`Error::Io`] when a process cannot be started, for instance because
     /// there is no such program. No process is left behind then either.
     pub fn run(&self) -> Result<LaunchOutcome> {
+        self.run_guarded(&Signals::catch(self.stop.is_some())?)
+    }
+
+    /// As [`run`](Launch::run), and starts the ranks again where the job has failed, as often as `again` gives the arguments for it. A signal
+    /// that comes between two starts ends the second.
+    ///
+    /// # Errors
+    /// Those of [`run`](Launch::run).
+    pub fn run_again(
+        &mut self,
+        again: &mut dyn FnMut(&LaunchOutcome) -> Option<Vec<OsString>>,
+    ) -> Result<LaunchOutcome> {
+        let signals = Signals::catch(self.stop.is_some())?;
+        loop {
+            let outcome = self.run_guarded(&signals)?;
+            if [0, EXIT_STOPPED].contains(&outcome.code) || outcome.interrupted_by.is_some() {
+                return Ok(outcome);
+            }
+            match again(&outcome) {
+                Some(args) => self.args = args,
+                None => return Ok(outcome),
+            }
+        }
+    }
+
+    /// Starts the ranks and returns when all have ended, with the signals caught before the first process, so that none finds some of them
+    /// unguarded.
+    fn run_guarded(&self, signals: &Signals) -> Result<LaunchOutcome> {
         if self.ranks == 0 || self.ranks > MAX_WORLD_SIZE {
             return Err(Error::invalid(format!(
                 "cannot launch {} ranks; 1 to {MAX_WORLD_SIZE} are possible",
@@ -165,8 +196,6 @@ impl Launch {
             )));
         }
         process::prepare();
-        // Before the first process, so that no signal finds some of them unguarded.
-        let signals = Signals::catch()?;
         let rendezvous = RendezvousFolder::create()?;
         let (streams, ends) = mpsc::channel();
         let moved = Arc::new(AtomicU64::new(0));
@@ -187,7 +216,7 @@ impl Launch {
                 open_streams += 1;
             }
         }
-        let JobEnd { code, cause, interrupted_by } = self.watch(&mut running, &signals)?;
+        let JobEnd { code, cause, interrupted_by } = self.watch(&mut running, signals)?;
         let mut again = None;
         let mut stop = || {
             again = again.or(signals.take().first().copied());
@@ -243,57 +272,114 @@ impl Launch {
     /// Waits until all ranks have ended, and ends them when one has failed, a signal has come or the time is up.
     fn watch(&self, running: &mut Running, signals: &Signals) -> Result<JobEnd> {
         let deadline = Deadline::after(self.timeout.unwrap_or(Duration::MAX));
-        let mut outcome: Option<(i32, String)> = None;
-        let mut interrupted_by = None;
-        // What the outcome rests on, and since when, as long as another rank may still turn out to be the cause.
-        let mut suspicion: Option<(Blame, Instant)> = None;
-        // Whether nothing but echoes speaks for the outcome.
-        let mut echoes_only = false;
-        // What happens next to ranks that go on, and when.
-        let mut steps = Steps::default();
+        let mut end = Ending::default();
         loop {
             for (rank, status) in running.reap()? {
-                let blame = Blame::of(status);
-                let is_cause = match suspicion {
-                    None => outcome.is_none(),
-                    Some((other, since)) => blame.outweighs(other, since.elapsed()),
-                };
-                if is_cause {
-                    if outcome.is_none() {
-                        steps = Steps::after(self.grace);
-                    }
-                    outcome = Some((code_of(status), blame.describe(rank, status)));
-                    suspicion = Some((blame, Instant::now()));
-                    echoes_only = blame == Blame::Echo;
-                }
+                end.failed(rank, status, self.grace);
             }
             if !running.any() {
                 break;
             }
             for signal in signals.take() {
-                interrupted_by.get_or_insert(signal);
-                if outcome.is_none() {
-                    steps = Steps::after(self.grace);
-                    outcome = Some((128 + signal, format!("the launcher got {}", name_of(signal))));
-                    running.signal(signal);
-                } else {
-                    // A second signal: do not wait any longer.
-                    running.signal(SIGKILL);
+                match self.stop.filter(|_| STOP_SIGNALS.contains(&signal)) {
+                    Some(time) => end.asked_to_leave(signal, time, running),
+                    None => end.ended_by(signal, self.grace, running),
                 }
-                suspicion = None;
             }
-            if outcome.is_none() && deadline.has_passed() {
-                steps = Steps::after(Duration::ZERO);
-                outcome = Some((124, format!("the job did not end within {:.1} s", deadline.waited().as_secs_f64())));
+            if end.outcome.is_none() && deadline.has_passed() {
+                end.steps = Steps::after(Duration::ZERO);
+                let waited = deadline.waited().as_secs_f64();
+                end.outcome = Some((124, format!("the job did not end within {waited:.1} s")));
             }
-            if let Some(signal) = steps.due(self.grace) {
-                running.signal(signal);
-                running.give_up();
-                suspicion = None;
+            if let Some(signal) = end.steps.due(self.grace) {
+                end.give_up(signal, running);
             }
             // When all signals are sent, only the kernel can end a rank, however long that takes it: a signal says when.
-            let next = if outcome.is_none() { Some(deadline.remaining()) } else { steps.remaining() };
+            let next = match (end.outcome.is_none(), end.steps.remaining()) {
+                (true, next) => Some(next.map_or(deadline.remaining(), |next| next.min(deadline.remaining()))),
+                (false, next) => next,
+            };
             signals.wait(next.map_or(LOOK, |next| next.min(LOOK)))?;
+        }
+        Ok(end.of(running, self.stop.is_some()))
+    }
+}
+
+/// What is known of the end of a job that has not ended yet.
+#[derive(Default)]
+struct Ending {
+    /// Exit code and cause.
+    outcome: Option<(i32, String)>,
+    /// The first signal.
+    interrupted_by: Option<i32>,
+    /// The signal by which ranks were asked to leave.
+    leaving: Option<i32>,
+    /// What the outcome rests on, and since when, as long as another rank may still turn out to be the cause.
+    suspicion: Option<(Blame, Instant)>,
+    /// Whether nothing but echoes speaks for the outcome.
+    echoes_only: bool,
+    /// What happens next to ranks that go on, and when.
+    steps: Steps,
+}
+
+impl Ending {
+    /// A rank has ended, and not well.
+    fn failed(&mut self, rank: usize, status: ExitStatus, grace: Duration) {
+        let blame = Blame::of(status);
+        let is_cause = match self.suspicion {
+            None => self.outcome.is_none(),
+            Some((other, since)) => blame.outweighs(other, since.elapsed()),
+        };
+        if is_cause {
+            if self.outcome.is_none() {
+                self.steps = Steps::after(grace);
+            }
+            self.outcome = Some((code_of(status), blame.describe(rank, status)));
+            self.suspicion = Some((blame, Instant::now()));
+            self.echoes_only = blame == Blame::Echo;
+        }
+    }
+
+    /// The launcher got a signal that asks ranks to leave, for which they have so much time. More of them change nothing.
+    fn asked_to_leave(&mut self, signal: i32, time: Duration, running: &Running) {
+        self.interrupted_by.get_or_insert(signal);
+        if self.outcome.is_none() && self.leaving.is_none() {
+            self.steps = Steps::after(time);
+            self.leaving = Some(signal);
+            running.signal(signal);
+        }
+    }
+
+    /// The launcher got a signal that ends the job.
+    fn ended_by(&mut self, signal: i32, grace: Duration, running: &Running) {
+        self.interrupted_by.get_or_insert(signal);
+        if self.outcome.is_none() {
+            self.steps = Steps::after(grace);
+            self.outcome = Some((128 + signal, format!("the launcher got {}", name_of(signal))));
+            running.signal(signal);
+        } else {
+            // A second signal: do not wait any longer.
+            running.signal(SIGKILL);
+        }
+        self.suspicion = None;
+    }
+
+    /// Ranks that go on get a signal that ends them.
+    fn give_up(&mut self, signal: i32, running: &mut Running) {
+        if let Some(asked) = self.leaving.filter(|_| self.outcome.is_none()) {
+            self.outcome = Some((128 + asked, format!("not all ranks left when the launcher got {}", name_of(asked))));
+        }
+        running.signal(signal);
+        running.give_up();
+        self.suspicion = None;
+    }
+
+    /// When all ranks have ended. `may_leave` where they know how to.
+    fn of(self, running: &Running, may_leave: bool) -> JobEnd {
+        let Ending { mut outcome, interrupted_by, echoes_only, .. } = self;
+        let by_stop = interrupted_by.is_none_or(|signal| STOP_SIGNALS.contains(&signal));
+        if let Some(code) = running.all_stopped().filter(|_| may_leave && by_stop) {
+            return JobEnd { code, cause: None, interrupted_by };
         }
         let given_up = running.given_up();
         if let Some((code, cause)) = outcome.as_mut().filter(|_| echoes_only && interrupted_by.is_none())
@@ -309,7 +395,7 @@ impl Launch {
             };
         }
         let (code, cause) = outcome.map_or((0, None), |(code, cause)| (code, Some(cause)));
-        Ok(JobEnd { code, cause, interrupted_by })
+        JobEnd { code, cause, interrupted_by }
     }
 }
 
@@ -349,6 +435,8 @@ struct JobEnd {
 /// How likely a failed rank is the cause of the other ranks' errors, least first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Blame {
+    /// Its exit code says that it was asked to leave.
+    Stopped,
     /// Its exit code says that it is not.
     Echo,
     /// It has exited.
@@ -361,14 +449,16 @@ impl Blame {
     fn of(status: ExitStatus) -> Self {
         match status.code() {
             None => Blame::Signal,
+            Some(EXIT_STOPPED) => Blame::Stopped,
             Some(EXIT_ECHO) => Blame::Echo,
             Some(_) => Blame::Exit,
         }
     }
 
-    /// Whether this, seen `later` than `other`, shows that `other` was not the cause. An echo never is one, if there is anything else.
+    /// Whether this, seen `later` than `other`, shows that `other` was not the cause. An echo never is one, if there is anything else, nor is
+    /// who left when asked.
     fn outweighs(self, other: Blame, later: Duration) -> bool {
-        self > other && (other == Blame::Echo || later < BLAME_WINDOW)
+        self > other && (other <= Blame::Echo || later < BLAME_WINDOW)
     }
 
     fn describe(self, rank: usize, status: ExitStatus) -> String {
@@ -399,6 +489,13 @@ impl Running {
 
     fn signal(&self, signal: i32) {
         self.ranks.iter().filter(|r| r.status.is_none()).for_each(|r| sys::signal_group(r.child.id(), signal));
+    }
+
+    /// Whether all ranks have ended well or left when asked, and the exit code that says so.
+    fn all_stopped(&self) -> Option<i32> {
+        let codes = self.ranks.iter().map(|rank| rank.status.map_or(1, code_of));
+        let well = codes.clone().all(|code| [0, EXIT_STOPPED].contains(&code));
+        well.then(|| codes.max().unwrap_or(0))
     }
 
     /// Notes which ranks have to be killed.
@@ -486,12 +583,16 @@ struct Signals {
 }
 
 impl Signals {
-    fn catch() -> Result<Self> {
+    /// Catches those that end a job, and with `stop` also those that ask it to leave.
+    fn catch(stop: bool) -> Result<Self> {
         let what = |e| Error::io("catching signals", e);
         let (waker, woken) = UnixStream::pair().map_err(what)?;
         woken.set_nonblocking(true).map_err(what)?;
         let mut signals = Signals { counts: Vec::new(), woken, registered: Vec::new() };
-        let ending = ending_signals();
+        let mut ending = ending_signals();
+        if stop {
+            ending.extend(not_ignored(&STOP_SIGNALS).into_iter().filter(|signal| !ENDING.contains(signal)));
+        }
         for signal in ending.iter().copied() {
             let flag = Arc::new(AtomicUsize::new(0));
             signals.counts.push((signal, Arc::clone(&flag)));

@@ -15,8 +15,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use comm_core::control::{TcpControl, TcpOptions};
+use comm_core::job::EXIT_STOPPED;
 use comm_core::job::Job;
 use comm_core::launch::{Launch, LaunchOutcome, Output};
+use comm_core::process::StopRequest;
 use comm_core::{Control, Deadline, Error};
 use libtest_mimic::{Arguments, Failed, Trial};
 
@@ -24,6 +26,8 @@ use libtest_mimic::{Arguments, Failed, Trial};
 const ROLE: &str = "LAUNCHER_TEST_ROLE";
 /// Which rank it happens to.
 const VICTIM: &str = "LAUNCHER_TEST_VICTIM";
+/// How long ranks that are asked to leave have for it, in milliseconds.
+const STOP: &str = "LAUNCHER_TEST_STOP";
 /// How long the launcher waits for its reader, in milliseconds.
 const DRAIN_TIMEOUT: &str = "LAUNCHER_TEST_DRAIN_TIMEOUT";
 
@@ -36,6 +40,7 @@ fn main() {
             if let Ok(drain_timeout) = std::env::var(DRAIN_TIMEOUT) {
                 launch.drain_timeout = Duration::from_millis(drain_timeout.parse().unwrap());
             }
+            launch.stop = std::env::var(STOP).ok().map(|stop| Duration::from_millis(stop.parse().unwrap()));
             let outcome = launch.run().unwrap();
             eprintln!("cause: {}", outcome.cause.unwrap_or_default());
             std::process::exit(outcome.code);
@@ -69,6 +74,9 @@ fn main() {
         ("the_longest_times_are_possible", longest_times),
         ("ranks_see_no_other_launcher", foreign_launcher),
         ("ranks_may_open_as_many_files_as_the_system_lets_them", file_limit),
+        ("ranks_that_are_asked_to_leave_have_time_for_it", asked_to_leave),
+        ("ranks_that_do_not_leave_when_asked_are_killed", does_not_leave),
+        ("a_job_that_failed_is_started_again", started_again),
         ("no_ranks_and_no_program", nonsense),
     ];
     let trials = tests.iter().map(|&(name, test)| Trial::test(name, move || run_test(test))).collect();
@@ -148,6 +156,18 @@ fn rank(role: &str) -> i32 {
             println!("path {}", std::env::var("COMM_SECRET_FILE").unwrap());
             thread::sleep(Duration::from_secs(60));
         }
+        "leave when asked" | "stay when asked" => {
+            let stop = StopRequest::default();
+            stop.heed_signals().unwrap();
+            println!("ready {}", std::process::id());
+            while !stop.is_asked() {
+                thread::sleep(Duration::from_millis(5));
+            }
+            // Longer than the others' grace, with a second request in between.
+            thread::sleep(Duration::from_millis(if role.starts_with("leave") { 2500 } else { 60_000 }));
+            return EXIT_STOPPED;
+        }
+        "fail once" => return if std::env::args().nth(1).as_deref() == Some("again") { 0 } else { 3 },
         "count signals" => {
             let caught = signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT]);
             let mut caught = caught.unwrap();
@@ -440,6 +460,53 @@ fn no_reader() {
     let mut got = Vec::new();
     child.stdout.take().unwrap().read_to_end(&mut got).unwrap();
     assert!(got.len() <= 64 << 10, "{} bytes: the pipe held all of it", got.len());
+}
+
+/// A launcher whose three ranks are ready to be asked to leave, and who they are.
+fn ready_to_leave(role: &str, stop: &str) -> (std::process::Child, Vec<u32>) {
+    let mut child = launcher(role).env(STOP, stop).spawn().unwrap();
+    let mut said = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
+    let pids: Vec<u32> = said.by_ref().filter_map(|line| line.split_once("] ready ")?.1.parse().ok()).take(3).collect();
+    assert_eq!(pids.len(), 3);
+    // Nobody waits for the reader any more.
+    (child, pids)
+}
+
+fn asked_to_leave() {
+    for signal in ["TERM", "USR1"] {
+        let (mut child, _) = ready_to_leave("leave when asked", "30000");
+        kill(child.id(), signal);
+        thread::sleep(Duration::from_millis(100));
+        kill(child.id(), "TERM");
+        let mut said = String::new();
+        child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        assert_eq!((ended(&mut child), said.as_str()), (Some(EXIT_STOPPED), "cause: \n"), "{signal}");
+    }
+    // Asked one by one, as by a launcher of the launcher.
+    let (mut child, pids) = ready_to_leave("leave when asked", "30000");
+    pids.into_iter().for_each(|pid| kill(pid, "USR1"));
+    assert_eq!(ended(&mut child), Some(EXIT_STOPPED));
+}
+
+fn does_not_leave() {
+    let (mut child, pids) = ready_to_leave("stay when asked", "100");
+    kill(child.id(), "USR1");
+    let code = ended(&mut child);
+    assert_eq!(code, Some(128 + signal_hook::consts::SIGUSR1));
+    assert!(pids.iter().all(|pid| !Path::new(&format!("/proc/{pid}")).exists()));
+}
+
+fn started_again() {
+    let mut launch = ranks("fail once", 2);
+    let mut codes = Vec::new();
+    let outcome = launch.run_again(&mut |outcome| {
+        codes.push(outcome.code);
+        Some(vec!["again".into()])
+    });
+    let outcome = outcome.unwrap();
+    assert_eq!((codes, outcome.code, outcome.cause), (vec![3], 0, None));
+    let outcome = ranks("fail once", 2).run_again(&mut |_| None).unwrap();
+    assert_eq!(outcome.code, 3);
 }
 
 fn blocked_stdout() {

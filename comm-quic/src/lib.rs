@@ -23,7 +23,7 @@
 //! - *Congestion control*: see [`Congestion`]. A window smaller than two datagrams would stall a connection without an error, so
 //!   it is refused, and initial windows follow the datagram size: ten datagrams, as TCP's. CUBIC and NewReno are quinn's with two rules of
 //!   the kernel's TCP. Windows grow by all packets that were on their way while the window was in use, not only by those whose
-//!   acknowledgement comes before the message has left. And a message leaves at up to twice the rate at which acknowledgements have
+//!   acknowledgement comes before the message has left. And a message leaves at up to two and a half times the rate at which acknowledgements have
 //!   shown the path to carry, not spread over four fifths of a round trip. A window is kept while nothing is sent; the kernel's TCP lets go of
 //!   its after a while, if the system says so (`net.ipv4.tcp_slow_start_after_idle`).
 //! - *Flow control*: windows are per stream, and the connection's is at least lanes times as large, so that a lane that

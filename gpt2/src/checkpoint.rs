@@ -1,9 +1,11 @@
 //! Checkpoints: one file in the safetensors format with Hugging Face's tensor names, so that other tools read the weights. The config, the
 //! tokenizer's description and the step lie in the file's metadata. Beside it lie the files by which Hugging Face's libraries open its folder
-//! ([`companions()`]). What is opened may also be Hugging Face's own: see [`StoredWeights`].
+//! ([`companions()`]). What is opened may also be Hugging Face's own: see [`StoredWeights`]. The whole state of a run, from which it goes on,
+//! is a folder: [`sharded`].
 
 mod companions;
 mod config_json;
+pub mod sharded;
 mod stored;
 mod tokenizer_files;
 
@@ -255,6 +257,22 @@ pub(crate) fn temporary(path: &Path) -> PathBuf {
     path.with_file_name(format!(".{name}.tmp"))
 }
 
+/// Gives the file `saved` the name `other` as well, in the place of what had it. Where the file system has no second names, it is copied.
+pub(crate) fn keep_as(saved: &Path, other: &Path) -> Result<(), CheckpointError> {
+    let temporary = temporary(other);
+    match fs::remove_file(&temporary) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            return Err(io(other, "cannot remove what was left beside it", error));
+        }
+        _ => {}
+    }
+    if fs::hard_link(saved, &temporary).is_err() {
+        let copied = fs::copy(saved, &temporary).and_then(|_| File::open(&temporary)?.sync_all());
+        copied.map_err(|e| io(other, "cannot copy the weights to it (disk full?)", e))?;
+    }
+    fs::rename(&temporary, other).map_err(|e| io(other, "cannot rename the finished file to it", e))
+}
+
 fn write_atomically(path: &Path, write: impl FnOnce(&mut File) -> std::io::Result<()>) -> Result<(), CheckpointError> {
     let folder = match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
@@ -334,6 +352,22 @@ mod tests {
         fs::write(&path, wrong).unwrap();
         let error = Checkpoint::load(&path).unwrap_err().to_string();
         assert!(error.contains("several_documents"), "{error}");
+    }
+
+    #[test]
+    fn what_is_kept_under_another_name_stays_when_the_next_is_saved() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, checkpoint) = saved(folder.path());
+        let best = folder.path().join("best.safetensors");
+        fs::write(temporary(&best), "of a run that was killed").unwrap();
+        for step in [42, 43] {
+            keep_as(&path, &best).unwrap();
+            assert_eq!(Checkpoint::load(&best).unwrap().step, step);
+            Checkpoint { step: step + 1, ..checkpoint.clone() }.save(&path).unwrap();
+            assert_eq!(Checkpoint::load(&best).unwrap().step, step);
+        }
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
+        assert!(keep_as(&folder.path().join("none"), &best).is_err());
     }
 
     #[test]

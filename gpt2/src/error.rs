@@ -1,7 +1,10 @@
 //! What ends a training run.
 
+use std::path::PathBuf;
+
 use crate::batches::BatchError;
 use crate::checkpoint::CheckpointError;
+use crate::checkpoint::sharded::SavedError;
 use crate::optim::{OptimError, ScalingError};
 use crate::segments::ModelError;
 
@@ -23,6 +26,17 @@ pub enum TrainError {
     /// The checkpoint.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// The whole state of a run, written or read.
+    #[error(transparent)]
+    Saved(#[from] SavedError),
+    /// No error: the run was asked to leave, and has saved its state.
+    #[error("stopped after step {step}: the state is saved in {}; --resume {} goes on from there", path.display(), path.display())]
+    Stopped {
+        /// Steps taken.
+        step: u64,
+        /// The checkpoint.
+        path: PathBuf,
+    },
     /// Loss scaling ended the run.
     #[error("step {step}: {error}")]
     Scaling {

@@ -5,6 +5,7 @@
 //! host; one that works on the device's own memory gets them lent by [`DeviceCollectives`], and they never leave the device. Either way
 //! the strategies are written once, over [`Flat`] and what `Packer` makes of it.
 
+mod arithmetic;
 mod packer;
 
 use std::io;

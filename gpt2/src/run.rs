@@ -1,6 +1,5 @@
 //! Starting the ranks of a job, and running one.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -14,7 +13,7 @@ use crate::corpus::{Corpus, Origin};
 use crate::devices;
 use crate::flat::DeviceCollectives;
 use crate::memory::{self, Category};
-use crate::trainer::{Node, Observer, Session, Summary, TrainConfig, TrainError, train};
+use crate::trainer::{Keep, Node, Observer, Session, Summary, TrainConfig, TrainError, train_keeping};
 
 /// What a rank needs beside the training configuration.
 #[derive(Clone, Debug)]
@@ -27,8 +26,8 @@ pub struct RankOptions {
     pub node_transport: Option<TransportKind>,
     /// Threads that compute, in each rank.
     pub threads: usize,
-    /// Where rank 0 saves the result.
-    pub checkpoint: Option<PathBuf>,
+    /// What is saved, and from what the run goes on.
+    pub keep: Keep,
 }
 
 /// Runs all ranks as threads of this process, each computing in a thread pool of its own. `observer` watches rank 0.
@@ -273,6 +272,11 @@ fn agreement(
     ]
     .map(|(name, value)| (name.to_string(), value))
     .into();
+    let keep = &options.keep;
+    let checkpoints = keep.checkpoints.as_ref().map_or("never".into(), |checkpoints| checkpoints.every.to_string());
+    items.push(("steps between checkpoints (--save-every)".into(), checkpoints));
+    let resume = keep.resume.as_ref().map_or("none".into(), |saved| saved.digest().to_owned());
+    items.push(("the checkpoint to go on from (--resume)".into(), resume));
     // Field by field, so that a disagreement names what differs.
     if let Ok(config) = serde_json::to_value(config) {
         flatten("", &config, &mut items);
@@ -310,7 +314,7 @@ fn in_pool(
         .build()
         .map_err(|error| Error::invalid(format!("{} compute threads cannot be started: {error}", options.threads)))
         .inspect_err(|error| session.control.poison(error))?;
-    pool.install(|| train(config, corpus, session, device, options.checkpoint.clone(), observer))
+    pool.install(|| train_keeping(config, corpus, session, device, &options.keep, observer))
 }
 
 fn panicked(rank: usize) -> TrainError {

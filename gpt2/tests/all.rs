@@ -17,6 +17,8 @@ mod output;
 mod parity;
 mod precision;
 mod reference;
+mod replicas;
+mod resume;
 mod safety;
 mod segments;
 mod strategies;

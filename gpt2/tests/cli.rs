@@ -475,12 +475,25 @@ fn options_that_do_not_go_together_are_refused() {
     );
     refuse(&["--strategy", "ring", "--dedicated-server"], &["--dedicated-server", "ps", "ring"]);
     refuse(&["--strategy", "ps", "--nproc", "1", "--dedicated-server"], &["--dedicated-server", "2 ranks"]);
+    refuse(
+        &["--strategy", "ddp", "--sync-every", "5"],
+        &["--sync-every", "local-sgd, diloco, streaming-diloco", "ddp"],
+    );
+    refuse(&["--strategy", "local-sgd", "--outer-rate", "1"], &["--outer-rate", "diloco", "local-sgd"]);
+    refuse(&["--strategy", "diloco", "--no-overlap"], &["--no-overlap", "diloco"]);
+    refuse(&["--strategy", "local-sgd", "--sync-every", "0"], &["--sync-every 0"]);
+    refuse(&["--strategy", "diloco", "--outer-momentum", "1"], &["--outer-momentum 1", "[0, 1)"]);
+    refuse(&["--strategy", "streaming-diloco", "--fragments", "3"], &["--fragments 3", "divide --sync-every"]);
+    refuse(&["--strategy", "streaming-diloco", "--overlap-steps", "5"], &["--overlap-steps 5", "less than"]);
+    refuse(&["--strategy", "streaming-diloco", "--mixing", "1.5"], &["--mixing 1.5"]);
+    refuse(&["--strategy", "sparta", "--sparta-share", "0"], &["--sparta-share 0"]);
     refuse(&["--precision", "f8"], &["f8", "f32, bf16, f16"]);
     refuse(&["--kernels", "flash"], &["flash", "fused, composed"]);
     refuse(&["--loss-scale", "-3"], &["--loss-scale"]);
     refuse(&["--loss-scale", "sometimes"], &["--loss-scale", "sometimes"]);
     refuse(&["--loss-factor", "0"], &["--loss-factor 0"]);
-    refuse(&["--optimizer", "sgd"], &["sgd", "adamw, lamb"]);
+    refuse(&["--optimizer", "adam"], &["adam", "adamw, lamb, sgd"]);
+    refuse(&["--optimizer", "sgd", "--beta1", "0.9"], &["--beta1", "--optimizer sgd"]);
     refuse(&["--epsilon", "0"], &["epsilon", "--epsilon"]);
     refuse(&["--beta1", "1"], &["beta1"]);
     refuse(&["--schedule", "stairs"], &["stairs", "cosine"]);

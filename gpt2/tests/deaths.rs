@@ -81,6 +81,16 @@ fn of_hierarchical_over_shared_memory_and_quic() {
     }
 }
 
+#[test]
+fn of_local_sgd_over_tcp() {
+    kill_one("local-sgd", "tcp", 1, &["--sync-every", "3"]);
+}
+
+#[test]
+fn of_streaming_diloco_over_quic() {
+    kill_one("streaming-diloco", "quic", 2, &["--sync-every", "4"]);
+}
+
 fn kill_each(strategy: &str, transport: &str) {
     for victim in 0..RANKS {
         kill_one(strategy, transport, victim, &[]);

@@ -6,13 +6,18 @@ use std::process::ExitCode;
 use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use burn::tensor::Device;
 use comm_core::fuzzing::{CountingAllocator, Target, Verdict, run};
+use gpt2::checkpoint::sharded::{Kind, Reader, Saved, Store};
 use gpt2::checkpoint::{Checkpoint, StoredWeights};
 use gpt2::config::ModelConfig;
 use gpt2::corpus::{Corpus, CorpusSource, LoadOptions, TokenCache, TokenStream};
 use gpt2::evaluation::Choices;
 use gpt2::segments::layout;
+use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::{GPT2_VOCABULARY, Tokenizer, TokenizerKind};
+use gpt2::trainer::{Checkpoints, Keep, Session, TrainConfig, train_keeping};
+use isocomm::TransportOptions;
 
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;
@@ -20,6 +25,7 @@ static ALLOCATOR: CountingAllocator = CountingAllocator;
 fn main() -> ExitCode {
     // Its table is made once, and is no part of what an input takes.
     Tokenizer::gpt2().encode("warm").expect("text");
+    LazyLock::force(&STATE);
     // What is read and hashed goes through buffers of 64 KiB.
     run(&[
         Target::new("token shard", token_shard, shard_seeds).inputs_per_case(4).memory(128 << 10, 16),
@@ -43,6 +49,12 @@ fn main() -> ExitCode {
             .inputs_per_case(2)
             .memory(4 << 20, 64),
         Target::new("multiple choice", choices, choices_seeds).memory(128 << 10, 64),
+        Target::new("state of a run", run_state, || vec![STATE.bytes("run.json")])
+            .inputs_per_case(4)
+            .memory(4 << 20, 64),
+        Target::new("a rank's part", rank_part, || vec![STATE.bytes("rank-0.safetensors")])
+            .inputs_per_case(4)
+            .memory(4 << 20, 64),
         Target::new("model config", model_config, config_seeds).memory(4 << 20, 16),
         Target::new("tokenizer description", description, description_seeds).memory(128 << 10, 64),
         Target::new("text as bytes", |text| corpus_text(text, TokenizerKind::Bytes), text_seeds)
@@ -278,6 +290,72 @@ fn choices_seeds() -> Vec<Vec<u8>> {
     let question = |index: u16| [u16::MAX, 26, index, 1, 2, 2, 10, 50_256, 1, 3, 2, 4, 5];
     let words: Vec<u8> = [0, 1].into_iter().flat_map(question).flat_map(u16::to_le_bytes).collect();
     vec![[header, words].concat()]
+}
+
+/// The whole state of a short run, and the folder that it is in.
+struct WholeState {
+    _folder: tempfile::TempDir,
+    path: PathBuf,
+    saved: Saved,
+}
+
+/// One for all inputs, which lie in the place of its files for a while.
+static STATE: LazyLock<WholeState> = LazyLock::new(|| {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let corpus =
+        Corpus::load(&CorpusSource::Synthetic { seed: 1, bytes: 2_000 }, TokenizerKind::Bytes).expect("a text");
+    let model = ModelConfig { n_layer: 1, n_head: 1, n_embd: 2, block_size: 8, vocab_size: 256 };
+    let config = TrainConfig { steps: 2, global_batch: 1, ..TrainConfig::of(model, StrategyKind::Single) };
+    let store = Store::new(folder.path());
+    let checkpoints = Some(Checkpoints { store: store.clone(), every: 1, keep: 1 });
+    let session = Session::threads(1, &TransportOptions::default()).expect("a rank alone").remove(0);
+    let keep = Keep { checkpoints, ..Keep::default() };
+    train_keeping(&config, &corpus, &session, &Device::flex(), &keep, &mut ()).expect("two steps");
+    let path = store.latest().expect("it was saved");
+    WholeState { _folder: folder, saved: Saved::open(&path).expect("it is whole"), path }
+});
+
+/// One input at a time.
+static TURN: Mutex<()> = Mutex::new(());
+
+impl WholeState {
+    fn bytes(&self, name: &str) -> Vec<u8> {
+        fs::read(self.path.join(name)).expect("a short file")
+    }
+
+    /// Runs `check` with these bytes in the place of a file.
+    fn with(&self, name: &str, bytes: &[u8], check: impl FnOnce() -> Verdict) -> Verdict {
+        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let good = self.bytes(name);
+        fs::write(self.path.join(name), bytes).expect("a short file");
+        let verdict = check();
+        fs::write(self.path.join(name), good).expect("a short file");
+        verdict
+    }
+}
+
+/// `run.json`: what is changed is found out, unless it is white space.
+fn run_state(bytes: &[u8]) -> Verdict {
+    STATE.with("run.json", bytes, || match Saved::open(&STATE.path) {
+        Ok(saved) => {
+            assert_eq!(saved.state(), STATE.saved.state());
+            Verdict::Accepted
+        }
+        Err(_) => Verdict::Rejected,
+    })
+}
+
+/// A rank's file, whose hash nobody has looked at.
+fn rank_part(bytes: &[u8]) -> Verdict {
+    STATE.with("rank-0.safetensors", bytes, || {
+        let mut reader = Reader::new(&STATE.saved);
+        let read = (0..3).flat_map(|segment| Kind::ALL.map(|kind| (segment, kind)));
+        let read =
+            read.map(|(segment, kind)| reader.read(segment, kind, 1..3).map(|values| assert_eq!(values.len(), 2)));
+        let is_right = read.collect::<Result<Vec<()>, _>>().is_ok();
+        assert!(reader.read(3, Kind::Master, 0..0).is_err() && reader.read(2, Kind::Mean, 0..5).is_err());
+        if is_right { Verdict::Accepted } else { Verdict::Rejected }
+    })
 }
 
 /// A model's shape, and the sizes that follow from it.

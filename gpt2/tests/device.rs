@@ -17,7 +17,8 @@ use gpt2::precision::Precision;
 use gpt2::record::{Activity, Operation, Span, record};
 use gpt2::segments::{SegmentInfo, layout};
 use gpt2::strategy::{
-    self, Built, Channels, CheckedGradients, Comms, DuringPass, LocalStep, Ranks, Setup, StrategyKind, StrategyOptions,
+    self, Built, Channels, CheckedGradients, Comms, DuringPass, LocalOptions, LocalStep, Ranks, Setup, StrategyKind,
+    StrategyOptions,
 };
 use gpt2::trainer::{Observer, Parts, Session, StepReport, Summary, TrainConfig, TrainError, train};
 use isocomm::TransportOptions;
@@ -87,7 +88,9 @@ fn train_all(
     });
     for outcome in &outcomes {
         assert_eq!(outcome.summary.weights_hash, outcomes[0].summary.weights_hash);
-        assert_eq!(outcome.summary.losses, outcomes[0].summary.losses);
+        if config.strategy.spec().is_one_device {
+            assert_eq!(outcome.summary.losses, outcomes[0].summary.losses);
+        }
     }
     outcomes.into_iter().next().unwrap()
 }
@@ -138,6 +141,19 @@ fn lamb_in_device_memory_is_lamb_in_host_memory() {
     for variant in VARIANTS {
         for ranks in sizes(variant.0) {
             prove(&with(&lamb, variant, ranks), ranks, &format!("lamb, {variant:?} on {ranks} ranks"));
+        }
+    }
+}
+
+#[test]
+fn ranks_that_train_by_themselves_do_so_in_device_memory_as_in_host_memory() {
+    let local = LocalOptions { sync_every: 4, overlap_steps: 1, sparta_share: 0.1, ..LocalOptions::default() };
+    for strategy in StrategyKind::ALL.into_iter().filter(|kind| !kind.spec().is_one_device) {
+        for (optimizer, wire) in [(OptimizerKind::Sgd, Precision::Bf16), (OptimizerKind::AdamW, Precision::F32)] {
+            let config = with(&single(6), (strategy, false), 2);
+            let options = StrategyOptions { local: local.clone(), wire, ..config.options.clone() };
+            let optimizer = OptimizerConfig::of(optimizer);
+            prove(&TrainConfig { options, optimizer, eval_every: 3, ..config }, 2, &format!("{strategy}, {wire}"));
         }
     }
 }
@@ -352,6 +368,10 @@ impl LocalStep for Given<'_> {
         &mut []
     }
 
+    fn is_last(&self) -> bool {
+        true
+    }
+
     fn put(&mut self, _segment: usize, _weights: Weights) -> Result<(), TrainError> {
         panic!("the step is skipped")
     }
@@ -378,7 +398,8 @@ fn timed(
             node_native: node.and_then(|node| node.native.clone()),
         };
         let (options, precision) = (&options, Precision::F32);
-        let setup = Setup { comms: &comms, segments: &lengths, options, precision, accumulation: 1, checked: false };
+        let setup =
+            Setup { comms: &comms, segments: &lengths, options, precision, accumulation: 1, seed: 1, checked: false };
         let Built { mut strategy, mut channels, .. } = strategy::build(kind, &setup).unwrap();
         let rank = session.comm.rank();
         let mut given = Given { segments: &segments, rank, on_device, averaged: Vec::new() };
@@ -403,7 +424,7 @@ fn timed(
 
 #[test]
 fn packing_on_the_device_for_a_byte_transport_changes_no_bit() {
-    for kind in StrategyKind::ALL.into_iter().filter(|kind| *kind != StrategyKind::Single) {
+    for kind in StrategyKind::of_one_device().filter(|kind| *kind != StrategyKind::Single) {
         for wire in Precision::ALL {
             let from =
                 |on_device| averaged((kind, wire), Session::threads(2, &options()).unwrap(), on_device, (false, false));

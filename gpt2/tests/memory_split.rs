@@ -7,11 +7,13 @@ mod local;
 use std::time::Duration;
 
 use burn::tensor::Device;
+use gpt2::checkpoint::sharded::Store;
 use gpt2::config::{ModelConfig, Preset};
 use gpt2::memory::{self, Category, CountingAllocator, Usage};
 use gpt2::run::{RankOptions, run_threads};
 use gpt2::segments::{Compute, SegmentedModel, layout};
 use gpt2::strategy::StrategyKind;
+use gpt2::trainer::{Checkpoints, Keep, Observer, SaveReport};
 use isocomm::{TransportKind, TransportOptions};
 
 use local::{corpus, single, with};
@@ -37,15 +39,19 @@ fn held(model: impl FnOnce() -> SegmentedModel) -> u64 {
 fn usage(model: &ModelConfig, strategy: StrategyKind) -> Usage {
     let mut config = with(&single(3), (strategy, false), RANKS);
     config.model = model.clone();
-    let options = RankOptions {
+    let options = options(Keep::default());
+    let summary = run_threads(&config, &corpus(20_000), RANKS, &options, &Device::flex(), &mut ()).unwrap();
+    summary.ranks[0].memory.unwrap()
+}
+
+fn options(keep: Keep) -> RankOptions {
+    RankOptions {
         transport: TransportKind::LOCAL,
         options: TransportOptions { timeout: Duration::from_secs(60), ..TransportOptions::default() },
         node_transport: None,
         threads: 1,
-        checkpoint: None,
-    };
-    let summary = run_threads(&config, &corpus(20_000), RANKS, &options, &Device::flex(), &mut ()).unwrap();
-    summary.ranks[0].memory.unwrap()
+        keep,
+    }
 }
 
 /// One test, since the figures are the process's.
@@ -91,4 +97,31 @@ fn each_stage_shards_one_more_kind() {
     within("weights of fsdp", fsdp.parameters.peak, all, all + ranks * (2 * block + embedding + absent));
     within("optimizers of fsdp", fsdp.optimizer.peak, 2 * all, 2 * all);
     within("gradients of fsdp", fsdp.gradients.peak, all, all + 2 * ranks * block);
+
+    // Of the masters and both moments, which lie where they are written from, nothing is copied: names and tables are little beside a block.
+    assert!(3 * SLACK < block);
+    for strategy in [StrategyKind::Ddp, StrategyKind::Zero2, StrategyKind::Fsdp] {
+        let report = save(&model, strategy);
+        assert!(report.bytes > 3 * all, "{strategy}: {report:?}");
+        within("saving", report.extra_bytes.unwrap(), 1, 2 * SLACK);
+    }
+}
+
+/// What it took all ranks to save the whole state.
+fn save(model: &ModelConfig, strategy: StrategyKind) -> SaveReport {
+    #[derive(Default)]
+    struct Kept(Option<SaveReport>);
+    impl Observer for Kept {
+        fn saved(&mut self, report: &SaveReport) {
+            self.0 = Some(report.clone());
+        }
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let mut config = with(&single(3), (strategy, false), RANKS);
+    config.model = model.clone();
+    let checkpoints = Some(Checkpoints { store: Store::new(folder.path()), every: 2, keep: 1 });
+    let options = options(Keep { checkpoints, ..Keep::default() });
+    let mut kept = Kept::default();
+    run_threads(&config, &corpus(20_000), RANKS, &options, &Device::flex(), &mut kept).unwrap();
+    kept.0.unwrap()
 }

@@ -14,7 +14,7 @@ use gpt2::devices::DeviceChoice;
 use gpt2::run::{RankOptions, run_threads};
 use gpt2::segments::SegmentedModel;
 use gpt2::strategy::StrategyKind;
-use gpt2::trainer::{Summary, TrainConfig};
+use gpt2::trainer::{Keep, Summary, TrainConfig};
 use isocomm::{TransportKind, TransportOptions};
 
 const STEPS: u64 = 4;
@@ -39,7 +39,7 @@ fn run(config: &TrainConfig, ranks: usize, device: &Device, folder: &Path) -> (S
         options: TransportOptions::default(),
         node_transport: None,
         threads: 1,
-        checkpoint: Some(checkpoint.clone()),
+        keep: Keep { model: Some(checkpoint.clone()), ..Keep::default() },
     };
     let corpus = local::corpus(20_000);
     let summary = run_threads(config, &corpus, ranks, &options, device, &mut ()).unwrap();

@@ -6,7 +6,7 @@ use std::fmt;
 
 use gpt2::memory::{Allocations, Usage};
 use gpt2::model::KernelChoice;
-use gpt2::strategy::StrategyOptions;
+use gpt2::strategy::{LocalOptions, Setting, StrategyKind, StrategyOptions};
 use gpt2::trainer::Parts;
 use isocomm::TransportOptions;
 use serde::{Deserialize, Serialize};
@@ -124,6 +124,9 @@ pub struct Cell {
     /// Ranks of a node of `hierarchical`; `None` for those of an end of the link.
     #[serde(default, skip_serializing_if = "is_default")]
     pub ranks_per_node: Option<usize>,
+    /// Steps between two synchronisations, of strategies whose ranks train by themselves for a time; `None` for training's own.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub sync_every: Option<u64>,
     /// Whether the ranks of a node of `hierarchical` talk through the same transport as all ranks, not through shared memory.
     #[serde(default, skip_serializing_if = "is_default")]
     pub one_transport: bool,
@@ -259,6 +262,7 @@ axes! {
     DedicatedServer = "dedicated-server",
     RanksPerNode = "ranks-per-node",
     OneTransport = "one-transport",
+    SyncEvery = "sync-every",
     Ends = "ends",
     Schedule = "schedule",
     Clip = "clip",
@@ -434,6 +438,7 @@ impl Default for Cell {
             dedicated_server: false,
             ranks_per_node: None,
             one_transport: false,
+            sync_every: None,
             ends: None,
             schedule: None,
             clip: None,
@@ -456,6 +461,13 @@ impl Cell {
 
     fn ranks_per_end(&self) -> usize {
         if self.strategy == "hierarchical" && self.ranks.is_multiple_of(2) { self.ranks / 2 } else { 1 }
+    }
+
+    /// Steps of which any that follow one another do the same together, whichever is the first.
+    pub fn period(&self) -> usize {
+        let kind = self.strategy.parse::<StrategyKind>().ok().filter(|kind| kind.has(Setting::SyncEvery));
+        let steps = kind.map_or(1, |_| self.sync_every.unwrap_or(LocalOptions::default().sync_every));
+        usize::try_from(steps).unwrap_or(usize::MAX)
     }
 
     /// Ranks that take part of the batch.
@@ -509,6 +521,7 @@ impl Cell {
             Axis::DedicatedServer => switch(self.dedicated_server),
             Axis::RanksPerNode => number(self.ranks_per_node),
             Axis::OneTransport => switch(self.one_transport),
+            Axis::SyncEvery => self.sync_every.map_or(DEFAULT.into(), |steps| steps.to_string()),
             Axis::Ends => number(self.ends),
             Axis::Schedule => text(&self.schedule),
             Axis::Clip => text(&self.clip),

@@ -67,6 +67,12 @@ impl ParityArgs {
         if self.steps == 0 {
             return Err("--steps must be at least 1".into());
         }
+        if let Some(other) = self.strategies.iter().find(|kind| !kind.spec().is_one_device) {
+            return Err(format!(
+                "--strategies {other}: its ranks train by themselves for a time, so that it computes something else than one device"
+            )
+            .into());
+        }
         let variants = Variant::of(&self.strategies);
         if variants.is_empty() {
             return Err("--strategies: none of them communicates".into());

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use gpt2::strategy::StrategyKind;
+use gpt2::strategy::{Setting, StrategyKind};
 use isocomm::Rung;
 use rig::flag::Flag;
 use rig::record::{Axis, Cell, Record};
@@ -232,6 +232,9 @@ pub(crate) fn meaningless(cell: &Cell) -> Vec<Axis> {
         }
         if !spec.overlaps {
             axes.push(Axis::Overlap);
+        }
+        if !spec.settings.contains(&Setting::SyncEvery) {
+            axes.push(Axis::SyncEvery);
         }
     }
     axes

@@ -3,9 +3,22 @@
 use isocomm::Rung;
 use rig::record::NOBODY;
 
-/// One rank alone first.
-pub(crate) const STRATEGIES: [&str; 9] =
-    ["single", "ps", "sharded-ps", "ring", "ddp", "zero1", "zero2", "fsdp", "hierarchical"];
+/// One rank alone first; those whose ranks train by themselves for a time last.
+pub(crate) const STRATEGIES: [&str; 13] = [
+    "single",
+    "ps",
+    "sharded-ps",
+    "ring",
+    "ddp",
+    "zero1",
+    "zero2",
+    "fsdp",
+    "hierarchical",
+    "local-sgd",
+    "diloco",
+    "streaming-diloco",
+    "sparta",
+];
 
 /// From what costs least to what does most.
 pub(crate) fn transports() -> Vec<String> {

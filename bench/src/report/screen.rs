@@ -176,6 +176,9 @@ fn busy(digest: &Digest<'_>) -> Option<String> {
 
 /// Strategies by links, over the transport that is fastest on all of them; by transports, where there is one link.
 fn table(digest: &Digest<'_>, timed: &[&Case<'_>], links: &[&str]) -> Option<String> {
+    if timed.is_empty() {
+        return None;
+    }
     let transports = distinct(timed.iter().map(|case| case.cell.transport.as_str()));
     let by_link = links.len() > 1;
     let over = if by_link { fastest_transport(timed, links, &transports)? } else { "" };

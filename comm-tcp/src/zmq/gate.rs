@@ -1,4 +1,4 @@
-//! The gate: the public TCP listener in front of this rank's private DEALER sockets.
+//! The gate that relays: the public TCP listener in front of this rank's private DEALER sockets.
 //!
 //! A connection first has to get through the opening of ZMTP with the gate itself, which reads a fixed number of bytes at
 //! each step. Only after its token has been found good is it connected to the private socket it is meant for, over a Unix

@@ -1,5 +1,6 @@
 //! The command line of the program `gpt2`.
 
+mod attempts;
 mod convert;
 mod devices;
 mod eval;

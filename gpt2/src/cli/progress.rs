@@ -1,7 +1,7 @@
 //! What the user sees of a run: step lines, a progress bar on a terminal, a file of steps, curves in TensorBoard.
 
 use std::fmt;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal, Write};
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
@@ -10,38 +10,41 @@ use comm_core::printer;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle, TermLike};
 use serde_json::json;
 
-use super::folder::{self, EVENTS, STEPS};
+use super::folder::{EVENTS, Earlier, STEPS};
 use super::{complain, say, summary};
 use crate::events::EventFile;
 use crate::memory::{Bytes, Usage};
-use crate::trainer::{Observer, StepReport, Summary};
+use crate::trainer::{Observer, SaveReport, StepReport, Summary};
 
 /// Prints steps, and writes each to a file of JSON lines and to an event file.
 pub(super) struct Progress {
     bar: ProgressBar,
     steps: u64,
     log_every: u64,
-    /// Where files go, if anywhere.
-    folder: Option<PathBuf>,
+    /// Where files go, if anywhere, and what becomes of those of an earlier run there.
+    folder: Option<(PathBuf, Earlier)>,
     file: Option<File>,
     events: Option<EventFile>,
 }
 
 impl Progress {
-    /// Files go to `folder`, if any, in the place of an earlier run's. Nothing in it is touched before the run has started.
-    pub(super) fn new(log_every: u64, folder: Option<PathBuf>) -> Self {
+    /// Files go to `folder`, if any, in the place of an earlier run's or behind what there is of it. Nothing in it is touched before the run has
+    /// started.
+    pub(super) fn new(log_every: u64, folder: Option<(PathBuf, Earlier)>) -> Self {
         let (bar, log_every) = (ProgressBar::hidden(), log_every.max(1));
         Progress { bar, steps: 0, log_every, folder, file: None, events: None }
     }
 
     /// Puts this run's files in the place of an earlier one's. As with a full disk later on, what cannot be written must not end the run.
     fn create_files(&mut self) {
-        let Some(folder) = self.folder.take() else { return };
-        if let Err(error) = folder::remove_earlier_run(&folder) {
+        let Some((folder, earlier)) = self.folder.take() else { return };
+        if let Err(error) = earlier.make_way(&folder) {
             self.warn(format_args!("a file of the earlier run stays: {error}"));
         }
         let path = folder.join(STEPS);
-        match File::create(&path) {
+        let goes_on = matches!(earlier, Earlier::GoesOn { .. });
+        let mut how = OpenOptions::new();
+        match how.create(true).write(true).append(goes_on).truncate(!goes_on).open(&path) {
             Ok(file) => self.file = Some(file),
             Err(error) => self.warn(format_args!("no file of steps: {}: {error}", path.display())),
         }
@@ -168,6 +171,20 @@ impl Observer for Progress {
         self.line(&format!("step {step:>5}/{} | validation loss {loss:.4}", self.steps));
         self.record(&json!({"step": step, "validation_loss": loss}));
         self.chart(step, &[("loss/validation", Some(loss))]);
+    }
+
+    fn saved(&mut self, report: &SaveReport) {
+        let SaveReport { step, path, bytes, ms, extra_bytes, not_removed } = report;
+        let extra = extra_bytes.map_or(String::new(), |bytes| format!(", {:.1} MB of memory", bytes as f64 / 1e6));
+        self.line(&format!(
+            "step {step:>5}/{} | checkpoint {} | {:.1} MB in {ms:.1} ms{extra}",
+            self.steps,
+            path.display(),
+            *bytes as f64 / 1e6
+        ));
+        if let Some(why) = not_removed {
+            self.warn(format_args!("an older checkpoint stays: {why}"));
+        }
     }
 
     fn ended(&mut self, summary: &Summary) {

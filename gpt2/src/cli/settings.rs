@@ -85,8 +85,8 @@ fn read(path: &Path) -> Result<BTreeMap<String, OsString>, CliError> {
 fn arguments(table: &Table) -> Result<BTreeMap<String, OsString>, String> {
     let command = command();
     let train = command.find_subcommand(TRAIN).ok_or("this program does not train")?;
-    let known: Vec<&str> =
-        train.get_arguments().filter_map(Arg::get_long).filter(|name| ![FILE, "help"].contains(name)).collect();
+    let shown = train.get_arguments().filter(|argument| !argument.is_hide_set());
+    let known: Vec<&str> = shown.filter_map(Arg::get_long).filter(|name| ![FILE, "help"].contains(name)).collect();
     let mut arguments = BTreeMap::new();
     for (key, value) in table {
         let name = key.replace('_', "-");
@@ -174,6 +174,7 @@ mod tests {
         for (file, expected) in [
             ("lrr = 1e-3", "unknown setting 'lrr'"),
             ("config = \"other.toml\"", "unknown setting 'config'"),
+            ("restarts = 1", "unknown setting 'restarts'"),
             ("help = true", "unknown setting 'help'"),
             ("[train]\nlr = 1", "unknown setting 'train'"),
             ("lr = [1, 2]", "the setting 'lr' is a array"),

@@ -1,7 +1,7 @@
 //! What is said at the end of a run.
 
 use super::say;
-use crate::trainer::{RankReport, Summary};
+use crate::trainer::{RankReport, Restarts, Summary};
 
 /// Prints what a run came to.
 pub(super) fn print(summary: &Summary) {
@@ -25,6 +25,13 @@ pub(super) fn print(summary: &Summary) {
     ));
     if summary.skipped_steps > 0 {
         say(format!("skipped: {} steps whose gradients had overflowed", summary.skipped_steps));
+    }
+    if let Some(step) = summary.resumed_at {
+        say(format!("resumed after step {step}: figures are of the {} steps since", summary.losses.len()));
+    }
+    let Restarts { count, steps_lost } = summary.restarts;
+    if count > 0 {
+        say(format!("restarts: {count}, after which {steps_lost} steps were done again"));
     }
     for rank in &summary.ranks {
         print_rank(rank);

@@ -5,6 +5,7 @@ use std::io::IsTerminal;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use burn::tensor::Device;
@@ -12,14 +13,17 @@ use clap::Args;
 use comm_core::Waiting;
 use comm_core::job::{self, Job, Source};
 use comm_core::launch::{Launch, Output};
+use comm_core::process::StopRequest;
 use isocomm::{Medium, TransportKind, TransportOptions};
 
-use super::folder;
+use super::attempts::Attempts;
+use super::folder::{self, Earlier};
 use super::loading::LoadProgress;
 use super::model::check_vocabulary;
 use super::progress::Progress;
 use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, complain, say};
 use crate::batches::{Batches, LastBatch, Share};
+use crate::checkpoint::sharded::{Saved, SavedError};
 use crate::checkpoint::{InitialWeights, StoredWeights};
 use crate::config::{ModelConfig, Preset};
 use crate::corpus::{Corpus, CorpusSource, LoadOptions, TokenCache};
@@ -29,9 +33,9 @@ use crate::model::KernelChoice;
 use crate::optim::{LearningRate, LossScaling, OptimizerConfig, OptimizerKind, ScheduleKind};
 use crate::precision::Precision;
 use crate::run::{RankOptions, refuse, run_rank, run_threads};
-use crate::strategy::{StrategyKind, StrategyOptions};
+use crate::strategy::{LocalOptions, Setting, StrategyKind, StrategyOptions};
 use crate::tokenizer::{Tokenizer, TokenizerKind};
-use crate::trainer::{TrainConfig, TrainError};
+use crate::trainer::{Checkpoints, Keep, Restarts, TrainConfig, TrainError};
 
 #[derive(Clone, Debug, Args)]
 #[command(allow_negative_numbers = true)]
@@ -54,7 +58,8 @@ pub(super) struct TrainArgs {
     #[arg(long)]
     preset: Option<Preset>,
     /// Weights to start from: a checkpoint of this program, or a GPT-2 of Hugging Face's transformers as safetensors: the file beside its
-    /// config.json, the index of several, or the folder. Size and tokenizer come from it. Optimizer and data order begin anew.
+    /// config.json, the index of several, or the folder. Size and tokenizer come from it. Optimizer and data order begin anew. It is left out
+    /// with --resume, which has all of that.
     #[arg(long)]
     init_from: Option<PathBuf>,
     /// Tokens a sequence, instead of the preset's or at most as many as --init-from has positions.
@@ -105,7 +110,7 @@ pub(super) struct TrainArgs {
     /// backend's single operations: slower, with more memory; to measure what fused kernels gain).
     #[arg(long, default_value_t)]
     kernels: KernelChoice,
-    /// Optimizer: adamw, lamb.
+    /// Optimizer: adamw, lamb, sgd (plain, without momentum).
     #[arg(long, default_value_t)]
     optimizer: OptimizerKind,
     /// How the learning rate falls after the warm-up: cosine, linear, constant.
@@ -120,7 +125,7 @@ pub(super) struct TrainArgs {
     /// Steps of linear warm-up. [default: a twentieth of --steps, at most 100]
     #[arg(long)]
     warmup: Option<u64>,
-    /// Decoupled weight decay of two-dimensional tensors. [default: 0.1 for adamw, 0.01 for lamb]
+    /// Decoupled weight decay of two-dimensional tensors. [default: 0.1 for adamw, 0.01 for lamb, 0 for sgd]
     #[arg(long)]
     weight_decay: Option<f64>,
     /// Decay rate of the mean of gradients. [default: 0.9]
@@ -138,10 +143,10 @@ pub(super) struct TrainArgs {
     /// Type in which gradients travel: f32, bf16, f16. [default: that of --precision]
     #[arg(long)]
     wire: Option<Precision>,
-    /// Bytes of f32 gradients at which the first bucket of ddp, zero1, zero2 and hierarchical is closed.
+    /// Bytes of f32 at which the first bucket is closed, of strategies that have buckets of gradients or parameters.
     #[arg(long, default_value_t = StrategyOptions::default().first_bucket_bytes)]
     first_bucket_bytes: usize,
-    /// Bytes of f32 gradients at which any further bucket is closed.
+    /// Bytes of f32 at which any further bucket is closed.
     #[arg(long, default_value_t = StrategyOptions::default().bucket_bytes)]
     bucket_bytes: usize,
     /// Bytes of f32 gradients at which the fusion buffer of ring leaves.
@@ -159,6 +164,20 @@ pub(super) struct TrainArgs {
     /// How the ranks of a node are connected, for hierarchical: a transport as in --transport. [default: that of --transport]
     #[arg(long)]
     node_transport: Option<TransportKind>,
+    #[arg(long, value_name = "STEPS", help = setting(Setting::SyncEvery, "Steps between two synchronisations of the same parameters"))]
+    sync_every: Option<u64>,
+    #[arg(long, help = setting(Setting::OuterRate, "Learning rate of the outer optimizer"))]
+    outer_rate: Option<f64>,
+    #[arg(long, help = setting(Setting::OuterMomentum, "Momentum of the outer optimizer, which is Nesterov's"))]
+    outer_momentum: Option<f64>,
+    #[arg(long, help = setting(Setting::Fragments, "Parts of the model that are synchronised in turn"))]
+    fragments: Option<usize>,
+    #[arg(long, value_name = "STEPS", help = setting(Setting::OverlapSteps, "Steps from the start of a fragment's average until it is applied"))]
+    overlap_steps: Option<u64>,
+    #[arg(long, value_name = "SHARE", help = setting(Setting::Mixing, "Share of a rank's own parameters in what it goes on with"))]
+    mixing: Option<f64>,
+    #[arg(long, value_name = "SHARE", help = setting(Setting::SpartaShare, "Share of all parameters that are averaged in a step"))]
+    sparta_share: Option<f64>,
     /// Multiplies the loss before the backward pass, to study what small gradients do.
     #[arg(long, default_value_t = 1.0)]
     loss_factor: f64,
@@ -217,18 +236,48 @@ pub(super) struct TrainArgs {
     /// Print every so many steps.
     #[arg(long, default_value_t = 10)]
     log_every: u64,
-    /// Folder for the checkpoint (model.safetensors, and the files by which Hugging Face's transformers open it), the steps (steps.jsonl) and
-    /// TensorBoard's event file. One that holds an earlier run is refused.
+    /// Folder for the weights (model.safetensors, the files by which Hugging Face's transformers open it, and best.safetensors of the best
+    /// validation), the steps (steps.jsonl), TensorBoard's event file and the checkpoints of --save-every. One that holds an earlier run is
+    /// refused, unless that goes on by --resume.
     #[arg(long, default_value = "out")]
     out: PathBuf,
     /// Replace an earlier run in --out: its files are removed when all ranks are there, before the first step.
-    #[arg(long)]
+    #[arg(long, overrides_with = "overwrite")]
     overwrite: bool,
+    /// Save the whole state of the run every so many steps, from which --resume goes on; 0 for never. It goes to checkpoints/step-N in --out,
+    /// which all ranks must share. In any case SIGTERM and SIGUSR1 have all ranks finish their step, save it, and end with exit code 85.
+    #[arg(long, default_value_t = 0)]
+    save_every: u64,
+    /// Checkpoints of the whole state that are kept: the newest.
+    #[arg(long, default_value_t = 2)]
+    keep: usize,
+    /// Go on from a checkpoint of the whole state: its folder, the folder of a run, or latest for the newest in --out. All else is given
+    /// as for the run that it is of, but for --init-from, which is left out. Others may be: ranks, --strategy and its options, --transport
+    /// and what concerns it, --wire, --precision, --loss-scale, --accumulation, --recompute, --threads, --device, --out, --eval-every,
+    /// --eval-batches, --save-every, --keep. With the same ranks, strategy and types the result is that of a run which was never
+    /// interrupted, to the last bit.
+    #[arg(long, value_name = "DIR|latest", overrides_with = "resume")]
+    resume: Option<PathBuf>,
+    /// When a rank dies, start all ranks again from the last checkpoint, or from the beginning where there is none, at most so often.
+    /// For processes that this program starts; a launcher such as srun has to do that itself.
+    #[arg(long, default_value_t = 0)]
+    max_restarts: u64,
+    /// Restarts before this one, for the summary.
+    #[arg(long, hide = true, default_value_t = 0)]
+    restarts: u64,
+    /// Steps that were lost in them.
+    #[arg(long, hide = true, default_value_t = 0)]
+    steps_lost: u64,
 }
 
 /// The help text of `--strategy`.
 fn strategies() -> String {
     format!("Who averages gradients and updates parameters: {}", StrategyKind::names(", "))
+}
+
+/// The help text of an option that some strategies have.
+fn setting(setting: Setting, what: &str) -> String {
+    format!("{what}, for {}. [default: {}]", setting.strategies(), LocalOptions::default().value(setting))
 }
 
 /// More lanes than this are of no use to anyone.
@@ -242,38 +291,79 @@ pub(super) fn run(args: TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode,
             if let Some(nproc) = args.nproc {
                 check_nproc(nproc, &job, job::ranks_on_this_machine())?;
             }
-            let ranks_here = args.nproc.or_else(job::ranks_on_this_machine).unwrap_or(job.world_size);
-            let refused = if job.rank == 0 && !args.overwrite { folder::refuse_earlier_run(&args.out) } else { Ok(()) };
-            if let Err(why) = refused {
-                // Before the text is loaded, which may take long.
-                return refuse_for_all(&args, &job, ranks_here, None, why);
+            if args.max_restarts > 0 && job.source != Source::Launch {
+                return Err(format!(
+                    "--max-restarts concerns ranks that this program starts, and these are started by {}: let that start them again, with \
+                     --resume latest",
+                    job.source
+                )
+                .into());
             }
-            let prepared = Prepared::new(&args, job.world_size, ranks_here, Verbosity::of(&job))?;
-            let _lock = match (job.rank == 0).then(|| folder::take(&args.out, args.overwrite)).transpose() {
-                Ok(lock) => lock,
-                Err(why) => return refuse_for_all(&args, &job, ranks_here, Some(prepared), why),
-            };
-            let mut progress = Prepared::progress(&args, job.rank);
-            if job.rank == 0 {
-                say(format_args!("ranks: {}, by {}", job.world_size, job.source));
-                // Our own launcher has said the rest.
-                if job.source != Source::Launch {
-                    say(prepared.describe(&args, job.world_size));
-                }
-            }
-            let Prepared { config, corpus, options, device, .. } = &prepared;
-            match run_rank(&job, config, corpus, options, device, &mut progress) {
-                Ok(_) => Ok(ExitCode::SUCCESS),
-                Err(TrainError::Comm(error)) => {
-                    complain(format_args!("error: {error}"));
-                    // Whoever started the ranks looks for the one that is the cause.
-                    let code = u8::try_from(job::exit_code(&error, job.rank));
-                    Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
-                }
-                Err(error) => Err(error.into()),
-            }
+            run_one(&args, &job)
         }
         None => start(&args, arguments),
+    }
+}
+
+/// This process's rank of a job that a launcher has started.
+fn run_one(args: &TrainArgs, job: &Job) -> Result<ExitCode, CliError> {
+    let ranks_here = args.nproc.or_else(job::ranks_on_this_machine).unwrap_or(job.world_size);
+    check_saving(args)?;
+    let earlier = EarlierRun::find(args)?;
+    let refused = if job.rank == 0 { earlier.fate.check(&args.out) } else { Ok(()) };
+    if let Err(why) = refused {
+        // Before the text is loaded, which may take long.
+        return refuse_for_all(args, job, (ranks_here, &earlier), None, why);
+    }
+    let prepared = Prepared::new(args, job.world_size, ranks_here, &earlier, Verbosity::of(job))?;
+    let _lock = match (job.rank == 0).then(|| folder::take(&args.out, earlier.fate)).transpose() {
+        Ok(lock) => lock,
+        Err(why) => return refuse_for_all(args, job, (ranks_here, &earlier), Some(prepared), why),
+    };
+    let mut progress = Prepared::progress(args, &earlier, job.rank);
+    if job.rank == 0 {
+        say(format_args!("ranks: {}, by {}", job.world_size, job.source));
+        // Our own launcher has said the rest.
+        if job.source != Source::Launch {
+            say(prepared.describe(args, job.world_size));
+        }
+    }
+    let Prepared { config, corpus, options, device, .. } = &prepared;
+    match run_rank(job, config, corpus, options, device, &mut progress) {
+        Ok(_) => Ok(ExitCode::SUCCESS),
+        Err(TrainError::Comm(error)) => {
+            complain(format_args!("error: {error}"));
+            // Whoever started the ranks looks for the one that is the cause.
+            let code = u8::try_from(job::exit_code(&error, job.rank));
+            Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
+        }
+        Err(error @ TrainError::Stopped { .. }) => Ok(stopped(&error, job.rank)),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The exit code of a rank that was asked to leave, and has saved the state of the run.
+fn stopped(error: &TrainError, rank: usize) -> ExitCode {
+    if rank == 0 {
+        say(error);
+    }
+    u8::try_from(job::EXIT_STOPPED).map_or(ExitCode::FAILURE, ExitCode::from)
+}
+
+/// An earlier run, or an earlier part of this one.
+struct EarlierRun {
+    /// The checkpoint from which this run goes on.
+    resume: Option<PathBuf>,
+    /// What becomes of what lies in `--out`.
+    fate: Earlier,
+}
+
+impl EarlierRun {
+    fn find(args: &TrainArgs) -> Result<Self, CliError> {
+        let find = |given: &PathBuf| folder::find_checkpoint(&args.out, given);
+        let resume = args.resume.as_ref().map(find).transpose()?;
+        let fate = Earlier::of(&args.out, resume.as_deref(), args.overwrite);
+        Ok(EarlierRun { resume, fate })
     }
 }
 
@@ -282,7 +372,7 @@ pub(super) fn run(args: TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode,
 fn refuse_for_all(
     args: &TrainArgs,
     job: &Job,
-    ranks_here: usize,
+    (ranks_here, earlier): (usize, &EarlierRun),
     prepared: Option<Prepared>,
     why: CliError,
 ) -> Result<ExitCode, CliError> {
@@ -292,8 +382,8 @@ fn refuse_for_all(
     }
     complain(format_args!("error: {why}"));
     // The user has been told; later errors are not reported.
-    let prepared = prepared
-        .map_or_else(|| Prepared::new(args, job.world_size, ranks_here, Verbosity { speaks: false, warns: false }), Ok);
+    let silent = Verbosity { speaks: false, warns: false };
+    let prepared = prepared.map_or_else(|| Prepared::new(args, job.world_size, ranks_here, earlier, silent), Ok);
     if let Ok(Prepared { config, corpus, options, device, .. }) = &prepared {
         let _ = refuse(job, config, corpus, options, device, &why.to_string());
     }
@@ -303,38 +393,55 @@ fn refuse_for_all(
 /// No launcher started this process: it is one itself, unless all ranks fit in it.
 fn start(args: &TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliError> {
     let ranks = args.nproc.unwrap_or(if args.strategy == StrategyKind::Single { 1 } else { 2 });
-    if !args.overwrite {
-        folder::refuse_earlier_run(&args.out)?;
+    check_saving(args)?;
+    let earlier = EarlierRun::find(args)?;
+    earlier.fate.check(&args.out)?;
+    if is_threads(args.transport) && args.max_restarts > 0 {
+        return Err(format!(
+            "--max-restarts concerns ranks that are processes, not the threads of --transport {}; choose another transport",
+            args.transport
+        )
+        .into());
     }
     // What is wrong with the arguments or the text is said once, here, and not by every rank.
-    let prepared = Prepared::new(args, ranks, ranks, Verbosity { speaks: true, warns: true })?;
-    if is_threads(args.transport) || ranks == 1 {
-        let _lock = folder::take(&args.out, args.overwrite)?;
-        let mut progress = Prepared::progress(args, 0);
+    let prepared = Prepared::new(args, ranks, ranks, &earlier, Verbosity { speaks: true, warns: true })?;
+    if is_threads(args.transport) || (ranks == 1 && args.max_restarts == 0) {
+        let _lock = folder::take(&args.out, earlier.fate)?;
+        let mut progress = Prepared::progress(args, &earlier, 0);
         say(match args.nproc {
             Some(_) => format!("ranks: {ranks}, by --nproc"),
             None => format!("ranks: {ranks}, the default for --strategy {}; see --nproc", args.strategy),
         });
         say(prepared.describe(args, ranks));
-        run_threads(&prepared.config, &prepared.corpus, ranks, &prepared.options, &prepared.device, &mut progress)?;
-        return Ok(ExitCode::SUCCESS);
+        let Prepared { config, corpus, options, device, .. } = &prepared;
+        return match run_threads(config, corpus, ranks, options, device, &mut progress) {
+            Ok(_) => Ok(ExitCode::SUCCESS),
+            Err(error @ TrainError::Stopped { .. }) => Ok(stopped(&error, 0)),
+            Err(error) => Err(error.into()),
+        };
     }
     say(prepared.describe(args, ranks));
+    let resume = prepared.options.keep.resume.clone();
     drop(prepared);
     let mut command = arguments;
     if args.nproc.is_none() {
         command.extend(["--nproc".into(), ranks.to_string().into()]);
     }
     let mut launch = Launch::new(std::env::current_exe()?, ranks);
-    launch.args = command;
+    launch.args.clone_from(&command);
+    launch.stop = saves_state(args).then_some(LEAVING);
     // On a terminal rank 0 has it to itself, for its progress bar.
     launch.output = if std::io::stdout().is_terminal() { Output::RankZeroPlain } else { Output::Prefixed };
-    let outcome = launch.run()?;
+    let mut attempts = Attempts::new(&args.out, args.max_restarts, resume.as_deref(), command);
+    let outcome = launch.run_again(&mut |outcome| attempts.next(outcome))?;
     if let Some(cause) = outcome.cause {
         complain(format_args!("error: {cause}"));
     }
     Ok(u8::try_from(outcome.code).map_or(ExitCode::FAILURE, ExitCode::from))
 }
+
+/// How long ranks that were asked to leave may take for it.
+const LEAVING: Duration = Duration::from_secs(30);
 
 /// Refuses `--nproc` where a launcher has left another number of ranks of this machine, `ranks_here`, in the environment: whoever gives it means
 /// to start that many, or is mistaken about the launcher.
@@ -389,25 +496,37 @@ struct Prepared {
 
 impl Prepared {
     /// `ranks` in all, of which `ranks_here` share this machine.
-    fn new(args: &TrainArgs, ranks: usize, ranks_here: usize, verbosity: Verbosity) -> Result<Self, CliError> {
+    fn new(
+        args: &TrainArgs,
+        ranks: usize,
+        ranks_here: usize,
+        earlier: &EarlierRun,
+        verbosity: Verbosity,
+    ) -> Result<Self, CliError> {
         check_ranks(args, ranks, ranks_here)?;
         check_numbers(args)?;
+        let local = local_options(args)?;
         let optimizer = optimizer(args)?;
         let (wire, loss_scaling) = types(args)?;
         check_counts(args, ranks_here)?;
         let learning_rate = learning_rate(args)?;
         let of_transport = transport_options(args)?;
 
+        // Before the text is loaded, which may take long.
+        let resume = earlier.resume.as_deref().map(Saved::open).transpose()?;
         let CheckedDevice { device, largest_tensor } = args.device.open()?;
         let cuda_device = cuda_ordinal(&device).map(usize::from);
         folder::make_writable(&args.out, "--out ")?;
-        let start = Start::new(args)?;
+        let start = Start::new(args, resume.as_ref())?;
         let corpus = load(args, start.tokenizer()?, verbosity)?;
         let (model, initial) = start.model(args, &corpus)?;
         let config = TrainConfig {
             model,
             strategy: args.strategy,
-            options: strategy_options(args, wire, ranks_per_node(args, ranks, ranks_here)?),
+            options: StrategyOptions {
+                local,
+                ..strategy_options(args, wire, ranks_per_node(args, ranks, ranks_here)?)
+            },
             precision: args.precision,
             recompute: args.recompute,
             kernels: args.kernels,
@@ -426,20 +545,23 @@ impl Prepared {
             eval_batches: args.eval_batches,
         };
         check_batches(args.device, &config, &corpus, ranks, largest_tensor)?;
+        if let Some(saved) = &resume {
+            saved.check(&serde_json::to_value(&config)?, &corpus.hash_hex())?;
+        }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let options = RankOptions {
             transport: args.transport,
             options: TransportOptions { cuda_device, ..of_transport },
             node_transport: args.node_transport,
             threads: args.threads.unwrap_or_else(|| (cores / ranks_here).max(1)),
-            checkpoint: Some(args.out.join(folder::CHECKPOINT)),
+            keep: keep(args, resume),
         };
         Ok(Prepared { config, corpus, options, device, model: start.describe() })
     }
 
     /// The observer of `rank`: only rank 0 prints and writes.
-    fn progress(args: &TrainArgs, rank: usize) -> Progress {
-        Progress::new(args.log_every, (rank == 0).then(|| args.out.clone()))
+    fn progress(args: &TrainArgs, earlier: &EarlierRun, rank: usize) -> Progress {
+        Progress::new(args.log_every, (rank == 0).then(|| (args.out.clone(), earlier.fate)))
     }
 
     fn describe(&self, args: &TrainArgs, ranks: usize) -> String {
@@ -447,7 +569,7 @@ impl Prepared {
         let over = if ranks == 1 { String::new() } else { format!(" over {}", args.transport) };
         format!(
             "text: {}\nmodel: {} ({} layers, {} heads, {} wide, {} tokens a sequence, {:.2} M parameters)\nstrategy: {} on {ranks} \
-             rank(s){over}, {} thread(s) each, {} sequences a step",
+             rank(s){over}, {} thread(s) each, {} sequences a step{}",
             self.corpus.describe(),
             self.model,
             model.n_layer,
@@ -458,7 +580,89 @@ impl Prepared {
             args.strategy,
             self.options.threads,
             args.batch,
+            self.options.keep.resume.as_ref().map_or(String::new(), |saved| self.describe_resume(saved, ranks)),
         )
+    }
+
+    /// From where the run goes on, and whether its result is that of one that was never interrupted.
+    fn describe_resume(&self, saved: &Saved, ranks: usize) -> String {
+        let step = saved.state().step;
+        let changes =
+            serde_json::to_value(&self.config).map_or_else(|_| Vec::new(), |now| saved.state().changes(&now, ranks));
+        let how = if changes.is_empty() {
+            "to the last bit as if nothing had been".to_owned()
+        } else {
+            format!("resharded, and equal within rounding ({})", changes.join("; "))
+        };
+        format!("\nresume: {} after step {step} of {}, {how}", saved.folder().display(), self.config.steps)
+    }
+}
+
+/// Whether a run like this saves its whole state. What ranks that train by themselves for a time keep beside masters and moments is in no
+/// checkpoint, and neither is an optimizer without moments.
+fn saves_state(args: &TrainArgs) -> bool {
+    args.strategy.spec().is_one_device && args.optimizer != OptimizerKind::Sgd
+}
+
+/// Refuses what asks for checkpoints of a run that has none, and weights to start from of one that goes on.
+fn check_saving(args: &TrainArgs) -> Result<(), CliError> {
+    // Ranks that are started again have the arguments of the first start.
+    if let (Some(init_from), Some(resume), 0) = (&args.init_from, &args.resume, args.restarts) {
+        return Err(format!(
+            "--init-from {} does not go with --resume {}, which has the weights, the size and the tokenizer of the run that goes on; leave \
+             out --init-from to go on, or --resume to begin anew",
+            init_from.display(),
+            resume.display()
+        )
+        .into());
+    }
+    check_restarts_from(args)?;
+    let given = [
+        ("--save-every", args.save_every > 0),
+        ("--resume", args.resume.is_some()),
+        ("--max-restarts", args.max_restarts > 0),
+    ];
+    match given.into_iter().find(|(_, given)| *given) {
+        Some((option, _)) if !saves_state(args) => {
+            let (what, name) = match args.strategy.spec().is_one_device {
+                true => ("--optimizer", args.optimizer.to_string()),
+                false => ("--strategy", args.strategy.to_string()),
+            };
+            Err(format!(
+                "{option}: a run with {what} {name} has no checkpoints from which it could go on; leave it out"
+            )
+            .into())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Refuses weights to start from that a run which may be started again would itself replace.
+fn check_restarts_from(args: &TrainArgs) -> Result<(), CliError> {
+    let Some(init_from) = args.init_from.as_ref().filter(|_| args.max_restarts > 0) else { return Ok(()) };
+    let (Ok(weights), Ok(out)) = (init_from.canonicalize(), args.out.canonicalize()) else { return Ok(()) };
+    if weights != out && weights.parent() != Some(&out) {
+        return Ok(());
+    }
+    Err(format!(
+        "--max-restarts: the weights of --init-from {} lie in --out {} and are replaced there, so that nothing could be started again from \
+         them; give another folder",
+        init_from.display(),
+        args.out.display()
+    )
+    .into())
+}
+
+/// What is saved, and from what the run goes on.
+fn keep(args: &TrainArgs, resume: Option<Saved>) -> Keep {
+    let store = folder::checkpoints(&args.out);
+    Keep {
+        model: Some(args.out.join(folder::CHECKPOINT)),
+        best: Some(args.out.join(folder::BEST)),
+        checkpoints: saves_state(args).then_some(Checkpoints { store, every: args.save_every, keep: args.keep }),
+        resume: resume.map(Arc::new),
+        stop: StopRequest::default(),
+        restarts: Restarts { count: args.restarts, steps_lost: args.steps_lost },
     }
 }
 
@@ -466,12 +670,41 @@ impl Prepared {
 enum Start {
     /// A size, and random weights.
     Preset(Preset),
-    /// A checkpoint.
+    /// Weights.
     Stored(Box<StoredWeights>),
+    /// A checkpoint of the whole state of a run that began with weights.
+    Saved(Box<Begun>),
+}
+
+/// What a run that goes on has from the weights that it began with.
+struct Begun {
+    initial: InitialWeights,
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+}
+
+impl Begun {
+    /// Of the run in `saved`, if it began with weights.
+    fn of(saved: &Saved) -> Result<Option<Self>, SavedError> {
+        let state = saved.state();
+        let unreadable = |error: serde_json::Error| SavedError::Foreign {
+            path: saved.folder().into(),
+            detail: format!("the model that it began with: {error}"),
+        };
+        let initial = serde_json::from_value::<Option<InitialWeights>>(state.config["initial"].clone());
+        let Some(initial) = initial.map_err(unreadable)? else { return Ok(None) };
+        let model = serde_json::from_value(state.config["model"].clone()).map_err(unreadable)?;
+        let tokenizer = serde_json::from_value(state.tokenizer.clone()).map_err(unreadable)?;
+        Ok(Some(Begun { initial, model, tokenizer }))
+    }
 }
 
 impl Start {
-    fn new(args: &TrainArgs) -> Result<Self, CliError> {
+    /// Of a run that goes on from `saved`, if from any.
+    fn new(args: &TrainArgs, saved: Option<&Saved>) -> Result<Self, CliError> {
+        if let Some(begun) = saved.map(Begun::of).transpose()?.flatten() {
+            return Ok(Start::Saved(Box::new(begun)));
+        }
         let Some(path) = &args.init_from else { return Ok(Start::Preset(args.preset.unwrap_or(Preset::Tiny))) };
         let stored = StoredWeights::open(path)?;
         if let Some(preset) = args.preset {
@@ -496,6 +729,7 @@ impl Start {
         match self {
             Start::Preset(_) => Ok(None),
             Start::Stored(stored) => Ok(stored.tokenizer()?),
+            Start::Saved(begun) => Ok(Some(begun.tokenizer.clone())),
         }
     }
 
@@ -514,6 +748,13 @@ impl Start {
                 let path = args.init_from.clone().unwrap_or_default();
                 Ok((stored.config().clone(), Some(InitialWeights { path, hash: stored.hash()? })))
             }
+            Start::Saved(begun) => {
+                let Begun { initial, model, .. } = &**begun;
+                // What is given besides and contradicts the checkpoint is found where the settings are compared.
+                let block_size = args.block_size.unwrap_or(model.block_size);
+                let given = args.preset.map_or_else(|| model.clone(), |preset| preset.config(model.vocab_size));
+                Ok((ModelConfig { block_size, ..given }, Some(initial.clone())))
+            }
         }
     }
 
@@ -524,6 +765,7 @@ impl Start {
                 format!("from {} after {} steps", stored.path().display(), stored.step())
             }
             Start::Stored(stored) => format!("from {}", stored.path().display()),
+            Start::Saved(begun) => format!("begun from {}", begun.initial.path.display()),
         }
     }
 }
@@ -583,7 +825,7 @@ fn check_numbers(args: &TrainArgs) -> Result<(), CliError> {
 
 /// Refuses counts that are too small or too large.
 fn check_counts(args: &TrainArgs, ranks_here: usize) -> Result<(), CliError> {
-    for (name, value) in [("--steps", args.steps), ("--lanes", args.lanes as u64)] {
+    for (name, value) in [("--steps", args.steps), ("--lanes", args.lanes as u64), ("--keep", args.keep as u64)] {
         if value == 0 {
             return Err(format!("{name} must be at least 1").into());
         }
@@ -602,6 +844,11 @@ fn check_counts(args: &TrainArgs, ranks_here: usize) -> Result<(), CliError> {
 
 /// The optimizer, with the usual constants where none are given.
 fn optimizer(args: &TrainArgs) -> Result<OptimizerConfig, CliError> {
+    let of_moments =
+        [("--beta1", args.beta1.is_some()), ("--beta2", args.beta2.is_some()), ("--epsilon", args.epsilon.is_some())];
+    if let Some((name, _)) = of_moments.iter().find(|(_, given)| *given && !args.optimizer.has_moments()) {
+        return Err(format!("{name} concerns optimizers that keep moments, not --optimizer {}", args.optimizer).into());
+    }
     let usual = OptimizerConfig::of(args.optimizer);
     let optimizer = OptimizerConfig {
         kind: args.optimizer,
@@ -678,16 +925,55 @@ fn strategy_options(args: &TrainArgs, wire: Precision, ranks_per_node: usize) ->
         overlap: !args.no_overlap,
         dedicated_server: args.dedicated_server,
         ranks_per_node,
+        local: LocalOptions::default(),
     }
+}
+
+/// The settings that only some strategies have; those that the chosen one has no use for are refused.
+fn local_options(args: &TrainArgs) -> Result<LocalOptions, CliError> {
+    let usual = LocalOptions::default();
+    let given = [
+        (Setting::SyncEvery, args.sync_every.is_some()),
+        (Setting::OuterRate, args.outer_rate.is_some()),
+        (Setting::OuterMomentum, args.outer_momentum.is_some()),
+        (Setting::Fragments, args.fragments.is_some()),
+        (Setting::OverlapSteps, args.overlap_steps.is_some()),
+        (Setting::Mixing, args.mixing.is_some()),
+        (Setting::SpartaShare, args.sparta_share.is_some()),
+    ];
+    if let Some((setting, _)) = given.into_iter().find(|(setting, given)| *given && !args.strategy.has(*setting)) {
+        return Err(format!("--{setting} concerns --strategy {}, not {}", setting.strategies(), args.strategy).into());
+    }
+    if args.no_overlap && !args.strategy.spec().is_one_device {
+        return Err(format!(
+            "--no-overlap concerns communication beside the backward pass, of which --strategy {} has none; see --overlap-steps",
+            args.strategy
+        )
+        .into());
+    }
+    let local = LocalOptions {
+        sync_every: args.sync_every.unwrap_or(usual.sync_every),
+        outer_rate: args.outer_rate.unwrap_or(usual.outer_rate),
+        outer_momentum: args.outer_momentum.unwrap_or(usual.outer_momentum),
+        fragments: args.fragments.unwrap_or(usual.fragments),
+        overlap_steps: args.overlap_steps.unwrap_or(usual.overlap_steps),
+        mixing: args.mixing.unwrap_or(usual.mixing),
+        sparta_share: args.sparta_share.unwrap_or(usual.sparta_share),
+    };
+    local.check(args.strategy)?;
+    Ok(local)
 }
 
 /// The text, as tokens: of `tokenizer`, where the weights belong to one.
 fn load(args: &TrainArgs, tokenizer: Option<Tokenizer>, verbosity: Verbosity) -> Result<Corpus, CliError> {
     let tokenizer = match (tokenizer, args.tokenizer, &args.init_from) {
-        (Some(own), Some(asked), Some(path)) if own.kind() != asked => {
+        (Some(own), Some(asked), _) if own.kind() != asked => {
+            let whose = match (&args.resume, &args.init_from) {
+                (None, Some(path)) => format!("--init-from {}", path.display()),
+                (resume, _) => format!("--resume {}", resume.as_deref().unwrap_or(&args.out).display()),
+            };
             return Err(format!(
-                "--tokenizer {asked}: the weights of --init-from {} belong to the tokenizer {}; leave out --tokenizer",
-                path.display(),
+                "--tokenizer {asked}: the weights of {whose} belong to the tokenizer {}; leave out --tokenizer",
                 own.kind()
             )
             .into());

@@ -3,7 +3,7 @@
 //! An optimizer owns one contiguous range of one segment, with state for that range alone. Scalars follow PyTorch: computed in f64,
 //! applied in f32. [`AdamW`] is element-wise with a fixed order of operations, so a step over a whole segment and steps over its
 //! shards give the same bits. [`Lamb`] needs norms of whole tensors, so its steps have two phases between which shards add theirs.
-//! Both exist a second time, as tensor operations for parameters on a device: [`DeviceAdamW`], [`DeviceLamb`].
+//! [`Sgd`] is plain. All exist a second time, as tensor operations for parameters on a device: [`DeviceAdamW`], [`DeviceLamb`], [`DeviceSgd`].
 
 mod adamw;
 mod device;
@@ -12,6 +12,7 @@ mod moments;
 mod norm;
 mod scaler;
 mod schedule;
+mod sgd;
 
 use std::ops::Range;
 
@@ -22,11 +23,12 @@ pub(crate) use moments::Decay;
 use moments::Moments;
 
 pub use adamw::{AdamW, AdamWConfig};
-pub use device::{DeviceAdamW, DeviceLamb, DeviceNorms, sum_of_squares_on_device};
+pub use device::{DeviceAdamW, DeviceLamb, DeviceNorms, DeviceSgd, sum_of_squares_on_device};
 pub use lamb::{Lamb, trust_ratio};
 pub use norm::{clip_factor, sum_of_squares};
-pub use scaler::{LossScaler, LossScaling, Overflow, ScalingError};
+pub use scaler::{LossScaler, LossScaling, Overflow, ScalerState, ScalingError};
 pub use schedule::{LearningRate, ScheduleKind};
+pub use sgd::Sgd;
 
 /// Which optimizer; written as in [`OptimizerKind::name`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -38,6 +40,8 @@ pub enum OptimizerKind {
     AdamW,
     /// [`Lamb`].
     Lamb,
+    /// [`Sgd`].
+    Sgd,
 }
 
 impl OptimizerKind {
@@ -45,9 +49,14 @@ impl OptimizerKind {
     pub const fn needs_norms(self) -> bool {
         matches!(self, Self::Lamb)
     }
+
+    /// Whether it keeps running means of gradients and of their squares, and so has use for their decay and for epsilon.
+    pub const fn has_moments(self) -> bool {
+        !matches!(self, Self::Sgd)
+    }
 }
 
-comm_core::names!(pub OptimizerKind, "optimizer": AdamW = "adamw", Lamb = "lamb");
+comm_core::names!(pub OptimizerKind, "optimizer": AdamW = "adamw", Lamb = "lamb", Sgd = "sgd");
 
 /// An optimizer and its constants.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -67,11 +76,12 @@ pub struct OptimizerConfig {
 
 impl OptimizerConfig {
     /// The usual constants of `kind`: for AdamW those of [`AdamWConfig::default`]; for LAMB betas 0.9 and 0.999, epsilon 1e-6 and weight
-    /// decay 0.01, those that its paper trains BERT with.
+    /// decay 0.01, those that its paper trains BERT with; for SGD, which has no use for betas and epsilon, no weight decay.
     pub fn of(kind: OptimizerKind) -> Self {
         match kind {
             OptimizerKind::AdamW => AdamWConfig::default().into(),
             OptimizerKind::Lamb => Self { kind, beta1: 0.9, beta2: 0.999, epsilon: 1e-6, weight_decay: 0.01 },
+            OptimizerKind::Sgd => Self { kind, beta1: 0.0, beta2: 0.0, epsilon: 1e-8, weight_decay: 0.0 },
         }
     }
 
@@ -120,7 +130,7 @@ impl From<AdamWConfig> for OptimizerConfig {
 
 /// The optimizer of one contiguous range of a segment's flat vector, with state for that range only.
 ///
-/// One step is either [`step`](Self::step) (AdamW; LAMB where the range cuts no tensor), or, where [`needs_norms`](Self::needs_norms):
+/// One step is either [`step`](Self::step) (AdamW and SGD; LAMB where the range cuts no tensor), or, where [`needs_norms`](Self::needs_norms):
 /// [`prepare`](Self::prepare), the sum of what it returns over all ranks that hold a shard of the segment, and
 /// [`apply`](Self::apply) with the sums. A strategy in which every rank holds whole segments must not add: each rank's norms are
 /// complete. An error of any of them leaves parameters, state and the number of steps as they were.
@@ -130,6 +140,8 @@ pub enum Optimizer {
     AdamW(AdamW),
     /// LAMB.
     Lamb(Lamb),
+    /// SGD.
+    Sgd(Sgd),
 }
 
 impl Optimizer {
@@ -142,12 +154,17 @@ impl Optimizer {
         match config.kind {
             OptimizerKind::AdamW => AdamW::new(config.constants(), segment, range).map(Self::AdamW),
             OptimizerKind::Lamb => Lamb::new(config.constants(), segment, range).map(Self::Lamb),
+            OptimizerKind::Sgd => Sgd::new(config.weight_decay, segment, range).map(Self::Sgd),
         }
     }
 
     /// Number of elements of the shard.
     pub fn len(&self) -> usize {
-        self.moments().len()
+        match self {
+            Self::AdamW(adamw) => adamw.len(),
+            Self::Lamb(lamb) => lamb.moments().len(),
+            Self::Sgd(sgd) => sgd.len(),
+        }
     }
 
     /// Whether the shard is empty.
@@ -157,13 +174,21 @@ impl Optimizer {
 
     /// Steps taken so far; a step counts from its [`prepare`](Self::prepare) on.
     pub fn steps(&self) -> u64 {
-        self.moments().steps
+        match self {
+            Self::AdamW(adamw) => adamw.steps(),
+            Self::Lamb(lamb) => lamb.moments().steps,
+            Self::Sgd(sgd) => sgd.steps(),
+        }
     }
 
-    /// The state for a checkpoint: first and second moments and the number of steps. To be taken between steps, not between
+    /// The state for a checkpoint: first and second moments, of SGD empty, and the number of steps. To be taken between steps, not between
     /// [`prepare`](Self::prepare) and [`apply`](Self::apply).
     pub fn state(&self) -> (&[f32], &[f32], u64) {
-        self.moments().state()
+        match self {
+            Self::AdamW(adamw) => adamw.state(),
+            Self::Lamb(lamb) => lamb.moments().state(),
+            Self::Sgd(sgd) => (&[], &[], sgd.steps()),
+        }
     }
 
     /// Continues from a saved [`state`](Self::state), of a shard of the same range.
@@ -174,6 +199,7 @@ impl Optimizer {
         match self {
             Self::AdamW(adamw) => adamw.restore(mean, square, steps),
             Self::Lamb(lamb) => lamb.restore(mean, square, steps),
+            Self::Sgd(sgd) => sgd.restore(&mean, &square, steps),
         }
     }
 
@@ -182,7 +208,7 @@ impl Optimizer {
         matches!(self, Self::Lamb(_))
     }
 
-    /// A whole step without other ranks: [`AdamW::step`] or [`Lamb::step`], with their arguments.
+    /// A whole step without other ranks: [`AdamW::step`], [`Lamb::step`] or [`Sgd::step`], with their arguments.
     ///
     /// # Errors
     /// [`OptimError::Length`]; for LAMB also those of [`Lamb::step`].
@@ -196,10 +222,11 @@ impl Optimizer {
         match self {
             Self::AdamW(adamw) => adamw.step(params, grads, learning_rate, grad_factor),
             Self::Lamb(lamb) => lamb.step(params, grads, learning_rate, grad_factor),
+            Self::Sgd(sgd) => sgd.step(params, grads, learning_rate, grad_factor),
         }
     }
 
-    /// The first half of a step that [`needs_norms`](Self::needs_norms): see [`Lamb::prepare`]. For AdamW `None`, and nothing is done:
+    /// The first half of a step that [`needs_norms`](Self::needs_norms): see [`Lamb::prepare`]. For the others `None`, and nothing is done:
     /// call [`step`](Self::step).
     ///
     /// # Errors
@@ -211,7 +238,7 @@ impl Optimizer {
         grad_factor: f32,
     ) -> Result<Option<Vec<[f64; 2]>>, OptimError> {
         match self {
-            Self::AdamW(_) => Ok(None),
+            Self::AdamW(_) | Self::Sgd(_) => Ok(None),
             Self::Lamb(lamb) => lamb.prepare(params, grads, grad_factor).map(Some),
         }
     }
@@ -219,18 +246,12 @@ impl Optimizer {
     /// The second half of a step that was prepared: see [`Lamb::apply`].
     ///
     /// # Errors
-    /// Those of [`Lamb::apply`]; [`OptimError::NotPrepared`] for AdamW.
+    /// Those of [`Lamb::apply`]; [`OptimError::NotPrepared`] for the others.
     pub fn apply(&mut self, params: &mut [f32], learning_rate: f64, norms: &[[f64; 2]]) -> Result<(), OptimError> {
         match self {
             Self::AdamW(adamw) => Err(OptimError::NotPrepared { segment: adamw.moments().segment.clone() }),
             Self::Lamb(lamb) => lamb.apply(params, learning_rate, norms),
-        }
-    }
-
-    fn moments(&self) -> &Moments {
-        match self {
-            Self::AdamW(adamw) => adamw.moments(),
-            Self::Lamb(lamb) => lamb.moments(),
+            Self::Sgd(sgd) => Err(OptimError::NotPrepared { segment: sgd.segment().to_owned() }),
         }
     }
 }
@@ -381,8 +402,8 @@ mod tests {
             assert_eq!(serde_json::from_str::<OptimizerConfig>(&text).unwrap(), config);
             assert_eq!(config.validate(), Ok(()));
         }
-        let error = "sgd".parse::<OptimizerKind>().unwrap_err().to_string();
-        assert!(error.contains("adamw, lamb"), "{error}");
+        let error = "adam".parse::<OptimizerKind>().unwrap_err().to_string();
+        assert!(error.contains("adamw, lamb, sgd"), "{error}");
         assert_eq!(OptimizerConfig::default().constants(), AdamWConfig::default());
     }
 
@@ -406,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn both_kinds_step_save_and_restore_behind_one_type() {
+    fn all_kinds_step_save_and_restore_behind_one_type() {
         let segment = layout(&Preset::Micro.config(61)).unwrap().swap_remove(1);
         let grads = crate::init::normal(2, "grads", segment.len, 0.1);
         for kind in OptimizerKind::ALL {

@@ -249,23 +249,46 @@ impl LossScaler {
         Ok(())
     }
 
-    /// The state for a checkpoint: the scale, and the number of good steps since its last change.
-    pub fn state(&self) -> (f32, u64) {
-        (self.scale, self.good_steps)
+    /// The state for a checkpoint.
+    pub fn state(&self) -> ScalerState {
+        let Self { scaling, scale, good_steps, skipped, skipped_in_row } = *self;
+        ScalerState { scaling, scale, good_steps, skipped, skipped_in_row }
     }
 
-    /// Continues from a saved [`state`](Self::state). A scale that is not dynamic keeps that of its configuration.
+    /// Continues from a saved [`state`](Self::state). Of one of another configuration only the number of steps that were skipped is taken: what
+    /// makes gradients overflow may be another scale now.
     ///
     /// # Errors
     /// [`ScalingError::Constant`] if the scale is none that a dynamic scaler can have; nothing has changed then.
-    pub fn restore(&mut self, scale: f32, good_steps: u64) -> Result<(), ScalingError> {
+    pub fn restore(&mut self, state: &ScalerState) -> Result<(), ScalingError> {
+        let ScalerState { scaling, scale, good_steps, skipped, skipped_in_row } = *state;
+        if scaling != self.scaling {
+            self.skipped = skipped;
+            return Ok(());
+        }
         if let LossScaling::Dynamic { growth, backoff, interval, .. } = self.scaling {
             LossScaling::Dynamic { initial: scale, growth, backoff, interval }.validate()?;
-            // A saved count may come from a longer interval: the next good step ends it then.
             (self.scale, self.good_steps) = (scale, good_steps.min(interval - 1));
         }
+        (self.skipped, self.skipped_in_row) = (skipped, skipped_in_row);
         Ok(())
     }
+}
+
+/// A scaler's state between steps, as checkpoints have it.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ScalerState {
+    /// How it was configured.
+    pub scaling: LossScaling,
+    /// What the next step's loss is multiplied by.
+    pub scale: f32,
+    /// Good steps since the scale last changed.
+    pub good_steps: u64,
+    /// Steps skipped so far.
+    pub skipped: u64,
+    /// Of these, since the last one that was not.
+    pub skipped_in_row: u64,
 }
 
 /// Why there is no scale, or none that helps.
@@ -374,7 +397,7 @@ mod tests {
             assert_eq!(end_step(&mut scaler, bad), Ok(bad), "{step}");
             assert_eq!((scaler.scale(), scaler.unscale()), (scale, 1.0 / scale), "{step}");
         }
-        assert_eq!((scaler.skipped(), scaler.state()), (3, (512.0, 1)));
+        assert_eq!((scaler.skipped(), scaler.scale(), scaler.state().good_steps), (3, 512.0, 1));
     }
 
     #[test]
@@ -445,8 +468,11 @@ mod tests {
         assert_eq!(end_step(&mut off, false), Ok(false));
         assert_eq!(end_step(&mut off, true), Err(ScalingError::NotScaled { what: Overflow::Gradient }));
         assert_eq!(off.skipped(), 0);
-        fixed.restore(2.0, 5).unwrap();
-        assert_eq!(fixed.scale(), 128.0);
+        let mut again = LossScaler::new(LossScaling::Fixed { scale: 128.0 }).unwrap();
+        again.restore(&fixed.state()).unwrap();
+        assert_eq!(again, fixed);
+        off.restore(&fixed.state()).unwrap();
+        assert_eq!((off.scale(), off.skipped()), (1.0, 2));
     }
 
     #[test]
@@ -492,18 +518,26 @@ mod tests {
         for bad in [false, true, false, false, false] {
             end_step(&mut scaler, bad).unwrap();
         }
-        let (scale, good_steps) = scaler.state();
-        assert_eq!((scale, good_steps), (4.0, 3));
-        let mut copy = dynamic(1024.0, 4);
-        copy.restore(scale, good_steps).unwrap();
+        let state = scaler.state();
+        assert_eq!((state.scale, state.good_steps, state.skipped), (4.0, 3, 1));
+        let text = serde_json::to_string(&state).unwrap();
+        assert_eq!(serde_json::from_str::<ScalerState>(&text).unwrap(), state);
+        let mut copy = dynamic(8.0, 4);
+        copy.restore(&state).unwrap();
+        assert_eq!(copy, scaler);
         for bad in [false, true, false] {
             assert_eq!((end_step(&mut copy, bad), copy.scale()), (end_step(&mut scaler, bad), scaler.scale()));
         }
-        assert!(copy.restore(3.0, 0).is_err() && copy.restore(f32::NAN, 0).is_err() && copy.restore(0.5, 0).is_err());
-        let mut shorter = dynamic(8.0, 2);
-        shorter.restore(8.0, u64::MAX).unwrap();
-        end_step(&mut shorter, false).unwrap();
-        assert_eq!(shorter.scale(), 16.0);
+        for scale in [3.0, f32::NAN, 0.5] {
+            assert!(copy.restore(&ScalerState { scale, ..state }).is_err());
+        }
+        copy.restore(&ScalerState { good_steps: u64::MAX, ..state }).unwrap();
+        end_step(&mut copy, false).unwrap();
+        assert_eq!(copy.scale(), 8.0, "it grows with the next good step");
+        // Of another configuration only what was skipped is known.
+        let mut other = dynamic(1024.0, 2);
+        other.restore(&state).unwrap();
+        assert_eq!((other.scale(), other.skipped()), (1024.0, 1));
     }
 
     #[test]

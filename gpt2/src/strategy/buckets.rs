@@ -17,9 +17,11 @@ use crate::precision::Precision;
 pub(super) const RING: Spec = Spec {
     name: "ring",
     about: "Horovod: fusion buffers",
+    is_one_device: true,
     tells_nodes_apart: false,
     in_buckets: false,
     overlaps: false,
+    settings: &[],
     build: |setup| {
         let (options, ranks) = (setup.options, setup.comms.world.world_size());
         let bytes = (options.fusion_bytes, options.fusion_bytes);
@@ -36,9 +38,11 @@ pub(super) const RING: Spec = Spec {
 pub(super) const DDP: Spec = Spec {
     name: "ddp",
     about: "DistributedDataParallel: buckets",
+    is_one_device: true,
     tells_nodes_apart: false,
     in_buckets: true,
     overlaps: true,
+    settings: &[],
     build: |setup| {
         let options = setup.options;
         let bytes = (options.first_bucket_bytes, options.bucket_bytes);

@@ -32,17 +32,6 @@ impl Channels {
         let gradients = channel(options.wire, Category::Gradients);
         Channels { between: gradients.clone(), gradients, parameters: channel(precision, Category::Parameters) }
     }
-
-    /// The mean over all ranks of this rank's masters of a segment, in the type in which gradients travel.
-    ///
-    /// # Errors
-    /// The communicator's.
-    pub fn average_masters(&self, own: Flat, label: &str) -> comm_core::Result<Flat> {
-        let len = own.len();
-        let channel = Channel { category: Category::Optimizer, ..self.gradients.clone() };
-        let mut mean = channel.all_reduce(own, Route::blocking(label))?.finish_split(0..len, &[len])?;
-        Ok(mean.pop().unwrap_or_default())
-    }
 }
 
 /// Moves values of one kind, gradients or parameters, between some ranks: a communicator, the type in which they travel, and the memory
@@ -93,6 +82,11 @@ impl Route {
 impl Channel {
     pub(super) fn new(comm: Arc<dyn Communicator>, group: u64, packer: Packer, category: Category) -> Self {
         Channel { comm, group, packer, category }
+    }
+
+    /// Among all ranks, for what optimizers update, or for what becomes of it.
+    pub(super) fn of_masters(comms: &Comms, wire: Precision) -> Self {
+        Channel::new(comms.world.clone(), EVERYONE, Packer::new(wire, comms.native.clone()), Category::Optimizer)
     }
 
     /// This rank among them.
@@ -248,6 +242,11 @@ impl Channel {
 
     fn packing<R>(&self, work: impl FnOnce() -> R) -> R {
         record::charged(Activity::Pack, self.category, work)
+    }
+
+    /// Runs `work`, which changes parameters by what has come.
+    pub(super) fn applying<R>(&self, work: impl FnOnce() -> R) -> R {
+        record::charged(Activity::Optimizer, self.category, work)
     }
 
     /// Runs `work` on what has come.

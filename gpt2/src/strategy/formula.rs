@@ -13,11 +13,14 @@
 //! | `zero1`, `zero2` | for each bucket a reduce-scatter of its gradients and an all-gather of its parameters: (S_g + S_p)(N−1)/N |
 //! | `fsdp` | for each segment a reduce-scatter, and A times two all-gathers, for the embedding one: (S_g + A(2·S_p − S_emb))(N−1)/N |
 //! | `hierarchical` | n ranks a node, m nodes: 2·S_g(n−1)/n inside the node, an all-reduce of S_g/n between m ranks |
+//! | `local-sgd`, `diloco` | after every H steps, and after the last, what `ddp` sends in each |
+//! | `streaming-diloco` | of P fragments each: after every H steps, and after the last, what `ddp` sends of it in each |
+//! | `sparta` | an all-reduce of ⌈p·S_g⌉ a step; in the last step what `ddp` sends of f32 |
 
 use comm_core::{Algorithm, DType, Op, table};
 use serde::{Deserialize, Serialize};
 
-use super::{Layout, StrategyKind, StrategyOptions};
+use super::{Layout, StrategyOptions};
 use crate::precision::Precision;
 
 /// What one rank sends in one step for gradients and parameters: no scalars, no framing.
@@ -33,6 +36,18 @@ pub struct Expected {
     pub node_payload: u64,
     /// Of these, messages inside the node.
     pub node_messages: u64,
+}
+
+impl std::iter::Sum for Expected {
+    fn sum<I: Iterator<Item = Self>>(several: I) -> Self {
+        several.fold(Expected::default(), |sum, one| Expected {
+            operations: sum.operations + one.operations,
+            payload: sum.payload + one.payload,
+            messages: sum.messages + one.messages,
+            node_payload: sum.node_payload + one.node_payload,
+            node_messages: sum.node_messages + one.node_messages,
+        })
+    }
 }
 
 impl Expected {
@@ -52,8 +67,6 @@ impl Expected {
 /// What a run is, as far as its messages depend on it.
 #[derive(Clone, Copy, Debug)]
 pub struct Run<'a> {
-    /// The strategy.
-    pub kind: StrategyKind,
     /// Its options; `ranks_per_node` is the true number.
     pub options: &'a StrategyOptions,
     /// Type of computation.
@@ -66,17 +79,17 @@ pub struct Run<'a> {
     pub checked: bool,
 }
 
-/// What `rank` sends in one step.
-pub fn sent(run: Run<'_>, layout: &Layout, rank: usize) -> Expected {
-    (run.kind.spec().expected)(&run, layout, rank)
-}
-
 /// The gradients' elements, from the last segment to the first, cut each time that enough has come together.
 pub(super) fn units(layout: &Layout, first: usize, others: usize) -> Vec<usize> {
+    units_of((0..layout.segments()).rev().map(|segment| layout.len(segment)), first, others)
+}
+
+/// The same of segments of these lengths.
+pub(super) fn units_of(lengths: impl Iterator<Item = usize>, first: usize, others: usize) -> Vec<usize> {
     let mut units = Vec::new();
     let mut open = 0;
-    for segment in (0..layout.segments()).rev() {
-        open += layout.len(segment);
+    for len in lengths {
+        open += len;
         if open * size_of::<f32>() >= if units.is_empty() { first } else { others } {
             units.push(std::mem::take(&mut open));
         }

@@ -18,9 +18,11 @@ use crate::flat::{Flat, Gradients, Weights};
 pub(super) const SPEC: Spec = Spec {
     name: "fsdp",
     about: "fully sharded, ZeRO stage 3",
+    is_one_device: true,
     tells_nodes_apart: false,
     in_buckets: false,
     overlaps: true,
+    settings: &[],
     build,
     expected,
 };

@@ -20,9 +20,11 @@ use crate::record::EVERYONE;
 pub(super) const SPEC: Spec = Spec {
     name: "hierarchical",
     about: "reduced inside each node, then between nodes",
+    is_one_device: true,
     tells_nodes_apart: true,
     in_buckets: true,
     overlaps: true,
+    settings: &[],
     build,
     expected,
 };

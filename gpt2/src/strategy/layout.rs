@@ -64,6 +64,36 @@ impl Layout {
         self.ranges.iter().map(|range| 0..range.len()).collect()
     }
 
+    /// The numbers of all segments.
+    pub(super) fn all(&self) -> Vec<usize> {
+        (0..self.segments()).collect()
+    }
+
+    /// Segments that follow one another, in so many groups of about as many elements, none of them empty.
+    pub(super) fn fragments(&self, count: usize) -> Vec<Vec<usize>> {
+        let mut fragments: Vec<Vec<usize>> = Vec::new();
+        for segment in self.all() {
+            let (groups, rest) = (fragments.len(), self.segments() - segment);
+            let is_due = self.ranges[segment].start * count >= groups * self.total();
+            match fragments.last_mut() {
+                // As many segments as groups are left: each begins one.
+                Some(open) if groups == count || !(is_due || rest <= count - groups) => open.push(segment),
+                _ => fragments.push(vec![segment]),
+            }
+        }
+        fragments
+    }
+
+    /// These elements of the flat vector, ascending, by their segments, counted from each one's start.
+    pub(super) fn by_segment(&self, elements: &[usize]) -> Vec<Vec<usize>> {
+        let within = |range: &Range<usize>| {
+            let first = elements.partition_point(|element| *element < range.start);
+            let end = elements.partition_point(|element| *element < range.end);
+            elements[first..end].iter().map(|element| element - range.start).collect()
+        };
+        self.ranges.iter().map(within).collect()
+    }
+
     /// None of any segment.
     pub(super) fn nothing(&self) -> Vec<Range<usize>> {
         vec![0..0; self.segments()]
@@ -95,7 +125,7 @@ impl Layout {
 /// Segments that travel together, one after another in the order in which their gradients come.
 #[derive(Clone, Debug)]
 pub(super) struct Bucket {
-    /// Its segments, last to first.
+    /// Its segments, in its order.
     pub(super) segments: Vec<usize>,
     /// Where each begins, and where the last ends.
     starts: Vec<usize>,
@@ -160,7 +190,7 @@ pub(super) struct BucketFiller {
 impl BucketFiller {
     /// Buckets that are closed once they hold `first` bytes of f32, and after the first `others` bytes.
     pub(super) fn new(layout: &Layout, first: usize, others: usize) -> Self {
-        let plan = buckets(layout, first, others);
+        let plan = buckets(layout, (0..layout.segments()).rev(), first, others);
         let label = |(index, bucket): (usize, &Bucket)| format!("gradients, bucket {index}: {}", bucket.name).into();
         let labels = plan.iter().enumerate().map(label).collect();
         BucketFiller { plan, labels, open: (0, 0), grads: Flat::default(), lent: false, full: VecDeque::new() }
@@ -272,11 +302,16 @@ impl FullGradient {
     }
 }
 
-/// Segments from last to first, in buckets that are closed once they hold `first` bytes of f32, and after the first `others` bytes.
-fn buckets(layout: &Layout, first: usize, others: usize) -> Vec<Bucket> {
+/// These segments, in buckets that are closed once they hold `first` bytes of f32, and after the first `others` bytes.
+pub(super) fn buckets(
+    layout: &Layout,
+    segments: impl Iterator<Item = usize>,
+    first: usize,
+    others: usize,
+) -> Vec<Bucket> {
     let mut plan: Vec<Vec<usize>> = Vec::new();
     let mut open = 0;
-    for segment in (0..layout.segments()).rev() {
+    for segment in segments {
         let limit = if plan.len() == 1 { first } else { others };
         match plan.last_mut() {
             Some(bucket) if open < limit => bucket.push(segment),
@@ -298,7 +333,7 @@ mod tests {
     fn buckets_close_once_full_and_keep_the_backward_order() {
         let layout = Layout::new(&[100, 10, 10, 10, 1]);
         let plan = |first, others| -> Vec<Vec<usize>> {
-            buckets(&layout, first, others).into_iter().map(|bucket| bucket.segments).collect()
+            buckets(&layout, (0..5).rev(), first, others).into_iter().map(|bucket| bucket.segments).collect()
         };
         assert_eq!(plan(44, 44), [vec![4, 3], vec![2, 1], vec![0]]);
         assert_eq!(plan(1, 44), [vec![4], vec![3, 2], vec![1, 0]]);
@@ -307,8 +342,28 @@ mod tests {
     }
 
     #[test]
+    fn fragments_are_about_as_long_and_never_empty() {
+        let fragments = |lengths: &[usize], count| Layout::new(lengths).fragments(count);
+        assert_eq!(fragments(&[4, 4, 4, 4], 2), [vec![0, 1], vec![2, 3]]);
+        assert_eq!(fragments(&[100, 1, 1, 1], 2), [vec![0], vec![1, 2, 3]]);
+        assert_eq!(fragments(&[1, 1, 1, 100], 3), [vec![0, 1], vec![2], vec![3]]);
+        assert_eq!(fragments(&[1, 1], 2), [[0], [1]]);
+        assert_eq!(fragments(&[5, 3, 4], 1), [[0, 1, 2]]);
+        for count in 1..=6 {
+            let parts = fragments(&[3000, 700, 700, 700, 700, 20], count);
+            assert_eq!((parts.len(), parts.concat()), (count, vec![0, 1, 2, 3, 4, 5]));
+        }
+    }
+
+    #[test]
+    fn elements_are_found_in_their_segments() {
+        assert_eq!(Layout::new(&[2, 3, 0, 1]).by_segment(&[1, 2, 4, 5]), [vec![1], vec![0, 2], vec![], vec![0]]);
+        assert_eq!(Layout::new(&[2, 3]).by_segment(&[]), [vec![], Vec::<usize>::new()]);
+    }
+
+    #[test]
     fn a_part_of_a_bucket_is_found_in_its_segments() {
-        let bucket = &buckets(&Layout::new(&[5, 3, 4]), 28, 28)[0];
+        let bucket = &buckets(&Layout::new(&[5, 3, 4]), (0..3).rev(), 28, 28)[0];
         assert_eq!((bucket.len(), bucket.lengths()), (7, vec![4, 3]));
         assert_eq!(bucket.within(&(2..6)), [(2, 2..4), (1, 0..2)]);
         assert_eq!(bucket.within(&(0..3)), [(2, 0..3), (1, 0..0)]);

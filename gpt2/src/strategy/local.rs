@@ -111,6 +111,9 @@ pub trait LocalStep {
         Ok(false)
     }
 
+    /// Whether the step is the last of the run.
+    fn is_last(&self) -> bool;
+
     /// Puts weights, in the type of computation, into the model.
     ///
     /// # Errors
@@ -147,14 +150,14 @@ pub struct CheckedGradients {
 /// The outcome of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepOutcome {
-    /// Mean loss in nats a token, before the update.
+    /// Mean loss in nats a token, before the update: of the global batch, or of this rank's rows.
     pub loss: f64,
-    /// Norm of the gradients before clipping.
+    /// Norm of the gradients before clipping, likewise.
     pub grad_norm: f64,
-    /// Whether the update was skipped.
+    /// Whether the update was skipped: by all ranks, or, where each takes steps of its own, by this one.
     pub skipped: bool,
-    /// What this rank was to send and to take part in. Not looked at in a skipped step.
-    pub expected: Expected,
+    /// What this rank was to send and to take part in; `None` of a step that was skipped before all of it was sent.
+    pub expected: Option<Expected>,
     /// Whether operations were started whose messages count in a later step. What was sent is compared with what was expected in sum, at
     /// the end of each step after which nothing is under way.
     pub under_way: bool,
@@ -164,7 +167,7 @@ pub struct StepOutcome {
 
 impl StepOutcome {
     /// Of a step after which nothing is under way.
-    pub fn new(checked: &CheckedGradients, expected: Expected, replicas_agree: bool) -> Self {
+    pub fn new(checked: &CheckedGradients, expected: Option<Expected>, replicas_agree: bool) -> Self {
         let CheckedGradients { loss, grad_norm, skip, .. } = *checked;
         StepOutcome { loss, grad_norm, skipped: skip, expected, under_way: false, replicas_agree }
     }

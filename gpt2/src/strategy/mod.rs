@@ -1,24 +1,34 @@
 //! The distributed strategies, each written once against [`Channels`].
 //!
-//! All of them train on the same batches with the same arithmetic; they differ in who averages which gradients, who updates which
-//! parameters, where parameters lie, by which messages, and in which order that happens. The trainer keeps *masters*, the f32 parameters
-//! that this rank's optimizer updates, apart from the model's own *weights*, which are in the type of computation; where both are all of the
-//! model in f32 in host memory, they are one, which the trainer [lends](LocalStep::lend) to the model between updates.
+//! All of them train on the same batches with the same arithmetic; they differ in who averages which gradients or parameters, who updates
+//! which, where they lie, by which messages, and in which order that happens. The trainer keeps *masters*, the f32 parameters
+//! that this rank's optimizer updates, apart from the model's own *weights*, which are in the type of computation;
+//! where both are all of the model in f32 in host memory, they may be one, which the trainer [lends](LocalStep::lend) to the model between updates.
 //!
 //! A [`Strategy`] owns the order of its [`step`](Strategy::step). What it needs is handed to it: what this rank computes by itself, a
 //! [`LocalStep`], and its channels. It returns a [`StepOutcome`]: what was to be sent, and whether the replicas are equal now. Those that
-//! average gradients in every step share one order, [`synchronous`].
+//! average gradients in every step share one order, [`synchronous`], and train as one device does.
+//!
+//! With the others each rank takes steps of its own, whose loss, gradient norm, clipping and overflow are of its own rows, and the ranks'
+//! parameters differ until they are synchronised. After the last step of a run they are, so that all ranks end with one model. Before that,
+//! the validation loss is the mean of what each rank's model makes of the rank's windows, and a checkpoint has the mean of all ranks' parameters.
 
+mod average;
 mod buckets;
 mod channels;
+mod diloco;
 pub mod formula;
 mod fsdp;
 mod hierarchical;
 mod layout;
 mod local;
+mod local_sgd;
+mod own_step;
 mod ps;
+mod settings;
 mod sharded_ps;
 mod single;
+mod sparta;
 mod synchronous;
 mod zero;
 
@@ -31,6 +41,7 @@ use serde::{Deserialize, Serialize};
 pub use channels::Channels;
 pub use layout::Layout;
 pub use local::{CheckedGradients, DuringPass, LocalStep, Ranks, StepOutcome, Strategy};
+pub use settings::{LocalOptions, Setting};
 pub use synchronous::{Synchronous, put_own, synchronous};
 
 use crate::flat::DeviceCollectives;
@@ -60,6 +71,14 @@ pub enum StrategyKind {
     Fsdp,
     /// Gradients are averaged inside each node first, then between nodes, shard by shard.
     Hierarchical,
+    /// Every rank trains by itself, and parameters are averaged every few steps.
+    LocalSgd,
+    /// Every rank trains by itself, and an outer optimizer steps by the mean change of parameters every few steps.
+    Diloco,
+    /// The same by fragments of the model in turn, while training goes on.
+    StreamingDiloco,
+    /// Every rank trains by itself, and a few random parameters are averaged in every step.
+    Sparta,
 }
 
 /// A strategy's entry: what names it, describes it, builds it, and says what it sends. Command lines, help texts and tables read it.
@@ -69,15 +88,19 @@ pub struct Spec {
     pub name: &'static str,
     /// What it is, in a few words.
     pub about: &'static str,
+    /// Whether it computes what one device computes on the global batch, but for rounding: ranks average gradients in every step.
+    pub is_one_device: bool,
     /// Whether the ranks of a node may have a communicator of their own.
     pub tells_nodes_apart: bool,
-    /// Whether gradients leave in buckets of [`StrategyOptions::bucket_bytes`].
+    /// Whether gradients or parameters leave in buckets of [`StrategyOptions::bucket_bytes`].
     pub in_buckets: bool,
     /// Whether communication runs beside the backward pass, unless [`StrategyOptions::overlap`] is off.
     pub overlaps: bool,
+    /// Which of [`StrategyOptions::local`] it takes.
+    pub settings: &'static [Setting],
     /// Builds it. All ranks call this together.
     build: fn(&Setup<'_>) -> comm_core::Result<Built>,
-    /// What a rank sends in one step.
+    /// What a rank sends in one step; where that differs from step to step, in one that synchronises all parameters.
     expected: fn(&Run<'_>, &Layout, usize) -> Expected,
 }
 
@@ -103,7 +126,7 @@ impl Built {
 
 comm_core::names!(
     pub StrategyKind, "strategy" by StrategyKind::spec_name:
-    Single, Ps, ShardedPs, Ring, Ddp, Zero1, Zero2, Fsdp, Hierarchical,
+    Single, Ps, ShardedPs, Ring, Ddp, Zero1, Zero2, Fsdp, Hierarchical, LocalSgd, Diloco, StreamingDiloco, Sparta,
 );
 
 impl StrategyKind {
@@ -119,6 +142,10 @@ impl StrategyKind {
             StrategyKind::Zero2 => &zero::ZERO2,
             StrategyKind::Fsdp => &fsdp::SPEC,
             StrategyKind::Hierarchical => &hierarchical::SPEC,
+            StrategyKind::LocalSgd => &local_sgd::SPEC,
+            StrategyKind::Diloco => &diloco::DILOCO,
+            StrategyKind::StreamingDiloco => &diloco::STREAMING,
+            StrategyKind::Sparta => &sparta::SPEC,
         }
     }
 
@@ -131,20 +158,31 @@ impl StrategyKind {
         StrategyKind::ALL.map(StrategyKind::name).join(separator)
     }
 
-    /// The names of all strategies, as a command line takes them.
-    pub fn list() -> &'static str {
-        static LIST: LazyLock<String> = LazyLock::new(|| StrategyKind::names(","));
+    /// Those that compute what one device computes.
+    pub fn of_one_device() -> impl Iterator<Item = Self> {
+        StrategyKind::ALL.into_iter().filter(|kind| kind.spec().is_one_device)
+    }
+
+    /// The names of those that compute what one device computes, as a command line takes them.
+    pub fn list_of_one_device() -> &'static str {
+        static LIST: LazyLock<String> =
+            LazyLock::new(|| StrategyKind::of_one_device().map(StrategyKind::name).collect::<Vec<_>>().join(","));
         &LIST
+    }
+
+    /// Whether it takes this setting.
+    pub fn has(self, setting: Setting) -> bool {
+        self.spec().settings.contains(&setting)
     }
 }
 
 /// Options of the strategies; each takes those that concern it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct StrategyOptions {
-    /// The type in which gradients travel. Parameters travel in the type of computation.
+    /// The type in which gradients travel, and parameters that are averaged. Others travel in the type of computation.
     pub wire: Precision,
-    /// The first bucket of `ddp`, `zero1`, `zero2` and `hierarchical` is closed once it holds this many bytes of f32 gradients. Smaller
+    /// The first bucket of strategies [with buckets](Spec::in_buckets) is closed once it holds this many bytes of f32. Smaller
     /// than the others, so that communication begins early.
     pub first_bucket_bytes: usize,
     /// Any further bucket is closed once it holds this many.
@@ -157,6 +195,8 @@ pub struct StrategyOptions {
     pub dedicated_server: bool,
     /// Ranks of a node, for `hierarchical`; they follow one another. 0: as many as the session's nodes have.
     pub ranks_per_node: usize,
+    /// Settings of strategies in which ranks train by themselves for a time.
+    pub local: LocalOptions,
 }
 
 impl Default for StrategyOptions {
@@ -170,6 +210,7 @@ impl Default for StrategyOptions {
             overlap: true,
             dedicated_server: false,
             ranks_per_node: 0,
+            local: LocalOptions::default(),
         }
     }
 }
@@ -222,6 +263,8 @@ pub struct Setup<'a> {
     pub precision: Precision,
     /// Micro-steps a step.
     pub accumulation: usize,
+    /// Seed of whatever is random, the same on all ranks.
+    pub seed: u64,
     /// Whether ranks compare their calls before every operation.
     pub checked: bool,
 }
@@ -238,18 +281,25 @@ impl Setup<'_> {
 
     /// What this rank sends in a step of `kind`.
     pub(crate) fn expected(&self, kind: StrategyKind) -> Expected {
+        self.expected_by(kind.spec().expected)
+    }
+
+    /// What it sends for what a formula is of.
+    fn expected_by(&self, formula: impl Fn(&Run<'_>, &Layout, usize) -> Expected) -> Expected {
         let Setup { comms, options, precision, accumulation, checked, .. } = *self;
-        let run = Run { kind, options, precision, accumulation, ranks: comms.world.world_size(), checked };
-        formula::sent(run, &self.layout(), comms.world.rank())
+        let run = Run { options, precision, accumulation, ranks: comms.world.world_size(), checked };
+        formula(&run, &self.layout(), comms.world.rank())
     }
 }
 
 /// The strategy and its channels.
 ///
 /// # Errors
-/// `InvalidArgument` for `single` on several ranks, for a dedicated server without workers, and for nodes that do not divide the ranks.
+/// `InvalidArgument` for `single` on several ranks, for a dedicated server without workers, for nodes that do not divide the ranks, and those
+/// of [`LocalOptions::check`].
 /// Where nodes are told apart also those of [`Communicator::split`]: all ranks call this together.
 pub fn build(kind: StrategyKind, setup: &Setup<'_>) -> comm_core::Result<Built> {
+    setup.options.local.check(kind)?;
     (kind.spec().build)(setup)
 }
 

@@ -17,9 +17,11 @@ use crate::flat::{Flat, Gradients};
 pub(super) const SPEC: Spec = Spec {
     name: "sharded-ps",
     about: "every rank computes, and serves a shard",
+    is_one_device: true,
     tells_nodes_apart: false,
     in_buckets: false,
     overlaps: false,
+    settings: &[],
     build,
     expected,
 };

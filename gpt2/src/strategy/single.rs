@@ -3,6 +3,7 @@
 use comm_core::Error;
 
 use super::formula::Expected;
+use super::own_step::OwnGradients;
 use super::{
     Built, Channels, DuringPass, LocalStep, Setup, Spec, StepOutcome, Strategy, Synchronous, put_own, synchronous,
 };
@@ -12,16 +13,18 @@ use crate::flat::{Flat, Gradients};
 pub(super) const SPEC: Spec = Spec {
     name: "single",
     about: "one device",
+    is_one_device: true,
     tells_nodes_apart: false,
     in_buckets: false,
     overlaps: false,
+    settings: &[],
     build,
     expected: |_, _, _| Expected::default(),
 };
 
 /// No communication at all.
 struct Single {
-    grads: Vec<Flat>,
+    own: OwnGradients,
 }
 
 fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
@@ -31,19 +34,18 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
             "the strategy `single` trains on one rank, not on {ranks}; use --nproc 1 or another strategy"
         )));
     }
-    Ok(Built::new(Single { grads: layout.vectors() }, setup.channels(), layout.everything()))
+    Ok(Built::new(Single { own: OwnGradients::of(&layout) }, setup.channels(), layout.everything()))
 }
 
 impl DuringPass for Single {
-    fn gradient(&mut self, segment: usize, grads: Gradients, _channels: &mut Channels) -> comm_core::Result<()> {
-        self.grads[segment] = grads.into_flat()?;
-        Ok(())
+    fn gradient(&mut self, segment: usize, grads: Gradients, channels: &mut Channels) -> comm_core::Result<()> {
+        self.own.gradient(segment, grads, channels)
     }
 }
 
 impl Synchronous for Single {
     fn synchronise(&mut self, _channels: &mut Channels) -> comm_core::Result<Vec<Flat>> {
-        Ok(self.grads.iter_mut().map(std::mem::take).collect())
+        Ok(self.own.take())
     }
 
     fn distribute(&mut self, train: &mut dyn LocalStep, channels: &mut Channels) -> Result<(), TrainError> {

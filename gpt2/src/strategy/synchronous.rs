@@ -39,7 +39,7 @@ pub fn synchronous<S: Synchronous>(
         train.update(&mut checked)?;
         strategy.distribute(train, channels)?;
     }
-    Ok(StepOutcome::new(&checked, expected, true))
+    Ok(StepOutcome::new(&checked, (!checked.skip).then_some(expected), true))
 }
 
 /// Puts the weights that follow from this rank's masters into the model, where it has all of them.

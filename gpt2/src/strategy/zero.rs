@@ -17,9 +17,11 @@ use crate::flat::{Flat, Gradients};
 pub(super) const ZERO1: Spec = Spec {
     name: "zero1",
     about: "ZeRO stage 1",
+    is_one_device: true,
     tells_nodes_apart: false,
     in_buckets: true,
     overlaps: true,
+    settings: &[],
     build: |setup| Ok(Zero::build(setup, StrategyKind::Zero1, Stage::One)),
     expected,
 };
@@ -27,9 +29,11 @@ pub(super) const ZERO1: Spec = Spec {
 pub(super) const ZERO2: Spec = Spec {
     name: "zero2",
     about: "ZeRO stage 2",
+    is_one_device: true,
     tells_nodes_apart: false,
     in_buckets: true,
     overlaps: true,
+    settings: &[],
     build: |setup| Ok(Zero::build(setup, StrategyKind::Zero2, Stage::Two)),
     expected,
 };

@@ -4,12 +4,12 @@ use std::borrow::Cow;
 use std::mem;
 use std::path::Path;
 
-use comm_core::{CommunicatorExt, Deadline};
+use comm_core::{CommunicatorExt, Deadline, ReduceOp};
 
 use super::history::History;
 use super::rank::Trainer;
 use super::{Parts, RankReport, Summary, TrainError, median};
-use crate::checkpoint::{Checkpoint, WeightsHash, save_companions};
+use crate::checkpoint::{self, Checkpoint, CheckpointError, WeightsHash, save_companions};
 use crate::corpus::Corpus;
 use crate::flat::Flat;
 use crate::memory::{self, Usage};
@@ -54,12 +54,12 @@ impl Trainer<'_> {
             validation_loss: validations.last().map(|(_, loss)| *loss),
             validations,
             skipped_steps: history.skipped,
-            tokens_per_s: history.median(|figures| figures.tokens_per_s),
-            step_ms: history.median(|figures| figures.ms),
+            tokens_per_s: history.rate(|figures| figures.tokens_per_s),
+            step_ms: history.time(|figures| figures.ms),
             parts: mine.parts,
             ranks,
-            matrix_share: history.median(|figures| figures.matrix_share),
-            mfu: self.peaks_of_devices.mfu(history.median(|figures| figures.tokens_per_s)),
+            matrix_share: history.rate(|figures| figures.matrix_share),
+            mfu: self.peaks_of_devices.mfu(history.rate(|figures| figures.tokens_per_s)),
             losses: mem::take(&mut history.losses),
             grad_norms: mem::take(&mut history.grad_norms),
             epochs: mem::take(&mut history.epochs),
@@ -67,7 +67,9 @@ impl Trainer<'_> {
             matrix_formula: self.peaks_of_devices.matrix_formula(self.local.model.device(), self.config.precision),
             mfu_formula: self.peaks_of_devices.mfu_formula(),
             transport: self.facts(),
-            checkpoint: self.checkpoint.clone().filter(|_| saved.is_ok()),
+            checkpoint: self.keep.model.clone().filter(|_| saved.is_ok()),
+            resumed_at: self.keep.resume.as_ref().map(|saved| saved.state().step),
+            restarts: self.keep.restarts,
         };
         // A rank that is lost is the cause of the job's end, whatever else went wrong.
         Ok((summary, heard.and(saved)))
@@ -92,8 +94,8 @@ impl Trainer<'_> {
         }
         self.apart(|trainer| {
             let mut weights = Vec::new();
-            // Where every rank has everything, there is nothing to bring.
-            if trainer.writes() || !trainer.local.owns_everything() {
+            // Where every rank has everything, and all the same, there is nothing to bring.
+            if trainer.writes() || !trainer.local.owns_everything() || !trainer.replicas_agree {
                 for segment in 0..trainer.local.masters.len() {
                     weights.extend(trainer.masters_on_first(segment)?);
                 }
@@ -102,14 +104,25 @@ impl Trainer<'_> {
         })
     }
 
+    /// Keeps the weights that were saved last under the name of the best, on the rank that saves.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Io`](crate::checkpoint::CheckpointError::Io).
+    pub(super) fn keep_best(&self) -> Result<(), CheckpointError> {
+        match (&self.keep.model, &self.keep.best) {
+            (Some(model), Some(best)) if self.writes() => checkpoint::keep_as(model, best),
+            _ => Ok(()),
+        }
+    }
+
     /// Whether this rank saves.
     fn writes(&self) -> bool {
-        self.checkpoint.is_some() && self.session.comm.rank() == SAVES
+        self.keep.model.is_some() && self.session.comm.rank() == SAVES
     }
 
     /// Writes a checkpoint of these weights, on the rank that saves.
     fn write(&mut self, weights: Vec<Vec<f32>>, corpus: &Corpus, step: u64) -> Result<(), TrainError> {
-        let Some(path) = self.checkpoint.as_ref().filter(|_| self.writes()) else { return Ok(()) };
+        let Some(path) = self.keep.model.as_ref().filter(|_| self.writes()) else { return Ok(()) };
         let tokenizer = serde_json::to_value(corpus.tokenizer())
             .map_err(|error| comm_core::Error::Internal(format!("the tokenizer's description: {error}")))?;
         let (config, several_documents) = (self.config.model.clone(), corpus.has_several_documents());
@@ -123,7 +136,7 @@ impl Trainer<'_> {
     }
 
     /// This rank's masters of one segment, in host memory.
-    fn own_masters(&self, segment: usize) -> Result<Cow<'_, [f32]>, TrainError> {
+    pub(super) fn own_masters(&self, segment: usize) -> Result<Cow<'_, [f32]>, TrainError> {
         if let Some(weights) = self.local.model.params(segment).filter(|_| self.local.lends_masters) {
             return Ok(Cow::Borrowed(weights));
         }
@@ -142,11 +155,17 @@ impl Trainer<'_> {
         Ok(Cow::Owned(self.local.scalars.all_gather_v(&own, &self.counts(segment)?)?))
     }
 
-    /// As [`whole_masters`](Self::whole_masters), on the rank that saves; the others get none.
+    /// As [`whole_masters`](Self::whole_masters), on the rank that saves; the others get none. Where ranks have different values of the same
+    /// parameters, their mean.
     fn masters_on_first(&self, segment: usize) -> Result<Option<Vec<f32>>, TrainError> {
         let own = self.own_masters(segment)?;
         if self.local.owns_everything() {
-            return Ok(self.writes().then(|| own.into_owned()));
+            if self.replicas_agree {
+                return Ok(self.writes().then(|| own.into_owned()));
+            }
+            let mut mean = own.into_owned();
+            self.local.scalars.reduce(&mut mean, SAVES, ReduceOp::Mean)?;
+            return Ok(self.writes().then_some(mean));
         }
         Ok(self.local.scalars.gather_v(&own, &self.counts(segment)?, SAVES)?)
     }
@@ -218,19 +237,19 @@ impl Trainer<'_> {
         RankReport {
             rank: self.session.comm.rank(),
             computes: self.local.share.is_some(),
-            bytes_counted: history.payload.middle(),
+            bytes_counted: history.payload.mean(),
             bytes_expected: expected.payload,
             bytes_steady: history.is_as_expected,
-            scalar_bytes: history.scalars.middle(),
-            framing_bytes: history.framing.middle(),
-            messages: history.messages.middle(),
+            scalar_bytes: history.scalars.mean(),
+            framing_bytes: history.framing.mean(),
+            messages: history.messages.mean(),
             expected,
-            node_sent: history.inside_node.middle(),
+            node_sent: history.node_payload.mean().zip(history.node_messages.mean()),
             between_nodes: self.session.counts_between_nodes(),
-            operations: history.operations.middle().unwrap_or(0),
+            operations: history.operations.mean().unwrap_or(0),
             optimizer_steps: (steps.iter().min().copied().unwrap_or(0), steps.iter().max().copied().unwrap_or(0)),
-            parts: median_parts(history),
-            cpu_utilization: history.median(|figures| figures.cpu_utilization),
+            parts: typical_parts(history),
+            cpu_utilization: history.rate(|figures| figures.cpu_utilization),
             gpu_utilization: of_gpu.clone().next().map(|_| median(of_gpu)),
             peak_rss_bytes: memory::peak_rss_bytes() / self.session.ranks_in_process as u64,
             memory: usage,
@@ -240,8 +259,8 @@ impl Trainer<'_> {
     }
 }
 
-fn median_parts(history: &History) -> Parts {
-    let of = |part: fn(&Parts) -> f64| history.median(|figures| part(&figures.parts));
+fn typical_parts(history: &History) -> Parts {
+    let of = |part: fn(&Parts) -> f64| history.time(|figures| part(&figures.parts));
     Parts {
         data: of(|parts| parts.data),
         compute: of(|parts| parts.compute),

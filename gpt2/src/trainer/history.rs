@@ -26,20 +26,23 @@ pub(super) struct History {
     /// Seconds from the first step to the end of each.
     pub(super) seconds: Vec<f64>,
     pub(super) skipped: u64,
+    /// Whether the strategy does more in some steps than in others.
+    steps_differ: bool,
     /// Of the first steps that were not skipped, which no median counts where there are enough others.
     first: Vec<Figures>,
     /// Of the others.
     others: Downsampled<Figures>,
-    /// What each step sent that was not skipped.
+    /// What each step sent, without those that were skipped before they had sent all.
     pub(super) payload: Tally<u64>,
     pub(super) messages: Tally<u64>,
     pub(super) scalars: Tally<u64>,
     pub(super) framing: Tally<u64>,
-    /// Payload bytes and messages of them over the node's own transport.
-    pub(super) inside_node: Tally<(u64, u64)>,
+    /// Payload bytes, and messages, of them over the node's own transport.
+    pub(super) node_payload: Tally<u64>,
+    pub(super) node_messages: Tally<u64>,
     /// Operations on gradients and parameters.
     pub(super) operations: Tally<u64>,
-    /// What each step that was not skipped was to send.
+    /// What each of them was to send.
     expected: Tally<Expected>,
     /// Payload bytes and messages that were expected so far and not sent, and those of them inside the node.
     owed: [i128; 4],
@@ -74,18 +77,25 @@ impl History {
             epochs: Vec::with_capacity(list),
             seconds: Vec::with_capacity(list),
             skipped: 0,
+            steps_differ: false,
             first: Vec::with_capacity(Self::FIRST),
             others: Downsampled::of(room, MOST_FIGURES),
             payload: Tally::default(),
             messages: Tally::default(),
             scalars: Tally::default(),
             framing: Tally::default(),
-            inside_node: Tally::default(),
+            node_payload: Tally::default(),
+            node_messages: Tally::default(),
             operations: Tally::default(),
             expected: Tally::default(),
             owed: [0; 4],
             is_as_expected: true,
         }
+    }
+
+    /// The same of a strategy that does more in some steps than in others.
+    pub(super) fn where_steps_differ(self, steps_differ: bool) -> Self {
+        History { steps_differ, ..self }
     }
 
     /// Adds a step that ended so many seconds after the first began, what came of it, and what it sent, where that is counted.
@@ -96,8 +106,31 @@ impl History {
         self.seconds.push(seconds);
         if report.skipped {
             self.skipped += 1;
-            return;
+        } else {
+            self.add_figures(report);
         }
+        let Some(expected) = outcome.expected else { return };
+        self.operations.add(report.operations);
+        self.expected.add(expected);
+        let Some(sent) = sent else { return };
+        let Expected { payload, messages, node_payload, node_messages, .. } = expected;
+        let node = sent.node.unwrap_or((node_payload, node_messages));
+        let expected = [payload, messages, node_payload, node_messages];
+        let sums = self.owed.iter_mut().zip(expected.into_iter().zip([sent.payload, sent.messages, node.0, node.1]));
+        sums.for_each(|(owed, (expected, sent))| *owed += i128::from(expected) - i128::from(sent));
+        self.is_as_expected &= outcome.under_way || self.owed == [0; 4];
+        self.payload.add(sent.payload);
+        self.messages.add(sent.messages);
+        self.scalars.add(sent.scalars);
+        self.framing.add(sent.framing);
+        if let Some((payload, messages)) = sent.node {
+            self.node_payload.add(payload);
+            self.node_messages.add(messages);
+        }
+    }
+
+    /// Keeps what medians are taken of.
+    fn add_figures(&mut self, report: &StepReport) {
         let figures = Figures {
             tokens_per_s: report.tokens_per_s,
             ms: report.ms,
@@ -112,22 +145,6 @@ impl History {
         } else {
             self.others.push(figures);
         }
-        self.operations.add(report.operations);
-        self.expected.add(outcome.expected);
-        let Some(sent) = sent else { return };
-        let Expected { payload, messages, node_payload, node_messages, .. } = outcome.expected;
-        let node = sent.node.unwrap_or((node_payload, node_messages));
-        let expected = [payload, messages, node_payload, node_messages];
-        let sums = self.owed.iter_mut().zip(expected.into_iter().zip([sent.payload, sent.messages, node.0, node.1]));
-        sums.for_each(|(owed, (expected, sent))| *owed += i128::from(expected) - i128::from(sent));
-        self.is_as_expected &= outcome.under_way || self.owed == [0; 4];
-        self.payload.add(sent.payload);
-        self.messages.add(sent.messages);
-        self.scalars.add(sent.scalars);
-        self.framing.add(sent.framing);
-        if let Some(node) = sent.node {
-            self.inside_node.add(node);
-        }
     }
 
     /// The figures of the steps that were not skipped, without the first two where there are more than four.
@@ -137,9 +154,9 @@ impl History {
         first.iter().chain(&self.others.kept)
     }
 
-    /// The median of what steps were to send, of each figure by itself.
+    /// The mean of what steps were to send, of each figure by itself.
     pub(super) fn expected(&self) -> Expected {
-        let of = |figure: fn(&Expected) -> u64| self.expected.middle_of(figure).unwrap_or(0);
+        let of = |figure: fn(&Expected) -> u64| self.expected.mean_of(figure).unwrap_or(0);
         Expected {
             operations: of(|expected| expected.operations),
             payload: of(|expected| expected.payload),
@@ -162,10 +179,30 @@ impl History {
         Some(Allocations { count: of(|step| step.count), bytes: of(|step| step.bytes), large: of(|step| step.large) })
     }
 
-    /// The median of one figure of the [`steady`](Self::steady) steps.
-    pub(super) fn median(&self, of: impl Fn(&Figures) -> f64) -> f64 {
-        median(self.steady().map(of))
+    /// The median of a time of the [`steady`](Self::steady) steps, or, where steps differ in what they do, the mean.
+    pub(super) fn time(&self, of: impl Fn(&Figures) -> f64) -> f64 {
+        if self.steps_differ {
+            mean(self.steady().map(|figures| (of(figures), 1.0)))
+        } else {
+            median(self.steady().map(of))
+        }
     }
+
+    /// The same of what is counted by time, where the mean is that over time.
+    pub(super) fn rate(&self, of: impl Fn(&Figures) -> f64) -> f64 {
+        if self.steps_differ {
+            mean(self.steady().map(|figures| (of(figures), figures.ms)))
+        } else {
+            median(self.steady().map(of))
+        }
+    }
+}
+
+/// The mean of values by their weights; NaN of nothing.
+fn mean(values: impl Iterator<Item = (f64, f64)>) -> f64 {
+    let (sum, weights) =
+        values.fold((0.0, 0.0), |(sum, weights), (value, weight)| (sum + value * weight, weights + weight));
+    sum / weights
 }
 
 /// Some of the values that were added, evenly spread over them.
@@ -202,7 +239,7 @@ impl<T> Downsampled<T> {
     }
 }
 
-/// How often each value came. There are few: a step sends what the one before has sent.
+/// How often each value came. There are few: steps send what others have sent.
 #[derive(Debug)]
 pub(super) struct Tally<T>(BTreeMap<T, u64>);
 
@@ -217,23 +254,18 @@ impl<T: Ord + Copy> Tally<T> {
         *self.0.entry(value).or_default() += 1;
     }
 
-    /// The value in the middle, the upper one of two; `None` of nothing.
-    pub(super) fn middle(&self) -> Option<T> {
-        self.middle_of(|value| *value)
+    /// The mean of a figure of the values, without its fraction; `None` of nothing.
+    fn mean_of(&self, of: impl Fn(&T) -> u64) -> Option<u64> {
+        let sum: u128 = self.0.iter().map(|(value, count)| u128::from(of(value)) * u128::from(*count)).sum();
+        let count: u64 = self.0.values().sum();
+        sum.checked_div(count.into()).and_then(|mean| u64::try_from(mean).ok())
     }
+}
 
-    /// That of a figure of the values.
-    fn middle_of<F: Ord>(&self, of: impl Fn(&T) -> F) -> Option<F> {
-        let mut figures: Vec<(F, u64)> = self.0.iter().map(|(value, count)| (of(value), *count)).collect();
-        figures.sort();
-        let mut before = self.0.values().sum::<u64>() / 2;
-        for (figure, count) in figures {
-            if before < count {
-                return Some(figure);
-            }
-            before -= count;
-        }
-        None
+impl Tally<u64> {
+    /// The mean, without its fraction; `None` of nothing.
+    pub(super) fn mean(&self) -> Option<u64> {
+        self.mean_of(|value| *value)
     }
 }
 
@@ -242,11 +274,13 @@ mod tests {
     use super::*;
     use comm_core::splitmix::SplitMix64;
 
+    const EXPECTED: Expected = Expected { operations: 3, payload: 0, messages: 0, node_payload: 0, node_messages: 0 };
+
     const OUTCOME: StepOutcome = StepOutcome {
         loss: 0.0,
         grad_norm: 0.0,
         skipped: false,
-        expected: Expected { operations: 3, payload: 0, messages: 0, node_payload: 0, node_messages: 0 },
+        expected: Some(EXPECTED),
         under_way: false,
         replicas_agree: true,
     };
@@ -296,7 +330,8 @@ mod tests {
             let steady = &whole[if whole.len() > 4 { 2 } else { 0 }..];
             let check = |of_report: fn(&StepReport) -> f64, of_figures: fn(&Figures) -> f64| {
                 let expected = median(steady.iter().map(|report| of_report(report)));
-                assert_eq!(history.median(of_figures).to_bits(), expected.to_bits(), "{steps}");
+                assert_eq!(history.time(of_figures).to_bits(), expected.to_bits(), "{steps}");
+                assert_eq!(history.rate(of_figures).to_bits(), expected.to_bits(), "{steps}");
             };
             check(|report| report.ms, |figures| figures.ms);
             check(|report| report.tokens_per_s, |figures| figures.tokens_per_s);
@@ -308,7 +343,7 @@ mod tests {
             assert!(history.losses.iter().eq(reports.iter().map(|report| &report.loss)));
             assert!(history.epochs.iter().eq(reports.iter().map(|report| &report.epoch)));
             assert_eq!(history.skipped, steps.div_ceil(7).min(steps));
-            assert_eq!(history.operations.middle(), (!whole.is_empty()).then_some(3));
+            assert_eq!(history.operations.mean(), (steps > 0).then_some(3));
         }
     }
 
@@ -345,19 +380,31 @@ mod tests {
         assert_eq!(history.others.kept.capacity(), MOST_FIGURES);
         let kept = history.steady().count();
         assert!((MOST_FIGURES / 2..=MOST_FIGURES).contains(&kept), "{kept}");
-        let (median, expected) = (history.median(|figures| figures.ms), steps as f64 / 2.0);
+        let (median, expected) = (history.time(|figures| figures.ms), steps as f64 / 2.0);
         assert!((median / expected - 1.0).abs() < 1e-3, "{median} {expected}");
     }
 
     #[test]
-    fn the_middle_of_a_tally_is_that_of_the_sorted_values() {
+    fn where_steps_differ_times_are_means_and_rates_those_over_time() {
+        let mut random = SplitMix64::stream(5, &[]);
+        let mut history = History::of(8).where_steps_differ(true);
+        // The first two are left out.
+        for (step, ms) in [90.0, 90.0, 10.0, 10.0, 10.0, 50.0].into_iter().enumerate() {
+            let report = StepReport { ms, tokens_per_s: 1000.0 / ms, ..report(step as u64 + 1, &mut random) };
+            history.add(&report, 0.0, &OUTCOME, None);
+        }
+        assert_eq!(history.time(|figures| figures.ms), 20.0);
+        assert!((history.rate(|figures| figures.tokens_per_s) - 50.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn the_mean_of_a_tally_is_that_of_its_values() {
         let mut random = SplitMix64::stream(2, &[]);
         for count in 0..40 {
-            let mut values: Vec<u64> = (0..count).map(|_| random.below(5)).collect();
+            let values: Vec<u64> = (0..count).map(|_| random.below(5)).collect();
             let mut tally = Tally::default();
             values.iter().for_each(|value| tally.add(*value));
-            values.sort_unstable();
-            assert_eq!(tally.middle(), values.get(values.len() / 2).copied(), "{values:?}");
+            assert_eq!(tally.mean(), values.iter().sum::<u64>().checked_div(count), "{values:?}");
         }
     }
 
@@ -381,24 +428,24 @@ mod tests {
         let add = |steps: &[(u64, u64, bool)]| {
             let mut history = History::of(8);
             for (expected, sent, under_way) in steps {
-                let expected = Expected { payload: *expected, ..OUTCOME.expected };
-                let outcome = StepOutcome { expected, under_way: *under_way, ..OUTCOME };
+                let expected = Expected { payload: *expected, ..EXPECTED };
+                let outcome = StepOutcome { expected: Some(expected), under_way: *under_way, ..OUTCOME };
                 history.add(&report, 0.0, &outcome, Some(StepTraffic { payload: *sent, ..StepTraffic::default() }));
             }
             history
         };
         // Every second step sends; the last one of a round, what others began.
         let local = add(&[(0, 0, false), (100, 100, false), (0, 0, false), (100, 100, false)]);
-        assert_eq!((local.is_as_expected, local.expected().payload, local.payload.middle()), (true, 100, Some(100)));
+        assert_eq!((local.is_as_expected, local.expected().payload, local.payload.mean()), (true, 50, Some(50)));
         assert!(add(&[(100, 40, true), (100, 160, false)]).is_as_expected);
         assert!(!add(&[(100, 40, false), (100, 160, false)]).is_as_expected);
         assert!(!add(&[(100, 40, true), (100, 150, false)]).is_as_expected);
         assert!(!add(&[(0, 100, false), (100, 0, false)]).is_as_expected);
         // Of the same bytes too many inside the node.
         let mut history = History::of(1);
-        let expected = Expected { payload: 100, node_payload: 60, ..OUTCOME.expected };
+        let expected = Expected { payload: 100, node_payload: 60, ..EXPECTED };
         let sent = StepTraffic { payload: 100, node: Some((70, 0)), ..StepTraffic::default() };
-        history.add(&report, 0.0, &StepOutcome { expected, ..OUTCOME }, Some(sent));
+        history.add(&report, 0.0, &StepOutcome { expected: Some(expected), ..OUTCOME }, Some(sent));
         assert!(!history.is_as_expected);
     }
 }

@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use comm_core::job::MAX_WORLD_SIZE;
+use comm_core::process::StopRequest;
 use comm_core::{Buffer, Communicator, CommunicatorExt, ReduceOp};
 
 use super::optimizers::{MasterOptimizer, MemoryPlacement};
@@ -39,7 +41,15 @@ pub(super) struct Local<'a> {
     pub(super) step: u64,
     /// Rows of it that this rank has passed through its model.
     pub(super) rows: usize,
+    /// What asks this rank to leave.
+    pub(super) stop: StopRequest,
+    /// Whether any rank was asked to before the end of the last step; `None` where its scalars did not tell.
+    pub(super) leaving: Option<bool>,
 }
+
+/// What a rank that was asked to leave adds to the number of ranks with an overflow, which travels in any case: more than there are ranks.
+const LEAVE: f64 = (1 << 20) as f64;
+const _: () = assert!(MAX_WORLD_SIZE < 1 << 20);
 
 impl Local<'_> {
     /// Learning rate of the step's update.
@@ -126,7 +136,9 @@ impl LocalStep for Local<'_> {
         let (unscale, loss_scale) = (self.scaler.unscale(), f64::from(self.scaler.scale()));
         let own = record::span(Activity::Optimizer, || self.optimizer.sum_of_squares(&grads, unscale))?;
         let sums = self.sums(ranks);
-        let mut totals = [loss, sums.contribution(own), f64::from(u8::from(!own.is_finite()))];
+        let overflows = f64::from(u8::from(!own.is_finite()));
+        let asked = if self.stop.is_asked() { LEAVE } else { 0.0 };
+        let mut totals = [loss, sums.contribution(own), overflows + asked];
         match ranks {
             // Loss and norm in one small all-reduce that every strategy needs alike.
             Ranks::All => {
@@ -134,7 +146,11 @@ impl LocalStep for Local<'_> {
             }
             Ranks::This => totals[0] *= self.batches.rows_in_step(self.step) as f64 / self.rows.max(1) as f64,
         }
-        let [loss, all_squares, overflows] = totals;
+        let [loss, all_squares, counts] = totals;
+        let overflows = counts % LEAVE;
+        if ranks == Ranks::All {
+            self.leaving = Some(counts >= LEAVE);
+        }
         let squares = if sums == Sums::Known { own } else { all_squares };
         let grad_norm = squares.sqrt() / loss_scale;
         if self.config.loss_scaling == LossScaling::Off {
@@ -190,6 +206,10 @@ impl LocalStep for Local<'_> {
             self.put(segment, Weights::Host(Buffer::from_vec(masters)))?;
         }
         Ok(self.lends_masters)
+    }
+
+    fn is_last(&self) -> bool {
+        self.step + 1 == self.config.steps
     }
 
     fn put(&mut self, segment: usize, weights: Weights) -> Result<(), TrainError> {

@@ -7,6 +7,7 @@ mod number;
 mod optimizers;
 mod peaks;
 mod rank;
+mod save;
 #[cfg(test)]
 mod tests;
 mod traffic;
@@ -22,6 +23,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::batches::LastBatch;
 use crate::checkpoint::InitialWeights;
+use crate::checkpoint::sharded::Best;
 use crate::config::ModelConfig;
 use crate::corpus::Corpus;
 pub use crate::error::TrainError;
@@ -34,6 +36,7 @@ use crate::record::{Operation, Span};
 use crate::strategy::formula::Expected;
 use crate::strategy::{self, StrategyKind, StrategyOptions};
 use rank::{Build, Trainer};
+pub use save::{Checkpoints, Keep, Restarts, SaveReport};
 
 /// Everything that determines a run, apart from the corpus and the transport. Equal on all ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -56,7 +59,7 @@ pub struct TrainConfig {
     pub loss_factor: f64,
     /// Seed of weights and data order.
     pub seed: u64,
-    /// Weights to start from, instead of those that the seed gives.
+    /// Weights to start from, instead of those that the seed gives. A run that goes on from a checkpoint of its whole state has that one's.
     #[serde(default)]
     pub initial: Option<InitialWeights>,
     /// Optimizer steps.
@@ -202,13 +205,14 @@ impl Session {
 pub struct StepReport {
     /// Number of the step, from 1.
     pub step: u64,
-    /// Mean training loss over the global batch, in nats a token, before the update; a skipped step's may not be finite.
+    /// Mean training loss over the global batch, in nats a token, before the update; a skipped step's may not be finite. Of this rank's rows
+    /// where each rank takes steps of its own.
     #[serde(with = "number")]
     pub loss: f64,
-    /// Global norm of the averaged gradient, before clipping; not finite in a skipped step.
+    /// Global norm of the averaged gradient, or of this rank's own, before clipping; not finite in a skipped step.
     #[serde(with = "number")]
     pub grad_norm: f64,
-    /// Whether all ranks skipped the update, because gradients or the loss had overflowed.
+    /// Whether all ranks skipped the update, or this one its own, because gradients or the loss had overflowed.
     pub skipped: bool,
     /// What the loss was multiplied by before the backward pass.
     pub loss_scale: f64,
@@ -286,7 +290,8 @@ pub struct Parts {
     pub hidden: f64,
 }
 
-/// The whole run, equal on all ranks but for the parts that say otherwise.
+/// The whole run, equal on all ranks but for the parts that say otherwise; where each rank takes steps of its own, so do loss, gradient norm
+/// and skipped steps.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Summary {
     /// Optimizer steps taken.
@@ -316,6 +321,7 @@ pub struct Summary {
     /// Steps skipped because gradients or the loss had overflowed.
     pub skipped_steps: u64,
     /// Median tokens a second of all ranks, over the steps that were not skipped, without the first two where there are more than four.
+    /// Where each rank takes steps of its own and only some synchronise, this and all other medians are means.
     /// Of a run of more than 16,384 steps this and all other medians of times are those of at least half as many, evenly spread over it.
     #[serde(with = "number")]
     pub tokens_per_s: f64,
@@ -339,6 +345,10 @@ pub struct Summary {
     pub transport: Vec<(String, String)>,
     /// Where the checkpoint is; `None` where none was to be saved, or could be.
     pub checkpoint: Option<PathBuf>,
+    /// Steps that an earlier run had taken, from whose checkpoint this one went on. Lists of steps and all figures are of the others.
+    pub resumed_at: Option<u64>,
+    /// How often the ranks were started again before this run came to its end.
+    pub restarts: Restarts,
 }
 
 /// One rank's own figures.
@@ -348,12 +358,12 @@ pub struct RankReport {
     pub rank: usize,
     /// Whether it computes; a dedicated parameter server does not.
     pub computes: bool,
-    /// Median payload bytes sent a step for gradients and parameters, as counted; `None` where nothing counts.
+    /// Mean payload bytes sent a step for gradients and parameters, as counted, without fraction; `None` where nothing counts.
     pub bytes_counted: Option<u64>,
     /// The same as the strategy expected it, by its formula.
     pub bytes_expected: u64,
     /// Whether every step sent what its strategy expected of it: the same in each, or whatever it does in which. Skipped steps, which end
-    /// early, are left out of this and all other figures.
+    /// early, are left out of this and all other figures, unless they sent all the same.
     pub bytes_steady: bool,
     /// Payload bytes of scalars (loss, norms) sent a step.
     pub scalar_bytes: Option<u64>,
@@ -368,7 +378,7 @@ pub struct RankReport {
     /// Whether bytes and messages, as counted and by the formula, are those sent between nodes only, because the node's own transport,
     /// NCCL, counts nothing.
     pub between_nodes: bool,
-    /// Median operations on gradients and parameters a step; by the formula in [`expected`](Self::expected).
+    /// Mean operations on gradients and parameters a step; by the formula in [`expected`](Self::expected).
     pub operations: u64,
     /// Steps that this rank's optimizers took in the whole run, by their own count: the fewest and the most over segments. Both are the
     /// steps of the run, less those that were skipped.
@@ -403,6 +413,8 @@ pub trait Observer {
     fn warning(&mut self, _text: &str) {}
     /// After each validation.
     fn validation(&mut self, _step: u64, _loss: f64) {}
+    /// The whole state was saved.
+    fn saved(&mut self, _report: &SaveReport) {}
     /// After the last step and the last attempt to save: what the run came to, even where an error follows, because the weights could not be
     /// saved, or not all ranks came to the end.
     fn ended(&mut self, _summary: &Summary) {}
@@ -423,8 +435,23 @@ pub fn train(
     checkpoint: Option<PathBuf>,
     observer: &mut dyn Observer,
 ) -> Result<Summary, TrainError> {
+    train_keeping(config, corpus, session, device, &Keep { model: checkpoint, ..Keep::default() }, observer)
+}
+
+/// As [`train`], with all that can be saved, and from where an earlier run has come to.
+///
+/// # Errors
+/// See [`TrainError`]: [`TrainError::Stopped`] on all ranks where the run was asked to leave, which is no failure.
+pub fn train_keeping(
+    config: &TrainConfig,
+    corpus: &Corpus,
+    session: &Session,
+    device: &Device,
+    keep: &Keep,
+    observer: &mut dyn Observer,
+) -> Result<Summary, TrainError> {
     let build = |setup: &strategy::Setup<'_>| strategy::build(config.strategy, setup);
-    train_by(&build, config, corpus, session, device, checkpoint, observer)
+    train_by(&build, config, corpus, session, device, keep, observer)
 }
 
 /// As [`train`], by the strategy that `build` gives.
@@ -434,23 +461,27 @@ fn train_by(
     corpus: &Corpus,
     session: &Session,
     device: &Device,
-    checkpoint: Option<PathBuf>,
+    keep: &Keep,
     observer: &mut dyn Observer,
 ) -> Result<Summary, TrainError> {
-    let trainer = || Trainer::new(config, corpus, session, device, checkpoint, build);
+    let trainer = || Trainer::new(config, corpus, session, device, keep, build);
     let result = trainer().and_then(|trainer| run(trainer, corpus, observer));
     // The others would wait for this rank until their deadline. Where they know already, the first failure stays.
     match &result {
         Err(TrainError::Comm(error)) => session.control.poison(error),
+        // All leave together.
+        Ok(_) | Err(TrainError::Stopped { .. }) => {}
         Err(error) => session.comm.abort(&error.to_string()),
-        Ok(_) => {}
     }
-    let summary = result?;
+    let summary = match result {
+        Err(error) if !matches!(error, TrainError::Stopped { .. }) => return Err(error),
+        other => other,
+    };
     if let Some(node) = &session.node {
         node.comm.finish(session.timeout)?;
     }
     session.comm.finish(session.timeout)?;
-    Ok(summary)
+    summary
 }
 
 /// All steps, validations and checkpoints.
@@ -462,9 +493,12 @@ fn run(mut trainer: Trainer<'_>, corpus: &Corpus, observer: &mut dyn Observer) -
     if let Some(reason) = trainer.staged() {
         observer.warning(reason);
     }
+    if trainer.keep.checkpoints.is_some() {
+        trainer.keep.stop.heed_signals()?;
+    }
     observer.started(config.steps);
-    let mut validations = Vec::new();
-    for step in 0..config.steps {
+    let (mut validations, mut best, mut leaves, mut is_due) = (Vec::new(), None, false, false);
+    for step in trainer.first_step()..config.steps {
         let report = trainer.step(step, observer)?;
         observer.step(&report);
         // Its spans are not kept: a run may take any number of steps.
@@ -474,19 +508,62 @@ fn run(mut trainer: Trainer<'_>, corpus: &Corpus, observer: &mut dyn Observer) -
             let loss = trainer.validate()?;
             observer.validation(step + 1, loss);
             validations.push((step + 1, loss));
-            if !is_last && trainer.has_stepped() {
-                // What a death or an impatient user would otherwise cost.
-                match trainer.save(corpus, step + 1) {
-                    Err(error @ TrainError::Checkpoint(_)) => observer
-                        .warning(&format!("step {}: the run goes on without a new checkpoint: {error}", step + 1)),
-                    other => other?,
+            best = trainer.if_best(step + 1, loss);
+            if !is_last && trainer.has_stepped()? {
+                save_weights(&mut trainer, corpus, (step + 1, best), observer)?;
+            }
+        }
+        leaves |= trainer.leaves()?;
+        let Some(checkpoints) = trainer.keep.checkpoints.as_ref().filter(|_| !is_last) else { continue };
+        is_due |= leaves || (checkpoints.every > 0 && (step + 1).is_multiple_of(checkpoints.every));
+        if is_due && trainer.replicas_agree {
+            is_due = false;
+            match trainer.save_state(checkpoints, corpus, step + 1) {
+                Ok(report) => {
+                    observer.saved(&report);
+                    if leaves {
+                        return Err(save::stopped(&report));
+                    }
                 }
+                Err(error @ TrainError::Saved(_)) if !leaves => {
+                    observer.warning(&format!("step {}: the run goes on without a new checkpoint: {error}", step + 1))
+                }
+                Err(error) => return Err(error),
             }
         }
     }
     let (summary, outcome) = trainer.summary(corpus, validations)?;
+    if outcome.is_ok() {
+        keep_best(&mut trainer, best, observer);
+    }
     observer.ended(&summary);
     outcome.map(|()| summary)
+}
+
+/// Saves the weights after a validation: what a death or an impatient user would otherwise cost.
+fn save_weights(
+    trainer: &mut Trainer<'_>,
+    corpus: &Corpus,
+    (step, best): (u64, Option<Best>),
+    observer: &mut dyn Observer,
+) -> Result<(), TrainError> {
+    match trainer.save(corpus, step) {
+        Err(error @ TrainError::Checkpoint(_)) => {
+            observer.warning(&format!("step {step}: the run goes on without a new checkpoint: {error}"));
+        }
+        Err(error) => return Err(error),
+        Ok(()) => keep_best(trainer, best, observer),
+    }
+    Ok(())
+}
+
+/// Keeps the weights that were saved last as the best, if they are.
+fn keep_best(trainer: &mut Trainer<'_>, best: Option<Best>, observer: &mut dyn Observer) {
+    let Some(best) = best else { return };
+    match trainer.keep_best() {
+        Ok(()) => trainer.best = Some(best),
+        Err(error) => observer.warning(&format!("step {}: the best weights are not kept: {error}", best.step)),
+    }
 }
 
 /// The median; NaN of nothing.

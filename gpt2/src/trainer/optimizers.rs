@@ -1,11 +1,15 @@
 //! A rank's optimizers, where the parameters are that they update: in host memory, or on the device.
 
+mod sgd;
+
+use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
 use burn::tensor::Device;
 use comm_core::{Communicator, Error};
 
+use super::save::Means;
 use super::{Session, TrainConfig, TrainError};
 use crate::devices::{self, Placement};
 use crate::flat::{DeviceCollectives, Flat};
@@ -18,6 +22,7 @@ use crate::precision::Precision;
 use crate::record::{self, Activity};
 use crate::segments::SegmentInfo;
 use crate::strategy::{Comms, StrategyKind};
+use sgd::SgdOnDevice;
 
 /// Makes sums over what this rank's optimizers own those of whole tensors.
 pub(super) type AddUp<'a> = &'a mut dyn FnMut(&mut [f64]) -> Result<(), TrainError>;
@@ -29,6 +34,12 @@ pub(super) trait MasterOptimizer {
 
     /// The steps taken, over segments.
     fn steps(&self) -> Vec<u64>;
+
+    /// The moments of a segment's optimizer.
+    fn state(&self, segment: usize) -> Result<Means<'_>, TrainError>;
+
+    /// Has a segment's optimizer go on with these moments, after so many steps, on `device` if it is there.
+    fn restore(&mut self, segment: usize, means: [Vec<f32>; 2], steps: u64, device: &Device) -> Result<(), TrainError>;
 
     /// Gradients where the masters are: read back, if that is in host memory.
     fn fetch(&self, grads: Vec<Flat>) -> Result<Vec<Flat>, Error> {
@@ -49,7 +60,7 @@ pub(super) trait MasterOptimizer {
     ) -> Result<(), TrainError>;
 }
 
-/// In host memory, of either kind.
+/// In host memory, of any kind.
 #[derive(Default)]
 struct OnHost(Vec<Optimizer>);
 
@@ -67,6 +78,7 @@ pub(super) fn optimizer(kind: OptimizerKind, places: &MemoryPlacement) -> Box<dy
         (false, _) => Box::new(OnHost::default()),
         (true, OptimizerKind::AdamW) => Box::new(AdamWOnDevice::default()),
         (true, OptimizerKind::Lamb) => Box::new(LambOnDevice::default()),
+        (true, OptimizerKind::Sgd) => Box::new(SgdOnDevice::default()),
     }
 }
 
@@ -78,6 +90,16 @@ impl MasterOptimizer for OnHost {
 
     fn steps(&self) -> Vec<u64> {
         self.0.iter().map(Optimizer::steps).collect()
+    }
+
+    fn state(&self, segment: usize) -> Result<Means<'_>, TrainError> {
+        let (mean, square, _) = self.0[segment].state();
+        Ok([Cow::Borrowed(mean), Cow::Borrowed(square)])
+    }
+
+    fn restore(&mut self, segment: usize, means: [Vec<f32>; 2], steps: u64, _: &Device) -> Result<(), TrainError> {
+        let [mean, square] = means;
+        Ok(self.0[segment].restore(mean, square, steps)?)
     }
 
     fn fetch(&self, grads: Vec<Flat>) -> Result<Vec<Flat>, Error> {
@@ -130,6 +152,14 @@ impl MasterOptimizer for AdamWOnDevice {
         self.0.iter().map(DeviceAdamW::steps).collect()
     }
 
+    fn state(&self, segment: usize) -> Result<Means<'_>, TrainError> {
+        Ok(self.0[segment].state()?.0.map(Cow::Owned))
+    }
+
+    fn restore(&mut self, segment: usize, means: [Vec<f32>; 2], steps: u64, device: &Device) -> Result<(), TrainError> {
+        Ok(self.0[segment].restore(means, steps, device)?)
+    }
+
     fn sum_of_squares(&self, grads: &[Flat], unscale: f32) -> Result<f64, TrainError> {
         squares_on_device(grads, unscale)
     }
@@ -159,6 +189,14 @@ impl MasterOptimizer for LambOnDevice {
 
     fn steps(&self) -> Vec<u64> {
         self.0.iter().map(DeviceLamb::steps).collect()
+    }
+
+    fn state(&self, segment: usize) -> Result<Means<'_>, TrainError> {
+        Ok(self.0[segment].state()?.0.map(Cow::Owned))
+    }
+
+    fn restore(&mut self, segment: usize, means: [Vec<f32>; 2], steps: u64, device: &Device) -> Result<(), TrainError> {
+        Ok(self.0[segment].restore(means, steps, device)?)
     }
 
     fn sum_of_squares(&self, grads: &[Flat], unscale: f32) -> Result<f64, TrainError> {

@@ -1,7 +1,6 @@
 //! One rank of a training run.
 
 use std::ops::Range;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -12,10 +11,11 @@ use super::history::History;
 use super::local::{Local, who_owns_what};
 use super::optimizers::{self, MemoryPlacement};
 use super::peaks::Peaks;
+use super::save::{Keep, Start, restore_rest};
 use super::traffic::{StepTraffic, TrafficTotals};
 use super::{Observer, Parts, Session, StepReport, TrainConfig, TrainError, ms};
 use crate::batches::{Batches, Share};
-use crate::checkpoint::{InitialWeights, StoredWeights};
+use crate::checkpoint::sharded::{Best, Kind};
 use crate::corpus::Corpus;
 use crate::devices::{self, Placement};
 use crate::flat::Flat;
@@ -25,6 +25,7 @@ use crate::optim::LossScaler;
 use crate::precision::Precision;
 use crate::record::{self, Activity, Recording};
 use crate::segments::{Compute, SegmentInfo, SegmentedModel, TokenBatch, layout};
+use crate::strategy::formula::Expected;
 use crate::strategy::{Built, Channels, Comms, Setup, StepOutcome, Strategy};
 use crate::utilization::Meter;
 
@@ -45,13 +46,17 @@ pub(super) struct Trainer<'a> {
     peaks: Option<Usage>,
     /// What is kept of the steps so far.
     pub(super) history: History,
+    /// What was sent until the end of the last step, where something was still under way then.
+    sent_before: Option<TrafficTotals>,
     /// Whether ranks that have the same parameters have the same values of them after the last step.
     pub(super) replicas_agree: bool,
-    /// Where rank 0 saves.
-    pub(super) checkpoint: Option<PathBuf>,
-    /// Whether what lies beside the checkpoint, which stays the same, has been saved.
+    /// What is saved.
+    pub(super) keep: &'a Keep,
+    /// Whether what lies beside the saved weights, which stays the same, has been saved.
     pub(super) has_companions: bool,
-    /// Whether anyone saves: all ranks bring their masters for it.
+    /// The best validation so far.
+    pub(super) best: Option<Best>,
+    /// Whether anyone saves weights: all ranks bring their masters for it.
     pub(super) saves: bool,
     started: Instant,
 }
@@ -62,21 +67,25 @@ impl<'a> Trainer<'a> {
         corpus: &Corpus,
         session: &'a Session,
         device: &Device,
-        checkpoint: Option<PathBuf>,
+        keep: &'a Keep,
         build: Build<'_>,
     ) -> Result<Self, TrainError> {
         let comms = comms(session);
         let places = MemoryPlacement::new(config, &comms, session, device)?;
         let lengths: Vec<usize> = layout(&config.model)?.iter().map(|segment| segment.len).collect();
-        let TrainConfig { precision, accumulation, .. } = *config;
+        let TrainConfig { precision, accumulation, seed, .. } = *config;
         let (options, checked) = (&config.options, session.checked);
-        let built = build(&Setup { comms: &comms, segments: &lengths, options, precision, accumulation, checked })?;
-        let (local, validation) = local(config, corpus, session, device, &built, places)?;
+        let built =
+            build(&Setup { comms: &comms, segments: &lengths, options, precision, accumulation, seed, checked })?;
+        if let Some(saved) = &keep.resume {
+            saved.verify(comms.world.rank(), comms.world.world_size())?;
+        }
+        let (local, validation) = local((config, keep), corpus, session, device, &built, places)?;
         let flops_per_token = config.model.flops_per_token(config.model.block_size);
         let all = (session, &*local.scalars);
         let peaks_of_devices = Peaks::measure(flops_per_token, built.computes, device, precision, all)?;
         let owned_by = who_owns_what(&*local.scalars, &built.owned)?;
-        let saves = local.scalars.all_reduce_scalar(i64::from(checkpoint.is_some()), ReduceOp::Max)? == 1;
+        let saves = local.scalars.all_reduce_scalar(i64::from(keep.model.is_some()), ReduceOp::Max)? == 1;
         memory::reset_peaks();
         Ok(Trainer {
             config,
@@ -88,9 +97,14 @@ impl<'a> Trainer<'a> {
             peaks_of_devices,
             meter: devices::cuda_ordinal(device).map_or_else(Meter::start, Meter::start_with_cuda),
             peaks: None,
-            history: memory::within(Category::Other, || History::of(config.steps)),
+            history: memory::within(Category::Other, || {
+                History::of(config.steps).where_steps_differ(!config.strategy.spec().is_one_device)
+            }),
+            sent_before: None,
+            // All begin with the same.
             replicas_agree: true,
-            checkpoint,
+            best: keep.resume.as_ref().and_then(|saved| saved.state().best),
+            keep,
             has_companions: false,
             saves,
             started: Instant::now(),
@@ -99,12 +113,12 @@ impl<'a> Trainer<'a> {
 
     /// One step: what it does and in which order is the strategy's.
     pub(super) fn step(&mut self, step: u64, observer: &mut dyn Observer) -> Result<StepReport, TrainError> {
-        if step == 0 {
+        if step == self.first_step() {
             self.started = Instant::now();
         }
         // What was done since the last step is none of this one's.
         self.meter.lap();
-        let before = TrafficTotals::now(self.session);
+        let before = self.sent_before.take().or_else(|| TrafficTotals::now(self.session));
         let asked_before = memory::allocations();
         let loss_scale = f64::from(self.local.scaler.scale());
         let start = Instant::now();
@@ -117,15 +131,21 @@ impl<'a> Trainer<'a> {
         let allocations = memory::allocations().zip(asked_before).map(|(now, before)| now.since(before));
         let mut outcome = outcome?;
         if self.session.counts_between_nodes() {
-            outcome.expected = outcome.expected.between_nodes();
+            outcome.expected = outcome.expected.map(Expected::between_nodes);
         }
-        let sent = TrafficTotals::now(self.session).zip(before);
-        let sent = sent.map(|(now, before)| now.since(&before, &*self.local.scalars));
+        let now = TrafficTotals::now(self.session);
+        let sent = now.as_ref().zip(before).map(|(now, before)| now.since(&before, &*self.local.scalars));
+        self.sent_before = now.filter(|_| outcome.under_way);
         let report = self.report(&outcome, StepMeasurements { loss_scale, elapsed, sent, allocations, recording });
         self.replicas_agree = outcome.replicas_agree;
         let seconds = self.started.elapsed().as_secs_f64();
         memory::within(Category::Other, || self.history.add(&report, seconds, &outcome, sent));
         Ok(report)
+    }
+
+    /// Steps that were taken before this run: its first one, counted from 0.
+    pub(super) fn first_step(&self) -> u64 {
+        self.keep.resume.as_ref().map_or(0, |saved| saved.state().step)
     }
 
     /// What is reported of a step.
@@ -168,9 +188,14 @@ impl<'a> Trainer<'a> {
         }
     }
 
-    /// Whether any step was not skipped, so that the weights are not those of the start.
-    pub(super) fn has_stepped(&self) -> bool {
-        self.local.scaler.finish(self.history.losses.len() as u64).is_ok()
+    /// Whether any step was not skipped, on any rank, so that the weights are not those of the start. All ranks call it together.
+    pub(super) fn has_stepped(&self) -> comm_core::Result<bool> {
+        let own = self.local.scaler.finish(self.local.step + 1).is_ok();
+        if self.config.strategy.spec().is_one_device {
+            return Ok(own);
+        }
+        // Each rank skips steps by itself.
+        Ok(self.local.scalars.all_reduce_scalar(i64::from(own), ReduceOp::Max)? == 1)
     }
 
     /// Mean validation loss over all ranks. They pass through the model equally often, since weights may have to be gathered for it, and
@@ -239,7 +264,7 @@ fn comms(session: &Session) -> Comms {
 
 /// The model, the data and the optimizer of this rank, and its batches for validation.
 fn local<'a>(
-    config: &'a TrainConfig,
+    (config, keep): (&'a TrainConfig, &Keep),
     corpus: &Corpus,
     session: &Session,
     device: &Device,
@@ -275,7 +300,9 @@ fn local<'a>(
     let scalars = scalars(session)?;
     let (masters, owned_by) = (Vec::new(), Vec::new());
     let is_whole = |(info, owned): (&SegmentInfo, &Range<usize>)| *owned == (0..info.len);
-    let lends_masters = built.computes
+    // Ranks that train by themselves look at their masters between two updates.
+    let lends_masters = config.strategy.spec().is_one_device
+        && built.computes
         && !built.strategy.brings_weights()
         && config.precision == Precision::F32
         && Placement::of(device) == Placement::Host
@@ -296,8 +323,13 @@ fn local<'a>(
         owned_by,
         step: 0,
         rows: 0,
+        stop: keep.stop.clone(),
+        leaving: None,
     };
-    initialise(&mut local, built)?;
+    initialise(&mut local, built, Start::of(keep.resume.as_deref(), config)?)?;
+    if let Some(saved) = &keep.resume {
+        restore_rest(&mut local, saved)?;
+    }
     Ok((local, validation))
 }
 
@@ -309,50 +341,43 @@ fn scalars(session: &Session) -> comm_core::Result<Arc<dyn Communicator>> {
     part.ok_or_else(|| comm_core::Error::InvalidArgument("the communicator of scalars has no ranks".into()))
 }
 
-/// Makes the initial weights and masters, and an optimizer for each segment. A whole segment at a time, so that a sharded model is never
-/// whole in memory.
-fn initialise(local: &mut Local<'_>, built: &Built) -> Result<(), TrainError> {
+/// Makes the weights and masters that the run begins with, and an optimizer for each segment. A whole segment at a time, so that a sharded
+/// model is never whole in memory; of a checkpoint no more than is needed.
+fn initialise(local: &mut Local<'_>, built: &Built, mut start: Start<'_>) -> Result<(), TrainError> {
     let brings_weights = built.strategy.brings_weights();
     let keeps_model = built.computes && !brings_weights;
     let category = if brings_weights { Category::Parameters } else { Category::Optimizer };
     let Local { config, model, masters, lends_masters, optimizer, places, .. } = local;
     let infos = model.segments().to_vec();
-    let stored = config.initial.as_ref().map(|initial| stored(config, initial)).transpose()?;
     masters.reserve_exact(infos.len());
     for (segment, (info, range)) in infos.iter().zip(&built.owned).enumerate() {
-        let initial = match &stored {
-            Some(stored) => stored.segment(segment)?,
-            None => info.initial(&config.model, config.seed),
+        let (values, own) = match &mut start {
+            Start::Seed => (info.initial(&config.model, config.seed), range.clone()),
+            Start::Weights(stored) => (stored.segment(segment)?, range.clone()),
+            Start::Saved(_, reader) if keeps_model => (reader.read(segment, Kind::Master, 0..info.len)?, range.clone()),
+            Start::Saved(_, reader) => (reader.read(segment, Kind::Master, range.clone())?, 0..range.len()),
         };
+        memory::within(Category::Optimizer, || {
+            optimizer.push(config.optimizer, info, range.clone())?;
+            if let Start::Saved(saved, reader) = &mut start {
+                let mean = reader.read(segment, Kind::Mean, range.clone())?;
+                let square = reader.read(segment, Kind::Square, range.clone())?;
+                optimizer.restore(segment, [mean, square], saved.optimizer_steps(segment), model.device())?;
+            }
+            Ok::<(), TrainError>(())
+        })?;
         if *lends_masters {
-            let weights = Buffer::from_vec(memory::recharge(initial, Category::Parameters));
+            let weights = Buffer::from_vec(memory::recharge(values, Category::Parameters));
             memory::within(Category::Parameters, || model.put_params(segment, weights))?;
-            memory::within(Category::Optimizer, || optimizer.push(config.optimizer, info, range.clone()))?;
             masters.push(Flat::default());
             continue;
         }
-        masters.push(memory::within(category, || places.masters(&initial[range.clone()], model.device())));
-        memory::within(Category::Optimizer, || optimizer.push(config.optimizer, info, range.clone()))?;
+        masters.push(memory::within(category, || places.masters(&values[own], model.device())));
         if keeps_model {
-            memory::within(Category::Parameters, || model.write_params(segment, &initial))?;
+            memory::within(Category::Parameters, || model.write_params(segment, &values))?;
         }
     }
     Ok(())
-}
-
-/// The weights to start from, which are to be of the run's model.
-fn stored(config: &TrainConfig, initial: &InitialWeights) -> Result<StoredWeights, TrainError> {
-    let stored = StoredWeights::open(&initial.path)?.with_block_size(config.model.block_size)?;
-    if *stored.config() != config.model {
-        return Err(comm_core::Error::invalid(format!(
-            "the weights in {} are of a model of another shape: {:?} instead of {:?}",
-            initial.path.display(),
-            stored.config(),
-            config.model
-        ))
-        .into());
-    }
-    Ok(stored)
 }
 
 /// A step's parts.

@@ -86,8 +86,10 @@ pub fn run_with<O: Observer + Send>(
     });
     for summary in &summaries {
         assert_eq!(summary.weights_hash, summaries[0].weights_hash);
-        assert_eq!(summary.losses, summaries[0].losses);
-        assert_eq!(summary.skipped_steps, summaries[0].skipped_steps);
+        if config.strategy.spec().is_one_device {
+            assert_eq!(summary.losses, summaries[0].losses);
+            assert_eq!(summary.skipped_steps, summaries[0].skipped_steps);
+        }
         assert_eq!(summary.validations, summaries[0].validations);
     }
     summaries.into_iter().next().unwrap()

@@ -117,7 +117,8 @@ impl Metric {
     pub fn of(self, record: &Record, over: Over, cut: usize) -> Option<RunValue> {
         let measured = record.measured.as_ref()?;
         let counted = |value: f64| value.is_finite().then(|| RunValue::counted(record.round, value));
-        let settled = |series: &[f64]| RunValue::of_steps(record.round, series.get(cut..)?);
+        let period = record.cell.period();
+        let settled = |series: &[f64]| RunValue::of_steps(record.round, &rounds(series.get(cut..)?, period));
         match self {
             Metric::Bytes => counted(measured.ranks.iter().filter_map(|rank| rank.payload_bytes).max()? as f64),
             Metric::Loss => counted((*measured.losses.last()?)?),
@@ -130,9 +131,15 @@ impl Metric {
                 let tokens = measured.tokens_per_step as f64;
                 let a_second = |ms: &f64| (*ms > 0.0).then(|| tokens / ms * 1e3);
                 let trainer = || counted(measured.trained.as_ref()?.tokens_per_s?);
-                settled(&record.step_ms().iter().map(a_second).collect::<Option<Vec<_>>>()?).or_else(trainer)
+                let steps = record.step_ms();
+                let speeds = || {
+                    let times = rounds(steps.get(cut..)?, period);
+                    let speeds = times.iter().map(a_second).collect::<Option<Vec<_>>>()?;
+                    RunValue::of_steps(record.round, &speeds)
+                };
+                speeds().or_else(trainer)
             }
-            part => settled(&part.over(&measured.ranks, over, cut)?),
+            part => settled(&part.over(&measured.ranks, over, (cut, period))?),
         }
     }
 
@@ -158,11 +165,12 @@ impl Metric {
         })
     }
 
-    fn over(self, ranks: &[Rank], over: Over, cut: usize) -> Option<Vec<f64>> {
+    fn over(self, ranks: &[Rank], over: Over, (cut, period): (usize, usize)) -> Option<Vec<f64>> {
         let columns: Vec<Cow<'_, [f64]>> = ranks.iter().map(|rank| self.column(&rank.steps)).collect();
         match over {
             Over::Longest => {
-                let settled = |column: &[f64]| column.get(cut..).and_then(median).unwrap_or(f64::NEG_INFINITY);
+                let middle = |column: &[f64]| median(&rounds(column.get(cut..)?, period));
+                let settled = |column: &[f64]| middle(column).unwrap_or(f64::NEG_INFINITY);
                 columns.into_iter().max_by(|a, b| settled(a).total_cmp(&settled(b))).map(Cow::into_owned)
             }
             Over::Mean => {
@@ -171,6 +179,17 @@ impl Metric {
                 Some((0..steps).map(mean).collect())
             }
         }
+    }
+}
+
+/// Steps of a strategy that does the same in every `period` of them, as the mean of each such round; of fewer steps than one, their mean.
+fn rounds(steps: &[f64], period: usize) -> Cow<'_, [f64]> {
+    let mean = |round: &[f64]| round.iter().sum::<f64>() / round.len() as f64;
+    match steps.len() {
+        0 => Cow::Borrowed(steps),
+        _ if period < 2 => Cow::Borrowed(steps),
+        few if few < period => Cow::Owned(vec![mean(steps)]),
+        _ => steps.chunks_exact(period).map(mean).collect(),
     }
 }
 
@@ -184,7 +203,7 @@ impl fmt::Display for Metric {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::record::Trained;
+    use crate::record::{Cell, Trained};
     use crate::stats::summary::made_up::{cell, record};
 
     #[test]
@@ -201,7 +220,7 @@ mod tests {
             ..Rank::default()
         };
         let opposed = [opposite(25.0, 0.0), opposite(0.0, 26.0)];
-        assert_eq!(Metric::Waits.over(&opposed, Over::Longest, 0), Some(vec![27.0; 8]));
+        assert_eq!(Metric::Waits.over(&opposed, Over::Longest, (0, 1)), Some(vec![27.0; 8]));
         assert_eq!(value(Metric::Bytes, Over::Mean), Some(1000.0));
         assert_eq!(value(Metric::Loss, Over::Mean), Some(3.5));
         // Of steps that nobody watched the trainer's own medians.
@@ -215,6 +234,21 @@ mod tests {
         assert_eq!((told(Metric::Step), told(Metric::Tokens)), (Some((12.0, 0.0)), Some((99.0, 0.0))));
         assert_eq!(told(Metric::Exposed), None);
         assert_eq!(value(Metric::Memory, Over::Mean), Some(8.0));
+    }
+
+    #[test]
+    fn steps_of_ranks_that_synchronise_now_and_then_are_means_over_rounds() {
+        let slow = |step: usize| if step % 4 == 3 { 50.0 } else { 10.0 };
+        let steps: Vec<f64> = (0..15).map(slow).collect();
+        let local = Cell { sync_every: Some(4), ..cell("local-sgd") };
+        let of = |cell: Cell, cut| Metric::Step.of(&record(cell, 1, &steps), Over::Mean, cut).unwrap().value;
+        assert_eq!([of(local.clone(), 0), of(local.clone(), 2)], [20.0, 20.0]);
+        assert_eq!(of(cell("ddp"), 0), 10.0);
+        // Fewer than a round.
+        assert_eq!(of(local, 13), 10.0);
+        let tokens =
+            Metric::Tokens.of(&record(Cell { sync_every: Some(4), ..cell("diloco") }, 1, &steps), Over::Mean, 0);
+        assert_eq!(tokens.unwrap().value, 25_600.0);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use comm_core::{Control, Error};
 use gpt2::corpus::Corpus;
 use gpt2::run::{RankOptions, run_rank_over, run_watched_threads};
 use gpt2::tokenizer::TokenizerKind;
-use gpt2::trainer::{Observer, StepReport, Summary, TrainConfig};
+use gpt2::trainer::{Keep, Observer, StepReport, Summary, TrainConfig};
 use isocomm::{Connected, Rung, TransportKind, TransportOptions};
 use serde::{Deserialize, Serialize};
 
@@ -121,7 +121,7 @@ impl Task {
             options: self.options.clone(),
             node_transport: self.node_transport,
             threads: self.threads,
-            checkpoint: None,
+            keep: Keep::default(),
         }
     }
 }

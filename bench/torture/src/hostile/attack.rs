@@ -263,7 +263,9 @@ impl Attack<'_> {
         let ports = self.job.watch.dialling(address);
         let count = ports.len() as u64;
         let port = if count == 0 { 0 } else { *ports.get(self.random.below(count) as usize)? };
-        address.is_ipv4().then(|| SocketAddr::from(([127, 0, 0, 9], port)))
+        // Many: two connections cannot have the same addresses and ports.
+        let host = 2 + self.random.below(250) as u8;
+        address.is_ipv4().then(|| SocketAddr::from(([127, 0, 0, host], port)))
     }
 
     /// `count` strangers of one kind, or as many as come until `end`.

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use burn::tensor::Tensor;
+use burn::tensor::{Device, Tensor};
 
 use super::super::adamw::{Scalars, runs};
 use super::{DeviceMoments, scaled};
@@ -36,6 +36,22 @@ impl DeviceAdamW {
     /// Steps taken so far.
     pub fn steps(&self) -> u64 {
         self.moments.steps
+    }
+
+    /// The state for a checkpoint, in host memory: first and second moments and the number of steps. To be taken between steps.
+    ///
+    /// # Errors
+    /// [`OptimError::Device`].
+    pub fn state(&self) -> Result<([Vec<f32>; 2], u64), OptimError> {
+        self.moments.state()
+    }
+
+    /// Continues from a saved [`state`](Self::state), of a shard of the same range, on `device`.
+    ///
+    /// # Errors
+    /// [`OptimError::Length`] if a moment does not have the shard's length; nothing has changed then.
+    pub fn restore(&mut self, means: [Vec<f32>; 2], steps: u64, device: &Device) -> Result<(), OptimError> {
+        self.moments.restore(means, steps, device)
     }
 
     /// One step on the shard: see [`AdamW::step`](super::super::AdamW::step). `params` are its elements in f32, or `None` where there are
@@ -110,6 +126,26 @@ mod tests {
             }
             assert_eq!(on_device.steps(), 4);
         }
+    }
+
+    #[test]
+    fn state_can_be_saved_and_restored() {
+        let segment = layout(&Preset::Micro.config(61)).unwrap().swap_remove(1);
+        let new = || DeviceAdamW::new(AdamWConfig::default(), &segment, 5..69).unwrap();
+        let (start, grads) = (init::normal(1, "params", 64, 0.5), init::normal(2, "grads", 64, 0.1));
+        let step = |optimizer: &mut DeviceAdamW, params: &[f32]| {
+            let grads = tensor(&grads).into_iter().collect();
+            let params = optimizer.step(tensor(params), grads, 1e-2, 0.7).unwrap().unwrap();
+            params.try_into_vec_as::<f32>().unwrap()
+        };
+        let (mut one, mut two) = (new(), new());
+        assert_eq!(one.state().unwrap(), ([vec![0.0; 64], vec![0.0; 64]], 0));
+        let params = step(&mut one, &start);
+        let (means, steps) = one.state().unwrap();
+        assert!(two.restore([means[0].clone(), vec![0.0; 63]], steps, &Device::flex()).is_err());
+        two.restore(means, steps, &Device::flex()).unwrap();
+        assert_eq!(step(&mut one, &params), step(&mut two, &params));
+        assert_eq!((one.steps(), two.steps()), (2, 2));
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use burn::tensor::Tensor;
+use burn::tensor::{Device, Tensor};
 
 use super::super::lamb::{Piece, Update, check_norms, pieces};
 use super::{DeviceMoments, read, scaled};
@@ -41,6 +41,23 @@ impl DeviceLamb {
     /// Steps taken so far; a step counts from its [`prepare`](Self::prepare) on.
     pub fn steps(&self) -> u64 {
         self.moments.steps
+    }
+
+    /// The state for a checkpoint, in host memory: first and second moments and the number of steps. To be taken between steps, not between
+    /// [`prepare`](Self::prepare) and [`apply`](Self::apply).
+    ///
+    /// # Errors
+    /// [`OptimError::Device`].
+    pub fn state(&self) -> Result<([Vec<f32>; 2], u64), OptimError> {
+        self.moments.state()
+    }
+
+    /// Continues from a saved [`state`](Self::state), of a shard of the same range, on `device`.
+    ///
+    /// # Errors
+    /// [`OptimError::Length`] if a moment does not have the shard's length; nothing has changed then.
+    pub fn restore(&mut self, means: [Vec<f32>; 2], steps: u64, device: &Device) -> Result<(), OptimError> {
+        self.moments.restore(means, steps, device)
     }
 
     /// The first half of a step: see [`Lamb::prepare`](super::super::Lamb::prepare). `params` and `grads` are the shard's elements in f32

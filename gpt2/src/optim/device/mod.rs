@@ -2,10 +2,11 @@
 
 mod adamw;
 mod lamb;
+mod sgd;
 
 use std::ops::Range;
 
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 
 use super::moments::Decay;
 use super::{OptimError, check_range};
@@ -16,6 +17,7 @@ use crate::segments::SegmentInfo;
 
 pub use adamw::DeviceAdamW;
 pub use lamb::{DeviceLamb, DeviceNorms};
+pub use sgd::DeviceSgd;
 
 /// Sum of squares of all elements of `grads`, tensors of any floating-point type on one device: sums over parts there, in f32, and one
 /// transfer.
@@ -86,6 +88,33 @@ impl DeviceMoments {
         })
     }
 
+    /// Both means in host memory, and the number of steps.
+    fn state(&self) -> Result<([Vec<f32>; 2], u64), OptimError> {
+        let host = |tensor: &Tensor<1>| {
+            let values = tensor.clone().try_into_vec_as::<f32>();
+            values.map_err(|error| OptimError::Device { detail: devices::reason(error) })
+        };
+        let means = match &self.means {
+            Some([mean, square]) => [host(mean)?, host(square)?],
+            None => [vec![0.0; self.len], vec![0.0; self.len]],
+        };
+        Ok((means, self.steps))
+    }
+
+    /// Continues from a saved [`state`](Self::state), on `device`.
+    fn restore(&mut self, means: [Vec<f32>; 2], steps: u64, device: &Device) -> Result<(), OptimError> {
+        for (what, values) in [("the saved first moment", &means[0]), ("the saved second moment", &means[1])] {
+            self.check_len(what, values.len())?;
+        }
+        let tensor = |values: Vec<f32>| {
+            let data = TensorData::new(values, [self.len]);
+            Tensor::from_data(data, (device, FloatDType::F32.into()))
+        };
+        self.means = (self.len > 0).then(|| means.map(tensor));
+        self.steps = steps;
+        Ok(())
+    }
+
     fn check(&self, what: &'static str, tensor: Option<&Tensor<1>>) -> Result<(), OptimError> {
         self.check_len(what, tensor.map_or(0, |tensor| tensor.dims()[0]))
     }
@@ -123,8 +152,6 @@ fn scaled(tensor: Tensor<1>, runs: impl Iterator<Item = (usize, f32)>) -> Tensor
 
 #[cfg(test)]
 mod tests {
-    use burn::tensor::{Device, TensorData};
-
     use super::*;
     use crate::init;
     use crate::optim::sum_of_squares;

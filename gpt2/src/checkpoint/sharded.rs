@@ -1,0 +1,649 @@
+//! The whole state of a run after a step, from which it goes on: a folder that all ranks write together, each what it owns.
+//!
+//! `step-N` holds `run.json`, and a file in the safetensors format of each rank that has something to write, `rank-R.safetensors`: for each
+//! range of a segment its masters and both moments of its optimizer, all f32. No rank ever has more of the model in memory than it had
+//! before, neither when it saves nor when it goes on. `run.json` says which file has which range, how long each file is and what its SHA-256
+//! is, and has all that is not sharded: the step, which is the place in the data too (their order is a pure function of seed and step), the
+//! settings, the loss scaler, the hash of the text.
+//!
+//! The folder is written under another name, and gets its own when everything in it is on disk: a folder of that name is whole.
+
+mod part;
+mod store;
+
+use std::fs;
+use std::io::ErrorKind;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+use crate::config::ModelConfig;
+use crate::optim::ScalerState;
+use crate::segments::{SegmentInfo, layout};
+
+use part::PartReader;
+pub(crate) use part::PartWriter;
+pub use store::{STATE, Store};
+
+/// What `run.json` says in its `format`.
+const FORMAT: &str = "isocomm gpt2 checkpoint";
+
+/// The version of the format that is written, and the newest that is read.
+pub const VERSION: u64 = 1;
+
+/// Longest `run.json` that is read: ranges of a thousand segments on thousands of ranks.
+const MAX_STATE: u64 = 256 << 20;
+
+/// What a range has of each element: its master, and the running means of its gradient and of the gradient's square.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// The f32 parameter.
+    Master,
+    /// The first moment.
+    Mean,
+    /// The second moment.
+    Square,
+}
+
+impl Kind {
+    /// All of them, in the order in which they are written.
+    pub const ALL: [Kind; 3] = [Kind::Master, Kind::Mean, Kind::Square];
+
+    fn name(self) -> &'static str {
+        match self {
+            Kind::Master => "master",
+            Kind::Mean => "mean",
+            Kind::Square => "square",
+        }
+    }
+}
+
+/// A range of a segment that one rank writes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Piece {
+    /// The segment's name (see [`layout`]).
+    pub segment: String,
+    /// First element.
+    pub start: usize,
+    /// Number of elements, at least 1.
+    pub len: usize,
+    /// Steps that its optimizer has taken.
+    pub optimizer_steps: u64,
+}
+
+impl Piece {
+    fn range(&self) -> Range<usize> {
+        self.start..self.start.saturating_add(self.len)
+    }
+}
+
+/// A rank's file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PartFile {
+    /// Its name in the folder.
+    pub name: String,
+    /// Its length.
+    pub bytes: u64,
+    /// Its SHA-256, in hexadecimal.
+    pub sha256: String,
+    /// What it holds.
+    pub pieces: Vec<Piece>,
+}
+
+/// The best validation so far.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Best {
+    /// After so many steps.
+    pub step: u64,
+    /// Its loss.
+    pub loss: f64,
+}
+
+/// What a checkpoint has besides what is sharded.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct State {
+    /// Steps taken.
+    pub step: u64,
+    /// Epoch of the next step, from 1.
+    pub epoch: u64,
+    /// The next step in that epoch, from 0.
+    pub step_of_epoch: u64,
+    /// Every setting of the run: a [`TrainConfig`](crate::trainer::TrainConfig).
+    pub config: Value,
+    /// Number of ranks.
+    pub ranks: usize,
+    /// The transport between them.
+    pub transport: String,
+    /// What the text was.
+    pub text: String,
+    /// Its hash ([`Corpus::hash_hex`](crate::corpus::Corpus::hash_hex)).
+    pub text_sha256: String,
+    /// The tokenizer's description.
+    pub tokenizer: Value,
+    /// The loss scaler.
+    pub scaler: ScalerState,
+    /// The best validation, if there was one.
+    pub best: Option<Best>,
+    /// The ranks' files, which together have every element of every segment once.
+    pub files: Vec<PartFile>,
+}
+
+/// `run.json`.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct StateFile<S> {
+    format: String,
+    version: u64,
+    program: String,
+    /// Of the state, as it is written without white space.
+    sha256: String,
+    state: S,
+}
+
+/// What can be read of `run.json` in any version.
+#[derive(Deserialize)]
+struct Head {
+    format: String,
+    version: u64,
+    program: String,
+}
+
+impl State {
+    /// What `run.json` says.
+    fn to_file(&self) -> serde_json::Result<Vec<u8>> {
+        let (format, program) = (FORMAT.into(), concat!("gpt2 ", env!("CARGO_PKG_VERSION")).into());
+        let file = StateFile { format, version: VERSION, program, sha256: self.sha256()?, state: self };
+        serde_json::to_vec_pretty(&file)
+    }
+
+    fn sha256(&self) -> serde_json::Result<String> {
+        Ok(comm_core::hex(&Sha256::digest(serde_json::to_vec(self)?)))
+    }
+
+    /// Settings that a run which goes on from this must have, and which are others in `config` or in the text with this hash; each as a user
+    /// reads it.
+    pub fn contradictions(&self, config: &Value, text_sha256: &str) -> Vec<String> {
+        let empty = serde_json::Map::new();
+        let (then, now) = (self.config.as_object().unwrap_or(&empty), config.as_object().unwrap_or(&empty));
+        let mut names: Vec<&String> = then.keys().chain(now.keys()).collect();
+        names.sort_unstable();
+        names.dedup();
+        let mut found = Vec::new();
+        for name in names.into_iter().filter(|name| !MAY_CHANGE.contains(&name.as_str())) {
+            let (mut then, mut now) = (then.get(name).unwrap_or(&Value::Null), now.get(name).unwrap_or(&Value::Null));
+            if name == INITIAL {
+                // The same weights may lie in another place.
+                (then, now) = (&then["hash"], &now["hash"]);
+            }
+            if then != now {
+                found.push(format!("{}: {}", option(name), difference(then, now)));
+            }
+        }
+        if self.text_sha256 != text_sha256 {
+            found.push(format!(
+                "--data, --tokenizer: the text's hash was {:.12} and is {text_sha256:.12} now",
+                self.text_sha256
+            ));
+        }
+        found
+    }
+
+    /// Settings that may be others and are, of those from which the last bits of results depend.
+    pub fn changes(&self, config: &Value, ranks: usize) -> Vec<String> {
+        let mut found = Vec::new();
+        if self.ranks != ranks {
+            found.push(format!("{} rank(s) then, {ranks} now", self.ranks));
+        }
+        for name in ["strategy", "options", "precision", "loss_scaling", "accumulation"] {
+            let (then, now) = (&self.config[name], &config[name]);
+            if then != now {
+                found.push(format!("{}: {}", option(name), difference(then, now)));
+            }
+        }
+        found
+    }
+}
+
+/// Settings that a run may have others of than the one it goes on from.
+const MAY_CHANGE: [&str; 8] =
+    ["strategy", "options", "precision", "recompute", "loss_scaling", "accumulation", "eval_every", "eval_batches"];
+
+/// The setting that names the weights that a run began with.
+const INITIAL: &str = "initial";
+
+/// The options by which a user gives a setting.
+fn option(name: &str) -> String {
+    match name {
+        "model" => "--preset, --block-size, --tokenizer".into(),
+        INITIAL => "--init-from, hash of the weights".into(),
+        "global_batch" => "--batch".into(),
+        "learning_rate" => "--lr, --min-lr, --warmup, --schedule, --steps".into(),
+        "optimizer" => "--optimizer and its constants".into(),
+        "options" => "options of the strategy".into(),
+        "loss_scaling" => "--loss-scale".into(),
+        other => format!("--{}", other.replace('_', "-")),
+    }
+}
+
+/// How two values differ: field by field where both have fields.
+fn difference(then: &Value, now: &Value) -> String {
+    match (then, now) {
+        (Value::Object(a), Value::Object(b)) if a.keys().eq(b.keys()) => {
+            let fields = a.iter().zip(b.values()).filter(|((_, a), b)| a != b);
+            let fields: Vec<String> = fields.map(|((name, a), b)| format!("{name} was {a} and is {b} now")).collect();
+            fields.join(", ")
+        }
+        (then, now) => format!("was {then} and is {now} now"),
+    }
+}
+
+/// What is wrong with a checkpoint, or went wrong with one.
+#[derive(Debug, thiserror::Error)]
+pub enum SavedError {
+    /// The file system refused.
+    #[error("checkpoint {}: {what}: {source}", path.display())]
+    Io {
+        /// The file or folder.
+        path: PathBuf,
+        /// What was tried.
+        what: &'static str,
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// There is none.
+    #[error("{}: {detail}", path.display())]
+    Absent {
+        /// Where one was looked for.
+        path: PathBuf,
+        /// What is there instead, and what to do.
+        detail: String,
+    },
+    /// Something else.
+    #[error("checkpoint {}: {detail}; is it a checkpoint of a run, of this trainer?", path.display())]
+    Foreign {
+        /// The folder.
+        path: PathBuf,
+        /// What is missing or unexpected.
+        detail: String,
+    },
+    /// One of a later program.
+    #[error(
+        "checkpoint {}: it is of version {version} of its format, written by {program}; this program reads versions up to {newest}: go on \
+         with that one, or a later one", path.display(), newest = VERSION
+    )]
+    Newer {
+        /// The folder.
+        path: PathBuf,
+        /// Its version.
+        version: u64,
+        /// What wrote it.
+        program: String,
+    },
+    /// A file is not what was written.
+    #[error("checkpoint {}: {file} {detail}: it was cut, altered or damaged since; go on from another checkpoint", path.display())]
+    Altered {
+        /// The folder.
+        path: PathBuf,
+        /// The file.
+        file: String,
+        /// What it has, and what it should have.
+        detail: String,
+    },
+    /// The run that is to go on is another one.
+    #[error(
+        "checkpoint {}: the run that would go on from it is another one: {}; give what it was made with, or begin a new run without \
+         --resume", path.display(), what.join("; ")
+    )]
+    Contradicts {
+        /// The folder.
+        path: PathBuf,
+        /// Each setting, then and now.
+        what: Vec<String>,
+    },
+    /// A rank could not write its part, so none is there.
+    #[error("checkpoint {}: rank {rank}: {why}", path.display())]
+    NotWritten {
+        /// Where it was to be.
+        path: PathBuf,
+        /// The rank.
+        rank: usize,
+        /// Its reason.
+        why: String,
+    },
+}
+
+/// The ranges of each segment, by their first element, and the file of each.
+type Index = Vec<Vec<(Range<usize>, usize)>>;
+
+/// A checkpoint that is there.
+#[derive(Clone, Debug)]
+pub struct Saved {
+    folder: PathBuf,
+    state: State,
+    digest: String,
+    index: Index,
+    segments: Vec<SegmentInfo>,
+}
+
+impl Saved {
+    /// Reads what is not sharded, and looks whether all files are there, with the right length; what is in them is read later:
+    /// [`verify`](Saved::verify), [`Reader`].
+    ///
+    /// # Errors
+    /// All of [`SavedError`] but the last two.
+    pub fn open(folder: &Path) -> Result<Self, SavedError> {
+        let path = folder.join(STATE);
+        let cannot_read = |source| SavedError::Io { path: path.clone(), what: "cannot read it", source };
+        let foreign = |detail: String| SavedError::Foreign { path: folder.into(), detail };
+        let unreadable = |error: serde_json::Error| foreign(format!("its {STATE} is unreadable: {error}"));
+        match fs::metadata(&path) {
+            Ok(found) if found.is_file() && found.len() <= MAX_STATE => {}
+            Ok(_) => return Err(foreign(format!("its {STATE} is no file of up to {} MiB", MAX_STATE >> 20))),
+            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+                return Err(foreign(format!("there is no {STATE} in it")));
+            }
+            Err(error) => return Err(cannot_read(error)),
+        }
+        let bytes = fs::read(&path).map_err(cannot_read)?;
+        let head: Head = serde_json::from_slice(&bytes).map_err(unreadable)?;
+        if head.format != FORMAT || head.version == 0 {
+            return Err(foreign(format!("its {STATE} is of format {:?}, version {}", head.format, head.version)));
+        }
+        if head.version > VERSION {
+            return Err(SavedError::Newer { path: folder.into(), version: head.version, program: head.program });
+        }
+        let StateFile { state, sha256, .. } = serde_json::from_slice::<StateFile<State>>(&bytes).map_err(unreadable)?;
+        if state.sha256().map_err(unreadable)? != sha256 {
+            let detail = "does not have the hash that it says".to_owned();
+            return Err(SavedError::Altered { path: folder.into(), file: STATE.into(), detail });
+        }
+        let digest = comm_core::hex(&Sha256::digest(&bytes));
+        let config: ModelConfig = serde_json::from_value(state.config["model"].clone()).map_err(unreadable)?;
+        let segments = layout(&config).map_err(|error| foreign(error.to_string()))?;
+        let index = index(&segments, &state.files).map_err(foreign)?;
+        let saved = Saved { folder: folder.into(), state, digest, index, segments };
+        saved.state.files.iter().try_for_each(|file| saved.check_length(file))?;
+        Ok(saved)
+    }
+
+    /// Where it is.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// What is not sharded.
+    pub fn state(&self) -> &State {
+        &self.state
+    }
+
+    /// SHA-256 of `run.json`, and with it of everything: equal for equal checkpoints alone.
+    pub fn digest(&self) -> &str {
+        &self.digest
+    }
+
+    /// Steps that the optimizers of a segment have taken.
+    pub fn optimizer_steps(&self, segment: usize) -> u64 {
+        let name = &self.segments[segment].name;
+        let mut pieces = self.state.files.iter().flat_map(|file| &file.pieces);
+        pieces.find(|piece| piece.segment == *name).map_or(0, |piece| piece.optimizer_steps)
+    }
+
+    /// Whether a run with this configuration and text may go on from it.
+    ///
+    /// # Errors
+    /// [`SavedError::Contradicts`].
+    pub fn check(&self, config: &Value, text_sha256: &str) -> Result<(), SavedError> {
+        let what = self.state.contradictions(config, text_sha256);
+        if what.is_empty() { Ok(()) } else { Err(SavedError::Contradicts { path: self.folder.clone(), what }) }
+    }
+
+    /// Reads rank `rank`'s part of all files, of `ranks`, and compares their hashes: each file is read by one rank.
+    ///
+    /// # Errors
+    /// [`SavedError::Altered`], [`SavedError::Io`].
+    pub fn verify(&self, rank: usize, ranks: usize) -> Result<(), SavedError> {
+        for file in self.state.files.iter().skip(rank).step_by(ranks.max(1)) {
+            self.check_length(file)?;
+            let path = self.folder.join(&file.name);
+            let found =
+                part::sha256(&path).map_err(|source| SavedError::Io { path, what: "cannot read it", source })?;
+            if found != file.sha256 {
+                let detail = format!("has SHA-256 {found:.12}… instead of {:.12}…", file.sha256);
+                return Err(self.altered(file, detail));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_length(&self, file: &PartFile) -> Result<(), SavedError> {
+        match fs::metadata(self.folder.join(&file.name)) {
+            Ok(found) if !found.is_file() => Err(self.altered(file, "is no file".into())),
+            Ok(found) if found.len() != file.bytes => {
+                Err(self.altered(file, format!("has {} bytes instead of {}", found.len(), file.bytes)))
+            }
+            Ok(_) => Ok(()),
+            Err(error) => Err(self.altered(file, format!("cannot be found ({error})"))),
+        }
+    }
+
+    fn altered(&self, file: &PartFile, detail: String) -> SavedError {
+        SavedError::Altered { path: self.folder.clone(), file: file.name.clone(), detail }
+    }
+}
+
+/// Reads ranges of segments, from whichever files they are in. Files are opened when they are first needed.
+#[derive(Debug)]
+pub struct Reader<'a> {
+    saved: &'a Saved,
+    open: Vec<Option<PartReader>>,
+}
+
+impl<'a> Reader<'a> {
+    /// Of this checkpoint.
+    pub fn new(saved: &'a Saved) -> Self {
+        Reader { saved, open: saved.state.files.iter().map(|_| None).collect() }
+    }
+
+    /// The elements `range` of a segment.
+    ///
+    /// # Errors
+    /// [`SavedError::Foreign`] where the segment has no such range, [`SavedError::Altered`] where a file does not hold what `run.json` says,
+    /// [`SavedError::Io`].
+    pub fn read(&mut self, segment: usize, kind: Kind, range: Range<usize>) -> Result<Vec<f32>, SavedError> {
+        let saved = self.saved;
+        let foreign = |detail: String| SavedError::Foreign { path: saved.folder.clone(), detail };
+        let info = saved.segments.get(segment).filter(|info| range.start <= range.end && range.end <= info.len);
+        let info = info.ok_or_else(|| foreign(format!("it has no elements {range:?} of segment {segment}")))?;
+        let mut values = vec![0.0; range.len()];
+        for (piece, file) in &saved.index[segment] {
+            let (start, end) = (piece.start.max(range.start), piece.end.min(range.end));
+            if start >= end {
+                continue;
+            }
+            let entry = &saved.state.files[*file];
+            let reader = match &mut self.open[*file] {
+                Some(reader) => reader,
+                none => {
+                    let opened = PartReader::open(&saved.folder.join(&entry.name), &entry.pieces);
+                    none.insert(opened.map_err(|detail| saved.altered(entry, detail))?)
+                }
+            };
+            let place = &mut values[start - range.start..end - range.start];
+            let read = reader.read((info.name.as_str(), piece.start, kind), start - piece.start, place);
+            read.map_err(|detail| saved.altered(entry, detail))?;
+        }
+        Ok(values)
+    }
+}
+
+/// Where the ranges of each segment are.
+///
+/// # Errors
+/// Which segment has elements that are nowhere or in two places, or whose optimizers have taken different numbers of steps; or a file with a
+/// name that is none.
+fn index(segments: &[SegmentInfo], files: &[PartFile]) -> Result<Index, String> {
+    let mut index: Index = vec![Vec::new(); segments.len()];
+    let mut steps = vec![None; segments.len()];
+    for (number, file) in files.iter().enumerate() {
+        if Path::new(&file.name).file_name().is_none_or(|name| *name != *file.name) {
+            return Err(format!("{:?} is no name of a file in it", file.name));
+        }
+        for piece in &file.pieces {
+            let segment = segments.iter().position(|info| info.name == piece.segment);
+            let segment = segment.ok_or_else(|| format!("its model has no segment {:?}", piece.segment))?;
+            index[segment].push((piece.range(), number));
+            if *steps[segment].get_or_insert(piece.optimizer_steps) != piece.optimizer_steps {
+                return Err(format!("parts of segment {:?} are from different steps", piece.segment));
+            }
+        }
+    }
+    for (info, ranges) in segments.iter().zip(&mut index) {
+        ranges.sort_unstable_by_key(|(range, _)| range.start);
+        let end =
+            ranges.iter().try_fold(0, |end, (range, _)| (range.start == end && !range.is_empty()).then_some(range.end));
+        if end != Some(info.len) {
+            return Err(format!("its files do not have every element of segment {:?} once", info.name));
+        }
+    }
+    Ok(index)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::optim::{LossScaler, LossScaling};
+
+    const SHAPE: ModelConfig = ModelConfig { n_layer: 1, n_head: 1, n_embd: 2, block_size: 3, vocab_size: 5 };
+
+    /// The value of an element, another for each.
+    fn value(segment: usize, kind: Kind, element: usize) -> f32 {
+        (1000 * segment + 100_000 * kind as usize + element) as f32
+    }
+
+    /// A checkpoint of two ranks that cut each segment at a third, the second first.
+    fn saved(store: &Store) -> State {
+        store.begin(7).unwrap();
+        let segments = layout(&SHAPE).unwrap();
+        let files = [1, 0].map(|rank| {
+            let piece = |info: &SegmentInfo| {
+                let (start, end) = if rank == 0 { (0, info.len / 3) } else { (info.len / 3, info.len) };
+                Piece { segment: info.name.clone(), start, len: end - start, optimizer_steps: 6 }
+            };
+            let pieces: Vec<Piece> = segments.iter().map(piece).collect();
+            let (path, name) = store.part(7, rank);
+            let mut file = PartWriter::create(&path, &pieces).unwrap();
+            for (segment, piece) in pieces.iter().enumerate() {
+                for kind in Kind::ALL {
+                    let values: Vec<f32> = piece.range().map(|element| value(segment, kind, element)).collect();
+                    file.values(&values).unwrap();
+                }
+            }
+            let (bytes, sha256) = file.finish().unwrap();
+            PartFile { name, bytes, sha256, pieces }
+        });
+        State {
+            step: 7,
+            epoch: 1,
+            step_of_epoch: 7,
+            config: serde_json::json!({"model": SHAPE, "seed": 3, "strategy": "ddp"}),
+            ranks: 2,
+            transport: "tcp".into(),
+            text: "some".into(),
+            text_sha256: "ab".into(),
+            tokenizer: Value::Null,
+            scaler: LossScaler::new(LossScaling::DYNAMIC).unwrap().state(),
+            best: Some(Best { step: 5, loss: 0.1 }),
+            files: files.into(),
+        }
+    }
+
+    #[test]
+    fn any_range_is_read_from_whichever_files_have_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::new(folder.path().join("checkpoints"));
+        let state = saved(&store);
+        assert_eq!(store.latest(), None, "it is not whole");
+        store.commit(&state).unwrap();
+        let saved = Saved::open(&store.latest().unwrap()).unwrap();
+        assert_eq!((saved.state(), saved.optimizer_steps(2)), (&state, 6));
+        (0..3).for_each(|rank| saved.verify(rank, 3).unwrap());
+        let mut reader = Reader::new(&saved);
+        for (segment, info) in layout(&SHAPE).unwrap().iter().enumerate() {
+            for range in [0..info.len, 0..1, info.len / 3 - 1..info.len / 3 + 1, info.len - 1..info.len, 1..1] {
+                for kind in Kind::ALL {
+                    let expected: Vec<f32> = range.clone().map(|element| value(segment, kind, element)).collect();
+                    assert_eq!(reader.read(segment, kind, range.clone()).unwrap(), expected);
+                }
+            }
+            assert!(reader.read(segment, Kind::Master, 0..info.len + 1).is_err());
+        }
+        // Other programs read the parts as what they are.
+        let bytes = fs::read(saved.folder().join("rank-0.safetensors")).unwrap();
+        assert_eq!(safetensors::SafeTensors::deserialize(&bytes).unwrap().len(), 9);
+    }
+
+    #[test]
+    fn a_part_that_rank_0_does_not_see_makes_no_checkpoint() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::new(folder.path());
+        let state = saved(&store);
+        fs::remove_file(store.part(7, 1).0).unwrap();
+        let said = store.commit(&state).unwrap_err().to_string();
+        assert!(said.contains("rank-1.safetensors") && said.contains("share"), "{said}");
+        store.discard(7);
+        assert_eq!((store.steps(), store.left_behind().len()), (vec![], 0));
+    }
+
+    #[test]
+    fn every_element_is_somewhere_once() {
+        let segments = layout(&SHAPE).unwrap();
+        let piece =
+            |segment: &str, start, len, optimizer_steps| Piece { segment: segment.into(), start, len, optimizer_steps };
+        let whole = || segments.iter().map(|info| piece(&info.name, 0, info.len, 1)).collect::<Vec<_>>();
+        let index_of = |name: &str, pieces: Vec<Piece>| {
+            index(&segments, &[PartFile { name: name.into(), bytes: 0, sha256: String::new(), pieces }]).map(drop)
+        };
+        assert_eq!(index_of("a", whole()), Ok(()));
+        for (first, told) in [
+            (vec![], "\"embedding\" once"),
+            (vec![piece("embedding", 0, 15, 1)], "once"),
+            (vec![piece("embedding", 0, 9, 1), piece("embedding", 8, 8, 1)], "once"),
+            (vec![piece("embedding", 0, usize::MAX, 1)], "once"),
+            (vec![piece("embedding", 1, usize::MAX, 1)], "once"),
+            (vec![piece("embedding", 0, 8, 1), piece("embedding", 8, 8, 2)], "different steps"),
+            (vec![piece("head", 0, 16, 1)], "no segment \"head\""),
+        ] {
+            let pieces = first.iter().cloned().chain(whole().into_iter().skip(1)).collect();
+            let error = index_of("a", pieces).unwrap_err();
+            assert!(error.contains(told), "{first:?}: {error}");
+        }
+        for name in ["", "..", "/etc/passwd", "../a", "a/b"] {
+            assert!(index_of(name, whole()).unwrap_err().contains("no name of a file"), "{name}");
+        }
+    }
+
+    #[test]
+    fn only_what_may_change_may_change() {
+        let folder = tempfile::tempdir().unwrap();
+        let state = saved(&Store::new(folder.path()));
+        let now = |seed: u64, strategy: &str| serde_json::json!({"model": SHAPE, "seed": seed, "strategy": strategy});
+        assert!(state.contradictions(&now(3, "fsdp"), "ab").is_empty());
+        assert_eq!(state.changes(&now(3, "ddp"), 2), [""; 0]);
+        assert_eq!(
+            state.changes(&now(3, "fsdp"), 4),
+            ["2 rank(s) then, 4 now", "--strategy: was \"ddp\" and is \"fsdp\" now"]
+        );
+        assert_eq!(state.contradictions(&now(4, "ddp"), "ab"), ["--seed: was 3 and is 4 now"]);
+        assert_eq!(state.contradictions(&now(3, "ddp"), "cd").len(), 1);
+        // A setting that one of both does not know.
+        let more = serde_json::json!({"model": SHAPE, "seed": 3, "strategy": "ddp", "dropout": 0.1});
+        assert_eq!(state.contradictions(&more, "ab"), ["--dropout: was null and is 0.1 now"]);
+    }
+}

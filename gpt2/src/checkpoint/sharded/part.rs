@@ -1,0 +1,174 @@
+//! A rank's file of a checkpoint: safetensors with three tensors a range.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
+
+use super::super::little_endian_bytes;
+use super::{Kind, Piece};
+
+/// Bytes that are hashed and written, or read and hashed, at a time: they stay in a core's cache in between.
+const AT_A_TIME: usize = 256 << 10;
+
+/// Longest header that is read: three tensors of each segment of the largest model.
+const MAX_HEADER: u64 = 16 << 20;
+
+/// What a tensor is called in the file.
+fn tensor(segment: &str, start: usize, kind: Kind) -> String {
+    format!("{segment}.{start}.{}", kind.name())
+}
+
+/// A file that is being written: the values of each piece, of each kind, in that order.
+#[derive(Debug)]
+pub(crate) struct PartWriter {
+    file: File,
+    hash: Sha256,
+    bytes: u64,
+    /// Length of the file in the end.
+    whole: u64,
+}
+
+impl PartWriter {
+    /// A new file at `path` for these pieces.
+    ///
+    /// # Errors
+    /// The operating system's.
+    pub(crate) fn create(path: &Path, pieces: &[Piece]) -> io::Result<Self> {
+        let (header, data) = header(pieces)?;
+        let whole = header.len() as u64 + data;
+        let mut writer = PartWriter { file: File::create(path)?, hash: Sha256::new(), bytes: 0, whole };
+        writer.write(&header)?;
+        Ok(writer)
+    }
+
+    /// The next values.
+    ///
+    /// # Errors
+    /// The operating system's.
+    pub(crate) fn values(&mut self, values: &[f32]) -> io::Result<()> {
+        self.write(&little_endian_bytes(values))
+    }
+
+    /// The length of the file, which is on disk, and its SHA-256.
+    ///
+    /// # Errors
+    /// The operating system's, and where not all values came.
+    pub(crate) fn finish(self) -> io::Result<(u64, String)> {
+        if self.bytes != self.whole {
+            return Err(io::Error::other(format!("{} bytes came of {}", self.bytes, self.whole)));
+        }
+        self.file.sync_all()?;
+        Ok((self.bytes, comm_core::hex(&self.hash.finalize())))
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        for piece in bytes.chunks(AT_A_TIME) {
+            self.hash.update(piece);
+            self.file.write_all(piece)?;
+        }
+        self.bytes += bytes.len() as u64;
+        Ok(())
+    }
+}
+
+/// The file's beginning, a whole number of words of 8 bytes, and the length of what follows.
+fn header(pieces: &[Piece]) -> io::Result<(Vec<u8>, u64)> {
+    let mut entries = Map::new();
+    let mut end = 0;
+    for piece in pieces {
+        for kind in Kind::ALL {
+            let start = end;
+            end += piece.len as u64 * size_of::<f32>() as u64;
+            let entry = json!({"dtype": "F32", "shape": [piece.len], "data_offsets": [start, end]});
+            entries.insert(tensor(&piece.segment, piece.start, kind), entry);
+        }
+    }
+    let mut text = serde_json::to_vec(&Value::Object(entries))?;
+    text.resize(text.len().next_multiple_of(8), b' ');
+    Ok(([&(text.len() as u64).to_le_bytes(), text.as_slice()].concat(), end))
+}
+
+/// A file that is read from.
+#[derive(Debug)]
+pub(super) struct PartReader {
+    file: File,
+    /// Where each tensor begins in the file.
+    places: HashMap<String, u64>,
+}
+
+impl PartReader {
+    /// The file at `path`, which is to hold these pieces.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub(super) fn open(path: &Path, pieces: &[Piece]) -> Result<Self, String> {
+        let file = File::open(path).map_err(|error| format!("cannot be opened ({error})"))?;
+        let cannot_read = |error: io::Error| format!("cannot be read ({error})");
+        let mut word = [0; 8];
+        file.read_exact_at(&mut word, 0).map_err(cannot_read)?;
+        let length = u64::from_le_bytes(word);
+        let whole = file.metadata().map_err(cannot_read)?.len();
+        if length > MAX_HEADER.min(whole.saturating_sub(8)) {
+            return Err("does not begin as a safetensors file does".into());
+        }
+        let mut header = vec![0; 8 + length as usize];
+        file.read_exact_at(&mut header, 0).map_err(cannot_read)?;
+        let metadata: Metadata =
+            serde_json::from_slice(&header[8..]).map_err(|error| format!("is no safetensors file ({error})"))?;
+        let data = whole - 8 - length;
+        let mut places = HashMap::new();
+        for (piece, kind) in pieces.iter().flat_map(|piece| Kind::ALL.map(|kind| (piece, kind))) {
+            let name = tensor(&piece.segment, piece.start, kind);
+            let is_right = |info: &&TensorInfo| {
+                let (start, end) = info.data_offsets;
+                let fits = end as u64 <= data && end.checked_sub(start) == piece.len.checked_mul(size_of::<f32>());
+                info.dtype == Dtype::F32 && info.shape == [piece.len] && fits
+            };
+            let info = metadata.info(&name).filter(is_right);
+            let info = info.ok_or_else(|| format!("has no {} values {name:?} in f32", piece.len))?;
+            places.insert(name, 8 + length + info.data_offsets.0 as u64);
+        }
+        Ok(PartReader { file, places })
+    }
+
+    /// Reads the values of a piece of that kind, from its element `first` on.
+    ///
+    /// # Errors
+    /// What is wrong with the file.
+    pub(super) fn read(
+        &self,
+        (segment, start, kind): (&str, usize, Kind),
+        first: usize,
+        values: &mut [f32],
+    ) -> Result<(), String> {
+        let name = tensor(segment, start, kind);
+        let place = self.places.get(&name).ok_or_else(|| format!("has no values {name:?}"))?;
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(values);
+        let read = self.file.read_exact_at(bytes, place + (first * size_of::<f32>()) as u64);
+        read.map_err(|error| format!("cannot be read ({error})"))?;
+        if cfg!(target_endian = "big") {
+            bytes.as_chunks_mut::<4>().0.iter_mut().for_each(|value| value.reverse());
+        }
+        Ok(())
+    }
+}
+
+/// SHA-256 of a file, in hexadecimal.
+pub(super) fn sha256(path: &Path) -> io::Result<String> {
+    let (mut file, mut hash) = (File::open(path)?, Sha256::new());
+    let mut piece = vec![0; AT_A_TIME];
+    loop {
+        match file.read(&mut piece) {
+            Ok(0) => return Ok(comm_core::hex(&hash.finalize())),
+            Ok(count) => hash.update(&piece[..count]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}

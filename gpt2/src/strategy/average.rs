@@ -1,0 +1,83 @@
+//! The mean of all ranks' parameters, or of what else they have of each segment.
+
+use std::sync::Arc;
+
+use super::channels::{Channel, Pending, Route};
+use super::formula::{Expected, Run, Tally, units_of};
+use super::layout::{Bucket, buckets};
+use super::{Layout, Setup};
+use crate::flat::Flat;
+use crate::precision::Precision;
+use comm_core::{Op, ReduceOp};
+
+/// Averages vectors of some segments over all ranks, in buckets that travel beside each other.
+pub(super) struct Averager {
+    channel: Channel,
+    buckets: Vec<Bucket>,
+    labels: Vec<Arc<str>>,
+    /// All-reduces under way, by bucket.
+    started: Vec<Pending>,
+}
+
+impl Averager {
+    /// Of these segments, whose values travel as `wire`; `what` is what they are called in errors and in the step's times.
+    pub(super) fn new(setup: &Setup<'_>, segments: &[usize], wire: Precision, what: &str) -> Self {
+        let options = setup.options;
+        let layout = setup.layout();
+        let last_to_first = segments.iter().rev().copied();
+        let buckets = buckets(&layout, last_to_first, options.first_bucket_bytes, options.bucket_bytes);
+        let label = |(index, bucket): (usize, &Bucket)| format!("{what}, bucket {index}: {}", bucket.name).into();
+        let labels = buckets.iter().enumerate().map(label).collect();
+        Averager { channel: Channel::of_masters(setup.comms, wire), buckets, labels, started: Vec::new() }
+    }
+
+    /// Starts it, of what `values` gives of each segment.
+    ///
+    /// # Errors
+    /// Those of `values` and of packing; the communicator's come in the end.
+    pub(super) fn start(&mut self, mut values: impl FnMut(usize) -> comm_core::Result<Flat>) -> comm_core::Result<()> {
+        for (index, bucket) in self.buckets.iter().enumerate() {
+            let parts = bucket.segments.iter().map(|segment| values(*segment));
+            let packed = self.channel.pack(|| Flat::concat(parts.collect::<comm_core::Result<Vec<_>>>()?))?;
+            let route = Route::lane(self.labels[index].clone(), index);
+            self.started.push(self.channel.start(Op::AllReduce(ReduceOp::Mean), packed, route));
+        }
+        Ok(())
+    }
+
+    /// Whether it was started and has not been finished.
+    pub(super) fn is_under_way(&self) -> bool {
+        !self.started.is_empty()
+    }
+
+    /// Waits for its end, and hands each segment's mean to `take`, with the channel that it came through.
+    ///
+    /// # Errors
+    /// The communicator's, and those of `take`.
+    pub(super) fn finish<E: From<comm_core::Error>>(
+        &mut self,
+        mut take: impl FnMut(usize, Flat, &Channel) -> Result<(), E>,
+    ) -> Result<(), E> {
+        for (bucket, pending) in self.buckets.iter().zip(self.started.drain(..)) {
+            let means = pending.finish_split(0..bucket.len(), &bucket.lengths())?;
+            bucket.segments.iter().zip(means).try_for_each(|(segment, mean)| take(*segment, mean, &self.channel))?;
+        }
+        Ok(())
+    }
+
+    /// A copy of the parameters that optimizers update, to find out later how they have changed.
+    pub(super) fn keep(&self, masters: &[Flat]) -> Vec<Flat> {
+        self.channel.applying(|| masters.to_vec())
+    }
+}
+
+/// What a rank sends where these segments are averaged once.
+pub(super) fn averaged(run: &Run<'_>, layout: &Layout, segments: &[usize], wire: Precision, rank: usize) -> Expected {
+    let mut tally = Tally::of(run, rank);
+    let options = run.options;
+    let lengths = segments.iter().rev().map(|segment| layout.len(*segment));
+    for count in units_of(lengths, options.first_bucket_bytes, options.bucket_bytes) {
+        tally.collective(None, Op::AllReduce(ReduceOp::Mean), wire.dtype(), count);
+    }
+    tally.sum
+}
