@@ -1,8 +1,13 @@
 //! Checkpoints: one file in the safetensors format with Hugging Face's tensor names, so that other tools read the weights. The config, the
-//! tokenizer's description and the step lie in the file's metadata. The whole state of a run, from which it goes on, is a folder:
-//! [`sharded`].
+//! tokenizer's description and the step lie in the file's metadata. Beside it lie the files by which Hugging Face's libraries open its folder
+//! ([`companions()`]). What is opened may also be Hugging Face's own: see [`StoredWeights`]. The whole state of a run, from which it goes on,
+//! is a folder: [`sharded`].
 
+mod companions;
+mod config_json;
 pub mod sharded;
+mod stored;
+mod tokenizer_files;
 
 use std::borrow::Cow;
 use std::fs::{self, File};
@@ -10,13 +15,15 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use burn::tensor::Device;
-use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde::Serialize;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use crate::config::ModelConfig;
-use crate::segments::{ModelError, SegmentInfo, SegmentedModel, layout};
+use crate::segments::{ModelError, SegmentedModel, layout};
+
+pub use companions::{COMPANIONS, companions, save_companions};
+pub use stored::{InitialWeights, StoredWeights};
 
 /// The value of the metadata's `format` that Hugging Face's loaders ask for.
 const FORMAT: &str = "pt";
@@ -29,7 +36,7 @@ const SEVERAL_DOCUMENTS: &str = "several_documents";
 pub struct Checkpoint {
     /// The model's shape.
     pub config: ModelConfig,
-    /// Whatever the tokenizer needs to be made again.
+    /// Whatever the tokenizer needs to be made again; null where nothing is known of it.
     pub tokenizer: Value,
     /// Steps trained so far.
     pub step: u64,
@@ -65,13 +72,31 @@ pub enum CheckpointError {
         /// The parser's message.
         detail: String,
     },
-    /// A valid file that this program did not write.
-    #[error("checkpoint {}: {detail}; is it a checkpoint of this trainer?", path.display())]
+    /// A valid file without what a GPT-2 of this program or of Hugging Face's libraries has.
+    #[error("checkpoint {}: {detail}; is it a GPT-2 that this trainer or Hugging Face's transformers saved?", path.display())]
     Foreign {
         /// The file.
         path: PathBuf,
         /// What is missing or unexpected.
         detail: String,
+    },
+    /// A GPT-2 with something that this program's does not have.
+    #[error("checkpoint {}: {detail}; this program does not have that", path.display())]
+    Unsupported {
+        /// The file.
+        path: PathBuf,
+        /// The setting.
+        detail: String,
+    },
+    /// A run of longer sequences than the model has positions.
+    #[error("checkpoint {}: it has {has} positions, fewer than the {wanted} of --block-size", path.display())]
+    TooFewPositions {
+        /// The file.
+        path: PathBuf,
+        /// Its positions.
+        has: usize,
+        /// Those that were asked for.
+        wanted: usize,
     },
     /// The model failed.
     #[error(transparent)]
@@ -99,6 +124,13 @@ impl Checkpoint {
             model.write_params(segment, flat)?;
         }
         Ok(model)
+    }
+
+    /// The hash of its weights: that of [`weights_hash`] of its model.
+    pub fn weights_hash(&self) -> String {
+        let mut hash = WeightsHash::default();
+        self.weights.iter().for_each(|segment| hash.add(segment));
+        hash.finish()
     }
 
     /// Writes the checkpoint to `path`. The file appears under its name only when it is whole and on disk: a crash leaves the old file, or
@@ -135,45 +167,12 @@ impl Checkpoint {
         })
     }
 
-    /// Reads and checks the checkpoint at `path`.
+    /// Reads and checks the checkpoint at `path`: any that [`StoredWeights`] opens.
     ///
     /// # Errors
-    /// [`CheckpointError::Io`], [`CheckpointError::Format`] for a truncated or other file, [`CheckpointError::Foreign`] if metadata or
-    /// tensors are not those of this program's model.
+    /// Those of [`StoredWeights::open`] and [`StoredWeights::segment`].
     pub fn load(path: &Path) -> Result<Self, CheckpointError> {
-        let cannot_read = |source| io(path, "cannot read it", source);
-        // A pipe or a device would be read for ever.
-        if !fs::metadata(path).map_err(cannot_read)?.is_file() {
-            return Err(CheckpointError::Format { path: path.into(), detail: "it is not a regular file".into() });
-        }
-        let bytes = fs::read(path).map_err(cannot_read)?;
-        let format = |error: safetensors::SafeTensorError| CheckpointError::Format {
-            path: path.into(),
-            detail: error.to_string(),
-        };
-        let foreign = |detail: String| CheckpointError::Foreign { path: path.into(), detail };
-        let (_, header) = SafeTensors::read_metadata(&bytes).map_err(format)?;
-        let tensors = SafeTensors::deserialize(&bytes).map_err(format)?;
-        let optional = |name: &str| header.metadata().as_ref().and_then(|metadata| metadata.get(name));
-        let field = |name: &str| optional(name).ok_or_else(|| foreign(format!("its metadata has no {name:?}")));
-        let bad_field = |name: &str, error: &dyn std::fmt::Display| {
-            foreign(format!("its metadata's {name:?} is unreadable: {error}"))
-        };
-        let config: ModelConfig = serde_json::from_str(field("config")?).map_err(|e| bad_field("config", &e))?;
-        let tokenizer = serde_json::from_str(field("tokenizer")?).map_err(|e| bad_field("tokenizer", &e))?;
-        let step = field("step")?.parse().map_err(|e| bad_field("step", &e))?;
-        let several_documents = optional(SEVERAL_DOCUMENTS).map_or(Ok(false), |value| value.parse());
-        let several_documents = several_documents.map_err(|e| bad_field(SEVERAL_DOCUMENTS, &e))?;
-
-        // The config is bounded by validation, the weights by the file's own length: each tensor is compared before it is copied.
-        let segments = layout(&config).map_err(|e| bad_field("config", &e))?;
-        let expected: usize = segments.iter().map(|info| info.params.len()).sum();
-        if tensors.len() != expected {
-            return Err(foreign(format!("it holds {} tensors, its config asks for {expected}", tensors.len())));
-        }
-        let weights =
-            segments.iter().map(|info| flat_weights(info, &tensors).map_err(foreign)).collect::<Result<_, _>>()?;
-        Ok(Self { config, tokenizer, step, several_documents, weights })
+        StoredWeights::open(path)?.load()
     }
 }
 
@@ -239,24 +238,6 @@ fn header(
     Ok(header)
 }
 
-fn flat_weights(info: &SegmentInfo, tensors: &SafeTensors<'_>) -> Result<Vec<f32>, String> {
-    let mut views: Vec<TensorView<'_>> = Vec::with_capacity(info.params.len());
-    for param in &info.params {
-        let view = tensors.tensor(&param.path).map_err(|_| format!("it has no tensor {:?}", param.path))?;
-        if view.dtype() != Dtype::F32 || view.shape() != param.shape {
-            return Err(format!(
-                "its tensor {:?} is {:?} {:?} instead of F32 {:?}",
-                param.path,
-                view.dtype(),
-                view.shape(),
-                param.shape
-            ));
-        }
-        views.push(view);
-    }
-    Ok(views.iter().flat_map(|view| view.data().as_chunks::<4>().0).map(|bytes| f32::from_le_bytes(*bytes)).collect())
-}
-
 fn little_endian_bytes(values: &[f32]) -> Cow<'_, [u8]> {
     if cfg!(target_endian = "little") {
         return Cow::Borrowed(bytemuck::cast_slice(values));
@@ -319,6 +300,8 @@ fn io(path: &Path, what: &'static str, source: std::io::Error) -> CheckpointErro
 
 #[cfg(test)]
 mod tests {
+    use safetensors::SafeTensors;
+
     use super::*;
     use crate::config::Preset;
 

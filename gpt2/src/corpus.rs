@@ -68,6 +68,8 @@ pub struct LoadOptions {
     pub documents: bool,
     /// Where the ids of large texts are kept, if anywhere.
     pub cache: Option<TokenCache>,
+    /// Whether a part is held out for validation; otherwise everything is the training part, in order, shards named for either included.
+    pub held_out: bool,
 }
 
 /// How far loading has come, for display.
@@ -319,13 +321,20 @@ impl Corpus {
         Loader { kind, given: None, options, watch }.load(source)
     }
 
-    /// Reads `source` with `tokenizer`, for a run that goes on from a checkpoint.
+    /// As [`load_as`](Corpus::load_as), with the tokenizer of a checkpoint.
     ///
     /// # Errors
     /// See [`CorpusError`]; a character that the checkpoint's `chars` tokenizer does not know is an `Encode` error.
-    pub fn load_with(source: &CorpusSource, tokenizer: &Tokenizer) -> Result<Self, CorpusError> {
-        let options = LoadOptions::default();
-        Loader { kind: tokenizer.kind(), given: Some(tokenizer), options: &options, watch: &mut |_| () }.load(source)
+    pub fn load_with(
+        source: &CorpusSource,
+        tokenizer: &Tokenizer,
+        options: &LoadOptions,
+        watch: &mut dyn FnMut(LoadStatus),
+    ) -> Result<Self, CorpusError> {
+        let kind = tokenizer.kind();
+        // The others are all the same, and what is kept of their texts is for all.
+        let given = (kind == TokenizerKind::Chars).then_some(tokenizer);
+        Loader { kind, given, options, watch }.load(source)
     }
 
     /// What encodes the text.
@@ -435,9 +444,9 @@ impl Corpus {
 }
 
 impl Default for LoadOptions {
-    /// Documents are told apart, and nothing is kept.
+    /// Documents are told apart, nothing is kept, and a part is held out.
     fn default() -> Self {
-        Self { documents: true, cache: None }
+        Self { documents: true, cache: None, held_out: true }
     }
 }
 

@@ -7,6 +7,7 @@
 //!   [`Communicator`](comm_core::Communicator), with the formula of its bytes.
 //! - [`precision`], [`flat`]: the types in which a model computes and values travel, and where they are.
 //! - [`optim`], [`trainer`], [`checkpoint`]: AdamW and LAMB on any shard, schedules, loss scaling, the one training loop, files.
+//! - [`evaluation`]: the loss of a model on a text, and its choices in multiple-choice tests.
 //! - [`record`], [`memory`], [`utilization`], [`events`]: time, memory and utilisation of a run, and its curves for TensorBoard.
 //! - [`run`]: the ranks of a job, over a transport of [`isocomm`].
 //! - [`cli`]: the program `gpt2`.
@@ -29,6 +30,7 @@ pub mod cuda_memory;
 pub mod devices;
 pub mod env;
 mod error;
+pub mod evaluation;
 pub mod events;
 pub mod flat;
 mod fused;

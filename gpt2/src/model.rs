@@ -4,6 +4,8 @@
 //! Shapes in tensor names: `b` rows of a batch, `t` positions, `c` width of the residual stream, `h` heads, `q` width of a head, `v`
 //! vocabulary, `n` = b·t.
 
+mod cached;
+
 use std::sync::Arc;
 
 use burn::module::{Module, Param};
@@ -16,6 +18,7 @@ use crate::config::{LAYER_NORM_EPSILON, ModelConfig};
 #[cfg(all(feature = "cube", not(feature = "fusion")))]
 use crate::cube;
 use crate::fused::{self, Resident};
+pub(crate) use cached::KeysAndValues;
 
 /// By which kernels a model computes its layers and its loss; written as in [`KernelChoice::name`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -149,9 +152,14 @@ impl Embedding {
 
     /// Token ids `[b, t]` to the residual stream `[b, t, c]`.
     pub fn forward(&self, tokens_bt: Tensor<2, Int>) -> Tensor<3> {
+        self.forward_from(0, tokens_bt)
+    }
+
+    /// As [`forward`](Self::forward), of tokens of which the first has the position `start`.
+    pub(crate) fn forward_from(&self, start: usize, tokens_bt: Tensor<2, Int>) -> Tensor<3> {
         let [_, t] = tokens_bt.dims();
         let token_btc = burn::tensor::module::embedding(self.wte.weight.val(), tokens_bt);
-        let position_tc = self.wpe.weight.val().narrow(0, 0, t);
+        let position_tc = self.wpe.weight.val().narrow(0, start, t);
         token_btc + position_tc.unsqueeze()
     }
 }

@@ -2,11 +2,13 @@
 //! `decoders`, `growth`, `memory` and `memory_split` count what their process allocates.
 
 mod cli;
+mod commands;
 mod common;
 mod deaths;
 mod device;
 mod ending;
 mod events;
+mod hugging_face;
 mod join;
 mod local;
 mod native;

@@ -12,7 +12,7 @@ use gpt2::checkpoint::Checkpoint;
 use gpt2::config::ModelConfig;
 use gpt2::segments::layout;
 
-fn gpt2(arguments: &[&str], folder: &Path) -> Output {
+pub(crate) fn gpt2(arguments: &[&str], folder: &Path) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_gpt2"));
     for variable in
         ["COMM_RANK", "COMM_WORLD_SIZE", "RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"]
@@ -37,7 +37,7 @@ fn train(more: &str, data: &str, folder: &Path) -> Output {
 }
 
 /// Runs and expects failure: exit code, nothing but one error, no panic; returns what it said.
-fn refused(arguments: &[&str], folder: &Path) -> String {
+pub(crate) fn refused(arguments: &[&str], folder: &Path) -> String {
     let output = gpt2(arguments, folder);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success(), "{arguments:?} was accepted");

@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 
 use burn::tensor::Device;
 use comm_core::fuzzing::{CountingAllocator, Target, Verdict, run};
-use gpt2::checkpoint::Checkpoint;
 use gpt2::checkpoint::sharded::{Kind, Reader, Saved, Store};
+use gpt2::checkpoint::{Checkpoint, StoredWeights};
 use gpt2::config::ModelConfig;
 use gpt2::corpus::{Corpus, CorpusSource, LoadOptions, TokenCache, TokenStream};
+use gpt2::evaluation::Choices;
 use gpt2::segments::layout;
 use gpt2::strategy::StrategyKind;
 use gpt2::tokenizer::{GPT2_VOCABULARY, Tokenizer, TokenizerKind};
@@ -35,6 +36,19 @@ fn main() -> ExitCode {
             .inputs_per_case(2)
             .memory(128 << 10, 64),
         Target::new("checkpoint", checkpoint, checkpoint_seeds).inputs_per_case(4).memory(4 << 20, 64),
+        Target::new("model of transformers", transformers, || model_seeds("model.safetensors"))
+            .inputs_per_case(2)
+            .memory(4 << 20, 64),
+        Target::new("config.json", |bytes| described("config.json", bytes), || model_seeds("config.json"))
+            .inputs_per_case(2)
+            .memory(4 << 20, 64),
+        Target::new("tokenizer.json", |bytes| described("tokenizer.json", bytes), || model_seeds("tokenizer.json"))
+            .inputs_per_case(2)
+            .memory(4 << 20, 64),
+        Target::new("index of tensors", |bytes| described(INDEX, bytes), || model_seeds(INDEX))
+            .inputs_per_case(2)
+            .memory(4 << 20, 64),
+        Target::new("multiple choice", choices, choices_seeds).memory(128 << 10, 64),
         Target::new("state of a run", run_state, || vec![STATE.bytes("run.json")])
             .inputs_per_case(4)
             .memory(4 << 20, 64),
@@ -118,7 +132,7 @@ static KEPT: LazyLock<Mutex<Kept>> = LazyLock::new(|| {
     let text = folder.path().join("text.txt");
     fs::write(&text, "Zwölf Boxkämpfer jagen Viktor über den Sylter Deich: 漢字.\n").expect("a short file");
     let cache = TokenCache::new(folder.path().join("cache")).from_bytes(1);
-    let kept = Kept { folder, text, options: LoadOptions { documents: true, cache: Some(cache) } };
+    let kept = Kept { folder, text, options: LoadOptions { cache: Some(cache), ..LoadOptions::default() } };
     // A note is made of a file that nobody has touched for three seconds.
     let since = Instant::now();
     while kept.file("source").is_none() {
@@ -195,6 +209,87 @@ fn checkpoint_seeds() -> Vec<Vec<u8>> {
         seed(1, 256, serde_json::json!({"kind": "bytes"})),
         seed(2, 3, serde_json::json!({"kind": "chars", "chars": "abc"})),
     ]
+}
+
+/// The name of an index of tensors.
+const INDEX: &str = "model.safetensors.index.json";
+
+/// The files of a model, by name.
+type Files = Vec<(&'static str, Vec<u8>)>;
+
+/// A model that transformers saved in one file, and the same with an index. Saved once: that waits for the disk.
+static MODELS: LazyLock<[Files; 2]> = LazyLock::new(|| {
+    let weights = checkpoint_seeds().swap_remove(1);
+    let tensors = safetensors::SafeTensors::deserialize(&weights).expect("a right file");
+    let plain = safetensors::serialize(tensors.iter(), None).expect("a right model");
+    let json = |value: serde_json::Value| serde_json::to_vec(&value).expect("JSON");
+    let config = json(serde_json::json!({
+        "n_layer": 2, "n_head": 1, "n_embd": 2, "n_positions": 3, "vocab_size": 3, "activation_function": "gelu_new",
+    }));
+    let tokenizer = json(serde_json::json!({"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "c": 2}}}));
+    let names = tensors.names().into_iter();
+    let map: serde_json::Map<_, _> = names.map(|name| (name.to_owned(), "one.safetensors".into())).collect();
+    let index = json(serde_json::json!({"weight_map": map}));
+    let described = vec![("config.json", config), ("tokenizer.json", tokenizer)];
+    [
+        [described.clone(), vec![("model.safetensors", plain.clone())]].concat(),
+        [described, vec![("one.safetensors", plain), (INDEX, index)]].concat(),
+    ]
+});
+
+/// That of the two which has the file `name`.
+fn model_files(name: &str) -> &'static Files {
+    &MODELS[usize::from(name == INDEX)]
+}
+
+fn model_seeds(name: &str) -> Vec<Vec<u8>> {
+    model_files(name).iter().filter(|(other, _)| *other == name).map(|(_, bytes)| bytes.clone()).collect()
+}
+
+/// A folder with a model of which the file `name` is these bytes.
+fn described(name: &str, bytes: &[u8]) -> Verdict {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    for (other, right) in model_files(name) {
+        let bytes = if *other == name { bytes } else { right };
+        fs::write(folder.path().join(other), bytes).expect("a short file");
+    }
+    let Ok(stored) = StoredWeights::open(folder.path()) else { return Verdict::Rejected };
+    let loaded = stored.load().expect("what was checked can be loaded");
+    let segments = layout(&loaded.config).expect("a checked config");
+    assert!(segments.iter().zip(&loaded.weights).all(|(info, flat)| info.len == flat.len()));
+    assert_eq!(stored.hash().expect("it can be read twice"), loaded.weights_hash());
+    if let Some(tokenizer) = stored.tokenizer().expect("a checked tokenizer") {
+        assert!(tokenizer.vocab_size() <= loaded.config.vocab_size);
+    }
+    Verdict::Accepted
+}
+
+/// Weights whose shape another file tells.
+fn transformers(bytes: &[u8]) -> Verdict {
+    described("model.safetensors", bytes)
+}
+
+/// llm.c's file of questions.
+fn choices(bytes: &[u8]) -> Verdict {
+    let Ok(test) = Choices::of_bytes(bytes) else { return Verdict::Rejected };
+    let words: usize = test
+        .questions()
+        .iter()
+        .map(|one| 6 + one.context.len() + one.choices.iter().map(|ids| 1 + ids.len()).sum::<usize>())
+        .sum();
+    assert_eq!(bytes.len(), 1024 + 2 * words);
+    assert!(
+        test.questions().iter().all(|question| question.right < question.choices.len() && !question.context.is_empty())
+    );
+    Verdict::Accepted
+}
+
+fn choices_seeds() -> Vec<Vec<u8>> {
+    let mut header: Vec<u8> = [20_240_522_u32, 1, 2, 26].iter().flat_map(|number| number.to_le_bytes()).collect();
+    header.resize(1024, 0);
+    let question = |index: u16| [u16::MAX, 26, index, 1, 2, 2, 10, 50_256, 1, 3, 2, 4, 5];
+    let words: Vec<u8> = [0, 1].into_iter().flat_map(question).flat_map(u16::to_le_bytes).collect();
+    vec![[header, words].concat()]
 }
 
 /// The whole state of a short run, and the folder that it is in.

@@ -9,10 +9,14 @@ use std::process::{Child, Command, Output, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use burn::tensor::Device;
 use comm_core::job::EXIT_STOPPED;
 use comm_core::splitmix::SplitMix64;
 use gpt2::checkpoint::sharded::{Saved, Store};
-use serde_json::Value;
+use gpt2::checkpoint::{Checkpoint, StoredWeights};
+use gpt2::config::ModelConfig;
+use gpt2::segments::SegmentedModel;
+use serde_json::{Value, json};
 
 use crate::common::{is_running, lines, ranks_of, wait, wait_for};
 
@@ -38,12 +42,14 @@ impl Place {
 
     /// A run of the smallest model.
     fn command(&self, more: &str) -> Command {
+        self.command_of_any(&format!("--preset micro --tokenizer bytes --block-size 16 {more}"))
+    }
+
+    /// A run of whatever model.
+    fn command_of_any(&self, more: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_gpt2"));
         command
-            .args(
-                "train --preset micro --tokenizer bytes --block-size 16 --threads 1 --log-every 1 --data text.txt"
-                    .split(' '),
-            )
+            .args("train --threads 1 --log-every 1 --data text.txt".split(' '))
             .args(more.split_whitespace())
             .current_dir(self.path())
             .stdout(Stdio::piped())
@@ -56,10 +62,7 @@ impl Place {
 
     /// A run that ends well; its output.
     fn run(&self, more: &str) -> String {
-        let output = self.command(more).output().unwrap();
-        let said = both(&output);
-        assert!(output.status.success(), "{more}: {said}");
-        said
+        succeed(&mut self.command(more))
     }
 
     fn store(&self, out: &str) -> Store {
@@ -83,6 +86,14 @@ impl Place {
         names.sort();
         names
     }
+}
+
+/// The output of a run that ends well.
+fn succeed(command: &mut Command) -> String {
+    let output = command.output().unwrap();
+    let said = both(&output);
+    assert!(output.status.success(), "{command:?}: {said}");
+    said
 }
 
 fn both(output: &Output) -> String {
@@ -379,13 +390,91 @@ fn the_newest_checkpoints_and_the_best_weights_are_kept() {
     assert_eq!(kept.step, best.1);
 }
 
+/// A run on two ranks that takes its model from elsewhere.
+const OF_ANY: &str = "--strategy zero1 --transport tcp-raw --nproc 2 --batch 4 --eval-every 0";
+
+/// Weights of a size that is no preset's, in `weights/model.safetensors`.
+fn save_weights(place: &Place) -> ModelConfig {
+    let config = ModelConfig { n_layer: 2, n_head: 2, n_embd: 8, block_size: 16, vocab_size: 256 };
+    let model = SegmentedModel::new(config.clone(), 7, &Device::flex()).unwrap();
+    fs::create_dir(place.path().join("weights")).unwrap();
+    let checkpoint = Checkpoint::of(&model, json!({"kind": "bytes"}), 0).unwrap();
+    checkpoint.save(&place.path().join("weights/model.safetensors")).unwrap();
+    config
+}
+
+#[test]
+fn a_run_that_began_with_weights_goes_on_without_them() {
+    let place = Place::new();
+    let config = save_weights(&place);
+    let any = |more: &str| succeed(&mut place.command_of_any(&format!("{OF_ANY} --steps 6 {more}")));
+    let whole = any("--save-every 3 --out whole --init-from weights");
+    // It takes nothing from where they were.
+    fs::remove_dir_all(place.path().join("weights")).unwrap();
+    let rest = any("--resume whole --out rest");
+    assert!(rest.contains("after step 3 of 6, to the last bit"), "{rest}");
+    assert_eq!(hash(&rest), hash(&whole));
+    for out in ["whole", "rest"] {
+        let names = place.names(out);
+        let all = ["config.json", "model.safetensors", "tokenizer.json"];
+        assert!(all.iter().all(|name| names.iter().any(|found| found == name)), "{names:?}");
+    }
+    assert_eq!(StoredWeights::open(&place.path().join("rest")).unwrap().config(), &config);
+    for (more, expected) in [
+        ("--init-from rest", &["--init-from rest does not go with --resume whole"][..]),
+        ("--preset micro", &["another one", "--preset", "n_embd was 8"]),
+        ("--block-size 8", &["another one", "--block-size", "block_size was 16 and is 8 now"]),
+        ("--tokenizer gpt2", &["--tokenizer gpt2", "--resume whole belong to the tokenizer bytes"]),
+    ] {
+        let run = format!("{OF_ANY} --steps 6 --resume whole --out other {more}");
+        let said = refusal(&mut place.command_of_any(&run));
+        assert!(expected.iter().all(|part| said.contains(part)), "{more}: {said}");
+    }
+    let said = refusal(
+        &mut place.command_of_any(&format!("{OF_ANY} --max-restarts 1 --overwrite --out rest --init-from rest")),
+    );
+    assert!(said.contains("--init-from rest lie in --out rest"), "{said}");
+    // The weights are known by their hash, not by their place.
+    let saved = Saved::open(&place.store("whole").path(3)).unwrap();
+    let mut now = saved.state().config.clone();
+    now["initial"]["path"] = "elsewhere".into();
+    assert_eq!(saved.state().contradictions(&now, &saved.state().text_sha256), [""; 0]);
+    now["initial"]["hash"] = "of others".into();
+    let found = saved.state().contradictions(&now, &saved.state().text_sha256);
+    assert!(found.len() == 1 && found[0].starts_with("--init-from") && found[0].contains("of others"), "{found:?}");
+}
+
+#[test]
+fn a_job_that_began_with_weights_and_settings_of_a_file_survives_deaths() {
+    let place = Place::new();
+    save_weights(&place);
+    fs::write(place.path().join("run.toml"), "init-from = \"weights\"\nsteps = 60\nsave-every = 20\n").unwrap();
+    let run = format!("{OF_ANY} --config run.toml");
+    let mut job = place.command_of_any(&format!("{run} --max-restarts 2 --out again")).spawn().unwrap();
+    let said = lines(&mut job);
+    // Before the first checkpoint, and after it.
+    for step in ["step     3/60", "step    25/60"] {
+        wait_for(&said, step, SOON).unwrap();
+        send("-KILL", ranks_of(job.id())[1]);
+    }
+    let (code, said) = end_of(job, &said);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("restart 2 of 2, after step 20: ") && said.contains("restarts: 2, after which"), "{said}");
+    assert_eq!(hash(&said), hash(&succeed(&mut place.command_of_any(&format!("{run} --out whole")))));
+}
+
 /// The one error of a run that is refused before its first step.
 fn refused(place: &Place, more: &str) -> String {
-    let output = place.command(more).output().unwrap();
+    refusal(&mut place.command(more))
+}
+
+/// As [`refused`], of any command.
+fn refusal(command: &mut Command) -> String {
+    let output = command.output().unwrap();
     let said = both(&output);
-    assert_eq!(output.status.code(), Some(1), "{more}: {said}");
-    assert!(!said.contains("panicked") && !said.contains("| loss"), "{more}: {said}");
-    assert_eq!(said.matches("error:").count(), 1, "{more}: {said}");
+    assert_eq!(output.status.code(), Some(1), "{command:?}: {said}");
+    assert!(!said.contains("panicked") && !said.contains("| loss"), "{command:?}: {said}");
+    assert_eq!(said.matches("error:").count(), 1, "{command:?}: {said}");
     said.lines().find(|line| line.contains("error:")).unwrap().to_owned()
 }
 

@@ -177,7 +177,11 @@ impl State {
         names.dedup();
         let mut found = Vec::new();
         for name in names.into_iter().filter(|name| !MAY_CHANGE.contains(&name.as_str())) {
-            let (then, now) = (then.get(name).unwrap_or(&Value::Null), now.get(name).unwrap_or(&Value::Null));
+            let (mut then, mut now) = (then.get(name).unwrap_or(&Value::Null), now.get(name).unwrap_or(&Value::Null));
+            if name == INITIAL {
+                // The same weights may lie in another place.
+                (then, now) = (&then["hash"], &now["hash"]);
+            }
             if then != now {
                 found.push(format!("{}: {}", option(name), difference(then, now)));
             }
@@ -211,10 +215,14 @@ impl State {
 const MAY_CHANGE: [&str; 8] =
     ["strategy", "options", "precision", "recompute", "loss_scaling", "accumulation", "eval_every", "eval_batches"];
 
+/// The setting that names the weights that a run began with.
+const INITIAL: &str = "initial";
+
 /// The options by which a user gives a setting.
 fn option(name: &str) -> String {
     match name {
         "model" => "--preset, --block-size, --tokenizer".into(),
+        INITIAL => "--init-from, hash of the weights".into(),
         "global_batch" => "--batch".into(),
         "learning_rate" => "--lr, --min-lr, --warmup, --schedule, --steps".into(),
         "optimizer" => "--optimizer and its constants".into(),

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use super::CliError;
-use crate::checkpoint;
 use crate::checkpoint::sharded::{STATE, Store};
+use crate::checkpoint::{self, COMPANIONS};
 
 /// The checkpoint's name in the folder.
 pub(super) const CHECKPOINT: &str = "model.safetensors";
@@ -25,12 +25,12 @@ pub(super) const STEPS: &str = "steps.jsonl";
 /// The name of the folder for TensorBoard.
 pub(super) const EVENTS: &str = "tensorboard";
 
-/// Makes the folder if need be, and finds out now, not after hours of training, whether files can be written there.
-pub(super) fn make_writable(folder: &Path) -> Result<(), CliError> {
+/// Makes the folder if need be, and finds out now, not after hours of training, whether files can be written there. `option` names it.
+pub(super) fn make_writable(folder: &Path, option: &str) -> Result<(), CliError> {
     let probe = folder.join(format!("{PROBE}{}", std::process::id()));
     let probed = fs::create_dir_all(folder).and_then(|()| fs::write(&probe, b"")).and_then(|()| remove(&probe));
     probed.map_err(|error| {
-        format!("--out {}: cannot write there: {error}; give a folder that can be written", folder.display()).into()
+        format!("{option}{}: cannot write there: {error}; give a folder that can be written", folder.display()).into()
     })
 }
 
@@ -233,12 +233,26 @@ fn refuse_earlier_run(folder: &Path) -> Result<(), CliError> {
     Err(message.into())
 }
 
+/// # Errors
+/// The folder holds a model.
+pub(super) fn refuse_model(folder: &Path) -> Result<(), CliError> {
+    match [CHECKPOINT].into_iter().chain(COMPANIONS).find(|name| folder.join(name).symlink_metadata().is_ok()) {
+        None => Ok(()),
+        Some(name) => Err(format!(
+            "{}: it holds a model ({name}); give another folder, or --overwrite to replace it",
+            folder.display()
+        )
+        .into()),
+    }
+}
+
 /// What the name of a file begins with that is written to see whether one can be.
 const PROBE: &str = ".write-test-";
 
 /// The files of an earlier run, without its checkpoints of the whole state.
 fn earlier_files(folder: &Path) -> Vec<PathBuf> {
-    let mut files: Vec<PathBuf> = [CHECKPOINT, BEST, STEPS].map(|name| folder.join(name)).into();
+    let names = [CHECKPOINT, BEST, STEPS].into_iter().chain(COMPANIONS);
+    let mut files: Vec<PathBuf> = names.map(|name| folder.join(name)).collect();
     files.retain(|path| path.symlink_metadata().is_ok());
     files.extend(named(&folder.join(EVENTS), "events.out.tfevents."));
     files
@@ -246,7 +260,8 @@ fn earlier_files(folder: &Path) -> Vec<PathBuf> {
 
 fn left_by_the_killed(folder: &Path) -> Vec<PathBuf> {
     let mut files = named(folder, PROBE);
-    files.extend([CHECKPOINT, BEST].map(|name| checkpoint::temporary(&folder.join(name))));
+    files
+        .extend([CHECKPOINT, BEST].into_iter().chain(COMPANIONS).map(|name| checkpoint::temporary(&folder.join(name))));
     files
 }
 
@@ -304,7 +319,7 @@ mod tests {
     #[test]
     fn any_file_of_an_earlier_run_is_refused_and_replaced_only_when_told() {
         let events = "tensorboard/events.out.tfevents.1.host.2.0";
-        for name in [CHECKPOINT, BEST, STEPS, events] {
+        for name in [CHECKPOINT, BEST, STEPS, "config.json", events] {
             let folder = tempfile::tempdir().unwrap();
             let folder = folder.path();
             fs::create_dir(folder.join(EVENTS)).unwrap();
@@ -330,7 +345,14 @@ mod tests {
     #[test]
     fn what_a_killed_run_left_half_written_is_removed() {
         let folder = tempfile::tempdir().unwrap();
-        for name in [".model.safetensors.tmp", ".best.safetensors.tmp", ".write-test-1", ".write-test-23456"] {
+        let half = [
+            ".model.safetensors.tmp",
+            ".best.safetensors.tmp",
+            ".config.json.tmp",
+            ".write-test-1",
+            ".write-test-23456",
+        ];
+        for name in half {
             fs::write(folder.path().join(name), "half").unwrap();
         }
         let store = checkpoints(folder.path());
@@ -341,7 +363,7 @@ mod tests {
         drop(take(folder.path(), Earlier::Refused).unwrap());
         assert_eq!(files(folder.path()), [".lock", CHECKPOINTS]);
         assert_eq!(files(store.folder()), [".step-7.mine"]);
-        make_writable(&folder.path().join("a/b")).unwrap();
+        make_writable(&folder.path().join("a/b"), "--out ").unwrap();
         assert_eq!(files(&folder.path().join("a/b")), [""; 0]);
     }
 

@@ -1,18 +1,22 @@
 //! The command line of the program `gpt2`.
 
 mod attempts;
+mod convert;
 mod devices;
+mod eval;
 mod folder;
 mod loading;
+mod model;
 mod progress;
 mod sample;
+mod settings;
 mod summary;
 mod train;
 
 use std::fmt;
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{FromArgMatches, Parser, Subcommand};
 use comm_core::{printer, process};
 
 /// Trains GPT-2 with any distributed strategy over any transport.
@@ -29,6 +33,10 @@ enum Command {
     Train(Box<train::TrainArgs>),
     /// Write text with a trained model.
     Sample(sample::SampleArgs),
+    /// Measure a trained model on a text or on HellaSwag.
+    Eval(eval::EvalArgs),
+    /// Save a GPT-2 of this program or of Hugging Face's transformers so that both open it.
+    Convert(convert::ConvertArgs),
     /// List what this machine and this build have to compute with, and why what is missing is missing.
     Devices(devices::DevicesArgs),
 }
@@ -44,9 +52,20 @@ pub fn main() -> ExitCode {
         complain(format_args!("error: {error}"));
         return ExitCode::FAILURE;
     }
-    let result = match Cli::parse().command {
-        Command::Train(args) => train::run(*args),
+    let arguments = match settings::with_file(std::env::args_os().collect()) {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            complain(format_args!("error: {error}"));
+            return ExitCode::FAILURE;
+        }
+    };
+    let matches = settings::command().get_matches_from(&arguments);
+    let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
+    let result = match cli.command {
+        Command::Train(args) => train::run(*args, arguments.into_iter().skip(1).collect()),
         Command::Sample(args) => sample::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Eval(args) => eval::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Convert(args) => convert::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Devices(args) => devices::run(args).map(|()| ExitCode::SUCCESS),
     };
     result.unwrap_or_else(|error| {

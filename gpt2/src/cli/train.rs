@@ -19,10 +19,12 @@ use isocomm::{Medium, TransportKind, TransportOptions};
 use super::attempts::Attempts;
 use super::folder::{self, Earlier};
 use super::loading::LoadProgress;
+use super::model::check_vocabulary;
 use super::progress::Progress;
 use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, complain, say};
 use crate::batches::{Batches, LastBatch, Share};
-use crate::checkpoint::sharded::Saved;
+use crate::checkpoint::sharded::{Saved, SavedError};
+use crate::checkpoint::{InitialWeights, StoredWeights};
 use crate::config::{ModelConfig, Preset};
 use crate::corpus::{Corpus, CorpusSource, LoadOptions, TokenCache};
 use crate::devices::{CheckedDevice, DeviceChoice, cuda_ordinal};
@@ -32,7 +34,7 @@ use crate::optim::{LearningRate, LossScaling, OptimizerConfig, OptimizerKind, Sc
 use crate::precision::Precision;
 use crate::run::{RankOptions, refuse, run_rank, run_threads};
 use crate::strategy::{LocalOptions, Setting, StrategyKind, StrategyOptions};
-use crate::tokenizer::TokenizerKind;
+use crate::tokenizer::{Tokenizer, TokenizerKind};
 use crate::trainer::{Checkpoints, Keep, Restarts, TrainConfig, TrainError};
 
 #[derive(Clone, Debug, Args)]
@@ -48,10 +50,19 @@ pub(super) struct TrainArgs {
     /// for single, else 2]
     #[arg(long)]
     nproc: Option<usize>,
-    /// Model size: micro, tiny, mini, small, 124m, 350m, 774m, 1558m.
-    #[arg(long, default_value = "tiny")]
-    preset: Preset,
-    /// Tokens a sequence, instead of the preset's.
+    /// TOML file of settings under the names of these options, such as `strategy = "ddp"`; what the command line gives wins, and a switch that
+    /// the file turns on is turned off by `--switch=false`. Paths in it are relative to the current folder.
+    #[arg(long)]
+    pub(super) config: Option<PathBuf>,
+    /// Model size: micro, tiny, mini, small, 124m, 350m, 774m, 1558m. [default: tiny, or that of --init-from]
+    #[arg(long)]
+    preset: Option<Preset>,
+    /// Weights to start from: a checkpoint of this program, or a GPT-2 of Hugging Face's transformers as safetensors: the file beside its
+    /// config.json, the index of several, or the folder. Size and tokenizer come from it. Optimizer and data order begin anew. It is left out
+    /// with --resume, which has all of that.
+    #[arg(long)]
+    init_from: Option<PathBuf>,
+    /// Tokens a sequence, instead of the preset's or at most as many as --init-from has positions.
     #[arg(long)]
     block_size: Option<usize>,
     /// A text file, a folder of text files, or token shards (.bin). [default: documentation of this program's own dependencies]
@@ -66,9 +77,9 @@ pub(super) struct TrainArgs {
     /// may be removed when no run uses it.
     #[arg(long)]
     no_token_cache: bool,
-    /// gpt2 (byte-pair encoding), bytes or chars.
-    #[arg(long, default_value = "gpt2")]
-    tokenizer: TokenizerKind,
+    /// gpt2 (byte-pair encoding), bytes or chars. [default: gpt2, or that of --init-from]
+    #[arg(long)]
+    tokenizer: Option<TokenizerKind>,
     /// Optimizer steps.
     #[arg(long, default_value_t = 100)]
     steps: u64,
@@ -225,8 +236,9 @@ pub(super) struct TrainArgs {
     /// Print every so many steps.
     #[arg(long, default_value_t = 10)]
     log_every: u64,
-    /// Folder for the weights (model.safetensors, and best.safetensors of the best validation), the steps (steps.jsonl), TensorBoard's event
-    /// file and the checkpoints of --save-every. One that holds an earlier run is refused, unless that goes on by --resume.
+    /// Folder for the weights (model.safetensors, the files by which Hugging Face's transformers open it, and best.safetensors of the best
+    /// validation), the steps (steps.jsonl), TensorBoard's event file and the checkpoints of --save-every. One that holds an earlier run is
+    /// refused, unless that goes on by --resume.
     #[arg(long, default_value = "out")]
     out: PathBuf,
     /// Replace an earlier run in --out: its files are removed when all ranks are there, before the first step.
@@ -240,9 +252,10 @@ pub(super) struct TrainArgs {
     #[arg(long, default_value_t = 2)]
     keep: usize,
     /// Go on from a checkpoint of the whole state: its folder, the folder of a run, or latest for the newest in --out. All else is given
-    /// as for the run that it is of. Others may be: ranks, --strategy and its options, --transport and what concerns it, --wire,
-    /// --precision, --loss-scale, --accumulation, --recompute, --threads, --device, --out, --eval-every, --eval-batches, --save-every, --keep.
-    /// With the same ranks, strategy and types the result is that of a run which was never interrupted, to the last bit.
+    /// as for the run that it is of, but for --init-from, which is left out. Others may be: ranks, --strategy and its options, --transport
+    /// and what concerns it, --wire, --precision, --loss-scale, --accumulation, --recompute, --threads, --device, --out, --eval-every,
+    /// --eval-batches, --save-every, --keep. With the same ranks, strategy and types the result is that of a run which was never
+    /// interrupted, to the last bit.
     #[arg(long, value_name = "DIR|latest", overrides_with = "resume")]
     resume: Option<PathBuf>,
     /// When a rank dies, start all ranks again from the last checkpoint, or from the beginning where there is none, at most so often.
@@ -270,7 +283,8 @@ fn setting(setting: Setting, what: &str) -> String {
 /// More lanes than this are of no use to anyone.
 const MAX_LANES: usize = 256;
 
-pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
+/// `arguments` are those of the program, by which ranks are started.
+pub(super) fn run(args: TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliError> {
     job::die_with_parent()?;
     match Job::from_env_with(args.insecure)? {
         Some(job) => {
@@ -287,7 +301,7 @@ pub(super) fn run(args: TrainArgs) -> Result<ExitCode, CliError> {
             }
             run_one(&args, &job)
         }
-        None => start(&args),
+        None => start(&args, arguments),
     }
 }
 
@@ -314,7 +328,7 @@ fn run_one(args: &TrainArgs, job: &Job) -> Result<ExitCode, CliError> {
             say(prepared.describe(args, job.world_size));
         }
     }
-    let Prepared { config, corpus, options, device } = &prepared;
+    let Prepared { config, corpus, options, device, .. } = &prepared;
     match run_rank(job, config, corpus, options, device, &mut progress) {
         Ok(_) => Ok(ExitCode::SUCCESS),
         Err(TrainError::Comm(error)) => {
@@ -370,14 +384,14 @@ fn refuse_for_all(
     // The user has been told; later errors are not reported.
     let silent = Verbosity { speaks: false, warns: false };
     let prepared = prepared.map_or_else(|| Prepared::new(args, job.world_size, ranks_here, earlier, silent), Ok);
-    if let Ok(Prepared { config, corpus, options, device }) = &prepared {
+    if let Ok(Prepared { config, corpus, options, device, .. }) = &prepared {
         let _ = refuse(job, config, corpus, options, device, &why.to_string());
     }
     Ok(ExitCode::FAILURE)
 }
 
 /// No launcher started this process: it is one itself, unless all ranks fit in it.
-fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
+fn start(args: &TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliError> {
     let ranks = args.nproc.unwrap_or(if args.strategy == StrategyKind::Single { 1 } else { 2 });
     check_saving(args)?;
     let earlier = EarlierRun::find(args)?;
@@ -399,7 +413,7 @@ fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
             None => format!("ranks: {ranks}, the default for --strategy {}; see --nproc", args.strategy),
         });
         say(prepared.describe(args, ranks));
-        let Prepared { config, corpus, options, device } = &prepared;
+        let Prepared { config, corpus, options, device, .. } = &prepared;
         return match run_threads(config, corpus, ranks, options, device, &mut progress) {
             Ok(_) => Ok(ExitCode::SUCCESS),
             Err(error @ TrainError::Stopped { .. }) => Ok(stopped(&error, 0)),
@@ -409,7 +423,7 @@ fn start(args: &TrainArgs) -> Result<ExitCode, CliError> {
     say(prepared.describe(args, ranks));
     let resume = prepared.options.keep.resume.clone();
     drop(prepared);
-    let mut command: Vec<OsString> = std::env::args_os().skip(1).collect();
+    let mut command = arguments;
     if args.nproc.is_none() {
         command.extend(["--nproc".into(), ranks.to_string().into()]);
     }
@@ -476,6 +490,8 @@ struct Prepared {
     corpus: Corpus,
     options: RankOptions,
     device: Device,
+    /// What the model's size comes from, for people.
+    model: String,
 }
 
 impl Prepared {
@@ -500,12 +516,10 @@ impl Prepared {
         let resume = earlier.resume.as_deref().map(Saved::open).transpose()?;
         let CheckedDevice { device, largest_tensor } = args.device.open()?;
         let cuda_device = cuda_ordinal(&device).map(usize::from);
-        folder::make_writable(&args.out)?;
-        let corpus = load(args, verbosity)?;
-
-        let mut model = args.preset.config(corpus.vocab_size());
-        model.block_size = args.block_size.unwrap_or(model.block_size);
-        model.validate()?;
+        folder::make_writable(&args.out, "--out ")?;
+        let start = Start::new(args, resume.as_ref())?;
+        let corpus = load(args, start.tokenizer()?, verbosity)?;
+        let (model, initial) = start.model(args, &corpus)?;
         let config = TrainConfig {
             model,
             strategy: args.strategy,
@@ -519,6 +533,7 @@ impl Prepared {
             loss_scaling,
             loss_factor: args.loss_factor,
             seed: args.seed,
+            initial,
             steps: args.steps,
             global_batch: args.batch,
             accumulation: args.accumulation,
@@ -541,7 +556,7 @@ impl Prepared {
             threads: args.threads.unwrap_or_else(|| (cores / ranks_here).max(1)),
             keep: keep(args, resume),
         };
-        Ok(Prepared { config, corpus, options, device })
+        Ok(Prepared { config, corpus, options, device, model: start.describe() })
     }
 
     /// The observer of `rank`: only rank 0 prints and writes.
@@ -556,7 +571,7 @@ impl Prepared {
             "text: {}\nmodel: {} ({} layers, {} heads, {} wide, {} tokens a sequence, {:.2} M parameters)\nstrategy: {} on {ranks} \
              rank(s){over}, {} thread(s) each, {} sequences a step{}",
             self.corpus.describe(),
-            args.preset,
+            self.model,
             model.n_layer,
             model.n_head,
             model.n_embd,
@@ -589,8 +604,19 @@ fn saves_state(args: &TrainArgs) -> bool {
     args.strategy.spec().is_one_device && args.optimizer != OptimizerKind::Sgd
 }
 
-/// Refuses what asks for checkpoints of a run that has none.
+/// Refuses what asks for checkpoints of a run that has none, and weights to start from of one that goes on.
 fn check_saving(args: &TrainArgs) -> Result<(), CliError> {
+    // Ranks that are started again have the arguments of the first start.
+    if let (Some(init_from), Some(resume), 0) = (&args.init_from, &args.resume, args.restarts) {
+        return Err(format!(
+            "--init-from {} does not go with --resume {}, which has the weights, the size and the tokenizer of the run that goes on; leave \
+             out --init-from to go on, or --resume to begin anew",
+            init_from.display(),
+            resume.display()
+        )
+        .into());
+    }
+    check_restarts_from(args)?;
     let given = [
         ("--save-every", args.save_every > 0),
         ("--resume", args.resume.is_some()),
@@ -611,6 +637,22 @@ fn check_saving(args: &TrainArgs) -> Result<(), CliError> {
     }
 }
 
+/// Refuses weights to start from that a run which may be started again would itself replace.
+fn check_restarts_from(args: &TrainArgs) -> Result<(), CliError> {
+    let Some(init_from) = args.init_from.as_ref().filter(|_| args.max_restarts > 0) else { return Ok(()) };
+    let (Ok(weights), Ok(out)) = (init_from.canonicalize(), args.out.canonicalize()) else { return Ok(()) };
+    if weights != out && weights.parent() != Some(&out) {
+        return Ok(());
+    }
+    Err(format!(
+        "--max-restarts: the weights of --init-from {} lie in --out {} and are replaced there, so that nothing could be started again from \
+         them; give another folder",
+        init_from.display(),
+        args.out.display()
+    )
+    .into())
+}
+
 /// What is saved, and from what the run goes on.
 fn keep(args: &TrainArgs, resume: Option<Saved>) -> Keep {
     let store = folder::checkpoints(&args.out);
@@ -621,6 +663,110 @@ fn keep(args: &TrainArgs, resume: Option<Saved>) -> Keep {
         resume: resume.map(Arc::new),
         stop: StopRequest::default(),
         restarts: Restarts { count: args.restarts, steps_lost: args.steps_lost },
+    }
+}
+
+/// What a run's model and tokenizer come from.
+enum Start {
+    /// A size, and random weights.
+    Preset(Preset),
+    /// Weights.
+    Stored(Box<StoredWeights>),
+    /// A checkpoint of the whole state of a run that began with weights.
+    Saved(Box<Begun>),
+}
+
+/// What a run that goes on has from the weights that it began with.
+struct Begun {
+    initial: InitialWeights,
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+}
+
+impl Begun {
+    /// Of the run in `saved`, if it began with weights.
+    fn of(saved: &Saved) -> Result<Option<Self>, SavedError> {
+        let state = saved.state();
+        let unreadable = |error: serde_json::Error| SavedError::Foreign {
+            path: saved.folder().into(),
+            detail: format!("the model that it began with: {error}"),
+        };
+        let initial = serde_json::from_value::<Option<InitialWeights>>(state.config["initial"].clone());
+        let Some(initial) = initial.map_err(unreadable)? else { return Ok(None) };
+        let model = serde_json::from_value(state.config["model"].clone()).map_err(unreadable)?;
+        let tokenizer = serde_json::from_value(state.tokenizer.clone()).map_err(unreadable)?;
+        Ok(Some(Begun { initial, model, tokenizer }))
+    }
+}
+
+impl Start {
+    /// Of a run that goes on from `saved`, if from any.
+    fn new(args: &TrainArgs, saved: Option<&Saved>) -> Result<Self, CliError> {
+        if let Some(begun) = saved.map(Begun::of).transpose()?.flatten() {
+            return Ok(Start::Saved(Box::new(begun)));
+        }
+        let Some(path) = &args.init_from else { return Ok(Start::Preset(args.preset.unwrap_or(Preset::Tiny))) };
+        let stored = StoredWeights::open(path)?;
+        if let Some(preset) = args.preset {
+            let wanted =
+                ModelConfig { block_size: stored.config().block_size, ..preset.config(stored.config().vocab_size) };
+            if wanted != *stored.config() {
+                return Err(format!(
+                    "--preset {preset} is another size than that of --init-from {}; leave out --preset",
+                    path.display()
+                )
+                .into());
+            }
+        }
+        Ok(Start::Stored(Box::new(match args.block_size {
+            Some(size) => stored.with_block_size(size)?,
+            None => stored,
+        })))
+    }
+
+    /// The tokenizer that the weights belong to, where it is known.
+    fn tokenizer(&self) -> Result<Option<Tokenizer>, CliError> {
+        match self {
+            Start::Preset(_) => Ok(None),
+            Start::Stored(stored) => Ok(stored.tokenizer()?),
+            Start::Saved(begun) => Ok(Some(begun.tokenizer.clone())),
+        }
+    }
+
+    /// The model's shape for the text's tokens, and its weights where there are any.
+    fn model(&self, args: &TrainArgs, corpus: &Corpus) -> Result<(ModelConfig, Option<InitialWeights>), CliError> {
+        match self {
+            Start::Preset(preset) => {
+                let mut model = preset.config(corpus.vocab_size());
+                model.block_size = args.block_size.unwrap_or(model.block_size);
+                model.validate()?;
+                Ok((model, None))
+            }
+            Start::Stored(stored) => {
+                check_vocabulary(stored, corpus.tokenizer())?;
+                // Its ranks open it for themselves.
+                let path = args.init_from.clone().unwrap_or_default();
+                Ok((stored.config().clone(), Some(InitialWeights { path, hash: stored.hash()? })))
+            }
+            Start::Saved(begun) => {
+                let Begun { initial, model, .. } = &**begun;
+                // What is given besides and contradicts the checkpoint is found where the settings are compared.
+                let block_size = args.block_size.unwrap_or(model.block_size);
+                let given = args.preset.map_or_else(|| model.clone(), |preset| preset.config(model.vocab_size));
+                Ok((ModelConfig { block_size, ..given }, Some(initial.clone())))
+            }
+        }
+    }
+
+    fn describe(&self) -> String {
+        match self {
+            Start::Preset(preset) => preset.to_string(),
+            Start::Stored(stored) if stored.step() > 0 => {
+                format!("from {} after {} steps", stored.path().display(), stored.step())
+            }
+            Start::Stored(stored) => format!("from {}", stored.path().display()),
+            Start::Saved(begun) => format!("begun from {}", begun.initial.path.display()),
+        }
     }
 }
 
@@ -818,13 +964,38 @@ fn local_options(args: &TrainArgs) -> Result<LocalOptions, CliError> {
     Ok(local)
 }
 
-/// The text, as tokens.
-fn load(args: &TrainArgs, verbosity: Verbosity) -> Result<Corpus, CliError> {
+/// The text, as tokens: of `tokenizer`, where the weights belong to one.
+fn load(args: &TrainArgs, tokenizer: Option<Tokenizer>, verbosity: Verbosity) -> Result<Corpus, CliError> {
+    let tokenizer = match (tokenizer, args.tokenizer, &args.init_from) {
+        (Some(own), Some(asked), _) if own.kind() != asked => {
+            let whose = match (&args.resume, &args.init_from) {
+                (None, Some(path)) => format!("--init-from {}", path.display()),
+                (resume, _) => format!("--resume {}", resume.as_deref().unwrap_or(&args.out).display()),
+            };
+            return Err(format!(
+                "--tokenizer {asked}: the weights of {whose} belong to the tokenizer {}; leave out --tokenizer",
+                own.kind()
+            )
+            .into());
+        }
+        (None, None, Some(path)) => {
+            return Err(format!(
+                "--init-from {}: nothing there says which tokenizer its model has; name it (--tokenizer)",
+                path.display()
+            )
+            .into());
+        }
+        (own, ..) => own,
+    };
     let source = CorpusSource::from_path(args.data.clone(), default_cargo_home());
     let cache = TokenCache::of_user().filter(|_| !args.no_token_cache);
-    let options = LoadOptions { documents: !args.no_special_tokens, cache };
+    let options = LoadOptions { documents: !args.no_special_tokens, cache, ..LoadOptions::default() };
     let mut loading = LoadProgress::new(verbosity.speaks);
-    let corpus = Corpus::load_as(&source, args.tokenizer, &options, &mut |now| loading.watch(now))?;
+    let watch = &mut |now| loading.watch(now);
+    let corpus = match &tokenizer {
+        Some(tokenizer) => Corpus::load_with(&source, tokenizer, &options, watch)?,
+        None => Corpus::load_as(&source, args.tokenizer.unwrap_or_default(), &options, watch)?,
+    };
     loading.finish(options.cache.as_ref().map(TokenCache::folder), verbosity.warns);
     Ok(corpus)
 }

@@ -138,7 +138,8 @@ impl<'a> Loader<'a> {
     fn how(&self) -> Vec<u8> {
         let given = self.given.and_then(|tokenizer| serde_json::to_string(tokenizer).ok()).unwrap_or_default();
         let documents = if self.documents() { "documents" } else { "text" };
-        format!("encoding 1, {}, {documents}, {given}", self.kind).into_bytes()
+        let whole = if self.options.held_out { "" } else { ", whole" };
+        format!("encoding 1, {}, {documents}, {given}{whole}", self.kind).into_bytes()
     }
 
     fn read(&mut self, files: &[PathBuf], origin: &Origin, alive: &mut dyn FnMut()) -> Result<Vec<u8>, CorpusError> {
@@ -179,12 +180,13 @@ impl<'a> Loader<'a> {
             (None, TokenizerKind::Chars) => Tokenizer::chars_of(text::utf8(text, kind)?)?,
         };
         if kind == TokenizerKind::Bytes {
-            let (train, validation) = text.split_at(nine_tenths(text.len()));
+            let at = if self.options.held_out { nine_tenths(text.len()) } else { text.len() };
+            let (train, validation) = text.split_at(at);
             let (train, validation) = (tokenizer.encode_bytes(train)?, tokenizer.encode_bytes(validation)?);
             return Ok((tokenizer, train, validation, 0));
         }
         let text = text::utf8(text, kind)?;
-        let at = held_out_from(text, documents);
+        let at = if self.options.held_out { held_out_from(text, documents) } else { text.len() };
         let (mut done, total) = (0, text.len() as u64);
         let mut watch = |more: usize| {
             done += more as u64;
@@ -203,7 +205,7 @@ impl<'a> Loader<'a> {
     }
 
     fn shards(mut self, path: &Path, files: Vec<PathBuf>) -> Result<Corpus, CorpusError> {
-        let set = ShardSet::of(files);
+        let set = if self.options.held_out { ShardSet::of(files) } else { ShardSet::Whole(files) };
         let files: Vec<PathBuf> = match &set {
             ShardSet::Whole(files) => files.clone(),
             ShardSet::Parts { train, validation } => [train.as_slice(), validation].concat(),
@@ -212,7 +214,7 @@ impl<'a> Loader<'a> {
         let (train, validation) = match set {
             ShardSet::Whole(files) => {
                 let stream = shards::open(files)?;
-                let at = nine_tenths(stream.len());
+                let at = if self.options.held_out { nine_tenths(stream.len()) } else { stream.len() };
                 stream.split(at)
             }
             ShardSet::Parts { train, validation } => (shards::open(train)?, shards::open(validation)?),

@@ -190,7 +190,14 @@ fn without_the_documentation_synthetic_text_stands_in_and_says_so() {
 fn a_checkpoints_tokenizer_keeps_its_numbering() {
     let folder = folder_with(&[("old.txt", b"abcdefghij"), ("new.txt", b"jjjjjaaaaa"), ("other.txt", b"xyz")]);
     let old = load(&folder.path().join("old.txt"), TokenizerKind::Chars).unwrap();
-    let with = |name| Corpus::load_with(&CorpusSource::Path(folder.path().join(name)), old.tokenizer());
+    let with = |name| {
+        Corpus::load_with(
+            &CorpusSource::Path(folder.path().join(name)),
+            old.tokenizer(),
+            &LoadOptions::default(),
+            &mut |_| (),
+        )
+    };
     assert_eq!(ids(with("new.txt").unwrap().train()), [9, 9, 9, 9, 9, 0, 0, 0, 0]);
     let error = with("other.txt").unwrap_err();
     assert!(matches!(
@@ -355,7 +362,7 @@ fn the_end_of_a_document_is_one_token_and_is_counted() {
     assert_eq!(all(&gpt2).iter().filter(|id| **id == 50_256).count(), 2);
     assert!(gpt2.describe().contains(" bytes, 2 documents, "), "{}", gpt2.describe());
 
-    let plain = LoadOptions { documents: false, cache: None };
+    let plain = LoadOptions { documents: false, ..LoadOptions::default() };
     let as_text =
         |path: &Path, kind| Corpus::load_as(&CorpusSource::Path(path.to_owned()), kind, &plain, &mut |_| ()).unwrap();
     let text = as_text(&many, TokenizerKind::Gpt2);
@@ -380,7 +387,7 @@ fn files_of_a_folder_are_documents_for_gpt2_alone() {
     assert_eq!(all(&gpt2)[..5], [15_496, 50_256, 995, 198, 50_256]);
     assert_eq!(gpt2.documents(), Some(3));
     assert!(gpt2.describe().contains("text of 4 files in ") && gpt2.describe().contains(", 3 documents, "));
-    let plain = LoadOptions { documents: false, cache: None };
+    let plain = LoadOptions { documents: false, ..LoadOptions::default() };
     let source = CorpusSource::Path(folder.path().to_owned());
     let text = Corpus::load_as(&source, TokenizerKind::Gpt2, &plain, &mut |_| ()).unwrap();
     assert_eq!(text.bytes(), b"Hello\n world\nHello".len() as u64);

@@ -14,6 +14,7 @@
 
 pub(crate) mod cross_entropy;
 mod error;
+mod generation;
 mod head;
 mod layers;
 mod layout;
@@ -26,6 +27,7 @@ use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
 use comm_core::Buffer;
 
 pub use error::ModelError;
+pub use generation::Generation;
 pub use layers::{BlockLayer, LayerRun};
 pub use layout::{ParamInfo, SegmentInfo, layout};
 pub use pass::{Destination, Pass, PassHooks, SegmentGrads};

@@ -2,13 +2,14 @@
 
 use std::borrow::Cow;
 use std::mem;
+use std::path::Path;
 
 use comm_core::{CommunicatorExt, Deadline, ReduceOp};
 
 use super::history::History;
 use super::rank::Trainer;
 use super::{Parts, RankReport, Summary, TrainError, median};
-use crate::checkpoint::{self, Checkpoint, CheckpointError, WeightsHash};
+use crate::checkpoint::{self, Checkpoint, CheckpointError, WeightsHash, save_companions};
 use crate::corpus::Corpus;
 use crate::flat::Flat;
 use crate::memory::{self, Usage};
@@ -120,12 +121,18 @@ impl Trainer<'_> {
     }
 
     /// Writes a checkpoint of these weights, on the rank that saves.
-    fn write(&self, weights: Vec<Vec<f32>>, corpus: &Corpus, step: u64) -> Result<(), TrainError> {
+    fn write(&mut self, weights: Vec<Vec<f32>>, corpus: &Corpus, step: u64) -> Result<(), TrainError> {
         let Some(path) = self.keep.model.as_ref().filter(|_| self.writes()) else { return Ok(()) };
         let tokenizer = serde_json::to_value(corpus.tokenizer())
             .map_err(|error| comm_core::Error::Internal(format!("the tokenizer's description: {error}")))?;
         let (config, several_documents) = (self.config.model.clone(), corpus.has_several_documents());
-        Ok(Checkpoint { config, tokenizer, step, several_documents, weights }.save(path)?)
+        Checkpoint { config, tokenizer, step, several_documents, weights }.save(path)?;
+        if !self.has_companions {
+            let folder = path.parent().unwrap_or(Path::new(""));
+            save_companions(folder, &self.config.model, Some(corpus.tokenizer()))?;
+            self.has_companions = true;
+        }
+        Ok(())
     }
 
     /// This rank's masters of one segment, in host memory.

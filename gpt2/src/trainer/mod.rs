@@ -22,6 +22,7 @@ use isocomm::{Connected, Counters, Medium, Properties, TransportOptions, threads
 use serde::{Deserialize, Serialize};
 
 use crate::batches::LastBatch;
+use crate::checkpoint::InitialWeights;
 use crate::checkpoint::sharded::Best;
 use crate::config::ModelConfig;
 use crate::corpus::Corpus;
@@ -58,6 +59,9 @@ pub struct TrainConfig {
     pub loss_factor: f64,
     /// Seed of weights and data order.
     pub seed: u64,
+    /// Weights to start from, instead of those that the seed gives. A run that goes on from a checkpoint of its whole state has that one's.
+    #[serde(default)]
+    pub initial: Option<InitialWeights>,
     /// Optimizer steps.
     pub steps: u64,
     /// Sequences a step, over all ranks and micro-steps.
@@ -91,6 +95,7 @@ impl TrainConfig {
             loss_scaling: LossScaling::Off,
             loss_factor: 1.0,
             seed: 1337,
+            initial: None,
             steps: 10,
             global_batch: 12,
             accumulation: 1,

@@ -52,6 +52,8 @@ pub(super) struct Trainer<'a> {
     pub(super) replicas_agree: bool,
     /// What is saved.
     pub(super) keep: &'a Keep,
+    /// Whether what lies beside the saved weights, which stays the same, has been saved.
+    pub(super) has_companions: bool,
     /// The best validation so far.
     pub(super) best: Option<Best>,
     /// Whether anyone saves weights: all ranks bring their masters for it.
@@ -103,6 +105,7 @@ impl<'a> Trainer<'a> {
             replicas_agree: true,
             best: keep.resume.as_ref().and_then(|saved| saved.state().best),
             keep,
+            has_companions: false,
             saves,
             started: Instant::now(),
         })
@@ -324,7 +327,7 @@ fn local<'a>(
         stop: keep.stop.clone(),
         leaving: None,
     };
-    initialise(&mut local, built, Start::of(keep.resume.as_deref()))?;
+    initialise(&mut local, built, Start::of(keep.resume.as_deref(), config)?)?;
     if let Some(saved) = &keep.resume {
         restore_rest(&mut local, saved)?;
     }
@@ -351,6 +354,7 @@ fn initialise(local: &mut Local<'_>, built: &Built, mut start: Start<'_>) -> Res
     for (segment, (info, range)) in infos.iter().zip(&built.owned).enumerate() {
         let (mut values, own) = match &mut start {
             Start::Seed => (info.initial(&config.model, config.seed), range.clone()),
+            Start::Weights(stored) => (stored.segment(segment)?, range.clone()),
             Start::Saved(_, reader) if keeps_model => (reader.read(segment, Kind::Master, 0..info.len)?, range.clone()),
             Start::Saved(_, reader) => (reader.read(segment, Kind::Master, range.clone())?, 0..range.len()),
         };

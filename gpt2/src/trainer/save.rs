@@ -11,10 +11,11 @@ use comm_core::process::StopRequest;
 use comm_core::{CommunicatorExt, Deadline, ReduceOp, shard_range};
 use serde::{Deserialize, Serialize};
 
-use super::TrainError;
 use super::local::Local;
 use super::rank::Trainer;
+use super::{TrainConfig, TrainError};
 use crate::checkpoint::sharded::{Best, PartFile, PartWriter, Piece, Reader, Saved, SavedError, State, Store};
+use crate::checkpoint::{InitialWeights, StoredWeights};
 use crate::corpus::Corpus;
 use crate::memory;
 
@@ -238,15 +239,39 @@ fn ranges_to_write(owned_by: &[Vec<(usize, usize)>], rank: usize) -> Vec<Range<u
 pub(super) enum Start<'a> {
     /// The seed.
     Seed,
-    /// A checkpoint.
+    /// The weights of another run or program; the optimizer begins anew.
+    Weights(StoredWeights),
+    /// A checkpoint of the whole state.
     Saved(&'a Saved, Reader<'a>),
 }
 
 impl<'a> Start<'a> {
-    /// Of a run that is to go on from `saved`, if from any.
-    pub(super) fn of(saved: Option<&'a Saved>) -> Self {
-        saved.map_or(Start::Seed, |saved| Start::Saved(saved, Reader::new(saved)))
+    /// Of a run that is to go on from `saved`, if from any, and otherwise begins as its settings say.
+    ///
+    /// # Errors
+    /// The weights to start from are not there, or not of the run's model.
+    pub(super) fn of(saved: Option<&'a Saved>, config: &TrainConfig) -> Result<Self, TrainError> {
+        Ok(match (saved, &config.initial) {
+            (Some(saved), _) => Start::Saved(saved, Reader::new(saved)),
+            (None, Some(initial)) => Start::Weights(weights(config, initial)?),
+            (None, None) => Start::Seed,
+        })
     }
+}
+
+/// The weights to start from, which are to be of the run's model.
+fn weights(config: &TrainConfig, initial: &InitialWeights) -> Result<StoredWeights, TrainError> {
+    let stored = StoredWeights::open(&initial.path)?.with_block_size(config.model.block_size)?;
+    if *stored.config() != config.model {
+        return Err(comm_core::Error::invalid(format!(
+            "the weights in {} are of a model of another shape: {:?} instead of {:?}",
+            initial.path.display(),
+            stored.config(),
+            config.model
+        ))
+        .into());
+    }
+    Ok(stored)
 }
 
 /// Gives a rank what is not sharded of a checkpoint.

@@ -18,8 +18,8 @@ impl Bench {
         let folder = tempfile::tempdir().unwrap();
         let bench = Bench {
             options: LoadOptions {
-                documents: true,
                 cache: Some(TokenCache::new(folder.path().join("cache/tokens")).from_bytes(1)),
+                ..LoadOptions::default()
             },
             folder,
         };
@@ -112,7 +112,9 @@ fn text_tokenizer_and_options_are_told_apart() {
     let known = Tokenizer::chars_of("abcdef").unwrap();
     assert_eq!(other.load(TokenizerKind::Chars).0.vocab_size(), 3);
     assert_eq!(
-        Corpus::load_with(&CorpusSource::Path(other.path()), &known).unwrap().vocab_size(),
+        Corpus::load_with(&CorpusSource::Path(other.path()), &known, &LoadOptions::default(), &mut |_| ())
+            .unwrap()
+            .vocab_size(),
         6,
         "the vocabulary of the checkpoint"
     );
