@@ -41,7 +41,7 @@ const ROUNDS: u32 = 3;
 pub(crate) struct Args {
     #[command(subcommand)]
     pub(crate) command: Option<Command>,
-    /// Folder for results.jsonl and proof.jsonl. [default: a new folder under bench-results/]
+    /// Folder for the report, results.jsonl, proof.jsonl and traces. [default: a new folder under bench-results/]
     #[arg(long)]
     out: Option<PathBuf>,
     /// Run although this is a debug build.
@@ -55,7 +55,7 @@ pub(crate) struct Args {
     /// Transports, separated by commas.
     #[arg(long, value_delimiter = ',', default_values_t = TransportKind::all())]
     transports: Vec<TransportKind>,
-    /// Ranks of the matrix.
+    /// Ranks of each cell of the matrix (single has 1, hierarchical at least 4).
     #[arg(long, default_value_t = 2)]
     ranks: usize,
     /// Model size.
@@ -64,14 +64,14 @@ pub(crate) struct Args {
     /// Optimizer steps of a run.
     #[arg(long, default_value_t = 12)]
     steps: u64,
-    /// Links, separated by commas: names of profiles or files of one (see `bench links --help`). Transports through memory go over none.
+    /// Links, separated by commas: profiles, by name or file (see `bench links --help`). Transports through memory go over none.
     #[arg(long, value_delimiter = ',', default_value = "loopback,lan-1g,wan-near")]
     links: Vec<String>,
-    /// How often each cell of the matrix runs. [default: 3 times, and then as often as --budget allows]
+    /// How often each cell of the matrix runs. [default: as often as --budget allows; from the 4th time on only cells that are not told apart]
     #[arg(long, conflicts_with = "budget")]
     rounds: Option<u32>,
-    /// Time for the matrix, such as 90s or 5m: what is left after 3 rounds goes to cells that are not told apart yet. The first round is
-    /// always finished.
+    /// Time for the matrix, such as 90s or 5m. The first round is always finished, even if it takes longer; what is left after 3 rounds goes
+    /// to cells that are not told apart yet.
     #[arg(long, default_value = "3m", value_parser = budget)]
     budget: Duration,
     /// Print a line for each cell, with throughput, payload, loss and memory.

@@ -56,7 +56,7 @@ fn of_link(digest: &Digest<'_>, cases: &[&Case<'_>]) -> Option<String> {
     if few < ROUNDS {
         let rounds = count(few, "round");
         return Some(format!(
-            "{place}: the shortest step is {} with {}; after {rounds} it is not known whether that is chance ({ROUNDS} are needed).",
+            "{place}: the shortest step is {} with {}; after {rounds} this may be chance; {ROUNDS} rounds are needed to tell.",
             spent(best),
             name(digest, best)
         ));
@@ -69,7 +69,7 @@ fn of_link(digest: &Digest<'_>, cases: &[&Case<'_>]) -> Option<String> {
         several => format!("and {several} others cannot be told apart from it"),
     };
     let costs = added(digest, best).map_or(String::new(), |(found, than)| {
-        format!(", {} ms of it for the link (against {than})", figure(found.difference.estimate.max(0.0)))
+        format!(", {} ms more than over {than}", figure(found.difference.estimate.max(0.0)))
     });
     let mut text = format!("{place}: a step of {} takes {}{costs}, {near}.", name(digest, best), spent(best));
     if worst.against(best).is_some_and(|found| found.verdict > 0) {
@@ -132,12 +132,12 @@ fn quic(digest: &Digest<'_>, links: &[&str]) -> Option<String> {
                 let number = of(verdict).count();
                 let range = if number == 1 { format!("{least:.2}") } else { format!("{least:.2} to {most:.2}") };
                 (number > 0)
-                    .then(|| format!("{word} in {number} of {} strategies ({range} times its time)", here.len()))
+                    .then(|| format!("{word} in {number} of {} comparisons ({range} times its time)", here.len()))
             };
             let parts: Vec<String> = one(1, "slower").into_iter().chain(one(-1, "faster")).collect();
             match (here.is_empty(), parts.is_empty()) {
                 (true, _) => None,
-                (false, true) => Some(format!("on {link} no different")),
+                (false, true) => Some(format!("on {link} not told apart")),
                 (false, false) => Some(format!("on {link} {}", parts.join(" and "))),
             }
         })
@@ -218,7 +218,7 @@ fn table(digest: &Digest<'_>, timed: &[&Case<'_>], links: &[&str]) -> Option<Str
     text.push(format!("Step in ms{over}, and the share of it that waits for the network:"));
     text.push(grid(&head, &lines));
     if names.len() > MOST_ROWS {
-        text.push(format!("and {} more, in the report", names.len() - MOST_ROWS));
+        text.push(format!("and {} more rows in the report", names.len() - MOST_ROWS));
     }
     let crowds = distinct(shown.iter().filter_map(|case| case.crowd.as_deref()));
     if !crowds.is_empty() {

@@ -50,7 +50,7 @@ pub(super) struct TrainArgs {
     /// for single, else 2]
     #[arg(long)]
     nproc: Option<usize>,
-    /// TOML file of settings under the names of these options, such as `strategy = "ddp"`; what the command line gives wins, and a switch that
+    /// TOML file of settings under the names of these options, such as `strategy = "ddp"`; the command line wins, and a switch that
     /// the file turns on is turned off by `--switch=false`. Paths in it are relative to the current folder.
     #[arg(long)]
     pub(super) config: Option<PathBuf>,
@@ -58,8 +58,8 @@ pub(super) struct TrainArgs {
     #[arg(long)]
     preset: Option<Preset>,
     /// Weights to start from: a checkpoint of this program, or a GPT-2 of Hugging Face's transformers as safetensors: the file beside its
-    /// config.json, the index of several, or the folder. Size and tokenizer come from it. Optimizer and data order begin anew. It is left out
-    /// with --resume, which has all of that.
+    /// config.json, the index of several, or the folder. Size and tokenizer come from it. Optimizer and data order begin anew. Not with
+    /// --resume, which has all of that.
     #[arg(long)]
     init_from: Option<PathBuf>,
     /// Tokens a sequence, instead of the preset's or at most as many as --init-from has positions.
@@ -106,7 +106,7 @@ pub(super) struct TrainArgs {
     /// Compute activations again in the backward pass instead of keeping them.
     #[arg(long)]
     recompute: bool,
-    /// By which kernels layers and loss are computed: fused (a layer's work in as few passes over memory as there can be) or composed (the
+    /// By which kernels layers and loss are computed: fused (a layer's work in as few passes over memory as possible) or composed (the
     /// backend's single operations: slower, with more memory; to measure what fused kernels gain).
     #[arg(long, default_value_t)]
     kernels: KernelChoice,
@@ -245,20 +245,23 @@ pub(super) struct TrainArgs {
     #[arg(long, overrides_with = "overwrite")]
     overwrite: bool,
     /// Save the whole state of the run every so many steps, from which --resume goes on; 0 for never. It goes to checkpoints/step-N in --out,
-    /// which all ranks must share. In any case SIGTERM and SIGUSR1 have all ranks finish their step, save it, and end with exit code 85.
+    /// which all ranks must share. Also without it, SIGTERM and SIGUSR1 have all
+    /// ranks finish their step, save it, and end with exit code 85. Not for strategies whose ranks train by themselves for a time, nor for
+    /// --optimizer sgd, which have no such checkpoints.
     #[arg(long, default_value_t = 0)]
     save_every: u64,
     /// Checkpoints of the whole state that are kept: the newest.
     #[arg(long, default_value_t = 2)]
     keep: usize,
-    /// Go on from a checkpoint of the whole state: its folder, the folder of a run, or latest for the newest in --out. All else is given
-    /// as for the run that it is of, but for --init-from, which is left out. Others may be: ranks, --strategy and its options, --transport
+    /// Go on from a checkpoint of the whole state: its folder, the folder of a run, or latest for the newest in --out. Give the
+    /// same options as for that run, without --init-from. These may differ: ranks, --strategy and its options, --transport
     /// and what concerns it, --wire, --precision, --loss-scale, --accumulation, --recompute, --threads, --device, --out, --eval-every,
     /// --eval-batches, --save-every, --keep. With the same ranks, strategy and types the result is that of a run which was never
     /// interrupted, to the last bit.
     #[arg(long, value_name = "DIR|latest", overrides_with = "resume")]
     resume: Option<PathBuf>,
-    /// When a rank dies, start all ranks again from the last checkpoint, or from the beginning where there is none, at most so often.
+    /// When a rank dies, start all ranks again from the last checkpoint, or from the beginning where there is none, at most this many
+    /// times.
     /// For processes that this program starts; a launcher such as srun has to do that itself.
     #[arg(long, default_value_t = 0)]
     max_restarts: u64,
