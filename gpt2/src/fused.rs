@@ -137,14 +137,20 @@ pub(crate) fn view<const D: usize>(flat: &FlexTensor, shape: Shape, start: usize
     Tensor::from_primitive::<Flex>(FlexTensor::from_arc(flat.data_arc(), layout, DType::F32))
 }
 
-/// The vectors of `tokens`, `[b, t]`, in the table `wte_vc`, and of their positions in `wpe_tc`; host tensors of f32 only.
-pub(crate) fn embedding(wte_vc: Tensor<2>, wpe_tc: Tensor<2>, tokens: &[i32], [b, t]: [usize; 2]) -> Tensor<3> {
+/// The vectors of `tokens`, `[b, t]`, in the table `wte_vc`, and of their positions from `start` on in `wpe_tc`; host tensors of f32 only.
+pub(crate) fn embedding(
+    wte_vc: Tensor<2>,
+    wpe_tc: Tensor<2>,
+    tokens: &[i32],
+    start: usize,
+    [b, t]: [usize; 2],
+) -> Tensor<3> {
     let (wte, wpe) = (plain(wte_vc), plain(wpe_tc));
     let c = wte.shape()[1];
     let (wte, wpe) = (values(&wte), values(&wpe));
     let mut out = Vec::with_capacity(b * t * c);
     for (index, token) in tokens.iter().enumerate() {
-        let (token, position) = (&wte[*token as usize * c..][..c], &wpe[index % t * c..][..c]);
+        let (token, position) = (&wte[*token as usize * c..][..c], &wpe[(start + index % t) * c..][..c]);
         out.extend(token.iter().zip(position).map(|(token, position)| token + position));
     }
     Tensor::from_primitive::<Flex>(tensor(out, Shape::new([b, t, c])))

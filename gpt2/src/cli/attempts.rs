@@ -34,6 +34,8 @@ struct Latest {
     step: u64,
     /// What its `run.json` says, in which everything has its hash: equal for equal checkpoints alone.
     state: Vec<u8>,
+    /// When that was written: a run that is repeated saves the same.
+    written: Option<SystemTime>,
 }
 
 impl Latest {
@@ -42,7 +44,8 @@ impl Latest {
         let step = *store.steps().last()?;
         let path = store.path(step);
         let state = fs::read(path.join(STATE)).ok()?;
-        Some(Latest { path, step, state })
+        let written = fs::metadata(path.join(STATE)).and_then(|found| found.modified()).ok();
+        Some(Latest { path, step, state, written })
     }
 }
 

@@ -425,6 +425,8 @@ fn start(args: &TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliErro
     }
     say(prepared.describe(args, ranks));
     let resume = prepared.options.keep.resume.clone();
+    // As long as ranks give each other for writing their state: 12 bytes a parameter at 16 MiB a second.
+    let writing = Duration::from_secs(prepared.config.model.parameter_count() as u64 * 12 / (16 << 20));
     drop(prepared);
     let mut command = arguments;
     if args.nproc.is_none() {
@@ -432,7 +434,7 @@ fn start(args: &TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliErro
     }
     let mut launch = Launch::new(std::env::current_exe()?, ranks);
     launch.args.clone_from(&command);
-    launch.stop = saves_state(args).then_some(LEAVING);
+    launch.stop = saves_state(args).then(|| LEAVING.saturating_add(writing));
     // On a terminal rank 0 has it to itself, for its progress bar.
     launch.output = if std::io::stdout().is_terminal() { Output::RankZeroPlain } else { Output::Prefixed };
     let mut attempts = Attempts::new(&args.out, args.max_restarts, resume.as_deref(), command);
@@ -443,7 +445,7 @@ fn start(args: &TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliErro
     Ok(u8::try_from(outcome.code).map_or(ExitCode::FAILURE, ExitCode::from))
 }
 
-/// How long ranks that were asked to leave may take for it.
+/// How long ranks that were asked to leave may take for it, beside the time in which they write their state.
 const LEAVING: Duration = Duration::from_secs(30);
 
 /// Refuses `--nproc` where a launcher has left another number of ranks of this machine, `ranks_here`, in the environment: whoever gives it means
@@ -593,7 +595,7 @@ impl Prepared {
         let changes =
             serde_json::to_value(&self.config).map_or_else(|_| Vec::new(), |now| saved.state().changes(&now, ranks));
         let how = if changes.is_empty() {
-            "to the last bit as if nothing had been".to_owned()
+            "to the last bit as if nothing had been, on the same kind of device".to_owned()
         } else {
             format!("resharded, and equal within rounding ({})", changes.join("; "))
         };

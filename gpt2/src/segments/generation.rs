@@ -57,7 +57,7 @@ impl<'a> Generation<'a> {
             let none = || KeysAndValues::none(heads, block_size, width, &model.device);
             caches = model.blocks.iter().map(|_| none()).collect();
         }
-        let mut x_btc = model.embedding.forward_from(start, tokens_bt);
+        let mut x_btc = model.embed(start, tokens_bt, tokens);
         for (block, cache) in model.blocks.iter().zip(caches) {
             let (next, cache) = block.forward_cached(x_btc, cache, kernels);
             x_btc = next;

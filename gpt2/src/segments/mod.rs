@@ -357,17 +357,17 @@ impl SegmentedModel {
         let [_, t] = tokens_bt.dims();
         let mask_tt = self.mask_tt(t);
         let blocks = self.blocks.iter();
-        Ok(blocks.fold(self.embed(tokens_bt, tokens), |x_btc, block| block.forward(x_btc, &mask_tt, self.kernels())))
+        Ok(blocks.fold(self.embed(0, tokens_bt, tokens), |x_btc, block| block.forward(x_btc, &mask_tt, self.kernels())))
     }
 
-    /// Token ids, which `tokens` are too, to the residual stream.
-    fn embed(&self, tokens_bt: Tensor<2, Int>, tokens: &[i32]) -> Tensor<3> {
+    /// Token ids, which `tokens` are too, at the positions from `start` on, to the residual stream.
+    fn embed(&self, start: usize, tokens_bt: Tensor<2, Int>, tokens: &[i32]) -> Tensor<3> {
         // The backend's lookup copies a table that is a view.
         if self.flats[0].is_some() {
             let Embedding { wte, wpe } = &self.embedding;
-            return fused::embedding(wte.weight.val(), wpe.weight.val(), tokens, tokens_bt.dims());
+            return fused::embedding(wte.weight.val(), wpe.weight.val(), tokens, start, tokens_bt.dims());
         }
-        self.embedding.forward(tokens_bt)
+        self.embedding.forward_from(start, tokens_bt)
     }
 
     /// The final norm, without gradients: `[n, c]`.

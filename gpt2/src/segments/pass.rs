@@ -201,7 +201,7 @@ impl SegmentedModel {
         // Forward: each entry is one segment's own graph.
         let mask_tt = self.mask_tt(t);
         self.enter(hooks, Pass::Forward, 0)?;
-        let mut x_btc = self.embed(tokens_bt.clone(), &batch.inputs);
+        let mut x_btc = self.embed(0, tokens_bt.clone(), &batch.inputs);
         let mut kept = Vec::with_capacity(self.blocks.len());
         for segment in 1..last {
             self.enter(hooks, Pass::Forward, segment)?;
@@ -276,7 +276,7 @@ impl SegmentedModel {
         let tokens_bt = if *batch == TokenBatch::none(batch.cols) { None } else { Some(self.check_batch(batch)?) };
         let mask_tt = self.mask_tt(batch.cols);
         self.enter(hooks, Pass::Forward, 0)?;
-        let mut x_btc = tokens_bt.map(|tokens_bt| self.embed(tokens_bt, &batch.inputs));
+        let mut x_btc = tokens_bt.map(|tokens_bt| self.embed(0, tokens_bt, &batch.inputs));
         for segment in 1..=last {
             self.enter(hooks, Pass::Forward, segment)?;
             x_btc = x_btc.map(|x_btc| match self.blocks.get(segment - 1) {

@@ -29,7 +29,9 @@ impl Trainer<'_> {
         validations: Vec<(u64, f64)>,
     ) -> Result<(Summary, Result<(), TrainError>), TrainError> {
         let steps = self.config.steps;
-        self.local.scaler.finish(steps).map_err(|error| TrainError::Scaling { step: steps, error })?;
+        if !self.has_stepped()? {
+            self.local.scaler.finish(steps).map_err(|error| TrainError::Scaling { step: steps, error })?;
+        }
         let usage = self.memory();
         let (hash, weights) = self.apart(Self::collect)?;
         let mine = self.rank_report(hash.clone(), usage);

@@ -497,6 +497,11 @@ fn run(mut trainer: Trainer<'_>, corpus: &Corpus, observer: &mut dyn Observer) -
         trainer.keep.stop.heed_signals()?;
     }
     observer.started(config.steps);
+    // The best of an earlier run counts where its weights are here, and if it was measured alike.
+    let is_here = trainer.keep.best.as_ref().is_none_or(|path| path.exists());
+    let measured_by = trainer.keep.resume.as_ref().map(|saved| saved.state().config["eval_batches"].clone());
+    let is_alike = measured_by.is_none_or(|batches| batches == config.eval_batches);
+    trainer.best = trainer.best.filter(|_| is_here && is_alike);
     let (mut validations, mut best, mut leaves, mut is_due) = (Vec::new(), None, false, false);
     for step in trainer.first_step()..config.steps {
         let report = trainer.step(step, observer)?;

@@ -70,6 +70,13 @@ impl<'a> Trainer<'a> {
         keep: &'a Keep,
         build: Build<'_>,
     ) -> Result<Self, TrainError> {
+        let has_state = config.strategy.spec().is_one_device && config.optimizer.kind.has_moments();
+        if !has_state && (keep.checkpoints.is_some() || keep.resume.is_some()) {
+            let what = format!("{} with the optimizer {}", config.strategy, config.optimizer.kind);
+            return Err(
+                comm_core::Error::invalid(format!("{what} has no checkpoints from which a run could go on")).into()
+            );
+        }
         let comms = comms(session);
         let places = MemoryPlacement::new(config, &comms, session, device)?;
         let lengths: Vec<usize> = layout(&config.model)?.iter().map(|segment| segment.len).collect();
