@@ -85,10 +85,10 @@
 //! identity ends the job instead of being refused.
 //!
 //! *What the gates protect against:* scanners, ranks of other jobs, stale processes and other unauthenticated peers on the same
-//! network and on the same machine, before and after the ranks connect. Behind the filter a stranger costs what a connection that was
-//! asked for and not completed costs the kernel, at most 4,096 a listener, and no memory, descriptor or time of the process; who asks for
-//! so many that the kernel keeps no more in mind can make the ranks use the relay. With the relay also against a token that was overheard
-//! and is replayed; behind the filter no second connection could show it.
+//! network and on the same machine, before and after the ranks connect. Behind the filter a stranger costs the kernel one half-open
+//! connection, at most 4,096 a listener, and no descriptor of the process. A stranger who fills that queue can make the ranks use the
+//! relay. The relay also refuses a token that was overheard and is replayed; behind the filter no second connection can be made to show
+//! one.
 //!
 //! *What they do not:* the traffic is in the clear and is not authenticated after the opening. Whoever can read packets can
 //! read it, whoever can alter them or take over a connection can inject; use QUIC or a network of your own where that matters. To send

@@ -103,9 +103,16 @@ fn spent(case: &Case<'_>) -> String {
 
 /// The cell in words; its link is told of before.
 fn name(digest: &Digest<'_>, case: &Case<'_>) -> String {
-    let rest = digest.label_without(case.cell, &[Axis::Strategy, Axis::Transport, Axis::Link]);
+    let axes = [&[Axis::Strategy, Axis::Transport, Axis::Link][..], of_one_number(digest)].concat();
+    let rest = digest.label_without(case.cell, &axes);
     let rest = if rest.is_empty() { rest } else { format!(" ({rest})") };
     format!("{} over {}{rest}", case.cell.strategy, case.cell.transport)
+}
+
+/// The number of ranks, as an axis that needs no telling: all cells whose ranks have cores of their own have as many.
+fn of_one_number(digest: &Digest<'_>) -> &'static [Axis] {
+    let own = digest.cases.iter().filter(|case| case.crowd.is_none() && is_networked(case));
+    if distinct(own.map(|case| case.cell.ranks)).len() == 1 { &[Axis::Ranks] } else { &[] }
 }
 
 fn by_step(a: &Case<'_>, b: &Case<'_>) -> Ordering {
@@ -188,11 +195,11 @@ fn table(digest: &Digest<'_>, timed: &[&Case<'_>], links: &[&str]) -> Option<Str
         false => case.cell.transport == name,
     };
     let row_name = |case: &Case<'_>| {
-        let (axes, mark) = match case.crowd {
-            Some(_) => (&[Axis::Link, Axis::Transport, Axis::Ranks][..], "*"),
-            None => (&[Axis::Link, Axis::Transport][..], ""),
+        let (ranks, mark) = match case.crowd {
+            Some(_) => (&[Axis::Ranks][..], "*"),
+            None => (of_one_number(digest), ""),
         };
-        let label = digest.label_without(case.cell, axes);
+        let label = digest.label_without(case.cell, &[&[Axis::Link, Axis::Transport][..], ranks].concat());
         format!("{}{mark}", if label.is_empty() { case.cell.strategy.clone() } else { label })
     };
     let shown: Vec<&&Case<'_>> = timed.iter().filter(|case| columns.iter().any(|name| column(case, name))).collect();

@@ -328,7 +328,8 @@ impl PeerConnector<'_> {
         let identity =
             PeerIdentity::try_from(token).map_err(|error| failed(self.core.rank, "making an identity", &error))?;
         let mut options = SocketOptions::default();
-        options.peer_identity(identity).connect_timeout(self.deadline.remaining());
+        // Whoever waits for the connection has the deadline.
+        options.peer_identity(identity).no_connect_timeout();
         let mut socket = DealerSocket::with_options(options);
         let events = watch(&mut socket);
         Ok((socket, events))

@@ -2,7 +2,7 @@
 //! anything. A socket that it accepts keeps the filter of its listener. They take no privilege.
 
 use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr, TcpListener};
 
 use socket2::Socket;
 
@@ -82,9 +82,9 @@ fn open_to(source: SocketAddr) -> Vec<Step> {
         Step::HasNoneOf(SYN),
     ];
     // Where the IP header has the source's address.
-    let (offset, octets) = match source {
-        SocketAddr::V4(v4) => (12, v4.ip().octets().to_vec()),
-        SocketAddr::V6(v6) => (8, v6.ip().octets().to_vec()),
+    let (offset, octets) = match source.ip().to_canonical() {
+        IpAddr::V4(v4) => (12, v4.octets().to_vec()),
+        IpAddr::V6(v6) => (8, v6.octets().to_vec()),
     };
     for (word, at) in octets.chunks_exact(4).zip((IP_HEADER + offset..).step_by(4)) {
         let word = word.iter().fold(0, |word, octet| word << 8 | u32::from(*octet));
@@ -143,7 +143,7 @@ mod tests {
 
     #[test]
     fn only_the_connection_that_was_asked_for_comes_about() {
-        for bind in ["127.0.0.1:0", "[::1]:0"] {
+        for bind in ["127.0.0.1:0", "[::1]:0", "[::ffff:127.0.0.1]:0"] {
             let bind: SocketAddr = bind.parse().unwrap();
             if TcpListener::bind(bind).is_err() {
                 println!("skipped: no {bind}");
