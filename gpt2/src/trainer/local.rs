@@ -69,7 +69,9 @@ impl Local<'_> {
     fn take_back(&mut self) -> Result<(), TrainError> {
         if self.lends_masters {
             for (segment, masters) in self.masters.iter_mut().enumerate() {
-                if let Some(weights) = self.model.take_params(segment)? {
+                // What stands for them in the model meanwhile is memory of parameters, too.
+                let take = || self.model.take_params(segment);
+                if let Some(weights) = memory::within(Category::Parameters, take)? {
                     *masters = Flat::Host(weights);
                 }
             }
