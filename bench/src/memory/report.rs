@@ -18,10 +18,6 @@ const MOST_RECOMPUTED: f64 = 0.5;
 /// 16-bit computation halves what is kept; on its way a layer's values are in f32.
 const MOST_16_BIT: f64 = 0.75;
 
-/// The same of parameters: half of them, and of the segment that replaces one. In f32 the optimizer updates them in place, so that nothing is
-/// replaced; of a model with twelve equal segments that makes 56 %.
-const MOST_16_BIT_WEIGHTS: f64 = 0.6;
-
 /// A run's line.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Row {
@@ -253,8 +249,12 @@ pub(super) fn verdicts(settings: &Settings, rows: &[Row]) -> Vec<Verdict> {
         compare(recomputed, "recomputation", Category::Activations, MOST_RECOMPUTED);
         let narrow = find(strategy, most, Precision::Bf16, false);
         compare(narrow, "bf16", Category::Activations, MOST_16_BIT);
-        if strategy == StrategyKind::Ddp {
-            compare(narrow, "bf16", Category::Parameters, MOST_16_BIT_WEIGHTS);
+        // By what each of the two may take.
+        let may = |row: &Row| row.bound(Category::Parameters).map(|bytes| bytes as f64);
+        if strategy == StrategyKind::Ddp
+            && let Some((in_16_bit, in_f32)) = narrow.and_then(may).zip(may(plain))
+        {
+            compare(narrow, "bf16", Category::Parameters, in_16_bit / in_f32);
         }
         if let Some(recomputed) = recomputed {
             verdicts.push(Verdict {
