@@ -249,22 +249,6 @@ fn attention_sees_no_later_token() {
 }
 
 #[test]
-fn the_last_logits_are_those_of_the_last_positions() {
-    let model = model();
-    for (rows, cols) in [(1, 1), (1, 16), (3, 5)] {
-        let tokens = batch(rows, cols).inputs;
-        let all = model.logits(&tokens, rows, cols).unwrap();
-        let last = model.last_logits(&tokens, rows, cols).unwrap();
-        assert_eq!(last.len(), rows * 61);
-        for (last, all) in last.chunks(61).zip(all.chunks(cols * 61)) {
-            let expected = &all[(cols - 1) * 61..];
-            assert!(last.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-5), "{rows} {cols}");
-        }
-    }
-    assert!(model.last_logits(&[], 1, 0).is_err());
-}
-
-#[test]
 fn bad_batches_are_explained() {
     let mut model = model();
     let good = batch(2, 8);

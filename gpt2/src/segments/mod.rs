@@ -307,15 +307,6 @@ impl SegmentedModel {
         self.read_logits(self.stream_btc(tokens_bt, inputs)?)
     }
 
-    /// Logits `[rows, vocab_size]`, row-major, of what follows each row of token ids `[rows, cols]`, without gradients.
-    ///
-    /// # Errors
-    /// As [`logits`](Self::logits).
-    pub fn last_logits(&self, inputs: &[i32], rows: usize, cols: usize) -> Result<Vec<f32>, ModelError> {
-        let tokens_bt = self.check_tokens("inputs", inputs, rows, cols)?;
-        self.read_logits(self.stream_btc(tokens_bt, inputs)?.narrow(1, cols - 1, 1))
-    }
-
     /// Loss and all segments' gradients (in forward order) of `scale` times it from one backward pass over the whole model, with
     /// every layer composed of tensor operations and the loss differentiated automatically too: the yardstick for [`forward_backward`](Self::forward_backward), not for training.
     ///
