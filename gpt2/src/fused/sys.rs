@@ -1,5 +1,6 @@
 //! Products of matrices by the crate `gemm`, behind types that say where the elements lie; and memory that is written before it is read.
 
+use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -364,10 +365,89 @@ fn fill(place: &mut [MaybeUninit<f32>], fill: impl FnOnce(&mut [MaybeUninit<f32>
 /// Those elements must be writable, not be accessed by others meanwhile, and, where `add`, be initialised.
 unsafe fn multiply(out: *mut f32, stride: usize, a: Matrix<'_>, b: Matrix<'_>, add: bool, threads: Threads) {
     assert_eq!(a.cols, b.rows, "the inner size of a product");
+    let worthwhile = a.rows >= PANEL_ROWS && a.cols >= PANEL_INNER && b.cols >= PANEL;
+    if worthwhile && b.row_stride == 1 && b.col_stride > 1 {
+        // SAFETY: as the caller promises.
+        return unsafe { multiply_by_panels(out, stride, a, b, add, threads) };
+    }
     let parallelism = match threads {
         Threads::One => Parallelism::None,
         Threads::Pool => Parallelism::Rayon(0),
     };
+    // SAFETY: as the caller promises.
+    unsafe { multiply_whole(out, stride, a, b, add, parallelism) }
+}
+
+/// Columns of a panel of the second factor; the last one has the rest as well.
+const PANEL: usize = 64;
+
+/// Rows of the first factor from which a copy of the second one pays.
+const PANEL_ROWS: usize = 16;
+
+/// Inner sizes from which it pays.
+const PANEL_INNER: usize = 128;
+
+/// Elements between two columns of a panel, beyond their length: a line of the cache. Without it columns of 1,024 elements, or of multiples
+/// of that, would all lie in the same few lines.
+const PANEL_GAP: usize = 16;
+
+/// `multiply` where each column of `b` lies in one piece: panels of some columns are copied to where they lie close together, and multiplied
+/// one by one, each by one thread. `gemm` itself reads such a factor with steps of a column's length, at a third to four fifths of the speed.
+/// The bits are the same: the sum of an element is formed in the same order.
+///
+/// # Safety
+/// As for `multiply`.
+unsafe fn multiply_by_panels(out: *mut f32, stride: usize, a: Matrix<'_>, b: Matrix<'_>, add: bool, threads: Threads) {
+    thread_local! {
+        /// A panel. It stays, so that its pages need not be mapped again for the next one.
+        static PLACE: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+    }
+    let out = Shared(out);
+    let step = b.rows + PANEL_GAP;
+    let panels = b.cols / PANEL;
+    let panel = |i: usize| {
+        let out = out;
+        let start = i * PANEL;
+        let count = if i + 1 == panels { b.cols - start } else { PANEL };
+        PLACE.with_borrow_mut(|place| {
+            if place.len() < count * step {
+                place.resize(count * step, 0.0);
+            }
+            for (column, j) in place.chunks_mut(step).zip(start..start + count) {
+                column[..b.rows].copy_from_slice(&b.values[j * b.col_stride..][..b.rows]);
+            }
+            let copied = Matrix::strided(place, count, b.rows, step).transposed();
+            // SAFETY: the panels are columns of the result that no other panel has; otherwise as the caller promises.
+            unsafe { multiply_whole(out.0.add(start), stride, a, copied, add, Parallelism::None) }
+        });
+    };
+    match threads {
+        Threads::One => (0..panels).for_each(panel),
+        Threads::Pool => (0..panels).into_par_iter().for_each(panel),
+    }
+}
+
+/// Memory to which several threads write, each to elements of its own.
+#[derive(Clone, Copy)]
+struct Shared(*mut f32);
+
+// SAFETY: whoever writes through it says which elements are whose.
+unsafe impl Send for Shared {}
+// SAFETY: as above.
+unsafe impl Sync for Shared {}
+
+/// `multiply` as one call of `gemm`.
+///
+/// # Safety
+/// As for `multiply`.
+unsafe fn multiply_whole(
+    out: *mut f32,
+    stride: usize,
+    a: Matrix<'_>,
+    b: Matrix<'_>,
+    add: bool,
+    parallelism: Parallelism,
+) {
     let step = |stride: usize| stride as isize;
     // SAFETY: the factors' elements are in their slices, which `check` has seen, and those of the result are as the caller promises. Strides
     // are at most the length of a slice, so they fit. Where `add` is false nothing is read of the result.
@@ -422,7 +502,9 @@ mod tests {
 
     #[test]
     fn products_are_those_of_the_definition() {
-        for [m, n, k] in [[1, 1, 1], [1, 70, 33], [70, 1, 5], [3, 5, 0], [65, 130, 2], [64, 64, 64], [131, 67, 700]] {
+        for [m, n, k] in
+            [[1, 1, 1], [1, 70, 33], [70, 1, 5], [3, 5, 0], [65, 130, 2], [64, 64, 64], [131, 67, 700], [16, 200, 128]]
+        {
             let (left, right) = (values(m * k, 1), values(n * k, 2));
             for (a, b) in [
                 (Matrix::new(&left, m, k), Matrix::new(&right, k, n)),
@@ -509,6 +591,22 @@ mod tests {
             };
             let one = run(1);
             assert!([2, 3, 8].into_iter().all(|threads| run(threads) == one), "{m} {k} {n}");
+        }
+    }
+
+    #[test]
+    fn panels_give_the_bits_of_the_whole_product() {
+        for [m, k, n] in [[16, 128, 65], [33, 1024, 130], [256, 300, 64], [40, 200, 255]] {
+            let (left, right) = (values(m * k, 4), values(n * k, 5));
+            let (a, b) = (Matrix::new(&left, m, k), Matrix::new(&right, n, k).transposed());
+            for threads in [Threads::One, Threads::Pool] {
+                let mut panels = Vec::new();
+                product_into(&mut panels, a, b, threads);
+                let mut whole = vec![9.0; m * n];
+                // SAFETY: the vector has an element for each of the product, and is borrowed here alone.
+                unsafe { multiply_whole(whole.as_mut_ptr(), n, a, b, false, Parallelism::None) };
+                assert!(panels.iter().zip(&whole).all(|(x, y)| x.to_bits() == y.to_bits()), "{m} {k} {n}");
+            }
         }
     }
 
