@@ -22,13 +22,14 @@ pub fn yardstick(device: &Device, precision: Precision) -> String {
     format!("{n} × {n} matrix products in {precision}")
 }
 
-/// FLOP/s of a large matrix product on `device`, in the current thread pool: the best of the tries that fit 0.2 s, after a warm-up. In
-/// f32 on the CPU, where products of a 16-bit type are no faster; in `precision` on other devices.
+/// FLOP/s of a large matrix product on `device`, in the current thread pool: the best of the tries that fit 50 ms (0.2 s on
+/// devices), after a warm-up. In f32 on the CPU, where products of a 16-bit type are no faster; in `precision` on other devices.
 ///
 /// # Errors
 /// [`ModelError::Waiting`] where the device fails, for example for lack of memory.
 pub fn flops(device: &Device, precision: Precision) -> Result<f64, ModelError> {
-    const TIME: Duration = Duration::from_millis(200);
+    // Every run waits for this. On a processor it is time for ten tries and more.
+    let time = Duration::from_millis(if plays_on_processor(device) { 50 } else { 200 });
     let n = size(device);
     let dtype = measured_in(device, precision).float();
     let a = Tensor::<2>::full([n, n], 0.5, device).cast(dtype);
@@ -50,7 +51,7 @@ pub fn flops(device: &Device, precision: Precision) -> Result<f64, ModelError> {
     run()?;
     let began = Instant::now();
     let mut best = f64::INFINITY;
-    while began.elapsed() < TIME {
+    while began.elapsed() < time {
         let start = Instant::now();
         run()?;
         best = best.min(start.elapsed().as_secs_f64());

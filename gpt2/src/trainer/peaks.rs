@@ -1,5 +1,7 @@
 //! What the ranks of a job can do together, and how much of it a run uses.
 
+use std::sync::{Mutex, PoisonError};
+
 use burn::tensor::Device;
 use comm_core::{Communicator, CommunicatorExt, Deadline, Error};
 use serde::{Deserialize, Serialize};
@@ -44,7 +46,7 @@ impl Peaks {
         scalars.barrier()?;
         let own = if computes {
             let theoretical = Theoretical::of(device, precision, rayon::current_num_threads());
-            Some(RankPeak { measured: peak::flops(device, precision)?, theoretical })
+            Some(RankPeak { measured: measured_once(device, precision, scalars.world_size())?, theoretical })
         } else {
             None
         };
@@ -100,6 +102,20 @@ impl Peaks {
     fn dividend(&self) -> String {
         format!("tokens/s × {:.1} MFLOP a token (6N + 12·L·H·Q·T, N without positions)", self.flops_per_token / 1e6)
     }
+}
+
+/// [`peak::flops`], measured once a process for each device, precision, number of threads, and number of ranks that may share the machine.
+fn measured_once(device: &Device, precision: Precision, ranks: usize) -> Result<f64, TrainError> {
+    type Key = (Device, Precision, usize, usize);
+    static MEASURED: Mutex<Vec<(Key, f64)>> = Mutex::new(Vec::new());
+    let key = (device.clone(), precision, rayon::current_num_threads(), ranks);
+    let lock = || MEASURED.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, flops)) = lock().iter().find(|(other, _)| *other == key) {
+        return Ok(*flops);
+    }
+    let flops = peak::flops(device, precision)?;
+    lock().push((key, flops));
+    Ok(flops)
 }
 
 #[cfg(test)]
