@@ -70,8 +70,8 @@ pub(crate) struct Args {
     /// How often each cell of the matrix runs. [default: as often as --budget allows; from the 4th time on only cells that are not told apart]
     #[arg(long, conflicts_with = "budget")]
     rounds: Option<u32>,
-    /// Time for the matrix, such as 90s or 5m. The first round is always finished, even if it takes longer; what is left after 3 rounds goes
-    /// to cells that are not told apart yet.
+    /// Time for the matrix, such as 90s or 5m. The first round is always finished; the next two, without which nothing can be told apart, may
+    /// take half as long again. What is left after 3 rounds goes to cells that are not told apart yet.
     #[arg(long, default_value = "3m", value_parser = budget)]
     budget: Duration,
     /// Print a line for each cell, with throughput, payload, loss and memory.

@@ -311,7 +311,7 @@ impl Sweep {
             file: Appending::open(&self.out.join(results::FILE))?,
             networks: TestNetworks::new(self.plan.probe),
             axes: Cell::varied(cells.iter()),
-            end: self.budget.map(|budget| Instant::now() + budget),
+            budget: self.budget.map(|budget| (Instant::now(), budget)),
             bar,
             position: 0,
             sound: true,
@@ -366,19 +366,23 @@ struct Course<'s> {
     networks: TestNetworks,
     /// What tells the cells apart.
     axes: Vec<Axis>,
-    /// When the budget is spent, if there is one.
-    end: Option<Instant>,
+    /// When the sweep began and what time it has, if there is a limit.
+    budget: Option<(Instant, Duration)>,
     bar: ProgressBar,
     position: u64,
     sound: bool,
 }
 
 impl Course<'_> {
-    /// Whether a cell may still be begun: in the first round always, and further rounds than those of the plan need a budget.
+    /// Whether a cell may still be begun: in the first round always, in the plan's other rounds, without which nothing can be told, for half
+    /// as long again as the budget, and in further ones while it lasts.
     fn has_time(&self, round: u32) -> bool {
-        match self.end {
-            Some(end) => round == 1 || Instant::now() < end,
-            None => round <= self.sweep.plan.rounds,
+        let of_plan = round <= self.sweep.plan.rounds;
+        match self.budget {
+            Some((began, budget)) => {
+                round == 1 || began.elapsed() < if of_plan { budget + budget / 2 } else { budget }
+            }
+            None => of_plan,
         }
     }
 
