@@ -149,7 +149,7 @@ pub(super) struct TrainArgs {
     /// Bytes of f32 at which any further bucket is closed.
     #[arg(long, default_value_t = StrategyOptions::default().bucket_bytes)]
     bucket_bytes: usize,
-    /// Bytes of f32 gradients at which the fusion buffer of ring leaves.
+    /// Bytes of f32 gradients at which a fusion buffer of ring leaves.
     #[arg(long, default_value_t = StrategyOptions::default().fusion_bytes)]
     fusion_bytes: usize,
     /// Communicate only after the backward pass, and gather the weights of fsdp only when they are needed.

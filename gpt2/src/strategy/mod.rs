@@ -59,7 +59,7 @@ pub enum StrategyKind {
     Ps,
     /// Every rank computes, and serves one shard of the parameters.
     ShardedPs,
-    /// Horovod: gradients in a fusion buffer, ring all-reduces after the backward pass.
+    /// Horovod: fusion buffers of gradients, all-reduced around a ring while the backward pass goes on.
     Ring,
     /// PyTorch's DistributedDataParallel: buckets of gradients, all-reduced while the backward pass goes on.
     Ddp,
@@ -187,7 +187,7 @@ pub struct StrategyOptions {
     pub first_bucket_bytes: usize,
     /// Any further bucket is closed once it holds this many.
     pub bucket_bytes: usize,
-    /// The fusion buffer of `ring` leaves once it holds this many bytes of f32 gradients (Horovod's fusion threshold).
+    /// A fusion buffer of `ring` leaves once it holds this many bytes of f32 gradients (Horovod's fusion threshold).
     pub fusion_bytes: usize,
     /// Whether a bucket leaves while the backward pass goes on, and parameters come before they are needed.
     pub overlap: bool,
@@ -201,12 +201,12 @@ pub struct StrategyOptions {
 
 impl Default for StrategyOptions {
     fn default() -> Self {
-        // PyTorch's 1 MiB and 25 MiB would be one bucket for every model that a CPU trains in minutes.
+        // PyTorch's 1 MiB and 25 MiB would be one bucket for every model that a CPU trains in minutes, and so would Horovod's 64 MiB.
         StrategyOptions {
             wire: Precision::F32,
             first_bucket_bytes: 256 << 10,
             bucket_bytes: 1 << 20,
-            fusion_bytes: 64 << 20,
+            fusion_bytes: 1 << 20,
             overlap: true,
             dedicated_server: false,
             ranks_per_node: 0,
