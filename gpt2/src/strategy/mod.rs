@@ -13,6 +13,8 @@
 //! parameters differ until they are synchronised. After the last step of a run they are, so that all ranks end with one model. Before that,
 //! the validation loss is the mean of what each rank's model makes of the rank's windows, and a checkpoint has the mean of all ranks' parameters.
 
+mod arrivals;
+mod aside;
 mod average;
 mod buckets;
 mod channels;

@@ -41,6 +41,8 @@ pub(super) struct Local<'a> {
     pub(super) step: u64,
     /// Rows of it that this rank has passed through its model.
     pub(super) rows: usize,
+    /// Steps between two checkpoints of the whole state; 0 for none.
+    pub(super) save_every: u64,
     /// What asks this rank to leave.
     pub(super) stop: StopRequest,
     /// Whether any rank was asked to before the end of the last step; `None` where its scalars did not tell.
@@ -214,6 +216,11 @@ impl LocalStep for Local<'_> {
         self.step + 1 == self.config.steps
     }
 
+    fn rests(&self) -> bool {
+        let is_due = |every: u64| every > 0 && (self.step + 1).is_multiple_of(every);
+        self.is_last() || is_due(self.config.eval_every) || is_due(self.save_every) || self.leaving == Some(true)
+    }
+
     fn put(&mut self, segment: usize, weights: Weights) -> Result<(), TrainError> {
         let put = || self.model.put_weights(segment, weights);
         Ok(record::charged(Activity::Unpack, Category::Parameters, put)?)
@@ -262,11 +269,28 @@ impl Hooks<'_> {
     }
 }
 
+impl Hooks<'_> {
+    /// Puts the weights into a model that it is to have got before it uses `segment`.
+    fn bring_up_to_date(&mut self, model: &mut SegmentedModel, segment: usize) -> Result<(), TrainError> {
+        let arrived = self.strategy.arriving(segment, self.masters, self.channels)?;
+        if arrived.is_empty() {
+            return Ok(());
+        }
+        for (segment, weights) in arrived {
+            record::charged(Activity::Unpack, Category::Parameters, || model.put_weights(segment, weights))?;
+        }
+        Ok(self.strategy.prefetch(self.masters, self.channels)?)
+    }
+}
+
 impl PassHooks<TrainError> for Hooks<'_> {
     fn enter(&mut self, model: &mut SegmentedModel, pass: Pass, segment: usize) -> Result<(), TrainError> {
         self.follow(pass);
+        if !self.strategy.brings_weights() {
+            return if pass == Pass::Forward { self.bring_up_to_date(model, segment) } else { Ok(()) };
+        }
         // The embedding stays from the forward pass on.
-        if !self.strategy.brings_weights() || (pass, segment) == (Pass::Backward, 0) {
+        if (pass, segment) == (Pass::Backward, 0) {
             return Ok(());
         }
         let weights = self.strategy.weights(segment, self.masters, self.channels)?;

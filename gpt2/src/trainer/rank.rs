@@ -331,6 +331,7 @@ fn local<'a>(
         owned_by,
         step: 0,
         rows: 0,
+        save_every: keep.checkpoints.as_ref().map_or(0, |checkpoints| checkpoints.every),
         stop: keep.stop.clone(),
         leaving: None,
     };
