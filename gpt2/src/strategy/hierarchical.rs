@@ -2,12 +2,14 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
 
-use comm_core::{Error, Op, ReduceOp, shard_range};
+use comm_core::{Buffer, Error, Op, ReduceOp, shard_range};
 
+use super::aside::Aside;
 use super::channels::{Channel, HostRemainder, Pending, Route};
 use super::formula::{Expected, Run, Tally, units};
-use super::layout::BucketFiller;
+use super::layout::{Bucket, BucketFiller};
 use super::{
     Built, Channels, Comms, DuringPass, Layout, LocalStep, Setup, Spec, StepOutcome, Strategy, StrategyKind,
     StrategyOptions, Synchronous, put_own, synchronous,
@@ -54,14 +56,28 @@ fn expected(run: &Run<'_>, layout: &Layout, rank: usize) -> Expected {
 struct Hierarchical {
     overlap: bool,
     buckets: BucketFiller,
-    /// This rank's shard of each bucket, inside its node.
-    shards: Vec<Range<usize>>,
-    /// Three stages of a pipeline: a bucket enters the first as it leaves, and moves on one place with each bucket that follows. All
-    /// ranks therefore start their operations in one order.
+    stages: Stages,
+    /// Moves buckets from stage to stage beside the pass, in host memory.
+    aside: Option<Aside<Stages, Mean>>,
+    expected: Expected,
+}
+
+/// The mean of a bucket, cut into its segments.
+type Mean = Vec<Flat>;
+
+/// A bucket's way: reduced inside the node, between nodes, and gathered inside the node. What is under way of each stage, oldest first. All ranks
+/// start their operations in one order, which is that of the buckets and not that in which operations end.
+struct Stages {
+    gradients: Channel,
+    between: Channel,
+    buckets: Arc<[Bucket]>,
+    labels: Arc<[Arc<str>]>,
+    /// Whether a bucket's first stage is waited for as soon as it has begun, so that the second begins as early as it can: not in the training
+    /// thread while it has something to compute. There a bucket moves on one place with each bucket that follows.
+    waits: bool,
     scattering: VecDeque<(usize, Pending)>,
     reducing: VecDeque<(usize, HostRemainder, Pending)>,
-    gathering: VecDeque<Pending>,
-    expected: Expected,
+    gathering: VecDeque<(usize, Pending)>,
 }
 
 /// Numbers of a rank's groups, each other than those of all other groups.
@@ -126,55 +142,106 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
         parameters: Channel::new(world.clone(), EVERYONE, Packer::new(precision, native), Category::Parameters),
     };
     let buckets = BucketFiller::new(&layout, options.first_bucket_bytes, options.bucket_bytes);
-    let shard = |len: usize| shard_range(len, node.world_size(), node.rank());
     let options = StrategyOptions { ranks_per_node: size, ..options.clone() };
+    let is_native = channels.gradients.is_native() || channels.between.is_native();
+    let stages = |waits: bool| Stages::new(&buckets, &channels, waits);
+    let beside = options.overlap && !is_native && world.world_size() > 1;
+    let aside = beside.then(|| Aside::start("hierarchical", stages(true))).transpose()?;
     let hierarchical = Hierarchical {
         overlap: options.overlap,
-        shards: buckets.plan().iter().map(|bucket| shard(bucket.len())).collect(),
+        stages: stages(false),
         buckets,
-        scattering: VecDeque::new(),
-        reducing: VecDeque::new(),
-        gathering: VecDeque::new(),
+        aside,
         expected: Setup { options: &options, ..*setup }.expected(StrategyKind::Hierarchical),
     };
     Ok(Built::new(hierarchical, channels, layout.everything()))
 }
 
-impl Hierarchical {
-    fn route(&self, bucket: usize, lane: usize) -> Route {
-        Route::lane(self.buckets.label(bucket), lane)
+impl Stages {
+    fn new(buckets: &BucketFiller, channels: &Channels, waits: bool) -> Self {
+        Stages {
+            gradients: channels.gradients.clone(),
+            between: channels.between.clone(),
+            labels: (0..buckets.plan().len()).map(|index| buckets.label(index)).collect(),
+            buckets: buckets.plan().into(),
+            waits,
+            scattering: VecDeque::new(),
+            reducing: VecDeque::new(),
+            gathering: VecDeque::new(),
+        }
     }
 
-    /// Starts the buckets that are full.
-    fn start_full(&mut self, channels: &Channels) -> comm_core::Result<()> {
-        while let Some((index, grads)) = self.buckets.next_full() {
-            let buffer = channels.gradients.pack(|| Ok(grads))?;
-            let op = Op::ReduceScatter(ReduceOp::Mean);
-            let pending = channels.gradients.start(op, buffer, self.route(index, 0));
-            // Those before move on only now, so that two are never in one stage for want of a third.
-            self.gather_first(channels)?;
-            self.reduce_first(channels)?;
+    fn route(&self, bucket: usize, lane: usize) -> Route {
+        Route::lane(self.labels[bucket].clone(), lane)
+    }
+
+    /// This rank's shard of a bucket, inside its node.
+    fn shard(&self, bucket: usize) -> Range<usize> {
+        shard_range(self.buckets[bucket].len(), self.gradients.ranks(), self.gradients.rank())
+    }
+
+    /// Starts a bucket's way.
+    fn enter(&mut self, index: usize, grads: Buffer) -> comm_core::Result<()> {
+        let pending = self.gradients.start(Op::ReduceScatter(ReduceOp::Mean), grads, self.route(index, 0));
+        if self.waits {
             self.scattering.push_back((index, pending));
+            self.gather_first()?;
+            self.reduce_first()
+        } else {
+            // Those before move on only now, so that two are never in one stage for want of a third.
+            self.gather_first()?;
+            self.reduce_first()?;
+            self.scattering.push_back((index, pending));
+            Ok(())
         }
-        Ok(())
     }
 
     /// From the reduction inside the node to that between nodes.
-    fn reduce_first(&mut self, channels: &Channels) -> comm_core::Result<()> {
+    fn reduce_first(&mut self) -> comm_core::Result<()> {
         let Some((index, pending)) = self.scattering.pop_front() else { return Ok(()) };
         let whole = pending.wait()?;
-        let (part, kept) = channels.gradients.take_out(whole, &self.shards[index], &channels.between)?;
-        let op = Op::AllReduce(ReduceOp::Mean);
-        self.reducing.push_back((index, kept, channels.between.start(op, part, self.route(index, 1))));
+        let (part, kept) = self.gradients.take_out(whole, &self.shard(index), &self.between)?;
+        let pending = self.between.start(Op::AllReduce(ReduceOp::Mean), part, self.route(index, 1));
+        self.reducing.push_back((index, kept, pending));
         Ok(())
     }
 
     /// From the reduction between nodes to the gathering inside the node.
-    fn gather_first(&mut self, channels: &Channels) -> comm_core::Result<()> {
+    fn gather_first(&mut self) -> comm_core::Result<()> {
         let Some((index, kept, pending)) = self.reducing.pop_front() else { return Ok(()) };
         let part = pending.wait()?;
-        let whole = channels.gradients.put_back(kept, &self.shards[index], part, &channels.between)?;
-        self.gathering.push_back(channels.gradients.start(Op::AllGather, whole, self.route(index, 0)));
+        let whole = self.gradients.put_back(kept, &self.shard(index), part, &self.between)?;
+        self.gathering.push_back((index, self.gradients.start(Op::AllGather, whole, self.route(index, 0))));
+        Ok(())
+    }
+
+    /// All buckets, in order, at the end of their way.
+    fn finish(&mut self) -> comm_core::Result<Vec<Mean>> {
+        while !(self.scattering.is_empty() && self.reducing.is_empty()) {
+            self.gather_first()?;
+            self.reduce_first()?;
+        }
+        let buckets = &self.buckets;
+        let mean = |(index, pending): (usize, Pending)| {
+            pending.finish_split(0..buckets[index].len(), &buckets[index].lengths())
+        };
+        self.gathering.drain(..).map(mean).collect()
+    }
+}
+
+impl Hierarchical {
+    /// Starts the buckets that are full.
+    fn start_full(&mut self, channels: &Channels) -> comm_core::Result<()> {
+        while let Some((index, grads)) = self.buckets.next_full() {
+            let grads = channels.gradients.pack(|| Ok(grads))?;
+            match &self.aside {
+                Some(aside) => aside.run(move |stages| {
+                    stages.enter(index, grads)?;
+                    Ok(Vec::new())
+                }),
+                None => self.stages.enter(index, grads)?,
+            }
+        }
         Ok(())
     }
 }
@@ -193,14 +260,15 @@ impl DuringPass for Hierarchical {
 impl Synchronous for Hierarchical {
     fn synchronise(&mut self, channels: &mut Channels) -> comm_core::Result<Vec<Flat>> {
         self.start_full(channels)?;
-        while !(self.scattering.is_empty() && self.reducing.is_empty()) {
-            self.gather_first(channels)?;
-            self.reduce_first(channels)?;
-        }
+        let means = match &self.aside {
+            Some(aside) => {
+                aside.run(Stages::finish);
+                self.buckets.plan().iter().map(|_| aside.next()).collect()
+            }
+            None => self.stages.finish(),
+        };
         let mut grads = self.buckets.vectors();
-        for (bucket, pending) in self.buckets.restart().iter().zip(std::mem::take(&mut self.gathering)) {
-            bucket.put_into(pending.finish_split(0..bucket.len(), &bucket.lengths())?, &mut grads);
-        }
+        self.buckets.restart().iter().zip(means?).for_each(|(bucket, mean)| bucket.put_into(mean, &mut grads));
         Ok(grads)
     }
 
