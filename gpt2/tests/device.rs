@@ -21,7 +21,7 @@ use gpt2::strategy::{
     StrategyOptions,
 };
 use gpt2::trainer::{Observer, Parts, Session, StepReport, Summary, TrainConfig, TrainError, train};
-use isocomm::TransportOptions;
+use isocomm::{Nodes, TransportOptions};
 
 use crate::local::{TOLERANCE, VARIANTS, assert_close, corpus, run, single, with};
 use crate::native::{Equipped, Lender};
@@ -60,7 +60,7 @@ fn native(config: &TrainConfig, ranks: usize) -> Outcome {
 
 /// Two nodes of two.
 fn in_nodes() -> Vec<Session> {
-    Session::threads_in_nodes(4, 2, &options()).unwrap()
+    Session::threads_in_nodes(&Nodes::of_size(4, 2), &options()).unwrap()
 }
 
 fn options() -> TransportOptions {

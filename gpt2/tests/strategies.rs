@@ -16,7 +16,7 @@ use gpt2::precision::Precision;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::tokenizer::TokenizerKind;
 use gpt2::trainer::{Node, Session, Summary, TrainConfig, train};
-use isocomm::{TransportKind, TransportOptions};
+use isocomm::{Nodes, TransportKind, TransportOptions};
 
 const TRANSPORTS: [TransportKind; 4] =
     [TransportKind::LOCAL, TransportKind::TCP_RAW, TransportKind::TCP, TransportKind::QUIC];
@@ -96,9 +96,9 @@ fn assert_bytes(summary: &Summary, what: &str) {
     }
 }
 
-/// Two nodes, where the ranks can be divided so.
+/// Two nodes; of an odd number of ranks the first has one more.
 fn with_nodes(config: &TrainConfig, ranks: usize) -> TrainConfig {
-    let ranks_per_node = if ranks.is_multiple_of(2) { ranks / 2 } else { ranks };
+    let ranks_per_node = ranks.div_ceil(2);
     TrainConfig { options: StrategyOptions { ranks_per_node, ..config.options.clone() }, ..config.clone() }
 }
 
@@ -165,7 +165,7 @@ fn where_a_node_counts_nothing_the_rest_is_held_against_the_rest_of_the_formula(
     let config = with_nodes(&config(StrategyKind::Hierarchical), 4);
     let train = |is_counted: bool| {
         let options = TransportOptions { timeout: Duration::from_secs(60), ..TransportOptions::default() };
-        let sessions = Session::threads_in_nodes(4, 2, &options).unwrap();
+        let sessions = Session::threads_in_nodes(&Nodes::of_size(4, 2), &options).unwrap();
         let equip = |session: Session| {
             let node = session.node.map(|node| {
                 let counters = node.counters.clone().filter(|_| is_counted);

@@ -158,7 +158,8 @@ pub(super) struct TrainArgs {
     /// Let rank 0 of ps serve only; the others share the batch.
     #[arg(long)]
     dedicated_server: bool,
-    /// Ranks of a node, for hierarchical. [default: the ranks on this machine]
+    /// Ranks of a node, for hierarchical: the ranks of a machine in their order, its last node with what is left. [default: the ranks
+    /// that the launcher has started on a machine, or all that are there]
     #[arg(long)]
     ranks_per_node: Option<usize>,
     /// How the ranks of a node are connected, for hierarchical: a transport as in --transport. [default: that of --transport]
@@ -530,7 +531,7 @@ impl Prepared {
             strategy: args.strategy,
             options: StrategyOptions {
                 local,
-                ..strategy_options(args, wire, ranks_per_node(args, ranks, ranks_here)?)
+                ..strategy_options(args, wire, ranks_per_node(args)?)
             },
             precision: args.precision,
             recompute: args.recompute,
@@ -1027,8 +1028,8 @@ fn check_batches(
     Ok(())
 }
 
-/// Ranks of a node, for the strategies that tell nodes apart; 0 for the others.
-fn ranks_per_node(args: &TrainArgs, ranks: usize, ranks_here: usize) -> Result<usize, CliError> {
+/// Ranks of a node, where they were given.
+fn ranks_per_node(args: &TrainArgs) -> Result<usize, CliError> {
     if !args.strategy.spec().tells_nodes_apart {
         return match (args.ranks_per_node, args.node_transport) {
             (None, None) => Ok(0),
@@ -1039,11 +1040,10 @@ fn ranks_per_node(args: &TrainArgs, ranks: usize, ranks_here: usize) -> Result<u
             .into()),
         };
     }
-    let size = args.ranks_per_node.unwrap_or(ranks_here);
-    if size == 0 || !ranks.is_multiple_of(size) {
-        return Err(format!("--ranks-per-node {size}: {ranks} ranks cannot be divided into nodes of {size}").into());
+    if args.ranks_per_node == Some(0) {
+        return Err("--ranks-per-node 0: a node has at least 1 rank".into());
     }
-    Ok(size)
+    Ok(args.ranks_per_node.unwrap_or(0))
 }
 
 /// Whether all ranks of a job over it live in one process.

@@ -11,8 +11,8 @@ use super::channels::{Channel, HostRemainder, Pending, Route};
 use super::formula::{Expected, Run, Tally, units};
 use super::layout::{Bucket, BucketFiller};
 use super::{
-    Built, Channels, Comms, DuringPass, Layout, LocalStep, Setup, Spec, StepOutcome, Strategy, StrategyKind,
-    StrategyOptions, Synchronous, put_own, synchronous,
+    Built, Channels, DuringPass, Layout, LocalStep, Setup, Spec, StepOutcome, Strategy, StrategyKind, Synchronous,
+    put_own, synchronous,
 };
 use crate::error::TrainError;
 use crate::flat::{Flat, Gradients, Packer};
@@ -32,24 +32,38 @@ pub(super) const SPEC: Spec = Spec {
 };
 
 fn expected(run: &Run<'_>, layout: &Layout, rank: usize) -> Expected {
-    let options = run.options;
-    let size = if options.ranks_per_node == 0 { run.ranks } else { options.ranks_per_node };
-    let (node, inside) = place(rank, size);
+    let (nodes, options) = (run.nodes, run.options);
+    let (node, place) = nodes.place(rank);
     let wire = options.wire.dtype();
-    let (mut within, mut between) = (Tally::among(run, size, inside), Tally::among(run, run.ranks / size, node));
+    let mut within = Tally::among(run, nodes.size(node), place);
+    let mut between = Tally::among(run, nodes.count(), node);
     for count in units(layout, options.first_bucket_bytes, options.bucket_bytes) {
-        within.collective(None, Op::ReduceScatter(ReduceOp::Mean), wire, count);
-        within.collective(None, Op::AllGather, wire, count);
-        let shard = shard_range(count, size, inside).len();
-        between.collective(None, Op::AllReduce(ReduceOp::Mean), wire, shard);
+        if let Some(size) = nodes.even_size() {
+            within.collective(None, Op::ReduceScatter(ReduceOp::Mean), wire, count);
+            within.collective(None, Op::AllGather, wire, count);
+            let shard = shard_range(count, size, place).len();
+            between.collective(None, Op::AllReduce(ReduceOp::Mean), wire, shard);
+            continue;
+        }
+        within.collective(None, Op::Reduce { root: LEADER, op: ReduceOp::scaled_sum(1.0) }, wire, count);
+        within.collective(None, Op::Broadcast { root: LEADER }, wire, count);
+        if place == LEADER {
+            between.collective(None, Op::AllReduce(ReduceOp::Sum), wire, count);
+        }
     }
     between.within_node(within);
     between.sum
 }
 
+/// The place of the rank that speaks for a node, where nodes have unequal sizes.
+const LEADER: usize = 0;
+
 /// Each bucket is reduce-scattered inside the node, its shards are all-reduced between the nodes' ranks of the same place, and gathered
 /// inside the node. A 16-bit wire rounds at both levels. With n ranks a node and m nodes, 2S(n−1)/n inside and 2(S/n)(m−1)/m between,
 /// instead of 2S(nm−1)/(nm) between.
+///
+/// Where nodes have unequal sizes, shards of theirs would not match. There each bucket, divided by the number of all ranks, is reduced to the first
+/// rank of the node, all-reduced among those, and broadcast inside the node: S(n−1)/n inside each way, and all of S between nodes.
 ///
 /// Each level works in the device's memory where its communicator does, and on bytes in host memory otherwise: where the two differ, it is
 /// only the shards that change places in between.
@@ -65,6 +79,15 @@ struct Hierarchical {
 /// The mean of a bucket, cut into its segments.
 type Mean = Vec<Flat>;
 
+/// What goes between nodes.
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    /// Each rank's shard of its node's mean.
+    Shards,
+    /// The sum of a node's gradients, each times this `share`, from the rank that `speaks` for it.
+    Leaders { speaks: bool, share: f64 },
+}
+
 /// A bucket's way: reduced inside the node, between nodes, and gathered inside the node. What is under way of each stage, oldest first. All ranks
 /// start their operations in one order, which is that of the buckets and not that in which operations end.
 struct Stages {
@@ -72,11 +95,13 @@ struct Stages {
     between: Channel,
     buckets: Arc<[Bucket]>,
     labels: Arc<[Arc<str>]>,
+    way: Way,
     /// Whether a bucket's first stage is waited for as soon as it has begun, so that the second begins as early as it can: not in the training
     /// thread while it has something to compute. There a bucket moves on one place with each bucket that follows.
     waits: bool,
     scattering: VecDeque<(usize, Pending)>,
-    reducing: VecDeque<(usize, HostRemainder, Pending)>,
+    /// Where this rank speaks for none, the buckets that its node waits for.
+    reducing: VecDeque<(usize, Reducing)>,
     gathering: VecDeque<(usize, Pending)>,
 }
 
@@ -87,64 +112,52 @@ struct Groups {
 }
 
 impl Groups {
-    fn of(node: usize, inside: usize, ranks: usize) -> Self {
-        Groups { node: EVERYONE + 1 + node as u64, between: EVERYONE + 1 + (ranks + inside) as u64 }
-    }
-}
-
-/// The node of `rank`, and its place in it.
-fn place(rank: usize, ranks_per_node: usize) -> (usize, usize) {
-    (rank / ranks_per_node, rank % ranks_per_node)
-}
-
-/// Ranks of a node, or an error.
-fn ranks_per_node(comms: &Comms, options: &StrategyOptions) -> comm_core::Result<usize> {
-    let ranks = comms.world.world_size();
-    let size = match (options.ranks_per_node, &comms.node) {
-        (0, Some(node)) => node.world_size(),
-        (0, None) => ranks,
-        (size, _) => size,
-    };
-    if !ranks.is_multiple_of(size) {
-        return Err(Error::invalid(format!(
-            "{ranks} ranks cannot be divided into nodes of {size}; see --ranks-per-node"
-        )));
-    }
-    match &comms.node {
-        Some(node) if node.world_size() != size => Err(Error::invalid(format!(
-            "nodes of {size} ranks were asked for, but this rank's node has {}",
-            node.world_size()
-        ))),
-        _ => Ok(size),
+    fn of(node: usize, place: usize, ranks: usize) -> Self {
+        Groups { node: EVERYONE + 1 + node as u64, between: EVERYONE + 1 + (ranks + place) as u64 }
     }
 }
 
 fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
     let Setup { comms, options, precision, .. } = *setup;
-    let (world, layout) = (&comms.world, setup.layout());
-    let size = ranks_per_node(comms, options)?;
-    let (node, inside) = place(world.rank(), size);
-    let groups = Groups::of(node, inside, world.world_size());
-    let group = |color: usize| {
-        let part = world.split(Some(color as u64), world.rank() as i64)?;
-        part.ok_or_else(|| Error::Internal("a split with a colour gave no communicator".into()))
-    };
-    let between = group(inside)?;
+    let (world, nodes, layout) = (&comms.world, &comms.nodes, setup.layout());
+    let (node, place) = nodes.place(world.rank());
+    let groups = Groups::of(node, place, world.world_size());
+    let is_even = nodes.even_size().is_some();
+    // Who does not speak for its node has nobody to speak to.
+    let color = (is_even || place == LEADER).then_some(place as u64);
+    let between = world.split(color, world.rank() as i64)?;
     let node = match &comms.node {
-        Some(node) => node.clone(),
-        None => group(node)?,
+        Some(own) if own.world_size() != nodes.size(node) => {
+            return Err(Error::invalid(format!(
+                "the nodes are {nodes}, but the communicator of this rank's node has {} ranks",
+                own.world_size()
+            )));
+        }
+        Some(own) => own.clone(),
+        None => {
+            let part = world.split(Some(node as u64), world.rank() as i64)?;
+            part.ok_or_else(|| Error::Internal("a split with a colour gave no communicator".into()))?
+        }
     };
     let native = comms.lender(StrategyKind::Hierarchical);
     let wire = |native| Packer::new(options.wire, native);
     let channels = Channels {
-        gradients: Channel::new(node.clone(), groups.node, wire(native.clone()), Category::Gradients),
-        between: Channel::new(between, groups.between, wire(comms.native.clone()), Category::Gradients),
+        between: Channel::new(
+            between.clone().unwrap_or_else(|| world.clone()),
+            groups.between,
+            wire(comms.native.clone()),
+            Category::Gradients,
+        ),
+        gradients: Channel::new(node, groups.node, wire(native.clone()), Category::Gradients),
         parameters: Channel::new(world.clone(), EVERYONE, Packer::new(precision, native), Category::Parameters),
     };
     let buckets = BucketFiller::new(&layout, options.first_bucket_bytes, options.bucket_bytes);
-    let options = StrategyOptions { ranks_per_node: size, ..options.clone() };
     let is_native = channels.gradients.is_native() || channels.between.is_native();
-    let stages = |waits: bool| Stages::new(&buckets, &channels, waits);
+    let way = match (is_even, between.is_some()) {
+        (true, _) => Way::Shards,
+        (false, speaks) => Way::Leaders { speaks, share: 1.0 / world.world_size() as f64 },
+    };
+    let stages = |waits: bool| Stages::new(&buckets, &channels, way, waits);
     let beside = options.overlap && !is_native && world.world_size() > 1;
     let aside = beside.then(|| Aside::start("hierarchical", stages(true))).transpose()?;
     let hierarchical = Hierarchical {
@@ -152,18 +165,27 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
         stages: stages(false),
         buckets,
         aside,
-        expected: Setup { options: &options, ..*setup }.expected(StrategyKind::Hierarchical),
+        expected: setup.expected(StrategyKind::Hierarchical),
     };
     Ok(Built::new(hierarchical, channels, layout.everything()))
 }
 
+/// The second stage.
+enum Reducing {
+    /// Of this part of a bucket, with the rest.
+    Part(HostRemainder, Pending),
+    /// By another rank of the node. The bucket is where its mean goes.
+    Elsewhere(Buffer),
+}
+
 impl Stages {
-    fn new(buckets: &BucketFiller, channels: &Channels, waits: bool) -> Self {
+    fn new(buckets: &BucketFiller, channels: &Channels, way: Way, waits: bool) -> Self {
         Stages {
             gradients: channels.gradients.clone(),
             between: channels.between.clone(),
             labels: (0..buckets.plan().len()).map(|index| buckets.label(index)).collect(),
             buckets: buckets.plan().into(),
+            way,
             waits,
             scattering: VecDeque::new(),
             reducing: VecDeque::new(),
@@ -175,14 +197,31 @@ impl Stages {
         Route::lane(self.labels[bucket].clone(), lane)
     }
 
-    /// This rank's shard of a bucket, inside its node.
-    fn shard(&self, bucket: usize) -> Range<usize> {
-        shard_range(self.buckets[bucket].len(), self.gradients.ranks(), self.gradients.rank())
+    /// The part of a bucket that this rank sends between nodes.
+    fn part(&self, bucket: usize) -> Range<usize> {
+        let len = self.buckets[bucket].len();
+        match self.way {
+            Way::Shards => shard_range(len, self.gradients.ranks(), self.gradients.rank()),
+            Way::Leaders { .. } => 0..len,
+        }
+    }
+
+    /// The operations of the three stages.
+    fn operations(&self) -> [Op; 3] {
+        let mean = ReduceOp::Mean;
+        match self.way {
+            Way::Shards => [Op::ReduceScatter(mean), Op::AllReduce(mean), Op::AllGather],
+            Way::Leaders { share, .. } => {
+                let inside = Op::Reduce { root: LEADER, op: ReduceOp::scaled_sum(share) };
+                [inside, Op::AllReduce(ReduceOp::Sum), Op::Broadcast { root: LEADER }]
+            }
+        }
     }
 
     /// Starts a bucket's way.
     fn enter(&mut self, index: usize, grads: Buffer) -> comm_core::Result<()> {
-        let pending = self.gradients.start(Op::ReduceScatter(ReduceOp::Mean), grads, self.route(index, 0));
+        let [inside, ..] = self.operations();
+        let pending = self.gradients.start(inside, grads, self.route(index, 0));
         if self.waits {
             self.scattering.push_back((index, pending));
             self.gather_first()?;
@@ -200,18 +239,29 @@ impl Stages {
     fn reduce_first(&mut self) -> comm_core::Result<()> {
         let Some((index, pending)) = self.scattering.pop_front() else { return Ok(()) };
         let whole = pending.wait()?;
-        let (part, kept) = self.gradients.take_out(whole, &self.shard(index), &self.between)?;
-        let pending = self.between.start(Op::AllReduce(ReduceOp::Mean), part, self.route(index, 1));
-        self.reducing.push_back((index, kept, pending));
+        let reducing = if let Way::Leaders { speaks: false, .. } = self.way {
+            Reducing::Elsewhere(whole)
+        } else {
+            let (part, kept) = self.gradients.take_out(whole, &self.part(index), &self.between)?;
+            let [_, between, _] = self.operations();
+            Reducing::Part(kept, self.between.start(between, part, self.route(index, 1)))
+        };
+        self.reducing.push_back((index, reducing));
         Ok(())
     }
 
     /// From the reduction between nodes to the gathering inside the node.
     fn gather_first(&mut self) -> comm_core::Result<()> {
-        let Some((index, kept, pending)) = self.reducing.pop_front() else { return Ok(()) };
-        let part = pending.wait()?;
-        let whole = self.gradients.put_back(kept, &self.shard(index), part, &self.between)?;
-        self.gathering.push_back((index, self.gradients.start(Op::AllGather, whole, self.route(index, 0))));
+        let Some((index, reducing)) = self.reducing.pop_front() else { return Ok(()) };
+        let whole = match reducing {
+            Reducing::Part(kept, pending) => {
+                let part = pending.wait()?;
+                self.gradients.put_back(kept, &self.part(index), part, &self.between)?
+            }
+            Reducing::Elsewhere(whole) => whole,
+        };
+        let [.., inside] = self.operations();
+        self.gathering.push_back((index, self.gradients.start(inside, whole, self.route(index, 0))));
         Ok(())
     }
 

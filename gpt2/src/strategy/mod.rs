@@ -38,6 +38,7 @@ use std::ops::Range;
 use std::sync::{Arc, LazyLock};
 
 use comm_core::Communicator;
+use isocomm::Nodes;
 use serde::{Deserialize, Serialize};
 
 pub use channels::Channels;
@@ -195,7 +196,8 @@ pub struct StrategyOptions {
     pub overlap: bool,
     /// Whether the server of `ps` only serves: the others then share the global batch.
     pub dedicated_server: bool,
-    /// Ranks of a node, for `hierarchical`; they follow one another. 0: as many as the session's nodes have.
+    /// Ranks of a node, for `hierarchical`: those of a machine in rank order, the last node of each perhaps with fewer. 0: as many as its
+    /// launcher has started there, or all.
     pub ranks_per_node: usize,
     /// Settings of strategies in which ranks train by themselves for a time.
     pub local: LocalOptions,
@@ -234,6 +236,8 @@ impl StrategyOptions {
 pub struct Comms {
     /// All ranks of the job.
     pub world: Arc<dyn Communicator>,
+    /// Who shares a node.
+    pub nodes: Nodes,
     /// The ranks of this rank's node over a transport of their own, where the session has one.
     pub node: Option<Arc<dyn Communicator>>,
     /// Lends the memory of the device that computes, where `world` works on that.
@@ -289,7 +293,8 @@ impl Setup<'_> {
     /// What it sends for what a formula is of.
     fn expected_by(&self, formula: impl Fn(&Run<'_>, &Layout, usize) -> Expected) -> Expected {
         let Setup { comms, options, precision, accumulation, checked, .. } = *self;
-        let run = Run { options, precision, accumulation, ranks: comms.world.world_size(), checked };
+        let (ranks, nodes) = (comms.world.world_size(), &comms.nodes);
+        let run = Run { options, precision, accumulation, ranks, nodes, checked };
         formula(&run, &self.layout(), comms.world.rank())
     }
 }
@@ -297,8 +302,8 @@ impl Setup<'_> {
 /// The strategy and its channels.
 ///
 /// # Errors
-/// `InvalidArgument` for `single` on several ranks, for a dedicated server without workers, for nodes that do not divide the ranks, and those
-/// of [`LocalOptions::check`].
+/// `InvalidArgument` for `single` on several ranks, for a dedicated server without workers, for a node's communicator that has other ranks than the
+/// node, and those of [`LocalOptions::check`].
 /// Where nodes are told apart also those of [`Communicator::split`]: all ranks call this together.
 pub fn build(kind: StrategyKind, setup: &Setup<'_>) -> comm_core::Result<Built> {
     setup.options.local.check(kind)?;

@@ -41,14 +41,14 @@ pub fn single(steps: u64) -> TrainConfig {
     TrainConfig { seed: 7, steps, clip: 0.5, ..TrainConfig::of(Preset::Micro.config(256), StrategyKind::Single) }
 }
 
-/// `config` with a strategy on `ranks` ranks: several buckets, and two nodes where the ranks can be divided so.
+/// `config` with a strategy on `ranks` ranks: several buckets, and two nodes, of which the first has one rank more where their number is odd.
 pub fn with(config: &TrainConfig, (strategy, dedicated_server): (StrategyKind, bool), ranks: usize) -> TrainConfig {
     let options = StrategyOptions {
         first_bucket_bytes: 20_000,
         bucket_bytes: 20_000,
         fusion_bytes: 20_000,
         dedicated_server,
-        ranks_per_node: if ranks.is_multiple_of(2) { ranks / 2 } else { ranks },
+        ranks_per_node: ranks.div_ceil(2),
         ..config.options.clone()
     };
     TrainConfig { strategy, options, ..config.clone() }
