@@ -144,9 +144,11 @@ pub fn run_rank_over(
     if job.rank == 0 {
         report_stalls(&*control);
     }
-    let nodes = config.strategy.spec().tells_nodes_apart.then(|| {
-        Nodes::of_job(&*control, config.options.ranks_per_node, Deadline::after(options.options.timeout))
-    });
+    let nodes = config
+        .strategy
+        .spec()
+        .tells_nodes_apart
+        .then(|| Nodes::of_job(&*control, config.options.ranks_per_node, Deadline::after(options.options.timeout)));
     let nodes = nodes.transpose().inspect_err(|error| control.poison(error))?;
     let connected = connect(control.clone()).inspect_err(|error| control.poison(error))?;
     let mut session = Session { nodes, ..Session::new(connected, &options.options) };

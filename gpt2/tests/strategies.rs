@@ -98,7 +98,9 @@ fn assert_bytes(summary: &Summary, what: &str) {
 
 /// Two nodes; of an odd number of ranks the first has one more.
 fn with_nodes(config: &TrainConfig, ranks: usize) -> TrainConfig {
-    let ranks_per_node = ranks.div_ceil(2);
+    // Those of one strategy are to have one size.
+    let in_one = config.strategy == StrategyKind::Hsdp && ranks % 2 > 0;
+    let ranks_per_node = if in_one { ranks } else { ranks.div_ceil(2) };
     TrainConfig { options: StrategyOptions { ranks_per_node, ..config.options.clone() }, ..config.clone() }
 }
 
@@ -158,6 +160,11 @@ fn fsdp_is_one_device_on_every_transport() {
 #[test]
 fn hierarchical_is_one_device_on_every_transport() {
     prove(StrategyKind::Hierarchical);
+}
+
+#[test]
+fn hsdp_is_one_device_on_every_transport() {
+    prove(StrategyKind::Hsdp);
 }
 
 #[test]

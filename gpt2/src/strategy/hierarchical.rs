@@ -4,20 +4,19 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use comm_core::{Buffer, Error, Op, ReduceOp, shard_range};
+use comm_core::{Buffer, Op, ReduceOp, shard_range};
 
 use super::aside::Aside;
 use super::channels::{Channel, HostRemainder, Pending, Route};
 use super::formula::{Expected, Run, Tally, units};
 use super::layout::{Bucket, BucketFiller};
+use super::levels::{self, Parameters};
 use super::{
     Built, Channels, DuringPass, Layout, LocalStep, Setup, Spec, StepOutcome, Strategy, StrategyKind, Synchronous,
     put_own, synchronous,
 };
 use crate::error::TrainError;
-use crate::flat::{Flat, Gradients, Packer};
-use crate::memory::Category;
-use crate::record::EVERYONE;
+use crate::flat::{Flat, Gradients};
 
 pub(super) const SPEC: Spec = Spec {
     name: "hierarchical",
@@ -105,61 +104,21 @@ struct Stages {
     gathering: VecDeque<(usize, Pending)>,
 }
 
-/// Numbers of a rank's groups, each other than those of all other groups.
-struct Groups {
-    node: u64,
-    between: u64,
-}
-
-impl Groups {
-    fn of(node: usize, place: usize, ranks: usize) -> Self {
-        Groups { node: EVERYONE + 1 + node as u64, between: EVERYONE + 1 + (ranks + place) as u64 }
-    }
-}
-
 fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
-    let Setup { comms, options, precision, .. } = *setup;
+    let Setup { comms, options, .. } = *setup;
     let (world, nodes, layout) = (&comms.world, &comms.nodes, setup.layout());
-    let (node, place) = nodes.place(world.rank());
-    let groups = Groups::of(node, place, world.world_size());
+    let (_, place) = nodes.place(world.rank());
     let is_even = nodes.even_size().is_some();
     // Who does not speak for its node has nobody to speak to.
-    let color = (is_even || place == LEADER).then_some(place as u64);
-    let between = world.split(color, world.rank() as i64)?;
-    let node = match &comms.node {
-        Some(own) if own.world_size() != nodes.size(node) => {
-            return Err(Error::invalid(format!(
-                "the nodes are {nodes}, but the communicator of this rank's node has {} ranks",
-                own.world_size()
-            )));
-        }
-        Some(own) => own.clone(),
-        None => {
-            let part = world.split(Some(node as u64), world.rank() as i64)?;
-            part.ok_or_else(|| Error::Internal("a split with a colour gave no communicator".into()))?
-        }
-    };
-    let native = comms.lender(StrategyKind::Hierarchical);
-    let wire = |native| Packer::new(options.wire, native);
-    let channels = Channels {
-        between: Channel::new(
-            between.clone().unwrap_or_else(|| world.clone()),
-            groups.between,
-            wire(comms.native.clone()),
-            Category::Gradients,
-        ),
-        gradients: Channel::new(node, groups.node, wire(native.clone()), Category::Gradients),
-        parameters: Channel::new(world.clone(), EVERYONE, Packer::new(precision, native), Category::Parameters),
-    };
+    let speaks = is_even || place == LEADER;
+    let channels = levels::channels(setup, StrategyKind::Hierarchical, speaks, Parameters::Everywhere)?;
     let buckets = BucketFiller::new(&layout, options.first_bucket_bytes, options.bucket_bytes);
     let is_native = channels.gradients.is_native() || channels.between.is_native();
-    let way = match (is_even, between.is_some()) {
-        (true, _) => Way::Shards,
-        (false, speaks) => Way::Leaders { speaks, share: 1.0 / world.world_size() as f64 },
-    };
+    let share = 1.0 / world.world_size() as f64;
+    let way = if is_even { Way::Shards } else { Way::Leaders { speaks, share } };
     let stages = |waits: bool| Stages::new(&buckets, &channels, way, waits);
     let beside = options.overlap && !is_native && world.world_size() > 1;
-    let aside = beside.then(|| Aside::start("hierarchical", stages(true))).transpose()?;
+    let aside = beside.then(|| Aside::start("comm-stages", stages(true))).transpose()?;
     let hierarchical = Hierarchical {
         overlap: options.overlap,
         stages: stages(false),

@@ -134,9 +134,11 @@ pub trait LocalStep {
     /// Whether the step is the last of the run.
     fn is_last(&self) -> bool;
 
-    /// Whether something else than the next step follows: the end of the run, a validation or a checkpoint. Known once the gradients have been
-    /// [checked](LocalStep::check).
-    fn rests(&self) -> bool;
+    /// Whether something else than the next step may follow: the end of the run, a validation or a checkpoint. Known once the gradients have
+    /// been [checked](LocalStep::check).
+    fn rests(&self) -> bool {
+        true
+    }
 
     /// Puts weights, in the type of computation, into the model.
     ///

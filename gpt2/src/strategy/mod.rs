@@ -23,6 +23,7 @@ pub mod formula;
 mod fsdp;
 mod hierarchical;
 mod layout;
+mod levels;
 mod local;
 mod local_sgd;
 mod own_step;
@@ -74,6 +75,8 @@ pub enum StrategyKind {
     Fsdp,
     /// Gradients are averaged inside each node first, then between nodes, shard by shard.
     Hierarchical,
+    /// Hybrid sharded data parallel: fully sharded inside each node, with a replica in every node.
+    Hsdp,
     /// Every rank trains by itself, and parameters are averaged every few steps.
     LocalSgd,
     /// Every rank trains by itself, and an outer optimizer steps by the mean change of parameters every few steps.
@@ -129,7 +132,7 @@ impl Built {
 
 comm_core::names!(
     pub StrategyKind, "strategy" by StrategyKind::spec_name:
-    Single, Ps, ShardedPs, Ring, Ddp, Zero1, Zero2, Fsdp, Hierarchical, LocalSgd, Diloco, StreamingDiloco, Sparta,
+    Single, Ps, ShardedPs, Ring, Ddp, Zero1, Zero2, Fsdp, Hierarchical, Hsdp, LocalSgd, Diloco, StreamingDiloco, Sparta,
 );
 
 impl StrategyKind {
@@ -143,8 +146,9 @@ impl StrategyKind {
             StrategyKind::Ddp => &buckets::DDP,
             StrategyKind::Zero1 => &zero::ZERO1,
             StrategyKind::Zero2 => &zero::ZERO2,
-            StrategyKind::Fsdp => &fsdp::SPEC,
+            StrategyKind::Fsdp => &fsdp::FSDP,
             StrategyKind::Hierarchical => &hierarchical::SPEC,
+            StrategyKind::Hsdp => &fsdp::HSDP,
             StrategyKind::LocalSgd => &local_sgd::SPEC,
             StrategyKind::Diloco => &diloco::DILOCO,
             StrategyKind::StreamingDiloco => &diloco::STREAMING,
@@ -196,7 +200,7 @@ pub struct StrategyOptions {
     pub overlap: bool,
     /// Whether the server of `ps` only serves: the others then share the global batch.
     pub dedicated_server: bool,
-    /// Ranks of a node, for `hierarchical`: those of a machine in rank order, the last node of each perhaps with fewer. 0: as many as its
+    /// Ranks of a node, for `hierarchical` and `hsdp`: those of a machine in rank order, the last node of each perhaps with fewer. 0: as many as its
     /// launcher has started there, or all.
     pub ranks_per_node: usize,
     /// Settings of strategies in which ranks train by themselves for a time.
@@ -302,7 +306,7 @@ impl Setup<'_> {
 /// The strategy and its channels.
 ///
 /// # Errors
-/// `InvalidArgument` for `single` on several ranks, for a dedicated server without workers, for a node's communicator that has other ranks than the
+/// `InvalidArgument` for `single` on several ranks, for a dedicated server without workers, for `hsdp` in nodes of unequal sizes, for a node's communicator that has other ranks than the
 /// node, and those of [`LocalOptions::check`].
 /// Where nodes are told apart also those of [`Communicator::split`]: all ranks call this together.
 pub fn build(kind: StrategyKind, setup: &Setup<'_>) -> comm_core::Result<Built> {

@@ -46,7 +46,9 @@ fn pulls(run: &Run<'_>, layout: &Layout, rank: usize) -> Expected {
     let mut tally = Tally::of(run, rank);
     for count in units(layout, run.options.first_bucket_bytes, run.options.bucket_bytes) {
         match rank {
-            SERVER => (1..run.ranks).for_each(|to| tally.collective(None, Op::Send { to }, run.precision.dtype(), count)),
+            SERVER => {
+                (1..run.ranks).for_each(|to| tally.collective(None, Op::Send { to }, run.precision.dtype(), count))
+            }
             _ => tally.receive(1),
         }
     }
@@ -95,7 +97,7 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
         (BucketFiller::new(&layout, options.first_bucket_bytes, options.bucket_bytes), setup.channels());
     let serving = Serving::new(&buckets, &channels, ranks, ranks - usize::from(dedicated));
     let serves_beside = rank == SERVER && ranks > 1 && options.overlap && !channels.gradients.is_native();
-    let aside = serves_beside.then(|| Aside::start("parameter-server", serving.clone())).transpose()?;
+    let aside = serves_beside.then(|| Aside::start("comm-server", serving.clone())).transpose()?;
     let server = ParameterServer {
         rank,
         dedicated,
@@ -174,9 +176,8 @@ impl Serving {
 
     /// Sends every worker its bucket of parameters, which `packed` gives each time.
     fn publish(&self, bucket: usize, packed: impl Fn() -> comm_core::Result<Buffer>) -> comm_core::Result<()> {
-        let send = |worker: usize| {
-            Ok(self.parameters.start(Op::Send { to: worker }, packed()?, self.pull(bucket, worker)))
-        };
+        let send =
+            |worker: usize| Ok(self.parameters.start(Op::Send { to: worker }, packed()?, self.pull(bucket, worker)));
         self.with_each_worker(&self.parameters, send, |pending| pending.wait().map(drop))
     }
 

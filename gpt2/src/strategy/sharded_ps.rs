@@ -11,7 +11,9 @@ use super::aside::Aside;
 use super::channels::{Channel, Pending, Route, finish_until};
 use super::formula::{Expected, Run, Tally, units};
 use super::layout::{Bucket, BucketFiller};
-use super::{Built, Channels, DuringPass, Layout, LocalStep, Setup, Spec, StepOutcome, Strategy, Synchronous, synchronous};
+use super::{
+    Built, Channels, DuringPass, Layout, LocalStep, Setup, Spec, StepOutcome, Strategy, Synchronous, synchronous,
+};
 use crate::error::TrainError;
 use crate::flat::{Flat, Gradients, Weights};
 
@@ -87,7 +89,7 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
         owned[segment] = range;
     }
     let serves_beside = comm.world_size() > 1 && options.overlap && !channels.gradients.is_native();
-    let aside = serves_beside.then(|| Aside::start("parameter-server", serving.clone())).transpose()?;
+    let aside = serves_beside.then(|| Aside::start("comm-server", serving.clone())).transpose()?;
     let server = ShardedServer {
         overlap: options.overlap,
         buckets,
