@@ -10,6 +10,7 @@ use comm_core::{Communicator, Control, Deadline, Error, Result};
 
 use crate::connect::{in_part, threads};
 use crate::entry::{Connected, Properties, TransportKind};
+use crate::nodes::Nodes;
 use crate::options::TransportOptions;
 
 /// The ranks of this rank's node, with a transport of their own. The whole job is one job still: a rank that is lost anywhere ends
@@ -26,23 +27,23 @@ pub struct Node {
     pub size: usize,
 }
 
-/// Connects the ranks of this rank's node: ranks 0 to `ranks_per_node` − 1 of the job are the first one, and so on. All ranks of the
-/// job call it together, with the same arguments; where it fails, the job has been told.
+/// Connects the ranks of this rank's node. All ranks of the job call it together, with the same arguments; where it fails, the job has been
+/// told.
 ///
 /// # Errors
-/// `InvalidArgument` unless `ranks_per_node` divides the number of ranks; those of [`TransportKind::connect`], whose ranks are ranks of the job.
+/// `InvalidArgument` unless `nodes` are those of as many ranks; those of [`TransportKind::connect`], whose ranks are ranks of the job.
 pub fn connect_node(
     kind: TransportKind,
     control: &Arc<dyn Control>,
-    ranks_per_node: usize,
+    nodes: &Nodes,
     options: &TransportOptions,
 ) -> Result<Node> {
     let connect = || {
-        let colors = colors(control.world_size(), ranks_per_node)?;
-        let color = colors.get(control.rank()).copied().unwrap_or_default();
+        check(nodes, control.world_size())?;
+        let (node, _) = nodes.place(control.rank());
         let deadline = Deadline::after(options.timeout);
-        let group = Subgroup::split(control.clone(), &nodes(ranks_per_node), color, deadline)?;
-        Ok(Node::new(in_part(kind, &group, options)?, ranks_per_node))
+        let group = Subgroup::split(control.clone(), &nodes.to_string(), node as u64, deadline)?;
+        Ok(Node::new(in_part(kind, &group, options)?, nodes.size(node)))
     };
     // The other nodes would wait for this one.
     connect().inspect_err(|error| control.poison(error))
@@ -51,39 +52,31 @@ pub fn connect_node(
 /// A job whose ranks are threads of this process, in rank order, with the [`Node`] of each, whose ranks are threads too.
 ///
 /// # Errors
-/// `InvalidArgument` unless `ranks_per_node` divides the number of ranks; those of [`threads`].
-pub fn threads_in_nodes(
-    ranks: usize,
-    ranks_per_node: usize,
-    options: &TransportOptions,
-) -> Result<Vec<(Connected, Node)>> {
-    let colors = colors(ranks, ranks_per_node)?;
-    let world = threads(ranks, options)?;
-    let groups: Vec<Arc<Subgroup>> = world
-        .iter()
-        .map(|rank| Subgroup::of_colors(rank.control.clone(), &nodes(ranks_per_node), &colors))
-        .collect::<Result<_>>()?;
-    let transports = (0..ranks / ranks_per_node).flat_map(|_| local::group(ranks_per_node, options.lanes));
-    let node = |(group, rank): (Arc<Subgroup>, LocalRank)| {
-        Ok(Node::new(Connected::over(TransportKind::LOCAL, rank.transport, group, options)?, ranks_per_node))
+/// Those of [`threads`].
+pub fn threads_in_nodes(nodes: &Nodes, options: &TransportOptions) -> Result<Vec<(Connected, Node)>> {
+    let by_rank = nodes.by_rank();
+    let colors: Vec<u64> = by_rank.iter().map(|node| *node as u64).collect();
+    let world = threads(nodes.ranks(), options)?;
+    let groups = world.iter().map(|rank| Subgroup::of_colors(rank.control.clone(), &nodes.to_string(), &colors));
+    let groups: Vec<Arc<Subgroup>> = groups.collect::<Result<_>>()?;
+    let mut transports: Vec<_> =
+        (0..nodes.count()).map(|node| local::group(nodes.size(node), options.lanes).into_iter()).collect();
+    let node = |(group, node): (Arc<Subgroup>, usize)| {
+        let rank = transports[node].next();
+        let LocalRank { transport, .. } =
+            rank.ok_or_else(|| Error::Internal(format!("node {node} of the {nodes} has more ranks")))?;
+        Ok(Node::new(Connected::over(TransportKind::LOCAL, transport, group, options)?, nodes.size(node)))
     };
-    let nodes = groups.into_iter().zip(transports).map(node).collect::<Result<Vec<Node>>>()?;
-    Ok(world.into_iter().zip(nodes).collect())
+    let connected = groups.into_iter().zip(by_rank).map(node).collect::<Result<Vec<Node>>>()?;
+    Ok(world.into_iter().zip(connected).collect())
 }
 
-/// The node of each rank.
-fn colors(ranks: usize, ranks_per_node: usize) -> Result<Vec<u64>> {
-    if ranks_per_node == 0 || !ranks.is_multiple_of(ranks_per_node) {
-        return Err(Error::invalid(format!(
-            "{ranks} ranks do not divide into nodes of {ranks_per_node}; choose a number of ranks per node that divides {ranks}"
-        )));
+/// Refuses the nodes of another number of ranks.
+fn check(nodes: &Nodes, ranks: usize) -> Result<()> {
+    if nodes.ranks() == ranks {
+        return Ok(());
     }
-    Ok((0..ranks).map(|rank| (rank / ranks_per_node) as u64).collect())
-}
-
-/// What the division is called. Ranks that divide otherwise fail with both names.
-fn nodes(ranks_per_node: usize) -> String {
-    format!("the nodes of {ranks_per_node}")
+    Err(Error::invalid(format!("{nodes} have {} ranks in all, and the job has {ranks}", nodes.ranks())))
 }
 
 impl Node {
@@ -122,7 +115,7 @@ mod tests {
     /// Runs `body` on four ranks in nodes of two, whose node is connected by `kind`.
     fn in_nodes<R: Send>(kind: TransportKind, body: impl Fn(&Connected, &Node) -> R + Sync) -> Vec<R> {
         let (mut worlds, mut nodes): (Vec<_>, Vec<_>) = if kind == TransportKind::LOCAL {
-            let both = threads_in_nodes(4, 2, &options()).unwrap();
+            let both = threads_in_nodes(&Nodes::of_size(4, 2), &options()).unwrap();
             both.into_iter().map(|(world, node)| (world, Some(node))).unzip()
         } else {
             threads(4, &options()).unwrap().into_iter().map(|world| (world, None)).unzip()
@@ -134,7 +127,9 @@ mod tests {
                 .zip(nodes.drain(..))
                 .map(|(world, node)| {
                     scope.spawn(move || {
-                        let node = node.unwrap_or_else(|| connect_node(kind, &world.control, 2, &options()).unwrap());
+                        let nodes = Nodes::of_size(4, 2);
+                        let node =
+                            node.unwrap_or_else(|| connect_node(kind, &world.control, &nodes, &options()).unwrap());
                         body(&world, &node)
                     })
                 })
@@ -201,17 +196,32 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_make_no_whole_nodes_are_refused() {
-        for per_node in [0, 3, 5] {
-            let Err(error) = threads_in_nodes(4, per_node, &options()) else { panic!("{per_node}") };
-            let text = error.to_string();
-            assert!(text.contains("4 ranks") && text.contains(&format!("nodes of {per_node}")), "{text}");
-            let control: Arc<dyn Control> = local::group(4, 1).remove(0).control;
-            let Err(error) = connect_node(TransportKind::SHM, &control, per_node, &options()) else {
-                panic!("{per_node}")
-            };
-            assert_eq!(error.to_string(), text);
-        }
+    fn nodes_may_be_uneven_and_of_ranks_that_do_not_follow_one_another() {
+        let nodes = Nodes::of_machines(&["a", "b", "a", "a"], &[0; 4]);
+        let ranks = threads_in_nodes(&nodes, &options()).unwrap();
+        let sums: Vec<(f32, usize)> = thread::scope(|scope| {
+            let threads: Vec<_> = ranks
+                .into_iter()
+                .map(|(world, node)| {
+                    scope.spawn(move || {
+                        let sum = node.comm.all_reduce_scalar(world.comm.rank() as f32, ReduceOp::Sum).unwrap();
+                        node.comm.finish(TIMEOUT).unwrap();
+                        world.comm.finish(TIMEOUT).unwrap();
+                        (sum, node.size)
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        assert_eq!(sums, [(5.0, 3), (1.0, 1), (5.0, 3), (5.0, 3)]);
+    }
+
+    #[test]
+    fn nodes_of_another_number_of_ranks_are_refused() {
+        let control: Arc<dyn Control> = local::group(4, 1).remove(0).control;
+        let refused = connect_node(TransportKind::SHM, &control, &Nodes::of_size(5, 2), &options());
+        let text = refused.err().unwrap().to_string();
+        assert!(text.contains("nodes of 2, 2, 1 ranks have 5 ranks in all, and the job has 4"), "{text}");
     }
 
     #[test]
@@ -222,13 +232,13 @@ mod tests {
             .map(|(number, rank)| {
                 thread::spawn(move || {
                     let control: Arc<dyn Control> = rank.control;
-                    let per_node = if number == 2 { 4 } else { 2 };
-                    connect_node(TransportKind::SHM, &control, per_node, &options()).err().unwrap().to_string()
+                    let nodes = Nodes::of_size(4, if number == 2 { 4 } else { 2 });
+                    connect_node(TransportKind::SHM, &control, &nodes, &options()).err().unwrap().to_string()
                 })
             })
             .collect();
         for text in threads.into_iter().map(|thread| thread.join().unwrap()) {
-            assert!(text.contains("the nodes of 2") && text.contains("the nodes of 4"), "{text}");
+            assert!(text.contains("2 nodes of 2 ranks") && text.contains("1 nodes of 4 ranks"), "{text}");
         }
     }
 }

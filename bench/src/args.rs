@@ -55,7 +55,7 @@ pub(crate) struct Args {
     /// Transports, separated by commas.
     #[arg(long, value_delimiter = ',', default_values_t = TransportKind::all())]
     transports: Vec<TransportKind>,
-    /// Ranks of each cell of the matrix (single has 1, hierarchical at least 4).
+    /// Ranks of each cell of the matrix (single has 1, hierarchical and hsdp at least 4).
     #[arg(long, default_value_t = 2)]
     ranks: usize,
     /// Model size.

@@ -27,6 +27,7 @@ mod address;
 mod launchers;
 mod secret;
 
+use std::fs;
 use std::path::Path;
 
 pub use address::Address;
@@ -196,6 +197,14 @@ pub fn die_with_parent() -> Result<()> {
         Some(parent) => sys::die_with_parent(parent)
             .map_err(|e| Error::io(format!("binding this process's life to its launcher's (process {parent})"), e)),
     }
+}
+
+/// What tells this machine from the others of a job: this run of its kernel and, since containers of one machine may be nodes of their own, the
+/// network that this process is in. Machines that do not say count as one.
+pub fn machine() -> String {
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let network = fs::read_link("/proc/self/ns/net").unwrap_or_default();
+    format!("{} {}", boot.trim(), network.display())
 }
 
 /// The exit code of `rank` after `error`: [`EXIT_ECHO`] when another rank is the cause of it, else 1.

@@ -290,29 +290,6 @@ impl Gradients {
         })
     }
 
-    /// Those that are on a device.
-    pub(crate) fn take_from_device(&mut self) -> Option<Flat> {
-        match &mut self.0 {
-            Source::Flat(flat @ Flat::Device(_)) => Some(std::mem::take(flat)),
-            _ => None,
-        }
-    }
-
-    /// Over `place`, which is as long, in host memory.
-    ///
-    /// # Errors
-    /// As [`append_to`](Self::append_to).
-    pub(crate) fn write_to(self, place: &mut [f32]) -> Result<()> {
-        packing(|| match self.0 {
-            Source::Flat(Flat::Host(own)) if own.len() == place.len() => {
-                place.copy_from_slice(&own);
-                Ok(())
-            }
-            Source::Flat(_) => Err(misplaced()),
-            Source::Tensors(tensors) => tensor_by_tensor(tensors, place, |place, own| place.copy_from_slice(own)),
-        })
-    }
-
     /// `sum` and these, element by element, in f32.
     ///
     /// # Errors

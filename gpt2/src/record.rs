@@ -115,6 +115,13 @@ pub(crate) struct Ticket {
     operation: Operation,
 }
 
+/// An operation that a thread without recordings has waited for, and, where that went well, when it began and ended.
+#[derive(Debug)]
+pub(crate) struct Ended {
+    ticket: Ticket,
+    times: Option<(Instant, Instant)>,
+}
+
 /// A span that has not ended.
 #[derive(Clone, Copy)]
 struct OpenSpan {
@@ -130,11 +137,13 @@ struct Recorder {
     recording: Option<Recording>,
     /// The innermost last.
     open: Vec<OpenSpan>,
+    /// Told of what is waited for outside of recordings.
+    listener: Option<Box<dyn Fn(Ended)>>,
 }
 
 thread_local! {
     static RECORDER: RefCell<Recorder> =
-        const { RefCell::new(Recorder { number: 0, recording: None, open: Vec::new() }) };
+        const { RefCell::new(Recorder { number: 0, recording: None, open: Vec::new(), listener: None }) };
 }
 
 /// Runs `work`, and returns what this thread did meanwhile.
@@ -192,6 +201,32 @@ pub(crate) fn scalars<R>(label: &str, work: impl FnOnce() -> R) -> R {
     result
 }
 
+/// Has this thread, which works for another one and records nothing, tell `listener` of each operation once it has waited for it: the other one
+/// takes it into its recording with [`waited_elsewhere`].
+pub(crate) fn tell(listener: impl Fn(Ended) + 'static) {
+    with(|recorder| recorder.listener = Some(Box::new(listener)));
+}
+
+/// Runs `wait`, which waits for another thread and returns, beside its result, the operation that that one has waited for, if that is what it
+/// tells. What it waits counts as exposed.
+pub(crate) fn waited_elsewhere<R>(wait: impl FnOnce() -> (R, Option<Ended>)) -> R {
+    let (result, ended) = span_of(Activity::Exposed, None, wait);
+    with(|recorder| {
+        let recording = recorder.recording.as_mut()?;
+        let Ended { ticket, times } = ended?;
+        let mut operation = ticket.operation;
+        if let Some((began, ended)) = times {
+            (operation.began, operation.ended) = (recording.ns(began), recording.ns(ended));
+        }
+        recording.operations.push(operation);
+        recording.started += 1;
+        let index = recording.operations.len() - 1;
+        recording.spans.last_mut()?.operation = Some(index);
+        Some(())
+    });
+    result
+}
+
 /// Runs `start`, which starts the operation of `call` among the ranks of `group`. What it waits meanwhile, since a blocking operation has
 /// ended when it returns, counts as exposed.
 pub(crate) fn started<R>(call: Call, group: u64, start: impl FnOnce(Call) -> R) -> (R, Ticket) {
@@ -202,12 +237,11 @@ pub(crate) fn started<R>(call: Call, group: u64, start: impl FnOnce(Call) -> R) 
         _ => None,
     };
     let ticket = with(|recorder| {
-        let mut operation = Operation::new(&label, group, partner, 0);
         let Some(recording) = &mut recorder.recording else {
+            let operation = Operation::new(&label, group, partner, monotonic_ns());
             return Ticket { recording: 0, index: 0, operation };
         };
-        let now = recording.ns(Instant::now());
-        (operation.asked, operation.began, operation.ended) = (now, now, now);
+        let operation = Operation::new(&label, group, partner, recording.ns(Instant::now()));
         recording.operations.push(operation.clone());
         recording.started += 1;
         Ticket { recording: recording.number, index: recording.operations.len() - 1, operation }
@@ -218,6 +252,11 @@ pub(crate) fn started<R>(call: Call, group: u64, start: impl FnOnce(Call) -> R) 
 
 /// Runs `wait`, which waits for the operation of `ticket` and returns, beside its result, when that began and ended.
 pub(crate) fn waited<R>(ticket: Ticket, wait: impl FnOnce() -> (R, Option<(Instant, Instant)>)) -> R {
+    if with(|recorder| recorder.listener.is_some()) {
+        let (result, times) = wait();
+        with(|recorder| recorder.listener.as_ref().map(|listener| listener(Ended { ticket, times })));
+        return result;
+    }
     let index = with(|recorder| {
         let recording = recorder.recording.as_mut()?;
         if ticket.recording == recording.number {
@@ -464,6 +503,38 @@ mod tests {
         assert_eq!(operations[1].asked, others[0].asked);
         assert!(operations.iter().all(|operation| operation.label == "fragment"));
         assert_eq!(spans.iter().map(|span| span.operation).collect::<Vec<_>>(), [Some(0), Some(0), Some(1)]);
+    }
+
+    #[test]
+    fn what_another_thread_has_waited_for_is_an_operation_of_this_one() {
+        let (teller, told) = std::sync::mpsc::channel();
+        let other = std::thread::spawn(move || {
+            tell(move |ended| teller.send(ended).unwrap());
+            for label in ["first", "second"] {
+                let call = Call::blocking(Op::Send { to: 3 }, Buffer::from_vec(vec![0.0f32])).labelled(label);
+                let ticket = started(call, 7, |_| sleep(2)).1;
+                let began = Instant::now();
+                waited(ticket, || (sleep(3), Some((began, Instant::now()))));
+            }
+        });
+        let ((), recording) = record(|| {
+            for _ in 0..2 {
+                waited_elsewhere(|| ((), Some(told.recv().unwrap())));
+            }
+            // It tells of something else.
+            waited_elsewhere(|| ((), None));
+        });
+        other.join().unwrap();
+        assert_eq!(recording.started, 2);
+        let (spans, operations) = recording.into_parts();
+        let labels: Vec<&str> = operations.iter().map(|operation| operation.label.as_str()).collect();
+        assert_eq!(labels, ["first", "second"]);
+        let ms = |from: u64, to: u64| (to - from) as f64 / 1e6;
+        for operation in &operations {
+            assert_eq!((operation.group, operation.partner), (7, Some(Partner { rank: 3, receives: true })));
+            assert!(ms(operation.asked, operation.began) >= 2.0 && ms(operation.began, operation.ended) >= 3.0);
+        }
+        assert_eq!(spans.iter().map(|span| span.operation).collect::<Vec<_>>(), [Some(0), Some(1), None]);
     }
 
     #[test]

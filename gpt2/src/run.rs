@@ -7,7 +7,7 @@ use std::time::Duration;
 use burn::tensor::Device;
 use comm_core::control::{MissingRanksReport, TcpControl};
 use comm_core::{Control, Deadline, Error, job::Job, printer};
-use isocomm::{Connected, Properties, TransportKind, TransportOptions, connect_node};
+use isocomm::{Connected, Nodes, Properties, TransportKind, TransportOptions, connect_node};
 
 use crate::corpus::{Corpus, Origin};
 use crate::devices;
@@ -57,9 +57,8 @@ pub fn run_watched_threads(
     device: &Device,
     observers: Vec<&mut (dyn Observer + Send)>,
 ) -> Result<Summary, TrainError> {
-    let per_node = config.options.ranks_per_node;
-    let sessions: Vec<Session> = if tells_nodes_apart(config, options) {
-        Session::threads_in_nodes(ranks, per_node, &options.options)?
+    let sessions: Vec<Session> = if connects_nodes(config, options) {
+        Session::threads_in_nodes(&Nodes::of_size(ranks, config.options.ranks_per_node), &options.options)?
     } else if ranks == 1 {
         // Whatever transport was chosen: it has nobody to connect.
         Session::threads(ranks, &options.options.only_for(TransportKind::LOCAL))?
@@ -145,12 +144,18 @@ pub fn run_rank_over(
     if job.rank == 0 {
         report_stalls(&*control);
     }
+    let nodes = config
+        .strategy
+        .spec()
+        .tells_nodes_apart
+        .then(|| Nodes::of_job(&*control, config.options.ranks_per_node, Deadline::after(options.options.timeout)));
+    let nodes = nodes.transpose().inspect_err(|error| control.poison(error))?;
     let connected = connect(control.clone()).inspect_err(|error| control.poison(error))?;
-    let mut session = Session::new(connected, &options.options);
-    if let Some(kind) = options.node_transport.filter(|_| tells_nodes_apart(config, options)) {
+    let mut session = Session { nodes, ..Session::new(connected, &options.options) };
+    if let Some((kind, nodes)) = options.node_transport.zip(session.nodes.as_ref()) {
         let job: Arc<dyn Control> = control;
         let of_transport = options_for(kind, config, options, device);
-        let node = connect_node(kind, &job, config.options.ranks_per_node, &of_transport)?;
+        let node = connect_node(kind, &job, nodes, &of_transport)?;
         let native = lender(&node.properties, device).inspect_err(|error| job.poison(error))?;
         session.node = Some(Node { native, ..node.into() });
     }
@@ -208,7 +213,7 @@ fn loading(corpus: &Corpus) -> Duration {
 
 /// The options of `kind`, one of the job's transports, with the device that computes, for a transport that works on its memory.
 fn options_for(kind: TransportKind, config: &TrainConfig, options: &RankOptions, device: &Device) -> TransportOptions {
-    let own = if tells_nodes_apart(config, options) { options.options.only_for(kind) } else { options.options.clone() };
+    let own = if connects_nodes(config, options) { options.options.only_for(kind) } else { options.options.clone() };
     let cuda_device = own.cuda_device.or_else(|| devices::cuda_ordinal(device).map(usize::from));
     TransportOptions { cuda_device, ..own }
 }
@@ -237,7 +242,7 @@ fn lender(properties: &Properties, device: &Device) -> Result<Option<Arc<dyn Dev
 }
 
 /// Whether the ranks of a node get a transport of their own.
-fn tells_nodes_apart(config: &TrainConfig, options: &RankOptions) -> bool {
+fn connects_nodes(config: &TrainConfig, options: &RankOptions) -> bool {
     config.strategy.spec().tells_nodes_apart && options.node_transport.is_some()
 }
 

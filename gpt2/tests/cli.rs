@@ -465,10 +465,7 @@ fn options_that_do_not_go_together_are_refused() {
     };
     refuse(&["--strategy", "ddp", "--ranks-per-node", "2"], &["--ranks-per-node", "hierarchical", "ddp"]);
     refuse(&["--strategy", "ddp", "--node-transport", "shm"], &["--node-transport", "hierarchical"]);
-    refuse(
-        &["--strategy", "hierarchical", "--nproc", "3", "--ranks-per-node", "2"],
-        &["--ranks-per-node 2", "3 ranks cannot be divided"],
-    );
+    refuse(&["--strategy", "hierarchical", "--ranks-per-node", "0"], &["--ranks-per-node 0", "at least 1 rank"]);
     refuse(
         &["--strategy", "hierarchical", "--nproc", "2", "--node-transport", "local", "--transport", "tcp"],
         &["--node-transport local", "--transport tcp"],

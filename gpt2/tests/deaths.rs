@@ -82,6 +82,11 @@ fn of_hierarchical_over_shared_memory_and_quic() {
 }
 
 #[test]
+fn of_hsdp_over_shared_memory_and_tcp() {
+    kill_one("hsdp", "tcp", 1, &["--node-transport", "shm"]);
+}
+
+#[test]
 fn of_local_sgd_over_tcp() {
     kill_one("local-sgd", "tcp", 1, &["--sync-every", "3"]);
 }

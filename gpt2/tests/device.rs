@@ -21,7 +21,7 @@ use gpt2::strategy::{
     StrategyOptions,
 };
 use gpt2::trainer::{Observer, Parts, Session, StepReport, Summary, TrainConfig, TrainError, train};
-use isocomm::TransportOptions;
+use isocomm::{Nodes, TransportOptions};
 
 use crate::local::{TOLERANCE, VARIANTS, assert_close, corpus, run, single, with};
 use crate::native::{Equipped, Lender};
@@ -60,7 +60,7 @@ fn native(config: &TrainConfig, ranks: usize) -> Outcome {
 
 /// Two nodes of two.
 fn in_nodes() -> Vec<Session> {
-    Session::threads_in_nodes(4, 2, &options()).unwrap()
+    Session::threads_in_nodes(&Nodes::of_size(4, 2), &options()).unwrap()
 }
 
 fn options() -> TransportOptions {
@@ -99,14 +99,14 @@ fn config(strategy: StrategyKind, ranks: usize) -> TrainConfig {
     TrainConfig { eval_every: 2, ..with(&single(4), (strategy, false), ranks) }
 }
 
-/// Ranks to try a strategy on; two nodes of two for the one that tells nodes apart.
+/// Ranks to try a strategy on; two nodes of two for those that tell nodes apart.
 fn sizes(strategy: StrategyKind) -> [usize; 2] {
-    if strategy == StrategyKind::Hierarchical { [3, 4] } else { [2, 3] }
+    if strategy.spec().tells_nodes_apart { [3, 4] } else { [2, 3] }
 }
 
-/// Two ranks; two nodes of two for the strategy that tells nodes apart.
+/// Two ranks; two nodes of two for the strategies that tell nodes apart.
 fn two_or_nodes(strategy: StrategyKind) -> usize {
-    if strategy == StrategyKind::Hierarchical { 4 } else { 2 }
+    if strategy.spec().tells_nodes_apart { 4 } else { 2 }
 }
 
 /// Trains in device memory, which nothing leaves, as in host memory.
@@ -393,6 +393,7 @@ fn timed(
         let node = session.node.as_ref();
         let comms = Comms {
             world: session.comm.clone(),
+            nodes: Nodes::of_size(session.comm.world_size(), options.ranks_per_node),
             node: node.map(|node| node.comm.clone()),
             native: session.native.clone(),
             node_native: node.and_then(|node| node.native.clone()),
@@ -457,7 +458,8 @@ fn a_device_is_waited_for_once_a_bucket_before_its_bytes_are_sent() {
                 for at in waits {
                     let around = [spans[at - 1].activity, spans[at + 1].activity];
                     assert_eq!(around, [Activity::Pack; 2], "{kind}: {spans:?}");
-                    assert!(spans[at + 2].operation.is_some(), "{kind}: {spans:?}");
+                    // What has several stages leaves beside this thread.
+                    assert!(each > 1 || spans[at + 2].operation.is_some(), "{kind}: {spans:?}");
                 }
             }
         }

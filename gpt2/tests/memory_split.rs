@@ -98,6 +98,12 @@ fn each_stage_shards_one_more_kind() {
     within("optimizers of fsdp", fsdp.optimizer.peak, 2 * all, 2 * all);
     within("gradients of fsdp", fsdp.gradients.peak, all, all + 2 * ranks * block);
 
+    // The same in two nodes of two, with a model in each.
+    let hsdp = usage(&model, StrategyKind::Hsdp);
+    within("weights of hsdp", hsdp.parameters.peak, 2 * all, 2 * all + ranks * (2 * block + embedding + absent));
+    within("optimizers of hsdp", hsdp.optimizer.peak, 4 * all, 4 * all);
+    within("gradients of hsdp", hsdp.gradients.peak, 2 * all, 2 * all + 2 * ranks * block);
+
     // Of the masters and both moments, which lie where they are written from, nothing is copied: names and tables are little beside a block.
     assert!(3 * SLACK < block);
     for strategy in [StrategyKind::Ddp, StrategyKind::Zero2, StrategyKind::Fsdp] {

@@ -19,7 +19,7 @@ use gpt2::strategy::{
     StrategyOptions, build,
 };
 use gpt2::trainer::{Observer, Session, StepReport, Summary, TrainConfig, TrainError, train};
-use isocomm::{TransportKind, TransportOptions};
+use isocomm::{Nodes, TransportKind, TransportOptions};
 
 use crate::local::{assert_counts, corpus, single, with};
 
@@ -235,7 +235,8 @@ fn two_numbers(overlap_steps: u64, mixing: f64, steps: usize) -> Vec<[Vec<f32>; 
     };
     let options = StrategyOptions { local, ..StrategyOptions::default() };
     let rank = |session: Session| {
-        let comms = Comms { world: session.comm.clone(), node: None, native: None, node_native: None };
+        let nodes = Nodes::of_size(session.comm.world_size(), 0);
+        let comms = Comms { world: session.comm.clone(), nodes, node: None, native: None, node_native: None };
         let (segments, precision) = (&[1, 1][..], Precision::F32);
         let setup =
             Setup { comms: &comms, segments, options: &options, precision, accumulation: 1, seed: 1, checked: false };

@@ -106,7 +106,7 @@ fn hash(said: &str) -> String {
 }
 
 /// Every strategy, each over some transport, with what else there is to be kept.
-const CASES: [&str; 10] = [
+const CASES: [&str; 11] = [
     "--strategy single",
     "--strategy ps --nproc 2 --transport tcp --optimizer lamb",
     "--strategy ps --nproc 3 --transport tcp-raw --dedicated-server",
@@ -118,6 +118,7 @@ const CASES: [&str; 10] = [
     "--strategy zero2 --nproc 2 --transport quic --optimizer lamb --bucket-bytes 20000",
     "--strategy fsdp --nproc 3 --transport tcp --precision bf16",
     "--strategy hierarchical --nproc 4 --ranks-per-node 2 --transport tcp-raw --node-transport shm",
+    "--strategy hsdp --nproc 4 --ranks-per-node 2 --transport tcp-raw --precision bf16 --optimizer lamb",
 ];
 
 /// A run in one piece, and one that goes on from the checkpoint in its middle, in another folder.
@@ -160,6 +161,7 @@ cases! {
     zero2_with_lamb_goes_on = 7;
     fsdp_in_bf16_goes_on = 8;
     hierarchical_goes_on = 9;
+    hsdp_in_bf16_with_lamb_goes_on = 10;
 }
 
 #[test]

@@ -15,8 +15,8 @@ use gpt2::optim::LossScaling;
 use gpt2::precision::Precision;
 use gpt2::strategy::{StrategyKind, StrategyOptions};
 use gpt2::tokenizer::TokenizerKind;
-use gpt2::trainer::{Node, Session, Summary, TrainConfig, train};
-use isocomm::{TransportKind, TransportOptions};
+use gpt2::trainer::{Node, Observer, Session, StepReport, Summary, TrainConfig, train};
+use isocomm::{Nodes, TransportKind, TransportOptions};
 
 const TRANSPORTS: [TransportKind; 4] =
     [TransportKind::LOCAL, TransportKind::TCP_RAW, TransportKind::TCP, TransportKind::QUIC];
@@ -96,19 +96,25 @@ fn assert_bytes(summary: &Summary, what: &str) {
     }
 }
 
-/// Two nodes, where the ranks can be divided so.
+/// Two nodes; of an odd number of ranks the first has one more.
 fn with_nodes(config: &TrainConfig, ranks: usize) -> TrainConfig {
-    let ranks_per_node = if ranks.is_multiple_of(2) { ranks / 2 } else { ranks };
+    // Those of one strategy are to have one size.
+    let in_one = config.strategy == StrategyKind::Hsdp && ranks % 2 > 0;
+    let ranks_per_node = if in_one { ranks } else { ranks.div_ceil(2) };
     TrainConfig { options: StrategyOptions { ranks_per_node, ..config.options.clone() }, ..config.clone() }
 }
 
 fn prove(strategy: StrategyKind) {
+    prove_over(strategy, &[3, 4], &TRANSPORTS);
+}
+
+fn prove_over(strategy: StrategyKind, sizes: &[usize], transports: &[TransportKind]) {
     let config = config(strategy);
     let single = run(&TrainConfig { strategy: StrategyKind::Single, ..config.clone() }, TransportKind::LOCAL, 1);
-    for ranks in [3, 4] {
+    for ranks in sizes.iter().copied() {
         let config = with_nodes(&config, ranks);
         let mut first: Option<Summary> = None;
-        for transport in TRANSPORTS {
+        for transport in transports.iter().copied() {
             let what = format!("{strategy} over {transport} on {ranks} ranks");
             let summary = run(&config, transport, ranks);
             assert_close(&summary.losses, &single.losses, TOLERANCE, &what);
@@ -161,11 +167,94 @@ fn hierarchical_is_one_device_on_every_transport() {
 }
 
 #[test]
+fn hsdp_is_one_device() {
+    prove_over(StrategyKind::Hsdp, &[4], &[TransportKind::LOCAL, TransportKind::QUIC]);
+}
+
+#[test]
+fn ranks_are_placed_as_the_launcher_likes() {
+    for machines in ["abab", "abaa"] {
+        let machines: Vec<char> = machines.chars().collect();
+        let nodes = Nodes::of_machines(&machines, &[0; 4]);
+        let kinds = [StrategyKind::Hierarchical, StrategyKind::Hsdp];
+        for kind in kinds.into_iter().filter(|kind| *kind == StrategyKind::Hierarchical || nodes.even_size().is_some())
+        {
+            let config = config(kind);
+            let placed = |session: Session| Session { nodes: Some(nodes.clone()), ..session };
+            let summary = train_on(&config, sessions(TransportKind::LOCAL, 4).into_iter().map(placed).collect());
+            let single = TrainConfig { strategy: StrategyKind::Single, ..config };
+            let single = run(&single, TransportKind::LOCAL, 1);
+            let what = format!("{kind} on {machines:?}");
+            assert_close(&summary.losses, &single.losses, TOLERANCE, &what);
+            assert_close(&summary.grad_norms, &single.grad_norms, TOLERANCE, &what);
+            assert_bytes(&summary, &what);
+        }
+    }
+}
+
+#[test]
+fn parameters_travel_in_the_next_step_unless_something_else_follows() {
+    #[derive(Default)]
+    struct Sent(Vec<(u64, u64)>);
+    impl Observer for Sent {
+        fn step(&mut self, report: &StepReport) {
+            self.0.push((report.bytes_sent.unwrap(), report.operations));
+        }
+    }
+    let corpus = Arc::new(corpus());
+    for strategy in [StrategyKind::Zero1, StrategyKind::Zero2, StrategyKind::ShardedPs] {
+        for overlap in [true, false] {
+            let config = config(strategy);
+            let options = StrategyOptions { overlap, ..config.options.clone() };
+            // Validations follow steps 3 and 5, and the last.
+            let config = TrainConfig { steps: 5, eval_every: 3, options, ..config };
+            let ranks: Vec<_> = sessions(TransportKind::LOCAL, 2)
+                .into_iter()
+                .map(|session| {
+                    let (config, corpus) = (config.clone(), corpus.clone());
+                    thread::spawn(move || {
+                        let mut sent = Sent::default();
+                        train(&config, &corpus, &session, &Device::flex(), None, &mut sent).unwrap();
+                        sent.0
+                    })
+                })
+                .collect();
+            for sent in ranks.into_iter().map(|rank| rank.join().unwrap()) {
+                let what = format!("{strategy}, {overlap}: {sent:?}");
+                let [first, second, third, fourth, last] = sent[..] else { panic!("{what}") };
+                if !overlap {
+                    assert!(sent.iter().all(|step| *step == first), "{what}");
+                    continue;
+                }
+                let parameters = (second.0 - first.0, second.1 - first.1);
+                assert!(parameters.0 > 0 && parameters.1 > 0, "{what}");
+                assert_eq!(third, (second.0 + parameters.0, second.1 + parameters.1), "{what}");
+                assert_eq!((fourth, last), (first, third), "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn steps_that_are_skipped_send_what_was_left_to_them() {
+    // Two good steps, and one with an overflow.
+    let loss_scaling =
+        LossScaling::Dynamic { initial: 1024.0, growth: 2f32.powi(30), backoff: 2f32.powi(-30), interval: 2 };
+    for strategy in [StrategyKind::Zero2, StrategyKind::Ps, StrategyKind::ShardedPs] {
+        let config = config(strategy);
+        let config = TrainConfig { precision: Precision::F16, steps: 8, eval_every: 0, loss_scaling, ..config };
+        let summary = run(&config, TransportKind::LOCAL, 3);
+        assert_eq!(summary.skipped_steps, 2, "{strategy}");
+        assert_bytes(&summary, &format!("{strategy} with skipped steps"));
+    }
+}
+
+#[test]
 fn where_a_node_counts_nothing_the_rest_is_held_against_the_rest_of_the_formula() {
     let config = with_nodes(&config(StrategyKind::Hierarchical), 4);
     let train = |is_counted: bool| {
         let options = TransportOptions { timeout: Duration::from_secs(60), ..TransportOptions::default() };
-        let sessions = Session::threads_in_nodes(4, 2, &options).unwrap();
+        let sessions = Session::threads_in_nodes(&Nodes::of_size(4, 2), &options).unwrap();
         let equip = |session: Session| {
             let node = session.node.map(|node| {
                 let counters = node.counters.clone().filter(|_| is_counted);

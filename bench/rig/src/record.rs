@@ -121,13 +121,13 @@ pub struct Cell {
     /// Whether the server of `ps` only serves.
     #[serde(default, skip_serializing_if = "is_default")]
     pub dedicated_server: bool,
-    /// Ranks of a node of `hierarchical`; `None` for those of an end of the link.
+    /// Ranks of a node of `hierarchical` and `hsdp`; `None` for those of an end of the link.
     #[serde(default, skip_serializing_if = "is_default")]
     pub ranks_per_node: Option<usize>,
     /// Steps between two synchronisations, of strategies whose ranks train by themselves for a time; `None` for training's own.
     #[serde(default, skip_serializing_if = "is_default")]
     pub sync_every: Option<u64>,
-    /// Whether the ranks of a node of `hierarchical` talk through the same transport as all ranks, not through shared memory.
+    /// Whether the ranks of a node of `hierarchical` and `hsdp` talk through the same transport as all ranks, not through shared memory.
     #[serde(default, skip_serializing_if = "is_default")]
     pub one_transport: bool,
     /// Ends of the link, which the ranks share evenly; `None` for one end for each node.
@@ -460,7 +460,8 @@ impl Cell {
     }
 
     fn ranks_per_end(&self) -> usize {
-        if self.strategy == "hierarchical" && self.ranks.is_multiple_of(2) { self.ranks / 2 } else { 1 }
+        let has_nodes = self.strategy.parse::<StrategyKind>().is_ok_and(|kind| kind.spec().tells_nodes_apart);
+        if has_nodes && self.ranks.is_multiple_of(2) { self.ranks / 2 } else { 1 }
     }
 
     /// Steps of which any that follow one another do the same together, whichever is the first.

@@ -253,7 +253,7 @@ mod tests {
             (&["--rounds", "0"], "--rounds 0"),
             (&["--threads", "0"], "--threads 0"),
             (&["--strategies", "single"], "does not communicate"),
-            (&["--strategies", "ddp,ring-no-overlap"], "ring never overlaps"),
+            (&["--strategies", "ddp,local-sgd-no-overlap"], "local-sgd never overlaps"),
             (&["--transports", "local"], "threads"),
             (&["--rate", "quick"], "not a rate"),
             (&["--mtu", "100"], "--mtu 100"),

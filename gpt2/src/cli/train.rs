@@ -149,19 +149,21 @@ pub(super) struct TrainArgs {
     /// Bytes of f32 at which any further bucket is closed.
     #[arg(long, default_value_t = StrategyOptions::default().bucket_bytes)]
     bucket_bytes: usize,
-    /// Bytes of f32 gradients at which the fusion buffer of ring leaves.
+    /// Bytes of f32 gradients at which a fusion buffer of ring leaves.
     #[arg(long, default_value_t = StrategyOptions::default().fusion_bytes)]
     fusion_bytes: usize,
-    /// Communicate only after the backward pass, and gather the weights of fsdp only when they are needed.
+    /// Communicate only after the backward pass; gather or pull all weights before the next step, and those of fsdp and hsdp only when
+    /// they are needed.
     #[arg(long)]
     no_overlap: bool,
     /// Let rank 0 of ps serve only; the others share the batch.
     #[arg(long)]
     dedicated_server: bool,
-    /// Ranks of a node, for hierarchical. [default: the ranks on this machine]
+    /// Ranks of a node, for hierarchical and hsdp: the ranks of a machine in their order, its last node with what is left. [default: the ranks
+    /// that the launcher has started on a machine, or all that are there]
     #[arg(long)]
     ranks_per_node: Option<usize>,
-    /// How the ranks of a node are connected, for hierarchical: a transport as in --transport. [default: that of --transport]
+    /// How the ranks of a node are connected, for hierarchical and hsdp: a transport as in --transport. [default: that of --transport]
     #[arg(long)]
     node_transport: Option<TransportKind>,
     #[arg(long, value_name = "STEPS", help = setting(Setting::SyncEvery, "Steps between two synchronisations of the same parameters"))]
@@ -528,10 +530,7 @@ impl Prepared {
         let config = TrainConfig {
             model,
             strategy: args.strategy,
-            options: StrategyOptions {
-                local,
-                ..strategy_options(args, wire, ranks_per_node(args, ranks, ranks_here)?)
-            },
+            options: StrategyOptions { local, ..strategy_options(args, wire, ranks_per_node(args)?) },
             precision: args.precision,
             recompute: args.recompute,
             kernels: args.kernels,
@@ -1027,23 +1026,22 @@ fn check_batches(
     Ok(())
 }
 
-/// Ranks of a node, for the strategies that tell nodes apart; 0 for the others.
-fn ranks_per_node(args: &TrainArgs, ranks: usize, ranks_here: usize) -> Result<usize, CliError> {
+/// Ranks of a node, where they were given.
+fn ranks_per_node(args: &TrainArgs) -> Result<usize, CliError> {
     if !args.strategy.spec().tells_nodes_apart {
         return match (args.ranks_per_node, args.node_transport) {
             (None, None) => Ok(0),
             _ => Err(format!(
-                "--ranks-per-node and --node-transport concern --strategy hierarchical, not {}",
+                "--ranks-per-node and --node-transport concern --strategy hierarchical and hsdp, not {}",
                 args.strategy
             )
             .into()),
         };
     }
-    let size = args.ranks_per_node.unwrap_or(ranks_here);
-    if size == 0 || !ranks.is_multiple_of(size) {
-        return Err(format!("--ranks-per-node {size}: {ranks} ranks cannot be divided into nodes of {size}").into());
+    if args.ranks_per_node == Some(0) {
+        return Err("--ranks-per-node 0: a node has at least 1 rank".into());
     }
-    Ok(size)
+    Ok(args.ranks_per_node.unwrap_or(0))
 }
 
 /// Whether all ranks of a job over it live in one process.

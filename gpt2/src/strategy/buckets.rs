@@ -13,19 +13,21 @@ use crate::error::TrainError;
 use crate::flat::{Flat, Gradients};
 use crate::precision::Precision;
 
-/// Fusion buffers, each reduced around the ring after the backward pass.
+/// Fusion buffers of what is ready, reduced around the ring one after another while the backward pass goes on. Horovod's ranks agree by messages on
+/// what is ready; here every buffer ends at the same segment on all of them.
 pub(super) const RING: Spec = Spec {
     name: "ring",
     about: "Horovod: fusion buffers",
     is_one_device: true,
     tells_nodes_apart: false,
     in_buckets: false,
-    overlaps: false,
+    overlaps: true,
     settings: &[],
     build: |setup| {
         let (options, ranks) = (setup.options, setup.comms.world.world_size());
         let bytes = (options.fusion_bytes, options.fusion_bytes);
-        Ok(Buckets::build(setup, StrategyKind::Ring, bytes, false, ring(options.wire, ranks)))
+        let way = Way { one_by_one: true, algorithm: ring(options.wire, ranks) };
+        Ok(Buckets::build(setup, StrategyKind::Ring, bytes, way))
     },
     expected: |run, layout, rank| {
         let options = run.options;
@@ -46,7 +48,7 @@ pub(super) const DDP: Spec = Spec {
     build: |setup| {
         let options = setup.options;
         let bytes = (options.first_bucket_bytes, options.bucket_bytes);
-        Ok(Buckets::build(setup, StrategyKind::Ddp, bytes, options.overlap, None))
+        Ok(Buckets::build(setup, StrategyKind::Ddp, bytes, Way { one_by_one: false, algorithm: None }))
     },
     expected: |run, layout, rank| {
         let options = run.options;
@@ -67,31 +69,33 @@ fn ring(wire: Precision, ranks: usize) -> Option<Algorithm> {
     table::supports(Algorithm::Ring, OpKind::AllReduce, wire.dtype(), ranks).then_some(Algorithm::Ring)
 }
 
+/// How buckets are all-reduced.
+#[derive(Clone, Copy)]
+struct Way {
+    /// Whether one waits for the one before; else as many are under way as there are lanes.
+    one_by_one: bool,
+    /// `None` for the table's choice.
+    algorithm: Option<Algorithm>,
+}
+
 /// Gradients in buckets of whole segments, each all-reduced once.
 struct Buckets {
     buckets: BucketFiller,
     /// Whether a full bucket's all-reduce starts at once.
     overlap: bool,
-    /// `None` for the table's choice.
-    algorithm: Option<Algorithm>,
+    way: Way,
     /// All-reduces under way, by bucket.
     started: Vec<Pending>,
     expected: Expected,
 }
 
 impl Buckets {
-    fn build(
-        setup: &Setup<'_>,
-        kind: StrategyKind,
-        (first, others): (usize, usize),
-        overlap: bool,
-        algorithm: Option<Algorithm>,
-    ) -> Built {
+    fn build(setup: &Setup<'_>, kind: StrategyKind, (first, others): (usize, usize), way: Way) -> Built {
         let layout = setup.layout();
         let buckets = Buckets {
             buckets: BucketFiller::new(&layout, first, others),
-            overlap,
-            algorithm,
+            overlap: setup.options.overlap,
+            way,
             started: Vec::new(),
             expected: setup.expected(kind),
         };
@@ -102,8 +106,12 @@ impl Buckets {
     fn start_full(&mut self, channels: &Channels) -> comm_core::Result<()> {
         while let Some((index, grads)) = self.buckets.next_full() {
             let label = self.buckets.label(index);
-            let route = if self.overlap { Route::lane(label, index) } else { Route::blocking(label) };
-            self.started.push(channels.gradients.all_reduce(grads, route.by(self.algorithm))?);
+            let route = match (self.overlap, self.way.one_by_one) {
+                (true, true) => Route::lane(label, 0),
+                (true, false) => Route::lane(label, index),
+                (false, _) => Route::blocking(label),
+            };
+            self.started.push(channels.gradients.all_reduce(grads, route.by(self.way.algorithm))?);
         }
         Ok(())
     }

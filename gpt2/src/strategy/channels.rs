@@ -110,17 +110,6 @@ impl Channel {
         Ok(self.start(Op::AllReduce(ReduceOp::Mean), buffer, route))
     }
 
-    /// Starts sending `values`.
-    pub(super) fn send(
-        &self,
-        to: usize,
-        values: impl FnOnce() -> comm_core::Result<Flat>,
-        route: Route,
-    ) -> comm_core::Result<Pending> {
-        let buffer = self.pack(values)?;
-        Ok(self.start(Op::Send { to }, buffer, route))
-    }
-
     /// Starts receiving `count` values.
     pub(super) fn receive(&self, from: usize, count: usize, route: Route) -> comm_core::Result<Pending> {
         let buffer = self.packing(|| self.packer.empty(count))?;
@@ -180,6 +169,11 @@ impl Channel {
     /// What lies one after another in several buffers, cut into pieces of these lengths.
     pub(super) fn cut_all(&self, buffers: Vec<Buffer>, lengths: &[usize]) -> comm_core::Result<Vec<Weights>> {
         self.unpacking(|| self.packer.cut_all(buffers, lengths))
+    }
+
+    /// A copy of the elements `range` of what is to travel.
+    pub(super) fn cut_out(&self, whole: &HostBuffer, range: &Range<usize>) -> Buffer {
+        self.packing(|| Buffer::Host(copy_out(whole, range)))
     }
 
     /// The elements `range` of `whole`, which came from this channel, in a buffer for the channel `other`, and what is to be kept of the

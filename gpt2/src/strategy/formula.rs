@@ -7,17 +7,22 @@
 //! |---|---|
 //! | `single` | 0 |
 //! | `ps` | (N−1)·S_p from the server; S_g from every worker |
-//! | `sharded-ps` | S_g − c_g(r), and (N−1)·c_p(r) |
+//! | `sharded-ps` | for each bucket what is not its shard of the gradients, and N−1 times its shard of the parameters |
 //! | `ring` | 2·S_g(N−1)/N around the ring, to the element: 2·S_g − c_g(r) − c_g(r+1); a 16-bit wire as `ddp` |
 //! | `ddp` | for each bucket what [`comm_core::table::payload_sent`] says of the algorithm that is chosen for it |
 //! | `zero1`, `zero2` | for each bucket a reduce-scatter of its gradients and an all-gather of its parameters: (S_g + S_p)(N−1)/N |
 //! | `fsdp` | for each segment a reduce-scatter, and A times two all-gathers, for the embedding one: (S_g + A(2·S_p − S_emb))(N−1)/N |
-//! | `hierarchical` | n ranks a node, m nodes: 2·S_g(n−1)/n inside the node, an all-reduce of S_g/n between m ranks |
+//! | `hierarchical` | n ranks a node, m nodes: 2·S_g(n−1)/n inside the node, an all-reduce of S_g/n between m ranks; in nodes of unequal sizes a reduction of S_g to one rank of each, an all-reduce among those, and a broadcast |
+//! | `hsdp` | n ranks a node, m nodes: what `fsdp` sends on n ranks inside the node, an all-reduce of S_g/n between m ranks |
 //! | `local-sgd`, `diloco` | after every H steps, and after the last, what `ddp` sends in each |
 //! | `streaming-diloco` | of P fragments each: after every H steps, and after the last, what `ddp` sends of it in each |
 //! | `sparta` | an all-reduce of ⌈p·S_g⌉ a step; in the last step what `ddp` sends of f32 |
+//!
+//! Parameters of `ps`, `sharded-ps`, `zero1` and `zero2` may travel in the step after the update that made them: a step sends them once for each
+//! update whose parameters come in it.
 
 use comm_core::{Algorithm, DType, Op, table};
+use isocomm::Nodes;
 use serde::{Deserialize, Serialize};
 
 use super::{Layout, StrategyOptions};
@@ -67,7 +72,7 @@ impl Expected {
 /// What a run is, as far as its messages depend on it.
 #[derive(Clone, Copy, Debug)]
 pub struct Run<'a> {
-    /// Its options; `ranks_per_node` is the true number.
+    /// Its options.
     pub options: &'a StrategyOptions,
     /// Type of computation.
     pub precision: Precision,
@@ -75,6 +80,8 @@ pub struct Run<'a> {
     pub accumulation: usize,
     /// Number of ranks.
     pub ranks: usize,
+    /// Who shares a node.
+    pub nodes: &'a Nodes,
     /// Whether ranks compare their calls before every operation: N−1 messages more a collective, one more at both ends of a send.
     pub checked: bool,
 }

@@ -1,13 +1,14 @@
-//! Fully sharded data parallel: ZeRO stage 3 (Rajbhandari et al. 2020; Zhao et al. 2023).
+//! Fully sharded data parallel: ZeRO stage 3 (Rajbhandari et al. 2020; Zhao et al. 2023); among all ranks, or inside each node.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use comm_core::{Op, ReduceOp, shard_range};
+use comm_core::{Error, Op, ReduceOp, shard_range};
 
 use super::channels::{Pending, Route, finish_until};
 use super::formula::{Expected, Run, Tally};
+use super::levels::{self, Parameters};
 use super::{
     Built, Channels, DuringPass, Layout, LocalStep, Setup, Spec, StepOutcome, Strategy, StrategyKind, Synchronous,
     synchronous,
@@ -15,7 +16,7 @@ use super::{
 use crate::error::TrainError;
 use crate::flat::{Flat, Gradients, Weights};
 
-pub(super) const SPEC: Spec = Spec {
+pub(super) const FSDP: Spec = Spec {
     name: "fsdp",
     about: "fully sharded, ZeRO stage 3",
     is_one_device: true,
@@ -23,12 +24,43 @@ pub(super) const SPEC: Spec = Spec {
     in_buckets: false,
     overlaps: true,
     settings: &[],
-    build,
-    expected,
+    build: |setup| Ok(build(setup, StrategyKind::Fsdp, setup.channels())),
+    expected: |run, layout, rank| sharded(layout, run, Tally::of(run, rank)).sum,
 };
 
-fn expected(run: &Run<'_>, layout: &Layout, rank: usize) -> Expected {
-    let mut tally = Tally::of(run, rank);
+pub(super) const HSDP: Spec = Spec {
+    name: "hsdp",
+    about: "fsdp inside each node, replicas between nodes",
+    is_one_device: true,
+    tells_nodes_apart: true,
+    in_buckets: false,
+    overlaps: true,
+    settings: &[],
+    build: |setup| {
+        let nodes = &setup.comms.nodes;
+        if nodes.even_size().is_none() {
+            return Err(Error::invalid(format!(
+                "hsdp needs nodes of one size, whose ranks have the same shards, and the job has {nodes}; see --ranks-per-node"
+            )));
+        }
+        let channels = levels::channels(setup, StrategyKind::Hsdp, true, Parameters::InNode)?;
+        Ok(build(setup, StrategyKind::Hsdp, channels))
+    },
+    expected: |run, layout, rank| {
+        let (node, place) = run.nodes.place(rank);
+        let size = run.nodes.size(node);
+        let mut between = Tally::among(run, run.nodes.count(), node);
+        for segment in 0..layout.segments() {
+            let shard = shard_range(layout.len(segment), size, place).len();
+            between.collective(None, Op::AllReduce(ReduceOp::Mean), run.options.wire.dtype(), shard);
+        }
+        between.within_node(sharded(layout, run, Tally::among(run, size, place)));
+        between.sum
+    },
+};
+
+/// What is sent among the ranks that have shards of one model.
+fn sharded(layout: &Layout, run: &Run<'_>, mut tally: Tally) -> Tally {
     for segment in 0..layout.segments() {
         let count = layout.len(segment);
         tally.collective(None, Op::ReduceScatter(ReduceOp::Mean), run.options.wire.dtype(), count);
@@ -37,7 +69,7 @@ fn expected(run: &Run<'_>, layout: &Layout, rank: usize) -> Expected {
             tally.collective(None, Op::AllGather, run.precision.dtype(), count);
         }
     }
-    tally.sum
+    tally
 }
 
 /// Segments whose whole gradients are in memory at a time: one that is under way, and the next.
@@ -46,6 +78,9 @@ const WHOLE: usize = 2;
 /// Every rank keeps a shard of each segment: of its parameters, gradients and optimizer state. A segment's weights are gathered, one
 /// segment ahead, in the forward pass and again in the backward pass; the embedding, which is also the head, once for both, and it
 /// stays in between. (3S − S_emb)(N−1)/N each way.
+///
+/// With `hsdp` that is so inside each node, of n ranks, whose shards are averaged over those of the same place in all m nodes: (3S − S_emb)(n−1)/n
+/// inside, and 2(S/n)(m−1)/m between nodes.
 ///
 /// Whole gradients are in memory where they cannot leave at once: with accumulation, since only the last micro-step communicates them,
 /// and with `overlap` off.
@@ -61,15 +96,18 @@ struct Fsdp {
     /// The one that has been asked for ahead.
     coming: Option<Pending>,
     started: VecDeque<(usize, Pending)>,
+    /// Whether nodes have replicas, whose shards are averaged once they have been inside the node.
+    has_replicas: bool,
+    averaging: Vec<(usize, Pending)>,
     /// With `overlap` off: gradients that wait for the end of the pass.
     waiting: Vec<(usize, Flat)>,
     grads: Vec<Flat>,
     expected: Expected,
 }
 
-fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
-    let (layout, comm) = (setup.layout(), &setup.comms.world);
-    let shard = |len: &usize| shard_range(*len, comm.world_size(), comm.rank());
+fn build(setup: &Setup<'_>, kind: StrategyKind, channels: Channels) -> Built {
+    let (layout, owners) = (setup.layout(), &channels.parameters);
+    let shard = |len: &usize| shard_range(*len, owners.ranks(), owners.rank());
     let shards: Vec<_> = layout.lengths().iter().map(shard).collect();
     let labels = |segment: usize| {
         let name = layout.name(segment);
@@ -82,12 +120,14 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
         to_come: VecDeque::new(),
         coming: None,
         started: VecDeque::new(),
+        has_replicas: kind == StrategyKind::Hsdp,
+        averaging: Vec::new(),
         waiting: Vec::new(),
         grads: layout.vectors(),
-        expected: setup.expected(StrategyKind::Fsdp),
+        expected: setup.expected(kind),
         layout,
     };
-    Ok(Built::new(fsdp, setup.channels(), shards))
+    Built::new(fsdp, channels, shards)
 }
 
 impl Fsdp {
@@ -99,7 +139,7 @@ impl Fsdp {
 
     fn start_reduction(&mut self, segment: usize, grads: Flat, channels: &Channels) -> comm_core::Result<()> {
         let buffer = channels.gradients.pack(|| Ok(grads))?;
-        self.finish_until(WHOLE - 1)?;
+        self.finish_until(WHOLE - 1, channels)?;
         // Beside the gathers, where there is a second lane.
         let route = Route::lane(self.labels[segment][0].clone(), 1);
         let op = Op::ReduceScatter(ReduceOp::Mean);
@@ -108,10 +148,17 @@ impl Fsdp {
     }
 
     /// Waits for the oldest reductions until fewer than `most` are under way.
-    fn finish_until(&mut self, most: usize) -> comm_core::Result<()> {
-        let Fsdp { started, grads, shards, .. } = self;
+    fn finish_until(&mut self, most: usize, channels: &Channels) -> comm_core::Result<()> {
+        let Fsdp { started, grads, shards, labels, averaging, has_replicas, .. } = self;
         finish_until(most, started, |(segment, pending)| {
-            grads[segment] = pending.finish_part(shards[segment].clone())?;
+            let shard = &shards[segment];
+            if !*has_replicas {
+                grads[segment] = pending.finish_part(shard.clone())?;
+                return Ok(());
+            }
+            let (part, _) = channels.gradients.take_out(pending.wait()?, shard, &channels.between)?;
+            let route = Route::lane(labels[segment][0].clone(), 1);
+            averaging.push((segment, channels.between.start(Op::AllReduce(ReduceOp::Mean), part, route)));
             Ok(())
         })
     }
@@ -163,7 +210,10 @@ impl Synchronous for Fsdp {
         for (segment, grads) in std::mem::take(&mut self.waiting) {
             self.start_reduction(segment, grads, channels)?;
         }
-        self.finish_until(1)?;
+        self.finish_until(1, channels)?;
+        for (segment, pending) in std::mem::take(&mut self.averaging) {
+            self.grads[segment] = pending.finish_part(0..self.shards[segment].len())?;
+        }
         Ok(self.grads.iter_mut().map(std::mem::take).collect())
     }
 

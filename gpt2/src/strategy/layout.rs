@@ -99,26 +99,9 @@ impl Layout {
         vec![0..0; self.segments()]
     }
 
-    /// The part of each segment that lies in `part` of the flat vector, counted from the segment's start.
-    pub(super) fn within(&self, part: &Range<usize>) -> Vec<Range<usize>> {
-        self.ranges
-            .iter()
-            .map(|range| {
-                let (start, end) = (range.start.max(part.start), range.end.min(part.end));
-                if start < end { start - range.start..end - range.start } else { 0..0 }
-            })
-            .collect()
-    }
-
     /// A vector for each segment, with nothing in it yet.
     pub(super) fn vectors(&self) -> Vec<Flat> {
         vec![Flat::default(); self.segments()]
-    }
-
-    /// Cuts the elements `part` of the flat vector into their segments.
-    pub(super) fn cut(&self, flat: Flat, part: &Range<usize>) -> Vec<Flat> {
-        let lengths: Vec<usize> = self.within(part).into_iter().map(|range| range.len()).collect();
-        flat.split(&lengths)
     }
 }
 
@@ -265,43 +248,6 @@ impl BucketFiller {
     }
 }
 
-/// The gradients of all segments as one vector, in forward order.
-pub(super) struct FullGradient {
-    ranges: Vec<Range<usize>>,
-    /// In host memory.
-    values: Vec<f32>,
-    /// On a device, of each segment.
-    pieces: Vec<Flat>,
-}
-
-impl FullGradient {
-    pub(super) fn new(layout: &Layout) -> Self {
-        FullGradient { ranges: layout.ranges.clone(), values: Vec::new(), pieces: layout.vectors() }
-    }
-
-    /// Copies the gradients of a segment to their place.
-    pub(super) fn add(&mut self, segment: usize, mut grads: Gradients) -> comm_core::Result<()> {
-        if let Some(flat) = grads.take_from_device() {
-            self.pieces[segment] = flat;
-            return Ok(());
-        }
-        if self.values.is_empty() {
-            let zeros = || vec![0.0; self.ranges.last().map_or(0, |range| range.end)];
-            self.values = memory::within(Category::Gradients, zeros);
-        }
-        grads.write_to(&mut self.values[self.ranges[segment].clone()])
-    }
-
-    /// Takes all of them.
-    pub(super) fn take(&mut self) -> comm_core::Result<Flat> {
-        let pieces = self.pieces.iter_mut().map(std::mem::take);
-        match self.values.is_empty() {
-            true => Flat::concat(pieces),
-            false => Ok(Flat::Host(std::mem::take(&mut self.values))),
-        }
-    }
-}
-
 /// These segments, in buckets that are closed once they hold `first` bytes of f32, and after the first `others` bytes.
 pub(super) fn buckets(
     layout: &Layout,
@@ -404,14 +350,5 @@ mod tests {
         assert_eq!(whole.into_host().unwrap(), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
         filler.room(0);
         assert!(filler.add(0, Flat::Host(vec![1.0, 2.0]).into()).is_err(), "one gradient was to come behind nothing");
-    }
-
-    #[test]
-    fn the_whole_is_in_forward_order() {
-        let mut whole = FullGradient::new(&Layout::new(&[1, 2]));
-        whole.add(1, Flat::Host(vec![2.0, 3.0]).into()).unwrap();
-        whole.add(0, Flat::Host(vec![1.0]).into()).unwrap();
-        assert_eq!(whole.take().unwrap().into_host().unwrap(), [1.0, 2.0, 3.0]);
-        assert!(whole.take().unwrap().is_empty());
     }
 }

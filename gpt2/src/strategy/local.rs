@@ -48,7 +48,22 @@ pub trait DuringPass {
         Err(Error::Internal("a strategy that keeps whole models was asked for weights".into()))
     }
 
-    /// The weights that [`weights`](DuringPass::weights) returned are in the model: the next ones may come.
+    /// Weights that the model is to have got before a forward pass uses `segment`, where an update has left it to the next pass to bring them:
+    /// each with its segment, which may be another. `masters` are this rank's.
+    ///
+    /// # Errors
+    /// The communicator's.
+    fn arriving(
+        &mut self,
+        segment: usize,
+        masters: &[Flat],
+        channels: &mut Channels,
+    ) -> comm_core::Result<Vec<(usize, Weights)>> {
+        let _ = (segment, masters, channels);
+        Ok(Vec::new())
+    }
+
+    /// The weights that [`weights`](DuringPass::weights) or [`arriving`](DuringPass::arriving) returned are in the model: the next ones may come.
     ///
     /// # Errors
     /// The communicator's.
@@ -119,6 +134,12 @@ pub trait LocalStep {
     /// Whether the step is the last of the run.
     fn is_last(&self) -> bool;
 
+    /// Whether something else than the next step may follow: the end of the run, a validation or a checkpoint. Known once the gradients have
+    /// been [checked](LocalStep::check).
+    fn rests(&self) -> bool {
+        true
+    }
+
     /// Puts weights, in the type of computation, into the model.
     ///
     /// # Errors
@@ -175,5 +196,14 @@ impl StepOutcome {
     pub fn new(checked: &CheckedGradients, expected: Option<Expected>, replicas_agree: bool) -> Self {
         let CheckedGradients { loss, grad_norm, skip, .. } = *checked;
         StepOutcome { loss, grad_norm, skipped: skip, expected, under_way: false, replicas_agree }
+    }
+
+    /// The same of a step in which this rank was to send these gradients, and so many times these parameters: those of an update may be sent
+    /// in the next step.
+    #[must_use]
+    pub(super) fn that_sent(self, gradients: Expected, (parameters, times): (Expected, usize)) -> Self {
+        let all = std::iter::once(gradients).chain(std::iter::repeat_n(parameters, times)).sum();
+        let expected = (!self.skipped || times > 0).then_some(all);
+        StepOutcome { expected, ..self }
     }
 }

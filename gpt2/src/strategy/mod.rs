@@ -13,6 +13,8 @@
 //! parameters differ until they are synchronised. After the last step of a run they are, so that all ranks end with one model. Before that,
 //! the validation loss is the mean of what each rank's model makes of the rank's windows, and a checkpoint has the mean of all ranks' parameters.
 
+mod arrivals;
+mod aside;
 mod average;
 mod buckets;
 mod channels;
@@ -21,6 +23,7 @@ pub mod formula;
 mod fsdp;
 mod hierarchical;
 mod layout;
+mod levels;
 mod local;
 mod local_sgd;
 mod own_step;
@@ -36,6 +39,7 @@ use std::ops::Range;
 use std::sync::{Arc, LazyLock};
 
 use comm_core::Communicator;
+use isocomm::Nodes;
 use serde::{Deserialize, Serialize};
 
 pub use channels::Channels;
@@ -59,7 +63,7 @@ pub enum StrategyKind {
     Ps,
     /// Every rank computes, and serves one shard of the parameters.
     ShardedPs,
-    /// Horovod: gradients in a fusion buffer, ring all-reduces after the backward pass.
+    /// Horovod: fusion buffers of gradients, all-reduced around a ring while the backward pass goes on.
     Ring,
     /// PyTorch's DistributedDataParallel: buckets of gradients, all-reduced while the backward pass goes on.
     Ddp,
@@ -71,6 +75,8 @@ pub enum StrategyKind {
     Fsdp,
     /// Gradients are averaged inside each node first, then between nodes, shard by shard.
     Hierarchical,
+    /// Hybrid sharded data parallel: fully sharded inside each node, with a replica in every node.
+    Hsdp,
     /// Every rank trains by itself, and parameters are averaged every few steps.
     LocalSgd,
     /// Every rank trains by itself, and an outer optimizer steps by the mean change of parameters every few steps.
@@ -126,7 +132,7 @@ impl Built {
 
 comm_core::names!(
     pub StrategyKind, "strategy" by StrategyKind::spec_name:
-    Single, Ps, ShardedPs, Ring, Ddp, Zero1, Zero2, Fsdp, Hierarchical, LocalSgd, Diloco, StreamingDiloco, Sparta,
+    Single, Ps, ShardedPs, Ring, Ddp, Zero1, Zero2, Fsdp, Hierarchical, Hsdp, LocalSgd, Diloco, StreamingDiloco, Sparta,
 );
 
 impl StrategyKind {
@@ -140,8 +146,9 @@ impl StrategyKind {
             StrategyKind::Ddp => &buckets::DDP,
             StrategyKind::Zero1 => &zero::ZERO1,
             StrategyKind::Zero2 => &zero::ZERO2,
-            StrategyKind::Fsdp => &fsdp::SPEC,
+            StrategyKind::Fsdp => &fsdp::FSDP,
             StrategyKind::Hierarchical => &hierarchical::SPEC,
+            StrategyKind::Hsdp => &fsdp::HSDP,
             StrategyKind::LocalSgd => &local_sgd::SPEC,
             StrategyKind::Diloco => &diloco::DILOCO,
             StrategyKind::StreamingDiloco => &diloco::STREAMING,
@@ -187,13 +194,14 @@ pub struct StrategyOptions {
     pub first_bucket_bytes: usize,
     /// Any further bucket is closed once it holds this many.
     pub bucket_bytes: usize,
-    /// The fusion buffer of `ring` leaves once it holds this many bytes of f32 gradients (Horovod's fusion threshold).
+    /// A fusion buffer of `ring` leaves once it holds this many bytes of f32 gradients (Horovod's fusion threshold).
     pub fusion_bytes: usize,
     /// Whether a bucket leaves while the backward pass goes on, and parameters come before they are needed.
     pub overlap: bool,
     /// Whether the server of `ps` only serves: the others then share the global batch.
     pub dedicated_server: bool,
-    /// Ranks of a node, for `hierarchical`; they follow one another. 0: as many as the session's nodes have.
+    /// Ranks of a node, for `hierarchical` and `hsdp`: those of a machine in rank order, the last node of each perhaps with fewer. 0: as many as its
+    /// launcher has started there, or all.
     pub ranks_per_node: usize,
     /// Settings of strategies in which ranks train by themselves for a time.
     pub local: LocalOptions,
@@ -201,12 +209,12 @@ pub struct StrategyOptions {
 
 impl Default for StrategyOptions {
     fn default() -> Self {
-        // PyTorch's 1 MiB and 25 MiB would be one bucket for every model that a CPU trains in minutes.
+        // PyTorch's 1 MiB and 25 MiB would be one bucket for every model that a CPU trains in minutes, and so would Horovod's 64 MiB.
         StrategyOptions {
             wire: Precision::F32,
             first_bucket_bytes: 256 << 10,
             bucket_bytes: 1 << 20,
-            fusion_bytes: 64 << 20,
+            fusion_bytes: 1 << 20,
             overlap: true,
             dedicated_server: false,
             ranks_per_node: 0,
@@ -232,6 +240,8 @@ impl StrategyOptions {
 pub struct Comms {
     /// All ranks of the job.
     pub world: Arc<dyn Communicator>,
+    /// Who shares a node.
+    pub nodes: Nodes,
     /// The ranks of this rank's node over a transport of their own, where the session has one.
     pub node: Option<Arc<dyn Communicator>>,
     /// Lends the memory of the device that computes, where `world` works on that.
@@ -287,7 +297,8 @@ impl Setup<'_> {
     /// What it sends for what a formula is of.
     fn expected_by(&self, formula: impl Fn(&Run<'_>, &Layout, usize) -> Expected) -> Expected {
         let Setup { comms, options, precision, accumulation, checked, .. } = *self;
-        let run = Run { options, precision, accumulation, ranks: comms.world.world_size(), checked };
+        let (ranks, nodes) = (comms.world.world_size(), &comms.nodes);
+        let run = Run { options, precision, accumulation, ranks, nodes, checked };
         formula(&run, &self.layout(), comms.world.rank())
     }
 }
@@ -295,8 +306,8 @@ impl Setup<'_> {
 /// The strategy and its channels.
 ///
 /// # Errors
-/// `InvalidArgument` for `single` on several ranks, for a dedicated server without workers, for nodes that do not divide the ranks, and those
-/// of [`LocalOptions::check`].
+/// `InvalidArgument` for `single` on several ranks, for a dedicated server without workers, for `hsdp` in nodes of unequal sizes, for a node's communicator that has other ranks than the
+/// node, and those of [`LocalOptions::check`].
 /// Where nodes are told apart also those of [`Communicator::split`]: all ranks call this together.
 pub fn build(kind: StrategyKind, setup: &Setup<'_>) -> comm_core::Result<Built> {
     setup.options.local.check(kind)?;

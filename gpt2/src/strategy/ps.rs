@@ -1,39 +1,56 @@
 //! A single parameter server.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
-use comm_core::{Error, Op};
+use comm_core::{Buffer, Error, Op};
 
+use super::arrivals::Arrivals;
+use super::aside::Aside;
 use super::channels::{Channel, Pending, Route, finish_until};
-use super::formula::{Expected, Run, Tally};
-use super::layout::FullGradient;
+use super::formula::{Expected, Run, Tally, units};
+use super::layout::{Bucket, BucketFiller};
 use super::{
     Built, Channels, DuringPass, Layout, LocalStep, Setup, Spec, StepOutcome, Strategy, StrategyKind, Synchronous,
     put_own, synchronous,
 };
 use crate::error::TrainError;
-use crate::flat::{Flat, Gradients};
+use crate::flat::{Flat, Gradients, Weights};
 
 pub(super) const SPEC: Spec = Spec {
     name: "ps",
     about: "one parameter server",
     is_one_device: true,
     tells_nodes_apart: false,
-    in_buckets: false,
-    overlaps: false,
+    in_buckets: true,
+    overlaps: true,
     settings: &[],
     build,
-    expected,
+    expected: |run, layout, rank| [pushes(run, layout, rank), pulls(run, layout, rank)].into_iter().sum(),
 };
 
-fn expected(run: &Run<'_>, layout: &Layout, rank: usize) -> Expected {
-    let (mut tally, total) = (Tally::of(run, rank), layout.total());
-    if rank == SERVER {
-        tally.receive(run.ranks as u64 - 1);
-        (1..run.ranks).for_each(|to| tally.collective(None, Op::Send { to }, run.precision.dtype(), total));
-    } else {
-        tally.collective(None, Op::Send { to: SERVER }, run.options.wire.dtype(), total);
-        tally.receive(1);
+/// What is sent for gradients.
+fn pushes(run: &Run<'_>, layout: &Layout, rank: usize) -> Expected {
+    let mut tally = Tally::of(run, rank);
+    for count in units(layout, run.options.first_bucket_bytes, run.options.bucket_bytes) {
+        match rank {
+            SERVER => tally.receive(run.ranks as u64 - 1),
+            _ => tally.collective(None, Op::Send { to: SERVER }, run.options.wire.dtype(), count),
+        }
+    }
+    tally.sum
+}
+
+/// What is sent for the parameters of an update.
+fn pulls(run: &Run<'_>, layout: &Layout, rank: usize) -> Expected {
+    let mut tally = Tally::of(run, rank);
+    for count in units(layout, run.options.first_bucket_bytes, run.options.bucket_bytes) {
+        match rank {
+            SERVER => {
+                (1..run.ranks).for_each(|to| tally.collective(None, Op::Send { to }, run.precision.dtype(), count))
+            }
+            _ => tally.receive(1),
+        }
     }
     tally.sum
 }
@@ -41,20 +58,31 @@ fn expected(run: &Run<'_>, layout: &Layout, rank: usize) -> Expected {
 /// The rank that serves.
 const SERVER: usize = 0;
 
-/// What its messages are called in errors.
-const GRADIENTS: &str = "a worker's gradients";
-const PARAMETERS: &str = "the server's parameters";
-
 /// Rank 0 receives every worker's gradients, averages them in rank order, with its own unless it is dedicated, updates all parameters
 /// and sends them to every worker: (N−1)·S each way through one rank.
+///
+/// A worker pushes a bucket when the backward pass has ended its segments, and the server adds up what is pushed while its own pass goes on, as
+/// soon as it has its own part: of the workers' buckets it holds no more than it has lanes. The update waits for all buckets, since clipping
+/// needs the norm of all gradients. Then the server sends the parameters, beside its next pass, and a worker waits for a bucket of them when
+/// its own next forward pass comes to it. In device memory the server adds up after its pass and sends before the next one.
 struct ParameterServer {
     rank: usize,
-    ranks: usize,
-    layout: Layout,
-    /// The server does not compute.
     dedicated: bool,
-    grads: FullGradient,
-    expected: Expected,
+    overlap: bool,
+    buckets: BucketFiller,
+    serving: Serving,
+    /// On a server beside whose passes something goes on.
+    aside: Option<Aside<Serving, Vec<Flat>>>,
+    /// A worker's buckets that are on their way.
+    pushed: Vec<Pending>,
+    /// Parameters that are on their way to a worker.
+    arrivals: Arrivals<Pending>,
+    /// Whether the server's have left, or are leaving, beside the pass.
+    publishes: bool,
+    /// Updates whose parameters the server has sent since the last step.
+    published: usize,
+    /// What is sent for gradients in a step, and for the parameters of an update.
+    expected: [Expected; 2],
 }
 
 fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
@@ -65,21 +93,92 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
     }
     let owned = if rank == SERVER { layout.everything() } else { layout.nothing() };
     let dedicated = options.serves_only(StrategyKind::Ps, ranks, SERVER);
+    let (buckets, channels) =
+        (BucketFiller::new(&layout, options.first_bucket_bytes, options.bucket_bytes), setup.channels());
+    let serving = Serving::new(&buckets, &channels, ranks, ranks - usize::from(dedicated));
+    let serves_beside = rank == SERVER && ranks > 1 && options.overlap && !channels.gradients.is_native();
+    let aside = serves_beside.then(|| Aside::start("comm-server", serving.clone())).transpose()?;
     let server = ParameterServer {
         rank,
-        ranks,
         dedicated,
-        grads: FullGradient::new(&layout),
-        expected: setup.expected(StrategyKind::Ps),
-        layout,
+        overlap: options.overlap,
+        buckets,
+        serving,
+        aside,
+        pushed: Vec::new(),
+        arrivals: Arrivals::none(),
+        publishes: false,
+        published: 0,
+        expected: [setup.expected_by(pushes), setup.expected_by(pulls)],
     };
     let computes = !(dedicated && rank == SERVER);
-    Ok(Built { computes, ..Built::new(server, setup.channels(), owned) })
+    Ok(Built { computes, ..Built::new(server, channels, owned) })
 }
 
-impl ParameterServer {
-    fn serves(&self) -> bool {
-        self.rank == SERVER
+/// What the server does, in whichever thread.
+#[derive(Clone)]
+struct Serving {
+    gradients: Channel,
+    parameters: Channel,
+    ranks: usize,
+    /// Ranks whose gradients are averaged.
+    computing: usize,
+    buckets: Arc<[Bucket]>,
+    /// What a bucket's gradients and parameters are called in errors and in the step's times.
+    labels: Arc<[[Arc<str>; 2]]>,
+}
+
+impl Serving {
+    fn new(buckets: &BucketFiller, channels: &Channels, ranks: usize, computing: usize) -> Self {
+        let label = |(index, bucket): (usize, &Bucket)| {
+            let parameters = format!("the server's parameters, bucket {index}: {}", bucket.name);
+            [buckets.label(index), parameters.into()]
+        };
+        Serving {
+            gradients: channels.gradients.clone(),
+            parameters: channels.parameters.clone(),
+            ranks,
+            computing,
+            labels: buckets.plan().iter().enumerate().map(label).collect(),
+            buckets: buckets.plan().into(),
+        }
+    }
+
+    /// How a worker's bucket of gradients travels.
+    fn push(&self, bucket: usize, worker: usize) -> Route {
+        Route::lane(self.labels[bucket][0].clone(), worker)
+    }
+
+    /// How a worker's bucket of parameters travels.
+    fn pull(&self, bucket: usize, worker: usize) -> Route {
+        Route::lane(self.labels[bucket][1].clone(), worker)
+    }
+
+    /// The mean of everyone's gradients of a bucket, summed in rank order and cut into its segments. `own` are the server's, as they would travel.
+    fn reduce(&self, bucket: usize, own: Option<Buffer>) -> comm_core::Result<Vec<Flat>> {
+        let Serving { gradients, computing, .. } = self;
+        let segments = &self.buckets[bucket];
+        let mut sum = own.map(|own| gradients.unpack(own)).transpose()?;
+        let receive = |worker: usize| gradients.receive(worker, segments.len(), self.push(bucket, worker));
+        self.with_each_worker(gradients, receive, |pending| {
+            let theirs = pending.wait()?;
+            gradients.unpacking(|| {
+                let theirs = gradients.unpack(theirs)?;
+                sum = Some(match sum.take() {
+                    Some(sum) => sum.plus(theirs)?,
+                    None => theirs,
+                });
+                Ok(())
+            })
+        })?;
+        Ok(gradients.unpacking(|| sum.unwrap_or_default().divided(*computing as f32).split(&segments.lengths())))
+    }
+
+    /// Sends every worker its bucket of parameters, which `packed` gives each time.
+    fn publish(&self, bucket: usize, packed: impl Fn() -> comm_core::Result<Buffer>) -> comm_core::Result<()> {
+        let send =
+            |worker: usize| Ok(self.parameters.start(Op::Send { to: worker }, packed()?, self.pull(bucket, worker)));
+        self.with_each_worker(&self.parameters, send, |pending| pending.wait().map(drop))
     }
 
     /// Starts an operation with each worker and finishes it, in rank order, as many at a time as have a lane to themselves.
@@ -96,62 +195,144 @@ impl ParameterServer {
         }
         finish_until(1, &mut under_way, finish)
     }
+}
 
-    /// The sum of everyone's gradients, in rank order.
-    fn sum_of_all(&mut self, gradients: &Channel) -> comm_core::Result<Flat> {
-        // The server's own are rounded to the wire type like everyone's.
-        let mut sum = match self.dedicated {
-            true => None,
-            false => Some(gradients.rounded(|| self.grads.take())?),
-        };
-        let receive = |worker: usize| gradients.receive(worker, self.layout.total(), Route::lane(GRADIENTS, worker));
-        self.with_each_worker(gradients, receive, |pending| {
-            let theirs = pending.wait()?;
-            gradients.unpacking(|| {
-                let theirs = gradients.unpack(theirs)?;
-                sum = Some(match sum.take() {
-                    Some(sum) => sum.plus(theirs)?,
-                    None => theirs,
-                });
-                Ok(())
-            })
-        })?;
-        Ok(sum.unwrap_or_default())
+impl ParameterServer {
+    fn serves(&self) -> bool {
+        self.rank == SERVER
+    }
+
+    /// Has the buckets that are full leave, or added up beside the pass.
+    fn start_full(&mut self, channels: &Channels) -> comm_core::Result<()> {
+        if self.serves() && self.aside.is_none() {
+            return Ok(());
+        }
+        while let Some((index, grads)) = self.buckets.next_full() {
+            let own = channels.gradients.pack(|| Ok(grads))?;
+            match &self.aside {
+                Some(aside) => aside.run(move |serving| Ok(vec![serving.reduce(index, Some(own))?])),
+                None => {
+                    let route = self.serving.push(index, self.rank);
+                    self.pushed.push(channels.gradients.start(Op::Send { to: SERVER }, own, route));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Everyone's mean, on the server.
+    fn means(&mut self, channels: &Channels) -> comm_core::Result<Vec<Flat>> {
+        let mut means = self.buckets.vectors();
+        for index in 0..self.buckets.plan().len() {
+            let parts = match &self.aside {
+                Some(aside) => aside.next()?,
+                None => {
+                    let own = self.buckets.next_full();
+                    let own = own.map(|(_, grads)| channels.gradients.pack(|| Ok(grads))).transpose()?;
+                    self.serving.reduce(index, own)?
+                }
+            };
+            self.buckets.plan()[index].put_into(parts, &mut means);
+        }
+        // What was sent beside the passes was sent before.
+        self.published += usize::from(std::mem::take(&mut self.publishes));
+        Ok(means)
+    }
+
+    /// Sends the workers what the update has made of the parameters, in the order in which they need them: beside the next pass, or now.
+    fn publish(&mut self, train: &mut dyn LocalStep, channels: &Channels) -> comm_core::Result<()> {
+        let beside = if train.rests() { None } else { self.aside.as_ref() };
+        for (index, bucket) in self.buckets.plan().iter().enumerate().rev() {
+            let masters = train.masters();
+            let whole = || {
+                let parts = bucket.segments.iter().map(|segment| &masters[*segment]);
+                Flat::concat_of(parts.map(|part| (part, 0..part.len())))
+            };
+            let pack = || channels.parameters.pack(whole);
+            let Some(aside) = beside else {
+                self.serving.publish(index, pack)?;
+                continue;
+            };
+            let Buffer::Host(packed) = pack()? else {
+                return Err(Error::Internal("parameters are in device memory and leave beside the pass".into()));
+            };
+            aside.run(move |serving| {
+                serving.publish(index, || Ok(Buffer::Host(packed.clone())))?;
+                Ok(Vec::new())
+            });
+        }
+        self.publishes = beside.is_some();
+        self.published += usize::from(beside.is_none());
+        Ok(())
     }
 }
 
+/// Starts receiving a bucket of parameters, on the worker `rank`.
+fn receive(serving: &Serving, bucket: usize, rank: usize) -> comm_core::Result<Pending> {
+    serving.parameters.receive(SERVER, serving.buckets[bucket].len(), serving.pull(bucket, rank))
+}
+
 impl DuringPass for ParameterServer {
-    fn gradient(&mut self, segment: usize, grads: Gradients, _channels: &mut Channels) -> comm_core::Result<()> {
-        self.grads.add(segment, grads)
+    fn arriving(
+        &mut self,
+        segment: usize,
+        masters: &[Flat],
+        channels: &mut Channels,
+    ) -> comm_core::Result<Vec<(usize, Weights)>> {
+        if !self.arrivals.has_next(segment, self.buckets.plan()) {
+            return Ok(Vec::new());
+        }
+        self.prefetch(masters, channels)?;
+        let Some((index, pending)) = self.arrivals.take() else { return Ok(Vec::new()) };
+        let bucket = &self.buckets.plan()[index];
+        Ok(bucket.segments.iter().copied().zip(pending.finish_weights(&bucket.lengths())?).collect())
+    }
+
+    fn prefetch(&mut self, _masters: &[Flat], _channels: &mut Channels) -> comm_core::Result<()> {
+        let ParameterServer { arrivals, buckets, serving, rank, .. } = self;
+        arrivals.ask(buckets.plan().len(), |index| receive(serving, index, *rank))
+    }
+
+    fn room(&mut self, segment: usize) -> Vec<f32> {
+        self.buckets.room(segment)
+    }
+
+    fn gradient(&mut self, segment: usize, grads: Gradients, channels: &mut Channels) -> comm_core::Result<()> {
+        self.buckets.add(segment, grads)?;
+        if self.overlap { self.start_full(channels) } else { Ok(()) }
     }
 }
 
 impl Synchronous for ParameterServer {
     fn synchronise(&mut self, channels: &mut Channels) -> comm_core::Result<Vec<Flat>> {
-        let gradients = &channels.gradients;
-        if !self.serves() {
-            gradients.send(SERVER, || self.grads.take(), Route::lane(GRADIENTS, self.rank))?.wait()?;
-            return Ok(self.layout.vectors());
+        self.start_full(channels)?;
+        if let (true, Some(aside)) = (self.dedicated, &self.aside) {
+            let buckets = 0..self.buckets.plan().len();
+            buckets.for_each(|index| aside.run(move |serving| Ok(vec![serving.reduce(index, None)?])));
         }
-        let sum = self.sum_of_all(gradients)?;
-        let computing = self.ranks - usize::from(self.dedicated);
-        Ok(gradients.unpacking(|| sum.divided(computing as f32).split(&self.layout.lengths())))
+        let means = if self.serves() {
+            self.means(channels)?
+        } else {
+            std::mem::take(&mut self.pushed).into_iter().try_for_each(|pending| pending.wait().map(drop))?;
+            self.buckets.vectors()
+        };
+        self.buckets.restart();
+        Ok(means)
     }
 
     fn distribute(&mut self, train: &mut dyn LocalStep, channels: &mut Channels) -> Result<(), TrainError> {
-        let parameters = &channels.parameters;
-        if !self.serves() {
-            let arriving = parameters.receive(SERVER, self.layout.total(), Route::lane(PARAMETERS, self.rank))?;
-            let parts = arriving.finish_weights(&self.layout.lengths())?;
-            return parts.into_iter().enumerate().try_for_each(|(segment, part)| train.put(segment, part));
+        if self.serves() {
+            self.publish(train, channels)?;
+            return if self.dedicated { Ok(()) } else { put_own(train, channels) };
         }
-        let masters = train.masters();
-        let send = |worker: usize| {
-            let whole = || Flat::concat_of(masters.iter().map(|values| (values, 0..values.len())));
-            parameters.send(worker, whole, Route::lane(PARAMETERS, worker))
-        };
-        self.with_each_worker(parameters, send, |pending| pending.wait().map(drop))?;
-        if !self.dedicated { put_own(train, channels) } else { Ok(()) }
+        let ParameterServer { arrivals, buckets, serving, rank, .. } = self;
+        let plan = buckets.plan();
+        arrivals.expect(plan.len());
+        if self.overlap && !train.rests() {
+            return Ok(());
+        }
+        let start = |index: usize, _: &dyn LocalStep| receive(serving, index, *rank);
+        arrivals.bring(plan, train, start, |index, pending| pending.finish_weights(&plan[index].lengths()))
     }
 }
 
@@ -162,6 +343,9 @@ impl Strategy for ParameterServer {
         train: &mut dyn LocalStep,
         channels: &mut Channels,
     ) -> Result<StepOutcome, TrainError> {
-        synchronous(self, self.expected, train, channels)
+        let outcome = synchronous(self, Expected::default(), train, channels)?;
+        let [pushes, pulls] = self.expected;
+        let times = self.arrivals.take_rounds() + std::mem::take(&mut self.published);
+        Ok(StepOutcome { under_way: self.publishes, ..outcome.that_sent(pushes, (pulls, times)) })
     }
 }

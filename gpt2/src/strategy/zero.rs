@@ -5,14 +5,13 @@ use std::ops::Range;
 
 use comm_core::{Op, ReduceOp, shard_range};
 
-use super::channels::{Pending, Route, finish_until};
+use super::arrivals::Arrivals;
+use super::channels::{Channel, Pending, Route, finish_until};
 use super::formula::{Expected, Run, Tally, units};
 use super::layout::{Bucket, BucketFiller, Layout};
-use super::{
-    Built, Channels, DuringPass, LocalStep, Setup, Spec, StepOutcome, Strategy, StrategyKind, Synchronous, synchronous,
-};
+use super::{Built, Channels, DuringPass, LocalStep, Setup, Spec, StepOutcome, Strategy, Synchronous, synchronous};
 use crate::error::TrainError;
-use crate::flat::{Flat, Gradients};
+use crate::flat::{Flat, Gradients, Weights};
 
 pub(super) const ZERO1: Spec = Spec {
     name: "zero1",
@@ -22,7 +21,7 @@ pub(super) const ZERO1: Spec = Spec {
     in_buckets: true,
     overlaps: true,
     settings: &[],
-    build: |setup| Ok(Zero::build(setup, StrategyKind::Zero1, Stage::One)),
+    build: |setup| Ok(Zero::build(setup, Stage::One)),
     expected,
 };
 
@@ -34,14 +33,25 @@ pub(super) const ZERO2: Spec = Spec {
     in_buckets: true,
     overlaps: true,
     settings: &[],
-    build: |setup| Ok(Zero::build(setup, StrategyKind::Zero2, Stage::Two)),
+    build: |setup| Ok(Zero::build(setup, Stage::Two)),
     expected,
 };
 
 fn expected(run: &Run<'_>, layout: &Layout, rank: usize) -> Expected {
+    [gradients(run, layout, rank), parameters(run, layout, rank)].into_iter().sum()
+}
+
+fn gradients(run: &Run<'_>, layout: &Layout, rank: usize) -> Expected {
     let mut tally = Tally::of(run, rank);
     for count in units(layout, run.options.first_bucket_bytes, run.options.bucket_bytes) {
         tally.collective(None, Op::ReduceScatter(ReduceOp::Mean), run.options.wire.dtype(), count);
+    }
+    tally.sum
+}
+
+fn parameters(run: &Run<'_>, layout: &Layout, rank: usize) -> Expected {
+    let mut tally = Tally::of(run, rank);
+    for count in units(layout, run.options.first_bucket_bytes, run.options.bucket_bytes) {
         tally.collective(None, Op::AllGather, run.precision.dtype(), count);
     }
     tally.sum
@@ -59,7 +69,8 @@ enum Stage {
 /// Whole buckets that are in memory at a time, where memory is what counts: one that is under way, and the next.
 const WHOLE: usize = 2;
 
-/// A reduce-scatter for each bucket of gradients, and an all-gather for its parameters: 2S(N−1)/N each way.
+/// A reduce-scatter for each bucket of gradients, and an all-gather for its parameters: 2S(N−1)/N each way. The next step's forward pass gathers
+/// them, a bucket ahead of their use; with `overlap` off, and where something else than a step follows, the step that updates them does.
 struct Zero {
     stage: Stage,
     overlap: bool,
@@ -69,11 +80,13 @@ struct Zero {
     started: VecDeque<(usize, Pending)>,
     /// Averaged gradients of the owned ranges that have come.
     grads: Vec<Flat>,
-    expected: Expected,
+    arrivals: Arrivals<Pending>,
+    /// What is sent for gradients in a step, and for the parameters of an update.
+    expected: [Expected; 2],
 }
 
 impl Zero {
-    fn build(setup: &Setup<'_>, kind: StrategyKind, stage: Stage) -> Built {
+    fn build(setup: &Setup<'_>, stage: Stage) -> Built {
         let (layout, comm, options) = (setup.layout(), &setup.comms.world, setup.options);
         let buckets = BucketFiller::new(&layout, options.first_bucket_bytes, options.bucket_bytes);
         let shard = |bucket: &Bucket| shard_range(bucket.len(), comm.world_size(), comm.rank());
@@ -89,7 +102,8 @@ impl Zero {
             shards,
             started: VecDeque::new(),
             grads: layout.vectors(),
-            expected: setup.expected(kind),
+            arrivals: Arrivals::none(),
+            expected: [setup.expected_by(gradients), setup.expected_by(parameters)],
         };
         Built::new(zero, setup.channels(), owned)
     }
@@ -121,9 +135,42 @@ impl Zero {
     }
 }
 
+/// Starts gathering the parameters of a bucket, of which this rank has its `shard`.
+fn gather(
+    index: usize,
+    (bucket, shard): (&Bucket, &Range<usize>),
+    masters: &[Flat],
+    parameters: &Channel,
+) -> comm_core::Result<Pending> {
+    let masters = bucket.segments.iter().map(|segment| &masters[*segment]);
+    let route = Route::lane(format!("parameters, bucket {index}: {}", bucket.name), index);
+    parameters.all_gather(masters, (shard.start, bucket.len()), route)
+}
+
 impl DuringPass for Zero {
     fn gathers_weights(&self) -> bool {
         true
+    }
+
+    fn arriving(
+        &mut self,
+        segment: usize,
+        masters: &[Flat],
+        channels: &mut Channels,
+    ) -> comm_core::Result<Vec<(usize, Weights)>> {
+        if !self.arrivals.has_next(segment, self.buckets.plan()) {
+            return Ok(Vec::new());
+        }
+        self.prefetch(masters, channels)?;
+        let Some((index, pending)) = self.arrivals.take() else { return Ok(Vec::new()) };
+        let bucket = &self.buckets.plan()[index];
+        Ok(bucket.segments.iter().copied().zip(pending.finish_weights(&bucket.lengths())?).collect())
+    }
+
+    fn prefetch(&mut self, masters: &[Flat], channels: &mut Channels) -> comm_core::Result<()> {
+        let Zero { arrivals, buckets, shards, .. } = self;
+        let plan = buckets.plan();
+        arrivals.ask(plan.len(), |index| gather(index, (&plan[index], &shards[index]), masters, &channels.parameters))
     }
 
     fn room(&mut self, segment: usize) -> Vec<f32> {
@@ -145,19 +192,17 @@ impl Synchronous for Zero {
     }
 
     fn distribute(&mut self, train: &mut dyn LocalStep, channels: &mut Channels) -> Result<(), TrainError> {
-        let mut under_way: VecDeque<(&Bucket, Pending)> = VecDeque::new();
-        let finish = |train: &mut dyn LocalStep, (bucket, pending): (&Bucket, Pending)| {
-            let parts = pending.finish_weights(&bucket.lengths())?;
-            bucket.segments.iter().zip(parts).try_for_each(|(segment, part)| train.put(*segment, part))
-        };
-        for (index, (bucket, shard)) in self.buckets.plan().iter().zip(&self.shards).enumerate() {
-            let masters = bucket.segments.iter().map(|segment| &train.masters()[*segment]);
-            let route = Route::lane(format!("parameters, bucket {index}: {}", bucket.name), index);
-            let pending = channels.parameters.all_gather(masters, (shard.start, bucket.len()), route)?;
-            under_way.push_back((bucket, pending));
-            finish_until(WHOLE, &mut under_way, |next| finish(train, next))?;
+        let Zero { arrivals, buckets, shards, .. } = self;
+        let plan = buckets.plan();
+        arrivals.expect(plan.len());
+        if self.overlap && !train.rests() {
+            return Ok(());
         }
-        finish_until(1, &mut under_way, |next| finish(train, next))
+        let parameters = &channels.parameters;
+        let start = |index: usize, train: &dyn LocalStep| {
+            gather(index, (&plan[index], &shards[index]), train.masters(), parameters)
+        };
+        arrivals.bring(plan, train, start, |index, pending| pending.finish_weights(&plan[index].lengths()))
     }
 }
 
@@ -168,6 +213,8 @@ impl Strategy for Zero {
         train: &mut dyn LocalStep,
         channels: &mut Channels,
     ) -> Result<StepOutcome, TrainError> {
-        synchronous(self, self.expected, train, channels)
+        let outcome = synchronous(self, Expected::default(), train, channels)?;
+        let [gradients, parameters] = self.expected;
+        Ok(outcome.that_sent(gradients, (parameters, self.arrivals.take_rounds())))
     }
 }

@@ -150,18 +150,26 @@ impl Trainer<'_> {
 
     /// All masters of one segment, from the ranks that have them.
     fn whole_masters(&self, segment: usize) -> Result<Cow<'_, [f32]>, TrainError> {
-        let own = self.own_masters(segment)?;
         if self.local.owns_everything() {
-            return Ok(own);
+            return self.own_masters(segment);
         }
-        Ok(Cow::Owned(self.local.scalars.all_gather_v(&own, &self.counts(segment)?)?))
+        let (own, counts) = self.own_part(segment)?;
+        Ok(Cow::Owned(self.local.scalars.all_gather_v(&own, &counts)?))
+    }
+
+    /// What this rank brings of one segment's masters, and how many each rank brings: of those that have the same the lowest.
+    fn own_part(&self, segment: usize) -> Result<(Cow<'_, [f32]>, Vec<usize>), TrainError> {
+        let counts = self.counts(segment)?;
+        let is_brought = counts[self.session.comm.rank()] > 0;
+        let own = if is_brought { self.own_masters(segment)? } else { Cow::Borrowed(&[][..]) };
+        Ok((own, counts))
     }
 
     /// As [`whole_masters`](Self::whole_masters), on the rank that saves; the others get none. Where ranks have different values of the same
     /// parameters, their mean.
     fn masters_on_first(&self, segment: usize) -> Result<Option<Vec<f32>>, TrainError> {
-        let own = self.own_masters(segment)?;
         if self.local.owns_everything() {
+            let own = self.own_masters(segment)?;
             if self.replicas_agree {
                 return Ok(self.writes().then(|| own.into_owned()));
             }
@@ -169,12 +177,18 @@ impl Trainer<'_> {
             self.local.scalars.reduce(&mut mean, SAVES, ReduceOp::Mean)?;
             return Ok(self.writes().then_some(mean));
         }
-        Ok(self.local.scalars.gather_v(&own, &self.counts(segment)?, SAVES)?)
+        let (own, counts) = self.own_part(segment)?;
+        Ok(self.local.scalars.gather_v(&own, &counts, SAVES)?)
     }
 
-    /// How many of a segment's masters each rank has, which follow one another in the order of ranks.
+    /// How many of a segment's masters each rank brings, which follow one another in the order of ranks.
     fn counts(&self, segment: usize) -> Result<Vec<usize>, TrainError> {
-        let parts: Vec<(usize, usize)> = self.local.owned_by.iter().map(|rank| rank[segment]).collect();
+        let mut parts: Vec<(usize, usize)> = self.local.owned_by.iter().map(|rank| rank[segment]).collect();
+        for rank in (1..parts.len()).rev() {
+            if parts[..rank].contains(&parts[rank]) {
+                parts[rank].1 = 0;
+            }
+        }
         let mut end = 0;
         for (start, len) in parts.iter().filter(|(_, len)| *len > 0) {
             if *start != end {

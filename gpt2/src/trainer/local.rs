@@ -41,6 +41,8 @@ pub(super) struct Local<'a> {
     pub(super) step: u64,
     /// Rows of it that this rank has passed through its model.
     pub(super) rows: usize,
+    /// Steps between two checkpoints of the whole state; 0 for none.
+    pub(super) save_every: u64,
     /// What asks this rank to leave.
     pub(super) stop: StopRequest,
     /// Whether any rank was asked to before the end of the last step; `None` where its scalars did not tell.
@@ -93,8 +95,10 @@ impl Local<'_> {
 
     /// What becomes of sums over what this rank's optimizer owns.
     fn sums(&self, ranks: Ranks) -> Sums {
+        let rank = self.scalars.rank();
+        let is_replica = self.owned_by[..rank].contains(&self.owned_by[rank]);
         match ranks {
-            Ranks::All => Sums::of(self.owns_everything(), self.places.masters_on_device, self.scalars.rank()),
+            Ranks::All => Sums::of(self.owns_everything(), self.places.masters_on_device, is_replica),
             Ranks::This => Sums::Known,
         }
     }
@@ -214,6 +218,11 @@ impl LocalStep for Local<'_> {
         self.step + 1 == self.config.steps
     }
 
+    fn rests(&self) -> bool {
+        let is_due = |every: u64| every > 0 && (self.step + 1).is_multiple_of(every);
+        self.is_last() || is_due(self.config.eval_every) || is_due(self.save_every) || self.leaving == Some(true)
+    }
+
     fn put(&mut self, segment: usize, weights: Weights) -> Result<(), TrainError> {
         let put = || self.model.put_weights(segment, weights);
         Ok(record::charged(Activity::Unpack, Category::Parameters, put)?)
@@ -262,11 +271,28 @@ impl Hooks<'_> {
     }
 }
 
+impl Hooks<'_> {
+    /// Puts the weights into a model that it is to have got before it uses `segment`.
+    fn bring_up_to_date(&mut self, model: &mut SegmentedModel, segment: usize) -> Result<(), TrainError> {
+        let arrived = self.strategy.arriving(segment, self.masters, self.channels)?;
+        if arrived.is_empty() {
+            return Ok(());
+        }
+        for (segment, weights) in arrived {
+            record::charged(Activity::Unpack, Category::Parameters, || model.put_weights(segment, weights))?;
+        }
+        Ok(self.strategy.prefetch(self.masters, self.channels)?)
+    }
+}
+
 impl PassHooks<TrainError> for Hooks<'_> {
     fn enter(&mut self, model: &mut SegmentedModel, pass: Pass, segment: usize) -> Result<(), TrainError> {
         self.follow(pass);
+        if !self.strategy.brings_weights() {
+            return if pass == Pass::Forward { self.bring_up_to_date(model, segment) } else { Ok(()) };
+        }
         // The embedding stays from the forward pass on.
-        if !self.strategy.brings_weights() || (pass, segment) == (Pass::Backward, 0) {
+        if (pass, segment) == (Pass::Backward, 0) {
             return Ok(());
         }
         let weights = self.strategy.weights(segment, self.masters, self.channels)?;
@@ -323,17 +349,17 @@ pub(super) enum Sums {
     Known,
     /// They are added to those of other ranks.
     Added,
-    /// Those of rank 0 count, and not this rank's.
-    OfRankZero,
+    /// Those of a lower rank that owns the same count, and not this rank's.
+    OfAnother,
 }
 
 impl Sums {
     /// Where each rank sees everything nothing needs to be added, unless it comes from a device, whose sums differ in their last bits
-    /// from rank to rank: then all take that of rank 0.
-    fn of(owns_everything: bool, on_device: bool, rank: usize) -> Self {
-        match (owns_everything, on_device, rank) {
+    /// from rank to rank. Of ranks that own the same the lowest counts; `is_replica` says that this is another.
+    fn of(owns_everything: bool, on_device: bool, is_replica: bool) -> Self {
+        match (owns_everything, on_device, is_replica) {
             (true, false, _) => Sums::Known,
-            (true, true, 1..) => Sums::OfRankZero,
+            (_, _, true) => Sums::OfAnother,
             _ => Sums::Added,
         }
     }
@@ -342,8 +368,8 @@ impl Sums {
     pub(super) fn contribution(self, own: f64) -> f64 {
         match self {
             Sums::Known | Sums::Added => own,
-            Sums::OfRankZero if own.is_finite() => 0.0,
-            Sums::OfRankZero => f64::NAN,
+            Sums::OfAnother if own.is_finite() => 0.0,
+            Sums::OfAnother => f64::NAN,
         }
     }
 }
@@ -353,18 +379,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sums_are_known_added_or_those_of_rank_zero() {
-        // Whether a rank owns everything, and on a device; what becomes of rank 0's sums, and of another's.
+    fn sums_are_known_or_added_once() {
+        // Whether a rank owns everything, and on a device; what becomes of the sums of the first rank that owns it, and of another's.
         let table = [
             ((true, false), [Sums::Known, Sums::Known]),
-            ((true, true), [Sums::Added, Sums::OfRankZero]),
-            ((false, false), [Sums::Added, Sums::Added]),
-            ((false, true), [Sums::Added, Sums::Added]),
+            ((true, true), [Sums::Added, Sums::OfAnother]),
+            ((false, false), [Sums::Added, Sums::OfAnother]),
+            ((false, true), [Sums::Added, Sums::OfAnother]),
         ];
         for ((owns_everything, on_device), [first, others]) in table {
-            for (rank, expected) in [(0, first), (1, others), (2, others)] {
-                let sums = Sums::of(owns_everything, on_device, rank);
-                assert_eq!(sums, expected, "{owns_everything} {on_device} {rank}");
+            for (is_replica, expected) in [(false, first), (true, others)] {
+                let sums = Sums::of(owns_everything, on_device, is_replica);
+                assert_eq!(sums, expected, "{owns_everything} {on_device} {is_replica}");
             }
         }
     }
@@ -372,13 +398,13 @@ mod tests {
     #[test]
     fn what_is_not_finite_on_any_rank_is_not_finite_on_all() {
         for spoilt in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
-            for sums in [Sums::Known, Sums::Added, Sums::OfRankZero] {
-                // Rank 0's own may be the other infinity.
+            for sums in [Sums::Known, Sums::Added, Sums::OfAnother] {
+                // Another rank's may be the other infinity.
                 for first in [3.0, -spoilt] {
                     assert!(!(first + sums.contribution(spoilt)).is_finite(), "{sums:?}: {first} and {spoilt}");
                 }
             }
         }
-        assert_eq!([Sums::Added, Sums::OfRankZero].map(|sums| sums.contribution(2.5)), [2.5, 0.0]);
+        assert_eq!([Sums::Added, Sums::OfAnother].map(|sums| sums.contribution(2.5)), [2.5, 0.0]);
     }
 }

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use burn::tensor::Device;
 use comm_core::{Communicator, Control, Error};
-use isocomm::{Connected, Counters, Medium, Properties, TransportOptions, threads, threads_in_nodes};
+use isocomm::{Connected, Counters, Medium, Nodes, Properties, TransportOptions, threads, threads_in_nodes};
 use serde::{Deserialize, Serialize};
 
 use crate::batches::LastBatch;
@@ -125,6 +125,8 @@ pub struct Session {
     pub ranks_in_process: usize,
     /// Lends the memory of the device that computes, where `comm` works on that instead of on bytes in host memory.
     pub native: Option<Arc<dyn DeviceCollectives>>,
+    /// Who shares a node, for strategies that tell nodes apart; `None` for nodes of [`StrategyOptions::ranks_per_node`] ranks that follow one another.
+    pub nodes: Option<Nodes>,
     /// A second communicator among the ranks of this rank's node, for strategies that tell nodes apart.
     pub node: Option<Node>,
     /// Whether ranks compare their calls before every operation, which takes messages of its own.
@@ -164,6 +166,7 @@ impl Session {
             properties,
             timeout: options.timeout,
             native: None,
+            nodes: None,
             node: None,
             checked: options.checked,
         }
@@ -181,13 +184,10 @@ impl Session {
     ///
     /// # Errors
     /// Those of [`isocomm::threads_in_nodes`].
-    pub fn threads_in_nodes(
-        ranks: usize,
-        ranks_per_node: usize,
-        options: &TransportOptions,
-    ) -> Result<Vec<Session>, Error> {
-        let ranks = threads_in_nodes(ranks, ranks_per_node, options)?.into_iter();
+    pub fn threads_in_nodes(nodes: &Nodes, options: &TransportOptions) -> Result<Vec<Session>, Error> {
+        let ranks = threads_in_nodes(nodes, options)?.into_iter();
         let session = |(connected, node): (Connected, isocomm::Node)| Session {
+            nodes: Some(nodes.clone()),
             node: Some(node.into()),
             ..Session::new(connected, options)
         };

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use burn::tensor::Device;
 use comm_core::{Buffer, Communicator, CommunicatorExt, ReduceOp};
+use isocomm::Nodes;
 
 use super::history::History;
 use super::local::{Local, who_owns_what};
@@ -77,7 +78,7 @@ impl<'a> Trainer<'a> {
                 comm_core::Error::invalid(format!("{what} has no checkpoints from which a run could go on")).into()
             );
         }
-        let comms = comms(session);
+        let comms = comms(session, config.options.ranks_per_node);
         let places = MemoryPlacement::new(config, &comms, session, device)?;
         let lengths: Vec<usize> = layout(&config.model)?.iter().map(|segment| segment.len).collect();
         let TrainConfig { precision, accumulation, seed, .. } = *config;
@@ -259,10 +260,12 @@ struct StepMeasurements {
 }
 
 /// What the strategy communicates with.
-fn comms(session: &Session) -> Comms {
+fn comms(session: &Session, ranks_per_node: usize) -> Comms {
     let node = session.node.as_ref();
+    let in_order = || Nodes::of_size(session.comm.world_size(), ranks_per_node);
     Comms {
         world: session.comm.clone(),
+        nodes: session.nodes.clone().unwrap_or_else(in_order),
         node: node.map(|node| node.comm.clone()),
         native: session.native.clone(),
         node_native: node.and_then(|node| node.native.clone()),
@@ -331,6 +334,7 @@ fn local<'a>(
         owned_by,
         step: 0,
         rows: 0,
+        save_every: keep.checkpoints.as_ref().map_or(0, |checkpoints| checkpoints.every),
         stop: keep.stop.clone(),
         leaving: None,
     };

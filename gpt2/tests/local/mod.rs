@@ -20,7 +20,7 @@ use isocomm::TransportOptions;
 pub const TOLERANCE: f64 = 1e-5;
 
 /// A strategy that communicates, and whether its server is dedicated.
-pub const VARIANTS: [(StrategyKind, bool); 9] = [
+pub const VARIANTS: [(StrategyKind, bool); 10] = [
     (StrategyKind::Ps, false),
     (StrategyKind::Ps, true),
     (StrategyKind::ShardedPs, false),
@@ -30,6 +30,7 @@ pub const VARIANTS: [(StrategyKind, bool); 9] = [
     (StrategyKind::Zero2, false),
     (StrategyKind::Fsdp, false),
     (StrategyKind::Hierarchical, false),
+    (StrategyKind::Hsdp, false),
 ];
 
 pub fn corpus(bytes: usize) -> Corpus {
@@ -41,22 +42,23 @@ pub fn single(steps: u64) -> TrainConfig {
     TrainConfig { seed: 7, steps, clip: 0.5, ..TrainConfig::of(Preset::Micro.config(256), StrategyKind::Single) }
 }
 
-/// `config` with a strategy on `ranks` ranks: several buckets, and two nodes where the ranks can be divided so.
+/// `config` with a strategy on `ranks` ranks: several buckets, and two nodes, of which the first has one rank more where their number is odd.
 pub fn with(config: &TrainConfig, (strategy, dedicated_server): (StrategyKind, bool), ranks: usize) -> TrainConfig {
     let options = StrategyOptions {
         first_bucket_bytes: 20_000,
         bucket_bytes: 20_000,
         fusion_bytes: 20_000,
         dedicated_server,
-        ranks_per_node: if ranks.is_multiple_of(2) { ranks / 2 } else { ranks },
+        // Those of one strategy are to have one size.
+        ranks_per_node: if strategy == StrategyKind::Hsdp && ranks % 2 > 0 { ranks } else { ranks.div_ceil(2) },
         ..config.options.clone()
     };
     TrainConfig { strategy, options, ..config.clone() }
 }
 
-/// Two nodes of two for the strategy that tells nodes apart, three ranks for the others.
+/// Two nodes of two for the strategies that tell nodes apart, three ranks for the others.
 pub fn ranks_for(strategy: StrategyKind) -> usize {
-    if strategy == StrategyKind::Hierarchical { 4 } else { 3 }
+    if strategy.spec().tells_nodes_apart { 4 } else { 3 }
 }
 
 pub fn run(config: &TrainConfig, corpus: &Corpus, ranks: usize) -> Summary {

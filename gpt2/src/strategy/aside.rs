@@ -1,0 +1,116 @@
+//! A thread beside the training thread, for what has to happen between the operations of a step.
+
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::thread;
+
+use comm_core::{Error, Result};
+
+use crate::record::{self, Ended};
+
+/// What it is to do: results go to whoever asks for the [`next`](Aside::next).
+type Job<S, T> = Box<dyn FnOnce(&mut S) -> Result<Vec<T>> + Send>;
+
+/// A thread that does one thing after another on its own `S`, so that all ranks start their operations in one order. It may wait for
+/// operations, which are the step's as if the training thread had waited.
+///
+/// What it waits for has deadlines, and ends with an error when the job fails; then it does nothing more. It ends after its last job once this
+/// is dropped, which does not wait for it.
+pub(super) struct Aside<S, T> {
+    jobs: Sender<Job<S, T>>,
+    events: Receiver<Event<T>>,
+}
+
+enum Event<T> {
+    /// It has waited for an operation.
+    Waited(Ended),
+    Result(T),
+    Failed(Error),
+}
+
+impl<S: Send + 'static, T: Send + 'static> Aside<S, T> {
+    /// Starts the thread, called `name`.
+    ///
+    /// # Errors
+    /// `Io` where the system gives none.
+    pub(super) fn start(name: &str, mut state: S) -> Result<Self> {
+        let (jobs, to_do) = mpsc::channel::<Job<S, T>>();
+        let (sender, events) = mpsc::channel();
+        let work = move || {
+            let listener = sender.clone();
+            // Nobody listens any more where the run has ended with an error.
+            record::tell(move |ended| drop(listener.send(Event::Waited(ended))));
+            for job in to_do {
+                let told = match job(&mut state) {
+                    Ok(results) => results.into_iter().try_for_each(|result| sender.send(Event::Result(result))),
+                    Err(error) => return drop(sender.send(Event::Failed(error))),
+                };
+                if told.is_err() {
+                    return;
+                }
+            }
+        };
+        let started = thread::Builder::new().name(name.into()).spawn(work);
+        started.map_err(|error| Error::io(format!("starting the thread {name}"), error))?;
+        Ok(Aside { jobs, events })
+    }
+
+    /// Has it do this after all that it was told before.
+    pub(super) fn run(&self, job: impl FnOnce(&mut S) -> Result<Vec<T>> + Send + 'static) {
+        // Where it has ended, whoever waits for a result learns why.
+        let _ = self.jobs.send(Box::new(job));
+    }
+
+    /// Waits for its next result.
+    ///
+    /// # Errors
+    /// The first of a job.
+    pub(super) fn next(&self) -> Result<T> {
+        loop {
+            let result = record::waited_elsewhere(|| match self.events.recv() {
+                Ok(Event::Waited(ended)) => (None, Some(ended)),
+                Ok(Event::Result(result)) => (Some(Ok(result)), None),
+                Ok(Event::Failed(error)) => (Some(Err(error)), None),
+                Err(_) => {
+                    let ended = "the thread beside the training thread has ended; its message is above";
+                    (Some(Err(Error::Internal(ended.into()))), None)
+                }
+            });
+            if let Some(result) = result {
+                return result;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn jobs_run_in_order_on_one_state() {
+        let aside = Aside::start("adds", 0).unwrap();
+        for number in 1..=3 {
+            aside.run(move |sum| {
+                *sum += number;
+                Ok(vec![*sum; number])
+            });
+        }
+        let results: Vec<usize> = (0..6).map(|_| aside.next().unwrap()).collect();
+        assert_eq!(results, [1, 3, 3, 6, 6, 6]);
+    }
+
+    #[test]
+    fn the_first_error_is_the_last_result() {
+        let aside = Aside::start("fails", ()).unwrap();
+        aside.run(|()| Ok(vec![1]));
+        aside.run(|()| Err(Error::invalid("no more")));
+        aside.run(|()| Ok(vec![2]));
+        assert_eq!(aside.next().unwrap(), 1);
+        assert!(aside.next().unwrap_err().to_string().contains("no more"));
+        assert!(matches!(aside.next(), Err(Error::Internal(_))));
+        aside.run(|()| Ok(vec![3]));
+        let aside = Aside::<(), ()>::start("panics", ()).unwrap();
+        aside.run(|()| panic!("on purpose"));
+        assert!(matches!(aside.next(), Err(Error::Internal(_))));
+    }
+}
