@@ -4,6 +4,7 @@
 mod cli;
 mod commands;
 mod common;
+mod compression;
 mod deaths;
 mod device;
 mod ending;

@@ -399,7 +399,7 @@ fn timed(
         };
         let (options, precision) = (&options, Precision::F32);
         let setup =
-            Setup { comms: &comms, segments: &lengths, options, precision, accumulation: 1, seed: 1, checked: false };
+            Setup { comms: &comms, segments: &lengths, tensors: &segments, options, precision, accumulation: 1, seed: 1, checked: false };
         let Built { mut strategy, mut channels, .. } = strategy::build(kind, &setup).unwrap();
         let rank = session.comm.rank();
         let mut given = Given { segments: &segments, rank, on_device, averaged: Vec::new() };

@@ -238,7 +238,7 @@ fn two_numbers(overlap_steps: u64, mixing: f64, steps: usize) -> Vec<[Vec<f32>; 
         let comms = Comms { world: session.comm.clone(), node: None, native: None, node_native: None };
         let (segments, precision) = (&[1, 1][..], Precision::F32);
         let setup =
-            Setup { comms: &comms, segments, options: &options, precision, accumulation: 1, seed: 1, checked: false };
+            Setup { comms: &comms, segments, tensors: &[], options: &options, precision, accumulation: 1, seed: 1, checked: false };
         let Built { mut strategy, mut channels, .. } = build(StrategyKind::StreamingDiloco, &setup).unwrap();
         let mut train = TwoNumbers(vec![Flat::Host(vec![1.0]); 2]);
         let mut seen = [Vec::new(), Vec::new()];

@@ -124,6 +124,9 @@ pub struct Cell {
     /// Ranks of a node of `hierarchical`; `None` for those of an end of the link.
     #[serde(default, skip_serializing_if = "is_default")]
     pub ranks_per_node: Option<usize>,
+    /// How gradients are compressed, as the trainer writes it; `None` for not at all.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub compress: Option<String>,
     /// Steps between two synchronisations, of strategies whose ranks train by themselves for a time; `None` for training's own.
     #[serde(default, skip_serializing_if = "is_default")]
     pub sync_every: Option<u64>,
@@ -262,6 +265,7 @@ axes! {
     DedicatedServer = "dedicated-server",
     RanksPerNode = "ranks-per-node",
     OneTransport = "one-transport",
+    Compress = "compress",
     SyncEvery = "sync-every",
     Ends = "ends",
     Schedule = "schedule",
@@ -438,6 +442,7 @@ impl Default for Cell {
             dedicated_server: false,
             ranks_per_node: None,
             one_transport: false,
+            compress: None,
             sync_every: None,
             ends: None,
             schedule: None,
@@ -521,6 +526,7 @@ impl Cell {
             Axis::DedicatedServer => switch(self.dedicated_server),
             Axis::RanksPerNode => number(self.ranks_per_node),
             Axis::OneTransport => switch(self.one_transport),
+            Axis::Compress => self.compress.clone().unwrap_or_else(|| "none".into()),
             Axis::SyncEvery => self.sync_every.map_or(DEFAULT.into(), |steps| steps.to_string()),
             Axis::Ends => number(self.ends),
             Axis::Schedule => text(&self.schedule),

@@ -9,9 +9,10 @@ use super::html::{Page, Table};
 use super::text::figure;
 
 /// What may differ between cells that compute the same.
-const NUMERICS: [Axis; 9] = [
+const NUMERICS: [Axis; 10] = [
     Axis::Precision,
     Axis::Wire,
+    Axis::Compress,
     Axis::Seed,
     Axis::Preset,
     Axis::Batch,

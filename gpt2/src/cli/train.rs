@@ -33,7 +33,7 @@ use crate::model::KernelChoice;
 use crate::optim::{LearningRate, LossScaling, OptimizerConfig, OptimizerKind, ScheduleKind};
 use crate::precision::Precision;
 use crate::run::{RankOptions, refuse, run_rank, run_threads};
-use crate::strategy::{LocalOptions, Setting, StrategyKind, StrategyOptions};
+use crate::strategy::{Compression, LocalOptions, Setting, StrategyKind, StrategyOptions};
 use crate::tokenizer::{Tokenizer, TokenizerKind};
 use crate::trainer::{Checkpoints, Keep, Restarts, TrainConfig, TrainError};
 
@@ -143,6 +143,11 @@ pub(super) struct TrainArgs {
     /// Type in which gradients travel: f32, bf16, f16. [default: that of --precision]
     #[arg(long)]
     wire: Option<Precision>,
+    /// How gradients are compressed on their way, for ring and ddp: none, int8 (blocks of 256 integers with a scale each), topk:FRACTION (of
+    /// each bucket the elements of largest magnitude), powersgd:RANK (two factors of each matrix). What is not sent is kept and added to the
+    /// rank's next gradients. Not with --wire or loss scaling, and without checkpoints from which a run goes on.
+    #[arg(long, default_value_t)]
+    compress: Compression,
     /// Bytes of f32 at which the first bucket is closed, of strategies that have buckets of gradients or parameters.
     #[arg(long, default_value_t = StrategyOptions::default().first_bucket_bytes)]
     first_bucket_bytes: usize,
@@ -247,7 +252,7 @@ pub(super) struct TrainArgs {
     /// Save the whole state of the run every so many steps, from which --resume goes on; 0 for never. It goes to checkpoints/step-N in --out,
     /// which all ranks must share. Also without it, SIGTERM and SIGUSR1 have all
     /// ranks finish their step, save it, and end with exit code 85. Not for strategies whose ranks train by themselves for a time, nor for
-    /// --optimizer sgd, which have no such checkpoints.
+    /// --optimizer sgd or --compress, which have no such checkpoints.
     #[arg(long, default_value_t = 0)]
     save_every: u64,
     /// Checkpoints of the whole state that are kept: the newest.
@@ -513,6 +518,7 @@ impl Prepared {
         let local = local_options(args)?;
         let optimizer = optimizer(args)?;
         let (wire, loss_scaling) = types(args)?;
+        check_compression(args, wire, loss_scaling, ranks)?;
         check_counts(args, ranks_here)?;
         let learning_rate = learning_rate(args)?;
         let of_transport = transport_options(args)?;
@@ -572,9 +578,13 @@ impl Prepared {
     fn describe(&self, args: &TrainArgs, ranks: usize) -> String {
         let model = &self.config.model;
         let over = if ranks == 1 { String::new() } else { format!(" over {}", args.transport) };
+        let compressed = match args.compress.is_on() {
+            true => format!(", gradients compressed by {}", args.compress),
+            false => String::new(),
+        };
         format!(
             "text: {}\nmodel: {} ({} layers, {} heads, {} wide, {} tokens a sequence, {:.2} M parameters)\nstrategy: {} on {ranks} \
-             rank(s){over}, {} thread(s) each, {} sequences a step{}",
+             rank(s){over}, {} thread(s) each, {} sequences a step{compressed}{}",
             self.corpus.describe(),
             self.model,
             model.n_layer,
@@ -604,9 +614,9 @@ impl Prepared {
 }
 
 /// Whether a run like this saves its whole state. What ranks that train by themselves for a time keep beside masters and moments is in no
-/// checkpoint, and neither is an optimizer without moments.
+/// checkpoint, neither is what compression has left of gradients, nor an optimizer without moments.
 fn saves_state(args: &TrainArgs) -> bool {
-    args.strategy.spec().is_one_device && args.optimizer != OptimizerKind::Sgd
+    args.strategy.spec().is_one_device && args.optimizer != OptimizerKind::Sgd && !args.compress.is_on()
 }
 
 /// Refuses what asks for checkpoints of a run that has none, and weights to start from of one that goes on.
@@ -630,6 +640,7 @@ fn check_saving(args: &TrainArgs) -> Result<(), CliError> {
     match given.into_iter().find(|(_, given)| *given) {
         Some((option, _)) if !saves_state(args) => {
             let (what, name) = match args.strategy.spec().is_one_device {
+                true if args.compress.is_on() => ("--compress", args.compress.to_string()),
                 true => ("--optimizer", args.optimizer.to_string()),
                 false => ("--strategy", args.strategy.to_string()),
             };
@@ -868,7 +879,8 @@ fn optimizer(args: &TrainArgs) -> Result<OptimizerConfig, CliError> {
 
 /// The type in which gradients travel, and how they are kept from vanishing in it.
 fn types(args: &TrainArgs) -> Result<(Precision, LossScaling), CliError> {
-    let wire = args.wire.unwrap_or(args.precision);
+    let usual = if args.compress.is_on() { Precision::F32 } else { args.precision };
+    let wire = args.wire.unwrap_or(usual);
     let loss_scaling = args.loss_scale.unwrap_or(if [wire, args.precision].contains(&Precision::F16) {
         LossScaling::DYNAMIC
     } else {
@@ -883,6 +895,34 @@ fn types(args: &TrainArgs) -> Result<(Precision, LossScaling), CliError> {
         .into());
     }
     Ok((wire, loss_scaling))
+}
+
+/// Refuses compression where it means nothing, or does not go with something else.
+fn check_compression(
+    args: &TrainArgs,
+    wire: Precision,
+    loss_scaling: LossScaling,
+    ranks: usize,
+) -> Result<(), CliError> {
+    args.compress.check(args.strategy, &StrategyOptions { wire, ..StrategyOptions::default() }, ranks)?;
+    if !args.compress.is_on() {
+        return Ok(());
+    }
+    if loss_scaling != LossScaling::Off {
+        return Err(format!(
+            "--compress {} does not go with --loss-scale {loss_scaling}: what a step leaves to the next has that step's scale; give --loss-scale off",
+            args.compress
+        )
+        .into());
+    }
+    if args.check_finite {
+        return Err(format!(
+            "--check-finite looks at numbers that travel, and with --compress {} most of what travels is none; leave out one of them",
+            args.compress
+        )
+        .into());
+    }
+    Ok(())
 }
 
 /// The learning rate by step.
@@ -930,6 +970,7 @@ fn strategy_options(args: &TrainArgs, wire: Precision, ranks_per_node: usize) ->
         overlap: !args.no_overlap,
         dedicated_server: args.dedicated_server,
         ranks_per_node,
+        compress: args.compress,
         local: LocalOptions::default(),
     }
 }

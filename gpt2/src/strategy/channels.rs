@@ -240,7 +240,8 @@ impl Channel {
         })
     }
 
-    fn packing<R>(&self, work: impl FnOnce() -> R) -> R {
+    /// Runs `work`, which makes what is to leave.
+    pub(super) fn packing<R>(&self, work: impl FnOnce() -> R) -> R {
         record::charged(Activity::Pack, self.category, work)
     }
 

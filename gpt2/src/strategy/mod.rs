@@ -16,6 +16,7 @@
 mod average;
 mod buckets;
 mod channels;
+mod compress;
 mod diloco;
 pub mod formula;
 mod fsdp;
@@ -39,6 +40,7 @@ use comm_core::Communicator;
 use serde::{Deserialize, Serialize};
 
 pub use channels::Channels;
+pub use compress::Compression;
 pub use layout::Layout;
 pub use local::{CheckedGradients, DuringPass, LocalStep, Ranks, StepOutcome, Strategy};
 pub use settings::{LocalOptions, Setting};
@@ -46,6 +48,7 @@ pub use synchronous::{Synchronous, put_own, synchronous};
 
 use crate::flat::DeviceCollectives;
 use crate::precision::Precision;
+use crate::segments::SegmentInfo;
 use formula::{Expected, Run};
 
 /// Which strategy; written as in [`Spec::name`].
@@ -195,6 +198,8 @@ pub struct StrategyOptions {
     pub dedicated_server: bool,
     /// Ranks of a node, for `hierarchical`; they follow one another. 0: as many as the session's nodes have.
     pub ranks_per_node: usize,
+    /// How gradients are compressed on their way, by the strategies that [can](StrategyKind::compresses).
+    pub compress: Compression,
     /// Settings of strategies in which ranks train by themselves for a time.
     pub local: LocalOptions,
 }
@@ -210,6 +215,7 @@ impl Default for StrategyOptions {
             overlap: true,
             dedicated_server: false,
             ranks_per_node: 0,
+            compress: Compression::None,
             local: LocalOptions::default(),
         }
     }
@@ -257,6 +263,8 @@ pub struct Setup<'a> {
     pub comms: &'a Comms,
     /// Elements of each segment of the model, in forward order.
     pub segments: &'a [usize],
+    /// What tensors they consist of; empty where nothing is compressed as a matrix.
+    pub tensors: &'a [SegmentInfo],
     /// Its options.
     pub options: &'a StrategyOptions,
     /// Type of computation.
@@ -286,8 +294,8 @@ impl Setup<'_> {
 
     /// What it sends for what a formula is of.
     fn expected_by(&self, formula: impl Fn(&Run<'_>, &Layout, usize) -> Expected) -> Expected {
-        let Setup { comms, options, precision, accumulation, checked, .. } = *self;
-        let run = Run { options, precision, accumulation, ranks: comms.world.world_size(), checked };
+        let Setup { comms, tensors, options, precision, accumulation, checked, .. } = *self;
+        let run = Run { options, tensors, precision, accumulation, ranks: comms.world.world_size(), checked };
         formula(&run, &self.layout(), comms.world.rank())
     }
 }
@@ -296,10 +304,11 @@ impl Setup<'_> {
 ///
 /// # Errors
 /// `InvalidArgument` for `single` on several ranks, for a dedicated server without workers, for nodes that do not divide the ranks, and those
-/// of [`LocalOptions::check`].
+/// of [`LocalOptions::check`] and [`Compression::check`].
 /// Where nodes are told apart also those of [`Communicator::split`]: all ranks call this together.
 pub fn build(kind: StrategyKind, setup: &Setup<'_>) -> comm_core::Result<Built> {
     setup.options.local.check(kind)?;
+    setup.options.compress.check(kind, setup.options, setup.comms.world.world_size())?;
     (kind.spec().build)(setup)
 }
 

@@ -107,6 +107,13 @@ impl TrainConfig {
             eval_batches: 1,
         }
     }
+
+    /// Whether checkpoints of the whole state can be saved, from which such a run goes on. What ranks keep beside masters and moments is in none:
+    /// of strategies whose ranks train by themselves for a time, and what compression has left of gradients.
+    pub fn has_state(&self) -> bool {
+        let TrainConfig { strategy, optimizer, options, .. } = self;
+        strategy.spec().is_one_device && optimizer.kind.has_moments() && !options.compress.is_on()
+    }
 }
 
 /// What connects a rank to the others.

@@ -21,7 +21,7 @@ use crate::devices::{self, Placement};
 use crate::flat::Flat;
 use crate::memory::{self, Allocations, Category, Usage};
 use crate::model::KernelChoice;
-use crate::optim::LossScaler;
+use crate::optim::{LossScaler, LossScaling};
 use crate::precision::Precision;
 use crate::record::{self, Activity, Recording};
 use crate::segments::{Compute, SegmentInfo, SegmentedModel, TokenBatch, layout};
@@ -70,20 +70,23 @@ impl<'a> Trainer<'a> {
         keep: &'a Keep,
         build: Build<'_>,
     ) -> Result<Self, TrainError> {
-        let has_state = config.strategy.spec().is_one_device && config.optimizer.kind.has_moments();
-        if !has_state && (keep.checkpoints.is_some() || keep.resume.is_some()) {
-            let what = format!("{} with the optimizer {}", config.strategy, config.optimizer.kind);
+        check_compression(config)?;
+        if !config.has_state() && (keep.checkpoints.is_some() || keep.resume.is_some()) {
+            let TrainConfig { strategy, optimizer, options, .. } = config;
+            let what = format!("{strategy} with the optimizer {} and compression {}", optimizer.kind, options.compress);
             return Err(
                 comm_core::Error::invalid(format!("{what} has no checkpoints from which a run could go on")).into()
             );
         }
         let comms = comms(session);
         let places = MemoryPlacement::new(config, &comms, session, device)?;
-        let lengths: Vec<usize> = layout(&config.model)?.iter().map(|segment| segment.len).collect();
+        let tensors = layout(&config.model)?;
+        let lengths: Vec<usize> = tensors.iter().map(|segment| segment.len).collect();
         let TrainConfig { precision, accumulation, seed, .. } = *config;
         let (options, checked) = (&config.options, session.checked);
-        let built =
-            build(&Setup { comms: &comms, segments: &lengths, options, precision, accumulation, seed, checked })?;
+        let setup =
+            Setup { comms: &comms, segments: &lengths, tensors: &tensors, options, precision, accumulation, seed, checked };
+        let built = build(&setup)?;
         if let Some(saved) = &keep.resume {
             saved.verify(comms.world.rank(), comms.world.world_size())?;
         }
@@ -256,6 +259,19 @@ struct StepMeasurements {
     /// What this process asked for.
     allocations: Option<Allocations>,
     recording: Recording,
+}
+
+/// Refuses compression where what is left of a gradient would be of another scale than the next.
+fn check_compression(config: &TrainConfig) -> Result<(), TrainError> {
+    let TrainConfig { loss_scaling, options, .. } = config;
+    if options.compress.is_on() && *loss_scaling != LossScaling::Off {
+        return Err(comm_core::Error::invalid(format!(
+            "--compress {} does not go with --loss-scale {loss_scaling}: what a step leaves to the next has that step's scale; give --loss-scale off",
+            options.compress
+        ))
+        .into());
+    }
+    Ok(())
 }
 
 /// What the strategy communicates with.

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use gpt2::config::{ConfigError, ModelConfig, Preset};
 use gpt2::optim::{LearningRate, LossScaling};
-use gpt2::strategy::{LocalOptions, StrategyKind, StrategyOptions};
+use gpt2::strategy::{Compression, LocalOptions, StrategyKind, StrategyOptions};
 use gpt2::trainer::{RankReport, Summary, TrainConfig};
 use isocomm::{Rung, TransportKind, TransportOptions};
 
@@ -307,6 +307,7 @@ pub fn config(cell: &Cell, vocabulary: usize) -> Result<TrainConfig, String> {
         overlap: cell.overlap,
         dedicated_server: cell.dedicated_server,
         ranks_per_node: cell.ranks_per_node(),
+        compress: cell.compress.as_deref().map_or(Ok(Compression::None), str::parse)?,
         local: LocalOptions { sync_every: cell.sync_every.unwrap_or(defaults.local.sync_every), ..defaults.local },
     };
     let usual = TrainConfig::of(model(cell, vocabulary)?, cell.strategy.parse()?);
