@@ -14,12 +14,12 @@ use gpt2::config::Preset;
 use gpt2::model::KernelChoice;
 use gpt2::optim::{LearningRate, LossScaling};
 use gpt2::precision::Precision;
-use gpt2::strategy::{Compression, LocalOptions, Setting, StrategyKind, StrategyOptions};
+use gpt2::strategy::{Compression, Setting, StrategyKind, StrategyOptions};
 use isocomm::Rung;
 use rig::folder::read_small;
 use rig::link::{Carrier, LinkOptions, MAX_ENDS, Profile};
 use rig::record::{Axis, Cell, DEFAULT, GLOO, InjectedDelay, LOOPBACK, NOBODY, Trainer, Validation};
-use rig::training::{model, schedule};
+use rig::training::{local_options, model, schedule};
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use toml::Value;
@@ -142,6 +142,7 @@ const ORDER: [Axis; Axis::ALL.len()] = [
     Axis::OneTransport,
     Axis::Compress,
     Axis::SyncEvery,
+    Axis::Staleness,
     Axis::Precision,
     Axis::Wire,
     Axis::LossScaling,
@@ -539,6 +540,7 @@ fn put(cell: &mut Cell, axis: Axis, value: Value) -> Result<(), toml::de::Error>
         Axis::OneTransport => cell.one_transport = value.try_into()?,
         Axis::Compress => cell.compress = Some(written(&value)).filter(|compression| compression != "none"),
         Axis::SyncEvery => cell.sync_every = Some(value.try_into()?),
+        Axis::Staleness => cell.staleness = Some(value.try_into()?),
         Axis::Ends => cell.ends = Some(value.try_into()?),
         Axis::Schedule => cell.schedule = Some(value.try_into()?),
         // 1.0 and 1 are the same norm.
@@ -638,7 +640,10 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
         cell.overlap = true;
     }
     check_compression(&mut cell, strategy)?;
-    cell.sync_every = sync_every(&cell, strategy)?;
+    let local = local_options(&cell);
+    local.check(strategy).map_err(|why| format!("a setting of {strategy}: {why}"))?;
+    cell.sync_every = cell.sync_every.filter(|_| strategy.has(Setting::SyncEvery));
+    cell.staleness = cell.staleness.filter(|_| strategy.has(Setting::Staleness));
     if cell.program.is_pytorch() {
         check_pytorch(&cell)?;
     }
@@ -655,14 +660,6 @@ fn check_compression(cell: &mut Cell, strategy: StrategyKind) -> Result<(), Stri
     }
     cell.wire = Precision::F32.to_string();
     Ok(())
-}
-
-/// Steps between two synchronisations, where the strategy has them.
-fn sync_every(cell: &Cell, strategy: StrategyKind) -> Result<Option<u64>, String> {
-    let Some(sync_every) = cell.sync_every.filter(|_| strategy.has(Setting::SyncEvery)) else { return Ok(None) };
-    let local = LocalOptions { sync_every, ..LocalOptions::default() };
-    local.check(strategy).map_err(|why| format!("axis {}: {why}", Axis::SyncEvery))?;
-    Ok(Some(sync_every))
 }
 
 /// Whether its link has one congestion control.

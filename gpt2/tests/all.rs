@@ -22,5 +22,6 @@ mod replicas;
 mod resume;
 mod safety;
 mod segments;
+mod staleness;
 mod strategies;
 mod validation;

@@ -240,6 +240,9 @@ pub(crate) fn meaningless(cell: &Cell) -> Vec<Axis> {
         if !spec.settings.contains(&Setting::SyncEvery) {
             axes.push(Axis::SyncEvery);
         }
+        if !spec.settings.contains(&Setting::Staleness) {
+            axes.push(Axis::Staleness);
+        }
     }
     axes
 }

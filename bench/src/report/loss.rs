@@ -68,6 +68,7 @@ fn agreement(page: &mut Page, digest: &Digest<'_>) {
         let hashes = super::digest::distinct(measured.iter().map(|measured| measured.weights_hash.as_str()));
         let weights = match hashes.len() {
             _ if measured.len() == 1 => "–".into(),
+            _ if !cases.iter().all(|case| case.cell.is_repeatable()) => "by chance".into(),
             0 | 1 => "identical".into(),
             several => format!("{several} different"),
         };

@@ -3,8 +3,8 @@
 use isocomm::Rung;
 use rig::record::NOBODY;
 
-/// One rank alone first; those whose ranks train by themselves for a time last.
-pub(crate) const STRATEGIES: [&str; 13] = [
+/// One rank alone first; those that do not compute what one device computes last.
+pub(crate) const STRATEGIES: [&str; 14] = [
     "single",
     "ps",
     "sharded-ps",
@@ -14,6 +14,7 @@ pub(crate) const STRATEGIES: [&str; 13] = [
     "zero2",
     "fsdp",
     "hierarchical",
+    "async-ps",
     "local-sgd",
     "diloco",
     "streaming-diloco",

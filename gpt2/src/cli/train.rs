@@ -183,12 +183,14 @@ pub(super) struct TrainArgs {
     mixing: Option<f64>,
     #[arg(long, value_name = "SHARE", help = setting(Setting::SpartaShare, "Share of all parameters that are averaged in a step"))]
     sparta_share: Option<f64>,
+    #[arg(long, value_name = "STEPS", help = setting(Setting::Staleness, "Steps by which a worker may be ahead of the slowest; 0 for as ps"))]
+    staleness: Option<u64>,
     /// Multiplies the loss before the backward pass, to study what small gradients do.
     #[arg(long, default_value_t = 1.0)]
     loss_factor: f64,
-    /// Independent channels between each pair of ranks.
-    #[arg(long, default_value_t = 2)]
-    lanes: usize,
+    /// Independent channels between each pair of ranks. [default: 2; for async-ps as many as ranks]
+    #[arg(long)]
+    lanes: Option<usize>,
     /// What a rank does while it waits for others: park (sleep), adaptive, busy (for ranks with a core each).
     #[arg(long, default_value_t)]
     waiting: Waiting,
@@ -519,9 +521,9 @@ impl Prepared {
         let optimizer = optimizer(args)?;
         let (wire, loss_scaling) = types(args)?;
         check_compression(args, wire, loss_scaling, ranks)?;
-        check_counts(args, ranks_here)?;
+        check_counts(args, ranks, ranks_here)?;
         let learning_rate = learning_rate(args)?;
-        let of_transport = transport_options(args)?;
+        let of_transport = transport_options(args, lanes(args, ranks))?;
 
         // Before the text is loaded, which may take long.
         let resume = earlier.resume.as_deref().map(Saved::open).transpose()?;
@@ -839,16 +841,23 @@ fn check_numbers(args: &TrainArgs) -> Result<(), CliError> {
     Ok(())
 }
 
+/// Channels between each pair of ranks.
+fn lanes(args: &TrainArgs, ranks: usize) -> usize {
+    args.lanes.unwrap_or_else(|| args.strategy.lanes(ranks, TransportOptions::default().lanes))
+}
+
 /// Refuses counts that are too small or too large.
-fn check_counts(args: &TrainArgs, ranks_here: usize) -> Result<(), CliError> {
-    for (name, value) in [("--steps", args.steps), ("--lanes", args.lanes as u64), ("--keep", args.keep as u64)] {
+fn check_counts(args: &TrainArgs, ranks: usize, ranks_here: usize) -> Result<(), CliError> {
+    for (name, value) in [("--steps", args.steps), ("--keep", args.keep as u64)] {
         if value == 0 {
             return Err(format!("{name} must be at least 1").into());
         }
     }
-    if args.lanes > MAX_LANES {
-        return Err(format!("--lanes {} is more than {MAX_LANES}", args.lanes).into());
+    let lanes = lanes(args, ranks);
+    if lanes == 0 || lanes > MAX_LANES {
+        return Err(format!("--lanes {lanes} must lie between 1 and {MAX_LANES}").into());
     }
+    args.strategy.check_lanes(lanes, ranks)?;
     if ranks_here > MAX_RANKS_HERE {
         return Err(format!("{ranks_here} ranks on one machine are more than {MAX_RANKS_HERE}; see --nproc").into());
     }
@@ -897,28 +906,16 @@ fn types(args: &TrainArgs) -> Result<(Precision, LossScaling), CliError> {
     Ok((wire, loss_scaling))
 }
 
-/// Refuses compression where it means nothing, or does not go with something else.
-fn check_compression(
-    args: &TrainArgs,
-    wire: Precision,
-    loss_scaling: LossScaling,
-    ranks: usize,
-) -> Result<(), CliError> {
-    args.compress.check(args.strategy, &StrategyOptions { wire, ..StrategyOptions::default() }, ranks)?;
-    if !args.compress.is_on() {
-        return Ok(());
-    }
-    if loss_scaling != LossScaling::Off {
+/// Refuses compression where it means nothing, and what does not go with it.
+fn check_compression(args: &TrainArgs, wire: Precision, scaling: LossScaling, ranks: usize) -> Result<(), CliError> {
+    let TrainArgs { compress, strategy, .. } = *args;
+    let options = StrategyOptions { wire, compress, ..StrategyOptions::default() };
+    compress.check(strategy, &options, ranks)?;
+    options.check_scaling(strategy, scaling)?;
+    if compress.is_on() && args.check_finite {
         return Err(format!(
-            "--compress {} does not go with --loss-scale {loss_scaling}: what a step leaves to the next has that step's scale; give --loss-scale off",
-            args.compress
-        )
-        .into());
-    }
-    if args.check_finite {
-        return Err(format!(
-            "--check-finite looks at numbers that travel, and with --compress {} most of what travels is none; leave out one of them",
-            args.compress
+            "--check-finite looks at numbers that travel, and with --compress {compress} most of what travels is none; leave out one of \
+             them"
         )
         .into());
     }
@@ -939,9 +936,9 @@ fn learning_rate(args: &TrainArgs) -> Result<LearningRate, CliError> {
 }
 
 /// The settings of the transports, but for the device.
-fn transport_options(args: &TrainArgs) -> Result<TransportOptions, CliError> {
+fn transport_options(args: &TrainArgs, lanes: usize) -> Result<TransportOptions, CliError> {
     let options = TransportOptions {
-        lanes: args.lanes,
+        lanes,
         bind: args.bind,
         timeout: seconds(args.timeout),
         // Several of them may be late without a consequence.
@@ -986,13 +983,14 @@ fn local_options(args: &TrainArgs) -> Result<LocalOptions, CliError> {
         (Setting::OverlapSteps, args.overlap_steps.is_some()),
         (Setting::Mixing, args.mixing.is_some()),
         (Setting::SpartaShare, args.sparta_share.is_some()),
+        (Setting::Staleness, args.staleness.is_some()),
     ];
     if let Some((setting, _)) = given.into_iter().find(|(setting, given)| *given && !args.strategy.has(*setting)) {
         return Err(format!("--{setting} concerns --strategy {}, not {}", setting.strategies(), args.strategy).into());
     }
     if args.no_overlap && !args.strategy.spec().is_one_device {
         return Err(format!(
-            "--no-overlap concerns communication beside the backward pass, of which --strategy {} has none; see --overlap-steps",
+            "--no-overlap concerns communication beside the backward pass, of which --strategy {} has none",
             args.strategy
         )
         .into());
@@ -1005,6 +1003,7 @@ fn local_options(args: &TrainArgs) -> Result<LocalOptions, CliError> {
         overlap_steps: args.overlap_steps.unwrap_or(usual.overlap_steps),
         mixing: args.mixing.unwrap_or(usual.mixing),
         sparta_share: args.sparta_share.unwrap_or(usual.sparta_share),
+        staleness: args.staleness.unwrap_or(usual.staleness),
     };
     local.check(args.strategy)?;
     Ok(local)

@@ -14,6 +14,7 @@
 //! | `zero1`, `zero2` | for each bucket a reduce-scatter of its gradients and an all-gather of its parameters: (S_g + S_p)(N−1)/N |
 //! | `fsdp` | for each segment a reduce-scatter, and A times two all-gathers, for the embedding one: (S_g + A(2·S_p − S_emb))(N−1)/N |
 //! | `hierarchical` | n ranks a node, m nodes: 2·S_g(n−1)/n inside the node, an all-reduce of S_g/n between m ranks |
+//! | `async-ps` | as `ps` with a dedicated server, and 16 bytes more from every worker; the server in the mean |
 //! | `local-sgd`, `diloco` | after every H steps, and after the last, what `ddp` sends in each |
 //! | `streaming-diloco` | of P fragments each: after every H steps, and after the last, what `ddp` sends of it in each |
 //! | `sparta` | an all-reduce of ⌈p·S_g⌉ a step; in the last step what `ddp` sends of f32 |

@@ -12,7 +12,9 @@
 //! With the others each rank takes steps of its own, whose loss, gradient norm, clipping and overflow are of its own rows, and the ranks'
 //! parameters differ until they are synchronised. After the last step of a run they are, so that all ranks end with one model. Before that,
 //! the validation loss is the mean of what each rank's model makes of the rank's windows, and a checkpoint has the mean of all ranks' parameters.
+//! With `async-ps`, whose workers are not all in the same step, it has the server's.
 
+mod async_ps;
 mod average;
 mod buckets;
 mod channels;
@@ -36,9 +38,10 @@ mod zero;
 use std::ops::Range;
 use std::sync::{Arc, LazyLock};
 
-use comm_core::Communicator;
+use comm_core::{Communicator, Error};
 use serde::{Deserialize, Serialize};
 
+pub use async_ps::Staleness;
 pub use channels::Channels;
 pub use compress::Compression;
 pub use layout::Layout;
@@ -47,6 +50,7 @@ pub use settings::{LocalOptions, Setting};
 pub use synchronous::{Synchronous, put_own, synchronous};
 
 use crate::flat::DeviceCollectives;
+use crate::optim::LossScaling;
 use crate::precision::Precision;
 use crate::segments::SegmentInfo;
 use formula::{Expected, Run};
@@ -74,6 +78,8 @@ pub enum StrategyKind {
     Fsdp,
     /// Gradients are averaged inside each node first, then between nodes, shard by shard.
     Hierarchical,
+    /// Rank 0 serves: it applies each worker's gradients as they arrive, and nobody waits for others within a bound.
+    AsyncPs,
     /// Every rank trains by itself, and parameters are averaged every few steps.
     LocalSgd,
     /// Every rank trains by itself, and an outer optimizer steps by the mean change of parameters every few steps.
@@ -129,7 +135,7 @@ impl Built {
 
 comm_core::names!(
     pub StrategyKind, "strategy" by StrategyKind::spec_name:
-    Single, Ps, ShardedPs, Ring, Ddp, Zero1, Zero2, Fsdp, Hierarchical, LocalSgd, Diloco, StreamingDiloco, Sparta,
+    Single, Ps, ShardedPs, Ring, Ddp, Zero1, Zero2, Fsdp, Hierarchical, AsyncPs, LocalSgd, Diloco, StreamingDiloco, Sparta,
 );
 
 impl StrategyKind {
@@ -145,6 +151,7 @@ impl StrategyKind {
             StrategyKind::Zero2 => &zero::ZERO2,
             StrategyKind::Fsdp => &fsdp::SPEC,
             StrategyKind::Hierarchical => &hierarchical::SPEC,
+            StrategyKind::AsyncPs => &async_ps::SPEC,
             StrategyKind::LocalSgd => &local_sgd::SPEC,
             StrategyKind::Diloco => &diloco::DILOCO,
             StrategyKind::StreamingDiloco => &diloco::STREAMING,
@@ -200,7 +207,7 @@ pub struct StrategyOptions {
     pub ranks_per_node: usize,
     /// How gradients are compressed on their way, by the strategies that [can](StrategyKind::compresses).
     pub compress: Compression,
-    /// Settings of strategies in which ranks train by themselves for a time.
+    /// Settings of strategies whose ranks do not all average gradients in every step.
     pub local: LocalOptions,
 }
 
@@ -222,6 +229,22 @@ impl Default for StrategyOptions {
 }
 
 impl StrategyOptions {
+    /// Whether a run of `kind` may scale its loss like this.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, which names the options as a user types them, where gradients of several scales would meet.
+    pub fn check_scaling(&self, kind: StrategyKind, scaling: LossScaling) -> comm_core::Result<()> {
+        let why = match kind {
+            _ if scaling == LossScaling::Off => return Ok(()),
+            _ if self.compress.is_on() => {
+                format!("--compress {}, by which a step leaves gradients of its scale to the next", self.compress)
+            }
+            StrategyKind::AsyncPs => format!("--strategy {kind}, whose ranks would find scales of their own"),
+            _ => return Ok(()),
+        };
+        Err(Error::invalid(format!("--loss-scale {scaling} does not go with {why}; give --loss-scale off")))
+    }
+
     /// Ranks that take part of the data, of `ranks`.
     pub fn workers(&self, kind: StrategyKind, ranks: usize) -> usize {
         if self.serves_only(kind, ranks, 0) { ranks - 1 } else { ranks }
@@ -229,7 +252,8 @@ impl StrategyOptions {
 
     /// Whether `rank` is a server that does not compute.
     pub fn serves_only(&self, kind: StrategyKind, ranks: usize, rank: usize) -> bool {
-        kind == StrategyKind::Ps && self.dedicated_server && ranks > 1 && rank == 0
+        let serves = kind == StrategyKind::AsyncPs || (kind == StrategyKind::Ps && self.dedicated_server);
+        serves && ranks > 1 && rank == 0
     }
 }
 

@@ -34,7 +34,7 @@ use crate::optim::{LearningRate, LossScaling, OptimizerConfig};
 use crate::precision::Precision;
 use crate::record::{Operation, Span};
 use crate::strategy::formula::Expected;
-use crate::strategy::{self, StrategyKind, StrategyOptions};
+use crate::strategy::{self, Staleness, StrategyKind, StrategyOptions};
 use rank::{Build, Trainer};
 pub use save::{Checkpoints, Keep, Restarts, SaveReport};
 
@@ -404,6 +404,9 @@ pub struct RankReport {
     pub memory: Option<memory::Usage>,
     /// Memory that this process asked for in a step, all ranks in it together: medians of each figure. `None` without the counting allocator.
     pub allocations: Option<memory::Allocations>,
+    /// Of the gradients that this rank has applied as a server that does not wait for all workers'; `None` on all other ranks.
+    #[serde(default)]
+    pub staleness: Option<Staleness>,
     /// Hash of this rank's masters, all put together.
     pub weights_hash: String,
 }

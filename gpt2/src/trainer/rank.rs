@@ -21,7 +21,7 @@ use crate::devices::{self, Placement};
 use crate::flat::Flat;
 use crate::memory::{self, Allocations, Category, Usage};
 use crate::model::KernelChoice;
-use crate::optim::{LossScaler, LossScaling};
+use crate::optim::LossScaler;
 use crate::precision::Precision;
 use crate::record::{self, Activity, Recording};
 use crate::segments::{Compute, SegmentInfo, SegmentedModel, TokenBatch, layout};
@@ -70,7 +70,7 @@ impl<'a> Trainer<'a> {
         keep: &'a Keep,
         build: Build<'_>,
     ) -> Result<Self, TrainError> {
-        check_compression(config)?;
+        config.options.check_scaling(config.strategy, config.loss_scaling)?;
         if !config.has_state() && (keep.checkpoints.is_some() || keep.resume.is_some()) {
             let TrainConfig { strategy, optimizer, options, .. } = config;
             let what = format!("{strategy} with the optimizer {} and compression {}", optimizer.kind, options.compress);
@@ -84,8 +84,16 @@ impl<'a> Trainer<'a> {
         let lengths: Vec<usize> = tensors.iter().map(|segment| segment.len).collect();
         let TrainConfig { precision, accumulation, seed, .. } = *config;
         let (options, checked) = (&config.options, session.checked);
-        let setup =
-            Setup { comms: &comms, segments: &lengths, tensors: &tensors, options, precision, accumulation, seed, checked };
+        let setup = Setup {
+            comms: &comms,
+            segments: &lengths,
+            tensors: &tensors,
+            options,
+            precision,
+            accumulation,
+            seed,
+            checked,
+        };
         let built = build(&setup)?;
         if let Some(saved) = &keep.resume {
             saved.verify(comms.world.rank(), comms.world.world_size())?;
@@ -259,19 +267,6 @@ struct StepMeasurements {
     /// What this process asked for.
     allocations: Option<Allocations>,
     recording: Recording,
-}
-
-/// Refuses compression where what is left of a gradient would be of another scale than the next.
-fn check_compression(config: &TrainConfig) -> Result<(), TrainError> {
-    let TrainConfig { loss_scaling, options, .. } = config;
-    if options.compress.is_on() && *loss_scaling != LossScaling::Off {
-        return Err(comm_core::Error::invalid(format!(
-            "--compress {} does not go with --loss-scale {loss_scaling}: what a step leaves to the next has that step's scale; give --loss-scale off",
-            options.compress
-        ))
-        .into());
-    }
-    Ok(())
 }
 
 /// What the strategy communicates with.

@@ -44,10 +44,10 @@ fn encode(values: &mut [f32], out: &mut [u8]) {
         let unit = largest / 127.0;
         scale.copy_from_slice(&unit.to_le_bytes());
         for (value, integer) in values.iter_mut().zip(integers) {
-            let rounded = rounded(*value / unit);
-            *integer = (rounded as i8).cast_unsigned();
+            let whole = rounded(*value / unit) as i8;
+            *integer = whole.cast_unsigned();
             // Half of the value to twice the value, or nothing: the difference is exact.
-            *value -= f32::from(rounded as i8) * unit;
+            *value -= f32::from(whole) * unit;
         }
     });
 }

@@ -66,9 +66,7 @@ impl FromStr for Compression {
                 Ok(rank) if rank > 0 => Ok(Compression::PowerSgd { rank }),
                 _ => Err(format!("powersgd:{number}: the rank must be a number of at least 1, as in powersgd:4")),
             },
-            _ => Err(format!(
-                "unknown compression '{text}', expected one of none, int8, topk:FRACTION, powersgd:RANK"
-            )),
+            _ => Err(format!("unknown compression '{text}', expected one of none, int8, topk:FRACTION, powersgd:RANK")),
         }
     }
 }
@@ -143,7 +141,8 @@ mod tests {
             assert_eq!(serde_json::to_value(compression).unwrap(), text);
             assert_eq!(serde_json::from_value::<Compression>(text.into()).unwrap(), compression);
         }
-        for text in ["int4", "int8:2", "topk", "topk:0", "topk:1.5", "topk:NaN", "powersgd", "powersgd:0", "none:1", ""] {
+        for text in ["int4", "int8:2", "topk", "topk:0", "topk:1.5", "topk:NaN", "powersgd", "powersgd:0", "none:1", ""]
+        {
             assert!(text.parse::<Compression>().is_err(), "{text}");
         }
     }

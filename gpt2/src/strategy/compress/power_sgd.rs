@@ -43,7 +43,7 @@ struct Matrix {
     /// Where it lies in its bucket.
     range: Range<usize>,
     cols: usize,
-    /// Tells it from the model's others, beside the seed.
+    /// The seed, and what tells it from the model's others.
     path: [u64; 3],
     /// This rank's gradients, and what is left of them.
     left: Vec<f32>,
@@ -70,8 +70,8 @@ impl Matrix {
         self.left.iter_mut().zip(own).for_each(|(left, own)| *left += own);
         // A direction in which nothing was found gives way to another.
         for (number, row) in self.rows.iter_mut().enumerate().filter(|(_, row)| row.iter().all(|value| *value == 0.0)) {
-            let [purpose, segment, offset] = self.path;
-            let mut random = SplitMix64::stream(purpose, &[PURPOSE, segment, offset, number as u64]);
+            let [seed, segment, offset] = self.path;
+            let mut random = SplitMix64::stream(seed, &[PURPOSE, segment, offset, number as u64]);
             row.iter_mut().for_each(|value| *value = random.unit() as f32 - 0.5);
         }
         let mut product = vec![0.0; self.left.len() / self.cols * self.rows.len()];

@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use comm_core::{Algorithm, DType, Error, Op};
 
+use super::Compression;
 use super::int8::{self, Int8};
 use super::power_sgd::{self, PowerSgd};
 use super::top_k::{self, TopK};
-use super::Compression;
 use crate::error::TrainError;
 use crate::flat::{Flat, Gradients};
 use crate::strategy::channels::{Channel, Route};

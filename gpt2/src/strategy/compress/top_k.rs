@@ -59,10 +59,12 @@ fn add_decoded(bytes: &[u8], sums: &mut [f32], from: usize) -> comm_core::Result
     let (values, places) = (values.as_chunks::<VALUE>().0, places.as_chunks::<PLACE>().0);
     for (value, place) in values.iter().zip(places) {
         let place = u32::from_le_bytes(*place);
-        let sum = usize::try_from(place).ok().and_then(|place| sums.get_mut(place)).ok_or_else(|| Error::Protocol {
-            who: format!("rank {from}"),
-            what: format!("a gradient for element {place} of a bucket of {count}"),
-        })?;
+        let Some(sum) = usize::try_from(place).ok().and_then(|place| sums.get_mut(place)) else {
+            return Err(Error::Protocol {
+                who: format!("rank {from}"),
+                what: format!("a gradient for element {place} of a bucket of {count}"),
+            });
+        };
         *sum += f32::from_le_bytes(*value);
     }
     Ok(())
@@ -113,9 +115,9 @@ impl Codec for TopK {
         let bytes = pending.wait()?.into_vec::<u8>()?;
         channel.unpacking(|| {
             let mut mean = vec![0.0; self.left.len()];
-            let of_ranks = bytes.chunks((self.kept * (VALUE + PLACE)).max(1)).enumerate();
+            let mut of_ranks = bytes.chunks((self.kept * (VALUE + PLACE)).max(1)).enumerate();
             // In rank order.
-            of_ranks.into_iter().try_for_each(|(from, bytes)| add_decoded(bytes, &mut mean, from))?;
+            of_ranks.try_for_each(|(from, bytes)| add_decoded(bytes, &mut mean, from))?;
             let ranks = self.ranks as f32;
             mean.iter_mut().for_each(|sum| *sum /= ranks);
             Ok(mean)
@@ -131,9 +133,14 @@ mod tests {
     #[test]
     fn the_largest_are_found_and_of_equal_ones_the_first() {
         let values = [1.0, -3.0, 2.0, 3.0, -0.0, 2.0];
-        for (kept, expected) in
-            [(0, vec![]), (1, vec![1]), (2, vec![1, 3]), (3, vec![1, 2, 3]), (4, vec![1, 2, 3, 5]), (6, (0..6).collect())]
-        {
+        for (kept, expected) in [
+            (0, vec![]),
+            (1, vec![1]),
+            (2, vec![1, 3]),
+            (3, vec![1, 2, 3]),
+            (4, vec![1, 2, 3, 5]),
+            (6, (0..6).collect()),
+        ] {
             assert_eq!(largest(&values, kept), expected);
         }
         assert_eq!(largest(&[1.0, f32::NAN, f32::INFINITY], 1), [1]);
