@@ -253,8 +253,8 @@ pub(super) struct TrainArgs {
     overwrite: bool,
     /// Save the whole state of the run every so many steps, from which --resume goes on; 0 for never. It goes to checkpoints/step-N in --out,
     /// which all ranks must share. Also without it, SIGTERM and SIGUSR1 have all
-    /// ranks finish their step, save it, and end with exit code 85. Not for strategies whose ranks train by themselves for a time, nor for
-    /// --optimizer sgd or --compress, which have no such checkpoints.
+    /// ranks finish their step, save it, and end with exit code 85. Not for async-ps and strategies whose ranks train by themselves for a
+    /// time, nor with --optimizer sgd or --compress, which have no such checkpoints.
     #[arg(long, default_value_t = 0)]
     save_every: u64,
     /// Checkpoints of the whole state that are kept: the newest.
