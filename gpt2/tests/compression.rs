@@ -59,23 +59,21 @@ fn all_elements_are_ddp() {
 
 #[test]
 fn ranks_agree_on_every_transport_and_send_what_the_formula_says() {
-    for strategy in [StrategyKind::Ddp, StrategyKind::Ring] {
-        for compress in ALL {
-            let config = compressed(&TrainConfig { eval_every: 2, ..single(3) }, strategy, 3, compress);
-            let first = run(&config, &corpus(20_000), 3);
-            let what = format!("{strategy} with {compress}");
-            assert_counts(&first, &what);
-            for transport in [TransportKind::TCP_RAW, TransportKind::QUIC] {
-                for summary in run_over(&config, transport, 3) {
-                    let summary = summary.unwrap();
-                    assert_eq!(summary.weights_hash, first.weights_hash, "{what} over {transport}");
-                    assert_counts(&summary, &what);
-                }
-            }
-            let late = StrategyOptions { overlap: false, ..config.options.clone() };
-            let late = run(&TrainConfig { options: late, ..config }, &corpus(20_000), 3);
-            assert_eq!(late.weights_hash, first.weights_hash, "{what} without overlap");
+    let cases = ALL.map(|compress| (StrategyKind::Ddp, compress)).into_iter().chain([(StrategyKind::Ring, ALL[2])]);
+    for (strategy, compress) in cases {
+        let config = compressed(&TrainConfig { eval_every: 2, ..single(3) }, strategy, 3, compress);
+        let first = run(&config, &corpus(20_000), 3);
+        let what = format!("{strategy} with {compress}");
+        assert_counts(&first, &what);
+        let transport = if compress == ALL[0] { TransportKind::QUIC } else { TransportKind::TCP_RAW };
+        for summary in run_over(&config, transport, 3) {
+            let summary = summary.unwrap();
+            assert_eq!(summary.weights_hash, first.weights_hash, "{what} over {transport}");
+            assert_counts(&summary, &what);
         }
+        let late = StrategyOptions { overlap: false, ..config.options.clone() };
+        let late = run(&TrainConfig { options: late, ..config }, &corpus(20_000), 3);
+        assert_eq!(late.weights_hash, first.weights_hash, "{what} without overlap");
     }
 }
 
@@ -99,8 +97,9 @@ fn what_is_no_number_ends_the_run_on_all_ranks() {
     for compress in ALL {
         let config = TrainConfig { loss_factor: 1e39, ..compressed(&single(3), StrategyKind::Ddp, 3, compress) };
         for outcome in run_over(&config, TransportKind::TCP_RAW, 3) {
-            let error = outcome.map(|_| ()).unwrap_err();
-            assert!(matches!(error, TrainError::NotFinite { step: 1, .. }), "{compress}: {error}");
+            // Of the rank itself, or the echo of another's that came before.
+            let error = outcome.map(|_| ()).unwrap_err().to_string();
+            assert!(error.contains("step 1: the gradient norm is NaN"), "{compress}: {error}");
         }
     }
 }

@@ -201,7 +201,7 @@ enum State {
     /// It computes on the parameters that it has, and nothing is received yet.
     Computes,
     /// The loss and gradients of its next step are being received.
-    Receives(Pending, Pending),
+    Receives(Box<(Pending, Pending)>),
     /// Its gradients wait for those of the others.
     Pushed(Flat),
     /// Its gradients have been applied, and it waits for parameters.
@@ -263,7 +263,7 @@ impl Server {
             let (from, numbers) = (worker.rank, Buffer::from_vec(vec![0.0f64; NUMBERS]));
             let numbers = gradients.start(Op::Recv { from }, numbers, Route::lane(SCALARS, from));
             let values = gradients.receive(from, self.layout.total(), Route::lane(GRADIENTS, from))?;
-            worker.state = State::Receives(numbers, values);
+            worker.state = State::Receives(Box::new((numbers, values)));
             self.done.expected.push(self.push);
         }
         Ok(())
@@ -275,16 +275,17 @@ impl Server {
         let mut workers: Vec<(usize, &mut Served)> = self.workers.iter_mut().enumerate().collect();
         workers.sort_by_key(|(_, worker)| worker.steps);
         let receiving = workers.iter_mut().filter_map(|(place, worker)| match &mut worker.state {
-            State::Receives(_, values) => Some((*place, values)),
+            State::Receives(receiving) => Some((*place, &mut receiving.1)),
             _ => None,
         });
         let place = first_ended(receiving.collect())
             .ok_or_else(|| Error::Internal("the server waits for workers that all wait for it".into()))?;
         let count = self.workers.len();
         let worker = &mut self.workers[place];
-        let State::Receives(numbers, values) = std::mem::replace(&mut worker.state, State::Waits) else {
+        let State::Receives(receiving) = std::mem::replace(&mut worker.state, State::Waits) else {
             return Err(Error::Internal("no gradients were awaited".into()));
         };
+        let (numbers, values) = *receiving;
         let numbers = numbers.wait()?.into_vec::<f64>()?;
         let values = gradients.unpack(values.wait()?)?;
         if let Some(sent) = worker.sending.take() {
