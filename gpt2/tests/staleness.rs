@@ -71,8 +71,9 @@ fn without_staleness_it_is_ps_to_the_last_bit() {
             ranks.remove(0).unwrap()
         };
         let ps = of(StrategyKind::Ps, TransportKind::LOCAL);
-        for transport in [TransportKind::LOCAL, TransportKind::TCP_RAW, TransportKind::QUIC] {
-            let own = of(StrategyKind::AsyncPs, transport);
+        let transports = [TransportKind::LOCAL, TransportKind::TCP_RAW, TransportKind::QUIC];
+        for transport in &transports[..if wire == Precision::F32 { 3 } else { 1 }] {
+            let own = of(StrategyKind::AsyncPs, *transport);
             assert_eq!(own.weights_hash, ps.weights_hash, "{wire} over {transport}");
             assert_eq!(own.validations, ps.validations, "{wire} over {transport}");
             assert_eq!(own.grad_norms, ps.grad_norms, "{wire} over {transport}");
