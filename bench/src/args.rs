@@ -126,7 +126,10 @@ pub(crate) enum Command {
 fn strategies() -> String {
     let others: Vec<&str> =
         StrategyKind::ALL.into_iter().filter(|kind| !kind.spec().is_one_device).map(StrategyKind::name).collect();
-    format!("Strategies, separated by commas; also {}, whose ranks train by themselves for a time", others.join(", "))
+    format!(
+        "Strategies, separated by commas; also {}, which do not compute what one device computes",
+        others.join(", ")
+    )
 }
 
 impl Args {

@@ -62,8 +62,9 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
         setup.strategies.iter().filter(|kind| !kind.spec().is_one_device).map(|kind| kind.name()).collect();
     if !apart.is_empty() {
         say(format_args!(
-            "{}: ranks train by themselves for a time, which is not what one device computes. Their times are means over the steps between \
-             two synchronisations, bytes means over the run, and the loss is that of rank 0's rows",
+            "{}: not what one device computes, since ranks do not all average gradients in every step. Their times are means over the steps \
+             between two synchronisations, bytes means over the run, and the loss is that of rank 0's rows, or, of async-ps, of gradients \
+             that were computed on different parameters",
             apart.join(", ")
         ));
     }

@@ -14,12 +14,12 @@ use gpt2::config::Preset;
 use gpt2::model::KernelChoice;
 use gpt2::optim::{LearningRate, LossScaling};
 use gpt2::precision::Precision;
-use gpt2::strategy::{LocalOptions, Setting, StrategyKind, StrategyOptions};
+use gpt2::strategy::{Compression, Setting, StrategyKind, StrategyOptions};
 use isocomm::Rung;
 use rig::folder::read_small;
 use rig::link::{Carrier, LinkOptions, MAX_ENDS, Profile};
 use rig::record::{Axis, Cell, DEFAULT, GLOO, InjectedDelay, LOOPBACK, NOBODY, Trainer, Validation};
-use rig::training::{model, schedule};
+use rig::training::{local_options, model, schedule};
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use toml::Value;
@@ -140,7 +140,9 @@ const ORDER: [Axis; Axis::ALL.len()] = [
     Axis::DedicatedServer,
     Axis::RanksPerNode,
     Axis::OneTransport,
+    Axis::Compress,
     Axis::SyncEvery,
+    Axis::Staleness,
     Axis::Precision,
     Axis::Wire,
     Axis::LossScaling,
@@ -536,7 +538,9 @@ fn put(cell: &mut Cell, axis: Axis, value: Value) -> Result<(), toml::de::Error>
         }
         Axis::RanksPerNode => cell.ranks_per_node = Some(value.try_into()?),
         Axis::OneTransport => cell.one_transport = value.try_into()?,
+        Axis::Compress => cell.compress = Some(written(&value)).filter(|compression| compression != "none"),
         Axis::SyncEvery => cell.sync_every = Some(value.try_into()?),
+        Axis::Staleness => cell.staleness = Some(value.try_into()?),
         Axis::Ends => cell.ends = Some(value.try_into()?),
         Axis::Schedule => cell.schedule = Some(value.try_into()?),
         // 1.0 and 1 are the same norm.
@@ -635,19 +639,27 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
     if !spec.overlaps {
         cell.overlap = true;
     }
-    cell.sync_every = sync_every(&cell, strategy)?;
+    check_compression(&mut cell, strategy)?;
+    let local = local_options(&cell);
+    local.check(strategy).map_err(|why| format!("a setting of {strategy}: {why}"))?;
+    cell.sync_every = cell.sync_every.filter(|_| strategy.has(Setting::SyncEvery));
+    cell.staleness = cell.staleness.filter(|_| strategy.has(Setting::Staleness));
     if cell.program.is_pytorch() {
         check_pytorch(&cell)?;
     }
     Ok(cell)
 }
 
-/// Steps between two synchronisations, where the strategy has them.
-fn sync_every(cell: &Cell, strategy: StrategyKind) -> Result<Option<u64>, String> {
-    let Some(sync_every) = cell.sync_every.filter(|_| strategy.has(Setting::SyncEvery)) else { return Ok(None) };
-    let local = LocalOptions { sync_every, ..LocalOptions::default() };
-    local.check(strategy).map_err(|why| format!("axis {}: {why}", Axis::SyncEvery))?;
-    Ok(Some(sync_every))
+/// Takes compression away where nothing is compressed, and checks it elsewhere: what is compressed has types of its own.
+fn check_compression(cell: &mut Cell, strategy: StrategyKind) -> Result<(), String> {
+    cell.compress = cell.compress.take().filter(|_| strategy.compresses() && cell.ranks > 1);
+    let Some(text) = &cell.compress else { return Ok(()) };
+    text.parse::<Compression>().map_err(|why| format!("axis {}: {why}", Axis::Compress))?;
+    if let Some(scaling) = &cell.loss_scaling {
+        return Err(format!("axis {}: {text} does not go with loss-scaling {scaling}", Axis::Compress));
+    }
+    cell.wire = Precision::F32.to_string();
+    Ok(())
 }
 
 /// Whether its link has one congestion control.
@@ -668,6 +680,7 @@ fn check_pytorch(cell: &Cell) -> Result<(), String> {
     let cannot = [
         (Axis::Precision, cell.precision != "f32"),
         (Axis::Wire, cell.wire != "f32"),
+        (Axis::Compress, cell.compress.is_some()),
         (Axis::Accumulation, cell.accumulation != 1),
         (Axis::Recompute, cell.recompute),
         (Axis::Kernels, cell.kernels != KernelChoice::default().name()),
@@ -802,6 +815,21 @@ mod tests {
     }
 
     #[test]
+    fn what_is_compressed_is_so_where_the_strategy_can_and_in_types_of_its_own() {
+        let axes = "strategy = [\"single\", \"ring\", \"ddp\", \"fsdp\"]\nwire = [\"f32\", \"bf16\"]\ncompress = [\"none\", \"topk:0.1\"]";
+        let cells = plan(axes).unwrap().cells;
+        let of = |strategy: &str| -> Vec<String> {
+            let own = cells.iter().filter(|cell| cell.strategy == strategy);
+            own.map(|cell| format!("{} {}", cell.value(Axis::Compress), cell.wire)).collect()
+        };
+        assert_eq!(of("single"), ["none f32"]);
+        assert_eq!(of("fsdp"), ["none f32", "none bf16"]);
+        for strategy in ["ring", "ddp"] {
+            assert_eq!(of(strategy), ["none f32", "none bf16", "topk:0.1 f32"]);
+        }
+    }
+
+    #[test]
     fn one_device_beside_ranks_on_a_link_takes_none() {
         let axes = "strategy = [\"single\", \"ddp\"]\nlink = [\"slow-rank\", \"1gbit,mtu=1500\"]\nends = 2\nranks = 4";
         let cells = plan(axes).unwrap().cells;
@@ -860,6 +888,8 @@ mod tests {
             ("planted = { ms = 5, rank = 7 }", "no rank 7"),
             ("steps = []", "axis steps"),
             ("wire = \"f64\"", "axis wire"),
+            ("compress = \"topk\"", "axis compress"),
+            ("compress = \"int8\"\nloss-scaling = \"dynamic\"", "loss-scaling dynamic"),
             ("link = \"wan\"\nends = 0", "axis ends"),
             ("link = \"wan\"\nends = 1", "axis ends"),
             ("link = \"wan\"\nranks = 5\nends = 4\nbatch = 5", "leave 1 without a rank"),

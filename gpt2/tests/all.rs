@@ -4,6 +4,7 @@
 mod cli;
 mod commands;
 mod common;
+mod compression;
 mod deaths;
 mod device;
 mod ending;
@@ -21,5 +22,6 @@ mod replicas;
 mod resume;
 mod safety;
 mod segments;
+mod staleness;
 mod strategies;
 mod validation;

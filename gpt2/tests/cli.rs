@@ -484,6 +484,24 @@ fn options_that_do_not_go_together_are_refused() {
     refuse(&["--strategy", "streaming-diloco", "--overlap-steps", "5"], &["--overlap-steps 5", "less than"]);
     refuse(&["--strategy", "streaming-diloco", "--mixing", "1.5"], &["--mixing 1.5"]);
     refuse(&["--strategy", "sparta", "--sparta-share", "0"], &["--sparta-share 0"]);
+    refuse(&["--strategy", "ps", "--staleness", "1"], &["--staleness", "async-ps", "ps"]);
+    refuse(&["--strategy", "async-ps", "--nproc", "3", "--lanes", "2"], &["--strategy async-ps", "--lanes 3"]);
+    refuse(&["--strategy", "async-ps", "--nproc", "1"], &["async-ps", "2 ranks"]);
+    refuse(&["--strategy", "async-ps", "--precision", "f16"], &["--loss-scale dynamic", "--strategy async-ps"]);
+    refuse(&["--strategy", "async-ps", "--save-every", "5"], &["--save-every", "--strategy async-ps"]);
+    refuse(&["--compress", "zip"], &["zip", "none, int8, topk:FRACTION, powersgd:RANK"]);
+    refuse(&["--strategy", "ddp", "--compress", "topk:2"], &["topk:2", "(0, 1]"]);
+    refuse(&["--strategy", "fsdp", "--compress", "int8"], &["--compress int8", "ring, ddp", "fsdp"]);
+    refuse(&["--compress", "int8"], &["--compress int8", "ring, ddp", "single"]);
+    refuse(&["--strategy", "ddp", "--nproc", "1", "--compress", "int8"], &["--compress int8", "one rank"]);
+    let compressed = |more: &[&'static str]| [&["--strategy", "ring", "--compress", "powersgd:2"], more].concat();
+    refuse(&compressed(&["--wire", "bf16"]), &["--compress powersgd:2", "--wire bf16"]);
+    refuse(
+        &compressed(&["--precision", "f16"]),
+        &["--compress powersgd:2", "--loss-scale dynamic", "--loss-scale off"],
+    );
+    refuse(&compressed(&["--check-finite"]), &["--check-finite", "--compress powersgd:2"]);
+    refuse(&compressed(&["--save-every", "5"]), &["--save-every", "--compress powersgd:2"]);
     refuse(&["--precision", "f8"], &["f8", "f32, bf16, f16"]);
     refuse(&["--kernels", "flash"], &["flash", "fused, composed"]);
     refuse(&["--loss-scale", "-3"], &["--loss-scale"]);

@@ -96,6 +96,17 @@ fn of_streaming_diloco_over_quic() {
     kill_one("streaming-diloco", "quic", 2, &["--sync-every", "4"]);
 }
 
+#[test]
+fn of_async_ps_over_tcp_and_quic() {
+    kill_one("async-ps", "tcp", 0, &[]);
+    kill_one("async-ps", "quic", 2, &["--staleness", "0"]);
+}
+
+#[test]
+fn of_ddp_with_compressed_gradients_over_tcp() {
+    kill_one("ddp", "tcp", 2, &["--compress", "powersgd:1"]);
+}
+
 fn kill_each(strategy: &str, transport: &str) {
     for victim in 0..RANKS {
         kill_one(strategy, transport, victim, &[]);

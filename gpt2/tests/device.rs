@@ -149,6 +149,10 @@ fn lamb_in_device_memory_is_lamb_in_host_memory() {
 fn ranks_that_train_by_themselves_do_so_in_device_memory_as_in_host_memory() {
     let local = LocalOptions { sync_every: 4, overlap_steps: 1, sparta_share: 0.1, ..LocalOptions::default() };
     for strategy in StrategyKind::ALL.into_iter().filter(|kind| !kind.spec().is_one_device) {
+        // Its server works in host memory.
+        if strategy == StrategyKind::AsyncPs {
+            continue;
+        }
         for (optimizer, wire) in [(OptimizerKind::Sgd, Precision::Bf16), (OptimizerKind::AdamW, Precision::F32)] {
             let config = with(&single(6), (strategy, false), 2);
             let options = StrategyOptions { local: local.clone(), wire, ..config.options.clone() };
@@ -353,7 +357,15 @@ impl LocalStep for Given<'_> {
 
     fn check(&mut self, loss: f64, grads: Vec<Flat>, ranks: Ranks) -> Result<CheckedGradients, TrainError> {
         self.averaged = grads;
-        Ok(CheckedGradients { loss, grad_norm: 0.0, skip: true, grads: Vec::new(), factor: 1.0, ranks })
+        Ok(CheckedGradients {
+            loss,
+            grad_norm: 0.0,
+            skip: true,
+            grads: Vec::new(),
+            factor: 1.0,
+            part_of_rate: 1.0,
+            ranks,
+        })
     }
 
     fn update(&mut self, _checked: &mut CheckedGradients) -> Result<(), TrainError> {
@@ -399,8 +411,16 @@ fn timed(
             node_native: node.and_then(|node| node.native.clone()),
         };
         let (options, precision) = (&options, Precision::F32);
-        let setup =
-            Setup { comms: &comms, segments: &lengths, options, precision, accumulation: 1, seed: 1, checked: false };
+        let setup = Setup {
+            comms: &comms,
+            segments: &lengths,
+            tensors: &segments,
+            options,
+            precision,
+            accumulation: 1,
+            seed: 1,
+            checked: false,
+        };
         let Built { mut strategy, mut channels, .. } = strategy::build(kind, &setup).unwrap();
         let rank = session.comm.rank();
         let mut given = Given { segments: &segments, rank, on_device, averaged: Vec::new() };

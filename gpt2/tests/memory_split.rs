@@ -12,7 +12,7 @@ use gpt2::config::{ModelConfig, Preset};
 use gpt2::memory::{self, Category, CountingAllocator, Usage};
 use gpt2::run::{RankOptions, run_threads};
 use gpt2::segments::{Compute, SegmentedModel, layout};
-use gpt2::strategy::StrategyKind;
+use gpt2::strategy::{Compression, StrategyKind};
 use gpt2::trainer::{Checkpoints, Keep, Observer, SaveReport};
 use isocomm::{TransportKind, TransportOptions};
 
@@ -36,9 +36,10 @@ fn held(model: impl FnOnce() -> SegmentedModel) -> u64 {
 }
 
 /// Peaks of a process whose threads are all ranks.
-fn usage(model: &ModelConfig, strategy: StrategyKind) -> Usage {
+fn usage(model: &ModelConfig, strategy: StrategyKind, compress: Compression) -> Usage {
     let mut config = with(&single(3), (strategy, false), RANKS);
     config.model = model.clone();
+    config.options.compress = compress;
     let options = options(Keep::default());
     let summary = run_threads(&config, &corpus(20_000), RANKS, &options, &Device::flex(), &mut ()).unwrap();
     summary.ranks[0].memory.unwrap()
@@ -75,24 +76,30 @@ fn each_stage_shards_one_more_kind() {
         assert!((least..=most).contains(&peak), "{what}: {peak} is not in {least}..={most}, of {all} parameter bytes");
     };
 
-    let ddp = usage(&model, StrategyKind::Ddp);
+    let ddp = usage(&model, StrategyKind::Ddp, Compression::None);
     // The masters are the weights. What is beside the elements is there twice for the block that is being lent.
     within("weights of ddp", ddp.parameters.peak, ranks * all, ranks * (all + handles + handles / 12));
     within("optimizers of ddp", ddp.optimizer.peak, 2 * ranks * all, 2 * ranks * all);
     within("gradients of ddp", ddp.gradients.peak, all, ranks * (all + 2 * block));
 
+    // Beside both moments what compression leaves of every gradient, and of integers what it leaves of the averages of a shard.
+    let kept = usage(&model, StrategyKind::Ddp, Compression::TopK { fraction: 0.01 }).optimizer.peak;
+    within("optimizers of ddp with the largest elements", kept, 3 * ranks * all, 3 * ranks * all);
+    let kept = usage(&model, StrategyKind::Ddp, Compression::Int8).optimizer.peak;
+    within("optimizers of ddp with integers", kept, (3 * ranks + 1) * all, (3 * ranks + 1) * all);
+
     // Whole buckets, each of a block, the first of the norm too: one on its way; and that one, with the block while it is cut off.
     let stage = ranks * (all + handles + block + (norm + block) + block);
-    let zero1 = usage(&model, StrategyKind::Zero1);
+    let zero1 = usage(&model, StrategyKind::Zero1, Compression::None);
     within("weights of zero1", zero1.parameters.peak, ranks * all, stage);
     within("optimizers of zero1", zero1.optimizer.peak, 3 * all, 3 * all);
 
-    let zero2 = usage(&model, StrategyKind::Zero2);
+    let zero2 = usage(&model, StrategyKind::Zero2, Compression::None);
     within("weights of zero2", zero2.parameters.peak, ranks * all, stage);
     within("optimizers of zero2", zero2.optimizer.peak, 3 * all, 3 * all);
     within("gradients of zero2", zero2.gradients.peak, all, all + 2 * ranks * block);
 
-    let fsdp = usage(&model, StrategyKind::Fsdp);
+    let fsdp = usage(&model, StrategyKind::Fsdp, Compression::None);
     // Shards of the masters, two segments and the embedding, and what stands for the others.
     within("weights of fsdp", fsdp.parameters.peak, all, all + ranks * (2 * block + embedding + absent));
     within("optimizers of fsdp", fsdp.optimizer.peak, 2 * all, 2 * all);

@@ -192,7 +192,7 @@ impl LocalStep for TwoNumbers {
 
     fn check(&mut self, loss: f64, grads: Vec<Flat>, ranks: Ranks) -> Result<CheckedGradients, TrainError> {
         assert_eq!(ranks, Ranks::This);
-        Ok(CheckedGradients { loss, grad_norm: 0.0, skip: false, grads, factor: 1.0, ranks })
+        Ok(CheckedGradients { loss, grad_norm: 0.0, skip: false, grads, factor: 1.0, part_of_rate: 1.0, ranks })
     }
 
     fn update(&mut self, checked: &mut CheckedGradients) -> Result<(), TrainError> {
@@ -238,8 +238,16 @@ fn two_numbers(overlap_steps: u64, mixing: f64, steps: usize) -> Vec<[Vec<f32>; 
         let nodes = Nodes::of_size(session.comm.world_size(), 0);
         let comms = Comms { world: session.comm.clone(), nodes, node: None, native: None, node_native: None };
         let (segments, precision) = (&[1, 1][..], Precision::F32);
-        let setup =
-            Setup { comms: &comms, segments, options: &options, precision, accumulation: 1, seed: 1, checked: false };
+        let setup = Setup {
+            comms: &comms,
+            segments,
+            tensors: &[],
+            options: &options,
+            precision,
+            accumulation: 1,
+            seed: 1,
+            checked: false,
+        };
         let Built { mut strategy, mut channels, .. } = build(StrategyKind::StreamingDiloco, &setup).unwrap();
         let mut train = TwoNumbers(vec![Flat::Host(vec![1.0]); 2]);
         let mut seen = [Vec::new(), Vec::new()];

@@ -6,7 +6,7 @@ use std::fmt;
 
 use gpt2::memory::{Allocations, Usage};
 use gpt2::model::KernelChoice;
-use gpt2::strategy::{LocalOptions, Setting, StrategyKind, StrategyOptions};
+use gpt2::strategy::{LocalOptions, Setting, Staleness, StrategyKind, StrategyOptions};
 use gpt2::trainer::Parts;
 use isocomm::TransportOptions;
 use serde::{Deserialize, Serialize};
@@ -124,9 +124,15 @@ pub struct Cell {
     /// Ranks of a node of `hierarchical` and `hsdp`; `None` for those of an end of the link.
     #[serde(default, skip_serializing_if = "is_default")]
     pub ranks_per_node: Option<usize>,
+    /// How gradients are compressed, as the trainer writes it; `None` for not at all.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub compress: Option<String>,
     /// Steps between two synchronisations, of strategies whose ranks train by themselves for a time; `None` for training's own.
     #[serde(default, skip_serializing_if = "is_default")]
     pub sync_every: Option<u64>,
+    /// Steps by which a worker of `async-ps` may be ahead of the slowest; `None` for training's own.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub staleness: Option<u64>,
     /// Whether the ranks of a node of `hierarchical` and `hsdp` talk through the same transport as all ranks, not through shared memory.
     #[serde(default, skip_serializing_if = "is_default")]
     pub one_transport: bool,
@@ -262,7 +268,9 @@ axes! {
     DedicatedServer = "dedicated-server",
     RanksPerNode = "ranks-per-node",
     OneTransport = "one-transport",
+    Compress = "compress",
     SyncEvery = "sync-every",
+    Staleness = "staleness",
     Ends = "ends",
     Schedule = "schedule",
     Clip = "clip",
@@ -327,6 +335,9 @@ pub struct Rank {
     /// Payload of scalars, and bytes of headers, sent a step.
     pub scalar_bytes: Option<u64>,
     pub framing_bytes: Option<u64>,
+    /// Of the gradients that it has applied as a server that does not wait for all workers'.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub staleness: Option<Staleness>,
     pub peak_rss_bytes: u64,
     pub network: Network,
     /// What the trainer itself says of the rank at the end, where nobody watched the steps.
@@ -438,7 +449,9 @@ impl Default for Cell {
             dedicated_server: false,
             ranks_per_node: None,
             one_transport: false,
+            compress: None,
             sync_every: None,
+            staleness: None,
             ends: None,
             schedule: None,
             clip: None,
@@ -473,7 +486,14 @@ impl Cell {
 
     /// Ranks that take part of the batch.
     pub fn workers(&self) -> usize {
-        if self.dedicated_server && self.ranks > 1 { self.ranks - 1 } else { self.ranks }
+        let serves = self.dedicated_server || self.strategy == StrategyKind::AsyncPs.name();
+        if serves && self.ranks > 1 { self.ranks - 1 } else { self.ranks }
+    }
+
+    /// Whether every run of it computes the same.
+    pub fn is_repeatable(&self) -> bool {
+        let staleness = self.staleness.unwrap_or(LocalOptions::default().staleness);
+        self.strategy.parse::<StrategyKind>().is_ok_and(|kind| kind.is_repeatable(staleness))
     }
 
     /// The value of an axis, as a plan writes it.
@@ -522,7 +542,9 @@ impl Cell {
             Axis::DedicatedServer => switch(self.dedicated_server),
             Axis::RanksPerNode => number(self.ranks_per_node),
             Axis::OneTransport => switch(self.one_transport),
+            Axis::Compress => self.compress.clone().unwrap_or_else(|| "none".into()),
             Axis::SyncEvery => self.sync_every.map_or(DEFAULT.into(), |steps| steps.to_string()),
+            Axis::Staleness => self.staleness.map_or(DEFAULT.into(), |steps| steps.to_string()),
             Axis::Ends => number(self.ends),
             Axis::Schedule => text(&self.schedule),
             Axis::Clip => text(&self.clip),

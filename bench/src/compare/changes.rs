@@ -95,7 +95,9 @@ pub(super) fn cells_changed<'a>(
             }
         };
         compare("payload bytes a step, by rank", &payload, true);
-        compare("weights after training", &|measured| known(&measured.weights_hash), false);
+        if a.cell.is_repeatable() {
+            compare("weights after training", &|measured| known(&measured.weights_hash), false);
+        }
         compare("parameters", &|measured| Some(measured.parameters.to_string()), true);
         compare("tokens a step", &|measured| Some(measured.tokens_per_step.to_string()), true);
         compare(&format!("link {}", a.cell.link), &|measured| known(&measured.link.description), true);

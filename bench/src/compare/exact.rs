@@ -67,6 +67,8 @@ impl Differences {
         if first.status != Status::Ok || second.status != Status::Ok {
             self.lines.push(format!("{label}: status {:?} and {:?}", first.status, second.status));
         } else if let (Some(one), Some(other)) = (&first.measured, &second.measured) {
+            let figures =
+                |measured: &Measured| if first.cell.is_repeatable() { figures(measured) } else { sizes(measured) };
             let (one, other) = (figures(one), figures(other));
             let values = one.iter().zip(&other).filter(|(one, other)| one != other);
             self.lines.extend(values.map(|((name, one), (_, other))| format!("{label}: {name}: {one} and {other}")));
@@ -84,15 +86,20 @@ fn figures(measured: &Measured) -> Vec<(String, String)> {
         let one = |(step, value): (usize, &Option<f64>)| (format!("{name} of step {}", step + 1), format!("{value:?}"));
         values.iter().enumerate().map(one).collect::<Vec<_>>()
     };
-    let mut all = vec![
-        ("weights".to_string(), measured.weights_hash.clone()),
-        ("tokens a step".into(), measured.tokens_per_step.to_string()),
-        ("parameters".into(), measured.parameters.to_string()),
-    ];
+    let mut all = vec![("weights".to_string(), measured.weights_hash.clone())];
+    all.extend(sizes(measured));
     all.extend(steps("loss", &measured.losses));
     all.extend(steps("gradient norm", &measured.grad_norms));
     all.extend(measured.ranks.iter().flat_map(traffic));
     all
+}
+
+/// The same of a run whose numbers depend on time.
+fn sizes(measured: &Measured) -> Vec<(String, String)> {
+    vec![
+        ("tokens a step".into(), measured.tokens_per_step.to_string()),
+        ("parameters".into(), measured.parameters.to_string()),
+    ]
 }
 
 fn traffic(rank: &Rank) -> Vec<(String, String)> {

@@ -1,7 +1,7 @@
 //! Rows of `bench overlap`, and the table over its rounds.
 
 use gpt2::config::ModelConfig;
-use gpt2::strategy::StrategyKind;
+use gpt2::strategy::{LocalOptions, StrategyKind};
 use isocomm::Rung;
 use rig::environment::Environment;
 use rig::link::{LinkOptions, Probe, Rate};
@@ -216,8 +216,10 @@ impl Table {
     fn disagreements(&self) -> Vec<String> {
         let mut found = Vec::new();
         let mut first: Vec<(Variant, &Row, &str)> = Vec::new();
+        let usual = LocalOptions::default().staleness;
         // Where nothing arrives weights are nobody's.
-        for row in self.cells.iter().flat_map(|(_, rows)| rows).filter(|row| !moves_nothing(row)) {
+        let counts = |row: &&Row| !moves_nothing(row) && row.strategy.strategy.is_repeatable(usual);
+        for row in self.cells.iter().flat_map(|(_, rows)| rows).filter(counts) {
             let Some(figures) = &row.figures else { continue };
             let name = |row: &Row| format!("round {} over {}", row.round, row.transport);
             match first.iter().find(|(variant, ..)| *variant == row.strategy) {

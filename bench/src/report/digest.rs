@@ -217,7 +217,8 @@ pub(crate) fn meaningless(cell: &Cell) -> Vec<Axis> {
         axes.extend([Axis::Wire, Axis::Lanes]);
     }
     // Records of a strategy that this build does not know keep all axes.
-    if let Ok(spec) = cell.strategy.parse::<StrategyKind>().map(StrategyKind::spec) {
+    if let Ok(kind) = cell.strategy.parse::<StrategyKind>() {
+        let spec = kind.spec();
         if !spec.in_buckets {
             axes.extend([Axis::Bucket, Axis::FirstBucket]);
         }
@@ -233,8 +234,14 @@ pub(crate) fn meaningless(cell: &Cell) -> Vec<Axis> {
         if !spec.overlaps {
             axes.push(Axis::Overlap);
         }
+        if !kind.compresses() {
+            axes.push(Axis::Compress);
+        }
         if !spec.settings.contains(&Setting::SyncEvery) {
             axes.push(Axis::SyncEvery);
+        }
+        if !spec.settings.contains(&Setting::Staleness) {
+            axes.push(Axis::Staleness);
         }
     }
     axes

@@ -9,9 +9,10 @@ use super::html::{Page, Table};
 use super::text::figure;
 
 /// What may differ between cells that compute the same.
-const NUMERICS: [Axis; 9] = [
+const NUMERICS: [Axis; 10] = [
     Axis::Precision,
     Axis::Wire,
+    Axis::Compress,
     Axis::Seed,
     Axis::Preset,
     Axis::Batch,
@@ -67,6 +68,7 @@ fn agreement(page: &mut Page, digest: &Digest<'_>) {
         let hashes = super::digest::distinct(measured.iter().map(|measured| measured.weights_hash.as_str()));
         let weights = match hashes.len() {
             _ if measured.len() == 1 => "–".into(),
+            _ if !cases.iter().all(|case| case.cell.is_repeatable()) => "by chance".into(),
             0 | 1 => "identical".into(),
             several => format!("{several} different"),
         };

@@ -3,8 +3,8 @@
 use isocomm::Rung;
 use rig::record::NOBODY;
 
-/// One rank alone first; those whose ranks train by themselves for a time last.
-pub(crate) const STRATEGIES: [&str; 14] = [
+/// One rank alone first; those that do not compute what one device computes last.
+pub(crate) const STRATEGIES: [&str; 15] = [
     "single",
     "ps",
     "sharded-ps",
@@ -15,6 +15,7 @@ pub(crate) const STRATEGIES: [&str; 14] = [
     "fsdp",
     "hierarchical",
     "hsdp",
+    "async-ps",
     "local-sgd",
     "diloco",
     "streaming-diloco",

@@ -196,6 +196,7 @@ fn measured(cell: &Cell, drift: f64, random: &mut Random) -> Measured {
         ranks,
         transport_facts: vec![("lanes".into(), "1".into())],
         link,
+        staleness: None,
         trained: None,
     }
 }
@@ -277,6 +278,7 @@ fn rank(cell: &Cell, rank: usize, model: (f64, f64, bool, usize), random: &mut R
             cpu_s: BTreeMap::from([("training".to_string(), 2.1), ("network".into(), if quic { 0.62 } else { 0.21 })]),
             missing: (!connected).then(|| format!("{} has no connections", cell.transport)),
         },
+        staleness: None,
         trained: None,
     }
 }

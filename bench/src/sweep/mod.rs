@@ -379,9 +379,7 @@ impl Course<'_> {
     fn has_time(&self, round: u32) -> bool {
         let of_plan = round <= self.sweep.plan.rounds;
         match self.budget {
-            Some((began, budget)) => {
-                round == 1 || began.elapsed() < if of_plan { budget + budget / 2 } else { budget }
-            }
+            Some((began, budget)) => round == 1 || began.elapsed() < if of_plan { budget + budget / 2 } else { budget },
             None => of_plan,
         }
     }

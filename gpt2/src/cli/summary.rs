@@ -68,6 +68,15 @@ fn print_rank(rank: &RankReport) {
             rank.rank, rank.expected.node_payload, rank.expected.node_messages
         ));
     }
+    if let Some(staleness) = &rank.staleness {
+        say(format!(
+            "rank {}: {} gradients of workers applied, on parameters that were behind the slowest worker by {:.2} steps in the mean, {} at most",
+            rank.rank,
+            staleness.pushes,
+            staleness.mean(),
+            staleness.max
+        ));
+    }
     if let Some(memory) = &rank.memory {
         let mb = |bytes: u64| bytes as f64 / 1e6;
         say(format!(

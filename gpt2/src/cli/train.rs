@@ -33,7 +33,7 @@ use crate::model::KernelChoice;
 use crate::optim::{LearningRate, LossScaling, OptimizerConfig, OptimizerKind, ScheduleKind};
 use crate::precision::Precision;
 use crate::run::{RankOptions, refuse, run_rank, run_threads};
-use crate::strategy::{LocalOptions, Setting, StrategyKind, StrategyOptions};
+use crate::strategy::{Compression, LocalOptions, Setting, StrategyKind, StrategyOptions};
 use crate::tokenizer::{Tokenizer, TokenizerKind};
 use crate::trainer::{Checkpoints, Keep, Restarts, TrainConfig, TrainError};
 
@@ -143,6 +143,11 @@ pub(super) struct TrainArgs {
     /// Type in which gradients travel: f32, bf16, f16. [default: that of --precision]
     #[arg(long)]
     wire: Option<Precision>,
+    /// How gradients are compressed on their way, for ring and ddp: none, int8 (blocks of 256 integers with a scale each), topk:FRACTION (of
+    /// each bucket the elements of largest magnitude), powersgd:RANK (two factors of each matrix). What is not sent is kept and added to the
+    /// rank's next gradients. Not with --wire or loss scaling, and without checkpoints from which a run goes on.
+    #[arg(long, default_value_t)]
+    compress: Compression,
     /// Bytes of f32 at which the first bucket is closed, of strategies that have buckets of gradients or parameters.
     #[arg(long, default_value_t = StrategyOptions::default().first_bucket_bytes)]
     first_bucket_bytes: usize,
@@ -180,12 +185,14 @@ pub(super) struct TrainArgs {
     mixing: Option<f64>,
     #[arg(long, value_name = "SHARE", help = setting(Setting::SpartaShare, "Share of all parameters that are averaged in a step"))]
     sparta_share: Option<f64>,
+    #[arg(long, value_name = "STEPS", help = setting(Setting::Staleness, "Steps by which a worker may be ahead of the slowest; 0 for as ps"))]
+    staleness: Option<u64>,
     /// Multiplies the loss before the backward pass, to study what small gradients do.
     #[arg(long, default_value_t = 1.0)]
     loss_factor: f64,
-    /// Independent channels between each pair of ranks.
-    #[arg(long, default_value_t = 2)]
-    lanes: usize,
+    /// Independent channels between each pair of ranks. [default: 2; for async-ps as many as ranks]
+    #[arg(long)]
+    lanes: Option<usize>,
     /// What a rank does while it waits for others: park (sleep), adaptive, busy (for ranks with a core each).
     #[arg(long, default_value_t)]
     waiting: Waiting,
@@ -248,8 +255,8 @@ pub(super) struct TrainArgs {
     overwrite: bool,
     /// Save the whole state of the run every so many steps, from which --resume goes on; 0 for never. It goes to checkpoints/step-N in --out,
     /// which all ranks must share. Also without it, SIGTERM and SIGUSR1 have all
-    /// ranks finish their step, save it, and end with exit code 85. Not for strategies whose ranks train by themselves for a time, nor for
-    /// --optimizer sgd, which have no such checkpoints.
+    /// ranks finish their step, save it, and end with exit code 85. Not for async-ps and strategies whose ranks train by themselves for a
+    /// time, nor with --optimizer sgd or --compress, which have no such checkpoints.
     #[arg(long, default_value_t = 0)]
     save_every: u64,
     /// Checkpoints of the whole state that are kept: the newest.
@@ -515,9 +522,10 @@ impl Prepared {
         let local = local_options(args)?;
         let optimizer = optimizer(args)?;
         let (wire, loss_scaling) = types(args)?;
-        check_counts(args, ranks_here)?;
+        check_compression(args, wire, loss_scaling, ranks)?;
+        check_counts(args, ranks, ranks_here)?;
         let learning_rate = learning_rate(args)?;
-        let of_transport = transport_options(args)?;
+        let of_transport = transport_options(args, lanes(args, ranks))?;
 
         // Before the text is loaded, which may take long.
         let resume = earlier.resume.as_deref().map(Saved::open).transpose()?;
@@ -571,9 +579,13 @@ impl Prepared {
     fn describe(&self, args: &TrainArgs, ranks: usize) -> String {
         let model = &self.config.model;
         let over = if ranks == 1 { String::new() } else { format!(" over {}", args.transport) };
+        let compressed = match args.compress.is_on() {
+            true => format!(", gradients compressed by {}", args.compress),
+            false => String::new(),
+        };
         format!(
             "text: {}\nmodel: {} ({} layers, {} heads, {} wide, {} tokens a sequence, {:.2} M parameters)\nstrategy: {} on {ranks} \
-             rank(s){over}, {} thread(s) each, {} sequences a step{}",
+             rank(s){over}, {} thread(s) each, {} sequences a step{compressed}{}",
             self.corpus.describe(),
             self.model,
             model.n_layer,
@@ -603,9 +615,9 @@ impl Prepared {
 }
 
 /// Whether a run like this saves its whole state. What ranks that train by themselves for a time keep beside masters and moments is in no
-/// checkpoint, and neither is an optimizer without moments.
+/// checkpoint, neither is what compression has left of gradients, nor an optimizer without moments.
 fn saves_state(args: &TrainArgs) -> bool {
-    args.strategy.spec().is_one_device && args.optimizer != OptimizerKind::Sgd
+    args.strategy.spec().is_one_device && args.optimizer != OptimizerKind::Sgd && !args.compress.is_on()
 }
 
 /// Refuses what asks for checkpoints of a run that has none, and weights to start from of one that goes on.
@@ -629,6 +641,7 @@ fn check_saving(args: &TrainArgs) -> Result<(), CliError> {
     match given.into_iter().find(|(_, given)| *given) {
         Some((option, _)) if !saves_state(args) => {
             let (what, name) = match args.strategy.spec().is_one_device {
+                true if args.compress.is_on() => ("--compress", args.compress.to_string()),
                 true => ("--optimizer", args.optimizer.to_string()),
                 false => ("--strategy", args.strategy.to_string()),
             };
@@ -827,16 +840,23 @@ fn check_numbers(args: &TrainArgs) -> Result<(), CliError> {
     Ok(())
 }
 
+/// Channels between each pair of ranks.
+fn lanes(args: &TrainArgs, ranks: usize) -> usize {
+    args.lanes.unwrap_or_else(|| args.strategy.lanes(ranks, TransportOptions::default().lanes))
+}
+
 /// Refuses counts that are too small or too large.
-fn check_counts(args: &TrainArgs, ranks_here: usize) -> Result<(), CliError> {
-    for (name, value) in [("--steps", args.steps), ("--lanes", args.lanes as u64), ("--keep", args.keep as u64)] {
+fn check_counts(args: &TrainArgs, ranks: usize, ranks_here: usize) -> Result<(), CliError> {
+    for (name, value) in [("--steps", args.steps), ("--keep", args.keep as u64)] {
         if value == 0 {
             return Err(format!("{name} must be at least 1").into());
         }
     }
-    if args.lanes > MAX_LANES {
-        return Err(format!("--lanes {} is more than {MAX_LANES}", args.lanes).into());
+    let lanes = lanes(args, ranks);
+    if lanes == 0 || lanes > MAX_LANES {
+        return Err(format!("--lanes {lanes} must lie between 1 and {MAX_LANES}").into());
     }
+    args.strategy.check_lanes(lanes, ranks)?;
     if ranks_here > MAX_RANKS_HERE {
         return Err(format!("{ranks_here} ranks on one machine are more than {MAX_RANKS_HERE}; see --nproc").into());
     }
@@ -867,7 +887,8 @@ fn optimizer(args: &TrainArgs) -> Result<OptimizerConfig, CliError> {
 
 /// The type in which gradients travel, and how they are kept from vanishing in it.
 fn types(args: &TrainArgs) -> Result<(Precision, LossScaling), CliError> {
-    let wire = args.wire.unwrap_or(args.precision);
+    let usual = if args.compress.is_on() { Precision::F32 } else { args.precision };
+    let wire = args.wire.unwrap_or(usual);
     let loss_scaling = args.loss_scale.unwrap_or(if [wire, args.precision].contains(&Precision::F16) {
         LossScaling::DYNAMIC
     } else {
@@ -884,6 +905,22 @@ fn types(args: &TrainArgs) -> Result<(Precision, LossScaling), CliError> {
     Ok((wire, loss_scaling))
 }
 
+/// Refuses compression where it means nothing, and what does not go with it.
+fn check_compression(args: &TrainArgs, wire: Precision, scaling: LossScaling, ranks: usize) -> Result<(), CliError> {
+    let TrainArgs { compress, strategy, .. } = *args;
+    let options = StrategyOptions { wire, compress, ..StrategyOptions::default() };
+    compress.check(strategy, &options, ranks)?;
+    options.check_scaling(strategy, scaling)?;
+    if compress.is_on() && args.check_finite {
+        return Err(format!(
+            "--check-finite looks at numbers that travel, and with --compress {compress} most of what travels is none; leave out one of \
+             them"
+        )
+        .into());
+    }
+    Ok(())
+}
+
 /// The learning rate by step.
 fn learning_rate(args: &TrainArgs) -> Result<LearningRate, CliError> {
     let floor = args.min_lr.unwrap_or(args.lr / 10.0);
@@ -898,9 +935,9 @@ fn learning_rate(args: &TrainArgs) -> Result<LearningRate, CliError> {
 }
 
 /// The settings of the transports, but for the device.
-fn transport_options(args: &TrainArgs) -> Result<TransportOptions, CliError> {
+fn transport_options(args: &TrainArgs, lanes: usize) -> Result<TransportOptions, CliError> {
     let options = TransportOptions {
-        lanes: args.lanes,
+        lanes,
         bind: args.bind,
         timeout: seconds(args.timeout),
         // Several of them may be late without a consequence.
@@ -929,6 +966,7 @@ fn strategy_options(args: &TrainArgs, wire: Precision, ranks_per_node: usize) ->
         overlap: !args.no_overlap,
         dedicated_server: args.dedicated_server,
         ranks_per_node,
+        compress: args.compress,
         local: LocalOptions::default(),
     }
 }
@@ -944,13 +982,14 @@ fn local_options(args: &TrainArgs) -> Result<LocalOptions, CliError> {
         (Setting::OverlapSteps, args.overlap_steps.is_some()),
         (Setting::Mixing, args.mixing.is_some()),
         (Setting::SpartaShare, args.sparta_share.is_some()),
+        (Setting::Staleness, args.staleness.is_some()),
     ];
     if let Some((setting, _)) = given.into_iter().find(|(setting, given)| *given && !args.strategy.has(*setting)) {
         return Err(format!("--{setting} concerns --strategy {}, not {}", setting.strategies(), args.strategy).into());
     }
     if args.no_overlap && !args.strategy.spec().is_one_device {
         return Err(format!(
-            "--no-overlap concerns communication beside the backward pass, of which --strategy {} has none; see --overlap-steps",
+            "--no-overlap concerns communication beside the backward pass, of which --strategy {} has none",
             args.strategy
         )
         .into());
@@ -963,6 +1002,7 @@ fn local_options(args: &TrainArgs) -> Result<LocalOptions, CliError> {
         overlap_steps: args.overlap_steps.unwrap_or(usual.overlap_steps),
         mixing: args.mixing.unwrap_or(usual.mixing),
         sparta_share: args.sparta_share.unwrap_or(usual.sparta_share),
+        staleness: args.staleness.unwrap_or(usual.staleness),
     };
     local.check(args.strategy)?;
     Ok(local)

@@ -3,6 +3,7 @@
 use comm_core::{Algorithm, Op, OpKind, ReduceOp, table};
 
 use super::channels::{Pending, Route};
+use super::compress;
 use super::formula::{Expected, Run, Tally, units};
 use super::layout::BucketFiller;
 use super::{
@@ -27,12 +28,14 @@ pub(super) const RING: Spec = Spec {
         let (options, ranks) = (setup.options, setup.comms.world.world_size());
         let bytes = (options.fusion_bytes, options.fusion_bytes);
         let way = Way { one_by_one: true, algorithm: ring(options.wire, ranks) };
-        Ok(Buckets::build(setup, StrategyKind::Ring, bytes, way))
+        let compressed = compress::built(setup, StrategyKind::Ring, bytes, options.overlap, way.algorithm)?;
+        Ok(compressed.unwrap_or_else(|| Buckets::build(setup, StrategyKind::Ring, bytes, way)))
     },
     expected: |run, layout, rank| {
         let options = run.options;
-        let units = units(layout, options.fusion_bytes, options.fusion_bytes);
-        all_reduced(run, units, ring(options.wire, run.ranks), rank)
+        let (bytes, algorithm) = ((options.fusion_bytes, options.fusion_bytes), ring(options.wire, run.ranks));
+        let compressed = compress::expected(run, layout, bytes, algorithm, rank);
+        compressed.unwrap_or_else(|| all_reduced(run, units(layout, bytes.0, bytes.1), algorithm, rank))
     },
 };
 
@@ -48,11 +51,15 @@ pub(super) const DDP: Spec = Spec {
     build: |setup| {
         let options = setup.options;
         let bytes = (options.first_bucket_bytes, options.bucket_bytes);
-        Ok(Buckets::build(setup, StrategyKind::Ddp, bytes, Way { one_by_one: false, algorithm: None }))
+        let way = Way { one_by_one: false, algorithm: None };
+        let compressed = compress::built(setup, StrategyKind::Ddp, bytes, options.overlap, way.algorithm)?;
+        Ok(compressed.unwrap_or_else(|| Buckets::build(setup, StrategyKind::Ddp, bytes, way)))
     },
     expected: |run, layout, rank| {
         let options = run.options;
-        all_reduced(run, units(layout, options.first_bucket_bytes, options.bucket_bytes), None, rank)
+        let bytes = (options.first_bucket_bytes, options.bucket_bytes);
+        let compressed = compress::expected(run, layout, bytes, None, rank);
+        compressed.unwrap_or_else(|| all_reduced(run, units(layout, bytes.0, bytes.1), None, rank))
     },
 };
 

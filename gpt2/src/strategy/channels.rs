@@ -1,8 +1,13 @@
 //! What strategies communicate through. Here alone is timed, named and charged what moves gradients and parameters.
 
 use std::collections::VecDeque;
+use std::future::Future;
 use std::ops::Range;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+use std::time::Duration;
 
 use comm_core::{Algorithm, Buffer, Call, Communicator, Error, Failed, Handle, HostBuffer, Op, ReduceOp};
 
@@ -108,6 +113,17 @@ impl Channel {
     pub(super) fn all_reduce(&self, values: Flat, route: Route) -> comm_core::Result<Pending> {
         let buffer = self.pack(|| Ok(values))?;
         Ok(self.start(Op::AllReduce(ReduceOp::Mean), buffer, route))
+    }
+
+    /// Starts sending `values`.
+    pub(super) fn send(
+        &self,
+        to: usize,
+        values: impl FnOnce() -> comm_core::Result<Flat>,
+        route: Route,
+    ) -> comm_core::Result<Pending> {
+        let buffer = self.pack(values)?;
+        Ok(self.start(Op::Send { to }, buffer, route))
     }
 
     /// Starts receiving `count` values.
@@ -234,7 +250,8 @@ impl Channel {
         })
     }
 
-    fn packing<R>(&self, work: impl FnOnce() -> R) -> R {
+    /// Runs `work`, which makes what is to leave.
+    pub(super) fn packing<R>(&self, work: impl FnOnce() -> R) -> R {
         record::charged(Activity::Pack, self.category, work)
     }
 
@@ -265,6 +282,17 @@ pub(super) struct Pending {
 }
 
 impl Pending {
+    /// Whether it has ended; if not, whoever `context` is of is woken when it does.
+    fn has_ended(&mut self, context: &mut Context<'_>) -> bool {
+        match Pin::new(&mut self.handle).poll(context) {
+            Poll::Ready(outcome) => {
+                self.handle = Handle::done(outcome);
+                true
+            }
+            Poll::Pending => false,
+        }
+    }
+
     /// Waits for its end; what has come is still packed.
     pub(super) fn wait(self) -> comm_core::Result<Buffer> {
         let Pending { handle, ticket, .. } = self;
@@ -304,6 +332,30 @@ impl Pending {
             Buffer::Device(_) => channel.unpacking(|| channel.packer.whole(buffer)),
         }
     }
+}
+
+/// Waits until any of these operations has ended, as their own deadlines see to, and returns what stands beside it: of several the first, and of no
+/// operations nothing. What has come is still to be waited for.
+pub(super) fn first_ended<T>(mut pending: Vec<(T, &mut Pending)>) -> Option<T> {
+    /// Looks again after so long, whatever happens.
+    const LOOK: Duration = Duration::from_secs(1);
+    struct Unpark(Thread);
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let mut context = Context::from_waker(&waker);
+    record::span(Activity::Exposed, || {
+        while !pending.is_empty() {
+            if let Some(place) = pending.iter_mut().position(|(_, pending)| pending.has_ended(&mut context)) {
+                return Some(pending.swap_remove(place).0);
+            }
+            thread::park_timeout(LOOK);
+        }
+        None
+    })
 }
 
 /// Finishes the first of those under way until fewer than `most` are left.

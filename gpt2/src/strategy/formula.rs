@@ -10,10 +10,12 @@
 //! | `sharded-ps` | for each bucket what is not its shard of the gradients, and N−1 times its shard of the parameters |
 //! | `ring` | 2·S_g(N−1)/N around the ring, to the element: 2·S_g − c_g(r) − c_g(r+1); a 16-bit wire as `ddp` |
 //! | `ddp` | for each bucket what [`comm_core::table::payload_sent`] says of the algorithm that is chosen for it |
+//! | `ring`, `ddp` compressed | for each bucket of n elements, with B(n) = n + 4·⌈n/256⌉: `int8` an all-to-all and an all-gather of N·B(⌈n/N⌉) bytes; `topk:f` an all-gather of 8·N·⌈f·n⌉; `powersgd:r` all-reduces of r·rows and of r·columns f32 of each matrix with r·(rows + columns) < rows·columns, the first with all else |
 //! | `zero1`, `zero2` | for each bucket a reduce-scatter of its gradients and an all-gather of its parameters: (S_g + S_p)(N−1)/N |
 //! | `fsdp` | for each segment a reduce-scatter, and A times two all-gathers, for the embedding one: (S_g + A(2·S_p − S_emb))(N−1)/N |
 //! | `hierarchical` | n ranks a node, m nodes: 2·S_g(n−1)/n inside the node, an all-reduce of S_g/n between m ranks; in nodes of unequal sizes a reduction of S_g to one rank of each, an all-reduce among those, and a broadcast |
 //! | `hsdp` | n ranks a node, m nodes: what `fsdp` sends on n ranks inside the node, an all-reduce of S_g/n between m ranks |
+//! | `async-ps` | as `ps` with a dedicated server, and 16 bytes more from every worker; the server in the mean |
 //! | `local-sgd`, `diloco` | after every H steps, and after the last, what `ddp` sends in each |
 //! | `streaming-diloco` | of P fragments each: after every H steps, and after the last, what `ddp` sends of it in each |
 //! | `sparta` | an all-reduce of ⌈p·S_g⌉ a step; in the last step what `ddp` sends of f32 |
@@ -27,6 +29,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Layout, StrategyOptions};
 use crate::precision::Precision;
+use crate::segments::SegmentInfo;
 
 /// What one rank sends in one step for gradients and parameters: no scalars, no framing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -74,6 +77,8 @@ impl Expected {
 pub struct Run<'a> {
     /// Its options.
     pub options: &'a StrategyOptions,
+    /// What tensors each segment consists of, where something is compressed as a matrix.
+    pub tensors: &'a [SegmentInfo],
     /// Type of computation.
     pub precision: Precision,
     /// Micro-steps a step.

@@ -2,8 +2,8 @@
 
 use comm_core::Error;
 
-use super::Channels;
 use super::formula::Expected;
+use super::{Channels, Staleness};
 use crate::error::TrainError;
 use crate::flat::{Flat, Gradients, Weights};
 
@@ -169,6 +169,8 @@ pub struct CheckedGradients {
     pub grads: Vec<Flat>,
     /// What they are to be multiplied by.
     pub factor: f32,
+    /// The part of the step's learning rate that the update takes: 1, where there is one update a step.
+    pub part_of_rate: f64,
     /// Whose they are.
     pub ranks: Ranks,
 }
@@ -189,13 +191,16 @@ pub struct StepOutcome {
     pub under_way: bool,
     /// Whether ranks that have the same parameters have the same values of them now.
     pub replicas_agree: bool,
+    /// Of the gradients that this rank, as a server, has applied without waiting for all workers'.
+    pub staleness: Staleness,
 }
 
 impl StepOutcome {
     /// Of a step after which nothing is under way.
     pub fn new(checked: &CheckedGradients, expected: Option<Expected>, replicas_agree: bool) -> Self {
         let CheckedGradients { loss, grad_norm, skip, .. } = *checked;
-        StepOutcome { loss, grad_norm, skipped: skip, expected, under_way: false, replicas_agree }
+        let staleness = Staleness::default();
+        StepOutcome { loss, grad_norm, skipped: skip, expected, under_way: false, replicas_agree, staleness }
     }
 
     /// The same of a step in which this rank was to send these gradients, and so many times these parameters: those of an update may be sent

@@ -12,12 +12,15 @@
 //! With the others each rank takes steps of its own, whose loss, gradient norm, clipping and overflow are of its own rows, and the ranks'
 //! parameters differ until they are synchronised. After the last step of a run they are, so that all ranks end with one model. Before that,
 //! the validation loss is the mean of what each rank's model makes of the rank's windows, and a checkpoint has the mean of all ranks' parameters.
+//! With `async-ps`, whose workers are not all in the same step, it has the server's.
 
 mod arrivals;
 mod aside;
+mod async_ps;
 mod average;
 mod buckets;
 mod channels;
+mod compress;
 mod diloco;
 pub mod formula;
 mod fsdp;
@@ -38,18 +41,22 @@ mod zero;
 use std::ops::Range;
 use std::sync::{Arc, LazyLock};
 
-use comm_core::Communicator;
+use comm_core::{Communicator, Error};
 use isocomm::Nodes;
 use serde::{Deserialize, Serialize};
 
+pub use async_ps::Staleness;
 pub use channels::Channels;
+pub use compress::Compression;
 pub use layout::Layout;
 pub use local::{CheckedGradients, DuringPass, LocalStep, Ranks, StepOutcome, Strategy};
 pub use settings::{LocalOptions, Setting};
 pub use synchronous::{Synchronous, put_own, synchronous};
 
 use crate::flat::DeviceCollectives;
+use crate::optim::LossScaling;
 use crate::precision::Precision;
+use crate::segments::SegmentInfo;
 use formula::{Expected, Run};
 
 /// Which strategy; written as in [`Spec::name`].
@@ -77,6 +84,8 @@ pub enum StrategyKind {
     Hierarchical,
     /// Hybrid sharded data parallel: fully sharded inside each node, with a replica in every node.
     Hsdp,
+    /// Rank 0 serves: it applies each worker's gradients as they arrive, and nobody waits for others within a bound.
+    AsyncPs,
     /// Every rank trains by itself, and parameters are averaged every few steps.
     LocalSgd,
     /// Every rank trains by itself, and an outer optimizer steps by the mean change of parameters every few steps.
@@ -132,7 +141,8 @@ impl Built {
 
 comm_core::names!(
     pub StrategyKind, "strategy" by StrategyKind::spec_name:
-    Single, Ps, ShardedPs, Ring, Ddp, Zero1, Zero2, Fsdp, Hierarchical, Hsdp, LocalSgd, Diloco, StreamingDiloco, Sparta,
+    Single, Ps, ShardedPs, Ring, Ddp, Zero1, Zero2, Fsdp, Hierarchical, Hsdp, AsyncPs, LocalSgd, Diloco, StreamingDiloco,
+    Sparta,
 );
 
 impl StrategyKind {
@@ -149,6 +159,7 @@ impl StrategyKind {
             StrategyKind::Fsdp => &fsdp::FSDP,
             StrategyKind::Hierarchical => &hierarchical::SPEC,
             StrategyKind::Hsdp => &fsdp::HSDP,
+            StrategyKind::AsyncPs => &async_ps::SPEC,
             StrategyKind::LocalSgd => &local_sgd::SPEC,
             StrategyKind::Diloco => &diloco::DILOCO,
             StrategyKind::StreamingDiloco => &diloco::STREAMING,
@@ -203,7 +214,9 @@ pub struct StrategyOptions {
     /// Ranks of a node, for `hierarchical` and `hsdp`: those of a machine in rank order, the last node of each perhaps with fewer. 0: as many as its
     /// launcher has started there, or all.
     pub ranks_per_node: usize,
-    /// Settings of strategies in which ranks train by themselves for a time.
+    /// How gradients are compressed on their way, by the strategies that [can](StrategyKind::compresses).
+    pub compress: Compression,
+    /// Settings of strategies whose ranks do not all average gradients in every step.
     pub local: LocalOptions,
 }
 
@@ -218,12 +231,29 @@ impl Default for StrategyOptions {
             overlap: true,
             dedicated_server: false,
             ranks_per_node: 0,
+            compress: Compression::None,
             local: LocalOptions::default(),
         }
     }
 }
 
 impl StrategyOptions {
+    /// Whether a run of `kind` may scale its loss like this.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, which names the options as a user types them, where gradients of several scales would meet.
+    pub fn check_scaling(&self, kind: StrategyKind, scaling: LossScaling) -> comm_core::Result<()> {
+        let why = match kind {
+            _ if scaling == LossScaling::Off => return Ok(()),
+            _ if self.compress.is_on() => {
+                format!("--compress {}, by which a step leaves gradients of its scale to the next", self.compress)
+            }
+            StrategyKind::AsyncPs => format!("--strategy {kind}, whose ranks would find scales of their own"),
+            _ => return Ok(()),
+        };
+        Err(Error::invalid(format!("--loss-scale {scaling} does not go with {why}; give --loss-scale off")))
+    }
+
     /// Ranks that take part of the data, of `ranks`.
     pub fn workers(&self, kind: StrategyKind, ranks: usize) -> usize {
         if self.serves_only(kind, ranks, 0) { ranks - 1 } else { ranks }
@@ -231,7 +261,8 @@ impl StrategyOptions {
 
     /// Whether `rank` is a server that does not compute.
     pub fn serves_only(&self, kind: StrategyKind, ranks: usize, rank: usize) -> bool {
-        kind == StrategyKind::Ps && self.dedicated_server && ranks > 1 && rank == 0
+        let serves = kind == StrategyKind::AsyncPs || (kind == StrategyKind::Ps && self.dedicated_server);
+        serves && ranks > 1 && rank == 0
     }
 }
 
@@ -267,6 +298,8 @@ pub struct Setup<'a> {
     pub comms: &'a Comms,
     /// Elements of each segment of the model, in forward order.
     pub segments: &'a [usize],
+    /// What tensors they consist of; empty where nothing is compressed as a matrix.
+    pub tensors: &'a [SegmentInfo],
     /// Its options.
     pub options: &'a StrategyOptions,
     /// Type of computation.
@@ -296,9 +329,9 @@ impl Setup<'_> {
 
     /// What it sends for what a formula is of.
     fn expected_by(&self, formula: impl Fn(&Run<'_>, &Layout, usize) -> Expected) -> Expected {
-        let Setup { comms, options, precision, accumulation, checked, .. } = *self;
+        let Setup { comms, tensors, options, precision, accumulation, checked, .. } = *self;
         let (ranks, nodes) = (comms.world.world_size(), &comms.nodes);
-        let run = Run { options, precision, accumulation, ranks, nodes, checked };
+        let run = Run { options, tensors, precision, accumulation, ranks, nodes, checked };
         formula(&run, &self.layout(), comms.world.rank())
     }
 }
@@ -306,11 +339,12 @@ impl Setup<'_> {
 /// The strategy and its channels.
 ///
 /// # Errors
-/// `InvalidArgument` for `single` on several ranks, for a dedicated server without workers, for `hsdp` in nodes of unequal sizes, for a node's communicator that has other ranks than the
-/// node, and those of [`LocalOptions::check`].
+/// `InvalidArgument` for `single` on several ranks, for a dedicated server without workers, for `hsdp` in nodes of unequal sizes, for a node's
+/// communicator that has other ranks than the node, and those of [`LocalOptions::check`] and [`Compression::check`].
 /// Where nodes are told apart also those of [`Communicator::split`]: all ranks call this together.
 pub fn build(kind: StrategyKind, setup: &Setup<'_>) -> comm_core::Result<Built> {
     setup.options.local.check(kind)?;
+    setup.options.compress.check(kind, setup.options, setup.comms.world.world_size())?;
     (kind.spec().build)(setup)
 }
 

@@ -1,4 +1,4 @@
-//! Settings of the strategies in which ranks train by themselves for a time.
+//! Settings of the strategies in which ranks do not all average gradients in every step.
 
 use comm_core::Error;
 use serde::{Deserialize, Serialize};
@@ -22,13 +22,15 @@ pub enum Setting {
     Mixing,
     /// [`LocalOptions::sparta_share`].
     SpartaShare,
+    /// [`LocalOptions::staleness`].
+    Staleness,
 }
 
 comm_core::names!(
     pub Setting, "setting of a strategy":
     SyncEvery = "sync-every", OuterRate = "outer-rate", OuterMomentum = "outer-momentum",
     Fragments = "fragments", OverlapSteps = "overlap-steps", Mixing = "mixing",
-    SpartaShare = "sparta-share",
+    SpartaShare = "sparta-share", Staleness = "staleness",
 );
 
 impl Setting {
@@ -40,7 +42,10 @@ impl Setting {
     }
 }
 
-/// What the strategies in which ranks train by themselves for a time are told. Each takes those settings that its
+/// A bound beyond which there is none.
+const MOST_STALENESS: u64 = 1_000_000;
+
+/// What the strategies in which ranks do not all average gradients in every step are told. Each takes those settings that its
 /// [`Spec`](super::Spec::settings) names.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -59,11 +64,13 @@ pub struct LocalOptions {
     pub mixing: f64,
     /// Share of all parameters that `sparta` averages in a step.
     pub sparta_share: f64,
+    /// Steps by which a worker of `async-ps` may be ahead of the slowest, and its parameters behind.
+    pub staleness: u64,
 }
 
 impl Default for LocalOptions {
     /// Ten steps, DiLoCo's outer rate and momentum, and two fragments that overlap one step and are mixed by half;
-    /// a two-hundredth of the parameters for SPARTA, the most that its paper has.
+    /// a two-hundredth of the parameters for SPARTA, the most that its paper has; two steps of staleness.
     fn default() -> Self {
         LocalOptions {
             sync_every: 10,
@@ -73,6 +80,7 @@ impl Default for LocalOptions {
             overlap_steps: 1,
             mixing: 0.5,
             sparta_share: 0.005,
+            staleness: 2,
         }
     }
 }
@@ -88,6 +96,7 @@ impl LocalOptions {
             Setting::OverlapSteps => self.overlap_steps.to_string(),
             Setting::Mixing => self.mixing.to_string(),
             Setting::SpartaShare => self.sparta_share.to_string(),
+            Setting::Staleness => self.staleness.to_string(),
         }
     }
 
@@ -118,6 +127,7 @@ impl LocalOptions {
                 "be less than --sync-every over --fragments, the steps between two synchronisations",
             ),
             Setting::Mixing => ((0.0..=1.0).contains(&self.mixing), "lie in [0, 1]"),
+            Setting::Staleness => (self.staleness <= MOST_STALENESS, "be at most 1000000"),
             Setting::SpartaShare => (self.sparta_share > 0.0 && self.sparta_share <= 1.0, "lie in (0, 1]"),
         };
         (!holds).then_some(rule)

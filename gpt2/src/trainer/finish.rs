@@ -270,6 +270,7 @@ impl Trainer<'_> {
             peak_rss_bytes: memory::peak_rss_bytes() / self.session.ranks_in_process as u64,
             memory: usage,
             allocations: history.allocations(),
+            staleness: Some(history.staleness).filter(|staleness| staleness.pushes > 0),
             weights_hash,
         }
     }

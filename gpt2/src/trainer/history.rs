@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use super::traffic::StepTraffic;
 use super::{Parts, StepReport, median};
 use crate::memory::Allocations;
-use crate::strategy::StepOutcome;
 use crate::strategy::formula::Expected;
+use crate::strategy::{Staleness, StepOutcome};
 
 /// Steps whose figures are kept at a time, for medians. Of more steps those of every second are kept, then of every fourth, and so on.
 const MOST_FIGURES: usize = 1 << 14;
@@ -46,6 +46,8 @@ pub(super) struct History {
     expected: Tally<Expected>,
     /// Payload bytes and messages that were expected so far and not sent, and those of them inside the node.
     owed: [i128; 4],
+    /// Of all gradients that were applied by a server that does not wait for all.
+    pub(super) staleness: Staleness,
     /// Whether nothing was owed after any step that left nothing under way.
     pub(super) is_as_expected: bool,
 }
@@ -89,6 +91,7 @@ impl History {
             operations: Tally::default(),
             expected: Tally::default(),
             owed: [0; 4],
+            staleness: Staleness::default(),
             is_as_expected: true,
         }
     }
@@ -104,6 +107,7 @@ impl History {
         self.grad_norms.push(report.grad_norm);
         self.epochs.push(report.epoch);
         self.seconds.push(seconds);
+        self.staleness.add(outcome.staleness);
         if report.skipped {
             self.skipped += 1;
         } else {
@@ -283,6 +287,7 @@ mod tests {
         expected: Some(EXPECTED),
         under_way: false,
         replicas_agree: true,
+        staleness: Staleness { pushes: 0, sum: 0, max: 0 },
     };
 
     /// A report with figures of its own.

@@ -174,12 +174,12 @@ impl LocalStep for Local<'_> {
         let skip = self.scaler.update(overflow);
         let skip = skip.map_err(|error| TrainError::Scaling { step: self.step + 1, error })?;
         let clip = if self.config.clip > 0.0 { clip_factor(grad_norm, self.config.clip) } else { 1.0 };
-        Ok(CheckedGradients { loss, grad_norm, skip, grads, factor: clip * unscale, ranks })
+        Ok(CheckedGradients { loss, grad_norm, skip, grads, factor: clip * unscale, part_of_rate: 1.0, ranks })
     }
 
     fn update(&mut self, checked: &mut CheckedGradients) -> Result<(), TrainError> {
         let grads = std::mem::take(&mut checked.grads);
-        let (rates, sums) = ((self.learning_rate(), checked.factor), self.sums(checked.ranks));
+        let (rates, sums) = ((self.learning_rate() * checked.part_of_rate, checked.factor), self.sums(checked.ranks));
         let scalars = self.scalars.clone();
         let mut add_up = |squares: &mut [f64]| {
             if sums == Sums::Known {

@@ -34,7 +34,7 @@ use crate::optim::{LearningRate, LossScaling, OptimizerConfig};
 use crate::precision::Precision;
 use crate::record::{Operation, Span};
 use crate::strategy::formula::Expected;
-use crate::strategy::{self, StrategyKind, StrategyOptions};
+use crate::strategy::{self, Staleness, StrategyKind, StrategyOptions};
 use rank::{Build, Trainer};
 pub use save::{Checkpoints, Keep, Restarts, SaveReport};
 
@@ -106,6 +106,13 @@ impl TrainConfig {
             eval_every: 0,
             eval_batches: 1,
         }
+    }
+
+    /// Whether checkpoints of the whole state can be saved, from which such a run goes on. What ranks keep beside masters and moments is in none:
+    /// of strategies whose ranks train by themselves for a time, and what compression has left of gradients.
+    pub fn has_state(&self) -> bool {
+        let TrainConfig { strategy, optimizer, options, .. } = self;
+        strategy.spec().is_one_device && optimizer.kind.has_moments() && !options.compress.is_on()
     }
 }
 
@@ -397,6 +404,9 @@ pub struct RankReport {
     pub memory: Option<memory::Usage>,
     /// Memory that this process asked for in a step, all ranks in it together: medians of each figure. `None` without the counting allocator.
     pub allocations: Option<memory::Allocations>,
+    /// Of the gradients that this rank has applied as a server that does not wait for all workers'; `None` on all other ranks.
+    #[serde(default)]
+    pub staleness: Option<Staleness>,
     /// Hash of this rank's masters, all put together.
     pub weights_hash: String,
 }

@@ -71,20 +71,31 @@ impl<'a> Trainer<'a> {
         keep: &'a Keep,
         build: Build<'_>,
     ) -> Result<Self, TrainError> {
-        let has_state = config.strategy.spec().is_one_device && config.optimizer.kind.has_moments();
-        if !has_state && (keep.checkpoints.is_some() || keep.resume.is_some()) {
-            let what = format!("{} with the optimizer {}", config.strategy, config.optimizer.kind);
+        config.options.check_scaling(config.strategy, config.loss_scaling)?;
+        if !config.has_state() && (keep.checkpoints.is_some() || keep.resume.is_some()) {
+            let TrainConfig { strategy, optimizer, options, .. } = config;
+            let what = format!("{strategy} with the optimizer {} and compression {}", optimizer.kind, options.compress);
             return Err(
                 comm_core::Error::invalid(format!("{what} has no checkpoints from which a run could go on")).into()
             );
         }
         let comms = comms(session, config.options.ranks_per_node);
         let places = MemoryPlacement::new(config, &comms, session, device)?;
-        let lengths: Vec<usize> = layout(&config.model)?.iter().map(|segment| segment.len).collect();
+        let tensors = layout(&config.model)?;
+        let lengths: Vec<usize> = tensors.iter().map(|segment| segment.len).collect();
         let TrainConfig { precision, accumulation, seed, .. } = *config;
         let (options, checked) = (&config.options, session.checked);
-        let built =
-            build(&Setup { comms: &comms, segments: &lengths, options, precision, accumulation, seed, checked })?;
+        let setup = Setup {
+            comms: &comms,
+            segments: &lengths,
+            tensors: &tensors,
+            options,
+            precision,
+            accumulation,
+            seed,
+            checked,
+        };
+        let built = build(&setup)?;
         if let Some(saved) = &keep.resume {
             saved.verify(comms.world.rank(), comms.world.world_size())?;
         }

@@ -21,7 +21,7 @@ pub const RANKS: usize = 3;
 pub fn start(strategy: &str, transport: &str, data: &Path, folder: &Path, steps: u64, more: &[&str]) -> Child {
     ctrl_c::heeded(&mut Command::new(env!("CARGO_BIN_EXE_gpt2")))
         .args(["train", "--strategy", strategy, "--transport", transport, "--nproc", &RANKS.to_string()])
-        .args(["--preset", "micro", "--tokenizer", "bytes", "--batch", "3", "--eval-every", "0"])
+        .args(["--preset", "micro", "--tokenizer", "bytes", "--batch", "6", "--eval-every", "0"])
         .args(["--steps", &steps.to_string()])
         .args(more)
         .args(["--log-every", "1", "--data"])

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use gpt2::config::{ConfigError, ModelConfig, Preset};
 use gpt2::optim::{LearningRate, LossScaling};
-use gpt2::strategy::{LocalOptions, StrategyKind, StrategyOptions};
+use gpt2::strategy::{Compression, LocalOptions, StrategyKind, StrategyOptions};
 use gpt2::trainer::{RankReport, Summary, TrainConfig};
 use isocomm::{Rung, TransportKind, TransportOptions};
 
@@ -139,15 +139,16 @@ impl CellRun<'_> {
     }
 
     fn training(&self, cell: &Cell, rung: Option<Rung>) -> Result<Training, String> {
+        let kind: StrategyKind = cell.strategy.parse()?;
         let congestion = (cell.congestion != DEFAULT).then(|| cell.congestion.clone());
         let options = TransportOptions {
-            lanes: cell.lanes,
+            lanes: kind.lanes(cell.ranks, cell.lanes),
             timeout: self.timeout / 2,
             congestion,
             mtu: cell.quic_mtu,
             ..TransportOptions::default()
         };
-        let of_its_own = cell.strategy.parse::<StrategyKind>()?.spec().tells_nodes_apart && !cell.one_transport;
+        let of_its_own = kind.spec().tells_nodes_apart && !cell.one_transport;
         let of_memory = if rung.is_some_and(Rung::is_threads) { TransportKind::LOCAL } else { TransportKind::SHM };
         let node_transport = of_its_own.then_some(of_memory);
         let training = Training::new(config(cell, self.text.vocabulary)?, None, cell.ranks, cell.threads, self.timeout);
@@ -183,6 +184,7 @@ impl CellRun<'_> {
             rank.messages_expected = report.expected.messages;
             rank.scalar_bytes = report.scalar_bytes;
             rank.framing_bytes = report.framing_bytes;
+            rank.staleness = report.staleness;
             rank.peak_rss_bytes = report.peak_rss_bytes;
         }
         for (rank, network) in ranks.iter_mut().zip(networks) {
@@ -293,6 +295,16 @@ pub fn model(cell: &Cell, vocabulary: usize) -> Result<ModelConfig, String> {
     Ok(model)
 }
 
+/// What a cell says of the strategies' own settings.
+pub fn local_options(cell: &Cell) -> LocalOptions {
+    let usual = LocalOptions::default();
+    LocalOptions {
+        sync_every: cell.sync_every.unwrap_or(usual.sync_every),
+        staleness: cell.staleness.unwrap_or(usual.staleness),
+        ..usual
+    }
+}
+
 /// The training that a cell means.
 ///
 /// # Errors
@@ -307,7 +319,8 @@ pub fn config(cell: &Cell, vocabulary: usize) -> Result<TrainConfig, String> {
         overlap: cell.overlap,
         dedicated_server: cell.dedicated_server,
         ranks_per_node: cell.ranks_per_node(),
-        local: LocalOptions { sync_every: cell.sync_every.unwrap_or(defaults.local.sync_every), ..defaults.local },
+        compress: cell.compress.as_deref().map_or(Ok(Compression::None), str::parse)?,
+        local: local_options(cell),
     };
     let usual = TrainConfig::of(model(cell, vocabulary)?, cell.strategy.parse()?);
     let clip = cell.clip.as_ref().map(|clip| clip.parse().map_err(|_| format!("`{clip}` is no norm")));

@@ -11,7 +11,7 @@ mod task;
 mod text;
 mod trace;
 
-pub use cell::{CellOutcome, CellRun, config, model, status};
+pub use cell::{CellOutcome, CellRun, config, local_options, model, status};
 pub use figures::{Figures, outcome, sound};
 pub use job::{FOLDER, Training};
 pub use schedule::schedule;

@@ -1,0 +1,149 @@
+//! Compression of gradients on their way, with error feedback: what a rank's message leaves out is kept, and added to its next gradient.
+
+mod int8;
+mod power_sgd;
+mod strategy;
+mod top_k;
+
+use std::fmt;
+use std::str::FromStr;
+
+use comm_core::Error;
+use serde::{Deserialize, Serialize};
+
+use super::{StrategyKind, StrategyOptions};
+use crate::precision::Precision;
+
+pub(super) use strategy::{built, expected};
+
+/// How gradients are compressed, as `none`, `int8`, `topk:FRACTION` and `powersgd:RANK` are written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub enum Compression {
+    /// Not at all.
+    #[default]
+    None,
+    /// Blocks of integers of 8 bits with a scale each. Every rank averages a shard of all ranks' and sends that compressed again: values are
+    /// rounded twice, however many ranks there are, and what either rounding loses is kept.
+    Int8,
+    /// Of each bucket the elements of largest magnitude: values and places.
+    TopK {
+        /// The part of all elements, in (0, 1].
+        fraction: f64,
+    },
+    /// PowerSGD (Vogels et al. 2019, arXiv 1905.13727): of each matrix two factors, by one step of a power iteration that goes on from the
+    /// step before. Vectors, and matrices whose factors would not be smaller, are sent as they are.
+    PowerSgd {
+        /// Columns of a factor, at least 1.
+        rank: usize,
+    },
+}
+
+impl fmt::Display for Compression {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Compression::None => f.pad("none"),
+            Compression::Int8 => f.pad("int8"),
+            Compression::TopK { fraction } => f.pad(&format!("topk:{fraction}")),
+            Compression::PowerSgd { rank } => f.pad(&format!("powersgd:{rank}")),
+        }
+    }
+}
+
+impl FromStr for Compression {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, number) = text.split_once(':').map_or((text, None), |(name, number)| (name, Some(number)));
+        match (name, number) {
+            ("none", None) => Ok(Compression::None),
+            ("int8", None) => Ok(Compression::Int8),
+            ("topk", Some(number)) => match number.parse() {
+                Ok(fraction) if fraction > 0.0 && fraction <= 1.0 => Ok(Compression::TopK { fraction }),
+                _ => Err(format!("topk:{number}: the fraction of elements must lie in (0, 1], as in topk:0.01")),
+            },
+            ("powersgd", Some(number)) => match number.parse() {
+                Ok(rank) if rank > 0 => Ok(Compression::PowerSgd { rank }),
+                _ => Err(format!("powersgd:{number}: the rank must be a number of at least 1, as in powersgd:4")),
+            },
+            _ => Err(format!("unknown compression '{text}', expected one of none, int8, topk:FRACTION, powersgd:RANK")),
+        }
+    }
+}
+
+impl From<Compression> for String {
+    fn from(compression: Compression) -> String {
+        compression.to_string()
+    }
+}
+
+impl TryFrom<String> for Compression {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl StrategyKind {
+    /// Whether its gradients may be compressed: every rank's gradients meet in one average, of which every rank gets all.
+    pub fn compresses(self) -> bool {
+        matches!(self, StrategyKind::Ring | StrategyKind::Ddp)
+    }
+}
+
+impl Compression {
+    /// Whether gradients are compressed at all.
+    pub fn is_on(self) -> bool {
+        self != Compression::None
+    }
+
+    /// Whether a run of `kind` with these options can compress its gradients.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, which names the option as a user types it.
+    pub fn check(self, kind: StrategyKind, options: &StrategyOptions, ranks: usize) -> comm_core::Result<()> {
+        if !self.is_on() {
+            return Ok(());
+        }
+        if !kind.compresses() {
+            let names: Vec<&str> =
+                StrategyKind::ALL.into_iter().filter(|kind| kind.compresses()).map(StrategyKind::name).collect();
+            return Err(Error::invalid(format!(
+                "--compress {self} concerns --strategy {}, where all ranks average whole gradients, not {kind}",
+                names.join(", ")
+            )));
+        }
+        if ranks == 1 {
+            return Err(Error::invalid(format!(
+                "--compress {self} concerns gradients that travel, and those of one rank do not; leave it out"
+            )));
+        }
+        if options.wire != Precision::F32 {
+            return Err(Error::invalid(format!(
+                "--compress {self} does not go with --wire {}: compressed gradients travel in types of their own; leave out --wire",
+                options.wire
+            )));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_read() {
+        for text in ["none", "int8", "topk:0.01", "topk:1", "powersgd:4"] {
+            let compression: Compression = text.parse().unwrap();
+            assert_eq!(compression.to_string(), text);
+            assert_eq!(serde_json::to_value(compression).unwrap(), text);
+            assert_eq!(serde_json::from_value::<Compression>(text.into()).unwrap(), compression);
+        }
+        for text in ["int4", "int8:2", "topk", "topk:0", "topk:1.5", "topk:NaN", "powersgd", "powersgd:0", "none:1", ""]
+        {
+            assert!(text.parse::<Compression>().is_err(), "{text}");
+        }
+    }
+}
