@@ -106,7 +106,7 @@ fn each_stage_shards_one_more_kind() {
     within("gradients of fsdp", fsdp.gradients.peak, all, all + 2 * ranks * block);
 
     // The same in two nodes of two, with a model in each.
-    let hsdp = usage(&model, StrategyKind::Hsdp);
+    let hsdp = usage(&model, StrategyKind::Hsdp, Compression::None);
     within("weights of hsdp", hsdp.parameters.peak, 2 * all, 2 * all + ranks * (2 * block + embedding + absent));
     within("optimizers of hsdp", hsdp.optimizer.peak, 4 * all, 4 * all);
     within("gradients of hsdp", hsdp.gradients.peak, 2 * all, 2 * all + 2 * ranks * block);

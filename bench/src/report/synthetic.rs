@@ -196,7 +196,6 @@ fn measured(cell: &Cell, drift: f64, random: &mut Random) -> Measured {
         ranks,
         transport_facts: vec![("lanes".into(), "1".into())],
         link,
-        staleness: None,
         trained: None,
     }
 }
