@@ -406,7 +406,6 @@ unsafe fn multiply_by_panels(out: *mut f32, stride: usize, a: Matrix<'_>, b: Mat
     let step = b.rows + PANEL_GAP;
     let panels = b.cols / PANEL;
     let panel = |i: usize| {
-        let out = out;
         let start = i * PANEL;
         let count = if i + 1 == panels { b.cols - start } else { PANEL };
         PLACE.with_borrow_mut(|place| {
@@ -418,7 +417,7 @@ unsafe fn multiply_by_panels(out: *mut f32, stride: usize, a: Matrix<'_>, b: Mat
             }
             let copied = Matrix::strided(place, count, b.rows, step).transposed();
             // SAFETY: the panels are columns of the result that no other panel has; otherwise as the caller promises.
-            unsafe { multiply_whole(out.0.add(start), stride, a, copied, add, Parallelism::None) }
+            unsafe { multiply_whole(out.start().add(start), stride, a, copied, add, Parallelism::None) }
         });
     };
     match threads {
@@ -430,6 +429,12 @@ unsafe fn multiply_by_panels(out: *mut f32, stride: usize, a: Matrix<'_>, b: Mat
 /// Memory to which several threads write, each to elements of its own.
 #[derive(Clone, Copy)]
 struct Shared(*mut f32);
+
+impl Shared {
+    fn start(self) -> *mut f32 {
+        self.0
+    }
+}
 
 // SAFETY: whoever writes through it says which elements are whose.
 unsafe impl Send for Shared {}
