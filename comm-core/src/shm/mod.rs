@@ -46,6 +46,8 @@ pub struct ShmOptions {
     pub ring_bytes: usize,
     /// Whether a message that does not fit into a ring is copied once, out of the sender's memory, if the system lets every rank read that of
     /// every other. The fact `shm.single_copy` says whether it does. A rank without it is enough for none to use it.
+    /// Buffers that do not fit into the processor's caches should be in huge pages ([`prefer_huge_pages`](crate::prefer_huge_pages)): the kernel
+    /// copies page by page, which takes longer than two copies by way of the ring where pages of 4 KiB are not in a cache.
     pub single_copy: bool,
     /// How this rank waits. Ranks that never sleep ([`Waiting::Busy`]) spare the others the question whether they do.
     pub waiting: Waiting,
