@@ -1,7 +1,7 @@
-//! What messages between two ranks in shared memory cost: `cargo run --release -p comm-core --example shm_latency [rounds]`.
+//! What messages between two ranks in shared memory cost: `cargo run --release -p comm-core --example shm_latency [rounds [ring bytes [small-pages]]]`.
 //!
-//! Two processes; every way to wait is measured in every round, in turn, so that whatever else the machine does meets all of
-//! them. Printed are the median over the rounds, and the lowest and highest.
+//! Two processes; every way to wait, with long messages copied once and twice, is measured in every round, in turn, so that whatever else
+//! the machine does meets all of them. Printed are the median over the rounds, and the lowest and highest.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use comm_core::shm::{ShmOptions, ShmTransport};
 use comm_core::{Algorithm, OpKind};
 use comm_core::{
     Buffer, CommunicatorExt, Control, DType, Deadline, Error, Header, Incoming, Mesh, MeshOptions, Op, Outgoing,
-    ReduceOp, Result, Sink, Transport, Waiting,
+    ReduceOp, Result, Sink, Transport, Waiting, prefer_huge_pages,
 };
 
 /// No exchange here takes longer unless something is broken.
@@ -57,9 +57,11 @@ fn launch() -> Result<ExitCode> {
     Ok(if outcome.code == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// One way to wait, with everything connected and its results so far.
+/// One way to wait and to copy, with everything connected and its results so far.
 struct Subject {
     waiting: Waiting,
+    /// Whether long messages are copied once.
+    single_copy: bool,
     mesh: Mesh<Arc<ShmTransport>>,
     transport: Arc<ShmTransport>,
     results: Vec<Vec<f64>>,
@@ -72,7 +74,7 @@ struct Quantity {
     measure: fn(&Subject) -> Result<f64>,
 }
 
-const QUANTITIES: [Quantity; 11] = [
+const QUANTITIES: [Quantity; 12] = [
     Quantity { name: "copy 1 MiB", unit: "GB/s", measure: |subject| subject.copy(1 << 20, 100) },
     Quantity { name: "copy 16 MiB", unit: "GB/s", measure: |subject| subject.copy(16 << 20, 4) },
     Quantity { name: "round trip 8 B", unit: "us", measure: |subject| subject.round_trip(8, 2000) },
@@ -83,6 +85,7 @@ const QUANTITIES: [Quantity; 11] = [
     Quantity { name: "both ways 16 MiB", unit: "us", measure: |subject| subject.both_ways(16 << 20, 4) },
     Quantity { name: "all-reduce 4 B", unit: "us", measure: |subject| subject.all_reduce(1, 2000) },
     Quantity { name: "all-reduce 1 MiB", unit: "us", measure: |subject| subject.all_reduce(1 << 18, 50) },
+    Quantity { name: "all-reduce 4 MiB", unit: "us", measure: |subject| subject.all_reduce(1 << 20, 16) },
     Quantity { name: "all-reduce 16 MiB", unit: "us", measure: |subject| subject.all_reduce(1 << 22, 4) },
 ];
 
@@ -92,11 +95,11 @@ fn measure(job: &Job) -> Result<()> {
         std::env::args().nth(2).and_then(|text| text.parse().ok()).unwrap_or(ShmOptions::default().ring_bytes);
     let control = TcpControl::connect(job, &[], Deadline::after(TIMEOUT))?;
     let mut subjects = Vec::new();
-    for waiting in Waiting::ALL {
-        let options = ShmOptions { lanes: 1, waiting, ring_bytes };
+    for (waiting, single_copy) in Waiting::ALL.into_iter().flat_map(|waiting| [(waiting, true), (waiting, false)]) {
+        let options = ShmOptions { lanes: 1, waiting, ring_bytes, single_copy };
         let transport = Arc::new(ShmTransport::connect(&*control, &options, Deadline::after(TIMEOUT))?);
         let mesh = Mesh::new(transport.clone(), control.clone(), MeshOptions::default())?;
-        subjects.push(Subject { waiting, mesh, transport, results: vec![Vec::new(); QUANTITIES.len()] });
+        subjects.push(Subject { waiting, single_copy, mesh, transport, results: vec![Vec::new(); QUANTITIES.len()] });
     }
     // The first round warms up.
     for round in 0..=rounds {
@@ -118,8 +121,12 @@ fn measure(job: &Job) -> Result<()> {
                 results.sort_by(f64::total_cmp);
                 let (median, highest) = (results[results.len() / 2], results[results.len() - 1]);
                 println!(
-                    "{:18} {:9} {median:9.2} {:4} ({:.2} .. {highest:.2})",
-                    quantity.name, subject.waiting, quantity.unit, results[0]
+                    "{:18} {:9} {:7} {median:9.2} {:4} ({:.2} .. {highest:.2})",
+                    quantity.name,
+                    subject.waiting,
+                    if subject.single_copy { "1 copy" } else { "2 copies" },
+                    quantity.unit,
+                    results[0]
                 );
             }
         }
@@ -159,7 +166,7 @@ impl Subject {
 
     /// Microseconds.
     fn round_trip(&self, bytes: usize, times: u32) -> Result<f64> {
-        let (ours, mut theirs) = (vec![1; bytes], vec![2; bytes]);
+        let (ours, mut theirs) = (buffer(bytes, 1u8), buffer(bytes, 2u8));
         let began = Instant::now();
         for _ in 0..times {
             if self.transport.rank() == 0 {
@@ -175,7 +182,7 @@ impl Subject {
 
     /// Gigabytes in a second, from rank 0 to rank 1.
     fn one_way(&self, bytes: usize, times: u32) -> Result<f64> {
-        let (ours, mut theirs) = (vec![1; bytes], vec![2; bytes]);
+        let (ours, mut theirs) = (buffer(bytes, 1u8), buffer(bytes, 2u8));
         let began = Instant::now();
         for _ in 0..times {
             if self.transport.rank() == 0 {
@@ -191,7 +198,7 @@ impl Subject {
 
     /// Microseconds.
     fn both_ways(&self, bytes: usize, times: u32) -> Result<f64> {
-        let (ours, mut theirs) = (vec![1; bytes], vec![2; bytes]);
+        let (ours, mut theirs) = (buffer(bytes, 1u8), buffer(bytes, 2u8));
         let began = Instant::now();
         for _ in 0..times {
             self.exchange(Some(&ours), Some(&mut theirs))?;
@@ -201,7 +208,7 @@ impl Subject {
 
     /// Gigabytes in a second that a plain copy writes, both ranks at once.
     fn copy(&self, bytes: usize, times: u32) -> Result<f64> {
-        let (ours, mut theirs) = (vec![1u8; bytes], vec![2u8; bytes]);
+        let (ours, mut theirs) = (buffer(bytes, 1u8), buffer(bytes, 2u8));
         let began = Instant::now();
         for _ in 0..times {
             theirs.copy_from_slice(std::hint::black_box(&ours));
@@ -212,13 +219,23 @@ impl Subject {
 
     /// Microseconds.
     fn all_reduce(&self, count: usize, times: u32) -> Result<f64> {
-        let mut buffer = Buffer::from_vec(vec![1f32; count]);
+        let mut buffer = Buffer::from_vec(buffer(count, 1f32));
         let began = Instant::now();
         for _ in 0..times {
             buffer = self.mesh.run(Op::AllReduce(ReduceOp::Max), buffer)?;
         }
         Ok(micros(began, times))
     }
+}
+
+/// A long one lies in huge pages, unless this program was told otherwise.
+fn buffer<T: bytemuck::Pod>(count: usize, value: T) -> Vec<T> {
+    let mut buffer = vec![T::zeroed(); count];
+    if std::env::args().nth(3).as_deref() != Some("small-pages") {
+        prefer_huge_pages(&mut buffer);
+    }
+    buffer.fill(value);
+    buffer
 }
 
 fn micros(began: Instant, times: u32) -> f64 {

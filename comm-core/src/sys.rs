@@ -11,8 +11,8 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::io::Errno;
 use rustix::process::{
-    Pid, Resource, Rlimit, Signal, WaitId, WaitIdOptions, getrlimit, kill_process_group,
-    set_parent_process_death_signal, setrlimit, waitid,
+    PTracer, Pid, Resource, Rlimit, Signal, WaitId, WaitIdOptions, getrlimit, kill_process_group,
+    set_parent_process_death_signal, set_ptracer, setrlimit, waitid,
 };
 
 /// A file descriptor to wait for with [`poll`], and what was found.
@@ -126,6 +126,38 @@ pub(crate) fn memory_file(name: &str, flags: MemfdFlags) -> io::Result<File> {
         other => other,
     };
     Ok(file?.into())
+}
+
+/// Copies from the memory of process `pid` into each place what lies at its address there. The bytes that were copied, in the places' order.
+pub(crate) fn read_process<const N: usize>(pid: u32, places: [(u64, &mut [u8]); N]) -> io::Result<usize> {
+    let pid = process(pid).ok_or(Errno::SRCH)?.as_raw_nonzero().get();
+    // An address of the other process is not one here; where it does not fit, there is nothing to read.
+    let theirs = places.each_ref().map(|(address, place)| libc::iovec {
+        iov_base: std::ptr::without_provenance_mut(usize::try_from(*address).unwrap_or(0)),
+        iov_len: place.len(),
+    });
+    let own = places.map(|(_, place)| libc::iovec { iov_base: place.as_mut_ptr().cast(), iov_len: place.len() });
+    let count = N as libc::c_ulong;
+    // SAFETY: both lists have N entries of the same lengths. The kernel writes only to the places of `own`, which this call has borrowed alone, and it checks the
+    // addresses of the other process itself.
+    let copied = unsafe { libc::process_vm_readv(pid, own.as_ptr(), count, theirs.as_ptr(), count, 0) };
+    usize::try_from(copied).map_err(|_| io::Error::last_os_error())
+}
+
+/// Lets process `pid` and what descends from it look into this one as if it were an ancestor, where Yama restricts that.
+pub(crate) fn admit_tracer(pid: u32) -> io::Result<()> {
+    Ok(set_ptracer(PTracer::ProcessID(process(pid).ok_or(Errno::SRCH)?))?)
+}
+
+/// Asks for huge pages for what of `memory` lies on whole pages.
+pub(crate) fn advise_huge_pages(memory: &mut [u8]) {
+    // A multiple of the page size on every architecture.
+    const PAGE: usize = 64 << 10;
+    let skipped = memory.as_ptr().align_offset(PAGE);
+    let Some(pages) = memory.get_mut(skipped..).filter(|rest| rest.len() >= PAGE) else { return };
+    let length = pages.len() / PAGE * PAGE;
+    // SAFETY: the range lies within memory that this call has borrowed alone, and the advice does not change what it holds.
+    let _ = unsafe { libc::madvise(pages.as_mut_ptr().cast(), length, libc::MADV_HUGEPAGE) };
 }
 
 /// Sends `signal` to the process group that `leader` leads. A group that is gone is no error.

@@ -29,10 +29,14 @@ fn main() -> ExitCode {
         // Nearly every message is longer than the ring; ranks that always sleep beside some that never do.
         shared_memory("shm-small", |rank| {
             let waiting = if rank % 2 == 0 { Waiting::Park } else { Waiting::Busy };
-            ShmOptions { ring_bytes: 4 << 10, waiting, ..ShmOptions::default() }
+            ShmOptions { ring_bytes: 4 << 10, single_copy: false, waiting, ..ShmOptions::default() }
         })
         .with_ranks(&[2, 3], &[2])
         .without("root_of_broadcast", "two roots fill a ring each and only give up at the deadline"),
+        // Nearly every message is read out of its sender's memory.
+        shared_memory("shm-lent", |_| ShmOptions { ring_bytes: 4 << 10, ..ShmOptions::default() })
+            .with_ranks(&[3], &[2])
+            .without("root_of_broadcast", "two roots lend a message each and only give up at the deadline"),
         Suite::of_threads("checked-local", |ranks| {
             let options = MeshOptions::default().with_checked(true).with_check_finite(true);
             let connector = |rank: local::LocalRank| -> Connector {

@@ -20,8 +20,8 @@ use crate::paced::PacedFactory;
 pub enum Congestion {
     /// A fixed window on loopback, CUBIC elsewhere.
     Auto,
-    /// CUBIC (RFC 9438), the usual one of TCP. It grows as the kernel's does, but for its clock, which does not stop while nothing is sent,
-    /// and paces by what the path has shown to carry.
+    /// CUBIC (RFC 9438), the usual one of TCP. It grows as the kernel's does, by a clock that stops while nothing is sent, and paces by what
+    /// the path has shown to carry.
     Cubic,
     /// NewReno (RFC 9002, section 7), with the same.
     NewReno,

@@ -167,3 +167,51 @@ fn whoever_runs_out_behind_the_relay_says_so_at_once() {
         (0..24).step_by(2).for_each(|left| run_out(Kind::ZmqBehindRelay, left));
     }
 }
+
+/// Two ranks in one process that may have just what both need, whose drivers are a large part of it.
+#[test]
+fn what_is_enough_is_let_through() {
+    // Of rank 0: 1 for each lane, 4 for its driver, 8; of rank 1 behind the relay 3 more for each lane; 8 for all that comes and goes, and what
+    // the test has open.
+    const LANES: usize = 12;
+    const ENOUGH: usize = (5 + 8) * LANES + 2 * 8 + 8 + 16;
+    if !is_inside("what_is_enough_is_let_through", ENOUGH) {
+        return;
+    }
+    for kind in Kind::ALL {
+        for (rank, outcome) in connect_lanes(kind, LANES).into_iter().enumerate() {
+            assert!(outcome.is_ok(), "{kind:?}, rank {rank}: {}", outcome.err().unwrap());
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_may_not_have_enough_is_named_by_all() {
+    // Rank 1, for which the relay takes most, needs 8 for each lane; rank 0 needs 5.
+    const LANES: usize = 20;
+    if !is_inside("a_rank_that_may_not_have_enough_is_named_by_all", LIMIT) {
+        return;
+    }
+    let began = Instant::now();
+    let errors: Vec<String> = connect_lanes(Kind::ZmqBehindRelay, LANES)
+        .into_iter()
+        .map(|outcome| outcome.err().expect("an error").to_string())
+        .collect();
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+    assert!(errors.iter().all(|error| error.contains("needs 168 file descriptors")), "{errors:#?}");
+    assert!(errors[0].contains("rank 1"), "{}", errors[0]);
+}
+
+/// Connects two ranks as threads. Nobody tells the others of a failure but the transport.
+fn connect_lanes(kind: Kind, lanes: usize) -> Vec<Result<Arc<dyn Transport>>> {
+    let options = TcpOptions { lanes, ..TcpOptions::default() };
+    let (controls, options) = (controls(2), &options);
+    thread::scope(|scope| {
+        let connect = |control: &Arc<LocalControl>| {
+            let control = control.clone();
+            scope.spawn(move || kind.connect(&*control, options, Deadline::after(Duration::from_secs(60))))
+        };
+        let threads: Vec<_> = controls.iter().map(connect).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}

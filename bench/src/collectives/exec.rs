@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use comm_core::table::supports;
 use comm_core::{
-    Algorithm, BorrowedCall, Buffer, Call, Communicator, CommunicatorExt, Error, Failed, Op, View, ViewMut, shard_range,
+    Algorithm, BorrowedCall, Buffer, Call, Communicator, CommunicatorExt, Error, Failed, Op, View, ViewMut,
+    prefer_huge_pages, shard_range,
 };
 use isocomm::Connected;
 use rig::samples::{Pattern, Sample, count_wrong, fill};
@@ -299,7 +300,11 @@ impl Memory {
         {
             return *buffers;
         }
-        Buffers { input: vec![T::zeroed(); input], output: vec![T::zeroed(); output] }
+        let mut buffers = Buffers { input: vec![T::zeroed(); input], output: vec![T::zeroed(); output] };
+        // As NumPy does for the peers'.
+        prefer_huge_pages(&mut buffers.input);
+        prefer_huge_pages(&mut buffers.output);
+        buffers
     }
 
     fn keep<T: Sample>(&mut self, buffers: Buffers<T>) {

@@ -29,8 +29,17 @@ pub(super) struct Send<'a> {
 pub(super) struct Receive<'a> {
     pub(super) from: usize,
     pub(super) into: &'a mut [u8],
-    /// Combine with what is there instead of overwriting it.
-    pub(super) reduce: Option<(DType, ReduceOp)>,
+    /// Combine instead of overwriting.
+    pub(super) reduce: Option<Reduction<'a>>,
+}
+
+/// How a peer's bytes are combined with this rank's operand.
+#[derive(Clone, Copy)]
+pub(super) struct Reduction<'a> {
+    pub(super) dtype: DType,
+    pub(super) op: ReduceOp,
+    /// The operand, of the message's length, where it is not what lies in the memory that gets the result.
+    pub(super) operand: Option<&'a [u8]>,
 }
 
 impl<'a> Rounds<'a> {
@@ -188,7 +197,7 @@ impl Sink for MessageSink<'_> {
                 crate::copy(&mut self.receive.into[self.filled..self.filled + bytes.len()], bytes);
                 self.filled += bytes.len();
             }
-            Some((dtype, op)) => self.reduce(dtype, op, bytes),
+            Some(reduction) => self.reduce(reduction, bytes),
         }
         Ok(())
     }
@@ -209,9 +218,12 @@ impl Sink for MessageSink<'_> {
     }
 }
 
+/// Bytes that are copied and then combined; a multiple of every element's size.
+const BLOCK: usize = 8 << 10;
+
 impl MessageSink<'_> {
-    fn reduce(&mut self, dtype: DType, op: ReduceOp, mut bytes: &[u8]) {
-        let size = dtype.size();
+    fn reduce(&mut self, reduction: Reduction<'_>, mut bytes: &[u8]) {
+        let size = reduction.dtype.size();
         if self.carried > 0 {
             let missing = (size - self.carried).min(bytes.len());
             self.carry[self.carried..self.carried + missing].copy_from_slice(&bytes[..missing]);
@@ -222,17 +234,26 @@ impl MessageSink<'_> {
             }
             let element = self.carry;
             self.carried = 0;
-            self.combine(dtype, op, &element[..size]);
+            self.combine(reduction, &element[..size]);
         }
         let (whole, rest) = bytes.split_at(bytes.len() - bytes.len() % size);
-        self.combine(dtype, op, whole);
+        self.combine(reduction, whole);
         self.carry[..rest.len()].copy_from_slice(rest);
         self.carried = rest.len();
     }
 
-    fn combine(&mut self, dtype: DType, op: ReduceOp, bytes: &[u8]) {
-        combine(dtype, op, &mut self.receive.into[self.filled..self.filled + bytes.len()], bytes);
-        self.filled += bytes.len();
+    fn combine(&mut self, reduction: Reduction<'_>, bytes: &[u8]) {
+        let Reduction { dtype, op, operand } = reduction;
+        let place = self.filled..self.filled + bytes.len();
+        self.filled = place.end;
+        let into = &mut self.receive.into[place.clone()];
+        let Some(operand) = operand else { return combine(dtype, op, into, bytes) };
+        // What was copied is still in the nearest cache when it is combined.
+        let blocks = into.chunks_mut(BLOCK).zip(operand[place].chunks(BLOCK)).zip(bytes.chunks(BLOCK));
+        for ((into, operand), bytes) in blocks {
+            crate::copy(into, operand);
+            combine(dtype, op, into, bytes);
+        }
     }
 }
 
@@ -259,7 +280,8 @@ mod tests {
 
     fn sink(into: &mut [u8]) -> MessageSink<'_> {
         let expected = header(into.len() as u64);
-        let receive = Receive { from: 0, into, reduce: Some((DType::F32, ReduceOp::Sum)) };
+        let reduce = Some(Reduction { dtype: DType::F32, op: ReduceOp::Sum, operand: None });
+        let receive = Receive { from: 0, into, reduce };
         MessageSink { me: 1, peer: 0, expected, receive, filled: 0, carry: [0; 8], carried: 0 }
     }
 
@@ -275,6 +297,23 @@ mod tests {
                 }
                 assert_eq!(values, [11.0, 22.0, 33.0, 44.0]);
             }
+        }
+    }
+
+    #[test]
+    fn an_operand_elsewhere_is_combined_and_stays_as_it_is() {
+        let length = 3 * BLOCK / 4 + 7;
+        let values = |factor: f32| -> Vec<f32> { (0..length).map(|index| index as f32 * factor).collect() };
+        let (operand, incoming) = (values(1.0), values(2.0));
+        let incoming: &[u8] = bytemuck::cast_slice(&incoming);
+        for first in [0, 1, 6, BLOCK, BLOCK + 3, incoming.len()] {
+            let mut result = vec![9.0f32; length];
+            let mut sink = sink(bytemuck::cast_slice_mut(&mut result));
+            sink.receive.reduce =
+                Some(Reduction { dtype: DType::F32, op: ReduceOp::Sum, operand: Some(bytemuck::cast_slice(&operand)) });
+            sink.piece(&incoming[..first]).unwrap();
+            sink.piece(&incoming[first..]).unwrap();
+            assert!(result == values(3.0) && operand == values(1.0), "{first}");
         }
     }
 

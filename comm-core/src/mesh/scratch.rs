@@ -1,5 +1,7 @@
 //! Memory that an operation needs for a moment, kept from one to the next: fresh pages cost more than copying into them.
 
+use crate::huge_pages::prefer_huge_pages;
+
 /// One lane's scratch memory.
 #[derive(Debug, Default)]
 pub struct Scratch {
@@ -65,6 +67,7 @@ impl ScratchBuffer {
             // Not grown by copying: nothing of what is there is needed.
             self.words = Vec::new();
             self.words = vec![0; words];
+            prefer_huge_pages(&mut self.words);
         }
         &mut bytemuck::cast_slice_mut(&mut self.words)[..bytes]
     }

@@ -16,6 +16,7 @@ use subtle::ConstantTimeEq;
 use super::ShmOptions;
 use super::exchange::TransportState;
 use super::layout::{Layout, PROOF_LEN};
+use super::single_copy::{MemoryInfo, PeerMemory, SingleCopy, Token, admit_siblings};
 use super::sys::{MEMORY_NAME, Segment};
 use crate::control::{Control, ControlExt, RankResult};
 use crate::deadline::Deadline;
@@ -35,6 +36,8 @@ struct PeerInfo {
     device: u64,
     inode: u64,
     nonce: [u8; PROOF_LEN],
+    /// Where the others may try to read this rank's memory; none if it does not want that.
+    memory: Option<MemoryInfo>,
 }
 
 /// Two ranks can reach each other's memory if these are equal.
@@ -53,13 +56,15 @@ pub(super) fn connect(control: &dyn Control, options: &ShmOptions, deadline: Dea
     let key = control.derive_key("shared memory");
     // Settings that make no sense here may make sense elsewhere: the others must learn of them too.
     let made = Layout::new(ranks, options.lanes, options.ring_bytes).and_then(|layout| {
-        let (segment, file, peer_info) = create(rank, layout, options, &key).map_err(unsupported(MADE))?;
-        Ok((layout, segment, file, peer_info))
+        let token = token(rank, options).map_err(unsupported(MADE))?;
+        let (segment, file, peer_info) =
+            create(rank, layout, options, token.as_ref(), &key).map_err(unsupported(MADE))?;
+        Ok((layout, segment, file, token, peer_info))
     });
     let peer_info = made.as_ref().map(|(.., peer_info)| peer_info.clone()).map_err(Clone::clone);
     let peer_infos = control.gather_all("shared memory: made", MADE, peer_info, deadline)?;
     // Others open it by its descriptor, so it is kept until they have.
-    let (layout, own, _file, _) = made?;
+    let (layout, own, _file, token, _) = made?;
 
     let parks = peer_infos.iter().map(|theirs| theirs.parks).collect();
     check_settings(&peer_infos)?;
@@ -74,10 +79,44 @@ pub(super) fn connect(control: &dyn Control, options: &ShmOptions, deadline: Dea
         })
         .collect();
     let opened = opened.map_err(unsupported(OPENED));
-    control.gather_all("shared memory: opened", OPENED, opened.as_ref().map(drop).map_err(Clone::clone), deadline)?;
+    let readable = readable(rank, &peer_infos);
+    let told = opened.as_ref().map(|_| readable.as_ref().err().cloned()).map_err(Clone::clone);
+    let unreadable = control.gather_all("shared memory: opened", OPENED, told, deadline)?.into_iter().flatten().next();
+    let single_copy = match (unreadable, readable, token) {
+        (Some(why), ..) | (None, Err(why), _) => Err(why),
+        (None, Ok(_), None) => Err(switched_off(rank)),
+        (None, Ok(peers), Some(own)) => Ok(SingleCopy { peers, _own: own }),
+    };
     let mut segments = opened?;
     segments.insert(rank, Arc::new(own));
-    Ok(TransportState { rank, waiting: options.waiting, segments, parks })
+    Ok(TransportState { rank, waiting: options.waiting, segments, parks, single_copy })
+}
+
+/// What the others need to read this rank's memory, if it wants that.
+fn token(rank: usize, options: &ShmOptions) -> RankResult<Option<Token>> {
+    if !options.single_copy {
+        return Ok(None);
+    }
+    admit_siblings();
+    Token::generate().map(Some).map_err(|why| format!("rank {rank} has {why}"))
+}
+
+/// The memory of all other ranks, in rank order and none for this one, if this rank can read it.
+fn readable(rank: usize, peer_infos: &[PeerInfo]) -> RankResult<Vec<Option<PeerMemory>>> {
+    if let Some(without) = peer_infos.iter().position(|theirs| theirs.memory.is_none()) {
+        return Err(switched_off(without));
+    }
+    let probe = |(peer, theirs): (usize, &PeerInfo)| match &theirs.memory {
+        Some(memory) if peer != rank => PeerMemory::probe(theirs.process, memory)
+            .map(Some)
+            .map_err(|why| format!("rank {rank} cannot read the memory of rank {peer}: {why}")),
+        _ => Ok(None),
+    };
+    peer_infos.iter().enumerate().map(probe).collect()
+}
+
+fn switched_off(rank: usize) -> String {
+    format!("rank {rank} has it switched off")
 }
 
 /// What is not supported where a rank cannot have memory, and where it cannot open that of others.
@@ -88,7 +127,13 @@ fn unsupported(what: &str) -> impl FnOnce(String) -> Error {
     move |why| Error::Unsupported { what: what.into(), why }
 }
 
-fn create(rank: usize, layout: Layout, options: &ShmOptions, key: &[u8; 32]) -> RankResult<(Segment, File, PeerInfo)> {
+fn create(
+    rank: usize,
+    layout: Layout,
+    options: &ShmOptions,
+    token: Option<&Token>,
+    key: &[u8; 32],
+) -> RankResult<(Segment, File, PeerInfo)> {
     let machine = MachineId::here()?;
     let make = || {
         let (segment, file) = Segment::create(layout)?;
@@ -111,6 +156,7 @@ fn create(rank: usize, layout: Layout, options: &ShmOptions, key: &[u8; 32]) -> 
         device: metadata.dev(),
         inode: metadata.ino(),
         nonce,
+        memory: token.map(Token::info),
     };
     Ok((segment, file, peer_info))
 }

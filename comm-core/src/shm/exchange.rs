@@ -1,11 +1,14 @@
 //! Messages through the rings of one lane.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
-
-use super::layout::{ALIGN, Layout};
-use super::sys::{Consumer, FutexWaker, Producer, Segment, after_stores};
 use std::time::Duration;
 
+use super::layout::{ALIGN, Layout};
+use super::single_copy::{PeerMemory, SingleCopy};
+use super::sys::{Consumer, FutexWaker, Producer, Segment, after_stores};
+
+use crate::control::RankResult;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::header::{HEADER_LEN, Header};
@@ -26,6 +29,11 @@ pub(super) mod state {
 /// Most bytes that one message moves before the others get their turn, so that both ends of a ring work at the same time.
 const LONGEST_STEP: usize = 64 << 10;
 
+/// Most bytes of a lent message that are read before the others get their turn: into a block that is handed on, which stays in a core's second
+/// cache, and straight to where they belong.
+const LONGEST_BLOCK: usize = 256 << 10;
+const LONGEST_READ: usize = 512 << 10;
+
 const _: () = assert!(HEADER_LEN == ALIGN, "a header fills what a ring keeps together");
 
 /// Looks without a look at the clock. A look takes some nanoseconds, the clock some tens.
@@ -42,11 +50,24 @@ pub(super) struct TransportState {
     pub(super) segments: Vec<Arc<Segment>>,
     /// By rank: whether its threads ever sleep inside an exchange, and so must be notified.
     pub(super) parks: Vec<bool>,
+    /// What lent messages take, or why there are none.
+    pub(super) single_copy: RankResult<SingleCopy>,
 }
 
 impl TransportState {
     pub(super) fn mine(&self) -> &Segment {
         &self.segments[self.rank]
+    }
+
+    /// Whether a message with so long a payload is lent: one that does not fit into the ring. All ranks say the same.
+    fn lends(&self, payload_len: u64) -> bool {
+        let room = (self.mine().layout().ring_bytes() - HEADER_LEN) as u64;
+        self.single_copy.is_ok() && payload_len > room
+    }
+
+    fn memory_of(&self, peer: usize) -> Result<&PeerMemory> {
+        let memory = self.single_copy.as_ref().ok().and_then(|single_copy| single_copy.peers.get(peer)?.as_ref());
+        memory.ok_or_else(|| Error::Internal(format!("a message that rank {peer} lends, without its memory")))
     }
 
     /// What `peer` says of itself.
@@ -69,14 +90,26 @@ pub(super) struct ShmLane {
     consumers: Vec<Option<Consumer>>,
     sends: Vec<Sending>,
     receives: Vec<Receiving>,
+    /// For what is read of lent messages and has to be looked at; of eight-byte words, so that it is aligned for every element type.
+    block: Vec<u64>,
 }
 
 /// How far an outgoing message is.
 struct Sending {
     header: [u8; HEADER_LEN],
-    /// Bytes of header and payload in the ring.
-    done: usize,
+    at: SendPhase,
     moved: bool,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum SendPhase {
+    /// So many bytes of header and payload are in the ring.
+    Copying(usize),
+    /// Header and loan are to go into the ring.
+    Lending,
+    /// The receiver reads.
+    Lent,
+    End,
 }
 
 /// How far an incoming message is.
@@ -89,6 +122,13 @@ enum ReceivePhase {
     Header,
     /// So many bytes of the payload are missing.
     Payload(u64),
+    /// A payload of so many bytes is lent, and it has not been said where it lies.
+    Loan(u64),
+    /// So many bytes are missing, the next of them at this address of the sender.
+    Lent {
+        address: u64,
+        missing: u64,
+    },
     End,
 }
 
@@ -110,6 +150,7 @@ impl ShmLane {
             consumers: (0..ranks).map(consumer).collect(),
             sends: Vec::with_capacity(ranks),
             receives: Vec::with_capacity(ranks),
+            block: Vec::new(),
         }
     }
 
@@ -124,19 +165,29 @@ impl ShmLane {
         check: impl Fn() -> Result<()>,
     ) -> Result<()> {
         self.sends.clear();
-        self.sends.extend(outgoing.iter().map(|message| Sending {
-            header: message.header.encode(),
-            done: 0,
-            moved: false,
+        self.sends.extend(outgoing.iter().map(|message| {
+            let is_lent = shared.lends(message.payload.len() as u64);
+            let at = if is_lent { SendPhase::Lending } else { SendPhase::Copying(0) };
+            Sending { header: message.header.encode(), at, moved: false }
         }));
         self.receives.clear();
         self.receives.extend(incoming.iter().map(|_| Receiving { at: ReceivePhase::Header, moved: false }));
 
         // Apart from the rest, because a wait borrows it.
         let mut spinner = std::mem::replace(&mut self.spinner, Spinner::new(shared.waiting));
-        let result = self.run(&mut spinner, shared, outgoing, incoming, deadline, check);
+        let result =
+            catch_unwind(AssertUnwindSafe(|| self.run(&mut spinner, shared, outgoing, incoming, deadline, check)));
         self.spinner = spinner;
-        result
+        if !matches!(result, Ok(Ok(()))) {
+            self.revoke(outgoing);
+        }
+        result.unwrap_or_else(|panic| resume_unwind(panic))
+    }
+
+    /// Takes back what is still lent: the caller may do with it what it likes once the exchange has failed.
+    fn revoke(&self, outgoing: &[Outgoing<'_>]) {
+        let lent = outgoing.iter().zip(&self.sends).filter(|(_, sending)| sending.at == SendPhase::Lent);
+        lent.filter_map(|(message, _)| self.producers.get(message.peer)?.as_ref()).for_each(Producer::revoke);
     }
 
     fn run(
@@ -190,35 +241,18 @@ impl ShmLane {
         let mut step = Step { is_done: true, has_moved: false };
         for (message, sending) in outgoing.iter().zip(&mut self.sends) {
             sending.moved = false;
-            let whole = HEADER_LEN + message.payload.len();
-            if sending.done == whole {
+            if sending.at == SendPhase::End {
                 continue;
             }
             let Some(producer) = self.producers.get_mut(message.peer).and_then(Option::as_mut) else { continue };
-            let wanted = whole - sending.done;
-            let free = producer.free(wanted)?;
-            if free < ALIGN {
-                if shared.state_of(message.peer) != state::OPEN {
-                    return Err(lost(shared, message.peer));
-                }
-                step.is_done = false;
-                continue;
+            let is_open = shared.state_of(message.peer) == state::OPEN;
+            // A peer that has left did before that what it did, so this looks after that.
+            if sending.advance(producer, message.payload)? {
+                step.has_moved = true;
+            } else if !is_open {
+                return Err(lost(shared, message.peer));
             }
-            let mut space = free.min(LONGEST_STEP);
-            if sending.done == 0 {
-                sending.done += producer.write(&sending.header);
-                space -= HEADER_LEN;
-            }
-            let rest = &message.payload[sending.done - HEADER_LEN..];
-            sending.done += producer.write(&rest[..rest.len().min(space)]);
-            if sending.done == whole {
-                producer.align();
-            } else {
-                step.is_done = false;
-            }
-            producer.publish();
-            sending.moved = true;
-            step.has_moved = true;
+            step.is_done &= sending.at == SendPhase::End;
         }
         if step.has_moved {
             let moved = outgoing.iter().zip(&self.sends).filter(|(_, sending)| sending.moved);
@@ -247,11 +281,14 @@ impl ShmLane {
                     continue;
                 }
             }
-            receiving.take(consumer, message)?;
-            consumer.release();
+            receiving.take(shared, consumer, message, &mut self.block)?;
+            // The sender of a lent message waits for its end alone.
+            if !matches!(receiving.at, ReceivePhase::Lent { .. }) {
+                consumer.release();
+                receiving.moved = true;
+            }
             step.is_done &= matches!(receiving.at, ReceivePhase::End);
             step.has_moved = true;
-            receiving.moved = true;
         }
         if step.has_moved {
             let moved = incoming.iter().zip(&self.receives).filter(|(_, receiving)| receiving.moved);
@@ -282,7 +319,7 @@ impl ShmLane {
         let unsent = outgoing
             .iter()
             .zip(&self.sends)
-            .filter(|(message, sending)| sending.done < HEADER_LEN + message.payload.len())
+            .filter(|(_, sending)| sending.at != SendPhase::End)
             .map(|(message, _)| message.peer);
         let missing = incoming
             .iter()
@@ -299,9 +336,61 @@ struct Step {
     has_moved: bool,
 }
 
+impl Sending {
+    /// Does what can be done now, and returns whether that was anything.
+    fn advance(&mut self, producer: &mut Producer, payload: &[u8]) -> Result<bool> {
+        match self.at {
+            SendPhase::Copying(done) => {
+                let whole = HEADER_LEN + payload.len();
+                let free = producer.free(whole - done)?;
+                if free < ALIGN {
+                    return Ok(false);
+                }
+                let (mut done, mut space) = (done, free.min(LONGEST_STEP));
+                if done == 0 {
+                    done += producer.write(&self.header);
+                    space -= HEADER_LEN;
+                }
+                let rest = &payload[done - HEADER_LEN..];
+                done += producer.write(&rest[..rest.len().min(space)]);
+                if done == whole {
+                    producer.align();
+                }
+                self.at = if done == whole { SendPhase::End } else { SendPhase::Copying(done) };
+            }
+            SendPhase::Lending => {
+                if producer.free(HEADER_LEN + ALIGN)? < HEADER_LEN + ALIGN {
+                    return Ok(false);
+                }
+                producer.write(&self.header);
+                producer.lend(payload);
+                self.at = SendPhase::Lent;
+            }
+            SendPhase::Lent => {
+                if !producer.is_all_taken()? {
+                    return Ok(false);
+                }
+                // Nothing that the receiver waits for.
+                self.at = SendPhase::End;
+                return Ok(true);
+            }
+            SendPhase::End => return Ok(false),
+        }
+        producer.publish();
+        self.moved = true;
+        Ok(true)
+    }
+}
+
 impl Receiving {
     /// Takes what has come of this message.
-    fn take(&mut self, consumer: &mut Consumer, message: &mut Incoming<'_>) -> Result<()> {
+    fn take(
+        &mut self,
+        shared: &TransportState,
+        consumer: &mut Consumer,
+        message: &mut Incoming<'_>,
+        block: &mut Vec<u64>,
+    ) -> Result<()> {
         let mut budget = LONGEST_STEP;
         if matches!(self.at, ReceivePhase::Header) {
             let bytes: &[u8; HEADER_LEN] =
@@ -318,7 +407,12 @@ impl Receiving {
             message.sink.begin(&header)?;
             consumer.skip(HEADER_LEN);
             budget -= HEADER_LEN;
-            self.at = ReceivePhase::Payload(header.payload_len);
+            let is_lent = shared.lends(header.payload_len);
+            let payload_len = header.payload_len;
+            self.at = if is_lent { ReceivePhase::Loan(payload_len) } else { ReceivePhase::Payload(payload_len) };
+        }
+        if matches!(self.at, ReceivePhase::Loan(_) | ReceivePhase::Lent { .. }) {
+            return self.take_lent(shared, consumer, message, block);
         }
         let ReceivePhase::Payload(missing) = &mut self.at else { return Ok(()) };
         // Twice where the ring's end lies within.
@@ -346,6 +440,60 @@ impl Receiving {
         }
         if *missing == 0 {
             consumer.align();
+            self.at = ReceivePhase::End;
+        }
+        Ok(())
+    }
+
+    /// Reads the next part of a lent message.
+    fn take_lent(
+        &mut self,
+        shared: &TransportState,
+        consumer: &mut Consumer,
+        message: &mut Incoming<'_>,
+        block: &mut Vec<u64>,
+    ) -> Result<()> {
+        if let ReceivePhase::Loan(missing) = self.at {
+            let Some(address) = consumer.loan()? else { return Ok(()) };
+            self.at = ReceivePhase::Lent { address, missing };
+        }
+        let ReceivePhase::Lent { address, missing } = &mut self.at else { return Ok(()) };
+        let left = usize::try_from(*missing).unwrap_or(usize::MAX);
+        let read = |into: &mut [u8]| -> Result<()> {
+            let outcome = shared.memory_of(message.peer)?.read(*address, into);
+            if outcome.is_ok() && consumer.is_still_lent() {
+                return Ok(());
+            }
+            if shared.state_of(message.peer) != state::OPEN {
+                return Err(lost(shared, message.peer));
+            }
+            let detail = match outcome {
+                Err(error) => format!("a message cannot be read out of its memory any more: {error}"),
+                Ok(()) => "it gave up a message that was being read".into(),
+            };
+            Err(Error::PeerLost { rank: message.peer, operation: String::new(), detail })
+        };
+        let count = match message.sink.space() {
+            Some(space) if !space.is_empty() => {
+                let count = space.len().min(left).min(LONGEST_READ);
+                read(&mut space[..count])?;
+                message.sink.filled(count)?;
+                count
+            }
+            _ => {
+                let count = left.min(LONGEST_BLOCK);
+                block.resize(LONGEST_BLOCK / size_of::<u64>(), 0);
+                let piece = &mut bytemuck::cast_slice_mut(block)[..count];
+                read(piece)?;
+                message.sink.piece(piece)?;
+                count
+            }
+        };
+        *missing -= count as u64;
+        // An address that goes round is one that cannot be read.
+        *address = address.wrapping_add(count as u64);
+        if *missing == 0 {
+            consumer.skip(ALIGN);
             self.at = ReceivePhase::End;
         }
         Ok(())

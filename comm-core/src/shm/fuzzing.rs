@@ -6,7 +6,9 @@ pub use super::connect::fuzzing::*;
 
 use super::exchange::{ShmLane, TransportState};
 use super::layout::Layout;
+use super::single_copy::{PeerMemory, SingleCopy, Token};
 use super::sys::Segment;
+use crate::control::RankResult;
 use crate::deadline::Deadline;
 use crate::fuzzing::header::some_header;
 use crate::fuzzing::stream::Kept;
@@ -16,7 +18,8 @@ use crate::waiting::Waiting;
 
 pub(crate) fn targets() -> Vec<Target> {
     let rings = Target::new("shm rings", shm_rings, seeds).inputs_per_case(8).memory(64 << 10, 1 << 10);
-    super::connect::fuzzing::targets().into_iter().chain([rings]).collect()
+    let loans = Target::new("shm loans", shm_loans, lent_seeds).inputs_per_case(8).memory(2 << 20, 1 << 10);
+    super::connect::fuzzing::targets().into_iter().chain([rings, loans]).collect()
 }
 
 const RING: usize = 4096;
@@ -25,6 +28,20 @@ const RING: usize = 4096;
 ///
 /// An input is a list of steps: a code, and what the code needs.
 pub fn shm_rings(bytes: &[u8]) -> Verdict {
+    exchanges(bytes, Err("not here".into()))
+}
+
+/// The same where messages that do not fit into the ring are lent; the memory that rank 1 lends is this process's.
+pub fn shm_loans(bytes: &[u8]) -> Verdict {
+    let own = Token::generate().expect("randomness");
+    let peer = PeerMemory::probe(std::process::id(), &own.info());
+    match peer {
+        Ok(peer) => exchanges(bytes, Ok(SingleCopy { peers: vec![None, Some(peer)], _own: own })),
+        Err(_) => Verdict::Rejected,
+    }
+}
+
+fn exchanges(bytes: &[u8], single_copy: RankResult<SingleCopy>) -> Verdict {
     let layout = Layout::new(2, 1, RING).expect("a layout");
     let segment = || Arc::new(Segment::create(layout).expect("memory").0);
     let shared = TransportState {
@@ -32,6 +49,7 @@ pub fn shm_rings(bytes: &[u8]) -> Verdict {
         waiting: Waiting::Park,
         segments: vec![segment(), segment()],
         parks: vec![true, true],
+        single_copy,
     };
     let mut lane = ShmLane::new(0, &shared);
     let mut input = Input(bytes);
@@ -112,4 +130,19 @@ fn seeds() -> Vec<Vec<u8>> {
     let two = [&message(0, 8)[..], &message(2, 100), &[0, 5, 7, 7 + 8 * 8]].concat();
     let both = [&[6, 3, 4, 4][..], &one(64), &[6, 2]].concat();
     vec![one(0), one(1), one(300), two, both]
+}
+
+/// Messages that a peer with good manners lends: two after each other.
+fn lent_seeds() -> Vec<Vec<u8>> {
+    static PAYLOAD: [u8; 2 * RING] = [9; 2 * RING];
+    let message = |line: u8| {
+        let mut bytes = vec![3, line, 10];
+        bytes.extend_from_slice(&some_header(PAYLOAD.len() as u64).encode());
+        bytes.extend_from_slice(&(PAYLOAD.as_ptr().addr() as u64).to_le_bytes());
+        bytes.extend_from_slice(&1u64.to_le_bytes());
+        bytes
+    };
+    let one = [&message(0)[..], &[0, 2, 7]].concat();
+    let two = [&one[..], &message(2), &[0, 4, 7 + 8 * 8]].concat();
+    vec![one, two]
 }

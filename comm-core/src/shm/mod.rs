@@ -4,6 +4,11 @@
 //! both map. A message is copied into the ring by its sender and reduced, or copied, out of it by its receiver, piece by piece
 //! if it is longer than the ring; no system call is made unless a peer sleeps.
 //!
+//! A message that does not fit into the ring waits for its receiver in any case. Where the kernel allows it ([`ShmOptions::single_copy`]), such a
+//! message is *lent*: the ring holds its address, the receiver reads it out of the sender's memory, in blocks that are reduced while
+//! they are in cache, and the exchange of the sender ends when all has been read. A sender whose exchange fails before that
+//! takes the loan back, and the receiver fails rather than believe what it has read.
+//!
 //! Each rank makes the memory into which all others write: a `memfd` that cannot change its size any more. The others find it
 //! through the control plane and open it as `/proc/PID/fd/N`. It has no name in any directory, so whenever and however the
 //! ranks end, nothing is left behind.
@@ -13,6 +18,7 @@ mod exchange;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod layout;
+mod single_copy;
 #[allow(unsafe_code, reason = "memory shared with other processes, and the system calls around it")]
 mod sys;
 
@@ -38,13 +44,18 @@ pub struct ShmOptions {
     /// Bytes of each ring, a power of two from 4 KiB to 1 GiB. Each rank takes `(ranks − 1) · lanes` times as much memory. Two rings, one
     /// in each direction, should fit into a core's second cache.
     pub ring_bytes: usize,
+    /// Whether a message that does not fit into a ring is copied once, out of the sender's memory, if the system lets every rank read that of
+    /// every other. The fact `shm.single_copy` says whether it does. A rank without it is enough for none to use it.
+    /// Buffers that do not fit into the processor's caches should be in huge pages ([`prefer_huge_pages`](crate::prefer_huge_pages)): the kernel
+    /// copies page by page, which takes longer than two copies by way of the ring where pages of 4 KiB are not in a cache.
+    pub single_copy: bool,
     /// How this rank waits. Ranks that never sleep ([`Waiting::Busy`]) spare the others the question whether they do.
     pub waiting: Waiting,
 }
 
 impl Default for ShmOptions {
     fn default() -> Self {
-        ShmOptions { lanes: 2, ring_bytes: 256 << 10, waiting: Waiting::Adaptive }
+        ShmOptions { lanes: 2, ring_bytes: 256 << 10, single_copy: true, waiting: Waiting::Adaptive }
     }
 }
 
@@ -150,8 +161,13 @@ impl Transport for ShmTransport {
     }
 
     fn facts(&self) -> Vec<(String, String)> {
+        let single_copy = match &self.shared.single_copy {
+            Ok(_) => "yes".into(),
+            Err(why) => format!("no ({why})"),
+        };
         vec![
             ("shm.ring_bytes".into(), self.options.ring_bytes.to_string()),
+            ("shm.single_copy".into(), single_copy),
             ("shm.waiting".into(), self.options.waiting.to_string()),
             ("shm.segment_bytes".into(), self.shared.mine().layout().total().to_string()),
         ]

@@ -3,11 +3,13 @@
 //! What lies in shared memory can change at any time, whatever the type system says of this process. Therefore
 //! - indexes, states and futexes are only touched as atomics, and every index is checked before it is used;
 //! - the bytes of a ring are copied or lent only where the protocol gives them to this side: what lies between tail and head
-//!   belongs to the consumer until it moves the tail, the rest to the producer until it moves the head.
+//!   belongs to the consumer until it moves the tail, the rest to the producer until it moves the head. Of a loan the second word is
+//!   an atomic to both.
 //!
 //! A peer that breaks this protocol can make this rank compute with bytes that change under its hands, as it could send wrong
 //! bytes in the first place; it cannot make it read or write anything else. Only processes of the same user that know where
-//! to look can map a segment, and the only ones that are told are the ranks of the job.
+//! to look can map a segment, and the only ones that are told are the ranks of the job. The address of a lent message is one in the
+//! peer's own memory, which the kernel reads: whatever it is, nothing of this process is reached by it.
 
 use std::fs::File;
 use std::io;
@@ -163,6 +165,10 @@ pub(super) fn after_stores() {
     fence(Ordering::SeqCst);
 }
 
+/// Instead of a long payload a ring holds a *loan*, a block of [`ALIGN`] bytes: where in the sender's memory the payload lies, and one of these.
+const LENT: u64 = 1;
+const REVOKED: u64 = 0;
+
 /// The writing end of a ring.
 pub(super) struct Producer {
     ring: Ring,
@@ -234,6 +240,34 @@ impl Producer {
         count
     }
 
+    /// Instead of a payload says where in this process it lies. There are [`ALIGN`] bytes free, and the position is a multiple of that.
+    pub(super) fn lend(&mut self, payload: &[u8]) {
+        self.write(&(payload.as_ptr().addr() as u64).to_le_bytes());
+        self.align();
+        self.loan_word().store(LENT, Ordering::Relaxed);
+    }
+
+    /// Whether the consumer has taken all that was ever published; then it needs nothing of what was lent.
+    ///
+    /// # Errors
+    /// As [`free`](Producer::free).
+    pub(super) fn is_all_taken(&mut self) -> Result<bool> {
+        let capacity = self.ring.capacity() as usize;
+        Ok(self.free(capacity)? == capacity)
+    }
+
+    /// Takes back what was lent last: from now on the payload may change, and whatever the consumer reads of it, it will not believe.
+    pub(super) fn revoke(&self) {
+        self.loan_word().store(REVOKED, Ordering::Relaxed);
+        // Before all that happens to the payload.
+        fence(Ordering::SeqCst);
+    }
+
+    /// That of the loan that ends at the head.
+    fn loan_word(&self) -> &AtomicU64 {
+        self.ring.loan_word(self.head.wrapping_sub(ALIGN as u64))
+    }
+
     /// Skips to where the next message may begin.
     pub(super) fn align(&mut self) {
         // Free space is a multiple of the alignment, so what is skipped is free.
@@ -282,6 +316,25 @@ impl Consumer {
         unsafe { std::slice::from_raw_parts(self.ring.data().add(start), count) }
     }
 
+    /// Where in the peer's memory the payload lies that it lends here. None as long as this has not come.
+    ///
+    /// # Errors
+    /// As [`available`](Consumer::available).
+    pub(super) fn loan(&mut self) -> Result<Option<u64>> {
+        if self.available(ALIGN)? < ALIGN {
+            return Ok(None);
+        }
+        // Copied first, so that what is checked is what is used.
+        Ok(self.peek(size_of::<u64>()).first_chunk().map(|address| u64::from_le_bytes(*address)))
+    }
+
+    /// Whether the payload of the loan here is still what it was when it was lent. What was read of it before this is good if so.
+    pub(super) fn is_still_lent(&self) -> bool {
+        // After all that was read.
+        fence(Ordering::SeqCst);
+        self.ring.loan_word(self.tail).load(Ordering::Relaxed) == LENT
+    }
+
     /// The next `count` bytes have been read.
     pub(super) fn skip(&mut self, count: usize) {
         self.tail += (count as u64).min(self.head - self.tail);
@@ -324,6 +377,15 @@ impl Ring {
         unsafe { AtomicU64::from_ptr(self.segment.map.as_mut_ptr().add(offset).cast()) }
     }
 
+    /// The second word of the loan that begins at `position`, which is a multiple of [`ALIGN`].
+    fn loan_word(&self, position: u64) -> &AtomicU64 {
+        let start = (position % self.capacity()) as usize & !(ALIGN - 1);
+        // SAFETY: the capacity is a multiple of ALIGN, so a block of ALIGN bytes that begins at `start` lies in this ring's data, within
+        // the mapping; its second word is aligned. Both sides use it as an atomic alone while a loan lies here: the consumer lends out only
+        // the first word, and the producer wrote no more by other means.
+        unsafe { AtomicU64::from_ptr(self.data().add(start + size_of::<u64>()).cast()) }
+    }
+
     /// The first of the ring's bytes.
     fn data(&self) -> *mut u8 {
         let offset = self.segment.layout.data(self.slot, self.lane);
@@ -353,4 +415,26 @@ unsafe fn copy_in(mut to: *mut u8, from: &[u8]) {
             to = to.add(from.len());
         }
     }
+}
+
+/// Takes `process_vm_readv` from the calling thread for good, as the sandboxes of some containers do.
+#[cfg(test)]
+pub(super) fn forbid_process_vm_readv() -> io::Result<()> {
+    let op = |code: u32, jump_if: u8, k: u32| libc::sock_filter { code: code as u16, jt: jump_if, jf: 0, k };
+    // The call's number is at the beginning of what the filter looks at.
+    let number = u32::try_from(libc::SYS_process_vm_readv).unwrap();
+    let is_it = libc::sock_filter { jf: 1, ..op(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, number) };
+    let mut program = [
+        op(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
+        is_it,
+        op(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32),
+        op(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let program = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
+    rustix::thread::set_no_new_privs(true)?;
+    // SAFETY: the kernel copies the program, whose length is given, before the call returns.
+    let outcome = unsafe {
+        libc::prctl(libc::PR_SET_SECCOMP, libc::c_ulong::from(libc::SECCOMP_MODE_FILTER), &raw const program)
+    };
+    if outcome == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }

@@ -1,5 +1,6 @@
 //! What the conformance suite cannot do to a transport: break the memory, leave early, disagree.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
@@ -40,8 +41,14 @@ fn connected(count: usize, options: ShmOptions) -> Vec<(ShmTransport, Arc<LocalC
     ranks(count, move |_, control| (ShmTransport::connect(&*control, &options, soon()).unwrap(), control))
 }
 
+/// Without loans.
 fn small(waiting: Waiting) -> ShmOptions {
-    ShmOptions { lanes: 2, ring_bytes: SMALL, waiting }
+    ShmOptions { lanes: 2, ring_bytes: SMALL, single_copy: false, waiting }
+}
+
+/// With them.
+fn lending(waiting: Waiting) -> ShmOptions {
+    ShmOptions { single_copy: true, ..small(waiting) }
 }
 
 fn header(payload_len: usize) -> Header {
@@ -96,11 +103,14 @@ fn pattern(length: usize, seed: usize) -> Vec<u8> {
 
 #[test]
 fn messages_of_every_length_go_both_ways() {
-    for waiting in Waiting::ALL {
+    for (waiting, options) in
+        Waiting::ALL.into_iter().flat_map(|waiting| [small, lending].map(|of| (waiting, of(waiting))))
+    {
         let lengths: Vec<usize> =
-            (0..130).chain([SMALL - 64, SMALL - 63, SMALL, SMALL + 1, 3 * SMALL, 100_003]).collect();
+            (0..130).chain([SMALL - 64, SMALL - 63, SMALL, SMALL + 1, 3 * SMALL, 100_003, 400_001]).collect();
         ranks(2, move |rank, control| {
-            let transport = ShmTransport::connect(&*control, &small(waiting), soon()).unwrap();
+            let transport = ShmTransport::connect(&*control, &options, soon()).unwrap();
+            assert_eq!(transport.shared.single_copy.is_ok(), options.single_copy);
             for length in &lengths {
                 let ours = pattern(*length, rank);
                 let mut sink = Collect::default();
@@ -292,4 +302,162 @@ fn random_indexes_never_panic_and_never_hang() {
             let _ = send(transport, 0, 1, &pattern(2 * SMALL, round), short);
         }
     }
+}
+
+/// Two ranks that lend each other long messages.
+fn lenders(waiting: Waiting) -> [(ShmTransport, Arc<LocalControl>); 2] {
+    connected(2, lending(waiting)).try_into().ok().unwrap()
+}
+
+/// Takes a message, and does something else after its first bytes.
+struct Interrupted<F> {
+    first: Option<F>,
+    bytes: Vec<u8>,
+}
+
+impl<F: FnOnce() -> Result<()> + Send> Sink for Interrupted<F> {
+    fn begin(&mut self, _header: &Header) -> Result<()> {
+        Ok(())
+    }
+
+    fn piece(&mut self, bytes: &[u8]) -> Result<()> {
+        self.bytes.extend_from_slice(bytes);
+        self.first.take().map_or(Ok(()), |first| first())
+    }
+}
+
+/// More than is read at a time.
+const LONG: usize = 1 << 20;
+
+#[test]
+fn what_is_lent_may_change_as_soon_as_its_exchange_has_ended() {
+    for waiting in Waiting::ALL {
+        let [(first, _control), (second, _other)] = lenders(waiting);
+        let receiver = thread::spawn(move || {
+            (0..20).for_each(|round| assert!(receive(&second, 0, 0, soon()).unwrap() == pattern(LONG, round)));
+            second
+        });
+        let mut payload = vec![0; LONG];
+        for round in 0..20 {
+            payload.copy_from_slice(&pattern(LONG, round));
+            send(&first, 0, 1, &payload, soon()).unwrap();
+            payload.fill(0xee);
+        }
+        drop(receiver.join().unwrap());
+    }
+}
+
+#[test]
+fn a_loan_that_was_given_up_is_not_believed() {
+    let [(first, _control), (second, _other)] = lenders(Waiting::Adaptive);
+    // The receiver comes when the sender has given up.
+    let mut payload = vec![1; LONG];
+    let error = send(&first, 0, 1, &payload, Deadline::after(Duration::from_millis(40))).unwrap_err();
+    assert!(matches!(&error, Error::Timeout { waiting_for, .. } if *waiting_for == [1]), "{error}");
+    payload.fill(2);
+    let error = receive(&second, 0, 0, soon()).unwrap_err();
+    assert!(matches!(&error, Error::PeerLost { rank: 0, detail, .. } if detail.contains("gave up")), "{error}");
+
+    // The sender gives up while the receiver reads, on the other lane.
+    let (given_up, has_given_up) = std::sync::mpsc::channel();
+    let sender = thread::spawn(move || {
+        let error = send(&first, 1, 1, &payload, Deadline::after(Duration::from_millis(200))).unwrap_err();
+        payload.fill(3);
+        given_up.send(()).unwrap();
+        (error, first)
+    });
+    let wait = move || has_given_up.recv_timeout(TIMEOUT).map_err(|error| Error::invalid(error.to_string()));
+    let mut sink = Interrupted { first: Some(wait), bytes: Vec::new() };
+    let error = second.exchange(1, &[], &mut [Incoming { peer: 0, sink: &mut sink }], soon()).unwrap_err();
+    assert!(matches!(&error, Error::PeerLost { rank: 0, detail, .. } if detail.contains("gave up")), "{error}");
+    assert!(sink.bytes.len() < LONG && sink.bytes.iter().all(|byte| *byte == 2));
+    assert!(matches!(sender.join().unwrap().0, Error::Timeout { .. }));
+}
+
+#[test]
+fn a_sender_that_panics_takes_its_loans_back() {
+    let [(first, _control), (second, _other)] = lenders(Waiting::Adaptive);
+    send(&second, 0, 0, &[1], soon()).unwrap();
+    let sender = thread::spawn(move || {
+        let mut sink = Interrupted { first: Some(|| panic!("a sink that panics")), bytes: Vec::new() };
+        let payload = vec![7; LONG];
+        let outgoing = Outgoing { peer: 1, header: header(LONG), payload: &payload };
+        let caught = catch_unwind(AssertUnwindSafe(|| {
+            first.exchange(0, &[outgoing], &mut [Incoming { peer: 1, sink: &mut sink }], soon())
+        }));
+        (caught.is_err(), first)
+    });
+    let (panicked, first) = sender.join().unwrap();
+    assert!(panicked);
+    let error = receive(&second, 0, 0, soon()).unwrap_err();
+    assert!(matches!(&error, Error::PeerLost { rank: 0, detail, .. } if detail.contains("gave up")), "{error}");
+    drop(first);
+}
+
+#[test]
+fn a_receiver_that_leaves_in_the_middle_of_a_loan_ends_its_senders_wait() {
+    for waiting in Waiting::ALL {
+        let [(first, _control), (second, other)] = lenders(waiting);
+        let receiver = thread::spawn(move || {
+            let mut sink = Interrupted { first: Some(|| Err(Error::invalid("enough"))), bytes: Vec::new() };
+            let error = second.exchange(0, &[], &mut [Incoming { peer: 0, sink: &mut sink }], soon()).unwrap_err();
+            assert!(matches!(error, Error::InvalidArgument(_)), "{error}");
+            (drop(second), other)
+        });
+        let began = Instant::now();
+        let error = send(&first, 0, 1, &pattern(LONG, 1), soon()).unwrap_err();
+        assert!(matches!(&error, Error::PeerLost { rank: 1, .. }), "{waiting}: {error}");
+        assert!(began.elapsed() < TIMEOUT / 2, "{waiting}");
+        receiver.join().unwrap();
+    }
+}
+
+#[test]
+fn a_loan_of_nothing_names_the_peer() {
+    let layout = Layout::new(2, 2, SMALL).unwrap();
+    for address in [0, 64, 1 << 63, u64::MAX - 8] {
+        let [(first, _control), (_second, _other)] = lenders(Waiting::Adaptive);
+        let (mine, lane) = (first.shared.mine(), layout.data(0, 0));
+        let words = header(LONG).encode();
+        let words = words.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap()));
+        words.chain([address, 1]).enumerate().for_each(|(index, word)| mine.poke(lane + 8 * index, word));
+        mine.poke(layout.head(0, 0), 128);
+        let error = receive(&first, 0, 1, soon()).unwrap_err();
+        assert!(matches!(&error, Error::PeerLost { rank: 1, detail, .. } if detail.contains("its memory")), "{error}");
+    }
+}
+
+/// Whether all of three ranks lend, and the fact that each of them tells.
+fn told(options: impl Fn(usize) -> ShmOptions + Clone + Send + 'static) -> (bool, String) {
+    let facts = ranks(3, move |rank, control| {
+        let transport = ShmTransport::connect(&*control, &options(rank), soon()).unwrap();
+        // A message that does not fit goes around, whatever was agreed on.
+        let ours = pattern(LONG, rank);
+        let mut sink = Collect::default();
+        let outgoing = Outgoing { peer: (rank + 1) % 3, header: header(LONG), payload: &ours };
+        let incoming = Incoming { peer: (rank + 2) % 3, sink: &mut sink };
+        transport.exchange(0, &[outgoing], &mut [incoming], soon()).unwrap();
+        assert!(sink.bytes == pattern(LONG, (rank + 2) % 3) && sink.misplaced == 0);
+        transport.close(soon()).unwrap();
+        let fact = transport.facts().into_iter().find(|(name, _)| name == "shm.single_copy").unwrap().1;
+        (transport.shared.single_copy.is_ok(), fact, control)
+    });
+    assert!(facts.iter().all(|(lends, fact, _)| (lends, fact) == (&facts[0].0, &facts[0].1)), "equal on all ranks");
+    (facts[0].0, facts[0].1.clone())
+}
+
+#[test]
+fn ranks_agree_whether_they_lend_and_say_why_not() {
+    assert_eq!(told(|_| lending(Waiting::Adaptive)), (true, "yes".into()));
+    let one_without = |rank| ShmOptions { single_copy: rank != 1, ..lending(Waiting::Adaptive) };
+    assert_eq!(told(one_without), (false, "no (rank 1 has it switched off)".into()));
+    // As in a sandbox.
+    let (lends, fact) = told(|rank| {
+        if rank == 2 {
+            sys::forbid_process_vm_readv().unwrap();
+        }
+        lending(Waiting::Adaptive)
+    });
+    assert!(!lends && fact.contains("rank 2 cannot read the memory of rank 0"), "{fact}");
+    assert!(fact.contains("process_vm_readv, or a sandbox hides it"), "{fact}");
 }

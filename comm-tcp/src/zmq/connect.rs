@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use comm_core::driver::{Driver, may_block};
+use comm_core::driver::Driver;
 use comm_core::location::{NetworkLocation, OfferedAddress, bind_address};
 use comm_core::{Control, Deadline, Error, Result};
 use tokio::runtime::{Builder, Runtime};
@@ -62,28 +62,31 @@ const BESIDE: usize = 8;
 /// Descriptors of a lane's driver.
 const DRIVER: usize = 4;
 
-/// What [`all`] and the drivers take.
-pub(super) fn need(core: &Core, options: &TcpOptions) -> DescriptorNeed {
+/// What [`all`] takes, and so many drivers that are still to be made.
+pub(super) fn need(core: &Core, options: &TcpOptions, drivers: usize) -> DescriptorNeed {
     // Of a connection behind the gate the public end, both ends of the private one, and the listener that waits for it.
     let accepted = if options.gate == Gate::Relay && !options.ipc { 4 } else { 2 };
-    core.need(if options.ipc { "tcp-ipc" } else { "tcp" }, accepted, BESIDE + DRIVER * core.lanes)
+    core.need(if options.ipc { "tcp-ipc" } else { "tcp" }, accepted, BESIDE + DRIVER * drivers)
 }
 
-/// Connects this rank with all others. The sockets of a lane belong to that lane's driver.
+/// Connects this rank with all others. The sockets of a lane belong to that lane's driver. A rank that could not be `made` ready for this
+/// tells the others, and all fail.
 pub(super) fn all(
     core: &Core,
     control: &dyn Control,
     options: &TcpOptions,
+    made: Result<()>,
     drivers: &[Driver],
     deadline: Deadline,
 ) -> Result<Connected> {
-    may_block()?;
     if options.ipc || options.gate != Gate::Filter {
-        return unfiltered(core, control, options, drivers, deadline);
+        return unfiltered(core, control, options, made, drivers, deadline);
     }
-    filtered::connect(core, control, options, drivers, deadline)?.or_else(|why| {
+    filtered::connect(core, control, options, made, drivers, deadline)?.or_else(|why| {
         let options = TcpOptions { gate: Gate::Relay, ..options.clone() };
-        let connected = unfiltered(core, control, &options, drivers, deadline)?;
+        // It takes more than the filter. The drivers are there.
+        let made = need(core, &options, 0).check();
+        let connected = unfiltered(core, control, &options, made, drivers, deadline)?;
         Ok(Connected { gate: GateInUse::Relay { because: Some(why) }, ..connected })
     })
 }
@@ -95,13 +98,12 @@ fn unfiltered(
     core: &Core,
     control: &dyn Control,
     options: &TcpOptions,
+    made: Result<()>,
     drivers: &[Driver],
     deadline: Deadline,
 ) -> Result<Connected> {
-    let need = need(core, options);
-    need.check()?;
     let key = Key(control.derive_key("zeromq"));
-    let opened = bind_address(options.bind, control).and_then(|own| {
+    let opened = made.and_then(|()| bind_address(options.bind, control)).and_then(|own| {
         let listeners = Listeners::open(core, options, own, drivers)?;
         let peer_info = PeerInfo {
             salt: auth::nonce()?,
@@ -118,7 +120,7 @@ fn unfiltered(
         socket_folder::check_all_reachable(core.rank, &folders, control, deadline)?;
     }
     let accepted = Arc::new(Mutex::new(None));
-    let pending = PendingConnections::new(core, &peer_infos, own, need);
+    let pending = PendingConnections::new(core, &peer_infos, own, need(core, options, core.lanes));
     let mut relays = None;
     if let Some(listener) = listeners.gate.take() {
         let started = Relays::start(core.rank)?;

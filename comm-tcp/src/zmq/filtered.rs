@@ -66,10 +66,11 @@ pub(super) fn connect(
     core: &Core,
     control: &dyn Control,
     options: &TcpOptions,
+    made: Result<()>,
     drivers: &[Driver],
     deadline: Deadline,
 ) -> Result<Filtered<Connected>> {
-    let opened = bind_address(options.bind, control).and_then(|own| {
+    let opened = made.and_then(|()| bind_address(options.bind, control)).and_then(|own| {
         let doors = Doors::open(core, options, own)?;
         let location = NetworkLocation::of(control);
         Ok((own, PeerInfo { salt: auth::nonce()?, location, addresses: doors.addresses(core) }, doors))
@@ -83,7 +84,7 @@ pub(super) fn connect(
         key: Key(control.derive_key("zeromq")),
         salt,
         deadline,
-        pending: PendingConnections::new(core, &peer_infos, own, need(core, options)),
+        pending: PendingConnections::new(core, &peer_infos, own, need(core, options, core.lanes)),
         pool: pool(options),
     };
     let dials = match &doors.refused {

@@ -70,10 +70,15 @@ impl ZmqTransport {
     pub fn connect(control: &dyn Control, options: &TcpOptions, deadline: Deadline) -> Result<Self> {
         options.validate()?;
         let core = Core::new(control.rank(), control.world_size(), options.lanes);
-        connect::need(&core, options).check()?;
-        let drivers = (0..options.lanes).map(|_| Driver::new("comm-tcp")).collect::<Result<Vec<_>>>()?;
+        comm_core::driver::may_block()?;
+        let made = connect::need(&core, options, options.lanes).check();
+        let made = made.and_then(|()| (0..options.lanes).map(|_| Driver::new("comm-tcp")).collect::<Result<Vec<_>>>());
+        let (made, drivers) = match made {
+            Ok(drivers) => (Ok(()), drivers),
+            Err(error) => (Err(error), Vec::new()),
+        };
         let Connected { connections, relays, sockets: socket_info, gate } =
-            connect::all(&core, control, options, &drivers, deadline)?;
+            connect::all(&core, control, options, made, &drivers, deadline)?;
         let spinner = Spinner::new(options.waiting);
         let sockets = |(connections, driver)| Sockets { connections, driver, spinner: spinner.clone() };
         Ok(ZmqTransport {

@@ -5,7 +5,7 @@ use super::workload::Workload;
 use super::{Entry, Formula, Method, Ranks};
 use crate::dtype::ReduceOp;
 use crate::error::Result;
-use crate::mesh::round::{Receive, Send};
+use crate::mesh::round::{Receive, Reduction, Send};
 use crate::op::OpKind;
 use crate::reduce::finish_mean;
 
@@ -31,7 +31,7 @@ fn payload(work: &Workload<'_>) -> u64 {
 }
 
 fn all_reduce(mut task: Task<'_, '_>) -> Result<()> {
-    let op = task.contribute()?;
+    let (op, mut input) = task.contribution()?;
     let Task { rounds, layout, bytes, .. } = task;
     let (rank, ranks) = (rounds.rank, layout.ranks);
     let shards = |first: usize, number: usize| layout.shard(first).start..layout.shard(first + number - 1).end;
@@ -41,8 +41,14 @@ fn all_reduce(mut task: Task<'_, '_>) -> Result<()> {
         let peer = rank ^ distance;
         // Of the block of 2·distance shards around both, each keeps the half that it lies in.
         let (keep, give) = (rank / distance * distance, peer / distance * distance);
-        let (out, into) = two_ranges(bytes, shards(give, distance), shards(keep, distance));
-        let receive = Receive { from: peer, into, reduce: Some((layout.dtype, op)) };
+        let (give, keep) = (shards(give, distance), shards(keep, distance));
+        let (out, into) = two_ranges(bytes, give.clone(), keep.clone());
+        // In the first round the contribution is where it was given; from then on this rank works on the half that it keeps.
+        let (out, operand) = match input.take() {
+            Some(input) => (&input[give], Some(&input[keep])),
+            None => (out, None),
+        };
+        let receive = Receive { from: peer, into, reduce: Some(Reduction { dtype: layout.dtype, op, operand }) };
         rounds.exchange(step, &[Send { to: peer, bytes: out }], &mut [receive])?;
         distance /= 2;
         step += 1;

@@ -6,7 +6,7 @@ use super::workload::Workload;
 use super::{Entry, Formula, Method, Ranks};
 use crate::dtype::ReduceOp;
 use crate::error::Result;
-use crate::mesh::round::{Receive, Send};
+use crate::mesh::round::{Receive, Reduction, Send};
 use crate::op::OpKind;
 use crate::reduce::finish_mean;
 
@@ -32,26 +32,31 @@ fn messages(work: &Workload<'_>) -> u64 {
 }
 
 fn all_reduce(mut task: Task<'_, '_>) -> Result<()> {
-    let op = task.contribute()?;
+    let (op, mut input) = task.contribution()?;
     let Task { rounds, layout, bytes, scratch, .. } = task;
     let (rank, ranks) = (rounds.rank, layout.ranks);
     let core = 1 << ranks.ilog2();
     let last = ranks.ilog2() as usize + 1;
-    let reduce = Some((layout.dtype, op));
+    let reduction = |operand| Some(Reduction { dtype: layout.dtype, op, operand });
     if rank >= core {
         let to = rank - core;
-        rounds.exchange(0, &[Send { to, bytes }], &mut [])?;
+        rounds.exchange(0, &[Send { to, bytes: input.unwrap_or(bytes) }], &mut [])?;
         return rounds.exchange(last, &[], &mut [Receive { from: to, into: bytes, reduce: None }]);
     }
     let folded = rank + core;
     if folded < ranks {
-        rounds.exchange(0, &[], &mut [Receive { from: folded, into: bytes, reduce }])?;
+        let receive = Receive { from: folded, into: &mut *bytes, reduce: reduction(input.take()) };
+        rounds.exchange(0, &[], &mut [receive])?;
     }
     for step in 1..last {
         let peer = rank ^ (1 << (step - 1));
         // What is sent must not change while the peer's part is added to it.
-        let out = scratch.inbox().copy_of(bytes);
-        let receive = Receive { from: peer, into: &mut *bytes, reduce };
+        let operand = input.take();
+        let out = match operand {
+            Some(input) => input,
+            None => scratch.inbox().copy_of(bytes),
+        };
+        let receive = Receive { from: peer, into: &mut *bytes, reduce: reduction(operand) };
         rounds.exchange(step, &[Send { to: peer, bytes: out }], &mut [receive])?;
     }
     if op == ReduceOp::Mean {

@@ -60,6 +60,16 @@ impl<'t> Task<'t, '_> {
         Ok(scaled(self.layout, op, self.bytes))
     }
 
+    /// How contributions are combined, and this rank's where it need not be copied: the input, as it is. Otherwise it is in the buffer, as
+    /// after [`contribute`](Task::contribute).
+    pub(super) fn contribution(&mut self) -> Result<(ReduceOp, Option<&'t [u8]>)> {
+        match (self.input, self.unscaled()?) {
+            // A rank alone receives nothing that its input could be combined with.
+            (Some(input), Some(op)) if self.layout.ranks > 1 => Ok((op, Some(input))),
+            _ => Ok((self.contribute()?, None)),
+        }
+    }
+
     /// Completes this rank's shard of the reduction by `reduce_scatter`, in its place; out of place in a copy, from which it comes into
     /// the buffer.
     pub(super) fn reduce_scatter_by(mut self, reduce_scatter: ReduceScatter) -> Result<()> {

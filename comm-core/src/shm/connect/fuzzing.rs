@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use super::{PeerInfo, ShmOptions, check_settings, create, open, proof};
+use super::{PeerInfo, ShmOptions, Token, check_settings, create, open, proof, readable};
 use crate::control::{RankResult, decode, encode};
 use crate::fuzzing::target::{Target, Verdict};
 use crate::shm::layout::Layout;
@@ -12,10 +12,10 @@ pub(crate) fn targets() -> Vec<Target> {
 }
 
 const KEY: [u8; 32] = [5; 32];
-const OPTIONS: ShmOptions = ShmOptions { lanes: 1, ring_bytes: 4096, waiting: crate::Waiting::Park };
+const OPTIONS: ShmOptions = ShmOptions { lanes: 1, ring_bytes: 4096, single_copy: true, waiting: crate::Waiting::Park };
 
 /// Memory of this process, and what its rank says of it.
-type Own = (super::Segment, super::File, Vec<u8>);
+type Own = (super::Segment, super::File, Token, Vec<u8>);
 
 thread_local! {
     /// Made once: it must be there for as long as inputs speak of it.
@@ -35,16 +35,19 @@ pub fn shm_announcement(bytes: &[u8]) -> Verdict {
     let settings = check_settings(&peer_infos);
     assert_eq!(settings.is_ok(), (theirs.lanes, theirs.ring_bytes) == (OPTIONS.lanes, OPTIONS.ring_bytes));
     let opened = open(theirs, &machine, layout, &proof(&KEY, 0, &theirs.nonce));
+    // Nothing that it says can make this rank read another process than one of the same token.
+    let _ = readable(0, &peer_infos);
     (settings.is_ok() && opened.is_ok()).into()
 }
 
 /// What this process says of its memory.
 fn announced() -> Vec<u8> {
     OWN.with_borrow_mut(|own| {
-        let (_, _, announced) = own.get_or_insert_with(|| {
+        let (.., announced) = own.get_or_insert_with(|| {
             let layout = Layout::new(2, OPTIONS.lanes, OPTIONS.ring_bytes).expect("a layout");
-            let (segment, file, peer_info) = create(0, layout, &OPTIONS, &KEY).expect("memory");
-            (segment, file, encode(&RankResult::Ok(peer_info)).expect("an announcement can be written"))
+            let token = Token::generate().expect("randomness");
+            let (segment, file, peer_info) = create(0, layout, &OPTIONS, Some(&token), &KEY).expect("memory");
+            (segment, file, token, encode(&RankResult::Ok(peer_info)).expect("an announcement can be written"))
         });
         announced.clone()
     })
