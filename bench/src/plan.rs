@@ -645,6 +645,8 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
     cell.sync_every = cell.sync_every.filter(|_| strategy.has(Setting::SyncEvery));
     cell.staleness = cell.staleness.filter(|_| strategy.has(Setting::Staleness));
     if cell.program.is_pytorch() {
+        // It has its own.
+        cell.kernels = KernelChoice::default().name().into();
         check_pytorch(&cell)?;
     }
     Ok(cell)
@@ -683,7 +685,6 @@ fn check_pytorch(cell: &Cell) -> Result<(), String> {
         (Axis::Compress, cell.compress.is_some()),
         (Axis::Accumulation, cell.accumulation != 1),
         (Axis::Recompute, cell.recompute),
-        (Axis::Kernels, cell.kernels != KernelChoice::default().name()),
         (Axis::Overlap, !cell.overlap),
         (Axis::Planted, cell.planted.is_some()),
         (Axis::LossScaling, cell.loss_scaling.is_some()),

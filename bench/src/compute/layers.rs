@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use burn::tensor::Device;
+use comm_core::Buffer;
 use gpt2::config::ModelConfig;
 use gpt2::memory::{self, Allocations};
-use gpt2::segments::{BlockLayer, ModelError, Pass, PassHooks, SegmentGrads, SegmentedModel, TokenBatch};
+use gpt2::segments::{BlockLayer, Compute, ModelError, Pass, PassHooks, SegmentGrads, SegmentedModel, TokenBatch};
 use rig::BenchError;
 use rig::outcome;
 use rig::record::{Cell, Record};
@@ -51,42 +52,59 @@ pub(super) const HEAD: &str = "head and loss";
 pub(super) const OPTIMIZER: &str = "optimizer";
 
 impl Layers<'_> {
-    /// Measures a case, ours and PyTorch's in turns; and why PyTorch's has no figures, if it has failed.
+    /// Measures a case, of which there is a cell for each kind of kernels, those and PyTorch's in turns; and why PyTorch's has no figures, if it
+    /// has failed. `records` are those of whole steps.
     pub(super) fn measure(
         &self,
-        cell: &Cell,
+        cells: &[&Cell],
         rounds: u32,
-        runs: &[&Record],
+        records: &[Record],
     ) -> Result<(Vec<LayerRow>, Option<String>), BenchError> {
-        let config = model(cell, self.text.vocabulary)?;
-        let (rows, cols) = (cell.batch, config.block_size);
+        let config = model(cells[0], self.text.vocabulary)?;
+        let cols = config.block_size;
         let pool = &self.yardsticks.pool;
-        let mut model = pool.install(|| SegmentedModel::new(config.clone(), cell.seed, &Device::flex()))?;
-        let batch = tokens(&config, rows);
+        let models = cells.iter().map(|cell| pool.install(|| computing_as(&config, cell)));
+        let mut models: Vec<SegmentedModel> = models.collect::<Result<_, _>>()?;
+        let batch = tokens(&config, cells[0].batch);
         let (mut found, mut complaint) = (Vec::new(), None);
         for round in 1..=rounds {
-            self.signals.check()?;
-            let mut layers = pool.install(|| ours(&mut model, &batch))?;
-            let step = runs.iter().find(|run| run.round == round);
-            layers.extend(step.and_then(|run| optimizer(run)));
-            let theirs = match self.torch.filter(|_| complaint.is_none()) {
-                Some(torch) => match outcome::settled(torch.layers(cell, self.text, self.timeout))? {
-                    Ok(layers) => layers,
-                    Err(why) => {
-                        complaint = Some(why);
-                        BTreeMap::new()
-                    }
-                },
-                None => BTreeMap::new(),
-            };
-            let row = |layer: Measured| {
-                let pytorch_ms = theirs.get(layer.name).copied();
-                LayerRow::of(cell, round, cols, layer, pytorch_ms, self.yardsticks)
-            };
-            found.extend(layers.into_iter().map(row));
+            let mut theirs = self.theirs(cells[0], &mut complaint)?;
+            for (cell, model) in cells.iter().zip(&mut models) {
+                self.signals.check()?;
+                let mut layers = pool.install(|| ours(model, &batch))?;
+                let step = records.iter().find(|run| run.round == round && run.cell == **cell);
+                layers.extend(step.and_then(optimizer));
+                // They are the same for all kinds of kernels.
+                let theirs = std::mem::take(&mut theirs);
+                let row = |layer: Measured| {
+                    let pytorch_ms = theirs.get(layer.name).copied();
+                    LayerRow::of(cell, round, cols, layer, pytorch_ms, self.yardsticks)
+                };
+                found.extend(layers.into_iter().map(row));
+            }
         }
         Ok((found, complaint))
     }
+
+    /// PyTorch's layers, in ms; none where it is not to be measured, or has failed, which is then the complaint.
+    fn theirs(&self, cell: &Cell, complaint: &mut Option<String>) -> Result<BTreeMap<String, f64>, BenchError> {
+        let Some(torch) = self.torch.filter(|_| complaint.is_none()) else { return Ok(BTreeMap::new()) };
+        Ok(outcome::settled(torch.layers(cell, self.text, self.timeout))?.unwrap_or_else(|why| {
+            *complaint = Some(why);
+            BTreeMap::new()
+        }))
+    }
+}
+
+/// A model that computes by the cell's kernels.
+fn computing_as(config: &ModelConfig, cell: &Cell) -> Result<SegmentedModel, BenchError> {
+    let compute = Compute { kernels: cell.kernels.parse()?, ..Compute::default() };
+    let mut model = SegmentedModel::absent(config.clone(), compute, &Device::flex())?;
+    for segment in 0..model.segments().len() {
+        let weights = model.segments()[segment].initial(config, cell.seed);
+        model.put_params(segment, Buffer::from_vec(weights))?;
+    }
+    Ok(model)
 }
 
 /// Ids as good as any: each of the vocabulary may come.
@@ -256,13 +274,22 @@ fn optimizer(run: &Record) -> Option<Measured> {
 #[cfg(test)]
 mod tests {
     use gpt2::config::Preset;
+    use gpt2::model::KernelChoice;
 
     use super::*;
 
     #[test]
     fn each_layer_is_measured_as_often_as_a_step_runs_it() {
+        for kernels in KernelChoice::ALL {
+            each_layer_is_measured_by(kernels);
+        }
+    }
+
+    fn each_layer_is_measured_by(kernels: KernelChoice) {
         let config = Preset::Micro.config(300);
-        let mut model = SegmentedModel::new(config.clone(), 1, &Device::flex()).unwrap();
+        let cell = Cell { kernels: kernels.name().into(), ..Cell::default() };
+        let mut model = computing_as(&config, &cell).unwrap();
+        assert_eq!(model.compute().kernels, kernels);
         let found = ours(&mut model, &tokens(&config, 2)).unwrap();
         let names: Vec<(&str, usize)> = found.iter().map(|layer| (layer.name, layer.times)).collect();
         let expected = [

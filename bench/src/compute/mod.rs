@@ -1,7 +1,7 @@
 //! `bench compute`: how fast one device computes, the whole training step and each layer of it, beside PyTorch.
 //!
 //! Steps are cells of a plan, trained by the strategy `single` in processes of their own, in turns with PyTorch's. Layers are then run by
-//! themselves, forward and backward, in this process, in turns with PyTorch's in another. All are held against the same two peaks: the theoretical
+//! themselves, forward and backward, in this process, by each kind of kernels in turns, and with PyTorch's in another. All are held against the same two peaks: the theoretical
 //! one, and the best that was measured before and after the steps.
 
 mod layers;
@@ -18,7 +18,7 @@ use rig::environment::Environment;
 use rig::folder::results_folder;
 use rig::lines::Lines;
 use rig::outcome;
-use rig::record::{Axis, Cell, Record, Trainer};
+use rig::record::{Axis, Cell, Trainer};
 use rig::signal::Signals;
 
 pub(crate) use options::ComputeArgs;
@@ -70,8 +70,8 @@ pub(crate) fn run(args: &ComputeArgs) -> Result<ExitCode, BenchError> {
     if args.has_layers() {
         let (torch, timeout) = (torch.as_ref().ok().filter(|_| args.has_eager_peer()), plan.timeout);
         let layers = Layers { text: &text, yardsticks: &yardsticks, torch, signals: &signals, timeout };
-        for cell in plan.cells.iter().filter(|cell| cell.program == Trainer::Ours) {
-            let (rows, complaint) = layers.measure(cell, plan.rounds, &of_cell(&records, cell))?;
+        for cells in by_kernels(&plan.cells) {
+            let (rows, complaint) = layers.measure(&cells, plan.rounds, &records)?;
             rows.iter().try_for_each(|row| file.write(row))?;
             say(format_args!("\n{}", report::layers(&rows)));
             if let Some(why) = complaint {
@@ -85,7 +85,15 @@ pub(crate) fn run(args: &ComputeArgs) -> Result<ExitCode, BenchError> {
     Ok(if sound { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// The runs of a cell.
-fn of_cell<'a>(records: &'a [Record], cell: &Cell) -> Vec<&'a Record> {
-    records.iter().filter(|record| record.cell == *cell).collect()
+/// Our cells, those that differ in their kernels alone together.
+fn by_kernels(cells: &[Cell]) -> Vec<Vec<&Cell>> {
+    let mut cases: Vec<Vec<&Cell>> = Vec::new();
+    for cell in cells.iter().filter(|cell| cell.program == Trainer::Ours) {
+        let differs = |other: &Cell| Cell { kernels: cell.kernels.clone(), ..other.clone() } != *cell;
+        match cases.iter_mut().find(|case| !differs(case[0])) {
+            Some(case) => case.push(cell),
+            None => cases.push(vec![cell]),
+        }
+    }
+    cases
 }

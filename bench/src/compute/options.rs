@@ -7,6 +7,7 @@ use std::str::FromStr;
 use clap::ValueEnum;
 use gpt2::cli::MAX_THREADS;
 use gpt2::config::Preset;
+use gpt2::model::KernelChoice;
 use rig::BenchError;
 use rig::check::between;
 use rig::record::Axis;
@@ -32,6 +33,10 @@ pub(crate) struct ComputeArgs {
     /// Rounds.
     #[arg(long, default_value_t = 3)]
     rounds: u32,
+    /// By which kernels layers and loss are computed, separated by commas: fused, or composed of the backend's single operations. With both, in
+    /// the same rounds, the tables have how much longer the composed ones take.
+    #[arg(long, value_delimiter = ',', default_value = "fused", value_name = "KERNELS")]
+    kernels: Vec<KernelChoice>,
     /// Also measure PyTorch, in the same rounds: eager, or compiled by `torch.compile`, which needs a C++ compiler; both where none is named.
     #[arg(long, value_delimiter = ',', num_args = 0.., value_name = "FORM")]
     peers: Option<Vec<Form>>,
@@ -104,7 +109,11 @@ impl ComputeArgs {
                 programs.push(name);
             }
         }
-        draft.set(Axis::Program, &programs).set(Axis::Threads, &[self.threads()]).set(Axis::Steps, &[self.steps()]);
+        draft
+            .set(Axis::Program, &programs)
+            .set(Axis::Kernels, &self.kernels)
+            .set(Axis::Threads, &[self.threads()])
+            .set(Axis::Steps, &[self.steps()]);
         if let [first, more @ ..] = &self.cases[..] {
             draft
                 .without_also()
@@ -219,6 +228,23 @@ mod tests {
     }
 
     #[test]
+    fn kernels_are_those_that_are_named_and_pytorch_has_its_own() {
+        let cells = |arguments: &[&str]| -> Vec<(Trainer, String)> {
+            let cells = check(&[&["--cases", "micro:8x2"], arguments].concat()).unwrap();
+            cells.into_iter().map(|cell| (cell.program, cell.kernels)).collect()
+        };
+        let of = |program: Trainer, kernels: &str| (program, kernels.to_string());
+        assert_eq!(cells(&[]), [of(Trainer::Ours, "fused")]);
+        assert_eq!(cells(&["--kernels", "composed,composed"]), [of(Trainer::Ours, "composed")]);
+        assert_eq!(
+            cells(&["--kernels", "fused,composed", "--peers", "eager"]),
+            [of(Trainer::Ours, "fused"), of(Trainer::Ours, "composed"), of(Trainer::Pytorch, "fused")]
+        );
+        // In every case.
+        assert_eq!(check(&["--kernels", "fused,composed"]).unwrap().len(), 6);
+    }
+
+    #[test]
     fn what_cannot_be_measured_is_refused_by_name() {
         for (arguments, part) in [
             (&["--cases", "tiny"][..], "`tiny` is no case"),
@@ -231,6 +257,7 @@ mod tests {
             (&["--rounds", "0"], "--rounds 0"),
             (&["--cell-timeout", "0"], "--cell-timeout"),
             (&["--peers", "jax"], "jax"),
+            (&["--kernels", "magic"], "unknown choice of kernels 'magic'"),
         ] {
             let why = check(arguments).unwrap_err();
             assert!(why.contains(part), "{arguments:?}: {why}");

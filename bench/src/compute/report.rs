@@ -1,6 +1,7 @@
 //! Rows of `bench compute`, and the tables over its rounds.
 
 use gpt2::memory::Allocations;
+use gpt2::model::KernelChoice;
 use gpt2::trainer::Parts;
 use rig::environment::Environment;
 use rig::record::{Cell, Record, Trainer};
@@ -45,6 +46,8 @@ pub(super) struct StepRow {
     rows: usize,
     parameters: usize,
     program: Trainer,
+    /// Ours; PyTorch has its own.
+    kernels: Option<String>,
     threads: usize,
     /// `ok`, or why there are no figures.
     status: String,
@@ -87,6 +90,7 @@ impl StepRow {
             rows: cell.batch,
             parameters: config.parameter_count(),
             program: cell.program,
+            kernels: (!cell.program.is_pytorch()).then(|| cell.kernels.clone()),
             threads: cell.threads,
             status: figures.as_ref().err().map_or("ok".into(), |why| format!("failed: {why}")),
             figures: figures.ok(),
@@ -102,19 +106,30 @@ impl StepRow {
     fn case(&self) -> String {
         case(&self.preset, self.cols, self.rows)
     }
+
+    fn by(&self) -> &str {
+        name(self.program, self.kernels.as_deref())
+    }
 }
 
 fn case(preset: &str, cols: usize, rows: usize) -> String {
     format!("{preset}:{cols}x{rows}")
 }
 
-/// The form of the program, as the table has it.
-fn name(program: Trainer) -> &'static str {
-    match program {
-        Trainer::Ours => "ours",
-        Trainer::Pytorch => "PyTorch",
-        Trainer::PytorchCompiled => "compiled",
+/// By what something was measured, as the tables have it.
+fn name(program: Trainer, kernels: Option<&str>) -> &str {
+    match (program, kernels) {
+        (Trainer::Ours, Some(kernels)) if !is_default(kernels) => kernels,
+        (Trainer::Ours, _) => "ours",
+        (Trainer::Pytorch, _) => PYTORCH,
+        (Trainer::PytorchCompiled, _) => "compiled",
     }
+}
+
+const PYTORCH: &str = "PyTorch";
+
+fn is_default(kernels: &str) -> bool {
+    kernels == KernelChoice::default().name()
 }
 
 /// A line for each case by each program, over all rounds.
@@ -135,7 +150,7 @@ pub(super) fn steps(rows: &[StepRow]) -> String {
     ];
     let mut cells: Vec<Vec<&StepRow>> = Vec::new();
     for row in rows {
-        let same = |other: &&mut Vec<&StepRow>| other[0].case() == row.case() && other[0].program == row.program;
+        let same = |other: &&mut Vec<&StepRow>| other[0].case() == row.case() && other[0].by() == row.by();
         match cells.iter_mut().find(same) {
             Some(known) => known.push(row),
             None => cells.push(vec![row]),
@@ -152,7 +167,7 @@ pub(super) fn steps(rows: &[StepRow]) -> String {
         };
         [
             cell[0].case(),
-            name(cell[0].program).into(),
+            cell[0].by().into(),
             spread(&of(|figures| Some(figures.step_ms)), 1),
             middle(&of(|figures| Some(figures.tokens_per_s)), 0),
             middle(&of(|figures| Some(figures.gflop_per_s)), 1),
@@ -169,18 +184,20 @@ pub(super) fn steps(rows: &[StepRow]) -> String {
     let mut text = columns(&HEADER, &lines, 2);
     for cell in &cells {
         if let Some(row) = cell.iter().find(|row| !row.is_sound()) {
-            text.push_str(&format!("\n{} by {}: {}", row.case(), name(row.program), row.status));
+            text.push_str(&format!("\n{} by {}: {}", row.case(), row.by(), row.status));
         }
     }
     text
 }
 
-/// The step of a PyTorch's over ours of the same case, round by round.
+/// The step of others over ours of the same case, round by round: with fused kernels, or where those were not measured with the others.
 fn speed_of_ours(rows: &[StepRow], theirs: &[&StepRow]) -> Option<Ratio> {
     let step_ms = |row: &StepRow| row.figures.as_ref().map(|figures| figures.step_ms);
-    let pairs = theirs.iter().filter(|row| row.program.is_pytorch()).filter_map(|theirs| {
-        let same =
-            |row: &&StepRow| row.program == Trainer::Ours && row.round == theirs.round && row.case() == theirs.case();
+    let ours = |row: &&StepRow| row.program == Trainer::Ours && row.case() == theirs[0].case();
+    let default = rows.iter().filter(ours).find(|row| row.kernels.as_deref().is_some_and(is_default));
+    let reference = default.or_else(|| rows.iter().find(ours))?;
+    let pairs = theirs.iter().filter(|row| row.by() != reference.by()).filter_map(|theirs| {
+        let same = |row: &&StepRow| ours(row) && row.by() == reference.by() && row.round == theirs.round;
         Some((step_ms(theirs)?, step_ms(rows.iter().find(same)?)?))
     });
     let (theirs, ours): (Vec<f64>, Vec<f64>) = pairs.unzip();
@@ -196,6 +213,7 @@ pub(super) struct LayerRow {
     cols: usize,
     rows: usize,
     threads: usize,
+    kernels: String,
     layer: &'static str,
     /// How many of it a step runs.
     times: usize,
@@ -230,6 +248,7 @@ impl LayerRow {
             cols,
             rows: cell.batch,
             threads: cell.threads,
+            kernels: cell.kernels.clone(),
             layer: layer.name,
             times: layer.times,
             ms: layer.ms,
@@ -241,12 +260,18 @@ impl LayerRow {
             pytorch_ms,
         }
     }
+
+    /// As the table has it: a sum of the lines above it stands out.
+    fn name(&self) -> String {
+        if self.layer == BLOCK { format!("= {BLOCK}") } else { self.layer.into() }
+    }
 }
 
-/// A line for each layer of one case, over all rounds.
+/// Lines for each layer of one case, over all rounds: one for each kind of kernels, and PyTorch's.
 pub(super) fn layers(rows: &[LayerRow]) -> String {
-    const HEADER: [&str; 12] = [
+    const HEADER: [&str; 13] = [
         "layer",
+        "by",
         "times",
         "ms each",
         "ms a step",
@@ -260,43 +285,85 @@ pub(super) fn layers(rows: &[LayerRow]) -> String {
         "speed",
     ];
     let Some(first) = rows.first() else { return String::new() };
-    let mut names: Vec<&str> = Vec::new();
-    rows.iter().for_each(|row| {
+    let (mut names, mut kinds): (Vec<&str>, Vec<&str>) = (Vec::new(), Vec::new());
+    for row in rows {
         if !names.contains(&row.layer) {
             names.push(row.layer);
         }
-    });
-    let line = |layer: &&str| -> [String; 12] {
-        let all: Vec<&LayerRow> = rows.iter().filter(|row| row.layer == *layer).collect();
-        let of = |of: &dyn Fn(&LayerRow) -> Option<f64>| -> Vec<f64> { all.iter().filter_map(|row| of(row)).collect() };
-        let asked = |count: fn(Allocations) -> u64, unit: f64, digits: usize| {
-            middle(&of(&|row: &LayerRow| Some(count(row.allocations?) as f64 / unit)), digits)
-        };
-        let (theirs, ours): (Vec<f64>, Vec<f64>) = all.iter().filter_map(|row| Some((row.pytorch_ms?, row.ms))).unzip();
-        // A sum of the lines above it stands out.
-        let name = if *layer == BLOCK { format!("= {layer}") } else { (*layer).into() };
-        [
-            name,
-            all[0].times.to_string(),
-            spread(&of(&|row: &LayerRow| Some(row.ms)), 2),
-            middle(&of(&|row: &LayerRow| Some(row.ms * row.times as f64)), 1),
-            middle(&of(&|row: &LayerRow| row.gflop_per_s), 1),
-            percent(&of(&|row: &LayerRow| row.matrix_share)),
-            percent(&of(&|row: &LayerRow| row.mfu)),
-            asked(|asked| asked.count, 1.0, 0),
-            asked(|asked| asked.large, 1.0, 0),
-            asked(|asked| asked.bytes, 1e6, 1),
-            middle(&of(&|row: &LayerRow| Some(row.peak_bytes? as f64 / 1e6)), 1),
-            ratio(Ratio::of(&theirs, &ours)),
-        ]
-    };
-    let lines: Vec<[String; 12]> = names.iter().map(line).collect();
+        if !kinds.contains(&row.kernels.as_str()) {
+            kinds.push(&row.kernels);
+        }
+    }
+    let reference = kinds.iter().copied().find(|kernels| is_default(kernels)).unwrap_or(kinds[0]);
+    let mut lines = Vec::new();
+    for layer in names {
+        let of = |kernels: &str| rows.iter().filter(|row| row.layer == layer && row.kernels == kernels).collect();
+        let ours: Vec<&LayerRow> = of(reference);
+        lines.extend(kinds.iter().map(|kernels| layer_line(&of(kernels), &ours)));
+        lines.extend(pytorch_line(rows.iter().filter(|row| row.layer == layer), &ours));
+    }
     format!(
         "{}, {} thread(s), layer by layer:\n{}",
         case(&first.preset, first.cols, first.rows),
         first.threads,
-        columns(&HEADER, &lines, 1)
+        columns(&HEADER, &lines, 2)
     )
+}
+
+/// The line of a layer by one kind of kernels, beside `ours`.
+fn layer_line(rows: &[&LayerRow], ours: &[&LayerRow]) -> [String; 13] {
+    let of = |of: &dyn Fn(&LayerRow) -> Option<f64>| -> Vec<f64> { rows.iter().filter_map(|row| of(row)).collect() };
+    let asked = |count: fn(Allocations) -> u64, unit: f64, digits: usize| {
+        middle(&of(&|row: &LayerRow| Some(count(row.allocations?) as f64 / unit)), digits)
+    };
+    let (times, kernels) = rows.first().map_or((0, ""), |row| (row.times, row.kernels.as_str()));
+    let is_other = ours.first().is_some_and(|ours| ours.kernels != kernels);
+    let ms = |row: &LayerRow| is_other.then_some((row.round, row.ms));
+    [
+        rows.first().map_or_else(String::new, |row| row.name()),
+        name(Trainer::Ours, Some(kernels)).into(),
+        times.to_string(),
+        spread(&of(&|row: &LayerRow| Some(row.ms)), 2),
+        middle(&of(&|row: &LayerRow| Some(row.ms * row.times as f64)), 1),
+        middle(&of(&|row: &LayerRow| row.gflop_per_s), 1),
+        percent(&of(&|row: &LayerRow| row.matrix_share)),
+        percent(&of(&|row: &LayerRow| row.mfu)),
+        asked(|asked| asked.count, 1.0, 0),
+        asked(|asked| asked.large, 1.0, 0),
+        asked(|asked| asked.bytes, 1e6, 1),
+        middle(&of(&|row: &LayerRow| Some(row.peak_bytes? as f64 / 1e6)), 1),
+        ratio(over_ours(rows.iter().filter_map(|row| ms(row)), ours)),
+    ]
+}
+
+/// The line of a layer by PyTorch, where it was measured, beside `ours`.
+fn pytorch_line<'a>(rows: impl Iterator<Item = &'a LayerRow>, ours: &[&LayerRow]) -> Option<[String; 13]> {
+    let theirs: Vec<(u32, f64)> = rows.filter_map(|row| Some((row.round, row.pytorch_ms?))).collect();
+    let (first, nothing) = (ours.first().filter(|_| !theirs.is_empty())?, || "-".to_string());
+    let ms: Vec<f64> = theirs.iter().map(|(_, ms)| *ms).collect();
+    let a_step: Vec<f64> = ms.iter().map(|ms| ms * first.times as f64).collect();
+    Some([
+        first.name(),
+        PYTORCH.into(),
+        first.times.to_string(),
+        spread(&ms, 2),
+        middle(&a_step, 1),
+        nothing(),
+        nothing(),
+        nothing(),
+        nothing(),
+        nothing(),
+        nothing(),
+        nothing(),
+        ratio(over_ours(theirs.into_iter(), ours)),
+    ])
+}
+
+/// Times by round over ours of the same rounds.
+fn over_ours(theirs: impl Iterator<Item = (u32, f64)>, ours: &[&LayerRow]) -> Option<Ratio> {
+    let pairs = theirs.filter_map(|(round, ms)| Some((ms, ours.iter().find(|row| row.round == round)?.ms)));
+    let (theirs, ours): (Vec<f64>, Vec<f64>) = pairs.unzip();
+    Ratio::of(&theirs, &ours)
 }
 
 fn percent(shares: &[f64]) -> String {
@@ -308,8 +375,9 @@ pub(super) const LEGEND: &str = "\
     of a layer those of its matrix products, forward and backward.\n\
     of matrix: share of the measured matrix peak; MFU: share of the theoretical one. peak MB: of a step, what the process held at most, with its \
     libraries; of a layer, what it had allocated at most beyond its input.\n\
-    allocs, large, MB asked: blocks that a step (or one layer) asked for, those of 1 MiB and more, and bytes of all; copies are not counted.\n\
-    speed: PyTorch's time over ours in the same round, of layers operation by operation; above 1 ours is faster. block: a whole one in a pass, with \
+    allocs, large, MB asked: blocks that a step (or one layer) asked for, those of 1 MiB and more, and bytes of all.\n\
+    speed: the line's time over ours with fused kernels in the same round, of PyTorch's layers operation by operation; above 1 ours is faster. \
+    composed: ours, of the backend's single operations. block: a whole one in a pass, with \
     residual sums; optimizer: with the norm, and with what brings gradients to it and weights back.";
 
 #[cfg(test)]
@@ -336,6 +404,7 @@ mod tests {
             rows: 16,
             parameters: 1,
             program,
+            kernels: (program == Trainer::Ours).then(|| "fused".into()),
             threads: 2,
             status: "ok".into(),
             figures: Some(figures),
@@ -358,14 +427,29 @@ mod tests {
             ["tiny:64x16", "ours", "150.0", "(100.0-200.0)", "750", "50.0", "50%", "25%", "3", "10", "1", "2", "-"];
         assert_eq!(words("ours"), ours, "{text}");
         assert!(line("PyTorch").ends_with("1.75 (1.50-2.00)"), "{text}");
+        let composed = |round, step_ms| {
+            let row = step(round, Trainer::Ours, step_ms);
+            StepRow { kernels: Some("composed".into()), ..row }
+        };
+        rows.splice(0..0, [composed(2, 500.0), composed(1, 300.0)]);
+        let text = steps(&rows);
+        let line = |by: &str| text.lines().find(|line| line.contains(by)).unwrap().to_string();
+        assert!(
+            line("composed").ends_with("2.75 (2.50-3.00)") && line("PyTorch").ends_with("1.75 (1.50-2.00)"),
+            "{text}"
+        );
+        // By itself.
+        let text = steps(&[composed(1, 300.0), step(1, Trainer::Pytorch, 150.0)]);
+        assert!(text.contains("composed") && text.ends_with("0.50 (0.50-0.50)"), "{text}");
         rows.push(StepRow { status: "failed: x".into(), figures: None, ..step(1, Trainer::PytorchCompiled, 1.0) });
         let text = steps(&rows);
         assert!(text.contains("tiny:64x16 by compiled: failed: x") && !rows.iter().all(StepRow::is_sound), "{text}");
     }
 
     #[test]
-    fn a_layer_is_held_against_both_peaks_and_pytorch() {
+    fn a_layer_is_held_against_both_peaks_other_kernels_and_pytorch() {
         let row = |round, ms, pytorch_ms| LayerRow {
+            kernels: "fused".into(),
             kind: "layer",
             round,
             preset: "tiny".into(),
@@ -382,26 +466,18 @@ mod tests {
             peak_bytes: None,
             pytorch_ms,
         };
-        let text = layers(&[row(1, 2.0, Some(3.0)), row(2, 4.0, Some(3.0)), row(3, 3.0, None)]);
-        let line = text.lines().last().unwrap();
-        let words: Vec<&str> = line.split_whitespace().collect();
-        let expected = [
-            "=",
-            "block",
-            "4",
-            "3.00",
-            "(2.00-4.00)",
-            "12.0",
-            "80.0",
-            "80%",
-            "-",
-            "7",
-            "0",
-            "0.5",
-            "-",
-            "1.12",
-            "(0.75-1.50)",
-        ];
-        assert_eq!(words, expected, "{text}");
+        let composed = |round, ms| LayerRow { kernels: "composed".into(), ..row(round, ms, None) };
+        let rows =
+            [row(1, 2.0, Some(3.0)), composed(1, 6.0), row(2, 4.0, Some(3.0)), composed(2, 8.0), row(3, 3.0, None)];
+        let text = layers(&rows);
+        let words: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        let [.., fused, composed, pytorch] = &words[..] else { panic!("{text}") };
+        let ours = "= block ours 4 3.00 (2.00-4.00) 12.0 80.0 80% - 7 0 0.5 - -";
+        assert_eq!(fused.join(" "), ours, "{text}");
+        assert_eq!(
+            composed.join(" "),
+            "= block composed 4 7.00 (6.00-8.00) 28.0 80.0 80% - 7 0 0.5 - 2.50 (2.00-3.00)"
+        );
+        assert_eq!(pytorch.join(" "), "= block PyTorch 4 3.00 (3.00-3.00) 12.0 - - - - - - - 1.12 (0.75-1.50)");
     }
 }

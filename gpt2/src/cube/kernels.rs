@@ -297,12 +297,14 @@ pub(super) fn gelu_backward<F: Float>(gradients: &mut Tensor<F>, x: &Tensor<F>, 
     }
 }
 
-/// `losses` become −ln softmax(row)[target], and with `differentiate` each row becomes (softmax − one-hot) · `row_scale`.
+/// `losses` become −ln softmax(row)[target], of the first `v` elements of each row; and with `differentiate` these become (softmax − one-hot) ·
+/// `row_scale`, and the others zero.
 #[cube(launch, address_type = "dynamic")]
 pub(super) fn cross_entropy<F: Float, I: Int>(
     logits: &mut Tensor<F>,
     targets: &Tensor<I>,
     losses: &mut Tensor<f32>,
+    v: usize,
     row_scale: f32,
     #[comptime] differentiate: bool,
     #[define(F, I)] _dtypes: [ElemType; 2],
@@ -311,7 +313,6 @@ pub(super) fn cross_entropy<F: Float, I: Int>(
     if row >= logits.shape(0) {
         terminate!();
     }
-    let v = logits.shape(1);
     let start = row * logits.stride(0);
     let target = u32::cast_from(targets[row]) as usize;
     let mut scratch = Shared::<[f32]>::new_slice(UNITS);
@@ -346,6 +347,11 @@ pub(super) fn cross_entropy<F: Float, I: Int>(
                 value -= row_scale;
             }
             logits[start + i] = F::cast_from(value);
+            i += UNITS;
+        }
+        let mut i = v + UNIT_POS as usize;
+        while i < logits.shape(1) {
+            logits[start + i] = F::cast_from(0.0f32);
             i += UNITS;
         }
     }

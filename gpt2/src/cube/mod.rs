@@ -100,9 +100,10 @@ pub(crate) fn backward(result: Tensor<3>, upstream: Tensor<3>) -> Gradients {
 }
 
 /// −ln softmax(logits)[target] of each row, in f32; and with `row_scale`, in place of the logits and in their type, the gradient of
-/// `row_scale` times the sum of these. Targets lie in the vocabulary.
+/// `row_scale` times the sum of these. Targets lie in the vocabulary, the first `v` columns; the gradient of the others is zero.
 pub(crate) fn cross_entropy(
     logits_nv: Tensor<2>,
+    v: usize,
     targets_n: Tensor<1, Int>,
     row_scale: Option<f32>,
 ) -> (Tensor<1>, Tensor<2>) {
@@ -120,6 +121,7 @@ pub(crate) fn cross_entropy(
             by_rows(&logits),
             targets.clone().into_tensor_arg(),
             losses.clone().into_tensor_arg(),
+            v,
             row_scale.unwrap_or_default(),
             row_scale.is_some(),
             [element(&logits), element(&targets)],

@@ -13,7 +13,7 @@ use crate::init;
 use crate::model::{Kernels, LayerNorm};
 use crate::optim::{AdamW, AdamWConfig, DeviceAdamW, sum_of_squares, sum_of_squares_on_device};
 use crate::segments::cross_entropy::{loss_and_gradient, mean_loss};
-use crate::segments::layout;
+use crate::segments::{ModelError, SegmentedModel, TokenBatch, layout};
 
 /// Differences relative to the largest value, or to 1, the size of what goes in, where results nearly cancel: sums of up to a few thousand
 /// values in another order, in f32 whose unit roundoff is 6e-8, and exponentials that are off by a few units in the last place.
@@ -149,13 +149,57 @@ fn cross_entropy_is_the_processors() {
             let logits =
                 || with_gaps(leaf([n * (v + 2 * GAP)], 6, device).inner() * 4.0, [1, n, v]).squeeze_dim::<2>(0);
             let kept = logits();
-            let alone = mean_loss(kept.clone(), &targets).unwrap() as f32;
+            let alone = mean_loss(kept.clone(), v, &targets).unwrap() as f32;
             // Once somebody else has the logits, which stay as they are, and once nobody.
-            let (loss, gradient) = loss_and_gradient(kept.clone(), &targets, n as f32);
-            let (again, in_place) = loss_and_gradient(logits(), &targets, n as f32);
+            let (loss, gradient) = loss_and_gradient(kept.clone(), v, &targets, n as f32);
+            let (again, in_place) = loss_and_gradient(logits(), v, &targets, n as f32);
             let read = |tensor: Tensor<2>| tensor.into_data().try_into_vec_as::<f32>().unwrap();
             let losses = vec![alone, loss.read().unwrap() as f32, again.read().unwrap() as f32];
             vec![losses, read(gradient), read(in_place), read(kept)]
+        });
+    }
+}
+
+#[test]
+fn what_is_behind_the_vocabulary_is_no_token() {
+    let Some(device) = device() else { return };
+    for (n, v, more) in [(5, 61, 3), (3, 128, 64), (2, 1001, 1)] {
+        let targets: Vec<i32> = (0..n).map(|row| (row * 11 % v) as i32).collect();
+        compare(&format!("cross entropy {n}x{v}+{more}"), &device, BOUND, |device, generated| {
+            // Larger than all tokens'.
+            let behind = Tensor::<2>::full([n, more], 50.0, device);
+            let tokens: Tensor<2> = leaf([n * v], 6, device).inner().reshape([n, v]) * 4.0;
+            let logits = if generated { Tensor::cat(vec![tokens, behind], 1) } else { tokens };
+            let alone = mean_loss(logits.clone(), v, &targets).unwrap() as f32;
+            let (loss, gradient) = loss_and_gradient(logits, v, &targets, n as f32);
+            let read = |tensor: Tensor<2>| tensor.into_data().try_into_vec_as::<f32>().unwrap();
+            if generated {
+                assert_eq!(read(gradient.clone().narrow(1, v, more)), vec![0.0; n * more]);
+            }
+            vec![vec![alone, loss.read().unwrap() as f32], read(gradient.narrow(1, 0, v))]
+        });
+    }
+}
+
+#[test]
+fn a_vocabulary_of_any_size_is_trained_as_on_the_processor() {
+    let Some(device) = device() else { return };
+    // A multiple of 64, none, and one for which there are too few positions behind it.
+    for v in [320, 300, 257] {
+        let config = Preset::Micro.config(v);
+        let (rows, cols) = (2, 16);
+        let ids: Vec<i32> = (0..rows * cols + 1).map(|at| (at * 7919 % v) as i32).collect();
+        let batch = TokenBatch { inputs: ids[..rows * cols].to_vec(), targets: ids[1..].to_vec(), rows, cols };
+        compare(&format!("{v} tokens"), &device, BOUND, |device, _| {
+            let mut model = SegmentedModel::new(config.clone(), 1, device).unwrap();
+            let mut found = vec![vec![model.loss(&batch).unwrap() as f32]];
+            let loss = model.forward_backward(&batch, 1.0, &mut |_, grads| {
+                found.push(grads.into_flat()?);
+                Ok::<_, ModelError>(())
+            });
+            found.push(vec![loss.unwrap() as f32]);
+            found.push(model.logits(&batch.inputs, rows, cols).unwrap());
+            found
         });
     }
 }
@@ -186,7 +230,7 @@ fn tensors_may_be_of_sixteen_bits() {
     });
     compare("cross entropy in f16", &device, F16_BOUND, |device, _| {
         let logits = half(leaf([2 * 200], 6, device).inner().reshape([1, 2, 200])).squeeze_dim::<2>(0);
-        let (loss, gradient) = loss_and_gradient(logits, &[3, 199], 2.0);
+        let (loss, gradient) = loss_and_gradient(logits, 200, &[3, 199], 2.0);
         vec![vec![loss.read().unwrap() as f32], gradient.into_data().try_into_vec_as::<f32>().unwrap()]
     });
 }
@@ -199,8 +243,8 @@ fn a_diverged_model_has_no_finite_loss() {
             let mut values = vec![1.0; 301];
             values[at] = bad;
             let logits: Tensor<2> = Tensor::from_data(TensorData::new(values, [1, 301]), &device);
-            let alone = mean_loss(logits.clone(), &[1]).unwrap();
-            let (loss, gradient) = loss_and_gradient(logits, &[1], 1.0);
+            let alone = mean_loss(logits.clone(), 301, &[1]).unwrap();
+            let (loss, gradient) = loss_and_gradient(logits, 301, &[1], 1.0);
             let gradient = gradient.into_data().try_into_vec_as::<f32>().unwrap();
             assert!(!alone.is_finite() && !loss.read().unwrap().is_finite(), "{bad} at {at}");
             assert!(gradient.iter().any(|value| !value.is_finite()), "{bad} at {at}");

@@ -221,8 +221,8 @@ mod tests {
             let (hidden, wte) = (tensor_of(&pseudo(n * c, 1, 2.0), [n, c]), tensor_of(&pseudo(v * c, 2, 2.0), [v, c]));
             let (found, dwte) = gradients(hidden.clone(), wte.clone(), &targets(n, v), 3.0);
             let logits = hidden.clone().matmul(wte.clone().transpose());
-            let alone = cross_entropy::mean_loss(logits.clone(), &targets(n, v)).unwrap();
-            let (loss, dlogits) = cross_entropy::loss_and_gradient(logits, &targets(n, v), 3.0);
+            let alone = cross_entropy::mean_loss(logits.clone(), v, &targets(n, v)).unwrap();
+            let (loss, dlogits) = cross_entropy::loss_and_gradient(logits, v, &targets(n, v), 3.0);
             for loss in [alone, loss.read().unwrap()] {
                 assert!((found.loss - loss).abs() < 1e-5, "{} {loss}", found.loss);
             }

@@ -21,7 +21,7 @@ pub(super) struct HeadGrads {
 pub(super) enum TableGradient {
     /// In f32, with the rest of its segment's.
     Sums(PartSums),
-    /// In f32 or in the type of computation.
+    /// In f32 or in the type of computation; rows behind the vocabulary are no token's.
     Tensor(Box<Tensor<2>>),
 }
 
@@ -35,17 +35,18 @@ impl SegmentedModel {
         scale: f32,
         destination: impl FnOnce() -> Destination,
     ) -> HeadGrads {
-        let wte_vc = self.embedding.wte.weight.val();
         if let Kernels::Fused(_) = self.kernels() {
+            let wte_vc = self.embedding.wte.weight.val();
             let mut sums = part_sums(destination(), self.infos[0].params.iter().map(|param| param.len));
             let fused::HeadGrads { loss, dhidden_nc } =
                 fused::head_gradients(hidden_nc, wte_vc, targets, scale, &mut sums);
             return HeadGrads { loss: Loss::Known(loss), dhidden_nc, table: TableGradient::Sums(sums) };
         }
-        let logits_nv = self.logits_nv(hidden_nc.clone());
-        let (loss, dlogits_nv) = cross_entropy::loss_and_gradient(logits_nv, targets, scale);
+        let (v, table_vc) = (self.config.vocab_size, self.table_vc());
+        let logits_nv = hidden_nc.clone().matmul(table_vc.clone().transpose());
+        let (loss, dlogits_nv) = cross_entropy::loss_and_gradient(logits_nv, v, targets, scale);
         let dlogits_nv = dlogits_nv.cast(self.compute.precision.float());
-        let dhidden_nc = dlogits_nv.clone().matmul(wte_vc);
+        let dhidden_nc = dlogits_nv.clone().matmul(table_vc);
         let dwte_vc = dlogits_nv.transpose().matmul(hidden_nc);
         HeadGrads { loss, dhidden_nc, table: TableGradient::Tensor(Box::new(dwte_vc)) }
     }
@@ -55,7 +56,13 @@ impl SegmentedModel {
         if let Kernels::Fused(_) = self.kernels() {
             return Ok(fused::head_loss(hidden_nc, self.embedding.wte.weight.val(), targets));
         }
-        cross_entropy::mean_loss(self.logits_nv(hidden_nc), targets)
+        let logits_nv = hidden_nc.matmul(self.table_vc().transpose());
+        cross_entropy::mean_loss(logits_nv, self.config.vocab_size, targets)
+    }
+
+    /// The token table for products whose results are not read: with the rows behind it where the device has them.
+    fn table_vc(&self) -> Tensor<2> {
+        self.long_table_vc.clone().unwrap_or_else(|| self.embedding.wte.weight.val())
     }
 
     /// Logits `[n, v]`, in the type of computation.

@@ -83,10 +83,16 @@ pub struct SegmentedModel {
     present: Vec<bool>,
     /// Each segment's weights where they are f32 in host memory: the tensors are views of them.
     flats: Vec<Option<FlexTensor>>,
+    /// The token table with as many of the rows behind it, which are those of positions, as make its rows a multiple of [`ROWS`]: products with
+    /// it run by wider loads. On devices with kernels of our own, which know where the vocabulary ends.
+    long_table_vc: Option<Tensor<2>>,
     embedding: Embedding,
     blocks: Vec<Block>,
     norm: FinalNorm,
 }
+
+/// What a GPU's products like the sizes of matrices to be multiples of.
+const ROWS: usize = 64;
 
 impl SegmentedModel {
     /// The model with GPT-2's initial weights for `seed` (see [`init`](crate::init)), in f32.
@@ -129,6 +135,7 @@ impl SegmentedModel {
             norm: FinalNorm::zeros(&config, &device).map(&mut release),
             present: vec![false; infos.len()],
             flats: vec![None; infos.len()],
+            long_table_vc: None,
             config,
             compute,
             device,
@@ -231,6 +238,9 @@ impl SegmentedModel {
         } else {
             (Upload::new(flat, self.compute.precision, info, &self.device).map_err(wrong_type)?, None)
         };
+        if segment == 0 {
+            self.long_table_vc = self.long_table_vc(&upload);
+        }
         replace(&mut self.embedding, &mut self.blocks, &mut self.norm, segment, upload);
         self.present[segment] = true;
         self.flats[segment] = flat;
@@ -253,6 +263,9 @@ impl SegmentedModel {
             return Err(ModelError::SegmentType { name: info.name.clone(), detail });
         }
         let upload = Upload::cut(flat, self.compute.precision, info, &self.device);
+        if segment == 0 {
+            self.long_table_vc = self.long_table_vc(&upload);
+        }
         replace(&mut self.embedding, &mut self.blocks, &mut self.norm, segment, upload);
         self.present[segment] = true;
         self.flats[segment] = None;
@@ -278,7 +291,10 @@ impl SegmentedModel {
         self.info(segment)?;
         let mut release = Release(&self.device);
         match segment.checked_sub(1) {
-            None => self.embedding = self.embedding.clone().map(&mut release),
+            None => {
+                self.embedding = self.embedding.clone().map(&mut release);
+                self.long_table_vc = None;
+            }
             Some(block) => match self.blocks.get_mut(block) {
                 Some(block) => *block = block.clone().map(&mut release),
                 None => self.norm = self.norm.clone().map(&mut release),
@@ -393,6 +409,13 @@ impl SegmentedModel {
     /// [`causal_mask`] for the kernels that look at it; for others, which know it, a small one.
     fn mask_tt(&self, t: usize) -> Tensor<4> {
         causal_mask(if let Kernels::Composed = self.kernels() { t } else { 1 }, &self.device)
+    }
+
+    /// The token table of segment 0 with rows behind it, where that is of use and they are there.
+    fn long_table_vc(&self, upload: &Upload<'_>) -> Option<Tensor<2>> {
+        let (v, c) = (self.config.vocab_size, self.config.n_embd);
+        let is_of_use = !v.is_multiple_of(ROWS) && !matches!(self.kernels(), Kernels::Fused(_) | Kernels::Composed);
+        if is_of_use { upload.first_rows([v.next_multiple_of(ROWS), c]) } else { None }
     }
 
     fn placement(&self) -> Placement {

@@ -365,12 +365,15 @@ impl SegmentedModel {
             TableGradient::Tensor(dwte_vc) => dwte_vc.cast(FloatDType::F32),
         };
         let unused = self.config.block_size - t;
-        let mut parts = vec![
-            dwte_vc
-                .select_assign(0, tokens_bt.reshape([b * t]), dx_btc.clone().reshape([b * t, c]), IndexingUpdateOp::Add)
-                .reshape([-1]),
-            dx_btc.sum_dim(0).reshape([-1]),
-        ];
+        let table_vc = dwte_vc.select_assign(
+            0,
+            tokens_bt.reshape([b * t]),
+            dx_btc.clone().reshape([b * t, c]),
+            IndexingUpdateOp::Add,
+        );
+        // Without what is behind the vocabulary.
+        let table = table_vc.reshape([-1]).narrow(0, 0, self.config.vocab_size * c);
+        let mut parts = vec![table, dx_btc.sum_dim(0).reshape([-1])];
         if unused > 0 {
             parts.push(Tensor::zeros([unused * c], &self.device));
         }

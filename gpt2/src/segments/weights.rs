@@ -61,6 +61,13 @@ impl<'a> Upload<'a> {
         Self { device, tensors: Tensors::Transferred { flat, shapes: shapes.into_iter(), next: 0 } }
     }
 
+    /// The first elements of a segment that was transferred, as rows, without a copy; `None` where there are fewer.
+    pub(super) fn first_rows(&self, [rows, cols]: [usize; 2]) -> Option<Tensor<2>> {
+        let Tensors::Transferred { flat, .. } = &self.tensors else { return None };
+        let all = flat.dims()[0];
+        (rows * cols <= all).then(|| (**flat).clone().narrow(0, 0, rows * cols).reshape([rows, cols]))
+    }
+
     /// Views of `flat`, which holds f32 in host memory and is as long as the segment.
     pub(super) fn views(flat: FlexTensor, info: &SegmentInfo, device: &'a Device) -> Self {
         let shapes: Vec<Shape> = info.params.iter().map(|param| Shape::from(param.shape.clone())).collect();
