@@ -142,6 +142,8 @@
 
 #![forbid(unsafe_code)]
 
+#[cfg(doctest)]
+mod book;
 mod builtin;
 mod connect;
 mod entry;

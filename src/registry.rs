@@ -233,18 +233,25 @@ mod tests {
 
     type NoTransport = comm_core::local::LocalTransport;
 
-    /// The README's tables of transports are written by hand.
+    /// The tables of README and book are written by hand.
     #[test]
-    fn the_readme_names_every_transport() {
+    fn the_readme_and_the_book_name_every_transport() {
         let readme = include_str!("../README.md");
-        let row = |start: &str| readme.lines().find(|line| line.starts_with(start)).unwrap();
-        let (train, sweep) = (row("| `--transport` |"), row("| `transport` |"));
+        let page = include_str!("../docs/src/transports.md");
+        let (training, sweeps) = (include_str!("../docs/src/training.md"), include_str!("../docs/src/sweeps.md"));
+        let row = |text: &'static str, start: &str| text.lines().find(|line| line.starts_with(start)).unwrap_or("");
+        let (train, sweep) = (row(training, "| `--transport` |"), row(sweeps, "| `transport` |"));
         for kind in builtin::ENTRIES.iter().map(|entry| TransportKind(entry)) {
-            let (name, with_flag) = (format!("`{kind}`"), format!("`--transport {kind}`"));
-            match kind.medium() {
-                Medium::Devices => assert!(readme.contains(&with_flag), "{kind}"),
-                _ => assert!(sweep.contains(&name) && (kind.is_only_measured() || train.contains(&name)), "{kind}"),
+            let name = format!("`{kind}`");
+            let start = format!("| {name} | ");
+            assert!(!row(page, &start).is_empty(), "the page of transports has no row of {kind}");
+            if kind.is_only_measured() {
+                assert!(sweep.contains(&name), "{kind} in {sweep}");
+                continue;
             }
+            assert!(row(readme, &format!("{start}{}", kind.about())).ends_with('|'), "{kind} in the README");
+            let on_devices = kind.medium() == Medium::Devices;
+            assert!(on_devices || sweep.contains(&name) && train.contains(&name), "{kind} in {sweep} and {train}");
         }
     }
 

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand};
-use gpt2::cli::{MAX_RANKS_HERE, MAX_THREADS};
+use gpt2::cli::{CompletionsArgs, MAX_RANKS_HERE, MAX_THREADS, ManArgs};
 use gpt2::config::Preset;
 use gpt2::precision::Precision;
 use gpt2::strategy::StrategyKind;
@@ -19,6 +19,7 @@ use rig::rank::{TaskArgs, load_text};
 use rig::record::LOOPBACK;
 use rig::signal::Signals;
 
+use crate::artifact::ArtifactArgs;
 use crate::collectives::CollectivesArgs;
 use crate::compare::CompareArgs;
 use crate::compute::ComputeArgs;
@@ -117,6 +118,9 @@ pub(crate) enum Command {
     Report(ReportArgs),
     Compare(CompareArgs),
     Links(LinksArgs),
+    Artifact(ArtifactArgs),
+    Completions(CompletionsArgs),
+    Man(ManArgs),
     /// One end of a check of a link.
     #[command(hide = true)]
     LinksRank(TaskArgs),
@@ -199,7 +203,55 @@ fn budget(text: &str) -> Result<Duration, String> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
+    use crate::plan::Plan;
+
+    /// The pages of the book, and the README.
+    fn pages() -> Vec<(PathBuf, String)> {
+        let root = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
+        let pages = fs::read_dir(root.join("docs/src")).unwrap().map(|entry| entry.unwrap().path());
+        let pages = pages.filter(|path| path.extension().is_some_and(|extension| extension == "md"));
+        let all = pages.chain([root.join("README.md")]);
+        all.map(|path| (path.clone(), fs::read_to_string(path).unwrap())).collect()
+    }
+
+    /// Every `cargo run … -p bench … -- …`, but those of the program with a transport of its own.
+    #[test]
+    fn the_commands_of_readme_and_book_are_commands() {
+        let mut tried = 0;
+        for (page, text) in pages() {
+            let lines = text.lines().filter(|line| line.starts_with("cargo run") && line.contains("-p bench"));
+            for line in lines.filter(|line| !line.contains("--example")) {
+                let arguments = line.split_once(" -- ").map_or("", |(_, arguments)| arguments);
+                let words = ["bench"].into_iter().chain(arguments.split_whitespace());
+                if let Err(error) = Args::try_parse_from(words) {
+                    panic!("{}: {line}: {error}", page.display());
+                }
+                tried += 1;
+            }
+        }
+        assert!(tried >= 14, "only {tried} commands were found");
+    }
+
+    #[test]
+    fn the_plan_of_the_book_is_a_plan() {
+        let sweeps = pages().into_iter().find(|(page, _)| page.ends_with("sweeps.md")).unwrap().1;
+        let plan = sweeps.split_once("```toml\n").unwrap().1.split_once("```").unwrap().0;
+        let plan = Plan::parse(plan).unwrap();
+        // 2 strategies × 3 transports × 3 links × 2 numbers of ranks × 2 congestion controls, less fsdp on 4 ranks.
+        assert_eq!((plan.name.as_str(), plan.rounds, plan.cells.len()), ("my-plan", 5, 54));
+    }
+
+    #[test]
+    fn the_profile_of_the_book_is_that_of_the_file() {
+        let links = pages().into_iter().find(|(page, _)| page.ends_with("links.md")).unwrap().1;
+        let shown = links.split_once("```toml\n").unwrap().1.split_once("```").unwrap().0;
+        let file = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/profiles/wan.toml")).unwrap();
+        let settings = |text: &str| text.parse::<toml::Table>().unwrap();
+        assert_eq!(settings(shown), settings(&file));
+    }
 
     #[test]
     fn a_budget_has_a_unit_or_is_in_seconds() {

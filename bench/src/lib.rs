@@ -6,10 +6,12 @@
 //! the links; `bench collectives` times collectives alone, beside the libraries that a user would pick instead; `bench parity`
 //! compares every strategy with one device, `bench memory` what each takes with what it should, `bench overlap` shows over a slow
 //! link how much communication hides behind the backward pass, `bench peers` trains beside PyTorch, `bench compute` shows how fast
-//! one device computes, layer by layer, and `bench paper` repeats published comparisons. `bench chaos` and `bench soak` show what becomes of a job when ranks fail, `bench hostile` what becomes of
+//! one device computes, layer by layer, and `bench paper` repeats published comparisons. `bench artifact` writes the figures and pictures
+//! of README and book from records that lie in the repository. `bench chaos` and `bench soak` show what becomes of a job when ranks fail, `bench hostile` what becomes of
 //! it when strangers attack its ports.
 
 mod args;
+mod artifact;
 mod collectives;
 mod compare;
 mod compute;
@@ -31,7 +33,7 @@ mod table;
 
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 use gpt2::cli::{complain, say};
 use gpt2::memory::{Category, set_thread_default};
 use rig::link::{TestNetwork, gain_namespaces};
@@ -68,6 +70,12 @@ pub fn main() -> ExitCode {
         Some(Command::Parity(parity)) => parity::run(&parity),
         Some(Command::Memory(memory)) => memory::run(&memory),
         Some(Command::Paper(paper)) => paper::run(&paper),
+        Some(Command::Artifact(artifact)) => artifact::run(&artifact),
+        Some(Command::Completions(completions)) => {
+            completions.run(&Args::command());
+            Ok(ExitCode::SUCCESS)
+        }
+        Some(Command::Man(man)) => man.run(&Args::command()).map(|()| ExitCode::SUCCESS),
         None => run(&args),
     };
     result.unwrap_or_else(|error| {

@@ -47,7 +47,7 @@ pub(crate) struct Plan {
 }
 
 /// The plans that come with this program.
-pub(crate) const READY: [(&str, &str); 15] = [
+pub(crate) const READY: [(&str, &str); 16] = [
     ("quick", include_str!("../plans/quick.toml")),
     ("links", include_str!("../plans/links.toml")),
     ("ladder", include_str!("../plans/ladder.toml")),
@@ -55,6 +55,7 @@ pub(crate) const READY: [(&str, &str); 15] = [
     ("options", include_str!("../plans/options.toml")),
     ("control", include_str!("../plans/control.toml")),
     ("identity", include_str!("../plans/identity.toml")),
+    ("learning", include_str!("../plans/learning.toml")),
     ("proof", include_str!("../plans/proof.toml")),
     ("parity", include_str!("../plans/parity.toml")),
     ("memory", include_str!("../plans/memory.toml")),

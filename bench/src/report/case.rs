@@ -5,7 +5,7 @@ use std::cmp::Ordering;
 use rig::flag::{Flag, FlagKind};
 use rig::record::{Cell, Measured, Rank, Record};
 use rig::stats::median;
-use rig::stats::{CellRuns, ExcludedRun, ExclusionReason, Interval, LEVEL, Summary, paired, step_time};
+use rig::stats::{CellRuns, ExcludedRun, ExclusionReason, Interval, LEVEL, Summary, interval, paired, step_time};
 
 use super::links::Traits;
 use super::order::{STRATEGIES, known, transports};
@@ -29,7 +29,7 @@ pub(crate) struct Case<'a> {
     pub(crate) flags: Vec<(u32, Flag)>,
     /// `4 ranks on 2 cores`, where ranks share cores.
     pub(crate) crowd: Option<String>,
-    /// Milliseconds a step.
+    /// Milliseconds a step; of fewer than [`ROUNDS`] runs without ends.
     pub(crate) step: Option<Interval>,
     /// Of `step`, run by run.
     timed: Option<Summary>,
@@ -73,10 +73,13 @@ impl<'a> Case<'a> {
             let (_, warm_up) = cut(record.round)?;
             Some(Run { round: record.round, measured: record.measured.as_ref()?, from: warm_up.cut })
         };
-        let good = runs.iter().filter_map(run).collect();
+        let good: Vec<Run<'_>> = runs.iter().filter_map(run).collect();
         let shared = flags.iter().find(|(_, flag)| flag.kind == FlagKind::SharedCores);
         let crowd = shared.map(|(_, flag)| crowd(cell, &flag.what));
-        Case { cell, good, left_out, flags, crowd, step: timed.as_ref().map(|timed| timed.interval), timed, traits }
+        let step = timed
+            .as_ref()
+            .map(|timed| if good.len() < ROUNDS { timed.interval.without_ends() } else { timed.interval });
+        Case { cell, good, left_out, flags, crowd, step, timed, traits }
     }
 
     /// Strategies, transports and links in the order in which they are told of, everything else by its value.
@@ -117,7 +120,8 @@ impl<'a> Case<'a> {
         self.over_runs(|run| run.sum(parts))
     }
 
-    /// The mean over runs of what `one` makes of each. Chance inside a run is taken to move it as much as it moves the run's steps.
+    /// The mean over runs of what `one` makes of each, without ends where there are few. Chance inside a run is taken to move it as much as it
+    /// moves the run's steps.
     fn over_runs(&self, one: impl Fn(&Run<'_>) -> Option<f64>) -> Option<Interval> {
         let timed = self.timed.as_ref()?;
         let mut values = Vec::new();
@@ -129,13 +133,8 @@ impl<'a> Case<'a> {
             found.value = value;
             values.push(found);
         }
-        // The differences to nothing are the values themselves.
-        let mut nothing = values.clone();
-        for none in &mut nothing {
-            (none.value, none.error) = (0.0, 0.0);
-        }
-        let found = paired(&nothing, &values, LEVEL)?.difference;
-        Some(found).filter(|found| found.estimate.is_finite())
+        let found = interval(&values, LEVEL).filter(|found| found.estimate.is_finite())?;
+        Some(if values.len() < ROUNDS { found.without_ends() } else { found })
     }
 
     /// Ends of the link, where its description or its emulator tells: fewer than ranks where neighbours stand behind one.

@@ -28,7 +28,7 @@ struct Row {
 pub(super) fn write(page: &mut Page, folder: &Path) {
     let Ok(text) = fs::read_to_string(folder.join(FILE)) else { return };
     let rows: Vec<Row> = text.lines().filter_map(|line| row(&serde_json::from_str(line).ok()?)).collect();
-    page.section("collectives", "Collectives", "Collectives alone");
+    page.topic("collectives", "Collectives alone");
     if rows.is_empty() {
         page.text(&format!("No row of {FILE} has a transport, a size and a time."));
         return;

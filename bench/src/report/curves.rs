@@ -20,7 +20,7 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     if !digest.axes.contains(&Axis::Link) || digest.cases.iter().all(|case| case.step.is_none()) {
         return;
     }
-    page.section("curves", "Links", "Latency and bandwidth");
+    page.topic("curves", "What slower and longer links do");
     page.small(
         "Links differ in more than one thing, so that a curve over one of them shows the others, too. Rates are those of the links' \
          descriptions; round trips are the smallest that connections saw. Links that lose packets are left out: neither explains them.",

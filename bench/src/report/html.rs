@@ -10,6 +10,8 @@ pub(crate) struct Page {
     body: String,
     /// Anchor and name of each section.
     contents: Vec<(String, String)>,
+    /// Whether a topic is open, which ends where the next begins.
+    in_topic: bool,
     /// Pictures to be written beside the page: name of the file, SVG.
     pub(crate) figures: Vec<(String, String)>,
 }
@@ -47,8 +49,23 @@ impl Table {
 impl Page {
     /// Begins a section; `name` is for the table of contents.
     pub(crate) fn section(&mut self, id: &str, name: &str, title: &str) {
+        self.end_topic();
         self.contents.push((id.to_string(), name.to_string()));
         let _ = writeln!(self.body, "<h2 id=\"{}\">{}</h2>", escaped(id), escaped(title));
+    }
+
+    /// Begins a folded part of a section, which ends where the next topic or section begins.
+    pub(crate) fn topic(&mut self, id: &str, title: &str) {
+        self.end_topic();
+        self.in_topic = true;
+        let (id, title) = (escaped(id), escaped(title));
+        let _ = writeln!(self.body, "<details class=\"topic\" id=\"{id}\"><summary>{title}</summary>");
+    }
+
+    fn end_topic(&mut self) {
+        if std::mem::take(&mut self.in_topic) {
+            self.body.push_str("</details>\n");
+        }
     }
 
     pub(crate) fn heading(&mut self, title: &str) {
@@ -57,6 +74,17 @@ impl Page {
 
     pub(crate) fn text(&mut self, text: &str) {
         let _ = writeln!(self.body, "<p>{}</p>", escaped(text));
+    }
+
+    /// Begins the top of the page with sentences; what follows until [`Page::end_first`] stands beside them, where there is place.
+    pub(crate) fn first(&mut self, sentences: &[String]) {
+        self.body.push_str("<div class=\"first\"><div>\n");
+        sentences.iter().for_each(|sentence| self.text(sentence));
+        self.body.push_str("</div>\n");
+    }
+
+    pub(crate) fn end_first(&mut self) {
+        self.body.push_str("</div>\n");
     }
 
     pub(crate) fn small(&mut self, text: &str) {
@@ -148,7 +176,8 @@ impl Page {
     }
 
     /// The whole document.
-    pub(crate) fn finish(&self, title: &str) -> String {
+    pub(crate) fn finish(mut self, title: &str) -> String {
+        self.end_topic();
         let title = escaped(title);
         let style = css() + include_str!("style.css");
         let contents: String = self
@@ -212,6 +241,7 @@ mod tests {
         let evil = "\"><script>alert(1)</script><img src=x onerror='x'>";
         let mut page = Page::default();
         page.section("one", evil, evil);
+        page.topic("two", evil);
         page.heading(evil);
         page.text(evil);
         page.warning(evil);
@@ -221,9 +251,9 @@ mod tests {
         page.table(&Table { head: vec![evil.into()], names: 1, rows: vec![vec![evil.into()]] });
         page.figure(evil, Err(evil.into()), evil);
         page.figure(evil, Ok("<svg width=\"10\"/>".into()), evil);
+        assert_eq!(page.figures[0].0, "01-script-alert-1-script-img-src-x-onerror-x.svg");
         let html = page.finish(evil);
         assert!(!html.contains("<script") && !html.contains("<img") && !html.contains("javascript:"), "{html}");
-        assert_eq!(page.figures[0].0, "01-script-alert-1-script-img-src-x-onerror-x.svg");
     }
 
     #[test]

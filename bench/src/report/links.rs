@@ -29,6 +29,17 @@ impl Traits {
         Traits { rate, rtt: median(&trips), lossy }
     }
 
+    /// `100 Mbit/s, 50 ms round trip`.
+    pub(crate) fn words(&self) -> Option<String> {
+        let rate = self.rate.map(|rate| match rate {
+            rate if rate >= 1000.0 => format!("{} Gbit/s", rate / 1000.0),
+            rate => format!("{rate} Mbit/s"),
+        });
+        let trip = self.rtt.filter(|ms| *ms >= 1.0).map(|ms| format!("{ms:.0} ms round trip"));
+        let parts: Vec<String> = rate.into_iter().chain(trip).chain(self.lossy.then(|| "lossy".into())).collect();
+        (!parts.is_empty()).then(|| parts.join(", "))
+    }
+
     /// Slow links first, and of those that are as fast those that lose packets or are far; those without a rate are the fastest.
     pub(crate) fn order(&self, other: &Self) -> Ordering {
         let key = |traits: &Self| (traits.rate.unwrap_or(f64::INFINITY), -traits.rtt.unwrap_or(0.0));

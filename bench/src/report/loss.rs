@@ -4,7 +4,7 @@ use rig::plot::{Labels, Point, Scale, curves};
 use rig::record::{Axis, Measured};
 
 use super::charts::{curve, each_group, titled};
-use super::digest::{Case, Digest, Grouped, is_timing_only};
+use super::digest::{Case, Digest, Grouped, distinct, is_timing_only};
 use super::html::{Page, Table};
 use super::text::figure;
 
@@ -26,7 +26,7 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     if digest.cases.iter().all(|case| losses(case).is_none()) {
         return;
     }
-    page.section("loss", "Loss", "Loss against time");
+    page.topic("loss", "Loss against time");
     page.small("The first round of each cell, all its steps. Equal work has equal losses; what differs is when.");
     agreement(page, digest);
     let known = |cases: &[&Case<'_>]| cases.iter().any(|case| losses(case).is_some());
@@ -53,27 +53,49 @@ fn points(measured: &Measured) -> Vec<Point> {
     both.filter_map(|(x, loss)| Some(Point { x: *x, y: (*loss)?, interval: None })).collect()
 }
 
+/// Cells that should compute the same, over whatever transport and link, with what they say of losses and weights.
+fn alike<'d, 'a>(digest: &'d Digest<'a>) -> Vec<(String, Vec<(&'d Case<'a>, &'a Measured)>)> {
+    let others: Vec<Axis> = Axis::ALL.into_iter().filter(|axis| !NUMERICS.contains(axis)).collect();
+    let both = |case: &'d Case<'a>| Some((case, losses(case)?));
+    let groups = digest.groups(&others).into_iter();
+    groups.map(|Grouped { label, cases, .. }| (label, cases.into_iter().filter_map(both).collect())).collect()
+}
+
+fn different_weights(cells: &[(&Case<'_>, &Measured)]) -> usize {
+    distinct(cells.iter().map(|(_, measured)| measured.weights_hash.as_str())).len()
+}
+
+/// Whether two runs of these cells give the same weights.
+fn is_repeatable(cells: &[(&Case<'_>, &Measured)]) -> bool {
+    cells.iter().all(|(case, _)| case.cell.is_repeatable())
+}
+
+/// How many groups of cells should have equal weights, and in how many of these they are equal to the last bit.
+pub(super) fn equal_weights(digest: &Digest<'_>) -> (usize, usize) {
+    let groups: Vec<_> = alike(digest).into_iter().map(|(_, cells)| cells).collect();
+    let several = || groups.iter().filter(|cells| cells.len() > 1 && is_repeatable(cells));
+    (several().count(), several().filter(|cells| different_weights(cells) == 1).count())
+}
+
 /// Whether cells that should compute the same do: by the last loss, and by the hash of the weights over transports.
 fn agreement(page: &mut Page, digest: &Digest<'_>) {
     let mut table = Table::new(&["cells", "number", "last loss: least", "most", "weights"], 1);
-    let others: Vec<Axis> = Axis::ALL.into_iter().filter(|axis| !NUMERICS.contains(axis)).collect();
-    for Grouped { label, cases, .. } in digest.groups(&others) {
-        let measured: Vec<&Measured> = cases.iter().filter_map(|case| losses(case)).collect();
-        let last: Vec<f64> = measured.iter().filter_map(|measured| measured.losses.last().copied().flatten()).collect();
+    for (label, cells) in alike(digest) {
+        let last: Vec<f64> =
+            cells.iter().filter_map(|(_, measured)| measured.losses.last().copied().flatten()).collect();
         let (least, most) =
             last.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), loss| (low.min(*loss), high.max(*loss)));
         if last.is_empty() {
             continue;
         }
-        let hashes = super::digest::distinct(measured.iter().map(|measured| measured.weights_hash.as_str()));
-        let weights = match hashes.len() {
-            _ if measured.len() == 1 => "–".into(),
-            _ if !cases.iter().all(|case| case.cell.is_repeatable()) => "by chance".into(),
+        let weights = match different_weights(&cells) {
+            _ if cells.len() == 1 => "–".into(),
+            _ if !is_repeatable(&cells) => "by chance".into(),
             0 | 1 => "identical".into(),
             several => format!("{several} different"),
         };
         let name = if label.is_empty() { "all".into() } else { label };
-        table.row(vec![name, measured.len().to_string(), precise(least), precise(most), weights]);
+        table.row(vec![name, cells.len().to_string(), precise(least), precise(most), weights]);
     }
     if !table.rows.is_empty() {
         page.folded_table("Losses and weights over transports and links", &table);

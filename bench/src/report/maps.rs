@@ -17,7 +17,7 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     if digest.cases.is_empty() {
         return;
     }
-    page.section("maps", "Maps", "Step time by strategy, transport and link");
+    page.topic("maps", "Step time by strategy, transport and link");
     page.small(
         "In each square: milliseconds a step, the interval, and how many times the best that is, which is also its shade: the best of its row, \
          where transports are compared, and of its column on links that are slow and where links are compared, so that strategies are. \
@@ -111,12 +111,13 @@ fn square(case: &Case<'_>, best: f64) -> Square {
     match case.step {
         Some(step) => {
             let ratio = step.estimate / best;
-            let interval_ = format!("[{}, {}]", figure(step.low), figure(step.high));
+            let ends = step.has_ends().then(|| format!("[{}, {}]", figure(step.low), figure(step.high)));
+            let lines = [Some(format!("{} ms", figure(step.estimate))), ends, Some(format!("{}×", figure(ratio)))];
             let (strategy, transport, link) = (&case.cell.strategy, &case.cell.transport, &case.cell.link);
             let rounds = super::text::count(case.good.len(), "round");
             Square::Value {
                 ratio,
-                lines: vec![format!("{} ms", figure(step.estimate)), interval_, format!("{}×", figure(ratio))],
+                lines: lines.into_iter().flatten().collect(),
                 tip: format!("{strategy}, {transport}, {link}: {} ms a step over {rounds}", interval(&step)),
             }
         }

@@ -1,7 +1,7 @@
 //! `bench report`: a folder of results as one page that can be read anywhere: no network, no other file but pictures and traces beside it.
 //!
-//! The page begins with the answer in words, each statement with its figures, and goes on from what was run over maps, the parts of a step,
-//! scaling and curves to the reasons: what connections and emulated links did meanwhile.
+//! The page begins with the answer: the sentences that the terminal shows, and one picture. Then come questions, each with its answer in
+//! sentences and with the details folded below it.
 
 mod case;
 mod charts;
@@ -75,6 +75,26 @@ pub(crate) fn screen(results: &Results, planned: &[Cell]) -> String {
     screen::text(&Digest::of(results, planned))
 }
 
+/// The picture at the top of the page.
+pub(crate) struct Picture {
+    /// What it shows, in words.
+    pub(crate) title: String,
+    pub(crate) svg: String,
+}
+
+/// The picture at the top of the page of these results.
+///
+/// # Errors
+/// No cell has figures.
+pub(crate) fn picture(results: &Results) -> Result<Picture, String> {
+    screen::picture(&Digest::of(results, &[]))
+}
+
+/// When, where and of which commit results are; nothing of none.
+pub(crate) fn measured(results: &Results) -> Option<String> {
+    results.records.first().map(screen::measured)
+}
+
 /// Writes the page of the results that lie in `folder` into it, and returns its path.
 ///
 /// # Errors
@@ -135,16 +155,25 @@ fn page(results: &Results, planned: &PlannedRuns, folder: &Path, beside: &Path, 
     let mut page = Page::default();
     setup::beware(&mut page, &digest);
     unplanned.into_iter().for_each(|why| page.warning(why));
-    findings::write(&mut page, &digest);
-    setup::write(&mut page, &digest, planned.rounds);
+    screen::write(&mut page, &digest);
+    if digest.cases.iter().any(|case| case.step.is_some()) {
+        findings::strategies(&mut page, &digest);
+    }
     maps::write(&mut page, &digest);
-    parts::write(&mut page, &digest);
-    scaling::write(&mut page, &digest);
-    curves::write(&mut page, &digest);
-    collectives::write(&mut page, folder);
-    loss::write(&mut page, &digest);
-    why::write(&mut page, &digest);
+    if digest.cases.iter().any(|case| case.step.is_some()) {
+        findings::transports(&mut page, &digest);
+        findings::time(&mut page, &digest);
+        parts::write(&mut page, &digest);
+        why::write(&mut page, &digest);
+        curves::write(&mut page, &digest);
+        scaling::write(&mut page, &digest);
+    }
+    findings::trust(&mut page, &digest);
+    setup::write(&mut page, &digest, planned.rounds);
     textbook::write(&mut page, &digest);
+    page.section("more", "More", "What else is there?");
+    loss::write(&mut page, &digest);
+    collectives::write(&mut page, folder);
     traces::write(&mut page, &digest, &planned.cells, (folder, beside));
     page
 }

@@ -30,7 +30,7 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     if !digest.cases.iter().any(has_parts) {
         return;
     }
-    page.section("parts", "Parts of a step", "What a step consists of");
+    page.topic("parts", "What a step consists of, in each cell");
     page.small(
         "Means over ranks, settled steps and rounds, because means add up: to the mean step, which is above the median where some steps are \
          slow. Waiting stands last: for gradients and parameters (exposed) and for loss and norm (scalars), which is the network's part, and for \

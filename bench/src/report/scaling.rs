@@ -18,7 +18,7 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     if digest.cases.iter().filter(timed).count() == 0 {
         return;
     }
-    page.section("scaling", "Scaling", "Scaling over ranks");
+    page.topic("scaling", "What more ranks do, and what is sent");
     if digest.axes.contains(&Axis::Ranks) {
         let shared = digest.cases.iter().any(|case| case.is_flagged(FlagKind::SharedCores));
         let shared = if shared { " (ranks share cores)" } else { "" };

@@ -1,16 +1,19 @@
-//! The answer on a terminal of 80 columns: a few sentences, and one table.
+//! The answer at first sight: a few sentences, and one table on a terminal or one picture on a page.
 
 use std::cmp::Ordering;
 
 use rig::flag::FlagKind;
-use rig::record::Axis;
+use rig::plot::{Panel, Panels, panels};
+use rig::record::{Axis, Record};
+use rig::stats::ExclusionReason;
 use rig::text::{grid, wrapped};
 
+use super::Picture;
 use super::case::{LATE, NETWORK, ROUNDS};
 use super::digest::{Case, Digest, distinct};
 use super::findings::{Pair, added, is_networked, pairs};
-use super::links::Traits;
-use super::text::{count, figure, listed};
+use super::html::Page;
+use super::text::{all_of, count, day, figure, listed};
 
 /// Columns of a terminal.
 const WIDTH: usize = 80;
@@ -18,25 +21,109 @@ const WIDTH: usize = 80;
 /// Lines of the table.
 const MOST_ROWS: usize = 24;
 
+/// Parts of a step as the picture shows them: the recorded parts, what they are called together, the number of their colour, and whether it is
+/// hatched.
+const PARTS: [(&[&str], &str, usize, bool); 5] = [
+    (&["data", "compute", "optimizer"], "computing", 4, false),
+    (&["pack", "unpack"], "packing and unpacking", 2, false),
+    (&["other"], "rest", 7, true),
+    (&LATE, "waiting for late ranks", 6, true),
+    (&NETWORK, "waiting for the network", 5, false),
+];
+
 /// The sentences and the table.
 pub(super) fn text(digest: &Digest<'_>) -> String {
-    let timed: Vec<&Case<'_>> = digest.cases.iter().filter(|case| is_networked(case)).collect();
+    let mut text: Vec<String> = sentences(digest).iter().map(|sentence| wrapped(sentence, WIDTH)).collect();
+    text.extend(Columns::of(digest).map(|columns| table(digest, &columns)));
+    text.join("\n")
+}
+
+/// The top of the page: the same sentences, and a picture of what the table has.
+pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
+    let sentences = sentences(digest);
+    // A number and its unit stay on one line.
+    page.first(
+        &sentences.iter().map(|text| text.replace(" ms", "\u{a0}ms").replace(" %", "\u{a0}%")).collect::<Vec<_>>(),
+    );
+    if let Some(columns) = Columns::of(digest) {
+        let mut caption = "Each bar is the mean step of one strategy. Blue is work, orange is waiting for the network: for gradients, parameters, \
+                           loss and norm. Communication that is hidden behind the work is not shown."
+            .to_string();
+        if let Some(crowds) = all_of(&columns.crowds()) {
+            caption += &format!(" *: {crowds}, so that ranks also wait for the processor.");
+        }
+        page.figure(TITLE, picture(digest).map(|picture| picture.svg), &caption);
+    }
+    page.end_first();
+    if let Some(record) = digest.results.records.first() {
+        page.small(&measured(record));
+    }
+}
+
+/// Machine, commit and day of a record.
+pub(super) fn measured(record: &Record) -> String {
+    let day = day(record.started_unix_s);
+    format!("Measured on {day}: {}.", record.environment.one_line())
+}
+
+/// The picture's name.
+const TITLE: &str = "Where the time of a step goes";
+
+/// The parts of a step, by strategy on each link.
+///
+/// # Errors
+/// A line of text, where no cell has parts.
+pub(super) fn picture(digest: &Digest<'_>) -> Result<Picture, String> {
+    let columns = Columns::of(digest).ok_or("no cell has figures")?;
+    let bar = |case: &Case<'_>| {
+        let part = |names: &[&str]| names.iter().filter_map(|name| case.mean(name)).sum::<f64>();
+        (columns.row(digest, case), PARTS.map(|(names, ..)| part(names)).to_vec())
+    };
+    let panel = |name: &&str| Panel {
+        name: columns.title(name),
+        bars: columns.cases.iter().filter(|case| columns.holds(case, name)).map(|case| bar(case)).collect(),
+    };
+    let title = match columns.over {
+        Some(over) => format!("{TITLE}, over {over}"),
+        None => TITLE.into(),
+    };
+    let svg = panels(&Panels {
+        title: &title,
+        unit: "ms",
+        parts: PARTS.map(|(_, called, colour, hatched)| (called.to_string(), colour, hatched)).to_vec(),
+        panels: columns.names.iter().map(panel).collect(),
+    })?;
+    Ok(Picture { title, svg })
+}
+
+/// What there is to say in a few sentences.
+fn sentences(digest: &Digest<'_>) -> Vec<String> {
+    let (timed, links) = (timed(digest), links(digest));
     let mut sentences: Vec<String> = Vec::new();
-    let mut links = distinct(timed.iter().map(|case| case.cell.link.as_str()));
-    // From what holds nothing up to the slowest.
-    links.reverse();
+    if digest.cases.iter().all(|case| case.step.is_none()) {
+        sentences.push("No cell has figures.".into());
+    } else if timed.is_empty() {
+        sentences.push("No cell has ranks that talk to each other, so there is no network to tell of.".into());
+    }
     for link in &links {
         sentences.extend(of_link(digest, &comparable(&timed, link)));
     }
     sentences.extend(quic(digest, &links));
     sentences.extend(without_figures(digest));
     sentences.extend(busy(digest));
-    let mut text: Vec<String> = sentences.iter().map(|sentence| wrapped(sentence, WIDTH)).collect();
-    if text.is_empty() {
-        text.push("No cell has figures.".into());
-    }
-    text.extend(table(digest, &timed, &links));
-    text.join("\n")
+    sentences
+}
+
+/// Cells that talk over a network.
+fn timed<'d, 'a>(digest: &'d Digest<'a>) -> Vec<&'d Case<'a>> {
+    digest.cases.iter().filter(|case| is_networked(case)).collect()
+}
+
+/// Their links, from the one that holds nothing up to the slowest.
+fn links<'d>(digest: &'d Digest<'_>) -> Vec<&'d str> {
+    let mut links = distinct(timed(digest).into_iter().map(|case| case.cell.link.as_str()));
+    links.reverse();
+    links
 }
 
 /// The cells of a link that can be compared: those whose ranks have cores of their own, where there are such.
@@ -49,46 +136,41 @@ fn comparable<'d, 'a>(timed: &[&'d Case<'a>], link: &str) -> Vec<&'d Case<'a>> {
 /// The fastest cell of a link and the slowest, with what the network takes of each.
 fn of_link(digest: &Digest<'_>, cases: &[&Case<'_>]) -> Option<String> {
     let mut sorted: Vec<&Case<'_>> = cases.to_vec();
+    // Where a budget has ended a round, those that it reached are compared, if they are most.
+    let reached: Vec<&Case<'_>> = sorted.iter().copied().filter(|case| case.good.len() >= ROUNDS).collect();
+    if 2 * reached.len() > sorted.len() {
+        sorted = reached;
+    }
     sorted.sort_by(|a, b| by_step(a, b));
     let (best, worst) = (sorted.first()?, sorted.last()?);
-    let place = format!("On {}{}", best.cell.link, like(&best.traits));
+    let like = best.traits.words().map_or(String::new(), |words| format!(" ({words})"));
+    let place = format!("On {}{like}", best.cell.link);
     let few = sorted.iter().map(|case| case.good.len()).min().unwrap_or(0);
     if few < ROUNDS {
         let rounds = count(few, "round");
         return Some(format!(
-            "{place}: the shortest step is {} with {}; after {rounds} this may be chance; {ROUNDS} rounds are needed to tell.",
+            "{place}: the shortest step is {} with {}, but after {rounds} this may be chance: {ROUNDS} rounds are needed to tell.",
             spent(best),
             name(digest, best)
         ));
     }
     let near = sorted[1..].iter().filter(|case| case.against(best).is_some_and(|found| found.verdict <= 0)).count();
+    let others = sorted.len() - 1;
     let near = match near {
-        0 => "the shortest of all".into(),
-        _ if near + 1 == sorted.len() => "and no other differs from it by more than chance".into(),
-        1 => "and one other cannot be told apart from it".into(),
-        several => format!("and {several} others cannot be told apart from it"),
+        0 => String::new(),
+        _ if near == others => "; no other was found to be slower".into(),
+        1 => "; one other may be as fast".into(),
+        several => format!("; {several} of {others} others may be as fast"),
     };
     let costs = added(digest, best).map_or(String::new(), |(found, than)| {
         format!(", {} ms more than over {than}", figure(found.difference.estimate.max(0.0)))
     });
-    let mut text = format!("{place}: a step of {} takes {}{costs}, {near}.", name(digest, best), spent(best));
+    let mut text = format!("{place}, {} is fastest: a step takes {}{costs}{near}.", name(digest, best), spent(best));
     if worst.against(best).is_some_and(|found| found.verdict > 0) {
         let times = worst.step?.estimate / best.step?.estimate;
-        text +=
-            &format!(" The longest is that of {}: {}, {times:.1} times as long.", name(digest, worst), spent(worst));
+        text += &format!(" The slowest is {}: {}, {times:.1} times as long.", name(digest, worst), spent(worst));
     }
     Some(text)
-}
-
-/// ` (100 Mbit/s, 50 ms)`.
-fn like(traits: &Traits) -> String {
-    let rate = traits.rate.map(|rate| match rate {
-        rate if rate >= 1000.0 => format!("{} Gbit/s", rate / 1000.0),
-        rate => format!("{rate} Mbit/s"),
-    });
-    let trip = traits.rtt.filter(|ms| *ms >= 1.0).map(|ms| format!("{ms:.0} ms round trip"));
-    let parts: Vec<String> = rate.into_iter().chain(trip).chain(traits.lossy.then(|| "lossy".into())).collect();
-    if parts.is_empty() { String::new() } else { format!(" ({})", parts.join(", ")) }
 }
 
 /// `83.1 ms (92 % waiting for the network)`.
@@ -123,39 +205,43 @@ fn by_step(a: &Case<'_>, b: &Case<'_>) -> Ordering {
 /// How QUIC did beside ZeroMQ over TCP, link by link.
 fn quic(digest: &Digest<'_>, links: &[&str]) -> Option<String> {
     let pairs = pairs(digest);
-    let told: Vec<String> = links
-        .iter()
-        .filter_map(|link| {
-            let mut here: Vec<&Pair<'_, '_>> = pairs.iter().filter(|pair| pair.0.cell.link == *link).collect();
-            if here.iter().any(|pair| pair.0.crowd.is_none()) {
-                here.retain(|pair| pair.0.crowd.is_none());
-            }
-            let of = |verdict: i32| {
-                here.iter().filter(move |pair| pair.2.verdict == verdict).map(|pair| pair.2.ratio.estimate)
-            };
-            let one = |verdict: i32, word: &str| {
-                let (least, most) =
-                    of(verdict).fold((f64::INFINITY, 0.0_f64), |(l, m), ratio| (l.min(ratio), m.max(ratio)));
-                let number = of(verdict).count();
-                let range = if number == 1 { format!("{least:.2}") } else { format!("{least:.2} to {most:.2}") };
-                (number > 0)
-                    .then(|| format!("{word} in {number} of {} comparisons ({range} times its time)", here.len()))
-            };
-            let parts: Vec<String> = one(1, "slower").into_iter().chain(one(-1, "faster")).collect();
-            match (here.is_empty(), parts.is_empty()) {
-                (true, _) => None,
-                (false, true) => Some(format!("on {link} not told apart")),
-                (false, false) => Some(format!("on {link} {}", parts.join(" and "))),
-            }
-        })
-        .collect();
-    (!told.is_empty()).then(|| format!("QUIC beside ZeroMQ over TCP: {}.", told.join("; ")))
+    let (mut told, mut equal) = (Vec::new(), Vec::new());
+    for link in links {
+        let mut here: Vec<&Pair<'_, '_>> = pairs.iter().filter(|pair| pair.0.cell.link == *link).collect();
+        if here.iter().any(|pair| pair.0.crowd.is_none()) {
+            here.retain(|pair| pair.0.crowd.is_none());
+        }
+        let parts: Vec<String> =
+            [(1, "slower"), (-1, "faster")].iter().filter_map(|told| ratios(&here, *told)).collect();
+        match all_of(&parts) {
+            _ if here.is_empty() => {}
+            Some(parts) => told.push(format!("on {link} {parts}")),
+            None => equal.push((*link).to_string()),
+        }
+    }
+    told.extend(all_of(&equal).map(|links| format!("on {links} no difference was found")));
+    (!told.is_empty()).then(|| format!("QUIC, with the same strategy as ZeroMQ over TCP: {}.", told.join("; ")))
+}
+
+/// `slower in 3 of 8 comparisons (1.04 to 1.12 times the time)`.
+fn ratios(pairs: &[&Pair<'_, '_>], (verdict, word): (i32, &str)) -> Option<String> {
+    let of: Vec<f64> =
+        pairs.iter().filter(|pair| pair.2.verdict == verdict).map(|pair| pair.2.ratio.estimate).collect();
+    let (least, most) =
+        of.iter().fold((f64::INFINITY, 0.0_f64), |(low, high), ratio| (low.min(*ratio), high.max(*ratio)));
+    let range = if of.len() == 1 { format!("{least:.2}") } else { format!("{least:.2} to {most:.2}") };
+    (!of.is_empty()).then(|| format!("{word} in {} of {} comparisons ({range} times the time)", of.len(), pairs.len()))
 }
 
 /// Which cells have no figures, and why.
 fn without_figures(digest: &Digest<'_>) -> Option<String> {
     let mut reasons: Vec<(String, usize)> = Vec::new();
-    for case in digest.holes() {
+    let nothing = digest.cases.iter().all(|case| case.step.is_none());
+    // What this build or machine lacks is no matter where others have figures; the page has it among the doubts.
+    let lacks = |case: &&Case<'_>| {
+        case.left_out.iter().all(|out| out.why == ExclusionReason::NotAvailable) && !case.left_out.is_empty()
+    };
+    for case in digest.holes().filter(|case| nothing || !lacks(case)) {
         let (word, why) = case.hole();
         let reason = format!("{word}: {why}");
         match reasons.iter_mut().find(|(known, _)| *known == reason) {
@@ -181,29 +267,59 @@ fn busy(digest: &Digest<'_>) -> Option<String> {
     })
 }
 
-/// Strategies by links, over the transport that is fastest on all of them; by transports, where there is one link.
-fn table(digest: &Digest<'_>, timed: &[&Case<'_>], links: &[&str]) -> Option<String> {
-    if timed.is_empty() {
-        return None;
+/// What table and picture compare: strategies on each link, over the transport that is fastest on all of them; or over each transport, where
+/// there is one link.
+struct Columns<'d, 'a> {
+    /// The one transport of all columns, where these are links.
+    over: Option<&'d str>,
+    names: Vec<&'d str>,
+    cases: Vec<&'d Case<'a>>,
+}
+
+impl<'d, 'a> Columns<'d, 'a> {
+    fn of(digest: &'d Digest<'a>) -> Option<Self> {
+        let (timed, links) = (timed(digest), links(digest));
+        let transports = distinct(timed.iter().map(|case| case.cell.transport.as_str()));
+        let over = if links.len() > 1 { Some(fastest_transport(&timed, &links, &transports)?) } else { None };
+        let names = if over.is_some() { links } else { transports };
+        let mut columns = Columns { over, names, cases: Vec::new() };
+        columns.cases =
+            timed.into_iter().filter(|case| columns.names.iter().any(|name| columns.holds(case, name))).collect();
+        (!columns.cases.is_empty()).then_some(columns)
     }
-    let transports = distinct(timed.iter().map(|case| case.cell.transport.as_str()));
-    let by_link = links.len() > 1;
-    let over = if by_link { fastest_transport(timed, links, &transports)? } else { "" };
-    let columns: Vec<&str> = if by_link { links.to_vec() } else { transports };
-    let column = |case: &Case<'_>, name: &str| match by_link {
-        true => case.cell.link == name && case.cell.transport == over,
-        false => case.cell.transport == name,
-    };
-    let row_name = |case: &Case<'_>| {
+
+    fn holds(&self, case: &Case<'_>, name: &str) -> bool {
+        match self.over {
+            Some(over) => case.cell.link == name && case.cell.transport == over,
+            None => case.cell.transport == name,
+        }
+    }
+
+    /// The column's name, with what the link is like.
+    fn title(&self, name: &str) -> String {
+        let here = self.cases.iter().find(|case| self.over.is_some() && self.holds(case, name));
+        let words = here.and_then(|case| case.traits.words()).map_or(String::new(), |words| format!(" ({words})"));
+        format!("{name}{words}")
+    }
+
+    /// `4 ranks on 2 cores`, of cells whose ranks share cores.
+    fn crowds(&self) -> Vec<String> {
+        distinct(self.cases.iter().filter_map(|case| case.crowd.clone()))
+    }
+
+    /// The cell in words, but for its column; `*` where ranks share cores.
+    fn row(&self, digest: &Digest<'_>, case: &Case<'_>) -> String {
         let (ranks, mark) = match case.crowd {
             Some(_) => (&[Axis::Ranks][..], "*"),
             None => (of_one_number(digest), ""),
         };
         let label = digest.label_without(case.cell, &[&[Axis::Link, Axis::Transport][..], ranks].concat());
         format!("{}{mark}", if label.is_empty() { case.cell.strategy.clone() } else { label })
-    };
-    let shown: Vec<&&Case<'_>> = timed.iter().filter(|case| columns.iter().any(|name| column(case, name))).collect();
-    let names = distinct(shown.iter().map(|case| row_name(case)));
+    }
+}
+
+fn table(digest: &Digest<'_>, columns: &Columns<'_, '_>) -> String {
+    let names = distinct(columns.cases.iter().map(|case| columns.row(digest, case)));
     let text = |case: &Case<'_>| {
         let waits = case
             .share_of(&NETWORK)
@@ -211,27 +327,28 @@ fn table(digest: &Digest<'_>, timed: &[&Case<'_>], links: &[&str]) -> Option<Str
         case.step.map_or("-".into(), |step| format!("{}{waits}", figure(step.estimate)))
     };
     let line = |name: &String| {
-        let of = |column_name: &&str| {
-            let mut here = shown.iter().filter(|case| column(case, column_name) && row_name(case) == *name);
+        let of = |column: &&str| {
+            let mut here =
+                columns.cases.iter().filter(|case| columns.holds(case, column) && columns.row(digest, case) == *name);
             here.next().map_or("-".into(), |case| text(case))
         };
-        std::iter::once(name.clone()).chain(columns.iter().map(of)).collect::<Vec<String>>()
+        std::iter::once(name.clone()).chain(columns.names.iter().map(of)).collect::<Vec<String>>()
     };
     let mut head = vec![String::new()];
-    head.extend(columns.iter().map(|name| (*name).to_string()));
+    head.extend(columns.names.iter().map(|name| (*name).to_string()));
     let lines: Vec<Vec<String>> = names.iter().take(MOST_ROWS).map(line).collect();
     let mut text = vec![String::new()];
-    let over = if by_link { format!(" over {over}") } else { String::new() };
+    let over = columns.over.map_or(String::new(), |over| format!(" over {over}"));
     text.push(format!("Step in ms{over}, and the share of it that waits for the network:"));
     text.push(grid(&head, &lines));
     if names.len() > MOST_ROWS {
         text.push(format!("and {} more rows in the report", names.len() - MOST_ROWS));
     }
-    let crowds = distinct(shown.iter().filter_map(|case| case.crowd.as_deref()));
+    let crowds = columns.crowds();
     if !crowds.is_empty() {
         text.push(format!("* {}", crowds.join("; ")));
     }
-    Some(text.join("\n"))
+    text.join("\n")
 }
 
 /// The transport with the shortest steps, over all strategies and links that it has in common with the others that go over every link.

@@ -30,7 +30,7 @@ pub(super) fn beware(page: &mut Page, digest: &Digest<'_>) {
 
 /// `planned` rounds, 0 where that is not known.
 pub(super) fn write(page: &mut Page, digest: &Digest<'_>, planned: u32) {
-    page.section("setup", "What was run", "What was run");
+    page.topic("setup", "What was run, where, and what is missing");
     let records = &digest.results.records;
     let rounds = records.iter().map(|record| record.round).max().unwrap_or(0);
     let began = records.iter().map(|record| record.started_unix_s).fold(f64::INFINITY, f64::min);

@@ -22,9 +22,12 @@ pub(crate) fn maybe(value: Option<f64>) -> String {
     value.map_or("–".into(), figure)
 }
 
-/// `210.3 [208.1, 213.0]`.
+/// `210.3 [208.1, 213.0]`, or the estimate alone where too little is known for ends.
 pub(crate) fn interval(interval: &Interval) -> String {
     let Interval { estimate, low, high, .. } = interval;
+    if !interval.has_ends() {
+        return figure(*estimate);
+    }
     format!("{} [{}, {}]", figure(*estimate), figure(*low), figure(*high))
 }
 
@@ -36,6 +39,9 @@ pub(crate) fn share(value: f64) -> String {
 /// `12.3 % [11.9, 12.7]`.
 pub(crate) fn share_interval(interval: &Interval) -> String {
     let Interval { estimate, low, high, .. } = interval;
+    if !interval.has_ends() {
+        return share(*estimate);
+    }
     // Nothing has less than no share, whatever an interval is made of.
     let end = |value: f64| match value.is_finite() {
         true => format!("{:.1}", 100.0 * value.clamp(0.0, 1.0)),
@@ -78,6 +84,30 @@ pub(crate) fn listed(texts: &[String], most: usize) -> String {
     if rest == 0 { shown.join(", ") } else { format!("{} and {rest} more", shown.join(", ")) }
 }
 
+/// The day of a time in seconds since 1970, in universal time: `2026-11-29`.
+pub(crate) fn day(unix_s: f64) -> String {
+    let mut days = (unix_s / 86_400.0).floor().clamp(0.0, 1e6) as u32;
+    let mut year = 1970;
+    let leap = |year: u32| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
+    while days >= 365 + u32::from(leap(year)) {
+        days -= 365 + u32::from(leap(year));
+        year += 1;
+    }
+    let lengths = [31, 28 + u32::from(leap(year)), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
+    let mut month = 0;
+    while month < 11 && days >= lengths[month] {
+        days -= lengths[month];
+        month += 1;
+    }
+    format!("{year}-{:02}-{:02}", month + 1, days + 1)
+}
+
+/// `a, b and c`; nothing of none.
+pub(crate) fn all_of(texts: &[String]) -> Option<String> {
+    let (last, others) = texts.split_last()?;
+    Some(if others.is_empty() { last.clone() } else { format!("{} and {last}", others.join(", ")) })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -93,7 +123,16 @@ mod tests {
         assert_eq!(share(0.1234), "12.3 %");
         let wide = Interval { estimate: 0.02, low: -0.01, high: 0.05, level: 0.95 };
         assert_eq!(share_interval(&wide), "2.0 % [0.0, 5.0]");
+        assert_eq!(
+            (share_interval(&wide.without_ends()), super::interval(&wide.without_ends())),
+            ("2.0 %".into(), "0.020".into())
+        );
         assert_eq!(listed(&["a".into(), "b".into(), "c".into()], 2), "a, b and 1 more");
+        let days = [0.0, 951_782_400.0, 1_709_251_199.0, 1_798_761_600.0, f64::NAN].map(day);
+        assert_eq!(days, ["1970-01-01", "2000-02-29", "2024-02-29", "2027-01-01", "1970-01-01"]);
+        let names = ["a".to_string(), "b".into(), "c".into()];
+        let lists = [0, 1, 2, 3].map(|count| all_of(&names[..count]));
+        assert_eq!(lists, [None, Some("a".into()), Some("a and b".into()), Some("a, b and c".into())]);
         assert_eq!((count(1, "cell"), count(2, "cell")), ("1 cell".into(), "2 cells".into()));
     }
 }

@@ -13,7 +13,7 @@ use super::html::Page;
 const LINKED: usize = 200;
 
 pub(super) fn write(page: &mut Page, digest: &Digest<'_>, planned: &[Cell], (folder, beside): (&Path, &Path)) {
-    page.section("traces", "Traces", "Traces, and how to get this again");
+    page.topic("traces", "Traces, and how to get this again");
     let mut names: Vec<String> = fs::read_dir(folder.join("traces"))
         .map(|entries| entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
         .unwrap_or_default();

@@ -15,7 +15,7 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     if digest.cases.iter().all(|case| case.step.is_none()) {
         return;
     }
-    page.section("why", "Why", "Why: connections, links, processors");
+    page.topic("why", "Reasons: connections, links, processors");
     page.small(
         "Medians over rounds, from the first step to the last, all ranks and connections together. Sent again: packets (TCP), or packets taken \
          for lost (QUIC). Window: at the end, the median connection's. Wire by payload: bytes that network interfaces sent, headers included, \

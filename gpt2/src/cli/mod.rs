@@ -10,6 +10,7 @@ mod model;
 mod progress;
 mod sample;
 mod settings;
+mod shell;
 mod summary;
 mod train;
 
@@ -18,6 +19,8 @@ use std::process::ExitCode;
 
 use clap::{FromArgMatches, Parser, Subcommand};
 use comm_core::{printer, process};
+
+pub use shell::{CompletionsArgs, ManArgs};
 
 /// Trains GPT-2 with any distributed strategy over any transport.
 #[derive(Debug, Parser)]
@@ -39,6 +42,8 @@ enum Command {
     Convert(convert::ConvertArgs),
     /// List what this machine and this build have to compute with, and why what is missing is missing.
     Devices(devices::DevicesArgs),
+    Completions(CompletionsArgs),
+    Man(ManArgs),
 }
 
 /// Runs the program; errors go to standard error, one line each. A program with a transport of its own calls [`isocomm::register`] first, and
@@ -67,6 +72,11 @@ pub fn main() -> ExitCode {
         Command::Eval(args) => eval::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Convert(args) => convert::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Devices(args) => devices::run(args).map(|()| ExitCode::SUCCESS),
+        Command::Completions(args) => {
+            args.run(&settings::command());
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Man(args) => args.run(&settings::command()).map(|()| ExitCode::SUCCESS),
     };
     result.unwrap_or_else(|error| {
         complain(format_args!("error: {error}"));
@@ -93,3 +103,35 @@ pub fn complain(text: impl fmt::Display) {
 
 /// What a command fails with: one message for the user.
 type CliError = Box<dyn std::error::Error + Send + Sync>;
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsString;
+    use std::fs;
+
+    /// Every `cargo run … -p gpt2 … -- …` of the README and the book.
+    #[test]
+    fn the_commands_of_readme_and_book_are_commands() {
+        let root = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
+        let pages = fs::read_dir(format!("{root}/docs/src")).unwrap().map(|entry| entry.unwrap().path());
+        let pages = pages
+            .chain([format!("{root}/README.md").into()])
+            .filter(|path| path.extension().is_some_and(|ext| ext == "md"));
+        let mut tried = 0;
+        for page in pages {
+            let text = fs::read_to_string(&page).unwrap();
+            for line in text.lines().filter(|line| line.starts_with("cargo run") && line.contains("-p gpt2 ")) {
+                let Some((_, arguments)) = line.split_once(" -- ") else { continue };
+                let arguments =
+                    arguments.split('#').next().unwrap().split_whitespace().map(|word| word.trim_matches('"'));
+                let line = ["gpt2"].into_iter().chain(arguments).map(OsString::from);
+                let parsed = super::settings::command().try_get_matches_from(line);
+                if let Err(error) = parsed {
+                    panic!("{}: {error}", page.display());
+                }
+                tried += 1;
+            }
+        }
+        assert!(tried >= 6, "only {tried} commands were found");
+    }
+}

@@ -363,14 +363,19 @@ mod tests {
     }
 
     #[test]
-    fn the_table_for_users_is_that_of_the_entries() {
-        let readme = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../README.md")).unwrap();
-        let mut rows = readme.lines().skip_while(|line| !line.starts_with("| strategy |")).skip(2);
-        for kind in StrategyKind::ALL {
-            let start = format!("| `{kind}` | {}", kind.spec().about);
-            let row = rows.next().unwrap_or_default();
-            assert!(row.starts_with(&start), "the row of `{kind}` is to start with {start:?}: {row}");
+    fn the_tables_for_users_are_those_of_the_entries() {
+        let read = |name: &str| std::fs::read_to_string(format!("{}/../{name}", env!("CARGO_MANIFEST_DIR"))).unwrap();
+        let of_page = |page: &str| {
+            let rows = page.lines().skip_while(|line| !line.starts_with("| strategy |")).skip(2);
+            rows.take_while(|line| line.starts_with('|')).map(String::from).collect::<Vec<String>>()
+        };
+        let book = [of_page(&read("docs/src/strategies.md")), of_page(&read("docs/src/slow-networks.md"))].concat();
+        for rows in [of_page(&read("README.md")), book] {
+            assert_eq!(rows.len(), StrategyKind::ALL.len(), "{rows:#?}");
+            for (kind, row) in StrategyKind::ALL.into_iter().zip(rows) {
+                let start = format!("| `{kind}` | {}", kind.spec().about);
+                assert!(row.starts_with(&start), "the row of `{kind}` is to start with {start:?}: {row}");
+            }
         }
-        assert!(!rows.next().unwrap_or_default().starts_with('|'), "a row of no strategy");
     }
 }

@@ -7,6 +7,7 @@ mod axis;
 mod bars;
 mod heat;
 mod lines;
+mod panels;
 mod stack;
 mod svg;
 mod theme;
@@ -17,6 +18,7 @@ use std::path::Path;
 pub use bars::{Bars, bars};
 pub use heat::{Heat, Square, heat};
 pub use lines::{Curve, Line, Point, Scale, curves, lines};
+pub use panels::{Panel, Panels, panels};
 pub use stack::{Group, Stack, stack};
 pub use svg::escaped;
 pub use theme::{COLOURS, css};
@@ -44,13 +46,18 @@ pub struct Labels<'a> {
     pub y: &'a str,
 }
 
+/// The picture with its own colours, those for light, for where no page gives them.
+pub fn on_its_own(svg: &str) -> String {
+    theme::light(svg)
+}
+
 /// Writes a picture whole or not at all.
 ///
 /// # Errors
 /// A line of text with the path.
 pub fn write(path: &Path, svg: &str) -> Result<(), String> {
     let unfinished = path.with_extension("svg.tmp");
-    let written = fs::write(&unfinished, theme::light(svg)).and_then(|()| fs::rename(&unfinished, path));
+    let written = fs::write(&unfinished, on_its_own(svg)).and_then(|()| fs::rename(&unfinished, path));
     written.map_err(|error| {
         // What is left of it is of no use; the first error is the one to tell.
         let _ = fs::remove_file(&unfinished);

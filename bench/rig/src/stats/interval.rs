@@ -36,6 +36,17 @@ impl Interval {
         self.high - self.low
     }
 
+    /// The estimate alone, where too little is known for ends that mean anything; they are not numbers then.
+    #[must_use]
+    pub fn without_ends(self) -> Interval {
+        Interval { low: f64::NAN, high: f64::NAN, ..self }
+    }
+
+    /// Whether there are ends.
+    pub fn has_ends(&self) -> bool {
+        !self.low.is_nan() && !self.high.is_nan()
+    }
+
     /// `40.1 (39.5 … 40.8)`.
     pub fn text(&self, digits: usize) -> String {
         let Interval { estimate, low, high, .. } = self;
@@ -68,14 +79,27 @@ impl RunValue {
 }
 
 /// The level of a cell's runs; `None` without a run. Of a single run the interval covers its steps only, not what
-/// differs from run to run.
-pub(crate) fn interval(runs: &[RunValue], level: f64) -> Option<Interval> {
+/// differs from run to run. Of values that are all above 0 it is one of ratios, by their logarithms, so that it is above 0 as they are.
+pub fn interval(runs: &[RunValue], level: f64) -> Option<Interval> {
     if let [run] = runs {
         return Some(Interval { estimate: run.value, low: run.low, high: run.high, level });
     }
+    let mean_square = |errors: &dyn Fn(&RunValue) -> f64| {
+        runs.iter().map(|run| errors(run).powi(2)).sum::<f64>() / runs.len().max(1) as f64
+    };
     let values: Vec<f64> = runs.iter().map(|run| run.value).collect();
-    let errors = runs.iter().map(|run| run.error.powi(2)).sum::<f64>() / runs.len().max(1) as f64;
-    Some(Interval::around(&Location::of(&values, errors)?, level))
+    let location = Location::of(&values, mean_square(&|run| run.error))?;
+    if values.iter().all(|value| *value > 0.0) {
+        let logs: Vec<f64> = values.iter().map(|value| value.ln()).collect();
+        let half = Location::of(&logs, mean_square(&|run| run.error / run.value))?.half_width(level).exp();
+        let estimate = location.centre;
+        return Some(Interval { estimate, low: estimate / half, high: estimate * half, level });
+    }
+    let mut found = Interval::around(&location, level);
+    if values.iter().all(|value| *value >= 0.0) {
+        found.low = found.low.max(0.0);
+    }
+    Some(found)
 }
 
 /// A trimmed mean and what is known about it.
@@ -138,11 +162,26 @@ mod tests {
 
     #[test]
     fn students_interval_of_known_values() {
-        let found = interval(&counted(&[1.0, 2.0, 3.0, 4.0, 5.0]), 0.95).unwrap();
         let half = 2.776_445 * (2.5_f64 / 5.0).sqrt();
-        assert_eq!(found.estimate, 3.0);
-        assert!((found.low - (3.0 - half)).abs() < 1e-5 && (found.high - (3.0 + half)).abs() < 1e-5, "{found:?}");
-        assert_eq!(found.text(1), "3.0 (1.0 … 5.0)");
+        let around_nothing = interval(&counted(&[-2.0, -1.0, 0.0, 1.0, 2.0]), 0.95).unwrap();
+        assert_eq!(around_nothing.estimate, 0.0);
+        assert!((around_nothing.low + half).abs() < 1e-5 && (around_nothing.high - half).abs() < 1e-5);
+        // The same in ratios: powers of two, whose logarithms are as far apart.
+        let found = interval(&counted(&[1.0, 2.0, 4.0, 8.0, 16.0]), 0.95).unwrap();
+        let half = (half * 2.0_f64.ln()).exp();
+        assert_eq!(found.estimate, 6.2);
+        assert!((found.low - 6.2 / half).abs() < 1e-5 && (found.high - 6.2 * half).abs() < 1e-5, "{found:?}");
+        assert_eq!(found.text(1), format!("6.2 ({:.1} … {:.1})", 6.2 / half, 6.2 * half));
+    }
+
+    #[test]
+    fn what_cannot_be_negative_has_no_negative_end() {
+        for values in [[10.0, 11.0, 190.0], [1e-3, 5.0, 60.0], [0.0, 0.0, 7.0], [0.0, 20.0, 0.0]] {
+            let found = interval(&counted(&values), 0.95).unwrap();
+            assert!(found.low >= 0.0 && found.low <= found.estimate && found.estimate <= found.high, "{found:?}");
+        }
+        let unknown = interval(&counted(&[1.0, 2.0]), 0.95).unwrap().without_ends();
+        assert!(unknown.estimate == 1.5 && !unknown.has_ends() && !unknown.contains(1.5), "{unknown:?}");
     }
 
     #[test]

@@ -23,7 +23,7 @@ mod summary;
 mod warm_up;
 
 pub use compare::{Change, Comparison, Verdict, paired, unpaired};
-pub use interval::Interval;
+pub use interval::{Interval, RunValue, interval};
 pub use median::{Ratio, difference, median, percentile};
 pub use metric::{Metric, Over};
 #[cfg(any(test, feature = "made-up"))]

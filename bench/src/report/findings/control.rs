@@ -1,12 +1,50 @@
 //! Whether the method finds what is there and nothing else: cells that are the same, and delays that were put in on purpose.
 
-use rig::record::{Axis, Cell, InjectedDelay};
+use rig::flag::FlagKind;
+use rig::record::{Axis, Cell, InjectedDelay, Record};
 
 use super::super::case::ROUNDS;
 use super::super::digest::{Case, Comparison, Digest, Grouped};
 use super::super::html::Mark;
 use super::super::text::{count, figure, interval};
 use super::statements::Statements;
+
+/// Whether runs did the work that they were to do: bytes by the formula, and weights that are equal where they should be.
+pub(super) fn work(digest: &Digest<'_>) -> Statements {
+    let mut said = Statements::new();
+    let sent = |record: &&Record| {
+        let ranks = record.measured.iter().flat_map(|measured| &measured.ranks);
+        ranks.clone().count() > 1 && ranks.clone().all(|rank| rank.payload_bytes.is_some())
+    };
+    let off = |record: &&Record| record.flags.iter().any(|flag| flag.kind == FlagKind::OffTheFormula);
+    let counted: Vec<&Record> = digest.results.records.iter().filter(sent).collect();
+    let wrong = counted.iter().copied().filter(|record| off(record)).count();
+    let runs = count(counted.len(), "run");
+    if wrong > 0 {
+        said.push((
+            Mark::Doubt,
+            format!("Of {runs} whose bytes were counted, {wrong} did not send what their formulas say."),
+        ));
+    } else if !counted.is_empty() {
+        said.push((
+            Mark::Found,
+            format!("What was sent is what the formulas say, to the byte, in all runs that count it ({runs})."),
+        ));
+    }
+    let (groups, equal) = super::super::loss::equal_weights(digest);
+    if groups > equal {
+        let text = format!(
+            "In {} of {groups} groups of cells that should end with the same weights these differ.",
+            groups - equal
+        );
+        said.push((Mark::Doubt, text));
+    } else if groups > 0 {
+        let groups = count(groups, "group");
+        let text = "Cells that should end with the same weights over every transport and link do so, to the last bit";
+        said.push((Mark::Found, format!("{text} ({groups} of cells).")));
+    }
+    said
+}
 
 pub(super) fn all(digest: &Digest<'_>) -> Statements {
     same(digest).into_iter().chain(planted(digest)).collect()

@@ -22,17 +22,15 @@ pub(super) fn first(digest: &Digest<'_>) -> Statements {
 /// Too few rounds for anything.
 fn rounds(digest: &Digest<'_>) -> Option<String> {
     let most = digest.cases.iter().map(|case| case.good.len()).max()?;
-    (most < ROUNDS).then(|| {
-        let one = if most == 1 { ", and intervals of a single run cover its steps alone" } else { "" };
-        format!("No cell has {ROUNDS} good rounds, so that nothing is compared{one}.")
-    })
+    (most < ROUNDS)
+        .then(|| format!("No cell has {ROUNDS} good rounds, so nothing is compared and no interval is given."))
 }
 
 /// Cells that the short answer leaves out.
 fn left_out(digest: &Digest<'_>) -> Option<String> {
     let has = |crowded: bool| digest.cases.iter().any(|case| is_networked(case) && case.crowd.is_some() == crowded);
     (has(true) && has(false)).then(|| {
-        "The lines above leave out cells whose ranks share cores, as part of what they wait for is the processor."
+        "The sentences of this page leave out cells whose ranks share cores, because these ranks also wait for the processor."
             .into()
     })
 }

@@ -37,13 +37,16 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
         }
     }
     if flips.is_empty() && compared {
-        let text =
-            "No two strategies change places between links or transports with a significant difference on both sides.";
-        said(page, TITLE, vec![(Mark::Open, text.into())]);
+        let text = "No strategy that is faster than another on one link or transport was found to be slower than it on another.";
+        page.statements(&[(Mark::Open, text.into())]);
         return;
     }
+    if flips.is_empty() {
+        return;
+    }
+    page.topic("order", "Where a faster strategy becomes a slower one");
     let (told, rest) = clearest(flips);
-    said(page, TITLE, told.into_iter().map(|flip| (Mark::Found, flip.text)).collect());
+    said(page, told.into_iter().map(|flip| (Mark::Found, flip.text)).collect());
     if !rest.is_empty() {
         let title = match rest.len() > FLIPS {
             true => format!("the clearest {FLIPS} of {} more", rest.len()),
@@ -53,8 +56,6 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
         page.folded(&title, |page| page.statements(&rest));
     }
 }
-
-const TITLE: &str = "Where the order turns round";
 
 /// One for each two places, none of two strategies twice in it, and what is left: the clearest first, cores that are not shared before all.
 fn clearest(mut flips: Vec<Flip>) -> (Vec<Flip>, Vec<Flip>) {

@@ -25,7 +25,7 @@ pub(super) fn statements(digest: &Digest<'_>) -> Statements {
         let whom =
             whom(case).map_or("no rank stands out".into(), |(who, part)| format!("{} of it for {who}", share(part)));
         format!(
-            "{}: {ms} ms a step, {} of it, go by in waiting for ranks that are still computing; {whom}.",
+            "{}: {ms} ms a step, {} of it, are spent waiting for ranks that are still computing; {whom}.",
             digest.label(case.cell),
             share_interval(waits)
         )

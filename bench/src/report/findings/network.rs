@@ -44,12 +44,12 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     if cells.rows.is_empty() {
         return;
     }
-    page.heading("What the network costs");
+    page.topic("network", "What the network costs, by link and by cell");
     page.small(
-        "Added: milliseconds above the same cell over a link that holds nothing up (unlimited, or loopback), round by round. Network: the share \
-         of the mean step that waits for gradients, parameters, loss and norm while ranks are not computing; late ranks: the share that waits \
-         for ranks which still are. Steps over null, where nothing is sent, and of single, one rank that does all the work alone, are what is \
-         divided by.",
+        "Added: milliseconds more than the same cell over a link that holds nothing up (unlimited, or loopback), in the same rounds. Network: the \
+         share of the mean step in which ranks wait for gradients, parameters, loss and norm. Late ranks: the share in which they wait for ranks \
+         that are still computing. By null's, by single's: the step divided by that over null, where nothing is sent, and by that of one rank that \
+         does all the work alone.",
     );
     let single = digest.cases.iter().filter(|case| case.cell.strategy == SINGLE);
     for (single, step) in single.filter_map(|case| Some((case, case.step?))).take(1) {

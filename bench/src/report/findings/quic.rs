@@ -5,6 +5,7 @@ use rig::record::Axis;
 use super::super::case::ROUNDS;
 use super::super::digest::{Case, Comparison, Digest, distinct};
 use super::super::html::{Mark, Page, Table};
+use super::super::text::all_of;
 use super::congestion::Control;
 
 /// A cell over QUIC, the same over TCP, and the first by the second.
@@ -26,12 +27,11 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     if pairs.is_empty() {
         return;
     }
-    page.heading("QUIC against TCP");
-    page.small(
-        "Times over QUIC by those over TCP, in the same rounds: below 1, QUIC is faster. ● stands where the interval is without 1, so that the \
-         two are told apart.",
-    );
     controls(page, &pairs);
+    page.topic("pairs", "QUIC and ZeroMQ over TCP, strategy by strategy");
+    page.small(
+        "The time over QUIC divided by the time over ZeroMQ, in the same rounds: below 1, QUIC is faster. ● the two are told apart; ○ they are not.",
+    );
     let whole = [Axis::Link, Axis::Transport];
     let links = distinct(pairs.iter().map(|pair| pair.0.cell.link.as_str()));
     let mut head = vec!["strategy"];
@@ -70,13 +70,13 @@ pub(super) fn signed(comparison: &Comparison) -> String {
 
 /// Under which congestion controls, link by link, where they are not everywhere the same.
 fn controls(page: &mut Page, pairs: &[Pair<'_, '_>]) {
-    let mut told: Vec<(Control, Vec<&str>)> = Vec::new();
+    let mut told: Vec<(Control, Vec<String>)> = Vec::new();
     for link in distinct(pairs.iter().map(|pair| pair.0.cell.link.as_str())) {
         let here = pairs.iter().filter(|pair| pair.0.cell.link == link);
         let control = Control::of(here.map(|pair| (pair.0, pair.1)));
         match told.iter_mut().find(|(known, _)| *known == control) {
-            Some((_, links)) => links.push(link),
-            None => told.push((control, vec![link])),
+            Some((_, links)) => links.push(link.into()),
+            None => told.push((control, vec![link.into()])),
         }
     }
     let everywhere = told.len() == 1;
@@ -86,15 +86,15 @@ fn controls(page: &mut Page, pairs: &[Pair<'_, '_>]) {
         .filter(|(control, _)| !control.told().is_empty())
         .map(|(control, links)| match everywhere {
             true => format!("on every link {}", control.told()),
-            false => format!("on {} {}", links.join(", "), control.told()),
+            false => format!("on {} {}", all_of(links).unwrap_or_default(), control.told()),
         })
         .collect();
     if texts.is_empty() {
         return;
     }
     if confounded {
-        texts.push("so that what differs is not the transport alone".into());
+        texts.push("so what differs between the two is not the transport alone".into());
     }
     let mark = if confounded { Mark::Doubt } else { Mark::Found };
-    page.statements(&[(mark, format!("The two ran {}.", texts.join("; ")))]);
+    page.statements(&[(mark, format!("Congestion control: {}.", texts.join("; ")))]);
 }

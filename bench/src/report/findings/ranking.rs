@@ -31,10 +31,10 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     if own.rows.is_empty() && shared.rows.is_empty() {
         return;
     }
-    page.heading("Which strategy is fastest");
+    page.topic("ranking", "The fastest strategy in each comparison");
     page.small(
-        "The shortest mean step, and others by it. ● where the fastest is told apart from all others; ○ where it is not. Too noisy to rank: half \
-         of the others or more are neither told apart from it nor surely within 10 % of it.",
+        "Each line compares the strategies over one transport on one link. ● the fastest is told apart from all others; ○ it is not. Too noisy to \
+         rank: half of the others or more may be as fast, or may be more than 10 % slower.",
     );
     if !own.rows.is_empty() {
         page.table(&own);
@@ -103,12 +103,14 @@ impl<'c> Front<'c> {
         let ends = self.ends.as_ref().map_or(String::new(), |ends| format!(" ({ends})"));
         let (best, step) = (self.best, interval(&self.step));
         if self.is_noisy() {
-            return format!("too noisy to rank strategies; the least is {best}{ends}, {step} ms");
+            return format!(
+                "the strategies cannot be told apart; the shortest mean step is that of {best}{ends}, {step} ms"
+            );
         }
         if near.is_empty() {
-            return format!("{best}{ends} is the fastest, {step} ms a step");
+            return format!("{best}{ends} is the fastest with {step} ms a step");
         }
-        format!("{best}{ends} has the least, {step} ms a step, not told apart from {}", listed(&near, NAMED))
+        format!("{best}{ends} has the shortest step with {step} ms, but {} may be as fast", listed(&near, NAMED))
     }
 
     /// From the fastest strategy on.

@@ -8,12 +8,11 @@ const SHOWN: usize = 12;
 /// Statements of one kind.
 pub(super) type Statements = Vec<(Mark, String)>;
 
-/// Statements under a heading; of none nothing is written.
-pub(super) fn said(page: &mut Page, title: &str, mut statements: Statements) {
+/// Writes statements, the later ones of many folded; of none nothing.
+pub(super) fn said(page: &mut Page, mut statements: Statements) {
     if statements.is_empty() {
         return;
     }
-    page.heading(title);
     let rest = statements.split_off(SHOWN.min(statements.len()));
     page.statements(&statements);
     if !rest.is_empty() {

@@ -64,8 +64,8 @@ fn what_a_link_adds_is_told_against_the_same_cell_over_loopback() {
     there.iter_mut().for_each(|run| run.cell.link = "loopback".into());
     records.extend(there);
     let (html, _) = written(records);
-    assert!(html.contains("wan (2 ranks) adds 30.00 ["));
-    assert!(html.contains("ms (ddp) a step to the same cell on loopback"));
+    assert!(html.contains("2 ranks), a step takes 30.00 ["), "{html}");
+    assert!(html.contains("ms (ddp) more than on loopback"));
 }
 
 #[test]
@@ -134,10 +134,15 @@ fn congestion_controls_are_those_of_connections_that_carry_bytes_in_whatever_ord
 #[test]
 fn ranks_that_share_cores_are_labelled_and_left_out_of_the_short_answer() {
     let (html, _) = written(sweep(&["tcp"], &[2, 4], 3));
-    let short = html.split_once("In short").unwrap().1.split_once("<h3>").unwrap().0;
-    assert!(short.contains("wan (2 ranks):") && !short.contains("wan (4 ranks"), "{short}");
-    assert!(short.contains("leave out cells whose ranks share cores"));
-    assert!(short.contains("had ranks that shared cores (4 ranks on ") && short.contains("met a busy machine"));
+    let short = html.split_once("id=\"strategy\"").unwrap().1.split_once("<details").unwrap().0;
+    assert!(short.contains("round trip; 2 ranks):") && !short.contains("4 ranks on"), "{short}");
+    let trust = html.split_once("id=\"trust\"").unwrap().1.split_once("<details").unwrap().0;
+    assert!(trust.contains("leave out cells whose ranks share cores"));
+    assert!(trust.contains("had ranks that shared cores (4 ranks on ") && trust.contains("met a busy machine"));
+    assert!(
+        trust.contains("What was sent is what the formulas say, to the byte, in all runs that count it ("),
+        "{trust}"
+    );
     assert!(html.contains("ddp tcp wan (4 ranks on ") || html.contains("ddp wan (4 ranks on "));
 }
 
@@ -174,8 +179,11 @@ fn strategies_with_wide_intervals_are_not_among_the_fastest() {
         runs
     };
     let (html, _) = written([noisy("ring", 0), noisy("ddp", 1), noisy("fsdp", 2)].concat());
-    assert!(html.contains("too noisy to rank strategies; the least is"), "no word of noise");
-    assert!(!html.contains("is the fastest") && !html.contains("has the least"));
+    assert!(
+        html.contains("the strategies cannot be told apart; the shortest mean step is that of"),
+        "no word of noise"
+    );
+    assert!(!html.contains("is the fastest with") && !html.contains("has the shortest step"));
 }
 
 #[test]

@@ -1,0 +1,229 @@
+//! `bench artifact`: the figures and pictures of the README and the book, made again from records that lie in the repository.
+//!
+//! A page has places that are made: `<!-- artifact: NAME -->`, what is made, `<!-- end -->`. What stands between the two follows from the records
+//! alone, to the last byte, whatever machine makes it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::Args;
+use gpt2::cli::say;
+use rig::BenchError;
+use rig::plot;
+use rig::record::{Measured, Record};
+use rig::results::{FILE, Results, read_records};
+use serde_json::{Number, Value};
+
+use crate::report;
+
+/// Writes the figures and pictures of README and book again, from the records in docs/records.
+#[derive(Debug, Args)]
+pub(crate) struct ArtifactArgs {
+    /// The repository.
+    #[arg(long, default_value = ".")]
+    root: PathBuf,
+    /// Write nothing; say what would change, and exit with 1 if anything would.
+    #[arg(long)]
+    check: bool,
+    /// A folder of results of the bare `bench`, whose records take the place of those in docs/records/main.
+    #[arg(long, value_name = "FOLDER", conflicts_with = "check")]
+    from: Option<PathBuf>,
+    /// A folder of results of `bench sweep learning`, whose records take the place of those in docs/records/learning.
+    #[arg(long, value_name = "FOLDER", conflicts_with = "check")]
+    learning: Option<PathBuf>,
+}
+
+/// Where records of the bare `bench` lie, from the root of the repository.
+const MAIN: &str = "docs/records/main";
+
+/// And those of `bench sweep learning`.
+const LEARNING: &str = "docs/records/learning";
+
+/// The book's pages, and its pictures.
+const PAGES: &str = "docs/src";
+const FIGURES: &str = "figures";
+
+/// The picture of the parts of a step.
+const PICTURE: &str = "where-the-time-goes.svg";
+
+/// Begin and end of a place.
+const BEGIN: &str = "<!-- artifact: ";
+const BEGUN: &str = " -->";
+const END: &str = "<!-- end -->";
+
+pub(crate) fn run(args: &ArtifactArgs) -> Result<ExitCode, BenchError> {
+    let root = &args.root;
+    for (folder, place) in [(&args.from, MAIN), (&args.learning, LEARNING)] {
+        folder.as_ref().map_or(Ok(()), |folder| take(folder, &root.join(place)))?;
+    }
+    let mut changed = false;
+    for (path, bytes) in made(root)? {
+        if fs::read(&path).is_ok_and(|there| there == bytes.as_bytes()) {
+            continue;
+        }
+        changed = true;
+        let name = path.strip_prefix(root).unwrap_or(&path).display();
+        if args.check {
+            say(format_args!("{name} is not what the records say; `bench artifact` writes it again"));
+        } else {
+            write(&path, &bytes)?;
+            say(format_args!("written: {name}"));
+        }
+    }
+    if !changed {
+        say("README and book are what the records say");
+    }
+    Ok(if args.check && changed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// Copies the records of a folder of results, without digits that are only noise of binary fractions.
+fn take(from: &Path, to: &Path) -> Result<(), BenchError> {
+    let mut text = String::new();
+    for record in read_records(from)?.records {
+        let mut value = serde_json::to_value(&record)?;
+        round(&mut value);
+        text += &format!("{value}\n");
+    }
+    write(&to.join(FILE), &text)
+}
+
+/// Rounds fractions to six places: nanoseconds, where they are milliseconds.
+fn round(value: &mut Value) {
+    match value {
+        Value::Number(number) if number.is_f64() => {
+            let rounded = number.as_f64().map(|fraction| (1e6 * fraction).round() / 1e6);
+            *number = rounded.and_then(Number::from_f64).unwrap_or_else(|| number.clone());
+        }
+        Value::Array(values) => values.iter_mut().for_each(round),
+        Value::Object(fields) => fields.values_mut().for_each(round),
+        _ => {}
+    }
+}
+
+fn write(path: &Path, text: &str) -> Result<(), BenchError> {
+    let written = path.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| fs::write(path, text));
+    Ok(written.map_err(|error| format!("{}: {error}", path.display()))?)
+}
+
+/// What can stand in a place of a page.
+struct Parts {
+    screen: String,
+    title: String,
+    measured: String,
+    learning: String,
+}
+
+/// Every file that is made, with its text.
+fn made(root: &Path) -> Result<Vec<(PathBuf, String)>, BenchError> {
+    let results = read_records(&root.join(MAIN))?;
+    let picture = report::picture(&results)?;
+    let parts = Parts {
+        screen: report::screen(&results, &[]),
+        title: picture.title,
+        measured: report::measured(&results).ok_or("docs/records/main has no records")?,
+        learning: learning(&read_records(&root.join(LEARNING))?)?,
+    };
+    let mut files = vec![(root.join(PAGES).join(FIGURES).join(PICTURE), plot::on_its_own(&picture.svg))];
+    let pages = fs::read_dir(root.join(PAGES)).map_err(|error| format!("{}: {error}", root.join(PAGES).display()))?;
+    let mut pages: Vec<PathBuf> = pages.flatten().map(|entry| entry.path()).collect();
+    pages.retain(|page| page.extension().is_some_and(|extension| extension == "md"));
+    pages.sort_unstable();
+    let readme = (root.join("README.md"), format!("{PAGES}/{FIGURES}"));
+    for (page, figures) in pages.into_iter().map(|page| (page, FIGURES.to_string())).chain([readme]) {
+        let text = fs::read_to_string(&page).map_err(|error| format!("{}: {error}", page.display()))?;
+        let part = |name: &str| match name {
+            "last-screen" => Ok(format!("```text\n{}\n```\n\n{}", parts.screen, parts.measured)),
+            "picture" => Ok(format!("![{}]({figures}/{PICTURE})", parts.title)),
+            "learning" => Ok(parts.learning.clone()),
+            other => Err(format!("there is no part `{other}`, expected one of last-screen, picture, learning")),
+        };
+        let filled = filled(&text, part).map_err(|why| format!("{}: {why}", page.display()))?;
+        files.push((page, filled));
+    }
+    Ok(files)
+}
+
+/// What strategies have learnt, and what a rank sends a step: a column for each, by the mean loss.
+fn learning(results: &Results) -> Result<String, String> {
+    let loss = |measured: &Measured| measured.trained.as_ref()?.validations.last()?.1;
+    let sent = |measured: &Measured| measured.ranks.iter().filter_map(|rank| rank.payload_bytes).max();
+    let mut columns: Vec<(&str, Vec<f64>, f64)> = Vec::new();
+    let mut records: Vec<&Record> = results.records.iter().collect();
+    records.sort_by_key(|record| record.cell.seed);
+    for record in records {
+        let strategy = record.cell.strategy.as_str();
+        let missing = || format!("docs/records/learning: {strategy} has no validation loss");
+        let measured = record.measured.as_ref().ok_or_else(missing)?;
+        let (loss, sent) = (loss(measured).ok_or_else(missing)?, sent(measured).unwrap_or(0) as f64 / 1e6);
+        match columns.iter_mut().find(|column| column.0 == strategy) {
+            Some((_, losses, most)) => {
+                losses.push(loss);
+                *most = most.max(sent);
+            }
+            None => columns.push((strategy, vec![loss], sent)),
+        }
+    }
+    columns.sort_by(|a, b| a.1.iter().sum::<f64>().total_cmp(&b.1.iter().sum()));
+    let row = |name: &str, text: &dyn Fn(&(&str, Vec<f64>, f64)) -> String| {
+        let texts: Vec<String> = columns.iter().map(text).collect();
+        format!("| {name} | {} |", texts.join(" | "))
+    };
+    let losses = |losses: &[f64]| losses.iter().map(|loss| format!("{loss:.3}")).collect::<Vec<_>>().join(", ");
+    let measured = report::measured(results).ok_or("docs/records/learning has no records")?;
+    Ok([
+        row("", &|column| format!("`{}`", column.0)),
+        format!("|{}", "---|".repeat(columns.len() + 1)),
+        row("loss", &|column| losses(&column.1)),
+        row("MB a step", &|column| format!("{:.2}", column.2)),
+        String::new(),
+        measured,
+    ]
+    .join("\n"))
+}
+
+/// The page with every place filled.
+fn filled(page: &str, part: impl Fn(&str) -> Result<String, String>) -> Result<String, String> {
+    let mut text = String::new();
+    let mut rest = page;
+    while let Some((before, after)) = rest.split_once(BEGIN) {
+        let (name, after) = after.split_once(BEGUN).ok_or(format!("a place whose name does not end: `{BEGIN}`"))?;
+        let (_, after) = after.split_once(END).ok_or(format!("the place `{name}` has no `{END}`"))?;
+        text += &format!("{before}{BEGIN}{name}{BEGUN}\n{}\n{END}", part(name)?);
+        rest = after;
+    }
+    Ok(text + rest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_are_filled_and_the_rest_stays() {
+        let part = |name: &str| if name == "two" { Ok("2".to_string()) } else { Err(format!("no {name}")) };
+        let page = "a <!-- artifact: two -->\nold\n<!-- end --> b\n<!-- artifact: two --><!-- end -->";
+        let filled_once = filled(page, part).unwrap();
+        assert_eq!(filled_once, "a <!-- artifact: two -->\n2\n<!-- end --> b\n<!-- artifact: two -->\n2\n<!-- end -->");
+        assert_eq!(filled(&filled_once, part).unwrap(), filled_once);
+        assert_eq!(filled("<!-- artifact: three --><!-- end -->", part), Err("no three".into()));
+        assert!(filled("<!-- artifact: two -->", part).unwrap_err().contains("has no `<!-- end -->`"));
+    }
+
+    #[test]
+    fn records_lose_noise_and_nothing_else() {
+        let mut value =
+            serde_json::json!({"ms": [0.018_046_000_000_000_45, 3], "at": 1_795_989_943.546_032, "name": "x"});
+        round(&mut value);
+        assert_eq!(value, serde_json::json!({"ms": [0.018_046, 3], "at": 1_795_989_943.546_032, "name": "x"}));
+    }
+
+    #[test]
+    fn readme_and_book_are_what_the_records_say() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        for (path, text) in made(&root).unwrap() {
+            let there = fs::read_to_string(&path).unwrap_or_default();
+            assert!(there == text, "{} is not what `bench artifact` writes", path.display());
+        }
+    }
+}
