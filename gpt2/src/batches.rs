@@ -262,6 +262,14 @@ impl Batches {
         self.batch(&self.train, windows.map(|window| epoch.offset + window * self.block_size))
     }
 
+    /// The place of the first of [`rows`](Batches::rows) among all rows of the step; the others follow it.
+    ///
+    /// # Errors
+    /// Those of [`rows_per_micro_step`](Batches::rows_per_micro_step), and [`BatchError::NoSuchMicroStep`].
+    pub fn first_row(&self, step: u64, micro_step: usize, share: Share) -> Result<usize, BatchError> {
+        Ok(self.part(step, micro_step, share)?.start)
+    }
+
     /// The validation rows of `rank`, in batches of at most as many rows as its micro-steps have. All ranks get the same
     /// number of batches, so that all pass through the model equally often; where the rows cannot be shared evenly, some
     /// ranks have a row less, and their last batch may have none (and no tokens). The loss over all rows is therefore the

@@ -5,6 +5,7 @@ mod documentation;
 mod encode;
 mod formats;
 mod load;
+pub mod prepare;
 mod shards;
 mod synthetic;
 mod text;

@@ -16,6 +16,7 @@
 mod attention;
 #[cfg(test)]
 mod checks;
+mod dropout;
 mod gelu;
 mod head;
 mod lanes;
@@ -35,6 +36,7 @@ use comm_core::{Float16, bf16, f16};
 use rayon::prelude::*;
 
 pub(crate) use attention::attention;
+pub(crate) use dropout::dropout;
 pub(crate) use gelu::gelu;
 pub(crate) use head::{HeadGrads, head_gradients, head_loss};
 pub(crate) use layer_norm::layer_norm;

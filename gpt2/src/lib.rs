@@ -19,6 +19,7 @@
 //! transports, one strategy gives the same bits.
 
 pub mod batches;
+pub mod build;
 pub mod checkpoint;
 pub mod cli;
 pub mod config;
@@ -28,6 +29,7 @@ mod cube;
 #[cfg(all(feature = "cuda", feature = "nccl"))]
 pub mod cuda_memory;
 pub mod devices;
+pub mod dropout;
 pub mod env;
 mod error;
 pub mod evaluation;

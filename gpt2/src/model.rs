@@ -1,4 +1,5 @@
-//! GPT-2's layers, exactly: pre-norm blocks, causal attention, tanh GELU, biases everywhere, no dropout.
+//! GPT-2's layers, exactly: pre-norm blocks, causal attention, tanh GELU, biases everywhere, and [dropout](crate::dropout) where a training pass
+//! asks for it.
 //!
 //! Field names are those of Hugging Face's checkpoints, so that the path of a tensor in the module tree is its name in a file.
 //! Shapes in tensor names: `b` rows of a batch, `t` positions, `c` width of the residual stream, `h` heads, `q` width of a head, `v`
@@ -17,6 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::{LAYER_NORM_EPSILON, ModelConfig};
 #[cfg(all(feature = "cube", not(feature = "fusion")))]
 use crate::cube;
+use crate::dropout::{self, Dropout, Place, Site};
 use crate::fused::{self, Resident};
 pub(crate) use cached::KeysAndValues;
 
@@ -60,8 +62,44 @@ impl Kernels<'_> {
 
 /// What maps the residual stream to itself.
 pub(crate) trait Layer: Module {
-    /// The residual stream `[b, t, c]` through this layer; `mask_tt` is [`causal_mask`]'s, which composed kernels alone look at.
-    fn forward(&self, x_btc: Tensor<3>, mask_tt: &Tensor<4>, kernels: Kernels<'_>) -> Tensor<3>;
+    /// The residual stream `[b, t, c]` through this layer.
+    fn forward(&self, x_btc: Tensor<3>, about: &About, kernels: Kernels<'_>) -> Tensor<3>;
+}
+
+/// What a pass tells its layers.
+#[derive(Clone, Debug)]
+pub(crate) struct About {
+    /// That of [`causal_mask`], which composed kernels alone look at.
+    pub(crate) mask_tt: Tensor<4>,
+    /// What is dropped, and the segment that the layer belongs to; `None` in passes without gradients.
+    pub(crate) dropout: Option<(Dropout, usize)>,
+}
+
+impl About {
+    /// Of a pass in which nothing is dropped.
+    pub(crate) fn mask(mask_tt: Tensor<4>) -> Self {
+        About { mask_tt, dropout: None }
+    }
+
+    /// The same for a segment of a pass in which elements may be dropped.
+    pub(crate) fn in_segment(&self, dropout: Option<Dropout>, segment: usize) -> Self {
+        About { mask_tt: self.mask_tt.clone(), dropout: dropout.map(|dropout| (dropout, segment)) }
+    }
+
+    fn site(&self, place: Place) -> Option<Site> {
+        self.dropout.map(|(dropout, segment)| dropout.at(segment, place))
+    }
+}
+
+/// `[b, t, c]` with elements dropped where there is a `site`.
+pub(crate) fn dropped(x_btc: Tensor<3>, site: Option<Site>, kernels: Kernels<'_>) -> Tensor<3> {
+    match (site, kernels) {
+        (None, _) => x_btc,
+        (Some(site), Kernels::Fused(_)) => fused::dropout(x_btc, site),
+        (Some(site), Kernels::Composed) => dropout::composed(x_btc, &site),
+        #[cfg(all(feature = "cube", not(feature = "fusion")))]
+        (Some(site), Kernels::Generated) => cube::dropout(x_btc, site),
+    }
 }
 
 /// Affine map `x · weight + bias`; `weight` is `[in, out]`, as in GPT-2's files.
@@ -182,9 +220,11 @@ impl Block {
 }
 
 impl Layer for Block {
-    fn forward(&self, x_btc: Tensor<3>, mask_tt: &Tensor<4>, kernels: Kernels<'_>) -> Tensor<3> {
-        let x_btc = x_btc.clone() + self.attn.forward(self.ln_1.forward(x_btc, kernels), mask_tt, kernels);
-        x_btc.clone() + self.mlp.forward(self.ln_2.forward(x_btc, kernels), mask_tt, kernels)
+    fn forward(&self, x_btc: Tensor<3>, about: &About, kernels: Kernels<'_>) -> Tensor<3> {
+        let attention_btc = self.attn.forward(self.ln_1.forward(x_btc.clone(), kernels), about, kernels);
+        let x_btc = x_btc + dropped(attention_btc, about.site(Place::AttentionOutput), kernels);
+        let mlp_btc = self.mlp.forward(self.ln_2.forward(x_btc.clone(), kernels), about, kernels);
+        x_btc + dropped(mlp_btc, about.site(Place::MlpOutput), kernels)
     }
 }
 
@@ -196,15 +236,15 @@ impl FinalNorm {
 }
 
 impl Layer for FinalNorm {
-    fn forward(&self, x_btc: Tensor<3>, _mask_tt: &Tensor<4>, kernels: Kernels<'_>) -> Tensor<3> {
+    fn forward(&self, x_btc: Tensor<3>, _about: &About, kernels: Kernels<'_>) -> Tensor<3> {
         self.ln_f.forward(x_btc, kernels)
     }
 }
 
 impl Attention {
-    fn forward(&self, x_btc: Tensor<3>, mask_tt: &Tensor<4>, kernels: Kernels<'_>) -> Tensor<3> {
+    fn forward(&self, x_btc: Tensor<3>, about: &About, kernels: Kernels<'_>) -> Tensor<3> {
         let qkv_btc3 = self.c_attn.forward(x_btc, kernels);
-        let mixed_btc = self.mixing().forward(qkv_btc3, mask_tt, kernels);
+        let mixed_btc = self.mixing().forward(qkv_btc3, about, kernels);
         self.c_proj.forward(mixed_btc, kernels)
     }
 
@@ -216,14 +256,15 @@ impl Attention {
 
 impl Layer for Mixing {
     /// `[b, t, 3c]` of queries, keys and values to `[b, t, c]`.
-    fn forward(&self, qkv_btc3: Tensor<3>, mask_tt: &Tensor<4>, kernels: Kernels<'_>) -> Tensor<3> {
+    fn forward(&self, qkv_btc3: Tensor<3>, about: &About, kernels: Kernels<'_>) -> Tensor<3> {
         let ([b, t, c3], dtype) = (qkv_btc3.dims(), FloatDType::from(qkv_btc3.dtype()));
         let c = c3 / 3;
         let q = c / self.n_head;
+        let site = about.site(Place::Attention);
         match kernels {
-            Kernels::Fused(_) => return fused::attention(qkv_btc3, self.n_head),
+            Kernels::Fused(_) => return fused::attention(qkv_btc3, self.n_head, site),
             #[cfg(all(feature = "cube", not(feature = "fusion")))]
-            Kernels::Generated => return cube::attention(qkv_btc3, self.n_head),
+            Kernels::Generated => return cube::attention(qkv_btc3, self.n_head, site),
             Kernels::Composed => (),
         }
         let heads_bhtq = |part: usize| -> Tensor<4> {
@@ -231,14 +272,19 @@ impl Layer for Mixing {
         };
         let (query_bhtq, key_bhtq, value_bhtq) = (heads_bhtq(0), heads_bhtq(1), heads_bhtq(2));
         let scores_bhtt = query_bhtq.matmul(key_bhtq.transpose()).cast(FloatDType::F32);
-        let scores_bhtt = scores_bhtt / (q as f64).sqrt() + mask_tt.clone();
-        let mixed_bhtq = softmax(scores_bhtt, 3).cast(dtype).matmul(value_bhtq);
+        let scores_bhtt = scores_bhtt / (q as f64).sqrt() + about.mask_tt.clone();
+        let weights_bhtt = softmax(scores_bhtt, 3);
+        let weights_bhtt = match &site {
+            Some(site) => dropout::composed(weights_bhtt, site),
+            None => weights_bhtt,
+        };
+        let mixed_bhtq = weights_bhtt.cast(dtype).matmul(value_bhtq);
         mixed_bhtq.swap_dims(1, 2).reshape([b, t, c])
     }
 }
 
 impl Layer for Mlp {
-    fn forward(&self, x_btc: Tensor<3>, _mask_tt: &Tensor<4>, kernels: Kernels<'_>) -> Tensor<3> {
+    fn forward(&self, x_btc: Tensor<3>, _about: &About, kernels: Kernels<'_>) -> Tensor<3> {
         let inner = self.c_fc.forward(x_btc, kernels);
         let inner = match kernels {
             Kernels::Fused(_) => fused::gelu(inner),
@@ -276,13 +322,13 @@ impl LayerNorm {
 }
 
 impl Layer for LayerNorm {
-    fn forward(&self, x_btc: Tensor<3>, _mask_tt: &Tensor<4>, kernels: Kernels<'_>) -> Tensor<3> {
+    fn forward(&self, x_btc: Tensor<3>, _about: &About, kernels: Kernels<'_>) -> Tensor<3> {
         self.forward(x_btc, kernels)
     }
 }
 
 impl Layer for Projection {
-    fn forward(&self, x_btc: Tensor<3>, _mask_tt: &Tensor<4>, kernels: Kernels<'_>) -> Tensor<3> {
+    fn forward(&self, x_btc: Tensor<3>, _about: &About, kernels: Kernels<'_>) -> Tensor<3> {
         self.forward(x_btc, kernels)
     }
 }

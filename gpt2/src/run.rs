@@ -259,17 +259,12 @@ fn agreement(
     transport: &str,
     device: &Device,
 ) -> Vec<(String, String)> {
-    // Arithmetic differs between kinds of devices, and replicas must not.
-    let device = match devices::cuda_ordinal(device) {
-        Some(_) => "cuda",
-        None if *device == Device::flex() => "cpu",
-        None => "wgpu",
-    };
     let mut items: Vec<(String, String)> = [
         ("program", format!("gpt2 {}", env!("CARGO_PKG_VERSION"))),
         ("algorithms", format!("{} ({})", comm_core::table::TABLE, comm_core::table::Table::fixed().fingerprint())),
         ("transport", transport.to_string()),
-        ("device", device.to_string()),
+        // Replicas must not differ, as arithmetic would.
+        ("device", devices::kind(device).to_string()),
         ("transport inside a node", options.node_transport.map_or("the same".into(), |kind| kind.to_string())),
         ("lanes", options.options.lanes.to_string()),
         ("checked", options.options.checked.to_string()),

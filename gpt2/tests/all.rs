@@ -12,6 +12,7 @@ mod events;
 mod hugging_face;
 mod join;
 mod local;
+mod metrics;
 mod native;
 mod networks;
 mod output;

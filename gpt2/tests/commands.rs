@@ -1,4 +1,4 @@
-//! `gpt2 eval`, `gpt2 sample` and settings from a file, as a user meets them.
+//! `gpt2 data`, `gpt2 eval`, `gpt2 sample` and settings from a file, as a user meets them.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -186,4 +186,39 @@ fn settings_come_from_a_file_on_every_rank() {
     fs::write(folder.path().join("wrong.toml"), "learning_rate = 1e-3\n").unwrap();
     let said = refused(&["train", "--config", "wrong.toml"], folder.path());
     assert!(said.contains("wrong.toml") && said.contains("unknown setting 'learning_rate'"), "{said}");
+}
+
+#[test]
+fn shards_train_as_their_text_does() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::create_dir(folder.path().join("texts")).unwrap();
+    for (name, word) in [("a.txt", "fox"), ("b.txt", "bear")] {
+        let text = format!("The quick brown {word} jumps over the lazy dog, and runs away. ").repeat(60);
+        fs::write(folder.path().join("texts").join(name), text).unwrap();
+    }
+    let prepared = said("data texts --out tokens --shard-tokens 300", folder.path());
+    assert!(prepared.starts_with("tokens: ") && prepared.contains("2 documents, "), "{prepared}");
+    let train = "train --preset micro --batch 2 --threads 1 --steps 2 --dropout 0.1 --data";
+    let hash = |said: &str| said.split_once("weights: sha256 ").unwrap().1[..64].to_owned();
+    let of_text = said(&format!("{train} texts --out a"), folder.path());
+    let of_shards = said(&format!("{train} tokens --out b"), folder.path());
+    assert!(of_shards.contains("token shards in tokens"), "{of_shards}");
+    assert_eq!(hash(&of_text), hash(&of_shards));
+    let loss = |said: &str| said.rsplit_once("validation loss ").unwrap().1[..6].to_owned();
+    assert_eq!(loss(&of_text), loss(&of_shards));
+
+    fs::write(folder.path().join("lines.jsonl"), "{\"text\": \"a\"}\n{\"txt\": \"b\"}\n").unwrap();
+    for (arguments, expected) in [
+        ("data lines.jsonl --out new", "lines.jsonl, line 2: no field 'text'; name that of the text (--field)"),
+        ("data texts --out tokens", "give another folder, or --overwrite"),
+        ("data texts --out texts --overwrite", "texts: it holds "),
+        ("data nothing --out new", "nothing does not exist"),
+        ("data texts --out new --validation 1.5", "1.5 is neither a share below 1"),
+        ("data texts --out new --validation 4000000", "the training part would be empty"),
+        ("data texts --out new --shard-tokens 0", "--shard-tokens"),
+    ] {
+        let said = refused(&arguments.split(' ').collect::<Vec<_>>(), folder.path());
+        assert!(said.contains(expected), "{arguments}: {said}");
+        assert!(!folder.path().join("new").exists() && !folder.path().join(".new.partial").exists(), "{arguments}");
+    }
 }

@@ -11,11 +11,12 @@ use comm_core::fuzzing::{CountingAllocator, Target, Verdict, run};
 use gpt2::checkpoint::sharded::{Kind, Reader, Saved, Store};
 use gpt2::checkpoint::{Checkpoint, StoredWeights};
 use gpt2::config::ModelConfig;
+use gpt2::corpus::prepare::{HeldOut, PrepareOptions, prepare};
 use gpt2::corpus::{Corpus, CorpusSource, LoadOptions, TokenCache, TokenStream};
 use gpt2::evaluation::Choices;
 use gpt2::segments::layout;
 use gpt2::strategy::StrategyKind;
-use gpt2::tokenizer::{GPT2_VOCABULARY, Tokenizer, TokenizerKind};
+use gpt2::tokenizer::{END_OF_TEXT, GPT2_VOCABULARY, Tokenizer, TokenizerKind};
 use gpt2::trainer::{Checkpoints, Keep, Session, TrainConfig, train_keeping};
 use isocomm::TransportOptions;
 
@@ -68,6 +69,7 @@ fn main() -> ExitCode {
         Target::new("text for GPT-2", |text| corpus_text(text, TokenizerKind::Gpt2), text_seeds)
             .inputs_per_case(2)
             .memory(1 << 20, 512),
+        Target::new("lines of JSON", json_lines, json_seeds).memory(6 << 20, 512),
         Target::new("token ids", token_ids, || vec![vec![1, 0, 2, 0, 80, 196], vec![0; 10], b"a b c d".repeat(4)])
             .memory(128 << 10, 64),
     ])
@@ -75,7 +77,7 @@ fn main() -> ExitCode {
 
 /// A file of that name with these bytes, in a folder that goes with it.
 struct Named {
-    _folder: tempfile::TempDir,
+    folder: tempfile::TempDir,
     path: PathBuf,
 }
 
@@ -84,7 +86,7 @@ impl Named {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let path = folder.path().join(name);
         fs::write(&path, bytes).expect("a short file");
-        Named { _folder: folder, path }
+        Named { folder, path }
     }
 }
 
@@ -117,6 +119,56 @@ fn shard_seeds() -> Vec<Vec<u8>> {
     let mut header: Vec<u8> = [20_240_520_u32, 1, 12].iter().flat_map(|number| number.to_le_bytes()).collect();
     header.resize(1024, 0);
     vec![tokens.clone(), [header, tokens].concat(), words(&[5, 6])]
+}
+
+/// What `gpt2 data` makes shards of: the documents, as another parser reads them.
+fn json_lines(bytes: &[u8]) -> Verdict {
+    let file = Named::new("all.jsonl", bytes);
+    let out = file.path.with_file_name("tokens");
+    let options = PrepareOptions {
+        field: "text".into(),
+        documents: true,
+        shard_tokens: 1 << 20,
+        held_out: HeldOut::NOTHING,
+        overwrite: false,
+    };
+    let prepared = prepare(std::slice::from_ref(&file.path), &out, &options, &mut |_| ());
+    let Ok(prepared) = prepared else {
+        let left = fs::read_dir(file.folder.path()).expect("the folder is there").count();
+        assert_eq!(left, 1, "something is left of what was refused");
+        return Verdict::Rejected;
+    };
+    // Of the fields that are not asked for only the structure is looked at.
+    let Ok(text) = std::str::from_utf8(bytes) else { return Verdict::Accepted };
+    let lines = text.strip_prefix('\u{feff}').unwrap_or(text).split('\n').filter(|line| !line.trim_ascii().is_empty());
+    let objects: Result<Vec<serde_json::Value>, _> =
+        lines.map(|line| serde_json::from_str(line.trim_ascii())).collect();
+    let Ok(objects) = objects else { return Verdict::Accepted };
+    let strings = objects.iter().map(|object| object["text"].as_str().expect("a string"));
+    let documents: Vec<String> = strings.map(str::to_owned).collect();
+    let written = documents.iter().filter(|document| !document.trim_ascii().is_empty()).count();
+    assert_eq!(prepared.documents, written as u64);
+    let (mut bytes, mut is_after_mark) = (0, true);
+    for document in documents.iter().filter(|document| !document.is_empty()) {
+        if bytes > 0 && !is_after_mark {
+            bytes += END_OF_TEXT.len();
+        }
+        // White space alone needs no other mark behind it.
+        is_after_mark = document.trim_ascii().is_empty() && bytes > 0;
+        bytes += document.len();
+    }
+    assert_eq!(prepared.bytes, bytes as u64);
+    assert_eq!(load(&out, TokenizerKind::Gpt2).expect("shards").bytes(), 2 * prepared.train_tokens);
+    Verdict::Accepted
+}
+
+fn json_seeds() -> Vec<Vec<u8>> {
+    [
+        "{\"text\": \"Zwölf Boxkämpfer\"}\n{\"id\": [1, {}], \"text\": \" a \\u00e9 \\n \", \"x\": null}\n\n{\"text\": \"\"}\n",
+        "\u{feff}{\"text\":\"a <|endoftext|>\"}\r\n {\"text\":\"b\",\"text2\":1.5e3} ",
+    ]
+    .map(|lines| lines.as_bytes().to_vec())
+    .into()
 }
 
 /// A text with characters of each length, and its ids in a cache: what lies there, in its place in the file or in the note of that kind.

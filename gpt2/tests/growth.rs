@@ -4,6 +4,8 @@
 
 mod local;
 
+use std::fs::File;
+use std::io::{BufWriter, Write};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::thread;
@@ -14,6 +16,7 @@ use comm_core::conformance::Barrier;
 use comm_core::local::group;
 use gpt2::config::ModelConfig;
 use gpt2::corpus::Corpus;
+use gpt2::corpus::prepare::{HeldOut, PrepareOptions, prepare};
 use gpt2::memory::{self, CountingAllocator};
 use gpt2::strategy::StrategyKind;
 use gpt2::trainer::{Observer, Session, StepReport, TrainConfig, train};
@@ -23,6 +26,9 @@ use local::{corpus, single, with};
 
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;
+
+/// Most that preparing shards may hold at a time: a few blocks of text and their ids for each thread.
+const PREPARING: u64 = 12 << 20;
 
 /// The figures are the process's, so that one test at a time may run.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -159,4 +165,35 @@ fn memory_is_flat_over_twenty_thousand_steps_and_every_transport() {
         [TransportKind::LOCAL, TransportKind::SHM, TransportKind::TCP_RAW, TransportKind::TCP, TransportKind::QUIC];
     let cases = over.map(|transport| (StrategyKind::Ddp, transport, 2));
     prove(&cases, 20_000);
+}
+
+#[test]
+fn shards_are_made_of_more_text_than_memory_holds() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("all.jsonl");
+    let mut file = BufWriter::new(File::create(&path).unwrap());
+    // Most of it is not the text.
+    let (text, rest) = ("The quick brown fox jumps over the lazy dog. ".repeat(40), "x".repeat(16 << 10));
+    for id in 0..4_000 {
+        writeln!(file, "{{\"id\": {id}, \"rest\": \"{rest}\", \"text\": \"{text}\"}}").unwrap();
+    }
+    file.into_inner().unwrap();
+    let bytes = path.metadata().unwrap().len();
+    let options = PrepareOptions {
+        field: "text".into(),
+        documents: true,
+        shard_tokens: 500_000,
+        held_out: HeldOut::Share(0.1),
+        overwrite: false,
+    };
+    // What the tokenizer needs once is not counted.
+    let _ = gpt2::tokenizer::Tokenizer::gpt2().encode(&text).unwrap();
+    memory::reset_peaks();
+    let before = memory::usage().unwrap().total.current;
+    let prepared = prepare(&[path], &folder.path().join("tokens"), &options, &mut |_| ()).unwrap();
+    let held = memory::usage().unwrap().total.peak - before;
+    println!("{bytes} bytes with {} of text: {held} bytes held", prepared.bytes);
+    assert!(prepared.bytes > 7_000_000 && bytes > 70_000_000);
+    assert!(held < PREPARING, "{held} bytes were held");
 }

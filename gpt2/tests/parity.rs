@@ -55,6 +55,23 @@ fn lamb_is_one_device_with_every_strategy() {
 }
 
 #[test]
+fn dropout_is_one_device_with_every_strategy() {
+    let corpus = corpus(20_000);
+    let config = TrainConfig { dropout: 0.2, eval_every: 4, ..single(4) };
+    let reference = run(&config, &corpus, 1);
+    let without = run(&TrainConfig { dropout: 0.0, ..config.clone() }, &corpus, 1);
+    assert!(crate::local::difference(&reference, &without) > 100.0 * TOLERANCE, "nothing is dropped");
+    // Micro-steps and ranks get the rows of the global batch in another cut.
+    let config = TrainConfig { accumulation: 2, ..config };
+    for variant in VARIANTS {
+        let ranks = if variant.1 { 3 } else { 2 };
+        let summary = run(&with(&config, variant, ranks), &corpus, ranks);
+        assert_close(&summary, &reference, TOLERANCE, &format!("{variant:?} on {ranks} ranks"));
+        assert_counts(&summary, &format!("{variant:?}"));
+    }
+}
+
+#[test]
 fn a_dedicated_server_computes_nothing_and_changes_nothing() {
     let corpus = corpus(20_000);
     let reference = run(&single(4), &corpus, 1);

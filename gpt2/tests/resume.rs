@@ -115,8 +115,8 @@ const CASES: [&str; 11] = [
     // Overflows in the first steps, and the scale grows later.
     "--strategy ddp --nproc 2 --transport tcp --precision f16 --loss-scale dynamic:initial=524288,interval=2 --accumulation 2",
     "--strategy zero1 --nproc 2 --transport shm --wire bf16 --accumulation 2 --last-batch join",
-    "--strategy zero2 --nproc 2 --transport quic --optimizer lamb --bucket-bytes 20000",
-    "--strategy fsdp --nproc 3 --transport tcp --precision bf16",
+    "--strategy zero2 --nproc 2 --transport quic --optimizer lamb --bucket-bytes 20000 --dropout 0.2",
+    "--strategy fsdp --nproc 3 --transport tcp --precision bf16 --dropout 0.1",
     "--strategy hierarchical --nproc 4 --ranks-per-node 2 --transport tcp-raw --node-transport shm",
     "--strategy hsdp --nproc 4 --ranks-per-node 2 --transport tcp-raw --precision bf16 --optimizer lamb",
 ];
@@ -206,8 +206,14 @@ fn other_ranks_strategies_transports_and_types_go_on_within_rounding() {
     }
     // Another transport alone changes no bit.
     let said = place.run(&format!("{same} --strategy ddp --nproc 2 --transport quic --resume two --out quic"));
-    assert!(said.contains("to the last bit"), "{said}");
+    assert!(said.contains("to the last bit") && said.contains("resume: transport tcp then, quic now"), "{said}");
     assert_eq!(place.losses("quic", 0), reference);
+    // On the same kind of device, which the checkpoint names.
+    assert!(!said.contains("resume: device"), "{said}");
+    let state = fs::read_to_string(place.store("two").path(4).join("run.json")).unwrap();
+    let state: Value = serde_json::from_str(&state).unwrap();
+    assert_eq!((&state["version"], &state["state"]["device"]), (&2.into(), &"cpu".into()));
+    assert_eq!(state["commit"].as_str(), gpt2::build::COMMIT);
 }
 
 /// Sends a signal with this name.
@@ -540,10 +546,10 @@ fn a_checkpoint_that_is_none_is_one_clear_error() {
         changed("foreign", &edit("run.json", &|_| br#"{"format":"pt","version":1,"program":"another"}"#.to_vec()));
     assert!(foreign.contains("is of format \"pt\"") && foreign.contains("of this trainer?"), "{foreign}");
     let newer = changed("newer", &|folder| {
-        let text = replaced(fs::read(folder.join("run.json")).unwrap(), "\"version\": 1", "\"version\": 2");
+        let text = replaced(fs::read(folder.join("run.json")).unwrap(), "\"version\": 2", "\"version\": 3");
         fs::write(folder.join("run.json"), text).unwrap();
     });
-    assert!(newer.contains("newer: it is of version 2 of its format, written by gpt2 "), "{newer}");
+    assert!(newer.contains("newer: it is of version 3 of its format, written by gpt2 "), "{newer}");
     let altered = changed("altered", &|folder| {
         let text = replaced(fs::read(folder.join("run.json")).unwrap(), "\"step\": 2", "\"step\": 1");
         fs::write(folder.join("run.json"), text).unwrap();

@@ -5,6 +5,7 @@
 use burn::tensor::Device;
 use comm_core::Buffer;
 use gpt2::config::{ModelConfig, Preset};
+use gpt2::dropout::Dropout;
 use gpt2::init::initial_values;
 use gpt2::model::KernelChoice;
 use gpt2::segments::{Compute, Destination, ModelError, PassHooks, SegmentGrads, SegmentedModel, TokenBatch};
@@ -141,6 +142,58 @@ fn gradients_equal_those_of_one_plain_backward() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn all_kernels_drop_the_same_and_passes_without_gradients_nothing() {
+    let batch = batch(3, 32);
+    let [mut fused, mut composed, mut recomputed] = [
+        Compute::default(),
+        Compute { kernels: KernelChoice::Composed, ..Compute::default() },
+        Compute { recompute: true, ..Compute::default() },
+    ]
+    .map(|compute| {
+        let (whole, mut model) = (model(), SegmentedModel::absent(config(), compute, &Device::flex()).unwrap());
+        for segment in 0..whole.segments().len() {
+            model.write_params(segment, &whole.read_params(segment).unwrap()).unwrap();
+        }
+        model
+    });
+    let (without, loss) = (gradients(&mut fused, &batch, 1.0), fused.loss(&batch).unwrap());
+    let dropout = Dropout::new(0.3, 1, 2, 5);
+    for model in [&mut fused, &mut composed, &mut recomputed] {
+        model.set_dropout(dropout);
+    }
+    let dropped = gradients(&mut fused, &batch, 1.0);
+    assert!((dropped.0 - without.0).abs() > 1e-3, "nothing is dropped");
+    assert_eq!(fused.loss(&batch).unwrap().to_bits(), loss.to_bits());
+    let again = gradients(&mut recomputed, &batch, 1.0);
+    assert_eq!((again.0.to_bits(), bits(&again.1)), (dropped.0.to_bits(), bits(&dropped.1)));
+    for (what, (loss, all)) in [
+        ("composed", gradients(&mut composed, &batch, 1.0)),
+        ("one plain backward pass", fused.plain_gradients(&batch, 1.0).unwrap()),
+    ] {
+        assert!((loss - dropped.0).abs() < 1e-6, "{what}: {loss} {}", dropped.0);
+        for (info, (a, b)) in fused.segments().iter().zip(dropped.1.iter().zip(&all)) {
+            let bound = 1e-5 * b.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+            assert!(a.iter().zip(b).all(|(a, b)| (a - b).abs() <= bound), "{what}: {}", info.name);
+        }
+    }
+    // The same sequences in other passes: the global batch in one piece, or a sequence at a time.
+    let mut sums = vec![Vec::new(); dropped.1.len()];
+    for row in 0..batch.rows {
+        let part = |tokens: &[i32]| tokens[row * batch.cols..][..batch.cols].to_vec();
+        let one = TokenBatch { inputs: part(&batch.inputs), targets: part(&batch.targets), rows: 1, cols: batch.cols };
+        fused.set_dropout(Dropout::new(0.3, 1, 2, 5 + row));
+        for (sum, grads) in sums.iter_mut().zip(gradients(&mut fused, &one, 1.0 / 3.0).1) {
+            sum.resize(grads.len(), 0.0f32);
+            sum.iter_mut().zip(grads).for_each(|(sum, grad)| *sum += grad);
+        }
+    }
+    for (info, (a, b)) in fused.segments().iter().zip(sums.iter().zip(&dropped.1)) {
+        let bound = 1e-5 * b.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+        assert!(a.iter().zip(b).all(|(a, b)| (a - b).abs() <= bound), "row by row: {}", info.name);
     }
 }
 

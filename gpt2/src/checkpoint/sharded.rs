@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
+use crate::build;
 use crate::config::ModelConfig;
 use crate::optim::ScalerState;
 use crate::segments::{SegmentInfo, layout};
@@ -32,7 +33,7 @@ pub use store::{STATE, Store};
 const FORMAT: &str = "isocomm gpt2 checkpoint";
 
 /// The version of the format that is written, and the newest that is read.
-pub const VERSION: u64 = 1;
+pub const VERSION: u64 = 2;
 
 /// Longest `run.json` that is read: ranges of a thousand segments on thousands of ranks.
 const MAX_STATE: u64 = 256 << 20;
@@ -121,6 +122,9 @@ pub struct State {
     pub ranks: usize,
     /// The transport between them.
     pub transport: String,
+    /// The kind of device that computed; version 1 of the format did not say it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
     /// What the text was.
     pub text: String,
     /// Its hash ([`Corpus::hash_hex`](crate::corpus::Corpus::hash_hex)).
@@ -142,6 +146,9 @@ struct StateFile<S> {
     format: String,
     version: u64,
     program: String,
+    /// The commit that the program was built from, where that is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    commit: Option<String>,
     /// Of the state, as it is written without white space.
     sha256: String,
     state: S,
@@ -159,7 +166,8 @@ impl State {
     /// What `run.json` says.
     fn to_file(&self) -> serde_json::Result<Vec<u8>> {
         let (format, program) = (FORMAT.into(), concat!("gpt2 ", env!("CARGO_PKG_VERSION")).into());
-        let file = StateFile { format, version: VERSION, program, sha256: self.sha256()?, state: self };
+        let commit = build::COMMIT.map(str::to_owned);
+        let file = StateFile { format, version: VERSION, program, commit, sha256: self.sha256()?, state: self };
         serde_json::to_vec_pretty(&file)
     }
 
@@ -555,6 +563,7 @@ mod tests {
             config: serde_json::json!({"model": SHAPE, "seed": 3, "strategy": "ddp"}),
             ranks: 2,
             transport: "tcp".into(),
+            device: Some("cpu".into()),
             text: "some".into(),
             text_sha256: "ab".into(),
             tokenizer: Value::Null,
@@ -587,6 +596,19 @@ mod tests {
         // Other programs read the parts as what they are.
         let bytes = fs::read(saved.folder().join("rank-0.safetensors")).unwrap();
         assert_eq!(safetensors::SafeTensors::deserialize(&bytes).unwrap().len(), 9);
+    }
+
+    #[test]
+    fn version_1_said_nothing_of_the_device() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::new(folder.path().join("checkpoints"));
+        let state = State { device: None, ..saved(&store) };
+        assert!(!serde_json::to_string(&state).unwrap().contains("device"));
+        store.commit(&state).unwrap();
+        let path = store.path(7).join(STATE);
+        let now = fs::read_to_string(&path).unwrap();
+        fs::write(&path, now.replace("\"version\": 2", "\"version\": 1")).unwrap();
+        assert_eq!(Saved::open(&store.path(7)).unwrap().state(), &state);
     }
 
     #[test]

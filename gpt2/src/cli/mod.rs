@@ -2,10 +2,12 @@
 
 mod attempts;
 mod convert;
+mod data;
 mod devices;
 mod eval;
 mod folder;
 mod loading;
+mod metrics;
 mod model;
 mod progress;
 mod sample;
@@ -38,6 +40,8 @@ enum Command {
     Sample(sample::SampleArgs),
     /// Measure a trained model on a text or on HellaSwag.
     Eval(eval::EvalArgs),
+    /// Make token shards for `gpt2 train --data` of text, JSON lines or Parquet, of any size.
+    Data(data::DataArgs),
     /// Save a GPT-2 of this program or of Hugging Face's transformers so that both open it.
     Convert(convert::ConvertArgs),
     /// List what this machine and this build have to compute with, and why what is missing is missing.
@@ -70,6 +74,7 @@ pub fn main() -> ExitCode {
         Command::Train(args) => train::run(*args, arguments.into_iter().skip(1).collect()),
         Command::Sample(args) => sample::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Eval(args) => eval::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Data(args) => data::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Convert(args) => convert::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Devices(args) => devices::run(args).map(|()| ExitCode::SUCCESS),
         Command::Completions(args) => {

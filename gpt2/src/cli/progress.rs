@@ -11,6 +11,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle, TermLike};
 use serde_json::json;
 
 use super::folder::{EVENTS, Earlier, STEPS};
+use super::metrics::Metrics;
 use super::{complain, say, summary};
 use crate::events::EventFile;
 use crate::memory::{Bytes, Usage};
@@ -25,14 +26,15 @@ pub(super) struct Progress {
     folder: Option<(PathBuf, Earlier)>,
     file: Option<File>,
     events: Option<EventFile>,
+    metrics: Option<Metrics>,
 }
 
 impl Progress {
     /// Files go to `folder`, if any, in the place of an earlier run's or behind what there is of it. Nothing in it is touched before the run has
-    /// started.
-    pub(super) fn new(log_every: u64, folder: Option<(PathBuf, Earlier)>) -> Self {
+    /// started. `metrics` hears everything too.
+    pub(super) fn new(log_every: u64, folder: Option<(PathBuf, Earlier)>, metrics: Option<Metrics>) -> Self {
         let (bar, log_every) = (ProgressBar::hidden(), log_every.max(1));
-        Progress { bar, steps: 0, log_every, folder, file: None, events: None }
+        Progress { bar, steps: 0, log_every, folder, file: None, events: None, metrics }
     }
 
     /// Puts this run's files in the place of an earlier one's. As with a full disk later on, what cannot be written must not end the run.
@@ -90,6 +92,9 @@ impl Progress {
 impl Observer for Progress {
     fn started(&mut self, steps: u64) {
         self.steps = steps;
+        if let Some(metrics) = &self.metrics {
+            metrics.started(steps);
+        }
         self.create_files();
         // Standard output, because a launched rank's standard error belongs to the launcher.
         if let Some(terminal) = terminal() {
@@ -106,6 +111,9 @@ impl Observer for Progress {
             self.bar.set_position(report.step);
         }
         self.record(report);
+        if let Some(metrics) = &self.metrics {
+            metrics.step(report);
+        }
         let parts = &report.parts;
         let peak = |of: fn(&Usage) -> Bytes| report.memory.as_ref().map(|usage| of(usage).peak as f64);
         self.chart(
@@ -170,11 +178,17 @@ impl Observer for Progress {
     fn validation(&mut self, step: u64, loss: f64) {
         self.line(&format!("step {step:>5}/{} | validation loss {loss:.4}", self.steps));
         self.record(&json!({"step": step, "validation_loss": loss}));
+        if let Some(metrics) = &self.metrics {
+            metrics.validation(loss);
+        }
         self.chart(step, &[("loss/validation", Some(loss))]);
     }
 
     fn saved(&mut self, report: &SaveReport) {
         let SaveReport { step, path, bytes, ms, extra_bytes, not_removed } = report;
+        if let Some(metrics) = &self.metrics {
+            metrics.saved(*step);
+        }
         let extra = extra_bytes.map_or(String::new(), |bytes| format!(", {:.1} MB of memory", bytes as f64 / 1e6));
         self.line(&format!(
             "step {step:>5}/{} | checkpoint {} | {:.1} MB in {ms:.1} ms{extra}",

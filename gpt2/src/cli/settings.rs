@@ -50,7 +50,7 @@ pub(super) fn with_file(arguments: Vec<OsString>) -> Result<Vec<OsString>, CliEr
     let (mut all, mut kept) = (Vec::new(), Vec::new());
     for (name, argument) in &settings {
         all.push(argument.clone());
-        if !is_given(given, name) {
+        if !is_given(given, name) && !is_overruled(given, name) {
             kept.push(argument.clone());
         }
     }
@@ -118,6 +118,14 @@ fn is_given(given: &ArgMatches, name: &str) -> bool {
     matches!(given.try_contains_id(&id), Ok(true)) && given.value_source(&id) == Some(ValueSource::CommandLine)
 }
 
+/// Pairs of options of which one takes the other's place: where a run begins.
+const EITHER: [(&str, &str); 2] = [("init-from", "resume"), ("resume", "init-from")];
+
+/// Whether an option on the command line takes the place of the file's `name`.
+fn is_overruled(given: &ArgMatches, name: &str) -> bool {
+    EITHER.iter().any(|(of_file, of_line)| *of_file == name && is_given(given, of_line))
+}
+
 /// The arguments without the option that names the file.
 fn without_file(arguments: &[OsString]) -> Vec<OsString> {
     let option = OsString::from(format!("--{FILE}"));
@@ -167,6 +175,17 @@ mod tests {
             (train.get_flag("recompute"), train.get_flag("no_gate"), train.get_flag("overwrite")),
             (false, true, false)
         );
+    }
+
+    #[test]
+    fn where_a_run_begins_is_said_by_the_command_line_alone() {
+        let weights = "init_from = \"weights\"\nlr = 1\n";
+        assert_eq!(with(weights, &[]).unwrap(), ["--init-from=weights", "--lr=1"]);
+        assert_eq!(with(weights, &["--resume", "latest"]).unwrap(), ["--lr=1", "--resume", "latest"]);
+        assert_eq!(with("resume = \"latest\"", &["--init-from", "w"]).unwrap(), ["--init-from", "w"]);
+        // In the file itself they contradict each other, which is said where they are looked at.
+        let both = "init_from = \"weights\"\nresume = \"latest\"\n";
+        assert_eq!(with(both, &[]).unwrap(), ["--init-from=weights", "--resume=latest"]);
     }
 
     #[test]

@@ -1,5 +1,8 @@
 //! `gpt2 train`.
 
+mod start;
+mod watch;
+
 use std::ffi::OsString;
 use std::io::IsTerminal;
 use std::net::IpAddr;
@@ -19,15 +22,14 @@ use isocomm::{Medium, TransportKind, TransportOptions};
 use super::attempts::Attempts;
 use super::folder::{self, Earlier};
 use super::loading::LoadProgress;
-use super::model::check_vocabulary;
+use super::metrics::Metrics;
 use super::progress::Progress;
 use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, complain, say};
 use crate::batches::{Batches, LastBatch, Share};
-use crate::checkpoint::sharded::{Saved, SavedError};
-use crate::checkpoint::{InitialWeights, StoredWeights};
+use crate::checkpoint::sharded::Saved;
 use crate::config::{ModelConfig, Preset};
 use crate::corpus::{Corpus, CorpusSource, LoadOptions, TokenCache};
-use crate::devices::{CheckedDevice, DeviceChoice, cuda_ordinal};
+use crate::devices::{self, CheckedDevice, DeviceChoice, cuda_ordinal};
 use crate::env::default_cargo_home;
 use crate::model::KernelChoice;
 use crate::optim::{LearningRate, LossScaling, OptimizerConfig, OptimizerKind, ScheduleKind};
@@ -36,6 +38,8 @@ use crate::run::{RankOptions, refuse, run_rank, run_threads};
 use crate::strategy::{Compression, LocalOptions, Setting, StrategyKind, StrategyOptions};
 use crate::tokenizer::{Tokenizer, TokenizerKind};
 use crate::trainer::{Checkpoints, Keep, Restarts, TrainConfig, TrainError};
+use start::Start;
+use watch::WatchArgs;
 
 #[derive(Clone, Debug, Args)]
 #[command(allow_negative_numbers = true)]
@@ -83,9 +87,14 @@ pub(super) struct TrainArgs {
     /// Optimizer steps.
     #[arg(long, default_value_t = 100)]
     steps: u64,
-    /// Seed of weights and data order.
+    /// Seed of weights, data order and dropout.
     #[arg(long, default_value_t = 1337)]
     seed: u64,
+    /// Share of elements that training drops, from 0 to below 1, at GPT-2's three places: after the embedding, of attention weights, and of what
+    /// a block adds to the residual stream. Which ones follows from seed, step, layer and place in the global batch alone, so ranks, strategy,
+    /// accumulation and kernels do not matter. GPT-2 itself was trained with 0.1.
+    #[arg(long, default_value_t = 0.0)]
+    dropout: f64,
     /// Sequences a step, over all ranks.
     #[arg(long, default_value_t = 12)]
     batch: usize,
@@ -242,9 +251,8 @@ pub(super) struct TrainArgs {
     /// Validation batches of --batch sequences, at most.
     #[arg(long, default_value_t = 20)]
     eval_batches: usize,
-    /// Print every so many steps.
-    #[arg(long, default_value_t = 10)]
-    log_every: u64,
+    #[command(flatten)]
+    watch: WatchArgs,
     /// Folder for the weights (model.safetensors, the files by which Hugging Face's transformers open it, and best.safetensors of the best
     /// validation), the steps (steps.jsonl), TensorBoard's event file and the checkpoints of --save-every. One that holds an earlier run is
     /// refused, unless that goes on by --resume.
@@ -332,7 +340,11 @@ fn run_one(args: &TrainArgs, job: &Job) -> Result<ExitCode, CliError> {
         Ok(lock) => lock,
         Err(why) => return refuse_for_all(args, job, (ranks_here, &earlier), Some(prepared), why),
     };
-    let mut progress = Prepared::progress(args, &earlier, job.rank);
+    let metrics = match (job.rank == 0).then(|| args.watch.serve(args)).transpose() {
+        Ok(metrics) => metrics.flatten(),
+        Err(why) => return refuse_for_all(args, job, (ranks_here, &earlier), Some(prepared), why),
+    };
+    let mut progress = Prepared::progress(args, &earlier, job.rank, metrics);
     if job.rank == 0 {
         say(format_args!("ranks: {}, by {}", job.world_size, job.source));
         // Our own launcher has said the rest.
@@ -419,7 +431,7 @@ fn start(args: &TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliErro
     let prepared = Prepared::new(args, ranks, ranks, &earlier, Verbosity { speaks: true, warns: true })?;
     if is_threads(args.transport) || (ranks == 1 && args.max_restarts == 0) {
         let _lock = folder::take(&args.out, earlier.fate)?;
-        let mut progress = Prepared::progress(args, &earlier, 0);
+        let mut progress = Prepared::progress(args, &earlier, 0, args.watch.serve(args)?);
         say(match args.nproc {
             Some(_) => format!("ranks: {ranks}, by --nproc"),
             None => format!("ranks: {ranks}, the default for --strategy {}; see --nproc", args.strategy),
@@ -545,6 +557,7 @@ impl Prepared {
             loss_scaling,
             loss_factor: args.loss_factor,
             seed: args.seed,
+            dropout: args.dropout,
             initial,
             steps: args.steps,
             global_batch: args.batch,
@@ -571,9 +584,9 @@ impl Prepared {
         Ok(Prepared { config, corpus, options, device, model: start.describe() })
     }
 
-    /// The observer of `rank`: only rank 0 prints and writes.
-    fn progress(args: &TrainArgs, earlier: &EarlierRun, rank: usize) -> Progress {
-        Progress::new(args.log_every, (rank == 0).then(|| (args.out.clone(), earlier.fate)))
+    /// The observer of `rank`: only rank 0 prints, writes, and answers with `metrics`.
+    fn progress(args: &TrainArgs, earlier: &EarlierRun, rank: usize, metrics: Option<Metrics>) -> Progress {
+        Progress::new(args.watch.log_every, (rank == 0).then(|| (args.out.clone(), earlier.fate)), metrics)
     }
 
     fn describe(&self, args: &TrainArgs, ranks: usize) -> String {
@@ -610,7 +623,24 @@ impl Prepared {
         } else {
             format!("resharded, and equal within rounding ({})", changes.join("; "))
         };
-        format!("\nresume: {} after step {step} of {}, {how}", saved.folder().display(), self.config.steps)
+        let elsewhere = self.moved(saved, ranks).map_or(String::new(), |moved| format!("\nresume: {moved}"));
+        format!("\nresume: {} after step {step} of {}, {how}{elsewhere}", saved.folder().display(), self.config.steps)
+    }
+
+    /// What the run was saved on, where that was something else than it goes on with.
+    fn moved(&self, saved: &Saved, ranks: usize) -> Option<String> {
+        let state = saved.state();
+        let (transport, device) = (self.options.transport.name(), devices::kind(&self.device));
+        let mut moved = Vec::new();
+        // One rank has nobody to send to.
+        if state.ranks > 1 && ranks > 1 && state.transport != transport {
+            moved.push(format!("transport {} then, {transport} now", state.transport));
+        }
+        // Earlier versions did not say it.
+        if let Some(then) = state.device.as_deref().filter(|then| *then != device) {
+            moved.push(format!("device {then} then, {device} now, whose arithmetic differs in the last bits"));
+        }
+        (!moved.is_empty()).then(|| moved.join("; "))
     }
 }
 
@@ -683,110 +713,6 @@ fn keep(args: &TrainArgs, resume: Option<Saved>) -> Keep {
     }
 }
 
-/// What a run's model and tokenizer come from.
-enum Start {
-    /// A size, and random weights.
-    Preset(Preset),
-    /// Weights.
-    Stored(Box<StoredWeights>),
-    /// A checkpoint of the whole state of a run that began with weights.
-    Saved(Box<Begun>),
-}
-
-/// What a run that goes on has from the weights that it began with.
-struct Begun {
-    initial: InitialWeights,
-    model: ModelConfig,
-    tokenizer: Tokenizer,
-}
-
-impl Begun {
-    /// Of the run in `saved`, if it began with weights.
-    fn of(saved: &Saved) -> Result<Option<Self>, SavedError> {
-        let state = saved.state();
-        let unreadable = |error: serde_json::Error| SavedError::Foreign {
-            path: saved.folder().into(),
-            detail: format!("the model that it began with: {error}"),
-        };
-        let initial = serde_json::from_value::<Option<InitialWeights>>(state.config["initial"].clone());
-        let Some(initial) = initial.map_err(unreadable)? else { return Ok(None) };
-        let model = serde_json::from_value(state.config["model"].clone()).map_err(unreadable)?;
-        let tokenizer = serde_json::from_value(state.tokenizer.clone()).map_err(unreadable)?;
-        Ok(Some(Begun { initial, model, tokenizer }))
-    }
-}
-
-impl Start {
-    /// Of a run that goes on from `saved`, if from any.
-    fn new(args: &TrainArgs, saved: Option<&Saved>) -> Result<Self, CliError> {
-        if let Some(begun) = saved.map(Begun::of).transpose()?.flatten() {
-            return Ok(Start::Saved(Box::new(begun)));
-        }
-        let Some(path) = &args.init_from else { return Ok(Start::Preset(args.preset.unwrap_or(Preset::Tiny))) };
-        let stored = StoredWeights::open(path)?;
-        if let Some(preset) = args.preset {
-            let wanted =
-                ModelConfig { block_size: stored.config().block_size, ..preset.config(stored.config().vocab_size) };
-            if wanted != *stored.config() {
-                return Err(format!(
-                    "--preset {preset} is another size than that of --init-from {}; leave out --preset",
-                    path.display()
-                )
-                .into());
-            }
-        }
-        Ok(Start::Stored(Box::new(match args.block_size {
-            Some(size) => stored.with_block_size(size)?,
-            None => stored,
-        })))
-    }
-
-    /// The tokenizer that the weights belong to, where it is known.
-    fn tokenizer(&self) -> Result<Option<Tokenizer>, CliError> {
-        match self {
-            Start::Preset(_) => Ok(None),
-            Start::Stored(stored) => Ok(stored.tokenizer()?),
-            Start::Saved(begun) => Ok(Some(begun.tokenizer.clone())),
-        }
-    }
-
-    /// The model's shape for the text's tokens, and its weights where there are any.
-    fn model(&self, args: &TrainArgs, corpus: &Corpus) -> Result<(ModelConfig, Option<InitialWeights>), CliError> {
-        match self {
-            Start::Preset(preset) => {
-                let mut model = preset.config(corpus.vocab_size());
-                model.block_size = args.block_size.unwrap_or(model.block_size);
-                model.validate()?;
-                Ok((model, None))
-            }
-            Start::Stored(stored) => {
-                check_vocabulary(stored, corpus.tokenizer())?;
-                // Its ranks open it for themselves.
-                let path = args.init_from.clone().unwrap_or_default();
-                Ok((stored.config().clone(), Some(InitialWeights { path, hash: stored.hash()? })))
-            }
-            Start::Saved(begun) => {
-                let Begun { initial, model, .. } = &**begun;
-                // What is given besides and contradicts the checkpoint is found where the settings are compared.
-                let block_size = args.block_size.unwrap_or(model.block_size);
-                let given = args.preset.map_or_else(|| model.clone(), |preset| preset.config(model.vocab_size));
-                Ok((ModelConfig { block_size, ..given }, Some(initial.clone())))
-            }
-        }
-    }
-
-    fn describe(&self) -> String {
-        match self {
-            Start::Preset(preset) => preset.to_string(),
-            Start::Stored(stored) if stored.step() > 0 => {
-                format!("from {} after {} steps", stored.path().display(), stored.step())
-            }
-            Start::Stored(stored) => format!("from {}", stored.path().display()),
-            Start::Saved(begun) => format!("begun from {}", begun.initial.path.display()),
-        }
-    }
-}
-
 /// Refuses numbers of ranks, and what does not go with them, of the strategy and the transports.
 fn check_ranks(args: &TrainArgs, ranks: usize, ranks_here: usize) -> Result<(), CliError> {
     if ranks == 0 || ranks_here == 0 {
@@ -834,6 +760,10 @@ fn check_numbers(args: &TrainArgs) -> Result<(), CliError> {
             return Err(format!("{name} {value} must be a positive number").into());
         }
     }
+    if !(0.0..1.0).contains(&args.dropout) {
+        return Err(format!("--dropout {} must lie between 0 and below 1", args.dropout).into());
+    }
+    args.watch.check()?;
     if !(args.clip.is_finite() && args.clip >= 0.0) {
         return Err(format!("--clip {} must be zero or a positive number", args.clip).into());
     }

@@ -96,7 +96,7 @@ fn chunks(text: &str, size: usize) -> Vec<(usize, &str)> {
 }
 
 /// The first place for a cut from `at` bytes on, else the end.
-fn cut_after(text: &str, at: usize) -> usize {
+pub(super) fn cut_after(text: &str, at: usize) -> usize {
     let at = (at..text.len()).find(|&at| text.is_char_boundary(at)).unwrap_or(text.len());
     let mut blank = text[..at].chars().next_back().is_none_or(char::is_whitespace);
     for (offset, character) in text[at..].char_indices() {

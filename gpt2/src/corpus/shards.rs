@@ -50,6 +50,15 @@ pub(super) fn open(paths: Vec<PathBuf>) -> Result<TokenStream, CorpusError> {
     Ok(TokenStream::mapped(shards, GPT2_VOCABULARY))
 }
 
+/// The header of a shard of llm.c with so many GPT-2 ids.
+pub(super) fn header(tokens: u32) -> [u8; HEADER] {
+    let mut header = [0; HEADER];
+    for (place, integer) in header.chunks_exact_mut(4).zip([MAGIC, VERSION, tokens]) {
+        place.copy_from_slice(&integer.to_le_bytes());
+    }
+    header
+}
+
 /// The number of header bytes of a shard: 0 for nanoGPT's layout.
 fn check_layout(path: &Path, bytes: &[u8]) -> Result<usize, CorpusError> {
     let path = || path.to_owned();

@@ -4,6 +4,8 @@
 use burn_cubecl::cubecl;
 use burn_cubecl::cubecl::prelude::*;
 
+use crate::dropout::{INCREMENTS, MULTIPLIERS, ROUNDS};
+
 /// Units of a cube: a power of two. Part of the result, since sums are over what each of them has.
 pub(super) const UNITS: usize = 128;
 /// Halvings from all units to one.
@@ -294,6 +296,85 @@ pub(super) fn gelu_backward<F: Float>(gradients: &mut Tensor<F>, x: &Tensor<F>, 
         let gradient = f32::cast_from(gradients[g_start + i]);
         gradients[g_start + i] = F::cast_from(gradient * (open + value * open * (one - open) * slope));
         i += UNITS;
+    }
+}
+
+/// What decides which elements are dropped: see the [host's](crate::dropout).
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(super) struct DropoutScalars {
+    pub(super) key_0: u32,
+    pub(super) key_1: u32,
+    pub(super) first: u32,
+    pub(super) layer: u32,
+    pub(super) step: u32,
+    pub(super) threshold: u32,
+    pub(super) factor: f32,
+}
+
+const MULTIPLIER_0: i64 = MULTIPLIERS[0] as i64;
+const MULTIPLIER_1: i64 = MULTIPLIERS[1] as i64;
+const INCREMENT_0: i64 = INCREMENTS[0] as i64;
+const INCREMENT_1: i64 = INCREMENTS[1] as i64;
+
+/// `value` times the factor, or zero where the word says that it is dropped.
+#[cube]
+fn kept<F: Float>(value: F, word: u32, threshold: u32, factor: f32) -> F {
+    let mut kept = f32::new(0.0);
+    if word >= threshold {
+        kept = f32::cast_from(value) * factor;
+    }
+    F::cast_from(kept)
+}
+
+/// Each element times its factor, in place. A sequence has so many `lines`; each unit takes four elements at a time.
+#[cube(launch, address_type = "dynamic")]
+pub(super) fn dropout<F: Float>(
+    values: &mut Tensor<F>,
+    lines: usize,
+    scalars: DropoutScalars,
+    #[define(F)] _dtype: ElemType,
+) {
+    let row = CUBE_POS;
+    if row >= values.shape(0) {
+        terminate!();
+    }
+    let (start, width) = (row * values.stride(0), values.shape(1));
+    let counters = (width + 3) / 4;
+    let begin = u32::cast_from(row % lines * counters);
+    let sequence = scalars.first + u32::cast_from(row / lines);
+    let mut counter = UNIT_POS as usize;
+    while counter < counters {
+        let mut a = begin + u32::cast_from(counter);
+        let mut b = sequence;
+        let mut c = scalars.layer;
+        let mut d = scalars.step;
+        let mut key_0 = scalars.key_0;
+        let mut key_1 = scalars.key_1;
+        #[unroll]
+        for _round in 0..ROUNDS {
+            let first_high = a.mul_hi(u32::new(MULTIPLIER_0));
+            let first_low = a * u32::new(MULTIPLIER_0);
+            let second_high = c.mul_hi(u32::new(MULTIPLIER_1));
+            let second_low = c * u32::new(MULTIPLIER_1);
+            a = second_high ^ b ^ key_0;
+            b = second_low;
+            c = first_high ^ d ^ key_1;
+            d = first_low;
+            key_0 += u32::new(INCREMENT_0);
+            key_1 += u32::new(INCREMENT_1);
+        }
+        let (at, left) = (start + 4 * counter, width - 4 * counter);
+        values[at] = kept::<F>(values[at], a, scalars.threshold, scalars.factor);
+        if left > 1 {
+            values[at + 1] = kept::<F>(values[at + 1], b, scalars.threshold, scalars.factor);
+        }
+        if left > 2 {
+            values[at + 2] = kept::<F>(values[at + 2], c, scalars.threshold, scalars.factor);
+        }
+        if left > 3 {
+            values[at + 3] = kept::<F>(values[at + 3], d, scalars.threshold, scalars.factor);
+        }
+        counter += UNITS;
     }
 }
 

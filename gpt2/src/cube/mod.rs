@@ -27,7 +27,8 @@ use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
 
 use crate::config::LAYER_NORM_EPSILON;
-use kernels::UNITS;
+use crate::dropout::Site;
+use kernels::{DropoutScalarsLaunch, UNITS};
 
 /// Most partial sums over rows that a backward pass of layer norm leaves. Part of the result.
 const PARTS: usize = 1024;
@@ -70,18 +71,33 @@ pub(crate) fn gelu(x: Tensor<3>) -> Tensor<3> {
     Tensor::from_primitive::<Autodiff<CubeBackend>>(y)
 }
 
-/// Causal attention from the joint projection `[b, t, 3c]` to the mixed values `[b, t, c]`.
-pub(crate) fn attention(qkv: Tensor<3>, n_head: usize) -> Tensor<3> {
+/// `[b, t, c]` with its elements times their factors.
+pub(crate) fn dropout(x: Tensor<3>, site: Site) -> Tensor<3> {
+    let [_, t, _] = x.dims();
+    if !x.is_autodiff() {
+        return tensor(scaled(plain(x), t, &site));
+    }
+    let (x, node) = tracked(x);
+    let y = scaled(x, t, &site);
+    let y = match DropoutBackward.prepare::<NoCheckpointing>([node]).compute_bound().stateful() {
+        OpsKind::Tracked(prep) => prep.finish((t, site), y),
+        OpsKind::UnTracked(prep) => prep.finish(y),
+    };
+    Tensor::from_primitive::<Autodiff<CubeBackend>>(y)
+}
+
+/// Causal attention from the joint projection `[b, t, 3c]` to the mixed values `[b, t, c]`, with weights dropped where there is a `site`.
+pub(crate) fn attention(qkv: Tensor<3>, n_head: usize, site: Option<Site>) -> Tensor<3> {
     if !qkv.is_autodiff() {
-        let (mixed_btc, _) = attention_forward(&heads(plain(qkv), n_head));
+        let (mixed_btc, _) = attention_forward(&heads(plain(qkv), n_head), site.as_ref());
         return mixed_btc;
     }
     let (qkv, node) = tracked(qkv);
     let heads = heads(qkv, n_head);
-    let (mixed_btc, weights_bhtt) = attention_forward(&heads);
+    let (mixed_btc, weights_bhtt) = attention_forward(&heads, site.as_ref());
     let mixed = plain(mixed_btc);
     let mixed = match AttentionBackward.prepare::<NoCheckpointing>([node]).compute_bound().stateful() {
-        OpsKind::Tracked(prep) => prep.finish((heads, plain(weights_bhtt)), mixed),
+        OpsKind::Tracked(prep) => prep.finish((heads, plain(weights_bhtt), site), mixed),
         OpsKind::UnTracked(prep) => prep.finish(mixed),
     };
     Tensor::from_primitive::<Autodiff<CubeBackend>>(mixed)
@@ -190,37 +206,55 @@ impl Backward<CubeBackend, 1> for GeluBackward {
 }
 
 #[derive(Debug)]
+struct DropoutBackward;
+
+impl Backward<CubeBackend, 1> for DropoutBackward {
+    /// Lines of a sequence, and what is dropped.
+    type State = (usize, Site);
+
+    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut autodiff::Gradients, _: &mut Checkpointer) {
+        let (lines, site) = ops.state;
+        unary::<CubeBackend, _>(ops.parents, ops.node, grads, |dy| scaled(dy, lines, &site));
+    }
+}
+
+#[derive(Debug)]
 struct AttentionBackward;
 
 impl Backward<CubeBackend, 1> for AttentionBackward {
-    /// What [`heads`] gave, and the attention weights.
-    type State = (CubeTensor, CubeTensor);
+    /// What [`heads`] gave, the attention weights before any is dropped, and by what some are.
+    type State = (CubeTensor, CubeTensor, Option<Site>);
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut autodiff::Gradients, _: &mut Checkpointer) {
-        let (heads, weights) = ops.state;
+        let (heads, weights, site) = ops.state;
         unary::<CubeBackend, _>(ops.parents, ops.node, grads, |dmixed| {
-            plain(attention_backward(&heads, weights, tensor(dmixed)))
+            plain(attention_backward(&heads, weights, tensor(dmixed), site.as_ref()))
         });
     }
 }
 
-/// Mixed values `[b, t, c]` and attention weights `[b, h, t, t]`.
-fn attention_forward(heads: &CubeTensor) -> (Tensor<3>, Tensor<4>) {
+/// Mixed values `[b, t, c]`, and attention weights `[b, h, t, t]` before any is dropped.
+fn attention_forward(heads: &CubeTensor, site: Option<&Site>) -> (Tensor<3>, Tensor<4>) {
     let [query, key, value] = parts(heads);
     let [b, n_head, t, q] = query.dims();
     let weights_bhtt: Tensor<4> = tensor(causal_softmax(plain(query.matmul(key.transpose())), scale(q)));
-    let mixed_bhtq = weights_bhtt.clone().matmul(value);
+    let mixed_bhtq = weights_left(weights_bhtt.clone(), site).matmul(value);
     (mixed_bhtq.swap_dims(1, 2).reshape([b, t, n_head * q]), weights_bhtt)
 }
 
 /// The gradient with respect to the joint projection.
-fn attention_backward(heads: &CubeTensor, weights: CubeTensor, dmixed_btc: Tensor<3>) -> Tensor<3> {
+fn attention_backward(
+    heads: &CubeTensor,
+    weights: CubeTensor,
+    dmixed_btc: Tensor<3>,
+    site: Option<&Site>,
+) -> Tensor<3> {
     let [query, key, value] = parts(heads);
     let [b, n_head, t, q] = query.dims();
     let dmixed_bhtq: Tensor<4> = tensor(plain(dmixed_btc.reshape([b, t, n_head, q]).swap_dims(1, 2)));
-    let dweights = plain(dmixed_bhtq.clone().matmul(value.transpose()));
+    let dweights = plain(weights_left(dmixed_bhtq.clone().matmul(value.transpose()), site));
     let dscores_bhtt: Tensor<4> = tensor(causal_softmax_backward(dweights, &weights, scale(q)));
-    let weights_bhtt: Tensor<4> = tensor(weights);
+    let weights_bhtt = weights_left(tensor(weights), site);
     let parts = [
         dscores_bhtt.clone().matmul(key),
         dscores_bhtt.transpose().matmul(query),
@@ -228,6 +262,40 @@ fn attention_backward(heads: &CubeTensor, weights: CubeTensor, dmixed_btc: Tenso
     ];
     let parts_bt1hq = parts.map(|part_bhtq| part_bhtq.swap_dims(1, 2).unsqueeze_dim::<5>(2));
     Tensor::cat(parts_bt1hq.into(), 2).reshape([b, t, 3 * n_head * q])
+}
+
+/// Attention weights, or their gradients, without those that are dropped.
+fn weights_left(weights_bhtt: Tensor<4>, site: Option<&Site>) -> Tensor<4> {
+    let Some(site) = site else { return weights_bhtt };
+    let [_, n_head, t, _] = weights_bhtt.dims();
+    tensor(scaled(plain(weights_bhtt), n_head * t, site))
+}
+
+/// The elements times their factors; a sequence has so many `lines`.
+fn scaled(values: CubeTensor, lines: usize, site: &Site) -> CubeTensor {
+    let values = to_write(values);
+    let (dropout, layer) = (site.dropout, site.layer);
+    launch(&values, rows(&values), &[&values], |client, count, dim, address| {
+        kernels::dropout::launch(
+            client,
+            count,
+            dim,
+            address,
+            by_rows(&values),
+            lines,
+            DropoutScalarsLaunch::new(
+                dropout.key[0],
+                dropout.key[1],
+                dropout.first,
+                layer,
+                dropout.step,
+                dropout.threshold,
+                dropout.factor,
+            ),
+            element(&values),
+        );
+    });
+    values
 }
 
 /// Queries, keys and values, `[3, b, h, t, q]`. One copy: of views with permuted axes each product would make its own.

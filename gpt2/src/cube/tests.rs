@@ -8,6 +8,7 @@ use burn::tensor::{FloatDType, TensorData};
 use super::*;
 use crate::config::Preset;
 use crate::devices::DeviceChoice;
+use crate::dropout::{Dropout, Place};
 use crate::fused;
 use crate::init;
 use crate::model::{Kernels, LayerNorm};
@@ -135,7 +136,29 @@ fn attention_is_the_processors() {
             let qkv = leaf([b * t * (c3 + 2 * GAP)], 5, device);
             let input = with_gaps(qkv.clone(), [b, t, c3]);
             let attention = if generated { attention } else { fused::attention };
-            passes(std::slice::from_ref(&qkv), attention(input, n_head))
+            passes(std::slice::from_ref(&qkv), attention(input, n_head, None))
+        });
+        let site = Dropout::new(0.2, 1, 2, 3).map(|dropout| dropout.at(4, Place::Attention));
+        compare(&format!("attention with dropout {b}x{t}, {n_head} x {q}"), &device, BOUND, |device, generated| {
+            let c3 = 3 * n_head * q;
+            let qkv = leaf([b * t * (c3 + 2 * GAP)], 5, device);
+            let input = with_gaps(qkv.clone(), [b, t, c3]);
+            let attention = if generated { attention } else { fused::attention };
+            passes(std::slice::from_ref(&qkv), attention(input, n_head, site))
+        });
+    }
+}
+
+#[test]
+fn dropout_is_the_processors() {
+    let Some(device) = device() else { return };
+    let site = Dropout::new(0.3, 1, 2, 3).unwrap().at(4, Place::MlpOutput);
+    for shape in [[1, 1, 1], [2, 3, 5], [1, 2, 128], [3, 4, 1030]] {
+        // No sums: the same bits.
+        compare(&format!("dropout {shape:?}"), &device, 0.0, |device, generated| {
+            let x = leaf([shape[0] * shape[1] * (shape[2] + 2 * GAP)], 4, device);
+            let input = with_gaps(x.clone(), shape);
+            passes(std::slice::from_ref(&x), if generated { dropout(input, site) } else { fused::dropout(input, site) })
         });
     }
 }
@@ -219,7 +242,7 @@ fn tensors_may_be_of_sixteen_bits() {
     compare("attention in f16", &device, F16_BOUND, |device, generated| {
         let qkv = leaf([2 * 33 * 24], 5, device);
         let attention = if generated { attention } else { fused::attention };
-        passes(std::slice::from_ref(&qkv), wide(attention(half(qkv.clone().reshape([2, 33, 24])), 2)))
+        passes(std::slice::from_ref(&qkv), wide(attention(half(qkv.clone().reshape([2, 33, 24])), 2, None)))
     });
     compare("layer norm in f16", &device, F16_BOUND, |device, generated| {
         let (x, weight, bias) = (leaf([2 * 3 * 70], 1, device), leaf([70], 2, device), leaf([70], 3, device));
@@ -263,7 +286,7 @@ fn what_others_hold_is_not_written() {
     let sums = weights.sum_dim(3).into_data().try_into_vec_as::<f32>().unwrap();
     assert!(sums.iter().all(|sum| (sum - 1.0).abs() < 1e-6), "{sums:?}");
     let before = qkv.clone().inner().into_data();
-    attention(qkv.clone(), 2).sum().backward();
+    attention(qkv.clone(), 2, None).sum().backward();
     qkv.inner().into_data().assert_eq(&before, true);
 }
 

@@ -184,6 +184,15 @@ pub(crate) fn cuda_ordinal(device: &Device) -> Option<u16> {
     }
 }
 
+/// The kind of a device, as in [`DeviceChoice`] without a number. Arithmetic differs between kinds.
+pub(crate) fn kind(device: &Device) -> &'static str {
+    match cuda_ordinal(device) {
+        Some(_) => "cuda",
+        None if *device == Device::flex() => "cpu",
+        None => "wgpu",
+    }
+}
+
 /// Whether the processor itself plays the device, through a software driver: correct, but slow.
 pub(crate) fn is_software(device: &Device) -> bool {
     #[cfg(feature = "wgpu")]

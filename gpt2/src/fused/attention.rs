@@ -18,23 +18,25 @@ use rayon::prelude::*;
 use super::lanes::{self, LANES};
 use super::sys::{Matrix, MatrixMut, Threads};
 use super::{contiguous, narrow_flex, plain, tensor, tracked, values, wide_flex};
+use crate::dropout::Site;
 use crate::math;
 
 /// Queries a block. Part of the result: gradients of keys and values are summed block by block.
 const QUERIES: usize = 64;
 
-/// Causal attention from the joint projection `[b, t, 3c]` to the mixed values `[b, t, c]`; host tensors only.
-pub(crate) fn attention(qkv: Tensor<3>, n_head: usize) -> Tensor<3> {
+/// Causal attention from the joint projection `[b, t, 3c]` to the mixed values `[b, t, c]`, with weights dropped where there is a `site`; host
+/// tensors only.
+pub(crate) fn attention(qkv: Tensor<3>, n_head: usize, site: Option<Site>) -> Tensor<3> {
     let dtype = qkv.dtype();
     if !qkv.is_autodiff() {
-        let (mixed, _) = forward(&wide_flex(plain(qkv)), n_head);
+        let (mixed, _) = forward(&wide_flex(plain(qkv)), n_head, site.as_ref());
         return Tensor::from_primitive::<Flex>(narrow_flex(mixed, dtype));
     }
     let (qkv, node) = tracked(qkv);
-    let (mixed, stats) = forward(&wide_flex(qkv.clone()), n_head);
+    let (mixed, stats) = forward(&wide_flex(qkv.clone()), n_head, site.as_ref());
     let mixed = narrow_flex(mixed, dtype);
     let mixed = match AttentionBackward.prepare::<NoCheckpointing>([node]).compute_bound().stateful() {
-        OpsKind::Tracked(prep) => prep.finish((qkv, stats, n_head), mixed),
+        OpsKind::Tracked(prep) => prep.finish((qkv, stats, n_head, site), mixed),
         OpsKind::UnTracked(prep) => prep.finish(mixed),
     };
     Tensor::from_primitive::<Autodiff<Flex>>(mixed)
@@ -44,15 +46,15 @@ pub(crate) fn attention(qkv: Tensor<3>, n_head: usize) -> Tensor<3> {
 struct AttentionBackward;
 
 impl Backward<Flex, 1> for AttentionBackward {
-    /// Joint projection, what is kept of each row (see [`Stat`]), number of heads.
-    type State = (FlexTensor, Vec<Stat>, usize);
+    /// Joint projection, what is kept of each row (see [`Stat`]), number of heads, and by what weights are dropped.
+    type State = (FlexTensor, Vec<Stat>, usize, Option<Site>);
 
     fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-        let (qkv, stats, n_head) = ops.state;
+        let (qkv, stats, n_head, site) = ops.state;
         unary::<Flex, _>(ops.parents, ops.node, grads, |dmixed| {
             let dtype = dmixed.dtype();
             let dmixed = wide_flex(contiguous(dmixed));
-            narrow_flex(backward(&wide_flex(qkv), &stats, &dmixed, n_head), dtype)
+            narrow_flex(backward(&wide_flex(qkv), &stats, &dmixed, n_head, site.as_ref()), dtype)
         });
     }
 }
@@ -61,7 +63,7 @@ impl Backward<Flex, 1> for AttentionBackward {
 type Stat = [f32; 2];
 
 /// Mixed values `[b, t, c]`, and what is kept of each row, `[b, h, t]`.
-fn forward(qkv: &FlexTensor, n_head: usize) -> (FlexTensor, Vec<Stat>) {
+fn forward(qkv: &FlexTensor, n_head: usize, site: Option<&Site>) -> (FlexTensor, Vec<Stat>) {
     let sizes = Sizes::of(qkv, n_head);
     let Sizes { b, t, c, q, .. } = sizes;
     let qkv_values = values(qkv);
@@ -70,8 +72,11 @@ fn forward(qkv: &FlexTensor, n_head: usize) -> (FlexTensor, Vec<Stat>) {
     let heads: Vec<MatrixMut<'_>> =
         mixed.chunks_mut(t * c).flat_map(|row| MatrixMut::new(row, t, c).column_groups(q)).collect();
     heads.into_par_iter().zip(stats.par_chunks_mut(t)).enumerate().for_each_init(
-        || Buffers::new(&sizes, 1),
-        |buffers, (index, (mut mixed, stats))| sizes.head(qkv_values, index).forward(&mut mixed, stats, buffers),
+        || Buffers::new(&sizes, 1, site.is_some()),
+        |buffers, (index, (mut mixed, stats))| {
+            let dropped = site.map(|site| sizes.dropped(site, index));
+            sizes.head(qkv_values, index).forward(&mut mixed, stats, buffers, dropped);
+        },
     );
     let mut shape = qkv.shape();
     shape[2] = c;
@@ -79,7 +84,7 @@ fn forward(qkv: &FlexTensor, n_head: usize) -> (FlexTensor, Vec<Stat>) {
 }
 
 /// The gradient of the joint projection `[b, t, 3c]` from that of the mixed values.
-fn backward(qkv: &FlexTensor, stats: &[Stat], dmixed: &FlexTensor, n_head: usize) -> FlexTensor {
+fn backward(qkv: &FlexTensor, stats: &[Stat], dmixed: &FlexTensor, n_head: usize, site: Option<&Site>) -> FlexTensor {
     let sizes = Sizes::of(qkv, n_head);
     let Sizes { b, t, c, q, .. } = sizes;
     let (qkv_values, dmixed) = (values(qkv), values(dmixed));
@@ -93,10 +98,11 @@ fn backward(qkv: &FlexTensor, stats: &[Stat], dmixed: &FlexTensor, n_head: usize
         heads.extend(parts.map(|((query, key), value)| HeadGrads { query, key, value }));
     }
     heads.into_par_iter().zip(stats.par_chunks(t)).enumerate().for_each_init(
-        || Buffers::new(&sizes, 2),
+        || Buffers::new(&sizes, 2, site.is_some()),
         |buffers, (index, (mut grads, stats))| {
             let dmixed = Matrix::strided(&dmixed[sizes.start(index, c)..], t, q, c);
-            sizes.head(qkv_values, index).backward(dmixed, stats, &mut grads, buffers);
+            let dropped = site.map(|site| sizes.dropped(site, index));
+            sizes.head(qkv_values, index).backward(dmixed, stats, &mut grads, buffers, dropped);
         },
     );
     tensor(dqkv, qkv.shape())
@@ -132,6 +138,11 @@ impl Sizes {
         Head { t, q, query, key, value, scale }
     }
 
+    /// What is dropped in head `index`.
+    fn dropped<'a>(&self, site: &'a Site, index: usize) -> Dropped<'a> {
+        Dropped { site, row: index / self.h, first_line: index % self.h * self.t, width: self.t }
+    }
+
     /// Elements from one row of a buffer to the next: whole vectors, and not a power of two, since lines that lie such a distance apart
     /// displace one another from the cache.
     fn stride(&self) -> usize {
@@ -146,14 +157,45 @@ struct Buffers {
     columns: [Vec<f32>; 2],
     /// Scores of a block, which become weights, and, backward, their gradients: `[queries, t]`.
     squares: [Vec<f32>; 2],
+    /// By what the weights of a block are multiplied where some are dropped: `[queries, t]`.
+    factors: Vec<f32>,
 }
 
 impl Buffers {
-    /// With `count` of each.
-    fn new(sizes: &Sizes, count: usize) -> Self {
+    /// With `count` of each, and factors if weights are dropped.
+    fn new(sizes: &Sizes, count: usize, drops: bool) -> Self {
         let stride = sizes.stride();
         let buffers = |rows: usize| [0, 1].map(|index| vec![0.0; if index < count { rows * stride } else { 0 }]);
-        Self { stride, columns: buffers(sizes.q), squares: buffers(QUERIES.min(sizes.t)) }
+        let queries = QUERIES.min(sizes.t);
+        let factors = vec![0.0; if drops { queries * stride } else { 0 }];
+        Self { stride, columns: buffers(sizes.q), squares: buffers(queries), factors }
+    }
+}
+
+/// The weights of a head that are dropped. Each query has a line of them, of `width` keys.
+#[derive(Clone, Copy)]
+struct Dropped<'a> {
+    site: &'a Site,
+    /// The sequence's place in the pass.
+    row: usize,
+    /// The line of the head's first query.
+    first_line: usize,
+    width: usize,
+}
+
+impl Dropped<'_> {
+    /// The factors of the weights of a block of `count` queries from `first` on, for keys up to `end`.
+    fn factors(&self, (first, count, end): (usize, usize, usize), factors: &mut [f32], stride: usize) {
+        for (i, factors) in factors.chunks_exact_mut(stride).take(count).enumerate() {
+            self.site.factors(self.row, self.first_line + first + i, self.width, &mut factors[..end]);
+        }
+    }
+}
+
+/// Multiplies the first `end` elements of each of `count` rows by theirs of `factors`.
+fn scale_rows(rows: &mut [f32], factors: &[f32], (count, end): (usize, usize), stride: usize) {
+    for (row, factors) in rows.chunks_exact_mut(stride).zip(factors.chunks_exact(stride)).take(count) {
+        row[..end].iter_mut().zip(&factors[..end]).for_each(|(x, factor)| *x *= factor);
     }
 }
 
@@ -175,8 +217,14 @@ struct HeadGrads<'a> {
 }
 
 impl Head<'_> {
-    fn forward(&self, mixed: &mut MatrixMut<'_>, stats: &mut [Stat], buffers: &mut Buffers) {
-        let Buffers { stride, columns: [keys, _], squares: [scores, _] } = buffers;
+    fn forward(
+        &self,
+        mixed: &mut MatrixMut<'_>,
+        stats: &mut [Stat],
+        buffers: &mut Buffers,
+        dropped: Option<Dropped<'_>>,
+    ) {
+        let Buffers { stride, columns: [keys, _], squares: [scores, _], factors } = buffers;
         let stride = *stride;
         transpose(self.key, self.t, keys, stride);
         for (block, stats) in stats.chunks_mut(QUERIES).enumerate() {
@@ -186,6 +234,10 @@ impl Head<'_> {
             let mut block = MatrixMut::strided(scores, count, end, stride);
             block.set_product(self.query.rows(first..end), keys, Threads::One);
             vectorised(Softmax { scores, stride, first, scale: self.scale, stats });
+            if let Some(dropped) = &dropped {
+                dropped.factors((first, count, end), factors, stride);
+                scale_rows(scores, factors, (count, end), stride);
+            }
             let weights = Matrix::strided(scores, count, end, stride);
             let mut mixed = mixed.rows(first..end);
             mixed.set_product(weights, self.value.rows(0..end), Threads::One);
@@ -195,8 +247,15 @@ impl Head<'_> {
         }
     }
 
-    fn backward(&self, dmixed: Matrix<'_>, stats: &[Stat], grads: &mut HeadGrads<'_>, buffers: &mut Buffers) {
-        let Buffers { stride, columns: [keys, values], squares: [scores, dscores] } = buffers;
+    fn backward(
+        &self,
+        dmixed: Matrix<'_>,
+        stats: &[Stat],
+        grads: &mut HeadGrads<'_>,
+        buffers: &mut Buffers,
+        dropped: Option<Dropped<'_>>,
+    ) {
+        let Buffers { stride, columns: [keys, values], squares: [scores, dscores], factors } = buffers;
         let stride = *stride;
         transpose(self.key, self.t, keys, stride);
         transpose(self.value, self.t, values, stride);
@@ -208,7 +267,15 @@ impl Head<'_> {
                 let columns = Matrix::strided(columns, self.q, end, stride);
                 MatrixMut::strided(out, count, end, stride).set_product(rows, columns, Threads::One);
             }
+            if let Some(dropped) = &dropped {
+                dropped.factors((first, count, end), factors, stride);
+                scale_rows(dscores, factors, (count, end), stride);
+            }
             vectorised(SoftmaxBackward { scores, dscores, stride, first, scale: self.scale, stats });
+            if dropped.is_some() {
+                // The softmax has no part in it: what is multiplied with values are the weights that are left.
+                scale_rows(scores, factors, (count, end), stride);
+            }
             let weights = Matrix::strided(scores, count, end, stride);
             let dscores = Matrix::strided(dscores, count, end, stride);
             grads.value.rows(0..end).add_product(weights.transposed(), dmixed, Threads::One);
@@ -301,10 +368,11 @@ mod tests {
     use burn::tensor::{Device, FloatDType, TensorData};
 
     use super::*;
+    use crate::dropout::{Dropout, Place};
     use crate::fused::checks::{assert_close, gradient, on_threads, pseudo};
 
     /// Mixed values and the gradient of the joint projection, by the definition, in f64.
-    fn expected(qkv: &[f32], dmixed: &[f32], [b, t, h, q]: [usize; 4]) -> [Vec<f64>; 2] {
+    fn expected(qkv: &[f32], dmixed: &[f32], [b, t, h, q]: [usize; 4], site: Option<Site>) -> [Vec<f64>; 2] {
         let c = h * q;
         let scale = 1.0 / (q as f64).sqrt();
         let (mut mixed, mut dqkv) = (vec![0.0; b * t * c], vec![0.0; b * t * 3 * c]);
@@ -322,10 +390,15 @@ mod tests {
                 let up = |d: usize| f64::from(dmixed[row * c + head * q + d]);
                 let dweights: Vec<f64> =
                     (0..=i).map(|j| (0..q).map(|d| up(d) * get(row_b * t + j, 2, head, d)).sum()).collect();
-                let mean: f64 = weights.iter().zip(&dweights).map(|(w, g)| w * g).sum();
-                for (j, (weight, dweight)) in weights.iter().zip(&dweights).enumerate() {
-                    let other = row_b * t + j;
-                    let dscore = weight * (dweight - mean) * scale;
+                let mut factors = vec![1.0f32; t];
+                if let Some(site) = site {
+                    site.factors(row_b, head * t + i, t, &mut factors);
+                }
+                let left: Vec<f64> = weights.iter().zip(&factors).map(|(w, factor)| w * f64::from(*factor)).collect();
+                let mean: f64 = left.iter().zip(&dweights).map(|(w, g)| w * g).sum();
+                for (j, (whole, dweight)) in weights.iter().zip(&dweights).enumerate() {
+                    let (other, weight) = (row_b * t + j, left[j]);
+                    let dscore = (weight * dweight - whole * mean) * scale;
                     for d in 0..q {
                         mixed[row * c + head * q + d] += weight * get(other, 2, head, d);
                         dqkv[at(row, 0, head, d)] += dscore * get(other, 1, head, d);
@@ -338,13 +411,23 @@ mod tests {
         [mixed, dqkv]
     }
 
+    fn dropping() -> Site {
+        Dropout::new(0.2, 1, 2, 3).unwrap().at(4, Place::Attention)
+    }
+
     /// The same of the fused operation.
-    fn run(qkv: &[f32], dmixed: &[f32], [b, t, h, q]: [usize; 4], dtype: FloatDType) -> [Vec<f32>; 2] {
+    fn run(
+        qkv: &[f32],
+        dmixed: &[f32],
+        [b, t, h, q]: [usize; 4],
+        dtype: FloatDType,
+        site: Option<Site>,
+    ) -> [Vec<f32>; 2] {
         let c = h * q;
         let qkv = Tensor::<3>::from_data(TensorData::new(qkv.to_vec(), [b, t, 3 * c]), &Device::flex()).cast(dtype);
-        let untracked = attention(qkv.clone(), h).into_data();
+        let untracked = attention(qkv.clone(), h, site).into_data();
         let qkv = qkv.autodiff().require_grad();
-        let mixed = attention(qkv.clone(), h);
+        let mixed = attention(qkv.clone(), h, site);
         mixed.clone().inner().into_data().assert_eq(&untracked, true);
         gradient(&qkv, mixed, dmixed)
     }
@@ -366,10 +449,12 @@ mod tests {
     fn values_and_gradients_are_those_of_the_definition() {
         for (sizes @ [b, t, h, q], size) in CASES {
             let (qkv, dmixed) = (pseudo(b * t * 3 * h * q, 1, size), pseudo(b * t * h * q, 2, 1.0));
-            let found = run(&qkv, &dmixed, sizes, FloatDType::F32);
-            let expected = expected(&qkv, &dmixed, sizes);
-            for (part, (found, expected)) in ["mixed", "dqkv"].iter().zip(found.iter().zip(&expected)) {
-                assert_close(&format!("{part} of {sizes:?}"), found, expected, 4e-6);
+            for site in [None, Some(dropping())] {
+                let found = run(&qkv, &dmixed, sizes, FloatDType::F32, site);
+                let expected = expected(&qkv, &dmixed, sizes, site);
+                for (part, (found, expected)) in ["mixed", "dqkv"].iter().zip(found.iter().zip(&expected)) {
+                    assert_close(&format!("{part} of {sizes:?}, {site:?}"), found, expected, 4e-6);
+                }
             }
         }
     }
@@ -386,8 +471,8 @@ mod tests {
                     .unwrap()
             };
             let (qkv, dmixed) = (rounded(pseudo(b * t * 3 * h * q, 1, 1.0)), rounded(pseudo(b * t * h * q, 2, 1.0)));
-            let found = run(&qkv, &dmixed, sizes, dtype);
-            for (found, expected) in found.iter().zip(&expected(&qkv, &dmixed, sizes)) {
+            let found = run(&qkv, &dmixed, sizes, dtype, None);
+            for (found, expected) in found.iter().zip(&expected(&qkv, &dmixed, sizes, None)) {
                 assert_close(&format!("attention in {dtype:?}"), found, expected, bound);
             }
         }
@@ -397,7 +482,9 @@ mod tests {
     fn no_bit_depends_on_the_number_of_threads() {
         for (sizes @ [b, t, h, q], size) in CASES {
             let (qkv, dmixed) = (pseudo(b * t * 3 * h * q, 1, size), pseudo(b * t * h * q, 2, 1.0));
-            on_threads(|| run(&qkv, &dmixed, sizes, FloatDType::F32).concat());
+            for site in [None, Some(dropping())] {
+                on_threads(|| run(&qkv, &dmixed, sizes, FloatDType::F32, site).concat());
+            }
         }
     }
 

@@ -3,7 +3,7 @@
 use burn::tensor::activation::softmax;
 use burn::tensor::{Device, FloatDType, Tensor};
 
-use super::{Attention, Block, Kernels, Layer, causal_mask};
+use super::{About, Attention, Block, Kernels, Layer, causal_mask};
 
 /// Keys and values of one block, of the tokens so far of one sequence.
 #[derive(Clone, Debug)]
@@ -45,8 +45,8 @@ impl Block {
         let (mixed, cache) = self.attn.forward_cached(self.ln_1.forward(x_btc.clone(), kernels), cache, kernels);
         let x_btc = x_btc + mixed;
         // This layer looks at no mask.
-        let mask_tt = causal_mask(1, &x_btc.device());
-        (x_btc.clone() + self.mlp.forward(self.ln_2.forward(x_btc, kernels), &mask_tt, kernels), cache)
+        let about = About::mask(causal_mask(1, &x_btc.device()));
+        (x_btc.clone() + self.mlp.forward(self.ln_2.forward(x_btc, kernels), &about, kernels), cache)
     }
 }
 

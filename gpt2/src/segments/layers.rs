@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{ModelError, SegmentGrads, SegmentedModel};
 use crate::config::ModelConfig;
+use crate::model::About;
 
 /// A layer of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -85,7 +86,7 @@ pub struct LayerRun<'a> {
     layer: BlockLayer,
     x_btc: Tensor<3>,
     upstream_btc: Tensor<3>,
-    mask_tt: Tensor<4>,
+    about: About,
 }
 
 impl LayerRun<'_> {
@@ -101,15 +102,15 @@ impl LayerRun<'_> {
     }
 
     fn pass(&self) -> Result<(SegmentGrads, Tensor<3>), ModelError> {
-        let LayerRun { model, layer, x_btc, upstream_btc, mask_tt } = self;
+        let LayerRun { model, layer, x_btc, upstream_btc, about } = self;
         let block = model.blocks.first().ok_or(ModelError::NoSuchSegment { segment: 1, segments: 2 })?;
         let (x_btc, upstream_btc) = (x_btc.clone(), upstream_btc.clone());
         match layer {
-            BlockLayer::LayerNorm => model.layer_pass(block.ln_1.clone(), x_btc, mask_tt, upstream_btc),
-            BlockLayer::Qkv => model.layer_pass(block.attn.c_attn.clone(), x_btc, mask_tt, upstream_btc),
-            BlockLayer::Attention => model.layer_pass(block.attn.mixing(), x_btc, mask_tt, upstream_btc),
-            BlockLayer::Proj => model.layer_pass(block.attn.c_proj.clone(), x_btc, mask_tt, upstream_btc),
-            BlockLayer::Mlp => model.layer_pass(block.mlp.clone(), x_btc, mask_tt, upstream_btc),
+            BlockLayer::LayerNorm => model.layer_pass(block.ln_1.clone(), x_btc, about, upstream_btc),
+            BlockLayer::Qkv => model.layer_pass(block.attn.c_attn.clone(), x_btc, about, upstream_btc),
+            BlockLayer::Attention => model.layer_pass(block.attn.mixing(), x_btc, about, upstream_btc),
+            BlockLayer::Proj => model.layer_pass(block.attn.c_proj.clone(), x_btc, about, upstream_btc),
+            BlockLayer::Mlp => model.layer_pass(block.mlp.clone(), x_btc, about, upstream_btc),
         }
     }
 }
@@ -139,7 +140,7 @@ impl SegmentedModel {
             layer,
             x_btc: tensor(1, input * c),
             upstream_btc: tensor(2, output * c),
-            mask_tt: self.mask_tt(cols),
+            about: self.about(cols),
         })
     }
 }

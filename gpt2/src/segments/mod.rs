@@ -34,9 +34,10 @@ pub use pass::{Destination, Pass, PassHooks, SegmentGrads};
 
 use crate::config::ModelConfig;
 use crate::devices::{self, Placement};
+use crate::dropout::{Dropout, Place};
 use crate::flat::Weights;
 use crate::fused;
-use crate::model::{Block, Embedding, FinalNorm, KernelChoice, Kernels, Layer, causal_mask};
+use crate::model::{About, Block, Embedding, FinalNorm, KernelChoice, Kernels, Layer, causal_mask, dropped};
 use crate::precision::Precision;
 use weights::{Flatten, Release, Upload, read_back};
 
@@ -89,6 +90,8 @@ pub struct SegmentedModel {
     embedding: Embedding,
     blocks: Vec<Block>,
     norm: FinalNorm,
+    /// What the next training passes drop.
+    dropout: Option<Dropout>,
 }
 
 /// What a GPU's products like the sizes of matrices to be multiples of.
@@ -140,6 +143,7 @@ impl SegmentedModel {
             compute,
             device,
             infos,
+            dropout: None,
         })
     }
 
@@ -161,6 +165,11 @@ impl SegmentedModel {
     /// The segments in forward order.
     pub fn segments(&self) -> &[SegmentInfo] {
         &self.infos
+    }
+
+    /// What the next passes with gradients drop, if anything. Others never do.
+    pub fn set_dropout(&mut self, dropout: Option<Dropout>) {
+        self.dropout = dropout;
     }
 
     /// Waits until the device has done what it was asked to.
@@ -337,11 +346,13 @@ impl SegmentedModel {
         let blocks = self.blocks.clone().train();
         let norm = self.norm.clone().train();
 
-        let mask_tt = causal_mask(batch.cols, &self.device);
-        let x_btc = blocks
-            .iter()
-            .fold(embedding.forward(tokens_bt), |x_btc, block| block.forward(x_btc, &mask_tt, Kernels::Composed));
-        let hidden_nc: Tensor<2> = norm.forward(x_btc, &mask_tt, Kernels::Composed).reshape([n, c]);
+        let about = About::mask(causal_mask(batch.cols, &self.device));
+        let site = self.dropout.map(|dropout| dropout.at(0, Place::Embedding));
+        let mut x_btc = dropped(embedding.forward(tokens_bt), site, Kernels::Composed);
+        for (index, block) in blocks.iter().enumerate() {
+            x_btc = block.forward(x_btc, &about.in_segment(self.dropout, index + 1), Kernels::Composed);
+        }
+        let hidden_nc: Tensor<2> = norm.forward(x_btc, &about, Kernels::Composed).reshape([n, c]);
         let logits_nv = hidden_nc.matmul(embedding.wte.weight.val().transpose());
         let targets_n1: Tensor<2, Int> =
             Tensor::from_data(TensorData::new(batch.targets.clone(), [n, 1]), &self.device);
@@ -362,9 +373,9 @@ impl SegmentedModel {
     fn stream_btc(&self, tokens_bt: Tensor<2, Int>, tokens: &[i32]) -> Result<Tensor<3>, ModelError> {
         (0..self.infos.len()).try_for_each(|segment| self.require(segment))?;
         let [_, t] = tokens_bt.dims();
-        let mask_tt = self.mask_tt(t);
+        let about = self.about(t);
         let blocks = self.blocks.iter();
-        Ok(blocks.fold(self.embed(0, tokens_bt, tokens), |x_btc, block| block.forward(x_btc, &mask_tt, self.kernels())))
+        Ok(blocks.fold(self.embed(0, tokens_bt, tokens), |x_btc, block| block.forward(x_btc, &about, self.kernels())))
     }
 
     /// Token ids, which `tokens` are too, at the positions from `start` on, to the residual stream.
@@ -406,9 +417,9 @@ impl SegmentedModel {
         }
     }
 
-    /// [`causal_mask`] for the kernels that look at it; for others, which know it, a small one.
-    fn mask_tt(&self, t: usize) -> Tensor<4> {
-        causal_mask(if let Kernels::Composed = self.kernels() { t } else { 1 }, &self.device)
+    /// [`causal_mask`] for the kernels that look at it; for others, which know it, a small one. Nothing is dropped.
+    fn about(&self, t: usize) -> About {
+        About::mask(causal_mask(if let Kernels::Composed = self.kernels() { t } else { 1 }, &self.device))
     }
 
     /// The token table of segment 0 with rows behind it, where that is of use and they are there.

@@ -12,10 +12,11 @@ use super::{SegmentedModel, TokenBatch};
 #[cfg(all(feature = "cube", not(feature = "fusion")))]
 use crate::cube;
 use crate::devices::Placement;
+use crate::dropout::Place;
 use crate::flat::{Flat, Gradients, with_values};
 use crate::fused::{self, PartSums, Resident};
 use crate::memory::{self, Category};
-use crate::model::{Kernels, Layer};
+use crate::model::{About, Kernels, Layer, dropped};
 
 /// The direction of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -199,18 +200,19 @@ impl SegmentedModel {
         let last = self.config.n_layer + 1;
 
         // Forward: each entry is one segment's own graph.
-        let mask_tt = self.mask_tt(t);
+        let about = self.about(t);
+        let site = self.dropout.map(|dropout| dropout.at(0, Place::Embedding));
         self.enter(hooks, Pass::Forward, 0)?;
-        let mut x_btc = self.embed(0, tokens_bt.clone(), &batch.inputs);
+        let mut x_btc = dropped(self.embed(0, tokens_bt.clone(), &batch.inputs), site, self.kernels());
         let mut kept = Vec::with_capacity(self.blocks.len());
         for segment in 1..last {
             self.enter(hooks, Pass::Forward, segment)?;
-            let block = &self.blocks[segment - 1];
+            let (block, about) = (&self.blocks[segment - 1], about.in_segment(self.dropout, segment));
             if self.compute.recompute {
-                let output_btc = block.forward(x_btc.clone(), &mask_tt, self.kernels());
+                let output_btc = block.forward(x_btc.clone(), &about, self.kernels());
                 kept.push(SavedInput::Input(Box::new(std::mem::replace(&mut x_btc, output_btc))));
             } else {
-                let graph = self.graph(block.clone(), x_btc, &mask_tt);
+                let graph = self.graph(block.clone(), x_btc, &about);
                 x_btc = graph.output_btc.clone().inner();
                 kept.push(SavedInput::Graph(Box::new(graph)));
             }
@@ -220,7 +222,7 @@ impl SegmentedModel {
             }
         }
         self.enter(hooks, Pass::Forward, last)?;
-        let norm = self.graph(self.norm.clone(), x_btc, &mask_tt);
+        let norm = self.graph(self.norm.clone(), x_btc, &about);
         hooks.leave(self, Pass::Forward, last)?;
         if !self.present[last] {
             norm.forget();
@@ -248,7 +250,10 @@ impl SegmentedModel {
                     graph.remember(block);
                     graph
                 }
-                SavedInput::Input(input_btc) => Box::new(self.graph(block.clone(), *input_btc, &mask_tt)),
+                SavedInput::Input(input_btc) => {
+                    let about = about.in_segment(self.dropout, segment);
+                    Box::new(self.graph(block.clone(), *input_btc, &about))
+                }
             };
             let (grads, below_btc) = graph.backward(segment, upstream_btc, |segment| hooks.destination(segment))?;
             upstream_btc = below_btc;
@@ -256,6 +261,7 @@ impl SegmentedModel {
             hooks.gradients(grads)?;
         }
         self.enter(hooks, Pass::Backward, 0)?;
+        let upstream_btc = dropped(upstream_btc, site, self.kernels());
         let grads = self.embedding_grads((tokens_bt, batch), upstream_btc, head.table)?;
         hooks.leave(self, Pass::Backward, 0)?;
         hooks.gradients(grads)?;
@@ -274,14 +280,14 @@ impl SegmentedModel {
     ) -> Result<f64, E> {
         let last = self.config.n_layer + 1;
         let tokens_bt = if *batch == TokenBatch::none(batch.cols) { None } else { Some(self.check_batch(batch)?) };
-        let mask_tt = self.mask_tt(batch.cols);
+        let about = self.about(batch.cols);
         self.enter(hooks, Pass::Forward, 0)?;
         let mut x_btc = tokens_bt.map(|tokens_bt| self.embed(0, tokens_bt, &batch.inputs));
         for segment in 1..=last {
             self.enter(hooks, Pass::Forward, segment)?;
             x_btc = x_btc.map(|x_btc| match self.blocks.get(segment - 1) {
-                Some(block) => block.forward(x_btc, &mask_tt, self.kernels()),
-                None => self.norm.forward(x_btc, &mask_tt, self.kernels()),
+                Some(block) => block.forward(x_btc, &about, self.kernels()),
+                None => self.norm.forward(x_btc, &about, self.kernels()),
             });
             hooks.leave(self, Pass::Forward, segment)?;
         }
@@ -323,14 +329,14 @@ impl SegmentedModel {
         &self,
         layer: M,
         x_btc: Tensor<3>,
-        mask_tt: &Tensor<4>,
+        about: &About,
         upstream_btc: Tensor<3>,
     ) -> Result<(SegmentGrads, Tensor<3>), ModelError> {
-        self.graph(layer, x_btc, mask_tt).backward(0, upstream_btc, |_| Destination::default())
+        self.graph(layer, x_btc, about).backward(0, upstream_btc, |_| Destination::default())
     }
 
     /// The forward pass of one layer, ready for its backward pass.
-    fn graph<M: Layer>(&self, layer: M, x_btc: Tensor<3>, mask_tt: &Tensor<4>) -> Graph<M> {
+    fn graph<M: Layer>(&self, layer: M, x_btc: Tensor<3>, about: &About) -> Graph<M> {
         let input_btc = x_btc.autodiff().require_grad();
         let (leaves, resident) = match self.kernels() {
             Kernels::Fused(_) => {
@@ -343,7 +349,7 @@ impl SegmentedModel {
             Some(resident) => Kernels::Fused(Some(resident)),
             None => self.kernels(),
         };
-        let output_btc = leaves.forward(input_btc.clone(), mask_tt, kernels);
+        let output_btc = leaves.forward(input_btc.clone(), about, kernels);
         Graph { leaves, resident, input_btc, output_btc }
     }
 

@@ -10,6 +10,7 @@ use comm_core::{Buffer, Communicator, CommunicatorExt, ReduceOp};
 use super::optimizers::{MasterOptimizer, MemoryPlacement};
 use super::{TrainConfig, TrainError};
 use crate::batches::{Batches, Share};
+use crate::dropout::Dropout;
 use crate::flat::{Flat, Weights};
 use crate::memory::{self, Category};
 use crate::optim::{LossScaler, LossScaling, Overflow, clip_factor};
@@ -118,6 +119,8 @@ impl LocalStep for Local<'_> {
             let batch = record::charged(Activity::Data, Category::Other, read)?;
             let weight = (self.workers * batch.rows) as f64 / rows_in_step;
             let scale = (weight * loss_scale * self.config.loss_factor) as f32;
+            let first = self.batches.first_row(self.step, micro_step, share)?;
+            self.model.set_dropout(Dropout::new(self.config.dropout, self.config.seed, self.step, first));
             strategy.begin(true);
             let is_last = micro_step + 1 == self.config.accumulation;
             let on_device = self.places.gradients_on_device;

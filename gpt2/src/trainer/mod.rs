@@ -57,8 +57,12 @@ pub struct TrainConfig {
     pub loss_scaling: LossScaling,
     /// Multiplies the loss that is differentiated, not the one that is reported: 1, except to study what small gradients do.
     pub loss_factor: f64,
-    /// Seed of weights and data order.
+    /// Seed of weights, data order and dropout.
     pub seed: u64,
+    /// Share of elements that training drops, at GPT-2's three places: what embeddings add up to, attention weights, and what a block adds to the
+    /// residual stream.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub dropout: f64,
     /// Weights to start from, instead of those that the seed gives. A run that goes on from a checkpoint of its whole state has that one's.
     #[serde(default)]
     pub initial: Option<InitialWeights>,
@@ -95,6 +99,7 @@ impl TrainConfig {
             loss_scaling: LossScaling::Off,
             loss_factor: 1.0,
             seed: 1337,
+            dropout: 0.0,
             initial: None,
             steps: 10,
             global_batch: 12,
@@ -114,6 +119,12 @@ impl TrainConfig {
         let TrainConfig { strategy, optimizer, options, .. } = self;
         strategy.spec().is_one_device && optimizer.kind.has_moments() && !options.compress.is_on()
     }
+}
+
+/// Whether nothing is dropped, which is what a configuration without the setting means.
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
+fn is_zero(share: &f64) -> bool {
+    *share == 0.0
 }
 
 /// What connects a rank to the others.

@@ -17,6 +17,7 @@ use super::{TrainConfig, TrainError};
 use crate::checkpoint::sharded::{Best, PartFile, PartWriter, Piece, Reader, Saved, SavedError, State, Store};
 use crate::checkpoint::{InitialWeights, StoredWeights};
 use crate::corpus::Corpus;
+use crate::devices;
 use crate::memory;
 
 /// What a run saves and where, from what it goes on, and what asks it to leave.
@@ -194,6 +195,7 @@ impl Trainer<'_> {
             config: json("the configuration", serde_json::to_value(self.config))?,
             ranks: self.session.comm.world_size(),
             transport: self.session.properties.transport.name().to_owned(),
+            device: Some(devices::kind(self.local.model.device()).to_owned()),
             text: corpus.describe(),
             text_sha256: corpus.hash_hex(),
             tokenizer: json("the tokenizer", serde_json::to_value(corpus.tokenizer()))?,
