@@ -806,14 +806,14 @@ mod tests {
 
     #[test]
     fn what_means_nothing_to_a_cell_makes_no_cells() {
-        let axes = "strategy = [\"single\", \"ps\"]\ntransport = [\"shm\", \"tcp\", \"quic\"]\nlink = [\"loopback\", \"wan\"]\n\
+        let axes = "strategy = [\"single\", \"local-sgd\"]\ntransport = [\"shm\", \"tcp\", \"quic\"]\nlink = [\"loopback\", \"wan\"]\n\
                     congestion = [\"cubic\", \"bbr\"]\noverlap = [true, false]\nquic-mtu = [\"default\", 1452]";
         let cells = plan(axes).unwrap().cells;
         let count = |strategy: &str, transport: &str| {
             cells.iter().filter(|cell| cell.strategy == strategy && cell.transport == transport).count()
         };
-        assert_eq!((count("single", NOBODY), count("ps", "shm")), (1, 1));
-        assert_eq!((count("ps", "tcp"), count("ps", "quic")), (4, 8));
+        assert_eq!((count("single", NOBODY), count("local-sgd", "shm")), (1, 1));
+        assert_eq!((count("local-sgd", "tcp"), count("local-sgd", "quic")), (4, 8));
     }
 
     #[test]
