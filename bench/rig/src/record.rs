@@ -493,7 +493,8 @@ impl Cell {
     /// Whether every run of it computes the same.
     pub fn is_repeatable(&self) -> bool {
         let staleness = self.staleness.unwrap_or(LocalOptions::default().staleness);
-        self.strategy.parse::<StrategyKind>().is_ok_and(|kind| kind.is_repeatable(staleness))
+        // So is one of a strategy that this build does not know, as far as it knows.
+        self.strategy.parse::<StrategyKind>().ok().is_none_or(|kind| kind.is_repeatable(staleness))
     }
 
     /// The value of an axis, as a plan writes it.
