@@ -144,11 +144,14 @@ fn made(root: &Path) -> Result<Vec<(PathBuf, String)>, BenchError> {
     Ok(files)
 }
 
+/// A strategy, its loss for each seed, and the megabytes that a rank sends a step.
+type Learnt<'a> = (&'a str, Vec<f64>, f64);
+
 /// What strategies have learnt, and what a rank sends a step: a column for each, by the mean loss.
 fn learning(results: &Results) -> Result<String, String> {
     let loss = |measured: &Measured| measured.trained.as_ref()?.validations.last()?.1;
     let sent = |measured: &Measured| measured.ranks.iter().filter_map(|rank| rank.payload_bytes).max();
-    let mut columns: Vec<(&str, Vec<f64>, f64)> = Vec::new();
+    let mut columns: Vec<Learnt<'_>> = Vec::new();
     let mut records: Vec<&Record> = results.records.iter().collect();
     records.sort_by_key(|record| record.cell.seed);
     for record in records {
@@ -165,7 +168,7 @@ fn learning(results: &Results) -> Result<String, String> {
         }
     }
     columns.sort_by(|a, b| a.1.iter().sum::<f64>().total_cmp(&b.1.iter().sum()));
-    let row = |name: &str, text: &dyn Fn(&(&str, Vec<f64>, f64)) -> String| {
+    let row = |name: &str, text: &dyn Fn(&Learnt<'_>) -> String| {
         let texts: Vec<String> = columns.iter().map(text).collect();
         format!("| {name} | {} |", texts.join(" | "))
     };
