@@ -69,7 +69,7 @@ fn main() -> ExitCode {
         Target::new("text for GPT-2", |text| corpus_text(text, TokenizerKind::Gpt2), text_seeds)
             .inputs_per_case(2)
             .memory(1 << 20, 512),
-        Target::new("lines of JSON", json_lines, json_seeds).memory(6 << 20, 512),
+        Target::new("lines of JSON", json_lines, json_seeds).inputs_per_case(1).memory(6 << 20, 512),
         Target::new("token ids", token_ids, || vec![vec![1, 0, 2, 0, 80, 196], vec![0; 10], b"a b c d".repeat(4)])
             .memory(128 << 10, 64),
     ])
