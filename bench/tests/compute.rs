@@ -48,6 +48,8 @@ fn steps_and_layers_are_measured_and_held_against_the_peaks() {
         assert!((number("gflop_per_s") / (number("tokens_per_s") * flop / 1e9) - 1.0).abs() < 1e-9, "{row}");
         assert!(number("matrix_share") > 0.0 && number("peak_rss_bytes") > 1e6, "{row}");
         assert!(row["allocations"]["count"].as_u64().unwrap() > 0, "{row}");
+        // Of one device nothing is copied between backward pass, optimizer and model.
+        assert_eq!((row["copies"]["copied"].as_u64(), row["copies"]["zeroed"].as_u64()), (Some(0), Some(0)), "{row}");
         // Masters, moments and gradients of 1.6 million parameters.
         assert!(number("peak_allocated_bytes") > 4.0 * 4.0 * tokens, "{row}");
     }

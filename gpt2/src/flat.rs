@@ -10,12 +10,13 @@ mod packer;
 
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use comm_core::{Buffer, Error, Result, bf16, f16};
 
 use crate::devices;
-use crate::memory::Category;
+use crate::memory::{self, Category};
 use crate::precision::{Precision, split};
 use crate::record::{self, Activity};
 
@@ -59,6 +60,8 @@ pub trait DeviceCollectives: Send + Sync {
 pub enum Flat {
     /// In host memory.
     Host(Vec<f32>),
+    /// In host memory, some elements of a vector whose others are elsewhere in use: to be read.
+    Part(Arc<Vec<f32>>, Range<usize>),
     /// On the device: pieces that follow one another, each of any floating-point type, none of them empty.
     Device(Vec<Tensor<1>>),
 }
@@ -77,8 +80,8 @@ impl Flat {
     pub(crate) fn pieces(&self) -> Result<Vec<Tensor<1>>> {
         match self {
             Flat::Device(pieces) => Ok(pieces.clone()),
-            Flat::Host(values) if values.is_empty() => Ok(Vec::new()),
-            Flat::Host(_) => Err(misplaced()),
+            flat if flat.is_empty() => Ok(Vec::new()),
+            Flat::Host(_) | Flat::Part(..) => Err(misplaced()),
         }
     }
 
@@ -95,6 +98,7 @@ impl Flat {
     pub fn len(&self) -> usize {
         match self {
             Flat::Host(values) => values.len(),
+            Flat::Part(_, range) => range.len(),
             Flat::Device(parts) => parts.iter().map(length).sum(),
         }
     }
@@ -111,14 +115,24 @@ impl Flat {
     pub fn into_host(self) -> Result<Vec<f32>> {
         match self {
             Flat::Host(values) => Ok(values),
+            Flat::Part(whole, range) => Ok(copy(&whole[range])),
             Flat::Device(parts) => joined(parts, Precision::F32).map_or(Ok(Vec::new()), read_back),
         }
     }
 
+    /// In a vector of its own, where it is in host memory.
+    fn apart(self) -> Flat {
+        match self {
+            Flat::Part(whole, range) => Flat::Host(copy(&whole[range])),
+            own => own,
+        }
+    }
+
     /// The values, which are in host memory.
-    pub(crate) fn host(&self) -> Result<&Vec<f32>> {
+    pub(crate) fn host(&self) -> Result<&[f32]> {
         match self {
             Flat::Host(values) => Ok(values),
+            Flat::Part(whole, range) => Ok(&whole[range.clone()]),
             Flat::Device(_) => Err(misplaced()),
         }
     }
@@ -127,6 +141,7 @@ impl Flat {
     pub(crate) fn host_mut(&mut self) -> Result<&mut Vec<f32>> {
         match self {
             Flat::Host(values) => Ok(values),
+            Flat::Part(..) => Err(Error::Internal("what others share was to be changed".into())),
             Flat::Device(_) => Err(misplaced()),
         }
     }
@@ -134,20 +149,21 @@ impl Flat {
     /// The values in one tensor of f32, which are on the device; `None` of no values.
     pub(crate) fn into_tensor(self) -> Result<Option<Tensor<1>>> {
         match self {
-            Flat::Host(values) if values.is_empty() => Ok(None),
-            Flat::Host(_) => Err(misplaced()),
             Flat::Device(parts) => Ok(joined(parts, Precision::F32)),
+            flat if flat.is_empty() => Ok(None),
+            Flat::Host(_) | Flat::Part(..) => Err(misplaced()),
         }
     }
 
     /// `self + other`, element by element, in f32.
-    pub(crate) fn plus(self, other: Flat) -> Result<Flat> {
-        match (self, other) {
-            (Flat::Host(mut sum), Flat::Host(values)) => {
-                sum.iter_mut().zip(&values).for_each(|(sum, value)| *sum += value);
+    pub(crate) fn plus(self, other: &Flat) -> Result<Flat> {
+        match (self.apart(), other) {
+            (Flat::Host(mut sum), values @ (Flat::Host(_) | Flat::Part(..))) => {
+                sum.iter_mut().zip(values.host()?).for_each(|(sum, value)| *sum += value);
                 Ok(Flat::Host(sum))
             }
             (Flat::Device(sum), Flat::Device(values)) => {
+                let values = values.clone();
                 let wide = |tensor: Tensor<1>| tensor.cast(FloatDType::F32);
                 if sum.iter().map(length).eq(values.iter().map(length)) {
                     let pairs = sum.into_iter().zip(values);
@@ -165,10 +181,10 @@ impl Flat {
     /// `parts` one after another.
     pub(crate) fn concat(parts: impl IntoIterator<Item = Flat>) -> Result<Flat> {
         let mut parts = parts.into_iter();
-        let mut whole = parts.next().unwrap_or_default();
+        let mut whole = parts.next().unwrap_or_default().apart();
         for part in parts {
             match (&mut whole, part) {
-                (Flat::Host(whole), Flat::Host(part)) => whole.extend_from_slice(&part),
+                (Flat::Host(whole), part @ (Flat::Host(_) | Flat::Part(..))) => append(whole, part.host()?),
                 (Flat::Device(whole), Flat::Device(part)) => whole.extend(part),
                 _ => return Err(misplaced()),
             }
@@ -183,7 +199,7 @@ impl Flat {
         }
         let mut whole = Vec::with_capacity(parts.clone().map(|(_, range)| range.len()).sum());
         for (part, range) in parts {
-            whole.extend_from_slice(&part.host()?[range]);
+            append(&mut whole, &part.host()?[range]);
         }
         Ok(Flat::Host(whole))
     }
@@ -191,7 +207,8 @@ impl Flat {
     /// A copy of the elements `range`.
     pub(crate) fn slice(&self, range: Range<usize>) -> Flat {
         match self {
-            Flat::Host(values) => Flat::Host(values[range].to_vec()),
+            Flat::Host(values) => Flat::Host(copy(&values[range])),
+            Flat::Part(whole, own) => Flat::Host(copy(&whole[own.clone()][range])),
             Flat::Device(parts) => {
                 let mut start = 0;
                 let meet = |part: &Tensor<1>| {
@@ -207,19 +224,41 @@ impl Flat {
 
     /// Every element divided by `divisor`.
     pub(crate) fn divided(self, divisor: f32) -> Flat {
-        match self {
+        match self.apart() {
             Flat::Host(mut values) => {
                 values.iter_mut().for_each(|value| *value /= divisor);
                 Flat::Host(values)
             }
+            // `apart` leaves none.
+            part @ Flat::Part(..) => part,
             Flat::Device(parts) => Flat::Device(parts.into_iter().map(|part| part.div_scalar(divisor)).collect()),
         }
     }
 
-    /// Cut into pieces of these lengths, which together are as long.
+    /// Cut into pieces of these lengths, which together are as long. In host memory each has a vector of its own.
     pub(crate) fn split(self, lengths: &[usize]) -> Vec<Flat> {
-        match self {
+        match self.apart() {
             Flat::Host(values) => split(values, lengths).into_iter().map(Flat::Host).collect(),
+            flat => flat.share(lengths),
+        }
+    }
+
+    /// The same to be read alone: in host memory the pieces stay where they are, and the last that is let go of frees them all.
+    pub(crate) fn share(self, lengths: &[usize]) -> Vec<Flat> {
+        let within = |whole: Arc<Vec<f32>>, mut start: usize| -> Vec<Flat> {
+            let part = |length: &usize| {
+                let range = start..start + length;
+                start = range.end;
+                Flat::Part(whole.clone(), range)
+            };
+            lengths.iter().map(part).collect()
+        };
+        match self {
+            Flat::Host(values) => match lengths {
+                [_] => vec![Flat::Host(values)],
+                _ => within(Arc::new(values), 0),
+            },
+            Flat::Part(whole, range) => within(whole, range.start),
             Flat::Device(parts) => {
                 let whole = joined(parts, Precision::F32);
                 pieces(whole, lengths).into_iter().map(|piece| Flat::Device(piece.into_iter().collect())).collect()
@@ -228,8 +267,8 @@ impl Flat {
     }
 }
 
-/// One segment's gradients, where the backward pass has left them. In host memory they are copied once: to where they wait, or into the
-/// bucket in which they leave.
+/// One segment's gradients, where the backward pass has left them. In host memory they are where they wait, or
+/// in the bucket in which they leave; else they are copied there once.
 #[derive(Debug)]
 pub struct Gradients(Source);
 
@@ -274,7 +313,7 @@ impl Gradients {
             }
             (Source::Flat(Flat::Host(own)), Flat::Host(values)) => {
                 values.reserve_exact(len.saturating_sub(values.len()));
-                values.extend_from_slice(&own);
+                append(values, &own);
                 Ok(())
             }
             (Source::Flat(Flat::Device(own)), Flat::Device(parts)) => {
@@ -283,8 +322,8 @@ impl Gradients {
             }
             (Source::Tensors(tensors), Flat::Host(values)) => {
                 values.reserve_exact(len.saturating_sub(values.len()));
-                let append = |tensor| with_values(tensor, |own| values.extend_from_slice(own));
-                tensors.into_iter().try_for_each(append).map_err(unreadable)
+                let add = |tensor| with_values(tensor, |own| append(values, own));
+                tensors.into_iter().try_for_each(add).map_err(unreadable)
             }
             _ => Err(misplaced()),
         })
@@ -296,7 +335,7 @@ impl Gradients {
     /// As [`append_to`](Self::append_to).
     pub(crate) fn added_to(self, sum: Flat) -> Result<Flat> {
         packing(|| match (self.0, sum) {
-            (Source::Flat(own), sum) => sum.plus(own),
+            (Source::Flat(own), sum) => sum.plus(&own),
             (Source::Tensors(tensors), Flat::Host(mut sum)) => {
                 tensor_by_tensor(tensors, &mut sum, |sum, own| {
                     sum.iter_mut().zip(own).for_each(|(sum, value)| *sum += value);
@@ -417,6 +456,16 @@ fn length(tensor: &Tensor<1>) -> usize {
     tensor.dims()[0]
 }
 
+fn copy(values: &[f32]) -> Vec<f32> {
+    memory::copied::<f32>(values.len());
+    values.to_vec()
+}
+
+fn append(whole: &mut Vec<f32>, values: &[f32]) {
+    memory::copied::<f32>(values.len());
+    whole.extend_from_slice(values);
+}
+
 fn misplaced() -> Error {
     Error::Internal("gradients or parameters are in host memory and on a device at once".into())
 }
@@ -432,6 +481,27 @@ mod tests {
     }
 
     #[test]
+    fn pieces_that_share_a_vector_are_not_copied_until_one_is_changed() {
+        let whole = vec![1.0, 2.0, 3.0, 4.0];
+        let (start, before) = (whole.as_ptr(), memory::copies());
+        let pieces = Flat::Host(whole).share(&[1, 0, 3]);
+        let inner = pieces[2].clone().share(&[2, 1]);
+        assert_eq!(pieces.iter().map(Flat::len).collect::<Vec<_>>(), [1, 0, 3]);
+        assert_eq!((pieces[0].host().unwrap().as_ptr(), pieces[2].host().unwrap()), (start, &[2.0, 3.0, 4.0][..]));
+        assert_eq!(inner[1].host().unwrap(), [4.0]);
+        assert_eq!(memory::copies(), before);
+        assert!(pieces[2].clone().host_mut().is_err() && pieces[2].pieces().is_err());
+        assert!(pieces[1].pieces().unwrap().is_empty());
+        let sum = Flat::Host(vec![1.0; 3]).plus(&pieces[2]).unwrap().into_host().unwrap();
+        assert_eq!((sum, memory::copies()), (vec![3.0, 4.0, 5.0], before));
+        let halves = pieces[2].clone().divided(2.0).into_host().unwrap();
+        assert_eq!((halves, pieces[2].host().unwrap()), (vec![1.0, 1.5, 2.0], &[2.0, 3.0, 4.0][..]));
+        assert_eq!(memory::copies().since(before), memory::Copies { copied: 12, zeroed: 0 });
+        let whole = Flat::concat(pieces).unwrap();
+        assert_eq!(whole.split(&[3, 1])[0].host().unwrap(), [1.0, 2.0, 3.0]);
+    }
+
+    #[test]
     fn vectors_on_a_device_are_cut_and_added_as_those_of_the_host() {
         let flat = device(&[&[1.0, 2.0], &[], &[3.0, 4.0, 5.0]]);
         assert_eq!((flat.len(), device(&[&[]]).len()), (5, 0));
@@ -439,16 +509,14 @@ mod tests {
             [(0..5, vec![1.0, 2.0, 3.0, 4.0, 5.0]), (1..3, vec![2.0, 3.0]), (3..4, vec![4.0]), (2..2, vec![])]
         {
             assert_eq!(flat.slice(range.clone()).into_host().unwrap(), expected);
-            let copy = Flat::concat_of([(&flat, range.clone()), (&flat, range)].into_iter()).unwrap();
-            assert_eq!(copy.into_host().unwrap(), [expected.clone(), expected].concat());
         }
         let pieces = flat.clone().split(&[2, 0, 3]).into_iter().map(|piece| piece.into_host().unwrap());
         assert_eq!(pieces.collect::<Vec<_>>(), [vec![1.0, 2.0], vec![], vec![3.0, 4.0, 5.0]]);
-        let sum = flat.clone().plus(device(&[&[10.0, 20.0], &[30.0, 40.0, 50.0]])).unwrap();
+        let sum = flat.clone().plus(&device(&[&[10.0, 20.0], &[30.0, 40.0, 50.0]])).unwrap();
         assert_eq!(sum.divided(11.0).into_host().unwrap(), [1.0, 2.0, 3.0, 4.0, 5.0]);
-        let otherwise_cut = flat.clone().plus(device(&[&[1.0, 1.0, 1.0, 1.0, 1.0]])).unwrap();
+        let otherwise_cut = flat.clone().plus(&device(&[&[1.0, 1.0, 1.0, 1.0, 1.0]])).unwrap();
         assert_eq!(otherwise_cut.into_host().unwrap(), [2.0, 3.0, 4.0, 5.0, 6.0]);
-        assert!(flat.clone().plus(Flat::Host(vec![0.0; 5])).is_err());
+        assert!(flat.clone().plus(&Flat::Host(vec![0.0; 5])).is_err());
         assert!(Flat::concat([flat.clone(), Flat::Host(vec![0.0])]).is_err());
         assert!(flat.host().is_err() && Flat::Host(vec![1.0]).into_tensor().is_err());
         assert!(Flat::default().into_tensor().unwrap().is_none());

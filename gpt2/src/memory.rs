@@ -12,12 +12,15 @@
 //! that are threads of one process share them. Counted is what Rust code allocates on the heap, in bytes as asked for, while it is
 //! allocated: memory of a device, memory of C libraries, mapped files, stacks of threads, and what the allocator itself needs are not.
 
+mod copies;
 mod ledger;
 mod sys;
 
 use std::marker::PhantomData;
 use std::sync::OnceLock;
 
+pub use copies::{Copies, copies};
+pub(crate) use copies::{also_copied, copied, zeroed};
 pub use ledger::{Allocations, Bytes, Category, Usage};
 pub use sys::CountingAllocator;
 

@@ -5,6 +5,7 @@ mod cli;
 mod commands;
 mod common;
 mod compression;
+mod copies;
 mod deaths;
 mod device;
 mod ending;

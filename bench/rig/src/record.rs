@@ -4,7 +4,7 @@
 
 use std::fmt;
 
-use gpt2::memory::{Allocations, Usage};
+use gpt2::memory::{Allocations, Copies, Usage};
 use gpt2::model::KernelChoice;
 use gpt2::strategy::{LocalOptions, Setting, Staleness, StrategyKind, StrategyOptions};
 use gpt2::trainer::Parts;
@@ -366,6 +366,9 @@ pub struct TrainedRank {
     /// What the whole process asks for in a step; `None` where nothing counts.
     #[serde(default, skip_serializing_if = "is_default")]
     pub allocations: Option<Allocations>,
+    /// What it copies and fills with zeros of gradients and parameters in a step; `None` in records of versions that did not count.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub copies: Option<Copies>,
 }
 
 /// Each step's parts on one rank, a column for each: all have one entry a step. The parts from `data` to `other` follow one another, were

@@ -1,6 +1,6 @@
 //! Rows of `bench compute`, and the tables over its rounds.
 
-use gpt2::memory::Allocations;
+use gpt2::memory::{Allocations, Copies};
 use gpt2::model::KernelChoice;
 use gpt2::trainer::Parts;
 use rig::environment::Environment;
@@ -30,6 +30,8 @@ pub(super) struct StepFigures {
     peak_allocated_bytes: Option<u64>,
     /// What a step asks for, likewise.
     allocations: Option<Allocations>,
+    /// What a step copies and fills with zeros of gradients and parameters.
+    copies: Option<Copies>,
     /// Where a step's time goes, as our trainer sees it.
     parts: Option<Parts>,
 }
@@ -79,6 +81,7 @@ impl StepRow {
                 peak_rss_bytes: measured.ranks.iter().map(|rank| rank.peak_rss_bytes).max().unwrap_or(0),
                 peak_allocated_bytes: rank.and_then(|rank| rank.memory).map(|usage| usage.total.peak),
                 allocations: rank.and_then(|rank| rank.allocations),
+                copies: rank.and_then(|rank| rank.copies),
                 parts: rank.map(|rank| rank.parts),
             })
         });
@@ -134,7 +137,7 @@ fn is_default(kernels: &str) -> bool {
 
 /// A line for each case by each program, over all rounds.
 pub(super) fn steps(rows: &[StepRow]) -> String {
-    const HEADER: [&str; 12] = [
+    const HEADER: [&str; 13] = [
         "case",
         "by",
         "step ms",
@@ -146,6 +149,7 @@ pub(super) fn steps(rows: &[StepRow]) -> String {
         "allocs",
         "large",
         "MB asked",
+        "MB copied",
         "speed",
     ];
     let mut cells: Vec<Vec<&StepRow>> = Vec::new();
@@ -156,7 +160,7 @@ pub(super) fn steps(rows: &[StepRow]) -> String {
             None => cells.push(vec![row]),
         }
     }
-    let line = |cell: &Vec<&StepRow>| -> [String; 12] {
+    let line = |cell: &Vec<&StepRow>| -> [String; 13] {
         let of = |of: fn(&StepFigures) -> Option<f64>| -> Vec<f64> {
             cell.iter().filter_map(|row| of(row.figures.as_ref()?)).collect()
         };
@@ -177,10 +181,11 @@ pub(super) fn steps(rows: &[StepRow]) -> String {
             asked(|asked| asked.count, 1.0),
             asked(|asked| asked.large, 1.0),
             asked(|asked| asked.bytes, 1e6),
+            middle(&of(|figures| figures.copies.map(|copies| (copies.copied + copies.zeroed) as f64 / 1e6)), 1),
             ratio(speed_of_ours(rows, cell)),
         ]
     };
-    let lines: Vec<[String; 12]> = cells.iter().map(line).collect();
+    let lines: Vec<[String; 13]> = cells.iter().map(line).collect();
     let mut text = columns(&HEADER, &lines, 2);
     for cell in &cells {
         if let Some(row) = cell.iter().find(|row| !row.is_sound()) {
@@ -375,7 +380,8 @@ pub(super) const LEGEND: &str = "\
     of a layer those of its matrix products, forward and backward.\n\
     of matrix: share of the measured matrix peak; MFU: share of the theoretical one. peak MB: of a step, what the process held at most, with its \
     libraries; of a layer, what it had allocated at most beyond its input.\n\
-    allocs, large, MB asked: blocks that a step (or one layer) asked for, those of 1 MiB and more, and bytes of all.\n\
+    allocs, large, MB asked: blocks that a step (or one layer) asked for, those of 1 MiB and more, and bytes of all. MB copied: what a step copies \
+    and fills with zeros of gradients and parameters.\n\
     speed: the line's time over ours with fused kernels in the same round, of PyTorch's layers operation by operation; above 1 ours is faster. \
     composed: ours, of the backend's single operations. block: a whole one in a pass, with \
     residual sums; optimizer: with the norm, and with what brings gradients to it and weights back.";
@@ -394,6 +400,7 @@ mod tests {
             peak_rss_bytes: 3_000_000,
             peak_allocated_bytes: None,
             allocations: (program == Trainer::Ours).then_some(Allocations { count: 10, bytes: 2_000_000, large: 1 }),
+            copies: (program == Trainer::Ours).then_some(Copies { copied: 2_500_000, zeroed: 500_000 }),
             parts: None,
         };
         StepRow {
@@ -423,8 +430,22 @@ mod tests {
         let text = steps(&rows);
         let line = |by: &str| text.lines().find(|line| line.contains(by)).unwrap().to_string();
         let words = |by: &str| line(by).split_whitespace().map(String::from).collect::<Vec<_>>();
-        let ours =
-            ["tiny:64x16", "ours", "150.0", "(100.0-200.0)", "750", "50.0", "50%", "25%", "3", "10", "1", "2", "-"];
+        let ours = [
+            "tiny:64x16",
+            "ours",
+            "150.0",
+            "(100.0-200.0)",
+            "750",
+            "50.0",
+            "50%",
+            "25%",
+            "3",
+            "10",
+            "1",
+            "2",
+            "3.0",
+            "-",
+        ];
         assert_eq!(words("ours"), ours, "{text}");
         assert!(line("PyTorch").ends_with("1.75 (1.50-2.00)"), "{text}");
         let composed = |round, step_ms| {

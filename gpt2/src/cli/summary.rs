@@ -53,14 +53,17 @@ fn print_rank(rank: &RankReport) {
     let counted = |count: Option<u64>| count.map_or("not counted".into(), |count| format!("{count} counted"));
     let place = if rank.between_nodes { " between nodes (inside its node nothing is counted)" } else { "" };
     say(format!(
-        "rank {}: sent a step{place}: {} bytes, {} by the formula; messages: {}, {} by the formula; cpu {:.0}%; peak memory {:.0} MB",
+        "rank {}: sent a step{place}: {} bytes, {} by the formula; messages: {}, {} by the formula; cpu {:.0}%; \
+         peak memory {:.0} MB; {:.1} MB of gradients and parameters copied a step, {:.1} MB zeroed",
         rank.rank,
         counted(rank.bytes_counted),
         rank.bytes_expected,
         counted(rank.messages),
         rank.expected.messages,
         100.0 * rank.cpu_utilization,
-        rank.peak_rss_bytes as f64 / 1e6
+        rank.peak_rss_bytes as f64 / 1e6,
+        rank.copies.copied as f64 / 1e6,
+        rank.copies.zeroed as f64 / 1e6
     ));
     if let Some((bytes, messages)) = rank.node_sent {
         say(format!(

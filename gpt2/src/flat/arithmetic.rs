@@ -9,9 +9,9 @@ use crate::precision::Precision;
 impl Flat {
     /// `self + factor·other`, element by element, in f32.
     pub(crate) fn plus_scaled(self, factor: f32, other: &Flat) -> Result<Flat> {
-        match (self, other) {
-            (Flat::Host(mut sum), Flat::Host(values)) if sum.len() == values.len() => {
-                sum.iter_mut().zip(values).for_each(|(sum, value)| *sum += factor * value);
+        match (self.apart(), other) {
+            (Flat::Host(mut sum), values @ (Flat::Host(_) | Flat::Part(..))) if sum.len() == values.len() => {
+                sum.iter_mut().zip(values.host()?).for_each(|(sum, value)| *sum += factor * value);
                 Ok(Flat::Host(sum))
             }
             (sum @ Flat::Device(_), Flat::Device(_)) => {
@@ -26,6 +26,10 @@ impl Flat {
     pub(crate) fn take_at(&self, indices: &[usize]) -> Flat {
         match self {
             Flat::Host(values) => Flat::Host(indices.iter().map(|index| values[*index]).collect()),
+            Flat::Part(whole, range) => {
+                let values = &whole[range.clone()];
+                Flat::Host(indices.iter().map(|index| values[*index]).collect())
+            }
             Flat::Device(parts) => match joined(parts.clone(), Precision::F32) {
                 Some(whole) if !indices.is_empty() => {
                     let at = positions(indices, &whole.device());
@@ -38,9 +42,9 @@ impl Flat {
 
     /// The same with `values` in the place of the elements at `indices`, which ascend.
     pub(crate) fn with_at(self, indices: &[usize], values: &Flat) -> Result<Flat> {
-        match (self, values) {
-            (Flat::Host(mut whole), Flat::Host(values)) if indices.len() == values.len() => {
-                indices.iter().zip(values).for_each(|(index, value)| whole[*index] = *value);
+        match (self.apart(), values) {
+            (Flat::Host(mut whole), values @ (Flat::Host(_) | Flat::Part(..))) if indices.len() == values.len() => {
+                indices.iter().zip(values.host()?).for_each(|(index, value)| whole[*index] = *value);
                 Ok(Flat::Host(whole))
             }
             (whole @ Flat::Device(_), Flat::Device(_)) => {

@@ -34,7 +34,7 @@ impl Packer {
     /// be lent they are read back, once. Waiting for the device is a span of its own.
     pub(crate) fn pack(&self, values: Flat) -> Result<Buffer> {
         match (values, &self.native) {
-            (Flat::Host(values), _) => Ok(self.precision.pack(values)),
+            (values @ (Flat::Host(_) | Flat::Part(..)), _) => Ok(self.precision.pack(values.into_host()?)),
             (Flat::Device(parts), Some(native)) => {
                 let is_single = parts.len() == 1;
                 match joined(parts, self.precision) {
@@ -95,16 +95,28 @@ impl Packer {
         }
     }
 
-    /// A buffer of `count` elements that holds those of `parts`, rounded to the type, from element `start` on, and zeros elsewhere.
+    /// The values `range` of such a buffer, cut into pieces of these lengths, which are to be read: they stay in the buffer where they can, all of
+    /// it until the last piece is let go of.
+    pub(crate) fn share_part(&self, buffer: Buffer, range: Range<usize>, lengths: &[usize]) -> Result<Vec<Flat>> {
+        match buffer {
+            Buffer::Host(HostBuffer::F32(values)) if self.precision == Precision::F32 => {
+                Ok(Flat::Part(Arc::new(values), range).share(lengths))
+            }
+            buffer => Ok(self.unpack_part(buffer, range)?.share(lengths)),
+        }
+    }
+
+    /// A buffer of `count` elements that holds those of `parts`, rounded to the type, from element `start` on. Elsewhere it has the values of
+    /// `spare`, where that is such a buffer, or else zeros.
     pub(crate) fn pack_into<'a>(
         &self,
         parts: impl Iterator<Item = &'a Flat> + Clone,
-        start: usize,
-        count: usize,
+        (start, count): (usize, usize),
+        spare: Option<Buffer>,
     ) -> Result<Buffer> {
         if !parts.clone().any(|part| matches!(part, Flat::Device(_))) {
-            let parts = parts.map(|part| part.host().map(Vec::as_slice)).collect::<Result<Vec<_>>>()?;
-            return Ok(self.precision.pack_parts_into(&parts, start, count));
+            let parts = parts.map(Flat::host).collect::<Result<Vec<_>>>()?;
+            return Ok(self.precision.pack_parts_into(&parts, start, count, spare));
         }
         let native = self.native.as_ref().ok_or_else(misplaced)?;
         let zeros = |count: usize| -> Option<Tensor<1>> {
@@ -128,6 +140,11 @@ impl Packer {
         }
     }
 
+    /// A copy of the elements `range` of a buffer in host memory.
+    pub(crate) fn copied_part(&self, buffer: &HostBuffer, range: Range<usize>) -> Result<HostBuffer> {
+        self.precision.copied_part(buffer, range)
+    }
+
     /// Whether values travel in device memory.
     pub(crate) fn is_native(&self) -> bool {
         self.native.is_some()
@@ -144,15 +161,12 @@ impl Packer {
                 .map(|piece| Weights::Device(Box::new(piece)))
                 .collect());
         }
-        let mut whole = HostBuffer::zeros(self.precision.dtype(), lengths.iter().sum());
-        let mut rest = whole.bytes_mut();
-        for buffer in buffers {
-            let Buffer::Host(buffer) = buffer else { return Err(misplaced()) };
-            let (own, others) = rest.split_at_mut(buffer.bytes().len());
-            comm_core::copy(own, buffer.bytes());
-            rest = others;
-        }
-        self.cut(Buffer::Host(whole), lengths)
+        let buffers = buffers.into_iter().map(|buffer| match buffer {
+            Buffer::Host(buffer) => Ok(buffer),
+            Buffer::Device(_) => Err(misplaced()),
+        });
+        let pieces = self.precision.rejoin(&buffers.collect::<Result<Vec<_>>>()?, lengths)?;
+        Ok(pieces.into_iter().map(Weights::Host).collect())
     }
 
     /// Cuts a buffer of weights into the segments'.
@@ -178,6 +192,7 @@ impl Packer {
     pub(crate) fn weights(&self, masters: &Flat) -> Weights {
         match masters {
             Flat::Host(values) => Weights::Host(self.precision.pack_into(values, 0, values.len())),
+            Flat::Part(whole, range) => Weights::Host(self.precision.pack_into(&whole[range.clone()], 0, range.len())),
             Flat::Device(parts) => match joined(parts.clone(), self.precision) {
                 Some(whole) => Weights::Device(Box::new(whole)),
                 None => Weights::Host(self.precision.empty(0)),

@@ -31,6 +31,7 @@ pub use generation::Generation;
 pub use layers::{BlockLayer, LayerRun};
 pub use layout::{ParamInfo, SegmentInfo, layout};
 pub use pass::{Destination, Pass, PassHooks, SegmentGrads};
+pub use weights::Released;
 
 use crate::config::ModelConfig;
 use crate::devices::{self, Placement};
@@ -254,6 +255,17 @@ impl SegmentedModel {
         self.present[segment] = true;
         self.flats[segment] = flat;
         Ok(())
+    }
+
+    /// Lets go of a segment's weights, and returns what they were in, where that is f32 in host memory.
+    ///
+    /// # Errors
+    /// [`ModelError::NoSuchSegment`].
+    pub fn take_released(&mut self, segment: usize) -> Result<Option<Released>, ModelError> {
+        self.info(segment)?;
+        let flat = self.flats[segment].take();
+        self.release_params(segment)?;
+        Ok(flat.map(Released::new))
     }
 
     /// Replaces a segment's weights by the values of one flat tensor on the model's device, rounded to the model's precision. The tensors

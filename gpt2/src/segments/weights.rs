@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use burn::backend::TensorMetadata;
 use burn::backend::autodiff::NodeId;
 use burn::backend::flex::FlexTensor;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
@@ -110,7 +111,7 @@ impl ModuleMapper for Upload<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let value = match &mut self.tensors {
             Tensors::Views { flat, shapes, next } => shapes.next().map(|shape| {
-                let start = *next;
+                let start = flat.layout().start_offset() + *next;
                 *next += shape.num_elements();
                 fused::view(flat, shape, start)
             }),
@@ -129,6 +130,35 @@ impl ModuleMapper for Upload<'_> {
             Some(value) => Param::from_tensor(value),
             None => param,
         }
+    }
+}
+
+/// What weights were in that a model has let go of, f32 in host memory. A pass that has just left them may have them for a moment longer.
+#[derive(Debug)]
+pub struct Released(FlexTensor);
+
+impl Released {
+    pub(super) fn new(flat: FlexTensor) -> Self {
+        Released(flat)
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.0.shape().num_elements()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The memory with the values that they had, if nobody else has it.
+    pub fn into_vec(self) -> Option<Vec<f32>> {
+        let is_all = self.0.bytes().len() == self.len() * size_of::<f32>();
+        if !(is_all && self.0.is_unique()) {
+            return None;
+        }
+        self.0.into_data().try_into_vec().ok()
     }
 }
 

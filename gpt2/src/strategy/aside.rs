@@ -5,6 +5,7 @@ use std::thread;
 
 use comm_core::{Error, Result};
 
+use crate::memory::{self, Copies};
 use crate::record::{self, Ended};
 
 /// What it is to do: results go to whoever asks for the [`next`](Aside::next).
@@ -23,6 +24,8 @@ pub(super) struct Aside<S, T> {
 enum Event<T> {
     /// It has waited for an operation.
     Waited(Ended),
+    /// It has copied so much.
+    Copied(Copies),
     Result(T),
     Failed(Error),
 }
@@ -40,7 +43,10 @@ impl<S: Send + 'static, T: Send + 'static> Aside<S, T> {
             // Nobody listens any more where the run has ended with an error.
             record::tell(move |ended| drop(listener.send(Event::Waited(ended))));
             for job in to_do {
-                let told = match job(&mut state) {
+                let before = memory::copies();
+                let outcome = job(&mut state);
+                let _ = sender.send(Event::Copied(memory::copies().since(before)));
+                let told = match outcome {
                     Ok(results) => results.into_iter().try_for_each(|result| sender.send(Event::Result(result))),
                     Err(error) => return drop(sender.send(Event::Failed(error))),
                 };
@@ -68,6 +74,10 @@ impl<S: Send + 'static, T: Send + 'static> Aside<S, T> {
         loop {
             let result = record::waited_elsewhere(|| match self.events.recv() {
                 Ok(Event::Waited(ended)) => (None, Some(ended)),
+                Ok(Event::Copied(copies)) => {
+                    memory::also_copied(copies);
+                    (None, None)
+                }
                 Ok(Event::Result(result)) => (Some(Ok(result)), None),
                 Ok(Event::Failed(error)) => (Some(Err(error)), None),
                 Err(_) => {

@@ -317,7 +317,7 @@ impl Server {
         for worker in &mut self.workers[places.clone()] {
             let State::Pushed(theirs) = std::mem::replace(&mut worker.state, State::Waits) else { continue };
             sum = Some(match sum.take() {
-                Some(sum) => gradients.unpacking(|| sum.plus(theirs))?,
+                Some(sum) => gradients.unpacking(|| sum.plus(&theirs))?,
                 None => theirs,
             });
         }

@@ -59,7 +59,7 @@ impl Averager {
         mut take: impl FnMut(usize, Flat, &Channel) -> Result<(), E>,
     ) -> Result<(), E> {
         for (bucket, pending) in self.buckets.iter().zip(self.started.drain(..)) {
-            let means = pending.finish_split(0..bucket.len(), &bucket.lengths())?;
+            let means = pending.finish_split(&bucket.lengths())?;
             bucket.segments.iter().zip(means).try_for_each(|(segment, mean)| take(*segment, mean, &self.channel))?;
         }
         Ok(())

@@ -140,7 +140,7 @@ impl Synchronous for Buckets {
         self.start_full(channels)?;
         let mut grads = self.buckets.vectors();
         for (bucket, pending) in self.buckets.restart().iter().zip(std::mem::take(&mut self.started)) {
-            bucket.put_into(pending.finish_split(0..bucket.len(), &bucket.lengths())?, &mut grads);
+            bucket.put_into(pending.finish_shared(0..bucket.len(), &bucket.lengths())?, &mut grads);
         }
         Ok(grads)
     }

@@ -132,14 +132,16 @@ impl Channel {
         Ok(self.start(Op::Recv { from }, buffer, route))
     }
 
-    /// Starts the gathering of `count` values, of which this rank has those of `parts` from `start` on.
+    /// Starts the gathering of `count` values, of which this rank has those of `parts` from `start` on; in the memory of `spare` where that
+    /// is such a buffer.
     pub(super) fn all_gather<'a>(
         &self,
         parts: impl Iterator<Item = &'a Flat> + Clone,
-        (start, count): (usize, usize),
+        place: (usize, usize),
+        spare: Option<Buffer>,
         route: Route,
     ) -> comm_core::Result<Pending> {
-        let buffer = self.packing(|| self.packer.pack_into(parts, start, count))?;
+        let buffer = self.packing(|| self.packer.pack_into(parts, place, spare))?;
         Ok(self.start(Op::AllGather, buffer, route))
     }
 
@@ -188,8 +190,8 @@ impl Channel {
     }
 
     /// A copy of the elements `range` of what is to travel.
-    pub(super) fn cut_out(&self, whole: &HostBuffer, range: &Range<usize>) -> Buffer {
-        self.packing(|| Buffer::Host(copy_out(whole, range)))
+    pub(super) fn cut_out(&self, whole: &HostBuffer, range: &Range<usize>) -> comm_core::Result<Buffer> {
+        self.packing(|| Ok(Buffer::Host(self.packer.copied_part(whole, range.clone())?)))
     }
 
     /// The elements `range` of `whole`, which came from this channel, in a buffer for the channel `other`, and what is to be kept of the
@@ -202,7 +204,7 @@ impl Channel {
     ) -> comm_core::Result<(Buffer, HostRemainder)> {
         self.packing(|| match whole {
             Buffer::Host(whole) => {
-                let part = copy_out(&whole, range);
+                let part = self.packer.copied_part(&whole, range.clone())?;
                 let part = match other.packer.is_native() {
                     true => other.packer.pack(other.packer.upload(part)?)?,
                     false => Buffer::Host(part),
@@ -245,7 +247,7 @@ impl Channel {
                     Buffer::Host(part) => self.packer.upload(part)?,
                     Buffer::Device(_) => other.packer.unpack(part)?,
                 };
-                self.packer.pack_into([&part].into_iter(), range.start, count)
+                self.packer.pack_into([&part].into_iter(), (range.start, count), None)
             }
         })
     }
@@ -302,11 +304,19 @@ impl Pending {
         })
     }
 
-    /// Waits, and returns the values `range`, cut into pieces of these lengths; the rest is let go of.
-    pub(super) fn finish_split(self, range: Range<usize>, lengths: &[usize]) -> comm_core::Result<Vec<Flat>> {
+    /// Waits, and returns the values, cut into pieces of these lengths, each in memory of its own.
+    pub(super) fn finish_split(self, lengths: &[usize]) -> comm_core::Result<Vec<Flat>> {
         let channel = self.channel.clone();
         let buffer = self.wait()?;
-        channel.unpacking(|| Ok(channel.packer.unpack_part(buffer, range)?.split(lengths)))
+        channel.unpacking(|| Ok(channel.packer.unpack(buffer)?.split(lengths)))
+    }
+
+    /// Waits, and returns the values `range`, cut into pieces of these lengths, to be read. They stay where they came, if they can, and the rest
+    /// of it with them.
+    pub(super) fn finish_shared(self, range: Range<usize>, lengths: &[usize]) -> comm_core::Result<Vec<Flat>> {
+        let channel = self.channel.clone();
+        let buffer = self.wait()?;
+        channel.unpacking(|| channel.packer.share_part(buffer, range, lengths))
     }
 
     /// Waits, and returns the values `range`; the rest is let go of.
@@ -370,16 +380,9 @@ pub(super) fn finish_until<T, E>(
     Ok(())
 }
 
-/// The elements `range` of `whole`.
-fn copy_out(whole: &HostBuffer, range: &Range<usize>) -> HostBuffer {
-    let width = whole.dtype().size();
-    let mut part = HostBuffer::zeros(whole.dtype(), range.len());
-    part.bytes_mut().copy_from_slice(&whole.bytes()[range.start * width..range.end * width]);
-    part
-}
-
 /// Writes `part` over the elements `range` of `whole`.
 fn copy_in(whole: &mut HostBuffer, range: &Range<usize>, part: &HostBuffer) {
     let width = part.dtype().size();
+    memory::copied::<u8>(part.bytes().len());
     whole.bytes_mut()[range.start * width..range.end * width].copy_from_slice(part.bytes());
 }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use comm_core::{Error, Op, ReduceOp, shard_range};
+use comm_core::{Buffer, Error, Op, ReduceOp, shard_range};
 
 use super::channels::{Pending, Route, finish_until};
 use super::formula::{Expected, Run, Tally};
@@ -15,6 +15,7 @@ use super::{
 };
 use crate::error::TrainError;
 use crate::flat::{Flat, Gradients, Weights};
+use crate::segments::Released;
 
 pub(super) const FSDP: Spec = Spec {
     name: "fsdp",
@@ -95,6 +96,8 @@ struct Fsdp {
     to_come: VecDeque<usize>,
     /// The one that has been asked for ahead.
     coming: Option<Pending>,
+    /// Weights that were left, in whose memory the next ones are gathered: no more than were in the model and on their way at one time.
+    released: Vec<Released>,
     started: VecDeque<(usize, Pending)>,
     /// Whether nodes have replicas, whose shards are averaged once they have been inside the node.
     has_replicas: bool,
@@ -119,6 +122,7 @@ fn build(setup: &Setup<'_>, kind: StrategyKind, channels: Channels) -> Built {
         labels: (0..layout.segments()).map(labels).collect(),
         to_come: VecDeque::new(),
         coming: None,
+        released: Vec::new(),
         started: VecDeque::new(),
         has_replicas: kind == StrategyKind::Hsdp,
         averaging: Vec::new(),
@@ -131,10 +135,17 @@ fn build(setup: &Setup<'_>, kind: StrategyKind, channels: Channels) -> Built {
 }
 
 impl Fsdp {
-    fn start_gather(&self, segment: usize, masters: &[Flat], channels: &Channels) -> comm_core::Result<Pending> {
+    fn start_gather(&mut self, segment: usize, masters: &[Flat], channels: &Channels) -> comm_core::Result<Pending> {
         let place = (self.shards[segment].start, self.layout.len(segment));
         let route = Route::lane(self.labels[segment][1].clone(), 0);
-        channels.parameters.all_gather([&masters[segment]].into_iter(), place, route)
+        let spare = self.spare(self.layout.len(segment));
+        channels.parameters.all_gather([&masters[segment]].into_iter(), place, spare, route)
+    }
+
+    /// Memory for so many weights, of those that a pass has left.
+    fn spare(&mut self, count: usize) -> Option<Buffer> {
+        let index = self.released.iter().position(|released| released.len() == count)?;
+        self.released.swap_remove(index).into_vec().map(Buffer::from_vec)
     }
 
     fn start_reduction(&mut self, segment: usize, grads: Flat, channels: &Channels) -> comm_core::Result<()> {
@@ -184,6 +195,10 @@ impl DuringPass for Fsdp {
             }
         };
         pending.finish_whole()
+    }
+
+    fn released(&mut self, weights: Released) {
+        self.released.push(weights);
     }
 
     fn prefetch(&mut self, masters: &[Flat], channels: &mut Channels) -> comm_core::Result<()> {

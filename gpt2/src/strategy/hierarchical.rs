@@ -232,7 +232,7 @@ impl Stages {
         }
         let buckets = &self.buckets;
         let mean = |(index, pending): (usize, Pending)| {
-            pending.finish_split(0..buckets[index].len(), &buckets[index].lengths())
+            pending.finish_shared(0..buckets[index].len(), &buckets[index].lengths())
         };
         self.gathering.drain(..).map(mean).collect()
     }

@@ -6,6 +6,7 @@ use super::formula::Expected;
 use super::{Channels, Staleness};
 use crate::error::TrainError;
 use crate::flat::{Flat, Gradients, Weights};
+use crate::segments::Released;
 
 /// How gradients become updated parameters on all ranks, and when.
 pub trait Strategy: DuringPass {
@@ -70,6 +71,11 @@ pub trait DuringPass {
     fn prefetch(&mut self, masters: &[Flat], channels: &mut Channels) -> comm_core::Result<()> {
         let _ = (masters, channels);
         Ok(())
+    }
+
+    /// Takes what the weights of a segment were in that the pass has left, where it [`brings_weights`](DuringPass::brings_weights).
+    fn released(&mut self, weights: Released) {
+        drop(weights);
     }
 
     /// The values behind which the gradients of `segment` are wanted in host memory, with room for them where there is to be no copy; empty

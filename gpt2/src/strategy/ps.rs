@@ -165,13 +165,13 @@ impl Serving {
             gradients.unpacking(|| {
                 let theirs = gradients.unpack(theirs)?;
                 sum = Some(match sum.take() {
-                    Some(sum) => sum.plus(theirs)?,
+                    Some(sum) => sum.plus(&theirs)?,
                     None => theirs,
                 });
                 Ok(())
             })
         })?;
-        Ok(gradients.unpacking(|| sum.unwrap_or_default().divided(*computing as f32).split(&segments.lengths())))
+        Ok(gradients.unpacking(|| sum.unwrap_or_default().divided(*computing as f32).share(&segments.lengths())))
     }
 
     /// Sends every worker its bucket of parameters, which `packed` gives each time.

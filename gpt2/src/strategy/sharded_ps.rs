@@ -166,12 +166,12 @@ impl Serving {
                 for buffer in arrived {
                     let theirs = gradients.unpack(buffer)?;
                     sum = Some(match sum.take() {
-                        Some(sum) => sum.plus(theirs)?,
+                        Some(sum) => sum.plus(&theirs)?,
                         None => theirs,
                     });
                 }
                 let lengths: Vec<usize> = bucket.within(&mine).iter().map(|(_, range)| range.len()).collect();
-                Ok::<_, comm_core::Error>(sum.unwrap_or_default().divided(gradients.ranks() as f32).split(&lengths))
+                Ok::<_, comm_core::Error>(sum.unwrap_or_default().divided(gradients.ranks() as f32).share(&lengths))
             })?;
             means.push((index, mean));
             Ok::<_, comm_core::Error>(())
@@ -202,7 +202,7 @@ impl Grads {
     /// A buffer of these elements.
     fn part(&self, range: &Range<usize>, gradients: &Channel) -> comm_core::Result<Buffer> {
         match self {
-            Grads::Packed(packed) => Ok(gradients.cut_out(packed, range)),
+            Grads::Packed(packed) => gradients.cut_out(packed, range),
             Grads::OnDevice(grads) => gradients.pack(|| Ok(grads.slice(range.clone()))),
         }
     }

@@ -125,11 +125,16 @@ impl Zero {
 
     /// Waits for the oldest reduce-scatters until fewer than `most` are under way, and keeps this rank's shards of them.
     fn finish_until(&mut self, most: usize) -> comm_core::Result<()> {
-        let Zero { started, buckets, shards, grads, .. } = self;
+        let Zero { stage, started, buckets, shards, grads, .. } = self;
         finish_until(most, started, |(index, pending)| {
             let (bucket, shard) = (&buckets.plan()[index], &shards[index]);
             let lengths: Vec<usize> = bucket.within(shard).iter().map(|(_, range)| range.len()).collect();
-            bucket.put_into(pending.finish_split(shard.clone(), &lengths)?, grads);
+            let own = match stage {
+                // All of the buckets are in memory at the end of the pass in any case.
+                Stage::One => pending.finish_shared(shard.clone(), &lengths)?,
+                Stage::Two => pending.finish_part(shard.clone())?.share(&lengths),
+            };
+            bucket.put_into(own, grads);
             Ok(())
         })
     }
@@ -144,7 +149,7 @@ fn gather(
 ) -> comm_core::Result<Pending> {
     let masters = bucket.segments.iter().map(|segment| &masters[*segment]);
     let route = Route::lane(format!("parameters, bucket {index}: {}", bucket.name), index);
-    parameters.all_gather(masters, (shard.start, bucket.len()), route)
+    parameters.all_gather(masters, (shard.start, bucket.len()), None, route)
 }
 
 impl DuringPass for Zero {

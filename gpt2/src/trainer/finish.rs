@@ -143,7 +143,7 @@ impl Trainer<'_> {
             return Ok(Cow::Borrowed(weights));
         }
         Ok(match &self.local.masters[segment] {
-            Flat::Host(own) => Cow::Borrowed(own),
+            own @ (Flat::Host(_) | Flat::Part(..)) => Cow::Borrowed(own.host()?),
             own @ Flat::Device(_) => Cow::Owned(own.clone().into_host()?),
         })
     }
@@ -271,6 +271,7 @@ impl Trainer<'_> {
             memory: usage,
             allocations: history.allocations(),
             staleness: Some(history.staleness).filter(|staleness| staleness.pushes > 0),
+            copies: history.copies(),
             weights_hash,
         }
     }

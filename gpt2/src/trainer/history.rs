@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::traffic::StepTraffic;
 use super::{Parts, StepReport, median};
-use crate::memory::Allocations;
+use crate::memory::{Allocations, Copies};
 use crate::strategy::formula::Expected;
 use crate::strategy::{Staleness, StepOutcome};
 
@@ -62,6 +62,7 @@ pub(super) struct Figures {
     pub(super) cpu_utilization: f64,
     pub(super) gpu_utilization_percent: Option<f64>,
     pub(super) allocations: Option<Allocations>,
+    pub(super) copies: Copies,
 }
 
 impl History {
@@ -143,6 +144,7 @@ impl History {
             cpu_utilization: report.cpu_utilization,
             gpu_utilization_percent: report.gpu_utilization_percent,
             allocations: report.allocations,
+            copies: report.copies,
         };
         if self.first.len() < Self::FIRST {
             self.first.push(figures);
@@ -181,6 +183,12 @@ impl History {
         counted().next()?;
         let of = |count: fn(Allocations) -> u64| median(counted().map(|step| count(step) as f64)).round() as u64;
         Some(Allocations { count: of(|step| step.count), bytes: of(|step| step.bytes), large: of(|step| step.large) })
+    }
+
+    /// The median of each count of the [`steady`](Self::steady) steps.
+    pub(super) fn copies(&self) -> Copies {
+        let of = |count: fn(Copies) -> u64| median(self.steady().map(|step| count(step.copies) as f64)).round() as u64;
+        Copies { copied: of(|step| step.copied), zeroed: of(|step| step.zeroed) }
     }
 
     /// The median of a time of the [`steady`](Self::steady) steps, or, where steps differ in what they do, the mean.
@@ -315,6 +323,7 @@ mod tests {
             peak_memory_bytes: None,
             memory: None,
             allocations: None,
+            copies: Copies::default(),
             spans: Vec::new(),
             communications: Vec::new(),
         }

@@ -306,7 +306,10 @@ impl PassHooks<TrainError> for Hooks<'_> {
     fn leave(&mut self, model: &mut SegmentedModel, _pass: Pass, segment: usize) -> Result<(), TrainError> {
         if self.strategy.brings_weights() {
             // What stands for weights that are gone takes memory as well.
-            record::charged(Activity::Unpack, Category::Parameters, || model.release_params(segment))?;
+            let release = || model.take_released(segment);
+            if let Some(weights) = record::charged(Activity::Unpack, Category::Parameters, release)? {
+                self.strategy.released(weights);
+            }
         }
         Ok(())
     }

@@ -266,6 +266,9 @@ pub struct StepReport {
     pub memory: Option<memory::Usage>,
     /// Memory that the whole process asked for during the step; `None` without the counting allocator.
     pub allocations: Option<memory::Allocations>,
+    /// What this rank copied and filled with zeros of gradients and parameters in host memory.
+    #[serde(default)]
+    pub copies: memory::Copies,
     /// What the training thread did, in order. Not written out.
     #[serde(skip)]
     pub spans: Vec<Span>,
@@ -418,6 +421,9 @@ pub struct RankReport {
     /// Of the gradients that this rank has applied as a server that does not wait for all workers'; `None` on all other ranks.
     #[serde(default)]
     pub staleness: Option<Staleness>,
+    /// What this rank copied and filled with zeros of gradients and parameters in a step: medians of each figure.
+    #[serde(default)]
+    pub copies: memory::Copies,
     /// Hash of this rank's masters, all put together.
     pub weights_hash: String,
 }

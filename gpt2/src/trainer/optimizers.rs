@@ -104,7 +104,7 @@ impl MasterOptimizer for OnHost {
 
     fn fetch(&self, grads: Vec<Flat>) -> Result<Vec<Flat>, Error> {
         let fetch = |grads| match grads {
-            Flat::Host(_) => Ok(grads),
+            Flat::Host(_) | Flat::Part(..) => Ok(grads),
             // The device has been waited for at the end of the pass.
             Flat::Device(_) => {
                 let read = || grads.into_host().map(Flat::Host);
@@ -115,7 +115,7 @@ impl MasterOptimizer for OnHost {
     }
 
     fn sum_of_squares(&self, grads: &[Flat], _unscale: f32) -> Result<f64, TrainError> {
-        let squares = grads.iter().map(|grads| grads.host().map(|grads| sum_of_squares(grads)));
+        let squares = grads.iter().map(|grads| grads.host().map(sum_of_squares));
         Ok(squares.sum::<Result<f64, Error>>()?)
     }
 

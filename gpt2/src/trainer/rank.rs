@@ -20,7 +20,7 @@ use crate::checkpoint::sharded::{Best, Kind};
 use crate::corpus::Corpus;
 use crate::devices::{self, Placement};
 use crate::flat::Flat;
-use crate::memory::{self, Allocations, Category, Usage};
+use crate::memory::{self, Allocations, Category, Copies, Usage};
 use crate::model::KernelChoice;
 use crate::optim::LossScaler;
 use crate::precision::Precision;
@@ -138,7 +138,7 @@ impl<'a> Trainer<'a> {
         // What was done since the last step is none of this one's.
         self.meter.lap();
         let before = self.sent_before.take().or_else(|| TrafficTotals::now(self.session));
-        let asked_before = memory::allocations();
+        let (asked_before, copied_before) = (memory::allocations(), memory::copies());
         let loss_scale = f64::from(self.local.scaler.scale());
         let start = Instant::now();
         let (outcome, recording) = record::record(|| {
@@ -148,6 +148,7 @@ impl<'a> Trainer<'a> {
         });
         let elapsed = start.elapsed();
         let allocations = memory::allocations().zip(asked_before).map(|(now, before)| now.since(before));
+        let copies = memory::copies().since(copied_before);
         let mut outcome = outcome?;
         if self.session.counts_between_nodes() {
             outcome.expected = outcome.expected.map(Expected::between_nodes);
@@ -155,7 +156,8 @@ impl<'a> Trainer<'a> {
         let now = TrafficTotals::now(self.session);
         let sent = now.as_ref().zip(before).map(|(now, before)| now.since(&before, &*self.local.scalars));
         self.sent_before = now.filter(|_| outcome.under_way);
-        let report = self.report(&outcome, StepMeasurements { loss_scale, elapsed, sent, allocations, recording });
+        let measured = StepMeasurements { loss_scale, elapsed, sent, allocations, copies, recording };
+        let report = self.report(&outcome, measured);
         self.replicas_agree = outcome.replicas_agree;
         let seconds = self.started.elapsed().as_secs_f64();
         memory::within(Category::Other, || self.history.add(&report, seconds, &outcome, sent));
@@ -170,7 +172,7 @@ impl<'a> Trainer<'a> {
     /// What is reported of a step.
     fn report(&mut self, outcome: &StepOutcome, measured: StepMeasurements) -> StepReport {
         let StepOutcome { loss, grad_norm, skipped, .. } = *outcome;
-        let StepMeasurements { loss_scale, elapsed, sent, allocations, recording } = measured;
+        let StepMeasurements { loss_scale, elapsed, sent, allocations, copies, recording } = measured;
         let step = self.local.step;
         let batches = &self.local.batches;
         let tokens = batches.rows_in_step(step) as f64 * self.config.model.block_size as f64;
@@ -202,6 +204,7 @@ impl<'a> Trainer<'a> {
             peak_memory_bytes: memory.map(|usage| usage.total.peak / ranks_here as u64),
             memory,
             allocations,
+            copies,
             spans,
             communications,
         }
@@ -267,6 +270,7 @@ struct StepMeasurements {
     sent: Option<StepTraffic>,
     /// What this process asked for.
     allocations: Option<Allocations>,
+    copies: Copies,
     recording: Recording,
 }
 

@@ -220,6 +220,7 @@ fn unwatched(reports: &[&RankReport]) -> Vec<Rank> {
             gpu_utilization: report.gpu_utilization,
             memory: report.memory,
             allocations: report.allocations,
+            copies: Some(report.copies),
         }),
         ..Rank::default()
     };

@@ -200,7 +200,7 @@ impl Synchronous for Compressed {
         let mut grads = self.buckets.vectors();
         for (bucket, codec) in self.buckets.restart().iter().zip(&mut self.codecs) {
             let mean = Flat::Host(codec.finish(channel)?);
-            bucket.put_into(channel.unpacking(|| mean.split(&bucket.lengths())), &mut grads);
+            bucket.put_into(channel.unpacking(|| mean.share(&bucket.lengths())), &mut grads);
         }
         Ok(grads)
     }
