@@ -97,12 +97,16 @@ fn long_messages_both_ways_lose_less_than_with_quinns_pacing() {
 fn a_pause_adds_nothing_to_the_window() {
     let grown = |pause: Duration| {
         let mut link = Link::with(Congestion::Cubic.factory(1452), Some(200));
-        (0..20).for_each(|_| drop(link.transfer(0, MESSAGE)));
+        for _ in 0..20 {
+            link.transfer(0, MESSAGE);
+        }
         assert!(link.dropped > 0, "the window has not been cut");
         link.lose_one_in = None;
         link.pause(pause);
         let before = link.congestion_window(0);
-        (0..20).for_each(|_| drop(link.transfer(0, MESSAGE)));
+        for _ in 0..20 {
+            link.transfer(0, MESSAGE);
+        }
         link.congestion_window(0) - before
     };
     let (without, with) = (grown(Duration::from_millis(1)), grown(Duration::from_secs(30)));

@@ -50,7 +50,11 @@ pub fn with(config: &TrainConfig, (strategy, dedicated_server): (StrategyKind, b
         fusion_bytes: 20_000,
         dedicated_server,
         // Those of one strategy are to have one size.
-        ranks_per_node: if strategy == StrategyKind::Hsdp && ranks % 2 > 0 { ranks } else { ranks.div_ceil(2) },
+        ranks_per_node: if strategy == StrategyKind::Hsdp && !ranks.is_multiple_of(2) {
+            ranks
+        } else {
+            ranks.div_ceil(2)
+        },
         ..config.options.clone()
     };
     TrainConfig { strategy, options, ..config.clone() }
