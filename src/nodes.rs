@@ -42,14 +42,18 @@ impl Nodes {
         Nodes { places, sizes: nodes }
     }
 
-    /// Those of a job of processes, by the machines that its ranks are on, in nodes of `ranks_per_node`; with 0, of as many as each rank's
-    /// launcher says that it has started on its machine, and where that does not say, of all that are there. All ranks call it together.
+    /// Those of a job of processes, by the machines that its ranks are on, in nodes of `ranks_per_node`, which may be in containers of their own;
+    /// with 0, where containers count as machines, of as many as each rank's launcher says that it has started on its machine, and where that does not
+    /// say, of all that are there. All ranks call it together, with the same number.
     ///
     /// # Errors
     /// Those of [`Control::all_gather`].
     pub fn of_job(control: &dyn Control, ranks_per_node: usize, deadline: Deadline) -> Result<Self> {
-        let size = if ranks_per_node > 0 { ranks_per_node } else { job::ranks_on_this_machine().unwrap_or(0) };
-        let told = control.gather("the machines of the ranks", &(job::machine(), size as u64), deadline)?;
+        let (machine, size) = match ranks_per_node {
+            0 => (job::machine(), job::ranks_on_this_machine().unwrap_or(0)),
+            given => (job::kernel(), given),
+        };
+        let told = control.gather("the machines of the ranks", &(machine, size as u64), deadline)?;
         let (machines, sizes): (Vec<String>, Vec<usize>) =
             told.into_iter().map(|(machine, size)| (machine, usize::try_from(size).unwrap_or(0))).unzip();
         Ok(Nodes::of_machines(&machines, &sizes))

@@ -84,6 +84,7 @@ fn plan(setup: &Setup) -> Plan {
         batch: setup.batch,
         steps: setup.steps,
         threads: setup.threads,
+        lanes: strategy.lanes(ranks, Cell::default().lanes),
         ..Cell::default()
     };
     let mut cells = Vec::new();
@@ -102,6 +103,9 @@ fn plan(setup: &Setup) -> Plan {
         for transport in &setup.transports {
             // Memory goes over no link, and neither do links between the GPUs of one machine.
             let over_links = matches!(transport.medium(), Medium::Tcp | Medium::Udp);
+            // No node of hsdp, which needs several ranks in each and equally many, lies at both ends of a link.
+            let over_links =
+                over_links && !(*strategy == StrategyKind::Hsdp && (ranks < 4 || !ranks.is_multiple_of(2)));
             let links = setup.links.iter().filter(|link| *link == LOOPBACK || over_links);
             cells.extend(links.map(|link| cell(*strategy, transport.to_string(), link, ranks)));
         }

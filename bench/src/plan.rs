@@ -535,7 +535,10 @@ fn put(cell: &mut Cell, axis: Axis, value: Value) -> Result<(), toml::de::Error>
         Axis::DedicatedServer => cell.dedicated_server = value.try_into()?,
         // Two nodes, where the ranks can be divided so.
         Axis::RanksPerNode if value.as_str() == Some("half") => {
-            cell.ranks_per_node = Some(if cell.ranks.is_multiple_of(2) { cell.ranks / 2 } else { cell.ranks });
+            // The nodes of hsdp have several ranks.
+            let least = if cell.strategy == StrategyKind::Hsdp.name() { 4 } else { 2 };
+            let has_halves = cell.ranks >= least && cell.ranks.is_multiple_of(2);
+            cell.ranks_per_node = Some(if has_halves { cell.ranks / 2 } else { cell.ranks });
         }
         Axis::RanksPerNode => cell.ranks_per_node = Some(value.try_into()?),
         Axis::OneTransport => cell.one_transport = value.try_into()?,
@@ -627,6 +630,7 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
         let wire = cell.precision.clone();
         (cell.wire, cell.lanes) = (wire, 2);
     }
+    cell.lanes = strategy.lanes(cell.ranks, cell.lanes);
     let spec = strategy.spec();
     if !spec.in_buckets {
         (cell.bucket_bytes, cell.first_bucket_bytes) = (StrategyOptions::default().bucket_bytes, None);
@@ -637,10 +641,14 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
     if !spec.tells_nodes_apart {
         (cell.ranks_per_node, cell.one_transport) = (None, false);
     }
+    if strategy == StrategyKind::Hsdp && cell.ranks > 1 && cell.ranks_per_node() == 1 {
+        return Err(format!("axis {}: hsdp shards inside nodes of several ranks, not of 1", Axis::RanksPerNode));
+    }
     if !spec.overlaps {
         cell.overlap = true;
     }
     check_compression(&mut cell, strategy)?;
+    check_scaling(&cell, strategy)?;
     let local = local_options(&cell);
     local.check(strategy).map_err(|why| format!("a setting of {strategy}: {why}"))?;
     cell.sync_every = cell.sync_every.filter(|_| strategy.has(Setting::SyncEvery));
@@ -663,6 +671,13 @@ fn check_compression(cell: &mut Cell, strategy: StrategyKind) -> Result<(), Stri
     }
     cell.wire = Precision::F32.to_string();
     Ok(())
+}
+
+/// Whether its loss may be scaled as it says.
+fn check_scaling(cell: &Cell, strategy: StrategyKind) -> Result<(), String> {
+    let Some(scaling) = &cell.loss_scaling else { return Ok(()) };
+    let checked = StrategyOptions::default().check_scaling(strategy, scaling.parse()?);
+    checked.map_err(|why| format!("axis {}: {why}", Axis::LossScaling))
 }
 
 /// Whether its link has one congestion control.
@@ -769,6 +784,15 @@ fn check_ends(cell: &Cell, profile: &Profile) -> Result<(), String> {
     if taken < ends {
         return Err(format!("axis ends: {} ranks on {ends} ends leave {} without a rank", cell.ranks, ends - taken));
     }
+    let (of_an_end, of_a_node) = (cell.ranks.div_ceil(ends), cell.ranks_per_node());
+    let has_nodes = cell.strategy.parse::<StrategyKind>().is_ok_and(|kind| kind.spec().tells_nodes_apart);
+    if has_nodes && !of_an_end.is_multiple_of(of_a_node) {
+        return Err(format!(
+            "axis {}: {} in nodes of {of_a_node} ranks, on {ends} ends of {of_an_end} ranks each, has nodes at both ends of a link",
+            Axis::RanksPerNode,
+            cell.strategy
+        ));
+    }
     if let Some(last) = profile.unusual.keys().max().filter(|last| **last >= ends) {
         return Err(format!(
             "axis ranks: the link {} describes the end of rank {last}, and there are {ends}",
@@ -828,6 +852,18 @@ mod tests {
         assert_eq!(of("fsdp"), ["none f32", "none bf16"]);
         for strategy in ["ring", "ddp"] {
             assert_eq!(of(strategy), ["none f32", "none bf16", "topk:0.1 f32"]);
+        }
+    }
+
+    #[test]
+    fn a_cell_says_how_many_lanes_and_ranks_of_a_node_it_has() {
+        let cells = plan("strategy = [\"ddp\", \"async-ps\"]\nranks = 4\nlanes = [2, 6]\nbatch = 12").unwrap().cells;
+        assert_eq!(cells.iter().map(|cell| cell.lanes).collect::<Vec<_>>(), [2, 6, 4, 6]);
+        for more in ["", "\nranks-per-node = \"half\""] {
+            let axes = format!("strategy = [\"hierarchical\", \"hsdp\"]\nranks = [2, 3, 4]\nbatch = 12{more}");
+            let found: Vec<usize> = plan(&axes).unwrap().cells.iter().map(Cell::ranks_per_node).collect();
+            let of_three = if more.is_empty() { 1 } else { 3 };
+            assert_eq!(found, [1, 2, of_three, 3, 2, 2], "{more}");
         }
     }
 
@@ -892,6 +928,10 @@ mod tests {
             ("wire = \"f64\"", "axis wire"),
             ("compress = \"topk\"", "axis compress"),
             ("compress = \"int8\"\nloss-scaling = \"dynamic\"", "loss-scaling dynamic"),
+            ("strategy = \"async-ps\"\nloss-scaling = \"dynamic\"", "--strategy async-ps"),
+            ("strategy = \"hsdp\"\nranks-per-node = 1", "nodes of several ranks"),
+            ("strategy = \"hsdp\"\nlink = \"wan\"", "at both ends of a link"),
+            ("strategy = \"hierarchical\"\nlink = \"wan\"\nranks = 4\nends = 4\nbatch = 4", "at both ends of a link"),
             ("link = \"wan\"\nends = 0", "axis ends"),
             ("link = \"wan\"\nends = 1", "axis ends"),
             ("link = \"wan\"\nranks = 5\nends = 4\nbatch = 5", "leave 1 without a rank"),

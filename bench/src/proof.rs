@@ -80,7 +80,7 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
     let counts = formula::counts(&others, order)?;
     let mut proofs = Vec::new();
     for (count, record) in &counts {
-        let proof = Proof::new(count, outcome(record).ok(), single, tolerance);
+        let proof = Proof::new(count, record, single, tolerance)?;
         file.write(&proof)?;
         proofs.push(proof);
     }
@@ -122,13 +122,18 @@ fn report(proofs: &[Proof], setup: &Setup) -> bool {
 }
 
 impl Proof {
-    /// Of a run whose bytes are counted in `count` and that left `measured`, beside `single`'s.
-    fn new(count: &Count, measured: Option<&Measured>, single: &Measured, tolerance: f64) -> Self {
+    /// Of a run whose bytes are counted in `count`, beside `single`'s.
+    ///
+    /// # Errors
+    /// Its cell names what there is not.
+    fn new(count: &Count, record: &Record, single: &Measured, tolerance: f64) -> Result<Self, String> {
+        let measured = outcome(record).ok();
+        let strategy: StrategyKind = record.cell.strategy.parse()?;
         let expected: Vec<Option<u64>> = count.bytes_expected_by_rank.iter().copied().map(Some).collect();
         let apart = |of: fn(&Measured) -> &[Option<f64>]| {
             difference(&numbers(measured.map(of).unwrap_or_default()), &numbers(of(single)))
         };
-        Proof {
+        Ok(Proof {
             strategy: count.strategy.clone(),
             transport: count.transport.clone(),
             ranks: count.ranks,
@@ -137,12 +142,12 @@ impl Proof {
             bytes_by_rank: count.bytes_by_rank.clone(),
             bytes_equal_formula: !expected.is_empty() && count.bytes_by_rank == expected && count.status == "ok",
             bytes_expected_by_rank: count.bytes_expected_by_rank.clone(),
-            is_one_device: StrategyKind::of_one_device().any(|kind| count.strategy.starts_with(kind.name())),
+            is_one_device: strategy.spec().is_one_device && record.cell.compress.is_none(),
             loss_difference: apart(|measured| &measured.losses),
             norm_difference: apart(|measured| &measured.grad_norms),
             tolerance,
             status: count.status.clone(),
-        }
+        })
     }
 
     /// The larger of the two differences to `single`.

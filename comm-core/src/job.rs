@@ -202,9 +202,14 @@ pub fn die_with_parent() -> Result<()> {
 /// What tells this machine from the others of a job: this run of its kernel and, since containers of one machine may be nodes of their own, the
 /// network that this process is in. Machines that do not say count as one.
 pub fn machine() -> String {
-    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let network = fs::read_link("/proc/self/ns/net").unwrap_or_default();
-    format!("{} {}", boot.trim(), network.display())
+    format!("{} {}", kernel(), network.display())
+}
+
+/// What tells this machine from the others of a job, where its containers count as one: this run of its kernel. Machines that do not say count as
+/// one.
+pub fn kernel() -> String {
+    fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }
 
 /// The exit code of `rank` after `error`: [`EXIT_ECHO`] when another rank is the cause of it, else 1.

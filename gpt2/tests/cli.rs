@@ -463,7 +463,11 @@ fn options_that_do_not_go_together_are_refused() {
             assert!(said.contains(part), "{more:?}: {part:?} in {said}");
         }
     };
-    refuse(&["--strategy", "ddp", "--ranks-per-node", "2"], &["--ranks-per-node", "hierarchical", "ddp"]);
+    refuse(&["--strategy", "ddp", "--ranks-per-node", "2"], &["--ranks-per-node", "hierarchical and hsdp", "ddp"]);
+    refuse(
+        &["--strategy", "hsdp", "--ranks-per-node", "1", "--transport", "local"],
+        &["--strategy hsdp", "2 nodes of 1 ranks", "--ranks-per-node", "fsdp"],
+    );
     refuse(&["--strategy", "ddp", "--node-transport", "shm"], &["--node-transport", "hierarchical"]);
     refuse(&["--strategy", "hierarchical", "--ranks-per-node", "0"], &["--ranks-per-node 0", "at least 1 rank"]);
     refuse(
@@ -487,6 +491,8 @@ fn options_that_do_not_go_together_are_refused() {
     refuse(&["--strategy", "ps", "--staleness", "1"], &["--staleness", "async-ps", "ps"]);
     refuse(&["--strategy", "async-ps", "--nproc", "3", "--lanes", "2"], &["--strategy async-ps", "--lanes 3"]);
     refuse(&["--strategy", "async-ps", "--nproc", "1"], &["async-ps", "2 ranks"]);
+    refuse(&["--strategy", "async-ps", "--nproc", "257"], &["--strategy async-ps", "at most 256 ranks"]);
+    refuse(&["--strategy", "async-ps", "--staleness", "1001"], &["--staleness 1001", "at most 1000"]);
     refuse(&["--strategy", "async-ps", "--precision", "f16"], &["--loss-scale dynamic", "--strategy async-ps"]);
     refuse(&["--strategy", "async-ps", "--save-every", "5"], &["--save-every", "--strategy async-ps"]);
     refuse(&["--compress", "zip"], &["zip", "none, int8, topk:FRACTION, powersgd:RANK"]);
@@ -553,6 +559,8 @@ fn nodes_have_a_transport_of_their_own() {
         let output = gpt2(&arguments.split_whitespace().collect::<Vec<_>>(), folder.path());
         let said = String::from_utf8_lossy(&output.stdout).into_owned();
         assert!(output.status.success(), "{said}\n{}", String::from_utf8_lossy(&output.stderr));
+        // At the start, and at the end.
+        assert_eq!(said.matches("nodes: 2 nodes of 2 ranks").count(), 2, "{said}");
         let nodes = said.matches("of these inside its node").count();
         assert_eq!(nodes, if strategy.contains("--node-transport") { 4 } else { 0 }, "{said}");
         for line in said.lines().filter(|line| line.contains(" by the formula")) {

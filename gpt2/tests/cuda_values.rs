@@ -214,10 +214,13 @@ fn other_transports_get_what_the_device_computed() {
     let expected = expected(&machine, &[]);
     let small = ["--first-bucket-bytes", "20000", "--bucket-bytes", "20000"];
     let nodes = ["--strategy", "hierarchical", "--nproc", "4", "--ranks-per-node", "2"];
+    let sharded = ["--strategy", "hsdp", "--nproc", "4", "--ranks-per-node", "2"];
     for told in [
         [&["--strategy", "ddp", "--nproc", "2", "--transport", "tcp"], &small[..]].concat(),
         [&["--strategy", "fsdp", "--nproc", "2", "--transport", "quic"], &small[..]].concat(),
         [&nodes[..], &["--node-transport", "nccl", "--transport", "tcp"], &small].concat(),
+        [&sharded[..], &["--node-transport", "nccl", "--transport", "tcp"], &small].concat(),
+        [&sharded[..], &["--node-transport", "shm", "--transport", "nccl"], &small].concat(),
         [&nodes[..], &["--node-transport", "shm", "--transport", "nccl"], &small].concat(),
     ] {
         let run = train(&machine, (4, "late"), &told, |_| {});

@@ -268,24 +268,33 @@ fn rows_that_do_not_fill_a_step_leave_ranks_without_data() {
 #[test]
 fn a_level_that_moves_bytes_is_the_only_one_in_host_memory() {
     let ranks = 4;
-    let config = config(StrategyKind::Hierarchical, ranks);
-    let host = run(&config, &corpus(20_000), ranks);
-    let buckets = host.ranks[0].operations / 3;
-    // Who lends, buffers lent for each bucket, and what is warned of.
-    let levels = [
-        ((true, false), 1, Some("a shard of each bucket is uploaded and read back again")),
-        ((false, true), 2, None),
-        ((true, true), 3, None),
-        ((false, false), 0, None),
-    ];
-    for (lends, each, warning) in levels {
-        let Outcome { summary, lent, detours, warnings, .. } = train_all(&config, in_nodes(), lends, &Lender::new);
-        let what = format!("world and node lend: {lends:?}");
-        assert_close(&summary, &host, TOLERANCE, &what);
-        assert_eq!(detours, 0, "{what}");
-        assert_eq!(lent, config.steps * buckets * each, "{what}");
-        assert_eq!(warnings.len(), usize::from(warning.is_some()), "{what}: {warnings:?}");
-        assert!(warning.is_none_or(|warning| warnings[0].contains(warning)), "{what}: {warnings:?}");
+    let staged = "a shard of each bucket is uploaded and read back again";
+    for strategy in [StrategyKind::Hierarchical, StrategyKind::Hsdp] {
+        let config = TrainConfig { eval_every: 0, ..config(strategy, ranks) };
+        let host = run(&config, &corpus(20_000), ranks);
+        // What of each step's operations is between nodes, and inside.
+        let operations = host.ranks[0].operations;
+        let (between, inside) = match strategy {
+            StrategyKind::Hierarchical => (operations / 3, 2 * operations / 3),
+            // A segment's gradients go both ways, and all weights but those of the embedding come twice.
+            _ => (operations.div_ceil(4), operations - operations.div_ceil(4)),
+        };
+        // Who lends, buffers lent in a step, and what is warned of.
+        let levels = [
+            ((true, false), between, Some(staged)),
+            ((false, true), inside, None),
+            ((true, true), between + inside, None),
+            ((false, false), 0, None),
+        ];
+        for (lends, lent_in_step, warning) in levels {
+            let Outcome { summary, lent, detours, warnings, .. } = train_all(&config, in_nodes(), lends, &Lender::new);
+            let what = format!("{strategy}, world and node lend: {lends:?}");
+            assert_close(&summary, &host, TOLERANCE, &what);
+            assert_eq!(detours, 0, "{what}");
+            assert_eq!(lent, config.steps * lent_in_step, "{what}");
+            assert_eq!(warnings.len(), usize::from(warning.is_some()), "{what}: {warnings:?}");
+            assert!(warning.is_none_or(|warning| warnings[0].contains(warning)), "{what}: {warnings:?}");
+        }
     }
 }
 
@@ -409,6 +418,7 @@ fn timed(
             node: node.map(|node| node.comm.clone()),
             native: session.native.clone(),
             node_native: node.and_then(|node| node.native.clone()),
+            timeout: session.timeout,
         };
         let (options, precision) = (&options, Precision::F32);
         let setup = Setup {
@@ -488,17 +498,17 @@ fn a_device_is_waited_for_once_a_bucket_before_its_bytes_are_sent() {
 
 #[test]
 fn wherever_a_level_works_no_bit_changes() {
-    let kind = StrategyKind::Hierarchical;
-    for wire in Precision::ALL {
+    let kinds = [StrategyKind::Hierarchical, StrategyKind::Hsdp];
+    for (kind, wire) in kinds.into_iter().flat_map(|kind| Precision::ALL.map(|wire| (kind, wire))) {
         let host = averaged((kind, wire), in_nodes(), false, (false, false));
         for lends in [(true, true), (true, false), (false, true), (false, false)] {
-            assert_eq!(averaged((kind, wire), in_nodes(), true, lends), host, "{wire}, {lends:?}");
+            assert_eq!(averaged((kind, wire), in_nodes(), true, lends), host, "{kind}, {wire}, {lends:?}");
         }
         // Both levels are parts of one communicator.
         assert_eq!(
             averaged((kind, wire), Session::threads(4, &options()).unwrap(), true, (true, false)),
             host,
-            "{wire}"
+            "{kind}, {wire}"
         );
     }
 }

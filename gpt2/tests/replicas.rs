@@ -236,7 +236,8 @@ fn two_numbers(overlap_steps: u64, mixing: f64, steps: usize) -> Vec<[Vec<f32>; 
     let options = StrategyOptions { local, ..StrategyOptions::default() };
     let rank = |session: Session| {
         let nodes = Nodes::of_size(session.comm.world_size(), 0);
-        let comms = Comms { world: session.comm.clone(), nodes, node: None, native: None, node_native: None };
+        let (world, timeout) = (session.comm.clone(), session.timeout);
+        let comms = Comms { world, nodes, node: None, native: None, node_native: None, timeout };
         let (segments, precision) = (&[1, 1][..], Precision::F32);
         let setup = Setup {
             comms: &comms,

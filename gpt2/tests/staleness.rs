@@ -165,6 +165,40 @@ fn validations_and_compared_calls_do_not_disturb_it() {
     }
 }
 
+/// Worker 2 takes so long before each step.
+struct Slow(Duration);
+
+impl Observer for Slow {
+    fn reading(&mut self, _step: u64) {
+        thread::sleep(self.0);
+    }
+}
+
+#[test]
+fn waiting_for_the_slowest_before_all_meet_may_take_longer_than_an_operation() {
+    // With a bound of 2 the fast worker has sent the gradients of its third step when the slow one begins its first.
+    let config = config(&TrainConfig { eval_every: 3, ..single(4) }, StrategyKind::AsyncPs, 2);
+    let timeout = Duration::from_secs(3);
+    let sessions = Session::threads(RANKS, &TransportOptions { timeout, ..options() }).unwrap();
+    let corpus = &corpus(20_000);
+    let summaries: Vec<Summary> = thread::scope(|scope| {
+        let train = |(rank, session): (usize, Session)| {
+            let mut slow = Slow(if rank == 2 { timeout.mul_f64(0.37) } else { Duration::ZERO });
+            let config = &config;
+            scope.spawn(move || train(config, corpus, &session, &Device::flex(), None, &mut slow).unwrap())
+        };
+        let ranks: Vec<_> = sessions.into_iter().enumerate().map(train).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    for summary in &summaries {
+        assert_counts(summary, "a slow worker");
+        assert_eq!((summary.validations.len(), &summary.weights_hash), (2, &summaries[0].weights_hash));
+    }
+    let staleness = summaries[0].ranks[0].staleness.unwrap();
+    assert_eq!(staleness.pushes, 8);
+    assert!(staleness.max <= 2, "{staleness:?}");
+}
+
 #[test]
 fn what_it_cannot_do_is_refused_with_a_reason() {
     let refused = |config: &TrainConfig, ranks: usize, lanes: usize, parts: &[&str]| {

@@ -98,8 +98,8 @@ fn assert_bytes(summary: &Summary, what: &str) {
 
 /// Two nodes; of an odd number of ranks the first has one more.
 fn with_nodes(config: &TrainConfig, ranks: usize) -> TrainConfig {
-    // Those of one strategy are to have one size.
-    let in_one = config.strategy == StrategyKind::Hsdp && !ranks.is_multiple_of(2);
+    // Those of one strategy are to have one size, and several ranks.
+    let in_one = config.strategy == StrategyKind::Hsdp && (ranks < 4 || !ranks.is_multiple_of(2));
     let ranks_per_node = if in_one { ranks } else { ranks.div_ceil(2) };
     TrainConfig { options: StrategyOptions { ranks_per_node, ..config.options.clone() }, ..config.clone() }
 }

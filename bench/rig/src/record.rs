@@ -472,7 +472,11 @@ impl Cell {
 
     /// Ranks of a node, where the strategy tells nodes apart.
     pub fn ranks_per_node(&self) -> usize {
-        self.ranks_per_node.unwrap_or_else(|| self.ranks_per_end())
+        self.ranks_per_node.unwrap_or_else(|| match self.ranks_per_end() {
+            // Its nodes are of one size, and of several ranks.
+            1 if self.strategy == StrategyKind::Hsdp.name() => self.ranks,
+            size => size,
+        })
     }
 
     fn ranks_per_end(&self) -> usize {

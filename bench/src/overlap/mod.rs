@@ -1,6 +1,6 @@
 //! `bench overlap`: how much of the communication hides behind the backward pass, over a link that is slow enough to show it.
 //!
-//! The same model trains by `ddp`, by `ddp` whose communication starts after the backward pass, and by `ring`, over each
+//! The same model trains by `ddp`, by `ddp` whose communication starts after the backward pass, and by `ring`, which overlaps too, over each
 //! transport, in processes that live in two network namespaces with a rate-limited link between them.
 
 mod options;

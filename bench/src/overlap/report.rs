@@ -196,9 +196,10 @@ impl Table {
         moving.filter_map(|row| Some(compute_ms(row)? - undisturbed(row)?)).collect()
     }
 
-    /// Step time as a multiple of that of `ring` over the same transport, round by round.
+    /// Step time as a multiple of that of `ring`, which overlaps, over the same transport, round by round.
     fn to_ring(&self, transport: &str, rows: &[Row]) -> Option<Ratio> {
-        let ring = |(name, variant): &Cell| name == transport && variant.strategy == StrategyKind::Ring;
+        const RING: Variant = Variant { strategy: StrategyKind::Ring, overlap: true };
+        let ring = |(name, variant): &Cell| name == transport && *variant == RING;
         let (_, rings) = self.cells.iter().find(|(cell, _)| ring(cell))?;
         let step_ms = |row: &Row| row.figures.as_ref().map(|figures| figures.step_ms);
         let pairs: Vec<(f64, f64)> = rows

@@ -89,6 +89,9 @@ impl Column {
 
     /// The option that a cell has; `None` where it has several, or others.
     pub(super) fn of(cell: &Cell) -> Option<Self> {
+        if cell.compress.is_some() {
+            return None;
+        }
         let unclipped = cell.clip.as_deref() == Some("0");
         match (cell.precision.parse().ok()?, cell.wire.parse().ok()?, cell.accumulation, cell.recompute, unclipped) {
             (Precision::F32, Precision::F32, 1, false, false) => Some(Self::F32),

@@ -8,6 +8,7 @@ use std::sync::{Mutex, PoisonError};
 
 use comm_core::printer;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle, TermLike};
+use isocomm::Nodes;
 use serde_json::json;
 
 use super::folder::{EVENTS, Earlier, STEPS};
@@ -103,6 +104,10 @@ impl Observer for Progress {
                 self.bar.set_style(style);
             }
         }
+    }
+
+    fn nodes(&mut self, nodes: &Nodes) {
+        self.line(&format!("nodes: {nodes}"));
     }
 
     fn step(&mut self, report: &StepReport) {

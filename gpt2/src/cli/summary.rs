@@ -1,7 +1,7 @@
 //! What is said at the end of a run.
 
 use super::say;
-use crate::trainer::{RankReport, Restarts, Summary};
+use crate::trainer::{NODES, RankReport, Restarts, Summary};
 
 /// Prints what a run came to.
 pub(super) fn print(summary: &Summary) {
@@ -32,6 +32,9 @@ pub(super) fn print(summary: &Summary) {
     let Restarts { count, steps_lost } = summary.restarts;
     if count > 0 {
         say(format!("restarts: {count}, after which {steps_lost} steps were done again"));
+    }
+    if let Some((name, nodes)) = summary.transport.iter().find(|(name, _)| name == NODES) {
+        say(format!("{name}: {nodes}"));
     }
     for rank in &summary.ranks {
         print_rank(rank);

@@ -173,8 +173,8 @@ pub(super) struct TrainArgs {
     /// Let rank 0 of ps serve only; the others share the batch.
     #[arg(long)]
     dedicated_server: bool,
-    /// Ranks of a node, for hierarchical and hsdp: the ranks of a machine in their order, its last node with what is left. [default: the ranks
-    /// that the launcher has started on a machine, or all that are there]
+    /// Ranks of a node, for hierarchical and hsdp: the ranks of a machine in their order, its last node with what is left; ranks in containers of one
+    /// machine count as on it. [default: the ranks that the launcher has started on a machine, or all that are there; containers count as machines]
     #[arg(long)]
     ranks_per_node: Option<usize>,
     /// How the ranks of a node are connected, for hierarchical and hsdp: a transport as in --transport. [default: that of --transport]
@@ -217,7 +217,7 @@ pub(super) struct TrainArgs {
     /// Address that this rank's listeners bind, where the others reach it. [default: the one by which it reaches rank 0]
     #[arg(long)]
     bind: Option<IpAddr>,
-    /// Seconds that an operation may take. Ranks wait for each other at the start for a second more for each MiB of text, which some may have
+    /// Seconds that an operation may take, and a step of the slowest worker of async-ps. Ranks wait for each other at the start for a second more for each MiB of text, which some may have
     /// to encode first, or each 64 MiB of token shards.
     #[arg(long, default_value_t = 120.0)]
     timeout: f64,
@@ -783,6 +783,13 @@ fn check_counts(args: &TrainArgs, ranks: usize, ranks_here: usize) -> Result<(),
         }
     }
     let lanes = lanes(args, ranks);
+    if args.lanes.is_none() && lanes > MAX_LANES {
+        return Err(format!(
+            "--strategy {} takes at most {MAX_LANES} ranks, not {ranks}: it needs a lane for each, and there are no more lanes",
+            args.strategy
+        )
+        .into());
+    }
     if lanes == 0 || lanes > MAX_LANES {
         return Err(format!("--lanes {lanes} must lie between 1 and {MAX_LANES}").into());
     }

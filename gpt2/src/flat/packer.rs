@@ -78,6 +78,19 @@ impl Packer {
         }
     }
 
+    /// The values of a buffer that went another way than this one's do, by `other`, a packer of the same type: in f32, where those of this one
+    /// are.
+    pub(crate) fn unpack_from(&self, other: &Packer, buffer: Buffer) -> Result<Flat> {
+        match buffer {
+            Buffer::Host(values) if self.is_native() => {
+                let pieces = self.upload(values)?.pieces()?;
+                Ok(Flat::Device(pieces.into_iter().map(|piece| piece.cast(FloatDType::F32)).collect()))
+            }
+            buffer if self.is_native() => other.unpack(buffer),
+            buffer => Ok(Flat::Host(other.unpack(buffer)?.into_host()?)),
+        }
+    }
+
     /// The values `range` of such a buffer; the rest is let go of.
     pub(crate) fn unpack_part(&self, buffer: Buffer, range: Range<usize>) -> Result<Flat> {
         match buffer {

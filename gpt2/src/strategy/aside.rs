@@ -5,6 +5,7 @@ use std::thread;
 
 use comm_core::{Error, Result};
 
+use super::channels::Channel;
 use crate::memory::{self, Copies};
 use crate::record::{self, Ended};
 
@@ -15,8 +16,10 @@ type Job<S, T> = Box<dyn FnOnce(&mut S) -> Result<Vec<T>> + Send>;
 /// operations, which are the step's as if the training thread had waited.
 ///
 /// What it waits for has deadlines, and ends with an error when the job fails; then it does nothing more. It ends after its last job once this
-/// is dropped, which does not wait for it.
+/// is dropped, which does not wait for it. Where the training thread drops it in a panic, the job ends: what this thread has of the communicator
+/// would keep the other ranks waiting until their deadlines.
 pub(super) struct Aside<S, T> {
+    channel: Channel,
     jobs: Sender<Job<S, T>>,
     events: Receiver<Event<T>>,
 }
@@ -31,11 +34,11 @@ enum Event<T> {
 }
 
 impl<S: Send + 'static, T: Send + 'static> Aside<S, T> {
-    /// Starts the thread, called `name`.
+    /// Starts the thread, called `name`, which works on `channel`'s communicator.
     ///
     /// # Errors
     /// `Io` where the system gives none.
-    pub(super) fn start(name: &str, mut state: S) -> Result<Self> {
+    pub(super) fn start(name: &str, channel: &Channel, mut state: S) -> Result<Self> {
         let (jobs, to_do) = mpsc::channel::<Job<S, T>>();
         let (sender, events) = mpsc::channel();
         let work = move || {
@@ -57,7 +60,7 @@ impl<S: Send + 'static, T: Send + 'static> Aside<S, T> {
         };
         let started = thread::Builder::new().name(name.into()).spawn(work);
         started.map_err(|error| Error::io(format!("starting the thread {name}"), error))?;
-        Ok(Aside { jobs, events })
+        Ok(Aside { channel: channel.clone(), jobs, events })
     }
 
     /// Has it do this after all that it was told before.
@@ -92,13 +95,37 @@ impl<S: Send + 'static, T: Send + 'static> Aside<S, T> {
     }
 }
 
+impl<S, T> Drop for Aside<S, T> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.channel.abort("the training thread has panicked");
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use isocomm::{TransportOptions, threads};
+
+    use super::super::channels::Route;
     use super::*;
+    use crate::flat::Packer;
+    use crate::memory::Category;
+    use crate::precision::Precision;
+
+    /// Channels of some ranks that are threads.
+    fn channels(ranks: usize) -> Vec<Channel> {
+        let options = TransportOptions { timeout: Duration::from_secs(60), ..TransportOptions::default() };
+        let channel =
+            |comm| Channel::new(comm, record::EVERYONE, Packer::new(Precision::F32, None), Category::Gradients);
+        threads(ranks, &options).unwrap().into_iter().map(|rank| channel(rank.comm)).collect()
+    }
 
     #[test]
     fn jobs_run_in_order_on_one_state() {
-        let aside = Aside::start("adds", 0).unwrap();
+        let aside = Aside::start("adds", &channels(1)[0], 0).unwrap();
         for number in 1..=3 {
             aside.run(move |sum| {
                 *sum += number;
@@ -111,7 +138,8 @@ mod tests {
 
     #[test]
     fn the_first_error_is_the_last_result() {
-        let aside = Aside::start("fails", ()).unwrap();
+        let channel = &channels(1)[0];
+        let aside = Aside::start("fails", channel, ()).unwrap();
         aside.run(|()| Ok(vec![1]));
         aside.run(|()| Err(Error::invalid("no more")));
         aside.run(|()| Ok(vec![2]));
@@ -119,8 +147,23 @@ mod tests {
         assert!(aside.next().unwrap_err().to_string().contains("no more"));
         assert!(matches!(aside.next(), Err(Error::Internal(_))));
         aside.run(|()| Ok(vec![3]));
-        let aside = Aside::<(), ()>::start("panics", ()).unwrap();
+        let aside = Aside::<(), ()>::start("panics", channel, ()).unwrap();
         aside.run(|()| panic!("on purpose"));
         assert!(matches!(aside.next(), Err(Error::Internal(_))));
+    }
+
+    #[test]
+    fn a_panic_beside_it_ends_the_job() {
+        let mut ranks = channels(2);
+        let (other, own) = (ranks.remove(1), ranks.remove(0));
+        let panics = thread::spawn(move || {
+            let aside = Aside::<Channel, ()>::start("waits", &own, own.clone()).unwrap();
+            // For what never comes.
+            aside.run(|channel| channel.receive(1, 1, Route::lane("nothing", 0))?.wait().map(|_| Vec::new()));
+            panic!("on purpose");
+        });
+        let error = other.receive(0, 1, Route::lane("nothing", 1)).unwrap().wait().unwrap_err();
+        assert!(matches!(&error, Error::Aborted { by: 0, reason } if reason.contains("panicked")), "{error}");
+        assert!(panics.join().is_err());
     }
 }

@@ -1,6 +1,7 @@
 //! A parameter server that nobody waits for, within a bound (stale synchronous parallel, Ho et al. 2013).
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
 use comm_core::{Buffer, DType, Error, Op};
 use serde::{Deserialize, Serialize};
@@ -36,7 +37,7 @@ const SCALARS: &str = "a worker's loss";
 const GRADIENTS: &str = "a worker's gradients";
 const PARAMETERS: &str = "the server's parameters";
 
-/// Numbers that travel in front of gradients: the worker's part of the step's loss, and 1 if there is no further step, else 0.
+/// Numbers that travel in front of gradients: the worker's part of the step's loss, and 1 if all ranks meet after this step, else 0.
 const NUMBERS: usize = 2;
 
 /// What a worker sends and takes part in for a push.
@@ -132,7 +133,10 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
     let bound = setup.options.local.staleness;
     let expected = setup.expected(StrategyKind::AsyncPs);
     if rank != SERVER {
-        let worker = Worker { rank, bound, own: OwnGradients::of(&layout), expected, layout: layout.clone() };
+        // Where all ranks meet, the slowest may be so many steps behind, each of which may take as long as an operation.
+        let steps = u32::try_from(bound).unwrap_or(u32::MAX).saturating_add(2);
+        let patience = setup.comms.timeout.saturating_mul(steps);
+        let worker = Worker { rank, bound, patience, own: OwnGradients::of(&layout), expected, layout: layout.clone() };
         return Ok(Built::new(worker, channels, layout.nothing()));
     }
     let of = |worker: usize| Served {
@@ -140,7 +144,7 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
         steps: 0,
         parameters_of: 0,
         state: State::Computes,
-        is_done: false,
+        rests: false,
         sending: None,
         reply: setup.expected_by(|run, layout, _| replied(run, layout, worker)),
     };
@@ -159,6 +163,8 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
 struct Worker {
     rank: usize,
     bound: u64,
+    /// How long parameters may take to come.
+    patience: Duration,
     layout: Layout,
     own: OwnGradients,
     expected: Expected,
@@ -181,17 +187,17 @@ impl Strategy for Worker {
         let mut checked = train.check(part_of_loss, self.own.take(), Ranks::This)?;
         let grads = std::mem::take(&mut checked.grads);
         let (gradients, parameters) = (&channels.gradients, &channels.parameters);
-        let numbers = vec![part_of_loss, f64::from(u8::from(train.is_last()))];
+        let numbers = vec![part_of_loss, f64::from(u8::from(train.rests()))];
         let route = |label: &'static str| Route::lane(label, self.rank);
         let sending = [
             gradients.start(Op::Send { to: SERVER }, Buffer::from_vec(numbers), route(SCALARS)),
             gradients.send(SERVER, || Flat::concat(grads), route(GRADIENTS))?,
         ];
-        let arriving = parameters.receive(SERVER, self.layout.total(), route(PARAMETERS))?;
+        let arriving = parameters.receive(SERVER, self.layout.total(), route(PARAMETERS).within(self.patience))?;
         sending.into_iter().try_for_each(|pending| pending.wait().map(drop))?;
         let parts = arriving.finish_weights(&self.layout.lengths())?;
         parts.into_iter().enumerate().try_for_each(|(segment, part)| train.put(segment, part))?;
-        let all_agree = self.bound == 0 || train.is_last();
+        let all_agree = self.bound == 0 || train.rests();
         Ok(StepOutcome::new(&checked, Some(self.expected), all_agree))
     }
 }
@@ -216,12 +222,20 @@ struct Served {
     /// Steps of the slowest worker that were in the parameters that it has.
     parameters_of: u64,
     state: State,
-    /// Whether there is no further step.
-    is_done: bool,
+    /// Whether all ranks meet after the step of its last gradients.
+    rests: bool,
     /// Parameters on their way to it.
     sending: Option<Pending>,
     /// What the server sends for a reply.
     reply: Expected,
+}
+
+/// What has ended, of the worker at a place.
+enum Event {
+    /// Its gradients have come.
+    Came(usize),
+    /// Parameters have left for it.
+    Left(usize),
 }
 
 /// What the server has done in a step.
@@ -274,12 +288,27 @@ impl Server {
         // Of several, those of the slowest.
         let mut workers: Vec<(usize, &mut Served)> = self.workers.iter_mut().enumerate().collect();
         workers.sort_by_key(|(_, worker)| worker.steps);
-        let receiving = workers.iter_mut().filter_map(|(place, worker)| match &mut worker.state {
-            State::Receives(receiving) => Some((*place, &mut receiving.1)),
-            _ => None,
-        });
-        let place = first_ended(receiving.collect())
-            .ok_or_else(|| Error::Internal("the server waits for workers that all wait for it".into()))?;
+        let place = loop {
+            let mut under_way: Vec<(Event, &mut Pending)> = Vec::new();
+            for (place, worker) in &mut workers {
+                let Served { sending, state, .. } = &mut **worker;
+                if let State::Receives(receiving) = state {
+                    under_way.push((Event::Came(*place), &mut receiving.1));
+                }
+                under_way.extend(sending.as_mut().map(|sending| (Event::Left(*place), sending)));
+            }
+            match first_ended(under_way) {
+                Some(Event::Came(place)) => break place,
+                // What has left takes memory no longer.
+                Some(Event::Left(place)) => {
+                    let of_worker = workers.iter_mut().find(|(other, _)| *other == place);
+                    of_worker
+                        .and_then(|(_, worker)| worker.sending.take())
+                        .map_or(Ok(()), |sent| sent.wait().map(drop))?;
+                }
+                None => return Err(Error::Internal("the server waits for workers that all wait for it".into())),
+            }
+        };
         let count = self.workers.len();
         let worker = &mut self.workers[place];
         let State::Receives(receiving) = std::mem::replace(&mut worker.state, State::Waits) else {
@@ -291,7 +320,7 @@ impl Server {
         if let Some(sent) = worker.sending.take() {
             sent.wait()?;
         }
-        let [loss, is_done] = numbers[..] else { return Err(Error::Internal("a loss came alone".into())) };
+        let [loss, rests] = numbers[..] else { return Err(Error::Internal("a loss came alone".into())) };
         let of_step = usize::try_from(worker.steps - step).unwrap_or(usize::MAX);
         while self.losses.len() <= of_step {
             self.losses.push_back(vec![0.0; count]);
@@ -299,7 +328,7 @@ impl Server {
         self.losses[of_step][place] = loss;
         self.done.staleness.count(worker.steps - worker.parameters_of);
         worker.steps += 1;
-        worker.is_done = is_done > 0.0;
+        worker.rests = rests > 0.0;
         worker.state = State::Pushed(values);
         Ok(place)
     }
@@ -333,12 +362,13 @@ impl Server {
         train.update(&mut checked)
     }
 
-    /// Sends parameters to the workers that wait and are not too far ahead, and after the last step to all.
+    /// Sends parameters to the workers that wait and are not too far ahead; before all ranks meet, which they do after the last step too, once the
+    /// slowest has come as far, so that none waits for it then.
     fn reply(&mut self, is_last: bool, train: &dyn LocalStep, parameters: &Channel) -> comm_core::Result<()> {
-        let (slowest, all_done) = (self.slowest(), self.workers.iter().all(|worker| worker.is_done));
+        let slowest = self.slowest();
         for worker in self.workers.iter_mut().filter(|worker| matches!(worker.state, State::Waits)) {
-            let is_due = if worker.is_done { all_done } else { worker.steps - slowest <= self.bound };
-            if !is_due {
+            let most = if worker.rests { 0 } else { self.bound };
+            if worker.steps - slowest > most {
                 continue;
             }
             let masters = train.masters();
@@ -346,8 +376,8 @@ impl Server {
             worker.sending = Some(parameters.send(worker.rank, whole, Route::lane(PARAMETERS, worker.rank))?);
             worker.parameters_of = slowest;
             self.done.expected.push(worker.reply);
-            // One that is done sends no more.
-            if !worker.is_done && !is_last {
+            // After the last step nothing comes any more.
+            if !is_last {
                 worker.state = State::Computes;
             }
         }
@@ -391,7 +421,7 @@ impl Strategy for Server {
             skipped: false,
             expected: Some(expected.into_iter().sum()),
             under_way: self.workers.iter().any(is_under_way),
-            replicas_agree: self.bound == 0 || is_last,
+            replicas_agree: self.bound == 0 || train.rests(),
             staleness,
         })
     }

@@ -28,7 +28,7 @@ pub(super) const RING: Spec = Spec {
         let (options, ranks) = (setup.options, setup.comms.world.world_size());
         let bytes = (options.fusion_bytes, options.fusion_bytes);
         let way = Way { one_by_one: true, algorithm: ring(options.wire, ranks) };
-        let compressed = compress::built(setup, StrategyKind::Ring, bytes, options.overlap, way.algorithm)?;
+        let compressed = compress::built(setup, StrategyKind::Ring, bytes, way.one_by_one, way.algorithm)?;
         Ok(compressed.unwrap_or_else(|| Buckets::build(setup, StrategyKind::Ring, bytes, way)))
     },
     expected: |run, layout, rank| {
@@ -52,7 +52,7 @@ pub(super) const DDP: Spec = Spec {
         let options = setup.options;
         let bytes = (options.first_bucket_bytes, options.bucket_bytes);
         let way = Way { one_by_one: false, algorithm: None };
-        let compressed = compress::built(setup, StrategyKind::Ddp, bytes, options.overlap, way.algorithm)?;
+        let compressed = compress::built(setup, StrategyKind::Ddp, bytes, way.one_by_one, way.algorithm)?;
         Ok(compressed.unwrap_or_else(|| Buckets::build(setup, StrategyKind::Ddp, bytes, way)))
     },
     expected: |run, layout, rank| {

@@ -65,22 +65,29 @@ pub(super) struct Route {
     lane: Option<usize>,
     /// `None` for the table's choice.
     algorithm: Option<Algorithm>,
+    /// How long it may take; `None` for what the communicator gives every operation.
+    timeout: Option<Duration>,
 }
 
 impl Route {
     /// Beside the training thread, on a lane; of as many as there are, counted on from the first again.
     pub(super) fn lane(label: impl Into<Arc<str>>, lane: usize) -> Self {
-        Route { label: label.into(), lane: Some(lane), algorithm: None }
+        Route { label: label.into(), lane: Some(lane), algorithm: None, timeout: None }
     }
 
     /// In the training thread.
     pub(super) fn blocking(label: impl Into<Arc<str>>) -> Self {
-        Route { label: label.into(), lane: None, algorithm: None }
+        Route { label: label.into(), lane: None, algorithm: None, timeout: None }
     }
 
     /// By this algorithm.
     pub(super) fn by(self, algorithm: Option<Algorithm>) -> Self {
         Route { algorithm, ..self }
+    }
+
+    /// With so much time.
+    pub(super) fn within(self, timeout: Duration) -> Self {
+        Route { timeout: Some(timeout), ..self }
     }
 }
 
@@ -147,12 +154,12 @@ impl Channel {
 
     /// Starts an operation in place.
     pub(super) fn start(&self, op: Op, buffer: Buffer, route: Route) -> Pending {
-        let Route { label, lane, algorithm } = route;
+        let Route { label, lane, algorithm, timeout } = route;
         let call = match lane {
             Some(lane) => Call::background(op, buffer, lane % self.comm.lanes()),
             None => Call::blocking(op, buffer),
         };
-        let call = Call { algorithm, label: Some(label), ..call };
+        let call = Call { algorithm, timeout, label: Some(label), ..call };
         let (handle, ticket) =
             record::started(call, self.group, |call| memory::within(Category::Communication, || self.comm.start(call)));
         Pending { channel: self.clone(), handle, ticket }
@@ -250,6 +257,16 @@ impl Channel {
                 self.packer.pack_into([&part].into_iter(), (range.start, count), None)
             }
         })
+    }
+
+    /// The values of a buffer that came from `other`, where this channel's are: in device memory or in the host's.
+    pub(super) fn unpack_from(&self, other: &Channel, buffer: Buffer) -> comm_core::Result<Flat> {
+        self.unpacking(|| self.packer.unpack_from(&other.packer, buffer))
+    }
+
+    /// Ends the job, for whoever waits for this rank.
+    pub(super) fn abort(&self, reason: &str) {
+        self.comm.abort(reason);
     }
 
     /// Runs `work`, which makes what is to leave.

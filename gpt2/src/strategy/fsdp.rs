@@ -44,6 +44,12 @@ pub(super) const HSDP: Spec = Spec {
                 "hsdp needs nodes of one size, whose ranks have the same shards, and the job has {nodes}; see --ranks-per-node"
             )));
         }
+        if nodes.even_size() == Some(1) && nodes.ranks() > 1 {
+            return Err(Error::invalid(format!(
+                "--strategy hsdp shards the model inside each node, and the job has {nodes}, so that each rank would keep all of it; put \
+                 several ranks in a node with --ranks-per-node, or choose fsdp, which shards over all ranks, or ddp"
+            )));
+        }
         let channels = levels::channels(setup, StrategyKind::Hsdp, true, Parameters::InNode)?;
         Ok(build(setup, StrategyKind::Hsdp, channels))
     },
@@ -227,7 +233,7 @@ impl Synchronous for Fsdp {
         }
         self.finish_until(1, channels)?;
         for (segment, pending) in std::mem::take(&mut self.averaging) {
-            self.grads[segment] = pending.finish_part(0..self.shards[segment].len())?;
+            self.grads[segment] = channels.gradients.unpack_from(&channels.between, pending.wait()?)?;
         }
         Ok(self.grads.iter_mut().map(std::mem::take).collect())
     }

@@ -118,7 +118,7 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
     let way = if is_even { Way::Shards } else { Way::Leaders { speaks, share } };
     let stages = |waits: bool| Stages::new(&buckets, &channels, way, waits);
     let beside = options.overlap && !is_native && world.world_size() > 1;
-    let aside = beside.then(|| Aside::start("comm-stages", stages(true))).transpose()?;
+    let aside = beside.then(|| Aside::start("comm-stages", &channels.gradients, stages(true))).transpose()?;
     let hierarchical = Hierarchical {
         overlap: options.overlap,
         stages: stages(false),

@@ -40,6 +40,7 @@ mod zero;
 
 use std::ops::Range;
 use std::sync::{Arc, LazyLock};
+use std::time::Duration;
 
 use comm_core::{Communicator, Error};
 use isocomm::Nodes;
@@ -103,7 +104,8 @@ pub struct Spec {
     pub name: &'static str,
     /// What it is, in a few words.
     pub about: &'static str,
-    /// Whether it computes what one device computes on the global batch, but for rounding: ranks average gradients in every step.
+    /// Whether ranks average gradients in every step, and so compute what one device computes on the global batch, but for rounding; see
+    /// [`StrategyOptions::is_one_device`].
     pub is_one_device: bool,
     /// Whether the ranks of a node may have a communicator of their own.
     pub tells_nodes_apart: bool,
@@ -238,6 +240,11 @@ impl Default for StrategyOptions {
 }
 
 impl StrategyOptions {
+    /// Whether a run of `kind` computes what one device computes on the global batch, but for rounding; compressed gradients are others.
+    pub fn is_one_device(&self, kind: StrategyKind) -> bool {
+        kind.spec().is_one_device && !self.compress.is_on()
+    }
+
     /// Whether a run of `kind` may scale its loss like this.
     ///
     /// # Errors
@@ -279,6 +286,8 @@ pub struct Comms {
     pub native: Option<Arc<dyn DeviceCollectives>>,
     /// The same for `node`.
     pub node_native: Option<Arc<dyn DeviceCollectives>>,
+    /// How long an operation may take.
+    pub timeout: Duration,
 }
 
 impl Comms {
@@ -339,7 +348,7 @@ impl Setup<'_> {
 /// The strategy and its channels.
 ///
 /// # Errors
-/// `InvalidArgument` for `single` on several ranks, for a dedicated server without workers, for `hsdp` in nodes of unequal sizes, for a node's
+/// `InvalidArgument` for `single` on several ranks, for a dedicated server without workers, for `hsdp` in nodes of unequal sizes or of one rank each, for a node's
 /// communicator that has other ranks than the node, and those of [`LocalOptions::check`] and [`Compression::check`].
 /// Where nodes are told apart also those of [`Communicator::split`]: all ranks call this together.
 pub fn build(kind: StrategyKind, setup: &Setup<'_>) -> comm_core::Result<Built> {

@@ -64,7 +64,8 @@ const SERVER: usize = 0;
 /// A worker pushes a bucket when the backward pass has ended its segments, and the server adds up what is pushed while its own pass goes on, as
 /// soon as it has its own part: of the workers' buckets it holds no more than it has lanes. The update waits for all buckets, since clipping
 /// needs the norm of all gradients. Then the server sends the parameters, beside its next pass, and a worker waits for a bucket of them when
-/// its own next forward pass comes to it. In device memory the server adds up after its pass and sends before the next one.
+/// its own next forward pass comes to it. In device memory the server adds up after its pass, and parameters are sent and received
+/// before the next one.
 struct ParameterServer {
     rank: usize,
     dedicated: bool,
@@ -97,7 +98,7 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
         (BucketFiller::new(&layout, options.first_bucket_bytes, options.bucket_bytes), setup.channels());
     let serving = Serving::new(&buckets, &channels, ranks, ranks - usize::from(dedicated));
     let serves_beside = rank == SERVER && ranks > 1 && options.overlap && !channels.gradients.is_native();
-    let aside = serves_beside.then(|| Aside::start("comm-server", serving.clone())).transpose()?;
+    let aside = serves_beside.then(|| Aside::start("comm-server", &channels.gradients, serving.clone())).transpose()?;
     let server = ParameterServer {
         rank,
         dedicated,
@@ -328,7 +329,8 @@ impl Synchronous for ParameterServer {
         let ParameterServer { arrivals, buckets, serving, rank, .. } = self;
         let plan = buckets.plan();
         arrivals.expect(plan.len());
-        if self.overlap && !train.rests() {
+        // In device memory the server sends before its next pass.
+        if self.overlap && !train.rests() && !channels.parameters.is_native() {
             return Ok(());
         }
         let start = |index: usize, _: &dyn LocalStep| receive(serving, index, *rank);

@@ -42,8 +42,8 @@ impl Setting {
     }
 }
 
-/// A bound beyond which there is none.
-const MOST_STALENESS: u64 = 1_000_000;
+/// The largest bound: a worker waits for as many steps of the slowest one.
+const MOST_STALENESS: u64 = 1000;
 
 /// What the strategies in which ranks do not all average gradients in every step are told. Each takes those settings that its
 /// [`Spec`](super::Spec::settings) names.
@@ -127,7 +127,7 @@ impl LocalOptions {
                 "be less than --sync-every over --fragments, the steps between two synchronisations",
             ),
             Setting::Mixing => ((0.0..=1.0).contains(&self.mixing), "lie in [0, 1]"),
-            Setting::Staleness => (self.staleness <= MOST_STALENESS, "be at most 1000000"),
+            Setting::Staleness => (self.staleness <= MOST_STALENESS, "be at most 1000"),
             Setting::SpartaShare => (self.sparta_share > 0.0 && self.sparta_share <= 1.0, "lie in (0, 1]"),
         };
         (!holds).then_some(rule)

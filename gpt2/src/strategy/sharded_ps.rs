@@ -89,7 +89,7 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
         owned[segment] = range;
     }
     let serves_beside = comm.world_size() > 1 && options.overlap && !channels.gradients.is_native();
-    let aside = serves_beside.then(|| Aside::start("comm-server", serving.clone())).transpose()?;
+    let aside = serves_beside.then(|| Aside::start("comm-server", &channels.gradients, serving.clone())).transpose()?;
     let server = ShardedServer {
         overlap: options.overlap,
         buckets,

@@ -8,7 +8,7 @@ use comm_core::{CommunicatorExt, Deadline, ReduceOp};
 
 use super::history::History;
 use super::rank::Trainer;
-use super::{Parts, RankReport, Summary, TrainError, median};
+use super::{NODES, Parts, RankReport, Summary, TrainError, median};
 use crate::checkpoint::{self, Checkpoint, CheckpointError, WeightsHash, save_companions};
 use crate::corpus::Corpus;
 use crate::flat::Flat;
@@ -202,7 +202,26 @@ impl Trainer<'_> {
         Ok(parts.iter().map(|(_, len)| *len).collect())
     }
 
-    /// The hash of all masters, after a look whether this rank's model has the weights that follow from them; and, on the rank that
+    /// Whether the masters of this rank that another one has brought into `whole` are the same, to the last bit.
+    fn check_own(&self, segment: usize, whole: &[f32]) -> Result<(), TrainError> {
+        let rank = self.session.comm.rank();
+        let is_brought_by_another =
+            !self.session.properties.timing_only && !self.local.owns_everything() && self.counts(segment)?[rank] == 0;
+        if !is_brought_by_another || !self.replicas_agree {
+            return Ok(());
+        }
+        let (start, len) = self.local.owned_by[rank][segment];
+        let own = self.own_masters(segment)?;
+        let theirs = whole.get(start..start + len).unwrap_or_default();
+        if own.len() == theirs.len() && own.iter().zip(theirs).all(|(own, theirs)| own.to_bits() == theirs.to_bits()) {
+            return Ok(());
+        }
+        Err(TrainError::Diverged(format!(
+            "rank {rank}: its part of segment {segment} is not that of the first rank that has the same part"
+        )))
+    }
+
+    /// The hash of all masters, after a look whether those that several ranks have are equal, whether this rank's model has the weights that follow from them; and, on the rank that
     /// saves, the masters.
     fn collect(&mut self) -> Result<(String, Vec<Vec<f32>>), TrainError> {
         let mut hash = WeightsHash::default();
@@ -214,6 +233,7 @@ impl Trainer<'_> {
                 true => self.own_masters(segment)?,
                 false => self.whole_masters(segment)?,
             };
+            self.check_own(segment, &whole)?;
             hash.add(&whole);
             if keeps_model && !self.session.properties.timing_only {
                 let precision = self.config.precision;
@@ -234,9 +254,10 @@ impl Trainer<'_> {
         Ok((hash.finish(), weights))
     }
 
-    /// Facts about the transport, and about the nodes' where they have one of their own.
+    /// Facts about the transport, and about nodes where the strategy tells them apart.
     fn facts(&self) -> Vec<(String, String)> {
         let mut facts = self.session.properties.settings.clone();
+        facts.extend(self.nodes().map(|nodes| (NODES.into(), nodes.to_string())));
         if let Some(node) = &self.session.node {
             facts.push(("ranks of a node".into(), node.size.to_string()));
             let inside = |(name, value): &(String, String)| (format!("inside a node: {name}"), value.clone());

@@ -117,7 +117,7 @@ impl TrainConfig {
     /// of strategies whose ranks train by themselves for a time, and what compression has left of gradients.
     pub fn has_state(&self) -> bool {
         let TrainConfig { strategy, optimizer, options, .. } = self;
-        strategy.spec().is_one_device && optimizer.kind.has_moments() && !options.compress.is_on()
+        options.is_one_device(*strategy) && optimizer.kind.has_moments()
     }
 }
 
@@ -362,7 +362,7 @@ pub struct Summary {
     pub mfu: Option<f64>,
     /// How `mfu` was computed, or why it is not known.
     pub mfu_formula: String,
-    /// Facts about the transport, from rank 0.
+    /// Facts about the transport, from rank 0, and under [`NODES`] who shares a node.
     pub transport: Vec<(String, String)>,
     /// Where the checkpoint is; `None` where none was to be saved, or could be.
     pub checkpoint: Option<PathBuf>,
@@ -371,6 +371,9 @@ pub struct Summary {
     /// How often the ranks were started again before this run came to its end.
     pub restarts: Restarts,
 }
+
+/// The name of the fact that says which nodes a strategy has told apart.
+pub const NODES: &str = "nodes";
 
 /// One rank's own figures.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -402,7 +405,8 @@ pub struct RankReport {
     /// Mean operations on gradients and parameters a step; by the formula in [`expected`](Self::expected).
     pub operations: u64,
     /// Steps that this rank's optimizers took in the whole run, by their own count: the fewest and the most over segments. Both are the
-    /// steps of the run, less those that were skipped.
+    /// steps of the run, less those that were skipped; on the server of `async-ps`, which takes one for each worker's gradients unless its bound of
+    /// staleness is 0, as many times that as there are workers.
     pub optimizer_steps: (u64, u64),
     /// Median of the parts of a step.
     pub parts: Parts,
@@ -430,6 +434,8 @@ pub struct RankReport {
 
 /// Receives what happens during a run, on one rank.
 pub trait Observer {
+    /// Who shares a node, before the first step, of strategies that tell nodes apart.
+    fn nodes(&mut self, _nodes: &Nodes) {}
     /// Before the first step.
     fn started(&mut self, _steps: u64) {}
     /// The batch of a step is about to be read; what this takes counts as reading. Steps are counted from 1.
@@ -519,6 +525,12 @@ fn run(mut trainer: Trainer<'_>, corpus: &Corpus, observer: &mut dyn Observer) -
     }
     if let Some(reason) = trainer.staged() {
         observer.warning(reason);
+    }
+    if let Some(reason) = trainer.nodes_that_are_small() {
+        observer.warning(&reason);
+    }
+    if let Some(nodes) = trainer.nodes() {
+        observer.nodes(nodes);
     }
     if trainer.keep.checkpoints.is_some() {
         trainer.keep.stop.heed_signals()?;

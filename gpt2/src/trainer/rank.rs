@@ -43,6 +43,7 @@ pub(super) struct Trainer<'a> {
     validation: Vec<TokenBatch>,
     pub(super) peaks_of_devices: Peaks,
     meter: Meter,
+    nodes: Option<Nodes>,
     /// Memory peaks of the training so far, where they had to be put aside for something else.
     peaks: Option<Usage>,
     /// What is kept of the steps so far.
@@ -112,6 +113,7 @@ impl<'a> Trainer<'a> {
             strategy: built.strategy,
             channels: built.channels,
             local: Local { owned_by, ..local },
+            nodes: config.strategy.spec().tells_nodes_apart.then_some(comms.nodes),
             validation,
             peaks_of_devices,
             meter: devices::cuda_ordinal(device).map_or_else(Meter::start, Meter::start_with_cuda),
@@ -256,6 +258,23 @@ impl<'a> Trainer<'a> {
         devices::cuda_ordinal(self.local.model.device()).and(self.meter.no_gpu()).map(str::to_string)
     }
 
+    /// Who shares a node, where the strategy tells nodes apart.
+    pub(super) fn nodes(&self) -> Option<&Nodes> {
+        self.nodes.as_ref()
+    }
+
+    /// That no node has as many ranks as it was to have, if so.
+    pub(super) fn nodes_that_are_small(&self) -> Option<String> {
+        let (nodes, asked) = (self.nodes()?, self.config.options.ranks_per_node);
+        if asked == 0 || (0..nodes.count()).any(|node| nodes.size(node) >= asked) {
+            return None;
+        }
+        Some(format!(
+            "--ranks-per-node {asked}: no node has as many ranks; the job has {nodes}, since no node spans machines, which ranks tell apart by \
+             the kernel that they run on"
+        ))
+    }
+
     /// Why gradients leave the device although the communicator works on its memory, if they do.
     pub(super) fn staged(&self) -> Option<&str> {
         self.local.places.staged.as_deref()
@@ -284,6 +303,7 @@ fn comms(session: &Session, ranks_per_node: usize) -> Comms {
         node: node.map(|node| node.comm.clone()),
         native: session.native.clone(),
         node_native: node.and_then(|node| node.native.clone()),
+        timeout: session.timeout,
     }
 }
 

@@ -135,3 +135,95 @@ fn a_strategy_that_lies_is_found_out() {
     let sends = Expected { payload: 1, ..Expected::default() };
     assert!(!alone(false, sends).remove(0).unwrap().ranks[0].bytes_steady);
 }
+
+/// A strategy on a rank whose masters change by themselves in the last step.
+struct Spoilt(Box<dyn Strategy>);
+
+impl DuringPass for Spoilt {
+    fn brings_weights(&self) -> bool {
+        self.0.brings_weights()
+    }
+
+    fn gradient(&mut self, segment: usize, grads: Gradients, channels: &mut Channels) -> comm_core::Result<()> {
+        self.0.gradient(segment, grads, channels)
+    }
+}
+
+impl Strategy for Spoilt {
+    fn step(
+        &mut self,
+        step: u64,
+        train: &mut dyn LocalStep,
+        channels: &mut Channels,
+    ) -> Result<StepOutcome, TrainError> {
+        let outcome = self.0.step(step, train, channels)?;
+        if train.is_last() {
+            train.masters_mut()[1].host_mut()?[0] += 1e-3;
+        }
+        Ok(outcome)
+    }
+}
+
+/// What comes of two steps of `strategy` on four ranks in nodes of `ranks_per_node`, with all warnings; the masters of one rank may be spoilt.
+fn in_nodes(
+    strategy: StrategyKind,
+    ranks_per_node: usize,
+    spoilt: Option<usize>,
+) -> Vec<(Result<Summary, TrainError>, Vec<String>)> {
+    #[derive(Default)]
+    struct Warned(Vec<String>);
+    impl Observer for Warned {
+        fn warning(&mut self, text: &str) {
+            self.0.push(text.into());
+        }
+    }
+    let source = CorpusSource::Synthetic { seed: 1, bytes: 20_000 };
+    let corpus = Corpus::load(&source, TokenizerKind::Bytes).unwrap();
+    let usual = TrainConfig::of(Preset::Micro.config(256), strategy);
+    let config =
+        TrainConfig { steps: 2, options: StrategyOptions { ranks_per_node, ..usual.options.clone() }, ..usual };
+    let options = TransportOptions { timeout: Duration::from_secs(60), ..TransportOptions::default() };
+    let build = |setup: &Setup<'_>| {
+        let built = strategy::build(strategy, setup)?;
+        let is_spoilt = Some(setup.comms.world.rank()) == spoilt;
+        Ok(Built { strategy: if is_spoilt { Box::new(Spoilt(built.strategy)) } else { built.strategy }, ..built })
+    };
+    let train = |session: Session| {
+        let mut warned = Warned::default();
+        let summary = train_by(&build, &config, &corpus, &session, &Device::flex(), &Keep::default(), &mut warned);
+        (summary, warned.0)
+    };
+    thread::scope(|scope| {
+        let ranks = Session::threads(4, &options).unwrap().into_iter().map(|session| scope.spawn(|| train(session)));
+        let ranks: Vec<_> = ranks.collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn replicas_of_parts_that_differ_are_found_out() {
+    // Whichever of the two ranks that have the part is wrong, it is the other node's that notices.
+    for spoilt in [1, 3] {
+        let outcomes = in_nodes(StrategyKind::Hsdp, 2, Some(spoilt));
+        let errors: Vec<TrainError> = outcomes.into_iter().map(|(outcome, _)| outcome.unwrap_err()).collect();
+        let TrainError::Diverged(what) = &errors[3] else { panic!("{errors:?}") };
+        assert!(what.contains("rank 3: its part of segment 1"), "{what}");
+    }
+    assert!(in_nodes(StrategyKind::Hsdp, 2, None).into_iter().all(|(outcome, _)| outcome.is_ok()));
+}
+
+#[test]
+fn nodes_are_named_and_missed_where_they_are_too_small() {
+    for (asked, found, warnings) in
+        [(3, "nodes of 3, 1 ranks", 0), (5, "1 nodes of 4 ranks", 1), (0, "1 nodes of 4 ranks", 0)]
+    {
+        for (outcome, warned) in in_nodes(StrategyKind::Hierarchical, asked, None) {
+            assert!(outcome.unwrap().transport.contains(&(NODES.into(), found.into())), "{asked}");
+            assert_eq!(warned.len(), warnings, "{asked}: {warned:?}");
+            assert!(
+                warned.iter().all(|text| text.contains("--ranks-per-node 5") && text.contains(found)),
+                "{warned:?}"
+            );
+        }
+    }
+}

@@ -49,8 +49,8 @@ pub fn with(config: &TrainConfig, (strategy, dedicated_server): (StrategyKind, b
         bucket_bytes: 20_000,
         fusion_bytes: 20_000,
         dedicated_server,
-        // Those of one strategy are to have one size.
-        ranks_per_node: if strategy == StrategyKind::Hsdp && !ranks.is_multiple_of(2) {
+        // Those of one strategy are to have one size, and several ranks.
+        ranks_per_node: if strategy == StrategyKind::Hsdp && (ranks < 4 || !ranks.is_multiple_of(2)) {
             ranks
         } else {
             ranks.div_ceil(2)

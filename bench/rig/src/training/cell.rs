@@ -142,7 +142,7 @@ impl CellRun<'_> {
         let kind: StrategyKind = cell.strategy.parse()?;
         let congestion = (cell.congestion != DEFAULT).then(|| cell.congestion.clone());
         let options = TransportOptions {
-            lanes: kind.lanes(cell.ranks, cell.lanes),
+            lanes: cell.lanes,
             timeout: self.timeout / 2,
             congestion,
             mtu: cell.quic_mtu,

@@ -104,8 +104,8 @@ fn units(layout: &Layout, (first, others): (usize, usize)) -> Vec<Vec<usize>> {
     units
 }
 
-/// The strategy `kind` with compressed gradients, in buckets of these bytes of f32, whose reductions go by `algorithm`; `None` where they are not
-/// compressed.
+/// The strategy `kind` with compressed gradients, in buckets of these bytes of f32, of which, with `one_by_one`, each waits for the one before, and
+/// whose reductions go by `algorithm`; `None` where they are not compressed.
 ///
 /// # Errors
 /// Those of [`Compression::check`], and `InvalidArgument` where the communicator works on the memory of a device.
@@ -113,7 +113,7 @@ pub(in crate::strategy) fn built(
     setup: &Setup<'_>,
     kind: StrategyKind,
     (first, others): (usize, usize),
-    overlap: bool,
+    one_by_one: bool,
     algorithm: Option<Algorithm>,
 ) -> comm_core::Result<Option<Built>> {
     let compress = setup.options.compress;
@@ -142,7 +142,8 @@ pub(in crate::strategy) fn built(
         })
     };
     let codecs = buckets.plan().iter().map(codec).collect::<comm_core::Result<Vec<_>>>()?;
-    let strategy = Compressed { buckets, codecs, overlap, started: 0, expected: setup.expected(kind) };
+    let (overlap, expected) = (setup.options.overlap, setup.expected(kind));
+    let strategy = Compressed { buckets, codecs, overlap, one_by_one, started: 0, expected };
     Ok(Some(Built::new(strategy, channels, layout.everything())))
 }
 
@@ -154,6 +155,8 @@ struct Compressed {
     codecs: Vec<Box<dyn Codec>>,
     /// Whether a full bucket leaves at once.
     overlap: bool,
+    /// Whether all go on one lane.
+    one_by_one: bool,
     /// Buckets that have left.
     started: usize,
     expected: Expected,
@@ -162,7 +165,11 @@ struct Compressed {
 impl Compressed {
     /// How a bucket's operation goes that is called so.
     fn route(&self, label: Arc<str>, bucket: usize) -> Route {
-        if self.overlap { Route::lane(label, bucket) } else { Route::blocking(label) }
+        match (self.overlap, self.one_by_one) {
+            (true, true) => Route::lane(label, 0),
+            (true, false) => Route::lane(label, bucket),
+            (false, _) => Route::blocking(label),
+        }
     }
 
     /// Starts the buckets that are full.
