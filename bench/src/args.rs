@@ -119,11 +119,9 @@ pub(crate) enum Command {
     Report(ReportArgs),
     Compare(CompareArgs),
     Links(LinksArgs),
-<<<<<<< HEAD
     Artifact(ArtifactArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
-=======
     Record(Box<RecordArgs>),
     Replay(ReplayArgs),
     Calibrate(CalibrateArgs),
@@ -132,7 +130,6 @@ pub(crate) enum Command {
     /// One rank of a trace that is carried out.
     #[command(hide = true)]
     TraceRank(TaskArgs),
->>>>>>> b37b4ba (bench record, replay, calibrate, predict, advise)
     /// One end of a check of a link.
     #[command(hide = true)]
     LinksRank(TaskArgs),

@@ -6,14 +6,10 @@
 //! the links; `bench collectives` times collectives alone, beside the libraries that a user would pick instead; `bench parity`
 //! compares every strategy with one device, `bench memory` what each takes with what it should, `bench overlap` shows over a slow
 //! link how much communication hides behind the backward pass, `bench peers` trains beside PyTorch, `bench compute` shows how fast
-<<<<<<< HEAD
 //! one device computes, layer by layer, and `bench paper` repeats published comparisons. `bench artifact` writes the figures and pictures
 //! of README and book from records that lie in the repository. `bench chaos` and `bench soak` show what becomes of a job when ranks fail, `bench hostile` what becomes of
-=======
-//! one device computes, layer by layer, and `bench paper` repeats published comparisons. `bench record` writes what the ranks do in a step as a trace,
-//! `bench replay` runs one over any transport and link without a model, and `bench calibrate`, `bench predict` and `bench advise` say what it would take
-//! on a network that is not there. `bench chaos` and `bench soak` show what becomes of a job when ranks fail, `bench hostile` what becomes of
->>>>>>> b37b4ba (bench record, replay, calibrate, predict, advise)
+//! `bench record` writes what the ranks do in a step as a trace, `bench replay` runs one over any transport and link without a model, and `bench calibrate`,
+//! `bench predict` and `bench advise` say what it would take on a network that is not there.
 //! it when strangers attack its ports.
 
 mod args;
