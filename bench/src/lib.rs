@@ -8,9 +8,10 @@
 //! link how much communication hides behind the backward pass, `bench peers` trains beside PyTorch, `bench compute` shows how fast
 //! one device computes, layer by layer, and `bench paper` repeats published comparisons. `bench artifact` writes the figures and pictures
 //! of README and book from records that lie in the repository. `bench chaos` and `bench soak` show what becomes of a job when ranks fail, `bench hostile` what becomes of
+//! it when strangers attack its ports.
+//!
 //! `bench record` writes what the ranks do in a step as a trace, `bench replay` runs one over any transport and link without a model, and `bench calibrate`,
 //! `bench predict` and `bench advise` say what it would take on a network that is not there.
-//! it when strangers attack its ports.
 
 mod args;
 mod artifact;
