@@ -3,11 +3,13 @@
 use std::sync::Arc;
 
 use comm_core::control::{Subgroup, TcpControl};
+use comm_core::engine::Engine;
 use comm_core::job::Job;
 use comm_core::local::{self, LocalRank};
+use comm_core::null::NullCommunicator;
 use comm_core::{Control, Deadline, Error, Result};
 
-use crate::entry::{Connected, TransportKind};
+use crate::entry::{Connected, Properties, TransportKind};
 use crate::options::TransportOptions;
 
 impl Connected {
@@ -69,6 +71,18 @@ pub fn threads(ranks: usize, options: &TransportOptions) -> Result<Vec<Connected
         .collect()
 }
 
+/// One rank of a job whose other ranks are not there: as over `null`, but without the processes of the others. For timing only.
+///
+/// # Errors
+/// `InvalidArgument` when there is no such rank, or no lane.
+pub fn rank_alone(rank: usize, ranks: usize, options: &TransportOptions) -> Result<Connected> {
+    let comm = NullCommunicator::new(rank, ranks, options.lanes)?;
+    let control = comm.engine().shared().control.clone();
+    let properties =
+        Properties { timing_only: true, ..Properties::of(TransportKind::find("null").map_err(Error::invalid)?) };
+    Ok(Connected::new(Arc::new(comm), control, properties))
+}
+
 /// Prepares this process for transports that the environment says more of: NCCL on a GPU that ranks share. To be called first thing in
 /// `main`.
 ///
@@ -89,7 +103,7 @@ mod tests {
     use comm_core::{CommunicatorExt, ReduceOp};
 
     use super::*;
-    use crate::entry::{Medium, Properties};
+    use crate::entry::Medium;
 
     fn options() -> TransportOptions {
         TransportOptions { timeout: Duration::from_secs(20), ..TransportOptions::default() }

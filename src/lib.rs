@@ -161,7 +161,7 @@ pub use comm_core::{
 };
 pub use comm_core::{Counters, Traffic};
 
-pub use connect::{connect, prepare, threads};
+pub use connect::{connect, prepare, rank_alone, threads};
 pub use entry::{Connected, Entry, Medium, Properties, TransportKind};
 pub use node::{Node, connect_node, threads_in_nodes};
 pub use nodes::Nodes;

@@ -29,6 +29,7 @@ use crate::overlap::OverlapArgs;
 use crate::paper::PaperArgs;
 use crate::parity::ParityArgs;
 use crate::peers::PeersArgs;
+use crate::predict::{AdviseArgs, CalibrateArgs, PredictArgs, RecordArgs, ReplayArgs};
 use crate::report::ReportArgs;
 use crate::setup::Setup;
 use crate::sweep::SweepArgs;
@@ -121,6 +122,14 @@ pub(crate) enum Command {
     Artifact(ArtifactArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
+    Record(Box<RecordArgs>),
+    Replay(ReplayArgs),
+    Calibrate(CalibrateArgs),
+    Predict(Box<PredictArgs>),
+    Advise(Box<AdviseArgs>),
+    /// One rank of a trace that is carried out.
+    #[command(hide = true)]
+    TraceRank(TaskArgs),
     /// One end of a check of a link.
     #[command(hide = true)]
     LinksRank(TaskArgs),

@@ -9,6 +9,9 @@
 //! one device computes, layer by layer, and `bench paper` repeats published comparisons. `bench artifact` writes the figures and pictures
 //! of README and book from records that lie in the repository. `bench chaos` and `bench soak` show what becomes of a job when ranks fail, `bench hostile` what becomes of
 //! it when strangers attack its ports.
+//!
+//! `bench record` writes what the ranks do in a step as a trace, `bench replay` runs one over any transport and link without a model, and `bench calibrate`,
+//! `bench predict` and `bench advise` say what it would take on a network that is not there.
 
 mod args;
 mod artifact;
@@ -23,6 +26,7 @@ mod paper;
 mod parity;
 mod peers;
 mod plan;
+mod predict;
 mod prices;
 mod proof;
 mod pytorch;
@@ -66,6 +70,12 @@ pub fn main() -> ExitCode {
         Some(Command::Report(report)) => report::run(&report),
         Some(Command::Compare(compare)) => compare::run(&compare),
         Some(Command::Links(links)) => links::run(&links),
+        Some(Command::Record(record)) => predict::record(&record),
+        Some(Command::Replay(replay)) => predict::replay(&replay),
+        Some(Command::Calibrate(calibrate)) => predict::calibrate(&calibrate),
+        Some(Command::Predict(args)) => predict::predict(&args),
+        Some(Command::Advise(advise)) => predict::advise(&advise),
+        Some(Command::TraceRank(task)) => rank::main::<predict::Task>(&task),
         Some(Command::LinksRank(task)) => rank::main::<links::Task>(&task),
         Some(Command::Parity(parity)) => parity::run(&parity),
         Some(Command::Memory(memory)) => memory::run(&memory),

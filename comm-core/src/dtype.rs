@@ -5,7 +5,8 @@ use std::fmt;
 use crate::names;
 
 /// The type of a buffer's elements.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 #[repr(u8)]
 pub enum DType {

@@ -7,7 +7,7 @@
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
-use comm_core::{Call, Op};
+use comm_core::{Algorithm, Call, DType, Mode, Op, OpKind};
 use serde::{Deserialize, Serialize};
 
 use crate::memory::{self, Category};
@@ -74,12 +74,33 @@ pub struct Operation {
     pub group: u64,
     /// The other end of a send or a receive, by its rank in the communicator.
     pub partner: Option<Partner>,
+    /// What was called.
+    pub what: Called,
     /// When this rank asked for it, in nanoseconds of the machine's monotonic clock.
     pub asked: u64,
     /// When its first message could be sent: after operations before it that go the same way.
     pub began: u64,
     /// When it ended.
     pub ended: u64,
+}
+
+/// A call of the communicator, without its data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Called {
+    /// The operation.
+    pub kind: OpKind,
+    /// Type of the elements.
+    pub dtype: DType,
+    /// Elements of the whole.
+    pub count: usize,
+    /// The rank in the group that it begins or ends at; 0 where it has none.
+    pub root: usize,
+    /// The algorithm, if not the table's choice.
+    pub algorithm: Option<Algorithm>,
+    /// The lane on which its messages travel.
+    pub lane: usize,
+    /// Whether it runs beside the training thread.
+    pub background: bool,
 }
 
 /// The other end of a message.
@@ -181,12 +202,12 @@ pub(crate) fn go_on_as(activity: Activity) {
     });
 }
 
-/// Runs `work`, a blocking operation of all ranks on a few numbers.
-pub(crate) fn scalars<R>(label: &str, work: impl FnOnce() -> R) -> R {
+/// Runs `work`, a blocking all-reduce of all ranks on `count` numbers.
+pub(crate) fn scalars<R>(label: &str, count: usize, work: impl FnOnce() -> R) -> R {
     let index = with(|recorder| {
         let recording = recorder.recording.as_mut()?;
         let now = recording.ns(Instant::now());
-        recording.operations.push(Operation::new(label, EVERYONE, None, now));
+        recording.operations.push(Operation::new(label, EVERYONE, None, Called::on_scalars(count), now));
         Some(recording.operations.len() - 1)
     });
     let result = span_of(Activity::Scalars, index, work);
@@ -236,12 +257,13 @@ pub(crate) fn started<R>(call: Call, group: u64, start: impl FnOnce(Call) -> R) 
         Op::Recv { from } => Some(Partner { rank: from, receives: false }),
         _ => None,
     };
+    let what = Called::of(&call);
     let ticket = with(|recorder| {
         let Some(recording) = &mut recorder.recording else {
-            let operation = Operation::new(&label, group, partner, monotonic_ns());
+            let operation = Operation::new(&label, group, partner, what, monotonic_ns());
             return Ticket { recording: 0, index: 0, operation };
         };
-        let operation = Operation::new(&label, group, partner, recording.ns(Instant::now()));
+        let operation = Operation::new(&label, group, partner, what, recording.ns(Instant::now()));
         recording.operations.push(operation.clone());
         recording.started += 1;
         Ticket { recording: recording.number, index: recording.operations.len() - 1, operation }
@@ -309,8 +331,34 @@ impl Recorder {
 }
 
 impl Operation {
-    fn new(label: &str, group: u64, partner: Option<Partner>, asked: u64) -> Self {
-        Operation { label: label.into(), group, partner, asked, began: asked, ended: asked }
+    fn new(label: &str, group: u64, partner: Option<Partner>, what: Called, asked: u64) -> Self {
+        Operation { label: label.into(), group, partner, what, asked, began: asked, ended: asked }
+    }
+}
+
+impl Called {
+    /// A blocking all-reduce of f64 values.
+    fn on_scalars(count: usize) -> Self {
+        let (kind, dtype) = (OpKind::AllReduce, DType::F64);
+        Called { kind, dtype, count, root: 0, algorithm: None, lane: 0, background: false }
+    }
+
+    fn of(call: &Call) -> Self {
+        let count = match (call.op, &call.input) {
+            (Op::Scatter { total, .. } | Op::Gather { total, .. }, _) => total,
+            // Out of place the whole is what goes in.
+            (Op::ReduceScatter(_), Some(input)) => input.count(),
+            _ => call.buffer.count(),
+        };
+        Called {
+            kind: call.op.kind(),
+            dtype: call.buffer.dtype(),
+            count,
+            root: call.op.root().unwrap_or(0),
+            algorithm: call.algorithm,
+            lane: call.lane,
+            background: call.mode == Mode::Background,
+        }
     }
 }
 
@@ -404,7 +452,7 @@ mod tests {
         let ns = |ms: u64| ms * 1_000_000;
         let operation = |(began, ended): &(u64, u64)| Operation {
             ended: ns(*ended),
-            ..Operation::new("x", EVERYONE, None, ns(*began))
+            ..Operation::new("x", EVERYONE, None, Called::on_scalars(1), ns(*began))
         };
         let wait = |(began, ended): &(u64, u64)| Span {
             activity: Activity::Exposed,
@@ -501,6 +549,8 @@ mod tests {
         let ((spans, operations), (_, others)) = (second.into_parts(), first.into_parts());
         assert_eq!((others.len(), operations.len()), (1, 2));
         assert_eq!(operations[1].asked, others[0].asked);
+        let called = Called { kind: OpKind::AllGather, dtype: DType::F32, ..Called::on_scalars(1) };
+        assert!(operations.iter().all(|operation| operation.what == called));
         assert!(operations.iter().all(|operation| operation.label == "fragment"));
         assert_eq!(spans.iter().map(|span| span.operation).collect::<Vec<_>>(), [Some(0), Some(0), Some(1)]);
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use burn::tensor::Device;
 use comm_core::control::{MissingRanksReport, TcpControl};
 use comm_core::{Control, Deadline, Error, job::Job, printer};
-use isocomm::{Connected, Nodes, Properties, TransportKind, TransportOptions, connect_node};
+use isocomm::{Connected, Nodes, Properties, TransportKind, TransportOptions, connect_node, rank_alone};
 
 use crate::corpus::{Corpus, Origin};
 use crate::devices;
@@ -160,6 +160,23 @@ pub fn run_rank_over(
         session.node = Some(Node { native, ..node.into() });
     }
     session.native = lender(&session.properties, device).inspect_err(|error| session.control.poison(error))?;
+    in_pool(config, corpus, &session, options, device, observer)
+}
+
+/// Runs rank `rank` of `ranks` whose others are not there: for what it computes and asks for, and how long that takes by itself. What it learns is
+/// worth nothing.
+///
+/// # Errors
+/// See [`TrainError`]; there is no such rank, or the strategy tells nodes apart.
+pub fn run_alone(
+    config: &TrainConfig,
+    corpus: &Corpus,
+    (rank, ranks): (usize, usize),
+    options: &RankOptions,
+    device: &Device,
+    observer: &mut (dyn Observer + Send),
+) -> Result<Summary, TrainError> {
+    let session = Session::new(rank_alone(rank, ranks, &options.options)?, &options.options);
     in_pool(config, corpus, &session, options, device, observer)
 }
 

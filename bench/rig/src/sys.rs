@@ -17,9 +17,21 @@ pub fn now() -> u64 {
 /// # Errors
 /// The kernel's.
 pub fn process_cpu_time() -> io::Result<Duration> {
+    cpu_time(libc::CLOCK_PROCESS_CPUTIME_ID)
+}
+
+/// Time that cores have spent on this thread so far.
+///
+/// # Errors
+/// The kernel's.
+pub fn thread_cpu_time() -> io::Result<Duration> {
+    cpu_time(libc::CLOCK_THREAD_CPUTIME_ID)
+}
+
+fn cpu_time(clock: libc::clockid_t) -> io::Result<Duration> {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the call writes one timespec through a pointer that is valid for it.
-    if unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut time) } != 0 {
+    if unsafe { libc::clock_gettime(clock, &raw mut time) } != 0 {
         return Err(io::Error::last_os_error());
     }
     let seconds = u64::try_from(time.tv_sec).unwrap_or(0);

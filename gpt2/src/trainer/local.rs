@@ -151,7 +151,10 @@ impl LocalStep for Local<'_> {
         match ranks {
             // Loss and norm in one small all-reduce that every strategy needs alike.
             Ranks::All => {
-                record::scalars("loss and gradient norm", || self.scalars.all_reduce(&mut totals, ReduceOp::Sum))?;
+                let count = totals.len();
+                record::scalars("loss and gradient norm", count, || {
+                    self.scalars.all_reduce(&mut totals, ReduceOp::Sum)
+                })?;
             }
             Ranks::This => totals[0] *= self.batches.rows_in_step(self.step) as f64 / self.rows.max(1) as f64,
         }
@@ -189,7 +192,7 @@ impl LocalStep for Local<'_> {
                 return Ok(());
             }
             squares.iter_mut().for_each(|own| *own = sums.contribution(*own));
-            Ok(record::scalars("norms of tensors", || scalars.all_reduce(squares, ReduceOp::Sum))?)
+            Ok(record::scalars("norms of tensors", squares.len(), || scalars.all_reduce(squares, ReduceOp::Sum))?)
         };
         record::charged(Activity::Optimizer, Category::Optimizer, || {
             self.take_back()?;

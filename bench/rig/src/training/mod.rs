@@ -15,5 +15,6 @@ pub use cell::{CellOutcome, CellRun, config, local_options, model, status};
 pub use figures::{Figures, outcome, sound};
 pub use job::{FOLDER, Training};
 pub use schedule::schedule;
+pub use skew::Step;
 pub use task::{RankOutput, Task};
 pub use text::TextSource;

@@ -287,6 +287,30 @@ fn ms(nanoseconds: u64) -> f64 {
 }
 
 #[cfg(test)]
+pub(super) mod made_up {
+    use comm_core::{DType, OpKind};
+    use gpt2::record::{Called, Operation, Partner};
+
+    /// An operation that was asked for, began and ended at these nanoseconds.
+    pub(in super::super) fn operation(
+        label: &str,
+        partner: Option<Partner>,
+        [asked, began, ended]: [u64; 3],
+    ) -> Operation {
+        let what = Called {
+            kind: OpKind::AllReduce,
+            dtype: DType::F32,
+            count: 1,
+            root: 0,
+            algorithm: None,
+            lane: 0,
+            background: true,
+        };
+        Operation { label: label.into(), group: 0, partner, what, asked, began, ended }
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use gpt2::record::Partner;
 
@@ -294,8 +318,8 @@ mod tests {
 
     const MS: u64 = 1_000_000;
 
-    fn operation(label: &str, partner: Option<Partner>, [asked, began, ended]: [u64; 3]) -> Operation {
-        Operation { label: label.into(), group: 0, partner, asked: asked * MS, began: began * MS, ended: ended * MS }
+    fn operation(label: &str, partner: Option<Partner>, times: [u64; 3]) -> Operation {
+        made_up::operation(label, partner, times.map(|time| time * MS))
     }
 
     fn wait(activity: Activity, operation: usize, began: u64, ended: u64) -> Span {

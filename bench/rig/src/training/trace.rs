@@ -87,10 +87,11 @@ fn place(operations: &[Operation]) -> Vec<usize> {
 mod tests {
     use gpt2::record::Span;
 
+    use super::super::skew::made_up;
     use super::*;
 
     fn operation(label: &str, began: u64, ended: u64) -> Operation {
-        Operation { label: label.into(), group: 0, partner: None, asked: began, began, ended }
+        made_up::operation(label, None, [began, began, ended])
     }
 
     #[test]

@@ -1,0 +1,407 @@
+//! What was measured of transports, links and the machine, and the costs that fit it.
+
+use std::collections::BTreeMap;
+
+use comm_core::OpKind;
+use serde::{Deserialize, Serialize};
+
+use crate::network::{Costs, Link, Network, Processors};
+use crate::simulate::{Detail, simulate};
+use crate::trace::{Collective, Message, RankTrace, Trace, Work};
+
+/// Version of the file.
+pub const SCHEMA: u32 = 1;
+
+/// Everything that was measured before anything is predicted.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Calibration {
+    /// [`SCHEMA`].
+    pub schema: u32,
+    /// The machine, for people.
+    pub machine: String,
+    /// Its cores.
+    pub cores: usize,
+    /// How many cores' work all of them do together, in units of one that has the machine to itself.
+    pub effective_cores: f64,
+    /// Relative spread of a step's computation, from step to step and run to run: standard deviation of its logarithm.
+    pub compute_spread: f64,
+    /// One for each transport over each link that was measured.
+    pub paths: Vec<Path>,
+}
+
+/// A transport over a link.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Path {
+    /// Its name.
+    pub transport: String,
+    /// The link.
+    pub link: Link,
+    /// Ranks that took part.
+    pub ranks: usize,
+    /// What fits best.
+    pub costs: Costs,
+    /// What was measured and what the costs make of it.
+    pub residuals: Vec<Residual>,
+}
+
+/// A measurement beside what the costs that fit make of it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Residual {
+    /// Which probe.
+    pub probe: String,
+    /// Its bytes.
+    pub bytes: u64,
+    /// Seconds.
+    pub measured_s: f64,
+    /// Seconds.
+    pub fitted_s: f64,
+    /// Whether the fit was made without it: of the probes in an order by size, every third.
+    pub held_out: bool,
+}
+
+/// Something that is run to see how long it takes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Probe {
+    /// What it is called.
+    pub name: String,
+    /// Bytes of its message or operation.
+    pub bytes: u64,
+    /// What the ranks do.
+    pub trace: Trace,
+}
+
+/// What a probe took.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sample {
+    /// Which one.
+    pub probe: Probe,
+    /// Seconds of one time through its trace: the median.
+    pub seconds: f64,
+    /// Processor time of all ranks together, of one time through.
+    pub cpu_s: f64,
+}
+
+/// The longest a probe may take by its bytes and the link's rate alone.
+const LONGEST_S: f64 = 0.25;
+
+/// The probes of two or more `ranks` over a link: messages there and back, messages one way, all-gathers and all-reduces, from a few bytes to 16 MiB or what
+/// the link carries in a quarter of a second.
+pub fn probes(link: &Link, ranks: usize) -> Vec<Probe> {
+    let most = link.least_rate().map_or(f64::INFINITY, |bits| bits / 8.0 * LONGEST_S);
+    let sizes = |sizes: &[u64]| -> Vec<u64> {
+        // At least two sizes, so that there is something to compare.
+        sizes
+            .iter()
+            .enumerate()
+            .filter(|(index, bytes)| *index < 2 || **bytes as f64 <= most)
+            .map(|(_, bytes)| *bytes)
+            .collect()
+    };
+    let mut probes = Vec::new();
+    for bytes in sizes(&[4, 4 << 10, 64 << 10, 512 << 10]) {
+        probes.push(probe("there and back", bytes, ranks, |rank| there_and_back(rank, bytes)));
+    }
+    for bytes in sizes(&[256 << 10, 1 << 20, 4 << 20, 16 << 20]) {
+        probes.push(probe("one way", bytes, ranks, |rank| one_way(rank, bytes)));
+    }
+    for (name, kind) in [("all-gather", OpKind::AllGather), ("all-reduce", OpKind::AllReduce)] {
+        for bytes in sizes(&[1 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20]) {
+            let collective = Collective::of_all(kind, (bytes / 4) as usize);
+            let of_rank = |_| {
+                let mut trace = RankTrace::default();
+                trace.push(name, Vec::new(), Work::Collective(collective.clone()));
+                trace
+            };
+            probes.push(probe(name, bytes, ranks, of_rank));
+        }
+    }
+    probes
+}
+
+fn probe(name: &str, bytes: u64, ranks: usize, of_rank: impl Fn(usize) -> RankTrace) -> Probe {
+    let trace = Trace { name: format!("{name} of {bytes} B"), steps: 1, ranks: (0..ranks).map(of_rank).collect() };
+    Probe { name: name.into(), bytes, trace }
+}
+
+fn message(peer: usize, bytes: u64) -> Message {
+    Message { peer, bytes, lane: 0, background: false }
+}
+
+fn there_and_back(rank: usize, bytes: u64) -> RankTrace {
+    let mut trace = RankTrace::default();
+    if rank < 2 {
+        let peer = 1 - rank;
+        let (send, receive) = (Work::Send(message(peer, bytes)), Work::Receive(message(peer, bytes)));
+        let order = if rank == 0 { [send, receive] } else { [receive, send] };
+        let [first, second] = order;
+        let first = trace.push("first", Vec::new(), first);
+        trace.push("second", vec![first], second);
+    }
+    trace
+}
+
+/// And an answer of four bytes.
+fn one_way(rank: usize, bytes: u64) -> RankTrace {
+    let mut trace = RankTrace::default();
+    if rank == 0 {
+        let sent = trace.push("there", Vec::new(), Work::Send(message(1, bytes)));
+        trace.push("answer", vec![sent], Work::Receive(message(1, 4)));
+    } else if rank == 1 {
+        let come = trace.push("there", Vec::new(), Work::Receive(message(0, bytes)));
+        trace.push("answer", vec![come], Work::Send(message(0, 4)));
+    }
+    trace
+}
+
+/// The costs by which the simulation comes nearest to the samples, and how near.
+///
+/// # Errors
+/// There are too few samples, or their traces are none.
+pub fn fit(
+    samples: &[Sample],
+    link: &Link,
+    processors: Processors,
+    start: Costs,
+) -> Result<(Costs, Vec<Residual>), String> {
+    let mut order: Vec<usize> = (0..samples.len()).collect();
+    order.sort_by_key(|index| (samples[*index].probe.name.clone(), samples[*index].probe.bytes));
+    let held_out: Vec<bool> = {
+        let mut held = vec![false; samples.len()];
+        order.iter().enumerate().for_each(|(place, index)| held[*index] = place % 3 == 1);
+        held
+    };
+    let used: Vec<&Sample> =
+        samples.iter().zip(&held_out).filter(|(_, held)| !**held).map(|(sample, _)| sample).collect();
+    if used.len() < 4 {
+        return Err(format!("{} measurements are too few to fit costs to", used.len()));
+    }
+    let mut costs = first_guess(&used, link, start);
+    let error = |costs: &Costs| -> Result<f64, String> {
+        let mut sum = 0.0;
+        for sample in &used {
+            let ratio = predicted(sample, link, processors, *costs)? / sample.seconds;
+            sum += ratio.ln().powi(2);
+        }
+        Ok(sum)
+    };
+    // One parameter after the other, each by a search in ever smaller steps.
+    let mut best = error(&costs)?;
+    for width in [2.0, 1.5, 1.2, 1.1, 1.05, 1.02, 1.01] {
+        for _ in 0..4 {
+            for parameter in PARAMETERS.iter().filter(|parameter| parameter.is_used(link)) {
+                for factor in [width, 1.0 / width] {
+                    let mut tried = costs;
+                    parameter.scale(&mut tried, factor);
+                    let of_tried = error(&tried)?;
+                    if of_tried < best {
+                        (best, costs) = (of_tried, tried);
+                    }
+                }
+            }
+        }
+    }
+    let mut residuals = Vec::with_capacity(samples.len());
+    for index in order {
+        let sample = &samples[index];
+        residuals.push(Residual {
+            probe: sample.probe.name.clone(),
+            bytes: sample.probe.bytes,
+            measured_s: sample.seconds,
+            fitted_s: predicted(sample, link, processors, costs)?,
+            held_out: held_out[index],
+        });
+    }
+    Ok((costs, residuals))
+}
+
+fn predicted(sample: &Sample, link: &Link, processors: Processors, costs: Costs) -> Result<f64, String> {
+    let network = Network { link: link.clone(), costs, processors, threads: 1.0 };
+    // Nothing is faster than a clock can tell.
+    Ok(simulate(&sample.probe.trace, &network, Detail::EveryRank)?.step_s.max(1e-9))
+}
+
+/// What is fitted. What a byte costs the processor is measured, not fitted.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Parameter {
+    Message,
+    Reduce,
+    Connection,
+    Efficiency,
+}
+
+const PARAMETERS: [Parameter; 4] =
+    [Parameter::Message, Parameter::Connection, Parameter::Efficiency, Parameter::Reduce];
+
+impl Parameter {
+    fn is_used(self, link: &Link) -> bool {
+        match self {
+            Parameter::Message | Parameter::Reduce => true,
+            // Of a link with a rate that is what holds a connection back.
+            Parameter::Connection => link.least_rate().is_none(),
+            Parameter::Efficiency => link.least_rate().is_some(),
+        }
+    }
+
+    fn scale(self, costs: &mut Costs, factor: f64) {
+        match self {
+            Parameter::Message => costs.message_s *= factor,
+            Parameter::Reduce => costs.reduce_s_per_byte *= factor,
+            Parameter::Connection => {
+                costs.connection_bytes_per_s = costs.connection_bytes_per_s.map(|rate| rate * factor);
+            }
+            Parameter::Efficiency => costs.efficiency = (costs.efficiency * factor).clamp(0.2, 1.2),
+        }
+    }
+}
+
+/// Where the search begins, by the formulas of single probes.
+fn first_guess(samples: &[&Sample], link: &Link, start: Costs) -> Costs {
+    let of = |name: &'static str| samples.iter().filter(move |sample| sample.probe.name == name);
+    let round_trip = link.delay_s(0, 1) + link.delay_s(1, 0);
+    let smallest = of("there and back").min_by_key(|sample| sample.probe.bytes);
+    let message_s = smallest.map_or(5e-5, |sample| ((sample.seconds - round_trip) / 2.0).max(1e-6));
+    let largest = of("one way").max_by_key(|sample| sample.probe.bytes);
+    let (mut per_byte, mut rate) = (0.0, 1e9);
+    if let Some(sample) = largest {
+        per_byte = sample.cpu_s / sample.probe.bytes as f64;
+        rate = sample.probe.bytes as f64 / (sample.seconds - round_trip - 2.0 * message_s).max(sample.seconds / 10.0);
+    }
+    Costs {
+        message_s,
+        send_s_per_byte: per_byte / 2.0,
+        receive_s_per_byte: per_byte / 2.0,
+        reduce_s_per_byte: 1e-10,
+        connection_bytes_per_s: link.least_rate().is_none().then_some(rate),
+        ..start
+    }
+}
+
+impl Path {
+    /// Standard deviation of the logarithm of fitted over measured, of the probes that the fit was made without.
+    pub fn spread(&self) -> f64 {
+        let held = || self.residuals.iter().filter(|residual| residual.held_out);
+        let squares: f64 = held().map(|residual| (residual.fitted_s / residual.measured_s).ln().powi(2)).sum();
+        (squares / held().count().max(1) as f64).sqrt()
+    }
+
+    /// Least and greatest bytes of an operation that was measured.
+    pub fn sizes(&self) -> (u64, u64) {
+        let bytes = || self.residuals.iter().map(|residual| residual.bytes);
+        (bytes().min().unwrap_or(0), bytes().max().unwrap_or(0))
+    }
+}
+
+impl Calibration {
+    /// The costs of a transport over a link: as measured there, or else as measured of that transport over the link that is nearest by its rate; and what
+    /// is taken from elsewhere, in words.
+    ///
+    /// # Errors
+    /// The transport was not measured.
+    pub fn costs(&self, transport: &str, link: &Link) -> Result<(&Path, Vec<String>), String> {
+        let of_transport: Vec<&Path> = self.paths.iter().filter(|path| path.transport == transport).collect();
+        if let Some(path) = of_transport.iter().find(|path| path.link == *link) {
+            return Ok((path, Vec::new()));
+        }
+        let rate = |link: &Link| link.least_rate().unwrap_or(1e11).ln();
+        let distance = |path: &&&Path| (rate(&path.link) - rate(link)).abs();
+        let nearest = of_transport.iter().min_by(|a, b| distance(a).total_cmp(&distance(b)));
+        let Some(path) = nearest else {
+            let known: BTreeMap<&str, ()> = self.paths.iter().map(|path| (path.transport.as_str(), ())).collect();
+            let known = known.into_keys().collect::<Vec<_>>().join(", ");
+            return Err(format!(
+                "the transport {transport} was not calibrated, of which there are {known}: run bench calibrate with it"
+            ));
+        };
+        let mut taken = vec![format!(
+            "{transport} was not measured over {}; its costs are those over {}",
+            link.name, path.link.name
+        )];
+        if link.unusual.values().chain([&link.usual]).any(|pipes| pipes.up.loss + pipes.down.loss > 0.0) {
+            taken.push("losses are taken from formulas, not from measurements".into());
+        }
+        Ok((path, taken))
+    }
+
+    /// What the ranks compute on, all on this machine.
+    pub fn shared_machine(&self) -> Processors {
+        Processors::Shared { cores: self.effective_cores }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Samples of a transport whose costs are known, each off by a few per cent.
+    fn samples(truth: Costs, link: &Link, processors: Processors) -> Vec<Sample> {
+        let off = [1.02, 0.985, 1.01, 0.97, 1.0, 1.015];
+        let sample = |(index, probe): (usize, Probe)| {
+            let sample = Sample { probe, seconds: 0.0, cpu_s: 0.0 };
+            let seconds = predicted(&sample, link, processors, truth).unwrap() * off[index % off.len()];
+            let cpu_s = sample.probe.bytes as f64 * (truth.send_s_per_byte + truth.receive_s_per_byte);
+            Sample { seconds, cpu_s, ..sample }
+        };
+        probes(link, 2).into_iter().enumerate().map(sample).collect()
+    }
+
+    fn near(found: f64, truth: f64, share: f64) {
+        assert!((found / truth - 1.0).abs() < share, "{found}, not {truth}");
+    }
+
+    #[test]
+    fn costs_are_found_again() {
+        let truth = Costs {
+            message_s: 4e-5,
+            send_s_per_byte: 2e-10,
+            receive_s_per_byte: 2e-10,
+            reduce_s_per_byte: 3e-10,
+            connection_bytes_per_s: Some(1.5e9),
+            ..Costs::default()
+        };
+        let processors = Processors::Shared { cores: 2.0 };
+        let loopback = Link::even("loopback", None, 0.0);
+        let (found, residuals) =
+            fit(&samples(truth, &loopback, processors), &loopback, processors, Costs::default()).unwrap();
+        near(found.message_s, truth.message_s, 0.05);
+        near(found.send_s_per_byte, truth.send_s_per_byte, 0.01);
+        near(found.connection_bytes_per_s.unwrap(), 1.5e9, 0.1);
+        let path = Path { transport: "tcp".into(), link: loopback, ranks: 2, costs: found, residuals };
+        assert!(path.spread() < 0.05, "{}: {:?}", path.spread(), path.residuals);
+        assert!(path.residuals.iter().filter(|residual| residual.held_out).count() >= 6);
+    }
+
+    #[test]
+    fn of_a_slow_link_the_part_that_payload_gets_is_found() {
+        let link = Link::even("slow", Some(1e8), 0.01);
+        let truth = Costs { message_s: 1e-4, efficiency: 0.9, ..Costs::default() };
+        let processors = Processors::Own { cores: 1.0 };
+        let (found, _) = fit(&samples(truth, &link, processors), &link, processors, Costs::default()).unwrap();
+        near(found.efficiency, 0.9, 0.03);
+    }
+
+    #[test]
+    fn what_was_not_measured_is_said() {
+        let path = |rate: f64| Path {
+            transport: "tcp".into(),
+            link: Link::even(&format!("at {rate:e}"), Some(rate), 0.0),
+            ranks: 2,
+            costs: Costs::default(),
+            residuals: Vec::new(),
+        };
+        let calibration = Calibration {
+            schema: SCHEMA,
+            machine: String::new(),
+            cores: 2,
+            effective_cores: 1.8,
+            compute_spread: 0.02,
+            paths: vec![path(1e8), path(1e9)],
+        };
+        let (found, taken) = calibration.costs("tcp", &path(1e9).link).unwrap();
+        assert!(taken.is_empty() && found.link.name == "at 1e9");
+        let (found, taken) = calibration.costs("tcp", &Link::even("lan", Some(5e8), 0.0)).unwrap();
+        assert_eq!(found.link.name, "at 1e9");
+        assert_eq!(taken, ["tcp was not measured over lan; its costs are those over at 1e9"]);
+        let why = calibration.costs("quic", &path(1e9).link).unwrap_err();
+        assert!(why.contains("quic was not calibrated") && why.contains("tcp"), "{why}");
+    }
+}

@@ -1,0 +1,130 @@
+//! `bench advise`: the strategies in the order of their predicted steps, with the reason.
+
+use std::process::ExitCode;
+
+use gpt2::cli::say;
+use gpt2::strategy::StrategyKind;
+use rig::BenchError;
+use rig::debug;
+
+use super::alone::can_be_alone;
+use super::cells::Recorder;
+use super::forecast::{Forecast, PredictArgs, calibration, forecast, ms, outside};
+
+/// Predicts a step of each strategy and says which one to take, and why.
+///
+/// Takes the options of `bench predict`; without --strategies it compares all that can be recorded rank by rank.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct AdviseArgs {
+    #[command(flatten)]
+    predict: PredictArgs,
+}
+
+pub(crate) fn run(args: &AdviseArgs) -> Result<ExitCode, BenchError> {
+    let args = &args.predict;
+    debug::refuse_timings(args.allow_debug())?;
+    let calibration = calibration(&args.calibration)?;
+    let is_compared = |kind: &StrategyKind| *kind != StrategyKind::Single && can_be_alone(*kind);
+    let all: Vec<StrategyKind> = StrategyKind::ALL.into_iter().filter(is_compared).collect();
+    let cells = args.cells(&all)?;
+    let mut recorder = Recorder::new(args.text()?);
+    let mut forecasts = forecast(&cells, |cell| recorder.trace(cell), &calibration, args.apart, args.speed)?;
+    forecasts.sort_by(|a, b| a.prediction.step.value.total_cmp(&b.prediction.step.value));
+    for sentence in sentences(&forecasts) {
+        say(format_args!("{sentence}"));
+    }
+    for line in outside(&forecasts) {
+        say(format_args!("note: {line}"));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Whether a step brings as much as one of a single device.
+fn is_one_device(forecast: &Forecast) -> bool {
+    forecast.cell.strategy.parse::<StrategyKind>().is_ok_and(|kind| kind.spec().is_one_device)
+}
+
+/// The advice. Strategies that compute what one device computes need the same steps for a loss, so that their order by step is that by loss; of the
+/// others it is said how many more steps they may need before they are slower.
+fn sentences(forecasts: &[Forecast]) -> Vec<String> {
+    let best = forecasts.iter().find(|forecast| is_one_device(forecast));
+    let mut sentences = Vec::with_capacity(forecasts.len());
+    for forecast in forecasts {
+        let Forecast { cell, prediction } = forecast;
+        let (name, step) = (&cell.strategy, &prediction.step);
+        let mut sentence = format!(
+            "{name} over {} on {} with {} ranks: {:.1} ms a step ({:.1}-{:.1}), {:.0} % of it computing; {}",
+            cell.transport,
+            cell.link,
+            cell.ranks,
+            ms(step.value),
+            ms(step.low),
+            ms(step.high),
+            100.0 * prediction.utilization,
+            prediction.limit.because()
+        );
+        if let Some(best) = best {
+            let ratio = step.value / best.prediction.step.value;
+            let other = &best.cell.strategy;
+            if !is_one_device(forecast) {
+                let spare = 100.0 * (1.0 / ratio - 1.0);
+                sentence += &if spare > 0.0 {
+                    format!("; it reaches a loss sooner than {other} where it needs less than {spare:.0} % more steps")
+                } else {
+                    format!("; {other} has shorter steps and needs fewer of them")
+                };
+            } else if best != forecast {
+                let sent = (prediction.sent_bytes - best.prediction.sent_bytes) / 1e6;
+                let apart = step.low > best.prediction.step.high;
+                sentence += &format!("; {ratio:.2} times as long as {other}");
+                sentence += &match sent {
+                    more if more > 0.01 => format!(", with {more:.2} MB more through the busiest rank"),
+                    less if less < -0.01 => format!(", with {:.2} MB less through the busiest rank", -less),
+                    _ => String::new(),
+                };
+                sentence += if apart { "" } else { ", which the bounds do not tell apart" };
+            }
+        }
+        sentences.push(sentence);
+    }
+    sentences
+}
+
+#[cfg(test)]
+mod tests {
+    use predict::prediction::{Estimate, Limit, Prediction};
+    use rig::stats::made_up;
+
+    use super::*;
+
+    fn of(strategy: &str, ms: f64, sent_bytes: f64, limit: Limit) -> Forecast {
+        let value = ms / 1e3;
+        let step = Estimate { value, low: 0.95 * value, high: 1.05 * value };
+        let prediction = Prediction {
+            step,
+            exposed: step,
+            utilization: 0.5,
+            sent_bytes,
+            alpha_beta_s: value,
+            limit,
+            outside: Vec::new(),
+        };
+        Forecast { cell: made_up::cell(strategy), prediction }
+    }
+
+    #[test]
+    fn the_advice_has_an_order_and_a_reason() {
+        let forecasts = [
+            of("local-sgd", 50.0, 1e6, Limit::Compute),
+            of("ddp", 100.0, 1e6, Limit::Compute),
+            of("ring", 104.0, 1e6, Limit::Compute),
+            of("ps", 200.0, 3e6, Limit::Rate),
+        ];
+        let text = sentences(&forecasts);
+        assert!(text[0].contains("sooner than ddp where it needs less than 100 % more steps"), "{}", text[0]);
+        assert!(text[1].contains("100.0 ms a step (95.0-105.0), 50 % of it computing; most of a step is computation"));
+        assert!(text[2].ends_with("1.04 times as long as ddp, which the bounds do not tell apart"), "{}", text[2]);
+        let expected = "most of a step is spent on the link's rate; 2.00 times as long as ddp, with 2.00 MB more through the busiest rank";
+        assert!(text[3].ends_with(expected), "{}", text[3]);
+    }
+}

@@ -1,0 +1,212 @@
+//! Predictions that were written down before, beside what a sweep then measured.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use gpt2::cli::say;
+use predict::prediction::Estimate;
+use rig::BenchError;
+use rig::record::{Axis, Cell, Record};
+use rig::results::read_some_records;
+use rig::stats::median;
+use rig::text;
+use rig::training::sound;
+
+use super::forecast::{Forecast, ms};
+
+/// The first steps, which are not as the others are.
+const WARM_UP: usize = 2;
+
+/// The part of a step from which on waiting is judged by itself.
+const MUCH: f64 = 0.3;
+
+/// A cell: what was predicted and what was measured, in seconds.
+#[derive(Clone, Debug, PartialEq)]
+struct Pair {
+    cell: Cell,
+    step: Estimate,
+    exposed: Estimate,
+    alpha_beta_s: f64,
+    measured_step: f64,
+    measured_exposed: f64,
+}
+
+pub(super) fn run(predictions: &Path, results: &Path) -> Result<ExitCode, BenchError> {
+    let text = std::fs::read_to_string(predictions).map_err(|error| format!("{}: {error}", predictions.display()))?;
+    let line = |(number, line): (usize, &str)| {
+        let wrong = |error: serde_json::Error| format!("{}, line {}: {error}", predictions.display(), number + 1);
+        serde_json::from_str::<Forecast>(line).map_err(wrong)
+    };
+    let forecasts = text.lines().enumerate().map(line).collect::<Result<Vec<_>, _>>()?;
+    let records = read_some_records(results)?.records;
+    let pairs: Vec<Pair> = forecasts.iter().filter_map(|forecast| pair(forecast, &records)).collect();
+    if pairs.is_empty() {
+        return Err(format!("no cell of {} has a sound run in {}", predictions.display(), results.display()).into());
+    }
+    say(format_args!("{}", table(&pairs)));
+    for sentence in sentences(&pairs) {
+        say(format_args!("{sentence}"));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A forecast beside the runs of its cell.
+fn pair(forecast: &Forecast, records: &[Record]) -> Option<Pair> {
+    let runs = records.iter().filter(|record| record.cell == forecast.cell);
+    let of_runs: Vec<(f64, f64)> = runs.filter_map(measured).collect();
+    let middle = |of: fn(&(f64, f64)) -> f64| median(&of_runs.iter().map(of).collect::<Vec<_>>());
+    Some(Pair {
+        cell: forecast.cell.clone(),
+        step: forecast.prediction.step,
+        exposed: forecast.prediction.exposed,
+        alpha_beta_s: forecast.prediction.alpha_beta_s,
+        measured_step: middle(|(step, _)| *step)?,
+        measured_exposed: middle(|(_, exposed)| *exposed)?,
+    })
+}
+
+/// Seconds of a step of a run, and of waiting in one, on the rank where that is longest.
+fn measured(record: &Record) -> Option<(f64, f64)> {
+    let ranks = &sound(record).ok()?.ranks;
+    let period = record.cell.period();
+    let typical = |columns: &[&[f64]]| -> Option<f64> {
+        let length = columns.iter().map(|column| column.len()).min()?;
+        let sums: Vec<f64> = (WARM_UP..length).map(|step| columns.iter().map(|column| column[step]).sum()).collect();
+        // Whole periods, as a mean of each.
+        let means: Vec<f64> =
+            sums.rchunks_exact(period).map(|steps| steps.iter().sum::<f64>() / period as f64).collect();
+        median(&means)
+    };
+    let of_ranks = |columns: &dyn Fn(&rig::record::Steps) -> Option<f64>| {
+        ranks.iter().filter_map(|rank| columns(&rank.steps)).max_by(f64::total_cmp)
+    };
+    let step = of_ranks(&|steps| typical(&[&steps.total]))?;
+    let exposed = of_ranks(&|steps| typical(&[&steps.exposed, &steps.scalars, &steps.skew]))?;
+    Some((step / 1e3, exposed / 1e3))
+}
+
+/// By how much a prediction is too long, as a share of what was measured.
+fn off(predicted: f64, measured: f64) -> f64 {
+    predicted / measured - 1.0
+}
+
+impl Pair {
+    fn waits_much(&self) -> bool {
+        self.measured_exposed >= MUCH * self.measured_step
+    }
+}
+
+fn table(pairs: &[Pair]) -> String {
+    let axes: Vec<Axis> = Cell::varied(pairs.iter().map(|pair| &pair.cell));
+    let signed = |share: f64| format!("{:+.1} %", 100.0 * share);
+    let line = |pair: &Pair| {
+        [
+            if axes.is_empty() { pair.cell.strategy.clone() } else { pair.cell.label(&axes) },
+            format!("{:.1}", ms(pair.measured_step)),
+            format!("{:.1}", ms(pair.step.value)),
+            signed(off(pair.step.value, pair.measured_step)),
+            if pair.step.covers(pair.measured_step) { "yes" } else { "no" }.into(),
+            format!("{:.1}", ms(pair.measured_exposed)),
+            format!("{:.1}", ms(pair.exposed.value)),
+            if pair.waits_much() { signed(off(pair.exposed.value, pair.measured_exposed)) } else { "-".into() },
+            signed(off(pair.alpha_beta_s, pair.measured_step)),
+        ]
+    };
+    let header =
+        ["", "step (ms)", "predicted", "off", "within", "waiting (ms)", "predicted", "off", "latency and rate alone"];
+    text::columns(&header, &pairs.iter().map(line).collect::<Vec<_>>(), 1)
+}
+
+/// What the table comes to.
+fn sentences(pairs: &[Pair]) -> Vec<String> {
+    let share = |share: f64| format!("{:.1} %", 100.0 * share);
+    let summary = |what: &str, errors: Vec<f64>| {
+        let sizes: Vec<f64> = errors.iter().map(|error| error.abs()).collect();
+        let [middle, nine, worst] = [0.5, 0.9, 1.0].map(|part| quantile(&sizes, part));
+        format!(
+            "{what}: off by {} in the median, {} in nine of ten, {} at the worst ({} cells)",
+            share(middle),
+            share(nine),
+            share(worst),
+            sizes.len()
+        )
+    };
+    let step = |pair: &Pair| off(pair.step.value, pair.measured_step);
+    let mut sentences = vec![summary("a step", pairs.iter().map(step).collect())];
+    let much: Vec<&Pair> = pairs.iter().filter(|pair| pair.waits_much()).collect();
+    if !much.is_empty() {
+        let errors = much.iter().map(|pair| off(pair.exposed.value, pair.measured_exposed)).collect();
+        sentences.push(summary("waiting, where it is at least 30 % of a step", errors));
+    }
+    let plain = pairs.iter().map(|pair| off(pair.alpha_beta_s, pair.measured_step)).collect();
+    sentences.push(summary("a step by latency and rate alone", plain));
+    let within = pairs.iter().filter(|pair| pair.step.covers(pair.measured_step)).count();
+    sentences.push(format!(
+        "{within} of {} measured steps lie within their bounds, of which nine in ten are meant to",
+        pairs.len()
+    ));
+    if let Some(worst) = pairs.iter().max_by(|a, b| step(a).abs().total_cmp(&step(b).abs())) {
+        let Cell { strategy, transport, link, ranks, .. } = &worst.cell;
+        sentences.push(format!(
+            "the worst cell is {strategy} over {transport} on {link} with {ranks} ranks: predicted {:.1} ms, measured {:.1}",
+            ms(worst.step.value),
+            ms(worst.measured_step)
+        ));
+    }
+    sentences
+}
+
+/// The least value that at least this part of the values does not exceed.
+fn quantile(values: &[f64], part: f64) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let place = (part * sorted.len() as f64).ceil() as usize;
+    sorted.get(place.saturating_sub(1)).copied().unwrap_or(f64::NAN)
+}
+
+#[cfg(test)]
+mod tests {
+    use rig::stats::made_up;
+
+    use super::*;
+
+    fn estimate(value: f64) -> Estimate {
+        Estimate { value, low: 0.9 * value, high: 1.1 * value }
+    }
+
+    fn pair_of(predicted: f64, measured: f64) -> Pair {
+        Pair {
+            cell: made_up::cell("ddp"),
+            step: estimate(predicted),
+            exposed: estimate(predicted / 2.0),
+            alpha_beta_s: 2.0 * measured,
+            measured_step: measured,
+            measured_exposed: measured / 2.0,
+        }
+    }
+
+    #[test]
+    fn errors_are_counted_as_they_are() {
+        let pairs = [pair_of(0.105, 0.1), pair_of(0.09, 0.1), pair_of(0.13, 0.1)];
+        let text = sentences(&pairs).join("\n");
+        assert!(
+            text.contains("a step: off by 10.0 % in the median, 30.0 % in nine of ten, 30.0 % at the worst (3 cells)"),
+            "{text}"
+        );
+        assert!(text.contains("latency and rate alone: off by 100.0 % in the median"), "{text}");
+        assert!(text.contains("1 of 3 measured steps lie within"), "{text}");
+        assert!(text.contains("predicted 130.0 ms, measured 100.0"), "{text}");
+        assert!(table(&pairs).contains("+30.0 %"), "{}", table(&pairs));
+    }
+
+    #[test]
+    fn a_step_is_the_median_of_the_slowest_rank_after_the_first_two() {
+        let mut record = made_up::record(made_up::cell("ddp"), 1, &[900.0, 900.0, 10.0, 12.0, 11.0]);
+        for rank in record.measured.iter_mut().flat_map(|measured| &mut measured.ranks) {
+            let steps = &mut rank.steps;
+            (steps.exposed, steps.scalars, steps.skew) = (vec![4.0; 5], vec![1.0; 5], vec![0.5; 5]);
+        }
+        let (step, exposed) = measured(&record).unwrap();
+        assert!((step - 0.011).abs() < 1e-9 && (exposed - 0.0055).abs() < 1e-9, "{step}, {exposed}");
+    }
+}

@@ -1,0 +1,206 @@
+//! `bench calibrate`: what transports, links and the machine cost, in two minutes.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use gpt2::cli::say;
+use gpt2::config::Preset;
+use gpt2::strategy::StrategyKind;
+use gpt2::trainer::TrainConfig;
+use isocomm::{Rung, TransportKind, TransportOptions};
+use predict::calibration::{Calibration, Path, Probe, SCHEMA, Sample, fit, probes};
+use predict::network::{Costs, Link, Network, Processors};
+use predict::trace::Trace;
+use predict::{Detail, simulate};
+use rig::BenchError;
+use rig::debug;
+use rig::environment::Environment;
+use rig::link::{Profile, TestNetwork, gain_namespaces};
+use rig::machine;
+use rig::record::LOOPBACK;
+use rig::signal::Signals;
+use rig::stats::median;
+use rig::text;
+use rig::training::{Step, TextSource, Training};
+use rig::transports;
+
+use super::link::link;
+use super::perform::{Run, perform};
+
+/// Measures what transports cost over links, and what the machine's cores do together, for `bench predict`.
+///
+/// Two ranks send messages and run collectives of several sizes over each transport and link, and costs are fitted by which the simulation takes as long;
+/// every third measurement is left out of the fit and shows how far off it is.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct CalibrateArgs {
+    /// Transports, separated by commas.
+    #[arg(long, value_delimiter = ',', default_values_t = transports::over_networks())]
+    transports: Vec<TransportKind>,
+    /// Links, separated by spaces: profiles, by name or file (see `bench links --help`), or a rate with an MTU.
+    #[arg(long, value_delimiter = ' ', default_value = "loopback lan-1g lan-100m wan-near")]
+    links: Vec<String>,
+    /// Ranks.
+    #[arg(long, default_value_t = 2)]
+    ranks: usize,
+    /// Where to write it.
+    #[arg(long, default_value = "calibration.json")]
+    out: PathBuf,
+    /// Run although this is a debug build.
+    #[arg(long)]
+    allow_debug: bool,
+}
+
+/// About how long one probe is repeated.
+const OF_A_PROBE: Duration = Duration::from_millis(120);
+
+/// Least and greatest number of times.
+const TIMES: std::ops::RangeInclusive<u32> = 5..=200;
+
+/// How long the probes of a transport over a link may take.
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+pub(crate) fn run(args: &CalibrateArgs) -> Result<ExitCode, BenchError> {
+    debug::refuse_timings(args.allow_debug)?;
+    if args.ranks < 2 {
+        return Err("--ranks must be at least 2".into());
+    }
+    if args.links.iter().any(|name| name != LOOPBACK) {
+        gain_namespaces();
+    }
+    let signals = Signals::catch()?;
+    let environment = Environment::read();
+    say(format_args!("machine: {}", environment.one_line()));
+    if let Some(busy) = machine::busy() {
+        say(format_args!("WARNING: {busy}; what is measured now is not what the machine does by itself"));
+    }
+    let began = Instant::now();
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let Together { effective_cores, spread } = together(cores)?;
+    say(format_args!(
+        "{cores} cores do the work of {effective_cores:.2}; a step's computation varies by {:.1} %",
+        100.0 * spread
+    ));
+    let mut calibration = Calibration {
+        schema: SCHEMA,
+        machine: environment.one_line(),
+        cores,
+        effective_cores,
+        compute_spread: spread,
+        paths: Vec::new(),
+    };
+    for name in &args.links {
+        let profile = Profile::find(name)?;
+        let network = TestNetwork::new(&profile, args.ranks, None)?;
+        for kind in &args.transports {
+            signals.check()?;
+            let path = path(Rung::from(*kind), &link(&profile), &network, args.ranks, calibration.shared_machine())?;
+            calibration.paths.push(path);
+        }
+    }
+    say(format_args!("{}", table(&calibration)));
+    let json = serde_json::to_string_pretty(&calibration)?;
+    std::fs::write(&args.out, json).map_err(|error| format!("--out {}: {error}", args.out.display()))?;
+    say(format_args!("{} after {:.0} s", args.out.display(), began.elapsed().as_secs_f64()));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Measures and fits one transport over one link.
+fn path(
+    rung: Rung,
+    link: &Link,
+    network: &TestNetwork,
+    ranks: usize,
+    processors: Processors,
+) -> Result<Path, BenchError> {
+    let start = start(rung);
+    let probes: Vec<Probe> = probes(link, ranks);
+    let runs = probes
+        .iter()
+        .map(|probe| Ok(Run { times: times(&probe.trace, link, start)?, warm_up: 2, trace: probe.trace.clone() }));
+    let runs = runs.collect::<Result<Vec<Run>, String>>()?;
+    let options = TransportOptions { timeout: TIMEOUT / 2, ..TransportOptions::default() };
+    let performed = perform(&runs, rung, &options, network, TIMEOUT)?;
+    let sample = |(probe, performed): (Probe, super::perform::Performed)| {
+        let seconds = median(&performed.seconds).ok_or("a probe without a measurement")?;
+        Ok::<_, String>(Sample { probe, seconds, cpu_s: performed.cpu_s })
+    };
+    let samples = probes.into_iter().zip(performed).map(sample).collect::<Result<Vec<_>, _>>()?;
+    let (costs, residuals) = fit(&samples, link, processors, start)?;
+    Ok(Path { transport: rung.to_string(), link: link.clone(), ranks, costs, residuals })
+}
+
+/// What is not fitted: headers of packets. QUIC's are those of IP and UDP, a short header, and what authenticates.
+fn start(rung: Rung) -> Costs {
+    if rung.has_packets() { Costs { packet_overhead: 28.0 + 30.0, ..Costs::default() } } else { Costs::default() }
+}
+
+/// How often a probe is run, by what it would take at the least.
+fn times(trace: &Trace, link: &Link, costs: Costs) -> Result<u32, String> {
+    let costs = Costs { message_s: 5e-5, connection_bytes_per_s: Some(1e9), ..costs };
+    let network = Network { link: link.clone(), costs, processors: Processors::Own { cores: 1.0 }, threads: 1.0 };
+    let seconds = simulate(trace, &network, Detail::EveryRank)?.step_s;
+    let times = OF_A_PROBE.as_secs_f64() / seconds.max(1e-6);
+    Ok((times as u32).clamp(*TIMES.start(), *TIMES.end()))
+}
+
+/// What cores do at the same time.
+struct Together {
+    effective_cores: f64,
+    spread: f64,
+}
+
+/// Trains on one core, and then on all at the same time, each by itself.
+fn together(cores: usize) -> Result<Together, BenchError> {
+    let text = TextSource::bytes(None)?;
+    let computation = |ranks: usize| -> Result<Vec<f64>, BenchError> {
+        let mut config = TrainConfig::of(Preset::Mini.config(text.vocabulary), StrategyKind::Single);
+        (config.steps, config.global_batch) = (12, 4);
+        let training = Training { watched: true, ..Training::new(config, None, ranks, 1, TIMEOUT) };
+        let outputs = training.run(&TestNetwork::loopback())?;
+        let of_step = |step: &Step| step.ms;
+        let steps = outputs.iter().flat_map(|process| &process.steps);
+        Ok(steps.flat_map(|steps| steps.iter().skip(2).map(of_step)).collect())
+    };
+    // In turn, so that a busy moment hits both.
+    let (mut one, mut all) = (Vec::new(), Vec::new());
+    for _ in 0..3 {
+        one.extend(computation(1)?);
+        all.extend(computation(cores)?);
+    }
+    let middle = |times: &[f64]| median(times).filter(|time| *time > 0.0).ok_or("no step was measured");
+    let (alone, beside) = (middle(&one)?, middle(&all)?);
+    let logarithms: Vec<f64> = all.iter().map(|time| (time / beside).ln()).collect();
+    let squares: f64 = logarithms.iter().map(|off| off * off).sum();
+    let spread = (squares / logarithms.len() as f64).sqrt().max(0.005);
+    Ok(Together { effective_cores: (cores as f64 * alone / beside).clamp(1.0, cores as f64), spread })
+}
+
+fn table(calibration: &Calibration) -> String {
+    let line = |path: &Path| {
+        let Costs { message_s, send_s_per_byte, receive_s_per_byte, reduce_s_per_byte, efficiency, .. } = path.costs;
+        let connection =
+            path.costs.connection_bytes_per_s.map_or("the link's".into(), |rate| format!("{:.2}", rate / 1e9));
+        [
+            path.transport.clone(),
+            path.link.name.clone(),
+            format!("{:.0}", message_s * 1e6),
+            connection,
+            format!("{:.0} %", 100.0 * efficiency),
+            format!("{:.2}", (send_s_per_byte + receive_s_per_byte) * 1e9),
+            format!("{:.2}", reduce_s_per_byte * 1e9),
+            format!("{:.1} %", 100.0 * path.spread()),
+        ]
+    };
+    let header = [
+        "transport",
+        "link",
+        "message (us)",
+        "connection (GB/s)",
+        "of the rate",
+        "processor (ns/B)",
+        "reduction (ns/B)",
+        "off by",
+    ];
+    text::columns(&header, &calibration.paths.iter().map(line).collect::<Vec<_>>(), 2)
+}

@@ -1,0 +1,215 @@
+//! `bench predict`: what steps would take on a network, written down before any run; and how far off that was.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use gpt2::cli::say;
+use gpt2::strategy::StrategyKind;
+use isocomm::Rung;
+use predict::calibration::Calibration;
+use predict::chakra;
+use predict::network::Processors;
+use predict::prediction::{Estimate, Prediction, Question, predict};
+use predict::trace::Trace;
+use rig::BenchError;
+use rig::debug;
+use rig::link::Profile;
+use rig::record::{Axis, Cell};
+use rig::text;
+use rig::training::TextSource;
+use serde::{Deserialize, Serialize};
+
+use super::against;
+use super::cells::{CellOptions, Recorder};
+use super::link::link;
+
+/// Predicts what steps take, by what `bench calibrate` has measured and each rank's computation, which is recorded here without a network.
+///
+/// Beside each prediction stand bounds within which nine of ten measured steps are expected, and the plain model of a latency and a rate. With
+/// --against it compares predictions that were written before with the results of a sweep of the same cells.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct PredictArgs {
+    /// A plan whose cells are predicted, instead of the options: a TOML file, or the name of one that comes with this program.
+    plan: Option<PathBuf>,
+    #[command(flatten)]
+    cells: CellOptions,
+    /// A Chakra execution trace, PREFIX of PREFIX.RANK.et or a folder with one, instead of a recording.
+    #[arg(long, conflicts_with = "plan")]
+    trace: Option<PathBuf>,
+    /// What `bench calibrate` has written.
+    #[arg(long, default_value = "calibration.json")]
+    pub(super) calibration: PathBuf,
+    /// Give each rank a machine of its own, with this many cores. [default: all on this machine]
+    #[arg(long)]
+    pub(super) apart: Option<f64>,
+    /// How many times as fast as here ranks compute.
+    #[arg(long, default_value_t = 1.0)]
+    pub(super) speed: f64,
+    /// Where to write the predictions, a line of JSON each.
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Compare the predictions in --out, which were written before, with the results of a sweep: its folder.
+    #[arg(long, requires = "out", conflicts_with_all = ["plan", "trace"])]
+    against: Option<PathBuf>,
+    /// Run although this is a debug build.
+    #[arg(long)]
+    allow_debug: bool,
+}
+
+impl PredictArgs {
+    pub(super) fn allow_debug(&self) -> bool {
+        self.allow_debug
+    }
+
+    /// The cells that are predicted, with the strategies `usual` where none are named.
+    ///
+    /// # Errors
+    /// What cannot be, for the user.
+    pub(super) fn cells(&self, usual: &[StrategyKind]) -> Result<Vec<Cell>, BenchError> {
+        let cells = self.cells.cells(self.plan.as_deref(), usual)?;
+        Ok(cells.into_iter().filter(is_predicted).collect())
+    }
+
+    /// The text.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub(super) fn text(&self) -> Result<TextSource, BenchError> {
+        self.cells.text()
+    }
+}
+
+/// A cell and what is predicted of it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Forecast {
+    pub(super) cell: Cell,
+    pub(super) prediction: Prediction,
+}
+
+pub(crate) fn run(args: &PredictArgs) -> Result<ExitCode, BenchError> {
+    if let (Some(results), Some(out)) = (&args.against, &args.out) {
+        return against::run(out, results);
+    }
+    debug::refuse_timings(args.allow_debug)?;
+    let calibration = calibration(&args.calibration)?;
+    let cells = args.cells(&[StrategyKind::Ddp])?;
+    let forecasts = match &args.trace {
+        Some(path) => {
+            let trace = chakra::read(path)?;
+            // A trace has its ranks and its strategy.
+            let mut of_trace: Vec<Cell> = Vec::new();
+            for cell in cells {
+                let cell =
+                    Cell { ranks: trace.ranks.len(), strategy: "trace".into(), preset: trace.name.clone(), ..cell };
+                if !of_trace.contains(&cell) {
+                    of_trace.push(cell);
+                }
+            }
+            forecast(&of_trace, |_| Ok(trace.clone()), &calibration, args.apart, args.speed)?
+        }
+        None => {
+            let mut recorder = Recorder::new(args.text()?);
+            forecast(&cells, |cell| recorder.trace(cell), &calibration, args.apart, args.speed)?
+        }
+    };
+    say(format_args!("{}", table(&forecasts)));
+    for line in outside(&forecasts) {
+        say(format_args!("note: {line}"));
+    }
+    if let Some(out) = &args.out {
+        let lines = forecasts.iter().map(serde_json::to_string).collect::<Result<Vec<_>, _>>()?;
+        std::fs::write(out, lines.join("\n") + "\n").map_err(|error| format!("--out {}: {error}", out.display()))?;
+        say(format_args!("{} predictions: {}", forecasts.len(), out.display()));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Whether it goes over a network that is calibrated, by a trainer that is ours.
+fn is_predicted(cell: &Cell) -> bool {
+    let over_network = cell.transport.parse::<Rung>().is_ok_and(|rung| !rung.is_in_memory() && !rung.is_timing_only());
+    over_network && cell.strategy != "single" && !cell.program.is_pytorch()
+}
+
+/// What `bench calibrate` has left in a file.
+///
+/// # Errors
+/// There is none, or it is none.
+pub(super) fn calibration(path: &Path) -> Result<Calibration, BenchError> {
+    let about =
+        |why: &dyn std::fmt::Display| format!("--calibration {}: {why}; bench calibrate writes one", path.display());
+    let text = rig::folder::read_small(path).map_err(|why| about(&why))?;
+    let calibration: Calibration = serde_json::from_str(&text).map_err(|error| about(&error))?;
+    if calibration.schema != predict::calibration::SCHEMA {
+        return Err(about(&"it is of another version of this program").into());
+    }
+    Ok(calibration)
+}
+
+/// Predicts each cell.
+///
+/// # Errors
+/// A link or transport that is not known, or a trace that there cannot be.
+pub(super) fn forecast(
+    cells: &[Cell],
+    mut trace: impl FnMut(&Cell) -> Result<Trace, BenchError>,
+    calibration: &Calibration,
+    apart: Option<f64>,
+    speed: f64,
+) -> Result<Vec<Forecast>, BenchError> {
+    if !(speed > 0.0 && speed.is_finite()) || apart.is_some_and(|cores| !(cores > 0.0 && cores.is_finite())) {
+        return Err("--speed and --apart are numbers above 0".into());
+    }
+    let processors = apart.map_or(calibration.shared_machine(), |cores| Processors::Own { cores });
+    let mut forecasts = Vec::with_capacity(cells.len());
+    for cell in cells {
+        let link = link(&Profile::find(&cell.link)?);
+        let trace = trace(cell)?.with_compute_scaled(1.0 / speed);
+        let question = Question {
+            trace: &trace,
+            transport: &cell.transport,
+            link: &link,
+            processors,
+            threads: cell.threads as f64,
+        };
+        let mut prediction = predict(&question, calibration).map_err(|why| format!("{}: {why}", cell.strategy))?;
+        if (speed - 1.0).abs() > f64::EPSILON {
+            prediction.outside.push(format!("computation {speed} times as fast as it was recorded"));
+        }
+        forecasts.push(Forecast { cell: cell.clone(), prediction });
+    }
+    Ok(forecasts)
+}
+
+/// What was taken from elsewhere than measurements, each once.
+pub(super) fn outside(forecasts: &[Forecast]) -> Vec<String> {
+    let mut all: Vec<String> = Vec::new();
+    for line in forecasts.iter().flat_map(|forecast| &forecast.prediction.outside) {
+        if !all.contains(line) {
+            all.push(line.clone());
+        }
+    }
+    all
+}
+
+fn table(forecasts: &[Forecast]) -> String {
+    let axes: Vec<Axis> = Cell::varied(forecasts.iter().map(|forecast| &forecast.cell));
+    let between =
+        |estimate: &Estimate| format!("{:.1} ({:.1}-{:.1})", ms(estimate.value), ms(estimate.low), ms(estimate.high));
+    let line = |Forecast { cell, prediction }: &Forecast| {
+        let label = if axes.is_empty() { cell.strategy.clone() } else { cell.label(&axes) };
+        [
+            label,
+            between(&prediction.step),
+            between(&prediction.exposed),
+            format!("{:.0} %", 100.0 * prediction.utilization),
+            format!("{:.2}", prediction.sent_bytes / 1e6),
+            format!("{:.1}", ms(prediction.alpha_beta_s)),
+        ]
+    };
+    let header = ["", "step (ms)", "waiting (ms)", "computing", "sent (MB)", "latency and rate alone (ms)"];
+    text::columns(&header, &forecasts.iter().map(line).collect::<Vec<_>>(), 1)
+}
+
+pub(super) fn ms(seconds: f64) -> f64 {
+    seconds * 1e3
+}

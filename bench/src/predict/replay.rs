@@ -1,0 +1,91 @@
+//! `bench replay`: the operations of a trace over a real transport, without a model.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use gpt2::cli::say;
+use isocomm::{Rung, TransportOptions};
+use predict::chakra;
+use rig::BenchError;
+use rig::debug;
+use rig::link::{Profile, TestNetwork, gain_namespaces};
+use rig::record::LOOPBACK;
+use rig::signal::Signals;
+use rig::stats::median;
+
+use super::forecast::ms;
+use super::perform::{Run, perform};
+
+/// Runs the operations of a Chakra execution trace over a transport and a link, without a model: a computation is as much processor time.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct ReplayArgs {
+    /// PREFIX of the files PREFIX.RANK.et, or a folder with the files of one trace.
+    trace: PathBuf,
+    /// The transport.
+    #[arg(long, default_value = "tcp")]
+    transport: Rung,
+    /// The link: a profile, by name or file (see `bench links --help`), or a rate with an MTU.
+    #[arg(long, default_value = LOOPBACK)]
+    link: String,
+    /// How often the trace is gone through; two times more come before.
+    #[arg(long, default_value_t = 20)]
+    times: u32,
+    /// Leave the computation out.
+    #[arg(long)]
+    no_compute: bool,
+    /// Seconds that it may take.
+    #[arg(long, default_value_t = 120)]
+    timeout: u64,
+    /// Run although this is a debug build.
+    #[arg(long)]
+    allow_debug: bool,
+}
+
+pub(crate) fn run(args: &ReplayArgs) -> Result<ExitCode, BenchError> {
+    debug::refuse_timings(args.allow_debug)?;
+    if args.times == 0 || args.timeout == 0 {
+        return Err("--times and --timeout must be at least 1".into());
+    }
+    let mut trace = chakra::read(&args.trace)?;
+    let ranks = trace.ranks.len();
+    if ranks < 2 {
+        return Err(format!("{}: a trace of one rank has nobody to talk to", args.trace.display()).into());
+    }
+    if args.transport.is_timing_only() || args.transport.is_threads() {
+        return Err(format!("--transport {}: choose one that joins processes", args.transport).into());
+    }
+    if args.no_compute {
+        trace = trace.with_compute_scaled(0.0);
+    }
+    if args.link != LOOPBACK {
+        gain_namespaces();
+    }
+    let _signals = Signals::catch()?;
+    let network = TestNetwork::new(&Profile::find(&args.link)?, ranks, None)?;
+    let timeout = Duration::from_secs(args.timeout);
+    let lanes = trace
+        .ranks
+        .iter()
+        .flat_map(|rank| &rank.nodes)
+        .filter_map(|node| node.work.lane())
+        .max()
+        .map_or(1, |lane| lane + 1);
+    let options = TransportOptions { timeout: timeout / 2, ..TransportOptions::default() };
+    let options = TransportOptions { lanes: lanes.max(options.lanes), ..options };
+    let steps = trace.steps as f64;
+    let name = trace.name.clone();
+    let run = Run { trace, warm_up: 2, times: args.times };
+    let performed = perform(&[run], args.transport, &options, &network, timeout)?;
+    let performed = performed.first().ok_or("the ranks left nothing")?;
+    let of_step = |values: &[f64]| median(values).map_or(f64::NAN, |value| ms(value / steps));
+    say(format_args!("{name}, {ranks} ranks over {} through {}", args.transport, network.describe()));
+    say(format_args!(
+        "{:.2} ms a step, of which {:.2} ms waiting on the rank that waits longest; operations were under way for {:.2} ms (medians of {} times)",
+        of_step(&performed.seconds),
+        of_step(&performed.waited),
+        of_step(&performed.under_way),
+        performed.seconds.len()
+    ));
+    Ok(ExitCode::SUCCESS)
+}
