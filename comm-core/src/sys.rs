@@ -11,8 +11,8 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::io::Errno;
 use rustix::process::{
-    PTracer, Pid, Resource, Rlimit, Signal, WaitId, WaitIdOptions, getrlimit, kill_process_group,
-    set_parent_process_death_signal, set_ptracer, setrlimit, waitid,
+    Pid, Resource, Rlimit, Signal, WaitId, WaitIdOptions, getrlimit, kill_process_group,
+    set_parent_process_death_signal, setrlimit, waitid,
 };
 
 /// A file descriptor to wait for with [`poll`], and what was found.
@@ -142,11 +142,6 @@ pub(crate) fn read_process<const N: usize>(pid: u32, places: [(u64, &mut [u8]); 
     // addresses of the other process itself.
     let copied = unsafe { libc::process_vm_readv(pid, own.as_ptr(), count, theirs.as_ptr(), count, 0) };
     usize::try_from(copied).map_err(|_| io::Error::last_os_error())
-}
-
-/// Lets process `pid` and what descends from it look into this one as if it were an ancestor, where Yama restricts that.
-pub(crate) fn admit_tracer(pid: u32) -> io::Result<()> {
-    Ok(set_ptracer(PTracer::ProcessID(process(pid).ok_or(Errno::SRCH)?))?)
 }
 
 /// Asks for huge pages for what of `memory` lies on whole pages.

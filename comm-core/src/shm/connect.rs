@@ -16,7 +16,7 @@ use subtle::ConstantTimeEq;
 use super::ShmOptions;
 use super::exchange::TransportState;
 use super::layout::{Layout, PROOF_LEN};
-use super::single_copy::{MemoryInfo, PeerMemory, SingleCopy, Token, admit_siblings};
+use super::single_copy::{MemoryInfo, PeerMemory, SingleCopy, Token};
 use super::sys::{MEMORY_NAME, Segment};
 use crate::control::{Control, ControlExt, RankResult};
 use crate::deadline::Deadline;
@@ -97,7 +97,6 @@ fn token(rank: usize, options: &ShmOptions) -> RankResult<Option<Token>> {
     if !options.single_copy {
         return Ok(None);
     }
-    admit_siblings();
     Token::generate().map(Some).map_err(|why| format!("rank {rank} has {why}"))
 }
 

@@ -1,7 +1,7 @@
 //! Long messages that are copied once: the receiver reads them out of the memory of the sender's process, with `process_vm_readv`.
 //!
 //! Not every system allows that: kernels are built without it, sandboxes forbid it, and Yama's `ptrace_scope` restricts it to
-//! ancestors. So each rank tries it on each other one when they connect, and all use it if it works everywhere.
+//! ancestors and to root, an exception from which would end with the program that started the ranks. So each rank tries it on each other one when they connect, and all use it if it works everywhere.
 //!
 //! Numbers of processes are used again. Therefore every read also reads the peer's token, a random value at an address that the peer announced; if it
 //! is not what was announced, another process has been read.
@@ -83,17 +83,6 @@ impl PeerMemory {
     }
 }
 
-/// Allows the processes that were started by the one that started this one to read its memory, where that takes a permission: with Yama's
-/// `ptrace_scope` 1. They run as the same user, and are the job's ranks and their helpers.
-pub(super) fn admit_siblings() {
-    let parent = std::os::unix::process::parent_id();
-    // Everything descends from process 1.
-    if parent > 1 && ptrace_scope() == Some(1) {
-        // If this fails the others find out when they try.
-        let _ = sys::admit_tracer(parent);
-    }
-}
-
 /// Yama's restriction, where the kernel has it.
 fn ptrace_scope() -> Option<u32> {
     fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").ok()?.trim().parse().ok()
@@ -102,11 +91,8 @@ fn ptrace_scope() -> Option<u32> {
 fn explain(error: &io::Error) -> String {
     match (Errno::from_io_error(error), ptrace_scope()) {
         (Some(Errno::NOSYS), _) => format!("{error}: the kernel has no process_vm_readv, or a sandbox hides it"),
-        (Some(Errno::PERM), Some(1)) => format!(
-            "{error}: /proc/sys/kernel/yama/ptrace_scope is 1, which allows it only to ranks that one program has started (not process 1)"
-        ),
-        (Some(Errno::PERM), Some(scope)) if scope > 1 => {
-            format!("{error}: /proc/sys/kernel/yama/ptrace_scope is {scope}")
+        (Some(Errno::PERM), Some(scope)) if scope > 0 => {
+            format!("{error}: /proc/sys/kernel/yama/ptrace_scope is {scope}; 0 allows it to all processes of a user")
         }
         (Some(Errno::PERM | Errno::ACCESS), _) => {
             format!("{error}: the system does not let one rank read another's memory")
