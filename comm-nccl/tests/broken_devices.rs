@@ -17,12 +17,15 @@ const TIMEOUT: Duration = Duration::from_secs(1);
 /// What an abort gets to end what runs, before that counts as running for ever, and some time for a busy machine.
 const SETTLED: Duration = Duration::from_secs(20);
 
+/// In which ranks connect, on a machine that does much else.
+const CONNECTED: Duration = Duration::from_secs(20);
+
 /// For what must not wait for that.
 const SOON: Duration = Duration::from_secs(6);
 
 const SUM: Op = Op::AllReduce(ReduceOp::Sum);
 
-/// Runs `body` as each of two ranks. Fails if they take longer than `limit`.
+/// Runs `body` as each of two ranks. Fails if they take longer than `limit` once they have connected.
 fn two(limit: Duration, body: impl Fn(NcclCommunicator) + Send + Sync + 'static) {
     let body = Arc::new(body);
     let (done, ended) = std::sync::mpsc::channel();
@@ -33,17 +36,22 @@ fn two(limit: Duration, body: impl Fn(NcclCommunicator) + Send + Sync + 'static)
         thread::spawn(move || {
             let control: Arc<dyn Control> = rank.control;
             let options = NcclOptions::default().on_stand_in().with_timeout(TIMEOUT);
-            let comm = NcclCommunicator::connect(control, &options, Deadline::after(Duration::from_secs(20))).unwrap();
+            let comm = NcclCommunicator::connect(control, &options, Deadline::after(CONNECTED)).unwrap();
             connected.wait();
+            done.send(()).unwrap();
             body(comm);
             done.send(()).unwrap();
         });
     }
     drop(done);
-    let deadline = Deadline::after(limit);
-    for _ in 0..2 {
-        ended.recv_timeout(deadline.remaining()).expect("a rank hangs or has panicked");
-    }
+    let both = |limit: Duration, what: &str| {
+        let deadline = Deadline::after(limit);
+        for _ in 0..2 {
+            ended.recv_timeout(deadline.remaining()).expect(what);
+        }
+    };
+    both(CONNECTED, "a rank does not connect");
+    both(limit, "a rank hangs or has panicked");
 }
 
 fn on_device(comm: &NcclCommunicator) -> Buffer {
