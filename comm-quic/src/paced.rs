@@ -93,6 +93,9 @@ impl Controller for Paced {
 
     fn on_end_acks(&mut self, now: Instant, in_flight: u64, app_limited: bool, largest_packet_num_acked: Option<u64>) {
         self.usage.in_flight = in_flight;
+        if in_flight == 0 {
+            self.clock.rest(now);
+        }
         self.inner.on_end_acks(self.clock.at(now), in_flight, app_limited, largest_packet_num_acked);
     }
 
@@ -208,6 +211,8 @@ struct SendingClock {
     stopped: Duration,
     /// When something was sent last.
     last_sent: Instant,
+    /// Since when nothing is on its way. What only asks whether the peer is there, and its answer, do not wake the clock.
+    resting_since: Option<Instant>,
     /// The latest time that it has shown: it does not go back.
     shown: Instant,
     /// When a loss was answered last; by this clock too.
@@ -216,7 +221,7 @@ struct SendingClock {
 
 impl SendingClock {
     fn new(now: Instant) -> Self {
-        SendingClock { stopped: Duration::ZERO, last_sent: now, shown: now, lost: None }
+        SendingClock { stopped: Duration::ZERO, last_sent: now, resting_since: None, shown: now, lost: None }
     }
 
     /// Something is sent, `after_pause` when nothing was on its way before.
@@ -224,11 +229,17 @@ impl SendingClock {
         if after_pause {
             self.stopped += now.saturating_duration_since(self.last_sent);
         }
-        self.last_sent = now;
+        (self.last_sent, self.resting_since) = (now, None);
+    }
+
+    /// Nothing is on its way any more.
+    fn rest(&mut self, now: Instant) {
+        self.resting_since.get_or_insert(now);
     }
 
     /// What it shows.
     fn at(&mut self, now: Instant) -> Instant {
+        let now = self.resting_since.map_or(now, |since| since.min(now));
         self.shown = self.shown.max(now.checked_sub(self.stopped).unwrap_or(now));
         self.shown
     }
@@ -381,6 +392,9 @@ mod tests {
         clock.sent(at(0), true);
         clock.sent(at(10), false);
         assert_eq!(clock.at(at(60)), at(60));
+        clock.rest(at(60));
+        clock.rest(at(500));
+        assert_eq!(clock.at(at(700)), at(60));
         // What is sent after a pause follows what was sent last.
         clock.sent(at(1010), true);
         assert_eq!(clock.at(at(1010)), at(60));
