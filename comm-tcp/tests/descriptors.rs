@@ -4,7 +4,7 @@
 
 mod common;
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -178,9 +178,17 @@ fn what_is_enough_is_let_through() {
     if !is_inside("what_is_enough_is_let_through", ENOUGH) {
         return;
     }
+    let open = || fs::read_dir("/proc/self/fd").unwrap().count();
+    let at_first = open();
     for kind in Kind::ALL {
         for (rank, outcome) in connect_lanes(kind, LANES).into_iter().enumerate() {
             assert!(outcome.is_ok(), "{kind:?}, rank {rank}: {}", outcome.err().unwrap());
+        }
+        // Threads of the library close connections after they have been dropped.
+        let deadline = Deadline::after(Duration::from_secs(20));
+        while open() > at_first {
+            assert!(!deadline.remaining().is_zero(), "{kind:?}: {} descriptors instead of {at_first}", open());
+            thread::sleep(Duration::from_millis(10));
         }
     }
 }
