@@ -238,3 +238,25 @@ fn a_folder_appears_whole_or_not_at_all() {
     run(true).unwrap();
     assert!(!partial.exists());
 }
+
+#[test]
+fn a_link_stands_for_its_folder_and_a_mounted_one_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, real, link) = (folder.path().join("a.txt"), folder.path().join("real"), folder.path().join("link"));
+    fs::write(&path, " word".repeat(100)).unwrap();
+    let run = |out: &Path, overwrite| {
+        prepare(std::slice::from_ref(&path), out, &PrepareOptions { overwrite, ..options() }, &mut |_| ())
+    };
+    std::os::unix::fs::symlink(&real, &link).unwrap();
+    let error = run(&link, false).unwrap_err().to_string();
+    assert!(error.contains("leads nowhere"), "{error}");
+    fs::create_dir(&real).unwrap();
+    for overwrite in [false, true] {
+        run(&link, overwrite).unwrap();
+        assert!(link.is_symlink() && !real.is_symlink(), "the folder is replaced, not the link");
+        assert_eq!(fs::read_dir(&real).unwrap().count(), 2);
+    }
+    // Every Linux has it mounted.
+    let error = run(Path::new("/proc"), true).unwrap_err().to_string();
+    assert!(error.contains("/proc: a file system is mounted there") && error.contains("inside it"), "{error}");
+}

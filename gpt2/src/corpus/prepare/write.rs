@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::fs::{self, File, TryLockError};
 use std::io::{self, BufWriter, Seek, SeekFrom, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::{MAX_SHARDS, Part, PrepareError};
@@ -21,10 +22,12 @@ pub(super) struct Output {
 
 impl Output {
     /// # Errors
-    /// The folder has something in it that must stay, or another process writes to it, or the operating system refuses.
-    pub(super) fn begin(target: &Path, overwrite: bool) -> Result<Self, PrepareError> {
+    /// The folder has something in it that must stay, or cannot be replaced by another, or another process writes to it, or the operating
+    /// system refuses.
+    pub(super) fn begin(given: &Path, overwrite: bool) -> Result<Self, PrepareError> {
+        let target = &real(given)?;
         let Some(name) = target.file_name() else {
-            return Err(PrepareError::File { path: target.to_owned(), what: "give the folder by its name".into() });
+            return Err(PrepareError::File { path: given.to_owned(), what: "give the folder by its name".into() });
         };
         check_free(target, overwrite)?;
         let folder = beside(target, name, ".partial");
@@ -84,6 +87,38 @@ impl Drop for Output {
             let _ = fs::remove_dir_all(&self.folder);
         }
     }
+}
+
+/// The folder that is meant, which a link may stand for. Where it is there, another can take its name.
+fn real(given: &Path) -> Result<PathBuf, PrepareError> {
+    let refused = |what: &str| PrepareError::File { path: given.to_owned(), what: what.into() };
+    if given.file_name().is_none() {
+        return Err(refused("give the folder by its name"));
+    }
+    match fs::symlink_metadata(given) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(given.to_owned()),
+        Err(source) => return Err(PrepareError::Write { path: given.to_owned(), source }),
+        Ok(_) => {}
+    }
+    let target = match given.canonicalize() {
+        Ok(target) => target,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return Err(refused("the link leads nowhere; create the folder it names, or give another"));
+        }
+        Err(source) => return Err(PrepareError::Write { path: given.to_owned(), source }),
+    };
+    let device = |path: &Path| fs::metadata(path).map(|metadata| metadata.dev());
+    let is_mounted = match target.parent() {
+        Some(parent) => {
+            let both = device(&target).and_then(|own| Ok(own != device(parent)?));
+            both.map_err(|source| PrepareError::Write { path: target.clone(), source })?
+        }
+        None => true,
+    };
+    if is_mounted {
+        return Err(refused("a file system is mounted there, which no other folder can replace; give a new folder inside it"));
+    }
+    Ok(target)
 }
 
 /// A hidden name beside `target`.
