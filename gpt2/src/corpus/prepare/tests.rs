@@ -232,11 +232,22 @@ fn a_folder_appears_whole_or_not_at_all() {
     assert!(error.contains("notes.txt"), "{error}");
     fs::remove_file(out.join("notes.txt")).unwrap();
     // Another that writes there.
-    let other = Output::begin(&out, true).unwrap();
+    let other = Output::begin(&out, true, &mut || ()).unwrap();
     assert!(matches!(run(true).unwrap_err(), PrepareError::Busy { .. }));
     drop(other);
     run(true).unwrap();
     assert!(!partial.exists());
+    // One that was killed after it had moved the old shards away.
+    for overwrite in [false, true] {
+        fs::rename(&out, folder.path().join(".out.replaced")).unwrap();
+        let mut restored = 0;
+        let mut watch = |now: LoadStatus| restored += i32::from(now.stage == Stage::Restored);
+        let options = PrepareOptions { overwrite, ..options() };
+        let result = prepare(std::slice::from_ref(&path), &out, &options, &mut watch);
+        assert_eq!(result.err().map(|error| error.to_string().contains("--overwrite")), (!overwrite).then_some(true));
+        assert_eq!((restored, names().len()), (1, 2));
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2, "the text and the shards");
+    }
 }
 
 #[test]

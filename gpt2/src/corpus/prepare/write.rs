@@ -10,6 +10,9 @@ use std::path::{Path, PathBuf};
 use super::{MAX_SHARDS, Part, PrepareError};
 use crate::corpus::shards;
 
+/// What the hidden name of a folder ends with while another takes its place.
+const REPLACED: &str = ".replaced";
+
 /// The folder under its name to be, and meanwhile under another beside it.
 #[derive(Debug)]
 pub(super) struct Output {
@@ -24,7 +27,9 @@ impl Output {
     /// # Errors
     /// The folder has something in it that must stay, or cannot be replaced by another, or another process writes to it, or the operating
     /// system refuses.
-    pub(super) fn begin(given: &Path, overwrite: bool) -> Result<Self, PrepareError> {
+    ///
+    /// What a process that was killed while it replaced the folder has moved away is moved back, and `restored` is called.
+    pub(super) fn begin(given: &Path, overwrite: bool, restored: &mut dyn FnMut()) -> Result<Self, PrepareError> {
         let target = &real(given)?;
         let Some(name) = target.file_name() else {
             return Err(PrepareError::File { path: given.to_owned(), what: "give the folder by its name".into() });
@@ -40,7 +45,15 @@ impl Output {
         })?;
         let left = fs::read_dir(&folder).and_then(|mut left| left.try_for_each(|entry| fs::remove_file(entry?.path())));
         left.map_err(at)?;
-        Ok(Output { target: target.to_owned(), folder, lock, is_published: false })
+        let output = Output { target: target.clone(), folder, lock, is_published: false };
+        let replaced = beside(target, name, REPLACED);
+        // Nobody else is between these two names, with the lock taken.
+        if !target.exists() && replaced.is_dir() {
+            fs::rename(&replaced, target).map_err(|source| PrepareError::Write { path: target.clone(), source })?;
+            restored();
+            check_free(target, overwrite)?;
+        }
+        Ok(output)
     }
 
     /// Where the shards are written.
@@ -53,7 +66,7 @@ impl Output {
         let at = |source| PrepareError::Write { path: self.target.clone(), source };
         self.lock.sync_all().map_err(at)?;
         let name = self.target.file_name().unwrap_or_default();
-        let replaced = beside(&self.target, name, ".replaced");
+        let replaced = beside(&self.target, name, REPLACED);
         // One that is empty is replaced by the second of these alone.
         let is_occupied = fs::read_dir(&self.target).is_ok_and(|mut entries| entries.next().is_some());
         if is_occupied {
