@@ -258,12 +258,18 @@ fn a_link_stands_for_its_folder_and_a_mounted_one_is_refused() {
     let run = |out: &Path, overwrite| {
         prepare(std::slice::from_ref(&path), out, &PrepareOptions { overwrite, ..options() }, &mut |_| ())
     };
-    std::os::unix::fs::symlink(&real, &link).unwrap();
-    let error = run(&link, false).unwrap_err().to_string();
+    let lost = folder.path().join("lost");
+    std::os::unix::fs::symlink("none/at/all", &lost).unwrap();
+    let error = run(&lost, false).unwrap_err().to_string();
     assert!(error.contains("leads nowhere"), "{error}");
-    fs::create_dir(&real).unwrap();
-    for overwrite in [false, true] {
-        run(&link, overwrite).unwrap();
+    std::os::unix::fs::symlink("real", &link).unwrap();
+    // Without a folder, with an empty one, and with one that has shards.
+    for overwrite in [None, Some(false), Some(true)] {
+        if overwrite == Some(false) {
+            fs::remove_dir_all(&real).unwrap();
+            fs::create_dir(&real).unwrap();
+        }
+        run(&link, overwrite == Some(true)).unwrap();
         assert!(link.is_symlink() && !real.is_symlink(), "the folder is replaced, not the link");
         assert_eq!(fs::read_dir(&real).unwrap().count(), 2);
     }

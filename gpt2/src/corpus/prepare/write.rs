@@ -116,7 +116,7 @@ fn real(given: &Path) -> Result<PathBuf, PrepareError> {
     let target = match given.canonicalize() {
         Ok(target) => target,
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            return Err(refused("the link leads nowhere; create the folder it names, or give another"));
+            return named(given).ok_or_else(|| refused("the link leads nowhere; create the folder it names, or give another"));
         }
         Err(source) => return Err(PrepareError::Write { path: given.to_owned(), source }),
     };
@@ -132,6 +132,14 @@ fn real(given: &Path) -> Result<PathBuf, PrepareError> {
         return Err(refused("a file system is mounted there, which no other folder can replace; give a new folder inside it"));
     }
     Ok(target)
+}
+
+/// The folder that a link names, which is not there; nothing where its parent is not there either.
+fn named(link: &Path) -> Option<PathBuf> {
+    let parent = link.parent().filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let named = parent.join(fs::read_link(link).ok()?);
+    let target = named.parent()?.canonicalize().ok()?.join(named.file_name()?);
+    (!target.is_symlink()).then_some(target)
 }
 
 /// A hidden name beside `target`.
