@@ -53,7 +53,9 @@ impl LoadProgress {
                 return;
             }
             Stage::Restored => {
-                complain("warning: a run that was killed had moved the old shards away; they are in their folder again");
+                complain(
+                    "warning: a run that was killed had moved the old shards away; they are in their folder again",
+                );
                 return;
             }
         };

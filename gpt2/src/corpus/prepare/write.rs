@@ -116,7 +116,8 @@ fn real(given: &Path) -> Result<PathBuf, PrepareError> {
     let target = match given.canonicalize() {
         Ok(target) => target,
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            return named(given).ok_or_else(|| refused("the link leads nowhere; create the folder it names, or give another"));
+            return named(given)
+                .ok_or_else(|| refused("the link leads nowhere; create the folder it names, or give another"));
         }
         Err(source) => return Err(PrepareError::Write { path: given.to_owned(), source }),
     };
@@ -129,7 +130,9 @@ fn real(given: &Path) -> Result<PathBuf, PrepareError> {
         None => true,
     };
     if is_mounted {
-        return Err(refused("a file system is mounted there, which no other folder can replace; give a new folder inside it"));
+        return Err(refused(
+            "a file system is mounted there, which no other folder can replace; give a new folder inside it",
+        ));
     }
     Ok(target)
 }
