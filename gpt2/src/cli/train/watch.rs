@@ -14,8 +14,9 @@ pub(super) struct WatchArgs {
     /// Print every so many steps.
     #[arg(long, default_value_t = 10)]
     pub(super) log_every: u64,
-    /// Answer HTTP on rank 0: /metrics in Prometheus' text format, and /health, which is 503 when no step has ended for long. Whoever can reach
-    /// the port can read it; port 0 takes a free one, which is printed.
+    /// Answer HTTP on rank 0: /metrics in Prometheus' text format, and /health, which is 503 when no step has ended for long. For the first step
+    /// of a start, also a restart, it allows 30 minutes until training begins, and 30 minutes from there. Whoever can reach the port can read
+    /// it; port 0 takes a free one, which is printed.
     #[arg(long, value_name = "ADDR:PORT")]
     metrics: Option<SocketAddr>,
     /// Usual times of a step without one after which /health says so, but never less than 10 s. Validations and checkpoints count too.
