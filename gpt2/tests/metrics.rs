@@ -102,8 +102,13 @@ fn a_run_answers_while_it_trains_and_strangers_do_not_disturb_it() {
 
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
-    let arguments =
-        format!("train --preset micro --tokenizer bytes --data text.txt --out other --metrics 127.0.0.1:{port}");
-    let said = refused(&arguments.split(' ').collect::<Vec<_>>(), folder);
-    assert!(said.contains(&format!("--metrics 127.0.0.1:{port}: cannot listen there")), "{said}");
+    // Whoever trains, before the text is looked for, and no start is a restart.
+    for ranks in ["", " --nproc 2 --strategy ddp --max-restarts 3"] {
+        let arguments = format!(
+            "train --preset micro --tokenizer bytes --data none.txt --out other --metrics 127.0.0.1:{port}{ranks}"
+        );
+        let said = refused(&arguments.split(' ').collect::<Vec<_>>(), folder);
+        assert!(said.contains(&format!("--metrics 127.0.0.1:{port}: cannot listen there")), "{said}");
+        assert!(!said.contains("restart"), "{said}");
+    }
 }

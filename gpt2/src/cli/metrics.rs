@@ -116,9 +116,8 @@ impl Metrics {
     /// # Errors
     /// The address cannot be listened on.
     pub(super) fn serve(address: SocketAddr, facts: RunFacts) -> Result<Self, CliError> {
-        let cannot =
-            |error: std::io::Error| format!("--metrics {address}: cannot listen there: {error}; give another address");
-        let listener = TcpListener::bind(address).map_err(cannot)?;
+        let listener = listen(address)?;
+        let cannot = |error| cannot(address, &error);
         let address = listener.local_addr().map_err(cannot)?;
         let shared = Arc::new(Shared::new(facts));
         let of_server = shared.clone();
@@ -173,6 +172,16 @@ impl Metrics {
     pub(super) fn saved(&self, step: u64) {
         self.shared.figures().checkpoint_step = Some(step);
     }
+}
+
+/// # Errors
+/// The address cannot be listened on.
+pub(super) fn listen(address: SocketAddr) -> Result<TcpListener, CliError> {
+    Ok(TcpListener::bind(address).map_err(|error| cannot(address, &error))?)
+}
+
+fn cannot(address: SocketAddr, error: &std::io::Error) -> String {
+    format!("--metrics {address}: cannot listen there: {error}; give another address")
 }
 
 impl Drop for Metrics {

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use clap::Args;
 
-use super::super::metrics::{Metrics, RunFacts};
+use super::super::metrics::{self, Metrics, RunFacts};
 use super::super::{CliError, say};
 use super::TrainArgs;
 use crate::trainer::Restarts;
@@ -31,6 +31,12 @@ impl WatchArgs {
             return Ok(());
         }
         Err(format!("--unhealthy-after {} must lie between 1 and a million", self.unhealthy_after).into())
+    }
+
+    /// # Errors
+    /// Nobody can listen where answers are asked for.
+    pub(super) fn check_port(&self) -> Result<(), CliError> {
+        self.metrics.map_or(Ok(()), |address| metrics::listen(address).map(drop))
     }
 
     /// Begins to answer, where that is asked for, and says where.
