@@ -100,6 +100,8 @@ pub enum Stage {
     /// Ids were encoded or checked, and the cache cannot keep them, or that they were: the next run does it again. For the reason there is
     /// from the operating system.
     NotKept(std::io::ErrorKind),
+    /// The shards that a process which was killed had moved away, to put others in their place, are in their folder again.
+    Restored,
 }
 
 /// What is known of the documents of a corpus.

@@ -52,6 +52,12 @@ impl LoadProgress {
                 self.kept = Some(Err(why));
                 return;
             }
+            Stage::Restored => {
+                complain(
+                    "warning: a run that was killed had moved the old shards away; they are in their folder again",
+                );
+                return;
+            }
         };
         if !self.speaks || total < least {
             return;
@@ -95,7 +101,7 @@ impl LoadProgress {
         match current.stage {
             Stage::Encoding => say(format_args!("encoded {} of text in {seconds:.1} s", size(current.total))),
             Stage::Checking => say(format_args!("checked {} of token ids in {seconds:.1} s", size(current.total))),
-            Stage::Reading | Stage::Waiting | Stage::Kept | Stage::NotKept(_) => {}
+            Stage::Reading | Stage::Waiting | Stage::Kept | Stage::NotKept(_) | Stage::Restored => {}
         }
     }
 }

@@ -4,10 +4,11 @@
 //! hold up training: connections come one after another at a bounded rate, few are open at a time, each has a short while in all, a request
 //! has a bounded length, and nothing that is sent changes anything.
 
+use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant, SystemTime};
@@ -15,7 +16,7 @@ use std::time::{Duration, Instant, SystemTime};
 use super::CliError;
 use crate::trainer::{Restarts, StepReport, median};
 
-/// Most connections at a time; more are closed at once.
+/// Most connections at a time; with one more the oldest is closed.
 const MOST: usize = 16;
 
 /// How long a connection may take in all.
@@ -32,6 +33,10 @@ const USUAL: usize = 64;
 
 /// However fast steps are, a pause of this is no failure.
 const LEAST_PAUSE: Duration = Duration::from_secs(10);
+
+/// Longest time from the start to training, and from there to the end of the first step: nothing is known yet of how long one takes, and texts
+/// are encoded and kernels compiled.
+const FIRST: Duration = Duration::from_secs(30 * 60);
 
 /// Serves the figures of a run until it is dropped.
 pub(super) struct Metrics {
@@ -54,12 +59,15 @@ pub(super) struct RunFacts {
 struct Shared {
     facts: RunFacts,
     figures: Mutex<Figures>,
-    connections: AtomicUsize,
+    /// Those that are open, the oldest first.
+    connections: Mutex<VecDeque<Arc<TcpStream>>>,
     ends: AtomicBool,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Figures {
+    /// When this start or, later, its training began.
+    since: Instant,
     steps: u64,
     step: Option<LastStep>,
     validation_loss: Option<f64>,
@@ -71,6 +79,24 @@ struct Figures {
     /// Milliseconds of the last steps, of which the next replaces the oldest.
     times: Vec<f64>,
     next: usize,
+}
+
+impl Figures {
+    fn new() -> Self {
+        Figures {
+            since: Instant::now(),
+            steps: 0,
+            step: None,
+            validation_loss: None,
+            checkpoint_step: None,
+            tokens: 0.0,
+            bytes: 0,
+            exposed_ms: 0.0,
+            skipped: 0,
+            times: Vec::new(),
+            next: 0,
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -90,16 +116,10 @@ impl Metrics {
     /// # Errors
     /// The address cannot be listened on.
     pub(super) fn serve(address: SocketAddr, facts: RunFacts) -> Result<Self, CliError> {
-        let cannot =
-            |error: std::io::Error| format!("--metrics {address}: cannot listen there: {error}; give another address");
-        let listener = TcpListener::bind(address).map_err(cannot)?;
+        let listener = listen(address)?;
+        let cannot = |error| cannot(address, &error);
         let address = listener.local_addr().map_err(cannot)?;
-        let shared = Arc::new(Shared {
-            facts,
-            figures: Mutex::default(),
-            connections: AtomicUsize::new(0),
-            ends: AtomicBool::new(false),
-        });
+        let shared = Arc::new(Shared::new(facts));
         let of_server = shared.clone();
         let server = thread::Builder::new()
             .name("metrics".into())
@@ -115,7 +135,9 @@ impl Metrics {
     }
 
     pub(super) fn started(&self, steps: u64) {
-        self.shared.figures().steps = steps;
+        let figures = &mut *self.shared.figures();
+        figures.steps = steps;
+        figures.since = Instant::now();
     }
 
     pub(super) fn step(&self, report: &StepReport) {
@@ -152,6 +174,16 @@ impl Metrics {
     }
 }
 
+/// # Errors
+/// The address cannot be listened on.
+pub(super) fn listen(address: SocketAddr) -> Result<TcpListener, CliError> {
+    Ok(TcpListener::bind(address).map_err(|error| cannot(address, &error))?)
+}
+
+fn cannot(address: SocketAddr, error: &std::io::Error) -> String {
+    format!("--metrics {address}: cannot listen there: {error}; give another address")
+}
+
 impl Drop for Metrics {
     fn drop(&mut self) {
         self.shared.ends.store(true, Ordering::Relaxed);
@@ -179,20 +211,17 @@ fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
         }
         match accepted {
             Ok((connection, _)) => {
-                // With more of them than that the new one is closed.
-                if shared.connections.fetch_add(1, Ordering::Relaxed) < MOST {
-                    let of_connection = shared.clone();
-                    let answer = move || {
-                        // Whoever asked may have gone.
-                        let _ = answer(connection, &of_connection);
-                        of_connection.connections.fetch_sub(1, Ordering::Relaxed);
-                    };
-                    let thread = thread::Builder::new().name("metrics".into()).stack_size(STACK).spawn(answer);
-                    if thread.is_err() {
-                        shared.connections.fetch_sub(1, Ordering::Relaxed);
-                    }
-                } else {
-                    shared.connections.fetch_sub(1, Ordering::Relaxed);
+                let connection = Arc::new(connection);
+                shared.opened(&connection);
+                let (of_connection, answered) = (shared.clone(), connection.clone());
+                let answer = move || {
+                    // Whoever asked may have gone.
+                    let _ = answer(&answered, &of_connection);
+                    of_connection.closed(&answered);
+                };
+                let thread = thread::Builder::new().name("metrics".into()).stack_size(STACK).spawn(answer);
+                if thread.is_err() {
+                    shared.closed(&connection);
                 }
                 thread::sleep(BETWEEN);
             }
@@ -203,18 +232,19 @@ fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
 }
 
 /// Reads one request, and answers it.
-fn answer(mut connection: TcpStream, shared: &Shared) -> std::io::Result<()> {
+fn answer(mut connection: &TcpStream, shared: &Shared) -> std::io::Result<()> {
     let deadline = Instant::now() + TIME;
-    let response = match read_head(&mut connection, deadline)? {
-        Some(head) => shared.respond(&head),
+    let request = read_head(connection, deadline)?;
+    let Response { status, body } = match &request {
+        Some(head) => shared.respond(head),
         None => Response { status: "431 Request Header Fields Too Large", body: "the request is too long\n".into() },
     };
-    let Response { status, body } = response;
     let head = format!(
         "HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
         body.len()
     );
-    let bytes = [head.as_bytes(), body.as_bytes()].concat();
+    let is_head = request.is_some_and(|head| head.starts_with(b"HEAD "));
+    let bytes = [head.as_bytes(), if is_head { b"" } else { body.as_bytes() }].concat();
     let mut rest = &bytes[..];
     while !rest.is_empty() {
         connection.set_write_timeout(Some(left(deadline)?))?;
@@ -224,11 +254,19 @@ fn answer(mut connection: TcpStream, shared: &Shared) -> std::io::Result<()> {
             return Err(ErrorKind::WriteZero.into());
         }
     }
-    connection.shutdown(Shutdown::Write)
+    connection.shutdown(Shutdown::Write)?;
+    // With bytes that are not read, closing would be a reset, and take the answer from whoever asked.
+    let mut block = [0; 4096];
+    loop {
+        connection.set_read_timeout(Some(left(deadline)?))?;
+        if connection.read(&mut block)? == 0 {
+            return Ok(());
+        }
+    }
 }
 
 /// Up to the empty line; `None` where that does not come in [`LONGEST`] bytes.
-fn read_head(connection: &mut TcpStream, deadline: Instant) -> std::io::Result<Option<Vec<u8>>> {
+fn read_head(mut connection: &TcpStream, deadline: Instant) -> std::io::Result<Option<Vec<u8>>> {
     let mut head = Vec::new();
     let mut block = [0; 1024];
     loop {
@@ -259,6 +297,35 @@ struct Response {
 }
 
 impl Shared {
+    fn new(facts: RunFacts) -> Self {
+        Shared {
+            facts,
+            figures: Mutex::new(Figures::new()),
+            connections: Mutex::default(),
+            ends: AtomicBool::new(false),
+        }
+    }
+
+    fn connections(&self) -> std::sync::MutexGuard<'_, VecDeque<Arc<TcpStream>>> {
+        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes room for a new connection: whoever says nothing does not keep others away.
+    fn opened(&self, connection: &Arc<TcpStream>) {
+        let mut open = self.connections();
+        if open.len() >= MOST
+            && let Some(oldest) = open.pop_front()
+        {
+            // Its thread ends. It may have gone by itself.
+            let _ = oldest.shutdown(Shutdown::Both);
+        }
+        open.push_back(connection.clone());
+    }
+
+    fn closed(&self, connection: &Arc<TcpStream>) {
+        self.connections().retain(|open| !Arc::ptr_eq(open, connection));
+    }
+
     fn figures(&self) -> std::sync::MutexGuard<'_, Figures> {
         self.figures.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -270,8 +337,8 @@ impl Shared {
         if !matches!(version, Some(b"HTTP/1.1" | b"HTTP/1.0")) || words.next().is_some() {
             return Response { status: "400 Bad Request", body: "this is no request of HTTP/1.1\n".into() };
         }
-        if method != Some(b"GET") {
-            return Response { status: "405 Method Not Allowed", body: "only GET is answered\n".into() };
+        if !matches!(method, Some(b"GET" | b"HEAD")) {
+            return Response { status: "405 Method Not Allowed", body: "only GET and HEAD are answered\n".into() };
         }
         let path = target.unwrap_or_default().split(|byte| *byte == b'?').next();
         match path {
@@ -287,7 +354,15 @@ impl Shared {
     /// One line that says how the run is; an error where steps have ceased.
     fn health(&self, now: Instant) -> Result<String, String> {
         let figures = self.figures();
-        let Some(last) = figures.step else { return Ok("no step has ended yet\n".into()) };
+        let Some(last) = figures.step else {
+            let pause = now.saturating_duration_since(figures.since);
+            let line = format!(
+                "no step has ended yet after {:.1} s, and {} s are allowed\n",
+                pause.as_secs_f64(),
+                FIRST.as_secs()
+            );
+            return if pause <= FIRST { Ok(line) } else { Err(line) };
+        };
         let usual = Duration::from_secs_f64(median(figures.times.iter().copied()).max(0.0) / 1e3);
         let allowed = usual.mul_f64(self.facts.unhealthy_after).max(LEAST_PAUSE);
         let pause = now.saturating_duration_since(last.ended);
@@ -400,12 +475,7 @@ mod tests {
 
     fn shared(unhealthy_after: f64) -> Shared {
         let labels = vec![("strategy", "a \"b\"\\".to_owned())];
-        Shared {
-            facts: RunFacts { labels, restarts: Restarts { count: 2, steps_lost: 7 }, unhealthy_after },
-            figures: Mutex::default(),
-            connections: AtomicUsize::new(0),
-            ends: AtomicBool::new(false),
-        }
+        Shared::new(RunFacts { labels, restarts: Restarts { count: 2, steps_lost: 7 }, unhealthy_after })
     }
 
     fn status(shared: &Shared, request: &str) -> &'static str {
@@ -416,7 +486,10 @@ mod tests {
     fn a_run_without_a_step_for_long_is_unhealthy() {
         let shared = shared(20.0);
         let start = Instant::now();
-        assert_eq!(shared.health(start + Duration::from_secs(1_000)), Ok("no step has ended yet\n".into()));
+        // The run that this one is a restart of says nothing of how long the first step takes.
+        assert!(shared.health(start + FIRST - Duration::from_secs(1)).unwrap().starts_with("no step has ended yet"));
+        let error = shared.health(start + FIRST + Duration::from_secs(1)).unwrap_err();
+        assert!(error.contains("no step has ended yet after 180") && error.contains("1800 s are allowed"), "{error}");
         let step = |ms: f64| {
             let figures = &mut *shared.figures();
             figures.times = vec![ms; 3];
@@ -477,6 +550,34 @@ mod tests {
             );
         }
         assert_eq!(status(&shared, std::str::from_utf8(good).unwrap()), "200");
+    }
+
+    /// What is answered to `request` in full, however much of it is read.
+    fn ask(address: SocketAddr, request: &[u8]) -> String {
+        let mut stream = TcpStream::connect(address).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        stream.write_all(request).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    }
+
+    #[test]
+    fn who_says_nothing_or_too_much_keeps_no_answer_from_anyone() {
+        let metrics = Metrics::serve("127.0.0.1:0".parse().unwrap(), RunFacts::default()).unwrap();
+        let address = metrics.address();
+        let mut silent: Vec<_> = (0..MOST + 8).map(|_| TcpStream::connect(address).unwrap()).collect();
+        let request = b"GET /health HTTP/1.1\r\n\r\n";
+        assert!(ask(address, request).starts_with("HTTP/1.1 200 OK\r\n"));
+        // The oldest made room.
+        silent[0].set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        assert_eq!(silent[0].read(&mut [0]).unwrap(), 0);
+        assert!(metrics.shared.connections().len() <= MOST);
+
+        let long = [b"GET /", "x".repeat(20 * LONGEST).as_bytes()].concat();
+        assert!(ask(address, &long).starts_with("HTTP/1.1 431 "));
+        let (whole, head) = (ask(address, b"GET / HTTP/1.1\r\n\r\n"), ask(address, b"HEAD / HTTP/1.1\r\n\r\n"));
+        assert_eq!(Some(&*head), whole.strip_suffix("there are /metrics and /health\n"));
     }
 
     #[test]

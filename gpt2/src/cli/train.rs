@@ -335,13 +335,13 @@ fn run_one(args: &TrainArgs, job: &Job) -> Result<ExitCode, CliError> {
         // Before the text is loaded, which may take long.
         return refuse_for_all(args, job, (ranks_here, &earlier), None, why);
     }
+    let metrics = match (job.rank == 0).then(|| args.watch.serve(args)).transpose() {
+        Ok(metrics) => metrics.flatten(),
+        Err(why) => return refuse_for_all(args, job, (ranks_here, &earlier), None, why),
+    };
     let prepared = Prepared::new(args, job.world_size, ranks_here, &earlier, Verbosity::of(job))?;
     let _lock = match (job.rank == 0).then(|| folder::take(&args.out, earlier.fate)).transpose() {
         Ok(lock) => lock,
-        Err(why) => return refuse_for_all(args, job, (ranks_here, &earlier), Some(prepared), why),
-    };
-    let metrics = match (job.rank == 0).then(|| args.watch.serve(args)).transpose() {
-        Ok(metrics) => metrics.flatten(),
         Err(why) => return refuse_for_all(args, job, (ranks_here, &earlier), Some(prepared), why),
     };
     let mut progress = Prepared::progress(args, &earlier, job.rank, metrics);
@@ -427,11 +427,14 @@ fn start(args: &TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliErro
         )
         .into());
     }
+    let is_here = is_threads(args.transport) || (ranks == 1 && args.max_restarts == 0);
+    // Before the text is loaded, which may take long. Rank 0 listens later, where it is another process.
+    let metrics = if is_here { args.watch.serve(args)? } else { args.watch.check_port().map(|()| None)? };
     // What is wrong with the arguments or the text is said once, here, and not by every rank.
     let prepared = Prepared::new(args, ranks, ranks, &earlier, Verbosity { speaks: true, warns: true })?;
-    if is_threads(args.transport) || (ranks == 1 && args.max_restarts == 0) {
+    if is_here {
         let _lock = folder::take(&args.out, earlier.fate)?;
-        let mut progress = Prepared::progress(args, &earlier, 0, args.watch.serve(args)?);
+        let mut progress = Prepared::progress(args, &earlier, 0, metrics);
         say(match args.nproc {
             Some(_) => format!("ranks: {ranks}, by --nproc"),
             None => format!("ranks: {ranks}, the default for --strategy {}; see --nproc", args.strategy),

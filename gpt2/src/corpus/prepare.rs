@@ -218,7 +218,8 @@ fn prepare_by(
     watch: &mut dyn FnMut(LoadStatus),
 ) -> Result<Prepared, PrepareError> {
     let files = find_all(inputs)?;
-    let output = Output::begin(out, options.overwrite)?;
+    let mut restored = || watch(LoadStatus { stage: Stage::Restored, done: 0, total: 0 });
+    let output = Output::begin(out, options.overwrite, &mut restored)?;
     let reader = Reader { files: &files, field: &options.field, documents: options.documents };
 
     let mut totals = Totals::default();

@@ -316,14 +316,14 @@ const MULTIPLIER_1: i64 = MULTIPLIERS[1] as i64;
 const INCREMENT_0: i64 = INCREMENTS[0] as i64;
 const INCREMENT_1: i64 = INCREMENTS[1] as i64;
 
-/// `value` times the factor, or zero where the word says that it is dropped.
+/// `value` times the factor, or times zero where the word says that it is dropped: as everywhere else, infinities and NaN become NaN there.
 #[cube]
 fn kept<F: Float>(value: F, word: u32, threshold: u32, factor: f32) -> F {
-    let mut kept = f32::new(0.0);
+    let mut times = f32::new(0.0);
     if word >= threshold {
-        kept = f32::cast_from(value) * factor;
+        times = factor;
     }
-    F::cast_from(kept)
+    F::cast_from(f32::cast_from(value) * times)
 }
 
 /// Each element times its factor, in place. A sequence has so many `lines`; each unit takes four elements at a time.

@@ -164,6 +164,24 @@ fn dropout_is_the_processors() {
 }
 
 #[test]
+fn what_is_dropped_of_infinities_and_nan_is_the_processors() {
+    let Some(device) = device() else { return };
+    let site = Dropout::new(0.3, 1, 2, 3).unwrap().at(4, Place::MlpOutput);
+    let special = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1.0];
+    let values: Vec<f32> = special.into_iter().cycle().take(3 * 5 * 64).collect();
+    let input = |device: &Device| {
+        Tensor::<3>::from_data(TensorData::new(values.clone(), [3, 5, 64]), (device, FloatDType::F32.into()))
+    };
+    let read = |tensor: Tensor<3>| tensor.into_data().try_into_vec_as::<f32>().unwrap();
+    let found = read(dropout(input(&device), site));
+    let expected = read(fused::dropout(input(&Device::flex()), site));
+    assert!(expected.contains(&f32::INFINITY) && expected.contains(&0.0), "some are kept, and some are dropped");
+    for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
+        assert!(found == expected || (found.is_nan() && expected.is_nan()), "{index}: {found}, and not {expected}");
+    }
+}
+
+#[test]
 fn cross_entropy_is_the_processors() {
     let Some(device) = device() else { return };
     for (n, v) in [(1, 1), (5, 61), (3, 128), (2, 1001), (40_000, 3)] {

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use clap::Args;
 
-use super::super::metrics::{Metrics, RunFacts};
+use super::super::metrics::{self, Metrics, RunFacts};
 use super::super::{CliError, say};
 use super::TrainArgs;
 use crate::trainer::Restarts;
@@ -14,8 +14,9 @@ pub(super) struct WatchArgs {
     /// Print every so many steps.
     #[arg(long, default_value_t = 10)]
     pub(super) log_every: u64,
-    /// Answer HTTP on rank 0: /metrics in Prometheus' text format, and /health, which is 503 when no step has ended for long. Whoever can reach
-    /// the port can read it; port 0 takes a free one, which is printed.
+    /// Answer HTTP on rank 0: /metrics in Prometheus' text format, and /health, which is 503 when no step has ended for long. For the first step
+    /// of a start, also a restart, it allows 30 minutes until training begins, and 30 minutes from there. Whoever can reach the port can read
+    /// it; port 0 takes a free one, which is printed.
     #[arg(long, value_name = "ADDR:PORT")]
     metrics: Option<SocketAddr>,
     /// Usual times of a step without one after which /health says so, but never less than 10 s. Validations and checkpoints count too.
@@ -30,6 +31,12 @@ impl WatchArgs {
             return Ok(());
         }
         Err(format!("--unhealthy-after {} must lie between 1 and a million", self.unhealthy_after).into())
+    }
+
+    /// # Errors
+    /// Nobody can listen where answers are asked for.
+    pub(super) fn check_port(&self) -> Result<(), CliError> {
+        self.metrics.map_or(Ok(()), |address| metrics::listen(address).map(drop))
     }
 
     /// Begins to answer, where that is asked for, and says where.

@@ -163,10 +163,14 @@ fn the_held_out_part_is_a_share_or_the_last_tokens() {
 
 /// What is said where `write` has put something to read at the path, which is left alone.
 fn said(name: &str, contents: &[u8]) -> String {
+    said_with(&options(), name, contents)
+}
+
+fn said_with(options: &PrepareOptions, name: &str, contents: &[u8]) -> String {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join(name);
     fs::write(&path, contents).unwrap();
-    let error = prepare(&[path], &folder.path().join("out"), &options(), &mut |_| ()).unwrap_err().to_string();
+    let error = prepare(&[path], &folder.path().join("out"), options, &mut |_| ()).unwrap_err().to_string();
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "something is left: {error}");
     error
 }
@@ -198,7 +202,9 @@ fn what_is_wrong_with_an_input_is_said_with_its_line() {
     assert!(said("a.jsonl", b"\n\n").contains("no text"));
     assert!(said("a.bin", b"text").contains("token shard already"));
     assert!(said("a.jsonl", b"\x1f\x8b\x08\0\0\0\0\0\0\x03..........").contains("looks like a gzip file"));
-    let uncut = said("a.txt", "x".repeat(LONGEST + BLOCK).as_bytes());
+    // Where a part begins the text is cut in any case.
+    let whole = PrepareOptions { held_out: HeldOut::NOTHING, ..options() };
+    let uncut = said_with(&whole, "a.txt", "x".repeat(LONGEST + BLOCK).as_bytes());
     assert!(uncut.contains("line 1: more than 64 MiB of text without white space"), "{uncut}");
 }
 
@@ -232,9 +238,48 @@ fn a_folder_appears_whole_or_not_at_all() {
     assert!(error.contains("notes.txt"), "{error}");
     fs::remove_file(out.join("notes.txt")).unwrap();
     // Another that writes there.
-    let other = Output::begin(&out, true).unwrap();
+    let other = Output::begin(&out, true, &mut || ()).unwrap();
     assert!(matches!(run(true).unwrap_err(), PrepareError::Busy { .. }));
     drop(other);
     run(true).unwrap();
     assert!(!partial.exists());
+    // One that was killed after it had moved the old shards away.
+    for overwrite in [false, true] {
+        fs::rename(&out, folder.path().join(".out.replaced")).unwrap();
+        let mut restored = 0;
+        let mut watch = |now: LoadStatus| restored += i32::from(now.stage == Stage::Restored);
+        let options = PrepareOptions { overwrite, ..options() };
+        let result = prepare(std::slice::from_ref(&path), &out, &options, &mut watch);
+        assert_eq!(result.err().map(|error| error.to_string().contains("--overwrite")), (!overwrite).then_some(true));
+        assert_eq!((restored, names().len()), (1, 2));
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2, "the text and the shards");
+    }
+}
+
+#[test]
+fn a_link_stands_for_its_folder_and_a_mounted_one_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, real, link) = (folder.path().join("a.txt"), folder.path().join("real"), folder.path().join("link"));
+    fs::write(&path, " word".repeat(100)).unwrap();
+    let run = |out: &Path, overwrite| {
+        prepare(std::slice::from_ref(&path), out, &PrepareOptions { overwrite, ..options() }, &mut |_| ())
+    };
+    let lost = folder.path().join("lost");
+    std::os::unix::fs::symlink("none/at/all", &lost).unwrap();
+    let error = run(&lost, false).unwrap_err().to_string();
+    assert!(error.contains("leads nowhere"), "{error}");
+    std::os::unix::fs::symlink("real", &link).unwrap();
+    // Without a folder, with an empty one, and with one that has shards.
+    for overwrite in [None, Some(false), Some(true)] {
+        if overwrite == Some(false) {
+            fs::remove_dir_all(&real).unwrap();
+            fs::create_dir(&real).unwrap();
+        }
+        run(&link, overwrite == Some(true)).unwrap();
+        assert!(link.is_symlink() && !real.is_symlink(), "the folder is replaced, not the link");
+        assert_eq!(fs::read_dir(&real).unwrap().count(), 2);
+    }
+    // Every Linux has it mounted.
+    let error = run(Path::new("/proc"), true).unwrap_err().to_string();
+    assert!(error.contains("/proc: a file system is mounted there") && error.contains("inside it"), "{error}");
 }

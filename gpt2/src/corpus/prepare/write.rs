@@ -4,10 +4,14 @@ use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::fs::{self, File, TryLockError};
 use std::io::{self, BufWriter, Seek, SeekFrom, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::{MAX_SHARDS, Part, PrepareError};
 use crate::corpus::shards;
+
+/// What the hidden name of a folder ends with while another takes its place.
+const REPLACED: &str = ".replaced";
 
 /// The folder under its name to be, and meanwhile under another beside it.
 #[derive(Debug)]
@@ -21,10 +25,14 @@ pub(super) struct Output {
 
 impl Output {
     /// # Errors
-    /// The folder has something in it that must stay, or another process writes to it, or the operating system refuses.
-    pub(super) fn begin(target: &Path, overwrite: bool) -> Result<Self, PrepareError> {
+    /// The folder has something in it that must stay, or cannot be replaced by another, or another process writes to it, or the operating
+    /// system refuses.
+    ///
+    /// What a process that was killed while it replaced the folder has moved away is moved back, and `restored` is called.
+    pub(super) fn begin(given: &Path, overwrite: bool, restored: &mut dyn FnMut()) -> Result<Self, PrepareError> {
+        let target = &real(given)?;
         let Some(name) = target.file_name() else {
-            return Err(PrepareError::File { path: target.to_owned(), what: "give the folder by its name".into() });
+            return Err(PrepareError::File { path: given.to_owned(), what: "give the folder by its name".into() });
         };
         check_free(target, overwrite)?;
         let folder = beside(target, name, ".partial");
@@ -37,7 +45,15 @@ impl Output {
         })?;
         let left = fs::read_dir(&folder).and_then(|mut left| left.try_for_each(|entry| fs::remove_file(entry?.path())));
         left.map_err(at)?;
-        Ok(Output { target: target.to_owned(), folder, lock, is_published: false })
+        let output = Output { target: target.clone(), folder, lock, is_published: false };
+        let replaced = beside(target, name, REPLACED);
+        // Nobody else is between these two names, with the lock taken.
+        if !target.exists() && replaced.is_dir() {
+            fs::rename(&replaced, target).map_err(|source| PrepareError::Write { path: target.clone(), source })?;
+            restored();
+            check_free(target, overwrite)?;
+        }
+        Ok(output)
     }
 
     /// Where the shards are written.
@@ -50,7 +66,7 @@ impl Output {
         let at = |source| PrepareError::Write { path: self.target.clone(), source };
         self.lock.sync_all().map_err(at)?;
         let name = self.target.file_name().unwrap_or_default();
-        let replaced = beside(&self.target, name, ".replaced");
+        let replaced = beside(&self.target, name, REPLACED);
         // One that is empty is replaced by the second of these alone.
         let is_occupied = fs::read_dir(&self.target).is_ok_and(|mut entries| entries.next().is_some());
         if is_occupied {
@@ -84,6 +100,49 @@ impl Drop for Output {
             let _ = fs::remove_dir_all(&self.folder);
         }
     }
+}
+
+/// The folder that is meant, which a link may stand for. Where it is there, another can take its name.
+fn real(given: &Path) -> Result<PathBuf, PrepareError> {
+    let refused = |what: &str| PrepareError::File { path: given.to_owned(), what: what.into() };
+    if given.file_name().is_none() {
+        return Err(refused("give the folder by its name"));
+    }
+    match fs::symlink_metadata(given) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(given.to_owned()),
+        Err(source) => return Err(PrepareError::Write { path: given.to_owned(), source }),
+        Ok(_) => {}
+    }
+    let target = match given.canonicalize() {
+        Ok(target) => target,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return named(given)
+                .ok_or_else(|| refused("the link leads nowhere; create the folder it names, or give another"));
+        }
+        Err(source) => return Err(PrepareError::Write { path: given.to_owned(), source }),
+    };
+    let device = |path: &Path| fs::metadata(path).map(|metadata| metadata.dev());
+    let is_mounted = match target.parent() {
+        Some(parent) => {
+            let both = device(&target).and_then(|own| Ok(own != device(parent)?));
+            both.map_err(|source| PrepareError::Write { path: target.clone(), source })?
+        }
+        None => true,
+    };
+    if is_mounted {
+        return Err(refused(
+            "a file system is mounted there, which no other folder can replace; give a new folder inside it",
+        ));
+    }
+    Ok(target)
+}
+
+/// The folder that a link names, which is not there; nothing where its parent is not there either.
+fn named(link: &Path) -> Option<PathBuf> {
+    let parent = link.parent().filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let named = parent.join(fs::read_link(link).ok()?);
+    let target = named.parent()?.canonicalize().ok()?.join(named.file_name()?);
+    (!target.is_symlink()).then_some(target)
 }
 
 /// A hidden name beside `target`.
