@@ -59,6 +59,9 @@ pub(crate) struct ClassPart {
 /// Ranks beyond which not each is simulated by itself.
 pub(crate) const MOST_SINGLE_RANKS: usize = 512;
 
+/// Rounds of all different operations together, beyond which memory would be needed without end.
+const MOST_ROUNDS: usize = 1 << 22;
+
 /// One program for each rank.
 ///
 /// # Errors
@@ -133,7 +136,7 @@ fn build(trace: &Trace, table: &Table, classes: Vec<Vec<usize>>) -> Result<Vec<P
         class.iter().for_each(|rank| class_of[*rank] = number);
     }
     let is_single = classes.len() == ranks;
-    let mut builder = Builder { ranks, table, class_of: &class_of, is_single, known: HashMap::new() };
+    let mut builder = Builder { ranks, table, class_of: &class_of, is_single, known: HashMap::new(), kept: 0 };
     let mut programs = Vec::with_capacity(classes.len());
     for members in &classes {
         let rank = members[0];
@@ -161,6 +164,8 @@ struct Builder<'a> {
     is_single: bool,
     /// Rounds of equal operations are kept once.
     known: HashMap<String, Rc<[ClassRound]>>,
+    /// Of all that are known.
+    kept: usize,
 }
 
 impl Builder<'_> {
@@ -236,6 +241,12 @@ impl Builder<'_> {
             joined
         };
         let rounds = schedule::rounds(&collective, members, own, self.table)?;
+        self.kept += rounds.len();
+        if self.kept > MOST_ROUNDS {
+            return Err(format!(
+                "the operations take more than {MOST_ROUNDS} rounds; give a trace of fewer or smaller ones"
+            ));
+        }
         let rounds =
             rounds.into_iter().map(|round| ClassRound { sends: join(round.sends), receives: join(round.receives) });
         let rounds: Rc<[ClassRound]> = rounds.collect();
