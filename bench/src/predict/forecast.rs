@@ -16,12 +16,32 @@ use rig::debug;
 use rig::link::Profile;
 use rig::record::{Axis, Cell};
 use rig::text;
-use rig::training::TextSource;
 use serde::{Deserialize, Serialize};
 
 use super::against;
 use super::cells::{CellOptions, Recorder};
 use super::link::link;
+
+/// Options by which `predict` and `advise` say what is predicted, and by what.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct ForecastOptions {
+    /// A plan whose cells are predicted, instead of the options: a TOML file, or the name of one that comes with this program.
+    plan: Option<PathBuf>,
+    #[command(flatten)]
+    cells: CellOptions,
+    /// What `bench calibrate` has written.
+    #[arg(long, default_value = "calibration.json")]
+    calibration: PathBuf,
+    /// Give each rank a machine of its own, with this many cores. [default: all on this machine]
+    #[arg(long)]
+    apart: Option<f64>,
+    /// How many times as fast as here ranks compute.
+    #[arg(long, default_value_t = 1.0)]
+    speed: f64,
+    /// Run although this is a debug build.
+    #[arg(long)]
+    allow_debug: bool,
+}
 
 /// Predicts what steps take, by what `bench calibrate` has measured and each rank's computation, which is recorded here without a network.
 ///
@@ -29,38 +49,20 @@ use super::link::link;
 /// --against it compares predictions that were written before with the results of a sweep of the same cells.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct PredictArgs {
-    /// A plan whose cells are predicted, instead of the options: a TOML file, or the name of one that comes with this program.
-    plan: Option<PathBuf>,
     #[command(flatten)]
-    cells: CellOptions,
+    options: ForecastOptions,
     /// A Chakra execution trace, PREFIX of PREFIX.RANK.et or a folder with one, instead of a recording.
     #[arg(long, conflicts_with = "plan")]
     trace: Option<PathBuf>,
-    /// What `bench calibrate` has written.
-    #[arg(long, default_value = "calibration.json")]
-    pub(super) calibration: PathBuf,
-    /// Give each rank a machine of its own, with this many cores. [default: all on this machine]
-    #[arg(long)]
-    pub(super) apart: Option<f64>,
-    /// How many times as fast as here ranks compute.
-    #[arg(long, default_value_t = 1.0)]
-    pub(super) speed: f64,
     /// Where to write the predictions, a line of JSON each.
     #[arg(long)]
     out: Option<PathBuf>,
     /// Compare the predictions in --out, which were written before, with the results of a sweep: its folder.
     #[arg(long, requires = "out", conflicts_with_all = ["plan", "trace"])]
     against: Option<PathBuf>,
-    /// Run although this is a debug build.
-    #[arg(long)]
-    allow_debug: bool,
 }
 
-impl PredictArgs {
-    pub(super) fn allow_debug(&self) -> bool {
-        self.allow_debug
-    }
-
+impl ForecastOptions {
     /// The cells that are predicted, with the strategies `usual` where none are named.
     ///
     /// # Errors
@@ -70,12 +72,57 @@ impl PredictArgs {
         Ok(cells.into_iter().filter(is_predicted).collect())
     }
 
-    /// The text.
+    /// What was calibrated.
     ///
     /// # Errors
-    /// It cannot be read.
-    pub(super) fn text(&self) -> Result<TextSource, BenchError> {
-        self.cells.text()
+    /// Nothing, or this is a debug build.
+    pub(super) fn calibration(&self) -> Result<Calibration, BenchError> {
+        debug::refuse_timings(self.allow_debug)?;
+        calibration(&self.calibration)
+    }
+
+    /// Records each cell's ranks and predicts it.
+    ///
+    /// # Errors
+    /// See [`forecast`](Self::forecast), and the text cannot be read.
+    pub(super) fn recorded(&self, cells: &[Cell], calibration: &Calibration) -> Result<Vec<Forecast>, BenchError> {
+        let mut recorder = Recorder::new(self.cells.text()?);
+        self.forecast(cells, |cell| recorder.trace(cell), calibration)
+    }
+
+    /// Predicts each cell.
+    ///
+    /// # Errors
+    /// A link or transport that is not known, or a trace that there cannot be.
+    fn forecast(
+        &self,
+        cells: &[Cell],
+        mut trace: impl FnMut(&Cell) -> Result<Trace, BenchError>,
+        calibration: &Calibration,
+    ) -> Result<Vec<Forecast>, BenchError> {
+        let (apart, speed) = (self.apart, self.speed);
+        if !(speed > 0.0 && speed.is_finite()) || apart.is_some_and(|cores| !(cores > 0.0 && cores.is_finite())) {
+            return Err("--speed and --apart are numbers above 0".into());
+        }
+        let processors = apart.map_or(calibration.shared_machine(), |cores| Processors::Own { cores });
+        let mut forecasts = Vec::with_capacity(cells.len());
+        for cell in cells {
+            let link = link(&Profile::find(&cell.link)?);
+            let trace = trace(cell)?.with_compute_scaled(1.0 / speed);
+            let question = Question {
+                trace: &trace,
+                transport: &cell.transport,
+                link: &link,
+                processors,
+                threads: cell.threads as f64,
+            };
+            let mut prediction = predict(&question, calibration).map_err(|why| format!("{}: {why}", cell.strategy))?;
+            if (speed - 1.0).abs() > f64::EPSILON {
+                prediction.outside.push(format!("computation {speed} times as fast as it was recorded"));
+            }
+            forecasts.push(Forecast { cell: cell.clone(), prediction });
+        }
+        Ok(forecasts)
     }
 }
 
@@ -90,9 +137,9 @@ pub(crate) fn run(args: &PredictArgs) -> Result<ExitCode, BenchError> {
     if let (Some(results), Some(out)) = (&args.against, &args.out) {
         return against::run(out, results);
     }
-    debug::refuse_timings(args.allow_debug)?;
-    let calibration = calibration(&args.calibration)?;
-    let cells = args.cells(&[StrategyKind::Ddp])?;
+    let options = &args.options;
+    let calibration = options.calibration()?;
+    let cells = options.cells(&[StrategyKind::Ddp])?;
     let forecasts = match &args.trace {
         Some(path) => {
             let trace = chakra::read(path)?;
@@ -105,12 +152,9 @@ pub(crate) fn run(args: &PredictArgs) -> Result<ExitCode, BenchError> {
                     of_trace.push(cell);
                 }
             }
-            forecast(&of_trace, |_| Ok(trace.clone()), &calibration, args.apart, args.speed)?
+            options.forecast(&of_trace, |_| Ok(trace.clone()), &calibration)?
         }
-        None => {
-            let mut recorder = Recorder::new(args.text()?);
-            forecast(&cells, |cell| recorder.trace(cell), &calibration, args.apart, args.speed)?
-        }
+        None => options.recorded(&cells, &calibration)?,
     };
     say(format_args!("{}", table(&forecasts)));
     for line in outside(&forecasts) {
@@ -134,7 +178,7 @@ fn is_predicted(cell: &Cell) -> bool {
 ///
 /// # Errors
 /// There is none, or it is none.
-pub(super) fn calibration(path: &Path) -> Result<Calibration, BenchError> {
+fn calibration(path: &Path) -> Result<Calibration, BenchError> {
     let about =
         |why: &dyn std::fmt::Display| format!("--calibration {}: {why}; bench calibrate writes one", path.display());
     let text = rig::folder::read_small(path).map_err(|why| about(&why))?;
@@ -143,41 +187,6 @@ pub(super) fn calibration(path: &Path) -> Result<Calibration, BenchError> {
         return Err(about(&"it is of another version of this program").into());
     }
     Ok(calibration)
-}
-
-/// Predicts each cell.
-///
-/// # Errors
-/// A link or transport that is not known, or a trace that there cannot be.
-pub(super) fn forecast(
-    cells: &[Cell],
-    mut trace: impl FnMut(&Cell) -> Result<Trace, BenchError>,
-    calibration: &Calibration,
-    apart: Option<f64>,
-    speed: f64,
-) -> Result<Vec<Forecast>, BenchError> {
-    if !(speed > 0.0 && speed.is_finite()) || apart.is_some_and(|cores| !(cores > 0.0 && cores.is_finite())) {
-        return Err("--speed and --apart are numbers above 0".into());
-    }
-    let processors = apart.map_or(calibration.shared_machine(), |cores| Processors::Own { cores });
-    let mut forecasts = Vec::with_capacity(cells.len());
-    for cell in cells {
-        let link = link(&Profile::find(&cell.link)?);
-        let trace = trace(cell)?.with_compute_scaled(1.0 / speed);
-        let question = Question {
-            trace: &trace,
-            transport: &cell.transport,
-            link: &link,
-            processors,
-            threads: cell.threads as f64,
-        };
-        let mut prediction = predict(&question, calibration).map_err(|why| format!("{}: {why}", cell.strategy))?;
-        if (speed - 1.0).abs() > f64::EPSILON {
-            prediction.outside.push(format!("computation {speed} times as fast as it was recorded"));
-        }
-        forecasts.push(Forecast { cell: cell.clone(), prediction });
-    }
-    Ok(forecasts)
 }
 
 /// What was taken from elsewhere than measurements, each once.
