@@ -25,7 +25,7 @@ use rig::text;
 use rig::training::{Step, TextSource, Training};
 use rig::transports;
 
-use super::link::link;
+use super::link::{link, whole};
 use super::perform::{Run, perform};
 
 /// Measures what transports cost over links, and what the machine's cores do together, for `bench predict`.
@@ -37,8 +37,8 @@ pub(crate) struct CalibrateArgs {
     /// Transports, separated by commas.
     #[arg(long, value_delimiter = ',', default_values_t = transports::over_networks())]
     transports: Vec<TransportKind>,
-    /// Links, separated by spaces: profiles, by name or file (see `bench links --help`), or a rate with an MTU.
-    #[arg(long, value_delimiter = ' ', default_value = "loopback lan-1g lan-100m wan-near")]
+    /// Links, separated by commas: profiles, by name or file (see `bench links --help`), or a rate with an MTU.
+    #[arg(long, value_delimiter = ',', default_value = "loopback,lan-1g,lan-100m,wan-near")]
     links: Vec<String>,
     /// Ranks.
     #[arg(long, default_value_t = 2)]
@@ -65,7 +65,8 @@ pub(crate) fn run(args: &CalibrateArgs) -> Result<ExitCode, BenchError> {
     if args.ranks < 2 {
         return Err("--ranks must be at least 2".into());
     }
-    if args.links.iter().any(|name| name != LOOPBACK) {
+    let links = whole(&args.links);
+    if links.iter().any(|name| name != LOOPBACK) {
         gain_namespaces();
     }
     let signals = Signals::catch()?;
@@ -89,7 +90,7 @@ pub(crate) fn run(args: &CalibrateArgs) -> Result<ExitCode, BenchError> {
         compute_spread: spread,
         paths: Vec::new(),
     };
-    for name in &args.links {
+    for name in &links {
         let profile = Profile::find(name)?;
         let network = TestNetwork::new(&profile, args.ranks, None)?;
         for kind in &args.transports {

@@ -13,6 +13,7 @@ use rig::record::{Axis, Cell};
 use rig::training::TextSource;
 
 use super::alone;
+use super::link::whole;
 use crate::plan::{Draft, Plan};
 
 /// Options by which `record`, `predict` and `advise` say what trains.
@@ -25,7 +26,7 @@ pub(crate) struct CellOptions {
     #[arg(long, value_delimiter = ',', default_value = "tcp")]
     transports: Vec<Rung>,
     /// Links, separated by commas: profiles, by name or file (see `bench links --help`), or a rate with an MTU.
-    #[arg(long, value_delimiter = ' ', default_value = "loopback")]
+    #[arg(long, value_delimiter = ',', default_value = "loopback")]
     links: Vec<String>,
     /// Numbers of ranks, separated by commas.
     #[arg(long, value_delimiter = ',', default_value = "2")]
@@ -62,7 +63,7 @@ impl CellOptions {
         draft
             .set(Axis::Strategy, if self.strategies.is_empty() { usual } else { &self.strategies })
             .set(Axis::Transport, &self.transports)
-            .set(Axis::Link, &self.links)
+            .set(Axis::Link, &whole(&self.links))
             .set(Axis::Ranks, &self.ranks)
             .set(Axis::Preset, &[self.preset])
             .set(Axis::Batch, &[self.batch.unwrap_or(4 * most)])
