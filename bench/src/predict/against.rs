@@ -39,7 +39,7 @@ pub(super) fn run(predictions: &Path, results: &Path) -> Result<ExitCode, BenchE
     };
     let forecasts = text.lines().enumerate().map(line).collect::<Result<Vec<_>, _>>()?;
     let records = read_some_records(results)?.records;
-    let pairs: Vec<Pair> = forecasts.iter().filter_map(|forecast| pair(forecast, &records)).collect();
+    let (pairs, unmeasured) = pairs(&forecasts, &records);
     if pairs.is_empty() {
         return Err(format!("no cell of {} has a sound run in {}", predictions.display(), results.display()).into());
     }
@@ -47,7 +47,30 @@ pub(super) fn run(predictions: &Path, results: &Path) -> Result<ExitCode, BenchE
     for sentence in sentences(&pairs) {
         say(format_args!("{sentence}"));
     }
+    if !unmeasured.is_empty() {
+        say(format_args!(
+            "without a sound run in {}, and so in none of the figures: {} of {} cells: {}",
+            results.display(),
+            unmeasured.len(),
+            forecasts.len(),
+            unmeasured.join("; ")
+        ));
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The forecasts that have sound runs beside them, and the cells of those that have none.
+fn pairs(forecasts: &[Forecast], records: &[Record]) -> (Vec<Pair>, Vec<String>) {
+    let axes = Cell::varied(forecasts.iter().map(|forecast| &forecast.cell));
+    let (mut pairs, mut unmeasured) = (Vec::new(), Vec::new());
+    for forecast in forecasts {
+        match pair(forecast, records) {
+            Some(pair) => pairs.push(pair),
+            None if axes.is_empty() => unmeasured.push(forecast.cell.strategy.clone()),
+            None => unmeasured.push(forecast.cell.label(&axes)),
+        }
+    }
+    (pairs, unmeasured)
 }
 
 /// A forecast beside the runs of its cell.
@@ -208,5 +231,24 @@ mod tests {
         }
         let (step, exposed) = measured(&record).unwrap();
         assert!((step - 0.011).abs() < 1e-9 && (exposed - 0.0055).abs() < 1e-9, "{step}, {exposed}");
+    }
+
+    #[test]
+    fn cells_without_a_sound_run_are_named() {
+        let prediction = |strategy: &str| Forecast {
+            cell: made_up::cell(strategy),
+            prediction: predict::prediction::Prediction {
+                step: estimate(0.01),
+                exposed: estimate(0.005),
+                utilization: 0.5,
+                sent_bytes: 1.0,
+                alpha_beta_s: 0.01,
+                limit: predict::prediction::Limit::Compute,
+                outside: Vec::new(),
+            },
+        };
+        let record = made_up::record(made_up::cell("ddp"), 1, &[10.0; 5]);
+        let (pairs, unmeasured) = pairs(&[prediction("ddp"), prediction("ring"), prediction("ps")], &[record]);
+        assert_eq!((pairs.len(), unmeasured), (1, vec!["ring".to_string(), "ps".to_string()]));
     }
 }

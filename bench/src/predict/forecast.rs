@@ -1,5 +1,6 @@
 //! `bench predict`: what steps would take on a network, written down before any run; and how far off that was.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -137,6 +138,13 @@ pub(crate) fn run(args: &PredictArgs) -> Result<ExitCode, BenchError> {
     if let (Some(results), Some(out)) = (&args.against, &args.out) {
         return against::run(out, results);
     }
+    if let Some(out) = args.out.as_ref().filter(|out| out.exists()) {
+        return Err(format!(
+            "--out {} holds earlier predictions; give a new file, or compare them with --against",
+            out.display()
+        )
+        .into());
+    }
     let options = &args.options;
     let calibration = options.calibration()?;
     let cells = options.cells(&[StrategyKind::Ddp])?;
@@ -162,7 +170,9 @@ pub(crate) fn run(args: &PredictArgs) -> Result<ExitCode, BenchError> {
     }
     if let Some(out) = &args.out {
         let lines = forecasts.iter().map(serde_json::to_string).collect::<Result<Vec<_>, _>>()?;
-        std::fs::write(out, lines.join("\n") + "\n").map_err(|error| format!("--out {}: {error}", out.display()))?;
+        let text = lines.join("\n") + "\n";
+        let written = std::fs::File::create_new(out).and_then(|mut file| file.write_all(text.as_bytes()));
+        written.map_err(|error| format!("--out {}: {error}", out.display()))?;
         say(format_args!("{} predictions: {}", forecasts.len(), out.display()));
     }
     Ok(ExitCode::SUCCESS)
