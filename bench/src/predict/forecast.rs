@@ -69,8 +69,7 @@ impl ForecastOptions {
     /// # Errors
     /// What cannot be, for the user.
     pub(super) fn cells(&self, usual: &[StrategyKind]) -> Result<Vec<Cell>, BenchError> {
-        let cells = self.cells.cells(self.plan.as_deref(), usual)?;
-        Ok(cells.into_iter().filter(is_predicted).collect())
+        Ok(predicted(self.cells.cells(self.plan.as_deref(), usual)?)?)
     }
 
     /// What was calibrated.
@@ -178,6 +177,24 @@ pub(crate) fn run(args: &PredictArgs) -> Result<ExitCode, BenchError> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// The cells that can be predicted; how many are left out is said.
+///
+/// # Errors
+/// None is left.
+fn predicted(mut cells: Vec<Cell>) -> Result<Vec<Cell>, String> {
+    let all = cells.len();
+    cells.retain(is_predicted);
+    let left_out = all - cells.len();
+    let what = "cells of one device, over memory or no network, or of PyTorch are not predicted";
+    if cells.is_empty() {
+        return Err(format!("nothing to predict: all {left_out} cells are left out; {what}"));
+    }
+    if left_out > 0 {
+        say(format_args!("{left_out} of {all} cells are left out: {what}"));
+    }
+    Ok(cells)
+}
+
 /// Whether it goes over a network that is calibrated, by a trainer that is ours.
 fn is_predicted(cell: &Cell) -> bool {
     let over_network = cell.transport.parse::<Rung>().is_ok_and(|rung| !rung.is_in_memory() && !rung.is_timing_only());
@@ -231,4 +248,24 @@ fn table(forecasts: &[Forecast]) -> String {
 
 pub(super) fn ms(seconds: f64) -> f64 {
     seconds * 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use rig::stats::made_up;
+
+    use super::*;
+
+    fn cell(strategy: &str, transport: &str) -> Cell {
+        Cell { transport: transport.into(), ..made_up::cell(strategy) }
+    }
+
+    #[test]
+    fn what_is_not_predicted_is_left_out_and_nothing_left_is_an_error() {
+        let cells = vec![cell("ddp", "tcp"), cell("ddp", "shm"), cell("single", "tcp"), cell("ring", "quic")];
+        let left: Vec<String> = predicted(cells.clone()).unwrap().into_iter().map(|cell| cell.strategy).collect();
+        assert_eq!(left, ["ddp", "ring"]);
+        let why = predicted(cells[1..3].to_vec()).unwrap_err();
+        assert!(why.contains("all 2 cells are left out"), "{why}");
+    }
 }
