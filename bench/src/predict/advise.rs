@@ -7,7 +7,7 @@ use gpt2::strategy::StrategyKind;
 use rig::BenchError;
 
 use super::alone::can_be_alone;
-use super::forecast::{Forecast, ForecastOptions, ms, outside};
+use super::forecast::{Forecast, ForecastOptions, marked, ms, notes};
 
 /// Predicts a step of each strategy and says which one to take, and why.
 ///
@@ -29,8 +29,8 @@ pub(crate) fn run(args: &AdviseArgs) -> Result<ExitCode, BenchError> {
     for sentence in advice(&mut forecasts) {
         say(format_args!("{sentence}"));
     }
-    for line in outside(&forecasts) {
-        say(format_args!("note: {line}"));
+    for line in notes(&forecasts) {
+        say(format_args!("{line}"));
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -56,8 +56,9 @@ fn sentences(forecasts: &[Forecast]) -> Vec<String> {
     for forecast in forecasts {
         let Forecast { cell, prediction } = forecast;
         let (name, step) = (&cell.strategy, &prediction.step);
+        let marked = marked(name.clone(), prediction);
         let mut sentence = format!(
-            "{name} over {} on {} with {} ranks: {:.1} ms a step ({:.1}-{:.1}), {:.0} % of it computing; {}",
+            "{marked} over {} on {} with {} ranks: {:.1} ms a step ({:.1}-{:.1}), {:.0} % of it computing; {}",
             cell.transport,
             cell.link,
             cell.ranks,

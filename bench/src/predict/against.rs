@@ -29,6 +29,8 @@ struct Pair {
     alpha_beta_s: f64,
     measured_step: f64,
     measured_exposed: f64,
+    /// Whether the prediction rests on something that was not measured.
+    marked: bool,
 }
 
 pub(super) fn run(predictions: &Path, results: &Path) -> Result<ExitCode, BenchError> {
@@ -85,6 +87,7 @@ fn pair(forecast: &Forecast, records: &[Record]) -> Option<Pair> {
         alpha_beta_s: forecast.prediction.alpha_beta_s,
         measured_step: middle(|(step, _)| *step)?,
         measured_exposed: middle(|(_, exposed)| *exposed)?,
+        marked: !forecast.prediction.outside.is_empty(),
     })
 }
 
@@ -124,7 +127,8 @@ fn table(pairs: &[Pair]) -> String {
     let signed = |share: f64| format!("{:+.1} %", 100.0 * share);
     let line = |pair: &Pair| {
         [
-            if axes.is_empty() { pair.cell.strategy.clone() } else { pair.cell.label(&axes) },
+            if axes.is_empty() { pair.cell.strategy.clone() } else { pair.cell.label(&axes) }
+                + if pair.marked { " *" } else { "" },
             format!("{:.1}", ms(pair.measured_step)),
             format!("{:.1}", ms(pair.step.value)),
             signed(off(pair.step.value, pair.measured_step)),
@@ -163,11 +167,16 @@ fn sentences(pairs: &[Pair]) -> Vec<String> {
     }
     let plain = pairs.iter().map(|pair| off(pair.alpha_beta_s, pair.measured_step)).collect();
     sentences.push(summary("a step by latency and rate alone", plain));
-    let within = pairs.iter().filter(|pair| pair.step.covers(pair.measured_step)).count();
-    sentences.push(format!(
-        "{within} of {} measured steps lie within their bounds, of which nine in ten are meant to",
-        pairs.len()
-    ));
+    for (marked, meant) in [
+        (false, "of which nine in ten are meant to"),
+        (true, "of rows with *, which rest on something that was not measured"),
+    ] {
+        let steps = || pairs.iter().filter(|pair| pair.marked == marked);
+        let within = steps().filter(|pair| pair.step.covers(pair.measured_step)).count();
+        if steps().count() > 0 {
+            sentences.push(format!("{within} of {} measured steps lie within their bounds, {meant}", steps().count()));
+        }
+    }
     if let Some(worst) = pairs.iter().max_by(|a, b| step(a).abs().total_cmp(&step(b).abs())) {
         let Cell { strategy, transport, link, ranks, .. } = &worst.cell;
         sentences.push(format!(
@@ -205,12 +214,13 @@ mod tests {
             alpha_beta_s: 2.0 * measured,
             measured_step: measured,
             measured_exposed: measured / 2.0,
+            marked: false,
         }
     }
 
     #[test]
     fn errors_are_counted_as_they_are() {
-        let pairs = [pair_of(0.105, 0.1), pair_of(0.09, 0.1), pair_of(0.13, 0.1)];
+        let mut pairs = [pair_of(0.105, 0.1), pair_of(0.09, 0.1), pair_of(0.13, 0.1)];
         let text = sentences(&pairs).join("\n");
         assert!(
             text.contains("a step: off by 10.0 % in the median, 30.0 % in nine of ten, 30.0 % at the worst (3 cells)"),
@@ -220,6 +230,10 @@ mod tests {
         assert!(text.contains("1 of 3 measured steps lie within"), "{text}");
         assert!(text.contains("predicted 130.0 ms, measured 100.0"), "{text}");
         assert!(table(&pairs).contains("+30.0 %"), "{}", table(&pairs));
+        pairs[2].marked = true;
+        let text = sentences(&pairs).join("\n");
+        assert!(text.contains("1 of 2 measured steps lie") && text.contains("0 of 1 measured steps lie"), "{text}");
+        assert!(table(&pairs).contains("ddp *"), "{}", table(&pairs));
     }
 
     #[test]

@@ -88,7 +88,7 @@ pub(super) struct Recorder {
 }
 
 /// Ranks beyond which only the first two are recorded, and the second stands for the others.
-const MOST_RECORDED: usize = 8;
+pub(super) const MOST_RECORDED: usize = 8;
 
 impl Recorder {
     pub(super) fn new(text: TextSource) -> Self {

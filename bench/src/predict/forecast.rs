@@ -6,21 +6,22 @@ use std::process::ExitCode;
 
 use gpt2::cli::say;
 use gpt2::strategy::StrategyKind;
-use isocomm::Rung;
+use isocomm::{Rung, TransportOptions};
 use predict::calibration::Calibration;
 use predict::chakra;
 use predict::network::Processors;
-use predict::prediction::{Estimate, Prediction, Question, predict};
+use predict::prediction::{Assumed, Estimate, Prediction, Question, predict};
 use predict::trace::Trace;
 use rig::BenchError;
 use rig::debug;
+use rig::environment::Environment;
 use rig::link::Profile;
-use rig::record::{Axis, Cell};
+use rig::record::{Axis, Cell, DEFAULT};
 use rig::text;
 use serde::{Deserialize, Serialize};
 
 use super::against;
-use super::cells::{CellOptions, Recorder};
+use super::cells::{CellOptions, MOST_RECORDED, Recorder};
 use super::link::link;
 
 /// Options by which `predict` and `advise` say what is predicted, and by what.
@@ -46,8 +47,8 @@ pub(crate) struct ForecastOptions {
 
 /// Predicts what steps take, by what `bench calibrate` has measured and each rank's computation, which is recorded here without a network.
 ///
-/// Beside each prediction stand bounds within which nine of ten measured steps are expected, and the plain model of a latency and a rate. With
-/// --against it compares predictions that were written before with the results of a sweep of the same cells.
+/// Beside each prediction stand bounds, and the plain model of a latency and a rate. Nine of ten measured steps are expected within the bounds of rows
+/// without a mark only; a row with * rests on something that was not measured, as the notes below say. With --against it compares predictions that were written before with the results of a sweep of the same cells.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct PredictArgs {
     #[command(flatten)]
@@ -105,6 +106,7 @@ impl ForecastOptions {
             return Err("--speed and --apart are numbers above 0".into());
         }
         let processors = apart.map_or(calibration.shared_machine(), |cores| Processors::Own { cores });
+        let processor = Environment::read().processor();
         let mut forecasts = Vec::with_capacity(cells.len());
         for cell in cells {
             let link = link(&Profile::find(&cell.link)?);
@@ -115,16 +117,49 @@ impl ForecastOptions {
                 link: &link,
                 processors,
                 threads: cell.threads as f64,
+                assumed: self.assumed(cell, calibration, &processor),
             };
-            let mut prediction = predict(&question, calibration).map_err(|why| format!("{}: {why}", cell.strategy))?;
-            if (speed - 1.0).abs() > f64::EPSILON {
-                prediction.outside.push(format!("computation {speed} times as fast as it was recorded"));
-            }
+            let prediction = predict(&question, calibration).map_err(|why| format!("{}: {why}", cell.strategy))?;
             forecasts.push(Forecast { cell: cell.clone(), prediction });
         }
         Ok(forecasts)
     }
+
+    /// What of a cell on a machine with `processor` is otherwise than when it was calibrated and recorded.
+    fn assumed(&self, cell: &Cell, calibration: &Calibration, processor: &str) -> Assumed {
+        let mut assumed = Assumed::default();
+        let computation = &mut assumed.computation;
+        if (self.speed - 1.0).abs() > f64::EPSILON {
+            computation.push(format!("computation {} times as fast as it was recorded", self.speed));
+        }
+        if let Some(cores) = self.apart {
+            computation.push(format!("a machine with {cores} cores for each rank; all were measured on one"));
+        }
+        if cell.threads != 1 {
+            computation.push(format!("{} threads in each rank; computation was measured with 1", cell.threads));
+        }
+        if cell.strategy == OF_TRACE {
+            computation.push("computation as the trace has it; where it was recorded is not known".into());
+        } else if cell.ranks > MOST_RECORDED {
+            computation.push(format!("{} ranks, of which the first two were recorded for all", cell.ranks));
+        }
+        let communication = &mut assumed.communication;
+        if !calibration.machine.starts_with(&format!("{processor},")) {
+            communication.push(format!("this machine is {processor}; calibrated was {}", calibration.machine));
+        }
+        let usual = TransportOptions::default();
+        let mtu = cell.quic_mtu.map(|_| ("quic-mtu", cell.value(Axis::QuicMtu)));
+        let congestion = (cell.congestion != DEFAULT).then(|| ("congestion", cell.congestion.clone()));
+        let lanes = (cell.lanes != usual.lanes).then(|| ("lanes", cell.lanes.to_string()));
+        for (axis, value) in [mtu, congestion, lanes].into_iter().flatten() {
+            communication.push(format!("{axis} {value}, which was not calibrated"));
+        }
+        assumed
+    }
 }
+
+/// The strategy of a cell whose trace is that of a file.
+const OF_TRACE: &str = "trace";
 
 /// A cell and what is predicted of it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -154,7 +189,7 @@ pub(crate) fn run(args: &PredictArgs) -> Result<ExitCode, BenchError> {
             let mut of_trace: Vec<Cell> = Vec::new();
             for cell in cells {
                 let cell =
-                    Cell { ranks: trace.ranks.len(), strategy: "trace".into(), preset: trace.name.clone(), ..cell };
+                    Cell { ranks: trace.ranks.len(), strategy: OF_TRACE.into(), preset: trace.name.clone(), ..cell };
                 if !of_trace.contains(&cell) {
                     of_trace.push(cell);
                 }
@@ -164,8 +199,8 @@ pub(crate) fn run(args: &PredictArgs) -> Result<ExitCode, BenchError> {
         None => options.recorded(&cells, &calibration)?,
     };
     say(format_args!("{}", table(&forecasts)));
-    for line in outside(&forecasts) {
-        say(format_args!("note: {line}"));
+    for line in notes(&forecasts) {
+        say(format_args!("{line}"));
     }
     if let Some(out) = &args.out {
         let lines = forecasts.iter().map(serde_json::to_string).collect::<Result<Vec<_>, _>>()?;
@@ -217,7 +252,7 @@ fn calibration(path: &Path) -> Result<Calibration, BenchError> {
 }
 
 /// What was taken from elsewhere than measurements, each once.
-pub(super) fn outside(forecasts: &[Forecast]) -> Vec<String> {
+fn outside(forecasts: &[Forecast]) -> Vec<String> {
     let mut all: Vec<String> = Vec::new();
     for line in forecasts.iter().flat_map(|forecast| &forecast.prediction.outside) {
         if !all.contains(line) {
@@ -234,7 +269,7 @@ fn table(forecasts: &[Forecast]) -> String {
     let line = |Forecast { cell, prediction }: &Forecast| {
         let label = if axes.is_empty() { cell.strategy.clone() } else { cell.label(&axes) };
         [
-            label,
+            marked(label, prediction),
             between(&prediction.step),
             between(&prediction.exposed),
             format!("{:.0} %", 100.0 * prediction.utilization),
@@ -244,6 +279,21 @@ fn table(forecasts: &[Forecast]) -> String {
     };
     let header = ["", "step (ms)", "waiting (ms)", "computing", "sent (MB)", "latency and rate alone (ms)"];
     text::columns(&header, &forecasts.iter().map(line).collect::<Vec<_>>(), 1)
+}
+
+/// A name, with a mark where the prediction rests on something that was not measured.
+pub(super) fn marked(name: String, prediction: &Prediction) -> String {
+    if prediction.outside.is_empty() { name } else { name + " *" }
+}
+
+/// What is printed below predictions: what was taken from elsewhere than measurements.
+pub(super) fn notes(forecasts: &[Forecast]) -> Vec<String> {
+    let outside = outside(forecasts);
+    let mut notes: Vec<String> = outside.iter().map(|line| format!("note: {line}")).collect();
+    if !notes.is_empty() {
+        notes.push("* rests on what the notes say, which was not measured: it is not known how many steps lie within its bounds".into());
+    }
+    notes
 }
 
 pub(super) fn ms(seconds: f64) -> f64 {
@@ -267,5 +317,45 @@ mod tests {
         assert_eq!(left, ["ddp", "ring"]);
         let why = predicted(cells[1..3].to_vec()).unwrap_err();
         assert!(why.contains("all 2 cells are left out"), "{why}");
+    }
+
+    #[test]
+    fn what_was_not_calibrated_is_a_reason_for_a_mark() {
+        #[derive(clap::Parser)]
+        struct Parsed {
+            #[command(flatten)]
+            options: ForecastOptions,
+        }
+        let options = |words: &[&str]| <Parsed as clap::Parser>::parse_from([&["bench"], words].concat()).options;
+        let calibration = Calibration {
+            schema: 1,
+            machine: "Fast 9000, 2 cores, 8 GB, Linux".into(),
+            cores: 2,
+            effective_cores: 2.0,
+            compute_spread: 0.02,
+            paths: Vec::new(),
+        };
+        let usual = Cell { threads: 1, lanes: TransportOptions::default().lanes, ..cell("ddp", "tcp") };
+        let processor = "Fast 9000, 2 cores";
+        let reasons = |words: &[&str], cell: &Cell, processor: &str| {
+            let Assumed { computation, communication } = options(words).assumed(cell, &calibration, processor);
+            (computation.len(), communication.len())
+        };
+        assert_eq!(reasons(&[], &usual, processor), (0, 0));
+        assert_eq!(reasons(&["--speed", "2"], &usual, processor), (1, 0));
+        assert_eq!(reasons(&["--apart", "4"], &usual, processor), (1, 0));
+        assert_eq!(reasons(&[], &usual, "Fast 9000, 24 cores"), (0, 1));
+        let computed = [
+            Cell { threads: 2, ..usual.clone() },
+            Cell { ranks: 9, ..usual.clone() },
+            Cell { strategy: OF_TRACE.into(), ..usual.clone() },
+        ];
+        computed.iter().for_each(|cell| assert_eq!(reasons(&[], cell, processor), (1, 0), "{cell:?}"));
+        let communicated = [
+            Cell { congestion: "bbr".into(), ..usual.clone() },
+            Cell { lanes: usual.lanes + 1, ..usual.clone() },
+            Cell { quic_mtu: Some(1452), ..usual },
+        ];
+        communicated.iter().for_each(|cell| assert_eq!(reasons(&[], cell, processor), (0, 1), "{cell:?}"));
     }
 }
