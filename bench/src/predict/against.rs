@@ -236,14 +236,18 @@ mod tests {
         assert!(table(&pairs).contains("ddp *"), "{}", table(&pairs));
     }
 
-    #[test]
-    fn a_step_is_the_median_of_the_slowest_rank_after_the_first_two() {
-        let mut record = made_up::record(made_up::cell("ddp"), 1, &[900.0, 900.0, 10.0, 12.0, 11.0]);
+    fn record_of(strategy: &str) -> Record {
+        let mut record = made_up::record(made_up::cell(strategy), 1, &[900.0, 900.0, 10.0, 12.0, 11.0]);
         for rank in record.measured.iter_mut().flat_map(|measured| &mut measured.ranks) {
             let steps = &mut rank.steps;
             (steps.exposed, steps.scalars, steps.skew) = (vec![4.0; 5], vec![1.0; 5], vec![0.5; 5]);
         }
-        let (step, exposed) = measured(&record).unwrap();
+        record
+    }
+
+    #[test]
+    fn a_step_is_the_median_of_the_slowest_rank_after_the_first_two() {
+        let (step, exposed) = measured(&record_of("ddp")).unwrap();
         assert!((step - 0.011).abs() < 1e-9 && (exposed - 0.0055).abs() < 1e-9, "{step}, {exposed}");
     }
 
@@ -261,8 +265,8 @@ mod tests {
                 outside: Vec::new(),
             },
         };
-        let record = made_up::record(made_up::cell("ddp"), 1, &[10.0; 5]);
-        let (pairs, unmeasured) = pairs(&[prediction("ddp"), prediction("ring"), prediction("ps")], &[record]);
+        let forecasts = [prediction("ddp"), prediction("ring"), prediction("ps")];
+        let (pairs, unmeasured) = pairs(&forecasts, &[record_of("ddp")]);
         assert_eq!((pairs.len(), unmeasured), (1, vec!["ring".to_string(), "ps".to_string()]));
     }
 }
