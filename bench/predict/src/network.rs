@@ -103,6 +103,26 @@ impl Link {
         Link { name: name.into(), mtu: 1500, usual: Pipes { up, down }, unusual: BTreeMap::new() }
     }
 
+    /// Whether something passes on its way from and to each of `ranks` ranks.
+    ///
+    /// # Errors
+    /// The rank and the direction where nothing does.
+    pub(crate) fn check(&self, ranks: usize) -> Result<(), String> {
+        let usual = (0..ranks).find(|rank| !self.unusual.contains_key(rank)).map(|rank| (rank, &self.usual));
+        let unusual = self.unusual.iter().map(|(rank, pipes)| (*rank, pipes)).filter(|(rank, _)| *rank < ranks);
+        for (rank, pipes) in unusual.chain(usual) {
+            for (way, pipe) in [("from", pipes.up), ("to", pipes.down)] {
+                let why = match pipe {
+                    Pipe { bits_per_s: Some(bits), .. } if bits.is_nan() || bits <= 0.0 => "its rate is 0",
+                    Pipe { loss, .. } if loss.is_nan() || loss >= 1.0 => "all packets are lost",
+                    _ => continue,
+                };
+                return Err(format!("the link {} carries nothing {way} rank {rank}: {why}", self.name));
+            }
+        }
+        Ok(())
+    }
+
     /// The pipes of a rank.
     pub fn pipes(&self, rank: usize) -> &Pipes {
         self.unusual.get(&rank).unwrap_or(&self.usual)
@@ -186,6 +206,20 @@ mod tests {
             processors: Processors::Own { cores: 1.0 },
             threads: 1.0,
         }
+    }
+
+    #[test]
+    fn a_link_that_carries_nothing_is_said() {
+        assert!(network(1e9, 0.0).link.check(2).is_ok());
+        let why = network(0.0, 0.0).link.check(2).unwrap_err();
+        assert_eq!(why, "the link test carries nothing from rank 0: its rate is 0");
+        let mut link = network(1e9, 0.0).link;
+        let mut pipes = link.usual;
+        pipes.down.loss = 1.0;
+        link.unusual.insert(1, pipes);
+        let why = link.check(2).unwrap_err();
+        assert_eq!(why, "the link test carries nothing to rank 1: all packets are lost");
+        assert!(link.check(1).is_ok(), "no such rank");
     }
 
     #[test]

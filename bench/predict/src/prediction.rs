@@ -23,11 +23,11 @@ pub struct Prediction {
     pub alpha_beta_s: f64,
     /// What a step takes longest for.
     pub limit: Limit,
-    /// Where the prediction rests on something that was not measured.
+    /// Where the prediction rests on something that was not measured: then the bounds are wider, and nobody has counted what lies within them.
     pub outside: Vec<String>,
 }
 
-/// A value, and between which bounds nine of ten measured ones are expected.
+/// A value, and between which bounds nine of ten measured ones are expected where all that it rests on was measured.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Estimate {
     /// The value.
@@ -71,6 +71,17 @@ pub struct Question<'a> {
     pub processors: Processors,
     /// Threads that compute, in each rank.
     pub threads: f64,
+    /// What of it is otherwise than when it was calibrated and recorded, beside what [`predict`] finds by itself.
+    pub assumed: Assumed,
+}
+
+/// What is taken from elsewhere than measurements, in words.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Assumed {
+    /// Of computation.
+    pub computation: Vec<String>,
+    /// Of communication.
+    pub communication: Vec<String>,
 }
 
 /// Predicts.
@@ -78,8 +89,10 @@ pub struct Question<'a> {
 /// # Errors
 /// The transport was not calibrated, or the trace cannot be simulated.
 pub fn predict(question: &Question<'_>, calibration: &Calibration) -> Result<Prediction, String> {
-    let Question { trace, transport, link, processors, threads } = *question;
-    let (path, mut outside) = calibration.costs(transport, link)?;
+    let Question { trace, transport, link, processors, threads, .. } = *question;
+    let Assumed { computation, communication: mut outside } = question.assumed.clone();
+    let (path, taken) = calibration.costs(transport, link)?;
+    outside.extend(taken);
     let ranks = trace.ranks.len();
     let (_, largest) = path.sizes();
     let operations = trace.ranks.iter().flat_map(|rank| &rank.nodes).filter_map(|node| match &node.work {
@@ -96,7 +109,8 @@ pub fn predict(question: &Question<'_>, calibration: &Calibration) -> Result<Pre
     }
     let network = Network { link: link.clone(), costs: path.costs, processors, threads };
     let outcome = simulate(trace, &network, Detail::Auto)?;
-    let spreads = Spreads::of(path, calibration, outside.len());
+    let spreads = Spreads::of(path, calibration, computation.len(), outside.len());
+    outside.extend(computation);
     let (step, exposed) = spreads.estimates(&outcome);
     Ok(Prediction {
         step,
@@ -116,9 +130,13 @@ struct Spreads {
 }
 
 impl Spreads {
-    fn of(path: &Path, calibration: &Calibration, outside: usize) -> Self {
-        let beyond = (outside as f64).sqrt() * OUTSIDE_SPREAD;
-        Spreads { compute: calibration.compute_spread, communication: path.spread().hypot(beyond) }
+    /// With so many things of computation and of communication that were not measured.
+    fn of(path: &Path, calibration: &Calibration, computation: usize, communication: usize) -> Self {
+        let beyond = |things: usize| (things as f64).sqrt() * OUTSIDE_SPREAD;
+        Spreads {
+            compute: calibration.compute_spread.hypot(beyond(computation)),
+            communication: path.spread().hypot(beyond(communication)),
+        }
     }
 
     fn estimates(&self, outcome: &Outcome) -> (Estimate, Estimate) {
@@ -220,9 +238,13 @@ mod tests {
     }
 
     fn ask(trace: &Trace, asked: &Link, calibrated: &Link) -> Prediction {
+        ask_assuming(trace, asked, calibrated, Assumed::default())
+    }
+
+    fn ask_assuming(trace: &Trace, asked: &Link, calibrated: &Link, assumed: Assumed) -> Prediction {
         let processors = Processors::Own { cores: 2.0 };
-        predict(&Question { trace, transport: "tcp", link: asked, processors, threads: 1.0 }, &calibration(calibrated))
-            .unwrap()
+        let question = Question { trace, transport: "tcp", link: asked, processors, threads: 1.0, assumed };
+        predict(&question, &calibration(calibrated)).unwrap()
     }
 
     #[test]
@@ -237,6 +259,15 @@ mod tests {
         assert_eq!(far.outside.len(), 3, "{:?}", far.outside);
         let width = |estimate: Estimate| (estimate.high - estimate.low) / estimate.value;
         assert!(width(far.step) > width(near.step));
+        let told = || vec!["another".to_string()];
+        for assumed in [
+            Assumed { computation: told(), ..Assumed::default() },
+            Assumed { communication: told(), ..Assumed::default() },
+        ] {
+            let found = ask_assuming(&trace(4, 10_000_000, 1 << 18), &link, &link, assumed);
+            assert_eq!((found.outside, found.step.value), (told(), near.step.value));
+            assert!(width(found.step) > width(near.step));
+        }
     }
 
     #[test]

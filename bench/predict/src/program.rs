@@ -59,11 +59,17 @@ pub(crate) struct ClassPart {
 /// Ranks beyond which not each is simulated by itself.
 pub(crate) const MOST_SINGLE_RANKS: usize = 512;
 
+/// Rounds of all different operations together, beyond which memory would be needed without end.
+const MOST_ROUNDS: usize = 1 << 22;
+
 /// One program for each rank.
 ///
 /// # Errors
-/// An operation that cannot run, with the rank.
+/// An operation that cannot run, with the rank, or there are more than [`MOST_SINGLE_RANKS`].
 pub(crate) fn single(trace: &Trace, table: &Table) -> Result<Vec<Program>, String> {
+    if trace.ranks.len() > MOST_SINGLE_RANKS {
+        return Err(too_many());
+    }
     let classes = (0..trace.ranks.len()).map(|rank| vec![rank]).collect();
     build(trace, table, classes)
 }
@@ -73,24 +79,32 @@ pub(crate) fn single(trace: &Trace, table: &Table) -> Result<Vec<Program>, Strin
 /// # Errors
 /// Ranks do not fall into few classes whose messages match, or an operation cannot run.
 pub(crate) fn collapsed(trace: &Trace, link: &Link, table: &Table) -> Result<Vec<Program>, String> {
-    let programs = build(trace, table, classes(trace, link))?;
+    let classes = classes(trace, link).ok_or_else(too_many)?;
+    let programs = build(trace, table, classes)?;
     check_messages(&programs)?;
     Ok(programs)
 }
 
-/// Ranks that do the same, whoever their peers are, over the same pipes.
-fn classes(trace: &Trace, link: &Link) -> Vec<Vec<usize>> {
+fn too_many() -> String {
+    format!(
+        "the ranks do not fall into classes that all do the same: with more than {MOST_SINGLE_RANKS} ranks they must"
+    )
+}
+
+/// Ranks that do the same, whoever their peers are, over the same pipes; none where there are more than [`MOST_SINGLE_RANKS`] classes.
+fn classes(trace: &Trace, link: &Link) -> Option<Vec<Vec<usize>>> {
     let mut classes: Vec<Vec<usize>> = Vec::new();
     for rank in 0..trace.ranks.len() {
-        let like = |class: &&mut Vec<usize>| {
+        let like = |class: &Vec<usize>| {
             link.pipes(class[0]) == link.pipes(rank) && alike(&trace.ranks[class[0]], &trace.ranks[rank])
         };
-        match classes.iter_mut().find(like) {
-            Some(class) => class.push(rank),
+        match classes.iter().position(like) {
+            Some(class) => classes[class].push(rank),
+            None if classes.len() == MOST_SINGLE_RANKS => return None,
             None => classes.push(vec![rank]),
         }
     }
-    classes
+    Some(classes)
 }
 
 fn alike(one: &RankTrace, other: &RankTrace) -> bool {
@@ -122,7 +136,7 @@ fn build(trace: &Trace, table: &Table, classes: Vec<Vec<usize>>) -> Result<Vec<P
         class.iter().for_each(|rank| class_of[*rank] = number);
     }
     let is_single = classes.len() == ranks;
-    let mut builder = Builder { ranks, table, class_of: &class_of, is_single, known: HashMap::new() };
+    let mut builder = Builder { ranks, table, class_of: &class_of, is_single, known: HashMap::new(), kept: 0 };
     let mut programs = Vec::with_capacity(classes.len());
     for members in &classes {
         let rank = members[0];
@@ -150,6 +164,8 @@ struct Builder<'a> {
     is_single: bool,
     /// Rounds of equal operations are kept once.
     known: HashMap<String, Rc<[ClassRound]>>,
+    /// Of all that are known.
+    kept: usize,
 }
 
 impl Builder<'_> {
@@ -225,6 +241,12 @@ impl Builder<'_> {
             joined
         };
         let rounds = schedule::rounds(&collective, members, own, self.table)?;
+        self.kept += rounds.len();
+        if self.kept > MOST_ROUNDS {
+            return Err(format!(
+                "the operations take more than {MOST_ROUNDS} rounds; give a trace of fewer or smaller ones"
+            ));
+        }
         let rounds =
             rounds.into_iter().map(|round| ClassRound { sends: join(round.sends), receives: join(round.receives) });
         let rounds: Rc<[ClassRound]> = rounds.collect();
@@ -307,8 +329,6 @@ fn check_messages(programs: &[Program]) -> Result<(), String> {
     }
     match sent == received {
         true => Ok(()),
-        false => Err(format!(
-            "the ranks do not fall into classes that all do the same: with more than {MOST_SINGLE_RANKS} ranks they must"
-        )),
+        false => Err(too_many()),
     }
 }

@@ -39,6 +39,9 @@ struct Shape {
     piece: usize,
 }
 
+/// Most rounds of one operation.
+const MOST_ROUNDS: usize = 1 << 20;
+
 /// By which algorithm an operation runs among `ranks` ranks.
 pub fn algorithm(collective: &Collective, ranks: usize, table: &Table) -> Algorithm {
     collective.algorithm.unwrap_or_else(|| table.choose(collective.kind, collective.dtype, collective.count, ranks))
@@ -47,7 +50,7 @@ pub fn algorithm(collective: &Collective, ranks: usize, table: &Table) -> Algori
 /// What `rank` of `ranks` exchanges in an operation, in order.
 ///
 /// # Errors
-/// The algorithm cannot run the operation.
+/// The algorithm cannot run the operation, or takes more than 2^20 rounds.
 pub fn rounds(collective: &Collective, ranks: usize, rank: usize, table: &Table) -> Result<Vec<Round>, String> {
     if ranks < 2 {
         return Ok(Vec::new());
@@ -59,6 +62,15 @@ pub fn rounds(collective: &Collective, ranks: usize, rank: usize, table: &Table)
     }
     let width = dtype.size();
     let shape = Shape { count, width, ranks, rank, root, piece: (table.piece / width).max(1) };
+    if matches!(algorithm, Algorithm::Ring | Algorithm::ScatterAllGather) {
+        let steps = if kind == OpKind::AllReduce { 2 } else { 1 } * (ranks - 1);
+        let rounds = shape.pieces().saturating_mul(steps);
+        if rounds > MOST_ROUNDS {
+            return Err(format!(
+                "{kind} of {count} elements by {algorithm} takes {rounds} rounds on {ranks} ranks, of {MOST_ROUNDS} at most; cut it into several operations"
+            ));
+        }
+    }
     Ok(match (algorithm, kind) {
         (Algorithm::Ring, OpKind::AllReduce) => shape.ring(ranks - 1, ranks - 1),
         (Algorithm::Ring, OpKind::ReduceScatter) => shape.ring(ranks - 1, 0),
@@ -89,6 +101,11 @@ impl Shape {
 
     fn shard(&self, shard: usize) -> u64 {
         (self.elements(shard) * self.width) as u64
+    }
+
+    /// Pieces of the largest shard.
+    fn pieces(&self) -> usize {
+        self.elements(0).div_ceil(self.piece).max(1)
     }
 
     fn whole(&self) -> u64 {
@@ -146,7 +163,7 @@ impl Shape {
     fn ring(&self, reducing: usize, gathering: usize) -> Vec<Round> {
         let Shape { ranks, rank, piece, .. } = *self;
         let (left, right) = ((rank + ranks - 1) % ranks, (rank + 1) % ranks);
-        let pieces = self.elements(0).div_ceil(piece).max(1);
+        let pieces = self.pieces();
         let steps = reducing + gathering;
         let part = |shard: usize, number: usize| {
             let elements = self.elements(shard);
@@ -351,5 +368,11 @@ mod tests {
         let why = rounds(&collective, 3, 0, &Table::fixed()).unwrap_err();
         assert_eq!(why, "the algorithm halving-doubling cannot run all-reduce of f32 on 3 ranks");
         assert!(rounds(&collective, 1, 0, &Table::fixed()).unwrap().is_empty());
+        for algorithm in [Algorithm::Ring, Algorithm::ScatterAllGather] {
+            let kind = if algorithm == Algorithm::Ring { OpKind::AllGather } else { OpKind::Broadcast };
+            let huge = Collective { algorithm: Some(algorithm), ..Collective::of_all(kind, 1 << 40) };
+            let why = rounds(&huge, 2, 0, &Table::fixed()).unwrap_err();
+            assert!(why.contains("takes 4194304 rounds on 2 ranks"), "{why}");
+        }
     }
 }

@@ -90,9 +90,10 @@ const REPEATS: usize = 2;
 /// What a step of `trace` takes on `network`.
 ///
 /// # Errors
-/// The trace is none, ranks wait for each other for ever, or there are more than 512 ranks that do not all do the same.
+/// The trace is none, the link carries nothing, ranks wait for each other for ever, or there are more than 512 ranks that do not all do the same.
 pub fn simulate(trace: &Trace, network: &Network, detail: Detail) -> Result<Outcome, String> {
     trace.check().map_err(|why| why.to_string())?;
+    network.link.check(trace.ranks.len())?;
     let (table, ranks) = (Table::fixed(), trace.ranks.len());
     let programs = match detail {
         Detail::EveryRank => program::single(trace, &table)?,

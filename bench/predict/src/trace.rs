@@ -151,6 +151,9 @@ impl std::error::Error for Invalid {}
 /// Most elements of one operation: 2^40.
 const MOST_ELEMENTS: usize = 1 << 40;
 
+/// Most bytes of one message, and nanoseconds of one computation (13 days): 2^50.
+const MOST_OF_A_NODE: u64 = 1 << 50;
+
 /// Most lanes that a trace may name.
 const MOST_LANES: usize = 64;
 
@@ -183,7 +186,13 @@ impl Trace {
             return Err(format!("lane {lane}, of {MOST_LANES} at most"));
         }
         match work {
+            Work::Compute { ns } if *ns > MOST_OF_A_NODE => {
+                Err(format!("a computation of {ns} ns, of {MOST_OF_A_NODE} at most"))
+            }
             Work::Compute { .. } => Ok(()),
+            Work::Send(message) | Work::Receive(message) if message.bytes > MOST_OF_A_NODE => {
+                Err(format!("a message of {} bytes, of {MOST_OF_A_NODE} at most", message.bytes))
+            }
             Work::Send(message) | Work::Receive(message) if message.peer >= ranks || message.peer == rank => {
                 Err(format!("a message between rank {rank} and rank {}, of {ranks} ranks", message.peer))
             }
@@ -274,6 +283,12 @@ mod tests {
         let cases = [
             (vec![0], Work::Compute { ns: 1 }, "not before it"),
             (vec![], Work::Send(Message { peer: 2, ..message.clone() }), "rank 2, of 2 ranks"),
+            (
+                vec![],
+                Work::Send(Message { bytes: u64::MAX, ..message.clone() }),
+                "a message of 18446744073709551615 bytes",
+            ),
+            (vec![], Work::Compute { ns: u64::MAX }, "a computation of"),
             (vec![], Work::Receive(Message { peer: 0, ..message }), "between rank 0 and rank 0"),
             (vec![], Work::Collective(Collective { root: 2, ..all_reduce.clone() }), "root 2 of 2"),
             (vec![], Work::Collective(Collective { group: vec![1], ..all_reduce.clone() }), "to have rank 0"),

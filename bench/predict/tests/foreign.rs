@@ -89,7 +89,7 @@ fn diloco_on_shaped_links() {
     assert_eq!(tensors().iter().sum::<usize>(), 30_846_720);
     let mut errors = Vec::new();
     let mut plain = Vec::new();
-    for cell in cells().iter().filter(|cell| cell.algorithm != "ddp") {
+    for cell in &cells() {
         let predicted = cell.steps * cell.compute_s + cell.synchronisations * synchronisation(cell.rate);
         let ring = cell.steps * cell.compute_s + cell.synchronisations * 1.5 * 30_846_720.0 * 4.0 * 8.0 / cell.rate;
         println!(
@@ -101,8 +101,11 @@ fn diloco_on_shaped_links() {
             100.0 * (predicted / cell.wall_s - 1.0),
             100.0 * (ring / cell.wall_s - 1.0),
         );
-        errors.push((predicted / cell.wall_s - 1.0).abs());
-        plain.push((ring / cell.wall_s - 1.0).abs());
+        // How ddp's library cuts gradients into buckets, and what it does beside the ring, is not in the records: it is printed, and counts for nothing.
+        if cell.algorithm != "ddp" {
+            errors.push((predicted / cell.wall_s - 1.0).abs());
+            plain.push((ring / cell.wall_s - 1.0).abs());
+        }
     }
     errors.sort_by(f64::total_cmp);
     plain.sort_by(f64::total_cmp);

@@ -374,11 +374,15 @@ fn what_cannot_end_is_said() {
     let waits = trace(2, |rank, nodes| _ = nodes.push("x", vec![], Work::Receive(message(1 - rank, 4))));
     let why = simulate(&waits, &network(), Detail::EveryRank).unwrap_err();
     assert!(why.contains("wait for each other for ever: rank 0 at its node 0"), "{why}");
-    let uneven = trace(600, |rank, nodes| _ = nodes.push("x", vec![], Work::Compute { ns: rank as u64 }));
+    let uneven = trace(600, |rank, nodes| _ = nodes.push("x", vec![], Work::Compute { ns: rank as u64 / 2 }));
     assert!(simulate(&uneven, &network(), Detail::Auto).is_ok(), "nothing has to match");
-    let broadcast =
-        trace(600, |_, nodes| _ = nodes.push("x", vec![], Work::Collective(Collective::of_all(OpKind::Broadcast, 10))));
-    assert!(simulate(&broadcast, &network(), Detail::Auto).is_ok());
+    // Each rank has another part in a broadcast.
+    let broadcast = |ranks| {
+        let work = Work::Collective(Collective::of_all(OpKind::Broadcast, 10));
+        trace(ranks, |_, nodes| _ = nodes.push("x", vec![], work.clone()))
+    };
+    assert!(simulate(&broadcast(500), &network(), Detail::Auto).is_ok());
+    assert!(simulate(&broadcast(600), &network(), Detail::Auto).unwrap_err().contains("more than 512 ranks"));
 }
 
 #[test]
@@ -390,4 +394,17 @@ fn the_plain_model_knows_of_no_one_else() {
         nodes.push("bucket", vec![computed], work.clone());
     });
     assert_near(alpha_beta(&trace, &network).unwrap(), 0.010 + 4.0 * 1e-3 + 1.5 * 12_500_000.0 / RATE);
+}
+
+/// Ranks that differ by a nanosecond are as many classes as ranks.
+#[test]
+fn many_ranks_that_differ_are_refused() {
+    let of_rank = |rank: usize, trace: &mut RankTrace| {
+        let computed = trace.push("backward", vec![], Work::Compute { ns: 1_000_000 + rank as u64 });
+        trace.push("sum", vec![computed], collective(OpKind::AllReduce, Algorithm::Ring, 1000));
+    };
+    for detail in [Detail::Auto, Detail::Classes, Detail::EveryRank] {
+        let why = simulate(&trace(600, of_rank), &network(), detail).unwrap_err();
+        assert!(why.contains("more than 512 ranks"), "{detail:?}: {why}");
+    }
 }

@@ -41,11 +41,15 @@ impl Environment {
         }
     }
 
+    /// The processor and its cores, with which [`one_line`](Self::one_line) begins.
+    pub fn processor(&self) -> String {
+        format!("{}, {} cores", self.machine, self.cores)
+    }
+
     pub fn one_line(&self) -> String {
         format!(
-            "{}, {} cores, {:.0} GB, Linux {}, TCP {}, commit {}",
-            self.machine,
-            self.cores,
+            "{}, {:.0} GB, Linux {}, TCP {}, commit {}",
+            self.processor(),
             self.memory_bytes as f64 / 1e9,
             self.kernel,
             self.congestion_control,

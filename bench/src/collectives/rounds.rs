@@ -376,21 +376,17 @@ fn start_peers(python: PathBuf, settings: &Settings) -> Vec<(Peer, Starting)> {
 
 /// Two buffers of the largest size on every rank of every group must fit into memory.
 fn check_memory(settings: &Settings) -> Result<(), BenchError> {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let Some(available) = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<f64>().ok()) else {
-        return Ok(());
-    };
+    let Some(available) = rig::machine::available_memory() else { return Ok(()) };
     let largest = settings.cases.iter().map(Case::bytes).max().unwrap_or(0) as f64;
     let groups = 2 + if settings.peers.is_some() { Peer::ALL.len() } else { 0 };
     // The two buffers, and what transports and libraries keep of a message.
     let needed = 3.0 * largest * settings.ranks as f64 * groups as f64;
-    if needed > available * 1024.0 {
+    if needed > available {
         return Err(format!(
             "{} ranks with buffers of {largest:.0} B need about {:.1} GB of memory, and {:.1} GB are free; lower --maxbytes or --ranks",
             settings.ranks,
             needed / 1e9,
-            available * 1024.0 / 1e9
+            available / 1e9
         )
         .into());
     }

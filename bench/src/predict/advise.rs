@@ -5,38 +5,42 @@ use std::process::ExitCode;
 use gpt2::cli::say;
 use gpt2::strategy::StrategyKind;
 use rig::BenchError;
-use rig::debug;
 
 use super::alone::can_be_alone;
-use super::cells::Recorder;
-use super::forecast::{Forecast, PredictArgs, calibration, forecast, ms, outside};
+use super::forecast::{Forecast, ForecastOptions, marked, ms, notes};
 
 /// Predicts a step of each strategy and says which one to take, and why.
 ///
-/// Takes the options of `bench predict`; without --strategies it compares all that can be recorded rank by rank.
+/// Cells of the same link, transport and number of ranks are compared with each other. Without --strategies it compares all that can be recorded
+/// rank by rank.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct AdviseArgs {
     #[command(flatten)]
-    predict: PredictArgs,
+    options: ForecastOptions,
 }
 
 pub(crate) fn run(args: &AdviseArgs) -> Result<ExitCode, BenchError> {
-    let args = &args.predict;
-    debug::refuse_timings(args.allow_debug())?;
-    let calibration = calibration(&args.calibration)?;
+    let options = &args.options;
+    let calibration = options.calibration()?;
     let is_compared = |kind: &StrategyKind| *kind != StrategyKind::Single && can_be_alone(*kind);
     let all: Vec<StrategyKind> = StrategyKind::ALL.into_iter().filter(is_compared).collect();
-    let cells = args.cells(&all)?;
-    let mut recorder = Recorder::new(args.text()?);
-    let mut forecasts = forecast(&cells, |cell| recorder.trace(cell), &calibration, args.apart, args.speed)?;
-    forecasts.sort_by(|a, b| a.prediction.step.value.total_cmp(&b.prediction.step.value));
-    for sentence in sentences(&forecasts) {
+    let cells = options.cells(&all)?;
+    let mut forecasts = options.recorded(&cells, &calibration)?;
+    for sentence in advice(&mut forecasts) {
         say(format_args!("{sentence}"));
     }
-    for line in outside(&forecasts) {
-        say(format_args!("note: {line}"));
+    for line in notes(&forecasts) {
+        say(format_args!("{line}"));
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The advice for each link, transport and number of ranks, the shortest step first.
+fn advice(forecasts: &mut [Forecast]) -> Vec<String> {
+    let group = |Forecast { cell, .. }: &Forecast| (cell.link.clone(), cell.transport.clone(), cell.ranks);
+    let step = |forecast: &Forecast| forecast.prediction.step.value;
+    forecasts.sort_by(|a, b| group(a).cmp(&group(b)).then(step(a).total_cmp(&step(b))));
+    forecasts.chunk_by(|a, b| group(a) == group(b)).flat_map(sentences).collect()
 }
 
 /// Whether a step brings as much as one of a single device.
@@ -44,7 +48,7 @@ fn is_one_device(forecast: &Forecast) -> bool {
     forecast.cell.strategy.parse::<StrategyKind>().is_ok_and(|kind| kind.spec().is_one_device)
 }
 
-/// The advice. Strategies that compute what one device computes need the same steps for a loss, so that their order by step is that by loss; of the
+/// The advice for one group. Strategies that compute what one device computes need the same steps for a loss, so that their order by step is that by loss; of the
 /// others it is said how many more steps they may need before they are slower.
 fn sentences(forecasts: &[Forecast]) -> Vec<String> {
     let best = forecasts.iter().find(|forecast| is_one_device(forecast));
@@ -52,8 +56,9 @@ fn sentences(forecasts: &[Forecast]) -> Vec<String> {
     for forecast in forecasts {
         let Forecast { cell, prediction } = forecast;
         let (name, step) = (&cell.strategy, &prediction.step);
+        let marked = marked(name.clone(), prediction);
         let mut sentence = format!(
-            "{name} over {} on {} with {} ranks: {:.1} ms a step ({:.1}-{:.1}), {:.0} % of it computing; {}",
+            "{marked} over {} on {} with {} ranks: {:.1} ms a step ({:.1}-{:.1}), {:.0} % of it computing; {}",
             cell.transport,
             cell.link,
             cell.ranks,
@@ -126,5 +131,26 @@ mod tests {
         assert!(text[2].ends_with("1.04 times as long as ddp, which the bounds do not tell apart"), "{}", text[2]);
         let expected = "most of a step is spent on the link's rate; 2.00 times as long as ddp, with 2.00 MB more through the busiest rank";
         assert!(text[3].ends_with(expected), "{}", text[3]);
+    }
+
+    #[test]
+    fn only_cells_over_the_same_network_are_compared() {
+        let over = |link: &str, strategy: &str, ms: f64| {
+            let forecast = of(strategy, ms, 1e6, Limit::Rate);
+            Forecast { cell: rig::record::Cell { link: link.into(), ..forecast.cell }, ..forecast }
+        };
+        let mut forecasts = [
+            over("wan", "ddp", 400.0),
+            over("lan", "ring", 90.0),
+            over("wan", "ring", 300.0),
+            over("lan", "ddp", 80.0),
+        ];
+        let text = advice(&mut forecasts);
+        let first: Vec<&str> = text.iter().filter_map(|line| line.split(' ').next()).collect();
+        assert_eq!(first, ["ddp", "ring", "ring", "ddp"]);
+        assert!(
+            text[1].contains("1.12 times as long as ddp") && text[3].contains("1.33 times as long as ring"),
+            "{text:?}"
+        );
     }
 }

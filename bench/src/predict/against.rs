@@ -29,6 +29,8 @@ struct Pair {
     alpha_beta_s: f64,
     measured_step: f64,
     measured_exposed: f64,
+    /// Whether the prediction rests on something that was not measured.
+    marked: bool,
 }
 
 pub(super) fn run(predictions: &Path, results: &Path) -> Result<ExitCode, BenchError> {
@@ -39,7 +41,7 @@ pub(super) fn run(predictions: &Path, results: &Path) -> Result<ExitCode, BenchE
     };
     let forecasts = text.lines().enumerate().map(line).collect::<Result<Vec<_>, _>>()?;
     let records = read_some_records(results)?.records;
-    let pairs: Vec<Pair> = forecasts.iter().filter_map(|forecast| pair(forecast, &records)).collect();
+    let (pairs, unmeasured) = pairs(&forecasts, &records);
     if pairs.is_empty() {
         return Err(format!("no cell of {} has a sound run in {}", predictions.display(), results.display()).into());
     }
@@ -47,7 +49,30 @@ pub(super) fn run(predictions: &Path, results: &Path) -> Result<ExitCode, BenchE
     for sentence in sentences(&pairs) {
         say(format_args!("{sentence}"));
     }
+    if !unmeasured.is_empty() {
+        say(format_args!(
+            "without a sound run in {}, and so in none of the figures: {} of {} cells: {}",
+            results.display(),
+            unmeasured.len(),
+            forecasts.len(),
+            unmeasured.join("; ")
+        ));
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The forecasts that have sound runs beside them, and the cells of those that have none.
+fn pairs(forecasts: &[Forecast], records: &[Record]) -> (Vec<Pair>, Vec<String>) {
+    let axes = Cell::varied(forecasts.iter().map(|forecast| &forecast.cell));
+    let (mut pairs, mut unmeasured) = (Vec::new(), Vec::new());
+    for forecast in forecasts {
+        match pair(forecast, records) {
+            Some(pair) => pairs.push(pair),
+            None if axes.is_empty() => unmeasured.push(forecast.cell.strategy.clone()),
+            None => unmeasured.push(forecast.cell.label(&axes)),
+        }
+    }
+    (pairs, unmeasured)
 }
 
 /// A forecast beside the runs of its cell.
@@ -62,6 +87,7 @@ fn pair(forecast: &Forecast, records: &[Record]) -> Option<Pair> {
         alpha_beta_s: forecast.prediction.alpha_beta_s,
         measured_step: middle(|(step, _)| *step)?,
         measured_exposed: middle(|(_, exposed)| *exposed)?,
+        marked: !forecast.prediction.outside.is_empty(),
     })
 }
 
@@ -101,7 +127,8 @@ fn table(pairs: &[Pair]) -> String {
     let signed = |share: f64| format!("{:+.1} %", 100.0 * share);
     let line = |pair: &Pair| {
         [
-            if axes.is_empty() { pair.cell.strategy.clone() } else { pair.cell.label(&axes) },
+            if axes.is_empty() { pair.cell.strategy.clone() } else { pair.cell.label(&axes) }
+                + if pair.marked { " *" } else { "" },
             format!("{:.1}", ms(pair.measured_step)),
             format!("{:.1}", ms(pair.step.value)),
             signed(off(pair.step.value, pair.measured_step)),
@@ -140,11 +167,16 @@ fn sentences(pairs: &[Pair]) -> Vec<String> {
     }
     let plain = pairs.iter().map(|pair| off(pair.alpha_beta_s, pair.measured_step)).collect();
     sentences.push(summary("a step by latency and rate alone", plain));
-    let within = pairs.iter().filter(|pair| pair.step.covers(pair.measured_step)).count();
-    sentences.push(format!(
-        "{within} of {} measured steps lie within their bounds, of which nine in ten are meant to",
-        pairs.len()
-    ));
+    for (marked, meant) in [
+        (false, "of which nine in ten are meant to"),
+        (true, "of rows with *, which rest on something that was not measured"),
+    ] {
+        let steps = || pairs.iter().filter(|pair| pair.marked == marked);
+        let within = steps().filter(|pair| pair.step.covers(pair.measured_step)).count();
+        if steps().count() > 0 {
+            sentences.push(format!("{within} of {} measured steps lie within their bounds, {meant}", steps().count()));
+        }
+    }
     if let Some(worst) = pairs.iter().max_by(|a, b| step(a).abs().total_cmp(&step(b).abs())) {
         let Cell { strategy, transport, link, ranks, .. } = &worst.cell;
         sentences.push(format!(
@@ -182,12 +214,13 @@ mod tests {
             alpha_beta_s: 2.0 * measured,
             measured_step: measured,
             measured_exposed: measured / 2.0,
+            marked: false,
         }
     }
 
     #[test]
     fn errors_are_counted_as_they_are() {
-        let pairs = [pair_of(0.105, 0.1), pair_of(0.09, 0.1), pair_of(0.13, 0.1)];
+        let mut pairs = [pair_of(0.105, 0.1), pair_of(0.09, 0.1), pair_of(0.13, 0.1)];
         let text = sentences(&pairs).join("\n");
         assert!(
             text.contains("a step: off by 10.0 % in the median, 30.0 % in nine of ten, 30.0 % at the worst (3 cells)"),
@@ -197,16 +230,43 @@ mod tests {
         assert!(text.contains("1 of 3 measured steps lie within"), "{text}");
         assert!(text.contains("predicted 130.0 ms, measured 100.0"), "{text}");
         assert!(table(&pairs).contains("+30.0 %"), "{}", table(&pairs));
+        pairs[2].marked = true;
+        let text = sentences(&pairs).join("\n");
+        assert!(text.contains("1 of 2 measured steps lie") && text.contains("0 of 1 measured steps lie"), "{text}");
+        assert!(table(&pairs).contains("ddp *"), "{}", table(&pairs));
     }
 
-    #[test]
-    fn a_step_is_the_median_of_the_slowest_rank_after_the_first_two() {
-        let mut record = made_up::record(made_up::cell("ddp"), 1, &[900.0, 900.0, 10.0, 12.0, 11.0]);
+    fn record_of(strategy: &str) -> Record {
+        let mut record = made_up::record(made_up::cell(strategy), 1, &[900.0, 900.0, 10.0, 12.0, 11.0]);
         for rank in record.measured.iter_mut().flat_map(|measured| &mut measured.ranks) {
             let steps = &mut rank.steps;
             (steps.exposed, steps.scalars, steps.skew) = (vec![4.0; 5], vec![1.0; 5], vec![0.5; 5]);
         }
-        let (step, exposed) = measured(&record).unwrap();
+        record
+    }
+
+    #[test]
+    fn a_step_is_the_median_of_the_slowest_rank_after_the_first_two() {
+        let (step, exposed) = measured(&record_of("ddp")).unwrap();
         assert!((step - 0.011).abs() < 1e-9 && (exposed - 0.0055).abs() < 1e-9, "{step}, {exposed}");
+    }
+
+    #[test]
+    fn cells_without_a_sound_run_are_named() {
+        let prediction = |strategy: &str| Forecast {
+            cell: made_up::cell(strategy),
+            prediction: predict::prediction::Prediction {
+                step: estimate(0.01),
+                exposed: estimate(0.005),
+                utilization: 0.5,
+                sent_bytes: 1.0,
+                alpha_beta_s: 0.01,
+                limit: predict::prediction::Limit::Compute,
+                outside: Vec::new(),
+            },
+        };
+        let forecasts = [prediction("ddp"), prediction("ring"), prediction("ps")];
+        let (pairs, unmeasured) = pairs(&forecasts, &[record_of("ddp")]);
+        assert_eq!((pairs.len(), unmeasured), (1, vec!["ring".to_string(), "ps".to_string()]));
     }
 }

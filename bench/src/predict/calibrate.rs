@@ -1,5 +1,7 @@
 //! `bench calibrate`: what transports, links and the machine cost, in two minutes.
 
+use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -24,8 +26,9 @@ use rig::stats::median;
 use rig::text;
 use rig::training::{Step, TextSource, Training};
 use rig::transports;
+use tempfile::NamedTempFile;
 
-use super::link::link;
+use super::link::{link, whole};
 use super::perform::{Run, perform};
 
 /// Measures what transports cost over links, and what the machine's cores do together, for `bench predict`.
@@ -37,8 +40,8 @@ pub(crate) struct CalibrateArgs {
     /// Transports, separated by commas.
     #[arg(long, value_delimiter = ',', default_values_t = transports::over_networks())]
     transports: Vec<TransportKind>,
-    /// Links, separated by spaces: profiles, by name or file (see `bench links --help`), or a rate with an MTU.
-    #[arg(long, value_delimiter = ' ', default_value = "loopback lan-1g lan-100m wan-near")]
+    /// Links, separated by commas: profiles, by name or file (see `bench links --help`), or a rate with an MTU.
+    #[arg(long, value_delimiter = ',', default_value = "loopback,lan-1g,lan-100m,wan-near")]
     links: Vec<String>,
     /// Ranks.
     #[arg(long, default_value_t = 2)]
@@ -65,7 +68,9 @@ pub(crate) fn run(args: &CalibrateArgs) -> Result<ExitCode, BenchError> {
     if args.ranks < 2 {
         return Err("--ranks must be at least 2".into());
     }
-    if args.links.iter().any(|name| name != LOOPBACK) {
+    let links = whole(&args.links);
+    let file = beside(&args.out)?;
+    if links.iter().any(|name| name != LOOPBACK) {
         gain_namespaces();
     }
     let signals = Signals::catch()?;
@@ -89,7 +94,7 @@ pub(crate) fn run(args: &CalibrateArgs) -> Result<ExitCode, BenchError> {
         compute_spread: spread,
         paths: Vec::new(),
     };
-    for name in &args.links {
+    for name in &links {
         let profile = Profile::find(name)?;
         let network = TestNetwork::new(&profile, args.ranks, None)?;
         for kind in &args.transports {
@@ -100,9 +105,30 @@ pub(crate) fn run(args: &CalibrateArgs) -> Result<ExitCode, BenchError> {
     }
     say(format_args!("{}", table(&calibration)));
     let json = serde_json::to_string_pretty(&calibration)?;
-    std::fs::write(&args.out, json).map_err(|error| format!("--out {}: {error}", args.out.display()))?;
+    write(file, &args.out, &json)?;
     say(format_args!("{} after {:.0} s", args.out.display(), began.elapsed().as_secs_f64()));
     Ok(ExitCode::SUCCESS)
+}
+
+/// A file beside `out`, which takes its place when it is whole: what is there stays until then.
+///
+/// # Errors
+/// Nothing can be written there.
+fn beside(out: &std::path::Path) -> Result<NamedTempFile, String> {
+    let told = |why: &dyn std::fmt::Display| format!("--out {}: cannot write there: {why}", out.display());
+    if out.is_dir() {
+        return Err(told(&"it is a folder; give a file"));
+    }
+    let folder = out.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(std::path::Path::new("."));
+    let made = tempfile::Builder::new().permissions(std::fs::Permissions::from_mode(0o644)).tempfile_in(folder);
+    made.map_err(|error| told(&error))
+}
+
+fn write(mut file: NamedTempFile, out: &std::path::Path, text: &str) -> Result<(), String> {
+    let told = |error: std::io::Error| format!("--out {}: {error}", out.display());
+    file.write_all(text.as_bytes()).and_then(|()| file.as_file().sync_all()).map_err(told)?;
+    file.persist(out).map_err(|error| told(error.error))?;
+    Ok(())
 }
 
 /// Measures and fits one transport over one link.
@@ -203,4 +229,24 @@ fn table(calibration: &Calibration) -> String {
         "off by",
     ];
     text::columns(&header, &calibration.paths.iter().map(line).collect::<Vec<_>>(), 2)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_calibration_takes_the_place_of_another_when_it_is_whole() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("calibration.json");
+        std::fs::write(&out, "before").unwrap();
+        let file = beside(&out).unwrap();
+        assert_eq!(std::fs::read_to_string(&out).unwrap(), "before");
+        write(file, &out, "after").unwrap();
+        assert_eq!(std::fs::read_to_string(&out).unwrap(), "after");
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+        for wrong in [folder.path().to_owned(), folder.path().join("none/calibration.json")] {
+            assert!(beside(&wrong).unwrap_err().contains("cannot write there"));
+        }
+    }
 }

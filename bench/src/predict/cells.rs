@@ -13,6 +13,7 @@ use rig::record::{Axis, Cell};
 use rig::training::TextSource;
 
 use super::alone;
+use super::link::whole;
 use crate::plan::{Draft, Plan};
 
 /// Options by which `record`, `predict` and `advise` say what trains.
@@ -25,7 +26,7 @@ pub(crate) struct CellOptions {
     #[arg(long, value_delimiter = ',', default_value = "tcp")]
     transports: Vec<Rung>,
     /// Links, separated by commas: profiles, by name or file (see `bench links --help`), or a rate with an MTU.
-    #[arg(long, value_delimiter = ' ', default_value = "loopback")]
+    #[arg(long, value_delimiter = ',', default_value = "loopback")]
     links: Vec<String>,
     /// Numbers of ranks, separated by commas.
     #[arg(long, value_delimiter = ',', default_value = "2")]
@@ -62,7 +63,7 @@ impl CellOptions {
         draft
             .set(Axis::Strategy, if self.strategies.is_empty() { usual } else { &self.strategies })
             .set(Axis::Transport, &self.transports)
-            .set(Axis::Link, &self.links)
+            .set(Axis::Link, &whole(&self.links))
             .set(Axis::Ranks, &self.ranks)
             .set(Axis::Preset, &[self.preset])
             .set(Axis::Batch, &[self.batch.unwrap_or(4 * most)])
@@ -87,7 +88,7 @@ pub(super) struct Recorder {
 }
 
 /// Ranks beyond which only the first two are recorded, and the second stands for the others.
-const MOST_RECORDED: usize = 8;
+pub(super) const MOST_RECORDED: usize = 8;
 
 impl Recorder {
     pub(super) fn new(text: TextSource) -> Self {
@@ -119,11 +120,24 @@ impl Recorder {
     }
 }
 
-/// What a cell's files are called.
+/// What a trace of a cell is called.
 pub(super) fn name(cell: &Cell) -> String {
     let Cell { strategy, preset, transport, link, ranks, .. } = cell;
-    let link: String = link.chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' }).collect();
-    format!("{strategy}-{preset}-{ranks}-{transport}-{link}")
+    format!("{strategy}-{preset}-{ranks}-{transport}-{}", in_a_path(link))
+}
+
+/// What the files of each cell are called: its name, and the values of what else differs between the cells.
+pub(super) fn file_names(cells: &[Cell]) -> Vec<String> {
+    let in_name = [Axis::Strategy, Axis::Preset, Axis::Ranks, Axis::Transport, Axis::Link];
+    let mut axes = Cell::varied(cells.iter());
+    axes.retain(|axis| !in_name.contains(axis));
+    let value = |cell: &Cell, axis: &Axis| format!("-{axis}-{}", in_a_path(&cell.value(*axis)));
+    let of_cell = |cell: &Cell| name(cell) + &axes.iter().map(|axis| value(cell, axis)).collect::<String>();
+    cells.iter().map(of_cell).collect()
+}
+
+fn in_a_path(value: &str) -> String {
+    value.chars().map(|c| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' }).collect()
 }
 
 /// The trace of a rank, or that of rank 1 as another rank has it: its peers are as far from it, unless they are rank 0 alone.
@@ -176,5 +190,19 @@ mod tests {
         assert_eq!(peers(&of_rank(&star, 0, 4)), [1, 2, 3]);
         let all = [rank(&[1, 2, 3]), rank(&[2, 3, 0])];
         assert_eq!(peers(&of_rank(&all, 3, 4)), [0, 1, 2]);
+    }
+
+    #[test]
+    fn what_differs_between_cells_is_in_the_names_of_their_files() {
+        let cell = |batch: usize, congestion: &str| Cell {
+            batch,
+            congestion: congestion.into(),
+            ..rig::stats::made_up::cell("ddp")
+        };
+        let names = file_names(&[cell(8, "cubic"), cell(8, "bbr"), cell(16, "bbr")]);
+        let base = name(&cell(8, "cubic"));
+        let expected = ["congestion-cubic-batch-8", "congestion-bbr-batch-8", "congestion-bbr-batch-16"];
+        assert_eq!(names, expected.map(|end| format!("{base}-{end}")));
+        assert_eq!(file_names(&[cell(8, "cubic")]), [base]);
     }
 }

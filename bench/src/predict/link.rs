@@ -14,6 +14,19 @@ pub(super) fn link(profile: &Profile) -> Link {
     }
 }
 
+/// The links of a list that was cut at commas, of which those of a rate with an MTU are part of a name: `lan-1g,300mbit,mtu=1500` are two.
+pub(super) fn whole(pieces: &[String]) -> Vec<String> {
+    let mut links: Vec<String> = Vec::new();
+    for piece in pieces {
+        let goes_on = ["mtu=", "congestion="].iter().any(|begin| piece.starts_with(begin));
+        match links.last_mut().filter(|_| goes_on) {
+            Some(link) => *link = format!("{link},{piece}"),
+            None => links.push(piece.clone()),
+        }
+    }
+    links
+}
+
 fn pipe(spec: &PipeSpec) -> Pipe {
     Pipe {
         bits_per_s: spec.rate_bits_per_s.map(|bits| bits as f64),
@@ -35,5 +48,16 @@ mod tests {
         let slow = link(&Profile::find("slow-rank").unwrap());
         assert_eq!((slow.pipes(1).up.bits_per_s, slow.pipes(0).up.bits_per_s), (Some(1e8), Some(1e9)));
         assert_eq!(link(&Profile::find("loopback").unwrap()).least_rate(), None);
+    }
+
+    #[test]
+    fn a_rate_with_an_mtu_is_one_link_of_a_list() {
+        let of = |list: &str| whole(&list.split(',').map(String::from).collect::<Vec<_>>());
+        assert_eq!(of("loopback,lan-1g"), ["loopback", "lan-1g"]);
+        assert_eq!(
+            of("lan-1g,300mbit,mtu=1500,none,mtu=9000,congestion=bbr,wan"),
+            ["lan-1g", "300mbit,mtu=1500", "none,mtu=9000,congestion=bbr", "wan"]
+        );
+        assert!(whole(&of("300mbit,mtu=1500")).iter().all(|link| Profile::find(link).is_ok()));
     }
 }

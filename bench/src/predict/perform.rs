@@ -272,19 +272,36 @@ fn is_background(work: &Work) -> bool {
 
 /// The memory of an operation: zeros, which stay finite however often they are summed.
 fn buffer(work: &Work, rank: usize, ranks: usize) -> Option<Buffer> {
-    let (dtype, count) = match work {
-        Work::Compute { .. } => return None,
-        Work::Send(message) | Work::Receive(message) => (comm_core::DType::U8, usize::try_from(message.bytes).ok()?),
+    let (dtype, count) = elements(work, rank, ranks)?;
+    Some(Buffer::Host(HostBuffer::zeros(dtype, count)))
+}
+
+/// The elements that a rank needs memory for in an operation.
+fn elements(work: &Work, rank: usize, ranks: usize) -> Option<(comm_core::DType, usize)> {
+    match work {
+        Work::Compute { .. } => None,
+        Work::Send(message) | Work::Receive(message) => {
+            Some((comm_core::DType::U8, usize::try_from(message.bytes).ok()?))
+        }
         Work::Collective(Collective { kind, dtype, count, root, group, .. }) => {
             let (members, own) = match group.iter().position(|each| *each == rank) {
                 Some(own) => (group.len(), own),
                 None => (ranks, rank),
             };
             let is_part = matches!(kind, OpKind::Scatter | OpKind::Gather) && own != *root;
-            (*dtype, if is_part { comm_core::shard_range(*count, members, own).len() } else { *count })
+            Some((*dtype, if is_part { comm_core::shard_range(*count, members, own).len() } else { *count }))
         }
+    }
+}
+
+/// Bytes that all ranks together need for the operations of a trace.
+pub(super) fn memory(trace: &Trace) -> f64 {
+    let ranks = trace.ranks.len();
+    let of_rank = |(rank, of_rank): (usize, &RankTrace)| -> f64 {
+        let elements = of_rank.nodes.iter().filter_map(|node| elements(&node.work, rank, ranks));
+        elements.map(|(dtype, count)| count as f64 * dtype.size() as f64).sum()
     };
-    Some(Buffer::Host(HostBuffer::zeros(dtype, count)))
+    trace.ranks.iter().enumerate().map(of_rank).sum()
 }
 
 fn operation(collective: &Collective) -> Result<Op, String> {

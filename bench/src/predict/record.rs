@@ -17,7 +17,7 @@ use rig::record::{Cell, LOOPBACK};
 use rig::signal::Signals;
 use rig::training::{TextSource, Training, config};
 
-use super::cells::{CellOptions, Recorder, name};
+use super::cells::{CellOptions, Recorder, file_names, name};
 use super::steps;
 
 /// Records what the ranks do in a step, and writes it as Chakra execution traces: PREFIX.RANK.et, a trace for each cell.
@@ -49,23 +49,38 @@ pub(crate) fn run(args: &RecordArgs) -> Result<ExitCode, BenchError> {
     }
     let signals = Signals::catch()?;
     let out = results_folder(args.out.clone(), "record")?;
+    let prefixes = file_names(&cells);
+    refuse_taken(&out, &prefixes)?;
     let text = args.cells.text()?;
     let mut recorder = Recorder::new(text.clone());
     let timeout = Duration::from_secs(args.cell_timeout.max(1));
-    for cell in &cells {
+    for (cell, prefix) in cells.iter().zip(&prefixes) {
         signals.check()?;
         let trace = match cell.transport.parse::<Rung>()? {
             rung if rung.is_timing_only() => recorder.trace(cell)?,
             rung => of_run(cell, rung, &text, timeout)?,
         };
-        write(&trace, &out, cell)?;
+        write(&trace, &out, prefix)?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn write(trace: &Trace, out: &Path, cell: &Cell) -> Result<(), BenchError> {
-    let prefix = name(cell);
-    chakra::write(trace, out, &prefix)?;
+/// Whether each trace has files of its own, and none of an earlier run.
+fn refuse_taken(out: &Path, prefixes: &[String]) -> Result<(), BenchError> {
+    for (index, prefix) in prefixes.iter().enumerate() {
+        let file = out.join(format!("{prefix}.0.et"));
+        if file.exists() {
+            return Err(format!("{} holds an earlier trace; give a new folder with --out", file.display()).into());
+        }
+        if prefixes[..index].contains(prefix) {
+            return Err(format!("two cells would both be written to {}; record them one by one", file.display()).into());
+        }
+    }
+    Ok(())
+}
+
+fn write(trace: &Trace, out: &Path, prefix: &str) -> Result<(), BenchError> {
+    chakra::write(trace, out, prefix)?;
     let operations =
         trace.ranks.first().map_or(0, |rank| rank.nodes.iter().filter(|node| node.work.communicates()).count());
     let compute = trace.ranks.iter().map(|rank| rank.compute_ns()).max().unwrap_or(0) as f64 / 1e6;
@@ -107,4 +122,21 @@ pub(super) fn of_run(cell: &Cell, rung: Rung, text: &TextSource, timeout: Durati
     let trace = Trace { name: name(cell), steps: cell.period() as u64, ranks };
     trace.check().map_err(|why| format!("the trace of {}: {why}", name(cell)))?;
     Ok(trace)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_trace_is_written_over_another() {
+        let folder = tempfile::tempdir().unwrap();
+        let names = |names: &[&str]| names.iter().map(|name| (*name).into()).collect::<Vec<String>>();
+        assert!(refuse_taken(folder.path(), &names(&["a", "b"])).is_ok());
+        let twice = refuse_taken(folder.path(), &names(&["a", "a"])).unwrap_err().to_string();
+        assert!(twice.contains("two cells"), "{twice}");
+        std::fs::write(folder.path().join("b.0.et"), "").unwrap();
+        let taken = refuse_taken(folder.path(), &names(&["a", "b"])).unwrap_err().to_string();
+        assert!(taken.contains("holds an earlier trace"), "{taken}");
+    }
 }

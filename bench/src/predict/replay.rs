@@ -4,18 +4,20 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use gpt2::cli::say;
+use gpt2::cli::{MAX_RANKS_HERE, say};
 use isocomm::{Rung, TransportOptions};
 use predict::chakra;
+use predict::trace::Trace;
 use rig::BenchError;
 use rig::debug;
 use rig::link::{Profile, TestNetwork, gain_namespaces};
+use rig::machine;
 use rig::record::LOOPBACK;
 use rig::signal::Signals;
 use rig::stats::median;
 
 use super::forecast::ms;
-use super::perform::{Run, perform};
+use super::perform::{Run, memory, perform};
 
 /// Runs the operations of a Chakra execution trace over a transport and a link, without a model: a computation is as much processor time.
 #[derive(Clone, Debug, clap::Args)]
@@ -52,6 +54,7 @@ pub(crate) fn run(args: &ReplayArgs) -> Result<ExitCode, BenchError> {
     if ranks < 2 {
         return Err(format!("{}: a trace of one rank has nobody to talk to", args.trace.display()).into());
     }
+    check_size(&trace, machine::available_memory()).map_err(|why| format!("{}: {why}", args.trace.display()))?;
     if args.transport.is_timing_only() || args.transport.is_threads() {
         return Err(format!("--transport {}: choose one that joins processes", args.transport).into());
     }
@@ -88,4 +91,50 @@ pub(crate) fn run(args: &ReplayArgs) -> Result<ExitCode, BenchError> {
         performed.seconds.len()
     ));
     Ok(ExitCode::SUCCESS)
+}
+
+/// Whether this machine has room for the ranks of a trace: a process each, and the memory of all operations, which is kept from one time to the next.
+fn check_size(trace: &Trace, available: Option<f64>) -> Result<(), String> {
+    let ranks = trace.ranks.len();
+    if ranks > MAX_RANKS_HERE {
+        return Err(format!("{ranks} ranks, of {MAX_RANKS_HERE} at most on one machine"));
+    }
+    let needed = memory(trace);
+    match available {
+        Some(available) if needed > available => Err(format!(
+            "its operations need {:.1} GB of memory on {ranks} ranks, and {:.1} GB are free",
+            needed / 1e9,
+            available / 1e9
+        )),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use comm_core::OpKind;
+    use predict::trace::{Collective, Message, RankTrace, Work};
+
+    use super::*;
+
+    #[test]
+    fn what_the_machine_has_no_room_for_is_refused() {
+        let of_rank = |work: Work| {
+            let mut trace = RankTrace::default();
+            trace.push("x", vec![], work);
+            trace
+        };
+        let of = |ranks: usize, work: &Work| Trace {
+            name: "x".into(),
+            steps: 1,
+            ranks: (0..ranks).map(|_| of_rank(work.clone())).collect(),
+        };
+        let sum = Work::Collective(Collective::of_all(OpKind::AllReduce, 1000));
+        assert!(check_size(&of(2, &sum), Some(8000.0)).is_ok() && check_size(&of(2, &sum), None).is_ok());
+        let why = check_size(&of(2, &sum), Some(7999.0)).unwrap_err();
+        assert!(why.contains("of memory on 2 ranks"), "{why}");
+        let message = Work::Send(Message { peer: 1, bytes: 1 << 50, lane: 0, background: true });
+        assert!(check_size(&of(2, &message), Some(1e12)).unwrap_err().contains("1000.0 GB are free"));
+        assert!(check_size(&of(MAX_RANKS_HERE + 1, &sum), None).unwrap_err().contains("of 1024 at most"));
+    }
 }

@@ -51,6 +51,13 @@ pub fn busy() -> Option<String> {
     watch.finish().into_iter().find(|flag| flag.kind == FlagKind::MachineBusy).map(|flag| flag.what)
 }
 
+/// Bytes of memory that are free for programs, where the kernel says so.
+pub fn available_memory() -> Option<f64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(1024.0 * line.trim().strip_suffix(" kB")?.parse::<f64>().ok()?)
+}
+
 /// The doubt about a run of more computing threads than cores.
 pub fn shared_cores(ranks: usize, threads: usize) -> Option<Flag> {
     shared_among(ranks, threads, std::thread::available_parallelism().ok()?.get())
