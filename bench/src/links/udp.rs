@@ -306,6 +306,8 @@ impl SenderStats {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU8, Ordering};
+
     use super::*;
 
     #[test]
@@ -329,9 +331,12 @@ mod tests {
         assert_eq!(Times::of(&[3.0, 1.0, 2.0]), Some(times));
     }
 
+    /// At an address of its own, since the port is always the same.
     fn setup(folder: &tempfile::TempDir) -> ProcessSetup {
+        static NUMBER: AtomicU8 = AtomicU8::new(1);
+        let [.., high, low] = std::process::id().to_be_bytes();
         ProcessSetup {
-            own: [127, 0, 0, 1].into(),
+            own: [127, NUMBER.fetch_add(1, Ordering::Relaxed), high, low].into(),
             interface: "lo".into(),
             header: 14,
             length: Duration::from_millis(300),
