@@ -339,7 +339,7 @@ pub(super) fn dropout<F: Float>(
         terminate!();
     }
     let (start, width) = (row * values.stride(0), values.shape(1));
-    let counters = (width + 3) / 4;
+    let counters = width.div_ceil(4);
     let begin = u32::cast_from(row % lines * counters);
     let sequence = scalars.first + u32::cast_from(row / lines);
     let mut counter = UNIT_POS as usize;
