@@ -1,4 +1,4 @@
-//! GPT-2's layers, exactly: pre-norm blocks, causal attention, tanh GELU, biases everywhere, and [dropout](crate::dropout) where a training pass
+//! GPT-2's layers, exactly: pre-norm blocks, causal attention, tanh GELU, biases everywhere, and [`dropout`] where a training pass
 //! asks for it.
 //!
 //! Field names are those of Hugging Face's checkpoints, so that the path of a tensor in the module tree is its name in a file.
