@@ -58,6 +58,20 @@ impl<T> Arrivals<T> {
         self.coming.take()
     }
 
+    /// Takes the one that is under way, and what `finish` makes of it, each with its segment.
+    ///
+    /// # Errors
+    /// Those of `finish`.
+    pub(super) fn finish_next(
+        &mut self,
+        plan: &[Bucket],
+        finish: impl FnOnce(&Bucket, T) -> comm_core::Result<Vec<Weights>>,
+    ) -> comm_core::Result<Vec<(usize, Weights)>> {
+        let Some((index, pending)) = self.take() else { return Ok(Vec::new()) };
+        let bucket = &plan[index];
+        Ok(bucket.segments.iter().copied().zip(finish(bucket, pending)?).collect())
+    }
+
     /// Brings all that is to come into the model of `train` now.
     ///
     /// # Errors

@@ -284,9 +284,7 @@ impl DuringPass for ParameterServer {
             return Ok(Vec::new());
         }
         self.prefetch(masters, channels)?;
-        let Some((index, pending)) = self.arrivals.take() else { return Ok(Vec::new()) };
-        let bucket = &self.buckets.plan()[index];
-        Ok(bucket.segments.iter().copied().zip(pending.finish_weights(&bucket.lengths())?).collect())
+        self.arrivals.finish_next(self.buckets.plan(), |bucket, pending| pending.finish_weights(&bucket.lengths()))
     }
 
     fn prefetch(&mut self, _masters: &[Flat], _channels: &mut Channels) -> comm_core::Result<()> {

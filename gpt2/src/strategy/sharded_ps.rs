@@ -297,9 +297,8 @@ impl DuringPass for ShardedServer {
             return Ok(Vec::new());
         }
         self.prefetch(masters, channels)?;
-        let Some((index, exchange)) = self.arrivals.take() else { return Ok(Vec::new()) };
-        let bucket = &self.buckets.plan()[index];
-        Ok(bucket.segments.iter().copied().zip(pulled(exchange, bucket, &channels.parameters)?).collect())
+        self.arrivals
+            .finish_next(self.buckets.plan(), |bucket, exchange| pulled(exchange, bucket, &channels.parameters))
     }
 
     fn prefetch(&mut self, masters: &[Flat], channels: &mut Channels) -> comm_core::Result<()> {
