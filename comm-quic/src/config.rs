@@ -99,7 +99,7 @@ pub(crate) fn transport_config(
         // Losing several large datagrams in a row is read as a path that stopped carrying them. Where the size is known, a full
         // receive buffer must not make it fall to 1,200 bytes.
         .min_mtu(sizes.initial.min(LARGEST_FIRST))
-        .congestion_controller_factory(congestion.factory(sizes.largest));
+        .congestion_controller_factory(congestion.factory(sizes.largest, send_window(options, congestion)));
     config.mtu_discovery_config((sizes.largest > sizes.initial).then(|| {
         let mut discovery = MtuDiscoveryConfig::default();
         discovery.upper_bound(sizes.largest);

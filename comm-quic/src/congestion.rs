@@ -33,8 +33,8 @@ pub enum Congestion {
 }
 
 impl Congestion {
-    /// quinn's factory for it, for datagrams of up to `mtu` bytes.
-    pub(crate) fn factory(self, mtu: u16) -> Arc<dyn ControllerFactory + Send + Sync> {
+    /// quinn's factory for it, for datagrams of up to `mtu` bytes, on connections that hold up to `send_window` bytes until they are acknowledged.
+    pub(crate) fn factory(self, mtu: u16, send_window: u64) -> Arc<dyn ControllerFactory + Send + Sync> {
         // RFC 9002 section 7.2 starts with ten datagrams. quinn's constant is 12,000 bytes: less than one large datagram, and
         // then nothing is ever sent.
         let initial = 10 * u64::from(mtu);
@@ -42,12 +42,12 @@ impl Congestion {
             Congestion::Auto | Congestion::Cubic => {
                 let mut config = CubicConfig::default();
                 config.initial_window(initial);
-                Arc::new(PacedFactory(Arc::new(config)))
+                Arc::new(PacedFactory { inner: Arc::new(config), send_window })
             }
             Congestion::NewReno => {
                 let mut config = NewRenoConfig::default();
                 config.initial_window(initial);
-                Arc::new(PacedFactory(Arc::new(config)))
+                Arc::new(PacedFactory { inner: Arc::new(config), send_window })
             }
             Congestion::Bbr => {
                 let mut config = BbrConfig::default();
@@ -158,7 +158,7 @@ mod tests {
 
     #[test]
     fn a_fixed_window_is_left_to_the_send_buffer() {
-        let mut controller = Congestion::FixedWindow(1 << 20).factory(1200).build(Instant::now(), 1200);
+        let mut controller = Congestion::FixedWindow(1 << 20).factory(1200, 1 << 22).build(Instant::now(), 1200);
         controller.on_congestion_event(Instant::now(), Instant::now(), true, 1 << 20);
         controller.on_mtu_update(9000);
         assert_eq!(controller.window(), u64::MAX);
@@ -167,7 +167,7 @@ mod tests {
     #[test]
     fn initial_windows_hold_ten_datagrams() {
         for congestion in [Congestion::Cubic, Congestion::NewReno, Congestion::Bbr] {
-            let controller = congestion.factory(65_507).build(Instant::now(), 65_507);
+            let controller = congestion.factory(65_507, 1 << 22).build(Instant::now(), 65_507);
             assert!(controller.window() >= 655_070, "{congestion}: {}", controller.window());
         }
     }

@@ -5,11 +5,14 @@ pub(crate) mod fuzzing;
 
 use std::future::Future;
 use std::pin::{Pin, pin};
+use std::sync::Arc;
 use std::task::{Context as Waker, Poll};
 
 use bytes::{Buf, Bytes};
 use comm_core::{Error, HEADER_LEN, Header, Outgoing, Result, Sink};
-use quinn::{ConnectionError, ReadError, RecvStream, SendStream, VarInt, WriteError};
+use quinn::{Connection, ConnectionError, ReadError, RecvStream, SendStream, VarInt, WriteError};
+
+use crate::paced::Allowance;
 
 /// A side closes its connections with this code when it has received and delivered everything.
 pub(crate) const DONE: VarInt = VarInt::from_u32(1);
@@ -17,7 +20,7 @@ pub(crate) const DONE: VarInt = VarInt::from_u32(1);
 /// A side closes its connections with this code when the transport is dropped, which loses what is under way.
 pub(crate) const DROPPED: VarInt = VarInt::from_u32(2);
 
-/// Payload bytes copied to quinn at once. quinn gives a piece's memory back when all of it is acknowledged, so pieces are small
+/// Most payload bytes copied to quinn at once. quinn gives a piece's memory back when all of it is acknowledged, so pieces are small
 /// against the send window; and below the size from which glibc's allocator maps fresh pages for each.
 const PIECE: usize = 64 << 10;
 
@@ -32,6 +35,8 @@ const SMALL: usize = 1024;
 pub(crate) struct Channel {
     pub(crate) send: SendStream,
     pub(crate) receive: RecvStream,
+    /// How much of what is sent quinn takes.
+    window: SendWindow,
     /// Received, but not asked for yet.
     rest: Bytes,
     /// The peer, as errors name it.
@@ -39,8 +44,28 @@ pub(crate) struct Channel {
 }
 
 impl Channel {
-    pub(crate) fn new(peer: usize, send: SendStream, receive: RecvStream) -> Self {
-        Channel { send, receive, rest: Bytes::new(), name: format!("rank {peer}") }
+    pub(crate) fn new(peer: usize, connection: &Connection, send: SendStream, receive: RecvStream) -> Self {
+        let window =
+            SendWindow { connection: connection.clone(), allowance: Allowance::of(connection.congestion_state()) };
+        Channel { send, receive, window, rest: Bytes::new(), name: format!("rank {peer}") }
+    }
+}
+
+/// What a connection may hold until the peer has acknowledged it: no more than its congestion window has room for.
+struct SendWindow {
+    connection: Connection,
+    allowance: Option<Arc<Allowance>>,
+}
+
+impl SendWindow {
+    fn piece(&self) -> usize {
+        self.allowance.as_ref().map_or(PIECE, |allowance| allowance.piece(PIECE))
+    }
+
+    fn update(&self) {
+        if let Some(window) = self.allowance.as_ref().and_then(|allowance| allowance.news()) {
+            self.connection.set_send_window(window);
+        }
     }
 }
 
@@ -114,8 +139,9 @@ impl<'a> Sending<'a> {
                 header
             } else {
                 let rest = self.payload.get(self.taken - HEADER_LEN..).unwrap_or_default();
-                rest.get(..PIECE).unwrap_or(rest)
+                rest.get(..channel.window.piece()).unwrap_or(rest)
             };
+            channel.window.update();
             match Pin::new(&mut channel.send).poll_write(cx, piece) {
                 Poll::Ready(Ok(count)) => self.taken += count,
                 Poll::Ready(Err(error)) => return Err(context.write_error(&error)),

@@ -9,7 +9,9 @@
 //! takes that much longer to leave, 40 ms on a path of 50 ms, however fast the path is; the kernel's CUBIC sends it at once. Here the
 //! rate is that at which acknowledgements come back while much is on its way, which is what the path carries, with the gains of Linux:
 //! 2 in slow start, or of the window in a round trip if that is more, and 1.2 after it. A large window that is empty is not sent at
-//! quinn's rate either then, which would fill the queue of the path before the first acknowledgement comes.
+//! quinn's rate either then, which would fill the queue of the path before the first acknowledgement comes. On a path of a few
+//! milliseconds nothing is paced: a timer of a millisecond, of a thread that shares a processor with those that compute, is late by
+//! more than quinn's pacer makes up for, and a window is no more than such a path and its queue hold.
 //!
 //! *Slow start.* quinn's goes on until up to half a window is lost. Here, while the window holds more than what the path has shown to carry in a
 //! round trip without a queue, it grows by a packet in a round trip, as after slow start; Linux ends slow start there, by the trains of
@@ -17,23 +19,64 @@
 //!
 //! *Clock.* CUBIC's window grows with the time since the last loss. With quinn's that is all time, so that after a pause it grows as in slow
 //! start. Here, as in Linux, the clock stops while nothing is sent and nothing is on its way.
+//!
+//! *Allowance.* Both ends of a connection send at the same time, and quinn 0.11 sends no acknowledgement while there is something to send that
+//! the window has no room for. Two ends with full windows then wait for each other until a timer of 25 ms and more sends a probe. So
+//! quinn gets no more than fits into the window: the [`Allowance`] says how much that is.
 
 use std::any::Any;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use quinn::congestion::{Controller, ControllerFactory, ControllerMetrics};
 use quinn_proto::RttEstimator;
 
 /// Makes [`Paced`] controllers from those of another factory.
-pub(crate) struct PacedFactory(pub(crate) Arc<dyn ControllerFactory + Send + Sync>);
+pub(crate) struct PacedFactory {
+    pub(crate) inner: Arc<dyn ControllerFactory + Send + Sync>,
+    /// Bytes that a connection may hold until they are acknowledged, whatever the window.
+    pub(crate) send_window: u64,
+}
 
 impl ControllerFactory for PacedFactory {
     fn build(self: Arc<Self>, now: Instant, mtu: u16) -> Box<dyn Controller> {
-        let inner = Arc::clone(&self.0).build(now, mtu);
+        let inner = Arc::clone(&self.inner).build(now, mtu);
         let clock = SendingClock::new(now);
         let (usage, rate, slow_growth) = (WindowUsage::default(), AckRate::default(), SlowGrowth::default());
-        Box::new(Paced { inner, usage, rate, slow_growth, clock, mtu: mtu.into() })
+        let gap = Gap::default();
+        let allowance = Arc::new(Allowance { most: self.send_window, ..Allowance::default() });
+        let paced = Paced { inner, usage, rate, slow_growth, clock, gap, allowance, mtu: mtu.into() };
+        paced.allow();
+        Box::new(paced)
+    }
+}
+
+/// Bytes of messages that quinn may hold until they are acknowledged, without being held back by the window.
+#[derive(Debug, Default)]
+pub(crate) struct Allowance {
+    allowed: AtomicU64,
+    most: u64,
+    /// What quinn has been told.
+    told: AtomicU64,
+}
+
+impl Allowance {
+    /// That of a connection with such a controller; none for others.
+    pub(crate) fn of(controller: Box<dyn Controller>) -> Option<Arc<Self>> {
+        Some(controller.into_any().downcast::<Paced>().ok()?.allowance)
+    }
+
+    /// Bytes to give to quinn at once, at most `most`: it holds a piece until all of it is acknowledged.
+    pub(crate) fn piece(&self, most: usize) -> usize {
+        let share = self.allowed.load(Ordering::Relaxed) / PIECES;
+        usize::try_from(share).unwrap_or(usize::MAX).clamp(LEAST_PIECE.min(most), most)
+    }
+
+    /// What to tell quinn; nothing if it knows.
+    pub(crate) fn news(&self) -> Option<u64> {
+        let allowed = self.allowed.load(Ordering::Relaxed).min(self.most);
+        (self.told.swap(allowed, Ordering::Relaxed) != allowed).then_some(allowed)
     }
 }
 
@@ -44,11 +87,22 @@ pub(crate) struct Paced {
     rate: AckRate,
     slow_growth: SlowGrowth,
     clock: SendingClock,
+    gap: Gap,
+    allowance: Arc<Allowance>,
     /// Bytes of a full datagram.
     mtu: u64,
 }
 
 impl Paced {
+    /// Says what fits into the window beside the headers of the datagrams.
+    fn allow(&self) {
+        let window = self.inner.window();
+        let room = window.saturating_sub(window / HEADERS_SHARE + self.mtu).max(self.mtu);
+        // What is acknowledged beyond a gap is no longer on its way, but quinn holds it until the gap is closed.
+        let allowed = room + self.gap.beyond;
+        self.allowance.allowed.store(allowed, Ordering::Relaxed);
+    }
+
     /// Bytes that may be on their way.
     pub(crate) fn congestion_window(&self) -> u64 {
         self.inner.window()
@@ -82,6 +136,7 @@ impl Controller for Paced {
     fn on_ack(&mut self, now: Instant, sent: Instant, bytes: u64, _app_limited: bool, rtt: &RttEstimator) {
         (self.rate.rtt, self.rate.shortest_rtt) = (rtt.get(), rtt.min());
         self.rate.acknowledged(now, sent, bytes, self.mtu);
+        self.gap.acknowledged(sent, bytes);
         let (now, sent_at, is_in_use) = (self.clock.at(now), self.clock.packet(now, sent), self.usage.was_in_use(sent));
         let bytes = if is_in_use && self.would_start_slowly() && self.fills_the_path() {
             self.slow_growth.acknowledged(bytes, self.inner.window(), self.mtu)
@@ -89,6 +144,7 @@ impl Controller for Paced {
             bytes
         };
         self.inner.on_ack(now, sent_at, bytes, !is_in_use, rtt);
+        self.allow();
     }
 
     fn on_end_acks(&mut self, now: Instant, in_flight: u64, app_limited: bool, largest_packet_num_acked: Option<u64>) {
@@ -97,6 +153,7 @@ impl Controller for Paced {
             self.clock.rest(now);
         }
         self.inner.on_end_acks(self.clock.at(now), in_flight, app_limited, largest_packet_num_acked);
+        self.allow();
     }
 
     fn on_congestion_event(&mut self, now: Instant, sent: Instant, is_persistent_congestion: bool, lost_bytes: u64) {
@@ -104,11 +161,14 @@ impl Controller for Paced {
         let (inner_now, inner_sent) = (self.clock.at(now), self.clock.packet(now, sent));
         self.inner.on_congestion_event(inner_now, inner_sent, is_persistent_congestion, lost_bytes);
         self.clock.lost(now, sent);
+        self.gap.lost(now, lost_bytes, self.mtu);
+        self.allow();
     }
 
     fn on_mtu_update(&mut self, new_mtu: u16) {
         self.mtu = new_mtu.into();
         self.inner.on_mtu_update(new_mtu);
+        self.allow();
     }
 
     /// What quinn compares with the bytes on their way, and paces by: in a round trip a quarter more than this. While there is room for a
@@ -118,6 +178,9 @@ impl Controller for Paced {
         let in_flight = self.usage.in_flight;
         if in_flight + BATCH * self.mtu > window {
             return window;
+        }
+        if self.rate.shortest_rtt < SHORTEST_PACED {
+            return UNPACED;
         }
         if self.is_in_slow_start() {
             let twice = (SLOW_START_GAIN / QUINNS_GAIN * window as f64) as u64;
@@ -137,7 +200,7 @@ impl Controller for Paced {
     }
 
     fn clone_box(&self) -> Box<dyn Controller> {
-        Box::new(Paced { inner: self.inner.clone_box(), ..*self })
+        Box::new(Paced { inner: self.inner.clone_box(), allowance: self.allowance.clone(), ..*self })
     }
 
     fn initial_window(&self) -> u64 {
@@ -149,8 +212,22 @@ impl Controller for Paced {
     }
 }
 
+/// A path whose round trip without a queue is shorter is not paced, and its window may be as long as if it were this: threads that answer late
+/// make it so.
+const SHORTEST_PACED: Duration = Duration::from_millis(5);
+
+/// quinn's pacer lets a window of more than 4 GiB pass.
+const UNPACED: u64 = u64::MAX;
+
 /// Most datagrams that quinn 0.11 sends before it tells its controller of them.
 const BATCH: u64 = 10;
+
+/// A window is made of so many pieces, if they are not shorter than this.
+const PIECES: u64 = 32;
+const LEAST_PIECE: usize = 1024;
+
+/// The headers of datagrams and frames, and acknowledgements among them, take no more than this part of the window.
+const HEADERS_SHARE: u64 = 16;
 
 /// A datagram of up to this many bytes brings acknowledgements and no part of a message: a message begins with a header of 64 bytes.
 const ONLY_ACKS: u64 = 64;
@@ -167,8 +244,9 @@ struct WindowUsage {
 impl WindowUsage {
     fn sent(&mut self, now: Instant, bytes: u64, window: u64, in_slow_start: bool, mtu: u64) {
         self.in_flight += bytes;
-        // quinn sends nothing that would fill it to the last byte.
-        let is_in_use = if in_slow_start { 2 * self.in_flight > window } else { self.in_flight + 2 * mtu > window };
+        // What is allowed does not fill it to the last byte.
+        let is_full = self.in_flight + 2 * window / HEADERS_SHARE + 4 * mtu > window;
+        let is_in_use = if in_slow_start { 2 * self.in_flight > window } else { is_full };
         if is_in_use {
             self.in_use = Some(now);
         }
@@ -177,6 +255,30 @@ impl WindowUsage {
     /// Whether it was while, or after, a packet that was `sent` then was on its way.
     fn was_in_use(&self, sent: Instant) -> bool {
         self.in_use.is_some_and(|last| sent <= last)
+    }
+}
+
+/// What is missing of what the peer has.
+#[derive(Clone, Copy, Debug, Default)]
+struct Gap {
+    /// When what was lost was sent again.
+    since: Option<Instant>,
+    /// Bytes that are lost, or acknowledged beyond.
+    beyond: u64,
+}
+
+impl Gap {
+    /// A loss is seen when three datagrams beyond it are acknowledged.
+    fn lost(&mut self, now: Instant, bytes: u64, mtu: u64) {
+        (self.since, self.beyond) = (Some(now), self.beyond + bytes + 3 * mtu);
+    }
+
+    fn acknowledged(&mut self, sent: Instant, bytes: u64) {
+        match self.since {
+            Some(since) if sent < since => self.beyond += bytes,
+            Some(_) => *self = Gap::default(),
+            None => {}
+        }
     }
 }
 
@@ -324,7 +426,8 @@ impl AckRate {
 
     /// Whether a window is larger than what can be on the path without a queue, if that is known.
     fn is_exceeded_by(&self, window: u64) -> bool {
-        self.rate > 0.0 && window as f64 > EXCESS * self.rate * self.shortest_rtt.as_secs_f64()
+        let rtt = self.shortest_rtt.max(SHORTEST_PACED);
+        self.rate > 0.0 && window as f64 > EXCESS * self.rate * rtt.as_secs_f64()
     }
 
     /// The window by which quinn paces at `gain` times this rate; as much as its pacer takes at most.
@@ -344,11 +447,35 @@ mod tests {
         let began = Instant::now();
         let at = |millis| began + Duration::from_millis(millis);
         let mut usage = WindowUsage::default();
-        usage.sent(at(0), 7 * MTU, 10 * MTU, false, MTU);
+        usage.sent(at(0), 80 * MTU, 100 * MTU, false, MTU);
         assert!(!usage.was_in_use(at(0)));
-        // No more than a packet fits into the rest.
-        usage.sent(at(1), 2 * MTU, 10 * MTU, false, MTU);
+        // No more than the margin of what is allowed is left.
+        usage.sent(at(1), 5 * MTU, 100 * MTU, false, MTU);
         assert!(usage.was_in_use(at(0)) && usage.was_in_use(at(1)) && !usage.was_in_use(at(2)));
+    }
+
+    #[test]
+    fn what_is_allowed_fits_into_the_window_and_waits_for_no_gap() {
+        let began = Instant::now();
+        let at = |millis| began + Duration::from_millis(millis);
+        let factory = PacedFactory { inner: Arc::new(quinn::congestion::CubicConfig::default()), send_window: 1 << 22 };
+        let mut paced = Arc::new(factory).build(began, MTU as u16).into_any().downcast::<Paced>().unwrap();
+        let allowance = paced.allowance.clone();
+        let window = paced.congestion_window();
+        assert_eq!(allowance.news(), Some(window - window / HEADERS_SHARE - MTU));
+        assert_eq!(allowance.news(), None, "quinn has been told");
+        assert_eq!((allowance.piece(65_536), allowance.piece(500)), (LEAST_PIECE, 500));
+        paced.on_congestion_event(at(10), at(1), false, MTU);
+        let window = paced.congestion_window();
+        let room = window - window / HEADERS_SHARE - MTU;
+        assert_eq!(allowance.news(), Some(room + 4 * MTU));
+        // Two more beyond the gap, then one that was sent after it was filled.
+        paced.gap.acknowledged(at(9), 2 * MTU);
+        paced.allow();
+        assert_eq!(allowance.news(), Some(room + 6 * MTU));
+        paced.gap.acknowledged(at(11), MTU);
+        paced.allow();
+        assert_eq!(allowance.news(), Some(room));
     }
 
     #[test]
@@ -364,7 +491,8 @@ mod tests {
     #[test]
     fn what_only_acknowledges_is_not_on_its_way() {
         let now = Instant::now();
-        let factory = Arc::new(PacedFactory(Arc::new(quinn::congestion::CubicConfig::default())));
+        let factory =
+            Arc::new(PacedFactory { inner: Arc::new(quinn::congestion::CubicConfig::default()), send_window: 1 << 22 });
         let mut paced = factory.build(now, MTU as u16).into_any().downcast::<Paced>().unwrap();
         paced.on_sent(now, ONLY_ACKS, 0);
         assert_eq!(paced.usage.in_flight, 0);

@@ -271,7 +271,7 @@ async fn open_lanes(connection: &Connection, rank: usize, peer: usize, lanes: us
         // No more than the peer allows: it allows one stream a lane.
         let (mut send, receive) = connection.open_bi().await.map_err(|error| describe(&error))?;
         greet(&mut send, lane, rank).await?;
-        channels.push(Channel::new(peer, send, receive));
+        channels.push(Channel::new(peer, connection, send, receive));
     }
     for (lane, channel) in channels.iter_mut().enumerate() {
         let (answered, _) = greeting(&mut channel.receive).await?;
@@ -305,7 +305,7 @@ async fn answer_lanes(connection: &Connection, peer: usize, lanes: usize) -> Res
         let (send, mut receive) = connection.accept_bi().await.map_err(|error| describe(&error))?;
         let (lane, claims) = greeting(&mut receive).await?;
         match slots.get_mut(lane) {
-            Some(slot @ None) if claims == peer => *slot = Some(Channel::new(peer, send, receive)),
+            Some(slot @ None) if claims == peer => *slot = Some(Channel::new(peer, connection, send, receive)),
             _ => return Err(format!("rank {peer} opened lane {lane} as rank {claims}")),
         }
     }
