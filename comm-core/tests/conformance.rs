@@ -23,8 +23,12 @@ fn main() -> ExitCode {
     let never = Fault { at_message: u64::MAX, peer: None, lane: None, kind: FaultKind::Cut };
     main_of(vec![
         suite("local", |transport| transport),
-        suite("counted-local", |transport| CountingTransport::new(transport).0).with_ranks(&[1, 3], &[]),
-        suite("faulty-local", move |transport| Faulty::new(transport, Some(never))).with_ranks(&[1, 3], &[]),
+        suite("counted-local", |transport| CountingTransport::new(transport).0)
+            .with_ranks(&[1, 3], &[])
+            .with_one_type(),
+        suite("faulty-local", move |transport| Faulty::new(transport, Some(never)))
+            .with_ranks(&[1, 3], &[])
+            .with_one_type(),
         shared_memory("shm", |_| ShmOptions::default()),
         // Nearly every message is longer than the ring; ranks that always sleep beside some that never do.
         shared_memory("shm-small", |rank| {
@@ -32,6 +36,7 @@ fn main() -> ExitCode {
             ShmOptions { ring_bytes: 4 << 10, single_copy: false, waiting, ..ShmOptions::default() }
         })
         .with_ranks(&[2, 3], &[2])
+        .with_one_type()
         .without("root_of_broadcast", "two roots fill a ring each and only give up at the deadline"),
         // Nearly every message is read out of its sender's memory.
         shared_memory("shm-lent", |_| ShmOptions { ring_bytes: 4 << 10, ..ShmOptions::default() })
@@ -50,7 +55,7 @@ fn main() -> ExitCode {
         // Two ranks that wait for each other's message, as some cases have them, are a mismatch here.
         .with_ranks(&[3], &[])
         .without("nan/", "its operands are what the check refuses"),
-        own_transport::suite().with_ranks(&[3], &[2]),
+        own_transport::suite().with_ranks(&[3], &[2]).with_one_type(),
     ])
 }
 

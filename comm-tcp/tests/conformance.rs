@@ -14,15 +14,18 @@ fn main() -> ExitCode {
         suite("tcp-behind-relay", |control, options| {
             ZmqTransport::connect(control, &TcpOptions { gate: Gate::Relay, ..options }, soon())
         })
-        .with_ranks(&[2, 3], &[2]),
+        .with_ranks(&[2, 3], &[2])
+        .with_one_type(),
         suite("tcp-without-gate", |control, options| {
             ZmqTransport::connect(control, &TcpOptions { gate: Gate::Off, ..options }, soon())
         })
-        .with_ranks(&[2, 3], &[2]),
+        .with_ranks(&[2, 3], &[2])
+        .with_one_type(),
         suite("tcp-ipc", |control, options| {
             ZmqTransport::connect(control, &TcpOptions { ipc: true, ..options }, soon())
         })
-        .with_ranks(&[2], &[3]),
+        .with_ranks(&[2], &[3])
+        .with_one_type(),
         suite("tcp-raw", |control, options| RawTcpTransport::connect(control, &options, soon()))
             .with_crowd(64, &["all_reduce/f32/sum", "all_to_all/f32", "barrier/waits_for_the_last"]),
     ])

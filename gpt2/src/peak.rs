@@ -1,4 +1,4 @@
-//! What devices can do, as the yardsticks of utilisation: measured by the backend's own matrix products, and on paper.
+//! What devices can do, which utilisation is a share of: measured by the backend's own matrix products, and on paper.
 
 #[cfg(any(feature = "cuda", test))]
 mod gpu;
@@ -17,7 +17,7 @@ use crate::segments::ModelError;
 use processor::Cores;
 
 /// How [`flops`] measures on `device`, in words.
-pub fn yardstick(device: &Device, precision: Precision) -> String {
+pub fn method(device: &Device, precision: Precision) -> String {
     let (n, precision) = (size(device), measured_in(device, precision));
     format!("{n} × {n} matrix products in {precision}")
 }

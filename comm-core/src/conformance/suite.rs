@@ -31,12 +31,19 @@ pub struct Suite {
     lanes: usize,
     /// As threads, and as processes.
     ranks: [Vec<usize>; 2],
-    /// Whether groups of all sizes run every element type.
-    every_type: bool,
+    further_types: Types,
     /// Larger groups, and the cases that they run.
     crowds: Vec<(usize, Vec<String>)>,
     without: Vec<(String, String)>,
     options: RunOptions,
+}
+
+/// How many groups run the cases that repeat another with a further element type.
+#[derive(Clone, Copy)]
+enum Types {
+    None,
+    One,
+    All,
 }
 
 /// Group sizes that are tried unless `--ranks=` says otherwise: as threads, and as processes, which take longer.
@@ -81,7 +88,7 @@ pub fn main_of(suites: Vec<Suite>) -> ExitCode {
     for mut suite in suites {
         if let Some(ranks) = &ranks {
             suite.ranks = [ranks.clone(), ranks.clone()];
-            suite.every_type = true;
+            suite.further_types = Types::All;
             suite.crowds.clear();
         }
         suite.add_trials(&arguments, &mut trials);
@@ -119,7 +126,7 @@ impl Suite {
             transport: None,
             lanes: LANES,
             ranks: RANKS.map(<[usize]>::to_vec),
-            every_type: false,
+            further_types: Types::One,
             crowds: Vec::new(),
             without: Vec::new(),
             options: RunOptions::default(),
@@ -155,6 +162,14 @@ impl Suite {
     #[must_use]
     pub fn with_ranks(mut self, threads: &[usize], processes: &[usize]) -> Self {
         self.ranks = [threads.to_vec(), processes.to_vec()];
+        self
+    }
+
+    /// Runs no case that repeats another with a further element type, unless `--ranks=` is given: for another form of a transport whose own
+    /// suite runs them. A transport carries bytes and does not know their type.
+    #[must_use]
+    pub fn with_one_type(mut self) -> Self {
+        self.further_types = Types::None;
         self
     }
 
@@ -213,7 +228,12 @@ impl Suite {
     ) {
         let mut run = GroupRun { suite: self.clone(), kind, ranks, selected: Vec::new(), outcomes: OnceLock::new() };
         let mut names = Vec::new();
-        let every_type = self.every_type || only.is_some() || self.group_of_every_type() == Some((kind, ranks));
+        let every_type = match self.further_types {
+            _ if only.is_some() => true,
+            Types::None => false,
+            Types::One => self.group_of_every_type() == Some((kind, ranks)),
+            Types::All => true,
+        };
         let is_due = |case: &Case| {
             case.min_ranks <= ranks
                 && only.is_none_or(|only| only.contains(&case.name))

@@ -19,7 +19,7 @@ const INBOX: usize = 16 << 10;
 pub(crate) const SCRATCH: usize = 128 << 10;
 
 /// The close message. It stands where a header would: nothing follows it.
-const CLOSE: [u8; HEADER_LEN] = *b"isocomm bye: this rank has sent all that it will ever send here.";
+const CLOSE: [u8; HEADER_LEN] = *b"isocomm end: this rank has sent all that it will ever send here.";
 
 /// A connection to one peer on one lane.
 pub(crate) struct Connection<S = TcpStream> {

@@ -345,7 +345,8 @@ impl SegmentedModel {
     }
 
     /// Loss and all segments' gradients (in forward order) of `scale` times it from one backward pass over the whole model, with
-    /// every layer composed of tensor operations and the loss differentiated automatically too: the yardstick for [`forward_backward`](Self::forward_backward), not for training.
+    /// every layer composed of tensor operations and the loss differentiated automatically too: what
+    /// [`forward_backward`](Self::forward_backward) is compared with, not for training.
     ///
     /// # Errors
     /// As [`forward_backward`](Self::forward_backward).

@@ -10,7 +10,7 @@ use super::{Session, TrainError};
 use crate::peak::{self, Theoretical};
 use crate::precision::Precision;
 
-/// The yardsticks of a job: those of all ranks that compute.
+/// The peaks that utilisation is a share of in a job: those of all ranks that compute.
 #[derive(Clone, Debug)]
 pub(super) struct Peaks {
     /// FLOP of a training step for one token.
@@ -85,7 +85,7 @@ impl Peaks {
             self.dividend(),
             self.measured / 1e9,
             self.ranks,
-            peak::yardstick(device, precision)
+            peak::method(device, precision)
         )
     }
 
