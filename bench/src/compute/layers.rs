@@ -15,14 +15,14 @@ use rig::signal::Signals;
 use rig::stats::median;
 use rig::training::{TextSource, model};
 
+use super::peaks::Peaks;
 use super::report::LayerRow;
-use super::yardsticks::Yardsticks;
 use crate::pytorch::Torch;
 
 /// What measures layers.
 pub(super) struct Layers<'a> {
     pub(super) text: &'a TextSource,
-    pub(super) yardsticks: &'a Yardsticks,
+    pub(super) peaks: &'a Peaks,
     /// PyTorch, if it is to be measured too.
     pub(super) torch: Option<&'a Torch>,
     pub(super) signals: &'a Signals,
@@ -62,7 +62,7 @@ impl Layers<'_> {
     ) -> Result<(Vec<LayerRow>, Option<String>), BenchError> {
         let config = model(cells[0], self.text.vocabulary)?;
         let cols = config.block_size;
-        let pool = &self.yardsticks.pool;
+        let pool = &self.peaks.pool;
         let models = cells.iter().map(|cell| pool.install(|| computing_as(&config, cell)));
         let mut models: Vec<SegmentedModel> = models.collect::<Result<_, _>>()?;
         let batch = tokens(&config, cells[0].batch);
@@ -78,7 +78,7 @@ impl Layers<'_> {
                 let theirs = std::mem::take(&mut theirs);
                 let row = |layer: Measured| {
                     let pytorch_ms = theirs.get(layer.name).copied();
-                    LayerRow::of(cell, round, cols, layer, pytorch_ms, self.yardsticks)
+                    LayerRow::of(cell, round, cols, layer, pytorch_ms, self.peaks)
                 };
                 found.extend(layers.into_iter().map(row));
             }

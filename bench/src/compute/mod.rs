@@ -6,8 +6,8 @@
 
 mod layers;
 mod options;
+mod peaks;
 mod report;
-mod yardsticks;
 
 use std::process::ExitCode;
 
@@ -26,8 +26,8 @@ pub(crate) use options::ComputeArgs;
 use crate::pytorch::Torch;
 use crate::sweep::{Job, source};
 use layers::Layers;
+use peaks::Peaks;
 use report::StepRow;
-use yardsticks::Yardsticks;
 
 /// Runs the benchmark; fails when something that should have run did not.
 pub(crate) fn run(args: &ComputeArgs) -> Result<ExitCode, BenchError> {
@@ -45,7 +45,7 @@ pub(crate) fn run(args: &ComputeArgs) -> Result<ExitCode, BenchError> {
     }
     let plan = draft.plan()?;
     let text = source(&plan, None, &out)?;
-    let mut yardsticks = Yardsticks::measure(args.threads())?;
+    let mut peaks = Peaks::measure(args.threads())?;
     say(format_args!("machine: {}", Environment::read().one_line()));
     match &torch {
         Ok(torch) => say(format_args!("peer: PyTorch {}", torch.version)),
@@ -59,9 +59,9 @@ pub(crate) fn run(args: &ComputeArgs) -> Result<ExitCode, BenchError> {
     let job =
         Job { draft: &draft, out: Some(&out), text: text.clone(), signals: signals.clone(), torch: torch.clone() };
     let records = job.records()?;
-    yardsticks.measure_again()?;
-    say(yardsticks.introduction());
-    let of = |record| StepRow::of(record, &yardsticks, text.vocabulary);
+    peaks.measure_again()?;
+    say(peaks.introduction());
+    let of = |record| StepRow::of(record, &peaks, text.vocabulary);
     let steps: Vec<StepRow> = records.iter().map(of).collect::<Result<_, _>>()?;
     steps.iter().try_for_each(|row| file.write(row))?;
     say(format_args!("\n{}", report::steps(&steps)));
@@ -69,7 +69,7 @@ pub(crate) fn run(args: &ComputeArgs) -> Result<ExitCode, BenchError> {
 
     if args.has_layers() {
         let (torch, timeout) = (torch.as_ref().ok().filter(|_| args.has_eager_peer()), plan.timeout);
-        let layers = Layers { text: &text, yardsticks: &yardsticks, torch, signals: &signals, timeout };
+        let layers = Layers { text: &text, peaks: &peaks, torch, signals: &signals, timeout };
         for cells in by_kernels(&plan.cells) {
             let (rows, complaint) = layers.measure(&cells, plan.rounds, &records)?;
             rows.iter().try_for_each(|row| file.write(row))?;

@@ -11,7 +11,7 @@ use rig::training::{model, outcome};
 use serde::Serialize;
 
 use super::layers::{BLOCK, Measured};
-use super::yardsticks::Yardsticks;
+use super::peaks::Peaks;
 
 /// What a run of whole steps came to: medians over its steps.
 #[derive(Clone, Debug, Serialize)]
@@ -63,7 +63,7 @@ impl StepRow {
     ///
     /// # Errors
     /// Its cell names what there is not.
-    pub(super) fn of(record: &Record, yardsticks: &Yardsticks, vocabulary: usize) -> Result<Self, String> {
+    pub(super) fn of(record: &Record, peaks: &Peaks, vocabulary: usize) -> Result<Self, String> {
         let cell = &record.cell;
         let config = model(cell, vocabulary)?;
         let figures = outcome(record).and_then(|measured| {
@@ -76,8 +76,8 @@ impl StepRow {
                 step_ms: said(trained.and_then(|trained| trained.step_ms))?,
                 tokens_per_s,
                 gflop_per_s: flops / 1e9,
-                matrix_share: yardsticks.matrix_share(flops),
-                mfu: yardsticks.mfu(flops),
+                matrix_share: peaks.matrix_share(flops),
+                mfu: peaks.mfu(flops),
                 peak_rss_bytes: measured.ranks.iter().map(|rank| rank.peak_rss_bytes).max().unwrap_or(0),
                 peak_allocated_bytes: rank.and_then(|rank| rank.memory).map(|usage| usage.total.peak),
                 allocations: rank.and_then(|rank| rank.allocations),
@@ -243,7 +243,7 @@ impl LayerRow {
         cols: usize,
         layer: Measured,
         pytorch_ms: Option<f64>,
-        yardsticks: &Yardsticks,
+        peaks: &Peaks,
     ) -> Self {
         let flops = (layer.flop > 0.0).then(|| layer.flop / layer.ms * 1e3);
         LayerRow {
@@ -258,8 +258,8 @@ impl LayerRow {
             times: layer.times,
             ms: layer.ms,
             gflop_per_s: flops.map(|flops| flops / 1e9),
-            matrix_share: flops.map(|flops| yardsticks.matrix_share(flops)),
-            mfu: flops.and_then(|flops| yardsticks.mfu(flops)),
+            matrix_share: flops.map(|flops| peaks.matrix_share(flops)),
+            mfu: flops.and_then(|flops| peaks.mfu(flops)),
             allocations: layer.allocations,
             peak_bytes: layer.peak_bytes,
             pytorch_ms,

@@ -7,7 +7,7 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 use rig::BenchError;
 
 /// The two peaks of the processor with some threads, in f32.
-pub(super) struct Yardsticks {
+pub(super) struct Peaks {
     /// The threads, as ours compute with them.
     pub(super) pool: ThreadPool,
     /// FLOP/s that our matrix products reach.
@@ -16,12 +16,12 @@ pub(super) struct Yardsticks {
     theoretical: Result<(f64, String), String>,
 }
 
-impl Yardsticks {
+impl Peaks {
     pub(super) fn measure(threads: usize) -> Result<Self, BenchError> {
         let pool = ThreadPoolBuilder::new().num_threads(threads).build()?;
         let measured = pool.install(|| peak::flops(&Device::flex(), Precision::F32))?;
         let theoretical = Theoretical::together(&[Theoretical::of(&Device::flex(), Precision::F32, threads)]);
-        Ok(Yardsticks { pool, measured, theoretical })
+        Ok(Peaks { pool, measured, theoretical })
     }
 
     /// Measures once more, and keeps the better figure: what else runs on the machine can only make it worse.
@@ -32,14 +32,14 @@ impl Yardsticks {
 
     /// Both, in words.
     pub(super) fn introduction(&self) -> String {
-        let yardstick = peak::yardstick(&Device::flex(), Precision::F32);
+        let method = peak::method(&Device::flex(), Precision::F32);
         let threads = self.pool.current_num_threads();
         let theoretical = match &self.theoretical {
             Ok((flops, formula)) => format!("{:.1} GFLOP/s = {formula}", flops / 1e9),
             Err(why) => format!("unknown: {why}"),
         };
         format!(
-            "matrix peak: {:.1} GFLOP/s, our own {yardstick} on {threads} thread(s); theoretical peak: {theoretical}",
+            "matrix peak: {:.1} GFLOP/s, our own {method} on {threads} thread(s); theoretical peak: {theoretical}",
             self.measured / 1e9
         )
     }
