@@ -14,6 +14,9 @@ pub enum TrainError {
     /// The transport or another rank.
     #[error(transparent)]
     Comm(#[from] comm_core::Error),
+    /// What all ranks agree on, and none of them can do: each finds it by itself, and rank 0 may say it for all.
+    #[error(transparent)]
+    Refused(comm_core::Error),
     /// The model or the device.
     #[error(transparent)]
     Model(#[from] ModelError),

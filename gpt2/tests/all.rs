@@ -12,6 +12,7 @@ mod ending;
 mod events;
 mod hugging_face;
 mod join;
+mod kept;
 mod local;
 mod metrics;
 mod native;

@@ -494,7 +494,6 @@ fn options_that_do_not_go_together_are_refused() {
     refuse(&["--strategy", "async-ps", "--nproc", "257"], &["--strategy async-ps", "at most 256 ranks"]);
     refuse(&["--strategy", "async-ps", "--staleness", "1001"], &["--staleness 1001", "at most 1000"]);
     refuse(&["--strategy", "async-ps", "--precision", "f16"], &["--loss-scale dynamic", "--strategy async-ps"]);
-    refuse(&["--strategy", "async-ps", "--save-every", "5"], &["--save-every", "--strategy async-ps"]);
     refuse(&["--compress", "zip"], &["zip", "none, int8, topk:FRACTION, powersgd:RANK"]);
     refuse(&["--strategy", "ddp", "--compress", "topk:2"], &["topk:2", "(0, 1]"]);
     refuse(&["--strategy", "fsdp", "--compress", "int8"], &["--compress int8", "ring, ddp", "fsdp"]);
@@ -507,7 +506,6 @@ fn options_that_do_not_go_together_are_refused() {
         &["--compress powersgd:2", "--loss-scale dynamic", "--loss-scale off"],
     );
     refuse(&compressed(&["--check-finite"]), &["--check-finite", "--compress powersgd:2"]);
-    refuse(&compressed(&["--save-every", "5"]), &["--save-every", "--compress powersgd:2"]);
     refuse(&["--precision", "f8"], &["f8", "f32, bf16, f16"]);
     refuse(&["--kernels", "flash"], &["flash", "fused, composed"]);
     refuse(&["--loss-scale", "-3"], &["--loss-scale"]);
@@ -519,6 +517,24 @@ fn options_that_do_not_go_together_are_refused() {
     refuse(&["--beta1", "1"], &["beta1"]);
     refuse(&["--schedule", "stairs"], &["stairs", "cosine"]);
     refuse(&["--last-batch", "keep"], &["keep", "join"]);
+}
+
+#[test]
+fn what_all_ranks_find_wrong_is_said_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    let run = "train --preset micro --tokenizer bytes --steps 2 --batch 6 --nproc 3 --transport tcp-raw --eval-every 0 --data";
+    for (more, told) in [
+        ("--strategy hsdp --ranks-per-node 2", "hsdp needs nodes of one size"),
+        ("--strategy streaming-diloco --sync-every 20 --fragments 10 --overlap-steps 0", "--fragments 10 is more than"),
+    ] {
+        let arguments: Vec<&str> = run.split(' ').chain([data.as_str()]).chain(more.split(' ')).collect();
+        let output = gpt2(&arguments, folder.path());
+        let said = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert_eq!((said.matches(told).count(), said.matches("[rank 0] error: ").count()), (1, 1), "{said}");
+        assert!(!said.contains("was lost"), "{said}");
+    }
 }
 
 #[test]

@@ -7,10 +7,9 @@ use std::time::Duration;
 
 use burn::tensor::Device;
 use comm_core::local;
-use gpt2::checkpoint::sharded::Store;
 use gpt2::optim::LossScaling;
 use gpt2::strategy::{Compression, StrategyKind, StrategyOptions};
-use gpt2::trainer::{Checkpoints, Keep, Session, Summary, TrainConfig, TrainError, train, train_keeping};
+use gpt2::trainer::{Session, Summary, TrainConfig, TrainError, train};
 use isocomm::{TransportKind, TransportOptions};
 
 use crate::local::{TOLERANCE, assert_close, assert_counts, corpus, difference, run, single, with};
@@ -105,11 +104,11 @@ fn what_is_no_number_ends_the_run_on_all_ranks() {
 
 #[test]
 fn what_does_not_go_with_compression_is_refused_with_a_reason() {
-    let refused = |config: &TrainConfig, keep: &Keep, ranks: usize, parts: &[&str]| {
+    let refused = |config: &TrainConfig, ranks: usize, parts: &[&str]| {
         let sessions = Session::threads(ranks, &TransportOptions::default()).unwrap();
         let corpus = &corpus(20_000);
         thread::scope(|scope| {
-            let train = |session: Session| train_keeping(config, corpus, &session, &Device::flex(), keep, &mut ());
+            let train = |session: Session| train(config, corpus, &session, &Device::flex(), None, &mut ());
             let ranks: Vec<_> = sessions.into_iter().map(|session| scope.spawn(move || train(session))).collect();
             let errors = ranks.into_iter().map(|rank| rank.join().unwrap().map(|_| ()).unwrap_err().to_string());
             let errors: Vec<String> = errors.collect();
@@ -118,15 +117,11 @@ fn what_does_not_go_with_compression_is_refused_with_a_reason() {
     };
     let config = |strategy| compressed(&single(2), strategy, 2, "int8");
     for strategy in StrategyKind::ALL.into_iter().filter(|kind| !kind.compresses() && *kind != StrategyKind::Single) {
-        refused(&config(strategy), &Keep::default(), 2, &["--compress int8", "ring, ddp", strategy.name()]);
+        refused(&config(strategy), 2, &["--compress int8", "ring, ddp", strategy.name()]);
     }
     let ddp = config(StrategyKind::Ddp);
-    refused(&ddp, &Keep::default(), 1, &["--compress int8", "one rank"]);
+    refused(&ddp, 1, &["--compress int8", "one rank"]);
     let scaled = TrainConfig { loss_scaling: LossScaling::DYNAMIC, ..ddp.clone() };
-    refused(&scaled, &Keep::default(), 2, &["--compress int8", "--loss-scale"]);
-    let folder = tempfile::tempdir().unwrap();
-    let checkpoints = Some(Checkpoints { store: Store::new(folder.path()), every: 1, keep: 1 });
-    let keep = Keep { checkpoints, ..Keep::default() };
-    refused(&ddp, &keep, 2, &["compression int8", "no checkpoints"]);
+    refused(&scaled, 2, &["--compress int8", "--loss-scale"]);
     assert_eq!(ddp.options.compress, Compression::Int8);
 }

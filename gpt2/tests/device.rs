@@ -377,7 +377,7 @@ impl LocalStep for Given<'_> {
         })
     }
 
-    fn update(&mut self, _checked: &mut CheckedGradients) -> Result<(), TrainError> {
+    fn update_some(&mut self, _checked: &mut CheckedGradients, _segments: &[usize]) -> Result<(), TrainError> {
         panic!("the step is skipped")
     }
 
@@ -429,6 +429,7 @@ fn timed(
             precision,
             accumulation: 1,
             seed: 1,
+            first_step: 0,
             checked: false,
         };
         let Built { mut strategy, mut channels, .. } = strategy::build(kind, &setup).unwrap();

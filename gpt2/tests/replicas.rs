@@ -195,9 +195,9 @@ impl LocalStep for TwoNumbers {
         Ok(CheckedGradients { loss, grad_norm: 0.0, skip: false, grads, factor: 1.0, part_of_rate: 1.0, ranks })
     }
 
-    fn update(&mut self, checked: &mut CheckedGradients) -> Result<(), TrainError> {
-        for (master, gradient) in self.0.iter_mut().zip(std::mem::take(&mut checked.grads)) {
-            let (Flat::Host(master), Flat::Host(gradient)) = (master, gradient) else {
+    fn update_some(&mut self, checked: &mut CheckedGradients, segments: &[usize]) -> Result<(), TrainError> {
+        for segment in segments {
+            let (Flat::Host(master), Flat::Host(gradient)) = (&mut self.0[*segment], &checked.grads[*segment]) else {
                 panic!("nothing is on a device")
             };
             master[0] -= gradient[0];
@@ -247,6 +247,7 @@ fn two_numbers(overlap_steps: u64, mixing: f64, steps: usize) -> Vec<[Vec<f32>; 
             precision,
             accumulation: 1,
             seed: 1,
+            first_step: 0,
             checked: false,
         };
         let Built { mut strategy, mut channels, .. } = build(StrategyKind::StreamingDiloco, &setup).unwrap();

@@ -212,7 +212,7 @@ fn other_ranks_strategies_transports_and_types_go_on_within_rounding() {
     assert!(!said.contains("resume: device"), "{said}");
     let state = fs::read_to_string(place.store("two").path(4).join("run.json")).unwrap();
     let state: Value = serde_json::from_str(&state).unwrap();
-    assert_eq!((&state["version"], &state["state"]["device"]), (&2.into(), &"cpu".into()));
+    assert_eq!((&state["version"], &state["state"]["device"]), (&3.into(), &"cpu".into()));
     assert_eq!(state["commit"].as_str(), gpt2::build::COMMIT);
 }
 
@@ -321,11 +321,28 @@ fn a_job_of_a_parameter_server_survives_the_deaths_of_its_ranks() {
     killed_and_started_again("--strategy ps --transport tcp-raw --nproc 3 --batch 3", 3, 3);
 }
 
+/// Of ranks that train by themselves, of workers that nobody waits for, and of what compression leaves: see also `kept`.
+const WITH_MORE_TO_KEEP: [&str; 8] = [
+    "--strategy local-sgd --nproc 2 --transport shm --wire bf16 --sync-every 5",
+    "--strategy diloco --nproc 2 --transport shm --sync-every 5",
+    "--strategy streaming-diloco --nproc 3 --transport tcp-raw --sync-every 6 --overlap-steps 2",
+    "--strategy sparta --nproc 2 --transport quic --sparta-share 0.1",
+    "--strategy async-ps --nproc 3 --transport tcp --staleness 0",
+    "--strategy ddp --nproc 2 --transport shm --compress int8",
+    "--strategy ring --nproc 3 --transport tcp-raw --compress topk:0.05 --optimizer sgd",
+    "--strategy ddp --nproc 2 --transport quic --compress powersgd:2",
+];
+
+#[test]
+fn a_job_of_streaming_diloco_survives_the_deaths_of_its_ranks() {
+    killed_and_started_again(&format!("{} --batch 3", WITH_MORE_TO_KEEP[2]), 2, 4);
+}
+
 /// `cargo test -p gpt2 --test all -- --ignored --nocapture survives_twenty_deaths`
 #[test]
 #[ignore = "takes minutes"]
 fn every_strategy_survives_twenty_deaths() {
-    for case in CASES {
+    for case in CASES.into_iter().chain(WITH_MORE_TO_KEEP) {
         let case = format!("{case} --batch 12");
         let (mut deaths, mut job) = (0, 0);
         while deaths < 20 {
@@ -551,10 +568,10 @@ fn a_checkpoint_that_is_none_is_one_clear_error() {
         changed("foreign", &edit("run.json", &|_| br#"{"format":"pt","version":1,"program":"another"}"#.to_vec()));
     assert!(foreign.contains("is of format \"pt\"") && foreign.contains("of this trainer?"), "{foreign}");
     let newer = changed("newer", &|folder| {
-        let text = replaced(fs::read(folder.join("run.json")).unwrap(), "\"version\": 2", "\"version\": 3");
+        let text = replaced(fs::read(folder.join("run.json")).unwrap(), "\"version\": 3", "\"version\": 4");
         fs::write(folder.join("run.json"), text).unwrap();
     });
-    assert!(newer.contains("newer: it is of version 3 of its format, written by gpt2 "), "{newer}");
+    assert!(newer.contains("newer: it is of version 4 of its format, written by gpt2 "), "{newer}");
     let altered = changed("altered", &|folder| {
         let text = replaced(fs::read(folder.join("run.json")).unwrap(), "\"step\": 2", "\"step\": 1");
         fs::write(folder.join("run.json"), text).unwrap();

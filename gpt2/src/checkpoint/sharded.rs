@@ -1,14 +1,26 @@
 //! The whole state of a run after a step, from which it goes on: a folder that all ranks write together, each what it owns.
 //!
 //! `step-N` holds `run.json`, and a file in the safetensors format of each rank that has something to write, `rank-R.safetensors`: for each
-//! range of a segment its masters and both moments of its optimizer, all f32. No rank ever has more of the model in memory than it had
-//! before, neither when it saves nor when it goes on. `run.json` says which file has which range, how long each file is and what its SHA-256
-//! is, and has all that is not sharded: the step, which is the place in the data too (their order is a pure function of seed and step), the
-//! settings, the loss scaler, the hash of the text.
+//! range of a segment its masters and the moments of its optimizer, all f32, and what else the strategy keeps from step to step ([`Kept`]). No
+//! rank ever has more of the model in memory than it had before, neither when it saves nor when it goes on. `run.json` says which file has
+//! which range, how long each file is and what its SHA-256 is, and has all that is not sharded: the step, which is the place in the data too
+//! (their order is a pure function of seed and step), the settings, the loss scaler, the hash of the text.
+//!
+//! With S elements of the model, N ranks, and M moments of the optimizer (two; of SGD none), the values that a rank writes are 4 bytes times
+//!
+//! | strategy | elements |
+//! |---|---|
+//! | those that average gradients in every step, `single` | (1+M)·S/N; what only some of the ranks have, S over their number |
+//! | the same, compressed | and S of what is left of its own gradients, of `powersgd:r` of matrices alone; of `int8` S/N of their mean; of `powersgd:r` r·columns/N of each matrix |
+//! | `async-ps` | (1+M)·S on the server |
+//! | `local-sgd`, `sparta` | (1+M)·S; of `local-sgd` with a 16-bit wire S/N more |
+//! | `diloco`, `streaming-diloco` | (1+M)·S; S/N more, and as much for each segment with momentum of the outer optimizer, and for each whose average is under way |
 //!
 //! The folder is written under another name, and gets its own when everything in it is on disk: a folder of that name is whole.
 
+mod kept;
 mod part;
+mod reader;
 mod store;
 
 use std::fs;
@@ -22,18 +34,20 @@ use sha2::{Digest, Sha256};
 
 use crate::build;
 use crate::config::ModelConfig;
-use crate::optim::ScalerState;
+use crate::optim::{OptimizerKind, ScalerState};
 use crate::segments::{SegmentInfo, layout};
 
-use part::PartReader;
+use kept::KeptIndex;
+pub use kept::{Kept, KeptPiece};
 pub(crate) use part::PartWriter;
+pub use reader::{Reader, Whose};
 pub use store::{STATE, Store};
 
 /// What `run.json` says in its `format`.
 const FORMAT: &str = "isocomm gpt2 checkpoint";
 
 /// The version of the format that is written, and the newest that is read.
-pub const VERSION: u64 = 2;
+pub const VERSION: u64 = 3;
 
 /// Longest `run.json` that is read: ranges of a thousand segments on thousands of ranks.
 const MAX_STATE: u64 = 256 << 20;
@@ -52,6 +66,11 @@ pub enum Kind {
 impl Kind {
     /// All of them, in the order in which they are written.
     pub const ALL: [Kind; 3] = [Kind::Master, Kind::Mean, Kind::Square];
+
+    /// Those of a run with this optimizer.
+    pub fn of(optimizer: OptimizerKind) -> &'static [Kind] {
+        if optimizer.has_moments() { &Kind::ALL } else { &[Kind::Master] }
+    }
 
     fn name(self) -> &'static str {
         match self {
@@ -92,8 +111,31 @@ pub struct PartFile {
     pub bytes: u64,
     /// Its SHA-256, in hexadecimal.
     pub sha256: String,
+    /// The rank whose own values it holds, where ranks have values of their own of the same elements.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rank: Option<usize>,
     /// What it holds.
     pub pieces: Vec<Piece>,
+    /// And of what else the strategy keeps.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub kept: Vec<KeptPiece>,
+}
+
+impl PartFile {
+    /// The names of its tensors and their lengths, in the order in which they are written, of a run with values of these kinds.
+    pub(crate) fn tensors(pieces: &[Piece], kept: &[KeptPiece], kinds: &[Kind]) -> Vec<(String, usize)> {
+        let of_piece = |piece: &Piece| {
+            let name = |kind: &Kind| (tensor(&piece.segment, piece.start, kind.name()), piece.len);
+            kinds.iter().map(name).collect::<Vec<_>>()
+        };
+        let of_kept = |piece: &KeptPiece| (tensor(&piece.segment, piece.start, piece.what.name()), piece.len);
+        pieces.iter().flat_map(of_piece).chain(kept.iter().map(of_kept)).collect()
+    }
+}
+
+/// What a tensor is called in a rank's file.
+fn tensor(segment: &str, start: usize, what: &str) -> String {
+    format!("{segment}.{start}.{what}")
 }
 
 /// The best validation so far.
@@ -131,12 +173,23 @@ pub struct State {
     pub text_sha256: String,
     /// The tokenizer's description.
     pub tokenizer: Value,
-    /// The loss scaler.
+    /// The loss scaler; where each rank has its own, that of rank 0.
     pub scaler: ScalerState,
+    /// Those of all ranks, where each has its own.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub scalers: Vec<ScalerState>,
     /// The best validation, if there was one.
     pub best: Option<Best>,
-    /// The ranks' files, which together have every element of every segment once.
+    /// Whether each rank has trained by itself: its file has every element of every segment, as it is on that rank.
+    #[serde(default, skip_serializing_if = "is_not")]
+    pub replicas: bool,
+    /// The ranks' files. Where they are not of [`replicas`](State::replicas), they have every element of every segment once together.
     pub files: Vec<PartFile>,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
+fn is_not(value: &bool) -> bool {
+    !*value
 }
 
 /// `run.json`.
@@ -203,7 +256,22 @@ impl State {
         found
     }
 
-    /// Settings that may be others and are, of those from which the last bits of results depend.
+    /// Whether a run of so many ranks with this configuration has ranks that may go on each with what one of these had by itself.
+    fn is_of_same_ranks(&self, config: &Value, ranks: usize) -> bool {
+        self.ranks == ranks && ["strategy", "options"].iter().all(|name| self.config[name] == config[name])
+    }
+
+    /// Whose values `rank`, of `ranks`, of a run with this configuration goes on with, where the ranks of this one had values of their own.
+    pub fn whose(&self, config: &Value, rank: usize, ranks: usize) -> Whose {
+        if self.is_of_same_ranks(config, ranks) { Whose::Rank(rank) } else { Whose::Mean }
+    }
+
+    /// The loss scaler that `rank` goes on with.
+    pub fn scaler_of(&self, rank: usize) -> &ScalerState {
+        self.scalers.get(rank % self.scalers.len().max(1)).unwrap_or(&self.scaler)
+    }
+
+    /// Settings that may be others and are, of those from which the last bits of results depend, and what comes of it.
     pub fn changes(&self, config: &Value, ranks: usize) -> Vec<String> {
         let mut found = Vec::new();
         if self.ranks != ranks {
@@ -214,6 +282,17 @@ impl State {
             if then != now {
                 found.push(format!("{}: {}", option(name), difference(then, now)));
             }
+        }
+        if !self.is_of_same_ranks(config, ranks) {
+            found.extend(
+                self.replicas.then(|| "each rank had parameters of its own, and all go on with their mean".into()),
+            );
+            let has_left = self.files.iter().flat_map(|file| &file.kept).any(|piece| piece.what == Kept::Left);
+            let drops = config["options"]["compress"].as_str().is_none_or(|now| now == "none");
+            found.extend(has_left.then(|| match drops {
+                true => "what compression had left of gradients is dropped".into(),
+                false => "each rank goes on with the mean of what compression had left of the ranks' gradients".into(),
+            }));
         }
         found
     }
@@ -336,7 +415,10 @@ pub struct Saved {
     folder: PathBuf,
     state: State,
     digest: String,
-    index: Index,
+    /// One; of replicas one for each rank.
+    indices: Vec<Index>,
+    kept: KeptIndex,
+    kinds: &'static [Kind],
     segments: Vec<SegmentInfo>,
 }
 
@@ -375,8 +457,12 @@ impl Saved {
         let digest = comm_core::hex(&Sha256::digest(&bytes));
         let config: ModelConfig = serde_json::from_value(state.config["model"].clone()).map_err(unreadable)?;
         let segments = layout(&config).map_err(|error| foreign(error.to_string()))?;
-        let index = index(&segments, &state.files).map_err(foreign)?;
-        let saved = Saved { folder: folder.into(), state, digest, index, segments };
+        // Every run says it.
+        let optimizer = state.config["optimizer"].get("kind").map(OptimizerKind::deserialize).transpose();
+        let kinds = Kind::of(optimizer.map_err(unreadable)?.unwrap_or_default());
+        let indices = indices(&segments, &state).map_err(foreign)?;
+        let kept = KeptIndex::new(&segments, &state).map_err(foreign)?;
+        let saved = Saved { folder: folder.into(), state, digest, indices, kept, kinds, segments };
         saved.state.files.iter().try_for_each(|file| saved.check_length(file))?;
         Ok(saved)
     }
@@ -394,13 +480,6 @@ impl Saved {
     /// SHA-256 of `run.json`, and with it of everything: equal for equal checkpoints alone.
     pub fn digest(&self) -> &str {
         &self.digest
-    }
-
-    /// Steps that the optimizers of a segment have taken.
-    pub fn optimizer_steps(&self, segment: usize) -> u64 {
-        let name = &self.segments[segment].name;
-        let mut pieces = self.state.files.iter().flat_map(|file| &file.pieces);
-        pieces.find(|piece| piece.segment == *name).map_or(0, |piece| piece.optimizer_steps)
     }
 
     /// Whether a run with this configuration and text may go on from it.
@@ -446,60 +525,35 @@ impl Saved {
     }
 }
 
-/// Reads ranges of segments, from whichever files they are in. Files are opened when they are first needed.
-#[derive(Debug)]
-pub struct Reader<'a> {
-    saved: &'a Saved,
-    open: Vec<Option<PartReader>>,
+/// Where the ranges of each segment are; of replicas those of each rank by themselves.
+///
+/// # Errors
+/// Those of [`index`]; of replicas also that a rank's is not there.
+fn indices(segments: &[SegmentInfo], state: &State) -> Result<Vec<Index>, String> {
+    let files = || state.files.iter().enumerate();
+    if !state.replicas {
+        return Ok(vec![index(segments, files())?]);
+    }
+    let of_rank = |rank: usize| {
+        let own = files().filter(|(_, file)| file.rank == Some(rank));
+        index(segments, own).map_err(|error| format!("of rank {rank}: {error}"))
+    };
+    // As many as are said before any is looked for: each has a file.
+    if state.files.len() != state.ranks {
+        return Err(format!("it has {} files of {} ranks", state.files.len(), state.ranks));
+    }
+    (0..state.ranks).map(of_rank).collect()
 }
 
-impl<'a> Reader<'a> {
-    /// Of this checkpoint.
-    pub fn new(saved: &'a Saved) -> Self {
-        Reader { saved, open: saved.state.files.iter().map(|_| None).collect() }
-    }
-
-    /// The elements `range` of a segment.
-    ///
-    /// # Errors
-    /// [`SavedError::Foreign`] where the segment has no such range, [`SavedError::Altered`] where a file does not hold what `run.json` says,
-    /// [`SavedError::Io`].
-    pub fn read(&mut self, segment: usize, kind: Kind, range: Range<usize>) -> Result<Vec<f32>, SavedError> {
-        let saved = self.saved;
-        let foreign = |detail: String| SavedError::Foreign { path: saved.folder.clone(), detail };
-        let info = saved.segments.get(segment).filter(|info| range.start <= range.end && range.end <= info.len);
-        let info = info.ok_or_else(|| foreign(format!("it has no elements {range:?} of segment {segment}")))?;
-        let mut values = vec![0.0; range.len()];
-        for (piece, file) in &saved.index[segment] {
-            let (start, end) = (piece.start.max(range.start), piece.end.min(range.end));
-            if start >= end {
-                continue;
-            }
-            let entry = &saved.state.files[*file];
-            let reader = match &mut self.open[*file] {
-                Some(reader) => reader,
-                none => {
-                    let opened = PartReader::open(&saved.folder.join(&entry.name), &entry.pieces);
-                    none.insert(opened.map_err(|detail| saved.altered(entry, detail))?)
-                }
-            };
-            let place = &mut values[start - range.start..end - range.start];
-            let read = reader.read((info.name.as_str(), piece.start, kind), start - piece.start, place);
-            read.map_err(|detail| saved.altered(entry, detail))?;
-        }
-        Ok(values)
-    }
-}
-
-/// Where the ranges of each segment are.
+/// Where the ranges of each segment are, of these files with their numbers.
 ///
 /// # Errors
 /// Which segment has elements that are nowhere or in two places, or whose optimizers have taken different numbers of steps; or a file with a
 /// name that is none.
-fn index(segments: &[SegmentInfo], files: &[PartFile]) -> Result<Index, String> {
+fn index<'a>(segments: &[SegmentInfo], files: impl Iterator<Item = (usize, &'a PartFile)>) -> Result<Index, String> {
     let mut index: Index = vec![Vec::new(); segments.len()];
     let mut steps = vec![None; segments.len()];
-    for (number, file) in files.iter().enumerate() {
+    for (number, file) in files {
         if Path::new(&file.name).file_name().is_none_or(|name| *name != *file.name) {
             return Err(format!("{:?} is no name of a file in it", file.name));
         }
@@ -546,7 +600,7 @@ mod tests {
             };
             let pieces: Vec<Piece> = segments.iter().map(piece).collect();
             let (path, name) = store.part(7, rank);
-            let mut file = PartWriter::create(&path, &pieces).unwrap();
+            let mut file = PartWriter::create(&path, &PartFile::tensors(&pieces, &[], &Kind::ALL)).unwrap();
             for (segment, piece) in pieces.iter().enumerate() {
                 for kind in Kind::ALL {
                     let values: Vec<f32> = piece.range().map(|element| value(segment, kind, element)).collect();
@@ -554,7 +608,7 @@ mod tests {
                 }
             }
             let (bytes, sha256) = file.finish().unwrap();
-            PartFile { name, bytes, sha256, pieces }
+            PartFile { name, bytes, sha256, rank: None, pieces, kept: Vec::new() }
         });
         State {
             step: 7,
@@ -568,7 +622,9 @@ mod tests {
             text_sha256: "ab".into(),
             tokenizer: Value::Null,
             scaler: LossScaler::new(LossScaling::DYNAMIC).unwrap().state(),
+            scalers: Vec::new(),
             best: Some(Best { step: 5, loss: 0.1 }),
+            replicas: false,
             files: files.into(),
         }
     }
@@ -581,9 +637,10 @@ mod tests {
         assert_eq!(store.latest(), None, "it is not whole");
         store.commit(&state).unwrap();
         let saved = Saved::open(&store.latest().unwrap()).unwrap();
-        assert_eq!((saved.state(), saved.optimizer_steps(2)), (&state, 6));
+        assert_eq!(saved.state(), &state);
         (0..3).for_each(|rank| saved.verify(rank, 3).unwrap());
-        let mut reader = Reader::new(&saved);
+        let mut reader = Reader::new(&saved, Whose::Mean);
+        assert_eq!(reader.optimizer_steps(2), 6);
         for (segment, info) in layout(&SHAPE).unwrap().iter().enumerate() {
             for range in [0..info.len, 0..1, info.len / 3 - 1..info.len / 3 + 1, info.len - 1..info.len, 1..1] {
                 for kind in Kind::ALL {
@@ -607,7 +664,7 @@ mod tests {
         store.commit(&state).unwrap();
         let path = store.path(7).join(STATE);
         let now = fs::read_to_string(&path).unwrap();
-        fs::write(&path, now.replace("\"version\": 2", "\"version\": 1")).unwrap();
+        fs::write(&path, now.replace("\"version\": 3", "\"version\": 1")).unwrap();
         assert_eq!(Saved::open(&store.path(7)).unwrap().state(), &state);
     }
 
@@ -630,7 +687,9 @@ mod tests {
             |segment: &str, start, len, optimizer_steps| Piece { segment: segment.into(), start, len, optimizer_steps };
         let whole = || segments.iter().map(|info| piece(&info.name, 0, info.len, 1)).collect::<Vec<_>>();
         let index_of = |name: &str, pieces: Vec<Piece>| {
-            index(&segments, &[PartFile { name: name.into(), bytes: 0, sha256: String::new(), pieces }]).map(drop)
+            let (sha256, kept) = (String::new(), Vec::new());
+            let file = PartFile { name: name.into(), bytes: 0, sha256, rank: None, pieces, kept };
+            index(&segments, [(0, &file)].into_iter()).map(drop)
         };
         assert_eq!(index_of("a", whole()), Ok(()));
         for (first, told) in [
@@ -648,6 +707,47 @@ mod tests {
         }
         for name in ["", "..", "/etc/passwd", "../a", "a/b"] {
             assert!(index_of(name, whole()).unwrap_err().contains("no name of a file"), "{name}");
+        }
+    }
+
+    #[test]
+    fn replicas_are_all_there_and_what_is_kept_is_there_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::new(folder.path());
+        let state = saved(&store);
+        let segments = layout(&SHAPE).unwrap();
+        let whole = |segment: &SegmentInfo| Piece {
+            segment: segment.name.clone(),
+            start: 0,
+            len: segment.len,
+            optimizer_steps: 6,
+        };
+        let files = || {
+            let pieces: Vec<Piece> = segments.iter().map(whole).collect();
+            state.files.iter().map(|file| PartFile { pieces: pieces.clone(), ..file.clone() }).collect::<Vec<_>>()
+        };
+        let of_ranks = |ranks: [usize; 2]| {
+            let own = files().into_iter().zip(ranks).map(|(file, rank)| PartFile { rank: Some(rank), ..file });
+            indices(&segments, &State { replicas: true, files: own.collect(), ..state.clone() })
+        };
+        assert_eq!(of_ranks([1, 0]).unwrap().len(), 2);
+        assert!(of_ranks([1, 1]).unwrap_err().starts_with("of rank 0: "));
+        let one = State { replicas: true, files: files()[..1].to_vec(), ..state.clone() };
+        assert!(indices(&segments, &one).unwrap_err().contains("1 files of 2 ranks"));
+        assert!(indices(&segments, &State { files: files(), ..state.clone() }).is_err(), "every element twice");
+        let kept = |pieces: [(Kept, usize, usize); 2]| {
+            let piece = |(what, start, len)| KeptPiece { what, segment: segments[1].name.clone(), start, len };
+            let files = state.files.iter().zip(pieces);
+            let files = files.map(|(file, own)| PartFile { kept: vec![piece(own)], ..file.clone() }).collect();
+            KeptIndex::new(&segments, &State { files, ..state.clone() }).map(drop)
+        };
+        assert_eq!(kept([(Kept::Anchor, 3, 2), (Kept::Anchor, 0, 3)]), Ok(()));
+        // What compression has left is each rank's own.
+        assert_eq!(kept([(Kept::Left, 0, 3), (Kept::Left, 0, 3)]), Ok(()));
+        let len = segments[1].len;
+        for wrong in [[(0, 3), (2, 3)], [(0, 0), (2, 3)], [(len - 1, 2), (0, 1)], [(1, usize::MAX), (0, 1)]] {
+            let error = kept(wrong.map(|(start, len)| (Kept::Velocity, start, len))).unwrap_err();
+            assert!(error.contains("each velocity of segment"), "{error}");
         }
     }
 

@@ -18,6 +18,7 @@ use comm_core::job::{self, Job, Source};
 use comm_core::launch::{Launch, Output};
 use comm_core::process::StopRequest;
 use isocomm::{Medium, TransportKind, TransportOptions};
+use serde::Deserialize;
 
 use super::attempts::Attempts;
 use super::folder::{self, Earlier};
@@ -37,7 +38,7 @@ use crate::precision::Precision;
 use crate::run::{RankOptions, refuse, run_rank, run_threads};
 use crate::strategy::{Compression, LocalOptions, Setting, StrategyKind, StrategyOptions};
 use crate::tokenizer::{Tokenizer, TokenizerKind};
-use crate::trainer::{Checkpoints, Keep, Restarts, TrainConfig, TrainError};
+use crate::trainer::{Checkpoints, Keep, Restarts, TrainConfig, TrainError, writing_time};
 use start::Start;
 use watch::WatchArgs;
 
@@ -154,7 +155,7 @@ pub(super) struct TrainArgs {
     wire: Option<Precision>,
     /// How gradients are compressed on their way, for ring and ddp: none, int8 (blocks of 256 integers with a scale each), topk:FRACTION (of
     /// each bucket the elements of largest magnitude), powersgd:RANK (two factors of each matrix). What is not sent is kept and added to the
-    /// rank's next gradients. Not with --wire or loss scaling, and without checkpoints from which a run goes on.
+    /// rank's next gradients. Not with --wire or loss scaling.
     #[arg(long, default_value_t)]
     compress: Compression,
     /// Bytes of f32 at which the first bucket is closed, of strategies that have buckets of gradients or parameters.
@@ -262,9 +263,9 @@ pub(super) struct TrainArgs {
     #[arg(long, overrides_with = "overwrite")]
     overwrite: bool,
     /// Save the whole state of the run every so many steps, from which --resume goes on; 0 for never. It goes to checkpoints/step-N in --out,
-    /// which all ranks must share. Also without it, SIGTERM and SIGUSR1 have all
-    /// ranks finish their step, save it, and end with exit code 85. Not for async-ps and strategies whose ranks train by themselves for a
-    /// time, nor with --optimizer sgd or --compress, which have no such checkpoints.
+    /// which all ranks must share. Also without it, SIGTERM and SIGUSR1 have all ranks finish their step, save it, and end with exit code 85;
+    /// ranks that train by themselves for a time do so when they synchronise next. For a checkpoint the workers of async-ps wait for the
+    /// slowest.
     #[arg(long, default_value_t = 0)]
     save_every: u64,
     /// Checkpoints of the whole state that are kept: the newest.
@@ -274,7 +275,8 @@ pub(super) struct TrainArgs {
     /// same options as for that run, without --init-from. These may differ: ranks, --strategy and its options, --transport
     /// and what concerns it, --wire, --precision, --loss-scale, --accumulation, --recompute, --threads, --device, --out, --eval-every,
     /// --eval-batches, --save-every, --keep. With the same ranks, strategy and types the result is that of a run which was never
-    /// interrupted, to the last bit.
+    /// interrupted, to the last bit, unless it is of async-ps with a bound of staleness, whose results differ in any case. Where ranks had
+    /// parameters of their own and there are others now, all go on with their mean.
     #[arg(long, value_name = "DIR|latest", overrides_with = "resume")]
     resume: Option<PathBuf>,
     /// When a rank dies, start all ranks again from the last checkpoint, or from the beginning where there is none, at most this many
@@ -362,6 +364,8 @@ fn run_one(args: &TrainArgs, job: &Job) -> Result<ExitCode, CliError> {
             Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
         }
         Err(error @ TrainError::Stopped { .. }) => Ok(stopped(&error, job.rank)),
+        // Rank 0 says it for all.
+        Err(TrainError::Refused(_)) if job.rank > 0 => Ok(ExitCode::FAILURE),
         Err(error) => Err(error.into()),
     }
 }
@@ -449,8 +453,7 @@ fn start(args: &TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliErro
     }
     say(prepared.describe(args, ranks));
     let resume = prepared.options.keep.resume.clone();
-    // As long as ranks give each other for writing their state: 12 bytes a parameter at 16 MiB a second.
-    let writing = Duration::from_secs(prepared.config.model.parameter_count() as u64 * 12 / (16 << 20));
+    let writing = writing_time(&prepared.config, ranks);
     drop(prepared);
     let mut command = arguments;
     if args.nproc.is_none() {
@@ -458,7 +461,7 @@ fn start(args: &TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliErro
     }
     let mut launch = Launch::new(std::env::current_exe()?, ranks);
     launch.args.clone_from(&command);
-    launch.stop = saves_state(args).then(|| LEAVING.saturating_add(writing));
+    launch.stop = Some(LEAVING.saturating_add(writing));
     // On a terminal rank 0 has it to itself, for its progress bar.
     launch.output = if std::io::stdout().is_terminal() { Output::RankZeroPlain } else { Output::Prefixed };
     let mut attempts = Attempts::new(&args.out, args.max_restarts, resume.as_deref(), command);
@@ -621,13 +624,26 @@ impl Prepared {
         let step = saved.state().step;
         let changes =
             serde_json::to_value(&self.config).map_or_else(|_| Vec::new(), |now| saved.state().changes(&now, ranks));
-        let how = if changes.is_empty() {
-            "to the last bit as if nothing had been, on the same kind of device".to_owned()
-        } else {
-            format!("resharded, and equal within rounding ({})", changes.join("; "))
+        let TrainConfig { strategy, options, .. } = &self.config;
+        let how = match (changes.is_empty(), strategy.is_repeatable(options.local.staleness)) {
+            (true, true) => "to the last bit as if nothing had been, on the same kind of device".to_owned(),
+            (true, false) => format!(
+                "with all gradients applied and no staleness; what follows depends on which gradients arrive first, as in every run of \
+                 {strategy} with --staleness {}",
+                options.local.staleness
+            ),
+            (false, _) if self.is_one_device() && is_one_device(saved) => {
+                format!("resharded, and equal within rounding ({})", changes.join("; "))
+            }
+            (false, _) => format!("and from here on another run ({})", changes.join("; ")),
         };
         let elsewhere = self.moved(saved, ranks).map_or(String::new(), |moved| format!("\nresume: {moved}"));
         format!("\nresume: {} after step {step} of {}, {how}{elsewhere}", saved.folder().display(), self.config.steps)
+    }
+
+    /// Whether the run computes what one device computes, but for rounding.
+    fn is_one_device(&self) -> bool {
+        self.config.options.is_one_device(self.config.strategy)
     }
 
     /// What the run was saved on, where that was something else than it goes on with.
@@ -647,13 +663,15 @@ impl Prepared {
     }
 }
 
-/// Whether a run like this saves its whole state. What ranks that train by themselves for a time keep beside masters and moments is in no
-/// checkpoint, neither is what compression has left of gradients, nor an optimizer without moments.
-fn saves_state(args: &TrainArgs) -> bool {
-    args.strategy.spec().is_one_device && args.optimizer != OptimizerKind::Sgd && !args.compress.is_on()
+/// Whether the run that was saved computed what one device computes, but for rounding.
+fn is_one_device(saved: &Saved) -> bool {
+    let config = &saved.state().config;
+    let strategy = StrategyKind::deserialize(&config["strategy"]);
+    let options = StrategyOptions::deserialize(&config["options"]);
+    strategy.is_ok_and(|strategy| options.is_ok_and(|options| options.is_one_device(strategy)))
 }
 
-/// Refuses what asks for checkpoints of a run that has none, and weights to start from of one that goes on.
+/// Refuses weights to start from of a run that goes on, or that would be replaced before it is started again.
 fn check_saving(args: &TrainArgs) -> Result<(), CliError> {
     // Ranks that are started again have the arguments of the first start.
     if let (Some(init_from), Some(resume), 0) = (&args.init_from, &args.resume, args.restarts) {
@@ -665,26 +683,7 @@ fn check_saving(args: &TrainArgs) -> Result<(), CliError> {
         )
         .into());
     }
-    check_restarts_from(args)?;
-    let given = [
-        ("--save-every", args.save_every > 0),
-        ("--resume", args.resume.is_some()),
-        ("--max-restarts", args.max_restarts > 0),
-    ];
-    match given.into_iter().find(|(_, given)| *given) {
-        Some((option, _)) if !saves_state(args) => {
-            let (what, name) = match args.strategy.spec().is_one_device {
-                true if args.compress.is_on() => ("--compress", args.compress.to_string()),
-                true => ("--optimizer", args.optimizer.to_string()),
-                false => ("--strategy", args.strategy.to_string()),
-            };
-            Err(format!(
-                "{option}: a run with {what} {name} has no checkpoints from which it could go on; leave it out"
-            )
-            .into())
-        }
-        _ => Ok(()),
-    }
+    check_restarts_from(args)
 }
 
 /// Refuses weights to start from that a run which may be started again would itself replace.
@@ -709,7 +708,7 @@ fn keep(args: &TrainArgs, resume: Option<Saved>) -> Keep {
     Keep {
         model: Some(args.out.join(folder::CHECKPOINT)),
         best: Some(args.out.join(folder::BEST)),
-        checkpoints: saves_state(args).then_some(Checkpoints { store, every: args.save_every, keep: args.keep }),
+        checkpoints: Some(Checkpoints { store, every: args.save_every, keep: args.keep }),
         resume: resume.map(Arc::new),
         stop: StopRequest::default(),
         restarts: Restarts { count: args.restarts, steps_lost: args.steps_lost },

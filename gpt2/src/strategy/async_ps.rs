@@ -35,17 +35,22 @@ const SERVER: usize = 0;
 /// What its messages are called in errors.
 const SCALARS: &str = "a worker's loss";
 const GRADIENTS: &str = "a worker's gradients";
+const MEETING: &str = "when all ranks meet";
 const PARAMETERS: &str = "the server's parameters";
 
-/// Numbers that travel in front of gradients: the worker's part of the step's loss, and 1 if all ranks meet after this step, else 0.
-const NUMBERS: usize = 2;
+/// Numbers that travel in front of gradients: the worker's part of the step's loss; 1 if all ranks meet after this step, else 0; and 1 if the
+/// worker was asked to leave.
+const NUMBERS: usize = 3;
+
+/// The number that travels in front of parameters: after how many steps all ranks meet because one was asked to leave; 0 if none was.
+const REPLIED: usize = 1;
 
 /// What a worker sends and takes part in for a push.
 fn pushed(run: &Run<'_>, layout: &Layout, rank: usize) -> Expected {
     let mut tally = Tally::of(run, rank);
     tally.collective(None, Op::Send { to: SERVER }, DType::F64, NUMBERS);
     tally.collective(None, Op::Send { to: SERVER }, run.options.wire.dtype(), layout.total());
-    tally.receive(1);
+    tally.receive(2);
     tally.sum
 }
 
@@ -59,6 +64,7 @@ fn received(run: &Run<'_>) -> Expected {
 /// What the server sends for a reply.
 fn replied(run: &Run<'_>, layout: &Layout, worker: usize) -> Expected {
     let mut tally = Tally::of(run, SERVER);
+    tally.collective(None, Op::Send { to: worker }, DType::F64, REPLIED);
     tally.collective(None, Op::Send { to: worker }, run.precision.dtype(), layout.total());
     tally.sum
 }
@@ -141,8 +147,8 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
     }
     let of = |worker: usize| Served {
         rank: worker,
-        steps: 0,
-        parameters_of: 0,
+        steps: setup.first_step,
+        parameters_of: setup.first_step,
         state: State::Computes,
         rests: false,
         sending: None,
@@ -152,6 +158,7 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
         bound,
         workers: (1..ranks).map(of).collect(),
         losses: VecDeque::new(),
+        meets: None,
         push: setup.expected_by(|run, _, _| received(run)),
         done: Done::default(),
         layout: layout.clone(),
@@ -179,7 +186,7 @@ impl DuringPass for Worker {
 impl Strategy for Worker {
     fn step(
         &mut self,
-        _step: u64,
+        step: u64,
         train: &mut dyn LocalStep,
         channels: &mut Channels,
     ) -> Result<StepOutcome, TrainError> {
@@ -187,18 +194,23 @@ impl Strategy for Worker {
         let mut checked = train.check(part_of_loss, self.own.take(), Ranks::This)?;
         let grads = std::mem::take(&mut checked.grads);
         let (gradients, parameters) = (&channels.gradients, &channels.parameters);
-        let numbers = vec![part_of_loss, f64::from(u8::from(train.rests()))];
+        let said = |yes: bool| f64::from(u8::from(yes));
+        let numbers = vec![part_of_loss, said(train.rests()), said(train.is_asked_to_leave())];
         let route = |label: &'static str| Route::lane(label, self.rank);
         let sending = [
             gradients.start(Op::Send { to: SERVER }, Buffer::from_vec(numbers), route(SCALARS)),
             gradients.send(SERVER, || Flat::concat(grads), route(GRADIENTS))?,
         ];
+        let number = Buffer::from_vec(vec![0.0f64; REPLIED]);
+        let meeting = gradients.start(Op::Recv { from: SERVER }, number, route(MEETING).within(self.patience));
         let arriving = parameters.receive(SERVER, self.layout.total(), route(PARAMETERS).within(self.patience))?;
         sending.into_iter().try_for_each(|pending| pending.wait().map(drop))?;
+        let meets = meeting.wait()?.into_vec::<f64>()?.first().is_some_and(|meets| *meets == (step + 1) as f64);
         let parts = arriving.finish_weights(&self.layout.lengths())?;
         parts.into_iter().enumerate().try_for_each(|(segment, part)| train.put(segment, part))?;
-        let all_agree = self.bound == 0 || train.rests();
-        Ok(StepOutcome::new(&checked, Some(self.expected), all_agree))
+        let have_met = meets || train.rests();
+        let outcome = StepOutcome::new(&checked, Some(self.expected), self.bound == 0 || have_met);
+        Ok(StepOutcome { have_met, ..outcome })
     }
 }
 
@@ -224,8 +236,8 @@ struct Served {
     state: State,
     /// Whether all ranks meet after the step of its last gradients.
     rests: bool,
-    /// Parameters on their way to it.
-    sending: Option<Pending>,
+    /// Parameters on their way to it, with the number in front of them.
+    sending: Option<(Pending, Pending)>,
     /// What the server sends for a reply.
     reply: Expected,
 }
@@ -260,6 +272,8 @@ struct Server {
     workers: Vec<Served>,
     /// Each worker's part of the loss of each step, from the first that has not ended.
     losses: VecDeque<Vec<f64>>,
+    /// After how many steps all ranks meet because one was asked to leave, if one was.
+    meets: Option<u64>,
     /// What it takes part in for a push.
     push: Expected,
     done: Done,
@@ -269,6 +283,13 @@ impl Server {
     /// Steps of which the gradients of all workers have come.
     fn slowest(&self) -> u64 {
         self.workers.iter().map(|worker| worker.steps).min().unwrap_or(0)
+    }
+
+    /// Has all ranks meet, since one was asked to leave: after the step that no worker has ended yet, so that each is told with the
+    /// parameters that it gets before or then.
+    fn meet(&mut self) {
+        let farthest = self.workers.iter().map(|worker| worker.steps).max().unwrap_or(0);
+        self.meets.get_or_insert(farthest + 1);
     }
 
     /// Begins to receive from each worker that computes.
@@ -295,16 +316,14 @@ impl Server {
                 if let State::Receives(receiving) = state {
                     under_way.push((Event::Came(*place), &mut receiving.1));
                 }
-                under_way.extend(sending.as_mut().map(|sending| (Event::Left(*place), sending)));
+                under_way.extend(sending.as_mut().map(|sending| (Event::Left(*place), &mut sending.1)));
             }
             match first_ended(under_way) {
                 Some(Event::Came(place)) => break place,
                 // What has left takes memory no longer.
                 Some(Event::Left(place)) => {
                     let of_worker = workers.iter_mut().find(|(other, _)| *other == place);
-                    of_worker
-                        .and_then(|(_, worker)| worker.sending.take())
-                        .map_or(Ok(()), |sent| sent.wait().map(drop))?;
+                    of_worker.and_then(|(_, worker)| worker.sending.take()).map_or(Ok(()), sent)?;
                 }
                 None => return Err(Error::Internal("the server waits for workers that all wait for it".into())),
             }
@@ -317,10 +336,8 @@ impl Server {
         let (numbers, values) = *receiving;
         let numbers = numbers.wait()?.into_vec::<f64>()?;
         let values = gradients.unpack(values.wait()?)?;
-        if let Some(sent) = worker.sending.take() {
-            sent.wait()?;
-        }
-        let [loss, rests] = numbers[..] else { return Err(Error::Internal("a loss came alone".into())) };
+        worker.sending.take().map_or(Ok(()), sent)?;
+        let [loss, rests, asked] = numbers[..] else { return Err(Error::Internal("a loss came alone".into())) };
         let of_step = usize::try_from(worker.steps - step).unwrap_or(usize::MAX);
         while self.losses.len() <= of_step {
             self.losses.push_back(vec![0.0; count]);
@@ -330,6 +347,9 @@ impl Server {
         worker.steps += 1;
         worker.rests = rests > 0.0;
         worker.state = State::Pushed(values);
+        if asked > 0.0 {
+            self.meet();
+        }
         Ok(place)
     }
 
@@ -364,16 +384,21 @@ impl Server {
 
     /// Sends parameters to the workers that wait and are not too far ahead; before all ranks meet, which they do after the last step too, once the
     /// slowest has come as far, so that none waits for it then.
-    fn reply(&mut self, is_last: bool, train: &dyn LocalStep, parameters: &Channel) -> comm_core::Result<()> {
-        let slowest = self.slowest();
+    fn reply(&mut self, is_last: bool, train: &dyn LocalStep, channels: &Channels) -> comm_core::Result<()> {
+        let (gradients, parameters) = (&channels.gradients, &channels.parameters);
+        let (slowest, meets) = (self.slowest(), self.meets);
         for worker in self.workers.iter_mut().filter(|worker| matches!(worker.state, State::Waits)) {
-            let most = if worker.rests { 0 } else { self.bound };
+            let most = if worker.rests || meets == Some(worker.steps) { 0 } else { self.bound };
             if worker.steps - slowest > most {
                 continue;
             }
             let masters = train.masters();
             let whole = || Flat::concat_of(masters.iter().map(|values| (values, 0..values.len())));
-            worker.sending = Some(parameters.send(worker.rank, whole, Route::lane(PARAMETERS, worker.rank))?);
+            let to = worker.rank;
+            let route = |label: &'static str| Route::lane(label, to);
+            let number = Buffer::from_vec(vec![meets.unwrap_or(0) as f64]);
+            let number = gradients.start(Op::Send { to }, number, route(MEETING));
+            worker.sending = Some((number, parameters.send(to, whole, route(PARAMETERS))?));
             worker.parameters_of = slowest;
             self.done.expected.push(worker.reply);
             // After the last step nothing comes any more.
@@ -383,6 +408,12 @@ impl Server {
         }
         Ok(())
     }
+}
+
+/// Waits until parameters have left, and the number in front of them.
+fn sent((number, parameters): (Pending, Pending)) -> comm_core::Result<()> {
+    number.wait()?;
+    parameters.wait().map(drop)
 }
 
 impl DuringPass for Server {
@@ -398,18 +429,20 @@ impl Strategy for Server {
         train: &mut dyn LocalStep,
         channels: &mut Channels,
     ) -> Result<StepOutcome, TrainError> {
-        let (gradients, parameters) = (&channels.gradients, &channels.parameters);
+        let gradients = &channels.gradients;
         let is_last = train.is_last();
         while self.slowest() <= step {
             self.receive(gradients)?;
             let place = self.take_next(step, gradients)?;
-            self.apply(place, train, gradients)?;
-            self.reply(is_last && self.slowest() > step, train, parameters)?;
-        }
-        if is_last {
-            for sent in self.workers.iter_mut().filter_map(|worker| worker.sending.take()) {
-                sent.wait()?;
+            if train.is_asked_to_leave() {
+                self.meet();
             }
+            self.apply(place, train, gradients)?;
+            self.reply(is_last && self.slowest() > step, train, channels)?;
+        }
+        let have_met = train.rests() || self.meets == Some(step + 1);
+        if have_met {
+            self.workers.iter_mut().filter_map(|worker| worker.sending.take()).try_for_each(sent)?;
         }
         let Done { expected, norms, staleness } = std::mem::take(&mut self.done);
         // In rank order.
@@ -421,7 +454,8 @@ impl Strategy for Server {
             skipped: false,
             expected: Some(expected.into_iter().sum()),
             under_way: self.workers.iter().any(is_under_way),
-            replicas_agree: self.bound == 0 || train.rests(),
+            replicas_agree: self.bound == 0 || have_met,
+            have_met,
             staleness,
         })
     }

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use super::channels::{Channel, Pending, Route};
 use super::formula::{Expected, Run, Tally, units_of};
 use super::layout::{Bucket, buckets};
-use super::{Layout, Setup};
+use super::{KeptVector, Layout, SavedKept, Setup};
+use crate::checkpoint::sharded::Kept;
+use crate::error::TrainError;
 use crate::flat::Flat;
 use crate::precision::Precision;
 use comm_core::{Op, ReduceOp};
@@ -17,6 +19,8 @@ pub(super) struct Averager {
     labels: Vec<Arc<str>>,
     /// All-reduces under way, by bucket.
     started: Vec<Pending>,
+    /// Instead of them the means that have come and nobody has taken, each with its segment.
+    arrived: Vec<(usize, Flat)>,
 }
 
 impl Averager {
@@ -28,7 +32,8 @@ impl Averager {
         let buckets = buckets(&layout, last_to_first, options.first_bucket_bytes, options.bucket_bytes);
         let label = |(index, bucket): (usize, &Bucket)| format!("{what}, bucket {index}: {}", bucket.name).into();
         let labels = buckets.iter().enumerate().map(label).collect();
-        Averager { channel: Channel::of_masters(setup.comms, wire), buckets, labels, started: Vec::new() }
+        let (started, arrived) = (Vec::new(), Vec::new());
+        Averager { channel: Channel::of_masters(setup.comms, wire), buckets, labels, started, arrived }
     }
 
     /// Starts it, of what `values` gives of each segment.
@@ -47,7 +52,38 @@ impl Averager {
 
     /// Whether it was started and has not been finished.
     pub(super) fn is_under_way(&self) -> bool {
-        !self.started.is_empty()
+        !(self.started.is_empty() && self.arrived.is_empty())
+    }
+
+    /// Waits for its end, and keeps what has come until it is finished.
+    ///
+    /// # Errors
+    /// The communicator's.
+    pub(super) fn settle(&mut self) -> comm_core::Result<()> {
+        for (bucket, pending) in self.buckets.iter().zip(self.started.drain(..)) {
+            let means = pending.finish_split(&bucket.lengths())?;
+            self.arrived.extend(bucket.segments.iter().copied().zip(means));
+        }
+        Ok(())
+    }
+
+    /// What has come and nobody has taken.
+    pub(super) fn kept(&self) -> impl Iterator<Item = KeptVector<'_>> {
+        self.arrived.iter().map(|(segment, mean)| KeptVector::of(Kept::Arrived, *segment, mean))
+    }
+
+    /// Takes what had come, if anything.
+    ///
+    /// # Errors
+    /// What cannot be read.
+    pub(super) fn restore(&mut self, saved: &mut SavedKept<'_>) -> Result<(), TrainError> {
+        for bucket in &self.buckets {
+            for (segment, len) in bucket.segments.iter().zip(bucket.lengths()) {
+                let mean = saved.whole(Kept::Arrived, *segment, len)?;
+                self.arrived.extend(mean.map(|mean| (*segment, mean)));
+            }
+        }
+        Ok(())
     }
 
     /// Waits for its end, and hands each segment's mean to `take`, with the channel that it came through.
@@ -58,6 +94,9 @@ impl Averager {
         &mut self,
         mut take: impl FnMut(usize, Flat, &Channel) -> Result<(), E>,
     ) -> Result<(), E> {
+        for (segment, mean) in self.arrived.drain(..) {
+            take(segment, mean, &self.channel)?;
+        }
         for (bucket, pending) in self.buckets.iter().zip(self.started.drain(..)) {
             let means = pending.finish_split(&bucket.lengths())?;
             bucket.segments.iter().zip(means).try_for_each(|(segment, mean)| take(*segment, mean, &self.channel))?;
@@ -69,6 +108,24 @@ impl Averager {
     pub(super) fn keep(&self, masters: &[Flat]) -> Vec<Flat> {
         self.channel.applying(|| masters.to_vec())
     }
+}
+
+/// What is kept of each segment as all ranks had it after their last synchronisation, if there is any.
+pub(super) fn anchored(anchors: &[Flat]) -> impl Iterator<Item = KeptVector<'_>> {
+    anchors.iter().enumerate().map(|(segment, anchor)| KeptVector::of(Kept::Anchor, segment, anchor))
+}
+
+/// What was kept of segments of these lengths, if of all of them.
+///
+/// # Errors
+/// What cannot be read.
+pub(super) fn saved_anchors(saved: &mut SavedKept<'_>, lengths: &[usize]) -> Result<Vec<Flat>, TrainError> {
+    let mut anchors = Vec::with_capacity(lengths.len());
+    for (segment, len) in lengths.iter().enumerate() {
+        let Some(anchor) = saved.whole(Kept::Anchor, segment, *len)? else { return Ok(Vec::new()) };
+        anchors.push(anchor);
+    }
+    Ok(anchors)
 }
 
 /// What a rank sends where these segments are averaged once.

@@ -3,11 +3,14 @@
 
 use comm_core::Error;
 
-use super::average::{Averager, averaged};
+use super::average::{Averager, anchored, averaged, saved_anchors};
 use super::formula::{Expected, Run};
 use super::own_step::OwnGradients;
 use super::settings::{LocalOptions, Setting};
-use super::{Built, Channels, DuringPass, Layout, LocalStep, Setup, Spec, StepOutcome, Strategy, put_own};
+use super::{
+    Built, Channels, DuringPass, KeptVector, Layout, LocalStep, SavedKept, Setup, Spec, StepOutcome, Strategy, put_own,
+};
+use crate::checkpoint::sharded::Kept;
 use crate::error::TrainError;
 use crate::flat::{Flat, Gradients};
 
@@ -142,6 +145,8 @@ struct DiLoCo {
     fragments: Vec<Fragment>,
     /// Each segment as all ranks had it after its last synchronisation; before the first step none.
     anchors: Vec<Flat>,
+    /// Elements of each segment.
+    lengths: Vec<usize>,
 }
 
 impl DiLoCo {
@@ -164,8 +169,9 @@ impl DiLoCo {
             outer: OuterOptimizer::new(&options.local, &layout),
             fragments: fragments.iter().enumerate().map(fragment).collect(),
             anchors: Vec::new(),
+            lengths: layout.lengths(),
         };
-        Built::new(strategy, setup.channels(), layout.everything())
+        Built::alone(strategy, setup.channels(), &layout)
     }
 
     /// Starts the average of a fragment's changes. Returns what this rank sends for it.
@@ -237,7 +243,9 @@ impl Strategy for DiLoCo {
             sent.push(self.start(fragment, train)?);
         }
         let mut agree = vec![false; count];
-        if let Some(fragment) = self.schedule.ends(done, count) {
+        let applied =
+            self.schedule.ends(done, count).filter(|fragment| self.fragments[*fragment].average.is_under_way());
+        if let Some(fragment) = applied {
             agree[fragment] = self.apply(fragment, Rule::OuterStep, train)?;
         }
         if train.is_last() {
@@ -246,6 +254,29 @@ impl Strategy for DiLoCo {
         put_own(train, channels)?;
         let under_way = self.fragments.iter().any(|fragment| fragment.average.is_under_way());
         let all_agree = agree.iter().all(|agrees| *agrees);
-        Ok(StepOutcome { under_way, ..StepOutcome::new(&checked, Some(sent.into_iter().sum()), all_agree) })
+        let have_met = applied.is_some() || train.is_last();
+        let expected = Some(sent.into_iter().sum());
+        Ok(StepOutcome { under_way, have_met, ..StepOutcome::new(&checked, expected, all_agree) })
+    }
+
+    fn settle(&mut self) -> Result<(), TrainError> {
+        Ok(self.fragments.iter_mut().try_for_each(|fragment| fragment.average.settle())?)
+    }
+
+    fn kept(&self) -> Vec<KeptVector<'_>> {
+        let velocities = self.outer.velocities.iter().enumerate().filter(|(_, velocity)| !velocity.is_empty());
+        let velocities = velocities.map(|(segment, velocity)| KeptVector::of(Kept::Velocity, segment, velocity));
+        let arrived = self.fragments.iter().flat_map(|fragment| fragment.average.kept());
+        anchored(&self.anchors).chain(velocities).chain(arrived).collect()
+    }
+
+    fn restore(&mut self, saved: &mut SavedKept<'_>) -> Result<(), TrainError> {
+        self.anchors = saved_anchors(saved, &self.lengths)?;
+        if self.outer.momentum != 0.0 {
+            for ((segment, velocity), len) in self.outer.velocities.iter_mut().enumerate().zip(&self.lengths) {
+                *velocity = saved.whole(Kept::Velocity, segment, *len)?.unwrap_or_default();
+            }
+        }
+        self.fragments.iter_mut().try_for_each(|fragment| fragment.average.restore(saved))
     }
 }

@@ -15,7 +15,7 @@
 //! | `fsdp` | for each segment a reduce-scatter, and A times two all-gathers, for the embedding one: (S_g + A(2·S_p − S_emb))(N−1)/N |
 //! | `hierarchical` | n ranks a node, m nodes: 2·S_g(n−1)/n inside the node, an all-reduce of S_g/n between m ranks; in nodes of unequal sizes a reduction of S_g to one rank of each, an all-reduce among those, and a broadcast |
 //! | `hsdp` | n ranks a node, m nodes: what `fsdp` sends on n ranks inside the node, an all-reduce of S_g/n between m ranks |
-//! | `async-ps` | the bytes of `ps` with a dedicated server, each way in one operation, and 16 bytes more from every worker; the server in the mean |
+//! | `async-ps` | the bytes of `ps` with a dedicated server, each way in one operation, 24 bytes more from every worker, and 8 more to it; the server in the mean |
 //! | `local-sgd`, `diloco` | after every H steps, and after the last, what `ddp` sends in each |
 //! | `streaming-diloco` | of P fragments each: after every H steps, and after the last, what `ddp` sends of it in each |
 //! | `sparta` | an all-reduce of ⌈p·S_g⌉ a step; in the last step what `ddp` sends of f32 |

@@ -1,9 +1,13 @@
 //! The seam between a strategy and what a rank computes by itself.
 
+use std::borrow::Cow;
+use std::ops::Range;
+
 use comm_core::Error;
 
 use super::formula::Expected;
 use super::{Channels, Staleness};
+use crate::checkpoint::sharded::Kept;
 use crate::error::TrainError;
 use crate::flat::{Flat, Gradients, Weights};
 use crate::segments::Released;
@@ -20,6 +24,104 @@ pub trait Strategy: DuringPass {
         train: &mut dyn LocalStep,
         channels: &mut Channels,
     ) -> Result<StepOutcome, TrainError>;
+
+    /// Waits for what is under way after a step, whose result a later step takes. Called before [`kept`](Strategy::kept).
+    ///
+    /// # Errors
+    /// What ends the run: the communicator's.
+    fn settle(&mut self) -> Result<(), TrainError> {
+        Ok(())
+    }
+
+    /// What it keeps from step to step beside masters and moments: what a run needs to go on from here. Of what
+    /// [all ranks share](Kept::is_shared) all return the same.
+    fn kept(&self) -> Vec<KeptVector<'_>> {
+        Vec::new()
+    }
+
+    /// Goes on, before the first step, with what it has kept, or another strategy, or this one on other ranks.
+    ///
+    /// # Errors
+    /// What cannot be read.
+    fn restore(&mut self, saved: &mut SavedKept<'_>) -> Result<(), TrainError> {
+        let _ = saved;
+        Ok(())
+    }
+}
+
+/// What a strategy keeps of some elements of a segment, from one on.
+#[derive(Debug)]
+pub struct KeptVector<'a> {
+    /// What it is.
+    pub what: Kept,
+    /// The segment's number.
+    pub segment: usize,
+    /// The first element.
+    pub start: usize,
+    /// The values.
+    pub values: KeptValues<'a>,
+}
+
+impl<'a> KeptVector<'a> {
+    /// Of a whole segment, where masters are.
+    pub fn of(what: Kept, segment: usize, values: &'a Flat) -> Self {
+        KeptVector { what, segment, start: 0, values: KeptValues::Flat(values) }
+    }
+}
+
+/// Values that are kept.
+#[derive(Debug)]
+pub enum KeptValues<'a> {
+    /// Where masters are.
+    Flat(&'a Flat),
+    /// In host memory.
+    Host(&'a [f32]),
+}
+
+impl KeptValues<'_> {
+    /// Their number.
+    pub fn len(&self) -> usize {
+        match self {
+            KeptValues::Flat(flat) => flat.len(),
+            KeptValues::Host(values) => values.len(),
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Some of them, in host memory.
+    ///
+    /// # Errors
+    /// `Io` where the device fails.
+    pub fn part(&self, range: Range<usize>) -> comm_core::Result<Cow<'_, [f32]>> {
+        match self {
+            KeptValues::Flat(flat @ Flat::Device(_)) => Ok(Cow::Owned(flat.slice(range).into_host()?)),
+            KeptValues::Flat(flat) => Ok(Cow::Borrowed(&flat.host()?[range])),
+            KeptValues::Host(values) => Ok(Cow::Borrowed(&values[range])),
+        }
+    }
+}
+
+/// Reads what a strategy has kept.
+pub struct SavedKept<'a> {
+    /// What is kept of these elements of a segment, with zeros where nothing is; `None` where nothing is kept of the segment.
+    #[allow(clippy::type_complexity, reason = "a name for it would say less")]
+    pub read: &'a mut dyn FnMut(usize, Kept, Range<usize>) -> Result<Option<Vec<f32>>, TrainError>,
+    /// Puts values where masters are.
+    pub place: &'a dyn Fn(Vec<f32>) -> Flat,
+}
+
+impl SavedKept<'_> {
+    /// What is kept of a whole segment of `len` elements, where masters are; `None` where nothing is.
+    ///
+    /// # Errors
+    /// What cannot be read.
+    pub fn whole(&mut self, what: Kept, segment: usize, len: usize) -> Result<Option<Flat>, TrainError> {
+        Ok((self.read)(segment, what, 0..len)?.map(|values| (self.place)(values)))
+    }
 }
 
 /// A strategy's part in the passes over the model.
@@ -114,11 +216,27 @@ pub trait LocalStep {
     /// the device.
     fn check(&mut self, loss: f64, grads: Vec<Flat>, ranks: Ranks) -> Result<CheckedGradients, TrainError>;
 
-    /// Has the optimizer take a step on the masters, with the step's learning rate. Takes the gradients out of `checked`.
+    /// Has the optimizers take a step on all masters, with the step's learning rate. Takes the gradients out of `checked`.
     ///
     /// # Errors
-    /// Those of the optimizer and, where it needs norms of tensors that are spread over ranks, of the communicator.
-    fn update(&mut self, checked: &mut CheckedGradients) -> Result<(), TrainError>;
+    /// Those of the optimizers and, where they need norms of tensors that are spread over ranks, of the communicator.
+    fn update(&mut self, checked: &mut CheckedGradients) -> Result<(), TrainError> {
+        let all: Vec<usize> = (0..checked.grads.len()).collect();
+        self.update_some(checked, &all)
+    }
+
+    /// The same on the masters of these segments alone. Where that is [more than](LocalStep::updates_apart) an update of all of them, all ranks do
+    /// it alike.
+    ///
+    /// # Errors
+    /// Those of [`update`](LocalStep::update).
+    fn update_some(&mut self, checked: &mut CheckedGradients, segments: &[usize]) -> Result<(), TrainError>;
+
+    /// Whether updating segments one after another costs no more than all at once: not where optimizers need norms of tensors, for which ranks
+    /// communicate.
+    fn updates_apart(&self) -> bool {
+        true
+    }
 
     /// The f32 parameters that this rank's optimizer updates: the owned range of each segment. From an update until they are
     /// [lent](LocalStep::lend).
@@ -139,6 +257,11 @@ pub trait LocalStep {
 
     /// Whether the step is the last of the run.
     fn is_last(&self) -> bool;
+
+    /// Whether this rank was asked to have the run save its state and leave.
+    fn is_asked_to_leave(&self) -> bool {
+        false
+    }
 
     /// Whether something else than the next step may follow: the end of the run, a validation or a checkpoint. Known once the gradients have
     /// been [checked](LocalStep::check).
@@ -197,16 +320,18 @@ pub struct StepOutcome {
     pub under_way: bool,
     /// Whether ranks that have the same parameters have the same values of them now.
     pub replicas_agree: bool,
+    /// Whether all ranks have waited for each other in this step, so that it costs little if they do once more.
+    pub have_met: bool,
     /// Of the gradients that this rank, as a server, has applied without waiting for all workers'.
     pub staleness: Staleness,
 }
 
 impl StepOutcome {
-    /// Of a step after which nothing is under way.
+    /// Of a step after which nothing is under way, and in which all ranks have met if they agree.
     pub fn new(checked: &CheckedGradients, expected: Option<Expected>, replicas_agree: bool) -> Self {
         let CheckedGradients { loss, grad_norm, skip, .. } = *checked;
-        let staleness = Staleness::default();
-        StepOutcome { loss, grad_norm, skipped: skip, expected, under_way: false, replicas_agree, staleness }
+        let (staleness, have_met) = (Staleness::default(), replicas_agree);
+        StepOutcome { loss, grad_norm, skipped: skip, expected, under_way: false, replicas_agree, have_met, staleness }
     }
 
     /// The same of a step in which this rank was to send these gradients, and so many times these parameters: those of an update may be sent

@@ -1,10 +1,13 @@
 //! Local SGD (Stich 2019): ranks train by themselves, and their parameters are averaged now and then.
 
-use super::average::{Averager, averaged};
+use super::average::{Averager, anchored, averaged, saved_anchors};
 use super::formula::Expected;
 use super::own_step::OwnGradients;
 use super::settings::Setting;
-use super::{Built, Channels, DuringPass, LocalStep, Setup, Spec, StepOutcome, Strategy, StrategyKind, put_own};
+use super::{
+    Built, Channels, DuringPass, KeptVector, LocalStep, SavedKept, Setup, Spec, StepOutcome, Strategy, StrategyKind,
+    put_own,
+};
 use crate::error::TrainError;
 use crate::flat::{Flat, Gradients};
 use crate::precision::Precision;
@@ -30,6 +33,8 @@ struct LocalSgd {
     /// Each segment of the last mean, where changes travel; before the first step none.
     anchors: Option<Vec<Flat>>,
     expected: Expected,
+    /// Elements of each segment.
+    lengths: Vec<usize>,
 }
 
 impl LocalSgd {
@@ -42,8 +47,9 @@ impl LocalSgd {
             average: Averager::new(setup, &layout.all(), options.wire, travels),
             anchors: (options.wire != Precision::F32).then(Vec::new),
             expected: setup.expected(StrategyKind::LocalSgd),
+            lengths: layout.lengths(),
         };
-        Built::new(strategy, setup.channels(), layout.everything())
+        Built::alone(strategy, setup.channels(), &layout)
     }
 
     /// Replaces this rank's parameters by the mean of all ranks'.
@@ -92,5 +98,16 @@ impl Strategy for LocalSgd {
         put_own(train, channels)?;
         let expected = if synchronises { self.expected } else { Expected::default() };
         Ok(StepOutcome::new(&checked, Some(expected), synchronises))
+    }
+
+    fn kept(&self) -> Vec<KeptVector<'_>> {
+        anchored(self.anchors.as_deref().unwrap_or_default()).collect()
+    }
+
+    fn restore(&mut self, saved: &mut SavedKept<'_>) -> Result<(), TrainError> {
+        if let Some(anchors) = &mut self.anchors {
+            *anchors = saved_anchors(saved, &self.lengths)?;
+        }
+        Ok(())
     }
 }

@@ -50,7 +50,9 @@ pub use async_ps::Staleness;
 pub use channels::Channels;
 pub use compress::Compression;
 pub use layout::Layout;
-pub use local::{CheckedGradients, DuringPass, LocalStep, Ranks, StepOutcome, Strategy};
+pub use local::{
+    CheckedGradients, DuringPass, KeptValues, KeptVector, LocalStep, Ranks, SavedKept, StepOutcome, Strategy,
+};
 pub use settings::{LocalOptions, Setting};
 pub use synchronous::{Synchronous, put_own, synchronous};
 
@@ -132,12 +134,19 @@ pub struct Built {
     pub owned: Vec<Range<usize>>,
     /// Whether this rank computes gradients and keeps a model. One that does not is not given any data.
     pub computes: bool,
+    /// Whether the ranks, which all update every parameter, have values of their own of parameters and moments between two synchronisations.
+    pub own_values: bool,
 }
 
 impl Built {
-    /// Of a rank that computes.
+    /// Of a rank that computes, and updates as others do what they update, too.
     pub fn new(strategy: impl Strategy + 'static, channels: Channels, owned: Vec<Range<usize>>) -> Self {
-        Built { strategy: Box::new(strategy), channels, owned, computes: true }
+        Built { strategy: Box::new(strategy), channels, owned, computes: true, own_values: false }
+    }
+
+    /// Of a rank that trains by itself for a time.
+    pub fn alone(strategy: impl Strategy + 'static, channels: Channels, layout: &Layout) -> Self {
+        Built { own_values: true, ..Built::new(strategy, channels, layout.everything()) }
     }
 }
 
@@ -317,6 +326,8 @@ pub struct Setup<'a> {
     pub accumulation: usize,
     /// Seed of whatever is random, the same on all ranks.
     pub seed: u64,
+    /// The first step of this run, from 0: another one where it goes on from a checkpoint.
+    pub first_step: u64,
     /// Whether ranks compare their calls before every operation.
     pub checked: bool,
 }

@@ -39,6 +39,9 @@ fn at_the_end(run: &Run<'_>, layout: &Layout, rank: usize) -> Expected {
     averaged(run, layout, &layout.all(), AT_THE_END, rank)
 }
 
+/// Steps between two in which ranks may ask each other for more than their parameters.
+const LOOKS: u64 = 8;
+
 /// What a seed is used for, so that other uses draw other numbers.
 const PURPOSE: u64 = 0x5350_4152_5441;
 
@@ -85,8 +88,8 @@ impl Sparta {
             expected: [setup.expected(StrategyKind::Sparta), setup.expected_by(at_the_end)],
             layout,
         };
-        let everything = strategy.layout.everything();
-        Built::new(strategy, setup.channels(), everything)
+        let layout = setup.layout();
+        Built::alone(strategy, setup.channels(), &layout)
     }
 
     /// Averages the parameters whose turn it is.
@@ -146,7 +149,10 @@ impl Strategy for Sparta {
         }
         put_own(train, channels)?;
         let all_agree = is_last || (self.count == self.layout.total() && !self.rounds);
-        Ok(StepOutcome::new(&checked, Some(self.expected[usize::from(is_last)]), all_agree))
+        // They meet in every step, and are not asked in each whether they are to leave.
+        let have_met = is_last || (step + 1).is_multiple_of(LOOKS);
+        let expected = Some(self.expected[usize::from(is_last)]);
+        Ok(StepOutcome { have_met, ..StepOutcome::new(&checked, expected, all_agree) })
     }
 }
 

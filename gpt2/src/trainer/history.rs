@@ -295,6 +295,7 @@ mod tests {
         expected: Some(EXPECTED),
         under_way: false,
         replicas_agree: true,
+        have_met: true,
         staleness: Staleness { pushes: 0, sum: 0, max: 0 },
     };
 

@@ -68,14 +68,14 @@ impl Local<'_> {
         self.owned_by.iter().all(whole)
     }
 
-    /// Takes the masters that the model has.
-    fn take_back(&mut self) -> Result<(), TrainError> {
+    /// Takes the masters of these segments that the model has.
+    fn take_back(&mut self, segments: &[usize]) -> Result<(), TrainError> {
         if self.lends_masters {
-            for (segment, masters) in self.masters.iter_mut().enumerate() {
+            for segment in segments {
                 // What stands for them in the model meanwhile is memory of parameters, too.
-                let take = || self.model.take_params(segment);
+                let take = || self.model.take_params(*segment);
                 if let Some(weights) = memory::within(Category::Parameters, take)? {
-                    *masters = Flat::Host(weights);
+                    self.masters[*segment] = Flat::Host(weights);
                 }
             }
         }
@@ -183,8 +183,8 @@ impl LocalStep for Local<'_> {
         Ok(CheckedGradients { loss, grad_norm, skip, grads, factor: clip * unscale, part_of_rate: 1.0, ranks })
     }
 
-    fn update(&mut self, checked: &mut CheckedGradients) -> Result<(), TrainError> {
-        let grads = std::mem::take(&mut checked.grads);
+    fn update_some(&mut self, checked: &mut CheckedGradients, segments: &[usize]) -> Result<(), TrainError> {
+        let grads = segments.iter().map(|segment| std::mem::take(&mut checked.grads[*segment])).collect();
         let (rates, sums) = ((self.learning_rate() * checked.part_of_rate, checked.factor), self.sums(checked.ranks));
         let scalars = self.scalars.clone();
         let mut add_up = |squares: &mut [f64]| {
@@ -195,13 +195,17 @@ impl LocalStep for Local<'_> {
             Ok(record::scalars("norms of tensors", squares.len(), || scalars.all_reduce(squares, ReduceOp::Sum))?)
         };
         record::charged(Activity::Optimizer, Category::Optimizer, || {
-            self.take_back()?;
-            self.optimizer.step(&mut self.masters, grads, rates, &mut add_up)?;
+            self.take_back(segments)?;
+            self.optimizer.step(segments, &mut self.masters, grads, rates, &mut add_up)?;
             if self.places.masters_on_device {
                 self.model.wait()?;
             }
             Ok(())
         })
+    }
+
+    fn updates_apart(&self) -> bool {
+        !self.config.optimizer.kind.needs_norms()
     }
 
     fn masters(&self) -> &[Flat] {
@@ -222,6 +226,10 @@ impl LocalStep for Local<'_> {
 
     fn is_last(&self) -> bool {
         self.step + 1 == self.config.steps
+    }
+
+    fn is_asked_to_leave(&self) -> bool {
+        self.stop.is_asked()
     }
 
     fn rests(&self) -> bool {

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use burn::tensor::Device;
-use comm_core::{Communicator, Control, Error};
+use comm_core::{Communicator, Control, Deadline, Error};
 use isocomm::{Connected, Counters, Medium, Nodes, Properties, TransportOptions, threads, threads_in_nodes};
 use serde::{Deserialize, Serialize};
 
@@ -36,7 +36,7 @@ use crate::record::{Operation, Span};
 use crate::strategy::formula::Expected;
 use crate::strategy::{self, Staleness, StrategyKind, StrategyOptions};
 use rank::{Build, Trainer};
-pub use save::{Checkpoints, Keep, Restarts, SaveReport};
+pub use save::{Checkpoints, Keep, Restarts, SaveReport, writing_time};
 
 /// Everything that determines a run, apart from the corpus and the transport. Equal on all ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -111,13 +111,6 @@ impl TrainConfig {
             eval_every: 0,
             eval_batches: 1,
         }
-    }
-
-    /// Whether checkpoints of the whole state can be saved, from which such a run goes on. What ranks keep beside masters and moments is in none:
-    /// of strategies whose ranks train by themselves for a time, and what compression has left of gradients.
-    pub fn has_state(&self) -> bool {
-        let TrainConfig { strategy, optimizer, options, .. } = self;
-        options.is_one_device(*strategy) && optimizer.kind.has_moments()
     }
 }
 
@@ -502,6 +495,7 @@ fn train_by(
     // The others would wait for this rank until their deadline. Where they know already, the first failure stays.
     match &result {
         Err(TrainError::Comm(error)) => session.control.poison(error),
+        Err(TrainError::Refused(error)) => leave_together(session, error),
         // All leave together.
         Ok(_) | Err(TrainError::Stopped { .. }) => {}
         Err(error) => session.comm.abort(&error.to_string()),
@@ -515,6 +509,17 @@ fn train_by(
     }
     session.comm.finish(session.timeout)?;
     summary
+}
+
+/// Waits until all ranks have found what is wrong with what they agree on: one that left before would be taken for lost by the others.
+fn leave_together(session: &Session, error: &Error) {
+    /// How far ranks may be apart that have connected to each other and begun no step.
+    const APART: Duration = Duration::from_secs(10);
+    let deadline = Deadline::after(session.timeout.min(APART));
+    if session.control.all_gather("what is refused", &[], deadline).is_err() {
+        // Some rank found nothing wrong.
+        session.control.poison(error);
+    }
 }
 
 /// All steps, validations and checkpoints.
@@ -541,7 +546,7 @@ fn run(mut trainer: Trainer<'_>, corpus: &Corpus, observer: &mut dyn Observer) -
     let measured_by = trainer.keep.resume.as_ref().map(|saved| saved.state().config["eval_batches"].clone());
     let is_alike = measured_by.is_none_or(|batches| batches == config.eval_batches);
     trainer.best = trainer.best.filter(|_| is_here && is_alike);
-    let (mut validations, mut best, mut leaves, mut is_due) = (Vec::new(), None, false, false);
+    let (mut validations, mut best) = (Vec::new(), None);
     for step in trainer.first_step()..config.steps {
         let report = trainer.step(step, observer)?;
         observer.step(&report);
@@ -557,11 +562,9 @@ fn run(mut trainer: Trainer<'_>, corpus: &Corpus, observer: &mut dyn Observer) -
                 save_weights(&mut trainer, corpus, (step + 1, best), observer)?;
             }
         }
-        leaves |= trainer.leaves()?;
+        let leaves = trainer.leaves()?;
         let Some(checkpoints) = trainer.keep.checkpoints.as_ref().filter(|_| !is_last) else { continue };
-        is_due |= leaves || (checkpoints.every > 0 && (step + 1).is_multiple_of(checkpoints.every));
-        if is_due && trainer.replicas_agree {
-            is_due = false;
+        if leaves || (checkpoints.every > 0 && (step + 1).is_multiple_of(checkpoints.every)) {
             match trainer.save_state(checkpoints, corpus, step + 1) {
                 Ok(report) => {
                     observer.saved(&report);

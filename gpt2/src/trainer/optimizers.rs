@@ -49,10 +49,11 @@ pub(super) trait MasterOptimizer {
     /// Sum of squares of all gradients, which are scaled by the inverse of `unscale`.
     fn sum_of_squares(&self, grads: &[Flat], unscale: f32) -> Result<f64, TrainError>;
 
-    /// A step on `masters`. Gradients are first multiplied by `factor`. Where it needs the norms of whole tensors, `add_up` gets the sums of
-    /// squares of this rank's parts.
+    /// A step on the `masters` of these segments, of which `grads` are. Gradients are first multiplied by the second of the rates. Where it
+    /// needs the norms of whole tensors, `add_up` gets the sums of squares of this rank's parts.
     fn step(
         &mut self,
+        segments: &[usize],
         masters: &mut [Flat],
         grads: Vec<Flat>,
         rates: (f64, f32),
@@ -121,21 +122,23 @@ impl MasterOptimizer for OnHost {
 
     fn step(
         &mut self,
+        segments: &[usize],
         masters: &mut [Flat],
         grads: Vec<Flat>,
         (learning_rate, factor): (f64, f32),
         add_up: AddUp<'_>,
     ) -> Result<(), TrainError> {
         let mut norms = Vec::new();
-        for ((optimizer, master), grads) in self.0.iter_mut().zip(&mut *masters).zip(grads) {
+        for (segment, grads) in segments.iter().zip(grads) {
+            let (optimizer, master) = (&mut self.0[*segment], &mut masters[*segment]);
             match optimizer.prepare(master.host()?, grads.host()?, factor)? {
                 Some(of_segment) => norms.push(of_segment),
                 None => optimizer.step(master.host_mut()?, grads.host()?, learning_rate, factor)?,
             }
         }
         whole_tensors(&mut norms, add_up)?;
-        for ((optimizer, master), norms) in self.0.iter_mut().zip(masters).zip(&norms) {
-            optimizer.apply(master.host_mut()?, learning_rate, norms)?;
+        for (segment, norms) in segments.iter().zip(&norms) {
+            self.0[*segment].apply(masters[*segment].host_mut()?, learning_rate, norms)?;
         }
         Ok(())
     }
@@ -166,15 +169,16 @@ impl MasterOptimizer for AdamWOnDevice {
 
     fn step(
         &mut self,
+        segments: &[usize],
         masters: &mut [Flat],
         grads: Vec<Flat>,
         (learning_rate, factor): (f64, f32),
         _add_up: AddUp<'_>,
     ) -> Result<(), TrainError> {
-        for ((optimizer, master), grads) in self.0.iter_mut().zip(masters).zip(grads) {
-            let params = std::mem::take(master).into_tensor()?;
-            let updated = optimizer.step(params, grads.pieces()?, learning_rate, factor)?;
-            *master = Flat::Device(updated.into_iter().collect());
+        for (segment, grads) in segments.iter().zip(grads) {
+            let params = std::mem::take(&mut masters[*segment]).into_tensor()?;
+            let updated = self.0[*segment].step(params, grads.pieces()?, learning_rate, factor)?;
+            masters[*segment] = Flat::Device(updated.into_iter().collect());
         }
         Ok(())
     }
@@ -205,21 +209,24 @@ impl MasterOptimizer for LambOnDevice {
 
     fn step(
         &mut self,
+        segments: &[usize],
         masters: &mut [Flat],
         grads: Vec<Flat>,
         (learning_rate, factor): (f64, f32),
         add_up: AddUp<'_>,
     ) -> Result<(), TrainError> {
-        let mut norms = Vec::with_capacity(self.0.len());
-        for ((optimizer, master), grads) in self.0.iter_mut().zip(&*masters).zip(grads) {
-            norms.push(optimizer.prepare(master.clone().into_tensor()?, grads.into_tensor()?, factor)?);
+        let mut norms = Vec::with_capacity(segments.len());
+        for (segment, grads) in segments.iter().zip(grads) {
+            let params = masters[*segment].clone().into_tensor()?;
+            norms.push(self.0[*segment].prepare(params, grads.into_tensor()?, factor)?);
         }
         // In one transfer.
         let mut norms = DeviceNorms::read(norms)?;
         whole_tensors(&mut norms, add_up)?;
-        for ((optimizer, master), norms) in self.0.iter_mut().zip(masters).zip(&norms) {
-            let updated = optimizer.apply(std::mem::take(master).into_tensor()?, learning_rate, norms)?;
-            *master = Flat::Device(updated.into_iter().collect());
+        for (segment, norms) in segments.iter().zip(&norms) {
+            let params = std::mem::take(&mut masters[*segment]).into_tensor()?;
+            let updated = self.0[*segment].apply(params, learning_rate, norms)?;
+            masters[*segment] = Flat::Device(updated.into_iter().collect());
         }
         Ok(())
     }
@@ -277,9 +284,9 @@ impl MemoryPlacement {
         Ok(MemoryPlacement { staged: staged(comms, session, node), gradients_on_device, masters_on_device })
     }
 
-    /// The masters that begin with these values.
-    pub(super) fn masters(&self, initial: &[f32], device: &Device) -> Flat {
-        if self.masters_on_device { Flat::on_device(initial, device) } else { Flat::Host(initial.to_vec()) }
+    /// The masters that begin with these values, or what is kept beside them.
+    pub(super) fn masters(&self, initial: Vec<f32>, device: &Device) -> Flat {
+        if self.masters_on_device { Flat::on_device(&initial, device) } else { Flat::Host(initial) }
     }
 }
 

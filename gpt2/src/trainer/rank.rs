@@ -12,7 +12,7 @@ use super::history::History;
 use super::local::{Local, who_owns_what};
 use super::optimizers::{self, MemoryPlacement};
 use super::peaks::Peaks;
-use super::save::{Keep, Start, restore_rest};
+use super::save::{Keep, Start, restore_rest, restore_strategy};
 use super::traffic::{StepTraffic, TrafficTotals};
 use super::{Observer, Parts, Session, StepReport, TrainConfig, TrainError, ms};
 use crate::batches::{Batches, Share};
@@ -39,6 +39,8 @@ pub(super) struct Trainer<'a> {
     pub(super) session: &'a Session,
     pub(super) strategy: Box<dyn Strategy>,
     channels: Channels,
+    /// Whether ranks that have the same parameters have values of their own of them and of their moments.
+    pub(super) own_values: bool,
     pub(super) local: Local<'a>,
     validation: Vec<TokenBatch>,
     pub(super) peaks_of_devices: Peaks,
@@ -52,6 +54,8 @@ pub(super) struct Trainer<'a> {
     sent_before: Option<TrafficTotals>,
     /// Whether ranks that have the same parameters have the same values of them after the last step.
     pub(super) replicas_agree: bool,
+    /// Whether all ranks have waited for each other in the last step.
+    pub(super) have_met: bool,
     /// What is saved.
     pub(super) keep: &'a Keep,
     /// Whether what lies beside the saved weights, which stays the same, has been saved.
@@ -72,14 +76,7 @@ impl<'a> Trainer<'a> {
         keep: &'a Keep,
         build: Build<'_>,
     ) -> Result<Self, TrainError> {
-        config.options.check_scaling(config.strategy, config.loss_scaling)?;
-        if !config.has_state() && (keep.checkpoints.is_some() || keep.resume.is_some()) {
-            let TrainConfig { strategy, optimizer, options, .. } = config;
-            let what = format!("{strategy} with the optimizer {} and compression {}", optimizer.kind, options.compress);
-            return Err(
-                comm_core::Error::invalid(format!("{what} has no checkpoints from which a run could go on")).into()
-            );
-        }
+        config.options.check_scaling(config.strategy, config.loss_scaling).map_err(refused)?;
         let comms = comms(session, config.options.ranks_per_node);
         let places = MemoryPlacement::new(config, &comms, session, device)?;
         let tensors = layout(&config.model)?;
@@ -94,13 +91,17 @@ impl<'a> Trainer<'a> {
             precision,
             accumulation,
             seed,
+            first_step: keep.resume.as_ref().map_or(0, |saved| saved.state().step),
             checked,
         };
-        let built = build(&setup)?;
+        let mut built = build(&setup).map_err(refused)?;
         if let Some(saved) = &keep.resume {
             saved.verify(comms.world.rank(), comms.world.world_size())?;
         }
         let (local, validation) = local((config, keep), corpus, session, device, &built, places)?;
+        if let Some(saved) = &keep.resume {
+            restore_strategy(&mut *built.strategy, &local, saved)?;
+        }
         let flops_per_token = config.model.flops_per_token(config.model.block_size);
         let all = (session, &*local.scalars);
         let peaks_of_devices = Peaks::measure(flops_per_token, built.computes, device, precision, all)?;
@@ -112,6 +113,7 @@ impl<'a> Trainer<'a> {
             session,
             strategy: built.strategy,
             channels: built.channels,
+            own_values: built.own_values,
             local: Local { owned_by, ..local },
             nodes: config.strategy.spec().tells_nodes_apart.then_some(comms.nodes),
             validation,
@@ -124,6 +126,7 @@ impl<'a> Trainer<'a> {
             sent_before: None,
             // All begin with the same.
             replicas_agree: true,
+            have_met: false,
             best: keep.resume.as_ref().and_then(|saved| saved.state().best),
             keep,
             has_companions: false,
@@ -160,7 +163,7 @@ impl<'a> Trainer<'a> {
         self.sent_before = now.filter(|_| outcome.under_way);
         let measured = StepMeasurements { loss_scale, elapsed, sent, allocations, copies, recording };
         let report = self.report(&outcome, measured);
-        self.replicas_agree = outcome.replicas_agree;
+        (self.replicas_agree, self.have_met) = (outcome.replicas_agree, outcome.have_met);
         let seconds = self.started.elapsed().as_secs_f64();
         memory::within(Category::Other, || self.history.add(&report, seconds, &outcome, sent));
         Ok(report)
@@ -293,6 +296,14 @@ struct StepMeasurements {
     recording: Recording,
 }
 
+/// An error of what all ranks were told alike.
+fn refused(error: comm_core::Error) -> TrainError {
+    match error {
+        comm_core::Error::InvalidArgument(_) => TrainError::Refused(error),
+        other => TrainError::Comm(other),
+    }
+}
+
 /// What the strategy communicates with.
 fn comms(session: &Session, ranks_per_node: usize) -> Comms {
     let node = session.node.as_ref();
@@ -373,7 +384,7 @@ fn local<'a>(
         stop: keep.stop.clone(),
         leaving: None,
     };
-    initialise(&mut local, built, Start::of(keep.resume.as_deref(), config)?)?;
+    initialise(&mut local, built, Start::of(keep.resume.as_deref(), config, (rank, world))?)?;
     if let Some(saved) = &keep.resume {
         restore_rest(&mut local, saved)?;
     }
@@ -401,15 +412,15 @@ fn initialise(local: &mut Local<'_>, built: &Built, mut start: Start<'_>) -> Res
         let (mut values, own) = match &mut start {
             Start::Seed => (info.initial(&config.model, config.seed), range.clone()),
             Start::Weights(stored) => (stored.segment(segment)?, range.clone()),
-            Start::Saved(_, reader) if keeps_model => (reader.read(segment, Kind::Master, 0..info.len)?, range.clone()),
-            Start::Saved(_, reader) => (reader.read(segment, Kind::Master, range.clone())?, 0..range.len()),
+            Start::Saved(reader) if keeps_model => (reader.read(segment, Kind::Master, 0..info.len)?, range.clone()),
+            Start::Saved(reader) => (reader.read(segment, Kind::Master, range.clone())?, 0..range.len()),
         };
         memory::within(Category::Optimizer, || {
             optimizer.push(config.optimizer, info, range.clone())?;
-            if let Start::Saved(saved, reader) = &mut start {
+            if let Start::Saved(reader) = &mut start {
                 let mean = reader.read(segment, Kind::Mean, range.clone())?;
                 let square = reader.read(segment, Kind::Square, range.clone())?;
-                optimizer.restore(segment, [mean, square], saved.optimizer_steps(segment), model.device())?;
+                optimizer.restore(segment, [mean, square], reader.optimizer_steps(segment), model.device())?;
             }
             Ok::<(), TrainError>(())
         })?;
@@ -421,7 +432,7 @@ fn initialise(local: &mut Local<'_>, built: &Built, mut start: Start<'_>) -> Res
             masters.push(Flat::default());
             continue;
         }
-        masters.push(memory::within(category, || places.masters(&values[own], model.device())));
+        masters.push(memory::within(category, || places.masters(values[own].to_vec(), model.device())));
         if keeps_model {
             memory::within(Category::Parameters, || model.write_params(segment, &values))?;
         }

@@ -14,11 +14,15 @@ use serde::{Deserialize, Serialize};
 use super::local::Local;
 use super::rank::Trainer;
 use super::{TrainConfig, TrainError};
-use crate::checkpoint::sharded::{Best, PartFile, PartWriter, Piece, Reader, Saved, SavedError, State, Store};
+use crate::checkpoint::sharded::{
+    Best, Kept, KeptPiece, Kind, PartFile, PartWriter, Piece, Reader, Saved, SavedError, State, Store,
+};
 use crate::checkpoint::{InitialWeights, StoredWeights};
 use crate::corpus::Corpus;
 use crate::devices;
-use crate::memory;
+use crate::memory::{self, Category};
+use crate::optim::ScalerState;
+use crate::strategy::{KeptVector, SavedKept, Strategy};
 
 /// What a run saves and where, from what it goes on, and what asks it to leave.
 #[derive(Clone, Debug, Default)]
@@ -42,7 +46,8 @@ pub struct Keep {
 pub struct Checkpoints {
     /// Where: a folder that all ranks share.
     pub store: Store,
-    /// After every so many steps; 0 for only when the run is asked to leave. Not after the last step, whose weights are the result.
+    /// After every so many steps; 0 for only when the run is asked to leave. Not after the last step, whose weights are the result. In
+    /// `async-ps` all ranks meet for it.
     pub every: u64,
     /// How many are kept, at least 1.
     pub keep: usize,
@@ -74,16 +79,25 @@ pub struct SaveReport {
     pub not_removed: Option<String>,
 }
 
+/// How long all ranks of such a run may take to write its state, beside what an operation may take: a second for each 16 MiB of masters and
+/// moments, as often as they are written, and as much again where the strategy keeps more.
+pub fn writing_time(config: &TrainConfig, ranks: usize) -> Duration {
+    let TrainConfig { strategy, options, .. } = config;
+    let copies = if options.is_one_device(*strategy) { 1 } else { ranks.saturating_add(1) };
+    Duration::from_secs(config.model.parameter_count() as u64 * 12 / (16 << 20) * copies as u64)
+}
+
 /// What a rank tells the others of its part.
 #[derive(Serialize, Deserialize)]
 struct Part {
     file: Option<PartFile>,
+    scaler: ScalerState,
     extra_bytes: Option<u64>,
 }
 
 impl Trainer<'_> {
-    /// Saves the state after `step` steps; all ranks call it together, after a step in which they agree. Either all get a report, or all an
-    /// error, and what was there before stays.
+    /// Saves the state after `step` steps; all ranks call it together. What the strategy has under way has come then, and is saved. Either
+    /// all get a report, or all an error, and what was there before stays.
     ///
     /// # Errors
     /// [`TrainError::Saved`] where it could not be written; any other where the run cannot go on.
@@ -95,6 +109,7 @@ impl Trainer<'_> {
     ) -> Result<SaveReport, TrainError> {
         self.apart(|trainer| {
             let (start, store) = (Instant::now(), &checkpoints.store);
+            memory::within(Category::Optimizer, || trainer.strategy.settle())?;
             let is_first = trainer.session.comm.rank() == 0;
             let begun = if is_first { store.begin(step) } else { Ok(()) };
             trainer.all_told(store, step, "begun", begun)?;
@@ -102,13 +117,14 @@ impl Trainer<'_> {
             let before = memory::usage().map(|usage| usage.total.current);
             let written = trainer.write_part(store, step);
             let extra_bytes = memory::usage().zip(before).map(|(now, before)| now.total.peak.saturating_sub(before));
-            let parts = trainer.all_told(store, step, "written", written.map(|file| Part { file, extra_bytes }));
+            let scaler = trainer.local.scaler.state();
+            let parts =
+                trainer.all_told(store, step, "written", written.map(|file| Part { file, scaler, extra_bytes }));
             let ended = parts.and_then(|parts| {
                 let extra_bytes = parts.iter().filter_map(|part| part.extra_bytes).max();
-                let files: Vec<PartFile> = parts.into_iter().filter_map(|part| part.file).collect();
-                let bytes = files.iter().map(|file| file.bytes).sum();
+                let bytes = parts.iter().filter_map(|part| part.file.as_ref()).map(|file| file.bytes).sum();
                 let ended = if is_first {
-                    trainer.state(corpus, step, files).and_then(|state| store.commit(&state))
+                    trainer.state(corpus, step, parts).and_then(|state| store.commit(&state))
                 } else {
                     Ok(())
                 };
@@ -134,13 +150,15 @@ impl Trainer<'_> {
         what: &str,
         mine: Result<T, SavedError>,
     ) -> Result<Vec<T>, TrainError> {
-        // A rank that writes much may take longer than an operation: a second for each 16 MiB of the whole state.
-        let elements: usize = self.local.model.segments().iter().map(|info| info.len).sum();
-        let writing = Duration::from_secs((elements as u64 * 12) >> 24);
+        let writing = writing_time(self.config, self.session.comm.world_size());
         let deadline = Deadline::after(self.session.timeout.saturating_add(writing));
         let label = format!("checkpoint {what}");
-        let told = self.session.control.gather(&label, &mine.map_err(|error| error.to_string()), deadline)?;
-        let told = told.into_iter().enumerate().map(|(rank, told): (usize, Result<T, String>)| {
+        // As JSON, since fields that say nothing are left out of a part.
+        let json = |mine: T| serde_json::to_string(&mine).map_err(|error| error.to_string());
+        let mine = mine.map_err(|error| error.to_string()).and_then(json);
+        let told = self.session.control.gather(&label, &mine, deadline)?;
+        let told = told.into_iter().enumerate().map(|(rank, told): (usize, Result<String, String>)| {
+            let told = told.and_then(|told| serde_json::from_str(&told).map_err(|error| error.to_string()));
             told.map_err(|why| SavedError::NotWritten { path: store.path(step), rank, why })
         });
         Ok(told.collect::<Result<_, _>>()?)
@@ -148,38 +166,74 @@ impl Trainer<'_> {
 
     /// Writes this rank's file, if it has anything to write: straight from where the values are.
     fn write_part(&self, store: &Store, step: u64) -> Result<Option<PartFile>, SavedError> {
-        let rank = self.session.comm.rank();
+        let (rank, segments) = (self.session.comm.rank(), self.local.model.segments());
         let steps = self.local.optimizer.steps();
-        let ranges = ranges_to_write(&self.local.owned_by, rank);
+        let ranges = if self.own_values {
+            segments.iter().map(|info| 0..info.len).collect()
+        } else {
+            ranges_to_write(&self.local.owned_by, rank)
+        };
         let ranges: Vec<(usize, Range<usize>)> =
             ranges.into_iter().enumerate().filter(|(_, range)| !range.is_empty()).collect();
-        if ranges.is_empty() {
-            return Ok(None);
-        }
         let piece = |(segment, range): &(usize, Range<usize>)| Piece {
-            segment: self.local.model.segments()[*segment].name.clone(),
+            segment: segments[*segment].name.clone(),
             start: range.start,
             len: range.len(),
             optimizer_steps: steps[*segment],
         };
         let pieces: Vec<Piece> = ranges.iter().map(piece).collect();
+        let kept = self.kept_parts();
+        let piece = |(vector, part): &(KeptVector<'_>, Range<usize>)| KeptPiece {
+            what: vector.what,
+            segment: segments[vector.segment].name.clone(),
+            start: vector.start + part.start,
+            len: part.len(),
+        };
+        let kept_pieces: Vec<KeptPiece> = kept.iter().map(piece).collect();
+        if pieces.is_empty() && kept.is_empty() {
+            return Ok(None);
+        }
+        let kinds = Kind::of(self.config.optimizer.kind);
         let (path, name) = store.part(step, rank);
         let failed = |source| SavedError::Io { path: path.clone(), what: "cannot write it (disk full?)", source };
-        let mut file = PartWriter::create(&path, &pieces).map_err(failed)?;
+        let from_device = |error: TrainError| failed(std::io::Error::other(error.to_string()));
+        let tensors = PartFile::tensors(&pieces, &kept_pieces, kinds);
+        let mut file = PartWriter::create(&path, &tensors).map_err(failed)?;
         for (segment, range) in ranges {
             let first = self.local.owned_by[rank][segment].0;
             let own = range.start - first..range.end - first;
-            let from_device = |error: TrainError| failed(std::io::Error::other(error.to_string()));
             file.values(&self.own_masters(segment).map_err(from_device)?[own.clone()]).map_err(failed)?;
-            for means in self.local.optimizer.state(segment).map_err(from_device)? {
-                file.values(&means[own.clone()]).map_err(failed)?;
-            }
+            let means = self.local.optimizer.state(segment).map_err(from_device)?;
+            means
+                .iter()
+                .take(kinds.len() - 1)
+                .try_for_each(|means| file.values(&means[own.clone()]))
+                .map_err(failed)?;
+        }
+        for (vector, part) in &kept {
+            let values = vector.values.part(part.clone()).map_err(|error| from_device(error.into()))?;
+            file.values(&values).map_err(failed)?;
         }
         let (bytes, sha256) = file.finish().map_err(failed)?;
-        Ok(Some(PartFile { name, bytes, sha256, pieces }))
+        let has_own = self.own_values || kept.iter().any(|(vector, _)| vector.what == Kept::Left);
+        Ok(Some(PartFile { name, bytes, sha256, rank: has_own.then_some(rank), pieces, kept: kept_pieces }))
     }
 
-    fn state(&self, corpus: &Corpus, step: u64, files: Vec<PartFile>) -> Result<State, SavedError> {
+    /// What the strategy keeps, and the part of each that this rank writes.
+    fn kept_parts(&self) -> Vec<(KeptVector<'_>, Range<usize>)> {
+        let (rank, ranks) = (self.session.comm.rank(), self.session.comm.world_size());
+        let mut parts = Vec::new();
+        for vector in self.strategy.kept() {
+            let len = vector.values.len();
+            let part = if vector.what.is_shared() { shard_range(len, ranks, rank) } else { 0..len };
+            if !part.is_empty() {
+                parts.push((vector, part));
+            }
+        }
+        parts
+    }
+
+    fn state(&self, corpus: &Corpus, step: u64, parts: Vec<Part>) -> Result<State, SavedError> {
         let json = |what: &'static str, value: serde_json::Result<serde_json::Value>| {
             value.map_err(|error| SavedError::Io {
                 path: what.into(),
@@ -200,17 +254,19 @@ impl Trainer<'_> {
             text_sha256: corpus.hash_hex(),
             tokenizer: json("the tokenizer", serde_json::to_value(corpus.tokenizer()))?,
             scaler: self.local.scaler.state(),
+            scalers: if self.own_values { parts.iter().map(|part| part.scaler).collect() } else { Vec::new() },
             best: self.best,
-            files,
+            replicas: self.own_values,
+            files: parts.into_iter().filter_map(|part| part.file).collect(),
         })
     }
 
     /// Whether all ranks leave now, since one was asked to: known from the step's scalars, or, where a strategy has no step in which all
-    /// ranks look at the same, asked for once they agree.
+    /// ranks look at the same, asked for after one in which they have met.
     pub(super) fn leaves(&mut self) -> Result<bool, TrainError> {
         match self.local.leaving.take() {
             Some(leaving) => Ok(leaving),
-            None if self.replicas_agree && self.keep.checkpoints.is_some() => {
+            None if self.have_met && self.keep.checkpoints.is_some() => {
                 let asked = i64::from(self.keep.stop.is_asked());
                 Ok(self.local.scalars.all_reduce_scalar(asked, ReduceOp::Max)? == 1)
             }
@@ -244,21 +300,35 @@ pub(super) enum Start<'a> {
     /// The weights of another run or program; the optimizer begins anew.
     Weights(StoredWeights),
     /// A checkpoint of the whole state.
-    Saved(&'a Saved, Reader<'a>),
+    Saved(Reader<'a>),
 }
 
 impl<'a> Start<'a> {
-    /// Of a run that is to go on from `saved`, if from any, and otherwise begins as its settings say.
+    /// Of `rank`, of `ranks`, of a run that is to go on from `saved`, if from any, and otherwise begins as its settings say.
     ///
     /// # Errors
     /// The weights to start from are not there, or not of the run's model.
-    pub(super) fn of(saved: Option<&'a Saved>, config: &TrainConfig) -> Result<Self, TrainError> {
+    pub(super) fn of(
+        saved: Option<&'a Saved>,
+        config: &TrainConfig,
+        (rank, ranks): (usize, usize),
+    ) -> Result<Self, TrainError> {
         Ok(match (saved, &config.initial) {
-            (Some(saved), _) => Start::Saved(saved, Reader::new(saved)),
+            (Some(saved), _) => Start::Saved(reader(saved, config, (rank, ranks))?),
             (None, Some(initial)) => Start::Weights(weights(config, initial)?),
             (None, None) => Start::Seed,
         })
     }
+}
+
+/// Reads what `rank`, of `ranks`, goes on with.
+fn reader<'a>(saved: &'a Saved, config: &TrainConfig, (rank, ranks): (usize, usize)) -> Result<Reader<'a>, SavedError> {
+    let config = serde_json::to_value(config).map_err(|error| SavedError::Io {
+        path: saved.folder().into(),
+        what: "the configuration cannot be compared with it",
+        source: error.into(),
+    })?;
+    Ok(Reader::new(saved, saved.state().whose(&config, rank, ranks)))
 }
 
 /// The weights to start from, which are to be of the run's model.
@@ -276,13 +346,31 @@ fn weights(config: &TrainConfig, initial: &InitialWeights) -> Result<StoredWeigh
     Ok(stored)
 }
 
+/// Has the strategy of a rank, `local`, go on with what it has kept in a checkpoint.
+///
+/// # Errors
+/// Those of [`Reader::kept`], and the strategy's.
+pub(super) fn restore_strategy(
+    strategy: &mut dyn Strategy,
+    local: &Local<'_>,
+    saved: &Saved,
+) -> Result<(), TrainError> {
+    let of = (local.scalars.rank(), local.scalars.world_size());
+    let mut reader = reader(saved, local.config, of)?;
+    let place = |values: Vec<f32>| local.places.masters(values, local.model.device());
+    let read = &mut |segment: usize, what: Kept, range: Range<usize>| {
+        reader.kept(segment, what, range).map_err(TrainError::from)
+    };
+    memory::within(Category::Optimizer, || strategy.restore(&mut SavedKept { read, place: &place }))
+}
+
 /// Gives a rank what is not sharded of a checkpoint.
 ///
 /// # Errors
 /// [`TrainError::Scaling`], and [`SavedError::Foreign`] where the step is at another place in the data than it was.
 pub(super) fn restore_rest(local: &mut Local<'_>, saved: &Saved) -> Result<(), TrainError> {
     let state = saved.state();
-    let restored = local.scaler.restore(&state.scaler);
+    let restored = local.scaler.restore(state.scaler_of(local.scalars.rank()));
     restored.map_err(|error| TrainError::Scaling { step: state.step, error })?;
     let steps_per_epoch = local.batches.steps_per_epoch() as u64;
     let place = (state.step / steps_per_epoch + 1, state.step % steps_per_epoch);

@@ -1,4 +1,4 @@
-//! A rank's file of a checkpoint: safetensors with three tensors a range.
+//! A rank's file of a checkpoint: safetensors with a tensor of each kind a range.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -11,20 +11,14 @@ use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use super::super::little_endian_bytes;
-use super::{Kind, Piece};
 
 /// Bytes that are hashed and written, or read and hashed, at a time: they stay in a core's cache in between.
 const AT_A_TIME: usize = 256 << 10;
 
-/// Longest header that is read: three tensors of each segment of the largest model.
+/// Longest header that is read: some tensors of each tensor of the largest model.
 const MAX_HEADER: u64 = 16 << 20;
 
-/// What a tensor is called in the file.
-fn tensor(segment: &str, start: usize, kind: Kind) -> String {
-    format!("{segment}.{start}.{}", kind.name())
-}
-
-/// A file that is being written: the values of each piece, of each kind, in that order.
+/// A file that is being written: the values of each tensor, in order.
 #[derive(Debug)]
 pub(crate) struct PartWriter {
     file: File,
@@ -35,12 +29,12 @@ pub(crate) struct PartWriter {
 }
 
 impl PartWriter {
-    /// A new file at `path` for these pieces.
+    /// A new file at `path` for tensors of these names and lengths.
     ///
     /// # Errors
     /// The operating system's.
-    pub(crate) fn create(path: &Path, pieces: &[Piece]) -> io::Result<Self> {
-        let (header, data) = header(pieces)?;
+    pub(crate) fn create(path: &Path, tensors: &[(String, usize)]) -> io::Result<Self> {
+        let (header, data) = header(tensors)?;
         let whole = header.len() as u64 + data;
         let mut writer = PartWriter { file: File::create(path)?, hash: Sha256::new(), bytes: 0, whole };
         writer.write(&header)?;
@@ -78,16 +72,14 @@ impl PartWriter {
 }
 
 /// The file's beginning, a whole number of words of 8 bytes, and the length of what follows.
-fn header(pieces: &[Piece]) -> io::Result<(Vec<u8>, u64)> {
+fn header(tensors: &[(String, usize)]) -> io::Result<(Vec<u8>, u64)> {
     let mut entries = Map::new();
     let mut end = 0;
-    for piece in pieces {
-        for kind in Kind::ALL {
-            let start = end;
-            end += piece.len as u64 * size_of::<f32>() as u64;
-            let entry = json!({"dtype": "F32", "shape": [piece.len], "data_offsets": [start, end]});
-            entries.insert(tensor(&piece.segment, piece.start, kind), entry);
-        }
+    for (name, len) in tensors {
+        let start = end;
+        end += *len as u64 * size_of::<f32>() as u64;
+        let entry = json!({"dtype": "F32", "shape": [len], "data_offsets": [start, end]});
+        entries.insert(name.clone(), entry);
     }
     let mut text = serde_json::to_vec(&Value::Object(entries))?;
     text.resize(text.len().next_multiple_of(8), b' ');
@@ -103,11 +95,11 @@ pub(super) struct PartReader {
 }
 
 impl PartReader {
-    /// The file at `path`, which is to hold these pieces.
+    /// The file at `path`, which is to hold tensors of these names and lengths.
     ///
     /// # Errors
     /// What is wrong with it.
-    pub(super) fn open(path: &Path, pieces: &[Piece]) -> Result<Self, String> {
+    pub(super) fn open(path: &Path, tensors: Vec<(String, usize)>) -> Result<Self, String> {
         let file = File::open(path).map_err(|error| format!("cannot be opened ({error})"))?;
         let cannot_read = |error: io::Error| format!("cannot be read ({error})");
         let mut word = [0; 8];
@@ -123,32 +115,25 @@ impl PartReader {
             serde_json::from_slice(&header[8..]).map_err(|error| format!("is no safetensors file ({error})"))?;
         let data = whole - 8 - length;
         let mut places = HashMap::new();
-        for (piece, kind) in pieces.iter().flat_map(|piece| Kind::ALL.map(|kind| (piece, kind))) {
-            let name = tensor(&piece.segment, piece.start, kind);
+        for (name, len) in tensors {
             let is_right = |info: &&TensorInfo| {
                 let (start, end) = info.data_offsets;
-                let fits = end as u64 <= data && end.checked_sub(start) == piece.len.checked_mul(size_of::<f32>());
-                info.dtype == Dtype::F32 && info.shape == [piece.len] && fits
+                let fits = end as u64 <= data && end.checked_sub(start) == len.checked_mul(size_of::<f32>());
+                info.dtype == Dtype::F32 && info.shape == [len] && fits
             };
             let info = metadata.info(&name).filter(is_right);
-            let info = info.ok_or_else(|| format!("has no {} values {name:?} in f32", piece.len))?;
+            let info = info.ok_or_else(|| format!("has no {len} values {name:?} in f32"))?;
             places.insert(name, 8 + length + info.data_offsets.0 as u64);
         }
         Ok(PartReader { file, places })
     }
 
-    /// Reads the values of a piece of that kind, from its element `first` on.
+    /// Reads the values of a tensor, from its element `first` on.
     ///
     /// # Errors
     /// What is wrong with the file.
-    pub(super) fn read(
-        &self,
-        (segment, start, kind): (&str, usize, Kind),
-        first: usize,
-        values: &mut [f32],
-    ) -> Result<(), String> {
-        let name = tensor(segment, start, kind);
-        let place = self.places.get(&name).ok_or_else(|| format!("has no values {name:?}"))?;
+    pub(super) fn read(&self, name: &str, first: usize, values: &mut [f32]) -> Result<(), String> {
+        let place = self.places.get(name).ok_or_else(|| format!("has no values {name:?}"))?;
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(values);
         let read = self.file.read_exact_at(bytes, place + (first * size_of::<f32>()) as u64);
         read.map_err(|error| format!("cannot be read ({error})"))?;

@@ -1,9 +1,13 @@
 //! Integers of 8 bits, in blocks with a scale each.
 
+use std::ops::Range;
+
 use comm_core::{Buffer, Error, Op};
 use rayon::prelude::*;
 
-use super::strategy::{Codec, ExpectedOperation};
+use super::strategy::{Codec, ExpectedOperation, ReadKept};
+use crate::checkpoint::sharded::Kept;
+use crate::error::TrainError;
 use crate::memory::{self, Category};
 use crate::strategy::channels::{Channel, Pending, Route};
 
@@ -89,6 +93,12 @@ impl Int8 {
         Int8 { count, ranks, rank, left, left_of_average, under_way: None }
     }
 
+    /// The elements of this rank's shard, as far as there are any.
+    fn own(&self) -> Range<usize> {
+        let shard = shard(self.count, self.ranks);
+        (self.rank * shard).min(self.count)..((self.rank + 1) * shard).min(self.count)
+    }
+
     /// What has come of the operation under way.
     fn arrived(&mut self) -> comm_core::Result<Vec<u8>> {
         let pending = self.under_way.take().ok_or_else(|| Error::Internal("no integers are under way".into()))?;
@@ -136,6 +146,19 @@ impl Codec for Int8 {
             mean.truncate(self.count);
             mean
         }))
+    }
+
+    fn kept(&self) -> Vec<(Kept, usize, &[f32])> {
+        let own = self.own();
+        let of_average = &self.left_of_average[..own.len()];
+        vec![(Kept::Left, 0, &self.left[..self.count]), (Kept::LeftOfMean, own.start, of_average)]
+    }
+
+    fn restore(&mut self, read: ReadKept<'_>) -> Result<(), TrainError> {
+        let own = self.own();
+        self.left[..self.count].copy_from_slice(&read(Kept::Left, 0..self.count)?);
+        self.left_of_average[..own.len()].copy_from_slice(&read(Kept::LeftOfMean, own.clone())?);
+        Ok(())
     }
 }
 

@@ -6,7 +6,9 @@ use comm_core::splitmix::SplitMix64;
 use comm_core::{Algorithm, Buffer, Error, Op, ReduceOp};
 use rayon::prelude::*;
 
-use super::strategy::{Codec, ExpectedOperation};
+use super::strategy::{Codec, ExpectedOperation, ReadKept};
+use crate::checkpoint::sharded::Kept;
+use crate::error::TrainError;
 use crate::memory::{self, Category};
 use crate::segments::{ParamInfo, SegmentInfo};
 use crate::strategy::channels::{Channel, Pending, Route};
@@ -279,6 +281,30 @@ impl Codec for PowerSgd {
             }
             mean
         }))
+    }
+
+    fn kept(&self) -> Vec<(Kept, usize, &[f32])> {
+        let mut kept = Vec::new();
+        for matrix in &self.matrices {
+            let start = matrix.range.start;
+            kept.push((Kept::Left, start, matrix.left.as_slice()));
+            // They are fewer than the matrix has elements: see `factored`.
+            let factor = matrix.rows.iter().enumerate();
+            kept.extend(factor.map(|(row, values)| (Kept::Factor, start + row * matrix.cols, values.as_slice())));
+        }
+        kept
+    }
+
+    fn restore(&mut self, read: ReadKept<'_>) -> Result<(), TrainError> {
+        for matrix in &mut self.matrices {
+            matrix.left = read(Kept::Left, matrix.range.clone())?;
+            let mut start = matrix.range.start;
+            for row in &mut matrix.rows {
+                *row = read(Kept::Factor, start..start + matrix.cols)?;
+                start += matrix.cols;
+            }
+        }
+        Ok(())
     }
 }
 

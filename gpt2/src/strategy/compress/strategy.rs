@@ -1,5 +1,6 @@
 //! `ddp` and `ring` with compressed gradients.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use comm_core::{Algorithm, DType, Error, Op};
@@ -8,14 +9,15 @@ use super::Compression;
 use super::int8::{self, Int8};
 use super::power_sgd::{self, PowerSgd};
 use super::top_k::{self, TopK};
+use crate::checkpoint::sharded::Kept;
 use crate::error::TrainError;
 use crate::flat::{Flat, Gradients};
 use crate::strategy::channels::{Channel, Route};
 use crate::strategy::formula::{Expected, Run, Tally};
 use crate::strategy::layout::{Bucket, BucketFiller};
 use crate::strategy::{
-    Built, Channels, DuringPass, Layout, LocalStep, Setup, StepOutcome, Strategy, StrategyKind, Synchronous, put_own,
-    synchronous,
+    Built, Channels, DuringPass, KeptValues, KeptVector, Layout, LocalStep, SavedKept, Setup, StepOutcome, Strategy,
+    StrategyKind, Synchronous, put_own, synchronous,
 };
 
 /// One bucket's way through the ranks, in one or two operations, the second of what has come of the first. What it keeps is of this rank.
@@ -40,7 +42,19 @@ pub(super) trait Codec {
     /// # Errors
     /// The communicator's.
     fn finish(&mut self, channel: &Channel) -> comm_core::Result<Vec<f32>>;
+
+    /// What it keeps for the next step, each with the element of the bucket from which on it is.
+    fn kept(&self) -> Vec<(Kept, usize, &[f32])>;
+
+    /// Goes on with what `read` finds of these elements of the bucket, or with zeros.
+    ///
+    /// # Errors
+    /// Those of `read`.
+    fn restore(&mut self, read: ReadKept<'_>) -> Result<(), TrainError>;
 }
+
+/// Reads what was kept of these elements of a bucket; zeros where nothing was.
+pub(super) type ReadKept<'a> = &'a mut dyn FnMut(Kept, Range<usize>) -> Result<Vec<f32>, TrainError>;
 
 /// An operation that a bucket takes, by its definition.
 pub(super) struct ExpectedOperation {
@@ -226,5 +240,36 @@ impl Strategy for Compressed {
         channels: &mut Channels,
     ) -> Result<StepOutcome, TrainError> {
         synchronous(self, self.expected, train, channels)
+    }
+
+    fn kept(&self) -> Vec<KeptVector<'_>> {
+        let mut kept = Vec::new();
+        for (bucket, codec) in self.buckets.plan().iter().zip(&self.codecs) {
+            for (what, start, values) in codec.kept() {
+                let mut rest = values;
+                for (segment, range) in bucket.within(&(start..start + values.len())) {
+                    let (own, others) = rest.split_at(range.len());
+                    if !own.is_empty() {
+                        kept.push(KeptVector { what, segment, start: range.start, values: KeptValues::Host(own) });
+                    }
+                    rest = others;
+                }
+            }
+        }
+        kept
+    }
+
+    fn restore(&mut self, saved: &mut SavedKept<'_>) -> Result<(), TrainError> {
+        for (bucket, codec) in self.buckets.plan().iter().zip(&mut self.codecs) {
+            codec.restore(&mut |what, range| {
+                let mut values = Vec::with_capacity(range.len());
+                for (segment, own) in bucket.within(&range).into_iter().filter(|(_, own)| !own.is_empty()) {
+                    let len = own.len();
+                    values.extend((saved.read)(segment, what, own)?.unwrap_or_else(|| vec![0.0; len]));
+                }
+                Ok(values)
+            })?;
+        }
+        Ok(())
     }
 }

@@ -2,7 +2,9 @@
 
 use comm_core::{Buffer, Error, Op};
 
-use super::strategy::{Codec, ExpectedOperation};
+use super::strategy::{Codec, ExpectedOperation, ReadKept};
+use crate::checkpoint::sharded::Kept;
+use crate::error::TrainError;
 use crate::memory::{self, Category};
 use crate::strategy::channels::{Channel, Pending, Route};
 
@@ -122,6 +124,15 @@ impl Codec for TopK {
             mean.iter_mut().for_each(|sum| *sum /= ranks);
             Ok(mean)
         })
+    }
+
+    fn kept(&self) -> Vec<(Kept, usize, &[f32])> {
+        vec![(Kept::Left, 0, &self.left)]
+    }
+
+    fn restore(&mut self, read: ReadKept<'_>) -> Result<(), TrainError> {
+        self.left = read(Kept::Left, 0..self.left.len())?;
+        Ok(())
     }
 }
 

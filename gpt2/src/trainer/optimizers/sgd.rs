@@ -42,15 +42,16 @@ impl MasterOptimizer for SgdOnDevice {
 
     fn step(
         &mut self,
+        segments: &[usize],
         masters: &mut [Flat],
         grads: Vec<Flat>,
         (learning_rate, factor): (f64, f32),
         _add_up: AddUp<'_>,
     ) -> Result<(), TrainError> {
-        for ((optimizer, master), grads) in self.0.iter_mut().zip(masters).zip(grads) {
-            let params = std::mem::take(master).into_tensor()?;
-            let updated = optimizer.step(params, grads.pieces()?, learning_rate, factor)?;
-            *master = Flat::Device(updated.into_iter().collect());
+        for (segment, grads) in segments.iter().zip(grads) {
+            let params = std::mem::take(&mut masters[*segment]).into_tensor()?;
+            let updated = self.0[*segment].step(params, grads.pieces()?, learning_rate, factor)?;
+            masters[*segment] = Flat::Device(updated.into_iter().collect());
         }
         Ok(())
     }

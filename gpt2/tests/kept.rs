@@ -1,0 +1,308 @@
+//! Checkpoints of what strategies keep from step to step: ranks' own values, outer optimizers, averages under way, what compression has left.
+
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use burn::tensor::Device;
+use comm_core::process::StopRequest;
+use gpt2::checkpoint::sharded::{Kept, Kind, Reader, Saved, Store, Whose};
+use gpt2::optim::{OptimizerConfig, OptimizerKind};
+use gpt2::precision::Precision;
+use gpt2::run::{RankOptions, run_threads};
+use gpt2::segments::{SegmentInfo, layout};
+use gpt2::strategy::{LocalOptions, StrategyKind, StrategyOptions};
+use gpt2::trainer::{
+    Checkpoints, Keep, Observer, Session, StepReport, Summary, TrainConfig, TrainError, train_keeping,
+};
+use isocomm::{TransportKind, TransportOptions};
+
+use crate::local::{assert_counts, corpus, single, with};
+
+const RANKS: usize = 3;
+
+/// Steps of a run, and those after which it is saved.
+const STEPS: u64 = 6;
+const SAVED: u64 = 3;
+
+/// A run that keeps something, and the values that all of its ranks write together, with S those of the model: how many times S, and the rest.
+struct Case {
+    config: TrainConfig,
+    copies: usize,
+    rest: usize,
+}
+
+impl Case {
+    fn new(strategy: StrategyKind, local: LocalOptions, copies: usize) -> Self {
+        let config = with(&single(STEPS), (strategy, false), RANKS);
+        let options = StrategyOptions { local, ..config.options };
+        Case { config: TrainConfig { options, global_batch: 6, ..config }, copies, rest: 0 }
+    }
+
+    fn compressed(strategy: StrategyKind, compress: &str, copies: usize) -> Self {
+        let mut case = Case::new(strategy, LocalOptions::default(), copies);
+        case.config.options.compress = compress.parse().unwrap();
+        case
+    }
+
+    fn wire(mut self, wire: Precision) -> Self {
+        self.config.options.wire = wire;
+        self
+    }
+}
+
+/// The matrices of a model that `powersgd` sends as factors of so many columns: rows and columns.
+fn factored(segments: &[SegmentInfo], rank: usize) -> Vec<(usize, usize)> {
+    let shapes = segments.iter().flat_map(|segment| &segment.params).filter_map(|param| match param.shape[..] {
+        [rows, cols] => Some((rows, cols)),
+        _ => None,
+    });
+    shapes.filter(|(rows, cols)| (rows + cols) * rank < rows * cols).collect()
+}
+
+/// Of each strategy that keeps something one run, in which the checkpoint comes where most is kept: between two synchronisations, or with a
+/// fragment's average under way.
+fn cases() -> Vec<Case> {
+    let local = LocalOptions { sync_every: 2, sparta_share: 0.2, ..LocalOptions::default() };
+    let streaming = LocalOptions { sync_every: 4, ..local.clone() };
+    let waits = LocalOptions { staleness: 0, ..local.clone() };
+    let (own, n) = (3 * RANKS, RANKS);
+    let config = Case::new(StrategyKind::Ddp, LocalOptions::default(), 0).config;
+    let segments = layout(&config.model).unwrap();
+    let matrices = factored(&segments, 2);
+    let left: usize = matrices.iter().map(|(rows, cols)| rows * cols).sum();
+    let factors: usize = matrices.iter().map(|(_, cols)| 2 * cols).sum();
+    let mut scaled = Case::new(StrategyKind::Sparta, local.clone(), own).wire(Precision::Bf16);
+    // Overflows in the first steps, on each rank by itself.
+    scaled.config.precision = Precision::F16;
+    scaled.config.loss_scaling = "dynamic:initial=16777216,interval=2".parse().unwrap();
+    let mut plain = Case::new(StrategyKind::LocalSgd, local.clone(), RANKS);
+    plain.config.optimizer = OptimizerConfig::of(OptimizerKind::Sgd);
+    vec![
+        Case::new(StrategyKind::LocalSgd, local.clone(), own + 1).wire(Precision::Bf16),
+        plain,
+        Case::new(StrategyKind::Diloco, local.clone(), own + 2),
+        // Momentum of the first fragment, and the mean of the second under way.
+        Case::new(StrategyKind::StreamingDiloco, streaming, own + 2),
+        scaled,
+        Case::new(StrategyKind::AsyncPs, waits, 3),
+        // What is left of the mean, too.
+        Case::compressed(StrategyKind::Ddp, "int8", 3 + n + 1),
+        Case::compressed(StrategyKind::Ring, "topk:0.1", 3 + n),
+        Case { rest: n * left + factors, ..Case::compressed(StrategyKind::Ddp, "powersgd:2", 3) },
+    ]
+}
+
+fn options(folder: &Path, resume: Option<&Path>) -> RankOptions {
+    let options = TransportOptions { timeout: Duration::from_secs(60), lanes: RANKS, ..TransportOptions::default() };
+    let checkpoints = Some(Checkpoints { store: Store::new(folder), every: SAVED, keep: 1 });
+    let resume = resume.map(|path| Arc::new(Saved::open(path).unwrap()));
+    let keep = Keep { checkpoints, resume, ..Keep::default() };
+    RankOptions { transport: TransportKind::LOCAL, options, node_transport: None, threads: 1, keep }
+}
+
+fn run(config: &TrainConfig, ranks: usize, folder: &Path, resume: Option<&Path>) -> Summary {
+    run_threads(config, &corpus(20_000), ranks, &options(folder, resume), &Device::flex(), &mut ()).unwrap()
+}
+
+#[test]
+fn a_run_that_goes_on_ends_where_an_undisturbed_one_does_and_saves_what_the_formula_says() {
+    for Case { config, copies, rest } in cases() {
+        let what = format!("{} {} {}", config.strategy, config.options.compress, config.options.wire);
+        let folder = tempfile::tempdir().unwrap();
+        let whole = run(&config, RANKS, folder.path(), None);
+        let path = Store::new(folder.path()).path(SAVED);
+        let saved = Saved::open(&path).unwrap();
+        // In a checkpoint of its own the second run saves nothing: its next would be after the last step.
+        let elsewhere = tempfile::tempdir().unwrap();
+        let on = run(&config, RANKS, elsewhere.path(), Some(&path));
+        assert_eq!(on.weights_hash, whole.weights_hash, "{what}");
+        assert_eq!(on.losses, whole.losses[SAVED as usize..], "{what}");
+        assert_eq!(whole.skipped_steps > 0, config.precision == Precision::F16, "{what}");
+        assert_counts(&whole, &what);
+        for rank in &on.ranks {
+            assert!(rank.bytes_steady, "{what}: rank {} sent another number of bytes in some step", rank.rank);
+        }
+        assert!(saved.state().changes(&serde_json::to_value(&config).unwrap(), RANKS).is_empty());
+        let files = &saved.state().files;
+        let kinds = Kind::of(config.optimizer.kind).len();
+        let values = |file: &gpt2::checkpoint::sharded::PartFile| {
+            let pieces = kinds * file.pieces.iter().map(|piece| piece.len).sum::<usize>();
+            pieces + file.kept.iter().map(|piece| piece.len).sum::<usize>()
+        };
+        let all: usize = layout(&config.model).unwrap().iter().map(|segment| segment.len).sum();
+        let written: Vec<usize> = files.iter().map(values).collect();
+        assert_eq!(written.iter().sum::<usize>(), copies * all + rest, "{what}: {written:?}");
+        for (file, written) in files.iter().zip(&written) {
+            let mut header = [0; 8];
+            header.copy_from_slice(&fs::read(path.join(&file.name)).unwrap()[..8]);
+            assert_eq!(file.bytes, 8 + u64::from_le_bytes(header) + 4 * *written as u64, "{what}");
+        }
+        // The ranks share the work; the server of `async-ps` has all of it.
+        let (least, most) = (written.iter().min().unwrap(), written.iter().max().unwrap());
+        assert!(
+            most - least <= 40 * RANKS && (files.len() == RANKS || config.strategy == StrategyKind::AsyncPs),
+            "{what}: {written:?}"
+        );
+    }
+}
+
+/// The elements of a segment that are written, of a rank's own or of the mean.
+fn masters(saved: &Saved, whose: Whose, segment: usize, len: usize) -> Vec<f32> {
+    Reader::new(saved, whose).read(segment, Kind::Master, 0..len).unwrap()
+}
+
+#[test]
+fn on_other_ranks_all_go_on_with_the_mean() {
+    let local = LocalOptions { sync_every: 4, ..LocalOptions::default() };
+    let Case { config, .. } = Case::new(StrategyKind::Diloco, local, 0);
+    let folder = tempfile::tempdir().unwrap();
+    run(&config, 2, folder.path(), None);
+    let path = Store::new(folder.path()).path(SAVED);
+    let saved = Saved::open(&path).unwrap();
+    let segments = layout(&config.model).unwrap();
+    for (segment, info) in segments.iter().enumerate() {
+        let of = |whose| masters(&saved, whose, segment, info.len);
+        let (one, other, mean) = (of(Whose::Rank(0)), of(Whose::Rank(1)), of(Whose::Mean));
+        assert_ne!(one, other, "{}", info.name);
+        assert!(mean.iter().zip(one.iter().zip(&other)).all(|(mean, (a, b))| *mean == (a + b) / 2.0));
+        let anchor = |whose| Reader::new(&saved, whose).kept(segment, Kept::Anchor, 0..info.len).unwrap().unwrap();
+        assert_eq!(anchor(Whose::Rank(1)), anchor(Whose::Mean));
+    }
+    assert!(Reader::new(&saved, Whose::Rank(2)).read(0, Kind::Master, 0..1).is_err());
+    let other = serde_json::to_value(TrainConfig { seed: 8, ..config.clone() }).unwrap();
+    let error = saved.check(&other, &saved.state().text_sha256).unwrap_err().to_string();
+    assert!(error.contains("another one: --seed: was 7 and is 8 now; give what"), "{error}");
+    for (strategy, ranks, told) in [
+        (StrategyKind::Diloco, 3, "each rank had parameters of its own, and all go on with their mean"),
+        (StrategyKind::Ddp, 2, "--strategy: was \"diloco\" and is \"ddp\" now"),
+        (StrategyKind::StreamingDiloco, 2, "their mean"),
+    ] {
+        let other = TrainConfig { strategy, ..config.clone() };
+        let changes = saved.state().changes(&serde_json::to_value(&other).unwrap(), ranks);
+        assert!(changes.iter().any(|change| change.contains(told)), "{changes:?}");
+        let elsewhere = tempfile::tempdir().unwrap();
+        let on = run(&other, ranks, elsewhere.path(), Some(&path));
+        assert_eq!(on.losses.len() as u64, STEPS - SAVED);
+        assert!(on.losses.iter().all(|loss| *loss < 6.0), "{strategy}: {:?}", on.losses);
+    }
+}
+
+#[test]
+fn what_compression_has_left_is_shared_where_ranks_are_others_and_dropped_where_nothing_is_compressed() {
+    let Case { config, .. } = Case::compressed(StrategyKind::Ddp, "int8", 0);
+    let folder = tempfile::tempdir().unwrap();
+    run(&config, 2, folder.path(), None);
+    let path = Store::new(folder.path()).path(SAVED);
+    let saved = Saved::open(&path).unwrap();
+    let len = layout(&config.model).unwrap()[1].len;
+    let left = |whose, what| Reader::new(&saved, whose).kept(1, what, 0..len).unwrap();
+    let [one, other] = [0, 1].map(|rank| left(Whose::Rank(rank), Kept::Left).unwrap());
+    let of_mean = left(Whose::Rank(0), Kept::LeftOfMean).unwrap();
+    assert!(one != other && of_mean.iter().any(|left| *left != 0.0));
+    let shared = left(Whose::Mean, Kept::Left).unwrap();
+    let expected = one.iter().zip(&other).zip(&of_mean).map(|((one, other), of_mean)| (one + other) / 2.0 + of_mean);
+    assert!(shared.iter().copied().eq(expected));
+    assert_eq!(left(Whose::Mean, Kept::LeftOfMean), None);
+    for (compress, told) in [("topk:0.1", "the mean of what compression had left"), ("none", "is dropped")] {
+        let mut other = config.clone();
+        other.options.compress = compress.parse().unwrap();
+        let changes = saved.state().changes(&serde_json::to_value(&other).unwrap(), 2);
+        assert!(changes.iter().any(|change| change.contains(told)), "{changes:?}");
+        let elsewhere = tempfile::tempdir().unwrap();
+        let on = run(&other, RANKS, elsewhere.path(), Some(&path));
+        assert_eq!(on.losses.len() as u64, STEPS - SAVED);
+        assert_counts(&on, compress);
+    }
+}
+
+/// Asks to leave before a step.
+struct Asks {
+    before: u64,
+    stop: StopRequest,
+}
+
+impl Observer for Asks {
+    fn reading(&mut self, step: u64) {
+        if step == self.before {
+            self.stop.ask();
+        }
+    }
+}
+
+/// What each rank ends with, where the last one is asked to leave before step 2.
+fn one_is_asked(config: &TrainConfig, folder: &Path) -> Vec<TrainError> {
+    let RankOptions { options, keep, .. } = options(folder, None);
+    let corpus = &corpus(20_000);
+    thread::scope(|scope| {
+        let train = |(rank, session): (usize, Session)| {
+            let stop = StopRequest::default();
+            let checkpoints = keep.checkpoints.clone().map(|checkpoints| Checkpoints { every: 0, ..checkpoints });
+            let keep = Keep { checkpoints, stop: stop.clone(), ..Keep::default() };
+            let mut asks = Asks { before: if rank + 1 == RANKS { 2 } else { 0 }, stop };
+            scope.spawn(move || {
+                train_keeping(config, corpus, &session, &Device::flex(), &keep, &mut asks).map(drop).unwrap_err()
+            })
+        };
+        let ranks: Vec<_> = Session::threads(RANKS, &options).unwrap().into_iter().enumerate().map(train).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn a_rank_that_is_asked_to_leave_takes_the_others_along_where_they_meet() {
+    let local = |staleness| LocalOptions { sync_every: 4, staleness, ..LocalOptions::default() };
+    for (strategy, staleness, steps) in [
+        // When they synchronise.
+        (StrategyKind::Diloco, 0, 4..=4),
+        // When a fragment has come, of two.
+        (StrategyKind::StreamingDiloco, 0, 2..=2),
+        // Not in each step.
+        (StrategyKind::Sparta, 0, 8..=8),
+        // In the step behind the farthest worker's.
+        (StrategyKind::AsyncPs, 0, 3..=3),
+        (StrategyKind::AsyncPs, 2, 3..=6),
+    ] {
+        let Case { config, .. } = Case::new(strategy, local(staleness), 0);
+        let config = TrainConfig { steps: 100, ..config };
+        let folder = tempfile::tempdir().unwrap();
+        let ended = one_is_asked(&config, folder.path());
+        for error in &ended {
+            let TrainError::Stopped { step, path } = error else { panic!("{strategy}: {error}") };
+            assert!(steps.contains(step), "{strategy}: after step {step}");
+            let saved = Saved::open(path).unwrap();
+            assert_eq!(saved.state().step, *step);
+        }
+    }
+}
+
+#[test]
+fn async_ps_goes_on_from_a_cut_without_staleness_within_its_bound() {
+    let local = LocalOptions { staleness: 2, ..LocalOptions::default() };
+    let Case { config, .. } = Case::new(StrategyKind::AsyncPs, local, 0);
+    let folder = tempfile::tempdir().unwrap();
+    run(&config, RANKS, folder.path(), None);
+    let path = Store::new(folder.path()).path(SAVED);
+    let saved = Saved::open(&path).unwrap();
+    // All gradients of all workers are in it, and the server alone has written.
+    let pieces = &saved.state().files[0].pieces;
+    assert!(saved.state().files.len() == 1 && pieces.iter().all(|piece| piece.optimizer_steps == 2 * SAVED));
+    struct Losses(Vec<f64>);
+    impl Observer for Losses {
+        fn step(&mut self, report: &StepReport) {
+            self.0.push(report.loss);
+        }
+    }
+    let mut losses = Losses(Vec::new());
+    let elsewhere = tempfile::tempdir().unwrap();
+    let on = options(elsewhere.path(), Some(&path));
+    let on = run_threads(&config, &corpus(20_000), RANKS, &on, &Device::flex(), &mut losses).unwrap();
+    let staleness = on.ranks[0].staleness.unwrap();
+    assert_eq!((staleness.pushes, on.ranks[0].optimizer_steps), (2 * (STEPS - SAVED), (2 * STEPS, 2 * STEPS)));
+    assert!(staleness.max <= 2 && losses.0.len() as u64 == STEPS - SAVED, "{staleness:?}");
+    assert_counts(&on, "async-ps that goes on");
+}
