@@ -11,8 +11,8 @@ use super::channels::{Channel, Pending, Route, finish_until};
 use super::formula::{Expected, Run, Tally, units};
 use super::layout::{Bucket, BucketFiller};
 use super::{
-    Built, Channels, DuringPass, Layout, LocalStep, Setup, Spec, StepOutcome, Strategy, StrategyKind, Synchronous,
-    put_own, synchronous,
+    Built, Channels, CheckedGradients, DuringPass, Layout, LocalStep, Ranks, Setup, Spec, StepOutcome, Strategy,
+    StrategyKind, put_own,
 };
 use crate::error::TrainError;
 use crate::flat::{Flat, Gradients, Weights};
@@ -63,9 +63,9 @@ const SERVER: usize = 0;
 ///
 /// A worker pushes a bucket when the backward pass has ended its segments, and the server adds up what is pushed while its own pass goes on, as
 /// soon as it has its own part: of the workers' buckets it holds no more than it has lanes. The update waits for all buckets, since clipping
-/// needs the norm of all gradients. Then the server sends the parameters, beside its next pass, and a worker waits for a bucket of them when
-/// its own next forward pass comes to it. In device memory the server adds up after its pass, and parameters are sent and received
-/// before the next one.
+/// needs the norm of all gradients. Then the server updates a bucket after another, in the order in which the next forward pass needs them, and
+/// sends each while it updates the next, and beside its own next pass; a worker waits for a bucket when its own next forward pass comes to
+/// it. In device memory the server adds up after its pass, and parameters are sent and received before the next one.
 struct ParameterServer {
     rank: usize,
     dedicated: bool,
@@ -240,10 +240,23 @@ impl ParameterServer {
         Ok(means)
     }
 
-    /// Sends the workers what the update has made of the parameters, in the order in which they need them: beside the next pass, or now.
-    fn publish(&mut self, train: &mut dyn LocalStep, channels: &Channels) -> comm_core::Result<()> {
+    /// Updates the parameters, bucket by bucket in the order in which the workers need them, where that costs no more, and sends them each: beside
+    /// the update of the others and the next pass, or now.
+    fn update(
+        &mut self,
+        checked: &mut CheckedGradients,
+        train: &mut dyn LocalStep,
+        channels: &Channels,
+    ) -> Result<(), TrainError> {
         let beside = if train.rests() { None } else { self.aside.as_ref() };
+        let apart = train.updates_apart();
+        if !apart {
+            train.update(checked)?;
+        }
         for (index, bucket) in self.buckets.plan().iter().enumerate().rev() {
+            if apart {
+                train.update_some(checked, &bucket.segments)?;
+            }
             let masters = train.masters();
             let whole = || {
                 let parts = bucket.segments.iter().map(|segment| &masters[*segment]);
@@ -255,7 +268,7 @@ impl ParameterServer {
                 continue;
             };
             let Buffer::Host(packed) = pack()? else {
-                return Err(Error::Internal("parameters are in device memory and leave beside the pass".into()));
+                return Err(Error::Internal("parameters are in device memory and leave beside the pass".into()).into());
             };
             aside.run(move |serving| {
                 serving.publish(index, || Ok(Buffer::Host(packed.clone())))?;
@@ -264,7 +277,7 @@ impl ParameterServer {
         }
         self.publishes = beside.is_some();
         self.published += usize::from(beside.is_none());
-        Ok(())
+        if self.dedicated { Ok(()) } else { put_own(train, channels) }
     }
 }
 
@@ -302,7 +315,8 @@ impl DuringPass for ParameterServer {
     }
 }
 
-impl Synchronous for ParameterServer {
+impl ParameterServer {
+    /// Everyone's gradients, averaged, on the server.
     fn synchronise(&mut self, channels: &mut Channels) -> comm_core::Result<Vec<Flat>> {
         self.start_full(channels)?;
         if let (true, Some(aside)) = (self.dedicated, &self.aside) {
@@ -319,11 +333,8 @@ impl Synchronous for ParameterServer {
         Ok(means)
     }
 
-    fn distribute(&mut self, train: &mut dyn LocalStep, channels: &mut Channels) -> Result<(), TrainError> {
-        if self.serves() {
-            self.publish(train, channels)?;
-            return if self.dedicated { Ok(()) } else { put_own(train, channels) };
-        }
+    /// Has the parameters come that the server has updated, if not with the next pass.
+    fn pull(&mut self, train: &mut dyn LocalStep, channels: &Channels) -> Result<(), TrainError> {
         let ParameterServer { arrivals, buckets, serving, rank, .. } = self;
         let plan = buckets.plan();
         arrivals.expect(plan.len());
@@ -343,7 +354,18 @@ impl Strategy for ParameterServer {
         train: &mut dyn LocalStep,
         channels: &mut Channels,
     ) -> Result<StepOutcome, TrainError> {
-        let outcome = synchronous(self, Expected::default(), train, channels)?;
+        let loss = train.backward(self, channels)?;
+        let grads = self.synchronise(channels)?;
+        let mut checked = train.check(loss, grads, Ranks::All)?;
+        if !checked.skip {
+            if self.serves() {
+                self.update(&mut checked, train, channels)?;
+            } else {
+                train.update(&mut checked)?;
+                self.pull(train, channels)?;
+            }
+        }
+        let outcome = StepOutcome::new(&checked, None, true);
         let [pushes, pulls] = self.expected;
         let times = self.arrivals.take_rounds() + std::mem::take(&mut self.published);
         Ok(StepOutcome { under_way: self.publishes, ..outcome.that_sent(pushes, (pulls, times)) })
