@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::thread;
 
-use crate::tokenizer::{Tokenizer, TokenizerError};
+use crate::tokenizer::{END_OF_TEXT, Tokenizer, TokenizerError};
 
 /// Bytes of text that a thread takes at a time, about: a twentieth of a second's work.
 const CHUNK: usize = 256 << 10;
@@ -81,9 +81,10 @@ fn encode_by(
 
 /// Cuts `text` into parts of at least `size` bytes, each with its place, such that no tokenizer's ids depend on the cuts.
 ///
-/// A cut lies between a character that is no white space and white space. Every alternative of the pattern by which GPT-2 splits text into
-/// words takes white space at its beginning or alone, never behind something else; the pattern looks ahead from white space only, and
-/// never back. So a word ends at each such place, whatever comes before or after. The mark between documents has no white space in it.
+/// A cut lies between a character that is no white space and white space, or behind a letter or a digit before something of another kind. Every
+/// alternative of the pattern by which GPT-2 splits text into words takes white space at its beginning or alone, never behind something else, and
+/// letters or digits to the end of their run; the pattern looks ahead from white space only, and never back. So a word ends at each such
+/// place, whatever comes before or after. No cut lies within the mark between documents.
 fn chunks(text: &str, size: usize) -> Vec<(usize, &str)> {
     let mut chunks = Vec::with_capacity(text.len() / size.max(1) + 1);
     let mut from = 0;
@@ -98,14 +99,65 @@ fn chunks(text: &str, size: usize) -> Vec<(usize, &str)> {
 /// The first place for a cut from `at` bytes on, else the end.
 pub(super) fn cut_after(text: &str, at: usize) -> usize {
     let at = (at..text.len()).find(|&at| text.is_char_boundary(at)).unwrap_or(text.len());
-    let mut blank = text[..at].chars().next_back().is_none_or(char::is_whitespace);
-    for (offset, character) in text[at..].char_indices() {
-        let before = std::mem::replace(&mut blank, character.is_whitespace());
-        if blank && !before {
+    let mut before = text[..at].chars().next_back();
+    for (offset, next) in text[at..].char_indices() {
+        let before = before.replace(next);
+        if before.is_some_and(|before| ends_word(before, next)) && !is_within_mark(text, at + offset) {
             return at + offset;
         }
     }
     text.len()
+}
+
+/// Whether a word ends between these characters, wherever they stand.
+fn ends_word(before: char, next: char) -> bool {
+    match (Class::of(before), Class::of(next)) {
+        (Some(Class::White), _) => false,
+        (_, Some(Class::White)) => true,
+        (Some(before @ (Class::Letter | Class::Number)), Some(next)) => before != next,
+        _ => false,
+    }
+}
+
+/// What the pattern tells apart.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Class {
+    White,
+    Letter,
+    Number,
+    Sign,
+}
+
+impl Class {
+    /// That of white space, of ASCII, and of the letters and signs of which languages have most that write without white space; `None` where
+    /// it takes Unicode's tables to tell.
+    fn of(character: char) -> Option<Self> {
+        match character {
+            _ if character.is_whitespace() => Some(Class::White),
+            'A'..='Z' | 'a'..='z' => Some(Class::Letter),
+            '0'..='9' => Some(Class::Number),
+            _ if character.is_ascii_punctuation() => Some(Class::Sign),
+            // Hiragana, katakana, Han, Hangul.
+            '\u{3041}'..='\u{3096}'
+            | '\u{30a1}'..='\u{30fa}'
+            | '\u{3400}'..='\u{4dbf}'
+            | '\u{4e00}'..='\u{9fef}'
+            | '\u{ac00}'..='\u{d7a3}' => Some(Class::Letter),
+            // Their commas, full stops and brackets.
+            '\u{3001}' | '\u{3002}' | '\u{3008}'..='\u{3011}' | '\u{ff01}'..='\u{ff0f}' | '\u{ff1a}'..='\u{ff20}' => {
+                Some(Class::Sign)
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Whether the place lies inside a mark between documents.
+fn is_within_mark(text: &str, at: usize) -> bool {
+    (1..END_OF_TEXT.len()).any(|length| {
+        let (beginning, rest) = END_OF_TEXT.split_at(length);
+        text[..at].ends_with(beginning) && text[at..].starts_with(rest)
+    })
 }
 
 #[cfg(test)]
@@ -115,7 +167,7 @@ mod tests {
 
     /// Text of pieces that the pattern treats in different ways.
     fn text(seed: u64, pieces: u64) -> String {
-        const PIECES: [&str; 34] = [
+        const PIECES: [&str; 48] = [
             // White space of all kinds, and what some languages count as such.
             " ",
             "  ",
@@ -152,6 +204,21 @@ mod tests {
             "\u{301}",
             "\u{1f980}",
             "<|endoftext|>",
+            // Without white space between words.
+            "かな",
+            "カナ",
+            "ー",
+            "한글",
+            "。",
+            "、",
+            "「漢",
+            "！",
+            "ｗ",
+            "\u{ff11}",
+            "ไทย",
+            "\u{e35}",
+            "x=1;",
+            "don't",
         ];
         let mut random = SplitMix64::new(seed);
         (0..pieces).map(|_| PIECES[random.below(PIECES.len() as u64) as usize]).collect()
@@ -185,6 +252,15 @@ mod tests {
             let expected = TokenizerError::UnknownCharacter { character: 'x', offset: 1_300, known: 4 };
             assert_eq!(error, expected, "{shape:?}");
         }
+    }
+
+    #[test]
+    fn words_end_where_kinds_of_characters_meet() {
+        assert_eq!(chunks("漢字。かな", 4), [(0, "漢字"), (6, "。かな")]);
+        assert_eq!(chunks("abc12--x'll!", 1), [(0, "abc"), (3, "12"), (5, "--x"), (8, "'ll"), (11, "!")]);
+        // Not before a mark's end, and not where it takes tables to tell.
+        assert_eq!(chunks("<|endoftext|>a", 1), [(0, "<|endoftext|>a")]);
+        assert_eq!(chunks("a\u{301}b³c", 1).len(), 1);
     }
 
     #[test]

@@ -124,8 +124,11 @@ pub enum PrepareError {
         tokens: u64,
     },
     /// No text at all.
-    #[error("the inputs have no text")]
-    Empty,
+    #[error("there is no text in {}; give files that have some", listed(inputs))]
+    Empty {
+        /// The files.
+        inputs: Vec<PathBuf>,
+    },
     /// The inputs were different in the second pass.
     #[error("the inputs changed while they were read; wait until they are written, and begin again")]
     Changed,
@@ -159,6 +162,15 @@ pub enum PrepareError {
     /// A thread that has gone.
     #[error("a thread that encodes has ended too early")]
     Thread,
+}
+
+/// The paths, or the first of many.
+fn listed(paths: &[PathBuf]) -> String {
+    const MOST: usize = 5;
+    let names: Vec<String> = paths.iter().take(MOST).map(|path| path.display().to_string()).collect();
+    let others = paths.len().saturating_sub(MOST);
+    let rest = if others > 0 { format!(" and {others} others") } else { String::new() };
+    format!("{}{rest}", names.join(", "))
 }
 
 /// Most shards of a part: their names have six digits.
@@ -233,7 +245,7 @@ fn prepare_by(
     )?;
     totals.end_document();
     if totals.bytes == 0 {
-        return Err(PrepareError::Empty);
+        return Err(PrepareError::Empty { inputs: files.into_iter().map(|(path, _)| path).collect() });
     }
 
     let held_from = options.held_out.begins_at(totals.characters);

@@ -34,7 +34,7 @@ impl Fault {
                 unit,
                 number,
                 what: format!(
-                    "more than {} MiB of text without white space behind a word, which cannot be encoded in pieces; is this text?",
+                    "more than {} MiB of text without white space or another end of a word, which cannot be encoded in pieces; is this text?",
                     LONGEST >> 20
                 ),
             },

@@ -198,8 +198,14 @@ fn what_is_wrong_with_an_input_is_said_with_its_line() {
     assert!(said("a.txt", &text).contains(expected), "{}", said("a.txt", &text));
     let cut = "é".as_bytes();
     assert!(said("a.txt", &[b"some text\n", &cut[..1]].concat()).contains("line 2"));
-    assert!(said("a.txt", b"").contains("no text"));
-    assert!(said("a.jsonl", b"\n\n").contains("no text"));
+    for (name, contents) in [("a.txt", &b""[..]), ("a.jsonl", b"\n\n"), ("a.jsonl", b"{\"text\": \"\"}")] {
+        let said = said(name, contents);
+        assert!(said.contains("there is no text in ") && said.contains(name), "{said}");
+    }
+    let many: Vec<PathBuf> = (0..7).map(|number| format!("{number}.txt").into()).collect();
+    assert_eq!(super::listed(&many), "0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 2 others");
+    #[cfg(not(feature = "parquet"))]
+    assert!(said("a.parquet", b"PAR1").contains("a.parquet is a Parquet file, which this build does not read"));
     assert!(said("a.bin", b"text").contains("token shard already"));
     assert!(said("a.jsonl", b"\x1f\x8b\x08\0\0\0\0\0\0\x03..........").contains("looks like a gzip file"));
     // Where a part begins the text is cut in any case.
