@@ -161,7 +161,7 @@ fn one_device_computes_what_the_processor_does_in_every_type() {
 }
 
 /// A strategy, its number of ranks, and what else it is told.
-const STRATEGIES: [(&str, usize, &[&str]); 9] = [
+const STRATEGIES: [(&str, usize, &[&str]); 10] = [
     ("ps", 2, &[]),
     ("ps", 3, &["--dedicated-server"]),
     ("sharded-ps", 2, &[]),
@@ -171,6 +171,7 @@ const STRATEGIES: [(&str, usize, &[&str]); 9] = [
     ("zero2", 2, &[]),
     ("fsdp", 2, &[]),
     ("hierarchical", 4, &["--ranks-per-node", "2"]),
+    ("hsdp", 4, &["--ranks-per-node", "2"]),
 ];
 
 /// Every strategy with NCCL, in `arguments`, against one rank on the processor.
