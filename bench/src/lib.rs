@@ -38,6 +38,7 @@ mod table;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
+use comm_core::job::Job;
 use gpt2::cli::{complain, say};
 use gpt2::memory::{Category, set_thread_default};
 use rig::link::{TestNetwork, gain_namespaces};
@@ -58,6 +59,10 @@ pub fn main() -> ExitCode {
         return ExitCode::FAILURE;
     }
     let mut args = Args::parse();
+    if let Err(error) = once(args.command.as_ref()) {
+        complain(format_args!("error: {error}"));
+        return ExitCode::FAILURE;
+    }
     let result = match args.command.take() {
         Some(Command::Rig(command)) => command.run(),
         Some(Command::Torture(command)) => command.run(),
@@ -93,6 +98,34 @@ pub fn main() -> ExitCode {
         let signal = outcome::ending_signal(&error).map(|signal| 128 + signal);
         signal.and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from)
     })
+}
+
+/// Refuses to start ranks where a launcher has started this program several times: each would start a job of its own, and slow down the others.
+fn once(command: Option<&Command>) -> Result<(), BenchError> {
+    use Command::{Calibrate, Links, Memory, Overlap, Paper, Parity, Peers, Record, Replay, Sweep, Torture};
+    let starts_ranks = match command {
+        Some(Torture(command)) => command.starts_ranks(),
+        Some(
+            Calibrate(_) | Links(_) | Memory(_) | Overlap(_) | Paper(_) | Parity(_) | Peers(_) | Record(_) | Replay(_)
+            | Sweep(_),
+        )
+        | None => true,
+        Some(_) => false,
+    };
+    if !starts_ranks {
+        return Ok(());
+    }
+    let what = match Job::from_env_with(true) {
+        Ok(Some(job)) if job.world_size > 1 => format!("rank {} of {}, by {}", job.rank, job.world_size, job.source),
+        // What is missing or wrong would only matter if ranks were to meet.
+        Err(_) => "its variables are in the environment".into(),
+        Ok(_) => return Ok(()),
+    };
+    Err(format!(
+        "this command starts its ranks itself, on this machine, and a launcher has started it ({what}): start it once, without the \
+         launcher; `bench collectives` runs on a launcher's ranks"
+    )
+    .into())
 }
 
 fn run(args: &Args) -> Result<ExitCode, BenchError> {

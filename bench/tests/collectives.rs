@@ -3,8 +3,10 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::fs;
+use std::io::Read;
+use std::net::TcpListener;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
 
 use serde_json::Value;
 
@@ -217,5 +219,52 @@ fn wrong_arguments_are_one_clear_error_each() {
         let said = stderr(&output);
         assert!(!output.status.success(), "{arguments:?} was accepted");
         assert!(said.contains(expected) && !said.contains("panicked"), "{arguments:?}: {said}");
+    }
+}
+
+/// This program as rank `rank` of three, as a launcher starts it.
+fn launched(rank: usize, port: u16, arguments: &[&str], folder: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_bench"));
+    command.args(arguments).current_dir(folder).env("COMM_RANK", rank.to_string()).env("COMM_WORLD_SIZE", "3");
+    command.env("COMM_ADDR", format!("127.0.0.1:{port}")).env("COMM_SECRET", "a secret for tests only");
+    command
+}
+
+#[test]
+fn ranks_of_a_launcher_are_measured_and_rank_0_has_the_rows() {
+    let folder = tempfile::tempdir().unwrap();
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let arguments =
+        "collectives --allow-debug --transports tcp-raw,tcp,quic,shm -b 8 -e 8K -f 1024 -n 2 --rounds 2 --out rows";
+    let arguments: Vec<&str> = arguments.split(' ').collect();
+    let mut others: Vec<Child> = [1, 2]
+        .map(|rank| launched(rank, port, &arguments, folder.path()).stdout(Stdio::piped()).spawn().unwrap())
+        .into();
+    let output = launched(0, port, &arguments, folder.path()).output().unwrap();
+    let said = stdout(&output);
+    assert!(output.status.success(), "{said}{}", stderr(&output));
+    assert!(said.contains("wrong elements: 0 OK") && said.contains(" (3 rank(s))"), "{said}");
+    for other in &mut others {
+        let mut said = String::new();
+        other.stdout.take().unwrap().read_to_string(&mut said).unwrap();
+        assert!(other.wait().unwrap().success() && said.is_empty(), "{said}");
+    }
+    let rows = rows(&fs::read_to_string(folder.path().join("rows/collectives.jsonl")).unwrap());
+    // Two sizes, four transports.
+    assert_eq!(rows.len(), 2 * 4, "{said}");
+    for row in rows {
+        assert_eq!((&row["ranks"], &row["in_place"]["wrong"]), (&Value::from(3), &Value::from(0)), "{row}");
+        assert!(row["transport_facts"].to_string().contains(r#"["machines","1"]"#), "{row}");
+    }
+}
+
+#[test]
+fn what_starts_its_ranks_itself_is_refused_under_a_launcher() {
+    let folder = tempfile::tempdir().unwrap();
+    for command in ["sweep quick", "soak --for 1s", "links"] {
+        let arguments: Vec<&str> = command.split(' ').collect();
+        let output = launched(1, 1, &arguments, folder.path()).output().unwrap();
+        let said = stderr(&output);
+        assert!(!output.status.success() && said.contains("rank 1 of 3, by COMM_RANK"), "{command}: {said}");
     }
 }

@@ -32,6 +32,13 @@ pub fn python_roots() -> Vec<PathBuf> {
     active.chain(home).chain(["/usr/local", "/usr"].map(PathBuf::from)).collect()
 }
 
+/// Whether Open MPI has started this process. It gives ranks a terminal for their standard output, and hands on what they write there to
+/// whatever its own is, a file perhaps.
+#[must_use]
+pub fn is_rank_of_open_mpi() -> bool {
+    std::env::var_os("OMPI_COMM_WORLD_RANK").is_some()
+}
+
 fn home_folder() -> Option<PathBuf> {
     std::env::home_dir().filter(|home| !home.as_os_str().is_empty())
 }

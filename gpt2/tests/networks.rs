@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 /// The arguments of a short training, in the folder of [`data`].
 const TRAIN: &str =
-    "train --strategy ddp --preset micro --tokenizer bytes --data t.txt --steps 2 --batch 4 --eval-every 0 --threads 1";
+    "train --strategy ddp --preset micro --tokenizer bytes --data t.txt --steps 2 --batch 6 --eval-every 0 --threads 1";
 
 /// Two machines, 10.9.0.1 and 10.9.0.2: this one, and the one that `$OTHER` runs in.
 const TWO_MACHINES: &str = r#"
@@ -25,6 +25,44 @@ ip link set near up
 $OTHER ip link set lo up
 $OTHER ip address add 10.9.0.2/24 dev far
 $OTHER ip link set far up
+"#;
+
+/// Three machines, which `$HOST0` to `$HOST2` run in, with addresses of IP version `$VERSION` alone. Each has two interfaces that lead nowhere before
+/// the one that leads to the others, `net0`: one with the same address on all machines and the default route, as of containers' networks, and one
+/// with an address of its own.
+const THREE_MACHINES: &str = r#"
+ip link add switch type bridge stp_state 0
+ip link set switch up
+HOLDERS=
+trap 'kill $HOLDERS' EXIT
+for N in 0 1 2; do
+    unshare --net sleep 600 &
+    HOLDERS="$HOLDERS $!"
+    until [ "$(readlink /proc/$!/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.01; done
+    HOST="nsenter --net --target $!"
+    eval "HOST$N='$HOST'"
+    for DECOY in docker0 ib0; do
+        $HOST ip link add $DECOY type veth peer name end-$DECOY
+        $HOST ip link set end-$DECOY up
+        $HOST ip link set $DECOY up
+    done
+    ip link add port$N type veth peer name net0 netns $!
+    ip link set port$N master switch up
+    $HOST ip link set lo up
+    $HOST ip link set net0 up
+    if [ $VERSION = 4 ]; then
+        $HOST ip address add 172.17.0.1/16 dev docker0
+        $HOST ip address add 10.55.0.1$N/24 dev ib0
+        $HOST ip address add 10.9.0.1$N/24 dev net0
+        $HOST ip route add default via 172.17.0.2
+    else
+        $HOST ip address del 127.0.0.1/8 dev lo
+        $HOST ip address add fd00:17::1/64 dev docker0 nodad
+        $HOST ip address add fd00:55::1$N/64 dev ib0 nodad
+        $HOST ip address add fd00:9::1$N/64 dev net0 nodad
+        $HOST ip route add default via fd00:17::2
+    fi
+done
 "#;
 
 fn gpt2() -> &'static str {
@@ -96,6 +134,59 @@ fn two_machines_train_without_bind() {
         let text = ["0.txt", "1.txt"].map(|name| fs::read_to_string(folder.path().join(name)).unwrap());
         assert_eq!(said(&output), "0\n0\n", "{transport}: {text:?}");
     }
+}
+
+/// A rank on each of three machines; afterwards their exit codes, and of each machine's interfaces what they have received and sent.
+const ON_THREE_MACHINES: &str = r#"
+export COMM_WORLD_SIZE=3
+PIDS=
+for N in 0 1 2; do
+    eval "COMM_RANK=$N \$HOST$N $PROGRAM --out $N >$N.txt 2>&1 &"
+    PIDS="$PIDS $!"
+done
+set +e
+for PID in $PIDS; do wait $PID; echo code $?; done
+for N in 0 1 2; do eval "\$HOST$N cat /proc/net/dev"; done
+"#;
+
+#[test]
+fn of_several_interfaces_the_one_that_leads_to_the_others_is_used() {
+    let alone = data();
+    let ranks = ["--nproc", "3", "--transport", "tcp-raw", "--out", "out"];
+    let arguments: Vec<&str> = TRAIN.split(' ').chain(ranks).collect();
+    let output = crate::cli::gpt2(&arguments, alone.path());
+    let weights = |text: &str| text.lines().find_map(|line| Some(line.split_once("weights: sha256 ")?.1.to_owned()));
+    let expected = weights(&said(&output)).unwrap_or_else(|| panic!("{}", said(&output)));
+    let (v4, v6) = (("4", "10.9.0.10:4000"), ("6", "[fd00:9::10]:4000"));
+    for ((version, address), transport) in [(v4, "quic"), (v6, "tcp"), (v6, "quic")] {
+        let what = format!("{transport} over IPv{version}");
+        let folder = data();
+        let setup = format!("VERSION={version}\n{THREE_MACHINES}");
+        let program = format!("{} {TRAIN} --transport {transport} --timeout 30", gpt2());
+        let script = format!("export COMM_ADDR={address}\nPROGRAM=\"{program}\"\n{ON_THREE_MACHINES}");
+        let Some(output) = in_namespace(folder.path(), &setup, &script) else { return };
+        let output = said(&output);
+        let text = ["0.txt", "1.txt", "2.txt"].map(|name| fs::read_to_string(folder.path().join(name)).unwrap());
+        assert_eq!(output.matches("code 0\n").count(), 3, "{what}: {output} {text:?}");
+        assert_eq!(weights(&text[0]).as_ref(), Some(&expected), "{what}: {text:?}");
+        for (interface, bytes) in traffic(&output) {
+            // A step sends each rank's share of the gradients both ways; what the kernel says by itself is a few hundred bytes.
+            let fits = if interface == "net0" { bytes > 100_000 } else { bytes < 5_000 };
+            assert!(fits, "{what}: {bytes} bytes over {interface}: {output}");
+        }
+    }
+}
+
+/// Interfaces and the bytes that they have received and sent, of the kernel's tables of three machines.
+fn traffic(output: &str) -> Vec<(String, u64)> {
+    let line = |line: &str| {
+        let (name, counts) = line.split_once(':')?;
+        let counts: Vec<u64> = counts.split_whitespace().map_while(|count| count.parse().ok()).collect();
+        Some((name.trim().to_owned(), counts.first()? + counts.get(8)?))
+    };
+    let found: Vec<(String, u64)> = output.lines().filter_map(line).collect();
+    assert_eq!(found.iter().filter(|(name, _)| name == "net0").count(), 3, "{output}");
+    found
 }
 
 #[test]

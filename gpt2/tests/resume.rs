@@ -589,6 +589,26 @@ fn a_checkpoint_that_is_none_is_one_clear_error() {
 }
 
 #[test]
+fn the_same_command_begins_a_run_and_goes_on_with_it() {
+    let place = Place::new();
+    let run = "--strategy ddp --nproc 2 --transport local --batch 4 --steps 4 --eval-every 0 --save-every 2 --resume auto --out run";
+    let begun = place.run(run);
+    assert!(!begun.contains("resume: "), "{begun}");
+    let again = place.run(run);
+    assert!(again.contains("resume: run/checkpoints/step-2 after step 2 of 4"), "{again}");
+    assert_eq!(hash(&again), hash(&begun));
+    // As if it had been interrupted before its first checkpoint.
+    fs::remove_dir_all(place.path().join("run/checkpoints")).unwrap();
+    let refused = place.command(run).output().unwrap();
+    assert!(!refused.status.success() && both(&refused).contains("--overwrite"), "{}", both(&refused));
+    assert_eq!(hash(&place.run(&format!("{run} --overwrite"))), hash(&begun));
+    let tuned = run.replace("--out run", "--init-from run --out tuned");
+    let [begun, again] = [(), ()].map(|()| succeed(&mut place.command_of_any(&tuned)));
+    assert!(!begun.contains("resume: ") && again.contains("resume: tuned/checkpoints/step-2"), "{begun}{again}");
+    assert_eq!(hash(&again), hash(&begun));
+}
+
+#[test]
 fn settings_that_contradict_a_checkpoint_are_named() {
     let place = Place::new();
     let run = "--strategy ddp --nproc 2 --transport local --batch 4 --steps 4 --eval-every 0";

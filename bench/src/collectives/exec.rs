@@ -20,7 +20,7 @@ use super::protocol::{MAX_SAMPLES, Measure, MeasureError, Reply};
 /// A rank's buffers, kept from one command to the next so that each measures memory that is already there.
 #[derive(Default)]
 pub(crate) struct Memory {
-    kept: Option<Box<dyn Any>>,
+    kept: Option<Box<dyn Any + Send>>,
 }
 
 /// What an operation works on: in place `output` alone.

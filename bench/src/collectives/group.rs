@@ -17,6 +17,7 @@ use rig::rank;
 use rig::sys::kill_group;
 use tempfile::TempDir;
 
+use super::launched::LaunchedRank;
 use super::protocol::{Command, Connection, Hello, Measure, MeasureError, OpenedTransport, Reply};
 use super::rank::Task;
 
@@ -32,8 +33,7 @@ const TICK: Duration = Duration::from_millis(5);
 /// Ranks that wait for commands.
 pub(crate) struct Group {
     name: String,
-    /// By rank.
-    connections: Vec<Connection>,
+    ranks: Ranks,
     /// What can be measured on them.
     members: Vec<OpenedTransport>,
     processes: GroupProcesses,
@@ -41,8 +41,16 @@ pub(crate) struct Group {
     timeout: Duration,
     /// Why nothing can be measured any more.
     dead: Option<String>,
-    /// Holds the socket and the task.
-    _folder: TempDir,
+    /// Holds the socket and the task, where this program has started the ranks.
+    _folder: Option<TempDir>,
+}
+
+/// How ranks are asked.
+enum Ranks {
+    /// Over a socket each, by rank.
+    Sockets(Vec<Connection>),
+    /// Over the control plane of a job of which this process is one.
+    Launched(Box<LaunchedRank>),
 }
 
 /// The processes behind a group.
@@ -51,6 +59,8 @@ enum GroupProcesses {
     Launched(Option<JoinHandle<Result<LaunchOutcome, comm_core::Error>>>),
     /// Other programs, and the file that has what they complained about.
     Programs { children: Vec<Child>, complaints: PathBuf },
+    /// A launcher's, which looks after them.
+    OfLauncher,
 }
 
 /// What all ranks of a group together have measured.
@@ -112,12 +122,12 @@ impl GroupListener {
     fn gather(self, name: &str, processes: GroupProcesses, ranks: usize, timeout: Duration) -> Result<Group, String> {
         let mut group = Group {
             name: name.to_string(),
-            connections: Vec::new(),
+            ranks: Ranks::Sockets(Vec::new()),
             members: Vec::new(),
             processes,
             timeout,
             dead: None,
-            _folder: self.folder,
+            _folder: Some(self.folder),
         };
         let deadline = Deadline::after(START);
         let mut arrived: Vec<(Hello, Connection)> = Vec::new();
@@ -147,19 +157,22 @@ impl GroupListener {
             }
         }
         arrived.sort_by_key(|(hello, _)| hello.rank);
-        for (hello, connection) in arrived {
-            if group.members.is_empty() {
-                group.members = hello.members;
-            } else {
-                // A transport is there if every rank has it.
-                for (member, theirs) in group.members.iter_mut().zip(hello.members) {
-                    member.error = member.error.take().or(theirs.error);
-                }
-            }
-            group.connections.push(connection);
-        }
+        let (hellos, connections): (Vec<Hello>, Vec<Connection>) = arrived.into_iter().unzip();
+        group.members = on_all_ranks(hellos.into_iter().map(|hello| hello.members));
+        group.ranks = Ranks::Sockets(connections);
         Ok(group)
     }
+}
+
+/// What there is to be measured: a transport is there if every rank has it.
+fn on_all_ranks(of_ranks: impl Iterator<Item = Vec<OpenedTransport>>) -> Vec<OpenedTransport> {
+    let both = |mut all: Vec<OpenedTransport>, theirs: Vec<OpenedTransport>| {
+        for (member, theirs) in all.iter_mut().zip(theirs) {
+            member.error = member.error.take().or(theirs.error);
+        }
+        all
+    };
+    of_ranks.reduce(both).unwrap_or_default()
 }
 
 impl Group {
@@ -192,6 +205,19 @@ impl Group {
         listener.gather(name, GroupProcesses::Launched(Some(thread)), ranks, options.timeout)
     }
 
+    /// The ranks of a launcher's job, of which this process is rank 0.
+    pub(crate) fn launched(rank: LaunchedRank, members: Vec<Vec<OpenedTransport>>, timeout: Duration) -> Self {
+        Group {
+            name: "the job".into(),
+            ranks: Ranks::Launched(Box::new(rank)),
+            members: on_all_ranks(members.into_iter()),
+            processes: GroupProcesses::OfLauncher,
+            timeout,
+            dead: None,
+            _folder: None,
+        }
+    }
+
     /// Transports or libraries of this group.
     pub(crate) fn members(&self) -> &[OpenedTransport] {
         &self.members
@@ -207,18 +233,14 @@ impl Group {
         }
         let deadline = Deadline::after(self.timeout.saturating_add(GRACE));
         let command = Command::Measure(request.clone());
-        let ask = |connections: &mut [Connection]| -> io::Result<Vec<Reply>> {
-            connections.iter_mut().try_for_each(|connection| connection.send(&command, deadline))?;
-            connections.iter_mut().map(|connection| connection.receive(Some(deadline))).collect()
-        };
-        match ask(&mut self.connections) {
+        match self.ranks.ask(&command, deadline) {
             Ok(replies) => combine(replies),
             Err(error) => {
                 let why = self.why(&error, deadline, request);
                 self.dead = Some(why.clone());
                 // Whoever is left of ours reads the end of the connection and ends. Peers may poll in an operation for ever, and
                 // would take the cores from those that are still measured.
-                self.connections.clear();
+                self.ranks = Ranks::Sockets(Vec::new());
                 self.processes.kill_programs();
                 Err(MeasureError::Failed(why))
             }
@@ -228,9 +250,14 @@ impl Group {
     /// Ends the ranks in an orderly way; those that do not want to are killed.
     pub(crate) fn finish(mut self) {
         let deadline = Deadline::after(GRACE);
-        for connection in &mut self.connections {
-            // One that is gone has ended already.
-            let _ = connection.send(&Command::Quit, deadline);
+        match self.ranks {
+            Ranks::Sockets(ref mut connections) => {
+                for connection in connections {
+                    // One that is gone has ended already.
+                    let _ = connection.send(&Command::Quit, deadline);
+                }
+            }
+            Ranks::Launched(rank) => return rank.quit(),
         }
         while !deadline.has_passed() && !self.processes.is_over() {
             thread::sleep(TICK);
@@ -243,6 +270,9 @@ impl Group {
             let seconds = deadline.waited().as_secs_f64();
             return format!("{what} was not done after {seconds:.1} s; raise --timeout");
         }
+        if matches!(self.processes, GroupProcesses::OfLauncher) {
+            return format!("{what}: {error}");
+        }
         // The end of a connection comes a moment before the end of the process.
         let soon = Deadline::after(GRACE);
         while !soon.has_passed() {
@@ -252,6 +282,22 @@ impl Group {
             thread::sleep(TICK);
         }
         format!("{what}: the connection to a rank of {}: {error}", self.name)
+    }
+}
+
+impl Ranks {
+    /// Has all do `command`; what they say, by rank.
+    fn ask(&mut self, command: &Command, deadline: Deadline) -> io::Result<Vec<Reply>> {
+        match self {
+            Ranks::Sockets(connections) => {
+                connections.iter_mut().try_for_each(|connection| connection.send(command, deadline))?;
+                connections.iter_mut().map(|connection| connection.receive(Some(deadline))).collect()
+            }
+            Ranks::Launched(rank) => rank.ask(command, deadline).map_err(|error| match error {
+                comm_core::Error::Timeout { .. } => io::ErrorKind::TimedOut.into(),
+                error => io::Error::other(error.to_string()),
+            }),
+        }
     }
 }
 
@@ -276,6 +322,7 @@ impl GroupProcesses {
                 let line = complaint(&String::from_utf8_lossy(&said)).unwrap_or_else(|| "it printed nothing".into());
                 Some(format!("{line} ({status})"))
             }
+            GroupProcesses::OfLauncher => None,
         }
     }
 
@@ -285,6 +332,7 @@ impl GroupProcesses {
             GroupProcesses::Programs { children, .. } => {
                 children.iter_mut().all(|child| matches!(child.try_wait(), Ok(Some(_)) | Err(_)))
             }
+            GroupProcesses::OfLauncher => true,
         }
     }
 }

@@ -11,6 +11,7 @@ mod congestion;
 mod decoders;
 mod exec;
 mod group;
+mod launched;
 mod options;
 mod peers;
 mod protocol;
@@ -22,6 +23,7 @@ mod tune;
 
 use std::process::ExitCode;
 
+use comm_core::job::Job;
 use gpt2::cli::say;
 use rig::BenchError;
 use rig::debug;
@@ -39,7 +41,11 @@ use rounds::Bench;
 /// Runs the benchmark; fails when something that should have worked did not, or elements came out wrong.
 pub(crate) fn run(args: &CollectivesArgs) -> Result<ExitCode, BenchError> {
     debug::refuse(args.allows_debug(), debug::NO_TIMINGS)?;
-    let settings = args.check()?;
+    let job = Job::from_env()?.filter(|job| job.world_size > 1);
+    let settings = args.check(job.as_ref().map(|job| job.world_size))?;
+    if let Some(job) = job.as_ref().filter(|job| job.rank > 0) {
+        return launched::serve(job, &settings);
+    }
     if let Some(name) = args.namespace() {
         return Err(congestion::enter(name).into());
     }
@@ -65,7 +71,7 @@ pub(crate) fn run(args: &CollectivesArgs) -> Result<ExitCode, BenchError> {
     };
     let environment = Environment::read();
     note(&format!("# machine: {}", environment.one_line()));
-    let mut bench = Bench::start(&settings, environment)?;
+    let mut bench = Bench::start(&settings, environment, job.as_ref())?;
     bench.introduce(&note);
 
     let mut rows: Vec<Row> = Vec::new();

@@ -59,9 +59,10 @@ pub(crate) struct CollectivesArgs {
     /// Transports, separated by commas. [default: all that this machine has]
     #[arg(long, value_delimiter = ',')]
     transports: Vec<Rung>,
-    /// Ranks: processes, or threads for `local`.
-    #[arg(long, default_value_t = 2)]
-    ranks: usize,
+    /// Ranks: processes, or threads for `local`. [default: 2, or as many as a launcher such as mpirun or srun has started, each of which is
+    /// then this program]
+    #[arg(long)]
+    ranks: Option<usize>,
     /// Independent channels between each pair of ranks.
     #[arg(long)]
     lanes: Option<usize>,
@@ -184,15 +185,49 @@ impl CollectivesArgs {
         self.json
     }
 
+    /// Number of ranks, and the transports. `launched` are the ranks of the job that a launcher has started, if one has.
+    ///
+    /// # Errors
+    /// What does not go with ranks that are there already, for the user.
+    fn ranks(&self, launched: Option<usize>) -> Result<(usize, Vec<Rung>), BenchError> {
+        let Some(launched) = launched else {
+            let ranks = self.ranks.unwrap_or(2);
+            between("--ranks", &ranks, 1..=MAX_RANKS_HERE)?;
+            return Ok((ranks, self.transports()));
+        };
+        if let Some(ranks) = self.ranks.filter(|ranks| *ranks != launched) {
+            return Err(format!("--ranks {ranks}: the launcher has started {launched}; leave it out").into());
+        }
+        let started_here = [("--peers", self.peers), ("--namespace-congestion", self.namespace_congestion.is_some())];
+        if let Some((option, _)) = started_here.into_iter().find(|(_, given)| *given) {
+            return Err(format!("{option} concerns ranks that this program starts, not those of a launcher").into());
+        }
+        let of_processes: Vec<Rung> = self.transports().into_iter().filter(|kind| !kind.is_threads()).collect();
+        if of_processes.is_empty() {
+            return Err("--transports: none of them connects the processes of a launcher".into());
+        }
+        Ok((launched, of_processes))
+    }
+
+    fn transports(&self) -> Vec<Rung> {
+        match &self.transports[..] {
+            [] if self.safety => Rung::of_safety(),
+            [] => Rung::all(),
+            named => distinct(named),
+        }
+    }
+
+    /// `launched` are the ranks of the job that a launcher has started, if one has.
+    ///
     /// # Errors
     /// The first argument that cannot be, for the user.
-    pub(crate) fn check(&self) -> Result<Settings, BenchError> {
-        between("--ranks", &self.ranks, 1..=MAX_RANKS_HERE)?;
-        if self.one_way && self.ranks != 2 {
-            return Err(format!("--one-way is between 2 ranks, not {}", self.ranks).into());
+    pub(crate) fn check(&self, launched: Option<usize>) -> Result<Settings, BenchError> {
+        let (ranks, transports) = self.ranks(launched)?;
+        if self.one_way && ranks != 2 {
+            return Err(format!("--one-way is between 2 ranks, not {ranks}").into());
         }
-        if self.root >= self.ranks {
-            return Err(format!("--root {} must be less than --ranks {}", self.root, self.ranks).into());
+        if self.root >= ranks {
+            return Err(format!("--root {} must be less than --ranks {ranks}", self.root).into());
         }
         between("--rounds", &self.rounds, 1..=MAX_ROUNDS)?;
         if let Some(iters) = &self.iters {
@@ -204,7 +239,7 @@ impl CollectivesArgs {
         if !(self.timeout.is_finite() && self.timeout > 0.0 && self.timeout <= 1e6) {
             return Err(format!("--timeout {} must be a number of seconds above 0", self.timeout).into());
         }
-        let lanes = self.lanes.unwrap_or(if self.ranks.is_multiple_of(2) { 2 } else { 3 });
+        let lanes = self.lanes.unwrap_or(if ranks.is_multiple_of(2) { 2 } else { 3 });
         between("--lanes", &lanes, 1..=MAX_LANES)?;
         if let Some(name) = &self.congestion {
             congestion::check(name).map_err(|why| format!("--congestion {name}: {why}"))?;
@@ -224,13 +259,8 @@ impl CollectivesArgs {
             let of_quic = TransportOptions { congestion: Some(name.clone()), ..TransportOptions::default() };
             TransportKind::QUIC.check(&of_quic).map_err(|error| format!("--quic-congestion {name}: {error}"))?;
         }
-        let transports = match &self.transports[..] {
-            [] if self.safety => Rung::of_safety(),
-            [] => Rung::all(),
-            named => distinct(named),
-        };
         Ok(Settings {
-            cases: if self.one_way { self.messages() } else { self.collectives()? },
+            cases: if self.one_way { self.messages(ranks) } else { self.collectives(ranks)? },
             // A message is in place or not as one likes to see it.
             places: if self.one_way || self.tune || self.safety {
                 vec![ResultPlacement::InPlace]
@@ -240,7 +270,7 @@ impl CollectivesArgs {
             transports,
             options,
             quic_congestion: self.quic_congestion.clone(),
-            ranks: self.ranks,
+            ranks,
             iters: self.iters,
             warmup: self.warmup_iters,
             check: self.check == 1,
@@ -256,12 +286,12 @@ impl CollectivesArgs {
         })
     }
 
-    fn messages(&self) -> Vec<Case> {
-        let case = |operation, bytes| Case::new(operation, DType::U8, None, self.root, bytes, self.ranks);
+    fn messages(&self, ranks: usize) -> Vec<Case> {
+        let case = |operation, bytes| Case::new(operation, DType::U8, None, self.root, bytes, ranks);
         vec![case(Operation::OneWay, ONE_WAY_BYTES), case(Operation::RoundTrip, ROUND_TRIP_BYTES)]
     }
 
-    fn collectives(&self) -> Result<Vec<Case>, BenchError> {
+    fn collectives(&self, ranks: usize) -> Result<Vec<Case>, BenchError> {
         let dtypes = expand(&self.datatypes, &DType::ALL.map(OneOrAll::One));
         let dtypes: Vec<DType> = dtypes.into_iter().filter(|dtype| samples::is_known(*dtype)).collect();
         let reductions = expand(&self.reductions, &Reduction::ALL.map(OneOrAll::One));
@@ -277,7 +307,7 @@ impl CollectivesArgs {
                 let count = if operation.reduces() { reductions.len() } else { 1 };
                 for reduction in &reductions[..count] {
                     for size in &sizes {
-                        let case = Case::new(operation, *dtype, Some(*reduction), self.root, *size, self.ranks);
+                        let case = Case::new(operation, *dtype, Some(*reduction), self.root, *size, ranks);
                         // Rounding makes some sizes the same.
                         if cases.last() != Some(&case) {
                             cases.push(case);
@@ -386,7 +416,7 @@ mod tests {
     }
 
     fn settings(line: &str) -> Settings {
-        Line::try_parse_from(std::iter::once("x").chain(line.split_whitespace())).unwrap().args.check().unwrap()
+        Line::try_parse_from(std::iter::once("x").chain(line.split_whitespace())).unwrap().args.check(None).unwrap()
     }
 
     fn bytes(line: &str) -> Vec<usize> {
@@ -420,6 +450,19 @@ mod tests {
         assert_eq!(cases.len(), 2 * (Reduction::ALL.len() + 1));
         let types = settings("-b 64 -e 64 -d all").cases;
         assert_eq!(types.len(), DType::ALL.len());
+    }
+
+    #[test]
+    fn a_launcher_says_how_many_ranks_there_are() {
+        let args = |line: &str| Line::try_parse_from(std::iter::once("x").chain(line.split_whitespace())).unwrap().args;
+        let settings = args("").check(Some(4)).unwrap();
+        assert_eq!((settings.ranks, settings.options.lanes), (4, 2));
+        assert!(settings.transports.iter().all(|kind| !kind.is_threads()));
+        for (line, told) in
+            [("--ranks 3", "has started 4"), ("--peers", "--peers"), ("--transports local", "--transports")]
+        {
+            assert!(args(line).check(Some(4)).unwrap_err().to_string().contains(told), "{line}");
+        }
     }
 
     #[test]

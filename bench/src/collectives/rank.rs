@@ -4,6 +4,7 @@ use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::thread;
+use std::time::Duration;
 
 use comm_core::control::TcpControl;
 use comm_core::job::{Address, Job};
@@ -15,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::exec::{self, Memory};
 use super::options::options_of;
-use super::protocol::{Command, Connection, Hello, MeasureError, OpenedTransport, Reply};
+use super::protocol::{Command, Connection, Hello, Measure, MeasureError, OpenedTransport, Reply};
 
 /// What all ranks of a group are told when they start.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -42,6 +43,15 @@ struct Member {
     session: Result<Connected, String>,
 }
 
+/// What a rank can be measured on.
+pub(super) struct Members {
+    rank: usize,
+    list: Vec<Member>,
+    memory: Memory,
+    /// Whether this rank has its process to itself, or is the one among its threads that answers for it.
+    is_process: bool,
+}
+
 impl Program for Task {
     const COMMAND: &'static str = "collectives-rank";
 
@@ -53,10 +63,12 @@ impl Program for Task {
             return run_threads(self, kind);
         }
         let job = of_a_job(job)?;
-        let open =
-            |kind: &Rung| Member { kind: *kind, session: open(job, *kind, self).map_err(|error| error.to_string()) };
-        let members: Vec<Member> = self.transports.iter().map(open).collect();
-        serve(self, job.rank, &members, true)
+        let Address::File(path) = &job.address else {
+            return Err(format!("the ranks meet at {}, where only one transport can be opened", job.address).into());
+        };
+        let address = |kind: &Rung| Address::File(path.with_file_name(format!("address-{kind}")));
+        let places = self.transports.iter().map(|kind| (*kind, address(kind), self.options_of(*kind)));
+        serve(self, &mut Members::open(job, places))
     }
 }
 
@@ -67,8 +79,9 @@ fn run_threads(task: &Task, kind: Rung) -> Result<(), BenchError> {
             .into_iter()
             .enumerate()
             .map(|(rank, session)| {
-                let members = [Member { kind, session: Ok(session) }];
-                scope.spawn(move || serve(task, rank, &members, rank == 0))
+                let list = vec![Member { kind, session: Ok(session) }];
+                let mut members = Members { rank, list, memory: Memory::default(), is_process: rank == 0 };
+                scope.spawn(move || serve(task, &mut members))
             })
             .collect();
         threads
@@ -82,46 +95,61 @@ fn run_threads(task: &Task, kind: Rung) -> Result<(), BenchError> {
     outcomes.into_iter().collect()
 }
 
-/// Each transport has a control plane of its own, so that the failure of one is not that of the others.
-fn open(job: &Job, kind: Rung, task: &Task) -> Result<Connected, BenchError> {
-    let mut job = job.clone();
-    let Address::File(path) = &job.address else {
-        return Err(format!("the ranks meet at {}, where only one transport can be opened", job.address).into());
-    };
-    job.address = Address::File(path.with_file_name(format!("address-{kind}")));
-    job.id = format!("{}-{kind}", job.id);
-    let options = task.options_of(kind);
-    let deadline = Deadline::after(options.timeout);
-    let control = TcpControl::connect_with(&job, &[("transport", kind.to_string())], options.control(), deadline)?;
-    let session = kind.connect(control.clone(), &options).inspect_err(|error| control.poison(error))?;
-    Ok(session)
-}
-
 /// Answers until it is told to quit or the program is gone.
-fn serve(task: &Task, rank: usize, members: &[Member], is_process: bool) -> Result<(), BenchError> {
+fn serve(task: &Task, members: &mut Members) -> Result<(), BenchError> {
+    let rank = members.rank;
     let what = |error: io::Error| format!("rank {rank}: its connection to the parent program: {error}");
     let mut connection = Connection::new(UnixStream::connect(&task.socket).map_err(what)?);
     let soon = || Deadline::after(task.options.timeout);
-    let hello = Hello { rank, members: members.iter().map(Member::describe).collect() };
-    connection.send(&hello, soon()).map_err(what)?;
-    let mut memory = Memory::default();
+    connection.send(&Hello { rank, members: members.describe() }, soon()).map_err(what)?;
     // The others' turns may take long; that the program is gone shows at once.
     while let Command::Measure(request) = connection.receive(None).map_err(what)? {
-        let member = members.iter().find(|member| member.kind.name() == request.member);
-        let reply = match member.map(|member| &member.session) {
-            Some(Ok(session)) => exec::measure(session, &request, &mut memory, is_process),
-            Some(Err(error)) => Reply::failed(error),
-            None => Reply::failed(&format!("rank {rank} was not asked to open `{}`", request.member)),
-        };
-        connection.send(&reply, soon()).map_err(what)?;
+        connection.send(&members.answer(&request), soon()).map_err(what)?;
     }
-    for member in members {
-        if let Ok(session) = &member.session {
-            // A transport that has failed before says so again; that has been reported.
-            let _ = session.comm.finish(task.options.timeout);
+    members.finish(task.options.timeout);
+    Ok(())
+}
+
+impl Members {
+    /// Opens transports one after another, with the address at which the ranks of `job` meet for each, and its options.
+    pub(super) fn open(job: &Job, places: impl Iterator<Item = (Rung, Address, TransportOptions)>) -> Self {
+        let open = |(kind, address, options)| Member {
+            kind,
+            session: open(job, kind, address, &options).map_err(|error| error.to_string()),
+        };
+        Members { rank: job.rank, list: places.map(open).collect(), memory: Memory::default(), is_process: true }
+    }
+
+    pub(super) fn describe(&self) -> Vec<OpenedTransport> {
+        self.list.iter().map(Member::describe).collect()
+    }
+
+    /// Measures what is asked for.
+    pub(super) fn answer(&mut self, request: &Measure) -> Reply {
+        let member = self.list.iter().find(|member| member.kind.name() == request.member);
+        match member.map(|member| &member.session) {
+            Some(Ok(session)) => exec::measure(session, request, &mut self.memory, self.is_process),
+            Some(Err(error)) => Reply::failed(error),
+            None => Reply::failed(&format!("rank {} was not asked to open `{}`", self.rank, request.member)),
         }
     }
-    Ok(())
+
+    /// Leaves all transports in an orderly way.
+    pub(super) fn finish(&self, timeout: Duration) {
+        for session in self.list.iter().filter_map(|member| member.session.as_ref().ok()) {
+            // A transport that has failed before says so again; that has been reported.
+            let _ = session.comm.finish(timeout);
+        }
+    }
+}
+
+/// Each transport has a control plane of its own, so that the failure of one is not that of the others.
+fn open(job: &Job, kind: Rung, address: Address, options: &TransportOptions) -> Result<Connected, BenchError> {
+    let job = Job { address, id: format!("{}-{kind}", job.id), ..job.clone() };
+    let deadline = Deadline::after(options.timeout);
+    let control = TcpControl::connect_with(&job, &[("transport", kind.to_string())], options.control(), deadline)?;
+    let session = kind.connect(control.clone(), options).inspect_err(|error| control.poison(error))?;
+    Ok(session)
 }
 
 impl Member {

@@ -5,6 +5,7 @@ use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use comm_core::Algorithm;
+use comm_core::job::Job;
 use comm_core::table::{choose, supports};
 use isocomm::{Rung, TransportKind};
 use rig::BenchError;
@@ -15,6 +16,7 @@ use rig::stats::Ratio;
 use super::case::{Case, ResultPlacement};
 use super::congestion;
 use super::group::{Group, Measured};
+use super::launched::LaunchedRank;
 use super::options::{Settings, options_of};
 use super::peers::{Peer, PeerSettings};
 use super::protocol::{Measure, MeasureError};
@@ -40,6 +42,8 @@ pub(crate) struct Bench<'a> {
     missing: Vec<(String, String)>,
     seed: u64,
     signals: Signals,
+    /// The machines of a launcher's job, for people.
+    machines: Option<String>,
 }
 
 /// Something that is measured.
@@ -66,11 +70,15 @@ struct Run {
 }
 
 impl<'a> Bench<'a> {
-    /// Starts all groups.
+    /// Starts all groups; where this process is rank 0 of a job that a launcher has started, that is the only one.
     ///
     /// # Errors
     /// When nothing is left to measure, or memory would not suffice.
-    pub(crate) fn start(settings: &'a Settings, environment: Environment) -> Result<Self, BenchError> {
+    pub(crate) fn start(
+        settings: &'a Settings,
+        environment: Environment,
+        job: Option<&Job>,
+    ) -> Result<Self, BenchError> {
         // The launchers of ranks catch signals as well, and end them; this is how we know.
         let signals = Signals::catch()?;
         let mut bench = Bench {
@@ -83,14 +91,41 @@ impl<'a> Bench<'a> {
             // Other data in every run; the row of a wrong element can be reproduced by its count alone.
             seed: SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_secs()),
             signals,
+            machines: None,
         };
-        check_memory(settings)?;
+        match job {
+            Some(job) => bench.join(job)?,
+            None => bench.launch()?,
+        }
+        if bench.targets.iter().all(|target| target.is_peer) {
+            let reasons: Vec<String> = bench.missing.iter().map(|(name, why)| format!("{name}: {why}")).collect();
+            return Err(format!("no transport can be measured: {}", reasons.join("; ")).into());
+        }
+        Ok(bench)
+    }
+
+    /// Measures on the ranks of `job`.
+    fn join(&mut self, job: &Job) -> Result<(), BenchError> {
+        let rank = LaunchedRank::meet(job, self.settings)?;
+        check_memory(self.settings, rank.ranks_of_a_machine())?;
+        let members = rank.describe()?;
+        self.machines = Some(rank.machines());
+        let count = ("machines".to_owned(), rank.machine_count().to_string());
+        self.add(Group::launched(rank, members, self.settings.options.timeout), None);
+        self.targets.iter_mut().for_each(|target| target.facts.push(count.clone()));
+        Ok(())
+    }
+
+    /// Starts ranks on this machine.
+    fn launch(&mut self) -> Result<(), BenchError> {
+        let settings = self.settings;
+        check_memory(settings, settings.ranks)?;
         // Libraries of the peers take seconds to load: all at the same time.
         let peers = settings.peers.clone().map(|python| start_peers(python, settings));
         let (there, missing): (Vec<Rung>, Vec<Rung>) =
             settings.transports.iter().partition(|kind| kind.missing().is_none());
         for kind in missing {
-            bench.missing.push((kind.to_string(), kind.missing().unwrap_or_default()));
+            self.missing.push((kind.to_string(), kind.missing().unwrap_or_default()));
         }
         let (threads, processes): (Vec<Rung>, Vec<Rung>) = there.into_iter().partition(|kind| kind.is_threads());
         for (name, kinds) in [("threads", threads), ("processes", processes)] {
@@ -98,21 +133,17 @@ impl<'a> Bench<'a> {
                 continue;
             }
             match Group::launch(name, &kinds, (&settings.options, settings.quic_congestion.as_ref()), settings.ranks) {
-                Ok(group) => bench.add(group, None),
+                Ok(group) => self.add(group, None),
                 Err(why) => return Err(why.into()),
             }
         }
         for (peer, started) in peers.into_iter().flatten() {
             match started.join().unwrap_or_else(|_| Err("the thread that started it panicked".into())) {
-                Ok(group) => bench.add(group, Some(peer.name())),
-                Err(why) => bench.missing.push((peer.name().into(), why)),
+                Ok(group) => self.add(group, Some(peer.name())),
+                Err(why) => self.missing.push((peer.name().into(), why)),
             }
         }
-        if bench.targets.iter().all(|target| target.is_peer) {
-            let reasons: Vec<String> = bench.missing.iter().map(|(name, why)| format!("{name}: {why}")).collect();
-            return Err(format!("no transport can be measured: {}", reasons.join("; ")).into());
-        }
-        Ok(bench)
+        Ok(())
     }
 
     fn add(&mut self, group: Group, peer: Option<&str>) {
@@ -147,6 +178,9 @@ impl<'a> Bench<'a> {
             settings.rounds,
             self.tcp_congestion_in_use
         ));
+        if let Some(machines) = &self.machines {
+            note(&format!("# machines: {machines}"));
+        }
         for target in &self.targets {
             let facts: Vec<String> = target.facts.iter().map(|(name, value)| format!("{name} {value}")).collect();
             note(&format!("# {:<10} {}", target.name, facts.join(", ")));
@@ -374,17 +408,16 @@ fn start_peers(python: PathBuf, settings: &Settings) -> Vec<(Peer, Starting)> {
         .collect()
 }
 
-/// Two buffers of the largest size on every rank of every group must fit into memory.
-fn check_memory(settings: &Settings) -> Result<(), BenchError> {
+/// Two buffers of the largest size on each of `ranks` ranks of every group must fit into memory.
+fn check_memory(settings: &Settings, ranks: usize) -> Result<(), BenchError> {
     let Some(available) = rig::machine::available_memory() else { return Ok(()) };
     let largest = settings.cases.iter().map(Case::bytes).max().unwrap_or(0) as f64;
     let groups = 2 + if settings.peers.is_some() { Peer::ALL.len() } else { 0 };
     // The two buffers, and what transports and libraries keep of a message.
-    let needed = 3.0 * largest * settings.ranks as f64 * groups as f64;
+    let needed = 3.0 * largest * ranks as f64 * groups as f64;
     if needed > available {
         return Err(format!(
-            "{} ranks with buffers of {largest:.0} B need about {:.1} GB of memory, and {:.1} GB are free; lower --maxbytes or --ranks",
-            settings.ranks,
+            "{ranks} ranks with buffers of {largest:.0} B need about {:.1} GB of memory, and {:.1} GB are free; lower --maxbytes or --ranks",
             needed / 1e9,
             available / 1e9
         )

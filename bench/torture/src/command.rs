@@ -25,6 +25,14 @@ pub enum Command {
 }
 
 impl Command {
+    /// Whether it starts jobs, and is no rank of one.
+    pub fn starts_ranks(&self) -> bool {
+        match self {
+            Command::Hostile(_) | Command::Chaos(_) | Command::Soak(_) => true,
+            Command::HostileRank(_) | Command::ChaosRank(_) => false,
+        }
+    }
+
     /// Runs it.
     ///
     /// # Errors

@@ -14,6 +14,7 @@ use serde_json::json;
 use super::folder::{EVENTS, Earlier, STEPS};
 use super::metrics::Metrics;
 use super::{complain, say, summary};
+use crate::env::is_rank_of_open_mpi;
 use crate::events::EventFile;
 use crate::memory::{Bytes, Usage};
 use crate::trainer::{Observer, SaveReport, StepReport, Summary};
@@ -213,7 +214,7 @@ impl Observer for Progress {
 
 /// Standard output as something to draw a progress bar on, without ever waiting for it; `None` where it is no terminal that understands that.
 pub(super) fn terminal() -> Option<ProgressDrawTarget> {
-    if !io::stdout().is_terminal() || ProgressDrawTarget::stdout().is_hidden() {
+    if !io::stdout().is_terminal() || is_rank_of_open_mpi() || ProgressDrawTarget::stdout().is_hidden() {
         return None;
     }
     Some(ProgressDrawTarget::term_like_with_hz(Box::new(QueuedTerminal::default()), 20))

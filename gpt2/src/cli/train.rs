@@ -271,13 +271,15 @@ pub(super) struct TrainArgs {
     /// Checkpoints of the whole state that are kept: the newest.
     #[arg(long, default_value_t = 2)]
     keep: usize,
-    /// Go on from a checkpoint of the whole state: its folder, the folder of a run, or latest for the newest in --out. Give the
-    /// same options as for that run, without --init-from. These may differ: ranks, --strategy and its options, --transport
+    /// Go on from a checkpoint of the whole state: its folder, the folder of a run, latest for the newest in --out, or auto for the newest in
+    /// --out, if there is one, and else from the beginning (with --overwrite where a run that was interrupted before its first checkpoint may
+    /// be replaced): the command of a job that its scheduler may start again. Give the
+    /// same options as for that run, without --init-from (which goes with auto). These may differ: ranks, --strategy and its options, --transport
     /// and what concerns it, --wire, --precision, --loss-scale, --accumulation, --recompute, --threads, --device, --out, --eval-every,
     /// --eval-batches, --save-every, --keep. With the same ranks, strategy and types the result is that of a run which was never
     /// interrupted, to the last bit, unless it is of async-ps with a bound of staleness, whose results differ in any case. Where ranks had
     /// parameters of their own and there are others now, all go on with their mean.
-    #[arg(long, value_name = "DIR|latest", overrides_with = "resume")]
+    #[arg(long, value_name = "DIR|latest|auto", overrides_with = "resume")]
     resume: Option<PathBuf>,
     /// When a rank dies, start all ranks again from the last checkpoint, or from the beginning where there is none, at most this many
     /// times.
@@ -316,7 +318,7 @@ pub(super) fn run(args: TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode,
             if args.max_restarts > 0 && job.source != Source::Launch {
                 return Err(format!(
                     "--max-restarts concerns ranks that this program starts, and these are started by {}: let that start them again, with \
-                     --resume latest",
+                     --resume auto",
                     job.source
                 )
                 .into());
@@ -389,7 +391,7 @@ struct EarlierRun {
 impl EarlierRun {
     fn find(args: &TrainArgs) -> Result<Self, CliError> {
         let find = |given: &PathBuf| folder::find_checkpoint(&args.out, given);
-        let resume = args.resume.as_ref().map(find).transpose()?;
+        let resume = args.resume.as_ref().map(find).transpose()?.flatten();
         let fate = Earlier::of(&args.out, resume.as_deref(), args.overwrite);
         Ok(EarlierRun { resume, fate })
     }
@@ -674,7 +676,8 @@ fn is_one_device(saved: &Saved) -> bool {
 /// Refuses weights to start from of a run that goes on, or that would be replaced before it is started again.
 fn check_saving(args: &TrainArgs) -> Result<(), CliError> {
     // Ranks that are started again have the arguments of the first start.
-    if let (Some(init_from), Some(resume), 0) = (&args.init_from, &args.resume, args.restarts) {
+    let named = args.resume.as_ref().filter(|resume| !folder::is_auto(resume));
+    if let (Some(init_from), Some(resume), 0) = (&args.init_from, named, args.restarts) {
         return Err(format!(
             "--init-from {} does not go with --resume {}, which has the weights, the size and the tokenizer of the run that goes on; leave \
              out --init-from to go on, or --resume to begin anew",
