@@ -97,19 +97,23 @@ pub(super) fn checkpoints(folder: &Path) -> Store {
     Store::new(folder.join(CHECKPOINTS))
 }
 
-/// The checkpoint that `--resume` names: `latest` in the folder of this run, a checkpoint, or the latest in the folder of a run.
+/// The checkpoint that `--resume` names: `latest` in the folder of this run, or none there with `auto`, a checkpoint, or the latest in the
+/// folder of a run.
 ///
 /// # Errors
 /// There is none.
-pub(super) fn find_checkpoint(folder: &Path, given: &Path) -> Result<PathBuf, CliError> {
+pub(super) fn find_checkpoint(folder: &Path, given: &Path) -> Result<Option<PathBuf>, CliError> {
+    if given == Path::new(AUTO) {
+        return Ok(checkpoints(folder).latest());
+    }
     let is_latest = given == Path::new(LATEST);
     let run = if is_latest { folder } else { given };
     if !is_latest && (given.join(STATE).exists() || !given.join(CHECKPOINTS).is_dir()) {
         // Whatever is wrong with it is said where it is opened.
-        return Ok(given.to_owned());
+        return Ok(Some(given.to_owned()));
     }
     let store = checkpoints(run);
-    store.latest().ok_or_else(|| {
+    store.latest().map(Some).ok_or_else(|| {
         format!(
             "--resume {}: there is no checkpoint in {}; leave --resume out to begin from the start, or name one",
             given.display(),
@@ -121,6 +125,9 @@ pub(super) fn find_checkpoint(folder: &Path, given: &Path) -> Result<PathBuf, Cl
 
 /// What `--resume` takes for the newest checkpoint in `--out`.
 pub(super) const LATEST: &str = "latest";
+
+/// What `--resume` takes for the newest checkpoint in `--out`, or the beginning where there is none.
+pub(super) const AUTO: &str = "auto";
 
 /// The number of the last step in the file of steps, if there is one.
 pub(super) fn last_step(folder: &Path) -> Option<u64> {
@@ -413,6 +420,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let out = folder.path();
         let find = |given: &Path| find_checkpoint(out, given);
+        assert_eq!(find(Path::new(AUTO)).unwrap(), None);
         let said = find(Path::new(LATEST)).unwrap_err().to_string();
         assert!(said.contains("--resume latest") && said.contains("no checkpoint"), "{said}");
         let store = checkpoints(out);
@@ -421,9 +429,11 @@ mod tests {
             fs::write(store.path(step).join(STATE), "{}").unwrap();
         }
         fs::create_dir_all(store.folder().join(".step-11.tmp")).unwrap();
-        assert_eq!(find(Path::new(LATEST)).unwrap(), store.path(10));
-        assert_eq!(find(out).unwrap(), store.path(10));
-        assert_eq!(find(&store.path(9)).unwrap(), store.path(9));
-        assert_eq!(find(Path::new("/nowhere")).unwrap(), Path::new("/nowhere"));
+        for newest in [LATEST, AUTO] {
+            assert_eq!(find(Path::new(newest)).unwrap(), Some(store.path(10)));
+        }
+        assert_eq!(find(out).unwrap(), Some(store.path(10)));
+        assert_eq!(find(&store.path(9)).unwrap(), Some(store.path(9)));
+        assert_eq!(find(Path::new("/nowhere")).unwrap(), Some("/nowhere".into()));
     }
 }

@@ -3,10 +3,10 @@
 mod start;
 mod watch;
 
+use std::error::Error;
 use std::ffi::OsString;
 use std::io::IsTerminal;
-use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use comm_core::Waiting;
 use comm_core::job::{self, Job, Source};
 use comm_core::launch::{Launch, Output};
 use comm_core::process::StopRequest;
-use isocomm::{Medium, TransportKind, TransportOptions};
+use isocomm::{Bind, Medium, TransportKind, TransportOptions};
 
 use super::attempts::Attempts;
 use super::folder::{self, Earlier};
@@ -214,9 +214,10 @@ pub(super) struct TrainArgs {
     /// Leave out the gate before ZeroMQ: anyone who can reach a port can then end a rank while it connects.
     #[arg(long)]
     no_gate: bool,
-    /// Address that this rank's listeners bind, where the others reach it. [default: the one by which it reaches rank 0]
-    #[arg(long)]
-    bind: Option<IpAddr>,
+    /// Where this rank's listeners are bound and the others reach it: an address, or interfaces as NCCL writes them: prefixes (eth,ib), whole
+    /// names (=eth0), or those that are not meant (^docker). [default: COMM_IFNAME, or the address by which it reaches rank 0]
+    #[arg(long, value_name = "ADDRESS|INTERFACES")]
+    bind: Option<Bind>,
     /// Seconds that an operation may take, and a step of the slowest worker of async-ps. Ranks wait for each other at the start for a second more for each MiB of text, which some may have
     /// to encode first, or each 64 MiB of token shards.
     #[arg(long, default_value_t = 120.0)]
@@ -270,16 +271,18 @@ pub(super) struct TrainArgs {
     /// Checkpoints of the whole state that are kept: the newest.
     #[arg(long, default_value_t = 2)]
     keep: usize,
-    /// Go on from a checkpoint of the whole state: its folder, the folder of a run, or latest for the newest in --out. Give the
+    /// Go on from a checkpoint of the whole state: its folder, the folder of a run, latest for the newest in --out, or auto for that if there
+    /// is one, and else from the beginning, as ranks need it that a scheduler starts again by the same command; with --overwrite also where
+    /// the first start ended before its first checkpoint. Give the
     /// same options as for that run, without --init-from. These may differ: ranks, --strategy and its options, --transport
     /// and what concerns it, --wire, --precision, --loss-scale, --accumulation, --recompute, --threads, --device, --out, --eval-every,
     /// --eval-batches, --save-every, --keep. With the same ranks, strategy and types the result is that of a run which was never
     /// interrupted, to the last bit.
-    #[arg(long, value_name = "DIR|latest", overrides_with = "resume")]
+    #[arg(long, value_name = "DIR|latest|auto", overrides_with = "resume")]
     resume: Option<PathBuf>,
     /// When a rank dies, start all ranks again from the last checkpoint, or from the beginning where there is none, at most this many
     /// times.
-    /// For processes that this program starts; a launcher such as srun has to do that itself.
+    /// For processes that this program starts; a launcher such as srun has to do that itself, with --resume auto.
     #[arg(long, default_value_t = 0)]
     max_restarts: u64,
     /// Restarts before this one, for the summary.
@@ -304,8 +307,25 @@ fn setting(setting: Setting, what: &str) -> String {
 const MAX_LANES: usize = 256;
 
 /// `arguments` are those of the program, by which ranks are started.
-pub(super) fn run(args: TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliError> {
-    job::die_with_parent()?;
+pub(super) fn run(args: &TrainArgs, arguments: Vec<OsString>) -> ExitCode {
+    if let Err(error) = job::die_with_parent() {
+        complain(format_args!("error: {error}"));
+        return ExitCode::FAILURE;
+    }
+    // What ends a run before it begins has been asked for wrongly, or of the wrong machine.
+    begin(args, arguments).unwrap_or_else(|error| {
+        complain(format_args!("error: {error}"));
+        exit_code(job::EXIT_CONFIGURATION)
+    })
+}
+
+fn exit_code(code: i32) -> ExitCode {
+    u8::try_from(code).map_or(ExitCode::FAILURE, ExitCode::from)
+}
+
+/// # Errors
+/// What is wrong with the arguments or the environment.
+fn begin(args: &TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliError> {
     match Job::from_env_with(args.insecure)? {
         Some(job) => {
             if let Some(nproc) = args.nproc {
@@ -314,14 +334,14 @@ pub(super) fn run(args: TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode,
             if args.max_restarts > 0 && job.source != Source::Launch {
                 return Err(format!(
                     "--max-restarts concerns ranks that this program starts, and these are started by {}: let that start them again, with \
-                     --resume latest",
+                     --resume auto",
                     job.source
                 )
                 .into());
             }
-            run_one(&args, &job)
+            run_one(args, &job)
         }
-        None => start(&args, arguments),
+        None => start(args, arguments),
     }
 }
 
@@ -349,6 +369,7 @@ fn run_one(args: &TrainArgs, job: &Job) -> Result<ExitCode, CliError> {
         say(format_args!("ranks: {}, by {}", job.world_size, job.source));
         // Our own launcher has said the rest.
         if job.source != Source::Launch {
+            say(format_args!("job: {}", job.describe()));
             say(prepared.describe(args, job.world_size));
         }
     }
@@ -358,12 +379,17 @@ fn run_one(args: &TrainArgs, job: &Job) -> Result<ExitCode, CliError> {
         Err(TrainError::Comm(error)) => {
             complain(format_args!("error: {error}"));
             // Whoever started the ranks looks for the one that is the cause.
-            let code = u8::try_from(job::exit_code(&error, job.rank));
-            Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
+            Ok(exit_code(job::exit_code(&error, job.rank)))
         }
         Err(error @ TrainError::Stopped { .. }) => Ok(stopped(&error, job.rank)),
-        Err(error) => Err(error.into()),
+        Err(error) => Ok(failed(&error)),
     }
+}
+
+/// The exit code of a run that has begun and then failed.
+fn failed(error: &dyn Error) -> ExitCode {
+    complain(format_args!("error: {error}"));
+    ExitCode::FAILURE
 }
 
 /// The exit code of a rank that was asked to leave, and has saved the state of the run.
@@ -371,7 +397,7 @@ fn stopped(error: &TrainError, rank: usize) -> ExitCode {
     if rank == 0 {
         say(error);
     }
-    u8::try_from(job::EXIT_STOPPED).map_or(ExitCode::FAILURE, ExitCode::from)
+    exit_code(job::EXIT_STOPPED)
 }
 
 /// An earlier run, or an earlier part of this one.
@@ -385,7 +411,7 @@ struct EarlierRun {
 impl EarlierRun {
     fn find(args: &TrainArgs) -> Result<Self, CliError> {
         let find = |given: &PathBuf| folder::find_checkpoint(&args.out, given);
-        let resume = args.resume.as_ref().map(find).transpose()?;
+        let resume = args.resume.as_ref().map(find).transpose()?.flatten();
         let fate = Earlier::of(&args.out, resume.as_deref(), args.overwrite);
         Ok(EarlierRun { resume, fate })
     }
@@ -411,7 +437,7 @@ fn refuse_for_all(
     if let Ok(Prepared { config, corpus, options, device, .. }) = &prepared {
         let _ = refuse(job, config, corpus, options, device, &why.to_string());
     }
-    Ok(ExitCode::FAILURE)
+    Ok(exit_code(job::EXIT_CONFIGURATION))
 }
 
 /// No launcher started this process: it is one itself, unless all ranks fit in it.
@@ -444,7 +470,7 @@ fn start(args: &TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliErro
         return match run_threads(config, corpus, ranks, options, device, &mut progress) {
             Ok(_) => Ok(ExitCode::SUCCESS),
             Err(error @ TrainError::Stopped { .. }) => Ok(stopped(&error, 0)),
-            Err(error) => Err(error.into()),
+            Err(error) => Ok(failed(&error)),
         };
     }
     say(prepared.describe(args, ranks));
@@ -462,11 +488,14 @@ fn start(args: &TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliErro
     // On a terminal rank 0 has it to itself, for its progress bar.
     launch.output = if std::io::stdout().is_terminal() { Output::RankZeroPlain } else { Output::Prefixed };
     let mut attempts = Attempts::new(&args.out, args.max_restarts, resume.as_deref(), command);
-    let outcome = launch.run_again(&mut |outcome| attempts.next(outcome))?;
+    let outcome = match launch.run_again(&mut |outcome| attempts.next(outcome)) {
+        Ok(outcome) => outcome,
+        Err(error) => return Ok(failed(&error)),
+    };
     if let Some(cause) = outcome.cause {
         complain(format_args!("error: {cause}"));
     }
-    Ok(u8::try_from(outcome.code).map_or(ExitCode::FAILURE, ExitCode::from))
+    Ok(exit_code(outcome.code))
 }
 
 /// How long ranks that were asked to leave may take for it, beside the time in which they write their state.
@@ -655,8 +684,9 @@ fn saves_state(args: &TrainArgs) -> bool {
 
 /// Refuses what asks for checkpoints of a run that has none, and weights to start from of one that goes on.
 fn check_saving(args: &TrainArgs) -> Result<(), CliError> {
-    // Ranks that are started again have the arguments of the first start.
-    if let (Some(init_from), Some(resume), 0) = (&args.init_from, &args.resume, args.restarts) {
+    // Ranks that are started again, by whomever, have the arguments of the first start.
+    let resume = args.resume.as_deref().filter(|resume| *resume != Path::new(folder::AUTO));
+    if let (Some(init_from), Some(resume), 0) = (&args.init_from, resume, args.restarts) {
         return Err(format!(
             "--init-from {} does not go with --resume {}, which has the weights, the size and the tokenizer of the run that goes on; leave \
              out --init-from to go on, or --resume to begin anew",
@@ -878,7 +908,7 @@ fn learning_rate(args: &TrainArgs) -> Result<LearningRate, CliError> {
 fn transport_options(args: &TrainArgs, lanes: usize) -> Result<TransportOptions, CliError> {
     let options = TransportOptions {
         lanes,
-        bind: args.bind,
+        bind: args.bind.clone(),
         timeout: seconds(args.timeout),
         // Several of them may be late without a consequence.
         heartbeat: (seconds(args.liveness) / 5).min(TransportOptions::default().heartbeat),
