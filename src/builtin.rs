@@ -139,7 +139,7 @@ mod tcp {
     fn options_of(options: &TransportOptions) -> TcpOptions {
         TcpOptions {
             lanes: options.lanes,
-            bind: options.bind,
+            bind: options.bind.clone(),
             congestion: options.congestion.clone(),
             gate: if options.gate { Gate::Filter } else { Gate::Off },
             waiting: options.waiting,
@@ -188,7 +188,7 @@ mod quic {
     fn options_of(options: &TransportOptions) -> Result<QuicOptions> {
         let mut quic = QuicOptions {
             lanes: options.lanes,
-            bind: options.bind,
+            bind: options.bind.clone(),
             mtu: options.mtu,
             waiting: options.waiting,
             ..QuicOptions::default()

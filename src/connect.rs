@@ -150,6 +150,53 @@ mod tests {
     }
 
     #[test]
+    fn listeners_keep_to_the_ports_of_the_job() {
+        let listeners = |kind: &TransportKind| matches!(kind.medium(), Medium::Tcp | Medium::Udp);
+        for kind in usable().filter(listeners) {
+            // Taken, for TCP and UDP.
+            let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+            let port = tcp.local_addr().unwrap().port();
+            let Ok(_udp) = std::net::UdpSocket::bind(("127.0.0.1", port)) else { continue };
+            let with = |mut job: Job, last: u16| {
+                job.network.ports = Some(format!("{port}-{last}").parse().unwrap());
+                let connected = connect(kind.name(), &job, &options())?;
+                let sum = connected.comm.all_reduce_scalar(1, ReduceOp::Sum)?;
+                connected.comm.finish(options().timeout).map(|()| sum)
+            };
+            for outcome in ranks(2, |job| with(job, port)) {
+                let error = outcome.unwrap_err().to_string();
+                assert!(error.contains(&format!("all 1 ports of COMM_PORT_RANGE={port}-{port}")), "{kind}: {error}");
+            }
+            for outcome in ranks(2, |job| with(job, port.saturating_add(200))) {
+                assert_eq!(outcome.unwrap(), 2, "{kind}");
+            }
+        }
+    }
+
+    #[test]
+    fn listeners_are_bound_where_the_job_says() {
+        // Whatever the interface of loopback is called.
+        let there = comm_core::interfaces::addresses().unwrap();
+        let loopback = there.iter().find(|one| one.address.ip().is_loopback()).expect("loopback");
+        let named = format!("={}", loopback.interface);
+        for kind in usable().filter(|kind| matches!(kind.medium(), Medium::Tcp | Medium::Udp)) {
+            let with = |mut job: Job, bind: &str| {
+                job.network.bind = Some(bind.parse().unwrap());
+                let connected = connect(kind.name(), &job, &options())?;
+                connected.comm.barrier()?;
+                connected.comm.finish(options().timeout)
+            };
+            for outcome in ranks(2, |job| with(job, &named)) {
+                outcome.unwrap();
+            }
+            for outcome in ranks(2, |job| with(job, "=no-such")) {
+                let error = outcome.unwrap_err().to_string();
+                assert!(error.contains("meant by =no-such") && error.contains("COMM_IFNAME"), "{kind}: {error}");
+            }
+        }
+    }
+
+    #[test]
     fn a_second_transport_is_of_the_same_job() {
         for (first, second) in usable().zip(usable().skip(1)) {
             let errors = ranks(2, |job| {

@@ -153,7 +153,8 @@ mod options;
 mod registry;
 mod rung;
 
-pub use comm_core::job::{self, Address, EXIT_ECHO, Job, Secret, exit_code};
+pub use comm_core::interfaces::{Bind, InterfaceFilter};
+pub use comm_core::job::{self, Address, EXIT_CONFIGURATION, EXIT_ECHO, Job, Secret, exit_code};
 pub use comm_core::launch::{Launch, LaunchOutcome, Output};
 pub use comm_core::{
     Algorithm, Buffer, Call, Communicator, CommunicatorExt, Completed, Control, DType, Deadline, Element, Error,

@@ -1,10 +1,10 @@
 //! Settings of all transports.
 
 use std::fmt;
-use std::net::IpAddr;
 use std::time::Duration;
 
 use comm_core::control::TcpOptions;
+use comm_core::interfaces::Bind;
 use comm_core::{Error, MeshOptions, Result, Waiting};
 use serde::{Deserialize, Serialize};
 
@@ -23,9 +23,9 @@ use serde::{Deserialize, Serialize};
 pub struct TransportOptions {
     /// Independent ordered channels between each pair of ranks, from 0. Default 2.
     pub lanes: usize,
-    /// Address that listeners bind; `None` for the one by which this rank reaches rank 0, which routes by itself. A transport without
-    /// listeners has no use for it.
-    pub bind: Option<IpAddr>,
+    /// Address that listeners bind, or the interfaces of which one is taken; `None` for what the job's [network](comm_core::job::Network) says,
+    /// or else the address by which this rank reaches rank 0, which routes by itself. A transport without listeners has no use for it.
+    pub bind: Option<Bind>,
     /// Longest time an operation may take. Default 120 s.
     pub timeout: Duration,
     /// What a thread does while it waits inside an exchange.
@@ -164,6 +164,6 @@ impl TransportOptions {
             )));
         }
         // Here, so that the other ranks do not wait for one that cannot listen.
-        self.bind.map_or(Ok(()), comm_core::addresses::check_own_address)
+        self.bind.as_ref().map_or(Ok(()), Bind::check)
     }
 }

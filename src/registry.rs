@@ -316,7 +316,8 @@ mod tests {
         for wrong in [
             TransportOptions { heartbeat: Duration::ZERO, ..default() },
             TransportOptions { liveness: default().heartbeat, ..default() },
-            TransportOptions { bind: Some([192, 0, 2, 1].into()), ..default() },
+            TransportOptions { bind: Some("192.0.2.1".parse().unwrap()), ..default() },
+            TransportOptions { bind: Some("=no-such".parse().unwrap()), ..default() },
         ] {
             assert!(matches!(TransportKind::SHM.check(&wrong), Err(Error::InvalidArgument(_))), "{wrong:?}");
         }

@@ -54,6 +54,7 @@ mod handle;
 mod header;
 mod hex;
 mod huge_pages;
+pub mod interfaces;
 pub mod job;
 pub mod lanes;
 pub mod launch;

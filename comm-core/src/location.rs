@@ -10,6 +10,7 @@ use sha2::{Digest, Sha256};
 use crate::addresses::{check_address, check_own_socket_address, loopback, with_scope};
 use crate::control::Control;
 use crate::error::{Error, Result};
+use crate::interfaces::{self, Bind};
 
 /// Where a rank is: what it tells the others beside the addresses that it offers them. By default nothing is known.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -78,25 +79,27 @@ pub fn check_reachable(ranks: &[(&NetworkLocation, Vec<IpAddr>)]) -> Result<()> 
         };
         return Err(Error::Rendezvous(format!(
             "rank {rank} {came_from}offers {loopback}, which only its own machine reaches, and rank {other} runs on another machine or \
-             in another container; leave out --bind (in the library: `bind`), or give rank {rank} an address of its machine that the others \
+             in another container; leave out --bind and COMM_IFNAME (in the library: `bind`), or give rank {rank} an address of its machine that the others \
              reach"
         )));
     }
     Ok(())
 }
 
-/// The address that this rank's listeners take, with port 0: `asked`, if it is one of this machine's; by default the one by which it
-/// reaches rank 0 (rank 0: by which the others reach it), for that one routes; in a job whose ranks are threads or that has only one,
-/// loopback.
+/// The address that this rank's listeners take, with port 0: `asked`, or else what the job's [network](crate::job::Network) asks for, if it is
+/// one of this machine's; by default the one by which it reaches rank 0 (rank 0: by which the others reach it), for that one routes; in a
+/// job whose ranks are threads or that has only one, loopback.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] for an address that is not this machine's or that nobody can dial.
-pub fn bind_address(asked: Option<IpAddr>, control: &dyn Control) -> Result<SocketAddr> {
-    let address = match (asked, control.local_address()) {
-        (Some(ip), _) => {
-            check_address(ip)?;
-            with_scope(ip)
+/// [`Error::InvalidArgument`] for an address that is not this machine's or that nobody can dial, and for interfaces that it does not have.
+pub fn bind_address(asked: Option<&Bind>, control: &dyn Control) -> Result<SocketAddr> {
+    let of_job = control.network().bind;
+    let address = match (asked.or(of_job.as_ref()), control.local_address()) {
+        (Some(Bind::Address(ip)), _) => {
+            check_address(*ip)?;
+            with_scope(*ip)
         }
+        (Some(Bind::Interfaces(filter)), routed) => filter.choose(&interfaces::addresses()?, routed)?,
         (None, Some(SocketAddr::V6(v6))) if v6.ip().to_ipv4_mapped().is_none() => {
             SocketAddrV6::new(*v6.ip(), 0, 0, v6.scope_id()).into()
         }
@@ -165,7 +168,10 @@ mod tests {
     #[test]
     fn what_is_asked_for_wins_and_must_be_this_machines() {
         let ranks = crate::local::group(1, 1);
-        let bind = |ip: Option<&str>| bind_address(ip.map(|ip| ip.parse().unwrap()), &*ranks[0].control);
+        let bind = |text: Option<&str>| {
+            let asked: Option<Bind> = text.map(|text| text.parse().unwrap());
+            bind_address(asked.as_ref(), &*ranks[0].control)
+        };
         assert_eq!(bind(Some("127.0.0.2")).unwrap().to_string(), "127.0.0.2:0");
         assert!(bind(None).unwrap().ip().is_loopback());
         for wrong in ["0.0.0.0", "203.0.113.1", "224.0.0.1"] {

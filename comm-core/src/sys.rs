@@ -1,7 +1,9 @@
 //! System calls that the standard library does not offer, behind safe functions.
 
+use std::ffi::CStr;
 use std::fs::File;
 use std::io;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 use std::os::fd::BorrowedFd;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -153,6 +155,61 @@ pub(crate) fn advise_huge_pages(memory: &mut [u8]) {
     let length = pages.len() / PAGE * PAGE;
     // SAFETY: the range lies within memory that this call has borrowed alone, and the advice does not change what it holds.
     let _ = unsafe { libc::madvise(pages.as_mut_ptr().cast(), length, libc::MADV_HUGEPAGE) };
+}
+
+/// The addresses of interfaces that are up, with the names of these and port 0, in the kernel's order.
+pub(crate) fn interface_addresses() -> io::Result<Vec<(String, SocketAddr)>> {
+    struct List(*mut libc::ifaddrs);
+
+    impl Drop for List {
+        fn drop(&mut self) {
+            // SAFETY: the pointer is what getifaddrs has given, and nothing else frees it.
+            unsafe { libc::freeifaddrs(self.0) };
+        }
+    }
+
+    let mut first = std::ptr::null_mut();
+    // SAFETY: getifaddrs writes one pointer, to a list that stays until it is freed.
+    if unsafe { libc::getifaddrs(&raw mut first) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let list = List(first);
+    let mut found = Vec::new();
+    let mut next = list.0;
+    // SAFETY: each pointer is null at the end of the list, or an entry of it, and the list lives as long as `list`.
+    while let Some(entry) = unsafe { next.as_ref() } {
+        next = entry.ifa_next;
+        if entry.ifa_flags & libc::IFF_UP as u32 == 0 || entry.ifa_name.is_null() {
+            continue;
+        }
+        // SAFETY: the address of an entry is null, or one whose family says which type it is of.
+        let address = unsafe { socket_address(entry.ifa_addr) };
+        // SAFETY: the name of an entry ends with a zero byte, and lives as long as the list.
+        let name = unsafe { CStr::from_ptr(entry.ifa_name) };
+        found.extend(address.map(|address| (name.to_string_lossy().into_owned(), address)));
+    }
+    Ok(found)
+}
+
+/// # Safety
+/// `address` is null, or points to an address of the type that its family says.
+unsafe fn socket_address(address: *const libc::sockaddr) -> Option<SocketAddr> {
+    // SAFETY: it is null or points to an address, of which every type begins with its family.
+    match i32::from(unsafe { address.as_ref() }?.sa_family) {
+        libc::AF_INET => {
+            // SAFETY: of this family it is of this type.
+            let v4 = unsafe { address.cast::<libc::sockaddr_in>().read_unaligned() };
+            Some((Ipv4Addr::from(u32::from_be(v4.sin_addr.s_addr)), 0).into())
+        }
+        libc::AF_INET6 => {
+            // SAFETY: of this family it is of this type.
+            let v6 = unsafe { address.cast::<libc::sockaddr_in6>().read_unaligned() };
+            let ip = Ipv6Addr::from(v6.sin6_addr.s6_addr);
+            let scope = if ip.is_unicast_link_local() { v6.sin6_scope_id } else { 0 };
+            Some(SocketAddrV6::new(ip, 0, 0, scope).into())
+        }
+        _ => None,
+    }
 }
 
 /// Sends `signal` to the process group that `leader` leads. A group that is gone is no error.

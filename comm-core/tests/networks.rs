@@ -217,6 +217,40 @@ fn a_name_that_is_loopback_here_is_said_to_be_out_of_reach_for_others() {
 }
 
 #[test]
+fn rank_0_of_a_job_on_several_machines_listens_where_they_reach_it() {
+    let name = "rank_0_of_a_job_on_several_machines_listens_where_they_reach_it";
+    let setup = "ip address add 10.9.9.1/32 dev lo; ip link add decoy type veth peer name other; \
+                 ip address add 10.9.8.1/24 dev decoy; ip link set decoy up";
+    if !is_inside(name, "127.0.1.1 own\n10.9.9.1 others\n", setup) {
+        return;
+    }
+    let first = |bind: Option<&str>, host: &str| {
+        let mut job = job(0, 2, &named(host, 4000));
+        job.network.across_hosts = true;
+        job.network.bind = bind.map(|bind| bind.parse().unwrap());
+        job.found.address = "SLURM_JOB_NODELIST".into();
+        job
+    };
+    for (bind, host) in [(None, "own"), (Some("=no-such"), "own"), (None, "127.0.0.1")] {
+        let began = Instant::now();
+        let connected = TcpControl::connect_with(&first(bind, host), &[], options(), after(30_000));
+        let error = connected.unwrap_err().to_string();
+        for part in ["by SLURM_JOB_NODELIST", "only 127.0.", "COMM_IFNAME", "COMM_ADDR"] {
+            assert!(error.contains(part), "{part}: {error}");
+        }
+        assert!(began.elapsed() < Duration::from_secs(10), "it waited for the others");
+    }
+    // Not on the decoy, and where the others, to whom the name leads elsewhere, look for it.
+    for bind in ["lo", "10.9.9.1"] {
+        thread::scope(|scope| {
+            let rank0 = scope.spawn(|| meet(&first(Some(bind), "own"), &|_| ()));
+            meet(&job(1, 2, &named("others", 4000)), &|_| ());
+            assert_eq!(rank0.join().unwrap(), Some("10.9.9.1:4000".parse().unwrap()), "{bind}");
+        });
+    }
+}
+
+#[test]
 fn a_machine_without_ipv4_has_a_loopback_too() {
     if !is_inside("a_machine_without_ipv4_has_a_loopback_too", "::1 localhost\n", "ip address del 127.0.0.1/8 dev lo") {
         return;
@@ -245,7 +279,8 @@ fn link_local_addresses_can_be_listened_on() {
         return;
     }
     let control = &comm_core::local::group(1, 1)[0].control;
-    let own = comm_core::location::bind_address(Some("fe80::7".parse().unwrap()), &**control).unwrap();
+    let asked = "fe80::7".parse().unwrap();
+    let own = comm_core::location::bind_address(Some(&asked), &**control).unwrap();
     let SocketAddr::V6(v6) = own else { panic!("{own}") };
     assert_ne!(v6.scope_id(), 0);
     TcpListener::bind(own).unwrap();

@@ -193,10 +193,11 @@ fn another_secret_job_or_epoch_is_refused_and_the_job_goes_on() {
     let changes: [(Change, &str); 3] = [
         (|job| job.secret = Secret::new("another secret for tests").unwrap(), "does not know this job's secret"),
         (|job| job.id = "other".into(), "belongs to job \"other\""),
-        (|job| job.epoch = 3, "is of epoch 3"),
+        (|job| job.epoch = 3, "is of epoch 3, but this job is at epoch 4"),
     ];
     for (change, text) in changes {
-        let jobs = jobs(2);
+        let mut jobs = jobs(2);
+        jobs.iter_mut().for_each(|job| job.epoch = 4);
         let mut wrong = jobs[1].clone();
         change(&mut wrong);
         run(&jobs, |job| {
@@ -207,6 +208,27 @@ fn another_secret_job_or_epoch_is_refused_and_the_job_goes_on() {
             connect(job).unwrap().leave(after(20_000)).unwrap();
         });
     }
+}
+
+#[test]
+fn a_rank_that_is_started_again_before_rank_0_waits_for_it() {
+    let (address, _) = free_address();
+    let of_epoch = |rank, epoch| Job { epoch, ..job(rank, 2, &address) };
+    thread::scope(|scope| {
+        // Rank 0 of the first start is still there, and waits for its own rank 1.
+        let stale = scope.spawn(|| TcpControl::connect_with(&of_epoch(0, 1), &[], options(), after(60_000)).map(drop));
+        let again = scope.spawn(|| TcpControl::connect_with(&of_epoch(1, 2), &[], options(), after(60_000)));
+        let began = Instant::now();
+        let error = stale.join().unwrap().unwrap_err().to_string();
+        assert!(error.contains("rank 1 is of epoch 2, but this job is at epoch 1, an earlier start"), "{error}");
+        assert!(began.elapsed() < Duration::from_secs(20), "it ends when a later start is there");
+        let first = TcpControl::connect_with(&of_epoch(0, 2), &[], options(), after(20_000)).unwrap();
+        let second = again.join().unwrap().unwrap();
+        run(&[of_epoch(0, 2), of_epoch(1, 2)], |job| {
+            let control = if job.rank == 0 { &first } else { &second };
+            control.leave(after(20_000)).unwrap();
+        });
+    });
 }
 
 #[test]
@@ -254,11 +276,12 @@ fn rank_0_says_whom_it_refused_and_no_rubbish_hides_it() {
     let changes: [(Change, &str); 3] = [
         (|job| job.secret = Secret::new("another secret for tests").unwrap(), "as a rank with another secret does"),
         (|job| job.id = "other".into(), "rank 1 belongs to job \"other\", but this is job \"test\""),
-        (|job| job.epoch = 3, "rank 1 is of epoch 3, but this job is at epoch 0"),
+        (|job| job.epoch = 3, "rank 1 is of epoch 3, but this job is at epoch 4"),
     ];
     for (change, text) in changes {
         let (address, addr) = free_address();
-        let jobs = [job(0, 2, &address), job(1, 2, &address)];
+        let mut jobs = [job(0, 2, &address), job(1, 2, &address)];
+        jobs.iter_mut().for_each(|job| job.epoch = 4);
         let mut errors = texts(run(&jobs, |job| {
             if job.rank == 0 {
                 return TcpControl::connect_with(job, &[], options(), after(1500)).map(drop);

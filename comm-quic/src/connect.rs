@@ -134,8 +134,8 @@ struct Opened {
 
 impl Opened {
     fn new(control: &dyn Control, options: &QuicOptions, protection: Protection) -> Result<Self> {
-        let own = bind_address(options.bind, control)?;
-        let socket = BoundSocket::bind(own)?;
+        let own = bind_address(options.bind.as_ref(), control)?;
+        let socket = BoundSocket::bind(own, control.network().ports)?;
         let identity = Identity::generate()?;
         let peer_info = PeerInfo {
             protection: protection.code(),

@@ -1,8 +1,8 @@
 //! What a user can set.
 
-use std::net::IpAddr;
 use std::time::Duration;
 
+use comm_core::interfaces::Bind;
 use comm_core::{Error, Result, Waiting};
 
 use crate::congestion::Congestion;
@@ -11,10 +11,11 @@ use crate::congestion::Congestion;
 /// measurement in which they do says little.
 #[derive(Clone, Debug)]
 pub struct QuicOptions {
-    /// The address that this rank's UDP socket is bound to and that the other ranks dial; the port is a free one. Not the wildcard
-    /// address, which nobody can dial. `None`, the default: the address by which this rank reaches rank 0, which routes by itself
-    /// (of rank 0: the one by which the others reach it).
-    pub bind: Option<IpAddr>,
+    /// The address that this rank's UDP socket is bound to and that the other ranks dial, or the interfaces of which one is taken; the port is a
+    /// free one, of those of the job's [network](comm_core::job::Network) if it has any. Not the wildcard address, which nobody can dial.
+    /// `None`, the default: what that network says, or else the address by which this rank reaches rank 0, which routes by itself (of rank 0:
+    /// the one by which the others reach it).
+    pub bind: Option<Bind>,
     /// Lanes, each its own stream, from 1 to 256.
     pub lanes: usize,
     /// Congestion control.
@@ -70,7 +71,7 @@ impl QuicOptions {
     /// [`Error::InvalidArgument`] naming the value and what it may be.
     pub fn check(&self) -> Result<()> {
         let require = |holds: bool, what: String| if holds { Ok(()) } else { Err(Error::invalid(what)) };
-        self.bind.map_or(Ok(()), comm_core::addresses::check_own_address)?;
+        self.bind.as_ref().map_or(Ok(()), Bind::check)?;
         require((1..=256).contains(&self.lanes), format!("quic lanes (--lanes): {} is not from 1 to 256", self.lanes))?;
         if let Some(mtu) = self.mtu {
             require(

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
+use comm_core::addresses::PortRange;
 use comm_core::{Error, Result};
 use quinn::udp::{RecvMeta, Transmit};
 use quinn::{AsyncUdpSocket, UdpPoller};
@@ -27,9 +28,9 @@ pub(crate) struct BoundSocket {
 }
 
 impl BoundSocket {
-    /// Binds a free port of `address`, whose port is 0.
-    pub(crate) fn bind(address: SocketAddr) -> Result<Self> {
-        let open = || -> io::Result<BoundSocket> {
+    /// Binds a free port of `address`, whose port is 0, or one of `ports`.
+    pub(crate) fn bind(address: SocketAddr, ports: Option<PortRange>) -> Result<Self> {
+        let open = |address: SocketAddr| -> io::Result<BoundSocket> {
             let socket = Socket::new(Domain::for_address(address), Type::DGRAM, Some(Protocol::UDP))?;
             socket.set_recv_buffer_size(BUFFER)?;
             socket.set_send_buffer_size(BUFFER)?;
@@ -40,7 +41,8 @@ impl BoundSocket {
             let address = socket.local_addr()?;
             Ok(BoundSocket { socket, address, receive_buffer, send_buffer })
         };
-        open().map_err(|error| Error::io(format!("binding a UDP socket for QUIC on {}", address.ip()), error))
+        PortRange::bind(ports, address, open)
+            .map_err(|error| Error::io(format!("binding a UDP socket for QUIC on {}", address.ip()), error))
     }
 }
 

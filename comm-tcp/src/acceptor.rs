@@ -128,7 +128,7 @@ mod tests {
     /// A connection that was first and has sent its handshake is admitted, however many others came before the handshakes were served.
     #[tokio::test]
     async fn a_flood_of_connections_turns_no_rank_away() {
-        let listener = crate::socket::listen("127.0.0.1:0".parse().unwrap(), None).unwrap();
+        let listener = crate::socket::listen("127.0.0.1:0".parse().unwrap(), None, None).unwrap();
         let address = listener.local_addr().unwrap();
         let dial = || std::net::TcpStream::connect(address).unwrap();
         let mut rank = dial();
@@ -163,7 +163,7 @@ mod tests {
             return;
         }
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        let listener = crate::socket::listen("127.0.0.1:0".parse().unwrap(), None).unwrap();
+        let listener = crate::socket::listen("127.0.0.1:0".parse().unwrap(), None, None).unwrap();
         let mut rank = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let mut hoard: Vec<_> = std::iter::from_fn(|| std::fs::File::open("/dev/null").ok()).collect();
         hoard.pop();

@@ -1,7 +1,6 @@
 //! What a caller can choose.
 
-use std::net::IpAddr;
-
+use comm_core::interfaces::Bind;
 use comm_core::{Error, HEADER_LEN, Result, Waiting};
 
 /// Settings of both transports of this crate. All ranks must use the same `lanes`, `window`, `segment`, `gate` and `ipc`;
@@ -12,10 +11,11 @@ use comm_core::{Error, HEADER_LEN, Result, Waiting};
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TcpOptions {
-    /// The address to listen on, exactly; the other ranks dial it, so it must be one under which they reach this rank. The
-    /// port is a free one. Default, `None`: the address by which this rank reaches rank 0, which routes by itself (of rank 0:
-    /// the one by which the others reach it).
-    pub bind: Option<IpAddr>,
+    /// The address to listen on, exactly, or the interfaces of which one is taken; the other ranks dial it, so it must be one under which
+    /// they reach this rank. The port is a free one, of those of the job's [network](comm_core::job::Network) if it has any. Default, `None`:
+    /// what that network says, or else the address by which this rank reaches rank 0, which routes by itself (of rank 0: the one by which the
+    /// others reach it).
+    pub bind: Option<Bind>,
     /// Independent ordered channels between every pair of ranks, one TCP connection each. Default: 2.
     pub lanes: usize,
     /// TCP congestion control by its kernel name (`cubic`, `bbr`, `reno`); `None` leaves the kernel's default. Raw TCP sets it
@@ -81,7 +81,7 @@ impl TcpOptions {
     /// # Errors
     /// [`Error::InvalidArgument`] naming the value and what it may be.
     pub(crate) fn validate(&self) -> Result<()> {
-        self.bind.map_or(Ok(()), comm_core::addresses::check_own_address)?;
+        self.bind.as_ref().map_or(Ok(()), Bind::check)?;
         if !(1..=MAX_LANES).contains(&self.lanes) {
             return Err(Error::invalid(format!("tcp lanes (--lanes): {} is not from 1 to {MAX_LANES}", self.lanes)));
         }
@@ -113,6 +113,7 @@ mod tests {
         let refused = [
             (TcpOptions { bind: Some("0.0.0.0".parse().unwrap()), ..default() }, "0.0.0.0"),
             (TcpOptions { bind: Some("255.255.255.255".parse().unwrap()), ..default() }, "broadcast"),
+            (TcpOptions { bind: Some("=no-such".parse().unwrap()), ..default() }, "=no-such"),
             (TcpOptions { bind: Some("224.0.0.1".parse().unwrap()), ..default() }, "multicast"),
             // For documentation only (RFC 5737): no machine has it.
             (TcpOptions { bind: Some("203.0.113.1".parse().unwrap()), ..default() }, "203.0.113.1"),

@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
 
+use comm_core::addresses::PortRange;
 use comm_core::{Error, Result};
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 
@@ -13,23 +14,40 @@ const SOCKET_BUFFER: usize = 4 << 20;
 /// dialler tries again after a second, so connections from outside the job must not fill it while handshakes are served.
 const BACKLOG: i32 = 4096;
 
-/// A listener on a free port of `address`, whose port is 0, non-blocking; accepted sockets inherit the congestion control.
-pub(crate) fn listen(address: SocketAddr, congestion: Option<&str>) -> Result<std::net::TcpListener> {
-    listen_prepared(address, congestion, |_| ())
+/// A listener on a free port of `address`, whose port is 0, or on one of `ports`, non-blocking; accepted sockets inherit the congestion
+/// control.
+pub(crate) fn listen(
+    address: SocketAddr,
+    ports: Option<PortRange>,
+    congestion: Option<&str>,
+) -> Result<std::net::TcpListener> {
+    listen_prepared(address, ports, congestion, |_| ())
 }
 
 /// As [`listen`], with a socket on which `prepare` may set more before it listens.
 pub(crate) fn listen_prepared(
     address: SocketAddr,
+    ports: Option<PortRange>,
     congestion: Option<&str>,
-    prepare: impl FnOnce(&Socket),
+    mut prepare: impl FnMut(&Socket),
 ) -> Result<std::net::TcpListener> {
     let failed = |error| Error::io(format!("listening on {}", address.ip()), error);
-    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP)).map_err(failed)?;
-    set_congestion(&socket, congestion)?;
-    prepare(&socket);
-    socket.bind(&address.into()).map_err(failed)?;
-    socket.listen(BACKLOG).map_err(failed)?;
+    let open = || Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP));
+    if congestion.is_some() {
+        // What the kernel does not know is no matter of ports.
+        set_congestion(&open().map_err(failed)?, congestion)?;
+    }
+    let socket = PortRange::bind(ports, address, |address| {
+        let socket = open()?;
+        if let Some(name) = congestion {
+            socket.set_tcp_congestion(name.as_bytes())?;
+        }
+        prepare(&socket);
+        socket.bind(&address.into())?;
+        socket.listen(BACKLOG)?;
+        Ok(socket)
+    });
+    let socket = socket.map_err(failed)?;
     socket.set_nonblocking(true).map_err(failed)?;
     Ok(socket.into())
 }
@@ -96,13 +114,13 @@ mod tests {
 
     #[test]
     fn an_unknown_congestion_control_is_an_error_that_says_where_to_look() {
-        let error = listen("127.0.0.1:0".parse().unwrap(), Some("no-such-thing")).unwrap_err();
+        let error = listen("127.0.0.1:0".parse().unwrap(), None, Some("no-such-thing")).unwrap_err();
         assert!(error.to_string().contains("tcp_available_congestion_control"), "{error}");
     }
 
     #[test]
     fn accepted_sockets_inherit_the_congestion_control() {
-        let listener = listen("127.0.0.1:0".parse().unwrap(), Some("reno")).unwrap();
+        let listener = listen("127.0.0.1:0".parse().unwrap(), None, Some("reno")).unwrap();
         listener.set_nonblocking(false).unwrap();
         let _dialler = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (accepted, _) = listener.accept().unwrap();

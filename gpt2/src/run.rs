@@ -1,13 +1,16 @@
 //! Starting the ranks of a job, and running one.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
 use burn::tensor::Device;
 use comm_core::control::{MissingRanksReport, TcpControl};
-use comm_core::{Control, Deadline, Error, job::Job, printer};
-use isocomm::{Connected, Nodes, Properties, TransportKind, TransportOptions, connect_node, rank_alone};
+use comm_core::job::{Job, Source};
+use comm_core::location::bind_address;
+use comm_core::{Control, Deadline, Error, interfaces, printer};
+use isocomm::{Connected, Medium, Nodes, Properties, TransportKind, TransportOptions, connect_node, rank_alone};
 
 use crate::corpus::{Corpus, Origin};
 use crate::devices;
@@ -144,6 +147,9 @@ pub fn run_rank_over(
     if job.rank == 0 {
         report_stalls(&*control);
     }
+    if let Some((address, interface)) = listening(job, options, &*control) {
+        observer.listening(address, &interface);
+    }
     let nodes = config
         .strategy
         .spec()
@@ -161,6 +167,18 @@ pub fn run_rank_over(
     }
     session.native = lender(&session.properties, device).inspect_err(|error| session.control.poison(error))?;
     in_pool(config, corpus, &session, options, device, observer)
+}
+
+/// The address that listeners take and the name of its interface, of a job that is not of this machine alone by how it was started, over a
+/// transport of this library that has listeners.
+fn listening(job: &Job, options: &RankOptions, control: &dyn Control) -> Option<(IpAddr, String)> {
+    let has_listeners = matches!(options.transport.medium(), Medium::Tcp | Medium::Udp);
+    if !has_listeners || job.world_size == 1 || job.source == Source::Launch {
+        return None;
+    }
+    // What is wrong with it is said by the transport.
+    let address = bind_address(options.options.bind.as_ref(), control).ok()?.ip();
+    Some((address, interfaces::name_of(address).unwrap_or_else(|| "unknown interface".into())))
 }
 
 /// Runs rank `rank` of `ranks` whose others are not there: for what it computes and asks for, and how long that takes by itself. What it learns is

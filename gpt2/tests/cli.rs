@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use comm_core::job::{EXIT_CONFIGURATION, EXIT_ECHO, EXIT_STOPPED};
 use gpt2::checkpoint::Checkpoint;
 use gpt2::config::ModelConfig;
 use gpt2::segments::layout;
@@ -397,7 +398,7 @@ fn a_launcher_that_contradicts_nproc_is_named() {
     for (variables, parts) in cases {
         let output = launched("--strategy ddp --nproc 2", &data, variables, folder.path());
         let said = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(1), "{variables:?}: {said}");
+        assert_eq!(output.status.code(), Some(EXIT_CONFIGURATION), "{variables:?}: {said}");
         assert_eq!(said.matches("error:").count(), 1, "{said}");
         for part in ["--nproc 2 ", "leave out --nproc"].iter().chain(*parts) {
             assert!(said.contains(part), "{variables:?}: no {part:?} in {said}");
@@ -637,7 +638,7 @@ fn an_earlier_run_is_replaced_only_when_told() {
 
         let again = train(&format!("--seed 2 {more} --out {out}"), &data, folder.path());
         let said = String::from_utf8_lossy(&again.stderr).into_owned();
-        assert_eq!(again.status.code(), Some(1), "{said}");
+        assert_eq!(again.status.code(), Some(EXIT_CONFIGURATION), "{said}");
         assert_eq!(said.matches("error:").count(), 1, "{said}");
         for part in [&format!("--out {out}"), "model.safetensors", "steps.jsonl", "events.out.tfevents.", "--overwrite"]
         {
@@ -724,6 +725,40 @@ fn free_port() -> u16 {
 }
 
 #[test]
+fn ranks_end_with_the_code_of_what_ended_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    for (signal, whom, codes) in [
+        // A rank that is lost, and one that every rank's scheduler asks to leave.
+        ("-KILL", &[1][..], [Some(EXIT_ECHO), None]),
+        ("-TERM", &[0, 1], [Some(EXIT_STOPPED), Some(EXIT_STOPPED)]),
+    ] {
+        let (port, out) = (free_port(), folder.path().join(signal.trim_start_matches('-')));
+        let arguments = format!("--data {data} --steps 100000 --out {}", out.display());
+        let mut ranks = ["0", "1"].map(|rank| by_hand(rank, port, &arguments, folder.path()).spawn().unwrap());
+        let since = Instant::now();
+        while !fs::read_to_string(out.join("steps.jsonl")).is_ok_and(|steps| steps.lines().count() > 1) {
+            assert!(since.elapsed() < Duration::from_secs(60), "{signal}: no step is done");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        for rank in whom {
+            let process = ranks[*rank].id().to_string();
+            assert!(Command::new("kill").args([signal, &process]).status().unwrap().success());
+        }
+        let ended = ranks.each_mut().map(|rank| rank.wait().unwrap().code());
+        assert_eq!(ended, codes, "{signal}");
+        assert!(since.elapsed() < Duration::from_secs(60), "{signal}: {:?}", since.elapsed());
+    }
+    // By a text that is not there, and by a variable that makes no sense.
+    let mut wrong = by_hand("0", free_port(), "--data nothing.txt", folder.path());
+    assert_eq!(wrong.output().unwrap().status.code(), Some(EXIT_CONFIGURATION));
+    let mut wrong = by_hand("7", free_port(), &format!("--data {data}"), folder.path());
+    let output = wrong.output().unwrap();
+    assert_eq!(output.status.code(), Some(EXIT_CONFIGURATION));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("COMM_RANK is 7"), "{output:?}");
+}
+
+#[test]
 fn ranks_wait_longer_for_those_that_have_more_text_to_encode() {
     let folder = tempfile::tempdir().unwrap();
     // Seconds for which a rank waited for one that never came, with a text of so many bytes.
@@ -792,7 +827,8 @@ fn other_ranks_hear_why_rank_0_refuses() {
             assert!(said.contains(why) && said.matches("error:").count() == 1, "{said}");
             assert!(!output.status.success());
         }
-        assert_eq!(first.status.code(), Some(1));
+        assert_eq!(first.status.code(), Some(EXIT_CONFIGURATION));
+        assert_eq!(second.status.code(), Some(EXIT_ECHO));
         assert!(String::from_utf8_lossy(&second.stderr).contains("rank 0 aborted the job"), "{second:?}");
     }
 }

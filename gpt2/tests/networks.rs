@@ -190,6 +190,39 @@ fn traffic(output: &str) -> Vec<(String, u64)> {
 }
 
 #[test]
+fn data_travels_over_the_interface_that_is_named() {
+    // A second link between the machines, beside the one over which they meet, and on each a decoy that leads nowhere.
+    let setup = format!(
+        "{TWO_MACHINES}
+         ip link add fast0 type veth peer name fast1 netns $HOLDER
+         ip address add 10.7.0.1/24 dev fast0; ip link set fast0 up
+         $OTHER ip address add 10.7.0.2/24 dev fast1; $OTHER ip link set fast1 up
+         for at in '' \"$OTHER\"; do
+             $at ip link add docker0 type veth peer name nowhere
+             $at ip address add 172.17.0.1/16 dev docker0; $at ip link set docker0 up
+         done"
+    );
+    for (transport, variable, option, said) in [
+        ("tcp-raw", "COMM_IFNAME=fast", "", "10.7.0.1 (fast0)"),
+        ("tcp", "COMM_IFNAME=^docker,near,far,lo", "", "10.7.0.1 (fast0)"),
+        ("quic", "COMM_IFNAME=docker", "--bind =fast0,fast1", "10.7.0.1 (fast0)"),
+        ("tcp-raw", "COMM_IFNAME=^docker", "", "10.9.0.1 (near)"),
+    ] {
+        let folder = data();
+        let script = format!("export COMM_PORT_RANGE=23000-23999 '{variable}'\n{}", ranks(transport, [option; 2]));
+        let Some(output) = in_namespace(folder.path(), &setup, &script) else { return };
+        let text = ["0.txt", "1.txt"].map(|name| fs::read_to_string(folder.path().join(name)).unwrap());
+        assert_eq!(output.stdout, b"0\n0\n", "{transport} {variable}: {text:?}");
+        assert!(text[0].contains(&format!("network: rank 0 listens for data at {said}")), "{variable}: {}", text[0]);
+        assert!(
+            text[0].contains("job: rank 0 of 2 by COMM_RANK and COMM_WORLD_SIZE; rank 0 at 10.9.0.1:4000 by COMM_ADDR"),
+            "{}",
+            text[0]
+        );
+    }
+}
+
+#[test]
 fn loopback_offered_to_another_machine_is_an_error_on_all_ranks_at_once() {
     for transport in ["tcp", "tcp-raw", "quic"] {
         let folder = data();

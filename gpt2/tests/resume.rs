@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use burn::tensor::Device;
-use comm_core::job::EXIT_STOPPED;
+use comm_core::job::{EXIT_CONFIGURATION, EXIT_STOPPED};
 use comm_core::splitmix::SplitMix64;
 use gpt2::checkpoint::sharded::{Saved, Store};
 use gpt2::checkpoint::{Checkpoint, StoredWeights};
@@ -243,7 +243,8 @@ fn a_job_that_is_asked_to_leave_saves_and_goes_on_later() {
         let place = Place::new();
         // Enough that it is not over before it is asked.
         let run = format!("{how} --steps 400 --eval-every 0");
-        let mut job = place.command(&format!("{run} --out left")).spawn().unwrap();
+        // A scheduler starts it again by the same command.
+        let mut job = place.command(&format!("{run} --resume auto --out left")).spawn().unwrap();
         let said = lines(&mut job);
         wait_for(&said, "/400 | loss", SOON).unwrap_or_else(|| panic!("{how}: training did not start"));
         let ranks = ranks_of(job.id());
@@ -258,7 +259,8 @@ fn a_job_that_is_asked_to_leave_saves_and_goes_on_later() {
         let [step] = place.store("left").steps()[..] else { panic!("{how}: {:?}", place.names("left/checkpoints")) };
         assert_eq!(place.losses("left", 0).last().unwrap().0, step, "{how}");
         // In the same folder, which is not refused for it.
-        let rest = place.run(&format!("{run} --resume latest --out left"));
+        let newest = if number % 2 == 0 { "auto" } else { "latest" };
+        let rest = place.run(&format!("{run} --resume {newest} --out left"));
         let undisturbed = place.run(&format!("{run} --out whole{number}"));
         assert_eq!(hash(&rest), hash(&undisturbed), "{how}");
         assert_eq!(place.losses("left", 0), place.losses(&format!("whole{number}"), 0), "{how}: each step once");
@@ -502,7 +504,7 @@ fn refused(place: &Place, more: &str) -> String {
 fn refusal(command: &mut Command) -> String {
     let output = command.output().unwrap();
     let said = both(&output);
-    assert_eq!(output.status.code(), Some(1), "{command:?}: {said}");
+    assert_eq!(output.status.code(), Some(EXIT_CONFIGURATION), "{command:?}: {said}");
     assert!(!said.contains("panicked") && !said.contains("| loss"), "{command:?}: {said}");
     assert_eq!(said.matches("error:").count(), 1, "{command:?}: {said}");
     said.lines().find(|line| line.contains("error:")).unwrap().to_owned()
@@ -649,7 +651,7 @@ fn settings_that_contradict_a_checkpoint_are_named() {
         let output =
             command.args(kept).args(more.split(' ')).args(["--out", "out", "--resume", "good"]).output().unwrap();
         let said = both(&output);
-        assert_eq!(output.status.code(), Some(1), "{more}: {said}");
+        assert_eq!(output.status.code(), Some(EXIT_CONFIGURATION), "{more}: {said}");
         assert_eq!(said.matches("error:").count(), 1, "{more}: {said}");
         assert!(
             said.contains("step-2: the run that would go on from it is another one: ") && said.contains(told),

@@ -37,7 +37,7 @@ pub(super) fn quic(
     if let Some(ends) = ends {
         let (host, port) = ends.meeting();
         job.address = Address::Tcp { host: host.to_string(), port };
-        options.bind = Some(setup.own);
+        options.bind = Some(setup.own.into());
     }
     let session = isocomm::connect(TransportKind::QUIC.name(), &job, &options)?;
     let sampler = Sampler::start(&setup.interface)?;

@@ -127,7 +127,7 @@ impl Task {
         if let Some(addresses) = &self.addresses {
             let (host, port) = addresses.meeting();
             job.address = Address::Tcp { host: host.to_string(), port };
-            options.bind = Some(addresses.own(job.rank, job.world_size));
+            options.bind = Some(addresses.own(job.rank, job.world_size).into());
         }
         let options = self.rung.options(&options);
         let agreement = [("transport", self.rung.to_string())];

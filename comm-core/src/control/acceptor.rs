@@ -13,12 +13,12 @@ use std::os::fd::AsFd;
 use std::thread;
 use std::time::Duration;
 
-use super::auth::{Authenticated, Rejection, ServerHandshake, Step, version_notice};
+use super::auth::{Authenticated, Hello, Rejection, ServerHandshake, Step, version_notice};
 use super::send_half::SendHalf;
 use crate::clock;
 use crate::descriptors;
 use crate::error::Error;
-use crate::job::Secret;
+use crate::job::{Job, Secret};
 use crate::sys::Waiter;
 
 /// Most handshakes at a time.
@@ -45,6 +45,8 @@ const ACCEPT_INTERVAL: Duration = Duration::from_millis(50);
 pub(super) struct Acceptor {
     listeners: Vec<TcpListener>,
     secret: Secret,
+    /// Of which job these are ranks, and of which start of it.
+    job: (String, u64),
     /// How long a handshake may take.
     timeout: Duration,
     /// Handshakes under way, the oldest first.
@@ -99,10 +101,11 @@ struct PendingHandshake {
 }
 
 impl Acceptor {
-    pub(super) fn open(listeners: Vec<TcpListener>, secret: Secret, timeout: Duration) -> Self {
+    pub(super) fn open(listeners: Vec<TcpListener>, job: &Job, timeout: Duration) -> Self {
         Acceptor {
             listeners,
-            secret,
+            secret: job.secret.clone(),
+            job: (job.id.clone(), job.epoch),
             timeout,
             pending: VecDeque::new(),
             accepts_from: clock::running(),
@@ -142,7 +145,7 @@ impl Acceptor {
         let now = clock::running();
         for (at, handshake) in pending.into_iter().enumerate() {
             let outcome = if ready.get(at) == Some(&true) {
-                handshake.serve(&self.secret)
+                handshake.serve(&self.secret, (&self.job.0, self.job.1))
             } else {
                 HandshakeOutcome::Pending(handshake)
             };
@@ -225,6 +228,7 @@ impl RejectedConnections {
             Rejection::Foreign(_) => ReasonRank::Rubbish,
             Rejection::Version(_) => ReasonRank::OtherVersion,
             Rejection::Left | Rejection::WrongSecret => ReasonRank::OtherSecret,
+            Rejection::Earlier | Rejection::Later(_) => ReasonRank::Refusal,
         };
         self.add(rank, || format!("{}: {}", connection.addr, connection.why));
     }
@@ -272,8 +276,8 @@ impl PendingHandshake {
         Ok(PendingHandshake { stream, addr, server, grace: now + GRACE, until: now.saturating_add(timeout) })
     }
 
-    /// Reads what is there, no further than the handshake goes, and answers.
-    fn serve(mut self, secret: &Secret) -> HandshakeOutcome {
+    /// Reads what is there, no further than the handshake goes, and answers, for a start of the job with this id and epoch.
+    fn serve(mut self, secret: &Secret, (id, epoch): (&str, u64)) -> HandshakeOutcome {
         let mut buffer = [0; 512];
         loop {
             let wanted = self.server.wanted().min(buffer.len());
@@ -293,6 +297,15 @@ impl PendingHandshake {
             let said = match step {
                 Ok(Step::More) => Ok(()),
                 Ok(Step::Reply(reply)) => say(&self.stream, &reply),
+                Ok(Step::Proven(peer)) if peer.hello.job == id && peer.hello.epoch > epoch => {
+                    let Hello { rank, epoch: theirs, .. } = peer.hello;
+                    let what =
+                        format!("rank {rank} is of epoch {theirs}, but this job is at epoch {epoch}, an earlier start");
+                    match say(&self.stream, &peer.earlier) {
+                        Ok(()) => return HandshakeOutcome::Rejected(self.reject(Rejection::Later(what))),
+                        Err(e) => Err(e),
+                    }
+                }
                 Ok(Step::Proven(peer)) => match say(&self.stream, &peer.confirmation) {
                     Ok(()) => {
                         return HandshakeOutcome::Authenticated(AuthenticatedConnection { stream: self.stream, peer });
@@ -336,6 +349,7 @@ mod tests {
     use std::process::Command;
 
     use super::*;
+    use crate::job::Address;
 
     /// The system reports that it is out of descriptors even though no other connection waits.
     #[test]
@@ -359,8 +373,9 @@ mod tests {
         let _rank = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let mut hoard: Vec<_> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
         hoard.pop();
-        let mut acceptor =
-            Acceptor::open(vec![listener], Secret::new("a secret for tests only").unwrap(), Duration::from_secs(60));
+        let secret = Secret::new("a secret for tests only").unwrap();
+        let job = Job::new(0, 2, Address::File("unused".into()), secret).unwrap();
+        let mut acceptor = Acceptor::open(vec![listener], &job, Duration::from_secs(60));
         let (authenticated, rejected) = acceptor.turn(&[true], false);
         assert_eq!((authenticated.len(), rejected.len(), acceptor.pending.len()), (0, 0, 1));
         assert!(acceptor.take_accept_error().is_none() && acceptor.accepts_from > clock::running());

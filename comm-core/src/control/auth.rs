@@ -4,7 +4,7 @@
 //! rank k → rank 0   hello: magic, version, rank, world size, epoch, nonce, job id
 //! rank 0 → rank k   reply: magic, version, nonce, proof of rank 0
 //! rank k → rank 0   proof of rank k
-//! rank 0 → rank k   confirmation
+//! rank 0 → rank k   confirmation, or that rank 0 is of an earlier start
 //! ```
 //!
 //! A proof is HMAC-SHA256 under the secret over (role, version, everything the hello claims, both nonces). The roles differ, so
@@ -13,7 +13,8 @@
 //! wrong settings gets a true answer and a process outside the job gets none. The keys of both directions come from the same transcript.
 //!
 //! The confirmation, a code like the proofs, tells rank k that rank 0 has read its proof. Without it a rank whose connection was closed at
-//! that moment, to free its slot for others, would believe that it is admitted and take the end of its connection for the loss of rank 0.
+//! that moment, to free its slot for others, would believe that it is admitted and take the end of its connection for the loss of rank 0. A
+//! rank of a later start of the same job gets another code instead, by which it knows that its own rank 0 is still to come.
 //!
 //! Data connections are authenticated later with keys of [`derive_key`]. They follow from the secret, the job's id, its
 //! epoch, its number of ranks, the settings that all ranks agreed on, and randomness of this start. A data connection also proves
@@ -106,6 +107,10 @@ pub(super) enum Rejection {
     Left,
     /// It speaks the protocol, but does not know the secret.
     WrongSecret,
+    /// It is rank 0 of an earlier start of the job, which has not ended yet: trying again will help.
+    Earlier,
+    /// At rank 0: it is a rank of a later start of the job, which this one is in the way of.
+    Later(String),
 }
 
 impl std::fmt::Display for Rejection {
@@ -120,6 +125,8 @@ impl std::fmt::Display for Rejection {
                 f.write_str("it closed the connection after rank 0's proof, as a rank with another secret does")
             }
             Rejection::WrongSecret => f.write_str("it does not know this job's secret"),
+            Rejection::Earlier => f.write_str("rank 0 of an earlier start of this job is still there"),
+            Rejection::Later(what) => f.write_str(what),
         }
     }
 }
@@ -159,6 +166,9 @@ pub(super) fn dial(
     write_by(stream, &transcript.code("rank k proves"), handshake)?;
     let mut confirmation = [0; PROOF];
     read_by(stream, &mut confirmation, deadline)?;
+    if same(&transcript.code(EARLIER), &confirmation) {
+        return Err(Rejection::Earlier);
+    }
     if !same(&transcript.code("rank k is in"), &confirmation) {
         return Err(Rejection::WrongSecret);
     }
@@ -197,7 +207,12 @@ pub(super) struct Authenticated {
     pub(super) session: Session,
     /// The confirmation that it is admitted, to be sent before anything else.
     pub(super) confirmation: [u8; PROOF],
+    /// What is sent instead to a rank of a later start.
+    pub(super) earlier: [u8; PROOF],
 }
+
+/// The role of the code by which rank 0 says that it is of an earlier start.
+const EARLIER: &str = "rank 0 is of an earlier start";
 
 impl ServerHandshake {
     /// # Errors
@@ -269,7 +284,8 @@ impl ServerHandshake {
             sealer: Sealer::new(&transcript.code("frames down")),
             opener: Opener::new(&transcript.code("frames up")),
         };
-        Ok(Step::Proven(Box::new(Authenticated { hello, session, confirmation: transcript.code("rank k is in") })))
+        let (confirmation, earlier) = (transcript.code("rank k is in"), transcript.code(EARLIER));
+        Ok(Step::Proven(Box::new(Authenticated { hello, session, confirmation, earlier })))
     }
 
     fn transcript<'a>(&'a self, secret: &'a Secret) -> Transcript<'a> {

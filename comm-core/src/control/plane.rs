@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::stall::{Activity, StallReport};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::job::Network;
 
 /// The side channel of a job, alive from rendezvous to the end: small, authenticated, independent of the transport under
 /// measurement.
@@ -73,6 +74,11 @@ pub trait Control: Send + Sync + 'static {
     /// where no network is in between.
     fn local_address(&self) -> Option<SocketAddr> {
         None
+    }
+
+    /// Which addresses and ports the job's listeners take.
+    fn network(&self) -> Network {
+        Network::default()
     }
 
     /// The job's number of this control plane's rank `rank`.

@@ -17,10 +17,11 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use super::auth::{self, Hello, Rejection, Session};
 use super::missing::MissingRanks;
-use crate::addresses::{check_address, check_own_socket_address, loopback};
+use crate::addresses::{check_address, check_own_socket_address, loopback, with_scope};
 use crate::deadline::Deadline;
 use crate::descriptors;
 use crate::error::{Error, Result};
+use crate::interfaces::{self, Bind};
 use crate::job::{Address, Job};
 use crate::small_file::read_small_file;
 
@@ -47,7 +48,7 @@ pub(super) fn listen(job: &Job, deadline: Deadline, missing_ranks: &mut MissingR
             publish(path, addr).map_err(|e| Error::io(format!("writing the address file {}", path.display()), e))?;
             vec![listener]
         }
-        address @ Address::Tcp { .. } => bind_all(address, &own_addresses(job, deadline, missing_ranks)?)?,
+        Address::Tcp { .. } => bind_all(job, &own_addresses(job, deadline, missing_ranks)?)?,
     };
     for listener in &listeners {
         listener.set_nonblocking(true).map_err(|e| Error::io("making the listener non-blocking", e))?;
@@ -91,7 +92,7 @@ fn own_addresses(job: &Job, deadline: Deadline, missing_ranks: &mut MissingRanks
             Err(DialError::Again(why)) => why,
         };
         let others: Vec<usize> = (1..job.world_size).collect();
-        let operation = || format!("not yet listening at {}: {why}", job.address);
+        let operation = || format!("not yet listening at {}{}: {why}", job.address, by(job));
         missing_ranks.report_if_due(&others, operation);
         if !pause_before_next(&mut pause, deadline) {
             return Err(Error::timeout(job.rank, operation(), deadline, []));
@@ -101,17 +102,24 @@ fn own_addresses(job: &Job, deadline: Deadline, missing_ranks: &mut MissingRanks
 
 /// Listens on those of `addrs` that are this machine's: on loopback only where there are no others, for a name that the machine gives
 /// itself (Debian's 127.0.1.1) is no address for other machines.
-fn bind_all(address: &Address, addrs: &[SocketAddr]) -> Result<Vec<TcpListener>> {
+fn bind_all(job: &Job, addrs: &[SocketAddr]) -> Result<Vec<TcpListener>> {
     let (mut bound, mut failures) = (Vec::new(), Vec::new());
+    let (local, others): (Vec<SocketAddr>, Vec<SocketAddr>) =
+        addrs.iter().copied().partition(|addr| addr.ip().is_loopback());
     for is_loopback in [false, true] {
-        for addr in addrs.iter().filter(|addr| addr.ip().is_loopback() == is_loopback) {
-            match bind(*addr) {
+        let tried = match is_loopback {
+            false => others.clone(),
+            true if job.network.across_hosts && !local.is_empty() => instead_of_loopback(job, &local)?,
+            true => local.clone(),
+        };
+        for addr in tried {
+            match bind(addr) {
                 Ok(listener) => {
                     // The kernel also lets one listen on the broadcast address of a network, which nobody can dial.
-                    check_own_socket_address(*addr)?;
+                    check_own_socket_address(addr)?;
                     bound.push(listener);
                 }
-                Err(e) => failures.push((*addr, e)),
+                Err(e) => failures.push((addr, e)),
             }
             // Another listener would have another port.
             if addr.port() == 0 && !bound.is_empty() {
@@ -126,7 +134,34 @@ fn bind_all(address: &Address, addrs: &[SocketAddr]) -> Result<Vec<TcpListener>>
             break;
         }
     }
-    Err(cannot_listen(address, &failures))
+    Err(cannot_listen(job, &failures))
+}
+
+/// Where rank 0 of a job on several machines listens when all that its own address or name leads to here is `local`.
+fn instead_of_loopback(job: &Job, local: &[SocketAddr]) -> Result<Vec<SocketAddr>> {
+    let Some(port) = local.first().map(SocketAddr::port) else { return Ok(Vec::new()) };
+    let shown: Vec<String> = local.iter().map(|addr| addr.ip().to_string()).collect();
+    let mut found = match &job.network.bind {
+        None => Vec::new(),
+        Some(Bind::Address(ip)) => vec![with_scope(*ip)],
+        Some(Bind::Interfaces(filter)) => filter.reachable(&interfaces::addresses()?),
+    };
+    found.iter_mut().for_each(|addr| addr.set_port(port));
+    match found.is_empty() {
+        false => Ok(found),
+        true => Err(Error::Rendezvous(format!(
+            "rank 0 cannot listen at {}{}: that is only {} here, which ranks on other machines cannot reach; set COMM_IFNAME to the interface \
+             that they reach, say eth0, or COMM_ADDR to an address of this machine",
+            job.address,
+            by(job),
+            shown.join(", ")
+        ))),
+    }
+}
+
+/// For the end of an address: what says that ranks meet there.
+fn by(job: &Job) -> String {
+    if job.found.address.is_empty() { String::new() } else { format!(" (by {})", job.found.address) }
 }
 
 fn bind(addr: SocketAddr) -> io::Result<TcpListener> {
@@ -175,7 +210,7 @@ pub(super) fn dial(
             Err(DialError::Final(error)) => return Err(error),
             Err(DialError::Again(tried)) => tried,
         };
-        let operation = || format!("dialling rank 0 at {} (last attempt: {tried})", job.address);
+        let operation = || format!("dialling rank 0 at {}{} (last attempt: {tried})", job.address, by(job));
         missing_ranks.report_if_due(&[0], operation);
         if !pause_before_next(&mut pause, deadline) {
             return Err(Error::timeout(job.rank, operation(), deadline, [0]));
@@ -237,8 +272,8 @@ fn attempt(
             Err(why) => {
                 tried.push(format!("{addr}: {why}"));
                 match why {
-                    Rejection::Io(_) => may_change = true,
-                    why => _ = refusal.get_or_insert_with(|| refused(job.rank, addr, &why)),
+                    Rejection::Io(_) | Rejection::Earlier => may_change = true,
+                    why => _ = refusal.get_or_insert_with(|| refused(job, addr, &why)),
                 }
             }
         }
@@ -256,11 +291,16 @@ fn is_out_of_reach(error: &io::Error) -> bool {
     unknown_family || matches!(error.kind(), io::ErrorKind::NetworkUnreachable | io::ErrorKind::AddrNotAvailable)
 }
 
-fn refused(rank: usize, addr: SocketAddr, why: &Rejection) -> Error {
+fn refused(job: &Job, addr: SocketAddr, why: &Rejection) -> Error {
+    let rank = job.rank;
+    let secret = match job.found.secret.as_str() {
+        "" => String::new(),
+        by => format!(" (here that of {by})"),
+    };
     Error::Rendezvous(match why {
         Rejection::WrongSecret => format!(
-            "rank {rank}: the process that listens at {addr} does not know this job's secret; give all ranks the same COMM_SECRET_FILE, \
-             or, if another job uses that address, set COMM_ADDR or COMM_PORT to a port of your own"
+            "rank {rank}: the process that listens at {addr} does not know this job's secret{secret}; give all ranks the same \
+             COMM_SECRET_FILE, or, if another job uses that address, set COMM_ADDR or COMM_PORT to a port of your own"
         ),
         why => format!(
             "rank {rank}: the process that listens at {addr} is not this job's rank 0: {why}; set COMM_ADDR or COMM_PORT to a port that \
@@ -353,11 +393,12 @@ fn publish(path: &Path, addr: SocketAddr) -> io::Result<()> {
 }
 
 /// Why rank 0 can listen on none of the addresses.
-fn cannot_listen(address: &Address, failures: &[(SocketAddr, io::Error)]) -> Error {
+fn cannot_listen(job: &Job, failures: &[(SocketAddr, io::Error)]) -> Error {
+    let (address, by) = (&job.address, by(job));
     // That the right address is taken says more than that another one is not this machine's.
     let of_kind = |kind| failures.iter().find(move |(_, e): &&(_, io::Error)| e.kind() == kind);
     let Some((addr, error)) = of_kind(io::ErrorKind::AddrInUse).or(failures.first()) else {
-        return Error::Rendezvous(format!("rank 0 cannot listen at {address}: the name has no address"));
+        return Error::Rendezvous(format!("rank 0 cannot listen at {address}{by}: the name has no address"));
     };
     let hint = match error.kind() {
         io::ErrorKind::AddrInUse => {
@@ -370,5 +411,5 @@ fn cannot_listen(address: &Address, failures: &[(SocketAddr, io::Error)]) -> Err
         _ => "set COMM_ADDR to an address of rank 0's machine and a free port",
     };
     let which = if addr.to_string() == address.to_string() { String::new() } else { format!(", which is {addr}") };
-    Error::Rendezvous(format!("rank 0 cannot listen at {address}{which}: {}; {hint}", descriptors::explain(error)))
+    Error::Rendezvous(format!("rank 0 cannot listen at {address}{by}{which}: {}; {hint}", descriptors::explain(error)))
 }

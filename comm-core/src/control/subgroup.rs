@@ -11,6 +11,7 @@ use super::{Activity, Control, StallReport};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::hex;
+use crate::job::Network;
 
 /// The part of a job's ranks that gave the same color, for a transport of its own: shared memory inside a machine, say, beside a
 /// network among all.
@@ -180,6 +181,10 @@ impl Control for Subgroup {
 
     fn local_address(&self) -> Option<SocketAddr> {
         self.job.local_address()
+    }
+
+    fn network(&self) -> Network {
+        self.job.network()
     }
 
     fn job_rank(&self, rank: usize) -> usize {

@@ -23,7 +23,7 @@ use crate::clock;
 use crate::deadline::Deadline;
 use crate::descriptors;
 use crate::error::{Error, Result};
-use crate::job::{Address, Job};
+use crate::job::{Address, Job, Network};
 
 /// How long rank 0 waits for the others to close their connections after all have left.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -126,7 +126,7 @@ impl TcpControl {
             if let Address::File(path) = &job.address {
                 control.address_file = Some(path.clone());
             }
-            event_loop.acceptor = Some(Acceptor::open(listeners, job.secret.clone(), options.handshake));
+            event_loop.acceptor = Some(Acceptor::open(listeners, job, options.handshake));
         } else {
             let dialled = rendezvous::dial(job, options.handshake, deadline, &mut missing_ranks)?;
             let send_half = SendHalf::new(dialled.stream, dialled.session.sealer)
@@ -318,6 +318,10 @@ impl Control for TcpControl {
         };
         let ours: Vec<(SocketAddr, bool)> = state.send_halves.iter().flatten().filter_map(ends).collect();
         best_reached(&ours)
+    }
+
+    fn network(&self) -> Network {
+        self.job.network.clone()
     }
 
     fn leave(&self, deadline: Deadline) -> Result<()> {

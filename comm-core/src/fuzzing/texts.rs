@@ -7,7 +7,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::str::FromStr;
 
 use super::target::{Target, Verdict};
-use crate::job::{self, Address, Job, Secret};
+use crate::addresses::PortRange;
+use crate::interfaces::Bind;
+use crate::job::{self, Address, HostList, Job, Secret};
 use crate::table::Table;
 use crate::{Algorithm, DType, OpKind, Waiting};
 
@@ -17,6 +19,13 @@ pub(super) fn targets() -> Vec<Target> {
             lines(&["[::1]:4000", "node-1.example:29500", "10.0.0.1:1", "file:/tmp/a b"])
         }),
         Target::new("job variables", job_variables, job_seeds).memory(8 << 10, 32),
+        Target::new("host list", host_list, || {
+            lines(&["node1", "n[08-11,3]x[1-2],login", "gpu-a[1-2]b[1-3]c[001-002]-ib"])
+        })
+        .memory(64 << 10, 64),
+        Target::new("interfaces and ports", interfaces_and_ports, || {
+            lines(&["^docker,lo\n20000-20100", "=eth0\n1-65535", "fe80::7\n7", "10.0.0.1\n5-6"])
+        }),
         Target::new("ranks on a machine", ranks_on_a_machine, || lines(&["4", "2(x3),1", "16(x2)"])),
         Target::new("secret file", secret_file, || lines(&["0123456789abcdef", " 0123456789abcdef0123456789abcdef\n"]))
             .inputs_per_case(4),
@@ -48,12 +57,15 @@ fn check_address(address: &Address) {
     }
 }
 
+/// Variables that name files or their folders.
+const FILES: [&str; 3] = [job::vars::SECRET_FILE, "XDG_CONFIG_HOME", "HOME"];
+
 /// [`Job::from_vars`] on lines of `NAME=value`; files are not opened.
 pub fn job_variables(bytes: &[u8]) -> Verdict {
     let text = String::from_utf8_lossy(bytes);
     let value = |name: &str| {
         let mut found = text.lines().filter_map(|line| line.split_once('=')).filter(|(key, _)| *key == name);
-        found.next().map(|(_, value)| value.to_string()).filter(|_| name != job::vars::SECRET_FILE)
+        found.next().map(|(_, value)| value.to_string()).filter(|_| !FILES.contains(&name))
     };
     let Ok(Some(job)) = Job::from_vars(&value) else { return Verdict::Rejected };
     assert!(job.rank < job.world_size && job.world_size <= job::MAX_WORLD_SIZE && job.id.len() <= job::MAX_JOB_ID);
@@ -96,8 +108,43 @@ fn job_seeds() -> Vec<Vec<u8>> {
             "SLURM_PROCID=0\nSLURM_NTASKS=4\nSLURM_JOB_ID=12\nSLURM_STEP_ID=0\nSLURM_RESTART_COUNT=1\n\
              COMM_ADDR=127.0.0.1:4000\n{SECRET}\n"
         ),
+        &format!(
+            "SLURM_PROCID=1\nSLURM_NTASKS=4\nSLURM_JOB_ID=12\nSLURM_STEP_ID=3\nSLURM_STEP_TASKS_PER_NODE=2(x2)\n\
+             SLURM_STEP_NODELIST=n[08-09]\nCOMM_PORT_RANGE=500-600\nCOMM_IFNAME=^docker\n{SECRET}\n"
+        ),
+        &format!("LWS_WORKER_INDEX=1\nLWS_GROUP_SIZE=3\nLWS_LEADER_ADDRESS=set-0.set.ns\n{SECRET}\n"),
+        &format!(
+            "PET_NODE_RANK=1\nPET_NNODES=3\nPET_NPROC_PER_NODE=1\nPET_MASTER_ADDR=h\nPET_MASTER_PORT=29500\n\
+             JOBSET_RESTART_ATTEMPT=2\n{SECRET}\n"
+        ),
+        &format!(
+            "JOB_COMPLETION_INDEX=1\nCOMM_WORLD_SIZE=3\nJOBSET_NAME=set\nREPLICATED_JOB_NAME=job\nJOB_INDEX=0\n{SECRET}\n"
+        ),
         "COMM_RANK=0\nCOMM_WORLD_SIZE=1\n",
     ])
+}
+
+/// [`HostList`].
+pub fn host_list(bytes: &[u8]) -> Verdict {
+    let Ok(text) = std::str::from_utf8(bytes) else { return Verdict::Rejected };
+    let Ok(list) = text.parse::<HostList>() else { return Verdict::Rejected };
+    assert!((1..=job::MAX_WORLD_SIZE).contains(&list.count()));
+    let is_name = |host: &String| !host.is_empty() && !host.contains([',', '[', ']', ' ']);
+    assert!(list.hosts().take(1000).all(|host| is_name(&host)), "{text:?}");
+    assert_eq!(list.hosts().take(1000).count(), list.count().min(1000));
+    Verdict::Accepted
+}
+
+/// [`Bind`] and [`PortRange`], each on a line.
+pub fn interfaces_and_ports(bytes: &[u8]) -> Verdict {
+    fn read<T: FromStr + Display + PartialEq + Debug>(text: &str) -> bool {
+        let Ok(value) = text.parse::<T>() else { return false };
+        assert_eq!(value.to_string().parse::<T>().ok(), Some(value));
+        true
+    }
+    let Ok(text) = std::str::from_utf8(bytes) else { return Verdict::Rejected };
+    let Some((bind, ports)) = text.split_once('\n') else { return Verdict::Rejected };
+    (read::<Bind>(bind) | read::<PortRange>(ports)).into()
 }
 
 /// [`job::ranks_on_this_machine`], from one variable's value.

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::proxy::proxy_id;
 use crate::error::{Error, Result};
 
 /// Names of the variables that [`Launch`](crate::launch::Launch) sets.
@@ -26,14 +27,22 @@ pub enum Source {
     Launch,
     /// `COMM_RANK` and `COMM_WORLD_SIZE`, set by the user or a launcher.
     Hand,
-    /// torchrun, or another launcher that sets `RANK` and `WORLD_SIZE`.
+    /// torchrun, or another launcher that sets `RANK` and `WORLD_SIZE`, as Kubeflow's `PyTorchJob` does.
     Torchrun,
     /// Open MPI's `mpirun`.
     OpenMpi,
-    /// MPICH's `mpiexec`, and others that speak its protocol.
+    /// MPICH's and Intel MPI's `mpiexec`, and others that speak PMI.
     Mpich,
     /// Slurm's `srun`.
     Slurm,
+    /// A launcher that speaks PMIx, which gives the rank; the world size is by hand.
+    Pmix,
+    /// A `LeaderWorkerSet` of Kubernetes.
+    LeaderWorkerSet,
+    /// Kubeflow's trainer, with a rank a pod.
+    Kubeflow,
+    /// An indexed job of Kubernetes, or a `JobSet` of one; the world size is by hand.
+    Kubernetes,
 }
 
 impl Source {
@@ -60,8 +69,12 @@ impl fmt::Display for Source {
             Source::Launch => " of this program's own launcher",
             Source::Torchrun => " (torchrun)",
             Source::OpenMpi => " (Open MPI)",
-            Source::Mpich => " (MPICH)",
+            Source::Mpich => " (MPICH or Intel MPI)",
             Source::Slurm => " (Slurm)",
+            Source::Pmix => " (PMIx)",
+            Source::LeaderWorkerSet => " (LeaderWorkerSet)",
+            Source::Kubeflow => " (Kubeflow)",
+            Source::Kubernetes => " (Kubernetes)",
         };
         write!(f, "{rank} and {size}{whose}")
     }
@@ -92,7 +105,7 @@ pub(crate) fn local_ranks(vars: &dyn Fn(&str) -> Option<String>) -> Option<usize
 }
 
 /// Slurm writes "2(x3),1": two tasks on each of three nodes, then one. Others write a number.
-fn tasks_of_node(text: &str, node: usize) -> Option<usize> {
+pub(super) fn tasks_of_node(text: &str, node: usize) -> Option<usize> {
     let mut before = 0usize;
     let mut first = None;
     for part in text.split(',') {
@@ -131,19 +144,21 @@ pub(super) struct Launcher {
     pub(super) rank: &'static str,
     pub(super) world_size: &'static str,
     job_id: &'static [&'static str],
+    /// The variable that counts how often the job has been started again.
     pub(super) epoch: &'static str,
     /// Variables that say how many ranks are on this machine, the surest first.
-    local_size: &'static [&'static str],
+    pub(super) local_size: &'static [&'static str],
     /// The variable that says which of them this is.
     local_rank: Option<&'static str>,
     pub(super) source: Source,
 }
 
-const LAUNCHERS: [Launcher; 5] = [
+/// In the order in which they are looked for: one that may have been started by another one comes before it.
+const LAUNCHERS: [Launcher; 9] = [
     Launcher {
         rank: vars::RANK,
         world_size: vars::WORLD_SIZE,
-        job_id: &[vars::JOB_ID],
+        job_id: &[],
         epoch: vars::EPOCH,
         local_size: &[],
         local_rank: None,
@@ -152,7 +167,7 @@ const LAUNCHERS: [Launcher; 5] = [
     Launcher {
         rank: "RANK",
         world_size: "WORLD_SIZE",
-        job_id: &["TORCHELASTIC_RUN_ID"],
+        job_id: &[TORCHRUN_ID],
         epoch: "TORCHELASTIC_RESTART_COUNT",
         local_size: &["LOCAL_WORLD_SIZE"],
         local_rank: Some("LOCAL_RANK"),
@@ -170,7 +185,7 @@ const LAUNCHERS: [Launcher; 5] = [
     Launcher {
         rank: "PMI_RANK",
         world_size: "PMI_SIZE",
-        job_id: &[],
+        job_id: &["SLURM_JOB_ID"],
         epoch: vars::EPOCH,
         local_size: &["MPI_LOCALNRANKS"],
         local_rank: Some("MPI_LOCALRANKID"),
@@ -185,36 +200,195 @@ const LAUNCHERS: [Launcher; 5] = [
         local_rank: Some("SLURM_LOCALID"),
         source: Source::Slurm,
     },
+    Launcher {
+        rank: PMIX_RANK,
+        world_size: vars::WORLD_SIZE,
+        job_id: &["PMIX_NAMESPACE"],
+        epoch: vars::EPOCH,
+        local_size: &[],
+        local_rank: None,
+        source: Source::Pmix,
+    },
+    Launcher {
+        rank: "LWS_WORKER_INDEX",
+        world_size: "LWS_GROUP_SIZE",
+        job_id: &["LWS_LEADER_ADDRESS"],
+        epoch: vars::EPOCH,
+        local_size: &[],
+        local_rank: None,
+        source: Source::LeaderWorkerSet,
+    },
+    Launcher {
+        rank: "PET_NODE_RANK",
+        world_size: "PET_NNODES",
+        job_id: &["PET_MASTER_ADDR"],
+        epoch: JOBSET_RESTARTS,
+        local_size: &[],
+        local_rank: None,
+        source: Source::Kubeflow,
+    },
+    Launcher {
+        rank: "JOB_COMPLETION_INDEX",
+        world_size: vars::WORLD_SIZE,
+        job_id: &["JOBSET_NAME"],
+        epoch: JOBSET_RESTARTS,
+        local_size: &[],
+        local_rank: None,
+        source: Source::Kubernetes,
+    },
 ];
 
 const SLURM_STEP: &str = "SLURM_STEP_ID";
-
-/// Steps of Slurm from this number on are none that `srun` starts tasks in: the batch script, the shell of `salloc`, what is adopted by `ssh`.
-const SLURM_FIRST_SPECIAL_STEP: u32 = 0xffff_fff0;
+const SLURM_RESTARTS: &str = "SLURM_RESTART_COUNT";
+const JOBSET_RESTARTS: &str = "JOBSET_RESTART_ATTEMPT";
+const TORCHRUN_ID: &str = "TORCHELASTIC_RUN_ID";
+const PMIX_RANK: &str = "PMIX_RANK";
 
 /// The variables by which launchers other than [`Launch`](crate::launch::Launch) tell a process its rank.
 pub(crate) fn other_launchers_variables() -> impl Iterator<Item = &'static str> {
     let others = LAUNCHERS.iter().filter(|launcher| launcher.source != Source::Hand);
-    others.flat_map(|l| [l.rank, l.world_size].into_iter().chain(l.local_size.iter().copied()).chain(l.local_rank))
+    let names =
+        others.flat_map(|l| [l.rank, l.world_size].into_iter().chain(l.local_size.iter().copied()).chain(l.local_rank));
+    names.filter(|name| *name != vars::WORLD_SIZE)
 }
 
 impl Launcher {
-    /// The first whose rank is set.
+    /// The first that has left its variables.
     pub(super) fn of(vars: Vars<'_>) -> Option<&'static Launcher> {
-        LAUNCHERS.iter().find(|launcher| vars.text(launcher.rank).is_some() && launcher.is_there(vars))
+        let first = LAUNCHERS.iter().find(|launcher| launcher.is_there(vars))?;
+        // srun speaks PMI, too.
+        let slurm = Self::by(Source::Slurm).filter(|slurm| first.source == Source::Mpich && slurm.is_there(vars));
+        slurm.filter(|slurm| slurm.place(vars) == first.place(vars)).or(Some(first))
     }
 
-    /// A Slurm batch script itself has a rank and a number of tasks, but is none of them.
+    pub(super) fn by(source: Source) -> Option<&'static Launcher> {
+        LAUNCHERS.iter().find(|launcher| launcher.source == source)
+    }
+
     fn is_there(&self, vars: Vars<'_>) -> bool {
-        let is_step =
-            || vars.text(SLURM_STEP)?.trim().parse::<u32>().ok().filter(|step| *step < SLURM_FIRST_SPECIAL_STEP);
-        self.source != Source::Slurm || is_step().is_some()
+        let is_whole = match self.source {
+            // A Slurm batch script itself has a rank and a number of tasks, but is none of them.
+            Source::Slurm => in_slurm_step(vars),
+            // An array of jobs that have nothing to do with each other has indices, too.
+            Source::Kubernetes | Source::Pmix => vars.text(self.world_size).is_some(),
+            _ => true,
+        };
+        is_whole && vars.text(self.rank).is_some()
     }
 
-    pub(super) fn job_id(&self, vars: Vars<'_>) -> String {
-        let parts: Vec<String> = self.job_id.iter().filter_map(|name| vars.text(name)).collect();
-        parts.join(".")
+    /// Rank and world size, as far as they are numbers.
+    fn place(&self, vars: Vars<'_>) -> (Option<usize>, Option<usize>) {
+        let number = |name: &str| vars.text(name)?.trim().parse().ok();
+        (number(self.rank), number(self.world_size))
     }
+
+    /// Whether each rank is in a pod of its own.
+    pub(super) fn has_a_rank_a_pod(&self) -> bool {
+        matches!(self.source, Source::LeaderWorkerSet | Source::Kubeflow | Source::Kubernetes)
+    }
+
+    /// Whether its ranks are on machines on which a user's home folder is usually the same.
+    pub(super) fn shares_home(&self) -> bool {
+        matches!(self.source, Source::Slurm | Source::OpenMpi | Source::Mpich | Source::Pmix)
+    }
+
+    /// The job's id, of which all ranks have the same; empty where the launcher gives none. `on_one_machine` where they all are.
+    pub(super) fn job_id(&self, vars: Vars<'_>, on_one_machine: bool) -> String {
+        let parts: Vec<String> = self.job_id.iter().filter_map(|name| vars.text(name)).collect();
+        match parts.is_empty() && on_one_machine && self.source == Source::Mpich {
+            true => proxy_id().unwrap_or_default(),
+            false => parts.join("."),
+        }
+    }
+
+    /// How often the job has been started again, by all who count that: what runs under Slurm or in a `JobSet` may be started again by these,
+    /// too, and then counts from 0.
+    ///
+    /// Several agents of torchrun count each for itself, so that their numbers need not be equal; then these are left out.
+    pub(super) fn epoch(&self, vars: Vars<'_>) -> Result<u64> {
+        if let Some(epoch) = vars.number(vars::EPOCH)? {
+            return Ok(epoch);
+        }
+        let is_torchrun = self.source == Source::Torchrun;
+        let agents = vars.text("GROUP_WORLD_SIZE").filter(|_| is_torchrun);
+        let inner: u32 = match agents.is_some_and(|agents| agents.trim() != "1") {
+            true => 0,
+            false => vars.number(self.epoch)?.unwrap_or(0),
+        };
+        let outer = match is_torchrun {
+            true => [SLURM_RESTARTS, JOBSET_RESTARTS].iter().find(|name| vars.text(name).is_some()),
+            false => None,
+        };
+        let outer: u32 = outer.map(|name| vars.number(name)).transpose()?.flatten().unwrap_or(0);
+        Ok(u64::from(outer) << 32 | u64::from(inner))
+    }
+
+    /// Refuses what this process cannot be a rank of, and other launchers that contradict this one.
+    pub(super) fn check(&self, vars: Vars<'_>, rank: usize, world_size: usize) -> Result<()> {
+        if self.source == Source::Kubeflow
+            && let Some(processes) = vars.text("PET_NPROC_PER_NODE").filter(|processes| processes.trim() != "1")
+        {
+            return Err(Error::invalid(format!(
+                "PET_NPROC_PER_NODE is {processes}: pods of several ranks need torchrun to start them (torchrun --no-python, then this \
+                 command); for one rank a pod set numProcPerNode to 1"
+            )));
+        }
+        if self.source == Source::Kubernetes
+            && let Some(index) = vars.text("JOB_INDEX").filter(|index| index.trim() != "0")
+        {
+            return Err(Error::invalid(format!(
+                "JOB_INDEX is {index}, and the ranks of a JobSet are those of one job: give its replicated job 1 replica with a completion for \
+                 each rank, or set COMM_RANK"
+            )));
+        }
+        if vars.text(vars::LAUNCHER_PID).is_some() {
+            // What others have said has been taken away.
+            return Ok(());
+        }
+        let others = LAUNCHERS.iter().filter(|other| other.source != self.source && other.is_there(vars));
+        for other in others {
+            let (Some(other_rank), Some(other_size)) = other.place(vars) else { continue };
+            let differs = (other_rank, other_size) != (rank, world_size);
+            if differs && !self.may_run_under(other, vars, (world_size, other_size)) {
+                return Err(Error::invalid(format!(
+                    "{} is {rank} and {} is {world_size}, but {} is {other_rank} and {} is {other_size}: unset those that are not meant \
+                     (env -u {} or env -u {})",
+                    self.rank, self.world_size, other.rank, other.world_size, self.rank, other.rank
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether this launcher, with `sizes.0` ranks, may have been started as one of the `sizes.1` ranks of the `outer` one.
+    fn may_run_under(&self, outer: &Launcher, vars: Vars<'_>, sizes: (usize, usize)) -> bool {
+        match self.source {
+            // Who sets these means them, unless they look like a mistake.
+            Source::Hand => sizes.0 != sizes.1 || outer.world_size == vars::WORLD_SIZE,
+            // Without torchrun's own variable somebody has set them by hand, perhaps for all processes of another launcher.
+            Source::Torchrun => vars.text(TORCHRUN_ID).is_some() || outer.has_a_rank_a_pod() || sizes.1 == 1,
+            Source::OpenMpi | Source::Mpich => outer.source == Source::Slurm || outer.has_a_rank_a_pod(),
+            // Kubeflow's trainer makes a `JobSet`.
+            _ => outer.has_a_rank_a_pod(),
+        }
+    }
+}
+
+/// That a rank is known and the world size is not, of launchers that leave it to the user.
+pub(super) fn lone_rank(vars: Vars<'_>) -> Option<Error> {
+    let rank = vars.text(PMIX_RANK).filter(|_| !in_slurm_step(vars))?;
+    Some(Error::invalid(format!(
+        "{PMIX_RANK} is {rank}, but PMIx leaves no number of ranks in the environment: set {} to it, or unset {PMIX_RANK}",
+        vars::WORLD_SIZE
+    )))
+}
+
+/// Whether this process is in a step that `srun` has started.
+fn in_slurm_step(vars: Vars<'_>) -> bool {
+    /// Steps from this number on are none that `srun` starts tasks in: the batch script, the shell of `salloc`, what is adopted by `ssh`.
+    const FIRST_SPECIAL: u32 = 0xffff_fff0;
+    let step = vars.text(SLURM_STEP).and_then(|step| step.trim().parse::<u32>().ok());
+    step.is_some_and(|step| step < FIRST_SPECIAL)
 }
 
 /// Variables, by name.

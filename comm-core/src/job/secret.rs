@@ -1,10 +1,14 @@
 //! What the ranks of a job trust each other by.
 
 use std::fmt;
-use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::fs::{self, DirBuilder};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::Path;
+use std::thread;
+use std::time::Duration;
 
+use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::hex;
 use crate::small_file::read_small;
@@ -88,6 +92,49 @@ impl fmt::Debug for Secret {
     }
 }
 
+/// Makes a file with a random secret at `path`, in folders that only this user can enter, unless there is one. Of several processes that do so
+/// at once, on machines that share the folder too, one makes it, and the others find it.
+///
+/// # Errors
+/// [`Error::Io`] with what else a user can do.
+pub(super) fn make(path: &Path) -> Result<()> {
+    let failed = |e: io::Error| {
+        let what = format!(
+            "making the secret by which this user's jobs authenticate their ranks, {} (set COMM_SECRET_FILE to a file with one instead)",
+            path.display()
+        );
+        Error::io(what, e)
+    };
+    if path.exists() {
+        return Ok(());
+    }
+    let folder = path.parent().unwrap_or(Path::new("/"));
+    DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(failed)?;
+    // Mode 600, and a name that no other process has.
+    let mut file = tempfile::NamedTempFile::new_in(folder).map_err(failed)?;
+    let secret = Secret::random()?;
+    file.write_all(secret.bytes()).and_then(|()| file.write_all(b"\n")).map_err(failed)?;
+    file.as_file().sync_all().map_err(failed)?;
+    // A link never replaces what is there, on network file systems neither.
+    match fs::hard_link(file.path(), path) {
+        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => Err(failed(e)),
+        _ => wait_for(path).map_err(failed),
+    }
+}
+
+/// Until a file that is there on another machine is seen here, where the system may remember that it was not.
+fn wait_for(path: &Path) -> io::Result<()> {
+    let deadline = Deadline::after(Duration::from_secs(10));
+    loop {
+        match fs::metadata(path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound && !deadline.has_passed() => {
+                thread::sleep(Duration::from_millis(50));
+            }
+            other => return other.map(drop),
+        }
+    }
+}
+
 /// Whether a process of `user` trusts a file of `owner` to be secret. Root can read every file, and reads the one that it is given.
 fn is_trusted(owner: u32, user: u32) -> bool {
     owner == user || owner == 0 || user == 0
@@ -108,7 +155,6 @@ pub(crate) fn fill_random(bytes: &mut [u8]) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
     use std::os::unix::fs::PermissionsExt;
 
     use super::*;
@@ -125,6 +171,31 @@ mod tests {
         assert_eq!(secret.bytes(), b"0123456789abcdef");
         assert_eq!(format!("{secret:?}"), "Secret(..)");
         assert!(Secret::read(&dir.path().join("none")).unwrap_err().to_string().contains("none"));
+    }
+
+    #[test]
+    fn a_secret_is_made_once_however_many_make_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config/isocomm/secret");
+        let secrets: Vec<Vec<u8>> = thread::scope(|scope| {
+            let made = || {
+                make(&path).unwrap();
+                Secret::read(&path).unwrap().bytes().to_vec()
+            };
+            let threads: Vec<_> = (0..8).map(|_| scope.spawn(made)).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        assert!(secrets.iter().all(|secret| *secret == secrets[0] && secret.len() == 64));
+        let mode = |path: &Path| fs::metadata(path).unwrap().mode() & 0o777;
+        let folder = path.parent().unwrap();
+        assert_eq!((mode(&path), mode(folder)), (0o600, 0o700));
+        assert_eq!(fs::read_dir(folder).unwrap().count(), 1, "nothing else is left there");
+        // What is there stays, whatever it is.
+        fs::write(&path, "0123456789abcdef").unwrap();
+        make(&path).unwrap();
+        assert_eq!(Secret::read(&path).unwrap().bytes(), b"0123456789abcdef");
+        let error = make(&path.join("below/secret")).unwrap_err().to_string();
+        assert!(error.contains("COMM_SECRET_FILE"), "{error}");
     }
 
     #[test]

@@ -21,7 +21,23 @@ fn the_source_of_rank_and_world_size_is_known() {
             Source::OpenMpi,
             "OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE (Open MPI)",
         ),
-        ("PMI_RANK", "PMI_SIZE", None, Source::Mpich, "PMI_RANK and PMI_SIZE (MPICH)"),
+        ("PMI_RANK", "PMI_SIZE", None, Source::Mpich, "PMI_RANK and PMI_SIZE (MPICH or Intel MPI)"),
+        ("PMIX_RANK", "COMM_WORLD_SIZE", None, Source::Pmix, "PMIX_RANK and COMM_WORLD_SIZE (PMIx)"),
+        (
+            "LWS_WORKER_INDEX",
+            "LWS_GROUP_SIZE",
+            None,
+            Source::LeaderWorkerSet,
+            "LWS_WORKER_INDEX and LWS_GROUP_SIZE (LeaderWorkerSet)",
+        ),
+        ("PET_NODE_RANK", "PET_NNODES", None, Source::Kubeflow, "PET_NODE_RANK and PET_NNODES (Kubeflow)"),
+        (
+            "JOB_COMPLETION_INDEX",
+            "COMM_WORLD_SIZE",
+            None,
+            Source::Kubernetes,
+            "JOB_COMPLETION_INDEX and COMM_WORLD_SIZE (Kubernetes)",
+        ),
         (
             "SLURM_PROCID",
             "SLURM_NTASKS",
@@ -101,6 +117,7 @@ fn mpi_and_slurm() {
     assert_eq!((job1.rank, job1.world_size), (1, 3));
     assert_eq!(job1.address, Address::File("/tmp/a".into()));
     assert_eq!(found(&[("PMI_RANK", "1"), ("PMI_SIZE", "2"), address, SECRET]).rank, 1);
+    let address = ("COMM_ADDR", "n1:4000");
     let batch = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4"), ("SLURM_JOB_ID", "12"), address, SECRET];
     assert!(job(&batch).unwrap().is_none(), "a batch script is not a rank");
     let step = found(&[&batch[..], &[("SLURM_STEP_ID", "0")]].concat());
@@ -192,7 +209,9 @@ fn exit_codes_tell_an_echo_from_a_cause() {
         (timeout(1, &[]), 1),
         (mismatch(0, 2), EXIT_ECHO),
         (mismatch(0, 1), 1),
-        (Error::invalid("x"), 1),
+        (Error::Rendezvous("x".into()), 1),
+        (Error::invalid("x"), EXIT_CONFIGURATION),
+        (Error::Unsupported { what: "x".into(), why: "y".into() }, EXIT_CONFIGURATION),
     ] {
         assert_eq!(exit_code(&error, 1), code, "{error}");
     }
@@ -201,4 +220,224 @@ fn exit_codes_tell_an_echo_from_a_cause() {
 #[test]
 fn one_rank_needs_neither_address_nor_secret() {
     assert_eq!(found(&[("COMM_RANK", "0"), ("COMM_WORLD_SIZE", "1")]).world_size, 1);
+}
+
+/// Variables of a line such as `RANK=1 WORLD_SIZE=2`.
+fn of(line: &str) -> Vec<(&str, &str)> {
+    line.split_whitespace().map(|variable| variable.split_once('=').unwrap()).collect()
+}
+
+const STEP: &str =
+    "SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_JOB_ID=12 SLURM_STEP_ID=3 SLURM_NODEID=0 COMM_SECRET=0123456789abcdef";
+
+#[test]
+fn launchers_say_where_to_meet() {
+    // 31 · 12 + 3 ports after the first.
+    let cases = [
+        ("SLURM_STEP_NODELIST=n[08-11] SLURM_JOB_NODELIST=n[01-11] SLURM_STEP_TASKS_PER_NODE=1(x4)", "n08:20375"),
+        ("SLURM_JOB_NODELIST=rack[2-3]n[1,5],x SLURM_STEP_TASKS_PER_NODE=2(x2)", "rack2n1:20375"),
+        ("SLURM_STEP_NODELIST=n1 SLURM_STEP_TASKS_PER_NODE=4", "LOOPBACK:20375"),
+        ("SLURM_STEP_NODELIST=n[1-2] COMM_PORT=4000", "n1:4000"),
+        ("SLURM_STEP_NODELIST=n[1-2] SLURM_NODE_ALIASES=n10:10.0.0.9:x,n1:10.0.0.7:y COMM_PORT=4", "10.0.0.7:4"),
+        ("SLURM_STEP_NODELIST=n[1-2] SLURM_NODE_ALIASES=n1:[fd00::7]:y COMM_PORT=4", "[fd00::7]:4"),
+        ("SLURM_STEP_NODELIST=n[1-2] SLURM_NODE_ALIASES=(null) COMM_PORT=4", "n1:4"),
+        ("SLURM_STEP_NODELIST=n[1-2] COMM_PORT_RANGE=500-599", "n1:575"),
+        ("SLURM_STEP_NODELIST=n[1-2] MASTER_ADDR=h MASTER_PORT=4000", "h:4000"),
+        ("SLURM_STEP_NODELIST=n[1-2] MASTER_ADDR=h", "h:20375"),
+        ("SLURM_STEP_NODELIST=n[1-2] COMM_ADDR=[fd00::1]:5 MASTER_ADDR=h MASTER_PORT=4000", "[fd00::1]:5"),
+        // srun that speaks PMI, too, and PMIx.
+        ("SLURM_STEP_NODELIST=n[1-2] PMI_RANK=1 PMI_SIZE=4", "n1:20375"),
+        ("SLURM_STEP_NODELIST=n[1-2] PMIX_RANK=1 PMIX_NAMESPACE=slurm.pmix.12.3", "n1:20375"),
+    ];
+    let loopback = crate::addresses::loopback().to_string();
+    for (more, address) in cases {
+        let job = found(&[of(STEP), of(more)].concat());
+        let address = address.replace("LOOPBACK", &loopback);
+        assert_eq!((job.rank, job.world_size, job.address.to_string()), (1, 4, address), "{more}");
+        assert_eq!((job.source, job.id.as_str()), (Source::Slurm, "12.3"), "{more}");
+    }
+    let at = |line: &str| found(&[of(line), vec![SECRET]].concat());
+    // Started by mpirun in an allocation of Slurm, by daemons that srun has started.
+    let mpi =
+        "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_SIZE=4 PMIX_RANK=5 PMIX_NAMESPACE=77";
+    let job = at(&format!(
+        "{mpi} SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_STEP_ID=0 SLURM_JOB_NODELIST=n[1-2] SLURM_STEP_NODELIST=n2 COMM_PORT=9"
+    ));
+    assert_eq!((job.rank, job.address.to_string(), job.source), (5, "n1:9".into(), Source::OpenMpi));
+    assert!(job.network.across_hosts);
+    let job = at(&mpi.replace("LOCAL_SIZE=4", "LOCAL_SIZE=8"));
+    assert!(!job.network.across_hosts && job.address.to_string().starts_with(&loopback), "{}", job.address);
+    assert_eq!(job.id, "77");
+    // Kubernetes.
+    let lws = at("LWS_WORKER_INDEX=2 LWS_GROUP_SIZE=3 LWS_LEADER_ADDRESS=set-0.set.ns COMM_PORT=9");
+    assert_eq!((lws.rank, lws.world_size, lws.address), (2, 3, tcp("set-0.set.ns", 9)));
+    let pet = "PET_NODE_RANK=1 PET_NNODES=3 PET_NPROC_PER_NODE=1 PET_MASTER_ADDR=h PET_MASTER_PORT=29500 JOB_COMPLETION_INDEX=1";
+    let pet = at(pet);
+    assert_eq!((pet.rank, pet.world_size, pet.address, pet.source), (1, 3, tcp("h", 29500), Source::Kubeflow));
+    let set =
+        "JOB_COMPLETION_INDEX=2 COMM_WORLD_SIZE=3 JOBSET_NAME=set REPLICATED_JOB_NAME=ranks COMM_PORT=9 JOB_INDEX=0";
+    assert_eq!(at(set).address, tcp("set-ranks-0-0.set", 9));
+    assert_eq!(at(&format!("{set} JOBSET_COORDINATOR=first.set")).address, tcp("first.set", 9));
+    // PyTorchJob, whose pods have both.
+    let both = at("RANK=2 WORLD_SIZE=3 MASTER_ADDR=h MASTER_PORT=23456 PET_NODE_RANK=2 PET_NNODES=3");
+    assert_eq!((both.rank, both.address, both.source), (2, tcp("h", 23456), Source::Torchrun));
+    // An array of jobs that have nothing to do with each other.
+    assert!(job_of("JOB_COMPLETION_INDEX=2").unwrap().is_none());
+}
+
+fn job_of(line: &str) -> Result<Option<Job>> {
+    job(&of(line))
+}
+
+#[test]
+fn what_was_found_is_said() {
+    let job = found(
+        &[of(STEP), of("SLURM_STEP_NODELIST=n[1-2] SLURM_RESTART_COUNT=2 COMM_IFNAME=^docker COMM_PORT_RANGE=7-9")]
+            .concat(),
+    );
+    assert_eq!(
+        job.describe(),
+        "rank 1 of 4 by SLURM_PROCID and SLURM_NTASKS (Slurm); rank 0 at n1:7 by SLURM_STEP_NODELIST and the job id 12.3 (one of the ports \
+         7-9); secret by COMM_SECRET; epoch 2; listening at ^docker by COMM_IFNAME; ports 7-9 by COMM_PORT_RANGE"
+    );
+    assert_eq!(found(&of("RANK=0 WORLD_SIZE=1")).describe(), "rank 0 of 1 by RANK and WORLD_SIZE (torchrun)");
+}
+
+#[test]
+fn every_restart_is_another_epoch() {
+    let epoch = |line: &str| found(&[of(line), of("COMM_ADDR=h:9"), vec![SECRET]].concat()).epoch;
+    let torchrun = "RANK=1 WORLD_SIZE=4 TORCHELASTIC_RUN_ID=r TORCHELASTIC_RESTART_COUNT=3";
+    let set = "JOB_COMPLETION_INDEX=1 COMM_WORLD_SIZE=4 JOBSET_RESTART_ATTEMPT=5";
+    for (line, expected) in [
+        (torchrun.to_string(), 3),
+        (format!("{torchrun} GROUP_WORLD_SIZE=1"), 3),
+        // Agents count each for itself.
+        (format!("{torchrun} GROUP_WORLD_SIZE=2"), 0),
+        (format!("{torchrun} SLURM_RESTART_COUNT=2"), (2 << 32) + 3),
+        (format!("{torchrun} GROUP_WORLD_SIZE=2 JOBSET_RESTART_ATTEMPT=2"), 2 << 32),
+        (format!("{torchrun} COMM_EPOCH=9"), 9),
+        (set.to_string(), 5),
+        ("SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_STEP_ID=0 SLURM_RESTART_COUNT=4".into(), 4),
+        ("COMM_RANK=1 COMM_WORLD_SIZE=4 SLURM_RESTART_COUNT=4".into(), 0),
+    ] {
+        assert_eq!(epoch(&line), expected, "{line}");
+    }
+    assert!(error(&[of(STEP), of("SLURM_RESTART_COUNT=many")].concat()).contains("SLURM_RESTART_COUNT=many"));
+}
+
+#[test]
+fn every_misconfiguration_has_its_message() {
+    let no_secret = STEP.replace(" COMM_SECRET=0123456789abcdef", "");
+    let several = "SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_TASKS_PER_NODE=2(x2)";
+    let secret = "COMM_SECRET=0123456789abcdef COMM_ADDR=h:9";
+    let cases: &[(String, &[&str])] = &[
+        (format!("{STEP} SLURM_STEP_NODELIST=n[1-"), &["SLURM_STEP_NODELIST", "'n[1-'", "not closed", "COMM_ADDR"]),
+        (STEP.into(), &["does not know where to meet", "SLURM_PROCID", "COMM_ADDR=host:port"]),
+        (format!("{no_secret} {several}"), &["no secret", "n1:20375", "COMM_SECRET_FILE", ".config/isocomm/secret"]),
+        (
+            format!("{STEP} {several} COMM_ADDR=127.0.0.1:9"),
+            &["127.0.0.1:9 (by COMM_ADDR)", "SLURM_STEP_TASKS_PER_NODE", "several"],
+        ),
+        (
+            format!("{STEP} {several} MASTER_ADDR=localhost MASTER_PORT=9"),
+            &["localhost:9 (by MASTER_ADDR and MASTER_PORT)"],
+        ),
+        (format!("{STEP} {several} COMM_PORT=0"), &["port 0", "COMM_PORT"]),
+        (format!("{STEP} {several} COMM_PORT_RANGE=9-5"), &["COMM_PORT_RANGE: 9-5", "20000-20100"]),
+        (format!("{STEP} {several} COMM_IFNAME=eth0:1"), &["COMM_IFNAME: 'eth0:1'"]),
+        (format!("{STEP} {several} COMM_IFNAME=^"), &["COMM_IFNAME: '^'", "^docker"]),
+        // Exported for all processes that srun starts.
+        (
+            format!("{STEP} RANK=0 WORLD_SIZE=1"),
+            &["RANK is 0 and WORLD_SIZE is 1", "SLURM_PROCID is 1 and SLURM_NTASKS is 4", "env -u RANK"],
+        ),
+        (format!("{STEP} COMM_RANK=2 COMM_WORLD_SIZE=4"), &["COMM_RANK is 2", "SLURM_PROCID is 1"]),
+        (
+            format!(
+                "{STEP} LWS_WORKER_INDEX=1 LWS_GROUP_SIZE=4 PMI_RANK=3 PMI_SIZE=4 OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4"
+            ),
+            &["OMPI_COMM_WORLD_RANK is 2", "PMI_RANK is 3"],
+        ),
+        (format!("PMIX_RANK=1 {secret}"), &["PMIX_RANK is 1", "COMM_WORLD_SIZE"]),
+        (format!("LWS_WORKER_INDEX=1 {secret}"), &["LWS_WORKER_INDEX is set but LWS_GROUP_SIZE is not"]),
+        (format!("LWS_WORKER_INDEX=3 LWS_GROUP_SIZE=3 {secret}"), &["LWS_WORKER_INDEX is 3 and LWS_GROUP_SIZE is 3"]),
+        (format!("PET_NODE_RANK=0 PET_NNODES=2:4 {secret}"), &["PET_NNODES=2:4 is not a number"]),
+        (
+            format!("PET_NODE_RANK=0 PET_NNODES=2 PET_NPROC_PER_NODE=4 {secret}"),
+            &["PET_NPROC_PER_NODE is 4", "torchrun --no-python"],
+        ),
+        (format!("PET_NODE_RANK=0 PET_NNODES=2 PET_NPROC_PER_NODE=auto {secret}"), &["PET_NPROC_PER_NODE is auto"]),
+        (format!("JOB_COMPLETION_INDEX=0 COMM_WORLD_SIZE=4 JOB_INDEX=1 {secret}"), &["JOB_INDEX is 1", "1 replica"]),
+        ("JOB_COMPLETION_INDEX=0 COMM_WORLD_SIZE=4 JOBSET_NAME=set".into(), &["REPLICATED_JOB_NAME is not"]),
+        ("JOB_COMPLETION_INDEX=0 COMM_WORLD_SIZE=4".into(), &["does not know where to meet"]),
+        ("COMM_WORLD_SIZE=4".into(), &["COMM_WORLD_SIZE is 4, but COMM_RANK is not set"]),
+        (
+            "RANK=0 WORLD_SIZE=2 MASTER_ADDR=h COMM_SECRET=0123456789abcdef".into(),
+            &["neither COMM_PORT nor MASTER_PORT"],
+        ),
+        (
+            "RANK=0 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=65535 TORCHELASTIC_USE_AGENT_STORE=True".into(),
+            &["65535", "COMM_PORT"],
+        ),
+    ];
+    for (line, parts) in cases {
+        let said = error(&of(line));
+        for part in *parts {
+            assert!(said.contains(part), "{line}: {part:?} in {said:?}");
+        }
+        assert!(!said.contains('\n'), "{said}");
+    }
+}
+
+#[test]
+fn launchers_that_start_one_another_do_not_contradict() {
+    let secret = "COMM_SECRET=0123456789abcdef COMM_ADDR=h:9";
+    for (line, rank, size) in [
+        // One agent of torchrun a node, or one by srun --pty.
+        ("SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_STEP_ID=0 RANK=5 WORLD_SIZE=8 TORCHELASTIC_RUN_ID=r", 5, 8),
+        ("SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_STEP_ID=0 RANK=1 WORLD_SIZE=2", 1, 2),
+        ("SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_STEP_ID=0 COMM_RANK=1 COMM_WORLD_SIZE=2", 1, 2),
+        ("SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_STEP_ID=0 PMI_RANK=5 PMI_SIZE=8", 5, 8),
+        ("SLURM_PROCID=3 SLURM_NTASKS=4 SLURM_STEP_ID=0 RANK=3 WORLD_SIZE=4", 3, 4),
+        ("JOB_COMPLETION_INDEX=1 PET_NODE_RANK=1 PET_NNODES=2 RANK=3 WORLD_SIZE=4 TORCHELASTIC_RUN_ID=r", 3, 4),
+        ("LWS_WORKER_INDEX=1 LWS_GROUP_SIZE=2 OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4", 3, 4),
+        ("JOB_COMPLETION_INDEX=1 COMM_RANK=3 COMM_WORLD_SIZE=4", 3, 4),
+        // This program's own launcher takes away what others have said, but not everything that looks like it.
+        ("SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_STEP_ID=0 COMM_RANK=3 COMM_WORLD_SIZE=4 COMM_LAUNCHER_PID=7", 3, 4),
+    ] {
+        let job = found(&[of(line), of(secret)].concat());
+        assert_eq!((job.rank, job.world_size), (rank, size), "{line}");
+    }
+}
+
+#[test]
+fn the_users_own_secret_is_made_where_all_ranks_find_the_same() {
+    let home = tempfile::tempdir().unwrap();
+    let path = home.path().join(".config/isocomm/secret");
+    let home = home.path().display().to_string();
+    let with_home = |line: &str| job(&[of(line), vec![("HOME", home.as_str())]].concat());
+    let ranks = "COMM_RANK=0 COMM_WORLD_SIZE=2 COMM_ADDR=h:9";
+    let pods = "LWS_WORKER_INDEX=0 LWS_GROUP_SIZE=2 LWS_LEADER_ADDRESS=h";
+    for line in [ranks, pods, "RANK=0 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=9"] {
+        assert!(with_home(line).unwrap_err().to_string().contains("no secret"), "{line}");
+    }
+    assert!(!path.exists());
+    let slurm = "SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_JOB_ID=12 SLURM_STEP_ID=3 SLURM_STEP_NODELIST=n[1-2]";
+    let job = with_home(slurm).unwrap().unwrap();
+    assert_eq!((job.secret.bytes().len(), job.found.secret), (64, path.display().to_string()));
+    for line in [
+        ranks,
+        pods,
+        "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 COMM_ADDR=h:9",
+        "RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=9",
+    ] {
+        assert_eq!(with_home(line).unwrap().unwrap().secret.bytes(), job.secret.bytes(), "{line}");
+    }
+    // What a user says comes first, and one that others can read is none.
+    let open = with_home(&format!("{ranks} COMM_INSECURE=1")).unwrap().unwrap();
+    assert!(open.secret.bytes() != job.secret.bytes() && open.found.secret.contains("open to anyone"));
+    let other = with_home(&format!("{ranks} COMM_SECRET=0123456789abcdef")).unwrap().unwrap();
+    assert_eq!(other.secret.bytes(), b"0123456789abcdef");
+    std::process::Command::new("chmod").arg("644").arg(&path).status().unwrap();
+    assert!(with_home(slurm).unwrap_err().to_string().contains("chmod 600"));
 }

@@ -35,8 +35,8 @@ pub(super) fn all(
     let Core { rank, world_size, lanes, .. } = *core;
     let congestion = options.congestion.as_deref();
     let need = core.need("tcp-raw", 1, BESIDE);
-    let opened = need.check().and_then(|()| bind_address(options.bind, control)).and_then(|own| {
-        let listener = socket::listen(own, congestion)?;
+    let opened = need.check().and_then(|()| bind_address(options.bind.as_ref(), control)).and_then(|own| {
+        let listener = socket::listen(own, control.network().ports, congestion)?;
         let address =
             listener.local_addr().map_err(|error| Error::io(format!("rank {rank}: reading a port"), error))?;
         let addresses = Addresses::One(OfferedAddress(address));

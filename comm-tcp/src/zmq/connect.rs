@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use comm_core::addresses::PortRange;
 use comm_core::driver::Driver;
 use comm_core::location::{NetworkLocation, OfferedAddress, bind_address};
 use comm_core::{Control, Deadline, Error, Result};
@@ -103,8 +104,8 @@ fn unfiltered(
     deadline: Deadline,
 ) -> Result<Connected> {
     let key = Key(control.derive_key("zeromq"));
-    let opened = made.and_then(|()| bind_address(options.bind, control)).and_then(|own| {
-        let listeners = Listeners::open(core, options, own, drivers)?;
+    let opened = made.and_then(|()| bind_address(options.bind.as_ref(), control)).and_then(|own| {
+        let listeners = Listeners::open(core, options, (own, control.network().ports), drivers)?;
         let peer_info = PeerInfo {
             salt: auth::nonce()?,
             location: NetworkLocation::of(control),
@@ -219,6 +220,9 @@ impl BoundSocket {
     }
 }
 
+/// The address that listeners take, with port 0, and the ports that they may have.
+pub(super) type Own = (SocketAddr, Option<PortRange>);
+
 /// Everything that listens while a transport connects.
 struct Listeners {
     bound: HashMap<Edge, BoundSocket>,
@@ -232,7 +236,7 @@ struct Listeners {
 }
 
 impl Listeners {
-    fn open(core: &Core, options: &TcpOptions, own: SocketAddr, drivers: &[Driver]) -> Result<Self> {
+    fn open(core: &Core, options: &TcpOptions, own: Own, drivers: &[Driver]) -> Result<Self> {
         let edges = expected_edges(core.rank, core.world_size, core.lanes)?;
         let (bound, public) = (HashMap::new(), HashMap::new());
         let mut listeners =
@@ -240,7 +244,7 @@ impl Listeners {
         if options.ipc {
             listeners.socket_folder = Some(SocketFolder::create(core.rank)?);
         } else if options.gate != Gate::Off && !edges.is_empty() {
-            listeners.gate = Some(socket::listen(own, options.congestion.as_deref())?);
+            listeners.gate = Some(socket::listen(own.0, own.1, options.congestion.as_deref())?);
             listeners.socket_folder = Some(SocketFolder::create(core.rank)?);
         }
         for edge in edges {
@@ -253,13 +257,13 @@ impl Listeners {
         Ok(listeners)
     }
 
-    fn listen(&mut self, rank: usize, edge: Edge, options: &TcpOptions, own: SocketAddr) -> Result<Listener> {
+    fn listen(&mut self, rank: usize, edge: Edge, options: &TcpOptions, own: Own) -> Result<Listener> {
         if let Some(socket_folder) = &self.socket_folder {
             let (listener, path) = socket_folder.listen(rank, edge)?;
             self.private_sockets.insert(edge, path);
             return Ok(Listener::Ipc(listener));
         }
-        let listener = socket::listen(own, options.congestion.as_deref())?;
+        let listener = socket::listen(own.0, own.1, options.congestion.as_deref())?;
         self.public.insert(edge, port_of(&listener, rank)?);
         Ok(Listener::Tcp(listener))
     }

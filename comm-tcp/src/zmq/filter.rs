@@ -149,7 +149,7 @@ mod tests {
                 println!("skipped: no {bind}");
                 continue;
             }
-            let listener = listen_prepared(bind, None, |socket| close_to_all(socket).unwrap()).unwrap();
+            let listener = listen_prepared(bind, None, None, |socket| close_to_all(socket).unwrap()).unwrap();
             let address = listener.local_addr().unwrap();
             let dial = || TcpStream::connect(address).unwrap();
             let (mut before, mut rank, mut after) = (dial(), dial(), dial());

@@ -28,7 +28,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
 use zeromq::{DealerSocket, Listener, Socket, ZmqError};
 
-use super::connect::{BoundSocket, Connected, GateInUse, PeerConnector, SocketInfo, need, pool, port_of};
+use super::connect::{BoundSocket, Connected, GateInUse, Own, PeerConnector, SocketInfo, need, pool, port_of};
 use super::connection::PeerEvent;
 use super::filter;
 use crate::auth::{self, Edge, Key};
@@ -70,8 +70,8 @@ pub(super) fn connect(
     drivers: &[Driver],
     deadline: Deadline,
 ) -> Result<Filtered<Connected>> {
-    let opened = made.and_then(|()| bind_address(options.bind, control)).and_then(|own| {
-        let doors = Doors::open(core, options, own)?;
+    let opened = made.and_then(|()| bind_address(options.bind.as_ref(), control)).and_then(|own| {
+        let doors = Doors::open(core, options, (own, control.network().ports))?;
         let location = NetworkLocation::of(control);
         Ok((own, PeerInfo { salt: auth::nonce()?, location, addresses: doors.addresses(core) }, doors))
     });
@@ -154,11 +154,11 @@ struct Doors {
 }
 
 impl Doors {
-    fn open(core: &Core, options: &TcpOptions, own: SocketAddr) -> Result<Doors> {
+    fn open(core: &Core, options: &TcpOptions, (own, ports): Own) -> Result<Doors> {
         let mut refused = None;
         let mut doors = Vec::new();
         for edge in expected_edges(core.rank, core.world_size, core.lanes)? {
-            let listener = socket::listen_prepared(own, options.congestion.as_deref(), |socket| {
+            let listener = socket::listen_prepared(own, ports, options.congestion.as_deref(), |socket| {
                 if let Err(error) = filter::close_to_all(socket) {
                     refused.get_or_insert_with(|| format!("the system refuses it ({error})"));
                 }

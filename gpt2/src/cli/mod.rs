@@ -71,7 +71,7 @@ pub fn main() -> ExitCode {
     let matches = settings::command().get_matches_from(&arguments);
     let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     let result = match cli.command {
-        Command::Train(args) => train::run(*args, arguments.into_iter().skip(1).collect()),
+        Command::Train(args) => Ok(train::run(&args, arguments.into_iter().skip(1).collect())),
         Command::Sample(args) => sample::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Eval(args) => eval::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Data(args) => data::run(&args).map(|()| ExitCode::SUCCESS),

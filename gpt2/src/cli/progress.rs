@@ -3,6 +3,7 @@
 use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal, Write};
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
@@ -105,6 +106,10 @@ impl Observer for Progress {
                 self.bar.set_style(style);
             }
         }
+    }
+
+    fn listening(&mut self, address: IpAddr, interface: &str) {
+        self.line(&format!("network: rank 0 listens for data at {address} ({interface})"));
     }
 
     fn nodes(&mut self, nodes: &Nodes) {

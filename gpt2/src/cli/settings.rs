@@ -10,7 +10,7 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Command, CommandFactory};
 use toml::{Table, Value};
 
-use super::{Cli, CliError};
+use super::{Cli, CliError, folder};
 
 /// The command that takes settings from a file.
 const TRAIN: &str = "train";
@@ -123,6 +123,11 @@ const EITHER: [(&str, &str); 2] = [("init-from", "resume"), ("resume", "init-fro
 
 /// Whether an option on the command line takes the place of the file's `name`.
 fn is_overruled(given: &ArgMatches, name: &str) -> bool {
+    // Where there is no checkpoint yet, the run begins with the weights.
+    let resume = given.try_get_one::<PathBuf>("resume").ok().flatten();
+    if resume.is_some_and(|resume| folder::is_auto(resume)) && name == "init-from" {
+        return false;
+    }
     EITHER.iter().any(|(of_file, of_line)| *of_file == name && is_given(given, of_line))
 }
 
@@ -182,6 +187,10 @@ mod tests {
         let weights = "init_from = \"weights\"\nlr = 1\n";
         assert_eq!(with(weights, &[]).unwrap(), ["--init-from=weights", "--lr=1"]);
         assert_eq!(with(weights, &["--resume", "latest"]).unwrap(), ["--lr=1", "--resume", "latest"]);
+        assert_eq!(
+            with(weights, &["--resume", "auto"]).unwrap(),
+            ["--init-from=weights", "--lr=1", "--resume", "auto"]
+        );
         assert_eq!(with("resume = \"latest\"", &["--init-from", "w"]).unwrap(), ["--init-from", "w"]);
         // In the file itself they contradict each other, which is said where they are looked at.
         let both = "init_from = \"weights\"\nresume = \"latest\"\n";

@@ -3,9 +3,9 @@
 mod start;
 mod watch;
 
+use std::error::Error;
 use std::ffi::OsString;
 use std::io::IsTerminal;
-use std::net::IpAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use comm_core::Waiting;
 use comm_core::job::{self, Job, Source};
 use comm_core::launch::{Launch, Output};
 use comm_core::process::StopRequest;
-use isocomm::{Medium, TransportKind, TransportOptions};
+use isocomm::{Bind, Medium, TransportKind, TransportOptions};
 use serde::Deserialize;
 
 use super::attempts::Attempts;
@@ -215,9 +215,10 @@ pub(super) struct TrainArgs {
     /// Leave out the gate before ZeroMQ: anyone who can reach a port can then end a rank while it connects.
     #[arg(long)]
     no_gate: bool,
-    /// Address that this rank's listeners bind, where the others reach it. [default: the one by which it reaches rank 0]
-    #[arg(long)]
-    bind: Option<IpAddr>,
+    /// Where this rank's listeners are bound and the others reach it: an address, or interfaces as NCCL writes them: prefixes (eth,ib), whole
+    /// names (=eth0), or those that are not meant (^docker). [default: COMM_IFNAME, or the address by which it reaches rank 0]
+    #[arg(long, value_name = "ADDRESS|INTERFACES")]
+    bind: Option<Bind>,
     /// Seconds that an operation may take, and a step of the slowest worker of async-ps. Ranks wait for each other at the start for a second more for each MiB of text, which some may have
     /// to encode first, or each 64 MiB of token shards.
     #[arg(long, default_value_t = 120.0)]
@@ -283,7 +284,7 @@ pub(super) struct TrainArgs {
     resume: Option<PathBuf>,
     /// When a rank dies, start all ranks again from the last checkpoint, or from the beginning where there is none, at most this many
     /// times.
-    /// For processes that this program starts; a launcher such as srun has to do that itself.
+    /// For processes that this program starts; a launcher such as srun has to do that itself, with --resume auto.
     #[arg(long, default_value_t = 0)]
     max_restarts: u64,
     /// Restarts before this one, for the summary.
@@ -308,8 +309,25 @@ fn setting(setting: Setting, what: &str) -> String {
 const MAX_LANES: usize = 256;
 
 /// `arguments` are those of the program, by which ranks are started.
-pub(super) fn run(args: TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliError> {
-    job::die_with_parent()?;
+pub(super) fn run(args: &TrainArgs, arguments: Vec<OsString>) -> ExitCode {
+    if let Err(error) = job::die_with_parent() {
+        complain(format_args!("error: {error}"));
+        return ExitCode::FAILURE;
+    }
+    // What ends a run before it begins has been asked for wrongly, or of the wrong machine.
+    begin(args, arguments).unwrap_or_else(|error| {
+        complain(format_args!("error: {error}"));
+        exit_code(job::EXIT_CONFIGURATION)
+    })
+}
+
+fn exit_code(code: i32) -> ExitCode {
+    u8::try_from(code).map_or(ExitCode::FAILURE, ExitCode::from)
+}
+
+/// # Errors
+/// What is wrong with the arguments or the environment.
+fn begin(args: &TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliError> {
     match Job::from_env_with(args.insecure)? {
         Some(job) => {
             if let Some(nproc) = args.nproc {
@@ -323,9 +341,9 @@ pub(super) fn run(args: TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode,
                 )
                 .into());
             }
-            run_one(&args, &job)
+            run_one(args, &job)
         }
-        None => start(&args, arguments),
+        None => start(args, arguments),
     }
 }
 
@@ -353,6 +371,7 @@ fn run_one(args: &TrainArgs, job: &Job) -> Result<ExitCode, CliError> {
         say(format_args!("ranks: {}, by {}", job.world_size, job.source));
         // Our own launcher has said the rest.
         if job.source != Source::Launch {
+            say(format_args!("job: {}", job.describe()));
             say(prepared.describe(args, job.world_size));
         }
     }
@@ -362,14 +381,19 @@ fn run_one(args: &TrainArgs, job: &Job) -> Result<ExitCode, CliError> {
         Err(TrainError::Comm(error)) => {
             complain(format_args!("error: {error}"));
             // Whoever started the ranks looks for the one that is the cause.
-            let code = u8::try_from(job::exit_code(&error, job.rank));
-            Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
+            Ok(exit_code(job::exit_code(&error, job.rank)))
         }
         Err(error @ TrainError::Stopped { .. }) => Ok(stopped(&error, job.rank)),
         // Rank 0 says it for all.
         Err(TrainError::Refused(_)) if job.rank > 0 => Ok(ExitCode::FAILURE),
-        Err(error) => Err(error.into()),
+        Err(error) => Ok(failed(&error)),
     }
+}
+
+/// The exit code of a run that has begun and then failed.
+fn failed(error: &dyn Error) -> ExitCode {
+    complain(format_args!("error: {error}"));
+    ExitCode::FAILURE
 }
 
 /// The exit code of a rank that was asked to leave, and has saved the state of the run.
@@ -377,7 +401,7 @@ fn stopped(error: &TrainError, rank: usize) -> ExitCode {
     if rank == 0 {
         say(error);
     }
-    u8::try_from(job::EXIT_STOPPED).map_or(ExitCode::FAILURE, ExitCode::from)
+    exit_code(job::EXIT_STOPPED)
 }
 
 /// An earlier run, or an earlier part of this one.
@@ -417,7 +441,7 @@ fn refuse_for_all(
     if let Ok(Prepared { config, corpus, options, device, .. }) = &prepared {
         let _ = refuse(job, config, corpus, options, device, &why.to_string());
     }
-    Ok(ExitCode::FAILURE)
+    Ok(exit_code(job::EXIT_CONFIGURATION))
 }
 
 /// No launcher started this process: it is one itself, unless all ranks fit in it.
@@ -450,7 +474,7 @@ fn start(args: &TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliErro
         return match run_threads(config, corpus, ranks, options, device, &mut progress) {
             Ok(_) => Ok(ExitCode::SUCCESS),
             Err(error @ TrainError::Stopped { .. }) => Ok(stopped(&error, 0)),
-            Err(error) => Err(error.into()),
+            Err(error) => Ok(failed(&error)),
         };
     }
     say(prepared.describe(args, ranks));
@@ -467,11 +491,14 @@ fn start(args: &TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliErro
     // On a terminal rank 0 has it to itself, for its progress bar.
     launch.output = if std::io::stdout().is_terminal() { Output::RankZeroPlain } else { Output::Prefixed };
     let mut attempts = Attempts::new(&args.out, args.max_restarts, resume.as_deref(), command);
-    let outcome = launch.run_again(&mut |outcome| attempts.next(outcome))?;
+    let outcome = match launch.run_again(&mut |outcome| attempts.next(outcome)) {
+        Ok(outcome) => outcome,
+        Err(error) => return Ok(failed(&error)),
+    };
     if let Some(cause) = outcome.cause {
         complain(format_args!("error: {cause}"));
     }
-    Ok(u8::try_from(outcome.code).map_or(ExitCode::FAILURE, ExitCode::from))
+    Ok(exit_code(outcome.code))
 }
 
 /// How long ranks that were asked to leave may take for it, beside the time in which they write their state.
@@ -880,7 +907,7 @@ fn learning_rate(args: &TrainArgs) -> Result<LearningRate, CliError> {
 fn transport_options(args: &TrainArgs, lanes: usize) -> Result<TransportOptions, CliError> {
     let options = TransportOptions {
         lanes,
-        bind: args.bind,
+        bind: args.bind.clone(),
         timeout: seconds(args.timeout),
         // Several of them may be late without a consequence.
         heartbeat: (seconds(args.liveness) / 5).min(TransportOptions::default().heartbeat),

@@ -12,6 +12,7 @@ mod save;
 mod tests;
 mod traffic;
 
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -427,6 +428,8 @@ pub struct RankReport {
 
 /// Receives what happens during a run, on one rank.
 pub trait Observer {
+    /// At which address of which interface this rank listens for the data of others, of a job that ranks on other machines may be part of.
+    fn listening(&mut self, _address: IpAddr, _interface: &str) {}
     /// Who shares a node, before the first step, of strategies that tell nodes apart.
     fn nodes(&mut self, _nodes: &Nodes) {}
     /// Before the first step.

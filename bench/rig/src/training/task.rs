@@ -90,7 +90,7 @@ impl Task {
         if let Some(addresses) = &self.network.addresses {
             let (host, port) = addresses.meeting();
             job.address = Address::Tcp { host: host.to_string(), port };
-            options.options.bind = Some(addresses.own(job.rank, job.world_size));
+            options.options.bind = Some(addresses.own(job.rank, job.world_size).into());
         }
         options.options = rung.options(&options.options);
         let mut watch = Watch::new(self, job.rank);

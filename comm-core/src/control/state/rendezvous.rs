@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::{State, not, set};
 use crate::clock;
 use crate::control::acceptor::RejectedConnection;
-use crate::control::auth::{Hello, fresh_session};
+use crate::control::auth::{Hello, Rejection, fresh_session};
 use crate::control::send_half::SendHalf;
 use crate::control::wire::Message;
 use crate::error::Error;
@@ -39,9 +39,15 @@ impl State {
         self.rendezvous_error.as_ref().map(|(_, until)| *until)
     }
 
-    /// Notes a connection that was not admitted.
+    /// Notes a connection that was not admitted. A start of the job that is still waiting for its ranks when one of a later start comes is
+    /// over: its own have gone.
     pub(in crate::control) fn note_rejected(&mut self, connection: &RejectedConnection) {
         self.rejected.note(connection);
+        if let Rejection::Later(why) = &connection.why
+            && self.session.is_none()
+        {
+            self.fail_rendezvous(why);
+        }
     }
 
     /// For an error's text: what came instead of the ranks that are missing.
