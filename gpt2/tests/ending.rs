@@ -26,7 +26,7 @@ const SOON: Duration = Duration::from_secs(60);
 enum Then {
     /// Tells that it is there.
     Tell(Sender<()>),
-    /// Waits until it is told, and gives up on the communicator: the others hear of it when they take leave.
+    /// Waits until it is told, and gives up on the communicator: the others hear of it when they take leave, or before.
     GiveUp(Receiver<()>, Arc<dyn Communicator>),
     /// Waits until it is told, says why on the control plane, and is gone: the others get no report of it.
     Fail(Receiver<()>, Arc<dyn Control>),
@@ -123,7 +123,7 @@ fn where_a_rank_is_lost_after_the_last_step_the_summary_and_the_weights_are_not(
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
     let undisturbed = run(&config(), None, Ends::Well).swap_remove(0).0.unwrap();
-    for (how, heard_of) in [(Ends::GivesUp, vec![0, 1]), (Ends::Fails, vec![0])] {
+    for how in [Ends::GivesUp, Ends::Fails] {
         let outcomes = run(&config(), Some(path.clone()), how);
         for (result, _) in &outcomes {
             let error = result.as_ref().map(drop).unwrap_err().to_string();
@@ -131,7 +131,9 @@ fn where_a_rank_is_lost_after_the_last_step_the_summary_and_the_weights_are_not(
         }
         let summary = outcomes[0].1.as_ref().unwrap();
         assert_eq!((&summary.losses, &summary.weights_hash), (&undisturbed.losses, &undisturbed.weights_hash));
-        assert_eq!(summary.ranks.iter().map(|rank| rank.rank).collect::<Vec<_>>(), heard_of, "{how:?}");
+        let heard_of: Vec<usize> = summary.ranks.iter().map(|rank| rank.rank).collect();
+        // One that gives up still reports, and whether that or the end of the communicator is heard of first is chance.
+        assert!(heard_of == [0] || (how == Ends::GivesUp && heard_of == [0, 1]), "{how:?}: {heard_of:?}");
         assert_eq!(summary.checkpoint, Some(path.clone()));
         let saved = Checkpoint::load(&path).unwrap();
         assert_eq!(saved.step, 4);
