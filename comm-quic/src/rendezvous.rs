@@ -256,7 +256,13 @@ async fn dial(
 fn is_passing(error: &ConnectionError) -> bool {
     match error {
         ConnectionError::ConnectionClosed(close) => {
-            matches!(close.error_code, TransportErrorCode::CONNECTION_REFUSED | TransportErrorCode::APPLICATION_ERROR)
+            // The last one where a peer that is busy with many ranks has answered after its token's time.
+            matches!(
+                close.error_code,
+                TransportErrorCode::CONNECTION_REFUSED
+                    | TransportErrorCode::APPLICATION_ERROR
+                    | TransportErrorCode::INVALID_TOKEN
+            )
         }
         ConnectionError::ApplicationClosed(close) => close.error_code == VarInt::from_u32(0),
         ConnectionError::TimedOut | ConnectionError::Reset => true,
@@ -344,6 +350,10 @@ fn read_greeting(bytes: [u8; GREETING_LEN]) -> Result<(usize, usize), String> {
     Ok((u32::from_le_bytes([l0, l1, l2, l3]) as usize, u32::from_le_bytes([r0, r1, r2, r3]) as usize))
 }
 
+/// How long an address that has shown that it receives may take to come back with its token. With hundreds of ranks on few cores it takes
+/// longer than the 15 s that are usual.
+const RETRY_TOKEN_LIFETIME: Duration = Duration::from_secs(300);
+
 /// The settings for all incoming connections.
 pub(crate) fn server_config(
     crypto: Arc<dyn quinn::crypto::ServerConfig>,
@@ -353,6 +363,7 @@ pub(crate) fn server_config(
     config
         .transport_config(transport)
         .migration(false)
+        .retry_token_lifetime(RETRY_TOKEN_LIFETIME)
         .max_incoming(256)
         .incoming_buffer_size(128 << 10)
         .incoming_buffer_size_total(8 << 20);
