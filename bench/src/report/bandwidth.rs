@@ -404,9 +404,8 @@ fn reached(page: &mut Page, bandwidth: &Bandwidth<'_, '_>) {
         for one in &bandwidth.learnt {
             let steps = one.steps_to(loss);
             let sent = steps.zip(one.bytes).map(|(steps, a_step)| bytes(steps as f64 * a_step));
-            let seconds = |link: &&str| {
-                bandwidth.seconds_to(loss, &one.name, link, transport).map_or("–".into(), |s| figure(s))
-            };
+            let seconds =
+                |link: &&str| bandwidth.seconds_to(loss, &one.name, link, transport).map_or("–".into(), figure);
             let mut row = vec![
                 one.name.clone(),
                 one.losses.last().map_or("–".into(), |loss| format!("{loss:.3}")),
