@@ -15,6 +15,7 @@
 
 mod args;
 mod artifact;
+mod budget;
 mod collectives;
 mod compare;
 mod compute;

@@ -12,7 +12,7 @@ use comm_core::job::MAX_WORLD_SIZE;
 use gpt2::cli::MAX_THREADS;
 use gpt2::config::Preset;
 use gpt2::model::KernelChoice;
-use gpt2::optim::{LearningRate, LossScaling};
+use gpt2::optim::{LearningRate, LossScaling, OptimizerKind};
 use gpt2::precision::Precision;
 use gpt2::strategy::{Compression, Setting, StrategyKind, StrategyOptions};
 use isocomm::Rung;
@@ -47,7 +47,7 @@ pub(crate) struct Plan {
 }
 
 /// The plans that come with this program.
-pub(crate) const READY: [(&str, &str); 16] = [
+pub(crate) const READY: [(&str, &str); 18] = [
     ("quick", include_str!("../plans/quick.toml")),
     ("links", include_str!("../plans/links.toml")),
     ("ladder", include_str!("../plans/ladder.toml")),
@@ -64,6 +64,8 @@ pub(crate) const READY: [(&str, &str); 16] = [
     ("compute", include_str!("../plans/compute.toml")),
     ("bai", include_str!("../plans/bai.toml")),
     ("patwardhan", include_str!("../plans/patwardhan.toml")),
+    ("lin", include_str!("../plans/lin.toml")),
+    ("bandwidth", include_str!("../plans/bandwidth.toml")),
 ];
 
 /// What a ready plan gives an axis, for the default of an option: values separated by commas.
@@ -157,6 +159,8 @@ const ORDER: [Axis; Axis::ALL.len()] = [
     Axis::Seed,
     Axis::Schedule,
     Axis::Clip,
+    Axis::Optimizer,
+    Axis::ShortSequences,
     Axis::Batch,
     Axis::Accumulation,
     Axis::Recompute,
@@ -553,6 +557,15 @@ fn put(cell: &mut Cell, axis: Axis, value: Value) -> Result<(), toml::de::Error>
             let norm = text.parse::<f64>();
             cell.clip = Some(norm.map_or(text, |norm| norm.to_string()));
         }
+        Axis::ShortSequences => {
+            let text = written(&value);
+            let short = (text != "none").then(|| text.parse().map_err(toml::de::Error::custom));
+            cell.short_sequences = short.transpose()?;
+        }
+        // The one that training takes by itself has one name.
+        Axis::Optimizer => {
+            cell.optimizer = Some(written(&value)).filter(|name| name != OptimizerKind::default().name())
+        }
         Axis::LossScaling => cell.loss_scaling = Some(written(&value)).filter(|scaling| scaling != "off"),
         Axis::ValidateEvery => {
             let batches = cell.validation.map_or(1, |validation| validation.batches);
@@ -706,6 +719,8 @@ fn check_pytorch(cell: &Cell) -> Result<(), String> {
         (Axis::LossScaling, cell.loss_scaling.is_some()),
         (Axis::ValidateEvery, cell.validation.is_some()),
         (Axis::Clip, cell.clip.as_deref() != Some("0")),
+        (Axis::Optimizer, cell.optimizer.is_some()),
+        (Axis::ShortSequences, cell.short_sequences.is_some()),
         (Axis::Schedule, cell.schedule.as_deref().map(schedule) != Some(Ok(rate))),
     ];
     match cannot.into_iter().find(|(_, cannot)| *cannot) {
@@ -725,10 +740,16 @@ fn check_names(cell: &Cell) -> Result<(), String> {
     cell.kernels.parse::<KernelChoice>().map_err(String::from).map_err(of(Axis::Kernels))?;
     let _: Preset = cell.preset.parse().map_err(|why| of(Axis::Preset)(format!("{why}")))?;
     // With any vocabulary.
-    model(cell, 256)?;
+    let model = model(cell, 256)?;
+    if let Some(short) = cell.short_sequences {
+        short.check(model.block_size).map_err(of(Axis::ShortSequences))?;
+    }
     cell.schedule.as_deref().map(schedule).transpose().map_err(of(Axis::Schedule))?;
     if let Some(scaling) = &cell.loss_scaling {
         let _: LossScaling = scaling.parse().map_err(of(Axis::LossScaling))?;
+    }
+    if let Some(name) = &cell.optimizer {
+        name.parse::<OptimizerKind>().map_err(String::from).map_err(of(Axis::Optimizer))?;
     }
     if let Some(clip) = &cell.clip
         && !clip.parse().is_ok_and(|norm: f64| norm.is_finite() && norm >= 0.0)
@@ -927,6 +948,9 @@ mod tests {
             ("steps = []", "axis steps"),
             ("wire = \"f64\"", "axis wire"),
             ("compress = \"topk\"", "axis compress"),
+            ("optimizer = \"adam\"", "axis optimizer"),
+            ("short-sequences = \"16\"", "TOKENSxSTEPS"),
+            ("short-sequences = \"7x3\"", "axis short-sequences"),
             ("compress = \"int8\"\nloss-scaling = \"dynamic\"", "loss-scaling dynamic"),
             ("strategy = \"async-ps\"\nloss-scaling = \"dynamic\"", "--strategy async-ps"),
             ("strategy = \"hsdp\"\nranks-per-node = 1", "nodes of several ranks"),
@@ -962,6 +986,34 @@ mod tests {
             let plan = Plan::parse(text).unwrap_or_else(|why| panic!("{name}: {why}"));
             assert!(plan.name == name && !plan.about.is_empty() && !plan.cells.is_empty(), "{name}");
         }
+    }
+
+    #[test]
+    fn the_sweep_of_bandwidth_has_every_strategy_over_every_link() {
+        let plan = Plan::load(Path::new("bandwidth")).unwrap().0;
+        let links: BTreeSet<&str> =
+            plan.cells.iter().map(|cell| cell.link.as_str()).filter(|link| *link != LOOPBACK).collect();
+        assert_eq!(links, BTreeSet::from(["lan-10g", "lan-10m", "lan-100m", "lan-1g", "wan", "wan-near"]));
+        let has = |strategy: &str, compress: Option<&str>, transport: &str, link: &str| {
+            plan.cells.iter().any(|cell| {
+                (cell.strategy.as_str(), cell.transport.as_str(), cell.link.as_str()) == (strategy, transport, link)
+                    && cell.compress.as_deref() == compress
+            })
+        };
+        let networked = StrategyKind::ALL.into_iter().filter(|kind| *kind != StrategyKind::Single);
+        let compressed = ["int8", "topk:0.01", "powersgd:2"].map(|how| ("ddp", Some(how)));
+        for (strategy, compress) in networked.map(|kind| (kind.name(), None)).chain(compressed) {
+            for transport in ["tcp", "quic"] {
+                let missing = links.iter().find(|link| !has(strategy, compress, transport, link));
+                assert_eq!(missing, None, "{strategy} {compress:?} over {transport}");
+            }
+        }
+        // 17 ways to train over 2 transports and 6 links, 15 of them in long runs, and ranks that talk to nobody.
+        assert_eq!(plan.cells.len(), 17 * 2 * 6 + 15 + 2);
+        let alone = plan.cells.iter().filter(|cell| cell.alone);
+        assert_eq!(alone.map(|cell| cell.ranks).collect::<Vec<_>>(), [2, 4]);
+        // Long and short runs learn alike.
+        assert!(plan.cells.iter().all(|cell| cell.schedule == plan.cells[0].schedule));
     }
 
     #[test]

@@ -265,3 +265,22 @@ fn what_is_wrong_is_one_clear_error() {
     let dry = program(&["sweep", "quick", "--dry-run"]);
     assert!(dry.status.success() && said(&dry).contains("fsdp quic"));
 }
+
+#[test]
+fn a_plan_with_ranks_that_talk_to_nobody_says_how_much_is_computed() {
+    let bench = Bench::with_plan(
+        1,
+        "strategy = [\"ddp\", \"diloco\"]\ntransport = \"tcp\"\nsync-every = 2\n[[also]]\nstrategy = \"single\"\nalone = true\nranks = 2",
+    );
+    let output = bench.sweep(&[]);
+    let said = said(&output);
+    assert!(output.status.success(), "{said}");
+    assert!(said.contains("Share of the time that is computed, over tcp:"), "{said}");
+    assert!(said.contains("computes") && said.contains("A loss of"), "{said}");
+    let page = fs::read_to_string(bench.path("out/report.html")).unwrap();
+    for part in
+        ["<h2 id=\"bandwidth\">", "Loss against bytes", "Loss against seconds, over tcp on loopback", "public, every 8"]
+    {
+        assert!(page.contains(part), "{part}");
+    }
+}

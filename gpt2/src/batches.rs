@@ -11,7 +11,9 @@
 //! same order however it is shared.
 
 use std::{
+    fmt,
     ops::Range,
+    str::FromStr,
     sync::{Arc, Mutex, PoisonError},
 };
 
@@ -52,6 +54,71 @@ pub struct Share {
     pub world: usize,
     /// Micro-steps in which each rank works through its rows.
     pub accumulation: usize,
+}
+
+/// A run's first steps, in which each sequence is cut into pieces of so many tokens, so that a step has the same tokens in shorter sequences; written as
+/// `128x900`: 128 tokens, for 900 steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct ShortSequences {
+    /// Tokens of a piece.
+    pub tokens: usize,
+    /// The number of first steps.
+    pub steps: u64,
+}
+
+impl ShortSequences {
+    /// Whether sequences of `block_size` tokens can be cut so.
+    ///
+    /// # Errors
+    /// They cannot, for the user.
+    pub fn check(self, block_size: usize) -> Result<(), String> {
+        if self.tokens > 0 && block_size.is_multiple_of(self.tokens) {
+            return Ok(());
+        }
+        Err(format!(
+            "--short-sequences {self}: sequences of {block_size} tokens cannot be cut into pieces of {}; give a number that divides them",
+            self.tokens
+        ))
+    }
+
+    /// Pieces of each sequence of `block_size` tokens in step `step`, counted from 0.
+    #[must_use]
+    pub fn pieces(self, block_size: usize, step: u64) -> usize {
+        if step < self.steps { block_size / self.tokens.max(1) } else { 1 }
+    }
+}
+
+impl fmt::Display for ShortSequences {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&format!("{}x{}", self.tokens, self.steps))
+    }
+}
+
+impl FromStr for ShortSequences {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let read = |(tokens, steps): (&str, &str)| Some((tokens.parse().ok()?, steps.parse().ok()?));
+        match text.split_once('x').and_then(read) {
+            Some((tokens, steps)) if tokens > 0 => Ok(ShortSequences { tokens, steps }),
+            _ => Err(format!("`{text}` is no TOKENSxSTEPS, such as 128x900 for 128 tokens in the first 900 steps")),
+        }
+    }
+}
+
+impl From<ShortSequences> for String {
+    fn from(short: ShortSequences) -> String {
+        short.to_string()
+    }
+}
+
+impl TryFrom<String> for ShortSequences {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
 }
 
 /// What becomes of the windows at the end of an epoch that do not fill a step; written as in [`LastBatch::name`].

@@ -518,6 +518,8 @@ fn options_that_do_not_go_together_are_refused() {
     refuse(&["--beta1", "1"], &["beta1"]);
     refuse(&["--schedule", "stairs"], &["stairs", "cosine"]);
     refuse(&["--last-batch", "keep"], &["keep", "join"]);
+    refuse(&["--short-sequences", "7x3"], &["--short-sequences 7x3", "divides"]);
+    refuse(&["--short-sequences", "16"], &["TOKENSxSTEPS"]);
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+use gpt2::batches::ShortSequences;
 use gpt2::model::KernelChoice;
 use gpt2::optim::{OptimizerConfig, OptimizerKind};
 use gpt2::precision::Precision;
@@ -51,6 +52,25 @@ fn lamb_is_one_device_with_every_strategy() {
         let summary = run(&with(&config, variant, ranks), &corpus, ranks);
         assert_close(&summary, &reference, TOLERANCE, &format!("{variant:?} on {ranks} ranks"));
         assert_counts(&summary, &format!("{variant:?}"));
+    }
+}
+
+#[test]
+fn short_sequences_are_one_device_and_those_that_they_say() {
+    let corpus = corpus(20_000);
+    let whole = TrainConfig { dropout: 0.2, ..single(4) };
+    let short = |steps| TrainConfig { short_sequences: Some(ShortSequences { tokens: 8, steps }), ..whole.clone() };
+    let reference = run(&short(2), &corpus, 1);
+    let (uncut, cut) = (run(&whole, &corpus, 1), run(&short(4), &corpus, 1));
+    // The first two steps are those of the one, and the others differ from both.
+    assert_eq!(reference.losses[..2], cut.losses[..2]);
+    assert_ne!(reference.losses[0], uncut.losses[0], "nothing was cut");
+    assert_ne!(reference.weights_hash, cut.weights_hash);
+    for strategy in [StrategyKind::Ddp, StrategyKind::Fsdp] {
+        let config = TrainConfig { accumulation: 2, ..with(&short(2), (strategy, false), 2) };
+        let summary = run(&config, &corpus, 2);
+        assert_close(&summary, &reference, TOLERANCE, strategy.name());
+        assert_counts(&summary, strategy.name());
     }
 }
 

@@ -4,6 +4,7 @@
 
 use std::fmt;
 
+use gpt2::batches::ShortSequences;
 use gpt2::memory::{Allocations, Copies, Usage};
 use gpt2::model::KernelChoice;
 use gpt2::strategy::{LocalOptions, Setting, Staleness, StrategyKind, StrategyOptions};
@@ -145,6 +146,12 @@ pub struct Cell {
     /// Largest global gradient norm, as a number; `None` for 1.
     #[serde(default, skip_serializing_if = "is_default")]
     pub clip: Option<String>,
+    /// The optimizer, with its usual constants; `None` for training's own, AdamW.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub optimizer: Option<String>,
+    /// First steps with shorter sequences; `None` where there are none.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub short_sequences: Option<ShortSequences>,
     /// How gradients are kept from vanishing, as the trainer writes it; `None` for nothing.
     #[serde(default, skip_serializing_if = "is_default")]
     pub loss_scaling: Option<String>,
@@ -274,6 +281,8 @@ axes! {
     Ends = "ends",
     Schedule = "schedule",
     Clip = "clip",
+    Optimizer = "optimizer",
+    ShortSequences = "short-sequences",
     LossScaling = "loss-scaling",
     ValidateEvery = "validate-every",
     ValidationBatches = "validation-batches",
@@ -458,6 +467,8 @@ impl Default for Cell {
             ends: None,
             schedule: None,
             clip: None,
+            optimizer: None,
+            short_sequences: None,
             loss_scaling: None,
             validation: None,
         }
@@ -556,6 +567,8 @@ impl Cell {
             Axis::Ends => number(self.ends),
             Axis::Schedule => text(&self.schedule),
             Axis::Clip => text(&self.clip),
+            Axis::Optimizer => text(&self.optimizer),
+            Axis::ShortSequences => self.short_sequences.map_or("none".into(), |short| short.to_string()),
             Axis::LossScaling => text(&self.loss_scaling),
             Axis::ValidateEvery => self.validation.map_or("never".into(), |validation| validation.every.to_string()),
             Axis::ValidationBatches => number(self.validation.map(|validation| validation.batches)),

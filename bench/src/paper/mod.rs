@@ -1,11 +1,13 @@
-//! `bench paper`: the comparisons of two published papers, run again under equal conditions.
+//! `bench paper`: the comparisons of three published papers, run again under equal conditions.
 //!
-//! Both compare strategies of data-parallel training on GPT-2. Here all of them share one training loop, seed, order of the data, global
-//! batch, schedule and arithmetic; that they do is asserted for each row, together with the number of operations and bytes that the
-//! definition of the strategy asks for and one update a step. What the papers state stands in [`bai`] and [`patwardhan`], with where it
+//! Two compare strategies of data-parallel training on GPT-2, the third what makes such training of BERT fast enough on an ordinary network. Here
+//! all rows share one training loop, seed, order of the data, global batch, schedule and arithmetic, but for what a row is about; that they do is
+//! asserted for each row, together with the number of operations and bytes that the
+//! definition of the strategy asks for and one update a step. What the papers state stands in [`bai`], [`patwardhan`] and [`lin`], with where it
 //! was read; what could not be read is called so.
 
 mod bai;
+mod lin;
 mod options;
 mod patwardhan;
 mod row;
@@ -30,6 +32,7 @@ pub(crate) fn run(args: &PaperArgs) -> Result<ExitCode, BenchError> {
     let rows = match paper {
         Paper::Bai(args) => bai::run(args)?,
         Paper::Patwardhan(args) => patwardhan::run(args)?,
+        Paper::Lin(args) => lin::run(args)?,
     };
     for row in &rows {
         for problem in &row.problems {

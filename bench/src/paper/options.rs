@@ -9,7 +9,7 @@ use gpt2::batches::{Batches, Share};
 use gpt2::cli::{MAX_RANKS_HERE, MAX_THREADS, say};
 use gpt2::config::{ModelConfig, Preset};
 use gpt2::corpus::Corpus;
-use gpt2::optim::LossScaling;
+use gpt2::optim::{LossScaling, OptimizerKind};
 use gpt2::precision::Precision;
 use gpt2::tokenizer::TokenizerKind;
 use isocomm::TransportKind;
@@ -39,6 +39,7 @@ pub(crate) struct PaperArgs {
 pub(super) enum Paper {
     Bai(BaiArgs),
     Patwardhan(PatwardhanArgs),
+    Lin(LinArgs),
 }
 
 /// Bai 2022 (HP3C; arXiv 2206.06356): one device, parameter servers, Horovod, and mixed precision.
@@ -75,7 +76,38 @@ pub(crate) struct PatwardhanArgs {
     pub(super) common: CommonArgs,
 }
 
-/// What both papers have.
+/// Lin et al. 2020 (arXiv 2008.00177): what makes pretraining on a cluster with an ordinary network fast enough, one optimization after
+/// the other.
+///
+/// Rows: one device; then data sharding, mixed precision, fused operations, gradient accumulation, and communication during the backward
+/// pass, each with all before it, over each link; then all of them with a larger batch, on more ranks with the same batch (strong scaling) and with
+/// one that grows (weak scaling), and with short sequences, as in the first phase of BERT's training. Written are throughput, exposed communication, bytes, memory and
+/// loss, and what each step gains.
+#[derive(Debug, Args)]
+pub(crate) struct LinArgs {
+    /// Optimizer steps of each row. [default: 30; 100 with --full]
+    #[arg(long)]
+    pub(super) steps: Option<u64>,
+    /// The 16-bit type of mixed precision, for computation and gradients on their way: bf16, or f16 with dynamic loss scaling.
+    #[arg(long, value_enum, default_value = "bf16")]
+    pub(super) mixed: Mixed,
+    /// Optimizer of all rows: lamb, as BERT is trained with large batches, or adamw.
+    #[arg(long, default_value = "lamb")]
+    pub(super) optimizer: OptimizerKind,
+    /// Micro-steps a step where gradients are accumulated, and how many times larger the larger batch is.
+    #[arg(long, default_value_t = 4)]
+    pub(super) accumulation: usize,
+    /// Links, separated by commas: profiles, by name or file (see `bench links --help`).
+    #[arg(long, value_delimiter = ',', default_value = "lan-10g,lan-1g,lan-100m")]
+    pub(super) links: Vec<String>,
+    /// Numbers of ranks of the scaling, separated by commas. Where ranks share cores, the table says so.
+    #[arg(long, value_delimiter = ',', default_value = "2,4")]
+    pub(super) scale_ranks: Vec<usize>,
+    #[command(flatten)]
+    pub(super) common: CommonArgs,
+}
+
+/// What all papers have.
 #[derive(Debug, Args)]
 pub(super) struct CommonArgs {
     /// Folder for rows and pictures. [default: a new folder under bench-results/]
@@ -84,13 +116,13 @@ pub(super) struct CommonArgs {
     /// What connects the ranks: local, shm, tcp-raw, tcp (ZeroMQ), quic.
     #[arg(long, default_value_t)]
     transport: TransportKind,
-    /// Ranks that compute; a dedicated parameter server is one more. [default: 2; with --full the paper's devices]
+    /// Ranks that compute; a dedicated parameter server is one more. [default: 2; with --full the paper's devices, 8 of lin's]
     #[arg(long)]
     ranks: Option<usize>,
-    /// Model size. [default: tiny; 124m with --full]
+    /// Model size. [default: tiny; with --full 124m, and 350m for lin]
     #[arg(long)]
     preset: Option<Preset>,
-    /// Sequences a step, over all ranks; a multiple of --ranks. [default: 12; with --full the paper's, where it states one]
+    /// Sequences a step, over all ranks; a multiple of --ranks. [default: 12, and 32 for lin; with --full the paper's, where it states one]
     #[arg(long)]
     batch: Option<usize>,
     /// Seed of weights and data order.
@@ -102,8 +134,8 @@ pub(super) struct CommonArgs {
     /// A text file, a folder of text files, or (with --full) token shards. [default: documentation of this program's own dependencies]
     #[arg(long)]
     data: Option<PathBuf>,
-    /// The paper's size: GPT-2 with 124 million parameters, GPT-2's tokenizer, and the sequence length, batch and learning rate that the
-    /// paper states, where it does. Takes days on a CPU.
+    /// The paper's size: GPT-2 with 124 million parameters (for lin 350 million, which has the shape of BERT-large), GPT-2's tokenizer, and the
+    /// sequence length, batch and learning rate that the paper states, where it does. Takes days on a CPU.
     #[arg(long)]
     full: bool,
     /// Seconds that a row may take. [default: 900; a week with --full]
@@ -143,6 +175,7 @@ impl PaperArgs {
         match &self.paper {
             paper @ Paper::Bai(args) => (&args.common, paper),
             paper @ Paper::Patwardhan(args) => (&args.common, paper),
+            paper @ Paper::Lin(args) => (&args.common, paper),
         }
     }
 }

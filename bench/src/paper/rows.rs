@@ -17,18 +17,8 @@ use crate::sweep::Job;
 /// Runs the plan; a row for each of the variants, of which the first is the reference that the others are compared with. Records are in
 /// `results.jsonl` as soon as they are known, rows in `rows.jsonl` at the end.
 pub(super) fn measure(settings: &Settings, draft: &Draft, variants: &[Variant]) -> Result<Vec<Row>, BenchError> {
-    // Before there is any file.
-    draft.plan()?;
-    let mut file = Lines::create(&settings.out.join("rows.jsonl"))?;
+    let (records, mut file) = records(settings, draft)?;
     let vocabulary = settings.corpus.vocab_size();
-    let text = TextSource {
-        source: settings.source.clone(),
-        tokenizer: settings.tokenizer,
-        vocabulary,
-        description: settings.corpus.describe(),
-    };
-    let torch = Err("not asked for".into());
-    let records = Job { draft, out: Some(&settings.out), text, signals: settings.signals.clone(), torch }.records()?;
     let mut rows: Vec<Row> = Vec::new();
     for variant in variants {
         let is = |record: &&Record| variant.is(&record.cell);
@@ -40,6 +30,22 @@ pub(super) fn measure(settings: &Settings, draft: &Draft, variants: &[Variant]) 
         rows.push(row);
     }
     Ok(rows)
+}
+
+/// Runs the plan; its records, which are in `results.jsonl`, and the file for rows.
+pub(super) fn records(settings: &Settings, draft: &Draft) -> Result<(Vec<Record>, Lines), BenchError> {
+    // Before there is any file.
+    draft.plan()?;
+    let file = Lines::create(&settings.out.join("rows.jsonl"))?;
+    let text = TextSource {
+        source: settings.source.clone(),
+        tokenizer: settings.tokenizer,
+        vocabulary: settings.corpus.vocab_size(),
+        description: settings.corpus.describe(),
+    };
+    let torch = Err("not asked for".into());
+    let job = Job { draft, out: Some(&settings.out), text, signals: settings.signals.clone(), torch };
+    Ok((job.records()?, file))
 }
 
 /// Rows that have figures, with these.

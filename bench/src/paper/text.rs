@@ -66,11 +66,14 @@ pub(super) fn times(ratio: f64) -> String {
     format!("{ratio:.2}x")
 }
 
+/// What [`verdict`] says of speeds that it does not tell apart.
+pub(super) const UNDECIDED: &str = "no difference that this run can tell";
+
 /// What may be said of two speeds, of which each is known with its quartiles: a difference is one only where these do not overlap.
 pub(super) fn verdict(ratio: f64, of: (f64, f64), over: (f64, f64)) -> &'static str {
     let overlap = of.0 <= over.1 && over.0 <= of.1;
     match ratio {
-        _ if overlap => "no difference that this run can tell",
+        _ if overlap => UNDECIDED,
         ratio if ratio > 1.0 => "faster",
         _ => "slower",
     }

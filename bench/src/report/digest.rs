@@ -237,6 +237,11 @@ pub(crate) fn meaningless(cell: &Cell) -> Vec<Axis> {
         if !kind.compresses() {
             axes.push(Axis::Compress);
         }
+        // Those that it needs are not chosen.
+        let needed = kind.lanes(cell.ranks, 1);
+        if needed > 1 && cell.lanes == needed {
+            axes.push(Axis::Lanes);
+        }
         if !spec.settings.contains(&Setting::SyncEvery) {
             axes.push(Axis::SyncEvery);
         }

@@ -9,17 +9,33 @@ use super::html::{Page, Table};
 use super::text::figure;
 
 /// What may differ between cells that compute the same.
-const NUMERICS: [Axis; 10] = [
+const NUMERICS: [Axis; 26] = [
     Axis::Precision,
     Axis::Wire,
     Axis::Compress,
     Axis::Seed,
     Axis::Preset,
+    Axis::Layers,
+    Axis::Heads,
+    Axis::Width,
+    Axis::Block,
     Axis::Batch,
     Axis::Accumulation,
+    Axis::Kernels,
     Axis::Steps,
     Axis::Ranks,
+    Axis::RanksPerNode,
     Axis::Strategy,
+    Axis::SyncEvery,
+    Axis::Staleness,
+    Axis::DedicatedServer,
+    Axis::Alone,
+    Axis::Schedule,
+    Axis::Clip,
+    Axis::Optimizer,
+    Axis::ShortSequences,
+    Axis::LossScaling,
+    Axis::Program,
 ];
 
 pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {

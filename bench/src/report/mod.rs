@@ -3,6 +3,7 @@
 //! The page begins with the answer: the sentences that the terminal shows, and one picture. Then come questions, each with its answer in
 //! sentences and with the details folded below it.
 
+mod bandwidth;
 mod case;
 mod charts;
 mod collectives;
@@ -160,6 +161,7 @@ fn page(results: &Results, planned: &PlannedRuns, folder: &Path, beside: &Path, 
         findings::strategies(&mut page, &digest);
     }
     maps::write(&mut page, &digest);
+    bandwidth::write(&mut page, &digest);
     if digest.cases.iter().any(|case| case.step.is_some()) {
         findings::transports(&mut page, &digest);
         findings::time(&mut page, &digest);

@@ -4,11 +4,12 @@ use std::cmp::Ordering;
 
 use rig::flag::FlagKind;
 use rig::plot::{Panel, Panels, panels};
-use rig::record::{Axis, Record};
+use rig::record::{Axis, Cell, Record};
 use rig::stats::ExclusionReason;
 use rig::text::{grid, wrapped};
 
 use super::Picture;
+use super::bandwidth;
 use super::case::{LATE, NETWORK, ROUNDS};
 use super::digest::{Case, Digest, distinct};
 use super::findings::{Pair, added, is_networked, pairs};
@@ -34,7 +35,8 @@ const PARTS: [(&[&str], &str, usize, bool); 5] = [
 /// The sentences and the table.
 pub(super) fn text(digest: &Digest<'_>) -> String {
     let mut text: Vec<String> = sentences(digest).iter().map(|sentence| wrapped(sentence, WIDTH)).collect();
-    text.extend(Columns::of(digest).map(|columns| table(digest, &columns)));
+    let computed = bandwidth::text(digest);
+    text.extend(computed.or_else(|| Columns::of(digest).map(|columns| table(digest, &columns))));
     text.join("\n")
 }
 
@@ -114,9 +116,17 @@ fn sentences(digest: &Digest<'_>) -> Vec<String> {
     sentences
 }
 
-/// Cells that talk over a network.
+/// Cells that talk over a network. Of those that differ in the number of steps alone, the times of the shortest are enough.
 fn timed<'d, 'a>(digest: &'d Digest<'a>) -> Vec<&'d Case<'a>> {
-    digest.cases.iter().filter(|case| is_networked(case)).collect()
+    let timed: Vec<&Case<'_>> = digest.cases.iter().filter(|case| is_networked(case)).collect();
+    if !digest.axes.contains(&Axis::Steps) {
+        return timed;
+    }
+    let is_shortest = |case: &&&Case<'_>| {
+        let like = |other: &&Case<'_>| Cell { steps: other.cell.steps, ..case.cell.clone() } == *other.cell;
+        timed.iter().filter(|other| like(other)).all(|other| other.cell.steps >= case.cell.steps)
+    };
+    timed.iter().filter(is_shortest).copied().collect()
 }
 
 /// Their links, from the one that holds nothing up to the slowest.
@@ -185,16 +195,18 @@ fn spent(case: &Case<'_>) -> String {
 
 /// The cell in words; its link is told of before.
 fn name(digest: &Digest<'_>, case: &Case<'_>) -> String {
-    let axes = [&[Axis::Strategy, Axis::Transport, Axis::Link][..], of_one_number(digest)].concat();
+    let axes = [&[Axis::Strategy, Axis::Transport, Axis::Link][..], &of_one_number(digest)].concat();
     let rest = digest.label_without(case.cell, &axes);
     let rest = if rest.is_empty() { rest } else { format!(" ({rest})") };
     format!("{} over {}{rest}", case.cell.strategy, case.cell.transport)
 }
 
-/// The number of ranks, as an axis that needs no telling: all cells whose ranks have cores of their own have as many.
-fn of_one_number(digest: &Digest<'_>) -> &'static [Axis] {
-    let own = digest.cases.iter().filter(|case| case.crowd.is_none() && is_networked(case));
-    if distinct(own.map(|case| case.cell.ranks)).len() == 1 { &[Axis::Ranks] } else { &[] }
+/// The numbers of ranks and of steps, as axes that need no telling: all cells whose ranks have cores of their own have as many.
+fn of_one_number(digest: &Digest<'_>) -> Vec<Axis> {
+    let timed = timed(digest);
+    let own = || timed.iter().filter(|case| case.crowd.is_none());
+    let one = |axis: &Axis| distinct(own().map(|case| case.cell.value(*axis))).len() == 1;
+    [Axis::Ranks, Axis::Steps].into_iter().filter(one).collect()
 }
 
 fn by_step(a: &Case<'_>, b: &Case<'_>) -> Ordering {
@@ -309,11 +321,11 @@ impl<'d, 'a> Columns<'d, 'a> {
 
     /// The cell in words, but for its column; `*` where ranks share cores.
     fn row(&self, digest: &Digest<'_>, case: &Case<'_>) -> String {
-        let (ranks, mark) = match case.crowd {
-            Some(_) => (&[Axis::Ranks][..], "*"),
+        let (numbers, mark) = match case.crowd {
+            Some(_) => ([&[Axis::Ranks][..], &of_one_number(digest)].concat(), "*"),
             None => (of_one_number(digest), ""),
         };
-        let label = digest.label_without(case.cell, &[&[Axis::Link, Axis::Transport][..], ranks].concat());
+        let label = digest.label_without(case.cell, &[&[Axis::Link, Axis::Transport][..], &numbers].concat());
         format!("{}{mark}", if label.is_empty() { case.cell.strategy.clone() } else { label })
     }
 }

@@ -27,6 +27,7 @@ use rig::stats::Metric;
 use rig::training::{CellRun, FOLDER, TextSource};
 use serde::{Deserialize, Serialize};
 
+use crate::budget::budget;
 use crate::plan::{Draft, Plan, READY};
 use crate::prices::price_list;
 use crate::pytorch::Torch;
@@ -55,6 +56,10 @@ pub(crate) struct SweepArgs {
     /// How often each cell runs, instead of what the plan says.
     #[arg(long)]
     rounds: Option<u32>,
+    /// Time for the sweep, such as 30m. The first round is always finished; the plan's others may take half as long again. What is left goes to
+    /// further rounds of cells that are not told apart yet. [default: the plan's rounds, however long they take]
+    #[arg(long, conflicts_with = "rounds", value_parser = budget)]
+    budget: Option<Duration>,
     /// A text file, a folder of text files, or token shards. [default: documentation of this program's own dependencies]
     #[arg(long)]
     data: Option<PathBuf>,
@@ -128,7 +133,7 @@ pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
         begin(&out, ", or go on with it with --resume")?;
     }
     Header { rounds: plan.rounds, ..header }.write(&out)?;
-    let sweep = Sweep { plan, text: source, out, environment, signals, torch, budget: None };
+    let sweep = Sweep { plan, text: source, out, environment, signals, torch, budget: args.budget };
     sweep.introduce();
     let earlier = if args.resume { sweep.earlier(args.retry)? } else { BTreeSet::new() };
     let outcome = sweep.run(&earlier);

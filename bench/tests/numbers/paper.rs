@@ -199,6 +199,77 @@ fn patwardhan_counts_epochs() {
 }
 
 #[test]
+fn lin_switches_on_one_thing_after_the_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    let arguments = [
+        "paper",
+        "lin",
+        "--allow-debug",
+        "--preset",
+        "micro",
+        "--steps",
+        "6",
+        "--batch",
+        "8",
+        "--accumulation",
+        "2",
+        "--scale-ranks",
+        "2",
+        "--links",
+        "loopback",
+        "--transport",
+        "local",
+        "--data",
+        &data,
+        "--out",
+        "out",
+    ];
+    let output = bench(&arguments, folder.path());
+    let text = said(&output);
+    assert!(output.status.success(), "{text}");
+    let out = folder.path().join("out");
+    let rows = rows(&out.join("rows.jsonl"));
+    let names: Vec<&str> =
+        rows.iter().map(|row| row["name"].as_str().unwrap().strip_suffix(", loopback").unwrap()).collect();
+    let expected = [
+        "one device",
+        "+ data sharding",
+        "+ mixed precision (bf16)",
+        "+ fused operations",
+        "+ accumulation (2 micro-steps)",
+        "+ overlap",
+        "+ 2 times the batch",
+        "one device, all of it",
+        "one device, all of it",
+        "all of it, in two phases",
+    ];
+    assert_eq!(names, expected);
+    for row in &rows {
+        assert_eq!((&row["status"], &row["config"]["optimizer"]["kind"]), (&"ok".into(), &"lamb".into()), "{row}");
+    }
+    // What was switched on stays on, and changes nothing of what is learnt.
+    let options = |row: &Value| {
+        let config = &row["config"];
+        let text = |value: &Value| value.as_str().unwrap().to_string();
+        (text(&config["kernels"]), config["accumulation"].clone(), config["options"]["overlap"].clone())
+    };
+    assert_eq!(options(&rows[3]), ("fused".into(), 1.into(), false.into()));
+    assert_eq!(options(&rows[5]), ("fused".into(), 2.into(), true.into()));
+    for row in &rows[1..6] {
+        assert!(row["loss_difference"].as_f64().unwrap() < 2e-2, "{}", row["name"]);
+    }
+    for part in
+        ["of the row before", "efficiency", "two phases", "What BERT alone has", "an ordinary network is enough"]
+    {
+        assert!(text.contains(part), "{part} is missing: {text}");
+    }
+    let pictures = ["throughput.svg", "exposed.svg", "scaling.svg", "loss-against-time.svg"];
+    assert_pictures(&out, &pictures[..2], &["data sharding", "accumulation"]);
+    assert_pictures(&out, &pictures[2..], &["loopback"]);
+}
+
+#[test]
 fn a_row_that_cannot_run_is_told_and_fails_the_program() {
     let folder = tempfile::tempdir().unwrap();
     let data = text(folder.path());
@@ -247,6 +318,9 @@ fn wrong_arguments_are_one_clear_error_each() {
         (&["patwardhan", "--row-timeout", "0"], "--row-timeout"),
         (&["patwardhan", "--batch", "4000"], "windows"),
         (&["bai", "--out", "text.txt/results"], "text.txt/results"),
+        (&["lin", "--links", "moon"], "--links"),
+        (&["lin", "--links", "loopback", "--batch", "12"], "a multiple of 16"),
+        (&["lin", "--links", "loopback", "--optimizer", "adam"], "adamw, lamb, sgd"),
     ];
     for (arguments, expected) in cases {
         let mut all = vec!["paper"];

@@ -319,3 +319,21 @@ fn what_a_last_batch_does_is_read_as_it_is_written() {
     assert_eq!(LastBatch::default(), LastBatch::Drop);
     assert!("wrap".parse::<LastBatch>().unwrap_err().to_string().contains("drop, join"));
 }
+
+#[test]
+fn short_sequences_are_pieces_in_the_first_steps() {
+    let short: ShortSequences = "16x3".parse().unwrap();
+    assert_eq!((short, short.to_string().as_str()), (ShortSequences { tokens: 16, steps: 3 }, "16x3"));
+    assert_eq!([0, 2, 3, u64::MAX].map(|step| short.pieces(64, step)), [4, 4, 1, 1]);
+    assert_eq!(serde_json::from_value::<ShortSequences>("16x3".into()).unwrap(), short);
+    assert!(short.check(64).is_ok());
+    assert!(short.check(40).unwrap_err().contains("--short-sequences 16x3"));
+    for wrong in ["", "16", "x", "0x3", "16x", "-1x3", "16x-3", "16 x 3"] {
+        assert!(wrong.parse::<ShortSequences>().unwrap_err().contains("TOKENSxSTEPS"), "{wrong}");
+    }
+    let batches = Batches::new(&numbered(2_000, 100), 8, 24, 7).unwrap();
+    let whole = batches.rows(0, 0, share(0, 2, 1)).unwrap();
+    let cut = whole.clone().cut(4);
+    assert_eq!((cut.rows, cut.cols), (4 * whole.rows, 2));
+    assert_eq!((cut.inputs, cut.targets), (whole.inputs, whole.targets));
+}

@@ -26,7 +26,7 @@ use super::loading::LoadProgress;
 use super::metrics::Metrics;
 use super::progress::Progress;
 use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, complain, say};
-use crate::batches::{Batches, LastBatch, Share};
+use crate::batches::{Batches, LastBatch, Share, ShortSequences};
 use crate::checkpoint::sharded::Saved;
 use crate::config::{ModelConfig, Preset};
 use crate::corpus::{Corpus, CorpusSource, LoadOptions, TokenCache};
@@ -106,6 +106,10 @@ pub(super) struct TrainArgs {
     /// it goes).
     #[arg(long, default_value_t)]
     last_batch: LastBatch,
+    /// A first phase with shorter sequences: 128x900 cuts each sequence of the first 900 steps into pieces of 128 tokens, so that a step has the same
+    /// tokens. BERT is trained so, with 128 tokens of 512 in nine tenths of its steps.
+    #[arg(long, value_name = "TOKENSxSTEPS")]
+    short_sequences: Option<ShortSequences>,
     /// Type of computation: f32, bf16, f16. Masters, optimizer, layer norm, softmax and loss stay in f32.
     #[arg(long, default_value = "f32")]
     precision: Precision,
@@ -582,6 +586,7 @@ impl Prepared {
         let start = Start::new(args, resume.as_ref())?;
         let corpus = load(args, start.tokenizer()?, verbosity)?;
         let (model, initial) = start.model(args, &corpus)?;
+        args.short_sequences.map_or(Ok(()), |short| short.check(model.block_size))?;
         let config = TrainConfig {
             model,
             strategy: args.strategy,
@@ -598,6 +603,7 @@ impl Prepared {
             global_batch: args.batch,
             accumulation: args.accumulation,
             last_batch: args.last_batch,
+            short_sequences: args.short_sequences,
             learning_rate,
             optimizer,
             clip: args.clip,
@@ -631,8 +637,12 @@ impl Prepared {
             true => format!(", gradients compressed by {}", args.compress),
             false => String::new(),
         };
+        let short = self
+            .config
+            .short_sequences
+            .map_or(String::new(), |short| format!(" ({} in the first {} steps)", short.tokens, short.steps));
         format!(
-            "text: {}\nmodel: {} ({} layers, {} heads, {} wide, {} tokens a sequence, {:.2} M parameters)\nstrategy: {} on {ranks} \
+            "text: {}\nmodel: {} ({} layers, {} heads, {} wide, {} tokens a sequence{short}, {:.2} M parameters)\nstrategy: {} on {ranks} \
              rank(s){over}, {} thread(s) each, {} sequences a step{compressed}{}",
             self.corpus.describe(),
             self.model,

@@ -60,6 +60,12 @@ impl TokenBatch {
     pub fn none(cols: usize) -> Self {
         TokenBatch { cols, ..Self::default() }
     }
+
+    /// The same tokens as `pieces` times as many sequences, each a part of one; `pieces` divides `cols`.
+    #[must_use]
+    pub(crate) fn cut(self, pieces: usize) -> Self {
+        TokenBatch { rows: self.rows * pieces, cols: self.cols / pieces, ..self }
+    }
 }
 
 /// How a model computes, apart from its shape.

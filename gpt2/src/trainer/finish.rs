@@ -61,7 +61,7 @@ impl Trainer<'_> {
             parts: mine.parts,
             ranks,
             matrix_share: history.rate(|figures| figures.matrix_share),
-            mfu: self.peaks_of_devices.mfu(history.rate(|figures| figures.tokens_per_s)),
+            mfu: self.peaks_of_devices.mfu(history.rate(|figures| figures.matrix_share)),
             losses: mem::take(&mut history.losses),
             grad_norms: mem::take(&mut history.grad_norms),
             epochs: mem::take(&mut history.epochs),

@@ -112,6 +112,7 @@ impl LocalStep for Local<'_> {
         // rows are spread.
         let rows_in_step = self.batches.rows_in_step(self.step) as f64;
         let loss_scale = f64::from(self.scaler.scale());
+        let pieces = self.config.pieces(self.step);
         let (mut loss, mut sums) = (0.0, vec![None; self.masters.len()]);
         self.rows = 0;
         for micro_step in 0..self.config.accumulation {
@@ -120,7 +121,8 @@ impl LocalStep for Local<'_> {
             let weight = (self.workers * batch.rows) as f64 / rows_in_step;
             let scale = (weight * loss_scale * self.config.loss_factor) as f32;
             let first = self.batches.first_row(self.step, micro_step, share)?;
-            self.model.set_dropout(Dropout::new(self.config.dropout, self.config.seed, self.step, first));
+            self.model.set_dropout(Dropout::new(self.config.dropout, self.config.seed, self.step, first * pieces));
+            let (rows, batch) = (batch.rows, batch.cut(pieces));
             strategy.begin(true);
             let is_last = micro_step + 1 == self.config.accumulation;
             let on_device = self.places.gradients_on_device;
@@ -134,8 +136,8 @@ impl LocalStep for Local<'_> {
                 }
                 Ok::<f64, TrainError>(mean)
             })?;
-            loss += mean * batch.rows as f64 / rows_in_step;
-            self.rows += batch.rows;
+            loss += mean * rows as f64 / rows_in_step;
+            self.rows += rows;
         }
         Ok(loss)
     }

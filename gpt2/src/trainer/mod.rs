@@ -22,7 +22,7 @@ use comm_core::{Communicator, Control, Deadline, Error};
 use isocomm::{Connected, Counters, Medium, Nodes, Properties, TransportOptions, threads, threads_in_nodes};
 use serde::{Deserialize, Serialize};
 
-use crate::batches::LastBatch;
+use crate::batches::{LastBatch, ShortSequences};
 use crate::checkpoint::InitialWeights;
 use crate::checkpoint::sharded::Best;
 use crate::config::ModelConfig;
@@ -75,6 +75,9 @@ pub struct TrainConfig {
     pub accumulation: usize,
     /// What becomes of the rows at the end of an epoch that do not fill a step.
     pub last_batch: LastBatch,
+    /// First steps with shorter sequences, where there are such.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub short_sequences: Option<ShortSequences>,
     /// Learning rate by step.
     pub learning_rate: LearningRate,
     /// Optimizer and its constants.
@@ -106,12 +109,18 @@ impl TrainConfig {
             global_batch: 12,
             accumulation: 1,
             last_batch: LastBatch::Drop,
+            short_sequences: None,
             learning_rate: LearningRate::Constant { rate: 1e-3 },
             optimizer: OptimizerConfig::default(),
             clip: 1.0,
             eval_every: 0,
             eval_batches: 1,
         }
+    }
+
+    /// Pieces into which each row of step `step`, counted from 0, is cut.
+    pub(crate) fn pieces(&self, step: u64) -> usize {
+        self.short_sequences.map_or(1, |short| short.pieces(self.model.block_size, step))
     }
 }
 

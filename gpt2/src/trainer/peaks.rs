@@ -13,7 +13,7 @@ use crate::precision::Precision;
 /// The peaks that utilisation is a share of in a job: those of all ranks that compute.
 #[derive(Clone, Debug)]
 pub(super) struct Peaks {
-    /// FLOP of a training step for one token.
+    /// FLOP of a training step for one token, in sequences of full length.
     flops_per_token: f64,
     /// Ranks that compute.
     ranks: usize,
@@ -67,15 +67,15 @@ impl Peaks {
         Peaks { flops_per_token, ranks: count, measured, theoretical: Theoretical::together(&theoretical) }
     }
 
-    /// The share of the measured peak at so many tokens a second, of all ranks together.
-    pub(super) fn matrix_share(&self, tokens_per_s: f64) -> f64 {
-        tokens_per_s * self.flops_per_token / self.measured
+    /// The share of the measured peak at so many FLOP/s, of all ranks together.
+    pub(super) fn matrix_share(&self, flops_per_s: f64) -> f64 {
+        flops_per_s / self.measured
     }
 
-    /// The share of the peak on paper, where that is known.
-    pub(super) fn mfu(&self, tokens_per_s: f64) -> Option<f64> {
+    /// The share of the peak on paper, where that is known, at a share of the measured one.
+    pub(super) fn mfu(&self, matrix_share: f64) -> Option<f64> {
         let (flops, _) = self.theoretical.as_ref().ok()?;
-        Some(tokens_per_s * self.flops_per_token / flops).filter(|share| share.is_finite())
+        Some(matrix_share * self.measured / flops).filter(|share| share.is_finite())
     }
 
     /// How [`matrix_share`](Self::matrix_share) comes about, in words.
@@ -134,10 +134,10 @@ mod tests {
     }
 
     #[test]
-    fn shares_are_tokens_times_flop_over_both_peaks() {
-        // Two ranks of one thread: 120 GFLOP/s as measured, 200 on paper. 1000 tokens/s of 60 MFLOP are 60 GFLOP/s.
+    fn shares_are_of_both_peaks() {
+        // Two ranks of one thread: 120 GFLOP/s as measured, 200 on paper.
         let peaks = Peaks::of(60e6, vec![rank(70e9, 1), rank(50e9, 1)]);
-        assert_eq!((peaks.matrix_share(1000.0), peaks.mfu(1000.0)), (0.5, Some(0.3)));
+        assert_eq!((peaks.matrix_share(60e9), peaks.mfu(0.5)), (0.5, Some(0.3)));
         assert!(peaks.mfu_formula().ends_with("200.0 GFLOP/s = 2 core(s) × 100 GFLOP/s"), "{}", peaks.mfu_formula());
         let said = peaks.matrix_formula(&Device::flex(), Precision::F32);
         assert!(said.contains("60.0 MFLOP a token") && said.contains("120.0 GFLOP/s, what the 2 rank(s)"), "{said}");
@@ -147,7 +147,7 @@ mod tests {
     fn what_is_not_known_on_paper_leaves_the_measured_share() {
         let odd = RankPeak { measured: 100e9, theoretical: Theoretical::Unknown { why: "an odd one".into() } };
         let peaks = Peaks::of(60e6, vec![odd]);
-        assert_eq!((peaks.matrix_share(1000.0), peaks.mfu(1000.0)), (0.6, None));
+        assert_eq!((peaks.matrix_share(60e9), peaks.mfu(0.6)), (0.6, None));
         assert_eq!(peaks.mfu_formula(), "unknown: an odd one");
     }
 }

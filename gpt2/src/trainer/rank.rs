@@ -77,6 +77,9 @@ impl<'a> Trainer<'a> {
         build: Build<'_>,
     ) -> Result<Self, TrainError> {
         config.options.check_scaling(config.strategy, config.loss_scaling).map_err(refused)?;
+        if let Some(short) = config.short_sequences {
+            short.check(config.model.block_size).map_err(|why| refused(comm_core::Error::invalid(why)))?;
+        }
         let comms = comms(session, config.options.ranks_per_node);
         let places = MemoryPlacement::new(config, &comms, session, device)?;
         let tensors = layout(&config.model)?;
@@ -182,6 +185,10 @@ impl<'a> Trainer<'a> {
         let batches = &self.local.batches;
         let tokens = batches.rows_in_step(step) as f64 * self.config.model.block_size as f64;
         let tokens_per_s = tokens / elapsed.as_secs_f64();
+        // Attention over shorter sequences is less work.
+        let sequence = self.config.model.block_size / self.config.pieces(step);
+        let flops_per_s = tokens_per_s * self.config.model.flops_per_token(sequence);
+        let matrix_share = self.peaks_of_devices.matrix_share(flops_per_s);
         let ranks_here = self.session.ranks_in_process;
         let interval = self.meter.lap();
         let memory = self.memory();
@@ -197,8 +204,8 @@ impl<'a> Trainer<'a> {
             learning_rate: self.local.learning_rate(),
             ms: ms(elapsed),
             tokens_per_s,
-            matrix_share: self.peaks_of_devices.matrix_share(tokens_per_s),
-            mfu: self.peaks_of_devices.mfu(tokens_per_s),
+            matrix_share,
+            mfu: self.peaks_of_devices.mfu(matrix_share),
             parts,
             bytes_sent: sent.map(|sent| sent.payload),
             messages_sent: sent.map(|sent| sent.messages),

@@ -8,12 +8,13 @@ use super::profile_file;
 use crate::folder::read_small;
 
 /// Profiles that are part of this program, so that it can be moved.
-const BUILT_IN: [(&str, &str); 12] = [
+const BUILT_IN: [(&str, &str); 13] = [
     ("loopback", include_str!("../../../profiles/loopback.toml")),
     ("unlimited", include_str!("../../../profiles/unlimited.toml")),
     ("lan-10g", include_str!("../../../profiles/lan-10g.toml")),
     ("lan-1g", include_str!("../../../profiles/lan-1g.toml")),
     ("lan-100m", include_str!("../../../profiles/lan-100m.toml")),
+    ("lan-10m", include_str!("../../../profiles/lan-10m.toml")),
     ("wan-near", include_str!("../../../profiles/wan-near.toml")),
     ("wan", include_str!("../../../profiles/wan.toml")),
     ("wan-lossy", include_str!("../../../profiles/wan-lossy.toml")),

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use gpt2::config::{ConfigError, ModelConfig, Preset};
-use gpt2::optim::{LearningRate, LossScaling};
+use gpt2::optim::{LearningRate, LossScaling, OptimizerConfig, OptimizerKind};
 use gpt2::strategy::{Compression, LocalOptions, StrategyKind, StrategyOptions};
 use gpt2::trainer::{RankReport, Summary, TrainConfig};
 use isocomm::{Rung, TransportKind, TransportOptions};
@@ -341,6 +341,11 @@ pub fn config(cell: &Cell, vocabulary: usize) -> Result<TrainConfig, String> {
             None => LearningRate::WarmupCosine { peak: 1e-3, floor: 1e-4, warmup: 5, total: cell.steps.max(10) },
         },
         clip: clip.transpose()?.unwrap_or(usual.clip),
+        short_sequences: cell.short_sequences,
+        optimizer: match &cell.optimizer {
+            Some(name) => OptimizerConfig::of(name.parse::<OptimizerKind>()?),
+            None => usual.optimizer,
+        },
         loss_scaling: loss_scaling.unwrap_or(usual.loss_scaling),
         eval_every: cell.validation.map_or(0, |validation| validation.every),
         eval_batches: cell.validation.map_or(usual.eval_batches, |validation| validation.batches),
