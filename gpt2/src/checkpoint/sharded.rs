@@ -266,9 +266,15 @@ impl State {
         if self.is_of_same_ranks(config, ranks) { Whose::Rank(rank) } else { Whose::Mean }
     }
 
-    /// The loss scaler that `rank` goes on with.
-    pub fn scaler_of(&self, rank: usize) -> &ScalerState {
-        self.scalers.get(rank % self.scalers.len().max(1)).unwrap_or(&self.scaler)
+    /// The loss scaler that `rank` goes on with: its own where ranks of the run that goes on have values of their own, and otherwise, since all
+    /// must have the same, the one with the smallest scale.
+    pub fn scaler_of(&self, rank: usize, own_values: bool) -> &ScalerState {
+        let found = if own_values {
+            self.scalers.get(rank % self.scalers.len().max(1))
+        } else {
+            self.scalers.iter().min_by(|a, b| a.scale.total_cmp(&b.scale))
+        };
+        found.unwrap_or(&self.scaler)
     }
 
     /// Settings that may be others and are, of those from which the last bits of results depend, and what comes of it.
@@ -749,6 +755,18 @@ mod tests {
             let error = kept(wrong.map(|(start, len)| (Kept::Velocity, start, len))).unwrap_err();
             assert!(error.contains("each velocity of segment"), "{error}");
         }
+    }
+
+    #[test]
+    fn ranks_that_step_together_go_on_with_one_scaler() {
+        let folder = tempfile::tempdir().unwrap();
+        let state = saved(&Store::new(folder.path()));
+        let of_scale = |scale| ScalerState { scale, ..state.scaler };
+        let apart = State { scalers: [8.0, 2.0, 4.0].map(of_scale).into(), ..state.clone() };
+        let scales = |state: &State, own| [0, 1, 2, 3].map(|rank| state.scaler_of(rank, own).scale);
+        assert_eq!(scales(&apart, true), [8.0, 2.0, 4.0, 8.0]);
+        assert_eq!(scales(&apart, false), [2.0; 4]);
+        assert_eq!([scales(&state, true), scales(&state, false)], [[state.scaler.scale; 4]; 2]);
     }
 
     #[test]

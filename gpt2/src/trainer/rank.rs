@@ -386,7 +386,7 @@ fn local<'a>(
     };
     initialise(&mut local, built, Start::of(keep.resume.as_deref(), config, (rank, world))?)?;
     if let Some(saved) = &keep.resume {
-        restore_rest(&mut local, saved)?;
+        restore_rest(&mut local, built.own_values, saved)?;
     }
     Ok((local, validation))
 }

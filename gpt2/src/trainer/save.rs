@@ -364,13 +364,13 @@ pub(super) fn restore_strategy(
     memory::within(Category::Optimizer, || strategy.restore(&mut SavedKept { read, place: &place }))
 }
 
-/// Gives a rank what is not sharded of a checkpoint.
+/// Gives a rank, of a run whose ranks have values of their own or not, what is not sharded of a checkpoint.
 ///
 /// # Errors
 /// [`TrainError::Scaling`], and [`SavedError::Foreign`] where the step is at another place in the data than it was.
-pub(super) fn restore_rest(local: &mut Local<'_>, saved: &Saved) -> Result<(), TrainError> {
+pub(super) fn restore_rest(local: &mut Local<'_>, own_values: bool, saved: &Saved) -> Result<(), TrainError> {
     let state = saved.state();
-    let restored = local.scaler.restore(state.scaler_of(local.scalars.rank()));
+    let restored = local.scaler.restore(state.scaler_of(local.scalars.rank(), own_values));
     restored.map_err(|error| TrainError::Scaling { step: state.step, error })?;
     let steps_per_epoch = local.batches.steps_per_epoch() as u64;
     let place = (state.step / steps_per_epoch + 1, state.step % steps_per_epoch);
