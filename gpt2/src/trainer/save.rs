@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use comm_core::control::ControlExt;
+use comm_core::control::{ControlExt, MAX_BLOB};
 use comm_core::process::StopRequest;
 use comm_core::{CommunicatorExt, Deadline, ReduceOp, shard_range};
 use serde::{Deserialize, Serialize};
@@ -153,9 +153,7 @@ impl Trainer<'_> {
         let writing = writing_time(self.config, self.session.comm.world_size());
         let deadline = Deadline::after(self.session.timeout.saturating_add(writing));
         let label = format!("checkpoint {what}");
-        // As JSON, since fields that say nothing are left out of a part.
-        let json = |mine: T| serde_json::to_string(&mine).map_err(|error| error.to_string());
-        let mine = mine.map_err(|error| error.to_string()).and_then(json);
+        let mine = mine.map_err(|error| error.to_string()).and_then(|mine| as_told(&mine));
         let told = self.session.control.gather(&label, &mine, deadline)?;
         let told = told.into_iter().enumerate().map(|(rank, told): (usize, Result<String, String>)| {
             let told = told.and_then(|told| serde_json::from_str(&told).map_err(|error| error.to_string()));
@@ -280,6 +278,20 @@ impl Trainer<'_> {
     }
 }
 
+/// What a rank tells the others of what it has come to, as JSON, since fields that say nothing are left out of a part; or why it cannot be told.
+fn as_told(mine: &impl Serialize) -> Result<String, String> {
+    /// What the message has besides.
+    const ENVELOPE: usize = 64;
+    let json = serde_json::to_string(mine).map_err(|error| error.to_string())?;
+    if json.len() > MAX_BLOB - ENVELOPE {
+        return Err(format!(
+            "the list of what it has written takes {} bytes, and at most {MAX_BLOB} can be told",
+            json.len()
+        ));
+    }
+    Ok(json)
+}
+
 /// What each rank writes of each segment: ranks that own the same range of one share it evenly, so that every element is written once and
 /// no rank writes much more than another.
 fn ranges_to_write(owned_by: &[Vec<(usize, usize)>], rank: usize) -> Vec<Range<usize>> {
@@ -395,6 +407,18 @@ pub(super) fn stopped(report: &SaveReport) -> TrainError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_part_that_is_too_long_to_be_told_is_an_error_of_its_rank() {
+        let told = |len: usize| as_told(&"n".repeat(len));
+        assert!(told(MAX_BLOB).unwrap_err().contains("takes 1048578 bytes"));
+        // What can be told can be gathered.
+        let longest = told(MAX_BLOB - 66).unwrap();
+        let alone = comm_core::local::group(1, 1).remove(0);
+        let mine: Result<String, String> = Ok(longest);
+        let deadline = Deadline::after(Duration::from_secs(30));
+        assert_eq!(alone.control.gather("parts", &mine, deadline).unwrap(), [mine]);
+    }
 
     #[test]
     fn every_element_is_written_once_whoever_owns_it() {

@@ -22,7 +22,7 @@ pub enum Kept {
     Left,
     /// What it has left of their mean, on the rank that forms it.
     LeftOfMean,
-    /// The right factor of a matrix, row by row, where the matrix begins.
+    /// The right factor of a matrix, column by column, from where the matrix begins.
     Factor,
 }
 
