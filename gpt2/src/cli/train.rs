@@ -384,8 +384,7 @@ fn run_one(args: &TrainArgs, job: &Job) -> Result<ExitCode, CliError> {
             Ok(exit_code(job::exit_code(&error, job.rank)))
         }
         Err(error @ TrainError::Stopped { .. }) => Ok(stopped(&error, job.rank)),
-        // Rank 0 says it for all.
-        Err(TrainError::Refused(_)) if job.rank > 0 => Ok(ExitCode::FAILURE),
+        Err(TrainError::Refused { is_said: true, .. }) => Ok(ExitCode::FAILURE),
         Err(error) => Ok(failed(&error)),
     }
 }

@@ -18,6 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use burn::tensor::Device;
+use comm_core::control::ControlExt;
 use comm_core::{Communicator, Control, Deadline, Error};
 use isocomm::{Connected, Counters, Medium, Nodes, Properties, TransportOptions, threads, threads_in_nodes};
 use serde::{Deserialize, Serialize};
@@ -494,11 +495,11 @@ fn train_by(
     observer: &mut dyn Observer,
 ) -> Result<Summary, TrainError> {
     let trainer = || Trainer::new(config, corpus, session, device, keep, build);
-    let result = trainer().and_then(|trainer| run(trainer, corpus, observer));
+    let mut result = trainer().and_then(|trainer| run(trainer, corpus, observer));
     // The others would wait for this rank until their deadline. Where they know already, the first failure stays.
-    match &result {
+    match &mut result {
         Err(TrainError::Comm(error)) => session.control.poison(error),
-        Err(TrainError::Refused(error)) => leave_together(session, error),
+        Err(TrainError::Refused { error, is_said }) => *is_said = leave_together(session, error),
         // All leave together.
         Ok(_) | Err(TrainError::Stopped { .. }) => {}
         Err(error) => session.comm.abort(&error.to_string()),
@@ -514,14 +515,20 @@ fn train_by(
     summary
 }
 
-/// Waits until all ranks have found what is wrong with what they agree on: one that left before would be taken for lost by the others.
-fn leave_together(session: &Session, error: &Error) {
+/// Waits until all ranks have found what is wrong with what they agree on: one that left before would be taken for lost by the others. Returns
+/// whether rank 0 is another one and has found the same.
+fn leave_together(session: &Session, error: &Error) -> bool {
     /// How far ranks may be apart that have connected to each other and begun no step.
     const APART: Duration = Duration::from_secs(10);
     let deadline = Deadline::after(session.timeout.min(APART));
-    if session.control.all_gather("what is refused", &[], deadline).is_err() {
-        // Some rank found nothing wrong.
-        session.control.poison(error);
+    let own = error.to_string();
+    match session.control.gather("what is refused", &own, deadline) {
+        Ok(found) => session.comm.rank() > 0 && found.first() == Some(&own),
+        Err(_) => {
+            // Some rank found nothing wrong, or something else.
+            session.control.poison(error);
+            false
+        }
     }
 }
 

@@ -299,7 +299,7 @@ struct StepMeasurements {
 /// An error of what all ranks were told alike.
 fn refused(error: comm_core::Error) -> TrainError {
     match error {
-        comm_core::Error::InvalidArgument(_) => TrainError::Refused(error),
+        comm_core::Error::InvalidArgument(_) => TrainError::Refused { error, is_said: false },
         other => TrainError::Comm(other),
     }
 }
