@@ -563,7 +563,10 @@ fn run(mut trainer: Trainer<'_>, corpus: &Corpus, observer: &mut dyn Observer) -
         // Its spans are not kept: a run may take any number of steps.
         drop(report);
         let is_last = step + 1 == config.steps;
-        if config.eval_every > 0 && (is_last || (step + 1).is_multiple_of(config.eval_every)) {
+        let is_due = |every: u64| every > 0 && (step + 1).is_multiple_of(every);
+        let validates = config.eval_every > 0 && (is_last || is_due(config.eval_every));
+        let saves = trainer.keep.checkpoints.as_ref().is_some_and(|checkpoints| is_due(checkpoints.every));
+        if validates {
             let loss = trainer.validate()?;
             observer.validation(step + 1, loss);
             validations.push((step + 1, loss));
@@ -572,9 +575,9 @@ fn run(mut trainer: Trainer<'_>, corpus: &Corpus, observer: &mut dyn Observer) -
                 save_weights(&mut trainer, corpus, (step + 1, best), observer)?;
             }
         }
-        let leaves = trainer.leaves()?;
+        let leaves = trainer.leaves(validates || saves)?;
         let Some(checkpoints) = trainer.keep.checkpoints.as_ref().filter(|_| !is_last) else { continue };
-        if leaves || (checkpoints.every > 0 && (step + 1).is_multiple_of(checkpoints.every)) {
+        if leaves || saves {
             match trainer.save_state(checkpoints, corpus, step + 1) {
                 Ok(report) => {
                     observer.saved(&report);

@@ -260,11 +260,11 @@ impl Trainer<'_> {
     }
 
     /// Whether all ranks leave now, since one was asked to: known from the step's scalars, or, where a strategy has no step in which all
-    /// ranks look at the same, asked for after one in which they have met.
-    pub(super) fn leaves(&mut self) -> Result<bool, TrainError> {
+    /// ranks look at the same, asked for after one in which they have met, or after which they do: `meets`, for a validation or a checkpoint.
+    pub(super) fn leaves(&mut self, meets: bool) -> Result<bool, TrainError> {
         match self.local.leaving.take() {
             Some(leaving) => Ok(leaving),
-            None if self.have_met && self.keep.checkpoints.is_some() => {
+            None if (self.have_met || meets) && self.keep.checkpoints.is_some() => {
                 let asked = i64::from(self.keep.stop.is_asked());
                 Ok(self.local.scalars.all_reduce_scalar(asked, ReduceOp::Max)? == 1)
             }
