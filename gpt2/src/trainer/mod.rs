@@ -595,6 +595,7 @@ fn run(mut trainer: Trainer<'_>, corpus: &Corpus, observer: &mut dyn Observer) -
     let (summary, outcome) = trainer.summary(corpus, validations)?;
     if outcome.is_ok() {
         keep_best(&mut trainer, best, observer);
+        trainer.remove_old(observer);
     }
     observer.ended(&summary);
     outcome.map(|()| summary)

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::local::Local;
 use super::rank::Trainer;
-use super::{TrainConfig, TrainError};
+use super::{Observer, TrainConfig, TrainError};
 use crate::checkpoint::sharded::{
     Best, Kept, KeptPiece, Kind, PartFile, PartWriter, Piece, Reader, Saved, SavedError, State, Store,
 };
@@ -135,11 +135,22 @@ impl Trainer<'_> {
                 store.discard(step);
             }
             let (bytes, extra_bytes) = ended?;
-            let removed = if is_first { store.keep_newest(checkpoints.keep.max(1)) } else { Ok(()) };
+            let removed = if is_first { store.keep_newest(checkpoints.keep.max(1), None) } else { Ok(()) };
             let not_removed = removed.err().map(|error| error.to_string());
             let (path, ms) = (store.path(step), super::ms(start.elapsed()));
             Ok(SaveReport { step, path, bytes, ms, extra_bytes, not_removed })
         })
+    }
+
+    /// Removes, after the last step, checkpoints beyond those that are kept: an earlier run may have been killed between writing one and removing
+    /// another, and this one has written none since. The one that this run went on from stays.
+    pub(super) fn remove_old(&self, observer: &mut dyn Observer) {
+        let saves = self.keep.checkpoints.as_ref().filter(|checkpoints| checkpoints.every > 0);
+        let Some(checkpoints) = saves.filter(|_| self.session.comm.rank() == 0) else { return };
+        let from = self.keep.resume.as_ref().map(|saved| saved.state().step);
+        if let Err(error) = checkpoints.store.keep_newest(checkpoints.keep.max(1), from) {
+            observer.warning(&format!("older checkpoints are still there: {error}"));
+        }
     }
 
     /// What each rank has come to, once all have; the same error on all where one has failed.
