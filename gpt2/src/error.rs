@@ -14,9 +14,14 @@ pub enum TrainError {
     /// The transport or another rank.
     #[error(transparent)]
     Comm(#[from] comm_core::Error),
-    /// What all ranks agree on, and none of them can do: each finds it by itself, and rank 0 may say it for all.
-    #[error(transparent)]
-    Refused(comm_core::Error),
+    /// What all ranks agree on, and none of them can do: each finds it by itself.
+    #[error("{error}")]
+    Refused {
+        /// What is wrong.
+        error: comm_core::Error,
+        /// Whether rank 0, another one, says the same, so that nobody else needs to.
+        is_said: bool,
+    },
     /// The model or the device.
     #[error(transparent)]
     Model(#[from] ModelError),

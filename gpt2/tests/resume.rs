@@ -813,6 +813,17 @@ fn killed_between_any_two_changes(how: &str, stride: usize) {
 }
 
 #[test]
+fn at_its_end_a_run_removes_what_an_earlier_one_should_have_removed() {
+    let place = Place::new();
+    let run = "--strategy single --batch 4 --steps 7 --save-every 2 --eval-every 0 --out model";
+    place.run(&format!("{run} --keep 9"));
+    assert_eq!(place.names("model/checkpoints"), ["step-2", "step-4", "step-6"]);
+    // It begins after the last step that is saved.
+    place.run(&format!("{run} --keep 2 --resume latest"));
+    assert_eq!(place.names("model/checkpoints"), ["step-4", "step-6"]);
+}
+
+#[test]
 fn a_kill_between_two_changes_leaves_the_last_good_checkpoint() {
     killed_between_any_two_changes("--strategy single", 3);
 }

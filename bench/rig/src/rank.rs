@@ -48,13 +48,12 @@ pub fn main<P: Program>(args: &TaskArgs) -> Result<ExitCode, BenchError> {
     let job = Job::from_env()?;
     let Err(error) = program.run(job.as_ref()) else { return Ok(ExitCode::SUCCESS) };
     let of_training = error.downcast_ref::<TrainError>().and_then(|error| match error {
-        TrainError::Comm(error) | TrainError::Refused(error) => Some(error),
+        TrainError::Comm(error) | TrainError::Refused { error, .. } => Some(error),
         _ => None,
     });
-    let is_refused = matches!(error.downcast_ref(), Some(TrainError::Refused(_)));
+    let is_said = matches!(error.downcast_ref(), Some(TrainError::Refused { is_said: true, .. }));
     match (of_training.or_else(|| error.downcast_ref()), job) {
-        // Rank 0 says it for all.
-        (Some(_), Some(job)) if is_refused && job.rank > 0 => Ok(ExitCode::FAILURE),
+        (Some(_), Some(_)) if is_said => Ok(ExitCode::FAILURE),
         (Some(failure), Some(job)) => {
             printer::stderr().line(format_args!("error: {failure}"));
             let code = u8::try_from(job::exit_code(failure, job.rank));

@@ -266,9 +266,15 @@ impl State {
         if self.is_of_same_ranks(config, ranks) { Whose::Rank(rank) } else { Whose::Mean }
     }
 
-    /// The loss scaler that `rank` goes on with.
-    pub fn scaler_of(&self, rank: usize) -> &ScalerState {
-        self.scalers.get(rank % self.scalers.len().max(1)).unwrap_or(&self.scaler)
+    /// The loss scaler that `rank` goes on with: its own where ranks of the run that goes on have values of their own, and otherwise, since all
+    /// must have the same, the one with the smallest scale.
+    pub fn scaler_of(&self, rank: usize, own_values: bool) -> &ScalerState {
+        let found = if own_values {
+            self.scalers.get(rank % self.scalers.len().max(1))
+        } else {
+            self.scalers.iter().min_by(|a, b| a.scale.total_cmp(&b.scale))
+        };
+        found.unwrap_or(&self.scaler)
     }
 
     /// Settings that may be others and are, of those from which the last bits of results depend, and what comes of it.
@@ -735,20 +741,49 @@ mod tests {
         let one = State { replicas: true, files: files()[..1].to_vec(), ..state.clone() };
         assert!(indices(&segments, &one).unwrap_err().contains("1 files of 2 ranks"));
         assert!(indices(&segments, &State { files: files(), ..state.clone() }).is_err(), "every element twice");
-        let kept = |pieces: [(Kept, usize, usize); 2]| {
+        let kept_of = |ranks: [Option<usize>; 2], pieces: [(Kept, usize, usize); 2]| {
             let piece = |(what, start, len)| KeptPiece { what, segment: segments[1].name.clone(), start, len };
-            let files = state.files.iter().zip(pieces);
-            let files = files.map(|(file, own)| PartFile { kept: vec![piece(own)], ..file.clone() }).collect();
-            KeptIndex::new(&segments, &State { files, ..state.clone() }).map(drop)
+            let files = state.files.iter().zip(ranks).zip(pieces);
+            let files = files.map(|((file, rank), own)| PartFile { rank, kept: vec![piece(own)], ..file.clone() });
+            KeptIndex::new(&segments, &State { files: files.collect(), ..state.clone() }).map(drop)
         };
-        assert_eq!(kept([(Kept::Anchor, 3, 2), (Kept::Anchor, 0, 3)]), Ok(()));
+        let kept = |pieces| kept_of([None, None], pieces);
+        assert_eq!(kept([(Kept::Factor, 3, 2), (Kept::Factor, 0, 3)]), Ok(()));
         // What compression has left is each rank's own.
-        assert_eq!(kept([(Kept::Left, 0, 3), (Kept::Left, 0, 3)]), Ok(()));
+        let left = [(Kept::Left, 0, 3), (Kept::Left, 0, 3)];
+        assert_eq!(kept_of([Some(1), Some(0)], left), Ok(()));
+        assert!(kept_of([Some(0), Some(0)], left).unwrap_err().contains("each left of segment"));
+        for ranks in [[Some(0), None], [Some(0), Some(2)]] {
+            assert!(kept_of(ranks, left).unwrap_err().contains("does not say whose it is"));
+        }
         let len = segments[1].len;
+        for what in [Kept::Anchor, Kept::Velocity, Kept::Arrived] {
+            for (start, count) in [(3, len - 4), (4, len - 4), (3, 2)] {
+                let error = kept([(what, start, count), (what, 0, 3)]).unwrap_err();
+                assert!(error.contains(&format!("each {} of segment", what.name())), "{error}");
+            }
+            let whole = kept([(what, 3, len - 3), (what, 0, 3)]);
+            match what {
+                Kept::Anchor => assert!(whole.unwrap_err().contains(&format!("anchors of 1 of {}", segments.len()))),
+                _ => assert_eq!(whole, Ok(())),
+            }
+        }
         for wrong in [[(0, 3), (2, 3)], [(0, 0), (2, 3)], [(len - 1, 2), (0, 1)], [(1, usize::MAX), (0, 1)]] {
             let error = kept(wrong.map(|(start, len)| (Kept::Velocity, start, len))).unwrap_err();
             assert!(error.contains("each velocity of segment"), "{error}");
         }
+    }
+
+    #[test]
+    fn ranks_that_step_together_go_on_with_one_scaler() {
+        let folder = tempfile::tempdir().unwrap();
+        let state = saved(&Store::new(folder.path()));
+        let of_scale = |scale| ScalerState { scale, ..state.scaler };
+        let apart = State { scalers: [8.0, 2.0, 4.0].map(of_scale).into(), ..state.clone() };
+        let scales = |state: &State, own| [0, 1, 2, 3].map(|rank| state.scaler_of(rank, own).scale);
+        assert_eq!(scales(&apart, true), [8.0, 2.0, 4.0, 8.0]);
+        assert_eq!(scales(&apart, false), [2.0; 4]);
+        assert_eq!([scales(&state, true), scales(&state, false)], [[state.scaler.scale; 4]; 2]);
     }
 
     #[test]

@@ -269,8 +269,8 @@ pub(super) struct TrainArgs {
     overwrite: bool,
     /// Save the whole state of the run every so many steps, from which --resume goes on; 0 for never. It goes to checkpoints/step-N in --out,
     /// which all ranks must share. Also without it, SIGTERM and SIGUSR1 have all ranks finish their step, save it, and end with exit code 85;
-    /// ranks that train by themselves for a time do so when they synchronise next. For a checkpoint the workers of async-ps wait for the
-    /// slowest.
+    /// ranks that train by themselves for a time do so when they synchronise, validate or save next. For a checkpoint the workers of async-ps
+    /// wait for the slowest.
     #[arg(long, default_value_t = 0)]
     save_every: u64,
     /// Checkpoints of the whole state that are kept: the newest.
@@ -388,8 +388,7 @@ fn run_one(args: &TrainArgs, job: &Job) -> Result<ExitCode, CliError> {
             Ok(exit_code(job::exit_code(&error, job.rank)))
         }
         Err(error @ TrainError::Stopped { .. }) => Ok(stopped(&error, job.rank)),
-        // Rank 0 says it for all.
-        Err(TrainError::Refused(_)) if job.rank > 0 => Ok(ExitCode::FAILURE),
+        Err(TrainError::Refused { is_said: true, .. }) => Ok(ExitCode::FAILURE),
         Err(error) => Ok(failed(&error)),
     }
 }

@@ -75,13 +75,21 @@ impl Averager {
     /// Takes what had come, if anything.
     ///
     /// # Errors
-    /// What cannot be read.
+    /// What cannot be read, and `InvalidArgument` where only some of the means are there: they come together.
     pub(super) fn restore(&mut self, saved: &mut SavedKept<'_>) -> Result<(), TrainError> {
         for bucket in &self.buckets {
             for (segment, len) in bucket.segments.iter().zip(bucket.lengths()) {
                 let mean = saved.whole(Kept::Arrived, *segment, len)?;
                 self.arrived.extend(mean.map(|mean| (*segment, mean)));
             }
+        }
+        let (found, all) = (self.arrived.len(), self.buckets.iter().map(|bucket| bucket.segments.len()).sum::<usize>());
+        if found != 0 && found != all {
+            let what = format!(
+                "the checkpoint has the means of {found} of {all} segments that are averaged together: it was altered or damaged since it \
+                 was written; go on from another checkpoint"
+            );
+            return Err(comm_core::Error::invalid(what).into());
         }
         Ok(())
     }

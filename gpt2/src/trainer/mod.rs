@@ -18,6 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use burn::tensor::Device;
+use comm_core::control::ControlExt;
 use comm_core::{Communicator, Control, Deadline, Error};
 use isocomm::{Connected, Counters, Medium, Nodes, Properties, TransportOptions, threads, threads_in_nodes};
 use serde::{Deserialize, Serialize};
@@ -503,11 +504,11 @@ fn train_by(
     observer: &mut dyn Observer,
 ) -> Result<Summary, TrainError> {
     let trainer = || Trainer::new(config, corpus, session, device, keep, build);
-    let result = trainer().and_then(|trainer| run(trainer, corpus, observer));
+    let mut result = trainer().and_then(|trainer| run(trainer, corpus, observer));
     // The others would wait for this rank until their deadline. Where they know already, the first failure stays.
-    match &result {
+    match &mut result {
         Err(TrainError::Comm(error)) => session.control.poison(error),
-        Err(TrainError::Refused(error)) => leave_together(session, error),
+        Err(TrainError::Refused { error, is_said }) => *is_said = leave_together(session, error),
         // All leave together.
         Ok(_) | Err(TrainError::Stopped { .. }) => {}
         Err(error) => session.comm.abort(&error.to_string()),
@@ -523,14 +524,20 @@ fn train_by(
     summary
 }
 
-/// Waits until all ranks have found what is wrong with what they agree on: one that left before would be taken for lost by the others.
-fn leave_together(session: &Session, error: &Error) {
+/// Waits until all ranks have found what is wrong with what they agree on: one that left before would be taken for lost by the others. Returns
+/// whether rank 0 is another one and has found the same.
+fn leave_together(session: &Session, error: &Error) -> bool {
     /// How far ranks may be apart that have connected to each other and begun no step.
     const APART: Duration = Duration::from_secs(10);
     let deadline = Deadline::after(session.timeout.min(APART));
-    if session.control.all_gather("what is refused", &[], deadline).is_err() {
-        // Some rank found nothing wrong.
-        session.control.poison(error);
+    let own = error.to_string();
+    match session.control.gather("what is refused", &own, deadline) {
+        Ok(found) => session.comm.rank() > 0 && found.first() == Some(&own),
+        Err(_) => {
+            // Some rank found nothing wrong, or something else.
+            session.control.poison(error);
+            false
+        }
     }
 }
 
@@ -565,7 +572,10 @@ fn run(mut trainer: Trainer<'_>, corpus: &Corpus, observer: &mut dyn Observer) -
         // Its spans are not kept: a run may take any number of steps.
         drop(report);
         let is_last = step + 1 == config.steps;
-        if config.eval_every > 0 && (is_last || (step + 1).is_multiple_of(config.eval_every)) {
+        let is_due = |every: u64| every > 0 && (step + 1).is_multiple_of(every);
+        let validates = config.eval_every > 0 && (is_last || is_due(config.eval_every));
+        let saves = trainer.keep.checkpoints.as_ref().is_some_and(|checkpoints| is_due(checkpoints.every));
+        if validates {
             let loss = trainer.validate()?;
             observer.validation(step + 1, loss);
             validations.push((step + 1, loss));
@@ -574,9 +584,9 @@ fn run(mut trainer: Trainer<'_>, corpus: &Corpus, observer: &mut dyn Observer) -
                 save_weights(&mut trainer, corpus, (step + 1, best), observer)?;
             }
         }
-        let leaves = trainer.leaves()?;
+        let leaves = trainer.leaves(validates || saves)?;
         let Some(checkpoints) = trainer.keep.checkpoints.as_ref().filter(|_| !is_last) else { continue };
-        if leaves || (checkpoints.every > 0 && (step + 1).is_multiple_of(checkpoints.every)) {
+        if leaves || saves {
             match trainer.save_state(checkpoints, corpus, step + 1) {
                 Ok(report) => {
                     observer.saved(&report);
@@ -594,6 +604,7 @@ fn run(mut trainer: Trainer<'_>, corpus: &Corpus, observer: &mut dyn Observer) -
     let (summary, outcome) = trainer.summary(corpus, validations)?;
     if outcome.is_ok() {
         keep_best(&mut trainer, best, observer);
+        trainer.remove_old(observer);
     }
     observer.ended(&summary);
     outcome.map(|()| summary)

@@ -306,7 +306,7 @@ struct StepMeasurements {
 /// An error of what all ranks were told alike.
 fn refused(error: comm_core::Error) -> TrainError {
     match error {
-        comm_core::Error::InvalidArgument(_) => TrainError::Refused(error),
+        comm_core::Error::InvalidArgument(_) => TrainError::Refused { error, is_said: false },
         other => TrainError::Comm(other),
     }
 }
@@ -393,7 +393,7 @@ fn local<'a>(
     };
     initialise(&mut local, built, Start::of(keep.resume.as_deref(), config, (rank, world))?)?;
     if let Some(saved) = &keep.resume {
-        restore_rest(&mut local, saved)?;
+        restore_rest(&mut local, built.own_values, saved)?;
     }
     Ok((local, validation))
 }

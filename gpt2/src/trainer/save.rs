@@ -6,14 +6,14 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use comm_core::control::ControlExt;
+use comm_core::control::{ControlExt, MAX_BLOB};
 use comm_core::process::StopRequest;
 use comm_core::{CommunicatorExt, Deadline, ReduceOp, shard_range};
 use serde::{Deserialize, Serialize};
 
 use super::local::Local;
 use super::rank::Trainer;
-use super::{TrainConfig, TrainError};
+use super::{Observer, TrainConfig, TrainError};
 use crate::checkpoint::sharded::{
     Best, Kept, KeptPiece, Kind, PartFile, PartWriter, Piece, Reader, Saved, SavedError, State, Store,
 };
@@ -135,11 +135,22 @@ impl Trainer<'_> {
                 store.discard(step);
             }
             let (bytes, extra_bytes) = ended?;
-            let removed = if is_first { store.keep_newest(checkpoints.keep.max(1)) } else { Ok(()) };
+            let removed = if is_first { store.keep_newest(checkpoints.keep.max(1), None) } else { Ok(()) };
             let not_removed = removed.err().map(|error| error.to_string());
             let (path, ms) = (store.path(step), super::ms(start.elapsed()));
             Ok(SaveReport { step, path, bytes, ms, extra_bytes, not_removed })
         })
+    }
+
+    /// Removes, after the last step, checkpoints beyond those that are kept: an earlier run may have been killed between writing one and removing
+    /// another, and this one has written none since. The one that this run went on from stays.
+    pub(super) fn remove_old(&self, observer: &mut dyn Observer) {
+        let saves = self.keep.checkpoints.as_ref().filter(|checkpoints| checkpoints.every > 0);
+        let Some(checkpoints) = saves.filter(|_| self.session.comm.rank() == 0) else { return };
+        let from = self.keep.resume.as_ref().map(|saved| saved.state().step);
+        if let Err(error) = checkpoints.store.keep_newest(checkpoints.keep.max(1), from) {
+            observer.warning(&format!("older checkpoints are still there: {error}"));
+        }
     }
 
     /// What each rank has come to, once all have; the same error on all where one has failed.
@@ -153,9 +164,7 @@ impl Trainer<'_> {
         let writing = writing_time(self.config, self.session.comm.world_size());
         let deadline = Deadline::after(self.session.timeout.saturating_add(writing));
         let label = format!("checkpoint {what}");
-        // As JSON, since fields that say nothing are left out of a part.
-        let json = |mine: T| serde_json::to_string(&mine).map_err(|error| error.to_string());
-        let mine = mine.map_err(|error| error.to_string()).and_then(json);
+        let mine = mine.map_err(|error| error.to_string()).and_then(|mine| as_told(&mine));
         let told = self.session.control.gather(&label, &mine, deadline)?;
         let told = told.into_iter().enumerate().map(|(rank, told): (usize, Result<String, String>)| {
             let told = told.and_then(|told| serde_json::from_str(&told).map_err(|error| error.to_string()));
@@ -262,11 +271,11 @@ impl Trainer<'_> {
     }
 
     /// Whether all ranks leave now, since one was asked to: known from the step's scalars, or, where a strategy has no step in which all
-    /// ranks look at the same, asked for after one in which they have met.
-    pub(super) fn leaves(&mut self) -> Result<bool, TrainError> {
+    /// ranks look at the same, asked for after one in which they have met, or after which they do: `meets`, for a validation or a checkpoint.
+    pub(super) fn leaves(&mut self, meets: bool) -> Result<bool, TrainError> {
         match self.local.leaving.take() {
             Some(leaving) => Ok(leaving),
-            None if self.have_met && self.keep.checkpoints.is_some() => {
+            None if (self.have_met || meets) && self.keep.checkpoints.is_some() => {
                 let asked = i64::from(self.keep.stop.is_asked());
                 Ok(self.local.scalars.all_reduce_scalar(asked, ReduceOp::Max)? == 1)
             }
@@ -278,6 +287,20 @@ impl Trainer<'_> {
     pub(super) fn if_best(&self, step: u64, loss: f64) -> Option<Best> {
         (loss.is_finite() && self.best.is_none_or(|best| loss < best.loss)).then_some(Best { step, loss })
     }
+}
+
+/// What a rank tells the others of what it has come to, as JSON, since fields that say nothing are left out of a part; or why it cannot be told.
+fn as_told(mine: &impl Serialize) -> Result<String, String> {
+    /// What the message has besides.
+    const ENVELOPE: usize = 64;
+    let json = serde_json::to_string(mine).map_err(|error| error.to_string())?;
+    if json.len() > MAX_BLOB - ENVELOPE {
+        return Err(format!(
+            "the list of what it has written takes {} bytes, and at most {MAX_BLOB} can be told",
+            json.len()
+        ));
+    }
+    Ok(json)
 }
 
 /// What each rank writes of each segment: ranks that own the same range of one share it evenly, so that every element is written once and
@@ -364,13 +387,13 @@ pub(super) fn restore_strategy(
     memory::within(Category::Optimizer, || strategy.restore(&mut SavedKept { read, place: &place }))
 }
 
-/// Gives a rank what is not sharded of a checkpoint.
+/// Gives a rank, of a run whose ranks have values of their own or not, what is not sharded of a checkpoint.
 ///
 /// # Errors
 /// [`TrainError::Scaling`], and [`SavedError::Foreign`] where the step is at another place in the data than it was.
-pub(super) fn restore_rest(local: &mut Local<'_>, saved: &Saved) -> Result<(), TrainError> {
+pub(super) fn restore_rest(local: &mut Local<'_>, own_values: bool, saved: &Saved) -> Result<(), TrainError> {
     let state = saved.state();
-    let restored = local.scaler.restore(state.scaler_of(local.scalars.rank()));
+    let restored = local.scaler.restore(state.scaler_of(local.scalars.rank(), own_values));
     restored.map_err(|error| TrainError::Scaling { step: state.step, error })?;
     let steps_per_epoch = local.batches.steps_per_epoch() as u64;
     let place = (state.step / steps_per_epoch + 1, state.step % steps_per_epoch);
@@ -395,6 +418,18 @@ pub(super) fn stopped(report: &SaveReport) -> TrainError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_part_that_is_too_long_to_be_told_is_an_error_of_its_rank() {
+        let told = |len: usize| as_told(&"n".repeat(len));
+        assert!(told(MAX_BLOB).unwrap_err().contains("takes 1048578 bytes"));
+        // What can be told can be gathered.
+        let longest = told(MAX_BLOB - 66).unwrap();
+        let alone = comm_core::local::group(1, 1).remove(0);
+        let mine: Result<String, String> = Ok(longest);
+        let deadline = Deadline::after(Duration::from_secs(30));
+        assert_eq!(alone.control.gather("parts", &mine, deadline).unwrap(), [mine]);
+    }
 
     #[test]
     fn every_element_is_written_once_whoever_owns_it() {

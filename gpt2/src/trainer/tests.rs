@@ -136,6 +136,25 @@ fn a_strategy_that_lies_is_found_out() {
     assert!(!alone(false, sends).remove(0).unwrap().ranks[0].bytes_steady);
 }
 
+#[test]
+fn what_is_refused_is_left_to_rank_0_only_where_it_says_the_same() {
+    let ends = |errors: [Error; 2]| {
+        let build = |setup: &Setup<'_>| Err(errors[setup.comms.world.rank()].clone());
+        run(build, 1, 3).into_iter().map(|(_, summary)| summary.unwrap_err()).collect::<Vec<_>>()
+    };
+    let are_said = |errors: [Error; 2]| {
+        let said = |error: &TrainError| match error {
+            TrainError::Refused { is_said, .. } => Some(*is_said),
+            _ => None,
+        };
+        ends(errors).iter().map(said).collect::<Vec<_>>()
+    };
+    assert_eq!(are_said([Error::invalid("a"), Error::invalid("a")]), [Some(false), Some(true)]);
+    assert_eq!(are_said([Error::invalid("a"), Error::invalid("b")]), [Some(false), Some(false)]);
+    // Rank 0 ends for another reason.
+    assert_eq!(are_said([Error::Internal("c".into()), Error::invalid("b")]), [None, Some(false)]);
+}
+
 /// A strategy on a rank whose masters change by themselves in the last step.
 struct Spoilt(Box<dyn Strategy>);
 

@@ -22,7 +22,7 @@ pub enum Kept {
     Left,
     /// What it has left of their mean, on the rank that forms it.
     LeftOfMean,
-    /// The right factor of a matrix, row by row, where the matrix begins.
+    /// The right factor of a matrix, column by column, from where the matrix begins.
     Factor,
 }
 
@@ -30,6 +30,11 @@ impl Kept {
     /// Whether all ranks have the same values of it, of which each writes a part.
     pub fn is_shared(self) -> bool {
         !matches!(self, Kept::Left | Kept::LeftOfMean)
+    }
+
+    /// Whether it is kept of all elements of a segment, if of any.
+    fn is_whole(self) -> bool {
+        matches!(self, Kept::Anchor | Kept::Velocity | Kept::Arrived)
     }
 
     /// What it is called in the name of a tensor.
@@ -71,27 +76,38 @@ pub(super) struct KeptIndex(HashMap<Key, Ranges>);
 
 impl KeptIndex {
     /// # Errors
-    /// Which segment has not the elements that are said to be kept, or has them twice.
+    /// Which segment has not the elements that are said to be kept, or has them twice, or lacks some of what is kept of all or none; which file
+    /// has what is a rank's own and does not say whose.
     pub(super) fn new(segments: &[SegmentInfo], state: &State) -> Result<Self, String> {
         let mut index: HashMap<Key, Ranges> = HashMap::new();
         for (number, file) in state.files.iter().enumerate() {
             for KeptPiece { what, segment, start, len } in &file.kept {
                 let place = segments.iter().position(|info| info.name == *segment);
                 let place = place.ok_or_else(|| format!("its model has no segment {segment:?}"))?;
-                let own = if *what == Kept::Left { Some(file.rank.unwrap_or(number)) } else { None };
+                let whose = || file.rank.filter(|rank| *rank < state.ranks);
+                let own = match what {
+                    Kept::Left => Some(whose().ok_or_else(|| format!("{} does not say whose it is", file.name))?),
+                    _ => None,
+                };
                 index.entry((*what, own, place)).or_default().push((*start..start.saturating_add(*len), number));
             }
         }
         for ((what, _, segment), ranges) in &mut index {
             ranges.sort_unstable_by_key(|(range, _)| range.start);
             let info = &segments[*segment];
-            let end = ranges
-                .iter()
-                .try_fold(0, |end, (range, _)| (range.start >= end && !range.is_empty()).then_some(range.end));
-            if end.is_none_or(|end| end > info.len) {
-                let what = what.name();
-                return Err(format!("its files do not have each {what} of segment {:?} at most once", info.name));
+            let is_whole = what.is_whole();
+            let end = ranges.iter().try_fold(0, |end, (range, _)| {
+                let follows = if is_whole { range.start == end } else { range.start >= end };
+                (follows && !range.is_empty()).then_some(range.end)
+            });
+            if end.is_none_or(|end| end > info.len || (is_whole && end < info.len)) {
+                let (what, often) = (what.name(), if is_whole { "once" } else { "at most once" });
+                return Err(format!("its files do not have each {what} of segment {:?} {often}", info.name));
             }
+        }
+        let anchors = index.keys().filter(|(what, ..)| *what == Kept::Anchor).count();
+        if anchors != 0 && anchors != segments.len() {
+            return Err(format!("its files have the anchors of {anchors} of {} segments", segments.len()));
         }
         Ok(KeptIndex(index))
     }

@@ -15,7 +15,7 @@ use super::super::little_endian_bytes;
 /// Bytes that are hashed and written, or read and hashed, at a time: they stay in a core's cache in between.
 const AT_A_TIME: usize = 256 << 10;
 
-/// Longest header that is read: some tensors of each tensor of the largest model.
+/// Longest header that is written and read: some tensors of each tensor of the largest model.
 const MAX_HEADER: u64 = 16 << 20;
 
 /// A file that is being written: the values of each tensor, in order.
@@ -32,7 +32,7 @@ impl PartWriter {
     /// A new file at `path` for tensors of these names and lengths.
     ///
     /// # Errors
-    /// The operating system's.
+    /// The operating system's, and that the tensors are too many for a header that is read.
     pub(crate) fn create(path: &Path, tensors: &[(String, usize)]) -> io::Result<Self> {
         let (header, data) = header(tensors)?;
         let whole = header.len() as u64 + data;
@@ -83,6 +83,13 @@ fn header(tensors: &[(String, usize)]) -> io::Result<(Vec<u8>, u64)> {
     }
     let mut text = serde_json::to_vec(&Value::Object(entries))?;
     text.resize(text.len().next_multiple_of(8), b' ');
+    if text.len() as u64 > MAX_HEADER {
+        return Err(io::Error::other(format!(
+            "the header of {} tensors has {} bytes, and at most {MAX_HEADER} are read",
+            tensors.len(),
+            text.len()
+        )));
+    }
     Ok(([&(text.len() as u64).to_le_bytes(), text.as_slice()].concat(), end))
 }
 
@@ -155,5 +162,24 @@ pub(super) fn sha256(path: &Path) -> io::Result<String> {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_header_that_would_not_be_read_is_not_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rank-0.safetensors");
+        let of_name = |len: u64| ["n".repeat(len as usize)].map(|name| (name, 1usize));
+        let error = PartWriter::create(&path, &of_name(MAX_HEADER)).unwrap_err().to_string();
+        assert!(error.contains("the header of 1 tensors has 16777") && !path.exists(), "{error}");
+        // The rest of the entry takes less than 100 bytes.
+        let mut file = PartWriter::create(&path, &of_name(MAX_HEADER - 100)).unwrap();
+        file.values(&[1.0]).unwrap();
+        file.finish().unwrap();
+        PartReader::open(&path, of_name(MAX_HEADER - 100).into()).unwrap();
     }
 }

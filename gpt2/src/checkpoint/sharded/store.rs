@@ -133,14 +133,14 @@ impl Store {
         let _ = remove_folder(&self.unfinished(step));
     }
 
-    /// Removes all checkpoints but the newest `keep`.
+    /// Removes all checkpoints but the newest `keep` and that of the step `spared`.
     ///
     /// # Errors
     /// The operating system's.
-    pub(crate) fn keep_newest(&self, keep: usize) -> io::Result<()> {
+    pub(crate) fn keep_newest(&self, keep: usize, spared: Option<u64>) -> io::Result<()> {
         let steps = self.steps();
         let older = steps.len().saturating_sub(keep);
-        steps[..older].iter().try_for_each(|step| self.remove(*step))
+        steps[..older].iter().filter(|step| Some(**step) != spared).try_for_each(|step| self.remove(*step))
     }
 
     fn unfinished(&self, step: u64) -> PathBuf {
@@ -176,4 +176,22 @@ fn remove_folder(path: &Path) -> io::Result<()> {
 
 fn sync(folder: &Path) -> io::Result<()> {
     File::open(folder).and_then(|folder| folder.sync_all())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_newest_stay_and_the_one_that_is_spared() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::new(folder.path());
+        [2, 4, 6, 10].iter().for_each(|step| fs::create_dir(store.path(*step)).unwrap());
+        for (keep, spared, left) in
+            [(9, None, vec![2, 4, 6, 10]), (2, Some(4), vec![4, 6, 10]), (2, Some(6), vec![6, 10]), (1, None, vec![10])]
+        {
+            store.keep_newest(keep, spared).unwrap();
+            assert_eq!(store.steps(), left, "{keep}, {spared:?}");
+        }
+    }
 }

@@ -51,15 +51,15 @@ struct Matrix {
     left: Vec<f32>,
     /// The left factor, of all ranks' gradients.
     columns: Vec<Vec<f32>>,
-    /// The right factor, of all ranks' gradients of the step before: with it the next one begins.
-    rows: Vec<Vec<f32>>,
+    /// The right factor, of all ranks' gradients of the step before, one column of it after another: with it the next one begins.
+    right: Vec<f32>,
 }
 
 impl Matrix {
     fn new(range: Range<usize>, cols: usize, rank: usize, path: [u64; 3]) -> Self {
         memory::within(Category::Optimizer, || Matrix {
             left: vec![0.0; range.len()],
-            rows: vec![vec![0.0; cols]; rank],
+            right: vec![0.0; rank * cols],
             columns: Vec::new(),
             range,
             cols,
@@ -67,18 +67,25 @@ impl Matrix {
         })
     }
 
+    /// The columns of the factors.
+    fn rank(&self) -> usize {
+        self.right.len() / self.cols
+    }
+
     /// The matrix times the right factor, row by row: what ranks average first.
     fn times_right(&mut self, own: &[f32]) -> Vec<f32> {
         self.left.iter_mut().zip(own).for_each(|(left, own)| *left += own);
         // A direction in which nothing was found gives way to another.
-        for (number, row) in self.rows.iter_mut().enumerate().filter(|(_, row)| row.iter().all(|value| *value == 0.0)) {
+        let rank = self.rank();
+        let rows = self.right.chunks_mut(self.cols).enumerate();
+        for (number, row) in rows.filter(|(_, row)| row.iter().all(|value| *value == 0.0)) {
             let [seed, segment, offset] = self.path;
             let mut random = SplitMix64::stream(seed, &[PURPOSE, segment, offset, number as u64]);
             row.iter_mut().for_each(|value| *value = random.unit() as f32 - 0.5);
         }
-        let mut product = vec![0.0; self.left.len() / self.cols * self.rows.len()];
-        product.par_chunks_mut(self.rows.len()).zip(self.left.par_chunks(self.cols)).for_each(|(out, own)| {
-            out.iter_mut().zip(&self.rows).for_each(|(out, row)| *out = dot(own, row));
+        let mut product = vec![0.0; self.left.len() / self.cols * rank];
+        product.par_chunks_mut(rank).zip(self.left.par_chunks(self.cols)).for_each(|(out, own)| {
+            out.iter_mut().zip(self.right.chunks(self.cols)).for_each(|(out, row)| *out = dot(own, row));
         });
         product
     }
@@ -86,7 +93,7 @@ impl Matrix {
     /// Takes the mean of all ranks' products with the right factor: its columns, orthonormal, become the left one. Returns this rank's right
     /// factor, column by column, and keeps what the product of both leaves of the matrix.
     fn factor(&mut self, mean: &[f32]) -> Vec<f32> {
-        let rank = self.rows.len();
+        let rank = self.rank();
         self.columns = (0..rank).map(|column| mean.iter().skip(column).step_by(rank).copied().collect()).collect();
         orthonormal(&mut self.columns);
         let own = left_times(&self.columns, &self.left, self.cols);
@@ -99,12 +106,12 @@ impl Matrix {
 
     /// Takes the mean of all ranks' right factors. Writes the product of both, the mean of all matrices as far as they are told by it.
     fn product(&mut self, mean: &[f32], out: &mut [f32]) {
-        self.rows.iter_mut().zip(mean.chunks(self.cols)).for_each(|(row, mean)| row.copy_from_slice(mean));
-        let (columns, rows) = (std::mem::take(&mut self.columns), &self.rows);
+        self.right.copy_from_slice(mean);
+        let (columns, right, cols) = (std::mem::take(&mut self.columns), &self.right, self.cols);
         // In one order on all ranks: all get the same bits.
         out.par_chunks_mut(self.cols).enumerate().for_each(|(row, out)| {
             out.fill(0.0);
-            columns.iter().zip(rows).for_each(|(column, values)| add_scaled(out, column[row], values));
+            columns.iter().zip(right.chunks(cols)).for_each(|(column, values)| add_scaled(out, column[row], values));
         });
     }
 }
@@ -248,7 +255,7 @@ impl Codec for PowerSgd {
         let factors = channel.packing(|| {
             let (mut factors, mut start) = (Vec::new(), 0);
             for matrix in &mut self.matrices {
-                let end = start + matrix.range.len() / matrix.cols * matrix.rows.len();
+                let end = start + matrix.range.len() / matrix.cols * matrix.rank();
                 factors.extend(matrix.factor(&means[start..end]));
                 start = end;
             }
@@ -270,7 +277,7 @@ impl Codec for PowerSgd {
             let mut mean = vec![0.0; self.count];
             let (mut factors, mut plain) = (&factors[..], &plain[..]);
             for matrix in &mut self.matrices {
-                let (own, others) = factors.split_at(matrix.cols * matrix.rows.len());
+                let (own, others) = factors.split_at(matrix.right.len());
                 matrix.product(own, &mut mean[matrix.range.clone()]);
                 factors = others;
             }
@@ -285,12 +292,10 @@ impl Codec for PowerSgd {
 
     fn kept(&self) -> Vec<(Kept, usize, &[f32])> {
         let mut kept = Vec::new();
-        for matrix in &self.matrices {
-            let start = matrix.range.start;
-            kept.push((Kept::Left, start, matrix.left.as_slice()));
-            // They are fewer than the matrix has elements: see `factored`.
-            let factor = matrix.rows.iter().enumerate();
-            kept.extend(factor.map(|(row, values)| (Kept::Factor, start + row * matrix.cols, values.as_slice())));
+        for Matrix { range, left, right, .. } in &self.matrices {
+            kept.push((Kept::Left, range.start, left.as_slice()));
+            // It has fewer elements than the matrix: see `factored`.
+            kept.push((Kept::Factor, range.start, right.as_slice()));
         }
         kept
     }
@@ -298,11 +303,8 @@ impl Codec for PowerSgd {
     fn restore(&mut self, read: ReadKept<'_>) -> Result<(), TrainError> {
         for matrix in &mut self.matrices {
             matrix.left = read(Kept::Left, matrix.range.clone())?;
-            let mut start = matrix.range.start;
-            for row in &mut matrix.rows {
-                *row = read(Kept::Factor, start..start + matrix.cols)?;
-                start += matrix.cols;
-            }
+            let start = matrix.range.start;
+            matrix.right = read(Kept::Factor, start..start + matrix.right.len())?;
         }
         Ok(())
     }
@@ -386,6 +388,15 @@ mod tests {
             }
             assert!(largest_difference(&sum[3..243], &plain[3..243]) > 0.1, "two columns cannot be all of it");
         }
+    }
+
+    #[test]
+    fn a_factor_is_kept_in_one_piece_whatever_its_rank() {
+        let matrix = Matrix::new(3..3 + 40 * 60, 60, 8, [7, 0, 0]);
+        let codec = PowerSgd::of(vec![matrix], 40 * 60 + 5, None);
+        let pieces: Vec<_> =
+            codec.kept().into_iter().map(|(what, start, values)| (what, start, values.len())).collect();
+        assert_eq!(pieces, [(Kept::Left, 3, 40 * 60), (Kept::Factor, 3, 8 * 60)]);
     }
 
     #[test]
