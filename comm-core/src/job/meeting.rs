@@ -210,7 +210,7 @@ fn port_of_job(
     let of_slurm = id.split_once('.').and_then(|(job, step)| Some((number(job)?, number(step)?)));
     let place = match of_slurm {
         // Of a multiple most jobs would leave out most ports.
-        Some((job, step)) if range.count() as u64 % STEPS_APART != 0 => job * STEPS_APART + step,
+        Some((job, step)) if !(range.count() as u64).is_multiple_of(STEPS_APART) => job * STEPS_APART + step,
         _ => {
             let [a, b, c, d, ..] = <[u8; 32]>::from(Sha256::digest(id));
             u64::from(u32::from_le_bytes([a, b, c, d]))
