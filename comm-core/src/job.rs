@@ -55,7 +55,7 @@
 //! | code | meaning |
 //! |---|---|
 //! | 0 | done |
-//! | 1 | it has failed by itself, or with ranks that do not agree |
+//! | 1 | it has failed by itself, or with ranks that do not agree; or something is in its way that passes: a folder or port that an earlier start still has, a full disk |
 //! | 2 ([`EXIT_CONFIGURATION`]) | it was asked for what cannot be: options, variables, what this build or machine lacks; starting it again does not help |
 //! | 75 ([`EXIT_ECHO`]) | another rank was lost, has failed or did not come; that one has the cause |
 //! | 85 ([`EXIT_STOPPED`]) | it was asked to leave (SIGTERM, SIGUSR1), has saved its state and can go on later |
