@@ -8,7 +8,7 @@
 //! | [`Launch`](crate::launch::Launch), or by hand | `COMM_RANK`, `COMM_WORLD_SIZE` | `COMM_JOB_ID` | `COMM_EPOCH` |
 //! | torchrun; Kubeflow's `PyTorchJob` | `RANK`, `WORLD_SIZE` | `TORCHELASTIC_RUN_ID` | `TORCHELASTIC_RESTART_COUNT` (of one agent), with Slurm's or the `JobSet`'s |
 //! | Open MPI | `OMPI_COMM_WORLD_RANK`, `OMPI_COMM_WORLD_SIZE` | `PMIX_NAMESPACE` | |
-//! | MPICH, Intel MPI and others that speak PMI | `PMI_RANK`, `PMI_SIZE` | `SLURM_JOB_ID` | |
+//! | MPICH, Intel MPI and others that speak PMI | `PMI_RANK`, `PMI_SIZE` | `SLURM_JOB_ID`, hydra's process (on one machine) | |
 //! | Slurm's `srun` | `SLURM_PROCID`, `SLURM_NTASKS` | `SLURM_JOB_ID.SLURM_STEP_ID` | `SLURM_RESTART_COUNT` |
 //! | others that speak PMIx | `PMIX_RANK`, `COMM_WORLD_SIZE` | `PMIX_NAMESPACE` | |
 //! | `LeaderWorkerSet` | `LWS_WORKER_INDEX`, `LWS_GROUP_SIZE` | `LWS_LEADER_ADDRESS` | |
@@ -16,7 +16,14 @@
 //! | indexed job, `JobSet` | `JOB_COMPLETION_INDEX`, `COMM_WORLD_SIZE` | `JOBSET_NAME` | `JOBSET_RESTART_ATTEMPT` |
 //!
 //! `COMM_JOB_ID` and `COMM_EPOCH` win over the launcher's own. Slurm's variables count in a step that `srun` starts, and not in a batch script or
-//! the shell of `salloc`, which have some of them too; where `srun` also speaks PMI, they count. Ranks of another epoch are refused.
+//! the shell of `salloc`, which have some of them too; where `srun` also speaks PMI, they count. `PMIX_RANK` of Slurm's without a world size
+//! does not count outside a step. A `LeaderWorkerSet` and Kubeflow's trainer count from two pods on: a single pod is a machine without a launcher.
+//! Ranks of another epoch are refused.
+//!
+//! Two runs of `mpiexec` over several machines in one allocation of Slurm have the same id, for hydra tells its ranks none, and so meet at the
+//! same port: give each its own `COMM_JOB_ID`. A `JobSet` sets none of its variables itself: `JOBSET_NAME`, `REPLICATED_JOB_NAME`, `JOB_INDEX` and
+//! `JOBSET_RESTART_ATTEMPT` are entries of `env` in its template that take the pod's labels `jobset.sigs.k8s.io/jobset-name`, `replicatedjob-name`,
+//! `job-index` and `restart-attempt`.
 //!
 //! Where to meet, the first that is there:
 //! 1. `COMM_ADDR` (`host:port`, or `file:/path` for ranks of one machine);
@@ -29,7 +36,9 @@
 //!    `LWS_LEADER_ADDRESS`; `JOBSET_COORDINATOR`, or pod 0 of job 0 of `REPLICATED_JOB_NAME` in `JOBSET_NAME`.
 //!
 //! For 3 and 4 the port is `COMM_PORT`, or one from 20000 to 28999 (or of `COMM_PORT_RANGE`) that follows from the job id, so that all ranks
-//! know it. With Slurm neighbouring jobs and steps have different ones; a port that another process has is an error that names it.
+//! know it. With Slurm neighbouring jobs and steps have different ones, unless the number of ports is a multiple of 31; in a small range two jobs
+//! easily have the same. A port that another process has is an error that names it. A step of several components of a heterogeneous
+//! job of Slurm (`SLURM_HET_SIZE`) knows the machines of one of them alone, and is refused without `COMM_ADDR` or `MASTER_ADDR`.
 //!
 //! What to trust: `COMM_SECRET_FILE` (a file that only its owner can read) or `COMM_SECRET`; else the user's own secret, in
 //! `$XDG_CONFIG_HOME/isocomm/secret` or `~/.config/isocomm/secret`, of mode 600. Where all ranks are on one machine, and under Slurm and MPI, where
@@ -41,12 +50,12 @@
 //! Which addresses and ports listeners take: `COMM_IFNAME` names interfaces or an address ([`Bind`](crate::interfaces::Bind)),
 //! `COMM_PORT_RANGE` ports, such as `20000-20100`.
 //!
-//! How a rank ends, for who started it:
+//! How a rank ends, for who started it. Each rank has its own code; `srun` ends with the highest of them, which need not be that of the cause:
 //!
 //! | code | meaning |
 //! |---|---|
 //! | 0 | done |
-//! | 1 | it has failed by itself, or with ranks that do not agree |
+//! | 1 | it has failed by itself, or with ranks that do not agree; or something is in its way that passes: a folder or port that an earlier start still has, a full disk |
 //! | 2 ([`EXIT_CONFIGURATION`]) | it was asked for what cannot be: options, variables, what this build or machine lacks; starting it again does not help |
 //! | 75 ([`EXIT_ECHO`]) | another rank was lost, has failed or did not come; that one has the cause |
 //! | 85 ([`EXIT_STOPPED`]) | it was asked to leave (SIGTERM, SIGUSR1), has saved its state and can go on later |
@@ -77,6 +86,7 @@ use crate::error::{Error, Result};
 use crate::{process, sys};
 use launchers::{Launcher, Vars};
 use meeting::{Hosts, Meeting};
+use proxy::proxy_id;
 
 /// Most bytes of a job id.
 pub const MAX_JOB_ID: usize = 200;
@@ -109,7 +119,9 @@ pub struct Job {
     pub secret: Secret,
     /// Name of the job, at most [`MAX_JOB_ID`] bytes. Ranks of different jobs refuse each other.
     pub id: String,
-    /// Which start of the job this is: ranks left over from an earlier one are refused.
+    /// Which start of the job this is: ranks left over from an earlier one are refused. That is not so where the launcher does not count its
+    /// starts, so that all are epoch 0 unless `COMM_EPOCH` is set: Open MPI, MPICH and others that speak PMI or PMIx, `LeaderWorkerSet`, Kubeflow's
+    /// `PyTorchJob`. Several agents of torchrun count only the restarts of Slurm or the `JobSet` around them.
     pub epoch: u64,
     /// Where rank and world size come from.
     pub source: Source,
@@ -212,12 +224,16 @@ impl Job {
         };
         let hosts = Hosts::of(vars, launcher, world_size);
         let on_one_machine = matches!(hosts, Hosts::One(_));
-        let id = vars.text(vars::JOB_ID).unwrap_or_else(|| launcher.job_id(vars, on_one_machine));
+        let id = vars
+            .text(vars::JOB_ID)
+            .unwrap_or_else(|| launcher.job_id(vars, || on_one_machine.then(proxy_id).flatten()));
         if id.len() > MAX_JOB_ID {
             return Err(too_long(&id));
         }
         let epoch = launcher.epoch(vars)?;
-        let network = Network::of(vars, matches!(hosts, Hosts::Several(_)))?;
+        // torchrun's number is of one agent, and several may be on a machine.
+        let across_hosts = matches!(hosts, Hosts::Several(_)) && launcher.source != Source::Torchrun;
+        let network = Network::of(vars, across_hosts)?;
         if world_size == 1 {
             // A single rank has no others to meet.
             let address = Address::Tcp { host: "127.0.0.1".into(), port: 0 };

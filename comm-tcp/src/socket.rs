@@ -42,6 +42,10 @@ pub(crate) fn listen_prepared(
         if let Some(name) = congestion {
             socket.set_tcp_congestion(name.as_bytes())?;
         }
+        if ports.is_some() {
+            // Connections of an earlier start that linger do not keep a port.
+            socket.set_reuse_address(true)?;
+        }
         prepare(&socket);
         socket.bind(&address.into())?;
         socket.listen(BACKLOG)?;
@@ -116,6 +120,26 @@ mod tests {
     fn an_unknown_congestion_control_is_an_error_that_says_where_to_look() {
         let error = listen("127.0.0.1:0".parse().unwrap(), None, Some("no-such-thing")).unwrap_err();
         assert!(error.to_string().contains("tcp_available_congestion_control"), "{error}");
+    }
+
+    #[test]
+    fn ports_of_a_range_are_free_again_when_an_earlier_start_has_ended() {
+        use std::io::Read;
+        let any = listen("127.0.0.1:0".parse().unwrap(), None, None).unwrap().local_addr().unwrap();
+        let only: PortRange = any.port().to_string().parse().unwrap();
+        let address = "127.0.0.1:0".parse().unwrap();
+        let listener = listen(address, Some(only), None).unwrap();
+        listener.set_nonblocking(false).unwrap();
+        let mut dialler = std::net::TcpStream::connect(any).unwrap();
+        let (accepted, _) = listener.accept().unwrap();
+        let taken = listen(address, Some(only), None).unwrap_err().to_string();
+        assert!(taken.contains("COMM_PORT_RANGE"), "{taken}");
+        drop(listener);
+        // The side that closes first keeps the connection for a minute.
+        drop(accepted);
+        assert_eq!(dialler.read(&mut [0]).unwrap(), 0);
+        drop(dialler);
+        listen(address, Some(only), None).unwrap();
     }
 
     #[test]

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::fs;
+use std::io::{BufRead, BufReader, Read};
 use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -803,33 +804,66 @@ fn an_earlier_run_stays_until_the_ranks_have_met() {
 }
 
 #[test]
+fn a_run_waits_for_one_that_is_ending_and_does_not_replace_what_that_has_saved() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = text(folder.path());
+    let out = folder.path().join("out");
+    fs::create_dir_all(&out).unwrap();
+    for saves in [false, true] {
+        let held = fs::File::create(out.join(".lock")).unwrap();
+        held.try_lock().unwrap();
+        let given = "train --preset micro --tokenizer bytes --batch 4 --steps 1 --eval-every 0 --threads 1 --resume auto --overwrite --data";
+        let mut command = Command::new(env!("CARGO_BIN_EXE_gpt2"));
+        command.args(given.split(' ').chain([data.as_str()])).current_dir(folder.path());
+        let mut run = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut said = BufReader::new(run.stderr.take().unwrap());
+        let mut line = String::new();
+        while !line.contains("another run is writing there; waiting up to") {
+            line.clear();
+            assert!(said.read_line(&mut line).unwrap() > 0, "it did not wait");
+        }
+        let saved = out.join("checkpoints/step-2");
+        if saves {
+            fs::create_dir_all(&saved).unwrap();
+        }
+        drop(held);
+        let mut rest = String::new();
+        said.read_to_string(&mut rest).unwrap();
+        let code = run.wait().unwrap().code();
+        assert_eq!(code, Some(i32::from(saves)), "{rest}");
+        if saves {
+            assert!(rest.contains("from no checkpoint and would now from") && rest.contains("step-2"), "{rest}");
+            assert!(saved.is_dir());
+        }
+    }
+}
+
+#[test]
 fn other_ranks_hear_why_rank_0_refuses() {
     let folder = tempfile::tempdir().unwrap();
     let data = text(folder.path());
     let (port, arguments) = (free_port(), format!("--timeout 300 --data {data}"));
-    for taken in [false, true] {
-        let out = folder.path().join("out");
-        fs::create_dir_all(&out).unwrap();
-        let _held = if taken {
-            fs::remove_file(out.join("steps.jsonl")).unwrap();
-            let held = fs::File::create(out.join(".lock")).unwrap();
-            held.try_lock().unwrap();
-            Some(held)
-        } else {
-            fs::write(out.join("steps.jsonl"), "{}\n").unwrap();
-            None
-        };
+    let metrics = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let metrics = metrics.local_addr().map(|address| (metrics, address)).unwrap();
+    let out = folder.path().join("out");
+    fs::create_dir_all(&out).unwrap();
+    fs::write(out.join("steps.jsonl"), "{}\n").unwrap();
+    // What has to be asked for otherwise, and what passes by itself.
+    for (more, why, code) in [
+        (String::new(), "it holds an earlier run (steps.jsonl)", EXIT_CONFIGURATION),
+        (format!(" --overwrite --metrics {}", metrics.1), "cannot listen there", 1),
+    ] {
+        let arguments = format!("{arguments}{more}");
         let since = Instant::now();
         let ranks = ["0", "1"].map(|rank| by_hand(rank, port, &arguments, folder.path()).spawn().unwrap());
         let [first, second] = ranks.map(|rank| rank.wait_with_output().unwrap());
         assert!(since.elapsed() < Duration::from_secs(60), "{:?}", since.elapsed());
-        let why = if taken { "another run is writing there" } else { "it holds an earlier run (steps.jsonl)" };
         for output in [&first, &second] {
             let said = String::from_utf8_lossy(&output.stderr);
             assert!(said.contains(why) && said.matches("error:").count() == 1, "{said}");
             assert!(!output.status.success());
         }
-        assert_eq!(first.status.code(), Some(EXIT_CONFIGURATION));
+        assert_eq!(first.status.code(), Some(code));
         assert_eq!(second.status.code(), Some(EXIT_ECHO));
         assert!(String::from_utf8_lossy(&second.stderr).contains("rank 0 aborted the job"), "{second:?}");
     }

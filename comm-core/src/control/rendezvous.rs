@@ -109,7 +109,9 @@ fn bind_all(job: &Job, addrs: &[SocketAddr]) -> Result<Vec<TcpListener>> {
     for is_loopback in [false, true] {
         let tried = match is_loopback {
             false => others.clone(),
-            true if job.network.across_hosts && !local.is_empty() => instead_of_loopback(job, &local)?,
+            true if job.network.across_hosts && !local.is_empty() && !is_ip(&job.address) => {
+                instead_of_loopback(job, &local)?
+            }
             true => local.clone(),
         };
         for addr in tried {
@@ -137,7 +139,12 @@ fn bind_all(job: &Job, addrs: &[SocketAddr]) -> Result<Vec<TcpListener>> {
     Err(cannot_listen(job, &failures))
 }
 
-/// Where rank 0 of a job on several machines listens when all that its own address or name leads to here is `local`.
+/// Whether an address is given by its numbers: it means the same on every machine, and is not replaced.
+fn is_ip(address: &Address) -> bool {
+    matches!(address, Address::Tcp { host, .. } if host.parse::<IpAddr>().is_ok())
+}
+
+/// Where rank 0 of a job on several machines listens when all that its own name leads to here is `local`.
 fn instead_of_loopback(job: &Job, local: &[SocketAddr]) -> Result<Vec<SocketAddr>> {
     let Some(port) = local.first().map(SocketAddr::port) else { return Ok(Vec::new()) };
     let shown: Vec<String> = local.iter().map(|addr| addr.ip().to_string()).collect();

@@ -2,7 +2,6 @@
 
 use std::fmt;
 
-use super::proxy::proxy_id;
 use crate::error::{Error, Result};
 
 /// Names of the variables that [`Launch`](crate::launch::Launch) sets.
@@ -176,7 +175,7 @@ const LAUNCHERS: [Launcher; 9] = [
     Launcher {
         rank: "OMPI_COMM_WORLD_RANK",
         world_size: "OMPI_COMM_WORLD_SIZE",
-        job_id: &["PMIX_NAMESPACE"],
+        job_id: &[PMIX_NAMESPACE],
         epoch: vars::EPOCH,
         local_size: &["OMPI_COMM_WORLD_LOCAL_SIZE"],
         local_rank: Some("OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -185,7 +184,7 @@ const LAUNCHERS: [Launcher; 9] = [
     Launcher {
         rank: "PMI_RANK",
         world_size: "PMI_SIZE",
-        job_id: &["SLURM_JOB_ID"],
+        job_id: &[SLURM_JOB],
         epoch: vars::EPOCH,
         local_size: &["MPI_LOCALNRANKS"],
         local_rank: Some("MPI_LOCALRANKID"),
@@ -194,7 +193,7 @@ const LAUNCHERS: [Launcher; 9] = [
     Launcher {
         rank: "SLURM_PROCID",
         world_size: "SLURM_NTASKS",
-        job_id: &["SLURM_JOB_ID", SLURM_STEP],
+        job_id: &[SLURM_JOB, SLURM_STEP],
         epoch: "SLURM_RESTART_COUNT",
         local_size: &["SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"],
         local_rank: Some("SLURM_LOCALID"),
@@ -203,7 +202,7 @@ const LAUNCHERS: [Launcher; 9] = [
     Launcher {
         rank: PMIX_RANK,
         world_size: vars::WORLD_SIZE,
-        job_id: &["PMIX_NAMESPACE"],
+        job_id: &[PMIX_NAMESPACE],
         epoch: vars::EPOCH,
         local_size: &[],
         local_rank: None,
@@ -243,6 +242,8 @@ const SLURM_RESTARTS: &str = "SLURM_RESTART_COUNT";
 const JOBSET_RESTARTS: &str = "JOBSET_RESTART_ATTEMPT";
 const TORCHRUN_ID: &str = "TORCHELASTIC_RUN_ID";
 const PMIX_RANK: &str = "PMIX_RANK";
+const PMIX_NAMESPACE: &str = "PMIX_NAMESPACE";
+const SLURM_JOB: &str = "SLURM_JOB_ID";
 
 /// The variables by which launchers other than [`Launch`](crate::launch::Launch) tell a process its rank.
 pub(crate) fn other_launchers_variables() -> impl Iterator<Item = &'static str> {
@@ -271,6 +272,8 @@ impl Launcher {
             Source::Slurm => in_slurm_step(vars),
             // An array of jobs that have nothing to do with each other has indices, too.
             Source::Kubernetes | Source::Pmix => vars.text(self.world_size).is_some(),
+            // A single pod is a machine on which any number of ranks may be started.
+            Source::LeaderWorkerSet | Source::Kubeflow => self.place(vars).1 != Some(1),
             _ => true,
         };
         is_whole && vars.text(self.rank).is_some()
@@ -292,13 +295,14 @@ impl Launcher {
         matches!(self.source, Source::Slurm | Source::OpenMpi | Source::Mpich | Source::Pmix)
     }
 
-    /// The job's id, of which all ranks have the same; empty where the launcher gives none. `on_one_machine` where they all are.
-    pub(super) fn job_id(&self, vars: Vars<'_>, on_one_machine: bool) -> String {
-        let parts: Vec<String> = self.job_id.iter().filter_map(|name| vars.text(name)).collect();
-        match parts.is_empty() && on_one_machine && self.source == Source::Mpich {
-            true => proxy_id().unwrap_or_default(),
-            false => parts.join("."),
+    /// The job's id, of which all ranks have the same; empty where the launcher gives none. `proxy` names the process by which an `mpiexec` has
+    /// started all of them, where it is the same for all: an allocation of Slurm may have several such runs at once.
+    pub(super) fn job_id(&self, vars: Vars<'_>, proxy: impl FnOnce() -> Option<String>) -> String {
+        let mut parts: Vec<String> = self.job_id.iter().filter_map(|name| vars.text(name)).collect();
+        if self.source == Source::Mpich {
+            parts.extend(proxy());
         }
+        parts.join(".")
     }
 
     /// How often the job has been started again, by all who count that: what runs under Slurm or in a `JobSet` may be started again by these,
@@ -366,7 +370,11 @@ impl Launcher {
             // Who sets these means them, unless they look like a mistake.
             Source::Hand => sizes.0 != sizes.1 || outer.world_size == vars::WORLD_SIZE,
             // Without torchrun's own variable somebody has set them by hand, perhaps for all processes of another launcher.
-            Source::Torchrun => vars.text(TORCHRUN_ID).is_some() || outer.has_a_rank_a_pod() || sizes.1 == 1,
+            // What they would be alone, or in the same number of ranks, they are by mistake; other launchers than torchrun set them, too.
+            Source::Torchrun => {
+                let is_torchrun = vars.text(TORCHRUN_ID).is_some();
+                is_torchrun || outer.has_a_rank_a_pod() || (sizes.0 != 1 && sizes.0 != sizes.1)
+            }
             Source::OpenMpi | Source::Mpich => outer.source == Source::Slurm || outer.has_a_rank_a_pod(),
             // Kubeflow's trainer makes a `JobSet`.
             _ => outer.has_a_rank_a_pod(),
@@ -377,6 +385,11 @@ impl Launcher {
 /// That a rank is known and the world size is not, of launchers that leave it to the user.
 pub(super) fn lone_rank(vars: Vars<'_>) -> Option<Error> {
     let rank = vars.text(PMIX_RANK).filter(|_| !in_slurm_step(vars))?;
+    // The shell of `salloc` may have Slurm's; what `mpirun` starts there has a namespace of another name.
+    let is_slurms = vars.text(PMIX_NAMESPACE).is_none_or(|namespace| namespace.starts_with("slurm."));
+    if vars.text(SLURM_JOB).is_some() && is_slurms {
+        return None;
+    }
     Some(Error::invalid(format!(
         "{PMIX_RANK} is {rank}, but PMIx leaves no number of ranks in the environment: set {} to it, or unset {PMIX_RANK}",
         vars::WORLD_SIZE
@@ -452,6 +465,18 @@ mod tests {
             let here = of(&[("SLURM_STEP_TASKS_PER_NODE", nonsense), ("SLURM_NODEID", "3")]);
             assert_eq!(here, None, "{nonsense}");
         }
+    }
+
+    #[test]
+    fn every_run_of_mpiexec_in_an_allocation_has_an_id_of_its_own() {
+        let in_slurm = |name: &str| (name == SLURM_JOB).then(|| "12".to_string());
+        let of = |source, vars: &dyn Fn(&str) -> Option<String>, proxy: Option<&str>| {
+            Launcher::by(source).unwrap().job_id(Vars(vars), || proxy.map(str::to_owned))
+        };
+        assert_eq!(of(Source::Mpich, &in_slurm, Some("hydra-7-9")), "12.hydra-7-9");
+        assert_eq!(of(Source::Mpich, &in_slurm, None), "12");
+        assert_eq!(of(Source::Mpich, &|_| None, Some("hydra-7-9")), "hydra-7-9");
+        assert_eq!(of(Source::Slurm, &in_slurm, Some("hydra-7-9")), "12");
     }
 
     #[test]

@@ -13,6 +13,9 @@ use crate::error::{Error, Result};
 /// Ports of rank 0 that follow from a job's id where `COMM_PORT_RANGE` names none: below those that systems give to outgoing connections.
 const PORTS: (u16, u16) = (20_000, 28_999);
 
+/// The number of components of a heterogeneous job of Slurm.
+const HET_SIZE: &str = "SLURM_HET_SIZE";
+
 /// On how many machines a job's ranks are, with the variable that says so.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Hosts {
@@ -112,6 +115,14 @@ impl Meeting {
         ports: Option<PortRange>,
         hosts: Hosts,
     ) -> Result<Option<Meeting>> {
+        if launcher.source == Source::Slurm
+            && let Some(components) = vars.number::<u32>(HET_SIZE)?.filter(|components| *components > 1)
+        {
+            return Err(Error::invalid(format!(
+                "{HET_SIZE} is {components}: Slurm tells a step of a heterogeneous job the machines of one component only, so ranks of several \
+                 would not meet; set COMM_ADDR=host:port to an address of rank 0's machine"
+            )));
+        }
         let Some((port, port_by)) = port_of_job(vars, launcher, id, ports)? else { return Ok(None) };
         let host = match hosts {
             Hosts::One(name) => Some((loopback().to_string(), format!("{name}, all ranks being on this machine,"))),
@@ -170,8 +181,12 @@ fn address_of_node(vars: Vars<'_>, node: &str) -> Option<String> {
     aliases.split(',').find_map(of_node).filter(|address| !address.is_empty())
 }
 
+/// How many ports apart those of neighbouring jobs of Slurm are: as many steps of a job have ports of its own. A prime number.
+const STEPS_APART: u64 = 31;
+
 /// The port at which rank 0 of the job listens where nobody names one, and what it follows from; `None` where the job has no name of its
-/// own. Jobs of Slurm with neighbouring numbers, and their steps, have different ones.
+/// own. Jobs of Slurm with neighbouring numbers, and their steps, have different ones, unless the number of ports is a multiple of
+/// [`STEPS_APART`].
 fn port_of_job(
     vars: Vars<'_>,
     launcher: &Launcher,
@@ -194,8 +209,9 @@ fn port_of_job(
     let number = |text: &str| text.parse::<u32>().ok().map(u64::from);
     let of_slurm = id.split_once('.').and_then(|(job, step)| Some((number(job)?, number(step)?)));
     let place = match of_slurm {
-        Some((job, step)) => job * 31 + step,
-        None => {
+        // Of a multiple most jobs would leave out most ports.
+        Some((job, step)) if !(range.count() as u64).is_multiple_of(STEPS_APART) => job * STEPS_APART + step,
+        _ => {
             let [a, b, c, d, ..] = <[u8; 32]>::from(Sha256::digest(id));
             u64::from(u32::from_le_bytes([a, b, c, d]))
         }
@@ -224,5 +240,10 @@ mod tests {
             assert!([500, 501].contains(&port) && by.contains(id) && by.contains("500-501"), "{by}");
         }
         assert_eq!(port_of_job(Vars(&none), launcher, "", None).unwrap(), None);
+        // 62 jobs at 62 ports, which would else have two ports.
+        let multiple = Some(PortRange::new(500, 561).unwrap());
+        let port = |job: u32| port_of_job(Vars(&none), launcher, &format!("{job}.0"), multiple).unwrap().unwrap().0;
+        let seen: std::collections::HashSet<u16> = (100..162).map(port).collect();
+        assert!(seen.len() > 25 && seen.iter().all(|port| (500..=561).contains(port)), "{seen:?}");
     }
 }

@@ -17,9 +17,11 @@ pub struct Network {
     /// Where listeners for data are bound, of transports that are given no address; `None` for the address by which the rank reaches rank
     /// 0. Rank 0's machine may have a name that leads to loopback there: then its control port is bound there, too.
     pub bind: Option<Bind>,
-    /// Their ports; `None` for any that are free. The control port of rank 0 is the one of the job's address.
+    /// Their ports; `None` for any that are free. The control port of rank 0 is the one of the job's address. Connections that are accepted have
+    /// the port of their listener; those of an earlier start that linger do not keep another from listening there.
     pub ports: Option<PortRange>,
-    /// Whether the launcher says that the ranks are on several machines: rank 0 does not listen on loopback then.
+    /// Whether the launcher says that the ranks are on several machines: rank 0 does not listen on loopback then, unless the job's address is
+    /// one of loopback by its numbers. torchrun does not say it: several of its agents may be on one machine.
     pub across_hosts: bool,
 }
 

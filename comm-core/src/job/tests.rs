@@ -46,7 +46,8 @@ fn the_source_of_rank_and_world_size_is_known() {
             "SLURM_PROCID and SLURM_NTASKS (Slurm)",
         ),
     ] {
-        let vars: Vec<(&str, &str)> = [(rank, "0"), (size, "1")].into_iter().chain(more).collect();
+        let base = [(rank, "0"), (size, "2"), ("COMM_ADDR", "h:9"), SECRET];
+        let vars: Vec<(&str, &str)> = base.into_iter().chain(more).collect();
         let job = found(&vars);
         assert_eq!((job.source, job.source.to_string().as_str()), (source, said));
         assert_eq!(source.variables(), Some((rank, size)));
@@ -245,6 +246,8 @@ fn launchers_say_where_to_meet() {
         ("SLURM_STEP_NODELIST=n[1-2] MASTER_ADDR=h MASTER_PORT=4000", "h:4000"),
         ("SLURM_STEP_NODELIST=n[1-2] MASTER_ADDR=h", "h:20375"),
         ("SLURM_STEP_NODELIST=n[1-2] COMM_ADDR=[fd00::1]:5 MASTER_ADDR=h MASTER_PORT=4000", "[fd00::1]:5"),
+        ("SLURM_STEP_NODELIST=n[1-2] SLURM_HET_SIZE=1", "n1:20375"),
+        ("SLURM_STEP_NODELIST=n[1-2] SLURM_HET_SIZE=2 COMM_ADDR=h:5", "h:5"),
         // srun that speaks PMI, too, and PMIx.
         ("SLURM_STEP_NODELIST=n[1-2] PMI_RANK=1 PMI_SIZE=4", "n1:20375"),
         ("SLURM_STEP_NODELIST=n[1-2] PMIX_RANK=1 PMIX_NAMESPACE=slurm.pmix.12.3", "n1:20375"),
@@ -283,6 +286,21 @@ fn launchers_say_where_to_meet() {
     assert_eq!((both.rank, both.address, both.source), (2, tcp("h", 23456), Source::Torchrun));
     // An array of jobs that have nothing to do with each other.
     assert!(job_of("JOB_COMPLETION_INDEX=2").unwrap().is_none());
+    // A single pod is a machine without a launcher, and so is the shell of salloc, which may have a rank of Slurm's PMIx.
+    assert!(job_of("LWS_WORKER_INDEX=0 LWS_GROUP_SIZE=1 LWS_LEADER_ADDRESS=h").unwrap().is_none());
+    assert!(job_of("PET_NODE_RANK=0 PET_NNODES=1 PET_NPROC_PER_NODE=auto PET_MASTER_ADDR=h").unwrap().is_none());
+    let shell = "SLURM_JOB_ID=12 SLURM_STEP_ID=4294967290 PMIX_RANK=0";
+    assert!(job_of(&format!("{shell} PMIX_NAMESPACE=slurm.pmix.12.4294967290")).unwrap().is_none());
+    let by_another = format!("{shell} PMIX_NAMESPACE=prterun-host-77@1");
+    assert!(job_of(&by_another).unwrap_err().to_string().contains("PMIX_RANK is 0"));
+}
+
+#[test]
+fn two_agents_of_torchrun_may_be_on_one_machine() {
+    let line = "RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 GROUP_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=r MASTER_ADDR=127.0.0.1 MASTER_PORT=9";
+    let job = found(&[of(line), vec![SECRET]].concat());
+    assert!(!job.network.across_hosts);
+    assert_eq!(job.address, tcp("127.0.0.1", 9));
 }
 
 fn job_of(line: &str) -> Result<Option<Job>> {
@@ -343,6 +361,8 @@ fn every_misconfiguration_has_its_message() {
             &["localhost:9 (by MASTER_ADDR and MASTER_PORT)"],
         ),
         (format!("{STEP} {several} COMM_PORT=0"), &["port 0", "COMM_PORT"]),
+        (format!("{STEP} {several} SLURM_HET_SIZE=2"), &["SLURM_HET_SIZE is 2", "COMM_ADDR=host:port"]),
+        (format!("{STEP} RANK=0 WORLD_SIZE=4"), &["RANK is 0 and WORLD_SIZE is 4", "SLURM_PROCID is 1"]),
         (format!("{STEP} {several} COMM_PORT_RANGE=9-5"), &["COMM_PORT_RANGE: 9-5", "20000-20100"]),
         (format!("{STEP} {several} COMM_IFNAME=eth0:1"), &["COMM_IFNAME: 'eth0:1'"]),
         (format!("{STEP} {several} COMM_IFNAME=^"), &["COMM_IFNAME: '^'", "^docker"]),
@@ -396,6 +416,8 @@ fn launchers_that_start_one_another_do_not_contradict() {
         // One agent of torchrun a node, or one by srun --pty.
         ("SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_STEP_ID=0 RANK=5 WORLD_SIZE=8 TORCHELASTIC_RUN_ID=r", 5, 8),
         ("SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_STEP_ID=0 RANK=1 WORLD_SIZE=2", 1, 2),
+        // Other launchers than torchrun, one a node.
+        ("SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_STEP_ID=0 RANK=5 WORLD_SIZE=8 LOCAL_RANK=1", 5, 8),
         ("SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_STEP_ID=0 COMM_RANK=1 COMM_WORLD_SIZE=2", 1, 2),
         ("SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_STEP_ID=0 PMI_RANK=5 PMI_SIZE=8", 5, 8),
         ("SLURM_PROCID=3 SLURM_NTASKS=4 SLURM_STEP_ID=0 RANK=3 WORLD_SIZE=4", 3, 4),

@@ -3,10 +3,12 @@
 use std::fs;
 use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 
-use super::CliError;
+use super::{CliError, Passing, complain, of_system};
 use crate::checkpoint::sharded::{STATE, Store};
 use crate::checkpoint::{self, COMPANIONS};
 
@@ -30,7 +32,9 @@ pub(super) fn make_writable(folder: &Path, option: &str) -> Result<(), CliError>
     let probe = folder.join(format!("{PROBE}{}", std::process::id()));
     let probed = fs::create_dir_all(folder).and_then(|()| fs::write(&probe, b"")).and_then(|()| remove(&probe));
     probed.map_err(|error| {
-        format!("{option}{}: cannot write there: {error}; give a folder that can be written", folder.display()).into()
+        let said =
+            format!("{option}{}: cannot write there: {error}; give a folder that can be written", folder.display());
+        of_system(error.kind(), said)
     })
 }
 
@@ -104,7 +108,7 @@ pub(super) fn checkpoints(folder: &Path) -> Store {
 /// There is none.
 pub(super) fn find_checkpoint(folder: &Path, given: &Path) -> Result<Option<PathBuf>, CliError> {
     if is_auto(given) {
-        return Ok(checkpoints(folder).latest());
+        return newest(folder);
     }
     let is_latest = given == Path::new(LATEST);
     let run = if is_latest { folder } else { given };
@@ -121,6 +125,22 @@ pub(super) fn find_checkpoint(folder: &Path, given: &Path) -> Result<Option<Path
         )
         .into()
     })
+}
+
+/// The newest checkpoint in the folder of this run, if there is one.
+///
+/// # Errors
+/// The folder is there and cannot be read: a run must not begin anew for that.
+fn newest(folder: &Path) -> Result<Option<PathBuf>, CliError> {
+    let store = checkpoints(folder);
+    match fs::read_dir(store.folder()).and_then(|mut entries| entries.try_for_each(|entry| entry.map(drop))) {
+        Ok(()) => Ok(store.latest()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => {
+            let said = format!("--resume auto: looking for checkpoints in {}: {error}", store.folder().display());
+            Err(of_system(error.kind(), said))
+        }
+    }
 }
 
 /// What `--resume` takes for the newest checkpoint in `--out`.
@@ -142,13 +162,15 @@ pub(super) fn last_step(folder: &Path) -> Option<u64> {
     last
 }
 
-/// Takes the folder for a run that is about to begin, until the file that is returned is dropped. What a run that was killed has left
-/// half-written is removed; an earlier run stays until [`Earlier::make_way`].
+/// How long a run waits for another one that writes into its folder: an earlier start of it may still be saving its state.
+pub(super) const ENDING: Duration = Duration::from_secs(30);
+
+/// Readies the folder that a run has taken by [`lock`]. What a run that was killed has left half-written is removed; an earlier run stays
+/// until [`Earlier::make_way`].
 ///
 /// # Errors
-/// Another run has taken the folder, an earlier one lies there that must not, or the operating system refuses.
-pub(super) fn take(folder: &Path, earlier: Earlier) -> Result<fs::File, CliError> {
-    let lock = lock(folder)?;
+/// An earlier run lies there that must not.
+pub(super) fn make_ready(folder: &Path, earlier: Earlier) -> Result<(), CliError> {
     earlier.check(folder)?;
     for path in left_by_the_killed(folder) {
         // What cannot be removed is in nobody's way until it is to be written, and then that says why.
@@ -157,7 +179,7 @@ pub(super) fn take(folder: &Path, earlier: Earlier) -> Result<fs::File, CliError
     for path in checkpoints(folder).left_behind() {
         let _ = fs::remove_dir_all(&path);
     }
-    Ok(lock)
+    Ok(())
 }
 
 fn refuse_later_checkpoints(folder: &Path, after: u64) -> Result<(), CliError> {
@@ -295,21 +317,48 @@ fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
-fn lock(folder: &Path) -> Result<fs::File, CliError> {
+/// Takes the folder for a run that is about to begin, until the file that is returned is dropped. While another run has it, this waits `patience`
+/// for it to end, and says so.
+///
+/// # Errors
+/// Another run keeps the folder, or the operating system refuses.
+pub(super) fn lock(folder: &Path, patience: Duration) -> Result<fs::File, CliError> {
     let path = folder.join(".lock");
-    let file = fs::File::create(&path).map_err(|error| format!("{}: {error}", path.display()))?;
-    file.try_lock().map_err(|error| match error {
-        fs::TryLockError::WouldBlock => {
-            format!("--out {}: another run is writing there; give another folder", folder.display())
+    let refused = |error: &io::Error| of_system(error.kind(), format!("{}: {error}", path.display()));
+    let file = fs::File::create(&path).map_err(|error| refused(&error))?;
+    let since = Instant::now();
+    let mut is_said = false;
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(file),
+            Err(fs::TryLockError::Error(error)) => return Err(refused(&error)),
+            Err(fs::TryLockError::WouldBlock) if since.elapsed() >= patience => {
+                let said = format!("--out {}: another run is writing there; give another folder", folder.display());
+                return Err(Passing(said).into());
+            }
+            Err(fs::TryLockError::WouldBlock) => {}
         }
-        fs::TryLockError::Error(error) => format!("{}: {error}", path.display()),
-    })?;
-    Ok(file)
+        if !is_said {
+            is_said = true;
+            complain(format_args!(
+                "--out {}: another run is writing there; waiting up to {} s for it to end",
+                folder.display(),
+                patience.as_secs()
+            ));
+        }
+        thread::sleep(Duration::from_millis(100));
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::is_passing;
     use super::*;
+
+    fn take(folder: &Path, earlier: Earlier) -> Result<fs::File, CliError> {
+        let lock = lock(folder, Duration::ZERO)?;
+        make_ready(folder, earlier).map(|()| lock)
+    }
 
     /// Names of all files in the folder and the one for TensorBoard, in order.
     fn files(folder: &Path) -> Vec<String> {
@@ -381,11 +430,14 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let held = take(folder.path(), Earlier::Refused).unwrap();
         fs::write(folder.path().join(STEPS), "of the run that goes on").unwrap();
-        let said = take(folder.path(), Earlier::Replaced).unwrap_err().to_string();
-        assert!(said.contains("another run is writing there"), "{said}");
+        let error = take(folder.path(), Earlier::Replaced).unwrap_err();
+        assert!(error.to_string().contains("another run is writing there") && is_passing(&error), "{error}");
         assert!(folder.path().join(STEPS).exists());
-        drop(held);
-        take(folder.path(), Earlier::Replaced).unwrap();
+        thread::scope(|scope| {
+            let waits = scope.spawn(|| lock(folder.path(), Duration::from_secs(600)));
+            drop(held);
+            waits.join().unwrap().unwrap();
+        });
     }
 
     #[test]
@@ -423,6 +475,10 @@ mod tests {
         let out = folder.path();
         let find = |given: &Path| find_checkpoint(out, given);
         assert_eq!(find(Path::new("auto")).unwrap(), None);
+        fs::write(out.join(CHECKPOINTS), "no folder").unwrap();
+        let said = find(Path::new("auto")).unwrap_err().to_string();
+        assert!(said.contains("--resume auto") && said.contains(CHECKPOINTS), "{said}");
+        fs::remove_file(out.join(CHECKPOINTS)).unwrap();
         let said = find(Path::new(LATEST)).unwrap_err().to_string();
         assert!(said.contains("--resume latest") && said.contains("no checkpoint"), "{said}");
         let store = checkpoints(out);

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant, SystemTime};
 
-use super::CliError;
+use super::{CliError, of_system};
 use crate::trainer::{Restarts, StepReport, median};
 
 /// Most connections at a time; with one more the oldest is closed.
@@ -177,7 +177,7 @@ impl Metrics {
 /// # Errors
 /// The address cannot be listened on.
 pub(super) fn listen(address: SocketAddr) -> Result<TcpListener, CliError> {
-    Ok(TcpListener::bind(address).map_err(|error| cannot(address, &error))?)
+    TcpListener::bind(address).map_err(|error| of_system(error.kind(), cannot(address, &error)))
 }
 
 fn cannot(address: SocketAddr, error: &std::io::Error) -> String {

@@ -17,7 +17,9 @@ mod summary;
 mod train;
 
 use std::fmt;
+use std::io::ErrorKind;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use clap::{FromArgMatches, Parser, Subcommand};
 use comm_core::{printer, process};
@@ -109,10 +111,88 @@ pub fn complain(text: impl fmt::Display) {
 /// What a command fails with: one message for the user.
 type CliError = Box<dyn std::error::Error + Send + Sync>;
 
+/// What a command fails with that may go well when it is started again as it is: what is in its way passes by itself.
+#[derive(Debug)]
+struct Passing(String);
+
+impl fmt::Display for Passing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Passing {}
+
+/// The error of an operation of the system with the message `said`: [`Passing`], unless its kind says that something else was asked for than
+/// there is.
+fn of_system(kind: ErrorKind, said: String) -> CliError {
+    if is_asked_wrongly(kind) { said.into() } else { Passing(said).into() }
+}
+
+/// Whether an operation of the system fails so for what it was asked for, rather than for the state that the machine is in.
+fn is_asked_wrongly(kind: ErrorKind) -> bool {
+    use ErrorKind as Kind;
+    matches!(
+        kind,
+        Kind::AddrNotAvailable
+            | Kind::AlreadyExists
+            | Kind::InvalidData
+            | Kind::InvalidFilename
+            | Kind::InvalidInput
+            | Kind::IsADirectory
+            | Kind::NotADirectory
+            | Kind::NotFound
+            | Kind::Other
+            | Kind::PermissionDenied
+            | Kind::ReadOnlyFilesystem
+            | Kind::UnexpectedEof
+            | Kind::Unsupported
+    )
+}
+
+/// Whether what a command fails with may go well when it is started again.
+fn is_passing(error: &CliError) -> bool {
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error.as_ref());
+    while let Some(error) = cause {
+        if error.is::<Passing>() {
+            return true;
+        }
+        let shared = error.downcast_ref::<Arc<std::io::Error>>().map(|error| &**error);
+        if let Some(error) = shared.or_else(|| error.downcast_ref()) {
+            return !is_asked_wrongly(error.kind());
+        }
+        cause = error.source();
+    }
+    false
+}
+
 #[cfg(test)]
 mod tests {
     use std::ffi::OsString;
     use std::fs;
+
+    #[test]
+    fn what_passes_by_itself_is_told_from_what_was_asked_for_wrongly() {
+        use std::io::{Error, ErrorKind};
+        let of_core = |kind: ErrorKind| comm_core::Error::io("x", Error::from(kind));
+        let cases: [(super::CliError, bool); 10] = [
+            (super::Passing("x".into()).into(), true),
+            ("x".into(), false),
+            (comm_core::Error::invalid("x").into(), false),
+            (Error::from(ErrorKind::StorageFull).into(), true),
+            (Error::from_raw_os_error(EIO).into(), true),
+            (Error::from(ErrorKind::NotFound).into(), false),
+            (of_core(ErrorKind::AddrInUse).into(), true),
+            (of_core(ErrorKind::PermissionDenied).into(), false),
+            (super::of_system(ErrorKind::AddrInUse, "x".into()), true),
+            (super::of_system(ErrorKind::AddrNotAvailable, "x".into()), false),
+        ];
+        for (error, expected) in cases {
+            assert_eq!(super::is_passing(&error), expected, "{error:?}");
+        }
+    }
+
+    const EIO: i32 = 5;
 
     /// Every `cargo run … -p gpt2 … -- …` of the README and the book.
     #[test]

@@ -5,6 +5,7 @@ mod watch;
 
 use std::error::Error;
 use std::ffi::OsString;
+use std::fs;
 use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -25,7 +26,7 @@ use super::folder::{self, Earlier};
 use super::loading::LoadProgress;
 use super::metrics::Metrics;
 use super::progress::Progress;
-use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, complain, say};
+use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, Passing, complain, is_passing, say};
 use crate::batches::{Batches, LastBatch, Share, ShortSequences};
 use crate::checkpoint::sharded::Saved;
 use crate::config::{ModelConfig, Preset};
@@ -318,11 +319,15 @@ pub(super) fn run(args: &TrainArgs, arguments: Vec<OsString>) -> ExitCode {
         complain(format_args!("error: {error}"));
         return ExitCode::FAILURE;
     }
-    // What ends a run before it begins has been asked for wrongly, or of the wrong machine.
     begin(args, arguments).unwrap_or_else(|error| {
         complain(format_args!("error: {error}"));
-        exit_code(job::EXIT_CONFIGURATION)
+        not_begun(&error)
     })
+}
+
+/// The exit code of a run that `error` ends before it begins: it has been asked for wrongly, or of the wrong machine, unless that may pass.
+fn not_begun(error: &CliError) -> ExitCode {
+    if is_passing(error) { ExitCode::FAILURE } else { exit_code(job::EXIT_CONFIGURATION) }
 }
 
 fn exit_code(code: i32) -> ExitCode {
@@ -366,7 +371,7 @@ fn run_one(args: &TrainArgs, job: &Job) -> Result<ExitCode, CliError> {
         Err(why) => return refuse_for_all(args, job, (ranks_here, &earlier), None, why),
     };
     let prepared = Prepared::new(args, job.world_size, ranks_here, &earlier, Verbosity::of(job))?;
-    let _lock = match (job.rank == 0).then(|| folder::take(&args.out, earlier.fate)).transpose() {
+    let _lock = match (job.rank == 0).then(|| earlier.take(args)).transpose() {
         Ok(lock) => lock,
         Err(why) => return refuse_for_all(args, job, (ranks_here, &earlier), Some(prepared), why),
     };
@@ -408,6 +413,7 @@ fn stopped(error: &TrainError, rank: usize) -> ExitCode {
 }
 
 /// An earlier run, or an earlier part of this one.
+#[derive(PartialEq)]
 struct EarlierRun {
     /// The checkpoint from which this run goes on.
     resume: Option<PathBuf>,
@@ -421,6 +427,30 @@ impl EarlierRun {
         let resume = args.resume.as_ref().map(find).transpose()?.flatten();
         let fate = Earlier::of(&args.out, resume.as_deref(), args.overwrite);
         Ok(EarlierRun { resume, fate })
+    }
+
+    /// Takes `--out` for this run, until the file that is returned is dropped.
+    ///
+    /// # Errors
+    /// Another run keeps it, or has left there something else than was found before.
+    fn take(&self, args: &TrainArgs) -> Result<fs::File, CliError> {
+        let lock = folder::lock(&args.out, folder::ENDING)?;
+        let now = EarlierRun::find(args)?;
+        if now != *self {
+            let of = |earlier: &EarlierRun| match &earlier.resume {
+                Some(resume) => resume.display().to_string(),
+                None => "no checkpoint".to_owned(),
+            };
+            return Err(Passing(format!(
+                "--out {}: another run has written there while this one began, which was to go on from {} and would now from {}; start it again",
+                args.out.display(),
+                of(self),
+                of(&now)
+            ))
+            .into());
+        }
+        folder::make_ready(&args.out, self.fate)?;
+        Ok(lock)
     }
 }
 
@@ -444,7 +474,7 @@ fn refuse_for_all(
     if let Ok(Prepared { config, corpus, options, device, .. }) = &prepared {
         let _ = refuse(job, config, corpus, options, device, &why.to_string());
     }
-    Ok(exit_code(job::EXIT_CONFIGURATION))
+    Ok(not_begun(&why))
 }
 
 /// No launcher started this process: it is one itself, unless all ranks fit in it.
@@ -466,7 +496,7 @@ fn start(args: &TrainArgs, arguments: Vec<OsString>) -> Result<ExitCode, CliErro
     // What is wrong with the arguments or the text is said once, here, and not by every rank.
     let prepared = Prepared::new(args, ranks, ranks, &earlier, Verbosity { speaks: true, warns: true })?;
     if is_here {
-        let _lock = folder::take(&args.out, earlier.fate)?;
+        let _lock = earlier.take(args)?;
         let mut progress = Prepared::progress(args, &earlier, 0, metrics);
         say(match args.nproc {
             Some(_) => format!("ranks: {ranks}, by --nproc"),
