@@ -75,8 +75,8 @@ impl RunningJob {
         };
         let mut launch = Launch::new(rank::this_program()?, RANKS);
         launch.args = rank::arguments(&task, folder.path())?;
-        // The ranks compute in the pool that all of a process share.
-        launch.env = vec![("RAYON_NUM_THREADS".into(), "1".into())];
+        // The ranks compute in the pool that all of a process share. There may be ranks of an epoch before theirs.
+        launch.env = vec![("RAYON_NUM_THREADS".into(), "1".into()), ("COMM_EPOCH".into(), "1".into())];
         launch.output = Output::Captured;
         launch.timeout = Some(LIMIT);
         let watch = Watch::start(folder.path(), RANKS)?;

@@ -135,7 +135,7 @@ fn disguised(kind: Kind, control: SocketAddr, job: &Job) -> Result<Job, Error> {
     let address = Address::Tcp { host: control.ip().to_string(), port: control.port() };
     let mut stranger = Job { rank: 1, address, ..job.clone() };
     match kind {
-        Kind::OldEpoch => stranger.epoch = job.epoch.wrapping_add(1),
+        Kind::OldEpoch => stranger.epoch = job.epoch.saturating_sub(1),
         Kind::OtherJob => stranger.id = "another".into(),
         Kind::Double => {}
         Kind::WorldSize => stranger.world_size = job.world_size + 1,
