@@ -13,12 +13,14 @@ use crate::entry::{Connected, Properties, TransportKind};
 use crate::options::TransportOptions;
 
 impl Connected {
-    /// Connects the same ranks by a second transport. All ranks call this together. The job is one job still: a rank that is lost ends both.
-    /// Finish it before this one, which closes the control plane: afterwards only deadlines notice a lost rank. Settings that the second transport
-    /// lacks are refused: [`TransportOptions::only_for`] leaves them out.
+    /// Connects the same ranks by a second transport. All ranks call this together. It is still one job: any failure of it ends both.
+    /// Finish the second one before this one, which leaves the control plane: afterwards only deadlines notice a lost rank. Settings that the
+    /// second transport lacks are refused: [`TransportOptions::only_for`] leaves them out.
     ///
     /// # Errors
-    /// `InvalidArgument` for a name that is no transport's; those of [`TransportKind::connect`]. The job has then been told.
+    /// `InvalidArgument` for a name that is no transport's: the job is not told of it, and ranks that wait here for this one fail by their
+    /// timeout. `Rendezvous` where ranks give different names; those of [`Control::all_gather`] and [`TransportKind::connect`]. Of these the job
+    /// has been told.
     pub fn beside(&self, name: &str, options: &TransportOptions) -> Result<Connected> {
         let kind: TransportKind = name.parse().map_err(Error::invalid)?;
         let part = Subgroup::split(self.control.clone(), kind.name(), 0, Deadline::after(options.timeout));
@@ -38,9 +40,16 @@ pub(crate) fn in_part(kind: TransportKind, part: &Arc<Subgroup>, options: &Trans
 /// Connects this process, one rank of `job`, to the others by the transport of that name. All ranks call this together, with the same
 /// arguments, and wait for each other [`TransportOptions::timeout`] at most.
 ///
+/// To connect once more in the same process, first drop the earlier [`Connected`], since rank 0 listens until then, and raise [`Job::epoch`] on
+/// all ranks, so that none of them meets what is left of the earlier job.
+///
 /// # Errors
-/// `InvalidArgument` for a name that is no transport's, or options that it does not have; `Unsupported` for a transport that this build lacks;
-/// `Rendezvous` where ranks disagree; those of the transport. The other ranks fail, too.
+/// `InvalidArgument` for a name that is no transport's, or options that it does not have; `Unsupported` for a transport that this build lacks,
+/// and for `local`, whose ranks [`threads`] makes; `Rendezvous` where ranks disagree, or where rank 0 cannot listen; those of the transport.
+///
+/// The other ranks fail, too: by their timeout where this one has failed before it met them, as for an unknown name, refused options or an
+/// address at which it cannot listen; else as soon as they are told. This is no barrier: a rank may be ahead, have returned from here and fail
+/// the job while this one still connects, which then fails with that error.
 pub fn connect(name: &str, job: &Job, options: &TransportOptions) -> Result<Connected> {
     let kind: TransportKind = name.parse().map_err(Error::invalid)?;
     kind.check(options)?;
@@ -53,7 +62,8 @@ pub fn connect(name: &str, job: &Job, options: &TransportOptions) -> Result<Conn
     kind.connect(control.clone(), options).inspect_err(|error| control.poison(error))
 }
 
-/// A job whose ranks are threads of this process: one for each, in rank order.
+/// A job whose ranks are threads of this process: one for each, in rank order. Their transport is `local`. [`Connected::beside`] works on them
+/// too, in a thread for each, with the transports between processes, for instance `tcp` or `quic`.
 ///
 /// # Errors
 /// `InvalidArgument` for no ranks, no lanes, or options that [`TransportKind::LOCAL`] does not have.
@@ -71,7 +81,8 @@ pub fn threads(ranks: usize, options: &TransportOptions) -> Result<Vec<Connected
         .collect()
 }
 
-/// One rank of a job whose other ranks are not there: as over `null`, but without the processes of the others. For timing only.
+/// One rank of a job whose other ranks are not there. Its transport is `null`, which sends nothing: every operation ends at once, and its results
+/// are wrong ([`NullCommunicator`]). For timing only: what a program takes without its network.
 ///
 /// # Errors
 /// `InvalidArgument` when there is no such rank, or no lane.
@@ -83,11 +94,12 @@ pub fn rank_alone(rank: usize, ranks: usize, options: &TransportOptions) -> Resu
     Ok(Connected::new(Arc::new(comm), control, properties))
 }
 
-/// Prepares this process for transports that the environment says more of: NCCL on a GPU that ranks share. To be called first thing in
-/// `main`.
+/// Prepares this process for what the environment asks of transports. That is one thing now: with `COMM_NCCL_SHARE_GPU=1` several ranks
+/// share a GPU over NCCL, which is for tests. Without that variable, or without the feature `nccl`, this does nothing, and a program that is
+/// not to share GPUs need not call it. To be called first thing in `main`, since it sets variables that NCCL reads.
 ///
 /// # Errors
-/// `InvalidArgument` where other threads run already.
+/// With that variable: `InvalidArgument` where other threads run already; `Unsupported` elsewhere than on Linux.
 pub fn prepare() -> Result<()> {
     #[cfg(feature = "nccl")]
     comm_nccl::share_gpu()?;

@@ -74,7 +74,7 @@ pub struct Entry {
     pub(crate) about: &'static str,
     pub(crate) medium: Medium,
     pub(crate) settings: &'static [Setting],
-    /// Whether it exists to be measured only, and must not be chosen by name.
+    /// Whether it exists only for measurements, and must not be chosen by name.
     pub(crate) only_measured: bool,
     pub(crate) missing: &'static Missing,
     pub(crate) check_values: &'static CheckValues,
@@ -151,7 +151,8 @@ impl TransportKind {
         self.0.medium
     }
 
-    /// Whether it exists to be measured only: its results are wrong, or its data is not protected as its kind's should be.
+    /// Whether it exists only for measurements, and cannot be chosen by name: `null`, whose results are wrong; `quic-unprotected`, whose data
+    /// is not protected; `tcp-ipc`, ZeroMQ over Unix sockets.
     pub fn is_only_measured(self) -> bool {
         self.0.only_measured
     }

@@ -1,6 +1,17 @@
 //! Collectives between the ranks of a job, over a transport that is chosen by name: ZeroMQ (`tcp`), QUIC, plain TCP, shared memory, threads,
 //! or NCCL between GPUs. Results are bit-identical on every transport that moves bytes.
 //!
+//! | name | what it is | cargo feature |
+//! |---|---|---|
+//! | `local` | threads of one process; made by [`threads`], not by [`connect`] | – |
+//! | `shm` | memory that processes of one machine share | – |
+//! | `tcp-raw` | plain TCP | `tcp` (default) |
+//! | `tcp` | ZeroMQ over TCP | `tcp` (default) |
+//! | `quic` | QUIC, encrypted | `quic` (default) |
+//! | `nccl` | NCCL, between CUDA devices | `nccl` |
+//!
+//! Much of this crate is re-exported from `comm-core`: where an example of such an item says `comm_core`, write `isocomm`.
+//!
 //! # A job of processes
 //!
 //! A *job* is a number of processes, its *ranks*, that start together. [`Job::from_env`] says which rank this process is; `torchrun`, `mpirun`,
@@ -11,7 +22,7 @@
 //! use isocomm::{CommunicatorExt, Job, Launch, ReduceOp, Result, TransportOptions, connect, exit_code};
 //!
 //! fn main() -> Result<()> {
-//!     // Started by hand: starts three ranks of this program, and ends when they have ended.
+//!     // Started without a launcher it starts three ranks of itself, and ends when they have ended.
 //!     let Some(job) = Job::from_env()? else {
 //!         let program = std::env::current_exe().expect("this program has a path");
 //!         std::process::exit(Launch::new(program, 3).run()?.code);
@@ -72,6 +83,7 @@
 //! # let options = TransportOptions::default();
 //! # std::thread::scope(|scope| for rank in threads(2, &options).unwrap() { scope.spawn(move || {
 //! # let run = || -> isocomm::Result<()> {
+//! // `rank` is one of those that `threads` made, as above, or what `connect` returned.
 //! let comm = &rank.comm;
 //! let sum = comm.all_reduce_async(vec![1.0f32; 1000], ReduceOp::Sum);
 //! let largest = comm.on_lane(1).all_reduce_async(vec![comm.rank() as i64], ReduceOp::Max);
@@ -85,8 +97,8 @@
 //!
 //! # Two transports
 //!
-//! [`Connected::beside`] connects the same ranks once more, for instance small messages by shared memory and large ones by QUIC; a rank that is
-//! lost ends both. They share no lanes, and their operations need no common order. [`connect_node`] does so for the ranks of a machine alone.
+//! [`Connected::beside`] connects the same ranks once more, for instance small messages by shared memory and large ones by QUIC; any failure of
+//! the job ends both. They share no lanes, and their operations need no common order. [`connect_node`] does so for the ranks of a machine alone.
 //!
 //! ```
 //! use isocomm::{CommunicatorExt, Job, ReduceOp, TransportOptions, connect};
@@ -107,7 +119,7 @@
 //!     assert_eq!(sum, 2);
 //!     println!("{}: {:?}", connected.comm.name(), connected.properties.settings);
 //! }
-//! // The first one last: it closes the control plane, by which a lost rank is noticed.
+//! // The first one last: it leaves the control plane, by which a lost rank is noticed.
 //! shm.comm.finish(options.timeout)?;
 //! quic.comm.finish(options.timeout)?;
 //! # Ok(()) };
@@ -119,7 +131,7 @@
 //!
 //! Every call ends by [`TransportOptions::timeout`], or that of [`on_lane(0).with_timeout(…)`](Preset::with_timeout), with an [`Error`] that names the
 //! ranks concerned. After an error all calls on all ranks fail with the first one; nothing has to be called any more. Only `InvalidArgument` of an
-//! operation stays with the rank that made it: nothing was sent, and where the others made the call rightly they wait for this one.
+//! operation stays with the rank that made it: nothing was sent, and the ranks that made the call correctly wait for this one until their deadline.
 //!
 //! ```
 //! # use isocomm::{Communicator, CommunicatorExt, Error, ReduceOp, Result};

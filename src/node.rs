@@ -13,8 +13,8 @@ use crate::entry::{Connected, Properties, TransportKind};
 use crate::nodes::Nodes;
 use crate::options::TransportOptions;
 
-/// The ranks of this rank's node, with a transport of their own. The whole job is one job still: a rank that is lost anywhere ends
-/// all nodes, and errors name ranks of the job.
+/// The ranks of this rank's node, with a transport of their own. It is still one job: any failure ends all nodes, and errors name ranks of
+/// the job.
 #[non_exhaustive]
 pub struct Node {
     /// The communicator of the node's ranks, in the order of the job. To be finished before the job's is.

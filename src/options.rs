@@ -24,16 +24,18 @@ pub struct TransportOptions {
     /// Independent ordered channels between each pair of ranks, from 0. Default 2.
     pub lanes: usize,
     /// Address that listeners bind, or the interfaces of which one is taken; `None` for what the job's [network](comm_core::job::Network) says,
-    /// or else the address by which this rank reaches rank 0, which routes by itself. A transport without listeners has no use for it.
+    /// or else the address of the interface by which the route to rank 0 goes (at rank 0: by which most others reach it). Default `None`. A
+    /// transport without listeners has no use for it.
     pub bind: Option<Bind>,
     /// Longest time an operation may take. Default 120 s.
     pub timeout: Duration,
-    /// What a thread does while it waits inside an exchange.
+    /// What a thread does while it waits inside an exchange. Default [`Waiting::Adaptive`].
     pub waiting: Waiting,
     /// Congestion control: for TCP its kernel name (`cubic`, `bbr`, `reno`, …), for QUIC `cubic`, `bbr`, `reno`, `auto` or `fixed:BYTES`.
     /// `None` leaves the kernel's or the transport's default.
     pub congestion: Option<String>,
-    /// QUIC's largest datagram in bytes (UDP payload); `None` leaves the transport's default.
+    /// QUIC's largest datagram in bytes (UDP payload), from 1,200 to 65,507. Default `None`: what the interface carries, or 1,452 where that
+    /// is not known.
     pub mtu: Option<u16>,
     /// Whether a gate stands between the network and ZeroMQ's parser. By default it does.
     pub gate: bool,
@@ -48,7 +50,8 @@ pub struct TransportOptions {
     pub checked: bool,
     /// Whether contributions are searched for NaN and infinities. By default not.
     pub check_finite: bool,
-    /// Whether messages and bytes are counted, which costs a lock and a look-up an exchange. NCCL's are not.
+    /// Whether messages and bytes are counted ([`Connected::counters`](crate::Connected::counters)), which costs a lock and a look-up at each
+    /// exchange. By default they are. NCCL's messages are never counted.
     pub counted: bool,
     /// The CUDA device of this rank, by its number in this process, for NCCL; `None` for the next free one of the machine.
     #[serde(skip)]

@@ -36,7 +36,7 @@ pub fn register(entry: Entry) -> Result<TransportKind> {
 }
 
 impl TransportKind {
-    /// Threads of one process.
+    /// Threads of one process, which [`threads`](crate::threads) makes.
     pub const LOCAL: TransportKind = TransportKind(&builtin::LOCAL);
     /// Processes of one machine, through memory that they share.
     pub const SHM: TransportKind = TransportKind(&builtin::SHM);
@@ -49,18 +49,19 @@ impl TransportKind {
     /// NCCL, for CUDA devices.
     pub const NCCL: TransportKind = TransportKind(&builtin::NCCL);
 
-    /// Every transport that can be chosen by name, those that need nothing first, those of [`register`] last.
+    /// Every transport that can be chosen by name, those that need nothing first, those of [`register`] last. `local` is among them; its
+    /// ranks are made by [`threads`](crate::threads), and [`connect`](crate::connect()), which joins processes, refuses it.
     pub fn all() -> Vec<TransportKind> {
         Self::all_with_measured().into_iter().filter(|kind| !kind.is_only_measured()).collect()
     }
 
-    /// As [`all`](Self::all), with those that exist to be measured only.
+    /// As [`all`](Self::all), with those that exist only for measurements.
     pub fn all_with_measured() -> Vec<TransportKind> {
         let registered = REGISTERED.read().unwrap_or_else(PoisonError::into_inner);
         builtin::ENTRIES.iter().chain(&*registered).map(|entry| TransportKind(entry)).collect()
     }
 
-    /// The transport of that name, which may be one that exists to be measured only.
+    /// The transport of that name, which may be one that exists only for measurements.
     ///
     /// # Errors
     /// A text that lists the names that there are.
@@ -86,8 +87,8 @@ impl TransportKind {
     /// [`Control::poison`].
     ///
     /// # Errors
-    /// `Unsupported` for a transport that this build lacks or whose ranks are threads; `InvalidArgument` for options that it does not have;
-    /// those of the transport's own `connect`.
+    /// `Unsupported` for a transport that this build lacks, and for `local`, whose ranks [`threads`](crate::threads) makes; `InvalidArgument`
+    /// for options that it does not have; those of the transport's own `connect`.
     pub fn connect(self, control: Arc<dyn Control>, options: &TransportOptions) -> Result<Connected> {
         self.check(options)?;
         let Some(connect) = self.0.connect else {
@@ -96,7 +97,8 @@ impl TransportKind {
             return Err(Error::Unsupported {
                 what: format!("the transport {self} between processes"),
                 why: format!(
-                    "its ranks are threads of one process; start it without a launcher, or choose one of {others}"
+                    "its ranks are threads of one process, made by `threads` (or by gpt2 train without a launcher); use that, or \
+                     choose one of {others}"
                 ),
             });
         };

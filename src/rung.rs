@@ -1,4 +1,4 @@
-//! A transport with a precaution more or less: what is measured to learn what each thing costs.
+//! A transport with one precaution added or removed: what is measured to learn what each precaution costs.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,8 +11,10 @@ use serde::{Deserialize, Serialize};
 use crate::entry::{Connected, Medium, TransportKind};
 use crate::options::{Setting, TransportOptions};
 
-/// A transport, and at most one precaution that it has more or less than by itself; read and written by its name, for instance `tcp-no-gate`
-/// or `quic+checked`. Neighbours on the ladder of transports differ in one thing, whose price is the difference of their times.
+/// A transport with at most one precaution added or removed; read and written by its name, for instance `tcp-no-gate` or `quic+checked`.
+///
+/// Measurements of prices put transports in an order in which neighbours differ in one thing, for instance `tcp-no-gate` and `tcp` in the gate:
+/// the difference of their times is the price of that thing. This order is called the ladder, and each of its transports a rung.
 ///
 /// ```
 /// use isocomm::{Rung, TransportKind};
@@ -28,7 +30,8 @@ pub struct Rung {
     precaution: Option<Precaution>,
 }
 
-/// Something that makes a job safer, and may cost time.
+/// A change to a precaution, which is something that makes a job safer and may cost time. The first two remove one that jobs have by default, the
+/// others add one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Precaution {
     /// ZeroMQ without the gate that is in front of it by default.
@@ -199,7 +202,7 @@ impl Rung {
 }
 
 impl TransportKind {
-    /// It with a precaution more, or less.
+    /// This transport with one precaution added or removed.
     pub fn with(self, precaution: Precaution) -> Rung {
         Rung { transport: self, precaution: Some(precaution) }
     }

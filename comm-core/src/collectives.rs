@@ -56,7 +56,7 @@ pub trait CommunicatorExt: Communicator {
         Preset::new(self, lane)
     }
 
-    /// Reduces `values` over all ranks, in place on every rank.
+    /// Reduces `values` over all ranks, in place on every rank. All ranks pass equally many elements.
     ///
     /// # Errors
     /// The operation's.
@@ -64,10 +64,10 @@ pub trait CommunicatorExt: Communicator {
         self.run_borrowed(BorrowedCall::new(Op::AllReduce(op), ViewMut::of(values)))
     }
 
-    /// Reduces `input` over all ranks into every rank's `output`, which is as long.
+    /// Reduces `input` over all ranks into every rank's `output`, which is as long. All ranks pass equally many elements.
     ///
     /// # Errors
-    /// The operation's.
+    /// The operation's; `InvalidArgument` when `output` is not as long as `input`.
     fn all_reduce_into<T: Element>(&self, input: &[T], output: &mut [T], op: ReduceOp) -> Result<()> {
         let call = BorrowedCall::new(Op::AllReduce(op), ViewMut::of(output));
         self.run_borrowed(call.out_of_place(View::of(input)))
@@ -83,7 +83,7 @@ pub trait CommunicatorExt: Communicator {
         Ok(values[0])
     }
 
-    /// Copies the root's `values` to every rank.
+    /// Copies the root's `values` to every rank. All ranks pass equally many elements.
     ///
     /// # Errors
     /// The operation's.
@@ -91,7 +91,7 @@ pub trait CommunicatorExt: Communicator {
         self.run_borrowed(BorrowedCall::new(Op::Broadcast { root }, ViewMut::of(values)))
     }
 
-    /// Reduces `values` over all ranks into the root's; the other ranks' stay as they are.
+    /// Reduces `values` over all ranks into the root's; the other ranks' stay as they are. All ranks pass equally many elements.
     ///
     /// # Errors
     /// The operation's.
@@ -191,7 +191,7 @@ pub trait CommunicatorExt: Communicator {
         begin(self, Op::AllReduce(op), values)
     }
 
-    /// Starts a [`broadcast`](CommunicatorExt::broadcast), whose result is the root's `values`. All ranks pass as many.
+    /// Starts a [`broadcast`](CommunicatorExt::broadcast), whose result is the root's `values`. All ranks pass equally many elements.
     fn broadcast_async<T: Element>(&self, values: Vec<T>, root: usize) -> Pending<Vec<T>> {
         begin(self, Op::Broadcast { root }, values)
     }

@@ -85,13 +85,17 @@ pub trait Communicator: Send + Sync {
     fn abort(&self, reason: &str);
 
     /// Ends the communicator in an orderly way: waits for its operations and reports errors that none of them has reported.
-    /// Collective. On the first communicator of a job it also waits for the operations of those that came out of it, and closes the
-    /// connections; nothing can be started afterwards, and another call of this succeeds at once. A rank that ends without it counts as lost to
-    /// those that still work. After a failure it need not be called.
+    /// Collective. On the first communicator of a job it also waits for the operations of those that came out of it, closes the
+    /// transport's connections and leaves the job; nothing can be started afterwards, and another call of this succeeds at once. Rank 0
+    /// goes on listening at the job's address until its control plane is dropped, that is, with all that holds it: this communicator, those
+    /// that came out of it, and clones (of the crate `isocomm`: the `Connected`). A rank that ends without it counts as lost to those that
+    /// still work. After a failure it need not be called.
     ///
     /// # Errors
-    /// The job's failure, or [`Error::Timeout`], which ends the job. Not so where a communicator that came out of a split has operations
-    /// under way at the deadline, or others are before it on lane 0, where its ranks meet: it can be finished later.
+    /// The job's failure, or [`Error::Timeout`] when operations are still under way, or other ranks have not called it, at the deadline.
+    /// A timeout ends the job, with one exception. The ranks of a communicator that came out of a [`split`](Communicator::split) meet on lane 0,
+    /// each once its own operations have ended and lane 0, which all communicators of the job share, is idle. Where that is not so by the
+    /// deadline, this rank has sent nothing yet: the timeout does not end the job, and the communicator can be finished later.
     fn finish(&self, timeout: Duration) -> Result<()>;
 }
 

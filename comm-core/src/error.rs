@@ -64,7 +64,7 @@ pub enum Error {
     },
 
     /// A rank contributed NaN or an infinity. Found only where it is looked for
-    /// ([`MeshOptions::check_finite`](crate::MeshOptions::check_finite)).
+    /// ([`MeshOptions::check_finite`](crate::MeshOptions::check_finite); of the crate `isocomm`: `TransportOptions::check_finite`).
     #[error("rank {rank} contributed {value} to {operation}, at index {index}{}; look at what computed it", of_many(*count))]
     NotFinite {
         /// The rank whose contribution it is.

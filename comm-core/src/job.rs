@@ -15,7 +15,16 @@
 //! | Kubeflow's trainer | `PET_NODE_RANK`, `PET_NNODES` | `PET_MASTER_ADDR` | `JOBSET_RESTART_ATTEMPT` |
 //! | indexed job, `JobSet` | `JOB_COMPLETION_INDEX`, `COMM_WORLD_SIZE` | `JOBSET_NAME` | `JOBSET_RESTART_ATTEMPT` |
 //!
-//! `COMM_JOB_ID` and `COMM_EPOCH` win over the launcher's own. Slurm's variables count in a step that `srun` starts, and not in a batch script or
+//! By hand, two ranks on one machine are started like this; `COMM_SECRET` has at least 16 bytes, the same for all ranks:
+//!
+//! ```sh
+//! export COMM_WORLD_SIZE=2 COMM_ADDR=127.0.0.1:29400 COMM_SECRET="$(head -c 16 /dev/urandom | base64)"
+//! COMM_RANK=0 ./program &
+//! COMM_RANK=1 ./program
+//! ```
+//!
+//! The job id of a job that is started by hand is empty, and its epoch 0, unless `COMM_JOB_ID` and `COMM_EPOCH` say otherwise.
+//! These two win over the launcher's own. Slurm's variables count in a step that `srun` starts, and not in a batch script or
 //! the shell of `salloc`, which have some of them too; where `srun` also speaks PMI, they count. `PMIX_RANK` of Slurm's without a world size
 //! does not count outside a step. A `LeaderWorkerSet` and Kubeflow's trainer count from two pods on: a single pod is a machine without a launcher.
 //! Ranks of another epoch are refused.
@@ -169,8 +178,9 @@ impl Job {
         if self.id.len() > MAX_JOB_ID { Err(too_long(&self.id)) } else { Ok(()) }
     }
 
-    /// Reads this process's environment; `None` when no launcher has left its variables there. Readies this process for a job
-    /// ([`process::prepare`]).
+    /// Reads this process's environment; `None` when no launcher has left its variables there. In both cases it first readies this process
+    /// for a job, as [`process::prepare`] does, which then need not be called: the limit of open files is raised, and a write beyond the
+    /// largest file that this process may have becomes an error instead of the process's end.
     ///
     /// # Errors
     /// As [`from_vars`](Job::from_vars).
@@ -308,14 +318,14 @@ pub fn die_with_parent() -> Result<()> {
 }
 
 /// What tells this machine from the others of a job: this run of its kernel and, since containers of one machine may be nodes of their own, the
-/// network that this process is in. Machines that do not say count as one.
+/// network that this process is in. Machines that do not identify themselves (whose `/proc` cannot be read) count as one.
 pub fn machine() -> String {
     let network = fs::read_link("/proc/self/ns/net").unwrap_or_default();
     format!("{} {}", kernel(), network.display())
 }
 
-/// What tells this machine from the others of a job, where its containers count as one: this run of its kernel. Machines that do not say count as
-/// one.
+/// What tells this machine from the others of a job, where its containers count as one: this run of its kernel. Machines that do not identify
+/// themselves (whose `/proc` cannot be read) count as one.
 pub fn kernel() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }

@@ -365,7 +365,7 @@ impl<B, I> Call<B, I> {
         Call { input: Some(input), ..self }
     }
 
-    /// The same with the whole divided otherwise.
+    /// The same, with the whole divided as `counts` says.
     #[must_use]
     pub fn with_counts(self, counts: Counts) -> Self {
         Call { counts: Some(counts), ..self }

@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::handle::Handle;
 use crate::op::{Algorithm, BorrowedCall, Call};
 
-/// A communicator whose operations run on a lane of their own choice, blocking and asynchronous ones, with a deadline, a label and an
+/// A communicator whose operations, blocking and asynchronous ones, run on a chosen lane, with a deadline, a label and an
 /// algorithm if they are given. [`CommunicatorExt::on_lane`](crate::CommunicatorExt::on_lane) makes it; it costs nothing.
 ///
 /// ```

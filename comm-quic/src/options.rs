@@ -13,8 +13,8 @@ use crate::congestion::Congestion;
 pub struct QuicOptions {
     /// The address that this rank's UDP socket is bound to and that the other ranks dial, or the interfaces of which one is taken; the port is a
     /// free one, of those of the job's [network](comm_core::job::Network) if it has any. Not the wildcard address, which nobody can dial.
-    /// `None`, the default: what that network says, or else the address by which this rank reaches rank 0, which routes by itself (of rank 0:
-    /// the one by which the others reach it).
+    /// `None`, the default: what that network says, or else the address of the interface by which the route to rank 0 goes (at rank 0: by
+    /// which most others reach it).
     pub bind: Option<Bind>,
     /// Lanes, each its own stream, from 1 to 256.
     pub lanes: usize,

@@ -13,8 +13,8 @@ use comm_core::{Error, HEADER_LEN, Result, Waiting};
 pub struct TcpOptions {
     /// The address to listen on, exactly, or the interfaces of which one is taken; the other ranks dial it, so it must be one under which
     /// they reach this rank. The port is a free one, of those of the job's [network](comm_core::job::Network) if it has any. Default, `None`:
-    /// what that network says, or else the address by which this rank reaches rank 0, which routes by itself (of rank 0: the one by which the
-    /// others reach it).
+    /// what that network says, or else the address of the interface by which the route to rank 0 goes (at rank 0: by which most others reach
+    /// it).
     pub bind: Option<Bind>,
     /// Independent ordered channels between every pair of ranks, one TCP connection each. Default: 2.
     pub lanes: usize,

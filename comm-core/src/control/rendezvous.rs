@@ -409,7 +409,8 @@ fn cannot_listen(job: &Job, failures: &[(SocketAddr, io::Error)]) -> Error {
     };
     let hint = match error.kind() {
         io::ErrorKind::AddrInUse => {
-            "another process listens there: end it, or set COMM_ADDR or COMM_PORT to another port"
+            "something listens there already (this process's own earlier job is one, until it is dropped): end it, or set COMM_ADDR or \
+             COMM_PORT to another port"
         }
         io::ErrorKind::AddrNotAvailable => {
             "this is not an address of this machine: rank 0 must run on the machine that COMM_ADDR or MASTER_ADDR names"

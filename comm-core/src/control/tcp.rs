@@ -51,7 +51,7 @@ impl TcpControl {
     ///
     /// # Errors
     /// [`Error::Timeout`] naming the ranks that did not come, [`Error::Rendezvous`] when ranks disagree or have the same number,
-    /// when the address cannot be used or another program listens there, [`Error::PeerLost`] when a rank ends meanwhile,
+    /// when the address cannot be used or something listens there already, [`Error::PeerLost`] when a rank ends meanwhile,
     /// [`Error::InvalidArgument`].
     pub fn connect(job: &Job, config: &[(&str, String)], deadline: Deadline) -> Result<Arc<Self>> {
         Self::connect_with(job, config, TcpOptions::default(), deadline)
