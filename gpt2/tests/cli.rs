@@ -710,11 +710,12 @@ fn a_scale_that_lets_no_step_pass_is_an_error_without_a_checkpoint() {
 /// Rank `rank` of two, which somebody has started by hand; the other is reached at this port of the machine.
 fn by_hand(rank: &str, port: u16, arguments: &str, folder: &Path) -> Command {
     let address = format!("127.0.0.1:{port}");
-    let given = "train --strategy ddp --transport tcp-raw --preset micro --tokenizer bytes --batch 4 --steps 2 --eval-every 0 --threads 1 \
+    let given = "train --strategy ddp --transport tcp-raw --preset micro --tokenizer bytes --batch 4 --eval-every 0 --threads 1 \
                  --no-token-cache";
+    let steps = if arguments.contains("--steps") { "" } else { "--steps 2" };
     let mut command = Command::new(env!("CARGO_BIN_EXE_gpt2"));
     command
-        .args(given.split_whitespace().chain(arguments.split_whitespace()))
+        .args([given, steps, arguments].into_iter().flat_map(str::split_whitespace))
         .envs([("COMM_RANK", rank), ("COMM_WORLD_SIZE", "2"), ("COMM_ADDR", &address)])
         .env("COMM_SECRET", "a secret of the test")
         .current_dir(folder)
