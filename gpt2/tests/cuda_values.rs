@@ -246,7 +246,9 @@ fn too_little_memory_and_a_lost_device_are_one_clear_error_on_every_rank() {
             let mut command = training(&machine, (4, "late"), arguments, out.path());
             let output = command.env(fault, value).output().unwrap();
             let text = said(&output);
-            assert_eq!(output.status.code(), Some(1), "{arguments:?} with {fault}={value}: {text}");
+            // 2 where the device cannot be opened, which is found before the run begins.
+            let code = output.status.code();
+            assert!(matches!(code, Some(1 | 2)), "{code:?}, {arguments:?} with {fault}={value}: {text}");
             assert!(text.contains(cause), "{arguments:?} with {fault}={value}: {text}");
             for sign in ["panicked", "Caused by", "acktrace"] {
                 assert!(!text.contains(sign), "{arguments:?} with {fault}={value}: {text}");
