@@ -73,10 +73,12 @@ impl RunningJob {
             late: settings.late,
             waits,
         };
-        let mut launch = Launch::new(rank::this_program()?, RANKS);
-        launch.args = rank::arguments(&task, folder.path())?;
-        // The ranks compute in the pool that all of a process share. There may be ranks of an epoch before theirs.
-        launch.env = vec![("RAYON_NUM_THREADS".into(), "1".into()), ("COMM_EPOCH".into(), "1".into())];
+        // So that there may be ranks of an epoch before theirs.
+        let mut launch = Launch::new("env", RANKS);
+        launch.args = vec!["COMM_EPOCH=1".into(), rank::this_program()?.into()];
+        launch.args.extend(rank::arguments(&task, folder.path())?);
+        // The ranks compute in the pool that all of a process share.
+        launch.env = vec![("RAYON_NUM_THREADS".into(), "1".into())];
         launch.output = Output::Captured;
         launch.timeout = Some(LIMIT);
         let watch = Watch::start(folder.path(), RANKS)?;
