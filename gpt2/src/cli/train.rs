@@ -28,7 +28,7 @@ use super::metrics::Metrics;
 use super::progress::Progress;
 use super::{CliError, MAX_RANKS_HERE, MAX_THREADS, Passing, complain, is_passing, say};
 use crate::batches::{Batches, LastBatch, Share, ShortSequences};
-use crate::checkpoint::sharded::Saved;
+use crate::checkpoint::sharded::{Saved, SavedError};
 use crate::config::{ModelConfig, Preset};
 use crate::corpus::{Corpus, CorpusSource, LoadOptions, TokenCache};
 use crate::devices::{self, CheckedDevice, DeviceChoice, cuda_ordinal};
@@ -398,10 +398,16 @@ fn run_one(args: &TrainArgs, job: &Job) -> Result<ExitCode, CliError> {
     }
 }
 
-/// The exit code of a run that has begun and then failed.
-fn failed(error: &dyn Error) -> ExitCode {
+/// The exit code of a run that has begun and then failed. What it was to go on from may turn out to be no checkpoint only then.
+fn failed(error: &(dyn Error + 'static)) -> ExitCode {
+    use SavedError::{Altered, Contradicts, Foreign, Newer};
     complain(format_args!("error: {error}"));
-    ExitCode::FAILURE
+    match error.downcast_ref() {
+        Some(TrainError::Saved(Altered { .. } | Contradicts { .. } | Foreign { .. } | Newer { .. })) => {
+            exit_code(job::EXIT_CONFIGURATION)
+        }
+        _ => ExitCode::FAILURE,
+    }
 }
 
 /// The exit code of a rank that was asked to leave, and has saved the state of the run.
