@@ -396,7 +396,7 @@ fn a_job_is_started_again_so_often_and_not_for_what_it_would_find_again() {
     *bytes.last_mut().unwrap() ^= 1;
     fs::write(&part, bytes).unwrap();
     let output = place.command(&format!("{run} --resume damaged --max-restarts 1 --out rest")).output().unwrap();
-    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(output.status.code(), Some(EXIT_CONFIGURATION));
     assert!(!both(&output).contains("restart"), "{}", both(&output));
 }
 
