@@ -261,7 +261,7 @@ fn computed(bandwidth: &Bandwidth<'_, '_>, link: &str) -> Option<String> {
     let reference = bandwidth.get(REFERENCE, link, transport)?;
     let most = bandwidth.cells.iter().filter(own).max_by(|a, b| a.utilisation.total_cmp(&b.utilisation))?;
     Some(format!(
-        "On {}, {REFERENCE} over {transport} computes {} of the time; most does {}, {}.",
+        "On {}, {REFERENCE} over {transport} computes {} of the time; {} has the largest share, {}.",
         bandwidth.titled(link),
         reference.share(),
         most.name,
@@ -302,7 +302,7 @@ fn soonest(bandwidth: &Bandwidth<'_, '_>) -> Option<String> {
     let told: Vec<String> = bandwidth.links().iter().filter_map(of_link).collect();
     (!told.is_empty()).then(|| {
         format!(
-            "A loss of {loss:.2}, which {REFERENCE} has after {steps} steps, has over {transport} first: {}.",
+            "A loss of {loss:.2} takes {REFERENCE} {steps} steps. The first to reach it over {transport} is {}.",
             told.join("; ")
         )
     })
@@ -310,13 +310,14 @@ fn soonest(bandwidth: &Bandwidth<'_, '_>) -> Option<String> {
 
 pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     let Some(bandwidth) = Bandwidth::of(digest) else { return };
-    page.section("bandwidth", "Bandwidth", "How much of the time is computed, and what is learnt in it?");
+    page.section("bandwidth", "Bandwidth", "How much of the time is spent computing, and what is learnt?");
     let mark = if bandwidth.cells.iter().all(|cell| cell.case.good.len() >= ROUNDS) { Mark::Found } else { Mark::Open };
     let said: Vec<(Mark, String)> = sentences(&bandwidth).into_iter().map(|text| (mark, text)).collect();
     page.statements(&said);
     page.small(
-        "Share of the time that is computed (compute utilisation): the time in which as many ranks, which talk to nobody, do their share of a step, \
-         by the time of the step. So it also counts what communication takes of the processor, and it can lie above 100 % where a strategy shares out the work of the optimizer.",
+        "Share of the time that is computed (compute utilisation): the step time of the same number of ranks that do their share of the work and do \
+         not communicate, divided by the step time of the cell. Processor time that communication takes lowers this share, too. It can be above \
+         100 % where a strategy divides the work of the optimizer among the ranks.",
     );
     for transport in bandwidth.transports() {
         shares(page, &bandwidth, transport);
@@ -356,18 +357,18 @@ fn shares(page: &mut Page, bandwidth: &Bandwidth<'_, '_>, transport: &str) {
     page.figure(&title, curves(&labels, &lines, scale), "Links that are near; the far ones are in the table.");
     page.table(&table);
     if bandwidth.cells.iter().any(|cell| cell.case.crowd.is_some()) {
-        page.small("*: ranks share cores, those that talk to nobody too.");
+        page.small("*: ranks share cores; so do the ranks that do not communicate.");
     }
 }
 
 /// Losses against steps, bytes and seconds.
 fn learning(page: &mut Page, bandwidth: &Bandwidth<'_, '_>) {
     let longest = bandwidth.learnt.iter().map(|one| one.losses.len()).max().unwrap_or(0);
-    page.topic("learning", "What is learnt by step, by byte and by second");
+    page.topic("learning", "What is learnt per step, per byte and per second");
     page.small(&format!(
-        "Training loss of the runs of {longest} steps, each point the mean of {SMOOTHED} steps. Losses depend on neither link nor transport, but for \
-         async-ps, whose workers overtake one another otherwise on another link; so the seconds over a link are those of as many steps as its cells show there. Where \
-         each rank trains by itself, the loss is that of rank 0's rows.",
+        "Training loss of the runs of {longest} steps, each point the mean of {SMOOTHED} steps. Losses do not depend on link and transport, except \
+         for async-ps, where the order in which gradients arrive depends on the link. So the losses were measured on one link, and the seconds on a link \
+         are the number of steps times the step time there. Where each rank trains by itself, the loss is that of rank 0's part of the batch.",
     ));
     let picture =
         |page: &mut Page, title: &str, x: &str, a_step: &dyn Fn(&Learnt<'_, '_>) -> Option<f64>, log_x: bool| {

@@ -20,10 +20,11 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     if !digest.axes.contains(&Axis::Link) || digest.cases.iter().all(|case| case.step.is_none()) {
         return;
     }
-    page.topic("curves", "What slower and longer links do");
+    page.topic("curves", "Step time by rate and round trip of the link");
     page.small(
-        "Links differ in more than one thing, so that a curve over one of them shows the others, too. Rates are those of the links' \
-         descriptions; round trips are the smallest that connections saw. Links that lose packets are left out: neither explains them.",
+        "Links differ in more than one property, so a curve over one property also shows the effect of the others. Rates are those of the links' \
+         descriptions; round trips are the smallest that connections measured. Links that lose packets are left out, because neither rate nor \
+         round trip explains their times.",
     );
     let known = |cases: &[&Case<'_>], pick: fn(&Traits) -> Option<f64>| {
         several(cases.iter().filter_map(|case| on_curve(case, pick)).collect())

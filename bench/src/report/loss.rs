@@ -43,7 +43,7 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
         return;
     }
     page.topic("loss", "Loss against time");
-    page.small("The first round of each cell, all its steps. Equal work has equal losses; what differs is when.");
+    page.small("All steps of the first round of each cell. Cells that do equal work have equal losses, but reach them at different times.");
     agreement(page, digest);
     let known = |cases: &[&Case<'_>]| cases.iter().any(|case| losses(case).is_some());
     each_group(page, digest.groups_and_single(&[Axis::Strategy]), known, |page, label, cases| {
@@ -95,7 +95,7 @@ pub(super) fn equal_weights(digest: &Digest<'_>) -> (usize, usize) {
 
 /// Whether cells that should compute the same do: by the last loss, and by the hash of the weights over transports.
 fn agreement(page: &mut Page, digest: &Digest<'_>) {
-    let mut table = Table::new(&["cells", "number", "last loss: least", "most", "weights"], 1);
+    let mut table = Table::new(&["cells", "how many", "lowest last loss", "highest last loss", "weights"], 1);
     for (label, cells) in alike(digest) {
         let last: Vec<f64> =
             cells.iter().filter_map(|(_, measured)| measured.losses.last().copied().flatten()).collect();
@@ -106,7 +106,7 @@ fn agreement(page: &mut Page, digest: &Digest<'_>) {
         }
         let weights = match different_weights(&cells) {
             _ if cells.len() == 1 => "–".into(),
-            _ if !is_repeatable(&cells) => "by chance".into(),
+            _ if !is_repeatable(&cells) => "depend on timing".into(),
             0 | 1 => "identical".into(),
             several => format!("{several} different"),
         };

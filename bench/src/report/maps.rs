@@ -19,9 +19,10 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     }
     page.topic("maps", "Step time by strategy, transport and link");
     page.small(
-        "In each square: milliseconds a step, the interval, and how many times the best that is, which is also its shade: the best of its row, \
-         where transports are compared, and of its column on links that are slow and where links are compared, so that strategies are. \
-         Hatched: no figures; the reason stands in the table, and where a pointer rests on the square.",
+        "Each square has the milliseconds of a step, their interval, and the ratio to the best, which also gives the shade. Where transports are \
+         compared, the best is that of the row. Where links are compared, or where ranks wait for the network most of the time, it is that of the \
+         column, so that the shade compares strategies. Hatched squares have no figures; the table gives the reason, and so does the square when a \
+         pointer rests on it.",
     );
     let transports = |cases: &[&Case<'_>]| varies(cases, Axis::Transport) || !varies_anywhere(digest, Axis::Transport);
     each_group(page, digest.groups(&[Axis::Strategy, Axis::Transport]), transports, |page, label, cases| {
@@ -59,11 +60,11 @@ fn map(page: &mut Page, title: &str, cases: &[&Case<'_>], across: Axis) {
             "strategy",
             &across_name,
             "step (ms)",
-            "of the row's best",
-            "of the column's best",
+            "by the row's best",
+            "by the column's best",
             "tokens/s",
             "rounds",
-            "why not",
+            "why no figures",
         ],
         2,
     );
@@ -95,7 +96,8 @@ fn map(page: &mut Page, title: &str, cases: &[&Case<'_>], across: Axis) {
     let of = if down { "column" } else { "row" };
     let ratio = format!("times the best of the {of}");
     let picture = heat(&Heat { title, ratio: &ratio, columns, rows });
-    let caption = format!("Times the best of the {of}: the darker (in a dark page: the lighter), the worse.");
+    let caption =
+        format!("Step time divided by the best of the {of}: the darker (on a dark page the lighter), the slower.");
     page.figure(title, picture, &caption);
     page.folded_table("The same as a table", &table);
 }

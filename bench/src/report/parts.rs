@@ -32,10 +32,10 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     }
     page.topic("parts", "What a step consists of, in each cell");
     page.small(
-        "Means over ranks, settled steps and rounds, because means add up: to the mean step, which is above the median where some steps are \
-         slow. Waiting stands last: for gradients and parameters (exposed) and for loss and norm (scalars), which is the network's part, and for \
-         ranks that are still computing (skew). other: what nothing accounts for. The thin bar below is communication that is hidden behind \
-         other work and is no part of the sum.",
+        "Means over ranks, settled steps and rounds. They add up to the mean step, which is longer than the median step where some steps are slow. \
+         exposed: waiting for gradients and parameters. scalars: waiting for loss and gradient norm. Both are waiting for the network. skew: \
+         waiting for ranks that are still computing. other: the rest of the step, which belongs to no part. The thin bar below is communication \
+         that takes place during other work, and is not part of the sum.",
     );
     unattributed(page, digest);
     super::findings::late_table(page, digest);
@@ -72,12 +72,18 @@ fn decomposition(page: &mut Page, digest: &Digest<'_>, label: &str, cases: &[&Ca
     page.figure(
         &title,
         picture,
-        "Each bar is one cell's mean step; the thin bar is what was hidden behind other work. Where ranks have no cores to spare, that makes \
-         compute longer: the table has the difference to the same cell over null, which moves nothing, where the plan has that.",
+        "Each bar is one cell's mean step; the thin bar is communication during other work. Where ranks have no spare cores, it makes compute \
+         longer. If the plan also has the same cell over null, which sends nothing, the table shows by how much.",
     );
     let mut head = vec!["cell", "step"];
     head.extend(names);
-    head.extend(["communication", "hidden", "compute less that over null", "left over: median", "left over: worst"]);
+    head.extend([
+        "communication",
+        "hidden",
+        "compute minus compute over null",
+        "other: median share",
+        "other: worst share",
+    ]);
     let mut table = Table::new(&head, 1);
     for case in sorted {
         let (median, worst) = left_over(case);
@@ -120,7 +126,7 @@ fn unattributed(page: &mut Page, digest: &Digest<'_>) {
     let worst = shares.iter().max_by(|a, b| a.1.total_cmp(&b.1));
     let (Some(middle), Some((_, worst, cell))) = (middle, worst) else { return };
     page.text(&format!(
-        "What nothing accounts for is {} of a step in the median cell; the worst single step leaves {} ({cell}).",
+        "Time that belongs to no part is {} of a step in the median cell, and {} in the worst single step ({cell}).",
         share(middle),
         share(*worst)
     ));
@@ -131,7 +137,7 @@ fn unattributed(page: &mut Page, digest: &Digest<'_>) {
         .collect();
     if !much.is_empty() {
         page.warning(&format!(
-            "more than {} of the median step is left over in {}.",
+            "more than {} of the median step belongs to no part in {}.",
             share(LEFT_OVER),
             listed(&much, 6)
         ));

@@ -18,14 +18,14 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     if digest.cases.iter().filter(timed).count() == 0 {
         return;
     }
-    page.topic("scaling", "What more ranks do, and what is sent");
+    page.topic("scaling", "More ranks: step time, speed, and bytes sent");
     if digest.axes.contains(&Axis::Ranks) {
         let shared = digest.cases.iter().any(|case| case.is_flagged(FlagKind::SharedCores));
         let shared = if shared { " (ranks share cores)" } else { "" };
         if !shared.is_empty() {
             page.warning(
-                "ranks share cores where there are more of them than cores, so that steps take longer with more ranks whatever the network \
-                 does. Bytes are not concerned.",
+                "where there are more ranks than cores, ranks share cores, so steps take longer with more ranks, whatever the network \
+                 does. Bytes are not affected.",
             );
         }
         let scaled = |cases: &[&Case<'_>]| {
@@ -43,7 +43,7 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
             chart(page, &title, "tokens a second", cases, |case| case.tokens_per_s());
         });
     } else {
-        page.text("All cells have the same number of ranks, so there are bytes to be told, and no scaling.");
+        page.text("All cells have the same number of ranks, so this section shows the bytes sent, and no scaling.");
     }
     payload(page, digest);
 }
@@ -70,15 +70,7 @@ fn chart(page: &mut Page, title: &str, y: &str, cases: &[&Case<'_>], value: impl
 /// Bytes of gradients and parameters that ranks send a step. They depend on neither transport nor link, so that one line tells of all.
 fn payload(page: &mut Page, digest: &Digest<'_>) {
     let mut table = Table::new(
-        &[
-            "cells",
-            "ranks",
-            "the rank that sends most",
-            "by formula",
-            "all ranks together",
-            "by formula",
-            "as the formula",
-        ],
+        &["cells", "ranks", "the rank that sends most", "by formula", "all ranks together", "by formula", "equal"],
         1,
     );
     for Grouped { label, cases, .. } in

@@ -105,7 +105,7 @@ fn sentences(digest: &Digest<'_>) -> Vec<String> {
     if digest.cases.iter().all(|case| case.step.is_none()) {
         sentences.push("No cell has figures.".into());
     } else if timed.is_empty() {
-        sentences.push("No cell has ranks that talk to each other, so there is no network to tell of.".into());
+        sentences.push("No cell has ranks that communicate, so there are no costs of a network to report.".into());
     }
     for link in &links {
         sentences.extend(of_link(digest, &comparable(&timed, link)));

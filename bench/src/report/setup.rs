@@ -21,7 +21,7 @@ pub(super) fn beware(page: &mut Page, digest: &Digest<'_>) {
         page.warning("these runs are of a debug build, whose timings mean nothing.");
     }
     if distinct(digest.results.records.iter().map(|record| facts(record).to_string())).len() > 1 {
-        page.warning("these runs are not all of one machine, kernel, congestion control and commit; the table of environments tells them apart.");
+        page.warning("these runs are not all of one machine, kernel, congestion control and commit; the table of environments shows the differences.");
     }
     if digest.results.records.is_empty() {
         page.warning("there are no results in this folder.");
@@ -190,7 +190,7 @@ fn flags(page: &mut Page, digest: &Digest<'_>) {
     }
     page.heading("Doubts");
     if kinds.is_empty() {
-        page.text("No run is doubted.");
+        page.text("No run has a doubt.");
         return;
     }
     let mut table = Table::new(&["doubt", "what it means", "for example", "runs", "cells"], 3);
@@ -213,9 +213,9 @@ fn flags(page: &mut Page, digest: &Digest<'_>) {
 
 /// Every cell that is without figures in some round, and why.
 fn holes(page: &mut Page, digest: &Digest<'_>) {
-    page.heading("Holes");
+    page.heading("Cells without figures");
     let rounds = distinct(digest.results.records.iter().map(|record| record.round)).len();
-    let mut table = Table::new(&["cell", "how", "why", "runs with figures", "of"], 3);
+    let mut table = Table::new(&["cell", "what happened", "why", "runs with figures", "of rounds"], 3);
     for case in digest.cases.iter().filter(|case| case.good.len() < rounds) {
         let (how, why) = match case.left_out.is_empty() && !case.good.is_empty() {
             true => ("not reached".into(), "the sweep ended before its later rounds".into()),

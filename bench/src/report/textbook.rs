@@ -32,7 +32,7 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     if checks.is_empty() {
         return;
     }
-    page.topic("textbook", "What textbooks say, looked for in these figures");
+    page.topic("textbook", "What textbooks say, checked with these figures");
     let mut table = Table::new(&["what", "cells", "found", "expected", "verdict"], 5);
     for check in checks {
         table.row(vec![check.what.into(), check.cells, check.found, check.expected, check.verdict.into()]);

@@ -13,7 +13,7 @@ use super::html::Page;
 const LINKED: usize = 200;
 
 pub(super) fn write(page: &mut Page, digest: &Digest<'_>, planned: &[Cell], (folder, beside): (&Path, &Path)) {
-    page.topic("traces", "Traces, and how to get this again");
+    page.topic("traces", "Traces, and how to repeat this");
     let mut names: Vec<String> = fs::read_dir(folder.join("traces"))
         .map(|entries| entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
         .unwrap_or_default();
@@ -21,7 +21,7 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>, planned: &[Cell], (fol
     names.sort_by_key(|name| (number(name), name.clone()));
     let place = relative(beside, folder).join("traces");
     if names.is_empty() {
-        page.text("There is no folder traces beside the results, so no run left a trace.");
+        page.text("There are no traces beside the results.");
     } else {
         page.text(
             "Each trace shows the last steps of a cell's first run, on lines of time for every rank. To look at one, open ui.perfetto.dev (or chrome://tracing) in a browser \
@@ -37,11 +37,11 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>, planned: &[Cell], (fol
             page.text(&format!("{} more lie in the same folder.", names.len() - LINKED));
         }
     }
-    page.text("This page once more:");
+    page.text("To make this page again:");
     page.code(&format!("bench report {}", quoted(&folder.display().to_string())));
     let plan = folder.join(PLAN);
     if plan.is_file() {
-        page.text("The same cells once more:");
+        page.text("To run the same cells again:");
         let (plan, again) = (plan.display().to_string(), folder.display().to_string() + "-again");
         page.code(&format!("bench sweep {} --out {}", quoted(&plan), quoted(&again)));
     }

@@ -17,9 +17,11 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     }
     page.topic("why", "Reasons: connections, links, processors");
     page.small(
-        "Medians over rounds, from the first step to the last, all ranks and connections together. Sent again: packets (TCP), or packets taken \
-         for lost (QUIC). Window: at the end, the median connection's. Wire by payload: bytes that network interfaces sent, headers included, \
-         by those of gradients and parameters. Lost: dropped at random by the emulated link; overflowed: dropped because its queue was full.",
+        "Medians over rounds. Counts are those of all ranks and connections together, from the first step to the last; round trip and window are \
+         those of the median connection at the end. Sent again: retransmitted packets (TCP), or packets that were declared lost (QUIC). Wire by \
+         payload: bytes that the network interfaces sent, headers included, divided by the bytes of gradients and parameters. Lost: packets that \
+         the emulated link dropped at random. Overflowed: packets that it dropped because its queue was full. Late p99: the emulator delivered 99 % \
+         of the packets less late than this.",
     );
     each_group(
         page,
@@ -33,9 +35,9 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
                     "step (ms)",
                     "congestion control",
                     "sent again",
-                    "of packets",
+                    "share of packets",
                     "round trip (ms)",
-                    "smallest",
+                    "smallest round trip (ms)",
                     "window (kB)",
                     "wire by payload",
                     "lost",
@@ -122,6 +124,6 @@ fn wire_by_payload(measured: &Measured) -> Option<f64> {
 fn missing(page: &mut Page, cases: &[&Case<'_>]) {
     let ranks = cases.iter().flat_map(|case| &case.good).flat_map(|run| &run.measured.ranks);
     for why in super::digest::distinct(ranks.filter_map(|rank| rank.network.missing.as_deref())) {
-        page.small(&format!("Some have no figures of connections: {why}."));
+        page.small(&format!("Some cells have no figures of connections: {why}."));
     }
 }

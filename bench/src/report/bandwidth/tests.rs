@@ -117,11 +117,11 @@ fn the_answer_is_said_on_a_terminal_and_on_the_page() {
     assert!(text.lines().all(|line| line.chars().count() <= WIDTH), "{text}");
     let said = text.split_whitespace().collect::<Vec<_>>().join(" ");
     for part in [
-        "On lan-1g (1 Gbit/s), ddp over tcp computes 50 % of the time; most does diloco, 89 %.",
+        "On lan-1g (1 Gbit/s), ddp over tcp computes 50 % of the time; diloco has the largest share, 89 %.",
         "ddp computes over quic 33 % on lan-1g, 8 % on lan-100m and 1 % on lan-10m.",
-        ", which ddp has after 20 steps, has over tcp first: on lan-1g diloco, after 0.394 s (ddp 0.400 s);",
+        " takes ddp 20 steps. The first to reach it over tcp is on lan-1g diloco, after 0.394 s (ddp 0.400 s);",
         "(diloco-measured, 30.8 M parameters, 4 GPUs) it is 99 %.",
-        "it has here 100 % over tcp and ",
+        "Of that share diloco reaches here 100 % over tcp and ",
         "After 1 round small differences may be chance.",
         "Share of the time that is computed, over tcp:",
         "hierarchical 67 %*",

@@ -65,8 +65,8 @@ fn neighbours(digest: &Digest<'_>) -> Option<String> {
     let ends = distinct(sharing.iter().map(|(_, ends)| ends.clone()));
     (alone && !sharing.is_empty()).then(|| {
         format!(
-            "{}: neighbours share a node, and with it an end of the link ({}), and talk through memory where the ranks of others cross the link. \
-             Where it is the fastest, that is a reason.",
+            "{}: neighbours share a node, and so an end of the link ({}). They communicate through memory, while the ranks of other strategies \
+             send over the link. This is one reason if it is the fastest.",
             listed(&names, 4),
             listed(&ends, 4)
         )

@@ -51,7 +51,7 @@ pub(crate) fn transports(page: &mut Page, digest: &Digest<'_>) {
 /// What links cost.
 pub(crate) fn time(page: &mut Page, digest: &Digest<'_>) {
     page.section("time", "Time", "Where does the time go?");
-    stated(page, short::costs(digest), "No cell talks over a network, so there is no waiting to be told of.");
+    stated(page, short::costs(digest), "No cell communicates over a network, so no time is spent waiting for one.");
     said(page, late::statements(digest));
     network::write(page, digest);
 }
@@ -62,10 +62,11 @@ pub(crate) fn trust(page: &mut Page, digest: &Digest<'_>) {
     said(page, [control::work(digest), control::all(digest), doubts::first(digest), doubts::all(digest)].concat());
     page.topic("method", "How to read the figures");
     page.text(&format!(
-        "A time is that of the rank that took longest: the median over the settled steps of a run, and the mean of these over rounds. In brackets \
-         stands where that mean lies with a confidence of 95 %; fewer than {ROUNDS} rounds get no brackets. Two cells are compared by the ratio of \
-         their times in the same rounds, of which there must be {ROUNDS} at least. If the interval of that ratio does not hold 1, the two are told \
-         apart. Of twenty such differences one may be chance."
+        "A cell is one combination of settings; a round runs each cell once. The time of a step is that of the rank that took longest. The time of a \
+         run is the median of its steps, without those before it settled, and the time of a cell is the mean of its runs. The brackets are the \
+         interval of 95 % confidence of that mean; a cell with fewer than {ROUNDS} rounds has none. Two cells are compared by the ratio of their \
+         times in the same rounds, of which there must be at least {ROUNDS}. If the interval of that ratio does not contain 1, the two are told \
+         apart. About one in twenty comparisons of equal cells finds a difference by chance."
     ));
     page.text("● the data supports it · ○ no difference was found · ▲ to be read with care");
 }

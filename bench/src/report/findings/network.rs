@@ -46,10 +46,10 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     }
     page.topic("network", "What the network costs, by link and by cell");
     page.small(
-        "Added: milliseconds more than the same cell over a link that holds nothing up (unlimited, or loopback), in the same rounds. Network: the \
-         share of the mean step in which ranks wait for gradients, parameters, loss and norm. Late ranks: the share in which they wait for ranks \
-         that are still computing. By null's, by single's: the step divided by that over null, where nothing is sent, and by that of one rank that \
-         does all the work alone.",
+        "Added: milliseconds more than the same cell on the link unlimited or loopback, in the same rounds. Network: the share of the mean step in \
+         which ranks wait for gradients, parameters, loss and gradient norm. Late ranks: the share in which they wait for ranks that are still \
+         computing. By null's: the step divided by that of the same cell over null, which sends nothing. By single's: the step divided by that of \
+         one rank that does all the work alone.",
     );
     let single = digest.cases.iter().filter(|case| case.cell.strategy == SINGLE);
     for (single, step) in single.filter_map(|case| Some((case, case.step?))).take(1) {

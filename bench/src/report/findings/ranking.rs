@@ -17,7 +17,7 @@ const NAMED: usize = 4;
 /// For each link, number of ranks and transport: the fastest strategy, those that are not told apart from it, and the next.
 pub(super) fn write(page: &mut Page, digest: &Digest<'_>) {
     let head =
-        ["link", "ranks", "over", "fastest", "step (ms)", "not told apart from it", "first that is slower", "beware"];
+        ["link", "ranks", "over", "fastest", "step (ms)", "not told apart from it", "first that is slower", "caution"];
     let (mut own, mut shared) = (Table::new(&head, head.len()), Table::new(&head, head.len()));
     for Grouped { like, cases, .. } in digest.groups(&[Axis::Strategy]) {
         let Some(front) = Front::of(&cases) else { continue };
