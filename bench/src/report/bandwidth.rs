@@ -367,8 +367,8 @@ fn learning(page: &mut Page, bandwidth: &Bandwidth<'_, '_>) {
     page.topic("learning", "What is learnt per step, per byte and per second");
     page.small(&format!(
         "Training loss of the runs of {longest} steps, each point the mean of {SMOOTHED} steps. Losses do not depend on link and transport, except \
-         for async-ps, where the order in which gradients arrive depends on the link. So the losses were measured on one link, and the seconds on a link \
-         are the number of steps times the step time there. Where each rank trains by itself, the loss is that of rank 0's part of the batch.",
+         for async-ps, where the order in which gradients arrive depends on the link. So the losses were measured on one link, and the seconds \
+         on a link are the number of steps times the step time there. Where each rank trains by itself, the loss is that of rank 0's part of the batch.",
     ));
     let picture =
         |page: &mut Page, title: &str, x: &str, a_step: &dyn Fn(&Learnt<'_, '_>) -> Option<f64>, log_x: bool| {

@@ -84,8 +84,9 @@ pub(super) fn sentence(bandwidth: &Bandwidth<'_, '_>) -> Option<String> {
     let theirs = reached(points().iter().map(|point| (point.load, point.utilisation)))?;
     (!shares.is_empty()).then(|| {
         format!(
-            "If sending took exactly as long as the link's rate allows, a certain share of the time would be left to compute. Of that share diloco reaches \
-             here {} (median over near links); in the public measurement of DiLoCo (diloco-measured, 30.8 M parameters, 4 GPUs) it is {:.0} %.",
+            "If sending took exactly as long as the link's rate allows, a certain share of the time would be left to compute. Of that share \
+             diloco reaches here {} (median over near links); in the public measurement of DiLoCo (diloco-measured, 30.8 M parameters, 4 GPUs) it \
+             is {:.0} %.",
             shares.join(" and "),
             100.0 * theirs
         )
@@ -100,14 +101,14 @@ pub(super) fn write(page: &mut Page, bandwidth: &Bandwidth<'_, '_>) {
     page.topic("public", "Beside the public measurement of DiLoCo");
     page.text(
         "github.com/Adnan082/diloco-measured has such a curve, measured over real sockets: 30.8 M parameters on 4 L40S GPUs over shaped TCP, \
-         which synchronise every 1, 8, 32 or 128 steps. It has no FSDP, no parameter servers, no QUIC, no delay, no loss of packets, no count of \
+         synchronised every 1, 8, 32 or 128 steps. It has no FSDP, no parameter servers, no QUIC, no delay, no loss of packets, no count of \
          bytes, and no target loss; all of these are in the tables above, of a smaller model on a CPU.",
     );
     page.small(&format!(
-        "So that models and machines of different speed fit into one picture, x is the time that sending takes at the link's rate, divided by the time \
-         that computing takes. In the measurements of this page, bytes and computing time are measured. In the public ones, the bytes are taken to be \
-         those of a ring of f32 ({} MB a synchronisation), and the computing time of a step ({} ms) follows from the run that synchronises in every \
-         step at 5 Gbit/s. If only the rate of the link mattered, and no communication were hidden, 1/(1+x) of the time would be computed.",
+        "So that models and machines of different speed fit into one picture, x is the time that sending takes at the link's rate, divided by the \
+         time that computing takes. For this page, bytes and computing time were measured. For the public records, the bytes are taken to be those \
+         of a ring of f32 ({} MB a synchronisation), and the computing time of a step ({} ms) follows from the run that synchronises in every step \
+         at 5 Gbit/s. If only the rate of the link mattered, and no communication were hidden, 1/(1+x) of the time would be computed.",
         figure(BITS / 8e6),
         figure(1e3 * compute())
     ));
