@@ -172,8 +172,9 @@ fn of_link(digest: &Digest<'_>, cases: &[&Case<'_>]) -> Option<String> {
         1 => "; one other may be as fast".into(),
         several => format!("; {several} of {others} others may be as fast"),
     };
-    let costs = added(digest, best).map_or(String::new(), |(found, than)| {
-        format!(", {} ms more than over {than}", figure(found.difference.estimate.max(0.0)))
+    let costs = added(digest, best).map_or(String::new(), |(found, than)| match found.verdict {
+        1.. => format!(", {} ms more than over {than}", figure(found.difference.estimate.max(0.0))),
+        _ => format!(", not measurably longer than over {than}"),
     });
     let mut text = format!("{place}, {} is fastest: a step takes {}{costs}{near}.", name(digest, best), spent(best));
     if worst.against(best).is_some_and(|found| found.verdict > 0) {
@@ -232,7 +233,7 @@ fn quic(digest: &Digest<'_>, links: &[&str]) -> Option<String> {
         }
     }
     told.extend(all_of(&equal).map(|links| format!("on {links} no difference was found")));
-    (!told.is_empty()).then(|| format!("QUIC, with the same strategy as ZeroMQ over TCP: {}.", told.join("; ")))
+    (!told.is_empty()).then(|| format!("QUIC compared with ZeroMQ over TCP, strategy by strategy: {}.", told.join("; ")))
 }
 
 /// `slower in 3 of 8 comparisons (1.04 to 1.12 times the time)`.
