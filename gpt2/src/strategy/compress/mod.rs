@@ -100,7 +100,8 @@ impl TryFrom<String> for Compression {
 }
 
 impl StrategyKind {
-    /// Whether its gradients may be compressed in some way: those of all ranks meet in one average, of which every rank gets all, or on one server.
+    /// Whether its gradients may be compressed in some way: those of all ranks meet in one average, of which every rank gets all, or on one
+    /// server.
     pub fn compresses(self) -> bool {
         matches!(self, StrategyKind::Ps | StrategyKind::Ring | StrategyKind::Ddp)
     }
