@@ -71,8 +71,8 @@ impl<'a> Reader<'a> {
 
     /// What a strategy has kept of the elements `range` of a segment, with zeros for those of which nothing is kept; `None` where nothing is
     /// kept of the segment that this rank may go on with. A rank that goes on with the mean of all ranks' gets, of what compression has left,
-    /// the mean over those whose gradients a step averaged, together with what is left of the mean, which nobody gets then, and no means that have not been applied: what
-    /// they are of is in the mean of all parameters.
+    /// the mean over those whose gradients a step averaged, together with what is left of the mean, which nobody gets then, and no means that
+    /// have not been applied: what they are of is in the mean of all parameters.
     ///
     /// # Errors
     /// Those of [`read`](Reader::read).
