@@ -676,9 +676,11 @@ fn checked(mut cell: Cell, one_rank: bool) -> Result<Cell, String> {
 
 /// Takes compression away where nothing is compressed, and checks it elsewhere: what is compressed has types of its own.
 fn check_compression(cell: &mut Cell, strategy: StrategyKind) -> Result<(), String> {
-    cell.compress = cell.compress.take().filter(|_| strategy.compresses() && cell.ranks > 1);
+    let compression = cell.compress.as_deref().map(str::parse::<Compression>).transpose();
+    let compression = compression.map_err(|why| format!("axis {}: {why}", Axis::Compress))?;
+    let suits = compression.is_some_and(|compression| compression.suits(strategy)) && cell.ranks > 1;
+    cell.compress = cell.compress.take().filter(|_| suits);
     let Some(text) = &cell.compress else { return Ok(()) };
-    text.parse::<Compression>().map_err(|why| format!("axis {}: {why}", Axis::Compress))?;
     if let Some(scaling) = &cell.loss_scaling {
         return Err(format!("axis {}: {text} does not go with loss-scaling {scaling}", Axis::Compress));
     }
@@ -863,7 +865,7 @@ mod tests {
 
     #[test]
     fn what_is_compressed_is_so_where_the_strategy_can_and_in_types_of_its_own() {
-        let axes = "strategy = [\"single\", \"ring\", \"ddp\", \"fsdp\"]\nwire = [\"f32\", \"bf16\"]\ncompress = [\"none\", \"topk:0.1\"]";
+        let axes = "strategy = [\"single\", \"ps\", \"ring\", \"ddp\", \"fsdp\"]\nwire = [\"f32\", \"bf16\"]\ncompress = [\"none\", \"topk:0.1\"]";
         let cells = plan(axes).unwrap().cells;
         let of = |strategy: &str| -> Vec<String> {
             let own = cells.iter().filter(|cell| cell.strategy == strategy);
@@ -871,9 +873,19 @@ mod tests {
         };
         assert_eq!(of("single"), ["none f32"]);
         assert_eq!(of("fsdp"), ["none f32", "none bf16"]);
-        for strategy in ["ring", "ddp"] {
+        for strategy in ["ps", "ring", "ddp"] {
             assert_eq!(of(strategy), ["none f32", "none bf16", "topk:0.1 f32"]);
         }
+        // A server gets no factors.
+        let cells = plan("strategy = [\"ps\", \"ddp\"]\ncompress = [\"sign\", \"powersgd:2\"]").unwrap().cells;
+        let of = |strategy: &str| -> Vec<String> {
+            let own = cells.iter().filter(|cell| cell.strategy == strategy);
+            own.map(|cell| cell.value(Axis::Compress)).collect()
+        };
+        assert_eq!(
+            (of("ps"), of("ddp")),
+            (vec!["sign".into(), "none".into()], vec!["sign".into(), "powersgd:2".into()])
+        );
     }
 
     #[test]
@@ -1001,15 +1013,16 @@ mod tests {
             })
         };
         let networked = StrategyKind::ALL.into_iter().filter(|kind| *kind != StrategyKind::Single);
-        let compressed = ["int8", "topk:0.01", "powersgd:2"].map(|how| ("ddp", Some(how)));
-        for (strategy, compress) in networked.map(|kind| (kind.name(), None)).chain(compressed) {
+        let compressed = ["int8", "sign", "topk:0.01", "powersgd:2"].map(|how| ("ddp", Some(how)));
+        let all = networked.map(|kind| (kind.name(), None)).chain(compressed).chain([("ps", Some("sign"))]);
+        for (strategy, compress) in all {
             for transport in ["tcp", "quic"] {
                 let missing = links.iter().find(|link| !has(strategy, compress, transport, link));
                 assert_eq!(missing, None, "{strategy} {compress:?} over {transport}");
             }
         }
-        // 17 ways to train over 2 transports and 6 links, 15 of them in long runs, and ranks that talk to nobody.
-        assert_eq!(plan.cells.len(), 17 * 2 * 6 + 15 + 2);
+        // 19 ways to train over 2 transports and 6 links, 17 of them in long runs, and ranks that talk to nobody.
+        assert_eq!(plan.cells.len(), 19 * 2 * 6 + 17 + 2);
         let alone = plan.cells.iter().filter(|cell| cell.alone);
         assert_eq!(alone.map(|cell| cell.ranks).collect::<Vec<_>>(), [2, 4]);
         // Long and short runs learn alike.

@@ -496,10 +496,14 @@ fn options_that_do_not_go_together_are_refused() {
     refuse(&["--strategy", "async-ps", "--nproc", "257"], &["--strategy async-ps", "at most 256 ranks"]);
     refuse(&["--strategy", "async-ps", "--staleness", "1001"], &["--staleness 1001", "at most 1000"]);
     refuse(&["--strategy", "async-ps", "--precision", "f16"], &["--loss-scale dynamic", "--strategy async-ps"]);
-    refuse(&["--compress", "zip"], &["zip", "none, int8, topk:FRACTION, powersgd:RANK"]);
+    refuse(&["--compress", "zip"], &["zip", "none, int8, sign, topk:FRACTION, powersgd:RANK"]);
     refuse(&["--strategy", "ddp", "--compress", "topk:2"], &["topk:2", "(0, 1]"]);
-    refuse(&["--strategy", "fsdp", "--compress", "int8"], &["--compress int8", "ring, ddp", "fsdp"]);
-    refuse(&["--compress", "int8"], &["--compress int8", "ring, ddp", "single"]);
+    refuse(&["--strategy", "fsdp", "--compress", "int8"], &["--compress int8", "ps, ring, ddp", "fsdp"]);
+    refuse(&["--compress", "int8"], &["--compress int8", "ps, ring, ddp", "single"]);
+    refuse(
+        &["--strategy", "ps", "--compress", "powersgd:2"],
+        &["--compress powersgd:2", "--strategy ring, ddp,", "not ps: its factors are averages"],
+    );
     refuse(&["--strategy", "ddp", "--nproc", "1", "--compress", "int8"], &["--compress int8", "one rank"]);
     let compressed = |more: &[&'static str]| [&["--strategy", "ring", "--compress", "powersgd:2"], more].concat();
     refuse(&compressed(&["--wire", "bf16"]), &["--compress powersgd:2", "--wire bf16"]);

@@ -14,7 +14,17 @@ use isocomm::{TransportKind, TransportOptions};
 
 use crate::local::{TOLERANCE, assert_close, assert_counts, corpus, difference, run, single, with};
 
-const ALL: [&str; 4] = ["int8", "topk:0.05", "powersgd:1", "powersgd:2"];
+const ALL: [&str; 5] = ["int8", "sign", "topk:0.05", "powersgd:1", "powersgd:2"];
+
+/// Of `ps`.
+const PUSHED: [&str; 3] = ["int8", "sign", "topk:0.05"];
+
+/// What compresses, by each strategy that can.
+fn cases() -> impl Iterator<Item = (StrategyKind, &'static str)> {
+    let of_ddp = ALL.map(|compress| (StrategyKind::Ddp, compress));
+    let of_ps = PUSHED.map(|compress| (StrategyKind::Ps, compress));
+    of_ddp.into_iter().chain(of_ps).chain([(StrategyKind::Ring, "powersgd:1"), (StrategyKind::Ring, "sign")])
+}
 
 fn compressed(config: &TrainConfig, strategy: StrategyKind, ranks: usize, compress: &str) -> TrainConfig {
     let config = with(config, (strategy, false), ranks);
@@ -57,17 +67,22 @@ fn all_elements_are_ddp() {
 
 #[test]
 fn ranks_agree_on_every_transport_and_send_what_the_formula_says() {
-    let cases = ALL.map(|compress| (StrategyKind::Ddp, compress)).into_iter().chain([(StrategyKind::Ring, ALL[2])]);
-    for (strategy, compress) in cases {
+    for (strategy, compress) in cases() {
         let config = compressed(&single(2), strategy, 3, compress);
         let first = run(&config, &corpus(20_000), 3);
         let what = format!("{strategy} with {compress}");
         assert_counts(&first, &what);
-        let transport = if compress == ALL[0] { TransportKind::QUIC } else { TransportKind::TCP_RAW };
-        for summary in run_over(&config, transport, 3) {
-            let summary = summary.unwrap();
-            assert_eq!(summary.weights_hash, first.weights_hash, "{what} over {transport}");
-            assert_counts(&summary, &what);
+        let transports: &[TransportKind] = match (strategy, compress) {
+            (StrategyKind::Ps, "sign") => &[TransportKind::QUIC, TransportKind::TCP_RAW],
+            (StrategyKind::Ddp, "int8" | "sign") => &[TransportKind::QUIC],
+            _ => &[TransportKind::TCP_RAW],
+        };
+        for transport in transports {
+            for summary in run_over(&config, *transport, 3) {
+                let summary = summary.unwrap();
+                assert_eq!(summary.weights_hash, first.weights_hash, "{what} over {transport}");
+                assert_counts(&summary, &what);
+            }
         }
         let late = StrategyOptions { overlap: false, ..config.options.clone() };
         let late = run(&TrainConfig { options: late, ..config }, &corpus(20_000), 3);
@@ -81,7 +96,9 @@ fn less_is_sent_and_the_loss_stays_near() {
     let config = single(8);
     let bytes = |summary: &Summary| summary.ranks.iter().map(|rank| rank.bytes_expected).sum::<u64>();
     let plain = run(&with(&config, (StrategyKind::Ddp, false), 2), &corpus, 2);
-    for (compress, part, off) in [("int8", 0.27, 1e-3), ("topk:0.05", 0.11, 0.05), ("powersgd:2", 0.5, 0.05)] {
+    for (compress, part, off) in
+        [("int8", 0.27, 1e-3), ("sign", 0.04, 0.05), ("topk:0.05", 0.11, 0.05), ("powersgd:2", 0.5, 0.05)]
+    {
         let summary = run(&compressed(&config, StrategyKind::Ddp, 2, compress), &corpus, 2);
         let sent = bytes(&summary) as f64 / bytes(&plain) as f64;
         assert!(sent < part, "{compress}: {sent} of the bytes");
@@ -90,14 +107,45 @@ fn less_is_sent_and_the_loss_stays_near() {
     }
 }
 
+/// The server alone has less to receive: parameters travel whole.
+#[test]
+fn a_server_gets_less_and_gives_whole_parameters() {
+    let corpus = corpus(20_000);
+    let config = single(4);
+    for dedicated in [false, true] {
+        let plain = run(&with(&config, (StrategyKind::Ps, dedicated), 3), &corpus, 3);
+        let compressed = |compress: &str| {
+            let mut config = compressed(&config, StrategyKind::Ps, 3, compress);
+            config.options.dedicated_server = dedicated;
+            run(&config, &corpus, 3)
+        };
+        // Added up in rank order, as they are without.
+        let all = compressed("topk:1");
+        assert_eq!((all.weights_hash, all.losses), (plain.weights_hash.clone(), plain.losses.clone()));
+        for (compress, part, off) in [("int8", 0.27, 1e-3), ("sign", 0.04, 0.05)] {
+            let summary = compressed(compress);
+            assert_counts(&summary, compress);
+            let sent = |summary: &Summary, rank: usize| summary.ranks[rank].bytes_expected as f64;
+            assert_eq!(sent(&summary, 0), sent(&plain, 0), "parameters");
+            for worker in [1, 2] {
+                let share = sent(&summary, worker) / sent(&plain, worker);
+                assert!(share < part, "{compress}: {share} of the bytes");
+            }
+            let (loss, other) = (summary.losses[3], plain.losses[3]);
+            assert!((loss / other - 1.0).abs() < off, "{compress}: {loss}, and {other} without");
+            assert_ne!(summary.weights_hash, plain.weights_hash, "{compress}");
+        }
+    }
+}
+
 #[test]
 fn what_is_no_number_ends_the_run_on_all_ranks() {
-    for compress in ALL {
-        let config = TrainConfig { loss_factor: 1e39, ..compressed(&single(3), StrategyKind::Ddp, 3, compress) };
+    for (strategy, compress) in cases() {
+        let config = TrainConfig { loss_factor: 1e39, ..compressed(&single(3), strategy, 3, compress) };
         for outcome in run_over(&config, TransportKind::TCP_RAW, 3) {
             // Of the rank itself, or the echo of another's that came before.
             let error = outcome.map(|_| ()).unwrap_err().to_string();
-            assert!(error.contains("step 1: the gradient norm is NaN"), "{compress}: {error}");
+            assert!(error.contains("step 1: the gradient norm is NaN"), "{strategy} with {compress}: {error}");
         }
     }
 }
@@ -117,8 +165,10 @@ fn what_does_not_go_with_compression_is_refused_with_a_reason() {
     };
     let config = |strategy| compressed(&single(2), strategy, 2, "int8");
     for strategy in StrategyKind::ALL.into_iter().filter(|kind| !kind.compresses() && *kind != StrategyKind::Single) {
-        refused(&config(strategy), 2, &["--compress int8", "ring, ddp", strategy.name()]);
+        refused(&config(strategy), 2, &["--compress int8", "ps, ring, ddp", strategy.name()]);
     }
+    let factors = compressed(&single(2), StrategyKind::Ps, 2, "powersgd:2");
+    refused(&factors, 2, &["--compress powersgd:2", "--strategy ring, ddp, ", "not ps: its factors are averages"]);
     let ddp = config(StrategyKind::Ddp);
     refused(&ddp, 1, &["--compress int8", "one rank"]);
     let scaled = TrainConfig { loss_scaling: LossScaling::DYNAMIC, ..ddp.clone() };

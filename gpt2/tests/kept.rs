@@ -50,6 +50,12 @@ impl Case {
         case
     }
 
+    /// The server only serves.
+    fn dedicated(mut self) -> Self {
+        self.config.options.dedicated_server = true;
+        self
+    }
+
     fn wire(mut self, wire: Precision) -> Self {
         self.config.options.wire = wire;
         self
@@ -100,7 +106,12 @@ fn cases() -> Vec<Case> {
         Case::new(StrategyKind::AsyncPs, waits, 3),
         // What is left of the mean, too.
         Case::compressed(StrategyKind::Ddp, "int8", 3 + n + 1),
+        Case::compressed(StrategyKind::Ddp, "sign", 3 + n + 1),
         Case::compressed(StrategyKind::Ring, "topk:0.1", 3 + n),
+        // Of workers.
+        Case::compressed(StrategyKind::Ps, "int8", 3 + n - 1),
+        Case::compressed(StrategyKind::Ps, "sign", 3 + n - 1).dedicated(),
+        Case::compressed(StrategyKind::Ps, "topk:0.1", 3 + n - 1),
         Case { rest: n * left + factors, ..Case::compressed(StrategyKind::Ddp, "powersgd:2", 3) },
     ]
 }
@@ -157,12 +168,14 @@ fn a_run_that_goes_on_ends_where_an_undisturbed_one_does_and_saves_what_the_form
             header.copy_from_slice(&fs::read(path.join(&file.name)).unwrap()[..8]);
             assert_eq!(file.bytes, 8 + u64::from_le_bytes(header) + 4 * *written as u64, "{what}");
         }
-        // The ranks share the work; the server of `async-ps` has all of it.
+        // The ranks share the work; servers have all of it but what is a worker's own.
         let (least, most) = (written.iter().min().unwrap(), written.iter().max().unwrap());
-        assert!(
-            most - least <= 40 * RANKS && (files.len() == RANKS || config.strategy == StrategyKind::AsyncPs),
-            "{what}: {written:?}"
-        );
+        let is_shared = match config.strategy {
+            StrategyKind::AsyncPs => written == [3 * all],
+            StrategyKind::Ps => written == [3 * all, all, all],
+            _ => files.len() == RANKS && most - least <= 40 * RANKS,
+        };
+        assert!(is_shared, "{what}: {written:?}");
     }
 }
 
@@ -254,7 +267,7 @@ fn what_compression_has_left_is_shared_where_ranks_are_others_and_dropped_where_
     let expected = one.iter().zip(&other).zip(&of_mean).map(|((one, other), of_mean)| (one + other) / 2.0 + of_mean);
     assert!(shared.iter().copied().eq(expected));
     assert_eq!(left(Whose::Mean, Kept::LeftOfMean), None);
-    for (compress, told) in [("topk:0.1", "the mean of what compression had left"), ("none", "is dropped")] {
+    for (compress, told) in [("topk:0.1", "is shared out among them"), ("none", "is dropped")] {
         let mut other = config.clone();
         other.options.compress = compress.parse().unwrap();
         let changes = saved.state().changes(&serde_json::to_value(&other).unwrap(), 2);
@@ -263,6 +276,32 @@ fn what_compression_has_left_is_shared_where_ranks_are_others_and_dropped_where_
         let on = run(&other, RANKS, elsewhere.path(), Some(&path));
         assert_eq!(on.losses.len() as u64, STEPS - SAVED);
         assert_counts(&on, compress);
+    }
+}
+
+#[test]
+fn what_compression_has_left_of_workers_is_shared_by_those_whose_gradients_are_averaged() {
+    for (dedicated, averaged) in [(false, RANKS), (true, RANKS - 1)] {
+        let Case { mut config, .. } = Case::compressed(StrategyKind::Ps, "sign", 0);
+        config.options.dedicated_server = dedicated;
+        let folder = tempfile::tempdir().unwrap();
+        run(&config, RANKS, folder.path(), None);
+        let path = Store::new(folder.path()).path(SAVED);
+        let saved = Saved::open(&path).unwrap();
+        let len = layout(&config.model).unwrap()[1].len;
+        let left = |whose| Reader::new(&saved, whose).kept(1, Kept::Left, 0..len).unwrap();
+        let [server, one, other] = [0, 1, 2].map(|rank| left(Whose::Rank(rank)));
+        let (one, other) = (one.unwrap(), other.unwrap());
+        assert!(server.is_none() && one != other);
+        let expected = one.iter().zip(&other).map(|(one, other)| (one + other) / averaged as f32);
+        assert!(left(Whose::Mean).unwrap().iter().copied().eq(expected), "of {averaged}");
+        for (strategy, ranks) in [(StrategyKind::Ps, 2), (StrategyKind::Ddp, RANKS)] {
+            let mut other = TrainConfig { strategy, ..config.clone() };
+            other.options.dedicated_server = false;
+            let on = run(&other, ranks, tempfile::tempdir().unwrap().path(), Some(&path));
+            assert_eq!(on.losses.len() as u64, STEPS - SAVED);
+            assert_counts(&on, strategy.name());
+        }
     }
 }
 

@@ -87,6 +87,9 @@ fn each_stage_shards_one_more_kind() {
     within("optimizers of ddp with the largest elements", kept, 3 * ranks * all, 3 * ranks * all);
     let kept = usage(&model, StrategyKind::Ddp, Compression::Int8).optimizer.peak;
     within("optimizers of ddp with integers", kept, (3 * ranks + 1) * all, (3 * ranks + 1) * all);
+    // Moments on the server, and what is left on each worker.
+    let kept = usage(&model, StrategyKind::Ps, Compression::Sign).optimizer.peak;
+    within("optimizers of ps with signs", kept, (2 + ranks - 1) * all, (2 + ranks - 1) * all);
 
     // Whole buckets, each of a block, the first of the norm too: one on its way; and that one, with the block while it is cut off.
     let stage = ranks * (all + handles + block + (norm + block) + block);

@@ -324,7 +324,7 @@ fn a_job_of_a_parameter_server_survives_the_deaths_of_its_ranks() {
 }
 
 /// Of ranks that train by themselves, of workers that nobody waits for, and of what compression leaves: see also `kept`.
-const WITH_MORE_TO_KEEP: [&str; 8] = [
+const WITH_MORE_TO_KEEP: [&str; 10] = [
     "--strategy local-sgd --nproc 2 --transport shm --wire bf16 --sync-every 5",
     "--strategy diloco --nproc 2 --transport shm --sync-every 5",
     "--strategy streaming-diloco --nproc 3 --transport tcp-raw --sync-every 6 --overlap-steps 2",
@@ -333,6 +333,8 @@ const WITH_MORE_TO_KEEP: [&str; 8] = [
     "--strategy ddp --nproc 2 --transport shm --compress int8",
     "--strategy ring --nproc 3 --transport tcp-raw --compress topk:0.05 --optimizer sgd",
     "--strategy ddp --nproc 2 --transport quic --compress powersgd:2",
+    "--strategy ddp --nproc 3 --transport tcp --compress sign",
+    "--strategy ps --nproc 3 --transport quic --compress sign",
 ];
 
 #[test]

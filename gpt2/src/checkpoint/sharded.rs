@@ -11,7 +11,7 @@
 //! | strategy | elements |
 //! |---|---|
 //! | those that average gradients in every step, `single` | (1+M)·S/N; what only some of the ranks have, S over their number |
-//! | the same, compressed | and S of what is left of its own gradients, of `powersgd:r` of matrices alone; of `int8` S/N of their mean; of `powersgd:r` r·columns/N of each matrix |
+//! | the same, compressed | and S of what is left of its own gradients, of `powersgd:r` of matrices alone; of `int8` and `sign` S/N of their mean; of `ps` S on each worker; of `powersgd:r` r·columns/N of each matrix |
 //! | `async-ps` | (1+M)·S on the server |
 //! | `local-sgd`, `sparta` | (1+M)·S; of `local-sgd` with a 16-bit wire S/N more |
 //! | `diloco`, `streaming-diloco` | (1+M)·S; S/N more, and as much for each segment with momentum of the outer optimizer, and for each whose average is under way |
@@ -266,6 +266,12 @@ impl State {
         if self.is_of_same_ranks(config, ranks) { Whose::Rank(rank) } else { Whose::Mean }
     }
 
+    /// Ranks whose gradients a step averaged.
+    fn averaged(&self) -> usize {
+        let serves = self.config["strategy"] == "ps" && self.config["options"]["dedicated_server"] == true;
+        self.ranks - usize::from(serves && self.ranks > 1)
+    }
+
     /// The loss scaler that `rank` goes on with: its own where ranks of the run that goes on have values of their own, and otherwise, since all
     /// must have the same, the one with the smallest scale.
     pub fn scaler_of(&self, rank: usize, own_values: bool) -> &ScalerState {
@@ -297,7 +303,7 @@ impl State {
             let drops = config["options"]["compress"].as_str().is_none_or(|now| now == "none");
             found.extend(has_left.then(|| match drops {
                 true => "what compression had left of gradients is dropped".into(),
-                false => "each rank goes on with the mean of what compression had left of the ranks' gradients".into(),
+                false => "what compression had left of the ranks' gradients is shared out among them".into(),
             }));
         }
         found

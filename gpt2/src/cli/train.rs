@@ -158,9 +158,10 @@ pub(super) struct TrainArgs {
     /// Type in which gradients travel: f32, bf16, f16. [default: that of --precision]
     #[arg(long)]
     wire: Option<Precision>,
-    /// How gradients are compressed on their way, for ring and ddp: none, int8 (blocks of 256 integers with a scale each), topk:FRACTION (of
-    /// each bucket the elements of largest magnitude), powersgd:RANK (two factors of each matrix). What is not sent is kept and added to the
-    /// rank's next gradients. Not with --wire or loss scaling.
+    /// How gradients are compressed on their way, for ring, ddp and ps: none, int8 (blocks of 256 integers with a scale each), sign (a bit for
+    /// each element, and the mean magnitude of each block of 256), topk:FRACTION (of each bucket the elements of largest magnitude),
+    /// powersgd:RANK (two factors of each matrix; not for ps). Of ps these are what workers push: parameters come back whole. What is not sent is
+    /// kept and added to the rank's next gradients. Not with --wire or loss scaling.
     #[arg(long, default_value_t)]
     compress: Compression,
     /// Bytes of f32 at which the first bucket is closed, of strategies that have buckets of gradients or parameters.

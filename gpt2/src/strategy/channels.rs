@@ -139,6 +139,12 @@ impl Channel {
         Ok(self.start(Op::Recv { from }, buffer, route))
     }
 
+    /// Starts receiving into `room`, which what has come is in as it has come.
+    pub(super) fn receive_into(&self, from: usize, room: impl FnOnce() -> Buffer, route: Route) -> Pending {
+        let buffer = self.packing(room);
+        self.start(Op::Recv { from }, buffer, route)
+    }
+
     /// Starts the gathering of `count` values, of which this rank has those of `parts` from `start` on; in the memory of `spare` where that
     /// is such a buffer.
     pub(super) fn all_gather<'a>(

@@ -6,11 +6,11 @@
 //! | strategy | rank r sends |
 //! |---|---|
 //! | `single` | 0 |
-//! | `ps` | (N−1)·S_p from the server; S_g from every worker |
+//! | `ps` | (N−1)·S_p from the server; S_g from every worker, compressed of each bucket of n elements E(n), as below |
 //! | `sharded-ps` | for each bucket what is not its shard of the gradients, and N−1 times its shard of the parameters |
 //! | `ring` | 2·S_g(N−1)/N around the ring, to the element: 2·S_g − c_g(r) − c_g(r+1); a 16-bit wire as `ddp` |
 //! | `ddp` | for each bucket what [`comm_core::table::payload_sent`] says of the algorithm that is chosen for it |
-//! | `ring`, `ddp` compressed | for each bucket of n elements, with B(n) = n + 4·⌈n/256⌉: `int8` an all-to-all and an all-gather of N·B(⌈n/N⌉) bytes; `topk:f` an all-gather of 8·N·⌈f·n⌉; `powersgd:r` all-reduces of r·rows and of r·columns f32 of each matrix with r·(rows + columns) < rows·columns, the first with all else |
+//! | `ring`, `ddp` compressed | for each bucket of n elements, with E(n) = n + 4·⌈n/256⌉ of `int8`, ⌈n/8⌉ + 4·⌈n/256⌉ of `sign`, 8·⌈f·n⌉ of `topk:f`: `int8` and `sign` an all-to-all and an all-gather of N·E(⌈n/N⌉) bytes; `topk:f` an all-gather of N·E(n); `powersgd:r` all-reduces of r·rows and of r·columns f32 of each matrix with r·(rows + columns) < rows·columns, the first with all else |
 //! | `zero1`, `zero2` | for each bucket a reduce-scatter of its gradients and an all-gather of its parameters: (S_g + S_p)(N−1)/N |
 //! | `fsdp` | for each segment a reduce-scatter, and A times two all-gathers, for the embedding one: (S_g + A(2·S_p − S_emb))(N−1)/N |
 //! | `hierarchical` | n ranks a node, m nodes: 2·S_g(n−1)/n inside the node, an all-reduce of S_g/n between m ranks; in nodes of unequal sizes a reduction of S_g to one rank of each, an all-reduce among those, and a broadcast |

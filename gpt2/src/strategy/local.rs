@@ -110,6 +110,8 @@ pub struct SavedKept<'a> {
     /// What is kept of these elements of a segment, with zeros where nothing is; `None` where nothing is kept of the segment.
     #[allow(clippy::type_complexity, reason = "a name for it would say less")]
     pub read: &'a mut dyn FnMut(usize, Kept, Range<usize>) -> Result<Option<Vec<f32>>, TrainError>,
+    /// Whether this is, of what each rank had of its own, the mean of all whose gradients a step averaged, and not what this rank had.
+    pub is_mean: bool,
     /// Puts values where masters are.
     pub place: &'a dyn Fn(Vec<f32>) -> Flat,
 }

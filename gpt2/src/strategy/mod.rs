@@ -225,7 +225,7 @@ pub struct StrategyOptions {
     /// Ranks of a node, for `hierarchical` and `hsdp`: those of a machine in rank order, the last node of each perhaps with fewer. 0: as many as its
     /// launcher has started there, or all.
     pub ranks_per_node: usize,
-    /// How gradients are compressed on their way, by the strategies that [can](StrategyKind::compresses).
+    /// How gradients are compressed on their way, by the strategies that [can](Compression::suits).
     pub compress: Compression,
     /// Settings of strategies whose ranks do not all average gradients in every step.
     pub local: LocalOptions,

@@ -3,16 +3,17 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use comm_core::{Buffer, Error, Op};
+use comm_core::{Buffer, DType, Error, Op};
 
 use super::arrivals::Arrivals;
 use super::aside::Aside;
 use super::channels::{Channel, Pending, Route, finish_until};
+use super::compress::{Push, Pushed, in_host_memory, pushed_bytes};
 use super::formula::{Expected, Run, Tally, units};
 use super::layout::{Bucket, BucketFiller};
 use super::{
-    Built, Channels, CheckedGradients, DuringPass, Layout, LocalStep, Ranks, Setup, Spec, StepOutcome, Strategy,
-    StrategyKind, put_own,
+    Built, Channels, CheckedGradients, DuringPass, KeptVector, Layout, LocalStep, Ranks, SavedKept, Setup, Spec,
+    StepOutcome, Strategy, StrategyKind, put_own,
 };
 use crate::error::TrainError;
 use crate::flat::{Flat, Gradients, Weights};
@@ -35,7 +36,11 @@ fn pushes(run: &Run<'_>, layout: &Layout, rank: usize) -> Expected {
     for count in units(layout, run.options.first_bucket_bytes, run.options.bucket_bytes) {
         match rank {
             SERVER => tally.receive(run.ranks as u64 - 1),
-            _ => tally.collective(None, Op::Send { to: SERVER }, run.options.wire.dtype(), count),
+            _ => {
+                let compressed = pushed_bytes(run.options.compress, count).map(|bytes| (DType::U8, bytes));
+                let (dtype, count) = compressed.unwrap_or((run.options.wire.dtype(), count));
+                tally.collective(None, Op::Send { to: SERVER }, dtype, count);
+            }
         }
     }
     tally.sum
@@ -65,7 +70,8 @@ const SERVER: usize = 0;
 /// soon as it has its own part: of the workers' buckets it holds no more than it has lanes. The update waits for all buckets, since clipping
 /// needs the norm of all gradients. Then the server updates a bucket after another, in the order in which the next forward pass needs them, and
 /// sends each while it updates the next, and beside its own next pass; a worker waits for a bucket when its own next forward pass comes to
-/// it. In device memory the server adds up after its pass, and parameters are sent and received before the next one.
+/// it. What is pushed may be compressed; the server's own gradients and the parameters never are. In device memory the server adds up after its
+/// pass, and parameters are sent and received before the next one.
 struct ParameterServer {
     rank: usize,
     dedicated: bool,
@@ -74,6 +80,8 @@ struct ParameterServer {
     serving: Serving,
     /// On a server beside whose passes something goes on.
     aside: Option<Aside<Serving, Vec<Flat>>>,
+    /// How a worker's gradients are compressed, where they are.
+    compressed: Option<Push>,
     /// A worker's buckets that are on their way.
     pushed: Vec<Pending>,
     /// Parameters that are on their way to a worker.
@@ -96,7 +104,10 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
     let dedicated = options.serves_only(StrategyKind::Ps, ranks, SERVER);
     let (buckets, channels) =
         (BucketFiller::new(&layout, options.first_bucket_bytes, options.bucket_bytes), setup.channels());
-    let serving = Serving::new(&buckets, &channels, ranks, ranks - usize::from(dedicated));
+    in_host_memory(options.compress, &channels.gradients)?;
+    let pushed = Pushed::new(options.compress, buckets.plan())?;
+    let compressed = if rank == SERVER { None } else { Push::new(options.compress, buckets.plan()) };
+    let serving = Serving::new(&buckets, &channels, (ranks, ranks - usize::from(dedicated)), pushed);
     let serves_beside = rank == SERVER && ranks > 1 && options.overlap && !channels.gradients.is_native();
     let aside = serves_beside.then(|| Aside::start("comm-server", &channels.gradients, serving.clone())).transpose()?;
     let server = ParameterServer {
@@ -106,6 +117,7 @@ fn build(setup: &Setup<'_>) -> comm_core::Result<Built> {
         buckets,
         serving,
         aside,
+        compressed,
         pushed: Vec::new(),
         arrivals: Arrivals::none(),
         publishes: false,
@@ -125,12 +137,20 @@ struct Serving {
     /// Ranks whose gradients are averaged.
     computing: usize,
     buckets: Arc<[Bucket]>,
+    /// How workers' gradients are compressed, where they are.
+    compressed: Option<Pushed>,
     /// What a bucket's gradients and parameters are called in errors and in the step's times.
     labels: Arc<[[Arc<str>; 2]]>,
 }
 
 impl Serving {
-    fn new(buckets: &BucketFiller, channels: &Channels, ranks: usize, computing: usize) -> Self {
+    /// On so many ranks, of which so many compute.
+    fn new(
+        buckets: &BucketFiller,
+        channels: &Channels,
+        (ranks, computing): (usize, usize),
+        compressed: Option<Pushed>,
+    ) -> Self {
         let label = |(index, bucket): (usize, &Bucket)| {
             let parameters = format!("the server's parameters, bucket {index}: {}", bucket.name);
             [buckets.label(index), parameters.into()]
@@ -142,6 +162,7 @@ impl Serving {
             computing,
             labels: buckets.plan().iter().enumerate().map(label).collect(),
             buckets: buckets.plan().into(),
+            compressed,
         }
     }
 
@@ -160,26 +181,44 @@ impl Serving {
         let Serving { gradients, computing, .. } = self;
         let segments = &self.buckets[bucket];
         let mut sum = own.map(|own| gradients.unpack(own)).transpose()?;
-        let receive = |worker: usize| gradients.receive(worker, segments.len(), self.push(bucket, worker));
-        self.with_each_worker(gradients, receive, |pending| {
+        let receive = |worker: usize| self.receive(bucket, worker);
+        self.with_each_worker(gradients, receive, |worker, pending| {
             let theirs = pending.wait()?;
-            gradients.unpacking(|| {
-                let theirs = gradients.unpack(theirs)?;
-                sum = Some(match sum.take() {
-                    Some(sum) => sum.plus(&theirs)?,
-                    None => theirs,
-                });
-                Ok(())
-            })
+            sum = Some(gradients.unpacking(|| self.plus(bucket, sum.take(), theirs, worker))?);
+            Ok(())
         })?;
         Ok(gradients.unpacking(|| sum.unwrap_or_default().divided(*computing as f32).share(&segments.lengths())))
+    }
+
+    /// Starts receiving a worker's bucket of gradients.
+    fn receive(&self, bucket: usize, worker: usize) -> comm_core::Result<Pending> {
+        let (count, route) = (self.buckets[bucket].len(), self.push(bucket, worker));
+        match &self.compressed {
+            Some(compressed) => Ok(self.gradients.receive_into(worker, || compressed.room(count), route)),
+            None => self.gradients.receive(worker, count, route),
+        }
+    }
+
+    /// The sum of a bucket's gradients so far, with what has come of `worker`'s.
+    fn plus(&self, bucket: usize, sum: Option<Flat>, theirs: Buffer, worker: usize) -> comm_core::Result<Flat> {
+        if let Some(compressed) = &self.compressed {
+            let none = || Ok(vec![0.0; self.buckets[bucket].len()]);
+            let mut sum = sum.map_or_else(none, Flat::into_host)?;
+            compressed.add(theirs, &mut sum, worker)?;
+            return Ok(Flat::Host(sum));
+        }
+        let theirs = self.gradients.unpack(theirs)?;
+        match sum {
+            Some(sum) => sum.plus(&theirs),
+            None => Ok(theirs),
+        }
     }
 
     /// Sends every worker its bucket of parameters, which `packed` gives each time.
     fn publish(&self, bucket: usize, packed: impl Fn() -> comm_core::Result<Buffer>) -> comm_core::Result<()> {
         let send =
             |worker: usize| Ok(self.parameters.start(Op::Send { to: worker }, packed()?, self.pull(bucket, worker)));
-        self.with_each_worker(&self.parameters, send, |pending| pending.wait().map(drop))
+        self.with_each_worker(&self.parameters, send, |_, pending| pending.wait().map(drop))
     }
 
     /// Starts an operation with each worker and finishes it, in rank order, as many at a time as have a lane to themselves.
@@ -187,12 +226,13 @@ impl Serving {
         &self,
         channel: &Channel,
         start: impl Fn(usize) -> comm_core::Result<Pending>,
-        mut finish: impl FnMut(Pending) -> comm_core::Result<()>,
+        mut finish: impl FnMut(usize, Pending) -> comm_core::Result<()>,
     ) -> comm_core::Result<()> {
         let mut under_way = VecDeque::new();
+        let mut finish = |(worker, pending)| finish(worker, pending);
         for worker in 1..self.ranks {
             finish_until(channel.lanes(), &mut under_way, &mut finish)?;
-            under_way.push_back(start(worker)?);
+            under_way.push_back((worker, start(worker)?));
         }
         finish_until(1, &mut under_way, finish)
     }
@@ -203,16 +243,27 @@ impl ParameterServer {
         self.rank == SERVER
     }
 
+    /// What leaves of a worker's bucket of gradients.
+    fn outgoing(&mut self, bucket: usize, grads: Flat, gradients: &Channel) -> comm_core::Result<Buffer> {
+        let packed = gradients.pack(|| Ok(grads))?;
+        let Some(compressed) = &mut self.compressed else { return Ok(packed) };
+        let grads = packed.into_vec()?;
+        Ok(gradients.packing(|| compressed.encode(bucket, grads)))
+    }
+
     /// Has the buckets that are full leave, or added up beside the pass.
     fn start_full(&mut self, channels: &Channels) -> comm_core::Result<()> {
         if self.serves() && self.aside.is_none() {
             return Ok(());
         }
         while let Some((index, grads)) = self.buckets.next_full() {
-            let own = channels.gradients.pack(|| Ok(grads))?;
             match &self.aside {
-                Some(aside) => aside.run(move |serving| Ok(vec![serving.reduce(index, Some(own))?])),
+                Some(aside) => {
+                    let own = channels.gradients.pack(|| Ok(grads))?;
+                    aside.run(move |serving| Ok(vec![serving.reduce(index, Some(own))?]));
+                }
                 None => {
+                    let own = self.outgoing(index, grads, &channels.gradients)?;
                     let route = self.serving.push(index, self.rank);
                     self.pushed.push(channels.gradients.start(Op::Send { to: SERVER }, own, route));
                 }
@@ -369,5 +420,16 @@ impl Strategy for ParameterServer {
         let [pushes, pulls] = self.expected;
         let times = self.arrivals.take_rounds() + std::mem::take(&mut self.published);
         Ok(StepOutcome { under_way: self.publishes, ..outcome.that_sent(pushes, (pulls, times)) })
+    }
+
+    fn kept(&self) -> Vec<KeptVector<'_>> {
+        self.compressed.as_ref().map(|compressed| compressed.kept(self.buckets.plan())).unwrap_or_default()
+    }
+
+    fn restore(&mut self, saved: &mut SavedKept<'_>) -> Result<(), TrainError> {
+        let Serving { ranks, computing, .. } = self.serving;
+        let shares = computing as f32 / (ranks - 1).max(1) as f32;
+        let plan = self.buckets.plan();
+        self.compressed.as_mut().map_or(Ok(()), |compressed| compressed.restore(plan, shares, saved))
     }
 }

@@ -15,7 +15,7 @@ use super::local::Local;
 use super::rank::Trainer;
 use super::{Observer, TrainConfig, TrainError};
 use crate::checkpoint::sharded::{
-    Best, Kept, KeptPiece, Kind, PartFile, PartWriter, Piece, Reader, Saved, SavedError, State, Store,
+    Best, Kept, KeptPiece, Kind, PartFile, PartWriter, Piece, Reader, Saved, SavedError, State, Store, Whose,
 };
 use crate::checkpoint::{InitialWeights, StoredWeights};
 use crate::corpus::Corpus;
@@ -381,10 +381,11 @@ pub(super) fn restore_strategy(
     let of = (local.scalars.rank(), local.scalars.world_size());
     let mut reader = reader(saved, local.config, of)?;
     let place = |values: Vec<f32>| local.places.masters(values, local.model.device());
+    let is_mean = reader.whose() == Whose::Mean;
     let read = &mut |segment: usize, what: Kept, range: Range<usize>| {
         reader.kept(segment, what, range).map_err(TrainError::from)
     };
-    memory::within(Category::Optimizer, || strategy.restore(&mut SavedKept { read, place: &place }))
+    memory::within(Category::Optimizer, || strategy.restore(&mut SavedKept { read, is_mean, place: &place }))
 }
 
 /// Gives a rank, of a run whose ranks have values of their own or not, what is not sharded of a checkpoint.

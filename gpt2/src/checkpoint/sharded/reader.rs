@@ -28,6 +28,11 @@ impl<'a> Reader<'a> {
         Reader { saved, whose, open: saved.state.files.iter().map(|_| None).collect() }
     }
 
+    /// Whose values it reads.
+    pub fn whose(&self) -> Whose {
+        self.whose
+    }
+
     /// Steps that the optimizers of a segment have taken: of several ranks' the most.
     pub fn optimizer_steps(&self, segment: usize) -> u64 {
         let Saved { state, segments, .. } = self.saved;
@@ -66,8 +71,8 @@ impl<'a> Reader<'a> {
 
     /// What a strategy has kept of the elements `range` of a segment, with zeros for those of which nothing is kept; `None` where nothing is
     /// kept of the segment that this rank may go on with. A rank that goes on with the mean of all ranks' gets, of what compression has left,
-    /// the mean too, together with what is left of the mean, which nobody gets then, and no means that have not been applied: what
-    /// they are of is in the mean of all parameters.
+    /// the mean over those whose gradients a step averaged, together with what is left of the mean, which nobody gets then, and no means that
+    /// have not been applied: what they are of is in the mean of all parameters.
     ///
     /// # Errors
     /// Those of [`read`](Reader::read).
@@ -83,7 +88,7 @@ impl<'a> Reader<'a> {
                 if of_mean.is_empty() && of_ranks.is_empty() {
                     return Ok(None);
                 }
-                let of_ranks = (of_ranks.into_iter(), saved.state.ranks);
+                let of_ranks = (of_ranks.into_iter(), saved.state.averaged());
                 let mut left = self.mean(segment, what.name(), of_ranks, range.clone())?;
                 let more = self.gather(segment, Kept::LeftOfMean.name(), of_mean, range)?;
                 left.iter_mut().zip(more).for_each(|(left, more)| *left += more);

@@ -6,8 +6,11 @@ use std::sync::Arc;
 use comm_core::{Algorithm, DType, Error, Op};
 
 use super::Compression;
-use super::int8::{self, Int8};
+use super::averaged::{self, Averaged};
+use super::int8::Int8;
+use super::keeping::{kept_of, read_kept};
 use super::power_sgd::{self, PowerSgd};
+use super::sign::Sign;
 use super::top_k::{self, TopK};
 use crate::checkpoint::sharded::Kept;
 use crate::error::TrainError;
@@ -16,8 +19,8 @@ use crate::strategy::channels::{Channel, Route};
 use crate::strategy::formula::{Expected, Run, Tally};
 use crate::strategy::layout::{Bucket, BucketFiller};
 use crate::strategy::{
-    Built, Channels, DuringPass, KeptValues, KeptVector, Layout, LocalStep, SavedKept, Setup, StepOutcome, Strategy,
-    StrategyKind, Synchronous, put_own, synchronous,
+    Built, Channels, DuringPass, KeptVector, Layout, LocalStep, SavedKept, Setup, StepOutcome, Strategy, StrategyKind,
+    Synchronous, put_own, synchronous,
 };
 
 /// One bucket's way through the ranks, in one or two operations, the second of what has come of the first. What it keeps is of this rank.
@@ -89,7 +92,8 @@ pub(in crate::strategy) fn expected(
         let count = segments.iter().map(|segment| layout.len(*segment)).sum();
         let operations = match run.options.compress {
             Compression::None => return None,
-            Compression::Int8 => int8::operations(count, run.ranks),
+            Compression::Int8 => averaged::operations(&Int8, count, run.ranks),
+            Compression::Sign => averaged::operations(&Sign, count, run.ranks),
             Compression::TopK { fraction } => top_k::operations(fraction, count, run.ranks),
             Compression::PowerSgd { rank } => {
                 power_sgd::operations(rank, count, segments.iter().filter_map(|segment| run.tensors.get(*segment)))
@@ -118,11 +122,25 @@ fn units(layout: &Layout, (first, others): (usize, usize)) -> Vec<Vec<usize>> {
     units
 }
 
+/// Whether the gradients of a channel can be compressed, if they are to be.
+///
+/// # Errors
+/// `InvalidArgument` where they travel in the memory of a device.
+pub(in crate::strategy) fn in_host_memory(compress: Compression, gradients: &Channel) -> comm_core::Result<()> {
+    if !compress.is_on() || !gradients.is_native() {
+        return Ok(());
+    }
+    Err(Error::invalid(format!(
+        "--compress {compress} works on gradients in host memory, and this transport on those in a GPU's; choose a transport that \
+         moves bytes, or leave out --compress"
+    )))
+}
+
 /// The strategy `kind` with compressed gradients, in buckets of these bytes of f32, of which, with `one_by_one`, each waits for the one before, and
 /// whose reductions go by `algorithm`; `None` where they are not compressed.
 ///
 /// # Errors
-/// Those of [`Compression::check`], and `InvalidArgument` where the communicator works on the memory of a device.
+/// Those of [`in_host_memory`], and `InvalidArgument` for a bucket that is too large for the compression.
 pub(in crate::strategy) fn built(
     setup: &Setup<'_>,
     kind: StrategyKind,
@@ -135,18 +153,14 @@ pub(in crate::strategy) fn built(
         return Ok(None);
     }
     let (layout, channels) = (setup.layout(), setup.channels());
-    if channels.gradients.is_native() {
-        return Err(Error::invalid(format!(
-            "--compress {compress} works on gradients in host memory, and this transport on those in a GPU's; choose a transport that \
-             moves bytes, or leave out --compress"
-        )));
-    }
+    in_host_memory(compress, &channels.gradients)?;
     let buckets = BucketFiller::new(&layout, first, others);
     let codec = |bucket: &Bucket| -> comm_core::Result<Box<dyn Codec>> {
         let channel = &channels.gradients;
         Ok(match compress {
             Compression::None => return Err(Error::Internal("a codec of what is not compressed".into())),
-            Compression::Int8 => Box::new(Int8::new(bucket.len(), channel)),
+            Compression::Int8 => Box::new(Averaged::new(Arc::new(Int8), bucket.len(), channel)),
+            Compression::Sign => Box::new(Averaged::new(Arc::new(Sign), bucket.len(), channel)),
             Compression::TopK { fraction } => Box::new(TopK::new(fraction, bucket.len(), channel)?),
             Compression::PowerSgd { rank } => {
                 let segments = bucket.segments.iter().zip(bucket.lengths());
@@ -245,30 +259,15 @@ impl Strategy for Compressed {
     fn kept(&self) -> Vec<KeptVector<'_>> {
         let mut kept = Vec::new();
         for (bucket, codec) in self.buckets.plan().iter().zip(&self.codecs) {
-            for (what, start, values) in codec.kept() {
-                let mut rest = values;
-                for (segment, range) in bucket.within(&(start..start + values.len())) {
-                    let (own, others) = rest.split_at(range.len());
-                    if !own.is_empty() {
-                        kept.push(KeptVector { what, segment, start: range.start, values: KeptValues::Host(own) });
-                    }
-                    rest = others;
-                }
-            }
+            let own = codec.kept().into_iter();
+            kept.extend(own.flat_map(|(what, start, values)| kept_of(bucket, what, start, values)));
         }
         kept
     }
 
     fn restore(&mut self, saved: &mut SavedKept<'_>) -> Result<(), TrainError> {
         for (bucket, codec) in self.buckets.plan().iter().zip(&mut self.codecs) {
-            codec.restore(&mut |what, range| {
-                let mut values = Vec::with_capacity(range.len());
-                for (segment, own) in bucket.within(&range).into_iter().filter(|(_, own)| !own.is_empty()) {
-                    let len = own.len();
-                    values.extend((saved.read)(segment, what, own)?.unwrap_or_else(|| vec![0.0; len]));
-                }
-                Ok(values)
-            })?;
+            codec.restore(&mut |what, range| read_kept(bucket, what, &range, saved))?;
         }
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 use comm_core::{Buffer, Error, Op};
 
+use super::encoding::Encoding;
 use super::strategy::{Codec, ExpectedOperation, ReadKept};
 use crate::checkpoint::sharded::Kept;
 use crate::error::TrainError;
@@ -19,7 +20,7 @@ pub(super) fn kept(fraction: f64, count: usize) -> usize {
 
 /// What a bucket of `count` elements takes.
 pub(super) fn operations(fraction: f64, count: usize, ranks: usize) -> Vec<ExpectedOperation> {
-    vec![ExpectedOperation::bytes(Op::AllGather, ranks * kept(fraction, count) * (VALUE + PLACE))]
+    vec![ExpectedOperation::bytes(Op::AllGather, ranks * Largest { fraction }.bytes(count))]
 }
 
 /// The places of the `kept` elements of largest magnitude, ascending; of equal ones the first. What is no number is larger than any.
@@ -43,39 +44,63 @@ fn largest(values: &[f32], kept: usize) -> Vec<usize> {
     values.iter().enumerate().filter_map(|(place, value)| takes(value).then_some(place)).collect()
 }
 
-/// Replaces `values` by what is left of them when the `kept` largest are sent, and writes those to `out`: all values, then all places.
-fn encode(values: &mut [f32], kept: usize, out: &mut [u8]) {
-    let (sent, places) = out.split_at_mut(kept * VALUE);
-    let out = sent.chunks_exact_mut(VALUE).zip(places.chunks_exact_mut(PLACE));
-    for (place, (value, at)) in largest(values, kept).into_iter().zip(out) {
-        value.copy_from_slice(&std::mem::take(&mut values[place]).to_le_bytes());
-        // A bucket has fewer elements: see `TopK::new`.
-        at.copy_from_slice(&(place as u32).to_le_bytes());
+/// The largest: all values, then all places.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Largest {
+    /// The part of all elements that is sent.
+    pub(super) fraction: f64,
+}
+
+impl Encoding for Largest {
+    fn bytes(&self, count: usize) -> usize {
+        kept(self.fraction, count) * (VALUE + PLACE)
+    }
+
+    fn encode(&self, values: &mut [f32], out: &mut [u8]) {
+        let kept = kept(self.fraction, values.len());
+        let (sent, places) = out.split_at_mut(kept * VALUE);
+        let out = sent.chunks_exact_mut(VALUE).zip(places.chunks_exact_mut(PLACE));
+        for (place, (value, at)) in largest(values, kept).into_iter().zip(out) {
+            value.copy_from_slice(&std::mem::take(&mut values[place]).to_le_bytes());
+            // A bucket has fewer elements: see `check`.
+            at.copy_from_slice(&(place as u32).to_le_bytes());
+        }
+    }
+
+    fn add(&self, bytes: &[u8], sums: &mut [f32], from: usize) -> comm_core::Result<()> {
+        let count = sums.len();
+        let (values, places) = bytes.split_at(bytes.len() / (VALUE + PLACE) * VALUE);
+        let (values, places) = (values.as_chunks::<VALUE>().0, places.as_chunks::<PLACE>().0);
+        for (value, place) in values.iter().zip(places) {
+            let place = u32::from_le_bytes(*place);
+            let Some(sum) = usize::try_from(place).ok().and_then(|place| sums.get_mut(place)) else {
+                return Err(Error::Protocol {
+                    who: format!("rank {from}"),
+                    what: format!("a gradient for element {place} of a bucket of {count}"),
+                });
+            };
+            *sum += f32::from_le_bytes(*value);
+        }
+        Ok(())
     }
 }
 
-/// Adds the values of `bytes`, which [`encode`] wrote on rank `from`, to `sums`.
-fn add_decoded(bytes: &[u8], sums: &mut [f32], from: usize) -> comm_core::Result<()> {
-    let count = sums.len();
-    let (values, places) = bytes.split_at(bytes.len() / (VALUE + PLACE) * VALUE);
-    let (values, places) = (values.as_chunks::<VALUE>().0, places.as_chunks::<PLACE>().0);
-    for (value, place) in values.iter().zip(places) {
-        let place = u32::from_le_bytes(*place);
-        let Some(sum) = usize::try_from(place).ok().and_then(|place| sums.get_mut(place)) else {
-            return Err(Error::Protocol {
-                who: format!("rank {from}"),
-                what: format!("a gradient for element {place} of a bucket of {count}"),
-            });
-        };
-        *sum += f32::from_le_bytes(*value);
+/// Whether places can name the elements of a bucket of `count`.
+///
+/// # Errors
+/// `InvalidArgument` where they cannot.
+pub(super) fn check(count: usize) -> comm_core::Result<()> {
+    if u32::try_from(count).is_ok() {
+        return Ok(());
     }
-    Ok(())
+    Err(Error::invalid(format!(
+        "a bucket of {count} elements is too large for --compress topk; give a smaller --bucket-bytes or --fusion-bytes"
+    )))
 }
 
 /// A bucket: every rank gets what every rank sends of it.
 pub(super) struct TopK {
-    /// Elements that are sent.
-    kept: usize,
+    encoding: Largest,
     ranks: usize,
     rank: usize,
     /// What of this rank's gradients has not been sent.
@@ -85,16 +110,12 @@ pub(super) struct TopK {
 
 impl TopK {
     /// # Errors
-    /// `InvalidArgument` for a bucket of more elements than a place can name.
+    /// Those of [`check`].
     pub(super) fn new(fraction: f64, count: usize, channel: &Channel) -> comm_core::Result<Self> {
-        if u32::try_from(count).is_err() {
-            return Err(Error::invalid(format!(
-                "a bucket of {count} elements is too large for --compress topk; give a smaller --bucket-bytes or --fusion-bytes"
-            )));
-        }
+        check(count)?;
         let left = memory::within(Category::Optimizer, || vec![0.0; count]);
         let (rank, ranks) = (channel.rank(), channel.ranks());
-        Ok(TopK { kept: kept(fraction, count), ranks, rank, left, under_way: None })
+        Ok(TopK { encoding: Largest { fraction }, ranks, rank, left, under_way: None })
     }
 }
 
@@ -103,9 +124,9 @@ impl Codec for TopK {
         let bytes = channel.packing(|| {
             self.left.iter_mut().zip(&grads).for_each(|(left, own)| *left += own);
             drop(grads);
-            let len = self.kept * (VALUE + PLACE);
+            let len = self.encoding.bytes(self.left.len());
             let mut bytes = vec![0; self.ranks * len];
-            encode(&mut self.left, self.kept, &mut bytes[self.rank * len..(self.rank + 1) * len]);
+            self.encoding.encode(&mut self.left, &mut bytes[self.rank * len..(self.rank + 1) * len]);
             bytes
         });
         self.under_way = Some(channel.start(Op::AllGather, Buffer::from_vec(bytes), route));
@@ -117,9 +138,9 @@ impl Codec for TopK {
         let bytes = pending.wait()?.into_vec::<u8>()?;
         channel.unpacking(|| {
             let mut mean = vec![0.0; self.left.len()];
-            let mut of_ranks = bytes.chunks((self.kept * (VALUE + PLACE)).max(1)).enumerate();
+            let mut of_ranks = bytes.chunks(self.encoding.bytes(mean.len()).max(1)).enumerate();
             // In rank order.
-            of_ranks.try_for_each(|(from, bytes)| add_decoded(bytes, &mut mean, from))?;
+            of_ranks.try_for_each(|(from, bytes)| self.encoding.add(bytes, &mut mean, from))?;
             let ranks = self.ranks as f32;
             mean.iter_mut().for_each(|sum| *sum /= ranks);
             Ok(mean)
@@ -164,12 +185,12 @@ mod tests {
         for count in [1, 10, 333] {
             for fraction in [0.001, 0.1, 0.5, 1.0] {
                 let values: Vec<f32> = (0..count).map(|_| (random.unit() as f32 - 0.5) * 1e3).collect();
-                let kept = kept(fraction, count);
-                let (mut left, mut bytes) = (values.clone(), vec![0; kept * (VALUE + PLACE)]);
-                encode(&mut left, kept, &mut bytes);
+                let encoding = Largest { fraction };
+                let (mut left, mut bytes) = (values.clone(), vec![0; encoding.bytes(count)]);
+                encoding.encode(&mut left, &mut bytes);
                 let mut sent = vec![0.0; count];
-                add_decoded(&bytes, &mut sent, 0).unwrap();
-                assert_eq!(sent.iter().filter(|value| **value != 0.0).count(), kept);
+                encoding.add(&bytes, &mut sent, 0).unwrap();
+                assert_eq!(sent.iter().filter(|value| **value != 0.0).count(), kept(fraction, count));
                 for ((value, sent), left) in values.iter().zip(&sent).zip(&left) {
                     // One of them is the value, the other nothing.
                     assert_eq!(sent + left, *value);
@@ -181,10 +202,10 @@ mod tests {
 
     #[test]
     fn a_place_outside_the_bucket_is_refused() {
-        let mut bytes = vec![0; 8];
-        encode(&mut [0.0, 0.0, 5.0], 1, &mut bytes);
-        let error = add_decoded(&bytes, &mut [0.0, 0.0], 3).unwrap_err().to_string();
+        let (mut bytes, encoding) = (vec![0; 8], Largest { fraction: 0.3 });
+        encoding.encode(&mut [0.0, 0.0, 5.0], &mut bytes);
+        let error = encoding.add(&bytes, &mut [0.0, 0.0], 3).unwrap_err().to_string();
         assert!(error.contains("rank 3") && error.contains("element 2 of a bucket of 2"), "{error}");
-        add_decoded(&bytes, &mut [0.0; 3], 3).unwrap();
+        encoding.add(&bytes, &mut [0.0; 3], 3).unwrap();
     }
 }
