@@ -3,8 +3,9 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::fs;
-use std::path::PathBuf;
-use std::process::{Command, Output, Stdio};
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -31,10 +32,12 @@ impl Bench {
 
     fn command(&self, more: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_bench"));
-        command
-            .args(["sweep", "plan.toml", "--allow-debug", "--data", "text.txt", "--out", "out"])
-            .args(more)
-            .current_dir(self.folder.path());
+        command.args(["sweep", "plan.toml", "--allow-debug"]).args(more).current_dir(self.folder.path());
+        for (option, value) in [("--data", "text.txt"), ("--out", "out")] {
+            if !more.contains(&option) {
+                command.args([option, value]);
+            }
+        }
         command
     }
 
@@ -283,4 +286,118 @@ fn a_plan_with_ranks_that_talk_to_nobody_says_how_much_is_computed() {
     {
         assert!(page.contains(part), "{part}");
     }
+}
+
+/// A sweep as rank `rank` of two that a launcher has started by hand.
+fn launched(bench: &Bench, rank: usize, port: u16, more: &[&str]) -> Child {
+    let mut command = bench.command(more);
+    command.env("COMM_RANK", rank.to_string()).env("COMM_WORLD_SIZE", "2");
+    command.env("COMM_ADDR", format!("127.0.0.1:{port}")).env("COMM_SECRET", "a secret for tests only");
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+#[test]
+fn under_mpirun_cells_come_to_the_weights_of_this_programs_own_ranks() {
+    let bench = Bench::with_plan(1, "strategy = [\"ddp\", \"fsdp\"]\ntransport = [\"tcp\", \"quic\"]\nranks = [2, 4]");
+    let mut mpirun = Command::new("mpirun");
+    mpirun.args(["--oversubscribe", "--bind-to", "none", "-n", "2", env!("CARGO_BIN_EXE_bench")]);
+    mpirun.args(["sweep", "plan.toml", "--allow-debug", "--data", "text.txt", "--out", "out"]);
+    mpirun.current_dir(bench.folder.path()).env("COMM_SECRET", "a secret for tests only").stdin(Stdio::null());
+    mpirun.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+    let version = Command::new("mpirun").arg("--version").output();
+    if !version.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains("Open MPI")) {
+        println!("skipped: mpirun is not there: Debian's package openmpi-bin");
+        return;
+    }
+    let output = mpirun.output().unwrap();
+    assert!(output.status.success(), "{}", said(&output));
+    let told = "of 8 cells left out: 4 (the launcher has started another number of ranks: 2)";
+    assert!(said(&output).contains(told), "{}", said(&output));
+    let records = bench.records();
+    let plan = fs::read_to_string(bench.path("plan.toml")).unwrap().replace("[2, 4]", "2");
+    fs::write(bench.path("plan.toml"), plan).unwrap();
+    let own = bench.sweep(&["--out", "own"]);
+    assert!(own.status.success(), "{}", said(&own));
+    let own: Vec<Value> = fs::read_to_string(bench.path("own/results.jsonl"))
+        .unwrap()
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    assert_eq!((records.len(), own.len()), (8, 4));
+    for record in &records {
+        let cell = &record["cell"];
+        if cell["ranks"] == 4 {
+            assert_eq!(kind(record), "not-available", "{}", record["status"]);
+            continue;
+        }
+        assert_eq!(kind(record), "ok", "{cell}: {}", record["status"]);
+        let measured = &record["measured"];
+        let same = own.iter().find(|own| own["cell"] == *cell).unwrap();
+        assert_eq!(measured["weights_hash"], same["measured"]["weights_hash"], "{cell}");
+        assert_eq!(measured["losses"], same["measured"]["losses"], "{cell}");
+        let host = &measured["hosts"][0];
+        assert_eq!((&host["ranks"], &host["clock"]), (&serde_json::json!([0, 1]), &Value::Null), "{host}");
+        for rank in measured["ranks"].as_array().unwrap() {
+            assert_eq!(rank["payload_bytes"], rank["payload_expected"], "{cell}");
+            assert_eq!(numbers(&rank["steps"]["total"]).len(), 4, "{cell}");
+        }
+    }
+    assert!(bench.path("out/report.html").exists() && bench.path("out/traces").read_dir().unwrap().count() == 4);
+}
+
+/// The child of a process that trains, once it is there.
+fn trainer_of(parent: u32) -> u32 {
+    let began = Instant::now();
+    loop {
+        let children = fs::read_to_string(format!("/proc/{parent}/task/{parent}/children")).unwrap_or_default();
+        let trains = |child: &u32| {
+            let arguments = fs::read(format!("/proc/{child}/cmdline")).unwrap_or_default();
+            String::from_utf8_lossy(&arguments).contains("train-rank")
+        };
+        if let Some(child) = children.split_whitespace().filter_map(|child| child.parse().ok()).find(trains) {
+            return child;
+        }
+        assert!(began.elapsed() < Duration::from_secs(30), "process {parent} has started no rank");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn a_rank_that_dies_under_a_launcher_is_a_hole_and_the_next_cell_runs() {
+    if !Path::new("/proc/self/task").exists() {
+        println!("skipped: no /proc");
+        return;
+    }
+    let bench = Bench::with_plan(2, "strategy = \"ddp\"\ntransport = \"tcp-raw\"\nplanted = { ms = 500 }");
+    let port = free_port();
+    let [first, second] = [0, 1].map(|rank| launched(&bench, rank, port, &[]));
+    let victim = trainer_of(second.id());
+    // Most of them are in their first steps then.
+    std::thread::sleep(Duration::from_millis(700));
+    assert!(Command::new("kill").args(["-KILL", &victim.to_string()]).status().unwrap().success());
+    let [first, second] = [first, second].map(|rank| rank.wait_with_output().unwrap());
+    assert_eq!(first.status.code(), Some(1), "{}", said(&first));
+    assert!(second.status.success() && said(&second).is_empty(), "{}", said(&second));
+    let records = bench.records();
+    assert_eq!(records.iter().map(kind).collect::<Vec<_>>(), ["failed", "ok"], "{}", said(&first));
+    let why = records[0]["status"]["why"].as_str().unwrap();
+    assert!(why.contains("rank 1 was killed by signal 9"), "{why}");
+    assert!(said(&first).contains(why), "{}", said(&first));
+}
+
+#[test]
+fn ranks_with_another_text_are_told_apart() {
+    let bench = Bench::with_plan(1, "strategy = \"ddp\"\ntransport = \"tcp-raw\"");
+    fs::write(bench.path("other.txt"), "Pack my box with five dozen liquor jugs. ".repeat(400)).unwrap();
+    let port = free_port();
+    let first = launched(&bench, 0, port, &[]);
+    let second = launched(&bench, 1, port, &["--data", "other.txt"]);
+    let [first, second] = [first, second].map(|rank| rank.wait_with_output().unwrap());
+    assert_eq!(first.status.code(), Some(1), "{}", said(&first));
+    assert!(said(&first).contains("rank 1 has another text") && said(&first).contains("--data"), "{}", said(&first));
+    assert!(!second.status.success() && said(&second).is_empty(), "{}", said(&second));
 }
