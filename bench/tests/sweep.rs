@@ -401,3 +401,89 @@ fn ranks_with_another_text_are_told_apart() {
     assert!(said(&first).contains("rank 1 has another text") && said(&first).contains("--data"), "{}", said(&first));
     assert!(!second.status.success() && said(&second).is_empty(), "{}", said(&second));
 }
+
+/// Two network namespaces joined by a cable: for ranks, two machines. They are gone when this is dropped.
+struct TwoMachines([String; 2]);
+
+impl TwoMachines {
+    /// `None` where they cannot be had, which is said.
+    fn new() -> Option<Self> {
+        let names = ["a", "b"].map(|name| format!("sweep-test-{}-{name}", std::process::id()));
+        let machines = TwoMachines(names);
+        let [a, b] = &machines.0;
+        let lines = format!(
+            "netns add {a}\nnetns add {b}\nlink add va netns {a} type veth peer name vb netns {b}\n\
+             -n {a} addr add 10.77.0.1/24 dev va\n-n {b} addr add 10.77.0.2/24 dev vb\n\
+             -n {a} link set lo up\n-n {b} link set lo up\n-n {a} link set va up\n-n {b} link set vb up"
+        );
+        for line in lines.lines() {
+            let output = Command::new("ip").args(line.split(' ')).output();
+            if !output.is_ok_and(|output| output.status.success()) {
+                println!("skipped: no network namespaces: `ip {line}` fails");
+                return None;
+            }
+        }
+        Some(machines)
+    }
+
+    /// `command` on one of them, with a monotonic clock that is so many seconds ahead.
+    fn start(&self, number: usize, ahead: u64, command: &Command) -> Child {
+        let mut there = Command::new("ip");
+        there.args([
+            "netns",
+            "exec",
+            &self.0[number],
+            "unshare",
+            "--time",
+            "--monotonic",
+            &ahead.to_string(),
+            "--fork",
+        ]);
+        there.arg(command.get_program()).args(command.get_args()).current_dir(command.get_current_dir().unwrap());
+        there.env("COMM_RANK", number.to_string()).env("COMM_WORLD_SIZE", "2");
+        there.env("COMM_ADDR", "10.77.0.1:29400").env("COMM_SECRET", "a secret for tests only");
+        there.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    }
+}
+
+impl Drop for TwoMachines {
+    fn drop(&mut self) {
+        for name in &self.0 {
+            let _ = Command::new("ip").args(["netns", "delete", name]).stderr(Stdio::null()).status();
+        }
+    }
+}
+
+#[test]
+fn ranks_of_two_machines_are_brought_onto_one_clock() {
+    const AHEAD: u64 = 5000;
+    let Some(machines) = TwoMachines::new() else { return };
+    let tried = Command::new("unshare").args(["--time", "--monotonic", "1", "--fork", "true"]).output();
+    if !tried.is_ok_and(|output| output.status.success()) {
+        println!("skipped: no time namespaces: `unshare --time` fails");
+        return;
+    }
+    let bench = Bench::with_plan(1, "strategy = \"ddp\"\ntransport = [\"tcp\", \"shm\"]");
+    let command = bench.command(&[]);
+    let ranks = [machines.start(0, 0, &command), machines.start(1, AHEAD, &command)];
+    let [first, second] = ranks.map(|rank| rank.wait_with_output().unwrap());
+    assert!(first.status.success() && second.status.success(), "{}{}", said(&first), said(&second));
+    assert!(said(&first).contains("The ranks were on 2 machines"), "{}", said(&first));
+    let records = bench.records();
+    let of = |transport: &str| records.iter().find(|record| record["cell"]["transport"] == transport).unwrap();
+    assert_eq!(kind(of("shm")), "not-available");
+    let tcp = of("tcp");
+    assert_eq!((kind(tcp), &tcp["cell"]["link"]), ("ok", &Value::from("network")), "{}", tcp["status"]);
+    let hosts = tcp["measured"]["hosts"].as_array().unwrap();
+    let clock = |name: &str| hosts[1]["clock"][name].as_f64().unwrap();
+    let off = (clock("offset_ms") - 1e3 * AHEAD as f64).abs();
+    println!("{}", hosts[1]["clock"]);
+    assert!(hosts[0]["clock"].is_null() && off <= clock("error_ms"), "{off} ms off: {}", hosts[1]);
+    // All of it happened within the run.
+    let traces = fs::read_dir(bench.path("out/traces")).unwrap().flatten();
+    let traces: Vec<_> = traces.collect();
+    assert_eq!(traces.len(), 1);
+    let trace: Value = serde_json::from_slice(&fs::read(traces[0].path()).unwrap()).unwrap();
+    let times = trace["traceEvents"].as_array().unwrap().iter().filter_map(|event| event["ts"].as_f64());
+    assert!(times.clone().count() > 20 && times.fold(0.0, f64::max) < 60e6, "the ranks are apart");
+}
