@@ -103,12 +103,11 @@ pub fn main() -> ExitCode {
 
 /// Refuses to start ranks where a launcher has started this program several times: each would start a job of its own, and slow down the others.
 fn once(command: Option<&Command>) -> Result<(), BenchError> {
-    use Command::{Calibrate, Links, Memory, Overlap, Paper, Parity, Peers, Record, Replay, Sweep, Torture};
+    use Command::{Calibrate, Links, Memory, Overlap, Paper, Parity, Peers, Record, Replay, Torture};
     let starts_ranks = match command {
         Some(Torture(command)) => command.starts_ranks(),
         Some(
-            Calibrate(_) | Links(_) | Memory(_) | Overlap(_) | Paper(_) | Parity(_) | Peers(_) | Record(_) | Replay(_)
-            | Sweep(_),
+            Calibrate(_) | Links(_) | Memory(_) | Overlap(_) | Paper(_) | Parity(_) | Peers(_) | Record(_) | Replay(_),
         )
         | None => true,
         Some(_) => false,
@@ -124,7 +123,7 @@ fn once(command: Option<&Command>) -> Result<(), BenchError> {
     };
     Err(format!(
         "this command starts its ranks itself, on this machine, and a launcher has started it ({what}): start it once, without the \
-         launcher; `bench collectives` runs on a launcher's ranks"
+         launcher; `bench sweep` and `bench collectives` run on a launcher's ranks"
     )
     .into())
 }

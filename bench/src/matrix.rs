@@ -48,6 +48,7 @@ pub(crate) fn run(setup: &Setup) -> Result<bool, BenchError> {
         signals: setup.signals.clone(),
         torch: Err("the matrix has no cell for it".into()),
         budget: setup.budget,
+        launched: None,
     };
     let sound = sweep.run(&BTreeSet::new())? == ExitCode::SUCCESS;
     if setup.table {

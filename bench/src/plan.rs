@@ -18,7 +18,7 @@ use gpt2::strategy::{Compression, Setting, StrategyKind, StrategyOptions};
 use isocomm::Rung;
 use rig::folder::read_small;
 use rig::link::{Carrier, LinkOptions, MAX_ENDS, Profile};
-use rig::record::{Axis, Cell, DEFAULT, GLOO, InjectedDelay, LOOPBACK, NOBODY, Trainer, Validation};
+use rig::record::{Axis, Cell, DEFAULT, GLOO, InjectedDelay, LOOPBACK, NETWORK, NOBODY, Trainer, Validation};
 use rig::training::{local_options, model, schedule};
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -322,6 +322,15 @@ impl Plan {
     /// What is wrong with it and where, for the user.
     pub(crate) fn parse(text: &str) -> Result<Plan, String> {
         Draft::parse(text)?.plan()
+    }
+
+    /// The same plan where the ranks are on several machines: what would go over loopback goes over the network between them.
+    pub(crate) fn over_network(&mut self) {
+        let networked = |cell: &&mut Cell| {
+            let talks = cell.transport.parse::<Rung>().is_ok_and(|rung| !rung.is_in_memory());
+            cell.link == LOOPBACK && talks && !cell.alone
+        };
+        self.cells.iter_mut().filter(networked).for_each(|cell| cell.link = NETWORK.into());
     }
 }
 

@@ -261,7 +261,7 @@ fn ranks_of_a_launcher_are_measured_and_rank_0_has_the_rows() {
 #[test]
 fn what_starts_its_ranks_itself_is_refused_under_a_launcher() {
     let folder = tempfile::tempdir().unwrap();
-    for command in ["sweep quick", "soak --for 1s", "links"] {
+    for command in ["memory", "soak --for 1s", "links"] {
         let arguments: Vec<&str> = command.split(' ').collect();
         let output = launched(1, 1, &arguments, folder.path()).output().unwrap();
         let said = stderr(&output);

@@ -3,8 +3,9 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::fs;
-use std::path::PathBuf;
-use std::process::{Command, Output, Stdio};
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -31,10 +32,12 @@ impl Bench {
 
     fn command(&self, more: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_bench"));
-        command
-            .args(["sweep", "plan.toml", "--allow-debug", "--data", "text.txt", "--out", "out"])
-            .args(more)
-            .current_dir(self.folder.path());
+        command.args(["sweep", "plan.toml", "--allow-debug"]).args(more).current_dir(self.folder.path());
+        for (option, value) in [("--data", "text.txt"), ("--out", "out")] {
+            if !more.contains(&option) {
+                command.args([option, value]);
+            }
+        }
         command
     }
 
@@ -283,4 +286,204 @@ fn a_plan_with_ranks_that_talk_to_nobody_says_how_much_is_computed() {
     {
         assert!(page.contains(part), "{part}");
     }
+}
+
+/// A sweep as rank `rank` of two that a launcher has started by hand.
+fn launched(bench: &Bench, rank: usize, port: u16, more: &[&str]) -> Child {
+    let mut command = bench.command(more);
+    command.env("COMM_RANK", rank.to_string()).env("COMM_WORLD_SIZE", "2");
+    command.env("COMM_ADDR", format!("127.0.0.1:{port}")).env("COMM_SECRET", "a secret for tests only");
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+#[test]
+fn under_mpirun_cells_come_to_the_weights_of_this_programs_own_ranks() {
+    let bench = Bench::with_plan(1, "strategy = [\"ddp\", \"fsdp\"]\ntransport = [\"tcp\", \"quic\"]\nranks = [2, 4]");
+    let mut mpirun = Command::new("mpirun");
+    mpirun.args(["--oversubscribe", "--bind-to", "none", "-n", "2", env!("CARGO_BIN_EXE_bench")]);
+    mpirun.args(["sweep", "plan.toml", "--allow-debug", "--data", "text.txt", "--out", "out"]);
+    mpirun.current_dir(bench.folder.path()).env("COMM_SECRET", "a secret for tests only").stdin(Stdio::null());
+    mpirun.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+    let version = Command::new("mpirun").arg("--version").output();
+    if !version.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains("Open MPI")) {
+        println!("skipped: mpirun is not there: Debian's package openmpi-bin");
+        return;
+    }
+    let output = mpirun.output().unwrap();
+    assert!(output.status.success(), "{}", said(&output));
+    let told = "of 8 cells left out: 4 (the launcher has started another number of ranks: 2)";
+    assert!(said(&output).contains(told), "{}", said(&output));
+    let records = bench.records();
+    let plan = fs::read_to_string(bench.path("plan.toml")).unwrap().replace("[2, 4]", "2");
+    fs::write(bench.path("plan.toml"), plan).unwrap();
+    let own = bench.sweep(&["--out", "own"]);
+    assert!(own.status.success(), "{}", said(&own));
+    let own: Vec<Value> = fs::read_to_string(bench.path("own/results.jsonl"))
+        .unwrap()
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    assert_eq!((records.len(), own.len()), (8, 4));
+    for record in &records {
+        let cell = &record["cell"];
+        if cell["ranks"] == 4 {
+            assert_eq!(kind(record), "not-available", "{}", record["status"]);
+            continue;
+        }
+        assert_eq!(kind(record), "ok", "{cell}: {}", record["status"]);
+        let measured = &record["measured"];
+        let same = own.iter().find(|own| own["cell"] == *cell).unwrap();
+        assert_eq!(measured["weights_hash"], same["measured"]["weights_hash"], "{cell}");
+        assert_eq!(measured["losses"], same["measured"]["losses"], "{cell}");
+        let host = &measured["hosts"][0];
+        assert_eq!((&host["ranks"], &host["clock"]), (&serde_json::json!([0, 1]), &Value::Null), "{host}");
+        for rank in measured["ranks"].as_array().unwrap() {
+            assert_eq!(rank["payload_bytes"], rank["payload_expected"], "{cell}");
+            assert_eq!(numbers(&rank["steps"]["total"]).len(), 4, "{cell}");
+        }
+    }
+    assert!(bench.path("out/report.html").exists() && bench.path("out/traces").read_dir().unwrap().count() == 4);
+}
+
+/// The child of a process that trains, once it is there.
+fn trainer_of(parent: u32) -> u32 {
+    let began = Instant::now();
+    loop {
+        let children = fs::read_to_string(format!("/proc/{parent}/task/{parent}/children")).unwrap_or_default();
+        let trains = |child: &u32| {
+            let arguments = fs::read(format!("/proc/{child}/cmdline")).unwrap_or_default();
+            String::from_utf8_lossy(&arguments).contains("train-rank")
+        };
+        if let Some(child) = children.split_whitespace().filter_map(|child| child.parse().ok()).find(trains) {
+            return child;
+        }
+        assert!(began.elapsed() < Duration::from_secs(30), "process {parent} has started no rank");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn a_rank_that_dies_under_a_launcher_is_a_hole_and_the_next_cell_runs() {
+    if !Path::new("/proc/self/task").exists() {
+        println!("skipped: no /proc");
+        return;
+    }
+    let bench = Bench::with_plan(2, "strategy = \"ddp\"\ntransport = \"tcp-raw\"\nplanted = { ms = 500 }");
+    let port = free_port();
+    let [first, second] = [0, 1].map(|rank| launched(&bench, rank, port, &[]));
+    let victim = trainer_of(second.id());
+    // Most of them are in their first steps then.
+    std::thread::sleep(Duration::from_millis(700));
+    assert!(Command::new("kill").args(["-KILL", &victim.to_string()]).status().unwrap().success());
+    let [first, second] = [first, second].map(|rank| rank.wait_with_output().unwrap());
+    assert_eq!(first.status.code(), Some(1), "{}", said(&first));
+    assert!(second.status.success() && said(&second).is_empty(), "{}", said(&second));
+    let records = bench.records();
+    assert_eq!(records.iter().map(kind).collect::<Vec<_>>(), ["failed", "ok"], "{}", said(&first));
+    let why = records[0]["status"]["why"].as_str().unwrap();
+    assert!(why.contains("rank 1 was killed by signal 9"), "{why}");
+    assert!(said(&first).contains(why), "{}", said(&first));
+}
+
+#[test]
+fn ranks_with_another_text_are_told_apart() {
+    let bench = Bench::with_plan(1, "strategy = \"ddp\"\ntransport = \"tcp-raw\"");
+    fs::write(bench.path("other.txt"), "Pack my box with five dozen liquor jugs. ".repeat(400)).unwrap();
+    let port = free_port();
+    let first = launched(&bench, 0, port, &[]);
+    let second = launched(&bench, 1, port, &["--data", "other.txt"]);
+    let [first, second] = [first, second].map(|rank| rank.wait_with_output().unwrap());
+    assert_eq!(first.status.code(), Some(1), "{}", said(&first));
+    assert!(said(&first).contains("rank 1 has another text") && said(&first).contains("--data"), "{}", said(&first));
+    assert!(!second.status.success() && said(&second).is_empty(), "{}", said(&second));
+}
+
+/// Two network namespaces joined by a cable: for ranks, two machines. They are gone when this is dropped.
+struct TwoMachines([String; 2]);
+
+impl TwoMachines {
+    /// `None` where they cannot be had, which is said.
+    fn new() -> Option<Self> {
+        let names = ["a", "b"].map(|name| format!("sweep-test-{}-{name}", std::process::id()));
+        let machines = TwoMachines(names);
+        let [a, b] = &machines.0;
+        let lines = format!(
+            "netns add {a}\nnetns add {b}\nlink add va netns {a} type veth peer name vb netns {b}\n\
+             -n {a} addr add 10.77.0.1/24 dev va\n-n {b} addr add 10.77.0.2/24 dev vb\n\
+             -n {a} link set lo up\n-n {b} link set lo up\n-n {a} link set va up\n-n {b} link set vb up"
+        );
+        for line in lines.lines() {
+            let output = Command::new("ip").args(line.split(' ')).output();
+            if !output.is_ok_and(|output| output.status.success()) {
+                println!("skipped: no network namespaces: `ip {line}` fails");
+                return None;
+            }
+        }
+        Some(machines)
+    }
+
+    /// `command` on one of them, with a monotonic clock that is so many seconds ahead.
+    fn start(&self, number: usize, ahead: u64, command: &Command) -> Child {
+        let mut there = Command::new("ip");
+        there.args([
+            "netns",
+            "exec",
+            &self.0[number],
+            "unshare",
+            "--time",
+            "--monotonic",
+            &ahead.to_string(),
+            "--fork",
+        ]);
+        there.arg(command.get_program()).args(command.get_args()).current_dir(command.get_current_dir().unwrap());
+        there.env("COMM_RANK", number.to_string()).env("COMM_WORLD_SIZE", "2");
+        there.env("COMM_ADDR", "10.77.0.1:29400").env("COMM_SECRET", "a secret for tests only");
+        there.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    }
+}
+
+impl Drop for TwoMachines {
+    fn drop(&mut self) {
+        for name in &self.0 {
+            let _ = Command::new("ip").args(["netns", "delete", name]).stderr(Stdio::null()).status();
+        }
+    }
+}
+
+#[test]
+fn ranks_of_two_machines_are_brought_onto_one_clock() {
+    const AHEAD: u64 = 5000;
+    let Some(machines) = TwoMachines::new() else { return };
+    let tried = Command::new("unshare").args(["--time", "--monotonic", "1", "--fork", "true"]).output();
+    if !tried.is_ok_and(|output| output.status.success()) {
+        println!("skipped: no time namespaces: `unshare --time` fails");
+        return;
+    }
+    let bench = Bench::with_plan(1, "strategy = \"ddp\"\ntransport = [\"tcp\", \"shm\"]");
+    let command = bench.command(&[]);
+    let ranks = [machines.start(0, 0, &command), machines.start(1, AHEAD, &command)];
+    let [first, second] = ranks.map(|rank| rank.wait_with_output().unwrap());
+    assert!(first.status.success() && second.status.success(), "{}{}", said(&first), said(&second));
+    assert!(said(&first).contains("The ranks were on 2 machines"), "{}", said(&first));
+    let records = bench.records();
+    let of = |transport: &str| records.iter().find(|record| record["cell"]["transport"] == transport).unwrap();
+    assert_eq!(kind(of("shm")), "not-available");
+    let tcp = of("tcp");
+    assert_eq!((kind(tcp), &tcp["cell"]["link"]), ("ok", &Value::from("network")), "{}", tcp["status"]);
+    let hosts = tcp["measured"]["hosts"].as_array().unwrap();
+    let clock = |name: &str| hosts[1]["clock"][name].as_f64().unwrap();
+    let off = (clock("offset_ms") - 1e3 * AHEAD as f64).abs();
+    println!("{}", hosts[1]["clock"]);
+    assert!(hosts[0]["clock"].is_null() && off <= clock("error_ms"), "{off} ms off: {}", hosts[1]);
+    // All of it happened within the run.
+    let traces = fs::read_dir(bench.path("out/traces")).unwrap().flatten();
+    let traces: Vec<_> = traces.collect();
+    assert_eq!(traces.len(), 1);
+    let trace: Value = serde_json::from_slice(&fs::read(traces[0].path()).unwrap()).unwrap();
+    let times = trace["traceEvents"].as_array().unwrap().iter().filter_map(|event| event["ts"].as_f64());
+    assert!(times.clone().count() > 20 && times.fold(0.0, f64::max) < 60e6, "the ranks are apart");
 }

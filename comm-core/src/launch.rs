@@ -24,7 +24,9 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::folder::PrivateFolder;
 use crate::hex;
-use crate::job::{EXIT_ECHO, EXIT_STOPPED, MAX_WORLD_SIZE, Secret, fill_random, other_launchers_variables, vars};
+use crate::job::{
+    Address, EXIT_ECHO, EXIT_STOPPED, Job, MAX_WORLD_SIZE, Secret, fill_random, other_launchers_variables, vars,
+};
 use crate::printer::{self, DRAIN_TIMEOUT, Printer};
 use crate::process::{self, STOP_SIGNALS, not_ignored};
 use crate::sys::{self, Waiter};
@@ -96,6 +98,10 @@ pub struct Launch {
     /// How long, at the end, to wait for the reader of the launcher's own output while it takes nothing. As long as it goes on reading,
     /// however slowly, all of it is written.
     pub drain_timeout: Duration,
+    /// For a process that is itself a rank of a job which another launcher has started: the one process that is started here has the same
+    /// rank and number of ranks, by the same variables of that launcher, but meets the others at this job's address, under its id. The secret
+    /// is that of the variables, too. `None` for a job of this launcher's own.
+    pub in_place_of: Option<Job>,
 }
 
 /// Where the output of ranks goes. No rank ever waits for the reader of the launcher's: up to 16 MiB are kept for it, then the oldest lines are
@@ -148,6 +154,7 @@ impl Launch {
             stop: None,
             timeout: None,
             drain_timeout: DRAIN_TIMEOUT,
+            in_place_of: None,
         }
     }
 
@@ -158,7 +165,7 @@ impl Launch {
     /// output is still waited for, ends that.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for 0 ranks or too many, [`Error::Io`] when a process cannot be started, for instance because
+    /// [`Error::InvalidArgument`] for 0 ranks or too many, or more than one [in the place of](Launch::in_place_of) a rank, [`Error::Io`] when a process cannot be started, for instance because
     /// there is no such program. No process is left behind then either.
     pub fn run(&self) -> Result<LaunchOutcome> {
         self.run_guarded(&Signals::catch(self.stop.is_some())?)
@@ -195,15 +202,19 @@ impl Launch {
                 self.ranks
             )));
         }
+        if self.in_place_of.is_some() && self.ranks != 1 {
+            return Err(Error::invalid(format!("{} processes cannot take the place of one rank", self.ranks)));
+        }
         process::prepare();
         let rendezvous = RendezvousFolder::create()?;
         let (streams, ends) = mpsc::channel();
         let moved = Arc::new(AtomicU64::new(0));
-        let mut running = Running { ranks: Vec::with_capacity(self.ranks) };
-        let sinks: Vec<Sinks> = (0..self.ranks).map(|rank| Sinks::new(self.output, rank)).collect();
+        let first = self.in_place_of.as_ref().map_or(0, |job| job.rank);
+        let mut running = Running { first, ranks: Vec::with_capacity(self.ranks) };
+        let sinks: Vec<Sinks> = (0..self.ranks).map(|rank| Sinks::new(self.output, first + rank)).collect();
         let mut open_streams = 0;
         for (rank, sinks) in sinks.iter().enumerate() {
-            let mut child = self.start(rank, &rendezvous)?;
+            let mut child = self.start(first + rank, &rendezvous)?;
             let pipes = (child.stdout.take(), child.stderr.take());
             // Guarded from here on: an error below kills it.
             running.ranks.push(Rank { child, status: None, given_up: false });
@@ -239,12 +250,29 @@ impl Launch {
 
     fn start(&self, rank: usize, rendezvous: &RendezvousFolder) -> Result<Child> {
         let mut command = Command::new(&self.program);
-        for name in other_launchers_variables() {
-            command.env_remove(name);
+        match &self.in_place_of {
+            Some(job) => take_place(&mut command, job),
+            None => self.set_job(&mut command, rank, rendezvous),
         }
         command
             .args(&self.args)
             .envs(self.env.iter().map(|(name, value)| (name, value)))
+            .stdin(Stdio::null())
+            .stdout(if self.output == Output::RankZeroPlain && rank == 0 { Stdio::inherit() } else { Stdio::piped() })
+            .stderr(Stdio::piped())
+            .process_group(0);
+        sys::die_with_this_process(&mut command);
+        // Its group is not the one in the terminal's foreground.
+        sys::ignore_terminal_output_stops(&mut command);
+        command.spawn().map_err(|e| Error::io(format!("starting rank {rank}: running {}", self.program.display()), e))
+    }
+
+    /// The variables of a rank of a job of this launcher's own.
+    fn set_job(&self, command: &mut Command, rank: usize, rendezvous: &RendezvousFolder) {
+        for name in other_launchers_variables() {
+            command.env_remove(name);
+        }
+        command
             // What a job of the caller's own may have left there.
             .env_remove(vars::SECRET)
             .env_remove(vars::INSECURE)
@@ -258,15 +286,7 @@ impl Launch {
             .env(vars::SECRET_FILE, rendezvous.secret_file())
             .env(vars::JOB_ID, &rendezvous.job_id)
             .env(vars::EPOCH, "0")
-            .env(vars::LAUNCHER_PID, std::process::id().to_string())
-            .stdin(Stdio::null())
-            .stdout(if self.output == Output::RankZeroPlain && rank == 0 { Stdio::inherit() } else { Stdio::piped() })
-            .stderr(Stdio::piped())
-            .process_group(0);
-        sys::die_with_this_process(&mut command);
-        // Its group is not the one in the terminal's foreground.
-        sys::ignore_terminal_output_stops(&mut command);
-        command.spawn().map_err(|e| Error::io(format!("starting rank {rank}: running {}", self.program.display()), e))
+            .env(vars::LAUNCHER_PID, std::process::id().to_string());
     }
 
     /// Waits until all ranks have ended, and ends them when one has failed, a signal has come or the time is up.
@@ -303,6 +323,20 @@ impl Launch {
         }
         Ok(end.of(running, self.stop.is_some()))
     }
+}
+
+/// The variables of a process that is the rank that this one is, of a job with another address and id.
+fn take_place(command: &mut Command, job: &Job) {
+    let address = match &job.address {
+        Address::File(path) => {
+            let mut address = OsString::from("file:");
+            address.push(path);
+            address
+        }
+        tcp @ Address::Tcp { .. } => tcp.to_string().into(),
+    };
+    // Its launcher is this process, which the kernel sees to.
+    command.env(vars::ADDR, address).env(vars::JOB_ID, &job.id).env_remove(vars::LAUNCHER_PID);
 }
 
 /// What is known of the end of a job that has not ended yet.
@@ -472,6 +506,8 @@ impl Blame {
 
 /// The processes. Dropping kills those that are left.
 struct Running {
+    /// The number of the first.
+    first: usize,
     ranks: Vec<Rank>,
 }
 
@@ -505,14 +541,14 @@ impl Running {
 
     /// The ranks that had to be killed, and their exit statuses.
     fn given_up(&self) -> Vec<(usize, ExitStatus)> {
-        let given_up = self.ranks.iter().enumerate().filter(|(_, rank)| rank.given_up);
+        let given_up = (self.first..).zip(&self.ranks).filter(|(_, rank)| rank.given_up);
         given_up.filter_map(|(number, rank)| Some((number, rank.status?))).collect()
     }
 
     /// Reaps the processes that have exited. Returns those that failed.
     fn reap(&mut self) -> Result<Vec<(usize, ExitStatus)>> {
         let mut failed = Vec::new();
-        for (number, rank) in self.ranks.iter_mut().enumerate() {
+        for (number, rank) in (self.first..).zip(&mut self.ranks) {
             let pid = rank.child.id();
             let what = || format!("waiting for rank {number} (process {pid})");
             if rank.status.is_some() || !sys::has_ended(pid).map_err(|e| Error::io(what(), e))? {

@@ -1,6 +1,6 @@
 //! The library of the benchmarks: jobs whose ranks are this executable started again, links between them, and measurements of both.
 //!
-//! [`rank`] is the program of a rank, [`outcome`] runs a job to its end and reports how it ended, [`training`] is the job that
+//! [`rank`] is the program of a rank, [`launched`] are ranks that a launcher has started, [`outcome`] runs a job to its end and reports how it ended, [`training`] is the job that
 //! trains. [`link`] makes the networks that ranks run in, [`why`] and [`machine`] monitor connections and the machine, [`record`]
 //! is the result of a run, and [`stats`] and [`plot`] evaluate records. A program that uses it has [`Command`] among its
 //! commands.
@@ -16,6 +16,7 @@ pub mod flag;
 pub mod folder;
 pub mod formula;
 pub mod interrupts;
+pub mod launched;
 pub mod lines;
 pub mod link;
 pub mod machine;

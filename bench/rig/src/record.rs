@@ -26,6 +26,9 @@ pub const NOBODY: &str = "none";
 /// What a run on one machine without namespaces goes over.
 pub const LOOPBACK: &str = "loopback";
 
+/// What a run on the machines of a launcher's job goes over: the network between them.
+pub const NETWORK: &str = "network";
+
 /// Leaves a setting to the kernel or the transport.
 pub const DEFAULT: &str = "default";
 
@@ -306,6 +309,9 @@ pub struct Measured {
     /// Settings of the transport, as (name, value).
     pub transport_facts: Vec<(String, String)>,
     pub link: Link,
+    /// The machines of a job that a launcher has started; none where the ranks were started here.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub hosts: Vec<Host>,
     /// What the trainer itself says at the end, where nobody watched the steps.
     #[serde(default, skip_serializing_if = "is_default")]
     pub trained: Option<Trained>,
@@ -414,6 +420,30 @@ pub struct Operation {
     pub exposed: f64,
     pub hidden: f64,
     pub skew: f64,
+}
+
+/// A machine of a run.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Host {
+    pub name: String,
+    /// Its ranks, in order.
+    pub ranks: Vec<usize>,
+    /// How its clock differs from that of rank 0's machine; `None` for that machine.
+    pub clock: Option<ClockOffset>,
+}
+
+/// How a machine's monotonic clock, in which spans and operations are measured, differed from that of rank 0's machine during a run. Waits for
+/// late ranks and traces are computed with the offset taken off, and are uncertain by its error.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ClockOffset {
+    /// By how much it was ahead. Monotonic clocks begin when machines do, so that this may be days.
+    pub offset_ms: f64,
+    /// By how much that may be off: half of the round trip, and the drift.
+    pub error_ms: f64,
+    /// The shortest round trip to rank 0, before the run or after it, whichever was longer.
+    pub round_trip_ms: f64,
+    /// By how much it was further ahead after the run than before it.
+    pub drift_ms: f64,
 }
 
 /// The link that a run went over.

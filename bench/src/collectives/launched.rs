@@ -2,19 +2,16 @@
 //!
 //! What ranks and program say to each other goes over the job's control plane. Times are those of single ranks, so that clocks need not agree.
 
-use std::fs;
-use std::net::{Ipv4Addr, Ipv6Addr, TcpListener};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use comm_core::control::{ControlExt, TcpControl};
-use comm_core::job::{self, Address, Job};
+use comm_core::control::TcpControl;
+use comm_core::job::Job;
 use comm_core::{Control, Deadline, Error};
 use isocomm::Rung;
 use rig::BenchError;
-use serde::Serialize;
-use serde::de::DeserializeOwned;
+use rig::launched::{self, Machine, START, addresses, exchange};
 
 use super::options::{Settings, options_of};
 use super::protocol::{Command, OpenedTransport, Reply};
@@ -27,17 +24,6 @@ pub(crate) struct LaunchedRank {
     timeout: Duration,
     machines: Vec<Machine>,
 }
-
-/// A machine of the job.
-#[derive(Clone, Debug, PartialEq)]
-struct Machine {
-    name: String,
-    id: String,
-    ranks: usize,
-}
-
-/// How long ranks wait for each other at the start, which a launcher may spread over a while.
-const START: Duration = Duration::from_secs(120);
 
 /// How much longer than an operation may take the next command is waited for: rank 0 also writes and prints.
 const BETWEEN: Duration = Duration::from_secs(60);
@@ -57,13 +43,12 @@ impl LaunchedRank {
         ];
         let control =
             TcpControl::connect_with(job, &agreement, settings.options.control(), Deadline::after(timeout.max(START)))?;
-        let place = (name_of_machine(), job::machine());
-        let places = control.gather("machines", &place, Deadline::after(timeout))?;
-        let addresses = addresses(job, &settings.transports, &*control, timeout)?;
+        let machines = launched::machines(&*control, Deadline::after(timeout))?;
+        let addresses = addresses(job, &names, &*control, timeout)?;
         let options = |kind: Rung| options_of(kind, &settings.options, settings.quic_congestion.as_ref());
         let transports = settings.transports.iter().zip(addresses);
         let members = Members::open(job, transports.map(|(kind, address)| (*kind, address, options(*kind))));
-        Ok(LaunchedRank { control, members, timeout, machines: machines(places) })
+        Ok(LaunchedRank { control, members, timeout, machines })
     }
 
     /// What each rank can be measured on.
@@ -81,13 +66,12 @@ impl LaunchedRank {
 
     /// The most ranks of one machine.
     pub(crate) fn ranks_of_a_machine(&self) -> usize {
-        self.machines.iter().map(|machine| machine.ranks).max().unwrap_or(1)
+        self.machines.iter().map(|machine| machine.ranks.len()).max().unwrap_or(1)
     }
 
     /// The machines, for people: their names, with the ranks of each.
     pub(crate) fn machines(&self) -> String {
-        let each = self.machines.iter().map(|machine| format!("{} ({} rank(s))", machine.name, machine.ranks));
-        each.collect::<Vec<_>>().join(", ")
+        launched::describe(&self.machines)
     }
 
     /// On rank 0: has all do `command`; what they say, by rank.
@@ -144,81 +128,4 @@ impl LaunchedRank {
 pub(crate) fn serve(job: &Job, settings: &Settings) -> Result<ExitCode, BenchError> {
     LaunchedRank::meet(job, settings)?.serve()?;
     Ok(ExitCode::SUCCESS)
-}
-
-/// As [`ControlExt::gather`], of values that only JSON has a form for.
-fn exchange<S: Serialize, R: DeserializeOwned>(
-    control: &dyn Control,
-    label: &str,
-    value: &S,
-    deadline: Deadline,
-) -> Result<Vec<R>, Error> {
-    let internal = |error: serde_json::Error| Error::Internal(format!("{label}: {error}"));
-    let blobs = control.all_gather(label, &serde_json::to_vec(value).map_err(internal)?, deadline)?;
-    let read = |(rank, blob): (usize, &Vec<u8>)| {
-        serde_json::from_slice(blob)
-            .map_err(|why| Error::Protocol { who: format!("rank {rank}"), what: format!("{label}: {why}") })
-    };
-    blobs.iter().enumerate().map(read).collect()
-}
-
-/// Where the ranks meet for each of the transports: at the job's own host, at ports that are free on rank 0.
-fn addresses(job: &Job, transports: &[Rung], control: &dyn Control, timeout: Duration) -> Result<Vec<Address>, Error> {
-    let host = match &job.address {
-        Address::File(path) => {
-            let of = |kind: &Rung| Address::File(path.with_file_name(format!("address-{kind}")));
-            return Ok(transports.iter().map(of).collect());
-        }
-        Address::Tcp { host, .. } => host,
-    };
-    let mine = if job.rank == 0 { free_ports(transports.len())? } else { Vec::new() };
-    let told = control.gather("ports", &mine, Deadline::after(timeout))?;
-    let ports = told.into_iter().next().filter(|ports| ports.len() == transports.len());
-    let ports =
-        ports.ok_or_else(|| Error::Rendezvous("rank 0 has told other ports than there are transports".into()))?;
-    Ok(ports.into_iter().map(|port| Address::Tcp { host: host.clone(), port }).collect())
-}
-
-fn free_ports(count: usize) -> Result<Vec<u16>, Error> {
-    // All at the same time, so that they differ.
-    let listen =
-        || TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)));
-    let found: std::io::Result<Vec<TcpListener>> = (0..count).map(|_| listen()).collect();
-    let ports = found.and_then(|listeners| listeners.iter().map(|l| Ok(l.local_addr()?.port())).collect());
-    ports.map_err(|error| Error::io("looking for free ports", error))
-}
-
-fn name_of_machine() -> String {
-    fs::read_to_string("/proc/sys/kernel/hostname").map_or_else(|_| "?".into(), |name| name.trim().to_owned())
-}
-
-/// The machines of the ranks, given as (name, id), in the order of their first ranks.
-fn machines(places: Vec<(String, String)>) -> Vec<Machine> {
-    let mut machines: Vec<Machine> = Vec::new();
-    for (name, id) in places {
-        match machines.iter_mut().find(|machine| machine.id == id) {
-            Some(machine) => machine.ranks += 1,
-            None => machines.push(Machine { name, id, ranks: 1 }),
-        }
-    }
-    machines
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn machines_are_told_apart_by_what_they_are_not_by_their_names() {
-        let place = |name: &str, id: &str| (name.to_owned(), id.to_owned());
-        let found = machines(vec![place("a", "1"), place("a", "2"), place("a", "1")]);
-        let ranks: Vec<usize> = found.iter().map(|machine| machine.ranks).collect();
-        assert_eq!(ranks, [2, 1]);
-    }
-
-    #[test]
-    fn free_ports_differ() {
-        let ports = free_ports(5).unwrap();
-        assert!(ports.iter().all(|port| ports.iter().filter(|other| *other == port).count() == 1), "{ports:?}");
-    }
 }

@@ -253,7 +253,9 @@ fn is_one(value: f64, digits: usize) -> bool {
 fn crowd(cell: &Cell, doubt: &str) -> String {
     let cores = doubt.split_once("share ").and_then(|(_, rest)| rest.split_whitespace().next()?.parse().ok());
     let cores = cores.map_or("too few cores".into(), |cores| super::text::count(cores, "core"));
-    format!("{} ranks on {cores}", cell.ranks)
+    // Where a launcher has started them, those of one machine.
+    let ranks = doubt.split_whitespace().next().and_then(|number| number.parse().ok()).unwrap_or(cell.ranks);
+    format!("{ranks} ranks on {cores}")
 }
 
 #[cfg(test)]

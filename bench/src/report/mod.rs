@@ -10,6 +10,7 @@ mod collectives;
 mod curves;
 mod digest;
 mod findings;
+mod hosts;
 mod html;
 mod links;
 mod loss;
@@ -129,11 +130,14 @@ fn write_to(results: &Results, folder: &Path, out: &Path) -> Result<PathBuf, Str
 fn planned(folder: &Path) -> (PlannedRuns, Option<String>) {
     let Ok(text) = fs::read_to_string(folder.join(PLAN)) else { return (PlannedRuns::default(), None) };
     match Plan::parse(&text) {
-        Ok(plan) => {
+        Ok(mut plan) => {
             // As many rounds as the sweep was told, where it was told.
             let header = fs::read(folder.join(HEADER)).ok();
             let header = header.and_then(|bytes| serde_json::from_slice::<serde_json::Value>(&bytes).ok());
-            let told = header.and_then(|header| u32::try_from(header.get("rounds")?.as_u64()?).ok());
+            let told = header.as_ref().and_then(|header| u32::try_from(header.get("rounds")?.as_u64()?).ok());
+            if header.and_then(|header| header.get("network")?.as_bool()) == Some(true) {
+                plan.over_network();
+            }
             (PlannedRuns { rounds: told.unwrap_or(plan.rounds), cells: plan.cells }, None)
         }
         Err(why) => (

@@ -13,6 +13,7 @@ use super::bandwidth;
 use super::case::{LATE, NETWORK, ROUNDS};
 use super::digest::{Case, Digest, distinct};
 use super::findings::{Pair, added, is_networked, pairs};
+use super::hosts;
 use super::html::Page;
 use super::text::{all_of, count, day, figure, listed};
 
@@ -111,6 +112,7 @@ fn sentences(digest: &Digest<'_>) -> Vec<String> {
         sentences.extend(of_link(digest, &comparable(&timed, link)));
     }
     sentences.extend(quic(digest, &links));
+    sentences.extend(hosts::sentence(digest));
     sentences.extend(without_figures(digest));
     sentences.extend(busy(digest));
     sentences

@@ -7,6 +7,7 @@ use rig::record::{Axis, Cell, Record};
 use serde_json::Value;
 
 use super::digest::{Case, Digest, distinct};
+use super::hosts;
 use super::html::{Page, Table};
 use super::text::{bytes, count, figure, listed, maybe};
 
@@ -52,6 +53,7 @@ pub(super) fn write(page: &mut Page, digest: &Digest<'_>, planned: u32) {
     axes(page, digest);
     environments(page, records);
     links(page, digest);
+    hosts::write(page, digest);
     flags(page, digest);
     holes(page, digest);
 }

@@ -196,6 +196,7 @@ fn measured(cell: &Cell, drift: f64, random: &mut Random) -> Measured {
         ranks,
         transport_facts: vec![("lanes".into(), "1".into())],
         link,
+        hosts: Vec::new(),
         trained: None,
     }
 }

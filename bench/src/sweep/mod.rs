@@ -1,5 +1,6 @@
 //! `bench sweep`: the cells of a plan, interleaved and repeated, each run a line of results with everything that was measured.
 
+mod launched;
 mod networks;
 mod order;
 mod tokens;
@@ -12,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use comm_core::job;
 use gpt2::cli::say;
 use rig::BenchError;
 use rig::debug;
@@ -24,7 +26,7 @@ use rig::record::{Axis, Cell, Record, Status, Trainer};
 use rig::results::{self, HEADER, PLAN, Results, TRACES};
 use rig::signal::Signals;
 use rig::stats::Metric;
-use rig::training::{CellRun, FOLDER, TextSource};
+use rig::training::{CellRun, FOLDER, LaunchedRanks, TextSource};
 use serde::{Deserialize, Serialize};
 
 use crate::budget::budget;
@@ -79,6 +81,8 @@ pub(crate) struct Sweep {
     pub(crate) torch: Result<Torch, String>,
     /// Until when cells that are not told apart get further rounds, beyond those of the plan. From the second round on it ends those, too.
     pub(crate) budget: Option<Duration>,
+    /// The ranks that run the cells, where a launcher has started them.
+    pub(crate) launched: Option<LaunchedRanks>,
 }
 
 /// Most rounds of a cell.
@@ -88,6 +92,11 @@ const MOST_ROUNDS: u32 = 30;
 const LOCK: &str = "lock";
 
 pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
+    let job = job::Job::from_env()?.filter(|job| job.world_size > 1);
+    let speaks = job.as_ref().is_none_or(|job| job.rank == 0);
+    if (args.list || args.dry_run) && !speaks {
+        return Ok(ExitCode::SUCCESS);
+    }
     if args.list {
         for (name, text) in READY {
             say(format_args!("{name:<10} {}", Plan::parse(text)?.about));
@@ -108,8 +117,54 @@ pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
     if plan.tokens && args.data.is_some() {
         return Err("--data: the text of this plan is random tokens (tokens = true)".into());
     }
+    debug::refuse(args.allow_debug, debug::NO_TIMINGS)?;
+    let launched = job.map(|job| launched::meet(job, &plan, &text)).transpose()?;
+    if launched.as_ref().is_some_and(|ranks| ranks.machines().len() > 1) {
+        plan.over_network();
+    }
+    match launched {
+        Some(ranks) if !speaks => launched::serve(&ranks, &plan, args.data.clone()),
+        launched => lead(args, plan, text, launched),
+    }
+}
+
+/// The process that measures, alone or as rank 0 of a launcher's.
+fn lead(args: &SweepArgs, plan: Plan, text: String, launched: Option<LaunchedRanks>) -> Result<ExitCode, BenchError> {
+    let prepared = prepare(args, plan, text, launched.as_ref());
+    // The others wait for it.
+    let mine = launched::told(prepared.as_ref().map(|(sweep, _)| &sweep.text));
+    let agreed = launched.as_ref().map_or(Ok(Ok(())), |ranks| launched::agree(ranks, &mine))?;
+    let (sweep, _alone) = prepared?;
+    agreed?;
+    let sweep = Sweep { launched, ..sweep };
+    sweep.introduce();
+    let earlier = if args.resume { sweep.earlier(args.retry) } else { Ok(BTreeSet::new()) };
+    let outcome = earlier.and_then(|earlier| sweep.run(&earlier));
+    let told = sweep.tell();
+    if let Some(ranks) = &sweep.launched {
+        ranks.quit();
+    }
+    match (outcome, told) {
+        (Ok(code), told) => told.map(|()| code),
+        // What ended the sweep says more than what then became of its report.
+        (Err(error), told) => {
+            if let Err(why) = told {
+                eprintln!("warning: no report: {why}");
+            }
+            Err(error)
+        }
+    }
+}
+
+/// A sweep that may begin or go on in its folder, which no other one writes to while the file is held.
+fn prepare(
+    args: &SweepArgs,
+    mut plan: Plan,
+    text: String,
+    launched: Option<&LaunchedRanks>,
+) -> Result<(Sweep, File), BenchError> {
     debug::refuse_timings(args.allow_debug)?;
-    if plan.cells.iter().any(networks::needs_namespaces) {
+    if launched.is_none() && plan.cells.iter().any(networks::needs_namespaces) {
         gain_namespaces();
         if let Some(why) = TestNetwork::unavailable() {
             say(format_args!("no links but loopback here, so that cells over others are holes: {why}"));
@@ -117,10 +172,11 @@ pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
     }
     let signals = Signals::catch()?;
     let out = results_folder(args.out.clone(), &plan.name)?;
-    let _alone = alone_in(&out)?;
+    let alone = alone_in(&out)?;
     let source = source(&plan, args.data.clone(), &out)?;
     let environment = Environment::read();
-    let header = Header { plan: text, rounds: plan.rounds, text: source.description.clone() };
+    let network = launched.is_some_and(|ranks| ranks.machines().len() > 1);
+    let header = Header { plan: text, rounds: plan.rounds, text: source.description.clone(), network };
     let torch = if plan.cells.iter().any(|cell| cell.program.is_pytorch()) {
         outcome::settled(Torch::find(Path::new("python3")))?
     } else {
@@ -133,20 +189,8 @@ pub(crate) fn run(args: &SweepArgs) -> Result<ExitCode, BenchError> {
         begin(&out, ", or go on with it with --resume")?;
     }
     Header { rounds: plan.rounds, ..header }.write(&out)?;
-    let sweep = Sweep { plan, text: source, out, environment, signals, torch, budget: args.budget };
-    sweep.introduce();
-    let earlier = if args.resume { sweep.earlier(args.retry)? } else { BTreeSet::new() };
-    let outcome = sweep.run(&earlier);
-    match (outcome, sweep.tell()) {
-        (Ok(code), told) => told.map(|()| code),
-        // What ended the sweep says more than what then became of its report.
-        (Err(error), told) => {
-            if let Err(why) = told {
-                eprintln!("warning: no report: {why}");
-            }
-            Err(error)
-        }
-    }
+    let budget = args.budget;
+    Ok((Sweep { plan, text: source, out, environment, signals, torch, budget, launched: None }, alone))
 }
 
 /// The text that a plan asks for: that of `data`, or random tokens, in the folder of results.
@@ -178,10 +222,11 @@ impl Job<'_> {
         let plan = self.draft.plan()?;
         let _alone = alone_in(&out)?;
         begin(&out, "")?;
-        let header = Header { plan: self.draft.text()?, rounds: plan.rounds, text: self.text.description.clone() };
-        header.write(&out)?;
+        let text = self.text.description.clone();
+        Header { plan: self.draft.text()?, rounds: plan.rounds, text, network: false }.write(&out)?;
         let Job { text, signals, torch, .. } = self;
-        let sweep = Sweep { plan, text, out, environment: Environment::read(), signals, torch, budget: None };
+        let environment = Environment::read();
+        let sweep = Sweep { plan, text, out, environment, signals, torch, budget: None, launched: None };
         sweep.run(&BTreeSet::new())?;
         let mut records = results::read_records(&sweep.out)?.records;
         let place = |record: &Record| sweep.plan.cells.iter().position(|cell| *cell == record.cell);
@@ -231,6 +276,9 @@ struct Header {
     rounds: u32,
     /// The text, with its hash.
     text: String,
+    /// Whether the ranks are on several machines.
+    #[serde(default)]
+    network: bool,
 }
 
 impl Header {
@@ -250,6 +298,9 @@ impl Header {
         }
         let header: Header = serde_json::from_str(&read(HEADER)?)
             .map_err(|error| format!("{}: {error}; begin in a new folder", out.join(HEADER).display()))?;
+        if header.network != self.network {
+            return Err(other(HEADER, "network: one of the two is on several machines").into());
+        }
         if header.text != self.text {
             return Err(other(HEADER, &format!("text ({}), see --data", header.text)).into());
         }
@@ -270,6 +321,10 @@ impl Sweep {
         say(format_args!("plan: {name}, {} cells × {rounds} rounds: {about}", cells.len()));
         say(format_args!("text: {}", self.text.description));
         say(format_args!("machine: {}", self.environment.one_line()));
+        if let Some(ranks) = &self.launched {
+            say(format_args!("ranks: {}", ranks.describe()));
+            launched::tell_left_out(cells, ranks).into_iter().for_each(say);
+        }
         say(format_args!("results: {}", self.out.display()));
     }
 
@@ -315,6 +370,7 @@ impl Sweep {
             sweep: self,
             file: Appending::open(&self.out.join(results::FILE))?,
             networks: TestNetworks::new(self.plan.probe),
+            bare: TestNetwork::loopback(),
             axes: Cell::varied(cells.iter()),
             budget: self.budget.map(|budget| (Instant::now(), budget)),
             bar,
@@ -369,6 +425,8 @@ struct Course<'s> {
     sweep: &'s Sweep,
     file: Appending,
     networks: TestNetworks,
+    /// What is there without an emulator.
+    bare: TestNetwork,
     /// What tells the cells apart.
     axes: Vec<Axis>,
     /// When the sweep began and what time it has, if there is a limit.
@@ -408,7 +466,7 @@ impl Course<'_> {
     }
 
     fn cell(&mut self, round: u32, index: usize, cell: &Cell) -> Result<(), BenchError> {
-        let Sweep { plan, text, out, environment, signals, torch, .. } = self.sweep;
+        let Sweep { plan, text, out, environment, signals, torch, launched, .. } = self.sweep;
         let job = CellRun {
             plan: &plan.name,
             round,
@@ -419,11 +477,16 @@ impl Course<'_> {
             environment,
             out,
             signals,
+            launched: launched.as_ref(),
             trace: (plan.watched && round == 1).then(|| out.join(TRACES).join(trace_name(index))),
         };
-        let (network, probe) = match self.networks.of(cell)? {
-            Ok((network, probe)) => (Ok(network), probe),
-            Err(status) => (Err(status), None),
+        let left_out = |ranks: &LaunchedRanks| launched::left_out(cell, ranks.world_size(), ranks.machines().len());
+        let (network, probe) = match launched {
+            Some(ranks) => (left_out(ranks).map_or(Ok(&self.bare), |why| Err(Status::NotAvailable(why))), None),
+            None => match self.networks.of(cell)? {
+                Ok((network, probe)) => (Ok(network), probe),
+                Err(status) => (Err(status), None),
+            },
         };
         let mut record = match cell.program {
             Trainer::Ours => job.run(cell, network)?,
@@ -441,7 +504,10 @@ impl Course<'_> {
             let label = cell.label(&self.axes);
             self.bar.suspend(|| say(format_args!("round {round}: {label}: {why}")));
         }
-        Ok(())
+        match launched.as_ref().and_then(LaunchedRanks::failure) {
+            Some(error) => Err(format!("no cell can run any more: {error}").into()),
+            None => Ok(()),
+        }
     }
 }
 

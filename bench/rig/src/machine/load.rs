@@ -122,12 +122,20 @@ impl Cores {
     }
 }
 
-/// Ticks that a process has taken for itself and in the kernel, of `/proc/PID/stat`.
+/// Ticks that a process, and those of its children that it has waited for, have taken for themselves and in the kernel, of `/proc/PID/stat`.
 fn times(stat: &str) -> Option<(u64, u64)> {
-    // The second field, the program's name, may hold anything, and ends with the last bracket; these are fields 14 and 15 (man 5 proc).
+    // The second field, the program's name, may hold anything, and ends with the last bracket; these are fields 14 to 17 (man 5 proc).
     let (_, fields) = stat.rsplit_once(')')?;
-    let mut fields = fields.split_whitespace().skip(11).map_while(|word| word.parse().ok());
-    Some((fields.next()?, fields.next()?))
+    let mut fields = fields.split_whitespace().skip(11).map_while(|word| word.parse::<u64>().ok());
+    let (user, system) = (fields.next()?, fields.next()?);
+    Some((user.saturating_add(fields.next()?), system.saturating_add(fields.next()?)))
+}
+
+/// The cores that this process may use, by number; numbers from 0 where the system does not say which.
+pub fn allowed_cores() -> Vec<usize> {
+    let status = fs::read_to_string("/proc/self/status").ok();
+    let count = || std::thread::available_parallelism().map_or(1, usize::from);
+    status.and_then(|status| allowed(&status)).unwrap_or_else(|| (0..count()).collect())
 }
 
 /// Most cores that a list may name.

@@ -13,6 +13,8 @@ use crate::flag::{Flag, FlagKind};
 use clock::Clock;
 use load::Load;
 
+pub use load::allowed_cores;
+
 /// A run under watch.
 pub struct Watch {
     load: Option<Load>,
@@ -63,7 +65,8 @@ pub fn shared_cores(ranks: usize, threads: usize) -> Option<Flag> {
     shared_among(ranks, threads, std::thread::available_parallelism().ok()?.get())
 }
 
-fn shared_among(ranks: usize, threads: usize, cores: usize) -> Option<Flag> {
+/// As [`shared_cores`], of a machine with so many cores.
+pub fn shared_among(ranks: usize, threads: usize, cores: usize) -> Option<Flag> {
     let network = if ranks > 1 { "; ranks wait for one another's turns, not for the network alone" } else { "" };
     let what = format!("{ranks} rank(s) of {threads} computing thread(s) share {cores} cores{network}");
     (ranks * threads > cores).then_some(Flag { kind: FlagKind::SharedCores, what })

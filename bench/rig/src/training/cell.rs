@@ -10,6 +10,7 @@ use gpt2::trainer::{RankReport, Summary, TrainConfig};
 use isocomm::{Rung, TransportKind, TransportOptions};
 
 use super::job::Training;
+use super::launched::{LaunchedRanks, Ran};
 use super::schedule::schedule;
 use super::skew;
 use super::task::RankOutput;
@@ -37,6 +38,8 @@ pub struct CellRun<'a> {
     /// Where runs have their own folders while they last.
     pub out: &'a Path,
     pub signals: &'a Signals,
+    /// The ranks of a launcher, of which this process is rank 0, where they run it.
+    pub launched: Option<&'a LaunchedRanks>,
     /// Where to write a trace, if at all.
     pub trace: Option<PathBuf>,
 }
@@ -78,17 +81,25 @@ impl CellRun<'_> {
         let started_unix_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
         let began = Instant::now();
         let player = network.as_ref().ok().and_then(|network| network.process());
-        let watch = Watch::start(player.into_iter().collect());
+        let others = self.launched.map(LaunchedRanks::beside).unwrap_or_default();
+        let watch = network.is_ok().then(|| Watch::start(player.into_iter().chain(others).collect()));
         let ended = match &network {
             Ok(network) => train(network)?,
             Err(status) => Err(status.clone()),
         };
         let wall_s = began.elapsed().as_secs_f64();
-        let mut flags = watch.finish();
-        flags.extend(machine::shared_cores(cell.ranks, cell.threads).filter(|_| ended.is_ok()));
+        let mut flags = watch.map(Watch::finish).unwrap_or_default();
+        let shared = match self.launched {
+            Some(launched) => launched.shared_cores(cell.threads),
+            None => machine::shared_cores(cell.ranks, cell.threads),
+        };
+        flags.extend(shared.filter(|_| ended.is_ok()));
         let outcome = ended.and_then(|(measured, doubts)| {
             flags.extend(doubts);
-            let link = network.map_or_else(|_| Ok(Link::default()), |network| link(network, &mut flags));
+            let link = match self.launched {
+                Some(launched) => Ok(Link { description: launched.describe(), ..Link::default() }),
+                None => network.map_or_else(|_| Ok(Link::default()), |network| link(network, &mut flags)),
+            };
             Ok(Measured { link: link.map_err(Status::Failed)?, ..measured })
         });
         let (status, measured) = match outcome {
@@ -132,8 +143,16 @@ impl CellRun<'_> {
             Err(why) => return failed(why),
         };
         self.signals.check()?;
-        match training.run(network) {
-            Ok(outputs) => Ok(self.measured(cell, outputs).map_err(Status::Failed)),
+        let here = |outputs| Ran { outputs, hosts: Vec::new(), doubts: Vec::new() };
+        let ran = match self.launched {
+            Some(launched) => launched.run(&training),
+            None => training.run(network).map(here),
+        };
+        match ran {
+            Ok(Ran { outputs, hosts, doubts }) => Ok(self
+                .measured(cell, outputs)
+                .map(|(measured, flags)| (Measured { hosts, ..measured }, [flags, doubts].concat()))
+                .map_err(Status::Failed)),
             Err(error) => Ok(Err(status(error)?)),
         }
     }

@@ -101,7 +101,7 @@ impl Training {
         if self.rung.is_some_and(Rung::is_threads) { 1 } else { self.ranks }
     }
 
-    fn task(&self, network: &TestNetwork, results: &Path) -> Task {
+    pub(super) fn task(&self, network: &TestNetwork, results: &Path) -> Task {
         Task {
             config: self.config.clone(),
             rung: self.rung,

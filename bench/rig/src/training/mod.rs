@@ -5,6 +5,7 @@
 mod cell;
 mod figures;
 mod job;
+mod launched;
 mod schedule;
 mod skew;
 mod task;
@@ -14,6 +15,7 @@ mod trace;
 pub use cell::{CellOutcome, CellRun, config, local_options, model, status};
 pub use figures::{Figures, outcome, sound};
 pub use job::{FOLDER, Training};
+pub use launched::LaunchedRanks;
 pub use schedule::schedule;
 pub use skew::Step;
 pub use task::{RankOutput, Task};

@@ -94,6 +94,9 @@ impl Task {
         }
         options.options = rung.options(&options.options);
         let mut watch = Watch::new(self, job.rank);
+        if let Address::Tcp { port, .. } = &job.address {
+            watch.control_port = Some(*port);
+        }
         let figures = watch.quic.clone();
         let connect = |control| connect(rung, control, &options.options, &figures);
         let name = rung.to_string();
@@ -145,6 +148,17 @@ impl RankOutput {
         folder.join(format!("rank-{rank}.json"))
     }
 
+    /// Takes so many nanoseconds off all times, by which this machine's clock is `ahead` of another one's.
+    pub(super) fn shift(&mut self, ahead: i64) {
+        let shift = |time: &mut u64| *time = time.saturating_add_signed(ahead.saturating_neg());
+        for step in self.steps.iter_mut().flatten() {
+            step.spans.iter_mut().for_each(|span| [&mut span.began, &mut span.ended].into_iter().for_each(shift));
+            for operation in &mut step.operations {
+                [&mut operation.asked, &mut operation.began, &mut operation.ended].into_iter().for_each(shift);
+            }
+        }
+    }
+
     /// What the process of `rank` has left in `folder`.
     ///
     /// # Errors
@@ -180,7 +194,7 @@ impl Watch {
             planted: planted.map(|planted| Duration::from_micros(planted.microseconds)),
             probes: task.watched,
             network: task.network.clone(),
-            control_port: task.network.addresses.as_ref().map(|addresses| addresses.meeting().1),
+            control_port: None,
             quic: Arc::default(),
             probe: None,
             seen: why::Network::default(),

@@ -1,0 +1,139 @@
+//! A sweep on the ranks of a job that a launcher has started: every process has read the plan and runs its own rank of each cell; rank 0 decides
+//! which cell is next, and has the results.
+
+use std::process::ExitCode;
+
+use comm_core::job::{EXIT_ECHO, Job};
+use isocomm::{Rung, TransportKind};
+use rig::BenchError;
+use rig::record::{Cell, LOOPBACK, NETWORK};
+use rig::signal::Signals;
+use rig::training::{LaunchedRanks, TextSource};
+
+use super::{order, source};
+use crate::plan::Plan;
+
+/// Meets the other ranks, which must have the same plan and program.
+///
+/// # Errors
+/// They do not come, or have others.
+pub(super) fn meet(job: Job, plan: &Plan, text: &str) -> Result<LaunchedRanks, BenchError> {
+    let agreement = [
+        ("program", format!("bench {}", env!("CARGO_PKG_VERSION"))),
+        ("build", if cfg!(debug_assertions) { "debug" } else { "release" }.into()),
+        ("plan", format!("{}, {:016x}", plan.name, order::seed(text))),
+    ];
+    Ok(LaunchedRanks::meet(job, &agreement, plan.timeout)?)
+}
+
+/// The process of a rank other than 0, to its end.
+///
+/// # Errors
+/// Those of the control plane, and an end by a signal.
+pub(super) fn serve(
+    ranks: &LaunchedRanks,
+    plan: &Plan,
+    data: Option<std::path::PathBuf>,
+) -> Result<ExitCode, BenchError> {
+    let signals = Signals::catch()?;
+    let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
+    let text = source(plan, data, folder.path());
+    // Rank 0 says what is wrong.
+    if agree(ranks, &told(text.as_ref()))?.is_err() {
+        return Ok(echo());
+    }
+    ranks.serve(&text?, &signals)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What a rank tells of its text.
+pub(super) fn told(text: Result<&TextSource, &BenchError>) -> Result<String, String> {
+    text.map(|text| text.description.clone()).map_err(ToString::to_string)
+}
+
+/// Whether all ranks are ready, and have the same text as rank 0. All ranks call it together.
+///
+/// # Errors
+/// Those of the control plane.
+pub(super) fn agree(ranks: &LaunchedRanks, mine: &Result<String, String>) -> Result<Result<(), String>, BenchError> {
+    let all = ranks.gather("texts", mine)?;
+    let mut texts = Vec::with_capacity(all.len());
+    for (rank, told) in all.into_iter().enumerate() {
+        match told {
+            Ok(text) => texts.push(text),
+            Err(why) if rank == 0 => return Ok(Err(why)),
+            Err(why) => return Ok(Err(format!("rank {rank}: {why}"))),
+        }
+    }
+    let other = texts.iter().enumerate().find(|(_, text)| Some(*text) != texts.first());
+    Ok(other.map_or(Ok(()), |(rank, text)| {
+        Err(format!(
+            "rank {rank} has another text ({text}) than rank 0 ({}): --data names the same text on all machines",
+            texts.first().map_or("", String::as_str)
+        ))
+    }))
+}
+
+fn echo() -> ExitCode {
+    u8::try_from(EXIT_ECHO).map_or(ExitCode::FAILURE, ExitCode::from)
+}
+
+/// Why the ranks cannot run a cell, if so.
+pub(super) fn left_out(cell: &Cell, ranks: usize, machines: usize) -> Option<String> {
+    if cell.ranks != ranks {
+        return Some(format!("the launcher has started another number of ranks: {ranks}"));
+    }
+    if cell.link != LOOPBACK && cell.link != NETWORK {
+        return Some("an emulated link is of one machine, and the ranks of a launcher talk over what is there".into());
+    }
+    if cell.program.is_pytorch() {
+        return Some("PyTorch's ranks are started by this program, without a launcher".into());
+    }
+    let rung = cell.transport.parse::<Rung>().ok()?;
+    if rung.is_threads() {
+        return Some(format!("{rung} connects threads of one process, and the ranks of a launcher are processes"));
+    }
+    let crosses = |kind: TransportKind| kind.medium().crosses_hosts();
+    let stays = machines > 1 && !rung.is_timing_only() && !crosses(rung.transport());
+    stays.then(|| format!("{rung} connects ranks of one machine, and these are on {machines}"))
+}
+
+/// What is left out of a plan, for people: how many cells for which reason; nothing where all cells can run.
+pub(super) fn tell_left_out(cells: &[Cell], ranks: &LaunchedRanks) -> Option<String> {
+    let mut reasons: Vec<(String, usize)> = Vec::new();
+    for why in cells.iter().filter_map(|cell| left_out(cell, ranks.world_size(), ranks.machines().len())) {
+        match reasons.iter_mut().find(|(known, _)| *known == why) {
+            Some((_, count)) => *count += 1,
+            None => reasons.push((why, 1)),
+        }
+    }
+    let told: Vec<String> = reasons.iter().map(|(why, count)| format!("{count} ({why})")).collect();
+    (!told.is_empty()).then(|| format!("of {} cells left out: {}", cells.len(), told.join("; ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cells_that_a_launchers_ranks_cannot_run_are_left_out_with_the_reason() {
+        let text = "name = \"x\"\nrounds = 1\n[axes]\nstrategy = \"ddp\"\ntransport = [\"null\", \"local\", \"shm\", \"tcp\", \"quic\"]\n\
+                    link = [\"loopback\", \"wan\"]\nranks = [2, 4]";
+        let mut plan = Plan::parse(text).unwrap();
+        let runs = |plan: &Plan, machines: usize| -> Vec<String> {
+            let cells = plan.cells.iter().filter(|cell| left_out(cell, 2, machines).is_none());
+            cells.map(|cell| format!("{} {}", cell.transport, cell.link)).collect()
+        };
+        assert_eq!(runs(&plan, 1), ["null loopback", "shm loopback", "tcp loopback", "quic loopback"]);
+        plan.over_network();
+        assert_eq!(runs(&plan, 2), ["null loopback", "tcp network", "quic network"]);
+        let why = |transport: &str, link: &str, ranks| {
+            let cell = |cell: &&Cell| cell.transport == transport && cell.link == link && cell.ranks == ranks;
+            left_out(plan.cells.iter().find(cell).unwrap(), 2, 2).unwrap()
+        };
+        assert!(why("tcp", "network", 4).contains("another number of ranks: 2"));
+        assert!(why("tcp", "wan", 2).contains("emulated link"));
+        assert!(why("shm", "loopback", 2).contains("shm connects ranks of one machine, and these are on 2"));
+        assert!(why("local", "loopback", 2).contains("threads"));
+    }
+}
