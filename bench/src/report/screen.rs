@@ -235,7 +235,8 @@ fn quic(digest: &Digest<'_>, links: &[&str]) -> Option<String> {
         }
     }
     told.extend(all_of(&equal).map(|links| format!("on {links} no difference was found")));
-    (!told.is_empty()).then(|| format!("QUIC compared with ZeroMQ over TCP, strategy by strategy: {}.", told.join("; ")))
+    (!told.is_empty())
+        .then(|| format!("QUIC compared with ZeroMQ over TCP, strategy by strategy: {}.", told.join("; ")))
 }
 
 /// `slower in 3 of 8 comparisons (1.04 to 1.12 times the time)`.

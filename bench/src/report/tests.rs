@@ -98,7 +98,8 @@ fn the_answer_on_a_terminal_is_sentences_and_a_table() {
     let said = joined(&text);
     assert!(said.contains("is fastest: a step takes ") && said.contains("The slowest is "), "{text}");
     assert!(
-        said.contains("times as long.") && said.contains("QUIC compared with ZeroMQ over TCP, strategy by strategy: on "),
+        said.contains("times as long.")
+            && said.contains("QUIC compared with ZeroMQ over TCP, strategy by strategy: on "),
         "{text}"
     );
     assert!(text.contains("Step in ms over quic, and the share of it that waits for the network:"), "{text}");
