@@ -296,6 +296,21 @@ fn launched(bench: &Bench, rank: usize, port: u16, more: &[&str]) -> Child {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
+/// What two ranks have said when both have ended, in less than two minutes.
+fn ended(ranks: [Child; 2]) -> [Output; 2] {
+    let began = Instant::now();
+    let mut ranks = ranks;
+    while ranks.iter_mut().any(|rank| rank.try_wait().unwrap().is_none()) {
+        if began.elapsed() > Duration::from_secs(120) {
+            ranks.iter_mut().for_each(|rank| drop(rank.kill()));
+            let told = ranks.map(|rank| said(&rank.wait_with_output().unwrap()));
+            panic!("the ranks have not ended: {told:?}");
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    ranks.map(|rank| rank.wait_with_output().unwrap())
+}
+
 fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
@@ -368,8 +383,8 @@ fn trainer_of(parent: u32) -> u32 {
 
 #[test]
 fn a_rank_that_dies_under_a_launcher_is_a_hole_and_the_next_cell_runs() {
-    if !Path::new("/proc/self/task").exists() {
-        println!("skipped: no /proc");
+    if !Path::new(&format!("/proc/self/task/{}/children", std::process::id())).exists() {
+        println!("skipped: this kernel does not list the children of a process");
         return;
     }
     let bench = Bench::with_plan(2, "strategy = \"ddp\"\ntransport = \"tcp-raw\"\nplanted = { ms = 500 }");
@@ -379,7 +394,7 @@ fn a_rank_that_dies_under_a_launcher_is_a_hole_and_the_next_cell_runs() {
     // Most of them are in their first steps then.
     std::thread::sleep(Duration::from_millis(700));
     assert!(Command::new("kill").args(["-KILL", &victim.to_string()]).status().unwrap().success());
-    let [first, second] = [first, second].map(|rank| rank.wait_with_output().unwrap());
+    let [first, second] = ended([first, second]);
     assert_eq!(first.status.code(), Some(1), "{}", said(&first));
     assert!(second.status.success() && said(&second).is_empty(), "{}", said(&second));
     let records = bench.records();
@@ -396,10 +411,37 @@ fn ranks_with_another_text_are_told_apart() {
     let port = free_port();
     let first = launched(&bench, 0, port, &[]);
     let second = launched(&bench, 1, port, &["--data", "other.txt"]);
-    let [first, second] = [first, second].map(|rank| rank.wait_with_output().unwrap());
+    let [first, second] = ended([first, second]);
     assert_eq!(first.status.code(), Some(1), "{}", said(&first));
     assert!(said(&first).contains("rank 1 has another text") && said(&first).contains("--data"), "{}", said(&first));
     assert!(!second.status.success() && said(&second).is_empty(), "{}", said(&second));
+}
+
+#[test]
+fn a_launchers_process_that_dies_ends_the_sweep_which_goes_on_with_the_cell_that_ran() {
+    if !Path::new(&format!("/proc/self/task/{}/children", std::process::id())).exists() {
+        println!("skipped: this kernel does not list the children of a process");
+        return;
+    }
+    let bench = Bench::with_plan(2, "strategy = \"ddp\"\ntransport = \"tcp-raw\"\nplanted = { ms = 500 }");
+    let port = free_port();
+    let [first, mut second] = [0, 1].map(|rank| launched(&bench, rank, port, &[]));
+    trainer_of(second.id());
+    second.kill().unwrap();
+    let [first, _] = ended([first, second]);
+    assert_eq!(first.status.code(), Some(1), "{}", said(&first));
+    assert!(said(&first).contains("no cell can run any more") && said(&first).contains("--resume"), "{}", said(&first));
+    // The same text at another place.
+    fs::copy(bench.path("text.txt"), bench.path("copy.txt")).unwrap();
+    let port = free_port();
+    let again =
+        [launched(&bench, 0, port, &["--resume"]), launched(&bench, 1, port, &["--resume", "--data", "copy.txt"])];
+    let [first, second] = ended(again);
+    assert!(first.status.success() && second.status.success(), "{}{}", said(&first), said(&second));
+    assert_eq!(bench.records().iter().map(kind).collect::<Vec<_>>(), ["ok", "ok"]);
+    // Ranks without a launcher are no part of the same sweep.
+    let other = bench.sweep(&["--resume"]);
+    assert!(!other.status.success() && said(&other).contains("placement of ranks"), "{}", said(&other));
 }
 
 /// Two network namespaces joined by a cable: for ranks, two machines. They are gone when this is dropped.
@@ -466,7 +508,7 @@ fn ranks_of_two_machines_are_brought_onto_one_clock() {
     let bench = Bench::with_plan(1, "strategy = \"ddp\"\ntransport = [\"tcp\", \"shm\"]");
     let command = bench.command(&[]);
     let ranks = [machines.start(0, 0, &command), machines.start(1, AHEAD, &command)];
-    let [first, second] = ranks.map(|rank| rank.wait_with_output().unwrap());
+    let [first, second] = ended(ranks);
     assert!(first.status.success() && second.status.success(), "{}{}", said(&first), said(&second));
     assert!(said(&first).contains("The ranks were on 2 machines"), "{}", said(&first));
     let records = bench.records();

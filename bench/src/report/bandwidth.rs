@@ -5,7 +5,7 @@ mod public;
 #[cfg(test)]
 mod tests;
 
-use rig::plot::{Curve, Labels, Point, Scale, curves};
+use rig::plot::{COLOURS, Curve, Labels, Point, Scale, curves};
 use rig::record::Measured;
 use rig::text::{grid, wrapped};
 
@@ -14,7 +14,6 @@ use super::charts::curve;
 use super::digest::{Case, Digest, SINGLE, distinct, is_in_memory};
 use super::findings::is_networked;
 use super::html::{Mark, Page, Table};
-use super::order::STRATEGIES;
 use super::text::{all_of, bytes, count, figure};
 
 /// Training losses that a point of a curve is the mean of.
@@ -211,11 +210,24 @@ fn named(case: &Case<'_>, points: Vec<Point>) -> Curve {
     match &case.cell.compress {
         None => line,
         Some(compress) => {
-            let kind = compress.bytes().map(usize::from).sum::<usize>();
-            Curve { name: name(case), colour: STRATEGIES.len() + kind, dashed: true, mark: Some(kind), ..line }
+            let (colour, mark) = look(&case.cell.strategy, compress);
+            Curve { name: name(case), colour, dashed: true, mark: Some(mark), ..line }
         }
     }
 }
+
+/// The colour and the mark of a strategy that compresses.
+fn look(strategy: &str, compress: &str) -> (usize, usize) {
+    let place = |names: &[&str], own: &str| names.iter().position(|name| *name == own).unwrap_or(names.len());
+    let kind = compress.split(':').next().unwrap_or(compress);
+    let number = place(&COMPRESSIONS, kind) + COMPRESSIONS.len() * place(&COMPRESSIBLE, strategy);
+    // A strategy's mark has the number of its colour: one further, none looks like one of theirs.
+    (number % COLOURS, (number + 1) % 6)
+}
+
+/// Compressions, and the strategies that have them: each pair has a look of its own.
+const COMPRESSIONS: [&str; 4] = ["int8", "sign", "topk", "powersgd"];
+const COMPRESSIBLE: [&str; 3] = ["ddp", "ring", "ps"];
 
 /// The answer for a terminal, after the sentences about single cells.
 pub(super) fn text(digest: &Digest<'_>) -> Option<String> {

@@ -70,7 +70,8 @@ fn sent(case: &Case<'_>) -> Option<f64> {
 /// The first cell of a strategy whose bytes were counted, for each number of ranks, with the numerics of `like`.
 fn counted<'a>(digest: &'a Digest<'a>, strategy: &str) -> Vec<(&'a Case<'a>, f64)> {
     let mut counted: Vec<(&Case<'_>, f64)> = Vec::new();
-    for case in digest.cases.iter().filter(|case| case.cell.strategy == strategy && case.cell.ranks > 1) {
+    let is_plain = |case: &&Case<'_>| case.cell.ranks > 1 && case.cell.compress.is_none();
+    for case in digest.cases.iter().filter(|case| case.cell.strategy == strategy).filter(is_plain) {
         let Some(bytes) = sent(case) else { continue };
         let known = |(other, _): &(&Case<'_>, f64)| other.cell.ranks == case.cell.ranks;
         let like = counted.first().is_none_or(|(first, _)| same_numerics(first.cell, case.cell));

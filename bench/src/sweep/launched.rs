@@ -4,8 +4,10 @@
 use std::process::ExitCode;
 
 use comm_core::job::{EXIT_ECHO, Job};
+use gpt2::strategy::StrategyKind;
 use isocomm::{Rung, TransportKind};
 use rig::BenchError;
+use rig::launched::Machine;
 use rig::record::{Cell, LOOPBACK, NETWORK};
 use rig::signal::Signals;
 use rig::training::{LaunchedRanks, TextSource};
@@ -46,9 +48,13 @@ pub(super) fn serve(
     Ok(ExitCode::SUCCESS)
 }
 
-/// What a rank tells of its text.
+/// What a rank tells of its text: it may have another path on each machine.
 pub(super) fn told(text: Result<&TextSource, &BenchError>) -> Result<String, String> {
-    text.map(|text| text.description.clone()).map_err(ToString::to_string)
+    let described = |text: &TextSource| match &text.source {
+        Some(path) => text.description.replacen(&path.display().to_string(), "--data", 1),
+        None => text.description.clone(),
+    };
+    text.map(described).map_err(ToString::to_string)
 }
 
 /// Whether all ranks are ready, and have the same text as rank 0. All ranks call it together.
@@ -79,7 +85,7 @@ fn echo() -> ExitCode {
 }
 
 /// Why the ranks cannot run a cell, if so.
-pub(super) fn left_out(cell: &Cell, ranks: usize, machines: usize) -> Option<String> {
+pub(super) fn left_out(cell: &Cell, ranks: usize, machines: &[Machine]) -> Option<String> {
     if cell.ranks != ranks {
         return Some(format!("the launcher has started another number of ranks: {ranks}"));
     }
@@ -89,19 +95,36 @@ pub(super) fn left_out(cell: &Cell, ranks: usize, machines: usize) -> Option<Str
     if cell.program.is_pytorch() {
         return Some("PyTorch's ranks are started by this program, without a launcher".into());
     }
+    if let Some(why) = divided(cell, machines) {
+        return Some(why);
+    }
     let rung = cell.transport.parse::<Rung>().ok()?;
     if rung.is_threads() {
         return Some(format!("{rung} connects threads of one process, and the ranks of a launcher are processes"));
     }
     let crosses = |kind: TransportKind| kind.medium().crosses_hosts();
-    let stays = machines > 1 && !rung.is_timing_only() && !crosses(rung.transport());
-    stays.then(|| format!("{rung} connects ranks of one machine, and these are on {machines}"))
+    let stays = machines.len() > 1 && !rung.is_timing_only() && !crosses(rung.transport());
+    stays.then(|| format!("{rung} connects ranks of one machine, and these are on {}", machines.len()))
+}
+
+/// Why the ranks of the cell's nodes are not where it has them, if so: a node is never of several machines.
+fn divided(cell: &Cell, machines: &[Machine]) -> Option<String> {
+    let has_nodes = cell.strategy.parse::<StrategyKind>().is_ok_and(|kind| kind.spec().tells_nodes_apart);
+    let size = cell.ranks_per_node().max(1);
+    let machine = |rank: usize| machines.iter().position(|machine| machine.ranks.contains(&rank));
+    let is_divided = has_nodes && (0..cell.ranks).any(|rank| machine(rank) != machine(rank / size * size));
+    is_divided.then(|| {
+        format!(
+            "{} has nodes of {size} ranks here, and the launcher has put those of a node on several machines",
+            cell.strategy
+        )
+    })
 }
 
 /// What is left out of a plan, for people: how many cells for which reason; nothing where all cells can run.
 pub(super) fn tell_left_out(cells: &[Cell], ranks: &LaunchedRanks) -> Option<String> {
     let mut reasons: Vec<(String, usize)> = Vec::new();
-    for why in cells.iter().filter_map(|cell| left_out(cell, ranks.world_size(), ranks.machines().len())) {
+    for why in cells.iter().filter_map(|cell| left_out(cell, ranks.world_size(), ranks.machines())) {
         match reasons.iter_mut().find(|(known, _)| *known == why) {
             Some((_, count)) => *count += 1,
             None => reasons.push((why, 1)),
@@ -115,21 +138,55 @@ pub(super) fn tell_left_out(cells: &[Cell], ranks: &LaunchedRanks) -> Option<Str
 mod tests {
     use super::*;
 
+    fn machines(placed: &[&[usize]]) -> Vec<Machine> {
+        let machine = |ranks: &&[usize]| Machine {
+            name: format!("of rank {}", ranks[0]),
+            ranks: ranks.to_vec(),
+            processes: Vec::new(),
+            cores: 2,
+        };
+        placed.iter().map(machine).collect()
+    }
+
+    #[test]
+    fn strategies_with_nodes_run_where_each_node_is_of_one_machine() {
+        let why = |strategy: &str, placed: &[&[usize]]| {
+            let ranks = placed.iter().map(|ranks| ranks.len()).sum();
+            let cell = Cell {
+                strategy: strategy.into(),
+                transport: "tcp".into(),
+                link: NETWORK.into(),
+                ranks,
+                ..Cell::default()
+            };
+            left_out(&cell, ranks, &machines(placed))
+        };
+        for strategy in ["hierarchical", "hsdp"] {
+            assert_eq!(why(strategy, &[&[0, 1], &[2, 3]]), None);
+            assert_eq!(why(strategy, &[&[0, 1, 2, 3]]), None);
+            for placed in [&[&[0][..], &[1], &[2], &[3]][..], &[&[0, 2], &[1, 3]], &[&[0, 1, 2], &[3]]] {
+                assert!(why(strategy, placed).unwrap().contains("nodes of 2 ranks"), "{strategy} on {placed:?}");
+            }
+        }
+        assert!(why("hsdp", &[&[0], &[1]]).unwrap().contains("nodes of 2 ranks"));
+        assert_eq!(why("ddp", &[&[0, 2], &[1, 3]]), None);
+    }
+
     #[test]
     fn cells_that_a_launchers_ranks_cannot_run_are_left_out_with_the_reason() {
         let text = "name = \"x\"\nrounds = 1\n[axes]\nstrategy = \"ddp\"\ntransport = [\"null\", \"local\", \"shm\", \"tcp\", \"quic\"]\n\
                     link = [\"loopback\", \"wan\"]\nranks = [2, 4]";
         let mut plan = Plan::parse(text).unwrap();
-        let runs = |plan: &Plan, machines: usize| -> Vec<String> {
-            let cells = plan.cells.iter().filter(|cell| left_out(cell, 2, machines).is_none());
+        let runs = |plan: &Plan, placed: &[&[usize]]| -> Vec<String> {
+            let cells = plan.cells.iter().filter(|cell| left_out(cell, 2, &machines(placed)).is_none());
             cells.map(|cell| format!("{} {}", cell.transport, cell.link)).collect()
         };
-        assert_eq!(runs(&plan, 1), ["null loopback", "shm loopback", "tcp loopback", "quic loopback"]);
+        assert_eq!(runs(&plan, &[&[0, 1]]), ["null loopback", "shm loopback", "tcp loopback", "quic loopback"]);
         plan.over_network();
-        assert_eq!(runs(&plan, 2), ["null loopback", "tcp network", "quic network"]);
+        assert_eq!(runs(&plan, &[&[0], &[1]]), ["null loopback", "tcp network", "quic network"]);
         let why = |transport: &str, link: &str, ranks| {
             let cell = |cell: &&Cell| cell.transport == transport && cell.link == link && cell.ranks == ranks;
-            left_out(plan.cells.iter().find(cell).unwrap(), 2, 2).unwrap()
+            left_out(plan.cells.iter().find(cell).unwrap(), 2, &machines(&[&[0], &[1]])).unwrap()
         };
         assert!(why("tcp", "network", 4).contains("another number of ranks: 2"));
         assert!(why("tcp", "wan", 2).contains("emulated link"));

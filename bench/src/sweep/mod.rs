@@ -176,7 +176,8 @@ fn prepare(
     let source = source(&plan, args.data.clone(), &out)?;
     let environment = Environment::read();
     let network = launched.is_some_and(|ranks| ranks.machines().len() > 1);
-    let header = Header { plan: text, rounds: plan.rounds, text: source.description.clone(), network };
+    let placed = launched.map(|ranks| ranks.machines().iter().map(|machine| machine.ranks.clone()).collect());
+    let header = Header { plan: text, rounds: plan.rounds, text: source.description.clone(), network, placed };
     let torch = if plan.cells.iter().any(|cell| cell.program.is_pytorch()) {
         outcome::settled(Torch::find(Path::new("python3")))?
     } else {
@@ -223,7 +224,7 @@ impl Job<'_> {
         let _alone = alone_in(&out)?;
         begin(&out, "")?;
         let text = self.text.description.clone();
-        Header { plan: self.draft.text()?, rounds: plan.rounds, text, network: false }.write(&out)?;
+        Header { plan: self.draft.text()?, rounds: plan.rounds, text, network: false, placed: None }.write(&out)?;
         let Job { text, signals, torch, .. } = self;
         let environment = Environment::read();
         let sweep = Sweep { plan, text, out, environment, signals, torch, budget: None, launched: None };
@@ -279,6 +280,9 @@ struct Header {
     /// Whether the ranks are on several machines.
     #[serde(default)]
     network: bool,
+    /// The ranks of each machine, where a launcher has started them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    placed: Option<Vec<Vec<usize>>>,
 }
 
 impl Header {
@@ -300,6 +304,14 @@ impl Header {
             .map_err(|error| format!("{}: {error}; begin in a new folder", out.join(HEADER).display()))?;
         if header.network != self.network {
             return Err(other(HEADER, "network: one of the two is on several machines").into());
+        }
+        if header.placed != self.placed {
+            let of = |placed: &Option<Vec<Vec<usize>>>| match placed {
+                Some(machines) => format!("ranks {machines:?}, one list a machine"),
+                None => "no launcher".into(),
+            };
+            let what = format!("placement of ranks ({}, now {})", of(&header.placed), of(&self.placed));
+            return Err(other(HEADER, &what).into());
         }
         if header.text != self.text {
             return Err(other(HEADER, &format!("text ({}), see --data", header.text)).into());
@@ -346,7 +358,9 @@ impl Sweep {
         // The sweep may have been stopped while it wrote its last line.
         let file = OpenOptions::new().write(true).open(&path);
         file.and_then(|file| file.set_len(whole_bytes)).map_err(|error| format!("{}: {error}", path.display()))?;
-        let counts = |record: &&Record| !retry || record.status == Status::Ok;
+        // Other ranks may run what these could not.
+        let is_left_out = |record: &Record| self.launched.is_some() && matches!(record.status, Status::NotAvailable(_));
+        let counts = |record: &&Record| if retry { record.status == Status::Ok } else { !is_left_out(record) };
         Ok(records.iter().filter(counts).map(|record| (record.cell.clone(), record.round)).collect())
     }
 
@@ -480,7 +494,7 @@ impl Course<'_> {
             launched: launched.as_ref(),
             trace: (plan.watched && round == 1).then(|| out.join(TRACES).join(trace_name(index))),
         };
-        let left_out = |ranks: &LaunchedRanks| launched::left_out(cell, ranks.world_size(), ranks.machines().len());
+        let left_out = |ranks: &LaunchedRanks| launched::left_out(cell, ranks.world_size(), ranks.machines());
         let (network, probe) = match launched {
             Some(ranks) => (left_out(ranks).map_or(Ok(&self.bare), |why| Err(Status::NotAvailable(why))), None),
             None => match self.networks.of(cell)? {
@@ -498,17 +512,23 @@ impl Course<'_> {
         if let Some(measured) = &mut record.measured {
             measured.link.probe = probe;
         }
+        let broken = launched.as_ref().and_then(LaunchedRanks::failure);
+        if let Some(error) = broken.as_ref().filter(|_| record.status != Status::Ok) {
+            // It is the job that ended, not the cell: --resume runs it.
+            return Err(no_more(error).into());
+        }
         self.sound &= is_sound(&record);
         self.file.append(&record)?;
         if let Status::Failed(why) | Status::TimedOut(why) = &record.status {
             let label = cell.label(&self.axes);
             self.bar.suspend(|| say(format_args!("round {round}: {label}: {why}")));
         }
-        match launched.as_ref().and_then(LaunchedRanks::failure) {
-            Some(error) => Err(format!("no cell can run any more: {error}").into()),
-            None => Ok(()),
-        }
+        broken.map_or(Ok(()), |error| Err(no_more(&error).into()))
     }
+}
+
+fn no_more(error: &comm_core::Error) -> String {
+    format!("no cell can run any more: {error}; --resume goes on where the sweep ended")
 }
 
 /// The file of a cell's trace, by its place in the plan.

@@ -169,6 +169,7 @@ impl LaunchedRanks {
             let told: Vec<Option<Order>> = exchange(&*self.control, "order", &None::<Order>, Deadline::after(BETWEEN))?;
             match told.into_iter().next().flatten() {
                 Some(Order::Run(task)) => {
+                    signals.check()?;
                     let task = Task { source: text.source.clone(), ..*task };
                     self.take_part(task, None).map_err(|error| self.end(&error))?;
                     signals.check()?;
@@ -203,12 +204,13 @@ impl LaunchedRanks {
     /// Runs this process's rank of a run, with its folder `within`: how all ended, by rank, where they were, and doubts about other machines.
     fn take_part(&self, task: Task, within: Option<&Path>) -> Result<Ended, Error> {
         let name = format!("run-{}", self.runs.fetch_add(1, Ordering::Relaxed));
+        // Before the address: its port is free until a process listens there.
+        let before = self.clocks()?;
         let address = addresses(&self.job, std::slice::from_ref(&name), &*self.control, SOON)?;
         let Some(address) = address.into_iter().next() else {
             return Err(Error::Rendezvous(format!("rank 0 has told no address for {name}")));
         };
         let job = Job { address, id: format!("{}-{name}", self.job.id), ..self.job.clone() };
-        let before = self.clocks()?;
         let watch = self.looks_after_another_machine().then(|| Watch::start(self.beside()));
         let end = self.process(task, job, within).unwrap_or_else(|error| match error {
             RunError::Failed(why) => RankEnd::Failed { why: format!("rank {}: {why}", self.job.rank), is_echo: false },
@@ -216,7 +218,7 @@ impl LaunchedRanks {
             RunError::Interrupted(Interrupted { signal }) => RankEnd::Interrupted(signal),
         });
         let deadline = Deadline::after(self.timeout.saturating_add(GRACE));
-        let ends = exchange_long(&*self.control, "figures of a run", &end, deadline)?;
+        let ends = exchange_long(&*self.control, "figures of a run", &end, deadline, SOON)?;
         let after = self.clocks()?;
         let doubts: Vec<Flag> = watch.map(Watch::finish).unwrap_or_default();
         let doubts: Vec<Vec<Flag>> = exchange(&*self.control, "doubts about a run", &doubts, Deadline::after(SOON))?;

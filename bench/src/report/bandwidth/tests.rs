@@ -147,3 +147,14 @@ fn without_ranks_that_compute_alone_nothing_is_said() {
     let results = results(records);
     assert!(text(&Digest::of(&results, &[])).is_none());
 }
+
+#[test]
+fn no_two_lines_look_alike() {
+    let plain = super::super::order::STRATEGIES.map(|name| curve(name, Vec::new()));
+    let mut looks: Vec<_> =
+        plain.iter().filter(|line| line.dashed).map(|line| (line.colour, line.mark.unwrap())).collect();
+    for strategy in COMPRESSIBLE {
+        looks.extend(["int8", "sign", "topk:0.01", "powersgd:2"].map(|compress| look(strategy, compress)));
+    }
+    assert_eq!(distinct(looks.iter()).len(), looks.len(), "{looks:?}");
+}

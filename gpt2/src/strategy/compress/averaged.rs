@@ -130,3 +130,68 @@ impl Codec for Averaged {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::Compression;
+    use super::*;
+    use crate::flat::Packer;
+    use crate::precision::Precision;
+    use crate::record::EVERYONE;
+    use comm_core::splitmix::SplitMix64;
+    use comm_core::{Communicator, local};
+
+    const RANKS: usize = 3;
+    const STEPS: u64 = 8;
+
+    fn gradients(rank: usize, step: u64, count: usize) -> Vec<f32> {
+        let mut random = SplitMix64::stream(step, &[rank as u64]);
+        (0..count).map(|_| random.unit() as f32 - 0.5).collect()
+    }
+
+    /// The sum of the means of all steps, and what is left of the mean of all gradients: this rank's share of what ranks have left, and what is
+    /// left of the means of its shard.
+    fn run(compress: Compression, count: usize) -> Vec<[Vec<f32>; 2]> {
+        local::run(RANKS, |comm| {
+            let own = comm.rank();
+            let all = comm.split(Some(0), 0).unwrap().unwrap();
+            let channel = Channel::new(all, EVERYONE, Packer::new(Precision::F32, None), Category::Gradients);
+            let mut codec = Averaged::new(compress.encoding().unwrap(), count, &channel);
+            let mut total = vec![0.0; count];
+            for step in 0..STEPS {
+                codec.start(gradients(own, step, count), &channel, Route::blocking("first")).unwrap();
+                codec.go_on(&channel, Route::blocking("second")).unwrap();
+                let mean = codec.finish(&channel).unwrap();
+                total.iter_mut().zip(mean).for_each(|(total, mean)| *total += mean);
+            }
+            let mut left: Vec<f32> = codec.left.iter().map(|left| left / RANKS as f32).collect();
+            left[codec.own()].iter_mut().zip(&codec.left_of_average).for_each(|(left, of_mean)| *left += of_mean);
+            [total, left]
+        })
+    }
+
+    #[test]
+    fn what_was_sent_and_what_is_left_are_the_mean_of_all_gradients() {
+        for compress in [Compression::Int8, Compression::Sign] {
+            // One shard of an element and two without any, a last shard without any, and shards of a block and of less.
+            for count in [1, 4, 600] {
+                let ranks = run(compress, count);
+                assert!(ranks.iter().all(|rank| rank[0] == ranks[0][0]), "{compress}");
+                let mut expected = vec![0.0; count];
+                for (rank, step) in (0..RANKS).flat_map(|rank| (0..STEPS).map(move |step| (rank, step))) {
+                    expected
+                        .iter_mut()
+                        .zip(gradients(rank, step, count))
+                        .for_each(|(sum, own)| *sum += own / RANKS as f32);
+                }
+                let mut found = ranks[0][0].clone();
+                for [_, left] in &ranks {
+                    found.iter_mut().zip(left).for_each(|(sum, left)| *sum += left);
+                }
+                for (found, expected) in found.iter().zip(&expected) {
+                    assert!((found - expected).abs() < 1e-4, "{compress} of {count}: {found} is not {expected}");
+                }
+            }
+        }
+    }
+}

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::encoding::Encoding;
+use super::encoding::{Encoding, check_length, each_block};
 
 /// Elements of a block.
 const BLOCK: usize = 256;
@@ -40,8 +40,9 @@ impl Encoding for Int8 {
         });
     }
 
-    fn add(&self, bytes: &[u8], sums: &mut [f32], _from: usize) -> comm_core::Result<()> {
-        sums.par_chunks_mut(BLOCK).zip(bytes.par_chunks(SCALE + BLOCK)).for_each(|(sums, bytes)| {
+    fn add(&self, bytes: &[u8], sums: &mut [f32], from: usize) -> comm_core::Result<()> {
+        check_length(self, bytes, sums.len(), from)?;
+        each_block(sums, BLOCK, bytes, SCALE + BLOCK, |sums, bytes| {
             let (scale, integers) = bytes.split_at(SCALE);
             let unit = f32::from_le_bytes([scale[0], scale[1], scale[2], scale[3]]);
             sums.iter_mut().zip(integers).for_each(|(sum, integer)| *sum += f32::from(integer.cast_signed()) * unit);

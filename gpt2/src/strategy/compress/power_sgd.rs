@@ -195,6 +195,8 @@ pub(super) struct PowerSgd {
     matrices: Vec<Matrix>,
     /// What is sent as it is.
     rest: Vec<Range<usize>>,
+    /// What another compression had not sent of that when a run goes on; it goes with the next gradients. Empty after that.
+    carried: Vec<f32>,
     count: usize,
     algorithm: Option<Algorithm>,
     under_way: UnderWay,
@@ -230,7 +232,7 @@ impl PowerSgd {
         }
         rest.push(end..count);
         rest.retain(|range| !range.is_empty());
-        PowerSgd { matrices, rest, count, algorithm, under_way: UnderWay::Nothing }
+        PowerSgd { matrices, rest, carried: Vec::new(), count, algorithm, under_way: UnderWay::Nothing }
     }
 }
 
@@ -239,7 +241,9 @@ impl Codec for PowerSgd {
         let values = channel.packing(|| {
             let mut values = Vec::new();
             self.matrices.iter_mut().for_each(|matrix| values.extend(matrix.times_right(&grads[matrix.range.clone()])));
+            let start = values.len();
             self.rest.iter().for_each(|range| values.extend_from_slice(&grads[range.clone()]));
+            values[start..].iter_mut().zip(std::mem::take(&mut self.carried)).for_each(|(value, left)| *value += left);
             values
         });
         let route = route.by(self.algorithm);
@@ -306,6 +310,8 @@ impl Codec for PowerSgd {
             let start = matrix.range.start;
             matrix.right = read(Kept::Factor, start..start + matrix.right.len())?;
         }
+        let rest = self.rest.iter().map(|range| read(Kept::Left, range.clone()));
+        self.carried = rest.collect::<Result<Vec<_>, _>>()?.concat();
         Ok(())
     }
 }
@@ -387,6 +393,32 @@ mod tests {
                 assert!(off < 1e-5, "step {step}, element {index}: {off:e}");
             }
             assert!(largest_difference(&sum[3..243], &plain[3..243]) > 0.1, "two columns cannot be all of it");
+        }
+    }
+
+    #[test]
+    fn what_another_compression_left_of_what_is_sent_as_it_is_goes_with_the_next_gradients() {
+        let (rows, cols) = (12, 20);
+        let means = local::run(RANKS, |comm| {
+            let own = comm.rank();
+            let all = comm.split(Some(0), 0).unwrap().unwrap();
+            let channel = Channel::new(all, EVERYONE, Packer::new(Precision::F32, None), Category::Gradients);
+            let mut codec =
+                PowerSgd::of(vec![Matrix::new(3..3 + rows * cols, cols, 2, [7, 0, 0])], rows * cols + 5, None);
+            let left = |what, range: Range<usize>| Ok(vec![if what == Kept::Left { 4.0 } else { 0.0 }; range.len()]);
+            codec.restore(&mut { left }).unwrap();
+            let mut step = |step| {
+                codec.start(gradients(own, step, (rows, cols)), &channel, Route::blocking("first")).unwrap();
+                codec.go_on(&channel, Route::blocking("second")).unwrap();
+                codec.finish(&channel).unwrap()
+            };
+            [step(0), step(1)]
+        });
+        for (step, more) in [(0, 4.0), (1, 0.0)] {
+            let plain = mean(step as u64, (rows, cols));
+            for index in [0, 1, 2, 3 + rows * cols, 4 + rows * cols] {
+                assert!((means[0][step][index] - plain[index] - more).abs() < 1e-6, "step {step}, element {index}");
+            }
         }
     }
 

@@ -113,6 +113,20 @@ mod tests {
     use crate::strategy::layout::buckets;
 
     #[test]
+    fn what_is_left_goes_with_the_next_gradients() {
+        let plan = buckets(&Layout::new(&[300]), 0..1, 1, 1);
+        let own: Vec<f32> = (0..300).map(|place| place as f32 - 150.0).collect();
+        for compress in [Compression::Int8, Compression::Sign, Compression::TopK { fraction: 0.1 }] {
+            let (mut push, mut sums) = (Push::new(compress, &plan).unwrap(), vec![0.0; 300]);
+            let server = Pushed::new(compress, &plan).unwrap().unwrap();
+            (0..20).for_each(|_| server.add(push.encode(0, own.clone()), &mut sums, 1).unwrap());
+            for ((own, sum), left) in own.iter().zip(&sums).zip(&push.left[0]) {
+                assert!((sum + left - 20.0 * own).abs() < 0.05, "{compress}: {sum} + {left} of 20 times {own}");
+            }
+        }
+    }
+
+    #[test]
     fn what_is_kept_of_segments_is_what_the_buckets_go_on_with() {
         let layout = Layout::new(&[300, 20, 9]);
         let plan = buckets(&layout, (0..3).rev(), 40, 40);

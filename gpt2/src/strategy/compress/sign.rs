@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::encoding::Encoding;
+use super::encoding::{Encoding, check_length, each_block};
 
 /// Elements of a block.
 const BLOCK: usize = 256;
@@ -41,8 +41,9 @@ impl Encoding for Sign {
         });
     }
 
-    fn add(&self, bytes: &[u8], sums: &mut [f32], _from: usize) -> comm_core::Result<()> {
-        sums.par_chunks_mut(BLOCK).zip(bytes.par_chunks(MAGNITUDE + BLOCK / 8)).for_each(|(sums, bytes)| {
+    fn add(&self, bytes: &[u8], sums: &mut [f32], from: usize) -> comm_core::Result<()> {
+        check_length(self, bytes, sums.len(), from)?;
+        each_block(sums, BLOCK, bytes, MAGNITUDE + BLOCK / 8, |sums, bytes| {
             let (magnitude, signs) = bytes.split_at(MAGNITUDE);
             let mean = f32::from_le_bytes([magnitude[0], magnitude[1], magnitude[2], magnitude[3]]);
             for (sums, signs) in sums.chunks_mut(8).zip(signs) {

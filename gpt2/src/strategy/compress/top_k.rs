@@ -2,7 +2,7 @@
 
 use comm_core::{Buffer, Error, Op};
 
-use super::encoding::Encoding;
+use super::encoding::{Encoding, check_length};
 use super::strategy::{Codec, ExpectedOperation, ReadKept};
 use crate::checkpoint::sharded::Kept;
 use crate::error::TrainError;
@@ -69,6 +69,7 @@ impl Encoding for Largest {
 
     fn add(&self, bytes: &[u8], sums: &mut [f32], from: usize) -> comm_core::Result<()> {
         let count = sums.len();
+        check_length(self, bytes, count, from)?;
         let (values, places) = bytes.split_at(bytes.len() / (VALUE + PLACE) * VALUE);
         let (values, places) = (values.as_chunks::<VALUE>().0, places.as_chunks::<PLACE>().0);
         for (value, place) in values.iter().zip(places) {
