@@ -125,7 +125,8 @@ fn each_stage_shards_one_more_kind() {
     ] {
         let report = save(&model, strategy);
         assert!((0..2 * SLACK).contains(&(report.bytes - copies * all)), "{strategy}: {report:?}");
-        within("saving", report.extra_bytes.unwrap(), 1, 2 * SLACK);
+        // Less than a copy of one block takes, of masters or of a moment, however many ranks are at their peaks at once.
+        within("saving", report.extra_bytes.unwrap(), 1, block - SLACK);
     }
 }
 
