@@ -122,7 +122,9 @@ fn a_communicator_can_be_dropped_while_its_operations_hang() {
     two(SETTLED, |comm| {
         comm.device().behave(Behaviour::Hangs);
         let handle = comm.start(Call::background(SUM, Buffer::from_vec(vec![1.0f32; 1000]), 0));
+        let began = Instant::now();
         drop(comm);
+        assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
         let error = handle.wait().unwrap_err().error;
         assert!(matches!(error, Error::Aborted { .. }), "{error}");
     });

@@ -125,8 +125,9 @@ fn each_stage_shards_one_more_kind() {
     ] {
         let report = save(&model, strategy);
         assert!((0..2 * SLACK).contains(&(report.bytes - copies * all)), "{strategy}: {report:?}");
-        // Less than a copy of one block takes, of masters or of a moment, however many ranks are at their peaks at once.
-        within("saving", report.extra_bytes.unwrap(), 1, block - SLACK);
+        // Where each rank writes all segments, its tables are longer; they are less than a copy of one block, of masters or of a moment.
+        let most = if strategy == StrategyKind::Diloco { block - SLACK } else { 2 * SLACK };
+        within("saving", report.extra_bytes.unwrap(), 1, most);
     }
 }
 
