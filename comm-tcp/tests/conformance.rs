@@ -14,12 +14,12 @@ fn main() -> ExitCode {
         suite("tcp-behind-relay", |control, options| {
             ZmqTransport::connect(control, &TcpOptions { gate: Gate::Relay, ..options }, soon())
         })
-        .with_ranks(&[2, 3], &[2])
+        .with_ranks(&[3], &[2])
         .with_one_type(),
         suite("tcp-without-gate", |control, options| {
             ZmqTransport::connect(control, &TcpOptions { gate: Gate::Off, ..options }, soon())
         })
-        .with_ranks(&[2, 3], &[2])
+        .with_ranks(&[3], &[2])
         .with_one_type(),
         suite("tcp-ipc", |control, options| {
             ZmqTransport::connect(control, &TcpOptions { ipc: true, ..options }, soon())
